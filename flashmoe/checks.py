@@ -11,7 +11,11 @@ import torch
 from torch import Tensor
 from torch.overrides import handle_torch_function
 
-from flashmoe.errors import ArgumentError, ArgumentTypeError, DtypeError
+from flashmoe.errors import ArgumentError, ArgumentTypeError, DtypeError, FlashmoeError
+
+
+class OutOfMemoryError(FlashmoeError, torch.OutOfMemoryError):
+    """torch could not allocate a result; also a torch.OutOfMemoryError, for callers that retry with less."""
 
 
 def has_names(tensor: Tensor) -> bool:

@@ -18,7 +18,7 @@ _SCALE = dict.fromkeys(("softmax_scale", "sm_scale", "scaling", "scale_factor"),
 _LSE = dict.fromkeys(("return_softmax_lse", "return_attn_probs", "need_lse"), "write return_lse=True")
 _RAGGED = {
     **dict.fromkeys(("dropout_p", "dropout"), "there is no dropout"),
-    "is_causal": "write causal=, whose mask ends bottom-right",
+    "is_causal": "write causal=, whose mask is aligned bottom-right",
     **dict.fromkeys(("attn_mask", "attention_mask", "mask"), "there is no mask; flashmoe.attention takes attn_mask"),
     **dict.fromkeys(("page_table", "block_tables"), "write block_table="),
     "deterministic": "leave it out: results and gradients are the same bits on every run",
@@ -31,7 +31,7 @@ _CACHE = {
     **dict.fromkeys(("k", "v"), "write k_new= and v_new="),
     **dict.fromkeys(("rotary_cos", "rotary_sin", "rotary_interleaved"), "rotate q and k_new before the call"),
     **dict.fromkeys(
-        ("cache_batch_idx", "cache_leftpad"), "sequence b has the cache's entry b; pages (block_table) may be anywhere"
+        ("cache_batch_idx", "cache_leftpad"), "sequence b has the cache at index b; pages (block_table) may be anywhere"
     ),
 }
 _SDPA = "flashmoe.scaled_dot_product_attention takes it"
@@ -41,7 +41,7 @@ HINTS: Mapping[str, Mapping[str, str]] = {
     "attention": {
         **_SCALE,
         **_LSE,
-        "is_causal": "write causal=, whose mask ends bottom-right; is_causal, which begins top-left, belongs to "
+        "is_causal": "write causal=, whose mask is aligned bottom-right; is_causal, aligned top-left, belongs to "
         "flashmoe.scaled_dot_product_attention; they differ where Sq != Sk",
         **{name: f"write {ours}=" for name, ours in (("query", "q"), ("key", "k"), ("value", "v"))},
         **dict.fromkeys(("mask", "attention_mask"), "write attn_mask="),
@@ -51,7 +51,7 @@ HINTS: Mapping[str, Mapping[str, str]] = {
     "scaled_dot_product_attention": {
         **_SCALE,
         **dict.fromkeys((*_LSE, "return_lse"), f"as return_lse {_ATTENTION}"),
-        "causal": "write is_causal=, whose mask begins top-left; causal, which ends bottom-right, belongs to "
+        "causal": "write is_causal=, whose mask is aligned top-left; causal, aligned bottom-right, belongs to "
         "flashmoe.attention; they differ where Sq != Sk",
         **{name: f"write {ours}=" for name, ours in (("q", "query"), ("k", "key"), ("v", "value"))},
         **dict.fromkeys(("mask", "attention_mask"), "write attn_mask="),

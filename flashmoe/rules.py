@@ -21,6 +21,7 @@ from torch import Tensor
 
 from flashmoe import _extension
 from flashmoe._operations import modules
+from flashmoe.checks import OutOfMemoryError
 from flashmoe.errors import (
     ArgumentError,
     DeviceError,
@@ -45,10 +46,6 @@ def by_error(messages: Mapping[type[FlashmoeError], Mapping[str, str]]) -> Mappi
     return MappingProxyType(
         {name: Rule(kind, text) for kind, texts in messages.items() for name, text in texts.items()}
     )
-
-
-class OutOfMemoryError(FlashmoeError, torch.OutOfMemoryError):
-    """torch could not allocate a result; also a torch.OutOfMemoryError, for callers that retry with less."""
 
 
 # Those of any operation.

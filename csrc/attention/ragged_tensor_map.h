@@ -18,8 +18,8 @@ namespace attention {
 constexpr int kRaggedRows = 1 << 30;
 constexpr int kRaggedMapRank = 5;
 
-// Where a sequence lies, as the copy engine is told.
-struct RaggedPlace {
+// TMA coordinates of a sequence.
+struct RaggedCoordinates {
   int head;
   int length;  // n
   int end;     // f + n

@@ -307,13 +307,13 @@ void set_max_registers(int registers, bool increase, const Site& site, const cha
     Block& block = *warp.block;
     const bool wrong_way = mine.increase ? mine.registers < warp.registers : mine.registers > warp.registers;
     if (wrong_way) {
-      fail(FailureKind::kRegisterBudget, *mine.site, mine.what, "from %d to %d registers a thread", warp.registers,
+      fail(FailureKind::kRegisterBudget, *mine.site, mine.what, "from %d to %d registers per thread", warp.registers,
            mine.registers);
     }
     if (mine.increase && (mine.registers - warp.registers) * kWarpSize > block.free_registers) {
       warp.registers_wanted = mine.registers;
       for (Fiber* lane : warp.lanes) {
-        lane->waits_for = "(" + std::to_string(mine.registers) + " registers a thread; the pool has " +
+        lane->waits_for = "(" + std::to_string(mine.registers) + " registers per thread; the pool has " +
                           std::to_string(block.free_registers) + " free)";
       }
       return false;

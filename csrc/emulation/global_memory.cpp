@@ -187,7 +187,7 @@ int32_t atomic_add(int32_t* gmem, int32_t value, const Site& site, const char* w
   return before;
 }
 
-void wait_for_turn(const int32_t* gmem, int32_t value, const Site& site, const char* what) {
+void semaphore_wait(const int32_t* gmem, int32_t value, const Site& site, const char* what) {
   for (;;) {
     int32_t found;
     std::memcpy(&found, global_storage(gmem, 4, 4, false, nullptr, site, what), 4);
@@ -196,7 +196,7 @@ void wait_for_turn(const int32_t* gmem, int32_t value, const Site& site, const c
   }
 }
 
-void pass_turn(int32_t* gmem, int32_t value, const Site& site, const char* what) {
+void semaphore_release(int32_t* gmem, int32_t value, const Site& site, const char* what) {
   maybe_switch();
   std::memcpy(global_storage(gmem, 4, 4, true, nullptr, site, what), &value, 4);
 }

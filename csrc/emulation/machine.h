@@ -67,9 +67,9 @@ void tensor_load(uint32_t smem, const void* tensor_map, uint32_t barrier, int ra
                  const Site& site, const char* what);
 void tensor_store(const void* tensor_map, uint32_t smem, int rank, const int* coordinates, const Site& site,
                   const char* what);
-// Turns of blocks (ptx/turns.cuh). Who polls lets others run, and work in flight come to its end.
-void wait_for_turn(const int32_t* gmem, int32_t value, const Site& site, const char* what);
-void pass_turn(int32_t* gmem, int32_t value, const Site& site, const char* what);
+// Ordered semaphores (ptx/ordered_semaphore.cuh). A polling thread lets others run, and work in flight complete.
+void semaphore_wait(const int32_t* gmem, int32_t value, const Site& site, const char* what);
+void semaphore_release(int32_t* gmem, int32_t value, const Site& site, const char* what);
 // A bulk store that adds float32 words to global memory, `bytes` a multiple of 16.
 void bulk_copy(float* gmem, uint32_t smem, uint32_t bytes, bool adds, const Site& site, const char* what);
 void tensor_store_commit(const Site& site, const char* what);

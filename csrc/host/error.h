@@ -13,7 +13,7 @@
 namespace flashmoe {
 namespace host {
 
-// The codes that flashmoe/checks.py knows.
+// The codes that flashmoe/rules.py knows.
 enum class ErrorCode { kShape, kDtype, kDevice, kArgument, kGpu, kDriver, kMemory, kInternal };
 
 inline const char* error_code_name(ErrorCode code) {

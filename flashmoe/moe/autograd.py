@@ -125,7 +125,7 @@ def refuse_double_backward(ctx: Any, *_: Any) -> NoReturn:
 
 def vmap_layer(info: Any, in_dims: tuple[int | None, ...], *arguments: Any) -> tuple[Tensor, int]:
     """The mapped dimension becomes more tokens where the weights are shared; else one call for each."""
-    layer, dims, size = Layer(*arguments), Layer(*in_dims), info.batch_size
+    layer, dims, size = Layer(*arguments), Layer._make(in_dims), info.batch_size
     if any(dim is not None for dim in (dims.w13, dims.w2, dims.b13, dims.b2, dims.expert_map)):
         result: tuple[Tensor, int] = one_by_one(torch.ops.flashmoe._fused_moe_inference.default)(
             info, in_dims, *arguments
@@ -169,26 +169,20 @@ def _needed_gradients(*arguments: Any) -> tuple[Tensor, ...]:
     return tuple(gradient for gradient in found if gradient is not None)
 
 
-def _call_layer(*arguments: Any) -> tuple[Tensor, ...]:
-    result: tuple[Tensor, ...] = _transformed_layer(*arguments)
-    return result
-
-
-def _call_backward(*arguments: Any) -> tuple[Tensor, ...]:
-    result: tuple[Tensor, ...] = _transformed_backward(*arguments)
-    return result
-
-
 # What is kept for a backward pass belongs to one sort, hence one call for each element of a mapped dimension.
-_transformed_layer = function_under_transforms(
+_transformed_layer: Callable[..., Any] = function_under_transforms(
     _layer_kept,
     keep_for_layer,
     _gradient_under_transforms,
-    one_by_one(_call_layer),
+    one_by_one(lambda *given: _transformed_layer(*given)),  # noqa: PLW0108, bound later
     _NO_FORWARD_MODE.format("fused_moe"),
 )
-_transformed_backward = function_under_transforms(
-    _needed_gradients, keep_nothing, refuse_double_backward, one_by_one(_call_backward), _ONCE
+_transformed_backward: Callable[..., Any] = function_under_transforms(
+    _needed_gradients,
+    keep_nothing,
+    refuse_double_backward,
+    one_by_one(lambda *given: _transformed_backward(*given)),  # noqa: PLW0108, bound later
+    _ONCE,
 )
 
 

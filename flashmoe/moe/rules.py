@@ -1,110 +1,61 @@
-"""What the rules for a mixture-of-experts layer say; csrc/moe/host/arguments.cpp decides which one a call breaks (see flashmoe/rules.py)."""
+"""What the rules for a mixture-of-experts layer are told as; csrc/moe/host/arguments.cpp decides, by these names (see flashmoe/rules.py)."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from types import MappingProxyType
-
 from flashmoe.errors import ArgumentError, DeviceError, DtypeError, ShapeError
-from flashmoe.rules import Rule
+from flashmoe.rules import by_error
 
 _SHAPE = "{name} has shape {sizes}; {needed} {axes} is needed"
 _EXPERTS = "the number of experts is {experts}; supported: 1 to {most}; "
-
-RULES: Mapping[str, Rule] = MappingProxyType(
+_MULTIPLE = "it must be a multiple of {multiple}; pad the weights and x with zeros, or use CPU tensors"
+RULES = by_error(
     {
-        "moe.device": Rule(
-            DeviceError,
-            "no kernel for tensors on {device}; supported: cpu, cuda; move them with .to('cpu') or .to('cuda')",
-        ),
-        "moe.devices": Rule(
-            DeviceError,
-            "all tensors must be on one device; found {first} on {first_device} and {name} on {device}; move it with "
-            ".to({first}.device)",
-        ),
-        "moe.dtype": Rule(DtypeError, "{name} is {found}; {needed} is needed; convert it with .to()"),
-        "moe.kernel_dtype": Rule(
-            DtypeError,
-            "{name} is {found}, which has no kernel on {device}; supported: {supported}; convert the tensors, or call under "
-            "torch.autocast",
-        ),
-        "moe.rank": Rule(ShapeError, "{name} has shape {sizes}; {axes} is needed; reshape it"),
-        "moe.shape": Rule(ShapeError, _SHAPE),
-        "moe.transposed": Rule(ShapeError, _SHAPE + "; give {name}.mT"),
-        "moe.topk_shapes": Rule(
-            ShapeError, "topk_weights has shape {weights} and topk_ids {ids}; one shape is needed: [tokens, top_k]"
-        ),
-        "moe.size": Rule(ShapeError, "{what} is {value}; supported: 1 to {most}; check the shapes of the tensors"),
-        "moe.experts": Rule(ShapeError, _EXPERTS + "divide them among several layers by expert_map"),
-        "moe.grouped_experts": Rule(ShapeError, _EXPERTS + "divide them among several calls"),
-        "moe.route_experts": Rule(ShapeError, _EXPERTS + "use torch.topk"),
-        "moe.top_k": Rule(
-            ShapeError,
-            "the number of experts per token is {top_k}; supported: 1 to {most}; split the choices over several calls",
-        ),
-        "moe.slots": Rule(
-            ShapeError,
-            "{tokens} tokens of {top_k} experts each are {slots} rows; below 2^31 is needed: split the tokens",
-        ),
-        "moe.gpu_multiple": Rule(
-            ShapeError,
-            "{what} is {value}; on a GPU it must be a multiple of {multiple}; pad the weights and x with zeros, or use CPU "
-            "tensors",
-        ),
-        "moe.word": Rule(ArgumentError, "{name} is {found!r}; supported: {supported}; use one of them"),
-        "moe.groups": Rule(
-            ArgumentError, "groups is {groups}; a divisor of the {experts} experts is needed, at most {most}"
-        ),
-        "moe.topk_groups": Rule(
-            ArgumentError, "topk_groups is {topk_groups}; 1 to the number of groups, {groups}, is needed"
-        ),
-        "moe.k": Rule(
-            ArgumentError,
-            "the number of experts per token is {k}; supported: 1 to {most}, and at most the {eligible} experts that can be "
-            "chosen",
-        ),
-        "moe.scale": Rule(
-            ArgumentError,
-            "scale is {scale}; a number that is finite in float32 is needed; 1.0 leaves the weights as they are",
-        ),
-        "moe.out_strides": Rule(
-            ShapeError,
-            "out has strides {strides}; rows that are contiguous and apart are needed, on a GPU 16-byte aligned; pass a "
-            "contiguous tensor",
-        ),
-        "moe.out_overlap": Rule(
-            ShapeError,
-            "out shares memory with a part of shared, which would change while it is read; give all of shared as out, or a "
-            "tensor of its own",
-        ),
-        "moe.offsets": Rule(
-            ArgumentError,
-            "offsets[{index}] is {end}; the ends of the experts' rows must ascend from {least} to at most {most}, the number "
-            "of rows",
-        ),
-        "moe.saved_slots": Rule(
-            ShapeError,
-            "row_slots has {slots} elements, which is no multiple of the {tokens} tokens; what the forward pass returned with "
-            "keep=True is needed",
-        ),
-        "moe.scaled_weights": Rule(
-            DtypeError,
-            "{name} is {found}, and there are scales; supported with scales: float8_e4m3fn; convert it with "
-            ".to(torch.float8_e4m3fn) and its scales, or give bfloat16 weights without scales",
-        ),
-        "moe.scaled_x": Rule(
-            DtypeError,
-            "x is {found}; supported with float8_e4m3fn weights: float16, bfloat16, float8_e4m3fn with x_scale; convert it "
-            "with .to()",
-        ),
-        "moe.x_scale": Rule(
-            ArgumentError, "x_scale goes with x in float8_e4m3fn only; x is {found}: leave x_scale away"
-        ),
-        "moe.no_x_scale": Rule(ArgumentError, "x is float8_e4m3fn, which needs its scales; x_scale is None: give it"),
-        "moe.scaled_multiple": Rule(
-            ShapeError,
-            "{what} is {value}; with float8_e4m3fn weights on a GPU it must be a multiple of {multiple}; pad the weights with "
-            "zeros, or use CPU tensors",
-        ),
+        DeviceError: {
+            "moe.device": "no kernel for tensors on {device}; supported: cpu, cuda; move them with .to('cpu') or .to('cuda')",
+            "moe.devices": "all tensors must be on one device; found {first} on {first_device} and {name} on {device}; move it "
+            "with .to({first}.device)",
+        },
+        DtypeError: {
+            "moe.dtype": "{name} is {found}; {needed} is needed; convert it with .to()",
+            "moe.kernel_dtype": "{name} is {found}, which has no kernel on {device}; supported: {supported}; convert the "
+            "tensors, or call under torch.autocast",
+            "moe.scaled_weights": "{name} is {found}, and there are scales; supported with scales: float8_e4m3fn; convert it "
+            "with .to(torch.float8_e4m3fn) and its scales, or give bfloat16 weights without scales",
+            "moe.scaled_x": "x is {found}; supported with float8_e4m3fn weights: float16, bfloat16, float8_e4m3fn with "
+            "x_scale; convert it with .to()",
+        },
+        ShapeError: {
+            "moe.rank": "{name} has shape {sizes}; {axes} is needed; reshape it",
+            "moe.shape": _SHAPE,
+            "moe.transposed": _SHAPE + "; give {name}.mT",
+            "moe.topk_shapes": "topk_weights has shape {weights} and topk_ids {ids}; one shape is needed: [tokens, top_k]",
+            "moe.size": "{what} is {value}; supported: 1 to {most}; check the shapes of the tensors",
+            "moe.experts": _EXPERTS + "divide them among several layers by expert_map",
+            "moe.grouped_experts": _EXPERTS + "divide them among several calls",
+            "moe.route_experts": _EXPERTS + "use torch.topk",
+            "moe.top_k": "the number of experts per token is {top_k}; supported: 1 to {most}; split the choices over several "
+            "calls",
+            "moe.slots": "{tokens} tokens of {top_k} experts each are {slots} rows; below 2^31 is needed: split the tokens",
+            "moe.gpu_multiple": "{what} is {value}; on a GPU " + _MULTIPLE,
+            "moe.scaled_multiple": "{what} is {value}; with float8_e4m3fn weights on a GPU " + _MULTIPLE,
+            "moe.out_strides": "out has strides {strides}; rows that are contiguous and apart are needed, on a GPU 16-byte "
+            "aligned; pass a contiguous tensor",
+            "moe.out_overlap": "out shares memory with a part of shared, which would change while it is read; give all of "
+            "shared as out, or a tensor of its own",
+            "moe.saved_slots": "row_slots has {slots} elements, which is no multiple of the {tokens} tokens; what the forward "
+            "pass returned with keep=True is needed",
+        },
+        ArgumentError: {
+            "moe.word": "{name} is {found!r}; supported: {supported}; use one of them",
+            "moe.groups": "groups is {groups}; a divisor of the {experts} experts is needed, at most {most}",
+            "moe.topk_groups": "topk_groups is {topk_groups}; 1 to the number of groups, {groups}, is needed",
+            "moe.k": "the number of experts per token is {k}; supported: 1 to {most}, and at most the {eligible} experts that "
+            "can be chosen",
+            "moe.scale": "scale is {scale}; a number that is finite in float32 is needed; 1.0 leaves the weights as they are",
+            "moe.offsets": "offsets[{index}] is {end}; the ends of the experts' rows must ascend from {least} to at most "
+            "{most}, the number of rows",
+            "moe.x_scale": "x_scale goes with x in float8_e4m3fn only; x is {found}: leave x_scale away",
+            "moe.no_x_scale": "x is float8_e4m3fn, which needs its scales; x_scale is None: give it",
+        },
     }
 )

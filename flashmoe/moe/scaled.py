@@ -58,8 +58,9 @@ def call_scaled(layer: Layer, scales: Scales, out: Tensor | None, *, weights_on_
         if scale is None:
             msg = f"{name} is None; float8_e4m3fn weights need w13_scale and w2_scale; give both, or bfloat16 weights"
             raise ArgumentError(msg)
-    same = {name: getattr(layer, name) for name in ScaledLayer._fields if name in Layer._fields}
-    call: Any = ScaledLayer(**same, w13_scale=scales.w13, w2_scale=scales.w2, x_scale=scales.x)
+    given: dict[str, Any] = {name: getattr(layer, name) for name in ScaledLayer._fields if name in Layer._fields}
+    given |= {"w13_scale": scales.w13, "w2_scale": scales.w2, "x_scale": scales.x}
+    call = ScaledLayer(**given)
     _refuse_gradients((*call, out))
     if out is not None:
         errors.check_types("_fused_moe_scaled_torch", call)
@@ -167,7 +168,8 @@ def in_torch(*arguments: Any) -> Tensor:
             continue
         chosen = (ids == expert).nonzero(as_tuple=True)
         both = tokens[chosen[0]] @ dequantize_weights(call.w13[expert], call.w13_scale[expert]).mT
-        active = dequantize_rows(*quantize(activate(*both.chunk(2, dim=1), call.activation)))
+        gate, up = both.chunk(2, dim=1)
+        active = dequantize_rows(*quantize(activate(gate, up, call.activation)))
         rows[chosen] = (active @ dequantize_weights(call.w2[expert], call.w2_scale[expert]).mT).to(dtype)
     has_row = ((ids >= 0) & (ids < experts)).unsqueeze(-1)
     total = torch.zeros(x.shape, device=x.device) if call.shared is None else call.shared.float()

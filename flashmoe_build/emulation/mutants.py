@@ -30,17 +30,17 @@ def in_turn(mutants: Sequence[Mutant]) -> list[Mutant]:
     """The first of every file, then the second of every file: a hunt that ends early has been everywhere."""
     place: Counter[str] = Counter()
     order: list[tuple[int, Mutant]] = []
-    for mutant in sorted(mutants, key=lambda mutant: -mutant.seeds):  # synchronisation first
+    for mutant in sorted(mutants, key=lambda mutant: mutant.rank):  # synchronisation first
         order.append((place[mutant.file], mutant))
         place[mutant.file] += 1
     return [mutant for _, mutant in sorted(order, key=lambda item: item[0])]
 
 
 def hunt_all(mutants: Sequence[Mutant], workers: int, end: float, progress: Progress) -> Iterator[tuple[Mutant, Kill]]:
-    """Each as it is found; none begins after the time ``end``."""
+    """Each as it is found, until the time ``end``."""
 
     def one(mutant: Mutant) -> Kill | None:
-        return hunt_in_process(mutant) if time.monotonic() < end else None
+        return hunt_in_process(mutant, end) if time.monotonic() < end else None
 
     with ThreadPoolExecutor(workers) as pool:
         waiting = {pool.submit(one, mutant): mutant for mutant in mutants}
@@ -109,7 +109,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--only", default="", metavar="TEXT", help="mutants whose name contains TEXT")
     parser.add_argument("--list", action="store_true", help="print them and stop")
     parser.add_argument("--jobs", type=int, metavar="N", help="hunts at once; default: MAX_JOBS, else at most 2")
-    parser.add_argument("--budget-minutes", type=float, metavar="M", help="start none after that time")
+    parser.add_argument("--budget-minutes", type=float, metavar="M", help="stop after that time")
     parser.add_argument(
         "--json", type=Path, metavar="PATH", help="write a report; what it holds already is not hunted again"
     )

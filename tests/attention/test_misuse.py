@@ -52,14 +52,14 @@ def test_a_misspelt_fallback_policy_stops_the_import() -> None:
 
 
 MISSPELT: list[tuple[Any, str, str]] = [
-    (flashmoe.attention, "is_causal", "write causal=, whose mask ends bottom-right"),
+    (flashmoe.attention, "is_causal", "write causal=, whose mask is aligned bottom-right"),
     (flashmoe.attention, "softmax_scale", "write scale="),
     (flashmoe.attention, "return_softmax_lse", "write return_lse=True"),
     (flashmoe.attention, "attention_mask", "write attn_mask="),
     (flashmoe.attention, "causl", "write causal="),
     (flashmoe.attention, "window_size", "write window="),
     (flashmoe.attention, "rotary", "it has q, k, v, causal, scale, return_lse, window, softcap, sinks, attn_mask"),
-    (flashmoe.scaled_dot_product_attention, "causal", "write is_causal=, whose mask begins top-left"),
+    (flashmoe.scaled_dot_product_attention, "causal", "write is_causal=, whose mask is aligned top-left"),
     (flashmoe.scaled_dot_product_attention, "return_lse", "flashmoe.attention takes it"),
     (flashmoe.scaled_dot_product_attention, "enable_gqua", "write enable_gqa="),
     (flashmoe.explain, "causal", "write is_causal="),

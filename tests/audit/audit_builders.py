@@ -32,7 +32,7 @@ targets = ["sm_80", "sm_90a", "compute_80"]
 why = "a small row for the tests of the audit"
 options = { masked_loop = 1 }
 """
-# Uses the shims as our host code does, exports our four names, registers nothing.
+# Uses the shims as our host code does, exports our names, registers nothing.
 HOST = r"""
 #include <cstdint>
 #define EXPORT extern "C" __attribute__((visibility("default")))
@@ -41,6 +41,7 @@ extern const char flashmoe_index_begin[] __attribute__((visibility("hidden")));
 EXPORT const char* flashmoe_last_kernel() { return ""; }
 EXPORT const char* flashmoe_index_json() { return flashmoe_index_begin; }
 EXPORT const char* flashmoe_cpu_isa() { return "none"; }
+EXPORT int flashmoe_check() { return 0; }
 EXPORT int flashmoe_set_cpu_isa(const char*) { int64_t dim = 0; return aoti_torch_get_dim(nullptr, &dim); }
 """
 EMBED = """
@@ -55,7 +56,7 @@ flashmoe_index_begin:
 .byte 0
 .section .note.GNU-stack,"",@progbits
 """
-EXPORTS = "{ global: flashmoe_last_kernel; flashmoe_index_json; flashmoe_cpu_isa; flashmoe_set_cpu_isa; local: *; };"
+EXPORTS = "{ global: flashmoe_last_kernel; flashmoe_index_json; flashmoe_cpu_isa; flashmoe_check; flashmoe_set_cpu_isa; local: *; };"
 
 
 def run(command: Sequence[str], cwd: Path | None = None) -> str:

@@ -77,7 +77,10 @@ def test_wheel_name_and_content(wheel: Path, version: str) -> None:
         metadata = Parser().parsestr(archive.read(f"{WHEEL_PREFIX}{version}.dist-info/METADATA").decode())
         assert f'__version__ = "{version}"' in archive.read("flashmoe/_version.py").decode()
     assert {"flashmoe/libflashmoe.so", "flashmoe/provenance.json", "flashmoe/_tables/attention/kernels.toml"} <= names
-    assert not [name for name in names if name.startswith(("flashmoe_build/", "tests/", "csrc/"))]
+    assert "flashmoe_tools/operations/attention/suites/smoke.toml" in names
+    assert not [
+        name for name in names if name.startswith(("flashmoe_build/", "tests/", "csrc/")) or "/emulation/" in name
+    ]
     assert [name for name in names if name.endswith(".so")] == ["flashmoe/libflashmoe.so"]
     assert metadata["Name"] == DISTRIBUTION
     assert metadata["Requires-Python"] == ">=3.10"

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import multiprocessing
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from flashmoe.errors import TableError
+from flashmoe.errors import ExitCode, TableError
 from flashmoe_build.emulation import mutants
-from flashmoe_build.emulation.mutation import generate, hunt, record
+from flashmoe_build.emulation.mutation import anywhere, generate, hunt, record
 from flashmoe_build.emulation.mutation.hunt import NOT_COMPILED, SAME_CODE, Kill
 from flashmoe_build.emulation.mutation.operators import edits
 from flashmoe_build.emulation.mutation.planted import Mutant, anchor_pattern, load_mutants, patched
@@ -110,12 +111,11 @@ def test_generated_names_are_unique_and_every_one_applies() -> None:
 
 def test_equivalent_ones_exist_and_have_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     equivalent = generate.equivalents()
-    monkeypatch.setattr(generate, "equivalents", dict)
-    generate.generated.cache_clear()
-    names = {mutant.name for mutant in generate.generated(every=True)}
-    generate.generated.cache_clear()
-    assert set(equivalent) <= names
-    assert all(len(reason.split()) > 3 for reason in equivalent.values())
+    monkeypatch.setattr(generate, "equivalents", tuple)
+    every = generate.generated.__wrapped__(every=True)
+    stale = [row for row in equivalent if not any(row.covers(mutant) for mutant in every)]
+    assert stale == []
+    assert all(len(row.why.split()) > 3 for row in equivalent)
 
 
 def test_a_hunt_that_ends_early_has_been_in_every_file() -> None:
@@ -144,7 +144,10 @@ def test_a_case_that_hangs_is_a_kill_and_a_long_suite_is_none(
     monkeypatch.setattr(hunt, "CASE_SECONDS", 1.5)
     monkeypatch.setattr(hunt, "hunt", slow)
     kill = hunt.hunt_in_process(FAST[0])
+    assert kill is not None
     assert (kill.by, kill.runs) == (by, 1 if by else 3)
+    if by:
+        assert hunt.hunt_in_process(FAST[0], time.monotonic() + 0.5) is None  # the budget ends before the case does
 
 
 def test_a_survivor_is_not_called_killed() -> None:
@@ -165,3 +168,24 @@ def test_a_hunt_goes_on_from_its_report_where_the_patch_is_the_same(tmp_path: Pa
     changed = Mutant(second.name, second.what, second.file, second.anchor, "other", second.kernels, at=second.at)
     assert set(record.read(tmp_path / "hunt.json", [first, changed])) == {first.name}
     assert record.read(tmp_path / "none.json", [first]) == {}
+
+
+def test_a_command_judges_bugs_in_python(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The judge sees that a check is gone, not that its limit has moved."""
+    source = "def check(rows):\n    if rows < 0 and rows != -1:\n        raise ValueError(rows)\n"
+
+    def copy(target: Path) -> None:
+        (target / "rule.py").write_text(source, encoding="utf-8")
+
+    monkeypatch.setattr(anywhere, "copy_checkout", copy)
+    judge = "import rule\ntry: rule.check(-2)\nexcept ValueError: rule.check(1)\nelse: exit(1)"
+    words = ["rule.py", "--oracle", f"{sys.executable} -B -c '{judge}'"]
+    assert anywhere.main(words) == ExitCode.FAILED
+    printed = capsys.readouterr().out
+    for line in ("killed rule.py line 3: remove-raise", "killed rule.py line 2: condition-true"):
+        assert line in printed
+    assert "SURVIVED rule.py line 2: boundary: rows < 0" in printed
+    assert "SURVIVED rule.py line 2: drop-predicate: rows < 0 and rows != -1" in printed
+    assert anywhere.main(["rule.py", "--oracle", "false"]) == ExitCode.USAGE

@@ -111,7 +111,7 @@ void run_split(const BackwardParams& params, const BackwardKernels& kernels, con
 void run_fused(const BackwardParams& params, const BackwardKernels& kernels, const host::Device& gpu) {
   const Kernel& fused = *kernels.fused;
   const Batch& entries = params.sequences;
-  // As attention/backward/sm90/fused_pieces.cuh numbers them.
+  // As attention/backward/sm90/dq_partials.cuh numbers them.
   const int64_t partials = entries.cu_seqlens_q != nullptr ? entries.rows_total / kDqPartialRows + params.batch + 2
                                                            : ceil_div(params.seq_q, kDqPartialRows) * params.batch;
   const int64_t tiles =

@@ -3,7 +3,7 @@
 //   moe_combine            out[t] = sum over choices of row_weights[row] * rows[row], + shared[t]
 //   moe_combine_backward   dx[t] = sum over choices of rows[row], and dweights
 //
-// fp32, the choices in their order. Grid: a block a token, or for few tokens several, among whose warps the columns are dealt out. A warp
+// fp32, the choices in their order. Grid: one block per token, or for few tokens several, among whose warps the columns are dealt out. A warp
 // takes 256 columns at a time, a lane 8 of them: 16-byte loads, eight rows in flight. Lane i knows the row of choice i, so there are at
 // most 32.
 #pragma once

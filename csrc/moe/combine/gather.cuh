@@ -1,5 +1,5 @@
 // Puts the rows of tokens into the order of the sorted slots: rows[slot_rows[slot]] = a[slot / top_k]. Rows past the experts' last
-// are left alone: no product stores what comes of them. Grid: a warp a token, so that a token is read once for all its choices.
+// are left alone: no product stores what comes of them. Grid: one warp per token, so that a token is read once for all its choices.
 #pragma once
 
 #include "device/convert.cuh"

@@ -7,7 +7,7 @@ namespace moe {
 enum class Weights {
   kNk,       // [experts, n, k]
   kKn,       // [experts, k, n]
-  kKnPairs,  // as kKn, the columns of gate and up in turn
+  kKnPairs,  // as kKn, the columns of gate and up interleaved
 };
 
 }  // namespace moe

@@ -3,7 +3,8 @@
 #include <algorithm>
 #include <array>
 #include <cstring>
-#include <string>
+#include <map>
+#include <tuple>
 #include <vector>
 
 namespace flashmoe {
@@ -14,7 +15,6 @@ using host::KernelList;
 using host::KernelRequest;
 
 constexpr int32_t kNumProducts = 6;
-constexpr int32_t kNumMemories = 3;
 constexpr int32_t kNumSteps = 10;
 
 // By Product.
@@ -99,25 +99,10 @@ FamilyList resolve_families(const ProductInput& input) {
 
 // resolve_families, remembered: looking through the whole table takes longer than the rest of the selection.
 const FamilyList& families_for(const ProductInput& input) {
-  constexpr std::size_t kEntries = 2 * kNumProducts * kNumMemories;
-  struct Remembered {
-    int32_t capability = 0;
-    std::array<FamilyList, kEntries> families;
-    std::array<bool, kEntries> is_known{};
-  };
-  thread_local Remembered remembered;
-  if (remembered.capability != input.request.capability) {
-    remembered.is_known.fill(false);
-    remembered.capability = input.request.capability;
-  }
-  const int32_t dtype = input.request.dtype == host::Dtype::kBFloat16 ? 1 : 0;
-  const auto entry = static_cast<std::size_t>(
-      (dtype * kNumProducts + static_cast<int32_t>(input.product)) * kNumMemories + static_cast<int32_t>(input.memory));
-  if (!remembered.is_known[entry]) {
-    remembered.families[entry] = resolve_families(input);
-    remembered.is_known[entry] = true;
-  }
-  return remembered.families[entry];
+  thread_local std::map<std::tuple<int32_t, host::Dtype, Product, Memory>, FamilyList> remembered;
+  const auto key = std::tuple(input.request.capability, input.request.dtype, input.product, input.memory);
+  const auto found = remembered.find(key);
+  return found != remembered.end() ? found->second : remembered.emplace(key, resolve_families(input)).first->second;
 }
 
 // The smallest tile for so many rows of such length; null where none is large enough.
@@ -195,18 +180,8 @@ bool is_for_few_rows(const Kernel& kernel) {
 }
 
 const Kernel& select_step(const KernelRequest& request, Step step) {
-  constexpr std::size_t kEntries = 2 * kNumSteps;
-  struct Remembered {
-    int32_t capability = 0;
-    std::array<const Kernel*, kEntries> kernels{};
-  };
-  thread_local Remembered remembered;
-  if (remembered.capability != request.capability) {
-    remembered.kernels.fill(nullptr);
-    remembered.capability = request.capability;
-  }
-  const int32_t dtype = request.dtype == host::Dtype::kBFloat16 ? 1 : 0;
-  const Kernel*& known = remembered.kernels[static_cast<std::size_t>(dtype * kNumSteps + static_cast<int32_t>(step))];
+  thread_local std::map<std::tuple<int32_t, host::Dtype, Step>, const Kernel*> remembered;
+  const Kernel*& known = remembered[{request.capability, request.dtype, step}];
   if (known == nullptr) known = find_step(request, step);
   if (known == nullptr) host::refuse(request, kSteps[static_cast<std::size_t>(step)].words);
   return *known;

@@ -32,12 +32,12 @@ enum class Activation : int32_t {
 //   grouped_gemm_gated_backward    s = a[a_row] B_e;  with the activation recomputed from preactivation:
 //                                  d[row] = gradient of z for the gradient row_weights[row] * s of the activation;
 //                                  weighted_activation[row] = row_weights[row] * activation(z);
-//                                  row_dots[part][row] = sum over kDotColumns columns of activation(z) * s
+//                                  row_dots[tile][row] = sum over kDotColumns columns of activation(z) * s
 //   grouped_gemm_weight_gradient   d[e] = sum over e's rows of a[a_row]^T b[b_row]: [n, k]; zeros for an expert without rows
 //
 // B_e: the words of the axis `weights`: nk, weights [experts, n, k]; kn, weights [experts, k, n]; kn_pairs, as kn with the columns
-// of gate and up in turn. Sums are fp32, in an order that depends on k alone: a row's result is the same bits whatever the other
-// rows, the tile, or the place in the batch.
+// of gate and up interleaved. Sums are fp32, in an order that depends on k alone: a row's result is the same bits whatever the other
+// rows, the tile, or the position in the batch.
 constexpr int kDotColumns = 128;  // of a dot in row_dots, whatever the tile: so its bits depend on no choice of one
 
 struct GemmParams {
@@ -75,7 +75,7 @@ struct GemmParams {
   int32_t id_bytes;  // 4 or 8
   int32_t
       is_interleaved;  // gated, gated_backward: the weights' rows, and the columns of preactivation and of its gradient, are gate
-                       // and up in turn; else the gate's come first
+                       // and up interleaved; else the gate's come first
 };
 
 }  // namespace moe

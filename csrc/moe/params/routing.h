@@ -63,7 +63,7 @@ struct SortParams {
 
 // moe_combine: out[t] = shared[t] + sum over choices, in their order, of row_weights[row] * rows[row], in fp32.
 // moe_combine_backward: dx[t] = sum over choices of rows[row]; dweights[slot] = sum over tiles, in order, of row_dots[tile][row],
-// plus, where b2 has a gradient to take part in, dout[t] . b2[expert]. Grid: a multiple of the tokens; at most 32 choices.
+// plus, where b2 needs a gradient, dout[t] . b2[expert]. Grid: a multiple of the tokens; at most 32 choices.
 struct CombineParams {
   const void* rows;               // [slots, columns], by row
   const void* shared;             // [tokens, columns]; null: none
@@ -85,7 +85,7 @@ struct CombineParams {
   int32_t dot_tiles;
 };
 
-// moe_gather: rows[slot_rows[slot]] = a[slot / top_k]; rows past those that experts have are left alone. A warp a token; at most
+// moe_gather: rows[slot_rows[slot]] = a[slot / top_k]; rows past those that experts have are left alone. One warp per token; at most
 // 32 choices.
 struct GatherParams {
   const void* a;             // [tokens, columns]

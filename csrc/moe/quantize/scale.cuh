@@ -4,7 +4,7 @@
 namespace flashmoe {
 namespace moe {
 
-// e4m3's largest number is 448. Of a block of zeros, too, the scale and its inverse are finite. A NaN has no part in the maximum
+// e4m3's largest number is 448. Of a block of zeros, too, the scale and its inverse are finite. A NaN does not enter the maximum
 // and stays itself; an infinity makes all of its block NaN.
 struct BlockScale {
   float scale;

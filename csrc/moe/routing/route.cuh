@@ -1,8 +1,8 @@
 // The router: scores of a token's experts, the choice of top_k of them, their weights, and how many tokens chose each expert.
 //
-// One warp a token. Lane l holds the experts l, l + 32, ..., as unsigned keys in the order of what decides the choice; key 0 is no
-// expert. Each choice is two reductions over the warp: of the keys, then of the indices that have the largest. Lane i keeps choice
-// i, so there are at most 32. Grid: any number of blocks, warps take the tokens in turn.
+// One warp per token. Lane l holds the experts l, l + 32, ..., as unsigned keys in the order of what decides the choice; key 0 is no
+// expert. Each choice is two reductions over the warp: of the keys, then of the indices that have the largest. Lane i holds choice
+// i, so there are at most 32. Grid: any number of blocks, warps take the tokens cyclically.
 #pragma once
 
 #include "device/math.cuh"
@@ -106,17 +106,17 @@ __device__ __forceinline__ void drop_groups(const RouteParams& params, uint32_t 
     if (adds_two) key = order_key(key_value(best.first) + key_value(best.second));
     if (lane == group) group_key = key;
   }
-  uint32_t kept = 0;
+  uint32_t selected = 0;
 #pragma unroll 1
   for (int i = 0; i < params.topk_groups; ++i) {
     const uint32_t lanes = ptx::vote_ballot(group_key == warp_max(group_key));
     const uint32_t group = lanes & (0u - lanes);  // its bit; the first among equals
-    kept |= group;
+    selected |= group;
     if (group >> lane & 1) group_key = 0;
   }
 #pragma unroll 1
   for (int group = 0; group < params.groups; ++group) {
-    if (kept >> group & 1) continue;
+    if (selected >> group & 1) continue;
     const int begin = group * group_size, end = begin + group_size;
 #pragma unroll
     for (int i = 0; i < kPerLane; ++i) {

@@ -59,23 +59,23 @@ struct SortMemory {
   // counts: how often (warp, expert) occurs so far, later in all warps before.
   __device__ __forceinline__ ptx::SmemPointer count(int index) const { return start + 4 * index; }
   // Parts of sums over blocks: of all, and of those before this one.
-  __device__ __forceinline__ ptx::SmemPointer part_of_total(int i) const { return start + 4 * (Spec::kCounts + i); }
-  __device__ __forceinline__ ptx::SmemPointer part_of_before(int i) const {
-    return part_of_total(Spec::kNumThreads + i);
+  __device__ __forceinline__ ptx::SmemPointer partial_total(int i) const { return start + 4 * (Spec::kCounts + i); }
+  __device__ __forceinline__ ptx::SmemPointer partial_before(int i) const {
+    return partial_total(Spec::kNumThreads + i);
   }
-  // Of an expert in this block; where its first part of a sum was.
-  __device__ __forceinline__ ptx::SmemPointer first_row(int expert) const { return part_of_total(expert); }
+  // Of an expert in this block; where its first partial sum was.
+  __device__ __forceinline__ ptx::SmemPointer first_row(int expert) const { return partial_total(expert); }
   __device__ __forceinline__ ptx::SmemPointer warp_total(int warp) const {
-    return part_of_total(2 * Spec::kNumThreads + warp);
+    return partial_total(2 * Spec::kNumThreads + warp);
   }
   __device__ __forceinline__ ptx::SmemPointer num_rows() const { return warp_total(32); }
 };
 
-// Part `index` of `parts` of a range, in steps of 32 slots.
-__device__ __forceinline__ Share share_of(Share whole, int parts, int index) {
+// Share `index` of `shares` of a range, in steps of 32 slots.
+__device__ __forceinline__ Share share_of(Share whole, int shares, int index) {
   const uint32_t size = static_cast<uint32_t>(whole.end - whole.begin);
-  const int64_t part = (static_cast<int64_t>((size + parts - 1) / parts) + 31) / 32 * 32;
-  const int64_t begin = whole.begin + index * part, end = begin + part;
+  const int64_t slots = (static_cast<int64_t>((size + shares - 1) / shares) + 31) / 32 * 32;
+  const int64_t begin = whole.begin + index * slots, end = begin + slots;
   return {begin < whole.end ? begin : whole.end, end < whole.end ? end : whole.end};
 }
 
@@ -235,16 +235,16 @@ __device__ __forceinline__ void place_share(const SortParams& params, Share shar
 // Parts of the sums over block_counts: thread t adds those of expert t % experts of every so-manieth block.
 template <typename Spec>
 __device__ __forceinline__ void add_block_counts(const SortParams& params, const SortMemory<Spec>& memory) {
-  const int blocks = ptx::grid_size(), parts = Spec::kNumThreads / params.experts;
+  const int blocks = ptx::grid_size(), shares = Spec::kNumThreads / params.experts;
   const int thread = ptx::thread_index();
-  const int part = thread / params.experts, expert = thread - part * params.experts;
-  if (part >= parts) return;
+  const int share_index = thread / params.experts, expert = thread - share_index * params.experts;
+  if (share_index >= shares) return;
   uint32_t total = 0, before = 0;
-  for (int start = part; start < blocks; start += kMostLoads * parts) {
+  for (int start = share_index; start < blocks; start += kMostLoads * shares) {
     uint32_t counts[kMostLoads];
 #pragma unroll
     for (int i = 0; i < kMostLoads; ++i) {
-      const int block = start + i * parts;
+      const int block = start + i * shares;
       counts[i] = block < blocks
                       ? ptx::ld_global_32(params.block_counts + static_cast<int64_t>(block) * params.experts + expert)
                       : 0;
@@ -252,11 +252,11 @@ __device__ __forceinline__ void add_block_counts(const SortParams& params, const
 #pragma unroll
     for (int i = 0; i < kMostLoads; ++i) {
       total += counts[i];
-      if (start + i * parts < ptx::block_index()) before += counts[i];
+      if (start + i * shares < ptx::block_index()) before += counts[i];
     }
   }
-  ptx::st_shared_32(memory.part_of_total(thread), total);
-  ptx::st_shared_32(memory.part_of_before(thread), before);
+  ptx::st_shared_32(memory.partial_total(thread), total);
+  ptx::st_shared_32(memory.partial_before(thread), before);
 }
 
 __device__ __forceinline__ int warp_inclusive_sum(int value) {
@@ -302,14 +302,14 @@ __device__ __forceinline__ int add_warp_counts(const SortParams& params, const S
   return before;
 }
 
-// The sums over blocks that add_block_counts has left in parts.
+// The sums over blocks that add_block_counts has left as partial sums.
 template <typename Spec>
 __device__ __forceinline__ void add_parts(const SortParams& params, const SortMemory<Spec>& memory, int& total,
                                           int& before) {
   const int end = Spec::kNumThreads / params.experts * params.experts;
   for (int i = ptx::thread_index(); i < end; i += params.experts) {
-    total += static_cast<int>(ptx::ld_shared_32(memory.part_of_total(i)));
-    before += static_cast<int>(ptx::ld_shared_32(memory.part_of_before(i)));
+    total += static_cast<int>(ptx::ld_shared_32(memory.partial_total(i)));
+    before += static_cast<int>(ptx::ld_shared_32(memory.partial_before(i)));
   }
 }
 

@@ -10,15 +10,17 @@ import sys
 import zlib
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
 from flashmoe.errors import TableError
 from flashmoe_build.emulation.build import CSRC
 from flashmoe_build.emulation.mutation.kernels import noticing_kernels
-from flashmoe_build.emulation.mutation.operators import Edit, edits
+from flashmoe_build.emulation.mutation.operators import edits
 from flashmoe_build.emulation.mutation.planted import Mutant
+from flashmoe_build.emulation.mutation.site import Edit
 from flashmoe_build.emulation.mutation.source import Source
 
 if sys.version_info >= (3, 11):
@@ -37,31 +39,52 @@ def sources() -> tuple[str, ...]:
     return tuple(sorted(path.as_posix() for path in found if not NOT_KERNELS & set(path.parts)))
 
 
+@dataclass(frozen=True)
+class Equivalent:
+    """Mutants that change nothing that the emulated machine could show: by operator and whole text, and where."""
+
+    operator: str
+    text: str
+    why: str
+    function: str = ""  # without its struct
+    file: str = ""
+
+    def covers(self, mutant: Mutant) -> bool:
+        _, function, operator, _ = mutant.name.split(":")
+        return (
+            operator == self.operator
+            and " ".join(mutant.anchor.split()) == self.text
+            and self.function in ("", function.rpartition(".")[2])
+            and self.file in ("", mutant.file)
+        )
+
+
 @lru_cache(maxsize=2)
 def generated(*, every: bool = False) -> tuple[Mutant, ...]:
     """The chosen mutants, or every one that the rules make; equivalent ones are left out."""
-    equivalent = equivalents()
-    return tuple(
-        mutant for file in sources() for mutant in _of_file(file, every=every) if mutant.name not in equivalent
-    )
+    known = equivalents()
+    made = (mutant for file in sources() for mutant in _of_file(file, every=every))
+    return tuple(mutant for mutant in made if not any(row.covers(mutant) for row in known))
 
 
-def equivalents() -> dict[str, str]:
-    """Names of mutants that change nothing that the emulated machine could show, with the reason of each."""
-    return dict(tomllib.loads(TABLE.read_text(encoding="utf-8")).get("equivalent", {}))
+def equivalents() -> tuple[Equivalent, ...]:
+    return tuple(Equivalent(**row) for row in tomllib.loads(TABLE.read_text(encoding="utf-8"))["equivalent"])
 
 
 def fast() -> tuple[Mutant, ...]:
-    """Those that the test run hunts: of each row of the table the first mutant of that file and operator whose text fits,
-    on one kernel that is known to notice."""
+    """Those that the test run hunts: of each row of the table the first mutant (or that of the number) of the file and operator
+    whose text fits, on one kernel that is known to notice."""
     return tuple(_first(row) for row in tomllib.loads(TABLE.read_text(encoding="utf-8"))["fast"])
 
 
-def _first(row: dict[str, str]) -> Mutant:
+def _first(row: dict[str, Any]) -> Mutant:
+    left = int(row.get("number", 1))
     for mutant in _of_file(row["file"], every=True):
         operator = mutant.name.split(":")[2]
         if operator == row["operator"] and row["text"] in " ".join(mutant.anchor.split()):
-            return replace(mutant, kernels=(row["kernel"],), fast=True)
+            left -= 1
+            if left == 0:
+                return replace(mutant, kernels=(row["kernel"],), fast=True)
     msg = f"no generated mutant fits {row}; bring {TABLE.name} up to date with csrc"
     raise TableError(msg)
 
@@ -93,7 +116,7 @@ def _of_file(file: str, *, every: bool) -> Iterator[Mutant]:
                     edit.replacement,
                     kernels,
                     at=edit.start,
-                    seeds=1 if edit.rank == 0 else 0,
+                    rank=edit.rank,
                 )
 
 

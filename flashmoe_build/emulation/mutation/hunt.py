@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from itertools import islice
 from multiprocessing.connection import Connection
 from pathlib import Path
 
@@ -19,6 +20,7 @@ from flashmoe_build.emulation.mutation.planted import Mutant, overlay
 from flashmoe_build.emulation.runner import TensorMapError
 from flashmoe_tools.tables import load_tables
 
+MOST_KERNELS = 8  # whose code a bug by rule has changed: when they have not noticed, it has survived
 CASE_SECONDS = 240  # a case that takes longer hangs; all of a survivor's may take much longer
 
 # Workers are forks of a server that has imported torch once.
@@ -63,11 +65,12 @@ def _cases(kernel: Kernel) -> tuple[Case, ...]:
     return tuple(case for case in suite(load_tables(), kernel.label, whole=True) if case.kernel.label == kernel.label)
 
 
-def changed_kernels(mutant: Mutant) -> Iterator[Kernel]:
-    """The mutant's kernels whose code is not what it is without the bug; compiles both."""
+def changed_kernels(mutant: Mutant, tell: Callable[[], None] = lambda: None) -> Iterator[Kernel]:
+    """The mutant's kernels whose code is not what it is without the bug; compiles both. ``tell`` hears of each that begins."""
     options = Options(overlay=overlay(mutant))
     for name in mutant.kernels:
         for kernel in _kernels(name):
+            tell()
             if mutant.at is None or mutant.fast or _code(kernel_library(kernel.unit, options)) != _code(_plain(kernel)):
                 yield kernel
 
@@ -94,9 +97,12 @@ def hunt(mutant: Mutant, tell: Callable[[int], None] = lambda runs: None) -> Kil
     def result(by: str, detail: str = "", case: str = "") -> Kill:
         return Kill(mutant.name, by, detail, case, runs, time.monotonic() - begin)
 
+    def still_alive() -> None:
+        tell(runs)
+
     tried: list[Case] = []
     try:
-        for case in _in_turn(mutant, tried):
+        for case in _in_turn(mutant, tried, still_alive):
             runs += 1
             tell(runs)
             try:
@@ -112,8 +118,9 @@ def hunt(mutant: Mutant, tell: Callable[[int], None] = lambda runs: None) -> Kil
     return result("" if tried else SAME_CODE)
 
 
-def _in_turn(mutant: Mutant, tried: list[Case]) -> Iterator[Case]:
-    for kernel in changed_kernels(mutant):
+def _in_turn(mutant: Mutant, tried: list[Case], tell: Callable[[], None]) -> Iterator[Case]:
+    changed = changed_kernels(mutant, tell)
+    for kernel in changed if mutant.at is None else islice(changed, MOST_KERNELS):
         cases = _cases(kernel)
         tried.extend(cases)
         yield from cases
@@ -125,8 +132,8 @@ def _report(mutant: Mutant, channel: Connection) -> None:
     channel.send(hunt(mutant, channel.send))
 
 
-def hunt_in_process(mutant: Mutant) -> Kill:
-    """``hunt`` in a process of its own: a mutant may crash it or never end."""
+def hunt_in_process(mutant: Mutant, end: float = float("inf")) -> Kill | None:
+    """``hunt`` in a process of its own: a mutant may crash it or never end. None when the time ``end`` came first."""
     begin = time.monotonic()
     receiver, sender = CONTEXT.Pipe(duplex=False)
     process = CONTEXT.Process(target=_report, args=(mutant, sender))
@@ -134,11 +141,13 @@ def hunt_in_process(mutant: Mutant) -> Kill:
     sender.close()
     runs = 0
     try:
-        while receiver.poll(CASE_SECONDS):
+        while receiver.poll(max(0.0, min(CASE_SECONDS, end - time.monotonic()))):
             heard: int | Kill = receiver.recv()
             if isinstance(heard, Kill):
                 return heard
             runs = heard
+        if time.monotonic() >= end:
+            return None
         detail = f"no end of a case within {CASE_SECONDS} s"
         return Kill(mutant.name, "timeout", detail, "", runs, time.monotonic() - begin)
     except EOFError:

@@ -12,7 +12,7 @@ from flashmoe_build.emulation.build import CSRC, Options, unit_text
 from flashmoe_build.emulation.cases import Kernel, kernels
 from flashmoe_tools.tables import load_tables
 
-MOST = 10  # kernels of a file: the first that fails ends the search, so only a survivor meets them all
+WEIGHTS = {"operation": 9, "scores": 4}  # of what a kernel adds to those before it; else 1
 
 
 @lru_cache(maxsize=1)
@@ -33,20 +33,20 @@ def _variants() -> tuple[tuple[Kernel, frozenset[str]], ...]:
 
 @lru_cache(maxsize=512)
 def noticing_kernels(file: str) -> tuple[str, ...]:
-    """Labels, in the order in which they are tried: each adds the most that those before it lack. Kernels whose own
-    header is nearest in the tree come first."""
+    """Labels of all kernels that include the file, one of each kind, in the order in which they are tried: each adds the most
+    that those before it lack. Kernels whose own header is nearest in the tree come first."""
     candidates = [kernel for kernel, files in _variants() if file in files]
     if not candidates:
         return ()
     nearest = max(_shared(file, kernel) for kernel in candidates)
     order: list[str] = []
     seen: set[tuple[str, object]] = set()
-    while candidates and len(order) < MOST:
+    while candidates:
         best = max(
             candidates,
             key=lambda kernel: (
                 min(_shared(file, kernel), nearest),
-                len(set(_features(kernel)) - seen),
+                sum(WEIGHTS.get(name, 1) for name, _ in set(_features(kernel)) - seen),
                 -_size(kernel),
             ),
         )

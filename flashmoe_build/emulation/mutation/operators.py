@@ -7,23 +7,21 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from itertools import pairwise
 
+from flashmoe_build.emulation.mutation.site import (
+    ASSIGNMENTS,
+    LEVEL,
+    Edit,
+    Site,
+    arguments_of,
+    colon_of,
+    end_of_choice,
+    is_constant,
+    top,
+    until,
+)
 from flashmoe_build.emulation.mutation.source import Function, Source
-
-
-@dataclass(frozen=True)
-class Edit:
-    """The text between two offsets of the file becomes ``replacement``."""
-
-    operator: str
-    start: int
-    end: int
-    replacement: str
-    what: str
-    rank: int  # 0: synchronisation, 1: bounds and conditions, 2: arithmetic
-
 
 # Calls that order things. Names of the kernels' own helpers are among them: release_key, sync_consumer, wait_value.
 _SYNCHRONISES = re.compile(
@@ -37,40 +35,6 @@ _WITHOUT_EFFECT = (
     "static_assert",
     "static_cast",
 )
-_KEYWORDS = frozenset(
-    [
-        "if",
-        "for",
-        "while",
-        "do",
-        "else",
-        "return",
-        "break",
-        "continue",
-        "switch",
-        "case",
-        "using",
-        "static",
-        "constexpr",
-        "const",
-    ]
-)
-_ASSIGNMENTS = frozenset(("=", "+=", "-=", "*=", "/=", "%=", "&=", "|=", "^=", "<<=", ">>="))
-# Loosest first. What is not in the table ends every operand.
-_LEVELS = (
-    {"||"},
-    {"&&"},
-    {"|"},
-    {"^"},
-    {"&"},
-    {"==", "!="},
-    {"<", ">", "<=", ">="},
-    {"<<", ">>"},
-    {"+", "-"},
-    {"*", "/", "%"},
-)
-_LEVEL = {word: level for level, words in enumerate(_LEVELS) for word in words}
-_ENDS = frozenset((",", ";", "?", ":", "return", *_ASSIGNMENTS))
 _PAIRS = frozenset(("minimum", "maximum", "min", "max", "max_ftz", "min_nan", "fmaxf", "fminf"))
 _OTHER = {"minimum": "maximum", "maximum": "minimum", "min": "max", "max": "min"}
 _WAITS = ("wgmma_wait", "cp_async_wait", "tma_store_wait_read", "tma_store_wait")
@@ -78,164 +42,19 @@ _COUNTS = ("mbarrier_init", "mbarrier_arrive_expect_tx", "named_barrier_sync", "
 _BOUNDARY = {"<": "<=", "<=": "<", ">": ">=", ">=": ">"}
 
 
-class Site:
-    """A function of a source, with the questions that operators ask of it."""
-
-    def __init__(self, source: Source, function: Function) -> None:
-        self.source = source
-        self.function = function
-        self.words = source.words
-        self.partners = source.partners
-
-    def wide_names(self) -> list[str]:
-        """What the function declares as int64_t, its parameters among them."""
-        first = self.function.begin
-        head = self.source.text[
-            max(0, self.source.tokens[first].start - 1500) : self.source.tokens[self.function.end - 1].end
-        ]
-        head = head[max(0, head.rfind("\n}", 0, 1500)) :]
-        return [*re.findall(r"\bint64_t&? (\w+)", head), "int64_t"]
-
-    def edit(self, operator: str, begin: int, end: int, replacement: str, rank: int) -> Edit:
-        tokens = self.source.tokens
-        start, stop = tokens[begin].start, tokens[end - 1].end
-        shown = " ".join(self.source.text[start:stop].split())
-        what = f"{operator}: {_short(shown)}" + (
-            f" becomes {_short(' '.join(replacement.split()))}" if replacement else ""
-        )
-        return Edit(operator, start, stop, replacement, what, rank)
-
-    def indices(self) -> range:
-        return range(self.function.begin, self.function.end)
-
-    def is_binary(self, index: int) -> bool:
-        return self.words[index] in _LEVEL and self.source.is_spaced(index) and index not in self.partners
-
-    def left_of(self, index: int) -> int:
-        """Where the left operand of the binary operator begins."""
-        level, at = _LEVEL[self.words[index]], index - 1
-        while at > self.function.begin:
-            if at in self.partners and self.words[at] in ")]}>":
-                at = self.partners[at] - 1
-            elif self._ends_operand(at) or (self.is_binary(at) and _LEVEL[self.words[at]] < level):
-                break
-            else:
-                at -= 1
-        return at + 1
-
-    def right_of(self, index: int) -> int:
-        """Where the right operand ends."""
-        level, at = _LEVEL[self.words[index]], index + 1
-        while at < self.function.end:
-            if at in self.partners and self.words[at] in "([{<":
-                at = self.partners[at] + 1
-            elif self._ends_operand(at) or (self.is_binary(at) and _LEVEL[self.words[at]] <= level):
-                break
-            else:
-                at += 1
-        return at
-
-    def _ends_operand(self, at: int) -> bool:
-        return self.words[at] in _ENDS or self.words[at] in ("(", ")", "[", "]", "{", "}") or at in self.partners
-
-    def with_operator(self, index: int, word: str) -> str:
-        """The operation at the index with another operator."""
-        begin, end = self.left_of(index), self.right_of(index)
-        return f"{self.source.between(begin, index)} {word} {self.source.between(index + 1, end)}"
-
-    def statements(self) -> Iterator[tuple[int, int]]:
-        """(begin, end) of each simple statement that is not a declaration; its semicolon is the last token."""
-        for index in self.indices():
-            if self._begins_statement(index):
-                end = self._end_of_statement(index)
-                if end is not None and not self._is_declaration(index, end):
-                    yield index, end
-
-    def _begins_statement(self, index: int) -> bool:
-        before = self.words[index - 1]
-        if self.words[index] in _KEYWORDS | {"{", "}", ";", ")"}:
-            return False
-        if before in ("{", "}", ";", "else"):
-            return not (before == "{" and self._is_initialiser(index - 1)) and not self._in_for(index)
-        return before == ")" and self._heads_control(self.partners.get(index - 1, 0))
-
-    def _is_initialiser(self, brace: int) -> bool:
-        before = self.words[brace - 1]
-        return before not in (")", "else", "const", "{", "}", ";", "mutable", "noexcept") and not (
-            brace < self.function.begin + 3
-        )
-
-    def _in_for(self, index: int) -> bool:
-        at = index - 1
-        while at > self.function.begin and self.words[at] not in "{}":
-            if self.words[at] == "(" and self.partners.get(at, 0) > index:
-                return True
-            at = self.partners[at] - 1 if self.words[at] == ")" and at in self.partners else at - 1
-        return False
-
-    def _heads_control(self, opening: int) -> bool:
-        before = self.words[opening - 1]
-        return before in ("if", "for", "while") or (before == "constexpr" and self.words[opening - 2] == "if")
-
-    def _end_of_statement(self, index: int) -> int | None:
-        at = index
-        while at < self.function.end:
-            word = self.words[at]
-            if word == ";":
-                return at + 1
-            if word in ("}", ")", "]"):
-                return None
-            at = self.partners[at] + 1 if at in self.partners else at + 1
-        return None
-
-    def _is_declaration(self, begin: int, end: int) -> bool:
-        """Two names in a row at the top, or a type and a pointer: ``int x = 0;``, ``T* p = q;``, ``Spec::Map<8> map(a);``."""
-        at = begin
-        while at < end:
-            token = self.source.tokens[at]
-            follows = self.words[at + 1] if at + 1 < end else ""
-            if self.words[at] in _ASSIGNMENTS or self.words[at] in ("(", "[", ".", "->", "++", "--"):
-                return False
-            ends_type = token.is_name or (self.words[at] in (">", "*", "&") and at > begin)
-            if ends_type and follows and self.source.tokens[at + 1].is_name:
-                return not (token.is_name and self.words[at] == "template") and follows != "template"
-            at = self.partners[at] if self.words[at] == "<" and at in self.partners else at + 1
-        return False
-
-    def with_heads(self, begin: int, end: int) -> tuple[int, str]:
-        """Where the statement begins together with the ifs and loops that have no other body, and what is to stand there."""
-        while True:
-            before = self.words[begin - 1]
-            if before == ")" and self._heads_control(self.partners.get(begin - 1, 0)):
-                begin = self.partners[begin - 1] - 1
-                begin -= self.words[begin] == "constexpr"
-            else:
-                return begin, "{}" if before == "else" or self.words[end] == "else" else ""
-
-    def callee(self, begin: int, end: int) -> str:
-        """The name that the last call at the top of the statement calls; empty where it is none."""
-        opening = self.partners.get(end - 2)
-        if self.words[end - 2] != ")" or opening is None:
-            return ""
-        at = opening - 1
-        if self.words[at] == ">" and at in self.partners:
-            at = self.partners[at] - 1
-        return self.words[at] if self.source.tokens[at].is_name else ""
-
-
 def remove_call(site: Site) -> Iterator[Edit]:
     """A call whose result nobody takes."""
     for begin, end in site.statements():
         name = site.callee(begin, end)
-        if name and name not in _WITHOUT_EFFECT and not any(word in _ASSIGNMENTS for word in _top(site, begin, end)):
+        if name and name not in _WITHOUT_EFFECT and not any(word in ASSIGNMENTS for word in top(site, begin, end)):
             start, rest = site.with_heads(begin, end)
             yield site.edit("remove-call", start, end, rest, 0 if _SYNCHRONISES.search(name) else 1)
 
 
 def remove_assignment(site: Site) -> Iterator[Edit]:
     for begin, end in site.statements():
-        top = _top(site, begin, end)
-        if any(word in _ASSIGNMENTS or word in ("++", "--") for word in top):
+        words = top(site, begin, end)
+        if any(word in ASSIGNMENTS or word in ("++", "--") for word in words):
             start, rest = site.with_heads(begin, end)
             yield site.edit("remove-assignment", start, end, rest, 1)
 
@@ -263,14 +82,14 @@ def force_condition(site: Site) -> Iterator[Edit]:
             if site.words[end + 1] == "{":
                 yield site.edit("condition-false", begin, end, "false", 1)
         elif site.words[index] == "bool" and site.words[index + 2] == "=" and site.words[index - 1] != "constexpr":
-            end = _until(site, index + 3, ";")
+            end = until(site, index + 3, ";")
             if end > index + 4:
                 yield site.edit("flag-true", index + 3, end, "true", 1)
                 yield site.edit("flag-false", index + 3, end, "false", 1)
         elif site.words[index] == "return":
-            end = _until(site, index + 1, ";")
+            end = until(site, index + 1, ";")
             if (
-                any(word in ("<", ">", "<=", ">=", "==", "!=", "&&", "||") for word in _top(site, index + 1, end))
+                any(word in ("<", ">", "<=", ">=", "==", "!=", "&&", "||") for word in top(site, index + 1, end))
                 and "?" not in site.words[index:end]
             ):
                 yield site.edit("flag-true", index + 1, end, "true", 1)
@@ -283,8 +102,8 @@ def shift_boundary(site: Site) -> Iterator[Edit]:
         if other and site.is_binary(index):
             begin, end = site.left_of(index), site.right_of(index)
             is_loop = site.words[end] == ";" and site.words[index - 2] == ";"
-            over_registers = (is_loop and site.words[index + 1].isdigit()) or _is_constant(site, index + 1, end)
-            if (is_loop and over_registers and site.words[index - 6] == "int") or _is_constant(site, begin, end):
+            over_registers = (is_loop and site.words[index + 1].isdigit()) or is_constant(site, index + 1, end)
+            if (is_loop and over_registers and site.words[index - 6] == "int") or is_constant(site, begin, end):
                 continue
             yield site.edit("boundary", begin, end, site.with_operator(index, other), 1)
 
@@ -296,14 +115,14 @@ def drop_operand(site: Site) -> Iterator[Edit]:
         if not site.is_binary(index) or word in ("==", "!=", "<", ">", "<=", ">="):
             continue
         begin, end = site.left_of(index), site.right_of(index)
-        if begin >= index or _is_constant(site, begin, end):
+        if begin >= index or is_constant(site, begin, end):
             continue
         is_logical = word in ("&&", "||")
         operator = "drop-predicate" if is_logical else "drop-operand"
         rank = 1 if is_logical else 2
         left, right = site.source.between(begin, index), site.source.between(index + 1, end)
         yield site.edit(operator, begin, end, left, rank)
-        is_first = not (site.is_binary(begin - 1) and _LEVEL[site.words[begin - 1]] == _LEVEL[word])
+        is_first = not (site.is_binary(begin - 1) and LEVEL[site.words[begin - 1]] == LEVEL[word])
         if word in ("&&", "||", "+", "*", "^") and is_first:
             yield site.edit(operator, begin, end, right, rank)
 
@@ -317,17 +136,17 @@ def choose_side(site: Site) -> Iterator[Edit]:
         while begin >= site.function.begin:
             if begin in site.partners and site.words[begin] in ")]}>":
                 begin = site.partners[begin] - 1
-            elif site._ends_operand(begin):
+            elif site.ends_operand(begin):
                 break
             else:
                 begin -= 1
-        colon = _colon(site, index + 1)
+        colon = colon_of(site, index + 1)
         if colon is None:
             continue
-        end = _end_of_choice(site, colon + 1)
+        end = end_of_choice(site, colon + 1)
         yield site.edit("choose-first", begin + 1, end, site.source.between(index + 1, colon), 1)
         yield site.edit("choose-second", begin + 1, end, site.source.between(colon + 1, end), 1)
-        if not _is_constant(site, index + 1, end):
+        if not is_constant(site, index + 1, end):
             first, second = site.source.between(index + 1, colon), site.source.between(colon + 1, end)
             yield site.edit("swap-sides", index + 1, end, f"{second} : {first}", 2)
 
@@ -339,7 +158,7 @@ def change_bound(site: Site) -> Iterator[Edit]:
             continue
         begin = index - 2 if site.words[index - 1] == "::" else index
         close = site.partners[index + 1]
-        sides = _arguments(site, index + 1)
+        sides = arguments_of(site, index + 1)
         if len(sides) != 2:
             continue
         first, second = (site.source.between(*side) for side in sides)
@@ -372,7 +191,7 @@ def change_count(site: Site) -> Iterator[Edit]:
             close = site.partners[index + 1]
             yield site.edit("wait-late", index + 2, close, _incremented(site.source.between(index + 2, close)), 0)
         elif word in _COUNTS:
-            begin, end = _arguments(site, index + 1)[1]
+            begin, end = arguments_of(site, index + 1)[1]
             text = site.source.between(begin, end)
             for changed in _other_counts(word, text):
                 yield site.edit("wrong-count", begin, end, changed, 0)
@@ -411,7 +230,7 @@ def round_up(site: Site) -> Iterator[Edit]:
     for index in site.indices():
         if site.words[index] == "/" and site.is_binary(index):
             begin, end = site.left_of(index), site.right_of(index)
-            if re.search(r"kBlock|Rows$|Tiles$", site.words[end - 1]) and not _is_constant(site, begin, index):
+            if re.search(r"kBlock|Rows$|Tiles$", site.words[end - 1]) and not is_constant(site, begin, index):
                 left, right = site.source.between(begin, index), site.source.between(index + 1, end)
                 yield site.edit("round-up", begin, end, f"ceil_div({left}, {right})", 1)
 
@@ -430,7 +249,7 @@ def first_element(site: Site) -> Iterator[Edit]:
             and (site.source.tokens[index - 1].is_name or site.words[index - 1] == "]")
         ):
             close = site.partners[index]
-            if close > index + 1 and not site.words[index + 1].isdigit() and not _is_constant(site, index + 1, close):
+            if close > index + 1 and not site.words[index + 1].isdigit() and not is_constant(site, index + 1, close):
                 yield site.edit("first-element", index + 1, close, "0", 2)
 
 
@@ -442,7 +261,8 @@ def swap_operators(site: Site) -> Iterator[Edit]:
             yield site.edit("swap", index - 1, index + 1, f"{site.words[index - 1]} +=", 2)
         elif word in ("/", "%") and site.is_binary(index):
             begin, end = site.left_of(index), site.right_of(index)
-            if not _is_constant(site, begin, end):
+            is_float = word == "/" and re.search(r"sum|float|scale|\d\.\d", site.source.between(begin, end))
+            if not is_float and not is_constant(site, begin, end):
                 yield site.edit("swap", begin, end, site.with_operator(index, "%" if word == "/" else "/"), 2)
 
 
@@ -450,7 +270,7 @@ def swap_coordinates(site: Site) -> Iterator[Edit]:
     """Neighbouring coordinates of a copy by tensor map change places."""
     for index in site.indices():
         if re.fullmatch(r"tma_(load|store)_\dd", site.words[index]) and site.words[index + 1] == "(":
-            sides = _arguments(site, index + 1)
+            sides = arguments_of(site, index + 1)
             first = 3 if site.words[index].startswith("tma_load") else 2
             number = int(site.words[index].rpartition("_")[2][0])
             for (begin, middle), (other, end) in pairwise(sides[first : first + number]):
@@ -517,70 +337,7 @@ def _compile_time(site: Site) -> Iterator[tuple[int, int]]:
         if word == "static_assert" or (word == "constexpr" and site.words[index - 1] == "if"):
             yield tokens[index].start, tokens[site.partners[index + 1]].end
         elif word == "constexpr":
-            yield tokens[index].start, tokens[_until(site, index, ";")].end
-
-
-def _short(text: str, most: int = 90) -> str:
-    return text if len(text) <= most else text[: most - 3] + "..."
-
-
-def _top(site: Site, begin: int, end: int) -> list[str]:
-    """The words of a statement that stand in no bracket."""
-    words, at = [], begin
-    while at < end:
-        if at in site.partners and site.partners[at] > at:
-            at = site.partners[at] + 1
-        else:
-            words.append(site.words[at])
-            at += 1
-    return words
-
-
-def _until(site: Site, at: int, word: str) -> int:
-    while site.words[at] != word:
-        at = site.partners[at] + 1 if at in site.partners and site.partners[at] > at else at + 1
-    return at
-
-
-def _colon(site: Site, at: int) -> int | None:
-    depth = 0
-    while at < site.function.end:
-        word = site.words[at]
-        if at in site.partners and site.partners[at] > at:
-            at = site.partners[at]
-        elif word == "?":
-            depth += 1
-        elif word == ":":
-            if depth == 0:
-                return at
-            depth -= 1
-        elif word in (";", ")", "}", "]"):
-            return None
-        at += 1
-    return None
-
-
-def _end_of_choice(site: Site, at: int) -> int:
-    while site.words[at] not in (",", ";", ")", "}", "]", ":") and not (site.words[at] == ">" and at in site.partners):
-        at = site.partners[at] + 1 if at in site.partners and site.partners[at] > at else at + 1
-    return at
-
-
-def _arguments(site: Site, opening: int) -> list[tuple[int, int]]:
-    close = site.partners[opening]
-    sides, begin, at = [], opening + 1, opening + 1
-    while at < close:
-        if site.words[at] == ",":
-            sides.append((begin, at))
-            begin = at + 1
-        at = site.partners[at] + 1 if at in site.partners and site.partners[at] > at else at + 1
-    return [*sides, (begin, close)]
-
-
-def _is_constant(site: Site, begin: int, end: int) -> bool:
-    """Only template parameters, constants and numbers: a compile-time expression, where a change seldom compiles."""
-    names = [site.words[at] for at in range(begin, end) if site.source.tokens[at].is_name]
-    return all(re.fullmatch(r"k[A-Z]\w*|[A-Z]\w*|typename|template|sizeof", name) for name in names)
+            yield tokens[index].start, tokens[until(site, index, ";")].end
 
 
 def _incremented(text: str) -> str:

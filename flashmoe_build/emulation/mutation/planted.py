@@ -42,12 +42,17 @@ class Mutant:
     kernels: tuple[str, ...]  # names or labels of units: the suite of one of them must notice
     fast: bool = False  # part of the test run, not only of the whole hunt
     at: int | None = None
-    seeds: int = 4  # further ones for each case: a bug of timing may need more than the suite's own
+    rank: int = 0  # 0: synchronisation, or by hand; these are hunted first
+
+    @property
+    def seeds(self) -> int:
+        """Further ones for each case: a bug by hand may need another timing than the suite's own."""
+        return 4 if self.at is None else 0
 
     @property
     def digest(self) -> str:
         """Of the patch: a result that was recorded for another one does not count."""
-        words = (self.file, " ".join(self.anchor.split()), self.replacement, *self.kernels)
+        words = (self.file, " ".join(self.anchor.split()), self.replacement)
         return hashlib.sha256("\0".join(words).encode()).hexdigest()[:16]
 
 

@@ -6,11 +6,11 @@
 //
 // With two, a warp of the first computes S^T = K Q^T, P^T, dV += P^T dO; a warp of the second dP^T = V dO^T, dS^T, dK += dS^T Q.
 // Both take the same way through the code, with Q and dO exchanged. One of them holds one gradient, so there are registers
-// for 32 keys, and a fragment of the stream is read half as often as by a warp that computes both. P^T passes from the one
+// for 32 keys, and a fragment of the stream is read half as often as by a warp that computes both. P^T passes from one role
 // to the other in shared memory.
 #pragma once
 
-#include "attention/backward/mma_sync/bent_weights.cuh"
+#include "attention/backward/mma_sync/score_mod.cuh"
 #include "attention/backward/mma_sync/products.cuh"
 #include "attention/backward/mma_sync/spec.cuh"
 #include "attention/backward/mma_sync/stream.cuh"
@@ -25,17 +25,17 @@ namespace mma_sync {
 // The shuffle tells the compiler that it is the same in the whole warp, and so its role.
 __device__ __forceinline__ int warp_of_block() { return ptx::shuffle_index(ptx::recompute(ptx::warp_index()), 0); }
 
-// Two statistics, of columns 8 n + 2 * (lane % 4) and the next of a warp's part.
-__device__ __forceinline__ void load_columns(float (&columns)[2], ptx::SmemPointer part_smem, int n) {
+// Two statistics, of columns 8 n + 2 * (lane % 4) and the next of a warp's slice.
+__device__ __forceinline__ void load_columns(float (&columns)[2], ptx::SmemPointer slice_smem, int n) {
   uint32_t bits[2];
-  ptx::ld_shared_64(bits, part_smem + (n * 32 + ptx::lane_index() % 4 * 8));
+  ptx::ld_shared_64(bits, slice_smem + (n * 32 + ptx::lane_index() % 4 * 8));
   columns[0] = __uint_as_float(bits[0]);
   columns[1] = __uint_as_float(bits[1]);
 }
 
-// Whether all keys of a warp are seen up to the last query of its part of a block. Keys past the last are seen by none.
+// Whether all keys of a warp are seen up to the last query of its slice of a block. Keys past the last are seen by none.
 template <typename Spec>
-__device__ __forceinline__ bool is_whole_end(const BackwardParams& params, const BandTile& tile, int key,
+__device__ __forceinline__ bool is_whole_end(const BackwardParams& params, const VarlenTile& tile, int key,
                                              int first_row) {
   return key + Spec::kWarpRows <= tile.extents.keys() &&
          visible_rows<MaskKind::kRuntime>(params, tile.extents, key).end >= first_row + Spec::kWarpStreamRows;
@@ -47,7 +47,7 @@ __device__ __forceinline__ bool is_whole_end(const BackwardParams&, const OwnTil
 }
 
 // scores (S^T) to P^T. The log-sum-exp of a column is +inf where the query is past the end or sees no key. `key`: the warp's
-// first; `first_row`: the first query of the warp's part of the block. Keys past the end are rows of their own, never stored.
+// first; `first_row`: the first query of the warp's slice of the block. Keys past the end are rows of their own, never stored.
 // kIsFull: none is masked.
 template <typename Spec, MaskKind kMask, bool kIsFull>
 __device__ __forceinline__ void key_weights(const BackwardParams& params, Scores<Spec>& scores,
@@ -87,26 +87,26 @@ __device__ __forceinline__ void key_weights(const BackwardParams& params, Scores
     }
 }
 
-// scores to P^T, packed; in place of the scores what dS^T has of it, which differs where scores are bent.
+// scores to P^T, packed, and the scores to P^T's factor in dS^T, which differs from it under score modification.
 template <typename Spec, MaskKind kMask, bool kIsFull>
 __device__ __forceinline__ void weigh_keys(const BackwardParams& params, Scores<Spec>& scores, Operand<Spec>& operand,
-                                           const BentWeights<Spec>& bent, ptx::SmemPointer lse_smem,
+                                           const ScoreModWeights<Spec>& score_mod, ptx::SmemPointer lse_smem,
                                            const MaskTile<kMask>& tile, int key, int first_row) {
-  if constexpr (Spec::kBendsScores) {
+  if constexpr (Spec::kHasScoreMod) {
     float lse_log2[Spec::kMmaN][2];
 #pragma unroll
     for (int n = 0; n < Spec::kMmaN; ++n) load_columns(lse_log2[n], lse_smem, n);
-    bent.weigh_rows(params, scores, operand, lse_log2, tile, key, first_row);
+    score_mod.weigh_rows(params, scores, operand, lse_log2, tile, key, first_row);
   } else {
     key_weights<Spec, kMask, kIsFull>(params, scores, lse_smem, tile, key, first_row);
-    pack_operand<Spec>(operand, scores);
+    make_operand<Spec>(operand, scores);
   }
 }
 
 // dP^T to dS^T, as a left operand.
 template <typename Spec>
 __device__ __forceinline__ void score_gradients(Operand<Spec>& dS, Scores<Spec>& gradients, const GroupOperand<Spec>& P,
-                                                const WarpPlace<Spec>& place, ptx::SmemPointer row_dot_smem) {
+                                                const WarpCoordinates<Spec>& warp, ptx::SmemPointer row_dot_smem) {
   using Element = typename Spec::Element;
 #pragma unroll
   for (int step = 0; step < Spec::kMmaN / 2; ++step) {
@@ -116,7 +116,7 @@ __device__ __forceinline__ void score_gradients(Operand<Spec>& dS, Scores<Spec>&
 #pragma unroll
     for (int m = 0; m < Spec::kMmaM; ++m) {
       uint32_t weights[4];
-      ptx::ld_shared_128(weights, P.at(place.part * (Spec::kMmaN / 2) + step, m));
+      ptx::ld_shared_128(weights, P.at(warp.slice * (Spec::kMmaN / 2) + step, m));
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
         const float2 p = unpack<Element>(weights[i]);
@@ -144,8 +144,8 @@ __device__ __forceinline__ void load_key_rows(const BackwardParams& params, cons
 template <typename Spec, typename Stream, MaskKind kMask>
 __device__ __forceinline__ bool sum_over_queries(const BackwardParams& params, Gradient<Spec>& gradient,
                                                  ptx::SmemPointer smem) {
-  const WarpPlace<Spec> place(warp_of_block());
-  const bool is_value = place.role == 0;
+  const WarpCoordinates<Spec> warp(warp_of_block());
+  const bool is_value = warp.role == 0;
   const MaskTile<kMask> tile = locate_tile<Spec, kMask>(params);
   if constexpr (kMask == MaskKind::kRuntime) {
     if (tile.batch < 0) {
@@ -153,18 +153,18 @@ __device__ __forceinline__ bool sum_over_queries(const BackwardParams& params, G
       return false;
     }
   }
-  keep_tile<Spec, kMask>(smem, tile);
+  store_tile<Spec, kMask>(smem, tile);
   const StreamRange range = stream_range<Spec, kMask>(params, tile);
   Stream stream(params, tile, range, smem);
   load_key_rows<Spec, Stream, kMask>(params, tile, smem);
   stream.start();
-  const ptx::SmemPointer own_smem = smem + ((is_value ? 0 : Spec::kOwnBytes) + place.first_row() * Spec::kRowBytes);
+  const ptx::SmemPointer own_smem = smem + ((is_value ? 0 : Spec::kOwnBytes) + warp.first_row() * Spec::kRowBytes);
   if constexpr (Spec::kQueryInRegisters) stream.wait_own();
   const QueryOperand<Spec> own(own_smem);
-  const GroupOperand<Spec> P(smem, place, 0);
-  const GroupOperand<Spec> shared(smem, place, is_value ? 0 : Spec::kNumOperands - 1);  // P, or dS
-  const int key = tile.row + place.first_row();
-  // The first query that sees a key of the group. Of a band no block is passed over.
+  const GroupOperand<Spec> P(smem, warp, 0);
+  const GroupOperand<Spec> shared(smem, warp, is_value ? 0 : Spec::kNumOperands - 1);  // P, or dS
+  const int key = tile.row + warp.first_row();
+  // The first query that sees a key of the group. Varlen kernels skip no block.
   const int group_row =
       kMask == MaskKind::kRuntime ? 0 : visible_rows<kMask>(params, lengths_of(params, tile), key).begin;
   constexpr int kGroupThreads = 2 * Spec::kSharers * 32;
@@ -177,40 +177,40 @@ __device__ __forceinline__ bool sum_over_queries(const BackwardParams& params, G
     if (group_row < block_row + Spec::kStreamRows) {
       const ptx::SmemPointer Q_smem = stream.first();
       const ptx::SmemPointer dO_smem = stream.second();
-      const ptx::SmemPointer statistics = stream.current_statistics() + place.part * Spec::kWarpStreamRows * 4;
-      const int part_row = block_row + place.part * Spec::kWarpStreamRows;
-      BentWeights<Spec> bent;
-      if constexpr (Spec::kBendsScores) {
-        if (is_value) bent.load_mask(params, tile, head, key, part_row);
+      const ptx::SmemPointer statistics = stream.current_statistics() + warp.slice * Spec::kWarpStreamRows * 4;
+      const int slice_row = block_row + warp.slice * Spec::kWarpStreamRows;
+      ScoreModWeights<Spec> score_mod;
+      if constexpr (Spec::kHasScoreMod) {
+        if (is_value) score_mod.load_mask(params, tile, head, key, slice_row);
       }
       Scores<Spec> scores;  // S^T, or dP^T
-      multiply_query_key<Spec>(scores, own, (is_value ? Q_smem : dO_smem) + place.row_offset());
+      multiply_query_key<Spec>(scores, own, (is_value ? Q_smem : dO_smem) + warp.row_offset());
       Operand<Spec> operand;
       if (is_value) {
-        weigh_keys<Spec, kMask, false>(params, scores, operand, bent, statistics, tile, key, part_row);
-        if constexpr (Spec::kBendsScores) {
-          Operand<Spec> bent_operand;  // what dS is made from
-          pack_operand<Spec>(bent_operand, scores);
-          P.store(place, bent_operand);
+        weigh_keys<Spec, kMask, false>(params, scores, operand, score_mod, statistics, tile, key, slice_row);
+        if constexpr (Spec::kHasScoreMod) {
+          Operand<Spec> score_operand;  // the factor of dP - row_dot in dS
+          make_operand<Spec>(score_operand, scores);
+          P.store(warp, score_operand);
         } else {
-          P.store(place, operand);
+          P.store(warp, operand);
         }
         // Hazard: P is read before it is written. (It is overwritten a block later, behind the stream's barrier.)
         if constexpr (Spec::kSharers == 1) {
-          ptx::named_barrier_arrive(1 + place.group, kGroupThreads);
+          ptx::named_barrier_arrive(1 + warp.group, kGroupThreads);
         } else {
-          ptx::named_barrier_sync(1 + place.group, kGroupThreads);
+          ptx::named_barrier_sync(1 + warp.group, kGroupThreads);
         }
       } else {
-        ptx::named_barrier_sync(1 + place.group, kGroupThreads);  // P is whole
-        score_gradients<Spec>(operand, scores, P, place, statistics + Spec::kStreamRows * 4);
+        ptx::named_barrier_sync(1 + warp.group, kGroupThreads);  // P is whole
+        score_gradients<Spec>(operand, scores, P, warp, statistics + Spec::kStreamRows * 4);
         if constexpr (Spec::kSharers > 1) {
-          shared.store(place, operand);
+          shared.store(warp, operand);
           // Hazard: a warp reads the other's half of dS before it is written.
-          ptx::named_barrier_sync(1 + Spec::kNumGroups + place.group, Spec::kSharers * 32);
+          ptx::named_barrier_sync(1 + Spec::kNumGroups + warp.group, Spec::kSharers * 32);
         }
       }
-      accumulate<Spec>(gradient, operand, shared, (is_value ? dO_smem : Q_smem) + place.column_offset());
+      accumulate<Spec>(gradient, operand, shared, (is_value ? dO_smem : Q_smem) + warp.column_offset());
     }
     stream.advance();
     if (--block < range.begin) {
@@ -222,7 +222,7 @@ __device__ __forceinline__ bool sum_over_queries(const BackwardParams& params, G
   return true;
 }
 
-// dK and dV of one block. key: the warp's first; of bands is_seen: some of its keys by some query.
+// dK and dV of one block. key: the warp's first; is_seen (varlen): some query of the block sees some of its keys.
 template <typename Spec, typename Stream, MaskKind kMask, bool kIsFull>
 __device__ __forceinline__ void add_queries(const BackwardParams& params, Gradient<Spec>& dK, Gradient<Spec>& dV,
                                             Stream& stream, const QueryOperand<Spec>& K, const QueryOperand<Spec>& V,
@@ -239,11 +239,12 @@ __device__ __forceinline__ void add_queries(const BackwardParams& params, Gradie
     Scores<Spec> scores;     // S^T, then P^T
     Scores<Spec> gradients;  // dP^T, then dS^T
     Operand<Spec> operand;
-    BentWeights<Spec> bent;
-    if constexpr (Spec::kBendsScores) bent.load_mask(params, tile, head, key, block_row);
+    ScoreModWeights<Spec> score_mod;
+    if constexpr (Spec::kHasScoreMod) score_mod.load_mask(params, tile, head, key, block_row);
     multiply_query_key<Spec>(scores, K, Q_smem);
     multiply_query_key<Spec>(gradients, V, dO_smem);
-    weigh_keys<Spec, kMask, kIsFull>(params, scores, operand, bent, stream.current_statistics(), tile, key, block_row);
+    weigh_keys<Spec, kMask, kIsFull>(params, scores, operand, score_mod, stream.current_statistics(), tile, key,
+                                     block_row);
     accumulate<Spec>(dV, operand, unshared, dO_smem);
 #pragma unroll
     for (int n = 0; n < Spec::kMmaN; ++n) {
@@ -254,7 +255,7 @@ __device__ __forceinline__ void add_queries(const BackwardParams& params, Gradie
 #pragma unroll
         for (int i = 0; i < 4; ++i) gradients[m][n][i] = scores[m][n][i] * (gradients[m][n][i] - row_dot[i % 2]);
     }
-    pack_operand<Spec>(operand, gradients);
+    make_operand<Spec>(operand, gradients);
     accumulate<Spec>(dK, operand, unshared, Q_smem);
   }
   stream.advance();
@@ -265,7 +266,7 @@ template <typename Spec, typename Stream, MaskKind kMask>
 __device__ __forceinline__ bool sum_both_over_queries(const BackwardParams& params, Gradient<Spec>& dK,
                                                       Gradient<Spec>& dV, ptx::SmemPointer smem) {
   static_assert(Spec::kSharers == 1, "P and dS do not leave the warp");
-  const WarpPlace<Spec> place(ptx::warp_index());
+  const WarpCoordinates<Spec> warp(ptx::warp_index());
   const MaskTile<kMask> tile = locate_tile<Spec, kMask>(params);
   if constexpr (kMask == MaskKind::kRuntime) {
     if (tile.batch < 0) {
@@ -273,17 +274,17 @@ __device__ __forceinline__ bool sum_both_over_queries(const BackwardParams& para
       return false;
     }
   }
-  keep_tile<Spec, kMask>(smem, tile);
+  store_tile<Spec, kMask>(smem, tile);
   const StreamRange range = stream_range<Spec, kMask>(params, tile);
   Stream stream(params, tile, range, smem);
   load_key_rows<Spec, Stream, kMask>(params, tile, smem);
   stream.start();
-  const ptx::SmemPointer own_smem = smem + place.first_row() * Spec::kRowBytes;
+  const ptx::SmemPointer own_smem = smem + warp.first_row() * Spec::kRowBytes;
   if constexpr (Spec::kQueryInRegisters) stream.wait_own();
   const QueryOperand<Spec> K(own_smem);
   const QueryOperand<Spec> V(own_smem + Spec::kOwnBytes);
-  const GroupOperand<Spec> unshared(smem, place, 0);
-  const int key = tile.row + place.first_row();
+  const GroupOperand<Spec> unshared(smem, warp, 0);
+  const int key = tile.row + warp.first_row();
   clear<Spec>(dK);
   clear<Spec>(dV);
   int block = range.end - 1;
@@ -296,7 +297,7 @@ __device__ __forceinline__ bool sum_both_over_queries(const BackwardParams& para
       ++head;
     }
   };
-  if constexpr (kMask == MaskKind::kRuntime && !Spec::kBendsScores) {
+  if constexpr (kMask == MaskKind::kRuntime && !Spec::kHasScoreMod) {
     // Blocks without a mask have a loop of their own, as in the kernel of dq.
     const KeyRange full = full_blocks<Spec>(params, tile);
     for (; left > 0; next()) {
@@ -317,42 +318,42 @@ __device__ __forceinline__ bool sum_both_over_queries(const BackwardParams& para
   return true;
 }
 
-// By way of the shared memory of the group's own rows.
+// Through the shared memory of the group's own rows.
 template <typename Spec, MaskKind kMask>
 __device__ __forceinline__ void store_key_rows(const BackwardParams& params, const MaskTile<kMask>& tile,
-                                               const WarpPlace<Spec>& place, bool is_value,
+                                               const WarpCoordinates<Spec>& warp, bool is_value,
                                                const Gradient<Spec>& gradient, ptx::SmemPointer smem) {
-  const int key = tile.row + place.first_row();
+  const int key = tile.row + warp.first_row();
   const Strides& stride = is_value ? params.dv_stride : params.dk_stride;
   store_gradient<Spec>(is_value ? params.dv : params.dk, stride, key_offset(stride, tile, tile.head) + key * stride.row,
-                       key_room(params, tile) - key, is_value ? value_columns<kMask>(params) : params.head_dim, place,
-                       gradient, is_value ? 1.0f : params.scale, smem + place.first_row() * Spec::kRowBytes);
+                       key_room(params, tile) - key, is_value ? value_columns<kMask>(params) : params.head_dim, warp,
+                       gradient, is_value ? 1.0f : params.scale, smem + warp.first_row() * Spec::kRowBytes);
 }
 
 template <typename Spec, typename Stream, MaskKind kMask>
 __device__ __forceinline__ void key_value_gradient(const BackwardParams& params) {
   const ptx::SmemPointer smem = ptx::dynamic_shared_memory();
-  // Behind the loop everything is located again: the registers of what only the end needs are free in it.
+  // Everything is located again for the epilogue: no register holds it through the loop.
   if constexpr (Spec::kRoles == 1) {
     Gradient<Spec> dK;
     Gradient<Spec> dV;
     if (!sum_both_over_queries<Spec, Stream, kMask>(params, dK, dV, smem)) return;
     const MaskTile<kMask> tile = end_tile<Spec, kMask>(params, smem);
-    const WarpPlace<Spec> place(ptx::recompute(ptx::warp_index()));
+    const WarpCoordinates<Spec> warp(ptx::recompute(ptx::warp_index()));
     ptx::warp_sync();  // Hazard: a gradient takes the place of K or V while another lane of the warp still reads it.
     // Hazard: the same, while K or V is on its way: keys that no query sees have no block, and no barrier in it.
     if constexpr (kMask == MaskKind::kRuntime) ptx::barrier_sync_block();
-    store_key_rows<Spec, kMask>(params, tile, place, /*is_value=*/true, dV, smem + Spec::kOwnBytes);
-    store_key_rows<Spec, kMask>(params, tile, place, /*is_value=*/false, dK, smem);
+    store_key_rows<Spec, kMask>(params, tile, warp, /*is_value=*/true, dV, smem + Spec::kOwnBytes);
+    store_key_rows<Spec, kMask>(params, tile, warp, /*is_value=*/false, dK, smem);
   } else {
     Gradient<Spec> gradient;
     if (!sum_over_queries<Spec, Stream, kMask>(params, gradient, smem)) return;
     const MaskTile<kMask> tile = end_tile<Spec, kMask>(params, smem);
-    const WarpPlace<Spec> place(warp_of_block());
-    const bool is_value = place.role == 0;
+    const WarpCoordinates<Spec> warp(warp_of_block());
+    const bool is_value = warp.role == 0;
     // Hazard: a gradient takes the place of K or V while a sharing warp still multiplies with it.
     ptx::barrier_sync_block();
-    store_key_rows<Spec, kMask>(params, tile, place, is_value, gradient, smem + (is_value ? 0 : Spec::kOwnBytes));
+    store_key_rows<Spec, kMask>(params, tile, warp, is_value, gradient, smem + (is_value ? 0 : Spec::kOwnBytes));
   }
 }
 

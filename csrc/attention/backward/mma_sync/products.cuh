@@ -1,5 +1,5 @@
-// What a warp of either kernel does beside the products of forward/mma_sync/multiply.cuh: P and dS as left operands, in
-// registers or by way of shared memory, and the way of a gradient out.
+// What a warp of either kernel does besides the products of forward/mma_sync/multiply.cuh: P and dS as left operands, in
+// registers or through shared memory, and the store of a gradient.
 #pragma once
 
 #include "attention/backward/mma_sync/spec.cuh"
@@ -28,7 +28,7 @@ using Scores = float[Spec::kMmaM][Spec::kMmaN][4];
 template <typename Spec>
 using Gradient = float[Spec::kMmaM][Spec::kMmaD][4];
 template <typename Spec>
-using Operand = uint32_t[Spec::kMmaN / 2][Spec::kMmaM][4];  // a warp's part of P or dS: 16 rows of the stream each
+using Operand = uint32_t[Spec::kMmaN / 2][Spec::kMmaM][4];  // a warp's slice of P or dS, by 16 rows of the stream
 
 template <typename Spec>
 __device__ __forceinline__ void clear(Gradient<Spec>& gradient) {
@@ -41,7 +41,7 @@ __device__ __forceinline__ void clear(Gradient<Spec>& gradient) {
 }
 
 template <typename Spec>
-__device__ __forceinline__ void pack_operand(Operand<Spec>& operand, const Scores<Spec>& scores) {
+__device__ __forceinline__ void make_operand(Operand<Spec>& operand, const Scores<Spec>& scores) {
 #pragma unroll
   for (int step = 0; step < Spec::kMmaN / 2; ++step)
 #pragma unroll
@@ -54,19 +54,19 @@ template <typename Spec>
 struct GroupOperand {
   ptx::SmemPointer lane_smem;
 
-  __device__ __forceinline__ GroupOperand(ptx::SmemPointer smem, const WarpPlace<Spec>& place, int index)
-      : lane_smem(smem + (Spec::kOperandOffset + index * Spec::kOperandBytes + place.group * Spec::kGroupOperandBytes +
+  __device__ __forceinline__ GroupOperand(ptx::SmemPointer smem, const WarpCoordinates<Spec>& warp, int index)
+      : lane_smem(smem + (Spec::kOperandOffset + index * Spec::kOperandBytes + warp.group * Spec::kGroupOperandBytes +
                           ptx::lane_index() * 16)) {}
 
   __device__ __forceinline__ ptx::SmemPointer at(int step, int m) const {
     return lane_smem + (step * Spec::kMmaM + m) * 512;
   }
-  __device__ __forceinline__ void store(const WarpPlace<Spec>& place, const Operand<Spec>& operand) const {
+  __device__ __forceinline__ void store(const WarpCoordinates<Spec>& warp, const Operand<Spec>& operand) const {
 #pragma unroll
     for (int step = 0; step < Spec::kMmaN / 2; ++step)
 #pragma unroll
       for (int m = 0; m < Spec::kMmaM; ++m)
-        ptx::st_shared_128(at(place.part * (Spec::kMmaN / 2) + step, m), operand[step][m]);
+        ptx::st_shared_128(at(warp.slice * (Spec::kMmaN / 2) + step, m), operand[step][m]);
   }
 };
 
@@ -89,16 +89,16 @@ __device__ __forceinline__ void accumulate(Gradient<Spec>& gradient, const Opera
   }
 }
 
-// gradient * factor to global memory, by way of the group's own rows in `group_smem`, which nobody reads any more. `rows`:
+// gradient * factor to global memory, through the group's own rows in `group_smem`, which are not read any more. `rows`:
 // how many rows from the group's first exist. A lane stores 16 bytes, eight lanes 64 columns of a row.
 template <typename Spec>
 __device__ __forceinline__ void store_gradient(void* tensor, const Strides& stride, int64_t first, int rows,
-                                               int head_dim, const WarpPlace<Spec>& place,
+                                               int head_dim, const WarpCoordinates<Spec>& warp,
                                                const Gradient<Spec>& gradient, float factor,
                                                ptx::SmemPointer group_smem) {
   using Element = typename Spec::Element;
   const int lane = ptx::recompute(ptx::lane_index());
-  const int first_chunk = place.first_column() / kChunkElements;
+  const int first_chunk = warp.first_column() / kChunkElements;
 #pragma unroll
   for (int m = 0; m < Spec::kMmaM; ++m)
 #pragma unroll

@@ -5,7 +5,7 @@
 // Two warps that share rows compute dS of half of the keys each, exchange them, and add to half of the columns each.
 #pragma once
 
-#include "attention/backward/mma_sync/bent_weights.cuh"
+#include "attention/backward/mma_sync/score_mod.cuh"
 #include "attention/backward/mma_sync/products.cuh"
 #include "attention/backward/mma_sync/spec.cuh"
 #include "attention/backward/mma_sync/stream.cuh"
@@ -26,7 +26,7 @@ struct RowStatistics {
   // row_dot from global memory: of a row, a lane of its quad adds up every fourth chunk of 16 bytes. The first of the sharing
   // warps stores it for the kernel of dk and dv.
   __device__ __forceinline__ RowStatistics(const BackwardParams& params, const MaskTile<kMask>& tile,
-                                           const WarpPlace<Spec>& place) {
+                                           const WarpCoordinates<Spec>& warp) {
     using Element = typename Spec::Element;
     const int lane = ptx::lane_index();
     const Element* out_head = static_cast<const Element*>(params.out) + row_offset(params.out_stride, tile, tile.head);
@@ -36,7 +36,7 @@ struct RowStatistics {
     for (int m = 0; m < Spec::kMmaM; ++m)
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        const int row = tile.row + place.first_row() + m * 16 + half * 8 + lane / 4;
+        const int row = tile.row + warp.first_row() + m * 16 + half * 8 + lane / 4;
         const bool is_inside = row < lengths_of(params, tile).rows();
         const int64_t at = first_statistic(params, tile, tile.head) + row;
         const Element* out_gmem = out_head + row * params.out_stride.row;
@@ -63,7 +63,7 @@ struct RowStatistics {
         if (is_inside && params.dlse != nullptr) sum -= ptx::ld_global_float(params.dlse + at);
         row_dot[m][half] = lse == ptx::negative_infinity() ? 0.0f : sum;
         lse_log2[m][half] = in_base_2(lse);
-        if (row < row_room(params, tile) && lane % 4 == 0 && place.part == 0) {
+        if (row < row_room(params, tile) && lane % 4 == 0 && warp.slice == 0) {
           ptx::st_global_float(params.row_dot + at, row_dot[m][half]);
         }
       }
@@ -71,7 +71,7 @@ struct RowStatistics {
 };
 
 // scores to P. Masked ones are set to zero after the exponential: a key past the end scores 0, and exp2(0 - lse) may be
-// anything up to inf. `first_key`: of the warp's part of the block; `row`: the warp's first. kIsFull: none is masked.
+// anything up to inf. `first_key`: of the warp's slice of the block; `row`: the warp's first. kIsFull: none is masked.
 template <typename Spec, MaskKind kMask, bool kIsFull>
 __device__ __forceinline__ void query_weights(const BackwardParams& params, Scores<Spec>& scores,
                                               const RowStatistics<Spec, kMask>& rows, const MaskTile<kMask>& tile,
@@ -123,49 +123,49 @@ __device__ __forceinline__ void score_gradients(Operand<Spec>& dS, Scores<Spec>&
     for (int n = 0; n < Spec::kMmaN; ++n)
 #pragma unroll
       for (int i = 0; i < 4; ++i) gradients[m][n][i] = scores[m][n][i] * (gradients[m][n][i] - rows.row_dot[m][i / 2]);
-  pack_operand<Spec>(dS, gradients);
+  make_operand<Spec>(dS, gradients);
 }
 
 // dQ += dS K.
 template <typename Spec>
 __device__ __forceinline__ void add_products(Gradient<Spec>& dQ, const Operand<Spec>& dS,
-                                             const GroupOperand<Spec>& shared, const WarpPlace<Spec>& place,
+                                             const GroupOperand<Spec>& shared, const WarpCoordinates<Spec>& warp,
                                              ptx::SmemPointer K_smem) {
   if constexpr (Spec::kSharers > 1) {
-    shared.store(place, dS);
+    shared.store(warp, dS);
     // Hazard: a warp reads the other's half of dS before it is written. (It is overwritten a block later, behind the
     // stream's barrier.)
-    ptx::named_barrier_sync(1 + place.group, Spec::kSharers * 32);
+    ptx::named_barrier_sync(1 + warp.group, Spec::kSharers * 32);
   }
-  accumulate<Spec>(dQ, dS, shared, K_smem + place.column_offset());
+  accumulate<Spec>(dQ, dS, shared, K_smem + warp.column_offset());
 }
 
-// Of a band: dQ += dS K of one block. row: the group's first; is_seen: by some of its rows.
+// Varlen: dQ += dS K of one block. row: the group's first; is_seen: by some of its rows.
 template <typename Spec, typename Stream, bool kIsFull>
 __device__ __forceinline__ void add_keys(const BackwardParams& params, Gradient<Spec>& dQ, Stream& stream,
                                          const QueryOperand<Spec>& Q, const QueryOperand<Spec>& dO,
-                                         const RowStatistics<Spec, MaskKind::kRuntime>& rows, const BandTile& tile,
-                                         const WarpPlace<Spec>& place, const GroupOperand<Spec>& shared, int row,
+                                         const RowStatistics<Spec, MaskKind::kRuntime>& rows, const VarlenTile& tile,
+                                         const WarpCoordinates<Spec>& warp, const GroupOperand<Spec>& shared, int row,
                                          int block, bool is_seen) {
   const int block_key = block * Spec::kStreamRows;
   Scores<Spec> gradients;  // dP, then dS
   Scores<Spec> scores;
   stream.wait_second();
-  if (is_seen) multiply_query_key<Spec>(gradients, dO, stream.second() + place.row_offset());
+  if (is_seen) multiply_query_key<Spec>(gradients, dO, stream.second() + warp.row_offset());
   stream.wait_first();
   if (is_seen) {
-    BentWeights<Spec> bent;
-    if constexpr (Spec::kBendsScores) bent.load_mask(params, tile, tile.head, row, block_key);
-    multiply_query_key<Spec>(scores, Q, stream.first() + place.row_offset());
-    if constexpr (Spec::kBendsScores) {
-      bent.weigh_keys(params, scores, rows.lse_log2, tile, row, block_key);
+    ScoreModWeights<Spec> score_mod;
+    if constexpr (Spec::kHasScoreMod) score_mod.load_mask(params, tile, tile.head, row, block_key);
+    multiply_query_key<Spec>(scores, Q, stream.first() + warp.row_offset());
+    if constexpr (Spec::kHasScoreMod) {
+      score_mod.weigh_keys(params, scores, rows.lse_log2, tile, row, block_key);
     } else {
       query_weights<Spec, MaskKind::kRuntime, kIsFull>(params, scores, rows, tile, row,
-                                                       block_key + place.part * Spec::kWarpStreamRows);
+                                                       block_key + warp.slice * Spec::kWarpStreamRows);
     }
     Operand<Spec> dS;
     score_gradients<Spec, MaskKind::kRuntime>(dS, gradients, scores, rows);
-    add_products<Spec>(dQ, dS, shared, place, stream.first());
+    add_products<Spec>(dQ, dS, shared, warp, stream.first());
   }
   stream.advance();
 }
@@ -174,7 +174,7 @@ __device__ __forceinline__ void add_keys(const BackwardParams& params, Gradient<
 template <typename Spec, typename Stream, MaskKind kMask>
 __device__ __forceinline__ bool sum_over_keys(const BackwardParams& params, Gradient<Spec>& dQ, ptx::SmemPointer smem) {
   using Element = typename Spec::Element;
-  const WarpPlace<Spec> place(ptx::warp_index());
+  const WarpCoordinates<Spec> warp(ptx::warp_index());
   const MaskTile<kMask> tile = locate_tile<Spec, kMask>(params);
   if constexpr (kMask == MaskKind::kRuntime) {
     if (tile.batch < 0) {
@@ -182,7 +182,7 @@ __device__ __forceinline__ bool sum_over_keys(const BackwardParams& params, Grad
       return false;
     }
   }
-  keep_tile<Spec, kMask>(smem, tile);
+  store_tile<Spec, kMask>(smem, tile);
   const StreamRange range = stream_range<Spec, kMask>(params, tile);
   Stream stream(params, tile, range, smem);
   const int num_rows = lengths_of(params, tile).rows();
@@ -192,30 +192,30 @@ __device__ __forceinline__ bool sum_over_keys(const BackwardParams& params, Grad
                    static_cast<const Element*>(params.dout) + row_offset(params.dout_stride, tile, tile.head),
                    params.dout_stride.row, tile.row, num_rows, value_columns<kMask>(params));
   stream.start();
-  const RowStatistics<Spec, kMask> rows(params, tile, place);
-  const ptx::SmemPointer own_smem = smem + place.first_row() * Spec::kRowBytes;
+  const RowStatistics<Spec, kMask> rows(params, tile, warp);
+  const ptx::SmemPointer own_smem = smem + warp.first_row() * Spec::kRowBytes;
   if constexpr (Spec::kQueryInRegisters) stream.wait_own();
   const QueryOperand<Spec> Q(own_smem);
   const QueryOperand<Spec> dO(own_smem + Spec::kOwnBytes);
-  const GroupOperand<Spec> shared(smem, place, 0);
-  const int row = tile.row + place.first_row();
+  const GroupOperand<Spec> shared(smem, warp, 0);
+  const int row = tile.row + warp.first_row();
   clear<Spec>(dQ);
   if constexpr (kMask == MaskKind::kRuntime) {
     // Blocks without a mask have a loop of their own inside that of the others, which lie on both sides of them.
-    const KeyRange full = Spec::kBendsScores ? KeyRange{0, 0} : full_blocks<Spec>(params, tile);
+    const KeyRange full = Spec::kHasScoreMod ? KeyRange{0, 0} : full_blocks<Spec>(params, tile);
     for (int block = range.end - 1; block >= range.begin; --block) {
-      if constexpr (!Spec::kBendsScores) {
+      if constexpr (!Spec::kHasScoreMod) {
         for (; block >= full.begin && block < full.end; --block) {
-          add_keys<Spec, Stream, true>(params, dQ, stream, Q, dO, rows, tile, place, shared, row, block, true);
+          add_keys<Spec, Stream, true>(params, dQ, stream, Q, dO, rows, tile, warp, shared, row, block, true);
         }
         if (block < range.begin) break;
       }
       const KeyRange seen = seen_blocks<Spec>(params, tile, ptx::recompute(row));
-      add_keys<Spec, Stream, false>(params, dQ, stream, Q, dO, rows, tile, place, shared, row, block,
+      add_keys<Spec, Stream, false>(params, dQ, stream, Q, dO, rows, tile, warp, shared, row, block,
                                     block >= seen.begin && block < seen.end);
     }
   } else {
-    // Not by the same function: the machine code of D=128 and 256 would be other.
+    // Not by add_keys: the machine code of D=128 and 256 would change.
     for (int block = range.end - 1; block >= range.begin; --block) {
       const int block_key = block * Spec::kStreamRows;
       // By the group's last row, if by any. A group whose rows see nothing of the block only joins the others' barriers.
@@ -224,15 +224,15 @@ __device__ __forceinline__ bool sum_over_keys(const BackwardParams& params, Grad
       Scores<Spec> gradients;  // dP, then dS
       Scores<Spec> scores;
       stream.wait_second();
-      if (is_seen) multiply_query_key<Spec>(gradients, dO, stream.second() + place.row_offset());
+      if (is_seen) multiply_query_key<Spec>(gradients, dO, stream.second() + warp.row_offset());
       stream.wait_first();
       if (is_seen) {
-        multiply_query_key<Spec>(scores, Q, stream.first() + place.row_offset());
+        multiply_query_key<Spec>(scores, Q, stream.first() + warp.row_offset());
         query_weights<Spec, kMask, false>(params, scores, rows, tile, row,
-                                          block_key + place.part * Spec::kWarpStreamRows);
+                                          block_key + warp.slice * Spec::kWarpStreamRows);
         Operand<Spec> dS;
         score_gradients<Spec, kMask>(dS, gradients, scores, rows);
-        add_products<Spec>(dQ, dS, shared, place, stream.first());
+        add_products<Spec>(dQ, dS, shared, warp, stream.first());
       }
       stream.advance();
     }
@@ -246,16 +246,15 @@ __device__ __forceinline__ void query_gradient(const BackwardParams& params) {
   const ptx::SmemPointer smem = ptx::dynamic_shared_memory();
   Gradient<Spec> dQ;
   if (!sum_over_keys<Spec, Stream, kMask>(params, dQ, smem)) return;
-  // Located again, or kept: the registers of what only the end needs are free in the loop.
+  // Located again, or saved: no register holds through the loop what only the epilogue needs.
   const MaskTile<kMask> tile = end_tile<Spec, kMask>(params, smem);
-  const WarpPlace<Spec> place(ptx::recompute(ptx::warp_index()));
-  const int row = tile.row + place.first_row();
+  const WarpCoordinates<Spec> warp(ptx::recompute(ptx::warp_index()));
+  const int row = tile.row + warp.first_row();
   // Hazard: dQ takes the place of Q while a sharing warp still multiplies with it, or while Q is still on its way.
   ptx::barrier_sync_block();
-  store_gradient<Spec>(params.dq, params.dq_stride,
-                       row_offset(params.dq_stride, tile, tile.head) + row * params.dq_stride.row,
-                       row_room(params, tile) - row, params.head_dim, place, dQ, params.scale,
-                       smem + place.first_row() * Spec::kRowBytes);
+  store_gradient<Spec>(
+      params.dq, params.dq_stride, row_offset(params.dq_stride, tile, tile.head) + row * params.dq_stride.row,
+      row_room(params, tile) - row, params.head_dim, warp, dQ, params.scale, smem + warp.first_row() * Spec::kRowBytes);
 }
 
 }  // namespace mma_sync

@@ -24,15 +24,15 @@ namespace mma_sync {
 //   kRoles            2: one half of the warps computes the scores and dv, the other dP and dk, each for all rows. 1: every warp
 //                     all of it for its rows
 //   kStreamsQueries   the stream is Q and dO of a group's heads, with two statistics of each row
-//   kIsBand           of MaskKind::kRuntime
-//   kBendsScores      of a band with a softcap or a mask tensor
-//   kServesPlain      without them, too: the family's only kernel for bands
-//   kOwnInRegisters   a warp keeps the own rows that it multiplies with; else it reads them for every block
-// kSharers warps of one role divide a group's work: each takes its part of a block's rows for the scores, and, of the
-// gradient, its part of the columns.
+//   kIsVarlen           of MaskKind::kRuntime
+//   kHasScoreMod      varlen, with a softcap or a mask tensor
+//   kServesPlain      without them, too: the family's only varlen kernel
+//   kOwnInRegisters   a warp holds the own rows that it multiplies with in registers; else it reads them for every block
+// kSharers warps of one role divide a group's work: each takes a slice of a block's rows for the scores, and a slice of the
+// gradient's columns.
 template <typename Product_, int kHeadDim_, int kOwnRows_, int kStreamRows_, int kNumStages_, int kNumWarps_,
-          int kWarpRows_, int kRoles_, bool kStreamsQueries_, bool kOwnInRegisters_, bool kIsBand_ = false,
-          bool kBendsScores_ = false, bool kServesPlain_ = false>
+          int kWarpRows_, int kRoles_, bool kStreamsQueries_, bool kOwnInRegisters_, bool kIsVarlen_ = false,
+          bool kHasScoreMod_ = false, bool kServesPlain_ = false>
 struct TileSpec {
   using Product = Product_;
   using Element = typename Product::Element;
@@ -44,9 +44,9 @@ struct TileSpec {
   static constexpr int kWarpRows = kWarpRows_;
   static constexpr int kRoles = kRoles_;
   static constexpr bool kStreamsQueries = kStreamsQueries_;
-  static constexpr bool kHasStatistics = kStreamsQueries_;  // as bent_scores.cuh calls it
-  static constexpr bool kIsBand = kIsBand_;
-  static constexpr bool kBendsScores = kBendsScores_;
+  static constexpr bool kHasStatistics = kStreamsQueries_;  // as score_mod.cuh calls it
+  static constexpr bool kIsVarlen = kIsVarlen_;
+  static constexpr bool kHasScoreMod = kHasScoreMod_;
   static constexpr bool kServesPlain = kServesPlain_;
   static constexpr bool kQueryInRegisters = kOwnInRegisters_;  // as forward/mma_sync/multiply.cuh calls it
 
@@ -86,7 +86,7 @@ struct TileSpec {
                 "one or two warps of a role share a group's rows");
   static_assert(kWarpStreamRows % 16 == 0, "ldmatrix.x4 reads 16 rows of the stream at a time");
   static_assert(kWarpColumns % 64 == 0, "a warp stores whole 64-column segments of a gradient");
-  static_assert(!kBendsScores || kSharers == 1, "P of a softcap's dS is not that of dV, and sharing warps pass one on");
+  static_assert(!kHasScoreMod || kSharers == 1, "P of a softcap's dS is not that of dV, and sharing warps pass one on");
   static_assert(kNumWarps >= 2,
                 "the rows of two load passes must differ by a multiple of 8, the period of the swizzle");
   static_assert(kOwnRows % (kNumThreads / 8) == 0 && kStreamRows % (kNumThreads / 8) == 0,
@@ -95,20 +95,20 @@ struct TileSpec {
   static_assert((kRoles == 1 ? 1 : 2) * kNumGroups < 16, "a group has barriers of its own, and there are 16");
 };
 
-// What this warp does.
+// This warp's share of the tile.
 template <typename Spec>
-struct WarpPlace {
+struct WarpCoordinates {
   int role;   // 0: scores and dv, 1: dP and dk; 0 where there is but one
   int group;  // of rows
-  int part;   // of the stream's rows and of the columns
+  int slice;  // of the stream's rows and of the columns
 
-  __device__ __forceinline__ explicit WarpPlace(int warp)
-      : role(warp / Spec::kRoleWarps), group(warp % Spec::kRoleWarps / Spec::kSharers), part(warp % Spec::kSharers) {}
+  __device__ __forceinline__ explicit WarpCoordinates(int warp)
+      : role(warp / Spec::kRoleWarps), group(warp % Spec::kRoleWarps / Spec::kSharers), slice(warp % Spec::kSharers) {}
 
   __device__ __forceinline__ int first_row() const { return group * Spec::kWarpRows; }
-  __device__ __forceinline__ int first_column() const { return part * Spec::kWarpColumns; }
-  // Bytes from the start of a stream tensor's block to the rows, or to the column, where this warp's part begins.
-  __device__ __forceinline__ int row_offset() const { return part * Spec::kWarpStreamRows * Spec::kRowBytes; }
+  __device__ __forceinline__ int first_column() const { return slice * Spec::kWarpColumns; }
+  // Bytes from the start of a stream tensor's block to the rows, or to the column, where this warp's slice begins.
+  __device__ __forceinline__ int row_offset() const { return slice * Spec::kWarpStreamRows * Spec::kRowBytes; }
   __device__ __forceinline__ int column_offset() const { return first_column() * 2; }
 };
 

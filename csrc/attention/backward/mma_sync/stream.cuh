@@ -21,7 +21,7 @@ __device__ __forceinline__ float in_base_2(float lse) {
 template <typename Spec>
 struct StreamSource {
   using Element = typename Spec::Element;
-  static constexpr MaskKind kKind = Spec::kIsBand ? MaskKind::kRuntime : MaskKind::kFull;
+  static constexpr MaskKind kKind = Spec::kIsVarlen ? MaskKind::kRuntime : MaskKind::kFull;
   using Tile = MaskTile<kKind>;
 
   const BackwardParams& params;

@@ -1,7 +1,7 @@
-// Which rows a thread block owns, and which blocks of the stream they see. One block of threads a tile.
+// Which rows a thread block owns, and which blocks of the stream they see. One thread block per tile.
 #pragma once
 
-#include "attention/backward/entries.cuh"
+#include "attention/backward/sequence_tiles.cuh"
 #include "attention/forward/tile.cuh"
 #include "attention/masks.cuh"
 #include "attention/params/backward.h"
@@ -23,15 +23,15 @@ struct OwnTile {
   int row;
 };
 
-// The same in batches that a Batch describes.
-struct BandTile {
-  int batch;  // the entry; negative: a thread block without a tile
+// A tile of a sequence, dense or ragged.
+struct VarlenTile {
+  int batch;  // the sequence; negative: this thread block has no tile
   int head;
   int row;
-  EntryExtents extents;
+  SequenceExtents extents;
 };
 constexpr int kNoTile = -1;
-constexpr int kClearsStrays = -2;  // row: which part of them
+constexpr int kClearsStrays = -2;  // row: which share of them
 
 template <MaskKind kMask>
 struct TileOfMask {
@@ -39,12 +39,12 @@ struct TileOfMask {
 };
 template <>
 struct TileOfMask<MaskKind::kRuntime> {
-  using Type = BandTile;
+  using Type = VarlenTile;
 };
 template <MaskKind kMask>
 using MaskTile = typename TileOfMask<kMask>::Type;
 
-// Of every batch entry, for the mask rule.
+// The lengths of every sequence of a dense batch, for the mask rule.
 struct Lengths {
   const BackwardParams& params;
 
@@ -53,35 +53,35 @@ struct Lengths {
 };
 
 __device__ __forceinline__ Lengths lengths_of(const BackwardParams& params, const OwnTile&) { return Lengths{params}; }
-__device__ __forceinline__ const EntryExtents& lengths_of(const BackwardParams&, const BandTile& tile) {
+__device__ __forceinline__ const SequenceExtents& lengths_of(const BackwardParams&, const VarlenTile& tile) {
   return tile.extents;
 }
 
-// Rows and keys of a tile's entry that have a gradient: as many as the tensors hold.
+// Rows and keys of a tile's sequence that have a gradient: as many as the tensors hold.
 __device__ __forceinline__ int row_room(const BackwardParams& params, const OwnTile&) { return params.seq_q; }
-__device__ __forceinline__ int row_room(const BackwardParams&, const BandTile& tile) { return tile.extents.row_room; }
+__device__ __forceinline__ int row_room(const BackwardParams&, const VarlenTile& tile) { return tile.extents.row_room; }
 __device__ __forceinline__ int key_room(const BackwardParams& params, const OwnTile&) { return params.seq_k; }
-__device__ __forceinline__ int key_room(const BackwardParams&, const BandTile& tile) { return tile.extents.key_room; }
+__device__ __forceinline__ int key_room(const BackwardParams&, const VarlenTile& tile) { return tile.extents.key_room; }
 
-// Elements from the start of a tensor to the first row or key of `head` of a tile's entry.
+// Elements from the start of a tensor to the first row or key of `head` of a tile's sequence.
 __device__ __forceinline__ int64_t row_offset(const Strides& stride, const OwnTile& tile, int head) {
   return tile.batch * stride.batch + head * stride.head;
 }
 __device__ __forceinline__ int64_t key_offset(const Strides& stride, const OwnTile& tile, int head) {
   return tile.batch * stride.batch + head * stride.head;
 }
-__device__ __forceinline__ int64_t row_offset(const Strides& stride, const BandTile& tile, int head) {
+__device__ __forceinline__ int64_t row_offset(const Strides& stride, const VarlenTile& tile, int head) {
   return tile.batch * stride.batch + head * stride.head + tile.extents.first_row * stride.row;
 }
-__device__ __forceinline__ int64_t key_offset(const Strides& stride, const BandTile& tile, int head) {
+__device__ __forceinline__ int64_t key_offset(const Strides& stride, const VarlenTile& tile, int head) {
   return tile.batch * stride.batch + head * stride.head + tile.extents.first_key * stride.row;
 }
 
-// The first row of query head `head` of a tile's entry, among all rows of the log-sum-exp and of row_dot.
+// The first row of query head `head` of a tile's sequence, among all rows of the log-sum-exp and of row_dot.
 __device__ __forceinline__ int64_t first_statistic(const BackwardParams& params, const OwnTile& tile, int head) {
   return static_cast<int64_t>(tile.batch * params.heads_q + head) * params.seq_q;
 }
-__device__ __forceinline__ int64_t first_statistic(const BackwardParams& params, const BandTile& tile, int head) {
+__device__ __forceinline__ int64_t first_statistic(const BackwardParams& params, const VarlenTile& tile, int head) {
   return statistics_row(params, tile.batch, head, tile.extents.first_row);
 }
 
@@ -109,7 +109,7 @@ __device__ __forceinline__ KeyRange visible_rows(const BackwardParams& params, c
   return KeyRange{max(0, diagonal_row(Lengths{params}, key)), params.seq_q};
 }
 
-// Of a band: whether its window ends at the left.
+// Whether a window limits the keys on the left.
 __device__ __forceinline__ bool has_left_end(const BackwardParams& params) {
   return params.score_options.left < kUnbounded;
 }
@@ -118,8 +118,8 @@ __device__ __forceinline__ int heads_per_key_head(const BackwardParams& params) 
   return params.heads_q / params.heads_kv;
 }
 
-// Grid: ceil(own rows / kOwnRows) * own heads * batch blocks. Causal: in sections of heads whose streams fit the second-level
-// cache, the tiles with the longest streams first; those are the last rows, or the first keys.
+// Grid: ceil(own rows / kOwnRows) * own heads * batch blocks. Causal: in sections of heads whose streams fit the L2 cache,
+// the tiles with the longest streams first; those are the last rows, or the first keys.
 template <typename Spec, MaskKind kMask>
 __device__ __forceinline__ OwnTile locate_dense_tile(const BackwardParams& params) {
   const int group = heads_per_key_head(params);
@@ -143,35 +143,35 @@ __device__ __forceinline__ OwnTile locate_dense_tile(const BackwardParams& param
   return OwnTile{batch, scheduled.head - batch * heads, index * Spec::kOwnRows};
 }
 
-// As entry_extents, but every length is asked for before one is waited for.
-__device__ __forceinline__ EntryExtents extents_at_once(const BackwardParams& params, int entry) {
-  const Batch& entries = params.sequences;
-  const bool is_sequence = entry < params.batch;
-  // The places of two words of cu_seqlens: those of an entry, and of what is behind all of them or in front.
-  const int at = min(entry, params.batch);
-  const int next = is_sequence ? entry + 1 : 0;
+// As sequence_extents, but issues all loads before it waits for one.
+__device__ __forceinline__ SequenceExtents extents_at_once(const BackwardParams& params, int sequence) {
+  const Batch& lengths = params.sequences;
+  const bool is_sequence = sequence < params.batch;
+  // Indices of two words of cu_seqlens: a sequence's begin and end, or the end of the last and the begin of the first.
+  const int at = min(sequence, params.batch);
+  const int next = is_sequence ? sequence + 1 : 0;
   int row_first = 0, row_end = 0, key_first = 0, key_end = 0, used = 0;
-  const bool has_rows = entries.cu_seqlens_q != nullptr;
-  const bool has_keys = entries.cu_seqlens_k != nullptr;
-  const bool has_used = entries.seqused_k != nullptr && is_sequence;
+  const bool has_rows = lengths.cu_seqlens_q != nullptr;
+  const bool has_keys = lengths.cu_seqlens_k != nullptr;
+  const bool has_used = lengths.seqused_k != nullptr && is_sequence;
   if (has_rows) {
-    row_first = load_length(entries.cu_seqlens_q + at);
-    row_end = load_length(entries.cu_seqlens_q + next);
+    row_first = load_length(lengths.cu_seqlens_q + at);
+    row_end = load_length(lengths.cu_seqlens_q + next);
   }
   if (has_keys) {
-    key_first = load_length(entries.cu_seqlens_k + at);
-    key_end = load_length(entries.cu_seqlens_k + next);
+    key_first = load_length(lengths.cu_seqlens_k + at);
+    key_end = load_length(lengths.cu_seqlens_k + next);
   }
-  if (has_used) used = load_length(entries.seqused_k + entry);
+  if (has_used) used = load_length(lengths.seqused_k + sequence);
   const auto extent = [&](bool is_ragged, int first, int end, int total, int most) {
     if (!is_ragged) return Extent{0, is_sequence ? most : 0};
-    first = entry > params.batch ? 0 : max(0, min(total, first));
-    end = entry == params.batch ? total : max(first, min(total, end));
+    first = sequence > params.batch ? 0 : max(0, min(total, first));
+    end = sequence == params.batch ? total : max(first, min(total, end));
     return Extent{first, end - first};
   };
-  const Extent row = extent(has_rows, row_first, row_end, entries.rows_total, params.seq_q);
-  const Extent key = extent(has_keys, key_first, key_end, entries.keys_total, params.seq_k);
-  EntryExtents extents{0, 0, row.first, key.first, row.length, key.length};
+  const Extent row = extent(has_rows, row_first, row_end, lengths.rows_total, params.seq_q);
+  const Extent key = extent(has_keys, key_first, key_end, lengths.keys_total, params.seq_k);
+  SequenceExtents extents{0, 0, row.first, key.first, row.length, key.length};
   if (!is_sequence) return extents;
   extents.row_count = min(row.length, params.seq_q);
   extents.key_count = min(key.length, params.seq_k);
@@ -179,26 +179,26 @@ __device__ __forceinline__ EntryExtents extents_at_once(const BackwardParams& pa
   return extents;
 }
 
-// Band: as many blocks as there can be tiles; every warp finds the tile of its block, if there is one.
+// Varlen: as many blocks as there can be tiles; every warp finds the tile of its block, if there is one.
 template <typename Spec, MaskKind kMask>
 __device__ __forceinline__ MaskTile<kMask> locate_tile(const BackwardParams& params) {
   if constexpr (kMask == MaskKind::kRuntime) {
     constexpr int kFittingRows = kL2GroupBytes / (2 * Spec::kRowBytes);
-    const EntryTile found =
+    const SequenceTile found =
         tile_of_slot<Spec::kOwnRows, Spec::kStreamsQueries, kFittingRows>(params, ptx::block_index());
-    if (found.entry < 0) return BandTile{kClearsStrays, found.head, found.index, {}};
-    const EntryExtents extents = extents_at_once(params, found.entry);
+    if (found.sequence < 0) return VarlenTile{kClearsStrays, found.head, found.index, {}};
+    const SequenceExtents extents = extents_at_once(params, found.sequence);
     const int row = found.index * Spec::kOwnRows;
     const bool is_tile = row < (Spec::kStreamsQueries ? extents.key_room : extents.row_room);
-    return BandTile{is_tile ? found.entry : kNoTile, found.head, row, extents};
+    return VarlenTile{is_tile ? found.sequence : kNoTile, found.head, row, extents};
   } else {
     return locate_dense_tile<Spec, kMask>(params);
   }
 }
 
-// Zeros into rows of a head of a gradient: the part of `tile`, a block that clears strays. Rows count from the tensor's first.
+// Zeros into rows of a head of a gradient: the share of `tile`, a block that clears strays. Rows count from the tensor's first.
 template <typename Spec>
-__device__ __forceinline__ void clear_rows(void* tensor, const Strides& stride, const BandTile& tile, int columns,
+__device__ __forceinline__ void clear_rows(void* tensor, const Strides& stride, const VarlenTile& tile, int columns,
                                            const Extent& rows) {
   constexpr int kChunks = Spec::kHeadDim / kChunkElements;
   constexpr int kPassRows = Spec::kNumThreads / kChunks;
@@ -214,7 +214,8 @@ __device__ __forceinline__ void clear_rows(void* tensor, const Strides& stride, 
 }
 // The same of all gradients that the kernel makes.
 template <typename Spec>
-__device__ __forceinline__ void clear_own_rows(const BackwardParams& params, const BandTile& tile, const Extent& rows) {
+__device__ __forceinline__ void clear_own_rows(const BackwardParams& params, const VarlenTile& tile,
+                                               const Extent& rows) {
   if constexpr (Spec::kStreamsQueries) {
     clear_rows<Spec>(params.dk, params.dk_stride, tile, params.head_dim, rows);
     clear_rows<Spec>(params.dv, params.dv_stride, tile, params.head_dim_v, rows);
@@ -229,10 +230,10 @@ __device__ __forceinline__ void clear_own_rows(const BackwardParams& params, con
   }
 }
 
-// What a block that clears strays does: in a grid of equal slots, gradients of rows that no block has as a tile are zero. Those are in front of the
-// first entry, behind the last, and beyond the longest length in an entry that is longer by cu_seqlens.
+// Clears strays: in a grid of equal slots, gradients of rows that are in no block's tile are zero. Those are before the first sequence,
+// after the last, and past the maximum length in a sequence that cu_seqlens makes longer.
 template <typename Spec>
-__device__ __forceinline__ void clear_strays(const BackwardParams& params, const BandTile& tile) {
+__device__ __forceinline__ void clear_strays(const BackwardParams& params, const VarlenTile& tile) {
   constexpr bool kOwnsKeys = Spec::kStreamsQueries;
   const Extent in_front = own_extent<kOwnsKeys>(params, params.batch + 1);
   const Extent behind = own_extent<kOwnsKeys>(params, params.batch);
@@ -251,12 +252,13 @@ __device__ __forceinline__ void clear_strays(const BackwardParams& params, const
   }
 }
 
-// What the end needs of a band's tile: found again, it takes short entries 3% of their time. (sm75 has no room for it.)
+// Saves what the epilogue needs of a varlen tile: finding it again would cost 3% of the time of short sequences. (sm75 has no shared
+// memory left for it.)
 template <typename Spec, MaskKind kMask>
-__device__ __forceinline__ void keep_tile(ptx::SmemPointer block_smem, const MaskTile<kMask>& tile) {
-  if constexpr (Spec::kIsBand && !Spec::kServesPlain) {
+__device__ __forceinline__ void store_tile(ptx::SmemPointer block_smem, const MaskTile<kMask>& tile) {
+  if constexpr (Spec::kIsVarlen && !Spec::kServesPlain) {
     const ptx::SmemPointer smem = block_smem + Spec::kTileOffset + ptx::warp_index() * Spec::kTileBytes;
-    const EntryExtents& extents = tile.extents;
+    const SequenceExtents& extents = tile.extents;
     if (ptx::lane_index() == 0) {
       ptx::st_shared_128(smem, {static_cast<uint32_t>(tile.batch), static_cast<uint32_t>(tile.head),
                                 static_cast<uint32_t>(tile.row), 0});
@@ -267,10 +269,10 @@ __device__ __forceinline__ void keep_tile(ptx::SmemPointer block_smem, const Mas
     ptx::warp_sync();  // read after write
   }
 }
-// Behind the loop, so that no register holds it there: the tile, of whose extents own rows alone are known.
+// The tile for the epilogue, so that no register holds it through the loop; of its extents only the own rows' are valid.
 template <typename Spec, MaskKind kMask>
 __device__ __forceinline__ MaskTile<kMask> end_tile(const BackwardParams& params, ptx::SmemPointer block_smem) {
-  if constexpr (Spec::kIsBand && !Spec::kServesPlain) {
+  if constexpr (Spec::kIsVarlen && !Spec::kServesPlain) {
     const ptx::SmemPointer smem = block_smem + Spec::kTileOffset + ptx::recompute(ptx::warp_index()) * Spec::kTileBytes;
     uint32_t words[4];
     uint32_t own[2];
@@ -278,8 +280,8 @@ __device__ __forceinline__ MaskTile<kMask> end_tile(const BackwardParams& params
     ptx::ld_shared_64(own, smem + 16);
     const int first = static_cast<int>(own[0]);
     const int room = static_cast<int>(own[1]);
-    return BandTile{static_cast<int>(words[0]), static_cast<int>(words[1]), static_cast<int>(words[2]),
-                    EntryExtents{0, 0, first, first, room, room}};
+    return VarlenTile{static_cast<int>(words[0]), static_cast<int>(words[1]), static_cast<int>(words[2]),
+                      SequenceExtents{0, 0, first, first, room, room}};
   } else {
     return locate_tile<Spec, kMask>(params);
   }
@@ -321,7 +323,7 @@ __device__ __forceinline__ StreamRange stream_range(const BackwardParams& params
 
 // Of them those that some of a warp's rows, or keys, from `row` on sees: [begin, end). None where it has none.
 template <typename Spec>
-__device__ __forceinline__ KeyRange seen_blocks(const BackwardParams& params, const BandTile& tile, int row) {
+__device__ __forceinline__ KeyRange seen_blocks(const BackwardParams& params, const VarlenTile& tile, int row) {
   const int own_rows = Spec::kStreamsQueries ? tile.extents.keys() : tile.extents.rows();
   if (row >= own_rows) return KeyRange{0, 0};
   const int last_row = min(row + Spec::kWarpRows, own_rows) - 1;
@@ -334,7 +336,7 @@ __device__ __forceinline__ KeyRange seen_blocks(const BackwardParams& params, co
 
 // Of them those that need no mask, [begin, end): every row of the tile sees all of each.
 template <typename Spec>
-__device__ __forceinline__ KeyRange full_blocks(const BackwardParams& params, const BandTile& tile) {
+__device__ __forceinline__ KeyRange full_blocks(const BackwardParams& params, const VarlenTile& tile) {
   const auto visible = [&](int row) {
     return Spec::kStreamsQueries ? visible_rows<MaskKind::kRuntime>(params, tile.extents, row)
                                  : visible_keys<MaskKind::kRuntime>(params, tile.extents, row);

@@ -22,19 +22,19 @@ struct Product {
 
 // kBlockM rows of Q and dO; blocks of kBlockN keys.
 template <typename Element, int kHeadDim, int kBlockM, int kBlockN, int kNumStages, int kNumWarps, int kWarpRows,
-          bool kIsBand = false>
+          bool kIsVarlen = false>
 struct QueryGradientSpec : mma_sync::TileSpec<Product<Element>, kHeadDim, kBlockM, kBlockN, kNumStages, kNumWarps,
-                                              kWarpRows, 1, false, false, kIsBand, kIsBand, kIsBand> {
-  static_assert(kNumStages == 1, "this family keeps one block of the stream in shared memory");
+                                              kWarpRows, 1, false, false, kIsVarlen, kIsVarlen, kIsVarlen> {
+  static_assert(kNumStages == 1, "this family has one block of the stream in shared memory");
   static_assert(QueryGradientSpec::kSharedBytes <= 65536, "a Turing multiprocessor has 64 KiB of shared memory");
 };
 
 // kBlockN keys; blocks of kBlockM rows of Q and dO.
 template <typename Element, int kHeadDim, int kBlockM, int kBlockN, int kNumStages, int kNumWarps, int kWarpRows,
-          bool kIsBand = false>
+          bool kIsVarlen = false>
 struct KeyValueGradientSpec : mma_sync::TileSpec<Product<Element>, kHeadDim, kBlockN, kBlockM, kNumStages, kNumWarps,
-                                                 kWarpRows, 2, true, false, kIsBand, kIsBand, kIsBand> {
-  static_assert(kNumStages == 1, "this family keeps one block of the stream in shared memory");
+                                                 kWarpRows, 2, true, false, kIsVarlen, kIsVarlen, kIsVarlen> {
+  static_assert(kNumStages == 1, "this family has one block of the stream in shared memory");
   static_assert(KeyValueGradientSpec::kSharedBytes <= 65536, "a Turing multiprocessor has 64 KiB of shared memory");
 };
 

@@ -19,23 +19,23 @@ struct Product {
 };
 
 // kBlockM rows of Q and dO; blocks of kBlockN keys. kNumStages 1: one buffer each for K and V; the next V loads under
-// S = Q K^T and dQ += dS K, the next K under dP = dO V^T; two barriers a block. 2 or more: a ring of pairs, loaded
-// kNumStages - 1 blocks ahead; one barrier a block.
+// S = Q K^T and dQ += dS K, the next K under dP = dO V^T; two barriers per block. 2 or more: a ring of pairs, loaded
+// kNumStages - 1 blocks ahead; one barrier per block.
 template <typename Element, int kHeadDim, int kBlockM, int kBlockN, int kNumStages, int kNumWarps, int kWarpRows,
-          int kOwnInRegisters, bool kIsBand = false, bool kBendsScores = false>
+          int kOwnInRegisters, bool kIsVarlen = false, bool kHasScoreMod = false>
 struct QueryGradientSpec : mma_sync::TileSpec<Product<Element>, kHeadDim, kBlockM, kBlockN, kNumStages, kNumWarps,
-                                              kWarpRows, 1, false, kOwnInRegisters != 0, kIsBand, kBendsScores> {};
+                                              kWarpRows, 1, false, kOwnInRegisters != 0, kIsVarlen, kHasScoreMod> {};
 
 // kBlockN keys; blocks of kBlockM rows of Q and dO, in a ring.
 template <typename Element, int kHeadDim, int kBlockM, int kBlockN, int kNumStages, int kNumWarps, int kWarpRows,
-          int kOwnInRegisters, int kNumRoles, bool kIsBand = false, bool kBendsScores = false>
+          int kOwnInRegisters, int kNumRoles, bool kIsVarlen = false, bool kHasScoreMod = false>
 struct KeyValueGradientSpec
     : mma_sync::TileSpec<Product<Element>, kHeadDim, kBlockN, kBlockM, kNumStages, kNumWarps, kWarpRows, kNumRoles,
-                         true, kOwnInRegisters != 0, kIsBand, kBendsScores> {
+                         true, kOwnInRegisters != 0, kIsVarlen, kHasScoreMod> {
   static_assert(kNumStages >= 2, "both tensors of a block are in use until its end: one stage would hide no load");
 };
 
-// For MaskKind::kRuntime: what the end of a tile needs is kept, a copy for each warp.
+// For MaskKind::kRuntime: saves what the epilogue of a tile needs, one copy per warp.
 template <typename Base>
 struct VarlenSpec : Base {
   static constexpr int kTileBytes = 32;
@@ -43,7 +43,7 @@ struct VarlenSpec : Base {
   static constexpr int kSharedBytes = kTileOffset + Base::kNumWarps * kTileBytes;
 };
 
-// kScores 1: kBendsScores.
+// kScores 1: kHasScoreMod.
 template <typename Element, int kHeadDim, int kBlockM, int kBlockN, int kNumStages, int kNumWarps, int kWarpRows,
           int kOwnInRegisters, int kScores>
 using VarlenQueryGradientSpec = VarlenSpec<QueryGradientSpec<Element, kHeadDim, kBlockM, kBlockN, kNumStages, kNumWarps,

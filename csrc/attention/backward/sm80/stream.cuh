@@ -24,14 +24,14 @@ struct Stream : mma_sync::StreamSource<Spec> {
   int load_stage = 0;        // where the next one goes
   int statistic_stage = -1;  // where this thread's last statistic belongs, if it has not been stored
   float statistic = 0.0f;
-  // Of bands, where the place of an entry takes more registers: the running pointers of the loaders.
+  // Varlen, where a sequence's offsets take more registers: the running pointers of the loaders.
   const Element* next_first = nullptr;
   const Element* next_second = nullptr;
 
   __device__ __forceinline__ Stream(const BackwardParams& params, const typename Source::Tile& tile,
                                     const mma_sync::StreamRange& range, ptx::SmemPointer smem)
       : Source(params, tile, range, smem) {
-    if constexpr (Spec::kIsBand) begin_head();
+    if constexpr (Spec::kIsVarlen) begin_head();
   }
 
   // The next block is a head's last.
@@ -48,7 +48,7 @@ struct Stream : mma_sync::StreamSource<Spec> {
     loader.template load<Spec::kOwnRows, false>(smem, row_stride, head_dim, rows - row);
   }
 
-  // Of the head of the next block. Only of bands a pointer is kept from block to block.
+  // Of the head of the next block. Only varlen kernels keep a pointer from block to block.
   __device__ __forceinline__ void load_rows(ptx::SmemPointer tile_smem, const Element* head_gmem, int64_t row_stride,
                                             int block, int columns) {
     Loader loader(head_gmem, row_stride, (block + 1) * Spec::kStreamRows);
@@ -63,14 +63,14 @@ struct Stream : mma_sync::StreamSource<Spec> {
   __device__ __forceinline__ int rows_from(int block) const { return this->rows() - block * Spec::kStreamRows; }
 
   __device__ __forceinline__ void load_first(int block, int to_stage) {
-    if constexpr (Spec::kIsBand) {
+    if constexpr (Spec::kIsVarlen) {
       load_next_rows(next_first, this->first(to_stage), this->first_stride().row, block, this->params.head_dim);
     } else {
       load_rows(this->first(to_stage), this->first_gmem(), this->first_stride().row, block, this->params.head_dim);
     }
   }
   __device__ __forceinline__ void load_second(int block, int to_stage) {
-    if constexpr (Spec::kIsBand) {
+    if constexpr (Spec::kIsVarlen) {
       load_next_rows(next_second, this->second(to_stage), this->second_stride().row, block, this->second_columns());
     } else {
       load_rows(this->second(to_stage), this->second_gmem(), this->second_stride().row, block, this->second_columns());
@@ -86,7 +86,7 @@ struct Stream : mma_sync::StreamSource<Spec> {
     }
     load_stage = load_stage == kStages - 1 ? 0 : load_stage + 1;
     Source::advance();
-    if constexpr (Spec::kIsBand && Spec::kStreamsQueries) {
+    if constexpr (Spec::kIsVarlen && Spec::kStreamsQueries) {
       if (this->next_block == this->range.end - 1) begin_head();
     }
   }

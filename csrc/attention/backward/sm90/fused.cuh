@@ -1,29 +1,31 @@
-// dq, dk and dv in one kernel: five products a block instead of the split form's seven, and one exponential instead of two. A tile is
+// dq, dk and dv in one kernel: five products per block instead of the seven of two kernels, and one exponential instead of two. A tile is
 // 128 keys; Q and dO stream past it as in the kernel of dk and dv, whose producer this is. dS^T of both consumers passes through
-// shared memory to a warpgroup of its own, which multiplies dQ = dS K of the block; two more warps add it to float32 sums in global
-// memory by the copy engine. The consumers wait for nobody.
-//   before   fused_prepare: row_dot, zero turns            after   fused_convert: the sums to dq
-//   params.dq   the sums: [batch, heads_q, ceil(seq_q / 64)] pieces of 64 rows, in the order of FusedQueries::hand_over; then a turn
-//               for each piece, the number of tiles that have added to it
+// shared memory to a warpgroup of its own, which multiplies dQ = dS K of the block; two more warps add it to fp32 partials in global
+// memory by TMA reductions. The consumers never wait for another block.
+//   before   fused_prepare: row_dot, zeroed semaphores     after   fused_convert: the partials to dq
+//   params.dq   [batch, heads_q, ceil(seq_q / 64)] partials of 64 rows, in the order of FusedQueries::hand_over; then a semaphore for
+//               each partial, the number of tiles that have added to it
 //   grid, maps, counter   as of the kernel of dk and dv
 //
-// Tiles of a head add to a piece one after another, each when its turn has come: the same bits on every run. A tile waits only for tiles
-// with smaller numbers, which blocks that run have drawn before it: no grid waits for itself. Of query heads that share a key head, a
-// block of each comes before the next block of the first. There are two orders, and a Tile says which it has (KeySchedule):
-//   up     the tiles of the last keys come first, and queries upwards. Under a causal mask a tile begins at its diagonal, so one that starts
-//          with the others of its head is behind those before it at every piece, and finds its turn come. But the longest tiles come last
-//   down   the tiles of the first keys, the longest, come first, and queries downwards, so that all begin at the same block: each has to
-//          begin a little after the one before it. Under a causal mask alone: for the last section of heads, whose tiles begin one by one
-//          as the longest of the section before end, so that none waits and the short ones fill the end; and for heads that share keys
+// The reduction is ordered: tiles of a head add to a partial by rank, each once the semaphore has reached its rank, so that the bits are the
+// same on every run. A tile waits only for tiles with smaller numbers, which running blocks have drawn before it, so there is no deadlock.
+// Of query heads that share a key head, a block of each comes before the next block of the first. There are two orders, and a Tile says
+// which it has (KeySchedule):
+//   ascending    the tiles of the last keys come first, and queries ascend. Under a causal mask a tile begins at its diagonal, so one that
+//                starts with the others of its head reaches every partial after those of lower rank, and need not wait. But the longest
+//                tiles come last
+//   descending   the tiles of the first keys, the longest, come first, and queries descend, so that all begin at the same block: each has
+//                to begin a little after the one before it. Under a causal mask only: for the last section of heads, whose tiles begin one
+//                by one as the longest of the section before end, so that none waits and short ones fill the end; and for grouped heads
 #pragma once
 
-#include "attention/backward/sm90/band_producer.cuh"
+#include "attention/backward/sm90/varlen_producer.cuh"
 #include "attention/backward/sm90/fused_wide.cuh"
 #include "attention/backward/sm90/producer.cuh"
 #include "ptx/bulk_reduce.cuh"
 #include "ptx/grid_dependency.cuh"
 #include "ptx/register_control.cuh"
-#include "ptx/turns.cuh"
+#include "ptx/ordered_semaphore.cuh"
 
 namespace flashmoe {
 namespace attention {
@@ -35,7 +37,7 @@ template <typename Spec, MaskKind kMask>
 struct FusedQueries {
   using Element = typename Spec::Element;
   using Tile = MaskTile<kMask>;
-  static constexpr int kSums = Spec::kHeadDim / 2;  // of 64 rows, a thread
+  static constexpr int kSums = Spec::kHeadDim / 2;  // of 64 rows, per thread
 
   const BackwardParams& params;
   const FusedMemory<Spec> shared;
@@ -47,24 +49,16 @@ struct FusedQueries {
   // sums[64 x kHeadDim] = dS[64 x 64 * kHalves] K[64 * kHalves x kHeadDim]
   template <int kHalves>
   __device__ __forceinline__ void multiply(float (&sums)[kSums]) const {
-    const uint64_t scores = ptx::make_smem_descriptor(shared.scores(at.stage), 0, 1024);
-    const uint64_t keys = ptx::make_smem_descriptor(shared.own_first(0), Spec::kOwnSlabBytes, 1024);
-    const int next_keys = 2 * Spec::kOwnBytes;  // own_first(1) - own_first(0)
-    ptx::wgmma_fence();
-#pragma unroll
-    for (int step = 0; step < 4 * kHalves; ++step) {
-      ptx::wgmma_ss<Element, Spec::kHeadDim, true, true>(
-          sums, ptx::advance_smem_descriptor(scores, step * 2048),
-          ptx::advance_smem_descriptor(keys, step / 4 * next_keys + step % 4 * 2048), step == 0 ? 0 : 1);
-    }
-    ptx::wgmma_commit();
+    const MnMajorOperand scores = shared.score_operand(at.stage);
+    const TileKeys<Spec> keys(shared.own_first(0).smem);
+    issue_product<Element, 4 * kHalves>(sums, scores, keys);
     ptx::wgmma_wait<0>();
     ptx::wgmma_fence_operands(sums);
   }
 
   // To the warp that adds: [kHeadDim / 8][128 threads][4], where thread 32 w + 4 g + t has at j, of the rows 16 w + g and that + 8, the
   // columns 8 j + 2 t and the next.
-  __device__ __forceinline__ void hand_over(const float (&sums)[kSums], int piece, int turn) {
+  __device__ __forceinline__ void hand_over(const float (&sums)[kSums], int partial, int rank) {
     // Hazard: the buffer is still read by the sum of two blocks ago.
     ptx::mbarrier_wait(shared.sums_empty(at.stage), at.parity ^ 1);
     unsigned char* mine = shared.query_sums(at.stage) + ptx::thread_index() % 128 * 16;
@@ -76,18 +70,18 @@ struct FusedQueries {
     }
     // Hazard: the copy engine reads before all is written and visible to it.
     ptx::fence_proxy_async_shared();
-    pass(piece, turn);
+    pass(partial, rank);
   }
-  __device__ __forceinline__ void pass(int piece, int turn) {
+  __device__ __forceinline__ void pass(int partial, int rank) {
     if (ptx::thread_index() % 128 == 0) {
-      const uint32_t words[4] = {static_cast<uint32_t>(piece), static_cast<uint32_t>(turn), 0, 0};
-      ptx::st_shared_128(shared.place(at.stage), words);
+      const uint32_t words[4] = {static_cast<uint32_t>(partial), static_cast<uint32_t>(rank), 0, 0};
+      ptx::st_shared_128(shared.partial_record(at.stage), words);
     }
     release(shared.sums_full(at.stage));
     at.advance();
   }
 
-  __device__ __forceinline__ void block(int piece, int turn, bool has_second_half) {
+  __device__ __forceinline__ void block(int partial, int rank, bool has_second_half) {
     float sums[kSums];
     ptx::mbarrier_wait(shared.scores_full(at.stage), at.parity);
     if (has_second_half) {
@@ -96,27 +90,26 @@ struct FusedQueries {
       multiply<1>(sums);
     }
     release(shared.scores_empty(at.stage));
-    hand_over(sums, piece, turn);
+    hand_over(sums, partial, rank);
   }
 
+  // dS of the second consumer's keys.
+  struct HalfOperand {
+    static constexpr bool kIsTransposed = true;
+    MnMajorOperand scores;
+    __device__ __forceinline__ uint64_t k_step(int step) const { return scores.k_step(4 + step); }
+  };
   // sums[64 x kHeadDim] = dS[64 x 64] K[64 x kHeadDim] of the second consumer's keys alone.
   __device__ __forceinline__ void multiply_second(float (&sums)[kSums]) const {
-    const uint64_t scores = ptx::make_smem_descriptor(shared.scores(at.stage), 0, 1024);
-    const uint64_t keys = ptx::make_smem_descriptor(shared.own_first(1), Spec::kOwnSlabBytes, 1024);
-    ptx::wgmma_fence();
-#pragma unroll
-    for (int step = 0; step < 4; ++step) {
-      ptx::wgmma_ss<Element, Spec::kHeadDim, true, true>(sums, ptx::advance_smem_descriptor(scores, (4 + step) * 2048),
-                                                         ptx::advance_smem_descriptor(keys, step * 2048),
-                                                         step == 0 ? 0 : 1);
-    }
-    ptx::wgmma_commit();
+    const HalfOperand scores{shared.score_operand(at.stage)};
+    const MnMajorOperand keys = shared.own_first(1).mn_major();
+    issue_product<Element, 4>(sums, scores, keys);
     ptx::wgmma_wait<0>();
     ptx::wgmma_fence_operands(sums);
   }
 
-  // Of a band a block may be seen from the second consumer's keys alone, in front of a window's left end, and a tile may have none.
-  __device__ __forceinline__ void run_band() {
+  // Varlen: with a window, a block may be visible to the second consumer's keys alone, and a tile may have no block.
+  __device__ __forceinline__ void run_varlen() {
     const int heads = params.heads_q / params.heads_kv;
     for (int parity = 0;; parity ^= 1) {
       ptx::mbarrier_wait(shared.tile_full(0), parity);
@@ -124,27 +117,27 @@ struct FusedQueries {
       if (tile.index < 0) break;
       ptx::mbarrier_wait(shared.own_full(0), parity);
       ptx::mbarrier_wait(shared.own_full(1), parity);
-      // Hazard: the next tile is written before every warp has read this one: the first consumer waits for these warps at blocks alone. Not
-      // behind the blocks: the next tile's rows would wait for the turns of this one's last.
+      // Hazard: the next tile is written before every warp has read this one, as the first consumer waits for these warps only in blocks. Not
+      // released after the blocks: the next tile's rows would wait for this one's last reduction.
       release(shared.own_empty(0));
       const int first_key = tile.index * Spec::kOwnRows;
       const BlockRange first = query_blocks<Spec, kMask>(params, tile, first_key, first_key + 64);
       const BlockRange second = query_blocks<Spec, kMask>(params, tile, first_key + 64, first_key + 128);
-      const int pieces = first_piece(params, tile, 1) - first_piece(params, tile, 0);
-      const int piece = first_piece(params, tile, tile.head * heads);
+      const int partials = first_partial(params, tile, 1) - first_partial(params, tile, 0);
+      const int partial = first_partial(params, tile, tile.head * heads);
       // Blocks that both consumers' keys are seen from.
       const int both_begin = maximum(first.begin, second.begin);
       const int num_both = maximum(0, minimum(first.end, second.end) - both_begin);
-      const bool downwards = goes_down<kMask>(tile);
-      const bool has_diagonal = !downwards && params.score_options.right < kUnbounded;
-      const int onwards = downwards ? -1 : 1;
-      int at_block = downwards ? tile.end_block - 1 : tile.begin_block;
-      int turn = turn_of<Spec, kMask>(params, tile, at_block);
+      const bool descends = is_descending<kMask>(tile);
+      const bool has_diagonal = !descends && params.score_options.right < kUnbounded;
+      const int onwards = descends ? -1 : 1;
+      int at_block = descends ? tile.end_block - 1 : tile.begin_block;
+      int rank = reduction_rank<Spec, kMask>(params, tile, at_block);
       for (int left = tile.end_block - tile.begin_block; left > 0; --left, at_block += onwards) {
-        if (has_diagonal) turn = turn_of<Spec, kMask>(params, tile, at_block);
+        if (has_diagonal) rank = reduction_rank<Spec, kMask>(params, tile, at_block);
         const bool has_both = static_cast<uint32_t>(at_block - both_begin) < static_cast<uint32_t>(num_both);
-        int at_piece = piece + at_block;
-        for (int head = heads; head > 0; --head, at_piece += pieces) {
+        int partial_at_block = partial + at_block;
+        for (int head = heads; head > 0; --head, partial_at_block += partials) {
           float sums[kSums];
           ptx::mbarrier_wait(shared.scores_full(at.stage), at.parity);
           if (has_both) {
@@ -155,7 +148,7 @@ struct FusedQueries {
             multiply_second(sums);
           }
           release(shared.scores_empty(at.stage));
-          hand_over(sums, at_piece, turn);
+          hand_over(sums, partial_at_block, rank);
         }
       }
     }
@@ -171,14 +164,14 @@ struct FusedQueries {
 
   __device__ __forceinline__ void run() {
     if constexpr (kMask == MaskKind::kRuntime) {
-      run_band();
+      run_varlen();
     } else {
       run_dense();
     }
   }
   __device__ __forceinline__ void run_dense() {
     const int heads = params.heads_q / params.heads_kv;
-    const int pieces = ceil_div(params.seq_q, Spec::kStreamRows);
+    const int partials = ceil_div(params.seq_q, Spec::kStreamRows);
     for (int parity = 0;; parity ^= 1) {
       ptx::mbarrier_wait(shared.tile_full(0), parity);
       const Tile tile = read_tile<Tile>(shared.tile(0));
@@ -190,12 +183,12 @@ struct FusedQueries {
       const BlockRange all = query_blocks<Spec, kMask>(params, tile, first_key, first_key + Spec::kOwnRows);
       const int second_begin =
           has_second ? query_blocks<Spec, kMask>(params, tile, first_key + 64, first_key + 128).begin : all.end;
-      const int first_piece = (tile.batch * params.heads_q + tile.head * heads) * pieces;
+      const int first_partial = (tile.batch * params.heads_q + tile.head * heads) * partials;
       for (int i = all.begin; i < all.end; ++i) {
-        const int at_block = goes_down<kMask>(tile) ? all.begin + all.end - 1 - i : i;
-        const int turn = turn_of<Spec, kMask>(params, tile, at_block);
+        const int at_block = is_descending<kMask>(tile) ? all.begin + all.end - 1 - i : i;
+        const int rank = reduction_rank<Spec, kMask>(params, tile, at_block);
         for (int head = 0; head < heads; ++head) {
-          block(first_piece + head * pieces + at_block, turn, at_block >= second_begin);
+          block(first_partial + head * partials + at_block, rank, at_block >= second_begin);
         }
       }
     }
@@ -203,28 +196,28 @@ struct FusedQueries {
   }
 };
 
-// One thread a buffer: adds what comes in it to the sums in global memory, each piece when its turn has come. Whose turn is the first
-// stores, so nobody zeroes the sums.
+// One thread per buffer: adds its content to the partial in global memory once the semaphore has reached this tile's rank. Rank 0 stores,
+// so the partials need no zeroing.
 template <typename Spec>
 __device__ __forceinline__ void add_sums(const BackwardParams& params, const FusedMemory<Spec>& shared, int buffer) {
   float* sums_gmem = static_cast<float*>(params.dq);
-  const int64_t all_pieces =
-      Spec::kIsBand ? static_cast<int64_t>(params.heads_q) * entry_pieces(params).count()
-                    : static_cast<int64_t>(params.batch) * params.heads_q * ceil_div(params.seq_q, Spec::kStreamRows);
-  auto* turns_gmem = reinterpret_cast<int32_t*>(sums_gmem + all_pieces * (Spec::kQueryBytes / 4));
+  const int64_t num_partials =
+      Spec::kIsVarlen ? static_cast<int64_t>(params.heads_q) * dq_partials(params).count()
+                      : static_cast<int64_t>(params.batch) * params.heads_q * ceil_div(params.seq_q, Spec::kStreamRows);
+  auto* semaphores_gmem = reinterpret_cast<int32_t*>(sums_gmem + num_partials * (Spec::kQueryBytes / 4));
   for (int parity = 0;; parity ^= 1) {
     ptx::mbarrier_wait(shared.sums_full(buffer), parity);
     uint32_t words[4];
-    ptx::ld_shared_128(words, shared.place(buffer));
-    const int piece = static_cast<int>(words[0]);
-    const int turn = static_cast<int>(words[1]);
-    if (piece < 0) break;
-    float* piece_gmem = sums_gmem + piece * static_cast<int64_t>(Spec::kQueryBytes / 4);
-    ptx::wait_for_turn(turns_gmem + piece, turn);
-    if (turn == 0) {
-      ptx::bulk_store(piece_gmem, shared.query_sums(buffer), Spec::kQueryBytes);
+    ptx::ld_shared_128(words, shared.partial_record(buffer));
+    const int partial = static_cast<int>(words[0]);
+    const int rank = static_cast<int>(words[1]);
+    if (partial < 0) break;
+    float* partial_gmem = sums_gmem + partial * static_cast<int64_t>(Spec::kQueryBytes / 4);
+    ptx::semaphore_wait(semaphores_gmem + partial, rank);
+    if (rank == 0) {
+      ptx::bulk_store(partial_gmem, shared.query_sums(buffer), Spec::kQueryBytes);
     } else {
-      ptx::bulk_reduce_add(piece_gmem, shared.query_sums(buffer), Spec::kQueryBytes);
+      ptx::bulk_reduce_add(partial_gmem, shared.query_sums(buffer), Spec::kQueryBytes);
     }
     ptx::tma_store_commit();
     // Hazard: the next block's dQ overwrites this one while it is read.
@@ -232,11 +225,11 @@ __device__ __forceinline__ void add_sums(const BackwardParams& params, const Fus
     ptx::mbarrier_arrive(shared.sums_empty(buffer));
     // Hazard: the next tile adds before this sum is complete.
     ptx::tma_store_wait<0>();
-    ptx::pass_turn(turns_gmem + piece, turn + 1);
+    ptx::semaphore_release(semaphores_gmem + partial, rank + 1);
   }
 }
 
-template <typename Spec, MaskKind kMask>
+template <typename Spec, MaskKind kMask = MaskKind::kRuntime>
 __device__ __forceinline__ void fused_gradient(const BackwardParams& params, const ptx::TensorMap& q_map,
                                                const ptx::TensorMap& k_map, const ptx::TensorMap& v_map,
                                                const ptx::TensorMap& dout_map, const ptx::TensorMap& dk_map,
@@ -263,18 +256,18 @@ __device__ __forceinline__ void fused_gradient(const BackwardParams& params, con
     init_barriers(shared);
   }
   ptx::barrier_sync_block();
-  ptx::grid_launch_dependents();  // fused_convert asks for the turns of its piece
+  ptx::grid_launch_dependents();  // fused_convert waits for its partial's semaphore
 
   if (warpgroup == 0) {
     ptx::setmaxnreg_dec<Spec::kProducerRegisters>();
     if (warp == 0) {
       if constexpr (kMask == MaskKind::kRuntime) {
-        produce_band_queries<Spec>(params, shared, q_map, k_map, v_map, dout_map);
+        produce_varlen_queries<Spec>(params, shared, q_map, k_map, v_map, dout_map);
       } else {
         produce_queries<Spec, kMask>(params, shared, q_map, k_map, v_map, dout_map);
       }
     } else if (kMask == MaskKind::kRuntime && warp == Spec::kQueryBuffers + 1) {
-      if constexpr (kMask == MaskKind::kRuntime) produce_band_statistics<Spec>(params, shared, 0);
+      if constexpr (kMask == MaskKind::kRuntime) produce_varlen_statistics<Spec>(params, shared, 0);
     } else if (warp <= Spec::kQueryBuffers && ptx::elect_one()) {
       add_sums(params, shared, warp - 1);
     }
@@ -288,14 +281,6 @@ __device__ __forceinline__ void fused_gradient(const BackwardParams& params, con
     ptx::setmaxnreg_inc<Spec::kConsumerRegisters>();
     FusedConsumer<Spec, kMask>(params, shared, warpgroup - 1).run(dk_map, dv_map);
   }
-}
-
-template <typename Spec>
-__device__ __forceinline__ void varlen_fused_gradient(const BackwardParams& params, const ptx::TensorMap& q_map,
-                                                      const ptx::TensorMap& k_map, const ptx::TensorMap& v_map,
-                                                      const ptx::TensorMap& dout_map, const ptx::TensorMap& dk_map,
-                                                      const ptx::TensorMap& dv_map) {
-  fused_gradient<Spec, MaskKind::kRuntime>(params, q_map, k_map, v_map, dout_map, dk_map, dv_map);
 }
 
 }  // namespace sm90

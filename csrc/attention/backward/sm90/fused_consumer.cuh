@@ -1,7 +1,7 @@
-// What the fused kernel (fused.cuh) keeps in shared memory, and its consumers: each computes dk and dv of 64 keys, and hands dS^T on.
+// The fused kernel's (fused.cuh) spec, shared memory and consumers: each computes dk and dv of 64 keys, and hands dS^T on.
 #pragma once
 
-#include "attention/backward/sm90/fused_pieces.cuh"
+#include "attention/backward/sm90/dq_partials.cuh"
 #include "attention/backward/sm90/key_value_consumer.cuh"
 #include "attention/params/fused_backward.h"
 #include "ptx/ldmatrix.cuh"
@@ -12,25 +12,26 @@ namespace attention {
 namespace backward {
 namespace sm90 {
 
-// As of the kernel of dk and dv, with 16 warps: producer and adding warps, two consumers, the warpgroup of dq; or with 12, without the last.
+// As the spec of dk and dv, with 16 warps: producer and reducing warps, two consumers, the warpgroup of dq; or with 12, without the last.
 template <typename Element, int kHeadDim, int kBlockM, int kBlockN, int kNumStages, int kNumWarps_,
-          bool kIsBand_ = false>
-struct FusedSpec : KeyValueGradientSpec<Element, kHeadDim, kBlockM, kBlockN, kNumStages, 12, 0, 0, kIsBand_> {
-  using Base = KeyValueGradientSpec<Element, kHeadDim, kBlockM, kBlockN, kNumStages, 12, 0, 0, kIsBand_>;
+          bool kIsVarlen_ = false>
+struct FusedSpec : KeyValueGradientSpec<Element, kHeadDim, kBlockM, kBlockN, kNumStages, 12, 0, 0, kIsVarlen_> {
+  using Base = KeyValueGradientSpec<Element, kHeadDim, kBlockM, kBlockN, kNumStages, 12, 0, 0, kIsVarlen_>;
   static constexpr bool kIsWide = kHeadDim == 128;  // no warpgroup of dq: the consumers do its work (fused_wide.cuh)
   static_assert(kHeadDim <= 128, "dk and dv of more columns need more registers than there are");
   static_assert(kNumWarps_ == (kIsWide ? 12 : 16) && kBlockM == 64 && kBlockN == kFusedTileKeys,
                 "two consumers of 64 keys, dQ of one product's 64 rows");
   static constexpr int kNumThreads = 32 * kNumWarps_;
-  static constexpr bool kTakesTurns = true;
-  static constexpr int kTileReaders = !kIsBand_ ? 0 : kIsWide ? 1 : 5;  // of the statistics; of dq
+  static constexpr bool kOrdersReduction = true;
+  static constexpr int kTileReaders = !kIsVarlen_ ? 0 : kIsWide ? 1 : 5;  // of the statistics; of dq
   static constexpr int kSectionHeads = kIsWide ? 16 : 0;        // eight tiles of each at work on 132 multiprocessors
   static constexpr int kProducerRegisters = kIsWide ? 24 : 32;  // 128 * (32 + 2 * 208 + 64) = 65536
   static constexpr int kConsumerRegisters = kIsWide ? 240 : 208;
   static constexpr int kQueryRegisters = 64;
 
-  static constexpr int kQueryBuffers = 2;                     // of dS^T, and of dQ
-  static constexpr int kScoreBytes = kBlockN * kBlockM * 2;   // dS^T of a block
+  static constexpr int kQueryBuffers = 2;          // of dS^T, and of dQ
+  using ScoreTile = SharedTile<kBlockN, kBlockM>;  // dS^T of a block
+  static constexpr int kScoreBytes = ScoreTile::kBytes;
   static constexpr int kQueryBytes = kBlockM * kHeadDim * 4;  // dQ of a block
   static constexpr int kScoreOffset = (Base::kSharedBytes + 1023) / 1024 * 1024;
   static constexpr int kQueryOffset = kScoreOffset + kQueryBuffers * kScoreBytes;
@@ -47,11 +48,15 @@ template <typename Spec>
 struct FusedMemory : SharedMemory<Spec> {
   using SharedMemory<Spec>::base;
 
-  // [128 keys][64 queries], swizzled: dS^T, each consumer's half.
-  __device__ __forceinline__ unsigned char* scores(int buffer) const {
-    return base + Spec::kScoreOffset + buffer * Spec::kScoreBytes;
+  // dS^T, [128 keys][64 queries], each consumer's half.
+  __device__ __forceinline__ typename Spec::ScoreTile scores(int buffer) const {
+    return {base + Spec::kScoreOffset + buffer * Spec::kScoreBytes};
   }
-  // A piece of dq, in the order of FusedQueries::hand_over.
+  // dS as the left operand of dQ's products; one slab.
+  __device__ __forceinline__ MnMajorOperand score_operand(int buffer) const {
+    return {ptx::make_smem_descriptor(scores(buffer).smem, 0, kSwizzleBytes)};
+  }
+  // A partial of dq, in the order of FusedQueries::hand_over.
   __device__ __forceinline__ unsigned char* query_sums(int buffer) const {
     return base + Spec::kQueryOffset + buffer * Spec::kQueryBytes;
   }
@@ -67,9 +72,22 @@ struct FusedMemory : SharedMemory<Spec> {
   __device__ __forceinline__ ptx::Mbarrier* sums_empty(int buffer) const {
     return scores_full(3 * Spec::kQueryBuffers + buffer);
   }
-  // The piece that query_sums(buffer) is of, or -1, and this tile's turn there; guarded by the same barriers.
-  __device__ __forceinline__ unsigned char* place(int buffer) const {
+  // The number of the partial that query_sums(buffer) belongs to, or -1, and this tile's rank in it; guarded by the same barriers.
+  __device__ __forceinline__ unsigned char* partial_record(int buffer) const {
     return base + Spec::kScoreBarrierOffset + Spec::kQueryBuffers * 4 * 8 + 16 * buffer;
+  }
+};
+
+// K of both consumers' own tiles, from a slab on, as the right operand of dQ = dS K: four steps of k for each.
+template <typename Spec>
+struct TileKeys {
+  static constexpr bool kIsTransposed = true;
+  uint64_t descriptor;
+
+  __device__ __forceinline__ TileKeys(const unsigned char* smem)
+      : descriptor(ptx::make_smem_descriptor(smem, Spec::OwnTile::kSlabBytes, kSwizzleBytes)) {}
+  __device__ __forceinline__ uint64_t k_step(int step) const {
+    return ptx::advance_smem_descriptor(descriptor, step / 4 * 2 * Spec::kOwnBytes + step % 4 * 16 * kSlabRowBytes);
   }
 };
 
@@ -77,11 +95,11 @@ struct FusedMemory : SharedMemory<Spec> {
 __device__ __forceinline__ bool has_missing_keys(const BackwardParams& params, const Tile&, int first_key) {
   return first_key + 64 > params.seq_k;
 }
-__device__ __forceinline__ bool has_missing_keys(const BackwardParams&, const BandTile& tile, int first_key) {
+__device__ __forceinline__ bool has_missing_keys(const BackwardParams&, const VarlenTile& tile, int first_key) {
   return first_key + 64 > tile.extents.key_count;
 }
 
-// Blocks of a tile's heads that only keys of the other consumer are seen from, in front of a consumer's own range and behind it.
+// Blocks of a tile's heads that only the other consumer's keys are seen from, before and after a consumer's own range.
 struct SkippedBlocks {
   int before;
   int behind;
@@ -90,19 +108,19 @@ __device__ __forceinline__ SkippedBlocks skipped_blocks(const Tile&, const Block
                                                         int heads) {
   return SkippedBlocks{heads * (own.begin - all.begin), 0};
 }
-__device__ __forceinline__ SkippedBlocks skipped_blocks(const BandTile&, const BlockRange& own, const BlockRange& all,
+__device__ __forceinline__ SkippedBlocks skipped_blocks(const VarlenTile&, const BlockRange& own, const BlockRange& all,
                                                         int heads) {
   if (own.begin >= own.end) return SkippedBlocks{heads * (all.end - all.begin), 0};
   return SkippedBlocks{heads * (own.begin - all.begin), heads * (all.end - own.end)};
 }
 
-// The number of a head's first piece of a tile's entry.
-__device__ __forceinline__ int first_piece(const BackwardParams& params, const Tile& tile, int head) {
+// The number of the first partial of a tile's sequence and head.
+__device__ __forceinline__ int first_partial(const BackwardParams& params, const Tile& tile, int head) {
   return (tile.batch * params.heads_q + head) * ceil_div(params.seq_q, kDqPartialRows);
 }
-__device__ __forceinline__ int first_piece(const BackwardParams& params, const BandTile& tile, int head) {
-  const EntryPieces pieces = entry_pieces(params);
-  return head * pieces.count() + pieces.first(tile.batch, tile.extents.first_row);
+__device__ __forceinline__ int first_partial(const BackwardParams& params, const VarlenTile& tile, int head) {
+  const DqPartials partials = dq_partials(params);
+  return head * partials.count() + partials.first(tile.batch, tile.extents.first_row);
 }
 
 // The tile of the last keys that a row of block `block`, which sees some, sees.
@@ -112,17 +130,17 @@ __device__ __forceinline__ int last_tile(const BackwardParams& params, int block
   return static_cast<int>(static_cast<uint32_t>(end_key - 1) / Spec::kOwnRows);
 }
 
-// How many tiles add to a piece before this one.
+// How many tiles add to a partial before this one.
 template <typename Spec, MaskKind kMask>
-__device__ __forceinline__ int turn_of(const BackwardParams& params, const Tile& tile, int block) {
-  return goes_down<kMask>(tile) ? tile.index : last_tile<Spec, kMask>(params, block) - tile.index;
+__device__ __forceinline__ int reduction_rank(const BackwardParams& params, const Tile& tile, int block) {
+  return is_descending<kMask>(tile) ? tile.index : last_tile<Spec, kMask>(params, block) - tile.index;
 }
-// Of a band: tiles add whose query_blocks have the block, to the last that its last row sees, which may be past the entry's end, as blocks are
-// counted whole. Those that go down have no window in front of which tiles would be left out.
+// Varlen: tiles whose query_blocks include the block add to it, up to the last tile that its last row sees; that row may be past the
+// sequence's end, as blocks are counted whole. Descending tiles have no window that would exclude earlier tiles.
 template <typename Spec, MaskKind kMask>
-__device__ __forceinline__ int turn_of(const BackwardParams& params, const BandTile& tile, int block) {
-  if (goes_down<kMask>(tile)) return tile.index;
-  // The window of a row past the last may begin behind the last key.
+__device__ __forceinline__ int reduction_rank(const BackwardParams& params, const VarlenTile& tile, int block) {
+  if (is_descending<kMask>(tile)) return tile.index;
+  // The window of a row past the last may begin after the last key.
   const int end_key = window_keys(params.score_options, tile.extents, (block + 1) * Spec::kStreamRows - 1).end;
   return (minimum(end_key, tile.extents.keys()) - 1) / Spec::kOwnRows - tile.index;
 }
@@ -131,15 +149,15 @@ __device__ __forceinline__ int turn_of(const BackwardParams& params, const BandT
 template <typename Spec, MaskKind kMask, bool kIsMasked>
 __device__ __forceinline__ void fused_exponentials(const BackwardParams& params, float (&scores)[Spec::kStreamRows / 2],
                                                    const float (&lse_log2)[Spec::kStreamRows / 4],
-                                                   const BlockPlace& place) {
+                                                   const BlockCoordinates& coordinates) {
   if constexpr (kMask == MaskKind::kRuntime)
-    return exponentials<Spec, kMask, kIsMasked>(params, scores, lse_log2, place);
+    return exponentials<Spec, kMask, kIsMasked>(params, scores, lse_log2, coordinates);
   constexpr int kNever = 1 << 30;
   int begin[2] = {0, 0};
   if constexpr (kIsMasked) {
     const int lane = ptx::lane_index();
-    const int key = place.first_key + ptx::warp_index() % 4 * 16 + lane / 4;
-    const int column = place.block * Spec::kStreamRows + lane % 4 * 2;
+    const int key = coordinates.first_key + ptx::warp_index() % 4 * 16 + lane / 4;
+    const int column = coordinates.block * Spec::kStreamRows + lane % 4 * 2;
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       const int first = kMask == MaskKind::kCausal ? diagonal_row(Lengths{params}, key + 8 * r) - column : 0;
@@ -158,8 +176,10 @@ __device__ __forceinline__ void fused_exponentials(const BackwardParams& params,
 template <typename Spec, MaskKind kMask>
 struct FusedConsumer {
   using Product = Products<Spec>;
+  using Element = typename Spec::Element;
   using Tile = MaskTile<kMask>;
-  static constexpr int kOwn = Spec::kHeadDim / 4;  // registers of a thread for 64 rows of K, or V
+  static constexpr bool kIsVarlen = kMask == MaskKind::kRuntime;
+  static constexpr int kOwn = Spec::kHeadDim / 4;  // registers per thread for 64 rows of K, or V
 
   const BackwardParams& params;
   const FusedMemory<Spec> shared;
@@ -178,35 +198,38 @@ struct FusedConsumer {
   }
   __device__ __forceinline__ void wait_block() const { ptx::mbarrier_wait(shared.first_full(at.stage), at.parity); }
 
-  // scores = own[64 x kHeadDim] stream^T, as Product::issue_scores, but own rows come from registers: what the products read from shared
-  // memory bounds this kernel.
-  static __device__ __forceinline__ void issue_scores(float (&scores)[Product::kScores], uint32_t (&own)[kOwn],
-                                                      const unsigned char* stream_smem) {
-    issue_scores(scores, own, ptx::make_smem_descriptor(stream_smem, 0, 1024));
-  }
-  static __device__ __forceinline__ void issue_scores(float (&scores)[Product::kScores], uint32_t (&own)[kOwn],
-                                                      uint64_t stream) {
-    ptx::wgmma_fence_operands(own);
-    ptx::wgmma_fence();
-#pragma unroll
-    for (int step = 0; step < Spec::kHeadDim / 16; ++step) {
-      const uint32_t* a = &own[4 * step];
-      ptx::wgmma_rs<typename Spec::Element, Spec::kStreamRows, false>(
-          scores, a[0], a[1], a[2], a[3], ptx::advance_smem_descriptor(stream, step * 32), step == 0 ? 0 : 1);
+  // The current block of Q, or of dO, as a right operand. Varlen: its descriptor is computed where this is made; dense: where it is used.
+  template <bool kIsSecond>
+  struct StreamBlock {
+    const FusedConsumer& owner;
+    uint64_t descriptor = 0;
+
+    __device__ __forceinline__ explicit StreamBlock(const FusedConsumer& owner_) : owner(owner_) {
+      if constexpr (kIsVarlen) {
+        descriptor = static_cast<uint64_t>(ptx::recompute(static_cast<int64_t>(tile().k_major().descriptor)));
+      }
     }
-    ptx::wgmma_commit();
-  }
-  // Of a block of the stream; at this place of the program.
-  static __device__ __forceinline__ uint64_t described(const unsigned char* stream_smem) {
-    return static_cast<uint64_t>(ptx::recompute(static_cast<int64_t>(ptx::make_smem_descriptor(stream_smem, 0, 1024))));
-  }
-  static __device__ __forceinline__ void load_own(uint32_t (&own)[kOwn], const unsigned char* smem) {
+    __device__ __forceinline__ typename Spec::StreamTile tile() const {
+      return kIsSecond ? owner.shared.second(owner.at.stage) : owner.shared.first(owner.at.stage);
+    }
+    __device__ __forceinline__ KMajorOperand<Spec::kStreamRows> k_major() const {
+      if constexpr (kIsVarlen) return {descriptor};
+      return tile().k_major();
+    }
+    __device__ __forceinline__ MnMajorOperand mn_major() const {
+      if constexpr (kIsVarlen) return {descriptor | static_cast<uint64_t>(Spec::StreamTile::kSlabBytes >> 4) << 16};
+      return tile().mn_major();
+    }
+  };
+
+  // The own rows in registers, as the left operand of S^T and dP^T: what the products read from shared memory bounds this kernel.
+  static __device__ __forceinline__ void load_own(uint32_t (&own)[kOwn], const typename Spec::OwnTile& tile) {
     const int lane = ptx::lane_index();
     const int row = ptx::warp_index() % 4 * 16 + lane % 16;
 #pragma unroll
-    for (int step = 0; step < Spec::kHeadDim / 16; ++step) {
+    for (int step = 0; step < Product::kSteps; ++step) {
       uint32_t words[4];
-      ptx::ldmatrix_x4(words, smem + row * 128 + ((step * 2 + lane / 16) ^ (row % 8)) * 16);
+      ptx::ldmatrix_x4(words, tile.smem + row * kSlabRowBytes + ((step * 2 + lane / 16) ^ (row % 8)) * 16);
 #pragma unroll
       for (int i = 0; i < 4; ++i) own[4 * step + i] = words[i];
     }
@@ -217,7 +240,7 @@ struct FusedConsumer {
     ptx::mbarrier_wait(shared.scores_empty(handed.stage), handed.parity ^ 1);
     const int lane = ptx::lane_index();
     const int row = ptx::warp_index() % 4 * 16 + lane % 16;
-    unsigned char* row_smem = shared.scores(handed.stage) + (consumer * 64 + row) * 128;
+    unsigned char* row_smem = shared.scores(handed.stage).smem + (consumer * 64 + row) * kSlabRowBytes;
 #pragma unroll
     for (int step = 0; step < Spec::kStreamRows / 16; ++step) {
       const uint32_t words[4] = {packed[4 * step], packed[4 * step + 1], packed[4 * step + 2], packed[4 * step + 3]};
@@ -234,59 +257,41 @@ struct FusedConsumer {
 
   __device__ __forceinline__ void step(float (&dk)[Product::kOutputs], float (&dv)[Product::kOutputs],
                                        uint32_t (&p_packed)[Product::kPacked], uint32_t (&ds_packed)[Product::kPacked],
-                                       uint32_t (&own_k)[kOwn], uint32_t (&own_v)[kOwn], const BlockPlace& place,
-                                       bool is_masked) {
+                                       uint32_t (&own_k)[kOwn], uint32_t (&own_v)[kOwn],
+                                       const BlockCoordinates& coordinates, bool is_masked) {
     float scores[Product::kScores];
     float gradients[Product::kScores];  // dP^T, then dS^T
     float lse_log2[Product::kColumns];
     float row_dot[Product::kColumns];
-    [[maybe_unused]] uint64_t q_stream, dout_stream;
-    constexpr uint64_t kLeadingSlab = static_cast<uint64_t>(Spec::kStreamSlabBytes >> 4)
-                                      << 16;  // of the transposed operand
-    if constexpr (kMask == MaskKind::kRuntime) {
-      // Worked out ahead of the wait, over which ptxas moves nothing: the first product would stand behind it.
-      q_stream = described(shared.first(at.stage));
-      dout_stream = described(shared.second(at.stage));
-      const int statistics = ptx::recompute(at.stage * Spec::kStatisticsBytes);
-      wait_block();
-      load_columns<Spec>(lse_log2, shared.statistics(0) + statistics);
-      issue_scores(scores, own_k, q_stream);
-    } else {
-      wait_block();
-      load_columns<Spec>(lse_log2, shared.statistics(at.stage));
-      issue_scores(scores, own_k, shared.first(at.stage));
-    }
+    // Varlen: computed ahead of the wait, over which ptxas moves nothing: otherwise the first product would be issued later.
+    const StreamBlock<false> q(*this);
+    const StreamBlock<true> dout(*this);
+    const int statistics =
+        kIsVarlen ? ptx::recompute(at.stage * Spec::kStatisticsBytes) : at.stage * Spec::kStatisticsBytes;
+    wait_block();
+    load_columns<Spec>(lse_log2, shared.statistics(0) + statistics);
+    issue_product<Element>(scores, own_k, q.k_major());
     // dV and dK of the block before, with S^T behind them: dP^T can have the registers of their P^T and dS^T.
     ptx::wgmma_wait<1>();
     ptx::wgmma_fence_operands(dv);
     ptx::wgmma_fence_operands(dk);
     if (used.stage != at.stage) release_used();
-    if constexpr (kMask == MaskKind::kRuntime) {
-      issue_scores(gradients, own_v, dout_stream);
-    } else {
-      issue_scores(gradients, own_v, shared.second(at.stage));
-    }
+    issue_product<Element>(gradients, own_v, dout.k_major());
 
     ptx::wgmma_wait<1>();  // S^T
     ptx::wgmma_fence_operands(scores);
     if (is_masked) {
-      if constexpr (kMask == MaskKind::kRuntime) {
-        // Worked out here, not ahead of the branch for every block.
-        const BlockPlace own{place.tile_smem, place.head, place.first_key, ptx::recompute(place.block)};
-        fused_exponentials<Spec, kMask, true>(params, scores, lse_log2, own);
-      } else {
-        fused_exponentials<Spec, kMask, true>(params, scores, lse_log2, place);
-      }
+      // Varlen: what follows from the block is computed here, not ahead of the branch for every block.
+      const int block = kIsVarlen ? ptx::recompute(coordinates.block) : coordinates.block;
+      fused_exponentials<Spec, kMask, true>(
+          params, scores, lse_log2,
+          BlockCoordinates{coordinates.tile_smem, coordinates.head, coordinates.first_key, block});
     } else {
-      fused_exponentials<Spec, kMask, false>(params, scores, lse_log2, place);
+      fused_exponentials<Spec, kMask, false>(params, scores, lse_log2, coordinates);
     }
     load_columns<Spec>(row_dot, shared.statistics(at.stage) + Spec::kStreamRows * 4);
-    Product::pack_scores(p_packed, scores);
-    if constexpr (kMask == MaskKind::kRuntime) {
-      Product::issue_output(dv, p_packed, dout_stream | kLeadingSlab);
-    } else {
-      Product::issue_output(dv, p_packed, shared.second(at.stage));
-    }
+    pack_operand<Element>(p_packed, scores);
+    issue_product<Element, true>(dv, p_packed, dout.mn_major());
 
     ptx::wgmma_wait<1>();  // dP^T
     ptx::wgmma_fence_operands(gradients);
@@ -294,17 +299,13 @@ struct FusedConsumer {
     for (int i = 0; i < Product::kScores; ++i) {
       gradients[i] = scores[i] * (gradients[i] - row_dot[i / 4 * 2 + i % 2]);
     }
-    Product::pack_scores(ds_packed, gradients);
+    pack_operand<Element>(ds_packed, gradients);
     hand_scores(ds_packed);
-    if constexpr (kMask == MaskKind::kRuntime) {
-      Product::issue_output(dk, ds_packed, q_stream | kLeadingSlab);
-    } else {
-      Product::issue_output(dk, ds_packed, shared.first(at.stage));
-    }
+    issue_product<Element, true>(dk, ds_packed, q.mn_major());
     at.advance();
   }
 
-  // Passes over a block that only keys of the other warpgroup are seen from. It hands over nothing, but keeps the count.
+  // Passes over a block that only keys of the other warpgroup are seen from. It hands over nothing, but advances the ring.
   __device__ __forceinline__ void skip_block() {
     wait_block();
     at.advance();
@@ -354,32 +355,32 @@ struct FusedConsumer {
         Product::clear(dk);
         Product::clear(dv);
         const SkippedBlocks skipped = skipped_blocks(tile, range, all, heads);
-        for (int left = goes_down<kMask>(tile) ? skipped.behind : skipped.before; left > 0; --left) skip_block();
+        for (int left = is_descending<kMask>(tile) ? skipped.behind : skipped.before; left > 0; --left) skip_block();
         if constexpr (kMask == MaskKind::kRuntime) {
-          // Between two blocks stands as little as in the dense kernel: nothing runs beside it.
-          const int onwards = goes_down<kMask>(tile) ? -1 : 1;
+          // As little between two blocks as in the dense kernel: nothing overlaps it.
+          const int onwards = is_descending<kMask>(tile) ? -1 : 1;
           const int num_full = is_masked ? 0 : maximum(0, range.full_end - range.full_begin);
-          int block = goes_down<kMask>(tile) ? range.end - 1 : range.begin;
+          int block = is_descending<kMask>(tile) ? range.end - 1 : range.begin;
           for (int left = range.end - range.begin; left > 0; --left, block += onwards) {
-            const BlockPlace place{shared.tile(consumer), 0, first_key, block};
+            const BlockCoordinates coordinates{shared.tile(consumer), 0, first_key, block};
             const bool is_full = static_cast<uint32_t>(block - range.full_begin) < static_cast<uint32_t>(num_full);
             const int needs_mask = ptx::recompute(is_full ? 0 : 1);
             int head = heads;
             do {
-              step(dk, dv, p_packed, ds_packed, own_k, own_v, place, needs_mask != 0);
+              step(dk, dv, p_packed, ds_packed, own_k, own_v, coordinates, needs_mask != 0);
             } while (--head > 0);
           }
         } else {
           for (int i = range.begin; i < range.end; ++i) {
-            const int block = goes_down<kMask>(tile) ? range.begin + range.end - 1 - i : i;
-            const BlockPlace place{shared.tile(consumer), 0, first_key, block};
+            const int block = is_descending<kMask>(tile) ? range.begin + range.end - 1 - i : i;
+            const BlockCoordinates coordinates{shared.tile(consumer), 0, first_key, block};
             for (int head = 0; head < heads; ++head) {
-              step(dk, dv, p_packed, ds_packed, own_k, own_v, place, is_masked || block < range.full_begin);
+              step(dk, dv, p_packed, ds_packed, own_k, own_v, coordinates, is_masked || block < range.full_begin);
             }
           }
         }
         finish_products(dk, dv);
-        for (int left = goes_down<kMask>(tile) ? skipped.before : skipped.behind; left > 0; --left) skip_block();
+        for (int left = is_descending<kMask>(tile) ? skipped.before : skipped.behind; left > 0; --left) skip_block();
         wait_for_query_products();
         // Hazard: dK and dV take the places of K and V while another warp of the warpgroup still multiplies with them.
         sync_consumer(consumer);
@@ -389,7 +390,8 @@ struct FusedConsumer {
         ptx::fence_proxy_async_shared();
         sync_consumer(consumer);
         if (ptx::thread_index() % 128 == 0) {
-          const Tile done = read_tile<Tile>(shared.tile(consumer));  // again: no register holds it all the while
+          const Tile done =
+              read_tile<Tile>(shared.tile(consumer));  // read again: no register holds it through the loop
           const int row = done.index * Spec::kOwnRows + consumer * 64;
           Product::store_global(dv_map, shared.own_second(consumer), row, keys_stored(params.sequence_rows.dv, done));
           Product::store_global(dk_map, shared.own_first(consumer), row, keys_stored(params.sequence_rows.dk, done));

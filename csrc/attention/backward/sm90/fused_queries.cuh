@@ -1,7 +1,7 @@
-// What runs before and after the fused backward kernel. Before: row_dot, and zero turns. After: the sums to dq.
+// What runs before and after the fused backward kernel. Before: row_dot, and zeroed semaphores. After: the partials to dq.
 #pragma once
 
-#include "attention/backward/sm90/fused_pieces.cuh"
+#include "attention/backward/sm90/dq_partials.cuh"
 #include "attention/params/fused_backward.h"
 #include "attention/sequences.cuh"
 #include "device/convert.cuh"
@@ -13,7 +13,7 @@
 #include "ptx/memory.cuh"
 #include "ptx/shuffle.cuh"
 #include "ptx/special_registers.cuh"
-#include "ptx/turns.cuh"
+#include "ptx/ordered_semaphore.cuh"
 
 namespace flashmoe {
 namespace attention {
@@ -26,14 +26,14 @@ struct FusedQuerySpec {
   static constexpr int kHeadDim = kHeadDim_;
   static constexpr int kNumThreads = 32 * kNumWarps_;
   static constexpr int kSharedBytes = 0;
-  static_assert(kNumWarps_ == 4, "a warp has 16 of a piece's 64 rows");
+  static_assert(kNumWarps_ == 4, "a warp has 16 of a partial's 64 rows");
 };
 
-// The number of tiles that have added to this block's piece.
+// The semaphore of this block's partial: the number of tiles that have added to it.
 template <typename Spec>
-__device__ __forceinline__ int32_t* turn_of_piece(const FusedQueryParams& params) {
-  const int64_t pieces = static_cast<int64_t>(params.batch) * params.heads * ((params.rows + 63) / 64);
-  return reinterpret_cast<int32_t*>(params.sums + pieces * 64 * Spec::kHeadDim) + ptx::block_index();
+__device__ __forceinline__ int32_t* semaphore_of_partial(const FusedQueryParams& params) {
+  const int64_t partials = static_cast<int64_t>(params.batch) * params.heads * ((params.rows + 63) / 64);
+  return reinterpret_cast<int32_t*>(params.sums + partials * 64 * Spec::kHeadDim) + ptx::block_index();
 }
 
 // Of a quad's row, if it is inside: out * dout, over as many columns.
@@ -61,17 +61,17 @@ __device__ __forceinline__ float sum_of_products(const typename Spec::Element* o
   return quad_sum(sum);
 }
 
-// A block of threads is a piece of 64 rows of one head; a quad has a row at a time, as in the kernel of dq.
+// One thread block per partial of 64 rows of one head; a quad has a row at a time, as in the kernel of dq.
 template <typename Spec>
 __device__ __forceinline__ void fused_prepare(const FusedQueryParams& params) {
   using Element = typename Spec::Element;
   const int thread = ptx::thread_index();
-  const int pieces = (params.rows + 63) / 64;
-  const int64_t head = ptx::block_index() / pieces;  // over batch and heads
-  const int first_row = static_cast<int>(ptx::block_index() - head * pieces) * 64;
+  const int partials = (params.rows + 63) / 64;
+  const int64_t head = ptx::block_index() / partials;  // over batch and heads
+  const int first_row = static_cast<int>(ptx::block_index() - head * partials) * 64;
   const int64_t batch = head / params.heads;
   const int64_t own_head = head - batch * params.heads;
-  if (thread == 0) ptx::st_global_32(turn_of_piece<Spec>(params), 0);
+  if (thread == 0) ptx::st_global_32(semaphore_of_partial<Spec>(params), 0);
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
     const int row = first_row + half * 32 + thread / 4;
@@ -106,10 +106,10 @@ __device__ __forceinline__ void transpose_in_quad(uint32_t (&v)[4]) {
   }
 }
 
-// A thread's part of a piece of `width` columns, scaled, to its rows, `row` (at dq_gmem) and that + 8, where they are less than `rows`.
+// A thread's elements of a partial of `width` columns, scaled, to its rows, `row` (at dq_gmem) and that + 8, where they are less than `rows`.
 template <typename Spec, typename Params>
 __device__ __forceinline__ void convert_rows(const Params& params, typename Spec::Element* dq_gmem,
-                                             const float* piece_gmem, int width, int tiles, int thread, int row,
+                                             const float* partial_gmem, int width, int tiles, int thread, int row,
                                              int rows) {
   using Element = typename Spec::Element;
 #pragma unroll
@@ -119,7 +119,7 @@ __device__ __forceinline__ void convert_rows(const Params& params, typename Spec
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       float4 sums{0.0f, 0.0f, 0.0f, 0.0f};
-      if (tiles > 0) sums = ptx::ld_global_float4(piece_gmem + ((4 * group + i) * 128 + thread) * 4);
+      if (tiles > 0) sums = ptx::ld_global_float4(partial_gmem + ((4 * group + i) * 128 + thread) * 4);
       first[i] = pack<Element>(sums.x * params.scale, sums.y * params.scale);
       second[i] = pack<Element>(sums.z * params.scale, sums.w * params.scale);
     }
@@ -133,50 +133,49 @@ __device__ __forceinline__ void convert_rows(const Params& params, typename Spec
   }
 }
 
-// A block of threads is a piece: see FusedQueries::hand_over. Rows that see no key have no sums: zeros. It may be
-// launched while the fused kernel's last tiles run: it converts each piece once all its tiles have added.
+// One thread block per partial: see FusedQueries::hand_over. Rows that see no key have no sums: zeros. It may be launched while the
+// fused kernel's last tiles run: it converts a partial once all its tiles have added.
 template <typename Spec>
 __device__ __forceinline__ void fused_convert(const FusedQueryParams& params) {
   using Element = typename Spec::Element;
   const int thread = ptx::thread_index();
-  const int pieces = (params.rows + 63) / 64;
-  const int64_t head = ptx::block_index() / pieces;
+  const int partials = (params.rows + 63) / 64;
+  const int64_t head = ptx::block_index() / partials;
   const int64_t batch = head / params.heads;
-  const int first_row = static_cast<int>(ptx::block_index() - head * pieces) * 64;
+  const int first_row = static_cast<int>(ptx::block_index() - head * partials) * 64;
   const int row = first_row + thread / 32 * 16 + thread % 32 / 4;
-  const float* piece_gmem = params.sums + static_cast<int64_t>(ptx::block_index()) * 64 * Spec::kHeadDim;
+  const float* partial_gmem = params.sums + static_cast<int64_t>(ptx::block_index()) * 64 * Spec::kHeadDim;
   Element* dq_gmem = static_cast<Element*>(params.dq) + batch * params.dq_stride.batch +
                      (head - batch * params.heads) * params.dq_stride.head + row * params.dq_stride.row;
   const int last_row = minimum(first_row + 64, params.rows) - 1;
   const int tiles = ceil_div(maximum(0, minimum(params.keys, params.row_keys + last_row)), kFusedTileKeys);
-  if (thread == 0) ptx::wait_for_turn(turn_of_piece<Spec>(params), tiles);
+  if (thread == 0) ptx::semaphore_wait(semaphore_of_partial<Spec>(params), tiles);
   ptx::barrier_sync_block();
-  convert_rows<Spec>(params, dq_gmem, piece_gmem, Spec::kHeadDim, tiles, thread, row, params.rows);
-  // Whoever waits for this kernel relies on dk and dv, too.
+  convert_rows<Spec>(params, dq_gmem, partial_gmem, Spec::kHeadDim, tiles, thread, row, params.rows);
+  // A grid that waits for this kernel relies on dk and dv, too.
   if (ptx::block_index() == ptx::grid_size() - 1) ptx::grid_dependency_wait();
 }
 
-// The rows of a block's piece, in a batch that a Batch describes.
-struct PieceRows {
+// The rows of a block's partial, varlen.
+struct PartialRows {
   int head;
-  int entry;      // -1: they belong to none
-  int first_row;  // of an entry's in a dense tensor, of all in a ragged one
-  int count;      // at most 64; none in pieces that no entry has
-  int used;       // of them, those before the entry's row `rows`
+  int sequence;   // -1: they belong to none
+  int first_row;  // of a sequence's in a dense tensor, of all in a ragged one
+  int count;      // at most 64; 0 in partials that no sequence has
+  int used;       // of them, those before the sequence's row `rows`
 };
 
-// The warps of a block all search: of the boundaries between rows of no entry, entries and rows of none, the last whose pieces begin
-// no later.
-__device__ __forceinline__ PieceRows rows_of_piece(const VarlenFusedQueryParams& params) {
-  const EntryPieces pieces{params.cu_seqlens_q != nullptr, params.rows_total, params.rows, params.batch};
-  const int head = static_cast<int>(ptx::block_index() / pieces.count());
-  const int piece = static_cast<int>(ptx::block_index() - head * pieces.count());
-  if (!pieces.is_ragged) {
-    const int pieces_of_entry = ceil_div(params.rows, kDqPartialRows);
-    const int entry = piece / pieces_of_entry;
-    const int row = (piece - entry * pieces_of_entry) * kDqPartialRows;
+// Every warp searches: among the ranges of dq_partials.cuh, the last whose partials begin no later.
+__device__ __forceinline__ PartialRows rows_of_partial(const VarlenFusedQueryParams& params) {
+  const DqPartials partials{params.cu_seqlens_q != nullptr, params.rows_total, params.rows, params.batch};
+  const int head = static_cast<int>(ptx::block_index() / partials.count());
+  const int partial = static_cast<int>(ptx::block_index() - head * partials.count());
+  if (!partials.is_ragged) {
+    const int partials_of_sequence = ceil_div(params.rows, kDqPartialRows);
+    const int sequence = partial / partials_of_sequence;
+    const int row = (partial - sequence * partials_of_sequence) * kDqPartialRows;
     const int count = minimum(kDqPartialRows, params.rows - row);
-    return PieceRows{head, entry, row, count, count};
+    return PartialRows{head, sequence, row, count, count};
   }
   const auto boundary = [&](int index) {  // the first row of the index-th range
     if (index == 0) return 0;
@@ -187,23 +186,23 @@ __device__ __forceinline__ PieceRows rows_of_piece(const VarlenFusedQueryParams&
   for (int left = params.batch + 2; left > 1;) {
     const int step = ceil_div(left, 32);
     const int index = range + ptx::lane_index() * step;
-    const bool is_before = index < range + left && boundary(index) / kDqPartialRows + index <= piece;
+    const bool is_before = index < range + left && boundary(index) / kDqPartialRows + index <= partial;
     const int before = maximum(1, ptx::population_count(ptx::vote_ballot(is_before)));
     range += (before - 1) * step;
     left = minimum(step, left - (before - 1) * step);
   }
   const int first_row = boundary(range);
   const int end_row = maximum(first_row, boundary(range + 1));
-  const int row = (piece - first_row / kDqPartialRows - range) * kDqPartialRows;
+  const int row = (partial - first_row / kDqPartialRows - range) * kDqPartialRows;
   const int count = maximum(0, minimum(kDqPartialRows, end_row - first_row - row));
-  const bool is_entry = range > 0 && range <= params.batch;
-  return PieceRows{head, is_entry ? range - 1 : -1, first_row + row, count,
-                   is_entry ? minimum(count, params.rows - row) : 0};
+  const bool is_sequence = range > 0 && range <= params.batch;
+  return PartialRows{head, is_sequence ? range - 1 : -1, first_row + row, count,
+                     is_sequence ? minimum(count, params.rows - row) : 0};
 }
 
-__device__ __forceinline__ int32_t* turn_of_varlen_piece(const VarlenFusedQueryParams& params) {
-  const EntryPieces pieces{params.cu_seqlens_q != nullptr, params.rows_total, params.rows, params.batch};
-  const int64_t all = static_cast<int64_t>(pieces.count()) * params.heads;
+__device__ __forceinline__ int32_t* semaphore_of_varlen_partial(const VarlenFusedQueryParams& params) {
+  const DqPartials partials{params.cu_seqlens_q != nullptr, params.rows_total, params.rows, params.batch};
+  const int64_t all = static_cast<int64_t>(partials.count()) * params.heads;
   return reinterpret_cast<int32_t*>(params.sums + all * kDqPartialRows * params.width) + ptx::block_index();
 }
 
@@ -211,25 +210,25 @@ template <typename Spec>
 __device__ __forceinline__ void varlen_fused_prepare(const VarlenFusedQueryParams& params) {
   using Element = typename Spec::Element;
   const int thread = ptx::thread_index();
-  if (thread == 0) ptx::st_global_32(turn_of_varlen_piece(params), 0);
-  const PieceRows piece = rows_of_piece(params);
+  if (thread == 0) ptx::st_global_32(semaphore_of_varlen_partial(params), 0);
+  const PartialRows partial = rows_of_partial(params);
   const bool is_ragged = params.cu_seqlens_q != nullptr;
   const auto offset = [&](const Strides& stride, int row) {
-    return (is_ragged ? 0 : piece.entry * stride.batch) + piece.head * stride.head +
-           (piece.first_row + static_cast<int64_t>(row)) * stride.row;
+    return (is_ragged ? 0 : partial.sequence * stride.batch) + partial.head * stride.head +
+           (partial.first_row + static_cast<int64_t>(row)) * stride.row;
   };
-  const int64_t first_statistic = is_ragged
-                                      ? static_cast<int64_t>(piece.head) * params.rows_total
-                                      : (static_cast<int64_t>(piece.entry) * params.heads + piece.head) * params.rows;
+  const int64_t first_statistic =
+      is_ragged ? static_cast<int64_t>(partial.head) * params.rows_total
+                : (static_cast<int64_t>(partial.sequence) * params.heads + partial.head) * params.rows;
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
     const int row = half * 32 + thread / 4;
-    const bool is_used = row < piece.used;
+    const bool is_used = row < partial.used;
     float sum = sum_of_products<Spec>(static_cast<const Element*>(params.out) + offset(params.out_stride, row),
                                       static_cast<const Element*>(params.dout) + offset(params.dout_stride, row),
                                       is_used, params.head_dim_v);
-    if (thread % 4 != 0 || row >= piece.count) continue;
-    const int64_t at = first_statistic + piece.first_row + row;
+    if (thread % 4 != 0 || row >= partial.count) continue;
+    const int64_t at = first_statistic + partial.first_row + row;
     bool is_visible = false;
     if (is_used) {
       if (params.dlse != nullptr) sum -= ptx::ld_global_float(params.dlse + at);
@@ -239,20 +238,20 @@ __device__ __forceinline__ void varlen_fused_prepare(const VarlenFusedQueryParam
   }
 }
 
-// Behind the fused kernel, not beside it. Pieces in which no tile had a turn have no sums: zeros.
+// Runs after the fused kernel, not beside it. Partials that no tile has added to have no sums: zeros.
 template <typename Spec>
 __device__ __forceinline__ void varlen_fused_convert(const VarlenFusedQueryParams& params) {
   using Element = typename Spec::Element;
   const int thread = ptx::thread_index();
-  const PieceRows piece = rows_of_piece(params);
+  const PartialRows partial = rows_of_partial(params);
   const int row = thread / 32 * 16 + thread % 32 / 4;
-  const int64_t batch = params.cu_seqlens_q != nullptr ? 0 : piece.entry;
+  const int64_t batch = params.cu_seqlens_q != nullptr ? 0 : partial.sequence;
   Element* dq_gmem = static_cast<Element*>(params.dq) + batch * params.dq_stride.batch +
-                     piece.head * params.dq_stride.head +
-                     (piece.first_row + static_cast<int64_t>(row)) * params.dq_stride.row;
-  const float* piece_gmem = params.sums + static_cast<int64_t>(ptx::block_index()) * kDqPartialRows * params.width;
-  const int tiles = piece.entry < 0 ? 0 : static_cast<int>(ptx::ld_global_32(turn_of_varlen_piece(params)));
-  convert_rows<Spec>(params, dq_gmem, piece_gmem, params.width, tiles, thread, row, piece.count);
+                     partial.head * params.dq_stride.head +
+                     (partial.first_row + static_cast<int64_t>(row)) * params.dq_stride.row;
+  const float* partial_gmem = params.sums + static_cast<int64_t>(ptx::block_index()) * kDqPartialRows * params.width;
+  const int tiles = partial.sequence < 0 ? 0 : static_cast<int>(ptx::ld_global_32(semaphore_of_varlen_partial(params)));
+  convert_rows<Spec>(params, dq_gmem, partial_gmem, params.width, tiles, thread, row, partial.count);
 }
 
 }  // namespace sm90

@@ -23,15 +23,18 @@ namespace attention {
 namespace backward {
 namespace sm90 {
 
-// Joins the 256 threads of both consumers, at a tile's end.
-__device__ __forceinline__ void sync_consumers() { ptx::named_barrier_sync(8, 256); }
+// Besides the consumers' own named barriers (device/named_barriers.cuh).
+enum class WideBarrier : int {
+  kTileEnd =
+      8,  // both consumers' 256 threads. Hazard: dK and dV take the places of K and V, which dQ's products of both still read
+};
 
 template <typename Spec, MaskKind kMask>
 struct WideFusedConsumer {
   using Element = typename Spec::Element;
   using Product = Products<Spec>;
   using Tile = MaskTile<kMask>;
-  static constexpr int kSums = 32;  // of 64 rows and 64 columns of dq, a thread
+  static constexpr int kSums = 32;  // of 64 rows and 64 columns of dq, per thread
 
   const BackwardParams& params;
   const FusedMemory<Spec> shared;
@@ -53,9 +56,9 @@ struct WideFusedConsumer {
   // dS^T of this consumer's keys, for both. The products that read the buffer two blocks ago are done: this consumer has waited for its own,
   // and the other one for its before it handed over dS^T of the block before, which this one has waited for.
   __device__ __forceinline__ void share_scores(const uint32_t (&packed)[Product::kPacked]) {
-    const int lane = ptx::recompute(ptx::lane_index());  // no address is kept through the loop
+    const int lane = ptx::recompute(ptx::lane_index());  // no address lives through the loop
     const int row = ptx::warp_index() % 4 * 16 + lane % 16;
-    unsigned char* row_smem = shared.scores(handed.stage) + (consumer * 64 + row) * 128;
+    unsigned char* row_smem = shared.scores(handed.stage).smem + (consumer * 64 + row) * kSlabRowBytes;
 #pragma unroll
     for (int step = 0; step < Spec::kStreamRows / 16; ++step) {
       const uint32_t words[4] = {packed[4 * step], packed[4 * step + 1], packed[4 * step + 2], packed[4 * step + 3]};
@@ -68,21 +71,13 @@ struct WideFusedConsumer {
 
   // sums[64 x 64] = dS[64 x 128] K[128 x 64], of this consumer's columns; asynchronous.
   __device__ __forceinline__ void issue_sums(float (&sums)[kSums]) const {
-    const uint64_t scores = ptx::make_smem_descriptor(shared.scores(handed.stage), 0, 1024);
-    const uint64_t keys =
-        ptx::make_smem_descriptor(shared.own_first(0) + consumer * Spec::kOwnSlabBytes, Spec::kOwnSlabBytes, 1024);
-    ptx::wgmma_fence();
-#pragma unroll
-    for (int step = 0; step < 8; ++step) {
-      ptx::wgmma_ss<Element, 64, true, true>(
-          sums, ptx::advance_smem_descriptor(scores, step * 2048),
-          ptx::advance_smem_descriptor(keys, step / 4 * 2 * Spec::kOwnBytes + step % 4 * 2048), step == 0 ? 0 : 1);
-    }
-    ptx::wgmma_commit();
+    const MnMajorOperand scores = shared.score_operand(handed.stage);
+    const TileKeys<Spec> keys(shared.own_first(0).slab(consumer));
+    issue_product<Element, 8>(sums, scores, keys);
   }
 
-  // To the warp that adds: this consumer's half of a piece, in the order of FusedQueries::hand_over.
-  __device__ __forceinline__ void hand_over(const float (&sums)[kSums], const BlockPlace& place) {
+  // To the reducing warp: this consumer's half of a partial, in the order of FusedQueries::hand_over.
+  __device__ __forceinline__ void hand_over(const float (&sums)[kSums], const BlockCoordinates& coordinates) {
     // Hazard: the buffer is still read by the sum of two blocks ago.
     ptx::mbarrier_wait(shared.sums_empty(handed.stage), handed.parity ^ 1);
     const int thread = ptx::recompute(ptx::thread_index()) % 128;
@@ -96,14 +91,15 @@ struct WideFusedConsumer {
     // Hazard: the copy engine reads before all is written and visible to it.
     ptx::fence_proxy_async_shared();
     if (consumer == 0 && thread == 0) {
-      const Tile tile = read_tile<Tile>(place.tile_smem);
-      note_place(first_piece(params, tile, place.head) + place.block, turn_of<Spec, kMask>(params, tile, place.block));
+      const Tile tile = read_tile<Tile>(coordinates.tile_smem);
+      note_partial(first_partial(params, tile, coordinates.head) + coordinates.block,
+                   reduction_rank<Spec, kMask>(params, tile, coordinates.block));
     }
     pass();
   }
-  __device__ __forceinline__ void note_place(int piece, int turn) const {
-    const uint32_t words[4] = {static_cast<uint32_t>(piece), static_cast<uint32_t>(turn), 0, 0};
-    ptx::st_shared_128(shared.place(handed.stage), words);
+  __device__ __forceinline__ void note_partial(int partial, int rank) const {
+    const uint32_t words[4] = {static_cast<uint32_t>(partial), static_cast<uint32_t>(rank), 0, 0};
+    ptx::st_shared_128(shared.partial_record(handed.stage), words);
   }
   __device__ __forceinline__ void pass() {
     release(shared.sums_full(handed.stage));
@@ -112,28 +108,30 @@ struct WideFusedConsumer {
 
   __device__ __forceinline__ void step(float (&dk)[Product::kOutputs], float (&dv)[Product::kOutputs],
                                        uint32_t (&p_packed)[Product::kPacked], uint32_t (&ds_packed)[Product::kPacked],
-                                       const BlockPlace& place, bool is_masked) {
+                                       const BlockCoordinates& coordinates, bool is_masked) {
     float scores[Product::kScores];
     float gradients[Product::kScores];  // dP^T, then dS^T
     float lse_log2[Product::kColumns];
     float row_dot[Product::kColumns];
     wait_block();
     load_columns<Spec>(lse_log2, shared.statistics(at.stage));
-    Product::template issue_scores<false>(scores, shared.own_first(consumer), shared.first(at.stage));
+    issue_product<Element, Product::kSteps>(scores, shared.own_first(consumer).k_major(),
+                                            shared.first(at.stage).k_major());
     ptx::wgmma_wait<1>();  // dK of the block before
     ptx::wgmma_fence_operands(dk);
     if (used.stage != at.stage) release_used();
-    Product::template issue_scores<false>(gradients, shared.own_second(consumer), shared.second(at.stage));
+    issue_product<Element, Product::kSteps>(gradients, shared.own_second(consumer).k_major(),
+                                            shared.second(at.stage).k_major());
 
     ptx::wgmma_wait<1>();  // S^T
     ptx::wgmma_fence_operands(scores);
     if (is_masked) {
-      fused_exponentials<Spec, kMask, true>(params, scores, lse_log2, place);
+      fused_exponentials<Spec, kMask, true>(params, scores, lse_log2, coordinates);
     } else {
-      fused_exponentials<Spec, kMask, false>(params, scores, lse_log2, place);
+      fused_exponentials<Spec, kMask, false>(params, scores, lse_log2, coordinates);
     }
     load_columns<Spec>(row_dot, shared.statistics(at.stage) + Spec::kStreamRows * 4);
-    Product::pack_scores(p_packed, scores);
+    pack_operand<Element>(p_packed, scores);
 
     ptx::wgmma_wait<0>();  // dP^T
     ptx::wgmma_fence_operands(gradients);
@@ -141,18 +139,18 @@ struct WideFusedConsumer {
     for (int i = 0; i < Product::kScores; ++i) {
       gradients[i] = scores[i] * (gradients[i] - row_dot[i / 4 * 2 + i % 2]);
     }
-    Product::pack_scores(ds_packed, gradients);
+    pack_operand<Element>(ds_packed, gradients);
     share_scores(ds_packed);
-    Product::issue_output(dv, p_packed, shared.second(at.stage));
+    issue_product<Element, true>(dv, p_packed, shared.second(at.stage).mn_major());
     // Hazard: the product reads the other consumer's dS before it is written.
     ptx::mbarrier_wait(shared.scores_full(handed.stage), handed.parity);
     float sums[kSums];
     issue_sums(sums);
-    Product::issue_output(dk, ds_packed, shared.first(at.stage));
+    issue_product<Element, true>(dk, ds_packed, shared.first(at.stage).mn_major());
     ptx::wgmma_wait<1>();  // dV and dQ
     ptx::wgmma_fence_operands(dv);
     ptx::wgmma_fence_operands(sums);
-    hand_over(sums, place);
+    hand_over(sums, coordinates);
     at.advance();
   }
 
@@ -174,34 +172,33 @@ struct WideFusedConsumer {
       const int tile_key = tile.index * Spec::kOwnRows;
       const int first_key = tile_key + consumer * 64;
       const BlockRange all = query_blocks<Spec, kMask>(params, tile, tile_key, tile_key + Spec::kOwnRows);
-      // All blocks before it need a mask: where keys are missing, all of them. Of a band also those from all.full_end on.
+      // All blocks before it need a mask: where keys are missing, all of them. Varlen: also those from all.full_end on.
       const int full_begin = has_missing_keys(params, tile, first_key) ? all.end : all.full_begin;
-      const int direction = goes_down<kMask>(tile) ? -1 : 1;
+      const int direction = is_descending<kMask>(tile) ? -1 : 1;
       float dk[Product::kOutputs];
       float dv[Product::kOutputs];
       uint32_t p_packed[Product::kPacked];
       uint32_t ds_packed[Product::kPacked];
       Product::clear(dk);
       Product::clear(dv);
-      int block = goes_down<kMask>(tile) ? all.end - 1 : all.begin;
+      int block = is_descending<kMask>(tile) ? all.end - 1 : all.begin;
       for (int left = all.end - all.begin; left > 0; --left) {
         for (int head = 0; head < heads; ++head) {
-          const BlockPlace place{shared.tile(consumer), tile.head * heads + head, first_key, block};
-          step(dk, dv, p_packed, ds_packed, place,
+          const BlockCoordinates coordinates{shared.tile(consumer), tile.head * heads + head, first_key, block};
+          step(dk, dv, p_packed, ds_packed, coordinates,
                block < full_begin || (kMask == MaskKind::kRuntime && block >= all.full_end));
         }
         block += direction;
       }
       finish_products(dk, dv);
-      // Hazard: dK and dV take the places of K and V while another warp still multiplies with them; dQ's products read all of K.
-      sync_consumers();
+      ptx::named_barrier_sync(barrier_id(WideBarrier::kTileEnd), 256);
       Product::store_shared(shared.own_second(consumer), dv, 1.0f);
       Product::store_shared(shared.own_first(consumer), dk, params.scale);
       // Hazard: the copy engine reads before all 64 rows are written and visible to it.
       ptx::fence_proxy_async_shared();
       sync_consumer(consumer);
       if (ptx::thread_index() % 128 == 0) {
-        const Tile done = read_tile<Tile>(shared.tile(consumer));  // again: no register holds it all the while
+        const Tile done = read_tile<Tile>(shared.tile(consumer));  // read again: no register holds it through the loop
         const int row = done.index * Spec::kOwnRows + consumer * 64;
         Product::store_global(dv_map, shared.own_second(consumer), row, keys_stored(params.sequence_rows.dv, done));
         Product::store_global(dk_map, shared.own_first(consumer), row, keys_stored(params.sequence_rows.dk, done));
@@ -214,7 +211,7 @@ struct WideFusedConsumer {
 #pragma unroll
     for (int i = 0; i < Spec::kQueryBuffers; ++i) {
       ptx::mbarrier_wait(shared.sums_empty(handed.stage), handed.parity ^ 1);
-      if (consumer == 0 && ptx::thread_index() % 128 == 0) note_place(-1, 0);
+      if (consumer == 0 && ptx::thread_index() % 128 == 0) note_partial(-1, 0);
       pass();
     }
   }

@@ -5,7 +5,7 @@
 // stored: the accumulator layout is the operand layout.
 #pragma once
 
-#include "attention/backward/bent_scores.cuh"
+#include "attention/backward/score_mod.cuh"
 #include "attention/backward/sm90/products.cuh"
 
 namespace flashmoe {
@@ -39,9 +39,9 @@ __device__ __forceinline__ void load_negative_row_dots(float (&gradients)[Spec::
   ptx::wgmma_fence_operands(gradients);
 }
 
-// What the scores of a thread's two keys need beside the statistics: the tile, in shared memory, the query head, the place of
-// the block.
-struct BlockPlace {
+// What the scores of a thread's two keys need besides the statistics: the tile, in shared memory, the query head, the block's
+// coordinates.
+struct BlockCoordinates {
   const unsigned char* tile_smem;
   int head;
   int first_key;  // of the warpgroup
@@ -51,11 +51,11 @@ struct BlockPlace {
 // Columns that see the keys of a thread's two rows, counted from its first column.
 template <typename Spec, MaskKind kMask>
 __device__ __forceinline__ void visible_columns(KeyRange (&visible)[2], const BackwardParams& params,
-                                                const BlockPlace& place) {
-  const auto lengths = lengths_in<kMask>(params, place.tile_smem);
+                                                const BlockCoordinates& coordinates) {
+  const auto lengths = lengths_in<kMask>(params, coordinates.tile_smem);
   const int lane = ptx::lane_index();
-  const int key = place.first_key + ptx::warp_index() % 4 * 16 + lane / 4;
-  const int column = place.block * Spec::kStreamRows + lane % 4 * 2;
+  const int key = coordinates.first_key + ptx::warp_index() % 4 * 16 + lane / 4;
+  const int column = coordinates.block * Spec::kStreamRows + lane % 4 * 2;
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
     visible[r] = visible_rows<kMask>(params, lengths, key + 8 * r);
@@ -66,9 +66,10 @@ __device__ __forceinline__ void visible_columns(KeyRange (&visible)[2], const Ba
 // scores (S^T) to P^T. The log-sum-exp of a column is +inf where the row of Q is past the end or sees no key.
 template <typename Spec, MaskKind kMask, bool kIsMasked>
 __device__ __forceinline__ void exponentials(const BackwardParams& params, float (&scores)[Spec::kStreamRows / 2],
-                                             const float (&lse_log2)[Spec::kStreamRows / 4], const BlockPlace& place) {
+                                             const float (&lse_log2)[Spec::kStreamRows / 4],
+                                             const BlockCoordinates& coordinates) {
   KeyRange visible[2] = {{0, 0}, {0, 0}};
-  if constexpr (kIsMasked) visible_columns<Spec, kMask>(visible, params, place);
+  if constexpr (kIsMasked) visible_columns<Spec, kMask>(visible, params, coordinates);
 #pragma unroll
   for (int i = 0; i < Spec::kStreamRows / 2; ++i) {
     scores[i] = ptx::exp2_approx(ptx::fma_rn(scores[i], params.scale_log2, -lse_log2[i / 4 * 2 + i % 2]));
@@ -80,36 +81,37 @@ __device__ __forceinline__ void exponentials(const BackwardParams& params, float
   }
 }
 
-// Of a band that bends scores: P^T, packed, and what dS^T has of it in place of the scores.
+// With score modification: P^T, packed, and the scores to its factor in dS^T.
 template <typename Spec>
-__device__ __forceinline__ void weigh_band(const BackwardParams& params, float (&scores)[Spec::kStreamRows / 2],
-                                           uint32_t (&packed)[Spec::kStreamRows / 4], const MaskValues<Spec>& values,
-                                           const float (&lse_log2)[Spec::kStreamRows / 4], const BlockPlace& place,
-                                           bool is_plain) {
-  weigh_bent<Spec, true>(
+__device__ __forceinline__ void weigh_varlen(const BackwardParams& params, float (&scores)[Spec::kStreamRows / 2],
+                                             uint32_t (&packed)[Spec::kStreamRows / 4], const MaskValues<Spec>& values,
+                                             const float (&lse_log2)[Spec::kStreamRows / 4],
+                                             const BlockCoordinates& coordinates, bool is_plain) {
+  weigh_with_score_mod<Spec, true>(
       params, scores, packed, values, is_plain && params.score_options.mask_type == MaskTensor::kNone,
       [&lse_log2](int i) { return lse_log2[i / 4 * 2 + i % 2]; },
-      [&](KeyRange(&visible)[2]) { visible_columns<Spec, MaskKind::kRuntime>(visible, params, place); });
+      [&](KeyRange(&visible)[2]) { visible_columns<Spec, MaskKind::kRuntime>(visible, params, coordinates); });
 }
 
 template <typename Spec>
-__device__ __forceinline__ MaskPlace mask_place(const BackwardParams& params, const BlockPlace& place) {
-  const ScoreOptions& band = params.score_options;
-  const auto lengths = lengths_in<MaskKind::kRuntime>(params, place.tile_smem);
+__device__ __forceinline__ MaskPointer mask_pointer(const BackwardParams& params, const BlockCoordinates& coordinates) {
+  const ScoreOptions& options = params.score_options;
+  const auto lengths = lengths_in<MaskKind::kRuntime>(params, coordinates.tile_smem);
   const int lane = ptx::lane_index();
-  const auto entry = static_cast<int>(ptx::ld_shared_32(place.tile_smem + 8));
-  return MaskPlace(band, entry, place.head, band.mask_stride_key, band.mask_stride_row,
-                   place.first_key + ptx::warp_index() % 4 * 16 + lane / 4, lengths.keys(),
-                   place.block * Spec::kStreamRows + lane % 4 * 2, lengths.rows());
+  const auto sequence = static_cast<int>(ptx::ld_shared_32(coordinates.tile_smem + 8));
+  return MaskPointer(options, sequence, coordinates.head, options.mask_stride_key, options.mask_stride_row,
+                     coordinates.first_key + ptx::warp_index() % 4 * 16 + lane / 4, lengths.keys(),
+                     coordinates.block * Spec::kStreamRows + lane % 4 * 2, lengths.rows());
 }
 
 template <typename Spec, MaskKind kMask>
 struct KeyValueGradientConsumer {
   static_assert(Spec::kIsPaired, "Q, dO and their statistics have one barrier");
   using Product = Products<Spec>;
+  using Element = typename Spec::Element;
   using Tile = MaskTile<kMask>;
-  using Place = BlockPlace;
-  static constexpr bool kIsBand = kMask == MaskKind::kRuntime;
+  using Coordinates = BlockCoordinates;
+  static constexpr bool kIsVarlen = kMask == MaskKind::kRuntime;
 
   const BackwardParams& params;
   const SharedMemory<Spec> shared;
@@ -127,25 +129,26 @@ struct KeyValueGradientConsumer {
   }
 
   __device__ __forceinline__ void wait_block() const { ptx::mbarrier_wait(shared.first_full(at.stage), at.parity); }
-  __device__ __forceinline__ void issue_scores(float (&scores)[Product::kScores]) {
-    Product::template issue_scores<false>(scores, shared.own_first(consumer), shared.first(at.stage));
+  __device__ __forceinline__ void begin_scores(float (&scores)[Product::kScores]) {
+    issue_product<Element, Product::kSteps>(scores, shared.own_first(consumer).k_major(),
+                                            shared.first(at.stage).k_major());
   }
-  __device__ __forceinline__ void issue_gradients(float (&gradients)[Product::kScores]) {
-    Product::template issue_scores<Spec::kStartsFromRowDot>(gradients, shared.own_second(consumer),
-                                                            shared.second(at.stage));
+  __device__ __forceinline__ void begin_gradients(float (&gradients)[Product::kScores]) {
+    issue_product<Element, Product::kSteps, Spec::kStartsFromRowDot>(gradients, shared.own_second(consumer).k_major(),
+                                                                     shared.second(at.stage).k_major());
   }
 
   template <Scores kScores>
   __device__ __forceinline__ void step(float (&dk)[Product::kOutputs], float (&dv)[Product::kOutputs],
                                        uint32_t (&p_packed)[Product::kPacked], uint32_t (&ds_packed)[Product::kPacked],
-                                       const Place& place) {
+                                       const Coordinates& coordinates) {
     float scores[Product::kScores];
     float gradients[Product::kScores];  // dP^T, then dS^T
     float lse_log2[Product::kColumns];
     float row_dot[Product::kColumns];
     wait_block();
     load_columns<Spec>(lse_log2, shared.statistics(at.stage));
-    issue_scores(scores);
+    begin_scores(scores);
     // dV and dK of the block before, with S^T behind them: dP^T can have the registers of their P^T and dS^T.
     ptx::wgmma_wait<1>();
     ptx::wgmma_fence_operands(dv);
@@ -153,20 +156,20 @@ struct KeyValueGradientConsumer {
     if (used.stage != at.stage) release_used();
     const unsigned char* row_dot_smem = shared.statistics(at.stage) + Spec::kStreamRows * 4;
     if constexpr (Spec::kStartsFromRowDot) load_negative_row_dots<Spec>(gradients, row_dot_smem);
-    issue_gradients(gradients);
+    begin_gradients(gradients);
 
     ptx::wgmma_wait<1>();  // S^T
     ptx::wgmma_fence_operands(scores);
-    if constexpr (Spec::kBendsScores) {
+    if constexpr (Spec::kHasScoreMod) {
       MaskValues<Spec> values;
-      load_mask<Spec>(values, params.score_options, [&] { return mask_place<Spec>(params, place); });
-      weigh_band<Spec>(params, scores, p_packed, values, lse_log2, place, kScores == Scores::kPlain);
+      load_mask<Spec>(values, params.score_options, [&] { return mask_pointer<Spec>(params, coordinates); });
+      weigh_varlen<Spec>(params, scores, p_packed, values, lse_log2, coordinates, kScores == Scores::kPlain);
     } else {
-      exponentials<Spec, kMask, kScores == Scores::kMasked>(params, scores, lse_log2, place);
+      exponentials<Spec, kMask, kScores == Scores::kMasked>(params, scores, lse_log2, coordinates);
     }
     if constexpr (!Spec::kStartsFromRowDot) load_columns<Spec>(row_dot, row_dot_smem);
-    if constexpr (!Spec::kBendsScores) Product::pack_scores(p_packed, scores);
-    Product::issue_output(dv, p_packed, shared.second(at.stage));
+    if constexpr (!Spec::kHasScoreMod) pack_operand<Element>(p_packed, scores);
+    issue_product<Element, true>(dv, p_packed, shared.second(at.stage).mn_major());
 
     ptx::wgmma_wait<1>();  // dP^T
     ptx::wgmma_fence_operands(gradients);
@@ -175,8 +178,8 @@ struct KeyValueGradientConsumer {
       if constexpr (!Spec::kStartsFromRowDot) gradients[i] -= row_dot[i / 4 * 2 + i % 2];
       gradients[i] *= scores[i];
     }
-    Product::pack_scores(ds_packed, gradients);
-    Product::issue_output(dk, ds_packed, shared.first(at.stage));
+    pack_operand<Element>(ds_packed, gradients);
+    issue_product<Element, true>(dk, ds_packed, shared.first(at.stage).mn_major());
     at.advance();
   }
 
@@ -187,20 +190,20 @@ struct KeyValueGradientConsumer {
                                              float (&scores)[Product::kScores], float (&next_scores)[Product::kScores],
                                              float (&gradients)[Product::kScores], float (&lse_log2)[Product::kColumns],
                                              uint32_t (&p_packed)[Product::kPacked],
-                                             uint32_t (&ds_packed)[Product::kPacked], const Place& place) {
-    const unsigned char* q_smem = shared.first(at.stage);
+                                             uint32_t (&ds_packed)[Product::kPacked], const Coordinates& coordinates) {
+    const typename Spec::StreamTile q = shared.first(at.stage);
     const unsigned char* row_dot_smem = shared.statistics(at.stage) + Spec::kStreamRows * 4;
     ptx::wgmma_wait<kIsFirst ? 1 : 2>();  // S^T, and dV of the block before
     ptx::wgmma_fence_operands(scores);
-    exponentials<Spec, kMask, kIsMasked>(params, scores, lse_log2, place);
+    exponentials<Spec, kMask, kIsMasked>(params, scores, lse_log2, coordinates);
     float row_dot[Product::kColumns];
     load_columns<Spec>(row_dot, row_dot_smem);
-    Product::pack_scores(p_packed, scores);
-    Product::issue_output(dv, p_packed, shared.second(at.stage));
+    pack_operand<Element>(p_packed, scores);
+    issue_product<Element, true>(dv, p_packed, shared.second(at.stage).mn_major());
     at.advance();
     if constexpr (!kIsLast) {
       wait_block();
-      issue_scores(next_scores);
+      begin_scores(next_scores);
     }
 
     ptx::wgmma_wait<1>();  // dP^T, and dK of the block before. With 2, dV under way as well, registers do not suffice
@@ -211,39 +214,39 @@ struct KeyValueGradientConsumer {
       gradients[i] = scores[i] * (gradients[i] - row_dot[i / 4 * 2 + i % 2]);
     }
     if constexpr (!kIsLast) load_columns<Spec>(lse_log2, shared.statistics(at.stage));  // of the next block
-    Product::pack_scores(ds_packed, gradients);
-    Product::issue_output(dk, ds_packed, q_smem);
+    pack_operand<Element>(ds_packed, gradients);
+    issue_product<Element, true>(dk, ds_packed, q.mn_major());
     if constexpr (kIsLast) {
       ptx::wgmma_wait<0>();
       ptx::wgmma_fence_operands(dk);
       ptx::wgmma_fence_operands(dv);
       release_used();
     } else {
-      issue_gradients(gradients);
+      begin_gradients(gradients);
     }
   }
 
   // The blocks of one head with lookahead; which of two register sets holds the scores is known to the compiler.
   __device__ __forceinline__ void compute_ahead(const BlockRange& range, float (&dk)[Product::kOutputs],
                                                 float (&dv)[Product::kOutputs], uint32_t (&p_packed)[Product::kPacked],
-                                                uint32_t (&ds_packed)[Product::kPacked], Place place) {
+                                                uint32_t (&ds_packed)[Product::kPacked], Coordinates coordinates) {
     float even[Product::kScores];
     float odd[Product::kScores];
     float gradients[Product::kScores];
     float lse_log2[Product::kColumns];
-    int& block = place.block;
+    int& block = coordinates.block;
     const int last = range.end - 1;
     const auto step = [&](auto masked, auto first, auto is_last, float (&scores)[Product::kScores],
                           float (&next_scores)[Product::kScores]) {
       step_ahead<decltype(masked)::value && kMask == MaskKind::kCausal, decltype(first)::value,
                  decltype(is_last)::value>(dk, dv, scores, next_scores, gradients, lse_log2, p_packed, ds_packed,
-                                           place);
+                                           coordinates);
       ++block;
     };
     wait_block();
-    issue_scores(even);
+    begin_scores(even);
     load_columns<Spec>(lse_log2, shared.statistics(at.stage));
-    issue_gradients(gradients);
+    begin_gradients(gradients);
     if (block == last) return step(Yes{}, Yes{}, Yes{}, even, odd);
     step(Yes{}, Yes{}, No{}, even, odd);
     if (block == last) return step(Yes{}, No{}, Yes{}, odd, even);
@@ -257,27 +260,28 @@ struct KeyValueGradientConsumer {
     step(No{}, No{}, Yes{}, odd, even);
   }
 
-  // The blocks [place.block, end) of a band, none of which needs a mask, with lookahead: two or more.
-  __device__ __forceinline__ void compute_band_ahead(int end, float (&dk)[Product::kOutputs],
-                                                     float (&dv)[Product::kOutputs],
-                                                     uint32_t (&p_packed)[Product::kPacked],
-                                                     uint32_t (&ds_packed)[Product::kPacked], Place& place) {
+  // Varlen: the blocks [coordinates.block, end), none of which needs a mask, with lookahead: two or more.
+  __device__ __forceinline__ void compute_varlen_ahead(int end, float (&dk)[Product::kOutputs],
+                                                       float (&dv)[Product::kOutputs],
+                                                       uint32_t (&p_packed)[Product::kPacked],
+                                                       uint32_t (&ds_packed)[Product::kPacked],
+                                                       Coordinates& coordinates) {
     float even[Product::kScores];
     float odd[Product::kScores];
     float gradients[Product::kScores];
     float lse_log2[Product::kColumns];
-    int& block = place.block;
+    int& block = coordinates.block;
     const int last = end - 1;
     const auto step = [&](auto first, auto is_last, float (&scores)[Product::kScores],
                           float (&next_scores)[Product::kScores]) {
       step_ahead<false, decltype(first)::value, decltype(is_last)::value>(dk, dv, scores, next_scores, gradients,
-                                                                          lse_log2, p_packed, ds_packed, place);
+                                                                          lse_log2, p_packed, ds_packed, coordinates);
       ++block;
     };
     wait_block();
-    issue_scores(even);
+    begin_scores(even);
     load_columns<Spec>(lse_log2, shared.statistics(at.stage));
-    issue_gradients(gradients);
+    begin_gradients(gradients);
     step(Yes{}, No{}, even, odd);
     while (block <= last - 2) {
       step(No{}, No{}, odd, even);
@@ -291,33 +295,33 @@ struct KeyValueGradientConsumer {
   // The blocks of one head.
   __device__ __forceinline__ void compute(const BlockRange& range, float (&dk)[Product::kOutputs],
                                           float (&dv)[Product::kOutputs], uint32_t (&p_packed)[Product::kPacked],
-                                          uint32_t (&ds_packed)[Product::kPacked], Place place) {
-    int& block = place.block;
-    if constexpr (kIsBand && Spec::kLookahead) {
+                                          uint32_t (&ds_packed)[Product::kPacked], Coordinates coordinates) {
+    int& block = coordinates.block;
+    if constexpr (kIsVarlen && Spec::kLookahead) {
       for (;; ++block) {
         if (block == range.full_begin && block + 1 < range.full_end) {
           finish_products(dk, dv);
-          compute_band_ahead(range.full_end, dk, dv, p_packed, ds_packed, place);
+          compute_varlen_ahead(range.full_end, dk, dv, p_packed, ds_packed, coordinates);
         }
         if (block >= range.end) return;
-        step<Scores::kMasked>(dk, dv, p_packed, ds_packed, place);
+        step<Scores::kMasked>(dk, dv, p_packed, ds_packed, coordinates);
         finish_products(dk, dv);
       }
     } else if constexpr (Spec::kLookahead) {
-      compute_ahead(range, dk, dv, p_packed, ds_packed, place);
-    } else if constexpr (kIsBand) {
+      compute_ahead(range, dk, dv, p_packed, ds_packed, coordinates);
+    } else if constexpr (kIsVarlen) {
       while (block < range.end) {
         for (; block >= range.full_begin && block < range.full_end; ++block) {
-          step<Scores::kPlain>(dk, dv, p_packed, ds_packed, place);
+          step<Scores::kPlain>(dk, dv, p_packed, ds_packed, coordinates);
         }
         if (block < range.end) {
-          step<Scores::kMasked>(dk, dv, p_packed, ds_packed, place);
+          step<Scores::kMasked>(dk, dv, p_packed, ds_packed, coordinates);
           ++block;
         }
       }
     } else {
-      for (; block < range.full_begin; ++block) step<Scores::kMasked>(dk, dv, p_packed, ds_packed, place);
-      for (; block < range.end; ++block) step<Scores::kPlain>(dk, dv, p_packed, ds_packed, place);
+      for (; block < range.full_begin; ++block) step<Scores::kMasked>(dk, dv, p_packed, ds_packed, coordinates);
+      for (; block < range.end; ++block) step<Scores::kPlain>(dk, dv, p_packed, ds_packed, coordinates);
     }
   }
 
@@ -335,10 +339,10 @@ struct KeyValueGradientConsumer {
     if (used.stage != at.stage) release_used();
   }
 
-  // Of a band: query head `head` of the group. The tile is read for each head, and again: no register holds it all the while.
-  __device__ __forceinline__ void compute_band_head(float (&dk)[Product::kOutputs], float (&dv)[Product::kOutputs],
-                                                    uint32_t (&p_packed)[Product::kPacked],
-                                                    uint32_t (&ds_packed)[Product::kPacked], int head) {
+  // Varlen: query head `head` of the group. The tile is read for each head, and again: no register holds it through the loop.
+  __device__ __forceinline__ void compute_varlen_head(float (&dk)[Product::kOutputs], float (&dv)[Product::kOutputs],
+                                                      uint32_t (&p_packed)[Product::kPacked],
+                                                      uint32_t (&ds_packed)[Product::kPacked], int head) {
     const Tile tile = read_tile<Tile>(shared.tile(consumer));
     const int first_key = tile.index * Spec::kOwnRows + consumer * 64;
     const BlockRange range = query_blocks<Spec, kMask>(params, tile, first_key, first_key + 64);
@@ -346,9 +350,9 @@ struct KeyValueGradientConsumer {
       finish_products(dk, dv);
       for (int block = tile.begin_block; block < range.begin; ++block) skip_block();
     }
-    compute(
-        range, dk, dv, p_packed, ds_packed,
-        Place{shared.tile(consumer), tile.head * (params.heads_q / params.heads_kv) + head, first_key, range.begin});
+    compute(range, dk, dv, p_packed, ds_packed,
+            Coordinates{shared.tile(consumer), tile.head * (params.heads_q / params.heads_kv) + head, first_key,
+                        range.begin});
     const Tile again = read_tile<Tile>(shared.tile(consumer));
     const int end = maximum(again.begin_block, range.end);
     if (end < again.end_block) finish_products(dk, dv);
@@ -375,15 +379,15 @@ struct KeyValueGradientConsumer {
         Product::clear(dk);
         Product::clear(dv);
         for (int head = 0; head < heads; ++head) {
-          if constexpr (kIsBand) {
-            compute_band_head(dk, dv, p_packed, ds_packed, head);
+          if constexpr (kIsVarlen) {
+            compute_varlen_head(dk, dv, p_packed, ds_packed, head);
           } else {
             if (all.begin < range.begin) {
               finish_products(dk, dv);
               for (int block = all.begin; block < range.begin; ++block) skip_block();
             }
             compute(range, dk, dv, p_packed, ds_packed,
-                    Place{shared.tile(consumer), tile.head * heads + head, first_key, range.begin});
+                    Coordinates{shared.tile(consumer), tile.head * heads + head, first_key, range.begin});
           }
         }
         finish_products(dk, dv);
@@ -395,7 +399,8 @@ struct KeyValueGradientConsumer {
         ptx::fence_proxy_async_shared();
         sync_consumer(consumer);
         if (ptx::thread_index() % 128 == 0) {
-          const Tile done = read_tile<Tile>(shared.tile(consumer));  // again: no register holds it all the while
+          const Tile done =
+              read_tile<Tile>(shared.tile(consumer));  // read again: no register holds it through the loop
           const int row = done.index * Spec::kOwnRows + consumer * 64;
           Product::store_global(dv_map, shared.own_second(consumer), row, keys_stored(params.sequence_rows.dv, done));
           Product::store_global(dk_map, shared.own_first(consumer), row, keys_stored(params.sequence_rows.dk, done));

@@ -7,10 +7,11 @@
 // The heads of a group are added up by the one block that owns the keys, in their order.
 #pragma once
 
-#include "attention/backward/sm90/band_producer.cuh"
+#include "attention/backward/sm90/varlen_producer.cuh"
 #include "attention/backward/sm90/key_value_consumer.cuh"
 #include "attention/backward/sm90/producer.cuh"
 #include "attention/backward/sm90/shared_key_value_consumer.cuh"
+#include "device/warp_roles.cuh"
 #include "ptx/register_control.cuh"
 
 namespace flashmoe {
@@ -18,7 +19,7 @@ namespace attention {
 namespace backward {
 namespace sm90 {
 
-template <typename Spec, MaskKind kMask>
+template <typename Spec, MaskKind kMask = MaskKind::kRuntime>
 __device__ __forceinline__ void key_value_gradient(const BackwardParams& params, const ptx::TensorMap& q_map,
                                                    const ptx::TensorMap& k_map, const ptx::TensorMap& v_map,
                                                    const ptx::TensorMap& dout_map, const ptx::TensorMap& dk_map,
@@ -29,12 +30,7 @@ __device__ __forceinline__ void key_value_gradient(const BackwardParams& params,
   const int warpgroup = warp / 4;
 
   if (warp == 0 && ptx::elect_one()) {
-    ptx::prefetch_tensor_map(&q_map);
-    ptx::prefetch_tensor_map(&k_map);
-    ptx::prefetch_tensor_map(&v_map);
-    ptx::prefetch_tensor_map(&dout_map);
-    ptx::prefetch_tensor_map(&dk_map);
-    ptx::prefetch_tensor_map(&dv_map);
+    prefetch_tensor_maps(&q_map, &k_map, &v_map, &dout_map, &dk_map, &dv_map);
     init_barriers(shared);
   }
   ptx::barrier_sync_block();
@@ -43,9 +39,9 @@ __device__ __forceinline__ void key_value_gradient(const BackwardParams& params,
     ptx::setmaxnreg_dec<Spec::kProducerRegisters>();
     if constexpr (kMask == MaskKind::kRuntime) {
       if (warp == 0) {
-        produce_band_queries<Spec>(params, shared, q_map, k_map, v_map, dout_map);
+        produce_varlen_queries<Spec>(params, shared, q_map, k_map, v_map, dout_map);
       } else if (warp <= 2) {
-        produce_band_statistics<Spec>(params, shared, warp - 1);
+        produce_varlen_statistics<Spec>(params, shared, warp - 1);
       }
     } else if (warp == 0) {
       produce_queries<Spec, kMask>(params, shared, q_map, k_map, v_map, dout_map);
@@ -62,14 +58,6 @@ __device__ __forceinline__ void key_value_gradient(const BackwardParams& params,
       KeyValueGradientConsumer<Spec, kMask>(params, shared, warpgroup - 1).run(dk_map, dv_map);
     }
   }
-}
-
-template <typename Spec>
-__device__ __forceinline__ void varlen_key_value_gradient(const BackwardParams& params, const ptx::TensorMap& q_map,
-                                                          const ptx::TensorMap& k_map, const ptx::TensorMap& v_map,
-                                                          const ptx::TensorMap& dout_map, const ptx::TensorMap& dk_map,
-                                                          const ptx::TensorMap& dv_map) {
-  key_value_gradient<Spec, MaskKind::kRuntime>(params, q_map, k_map, v_map, dout_map, dk_map, dv_map);
 }
 
 }  // namespace sm90

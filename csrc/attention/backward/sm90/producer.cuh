@@ -1,7 +1,7 @@
 // The producers: what feeds the copy engine, and hands tiles to the consumers.
 #pragma once
 
-#include "attention/backward/sm90/place.cuh"
+#include "attention/backward/sm90/tile_coordinates.cuh"
 #include "attention/backward/sm90/schedule.cuh"
 #include "attention/backward/sm90/spec.cuh"
 #include "ptx/barrier.cuh"
@@ -16,50 +16,51 @@ namespace backward {
 namespace sm90 {
 
 // Asks for kStreamRows rows from `row` on, slab by slab. Rows and columns outside the tensor become zeros.
-template <typename Spec, typename Place>
-__device__ __forceinline__ void copy_stream(unsigned char* smem, const ptx::TensorMap& map, ptx::Mbarrier* full,
-                                            int row, const Place& place) {
+template <typename Spec, typename Coordinates>
+__device__ __forceinline__ void copy_stream(const typename Spec::StreamTile& tile, const ptx::TensorMap& map,
+                                            ptx::Mbarrier* full, int row, const Coordinates& coordinates) {
 #pragma unroll
-  for (int slab = 0; slab < Spec::kNumSlabs; ++slab) {
-    load_box(smem + slab * Spec::kStreamSlabBytes, map, full, slab * 64, row, place, ptx::CacheHint::kEvictLast);
+  for (int slab = 0; slab < Spec::StreamTile::kNumSlabs; ++slab) {
+    load_box(tile.slab(slab), map, full, slab * kSlabColumns, row, coordinates, ptx::CacheHint::kEvictLast);
   }
 }
 
 // A block of one tensor, once its buffer is free.
-template <typename Spec, typename Place>
-__device__ __forceinline__ void load_stream(unsigned char* smem, const ptx::TensorMap& map, ptx::Mbarrier* full,
-                                            ptx::Mbarrier* empty, int parity, int row, const Place& place) {
+template <typename Spec, typename Coordinates>
+__device__ __forceinline__ void load_stream(const typename Spec::StreamTile& tile, const ptx::TensorMap& map,
+                                            ptx::Mbarrier* full, ptx::Mbarrier* empty, int parity, int row,
+                                            const Coordinates& coordinates) {
   ptx::mbarrier_wait(empty, parity ^ 1);
   ptx::mbarrier_arrive_expect_tx(full, Spec::kStreamBytes);
-  copy_stream<Spec>(smem, map, full, row, place);
+  copy_stream<Spec>(tile, map, full, row, coordinates);
 }
 
 // A block of both, the first one's before the second's.
-template <typename Spec, typename Place>
+template <typename Spec, typename Coordinates>
 __device__ __forceinline__ void load_block(const SharedMemory<Spec>& shared,
                                            const RingPosition<Spec::kFirstStages>& first,
                                            const RingPosition<Spec::kSecondStages>& second,
                                            const ptx::TensorMap& first_map, const ptx::TensorMap& second_map, int row,
-                                           const Place& first_place, const Place& second_place) {
+                                           const Coordinates& first_at, const Coordinates& second_at) {
   ptx::Mbarrier* full = shared.first_full(first.stage);
   if constexpr (Spec::kIsPaired) {
     ptx::mbarrier_wait(shared.first_empty(first.stage), first.parity ^ 1);
     ptx::mbarrier_arrive_expect_tx(full, 2 * Spec::kStreamBytes);
-    copy_stream<Spec>(shared.first(first.stage), first_map, full, row, first_place);
-    copy_stream<Spec>(shared.second(second.stage), second_map, full, row, second_place);
+    copy_stream<Spec>(shared.first(first.stage), first_map, full, row, first_at);
+    copy_stream<Spec>(shared.second(second.stage), second_map, full, row, second_at);
   } else {
     load_stream<Spec>(shared.first(first.stage), first_map, full, shared.first_empty(first.stage), first.parity, row,
-                      first_place);
+                      first_at);
     load_stream<Spec>(shared.second(second.stage), second_map, shared.second_full(second.stage),
-                      shared.second_empty(second.stage), second.parity, row, second_place);
+                      shared.second_empty(second.stage), second.parity, row, second_at);
   }
 }
 
 // The 64 rows of both tensors that own tile `own` holds, and the tile they belong to.
-template <typename Spec, typename TileType, typename Place>
+template <typename Spec, typename TileType, typename Coordinates>
 __device__ __forceinline__ void load_own(const SharedMemory<Spec>& shared, const ptx::TensorMap& first_map,
                                          const ptx::TensorMap& second_map, int own, int parity, const TileType& tile,
-                                         const Place& first_place, const Place& second_place) {
+                                         const Coordinates& first_at, const Coordinates& second_at) {
   ptx::Mbarrier* full = shared.own_full(own);
   const int row = tile.index * Spec::kOwnRows + own * 64;
   ptx::mbarrier_wait(shared.own_empty(own), parity ^ 1);
@@ -67,13 +68,13 @@ __device__ __forceinline__ void load_own(const SharedMemory<Spec>& shared, const
   ptx::mbarrier_arrive(shared.tile_full(own));
   ptx::mbarrier_arrive_expect_tx(full, 2 * Spec::kOwnBytes);
 #pragma unroll
-  for (int slab = 0; slab < Spec::kNumSlabs; ++slab) {
-    load_box(shared.own_first(own) + slab * Spec::kOwnSlabBytes, first_map, full, slab * 64, row, first_place,
+  for (int slab = 0; slab < Spec::OwnTile::kNumSlabs; ++slab) {
+    load_box(shared.own_first(own).slab(slab), first_map, full, slab * kSlabColumns, row, first_at,
              ptx::CacheHint::kEvictFirst);
   }
 #pragma unroll
-  for (int slab = 0; slab < Spec::kNumSlabs; ++slab) {
-    load_box(shared.own_second(own) + slab * Spec::kOwnSlabBytes, second_map, full, slab * 64, row, second_place,
+  for (int slab = 0; slab < Spec::OwnTile::kNumSlabs; ++slab) {
+    load_box(shared.own_second(own).slab(slab), second_map, full, slab * kSlabColumns, row, second_at,
              ptx::CacheHint::kEvictFirst);
   }
 }
@@ -104,7 +105,7 @@ __device__ __forceinline__ void produce_keys(const BackwardParams& params, const
   for (int number = ptx::block_index(); number < num_tiles; own_parity ^= 1) {
     int next_number = 0;
     const Tile tile = schedule.tile(number);
-    const DensePlace stream{tile.head / heads_per_kv, tile.batch};
+    const DenseCoordinates stream{tile.head / heads_per_kv, tile.batch};
     const int first_row = tile.index * Spec::kOwnRows;
     const int last_block = key_blocks<Spec, kMask>(params, tile, first_row, first_row + Spec::kOwnRows).end - 1;
     const int draw_block = kMask == MaskKind::kCausal ? minimum(last_block, kDrawAhead) : last_block;
@@ -115,10 +116,10 @@ __device__ __forceinline__ void produce_keys(const BackwardParams& params, const
       key.advance();
       value.advance();
       if (block == last_block) {
-        const DensePlace own_place{tile.head, tile.batch};
+        const DenseCoordinates own_at{tile.head, tile.batch};
 #pragma unroll
         for (int own = 0; own < Spec::kNumOwnTiles; ++own) {
-          load_own<Spec>(shared, q_map, dout_map, own, own_parity, tile, own_place, own_place);
+          load_own<Spec>(shared, q_map, dout_map, own, own_parity, tile, own_at, own_at);
         }
       }
     }
@@ -127,10 +128,10 @@ __device__ __forceinline__ void produce_keys(const BackwardParams& params, const
   end_work<Spec, kMask>(shared, own_parity);
 }
 
-// The log-sum-exp and row_dot of the rows of one block, kStreamRows / 32 a lane, on their way to shared memory.
+// The log-sum-exp and row_dot of the rows of one block, kStreamRows / 32 per lane, on their way to shared memory.
 template <typename Spec>
 struct Statistics {
-  static constexpr int kRows = Spec::kStreamRows / 32;  // a lane
+  static constexpr int kRows = Spec::kStreamRows / 32;  // per lane
   float lse[kRows];
   float row_dot[kRows];
 
@@ -154,17 +155,17 @@ struct Statistics {
     constexpr float kLog2e = 1.44269504088896340736f;
 #pragma unroll
     for (int i = 0; i < kRows; ++i) {
-      const int at = i * 32 + ptx::recompute(ptx::lane_index());  // few registers: its place is not kept
+      const int at = i * 32 + ptx::recompute(ptx::lane_index());  // recomputed: registers are few
       const float lse_log2 = lse[i] == ptx::negative_infinity() ? -ptx::negative_infinity() : lse[i] * kLog2e;
-      unsigned char* place = smem + 4 * statistics_place(at);
-      ptx::st_shared_float(place, lse_log2);
-      ptx::st_shared_float(place + 4 * Spec::kStreamRows, Spec::kStartsFromRowDot ? -row_dot[i] : row_dot[i]);
+      unsigned char* row_smem = smem + 4 * statistics_index(at);
+      ptx::st_shared_float(row_smem, lse_log2);
+      ptx::st_shared_float(row_smem + 4 * Spec::kStreamRows, Spec::kStartsFromRowDot ? -row_dot[i] : row_dot[i]);
     }
   }
 };
 
-// The number of a block's first tile, and the next. Where tiles wait for each other, all are drawn from the counter: only a block that
-// runs holds a tile then, and what it waits for has been drawn before, by a block that runs, too.
+// The number of a block's first tile, and the next. With an ordered reduction all tiles are drawn from the counter: then only running
+// blocks hold tiles, and a tile waits only for tiles drawn earlier, by blocks that are running too.
 template <typename Spec>
 __device__ __forceinline__ int draw_tile(int32_t* const& counter_gmem, int num_tiles) {
   const int drawn = ptx::atomic_add_global(counter_gmem, 1);
@@ -174,34 +175,34 @@ __device__ __forceinline__ int draw_tile(int32_t* const& counter_gmem, int num_t
 }
 template <typename Spec>
 __device__ __forceinline__ int first_tile(int32_t* const& counter_gmem, int num_tiles) {
-  if constexpr (!Spec::kTakesTurns) return ptx::block_index();
+  if constexpr (!Spec::kOrdersReduction) return ptx::block_index();
   const int drawn = ptx::lane_index() == 0 ? draw_tile<Spec>(counter_gmem, num_tiles) : 0;
   return ptx::shuffle_index(drawn, 0);
 }
 template <typename Spec>
 __device__ __forceinline__ int next_tile(int32_t* const& counter_gmem, int num_tiles, int number) {
-  if constexpr (Spec::kTakesTurns) return draw_tile<Spec>(counter_gmem, num_tiles);
+  if constexpr (Spec::kOrdersReduction) return draw_tile<Spec>(counter_gmem, num_tiles);
   return next_tile_index(counter_gmem, num_tiles, number);
 }
 
 // Of the kernel of dk and dv; one warp: its first lane feeds the copy engine, all lanes the statistics. Per tile, for
-// each query head of the group, with query blocks b up to n-1: Q(b), dO(b), then (once a tile) K and V of every warpgroup.
+// each query head of the group, with query blocks b up to n-1: Q(b), dO(b), then (once per tile) K and V of every warpgroup.
 template <typename Spec, MaskKind kMask>
 __device__ __forceinline__ void produce_queries(const BackwardParams& params, const SharedMemory<Spec>& shared,
                                                 const ptx::TensorMap& q_map, const ptx::TensorMap& k_map,
                                                 const ptx::TensorMap& v_map, const ptx::TensorMap& dout_map) {
   const int heads_per_kv = params.heads_q / params.heads_kv;
-  const KeySchedule<Spec, kMask, Spec::kTakesTurns> schedule(params, params.seq_k, params.heads_kv,
-                                                             params.seq_q * heads_per_kv, 1);
+  const KeySchedule<Spec, kMask, Spec::kOrdersReduction> schedule(params, params.seq_k, params.heads_kv,
+                                                                  params.seq_q * heads_per_kv, 1);
   const int num_tiles = schedule.num_tiles();
   const int end_block = ceil_div(params.seq_q, Spec::kStreamRows);
   const bool is_first_lane = ptx::lane_index() == 0;
   RingPosition<Spec::kFirstStages> at;  // both rings have as many stages
   int own_parity = 0;
   Statistics<Spec> statistics;
-  constexpr bool kHeadsInTurn = Spec::kTakesTurns;  // a block of each head of the group, then the next block
+  constexpr bool kInterleavesHeads = Spec::kOrdersReduction;  // a block of each head of the group, then the next block
   const auto block_at = [end_block](const Tile& tile, int begin, int i) {
-    return kHeadsInTurn && goes_down<kMask>(tile) ? begin + end_block - 1 - i : i;
+    return kInterleavesHeads && is_descending<kMask>(tile) ? begin + end_block - 1 - i : i;
   };
 
   for (int number = first_tile<Spec>(params.tile_counter, num_tiles); number < num_tiles; own_parity ^= 1) {
@@ -210,25 +211,25 @@ __device__ __forceinline__ void produce_queries(const BackwardParams& params, co
     const int first_key = tile.index * Spec::kOwnRows;
     const int begin_block = query_blocks<Spec, kMask>(params, tile, first_key, first_key + 1).begin;
     const int first_head = tile.head * heads_per_kv;
-    const int draw_head = kMask == MaskKind::kCausal && !kHeadsInTurn ? first_head + heads_per_kv - 1 : first_head;
+    const int draw_head = kMask == MaskKind::kCausal && !kInterleavesHeads ? first_head + heads_per_kv - 1 : first_head;
     const int draw_block = kMask == MaskKind::kCausal ? maximum(begin_block, end_block - 1 - kDrawAhead) : begin_block;
     int head = first_head;
     int block = begin_block;
     bool own_is_loaded = false;
     statistics.fetch(params, first_statistic(params, tile, head), params.seq_q, block_at(tile, begin_block, block));
-    while (kHeadsInTurn ? block < end_block : head < first_head + heads_per_kv) {
+    while (kInterleavesHeads ? block < end_block : head < first_head + heads_per_kv) {
       if (is_first_lane) {
         if (block == draw_block && head == draw_head) {
           next_number = next_tile<Spec>(params.tile_counter, num_tiles, number);
         }
         const int row = block_at(tile, begin_block, block) * Spec::kStreamRows;
-        const DensePlace stream{head, tile.batch};
+        const DenseCoordinates stream{head, tile.batch};
         load_block<Spec>(shared, at, at, q_map, dout_map, row, stream, stream);
         if (!own_is_loaded) {
-          const DensePlace own_place{tile.head, tile.batch};
+          const DenseCoordinates own_at{tile.head, tile.batch};
 #pragma unroll
           for (int own = 0; own < Spec::kNumOwnTiles; ++own) {
-            load_own<Spec>(shared, k_map, v_map, own, own_parity, tile, own_place, own_place);
+            load_own<Spec>(shared, k_map, v_map, own, own_parity, tile, own_at, own_at);
           }
         }
       }
@@ -238,7 +239,7 @@ __device__ __forceinline__ void produce_queries(const BackwardParams& params, co
       statistics.store(shared.statistics(at.stage));
       ptx::mbarrier_arrive(shared.first_full(at.stage));
       at.advance();
-      if constexpr (kHeadsInTurn) {
+      if constexpr (kInterleavesHeads) {
         if (++head == first_head + heads_per_kv) {
           head = first_head;
           ++block;
@@ -247,7 +248,7 @@ __device__ __forceinline__ void produce_queries(const BackwardParams& params, co
         block = begin_block;
         ++head;
       }
-      if (kHeadsInTurn ? block < end_block : head < first_head + heads_per_kv) {
+      if (kInterleavesHeads ? block < end_block : head < first_head + heads_per_kv) {
         statistics.fetch(params, first_statistic(params, tile, head), params.seq_q, block_at(tile, begin_block, block));
       }
     }

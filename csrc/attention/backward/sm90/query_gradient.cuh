@@ -9,10 +9,11 @@
 // have work of this warpgroup all the time. dS is never stored: the accumulator layout is the operand layout.
 #pragma once
 
-#include "attention/backward/bent_scores.cuh"
-#include "attention/backward/sm90/band_producer.cuh"
+#include "attention/backward/score_mod.cuh"
+#include "attention/backward/sm90/varlen_producer.cuh"
 #include "attention/backward/sm90/producer.cuh"
 #include "attention/backward/sm90/products.cuh"
+#include "device/warp_roles.cuh"
 #include "ptx/register_control.cuh"
 
 namespace flashmoe {
@@ -23,7 +24,7 @@ namespace sm90 {
 // What a thread loads of its two rows before the first product.
 template <typename Spec>
 struct RowLoads {
-  static constexpr int kChunks = Spec::kHeadDim / 32;  // of 16 bytes, a lane and row
+  static constexpr int kChunks = Spec::kHeadDim / 32;  // of 16 bytes, per lane and row
   float lse[2];
   float dlse[2];
   uint32_t out[2][kChunks][4];
@@ -36,7 +37,7 @@ struct QueryGradientConsumer {
   using Element = typename Spec::Element;
   using RowLoads = sm90::RowLoads<Spec>;
   using Tile = MaskTile<kMask>;
-  static constexpr bool kIsBand = kMask == MaskKind::kRuntime;
+  static constexpr bool kIsVarlen = kMask == MaskKind::kRuntime;
 
   const BackwardParams& params;
   const SharedMemory<Spec> shared;
@@ -89,7 +90,7 @@ struct QueryGradientConsumer {
         const int column = 32 * i + lane % 4 * 8;
 #pragma unroll
         for (int w = 0; w < 4; ++w) loads.out[r][i][w] = loads.dout[r][i][w] = 0;
-        if (is_inside && column < (kIsBand ? params.head_dim_v : params.head_dim)) {
+        if (is_inside && column < (kIsVarlen ? params.head_dim_v : params.head_dim)) {
           ptx::ld_global_128(loads.out[r][i], out_gmem + 2 * column);
           ptx::ld_global_128(loads.dout[r][i], dout_gmem + 2 * column);
         }
@@ -152,26 +153,28 @@ struct QueryGradientConsumer {
       const int column = 8 * (i / 4) + i % 2;
       scores[i] = ptx::exp2_approx(ptx::fma_rn(scores[i], params.scale_log2, -lse_log2[r]));
       if constexpr (kScores == Scores::kMasked) {
-        const bool is_visible = column < visible[r].end && (!kIsBand || column >= visible[r].begin);
+        const bool is_visible = column < visible[r].end && (!kIsVarlen || column >= visible[r].begin);
         if (!is_visible) scores[i] = 0.0f;
       }
     }
   }
 
-  __device__ __forceinline__ MaskPlace mask_place(const Tile& tile, int block) const {
-    const ScoreOptions& band = params.score_options;
-    return MaskPlace(band, tile.batch, tile.head, band.mask_stride_row, band.mask_stride_key,
-                     first_row(tile) + ptx::warp_index() % 4 * 16 + ptx::lane_index() / 4, tile.extents.rows(),
-                     block * Spec::kStreamRows + ptx::lane_index() % 4 * 2, tile.extents.keys());
+  __device__ __forceinline__ MaskPointer mask_pointer(const Tile& tile, int block) const {
+    const ScoreOptions& options = params.score_options;
+    return MaskPointer(options, tile.batch, tile.head, options.mask_stride_row, options.mask_stride_key,
+                       first_row(tile) + ptx::warp_index() % 4 * 16 + ptx::lane_index() / 4, tile.extents.rows(),
+                       block * Spec::kStreamRows + ptx::lane_index() % 4 * 2, tile.extents.keys());
   }
 
-  __device__ __forceinline__ void issue_scores(float (&scores)[Product::kScores]) {
+  __device__ __forceinline__ void begin_scores(float (&scores)[Product::kScores]) {
     ptx::mbarrier_wait(shared.first_full(key.stage), key.parity);
-    Product::template issue_scores<false>(scores, shared.own_first(consumer), shared.first(key.stage));
+    issue_product<Element, Product::kSteps>(scores, shared.own_first(consumer).k_major(),
+                                            shared.first(key.stage).k_major());
   }
-  __device__ __forceinline__ void issue_gradients(float (&gradients)[Product::kScores]) {
+  __device__ __forceinline__ void begin_gradients(float (&gradients)[Product::kScores]) {
     wait_value();
-    Product::template issue_scores<false>(gradients, shared.own_second(consumer), shared.second(value.stage));
+    issue_product<Element, Product::kSteps>(gradients, shared.own_second(consumer).k_major(),
+                                            shared.second(value.stage).k_major());
   }
 
   // gradients: dP to dS.
@@ -189,8 +192,8 @@ struct QueryGradientConsumer {
                                        const RowLoads& loads, const Tile& tile, int block) {
     float scores[Product::kScores];
     float gradients[Product::kScores];  // dP, then dS
-    issue_scores(scores);
-    issue_gradients(gradients);
+    begin_scores(scores);
+    begin_gradients(gradients);
     if constexpr (kIsFirst) finish_rows(loads, tile);
 
     ptx::wgmma_wait<1>();  // S; and dQ of the block before
@@ -205,9 +208,9 @@ struct QueryGradientConsumer {
     ptx::wgmma_fence_operands(gradients);
     release_value();
     multiply(gradients, scores);
-    Product::pack_scores(packed, gradients);
+    pack_operand<Element>(packed, gradients);
     if constexpr (kIsFirst) Product::clear(dq);
-    Product::issue_output(dq, packed, shared.first(key.stage));
+    issue_product<Element, true>(dq, packed, shared.first(key.stage).mn_major());
     key.advance();
   }
 
@@ -221,22 +224,22 @@ struct QueryGradientConsumer {
     ptx::wgmma_wait<kIsFirst ? 1 : 2>();
     ptx::wgmma_fence_operands(scores);
     exponentials<kIsMasked ? Scores::kMasked : Scores::kPlain>(scores, tile, block);
-    const unsigned char* key_smem = shared.first(key.stage);
+    const typename Spec::StreamTile key_block = shared.first(key.stage);
     key.advance();
-    if constexpr (!kIsLast) issue_scores(next_scores);
+    if constexpr (!kIsLast) begin_scores(next_scores);
     ptx::wgmma_wait<kIsLast ? 0 : 1>();
     ptx::wgmma_fence_operands(gradients);
     if constexpr (!kIsFirst) release_key();
     release_value();
     multiply(gradients, scores);
-    Product::pack_scores(packed, gradients);
-    if constexpr (kIsFirst && !kIsBand) Product::clear(dq);
-    Product::issue_output(dq, packed, key_smem);
+    pack_operand<Element>(packed, gradients);
+    if constexpr (kIsFirst && !kIsVarlen) Product::clear(dq);
+    issue_product<Element, true>(dq, packed, key_block.mn_major());
     if constexpr (kIsLast) {
       ptx::wgmma_wait<0>();
       ptx::wgmma_fence_operands(dq);
     } else {
-      issue_gradients(gradients);
+      begin_gradients(gradients);
     }
   }
 
@@ -256,8 +259,8 @@ struct QueryGradientConsumer {
     float odd[Product::kScores];
     float gradients[Product::kScores];
     int block = own_end - 1;
-    issue_scores(even);
-    issue_gradients(gradients);
+    begin_scores(even);
+    begin_gradients(gradients);
     finish_rows(loads, tile);
     if (block == 0) return step_ahead<true, true, true>(dq, even, odd, gradients, packed, tile, block);
     step_ahead<true, true, false>(dq, even, odd, gradients, packed, tile, block--);
@@ -272,11 +275,11 @@ struct QueryGradientConsumer {
     step_ahead<false, false, true>(dq, odd, even, gradients, packed, tile, block);
   }
 
-  // The blocks from `block` down to `begin` of a band, none of which needs a mask, with lookahead: two or more, and not the tile's
+  // Varlen: the blocks from `block` down to `begin`, none of which needs a mask, with lookahead: two or more, and not the tile's
   // first. Nothing is in flight at either end; the last key is not released.
-  __device__ __forceinline__ void compute_band_ahead(const Tile& tile, int& block, int begin,
-                                                     float (&dq)[Product::kOutputs],
-                                                     uint32_t (&packed)[Product::kPacked]) {
+  __device__ __forceinline__ void compute_varlen_ahead(const Tile& tile, int& block, int begin,
+                                                       float (&dq)[Product::kOutputs],
+                                                       uint32_t (&packed)[Product::kPacked]) {
     float even[Product::kScores];
     float odd[Product::kScores];
     float gradients[Product::kScores];
@@ -286,8 +289,8 @@ struct QueryGradientConsumer {
                                                                        block--);
     };
     release_key();
-    issue_scores(even);
-    issue_gradients(gradients);
+    begin_scores(even);
+    begin_gradients(gradients);
     step(Yes{}, No{}, even, odd);
     while (block >= begin + 2) {
       step(No{}, No{}, odd, even);
@@ -298,11 +301,11 @@ struct QueryGradientConsumer {
     step(No{}, Yes{}, even, odd);
   }
 
-  // Of a band, with lookahead where no block needs a mask. A masked block ends with a wait: with its product in flight where
+  // Varlen, with lookahead where no block needs a mask. A masked block ends with a wait: with its product in flight where
   // loops meet, ptxas finds too few registers.
-  __device__ __forceinline__ void compute_band_blocks(const Tile& tile, const BlockRange& range, const RowLoads& loads,
-                                                      float (&dq)[Product::kOutputs],
-                                                      uint32_t (&packed)[Product::kPacked]) {
+  __device__ __forceinline__ void compute_varlen_blocks(const Tile& tile, const BlockRange& range,
+                                                        const RowLoads& loads, float (&dq)[Product::kOutputs],
+                                                        uint32_t (&packed)[Product::kPacked]) {
     const auto finish = [&dq] {
       ptx::wgmma_wait<0>();
       ptx::wgmma_fence_operands(dq);
@@ -313,17 +316,17 @@ struct QueryGradientConsumer {
       finish();
       --block;
       if (block < range.full_end && block > range.full_begin) {
-        compute_band_ahead(tile, block, range.full_begin, dq, packed);
+        compute_varlen_ahead(tile, block, range.full_begin, dq, packed);
       }
       if (block < range.begin) return;
       step<Scores::kMasked, false>(dq, packed, loads, tile, block);
     }
   }
 
-  // Of a band, block by block. Blocks without a mask have a loop of their own: in one with the others the compiler shares the
-  // ends of both, and sinks exponentials behind the wait for dP.
-  __device__ __forceinline__ void compute_band(const Tile& tile, const BlockRange& range, const RowLoads& loads,
-                                               float (&dq)[Product::kOutputs], uint32_t (&packed)[Product::kPacked]) {
+  // Varlen, block by block. Blocks without a mask have a loop of their own: in a common loop the compiler merges the ends of both, and
+  // sinks exponentials below the wait for dP.
+  __device__ __forceinline__ void compute_varlen(const Tile& tile, const BlockRange& range, const RowLoads& loads,
+                                                 float (&dq)[Product::kOutputs], uint32_t (&packed)[Product::kPacked]) {
     int block = range.end - 1;
     step<Scores::kMasked, true>(dq, packed, loads, tile, block--);
     while (block >= range.begin) {
@@ -334,32 +337,33 @@ struct QueryGradientConsumer {
     }
   }
 
-  // Of a band that bends scores.
-  __device__ __forceinline__ void compute_bent(const Tile& tile, const BlockRange& range, const RowLoads& loads,
-                                               float (&dq)[Product::kOutputs], uint32_t (&packed)[Product::kPacked]) {
+  // With score modification.
+  __device__ __forceinline__ void compute_with_score_mod(const Tile& tile, const BlockRange& range,
+                                                         const RowLoads& loads, float (&dq)[Product::kOutputs],
+                                                         uint32_t (&packed)[Product::kPacked]) {
     finish_rows(loads, tile);
     Product::clear(dq);
     for (int block = range.end - 1; block >= range.begin; --block) {
       float scores[Product::kScores];
       float gradients[Product::kScores];  // dP, then dS
       MaskValues<Spec> values;
-      load_mask<Spec>(values, params.score_options, [&] { return mask_place(tile, block); });
-      issue_scores(scores);
-      issue_gradients(gradients);
+      load_mask<Spec>(values, params.score_options, [&] { return mask_pointer(tile, block); });
+      begin_scores(scores);
+      begin_gradients(gradients);
       ptx::wgmma_wait<1>();  // S; and dQ of the block before
       ptx::wgmma_fence_operands(scores);
       if (block != range.end - 1) release_key();
       const bool is_plain =
           block < range.full_end && block >= range.full_begin && params.score_options.mask_type == MaskTensor::kNone;
-      weigh_bent<Spec, false>(
+      weigh_with_score_mod<Spec, false>(
           params, scores, packed, values, is_plain, [this](int i) { return lse_log2[i / 2 % 2]; },
           [&](KeyRange(&visible)[2]) { visible_columns(visible, tile, block); });
       ptx::wgmma_wait<0>();
       ptx::wgmma_fence_operands(gradients);
       release_value();
       multiply(gradients, scores);
-      Product::pack_scores(packed, gradients);
-      Product::issue_output(dq, packed, shared.first(key.stage));
+      pack_operand<Element>(packed, gradients);
+      issue_product<Element, true>(dq, packed, shared.first(key.stage).mn_major());
       key.advance();
     }
   }
@@ -375,13 +379,13 @@ struct QueryGradientConsumer {
   __device__ __forceinline__ void compute(const Tile& tile, const BlockRange& range, const RowLoads& loads,
                                           float (&dq)[Product::kOutputs]) {
     uint32_t packed[Product::kPacked];
-    if constexpr (kIsBand) {
-      if constexpr (Spec::kBendsScores) {
-        compute_bent(tile, range, loads, dq, packed);
+    if constexpr (kIsVarlen) {
+      if constexpr (Spec::kHasScoreMod) {
+        compute_with_score_mod(tile, range, loads, dq, packed);
       } else if constexpr (Spec::kLookahead) {
-        compute_band_blocks(tile, range, loads, dq, packed);
+        compute_varlen_blocks(tile, range, loads, dq, packed);
       } else {
-        compute_band(tile, range, loads, dq, packed);
+        compute_varlen(tile, range, loads, dq, packed);
       }
     } else if constexpr (Spec::kLookahead) {
       compute_ahead(tile, range.end, loads, dq, packed);
@@ -411,9 +415,9 @@ struct QueryGradientConsumer {
         ptx::mbarrier_wait(shared.own_full(consumer), parity);
         float dq[Product::kOutputs];
         compute(tile, range, loads, dq);
-        if constexpr (kIsBand) {
+        if constexpr (kIsVarlen) {
           const int begin =
-              read_tile<Tile>(shared.tile(consumer)).begin_block;  // again: no register holds it all the while
+              read_tile<Tile>(shared.tile(consumer)).begin_block;  // read again: no register holds it through the loop
           for (end = range.begin; end > begin; --end) skip_block();
         }
         // Hazard: dQ takes the place of Q while another warp of the warpgroup still multiplies with it.
@@ -423,7 +427,7 @@ struct QueryGradientConsumer {
         ptx::fence_proxy_async_shared();
         sync_consumer(consumer);
         if (is_storing_thread) {
-          const Tile done = kIsBand ? read_tile<Tile>(shared.tile(consumer)) : tile;
+          const Tile done = kIsVarlen ? read_tile<Tile>(shared.tile(consumer)) : tile;
           Product::store_global(dq_map, shared.own_first(consumer), first_row(done),
                                 rows_stored(params.sequence_rows.dq, done));
           ptx::tma_store_commit();
@@ -441,7 +445,7 @@ struct QueryGradientConsumer {
   }
 };
 
-template <typename Spec, MaskKind kMask>
+template <typename Spec, MaskKind kMask = MaskKind::kRuntime>
 __device__ __forceinline__ void query_gradient(const BackwardParams& params, const ptx::TensorMap& q_map,
                                                const ptx::TensorMap& k_map, const ptx::TensorMap& v_map,
                                                const ptx::TensorMap& dout_map, const ptx::TensorMap& dq_map) {
@@ -451,11 +455,7 @@ __device__ __forceinline__ void query_gradient(const BackwardParams& params, con
   const int warpgroup = warp / 4;
 
   if (warp == 0 && ptx::elect_one()) {
-    ptx::prefetch_tensor_map(&q_map);
-    ptx::prefetch_tensor_map(&k_map);
-    ptx::prefetch_tensor_map(&v_map);
-    ptx::prefetch_tensor_map(&dout_map);
-    ptx::prefetch_tensor_map(&dq_map);
+    prefetch_tensor_maps(&q_map, &k_map, &v_map, &dout_map, &dq_map);
     init_barriers(shared);
   }
   ptx::barrier_sync_block();
@@ -463,7 +463,7 @@ __device__ __forceinline__ void query_gradient(const BackwardParams& params, con
   if (warpgroup == 0) {
     ptx::setmaxnreg_dec<Spec::kProducerRegisters>();
     if constexpr (kMask == MaskKind::kRuntime) {
-      if (warp == 0) produce_band_keys<Spec>(params, shared, q_map, k_map, v_map, dout_map);
+      if (warp == 0) produce_varlen_keys<Spec>(params, shared, q_map, k_map, v_map, dout_map);
     } else {
       if (warp == 0 && ptx::elect_one()) produce_keys<Spec, kMask>(params, shared, q_map, k_map, v_map, dout_map);
     }
@@ -471,13 +471,6 @@ __device__ __forceinline__ void query_gradient(const BackwardParams& params, con
     ptx::setmaxnreg_inc<Spec::kConsumerRegisters>();
     QueryGradientConsumer<Spec, kMask>(params, shared, warpgroup - 1).run(dq_map);
   }
-}
-
-template <typename Spec>
-__device__ __forceinline__ void varlen_query_gradient(const BackwardParams& params, const ptx::TensorMap& q_map,
-                                                      const ptx::TensorMap& k_map, const ptx::TensorMap& v_map,
-                                                      const ptx::TensorMap& dout_map, const ptx::TensorMap& dq_map) {
-  query_gradient<Spec, MaskKind::kRuntime>(params, q_map, k_map, v_map, dout_map, dq_map);
 }
 
 }  // namespace sm90

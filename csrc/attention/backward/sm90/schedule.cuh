@@ -1,7 +1,7 @@
 // Which tile a block works on, and which blocks of the stream a tile sees.
 #pragma once
 
-#include "attention/backward/entries.cuh"
+#include "attention/backward/sequence_tiles.cuh"
 #include "attention/backward/sm90/spec.cuh"
 #include "attention/masks.cuh"
 #include "attention/params/backward.h"
@@ -19,18 +19,19 @@ struct Tile {
   int index;
   int head;
   int batch;
-  int downwards = 0;  // of tiles that take turns: queries from the last block to the first. 16 bytes in shared memory
+  int is_descending =
+      0;  // with an ordered reduction: queries from the last block to the first. 16 bytes in shared memory
 };
 
-// The same in batches that a Batch describes, with what the consumers need of the entry: they read no lengths. 48 bytes.
-struct BandTile {
+// A tile of a sequence, dense or ragged, with what the consumers need of the sequence: they read no lengths. 48 bytes.
+struct VarlenTile {
   int index;
   int head;
-  int batch;        // the entry
+  int batch;        // the sequence
   int begin_block;  // of the stream
-  EntryExtents extents;
+  SequenceExtents extents;
   int end_block;
-  int downwards = 0;  // as of a Tile
+  int is_descending = 0;  // as of a Tile
 };
 
 template <MaskKind kMask>
@@ -39,12 +40,12 @@ struct TileOfMask {
 };
 template <>
 struct TileOfMask<MaskKind::kRuntime> {
-  using Type = BandTile;
+  using Type = VarlenTile;
 };
 template <MaskKind kMask>
 using MaskTile = typename TileOfMask<kMask>::Type;
 
-// Of every batch entry, for the mask rule.
+// The lengths of every sequence of a dense batch, for the mask rule.
 struct Lengths {
   const BackwardParams& params;
 
@@ -53,12 +54,12 @@ struct Lengths {
 };
 
 __device__ __forceinline__ Lengths lengths_of(const BackwardParams& params, const Tile&) { return Lengths{params}; }
-__device__ __forceinline__ const EntryExtents& lengths_of(const BackwardParams&, const BandTile& tile) {
+__device__ __forceinline__ const SequenceExtents& lengths_of(const BackwardParams&, const VarlenTile& tile) {
   return tile.extents;
 }
 
-// Lengths alone, and where they lie in a BandTile: consumers read them where a block needs a mask, and keep no register.
-struct BandLengths {
+// Lengths alone, read from a VarlenTile in shared memory where a block needs a mask, so that consumers hold no register for them.
+struct VarlenLengths {
   int row_count;
   int key_count;
 
@@ -71,17 +72,17 @@ __device__ __forceinline__ auto lengths_in(const BackwardParams& params, const u
   if constexpr (kMask == MaskKind::kRuntime) {
     uint32_t words[2];
     ptx::ld_shared_64(words, tile_smem + 16);
-    return BandLengths{static_cast<int>(words[0]), static_cast<int>(words[1])};
+    return VarlenLengths{static_cast<int>(words[0]), static_cast<int>(words[1])};
   } else {
     return Lengths{params};
   }
 }
 
-// Rows and keys of a tile's entry that have a gradient: as many as the tensors hold.
+// Rows and keys of a tile's sequence that have a gradient: as many as the tensors hold.
 __device__ __forceinline__ int row_room(const BackwardParams& params, const Tile&) { return params.seq_q; }
-__device__ __forceinline__ int row_room(const BackwardParams&, const BandTile& tile) { return tile.extents.row_room; }
+__device__ __forceinline__ int row_room(const BackwardParams&, const VarlenTile& tile) { return tile.extents.row_room; }
 __device__ __forceinline__ int key_room(const BackwardParams& params, const Tile&) { return params.seq_k; }
-__device__ __forceinline__ int key_room(const BackwardParams&, const BandTile& tile) { return tile.extents.key_room; }
+__device__ __forceinline__ int key_room(const BackwardParams&, const VarlenTile& tile) { return tile.extents.key_room; }
 
 // Keys visible to query `row`.
 template <MaskKind kMask, typename LengthsType>
@@ -143,41 +144,41 @@ __device__ __forceinline__ BlockRange query_blocks(const BackwardParams& params,
   return BlockRange{begin, minimum(full_begin, end), maximum(begin, full_end), maximum(begin, end)};
 }
 
-// The blocks that some row or key of a tile sees: a BandTile says it.
+// The blocks that some row or key of a tile sees: a VarlenTile says it.
 template <typename Compute>
 __device__ __forceinline__ BlockRange tile_blocks(const Tile&, Compute compute) {
   return compute();
 }
 template <typename Compute>
-__device__ __forceinline__ BlockRange tile_blocks(const BandTile& tile, Compute) {
+__device__ __forceinline__ BlockRange tile_blocks(const VarlenTile& tile, Compute) {
   return BlockRange{tile.begin_block, 0, 0, tile.end_block};
 }
 
-// The first row of query head `head` of a tile's entry, among all rows of the log-sum-exp and of row_dot.
+// The first row of query head `head` of a tile's sequence, among all rows of the log-sum-exp and of row_dot.
 __device__ __forceinline__ int64_t first_statistic(const BackwardParams& params, const Tile& tile, int head) {
   return (static_cast<int64_t>(tile.batch) * params.heads_q + head) * params.seq_q;
 }
-__device__ __forceinline__ int64_t first_statistic(const BackwardParams& params, const BandTile& tile, int head) {
+__device__ __forceinline__ int64_t first_statistic(const BackwardParams& params, const VarlenTile& tile, int head) {
   return statistics_row(params, tile.batch, head, tile.extents.first_row);
 }
 
-// Elements from the start of a tensor to the first row of `head` of a tile's entry.
+// Elements from the start of a tensor to the first row of `head` of a tile's sequence.
 __device__ __forceinline__ int64_t row_offset(const Strides& stride, const Tile& tile, int head) {
   return tile.batch * stride.batch + head * stride.head;
 }
-__device__ __forceinline__ int64_t row_offset(const Strides& stride, const BandTile& tile, int head) {
+__device__ __forceinline__ int64_t row_offset(const Strides& stride, const VarlenTile& tile, int head) {
   return tile.batch * stride.batch + head * stride.head + tile.extents.first_row * stride.row;
 }
 
 // How the tiles of a launch are numbered.
 //   kDescending   a causal tile is the longer, the larger its index (dq), or the smaller (dk and dv)
 // Full: the tiles of a head one after another, so that blocks at work share the head's stream. Causal: sections of heads
-// whose streams together fit the second-level cache; inside a section the longest tiles of all heads first, so that short
+// whose streams together fit the L2 cache; inside a section the longest tiles of all heads first, so that short
 // ones fill the end.
 template <typename Spec, MaskKind kMask, bool kDescending>
 struct Schedule {
   int tiles_per_head;
-  int heads;  // of one batch entry
+  int heads;  // per sequence
   int all_heads;
   int section_heads;
 
@@ -194,7 +195,7 @@ struct Schedule {
   __device__ __forceinline__ int num_tiles() const { return tiles_per_head * all_heads; }
 
   __device__ __forceinline__ Tile tile(int number) const {
-    int index, head;  // head over all batch entries
+    int index, head;  // head over all sequences
     if constexpr (kMask == MaskKind::kFull) {
       head = number / tiles_per_head;
       index = number - head * tiles_per_head;
@@ -212,22 +213,22 @@ struct Schedule {
 };
 
 template <MaskKind kMask>
-__device__ __forceinline__ bool goes_down(const Tile& tile) {
-  return kMask == MaskKind::kCausal && tile.downwards != 0;
+__device__ __forceinline__ bool is_descending(const Tile& tile) {
+  return kMask == MaskKind::kCausal && tile.is_descending != 0;
 }
 template <MaskKind kMask>
-__device__ __forceinline__ bool goes_down(const BandTile& tile) {
-  return tile.downwards != 0;
+__device__ __forceinline__ bool is_descending(const VarlenTile& tile) {
+  return tile.is_descending != 0;
 }
 
 // The tiles of keys.
-template <typename Spec, MaskKind kMask, bool kTakesTurns>
+template <typename Spec, MaskKind kMask, bool kOrdersReduction>
 struct KeySchedule : Schedule<Spec, kMask, false> {
   using Schedule<Spec, kMask, false>::Schedule;
 };
 
-// Those that take turns: see fused.cuh for the orders. Neighbours are of different heads where they can be, as under a causal mask, so that
-// few wait; but of so few heads that Q, dO and the sums of dq stay in the second-level cache. Measured: 12 MB of Q and dO, 16 of long
+// With an ordered reduction: see fused.cuh for the orders. Neighbours are of different heads where they can be, as under a causal mask, so that
+// few wait; but of so few heads that Q, dO and the partials of dq stay in the L2 cache. Measured: 12 MB of Q and dO, 16 of long
 // sequences; at head dim 128 without a mask sections of kSectionHeads, and of half as many key heads where query heads share them.
 template <typename Spec, MaskKind kMask>
 struct KeySchedule<Spec, kMask, true> {
@@ -240,28 +241,28 @@ struct KeySchedule<Spec, kMask, true> {
 
   __device__ __forceinline__ Tile tile(int number) const {
     constexpr bool kIsCausal = kMask == MaskKind::kCausal;
-    const int heads = ptx::recompute(params.heads_kv);  // and all that follows: nothing is kept from tile to tile
+    const int heads = ptx::recompute(params.heads_kv);  // and all that follows: no register lives from tile to tile
     const int tiles = ceil_div(ptx::recompute(params.seq_k), Spec::kOwnRows);
     const int all_heads = heads * params.batch;
     const int seq_q = ptx::recompute(params.seq_q);
-    const bool all_downwards = kIsCausal && params.heads_q > heads;
-    int section_heads = all_downwards ? Spec::kSectionHeads / 2 : Spec::kSectionHeads;
-    if (!Spec::kIsWide || (kIsCausal && !all_downwards)) {
+    const bool all_descending = kIsCausal && params.heads_q > heads;
+    int section_heads = all_descending ? Spec::kSectionHeads / 2 : Spec::kSectionHeads;
+    if (!Spec::kIsWide || (kIsCausal && !all_descending)) {
       const int section_rows = ((seq_q < 8192 ? 12 : 16) << 20) / (4 * Spec::kHeadDim);
       section_heads = section_rows / maximum(1, params.heads_q / heads * seq_q);
     }
-    if (kIsCausal && !all_downwards) section_heads = minimum(section_heads, all_heads / 2);
+    if (kIsCausal && !all_descending) section_heads = minimum(section_heads, all_heads / 2);
     section_heads = maximum(1, minimum(section_heads, all_heads));
     const int last_section = all_heads / section_heads - 1;  // it takes the heads that are left, too
     const int section = minimum(number / (section_heads * tiles), last_section);
     const int first_head = section * section_heads;
     if (section == last_section) section_heads = all_heads - first_head;
     const int rest = number - first_head * tiles;
-    const int place = rest / section_heads;
-    const int head = first_head + rest - place * section_heads;
+    const int position = rest / section_heads;
+    const int head = first_head + rest - position * section_heads;
     const int batch = head / heads;
-    const bool downwards = all_downwards || (kIsCausal && section == last_section);
-    return Tile{downwards ? place : tiles - 1 - place, head - batch * heads, batch, downwards};
+    const bool is_descending = all_descending || (kIsCausal && section == last_section);
+    return Tile{is_descending ? position : tiles - 1 - position, head - batch * heads, batch, is_descending};
   }
 };
 

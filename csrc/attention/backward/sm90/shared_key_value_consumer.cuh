@@ -11,19 +11,22 @@ namespace attention {
 namespace backward {
 namespace sm90 {
 
-// Named barriers of both warpgroups, 256 threads: P^T is there; P^T has been read.
-constexpr int kProbabilitiesFull = 8;
-constexpr int kProbabilitiesEmpty = 9;
+// Named barriers of both warpgroups, 256 threads, besides their own (device/named_barriers.cuh).
+enum class SharedBarrier : int {
+  kProbabilitiesFull = 8,   // hazard: P^T is read before the other warpgroup has written it
+  kProbabilitiesEmpty = 9,  // hazard: P^T is overwritten while the other warpgroup still reads the last block's
+};
 
 // What both warpgroups do: the order of tiles, heads and blocks, and the way out. `Derived` computes the gradient:
-//   step<kScores>(output, packed, place)   one block; may leave its last product under way
+//   step<kScores>(output, packed, coordinates)   one block; may leave its last product under way
 //   finish(output)                           waits for that, and releases what it reads
 template <typename Spec, MaskKind kMask, typename Derived>
 struct SharedConsumer {
   using Product = Products<Spec>;
+  using Element = typename Spec::Element;
   using Tile = MaskTile<kMask>;
-  using Place = BlockPlace;
-  static constexpr bool kIsBand = kMask == MaskKind::kRuntime;
+  using Coordinates = BlockCoordinates;
+  static constexpr bool kIsVarlen = kMask == MaskKind::kRuntime;
 
   const BackwardParams& params;
   const SharedMemory<Spec> shared;
@@ -35,8 +38,8 @@ struct SharedConsumer {
       : params(params_), shared(shared_) {}
 
   // sequence_rows: of the gradient.
-  __device__ __forceinline__ void run_tiles(const ptx::TensorMap& map, int sequence_rows, unsigned char* output_smem,
-                                            int consumer, float factor) {
+  __device__ __forceinline__ void run_tiles(const ptx::TensorMap& map, int sequence_rows,
+                                            const typename Spec::OwnTile& output_tile, int consumer, float factor) {
     Derived& derived = static_cast<Derived&>(*this);
     const bool is_storing_thread = ptx::thread_index() % 128 == 0;
     const int heads = params.heads_q / params.heads_kv;
@@ -51,32 +54,32 @@ struct SharedConsumer {
       uint32_t packed[Product::kPacked];
       Product::clear(output);
       for (int head = 0; head < heads; ++head) {
-        Place place{shared.tile(0), tile.head * heads + head, first_key, range.begin};
-        int& block = place.block;
-        if constexpr (kIsBand) {
+        Coordinates coordinates{shared.tile(0), tile.head * heads + head, first_key, range.begin};
+        int& block = coordinates.block;
+        if constexpr (kIsVarlen) {
           while (block < range.end) {
             for (; block >= range.full_begin && block < range.full_end; ++block) {
-              derived.template step<Scores::kPlain>(output, packed, place);
+              derived.template step<Scores::kPlain>(output, packed, coordinates);
             }
             if (block < range.end) {
-              derived.template step<Scores::kMasked>(output, packed, place);
+              derived.template step<Scores::kMasked>(output, packed, coordinates);
               ++block;
             }
           }
         } else {
-          for (; block < range.full_begin; ++block) derived.template step<Scores::kMasked>(output, packed, place);
-          for (; block < range.end; ++block) derived.template step<Scores::kPlain>(output, packed, place);
+          for (; block < range.full_begin; ++block) derived.template step<Scores::kMasked>(output, packed, coordinates);
+          for (; block < range.end; ++block) derived.template step<Scores::kPlain>(output, packed, coordinates);
         }
       }
       derived.finish(output);
       // Hazard: the gradient takes the place of K or V while another warp of the warpgroup still multiplies with it.
       sync_consumer(consumer);
-      Product::store_shared(output_smem, output, factor);
+      Product::store_shared(output_tile, output, factor);
       // Hazard: the copy engine reads before all 64 rows are written and visible to it.
       ptx::fence_proxy_async_shared();
       sync_consumer(consumer);
       if (is_storing_thread) {
-        Product::store_global(map, output_smem, first_key, keys_stored(sequence_rows, tile));
+        Product::store_global(map, output_tile, first_key, keys_stored(sequence_rows, tile));
         ptx::tma_store_commit();
         // Hazard: the next tile's K or V overwrites the gradient while the store still reads it.
         ptx::tma_store_wait_read<0>();
@@ -90,8 +93,9 @@ template <typename Spec, MaskKind kMask>
 struct ValueGradientConsumer : SharedConsumer<Spec, kMask, ValueGradientConsumer<Spec, kMask>> {
   using Base = SharedConsumer<Spec, kMask, ValueGradientConsumer>;
   using Product = Products<Spec>;
+  using Element = typename Spec::Element;
   using Base::at, Base::used, Base::has_used, Base::params, Base::shared;
-  using typename Base::Place;
+  using typename Base::Coordinates;
 
   __device__ __forceinline__ ValueGradientConsumer(const BackwardParams& params_, const SharedMemory<Spec>& shared_)
       : Base(params_, shared_) {}
@@ -103,48 +107,47 @@ struct ValueGradientConsumer : SharedConsumer<Spec, kMask, ValueGradientConsumer
     }
   }
 
-  // Of a band that bends scores the other warpgroup gets P^T times the derivative: it needs no more.
+  // With score modification the other warpgroup gets P^T times the derivative: it needs no more.
   template <Scores kScores>
   __device__ __forceinline__ void step(float (&dv)[Product::kOutputs], uint32_t (&packed)[Product::kPacked],
-                                       const Place& place) {
+                                       const Coordinates& coordinates) {
     float scores[Product::kScores];
     ptx::mbarrier_wait(shared.first_full(at.stage), at.parity);
     float lse_log2[Product::kColumns];
     load_columns<Spec>(lse_log2, shared.statistics(at.stage));
-    Product::template issue_scores<false>(scores, shared.own_first(0), shared.first(at.stage));
+    issue_product<Element, Product::kSteps>(scores, shared.own_first(0).k_major(), shared.first(at.stage).k_major());
     ptx::wgmma_wait<0>();  // S^T; and dV of the block before
     ptx::wgmma_fence_operands(scores);
     release_used();
     has_used = true;
     uint32_t handed_on[Product::kPacked];
-    if constexpr (Spec::kBendsScores) {
+    if constexpr (Spec::kHasScoreMod) {
       MaskValues<Spec> values;
-      load_mask<Spec>(values, params.score_options, [&] { return mask_place<Spec>(params, place); });
-      weigh_band<Spec>(params, scores, packed, values, lse_log2, place, kScores == Scores::kPlain);
+      load_mask<Spec>(values, params.score_options, [&] { return mask_pointer<Spec>(params, coordinates); });
+      weigh_varlen<Spec>(params, scores, packed, values, lse_log2, coordinates, kScores == Scores::kPlain);
     } else {
-      exponentials<Spec, kMask, kScores == Scores::kMasked>(params, scores, lse_log2, place);
+      exponentials<Spec, kMask, kScores == Scores::kMasked>(params, scores, lse_log2, coordinates);
     }
     release(shared.first_empty(at.stage));
-    if constexpr (Spec::kBendsScores) {
-      Product::pack_scores(handed_on, scores);
+    if constexpr (Spec::kHasScoreMod) {
+      pack_operand<Element>(handed_on, scores);
     } else {
-      Product::pack_scores(packed, scores);
+      pack_operand<Element>(packed, scores);
 #pragma unroll
       for (int i = 0; i < Product::kPacked; ++i) handed_on[i] = packed[i];
     }
 
-    // Hazard: the other warpgroup still reads the last block's P^T.
-    ptx::named_barrier_sync(kProbabilitiesEmpty, 256);
+    ptx::named_barrier_sync(barrier_id(SharedBarrier::kProbabilitiesEmpty), 256);
     unsigned char* mine = shared.probabilities() + ptx::thread_index() % 128 * 16;
 #pragma unroll
     for (int i = 0; i < Product::kPacked / 4; ++i) {
       const uint32_t words[4] = {handed_on[4 * i], handed_on[4 * i + 1], handed_on[4 * i + 2], handed_on[4 * i + 3]};
       ptx::st_shared_128(mine + i * 2048, words);
     }
-    ptx::named_barrier_arrive(kProbabilitiesFull, 256);
+    ptx::named_barrier_arrive(barrier_id(SharedBarrier::kProbabilitiesFull), 256);
 
     ptx::mbarrier_wait(shared.second_full(at.stage), at.parity);
-    Product::issue_output(dv, packed, shared.second(at.stage));
+    issue_product<Element, true>(dv, packed, shared.second(at.stage).mn_major());
     at.advance();
   }
 
@@ -157,7 +160,7 @@ struct ValueGradientConsumer : SharedConsumer<Spec, kMask, ValueGradientConsumer
 
   __device__ __forceinline__ void run(const ptx::TensorMap& dv_map) {
     Base::run_tiles(dv_map, params.sequence_rows.dv, shared.own_first(0), 0, 1.0f);
-    ptx::named_barrier_sync(kProbabilitiesEmpty, 256);  // the arrival that is left over
+    ptx::named_barrier_sync(barrier_id(SharedBarrier::kProbabilitiesEmpty), 256);  // the arrival that is left over
   }
 };
 
@@ -167,7 +170,7 @@ struct KeyGradientConsumer : SharedConsumer<Spec, kMask, KeyGradientConsumer<Spe
   using Product = Products<Spec>;
   using Element = typename Spec::Element;
   using Base::at, Base::used, Base::has_used, Base::params, Base::shared;
-  using typename Base::Place;
+  using typename Base::Coordinates;
 
   __device__ __forceinline__ KeyGradientConsumer(const BackwardParams& params_, const SharedMemory<Spec>& shared_)
       : Base(params_, shared_) {}
@@ -181,21 +184,21 @@ struct KeyGradientConsumer : SharedConsumer<Spec, kMask, KeyGradientConsumer<Spe
 
   template <Scores kScores>
   __device__ __forceinline__ void step(float (&dk)[Product::kOutputs], uint32_t (&packed)[Product::kPacked],
-                                       const Place&) {
+                                       const Coordinates&) {
     float gradients[Product::kScores];                           // dP^T, then dS^T
     ptx::mbarrier_wait(shared.first_full(at.stage), at.parity);  // for row_dot, and Q below
     float row_dot[Product::kColumns];
     load_columns<Spec>(row_dot, shared.statistics(at.stage) + Spec::kStreamRows * 4);
     ptx::mbarrier_wait(shared.second_full(at.stage), at.parity);
-    Product::template issue_scores<false>(gradients, shared.own_second(0), shared.second(at.stage));
+    issue_product<Element, Product::kSteps>(gradients, shared.own_second(0).k_major(),
+                                            shared.second(at.stage).k_major());
     ptx::wgmma_wait<0>();  // dP^T; and dK of the block before
     ptx::wgmma_fence_operands(gradients);
     release_used();
     has_used = true;
     release(shared.second_empty(at.stage));
 
-    // Hazard: P^T is read before the other warpgroup has written it.
-    ptx::named_barrier_sync(kProbabilitiesFull, 256);
+    ptx::named_barrier_sync(barrier_id(SharedBarrier::kProbabilitiesFull), 256);
     const unsigned char* mine = shared.probabilities() + ptx::thread_index() % 128 * 16;
     uint32_t p[Product::kPacked / 4][4];
 #pragma unroll
@@ -207,8 +210,8 @@ struct KeyGradientConsumer : SharedConsumer<Spec, kMask, KeyGradientConsumer<Spe
       packed[i] = pack<Element>(probability.x * (gradients[2 * i] - row_dot[column]),
                                 probability.y * (gradients[2 * i + 1] - row_dot[column + 1]));
     }
-    ptx::named_barrier_arrive(kProbabilitiesEmpty, 256);
-    Product::issue_output(dk, packed, shared.first(at.stage));
+    ptx::named_barrier_arrive(barrier_id(SharedBarrier::kProbabilitiesEmpty), 256);
+    issue_product<Element, true>(dk, packed, shared.first(at.stage).mn_major());
     at.advance();
   }
 
@@ -220,7 +223,7 @@ struct KeyGradientConsumer : SharedConsumer<Spec, kMask, KeyGradientConsumer<Spe
   }
 
   __device__ __forceinline__ void run(const ptx::TensorMap& dk_map) {
-    ptx::named_barrier_arrive(kProbabilitiesEmpty, 256);  // nothing to read yet
+    ptx::named_barrier_arrive(barrier_id(SharedBarrier::kProbabilitiesEmpty), 256);  // nothing to read yet
     Base::run_tiles(dk_map, params.sequence_rows.dk, shared.own_second(0), 1, params.scale);
   }
 };

@@ -11,6 +11,7 @@
 
 #include "attention/params/backward.h"
 #include "device/ring.cuh"
+#include "device/shared_tile.cuh"
 #include "ptx/mbarrier.cuh"
 
 namespace flashmoe {
@@ -24,13 +25,12 @@ namespace sm90 {
 //   kFirstStages     blocks of the first stream tensor in shared memory
 //   kSecondStages    blocks of the second
 //   kHasStatistics   the log-sum-exp and row_dot of each row of the stream are streamed too
-//   kIsPaired        the two tensors of a block come and go together, under the barriers of the first: a wait and an
-//                    arrival less a block
+//   kIsPaired        the two tensors of a block share the barriers of the first: one wait and one arrival fewer per block
 //   kSharesRows      two warpgroups own the same 64 rows: one computes P and dv, the other dP and dk
-//   kIsBand          of MaskKind::kRuntime: a tile carries its entry's extents
-//   kBendsScores     of a band: a softcap or a mask tensor comes before the softmax
+//   kIsVarlen          of MaskKind::kRuntime: a tile carries its sequence's extents
+//   kHasScoreMod     varlen: a softcap or a mask tensor comes before the softmax
 template <typename Element_, int kHeadDim_, int kOwnRows_, int kStreamRows_, int kFirstStages_, int kSecondStages_,
-          int kNumWarps_, bool kHasStatistics_, bool kSharesRows_, bool kIsPaired_, bool kIsBand_, bool kBendsScores_>
+          int kNumWarps_, bool kHasStatistics_, bool kSharesRows_, bool kIsPaired_, bool kIsVarlen_, bool kHasScoreMod_>
 struct TileSpec {
   using Element = Element_;
   static constexpr int kHeadDim = kHeadDim_;
@@ -42,20 +42,21 @@ struct TileSpec {
   static constexpr bool kHasStatistics = kHasStatistics_;
   static constexpr bool kSharesRows = kSharesRows_;
   static constexpr bool kIsPaired = kIsPaired_;
-  static constexpr bool kIsBand = kIsBand_;
-  static constexpr bool kBendsScores = kBendsScores_;
+  static constexpr bool kIsVarlen = kIsVarlen_;
+  static constexpr bool kHasScoreMod = kHasScoreMod_;
   static constexpr bool kServesPlain = false;
-  static constexpr bool kTakesTurns = false;  // tiles of a head wait for each other: see fused.cuh
+  static constexpr bool kOrdersReduction = false;  // tiles of a head add to dq in a fixed order: see fused.cuh
   static constexpr int kTileReaders =
-      kIsBand_ && kHasStatistics_ ? 2 : 0;  // warps beside the consumers that read the first own tile's record
+      kIsVarlen_ && kHasStatistics_ ? 2 : 0;  // warps beside the consumers that read the first own tile's record
 
   static constexpr int kNumOwnTiles = kOwnRows / 64;
   static constexpr int kNumConsumers = kSharesRows ? 2 : kNumOwnTiles;
   static constexpr int kConsumersPerTile = kNumConsumers / kNumOwnTiles;
   static constexpr int kNumThreads = kNumWarps * 32;
-  static constexpr int kNumSlabs = kHeadDim / 64;  // 64 columns, 128 bytes: the width of the swizzle
+  using OwnTile = SharedTile<64, kHeadDim>;              // a warpgroup's rows of one tensor
+  using StreamTile = SharedTile<kStreamRows, kHeadDim>;  // one block of one tensor
 
-  static_assert(kHeadDim % 64 == 0 && kHeadDim <= 256, "a tile is cut into 64-column slabs, and wgmma takes N <= 256");
+  static_assert(kHeadDim <= 256, "wgmma takes N <= 256");
   static_assert(kOwnRows % 64 == 0 && kNumConsumers >= 2 && kNumConsumers <= 3, "a warpgroup owns 64 rows");
   static_assert(!kSharesRows || kOwnRows == 64, "two warpgroups that share their rows");
   static_assert(kStreamRows % 16 == 0 && kStreamRows <= 256, "k of a product is 16, and a box has at most 256 rows");
@@ -66,31 +67,30 @@ struct TileSpec {
 
   // A consumer that computes dk and dv of 128 columns, or of 64 with lookahead, or dq of 256, takes all registers that there are.
   static constexpr bool kIsFull =
-      kHasStatistics ? !kSharesRows && (kHeadDim == 128 || !kBendsScores) && kStreamRows == 64 : kHeadDim == 256;
-  // Registers a thread, multiples of 8; 128 * (producer + consumers * consumer) <= 65536, and what a launch of as many threads
-  // gets.
-  static constexpr int kProducerRegisters = kNumConsumers == 3 ? (kIsBand ? 56 : 32) : kIsBand && !kIsFull ? 56 : 24;
-  static constexpr int kConsumerRegisters = kNumConsumers == 3    ? (kIsBand ? 152 : 160)
-                                            : kIsBand && !kIsFull ? 224
-                                                                  : 240;
+      kHasStatistics ? !kSharesRows && (kHeadDim == 128 || !kHasScoreMod) && kStreamRows == 64 : kHeadDim == 256;
+  // Registers per thread, multiples of 8; 128 * (producer + consumers * consumer) <= 65536, and at most what a launch of as many
+  // threads gets.
+  static constexpr int kProducerRegisters = kNumConsumers == 3      ? (kIsVarlen ? 56 : 32)
+                                            : kIsVarlen && !kIsFull ? 56
+                                                                    : 24;
+  static constexpr int kConsumerRegisters = kNumConsumers == 3      ? (kIsVarlen ? 152 : 160)
+                                            : kIsVarlen && !kIsFull ? 224
+                                                                    : 240;
 
-  // Bytes. Every slab starts at a multiple of 1024, the period of the 128-byte swizzle.
-  static constexpr int kOwnSlabBytes = 64 * 128;
-  static constexpr int kOwnBytes = kNumSlabs * kOwnSlabBytes;  // 64 rows of one tensor
-  static constexpr int kStreamSlabBytes = kStreamRows * 128;
-  static constexpr int kStreamBytes = kNumSlabs * kStreamSlabBytes;                  // one block of one tensor
+  // Bytes.
+  static constexpr int kOwnBytes = OwnTile::kBytes;
+  static constexpr int kStreamBytes = StreamTile::kBytes;
   static constexpr int kStatisticsBytes = kHasStatistics ? 2 * kStreamRows * 4 : 0;  // of one block
   static constexpr int kProbabilityBytes =
       kSharesRows ? 64 * kStreamRows * 2 : 0;  // P, from one warpgroup to the other
-  static_assert(kStreamSlabBytes % 1024 == 0, "slabs are 1024-byte aligned: a block has a multiple of 8 rows");
 
   static constexpr int kOwnOffset = 0;
   static constexpr int kFirstOffset = kOwnOffset + 2 * kNumOwnTiles * kOwnBytes;
   static constexpr int kSecondOffset = kFirstOffset + kFirstStages * kStreamBytes;
   static constexpr int kProbabilityOffset = kSecondOffset + kSecondStages * kStreamBytes;
   static constexpr int kStatisticsOffset = kProbabilityOffset + kProbabilityBytes;
-  static constexpr int kTileBytes = kIsBand ? 48 : 16;                       // Tile, BandTile
-  static constexpr int kProducerBytes = kIsBand ? kTileBytes + 32 * 16 : 0;  // what its producer puts down
+  static constexpr int kTileBytes = kIsVarlen ? 48 : 16;                       // Tile, VarlenTile
+  static constexpr int kProducerBytes = kIsVarlen ? kTileBytes + 32 * 16 : 0;  // the producer's own notes
   static constexpr int kTileOffset = kStatisticsOffset + kFirstStages * kStatisticsBytes;
   static constexpr int kBarrierOffset = kTileOffset + kNumOwnTiles * kTileBytes + kProducerBytes;
   static constexpr int kNumBarriers = 3 * kNumOwnTiles + 2 * (kFirstStages + (kIsPaired ? 0 : kSecondStages));
@@ -101,9 +101,9 @@ struct TileSpec {
 // A tile of kBlockM rows of Q; blocks of kBlockN keys. kNumStages blocks of K, kValueStages of V.
 //   kLookahead_   the next block's scores are issued before this block's dS is computed: registers for another 64 x kBlockN
 template <typename Element, int kHeadDim, int kBlockM, int kBlockN, int kNumStages, int kNumWarps, int kValueStages,
-          int kLookahead_, bool kIsBand_ = false, bool kBendsScores_ = false>
+          int kLookahead_, bool kIsVarlen_ = false, bool kHasScoreMod_ = false>
 struct QueryGradientSpec : TileSpec<Element, kHeadDim, kBlockM, kBlockN, kNumStages, kValueStages, kNumWarps, false,
-                                    false, kLookahead_ == 0 && kNumStages == kValueStages, kIsBand_, kBendsScores_> {
+                                    false, kLookahead_ == 0 && kNumStages == kValueStages, kIsVarlen_, kHasScoreMod_> {
   static constexpr bool kLookahead = kLookahead_ != 0;
   static_assert(!kLookahead || (kNumStages >= 3 && kValueStages >= 2), "K of three blocks is in use at a time");
   static_assert(!kLookahead || kBlockN >= 64, "of a warpgroup's blocks at most two need a mask");
@@ -114,9 +114,9 @@ struct QueryGradientSpec : TileSpec<Element, kHeadDim, kBlockM, kBlockN, kNumSta
 //   kStartsFromRowDot_   dP starts from -row_dot, and dS = P dP. Head dim 128: causal 5% to 7% faster, full 2% slower;
 //                        head dim 64: up to 4% slower
 template <typename Element, int kHeadDim, int kBlockM, int kBlockN, int kNumStages, int kNumWarps, int kLookahead_,
-          int kStartsFromRowDot_, bool kIsBand_ = false, bool kBendsScores_ = false>
+          int kStartsFromRowDot_, bool kIsVarlen_ = false, bool kHasScoreMod_ = false>
 struct KeyValueGradientSpec : TileSpec<Element, kHeadDim, kBlockN, kBlockM, kNumStages, kNumStages, kNumWarps, true,
-                                       kBlockN == 64, kBlockN != 64, kIsBand_, kBendsScores_> {
+                                       kBlockN == 64, kBlockN != 64, kIsVarlen_, kHasScoreMod_> {
   static constexpr bool kLookahead = kLookahead_ != 0;
   static constexpr bool kStartsFromRowDot = kStartsFromRowDot_ != 0;
   static_assert(!kStartsFromRowDot || (!kLookahead && kBlockN > 64), "no gain was found there");
@@ -124,7 +124,7 @@ struct KeyValueGradientSpec : TileSpec<Element, kHeadDim, kBlockN, kBlockM, kNum
   static_assert(!kLookahead || (kNumStages >= 3 && kBlockM >= 64 && kBlockN > 64), "as above");
 };
 
-// For MaskKind::kRuntime. kScores 1: kBendsScores.
+// For MaskKind::kRuntime. kScores 1: kHasScoreMod.
 template <typename Element, int kHeadDim, int kBlockM, int kBlockN, int kNumStages, int kNumWarps, int kValueStages,
           int kLookahead, int kScores>
 using VarlenQueryGradientSpec = QueryGradientSpec<Element, kHeadDim, kBlockM, kBlockN, kNumStages, kNumWarps,
@@ -136,7 +136,7 @@ using VarlenKeyValueGradientSpec = KeyValueGradientSpec<Element, kHeadDim, kBloc
 
 // Where row `row` of a block lies among its statistics: a lane's four columns of 16, 2t, 2t + 1, 2t + 8 and 2t + 9 with
 // t = lane % 4, side by side for one 16-byte load.
-__device__ __forceinline__ int statistics_place(int row) {
+__device__ __forceinline__ int statistics_index(int row) {
   return row / 16 * 16 + row % 8 / 2 * 4 + row % 16 / 8 * 2 + row % 2;
 }
 
@@ -145,31 +145,31 @@ template <typename Spec>
 struct SharedMemory {
   unsigned char* base;
 
-  // [kNumSlabs][64 rows][64 columns], swizzled.
-  __device__ __forceinline__ unsigned char* own_first(int tile) const {
-    return base + Spec::kOwnOffset + 2 * tile * Spec::kOwnBytes;
+  __device__ __forceinline__ typename Spec::OwnTile own_first(int tile) const {
+    return {base + Spec::kOwnOffset + 2 * tile * Spec::kOwnBytes};
   }
-  __device__ __forceinline__ unsigned char* own_second(int tile) const { return own_first(tile) + Spec::kOwnBytes; }
-  // [kNumSlabs][kStreamRows][64 columns], swizzled.
-  __device__ __forceinline__ unsigned char* first(int stage) const {
-    return base + Spec::kFirstOffset + stage * Spec::kStreamBytes;
+  __device__ __forceinline__ typename Spec::OwnTile own_second(int tile) const {
+    return {own_first(tile).smem + Spec::kOwnBytes};
   }
-  __device__ __forceinline__ unsigned char* second(int stage) const {
-    return base + Spec::kSecondOffset + stage * Spec::kStreamBytes;
+  __device__ __forceinline__ typename Spec::StreamTile first(int stage) const {
+    return {base + Spec::kFirstOffset + stage * Spec::kStreamBytes};
+  }
+  __device__ __forceinline__ typename Spec::StreamTile second(int stage) const {
+    return {base + Spec::kSecondOffset + stage * Spec::kStreamBytes};
   }
   // [2][kStreamRows] fp32: log-sum-exp in base 2 (+inf for a row whose P is zero), then row_dot (negative where
-  // kStartsFromRowDot), in the order of statistics_place. Of the block in first(stage), guarded by the same two barriers.
+  // kStartsFromRowDot), in the order of statistics_index. Of the block in first(stage), guarded by the same two barriers.
   __device__ __forceinline__ unsigned char* statistics(int stage) const {
     return base + Spec::kStatisticsOffset + stage * Spec::kStatisticsBytes;
   }
   // [kStreamRows / 16][128 threads][16 bytes]: the packed P of each thread.
   __device__ __forceinline__ unsigned char* probabilities() const { return base + Spec::kProbabilityOffset; }
-  // The Tile or BandTile (schedule.cuh) that the own rows belong to; guarded by tile_full and own_empty.
+  // The Tile or VarlenTile (schedule.cuh) that the own rows belong to; guarded by tile_full and own_empty.
   __device__ __forceinline__ unsigned char* tile(int tile) const {
     return base + Spec::kTileOffset + tile * Spec::kTileBytes;
   }
 
-  // Of a band, what the producer notes for itself: the tile that it is at, and 16 bytes for each lane of its finder.
+  // Varlen: the producer's own notes, its current tile and 16 bytes of its finder per lane.
   __device__ __forceinline__ unsigned char* produced_tile() const { return tile(Spec::kNumOwnTiles); }
   __device__ __forceinline__ unsigned char* finder() const { return tile(Spec::kNumOwnTiles + 1); }
 
@@ -202,7 +202,7 @@ __device__ __forceinline__ void init_barriers(const SharedMemory<Spec>& shared) 
   for (int tile = 0; tile < Spec::kNumOwnTiles; ++tile) {
     ptx::mbarrier_init(shared.own_full(tile), 1);
     ptx::mbarrier_init(shared.tile_full(tile), 1);
-    // Of a band also the warps that learn of the tile from the first one's record.
+    // Varlen: also the warps that read the first own tile's record.
     ptx::mbarrier_init(shared.own_empty(tile), Spec::kConsumersPerTile + (tile == 0 ? Spec::kTileReaders : 0));
   }
 #pragma unroll

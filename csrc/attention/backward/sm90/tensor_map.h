@@ -64,7 +64,7 @@ inline KeyValueGradientTensorMaps key_value_gradient_tensor_maps(const BackwardP
 }
 
 // Of MaskKind::kRuntime: ragged maps (attention/ragged_tensor_map.h). Preconditions beyond those of the others: a stride between
-// entries is a multiple of that between rows, which is below 2^34 elements.
+// sequences is a multiple of that between rows, which is below 2^34 elements.
 struct RaggedTensorMapArguments {
   void* address;
   std::uint64_t dims[kRaggedMapRank];

@@ -62,6 +62,9 @@ struct Consumer {
         scale_log2(has_mask_tensor && params_.score_options.mask_type == MaskTensor::kAdditive ? 1.0f
                                                                                                : params_.scale_log2) {}
 
+  // Dense kernels read it where they need it: it costs them no register.
+  __device__ __forceinline__ float softmax_scale() const { return kIsRuntime ? scale_log2 : params.scale_log2; }
+
   // One arrival per warp: its wgmma_wait says that its own share of the product has read the buffer.
   __device__ __forceinline__ void release(ptx::Mbarrier* empty) const {
     if (is_first_lane) ptx::mbarrier_arrive(empty);
@@ -114,7 +117,7 @@ struct Consumer {
     const int row = thread_row(tile);
     const int first_key = block * Spec::kBlockN + ptx::lane_index() % 4 * 2;
     const Sequence<kMask> sequence = tile.sequence(params);
-    if constexpr (!kIsRuntime) {
+    if constexpr (!kIsRuntime) {  // every row sees the first key
       const int visible[2] = {visible_keys<kMask>(sequence, row).end - first_key,
                               visible_keys<kMask>(sequence, row + 8).end - first_key};
       mask_scores<Spec::kBlockN>(scores, visible);
@@ -148,14 +151,13 @@ struct Consumer {
   }
 
   // Policies of a step: what a block's scores go through to become P. They return whether the maximum moved; the output must then be
-  // multiplied by `rescale`. is_masked: some row does not see all of the block.
+  // multiplied by `rescale`. (Functors, not lambdas over a step's variables: those would stay in memory while the compiler orders sums.)
   template <bool kIsMasked>
   struct Plain {
     static __device__ __forceinline__ bool apply(const Consumer& to, float (&scores)[kScores], RowState& rows,
                                                  float (&rescale)[2], const Tile<kMask>& tile, int block, bool) {
       if constexpr (kIsMasked) to.mask_block(scores, tile, block);
-      return online_softmax<Spec::kBlockN, kIsMasked>(scores, rows, rescale,
-                                                      kIsRuntime ? to.scale_log2 : to.params.scale_log2);
+      return online_softmax<Spec::kBlockN, kIsMasked>(scores, rows, rescale, to.softmax_scale());
     }
   };
   template <bool kIsMasked>
@@ -259,7 +261,7 @@ struct Consumer {
         if constexpr (Spec::kHasScoreMod)
           capped_softmax<Element, Spec::kBlockN, true>(scores, rows, rescale, softcap());
       } else {
-        online_softmax<Spec::kBlockN, true>(scores, rows, rescale, kIsRuntime ? scale_log2 : params.scale_log2);
+        online_softmax<Spec::kBlockN, true>(scores, rows, rescale, softmax_scale());
       }
       pack_operand<Element>(probabilities, scores);
     }
@@ -268,8 +270,7 @@ struct Consumer {
     if constexpr (!kIsRuntime) {
       for (--block; block >= full.end; --block) step<Plain<true>>(output, probabilities, rows, tile, block);
       for (; block >= own.begin; --block) step<Plain<false>>(output, probabilities, rows, tile, block);
-    }
-    if constexpr (kIsRuntime) {
+    } else {
       --block;
       // A window has masked blocks at both ends.
       const int plain_begin = maximum(own.begin, full.begin);
@@ -365,7 +366,7 @@ struct Consumer {
         rows.max[0] = softcap().exponent_of_max(rows.max[0]);
         rows.max[1] = softcap().exponent_of_max(rows.max[1]);
       }
-      const float scale_of_max = is_capped ? 1.0f : kIsRuntime ? scale_log2 : params.scale_log2;
+      const float scale_of_max = is_capped ? 1.0f : softmax_scale();
       if (!kIsRuntime || params.score_options.sinks == nullptr) {
         finish_softmax(rows, inverse_sum, lse, scale_of_max);
       } else {

@@ -98,15 +98,15 @@ __device__ __forceinline__ void store_plain(const GemmParams& params, const Tile
   }
 }
 
-// Eight gates and eight ups to gates and ups in turn, and back.
-__device__ __forceinline__ void interleave(float (&turns)[2][8], const float (&halves)[2][8]) {
+// Eight gates and eight ups to interleaved pairs of both, and back.
+__device__ __forceinline__ void interleave(float (&pairs)[2][8], const float (&halves)[2][8]) {
 #pragma unroll
-  for (int i = 0; i < 16; ++i) turns[i / 8][i % 8] = halves[i % 2][i / 2];
+  for (int i = 0; i < 16; ++i) pairs[i / 8][i % 8] = halves[i % 2][i / 2];
 }
 
-__device__ __forceinline__ void separate(float (&halves)[2][8], const float (&turns)[2][8]) {
+__device__ __forceinline__ void separate(float (&halves)[2][8], const float (&pairs)[2][8]) {
 #pragma unroll
-  for (int i = 0; i < 16; ++i) halves[i % 2][i / 2] = turns[i / 8][i % 8];
+  for (int i = 0; i < 16; ++i) halves[i % 2][i / 2] = pairs[i / 8][i % 8];
 }
 
 // z in the order of the weights' rows: adds the bias, stores z if it is wanted. `column` of z[0]; z[1] is `distance` further.
@@ -131,16 +131,16 @@ __device__ __forceinline__ void store_gated(const GemmParams& params, const Tile
     const int column = tile.column / 2 + (ptx::warp_index() * Spec::kFragments + fragment) * 8;  // of d
     if (column >= params.n / 2) continue;
     const int64_t row = tile.row + item / Spec::kFragments;
-    float turns[2][8];
+    float pairs[2][8];
     float halves[2][8];
 #pragma unroll
     for (int half = 0; half < 2; ++half)
-      warp_sums.get(kWeights == Weights::kKnPairs ? turns[half] : halves[half], item / Spec::kFragments,
+      warp_sums.get(kWeights == Weights::kKnPairs ? pairs[half] : halves[half], item / Spec::kFragments,
                     16 * fragment + 8 * half);
     if (kWeights == Weights::kKnPairs || (kWeights == Weights::kNk && params.is_interleaved != 0)) {
-      if constexpr (kWeights == Weights::kNk) interleave(turns, halves);
-      finish_preactivation<Element>(turns, params, tile.expert, row, 2 * column, 8);
-      separate(halves, turns);
+      if constexpr (kWeights == Weights::kNk) interleave(pairs, halves);
+      finish_preactivation<Element>(pairs, params, tile.expert, row, 2 * column, 8);
+      separate(halves, pairs);
     } else {
       finish_preactivation<Element>(halves, params, tile.expert, row, column, params.n / 2);
     }

@@ -1,6 +1,6 @@
-// Global to shared memory by cp.async, 16 bytes a thread. In shared memory 16 neighbouring weight rows (columns, in kn) are one
+// Global to shared memory by cp.async, 16 bytes per thread. In shared memory 16 neighbouring weight rows (columns, in kn) are one
 // fragment; of gate and up together a fragment is 8 of the gate's and the 8 of up's that belong to them, except in kn_pairs, where
-// they stay in turn: 16 bytes of memory are not taken apart.
+// they stay interleaved: 16 bytes of memory are not split.
 #pragma once
 
 #include "device/swizzle.cuh"
@@ -39,15 +39,15 @@ struct WeightLoader {
   __device__ __forceinline__ WeightLoader(const GemmParams& params, const Tile& tile) {
     const int chunk = ptx::thread_index() % kChunks;
     const int row = ptx::thread_index() / kChunks;
-    const int place = kIsNk ? row : chunk * kChunkElements;  // among the tile's weight rows
+    const int tile_row = kIsNk ? row : chunk * kChunkElements;  // among the tile's weight rows
     const bool is_split = kIsGated && (kWeights == Weights::kKn || (kIsNk && params.is_interleaved == 0));
     const int64_t half = is_split ? params.n / 2 : kIsGated && kIsNk ? 1 : 8;  // weight rows
     const int fragment_rows = is_split ? 8 : 16;
-    int64_t weight_row = tile.column + place;
+    int64_t weight_row = tile.column + tile_row;
     if (is_split || (kIsGated && kIsNk)) {
-      const int within = is_split ? place % 8 : 2 * (place % 8);
-      weight_row =
-          (is_split ? tile.column / 2 : tile.column) + place / 16 * fragment_rows + within + place % 16 / 8 * half;
+      const int within = is_split ? tile_row % 8 : 2 * (tile_row % 8);
+      weight_row = (is_split ? tile.column / 2 : tile.column) + tile_row / 16 * fragment_rows + within +
+                   tile_row % 16 / 8 * half;
     }
     const Element* expert_gmem = static_cast<const Element*>(params.b) + tile.expert * params.b_expert_stride;
     next_gmem = kIsNk ? expert_gmem + weight_row * params.b_stride + chunk * kChunkElements
@@ -56,7 +56,7 @@ struct WeightLoader {
     pass_stride = (kIsNk ? maximum(kRowsPerPass / 16, 1) * fragment_rows : kRowsPerPass) * params.b_stride;
     half_stride = half * params.b_stride;
     left = params.k - (kIsNk ? chunk * kChunkElements : row);
-    valid = params.n - tile.column - place;
+    valid = params.n - tile.column - tile_row;
     offset = swizzled_offset<kColumns>(row, chunk);
   }
 

@@ -19,7 +19,7 @@ __device__ __forceinline__ void store_sums(const GemmParams& params, const Tile&
                                            const void* bias, const Accumulator<Spec>& sums,
                                            ptx::SmemPointer staging_smem) {
   using Element = typename Spec::Element;
-  const int column = tile.column_tile * Spec::kBlockN + LanePlace<Spec, 8>::column();
+  const int column = tile.column_tile * Spec::kBlockN + LaneColumns<Spec, 8>::column();
   const bool has_column = column < num_columns;
   float added[8] = {};
   if (bias != nullptr && has_column) load_eight(added, static_cast<const Element*>(bias) + column);
@@ -32,14 +32,14 @@ __device__ __forceinline__ void store_sums(const GemmParams& params, const Tile&
   });
 }
 
-// Of z's tile, whose columns are gate and up in turn: eight each, or (kPairs) one each. d = activation(z), from the fp32 sums; z
+// Of z's tile, whose columns are gate and up interleaved by eight, or (kPairs) one by one. d = activation(z), from the fp32 sums; z
 // itself in the order of the weights' rows.
 template <typename Spec, bool kPairs>
 __device__ __forceinline__ void store_activation(const GemmParams& params, const Tile& tile,
                                                  const Accumulator<Spec>& sums, ptx::SmemPointer staging_smem) {
   using Element = typename Spec::Element;
   const int width = params.n / 2;
-  const int column = (tile.column_tile * Spec::kBlockN + LanePlace<Spec, 16>::column()) / 2;
+  const int column = (tile.column_tile * Spec::kBlockN + LaneColumns<Spec, 16>::column()) / 2;
   const bool has_column = column < width;
   const bool is_interleaved = kPairs || params.is_interleaved != 0;
   float gate_bias[8] = {}, up_bias[8] = {};
@@ -69,7 +69,7 @@ __device__ __forceinline__ void store_activation(const GemmParams& params, const
 }
 
 // Adds a row's shares of the warps that lie side by side, in pairs, so that the order does not depend on the width of a warp's
-// part. dots_smem [warps side by side][kBlockM].
+// tile. dots_smem [warps side by side][kBlockM].
 template <typename Spec>
 __device__ __forceinline__ void store_row_dots(const GemmParams& params, const Tile& tile, ptx::SmemPointer dots_smem) {
   const int row = ptx::thread_index();
@@ -91,8 +91,8 @@ template <typename Spec>
 __device__ __forceinline__ void store_gradient(const GemmParams& params, const Tile& tile,
                                                const Accumulator<Spec>& sums, ptx::SmemPointer staging_smem) {
   using Element = typename Spec::Element;
-  using Place = LanePlace<Spec, 8>;
-  const int column = tile.column_tile * Spec::kBlockN + Place::column();
+  using Lanes = LaneColumns<Spec, 8>;
+  const int column = tile.column_tile * Spec::kBlockN + Lanes::column();
   const bool has_column = column < params.n;
   const bool is_interleaved = params.is_interleaved != 0;
   const ptx::SmemPointer dots_smem = staging_smem + Spec::kStagingBytes;
@@ -120,8 +120,8 @@ __device__ __forceinline__ void store_gradient(const GemmParams& params, const T
       store_gate_up(d_gmem + slot_row * params.d_stride, column, params.n, is_interleaved, gate, up);
     }
 #pragma unroll
-    for (int lanes = 1; lanes < Place::kLanes; lanes *= 2) dot += ptx::shuffle_xor(dot, lanes);
-    if (ptx::lane_index() % Place::kLanes == 0)
+    for (int lanes = 1; lanes < Lanes::kLanes; lanes *= 2) dot += ptx::shuffle_xor(dot, lanes);
+    if (ptx::lane_index() % Lanes::kLanes == 0)
       ptx::st_shared_float(dots_smem + (Spec::warp_column() / Spec::kWarpColumns * Spec::kBlockM + row) * 4, dot);
   });
   ptx::barrier_sync_block();  // read after write: the other warps' shares

@@ -12,16 +12,15 @@ namespace flashmoe {
 namespace moe {
 namespace mma_sync {
 
-// Thread 0 finds the next tile while the first loads of this one are under way. Two places take turns: the one that is written was
+// Thread 0 finds the next tile while the first loads of this one are under way. Two slots alternate: the one that is written was
 // last read before the barrier at the end of the tile before.
 template <typename Product>
 class TileSequence {
  public:
-  __device__ __forceinline__ TileSequence(const GemmParams& params, const Product& product,
-                                          ptx::SmemPointer places_smem)
+  __device__ __forceinline__ TileSequence(const GemmParams& params, const Product& product, ptx::SmemPointer slots_smem)
       : params_(params),
         product_(product),
-        next_smem_(places_smem),
+        next_smem_(slots_smem),
         num_tiles_(product.num_tiles()),
         index_(ptx::block_index()) {
     if (ptx::thread_index() == 0) publish();
@@ -31,7 +30,7 @@ class TileSequence {
   __device__ __forceinline__ Tile take() {
     uint32_t words[4];
     ptx::ld_shared_128(words, next_smem_);
-    next_smem_ = next_smem_ ^ kPlaceBytes;
+    next_smem_ = next_smem_ ^ kSlotBytes;
     Tile tile;
     memcpy(&tile, words, sizeof(Tile));
     return tile;
@@ -43,7 +42,7 @@ class TileSequence {
     publish();
   }
 
-  static constexpr int kPlaceBytes = 16;
+  static constexpr int kSlotBytes = 16;
 
  private:
   __device__ __forceinline__ void publish() const {
@@ -61,14 +60,14 @@ class TileSequence {
   int index_;  // thread 0's alone moves on
 };
 
-// Shared memory: the ring of tiles, which the epilogue takes over; two places for the next tile; the table of row tiles.
+// Shared memory: the ring of tiles, which the epilogue takes over; two slots for the next tile; the table of row tiles.
 template <typename Spec, typename Product, typename Multiply>
 __device__ __forceinline__ void run_tiles(const GemmParams& params, Multiply multiply) {
   const ptx::SmemPointer ring_smem = ptx::dynamic_shared_memory();
-  const ptx::SmemPointer places_smem = ring_smem + Spec::kRingBytes;
+  const ptx::SmemPointer slots_smem = ring_smem + Spec::kRingBytes;
   ptx::grid_dependency_wait();  // rows, offsets and the tile counter are the work of the kernels in front
-  const Product product(params, places_smem + 2 * TileSequence<Product>::kPlaceBytes);
-  TileSequence<Product> sequence(params, product, places_smem);
+  const Product product(params, slots_smem + 2 * TileSequence<Product>::kSlotBytes);
+  TileSequence<Product> sequence(params, product, slots_smem);
   for (Tile tile = sequence.take(); tile.expert >= 0; tile = sequence.take()) {
     Accumulator<Spec> sums;
     {
@@ -77,7 +76,7 @@ __device__ __forceinline__ void run_tiles(const GemmParams& params, Multiply mul
       multiply(operands, sums, ring_smem, [&] { sequence.find_next(); });
     }
     product.finish(tile, sums, ring_smem);
-    ptx::barrier_sync_block();  // the next tile's loads overwrite what the epilogue has read; its place is written
+    ptx::barrier_sync_block();  // the next tile's loads overwrite what the epilogue has read; its slot is written
   }
 }
 

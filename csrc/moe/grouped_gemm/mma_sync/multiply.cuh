@@ -31,7 +31,7 @@ struct StageReader {
   }
 };
 
-// The warp's part of the tile, fp32: element i of d[m][n] as in ptx/mma.cuh.
+// The warp's tile of sums, fp32: element i of d[m][n] as in ptx/mma.cuh.
 template <typename Spec>
 struct Accumulator {
   float d[Spec::kMmaM][Spec::kMmaN][4];

@@ -138,12 +138,12 @@ class SummedRowsOperand : public ColumnChunks<Spec, kColumns> {
   }
 
  private:
-  template <typename Take, typename Place>
-  __device__ __forceinline__ void visit_rows(Take take, Place place) const {
+  template <typename Take, typename Source>
+  __device__ __forceinline__ void visit_rows(Take take, Source source_of) const {
 #pragma unroll
     for (int pass = 0; pass < Chunks::kPasses; ++pass) {
       const int row = Chunks::row() + pass * Chunks::kRowsPerPass;
-      take(pass, place(row), has_column_ && row_ + row < end_row_);
+      take(pass, source_of(row), has_column_ && row_ + row < end_row_);
     }
   }
 

@@ -23,7 +23,7 @@ struct Operands {
 };
 
 // The weights' own column (row of [n, k] weights) for column `column` of all tiles of a gated product: eight of gate and eight of
-// up in turn. Past the end: the last eight of each.
+// up interleaved. Past the end: the last eight of each.
 __device__ __forceinline__ int gated_column(const GemmParams& params, int column) {
   const int width = params.n / 2;
   const int own = minimum(column / 16 * 8, width - 8) + column % 8;
@@ -113,8 +113,8 @@ class WeightGradient {
     Tile tile;
     tile.expert = index / (row_tiles_ * column_tiles_);
     int row_tile;
-    place_in_expert(index - tile.expert * (row_tiles_ * column_tiles_), row_tiles_, column_tiles_, row_tile,
-                    tile.column_tile);
+    locate_in_expert(index - tile.expert * (row_tiles_ * column_tiles_), row_tiles_, column_tiles_, row_tile,
+                     tile.column_tile);
     tile.row = row_tile * Spec::kBlockM;
     tile.rows = minimum(Spec::kBlockM, params_.n - tile.row);
     return tile;

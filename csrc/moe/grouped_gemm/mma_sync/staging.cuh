@@ -14,7 +14,7 @@ namespace mma_sync {
 
 // kColumns of the tile, one row of them a lane; which lanes of the warp hold a row.
 template <typename Spec, int kColumns>
-struct LanePlace {
+struct LaneColumns {
   static constexpr int kLanes = Spec::kWarpColumns / kColumns;  // of a row
   static constexpr int kRows = 32 / kLanes;                     // of the warp at a time
   static constexpr int kPasses = 16 / kRows;
@@ -29,7 +29,7 @@ struct LanePlace {
 // take(row of the tile, its sums in the lane's kColumns columns). staging_smem: of the block, and free; every lane calls take.
 template <int kColumns, typename Spec, typename Take>
 __device__ __forceinline__ void for_each_row(const Accumulator<Spec>& sums, ptx::SmemPointer staging_smem, Take take) {
-  using Place = LanePlace<Spec, kColumns>;
+  using Lanes = LaneColumns<Spec, kColumns>;
   const int lane = ptx::lane_index();
   const ptx::SmemPointer warp_smem = staging_smem + ptx::warp_index() * Spec::kWarpStagingBytes;
 #pragma unroll 1
@@ -50,10 +50,10 @@ __device__ __forceinline__ void for_each_row(const Accumulator<Spec>& sums, ptx:
     }
     ptx::warp_sync();  // read after write: a row was put together by four lanes
 #pragma unroll 1
-    for (int pass = 0; pass < Place::kPasses; ++pass) {
-      const int row = pass * Place::kRows + Place::row();
+    for (int pass = 0; pass < Lanes::kPasses; ++pass) {
+      const int row = pass * Lanes::kRows + Lanes::row();
       const ptx::SmemPointer row_smem =
-          warp_smem + row * Spec::kStagingRowBytes + lane % Place::kLanes * (kColumns * 4);
+          warp_smem + row * Spec::kStagingRowBytes + lane % Lanes::kLanes * (kColumns * 4);
       float values[kColumns];
 #pragma unroll
       for (int i = 0; i < kColumns; i += 4) {

@@ -57,9 +57,9 @@ __device__ __forceinline__ void multiply(mma_sync::Operands<A, B>& operands, mma
       b_staged.fetch(operands.b);
     }
 #pragma unroll
-    for (int part = 0; part < mma_sync::kSteps; ++part) {
+    for (int k_step = 0; k_step < mma_sync::kSteps; ++k_step) {
       mma_sync::Fragments<Spec> fragments;
-      reader.read(fragments, ring_smem + offset, part);
+      reader.read(fragments, ring_smem + offset, k_step);
       sums.add_product(fragments);
     }
     offset = Spec::kStageBytes - offset;

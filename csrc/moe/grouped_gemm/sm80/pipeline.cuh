@@ -25,7 +25,7 @@ __device__ __forceinline__ void load_stage(mma_sync::Operands<A, B>& operands, p
   load_operand(operands.b, stage_smem + Spec::kABytes);
 }
 
-// Stages in turn.
+// The stages of the ring, one after another.
 template <typename Spec>
 struct Ring {
   int offset = 0;
@@ -61,16 +61,16 @@ __device__ __forceinline__ void multiply(mma_sync::Operands<A, B>& operands, mma
     ptx::cp_async_commit();
     writing.advance();
 #pragma unroll
-    for (int part = 0; part < kSteps; ++part) {
-      if (part + 1 < kSteps) {
-        reader.read(fragments[(part + 1) % 2], ring_smem + reading.offset, part + 1);
+    for (int k_step = 0; k_step < kSteps; ++k_step) {
+      if (k_step + 1 < kSteps) {
+        reader.read(fragments[(k_step + 1) % 2], ring_smem + reading.offset, k_step + 1);
       } else {
         ptx::cp_async_wait<kAhead - 1>();
         ptx::barrier_sync_block();  // the next stage is whole, and all warps have read this one
         reading.advance();
-        if (step + 1 < steps) reader.read(fragments[(part + 1) % 2], ring_smem + reading.offset, 0);
+        if (step + 1 < steps) reader.read(fragments[(k_step + 1) % 2], ring_smem + reading.offset, 0);
       }
-      sums.add_product(fragments[part % 2]);
+      sums.add_product(fragments[k_step % 2]);
     }
   }
 }

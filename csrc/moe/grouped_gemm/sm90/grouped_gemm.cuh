@@ -39,19 +39,19 @@ struct PlainEpilogue {
                                            const ptx::TensorMap& d_map_)
       : params(params_), d_map(d_map_), slabs(shared, consumer) {}
 
-  __device__ __forceinline__ void store(const Part<Spec>& part, float (&sums)[Spec::kAccumulators]) {
+  __device__ __forceinline__ void store(const WarpgroupTile<Spec>& own, float (&sums)[Spec::kAccumulators]) {
     if (params.bias != nullptr) {
-      const int column = part.column + ptx::lane_index() % 4 * 2;
-      add_bias(sums, static_cast<const Element*>(params.bias) + static_cast<int64_t>(part.expert) * params.n + column,
+      const int column = own.column + ptx::lane_index() % 4 * 2;
+      add_bias(sums, static_cast<const Element*>(params.bias) + static_cast<int64_t>(own.expert) * params.n + column,
                params.n - column);
     }
     const SlabTarget to{d_map, params.d, params.d_stride, params.n, 0};
 #pragma unroll
     for (int slab = 0; slab < Spec::kBlockN / 64; ++slab) {
-      const int column = part.column + slab * 64;
+      const int column = own.column + slab * 64;
       if (column >= params.n) break;
       write_slab<Element>(slabs.acquire(), sums + 32 * slab);
-      slabs.store(to, part.row, part.rows, column);
+      slabs.store(to, own.row, own.rows, column);
     }
   }
 

@@ -12,7 +12,7 @@ namespace flashmoe {
 namespace moe {
 namespace sm90 {
 
-// Gate and up of 32 columns side by side into a slab, as 64 columns in turn: `gate` and `up` are their sums.
+// Gate and up of 32 columns side by side into a slab, interleaved to 64 columns: `gate` and `up` are their sums.
 template <typename Element>
 __device__ __forceinline__ void write_interleaved_slab(unsigned char* smem, const float* gate, const float* up) {
   const int lane = ptx::lane_index();
@@ -53,7 +53,7 @@ template <typename Spec, Weights kWeights>
 struct GatedEpilogue {
   using Element = typename Spec::Element;
   static constexpr bool kIsPaired = kWeights == Weights::kKnPairs;
-  static constexpr int kParts = Spec::kBlockN / 128;  // of 64 columns of the result
+  static constexpr int kSlabPairs = Spec::kBlockN / 128;  // of 64 columns of the result
 
   const GemmParams& params;
   const ptx::TensorMap& d_map;
@@ -96,27 +96,27 @@ struct GatedEpilogue {
     }
   }
 
-  __device__ __forceinline__ void add_biases(const Part<Spec>& part, float (&sums)[Spec::kAccumulators]) const {
-    const Element* bias = static_cast<const Element*>(params.bias) + static_cast<int64_t>(part.expert) * params.n;
+  __device__ __forceinline__ void add_biases(const WarpgroupTile<Spec>& own, float (&sums)[Spec::kAccumulators]) const {
+    const Element* bias = static_cast<const Element*>(params.bias) + static_cast<int64_t>(own.expert) * params.n;
     if constexpr (kIsPaired) {
-      const int column = 2 * part.column + ptx::lane_index() % 4 * 2;
+      const int column = 2 * own.column + ptx::lane_index() % 4 * 2;
       add_bias(sums, bias + column, params.n - column);
     } else {
 #pragma unroll
-      for (int s = 0; s < kParts; ++s) add_bias_of_halves(sums + 64 * s, bias, part.column + 64 * s);
+      for (int s = 0; s < kSlabPairs; ++s) add_bias_of_halves(sums + 64 * s, bias, own.column + 64 * s);
     }
   }
 
   // Two slabs for each 64 columns of the result.
-  __device__ __forceinline__ void store_preactivation(const Part<Spec>& part,
+  __device__ __forceinline__ void store_preactivation(const WarpgroupTile<Spec>& own,
                                                       const float (&sums)[Spec::kAccumulators]) {
     const bool is_interleaved = kIsPaired || params.is_interleaved != 0;
 #pragma unroll
-    for (int s = 0; s < kParts; ++s) {
+    for (int s = 0; s < kSlabPairs; ++s) {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         const float* own = sums + 64 * s + 32 * half;
-        const int column = part.column + 64 * s + (is_interleaved ? 32 * half : 0);
+        const int column = own.column + 64 * s + (is_interleaved ? 32 * half : 0);
         if (column >= columns()) break;
         unsigned char* smem = slabs.acquire();
         if (kIsPaired || !is_interleaved) {
@@ -126,9 +126,9 @@ struct GatedEpilogue {
         }
         Element* z = static_cast<Element*>(params.preactivation);
         if (is_interleaved) {
-          slabs.store(SlabTarget{z_map, z, params.n, params.n, 0}, part.row, part.rows, 2 * column);
+          slabs.store(SlabTarget{z_map, z, params.n, params.n, 0}, own.row, own.rows, 2 * column);
         } else {
-          slabs.store(SlabTarget{z_map, z + half * columns(), params.n, columns(), half}, part.row, part.rows, column);
+          slabs.store(SlabTarget{z_map, z + half * columns(), params.n, columns(), half}, own.row, own.rows, column);
         }
       }
     }
@@ -145,14 +145,14 @@ struct GatedEpilogue {
     });
   }
 
-  __device__ __forceinline__ void store(const Part<Spec>& part, float (&sums)[Spec::kAccumulators]) {
-    if (params.bias != nullptr) add_biases(part, sums);
-    if (params.preactivation != nullptr) store_preactivation(part, sums);
+  __device__ __forceinline__ void store(const WarpgroupTile<Spec>& own, float (&sums)[Spec::kAccumulators]) {
+    if (params.bias != nullptr) add_biases(own, sums);
+    if (params.preactivation != nullptr) store_preactivation(own, sums);
     activate(sums);
     const SlabTarget to{d_map, params.d, params.d_stride, columns(), 0};
 #pragma unroll
-    for (int s = 0; s < kParts; ++s) {
-      const int column = part.column + 64 * s;
+    for (int s = 0; s < kSlabPairs; ++s) {
+      const int column = own.column + 64 * s;
       if (column >= columns()) break;
       unsigned char* smem = slabs.acquire();
       if constexpr (kIsPaired) {
@@ -160,7 +160,7 @@ struct GatedEpilogue {
       } else {
         write_slab<Element>(smem, sums + 64 * s);
       }
-      slabs.store(to, part.row, part.rows, column);
+      slabs.store(to, own.row, own.rows, column);
     }
   }
 

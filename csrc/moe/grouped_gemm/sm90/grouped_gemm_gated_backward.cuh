@@ -27,25 +27,25 @@ template <typename Element, int kBlockM, int kBlockN, int kNumStages, int kNumWa
 struct GatedBackwardSpec : TileSpec<Element, kBlockM, kBlockN, kNumStages, kNumWarps, kOutputSlabs, false, false> {
   using Base = TileSpec<Element, kBlockM, kBlockN, kNumStages, kNumWarps, kOutputSlabs, false, false>;
   static constexpr bool kFetchesAhead = kOutputSlabs == 5;
-  static constexpr bool kTakesTurns = kBlockN == 128;     // the consumers have every other tile, not half of each
-  static constexpr int kRowBlocks = kTakesTurns ? 2 : 1;  // of 64 rows, of a consumer in a tile
+  static constexpr bool kIsPingpong = kBlockN == 128;     // the consumers have every other tile, not half of each
+  static constexpr int kRowBlocks = kIsPingpong ? 2 : 1;  // of 64 rows, of a consumer in a tile
   static constexpr int kColumnSlabs = kBlockN / 64;       // of a tile
   static constexpr int kAccumulators = kBlockN / 2;       // of a thread, for each 64 rows
   static constexpr int kSharedBytes = Base::kSharedBytes + 2 * 8;
-  static_assert(kBlockM == 128 && (kBlockN == 128 || kBlockN == 256), "a consumer has 128 accumulators a thread");
+  static_assert(kBlockM == 128 && (kBlockN == 128 || kBlockN == 256), "a consumer has 128 accumulators per thread");
   static_assert(kOutputSlabs == 3 || kOutputSlabs == 5, "gate, up, activation, and z where it is fetched ahead");
   static_assert(kSharedBytes <= 232448, "sm_90 gives a block at most 227 KiB");
 };
 
 // The other consumer has waited for every stage of its tile: those that follow are this one's. A wait names only the parity of
-// a phase, so nobody may wait for a stage before the stages in front have been waited for.
+// a phase, so no warp may wait for a stage before the stages in front have been waited for.
 template <typename Spec>
-__device__ __forceinline__ ptx::Mbarrier* turn(const SharedMemory<Spec>& shared, int consumer) {
+__device__ __forceinline__ ptx::Mbarrier* order_barrier(const SharedMemory<Spec>& shared, int consumer) {
   return shared.barrier(Spec::kNumBarriers + consumer);
 }
 
 template <typename Spec>
-__device__ __forceinline__ void init_backward_barriers(const SharedMemory<Spec>& shared) {
+__device__ __forceinline__ void init_pingpong_barriers(const SharedMemory<Spec>& shared) {
   constexpr int kConsumerWarps = 4;  // of the consumer whose tile it is
 #pragma unroll
   for (int stage = 0; stage < Spec::kNumStages; ++stage) {
@@ -58,23 +58,21 @@ __device__ __forceinline__ void init_backward_barriers(const SharedMemory<Spec>&
     // Both consumers read every tile.
     ptx::mbarrier_init(shared.tile_empty(slot), Spec::kNumConsumers * kConsumerWarps);
   }
-  ptx::mbarrier_init(turn(shared, 0), kConsumerWarps);
-  ptx::mbarrier_init(turn(shared, 1), kConsumerWarps);
+  ptx::mbarrier_init(order_barrier(shared, 0), kConsumerWarps);
+  ptx::mbarrier_init(order_barrier(shared, 1), kConsumerWarps);
   ptx::mbarrier_init_fence();
 }
 
 // Products of a tile of 128 rows by one warpgroup.
 template <typename Spec, Weights kWeights>
 struct TileProducts {
-  static constexpr bool kTransposesB = kWeights != Weights::kNk;
-
   const SharedMemory<Spec> shared;
   const int consumer;
   RingPosition<Spec::kNumStages> at;
-  int turn_parity;
+  int order_parity;
 
   __device__ __forceinline__ TileProducts(const SharedMemory<Spec>& shared_, int consumer_)
-      : shared(shared_), consumer(consumer_), turn_parity(consumer_ == 0 ? 1 : 0) {}
+      : shared(shared_), consumer(consumer_), order_parity(consumer_ == 0 ? 1 : 0) {}
 
   // Passes over the stages of the other one's tile.
   __device__ __forceinline__ void skip(int blocks) {
@@ -85,29 +83,17 @@ struct TileProducts {
 
   __device__ __forceinline__ void issue(float (&sums)[Spec::kRowBlocks][Spec::kAccumulators], bool is_first) const {
     ptx::mbarrier_wait(shared.full(at.stage), at.parity);
-    const uint64_t a = ptx::make_smem_descriptor(shared.a(at.stage), 0, 1024);
-    const uint64_t b = ptx::make_smem_descriptor(shared.b(at.stage), kTransposesB ? Spec::kSlabBytes : 0, 1024);
-    ptx::wgmma_fence();
-#pragma unroll
-    for (int step = 0; step < Spec::kBlockK / 16; ++step) {
-#pragma unroll
-      for (int block = 0; block < Spec::kRowBlocks; ++block) {
-        ptx::wgmma_ss<typename Spec::Element, Spec::kBlockN, kTransposesB>(
-            sums[block], ptx::advance_smem_descriptor(a, block * 64 * 128 + step * 32),
-            ptx::advance_smem_descriptor(b, step * (kTransposesB ? 16 * 128 : 32)), step == 0 && is_first ? 0 : 1);
-      }
-    }
-    ptx::wgmma_commit();
+    issue_stage<Spec, kWeights, 64, Spec::kRowBlocks>(sums, shared, at.stage, 0, is_first);
   }
 
-  // One arrival a warp: its wgmma_wait says that its own part of the product has read the stage.
+  // One arrival per warp: its wgmma_wait ensures that its share of the product has read the stage.
   __device__ __forceinline__ void arrive(ptx::Mbarrier* barrier) const {
     if (ptx::lane_index() == 0) ptx::mbarrier_arrive(barrier);
   }
 
   __device__ __forceinline__ void multiply(float (&sums)[Spec::kRowBlocks][Spec::kAccumulators], int blocks) {
-    ptx::mbarrier_wait(turn(shared, consumer), turn_parity);
-    turn_parity ^= 1;
+    ptx::mbarrier_wait(order_barrier(shared, consumer), order_parity);
+    order_parity ^= 1;
     issue(sums, true);
     int before = at.stage;
     at.advance();
@@ -118,8 +104,8 @@ struct TileProducts {
       before = at.stage;
       at.advance();
     }
-    ptx::warp_sync();  // nobody of the warp still waits for a stage
-    arrive(turn(shared, 1 - consumer));
+    ptx::warp_sync();  // no lane of the warp still waits for a stage
+    arrive(order_barrier(shared, 1 - consumer));
     ptx::wgmma_wait<0>();
 #pragma unroll
     for (int block = 0; block < Spec::kRowBlocks; ++block) ptx::wgmma_fence_operands(sums[block]);
@@ -127,56 +113,56 @@ struct TileProducts {
   }
 };
 
-// The epilogue of one warp. A part of its work: 16 rows and 64 columns, of which it has the sums of one 64-row block. Global
+// The epilogue of one warp, subtile by subtile: 16 rows and 64 columns, of which it has the sums of one 64-row block. Global
 // memory is read and written 128 bytes of a row at a time, by eight lanes; shared memory, which the warp has to itself, turns
 // that into the layout of the sums. Buffers: [16 rows][64 columns], swizzled.
 template <typename Spec>
 struct BackwardEpilogue {
   using Element = typename Spec::Element;
-  static constexpr int kParts = Spec::kRowBlocks * Spec::kColumnSlabs;
-  static constexpr int kSums = 16;  // of a thread, of half a part: 32 columns
+  static constexpr int kSubtiles = Spec::kRowBlocks * Spec::kColumnSlabs;
+  static constexpr int kSums = 16;  // of a thread, of half a subtile: 32 columns
   static constexpr int kDotSlabs = kDotColumns / 64;
 
   const GemmParams& params;
   unsigned char* const smem;  // of this warp, in the consumer's first buffer
-  const int matrix_place;     // in a buffer: this lane's row of 16 columns for ldmatrix and stmatrix
+  const int matrix_offset;    // in a buffer: this lane's row of 16 columns for ldmatrix and stmatrix
   const int row_in_tile;      // the warp's first
   Tile tile;
 
   __device__ __forceinline__ BackwardEpilogue(const GemmParams& params_, const SharedMemory<Spec>& shared, int consumer)
       : params(params_),
         smem(shared.output(consumer, 0) + ptx::warp_index() % 4 * (16 * 128)),
-        matrix_place(place(lane() % 16, lane() / 16)),
-        row_in_tile((Spec::kTakesTurns ? 0 : consumer * 64) + ptx::warp_index() % 4 * 16) {}
+        matrix_offset(swizzled(lane() % 16, lane() / 16)),
+        row_in_tile((Spec::kIsPingpong ? 0 : consumer * 64) + ptx::warp_index() % 4 * 16) {}
 
   __device__ __forceinline__ unsigned char* buffer(int index) const { return smem + index * Spec::kSlabBytes; }
-  // Of z: gate then up, or the first and the second 64 of the part's 128 columns in turn.
+  // Of z: gate then up, or, interleaved, the first and the second 64 of the subtile's 128 columns.
   static constexpr int kFirstZ = Spec::kFetchesAhead ? 3 : 0;
   __device__ __forceinline__ unsigned char* z(int half) const { return buffer(kFirstZ + half); }
 
-  __device__ __forceinline__ int row(int part) const {
-    return tile.first_row + part / Spec::kColumnSlabs * 64 + row_in_tile;
+  __device__ __forceinline__ int row(int subtile) const {
+    return tile.first_row + subtile / Spec::kColumnSlabs * 64 + row_in_tile;
   }
   // The first of the two rows, 8 apart, that a lane has sums of.
-  __device__ __forceinline__ int lane_row(int part) const { return row(part) + static_cast<int>(lane() / 4); }
-  __device__ __forceinline__ int column(int part) const {
-    return tile.n_block * Spec::kBlockN + part % Spec::kColumnSlabs * 64;
+  __device__ __forceinline__ int lane_row(int subtile) const { return row(subtile) + static_cast<int>(lane() / 4); }
+  __device__ __forceinline__ int column(int subtile) const {
+    return tile.n_block * Spec::kBlockN + subtile % Spec::kColumnSlabs * 64;
   }
-  __device__ __forceinline__ bool exists(int part) const {
-    return part < kParts && row(part) < tile.end_row && column(part) < params.n;
+  __device__ __forceinline__ bool exists(int subtile) const {
+    return subtile < kSubtiles && row(subtile) < tile.end_row && column(subtile) < params.n;
   }
-  // Where the halves of a part's columns begin among the columns of z.
-  __device__ __forceinline__ int z_column(int part, int half) const {
-    return params.is_interleaved != 0 ? 2 * column(part) + half * 64 : half * params.n + column(part);
+  // Where the halves of a subtile's columns begin among the columns of z.
+  __device__ __forceinline__ int z_column(int subtile, int half) const {
+    return params.is_interleaved != 0 ? 2 * column(subtile) + half * 64 : half * params.n + column(subtile);
   }
   // How many of a half's 64 columns there are, or more.
-  __device__ __forceinline__ int z_columns(int part, int half) const {
-    return params.is_interleaved != 0 ? 2 * params.n - z_column(part, half) : params.n - column(part);
+  __device__ __forceinline__ int z_columns(int subtile, int half) const {
+    return params.is_interleaved != 0 ? 2 * params.n - z_column(subtile, half) : params.n - column(subtile);
   }
 
   // Computed where it is used: what follows from it would hold registers.
   static __device__ __forceinline__ uint32_t lane() { return ptx::recompute(static_cast<uint32_t>(ptx::lane_index())); }
-  static __device__ __forceinline__ int place(uint32_t at_row, uint32_t chunk) {
+  static __device__ __forceinline__ int swizzled(uint32_t at_row, uint32_t chunk) {
     return static_cast<int>(at_row * 128 + (chunk ^ at_row % 8) * 16);
   }
 
@@ -186,31 +172,31 @@ struct BackwardEpilogue {
     int at;  // in a buffer
 
     __device__ __forceinline__ explicit Copies(uint32_t lane)
-        : row(lane / 8), column(lane % 8 * 8), at(place(lane / 8, lane % 8)) {}
+        : row(lane / 8), column(lane % 8 * 8), at(swizzled(lane / 8, lane % 8)) {}
     // 4 rows further bit 2 of the swizzled chunk changes.
-    __device__ __forceinline__ int place_of(int i) const { return (at ^ i % 2 * 64) + i * 512; }
+    __device__ __forceinline__ int offset_of(int i) const { return (at ^ i % 2 * 64) + i * 512; }
   };
 
-  // Starts the copies of a part's z. Rows past the expert's last and columns past the last become zeros.
-  __device__ __forceinline__ void fetch(int part) const {
+  // Starts the copies of a subtile's z. Rows past the expert's last and columns past the last become zeros.
+  __device__ __forceinline__ void fetch(int subtile) const {
     const Copies own(lane());
-    const int rows = tile.end_row - row(part) - own.row;
+    const int rows = tile.end_row - row(subtile) - own.row;
     const int64_t stride = 2 * params.n;
     const Element* row_gmem =
-        static_cast<const Element*>(params.preactivation) + (row(part) + own.row) * stride + own.column;
+        static_cast<const Element*>(params.preactivation) + (row(subtile) + own.row) * stride + own.column;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const bool has_columns = own.column < z_columns(part, half);
-      const Element* from = row_gmem + z_column(part, half);
+      const bool has_columns = own.column < z_columns(subtile, half);
+      const Element* from = row_gmem + z_column(subtile, half);
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
-        ptx::cp_async_16(z(half) + own.place_of(i), from + i * 4 * stride, has_columns && i * 4 < rows ? 16 : 0);
+        ptx::cp_async_16(z(half) + own.offset_of(i), from + i * 4 * stride, has_columns && i * 4 < rows ? 16 : 0);
       }
     }
     ptx::cp_async_commit();
   }
 
-  // Stores 64 columns of a part, or those of them that there are.
+  // Stores 64 columns of a subtile, or those of them that there are.
   __device__ __forceinline__ void store(int index, void* to, int64_t stride, int first_row, int first_column,
                                         int columns) const {
     const Copies own(lane());
@@ -220,7 +206,7 @@ struct BackwardEpilogue {
     for (int first = 0; first < 4; first += 2) {
       uint32_t words[2][4];
 #pragma unroll
-      for (int i = 0; i < 2; ++i) ptx::ld_shared_128(words[i], buffer(index) + own.place_of(first + i));
+      for (int i = 0; i < 2; ++i) ptx::ld_shared_128(words[i], buffer(index) + own.offset_of(first + i));
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
         const int at = (first + i) * 4;
@@ -231,12 +217,12 @@ struct BackwardEpilogue {
 
   // This lane's row of 16 columns for stmatrix or ldmatrix: step 0 to 3 of a buffer's 64 columns.
   __device__ __forceinline__ unsigned char* matrix(int index, int step) const {
-    return buffer(index) + (matrix_place ^ step * 32);
+    return buffer(index) + (matrix_offset ^ step * 32);
   }
-  // Where gate and up in turn of a thread's two neighbouring columns lie: pair i of a step as the sums have it.
-  static __device__ __forceinline__ int turn_place(int step, int i) {
+  // Where the interleaved gate and up of a thread's two neighbouring columns are: pair i of a step as the sums have it.
+  static __device__ __forceinline__ int interleaved_offset(int step, int i) {
     const int block = 2 * step + i / 2;  // of 8 columns, 16 of z
-    return block / 4 * Spec::kSlabBytes + place(lane() / 4 + 8 * (i % 2), block % 4 * 2 + lane() % 4 / 2) +
+    return block / 4 * Spec::kSlabBytes + swizzled(lane() / 4 + 8 * (i % 2), block % 4 * 2 + lane() % 4 / 2) +
            static_cast<int>(lane() % 2 * 8);
   }
 
@@ -250,7 +236,7 @@ struct BackwardEpilogue {
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       uint32_t words[2];
-      ptx::ld_shared_64(words, z(0) + turn_place(step, i));
+      ptx::ld_shared_64(words, z(0) + interleaved_offset(step, i));
       gate[i] = (words[0] & 0xffffu) | words[1] << 16;
       up[i] = words[0] >> 16 | (words[1] & 0xffff0000u);
     }
@@ -264,7 +250,7 @@ struct BackwardEpilogue {
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       const uint32_t words[2] = {(gate[i] & 0xffffu) | up[i] << 16, gate[i] >> 16 | (up[i] & 0xffff0000u)};
-      ptx::st_shared_64(buffer(0) + turn_place(step, i), words);
+      ptx::st_shared_64(buffer(0) + interleaved_offset(step, i), words);
     }
   }
 
@@ -300,12 +286,12 @@ struct BackwardEpilogue {
     }
   }
 
-  // The sums of half a part, number `half` of all. It is known at run time only, so that there is one copy of what follows.
+  // The sums of half a subtile, number `half` of all. It is known at run time only, so that there is one copy of what follows.
   static __device__ __forceinline__ void take(float (&of_half)[kSums],
                                               const float (&sums)[Spec::kRowBlocks][Spec::kAccumulators], int half) {
     constexpr int kHalves = 2 * Spec::kColumnSlabs;  // of 64 rows
 #pragma unroll
-    for (int other = 0; other < 2 * kParts; ++other) {
+    for (int other = 0; other < 2 * kSubtiles; ++other) {
       if (half != other) continue;
 #pragma unroll
       for (int i = 0; i < kSums; ++i)
@@ -319,78 +305,78 @@ struct BackwardEpilogue {
     if (exists(0)) fetch(0);
   }
 
-  __device__ __forceinline__ void finish_part(int part) const {
+  __device__ __forceinline__ void finish_subtile(int subtile) const {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      store(half, params.d, params.d_stride, row(part), z_column(part, half), z_columns(part, half));
+      store(half, params.d, params.d_stride, row(subtile), z_column(subtile, half), z_columns(subtile, half));
     }
-    store(2, params.weighted_activation, params.n, row(part), column(part), params.n - column(part));
+    store(2, params.weighted_activation, params.n, row(subtile), column(subtile), params.n - column(subtile));
   }
 
-  // The next part that has rows and columns, or kParts.
-  __device__ __forceinline__ int next(int part) const {
+  // The next subtile that has rows and columns, or kParts.
+  __device__ __forceinline__ int next(int subtile) const {
     do {
-      ++part;
-    } while (part < kParts && !exists(part));
-    return part;
+      ++subtile;
+    } while (subtile < kSubtiles && !exists(subtile));
+    return subtile;
   }
 
   __device__ __forceinline__ void run(const float (&sums)[Spec::kRowBlocks][Spec::kAccumulators]) const {
     float dots[2] = {0.0f, 0.0f};
     float weights[2] = {0.0f, 0.0f};
 #pragma unroll 1
-    for (int part = exists(0) ? 0 : kParts; part < kParts;) {
-      if (part % Spec::kColumnSlabs == 0) {
-        const int first = lane_row(part);
+    for (int subtile = exists(0) ? 0 : kSubtiles; subtile < kSubtiles;) {
+      if (subtile % Spec::kColumnSlabs == 0) {
+        const int first = lane_row(subtile);
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
           const bool is_inside = first + 8 * r < tile.end_row;
           weights[r] = is_inside ? ptx::ld_global_float(params.row_weights + first + 8 * r) : 0.0f;
         }
       }
-      if (part % kDotSlabs == 0) dots[0] = dots[1] = 0.0f;
+      if (subtile % kDotSlabs == 0) dots[0] = dots[1] = 0.0f;
       ptx::cp_async_wait<0>();
       ptx::warp_sync();  // z is there, of all lanes
 #pragma unroll 1
       for (int half = 0; half < 2; ++half) {
         float of_half[kSums];
-        take(of_half, sums, 2 * part + half);
+        take(of_half, sums, 2 * subtile + half);
         with_activation(params.activation, [&](auto function) {
-          compute(function, of_half, weights, dots, 2 * half, params.n - column(part));
+          compute(function, of_half, weights, dots, 2 * half, params.n - column(subtile));
         });
       }
       ptx::warp_sync();  // z has been read; what replaces it, or stands beside it, is there
-      const int following = next(part);
-      if (Spec::kFetchesAhead && following < kParts) fetch(following);
-      finish_part(part);
+      const int following = next(subtile);
+      if (Spec::kFetchesAhead && following < kSubtiles) fetch(following);
+      finish_subtile(subtile);
       if constexpr (!Spec::kFetchesAhead) {
         // Hazard: the next z overwrites what another lane still stores. (Otherwise what is computed from it would, and the
         // wait for z stands in front of that.)
         ptx::warp_sync();
-        if (following < kParts) fetch(following);
+        if (following < kSubtiles) fetch(following);
       }
-      if (following == kParts || following % kDotSlabs == 0) store_dots(dots, part);
-      part = following;
+      if (following == kSubtiles || following % kDotSlabs == 0) store_dots(dots, subtile);
+      subtile = following;
     }
   }
 
-  __device__ __forceinline__ void store_dots(const float (&dots)[2], int part) const {
-    const int64_t place = column(part) / kDotColumns;
-    const int first = lane_row(part);
+  __device__ __forceinline__ void store_dots(const float (&dots)[2], int subtile) const {
+    const int64_t dot_tile = column(subtile) / kDotColumns;
+    const int first = lane_row(subtile);
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       const float dot = quad_sum(dots[r]);
       const int at = first + 8 * r;
       if (ptx::lane_index() % 4 == 0 && at < tile.end_row) {
-        ptx::st_global_float(params.row_dots + place * params.slots + at, dot);
+        ptx::st_global_float(params.row_dots + dot_tile * params.slots + at, dot);
       }
     }
   }
 };
 
 template <typename Spec, Weights kWeights>
-__device__ __forceinline__ void consume_in_turn(const GemmParams& params, const SharedMemory<Spec>& shared,
-                                                int consumer) {
+__device__ __forceinline__ void consume_pingpong(const GemmParams& params, const SharedMemory<Spec>& shared,
+                                                 int consumer) {
   const int blocks = ceil_div(params.k, Spec::kBlockK);
   TileProducts<Spec, kWeights> products(shared, consumer);
   BackwardEpilogue<Spec> epilogue(params, shared, consumer);
@@ -411,8 +397,8 @@ __device__ __forceinline__ void consume_in_turn(const GemmParams& params, const 
 }
 
 template <typename Spec, Weights kWeights>
-__device__ __forceinline__ void consume_together(const GemmParams& params, const SharedMemory<Spec>& shared,
-                                                 int consumer) {
+__device__ __forceinline__ void consume_cooperative(const GemmParams& params, const SharedMemory<Spec>& shared,
+                                                    int consumer) {
   const int blocks = ceil_div(params.k, Spec::kBlockK);
   Mainloop<Spec, kWeights> mainloop(shared, consumer);
   BackwardEpilogue<Spec> epilogue(params, shared, consumer);
@@ -436,35 +422,22 @@ __device__ __forceinline__ void grouped_gemm_gated_backward(const GemmParams& pa
                                                             const ptx::TensorMap& b_nk_map,
                                                             const ptx::TensorMap& b_kn_map) {
   const SharedMemory<Spec> shared{ptx::dynamic_shared_memory()};
-  const ptx::TensorMap& b_map = kWeights == Weights::kNk ? b_nk_map : b_kn_map;
-  // The shuffle tells the compiler that the role is the same in the whole warp.
-  const int warp = ptx::shuffle_index(ptx::warp_index(), 0);
-  const int warpgroup = warp / 4;
-
-  if (warp == 0 && ptx::elect_one()) {
-    ptx::prefetch_tensor_map(&a_map);
-    ptx::prefetch_tensor_map(&b_map);
-    if constexpr (Spec::kTakesTurns) {
-      init_backward_barriers(shared);
-    } else {
-      init_barriers(shared);
-    }
-  }
-  ptx::barrier_sync_block();
-  ptx::grid_launch_dependents();
-  ptx::grid_dependency_wait();
-
-  if (warpgroup == 0) {
-    ptx::setmaxnreg_dec<Spec::kProducerRegisters>();
-    produce<Spec, kWeights>(params, shared, warp, &a_map, b_map);
-  } else {
-    ptx::setmaxnreg_inc<Spec::kConsumerRegisters>();
-    if constexpr (Spec::kTakesTurns) {
-      consume_in_turn<Spec, kWeights>(params, shared, warpgroup - 1);
-    } else {
-      consume_together<Spec, kWeights>(params, shared, warpgroup - 1);
-    }
-  }
+  run_warp_roles<Spec, kWeights>(
+      params, shared, &a_map, kWeights == Weights::kNk ? b_nk_map : b_kn_map,
+      [&] {
+        if constexpr (Spec::kIsPingpong) {
+          init_pingpong_barriers(shared);
+        } else {
+          init_barriers(shared);
+        }
+      },
+      [&](int consumer) {
+        if constexpr (Spec::kIsPingpong) {
+          consume_pingpong<Spec, kWeights>(params, shared, consumer);
+        } else {
+          consume_cooperative<Spec, kWeights>(params, shared, consumer);
+        }
+      });
 }
 
 }  // namespace sm90

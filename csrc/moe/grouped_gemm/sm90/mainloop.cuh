@@ -1,9 +1,11 @@
-// A consumer warpgroup: the products of its part of each tile, each followed by an epilogue; and the frame of the kernels.
+// A consumer warpgroup: the products of its rows of each tile, each followed by an epilogue; and the frame of the kernels.
 // Of 256 rows a consumer has two blocks of 64, of which the other consumer's first lies in between: both have work in a tail.
 //
 // The sum over k is one chain of products of 16 k each, in ascending order: a row's bits depend on nothing else.
 #pragma once
 
+#include "device/warp_roles.cuh"
+#include "device/warpgroup_product.cuh"
 #include "moe/grouped_gemm/sm90/producer.cuh"
 #include "moe/grouped_gemm/sm90/spec.cuh"
 #include "ptx/barrier.cuh"
@@ -16,10 +18,27 @@ namespace flashmoe {
 namespace moe {
 namespace sm90 {
 
+// The products of 64 k of a stage: of each of kBlocks blocks of 64 rows, kRowStride rows apart from `first_row` on, with all columns.
+// Asynchronous.
+template <typename Spec, Weights kWeights, int kRowStride, int kBlocks, int kAllBlocks>
+__device__ __forceinline__ void issue_stage(float (&sums)[kAllBlocks][Spec::kAccumulators],
+                                            const SharedMemory<Spec>& shared, int stage, int first_row, bool is_first) {
+  const KMajorOperand<Spec::kBlockM> a = typename Spec::ATile{shared.a(stage) + first_row * kSlabRowBytes}.k_major();
+  const auto b = shared.template b_operand<kWeights>(stage);
+  ptx::wgmma_fence();
+#pragma unroll
+  for (int step = 0; step < Spec::kBlockK / 16; ++step) {
+#pragma unroll
+    for (int block = 0; block < kBlocks; ++block) {
+      ptx::wgmma_ss<typename Spec::Element, Spec::kBlockN, decltype(b)::kIsTransposed>(
+          sums[block], a.k_step(step, block * kRowStride), b.k_step(step), step == 0 && is_first ? 0 : 1);
+    }
+  }
+  ptx::wgmma_commit();
+}
+
 template <typename Spec, Weights kWeights>
 struct Mainloop {
-  static constexpr bool kTransposesB = kWeights != Weights::kNk;
-
   const SharedMemory<Spec> shared;
   const int consumer;
   const bool is_first_lane;
@@ -28,29 +47,16 @@ struct Mainloop {
   __device__ __forceinline__ Mainloop(const SharedMemory<Spec>& shared_, int consumer_)
       : shared(shared_), consumer(consumer_), is_first_lane(ptx::lane_index() == 0) {}
 
-  // One arrival a warp: its wgmma_wait says that its own part of the product has read the stage.
+  // One arrival per warp: its wgmma_wait ensures that its share of the product has read the stage.
   __device__ __forceinline__ void release(int stage) const {
     if (is_first_lane) ptx::mbarrier_arrive(shared.empty(stage));
   }
 
   using Sums = float[Spec::kRowBlocks][Spec::kAccumulators];
 
-  // Four products of 16 k for each of the first kBlocks blocks of rows; asynchronous.
   template <int kBlocks>
   __device__ __forceinline__ void issue(Sums& sums, bool is_first) const {
-    const uint64_t a = ptx::make_smem_descriptor(shared.a(at.stage) + consumer * Spec::kSlabBytes, 0, 1024);
-    const uint64_t b = ptx::make_smem_descriptor(shared.b(at.stage), kTransposesB ? Spec::kSlabBytes : 0, 1024);
-    ptx::wgmma_fence();
-#pragma unroll
-    for (int step = 0; step < Spec::kBlockK / 16; ++step) {
-#pragma unroll
-      for (int block = 0; block < kBlocks; ++block) {
-        ptx::wgmma_ss<typename Spec::Element, Spec::kBlockN, kTransposesB>(
-            sums[block], ptx::advance_smem_descriptor(a, block * Spec::kNumConsumers * Spec::kSlabBytes + step * 32),
-            ptx::advance_smem_descriptor(b, step * (kTransposesB ? 16 * 128 : 32)), step == 0 && is_first ? 0 : 1);
-      }
-    }
-    ptx::wgmma_commit();
+    issue_stage<Spec, kWeights, 64 * Spec::kNumConsumers, kBlocks>(sums, shared, at.stage, consumer * 64, is_first);
   }
 
   __device__ __forceinline__ void wait_full() const {
@@ -93,15 +99,15 @@ struct Mainloop {
   __device__ __forceinline__ void skip(int blocks) {
     for (int block = 0; block < blocks; ++block, at.advance()) {
       ptx::mbarrier_wait(shared.full(at.stage), at.parity);
-      ptx::warp_sync();  // nobody of the warp still waits for the stage that its first lane releases
+      ptx::warp_sync();  // no lane of the warp still waits for the stage that its first lane releases
       release(at.stage);
     }
   }
 };
 
-// Where a consumer's part of a tile lies in the result.
+// A consumer's rows of a tile, in the result.
 template <typename Spec>
-struct Part {
+struct WarpgroupTile {
   int expert;
   int row;     // first
   int rows;    // that belong to the expert, at least one; 64 or more: all
@@ -109,9 +115,9 @@ struct Part {
 };
 
 template <typename Spec>
-__device__ __forceinline__ Part<Spec> part_of(const Tile& tile, int consumer) {
+__device__ __forceinline__ WarpgroupTile<Spec> warpgroup_tile(const Tile& tile, int consumer) {
   const int row = tile.first_row + consumer * 64;
-  return Part<Spec>{tile.expert, row, tile.end_row - row, tile.n_block * Spec::kOutputColumns};
+  return WarpgroupTile<Spec>{tile.expert, row, tile.end_row - row, tile.n_block * Spec::kOutputColumns};
 }
 
 template <typename Spec, Weights kWeights, typename Epilogue>
@@ -123,39 +129,34 @@ __device__ __forceinline__ void consume(const GemmParams& params, const SharedMe
   while (true) {
     const Tile tile = take_tile<Spec>(shared, slot);
     if (tile.expert < 0) break;
-    const Part<Spec> part = part_of<Spec>(tile, consumer);
-    if (part.rows <= 0) {
+    const WarpgroupTile<Spec> own = warpgroup_tile<Spec>(tile, consumer);
+    if (own.rows <= 0) {
       mainloop.skip(blocks);
       continue;
     }
     float sums[Spec::kRowBlocks][Spec::kAccumulators];
-    mainloop.multiply(sums, blocks, part.rows);
+    mainloop.multiply(sums, blocks, own.rows);
 #pragma unroll
     for (int block = 0; block < Spec::kRowBlocks; ++block) {
       const int first = block * Spec::kNumConsumers * 64;
-      const Part<Spec> own{part.expert, part.row + first, part.rows - first, part.column};
-      if (own.rows > 0) epilogue.store(own, sums[block]);
+      const WarpgroupTile<Spec> block_tile{own.expert, own.row + first, own.rows - first, own.column};
+      if (block_tile.rows > 0) epilogue.store(block_tile, sums[block]);
     }
   }
   epilogue.finish();
 }
 
-// The whole kernel. a_map: null where rows are gathered. Epilogue: made of (params, shared, consumer, maps...); store(part, sums)
-// takes the sums of a consumer's part, finish() ends its work.
-template <typename Spec, Weights kWeights, typename Epilogue, typename... Maps>
-__device__ __forceinline__ void run_grouped_gemm(const GemmParams& params, const ptx::TensorMap* a_map,
-                                                 const ptx::TensorMap& b_map, const Maps&... maps) {
-  const SharedMemory<Spec> shared{ptx::dynamic_shared_memory()};
-  // The shuffle tells the compiler that the role is the same in the whole warp.
-  const int warp = ptx::shuffle_index(ptx::warp_index(), 0);
-  const int warpgroup = warp / 4;
-
-  if (warp == 0 && ptx::elect_one()) {
-    if constexpr (!Spec::kGathersA) ptx::prefetch_tensor_map(a_map);
-    ptx::prefetch_tensor_map(&b_map);
-    (ptx::prefetch_tensor_map(&maps), ...);
-    init_barriers(shared);
-  }
+// The whole kernel: init() initialises the barriers, consume(consumer) is the work of a consumer warpgroup. a_map: null where rows are
+// gathered. maps: those that the consumers use.
+template <typename Spec, Weights kWeights, typename Init, typename Consume, typename... Maps>
+__device__ __forceinline__ void run_warp_roles(const GemmParams& params, const SharedMemory<Spec>& shared,
+                                               const ptx::TensorMap* a_map, const ptx::TensorMap& b_map, Init init,
+                                               Consume consume, const Maps*... maps) {
+  const auto start = [&] {
+    if constexpr (Spec::kGathersA) return start_warp_roles(init, &b_map, maps...);
+    if constexpr (!Spec::kGathersA) return start_warp_roles(init, a_map, &b_map, maps...);
+  };
+  const auto [warp, warpgroup] = start();
   ptx::barrier_sync_block();
   ptx::grid_launch_dependents();
   ptx::grid_dependency_wait();
@@ -165,9 +166,21 @@ __device__ __forceinline__ void run_grouped_gemm(const GemmParams& params, const
     produce<Spec, kWeights>(params, shared, warp, a_map, b_map);
   } else {
     ptx::setmaxnreg_inc<Spec::kConsumerRegisters>();
-    const int consumer = warpgroup - 1;
-    consume<Spec, kWeights>(params, shared, consumer, Epilogue(params, shared, consumer, maps...));
+    consume(warpgroup - 1);
   }
+}
+
+// Epilogue: made of (params, shared, consumer, maps...); store(tile, sums) takes the sums of a WarpgroupTile, finish() ends its work.
+template <typename Spec, Weights kWeights, typename Epilogue, typename... Maps>
+__device__ __forceinline__ void run_grouped_gemm(const GemmParams& params, const ptx::TensorMap* a_map,
+                                                 const ptx::TensorMap& b_map, const Maps&... maps) {
+  const SharedMemory<Spec> shared{ptx::dynamic_shared_memory()};
+  run_warp_roles<Spec, kWeights>(
+      params, shared, a_map, b_map, [&] { init_barriers(shared); },
+      [&](int consumer) {
+        consume<Spec, kWeights>(params, shared, consumer, Epilogue(params, shared, consumer, maps...));
+      },
+      &maps...);
 }
 
 }  // namespace sm90

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "device/convert.cuh"
+#include "device/named_barriers.cuh"
 #include "moe/grouped_gemm/sm90/spec.cuh"
 #include "ptx/barrier.cuh"
 #include "ptx/fence.cuh"
@@ -23,7 +24,7 @@ struct SlabTarget {
   int half;
 };
 
-// The output buffers of a consumer warpgroup, used in turn. acquire, write, store.
+// The output buffers of a consumer warpgroup, used cyclically. acquire, write, store.
 template <typename Spec>
 struct OutputSlabs {
   const SharedMemory<Spec>& shared;
@@ -34,13 +35,10 @@ struct OutputSlabs {
   __device__ __forceinline__ OutputSlabs(const SharedMemory<Spec>& shared_, int consumer_)
       : shared(shared_), consumer(consumer_), is_storing_thread(ptx::thread_index() % 128 == 0) {}
 
-  // Joins the 128 threads of the warpgroup. Named barrier 0 is the block's.
-  __device__ __forceinline__ void sync() const { ptx::named_barrier_sync(1 + consumer, 128); }
-
   __device__ __forceinline__ unsigned char* acquire() const {
     // Hazard: the store that had the buffer last still reads it; its thread waits for it.
     if (is_storing_thread) ptx::tma_store_wait_read<Spec::kOutputSlabs - 1>();
-    sync();
+    sync_consumer(consumer);
     return shared.output(consumer, slab);
   }
 
@@ -49,13 +47,13 @@ struct OutputSlabs {
     const unsigned char* smem = shared.output(consumer, slab);
     // Hazard: others read before all 64 rows are written and visible to them.
     ptx::fence_proxy_async_shared();
-    sync();
+    sync_consumer(consumer);
     if (rows >= 64) {
       if (is_storing_thread) ptx::tma_store_4d(&to.map, smem, column, row, to.half, 0);
     } else {
       store_rows(smem, to, row, rows, column);
     }
-    // One group a slab, with or without a store in it: acquire counts them.
+    // One group per slab, with or without a store in it: acquire counts them.
     if (is_storing_thread) ptx::tma_store_commit();
     slab = slab + 1 == Spec::kOutputSlabs ? 0 : slab + 1;
   }

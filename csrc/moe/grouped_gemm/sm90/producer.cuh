@@ -29,10 +29,10 @@ __device__ __forceinline__ void load_weights(unsigned char* smem, const ptx::Ten
   const int column = tile.n_block * Spec::kOutputColumns;
   if constexpr (Spec::kIsGated && kWeights != Weights::kKnPairs) {
 #pragma unroll
-    for (int part = 0; part < Spec::kBlockN / 128; ++part) {  // 64 columns of gate and of up
-      const int first = column + part * 64;
+    for (int slab = 0; slab < Spec::kBlockN / 128; ++slab) {  // 64 columns of gate and of up
+      const int first = column + slab * 64;
       constexpr bool kIsNk = kWeights == Weights::kNk;
-      ptx::tma_load_4d(smem + part * 2 * Spec::kSlabBytes, &map, full, kIsNk ? k : first, kIsNk ? first : k, 0,
+      ptx::tma_load_4d(smem + slab * 2 * Spec::kSlabBytes, &map, full, kIsNk ? k : first, kIsNk ? first : k, 0,
                        tile.expert, kHint);
     }
   } else if constexpr (kWeights == Weights::kNk) {
@@ -46,13 +46,13 @@ __device__ __forceinline__ void load_weights(unsigned char* smem, const ptx::Ten
   }
 }
 
-// 64 k of the tile's rows of A, which are neighbours. Rows of the next expert may be among them: nobody stores their products.
+// 64 k of the tile's rows of A, which are neighbours. Rows of the next expert may be among them: their products are not stored.
 template <typename Spec>
 __device__ __forceinline__ void load_rows(unsigned char* smem, const ptx::TensorMap& map, ptx::Mbarrier* full,
                                           const Tile& tile, int k) {
 #pragma unroll
-  for (int part = 0; part < Spec::kBlockM / 64; ++part) {
-    ptx::tma_load_4d(smem + part * Spec::kSlabBytes, &map, full, k, tile.first_row + part * 64, 0, 0,
+  for (int slab = 0; slab < Spec::kBlockM / 64; ++slab) {
+    ptx::tma_load_4d(smem + slab * Spec::kSlabBytes, &map, full, k, tile.first_row + slab * 64, 0, 0,
                      ptx::CacheHint::kEvictNormal);
   }
 }

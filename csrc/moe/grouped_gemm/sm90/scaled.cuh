@@ -37,23 +37,23 @@ struct Scales {
   float row[2];
   float weight[2];
 
-  __device__ __forceinline__ Scales(const ScaledGemmParams& params, const Part<Spec>& part, int blocks,
+  __device__ __forceinline__ Scales(const ScaledGemmParams& params, const WarpgroupTile<Spec>& own, int blocks,
                                     int first_half) {
     const GemmParams& gemm = params.gemm;
     const int thread_row = ptx::warp_index() % 4 * 16 + ptx::lane_index() / 4;
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      is_row[r] = thread_row + 8 * r < part.rows;
-      int at = is_row[r] ? part.row + thread_row + 8 * r : part.row;
+      is_row[r] = thread_row + 8 * r < own.rows;
+      int at = is_row[r] ? own.row + thread_row + 8 * r : own.row;
       if constexpr (Spec::kGathersA) at = static_cast<int>(ptx::ld_global_32(gemm.a_slots + at)) / gemm.top_k;
       row_gmem[r] = params.a_scale + static_cast<int64_t>(at) * blocks;
     }
     const int count = ceil_div(gemm.n, kScaleBlock);
     // Of a tile's last 128 columns there may be none.
     const int first =
-        Spec::kIsGated ? part.column / kScaleBlock : minimum(part.column / kScaleBlock + first_half, count - 1);
+        Spec::kIsGated ? own.column / kScaleBlock : minimum(own.column / kScaleBlock + first_half, count - 1);
     const int second = Spec::kIsGated ? first + count / 2 : minimum(first + 1, count - 1);
-    const float* of_expert = params.b_scale + static_cast<int64_t>(part.expert) * count * blocks;
+    const float* of_expert = params.b_scale + static_cast<int64_t>(own.expert) * count * blocks;
     weight_gmem[0] = of_expert + static_cast<int64_t>(first) * blocks;
     weight_gmem[1] = of_expert + static_cast<int64_t>(second) * blocks;
   }
@@ -67,10 +67,16 @@ struct Scales {
   }
 };
 
+// Named barriers of both consumers, 256 threads, besides their own (device/named_barriers.cuh).
+enum class ScaledBarrier : int {
+  kLargest =
+      3,  // hazard: the other's largest magnitudes are read before they are written, or overwritten before they are read
+  kOrder = 4,  // and 5: the consumer, 0 or 1, that may issue products
+};
+
 template <typename Spec>
 struct ScaledMainloop {
   static constexpr int kPartial = 64;  // registers of 128 columns
-  static constexpr int kTurn = 4;      // the named barriers of the consumers' turns, this and the next
   static_assert(Spec::kAccumulators == 2 * kPartial, "two halves of 128 columns");
 
   Mainloop<Spec, Weights::kNk> frame;
@@ -80,19 +86,19 @@ struct ScaledMainloop {
   // Four products of 64 rows by 128 columns by 32 k.
   __device__ __forceinline__ void issue(float (&partial)[kPartial], int slab, int half) const {
     const int stage = frame.at.stage;
-    const uint64_t a = ptx::make_smem_descriptor(frame.shared.a(stage) + slab * Spec::kSlabBytes, 0, 1024);
-    const uint64_t b = ptx::make_smem_descriptor(frame.shared.b(stage) + half * (Spec::kBBytes / 2), 0, 1024);
+    const auto a = typename Spec::ATile{frame.shared.a(stage) + slab * Spec::kSlabBytes}.k_major();
+    const auto b =
+        SharedTile<Spec::kBlockN, Spec::kBlockK>{frame.shared.b(stage) + half * (Spec::kBBytes / 2)}.k_major();
     ptx::wgmma_fence();
 #pragma unroll
     for (int step = 0; step < 4; ++step) {
-      ptx::wgmma_e4m3_n128(partial, ptx::advance_smem_descriptor(a, step * 32),
-                           ptx::advance_smem_descriptor(b, step * 32), step == 0 ? 0 : 1);
+      ptx::wgmma_e4m3_n128(partial, a.k_step(step), b.k_step(step), step == 0 ? 0 : 1);
     }
     ptx::wgmma_commit();
   }
 
   // The sums of the 64 rows of `slab`: kHalves times 128 columns, from those of `first_half` on. Two halves: the other consumer
-  // multiplies its rows of the tile, and they issue products in turn. Without turns both may wait for their products, and then both
+  // multiplies its rows of the tile, and they issue products alternately. Otherwise both may wait for their products, and then both
   // add up, while the tensor cores idle.
   template <int kHalves>
   __device__ __forceinline__ void multiply(float (&sums)[kHalves * kPartial], Scales<Spec>& scales, int slab,
@@ -101,7 +107,8 @@ struct ScaledMainloop {
     for (int i = 0; i < kHalves * kPartial; ++i) sums[i] = 0.0f;
     scales.load(0);
     if constexpr (kHalves == 2) {
-      if (slab == 1) ptx::named_barrier_arrive(kTurn, 256);  // the first turn is the other's
+      if (slab == 1)
+        ptx::named_barrier_arrive(barrier_id(ScaledBarrier::kOrder, 0), 256);  // the other consumer issues first
     }
     for (int block = 0; block < blocks; ++block) {
       // [row][gate, up; or half]
@@ -111,11 +118,11 @@ struct ScaledMainloop {
       float partial[kPartial];
 #pragma unroll
       for (int half = 0; half < kHalves; ++half) {
-        if constexpr (kHalves == 2) ptx::named_barrier_sync(kTurn + slab, 256);
+        if constexpr (kHalves == 2) ptx::named_barrier_sync(barrier_id(ScaledBarrier::kOrder, slab), 256);
         issue(partial, slab, first_half + half);
         if constexpr (kHalves == 2) {
           const bool is_last = slab == 1 && half == 1 && block + 1 == blocks;
-          if (!is_last) ptx::named_barrier_arrive(kTurn + 1 - slab, 256);
+          if (!is_last) ptx::named_barrier_arrive(barrier_id(ScaledBarrier::kOrder, 1 - slab), 256);
         }
         if (half == 0 && block + 1 < blocks) scales.load(block + 1);
         ptx::wgmma_wait<0>();
@@ -160,14 +167,14 @@ struct ScaledEpilogue {
       : params(params_.gemm), d_map(d_map_), slabs(shared, consumer) {}
 
   template <int kHalves>
-  __device__ __forceinline__ void store(const Part<Spec>& part, float (&sums)[kHalves * 64], int first_half) {
+  __device__ __forceinline__ void store(const WarpgroupTile<Spec>& own, float (&sums)[kHalves * 64], int first_half) {
     const SlabTarget to{d_map, params.d, params.d_stride, params.n, 0};
 #pragma unroll
     for (int slab = 0; slab < 2 * kHalves; ++slab) {
-      const int column = part.column + first_half * 128 + slab * 64;
+      const int column = own.column + first_half * 128 + slab * 64;
       if (column >= params.n) break;
       write_slab<Element>(slabs.acquire(), sums + 32 * slab);
-      slabs.store(to, part.row, part.rows, column);
+      slabs.store(to, own.row, own.rows, column);
     }
   }
 
@@ -177,8 +184,6 @@ struct ScaledEpilogue {
 // activation(z) of kHalves times 64 columns, from those of `first_half` on, as e4m3 with a scale for each row and 128 columns.
 template <typename Spec>
 struct ScaledGatedEpilogue {
-  static constexpr int kBoth = 3;  // the named barrier of both consumers
-
   const ScaledGemmParams& params;
   const ptx::TensorMap& d_map;
   OutputSlabs<Spec> slabs;
@@ -219,15 +224,15 @@ struct ScaledGatedEpilogue {
         ptx::st_shared_float(mine, largest[0]);
         ptx::st_shared_float(mine + 8, largest[1]);
       }
-      ptx::named_barrier_sync(kBoth, 256);  // hazard: the other's are not there
+      ptx::named_barrier_sync(barrier_id(ScaledBarrier::kLargest), 256);  // the other's are there
 #pragma unroll
       for (int r = 0; r < 2; ++r) largest[r] = fmaxf(largest[r], ptx::ld_shared_float(other + 8 * r));
-      ptx::named_barrier_sync(kBoth, 256);  // hazard: the next tile's overwrite what the other still reads
+      ptx::named_barrier_sync(barrier_id(ScaledBarrier::kLargest), 256);  // the other has read this one's
     }
   }
 
   template <int kHalves>
-  __device__ __forceinline__ void store(const Part<Spec>& part, float (&sums)[kHalves * 64], int first_half) {
+  __device__ __forceinline__ void store(const WarpgroupTile<Spec>& own, float (&sums)[kHalves * 64], int first_half) {
     activate<kHalves>(sums);
     const int lane = ptx::lane_index();
     const int columns = params.gemm.n / 2;
@@ -243,20 +248,20 @@ struct ScaledGatedEpilogue {
         const float* pair = sums + j / 8 * 64 + j % 8 * 4 + 2 * r;
         return ptx::pack_e4m3(pair[0] * scale.inverse, pair[1] * scale.inverse);
       });
-      if (lane % 4 == 0 && row < part.rows && first_half == 0) {
+      if (lane % 4 == 0 && row < own.rows && first_half == 0) {
         ptx::st_global_float(
-            params.d_scale + static_cast<int64_t>(part.row + row) * (columns / kScaleBlock) + part.column / kScaleBlock,
+            params.d_scale + static_cast<int64_t>(own.row + row) * (columns / kScaleBlock) + own.column / kScaleBlock,
             scale.scale);
       }
     }
     // A box of TMA has all 128 columns: half of them is left to the threads, as if the result ended behind it.
-    const int first = (part.column + 64 * first_half) / 2;
+    const int first = (own.column + 64 * first_half) / 2;
     const SlabTarget to{d_map, params.gemm.d, params.gemm.d_stride, kHalves == 2 ? columns / 2 : first + 32, 0};
     if constexpr (kHalves == 2) {
-      slabs.store(to, part.row, part.rows, first);
+      slabs.store(to, own.row, own.rows, first);
     } else {
-      slabs.sync();  // hazard: others read before all rows are written
-      slabs.store_rows(slabs.shared.output(slabs.consumer, slabs.slab), to, part.row, part.rows, first);
+      sync_consumer(slabs.consumer);  // hazard: others read before all rows are written
+      slabs.store_rows(slabs.shared.output(slabs.consumer, slabs.slab), to, own.row, own.rows, first);
       if (slabs.is_storing_thread) ptx::tma_store_commit();  // acquire counts the slabs
       slabs.slab = slabs.slab + 1 == Spec::kOutputSlabs ? 0 : slabs.slab + 1;
     }
@@ -275,17 +280,17 @@ __device__ __forceinline__ void consume_scaled(const ScaledGemmParams& params, c
     const Tile tile = take_tile<Spec>(shared, slot);
     if (tile.expert < 0) break;
     if (tile.end_row - tile.first_row <= 64) {
-      const Part<Spec> part = part_of<Spec>(tile, 0);
+      const WarpgroupTile<Spec> own = warpgroup_tile<Spec>(tile, 0);
       float sums[Spec::kAccumulators / 2];
-      Scales<Spec> scales(params, part, blocks, consumer);
+      Scales<Spec> scales(params, own, blocks, consumer);
       mainloop.template multiply<1>(sums, scales, 0, consumer, blocks);
-      epilogue.template store<1>(part, sums, consumer);
+      epilogue.template store<1>(own, sums, consumer);
     } else {
-      const Part<Spec> part = part_of<Spec>(tile, consumer);
+      const WarpgroupTile<Spec> own = warpgroup_tile<Spec>(tile, consumer);
       float sums[Spec::kAccumulators];
-      Scales<Spec> scales(params, part, blocks, 0);
+      Scales<Spec> scales(params, own, blocks, 0);
       mainloop.template multiply<2>(sums, scales, consumer, 0, blocks);
-      epilogue.template store<2>(part, sums, 0);
+      epilogue.template store<2>(own, sums, 0);
     }
   }
   epilogue.finish();
@@ -296,27 +301,10 @@ template <typename Spec, typename Epilogue>
 __device__ __forceinline__ void run_scaled(const ScaledGemmParams& params, const ptx::TensorMap* a_map,
                                            const ptx::TensorMap& b_map, const ptx::TensorMap& d_map) {
   const SharedMemory<Spec> shared{ptx::dynamic_shared_memory()};
-  const int warp = ptx::shuffle_index(ptx::warp_index(), 0);
-  const int warpgroup = warp / 4;
-
-  if (warp == 0 && ptx::elect_one()) {
-    if constexpr (!Spec::kGathersA) ptx::prefetch_tensor_map(a_map);
-    ptx::prefetch_tensor_map(&b_map);
-    ptx::prefetch_tensor_map(&d_map);
-    init_barriers(shared);
-  }
-  ptx::barrier_sync_block();
-  ptx::grid_launch_dependents();
-  ptx::grid_dependency_wait();
-
-  if (warpgroup == 0) {
-    ptx::setmaxnreg_dec<Spec::kProducerRegisters>();
-    produce<Spec, Weights::kNk>(params.gemm, shared, warp, a_map, b_map);
-  } else {
-    ptx::setmaxnreg_inc<Spec::kConsumerRegisters>();
-    const int consumer = warpgroup - 1;
-    consume_scaled<Spec>(params, shared, consumer, Epilogue(params, shared, consumer, d_map));
-  }
+  run_warp_roles<Spec, Weights::kNk>(
+      params.gemm, shared, a_map, b_map, [&] { init_barriers(shared); },
+      [&](int consumer) { consume_scaled<Spec>(params, shared, consumer, Epilogue(params, shared, consumer, d_map)); },
+      &d_map);
 }
 
 template <typename Spec>

@@ -2,6 +2,8 @@
 #pragma once
 
 #include "device/ring.cuh"
+#include "device/shared_tile.cuh"
+#include "moe/grouped_gemm/weights.cuh"
 #include "ptx/mbarrier.cuh"
 
 namespace flashmoe {
@@ -11,7 +13,7 @@ namespace sm90 {
 // Warpgroup 0 produces, warpgroups 1 and 2 multiply: each has 64 of the tile's 128 rows and all columns.
 //   kNumStages     blocks of 64 k of A and B in shared memory
 //   kOutputSlabs   [64 rows][64 columns] buffers of each consumer, through which results leave
-//   kIsGated       the columns are 64 of gate and the same 64 of up in turn (kKnPairs: gate and up in turn); of kBlockN
+//   kIsGated       the columns are 64 of gate and the same 64 of up interleaved (kKnPairs: single columns interleaved); of kBlockN
 //                  columns come kBlockN / 2
 //   kGathersA      the rows of A are not neighbours: the producer copies them one by one
 template <typename Element_, int kBlockM_, int kBlockN_, int kNumStages_, int kNumWarps_, int kOutputSlabs_,
@@ -39,13 +41,16 @@ struct TileSpec {
   static_assert(kBlockN <= 256 && kBlockN % (kIsGated ? 128 : 64) == 0, "columns leave in slabs of 64");
   static_assert(kNumWarps == 4 * (kNumConsumers + 1), "one producer warpgroup and the consumers");
 
-  // Registers a thread, multiples of 8; 128 * (producer + consumers * consumer) <= 64512, what 384 threads of 168 start with.
+  // Registers per thread, multiples of 8; 128 * (producer + consumers * consumer) <= 64512, what 384 threads of 168 start with.
   static constexpr int kProducerRegisters = kGathersA ? 56 : kRowBlocks == 2 ? 24 : 40;
   static constexpr int kConsumerRegisters = kGathersA ? 224 : kRowBlocks == 2 ? 240 : 232;
 
-  // Bytes. Every slab starts at a multiple of 1024, the period of the 128-byte swizzle.
-  static constexpr int kSlabBytes = 64 * 128;
-  static constexpr int kABytes = kBlockM * 128;  // of one stage
+  using ATile = SharedTile<kBlockM, kBlockK>;  // of one stage
+  using Slab = SharedTile<64, 64>;
+
+  // Bytes.
+  static constexpr int kSlabBytes = Slab::kBytes;
+  static constexpr int kABytes = ATile::kBytes;
   static constexpr int kBBytes = kBlockN * 128;
   static constexpr int kAOffset = 0;
   static constexpr int kBOffset = kAOffset + kNumStages * kABytes;
@@ -74,6 +79,11 @@ struct SharedMemory {
   __device__ __forceinline__ unsigned char* a(int stage) const { return base + Spec::kAOffset + stage * Spec::kABytes; }
   // nk: [kBlockN rows][64 k]; kn: [kBlockN / 64][64 k][64 columns]; swizzled.
   __device__ __forceinline__ unsigned char* b(int stage) const { return base + Spec::kBOffset + stage * Spec::kBBytes; }
+  template <Weights kWeights>
+  __device__ __forceinline__ auto b_operand(int stage) const {
+    if constexpr (kWeights == Weights::kNk) return SharedTile<Spec::kBlockN, Spec::kBlockK>{b(stage)}.k_major();
+    if constexpr (kWeights != Weights::kNk) return SharedTile<Spec::kBlockK, Spec::kBlockN>{b(stage)}.mn_major();
+  }
   // [64 rows][64 columns], swizzled.
   __device__ __forceinline__ unsigned char* output(int consumer, int slab) const {
     return base + Spec::kOutputOffset + (consumer * Spec::kOutputSlabs + slab) * Spec::kSlabBytes;

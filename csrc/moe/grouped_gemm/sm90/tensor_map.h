@@ -52,7 +52,7 @@ inline TensorMapArguments slots_map(const void* address, std::int64_t columns, s
   return tensor_map_arguments(address, columns, {params.slots, stride}, {1, 0}, {1, 0}, kSlab, 1);
 }
 
-// The columns of gate and of up as two halves of 64 columns each in a box, or, where they stand in turn, as one matrix.
+// The columns of gate and of up as two halves of 64 columns each in a box, or, where they are interleaved, as one matrix.
 inline TensorMapArguments halves_map(const void* address, const GemmParams& params) {
   if (params.is_interleaved != 0) return slots_map(address, params.n, params.n, params);
   return tensor_map_arguments(address, params.n / 2, {params.slots, params.n}, {2, params.n / 2}, {1, 0}, kSlab, 1);
@@ -87,8 +87,8 @@ struct GatedGemmTensorMaps {
   TensorMapArguments preactivation;
 };
 
-// Of the weights a box has 64 rows (nk) or columns (kn) of gate and the same of up; where columns stand in turn, 64 of them.
-// Without a preactivation its map is that of d's first columns, which nobody uses.
+// Of the weights a box has 64 rows (nk) or columns (kn) of gate and the same of up; where columns are interleaved, 64 of them.
+// Without a preactivation its map is that of d's first columns, which is unused.
 inline GatedGemmTensorMaps gated_gemm_tensor_maps(const GemmParams& params, int /*block_n*/) {
   const std::int64_t half = params.n / 2;
   const bool is_interleaved = params.is_interleaved != 0;

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "device/convert.cuh"
+#include "device/warpgroup_product.cuh"
 #include "moe/weight_gradient/sm90/producer.cuh"
 #include "ptx/fence.cuh"
 #include "ptx/stmatrix.cuh"
@@ -27,20 +28,11 @@ struct Consumer {
                                       const ptx::TensorMap& d_map_, int consumer_)
       : params(params_), shared(shared_), d_map(d_map_), consumer(consumer_) {}
 
-  // sums (+)= a^T b over the 64 rows of a stage; asynchronous. k of a product is 16 rows, 2048 bytes of every slab.
-  __device__ __forceinline__ void issue(float (&sums)[kAccumulators], int adds) const {
-    const uint64_t a =
-        ptx::make_smem_descriptor(shared.a(at.stage) + consumer * Spec::kSlabBytes, Spec::kSlabBytes, 1024);
-    const uint64_t b = ptx::make_smem_descriptor(shared.b(at.stage), Spec::kSlabBytes, 1024);
-    ptx::wgmma_fence_operands(sums);
-    ptx::wgmma_fence();
-#pragma unroll
-    for (int step = 0; step < Spec::kStageRows / 16; ++step) {
-      ptx::wgmma_ss<Element, Spec::kBlockN, true, true>(sums, ptx::advance_smem_descriptor(a, step * 2048),
-                                                        ptx::advance_smem_descriptor(b, step * 2048),
-                                                        step == 0 ? adds : 1);
-    }
-    ptx::wgmma_commit();
+  // sums += a^T b over the 64 rows of a stage; asynchronous.
+  __device__ __forceinline__ void issue(float (&sums)[kAccumulators]) const {
+    const auto a = SharedTile<Spec::kStageRows, 64>{shared.a(at.stage) + consumer * Spec::kSlabBytes}.mn_major();
+    const auto b = SharedTile<Spec::kStageRows, Spec::kBlockN>{shared.b(at.stage)}.mn_major();
+    issue_product<Element, Spec::kStageRows / 16, true>(sums, a, b);
   }
 
   // Before its first products a consumer lets the first one go ahead: it waits for rows that it needs later. The distance stays.
@@ -59,7 +51,7 @@ struct Consumer {
       ptx::mbarrier_wait(shared.full(at.stage), at.parity);
       // What cp.async has written becomes visible to wgmma.
       ptx::fence_proxy_async_shared();
-      issue(sums, 1);
+      issue(sums);
       at.advance();
       ptx::wgmma_wait<1>();
       if (done == 0) continue;
@@ -90,7 +82,7 @@ struct Consumer {
         const int chunk = step * 2 + lane / 16;
         ptx::stmatrix_x4(smem + row * 128 + (chunk ^ (row % 8)) * 16, words);
       }
-      // Hazard: the copy engine reads before every lane's part is written and visible to it.
+      // Hazard: the copy engine reads before every lane's share is written and visible to it.
       ptx::fence_proxy_async_shared();
       ptx::warp_sync();
       if (lane == 0) {

@@ -17,7 +17,7 @@ namespace moe {
 namespace weight_gradient {
 namespace sm90 {
 
-// One arrival a warp, once all its lanes are here.
+// One arrival per warp, once all its lanes are here.
 __device__ __forceinline__ void release(ptx::Mbarrier* empty) {
   ptx::warp_sync();
   if (ptx::lane_index() == 0) ptx::mbarrier_arrive(empty);

@@ -14,11 +14,11 @@ namespace sm90 {
 struct Tile {
   int expert;  // < 0: no more work
   int first_row;
-  int rows;   // of the expert
-  int place;  // m tile * 65536 + n tile
+  int rows;         // of the expert
+  int coordinates;  // m tile * 65536 + n tile
 
-  __device__ __forceinline__ int m_tile() const { return place >> 16; }
-  __device__ __forceinline__ int n_tile() const { return place & 0xffff; }
+  __device__ __forceinline__ int m_tile() const { return coordinates >> 16; }
+  __device__ __forceinline__ int n_tile() const { return coordinates & 0xffff; }
 };
 
 // The order of experts into shared memory; all threads of the block. Ends with a barrier.

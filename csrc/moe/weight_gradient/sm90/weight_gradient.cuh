@@ -6,11 +6,11 @@
 // One block adds up a tile over all the expert's rows in their order: the bits do not depend on the grid.
 #pragma once
 
+#include "device/warp_roles.cuh"
 #include "moe/weight_gradient/sm90/consumer.cuh"
 #include "moe/weight_gradient/sm90/producer.cuh"
 #include "ptx/grid_dependency.cuh"
 #include "ptx/register_control.cuh"
-#include "ptx/shuffle.cuh"
 
 namespace flashmoe {
 namespace moe {
@@ -21,16 +21,7 @@ template <typename Spec>
 __device__ __forceinline__ void weight_gradient(const GemmParams& params, const ptx::TensorMap& a_map,
                                                 const ptx::TensorMap& b_map, const ptx::TensorMap& d_map) {
   const SharedMemory<Spec> shared{ptx::dynamic_shared_memory()};
-  // The shuffle tells the compiler that the role is the same in the whole warp.
-  const int warp = ptx::shuffle_index(ptx::warp_index(), 0);
-  const int warpgroup = warp / 4;
-
-  if (warp == 0 && ptx::elect_one()) {
-    ptx::prefetch_tensor_map(&a_map);
-    ptx::prefetch_tensor_map(&b_map);
-    ptx::prefetch_tensor_map(&d_map);
-    init_barriers(shared);
-  }
+  const int warpgroup = start_warp_roles([&] { init_barriers(shared); }, &a_map, &b_map, &d_map).warpgroup;
   ptx::grid_launch_dependents();
   ptx::grid_dependency_wait();
   sort_experts(params, shared);

@@ -74,7 +74,7 @@ struct SharedTiles {
   int heads;  // of a tile, as equal as can be
 
   static __device__ __forceinline__ bool serve(const ForwardParams& params, int rows) {
-    // A difference, not a product: "Registers of the plain loop" in docs/kernels/attention-varlen.md.
+    // A difference, not a product: "Registers of the plain loop" in docs/notebook/2026-11-23-attention-ragged.md.
     return rows > 0 && rows <= Spec::kNumConsumers / 2 * 64 &&
            params.batch * params.heads_q - ptx::grid_size() > ptx::grid_size() && params.heads_q > params.heads_kv &&
            params.score_options.mask == nullptr;

@@ -1,6 +1,6 @@
-// What a softcap and a mask tensor do to the scores of a block, in both kernels of every family. A thread has two rows of scores, r = 0
-// and 1, eight apart, and of each pairs of neighbouring columns, 8j and 8j + 1 behind its first: pair 2j + r. (That is how the products
-// leave them, of wgmma and, for 16 rows of a warp, of mma.sync.)
+// Score modification (a softcap, a mask tensor) of a block's scores, in both kernels of every family. A thread has two rows of scores,
+// r = 0 and 1, eight apart, and of each row pairs of neighbouring columns, 8j and 8j + 1 from its first: pair 2j + r. This is the
+// accumulator layout of wgmma and, for 16 rows of a warp, of mma.sync.
 #pragma once
 
 #include "attention/masks.cuh"
@@ -20,22 +20,22 @@ constexpr int kScorePairs = Spec::kStreamRows / 4;  // of a thread
 template <typename Spec>
 using MaskValues = uint32_t[kScorePairs<Spec>];
 
-// Where they lie. Rows and columns are those of the scores: in the kernel of dq rows are queries, in that of dk and dv keys.
-struct MaskPlace {
+// Where those values are. Rows and columns are those of the scores: rows are queries in the kernel of dq, keys in that of dk and dv.
+struct MaskPointer {
   const unsigned char* first;  // of the thread's first score
   int64_t row_stride;          // elements
   int64_t column_stride;
-  int columns[2];  // that there are in the tensor, for each of the two rows, from the thread's first on
+  int columns[2];  // left in the tensor from the thread's first on, for each of its two rows
 
   // rows, columns: of the tensor; row, column: the thread's first
-  __device__ __forceinline__ MaskPlace(const ScoreOptions& band, int entry, int head, int64_t row_stride_,
-                                       int64_t column_stride_, int row, int rows, int column, int columns_)
+  __device__ __forceinline__ MaskPointer(const ScoreOptions& options, int sequence, int head, int64_t row_stride_,
+                                         int64_t column_stride_, int row, int rows, int column, int columns_)
       : row_stride(row_stride_),
         column_stride(column_stride_),
         columns{row < rows ? columns_ - column : 0, row + 8 < rows ? columns_ - column : 0} {
-    const int64_t at =
-        entry * band.mask_stride_batch + head * band.mask_stride_head + row * row_stride + column * column_stride;
-    first = static_cast<const unsigned char*>(band.mask) + at * (band.mask_type == MaskTensor::kBool ? 1 : 2);
+    const int64_t at = sequence * options.mask_stride_batch + head * options.mask_stride_head + row * row_stride +
+                       column * column_stride;
+    first = static_cast<const unsigned char*>(options.mask) + at * (options.mask_type == MaskTensor::kBool ? 1 : 2);
   }
 };
 
@@ -54,11 +54,11 @@ __device__ __forceinline__ uint32_t load_mask_element(const unsigned char* gmem)
 
 // Pairs of neighbours in memory (dq, with keys side by side), at an even address.
 template <typename Spec, int kBytes>
-__device__ __forceinline__ void load_mask_pairs(MaskValues<Spec>& values, const MaskPlace& place) {
+__device__ __forceinline__ void load_mask_pairs(MaskValues<Spec>& values, const MaskPointer& mask) {
   using Element = typename Spec::Element;
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
-    const unsigned char* row_gmem = place.first + 8 * r * kBytes * place.row_stride;
+    const unsigned char* row_gmem = mask.first + 8 * r * kBytes * mask.row_stride;
 #pragma unroll
     for (int j = 0; j < kScorePairs<Spec> / 2; ++j) {
       if constexpr (kBytes == 2) {
@@ -73,10 +73,10 @@ __device__ __forceinline__ void load_mask_pairs(MaskValues<Spec>& values, const 
 
 // Rows side by side in memory (dk and dv, with keys side by side).
 template <typename Spec, int kBytes>
-__device__ __forceinline__ void load_mask_columns(MaskValues<Spec>& values, const MaskPlace& place) {
+__device__ __forceinline__ void load_mask_columns(MaskValues<Spec>& values, const MaskPointer& mask) {
   using Element = typename Spec::Element;
-  const int64_t column_bytes = place.column_stride * kBytes;
-  const unsigned char* column_gmem = place.first;
+  const int64_t column_bytes = mask.column_stride * kBytes;
+  const unsigned char* column_gmem = mask.first;
 #pragma unroll
   for (int j = 0; j < kScorePairs<Spec> / 2; ++j) {
 #pragma unroll
@@ -89,9 +89,9 @@ __device__ __forceinline__ void load_mask_columns(MaskValues<Spec>& values, cons
   }
 }
 
-// Any strides, and tails. What the tensor does not have is 0: no range of keys shows it.
+// Any strides, and tails. Elements outside the tensor are 0: the visible range excludes them.
 template <typename Spec, int kBytes>
-__device__ __forceinline__ void load_mask_anyhow(MaskValues<Spec>& values, const MaskPlace& place) {
+__device__ __forceinline__ void load_mask_anyhow(MaskValues<Spec>& values, const MaskPointer& mask) {
   using Element = typename Spec::Element;
 #pragma unroll
   for (int i = 0; i < kScorePairs<Spec>; ++i) {
@@ -100,8 +100,8 @@ __device__ __forceinline__ void load_mask_anyhow(MaskValues<Spec>& values, const
 #pragma unroll
     for (int c = 0; c < 2; ++c) {
       const int column = i / 2 * 8 + c;
-      const bool is_read = column < place.columns[r];
-      const unsigned char* gmem = place.first + (8 * r * place.row_stride + column * place.column_stride) * kBytes;
+      const bool is_read = column < mask.columns[r];
+      const unsigned char* gmem = mask.first + (8 * r * mask.row_stride + column * mask.column_stride) * kBytes;
       pair[c] = kBytes == 1 ? ptx::ld_global_8_if(gmem, is_read) : ptx::ld_global_16_if(gmem, is_read);
     }
     values[i] = mask_pair<Element, kBytes>(pair[0], pair[1]);
@@ -109,41 +109,41 @@ __device__ __forceinline__ void load_mask_anyhow(MaskValues<Spec>& values, const
 }
 
 template <typename Spec, int kBytes>
-__device__ __forceinline__ void load_mask_elements(MaskValues<Spec>& values, const MaskPlace& place) {
+__device__ __forceinline__ void load_mask_elements(MaskValues<Spec>& values, const MaskPointer& mask) {
   constexpr int kColumns = Spec::kStreamRows - 6;  // the last pair ends there
-  const bool is_whole = place.columns[0] >= kColumns && place.columns[1] >= kColumns;
+  const bool is_whole = mask.columns[0] >= kColumns && mask.columns[1] >= kColumns;
   const bool is_even =
-      (reinterpret_cast<uint64_t>(place.first) | static_cast<uint64_t>(place.row_stride * kBytes)) % (2 * kBytes) == 0;
+      (reinterpret_cast<uint64_t>(mask.first) | static_cast<uint64_t>(mask.row_stride * kBytes)) % (2 * kBytes) == 0;
   if constexpr (Spec::kHasStatistics) {
-    if (ptx::vote_all(is_whole && place.row_stride == 1)) return load_mask_columns<Spec, kBytes>(values, place);
+    if (ptx::vote_all(is_whole && mask.row_stride == 1)) return load_mask_columns<Spec, kBytes>(values, mask);
   } else {
-    if (ptx::vote_all(is_whole && is_even && place.column_stride == 1)) {
-      return load_mask_pairs<Spec, kBytes>(values, place);
+    if (ptx::vote_all(is_whole && is_even && mask.column_stride == 1)) {
+      return load_mask_pairs<Spec, kBytes>(values, mask);
     }
   }
-  load_mask_anyhow<Spec, kBytes>(values, place);
+  load_mask_anyhow<Spec, kBytes>(values, mask);
 }
 
 // Zeros without a mask tensor.
-template <typename Spec, typename Place>
-__device__ __forceinline__ void load_mask(MaskValues<Spec>& values, const ScoreOptions& band, Place place) {
-  if (band.mask_type == MaskTensor::kBool) return load_mask_elements<Spec, 1>(values, place());
-  if (band.mask_type == MaskTensor::kAdditive) return load_mask_elements<Spec, 2>(values, place());
+template <typename Spec, typename MakeMask>
+__device__ __forceinline__ void load_mask(MaskValues<Spec>& values, const ScoreOptions& options, MakeMask make_mask) {
+  if (options.mask_type == MaskTensor::kBool) return load_mask_elements<Spec, 1>(values, make_mask());
+  if (options.mask_type == MaskTensor::kAdditive) return load_mask_elements<Spec, 2>(values, make_mask());
 #pragma unroll
   for (int i = 0; i < kScorePairs<Spec>; ++i) values[i] = 0;
 }
 
-// How a score is bent.
-//   kSeries   tanh by a series, 3e-7 off up to kSeriesEnd: no operation of the exponential units
+// How the softcap's tanh is computed.
+//   kSeries   by a series, absolute error 3e-7 up to kSeriesEnd; uses no special-function unit
 enum class Softcap { kNone, kSeries, kExact };
 
 constexpr float kSeriesEnd = 0.75f;
 
 template <Softcap kSoftcap>
-__device__ __forceinline__ float bent_score(const ScoreOptions& band, float score) {
+__device__ __forceinline__ float softcapped_score(const ScoreOptions& options, float score) {
   if constexpr (kSoftcap == Softcap::kNone) return score;
-  if constexpr (kSoftcap == Softcap::kExact) return capped_score(band, score);
-  const float x = score * band.score_factor;
+  if constexpr (kSoftcap == Softcap::kExact) return capped_score(options, score);
+  const float x = score * options.score_factor;
   const float square = x * x;
   float sum = ptx::fma_rn(square, 0.01275058f, -0.04986608f);
   sum = ptx::fma_rn(sum, square, 0.13253363f);
@@ -151,8 +151,8 @@ __device__ __forceinline__ float bent_score(const ScoreOptions& band, float scor
   return x * ptx::fma_rn(sum, square, 1.0f);
 }
 
-// scores to what dS has of them beside dP - row_dot: P, with a softcap times its derivative 1 - tanh^2. packed: P alone, if
-// kPacks. lse_log2(i): of score i; visible: columns of each row, from the thread's first.
+// Replaces scores by the factor of dP - row_dot in dS: P, times the softcap's derivative 1 - tanh^2 if there is one. packed: P alone,
+// if kPacks. lse_log2(i): of score i; visible: columns of each row, counted from the thread's first.
 template <typename Spec, Softcap kSoftcap, bool kIsPlain, bool kPacks, typename LseLog2>
 __device__ __forceinline__ void weigh(const BackwardParams& params, float (&scores)[2 * kScorePairs<Spec>],
                                       uint32_t (&packed)[kScorePairs<Spec>], const MaskValues<Spec>& values,
@@ -164,10 +164,10 @@ __device__ __forceinline__ void weigh(const BackwardParams& params, float (&scor
     const float2 value = unpack<Element>(values[i]);
 #pragma unroll
     for (int c = 0; c < 2; ++c) {
-      const float score = bent_score<kSoftcap>(params.score_options, scores[2 * i + c]);
+      const float score = softcapped_score<kSoftcap>(params.score_options, scores[2 * i + c]);
       float exponent = ptx::fma_rn(score, params.scale_log2, -lse_log2(2 * i + c));
       if constexpr (!kIsPlain) {
-        // No weight is above 1; but of scores near the lowest float, as a mask gives them, the difference is a rounding error.
+        // P is at most 1, but for scores near the lowest float, as additive masks produce them, the difference is rounding error.
         exponent = min(ptx::fma_rn(c == 0 ? value.x : value.y, kLog2E, exponent), 0.0f);
       }
       probability[c] = ptx::exp2_approx(exponent);
@@ -182,11 +182,13 @@ __device__ __forceinline__ void weigh(const BackwardParams& params, float (&scor
   }
 }
 
-// is_plain: neither a mask tensor nor a range. see(visible): what `visible` is, asked for where it matters.
+// is_plain: neither a mask tensor nor a limited range. see(visible): computes `visible`, called only where it matters.
 template <typename Spec, bool kPacks, typename LseLog2, typename See>
-__device__ __forceinline__ void weigh_bent(const BackwardParams& params, float (&scores)[2 * kScorePairs<Spec>],
-                                           uint32_t (&packed)[kScorePairs<Spec>], const MaskValues<Spec>& values,
-                                           bool is_plain, LseLog2 lse_log2, See see) {
+__device__ __forceinline__ void weigh_with_score_mod(const BackwardParams& params,
+                                                     float (&scores)[2 * kScorePairs<Spec>],
+                                                     uint32_t (&packed)[kScorePairs<Spec>],
+                                                     const MaskValues<Spec>& values, bool is_plain, LseLog2 lse_log2,
+                                                     See see) {
   KeyRange visible[2] = {{0, kUnbounded}, {0, kUnbounded}};
   if (!is_plain) see(visible);
   if (params.score_options.score_factor <= 0.0f) {

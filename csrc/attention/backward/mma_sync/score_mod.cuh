@@ -1,7 +1,7 @@
-// Softcap and mask tensors (../bent_scores.cuh) for a warp of kMmaM times 16 rows.
+// Softcap and mask tensors (../score_mod.cuh) for a warp of kMmaM times 16 rows.
 #pragma once
 
-#include "attention/backward/bent_scores.cuh"
+#include "attention/backward/score_mod.cuh"
 #include "attention/backward/mma_sync/products.cuh"
 #include "attention/backward/mma_sync/tile.cuh"
 
@@ -10,35 +10,36 @@ namespace attention {
 namespace backward {
 namespace mma_sync {
 
-// A mask tensor's values for a warp's scores of one block. Nothing where scores are not bent.
-template <typename Spec, bool kBendsScores = Spec::kBendsScores>
-struct BentWeights {};
+// A mask tensor's values for a warp's scores of one block. Empty without score modification.
+template <typename Spec, bool kHasScoreMod = Spec::kHasScoreMod>
+struct ScoreModWeights {};
 
 template <typename Spec>
-struct BentWeights<Spec, true> {
+struct ScoreModWeights<Spec, true> {
   MaskValues<Spec> values[Spec::kMmaM];
 
-  // own: the warp's first row, or key, in the entry; first: of the block.
-  __device__ __forceinline__ void load_mask(const BackwardParams& params, const BandTile& tile, int head, int own,
+  // own: the warp's first row, or key, in the sequence; first: of the block.
+  __device__ __forceinline__ void load_mask(const BackwardParams& params, const VarlenTile& tile, int head, int own,
                                             int first) {
-    const ScoreOptions& band = params.score_options;
+    const ScoreOptions& options = params.score_options;
     const int lane = ptx::lane_index();
 #pragma unroll
     for (int m = 0; m < Spec::kMmaM; ++m) {
-      backward::load_mask<Spec>(values[m], band, [&] {
+      backward::load_mask<Spec>(values[m], options, [&] {
         const int row = own + m * 16 + lane / 4;
         const int column = first + lane % 4 * 2;
-        return Spec::kHasStatistics ? MaskPlace(band, tile.batch, head, band.mask_stride_key, band.mask_stride_row, row,
-                                                tile.extents.keys(), column, tile.extents.rows())
-                                    : MaskPlace(band, tile.batch, head, band.mask_stride_row, band.mask_stride_key, row,
-                                                tile.extents.rows(), column, tile.extents.keys());
+        return Spec::kHasStatistics
+                   ? MaskPointer(options, tile.batch, head, options.mask_stride_key, options.mask_stride_row, row,
+                                 tile.extents.keys(), column, tile.extents.rows())
+                   : MaskPointer(options, tile.batch, head, options.mask_stride_row, options.mask_stride_key, row,
+                                 tile.extents.rows(), column, tile.extents.keys());
       });
     }
   }
 
   // dq: scores to P times the derivative of the softcap.
   __device__ __forceinline__ void weigh_keys(const BackwardParams& params, Scores<Spec>& scores,
-                                             const float (&lse_log2)[Spec::kMmaM][2], const BandTile& tile, int row,
+                                             const float (&lse_log2)[Spec::kMmaM][2], const VarlenTile& tile, int row,
                                              int first_key) const {
     const auto keys_of = [&](int own_row) { return visible_keys<MaskKind::kRuntime>(params, tile.extents, own_row); };
     const bool sees_all =
@@ -53,7 +54,7 @@ struct BentWeights<Spec, true> {
 
   // dk and dv: the same for S^T, and P^T alone as an operand. lse_log2: of the thread's columns.
   __device__ __forceinline__ void weigh_rows(const BackwardParams& params, Scores<Spec>& scores, Operand<Spec>& operand,
-                                             const float (&lse_log2)[Spec::kMmaN][2], const BandTile& tile, int key,
+                                             const float (&lse_log2)[Spec::kMmaN][2], const VarlenTile& tile, int key,
                                              int first_row) const {
     const auto rows_of = [&](int own_key) { return visible_rows<MaskKind::kRuntime>(params, tile.extents, own_key); };
     const bool sees_all = key + Spec::kWarpRows <= tile.extents.keys() &&
@@ -70,7 +71,7 @@ struct BentWeights<Spec, true> {
   }
 
  private:
-  // see(row): columns of the entry that a row of the scores sees.
+  // see(row): columns of the sequence that a row of the scores sees.
   template <bool kPacks, typename LseLog2, typename See>
   __device__ __forceinline__ void weigh(const BackwardParams& params, Scores<Spec>& scores, int m,
                                         uint32_t (&packed)[kScorePairs<Spec>], bool sees_all, int own, int first,
@@ -78,17 +79,17 @@ struct BentWeights<Spec, true> {
     float of_rows[2 * kScorePairs<Spec>];
 #pragma unroll
     for (int i = 0; i < 2 * kScorePairs<Spec>; ++i) of_rows[i] = scores[m][i / 4][i % 4];
-    weigh_bent<Spec, kPacks>(params, of_rows, packed, values[m],
-                             sees_all && params.score_options.mask_type == MaskTensor::kNone, lse_log2,
-                             [&](KeyRange(&visible)[2]) {
-                               const int lane = ptx::lane_index();
-                               const int column = first + lane % 4 * 2;
+    weigh_with_score_mod<Spec, kPacks>(params, of_rows, packed, values[m],
+                                       sees_all && params.score_options.mask_type == MaskTensor::kNone, lse_log2,
+                                       [&](KeyRange(&visible)[2]) {
+                                         const int lane = ptx::lane_index();
+                                         const int column = first + lane % 4 * 2;
 #pragma unroll
-                               for (int half = 0; half < 2; ++half) {
-                                 const KeyRange range = see(own + m * 16 + half * 8 + lane / 4);
-                                 visible[half] = KeyRange{range.begin - column, range.end - column};
-                               }
-                             });
+                                         for (int half = 0; half < 2; ++half) {
+                                           const KeyRange range = see(own + m * 16 + half * 8 + lane / 4);
+                                           visible[half] = KeyRange{range.begin - column, range.end - column};
+                                         }
+                                       });
 #pragma unroll
     for (int i = 0; i < 2 * kScorePairs<Spec>; ++i) scores[m][i / 4][i % 4] = of_rows[i];
   }

@@ -1,0 +1,28 @@
+// The kernels of dq, and of dk and dv, with mma.m16n8k8 for Turing, in fp16. Without a mask the tile is a sequence's, and its lengths
+// and score options are known at run time.
+#pragma once
+
+#include "attention/backward/mma_sync/key_value_gradient.cuh"
+#include "attention/backward/mma_sync/query_gradient.cuh"
+#include "attention/backward/sm75/spec.cuh"
+#include "attention/backward/sm75/stream.cuh"
+
+namespace flashmoe {
+namespace attention {
+namespace backward {
+namespace sm75 {
+
+template <typename Spec, MaskKind kMask = MaskKind::kRuntime>
+__device__ __forceinline__ void query_gradient(const BackwardParams& params) {
+  mma_sync::query_gradient<Spec, Stream<Spec>, kMask>(params);
+}
+
+template <typename Spec, MaskKind kMask = MaskKind::kRuntime>
+__device__ __forceinline__ void key_value_gradient(const BackwardParams& params) {
+  mma_sync::key_value_gradient<Spec, Stream<Spec>, kMask>(params);
+}
+
+}  // namespace sm75
+}  // namespace backward
+}  // namespace attention
+}  // namespace flashmoe
