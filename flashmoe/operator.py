@@ -7,8 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from importlib import import_module
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -46,10 +44,7 @@ class Operator:
 
 def find_operators() -> tuple[Operator, ...]:
     """Those of every operation of this package."""
-    packages = [*modules("operators")]
-    for path in sorted(Path(__file__).parent.glob("operators/*/__init__.py")):
-        packages.append(import_module(f"flashmoe.operators.{path.parent.name}"))
-    return tuple(operator for package in packages for operator in package.OPERATORS)
+    return tuple(operator for package in modules("operators") for operator in package.OPERATORS)
 
 
 def register(operators: Iterable[Operator]) -> None:

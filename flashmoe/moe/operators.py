@@ -36,7 +36,8 @@ OPERATORS = (
         fake=fake.scaled,
         flops=fake.scaled_flops,
         autocast=scaled.CAST,
-        vmap=autograd.one_by_one(torch.ops.flashmoe._fused_moe_scaled.default),
+        # Looked up when it is called: a library that lacks the operator is to be told of in words.
+        vmap=autograd.one_by_one(lambda *given: torch.ops.flashmoe._fused_moe_scaled.default(*given)),
     ),
     Operator(
         "_fused_moe_scaled_torch",

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from importlib import import_module
+from importlib.util import find_spec
 from typing import Any
 
 from flashmoe.errors import TableError
@@ -29,10 +30,11 @@ def runners() -> Mapping[str, Runner]:
 @lru_cache(maxsize=4)
 def _runners(_: tuple[str, ...]) -> Mapping[str, Runner]:
     found: dict[str, Runner] = {}
-    for room, folder in operations.rooms().items():
-        if not (folder / "emulation" / "__init__.py").is_file():
+    for room in operations.rooms():
+        name = f"{operations.__name__}.{room}.emulation"
+        if find_spec(name) is None:
             continue
-        own = import_module(f"{operations.__name__}.{room}.emulation").RUNNERS
+        own = import_module(name).RUNNERS
         if twice := found.keys() & own:
             msg = f"operations/{room}/emulation: another room runs {', '.join(sorted(twice))}, too; keep one of the two"
             raise TableError(msg)

@@ -17,7 +17,7 @@ from torch import Tensor
 import flashmoe
 from flashmoe import _extension
 from flashmoe.attn import backward
-from flashmoe.errors import ArgumentError, DtypeError, FlashmoeError, ShapeError
+from flashmoe.errors import DtypeError, FlashmoeError, ShapeError
 from flashmoe.rules import translate
 from flashmoe_tools.tables import load_tables
 
@@ -451,10 +451,10 @@ def _wrong(change: str) -> tuple[dict[str, object], type[FlashmoeError], str]:
         "heads of out": ({"out": q[:, :2]}, ShapeError, "out"),
         "dtype of out": ({"out": q.bfloat16()}, DtypeError, "out"),
         "rows of lse": ({"lse": lse[:, :, 1:].contiguous()}, ShapeError, "lse"),
-        "dtype of lse": ({"lse": lse.half()}, ArgumentError, "lse"),
-        "order of lse": ({"lse": lse.mT.contiguous().mT}, ArgumentError, "lse"),
+        "dtype of lse": ({"lse": lse.half()}, DtypeError, "lse"),
+        "order of lse": ({"lse": lse.mT.contiguous().mT}, ShapeError, "lse"),
         "rows of grad_lse": ({"grad_lse": lse[:, :, 1:].contiguous()}, ShapeError, "grad_lse"),
-        "dtype of grad_lse": ({"grad_lse": lse.double()}, ArgumentError, "grad_lse"),
+        "dtype of grad_lse": ({"grad_lse": lse.double()}, DtypeError, "grad_lse"),
         "heads of k and v": ({"k": k[:, [0, 0, 0]], "v": v[:, [0, 0, 0]]}, ShapeError, "heads"),
         "dtype of k": ({"k": k.bfloat16()}, DtypeError, "dtype"),
         "keys of v": ({"v": v[:, :, 1:]}, ShapeError, "v"),

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from flashmoe.distributed import model
 from flashmoe.errors import ArgumentError
+from flashmoe_tools.bench.distributed import model
 from flashmoe_tools.bench.distributed.overlap import measure_overlap, merged
 from flashmoe_tools.bench.distributed.parts import AttentionPart, ExpertsPart, parse_parts
 from flashmoe_tools.bench.distributed.session import as_text, measure_distributed

@@ -169,6 +169,7 @@ def test_a_slowdown_is_bisected(tmp_path: Path, capsys: pytest.CaptureFixture[st
         write_report(made.root / f"{name}.json", report)
     (made.root / "flashmoe").mkdir()
     bench = "import shutil, sys, product\nshutil.copy(f'{product.answer()}.json', sys.argv[-1])\n"
+    (made.root / "flashmoe" / "__init__.py").touch()  # else an installed flashmoe comes first
     (made.root / "flashmoe" / "__main__.py").write_text(bench)
     for number, text in enumerate([RIGHT, RIGHT, WRONG, WRONG]):
         made.commit(text, f"change {number}")

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from flashmoe.integrations import bench
+from flashmoe_tools.bench import models as bench
 from flashmoe_tools.bench.models import CONTENDERS, Contender
 from flashmoe_tools.report import Verdict, read_report
 

@@ -1,5 +1,6 @@
 // The operators of a mixture-of-experts layer, as torch knows them.
 
+#include <string>
 #include <utility>
 
 #include "host/arguments.h"
@@ -270,33 +271,34 @@ void boxed_scaled(StableIValue* stack, uint64_t num_arguments, uint64_t num_outp
 }  // namespace moe
 }  // namespace flashmoe
 
-// Schemas share their arguments' text.
-#define FLASHMOE_LAYER                                                                                       \
-  "Tensor x, Tensor w13, Tensor w2, Tensor topk_weights, Tensor topk_ids, Tensor? b13, Tensor? b2, Tensor? " \
-  "expert_map, "                                                                                             \
-  "Tensor? shared, str activation, str layout, bool transposed"
-#define FLASHMOE_SORTED "Tensor expert_offsets, Tensor row_slots, Tensor slot_rows, Tensor row_weights"
-#define FLASHMOE_BACKWARD(preactivation)                                                                          \
-  "(Tensor grad_out, Tensor x, Tensor w13, Tensor w2, Tensor? b13, Tensor? b2, " preactivation                    \
-  " preactivation, " FLASHMOE_SORTED                                                                              \
-  ", str activation, str layout, bool transposed, int needs) -> (Tensor? dx, Tensor? dw13, Tensor? dw2, Tensor? " \
-  "dtopk_weights, Tensor? db13, Tensor? db2)"
-
 STABLE_TORCH_LIBRARY_FRAGMENT(flashmoe, library) {
+  const std::string layer =
+      "Tensor x, Tensor w13, Tensor w2, Tensor topk_weights, Tensor topk_ids, Tensor? b13, Tensor? b2, Tensor? "
+      "expert_map, "
+      "Tensor? shared, str activation, str layout, bool transposed";
+  const std::string sorted = "Tensor expert_offsets, Tensor row_slots, Tensor slot_rows, Tensor row_weights";
+  const auto backward = [&](const std::string& name, const std::string& preactivation) {
+    return name + "(Tensor grad_out, Tensor x, Tensor w13, Tensor w2, Tensor? b13, Tensor? b2, " + preactivation +
+           " preactivation, " + sorted +
+           ", str activation, str layout, bool transposed, int needs) -> (Tensor? dx, Tensor? dw13, Tensor? dw2, "
+           "Tensor? dtopk_weights, Tensor? db13, Tensor? db2)";
+  };
   library.def(
       "topk_route(Tensor logits, int k, str scoring, Tensor? bias, int groups, int topk_groups, bool renormalize, "
       "float "
       "scale) -> (Tensor weights, Tensor ids, Tensor counts)");
-  library.def("moe_sort(Tensor ids, Tensor topk_weights, Tensor? expert_map, int experts) -> (" FLASHMOE_SORTED ")");
+  const std::string sort =
+      "moe_sort(Tensor ids, Tensor topk_weights, Tensor? expert_map, int experts) -> (" + sorted + ")";
+  library.def(sort.c_str());
   // The last five results are what the backward pass needs, and have size 0 where keep is false.
-  library.def("_fused_moe(" FLASHMOE_LAYER ", bool keep) -> (Tensor out, Tensor preactivation, " FLASHMOE_SORTED ")");
+  library.def(("_fused_moe(" + layer + ", bool keep) -> (Tensor out, Tensor preactivation, " + sorted + ")").c_str());
   // Called where no gradient can be needed: one result, and no rule of autograd in Python.
-  library.def("_fused_moe_inference(" FLASHMOE_LAYER ") -> Tensor");
-  library.def("_fused_moe_out(Tensor(a!) out, " FLASHMOE_LAYER ") -> ()");
+  library.def(("_fused_moe_inference(" + layer + ") -> Tensor").c_str());
+  library.def(("_fused_moe_out(Tensor(a!) out, " + layer + ") -> ()").c_str());
   // needs: bit i for gradient i; None for the others. The gradient of shared is grad_out.
-  library.def("_fused_moe_backward" FLASHMOE_BACKWARD("Tensor"));
+  library.def(backward("_fused_moe_backward", "Tensor").c_str());
   // The same; what it leaves in preactivation has no meaning.
-  library.def("_fused_moe_backward_consuming" FLASHMOE_BACKWARD("Tensor(a!)"));
+  library.def(backward("_fused_moe_backward_consuming", "Tensor(a!)").c_str());
   // a [M, K], b [E, K, N], offsets [E]: the end of each expert's rows; rows past the last end give zeros. [M, N].
   library.def("grouped_mm(Tensor a, Tensor b, Tensor offsets) -> Tensor");
   // a [N, M], b [M, K], offsets [E]: of each expert's columns of a and rows of b the product, [E, N, K].

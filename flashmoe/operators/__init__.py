@@ -1,1 +1,0 @@
-"""The operators of operations that have no package of their own yet."""
