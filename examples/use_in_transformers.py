@@ -25,7 +25,7 @@ def flashmoe_attention(
 ) -> tuple[Tensor, None]:
     """query [B, Hq, Sq, D], key and value [B, Hkv, Sk, D]; returns [B, Sq, Hq, D], as transformers wants it.
 
-    Without a mask tensor the causal mask is ours, which ends bottom-right and so fits a query that continues a cache. A padded
+    Without a mask tensor the causal mask is ours, which aligns bottom-right and so fits a query that continues a cache. A padded
     batch has a mask tensor, which says all. Dropout goes to torch (FLASHMOE_FALLBACK=warn would say so).
     """
     causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)

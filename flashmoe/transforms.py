@@ -14,7 +14,7 @@ from flashmoe.errors import DifferentiationError
 
 def autocast_dtype(tensor: Tensor, device_type: str, target: torch.dtype) -> torch.dtype:
     """The dtype that autocast gives ``tensor``: torch casts floating tensors of the device, but never float64. Nor is an 8-bit
-    one cast here, which means nothing without its scales."""
+    one cast here, which is useless without its scales."""
     dtype = tensor.dtype
     eligible = dtype.is_floating_point and dtype is not torch.float64 and dtype.itemsize > 1
     return target if eligible and tensor.device.type == device_type else dtype

@@ -84,7 +84,7 @@ def describe(device: str) -> str:
 
 
 def measure(problem: AttentionProblem, device: str, seconds: float) -> Row:
-    """Check both sides first, then time them in turn until ``seconds`` are over, three samples a side at least."""
+    """Check both sides first, then time them in turn until ``seconds`` are over, three samples per contender at least."""
     from flashmoe import _extension
     from flashmoe_tools.bench.contenders import default_registry
     from flashmoe_tools.bench.sampling import make_sampler, warm_up
@@ -137,7 +137,7 @@ def conclusion(rows: Sequence[Row]) -> str:
         f"Speed relative to torch's choice of kernel: {mean:.2f} (geometric mean; {min(ratios):.2f} to {max(ratios):.2f}).",
         f"Errors are against plain PyTorch in higher precision; {bound:.1e} is allowed at most.",
         f"Kernel of the last row: {rows[-1].kernel}",
-        "A look, not a measurement: `flashmoe bench` takes 300 samples a side and gives intervals.",
+        "A look, not a measurement: `flashmoe bench` takes 300 samples per contender and gives intervals.",
     ]
     lines += [f"WRONG at length {row.length}: {row.judged['flashmoe'].reason}" for row in wrong]
     return "\n".join(lines)

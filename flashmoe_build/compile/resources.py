@@ -95,7 +95,7 @@ def _limits(unit: Unit, item: Resources, tables: Tables) -> list[Finding]:
     shared = item.static_shared + unit.row.smem_bytes(unit.dtype)
     needs = [("bytes of static shared memory", item.static_shared, tables.smem_static_limit, "any GPU")]
     for gpu in map(tables.gpu, unit.target.gpus):
-        needs.append(("registers a block", registers, gpu.registers_per_block, gpu.name))
+        needs.append(("registers per block", registers, gpu.registers_per_block, gpu.name))
         needs.append(("bytes of shared memory a block", shared, gpu.smem_per_block_optin, gpu.name))
     for what, needed, limit, where in needs:
         if needed > limit:

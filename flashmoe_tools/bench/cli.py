@@ -22,11 +22,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--contenders", metavar="A,B", help="instead of the suite's own")
     parser.add_argument("--case", action="append", metavar="KEY", help="these cases alone (as reports name them)")
     parser.add_argument("--dtype", action="append", choices=("f32", "f16", "bf16"), help="cases of this dtype alone")
-    parser.add_argument("--repeats", type=int, metavar="N", help="samples a side (300 in the full suites)")
+    parser.add_argument("--repeats", type=int, metavar="N", help="samples per contender (300 in the full suites)")
     parser.add_argument("--warm", action="store_true", help="leave L2 as it is between calls")
     parser.add_argument("--quick", action="store_true", help="the suite's quick cases, in its quick time")
     parser.add_argument(
-        "--time-budget", type=float, metavar="SECONDS", help="fit the samples into this time, 30 a side at least"
+        "--time-budget", type=float, metavar="SECONDS", help="fit the samples into this time, at least 30 per contender"
     )
     parser.add_argument("--baseline-only", action="store_true", help="without our extension")
     parser.add_argument("--seed", type=int, default=0, help="of inputs and orders")

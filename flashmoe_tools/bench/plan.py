@@ -6,7 +6,7 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-# In a run with a time budget no cell gets fewer samples a side than this, as long as the budget lasts.
+# In a run with a time budget no cell gets fewer samples per contender than this, as long as the budget lasts.
 MIN_SAMPLES = 30
 # And no fewer blocks: with fewer pairs nothing can be decided.
 MIN_BLOCKS = 10
@@ -38,7 +38,7 @@ def plan_samples(
     floor: int = MIN_SAMPLES,
     untimed: int = 0,
 ) -> Plan:
-    """``repeats`` samples a side, or as many as ``share_seconds`` allow but at least ``floor``, or what ``FLOOR_SECONDS`` hold.
+    """``repeats`` samples per contender, or as many as ``share_seconds`` allow but at least ``floor``, or what ``FLOOR_SECONDS`` hold.
 
     ``sample_seconds`` holds the measured wall time of one call of each contender, ``untimed`` the calls that begin a
     slot. Blocks shrink before their number does: pairs of blocks are what a verdict is made of. They also shrink to

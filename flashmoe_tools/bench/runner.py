@@ -179,7 +179,7 @@ def _measure(
     if left is not None:
         left = max(0.0, left - warmed)
     plan = plan_samples(settings.repeats, settings.block, costs, left, settings.floor, sampler.untimed)
-    note(f"{cell.case.key}: {plan.samples} samples a side")
+    note(f"{cell.case.key}: {plan.samples} samples per contender")
     seed = settings.seed ^ zlib.crc32(cell.case.key.encode())
     last_read = -math.inf
     for order in block_orders(list(ready), plan.blocks, seed):

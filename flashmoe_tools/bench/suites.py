@@ -44,7 +44,7 @@ _SUITE_FIELDS |= {"operation", "repeats", "block", "timing", "flush_l2"}
 
 @dataclass(frozen=True)
 class Suite:
-    """What to time and how: ``repeats`` samples a side, in blocks of ``block`` samples of each contender."""
+    """What to time and how: ``repeats`` samples per contender, in blocks of ``block`` samples of each contender."""
 
     name: str
     title: str

@@ -184,7 +184,7 @@ def layout(gpu: Gpu, row: KernelRow, dtype: str, registers: int | None = None) -
 def tiles(row: KernelRow) -> Iterator[KernelRow]:
     """Every tile that the family's static assertions allow with the stages and warps of ``row``.
 
-    sm75, sm80: a warp owns 16-row blocks of Q, and a load pass of the whole block covers 4 rows a warp. sm90: one warpgroup
+    sm75, sm80: a warp owns 16-row blocks of Q, and a load pass of the whole block covers 4 rows per warp. sm90: one warpgroup
     loads, each of the others owns 64 rows.
     """
     if row.family == "sm90":

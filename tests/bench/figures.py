@@ -58,7 +58,7 @@ SCENES = (
 
 @dataclass(frozen=True)
 class TwoRuns:
-    """Two runs of 300 samples a side; ``shift`` is the standard deviation between runs of the ratio to the baseline."""
+    """Two runs of 300 samples per contender; ``shift`` is the standard deviation between runs of the ratio to the baseline."""
 
     name: str
     change: float

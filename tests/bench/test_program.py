@@ -95,7 +95,7 @@ def test_a_signal_leaves_a_valid_partial_report(
     )
     assert process.stderr is not None
     for line in process.stderr:  # progress lines: wait until samples are being taken
-        if "samples a side" in line or "left" in line:
+        if "samples per contender" in line or "left" in line:
             break
     time.sleep(0.5)
     process.send_signal(number)

@@ -61,7 +61,7 @@ __device__ inline void exchange(const Params& p) {
   st_global_32(out, value + 1);
 }
 
-// Inside one warp: 16 bytes a lane to shared memory, another lane's back; a barrier of the warp is what orders them.
+// Inside one warp: 16 bytes per lane to shared memory, another lane's back; a barrier of the warp is what orders them.
 __device__ inline void warp_exchange(const Params& p) {
   unsigned char* smem = dynamic_shared_memory();
   const int lane = lane_index();
@@ -103,7 +103,7 @@ __device__ inline void matches(const Params& p) {
 }
 
 // ---- cp.async ------------------------------------------------------------------------------------------------------
-// Copies `size` tiles of 16 bytes a thread through a ring of two buffers; the last 16 bytes are half filled with zeros.
+// Copies `size` tiles of 16 bytes per thread through a ring of two buffers; the last 16 bytes are half filled with zeros.
 __device__ inline void copy_ring(const Params& p) {
   unsigned char* smem = dynamic_shared_memory();
   const int tile_bytes = 16 * block_size(), thread = thread_index(), tiles = p.size;
@@ -127,7 +127,7 @@ __device__ inline void copy_ring(const Params& p) {
   }
 }
 
-// Two tiles of 16 bytes a thread from warp 0, which arrives once they are there, to warp 1.
+// Two tiles of 16 bytes per thread from warp 0, which arrives once they are there, to warp 1.
 __device__ inline void copy_arrivals(const Params& p) {
   unsigned char* smem = dynamic_shared_memory();
   Mbarrier* full = reinterpret_cast<Mbarrier*>(smem + 1024);
