@@ -37,7 +37,7 @@ OPERATORS = (
         flops=fake.scaled_flops,
         autocast=scaled.CAST,
         # Looked up when it is called: a library that lacks the operator is to be told of in words.
-        vmap=autograd.one_by_one(lambda *given: torch.ops.flashmoe._fused_moe_scaled.default(*given)),
+        vmap=autograd.one_by_one(lambda *given: torch.ops.flashmoe._fused_moe_scaled.default(*given)),  # noqa: PLW0108
     ),
     Operator(
         "_fused_moe_scaled_torch",
