@@ -159,6 +159,12 @@ def bench(session: nox.Session) -> None:
 
 
 @nox.session
+def smem(session: nox.Session) -> None:
+    """Show what a kernel tile costs in shared memory, and on which GPU it fits (-- --help)."""
+    program(session, locked(session, "test"), "flashmoe", "smem", *session.posargs)
+
+
+@nox.session
 def gate(session: nox.Session) -> None:
     """Run every step from the environment to the baseline and stop at the first failure (-- --budget-minutes 15 --rate 0.60)."""
     program(session, locked(session, "test"), "flashmoe", "gate", *session.posargs)
@@ -237,6 +243,13 @@ def emulate(session: nox.Session) -> None:
 
 
 @nox.session
+def mutants(session: nox.Session) -> None:
+    """Plant bugs in host code, the CPU backend, Python and tools, and see which the tests notice (-- --folder NAME --most 50)."""
+    report = ("--json", REPORTS / "mutants.json")
+    program(session, locked(session, "test"), "flashmoe_build.emulation.mutation.anywhere", *report, *session.posargs)
+
+
+@nox.session
 def lint(session: nox.Session) -> None:
     """Check sources, types, shell scripts, locks and generated text."""
     program(session, locked(session, "lint"), "flashmoe_build.lint", *session.posargs)
@@ -258,6 +271,12 @@ def docs(session: nox.Session) -> None:
 def site(session: nox.Session) -> None:
     """Build the documentation as a site, in build/site; links are checked (Python 3.11 or newer)."""
     program(session, locked(session, "lint"), "flashmoe_build.site", *session.posargs)
+
+
+@nox.session
+def newcomer(session: nox.Session) -> None:
+    """Follow README and the guides on a clean machine, by commands cut out of them (-- --here: for the CPU, with this machine's caches)."""
+    program(session, locked(session, "test"), "flashmoe_build.newcomer", *session.posargs)
 
 
 @nox.session
@@ -320,7 +339,7 @@ def gpu_test(session: nox.Session) -> None:
 
 @nox.session
 def workflows(session: nox.Session) -> None:
-    """Check that CI's summary waits for every job (-- --check)."""
+    """Check that CI's summary waits for every job (-- --check; -- --marked: the GPUs that have a runner and marks)."""
     program(session, locked(session, "container"), "flashmoe_build.release.workflows", *session.posargs)
 
 

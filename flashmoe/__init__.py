@@ -30,6 +30,8 @@ if TYPE_CHECKING:
     from flashmoe.attn.sdpa_dispatch import explain
     from flashmoe.attn.varlen import attention_varlen
     from flashmoe.integrations.torch_attention import activate, activated, deactivate, is_active
+    from flashmoe.layers.api import linear, patch_linear
+    from flashmoe.mla.api import mla_decode
     from flashmoe.moe.api import fused_moe, grouped_mm, topk_route
     from flashmoe.moe.module import MoE
 
@@ -38,6 +40,7 @@ _LAZY = {
     "attention_varlen": "flashmoe.attn.varlen",
     "attention_with_kvcache": "flashmoe.attn.kvcache",
     "merge_attention": "flashmoe.attn.merge",
+    "mla_decode": "flashmoe.mla.api",
     "scaled_dot_product_attention": "flashmoe.attn.sdpa",
     "Attention": "flashmoe.attn.module",
     "explain": "flashmoe.attn.sdpa_dispatch",
@@ -45,6 +48,8 @@ _LAZY = {
     "activated": "flashmoe.integrations.torch_attention",
     "deactivate": "flashmoe.integrations.torch_attention",
     "is_active": "flashmoe.integrations.torch_attention",
+    "linear": "flashmoe.layers.api",
+    "patch_linear": "flashmoe.layers.api",
     "MoE": "flashmoe.moe.module",
     "fused_moe": "flashmoe.moe.api",
     "grouped_mm": "flashmoe.moe.api",
@@ -65,7 +70,10 @@ __all__ = [
     "fused_moe",
     "grouped_mm",
     "is_active",
+    "linear",
     "merge_attention",
+    "mla_decode",
+    "patch_linear",
     "scaled_dot_product_attention",
     "topk_route",
 ]
@@ -74,6 +82,8 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     if name not in _LAZY:
         msg = f"module 'flashmoe' has no attribute {name!r}; it has {', '.join(sorted(__all__))}"
+        if name.startswith("flash_attn"):
+            msg += "; flash_attn's names are in flashmoe.compat.flash_attn"
         raise AttributeError(msg)
     import_module("flashmoe._extension").require_torch()  # says what is wrong with torch before importing it
     value = getattr(import_module(_LAZY[name]), name)

@@ -71,7 +71,7 @@ def make_parser(complete: Container[str]) -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"flashmoe {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     for name, (module_name, summary) in all_commands().items():
-        sub = commands.add_parser(name, help=summary, description=summary)
+        sub = commands.add_parser(name, help=summary, description=summary, allow_abbrev=False)
         if name in complete:
             module = import_module(module_name)
             module.add_arguments(sub)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import ctypes
 import json
 import os
-import platform
 import re
 import sys
 import threading
@@ -19,11 +18,12 @@ from pathlib import Path
 from typing import Any
 
 from flashmoe.errors import ArgumentError, ExtensionError, TorchVersionError
+from flashmoe.variables import CPU_ISAS as CPU_ISAS
+from flashmoe.variables import check_variables
 
 LIBRARY_NAME = "libflashmoe.so"
 LIBRARY_VARIABLE = "FLASHMOE_LIBRARY"
 CPU_ISA_VARIABLE = "FLASHMOE_CPU_ISA"
-CPU_ISAS = ("baseline", "avx2", "avx512", "avx512_bf16", "amx") if platform.machine() == "x86_64" else ("neon",)
 MINIMUM_TORCH = (2, 10)
 
 _lock = threading.RLock()
@@ -95,13 +95,15 @@ def load() -> Path:
     """Load the extension and register its fake, autograd, autocast, vmap and flop-count rules. Idempotent and thread-safe.
 
     Returns the path that was loaded. Raises TorchVersionError (torch too old, decided before anything is loaded) or
-    ExtensionError (file missing, unreadable, built against something else, or not this extension).
+    ExtensionError (file missing, unreadable, built against something else, or not this extension); ArgumentError for a variable
+    of ours with a value that it cannot have.
     """
     global _loaded
     if _loaded is not None:
         return _loaded
     with _lock:
         if _loaded is None:
+            check_variables(os.environ)
             path = library_path()
             require_torch()
             _load_library(path)

@@ -78,6 +78,23 @@ def check_parameter_dtype(dtype: Any, supported: Collection[torch.dtype]) -> Non
         raise DtypeError(msg)
 
 
+def check_input_dtype(name: str, tensor: Tensor, weight: Any) -> None:
+    """Raise where a layer's input and its weight have two floating dtypes and autocast, which would convert them, is off."""
+    wanted = getattr(weight, "dtype", None)
+    if tensor.dtype is wanted or not isinstance(wanted, torch.dtype) or not wanted.is_floating_point:
+        return
+    kind = tensor.device.type
+    if wanted.itemsize == 1 or (
+        torch.amp.autocast_mode.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
+    ):
+        return  # of 8 bits: a weight that its module converts
+    msg = (
+        f"{name} is {tensor.dtype} and the layer's parameters {wanted}; convert one, {name}.to({wanted}) or layer.to({tensor.dtype}), "
+        "or call under torch.autocast"
+    )
+    raise DtypeError(msg)
+
+
 def shape_of(tensor: Tensor) -> str:
     """The shape as messages give it: [2, 8, 65, 64]."""
     return str(list(tensor.shape))

@@ -7,8 +7,8 @@ message that only said "unexpected keyword" would invite the wrong correction.
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Mapping
-from typing import NoReturn
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NoReturn
 
 from torch.compiler import is_compiling
 
@@ -23,7 +23,6 @@ _RAGGED = {
     **dict.fromkeys(("page_table", "block_tables"), "write block_table="),
     "deterministic": "leave it out: results and gradients are the same bits on every run",
     "s_aux": "write sinks=",
-    "alibi_slopes": "there is no ALiBi; flashmoe.attention takes it as attn_mask",
     **dict.fromkeys(("q_descale", "k_descale", "v_descale"), "there are no 8-bit keys; convert them to q's dtype"),
 }
 _CACHE = {
@@ -45,6 +44,7 @@ HINTS: Mapping[str, Mapping[str, str]] = {
         "flashmoe.scaled_dot_product_attention; they differ where Sq != Sk",
         **{name: f"write {ours}=" for name, ours in (("query", "q"), ("key", "k"), ("value", "v"))},
         **dict.fromkeys(("mask", "attention_mask"), "write attn_mask="),
+        "window_size": "write window=",
         **dict.fromkeys(("dropout_p", "dropout"), f"there is no dropout; as dropout_p {_SDPA}"),
         "enable_gqa": "leave it out: grouped heads are seen from the shapes",
     },
@@ -57,9 +57,29 @@ HINTS: Mapping[str, Mapping[str, str]] = {
         **dict.fromkeys(("mask", "attention_mask"), "write attn_mask="),
         "dropout": "write dropout_p=",
     },
+    "fused_moe": {
+        "bias": "write b13= or b2=",
+        "inplace": "write out=x",
+        **dict.fromkeys(("w1", "w3"), "w13 holds both, the gate's rows first: torch.cat((w1, w3), 1)"),
+        **dict.fromkeys(("top_k", "topk"), "it is the width of topk_ids; topk_route takes k"),
+        **dict.fromkeys(
+            ("global_num_experts", "num_experts"), "they are counted from the weights; expert_map names others"
+        ),
+    },
     "attention_varlen": {**_SCALE, **_LSE, **_RAGGED},
     "attention_with_kvcache": {**_SCALE, **_LSE, **_RAGGED, **_CACHE},
 }
+
+
+def refuse_positional(function: str, given: Sequence[Any], names: Sequence[str], first: int) -> NoReturn:
+    """Raise for what stands behind the ``first`` arguments, which alone have a position; ``names``: some keywords of the others."""
+    found = ", ".join(
+        repr(one) if isinstance(one, (bool, int, float, str, type(None))) else f"a {type(one).__name__}"
+        for one in given
+    )
+    options = ", ".join(f"{name}=" for name in names)
+    msg = f"{function}() takes {first} arguments by position; found {found} after them; name what follows: {options}"
+    raise ArgumentTypeError(msg)
 
 
 def refuse(function: str, given: Iterable[str], known: Iterable[str], like: str = "") -> NoReturn:

@@ -31,8 +31,9 @@ class Operator:
     fake: Callable[..., Any]  # the result's shapes, dtypes and strides; raises the typed errors that eager mode raises
     flops: Callable[..., int]  # of the arguments' shapes, as FlopCounterMode counts torch's own operators
     counts_raw: bool = False  # flops takes the arguments themselves: lengths that are data count
-    # Which arguments are tensors (or None) that autocast casts: their positions, or how many of the first.
+    # Which arguments are tensors (or None) that autocast casts: their positions, or how many of the first; and which of these it does.
     autocast: int | tuple[int, ...] = 0
+    is_cast: Callable[[Any], bool] = lambda value: value is not None
     impls: Mapping[str, Callable[..., Any]] = field(
         default_factory=dict
     )  # by dispatch key; the one for Autograd gets the keyset first
@@ -82,12 +83,13 @@ def _autocast_rule(operator: Operator, device_type: str, key: str) -> Callable[.
     excluded = torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, key))
     positions = operator.autocast
     cast = frozenset(range(positions) if isinstance(positions, int) else positions)
+    is_cast = operator.is_cast
 
     def cast_and_call(*arguments: Any) -> Any:
         """As scaled_dot_product_attention: every floating input in autocast's dtype, autocast off below."""
         target = torch.get_autocast_dtype(device_type)
         casted = (
-            value.to(autocast_dtype(value, device_type, target)) if position in cast and value is not None else value
+            value.to(autocast_dtype(value, device_type, target)) if position in cast and is_cast(value) else value
             for position, value in enumerate(arguments)
         )
         with torch._C._ExcludeDispatchKeyGuard(excluded):

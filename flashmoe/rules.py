@@ -54,6 +54,7 @@ RULES = by_error(
         ArgumentError: {
             "tensor.missing": "{name} is None; a tensor is needed",
             "variable.switch": "{name} is {found}; supported: 0, 1",
+            "variable.captured": "{name} is 1, but no numbers can be read while a CUDA graph is captured; unset it",
         },
         ShapeError: {
             "tensor.size": "each size of {name} must be below 2^31; found {sizes}; split that dimension",

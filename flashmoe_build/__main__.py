@@ -15,7 +15,7 @@ from flashmoe_tools.streams import prepare_streams
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m flashmoe_build", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m flashmoe_build", description=__doc__, allow_abbrev=False)
     parser.add_argument(
         "--archs", help="all, native, none, or a list such as 90a,80 (default: FLASHMOE_ARCHS, FA_ARCHS, all)"
     )

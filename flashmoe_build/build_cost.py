@@ -195,7 +195,7 @@ def _run(argv: Sequence[str], folder: Path) -> tuple[float, int, str, int]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=str(__doc__).partition("\n")[0])
+    parser = argparse.ArgumentParser(allow_abbrev=False, description=str(__doc__).partition("\n")[0])
     parser.add_argument("--suite", choices=("build-cost",))
     parser.add_argument("--json", type=Path, metavar="FILE")
     args = parser.parse_args(argv)

@@ -10,17 +10,20 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 
 from flashmoe.attn import sdpa_dispatch
 from flashmoe.errors import FlashmoeError, TableError
-from flashmoe_build import peers, speed, varlen
+from flashmoe.variables import VARIABLES, Variable
+from flashmoe_build import model_sweep, peers, speed, varlen
 from flashmoe_tools.descriptors import KernelRow
 from flashmoe_tools.tables import Gpu, Tables, load_tables
 
 ROOT = Path(__file__).resolve().parent.parent
 OPERATION = "attention_forward"
+ISAS = ("baseline", "avx2", "avx512", "avx512_bf16", "amx", "neon")
 
 
 def markdown(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
@@ -146,15 +149,33 @@ def sdpa_table(_: Tables) -> str:
     return markdown(("asked for", "runs on"), rows)
 
 
+def variable_table(when: Collection[str], tables: Tables) -> str:
+    """The environment variables of these programs, from the table that doctor shows too."""
+    rows = [
+        (f"`{one.name}`", ", ".join(f"`{value}`" for value in values_of(one)), one.meaning)
+        for one in VARIABLES.values()
+        if one.when in when
+    ]
+    return markdown(("variable", "values", "meaning"), rows)
+
+
+def values_of(variable: Variable) -> tuple[str, ...]:
+    """Of the instruction sets those of every machine: this table is the same wherever it is written."""
+    return ISAS if variable.name == "FLASHMOE_CPU_ISA" else variable.values
+
+
 # (file, generated part, its writer)
 PARTS: tuple[tuple[str, str, Callable[[Tables], str]], ...] = (
     ("docs/install.md", "gpus", gpu_table),
     ("docs/install.md", "targets", target_table),
     ("docs/api.md", "sdpa", sdpa_table),
+    ("docs/api.md", "variables", partial(variable_table, ("run",))),
+    ("docs/build.md", "variables", partial(variable_table, ("build", "test"))),
 )
 # The same of parts that reports in docs/results say, which an sdist is without: header and rows, from the root.
 REPORTED: tuple[tuple[str, str, Callable[[Path], tuple[Sequence[str], list[Sequence[str]]]]], ...] = (
     ("README.md", "headline", speed.headline_rows),
+    ("docs/guides/models.md", "models", model_sweep.table),
     ("docs/performance.md", "speed", speed.attention_rows),
     ("docs/performance.md", "expert speed", speed.expert_rows),
     ("docs/kernels/attention-sm90.md", "forward by case", speed.prefill_rows),
@@ -214,7 +235,7 @@ def generate(root: Path, tables: Tables) -> Mapping[Path, str]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="nox -s docs --", description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(allow_abbrev=False, prog="nox -s docs --", description=__doc__.splitlines()[0])
     parser.add_argument("--check", action="store_true", help="write nothing; fail if something would change")
     options = parser.parse_args(arguments)
     try:

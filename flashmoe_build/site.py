@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import posixpath
+import re
 import shutil
 import sys
 import textwrap
@@ -24,7 +25,9 @@ from flashmoe_tools.tables import load_tables
 
 OUT = ROOT / "build" / "site"
 SOURCES = ROOT / "build" / "site-sources"
+PACKAGE = ROOT / "build" / "site-package"
 REF = "main"
+PICTURES = (".svg", ".png")
 ROOT_PAGES = {
     "README.md": "index.md",
     "CONTRIBUTING.md": "contributing.md",
@@ -34,12 +37,24 @@ ROOT_PAGES = {
 }
 # The navigation: a caption, then its pages. A page that is missing here, or here alone, is an error of Sphinx.
 NAVIGATION: Mapping[str, Sequence[str]] = {
-    "Use": ("install", "api", "reference", "integrations", "distributed", "examples", "commands", "command"),
+    "Use": (
+        "install",
+        "api",
+        "reference",
+        "integrations",
+        "distributed",
+        "same-bits",
+        "examples",
+        "commands",
+        "command",
+    ),
+    "Guides": tuple(
+        f"guides/{name}" for name in ("serving", "training", "loading-weights", "models", "tuning", "troubleshooting")
+    ),
     "Check and measure": ("doctor", "benchmarks", "audit", "emulation"),
     "Kernels": (
-        *("architecture", "performance", "kernels/table", "kernels/attention-sm90", "kernels/attention-backward"),
-        *("kernels/attention-varlen", "kernels/attention-decode", "kernels/moe", "kernels/cpu"),
-        "kernels/change",
+        *("architecture", "performance", "kernels/table"),
+        *(f"kernels/{path.stem}" for path in sorted((ROOT / "docs" / "kernels").glob("*.md"))),
     ),
     "Build and trust": ("build", "containers", "release", "security", "contributing", "changelog"),
     "Notebook": tuple(f"notebook/{path.stem}" for path in sorted((ROOT / "docs" / "notebook").glob("*.md"))),
@@ -60,11 +75,23 @@ FUNCTIONS = {
         "flashmoe.integrations.torch_attention.activated",
         "flashmoe.integrations.transformers.register",
         "flashmoe.compat.install.install_as_flash_attn",
+        "flashmoe.compat.install.install_as_flash_attn_3",
+        "flashmoe.compat.flash_attn.flash_attn_func",
+        "flashmoe.compat.flash_attn.flash_attn_qkvpacked_func",
+        "flashmoe.compat.flash_attn.flash_attn_kvpacked_func",
+        "flashmoe.compat.flash_attn.flash_attn_varlen_func",
+        "flashmoe.compat.flash_attn.flash_attn_varlen_qkvpacked_func",
+        "flashmoe.compat.flash_attn.flash_attn_varlen_kvpacked_func",
+        "flashmoe.compat.flash_attn.flash_attn_with_kvcache",
     ),
     "Several GPUs": (
+        "flashmoe.distributed.context_parallel.shard_sequence",
         "flashmoe.distributed.context_parallel.context_parallel_attention",
+        "flashmoe.distributed.ragged.shard_ragged",
+        "flashmoe.distributed.ragged.context_parallel_attention_varlen",
         "flashmoe.distributed.expert_parallel.ExpertParallel",
         "flashmoe.distributed.dtensor.register_dtensor_rules",
+        "flashmoe.distributed.dtensor.MoEParallel",
     ),
     "Mixture of experts": (
         "flashmoe.moe.api.fused_moe",
@@ -72,8 +99,13 @@ FUNCTIONS = {
         "flashmoe.moe.api.grouped_mm",
         "flashmoe.moe.module.MoE",
     ),
+    "Linear layers": ("flashmoe.layers.api.linear", "flashmoe.layers.api.patch_linear"),
     "Errors": ("flashmoe.errors",),
 }
+MODULES = ("flashmoe.errors",)
+# What a signature has for the sake of messages or of type checkers alone.
+_FOR_MESSAGES = re.compile(r"    \*\*?(?:misspelt|misplaced): NoReturn,\n")
+_OVERLOAD = re.compile(r"@overload\ndef .*?(?=\n(?:@overload\n|def |class |# ))", re.DOTALL)
 
 
 def pages(root: Path = ROOT) -> dict[str, str]:
@@ -93,6 +125,8 @@ def place(text: str, page: str, site: Mapping[str, str], home: str, root: Path =
         if not (root / path).exists():
             msg = f"{page}: the link to {target!r} leads to {path}, which does not exist; correct it"
             raise BuildError(msg)
+        if path.endswith(PICTURES):
+            return posixpath.relpath(posixpath.join("images", path), posixpath.dirname(site[page]) or ".")
         return absolute(f"]({target})", folder, REF, home)[2:-1]
 
     return rewrite(text, change)
@@ -112,13 +146,8 @@ def reference() -> str:
     for title, names in FUNCTIONS.items():
         parts.append(f"## {title}")
         for name in names:
-            kind = (
-                "module"
-                if name == "flashmoe.errors"
-                else "class"
-                if name.rpartition(".")[2][0].isupper()
-                else "function"
-            )
+            is_class = name.rpartition(".")[2][0].isupper()
+            kind = "module" if name in MODULES else "class" if is_class else "function"
             options = ":members:\n" if kind != "function" else ""
             parts.append(f"```{{eval-rst}}\n.. autoapi{kind}:: {name}\n{textwrap.indent(options, '   ')}```")
     return "\n\n".join(parts) + "\n"
@@ -140,10 +169,25 @@ def write_sources(folder: Path) -> None:
     texts["index.md"] += "\n" + navigation()
     tables = kernel_page(load_tables(ROOT / "csrc"))
     texts |= {"reference.md": reference(), "command.md": command_page(), "kernels/table.md": tables}
+    for picture in (path for path in (ROOT / "docs").rglob("*.*") if path.suffix in PICTURES):
+        copied = folder / "images" / picture.relative_to(ROOT)
+        copied.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(picture, copied)
     for name, text in texts.items():
         path = folder / PurePosixPath(name)
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text, encoding="utf-8")
+
+
+def write_package(folder: Path) -> None:
+    """The package as its reference shows it: one signature for a function, with the defaults, and no argument that none should give."""
+    shutil.rmtree(folder, ignore_errors=True)
+    for path in sorted((ROOT / "flashmoe").rglob("*.py")):
+        text = _OVERLOAD.sub("", path.read_text(encoding="utf-8"))
+        text = _FOR_MESSAGES.sub(lambda found: "    *,\n" if "misplaced" in found[0] else "", text)
+        shown = folder / path.relative_to(ROOT)
+        shown.parent.mkdir(parents=True, exist_ok=True)
+        shown.write_text(text, encoding="utf-8")
 
 
 def settings(home: str) -> dict[str, Any]:
@@ -158,18 +202,22 @@ def settings(home: str) -> dict[str, Any]:
         "html_show_copyright": False,
         "extensions": ["myst_parser", "sphinx.ext.napoleon", "autoapi.extension"],
         "myst_heading_anchors": 4,
-        "autoapi_dirs": [str(ROOT / "flashmoe")],
+        "autoapi_dirs": [str(PACKAGE / "flashmoe")],
         "autoapi_ignore": ["*/flashmoe/__main__.py"],
         "autoapi_generate_api_docs": False,
         "autoapi_keep_files": False,
         "autoapi_python_class_content": "class",
         "autoapi_options": ["members", "undoc-members", "show-inheritance"],
+        "add_module_names": False,
         "autodoc_typehints": "none",
         "napoleon_use_param": False,
         "napoleon_use_rtype": False,
         "suppress_warnings": ["autoapi.python_import_resolution", "autoapi.not_readable"],
         "highlight_language": "text",
         "pygments_style": "friendly",
+        "html_static_path": [str(ROOT / "docs" / "static")],
+        "html_css_files": ["site.css"],
+        "maximum_signature_line_length": 60,
     }
 
 
@@ -181,6 +229,7 @@ def build(out: Path = OUT, sources: Path = SOURCES) -> int:
         msg = "Sphinx is not in this environment: lockfiles/lint.in has it from Python 3.11 on; FLASHMOE_PYTHON=3.12 ./nox -s site"
         raise BuildError(msg) from error
     write_sources(sources)
+    write_package(PACKAGE)
     trees = sources.with_name("site-trees")
     for stale in (out, trees):  # a page that is gone must not stay
         shutil.rmtree(stale, ignore_errors=True)
@@ -192,7 +241,7 @@ def build(out: Path = OUT, sources: Path = SOURCES) -> int:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="nox -s site --", description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(allow_abbrev=False, prog="nox -s site --", description=__doc__.splitlines()[0])
     parser.parse_args(arguments)
     try:
         status = build()

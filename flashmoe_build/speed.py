@@ -7,12 +7,14 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 from flashmoe.errors import ReportError
 
-REPORTS = "docs/results/*-h100/bench"  # a folder for each day, so that the last of a name is the newest
+REPORTS = "docs/results/*-{gpu}/bench"  # a folder for each day, so that the last of a name is the newest
+GPUS = {"h100": "H100", "h200": "H200"}
 
 
 @dataclass(frozen=True)
@@ -140,14 +142,20 @@ def prefill_figure(root: Path) -> str:
     return "\n".join([*parts, "</svg>"]) + "\n"
 
 
-def aggregates(root: Path, report: str, subject: str = "flashmoe") -> tuple[Path, dict[str, Any], dict[str, Any]]:
-    """The newest report of that name with that contender: its file, the whole of it, aggregates by baseline."""
-    for path in sorted(root.glob(f"{REPORTS}/{report}.json"), reverse=True):
+Found = tuple[Path, dict[str, Any], dict[str, Any]]
+
+
+def aggregates(root: Path, report: str, subject: str = "flashmoe", gpus: Sequence[str] = tuple(GPUS)) -> Found:
+    """The newest report of that name with that contender, of the first of ``gpus`` that has one: its file, the whole of it, aggregates
+    by baseline."""
+    paths = (sorted(root.glob(f"{REPORTS.format(gpu=gpu)}/{report}.json"), reverse=True) for gpu in gpus)
+    for path in chain.from_iterable(paths):
         whole = _read(path)
         found = {row["baseline"]: row for row in whole["data"]["aggregates"] if row["subject"] == subject}
         if found:
             return path, whole, found
-    msg = f"no {report}.json in {REPORTS} has {subject}; add the report, or take the row out of flashmoe_build/speed.py"
+    where = " or ".join(REPORTS.format(gpu=gpu) for gpu in gpus)
+    msg = f"no {report}.json in {where} has {subject}; add the report, or take the row out of flashmoe_build/speed.py"
     raise ReportError(msg)
 
 
@@ -161,18 +169,23 @@ def _rows(
     root: Path, lines: Sequence[Line], baselines: dict[str, str], folder: Path
 ) -> tuple[Sequence[str], list[Sequence[str]]]:
     """Links lead from a page in ``folder``."""
-    header = ("geometric mean and worst case", "cases", *baselines.values(), "measured")
-    return header, [row_cells(root, line, list(baselines), folder) for line in lines]
+    header = ("geometric mean and worst case", "GPU", "cases", *baselines.values(), "measured")
+    rows: list[Sequence[str]] = []
+    for line in lines:
+        has = [gpu for gpu in GPUS if any(root.glob(f"{REPORTS.format(gpu=gpu)}/{line.report}.json"))]
+        rows += [row_cells(root, line, list(baselines), folder, gpu) for gpu in has]
+    return header, rows
 
 
-def row_cells(root: Path, line: Line, baselines: Sequence[str], folder: Path) -> Sequence[str]:
-    path, whole, found = aggregates(root, line.report, line.subject)
+def row_cells(root: Path, line: Line, baselines: Sequence[str], folder: Path, gpu: str) -> Sequence[str]:
+    path, whole, found = aggregates(root, line.report, line.subject, (gpu,))
     ran = max(row["cells"] for name, row in found.items() if name in baselines)
     planned = whole["data"]["suite"]["cases"]
     commit = whole["environment"].get("commit", "")[:7]  # reports have one since 2026-11-22
     day = f"[{whole['started'][:10]}]({os.path.relpath(path, folder)})"
     return (
         line.title,
+        GPUS[gpu],
         f"{ran}" if ran == planned else f"{ran} of {planned}",
         *(ratio(found.get(baseline)) for baseline in baselines),
         f"{day}, {commit}" if commit else day,

@@ -61,16 +61,14 @@ def bill(provenance: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _nvrtc(compilers: Mapping[str, Any]) -> dict[str, Any]:
-    text = "NVRTC, the device compiler; the hash is that of libnvrtc.so.12"
-    return _compiler("library", "nvidia-cuda-nvrtc-cu12", compilers["nvrtc"], compilers["nvrtc_sha256"], text)
+    return _compiler("library", "nvidia-cuda-nvrtc-cu12", compilers["nvrtc"], "NVRTC, the device compiler")
 
 
 def _ptxas(compilers: Mapping[str, Any]) -> dict[str, Any]:
-    text = "ptxas, the device assembler; the hash is that of the program"
-    return _compiler("application", "nvidia-cuda-nvcc-cu12", compilers["ptxas"], compilers["ptxas_sha256"], text)
+    return _compiler("application", "nvidia-cuda-nvcc-cu12", compilers["ptxas"], "ptxas, the device assembler")
 
 
-def _compiler(kind: str, name: str, version: object, digest: object, description: str) -> dict[str, Any]:
+def _compiler(kind: str, name: str, version: object, description: str) -> dict[str, Any]:
     return {
         "type": kind,
         "bom-ref": f"pkg:pypi/{name}@{version}",
@@ -78,7 +76,6 @@ def _compiler(kind: str, name: str, version: object, digest: object, description
         "version": str(version),
         "description": description,
         "purl": f"pkg:pypi/{name}@{version}",
-        "hashes": [{"alg": "SHA-256", "content": str(digest)}],
     }
 
 

@@ -132,7 +132,9 @@ def summarise(checks: Sequence[Check]) -> list[str]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m flashmoe_tools.smoke", description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(
+        allow_abbrev=False, prog="python -m flashmoe_tools.smoke", description=__doc__.splitlines()[0]
+    )
     parser.add_argument("--quick", action="store_true", help=f"S={QUICK_LENGTHS[0]} only")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the report there")
     prepare_streams()

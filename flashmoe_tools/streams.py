@@ -4,7 +4,13 @@ from __future__ import annotations
 
 import io
 import os
+import re
 import sys
+from typing import TextIO
+
+from flashmoe_tools.report import Verdict
+
+_COLOURS = {Verdict.PASS: 32, Verdict.WARN: 33, Verdict.UNPROVED: 33, Verdict.FAIL: 31, Verdict.SKIP: 36}
 
 
 def prepare_streams() -> None:
@@ -18,3 +24,13 @@ def prepare_streams() -> None:
             setattr(sys, name, os.fdopen(number, mode, closefd=False))
         elif mode == "w" and isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
+
+
+def show(text: str, stream: TextIO | None = None) -> None:
+    """Print lines; on a terminal with a verdict at the start of a line in colour. NO_COLOR and TERM=dumb are honoured."""
+    out = stream if stream is not None else sys.stdout
+    if out.isatty() and os.environ.get("TERM", "dumb") != "dumb" and not os.environ.get("NO_COLOR"):
+        for verdict, colour in _COLOURS.items():
+            text = re.sub(rf"^{verdict}(?= )", f"\x1b[{colour}m{verdict}\x1b[0m", text, flags=re.MULTILINE)
+    encoding = getattr(out, "encoding", None) or "utf-8"  # an ASCII log still gets every line
+    out.write(text.encode(encoding, "backslashreplace").decode(encoding) + "\n")

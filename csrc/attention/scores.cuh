@@ -11,13 +11,10 @@ namespace attention {
 
 constexpr float kLog2E = 1.44269504088896341f;
 
-// Absolute error 3e-7: 1 - 2 / (1 + e^2x), in which both infinities come out right.
-__device__ __forceinline__ float tanh_of(float x) {
-  return ptx::fma_rn(-2.0f, ptx::rcp_approx(1.0f + ptx::exp2_approx(x * (2.0f * kLog2E))), 1.0f);
-}
-
+// tanh(score_factor * score) as 1 - 2 / (1 + e^2x), in which both infinities come out right; absolute error 3e-7.
 __device__ __forceinline__ float capped_score(const ScoreOptions& options, float score) {
-  return tanh_of(score * options.score_factor);
+  const float power = ptx::exp2_approx(score * (options.score_factor * (2.0f * kLog2E)));
+  return ptx::fma_rn(-2.0f, ptx::rcp_approx(1.0f + power), 1.0f);
 }
 
 // The score with what the mask says of it; `index`: elements from the mask's first.
@@ -35,29 +32,35 @@ __device__ __forceinline__ float masked_score(const ScoreOptions& options, float
   return score + (is_finite ? max(-kLargest, min(kLargest, term)) : term);
 }
 
+// ALiBi (Press et al., Train Short, Test Long): what a key's distance from the row's own is multiplied by before it is added to what `factor`
+// makes of natural exponents (mask_factor: scores). `row`: of the sequence, or the folded head.
+__device__ __forceinline__ float alibi_slope(const ScoreOptions& options, float factor, int sequence, int head,
+                                             int row) {
+  const int64_t at =
+      sequence * options.mask_stride_batch + head * options.mask_stride_head + row * options.mask_stride_row;
+  const float slope = ptx::ld_global_float(static_cast<const float*>(options.mask) + at) * -factor;
+  // A slope of 88 leaves a neighbour the weight e^-88, which no sum shows. Scores of steeper ones would be so large that their rounding
+  // errors overflow an exponential. NaN stays.
+  const float most = 88.0f * fabsf(factor);
+  return slope > most ? most : slope < -most ? -most : slope;
+}
+
+// The distances of a thread's scores in the accumulator layout of wgmma and mma.sync: rows r = 0 and 1, eight apart, columns from its first on.
+// Exact integers, so that every kernel adds the same. Row 1 has in column 8j + c the distance of row 0 in 8 (j - 1) + c: computed once.
+struct Alibi {
+  float slope;
+  float distance;  // of row 0 and column 0
+
+  __device__ __forceinline__ float add(float score, int r, int column) const {
+    return ptx::fma_rn(slope, fabsf(distance - static_cast<float>(column - 8 * r)), score);
+  }
+};
+
 // A head's sink as an exponent to base 2; -inf without one. Of folded heads each row has its own.
 __device__ __forceinline__ float sink_log2(const ScoreOptions& options, int head, int row) {
   if (options.sinks == nullptr) return ptx::negative_infinity();
   return ptx::ld_global_float(options.sinks + (options.folded_heads > 1 ? head * options.folded_heads + row : head)) *
          kLog2E;
-}
-
-// A row at its end: the factor that its sums over keys take to the output, and its log-sum-exp.
-struct FinishedRow {
-  float inverse;
-  float lse;
-};
-
-// sum: over keys of 2^(exponent - shift), shift -inf where no key was seen. The sink is one term more.
-__device__ __forceinline__ FinishedRow finish_with_sink(float shift, float sum, float sink) {
-  constexpr float kNaturalLog2 = 0.693147180559945309f;
-  const float largest = ptx::max_ftz(shift, sink);
-  if (largest == ptx::negative_infinity()) {  // no term, or NaN alone, which the sum holds
-    return FinishedRow{sum == 0.0f ? 0.0f : 1.0f / sum, sum == 0.0f ? largest : sum};
-  }
-  const float factor = ptx::exp2_approx(ptx::sub_rn(shift, largest));
-  const float total = ptx::fma_rn(sum, factor, ptx::exp2_approx(ptx::sub_rn(sink, largest)));
-  return FinishedRow{factor / total, (largest + ptx::lg2_approx(total)) * kNaturalLog2};
 }
 
 // What the mask adds to a score, zero without a mask and where is_read is false; without a branch.

@@ -39,7 +39,7 @@ uint64_t reserve_addresses(uint64_t bytes) {
 void map_buffer(uint64_t address, void* storage, uint64_t bytes, bool writable, bool initialised, const char* name) {
   Buffer buffer{address, bytes, static_cast<unsigned char*>(storage), writable, false, name, {}, {}};
   if (!initialised) buffer.initialised.assign(bytes, 0);
-  if (writable) buffer.writer.assign((bytes + 1) / 2, 0);
+  if (writable) buffer.writer.assign(bytes, 0);
   machine.buffers.push_back(std::move(buffer));
 }
 
@@ -109,8 +109,8 @@ void check_global_write(Buffer& buffer, uint64_t offset, uint32_t bytes, const F
   const uint64_t who =
       static_cast<uint64_t>(fiber->block->index) * kMaxBlockThreads + static_cast<uint64_t>(fiber->thread) + 1;
   const uint64_t mark = who << 32 | fiber->view.seen[static_cast<size_t>(fiber->thread)];
-  for (uint64_t unit = offset / 2; unit <= (offset + bytes - 1) / 2; ++unit) {
-    const uint64_t before = buffer.writer[unit];
+  for (uint64_t byte = offset; byte < offset + bytes; ++byte) {
+    const uint64_t before = buffer.writer[byte];
     const uint64_t writer = (before >> 32) - 1;
     if (before != 0 && before >> 32 != who && machine.launch.check_races) {
       const bool same_block = writer / kMaxBlockThreads == static_cast<uint64_t>(fiber->block->index);
@@ -118,12 +118,12 @@ void check_global_write(Buffer& buffer, uint64_t offset, uint32_t bytes, const F
       if (!same_block || fiber->view.seen[writer % kMaxBlockThreads] < clock) {
         fail(FailureKind::kGlobalRace, site, what,
              "byte %llu of '%s' was written by block %llu, thread %llu too, and nothing orders the two",
-             static_cast<unsigned long long>(unit * 2), buffer.name.c_str(),
+             static_cast<unsigned long long>(byte), buffer.name.c_str(),
              static_cast<unsigned long long>(writer / kMaxBlockThreads),
              static_cast<unsigned long long>(writer % kMaxBlockThreads));
       }
     }
-    buffer.writer[unit] = mark;
+    buffer.writer[byte] = mark;
   }
 }
 

@@ -245,7 +245,7 @@ struct Buffer {
   bool of_grid_in_front;  // that grid may still write it: nothing may touch it before the wait for that grid
   std::string name;
   std::vector<uint8_t> initialised;  // per byte; empty when all of it is
-  std::vector<uint64_t> writer;      // per 2 bytes: (block * kMaxBlockThreads + thread + 1) << 32 | clock
+  std::vector<uint64_t> writer;      // per byte: (block * kMaxBlockThreads + thread + 1) << 32 | clock
 };
 
 enum class AsyncPolicy { kLazy, kEager, kRandom };

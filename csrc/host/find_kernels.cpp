@@ -79,6 +79,13 @@ const char* forced_family() {
   return forced != nullptr && forced[0] != '\0' ? forced : nullptr;
 }
 
+bool is_switched_on(const char* variable) {
+  const char* value = std::getenv(variable);
+  if (value == nullptr || *value == '\0' || equal(value, "0")) return false;
+  if (equal(value, "1")) return true;
+  violate("variable.switch", {{"name", variable}, {"found", value}});
+}
+
 bool can_load(const DeviceBinary& binary, int32_t capability) {
   if (binary.is_ptx) return capability >= binary.capability;
   if (binary.is_arch_specific) return capability == binary.capability;

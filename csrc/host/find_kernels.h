@@ -23,6 +23,12 @@ struct KernelRequest {
 // What FLASHMOE_KERNEL names; null where it is unset or empty.
 const char* forced_family();
 
+// Whether that environment variable is 1; a broken rule where it is neither that nor 0 nor empty.
+bool is_switched_on(const char* variable);
+
+// FLASHMOE_CONSISTENT: every operator chooses such kernels alone as give a row the same bits in any call.
+inline bool wants_consistency() { return is_switched_on("FLASHMOE_CONSISTENT"); }
+
 using KernelList = std::vector<const Kernel*>;
 
 // Whether a GPU of this capability can load the binary: machine code runs on its own major version from its minor

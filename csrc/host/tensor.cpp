@@ -40,10 +40,9 @@ Tensor alias(const Tensor& tensor) {
   return Tensor(handle);
 }
 
-Tensor view_of(const Tensor& tensor, const int64_t* sizes, const int64_t* strides) {
+Tensor view_of(const Tensor& tensor, int64_t rank, const int64_t* sizes, const int64_t* strides) {
   AtenTensorHandle handle = nullptr;
-  check_shim(aoti_torch__reinterpret_tensor(tensor.get(), tensor.dim(), sizes, strides, 0, &handle),
-             "_reinterpret_tensor");
+  check_shim(aoti_torch__reinterpret_tensor(tensor.get(), rank, sizes, strides, 0, &handle), "_reinterpret_tensor");
   return Tensor(handle);
 }
 

@@ -132,8 +132,11 @@ Tensor empty(std::initializer_list<int64_t> sizes, int32_t dtype, int32_t device
 // A second handle on the same tensor.
 Tensor alias(const Tensor& tensor);
 
-// The tensor's memory from its first element on, seen with these sizes and strides (tensor.dim() of each).
-Tensor view_of(const Tensor& tensor, const int64_t* sizes, const int64_t* strides);
+// The tensor's memory from its first element on, seen with these sizes and strides: `rank` of each, or tensor.dim().
+Tensor view_of(const Tensor& tensor, int64_t rank, const int64_t* sizes, const int64_t* strides);
+inline Tensor view_of(const Tensor& tensor, const int64_t* sizes, const int64_t* strides) {
+  return view_of(tensor, tensor.dim(), sizes, strides);
+}
 
 // Addresses from the first element to the end of the last.
 struct MemoryRange {

@@ -2,16 +2,87 @@
 // products (sm_90a; mma from sm_89 on). wgmma.cuh says how the 64xN accumulator lies in registers, and what stands around the products.
 #pragma once
 
+#include "ptx/convert.cuh"
 #include "ptx/wgmma.cuh"
 
 namespace flashmoe {
 namespace ptx {
 
 // Rounds to nearest even, beyond 448 to 448; NaN stays NaN. `low` lands in bits 0 to 7, the lower address.
+#if __CUDA_ARCH__ >= 890
 __device__ __forceinline__ uint32_t pack_e4m3(float low, float high) {
   uint16_t pair;
   asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(pair) : "f"(high), "f"(low));
   return pair;
+}
+#else
+__device__ __forceinline__ uint32_t round_to_e4m3(float value) {
+  const uint32_t bits = __float_as_uint(value), magnitude = bits & 0x7fffffffu, sign = bits >> 24 & 0x80u;
+  if (magnitude > 0x7f800000u) return 0x7f;
+  if (magnitude >= 0x43e00000u) return sign | 0x7e;
+  if (magnitude < 0x3c800000u) {  // below 2^-6, in units of 2^-9: the float's own rounding to an integer
+    constexpr float kInteger = 12582912.0f;
+    return sign | (__float_as_uint(__uint_as_float(magnitude) * 512.0f + kInteger) - __float_as_uint(kInteger));
+  }
+  return sign | (magnitude + 0x7ffffu + (magnitude >> 20 & 1u) - 0x3c000000u) >> 20;
+}
+__device__ __forceinline__ uint32_t pack_e4m3(float low, float high) {
+  return round_to_e4m3(low) | round_to_e4m3(high) << 8;
+}
+#endif
+
+// The code in bits 0 to 7 alone.
+__device__ __forceinline__ void st_global_e4m3(void* gmem, uint32_t code) {
+  asm volatile("st.global.b8 [%0], %1;" ::"l"(__cvta_generic_to_global(gmem)), "r"(code) : "memory");
+}
+
+// One value in memory.
+struct E4M3 {
+  unsigned char bits;
+};
+
+// Four values, that of bits 0 to 7 first, as two pairs of 16-bit elements; exact, and NaN stays NaN. Below compute capability 8.9 there is no
+// such instruction; bf16, which has none anywhere, goes by way of f16 (flashmoe_build/compile/elements.py).
+template <typename Element>
+__device__ __forceinline__ void unpack_e4m3(uint32_t (&pairs)[2], uint32_t codes);
+
+#if __CUDA_ARCH__ >= 890
+#define FLASHMOE_UNPACK_E4M3(type)                                                                                 \
+  asm("{\n\t.reg .b16 low, high;\n\tmov.b32 {low, high}, %2;\n\tcvt.rn." type "x2.e4m3x2 %0, low;\n\tcvt.rn." type \
+      "x2.e4m3x2 %1, high;\n\t}"                                                                                   \
+      : "=r"(pairs[0]), "=r"(pairs[1])                                                                             \
+      : "r"(codes))
+#else
+// Above a float's fraction the seven bits are the value times 2^-120, subnormal or not; all seven set are NaN.
+__device__ __forceinline__ float widen_e4m3(uint32_t byte) {
+  const uint32_t magnitude = byte & 0x7fu;
+  const float value = __uint_as_float((byte & 0x80u) << 24 | magnitude << 20) * 0x1p120f;
+  return magnitude == 0x7fu ? __uint_as_float(0x7fffffffu) : value;
+}
+#define FLASHMOE_UNPACK_E4M3(type)                                                     \
+  pairs[0] = pack<Element>(widen_e4m3(codes & 0xffu), widen_e4m3(codes >> 8 & 0xffu)); \
+  pairs[1] = pack<Element>(widen_e4m3(codes >> 16 & 0xffu), widen_e4m3(codes >> 24 & 0xffu))
+#endif
+
+#define FLASHMOE_DEFINE_UNPACK(Element_, type)                                                  \
+  template <>                                                                                   \
+  __device__ __forceinline__ void unpack_e4m3<Element_>(uint32_t (&pairs)[2], uint32_t codes) { \
+    using Element [[maybe_unused]] = Element_;                                                  \
+    FLASHMOE_UNPACK_E4M3(type);                                                                 \
+  }
+
+FLASHMOE_DEFINE_UNPACK(F16, "f16")
+FLASHMOE_DEFINE_UNPACK(BF16, "bf16")
+FLASHMOE_DEFINE_UNPACK(XF16, "xf16")
+
+#undef FLASHMOE_DEFINE_UNPACK
+#undef FLASHMOE_UNPACK_E4M3
+
+// Four of the eight bytes of (high, low), which hexadecimal digit i of the selector names for byte i: 0 to 3 of `low`, 4 to 7 of `high`.
+__device__ __forceinline__ uint32_t select_bytes(uint32_t low, uint32_t high, uint32_t selector) {
+  uint32_t bytes;
+  asm("prmt.b32 %0, %1, %2, %3;" : "=r"(bytes) : "r"(low), "r"(high), "r"(selector));
+  return bytes;
 }
 
 // d += a * b, 16x32 by 32x8. Registers as in mma.cuh's m16n8k16, each with four values where there it has two.

@@ -16,7 +16,8 @@ from torch.autograd import forward_ad
 from torch.compiler import is_compiling
 
 from flashmoe import _extension, fallback, keywords
-from flashmoe.attn import arguments, autograd, varlen
+from flashmoe.attn import arguments, autograd, layout, varlen
+from flashmoe.attn.options import is_slopes
 from flashmoe.checks import has_fx_proxies, trace_call
 from flashmoe.errors import DifferentiationError
 
@@ -30,7 +31,10 @@ fallback.fallback_policy()  # a misspelt value stops the import, not the first c
 _operator = torch.ops.flashmoe.flash_attention_forward.default
 # An OpOverload's __call__ only hands its arguments on to ``_op``, at a cost of 0.24 us; the compiler never sees this one.
 _inference_operator = torch.ops.flashmoe._flash_attention_inference.default._op
-_ARGUMENTS = ("q", "k", "v", "causal", "scale", "return_lse", "window", "softcap", "sinks", "attn_mask")
+_ARGUMENTS = (
+    *("q", "k", "v", "causal", "scale", "return_lse"),
+    *("window", "softcap", "sinks", "attn_mask", "alibi_slopes", "consistent"),
+)
 
 
 @overload
@@ -69,7 +73,7 @@ def attention(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    *,
+    *misplaced: NoReturn,
     causal: bool = False,
     scale: float | None = None,
     return_lse: bool = False,
@@ -77,6 +81,8 @@ def attention(
     softcap: float = 0.0,
     sinks: Tensor | None = None,
     attn_mask: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
+    consistent: bool = False,
     **misspelt: NoReturn,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """softmax(scale * q k^T) v, never falling back to another implementation.
@@ -94,6 +100,10 @@ def attention(
         sinks: [Hq], one more score per head that joins each row's sum and has no value. Float32, or converted to it.
         attn_mask: bool (False hides a key) or of q's dtype (added to the scores), of a shape that broadcasts to [B, Hq, Sq, Sk],
             any strides. Without a gradient.
+        alibi_slopes: [Hq] or [B, Hq], float32 or converted to it: query i adds -slope * abs(i + (Sk - Sq) - j) to the score of key j, after a
+            softcap (ALiBi: Press et al., Train Short, Test Long); on a GPU slopes count as 88 at most. Not with attn_mask; without a gradient.
+        consistent: the bits of a row of out and lse depend on its query, its visible keys and the options alone, not on the other rows, the
+            batch, or which function computes it (docs/api.md says where). FLASHMOE_CONSISTENT=1 is the same for every call.
 
     Returns:
         out [B, Hq, Sq, Dv] in q's dtype and, where q is dense, q's order of strides; with ``return_lse`` also lse
@@ -105,13 +115,16 @@ def attention(
         UnsupportedGpuError, DriverError: this build has no kernel for the GPU; the driver is absent or failed.
         DifferentiationError: forward-mode differentiation, or a second derivative (raised in the backward pass).
     """
+    if misplaced:
+        keywords.refuse_positional("attention", misplaced, _ARGUMENTS[3:], 3)
     if misspelt:
         keywords.refuse("attention", misspelt, _ARGUMENTS)
-    if not (type(causal) is type(return_lse) is bool and (scale is None or type(scale) is float)):  # type: ignore[redundant-expr]
+    if not (type(causal) is type(return_lse) is type(consistent) is bool and (scale is None or type(scale) is float)):  # type: ignore[redundant-expr]
         arguments.check_scalars(
-            scale, causal, return_lse
+            scale, causal, return_lse, consistent
         )  # the dispatcher would take a tensor's value and drop its gradient
-    if window is not None or attn_mask is not None or sinks is not None or type(softcap) is not float or softcap != 0.0:
+    has_tensor = attn_mask is not None or sinks is not None or alibi_slopes is not None
+    if has_tensor or consistent or window is not None or type(softcap) is not float or softcap != 0.0:
         if not type(q) is type(k) is type(v) is Tensor and not is_compiling() and has_fx_proxies(q, k, v):
             named = {name: value for name, value in locals().items() if name in _ARGUMENTS}
             traced: Tensor = trace_call(attention, **named)
@@ -122,16 +135,20 @@ def attention(
             k,
             v,
             mask=mask,
+            alibi_slopes=alibi_slopes,
             causal=causal,
             scale=scale,
             window=window,
             softcap=softcap,
             sinks=sinks,
+            consistent=consistent,
             return_lse=return_lse,
         )
     if is_compiling():
         both: tuple[Tensor, Tensor] = _operator(q, k, v, q.shape[-1] ** -0.5 if scale is None else scale, causal)
         return both if return_lse else both[0]
+    if layout.calls_left:
+        layout.look_at(q, k)
     try:
         if not return_lse and needs_output_alone(q, k, v):
             only: Tensor = _inference_operator(q, k, v, scale, causal)
@@ -167,6 +184,7 @@ def _expand_mask(attn_mask: Any, q: Any, k: Any) -> Any:
         try:
             return attn_mask.expand((*q.shape[:3], k.shape[2]))
         except RuntimeError:
-            return attn_mask
+            is_ambiguous = attn_mask.dtype == torch.float32 or attn_mask.shape == q.shape[:2]
+            return attn_mask.unsqueeze(0) if is_slopes(attn_mask) and is_ambiguous else attn_mask
     arguments.check_optional_tensor("attn_mask", attn_mask)
     return attn_mask

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from flashmoe.attn.options import Varlen
 from flashmoe.checks import check_flag, has_names, is_number
-from flashmoe.errors import ArgumentError, ArgumentTypeError, FlashmoeError
+from flashmoe.errors import ArgumentError, ArgumentTypeError, DtypeError, FlashmoeError
 from flashmoe.rules import broken, explain
 
 MAX_HEAD_DIM = 256
@@ -42,6 +42,9 @@ def check_is_dense_tensor(name: str, tensor: Any, layout: str = LAYOUT) -> None:
             "pad or densify it, or use flashmoe.scaled_dot_product_attention, which hands it to torch"
         )
         raise ArgumentError(msg)
+    if tensor.is_quantized:
+        msg = f"{name} is a quantised tensor ({tensor.dtype}), which no kernel takes; give {name}.dequantize()"
+        raise DtypeError(msg)
     if has_names(tensor):
         msg = f"{name} has named dimensions {tensor.names}; no operator here knows names; drop them with .rename(None)"
         raise ArgumentError(msg)
@@ -50,7 +53,7 @@ def check_is_dense_tensor(name: str, tensor: Any, layout: str = LAYOUT) -> None:
         raise ArgumentError(msg)
 
 
-def check_scalars(scale: Any, causal: Any, return_lse: Any = False) -> None:
+def check_scalars(scale: Any, causal: Any, return_lse: Any = False, consistent: Any = False) -> None:
     """The rules for ``scale`` (None stands for the default) and the flags."""
     if isinstance(scale, Tensor):
         msg = (
@@ -67,6 +70,7 @@ def check_scalars(scale: Any, causal: Any, return_lse: Any = False) -> None:
         raise infinite
     check_flag("causal", causal, "; a mask is attn_mask" if isinstance(causal, Tensor) else "")
     check_flag("return_lse", return_lse)
+    check_flag("consistent", consistent)
 
 
 def is_finite_number(value: Any) -> bool:
@@ -123,8 +127,10 @@ def explain_dense(error: BaseException, q: Any, k: Any, v: Any, scale: Any, caus
     return explain(error, "_flash_attention_inference", (q, k, v, scale, causal))
 
 
-def explain_varlen(error: BaseException, given: Varlen) -> BaseException:
-    """The same of ``attention_varlen_forward``."""
+def explain_varlen(
+    error: BaseException, given: Varlen, call: tuple[str, tuple[Any, ...]] | None = None
+) -> BaseException:
+    """The same of ``attention_varlen_forward``, or of another operator and its arguments."""
     keys = RAGGED if given.cu_seqlens_k is not None else PAGES if given.block_table is not None else LAYOUT
     try:
         check_is_dense_tensor("q", given.q, LAYOUT if given.cu_seqlens_q is None else RAGGED)
@@ -137,7 +143,7 @@ def explain_varlen(error: BaseException, given: Varlen) -> BaseException:
         check_numbers(*given[9:11], *given[12:])
     except FlashmoeError as wrong_type:
         return wrong_type
-    return explain(error, "attention_varlen_forward", given)
+    return explain(error, *(call or ("attention_varlen_forward", given)))
 
 
 def explain_append(

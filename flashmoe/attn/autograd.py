@@ -35,7 +35,7 @@ NO_SECOND_DERIVATIVE = (
     "torch.nn.functional.scaled_dot_product_attention under torch.nn.attention.sdpa_kernel(SDPBackend.MATH) for it"
 )
 NO_MASK_GRADIENT = (
-    "attention has no gradient for attn_mask; detach it, or use flashmoe.scaled_dot_product_attention, which hands a mask that "
+    "attention has no gradient for attn_mask or alibi_slopes; detach it, or use flashmoe.scaled_dot_product_attention, which hands a mask that "
     "requires one to torch"
 )
 NO_PAGE_GRADIENT = "attention over pages has no gradient; gather the keys, or call it under torch.no_grad()"

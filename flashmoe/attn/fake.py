@@ -35,7 +35,10 @@ def drop_in(q: Tensor, k: Tensor, v: Tensor, scale: float | None, causal: bool, 
 def varlen_forward(*arguments: Any) -> tuple[Tensor, Tensor]:
     """(out, lse) of ``attention_varlen_forward``."""
     check("attention_varlen_forward", arguments)
-    given = Varlen(*arguments)
+    return _varlen_output(Varlen(*arguments))
+
+
+def _varlen_output(given: Varlen) -> tuple[Tensor, Tensor]:
     if given.cu_seqlens_q is None:
         return _dense_output(given.q, given.k, given.v)
     tokens, heads, _ = given.q.shape
@@ -49,6 +52,20 @@ def varlen_inference(*arguments: Any) -> Tensor:
 
 def append(*arguments: Any) -> None:
     check("attention_append_", arguments)
+
+
+def e4m3_forward(*arguments: Any) -> tuple[Tensor, Tensor]:
+    """(out, lse) of ``attention_e4m3_forward``."""
+    check("attention_e4m3_forward", arguments)
+    return _varlen_output(Varlen(*arguments[: len(Varlen._fields)]))
+
+
+def e4m3_inference(*arguments: Any) -> Tensor:
+    return e4m3_forward(*arguments)[0]
+
+
+def e4m3_append(*arguments: Any) -> None:
+    check("attention_append_e4m3_", arguments)
 
 
 def _dense_output(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:

@@ -45,6 +45,10 @@ def varlen_flops(*arguments: Any, **_: Any) -> int:
     return int(2 * given.q.shape[1] * _scores(rows, keys) * (given.q.shape[-1] + given.v.shape[-1]))
 
 
+def e4m3_flops(*arguments: Any, **_: Any) -> int:
+    return varlen_flops(*arguments[: len(Varlen._fields)])
+
+
 def varlen_backward_flops(*arguments: Any, **_: Any) -> int:
     """As the forward pass: the scores again, dQ and dK have q's head_dim, dV and dP have v's."""
     given = VarlenBackward(*arguments)

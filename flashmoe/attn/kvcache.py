@@ -13,7 +13,7 @@ from torch._C import _are_functorch_transforms_active as transforms_are_active
 from torch.compiler import is_compiling
 
 from flashmoe import keywords
-from flashmoe.attn import arguments
+from flashmoe.attn import arguments, e4m3
 from flashmoe.attn.operators import NO_TRANSFORM_APPENDS
 from flashmoe.attn.options import Window
 from flashmoe.attn.varlen import OPTIONS, attend, check_lengths
@@ -74,15 +74,19 @@ def attention_with_kvcache(
     v_cache: Tensor,
     k_new: Tensor | None = None,
     v_new: Tensor | None = None,
-    *,
+    *misplaced: NoReturn,
     cache_seqlens: Tensor,
     block_table: Tensor | None = None,
     causal: bool = False,
     window: Window | None = None,
     softcap: float = 0.0,
     sinks: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
     scale: float | None = None,
     num_splits: int = 0,
+    k_scale: Tensor | float | None = None,
+    v_scale: Tensor | float | None = None,
+    consistent: bool = False,
     return_lse: bool = False,
     **misspelt: NoReturn,
 ) -> Tensor | tuple[Tensor, Tensor]:
@@ -91,12 +95,14 @@ def attention_with_kvcache(
     Args:
         q: [B, Hq, Sq, D], float16 or bfloat16 (on the CPU also float32); Sq is 1 when decoding.
         k_cache, v_cache: [B, Hkv, Smax, D] and [B, Hkv, Smax, Dv], or pages [P, page_size, Hkv, D] with block_table; any strides
-            with a contiguous last dimension.
+            with a contiguous last dimension. Of q's dtype, or float8_e4m3fn with a q of 16 bits.
         k_new, v_new: [B, Hkv, Snew, D] and [B, Hkv, Snew, Dv], written after the first cache_seqlens[b] keys of sequence b; None
-            where nothing is appended. No memory of the caches; and two sequences must not append to one page.
+            where nothing is appended. No memory of the caches; and two sequences must not append to one page. What goes into a cache of
+            float8_e4m3fn is divided by its scale in float32 and rounded to nearest even; beyond 448 it becomes 448, and NaN stays NaN.
         cache_seqlens: [B] int32 on q's device, the keys that each cache holds before the call. It is left as it is.
         block_table: [B, pages] int32, the pages of each sequence: key j is row j % page_size of page block_table[b, j // page_size].
-        causal, window, softcap, sinks, scale, num_splits: as in :func:`attention_varlen`; the last query is at the last key.
+        causal, window, softcap, sinks, alibi_slopes, scale, num_splits, k_scale, v_scale, consistent: as in :func:`attention_varlen`; the
+            last query is at the last key.
         return_lse: also return the log-sum-exp of the scores, the sink included.
 
     Returns:
@@ -107,6 +113,8 @@ def attention_with_kvcache(
             Unchecked, keys that have no room are dropped.
         DifferentiationError: a gradient was requested; call it under torch.no_grad().
     """
+    if misplaced:
+        keywords.refuse_positional("attention_with_kvcache", misplaced, _ARGUMENTS[5:], 5)
     if misspelt:
         keywords.refuse("attention_with_kvcache", misspelt, _ARGUMENTS)
     tensors = (q, k_cache, v_cache, k_new, v_new, sinks)
@@ -126,7 +134,12 @@ def attention_with_kvcache(
     used = cache_seqlens
     try:
         if k_new is not None and v_new is not None:
-            _append_checked(k_cache, v_cache, k_new, v_new, cache_seqlens, block_table)
+            given_cache = (k_cache, v_cache, k_new, v_new, cache_seqlens, block_table)
+            if e4m3.has_codes(k_cache):
+                e4m3.append(given_cache, k_scale, v_scale)
+            else:
+                e4m3.check_unscaled(k_scale, v_scale, k_cache)
+                _append_checked(*given_cache)
             used = cache_seqlens + k_new.shape[2]
         return attend(
             q,
@@ -135,12 +148,16 @@ def attention_with_kvcache(
             seqused_k=used,
             block_table=block_table,
             sinks=sinks,
+            alibi_slopes=alibi_slopes,
             max_seqlen_k=0 if block_table is None else _room(k_cache, block_table),
             causal=causal,
             scale=scale,
             window=window,
             softcap=softcap,
             num_splits=num_splits,
+            k_scale=k_scale,
+            v_scale=v_scale,
+            consistent=consistent,
             return_lse=return_lse,
         )
     except FlashmoeError as error:

@@ -8,7 +8,7 @@ from torch._C import _get_tracing_state
 
 from flashmoe.attn.api import attention
 from flashmoe.attn.arguments import DTYPES, MAX_HEAD_DIM
-from flashmoe.checks import check_flag, check_parameter_dtype, check_size, has_fx_proxies
+from flashmoe.checks import check_flag, check_input_dtype, check_parameter_dtype, check_size, has_fx_proxies
 from flashmoe.errors import ArgumentError, ArgumentTypeError, ShapeError
 
 
@@ -80,6 +80,7 @@ class Attention(nn.Module):
         if tensor.dim() != 3 or tensor.shape[2] != self.dim:
             msg = f"{name} must be [batch, length, {self.dim}]; found {list(tensor.shape)}; reshape it, or build with its dim"
             raise ShapeError(msg)
+        check_input_dtype(name, tensor, getattr(self.q_proj, "weight", None))
 
     def extra_repr(self) -> str:
         return f"dim={self.dim}, heads={self.heads}, kv_heads={self.kv_heads}, head_dim={self.head_dim}, causal={self.causal}"

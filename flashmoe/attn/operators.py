@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any, NoReturn
 
-from flashmoe.attn import autograd, backward, fake, flops, varlen_backward
-from flashmoe.attn.options import Varlen, positions
+from flashmoe.attn import autograd, backward, fake, flops, refusals, varlen_backward
+from flashmoe.attn.options import Varlen, is_slopes, positions
 from flashmoe.errors import ArgumentError
 from flashmoe.operator import Operator
 
@@ -20,6 +20,12 @@ def _vmap_append(*_: Any) -> NoReturn:
 
 
 _CAST = positions(Varlen._fields, "q k v mask")  # one dtype, an additive mask's too
+
+
+def _is_cast(argument: Any) -> bool:
+    """Slopes of ALiBi, which travel as a mask, stay in float32."""
+    return argument is not None and not is_slopes(argument)
+
 
 OPERATORS = (
     Operator(
@@ -47,6 +53,7 @@ OPERATORS = (
         flops=flops.varlen_flops,
         counts_raw=True,
         autocast=_CAST,
+        is_cast=_is_cast,
         vmap=autograd.varlen.vmap,
         gradient=autograd.varlen_gradient,
         setup_context=autograd.keep_varlen,
@@ -57,6 +64,7 @@ OPERATORS = (
         flops=flops.varlen_flops,
         counts_raw=True,
         autocast=_CAST,
+        is_cast=_is_cast,
         vmap=autograd.vmap_varlen_inference,
     ),
     Operator(
@@ -72,5 +80,21 @@ OPERATORS = (
     Operator(
         "_attention_varlen_backward", fake=fake.varlen_kernels, flops=flops.varlen_backward_flops, counts_raw=True
     ),
+    Operator(
+        "attention_e4m3_forward",
+        fake=fake.e4m3_forward,
+        flops=flops.e4m3_flops,
+        counts_raw=True,
+        vmap=refusals.refuse_vmap,
+        gradient=refusals.refuse_gradient,
+    ),
+    Operator(
+        "_attention_e4m3_inference",
+        fake=fake.e4m3_inference,
+        flops=flops.e4m3_flops,
+        counts_raw=True,
+        vmap=refusals.refuse_vmap,
+    ),
+    Operator("attention_append_e4m3_", fake=fake.e4m3_append, flops=lambda *_, **__: 0, vmap=_vmap_append),
     Operator("attention_append_", fake=fake.append, flops=lambda *_, **__: 0, vmap=_vmap_append),
 )

@@ -10,6 +10,9 @@ from typing import NamedTuple, TypedDict
 from torch import Tensor
 
 Window = tuple[int, int]
+CONSISTENT = (
+    -1
+)  # as num_splits of an operator: a row's bits depend on its query, its visible keys and its options alone
 
 
 class ScoreOptions(TypedDict, total=False):
@@ -20,6 +23,8 @@ class ScoreOptions(TypedDict, total=False):
     window: Window | None
     softcap: float
     sinks: Tensor | None
+    alibi_slopes: Tensor | None
+    consistent: bool
 
 
 class VarlenOptions(ScoreOptions, total=False):
@@ -27,6 +32,8 @@ class VarlenOptions(ScoreOptions, total=False):
 
     block_table: Tensor | None
     num_splits: int
+    k_scale: Tensor | float | None
+    v_scale: Tensor | float | None
 
 
 class Varlen(NamedTuple):
@@ -40,7 +47,7 @@ class Varlen(NamedTuple):
     seqused_k: Tensor | None
     block_table: Tensor | None
     sinks: Tensor | None
-    mask: Tensor | None
+    mask: Tensor | None  # [B, Hq, Sq, Sk], or the slopes of ALiBi: float32 [B, Hq]
     max_seqlen_q: int
     max_seqlen_k: int
     scale: float
@@ -97,6 +104,11 @@ class DenseBackward(NamedTuple):
     scale: float
     causal: bool
     needs: int = 7
+
+
+def is_slopes(mask: Tensor | None) -> bool:
+    """Whether what travels as a mask is ALiBi's slopes."""
+    return mask is not None and mask.dim() == 2
 
 
 def positions(fields: tuple[str, ...], names: str) -> tuple[int, ...]:

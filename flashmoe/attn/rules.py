@@ -28,6 +28,8 @@ RULES = by_error(
             ".to(torch.bfloat16), or use flashmoe.scaled_dot_product_attention, which hands it to torch",
             "attention.companion_dtype": "{name} must be torch.{needed}; found torch.{found}; convert it with "
             ".to(torch.{needed})",
+            "attention.e4m3_dtypes": "k and v of torch.float8_e4m3fn go together, with q (or k_new and v_new) of torch.float16 or "
+            "torch.bfloat16; found torch.{q}, torch.{k} and torch.{v}; convert q with .to(torch.bfloat16)",
             "attention.mask_dtype": "attn_mask must be torch.bool or q's torch.{q}; found torch.{found}; convert it "
             "with .to(q.dtype)",
             "attention.append_dtype": _NOT_LIKE_THE_CACHE,
@@ -43,6 +45,9 @@ RULES = by_error(
             "attention.heads": "the number of query heads must be a multiple of the number of key heads; found {q} and "
             "{k}; repeat or drop key heads so that it is; the layout is [batch, heads, length, head_dim], ragged "
             "[tokens, heads, head_dim]",
+            "attention.transposed_heads": "the number of query heads must be a multiple of the number of key heads; found "
+            "{q} and {k} in [batch, heads, length, head_dim]; if these are [batch, length, heads, head_dim], give "
+            ".transpose(1, 2) of q, k and v",
             "attention.key_value_sizes": "k and v may differ in head_dim alone; found k {k} and v {v}",
             "attention.batch": "q, k and v must share the batch size; found {q} in q and {k} in k; expand one of them",
             "attention.companion_rank": "{name} must be {rank}-dimensional; found {found}; reshape it",
@@ -52,11 +57,15 @@ RULES = by_error(
             "attention.seqused_k": "seqused_k must have {needed} elements, one for each sequence of q; found {found}",
             "attention.block_table": "block_table must have {needed} rows, one for each sequence of q; found {found}",
             "attention.sinks": "sinks must have {needed} elements, one for each query head; found {found}",
+            "attention.alibi_slopes": "alibi_slopes must be [query heads] or [batch, query heads], which here is {needed}; found {found}",
             "attention.page_size": "a page must hold at least one key; found k {k}",
+            "attention.e4m3_scale_shape": "{name} must be a number or float32 [], [{heads}] (key heads) or [{batch}, {heads}] "
+            "(sequences, key heads), or be broadcast to the cache {cache} by four dimensions; found {found}; one of each page is "
+            "{name}[:, None, :, None]",
             "attention.mask_shape": _MASK_SHAPE + "reshape it",
             "attention.padding_mask": _MASK_SHAPE + "of a padding mask [batch, keys] give mask[:, None, None]",
             "attention.append_batch": "k_new and k_cache must share the batch size; found {k_new} and {k_cache}; give "
-            "every sequence new keys",
+            "every sequence new keys, and a cache of pages block_table",
             "attention.append_shape": "{name} must be [batch, heads, new keys, head_dim] of the cache's heads; found "
             "{found} for a cache of {cache}",
             "attention.expanded_cache": "{name} is expanded, so that new keys would overwrite each other; found {sizes}"
@@ -72,6 +81,10 @@ RULES = by_error(
         },
         ArgumentError: {
             "attention.scale": "scale must be finite in float32; found {scale}; the default is 1 / sqrt(head_dim)",
+            "attention.e4m3_alibi": "alibi_slopes with keys of torch.float8_e4m3fn; no kernel has both; dequantise k and v, or leave "
+            "the slopes out",
+            "attention.e4m3_page_scales": "{name} has a scale for each page, so pages must be a multiple of {multiple} keys; found "
+            "{page_size}; use larger pages, or one scale for a sequence's keys",
             "attention.pages_and_cu_seqlens": "cu_seqlens_k and block_table are both given; pages take seqused_k for "
             "the lengths, and cu_seqlens_k=None",
             "attention.pages_without_lengths": "block_table is given without seqused_k; give the number of keys of each"
@@ -85,8 +98,11 @@ RULES = by_error(
             "attention.softcap_too_large": "softcap must be at most {most}: it multiplies the rounding of tanh; found "
             "{softcap}; use 0.0 for none",
             "attention.num_splits": "num_splits must be from 0 to {most} (0 lets the kernels choose); found {found}",
-            "attention.decreasing_lengths": "{name} goes from {first} to {end} at sequence {sequence}; it must start at"
-            " 0 or more and never decrease",
+            "attention.first_length": "{name} starts at {first}; it must start at 0 and go on with the sum of the lengths so"
+            " far; from plain lengths: torch.nn.functional.pad(lengths.cumsum(0, dtype=torch.int32), (1, 0))",
+            "attention.decreasing_lengths": "{name} goes from {first} to {end} at sequence {sequence}; it holds the sum of "
+            "the lengths so far, which never decreases; from plain lengths: torch.nn.functional.pad(lengths.cumsum(0, "
+            "dtype=torch.int32), (1, 0))",
             "attention.lengths_past_tokens": "{name} reaches {end} at sequence {sequence}, but there are {tokens} "
             "tokens; its last element is at most that",
             "attention.sequence_too_long": "sequence {sequence} has {found} tokens by {name}, but {max_name} is "
@@ -97,8 +113,6 @@ RULES = by_error(
             "{room} keys by max_seqlen_k",
             "attention.page": "block_table[{sequence}, {index}] is {page}, but there are {pages} pages; those in use "
             "must be 0 to {last}",
-            "attention.captured_lengths": "{name} is 1, but no lengths can be read while a CUDA graph is captured; "
-            "unset it",
             "attention.negative_cache": "cache_seqlens[{sequence}] is {found}; a cache holds 0 keys or more",
             "attention.full_cache": "the cache of sequence {sequence} has room for {room} keys; {used} are there and "
             "{added} are new; give it a larger cache",

@@ -69,7 +69,15 @@ def scaled_dot_product_attention(
         if sdpa_dispatch.has_no_heads(query, key, value):  # with zero heads torch's fused CPU kernel divides by zero
             empty = torch._scaled_dot_product_attention_math
             return empty(query, key, value, attn_mask, dropout_p, is_causal, scale=scale)[0]
-        return torch_attention(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
+        try:
+            return torch_attention(
+                query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+            )
+        except RuntimeError as error:
+            if type(error) is RuntimeError and not enable_gqa and sdpa_dispatch.would_form_groups(query, key):
+                msg = f"{error} (query has {query.shape[-3]} heads and key {key.shape[-3]}: give enable_gqa=True)"
+                raise RuntimeError(msg) from error
+            raise
     if query.dim() == key.dim() == value.dim() == 4 and query.shape[:2] == key.shape[:2] == value.shape[:2]:
         return _top_left(query, key, value, is_causal, scale, attn_mask)
     q, k, v, mask, batch_shape = _as_four_dimensions(query, key, value, attn_mask, enable_gqa)

@@ -274,3 +274,10 @@ def has_no_heads(query: Any, key: Any, value: Any) -> bool:
     if not all(isinstance(x, Tensor) and not x.is_nested and x.layout is torch.strided for x in tensors):
         return False
     return any(tensor.dim() > 2 and tensor.shape[-3] == 0 for tensor in tensors)
+
+
+def would_form_groups(query: Any, key: Any) -> bool:
+    """Whether the key has fewer heads than the query, and a number that divides the query's."""
+    if not (isinstance(query, Tensor) and isinstance(key, Tensor) and query.dim() >= 3 and key.dim() >= 3):
+        return False
+    return 0 < key.shape[-3] < query.shape[-3] and query.shape[-3] % key.shape[-3] == 0

@@ -16,8 +16,8 @@ from torch.autograd import forward_ad
 from torch.compiler import is_compiling
 
 from flashmoe import _extension, keywords
-from flashmoe.attn import arguments, autograd
-from flashmoe.attn.options import Varlen, Window
+from flashmoe.attn import arguments, autograd, e4m3
+from flashmoe.attn.options import CONSISTENT, Varlen, Window
 from flashmoe.checks import has_fx_proxies, trace_call
 from flashmoe.errors import ArgumentError, ArgumentTypeError, DifferentiationError
 from flashmoe.transforms import has_tangent
@@ -30,7 +30,10 @@ if TYPE_CHECKING:
 _extension.load()
 _operator = torch.ops.flashmoe.attention_varlen_forward.default
 _inference_operator = torch.ops.flashmoe._attention_varlen_inference.default._op  # as in api.py
-OPTIONS = ("causal", "window", "softcap", "sinks", "scale", "num_splits", "return_lse")
+OPTIONS = (
+    *("causal", "window", "softcap", "sinks", "alibi_slopes", "scale"),
+    *("num_splits", "k_scale", "v_scale", "consistent", "return_lse"),
+)
 _ARGUMENTS = (
     *("q", "k", "v", "cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k", "seqused_k", "block_table"),
     *OPTIONS,
@@ -89,15 +92,19 @@ def attention_varlen(
     cu_seqlens_k: Tensor | None,
     max_seqlen_q: int,
     max_seqlen_k: int,
-    *,
+    *misplaced: NoReturn,
     causal: bool = False,
     window: Window | None = None,
     softcap: float = 0.0,
     sinks: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
     scale: float | None = None,
     seqused_k: Tensor | None = None,
     block_table: Tensor | None = None,
     num_splits: int = 0,
+    k_scale: Tensor | float | None = None,
+    v_scale: Tensor | float | None = None,
+    consistent: bool = False,
     return_lse: bool = False,
     **misspelt: NoReturn,
 ) -> Tensor | tuple[Tensor, Tensor]:
@@ -111,19 +118,27 @@ def attention_varlen(
     Args:
         q: [Nq, Hq, D], float16 or bfloat16 (on the CPU also float32), 1 <= D <= 256, last dimension contiguous.
         k, v: [Nk, Hkv, D] and [Nk, Hkv, Dv] of the same dtype and device, 1 <= Dv <= 256, or pages [P, page_size, Hkv, D]. Hkv
-            divides Hq: query head h reads key head h // (Hq // Hkv).
+            divides Hq: query head h reads key head h // (Hq // Hkv). With a q of 16 bits both may be float8_e4m3fn.
         cu_seqlens_q: [B + 1] int32 on q's device, from 0 on, never decreasing, at most Nq.
-        cu_seqlens_k: likewise for the keys; None with pages.
+        cu_seqlens_k: likewise for the keys; with seqused_k the first sequence may start later. None with pages.
         max_seqlen_q, max_seqlen_k: of the longest sequences, or more; ints, since the host does not read the lengths.
         causal: hide keys after the query's own: window's right side is 0.
         window: (left, right): query i sees keys from i + (Sk - Sq) - left to i + (Sk - Sq) + right; -1 is no limit.
         softcap: scores become softcap * tanh(scores / softcap); at most 4096, 0.0 for none.
         sinks: [Hq], one more score per head that joins each row's sum and has no value. Float32, or converted to it.
+        alibi_slopes: [Hq] or [B, Hq], float32 or converted to it: query i adds -slope * abs(i + (Sk - Sq) - j) to the score of key j, after a
+            softcap; on a GPU slopes count as 88 at most. Without a gradient.
         scale: multiplies q k^T; a finite number, not a tensor; 1 / sqrt(D) by default.
         seqused_k: [B] int32, how many keys of each sequence there are; with pages needed, else all that it has room for.
         block_table: [B, pages of the longest] int32, the pages of each sequence, in any order, shared or not.
         num_splits: among how many thread blocks the keys of a row are divided; 0 is the kernels' choice. With 1 a row's result
             does not depend on the rest of the batch, bit for bit.
+        k_scale, v_scale: what k and v of float8_e4m3fn are multiplied by, in float32: a number, or a tensor [], [Hkv] or [B, Hkv]; of
+            pages also [P, 1, Hkv, 1], where page_size is a multiple of 16. With powers of two the result is that of the dequantised
+            keys and values, bit for bit where the same kernel computes both.
+        consistent: the bits of a row of out and lse depend on its query, its visible keys and the options alone: not on the batch, on where a
+            chunk begins, on ragged, dense or paged tensors (docs/api.md says where). No keys are divided. FLASHMOE_CONSISTENT=1 is the
+            same for every call.
         return_lse: also return the log-sum-exp of the scores, the sink included.
 
     Returns:
@@ -134,11 +149,13 @@ def attention_varlen(
     Raises:
         ShapeError, DtypeError, DeviceError, ArgumentError: an argument breaks a rule above; the message says which. What only the
             numbers in cu_seqlens_q, cu_seqlens_k, seqused_k and block_table can tell is checked on the CPU, and on a GPU where
-            $FLASHMOE_CHECK_LENGTHS is 1 (each call then waits for the GPU, and none can be captured). Wrong numbers that are not checked
+            $FLASHMOE_CHECK_VALUES is 1 (each call then waits for the GPU, and none can be captured). Wrong numbers that are not checked
             are clamped to the tensors' bounds.
         UnsupportedGpuError, DriverError: this build has no kernel for the GPU; the driver is absent or failed.
-        DifferentiationError: forward mode, a second derivative, or a gradient over pages.
+        DifferentiationError: forward mode, a second derivative, or a gradient over pages or float8_e4m3fn.
     """
+    if misplaced:
+        keywords.refuse_positional("attention_varlen", misplaced, OPTIONS, 7)
     if misspelt:
         keywords.refuse("attention_varlen", misspelt, _ARGUMENTS)
     if not isinstance(q, Tensor) or not isinstance(cu_seqlens_q, Tensor):  # type: ignore[redundant-expr]
@@ -159,6 +176,7 @@ def attention_varlen(
         seqused_k=seqused_k,
         block_table=block_table,
         sinks=sinks,
+        alibi_slopes=alibi_slopes,
         max_seqlen_q=max_seqlen_q,
         max_seqlen_k=max_seqlen_k,
         causal=causal,
@@ -166,8 +184,24 @@ def attention_varlen(
         window=window,
         softcap=softcap,
         num_splits=num_splits,
+        k_scale=k_scale,
+        v_scale=v_scale,
+        consistent=consistent,
         return_lse=return_lse,
     )
+
+
+def expand_slopes(alibi_slopes: Any, q: Any, cu_seqlens_q: Tensor | None) -> Tensor:
+    """ALiBi's slopes as float32 [batch, query heads]; of another shape in two dimensions, for the operator to refuse."""
+    if not isinstance(alibi_slopes, Tensor):
+        arguments.check_optional_tensor("alibi_slopes", alibi_slopes)
+    if is_grad_enabled() and alibi_slopes.requires_grad:
+        raise DifferentiationError(autograd.NO_MASK_GRADIENT)
+    slopes: Tensor = alibi_slopes.float()
+    try:
+        return slopes.expand(q.shape[0] if cu_seqlens_q is None else cu_seqlens_q.shape[0] - 1, q.shape[1])
+    except (RuntimeError, IndexError):
+        return slopes.reshape(-1, slopes.shape[-1] if slopes.dim() > 0 else 1)
 
 
 def check_lengths(name: str, lengths: Any, sizes: str) -> None:
@@ -193,14 +227,23 @@ def attend(
     seqused_k: Tensor | None = None,
     block_table: Tensor | None = None,
     mask: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
     max_seqlen_q: int = 0,
     max_seqlen_k: int = 0,
     num_splits: int = 0,
+    k_scale: e4m3.Scale = None,
+    v_scale: e4m3.Scale = None,
+    consistent: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """``attention_varlen_forward`` with its arguments as users give them."""
-    if not (type(causal) is type(return_lse) is bool and (scale is None or type(scale) is float)):  # type: ignore[redundant-expr]
-        arguments.check_scalars(scale, causal, return_lse)
+    if not (type(causal) is type(return_lse) is type(consistent) is bool and (scale is None or type(scale) is float)):  # type: ignore[redundant-expr]
+        arguments.check_scalars(scale, causal, return_lse, consistent)
         scale = float(scale) if isinstance(scale, int) else scale
+    if alibi_slopes is not None:
+        if mask is not None:
+            msg = "attn_mask and alibi_slopes are both given; add the bias to attn_mask, and leave alibi_slopes out"
+            raise ArgumentError(msg)
+        mask = expand_slopes(alibi_slopes, q, cu_seqlens_q)
     left, right = (-1, -1) if window is None else _sides(window)
     sizes_are_ints = type(max_seqlen_q) is type(max_seqlen_k) is type(left) is type(right) is type(num_splits) is int
     if not (sizes_are_ints and type(softcap) is float):  # of the usual types, the operator checks the values
@@ -208,6 +251,10 @@ def attend(
         max_seqlen_q, max_seqlen_k, left, right, num_splits = map(arguments.as_integer, integers)
         arguments.check_numbers(max_seqlen_q, max_seqlen_k, left, right, softcap, num_splits)
         softcap = float(softcap)
+    if num_splits < 0 or (consistent and num_splits > 1):
+        needed = "leave it out where consistent is True" if consistent else "0 lets the kernels choose"
+        msg = f"num_splits must be from 0 to 32 ({needed}); found {num_splits}"
+        raise ArgumentError(msg)
     right = 0 if causal and right >= -1 else right
     if scale is None:
         scale = q.shape[-1] ** -0.5 if isinstance(q, Tensor) and q.dim() > 0 and q.shape[-1] != 0 else 1.0
@@ -229,8 +276,11 @@ def attend(
         left,
         right,
         softcap,
-        num_splits,
+        CONSISTENT if consistent else num_splits,
     )
+    if e4m3.has_codes(k):
+        return e4m3.attend(given, k_scale, v_scale, return_lse)
+    e4m3.check_unscaled(k_scale, v_scale, k)
     if is_compiling():
         out, lse = _operator(*given)
         return (out, lse) if return_lse else out

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from flashmoe.attn import fake
-from flashmoe.attn.options import VarlenBackward
+from flashmoe.attn.options import VarlenBackward, is_slopes
 
 SCHEMA = (
     "attention_varlen_backward(Tensor? grad_out, Tensor? grad_lse, Tensor q, Tensor k, Tensor v, Tensor? cu_seqlens_q, "
@@ -45,7 +45,7 @@ def backward_by_kernels(*arguments: Any) -> Gradients:
         q=rows,
         k=given.k.to(out.dtype),
         v=given.v.to(out.dtype),
-        mask=mask if mask is None or mask.dtype == torch.bool else mask.to(out.dtype),
+        mask=mask if mask is None or mask.dtype == torch.bool or is_slopes(mask) else mask.to(out.dtype),
         lse=lse.contiguous(),
         scale=abs(given.scale) if factor else 1.0,
         needs=needs & fake.ALL_GRADIENTS,

@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from flashmoe.compat.install import install_as_flash_attn, uninstall_flash_attn
+from flashmoe.compat.install import install_as_flash_attn, install_as_flash_attn_3, uninstall_flash_attn
 
-__all__ = ["install_as_flash_attn", "uninstall_flash_attn"]
+__all__ = ["install_as_flash_attn", "install_as_flash_attn_3", "uninstall_flash_attn"]

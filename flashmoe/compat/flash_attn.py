@@ -1,19 +1,34 @@
 """flash_attn 2's functions on flashmoe's kernels: the same names, signatures, layouts ([B, S, H, D]) and meaning.
 
-Not here, and refused by name: dropout, ALiBi, rotary embedding inside flash_attn_with_kvcache, cache_batch_idx and cache_leftpad. Every
-result is deterministic, whatever ``deterministic`` says. Causal masks and windows are aligned bottom-right, as there.
+Not here, and refused by name: dropout. Every result is deterministic, whatever ``deterministic`` says.
+Causal masks and windows are aligned bottom-right, as there.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import Tensor
 
 import flashmoe
-from flashmoe.errors import ArgumentError, ShapeError
+from flashmoe.compat import arguments, flash_attn_gpu  # noqa: F401
+from flashmoe.compat.arguments import score_options as _options
+from flashmoe.compat.flash_attn_wrapped import (  # noqa: F401 (others import them from here)
+    _flash_attn_backward,
+    _flash_attn_forward,
+    _flash_attn_varlen_backward,
+    _flash_attn_varlen_forward,
+    _get_block_size_n,
+    _wrapped_flash_attn_backward,
+    _wrapped_flash_attn_forward,
+    _wrapped_flash_attn_varlen_backward,
+    _wrapped_flash_attn_varlen_forward,
+    maybe_contiguous,
+    round_multiple,
+)
+from flashmoe.compat.kvcache import attend_cache
+from flashmoe.errors import ShapeError
 
 __all__ = [
     "flash_attn_func",
@@ -27,22 +42,12 @@ __all__ = [
 
 Window = tuple[int, int]
 Result = Tensor | tuple[Tensor, Tensor, None]
-_UNBOUNDED: Window = (-1, -1)
+_UNBOUNDED: Window = arguments.UNBOUNDED
+USE_TRITON_ROCM = False  # others ask
 
 
 def _refuse(**given: Any) -> None:
-    """Raise for the first argument that asks for something: not None, not 0."""
-    for name, value in given.items():
-        if value is not None and (isinstance(value, Tensor) or value != 0):
-            shown = f"of shape {list(value.shape)}" if isinstance(value, Tensor) else repr(value)
-            msg = f"{name} is {shown}; flashmoe has no {name}: leave it out, or use the flash_attn package itself"
-            raise ArgumentError(msg)
-
-
-def _options(causal: bool, window_size: Iterable[Any], softcap: float, scale: float | None) -> dict[str, Any]:
-    """There a softcap counts if above 0, and any negative side of a window is no limit."""
-    window = tuple(-1 if isinstance(side, int) and side < 0 else side for side in window_size)
-    return {"causal": causal, "window": window, "softcap": max(float(softcap), 0.0), "scale": scale}
+    arguments.refuse("flash_attn 2.8's interface", **given)
 
 
 def _with_lse(out: Tensor, lse: Tensor, wanted: bool) -> Result:
@@ -65,15 +70,15 @@ def flash_attn_func(
 ) -> Result:
     """q [B, Sq, Hq, D], k and v [B, Sk, Hkv, D]; returns [B, Sq, Hq, D], and with ``return_attn_probs`` (out, lse [B, Hq, Sq], None).
 
-    Raises ArgumentError for dropout_p and alibi_slopes, and what flashmoe.attention raises.
+    Raises ArgumentError for dropout_p, and what flashmoe.attention raises.
     """
     del deterministic  # it always is
-    _refuse(dropout_p=dropout_p, alibi_slopes=alibi_slopes)
+    _refuse(dropout_p=dropout_p)
     out, lse = flashmoe.attention(
         q.transpose(1, 2),
         k.transpose(1, 2),
         v.transpose(1, 2),
-        **_options(causal, window_size, softcap, softmax_scale),
+        **_options(causal, window_size, softcap, softmax_scale, alibi_slopes),
         return_lse=True,
     )
     return _with_lse(out.transpose(1, 2), lse, return_attn_probs)
@@ -155,7 +160,7 @@ def flash_attn_varlen_func(
     Returns [Nq, Hq, D], and with ``return_attn_probs`` (out, lse [Hq, Nq], None). With pages cu_seqlens_k gives the lengths.
     """
     del deterministic
-    _refuse(dropout_p=dropout_p, alibi_slopes=alibi_slopes)
+    _refuse(dropout_p=dropout_p)
     paged: dict[str, Any] = {}
     keys: Tensor | None = cu_seqlens_k
     if block_table is not None:
@@ -169,7 +174,7 @@ def flash_attn_varlen_func(
         keys,
         int(max_seqlen_q),
         int(max_seqlen_k),
-        **_options(causal, window_size, softcap, softmax_scale),
+        **_options(causal, window_size, softcap, softmax_scale, alibi_slopes),
         **paged,
         return_lse=True,
     )
@@ -260,37 +265,26 @@ def flash_attn_with_kvcache(
     """q [B, Sq, Hq, D]; caches [B, S, Hkv, D], or pages [P, page_size, Hkv, D] with block_table; k and v [B, Snew, Hkv, D] are
     written into the caches, behind the cache_seqlens (an int, or int32 [B]) keys that are there, and attended to.
 
-    Returns [B, Sq, Hq, D], and with ``return_softmax_lse`` also lse [B, Hq, Sq].
+    rotary_cos and rotary_sin [positions, R / 2] rotate the first R columns of the new keys, from position cache_seqlens on, and of q: row by row
+    under a causal mask or a window, else all at position cache_seqlens. cache_batch_idx int32 [B]: which cache is sequence b's.
+    cache_leftpad int32 [B]: keys in front that no row sees. Returns [B, Sq, Hq, D], and with ``return_softmax_lse`` also lse [B, Hq, Sq].
+    Without gradients. A sequence longer than its row of block_table raises a RuntimeError; finding out waits for the GPU, as there.
     """
-    del rotary_interleaved
-    _refuse(
-        rotary_cos=rotary_cos,
-        rotary_sin=rotary_sin,
+    out, lse = attend_cache(
+        q,
+        k_cache,
+        v_cache,
+        k,
+        v,
+        lengths=cache_seqlens,
+        block_table=block_table,
+        options={**_options(causal, window_size, softcap, softmax_scale, alibi_slopes), "num_splits": num_splits},
         cache_batch_idx=cache_batch_idx,
         cache_leftpad=cache_leftpad,
-        alibi_slopes=alibi_slopes,
+        rotary_cos=rotary_cos,
+        rotary_sin=rotary_sin,
+        rotary_interleaved=rotary_interleaved,
     )
-    batch = q.shape[0]
-    if cache_seqlens is None:
-        cache_seqlens = k_cache.shape[1] if block_table is None else None
-    if cache_seqlens is None:
-        msg = "cache_seqlens is None with a block_table; give the number of keys of each sequence"
-        raise ArgumentError(msg)
-    if isinstance(cache_seqlens, int):
-        cache_seqlens = torch.full((batch,), cache_seqlens, dtype=torch.int32, device=q.device)
-    caches = (k_cache, v_cache) if block_table is not None else (k_cache.transpose(1, 2), v_cache.transpose(1, 2))
-    out, lse = flashmoe.attention_with_kvcache(
-        q.transpose(1, 2),
-        *caches,
-        None if k is None else k.transpose(1, 2),
-        None if v is None else v.transpose(1, 2),
-        cache_seqlens=cache_seqlens,
-        block_table=block_table,
-        **_options(causal, window_size, softcap, softmax_scale),
-        num_splits=num_splits,
-        return_lse=True,
-    )
-    out = out.transpose(1, 2)
     return (out, lse) if return_softmax_lse else out
 
 

@@ -7,16 +7,23 @@ import sys
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 
+from flashmoe.compat.missing import explain_missing
 from flashmoe.errors import ArgumentError
 
 # The version of flash_attn whose documented interface is followed, for code that compares versions.
 INTERFACE_VERSION = "2.8.3"
 _PACKAGE = "flash_attn"
+_MODULES = (
+    *(_PACKAGE, f"{_PACKAGE}.flash_attn_interface", f"{_PACKAGE}.bert_padding", f"{_PACKAGE}.layers"),
+    *(f"{_PACKAGE}.layers.rotary", "flash_attn_2_cuda"),
+)
+_MODULE_3 = "flash_attn_interface"
 _MARK = "__flashmoe__"
 
 
 def install_as_flash_attn() -> None:
-    """From now on ``import flash_attn`` gives :mod:`flashmoe.compat.flash_attn`, with its ``flash_attn_interface`` and ``bert_padding``.
+    """From now on ``import flash_attn`` gives :mod:`flashmoe.compat.flash_attn`, with its ``flash_attn_interface``,
+    ``bert_padding`` and ``layers.rotary``; ``flash_attn_2_cuda`` is :mod:`flashmoe.compat.flash_attn_gpu`.
 
     A second call changes nothing. Raises ArgumentError where the real package is installed or already imported: this is no way
     to replace it unseen.
@@ -30,26 +37,45 @@ def install_as_flash_attn() -> None:
             "flashmoe.compat.flash_attn"
         )
         raise ArgumentError(msg)
-    from flashmoe.compat import bert_padding, flash_attn
+    from flashmoe.compat import bert_padding, flash_attn, flash_attn_gpu, rotary
 
-    package = ModuleType(_PACKAGE, f"flashmoe under flash_attn's names (interface of {INTERFACE_VERSION}).")
-    package.__path__ = []
-    package.__spec__ = ModuleSpec(_PACKAGE, None, is_package=True)  # find_spec raises for a module without one
-    package.__version__ = INTERFACE_VERSION  # type: ignore[attr-defined]
-    setattr(package, _MARK, True)
+    package = _package(_PACKAGE)
     for name in flash_attn.__all__:
         setattr(package, name, getattr(flash_attn, name))
-    package.flash_attn_interface = flash_attn  # type: ignore[attr-defined]
-    package.bert_padding = bert_padding  # type: ignore[attr-defined]
-    sys.modules[_PACKAGE] = package
-    sys.modules[f"{_PACKAGE}.flash_attn_interface"] = flash_attn
-    sys.modules[f"{_PACKAGE}.bert_padding"] = bert_padding
+    layers = _package(f"{_PACKAGE}.layers")
+    package.flash_attn_interface, package.bert_padding, package.layers = flash_attn, bert_padding, layers  # type: ignore[attr-defined]
+    layers.rotary = rotary  # type: ignore[attr-defined]
+    modules = (package, flash_attn, bert_padding, layers, rotary, flash_attn_gpu)
+    sys.modules.update(zip(_MODULES, modules, strict=True))
+    explain_missing()
+
+
+def install_as_flash_attn_3() -> None:
+    """The same of ``import flash_attn_interface``, FlashAttention 3's module, which gives :mod:`flashmoe.compat.flash_attn_3`."""
+    from flashmoe.compat import flash_attn_3
+
+    present = sys.modules.get(_MODULE_3)
+    if present is flash_attn_3:
+        return
+    if present is not None or importlib.util.find_spec(_MODULE_3) is not None:
+        msg = f"the module {_MODULE_3} is installed; uninstall it first, or import the functions from flashmoe.compat.flash_attn_3"
+        raise ArgumentError(msg)
+    sys.modules[_MODULE_3] = flash_attn_3
 
 
 def uninstall_flash_attn() -> None:
-    """Undo :func:`install_as_flash_attn`; what was imported meanwhile keeps its functions."""
-    present = sys.modules.get(_PACKAGE)
-    if present is None or not hasattr(present, _MARK):
-        return
-    for name in (_PACKAGE, f"{_PACKAGE}.flash_attn_interface", f"{_PACKAGE}.bert_padding"):
-        sys.modules.pop(name, None)
+    """Undo both; what was imported meanwhile keeps its functions."""
+    sys.modules.pop(_MODULE_3, None)
+    explain_missing(is_wanted=False)
+    if hasattr(sys.modules.get(_PACKAGE), _MARK):
+        for name in _MODULES:
+            sys.modules.pop(name, None)
+
+
+def _package(name: str) -> ModuleType:
+    package = ModuleType(name, f"flashmoe under flash_attn's names (interface of {INTERFACE_VERSION}).")
+    package.__path__ = []
+    package.__spec__ = ModuleSpec(name, None, is_package=True)  # find_spec raises for a module without one
+    package.__version__ = INTERFACE_VERSION  # type: ignore[attr-defined]
+    setattr(package, _MARK, True)
+    return package

@@ -8,4 +8,5 @@ operators   the operators as data: what ``torch.ops.flashmoe`` is told about eac
 fake        results without data, and costs
 autograd    gradients, vmap, torch.func
 scaled      the layer with float8_e4m3fn weights
+mxfp4       the layer with weights of 4 bits
 """

@@ -16,7 +16,7 @@ from torch.compiler import is_compiling
 from flashmoe import _extension, keywords
 from flashmoe.checks import check_flag
 from flashmoe.errors import ArgumentError
-from flashmoe.moe import autograd, errors, scaled
+from flashmoe.moe import autograd, errors, mxfp4, scaled
 from flashmoe.moe.options import Activation, Layer, Layout, Routing, Scales, Scoring
 from flashmoe.transforms import autocasted
 
@@ -32,7 +32,7 @@ def fused_moe(
     w2: Tensor,
     topk_weights: Tensor,
     topk_ids: Tensor,
-    *,
+    *misplaced: NoReturn,
     b13: Tensor | None = None,
     b2: Tensor | None = None,
     activation: Activation = "swiglu",
@@ -76,6 +76,10 @@ def fused_moe(
             each 128 values of a row: the largest magnitude / 448. Forward only; without biases, layout "interleaved", transposed
             and weights_on_input. The kernels need compute capability 9.0, and H and I multiples of 128; elsewhere torch
             computes the layer, as FLASHMOE_FALLBACK allows.
+            With w13 and w2 in mxfp4, uint8 [E, 2I, H / 2] and [E, H, I / 2] (or a checkpoint's blocks [..., K / 32, 16]): e2m1 codes,
+            the first of two in the low four bits, and uint8 scales [E, 2I, H / 32] and [E, H, I / 32], 2^(b - 127) for each 32
+            along a row, 255 NaN (OCP Microscaling Formats 1.0). The result is that of the bfloat16 layer on dequantised weights,
+            bit for bit. x is bfloat16, H and I are multiples of 32; forward only, without transposed and weights_on_input.
         x_scale: with x in float8_e4m3fn, float32 [T, ceil(H / 128)].
         out: [T, H] in x's dtype, rows contiguous, to which the result is written; no gradient can be recorded then. It may be x
             or shared itself, but must not overlap shared in part.
@@ -89,6 +93,8 @@ def fused_moe(
         UnsupportedGpuError, DriverError: this build has no kernel for the GPU; the driver is absent or failed.
         DifferentiationError: forward-mode differentiation, or a second derivative (raised in the backward pass).
     """
+    if misplaced:
+        keywords.refuse_positional("fused_moe", misplaced, _LAYER_ARGUMENTS[5:], 5)
     if misspelt:
         keywords.refuse("fused_moe", misspelt, _LAYER_ARGUMENTS)
     layer = Layer(x, w13, w2, topk_weights, topk_ids, b13, b2, expert_map, shared, activation, layout, transposed)
@@ -98,6 +104,8 @@ def fused_moe(
         errors.check_tensor("out", out)
         errors.check("_fused_moe_out", (out, *layer))  # the dispatcher would follow a meta tensor and compute nothing
     scales = Scales(w13_scale, w2_scale, x_scale)
+    if mxfp4.is_mxfp4(layer, scales):
+        return mxfp4.call_mxfp4(layer, scales, out, weights_on_input=weights_on_input)
     if scaled.is_scaled(layer, scales):
         return scaled.call_scaled(layer, scales, out, weights_on_input=weights_on_input)
     if is_compiling():
@@ -201,7 +209,7 @@ def topk_route(
 def topk_route(
     logits: Tensor,
     k: int,
-    *,
+    *misplaced: NoReturn,
     scoring: Scoring = "softmax",
     bias: Tensor | None = None,
     groups: int | None = None,
@@ -233,6 +241,8 @@ def topk_route(
         ShapeError, DtypeError, DeviceError, ArgumentError: an argument breaks a rule above; the message says which.
         UnsupportedGpuError, DriverError: this build has no kernel for the GPU; the driver is absent or failed.
     """
+    if misplaced:
+        keywords.refuse_positional("topk_route", misplaced, _ROUTE_ARGUMENTS[2:], 2)
     if misspelt:
         keywords.refuse("topk_route", misspelt, _ROUTE_ARGUMENTS)
     check_flag("renormalize", renormalize)

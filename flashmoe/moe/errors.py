@@ -13,7 +13,7 @@ from torch import Tensor
 
 from flashmoe import rules
 from flashmoe.checks import check_flag, has_names, is_number
-from flashmoe.errors import ArgumentError, ArgumentTypeError, FlashmoeError
+from flashmoe.errors import ArgumentError, ArgumentTypeError, DtypeError, FlashmoeError
 from flashmoe.moe.options import ACTIVATIONS, LAYOUTS, SCORINGS
 
 _WORDS = {"activation": ACTIVATIONS, "layout": LAYOUTS, "scoring": SCORINGS}
@@ -69,6 +69,9 @@ def check_tensor(name: str, value: Any) -> None:
         found = "nested" if value.is_nested else str(value.layout)
         msg = f"{name} must be a dense (strided) tensor; found a {found} tensor; pad or densify it"
         raise ArgumentError(msg)
+    if value.is_quantized:
+        msg = f"{name} is a quantised tensor ({value.dtype}), which no kernel takes; give {name}.dequantize()"
+        raise DtypeError(msg)
     if has_names(value):
         msg = f"{name} has named dimensions {value.names}; no operator here knows names; drop them with .rename(None)"
         raise ArgumentError(msg)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flashmoe.moe.options import Layer, Routing, ScaledLayer
+from flashmoe.moe.options import Layer, Mxfp4Layer, Routing, ScaledLayer
 from flashmoe.rules import check
 
 # The order of the gradients of a layer, and of the bits of `needs`.
@@ -84,6 +84,12 @@ def scaled_torch(*arguments: Any) -> Tensor:
     return x.new_empty(x.shape, dtype=output_dtype(x))
 
 
+def mxfp4(*arguments: Any) -> Tensor:
+    check("_fused_moe_mxfp4", arguments)
+    x: Tensor = arguments[0]
+    return x.new_empty(x.shape)
+
+
 def route(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
     """(weights float32 [T, k], ids int32 [T, k], counts int32 [E])."""
     check("topk_route", arguments)
@@ -139,6 +145,11 @@ def _product(slots: int, w2: Shape) -> int:
 def scaled_flops(*arguments: Any, **_: Any) -> int:
     call: Any = ScaledLayer(*arguments)
     return 3 * _product(call.topk_ids[0] * call.topk_ids[1], call.w2)
+
+
+def mxfp4_flops(*arguments: Any, **_: Any) -> int:
+    call: Any = Mxfp4Layer(*arguments)
+    return 6 * _product(call.topk_ids[0] * call.topk_ids[1], call.w2)  # two codes in a byte
 
 
 def grouped_flops(a: Shape, b: Shape, *_: Any, **__: Any) -> int:

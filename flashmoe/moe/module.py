@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch._C import _get_tracing_state
 from torch.nn import functional as F
 
-from flashmoe.checks import check_flag, check_parameter_dtype, check_size, shape_of
+from flashmoe.checks import check_flag, check_input_dtype, check_parameter_dtype, check_size, shape_of
 from flashmoe.errors import ArgumentError, ArgumentTypeError, ShapeError
 from flashmoe.moe.api import fused_moe, topk_route
 from flashmoe.moe.errors import check
@@ -148,6 +148,8 @@ class MoE(nn.Module):
         ):  # a tracer takes a check for a choice
             msg = f"x must be [..., {self.dim}]; found {shape_of(x)}; reshape it, or build with its dim"
             raise ShapeError(msg)
+        if _get_tracing_state() is None:
+            check_input_dtype("x", x, getattr(self.router, "weight", None))
         tokens = x.reshape(-1, self.dim)
         logits = self.router(tokens)
         weights, ids, counts = topk_route(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from flashmoe.moe import autograd, fake, scaled
+from flashmoe.moe import autograd, fake, mxfp4, scaled
 from flashmoe.operator import Operator
 
 OPERATORS = (
@@ -47,6 +47,13 @@ OPERATORS = (
         vmap=autograd.one_by_one(scaled.call_in_torch),
         impls={"CPU": scaled.in_torch, "CUDA": scaled.in_torch},
         schema=scaled.SCHEMA,
+    ),
+    Operator(
+        "_fused_moe_mxfp4",
+        fake=fake.mxfp4,
+        flops=fake.mxfp4_flops,
+        autocast=mxfp4.CAST,
+        vmap=autograd.one_by_one(lambda *given: torch.ops.flashmoe._fused_moe_mxfp4.default(*given)),  # noqa: PLW0108
     ),
     Operator(
         "topk_route",

@@ -52,8 +52,26 @@ class ScaledLayer(NamedTuple):
     activation: str
 
 
+class Mxfp4Layer(NamedTuple):
+    """The arguments of ``_fused_moe_mxfp4``."""
+
+    x: Tensor
+    w13: Tensor
+    w2: Tensor
+    w13_scale: Tensor
+    w2_scale: Tensor
+    topk_weights: Tensor
+    topk_ids: Tensor
+    b13: Tensor | None
+    b2: Tensor | None
+    expert_map: Tensor | None
+    shared: Tensor | None
+    activation: str
+    layout: str
+
+
 class Scales(NamedTuple):
-    """The scales of e4m3 tensors, None for those that have none."""
+    """The scales of tensors of 8 and 4 bits, None for those that have none."""
 
     w13: Tensor | None
     w2: Tensor | None

@@ -16,18 +16,24 @@ RULES = by_error(
             "with .to({first}.device)",
         },
         DtypeError: {
-            "moe.dtype": "{name} is {found}; {needed} is needed; convert it with .to()",
+            "moe.dtype": "{name} is {found}; {needed} is needed; convert it with {name}.to(...)",
             "moe.kernel_dtype": "{name} is {found}, which has no kernel on {device}; supported: {supported}; convert the "
             "tensors, or call under torch.autocast",
+            "moe.swapped_routing": "topk_weights is {weights} and topk_ids {ids}: they are swapped; the order is x, w13, w2, "
+            "topk_weights, topk_ids, as topk_route returns them",
             "moe.scaled_weights": "{name} is {found}, and there are scales; supported with scales: float8_e4m3fn; convert it "
             "with .to(torch.float8_e4m3fn) and its scales, or give bfloat16 weights without scales",
             "moe.scaled_x": "x is {found}; supported with float8_e4m3fn weights: float16, bfloat16, float8_e4m3fn with "
             "x_scale; convert it with .to()",
+            "moe.mxfp4_x": "x is {found}; supported with mxfp4 (uint8) weights: bfloat16, which holds every such weight; convert it "
+            "with .to(torch.bfloat16)",
         },
         ShapeError: {
             "moe.rank": "{name} has shape {sizes}; {axes} is needed; reshape it",
             "moe.shape": _SHAPE,
-            "moe.transposed": _SHAPE + "; give {name}.mT",
+            "moe.transposed": _SHAPE + "; give {name}.mT, or transposed={other} where w13 and w2 both are so",
+            "moe.intermediate": "w13 and w2 disagree on the intermediate size: w13 {w13} is {w13_axes}, where 2 * intermediate is "
+            "{rows}, and w2 {w2} is {w2_axes}, where intermediate is {intermediate}; one of them is not this layer's",
             "moe.topk_shapes": "topk_weights has shape {weights} and topk_ids {ids}; one shape is needed: [tokens, top_k]",
             "moe.size": "{what} is {value}; supported: 1 to {most}; check the shapes of the tensors",
             "moe.experts": _EXPERTS + "divide them among several layers by expert_map",
@@ -38,6 +44,8 @@ RULES = by_error(
             "moe.slots": "{tokens} tokens of {top_k} experts each are {slots} rows; below 2^31 is needed: split the tokens",
             "moe.gpu_multiple": "{what} is {value}; on a GPU " + _MULTIPLE,
             "moe.scaled_multiple": "{what} is {value}; with float8_e4m3fn weights on a GPU " + _MULTIPLE,
+            "moe.mxfp4_multiple": "{what} is {value}; with mxfp4 (uint8) weights it must be a multiple of {multiple}, the weights that share a "
+            "scale; pad the weights, their scales and x with zeros",
             "moe.out_strides": "out has strides {strides}; rows that are contiguous and apart are needed, on a GPU 16-byte "
             "aligned; pass a contiguous tensor",
             "moe.out_overlap": "out shares memory with a part of shared, which would change while it is read; give all of "
@@ -52,6 +60,8 @@ RULES = by_error(
             "moe.k": "the number of experts per token is {k}; supported: 1 to {most}, and at most the {eligible} experts that "
             "can be chosen",
             "moe.scale": "scale is {scale}; a number that is finite in float32 is needed; 1.0 leaves the weights as they are",
+            "moe.expert_id": "topk_ids[{row}, {column}] is {id}; supported: 0 to {last}, unless expert_map says what ids mean; unset "
+            "FLASHMOE_CHECK_VALUES where such ids are padding",
             "moe.offsets": "offsets[{index}] is {end}; the ends of the experts' rows must ascend from {least} to at most "
             "{most}, the number of rows",
             "moe.x_scale": "x_scale goes with x in float8_e4m3fn only; x is {found}: leave x_scale away",

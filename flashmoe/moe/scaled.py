@@ -61,7 +61,7 @@ def call_scaled(layer: Layer, scales: Scales, out: Tensor | None, *, weights_on_
     given: dict[str, Any] = {name: getattr(layer, name) for name in ScaledLayer._fields if name in Layer._fields}
     given |= {"w13_scale": scales.w13, "w2_scale": scales.w2, "x_scale": scales.x}
     call = ScaledLayer(**given)
-    _refuse_gradients((*call, out))
+    refuse_gradients((*call, out), "float8_e4m3fn")
     if out is not None:
         errors.check_types("_fused_moe_scaled_torch", call)
         errors.check_tensor("out", out)
@@ -99,7 +99,8 @@ def _why_torch(x: Any) -> str | None:
     return f"the GPU has compute capability {major}.{minor}; the kernels are for {CAPABILITY[0]}.{CAPABILITY[1]}"
 
 
-def _refuse_gradients(values: tuple[Any, ...]) -> None:
+def refuse_gradients(values: tuple[Any, ...], weights: str) -> None:
+    """``weights``: the format that has none, for the message."""
     tensors = [value for value in values if isinstance(value, Tensor)]
     if not torch.is_grad_enabled():
         return
@@ -108,8 +109,8 @@ def _refuse_gradients(values: tuple[Any, ...]) -> None:
         is_requested = any(torch._C._functorch.is_gradtrackingtensor(tensor) for tensor in tensors)
     if is_requested:
         msg = (
-            "a gradient is requested, and fused_moe with float8_e4m3fn weights has none; call it under torch.no_grad(), or "
-            "give bfloat16 weights"
+            f"a gradient is requested, and fused_moe with {weights} weights has none; call it under torch.no_grad(), or give "
+            "bfloat16 weights"
         )
         raise DifferentiationError(msg)
 

@@ -7,6 +7,7 @@ of a compilation's work, runs once for all of them. A cubin is kept under the ha
 from __future__ import annotations
 
 import hashlib
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -111,9 +112,17 @@ def _check(done: CompiledUnit, tables: Tables) -> None:
 def compile_front_end(unit: Unit, *, root: Path, toolchain: Toolchain, cache: Cache) -> Ptx:
     """The PTX that the unit's is written from: of either 16-bit type where one serves both."""
     front = front_end(unit)
-    return nvrtc.compile_ptx(
-        unit_source(front), front.name, front.virtual, csrc=root / "csrc", toolchain=toolchain, cache=cache
-    )
+    try:
+        return nvrtc.compile_ptx(
+            unit_source(front), front.name, front.virtual, csrc=root / "csrc", toolchain=toolchain, cache=cache
+        )
+    except BuildError as error:
+        reasons = dict.fromkeys(re.findall(r'static assertion failed with "([^"]+)"', str(error)))
+        why = "".join(f"\n  {reason}" for reason in reasons)
+        row = unit.row
+        tile = ", ".join(f"{name} {value}" for name, value in zip(row.descriptor.tile, row.tile, strict=True))
+        msg = f"{error}\n{row.source} ({tile}, warps {row.warps}) does not compile for {unit.target.name}{':' if why else ''}{why}"
+        raise BuildError(msg) from error
 
 
 def compile_unit(unit: Unit, *, root: Path, toolchain: Toolchain, cache: Cache) -> CompiledUnit:

@@ -16,6 +16,12 @@ from flashmoe_tools.tables import Target, Unit
 EITHER = "xf16"
 SHARED = ("f16", "bf16")
 _WIDENS_BF16 = (9, 0)  # the first compute capability that has cvt.f32.bf16
+# e4m3 to bf16, for which there is no instruction: by way of f16 and the upper halves of floats, all of which hold every value of e4m3, and NaN.
+_UNPACK = re.compile(rb"\bcvt\.rn\.bf16x2\.e4m3x2\s+(%?\w+),\s*(%?\w+)\s*;")
+_BY_F16 = (
+    rb"{ .reg .b32 half2, x, y; .reg .b16 half_x, half_y; cvt.rn.f16x2.e4m3x2 half2, \2; mov.b32 {half_x, half_y}, half2; "
+    rb"cvt.f32.f16 x, half_x; cvt.f32.f16 y, half_y; prmt.b32 \1, x, y, 0x7632; }"
+)
 _WIDEN = re.compile(rb"\bcvt\.f32\.bf16\s+(%?\w+),\s*(%?\w+)\s*;")
 
 
@@ -27,6 +33,7 @@ def front_end(unit: Unit) -> Unit:
 def with_dtype(ptx: bytes, dtype: str, virtual: str) -> bytes:
     """The PTX of one type, from what NVRTC made of ``front_end`` for the architecture ``virtual``."""
     written = ptx.replace(EITHER.encode(), dtype.encode())
+    written = _UNPACK.sub(_BY_F16, written)
     if dtype == "bf16" and Target(virtual, ()).capability < _WIDENS_BF16:
         # A bf16 is the upper half of a float.
         return _WIDEN.sub(rb"mov.b32 \1, {0, \2};", written)

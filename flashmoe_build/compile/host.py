@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import shutil
 import subprocess
 import threading
@@ -40,6 +41,14 @@ COMMON_FLAGS = (
     f"-DTORCH_TARGET_VERSION={TORCH_TARGET_VERSION}",
     "-DUSE_CUDA",
 )
+SANITIZED = (
+    "-fno-sanitize-recover=all",
+    "-fno-omit-frame-pointer",
+    "-g1",
+    "-O1",  # the slow half of a sanitized compilation is the optimiser's
+    "-U_FORTIFY_SOURCE",
+    "-Wno-error",  # the sanitizers' own code warns of variables that it might leave uninitialised
+)
 PRECOMPILED = "host/precompiled.h"
 _PRECOMPILING = threading.Lock()
 INSTRUCTION_SETS = {"x86_64": ("sse2", "avx2", "avx512", "avx512_bf16", "amx"), "aarch64": ("neon",)}
@@ -53,6 +62,17 @@ LINK_FLAGS = (
     "-Wl,--hash-style=gnu",
     f"-Wl,-soname,{LIBRARY_NAME}",
 )
+
+
+def sanitizers(environ: Mapping[str, str]) -> tuple[str, ...]:
+    """Flags for compiler and linker where FLASHMOE_SANITIZE names sanitizers, as ``address,undefined``; else none."""
+    names = environ.get("FLASHMOE_SANITIZE", "")
+    return (f"-fsanitize={names}",) if names else ()
+
+
+def compile_flags(environ: Mapping[str, str]) -> tuple[str, ...]:
+    """What every host file is compiled with."""
+    return (*COMMON_FLAGS, *sanitizers(environ), *SANITIZED) if sanitizers(environ) else COMMON_FLAGS
 
 
 def is_for(source: Path, platform: str) -> bool:
@@ -137,7 +157,7 @@ def compile_source(source: Path, *, root: Path, out: Path, toolchain: Toolchain,
     # Not a kernel of the CPU backend: its target must be set before the first header.
     first = None if _is_kernel(source, INSTRUCTION_SETS[toolchain.platform]) else csrc / PRECOMPILED
     facts = {
-        "flags": COMMON_FLAGS,
+        "flags": compile_flags(os.environ),
         "first": first.read_text(encoding="utf-8") if first else "",
         "cxx": toolchain.cxx_version,
         "platform": toolchain.platform,
@@ -149,7 +169,7 @@ def compile_source(source: Path, *, root: Path, out: Path, toolchain: Toolchain,
     target.parent.mkdir(parents=True, exist_ok=True)
     known = cache.load(key, ".o")
     if known is None:
-        compiler = [toolchain.cxx, *COMMON_FLAGS, *_path_flags(root, out, toolchain)]
+        compiler = [toolchain.cxx, *compile_flags(os.environ), *_path_flags(root, out, toolchain)]
         given = ["-include", str(_precompile(first, compiler, out=out, facts=facts))] if first else []
         _run([*compiler, *given, "-c", str(source), "-o", str(target)], source.name, cwd=root)
         cache.store(key, ".o", target.read_bytes(), {})
@@ -194,7 +214,9 @@ def _link(
     temporary = library.with_suffix(".tmp")
     torch = [f"-L{toolchain.torch_library}", "-Wl,--allow-shlib-undefined", "-ltorch_cpu"]
     exports = ("-Xlinker", f"--version-script={root / 'csrc' / 'host' / 'exports.map'}")  # -Wl would split at a comma
-    command = [toolchain.cxx, *LINK_FLAGS, *exports, *map(str, objects), str(embedded), *torch, "-o", str(temporary)]
+    checkers = sanitizers(os.environ)  # their symbols are in a library that is preloaded
+    flags = [*(flag for flag in LINK_FLAGS if not checkers or flag != "-Wl,--no-undefined"), *checkers]
+    command = [toolchain.cxx, *flags, *exports, *map(str, objects), str(embedded), *torch, "-o", str(temporary)]
     _run(command, LIBRARY_NAME, cwd=out)
     temporary.replace(library)
     progress.advance(f"{LIBRARY_NAME} {library.stat().st_size / 1e6:.1f} MB")

@@ -139,7 +139,9 @@ def _import(docker: str, folder: Path) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m flashmoe_build.containers.base", description=__doc__)
+    parser = argparse.ArgumentParser(
+        allow_abbrev=False, prog="python -m flashmoe_build.containers.base", description=__doc__
+    )
     parser.add_argument(
         "--update", action="store_true", help="write lockfiles/debian-bookworm.pins from the archive's current versions"
     )

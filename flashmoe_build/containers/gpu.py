@@ -63,7 +63,7 @@ def gpu_test(name: str, image: str, arguments: Sequence[str]) -> Report:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="nox -s gpu_test --", description=__doc__)
+    parser = argparse.ArgumentParser(allow_abbrev=False, prog="nox -s gpu_test --", description=__doc__)
     parser.add_argument("--gpu", required=True, help="sm80, sm90, ...: as csrc/tables/arch.toml names it")
     parser.add_argument("--image", required=True, help="the test image by digest")
     options, further = parser.parse_known_args(arguments)

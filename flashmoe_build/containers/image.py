@@ -131,7 +131,9 @@ def _network(environment: Mapping[str, str]) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m flashmoe_build.containers.image", description=__doc__)
+    parser = argparse.ArgumentParser(
+        allow_abbrev=False, prog="python -m flashmoe_build.containers.image", description=__doc__
+    )
     parser.add_argument("targets", nargs="*", choices=[*TARGETS, []], default=[], help="default: all")
     parser.add_argument(
         "--base", help=f"base image for every stage (for example {BASE_TAG}); default: the pinned digests"

@@ -263,7 +263,9 @@ def test_images(arguments: Sequence[str], build_python: Path) -> Report:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m flashmoe_build.containers.image_test", description=__doc__)
+    parser = argparse.ArgumentParser(
+        allow_abbrev=False, prog="python -m flashmoe_build.containers.image_test", description=__doc__
+    )
     parser.add_argument("--build-python", type=Path, required=True, help="interpreter of the locked build environment")
     parser.add_argument("pytest", nargs="*", help="passed to pytest in the test image")
     options, further = parser.parse_known_args(arguments)

@@ -65,7 +65,7 @@ def registry_digest(image: str) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="nox -s image_pins --", description=__doc__)
+    parser = argparse.ArgumentParser(allow_abbrev=False, prog="nox -s image_pins --", description=__doc__)
     parser.add_argument("--check", action="store_true", help="write nothing; fail when a tag has moved on")
     options = parser.parse_args(arguments)
     return ending(lambda: finish(look_up(check=options.check)), "no digest was looked up")

@@ -13,13 +13,13 @@ from pathlib import Path
 from flashmoe_tools import operations
 
 
-def _open_rooms() -> None:
-    """The rooms of an installed wheel have no ``emulation/``: theirs is this checkout's."""
+def _open_packages() -> None:
+    """The operations of an installed wheel have no ``emulation/``: theirs is this checkout's."""
     here = Path(__file__).resolve().parents[2] / "flashmoe_tools" / "operations"
-    for name in operations.rooms():
+    for name in operations.packages():
         package = import_module(f"{operations.__name__}.{name}")
         if (here / name).is_dir() and str(here / name) not in package.__path__:
             package.__path__.append(str(here / name))
 
 
-_open_rooms()
+_open_packages()

@@ -1,4 +1,4 @@
-"""Which kernels there are to emulate, and the small problems that each is run on: the rooms of the operations say it."""
+"""Which kernels there are to emulate, and the small problems that each is run on: the operations say it."""
 
 from __future__ import annotations
 
@@ -23,20 +23,20 @@ NOT_EMULATED = NamedProblem("not emulated")  # what a kernel operation without a
 
 
 def runners() -> Mapping[str, Runner]:
-    """By kernel operation, those of every room that has an ``emulation`` package. Two for one operation are a TableError."""
+    """By kernel operation, those of every operation that has an ``emulation`` package. Two for one operation are a TableError."""
     return _runners(tuple(operations.__path__))
 
 
 @lru_cache(maxsize=4)
 def _runners(_: tuple[str, ...]) -> Mapping[str, Runner]:
     found: dict[str, Runner] = {}
-    for room in operations.rooms():
-        name = f"{operations.__name__}.{room}.emulation"
+    for operation in operations.packages():
+        name = f"{operations.__name__}.{operation}.emulation"
         if find_spec(name) is None:
             continue
         own = import_module(name).RUNNERS
         if twice := found.keys() & own:
-            msg = f"operations/{room}/emulation: another room runs {', '.join(sorted(twice))}, too; keep one of the two"
+            msg = f"operations/{operation}/emulation: another one runs {', '.join(sorted(twice))}, too; keep one of the two"
             raise TableError(msg)
         found |= own
     return found
@@ -59,7 +59,7 @@ class Case:
     """A kernel, a problem and a seed: what one emulated run needs."""
 
     kernel: Kernel
-    problem: Any  # what the operation's room made
+    problem: Any  # what the operation made
     seed: int
 
     @property
@@ -119,9 +119,8 @@ def suite(
 
 
 def _is_repeated(unit: Unit) -> bool:
-    """The grouped products in bf16 are the source of those in f16, which meet every problem."""
-    is_product = unit.row.operation.startswith("grouped_gemm")
-    return is_product and unit.dtype == "bf16" and "f16" in unit.row.dtypes
+    """A kernel in bf16 is the source of the one in f16 of its row, with another conversion; that one meets every problem."""
+    return unit.dtype == "bf16" and "f16" in unit.row.dtypes
 
 
 def settings_for(case: Case, **changes: object) -> Settings:
@@ -135,7 +134,7 @@ def run_case(case: Case, options: Options, **changes: object) -> Outcome:
     unit, runner = case.kernel.unit, case.kernel.runner
     if runner is None:
         wrong = (
-            f"nothing was proved: no room runs {unit.row.operation}; state its problems and trial in RUNNERS of "
+            f"nothing was proved: no operation runs {unit.row.operation}; state its problems and trial in RUNNERS of "
             "flashmoe_tools/operations/NAME/emulation/__init__.py"
         )
         return Outcome(unit.name, LaunchReport(unit.name, case.seed, 0.0, ""), (wrong,), {})

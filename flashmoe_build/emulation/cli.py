@@ -29,7 +29,7 @@ POLICIES = {
 
 
 def parser() -> argparse.ArgumentParser:
-    made = argparse.ArgumentParser(prog="python -m flashmoe_build.emulation", description=__doc__)
+    made = argparse.ArgumentParser(allow_abbrev=False, prog="python -m flashmoe_build.emulation", description=__doc__)
     made.add_argument("--kernel", default="", metavar="TEXT", help="the label of a kernel, or a part of some (all)")
     made.add_argument("--list", action="store_true", help="print the labels and stop")
     made.add_argument("--mask", choices=("full", "causal"), help="one mask only")

@@ -213,7 +213,9 @@ def gpu_units(tables: Tables, selected: str) -> list[Unit]:
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m flashmoe_build.emulation.hardware", description=__doc__)
+    parser = argparse.ArgumentParser(
+        allow_abbrev=False, prog="python -m flashmoe_build.emulation.hardware", description=__doc__
+    )
     parser.add_argument("folder", type=Path)
     parser.add_argument("--kernel", default="", metavar="TEXT", help="kernels whose name contains TEXT (all)")
     arguments = parser.parse_args(words)

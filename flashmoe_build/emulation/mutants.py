@@ -101,7 +101,9 @@ def _finish(
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m flashmoe_build.emulation.mutants", description=__doc__)
+    parser = argparse.ArgumentParser(
+        allow_abbrev=False, prog="python -m flashmoe_build.emulation.mutants", description=__doc__
+    )
     which = parser.add_mutually_exclusive_group()
     which.add_argument("--generated", action="store_true", help="those by rule only")
     which.add_argument("--by-hand", action="store_true", help="those by hand only")

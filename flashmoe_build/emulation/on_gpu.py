@@ -130,7 +130,7 @@ def totals(results: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(allow_abbrev=False, description=__doc__)
     parser.add_argument("folder", type=Path)
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()

@@ -1,6 +1,6 @@
-"""What a room says about its kernels (``Runner``), and one run of a kernel on the emulated machine from launches that are data.
+"""What an operation says about its kernels (``Runner``), and one run of a kernel on the emulated machine from launches that are data.
 
-A room's ``emulation`` package holds ``RUNNERS``: for each kernel operation of the tables the problems that its kernels are run on, and
+An operation's ``emulation`` package holds ``RUNNERS``: for each kernel operation of the tables the problems that its kernels are run on, and
 for one of them the launches and the check of the results. Parameters are bound by the names in the C header.
 """
 

@@ -363,7 +363,9 @@ def install_wheel(python: Path, wheel: Path) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
-        prog="python -m flashmoe_build.environments.environment", description=__doc__.splitlines()[0]
+        allow_abbrev=False,
+        prog="python -m flashmoe_build.environments.environment",
+        description=__doc__.splitlines()[0],
     )
     parser.add_argument("lock", help="build, test, lint, ...: the name of a lock file")
     parser.add_argument("--wheel", type=Path, help="also install this flashmoe wheel into it")

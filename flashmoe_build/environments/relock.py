@@ -144,7 +144,7 @@ def rewrite(root: Path, *, upgrade: bool) -> list[str]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="nox -s lock --", description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(allow_abbrev=False, prog="nox -s lock --", description=__doc__.splitlines()[0])
     group = parser.add_mutually_exclusive_group()
     group.add_argument(
         "--check", action="store_true", help="write nothing; fail if the locks do not match the .in files"

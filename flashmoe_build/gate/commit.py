@@ -99,7 +99,7 @@ def judge_speed(here: Report | None, commit: str, options: argparse.Namespace) -
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(allow_abbrev=False, description=__doc__)
     parser.add_argument("--gate", required=True)
     parser.add_argument("--reports", type=Path, required=True)
     for name in ("good", "bad", "case", "suite"):

@@ -38,7 +38,7 @@ def gpu_facts() -> dict[str, str] | None:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(allow_abbrev=False, description=__doc__)
     parser.add_argument("--json", type=Path, required=True)
     path, started = parser.parse_args().json, utc_now()
     check = load_check()

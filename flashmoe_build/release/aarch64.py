@@ -92,7 +92,9 @@ def test(arguments: Sequence[str]) -> int:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="nox -s test_aarch64 --", description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(
+        allow_abbrev=False, prog="nox -s test_aarch64 --", description=__doc__.splitlines()[0]
+    )
     parser.add_argument(
         "--quick", action="store_true", help="a third of it, eleven minutes of an idle core under emulation"
     )

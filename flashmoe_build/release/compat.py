@@ -292,7 +292,9 @@ def compat(
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m flashmoe_build.release.compat", description=__doc__)
+    parser = argparse.ArgumentParser(
+        allow_abbrev=False, prog="python -m flashmoe_build.release.compat", description=__doc__
+    )
     parser.add_argument("wheel", type=Path)
     parser.add_argument("--quick", action="store_true", help="the lowest and the newest torch only")
     parser.add_argument("--full", action="store_true", help="the whole operator suite in every environment")

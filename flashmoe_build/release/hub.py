@@ -189,7 +189,7 @@ def check(out: Path, folders: Sequence[Path]) -> tuple[Check, ...]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="nox -s hub --", description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(allow_abbrev=False, prog="nox -s hub --", description=__doc__.splitlines()[0])
     parser.add_argument("wheel", type=Path, help=f"dist/{WHEEL_PREFIX}*.whl")
     parser.add_argument("--out", type=Path, default=OUT)
     parser.add_argument("--json", type=Path)

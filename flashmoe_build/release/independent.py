@@ -30,12 +30,11 @@ from flashmoe._version import WHEEL_PREFIX
 from flashmoe.errors import BuildError
 from flashmoe_build.containers.base import bootstrap, installed, require_pinned
 from flashmoe_build.program import ROOT, OutOfReachError, Stopwatch, ending, finish, run
-from flashmoe_build.release.version import base_version, find_commit
+from flashmoe_build.release.version import find_commit, project_version
 from flashmoe_build.release.worlds import OTHER_USER, World, check_out
 from flashmoe_tools.report import Check, Report, Verdict
 from flashmoe_tools.verify.content import Content, read_wheel
 from flashmoe_tools.verify.rebuild import compare
-from flashmoe_tools.versions import version_of
 
 OTHER_SUITE, PINNED_SUITE = "trixie", "bookworm"
 TIME_LIMIT = 7200  # seconds of one build
@@ -174,8 +173,7 @@ def rebuild(wheel: Path, jobs: int, bases: Path, scratch: Path, keep: Path | Non
 def wheel_of_head(dist: Path, archs: str, jobs: int) -> Path:
     """The newest wheel of the commit that is checked out in ``dist``, built now if there is none."""
     commit = find_commit(ROOT)
-    version = version_of(base_version(), commit.commit, dirty=False, tags=commit.tags)
-    pattern = f"{WHEEL_PREFIX}{version}-*_{platform.machine()}.whl"
+    pattern = f"{WHEEL_PREFIX}{project_version(archs=archs)}-*_{platform.machine()}.whl"
     if not any(dist.glob(pattern)):
         if commit.dirty:
             found = f"{dist.name}/ holds no wheel of the commit that is checked out, and files differ from that commit"

@@ -34,9 +34,7 @@ def provenance(
         "locks": lock_hashes(root),
         "compilers": {
             "nvrtc": toolchain.nvrtc_version,
-            "nvrtc_sha256": toolchain.nvrtc_sha256,
             "ptxas": toolchain.ptxas_version,
-            "ptxas_sha256": toolchain.ptxas_sha256,
             "cuda_headers": toolchain.cuda_headers_version,
             "torch_headers": toolchain.torch_version,
             "cxx": f"g++ {toolchain.cxx_version}",

@@ -188,7 +188,9 @@ def reproduce(archs: str, jobs: int, scratch: Path, *, root: Path = ROOT, keep: 
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m flashmoe_build.release.reproduce", description=__doc__)
+    parser = argparse.ArgumentParser(
+        allow_abbrev=False, prog="python -m flashmoe_build.release.reproduce", description=__doc__
+    )
     parser.add_argument("--archs", help="targets to build (default: all)")
     cores = len(os.sched_getaffinity(0))
     parser.add_argument("--jobs", type=int, default=cores, help="compilers at once in the first world")

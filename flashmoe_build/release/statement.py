@@ -60,13 +60,10 @@ def statement(record: Mapping[str, Any], subjects: Iterable[Path], pins: Iterabl
 
 
 def dependencies(record: Mapping[str, Any], pins: Iterable[Pin]) -> list[dict[str, Any]]:
-    """The sources, the lock, the two device compilers, and one entry for each hash that the lock allows."""
-    compilers = record["compilers"]
+    """The sources, the lock, and one entry for each hash that the lock allows, the device compilers' among them."""
     found = [
         _descriptor("sources", gitCommit=record["commit"]),
         _descriptor("lockfiles/build.txt", sha256=record["locks"]["build.txt"]),
-        _descriptor(f"libnvrtc.so {compilers['nvrtc']}", sha256=compilers["nvrtc_sha256"]),
-        _descriptor(f"ptxas {compilers['ptxas']}", sha256=compilers["ptxas_sha256"]),
     ]
     for pin in pins:
         hashes = sorted(digest.removeprefix("sha256:") for digest in pin.hashes)
@@ -103,7 +100,7 @@ def write_statement(dist: Path, out: Path, root: Path = ROOT) -> Path:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
-        prog="python -m flashmoe_build.release.statement", description=__doc__.splitlines()[0]
+        allow_abbrev=False, prog="python -m flashmoe_build.release.statement", description=__doc__.splitlines()[0]
     )
     parser.add_argument("--dist", type=Path, default=ROOT / "dist", help="folder of what is published (default: dist)")
     options = parser.parse_args(arguments)

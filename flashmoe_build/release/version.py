@@ -17,8 +17,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from flashmoe.errors import BuildError, ExitCode
+from flashmoe_build.compile.archs import requested, resolve
 from flashmoe_build.program import ROOT, ending
-from flashmoe_tools.versions import release_tag, stated_version, version_of
+from flashmoe_tools.tables import load_tables
+from flashmoe_tools.versions import partial_label, release_tag, stated_version, version_of
 
 COMMIT_FILE = "COMMIT.json"  # in an sdist, which has no repository
 UNKNOWN_EPOCH = 315532800  # 1980-01-01, the earliest time that a zip can hold
@@ -79,10 +81,19 @@ def base_version(root: Path = ROOT) -> str:
     return base
 
 
-def project_version(root: Path = ROOT) -> str:
-    """What a build of ``root`` carries now."""
+def project_version(root: Path = ROOT, archs: str | None = None) -> str:
+    """What a build of ``root`` carries now, for the targets that ``archs`` or the environment asks for."""
     commit = find_commit(root)
-    return version_of(base_version(root), commit.commit, dirty=commit.dirty, tags=commit.tags)
+    partial = _partial(root, requested(os.environ, archs))
+    return version_of(base_version(root), commit.commit, dirty=commit.dirty, tags=commit.tags, partial=partial)
+
+
+def _partial(root: Path, request: str) -> str:
+    if request == "all":  # whose wheel has the plain name, on a machine without GPUs too; no table is read
+        return ""
+    tables = load_tables(root / "csrc")
+    targets = resolve(request, tables)
+    return "" if targets == tables.targets else partial_label([target.name for target in targets])
 
 
 def check_release(tag: str, root: Path = ROOT) -> str:
@@ -99,7 +110,7 @@ def check_release(tag: str, root: Path = ROOT) -> str:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
-        prog="python -m flashmoe_build.release.version", description=__doc__.splitlines()[0]
+        allow_abbrev=False, prog="python -m flashmoe_build.release.version", description=__doc__.splitlines()[0]
     )
     parser.add_argument("--tag", help="the release's tag: exit 1 unless it is the version")
     options = parser.parse_args(arguments)

@@ -6,9 +6,10 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 
+from flashmoe_build.compile.archs import VARIABLES
 from flashmoe_build.compile.build import ROOT
 from flashmoe_build.compile.toolchain import chosen_platform, is_foreign
-from flashmoe_build.release.version import find_commit
+from flashmoe_build.release.version import find_commit, project_version
 
 FLOOR = "manylinux_2_28"
 
@@ -28,6 +29,7 @@ def build_wheel(folder: Path, root: Path = ROOT) -> Path:
     from hatchling.builders.wheel import WheelBuilder
 
     os.environ.setdefault("SOURCE_DATE_EPOCH", str(find_commit(root).source_date_epoch))
+    project_version(root)  # hatchling would wrap the error for targets that do not exist in one of its own
     folder.mkdir(parents=True, exist_ok=True)
     wheel = Path(next(WheelBuilder(str(root)).build(directory=str(folder), versions=["standard"])))
     for other in folder.glob(
@@ -35,6 +37,7 @@ def build_wheel(folder: Path, root: Path = ROOT) -> Path:
     ):  # of other commits: one development wheel is enough
         if other != wheel:
             other.unlink()
+            print(f"replaced {other.name}, an earlier development wheel")
     return wheel
 
 
@@ -43,5 +46,7 @@ def build_sdist(folder: Path, root: Path = ROOT) -> Path:
     from hatchling.builders.sdist import SdistBuilder
 
     os.environ.setdefault("SOURCE_DATE_EPOCH", str(find_commit(root).source_date_epoch))
+    for variable in VARIABLES:  # sources hold every target
+        os.environ.pop(variable, None)
     folder.mkdir(parents=True, exist_ok=True)
     return Path(next(SdistBuilder(str(root)).build(directory=str(folder), versions=["standard"])))

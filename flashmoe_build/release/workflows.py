@@ -22,12 +22,21 @@ from flashmoe_build.program import ROOT, Stopwatch, ending, finish
 from flashmoe_tools.report import Check, Report, Verdict
 from flashmoe_tools.tables import load_tables
 
+MARKS = ROOT / "docs" / "results"
 CI = ROOT / ".github" / "workflows" / "ci.yml"
 GPU = "gpu"
+BEFORE_MERGE = (
+    "gpu-wheel"  # on GPUs too: in the merge queue, and once for each time that a pull request is labelled gpu
+)
 PUSHED = "push-image"  # on pushes only: nothing else may write to the registry, and GPUs test what was pushed
 # Jobs of ci.yml that must have succeeded; those of GPUs may be skipped.
 REQUIRED = ("lint", "build", "test", "reproduce", "compat", "image")
 SUMMARY = "ci"
+NOT_RUN: Mapping[str, str] = {
+    PUSHED: "NOT RUN: only a push to main pushes the image",
+    GPU: "NOT RUN: only a push to main tests the image on GPUs, those of GPU_RUNNERS",
+    BEFORE_MERGE: "NOT RUN: only the merge queue and the label gpu test the wheel on GPUs, those of GPU_RUNNERS",
+}
 
 
 def judge(needs: Mapping[str, Mapping[str, object]], runners: Sequence[str] = ()) -> Report:
@@ -37,8 +46,8 @@ def judge(needs: Mapping[str, Mapping[str, object]], runners: Sequence[str] = ()
         result = str(state.get("result"))
         if result == "success":
             checks.append(Check(job, Verdict.PASS, result))
-        elif result == "skipped" and job in (PUSHED, GPU):
-            found = "NOT RUN: only a push to main pushes the image and tests it on GPUs, and only those of GPU_RUNNERS"
+        elif result == "skipped" and job in (PUSHED, GPU, BEFORE_MERGE):
+            found = NOT_RUN[job]
             checks.append(Check(job, Verdict.SKIP, found))
         else:
             checks.append(Check(job, Verdict.FAIL, result, "success"))
@@ -71,6 +80,17 @@ def summary(environment: Mapping[str, str]) -> int:
     return code
 
 
+def marked(environment: Mapping[str, str], folder: Path = MARKS) -> int:
+    """Write the architectures that have a runner and marks to the step's outputs, as ``gpus``."""
+    runners = json.loads(environment.get("GPU_RUNNERS") or "[]")
+    line = f"gpus={json.dumps([name for name in runners if (folder / f'ratchet-{name}.toml').is_file()])}"
+    print(line)
+    if environment.get("GITHUB_OUTPUT"):
+        with Path(environment["GITHUB_OUTPUT"]).open("a", encoding="utf-8") as stream:
+            stream.write(f"{line}\n")
+    return ExitCode.OK
+
+
 def jobs_of(text: str) -> dict[str, str]:
     """{job: its text} of a workflow; jobs are the keys that are indented by two below ``jobs:``."""
     body = text.split("\njobs:\n", 1)[1]
@@ -91,10 +111,15 @@ def check(text: str) -> int:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m flashmoe_build.release.workflows", description=__doc__)
+    parser = argparse.ArgumentParser(
+        allow_abbrev=False, prog="python -m flashmoe_build.release.workflows", description=__doc__
+    )
     parser.add_argument("--check", action="store_true", help="the default: look at ci.yml")
     parser.add_argument("--summary", action="store_true", help="judge the jobs in NEEDS")
+    parser.add_argument("--marked", action="store_true", help="list the GPUs that have a runner and marks to keep")
     options = parser.parse_args(arguments)
+    if options.marked:
+        return ending(lambda: marked(os.environ))
     return ending(lambda: summary(os.environ) if options.summary else check(CI.read_text(encoding="utf-8")))
 
 

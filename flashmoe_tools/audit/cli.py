@@ -26,6 +26,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="X",
         help="the torch whose shims may be used (ours: 2.10.0; foreign: the installed one)",
     )
+    parser.add_argument("--details", action="store_true", help="list what passed too, and what each kernel takes")
     parser.add_argument("--no-load", action="store_true", help=argparse.SUPPRESS)  # once needed; nothing is loaded
     parser.add_argument("--foreign", action="store_true", help="judge it as a foreign extension, even if it is ours")
     parser.add_argument("--objects", type=Path, metavar="DIR", help="object files to search for duplicate definitions")
@@ -69,7 +70,7 @@ def run(args: argparse.Namespace) -> int:
     with Progress(f"audit of {printable(args.path.name)}", quiet_for=QUIET_S):
         found = audit(args.path, options)
     report = replace(found, command=tuple(Path(word).name for word in sys.argv))
-    show(report)
+    show(report, every=args.details)
     if args.json is not None:
         write_report(args.json, report)
     return ExitCode.NOTHING_CHECKED if exit_is_empty(report) else report.exit_code

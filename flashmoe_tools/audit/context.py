@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from flashmoe_tools.audit.elf import ElfFacts, Symbol
+from flashmoe_tools.audit.inputs import Wheel
 from flashmoe_tools.audit.policy import Policy
 from flashmoe_tools.audit.resolve import Closure, Resolver
 from flashmoe_tools.audit.torch_libraries import InstalledTorch
@@ -29,7 +30,12 @@ class Context:
     torch_version: str
     source: Path | None = None
     objects: tuple[ElfFacts, ...] = ()
-    wheel_name: str = ""  # of the wheel that carries it; its tags promise a Python and a platform
+    wheel: Wheel | None = None  # that carries it
+
+    @property
+    def wheel_name(self) -> str:
+        """Of the wheel, whose tags promise a Python and a platform; empty without one."""
+        return self.wheel.path.name if self.wheel is not None else ""
 
 
 def passed(name: str, found: str, expected: str = "") -> Check:

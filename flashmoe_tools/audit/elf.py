@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import io
+import re
 import struct
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -30,7 +31,9 @@ _SYMBOL = struct.Struct("<IBBHQQ")  # name, info, other, section index, value, s
 _BINDINGS = {0: "local", 1: "global", 2: "weak", 10: "unique"}
 _SECTION, _FILE = 3, 4  # symbol types that do not name a function or object
 _UNDEFINED = 0
-_DT_FLAGS_TEXTREL = 0x4
+_DT_FLAGS_TEXTREL, _DF_STATIC_TLS = 0x4, 0x10
+_STATIC_TLS = "static TLS"  # our own key, as the next
+_LOADING = ("DT_AUDIT", "DT_DEPAUDIT", "DT_FILTER", "DT_AUXILIARY")  # name a library beside DT_NEEDED
 _NOT_FOR_IMPORT = {  # flags of DT_FLAGS_1 with which dlopen refuses a file
     0x0800_0000: "is a position-independent executable (PIE), not a shared object",
     0x40: "is marked as not to be opened at run time (-z nodlopen)",
@@ -63,6 +66,27 @@ class Symbol:
 
 
 @dataclass(frozen=True)
+class Search:
+    """Where a file tells the loader to look for what it needs: RPATH holds for what its libraries need, too, RUNPATH for itself."""
+
+    rpath: tuple[str, ...] = ()
+    runpath: tuple[str, ...] = ()
+
+    def folders(self, origin: Path) -> tuple[tuple[Path, ...], tuple[Path, ...]]:
+        """The folders of RPATH, without effect beside a RUNPATH, and those of RUNPATH, for a file in ``origin``."""
+        rpath, runpath = (
+            tuple(
+                Path(re.sub(r"\$ORIGIN\b|\$\{ORIGIN\}", str(origin), part))
+                for line in lines
+                for part in line.split(":")
+                if part
+            )
+            for lines in (self.rpath, self.runpath)
+        )
+        return () if runpath else rpath, runpath
+
+
+@dataclass(frozen=True)
 class ElfFacts:
     """What the audit wants to know about one file."""
 
@@ -73,12 +97,19 @@ class ElfFacts:
     static: tuple[Symbol, ...] | None  # None: stripped, there is no .symtab
     needed: tuple[str, ...]
     soname: str
-    run_paths: tuple[str, ...]
+    search: Search
     versions: Mapping[str, tuple[str, ...]]  # library -> version names asked of it, as GLIBC_2.17
     has_text_relocations: bool
     stack_flags: int | None  # p_flags of PT_GNU_STACK; None when the header is absent
     sections: tuple[str, ...]
     machine: str = "x86_64"
+    loads: tuple[str, ...] = ()  # what DT_AUDIT, DT_DEPAUDIT, DT_FILTER and DT_AUXILIARY would load
+    has_packed_relocations: bool = False  # DT_RELR, which loaders before glibc 2.36 pass over
+    static_tls: int = 0  # bytes of thread-local storage that have to be in the block set up at start (DF_STATIC_TLS)
+
+    @property
+    def run_paths(self) -> tuple[str, ...]:
+        return (*self.search.rpath, *self.search.runpath)
 
     @property
     def undefined(self) -> tuple[Symbol, ...]:
@@ -219,6 +250,7 @@ def _facts(path: Path, elf: ELFFile, *, sha256: str, is_shared: bool) -> ElfFact
         msg = f"{path.name} {what}: the loader refuses to import it"
         raise ForeignMachineError(msg, "link it with -shared, for import")
     symtab = elf.get_section_by_name(".symtab")
+    tls = [s["p_memsz"] for s in elf.iter_segments() if s["p_type"] == "PT_TLS"]
     return ElfFacts(
         path=path,
         sha256=sha256,
@@ -227,13 +259,20 @@ def _facts(path: Path, elf: ELFFile, *, sha256: str, is_shared: bool) -> ElfFact
         static=tuple(_symbols(elf, symtab, {})) if symtab is not None else None,
         needed=tuple(tags.get("DT_NEEDED", ())),
         soname=next(iter(tags.get("DT_SONAME", ())), ""),
-        run_paths=(*tags.get("DT_RPATH", ()), *tags.get("DT_RUNPATH", ())),
+        search=_search(tags),
         versions=_by_library(versions),
         has_text_relocations="DT_TEXTREL" in tags,
         stack_flags=next((s["p_flags"] for s in elf.iter_segments() if s["p_type"] == "PT_GNU_STACK"), None),
         sections=tuple(s.name for s in elf.iter_sections()),
         machine=MACHINES[elf["e_machine"]],
+        loads=tuple(f"{tag} {name}" for tag in _LOADING for name in tags.get(tag, ())),
+        has_packed_relocations="DT_RELR" in tags,
+        static_tls=max(tls, default=0) if _STATIC_TLS in tags else 0,
     )
+
+
+def _search(tags: Mapping[str, list[str]]) -> Search:
+    return Search(tuple(tags.get("DT_RPATH", ())), tuple(tags.get("DT_RUNPATH", ())))
 
 
 def _dynamic_tags(elf: ELFFile) -> dict[str, list[str]]:
@@ -242,14 +281,19 @@ def _dynamic_tags(elf: ELFFile) -> dict[str, list[str]]:
         msg = "the shared object has no .dynamic section"
         raise DamagedElfError(msg, "link it as a shared object (-shared)")
     tags: dict[str, list[str]] = {}
+    strings = elf.get_section(section["sh_link"])
     for tag in section.iter_tags():
         name = str(tag.entry.d_tag)
         if name == "DT_FLAGS" and tag.entry.d_val & _DT_FLAGS_TEXTREL:
             tags.setdefault("DT_TEXTREL", []).append("")
+        if name == "DT_FLAGS" and tag.entry.d_val & _DF_STATIC_TLS:
+            tags.setdefault(_STATIC_TLS, []).append("")
         if name == "DT_FLAGS_1":
             why = [text for flag, text in _NOT_FOR_IMPORT.items() if tag.entry.d_val & flag]
             tags.setdefault(_NO_IMPORT, []).extend(why)
         value = next((getattr(tag, a) for a in ("needed", "soname", "rpath", "runpath") if hasattr(tag, a)), "")
+        if name in _LOADING:
+            value = strings.get_string(tag.entry.d_val)
         tags.setdefault(name, []).append(value)
     return tags
 
@@ -310,6 +354,7 @@ class Provided:
     needed: tuple[str, ...]
     versions: Mapping[str, frozenset[str]]
     defined_versions: frozenset[str]
+    search: Search = Search()
 
     def gives(self, symbol: Symbol) -> bool:
         """Whether the loader would take this library's definition for an undefined symbol of another file."""
@@ -338,7 +383,7 @@ def _provided(path: Path, _changed: int, _size: int) -> Provided:
             elf = require_pyelftools()(stream)
             section = elf.get_section_by_name(".dynsym")
             table, strings = section.data(), elf.get_section(section["sh_link"]).data()
-            needed = tuple(_dynamic_tags(elf).get("DT_NEEDED", ()))
+            tags = _dynamic_tags(elf)
             defined = _versions_defined(elf)
             bound = elf.get_section_by_name(".gnu.version") if defined else None
             indices = struct.unpack(f"<{len(table) // _SYMBOL.size}H", bound.data()) if bound is not None else ()
@@ -357,7 +402,8 @@ def _provided(path: Path, _changed: int, _size: int) -> Provided:
         msg = f"cannot read the dynamic symbols of {path.name} ({type(error).__name__}: {error})"
         raise DamagedElfError(msg, "install that library again") from error
     frozen = {name: frozenset(found) for name, found in versions.items()}
-    return Provided(frozenset(names), needed, frozen, frozenset(defined.values()))
+    needed = tuple(tags.get("DT_NEEDED", ()))
+    return Provided(frozenset(names), needed, frozen, frozenset(defined.values()), _search(tags))
 
 
 def _versions_defined(elf: ELFFile) -> dict[int, str]:

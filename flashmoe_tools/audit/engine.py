@@ -13,15 +13,22 @@ from typing import Any
 from flashmoe_tools.audit.context import Context, failed, skipped, warned
 from flashmoe_tools.audit.elf import MAX_SYMBOLS, ElfFacts, open_elf, read_bytes, read_elf, section_data
 from flashmoe_tools.audit.embedded import INDEX_SECTION, Binary, read_embedded
-from flashmoe_tools.audit.errors import AuditError, DamagedWheelError, EmptyInputError, UnreadableError
+from flashmoe_tools.audit.errors import (
+    AuditError,
+    DamagedWheelError,
+    EmptyInputError,
+    NoBinariesError,
+    UnreadableError,
+)
 from flashmoe_tools.audit.guard import guarded
+from flashmoe_tools.audit.imports import check_imports
 from flashmoe_tools.audit.inputs import OUR_LIBRARY, Wheel, collect, unpack
 from flashmoe_tools.audit.kernels import KernelAudit, audit_kernels
 from flashmoe_tools.audit.launch import Launch
 from flashmoe_tools.audit.loading import check_loading
 from flashmoe_tools.audit.package import check_loads
 from flashmoe_tools.audit.policy import load_policy
-from flashmoe_tools.audit.resolve import Resolver
+from flashmoe_tools.audit.resolve import Closure, Resolver
 from flashmoe_tools.audit.sources import default_source
 from flashmoe_tools.audit.symbols import check_duplicates, check_symbols
 from flashmoe_tools.audit.torch_libraries import installed_torch
@@ -55,6 +62,7 @@ class Subject:
     facts: ElfFacts | None = None
     launches: tuple[Launch, ...] = ()
     binaries: tuple[Binary, ...] = ()
+    closure: Closure | None = None
 
 
 def audit(path: Path, options: Options | None = None, tables: Tables | None = None) -> Report:
@@ -128,7 +136,10 @@ def audit_wheel(path: Path, options: Options, tables: Tables | None, objects: Se
                 msg = f"its shared objects hold more than {MAX_SYMBOLS} symbols together"
                 many = input_check(DamagedWheelError(msg, "audit them one by one, unpacked"))
                 return [Subject(path.name, ours=False, checks=(many,)), *subjects]
-        whole = [*check_wheel(wheel, facts), *guarded("sources", lambda: check_loads(wheel, facts))]
+        closures = {s.label: s.closure for s in subjects if s.closure is not None}
+        whole = check_wheel(wheel, facts)
+        for check in (lambda: check_loads(wheel, facts), lambda: check_imports(wheel, facts, closures)):
+            whole += guarded("sources", check)
         ours = wheel.is_ours and not options.foreign
         if ours:
             whole += guarded("tables", lambda: check_tables(wheel, tables or load_tables()))
@@ -177,19 +188,19 @@ def audit_library(
     ours = not options.foreign and (path.name == OUR_LIBRARY or INDEX_SECTION in facts.sections)
     torch = installed_torch()
     version = options.torch_version or (OUR_TORCH_VERSION if ours or torch is None else torch.version)
-    resolver = Resolver(near_folders(path, facts.run_paths, wheel), torch, facts.machine)
+    resolver = Resolver(torch, facts.machine, wheel.named_libraries if wheel is not None else {})
     context = Context(
         label=label,
         facts=facts,
         ours=ours,
         policy=load_policy(),
         resolver=resolver,
-        closure=resolver.closure(path.name, facts.needed),
+        closure=resolver.closure(path, facts.needed, facts.search),
         torch=torch,
         torch_version=version,
         source=options.source if options.source is not None else (default_source(Path.cwd()) if ours else None),
         objects=tuple(objects),
-        wheel_name=wheel.path.name if wheel is not None else "",
+        wheel=wheel,
     )
     checks = [
         *guarded("symbols", lambda: check_symbols(context)),
@@ -197,7 +208,7 @@ def audit_library(
         *guarded("dynamic section", lambda: check_loading(context)),
     ]
     if not ours:
-        return Subject(label, ours, tuple(checks), facts)
+        return Subject(label, ours, tuple(checks), facts, closure=context.closure)
     found = KernelAudit((), ())
     binaries: tuple[Binary, ...] = ()
 
@@ -208,13 +219,6 @@ def audit_library(
 
     checks += guarded("embedded binaries", embedded)
     return Subject(label, ours, tuple(checks), facts, found.launches, binaries)
-
-
-def near_folders(path: Path, run_paths: Sequence[str], wheel: Wheel | None) -> tuple[Path, ...]:
-    """Folders in which the loader could find a library bundled with this one."""
-    own = [Path(part.replace("$ORIGIN", str(path.parent))) for line in run_paths for part in line.split(":") if part]
-    beside = [(wheel.root / member).parent for member in wheel.extensions] if wheel is not None else []
-    return tuple(dict.fromkeys([path.parent, *own, *beside]))
 
 
 def read_only_strings(path: Path) -> tuple[str, ...]:
@@ -231,28 +235,33 @@ def audit_embedded(
     declared = options.targets
     if declared is None and record is not None and isinstance(record.get("targets"), list):
         declared = tuple(record["targets"])
-    if declared == ():
-        check = warned(
-            "targets",
-            "a CPU-only build: it declares no GPU target",
-            "every target of the table",
-            "No GPU has a kernel in this file.",
-            "for a release: `python -m flashmoe_build --archs all`",
-        )
-        return KernelAudit((check,), ()), ()
     try:
         binaries = read_embedded(path)
+    except NoBinariesError as error:
+        if declared == ():
+            check = warned(
+                "targets",
+                "a CPU-only build: it declares no GPU target",
+                "every target of the table",
+                "No GPU has a kernel in this file.",
+                "for a release: `python -m flashmoe_build --archs all`",
+            )
+            return KernelAudit((check, *check_provenance(record, path, ())), ()), ()
+        return KernelAudit((_no_kernel(error),), ()), ()
     except AuditError as error:
-        check = failed(
-            "embedded binaries",
-            found=str(error),
-            expected="cubins and their index",
-            why="There is no kernel to launch.",
-            next_step=error.next_step,
-        )
-        return KernelAudit((check,), ()), ()
+        return KernelAudit((_no_kernel(error),), ()), ()
     found = audit_kernels(binaries, tables, declared)
     return KernelAudit((*found.checks, *check_provenance(record, path, binaries)), found.launches), binaries
+
+
+def _no_kernel(error: AuditError) -> Check:
+    return failed(
+        "embedded binaries",
+        found=str(error),
+        expected="cubins and their index",
+        why="There is no kernel to launch.",
+        next_step=error.next_step,
+    )
 
 
 def find_provenance(path: Path, wheel: Wheel | None) -> dict[str, Any] | None:

@@ -10,10 +10,12 @@ import stat
 import zipfile
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path, PurePosixPath
 
 from flashmoe._version import WHEEL_PREFIX
 from flashmoe_tools.audit.errors import AuditError, DamagedWheelError, EmptyInputError, UnreadableError
+from flashmoe_tools.audit.layout import problem_of_layout
 
 EXTENSION = re.compile(r".+\.so(?:\.\d\w*)*$")  # libssl.so.1.1.1k, too
 OUR_LIBRARY = "libflashmoe.so"
@@ -38,6 +40,14 @@ class Wheel:
     metadata: Mapping[str, str] = field(repr=False)  # the text files of .dist-info, by file name
     other: Mapping[str, bytes] = field(repr=False)  # JSON and TOML data files, by member name
     digests: Mapping[str, str] = field(repr=False)  # sha256 of each member, as RECORD writes it
+    sizes: Mapping[str, int] = field(repr=False)  # bytes of each member
+
+    @cached_property
+    def named_libraries(self) -> dict[str, Path]:
+        """Shared objects in the wheel, by their file names, that some source names and so may load before they are needed."""
+        files = {PurePosixPath(member).name: self.root / member for member in self.extensions}
+        texts = [text for text in self.sources.values() if text and ".so" in text]
+        return {name: path for name, path in files.items() if any(name in text for text in texts)}
 
     @property
     def is_ours(self) -> bool:
@@ -79,9 +89,10 @@ def _folder(path: Path) -> Inputs:
 def unpack(path: Path, root: Path) -> Wheel:
     """Read a wheel, unpacking its shared objects under ``root``. Raises DamagedWheelError or EmptyInputError."""
     try:
-        with zipfile.ZipFile(path) as archive:
+        with path.open("rb") as stream, zipfile.ZipFile(stream) as archive:
             members = [m for m in archive.infolist() if not m.is_dir()]
-            _check_members(path, members)
+            _refuse(path, _problem_of_each(members) or _problem_together(members))
+            _refuse(path, problem_of_layout(stream, archive.infolist()))
             return _read(path, archive, members, root)
     except AuditError:
         raise
@@ -98,8 +109,7 @@ def unpack(path: Path, root: Path) -> Wheel:
         raise DamagedWheelError(msg, "build or download the wheel again") from error
 
 
-def _check_members(path: Path, members: list[zipfile.ZipInfo]) -> None:
-    problem = _problem_of_each(members) or _problem_together(members)
+def _refuse(path: Path, problem: str) -> None:
     if problem:
         msg = f"{path.name} is not a valid wheel: {problem}"
         raise DamagedWheelError(msg, "do not install it; build or download the wheel again")
@@ -108,6 +118,10 @@ def _check_members(path: Path, members: list[zipfile.ZipInfo]) -> None:
 def _problem_together(members: list[zipfile.ZipInfo]) -> str:
     """Why the members are no wheel together, or an empty text."""
     unpacked, packed = sum(m.file_size for m in members), sum(m.compress_size for m in members)
+    names = {m.filename for m in members}
+    below = next((n for n in names if any(str(parent) in names for parent in PurePosixPath(n).parents)), None)
+    if below is not None:
+        return f"member {below!r} lies below a member that is a file"
     if len(members) > MAX_MEMBERS:
         return f"it has {len(members)} members, more than {MAX_MEMBERS}"
     if unpacked > MAX_UNPACKED:
@@ -168,7 +182,8 @@ def _read(path: Path, archive: zipfile.ZipFile, members: list[zipfile.ZipInfo], 
         if needed not in metadata:
             msg = f"{path.name} is not a valid wheel: .dist-info/{needed} is missing"
             raise DamagedWheelError(msg, "build it with a wheel builder (pip wheel, hatchling), not with zip")
-    return Wheel(path, root, names, extensions, sources, metadata, other, digests)
+    sizes = {m.filename: m.file_size for m in members}
+    return Wheel(path, root, names, extensions, sources, metadata, other, digests, sizes)
 
 
 def _is_metadata(place: PurePosixPath) -> bool:

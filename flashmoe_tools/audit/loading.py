@@ -9,19 +9,39 @@ from flashmoe_tools.audit.policy import version_key
 from flashmoe_tools.report import Check
 
 _EXECUTE = 1  # PF_X
+TLS = "thread-local storage"
+# Bytes that glibc keeps free for thread-local storage of libraries opened later: 512 by its manual (rtld.optional_static_tls); up to
+# 1664 were taken in a process of glibc 2.36 that had opened nothing else.
+SURE_TLS, MOST_TLS = 512, 1664
 
 
 def check_loading(context: Context) -> list[Check]:
-    return [*check_needed(context), *check_versions(context), *check_run_paths(context), *check_protection(context)]
+    return [
+        *check_needed(context),
+        *check_versions(context),
+        *check_run_paths(context),
+        *check_protection(context),
+        *check_start(context),
+    ]
 
 
 def check_needed(context: Context) -> list[Check]:
     name, policy, needed = "needed libraries", context.policy, context.facts.needed
     if not context.ours:
-        absent = context.closure.absent
-        return [_absent_check(soname, user) for soname, user in absent.items()] or [
-            passed(name, listing(needed) or "none")
+        closure = context.closure
+        lost = [_absent_check(context, soname, user) for soname, user in closure.absent.items()]
+        named = [
+            warned(
+                f"{name}: {soname}",
+                "in no run path, but a source names it",
+                "a run path relative to $ORIGIN",
+                "The loader finds it only if that source has loaded it before.",
+                "import the package once to be sure",
+            )
+            for soname in closure.from_sources
         ]
+        computed = "found by a search as the loader's; nothing was loaded"
+        return [*lost, *named] or [passed(name, listing(needed) or "none", computed)]
     extra = [soname for soname in needed if soname not in policy.needed]
     checks = [
         failed(
@@ -48,15 +68,65 @@ def check_needed(context: Context) -> list[Check]:
     return checks or [passed(name, listing(needed), "the allow-list of policy.toml")]
 
 
-def _absent_check(soname: str, user: str) -> Check:
+def _absent_check(context: Context, soname: str, user: str) -> Check:
+    name, expected = f"needed libraries: {soname}", "every needed library found where the loader looks"
+    why = "The loader stops at it, and what it exports could not be looked up."
+    if "/" in soname:
+        return failed(
+            name,
+            found=f"{user} needs the path {soname}",
+            expected=expected,
+            why="The loader opens that path, from the current folder if it is relative, and searches nowhere else.",
+            cause="linked with a file that has no soname",
+            next_step="give that library a soname (-Wl,-soname) and link with -l",
+        )
+    members = [member for member in context.wheel.names if member.endswith(f"/{soname}")] if context.wheel else []
+    beside = members or [soname] * (context.facts.path.parent / soname).is_file()
+    if beside:
+        return failed(
+            name,
+            found=f"{user} needs {soname}; {beside[0]} is there, but no run path leads to it",
+            expected=expected,
+            why=f"{why} It does not search the folder of the file.",
+            cause="linked without -rpath, or with a wrong one",
+            next_step="link with -Wl,-rpath,'$ORIGIN' and the relative folder, or `auditwheel repair`",
+        )
     return failed(
-        f"needed libraries: {soname}",
-        found=f"{soname}, needed by {user}, is nowhere: not beside the file, in torch, in the CUDA packages or the system",
-        expected="every needed library found",
-        why="The loader stops at it, and what it exports could not be looked up.",
+        name,
+        found=f"{soname}, needed by {user}, is nowhere: in no run path, in torch, in the CUDA packages or the system",
+        expected=expected,
+        why=why,
         cause="not installed here, or left out of the wheel",
         next_step="install what provides it and audit again, or put it into the wheel (`auditwheel repair`)",
     )
+
+
+def check_start(context: Context) -> list[Check]:
+    """What else decides whether dlopen returns: libraries loaded beside DT_NEEDED, and thread-local storage fixed at start."""
+    checks, facts = [], context.facts
+    if facts.loads:
+        checks.append(
+            failed(
+                "loaded beside DT_NEEDED",
+                found=listing(facts.loads),
+                expected="no DT_AUDIT, DT_DEPAUDIT, DT_FILTER or DT_AUXILIARY",
+                why="The loader, and tools that ask it, run code of these libraries or give their symbols in place of the file's.",
+                cause="linked with --audit, --depaudit, --filter or --auxiliary",
+                next_step="link without them",
+            )
+        )
+    if facts.static_tls > SURE_TLS:
+        found = f"{facts.static_tls} bytes in the block that is set up when the process starts"
+        why, step = (
+            "dlopen fails: cannot allocate memory in static TLS block.",
+            "compile it with -fPIC and the default model",
+        )
+        expected, cause = f"at most {SURE_TLS} bytes", "compiled with -ftls-model=initial-exec"
+        if facts.static_tls > MOST_TLS:
+            checks.append(failed(TLS, found=found, expected=expected, why=why, cause=cause, next_step=step))
+        else:
+            checks.append(warned(TLS, found, expected, f"Where other libraries have taken their share, {why}", step))
+    return checks or [passed("loaded beside DT_NEEDED", "nothing; thread-local storage needs no place fixed at start")]
 
 
 def _above_floor(context: Context) -> Iterator[tuple[str, str, str]]:
@@ -87,6 +157,19 @@ def check_versions(context: Context) -> list[Check]:
                 why=f"A machine at the {context.policy.floor} floor refuses to load it: version `{version}' not found.",
                 cause=f"compiled on a newer system, whose headers bind {listing(symbols, 3) or 'it'} to {version}",
                 next_step="avoid the newer function, bind the older version, or build in the pinned image",
+            )
+        )
+    if context.facts.has_packed_relocations and not any(
+        "GLIBC_ABI_DT_RELR" in v for v in context.facts.versions.values()
+    ):
+        checks.append(
+            failed(
+                f"{name}: DT_RELR",
+                found="packed relocations, and no version that says so",
+                expected="GLIBC_ABI_DT_RELR asked of libc.so.6, or no packed relocations",
+                why="A loader before glibc 2.36 leaves them out without a word, and the first pointer crashes.",
+                cause="linked with -z pack-relative-relocs, but without a symbol of the C library",
+                next_step="link without -z pack-relative-relocs",
             )
         )
     asked = sorted({v for versions in context.facts.versions.values() for v in versions})

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Mapping, Sequence
+from email.parser import Parser
 from pathlib import PurePosixPath
 
 from flashmoe_tools.audit.context import failed, limited, listing, passed, warned
@@ -11,6 +13,7 @@ from flashmoe_tools.audit.elf import ElfFacts
 from flashmoe_tools.audit.inputs import OUR_LIBRARY, Wheel
 from flashmoe_tools.report import Check
 
+_DEFINED = re.compile(r"\b(?:def|class) (_[A-Za-z]\w*)|\b(_[A-Za-z]\w*)\s*(?::[^=\n]+)?=")
 NAME = "the package loads this file"
 # A private module of the package at the top level of a source, or a shared object given to a loader.
 _ASKED = re.compile(
@@ -72,13 +75,17 @@ def _lost(wheel: Wheel, idle: Sequence[str]) -> list[tuple[str, int, str]]:
         for path in [PurePosixPath(name)]
         for part in (*path.parts, path.name.split(".", 1)[0])
     }
-    text_of = "\n".join(filter(None, wheel.sources.values()))
+    stated = Parser().parsestr(wheel.metadata["METADATA"]).get_all("Requires-Dist", [])
+    required = {re.split(r"[^A-Za-z0-9_.]", str(line).strip())[0].replace(".", "_").lower() for line in stated} - {""}
+    defined = {next(filter(None, found)) for text in wheel.sources.values() for found in _DEFINED.findall(text or "")}
     lost: dict[str, tuple[str, int, str]] = {}
     for source, text in wheel.sources.items():
         for match in _ASKED.finditer(text or ""):
             what = next(filter(None, match.groups()))
-            defined = re.search(rf"\b(?:def|class) {re.escape(what)}\b|\b{re.escape(what)}\s*(?::[^=\n]+)?=", text_of)
-            if what not in held and not defined:
+            origin = re.match(r"from\s+(\w+)", match[0])
+            lent = any(what.lstrip("_").lower().startswith(name) for name in required)  # cffi has _cffi_backend
+            standard = {what, origin[1] if origin else what} & sys.stdlib_module_names
+            if what not in held and what not in defined and not standard and not lent:
                 lost.setdefault(what, (source, (text or "").count("\n", 0, match.start()) + 1, what))
     return list(lost.values())
 

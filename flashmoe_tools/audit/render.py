@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import os
-import re
-import sys
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TextIO
 
+from flashmoe_tools import streams
 from flashmoe_tools.report import Check, Report, Verdict
 
-_COLOURS = {Verdict.PASS: 32, Verdict.WARN: 33, Verdict.UNPROVED: 33, Verdict.FAIL: 31, Verdict.SKIP: 36}
 LEGEND = (
     "each target: registers per thread, then blocks per multiprocessor on each GPU that it covers, in arch.toml's order"
 )
@@ -54,14 +51,21 @@ def details(check: Check) -> list[tuple[str, str]]:
     return [(word, printable(text)) for word, text in rows if text]
 
 
-def plain(report: Report) -> Iterable[str]:
-    """Lines for a log."""
+def plain(report: Report, *, every: bool = True) -> Iterable[str]:
+    """Lines for a log: without ``every`` the summary, and what did not pass."""
+    if not every:
+        yield summary(report)
     for check in report.checks:
+        if check.verdict is Verdict.PASS and not every:
+            continue
         if check.verdict is Verdict.PASS:
             yield f"{check.verdict}  {printable(check.name)}: {printable(check.found)}"
             continue
         yield f"{check.verdict}  {printable(check.name)}"
         yield from (f"        {word:9}{text}" for word, text in details(check))
+    if not every:
+        yield "--details lists what passed, and the kernels' registers and blocks"
+        return
     table = kernel_table(report.data)
     if table:
         widths = [max(len(row[i]) for row in table) for i in range(len(table[0]))]
@@ -80,12 +84,6 @@ def summary(report: Report) -> str:
     return f"audit of {what}: {report.verdict} ({numbers or 'nothing checked'}; {report.seconds:.1f} s)"
 
 
-def show(report: Report, stream: TextIO | None = None) -> None:
+def show(report: Report, stream: TextIO | None = None, *, every: bool = True) -> None:
     """Print the report; on a terminal with the verdict at the start of a line in colour."""
-    out = stream if stream is not None else sys.stdout
-    text = "\n".join(plain(report)) + "\n"
-    if out.isatty() and os.environ.get("TERM", "dumb") != "dumb" and not os.environ.get("NO_COLOR"):
-        for verdict, colour in _COLOURS.items():
-            text = re.sub(rf"^{verdict}(?=  )", f"\x1b[{colour}m{verdict}\x1b[0m", text, flags=re.MULTILINE)
-    encoding = getattr(out, "encoding", None) or "utf-8"  # an ASCII log still gets every line
-    out.write(text.encode(encoding, "backslashreplace").decode(encoding))
+    streams.show("\n".join(plain(report, every=every)), stream)

@@ -9,12 +9,12 @@ import shutil
 import subprocess
 import sys
 import sysconfig
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
 
-from flashmoe_tools.audit.elf import Symbol, exported_names, fits, provided
+from flashmoe_tools.audit.elf import Search, Symbol, exported_names, fits, provided
 from flashmoe_tools.audit.torch_libraries import InstalledTorch
 
 SYSTEM_FOLDERS = ("/lib64", "/usr/lib64", "/lib", "/usr/lib")
@@ -27,6 +27,8 @@ class Closure:
 
     libraries: Mapping[str, Path]
     absent: Mapping[str, str]  # soname -> the file that needs it
+    from_torch: tuple[str, ...] = ()  # found only because torch has loaded them
+    from_sources: tuple[str, ...] = ()  # found only if a source that names them loads them first
 
     def gives(self, symbol: Symbol) -> bool:
         return any(provided(path).gives(symbol) for path in self.libraries.values())
@@ -34,38 +36,54 @@ class Closure:
 
 @dataclass(frozen=True)
 class Resolver:
-    """Finds libraries beside the extension, in torch, in the CUDA packages of this environment, where the loader looks."""
+    """Finds libraries where the loader looks: run paths, the libraries that torch has loaded, this environment, the system."""
 
-    near: tuple[Path, ...]  # folders of the extension and of libraries bundled in its wheel
     torch: InstalledTorch | None  # of a foreign machine too: its shims have the same names
     machine: str = "x86_64"
+    named: Mapping[str, Path] = field(default_factory=dict)  # libraries in the wheel whose names its sources hold
 
-    def find(self, soname: str) -> Path | None:
-        """The file that the loader would most likely take, or None."""
+    def find(self, soname: str, folders: Iterable[Path] = ()) -> Path | None:
+        """The file that the loader would take; ``folders`` are those of the run paths. A name with a slash is no name to search."""
+        if "/" in soname:
+            return None
         if self.torch is not None and soname in self.torch.libraries:
             return self.torch.libraries[soname]
         triple = f"{self.machine}-linux-gnu"  # the last is where a cross compiler has that machine's libraries
         system = (f"/lib/{triple}", f"/usr/lib/{triple}", *SYSTEM_FOLDERS, f"/usr/{triple}/lib")
-        before, after = ([folder / soname for folder in each] for each in (self.folders(), map(Path, system)))
+        before, after = (
+            [folder / soname for folder in each] for each in ((*folders, *self.process()), map(Path, system))
+        )
         places = (*before, *loader_cache().get(soname, ()), *after)
         return next((path for path in places if path.is_file() and fits(path, self.machine)), None)
 
-    def closure(self, name: str, needed: tuple[str, ...]) -> Closure:
-        """What the file ``name`` brings in, breadth first as the loader searches."""
+    def closure(self, path: Path, needed: tuple[str, ...], search: Search) -> Closure:
+        """What the file brings in, breadth first as the loader searches: its RUNPATH for itself, RPATH for all below it."""
         found: dict[str, Path] = {}
         absent: dict[str, str] = {}
-        waiting = [(soname, name) for soname in needed]
+        lent: list[str] = []
+        named: list[str] = []
+        rpath, runpath = search.folders(path.parent)
+        waiting = [(soname, path.name, (*rpath, *runpath), rpath) for soname in needed]
         while waiting:
-            soname, user = waiting.pop(0)
+            soname, user, folders, inherited = waiting.pop(0)
             if soname in found or soname in absent:
                 continue
-            path = self.find(soname)
-            if path is None:
+            library = self.find(soname, folders)
+            if library is None and soname in self.named:
+                named.append(soname)
+                library = self.named[soname]
+            if library is None:
                 absent[soname] = user
                 continue
-            found[soname] = path
-            waiting += [(each, soname) for each in provided(path).needed]
-        return Closure(found, absent)
+            found[soname] = library
+            if self.torch is not None and library == self.torch.libraries.get(soname) and library.parent not in folders:
+                lent.append(soname)
+            brought = provided(library)
+            own, runpath = brought.search.folders(library.parent)
+            chain = (*own, *inherited)
+            folders = runpath or chain
+            waiting += [(each, soname, folders, chain) for each in brought.needed]
+        return Closure(found, absent, tuple(lent), tuple(named))
 
     def elsewhere(self, symbol: str, closure: Closure) -> str | None:
         """A library of torch that exports ``symbol`` but is not brought in."""
@@ -73,9 +91,9 @@ class Resolver:
         outside = ((name, path) for name, path in libraries.items() if name not in closure.libraries)
         return next((name for name, path in outside if symbol in exported_names(path)), None)
 
-    def folders(self) -> Iterator[Path]:
-        """The folders that are searched before the system's."""
-        yield from self.near
+    @staticmethod
+    def process() -> Iterator[Path]:
+        """Folders of what the interpreter and torch have loaded, and those that the environment adds."""
         yield from cuda_folders()
         yield python_folder()
         yield from map(Path, filter(None, os.environ.get("LD_LIBRARY_PATH", "").split(":")))
@@ -118,7 +136,8 @@ def python_exports() -> frozenset[str]:
     """
     library = python_folder() / (sysconfig.get_config_var("INSTSONAME") or "")
     program = Path(sys.executable).resolve()
-    brought = Resolver((), None, platform.machine()).closure(program.name, provided(program).needed)
+    own = provided(program)
+    brought = Resolver(None, platform.machine()).closure(program, own.needed, own.search)
     files = {program, *brought.libraries.values(), *([library] if library.is_file() else ())}
     names = frozenset().union(*(exported_names(path) for path in files))
     return names if "Py_Initialize" in names else frozenset()

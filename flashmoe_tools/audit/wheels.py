@@ -33,13 +33,14 @@ OUTSIDE = (
     "libcusparse*.so*",
 )
 _LEGACY = {"manylinux1": "manylinux_2_5", "manylinux2010": "manylinux_2_12", "manylinux2014": "manylinux_2_17"}
+_SCHEME = re.compile(r"[^/]+\.data/(?:purelib|platlib|headers|scripts|data)/.")
 _PYTHON_API = re.compile(r"_?Py[A-Z_]\w*")
 
 
 def check_wheel(wheel: Wheel, facts: Mapping[str, ElfFacts]) -> list[Check]:
     """The checks that need nothing but the wheel; ``facts`` by member name."""
     return [
-        *guarded("WHEEL", lambda: check_tag(wheel, facts)),
+        *guarded("WHEEL", lambda: [*check_tag(wheel, facts), *check_versions(wheel), *check_places(wheel)]),
         *check_auditwheel(wheel, facts),
         *guarded("RECORD", lambda: check_record(wheel)),
     ]
@@ -121,6 +122,58 @@ def check_tag(wheel: Wheel, facts: Mapping[str, ElfFacts]) -> list[Check]:
     ]
 
 
+def check_versions(wheel: Wheel) -> list[Check]:
+    """The version of the wheel format: pip reads major 1, and warns of a minor that it does not know."""
+    stated = [value.strip() for value in Parser().parsestr(wheel.metadata["WHEEL"]).get_all("Wheel-Version", [])]
+    if stated == ["1.0"]:
+        return []
+    name, found, step = "wheel version", listing(stated) or "no Wheel-Version", "build it with a wheel builder"
+    if len(stated) == 1 and re.fullmatch(r"1\.\d+", stated[0]):
+        return [warned(name, found, "1.0", "pip warns of a format that is newer than it knows.", step)]
+    why = "pip refuses a wheel of another major version, or of none."
+    return [
+        failed(name, found=found, expected="1.0", why=why, cause="edited, or not written by a builder", next_step=step)
+    ]
+
+
+def installed_name(member: str) -> str:
+    """Where pip puts a member, relative to site-packages: the folders of ``NAME.data`` are spread over the environment."""
+    data = re.fullmatch(
+        r"[^/]+\.data/(purelib|platlib|data/lib(?:64)?/python3[.\d]*/(?:site|dist)-packages)/(.+)", member
+    )
+    return data[2] if data else member
+
+
+def check_places(wheel: Wheel) -> list[Check]:
+    """Each member has a place of its own after the installation."""
+    places: dict[str, list[str]] = {}
+    for member in wheel.names:
+        places.setdefault(installed_name(member), []).append(member)
+    lost = [name for name in wheel.names if re.match(r"[^/]+\.data/", name) and not _SCHEME.match(name)]
+    unknown = failed(
+        "data folder",
+        found=listing(lost, 4),
+        expected="NAME.data/ with purelib, platlib, headers, scripts or data, and files in them",
+        why="pip refuses the wheel.",
+        cause="packed by hand",
+        next_step="build it with a wheel builder",
+    )
+    return [unknown] * bool(lost) + limited(
+        [
+            failed(
+                f"installed twice: {place}",
+                found=listing(members, 4),
+                expected="one member for each installed file",
+                why="pip installs the .data folder last, over what was checked.",
+                cause="a file in the .data folder with the name of another",
+                next_step="leave one of them out",
+            )
+            for place, members in places.items()
+            if len(members) > 1
+        ]
+    )
+
+
 def _expand(line: str) -> list[str]:
     python, abi, platform = [*line.strip().split("-"), "", ""][:3]
     return [f"{p}-{a}-{x}" for p in python.split(".") for a in abi.split(".") for x in platform.split(".")]
@@ -198,10 +251,11 @@ def check_auditwheel(wheel: Wheel, facts: Mapping[str, ElfFacts]) -> list[Check]
 
 
 def check_record(wheel: Wheel) -> list[Check]:
-    """RECORD's sha256 of every member, no member outside it, and no line that installers read in different ways."""
+    """RECORD's sha256 and size of every member, no member outside it, and no line that installers read in different ways."""
     name = "wheel record"
     lines = [row for row in csv.reader(wheel.metadata["RECORD"].splitlines()) if row]
     rows = {row[0]: row[1] for row in lines if len(row) == 3}
+    sizes = {row[0]: row[2] for row in lines if len(row) == 3}
     wrong = [f"{','.join(row)} (not path, hash and size)" for row in lines if len(row) != 3]
     wrong += [f"{member} ({count} lines)" for member, count in Counter(row[0] for row in lines).items() if count > 1]
     for member in wheel.names:
@@ -213,13 +267,15 @@ def check_record(wheel: Wheel) -> list[Check]:
                 wrong.append(member)
         elif PurePosixPath(member).name not in ("RECORD", "RECORD.jws", "RECORD.p7s"):
             wrong.append(f"{member} (no sha256)")
+        if sizes.get(member, "") not in ("", str(wheel.sizes[member])):
+            wrong.append(f"{member} ({sizes[member]} bytes stated, {wheel.sizes[member]} held)")
     wrong += [f"{member} (missing)" for member in rows if member not in wheel.names]
     if wrong:
         return [
             failed(
                 name,
                 found=f"differs: {listing(wrong)}",
-                expected="sha256 of every member as RECORD says",
+                expected="sha256 and size of every member as RECORD says",
                 why="The content is not what the builder packed.",
                 cause="a member was changed, added or removed after the build",
                 next_step="build the wheel again",
@@ -304,6 +360,18 @@ def check_provenance(record: Mapping[str, Any] | None, library: Path, binaries: 
         )
     stated = {(row["name"], row["target"]): row for row in record.get("binaries", [])}
     held = {(b.name, b.target): b for b in binaries}
+    claimed, built = sorted(record.get("targets", ())), sorted({b.target for b in binaries})
+    if claimed != built or len(stated) != len(record.get("binaries", [])):
+        checks.append(
+            failed(
+                f"{name}: targets",
+                found=f"{listing(claimed) or 'none'} stated, in {len(record.get('binaries', []))} lines",
+                expected=f"{listing(built) or 'none'}, as embedded, in {len(held)} lines",
+                why="A rebuild and the audit's table take the targets from here.",
+                cause="edited after the build",
+                next_step=again,
+            )
+        )
     for key in sorted(stated.keys() | held.keys()):
         label = ".".join(key)
         if key not in held:
@@ -328,6 +396,17 @@ def check_provenance(record: Mapping[str, Any] | None, library: Path, binaries: 
                     next_step=again,
                 )
             )
+        elif _described(stated[key]) != {"size": held[key].size, "entries": list(held[key].entries)}:
+            checks.append(
+                failed(
+                    f"{name}: {label}",
+                    found=f"{_described(stated[key])!r:.300}",
+                    expected=f"{held[key].size} bytes, entries {listing(held[key].entries)}",
+                    why="The record describes another binary than the embedded one.",
+                    cause="edited after the build",
+                    next_step=again,
+                )
+            )
         elif stated[key]["sha256"] != held[key].actual_sha256:
             checks.append(
                 failed(
@@ -342,3 +421,8 @@ def check_provenance(record: Mapping[str, Any] | None, library: Path, binaries: 
     return limited(checks) or [
         passed(name, f"library and {len(stated)} binaries are those of commit {str(record.get('commit'))[:12]}")
     ]
+
+
+def _described(row: Mapping[str, Any]) -> dict[str, Any]:
+    """What a line of provenance.json says of its binary beside its name, target and sha256."""
+    return {key: value for key, value in row.items() if key not in ("name", "target", "sha256")}

@@ -9,5 +9,5 @@ statistics, verdict intervals, ratios and what may be said about them
 summary             raw samples to the report's numbers
 summaries           a report without its samples, and back
 markdown, page, index  what people read
-compare, ratchet    two reports; a report against the marks kept per GPU architecture
+compare, ratchet    two reports; a report against the marks kept for each model of GPU
 """

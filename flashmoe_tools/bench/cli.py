@@ -12,6 +12,8 @@ from flashmoe.errors import ArgumentError, DeviceError, ExitCode
 from flashmoe_tools.bench.suites import DEVICES, Suite, load_suite, suite_names
 from flashmoe_tools.report import Report, typed_command, write_report, write_summary
 
+SUSTAINED_REPEATS = 10
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
@@ -24,6 +26,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--dtype", action="append", choices=("f32", "f16", "bf16"), help="cases of this dtype alone")
     parser.add_argument("--repeats", type=int, metavar="N", help="samples per contender (300 in the full suites)")
     parser.add_argument("--warm", action="store_true", help="leave L2 as it is between calls")
+    parser.add_argument(
+        "--sustained",
+        action="store_true",
+        help="0.4 s of calls back to back a sample, clock and watts beside each time",
+    )
     parser.add_argument("--quick", action="store_true", help="the suite's quick cases, in its quick time")
     parser.add_argument(
         "--time-budget", type=float, metavar="SECONDS", help="fit the samples into this time, at least 30 per contender"
@@ -45,7 +52,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--compare", nargs=2, type=Path, metavar=("A.json", "B.json"), help="what changed from A to B")
     parser.add_argument("--fail-on", choices=("slower", "changed", "not-same"), help="exit 1 when a comparison says so")
-    parser.add_argument("--ratchet", type=Path, metavar="FILE.toml", help="check a run against the marks of its GPU")
+    parser.add_argument(
+        "--ratchet", type=Path, metavar="FILE.toml|FOLDER", help="check a run against the marks of its GPU, by its name"
+    )
 
 
 def run(args: argparse.Namespace) -> int:
@@ -159,6 +168,11 @@ def fit_suite(suite: Suite, args: argparse.Namespace, device: str) -> Suite:
         changes["repeats"] = args.repeats
     if args.warm:
         changes["flush_l2"] = False
+    if args.sustained:
+        if device != "cuda":
+            msg = f"--sustained follows a GPU's clock and power; this run is on {device}"
+            raise ArgumentError(msg)
+        changes |= {"timing": "sustained", "flush_l2": False, "block": 1, "repeats": args.repeats or SUSTAINED_REPEATS}
     if args.contenders:
         changes["contenders"] = tuple(args.contenders.split(","))
     return replace(suite, **changes)

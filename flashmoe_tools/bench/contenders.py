@@ -1,4 +1,4 @@
-"""What contenders are made of; those of an operation are listed in its room (flashmoe_tools/operations/NAME/contenders.py)."""
+"""What contenders are made of; those of an operation are listed in its package (flashmoe_tools/operations/NAME/contenders.py)."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 from flashmoe.errors import ArgumentError, FlashmoeError
-from flashmoe_tools import operations as rooms
+from flashmoe_tools import operations
 from flashmoe_tools.operations import DEFAULT_OPERATION
 
 Call = Callable[[], Any]  # a result as its problem's reference judges it
@@ -111,7 +111,7 @@ def installed(module: str) -> Callable[[str], str]:
 
 def default_registry(operation: str = DEFAULT_OPERATION) -> dict[str, Contender]:
     """Every contender of ``operation`` that is known, installed here or not, by name."""
-    known: tuple[Contender, ...] = import_module(f"{rooms.__name__}.{operation}.contenders").contenders()
+    known: tuple[Contender, ...] = import_module(f"{operations.__name__}.{operation}.contenders").contenders()
     return {contender.name: contender for contender in known}
 
 

@@ -76,11 +76,17 @@ def _time(cell: Mapping[str, Any], name: str, factor: float | None) -> str:
         summary = cell["summaries"][name]
         if factor is None:
             return number(summary["median_us"])
-        return f"{number(summary['median_us'])} ({number(factor * summary['tflops'])})"
+        return f"{number(summary['median_us'])} ({number(factor * summary['tflops'])}){load_text(cell, name)}"
     outcome = cell["verification"].get(name)
     if outcome is not None and not outcome["passed"]:
         return "WRONG"
     return "-"
+
+
+def load_text(cell: Mapping[str, Any], name: str) -> str:
+    """Clock and power beside a time that was taken under sustained load."""
+    load = cell.get("load", {}).get(name)
+    return f" {number(load['sm_clock'])} MHz {number(load['power'])} W" if load else ""
 
 
 def ratio_text(row: Mapping[str, Any] | None) -> str:

@@ -360,7 +360,9 @@ def _line(row: dict[str, Any]) -> str:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run, print, write the report; FAIL where a contender's results are wrong."""
-    parser = argparse.ArgumentParser(prog="python -m flashmoe_tools.bench.models", description=__doc__)
+    parser = argparse.ArgumentParser(
+        allow_abbrev=False, prog="python -m flashmoe_tools.bench.models", description=__doc__
+    )
     parser.add_argument("--size", choices=tuple(SIZES), default="1b")
     parser.add_argument("--model", action="append", choices=tuple(CONTENDERS), help="this model only (may be repeated)")
     parser.add_argument("--task", action="append", choices=TASKS, help="this task only (may be repeated)")

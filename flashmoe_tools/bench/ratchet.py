@@ -1,4 +1,4 @@
-"""Marks that may only rise: one TOML file per GPU architecture, checked against a bench report.
+"""Marks that may only rise: one TOML file for each model of GPU, checked against a bench report.
 
 A mark is broken when the whole interval of the present ratio lies more than ``fail_below`` under it. A ratio that beats
 it by more than ``propose_above``, with its whole interval above the mark, becomes the proposed new mark; proposals are
@@ -49,20 +49,25 @@ class RatchetResult:
     changed: int
 
 
-def architecture(report: Report) -> str:
-    """``sm90`` and so on, or ``cpu``: what a ratchet file belongs to."""
+def device_name(report: Report) -> str:
+    """The GPU's name, or ``cpu``: what a ratchet file belongs to. Cards of one architecture differ in clock, memory and power."""
     gpu = report.environment.get("gpu")
-    return "sm" + str(gpu["capability"]).replace(".", "") if gpu else "cpu"
+    return str(gpu["name"]) if gpu else "cpu"
+
+
+def marks_file(path: Path, report: Report) -> Path:
+    """``path``, or where that is a folder the file in it for the report's GPU, such as ratchet-nvidia-h200.toml."""
+    return path / f"ratchet-{device_name(report).lower().replace(' ', '-')}.toml" if path.is_dir() else path
 
 
 def read_marks(path: Path) -> tuple[str, tuple[Mark, ...]]:
-    """(architecture, marks). Raises ReportError with the field that is wrong."""
+    """(GPU, marks). Raises ReportError with the field that is wrong."""
     try:
         table = tomllib.loads(path.read_text(encoding="utf-8"))
         if table["schema"] != SCHEMA:
             msg = f"{path.name} has schema {table['schema']!r}; this flashmoe reads {SCHEMA}"
             raise ReportError(msg)
-        return str(table["architecture"]), tuple(Mark(**row) for row in table.get("mark", []))
+        return str(table["gpu"]), tuple(Mark(**row) for row in table.get("mark", []))
     except (OSError, KeyError, TypeError, tomllib.TOMLDecodeError) as error:
         msg = f"{path.name} is no ratchet file: {error!r}"
         raise ReportError(msg) from error
@@ -70,7 +75,7 @@ def read_marks(path: Path) -> tuple[str, tuple[Mark, ...]]:
 
 def write_marks(path: Path, name: str, marks: Sequence[Mark]) -> None:
     lines = ["# Ratios (baseline time / ours) that may only rise. Checked by `python -m flashmoe bench --ratchet`."]
-    lines += [f"schema = {SCHEMA}", f"architecture = {json.dumps(name)}"]
+    lines += [f"schema = {SCHEMA}", f"gpu = {json.dumps(name)}"]
     for mark in sorted(marks, key=lambda one: one.key):
         lines += ["", "[[mark]]", f"case = {json.dumps(mark.case)}", f"subject = {json.dumps(mark.subject)}"]
         lines += [
@@ -129,7 +134,7 @@ def _judge(mark: Mark, row: Mapping[str, Any] | None, limits: RatchetThresholds)
 
 def check_ratchet(path: Path, report: Report) -> int:
     """Prints the outcome and writes proposals beside ``path``. Without a file all is proposed, and nothing passed."""
-    here = architecture(report)
+    here, path = device_name(report), marks_file(path, report)
     marks: tuple[Mark, ...] = ()
     if path.exists():
         belongs, marks = read_marks(path)

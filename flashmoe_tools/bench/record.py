@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
+from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from flashmoe_tools.bench.summary import CeilingRates, speed_word, summarise_cell
@@ -38,11 +39,23 @@ def cell_record(cell: Cell, ours: set[str], baseline: str, ceilings: CeilingRate
             name: timing.peak_bytes for name, timing in cell.timings.items() if timing.peak_bytes is not None
         },
         "telemetry": summarise(cell.readings),
+        **({"load": loads} if (loads := _loads(cell)) else {}),
         **({"yardsticks": {name: one.to_json() for name, one in cell.yardsticks.items()}} if cell.yardsticks else {}),
         **summarise_cell(cell.case, blocks, ours, baseline, ceilings, cell.yardsticks),
     }
     result: dict[str, Any] = finite(record)
     return result
+
+
+def _loads(cell: Cell) -> dict[str, dict[str, float | None]]:
+    """By contender: medians of the clock (MHz) and the power (W) of its samples, where they were taken under sustained load."""
+    found = {}
+    for name, timing in cell.timings.items():
+        if timing.load:
+            rows = [asdict(one) for one in timing.load]
+            known = {key: [row[key] for row in rows if row[key] is not None] for key in rows[0]}
+            found[name] = {key: median(values) if values else None for key, values in known.items()}
+    return found
 
 
 def finite(value: Any) -> Any:

@@ -13,8 +13,16 @@ import torch
 
 from flashmoe_tools.bench.contenders import Contender, Prepared
 from flashmoe_tools.bench.plan import block_orders, plan_samples
-from flashmoe_tools.bench.sampling import Sampler, call_time_ns, make_sampler, peak_bytes, warm_up
-from flashmoe_tools.bench.telemetry import Reading, Telemetry
+from flashmoe_tools.bench.sampling import (
+    SUSTAINED_SECONDS,
+    Sampler,
+    SustainedSampler,
+    call_time_ns,
+    make_sampler,
+    peak_bytes,
+    warm_up,
+)
+from flashmoe_tools.bench.telemetry import Load, Reading, Telemetry
 from flashmoe_tools.bench.verify import verify
 from flashmoe_tools.operations import Inputs, Problem, Reference, Verification
 
@@ -45,6 +53,7 @@ class Timing:
     blocks: list[list[int]] = field(default_factory=list)
     cpu_ns: list[int] = field(default_factory=list)
     peak_bytes: int | None = None
+    load: list[Load] = field(default_factory=list)  # one for each sample of sustained timing, else none
 
 
 @dataclass
@@ -154,7 +163,7 @@ def _refused(cell: Cell, contender: Contender, error: Exception, tolerance: floa
 def _measure(
     cell: Cell, entrants: list[_Entrant], settings: Settings, telemetry: Telemetry, left: float | None, note: Note
 ) -> None:
-    sampler = make_sampler(settings.device, settings.timing, flush=settings.flush_l2)
+    sampler = make_sampler(settings.device, settings.timing, flush=settings.flush_l2, telemetry=telemetry)
     cell.timing = sampler.timing
     started = time.perf_counter()
     ready: dict[str, tuple[_Entrant, Any]] = {}
@@ -183,9 +192,10 @@ def _measure(
     seed = settings.seed ^ zlib.crc32(cell.case.key.encode())
     last_read = -math.inf
     for order in block_orders(list(ready), plan.blocks, seed):
-        taken = {name: _slot(sampler, *ready[name], plan.block) for name in order}
-        for name, samples in taken.items():
-            cell.timings[name].blocks.append(samples)
+        for name in order:
+            cell.timings[name].blocks.append(_slot(sampler, *ready[name], plan.block))
+            if isinstance(sampler, SustainedSampler):
+                cell.timings[name].load += sampler.load
         if time.perf_counter() - last_read >= READ_SECONDS:
             last_read = time.perf_counter()
             reading = telemetry.read()
@@ -198,7 +208,8 @@ def _warm(entrant: _Entrant, sampler: Sampler, device: str) -> tuple[Any, Timing
     call = entrant.prepared.call
     with entrant.contender.context():
         prepared = sampler.prepare(call)
-        cost = warm_up(sampler, prepared, WARM_UP_SECONDS[device])
+        is_warm = isinstance(sampler, SustainedSampler)  # whose preparation replays the graph
+        cost = SUSTAINED_SECONDS if is_warm else warm_up(sampler, prepared, WARM_UP_SECONDS[device])
         cpu_ns = call_time_ns(call, device) if device == "cuda" else []
         return prepared, Timing(cpu_ns=cpu_ns, peak_bytes=peak_bytes(call, device)), cost
 

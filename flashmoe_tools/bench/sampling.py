@@ -1,6 +1,8 @@
 """One slot: a few timed calls of one contender. Everything is in nanoseconds.
 
 events  CUDA events around each call, L2 overwritten before it; the queue is kept full, so launches cost no GPU time
+sustained  CUDA graphs of calls back to back for ``SUSTAINED_SECONDS``, as in training and serving: a GPU at its power limit
+        ranks kernels differently than in bursts; each sample has its own mean clock and watts
 graph   a CUDA graph of several calls, replayed: what a call takes inside a graph, caches warm
         (both: one call that is not timed begins each slot, as the first after another's is up to 6% slower)
 wall    perf_counter_ns around each call (CPU)
@@ -16,9 +18,11 @@ from typing import Any, Protocol
 import torch
 
 from flashmoe_tools.bench.contenders import Call
+from flashmoe_tools.bench.telemetry import Load, Telemetry
 
 _cuda: Any = torch.cuda  # its classes are untyped
 GRAPH_CALLS = 20
+SUSTAINED_SECONDS = 0.4
 GRAPH_SECONDS = 0.005  # a graph holds fewer calls where they take this long: a replay's start is microseconds
 CALL_CALLS = 50  # far from the thousand launches that a GPU's queue holds
 CPU_TIME_CALLS = 8
@@ -147,17 +151,53 @@ class GraphSampler:
         return [round(start.elapsed_time(end) * 1e6 / calls) for start, end in events]
 
 
+class SustainedSampler:
+    """GPU timing under continuous load; a sample is the time of all calls of ``SUSTAINED_SECONDS`` divided by their number."""
+
+    timing = "sustained"
+    untimed = 0
+
+    def __init__(self, telemetry: Telemetry) -> None:
+        self._telemetry = telemetry
+        self.load: list[Load] = []  # of the last slot, one for each sample
+
+    def prepare(self, call: Call) -> tuple[torch.cuda.CUDAGraph, int, int]:
+        """(graph, calls in it, replays of a sample)."""
+        bursts = GraphSampler()
+        graph, calls = bursts.prepare(call)
+        replay_seconds = calls * max(bursts.slot((graph, calls), 3)) / 1e9
+        return graph, calls, max(1, round(SUSTAINED_SECONDS / replay_seconds))
+
+    def slot(self, prepared: tuple[torch.cuda.CUDAGraph, int, int], count: int) -> list[int]:
+        graph, calls, replays = prepared
+        samples, self.load = [], []
+        for _ in range(count):
+            start, end = _cuda.Event(enable_timing=True), _cuda.Event(enable_timing=True)
+            graph.replay()  # as in a graph's slot
+            with self._telemetry.watch() as watch:
+                start.record()
+                for _ in range(replays):
+                    graph.replay()
+                end.record()
+                torch.cuda.synchronize()
+            samples.append(round(start.elapsed_time(end) * 1e6 / calls / replays))
+            self.load.append(watch.load)
+        return samples
+
+
 def graph_calls(call_seconds: float) -> int:
     """How many calls a graph holds, from the time that one took outside it."""
     return max(1, min(GRAPH_CALLS, round(GRAPH_SECONDS / max(call_seconds, 1e-9))))
 
 
-def make_sampler(device: str, timing: str, *, flush: bool) -> Sampler:
+def make_sampler(device: str, timing: str, *, flush: bool, telemetry: Telemetry | None = None) -> Sampler:
     """The sampler of a suite's ``timing``; a CPU's attention is always timed by the wall clock."""
     if timing == "call":
         return CallSampler(device)
     if device == "cpu" or timing == "wall":
         return WallSampler()
+    if timing == "sustained":
+        return SustainedSampler(telemetry or Telemetry("nobody asked for it"))
     return GraphSampler() if timing == "graph" else EventSampler(flush=flush)
 
 

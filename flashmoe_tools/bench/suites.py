@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from flashmoe_tools.bench.distributed.parts import Part, parse_parts
-from flashmoe_tools.operations import DEFAULT_OPERATION, Problem, fields, operations, problem_type, rooms
+from flashmoe_tools.operations import DEFAULT_OPERATION, Problem, fields, operations, packages, problem_type
 from flashmoe_tools.operations.fields import SuiteError
 
 if sys.version_info >= (3, 11):
@@ -23,7 +23,7 @@ else:
 SCHEMA = 1
 SUITE_FOLDER = Path(__file__).resolve().parent / "suites"  # of no single operation
 DEVICES = ("cpu", "cuda")
-TIMINGS = ("events", "graph", "wall", "call")
+TIMINGS = ("events", "graph", "sustained", "wall", "call")
 KINDS = ("operation", "distributed")
 BUILD_COST = "build-cost"  # of a checkout
 MAX_CASES = 4096
@@ -74,8 +74,8 @@ class Suite:
 
 
 def suite_files() -> Mapping[str, Path]:
-    """The suites of every operation's room and of bench itself, by name."""
-    folders = (SUITE_FOLDER, *(room / "suites" for room in rooms().values()))
+    """The suites of every operation's package and of bench itself, by name."""
+    folders = (SUITE_FOLDER, *(folder / "suites" for folder in packages().values()))
     return {path.stem: path for path in sorted(path for folder in folders for path in folder.glob("*.toml"))}
 
 

@@ -46,7 +46,7 @@ def _kept(cell: Mapping[str, Any]) -> dict[str, Any]:
     row["comparisons"] = {
         f"{one['subject']} / {one['baseline']}": {key: one[key] for key in COMPARISON} for one in comparisons
     }
-    return row | {key: cell[key] for key in ("unsupported", "skipped") if cell[key]}
+    return row | {key: cell[key] for key in ("unsupported", "skipped", "load") if cell.get(key)}
 
 
 def expand(report: Report) -> Report:
@@ -97,6 +97,7 @@ def _expanded(row: Mapping[str, Any], ceilings: CeilingRates | None) -> dict[str
         "summaries": summaries,
         "comparisons": [_comparison(pair, one, row["blocks"]) for pair, one in row["comparisons"].items()],
         **({"yardsticks": yardsticks} if yardsticks else {}),
+        **({"load": row["load"]} if "load" in row else {}),
     }
 
 

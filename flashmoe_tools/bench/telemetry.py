@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -22,6 +23,9 @@ THROTTLE_BITS: Mapping[int, str] = MappingProxyType(
 )
 
 
+WATCH_SECONDS = 0.02
+
+
 @dataclass(frozen=True)
 class Reading:
     """MHz, watts, degrees Celsius, read right after a block of samples."""
@@ -31,6 +35,41 @@ class Reading:
     power: float
     temperature: int
     throttle: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Load:
+    """Mean SM clock (MHz) and power (watts) while calls ran back to back; None where NVML does not tell."""
+
+    sm_clock: float | None = None
+    power: float | None = None
+
+
+class Watch:
+    """Reads clock and power every ``WATCH_SECONDS`` in a thread of its own."""
+
+    def __init__(self, telemetry: Telemetry) -> None:
+        self._telemetry = telemetry
+        self._done = threading.Event()
+        self._readings: list[tuple[float, float]] = []
+        self._thread = threading.Thread(target=self._read, daemon=True)
+        self.load = Load()
+
+    def _read(self) -> None:
+        while not self._done.wait(WATCH_SECONDS):
+            reading, power = self._telemetry.read(), self._telemetry.power_now()
+            if reading is not None and power is not None:
+                self._readings.append((reading.sm_clock, power))
+
+    def __enter__(self) -> Watch:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._done.set()
+        self._thread.join()
+        if self._readings:
+            self.load = Load(*(sum(column) / len(self._readings) for column in zip(*self._readings, strict=True)))
 
 
 class Telemetry:
@@ -78,6 +117,21 @@ class Telemetry:
                 throttle=throttle_words(mask),
             )
         except Exception as error:  # as above: a reading that fails is missing, not fatal
+            self.reason = f"NVML: {error}"
+            return None
+
+    def watch(self) -> Watch:
+        """A context in which clock and power are followed; its ``load`` has the means afterwards."""
+        return Watch(self)
+
+    def power_now(self) -> float | None:
+        """Watts at this moment, where NVML tells: its usual reading is a mean over the past second."""
+        if self._handle is None:
+            return None
+        try:
+            (field,) = self._nvml.nvmlDeviceGetFieldValues(self._handle, [self._nvml.NVML_FI_DEV_POWER_INSTANT])
+            return float(field.value.uiVal) / 1000.0
+        except Exception as error:  # as above
             self.reason = f"NVML: {error}"
             return None
 

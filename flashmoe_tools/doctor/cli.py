@@ -7,15 +7,17 @@ import json
 import math
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from flashmoe.errors import TableError
+from flashmoe.errors import ExitCode, TableError
+from flashmoe.variables import VARIABLES
 from flashmoe_tools.doctor.collect import DEFAULT_PROBE_TIMEOUT_S, collect
 from flashmoe_tools.doctor.judge import judge
 from flashmoe_tools.progress import Progress
 from flashmoe_tools.report import Check, Report, Verdict, host_environment, utc_now, write_report
+from flashmoe_tools.streams import show
 
 if TYPE_CHECKING:
     from flashmoe_tools.tables import Tables
@@ -36,6 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="SECONDS",
         help="limit for loading the extension and the smoke test (default: %(default)g)",
     )
+    parser.add_argument("--variables", action="store_true", help="only list flashmoe's environment variables")
 
 
 def seconds_above_zero(text: str) -> float:
@@ -50,6 +53,9 @@ def seconds_above_zero(text: str) -> float:
 
 
 def run(args: argparse.Namespace) -> int:
+    if args.variables:
+        print("\n".join(describe_variables(os.environ)))
+        return int(ExitCode.OK)
     started, clock = utc_now(), time.monotonic()
     with Progress("doctor"):
         facts = collect(os.environ, args.timeout)
@@ -59,10 +65,21 @@ def run(args: argparse.Namespace) -> int:
     if args.json == "-":
         print(json.dumps(report.to_json(), indent=1))
     else:
-        print(render(report, facts.flashmoe))
+        show(render(report, facts.flashmoe))
         if args.json:
             write_report(Path(args.json), report)
     return int(report.exit_code)
+
+
+def describe_variables(environ: Mapping[str, str]) -> list[str]:
+    """A line for each variable: its value here, those that it may have, what it does."""
+    width = max(map(len, VARIABLES))
+    lines = []
+    for name, variable in VARIABLES.items():
+        value = f"={environ[name]}" if environ.get(name) else ""
+        values = f" ({', '.join(variable.values)})" if variable.values else ""
+        lines.append(f"{variable.when:5}  {name:<{width}}{value}  {variable.meaning}{values}")
+    return lines
 
 
 def read_tables() -> Tables | str:

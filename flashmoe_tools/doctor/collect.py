@@ -17,6 +17,7 @@ from pathlib import Path
 
 import flashmoe
 from flashmoe._version import __version__
+from flashmoe.variables import PREFIX
 from flashmoe_tools.doctor.driver import read_driver
 from flashmoe_tools.doctor.facts import Compiler, Extension, Facts, Lock, Package, Probe, Python
 from flashmoe_tools.doctor.links import read_links
@@ -26,15 +27,8 @@ PACKAGE = Path(flashmoe.__file__).resolve().parent
 LIBRARY = "libflashmoe.so"
 LIBRARY_VARIABLE = "FLASHMOE_LIBRARY"
 DEFAULT_PROBE_TIMEOUT_S = 60.0
-# Variables that other builds need, and ours, which change what runs.
+# Variables that other builds need; ours are in flashmoe/variables.py.
 FOREIGN_VARIABLES = ("CUDA_HOME", "CUDA_PATH", "LD_LIBRARY_PATH", "LD_PRELOAD", "TORCH_CUDA_ARCH_LIST")
-OWN_VARIABLES = (
-    LIBRARY_VARIABLE,
-    "FLASHMOE_KERNEL",
-    "FLASHMOE_SPLIT_BACKWARD",
-    "FLASHMOE_CPU_ISA",
-    "FLASHMOE_FALLBACK",
-)
 # The first argument is where to import from: with -c Python puts the current folder in front, and PYTHONPATH may say more.
 PROBE = "import sys; sys.path[:] = sys.argv[2:]; from flashmoe_tools.doctor import probe; sys.exit(probe.main(sys.argv[1] == '1'))"
 
@@ -61,7 +55,11 @@ def collect(environ: Mapping[str, str], probe_timeout_s: float = DEFAULT_PROBE_T
             lock=locking.result(),
             extension=read_extension(library, checkout),
             probe=probing.result(),
-            variables={name: environ[name] for name in (*FOREIGN_VARIABLES, *OWN_VARIABLES) if environ.get(name)},
+            variables={
+                name: value
+                for name, value in environ.items()
+                if value and (name in FOREIGN_VARIABLES or name.startswith(PREFIX))
+            },
             links=links.result(),
             shadows=find_shadows(),
             nvcc=shutil.which("nvcc", path=environ.get("PATH")) is not None,

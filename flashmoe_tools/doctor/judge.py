@@ -7,8 +7,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from flashmoe._extension import CPU_ISA_VARIABLE, CPU_ISAS
 from flashmoe._version import DISTRIBUTION
+from flashmoe.variables import PREFIX, VARIABLES, is_possible, similar
 from flashmoe_tools.doctor.facts import Facts, Gpu
 from flashmoe_tools.doctor.several import several
 from flashmoe_tools.doctor.shadow import shadow
@@ -66,7 +66,7 @@ def judge(facts: Facts, tables: Tables | str) -> tuple[Check, ...]:
         several(facts),
         compiler(facts),
         lock(facts),
-        variables(facts, tables),
+        variables(facts),
         extension(facts),
         loads(facts),
         smoke(facts),
@@ -258,36 +258,40 @@ def lock(facts: Facts) -> Check:
     return topic.passed(f"matches lockfiles/{have.name}.txt")
 
 
-def allowed_values(tables: Tables | str) -> dict[str, tuple[str, ...]]:
-    """The values of our variables that have a fixed set of them."""
-    families = () if isinstance(tables, str) else tuple(sorted({row.family for row in tables.kernels}))
-    return {
-        "FLASHMOE_FALLBACK": ("allow", "warn", "error"),
-        CPU_ISA_VARIABLE: CPU_ISAS,
-        "FLASHMOE_KERNEL": families,
-        "FLASHMOE_SPLIT_BACKWARD": ("0", "1"),
-    }
-
-
-def variables(facts: Facts, tables: Tables | str) -> Check:
+def variables(facts: Facts) -> Check:
     """None of the usual variables is needed; ours change what runs, so they are listed."""
-    for name, values in allowed_values(tables).items():
-        value = facts.variables.get(name, "")
-        if value and values and value not in values:
+    own = {name: value for name, value in facts.variables.items() if name.startswith(PREFIX)}
+    for name, value in own.items():
+        known = VARIABLES.get(name)
+        if known is None and (meant := similar(name)):
+            return Check(
+                "variables",
+                Verdict.FAIL,
+                name,
+                meant,
+                "no variable of flashmoe: it has no effect",
+                f"unset {name}, or rename it",
+            )
+        if known is not None and not is_possible(known, value):
             why = "flashmoe refuses an unknown value, at import or at the first call"
-            found = f"{name}={value}"
-            return Check("variables", Verdict.FAIL, found, ", ".join(values), why, f"correct it, or unset {name}")
-    own = {name: value for name, value in facts.variables.items() if name.startswith("FLASHMOE_")}
+            return Check(
+                "variables",
+                Verdict.FAIL,
+                f"{name}={value}",
+                ", ".join(known.values),
+                why,
+                f"correct it, or unset {name}",
+            )
     foreign = sorted(set(facts.variables) - set(own))
-    own.pop("FLASHMOE_FALLBACK", None)  # says what a call that goes to torch does, and replaces nothing
+    changing = {name: value for name, value in own.items() if name not in VARIABLES or VARIABLES[name].when == "run"}
+    changing.pop("FLASHMOE_FALLBACK", None)  # says what a call that goes to torch does, and replaces nothing
     nvcc = "nvcc on PATH" if facts.nvcc else "no nvcc on PATH"
-    found = f"{', '.join(foreign) or 'no CUDA_HOME, no LD_LIBRARY_PATH'}; {nvcc}"
+    found = f"{', '.join(foreign) or 'no CUDA_HOME, no LD_LIBRARY_PATH'}; {nvcc}; doctor --variables lists flashmoe's"
     topic = Topic("variables", "none is required: no CUDA toolkit, CUDA_HOME, LD_LIBRARY_PATH or python3-dev")
-    if own:
-        text = ", ".join(f"{name}={value}" for name, value in sorted(own.items()))
-        return topic.warned(
-            f"{text}; {found}", "they replace the default kernel or library", f"unset {' '.join(sorted(own))}"
-        )
+    if changing:
+        text = ", ".join(f"{name}={value}" for name, value in sorted(changing.items()))
+        why = "they replace the default kernel or library, or change what a call checks"
+        return topic.warned(f"{text}; {found}", why, f"unset {' '.join(sorted(changing))}")
     if "LD_PRELOAD" in foreign:
         why = "a preloaded library can replace functions that torch and flashmoe call"
         return topic.warned(found, why, "unset LD_PRELOAD, if something fails")

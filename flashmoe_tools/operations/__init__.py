@@ -1,4 +1,4 @@
-"""The rooms of the operations: a package here is an operation, and holds everything that proves and times it.
+"""The operations: a package here is one, and holds everything that proves and times it.
 
 problem.py       PROBLEM, its type of problem; needs no torch to name one and to count its FLOPs and bytes
 reference.py     inputs, the result computed independently of our code in higher precision, and the tolerance
@@ -6,7 +6,7 @@ contenders.py    contenders(): ours, and what it is compared with
 suites/*.toml    what the benchmark times
 emulation/       how its kernels run on the emulated GPU, and the planted bugs; in a checkout alone
 
-A room is found by being there; no other file lists operations.
+A package is found by being there; no other file lists operations.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ class Problem(Protocol):
 
 
 class RoomProblem:
-    """What the problems of all rooms share: their fields as JSON, inputs and reference from ``reference.py`` beside them."""
+    """What the problems of all operations share: their fields as JSON, inputs and reference from ``reference.py`` beside them."""
 
     operation: ClassVar[str]
 
@@ -121,7 +121,7 @@ class RoomProblem:
         return import_module(f"{__name__}.{self.operation}.reference")
 
 
-def rooms() -> Mapping[str, Path]:
+def packages() -> Mapping[str, Path]:
     """The folder of every operation, by its name."""
     found = (Path(path) / module.name for path in __path__ for module in pkgutil.iter_modules([path]) if module.ispkg)
     return {folder.name: folder for folder in sorted(found, key=lambda folder: folder.name)}
@@ -129,7 +129,7 @@ def rooms() -> Mapping[str, Path]:
 
 def operations() -> tuple[str, ...]:
     """The operations that have a type of problem."""
-    return tuple(name for name, folder in rooms().items() if (folder / "problem.py").is_file())
+    return tuple(name for name, folder in packages().items() if (folder / "problem.py").is_file())
 
 
 def problem_type(operation: str) -> type[Problem]:

@@ -1,4 +1,4 @@
-"""What the rooms' references share: the verdict on one result and on several gradients."""
+"""What the references of the operations share: the verdict on one result and on several gradients."""
 
 from __future__ import annotations
 

@@ -11,7 +11,7 @@ WARM_UP_CALLS = 3
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(allow_abbrev=False, description=__doc__)
     parser.add_argument("key")
     arguments = parser.parse_args()
     case = problem_from_key(arguments.key)

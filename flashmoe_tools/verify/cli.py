@@ -8,19 +8,21 @@ import sys
 import tempfile
 import time
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from pathlib import Path
 
 from flashmoe.errors import ExitCode
 from flashmoe_tools.audit.errors import AuditError
 from flashmoe_tools.report import Check, Report, Verdict, host_environment, utc_now, write_report
-from flashmoe_tools.verify import signature
-from flashmoe_tools.verify.content import Content, check_content, guarded, read_wheel
+from flashmoe_tools.verify import metadata, signature
+from flashmoe_tools.verify.content import PINNED, Content, check_content, guarded, read_wheel
 from flashmoe_tools.verify.errors import VerifyError
 from flashmoe_tools.verify.files import compare_files, expected_content, printable
 from flashmoe_tools.verify.rebuild import compare, rebuild
 from flashmoe_tools.verify.repository import FULL_HASH, Clone, Commit, Objects, find_clone
 from flashmoe_tools.versions import release_tag
 
+BUILD_LOCK = "build.txt"
 NEEDS_CLONE = "run it in a clone of flashmoe, or with --root CLONE"
 
 
@@ -39,7 +41,8 @@ class Request:
 
 def relevant_tags(content: Content, clone: Clone) -> frozenset[str]:
     """The release's tag, if it stands at the wheel's commit in the clone and the wheel claims to be that release."""
-    return clone.tags_at(content.stated.commit) & {release_tag(content.stated.version)}
+    released = content.stated.version.removesuffix(f"+{content.stated.partial}")
+    return clone.tags_at(content.stated.commit) & {release_tag(released)}
 
 
 def check_commit(content: Content, objects: Objects | None) -> tuple[Check, Commit | None]:
@@ -71,18 +74,30 @@ def check_commit(content: Content, objects: Objects | None) -> tuple[Check, Comm
     return Check("commit", Verdict.PASS, f"{shown}, clean, in this clone"), commit
 
 
-def check_lock(content: Content, objects: Objects, commit: Commit) -> Check:
-    """The lock file that the wheel was built with is the commit's."""
-    name = "lockfiles/build.txt"
-    if name not in commit.tree:
-        msg = f"commit {commit.digest[:12]} has no {name}, so it is no commit of flashmoe"
+def check_locks(content: Content, objects: Objects, commit: Commit) -> Check:
+    """The lock files are the commit's, and the compilers and headers are those that its lock for builds pins."""
+    paths = {
+        path.split("/")[1]: path
+        for path in commit.tree
+        if fnmatchcase(path, "lockfiles/*.txt") and path.count("/") == 1
+    }
+    if BUILD_LOCK not in paths:
+        msg = f"commit {commit.digest[:12]} has no lockfiles/{BUILD_LOCK}, so it is no commit of flashmoe"
         raise VerifyError(msg)
-    digest = hashlib.sha256(objects.read([commit.tree[name]])[commit.tree[name]]).hexdigest()
-    if digest == content.stated.lock:
-        return Check("lock file", Verdict.PASS, f"{name} is the one that the wheel was built with")
+    texts = objects.read([commit.tree[path] for path in paths.values()])
+    held = {name: texts[commit.tree[path]] for name, path in paths.items()}
+    pins = metadata.pinned(held[BUILD_LOCK].decode("utf-8", "replace"))
+    expected = {f"lockfiles/{name}": hashlib.sha256(text).hexdigest() for name, text in held.items()}
+    expected |= {name: pins.get(package, "") for name, package in PINNED.items()}
+    stated = {f"lockfiles/{name}": digest for name, digest in content.stated.locks.items()}
+    stated |= {name: version for name, version in content.stated.compilers.items() if name in PINNED}
+    wrong = [name for name in sorted({*expected, *stated}) if expected.get(name) != stated.get(name)]
+    if not wrong:
+        return Check("lock files", Verdict.PASS, f"{len(held)} are the commit's, compilers and headers as pinned there")
     why = "The compilers came from another lock than the commit's."
-    found = f"{printable(content.stated.lock[:16])} in the wheel"
-    return Check("lock file", Verdict.FAIL, found, f"{digest[:16]}, of {name}", why, "do not install this file")
+    found = ", ".join(f"{printable(name)} {printable(str(stated.get(name))[:16])}" for name in wrong[:4])
+    wanted = ", ".join(f"{printable(name)} {str(expected.get(name))[:16]}" for name in wrong[:4])
+    return Check("lock files", Verdict.FAIL, found, wanted, why, "do not install this file")
 
 
 def verify(path: Path, request: Request) -> Report:
@@ -97,8 +112,10 @@ def verify(path: Path, request: Request) -> Report:
         checks.append(judged)
         if request.clone and objects and commit:
             tags = relevant_tags(content, request.clone)
-            checks.append(check_lock(content, objects, commit))
-            checks += guarded("files", lambda: compare_files(content, expected_content(objects, commit, tags)))
+            checks.append(check_locks(content, objects, commit))
+            checks += guarded(
+                "files", lambda: compare_files(content, expected_content(objects, commit, tags, content.stated.partial))
+            )
         checks += check_rebuild(content, commit, request, folder)
         checks.append(check_bundle(content, request))
     data = {

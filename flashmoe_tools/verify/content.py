@@ -10,18 +10,31 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from flashmoe_tools.audit.elf import open_elf, section_data
 from flashmoe_tools.audit.embedded import Binary, read_embedded
 from flashmoe_tools.audit.errors import AuditError, NoBinariesError
 from flashmoe_tools.audit.inputs import Wheel, unpack
 from flashmoe_tools.audit.wheels import check_provenance, check_record
 from flashmoe_tools.report import Check, Verdict
 from flashmoe_tools.verify.errors import VerifyError
+from flashmoe_tools.versions import partial_label
 
 PACKAGE = "flashmoe"  # the folder that is imported, whatever the distribution is called
 LIBRARY = f"{PACKAGE}/lib{PACKAGE}.so"
 RECORD = f"{PACKAGE}/provenance.json"
 SCHEMA = "flashmoe.provenance/1"
+FIELDS = (
+    *("schema", "version", "commit", "dirty", "source_date_epoch", "locks", "compilers", "platform", "targets"),
+    *("extension_sha256", "binaries"),
+)
 MACHINES = {62: "x86_64", 183: "aarch64"}  # ELF's e_machine
+# What a build takes from lockfiles/build.txt, by its name among the compilers of provenance.json.
+PINNED = {
+    "nvrtc": "nvidia-cuda-nvrtc-cu12",
+    "ptxas": "nvidia-cuda-nvcc-cu12",
+    "cuda_headers": "nvidia-cuda-runtime-cu12",
+    "torch_headers": "torch",
+}
 UNTRUSTED = "An untrusted file that cannot be read is not one to install."
 
 
@@ -33,11 +46,18 @@ class Stated:
     commit: str
     dirty: bool
     epoch: int
-    lock: str  # sha256 of lockfiles/build.txt; empty if it is not stated
+    locks: Mapping[str, str]  # sha256 of each file in lockfiles/, by its name
+    compilers: Mapping[str, str]
     cxx: str
     targets: tuple[str, ...]
-    extension: str
+    platform: str
     record: Mapping[str, Any]
+
+    @property
+    def partial(self) -> str:
+        """The last local part of the version, where it names the targets: of a wheel for some of them."""
+        label = partial_label(self.targets)
+        return label if self.version.endswith((f"+{label}", f".{label}")) else ""
 
 
 @dataclass(frozen=True)
@@ -109,10 +129,11 @@ def read_stated(content: bytes | None, wheel: str) -> Stated:
         commit=_field(record, "commit", str),
         dirty=_field(record, "dirty", bool),
         epoch=_field(record, "source_date_epoch", int),
-        lock=_field(locks, "build.txt", str, "locks."),
+        locks={name: _field(locks, name, str, "locks.") for name in locks},
+        compilers={name: _field(compilers, name, str, "compilers.") for name in compilers},
         cxx=_field(compilers, "cxx", str, "compilers."),
         targets=tuple(targets),
-        extension=_field(record, "extension_sha256", str),
+        platform=_field(record, "platform", str),
         record=record,
     )
 
@@ -131,7 +152,27 @@ def check_content(content: Content) -> list[Check]:
     return [
         *guarded("wheel record", lambda: check_record(content.wheel)),
         *guarded("provenance", lambda: check_provenance(content.stated.record, library, content.binaries)),
+        *guarded("platform and host compiler", lambda: [check_host(content)]),
     ]
+
+
+def check_host(content: Content) -> Check:
+    """The platform against the library's header, the host compiler against the note that it leaves in every object."""
+    stated, library = content.stated, content.read(LIBRARY)
+    note = section_data(open_elf(library, LIBRARY), ".comment") or b""
+    notes = [text.decode("utf-8", "replace") for text in note.split(b"\0") if text]
+    own = [f"g++ {text.rsplit(' ', 1)[-1]}" for text in notes]
+    name, shown = "platform and host compiler", f"{stated.platform}, {stated.cxx}"
+    if stated.platform != content.machine or stated.cxx not in own:
+        why, step = "What the record states and the file does not bear out was edited.", "do not install this file"
+        expected = f"{content.machine}, {' or '.join(own) or 'a compiler'}, as in the library"
+        return Check(name, Verdict.FAIL, shown, expected, why, step)
+    further = sorted({*stated.record, *stated.compilers} - {*FIELDS, *PINNED, "cxx"})
+    if further:
+        why = "Nothing in the file or the commit says whether they are right."
+        step = "verify with the flashmoe of that commit"
+        return Check(name, Verdict.UNPROVED, f"{RECORD} has {further[:8]}, too", "known fields", why, step)
+    return Check(name, Verdict.PASS, f"{shown}, as in the library")
 
 
 def guarded(name: str, check: Callable[[], Sequence[Check]]) -> Sequence[Check]:

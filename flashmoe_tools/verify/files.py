@@ -23,6 +23,7 @@ BILL = "flashmoe_tools/sbom.py"  # by which it makes the bill of materials of pr
 VERSION_FILE = f"{PACKAGE}/_version.py"
 FLOOR = "manylinux_2_28"
 BUILT = (LIBRARY, RECORD)  # by compilers: only a rebuild compares them
+GENERATED = ("METADATA", "WHEEL", "RECORD", "entry_points.txt")  # by the packer, in .dist-info
 SHOWN = 8
 
 
@@ -33,19 +34,20 @@ class Expected:
     distribution: str
     version: str
     files: Mapping[str, bytes]
-    headers: metadata.Headers
+    headers: str  # of METADATA
     description: str
     is_description_sure: bool  # False: the commit makes it by another rule than ours
     is_bill_sure: bool  # likewise
-    entry_points: Mapping[str, Mapping[str, str]]
+    entry_points: str  # the file's text, empty where there is none
+    hatchling: str  # the version that the commit's lock pins
 
     @property
     def info(self) -> str:
         return f"{self.distribution}-{self.version}.dist-info"
 
 
-def expected_content(objects: Objects, commit: Commit, tags: frozenset[str]) -> Expected:
-    """Read it from the clone's objects. Raises VerifyError if the commit is none of flashmoe's."""
+def expected_content(objects: Objects, commit: Commit, tags: frozenset[str], partial: str = "") -> Expected:
+    """Read it from the clone's objects; ``partial`` as in versions.py. Raises VerifyError if the commit is none of flashmoe's."""
     sources = {f"{PACKAGE}/_tables/{path.removeprefix('csrc/')}": path for path in commit.tree if _is_table(path)}
     needed = ["pyproject.toml", VERSION_FILE]
     missing = [path for path in needed if path not in commit.tree]
@@ -60,17 +62,20 @@ def expected_content(objects: Objects, commit: Commit, tags: frozenset[str]) -> 
     files = {name: blobs[commit.tree[path]] for name, path in sources.items()}
     base = stated_version(files[VERSION_FILE].decode("utf-8", "replace"))
     description, is_sure = _description(objects, commit, project, base)
-    version = version_of(base, commit.digest, dirty=False, tags=tags)
+    version = version_of(base, commit.digest, dirty=False, tags=tags, partial=partial)
     files[VERSION_FILE] = with_version(files[VERSION_FILE].decode("utf-8", "replace"), version).encode()
     expected = Expected(
         distribution=metadata.normalized(project["name"]),
         version=version,
         files=files,
-        headers=metadata.expected_headers(project, version, licenses),
+        headers=metadata.metadata_headers(project, version, licenses, metadata.core_version(pyproject)),
         description=description,
         is_description_sure=is_sure,
         is_bill_sure=_is_ours(objects, commit, BILL, sbom.__file__),
-        entry_points=metadata.expected_entry_points(project),
+        entry_points=metadata.entry_points_text(project),
+        hatchling=metadata.pinned(_read(objects, commit, "lockfiles/build.txt").decode("utf-8", "replace")).get(
+            "hatchling", ""
+        ),
     )
     for path in licenses:
         files[f"{expected.info}/licenses/{path}"] = _read(objects, commit, path)
@@ -135,9 +140,9 @@ def _check_name(content: Content, expected: Expected) -> Check:
 
 
 def _check_files(content: Content, expected: Expected) -> Check:
-    generated = {f"{expected.info}/{name}" for name in ("METADATA", "WHEEL", "RECORD", f"sboms/{sbom.NAME}")}
-    if expected.entry_points:
-        generated.add(f"{expected.info}/entry_points.txt")
+    generated = {f"{expected.info}/{name}" for name in (*GENERATED, f"sboms/{sbom.NAME}")}
+    if not expected.entry_points:
+        generated.remove(f"{expected.info}/entry_points.txt")
     names = set(content.wheel.names)
     foreign = sorted(names - {*expected.files, *generated, *BUILT})
     missing = sorted({*expected.files, *generated, *BUILT} - names)
@@ -153,27 +158,39 @@ def _check_files(content: Content, expected: Expected) -> Check:
 
 
 def _check_metadata(content: Content, expected: Expected) -> Check:
-    texts = content.wheel.metadata
-    wrong = [f"METADATA {name}" for name in metadata.differing_headers(texts.get("METADATA", ""), expected.headers)]
-    is_described = metadata.description(texts.get("METADATA", "")) == expected.description
+    """Each generated file of .dist-info, byte for byte: an installer may read in it what a parser of ours passes over."""
+    held = {
+        name: content.read(f"{expected.info}/{name}")
+        for name in GENERATED
+        if f"{expected.info}/{name}" in content.wheel.names
+    }
+    texts = {name: data.decode("utf-8", "replace") for name, data in held.items()}
+    headers, _, description = texts.get("METADATA", "").partition("\n\n")
+    wrong = [f"METADATA {name}" for name in metadata.differing_headers(f"{headers}\n", expected.headers)]
+    is_described = description == expected.description
     if not is_described and expected.is_description_sure:
         wrong.append("METADATA description")
-    wrong += [f"WHEEL {name}" for name in metadata.wheel_headers_differ(texts.get("WHEEL", ""), wheel_tag(content))]
-    if metadata.read_entry_points(texts.get("entry_points.txt", "")) != expected.entry_points:
-        wrong.append("entry points")
+    wheel = metadata.wheel_text(wheel_tag(content), expected.hatchling)
+    wrong += [f"WHEEL {name}" for name in metadata.differing_headers(texts.get("WHEEL", ""), wheel)]
+    if texts.get("entry_points.txt", "") != expected.entry_points:
+        wrong.append("entry_points.txt")
+    record = f"{expected.info}/RECORD"
+    rows = [
+        (name, content.wheel.digests[name], content.wheel.sizes[name]) for name in content.wheel.names if name != record
+    ]
+    if texts.get("RECORD", "") != metadata.record_text(rows, record):
+        wrong.append("RECORD")
     if wrong:
         why = "pip installs what METADATA requires, and makes commands of the entry points."
         step = "do not install this file; build the commit yourself"
-        return Check("metadata", Verdict.FAIL, _listed(wrong), "what pyproject.toml of the commit says", why, step)
+        return Check("metadata", Verdict.FAIL, _listed(wrong), "what a build of the commit writes", why, step)
     if not is_described:
         why = f"The commit makes it by another {LINKS} than this verifier's, so its text can be neither proved nor refuted here."
         step = "verify with the flashmoe of that commit"
         return Check(
             "metadata", Verdict.UNPROVED, "the long description is not README.md with our links", "the same", why, step
         )
-    return Check(
-        "metadata", Verdict.PASS, "requirements, entry points, tags and long description are those of the commit"
-    )
+    return Check("metadata", Verdict.PASS, f"{', '.join(texts)} are what a build of the commit writes")
 
 
 def _check_bill(content: Content, expected: Expected) -> Check:

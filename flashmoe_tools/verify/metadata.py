@@ -6,11 +6,9 @@ no build of ours writes is a difference.
 
 from __future__ import annotations
 
-import configparser
 import re
 import sys
 from collections.abc import Iterable, Mapping
-from email.message import Message
 from email.parser import Parser
 from fnmatch import fnmatch, fnmatchcase
 from pathlib import PurePosixPath
@@ -23,7 +21,7 @@ else:
 
 from flashmoe_tools.verify.errors import VerifyError
 
-Headers = dict[str, list[str]]
+CORE = "2.5"  # what hatchling writes unless it is asked for another
 
 
 def wheel_sources(pyproject: bytes, paths: Iterable[str]) -> list[str]:
@@ -67,83 +65,80 @@ def normalized(name: str) -> str:
     return re.sub(r"[-_.]+", "_", name).lower()
 
 
-def expected_headers(project: Mapping[str, Any], version: str, licenses: list[str]) -> Headers:
-    """Headers of METADATA that the commit determines, each with its values in any order."""
-    extras: Mapping[str, list[str]] = project.get("optional-dependencies", {})
-    requirements = [_requirement(text) for text in project.get("dependencies", [])]
-    requirements += [_requirement(text, extra) for extra, texts in extras.items() for text in texts]
-    license_text = project.get("license")
-    headers = {
-        "Name": [project["name"]],
-        "Version": [version],
-        "Summary": [project.get("description", "")],
-        "Keywords": [",".join(sorted(project.get("keywords", [])))],
-        "License-Expression": [license_text] if isinstance(license_text, str) else [],
-        "License-File": licenses,
-        "Classifier": list(project.get("classifiers", [])),
-        "Requires-Python": [project.get("requires-python", "")],
-        "Requires-Dist": requirements,
-        "Provides-Extra": list(extras),
-        "Project-URL": [f"{label}, {url}" for label, url in project.get("urls", {}).items()],
-        "Author": [", ".join(one["name"] for one in project.get("authors", []) if "email" not in one)],
-        "Author-email": [
-            ", ".join(f"{one['name']} <{one['email']}>" for one in project.get("authors", []) if "email" in one)
-        ],
-        "Description-Content-Type": ["text/markdown"],
-    }
-    return {name: sorted(filter(None, values)) for name, values in headers.items()}
+def metadata_headers(project: Mapping[str, Any], version: str, licenses: list[str], core: str) -> str:
+    """The headers of METADATA as hatchling writes them, in its order; ``core`` is the version of the format."""
+    authors = project.get("authors", [])
+    rows = [
+        ("Metadata-Version", [core]),
+        ("Name", [project["name"]]),
+        ("Version", [version]),
+        ("Summary", [project.get("description", "")]),
+        ("Project-URL", [f"{label}, {url}" for label, url in project.get("urls", {}).items()]),
+        ("Author", [", ".join(one["name"] for one in authors if "email" not in one)]),
+        ("Author-email", [", ".join(f"{one['name']} <{one['email']}>" for one in authors if "email" in one)]),
+        ("License-Expression", [project["license"]] if isinstance(project.get("license"), str) else []),
+        ("License-File", licenses),
+        ("Keywords", [",".join(sorted(project.get("keywords", [])))]),
+        ("Classifier", sorted(project.get("classifiers", []))),
+        ("Requires-Python", [project.get("requires-python", "")]),
+        ("Requires-Dist", sorted(map(_requirement, project.get("dependencies", [])))),
+    ]
+    for extra, texts in sorted(project.get("optional-dependencies", {}).items()):
+        rows += [("Provides-Extra", [extra]), ("Requires-Dist", sorted(_requirement(text, extra) for text in texts))]
+    rows.append(("Description-Content-Type", ["text/markdown"]))
+    return "".join(f"{name}: {value}\n" for name, values in rows for value in values if value)
 
 
 def _requirement(text: str, extra: str = "") -> str:
     from packaging.requirements import Requirement
 
     own = Requirement(text)
-    if extra:
-        marker = f"({own.marker}) and extra == '{extra}'" if own.marker else f"extra == '{extra}'"
-        own = Requirement(f"{str(own).split(';')[0]}; {marker}")
-    return str(own)
+    own.name = re.sub(r"[-_.]+", "-", own.name).lower()
+    name, _, marker = str(own).replace('"', "'").partition("; ")
+    conditions = [f"({marker})" if extra and marker else marker, f"extra == '{extra}'" if extra else ""]
+    return "; ".join(filter(None, [name, " and ".join(filter(None, conditions))]))
 
 
-def differing_headers(metadata: str, expected: Headers) -> list[str]:
-    """Headers of METADATA with other values than the commit's."""
-    found = Parser().parsestr(metadata)
-    names = {name for name in found if name != "Metadata-Version"} | set(expected)
-    return sorted(name for name in names if _values(found, name) != expected.get(name, []))
+def differing_headers(found: str, expected: str) -> list[str]:
+    """Headers that do not have the expected values; "the bytes" where only the bytes differ."""
+    texts = [Parser().parsestr(text) for text in (found, expected)]
+    names = sorted({name.title() for text in texts for name in text})
+    wrong = [name for name in names if texts[0].get_all(name) != texts[1].get_all(name)]
+    return wrong or ([] if found == expected else ["the bytes"])
 
 
-def _values(found: Message, name: str) -> list[str]:
-    values = [str(value) for value in found.get_all(name, [])]
-    return sorted(_requirement(value) for value in values) if name == "Requires-Dist" else sorted(values)
+def wheel_text(tag: str, hatchling: str) -> str:
+    """The WHEEL file that this hatchling writes."""
+    return f"Wheel-Version: 1.0\nGenerator: hatchling {hatchling}\nRoot-Is-Purelib: false\nTag: {tag}\n"
 
 
-def description(metadata: str) -> str:
-    return str(Parser().parsestr(metadata).get_payload())
-
-
-def wheel_headers_differ(text: str, tag: str) -> list[str]:
-    """Headers of the WHEEL file that a build of ours does not write so."""
-    found = Parser().parsestr(text)
-    expected = {"Wheel-Version": ["1.0"], "Root-Is-Purelib": ["false"], "Tag": [tag]}
-    wrong = [name for name, values in expected.items() if found.get_all(name) != values]
-    return wrong + sorted(set(found.keys()) - {*expected, "Generator"})
-
-
-def expected_entry_points(project: Mapping[str, Any]) -> dict[str, dict[str, str]]:
+def entry_points_text(project: Mapping[str, Any]) -> str:
+    """The entry_points.txt that hatchling writes; empty where it writes none."""
     groups = {"console_scripts": project.get("scripts", {}), "gui_scripts": project.get("gui-scripts", {})}
-    groups.update(project.get("entry-points", {}))
-    return {name: dict(entries) for name, entries in groups.items() if entries}
+    groups.update(sorted(project.get("entry-points", {}).items()))
+    parts = [
+        f"[{group}]\n" + "".join(f"{name} = {value}\n" for name, value in sorted(entries.items()))
+        for group, entries in groups.items()
+        if entries
+    ]
+    return "\n".join(parts)
 
 
-def read_entry_points(text: str) -> dict[str, dict[str, str]]:
-    """The entry points of a wheel. Raises VerifyError."""
-    parser = configparser.ConfigParser(delimiters=("=",), interpolation=None)
-    parser.optionxform = str  # type: ignore[assignment, method-assign]
-    try:
-        parser.read_string(text)
-    except configparser.Error as error:
-        msg = f"entry_points.txt cannot be read: {error}"
-        raise VerifyError(msg) from error
-    return {section: dict(parser[section]) for section in parser.sections()}
+def record_text(rows: Iterable[tuple[str, str, int]], record: str) -> str:
+    """The RECORD file, of (member, sha256 in its own notation, bytes) in the order of the archive."""
+    lines = [f"{name},sha256={digest},{size}" for name, digest, size in rows]
+    return "\n".join([*lines, f"{record},,", ""])
+
+
+def core_version(pyproject: bytes) -> str:
+    """The version of METADATA's format that the commit asks hatchling for, or its default."""
+    target = tomllib.loads(pyproject.decode())["tool"]["hatch"]["build"]["targets"]["wheel"]
+    return str(target.get("core-metadata-version", CORE))
+
+
+def pinned(lock: str) -> dict[str, str]:
+    """Name and version of each distribution in a lock file."""
+    return dict(re.findall(r"^([A-Za-z0-9_.-]+)==([^\s;\\]+)", lock, re.MULTILINE))
 
 
 def license_files(project: Mapping[str, Any], tree: Mapping[str, str]) -> list[str]:

@@ -1,4 +1,4 @@
-"""What the tests of attention share: problems and references of the operation's room, and the comparison with them."""
+"""What the tests of attention share: problems and references of the operation's package, and the comparison with them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 
 import flashmoe
 from flashmoe import _extension
-from flashmoe_tools.operations.attention import reference as room
+from flashmoe_tools.operations.attention import reference as operation
 from flashmoe_tools.operations.attention.problem import LSE_TOLERANCE
 from flashmoe_tools.operations.attention.problem import AttentionProblem as Problem
 from flashmoe_tools.operations.attention.reference import Rule, ScoreOptions
@@ -30,7 +30,7 @@ def make_inputs(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Fresh random q, k, v. ``bshd``: stored as [B, S, H, D], seen as [B, H, S, D] through a transpose."""
     own = replace(problem, dtype=NAMES[dtype], layout="bshd" if bshd else "bhsd")
-    made = room.make_inputs(own, device, seed, kind)
+    made = operation.make_inputs(own, device, seed, kind)
     return made.q, made.k, made.v
 
 
@@ -43,7 +43,7 @@ def visible(seq_q: int, seq_k: int, device: str | torch.device) -> Tensor:
 
 def plain_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float | None = None) -> tuple[Tensor, Tensor]:
     """(out, lse) by products and a softmax in the dtype of the inputs. A row without keys has out 0 and lse -inf."""
-    return room.attend(q, k, v, ScoreOptions(causal, scale=scale))
+    return operation.attend(q, k, v, ScoreOptions(causal, scale=scale))
 
 
 def reference(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float | None = None) -> tuple[Tensor, Tensor]:
@@ -53,7 +53,7 @@ def reference(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float | None
 
 
 def tolerance(expected: Tensor, plain: Tensor) -> float:
-    """The room's rule: what plain PyTorch itself achieves in its dtype."""
+    """The operation's rule: what plain PyTorch itself achieves in its dtype."""
     rule = Rule(plain.dtype)
     rule.add(expected, plain)
     return rule.tolerance

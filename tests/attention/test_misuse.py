@@ -28,6 +28,7 @@ from flashmoe.errors import (
     FlashmoeError,
     ShapeError,
 )
+from flashmoe.variables import CPU_ISAS
 
 from .reference import DTYPES, Problem, check_attention, make_inputs
 
@@ -358,12 +359,18 @@ ASK_FOR_THE_ISA = "from flashmoe import _extension\nprint(_extension.cpu_isa())\
             "FLASHMOE_CPU_ISA",
             "nonsense",
             USE_THE_CPU,
-            f"ArgumentError: FLASHMOE_CPU_ISA.*'nonsense'.*supported here: {_extension.CPU_ISAS[0]}",
+            f"ArgumentError: FLASHMOE_CPU_ISA.*'nonsense'.*supported here: {CPU_ISAS[0]}",
         ),
         ("FLASHMOE_CPU_ISA", "nonsense", ASK_FOR_THE_ISA, "ArgumentError: FLASHMOE_CPU_ISA is 'nonsense'.*unset it"),
         ("FLASHMOE_CPU_ISA", "", USE_THE_CPU, "ran"),
-        ("FLASHMOE_CPU_ISA", _extension.CPU_ISAS[0], ASK_FOR_THE_ISA, _extension.CPU_ISAS[0]),
-        ("FLASHMOE_KERNEL", "nonsense", USE_THE_CPU, "ran"),  # it speaks of GPU kernels
+        ("FLASHMOE_CPU_ISA", CPU_ISAS[0], ASK_FOR_THE_ISA, CPU_ISAS[0]),
+        (
+            "FLASHMOE_KERNEL",
+            "sm99",
+            USE_THE_CPU,
+            "ArgumentError: FLASHMOE_KERNEL is 'sm99'; supported: sm75, sm80, sm90",
+        ),
+        ("FLASHMOE_KERNEL", "sm90", USE_THE_CPU, "ran"),  # it speaks of GPU kernels
         ("FLASHMOE_LIBRARY", "no/such/file", USE_THE_CPU, "ExtensionError: FLASHMOE_LIBRARY names 'no/such/file'"),
     ],
 )

@@ -6,6 +6,8 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from hypothesis import HealthCheck, example, given, settings
+from hypothesis import strategies as st
 from torch import Tensor
 from torch.func import functional_call, functionalize, grad, hessian, jacfwd, jacrev, jvp, linearize, vjp, vmap
 
@@ -68,17 +70,25 @@ def test_grad_and_vjp(function: Function, tensors: tuple[Tensor, Tensor, Tensor]
     assert torch.equal(pull(torch.ones((), device=tensors[0].device))[0], grad(_loss(function))(*tensors))
 
 
-@pytest.mark.parametrize("dims", [(0, None, None), (None, 2, None), (None, None, 4), (1, 0, 3), (4, 4, 4)])
+DIMS = st.tuples(*(st.one_of(st.none(), st.integers(0, 4)) for _ in range(3))).filter(lambda dims: set(dims) != {None})
+
+
+@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@example(dims=(1, 0, 3), count=2, batch=2)
+@example(dims=(4, None, None), count=2, batch=2)
+@given(dims=DIMS, count=st.integers(1, 3), batch=st.integers(1, 3))
 def test_vmap_over_any_dimension_of_any_input(
-    dims: tuple[int | None, ...], function: Function, tensors: tuple[Tensor, Tensor, Tensor]
+    dims: tuple[int | None, ...], count: int, batch: int, function: Function, device: str
 ) -> None:
+    """Among them a batch as large as the mapped dimension, which is not the first one."""
+    tensors = make_inputs(Problem(5, 7, 16, 4, 4, batch=batch), device, torch.float16)
     stacked = [
-        tensor if dim is None else torch.stack([tensor, 2 * tensor, -tensor], dim)
+        tensor if dim is None else torch.stack([(i + 1) * tensor for i in range(count)], dim)
         for tensor, dim in zip(tensors, dims, strict=True)
     ]
     singles = [
         function(*(t if dim is None else t.select(dim, i).contiguous() for t, dim in zip(stacked, dims, strict=True)))
-        for i in range(3)
+        for i in range(count)
     ]
     torch.testing.assert_close(vmap(function, dims)(*stacked), torch.stack(singles))
 

@@ -276,10 +276,11 @@ def test_wrong_arguments(name: str, device: str) -> None:
     assert str(described.value) == str(called) == str(explain_varlen(raised.value, Varlen(**arguments)))
 
 
-# What only the numbers tell: on a GPU with FLASHMOE_CHECK_LENGTHS=1.
+# What only the numbers tell: on a GPU with FLASHMOE_CHECK_VALUES=1.
 NUMBERS: dict[str, tuple[Callable[[str], dict[str, Any]], Callable[[str], dict[str, Any]], str]] = {
     "decreasing": (_ragged, lambda device: {"cu_seqlens_q": _ints(device, 0, 6, 5, 14)}, "from 6 to 5 at sequence 1"),
-    "negative": (_ragged, lambda device: {"cu_seqlens_k": _ints(device, -1, 3, 5, 9)}, "from -1 to 3"),
+    "negative": (_ragged, lambda device: {"cu_seqlens_k": _ints(device, -1, 3, 5, 9)}, "cu_seqlens_k starts at -1"),
+    "plain lengths": (_ragged, lambda device: {"cu_seqlens_q": _ints(device, 5, 6, 8, 14)}, "starts at 5.*cumsum"),
     "past the tokens": (
         _ragged,
         lambda device: {"cu_seqlens_k": _ints(device, 0, 7, 11, 20)},
@@ -318,7 +319,7 @@ def test_wrong_numbers(name: str, device: str, monkeypatch: pytest.MonkeyPatch) 
     if device != "cpu":  # unchecked they are held to the tensors: no fault, and what comes next is right
         _operator(**arguments)
         torch.cuda.synchronize()
-    monkeypatch.setenv("FLASHMOE_CHECK_LENGTHS", "1")
+    monkeypatch.setenv("FLASHMOE_CHECK_VALUES", "1")
     with pytest.raises((FlashmoeError, RuntimeError)) as raised:
         _operator(**arguments)
     with pytest.raises(ArgumentError, match=words):
@@ -471,7 +472,7 @@ def test_no_transform_follows_an_append(device: str) -> None:
 
 
 def test_a_cache_without_room(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("FLASHMOE_CHECK_LENGTHS", "1")
+    monkeypatch.setenv("FLASHMOE_CHECK_VALUES", "1")
     cache = torch.zeros(2, 2, 9, 16, device=device).half()
     q, new = (torch.randn(2, h, 3, 16, device=device).half() for h in (4, 2))
     with pytest.raises(ArgumentError, match="sequence 1 has room for 9 keys; 7 are there and 3 are new"):
@@ -491,11 +492,11 @@ def test_a_cache_without_room(device: str, monkeypatch: pytest.MonkeyPatch) -> N
 @pytest.mark.filterwarnings("ignore:The CUDA Graph is empty:UserWarning")
 def test_lengths_are_not_checked_in_a_capture(monkeypatch: pytest.MonkeyPatch) -> None:
     """A typed error instead of an invalid capture."""
-    monkeypatch.setenv("FLASHMOE_CHECK_LENGTHS", "1")
+    monkeypatch.setenv("FLASHMOE_CHECK_VALUES", "1")
     arguments = _ragged("cuda")
     graph = torch.cuda.CUDAGraph()
     with (
-        pytest.raises((FlashmoeError, RuntimeError), match=r"flashmoe:attention\.captured_lengths"),
+        pytest.raises((FlashmoeError, RuntimeError), match=r"flashmoe:variable\.captured"),
         torch.cuda.graph(graph),
     ):
         _operator(**arguments)
@@ -505,6 +506,6 @@ def test_lengths_are_not_checked_in_a_capture(monkeypatch: pytest.MonkeyPatch) -
 def test_the_switch_has_two_values(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if device == "cpu":
         return  # lengths on the CPU are always checked
-    monkeypatch.setenv("FLASHMOE_CHECK_LENGTHS", "often")
-    with pytest.raises(RuntimeError, match=r"flashmoe:variable\.switch\|name=FLASHMOE_CHECK_LENGTHS\|found=often"):
+    monkeypatch.setenv("FLASHMOE_CHECK_VALUES", "often")
+    with pytest.raises(RuntimeError, match=r"flashmoe:variable\.switch\|name=FLASHMOE_CHECK_VALUES\|found=often"):
         _operator(**_ragged(device))

@@ -15,6 +15,7 @@ from torch import Tensor
 import flashmoe
 from flashmoe import _extension
 from flashmoe.errors import ArgumentError, DifferentiationError
+from flashmoe.variables import CPU_ISAS
 
 from .gradients import make_leaves
 from .reference import DTYPES
@@ -44,7 +45,7 @@ def test_ragged(band: Band, with_sinks: bool, device: str) -> None:
     _check_ragged(band, device, DTYPES[device][int(with_sinks) :: 2], with_sinks=with_sinks)
 
 
-@pytest.mark.parametrize("isa", [isa for isa in _extension.CPU_ISAS if isa != "amx"])
+@pytest.mark.parametrize("isa", [isa for isa in CPU_ISAS if isa != "amx"])
 def test_instruction_sets(isa: str) -> None:
     """The CPU's kernels in every version that this machine has, forward and backward."""
     before = _extension.cpu_isa()
@@ -178,11 +179,13 @@ def test_what_has_no_gradient(device: str) -> None:
         flashmoe.attention(q, q, q, attn_mask=mask)
     table = torch.zeros(1, 1, dtype=torch.int32, device=device)
     used = torch.tensor([5], dtype=torch.int32, device=device)
-    with pytest.raises(DifferentiationError, match=r"under torch\.no_grad"):
-        flashmoe.attention_with_kvcache(q, q, q, cache_seqlens=used)
+    plain, sinks = q.detach(), torch.zeros(2, device=device)
+    for wanted in range(6):  # of any one of them alone
+        leaves = [t.detach().requires_grad_(number == wanted) for number, t in enumerate([*(plain,) * 5, sinks])]
+        with pytest.raises(DifferentiationError, match=r"under torch\.no_grad"):
+            flashmoe.attention_with_kvcache(*leaves[:5], cache_seqlens=used, sinks=leaves[5])
     tokens, pages = q[0].transpose(0, 1), q.transpose(1, 2)
     cu_seqlens = torch.tensor([0, 5], dtype=torch.int32, device=device)
-    plain = q.detach()
     with torch.autograd.forward_ad.dual_level():
         new = torch.autograd.forward_ad.make_dual(plain, plain)  # whose tangents the cache would lose
         with pytest.raises(DifferentiationError, match=r"under torch\.no_grad"):

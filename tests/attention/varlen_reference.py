@@ -1,4 +1,4 @@
-"""Ragged and paged problems with windows, softcaps and sinks, held against the room's definition, sequence by sequence."""
+"""Ragged and paged problems with windows, softcaps and sinks, held against the operation's definition, sequence by sequence."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Band(ScoreOptions):
 def by_definition(
     q: Tensor, k: Tensor, v: Tensor, band: Band, sinks: Tensor | None = None, mask: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """(out, lse) of [..., Hq, Sq, D]: the room's definition, in the dtype of q."""
+    """(out, lse) of [..., Hq, Sq, D]: the operation's definition, in the dtype of q."""
     return attend(q, k, v, band, sinks=sinks, mask=mask)
 
 

@@ -48,6 +48,7 @@ EMBED = """
 .section .flashmoe.cubins,"a",@progbits
 .balign 64
 .incbin "cubins.bin"
+.byte 0
 .section .flashmoe.index,"a",@progbits
 .globl flashmoe_index_begin
 .hidden flashmoe_index_begin
@@ -311,6 +312,7 @@ def edited_record(text: str) -> str:
     )
 
 
+BESIDE = "-Wl,-rpath,$ORIGIN"  # without which the loader does not search the folder of the file
 PACKAGE = {
     "flashmoe/__init__.py": "from flashmoe import _extension\n",
     "flashmoe/_extension.py": "import torch\nfrom pathlib import Path\ntorch.ops.load_library(str(Path(__file__).parent / 'libflashmoe.so'))\n",

@@ -292,3 +292,10 @@ def test_cpu_only_build_is_a_warning(lab: Lab) -> None:
     report = lab.judge([], targets=[])
     assert report.verdict is Verdict.WARN
     assert any("CPU-only" in c.found for c in report.checks)
+
+
+def test_no_target_beside_binaries_is_no_cpu_only_build(lab: Lab) -> None:
+    """What the record states decides nothing that the file itself says."""
+    report = lab.judge(lab.rows, targets=[])
+    assert named(report, "provenance: targets").found.startswith("none stated")
+    assert not [check for check in report.checks if "CPU-only" in check.found]

@@ -23,6 +23,19 @@ def test_glibc_above_the_floor(workshop: Workshop, rows: tuple[Row, ...], tables
     assert check.expected == "at most GLIBC_2.28 (manylinux_2_28)"
 
 
+def test_packed_relocations_need_a_loader_above_the_floor(
+    workshop: Workshop, rows: tuple[Row, ...], tables: Tables
+) -> None:
+    """GLIBC_ABI_DT_RELR has no number to compare; a loader below glibc 2.36 does not know it and refuses the file. Without the
+    version it would load the file and leave the pointers as they are."""
+    host = HOST + "static int value; int* pointers[4] = {&value, &value, &value, &value};\n"
+    packed = ["-Wl,-z,pack-relative-relocs"]
+    assert only_failure(audit(workshop.library(rows, host=host, link=packed), tables=tables), "version floor: DT_RELR")
+    host += 'extern "C" int puts(const char*); extern "C" int use() { return puts("x"); } int used = use();\n'
+    report = audit(workshop.library(rows, host=host, link=packed), tables=tables)
+    assert only_failure(report, "version floor: GLIBC_ABI_DT_RELR").expected == "at most GLIBC_2.28 (manylinux_2_28)"
+
+
 def test_library_outside_the_allow_list(workshop: Workshop, rows: tuple[Row, ...], tables: Tables) -> None:
     stub = workshop.fresh("stub")
     (stub / "cudart.cpp").write_text('extern "C" int cudaMalloc(void**, unsigned long) { return 0; }')

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from audit_builders import SITE, Row, Workshop, audit, failures, package_files, torch_library_folder
+from audit_builders import BESIDE, SITE, Row, Workshop, audit, failures, package_files, torch_library_folder
 
 from flashmoe_tools.report import Verdict
 from flashmoe_tools.tables import Tables
@@ -80,9 +80,11 @@ def test_symbol_of_an_indirectly_needed_library_is_found(workshop: Workshop) -> 
         {"leaf.cpp": 'extern "C" int leaf() { return 1; }'}, link=["-Wl,-soname,libleaf.so"], name="libleaf.so"
     )
     middle_source = {"middle.cpp": 'extern "C" int leaf(); extern "C" int middle() { return leaf(); }'}
-    middle = workshop.extension(middle_source, link=["-Wl,-soname,libmiddle.so", str(leaf)], name="libmiddle.so")
+    middle = workshop.extension(
+        middle_source, link=["-Wl,-soname,libmiddle.so", str(leaf), BESIDE], name="libmiddle.so"
+    )
     source = 'extern "C" int leaf(); extern "C" int middle(); extern "C" int PyInit__C() { return leaf() + middle(); }'
-    path = workshop.extension({"bind.cpp": source}, link=[str(middle), "-Wl,--allow-shlib-undefined"])
+    path = workshop.extension({"bind.cpp": source}, link=[str(middle), BESIDE, "-Wl,--allow-shlib-undefined"])
     for library in (leaf, middle):
         (path.parent / library.name).write_bytes(library.read_bytes())
     assert audit(path).verdict is Verdict.PASS

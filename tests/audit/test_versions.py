@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from audit_builders import HOST, Row, Workshop, audit, failures, named, only_failure, run
+from audit_builders import BESIDE, HOST, Row, Workshop, audit, failures, named, only_failure, run
 
 from flashmoe_tools.audit import resolve
 from flashmoe_tools.audit.lookup import is_known_version
@@ -33,7 +33,7 @@ def beside(extension: Path, library: Path) -> Path:
 
 def test_a_versioned_symbol_is_looked_up(workshop: Workshop) -> None:
     full = versioned(workshop, FOO, "FOO_1 { global: foo; bar; local: *; };")
-    path = beside(workshop.extension({"bind.cpp": CALL}, link=[str(full)]), full)
+    path = beside(workshop.extension({"bind.cpp": CALL}, link=[str(full), BESIDE]), full)
     assert audit(path).verdict is Verdict.PASS
     for source, script, cause in (
         (FOO, "FOO_1 { global: foo; local: *; };", "has FOO_1 but no `bar` in it"),
@@ -48,7 +48,7 @@ def test_a_versioned_symbol_is_looked_up(workshop: Workshop) -> None:
 def test_a_library_without_versions_satisfies_any(workshop: Workshop) -> None:
     """As the loader has it: it warns and binds."""
     full = versioned(workshop, FOO, "FOO_1 { global: foo; bar; local: *; };")
-    path = workshop.extension({"bind.cpp": CALL}, link=[str(full)])
+    path = workshop.extension({"bind.cpp": CALL}, link=[str(full), BESIDE])
     beside(path, workshop.extension({"foo.cpp": FOO}, link=["-Wl,-soname,libfoo.so.1"], name="libfoo.so.1"))
     assert not failures(audit(path))
 
@@ -66,7 +66,7 @@ def test_a_version_of_the_platform_that_never_existed(
 
 def test_a_version_newer_than_this_machine_is_only_held_to_the_floor(workshop: Workshop) -> None:
     stub = versioned(workshop, FOO, "GLIBC_2.999 { global: foo; bar; local: *; };", "libc.so.6")
-    report = audit(workshop.extension({"bind.cpp": CALL}, link=[str(stub)]))
+    report = audit(workshop.extension({"bind.cpp": CALL}, link=[str(stub), BESIDE]))
     assert [check.name for check in failures(report)] == ["version floor: GLIBC_2.999"]
     found = {check.name: check.found for check in report.checks}
     assert (
@@ -93,10 +93,10 @@ def test_a_needed_library_that_is_nowhere(workshop: Workshop) -> None:
     )
     middle = workshop.extension(
         {"m.cpp": 'extern "C" int leaf(); extern "C" int bar() { return leaf(); }'},
-        link=["-Wl,-soname,libmiddle.so", str(leaf)],
+        link=["-Wl,-soname,libmiddle.so", str(leaf), BESIDE],
         name="libmiddle.so",
     )
-    path = workshop.extension({"bind.cpp": CALL}, link=[str(middle), "-Wl,--allow-shlib-undefined"])
+    path = workshop.extension({"bind.cpp": CALL}, link=[str(middle), BESIDE, "-Wl,--allow-shlib-undefined"])
     report = audit(path)
     assert "libmiddle.so, needed by _C.so, is nowhere" in named(report, "needed libraries: libmiddle.so").found
     assert "not on this machine: libmiddle.so" in named(report, "undefined symbols").why
@@ -112,7 +112,7 @@ def test_a_library_where_only_the_loader_looks(
 ) -> None:
     """In a folder of /etc/ld.so.conf, as a CUDA toolkit is, or of LD_LIBRARY_PATH."""
     library = workshop.extension({"foo.cpp": FOO}, link=["-Wl,-soname,libfar.so.1"], name="libfar.so.1")
-    path = workshop.extension({"bind.cpp": CALL}, link=[str(library)])
+    path = workshop.extension({"bind.cpp": CALL}, link=[str(library), BESIDE])
     assert named(audit(path), "needed libraries: libfar.so.1")
     monkeypatch.setenv("LD_LIBRARY_PATH", str(library.parent))
     assert audit(path).verdict is Verdict.PASS
@@ -132,7 +132,7 @@ def test_the_library_of_python_itself_is_loaded_already(workshop: Workshop, monk
     """Some extensions name it, and it lies in no folder that the system's loader searches."""
     name = "libpython3.99.so.1.0"
     python = workshop.extension({"p.cpp": FOO}, link=[f"-Wl,-soname,{name}"], name=name)
-    path = workshop.extension({"bind.cpp": CALL}, link=[str(python)])
+    path = workshop.extension({"bind.cpp": CALL}, link=[str(python), BESIDE])
     assert named(audit(path), f"needed libraries: {name}")
     monkeypatch.setattr(resolve, "python_folder", lambda: python.parent)
     assert audit(path).verdict is Verdict.PASS
@@ -141,7 +141,7 @@ def test_the_library_of_python_itself_is_loaded_already(workshop: Workshop, monk
 def test_a_32_bit_library_beside_the_file_is_passed_over(workshop: Workshop) -> None:
     """As the loader does; a file that is no ELF at all stops it."""
     full = versioned(workshop, FOO, "FOO_1 { global: foo; bar; local: *; };")
-    path = beside(workshop.extension({"bind.cpp": CALL}, link=[str(full)]), full)
+    path = beside(workshop.extension({"bind.cpp": CALL}, link=[str(full), BESIDE]), full)
     content = bytearray(full.read_bytes())
     content[4], content[18] = 1, 3  # ELFCLASS32, EM_386
     (path.parent / "libfoo.so.1").write_bytes(bytes(content))

@@ -165,6 +165,16 @@ def test_member_outside_the_record(workshop: Workshop, sound: Path, tables: Tabl
     assert "flashmoe/_extension.py (not in RECORD)" in named(audit(path, tables=tables), "wheel record").found
 
 
+def test_a_line_without_a_member_and_a_wrong_size(workshop: Workshop, sound: Path, tables: Tables) -> None:
+    def edit(text: str) -> str:
+        first, rest = text.split("\n", 1)
+        return f"{first.rsplit(',', 1)[0]},7\nflashmoe/lost.py,sha256=x,1\n{rest}"
+
+    found = named(audit(workshop.wheel(package_files(sound), record=edit), tables=tables), "wheel record").found
+    size = len(PACKAGE["flashmoe/__init__.py"])
+    assert found == f"differs: flashmoe/__init__.py (7 bytes stated, {size} held), flashmoe/lost.py (missing)"
+
+
 @pytest.mark.parametrize(
     ("line", "told"),
     [
@@ -207,10 +217,23 @@ def test_private_names_of_a_package_are_no_extensions(workshop: Workshop) -> Non
         "flash_science/__init__.py": "from . import _C\n",
         "flash_science/io/__init__.py": "from ._video import (\n    read,\n    _probe,\n)\n_cache: dict = {}\n",
         "flash_science/io/_video.py": "def read(): ...\ndef _probe(): ...\n",
-        "flash_science/use.py": "from .io import _probe, _cache\nfrom flash_science.io import _probe as p\n",
+        "flash_science/use.py": "import _thread\nfrom sys import _getframe\nfrom .io import _probe, _cache\nfrom flash_science.io import _probe as p\n",
         "flash_science/_C.so": library.read_bytes(),
     }
     assert not [c for c in failures(audit(workshop.wheel(files, name=LOCAL))) if "loads" in c.name]
+
+
+@pytest.mark.parametrize(("requirement", "is_wrong"), [("cffi>=1.0", False), ("numpy", True)])
+def test_a_private_module_of_a_required_distribution(workshop: Workshop, requirement: str, is_wrong: bool) -> None:
+    """As soundfile imports cffi's _cffi_backend, with a library of its own that it opens by a name put together at run time."""
+    files: dict[str, bytes | str] = {
+        "flash_science/__init__.py": "import _cffi_backend\n",
+        "flash_science/libdata_x.so": workshop.extension({"d.cpp": "int x;"}).read_bytes(),
+        "flash_science-1.0.dist-info/METADATA": f"Name: flash_science\nVersion: 1.0\nRequires-Dist: {requirement}\n",
+        "flash_science-1.0.dist-info/WHEEL": "Wheel-Version: 1.0\nRoot-Is-Purelib: false\nTag: cp311-cp311-linux_x86_64\n",
+    }
+    found = [check.name for check in failures(audit(workshop.wheel_of(files, LOCAL))) if "_cffi_backend" in check.name]
+    assert bool(found) is is_wrong
 
 
 def test_carried_libraries_are_used_but_not_judged(workshop: Workshop) -> None:

@@ -14,7 +14,7 @@ from flashmoe.errors import ExitCode, ReportError
 from flashmoe_tools.bench.compare import compare_files, compare_markdown, compare_reports, decide_change, read_bench
 from flashmoe_tools.bench.markdown import bench_markdown
 from flashmoe_tools.bench.page import render_page
-from flashmoe_tools.bench.ratchet import Mark, architecture, check_ratchet, evaluate, read_marks, write_marks
+from flashmoe_tools.bench.ratchet import Mark, check_ratchet, device_name, evaluate, read_marks, write_marks
 from flashmoe_tools.bench.statistics import Interval
 from flashmoe_tools.bench.summaries import expand, summarise_bench
 from flashmoe_tools.bench.thresholds import load_thresholds
@@ -52,6 +52,23 @@ def test_a_slower_kernel_fails_only_when_asked_to() -> None:
     assert compare_reports(b, a, "slower").exit_code is ExitCode.OK
     assert "FASTER" in verdicts(compare_reports(b, a))
     assert compare_reports(b, a, "not-same").exit_code is ExitCode.FAILED
+
+
+def test_times_of_another_mode_are_not_compared() -> None:
+    report = compare_reports(
+        synthetic_report(speeds=SPEEDS, timing="events"), synthetic_report(speeds=SPEEDS, timing="graph")
+    )
+    assert report.data["changes"] == []
+    assert [check.verdict for check in report.checks] == [Verdict.SKIP]
+
+
+def test_ratios_to_two_baselines_are_not_compared() -> None:
+    """Each ratio is to what its own run called the baseline; of different ones the raw times are left."""
+    a, b = synthetic_report(speeds=SPEEDS, seed=1), synthetic_report(speeds=SPEEDS, seed=2)
+    b.data["baseline"] = "flashmoe"
+    changes = compare_reports(a, b).data["changes"]
+    assert changes
+    assert {row["against"] for row in changes} == {""}
 
 
 def test_without_a_common_baseline_raw_times_meet_a_wider_margin() -> None:
@@ -175,23 +192,27 @@ def test_a_busy_machine_neither_breaks_nor_raises_a_mark() -> None:
 
 def test_the_ratchet_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     report = synthetic_report(speeds=SPEEDS)
-    path = tmp_path / "sm90.toml"
-    assert architecture(report) == "sm90"
-    assert check_ratchet(path, report) == ExitCode.NOTHING_CHECKED  # no marks yet: proposals, and no pass
-    (tmp_path / "sm90.proposed.toml").rename(path)
-    assert check_ratchet(path, report) == ExitCode.OK
+    path = tmp_path / "ratchet-invented-gpu.toml"
+    assert device_name(report) == "Invented GPU"
+    assert check_ratchet(tmp_path, report) == ExitCode.NOTHING_CHECKED  # no marks yet: proposals, and no pass
+    (tmp_path / "ratchet-invented-gpu.proposed.toml").rename(path)
+    assert check_ratchet(tmp_path, report) == ExitCode.OK
     slower = synthetic_report(speeds={**SPEEDS, "flashmoe": 0.7})
     assert check_ratchet(path, slower) == ExitCode.FAILED
     assert "slower than the mark" not in capsys.readouterr().err
     name, marks = read_marks(path)
-    assert (name, len(marks)) == ("sm90", 36)
+    assert (name, len(marks)) == ("Invented GPU", 36)
     write_marks(tmp_path / "copy.toml", name, marks)
     assert read_marks(tmp_path / "copy.toml") == (name, marks)
     write_report(tmp_path / "old.json", report)
     assert main(["bench", "--render", str(tmp_path / "old.json"), "--ratchet", str(path)]) == ExitCode.OK
-    with pytest.raises(ReportError, match="belongs to sm90, this run was on cpu"):
-        check_ratchet(path, replace(report, environment={}))
-    path.write_text("schema = 1\narchitecture = 'sm90'\n[[mark]]\nkase = 1\n")
+    other = replace(slower, environment={"gpu": {"name": "Invented GPU 2", "capability": "9.0"}})
+    with pytest.raises(ReportError, match="belongs to Invented GPU, this run was on Invented GPU 2"):
+        check_ratchet(path, other)
+    assert (
+        check_ratchet(tmp_path, other) == ExitCode.NOTHING_CHECKED
+    )  # of the same architecture, and without marks of its own
+    path.write_text("schema = 1\ngpu = 'Invented GPU'\n[[mark]]\nkase = 1\n")
     with pytest.raises(ReportError, match="no ratchet file"):
         read_marks(path)
 

@@ -168,7 +168,12 @@ def test_flash_attention_3_is_told_where_keys_lie(problem: ServingProblem, monke
     def ragged(*tensors: object, **named: object) -> tuple[object, None]:
         return paged(*tensors, **named), None
 
-    package = SimpleNamespace(flash_attn_with_kvcache=paged, flash_attn_varlen_func=ragged)
+    def plan(*sizes: object, **named: object) -> str:
+        assert sizes[0] == problem.batch
+        assert named["page_size"] == problem.page_size
+        return "a plan"
+
+    package = SimpleNamespace(flash_attn_with_kvcache=paged, flash_attn_varlen_func=ragged, get_scheduler_metadata=plan)
     monkeypatch.setitem(sys.modules, "flash_attn_interface", package)
     peer = default_registry("serving")["flash-attn-3"]
     assert peer.available("cuda") == ""
@@ -179,6 +184,8 @@ def test_flash_attention_3_is_told_where_keys_lie(problem: ServingProblem, monke
     assert seen.get("window_size") == ((problem.window - 1, 0) if problem.window else None)
     assert seen.get("softcap", 0) == problem.softcap
     assert ("s_aux" in seen) == problem.sinks
+    is_decode = bool(problem.page_size) and len(set(problem.lengths_q)) == 1
+    assert seen.get("scheduler_metadata") == ("a plan" if is_decode else None)  # made once, outside of the call
 
 
 def test_the_grid_is_bounded_by_memory() -> None:

@@ -70,7 +70,7 @@ def test_case_costs() -> None:
         ({**GOOD, "operation": "mixture"}, ("operation is 'mixture'", "one of attention")),
         ({**GOOD, "repeat": 3}, ("repeat is 3", "repeats")),
         ({**GOOD, "cases": []}, ("at least one table of cases",)),
-        ({**GOOD, "timing": "stopwatch"}, ("'stopwatch'", "events, graph, wall")),
+        ({**GOOD, "timing": "stopwatch"}, ("'stopwatch'", "events, graph, sustained, wall")),
         ({**GOOD, "devices": ["tpu"]}, ("'tpu'", "cpu, cuda")),
         ({**GOOD, "repeats": 0}, ("repeats is 0", "at least 1")),
         ({**GOOD, "repeats": True}, ("repeats is True",)),

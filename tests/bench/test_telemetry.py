@@ -5,11 +5,16 @@
 from __future__ import annotations
 
 import sys
-from types import ModuleType
+import time
+from types import ModuleType, SimpleNamespace
 
 import pytest
 
-from flashmoe_tools.bench.telemetry import Reading, Telemetry, cpu_busy, summarise, throttle_words
+from flashmoe_tools.bench.markdown import load_text
+from flashmoe_tools.bench.record import cell_record
+from flashmoe_tools.bench.runner import Cell, Timing
+from flashmoe_tools.bench.telemetry import Load, Reading, Telemetry, cpu_busy, summarise, throttle_words
+from flashmoe_tools.operations.attention.problem import AttentionProblem
 
 
 class FakeNvml(ModuleType):
@@ -45,6 +50,12 @@ class FakeNvml(ModuleType):
 
     def nvmlDeviceGetPowerUsage(self, handle: int) -> int:
         return 350_500
+
+    NVML_FI_DEV_POWER_INSTANT = 186
+
+    def nvmlDeviceGetFieldValues(self, handle: int, fields: list[int]) -> list[SimpleNamespace]:
+        assert fields == [186]
+        return [SimpleNamespace(value=SimpleNamespace(uiVal=650_000))]
 
     def nvmlDeviceGetTemperature(self, handle: int, kind: int) -> int:
         return 61
@@ -113,3 +124,18 @@ def test_a_cell_keeps_the_extremes_and_the_share_of_throttled_readings() -> None
     assert found["readings"] == 2
     assert summarise([]) is None
     assert throttle_words(0x1 | 0x2) == ()  # idle and application clocks are no throttling
+
+
+def test_clock_and_power_are_followed_while_calls_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "pynvml", FakeNvml())
+    with Telemetry.of_gpu("GPU-bbbb", 0).watch() as watch:
+        time.sleep(0.1)
+    assert watch.load.sm_clock == 2001
+    assert watch.load.power == 650
+    with Telemetry("no GPU").watch() as watch:
+        time.sleep(0.03)
+    assert watch.load == Load()
+    cell = Cell(AttentionProblem.smallest(), timings={"flashmoe": Timing([[1000]], load=[Load(1500.0, 600.0)])})
+    record = cell_record(cell, {"flashmoe"}, "", None)
+    assert load_text(record, "flashmoe") == " 1500 MHz 600 W"
+    assert load_text(record, "another") == ""

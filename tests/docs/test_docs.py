@@ -62,9 +62,9 @@ def test_the_newest_report_of_a_name_counts(tmp_path: Path) -> None:
         path.parent.mkdir(parents=True)
         report = {"data": data, "environment": {"commit": "0123456789"}, "started": f"{day}T00:00:00"}
         path.write_text(json.dumps(report), encoding="utf-8")
-    cells = speed.row_cells(tmp_path, speed.Line("x", "x"), ["sdpa-flash", "sdpa-cudnn"], tmp_path)
+    cells = speed.row_cells(tmp_path, speed.Line("x", "x"), ["sdpa-flash", "sdpa-cudnn"], tmp_path, "h100")
     link = "[2026-01-02](docs/results/2026-01-02-h100/bench/x.json), 0123456"
-    assert cells == ("x", "3 of 4", "1.50, worst 1.25", "", link)
+    assert cells == ("x", "H100", "3 of 4", "1.50, worst 1.25", "", link)
     with pytest.raises(ReportError, match=r"no x\.json .* has flashmoe-sm80"):
         speed.aggregates(tmp_path, "x", "flashmoe-sm80")
 

@@ -97,16 +97,17 @@ def test_rules_make_what_they_say() -> None:
     )  # loops over registers keep their end
 
 
-def test_generated_names_are_unique_and_every_one_applies() -> None:
+def test_generated_names_are_unique_and_every_one_applies(monkeypatch: pytest.MonkeyPatch) -> None:
     every, chosen = generate.generated(every=True), generate.generated()
     names = {mutant.name for mutant in every}
     assert len(names) == len(every)
     assert {mutant.name for mutant in chosen} <= names
     assert 600 <= len(chosen) <= 2000
-    assert {mutant.file for mutant in chosen} == {mutant.file for mutant in every}
     for mutant in chosen:
         assert patched(mutant)
         assert mutant.kernels
+    monkeypatch.setattr(generate, "equivalents", tuple)  # of a short file all that are chosen may be equivalent
+    assert {mutant.file for mutant in generate.generated.__wrapped__()} >= {mutant.file for mutant in every}
 
 
 def test_equivalent_ones_exist_and_have_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 
 import pytest
@@ -14,6 +16,7 @@ pytestmark = pytest.mark.slow
 
 FOLDER = Path(__file__).resolve().parents[2] / "examples"
 EXAMPLES = sorted(FOLDER.glob("*.py"))
+NOTEBOOKS = sorted((FOLDER / "notebooks").glob("*.ipynb"))
 
 
 @pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.stem)
@@ -28,8 +31,26 @@ def test_it_runs(example: Path, tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
 
 
+@pytest.mark.parametrize("notebook", NOTEBOOKS, ids=lambda path: path.stem)
+def test_a_notebook_runs_from_its_first_cell_to_its_last(notebook: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its cells hold no output: what is shown is what ran."""
+    monkeypatch.setenv("MPLBACKEND", "agg")
+    cells = json.loads(notebook.read_text(encoding="utf-8"))["cells"]
+    code = [cell for cell in cells if cell["cell_type"] == "code"]
+    assert len(code) >= 4
+    assert not any(cell["outputs"] or cell["execution_count"] for cell in code)
+    names: dict[str, object] = {"__name__": "__main__"}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # matplotlib's, of a figure that nobody sees
+        for number, cell in enumerate(code):
+            exec(compile("".join(cell["source"]), f"{notebook.name}, cell {number}", "exec"), names)
+
+
 def test_each_is_in_the_list_and_short() -> None:
     listed = (FOLDER / "README.md").read_text(encoding="utf-8")
+    assert NOTEBOOKS
+    for notebook in NOTEBOOKS:
+        assert f"[{notebook.name}](notebooks/{notebook.name})" in listed
     for example in EXAMPLES:
         assert f"[{example.name}]({example.name})" in listed
         assert len(example.read_text(encoding="utf-8").splitlines()) <= 90, example.name

@@ -10,15 +10,19 @@ import atexit
 import base64
 import hashlib
 import io
+import posixpath
 import shutil
 import struct
 import subprocess
+import sys
 import tempfile
 import zipfile
-from collections.abc import Callable, Mapping
+import zlib
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
+from importlib.metadata import EntryPoints
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +38,7 @@ from flashmoe_tools.audit.ptx import read_ptx
 from flashmoe_tools.audit.wheels import read_provenance
 from flashmoe_tools.report import Verdict, read_report
 from flashmoe_tools.tables import load_tables, table_directory
+from flashmoe_tools.verify.metadata import entry_points_text
 
 LIBRARY = """
 #include <stdio.h>
@@ -163,11 +168,17 @@ def _members() -> dict[str, bytes]:
         f"{info}/WHEEL": b"Wheel-Version: 1.0\nRoot-Is-Purelib: false\nTag: cp311-cp311-linux_x86_64\n",
         f"{info}/METADATA": b"Metadata-Version: 2.1\nName: science\nVersion: 1.0\n",
     }
+    return _recorded(members)
+
+
+def _recorded(members: Mapping[str, bytes]) -> dict[str, bytes]:
+    """The members and a right RECORD of them."""
+    record = "science-1.0.dist-info/RECORD"
     digests = {
         n: base64.urlsafe_b64encode(hashlib.sha256(c).digest()).rstrip(b"=").decode() for n, c in members.items()
     }
     lines = [f"{name},sha256={digest},{len(members[name])}" for name, digest in digests.items()]
-    return {**members, f"{info}/RECORD": "\n".join([*lines, f"{info}/RECORD,,", ""]).encode()}
+    return {**members, record: "\n".join([*lines, f"{record},,", ""]).encode()}
 
 
 def _packed(members: Mapping[str, bytes]) -> bytes:
@@ -207,6 +218,130 @@ def check_metadata(value: list[str]) -> None:
         return
     lines = {line.decode().rsplit(",", 1)[0] for line in _members()[member].splitlines()}
     assert verdict is Verdict.FAIL or all(line in text for line in lines), "a wheel with another RECORD passes"
+
+
+def check_layout(edits: list[list[Any]]) -> None:
+    """Bytes put into the archive, with or without the offsets behind them corrected: what passes reads the same from both ends."""
+    content = _packed(_members())
+    for at, more, is_moved in edits:
+        data, start = bytes.fromhex(more), int(struct.unpack_from("<L", content, len(content) - 6)[0])
+        at %= len(content) + 1
+        content = content[:at] + data + content[at:]
+        if is_moved and at <= start <= len(content) - 22:
+            content = _moved(content, start, len(data), at)
+    if _verdict(content) is Verdict.FAIL:
+        return
+    with zipfile.ZipFile(io.BytesIO(content)) as archive:
+        held = [(m.orig_filename.encode(), archive.read(m)) for m in archive.infolist()]
+    assert list(_walk(content)) == held, "a reader of local headers sees another wheel"
+
+
+def _moved(content: bytes, start: int, by: int, at: int) -> bytes:
+    """The archive with the offsets of its central directory, once at ``start``, ``by`` bytes further on, right again."""
+    tail = bytearray(content[start + by :])
+    struct.pack_into("<L", tail, len(tail) - 6, start + by)
+    place = tail.find(b"PK\1\2")
+    while 0 <= place <= len(tail) - 46:
+        offset = struct.unpack_from("<L", tail, place + 42)[0]
+        struct.pack_into("<L", tail, place + 42, (offset + by * (offset >= at)) % (1 << 32))
+        place = tail.find(b"PK\1\2", place + 4)
+    return content[: start + by] + bytes(tail)
+
+
+def _walk(content: bytes) -> Iterator[tuple[bytes, bytes]]:
+    """Names and contents as a reader finds them that begins at the first byte and never looks at the central directory."""
+    at = 0
+    while content.startswith(b"PK\3\4", at):
+        method, packed = struct.unpack_from("<H", content, at + 8)[0], struct.unpack_from("<L", content, at + 18)[0]
+        name, extra = struct.unpack_from("<2H", content, at + 26)
+        begin = at + 30 + name + extra
+        data = content[begin : begin + packed]
+        yield content[at + 30 : at + 30 + name], zlib.decompress(data, -15) if method else data
+        at = begin + packed
+
+
+def check_members(names: list[str]) -> None:
+    """Further members under right lines of RECORD: in a wheel that passes, no two land on one file."""
+    members = {name: content for name, content in _members().items() if not name.endswith("/RECORD")}
+    content = _packed(_recorded({**members, **dict.fromkeys(names, b"1 / 0\n")}))
+    if _verdict(content) is Verdict.FAIL:
+        return
+    with zipfile.ZipFile(io.BytesIO(content)) as archive:
+        places = [posixpath.normpath(f"/site/{_scheme(name)}") for name in archive.namelist()]
+    assert len(set(places)) == len(places), "two members land on one file"
+    assert all(place.startswith("/site/") for place in places), "a member lands outside"
+
+
+def _scheme(name: str) -> str:
+    """As installers spread a .data folder: purelib and platlib are site-packages."""
+    first, _, rest = posixpath.normpath(name).partition("/")
+    scheme, _, place = rest.partition("/")
+    return place if first.endswith(".data") and scheme in ("purelib", "platlib") else name
+
+
+_WORDS = st.lists(
+    st.sampled_from(["science", "science-1.0.data", "purelib", "platlib", "scripts", "__init__.py", "_C.so", "x.py", ".", "..", "", "a b"]),
+    min_size=1, max_size=4,
+).map("/".join)  # fmt: skip
+
+
+def check_entry_points(groups: dict[str, dict[str, str]]) -> None:
+    """What a build writes is, to the standard library's reader, what the project asks for."""
+    project = {
+        "scripts": groups.get("console_scripts", {}),
+        "entry-points": {k: v for k, v in groups.items() if k != "console_scripts"},
+    }
+    text = entry_points_text(project)
+    read = {(point.group, point.name, point.value) for point in EntryPoints._from_text(text)}
+    assert read == {(group, name, value) for group, points in groups.items() for name, value in points.items()}
+
+
+_POINT = st.text("abc-_.", min_size=1, max_size=5).filter(lambda word: word.strip(".-_") == word)
+_POINTS = st.dictionaries(_POINT, _POINT.map(lambda word: f"{word}:main"), min_size=1, max_size=3)
+
+
+def check_loader(value: list[Any]) -> None:
+    """A needed library here or there, with one kind of run path or another: the loader takes the file where the audit passes."""
+    where, run_path, kind, further = value
+    folder = workplace() / "loader"
+    shutil.rmtree(folder, ignore_errors=True)
+    (folder / "pkg" / where).mkdir(parents=True)
+    for name, text in (
+        ("h.c", "int helper(void) { return 1; }"),
+        ("u.c", "int helper(void); int PyInit_u(void) { return helper(); }"),
+    ):
+        (folder / name).write_text(text)
+    build = ["gcc", "-shared", "-fPIC"]
+    helper = f"pkg/{where}/libfuzzhelper.so"
+    subprocess.run([*build, "-Wl,-soname,libfuzzhelper.so", "h.c", "-o", helper], cwd=folder, check=True)
+    link = [
+        f"-Wl,{kind}",
+        *([f"-Wl,-rpath,{run_path}"] if run_path else []),
+        *([f"-Wl,{further},libx.so"] if further else []),
+    ]
+    subprocess.run([*build, "u.c", helper, *link, "-o", "pkg/u.so"], cwd=folder, check=True)
+    report = audit(folder / "pkg" / "u.so", Options(foreign=True))
+    wrong = [check.name for check in report.checks if check.verdict is Verdict.FAIL]
+    command = [sys.executable, "-c", "import ctypes; ctypes.CDLL('pkg/u.so')"]
+    loads = subprocess.run(command, cwd=folder, env={}, capture_output=True, check=False).returncode == 0
+    assert bool(further) == any("loaded beside" in name for name in wrong), wrong
+    assert loads != any("needed libraries" in name for name in wrong), (loads, wrong)
+
+
+_LOADER = st.tuples(
+    st.sampled_from([".", "libs", "../pkg.libs"]),
+    st.sampled_from(["", "$ORIGIN", "$ORIGIN/libs", "${ORIGIN}/../pkg.libs", "$ORIGIN/wrong", "/nowhere:$ORIGIN/libs", "$ORIGINS"]),
+    st.sampled_from(["--enable-new-dtags", "--disable-new-dtags"]),
+    st.sampled_from(["", "", "--audit", "--depaudit"]),
+).map(list)  # fmt: skip
+
+
+_SECOND = _packed({"science/__init__.py": b"1 / 0\n"})  # of which only the local header and the content are put in
+_INSERTED = st.one_of(
+    st.binary(min_size=1, max_size=40).map(bytes.hex),
+    st.just("504b0304"),
+    st.just(_SECOND[: _SECOND.index(b"PK\1\2")].hex()),
+)
 
 
 def check_index(text: str) -> None:
@@ -274,6 +409,10 @@ TARGETS: Mapping[str, Target] = {
     "wheel": Target(
         lambda: st.lists(st.tuples(st.integers(0, 1 << 16), st.integers(0, 255)).map(list), min_size=1, max_size=3), check_wheel, 8
     ),
+    "layout": Target(lambda: st.lists(st.tuples(st.integers(0, 1 << 16), _INSERTED, st.booleans()).map(list), min_size=1, max_size=2), check_layout, 8),
+    "members": Target(lambda: st.lists(_WORDS, min_size=1, max_size=3, unique=True), check_members, 8),
+    "entry_points": Target(lambda: st.dictionaries(st.sampled_from(["console_scripts", "a.group", "b"]), _POINTS, max_size=3), check_entry_points, 40),
+    "loader": Target(lambda: _LOADER, check_loader, 3),
     "metadata": Target(_metadata, check_metadata, 8),
     "index": Target(lambda: _text_of(INDEX), check_index, 100),
     "provenance": Target(lambda: _text_of(PROVENANCE), check_provenance, 100),

@@ -37,7 +37,8 @@ extern "C" int choose(int capability, int multiprocessors, const char* forced, i
   const host::KernelRequest request{capability, multiprocessors, "a GPU", forced,
                                     is_bf16 ? host::Dtype::kBFloat16 : host::Dtype::kFloat16};
   const attention::SelectorInput input{request, is_causal ? attention::Mask::kCausal : attention::Mask::kFull, head_dim,
-                                       sizes[0], sizes[1], sizes[2], sizes[3], sizes[4]};
+                                       sizes[0], sizes[1], sizes[2], sizes[3], sizes[4], /*has_window=*/false,
+                                       sizes[5] != 0};
   try {
     const attention::Choice choice = attention::select_forward(input);
     std::snprintf(answer, length, "%s %s %d", choice.forward->symbol,
@@ -50,14 +51,15 @@ extern "C" int choose(int capability, int multiprocessors, const char* forced, i
 }
 
 // Writes "symbol target" of the kernel for ragged, paged and banded attention, or the error's text; returns 0 or 1. sizes: rows
-// and keys of the longest entry, heads, batch, rows_total.
+// and keys of the longest sequence, heads, batch, rows_total, whether the call is consistent, whether it has slopes of ALiBi.
 extern "C" int choose_varlen(int capability, const char* forced, int is_bf16, int head_dim, int page_size,
                              const long long* sizes, int has_score_functions, char* answer, int length) {
   const host::KernelRequest request{capability, 132, "a GPU", forced,
                                     is_bf16 ? host::Dtype::kBFloat16 : host::Dtype::kFloat16};
   try {
     const host::Kernel* kernel = attention::select_varlen_forward(
-        {request, head_dim, page_size, sizes[0], sizes[1], sizes[2], sizes[3], sizes[4], has_score_functions != 0});
+        {request, head_dim, page_size, sizes[0], sizes[1], sizes[2], sizes[3], sizes[4], has_score_functions != 0,
+         sizes[6] != 0, sizes[5] != 0});
     std::snprintf(answer, length, "%s %s", kernel->symbol, host::kernel_table().binaries[kernel->binary].target);
     return 0;
   } catch (const std::exception& error) {
@@ -78,12 +80,16 @@ extern "C" void choose_more(int capability, const char* forced, int is_bf16, int
     const host::Kernel& append = attention::select_append(request);
     const host::Kernel& row_dot = attention::select_row_dot(request);
     used = std::snprintf(answer, length, "%s %s %s %s", append.symbol, target(append), row_dot.symbol, target(row_dot));
-    for (const bool has_score_mod : {false, true}) {
-      const attention::BackwardKernels both = attention::select_varlen_backward(request, head_dim, has_score_mod);
+    for (const int options : {0, 1, 2}) {  // none, a softcap or mask tensor, ALiBi
+      const attention::BackwardKernels both =
+          attention::select_varlen_backward(request, head_dim, options == 1, options == 2);
       for (const host::Kernel* kernel : {both.dq, both.dkv, both.fused, both.prepare, both.convert}) {
         if (kernel == nullptr || (both.fused == nullptr && kernel != both.dq && kernel != both.dkv)) continue;
         used += std::snprintf(answer + used, length - used, " %s %s", kernel->symbol, target(*kernel));
       }
+    }
+    for (const host::Kernel* kernel : {&attention::select_e4m3(request, head_dim), &attention::select_e4m3_append(request)}) {
+      used += std::snprintf(answer + used, length - used, " %s %s", kernel->symbol, target(*kernel));
     }
   } catch (const std::exception&) {  // what there is stands in the answer
   }
@@ -107,7 +113,7 @@ extern "C" int prefers_varlen_fused(int head_dim, int is_causal, int has_score_m
   const attention::Mask mask = is_causal ? attention::Mask::kCausal : attention::Mask::kFull;
   const host::KernelRequest request{90, 132, "a GPU", nullptr, host::Dtype::kBFloat16};
   const attention::SelectorInput longest{request, mask, head_dim, 1, sizes[0], sizes[0], sizes[1], sizes[2]};
-  return attention::prefers_fused(attention::select_varlen_backward(request, head_dim, has_score_mod != 0),
+  return attention::prefers_fused(attention::select_varlen_backward(request, head_dim, has_score_mod != 0, /*has_alibi=*/false),
                                   attention::as_equal_sequences(longest, sizes[3], sizes[4], sizes[5]));
 }
 
@@ -172,8 +178,9 @@ def compile_chooser(folder: Path, targets: tuple[str, ...] | None) -> Chooser:
         bf16: bool = False,
         forced: str | None = None,
         multiprocessors: int = 132,
+        consistent: bool = False,
     ) -> Choice:
-        sizes = (ctypes.c_longlong * 5)(batch, heads, kv_heads or heads, seq_q, seq_k)
+        sizes = (ctypes.c_longlong * 6)(batch, heads, kv_heads or heads, seq_q, seq_k, consistent)
         answer = ctypes.create_string_buffer(4096)
         name = forced.encode() if forced is not None else None
         status = function(capability, multiprocessors, name, bf16, causal, head_dim, sizes, answer, len(answer))
@@ -216,11 +223,13 @@ def compile_chooser(folder: Path, targets: tuple[str, ...] | None) -> Chooser:
         has_score_functions: bool = False,
         bf16: bool = False,
         forced: str | None = None,
+        consistent: bool = False,
+        alibi: bool = False,
     ) -> tuple[str, ...]:
         """Symbol and target; empty where none serves."""
         answer = ctypes.create_string_buffer(4096)
         name = forced.encode() if forced is not None else None
-        sizes = (ctypes.c_longlong * 5)(rows, keys, heads, batch, rows_total)
+        sizes = (ctypes.c_longlong * 7)(rows, keys, heads, batch, rows_total, consistent, alibi)
         status = loaded.choose_varlen(
             capability, name, bf16, head_dim, page_size, sizes, has_score_functions, answer, len(answer)
         )

@@ -24,13 +24,16 @@ SIZES = (  # batch, heads, seq_q, seq_k
     (4, 16, 512, 8192),
     (1, 8, 4, 8192),  # few query rows, many keys: divided over several blocks
 )
-VARLEN = (
-    (4096, 0, False),
-    (4096, 0, True),
-    (4096, 3, False),
-    (64, 0, False),
-    (1, 16, True),
-)  # rows, page_size, functions
+VARLEN = (  # rows, page_size, a softcap or mask tensor, ALiBi
+    (4096, 0, False, False),
+    (4096, 0, True, False),
+    (4096, 0, False, True),
+    (4096, 3, False, False),
+    (4096, 3, False, True),
+    (64, 0, False, False),
+    (1, 16, True, False),
+    (1, 16, False, True),
+)
 
 
 def families(capability: int) -> tuple[str, ...]:
@@ -52,10 +55,11 @@ def varlen_kernels(choose: Chooser, capability: int, head_dim: int, bf16: bool, 
             rows=rows,
             page_size=page_size,
             has_score_functions=functions,
+            alibi=alibi,
             bf16=bf16,
             forced=forced,
         )
-        for rows, page_size, functions in VARLEN
+        for rows, page_size, functions, alibi in VARLEN
     )
     more: Chosen = choose.more(capability, head_dim, bf16=bf16, forced=forced)  # type: ignore[attr-defined]
     return more | {(chosen[0], chosen[1]) for chosen in asked if chosen}
@@ -146,10 +150,12 @@ def test_where_the_fused_backward_kernel_is_chosen(choose: Chooser) -> None:
     assert not fused(90, 64, False, 1, 2, 4096, 4096), "fewer tiles than multiprocessors"
     assert fused(90, 128, False, 4, 16, 4096, 4096)
     assert fused(90, 72, False, 1, 16, 4096, 4096)
-    assert not fused(90, 128, False, 8, 16, 2048, 2048), "a row sees few keys"
+    assert fused(90, 128, False, 8, 16, 2048, 2048)
+    assert not fused(90, 128, False, 16, 16, 1024, 1024), "a row sees few keys"
     assert not fused(90, 128, False, 1, 4, 16384, 16384), "its tiles wait for each other"
     assert fused(90, 128, True, 4, 16, 4096, 4096)
-    assert not fused(90, 128, True, 8, 16, 2048, 2048), "a row sees few keys"
+    assert fused(90, 128, True, 8, 16, 2048, 2048)
+    assert not fused(90, 128, True, 16, 16, 1024, 1024), "a row sees few keys"
     assert not fused(90, 192, False, 4, 16, 4096, 4096), "nor a wider one"
     assert not fused(80, 64, False, 4, 32, 4096, 4096)
 
@@ -165,7 +171,8 @@ def test_where_ragged_batches_have_the_fused_backward_kernel(choose: Chooser) ->
     assert not fused(64, 32, 2048, 16384, bends=True), "no kernel for softcaps and masks"
     assert not fused(64, 32, 1 << 20, 900), "a bound that no entry reaches"
     assert fused(128, 16, 4096, 16384)
-    assert not fused(128, 16, 2048, 16384)
+    assert fused(128, 16, 2048, 16384)
+    assert not fused(128, 16, 1024, 16384), "a row sees few keys"
     assert fused(64, 16, 16384, 16384, window=4096)
     assert not fused(128, 16, 16384, 16384, window=4096), "tiles wait for each other"
     assert fused(128, 16, 16384, 16384, window=16384), "a window that hides nothing"
@@ -220,6 +227,6 @@ def test_short_tiles_have_the_keys_of_the_others() -> None:
     ragged = [unit for unit in UNITS if unit.row.operation == "attention_varlen_forward"]
     keys = {(unit.name, unit.target.name): unit.row.block_n for unit in ragged}
     short = [unit for unit in ragged if unit.row.variant == "m64"]
-    assert len(short) == 12
+    assert len(short) == 10
     for unit in short:
         assert keys[unit.name.removesuffix("_m64"), unit.target.name] == unit.row.block_n, unit.name

@@ -19,7 +19,17 @@ from flashmoe_tools.tables import load_tables
 
 HERE = Path(__file__).parent
 CSRC = HERE.parents[1] / "csrc"
-SHARED = ("copies", "find_kernels", "last_kernel", "launch", "load_kernels", "tensor", "tensor_map", "tile_counters")
+SHARED = (
+    "check_values",
+    "copies",
+    "find_kernels",
+    "last_kernel",
+    "launch",
+    "load_kernels",
+    "tensor",
+    "tensor_map",
+    "tile_counters",
+)
 ATTENTION = (
     "arguments",
     "launch",
@@ -131,6 +141,20 @@ def test_only_tma_needs_a_copy_of_an_expanded_tensor(run: Runner) -> None:
     assert k.data_ptr() not in (launch["k"], launch["v"])
     _, _, (launch,) = run(q, k, gpu=80)
     assert (launch["k"], launch["v"]) == (k.data_ptr(), k.data_ptr())
+
+
+@pytest.mark.parametrize(
+    ("offset", "stride"), [(0, 64), (8, 64), (1, 64), (4, 64), (7, 72), (0, 68), (0, 65), (16, 80)]
+)
+def test_what_a_16_byte_load_cannot_reach_is_copied(run: Runner, offset: int, stride: int) -> None:
+    """Address and row stride count in elements of two bytes: eight of them are a load."""
+    memory = tensor(offset + 2 * 64 * stride)
+    q = memory[offset:].as_strided((1, 2, 64, 64), (2 * 64 * stride, 64 * stride, stride, 1), offset)
+    for gpu in (80, 90):
+        _, _, (launch,) = run(q, tensor(1, 2, 64, 64), gpu=gpu)
+        is_loadable = offset % 8 == 0 and stride % 8 == 0
+        assert (launch["q"] == q.data_ptr()) is is_loadable
+        assert launch["q"] % 16 == 0
 
 
 @pytest.mark.parametrize(("scale", "launched"), [(-0.5, 0.5), (0.0, 1.0)])

@@ -19,6 +19,7 @@ ROOT = HERE.parents[1]
 CSRC = ROOT / "csrc"
 SHARED = (
     "arguments",
+    "check_values",
     "copies",
     "find_kernels",
     "last_kernel",
@@ -29,7 +30,21 @@ SHARED = (
     "tensor_map",
     "tile_counters",
 )
-MOE = ("arguments", "backward", "forward", "launch", "prepare", "register", "scaled", "select", "tensor_maps")
+MOE = (
+    "argument_checks",
+    "arguments",
+    "backward",
+    "forward",
+    "grouped_arguments",
+    "launch",
+    "mxfp4",
+    "prepare",
+    "quantized_arguments",
+    "register",
+    "scaled",
+    "select",
+    "tensor_maps",
+)
 
 
 @pytest.fixture(scope="module")

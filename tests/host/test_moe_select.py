@@ -22,6 +22,7 @@ BEYOND_THE_TABLE = 130  # the capability of a GPU made later, which loads the PT
 CAPABILITIES = {10 * gpu.compute_capability[0] + gpu.compute_capability[1]: gpu for gpu in TABLES.gpus}
 PRODUCTS = ("grouped_gemm", "grouped_gemm_gated", "grouped_gemm_gated_backward", "grouped_gemm_weight_gradient")
 SCALED = ("grouped_gemm_scaled", "grouped_gemm_gated_scaled")  # for compute capability 9.0; gated as bf16 alone
+MXFP4 = ("grouped_gemm_mxfp4", "grouped_gemm_gated_mxfp4")  # from compute capability 8.0 on, bf16
 MEMORIES = ("nk", "kn", "kn_pairs")
 STEPS, QUANTIZE = 8, (8, 9)  # the latter for compute capability 9.0
 SHORT, LONG = 2048, 4096  # k
@@ -100,7 +101,7 @@ class Selector:
         k: int = SHORT,
     ) -> tuple[str, str]:
         numbers = (ctypes.c_longlong(number) for number in (round(rows * experts), experts, n, k))
-        sizes = ((*PRODUCTS, *SCALED).index(name), MEMORIES.index(memory), *numbers)
+        sizes = ((*PRODUCTS, *SCALED, *MXFP4).index(name), MEMORIES.index(memory), *numbers)
         return self._ask(self._library.choose_product, capability, forced, bf16, *sizes)
 
     def step(self, capability: int, step: int, *, bf16: bool = False, forced: str | None = None) -> tuple[str, str]:
@@ -159,6 +160,10 @@ def all_chosen(select: Selector) -> set[tuple[str, str]]:
                     found.add(select.product(capability, name, rows, memory=memory, bf16=bf16, forced=forced, n=n, k=k))
             for step in range(STEPS):
                 found.add(select.step(capability, step, bf16=bf16, forced=forced))
+            if bf16 and (capability != 90 or forced is None):  # there sm80 has few rows, and sm90 the rest
+                found |= {
+                    select.product(capability, name, rows, bf16=True, forced=forced) for name in MXFP4 for rows in ROWS
+                }
     for bf16 in (False, True):
         names = [name for name in SCALED if bf16 or "gated" not in name]
         found |= {select.product(90, name, rows, bf16=bf16) for name in names for rows in (ROWS[0], 1, ROWS[-1])}

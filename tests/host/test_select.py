@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from itertools import product
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -41,6 +41,35 @@ def test_every_gpu_gets_its_own_machine_code_and_best_family(choose: Chooser, gp
         held = int(choice.symbol.split("_d")[1].split("_")[0])
         assert held == min(size for size in (64, 128, 256) if size >= head_dim)
         assert choice.splits == 1
+
+
+@pytest.mark.parametrize("gpu", GPUS)
+def test_consistent_calls_divide_no_keys_and_have_one_width(choose: Any, gpu: str) -> None:
+    """Whatever the sizes, dense or ragged, in pages or not: a head dim's kernels have key blocks of one width, and none is for decoding."""
+    tables = load_tables()
+    widths = {(unit.name, unit.target.name): unit.row.block_n for unit in tables.units()}
+
+    def width(symbol: str, target: str) -> int:
+        name = symbol.removeprefix("flashmoe_")
+        return widths.get((name, target)) or widths[name.rsplit("_", 1)[0], target]
+
+    for head_dim, bf16 in product((64, 80, 128, 256), (False, True)):
+        if bf16 and not tables.gpu(gpu).bf16:
+            continue
+        found = set()
+        for rows, keys, causal in product((1, 17, 100, 700, 9000), (90, 9000), (False, True)):
+            dense = choose(
+                GPUS[gpu], head_dim=head_dim, bf16=bf16, causal=causal, seq_q=rows, seq_k=keys, batch=1, consistent=True
+            )
+            assert dense.splits == 1
+            found.add(width(dense.symbol, dense.target))
+        for rows, batch, page_size in product((1, 17, 700, 9000), (1, 300), (0, 12, 16)):
+            ragged = choose.varlen(
+                GPUS[gpu], head_dim, rows=rows, batch=batch, page_size=page_size, bf16=bf16, consistent=True
+            )
+            assert "attention_decode" not in ragged[0]
+            found.add(width(*ragged))
+        assert len(found) == 1, (head_dim, found)
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 import flashmoe.compat.flash_attn as names
-from flashmoe.compat import bert_padding, install_as_flash_attn, uninstall_flash_attn
+from flashmoe.compat import bert_padding, install_as_flash_attn, rotary, uninstall_flash_attn
 from flashmoe.errors import ArgumentError, ShapeError
 
 flash_attn: Any = names  # what its functions return depends on their arguments
@@ -201,19 +201,39 @@ def test_a_cache_takes_new_keys_and_is_attended_to(device: str, new: int, paged:
         assert torch.equal(caches[0][1, 7 : 7 + new], fresh[0][1])
 
 
-@pytest.mark.parametrize(
-    "argument", [{"dropout_p": 0.1}, {"alibi_slopes": torch.ones(6)}], ids=lambda argument: next(iter(argument))
-)
-def test_what_is_lacking_is_refused_by_name(argument: dict[str, object]) -> None:
+def test_what_is_lacking_is_refused_by_name() -> None:
     q, k, v = tensors("cpu", 4, 4)
-    with pytest.raises(ArgumentError, match=next(iter(argument))):
-        flash_attn.flash_attn_func(q, k, v, **argument)
+    with pytest.raises(ArgumentError, match="dropout_p"):
+        flash_attn.flash_attn_func(q, k, v, dropout_p=0.1)
 
 
-def test_a_rotary_embedding_is_refused_by_name() -> None:
-    q, k, v = tensors("cpu", 1, 4)
-    with pytest.raises(ArgumentError, match="rotary_cos"):
-        flash_attn.flash_attn_with_kvcache(q, k, v, rotary_cos=torch.ones(4, 32), cache_seqlens=4)
+@pytest.mark.parametrize("softcap", [0.0, 15.0])
+def test_alibi_slopes_arrive_everywhere(device: str, softcap: float) -> None:
+    """By the function of all that flash_attn has, and by those of its extension."""
+    q, k, v = (t.detach() for t in tensors(device, 33, 33, (4, 4)))
+    slopes = torch.rand(2, 4, device=device)
+    rows, lengths = [t.flatten(0, 1) for t in (q, k, v)], torch.arange(0, 67, 33, dtype=torch.int32, device=device)
+    scores = (0.0, None, True, (-1, -1), softcap, slopes)
+    wanted = flash_attn.flash_attn_func(q, k, v, *scores)
+    plain = flash_attn.flash_attn_func(q, k, v, *scores[:-1])
+    assert not close(wanted, plain)
+    scale, options = 64**-0.5, {"alibi_slopes": slopes, "softcap": softcap, "causal": True}
+    raw = (True, -1, -1, softcap, slopes, False)
+    grad = torch.randn_like(wanted)
+    leaves = [t.clone().requires_grad_() for t in (q, k, v)]
+    out = flash_attn.flash_attn_func(*leaves, *scores)
+    gradients = torch.autograd.grad(out, leaves, grad)
+    lse = flash_attn._flash_attn_forward(q, k, v, 0.0, scale, *raw)[1]
+    found = [torch.empty_like(t) for t in (q, k, v)]
+    flash_attn._flash_attn_backward(grad, q, k, v, wanted, lse, *found, 0.0, scale, *raw)
+    assert all(close(a, b) for a, b in zip(found, gradients, strict=True))
+    for other in (
+        flash_attn.flash_attn_qkvpacked_func(torch.stack((q, k, v), 2), *scores),
+        flash_attn.flash_attn_varlen_func(*rows, lengths, lengths, 33, 33, *scores).view_as(q),
+        flash_attn._flash_attn_varlen_forward(*rows, lengths, lengths, 33, 33, 0.0, scale, *raw)[0].view_as(q),
+        flash_attn.flash_attn_with_kvcache(q, k, v, cache_seqlens=33, **options),
+    ):
+        assert close(other, wanted)
 
 
 @pytest.fixture
@@ -227,11 +247,15 @@ def test_code_that_imports_flash_attn_gets_these(installed: None) -> None:
     install_as_flash_attn()  # twice is once
     from flash_attn import flash_attn_func
     from flash_attn.bert_padding import pad_input
-    from flash_attn.flash_attn_interface import flash_attn_varlen_func
+    from flash_attn.flash_attn_interface import _flash_attn_forward, flash_attn_gpu, flash_attn_varlen_func
+    from flash_attn.layers.rotary import apply_rotary_emb
 
     assert flash_attn_func is flash_attn.flash_attn_func
     assert flash_attn_varlen_func is flash_attn.flash_attn_varlen_func
     assert pad_input is bert_padding.pad_input
+    assert apply_rotary_emb is rotary.apply_rotary_emb
+    assert _flash_attn_forward is flash_attn._flash_attn_forward
+    assert sys.modules["flash_attn_2_cuda"] is flash_attn_gpu
     assert (
         importlib.util.find_spec("flash_attn") is not None
     )  # as transformers asks; it raises for a module without a spec

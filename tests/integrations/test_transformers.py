@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from flashmoe.errors import ArgumentError
@@ -248,6 +250,21 @@ def test_what_is_lacking_goes_to_sdpa_and_is_told(monkeypatch: pytest.MonkeyPatc
         model.train()(torch.randint(3, 64, (1, 5)))
     monkeypatch.setenv("FLASHMOE_FALLBACK", "allow")
     assert model(torch.randint(3, 64, (1, 5))).logits.isfinite().all()
+
+
+@settings(max_examples=25, deadline=None)
+@example(rows=1, more=4, sliding_window=4)
+@given(rows=st.integers(1, 6), more=st.integers(0, 6), sliding_window=st.integers(1, 7))
+def test_a_window_around_the_number_of_keys(rows: int, more: int, sliding_window: int) -> None:
+    """One decoding row sees the last keys of its window; a prompt comes with as many keys as rows."""
+    keys = rows + more if rows == 1 else rows
+    q, k, v = (torch.randn(2, heads, count, 16) for heads, count in ((4, rows), (2, keys), (2, keys)))
+    register()
+    out, _ = ALL_ATTENTION_FUNCTIONS[NAME](nn.Module(), q, k, v, None, sliding_window=sliding_window, is_causal=True)
+    distance = torch.arange(keys - rows, keys).view(-1, 1) - torch.arange(keys)
+    shown = (distance >= 0) & (distance < sliding_window)
+    expected = nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=shown, enable_gqa=True)
+    torch.testing.assert_close(out.transpose(1, 2), expected)
 
 
 @pytest.mark.parametrize("cache", ["dynamic", "static"])

@@ -1,4 +1,4 @@
-"""Layers and batches of every kind, and the room's reference of the operation for them.
+"""Layers and batches of every kind, and the operation's reference for them.
 
 In float64 it is what a result is held against; in the inputs' own dtype it says what error is natural. Of a small batch the
 composition may be exact by luck where a sum cancels; there the natural error is at least what half a unit in the last place of every
@@ -13,7 +13,7 @@ from dataclasses import dataclass, fields
 import torch
 from torch import Tensor
 
-from flashmoe_tools.operations.moe import reference as room
+from flashmoe_tools.operations.moe import reference as operation
 from flashmoe_tools.operations.moe.reference import activate, allowed
 
 __all__ = ["activate", "allowed"]
@@ -88,7 +88,7 @@ def choose_experts(case: Case, experts: int, generator: torch.Generator) -> Tens
     """[T, k] distinct ids; hot: all tokens to the same k; one: the same, the last."""
     routing = "hot" if case.routing == "one" else case.routing
     device = generator.device
-    ids = room.choose_experts(case.tokens, experts, case.top_k, routing, device, generator)[1]
+    ids = operation.choose_experts(case.tokens, experts, case.top_k, routing, device, generator)[1]
     return torch.randperm(experts, generator=generator, device=device)[ids] if case.routing == "hot" else ids
 
 
@@ -149,8 +149,8 @@ def local_experts(case: Case, inputs: Inputs) -> Tensor:
 
 
 def compose(case: Case, inputs: Inputs) -> Tensor:
-    """The layer, in the inputs' dtype, as the room defines it."""
-    return room.compose(
+    """The layer, in the inputs' dtype, as the operation defines it."""
+    return operation.compose(
         *(inputs.x, inputs.w13, inputs.w2, inputs.topk_weights, local_experts(case, inputs), inputs.x.dtype),
         b13=inputs.b13,
         b2=inputs.b2,

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from flashmoe import _extension
+from flashmoe.variables import CPU_ISAS
 from tests.moe.layer import leaf_names, run, run_backward
 from tests.moe.reference import (
     ACTIVATIONS,
@@ -28,7 +29,7 @@ from tests.moe.reference import (
 )
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-ISAS = tuple(isa for isa in _extension.CPU_ISAS if isa != "amx")  # which runs the kernels of the one before it
+ISAS = tuple(isa for isa in CPU_ISAS if isa != "amx")  # which runs the kernels of the one before it
 FULL = Case(tokens=37, experts=5, biases=True, shared=True, mapped=True, sentinels=True)
 
 
@@ -67,6 +68,17 @@ def check(case: Case, seed: int = 0, kind: str = "normal") -> None:
 def test_layouts(isa: str, dtype: torch.dtype, layout: str, transposed: bool) -> None:
     """Biases, a shared expert, an expert map and sentinels; sizes with tails of rows, columns and the summed dimension."""
     check(replace(FULL, dtype=dtype, layout=layout, transposed=transposed, hidden=40, intermediate=72))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_rows_of_dout_apart(dtype: torch.dtype) -> None:
+    """An upstream gradient that is a slice of wider rows, which the slots' weights are multiplied with where there is a b2."""
+    case = replace(FULL, dtype=dtype)
+    inputs = make_inputs(case, 3, "normal")
+    wide = torch.randn(case.tokens, case.hidden + 24, generator=torch.Generator().manual_seed(4)).to(dtype)
+    dout = wide[:, 8 : 8 + case.hidden]
+    expected = expect(case, inputs, dout.contiguous())
+    compare_all(leaf_names(inputs), run_backward(case, inputs, dout)[1], expected)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

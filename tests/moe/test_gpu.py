@@ -217,10 +217,10 @@ def test_a_token_gets_the_same_bits_in_any_company(family: str, model: str) -> N
             assert torch.equal(run(case, part), everything[rows]), (tokens, begin)
 
 
-def test_all_families_of_one_way_to_add_give_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Kernels for few rows against the mma.sync tiles, which add alike. wgmma adds 16 products at a time in its own way: where its
-    bits differ, FLASHMOE_KERNEL holds a family."""
-    case = replace(scaled(MODELS["qwen3"]), tokens=16)
+@pytest.mark.parametrize("tokens", [16, 300])
+def test_all_families_give_the_same_bits(monkeypatch: pytest.MonkeyPatch, tokens: int) -> None:
+    """What is chosen, kernels for few rows and wgmma tiles, against mma.sync alone: both add 16 products of k at a time, in order."""
+    case = replace(scaled(MODELS["qwen3"]), tokens=tokens)
     inputs = make_inputs(case, device="cuda")
     chosen = run(case, inputs)
     monkeypatch.setenv("FLASHMOE_KERNEL", "sm80")

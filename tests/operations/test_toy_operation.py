@@ -1,4 +1,4 @@
-"""A new operation is two folders: csrc/NAME with its tables, a kernel and its parameters, and its room. With these it is built,
+"""A new operation is two folders: csrc/NAME with its tables, a kernel and its parameters, and its package. With these it is built,
 audited, launched, emulated, calculated by smem, timed and in the docs, and not one shared source file is touched."""
 
 from __future__ import annotations
@@ -55,8 +55,8 @@ def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module", autouse=True)
-def room() -> Iterator[None]:
-    """A checkout's rooms with one more."""
+def package() -> Iterator[None]:
+    """A checkout's operations with one more."""
     before = list(operations.__path__)
     operations.__path__.append(str(TOY / "operations"))
     yield
@@ -163,6 +163,6 @@ def test_suites_of_two_operations_are_not_merged() -> None:
         merge([load_suite("toy"), load_suite("smoke")])
 
 
-def test_an_operation_without_a_room_is_named() -> None:
+def test_an_operation_without_a_package_is_named() -> None:
     with pytest.raises(ArgumentError, match="no operation 'other'; known: attention"):
         operations.problem_type("other")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import subprocess
 import sys
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,18 @@ from audit_builders import PACKAGE, Row, Workshop
 
 from flashmoe_tools import links, sbom
 
-__all__ = ["Row", "Workshop", "git", "package_of", "provenance_of", "rows", "version_here", "write_sources"]
+__all__ = [
+    "PACKAGE",
+    "Row",
+    "Workshop",
+    "git",
+    "host_compiler",
+    "package_of",
+    "provenance_of",
+    "rows",
+    "version_here",
+    "write_sources",
+]
 
 PYPROJECT = """\
 [project]
@@ -40,6 +52,7 @@ Metadata-Version: 2.5
 Name: flash-moe
 Version: {version}
 Summary: a small project
+Project-URL: Source, https://example.org/project
 License-Expression: Apache-2.0
 License-File: LICENSE
 Classifier: Typing :: Typed
@@ -48,11 +61,18 @@ Requires-Dist: tomli>=2.0; python_version < '3.11'
 Requires-Dist: torch>=2.10
 Provides-Extra: tools
 Requires-Dist: rich; extra == 'tools'
-Project-URL: Source, https://example.org/project
 Description-Content-Type: text/markdown
 
 # A small project
 [more](https://example.org/project/blob/v0.1.0/docs/more.md)
+"""
+LOCK = """\
+hatchling==1.33.0 ; sys_platform == 'linux' \\
+    --hash=sha256:00
+nvidia-cuda-nvcc-cu12==12.8.93
+nvidia-cuda-nvrtc-cu12==12.8.93
+nvidia-cuda-runtime-cu12==12.8.90
+torch==2.10.0
 """
 README = "# A small project\n[more](docs/more.md)\n"
 
@@ -71,13 +91,20 @@ def write_sources(root: Path) -> None:
         "pyproject.toml": PYPROJECT,
         "README.md": README,
         "LICENSE": "as is\n",
-        "lockfiles/build.txt": "torch==2.10.0\n",
+        "lockfiles/build.txt": LOCK,
         "flashmoe_build/__init__.py": "",
         **{f"csrc/{name}": f"# {name}\n" for name in TABLES},
     }
     for name, text in files.items():
         (root / name).parent.mkdir(parents=True, exist_ok=True)
         (root / name).write_text(text)
+
+
+@lru_cache(maxsize=1)
+def host_compiler() -> str:
+    """As provenance.json names it."""
+    done = subprocess.run(["g++", "-dumpfullversion"], capture_output=True, text=True, check=True)
+    return f"g++ {done.stdout.strip()}"
 
 
 def version_here(clone: Path) -> str:
@@ -95,7 +122,7 @@ def package_of(version: str) -> dict[str, bytes | str]:
         "flashmoe_tools/sbom.py": Path(sbom.__file__).read_text(),
         **{f"flashmoe/_tables/{name}": f"# {name}\n" for name in TABLES},
         f"{info}/METADATA": METADATA.format(version=version),
-        f"{info}/WHEEL": "Wheel-Version: 1.0\nGenerator: hatchling 1\nRoot-Is-Purelib: false\nTag: py3-none-manylinux_2_28_x86_64\n",
+        f"{info}/WHEEL": "Wheel-Version: 1.0\nGenerator: hatchling 1.33.0\nRoot-Is-Purelib: false\nTag: py3-none-manylinux_2_28_x86_64\n",
         f"{info}/entry_points.txt": "[console_scripts]\nflashmoe = flashmoe.__main__:main\n",
         f"{info}/licenses/LICENSE": "as is\n",
     }
@@ -128,14 +155,13 @@ def provenance_of(library: bytes, clone: Path, **changes: Any) -> dict[str, Any]
         "locks": {"build.txt": hashlib.sha256((clone / "lockfiles" / "build.txt").read_bytes()).hexdigest()},
         "compilers": {
             "nvrtc": "12.8.93",
-            "nvrtc_sha256": "ab" * 32,
             "ptxas": "12.8.93",
-            "ptxas_sha256": "cd" * 32,
             "cuda_headers": "12.8.90",
             "torch_headers": "2.10.0",
-            "cxx": "g++ 12.2.0",
+            "cxx": host_compiler(),
             **changes.pop("compilers", {}),
         },
+        "platform": "x86_64",
         "targets": ["sm_80"],
         "extension_sha256": hashlib.sha256(library).hexdigest(),
         "binaries": [

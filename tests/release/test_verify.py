@@ -8,13 +8,24 @@ import shutil
 import sys
 import types
 import zipfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
-from release_builders import README, VERSION, Row, Workshop, git, package_of, provenance_of, version_here, write_sources
+from release_builders import (
+    PACKAGE,
+    README,
+    VERSION,
+    Row,
+    Workshop,
+    git,
+    package_of,
+    provenance_of,
+    version_here,
+    write_sources,
+)
 
 from flashmoe.__main__ import main
 from flashmoe.errors import ExitCode
@@ -37,8 +48,9 @@ KERNEL = b"\x7fELF bf16 "
 COMPARED = {
     "wheel record",
     "provenance",
+    "platform and host compiler",
     "commit",
-    "lock file",
+    "lock files",
     "name and version",
     "files",
     "metadata",
@@ -89,6 +101,13 @@ def test_an_edited_device_binary(make_wheel: WheelMaker, library: bytes, clone: 
     assert all(check.verdict is Verdict.FAIL for check in found)
 
 
+def test_a_device_binary_that_is_not_embedded(make_wheel: WheelMaker, library: bytes, clone: Path) -> None:
+    """The record lists one more than the library holds, of a target that it has."""
+    right = provenance_of(library, clone)["binaries"]
+    check = problems(checked(make_wheel(binaries=[*right, {**right[0], "name": "attention_f32"}]), clone))
+    assert ("provenance: attention_f32.sm_80", "not embedded") in {(one.name, one.found) for one in check}
+
+
 def test_an_edited_host_part(make_wheel: WheelMaker, library: bytes, clone: Path) -> None:
     assert only_failure(checked(make_wheel(library + b"\0"), clone)).why.startswith("The library is not the one")
 
@@ -100,7 +119,9 @@ def test_an_edited_member_whose_record_was_not_edited(make_wheel: WheelMaker, cl
         for name in source.namelist():
             target.writestr(name, source.read(name) + (b"import os\n" if name == "flashmoe/__init__.py" else b""))
     found = {check.name: check.found for check in problems(checked(bad, clone))}
-    assert found == {"wheel record": "differs: flashmoe/__init__.py", "files": "differs: flashmoe/__init__.py"}
+    size = len(PACKAGE["flashmoe/__init__.py"])
+    stated = f"differs: flashmoe/__init__.py, flashmoe/__init__.py ({size} bytes stated, {size + 10} held)"
+    assert found == {"wheel record": stated, "files": "differs: flashmoe/__init__.py", "metadata": "RECORD"}
 
 
 @pytest.mark.parametrize(
@@ -147,13 +168,16 @@ def test_another_bill_of_materials(make_wheel: WheelMaker, clone: Path, text: st
         ("METADATA", "Requires-Dist: torch", "Requires-Dist: evil\nRequires-Dist: torch", "METADATA Requires-Dist"),
         ("METADATA", "Requires-Dist: torch", "requires-dist: evil\nRequires-Dist: torch", "METADATA Requires-Dist"),
         ("METADATA", "torch>=2.10", "torch>=2.9", "METADATA Requires-Dist"),
-        ("METADATA", "Summary: a", "Home-page: http://example.org\nSummary: a", "METADATA Home-page"),
+        ("METADATA", "Summary: a", "Home-page: http://example.org\nSummary: a", "METADATA Home-Page"),
         ("METADATA", "# A small", "# Another", "METADATA description"),
         ("WHEEL", "false", "true", "WHEEL Root-Is-Purelib"),
         ("WHEEL", "py3-none", "cp311-none", "WHEEL Tag"),
-        ("entry_points.txt", "flashmoe.__main__:main", "os:system", "entry points"),
-        ("entry_points.txt", "[console_scripts]", "[console_scripts]\nls = os:system", "entry points"),
-        ("entry_points.txt", "[console_scripts]", "nonsense", "cannot be read"),
+        ("METADATA", "Metadata-Version: 2.5", "Metadata-Version: 1.0", "METADATA Metadata-Version"),
+        ("METADATA", "Classifier:", "Classifier: ", "METADATA the bytes"),
+        ("WHEEL", "Generator: hatchling 1.33.0", "Generator: hatchling 1.34.0", "WHEEL Generator"),
+        ("WHEEL", "Wheel-Version: 1.0", "Wheel-Version: 9.0", "WHEEL Wheel-Version"),
+        ("entry_points.txt", "flashmoe.__main__:main", "os:system", "entry_points.txt"),
+        ("entry_points.txt", "[console_scripts]", "[console_scripts]\n;evil = os:abort", "entry_points.txt"),
     ],
 )
 def test_edited_metadata(make_wheel: WheelMaker, clone: Path, file: str, old: str, new: str, word: str) -> None:
@@ -203,7 +227,30 @@ def test_an_edited_provenance(make_wheel: WheelMaker, clone: Path) -> None:
     assert "is not in this clone" in only_failure(checked(make_wheel(commit="0" * 40), clone)).found
     assert only_failure(checked(make_wheel(source_date_epoch=1), clone)).name == "commit"
     assert only_failure(checked(make_wheel(extension_sha256="0" * 64), clone)).name == "provenance"
-    assert only_failure(checked(make_wheel(locks={"build.txt": "0" * 64}), clone)).name == "lock file"
+
+
+def test_each_field_of_the_provenance_is_held_against_the_file_or_the_commit(
+    make_wheel: WheelMaker, library: bytes, clone: Path
+) -> None:
+    """Each leaf of the record is changed, one at a time, and something says so."""
+    right = provenance_of(library, clone)
+
+    def changed(value: Any) -> Iterator[Any]:
+        if isinstance(value, dict):
+            yield from ({**value, key: other} for key in value for other in changed(value[key]))
+            yield {**value, "further": "x"}
+        elif isinstance(value, list):
+            yield from ([*value[:n], other, *value[n + 1 :]] for n, one in enumerate(value) for other in changed(one))
+            yield value[1:]
+            yield [*value, value[-1]]
+        else:
+            yield {str: f"{value}0", bool: value is False, int: value + 1 if isinstance(value, int) else 0}[type(value)]
+
+    tried = [record for record in changed(right) if record["schema"] == right["schema"]]
+    assert len(tried) > 30
+    for record in tried:
+        report = checked(make_wheel(record=record), clone)
+        assert report.verdict not in (Verdict.PASS, Verdict.SKIP), next(k for k in record if record[k] != right.get(k))
 
 
 def test_a_build_that_says_it_was_dirty_is_not_proved(make_wheel: WheelMaker, clone: Path) -> None:
@@ -279,7 +326,24 @@ def test_a_record_that_cannot_be_read_is_a_finding(
     with zipfile.ZipFile(good) as source, zipfile.ZipFile(bad, "w") as target:
         for name in source.namelist():
             target.writestr(name, record if name.endswith("/RECORD") else source.read(name))
-    assert only_failure(checked(bad, clone)).name == "wheel record"
+    assert [check.name for check in problems(checked(bad, clone))] == ["wheel record", "metadata"]
+
+
+@pytest.mark.parametrize("edit", ["size", "order"])
+def test_record_is_the_one_that_a_build_writes(make_wheel: WheelMaker, clone: Path, tmp_path: Path, edit: str) -> None:
+    """A wrong size that installers ignore, and right lines in another order."""
+    good = make_wheel()
+    bad = tmp_path / good.name
+    with zipfile.ZipFile(good) as source, zipfile.ZipFile(bad, "w") as target:
+        for name in source.namelist():
+            text = source.read(name)
+            if name.endswith("/RECORD"):
+                lines = text.decode().splitlines(keepends=True)
+                text = "".join(
+                    [*lines[1:], lines[0]] if edit == "order" else [f"{lines[0][:-1]}0\n", *lines[1:]]
+                ).encode()
+            target.writestr(name, text)
+    assert [check.name for check in problems(checked(bad, clone))] == ["wheel record"] * (edit == "size") + ["metadata"]
 
 
 def test_no_provenance(make_wheel: WheelMaker, clone: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -14,6 +14,7 @@ from flashmoe.errors import BuildError
 from flashmoe_build.environments.lock import read_lock
 from flashmoe_build.release import version
 from flashmoe_build.release.statement import statement, write_statement
+from flashmoe_tools.tables import load_tables
 from flashmoe_tools.versions import stated_version, version_of, with_version
 
 COMMIT = "0123456789abcdef" * 2 + "01234567"
@@ -33,6 +34,20 @@ def test_only_a_clean_tagged_commit_is_a_release(
     commit: str, dirty: bool, tags: tuple[str, ...], expected: str
 ) -> None:
     assert version_of("0.1.0", commit, dirty=dirty, tags=tags) == expected
+
+
+def test_a_wheel_for_some_targets_has_another_version(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its file name differs from the full one's, which it would else replace unseen."""
+    full = version.project_version(archs="all")
+    labels = {"90a": "sm90a", "none": "cpu", "75,80,90a": "sm75.sm80.sm90a", "75,80,86,90a": "4targets"}
+    for request, label in labels.items():
+        found = version.project_version(archs=request)
+        assert found.removeprefix(full).lstrip("+.") == label
+        monkeypatch.setenv("FLASHMOE_ARCHS", request)
+        assert version.project_version() == found
+    everything = ",".join(target.name for target in load_tables().targets)
+    assert version.project_version(archs=everything) == full
+    assert version_of("0.1.0", COMMIT, dirty=False, tags=("v0.1.0",), partial="sm90a") == "0.1.0+sm90a"
 
 
 def test_the_versions_line_is_all_that_changes() -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from flashmoe.errors import ReportError
-from flashmoe_build.release.workflows import PUSHED, REQUIRED, check, jobs_of, judge, main, summary
+from flashmoe_build.release.workflows import PUSHED, REQUIRED, check, jobs_of, judge, main, marked, summary
 from flashmoe_tools.report import Verdict
 from flashmoe_tools.tables import load_tables
 
@@ -58,7 +58,7 @@ def test_one_action_has_one_commit_in_all_workflows() -> None:
 def test_the_summary_needs_every_job(capsys: pytest.CaptureFixture[str]) -> None:
     text = (ROOT / ".github" / "workflows" / "ci.yml").read_text()
     assert main(["--check"]) == 0
-    assert check(text.replace("image, push-image, gpu]", "image, push-image]")) == 1
+    assert check(text.replace("push-image, gpu, gpu-wheel]", "push-image, gpu-wheel]")) == 1
     assert "job ci must need every job and no other: gpu" in capsys.readouterr().err
     jobs = jobs_of(text)
     assert "if: always()" in jobs["ci"]
@@ -72,6 +72,32 @@ def test_only_pushes_write_to_the_registry_and_reach_gpus() -> None:
     assert "\n    if: github.event_name == 'push'" in "\n" + jobs[PUSHED]
     assert "    if: github.event_name == 'push' &&" in jobs["gpu"]
     assert f"needs: {PUSHED}\n" in jobs["gpu"]
+    before = jobs["gpu-wheel"]
+    assert "merge_group" in before
+    assert "github.event.action == 'labeled' && github.event.label.name == 'gpu'" in before, (
+        "a later push is not vetted"
+    )
+    assert "write" not in before
+
+
+def test_ratchets_run_where_there_are_marks(tmp_path: Path) -> None:
+    (tmp_path / "ratchet-sm90.toml").touch()
+    output = tmp_path / "output"
+    assert marked({"GPU_RUNNERS": '["sm80", "sm90"]', "GITHUB_OUTPUT": str(output)}, tmp_path) == 0
+    assert output.read_text() == 'gpus=["sm90"]\n'
+    assert marked({"GITHUB_OUTPUT": str(output)}, tmp_path) == 0
+    assert output.read_text().endswith("gpus=[]\n")
+
+
+def test_nothing_is_published_before_all_that_can_fail() -> None:
+    jobs = jobs_of((ROOT / ".github" / "workflows" / "release.yml").read_text())
+    needs = {
+        name: set(re.search(r"needs: \[?([\w, -]+)", text)[1].split(", "))
+        for name, text in jobs.items()
+        if "needs:" in text
+    }
+    assert needs["publish-index"] == set(jobs) - {"publish-index", "publish"}
+    assert "publish-index" in needs["publish"]
 
 
 def test_the_release_is_attested_where_it_is_built() -> None:
@@ -96,7 +122,7 @@ def test_the_release_is_attested_where_it_is_built() -> None:
     assert "id-token: write" in release["publish-index"]
     assert "subject-digest: ${{ steps.push.outputs.digest }}" in release["image"]
     assert "needs: [build, test]" in release["image"]
-    assert "needs: [build, test, test-aarch64, independent]" in release["publish-index"]
+    assert "needs: [build, test, test-aarch64, independent, image]" in release["publish-index"]
 
 
 def test_the_release_is_built_in_the_pinned_image() -> None:

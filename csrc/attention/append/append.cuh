@@ -19,13 +19,13 @@ struct AppendSpec {
   static_assert(sizeof(Element) == 2, "rows are copied by 16 bytes or by 2");
 };
 
-// Elements from a head's first row, or page, to the row of key `key`; negative where the cache has no such row.
+// Elements from a head's first row, or page, to the row of key `key`, and the page; negative where the cache has no such row.
 __device__ __forceinline__ int64_t cache_row_offset(const AppendParams& params, const Strides& stride, int batch,
-                                                    int key) {
+                                                    int key, int& page) {
   if (key < 0 || key >= params.room) return -1;
   if (params.block_table == nullptr) return batch * stride.batch + key * stride.row;
   const int index = key / params.page_size;  // within the table: the host's `room` is what its row has pages for
-  const int page = load_length(params.block_table + batch * params.block_table_stride + index);
+  page = load_length(params.block_table + batch * params.block_table_stride + index);
   if (page < 0 || page >= params.num_pages) return -1;
   return page * stride.batch + (key - index * params.page_size) * stride.row;
 }
@@ -46,11 +46,21 @@ __device__ __forceinline__ void copy_row(Element* to_gmem, const Element* from_g
   }
 }
 
+// A row to append: what it is, and where it goes and comes from, in elements.
+struct NewRow {
+  bool is_value;
+  int batch;
+  int head;
+  int page;
+  int64_t to;
+  int64_t from;
+};
+
+// This warp's row; false where it has none, or the cache no room.
 template <typename Spec>
-__device__ __forceinline__ void append(const AppendParams& params) {
-  using Element = typename Spec::Element;
+__device__ __forceinline__ bool find_new_row(const AppendParams& params, NewRow& row) {
   int64_t index = static_cast<int64_t>(ptx::block_index()) * Spec::kNumWarps + ptx::warp_index();
-  if (index >= 2 * static_cast<int64_t>(params.batch) * params.new_keys * params.heads_kv) return;
+  if (index >= 2 * static_cast<int64_t>(params.batch) * params.new_keys * params.heads_kv) return false;
   const bool is_value = index % 2 != 0;
   index /= 2;
   const int head = static_cast<int>(index % params.heads_kv);
@@ -60,13 +70,22 @@ __device__ __forceinline__ void append(const AppendParams& params) {
   const Strides& to = is_value ? params.v_cache_stride : params.k_cache_stride;
   const Strides& from = is_value ? params.v_new_stride : params.k_new_stride;
   const int held = load_length(params.cache_seqlens + batch);
-  if (held > params.room) return;  // and no sum that overflows
-  const int64_t offset = cache_row_offset(params, to, batch, held + key);
-  if (offset < 0) return;
-  Element* to_gmem = static_cast<Element*>(is_value ? params.v_cache : params.k_cache) + offset + head * to.head;
-  const Element* from_gmem = static_cast<const Element*>(is_value ? params.v_new : params.k_new) + batch * from.batch +
-                             head * from.head + key * from.row;
-  copy_row(to_gmem, from_gmem, is_value ? params.head_dim_v : params.head_dim, params.is_aligned != 0);
+  if (held > params.room) return false;  // and no sum that overflows
+  int page = 0;
+  const int64_t offset = cache_row_offset(params, to, batch, held + key, page);
+  row = NewRow{
+      is_value, batch, head, page, offset + head * to.head, batch * from.batch + head * from.head + key * from.row};
+  return offset >= 0;
+}
+
+template <typename Spec>
+__device__ __forceinline__ void append(const AppendParams& params) {
+  using Element = typename Spec::Element;
+  NewRow row;
+  if (!find_new_row<Spec>(params, row)) return;
+  Element* to_gmem = static_cast<Element*>(row.is_value ? params.v_cache : params.k_cache) + row.to;
+  const Element* from_gmem = static_cast<const Element*>(row.is_value ? params.v_new : params.k_new) + row.from;
+  copy_row(to_gmem, from_gmem, row.is_value ? params.head_dim_v : params.head_dim, params.is_aligned != 0);
 }
 
 }  // namespace attention

@@ -16,9 +16,17 @@ namespace backward {
 template <typename Spec>
 constexpr int kScorePairs = Spec::kStreamRows / 4;  // of a thread
 
-// Values of a mask tensor for a thread's pairs of scores, 16 bits each; of a boolean one 0 or -inf.
+// Values of a mask tensor for a thread's pairs of scores, 16 bits each; of a boolean one 0 or -inf. With ALiBi what they are computed from.
+template <typename Spec, bool kHasAlibi = Spec::kHasAlibi>
+struct MaskValuesOf {
+  using Type = uint32_t[kScorePairs<Spec>];
+};
 template <typename Spec>
-using MaskValues = uint32_t[kScorePairs<Spec>];
+struct MaskValuesOf<Spec, true> {
+  using Type = Alibi;
+};
+template <typename Spec>
+using MaskValues = typename MaskValuesOf<Spec>::Type;
 
 // Where those values are. Rows and columns are those of the scores: rows are queries in the kernel of dq, keys in that of dk and dv.
 struct MaskPointer {
@@ -38,6 +46,25 @@ struct MaskPointer {
     first = static_cast<const unsigned char*>(options.mask) + at * (options.mask_type == MaskTensor::kBool ? 1 : 2);
   }
 };
+
+// A thread's ALiBi, as exponents to base 2, from the same numbers: the distance of row and column has either sign. Tiles of no sequence have
+// no rows, and no slope.
+struct AlibiSource : Alibi {
+  __device__ __forceinline__ AlibiSource(const ScoreOptions& options, int sequence, int head, int64_t, int64_t, int row,
+                                         int rows, int column, int columns)
+      : Alibi{row < rows ? alibi_slope(options, kLog2E, sequence, head, 0) : 0.0f,
+              static_cast<float>(row + columns - rows - column)} {}
+};
+template <typename Spec, bool kHasAlibi = Spec::kHasAlibi>
+struct MaskSourceOf {
+  using Type = MaskPointer;
+};
+template <typename Spec>
+struct MaskSourceOf<Spec, true> {
+  using Type = AlibiSource;
+};
+template <typename Spec>
+using MaskSource = typename MaskSourceOf<Spec>::Type;
 
 // Two elements as a pair; kBytes 1: of a boolean mask.
 template <typename Element, int kBytes>
@@ -127,10 +154,14 @@ __device__ __forceinline__ void load_mask_elements(MaskValues<Spec>& values, con
 // Zeros without a mask tensor.
 template <typename Spec, typename MakeMask>
 __device__ __forceinline__ void load_mask(MaskValues<Spec>& values, const ScoreOptions& options, MakeMask make_mask) {
-  if (options.mask_type == MaskTensor::kBool) return load_mask_elements<Spec, 1>(values, make_mask());
-  if (options.mask_type == MaskTensor::kAdditive) return load_mask_elements<Spec, 2>(values, make_mask());
+  if constexpr (Spec::kHasAlibi) {
+    values = make_mask();
+  } else {
+    if (options.mask_type == MaskTensor::kBool) return load_mask_elements<Spec, 1>(values, make_mask());
+    if (options.mask_type == MaskTensor::kAdditive) return load_mask_elements<Spec, 2>(values, make_mask());
 #pragma unroll
-  for (int i = 0; i < kScorePairs<Spec>; ++i) values[i] = 0;
+    for (int i = 0; i < kScorePairs<Spec>; ++i) values[i] = 0;
+  }
 }
 
 // How the softcap's tanh is computed.
@@ -161,12 +192,15 @@ __device__ __forceinline__ void weigh(const BackwardParams& params, float (&scor
 #pragma unroll
   for (int i = 0; i < kScorePairs<Spec>; ++i) {
     float probability[2];
-    const float2 value = unpack<Element>(values[i]);
+    float2 value;
+    if constexpr (!Spec::kHasAlibi) value = unpack<Element>(values[i]);
 #pragma unroll
     for (int c = 0; c < 2; ++c) {
       const float score = softcapped_score<kSoftcap>(params.score_options, scores[2 * i + c]);
       float exponent = ptx::fma_rn(score, params.scale_log2, -lse_log2(2 * i + c));
-      if constexpr (!kIsPlain) {
+      if constexpr (Spec::kHasAlibi) {
+        exponent = values.add(exponent, i % 2, i / 2 * 8 + c);
+      } else if constexpr (!kIsPlain) {
         // P is at most 1, but for scores near the lowest float, as additive masks produce them, the difference is rounding error.
         exponent = min(ptx::fma_rn(c == 0 ? value.x : value.y, kLog2E, exponent), 0.0f);
       }
@@ -182,7 +216,13 @@ __device__ __forceinline__ void weigh(const BackwardParams& params, float (&scor
   }
 }
 
-// is_plain: neither a mask tensor nor a limited range. see(visible): computes `visible`, called only where it matters.
+// Whether blocks that every row sees whole are plain.
+template <typename Spec>
+__device__ __forceinline__ bool has_plain_blocks(const ScoreOptions& options) {
+  return Spec::kHasAlibi || options.mask_type == MaskTensor::kNone;
+}
+
+// is_plain: neither a mask tensor (ALiBi does not count) nor a limited range. see(visible): computes `visible`, called only where it matters.
 template <typename Spec, bool kPacks, typename LseLog2, typename See>
 __device__ __forceinline__ void weigh_with_score_mod(const BackwardParams& params,
                                                      float (&scores)[2 * kScorePairs<Spec>],
@@ -192,7 +232,7 @@ __device__ __forceinline__ void weigh_with_score_mod(const BackwardParams& param
   KeyRange visible[2] = {{0, kUnbounded}, {0, kUnbounded}};
   if (!is_plain) see(visible);
   if (params.score_options.score_factor <= 0.0f) {
-    if constexpr (Spec::kServesPlain) {
+    if constexpr (Spec::kServesPlain || Spec::kHasAlibi) {
       if (is_plain) {
         return weigh<Spec, Softcap::kNone, true, kPacks>(params, scores, packed, values, visible, lse_log2);
       }

@@ -393,7 +393,7 @@ class Backward {
   }
 
   void apply_score_function(int32_t head, int32_t row, int32_t rows, int32_t keys) const {
-    const ScoreFunction<T> score_function(params_.score_options, head);
+    const ScoreFunction<T> score_function(params_.score_options, head, int64_t{params_.seq_k} - params_.seq_q);
     if (!score_function.has_softcap() && !score_function.has_mask()) return;
     for (int32_t i = 0; i < rows; ++i) {
       score_function.apply(int64_t{row} + i, key_, keys, s_.scores + i * kScoreStride, s_.slopes + i * kScoreStride);

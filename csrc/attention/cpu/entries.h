@@ -90,7 +90,9 @@ class EntryOffset {
     return tensor + (has_ragged_rows_ ? rows_.first : entry_ * heads_q_ * stride);
   }
   attention::ScoreOptions band(attention::ScoreOptions band) const {
-    const int64_t size = band.mask_type == attention::MaskTensor::kBool ? 1 : size_;
+    const int64_t size = band.mask_type == attention::MaskTensor::kBool    ? 1
+                         : band.mask_type == attention::MaskTensor::kAlibi ? 4
+                                                                           : size_;
     if (band.mask != nullptr) band.mask = advance(band.mask, entry_ * band.mask_stride_batch * size);
     return band;
   }

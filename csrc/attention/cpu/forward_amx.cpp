@@ -1,4 +1,4 @@
-// The amx kernel: bf16 and fp16 on the tile unit; fp32, few rows, bands, unequal head dims and what amx_forward.h gives up
+// The amx kernel: bf16 and fp16 on the tile unit; fp32, few rows, bands, unequal head dims, consistent calls and what amx_forward.h gives up
 // by avx512's kernel, with vectors. docs/kernels/cpu.md has the measurements.
 //
 // The target is set here, not by compiler flags, so that all host files are compiled alike; it must come before the
@@ -30,7 +30,8 @@ void forward_amx(const Task& task, void* memory) {
 
 void run_amx(const Task& task, void* memory) {
   const bool is_plain = !task.is_band && task.head_dim_v == task.params->head_dim;
-  if (task.type == ScalarType::kFloat32 || task.params->seq_q <= kFewRows || !is_plain) {
+  // A block of rows that gives up does so for all of them, so consistent calls have vectors throughout.
+  if (task.type == ScalarType::kFloat32 || has_few_rows(*task.params) || !is_plain || task.params->is_consistent != 0) {
     return kAvx512Kernel.run(task, memory);
   }
   return task.type == ScalarType::kFloat16 ? forward_amx<Half>(task, memory) : forward_amx<BFloat16>(task, memory);

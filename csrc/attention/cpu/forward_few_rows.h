@@ -22,6 +22,11 @@ namespace {
 // 8 rows about as long.
 constexpr int32_t kFewRows = 4;
 
+// It adds in another order: consistent calls have rows in the lanes, however few.
+inline bool has_few_rows(const attention::ForwardParams& params) {
+  return params.seq_q <= kFewRows && params.is_consistent == 0;
+}
+
 struct FewRowsScratch {
   float* q;       // [padded_dim]
   float* out;     // [kFewRows, padded_dim]
@@ -172,7 +177,7 @@ class FewRowsForward {
         params_(*task.params),
         operands_(task),
         mask_(task),
-        score_function_(params_.score_options, task.head_q),
+        score_function_(params_.score_options, task.head_q, int64_t{params_.seq_k} - params_.seq_q),
         dim_(params_.head_dim),
         dim_v_(task.head_dim_v),
         padded_dim_(round_up(dim_, Vector::kWidth)),

@@ -350,7 +350,7 @@ class SimdForward {
         params_(*task.params),
         operands_(task),
         mask_(task),
-        score_function_(params_.score_options, task.head_q),
+        score_function_(params_.score_options, task.head_q, int64_t{params_.seq_k} - params_.seq_q),
         dim_(params_.head_dim),
         dim_v_(task.head_dim_v),
         padded_dim_(round_up(dim_, Vector::kWidth)),

@@ -1,4 +1,4 @@
-// What a band makes of scores before the softmax (attention::ScoreOptions): softcap, then the mask tensor. Where the mask tensor is
+// What a band makes of scores before the softmax (attention::ScoreOptions): softcap, then the mask tensor or ALiBi. Where the mask tensor is
 // -inf, or false, a score is -inf whatever it was, NaN included. Include after a vector_*.h. Internal linkage.
 #pragma once
 
@@ -38,7 +38,9 @@ inline Vector::Float tanh_of(Vector::Float x) {
 template <class T>
 class ScoreFunction {
  public:
-  ScoreFunction(const attention::ScoreOptions& band, int32_t head) : band_(band), head_(head) {}
+  // diagonal: keys less rows of the sequence.
+  ScoreFunction(const attention::ScoreOptions& band, int32_t head, int64_t diagonal)
+      : band_(band), head_(head), diagonal_(diagonal) {}
 
   bool has_softcap() const { return band_.score_factor > 0.0f; }
   bool has_mask() const { return band_.mask_type != attention::MaskTensor::kNone; }
@@ -75,7 +77,7 @@ class ScoreFunction {
       }
     }
     if (!has_mask()) return;
-    const bool is_shared = band_.mask_stride_row == 0;
+    const bool is_shared = band_.mask_stride_row == 0 && band_.mask_type != attention::MaskTensor::kAlibi;
     for (int32_t begin = 0; begin < keys; begin += kChunk) {
       const int32_t count = clamp(keys - begin, 0, kChunk);
       for (int32_t i = 0; i < (is_shared ? 1 : rows); ++i)
@@ -89,7 +91,8 @@ class ScoreFunction {
     }
   }
 
-  static constexpr int32_t kChunk = 128;  // keys whose mask values are at hand
+  static constexpr int32_t kChunk = 128;      // keys whose mask values are at hand
+  static constexpr float kMostSlope = 1e29f;  // as the GPU's: any distance times this is a float
 
  private:
   Vector::Float cap(Vector::Float score) const {
@@ -105,6 +108,15 @@ class ScoreFunction {
   void load_values(int64_t row, int32_t key, int32_t keys, float* values) const {
     const int64_t at = head_ * band_.mask_stride_head + row * band_.mask_stride_row + key * band_.mask_stride_key;
     const int64_t stride = band_.mask_stride_key;
+    if (band_.mask_type == attention::MaskTensor::kAlibi) {
+      const float slope = -static_cast<const float*>(band_.mask)[at] * band_.mask_factor;
+      const float held = slope > kMostSlope ? kMostSlope : slope < -kMostSlope ? -kMostSlope : slope;
+      const int64_t distance = row + diagonal_ - key;
+      for (int32_t i = 0; i < round_up(keys, Vector::kWidth); ++i) {
+        values[i] = held * static_cast<float>(distance < i ? i - distance : distance - i);
+      }
+      return;
+    }
     if (band_.mask_type == attention::MaskTensor::kBool) {
       const uint8_t* shown = static_cast<const uint8_t*>(band_.mask) + at;
       for (int32_t i = 0; i < keys; ++i) values[i] = shown[i * stride] != 0 ? 0.0f : kMinusInfinity;
@@ -155,6 +167,7 @@ class ScoreFunction {
 
   const attention::ScoreOptions& band_;
   const int32_t head_;
+  const int64_t diagonal_;
 };
 
 // The factors of a band's scores. Its scale is above zero; a softcap takes the scale's place.

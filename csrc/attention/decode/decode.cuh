@@ -27,7 +27,7 @@ namespace decode {
 
 using mma_sync::Accumulator;
 
-// Softcap, mask and visibility of a warp's scores S [16 rows, 16 keys]. What few tiles need is computed there: registers are dear.
+// Softcap, mask or ALiBi, and visibility of a warp's scores S [16 rows, 16 keys]. What few tiles need is computed there: registers are dear.
 template <typename Spec>
 struct ScoreRules {
   const ForwardParams& params;
@@ -52,6 +52,12 @@ struct ScoreRules {
       const KeyRange seen = window_keys(options, sequence, row);
       const int64_t mask_row = segment.batch * options.mask_stride_batch + segment.head_q * options.mask_stride_head +
                                row * options.mask_stride_row;
+      Alibi alibi{0.0f, 0.0f};
+      if constexpr (Spec::kHasAlibi) {
+        const int column = window_key(options, sequence, row) - first_key - ptx::lane_index() % 4 * 2;
+        alibi = Alibi{alibi_slope(options, options.mask_factor, segment.batch, segment.head_q, row),
+                      static_cast<float>(column)};
+      }
 #pragma unroll
       for (int n = 0; n < Spec::kMmaN; ++n)
 #pragma unroll
@@ -60,6 +66,8 @@ struct ScoreRules {
           float& score = S_rmem[0][n][2 * half + i];
           if (key < seen.begin || key >= seen.end) {
             score = ptx::negative_infinity();
+          } else if (Spec::kHasAlibi) {
+            score = alibi.add(score, 0, n * 8 + i);
           } else if (kHasMask) {
             score = masked_score<typename Spec::Element>(options, score, mask_row + key * options.mask_stride_key);
           }
@@ -83,31 +91,32 @@ struct ScoreRules {
   }
 };
 
-// This warp's part of a segment, left in shared memory.
-template <typename Spec, Words kWords>
+// This warp's part of a segment, left in shared memory. Loader: KeyLoader, or what else has its functions.
+template <typename Spec, typename Loader, typename... More>
 __device__ __forceinline__ void attend(const ForwardParams& params, const Segment& segment, Use use,
-                                       const WarpResults<Spec>& results) {
+                                       const WarpResults<Spec>& results, const More&... more) {
   constexpr int kStages = Spec::kNumStages;
   const ptx::SmemPointer ring_smem = results.block_smem + ptx::warp_index() * Spec::kRingBytes;
   const Sequence<MaskKind::kRuntime> sequence = segment.sequence(params);
-  KeyLoader<Spec, kWords> loader(params, sequence, segment, use);
+  Loader loader(params, sequence, segment, use, more...);
   loader.find(segment.tile);
   const auto load = [&](int tile, int stage) {
     if (tile < segment.end_tile) {
-      loader.load(tile, ring_smem + stage * Spec::kStageBytes);
+      loader.load(tile, stage, ring_smem + stage * Spec::kStageBytes);
       loader.find(tile + 1);
     } else {
       ptx::cp_async_commit();
       ptx::cp_async_commit();
     }
   };
-  using Query = typename QueryOf<Spec>::Type;
+  using Query = typename Loader::Query;
   const auto* Q_gmem = static_cast<const typename Spec::Element*>(params.q) +
                        sequence.row_offset(params.q_stride, segment.head_q) + segment.row * params.q_stride.row;
   Query::copy(params, Q_gmem, segment.rows, results.query());
 #pragma unroll 1
   for (int ahead = 0; ahead < kStages - 1; ++ahead) load(segment.tile + ahead, ahead);
-  const Query Q(params, Q_gmem, segment.rows, results.query());
+  Query Q(params, Q_gmem, segment.rows, results.query());
+  Loader::prepare(Q, segment.end_tile - segment.tile);
   const ScoreRules<Spec> rules(params, sequence, segment);
   Accumulator<Spec> accumulator;
 
@@ -119,21 +128,23 @@ __device__ __forceinline__ void attend(const ForwardParams& params, const Segmen
     ptx::warp_sync();  // K of this tile is whole; the warp is done with the tile before, whose stage refills
     load(tile + kStages - 1, stage == 0 ? kStages - 1 : stage - 1);
     float S_rmem[1][Spec::kMmaN][4];
-    mma_sync::multiply_query_key<Spec>(S_rmem, Q, K_smem);
+    loader.multiply(S_rmem, Q, K_smem, tile, stage);
     rules.apply(S_rmem, loader.first_key(tile));
     ptx::cp_async_wait<2 * (kStages - 1)>();
     ptx::warp_sync();  // V of this tile is whole
-    mma_sync::accumulate_tile<Spec>(accumulator, S_rmem, K_smem + Spec::kTileBytes, params.scale_log2,
+    mma_sync::accumulate_tile<Spec>(accumulator, S_rmem, loader.values(K_smem + Spec::kTileBytes), params.scale_log2,
                                     /*is_masked=*/true);
     stage = stage == kStages - 1 ? 0 : stage + 1;
   }
   ptx::cp_async_wait<0>();
   ptx::warp_sync();  // write after read, and after copies: the ring
+  loader.finish(accumulator.O_rmem);
   results.store(accumulator.rows, accumulator.O_rmem, params.scale_log2);
 }
 
-template <typename Spec>
-__device__ __forceinline__ void decode(const ForwardParams& params) {
+// Calls `attend` with every segment of the block's share, and puts together what its warps leave.
+template <typename Spec, typename Attend>
+__device__ __forceinline__ void for_each_segment(const ForwardParams& params, Attend attend) {
   const WarpResults<Spec> results{ptx::dynamic_shared_memory()};
   ptx::grid_dependency_wait();  // what the kernel in front writes may be lengths, pages, or Q
   ptx::grid_launch_dependents();
@@ -143,17 +154,24 @@ __device__ __forceinline__ void decode(const ForwardParams& params) {
     Segment segment;
     if (!plan.next(segment)) return;
     if (!is_first) ptx::barrier_sync_block();  // write after read: the warps' results
-    if constexpr (Spec::kHasTwoLoops) {
-      if (plan.use == Use::kOften) {
-        attend<Spec, Words::kNever>(params, segment, plan.use, results);
-      } else {
-        attend<Spec, Words::kAlways>(params, segment, plan.use, results);
-      }
-    } else {
-      attend<Spec, Words::kByUse>(params, segment, plan.use, results);
-    }
+    attend(segment, plan.use, results);
     finish_segment<Spec>(params, segment, plan.sharing(segment), results);
   }
+}
+
+template <typename Spec>
+__device__ __forceinline__ void decode(const ForwardParams& params) {
+  for_each_segment<Spec>(params, [&](const Segment& segment, Use use, const WarpResults<Spec>& results) {
+    if constexpr (Spec::kHasTwoLoops) {
+      if (use == Use::kOften) {
+        attend<Spec, KeyLoader<Spec, Words::kNever>>(params, segment, use, results);
+      } else {
+        attend<Spec, KeyLoader<Spec, Words::kAlways>>(params, segment, use, results);
+      }
+    } else {
+      attend<Spec, KeyLoader<Spec, Words::kByUse>>(params, segment, use, results);
+    }
+  });
 }
 
 }  // namespace decode

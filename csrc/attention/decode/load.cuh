@@ -3,9 +3,9 @@
 
 #include "attention/decode/plan.cuh"
 #include "attention/decode/spec.cuh"
+#include "attention/forward/mma_sync/accumulate.cuh"
 #include "attention/forward/mma_sync/multiply.cuh"
 #include "attention/sequences.cuh"
-#include "device/swizzle.cuh"
 #include "ptx/barrier.cuh"
 #include "ptx/cp_async.cuh"
 #include "ptx/memory.cuh"
@@ -16,25 +16,21 @@ namespace flashmoe {
 namespace attention {
 namespace decode {
 
-// Rows of a 16-row tile that one lane copies, of each 64-column segment: lane / 8 and every fourth after it.
-constexpr int kRowsPerPass = 32 / kSegmentChunks;
-constexpr int kPasses = kWarpKeys / kRowsPerPass;
-
 // Copies one row of a lane's pass; columns from `columns` on, and rows that are not `valid`, are zeros. With kHasPolicy the second-level
 // cache is told `policy`.
-template <typename Spec, bool kHasPolicy>
-__device__ __forceinline__ void load_row(ptx::SmemPointer tile_smem, int pass, const typename Spec::Element* row_gmem,
+template <typename Tile, bool kHasPolicy>
+__device__ __forceinline__ void load_row(ptx::SmemPointer tile_smem, int pass, const typename Tile::Element* row_gmem,
                                          bool valid, int columns, ptx::CachePolicy policy) {
   const int lane = ptx::lane_index();
-  const int column = lane % kSegmentChunks * kChunkElements;
+  const int column = lane % Tile::kLanes * Tile::kLaneColumns;
   // Rows of two passes differ by 4: the swizzle is another one, but for every second.
   const ptx::SmemPointer row_smem =
-      tile_smem + swizzled_offset<Spec::kHeadDim>(pass * kRowsPerPass + lane / kSegmentChunks, lane % kSegmentChunks);
+      tile_smem + Tile::offset(pass * Tile::kRowsPerPass + lane / Tile::kLanes, lane % Tile::kLanes);
 #pragma unroll
-  for (int segment = 0; segment < Spec::kHeadDim / 64; ++segment) {
-    const ptx::SmemPointer smem = row_smem + segment * (kSegmentChunks * kChunkBytes);
-    const typename Spec::Element* gmem = row_gmem + segment * 64 + column;
-    const int bytes = valid && segment * 64 + column < columns ? kChunkBytes : 0;
+  for (int segment = 0; segment < Tile::kSegments; ++segment) {
+    const ptx::SmemPointer smem = row_smem + segment * (Tile::kLanes * kChunkBytes);
+    const typename Tile::Element* gmem = row_gmem + segment * Tile::kSegmentColumns + column;
+    const int bytes = valid && segment * Tile::kSegmentColumns + column < columns ? kChunkBytes : 0;
     if constexpr (kHasPolicy) {
       ptx::cp_async_16(smem, gmem, bytes, policy);
     } else {
@@ -80,14 +76,15 @@ struct QueryRegisters {
 template <typename Spec>
 struct QueryCopy : mma_sync::QueryOperand<Spec, false> {
   using Element = typename Spec::Element;
+  using Tile = RowTile<Element, Spec::kHeadDim>;
 
   __device__ __forceinline__ static void copy(const ForwardParams& params, const Element* Q_gmem, int rows,
                                               ptx::SmemPointer Q_smem) {
     ptx::warp_sync();  // write after read: the Q before
 #pragma unroll
-    for (int pass = 0; pass < kPasses; ++pass) {
-      const int row = pass * kRowsPerPass + ptx::lane_index() / kSegmentChunks;
-      load_row<Spec, false>(Q_smem, pass, Q_gmem + min(rows - 1, row) * params.q_stride.row, true, params.head_dim,
+    for (int pass = 0; pass < Tile::kPasses; ++pass) {
+      const int row = pass * Tile::kRowsPerPass + ptx::lane_index() / Tile::kLanes;
+      load_row<Tile, false>(Q_smem, pass, Q_gmem + min(rows - 1, row) * params.q_stride.row, true, params.head_dim,
                             ptx::CachePolicy{});
     }
   }
@@ -111,7 +108,8 @@ enum class Words { kNever, kAlways, kByUse };
 // A warp's keys of one key tile after the other. Lanes 0 to 15 know where K of the tile's 16 keys lies, the others where V does.
 template <typename Spec, Words kWords>
 struct KeyLoader {
-  using Element = typename Spec::Element;
+  using Tile = typename Spec::KeyTile;
+  using Element = typename Tile::Element;
 
   const ForwardParams& params;
   const Sequence<MaskKind::kRuntime>& sequence;
@@ -132,11 +130,14 @@ struct KeyLoader {
         visible(segment.seen),
         use(use_),
         policy(use_ == Use::kOnceOfFew ? ptx::evict_first() : ptx::evict_normal()) {
-    int head_kv = segment.head_q;
-    if (params.heads_q != params.heads_kv)
-      head_kv = quotient<Spec>(head_kv, quotient<Spec>(params.heads_q, params.heads_kv));
+    const int head_kv = key_head(segment);
     gmem = static_cast<const Element*>(has_value() ? params.v : params.k) +
            sequence.key_offset(has_value() ? params.v_stride : params.k_stride, head_kv);
+  }
+
+  __device__ __forceinline__ int key_head(const Segment& segment) const {
+    if (params.heads_q == params.heads_kv) return segment.head_q;
+    return quotient<Spec>(segment.head_q, quotient<Spec>(params.heads_q, params.heads_kv));
   }
 
   __device__ __forceinline__ static int first_key(int tile) {
@@ -158,7 +159,10 @@ struct KeyLoader {
   }
 
   // K and V of the tile whose keys were found, a commit group each.
-  __device__ __forceinline__ void load(int tile, ptx::SmemPointer stage_smem) const {
+  __device__ __forceinline__ void load(int tile, int, ptx::SmemPointer stage_smem) const {
+    load_keys(tile, stage_smem);
+  }
+  __device__ __forceinline__ void load_keys(int tile, ptx::SmemPointer stage_smem) const {
     const int64_t page_stride = has_value() ? params.v_stride.batch : params.k_stride.batch;
     const int64_t row_stride = has_value() ? params.v_stride.row : params.k_stride.row;
     const uint64_t own =
@@ -170,17 +174,28 @@ struct KeyLoader {
     }
   }
 
+  // S = Q K^T, and what accumulate_tile takes V as.
+  using Query = typename QueryOf<Spec>::Type;
+  __device__ __forceinline__ void multiply(float (&S_rmem)[1][Spec::kMmaN][4], const Query& Q, ptx::SmemPointer K_smem,
+                                           int, int) const {
+    mma_sync::multiply_query_key<Spec>(S_rmem, Q, K_smem);
+  }
+  __device__ __forceinline__ static void prepare(const Query&, int) {}
+  __device__ __forceinline__ mma_sync::SharedValues<Spec> values(ptx::SmemPointer V_smem) const { return {V_smem}; }
+  // The output in the end.
+  __device__ __forceinline__ void finish(float (&)[1][Spec::kMmaD][4]) const {}
+
   // From where this lane's key is.
   template <bool kHasPolicy>
   __device__ __forceinline__ void load_from(uint64_t own, int tile, ptx::SmemPointer stage_smem) const {
 #pragma unroll
     for (int is_value = 0; is_value < 2; ++is_value) {
 #pragma unroll
-      for (int pass = 0; pass < kPasses; ++pass) {
-        const int key = pass * kRowsPerPass + ptx::lane_index() / kSegmentChunks;
+      for (int pass = 0; pass < Tile::kPasses; ++pass) {
+        const int key = pass * Tile::kRowsPerPass + ptx::lane_index() / Tile::kLanes;
         const bool valid = first_key(tile) + key >= visible.begin && first_key(tile) + key < visible.end;
         const uint64_t row_gmem = ptx::shuffle_index(own, is_value * kWarpKeys + key);
-        load_row<Spec, kHasPolicy>(stage_smem + is_value * Spec::kTileBytes, pass,
+        load_row<Tile, kHasPolicy>(stage_smem + is_value * Spec::kTileBytes, pass,
                                    reinterpret_cast<const Element*>(row_gmem), valid,
                                    is_value ? params.head_dim_v : params.head_dim, policy);
       }

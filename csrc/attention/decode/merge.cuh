@@ -8,6 +8,7 @@
 #include "attention/forward/mma_sync/softmax.cuh"
 #include "attention/params/forward.h"
 #include "attention/scores.cuh"
+#include "attention/softmax.cuh"
 #include "attention/sequences.cuh"
 #include "device/convert.cuh"
 #include "device/reduce.cuh"
@@ -79,7 +80,7 @@ struct WarpResults {
       for (int d = 0; d < Spec::kMmaD; ++d) {
         const uint32_t words[2] = {ptx::float_bits(O_rmem[0][d][2 * half]),
                                    ptx::float_bits(O_rmem[0][d][2 * half + 1])};
-        ptx::st_shared_64(out(warp, row, d * 8 + lane % 4 * 2), words);
+        ptx::st_shared_64(out(warp, row, Spec::output_column(d, lane % 4)), words);
       }
     }
   }
@@ -185,7 +186,7 @@ __device__ __forceinline__ void store_result(const ForwardParams& params, const 
                                              const PartialRow& total) {
   using Element = typename Spec::Element;
   const FinishedRow finished =
-      finish_with_sink(total.shift, total.sum, sink_log2(params.score_options, segment.head_q, segment.row + row));
+      finish_row(total.shift, total.sum, sink_log2(params.score_options, segment.head_q, segment.row + row));
   const Sequence<MaskKind::kRuntime> sequence = segment.sequence(params);
   if (column == 0 && params.lse != nullptr) {
     const int64_t at = sequence.result_row(sequence.template result_head<false>(segment.head_q, 0)) + segment.row + row;

@@ -1,6 +1,7 @@
 // Compile-time description of a decoding kernel: few query rows, many keys.
 #pragma once
 
+#include "device/swizzle.cuh"
 #include "ptx/mma.cuh"
 #include "ptx/types.cuh"
 
@@ -10,13 +11,32 @@ namespace decode {
 
 constexpr int kWarpKeys = 16;  // of a key tile; a warp's own
 
+// How the 16 rows of a tile of a warp's lie in shared memory, and which of it a lane copies: 16 bytes of rows lane / kLanes and every
+// kRowsPerPass after it, in each segment of up to 128 bytes.
+template <typename Element_, int kColumns>
+struct RowTile {
+  using Element = Element_;
+  static constexpr int kRowBytes = kColumns * static_cast<int>(sizeof(Element));
+  static constexpr int kLanes = kRowBytes < 128 ? kRowBytes / kChunkBytes : kSegmentChunks;
+  static constexpr int kSegments = kRowBytes / (kLanes * kChunkBytes);
+  static constexpr int kSegmentColumns = kColumns / kSegments;
+  static constexpr int kLaneColumns = kSegmentColumns / kLanes;
+  static constexpr int kRowsPerPass = 32 / kLanes;
+  static constexpr int kPasses = kWarpKeys / kRowsPerPass;
+
+  // Of a 16-byte chunk. Eight rows' chunks of one column lie in different banks; rows of 64 bytes share their 128 with another one.
+  __device__ __forceinline__ static constexpr int offset(int row, int chunk) {
+    return row * kRowBytes + (chunk ^ (row / (kSegmentChunks / kLanes) % kLanes)) * kChunkBytes;
+  }
+};
+
 // One block computes up to 16 query rows of one key head. A key tile has kBlockN keys, 16 for each warp; a warp loads and multiplies
 // its own alone, so that nothing in the loop over tiles waits for another warp.
 //
 // kNumStages          key tiles of a warp's ring, K and V; kNumStages - 1 of them are in flight.
 // kQueryInRegisters   1: a warp keeps Q; 0: it reads its own copy in shared memory for every tile, for want of registers.
 template <typename Element_, int kHeadDim_, int kBlockM_, int kBlockN_, int kNumStages_, int kNumWarps_,
-          int kQueryInRegisters_>
+          int kQueryInRegisters_, int kAlibi_>
 struct DecodeSpec {
   using Element = Element_;
   static constexpr int kHeadDim = kHeadDim_;
@@ -25,6 +45,7 @@ struct DecodeSpec {
   static constexpr int kNumStages = kNumStages_;
   static constexpr int kNumWarps = kNumWarps_;
   static constexpr int kNumThreads = 32 * kNumWarps;
+  static constexpr bool kHasAlibi = kAlibi_ != 0;  // in place of mask tensors
 
   // What the products of a warp (mma_sync/) ask for.
   static constexpr bool kQueryInRegisters = kQueryInRegisters_ != 0;
@@ -36,7 +57,8 @@ struct DecodeSpec {
   static constexpr int kMmaN = kBlockN / 8;
   static constexpr int kMmaD = kHeadDim / 8;
 
-  static constexpr int kRowBytes = kHeadDim * static_cast<int>(sizeof(Element));
+  using KeyTile = RowTile<Element, kHeadDim>;
+  static constexpr int kRowBytes = KeyTile::kRowBytes;
   static constexpr int kTileBytes = kWarpKeys * kRowBytes;  // of K, of V, or of Q
   static constexpr int kStageBytes = 2 * kTileBytes;
   static constexpr int kRingBytes = kNumStages * kStageBytes;             // of one warp
@@ -46,6 +68,8 @@ struct DecodeSpec {
   static constexpr int kArrivalBytes = 16;
   static constexpr int kSharedBytes = kNumWarps * (kRingBytes + kQueryBytes + kStateBytes) + kArrivalBytes;
 
+  // Of a 16x8 block of the output the first of the two columns that a lane of a quad has.
+  static __device__ __forceinline__ int output_column(int block, int lane) { return block * 8 + lane * 2; }
   // A warp's output in fp32, over its own ring. Rows are 32 bytes apart in the banks: four quads store at once.
   static constexpr int kOutputRowBytes = kHeadDim * 4 + 32;
 

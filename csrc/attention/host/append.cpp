@@ -26,7 +26,9 @@ bool is_aligned(const Tensor& tensor) {
   return tensor.sizes()[last] % host::kRowAlignElements == 0;
 }
 
-AppendParams make_params(const AppendArguments& arguments) {
+}  // namespace
+
+AppendParams make_append_params(const AppendArguments& arguments) {
   const bool is_paged = arguments.has_pages();
   const int64_t* cache_sizes = arguments.k_cache.sizes();
   const int64_t* new_sizes = arguments.k_new.sizes();
@@ -59,12 +61,10 @@ AppendParams make_params(const AppendArguments& arguments) {
   return params;
 }
 
-}  // namespace
-
 void append_cuda(const AppendArguments& arguments) {
   const host::Device& gpu = host::device(arguments.device_index);
   const host::Kernel& kernel = select_append(host::make_request(gpu, arguments.dtype));
-  const AppendParams params = make_params(arguments);
+  const AppendParams params = make_append_params(arguments);
   const int64_t rows = 2 * static_cast<int64_t>(params.batch) * params.new_keys * params.heads_kv;
   const int64_t warps = kernel.threads / 32;
   const host::CudaCall call(gpu);

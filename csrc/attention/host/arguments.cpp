@@ -59,7 +59,7 @@ Strides strides_of(const Tensor& tensor, bool is_paged) {
   return is_paged ? Strides{strides[0], strides[2], strides[1]} : Strides{strides[0], strides[1], strides[2]};
 }
 
-void check_operands(QueryKeyValue& operands) {
+void check_operands(QueryKeyValue& operands, bool has_codes) {
   const Tensor& q = operands.q;
   const Tensor& k = operands.k;
   const Tensor& v = operands.v;
@@ -77,7 +77,14 @@ void check_operands(QueryKeyValue& operands) {
     violate("attention.device", {{"device", describe_device(q)}});
   }
   operands.torch_dtype = q.dtype();
-  if (k.dtype() != operands.torch_dtype || v.dtype() != operands.torch_dtype) {
+  if (has_codes) {
+    const int32_t code = aoti_torch_dtype_float8_e4m3fn();
+    const std::optional<Dtype> dtype = host::dtype_of(operands.torch_dtype);
+    if (k.dtype() != code || v.dtype() != code || !dtype.has_value() || *dtype == Dtype::kFloat32) {
+      violate("attention.e4m3_dtypes",
+              {{"q", describe_dtype(q.dtype())}, {"k", describe_dtype(k.dtype())}, {"v", describe_dtype(v.dtype())}});
+    }
+  } else if (k.dtype() != operands.torch_dtype || v.dtype() != operands.torch_dtype) {
     violate("attention.dtypes",
             {{"q", describe_dtype(q.dtype())}, {"k", describe_dtype(k.dtype())}, {"v", describe_dtype(v.dtype())}});
   }
@@ -119,7 +126,11 @@ void check_heads(const QueryKeyValue& operands, int64_t heads_kv) {
   }
   const int64_t heads_q = operands.q.sizes()[1];
   if (heads_kv == 0 ? heads_q != 0 : heads_q % heads_kv != 0) {
-    violate("attention.heads", {{"q", heads_q}, {"k", heads_kv}});
+    const Tensor &q = operands.q, &k = operands.k;
+    const bool is_dense = q.dim() == 4 && k.dim() == 4 && k.sizes()[1] == heads_kv;
+    const int64_t length_q = is_dense ? q.sizes()[2] : 0, length_k = is_dense ? k.sizes()[2] : 0;
+    const bool fits_transposed = heads_q < heads_kv && length_k > 0 && length_q >= length_k && length_q % length_k == 0;
+    violate(fits_transposed ? "attention.transposed_heads" : "attention.heads", {{"q", heads_q}, {"k", heads_kv}});
   }
 }
 
@@ -256,6 +267,7 @@ ForwardParams make_params(const ForwardArguments& arguments, const ForwardOutput
   params.seq_k = static_cast<int32_t>(arguments.k.sizes()[2]);
   params.scale = static_cast<float>(arguments.scale);
   params.scale_log2 = static_cast<float>(arguments.scale * kLog2E);
+  params.is_consistent = arguments.is_consistent || host::wants_consistency() ? 1 : 0;
   return params;
 }
 

@@ -28,6 +28,7 @@ struct ForwardArguments : QueryKeyValue {
   double scale = 0.0;
   bool has_default_scale = false;  // then scale is set by check_arguments
   bool is_causal = false;
+  bool is_consistent = false;
 };
 
 struct ForwardOutputs {
@@ -55,8 +56,9 @@ struct Gradients {
       row_dot;  // as lse: BackwardParams::row_dot, where the caller needs it for the gradient of the sinks. A GPU's alone
 };
 
-// Throws unless q, k and v are tensors of one device and of one dtype that has kernels there.
-void check_operands(QueryKeyValue& operands);
+// Throws unless q, k and v are tensors of one device and of one dtype that has kernels there; or, of a cache of codes, k and v of
+// float8_e4m3fn and q of 16 bits.
+void check_operands(QueryKeyValue& operands, bool has_codes = false);
 
 struct Layout {
   const char* text;

@@ -19,8 +19,9 @@ namespace {
 
 BackwardKernels select_kernels(const VarlenArguments& arguments, const host::Device& gpu) {
   const auto head_dim = static_cast<int32_t>(std::max(arguments.head_dim(), arguments.head_dim_v()));
-  const bool has_score_mod = arguments.softcap > 0 || VarlenArguments::has(arguments.mask);
-  return select_varlen_backward(host::make_request(gpu, arguments.dtype), head_dim, has_score_mod);
+  const bool has_score_mod = arguments.softcap > 0 || (VarlenArguments::has(arguments.mask) && !has_alibi(arguments));
+  return select_varlen_backward(host::make_request(gpu, arguments.dtype), head_dim, has_score_mod,
+                                has_alibi(arguments));
 }
 
 // Tensor maps take dense entries for rows of one long tensor: an entry begins a whole number of rows behind the one before. And

@@ -30,6 +30,7 @@ Choice choose(const ForwardArguments& arguments, const Problem& problem, const h
   input.heads_kv = params.heads_kv;
   input.seq_q = params.seq_q;
   input.seq_k = params.seq_k;
+  input.is_consistent = params.is_consistent != 0;
   if (arguments.q.sizes()[2] == 1) {
     const Kernel* decoding = select_decoding(input);
     if (decoding != nullptr) return {decoding, nullptr, 1};

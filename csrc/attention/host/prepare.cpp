@@ -65,6 +65,7 @@ Operands make_operands(const ForwardArguments& arguments, const ForwardOutputs& 
   copied.v = host::loadable(arguments.v, kernel);
   copied.scale = arguments.scale;
   copied.is_causal = arguments.is_causal;
+  copied.is_consistent = arguments.is_consistent;
   copied.dtype = arguments.dtype;
   copied.torch_dtype = arguments.torch_dtype;
   copied.device_type = arguments.device_type;

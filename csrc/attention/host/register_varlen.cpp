@@ -6,6 +6,7 @@
 
 #include "attention/host/backends.h"
 #include "attention/host/backward_launch.h"
+#include "attention/host/e4m3.h"
 #include "attention/host/schemas.h"
 #include "host/arguments.h"
 #include "host/last_kernel.h"
@@ -21,12 +22,16 @@ struct Cpu {
   static constexpr auto forward = &forward_varlen_cpu;
   static constexpr auto backward = &backward_varlen_cpu;
   static constexpr auto append = &append_cpu;
+  static constexpr auto forward_e4m3 = &forward_e4m3_cpu;
+  static constexpr auto append_e4m3 = &append_e4m3_cpu;
 };
 struct Cuda {
   static constexpr bool kIsCpu = false;
   static constexpr auto forward = &forward_varlen_cuda;
   static constexpr auto backward = &backward_varlen_cuda;
   static constexpr auto append = &append_cuda;
+  static constexpr auto forward_e4m3 = &forward_e4m3_cuda;
+  static constexpr auto append_e4m3 = &append_e4m3_cuda;
 };
 
 void zero(const Tensor& tensor) { host::check_shim(aoti_torch_zero_(tensor.get()), "zero_"); }
@@ -43,8 +48,9 @@ void fill_on_cpu(const ForwardOutputs& outputs) {
   std::fill_n(static_cast<float*>(outputs.lse.data()), rows, -std::numeric_limits<float>::infinity());
 }
 
-VarlenArguments take_forward(host::Arguments& given) {
+VarlenArguments take_forward(host::Arguments& given, bool has_codes = false) {
   VarlenArguments arguments;
+  arguments.has_codes = has_codes;
   arguments.q = given.tensor();
   arguments.k = given.tensor();
   arguments.v = given.tensor();
@@ -65,8 +71,9 @@ VarlenArguments take_forward(host::Arguments& given) {
   return arguments;
 }
 
-AppendArguments take_append(host::Arguments& given) {
+AppendArguments take_append(host::Arguments& given, bool has_codes = false) {
   AppendArguments arguments;
+  arguments.has_codes = has_codes;
   arguments.k_cache = given.tensor();
   arguments.v_cache = given.tensor();
   arguments.k_new = given.tensor();
@@ -77,9 +84,36 @@ AppendArguments take_append(host::Arguments& given) {
   return arguments;
 }
 
+template <class Taken>
+void take_scales(host::Arguments& given, Taken& arguments) {
+  arguments.k_scale.values = given.optional_tensor();
+  arguments.v_scale.values = given.optional_tensor();
+  arguments.k_scale.factor = given.number();
+  arguments.v_scale.factor = given.number();
+}
+
+E4m3Arguments take_e4m3(host::Arguments& given) {
+  E4m3Arguments arguments;
+  arguments.varlen = take_forward(given, /*has_codes=*/true);
+  take_scales(given, arguments);
+  check_e4m3_scales(arguments);
+  return arguments;
+}
+
+E4m3AppendArguments take_e4m3_append(host::Arguments& given) {
+  E4m3AppendArguments arguments;
+  arguments.append = take_append(given, /*has_codes=*/true);
+  take_scales(given, arguments);
+  check_e4m3_scales(arguments);
+  return arguments;
+}
+
 const host::ArgumentCheck kCheckForward("attention_varlen_forward",
                                         [](host::Arguments& given) { take_forward(given); });
 const host::ArgumentCheck kCheckAppend("attention_append_", [](host::Arguments& given) { take_append(given); });
+const host::ArgumentCheck kCheckE4m3("attention_e4m3_forward", [](host::Arguments& given) { take_e4m3(given); });
+const host::ArgumentCheck kCheckE4m3Append("attention_append_e4m3_",
+                                           [](host::Arguments& given) { take_e4m3_append(given); });
 
 template <class Backend, bool kWithLse>
 void boxed_forward(StableIValue* stack, uint64_t num_arguments, uint64_t num_outputs) {
@@ -172,8 +206,34 @@ void boxed_append(StableIValue* stack, uint64_t num_arguments, uint64_t num_outp
   if (sizes[0] > 0 && sizes[1] > 0 && sizes[2] > 0) Backend::append(arguments);
 }
 
+template <class Backend, bool kWithLse>
+void boxed_e4m3(StableIValue* stack, uint64_t num_arguments, uint64_t num_outputs) {
+  host::check_counts("attention_e4m3", num_arguments, 20, num_outputs, kWithLse ? 2 : 1);
+  host::Arguments given(stack);
+  E4m3Arguments arguments = take_e4m3(given);
+  make_scale_positive(arguments.varlen);
+  ForwardOutputs outputs = allocate_outputs(arguments.varlen, kWithLse);
+  host::set_last_kernel("");
+  if (Backend::kIsCpu && arguments.varlen.has_ragged_rows()) fill_on_cpu(outputs);
+  if (has_rows(arguments.varlen)) Backend::forward_e4m3(arguments, outputs);
+  stack[0] = give(std::move(outputs.out));
+  if constexpr (kWithLse) stack[1] = give(std::move(outputs.lse));
+}
+
+template <class Backend>
+void boxed_append_e4m3(StableIValue* stack, uint64_t num_arguments, uint64_t num_outputs) {
+  host::check_counts("attention_append_e4m3_", num_arguments, 10, num_outputs, 0);
+  host::Arguments given(stack);
+  const E4m3AppendArguments arguments = take_e4m3_append(given);
+  const int64_t* sizes = arguments.append.k_new.sizes();
+  if (sizes[0] > 0 && sizes[1] > 0 && sizes[2] > 0) Backend::append_e4m3(arguments);
+}
+
 template <class Backend, class Library>
 void register_backend(Library& library) {
+  library.impl("attention_e4m3_forward", &boxed_e4m3<Backend, true>);
+  library.impl("_attention_e4m3_inference", &boxed_e4m3<Backend, false>);
+  library.impl("attention_append_e4m3_", &boxed_append_e4m3<Backend>);
   library.impl("attention_varlen_forward", &boxed_forward<Backend, true>);
   library.impl("_attention_varlen_inference", &boxed_forward<Backend, false>);
   library.impl("_attention_varlen_backward", &boxed_backward<Backend>);

@@ -38,6 +38,24 @@ void define_varlen(Library& library) {
       "cu_seqlens_q, Tensor? cu_seqlens_k, Tensor? seqused_k, Tensor? sinks, Tensor? mask, Tensor out, Tensor lse, "
       "SymInt max_seqlen_q, SymInt max_seqlen_k, float scale, int window_left, int window_right, float softcap, "
       "int needs=7) -> (Tensor? dq, Tensor? dk, Tensor? dv, Tensor? row_dot)");
+  // k and v in float8_e4m3fn, times factor times scale: float32 [], [heads_kv], [batch, heads_kv], or of four dimensions, broadcast to the
+  // cache. No gradient.
+  library.def(
+      "attention_e4m3_forward(Tensor q, Tensor k, Tensor v, Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, Tensor? "
+      "seqused_k, Tensor? block_table, Tensor? sinks, Tensor? mask, SymInt max_seqlen_q, SymInt max_seqlen_k, "
+      "float scale, int window_left, int window_right, float softcap, int num_splits, Tensor? k_scale, Tensor? "
+      "v_scale, "
+      "float k_factor, float v_factor) -> (Tensor out, Tensor lse)");
+  library.def(
+      "_attention_e4m3_inference(Tensor q, Tensor k, Tensor v, Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, Tensor? "
+      "seqused_k, Tensor? block_table, Tensor? sinks, Tensor? mask, SymInt max_seqlen_q, SymInt max_seqlen_k, "
+      "float scale, int window_left, int window_right, float softcap, int num_splits, Tensor? k_scale, Tensor? "
+      "v_scale, "
+      "float k_factor, float v_factor) -> Tensor");
+  library.def(
+      "attention_append_e4m3_(Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor k_new, Tensor v_new, Tensor "
+      "cache_seqlens, "
+      "Tensor? block_table, Tensor? k_scale, Tensor? v_scale, float k_factor, float v_factor) -> ()");
   library.def(
       "attention_append_(Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor k_new, Tensor v_new, Tensor cache_seqlens, "
       "Tensor? block_table) -> ()");

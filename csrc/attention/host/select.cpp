@@ -32,6 +32,7 @@ struct FamilyKernels {
   const char* family;
   std::array<const Kernel*, kNumVariants> tiles;
   const Kernel* combine;  // adds up the partial results of kSplit
+  int32_t consistent_block_n;
 };
 
 using FamilyList = std::vector<FamilyKernels>;  // best first
@@ -60,13 +61,29 @@ const Kernel* find_combine(const SelectorInput& input, const host::KernelList& k
   return combine;
 }
 
+// Of the GPU's first family with ragged kernels, whichever family is forced; of the variant `wanted` where that has one. 0 where there is none.
+int32_t consistent_block_n(const host::KernelRequest& request, int32_t head_dim, const char* wanted) {
+  const host::KernelList& kernels = host::loadable_kernels(request.capability);
+  for (const char* const* family = host::families_of(request.capability); *family != nullptr; ++family) {
+    const auto find = [&](const char* variant) {
+      return host::find_kernel({"attention_varlen_forward", *family, variant, request.dtype, {head_dim}},
+                               axis::kHeadDim, kernels);
+    };
+    const Kernel* kernel = find(wanted);
+    if (kernel == nullptr) kernel = find("");
+    if (kernel != nullptr) return kernel->block_n;
+  }
+  return 0;
+}
+
 // The families that serve (capability, dtype, mask, head_dim) of `input`; the rest of it is not looked at.
 FamilyList resolve_families(const SelectorInput& input) {
   const host::KernelList& kernels = host::loadable_kernels(input.request.capability);
   const Kernel* combine = find_combine(input, kernels);
+  const int32_t block_n = consistent_block_n(input.request, input.head_dim, "");
   FamilyList result;
   for (const char* const* family = host::families_of(input.request.capability); *family != nullptr; ++family) {
-    FamilyKernels found{*family, {}, combine};
+    FamilyKernels found{*family, {}, combine, block_n};
     for (std::size_t variant = 0; variant < kNumVariants; ++variant) {
       found.tiles[variant] = find_forward(input, *family, kVariantNames[variant], kernels);
     }
@@ -165,6 +182,21 @@ Choice choose_by_time(const SelectorInput& input, const FamilyKernels& family, c
   return best;
 }
 
+// Of a family's tiles with the width of consistent calls, the one with the least time; without costs the first.
+const Kernel* choose_consistent(const SelectorInput& input, const FamilyKernels& family) {
+  const Kernel* best = nullptr;
+  double least = 0.0;
+  for (const Variant variant : {kStandard, kShort, kM128, kM64}) {
+    const Kernel* kernel = family.tiles[variant];
+    if (kernel == nullptr || kernel->block_n != family.consistent_block_n) continue;
+    const double time = microseconds(input, *kernel, 1);
+    if (best != nullptr && time >= least) continue;
+    best = kernel;
+    least = time;
+  }
+  return best;
+}
+
 // resolve_families, remembered: looking through the whole table takes longer than the rest of the selection.
 const FamilyList& families_for(const SelectorInput& input) {
   constexpr int64_t kGranularity = 8;  // kernels differ at multiples of this head_dim only
@@ -200,6 +232,13 @@ Choice select_forward(const SelectorInput& input) {
     allowed[count] = &family;
     ++count;
   }
+  if (input.is_consistent) {
+    for (std::size_t index = 0; index < count; ++index) {
+      const Kernel* kernel = choose_consistent(input, *allowed[index]);
+      if (kernel != nullptr) return {kernel, nullptr, 1};
+    }
+    host::refuse(input.request, "head_dim " + std::to_string(input.head_dim) + ", the same bits in every call");
+  }
   if (count == 0) host::refuse(input.request, "head_dim " + std::to_string(input.head_dim));
   const Kernel* standard = allowed[0]->tiles[kStandard];
   if (standard->has_cost) return choose_by_time(input, *allowed[0], allowed[1]);
@@ -233,7 +272,8 @@ namespace {
 // them fit a multiprocessor, where what a block starts and ends with counts for more than its loop.
 bool prefers_shorter(const VarlenSelectorInput& input, const Kernel& kernel, const Kernel& shorter) {
   constexpr int64_t kMostShortKeys = 256;
-  if (shorter.axes[axis::kHeadDim] != kernel.axes[axis::kHeadDim]) return false;
+  // Bits must not depend on which of the two a batch has.
+  if (shorter.axes[axis::kHeadDim] != kernel.axes[axis::kHeadDim] || shorter.block_n != kernel.block_n) return false;
   const int64_t tiles = most_row_blocks(input.rows, input.batch, input.rows_total, kernel.block_m) * input.heads;
   const bool is_short = std::max(input.rows, input.keys) <= kMostShortKeys;
   return input.rows <= shorter.block_m || tiles < input.request.num_multiprocessors ||
@@ -245,8 +285,10 @@ bool prefers_shorter(const VarlenSelectorInput& input, const Kernel& kernel, con
 const Kernel* select_varlen_forward(const VarlenSelectorInput& input) {
   const host::KernelRequest& request = input.request;
   const host::KernelList& loadable = host::loadable_kernels(request.capability);
-  const char* const operations[] = {input.rows <= kMaxDecodingRows ? "attention_decode" : nullptr,
-                                    "attention_varlen_forward"};
+  const bool is_decoding = input.rows <= kMaxDecodingRows && !input.is_consistent;
+  const char* const operations[] = {is_decoding ? "attention_decode" : nullptr, "attention_varlen_forward"};
+  const char* wanted = input.has_alibi ? "alibi" : input.has_score_functions ? "scores" : "";
+  const int32_t block_n = input.is_consistent ? consistent_block_n(request, input.head_dim, wanted) : 0;
   for (const char* operation : operations) {
     if (operation == nullptr) continue;
     for (const char* const* family = host::families_of(request.capability); *family != nullptr; ++family) {
@@ -256,17 +298,20 @@ const Kernel* select_varlen_forward(const VarlenSelectorInput& input) {
                                  loadable);
       };
       // A family that has kernels of their own for score functions does without them in the others.
-      const Kernel* found = input.has_score_functions ? find("scores") : nullptr;
-      if (found == nullptr) found = find("");
-      if (found != nullptr && found->num_tensor_maps == 0) {
+      const Kernel* found = input.has_score_functions && !input.has_alibi ? find("scores") : nullptr;
+      if (found == nullptr) found = find(input.has_alibi ? "alibi" : "");
+      if (found != nullptr && found->num_tensor_maps == 0 && !input.has_alibi) {
         const Kernel* shorter = find(kVariantNames[kM64]);
         if (shorter != nullptr && prefers_shorter(input, *found, *shorter)) found = shorter;
       }
-      if (found != nullptr && can_load_pages(*found, input.page_size)) return found;
+      if (found != nullptr && can_load_pages(*found, input.page_size) && (block_n == 0 || found->block_n == block_n)) {
+        return found;
+      }
     }
   }
   const std::string pages = input.page_size > 0 ? ", pages of " + std::to_string(input.page_size) + " keys" : "";
-  host::refuse(request, "head_dim " + std::to_string(input.head_dim) + pages);
+  const char* what = input.is_consistent ? ", the same bits in every call" : "";
+  host::refuse(request, "head_dim " + std::to_string(input.head_dim) + pages + what);
 }
 
 const Kernel* select_decoding(const SelectorInput& input) {
@@ -276,7 +321,7 @@ const Kernel* select_decoding(const SelectorInput& input) {
   constexpr const char* kFamily = "sm80";
   const host::KernelRequest& request = input.request;
   if (request.capability != kMeasuredCapability || request.forced_family != nullptr) return nullptr;
-  if (input.seq_q > kMaxDecodingRows || input.seq_k < kMinKeys) return nullptr;
+  if (input.seq_q > kMaxDecodingRows || input.seq_k < kMinKeys || input.is_consistent) return nullptr;
   return host::find_kernel({"attention_decode", kFamily, "", request.dtype, {input.head_dim}}, axis::kHeadDim,
                            host::loadable_kernels(request.capability));
 }
@@ -304,25 +349,13 @@ BackwardKernels select_backward(const host::KernelRequest& request, Mask mask, i
   return {};
 }
 
-namespace {
-
-// $FLASHMOE_SPLIT_BACKWARD: without the fused form's float32 sums of dq, where memory is worth more than time.
-bool wants_split_backward() {
-  const char* value = std::getenv("FLASHMOE_SPLIT_BACKWARD");
-  if (value == nullptr || *value == '\0' || std::strcmp(value, "0") == 0) return false;
-  if (std::strcmp(value, "1") == 0) return true;
-  host::violate("variable.switch", {{"name", "FLASHMOE_SPLIT_BACKWARD"}, {"found", value}});
-}
-
-}  // namespace
-
 bool prefers_fused(const BackwardKernels& kernels, const SelectorInput& problem) {
-  // Measured on an H100. Of short sequences its float32 sums cost as much as the two products that it saves; few tiles that take turns
-  // wait for each other, and queries for few tiles of them would make all tiles of a head wait.
-  if (kernels.fused == nullptr || wants_split_backward()) return false;
+  // Measured on an H100, the lengths at head dim 128 on an H200. Of short sequences its float32 sums cost as much as the two products that
+  // it saves; few tiles that take turns wait for each other, and queries for few tiles of them would make all tiles of a head wait.
+  // $FLASHMOE_SPLIT_BACKWARD: where memory is worth more than time.
+  if (kernels.fused == nullptr || host::is_switched_on("FLASHMOE_SPLIT_BACKWARD")) return false;
   const bool is_wide = kernels.fused->axes[axis::kHeadDim] > 64;
-  const bool is_grouped_causal = problem.mask == Mask::kCausal && problem.heads_q > problem.heads_kv;
-  const int64_t min_length = !is_wide ? 1024 : is_grouped_causal ? 8192 : 4096;
+  const int64_t min_length = is_wide ? 2048 : 1024;
   const int64_t min_heads = is_wide ? 8 : 1;                 // key heads of all sequences; fewer were not measured
   const int64_t min_rounds = problem.seq_k < 2048 ? 12 : 3;  // of tiles, one for each multiprocessor
   // 1.7 to 1.9 times as long as the split form with windows of 4096 to 12288 of 16384 keys.
@@ -343,22 +376,24 @@ SelectorInput as_equal_sequences(const SelectorInput& longest, int64_t rows_tota
   return equal;
 }
 
-BackwardKernels select_varlen_backward(const host::KernelRequest& request, int32_t head_dim, bool has_score_mod) {
+BackwardKernels select_varlen_backward(const host::KernelRequest& request, int32_t head_dim, bool has_score_mod,
+                                       bool has_alibi) {
   const host::KernelList& loadable = host::loadable_kernels(request.capability);
   for (const char* const* family = host::families_of(request.capability); *family != nullptr; ++family) {
     if (request.forced_family != nullptr && std::strcmp(request.forced_family, *family) != 0) continue;
+    const auto find_variant = [&](const char* operation, const char* variant) {
+      return host::find_kernel({operation, *family, variant, request.dtype, {head_dim}}, axis::kHeadDim, loadable);
+    };
     const auto find = [&](const char* operation) {
-      const auto find_variant = [&](const char* variant) {
-        return host::find_kernel({operation, *family, variant, request.dtype, {head_dim}}, axis::kHeadDim, loadable);
-      };
-      const Kernel* with_score_mod = has_score_mod ? find_variant("scores") : nullptr;
-      return with_score_mod != nullptr ? with_score_mod : find_variant("");
+      if (has_alibi) return find_variant(operation, "alibi");
+      const Kernel* with_score_mod = has_score_mod ? find_variant(operation, "scores") : nullptr;
+      return with_score_mod != nullptr ? with_score_mod : find_variant(operation, "");
     };
     BackwardKernels kernels{find("attention_varlen_backward_dq"), find("attention_varlen_backward_dkv")};
     if (kernels.dq == nullptr || kernels.dkv == nullptr) continue;
     if (has_score_mod) return kernels;
-    kernels.prepare = find("attention_varlen_backward_fused_prepare");
-    kernels.convert = find("attention_varlen_backward_fused_convert");
+    kernels.prepare = find_variant("attention_varlen_backward_fused_prepare", "");
+    kernels.convert = find_variant("attention_varlen_backward_fused_convert", "");
     const Kernel* fused = find("attention_varlen_backward_fused");
     const bool has_all = fused != nullptr && kernels.prepare != nullptr && kernels.convert != nullptr;
     if (has_all && fused->axes[axis::kHeadDim] == kernels.dkv->axes[axis::kHeadDim]) kernels.fused = fused;
@@ -383,6 +418,21 @@ const Kernel& select_first(const host::KernelRequest& request, const char* opera
 
 const Kernel& select_row_dot(const host::KernelRequest& request) {
   return select_first(request, "attention_row_dot", "gradients of keys and values alone");
+}
+
+const Kernel& select_e4m3(const host::KernelRequest& request, int32_t head_dim) {
+  const host::KernelList& loadable = host::loadable_kernels(request.capability);
+  for (const char* const* family = host::families_of(request.capability); *family != nullptr; ++family) {
+    if (request.forced_family != nullptr && std::strcmp(request.forced_family, *family) != 0) continue;
+    const Kernel* kernel =
+        host::find_kernel({"attention_decode_e4m3", *family, "", request.dtype, {head_dim}}, axis::kHeadDim, loadable);
+    if (kernel != nullptr) return *kernel;
+  }
+  host::refuse(request, "a float8_e4m3fn cache, head_dim " + std::to_string(head_dim));
+}
+
+const Kernel& select_e4m3_append(const host::KernelRequest& request) {
+  return select_first(request, "attention_append_e4m3", "appending to a float8_e4m3fn cache");
 }
 
 const Kernel& select_append(const host::KernelRequest& request) {

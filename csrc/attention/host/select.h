@@ -22,6 +22,7 @@ struct SelectorInput {
   int64_t seq_q;
   int64_t seq_k;
   bool has_window = false;  // seq_k is then what a row sees of more keys
+  bool is_consistent = false;
 };
 
 struct Choice {
@@ -51,7 +52,13 @@ struct VarlenSelectorInput {
   int64_t batch;
   int64_t rows_total;        // of ragged rows; otherwise 0
   bool has_score_functions;  // a softcap or a mask tensor
+  bool has_alibi = false;
+  bool is_consistent = false;
 };
+
+// Consistent calls: a row's bits depend on its query, its visible keys and its options alone. All forward kernels take a row's keys from the first on
+// and rescale by its own scores, so what is left is the width of a key block, which is the ragged kernel's of the GPU's first family, and that no
+// keys are divided: such a call has no decoding and no split kernels.
 
 // Row blocks of a head, at most: of each sequence the last one may be broken.
 int64_t most_row_blocks(int64_t rows, int64_t batch, int64_t rows_total, int64_t block_m);
@@ -72,8 +79,9 @@ BackwardKernels select_backward(const host::KernelRequest& request, Mask mask, i
 bool prefers_fused(const BackwardKernels& kernels, const SelectorInput& problem);
 
 // The same of ragged and banded attention. Throws as host::refuse() says where there are none.
-// has_score_mod: a softcap, or a mask tensor; some families have kernels of their own for that.
-BackwardKernels select_varlen_backward(const host::KernelRequest& request, int32_t head_dim, bool has_score_mod);
+// has_score_mod: a softcap, or a mask tensor; some families have kernels of their own for that. All have them for ALiBi, which is none.
+BackwardKernels select_varlen_backward(const host::KernelRequest& request, int32_t head_dim, bool has_score_mod,
+                                       bool has_alibi);
 
 // The batch of equal sequences that a ragged one is judged by, as no host knows its lengths: as many tokens, in sequences as long as the longest, whose
 // rows see at most visible_keys.
@@ -82,6 +90,10 @@ SelectorInput as_equal_sequences(const SelectorInput& longest, int64_t rows_tota
 
 // row_dot alone: the first that this GPU has, whichever family is forced.
 const Kernel& select_row_dot(const host::KernelRequest& request);
+
+// Of a cache of 8-bit floats, which one kernel reads for any number of rows. Throws as host::refuse() says where there is none.
+const Kernel& select_e4m3(const host::KernelRequest& request, int32_t head_dim);
+const Kernel& select_e4m3_append(const host::KernelRequest& request);
 
 // Copies of rows, which every family does alike: the first that this GPU has, whichever is forced.
 const Kernel& select_append(const host::KernelRequest& request);

@@ -66,7 +66,8 @@ void run(const VarlenArguments& arguments, const ForwardOutputs& outputs, const 
          const host::Device& gpu) {
   ForwardParams params = make_varlen_params(arguments, outputs);
   const host::CudaCall call(gpu);
-  if (has_one_row_each(arguments)) fold_heads(params);
+  // Of folded heads each row has a slope of its own, which the decoding kernels alone look up.
+  if (has_one_row_each(arguments) && (is_decoding || !has_alibi(arguments))) fold_heads(params);
   if (is_decoding) {
     run_decoding(params, kernel, arguments.num_splits, call);
   } else {
@@ -88,6 +89,8 @@ const Kernel& select(const VarlenArguments& arguments, const host::Device& gpu) 
   input.batch = arguments.batch();
   input.rows_total = arguments.has_ragged_rows() ? arguments.q.sizes()[0] : 0;
   input.has_score_functions = has_softcap(arguments) || VarlenArguments::has(arguments.mask);
+  input.has_alibi = has_alibi(arguments);
+  input.is_consistent = arguments.is_consistent();
   return *select_varlen_forward(input);
 }
 
@@ -143,7 +146,8 @@ void describe_as_band(ForwardParams& params) {
 }
 
 // Partial results: two of each block, the end of one item and the beginning of another. Its counters are zero again at the end.
-void run_decoding(ForwardParams& params, const Kernel& kernel, int64_t num_splits, const host::CudaCall& call) {
+void run_decoding(ForwardParams& params, const Kernel& kernel, int64_t num_splits, const host::CudaCall& call,
+                  const void* launched) {
   params.num_splits = static_cast<int32_t>(num_splits == 0 ? kMostSplits : num_splits);
   const int64_t items = ceil_div(params.seq_q, kernel.block_m) * params.heads_q * params.batch;
   const int64_t tiles = params.num_splits == 1 ? items : items * (ceil_div(params.seq_k, kernel.block_n) + 1);
@@ -162,7 +166,7 @@ void run_decoding(ForwardParams& params, const Kernel& kernel, int64_t num_split
   }
   // On whatever runs in front: the kernel waits for its end before the first access to memory.
   host::LaunchList list;
-  list.add({&kernel, grid, &params, nullptr, /*is_dependent=*/true});
+  list.add({&kernel, grid, launched == nullptr ? &params : launched, nullptr, /*is_dependent=*/true});
   list.run(call);
 }
 
@@ -170,7 +174,33 @@ int64_t most_row_blocks(const ForwardParams& params, int64_t block_m) {
   return most_row_blocks(params.seq_q, params.batch, params.sequences.rows_total, block_m);
 }
 
+// Whether the dense kernels, which are faster, compute the same. Few rows fold better here.
+bool is_plain(const VarlenArguments& arguments) {
+  for (const Tensor* tensor : {&arguments.cu_seqlens_q, &arguments.cu_seqlens_k, &arguments.seqused_k,
+                               &arguments.block_table, &arguments.sinks, &arguments.mask}) {
+    if (VarlenArguments::has(*tensor)) return false;
+  }
+  return arguments.window_left < 0 && arguments.window_right <= 0 && !has_softcap(arguments) &&
+         arguments.head_dim() == arguments.head_dim_v() && arguments.max_seqlen_q > 1;
+}
+
+void forward_dense(const VarlenArguments& arguments, const ForwardOutputs& outputs) {
+  ForwardArguments dense;
+  dense.q = host::alias(arguments.q);
+  dense.k = host::alias(arguments.k);
+  dense.v = host::alias(arguments.v);
+  dense.dtype = arguments.dtype;
+  dense.torch_dtype = arguments.torch_dtype;
+  dense.device_type = arguments.device_type;
+  dense.device_index = arguments.device_index;
+  dense.scale = arguments.scale;
+  dense.is_causal = arguments.window_right == 0;
+  dense.is_consistent = true;
+  forward_cuda(dense, outputs);
+}
+
 void forward_varlen_cuda(const VarlenArguments& arguments, const ForwardOutputs& outputs) {
+  if (arguments.is_consistent() && is_plain(arguments)) return forward_dense(arguments, outputs);
   const host::Device& gpu = host::device(arguments.device_index);
   if (!has_keys(arguments)) {
     fill_without_keys(outputs, arguments.sinks, gpu);

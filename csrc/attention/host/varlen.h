@@ -23,7 +23,9 @@ void describe_as_band(ForwardParams& params);
 
 // A decoding kernel divides all key tiles evenly over its blocks, and puts items that several blocks share together itself
 // (csrc/attention/decode/). num_splits: 0 for the kernel's choice; 1: nothing is shared, and a row's result is the same in any batch.
-void run_decoding(ForwardParams& params, const Kernel& kernel, int64_t num_splits, const host::CudaCall& call);
+// `launched`: the kernel's parameter block where `params` is a part of it; null: params.
+void run_decoding(ForwardParams& params, const Kernel& kernel, int64_t num_splits, const host::CudaCall& call,
+                  const void* launched = nullptr);
 
 // Row blocks that all entries have together, for one head, at most; the lengths are in device memory.
 int64_t most_row_blocks(const ForwardParams& params, int64_t block_m);

@@ -89,7 +89,7 @@ void check_numbers(const VarlenArguments& arguments) {
     violate("attention.softcap", {{"softcap", softcap}});
   }
   if (softcap > kMaxSoftcap) violate("attention.softcap_too_large", {{"softcap", softcap}, {"most", kMaxSoftcap}});
-  if (arguments.num_splits < 0 || arguments.num_splits > kMaxSplits) {
+  if (arguments.num_splits < kConsistent || arguments.num_splits > kMaxSplits) {
     violate("attention.num_splits", {{"found", arguments.num_splits}, {"most", kMaxSplits}});
   }
 }
@@ -101,6 +101,14 @@ void check_scores(const VarlenArguments& arguments) {
   }
   const Tensor& mask = arguments.mask;
   if (!mask.is_given()) return;
+  if (has_alibi(arguments)) {
+    const int64_t heads[] = {arguments.batch(), arguments.heads_q()};
+    check_device(mask, "alibi_slopes", arguments);
+    if (!std::equal(heads, heads + 2, mask.sizes())) {
+      violate("attention.alibi_slopes", {{"found", describe_sizes(mask)}, {"needed", describe_sizes(heads, 2)}});
+    }
+    return;
+  }
   check_device(mask, "attn_mask", arguments);
   if (mask.dtype() != arguments.torch_dtype && mask.dtype() != aoti_torch_dtype_bool()) {
     violate("attention.mask_dtype",
@@ -150,7 +158,7 @@ void check_apart(const AppendArguments& arguments) {
 }  // namespace
 
 void check_varlen_arguments(VarlenArguments& arguments) {
-  check_operands(arguments);
+  check_operands(arguments, arguments.has_codes);
   check_layouts(arguments);
   check_lengths(arguments);
   check_sizes(arguments);
@@ -180,7 +188,7 @@ void check_append_arguments(AppendArguments& arguments) {
   for (const auto& [tensor, name] : {std::pair(&k_cache, "k_cache"), std::pair(&v_cache, "v_cache"),
                                      std::pair(&k_new, "k_new"), std::pair(&v_new, "v_new")}) {
     if (!tensor->is_defined()) violate("tensor.missing", {{"name", name}});
-    const Tensor& first = k_cache;
+    const Tensor& first = arguments.has_codes && (tensor == &k_new || tensor == &v_new) ? k_new : k_cache;
     const bool is_alike = tensor->dtype() == first.dtype();
     if (is_alike && tensor->device_type() == first.device_type() && tensor->device_index() == first.device_index()) {
       continue;
@@ -199,7 +207,7 @@ void check_append_arguments(AppendArguments& arguments) {
   cache.v = host::alias(v_cache);
   cache.block_table = arguments.has_pages() ? host::alias(arguments.block_table) : Tensor();
   cache.seqused_k = host::alias(arguments.cache_seqlens);
-  check_operands(cache);
+  check_operands(cache, arguments.has_codes);
   check_layout(k_new, "k_new", kDenseLayout);
   check_layout(v_new, "v_new", kDenseLayout);
   for (const auto& [tensor, name] : {std::pair(&k_cache, "k_cache"), std::pair(&v_cache, "v_cache")}) {

@@ -7,31 +7,38 @@
 #pragma once
 
 #include "attention/host/arguments.h"
+#include "attention/params/append.h"
 #include "attention/params/backward.h"
+#include "host/find_kernels.h"
 
 namespace flashmoe {
 namespace attention {
 
+// As num_splits: a row's bits depend on its query, its visible keys and its options alone (select.h).
+constexpr int64_t kConsistent = -1;
+
 // A tensor that was not given has a null handle: see has(). v's head_dim may differ from that of q and k.
 struct VarlenArguments : QueryKeyValue {
-  Tensor cu_seqlens_q;       // [batch + 1] int32, contiguous
-  Tensor cu_seqlens_k;       // [batch + 1] int32, contiguous
-  Tensor seqused_k;          // [batch] int32, contiguous
-  Tensor block_table;        // [batch, pages] int32, last dimension contiguous
-  Tensor sinks;              // [heads_q] float32, contiguous
-  Tensor mask;               // [batch, heads_q, max_seqlen_q, max_seqlen_k], bool or of q's type, any strides
+  Tensor cu_seqlens_q;  // [batch + 1] int32, contiguous
+  Tensor cu_seqlens_k;  // [batch + 1] int32, contiguous
+  Tensor seqused_k;     // [batch] int32, contiguous
+  Tensor block_table;   // [batch, pages] int32, last dimension contiguous
+  Tensor sinks;         // [heads_q] float32, contiguous
+  Tensor mask;          // [batch, heads_q, max_seqlen_q, max_seqlen_k], bool or of q's type, any strides; or has_alibi
   int64_t max_seqlen_q = 0;  // of the longest sequence; set by the check where rows, or keys, are dense
   int64_t max_seqlen_k = 0;
   double scale = 0.0;        // above zero once make_scale_positive has run, which is before any backend does
   double softcap = 0.0;      // 0: none
   int64_t window_left = -1;  // -1: unbounded
   int64_t window_right = -1;
-  int64_t num_splits = 0;  // 0: the kernels' choice; 1: each row's result is the same in any batch
+  int64_t num_splits = 0;  // 0: the kernels' choice; 1: each row's result is the same in any batch; kConsistent
+  bool has_codes = false;  // k and v hold float8_e4m3fn
 
   static bool has(const Tensor& tensor) { return tensor.is_given(); }
   bool has_ragged_rows() const { return has(cu_seqlens_q); }
   bool has_ragged_keys() const { return has(cu_seqlens_k); }
   bool has_pages() const { return has(block_table); }
+  bool is_consistent() const { return num_splits == kConsistent || host::wants_consistency(); }
   // Of these, in any layout. Valid once the ranks are checked.
   int64_t batch() const { return has_ragged_rows() ? cu_seqlens_q.sizes()[0] - 1 : q.sizes()[0]; }
   int64_t heads_q() const { return q.sizes()[1]; }
@@ -46,7 +53,7 @@ struct VarlenBackwardArguments : BackwardTensors {
 };
 
 // Throws the first rule that the arguments break. What only device memory could tell is asked of
-// the CPU's tensors always, and of a GPU's where $FLASHMOE_CHECK_LENGTHS is 1, at the cost of a synchronisation.
+// the CPU's tensors always, and of a GPU's where $FLASHMOE_CHECK_VALUES is 1, at the cost of a synchronisation.
 void check_varlen_arguments(VarlenArguments& arguments);
 
 void check_varlen_backward_arguments(VarlenBackwardArguments& arguments);
@@ -60,6 +67,8 @@ void make_scale_positive(VarlenArguments& arguments);
 
 // A softcap that would change no score in float32 is none.
 bool has_softcap(const VarlenArguments& arguments);
+// mask is float32 of two dimensions: [batch, heads_q].
+bool has_alibi(const VarlenArguments& arguments);
 
 // All of the parameters but workspace, tile_counter, num_splits (1) and folded_heads (1). Outputs may be empty.
 ForwardParams make_varlen_params(const VarlenArguments& arguments, const ForwardOutputs& outputs);
@@ -67,9 +76,10 @@ ForwardParams make_varlen_params(const VarlenArguments& arguments, const Forward
 // k_new [batch, heads_kv, new keys, head_dim] and v_new go behind the first cache_seqlens[b] keys of sequence b. Keys past the
 // room of the cache, and of pages outside the table or the cache, are dropped.
 struct AppendArguments {
-  Tensor k_cache;  // [batch, heads_kv, keys, head_dim], or pages [num_pages, page_size, heads_kv, head_dim]
-  Tensor v_cache;  // its head_dim may differ from that of k_cache
-  Tensor k_new;    // any strides with a contiguous last dimension
+  bool has_codes = false;  // the caches hold float8_e4m3fn, the new rows 16 bits
+  Tensor k_cache;          // [batch, heads_kv, keys, head_dim], or pages [num_pages, page_size, heads_kv, head_dim]
+  Tensor v_cache;          // its head_dim may differ from that of k_cache
+  Tensor k_new;            // any strides with a contiguous last dimension
   Tensor v_new;
   Tensor cache_seqlens;  // [batch] int32, contiguous
   Tensor block_table;    // [batch, pages] int32, last dimension contiguous; a null handle: dense caches
@@ -82,6 +92,9 @@ struct AppendArguments {
 };
 
 void check_append_arguments(AppendArguments& arguments);
+
+// is_aligned: of rows of 16-bit elements.
+AppendParams make_append_params(const AppendArguments& arguments);
 
 }  // namespace attention
 }  // namespace flashmoe

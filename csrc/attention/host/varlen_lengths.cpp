@@ -1,10 +1,8 @@
 #include "attention/host/varlen_lengths.h"
 
 #include <algorithm>
-#include <cstdlib>
-#include <cstring>
 
-#include "host/tile_counters.h"
+#include "host/check_values.h"
 
 namespace flashmoe {
 namespace attention {
@@ -12,17 +10,8 @@ namespace {
 
 using host::violate;
 
-const char* const kVariable = "FLASHMOE_CHECK_LENGTHS";
-
 bool is_check_wanted(int32_t device_type, int32_t device_index) {
-  if (device_type == aoti_torch_device_type_cpu()) return true;
-  const char* value = std::getenv(kVariable);
-  if (value == nullptr || *value == '\0' || std::strcmp(value, "0") == 0) return false;
-  if (std::strcmp(value, "1") != 0) violate("variable.switch", {{"name", kVariable}, {"found", value}});
-  if (host::is_capturing(host::CudaCall(host::device(device_index)).stream)) {
-    violate("attention.captured_lengths", {{"name", kVariable}});
-  }
-  return true;
+  return device_type == aoti_torch_device_type_cpu() || host::are_values_checked(device_type, device_index);
 }
 
 // An int32 tensor's numbers, in the CPU's memory.
@@ -30,13 +19,7 @@ class Numbers {
  public:
   explicit Numbers(const Tensor& tensor) {
     if (tensor.get() == nullptr) return;
-    const int32_t cpu = aoti_torch_device_type_cpu();
-    if (tensor.device_type() == cpu) {
-      memory_ = host::alias(tensor);
-    } else {
-      memory_ = host::empty(tensor.dim(), tensor.sizes(), tensor.dtype(), cpu, 0);
-      host::check_shim(aoti_torch_copy_(memory_.get(), tensor.get(), 0), "copy_");
-    }
+    memory_ = host::in_cpu_memory(tensor);
     data_ = static_cast<const int32_t*>(memory_.data());
     row_stride_ = memory_.strides()[0];
     count_ = memory_.sizes()[0];
@@ -55,10 +38,14 @@ class Numbers {
 };
 
 void check_cu_seqlens(const Numbers& cu_seqlens, const char* name, int64_t tokens, int64_t max_seqlen,
-                      const char* max_name) {
+                      const char* max_name, bool may_start_later = false) {
+  const bool starts_wrong = cu_seqlens.count() > 0 && (may_start_later ? cu_seqlens[0] < 0 : cu_seqlens[0] != 0);
+  if (starts_wrong) {
+    violate("attention.first_length", {{"name", name}, {"first", cu_seqlens[0]}});
+  }
   for (int64_t sequence = 0; sequence + 1 < cu_seqlens.count(); ++sequence) {
     const int64_t first = cu_seqlens[sequence], end = cu_seqlens[sequence + 1];
-    if (first < 0 || end < first) {
+    if (end < first) {
       violate("attention.decreasing_lengths", {{"name", name}, {"first", first}, {"end", end}, {"sequence", sequence}});
     }
     if (end > tokens) {
@@ -117,7 +104,8 @@ void check_varlen_lengths(const VarlenArguments& arguments) {
     check_cu_seqlens(cu_seqlens_q, "cu_seqlens_q", arguments.q.sizes()[0], arguments.max_seqlen_q, "max_seqlen_q");
   }
   if (cu_seqlens_k.are_there()) {
-    check_cu_seqlens(cu_seqlens_k, "cu_seqlens_k", arguments.k.sizes()[0], arguments.max_seqlen_k, "max_seqlen_k");
+    check_cu_seqlens(cu_seqlens_k, "cu_seqlens_k", arguments.k.sizes()[0], arguments.max_seqlen_k, "max_seqlen_k",
+                     /*may_start_later=*/VarlenArguments::has(arguments.seqused_k));
   }
   const Numbers seqused_k(arguments.seqused_k), block_table(arguments.block_table);
   for (int64_t sequence = 0; sequence < seqused_k.count(); ++sequence) {

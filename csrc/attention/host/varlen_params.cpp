@@ -52,9 +52,13 @@ ScoreOptions make_band(const VarlenArguments& arguments) {
     band.mask = arguments.mask.data();
     band.mask_stride_batch = strides[0];
     band.mask_stride_head = strides[1];
-    band.mask_stride_row = strides[2];
-    band.mask_stride_key = strides[3];
-    band.mask_type = arguments.mask.dtype() == aoti_torch_dtype_bool() ? MaskTensor::kBool : MaskTensor::kAdditive;
+    if (has_alibi(arguments)) {
+      band.mask_type = MaskTensor::kAlibi;
+    } else {
+      band.mask_stride_row = strides[2];
+      band.mask_stride_key = strides[3];
+      band.mask_type = arguments.mask.dtype() == aoti_torch_dtype_bool() ? MaskTensor::kBool : MaskTensor::kAdditive;
+    }
   }
   band.folded_heads = 1;
   return band;
@@ -97,6 +101,7 @@ VarlenArguments with_operands(const VarlenArguments& arguments, Tensor q, Tensor
   result.window_left = arguments.window_left;
   result.window_right = arguments.window_right;
   result.num_splits = arguments.num_splits;
+  result.has_codes = arguments.has_codes;
   return result;
 }
 
@@ -115,6 +120,11 @@ void make_scale_positive(VarlenArguments& arguments) {
   arguments.q = Tensor(scaled);
 }
 
+bool has_alibi(const VarlenArguments& arguments) {
+  return VarlenArguments::has(arguments.mask) && arguments.mask.dim() == 2 &&
+         arguments.mask.dtype() == aoti_torch_dtype_float32();
+}
+
 bool has_softcap(const VarlenArguments& arguments) {
   return arguments.softcap > 0.0 && is_usable(arguments.scale / arguments.softcap);
 }
@@ -127,6 +137,7 @@ ForwardParams make_varlen_params(const VarlenArguments& arguments, const Forward
   params.head_dim_v = static_cast<int32_t>(arguments.head_dim_v());
   params.scale = static_cast<float>(arguments.scale);
   params.scale_log2 = static_cast<float>((has_softcap(arguments) ? arguments.softcap : arguments.scale) * kLog2E);
+  params.is_consistent = arguments.is_consistent() ? 1 : 0;
   params.sequences = make_batch(arguments);
   params.score_options = make_band(arguments);
   return params;

@@ -44,7 +44,8 @@ struct Batch {
   int32_t keys_total;  // of k, where cu_seqlens_k is there; 0 otherwise
 };
 
-enum class MaskTensor : int32_t { kNone, kBool, kAdditive };
+// kAlibi: slopes in place of a tensor as large as the scores; key j gets -slope * |i + (keys - rows) - j| in row i.
+enum class MaskTensor : int32_t { kNone, kBool, kAdditive, kAlibi };
 
 // Which keys a row sees and what its scores go through, for kernels of MaskKind::kRuntime. With t(x) = x without softcap, else tanh(x):
 //   score = (score_factor > 0 ? t(score_factor * q k^T) : q k^T), then + mask_factor * additive mask,
@@ -57,7 +58,9 @@ struct ScoreOptions {
   float score_factor;
   float mask_factor;
   const float* sinks;  // [heads_q]: one more term exp(sink) in each row's sum, with no value; null: none
-  const void* mask;    // [batch, heads_q, rows, keys], of element type or bool (one byte, 0 hides a key); null: none
+  const void*
+      mask;  // [batch, heads_q, rows, keys], of element type or bool (one byte, 0 hides a key); null: none. kAlibi: float32
+             // [batch, heads_q], strides of row and key 0 (of folded heads the row's is the head's)
   int64_t mask_stride_batch;  // elements; 0 where it is broadcast
   int64_t mask_stride_head;
   int64_t mask_stride_row;
@@ -96,6 +99,8 @@ struct ForwardParams {
   // Of kernels for MaskKind::kRuntime alone. There seq_q and seq_k are the most rows and keys of a sequence, batch their number, and
   // rows of lse and of partial results are numbered as Sequence::result_row says.
   int32_t head_dim_v;  // of v and out; head_dim for the other kernels, which take it from there
+  // 1: a row's bits depend on its query, its visible keys and its options alone. The host has chosen the kernel so; a softcap has one form then.
+  int32_t is_consistent;
   Batch sequences;
   ScoreOptions score_options;
 };

@@ -4,10 +4,14 @@
 #include <algorithm>
 #include <array>
 #include <atomic>
+#include <cmath>
+#include <cstring>
+#include <limits>
 #include <new>
 #include <vector>
 
 #include "cpu/isa.h"
+#include "moe/params/mxfp4.h"
 
 namespace flashmoe {
 namespace cpu {
@@ -107,6 +111,32 @@ void moe_multiply(const moe::GemmParams& params, MoeProduct product, ScalarType 
 }
 
 int32_t moe_dot_columns() { return kernel_in_use().panel_columns; }
+
+void moe_expand_mxfp4(const Mxfp4Weights& expert, const Pool& pool) {
+  static constexpr std::array<float, 8> kNumbers = {0.0F, 0.5F, 1.0F, 1.5F, 2.0F, 3.0F, 4.0F, 6.0F};
+  divide(expert.n, pool, [&](int64_t begin, int64_t end) {
+    for (int64_t row = begin; row < end; ++row) {
+      const uint8_t* codes = expert.codes + row * expert.codes_stride;
+      uint16_t* weights = expert.weights + row * expert.k;
+      for (int64_t block = 0; block < expert.k / moe::kMxfp4Block; ++block) {
+        const uint8_t scale = expert.scales[row * (expert.k / moe::kMxfp4Block) + block];
+        const float power = scale == 255 ? std::numeric_limits<float>::quiet_NaN() : std::ldexp(1.0F, scale - 127);
+        std::array<uint16_t, 16> by_code;
+        for (unsigned code = 0; code < 16; ++code) {
+          const float number = kNumbers[code % 8] * power;
+          uint32_t bits;
+          memcpy(&bits, &number, sizeof(bits));
+          // Two bits of mantissa, of subnormals too: nothing is cut off.
+          by_code[code] = static_cast<uint16_t>(bits >> 16 | (code >= 8 ? 0x8000U : 0U));
+        }
+        for (int byte = 0; byte < moe::kMxfp4Block / 2; ++byte) {
+          *weights++ = by_code[*codes & 15];
+          *weights++ = by_code[*codes++ >> 4];
+        }
+      }
+    }
+  });
+}
 
 void moe_combine(const moe::CombineParams& params, ScalarType type, const Pool& pool) {
   const MoeKernel& kernel = kernel_in_use();

@@ -20,6 +20,17 @@ struct Pool {
 // is_kn: weights [experts, k, n]; with is_interleaved the columns of gate and up are in turn in either order.
 void moe_multiply(const moe::GemmParams& params, MoeProduct product, ScalarType type, bool is_kn, const Pool& pool);
 
+// bf16 [n, k] of one expert's weights of 4 bits (moe/params/mxfp4.h).
+struct Mxfp4Weights {
+  const uint8_t* codes;   // [n, k / 2]
+  int64_t codes_stride;   // bytes
+  const uint8_t* scales;  // [n, k / 32]
+  uint16_t* weights;      // written
+  int64_t n;
+  int64_t k;
+};
+void moe_expand_mxfp4(const Mxfp4Weights& expert, const Pool& pool);
+
 // The columns that one of kGatedBackward's row_dots sums over.
 int32_t moe_dot_columns();
 

@@ -7,6 +7,7 @@
 #pragma once
 
 #include "device/math.cuh"
+#include "moe/grouped_gemm/rows.cuh"
 #include "moe/params/gemm.h"
 #include "ptx/memory.cuh"
 #include "ptx/shuffle.cuh"
@@ -29,8 +30,7 @@ __device__ __forceinline__ int count_row_tiles(const GemmParams& params) {
   uint32_t tiles = 0;
 #pragma unroll 4
   for (int expert = ptx::lane_index(); expert < params.experts; expert += 32) {
-    const int rows = static_cast<int>(ptx::ld_global_32(params.expert_offsets + expert + 1) -
-                                      ptx::ld_global_32(params.expert_offsets + expert));
+    const int rows = first_row_of(params, expert + 1) - first_row_of(params, expert);
     tiles += ceil_div(rows, kBlockM);
   }
 #pragma unroll
@@ -58,8 +58,8 @@ struct ExpertWindow {
     expert += 32;
     first_row = end_row = 0;
     if (expert < params.experts) {
-      first_row = static_cast<int>(ptx::ld_global_32(params.expert_offsets + expert));
-      end_row = static_cast<int>(ptx::ld_global_32(params.expert_offsets + expert + 1));
+      first_row = first_row_of(params, expert);
+      end_row = first_row_of(params, expert + 1);
     }
     tiles = ceil_div(end_row - first_row, kBlockM);
     int through = tiles;  // of the lanes up to this one

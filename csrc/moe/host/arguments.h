@@ -107,6 +107,12 @@ struct ScaledArguments : LayerArguments {
   Tensor x_scale;    // [tokens, ceil(hidden / 128)] float32, of x in e4m3; none: x has 16 bits
 };
 
+// With weights of 4 bits: w13 uint8 [experts, 2 * intermediate, hidden / 2], w2 [experts, hidden, intermediate / 2].
+struct Mxfp4Arguments : LayerArguments {
+  Tensor w13_scale;  // [experts, 2 * intermediate, hidden / 32] uint8
+  Tensor w2_scale;   // [experts, hidden, intermediate / 32] uint8
+};
+
 struct LayerOutputs {
   Tensor out;  // [tokens, hidden]
   // For a backward pass; none: the backend has its own.
@@ -170,7 +176,8 @@ struct GroupedArguments {
   Tensor a;         // [rows, k]
   ExpertWeights b;  // as [experts, n, k]; of the tensor [experts, k, n]
   Tensor b_owner;   // that tensor
-  Tensor offsets;   // [experts] int32, the end of each expert's rows, ascending
+  Tensor offsets;   // [experts] int32, the end of each expert's rows, ascending; none: of one expert, all rows
+  Tensor bias;      // [experts, n]; may be none
   int64_t rows = 0;
 };
 
@@ -193,6 +200,7 @@ LayerBackwardArguments take_layer_backward(host::Arguments& given);
 GroupedArguments take_grouped(host::Arguments& given);
 GroupedGradientArguments take_grouped_gradient(host::Arguments& given);
 ScaledArguments take_scaled(host::Arguments& given);
+Mxfp4Arguments take_mxfp4(host::Arguments& given);
 
 // Of the caller's own output.
 void check_out(const LayerArguments& arguments, const Tensor& out);

@@ -29,6 +29,11 @@ void grouped_gradient_cuda(const GroupedGradientArguments& arguments, const Tens
 
 // On GPUs alone.
 void scaled_cuda(const ScaledArguments& arguments, const Tensor& out);
+
+// Weights of 4 bits.
+void mxfp4_cpu(Mxfp4Arguments arguments, const Tensor& out);
+void mxfp4_cuda(const Mxfp4Arguments& arguments, const Tensor& out);
+
 void boxed_scaled(StableIValue* stack, uint64_t num_arguments, uint64_t num_outputs);
 
 }  // namespace moe

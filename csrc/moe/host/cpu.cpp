@@ -9,6 +9,7 @@
 #include "moe/cpu/moe.h"
 #include "moe/host/backends.h"
 #include "moe/host/prepare.h"
+#include "moe/params/mxfp4.h"
 
 namespace flashmoe {
 namespace moe {
@@ -26,6 +27,7 @@ class CpuCall {
   cpu::ScalarType type() const { return host::scalar_type(common_.dtype); }
   // Uninitialised, of the call's dtype or of another one.
   Tensor rows(int64_t count, int64_t columns) const { return empty({count, columns}, common_.torch_dtype); }
+  Tensor weights(int64_t experts, int64_t n, int64_t k) const { return empty({experts, n, k}, common_.torch_dtype); }
   Tensor ints(int64_t count) const { return empty({count}, aoti_torch_dtype_int32()); }
   Tensor floats(int64_t count) const { return empty({count}, aoti_torch_dtype_float32()); }
 
@@ -190,6 +192,36 @@ void layer_cpu(const LayerArguments& arguments, const LayerOutputs& outputs) {
                              call.floats(slots)};
     compute_layer(call, arguments, sorted, outputs);
   }
+  call.done();
+}
+
+// Nothing is written, and so no memory taken, of weights of experts without a row.
+void mxfp4_cpu(Mxfp4Arguments arguments, const Tensor& out) {
+  const CpuCall call(arguments.common);
+  const LayerShape& shape = arguments.shape;
+  const int64_t slots = shape.slots;
+  const SortOutputs sorted{call.ints(shape.experts + 1), call.ints(slots), call.ints(slots), call.floats(slots)};
+  cpu::moe_sort(sort_params(arguments.routing, pointers_of(sorted)));
+  const auto* const offsets = static_cast<const int32_t*>(sorted.expert_offsets.data());
+  const auto expand = [&](const Tensor& codes, const Tensor& scales) {
+    const int64_t* sizes = codes.sizes();
+    const int64_t n = sizes[1], k = 2 * sizes[2];
+    Tensor weights = call.weights(sizes[0], n, k);
+    for (int64_t expert = 0; expert < sizes[0]; ++expert) {
+      if (offsets[expert] == offsets[expert + 1]) continue;
+      cpu::moe_expand_mxfp4(
+          {static_cast<const uint8_t*>(codes.data()) + expert * codes.strides()[0], codes.strides()[1],
+           static_cast<const uint8_t*>(scales.data()) + expert * n * (k / kMxfp4Block),
+           static_cast<uint16_t*>(weights.data()) + expert * n * k, n, k},
+          call.pool());
+    }
+    return weights;
+  };
+  arguments.w13 = expand(arguments.w13, arguments.w13_scale);
+  arguments.w2 = expand(arguments.w2, arguments.w2_scale);
+  LayerOutputs outputs;
+  outputs.out = host::alias(out);
+  compute_layer(call, arguments, sorted, outputs);
   call.done();
 }
 

@@ -11,11 +11,13 @@ namespace {
 
 GemmParams& gemm_of(GemmParams& params) { return params; }
 GemmParams& gemm_of(ScaledGemmParams& params) { return params.gemm; }
+GemmParams& gemm_of(Mxfp4GemmParams& params) { return params.gemm; }
 
 // The device alone knows how many rows each expert has: as if each had one more tile of rows than a full one.
 int64_t bound_on_tiles(Product product, const GemmParams& params, const Kernel& kernel) {
   const int64_t columns = ceil_div(product == Product::kWeightGradient ? params.k : params.n, kernel.block_n);
   if (product == Product::kWeightGradient) return params.experts * ceil_div(params.n, kernel.block_m) * columns;
+  if (params.expert_offsets == nullptr) return ceil_div(params.slots, kernel.block_m) * columns;
   return (ceil_div(params.slots, kernel.block_m) + std::min(params.experts, params.slots)) * columns;
 }
 
@@ -69,6 +71,7 @@ void GroupedProduct<Params>::add(CallList& list, bool is_dependent) {
 }
 template class GroupedProduct<GemmParams>;
 template class GroupedProduct<ScaledGemmParams>;
+template class GroupedProduct<Mxfp4GemmParams>;
 
 GroupedGemm make_gemm(Product product, const host::KernelRequest& request, const ExpertWeights& weights, bool is_paired,
                       int64_t slots, int64_t experts) {

@@ -18,6 +18,7 @@
 #include "moe/host/arguments.h"
 #include "moe/host/prepare.h"
 #include "moe/host/select.h"
+#include "moe/params/mxfp4.h"
 #include "moe/params/scaled.h"
 
 namespace flashmoe {
@@ -87,7 +88,7 @@ inline ExpertWeights sizes_of(const Tensor& gradient) {
   return sizes;
 }
 
-// One product of each expert's rows. `Params`: GemmParams, or ScaledGemmParams of e4m3 operands.
+// One product of each expert's rows. `Params`: GemmParams, ScaledGemmParams of e4m3 operands, or Mxfp4GemmParams.
 template <class Params>
 class GroupedProduct {
  public:
@@ -113,6 +114,7 @@ class GroupedProduct {
 };
 using GroupedGemm = GroupedProduct<GemmParams>;
 using ScaledGemm = GroupedProduct<ScaledGemmParams>;
+using Mxfp4Gemm = GroupedProduct<Mxfp4GemmParams>;
 
 // With its kernel for so many rows at most, and its weights; of a weight gradient's only the sizes count.
 GroupedGemm make_gemm(Product product, const host::KernelRequest& request, const ExpertWeights& weights, bool is_paired,

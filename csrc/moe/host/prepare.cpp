@@ -90,6 +90,7 @@ void set_grouped(GemmParams& params, const GroupedArguments& arguments, const Te
                  const Tensor& out) {
   set_operands(params, token_rows(a, nullptr), out.data(), params.n);
   params.expert_offsets = offsets;
+  params.bias = data_or_null(arguments.bias);
   params.slots = params.tokens = static_cast<int32_t>(arguments.rows);
   params.top_k = 1;
 }

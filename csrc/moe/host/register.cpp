@@ -20,6 +20,7 @@ struct Cpu {
   static constexpr auto sort = &sort_cpu;
   static constexpr auto layer = &layer_cpu;
   static constexpr auto layer_backward = &layer_backward_cpu;
+  static constexpr auto mxfp4 = &mxfp4_cpu;
   static constexpr auto grouped = &grouped_cpu;
   static constexpr auto grouped_gradient = &grouped_gradient_cpu;
 };
@@ -28,6 +29,7 @@ struct Cuda {
   static constexpr auto sort = &sort_cuda;
   static constexpr auto layer = &layer_cuda;
   static constexpr auto layer_backward = &layer_backward_cuda;
+  static constexpr auto mxfp4 = &mxfp4_cuda;
   static constexpr auto grouped = &grouped_cuda;
   static constexpr auto grouped_gradient = &grouped_gradient_cuda;
 };
@@ -192,6 +194,17 @@ void boxed_layer_backward(StableIValue* stack, uint64_t num_arguments, uint64_t 
 }
 
 template <class Backend>
+void boxed_mxfp4(StableIValue* stack, uint64_t num_arguments, uint64_t num_outputs) {
+  host::check_counts("_fused_moe_mxfp4", num_arguments, 13, num_outputs, 1);
+  host::Arguments given(stack);
+  Mxfp4Arguments arguments = take_mxfp4(given);
+  Tensor out = empty_rows(arguments.common, {arguments.shape.tokens, arguments.shape.hidden});
+  host::set_last_kernel("");
+  if (arguments.shape.slots > 0) Backend::mxfp4(std::move(arguments), out);
+  stack[0] = give(std::move(out));
+}
+
+template <class Backend>
 void boxed_grouped(StableIValue* stack, uint64_t num_arguments, uint64_t num_outputs) {
   host::check_counts("grouped_mm", num_arguments, 3, num_outputs, 1);
   host::Arguments given(stack);
@@ -235,6 +248,12 @@ const host::ArgumentCheck kChecks[] = {
     {"_grouped_mm_2d2d", take_only<take_grouped_gradient>},
     {"_fused_moe_scaled", [](host::Arguments& given) { check_blocks(take_scaled(given).shape); }},
     {"_fused_moe_scaled_torch", take_only<take_scaled>},
+    {"_fused_moe_mxfp4", take_only<take_mxfp4>},
+    {"_fused_moe_mxfp4_out",  // as the next
+     [](host::Arguments& given) {
+       const Tensor out = given.tensor();
+       check_out(take_mxfp4(given), out);
+     }},
     {"_fused_moe_scaled_out",  // no operator: what fused_moe writes a result of torch's to
      [](host::Arguments& given) {
        const Tensor out = given.tensor();
@@ -251,6 +270,7 @@ void register_backend(Library& library) {
   library.impl("_fused_moe_out", &boxed_out<Backend>);
   library.impl("_fused_moe_backward", &boxed_layer_backward<Backend, false>);
   library.impl("_fused_moe_backward_consuming", &boxed_layer_backward<Backend, true>);
+  library.impl("_fused_moe_mxfp4", &boxed_mxfp4<Backend>);
   library.impl("grouped_mm", &boxed_grouped<Backend>);
   library.impl("_grouped_mm_2d2d", &boxed_grouped_gradient<Backend>);
 }
@@ -303,6 +323,11 @@ STABLE_TORCH_LIBRARY_FRAGMENT(flashmoe, library) {
   library.def("grouped_mm(Tensor a, Tensor b, Tensor offsets) -> Tensor");
   // a [N, M], b [M, K], offsets [E]: of each expert's columns of a and rows of b the product, [E, N, K].
   library.def("_grouped_mm_2d2d(Tensor a, Tensor b, Tensor offsets) -> Tensor");
+  // e2m1 weights, two in a byte, with a power of two for each 32 of a row.
+  library.def(
+      "_fused_moe_mxfp4(Tensor x, Tensor w13, Tensor w2, Tensor w13_scale, Tensor w2_scale, Tensor topk_weights, "
+      "Tensor "
+      "topk_ids, Tensor? b13, Tensor? b2, Tensor? expert_map, Tensor? shared, str activation, str layout) -> Tensor");
   // e4m3 weights with a scale for each 128 by 128 of them; on GPUs alone.
   library.def(
       "_fused_moe_scaled(Tensor x, Tensor w13, Tensor w2, Tensor w13_scale, Tensor w2_scale, Tensor topk_weights, "

@@ -14,7 +14,7 @@ namespace {
 using host::KernelList;
 using host::KernelRequest;
 
-constexpr int32_t kNumProducts = 6;
+constexpr int32_t kNumProducts = 8;
 constexpr int32_t kNumSteps = 10;
 
 // By Product.
@@ -31,7 +31,10 @@ constexpr std::array<ProductName, kNumProducts> kProducts{
      {"grouped_gemm_weight_gradient", nullptr, false, "the gradient of experts' weights"},
      {"grouped_gemm_scaled", "grouped_gemm_scaled_few_rows", false, "a grouped matrix product of float8_e4m3fn"},
      {"grouped_gemm_gated_scaled", "grouped_gemm_gated_scaled_few_rows", false,
-      "a gated grouped matrix product of float8_e4m3fn"}}};
+      "a gated grouped matrix product of float8_e4m3fn"},
+     {"grouped_gemm_mxfp4", "grouped_gemm_mxfp4_few_rows", false, "a grouped matrix product of mxfp4 weights"},
+     {"grouped_gemm_gated_mxfp4", "grouped_gemm_gated_mxfp4_few_rows", false,
+      "a gated grouped matrix product of mxfp4 weights"}}};
 
 // By Step.
 struct StepName {

@@ -12,7 +12,16 @@ namespace moe {
 using host::Kernel;
 
 // The grouped products, and how their kernels' axis `weights` says that the weights lie; operations.toml's words in its order.
-enum class Product : int32_t { kPlain, kGated, kGatedBackward, kWeightGradient, kScaled, kScaledGated };
+enum class Product : int32_t {
+  kPlain,
+  kGated,
+  kGatedBackward,
+  kWeightGradient,
+  kScaled,
+  kScaledGated,
+  kMxfp4,
+  kMxfp4Gated
+};
 enum class Memory : int32_t { kNk, kKn, kKnPairs };
 
 // Indices into Kernel::cost: the most rows an expert for which the tile is the right one, and (few rows alone) the least k.
@@ -23,7 +32,7 @@ enum : int32_t { kRows, kLeastK };
 struct ProductInput {
   host::KernelRequest request;
   Product product;
-  Memory memory;    // not looked at for the weight gradient and scaled products
+  Memory memory;    // not looked at for the weight gradient and products of weights with scales
   int64_t slots;    // rows at most: what a host that does not wait for the device knows of them
   int64_t experts;  // of this layer
   // Of a product: columns of the result, length of the sums; weight gradient: rows and columns of the result.

@@ -1,6 +1,7 @@
 #include "moe/host/tensor_maps.h"
 
 #include "host/tensor_map.h"
+#include "moe/grouped_gemm/sm90/mxfp4_tensor_map.h"
 #include "moe/grouped_gemm/sm90/scaled_tensor_map.h"
 #include "moe/grouped_gemm/sm90/tensor_map.h"
 #include "moe/weight_gradient/sm90/tensor_map.h"
@@ -46,6 +47,8 @@ void make_tensor_maps(Product product, const GemmParams& params, const Kernel& k
     }
     case Product::kScaled:
     case Product::kScaledGated:
+    case Product::kMxfp4:
+    case Product::kMxfp4Gated:
       return;  // below
   }
 }
@@ -64,6 +67,20 @@ void make_tensor_maps(Product product, const ScaledGemmParams& params, const Ker
     maps[0] = encode(from.a, "rows");
     maps[1] = encode(from.b, "w2");
     maps[2] = encode(from.d, "results");
+  }
+}
+
+// Weights of 4 bits are copied by threads.
+void make_tensor_maps(Product product, const Mxfp4GemmParams& params, const Kernel& kernel, CUtensorMap* maps) {
+  const auto encode = [&kernel](const auto& description, const char* name) {
+    return host::encode_tensor_map(description, kernel.dtype, name);
+  };
+  if (product == Product::kMxfp4Gated) {
+    maps[0] = encode(sm90::mxfp4_gated_gemm_tensor_maps(params, kernel.block_n).d, "activations");
+  } else {
+    const auto from = sm90::mxfp4_gemm_tensor_maps(params, kernel.block_n);
+    maps[0] = encode(from.a, "rows");
+    maps[1] = encode(from.d, "results");
   }
 }
 

@@ -51,7 +51,7 @@ struct GemmParams {
   void* weighted_activation;      // gated_backward: [slots, n], written
   float* row_dots;                // gated_backward: [ceil(n / kDotColumns)][slots], written
   const float* row_weights;       // [slots], by row
-  const int32_t* expert_offsets;  // [experts + 1]
+  const int32_t* expert_offsets;  // [experts + 1]; null: of one expert with `slots` rows
   // By row the slot whose token (slot / top_k) is a's row, a being [tokens, .]; null: a's row is the row itself. Family sm90
   // gathers for the gated product alone.
   const int32_t* a_slots;

@@ -1,21 +1,27 @@
-"""Hunts bugs by rule in any file, Python or C++, with a command as the judge: a bug that the command passes has survived.
+"""Hunts bugs by rule in host code, the CPU backend, Python and tools: a bug that the tests of its folder pass has survived.
 
-python -m flashmoe_build.emulation.mutation.anywhere flashmoe/checks.py --oracle 'python -m pytest -q -x tests/attention/test_validation.py'
+nox -s mutants                                                a sample of every folder of folders.toml, and its score
+nox -s mutants -- --folder flashmoe_tools/audit --most 0      all that the rules make of one folder
+nox -s mutants -- flashmoe/checks.py --oracle 'python -m pytest -q -x tests/attention/test_misuse.py'
 
-The command runs in a copy of the checkout's tracked files, and of build/lib, with one bug at a time. For C++ it has to build:
-'python -m flashmoe_build --library-only && python -m pytest ...'.
+The tests run in a copy of the checkout's tracked files, and of build/lib, with one bug at a time; C++ is built again for each.
+A hunt goes on from the report that --json names.
 """
 
 from __future__ import annotations
 
 import argparse
 import ast
+import os
 import random
 import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+import time
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from flashmoe.errors import ExitCode
@@ -23,6 +29,16 @@ from flashmoe_build.emulation.build import REPOSITORY
 from flashmoe_build.emulation.mutation.operators import edits
 from flashmoe_build.emulation.mutation.site import Edit
 from flashmoe_build.emulation.mutation.source import Source
+from flashmoe_tools.report import Check, Report, Verdict, host_environment, read_report, utc_now, write_report
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+TABLE = Path(__file__).with_name("folders.toml")
+NEEDED = 0.9  # of the bugs of each folder
+SECONDS = 600  # of one judgement; longer is a kill
 
 _SHIFTED: dict[type[ast.cmpop], str] = {
     ast.Lt: "<=",
@@ -88,45 +104,161 @@ def copy_checkout(target: Path) -> None:
         shutil.copytree(REPOSITORY / "build" / "lib", target / "build" / "lib")
 
 
-def survivors(checkout: Path, names: Sequence[str], oracle: str, most: int, seconds: int) -> Iterator[tuple[str, Edit]]:
-    """Of at most ``most`` edits, spread over the files, those that the command passes."""
+@dataclass(frozen=True)
+class Folder:
+    """What is hunted together: files by patterns, and the tests that have to notice. ``library``: they need the last build's;
+    ``build``: one of the sources with the bug."""
+
+    name: str
+    files: tuple[str, ...]
+    tests: str
+    library: bool = False
+    build: bool = False
+    command: str = ""  # in place of the tests
+
+    @property
+    def oracle(self) -> str:
+        """A command that exits with 0 when it finds nothing wrong."""
+        if self.command:
+            return self.command
+        python = sys.executable
+        make = f"{python} -m flashmoe_build --archs none --library-only && "
+        judge = f"{python} -m pytest -n 0 -q -x -p no:cacheprovider {self.tests}"
+        given = "FLASHMOE_LIBRARY=build/lib/libflashmoe.so " if self.library or self.build else ""
+        return (make if self.build else "") + given + judge
+
+
+@dataclass(frozen=True)
+class Found:
+    """One bug: where, what, and whether it survived; ``why`` nothing can notice it, where folders.toml says so."""
+
+    folder: str
+    file: str
+    what: str
+    survived: bool
+    seconds: float
+    why: str = ""
+
+
+def folders(table: Path = TABLE) -> tuple[tuple[Folder, ...], Mapping[tuple[str, str], str]]:
+    """The folders, and the reasons of bugs that nothing can notice, by file and description without its line."""
+    read = tomllib.loads(table.read_text(encoding="utf-8"))
+    rows = [
+        Folder(row["name"], tuple(row["files"]), row["tests"], row.get("library", False), row.get("build", False))
+        for row in read["folder"]
+    ]
+    return tuple(rows), {(row["file"], row["what"]): row["why"] for row in read.get("equivalent", ())}
+
+
+def sites_of(checkout: Path, folder: Folder, most: int, seed: int) -> list[tuple[str, Edit]]:
+    """A sample of ``most`` edits of the folder's files (0: all), the same for the same seed."""
+    names = sorted({str(p.relative_to(checkout)) for pattern in folder.files for p in checkout.glob(pattern)})
     sites = [(name, edit) for name in names for edit in edits_of(checkout / name)]
-    chosen = random.Random(0).sample(sites, min(most, len(sites)))
-    for number, (name, edit) in enumerate(chosen, start=1):
-        path = checkout / name
+    return random.Random(seed).sample(sites, min(most, len(sites))) if most else sites
+
+
+def hunt(checkout: Path, folder: Folder, sites: Sequence[tuple[str, Edit]], seconds: int) -> Iterator[Found]:
+    """Each bug in turn, judged by the folder's tests. Raises ValueError where they fail without one."""
+    if not _passes(checkout, folder.oracle, seconds):
+        msg = f"{folder.name}: its tests fail without a bug, so they can judge nothing: {folder.oracle}"
+        raise ValueError(msg)
+    for number, (name, edit) in enumerate(sites, start=1):
+        path, begin = checkout / name, time.monotonic()
         text = path.read_text(encoding="utf-8")
         path.write_text(text[: edit.start] + edit.replacement + text[edit.end :], encoding="utf-8")
-        passed = _passes(checkout, oracle, seconds)
+        survived = _passes(checkout, folder.oracle, seconds)
         path.write_text(text, encoding="utf-8")
-        print(f"{number}/{len(chosen)} {'SURVIVED' if passed else 'killed'} {name} {edit.what}", flush=True)
-        if passed:
-            yield name, edit
+        found = Found(folder.name, name, edit.what, survived, round(time.monotonic() - begin, 1))
+        print(f"{number}/{len(sites)} {'SURVIVED' if survived else 'killed'} {name} {edit.what}", flush=True)
+        yield found
 
 
 def _passes(checkout: Path, oracle: str, seconds: int) -> bool:
+    # Compiled Python is known by time and size, which the next bug may share.
+    environment = {**os.environ, "PYTHONDONTWRITEBYTECODE": "1"}
     try:
-        done = subprocess.run(oracle, shell=True, cwd=checkout, capture_output=True, check=False, timeout=seconds)
+        done = subprocess.run(
+            oracle, shell=True, cwd=checkout, capture_output=True, check=False, timeout=seconds, env=environment
+        )
     except subprocess.TimeoutExpired:
         return False
     return done.returncode == 0
 
 
+def judged(found: Sequence[Found], reasons: Mapping[tuple[str, str], str]) -> Report:
+    """One check a folder: how many of its bugs that can be noticed were. Survivors are listed with their reasons."""
+    rows = [Found(**{**asdict(one), "why": reasons.get((one.file, _unplaced(one.what)), "")}) for one in found]
+    checks = []
+    for name in dict.fromkeys(row.folder for row in rows):
+        own = [row for row in rows if row.folder == name]
+        counted = [row for row in own if not (row.survived and row.why)]
+        killed = sum(not row.survived for row in counted)
+        verdict = Verdict.PASS if counted and killed >= NEEDED * len(counted) else Verdict.FAIL
+        told = f"{killed} of {len(counted)} killed" + (
+            f", {len(own) - len(counted)} equivalent" if own != counted else ""
+        )
+        why = "; ".join(f"{row.file} {row.what}" for row in counted if row.survived)
+        step = "a test for each survivor, or a line in folders.toml that says why nothing can notice it"
+        checks.append(
+            Check(name, verdict, told, f"at least {NEEDED:.0%}", why, "" if verdict is Verdict.PASS else step)
+        )
+    operators = Counter(f"{row.folder}: {'survived' if row.survived else 'killed'}" for row in rows)
+    data = {"bugs": [asdict(row) for row in rows], "counts": dict(operators)}
+    return Report("mutants", tuple(checks), data, host_environment(), (), utc_now())
+
+
+def _unplaced(what: str) -> str:
+    """The description without the line, which edits above it move."""
+    return what.split(": ", 1)[1] if what.startswith("line ") else what
+
+
+def known(path: Path | None) -> list[Found]:
+    """What an earlier hunt found."""
+    if path is None or not path.is_file():
+        return []
+    return [Found(**row) for row in read_report(path).data["bugs"]]
+
+
 def main(words: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m flashmoe_build.emulation.mutation.anywhere", description=__doc__)
-    parser.add_argument("files", nargs="+", metavar="FILE", help="relative to the checkout")
-    parser.add_argument("--oracle", required=True, metavar="COMMAND", help="exits with 0 when it finds nothing wrong")
-    parser.add_argument("--most", type=int, default=20, metavar="N", help="bugs to plant, drawn from all (default 20)")
-    parser.add_argument("--seconds", type=int, default=600, metavar="S", help="of the command; longer is a kill")
+    parser = argparse.ArgumentParser(prog="./nox -s mutants --", description=__doc__)
+    parser.add_argument("files", nargs="*", metavar="FILE", help="relative to the checkout; with --oracle")
+    parser.add_argument("--oracle", metavar="COMMAND", help="exits with 0 when it finds nothing wrong with the files")
+    parser.add_argument("--folder", action="append", metavar="NAME", help="of folders.toml (default: all)")
+    parser.add_argument(
+        "--most", type=int, default=20, metavar="N", help="bugs of each folder, drawn; 0: all (default 20)"
+    )
+    parser.add_argument("--seed", type=int, default=0, help="of the draw (default 0)")
+    parser.add_argument("--seconds", type=int, default=SECONDS, metavar="S", help="of one judgement; longer is a kill")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the report; what it holds is not hunted again")
     arguments = parser.parse_args(words)
-    with tempfile.TemporaryDirectory(prefix="flashmoe-hunt-") as folder:
-        checkout = Path(folder)
+    table, reasons = folders()
+    if arguments.files:
+        chosen = [Folder("given", tuple(arguments.files), "", command=arguments.oracle or "false")]
+    else:
+        chosen = [folder for folder in table if not arguments.folder or folder.name in arguments.folder]
+    if not chosen:
+        print(f"no such folder; there are {', '.join(folder.name for folder in table)}", file=sys.stderr)
+        return ExitCode.USAGE
+    found = known(arguments.json)
+    with tempfile.TemporaryDirectory(prefix="flashmoe-hunt-") as place:
+        checkout = Path(place)
         copy_checkout(checkout)
-        if not _passes(checkout, arguments.oracle, arguments.seconds):
-            print("the command fails without a bug; it can judge nothing", file=sys.stderr)
-            return ExitCode.USAGE
-        left = list(survivors(checkout, arguments.files, arguments.oracle, arguments.most, arguments.seconds))
-    print(f"{len(left)} survived")
-    return ExitCode.FAILED if left else ExitCode.OK
+        for folder in chosen:
+            done = {(one.file, one.what) for one in found}
+            sites = sites_of(checkout, folder, arguments.most, arguments.seed)
+            left = [(name, edit) for name, edit in sites if (name, edit.what) not in done]
+            try:
+                for one in hunt(checkout, folder, left, arguments.seconds):
+                    found.append(one)
+                    if arguments.json is not None:
+                        write_report(arguments.json, judged(found, reasons))
+            except ValueError as error:
+                print(error, file=sys.stderr)
+                return ExitCode.USAGE
+    report = judged([one for one in found if one.folder in {folder.name for folder in chosen}], reasons)
+    for check in report.checks:
+        print(f"{check.verdict}  {check.name}: {check.found}" + (f"\n      survived: {check.why}" if check.why else ""))
+    return report.exit_code
 
 
 if __name__ == "__main__":

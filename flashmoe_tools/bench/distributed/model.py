@@ -98,7 +98,7 @@ def expert_parallel(tokens: int, hidden: int, inner: int, top_k: int, size: int,
 def main(argv: Sequence[str] | None = None) -> int:
     """Print both tables."""
     parser = argparse.ArgumentParser(
-        prog="python -m flashmoe_tools.bench.distributed.model", description=__doc__.split(":")[0]
+        allow_abbrev=False, prog="python -m flashmoe_tools.bench.distributed.model", description=__doc__.split(":")[0]
     )
     for name, value in vars(Rates()).items():
         parser.add_argument(f"--{name.replace('_', '-')}", type=type(value), default=value, help=f"default {value}")

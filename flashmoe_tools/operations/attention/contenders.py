@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from importlib import import_module
 from typing import Any
 
@@ -13,6 +12,7 @@ from flashmoe_tools.bench.contenders import Contender, Prepared, always, family,
 from flashmoe_tools.operations.attention.reference import Inputs
 
 FAMILIES = ("sm75", "sm80", "sm90")
+FA3, FLASH_ATTN_3 = "flash-attn-3", "flash_attn_interface"  # a contender, and the module that loads its operators
 
 
 def _sdpa(inputs: Inputs) -> Prepared:
@@ -73,21 +73,37 @@ def _flashmoe_sdpa(inputs: Inputs) -> Prepared:
     return Prepared(call)
 
 
-def flash_attn(module: str, **options: Any) -> Callable[[Inputs], Prepared]:
-    """flash-attn's functions take [B, S, H, D]; the transposed views cost no copy."""
+def _flash_attn(inputs: Inputs) -> Prepared:
+    """flash-attn's function takes [B, S, H, D]; the transposed views cost no copy."""
+    function = import_module("flash_attn").flash_attn_func
+    q, k, v = (tensor.transpose(1, 2) for tensor in (inputs.q, inputs.k, inputs.v))
 
-    def prepare(inputs: Inputs) -> Prepared:
-        function = import_module(module).flash_attn_func
-        q, k, v = (tensor.transpose(1, 2) for tensor in (inputs.q, inputs.k, inputs.v))
+    def call() -> torch.Tensor:
+        out: torch.Tensor = function(q, k, v, softmax_scale=inputs.scale, causal=inputs.problem.causal)
+        return out.transpose(1, 2)
 
-        def call() -> torch.Tensor:
-            result = function(q, k, v, softmax_scale=inputs.scale, causal=inputs.problem.causal, **options)
-            out: torch.Tensor = result[0] if isinstance(result, tuple) else result
-            return out.transpose(1, 2)
+    return Prepared(call)
 
-        return Prepared(call)
 
-    return prepare
+def in_rows(inputs: Inputs, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Copies [B, S, H, D] of tensors [B, H, S, D], contiguous: the layout that FlashAttention-3 was made for."""
+    return tuple(tensor.transpose(1, 2).contiguous() for tensor in (inputs.q, inputs.k, inputs.v, *tensors))
+
+
+def fa3_operators() -> Any:
+    """FlashAttention-3's operators themselves: its Python functions go through autograd, at up to 0.1 ms a call."""
+    import_module(FLASH_ATTN_3)
+    return torch.ops.flash_attn_3
+
+
+def fa3_forward(operators: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, inputs: Inputs) -> Any:
+    """(out [B, S, H, D], log-sum-exp [B, H, S], ...) of q, k, v [B, S, H, D]."""
+    return operators.fwd(q, k, v, softmax_scale=inputs.scale, is_causal=inputs.problem.causal, num_splits=1)
+
+
+def _flash_attn_3(inputs: Inputs) -> Prepared:
+    operators, (q, k, v) = fa3_operators(), in_rows(inputs)
+    return Prepared(lambda: fa3_forward(operators, q, k, v, inputs)[0].transpose(1, 2))
 
 
 def _sdpa_backend(name: str, backend: str, title: str, devices: tuple[str, ...] = ("cuda",)) -> Contender:
@@ -110,8 +126,6 @@ def contenders() -> tuple[Contender, ...]:
         _sdpa_backend("sdpa-efficient", "EFFICIENT_ATTENTION", "SDPA EFFICIENT"),
         _sdpa_backend("sdpa-math", "MATH", "SDPA MATH", ("cpu", "cuda")),
         Contender("sdpa-cpu", "SDPA CPU", ("cpu",), always, _sdpa),
-        Contender("flash-attn", "flash-attn", ("cuda",), installed("flash_attn"), flash_attn("flash_attn")),
-        Contender(
-            "flash-attn-3", "FA3", ("cuda",), installed("flash_attn_interface"), flash_attn("flash_attn_interface")
-        ),
+        Contender("flash-attn", "flash-attn", ("cuda",), installed("flash_attn"), _flash_attn),
+        Contender(FA3, "FA3", ("cuda",), installed(FLASH_ATTN_3), _flash_attn_3),
     )

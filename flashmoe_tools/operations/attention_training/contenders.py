@@ -23,5 +23,6 @@ def _with_backward(prepare: Callable[[Inputs], Prepared]) -> Callable[[BackwardI
 
 
 def contenders() -> tuple[Contender, ...]:
-    """Those of the forward pass under the same names."""
-    return tuple(replace(one, prepare=_with_backward(one.prepare)) for one in attention.contenders())
+    """Those of the forward pass under the same names; FlashAttention-3's operators are called without autograd."""
+    found = (one for one in attention.contenders() if one.name != attention.FA3)
+    return tuple(replace(one, prepare=_with_backward(one.prepare)) for one in found)

@@ -10,17 +10,19 @@ import torch
 
 from flashmoe.errors import ArgumentError
 from flashmoe_tools.bench.contenders import Contender, Prepared, always, family, flashmoe_available, forced, installed
-from flashmoe_tools.operations.serving.reference import Inputs
+from flashmoe_tools.operations.serving.reference import CODE_SCALE, Inputs
 
 FAMILIES = ("sm75", "sm80", "sm90")
 FLASH_ATTN_3 = "flash_attn_interface"
+FAULTY_PLANS = 128  # of so many sequences vLLM 0.33's build read out of bounds
 
 
 def _band(inputs: Inputs) -> dict[str, Any]:
     """What comes between the scores and the softmax, as our functions are told."""
     problem = inputs.problem
     window = (problem.window - 1, 0) if problem.window else None
-    return {"causal": problem.causal, "window": window, "softcap": float(problem.softcap), "sinks": inputs.sinks}
+    own = {"sinks": inputs.sinks, "alibi_slopes": inputs.slopes}
+    return {"causal": problem.causal, "window": window, "softcap": float(problem.softcap), **own}
 
 
 def _has_equal_rows(inputs: Inputs) -> bool:
@@ -42,12 +44,16 @@ def _flashmoe(inputs: Inputs) -> Prepared:
         return _dense(inputs)
     if problem.page_size and _has_equal_rows(inputs):
         q, band = _dense_queries(inputs), _band(inputs)
+        k, v = inputs.codes or (inputs.k, inputs.v)
+        if inputs.codes is not None:
+            scale = torch.full((problem.heads_kv,), CODE_SCALE, device=q.device)
+            band |= {"k_scale": scale, "v_scale": scale}
 
         def decode() -> torch.Tensor:
             out: torch.Tensor = flashmoe.attention_with_kvcache(
                 q,
-                inputs.k,
-                inputs.v,
+                k,
+                v,
                 cache_seqlens=inputs.seqused_k,
                 block_table=inputs.block_table,
                 scale=inputs.scale,
@@ -57,6 +63,14 @@ def _flashmoe(inputs: Inputs) -> Prepared:
 
         return Prepared(decode)
     return _flashmoe_ragged(inputs)
+
+
+def _flashmoe_16_bit(inputs: Inputs) -> Prepared:
+    """On the dequantised cache of a case in e4m3."""
+    if inputs.codes is None:
+        msg = f"{inputs.problem.key}: the cache is one of 16 bits"
+        raise ArgumentError(msg)
+    return _flashmoe(replace(inputs, codes=None))
 
 
 def _flashmoe_ragged(inputs: Inputs) -> Prepared:
@@ -149,6 +163,8 @@ def _flash_options(inputs: Inputs) -> dict[str, Any]:
     options: dict[str, Any] = {"softmax_scale": inputs.scale, "causal": problem.causal}
     if problem.window:
         options["window_size"] = (problem.window - 1, 0)
+    if inputs.slopes is not None:
+        options["alibi_slopes"] = inputs.slopes  # of flash-attn 2 alone
     if problem.softcap:
         options["softcap"] = float(problem.softcap)
     if inputs.sinks is not None:
@@ -192,6 +208,7 @@ def _flash_attn_3(inputs: Inputs) -> Prepared:
     if problem.page_size:
         keys = {"cache_seqlens": inputs.seqused_k, "page_table": inputs.block_table}
     function = module.flash_attn_with_kvcache if problem.page_size else module.flash_attn_varlen_func
+    options |= _scheduled(inputs, module)
 
     def call() -> torch.Tensor:
         result = function(inputs.q, inputs.k, inputs.v, **keys, **rows, **options)
@@ -201,11 +218,31 @@ def _flash_attn_3(inputs: Inputs) -> Prepared:
     return Prepared(call)
 
 
+def _scheduled(inputs: Inputs, module: Any) -> dict[str, Any]:
+    """FlashAttention-3's plan of a decode, which a server makes once for all layers; without it each call makes its own."""
+    problem = inputs.problem
+    make_plan = getattr(module, "get_scheduler_metadata", None)  # not in every build
+    if make_plan is None or not problem.page_size or not _has_equal_rows(inputs) or problem.batch >= FAULTY_PLANS:
+        return {}
+    rows, keys = max(problem.lengths_q), max(problem.lengths_k)
+    heads = (problem.heads_q, problem.heads_kv, problem.head_dim)
+    plan: dict[str, Any] = {
+        "page_size": problem.page_size,
+        "causal": problem.causal,
+        "has_softcap": problem.softcap > 0,
+    }
+    window = (problem.window - 1, 0) if problem.window else (-1, -1)
+    plan |= {"cu_seqlens_q": inputs.cu_seqlens_q, "window_size": window, "qkv_dtype": inputs.q.dtype}
+    made = make_plan(problem.batch, rows, keys, *heads, inputs.seqused_k, **plan)
+    return {"scheduler_metadata": made}
+
+
 def contenders() -> tuple[Contender, ...]:
     both, gpu = ("cpu", "cuda"), ("cuda",)
     return (
         Contender("flashmoe", "flashmoe", both, flashmoe_available, _flashmoe, ours=True),
         Contender("flashmoe-ragged", "flashmoe, ragged rows", both, flashmoe_available, _flashmoe_ragged, ours=True),
+        Contender("flashmoe-16-bit", "flashmoe, 16-bit cache", both, flashmoe_available, _flashmoe_16_bit),
         # A yardstick, which cannot say lengths that differ: no failure of ours.
         Contender("flashmoe-dense", "flashmoe, dense keys", both, flashmoe_available, _flashmoe_dense),
         Contender("flashmoe-plain", "flashmoe, plain scores", both, flashmoe_available, _flashmoe_plain),

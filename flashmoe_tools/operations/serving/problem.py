@@ -16,6 +16,7 @@ SHORT = {"one": 512, "one34": 34}  # keys of the other sequences where one is lo
 SPREADS = ("equal", "shared", "ramp", "mixed", *SHORT)
 MIXED = (4096, 3000, 2500, 2000, 1500, 1200, 900, 600, 300, 150, 100, 38)  # of 4096
 MASKS = ("none", "additive", "bool")
+CACHES = ("own", "e4m3")
 _SIZES = ("head_dim", "heads", "heads_kv", "batch", "seq_q", "seq_k")
 _NAMES = {"heads": "heads_q"}  # where the problem's field has another
 _FIELDS = {
@@ -29,12 +30,14 @@ _FIELDS = {
     "sinks",
     "mask",
     "deviation",
+    "alibi",
+    "cache",
     *_SIZES,
 }
 _KEY = re.compile(
     r"serve-(?P<dtype>\w+)-d(?P<d>\d+)-(?P<mask>causal|full)-b(?P<b>\d+)-h(?P<h>\d+)kv(?P<kv>\d+)-q(?P<q>\d+)k(?P<k>\d+)"
     r"(-p(?P<p>\d+))?(-(?P<spread>shared|ramp|mixed|one34|one))?(-w(?P<w>\d+))?(-cap(?P<cap>\d+))?(?P<sinks>-sinks)?"
-    r"(-(?P<tensor>additive|bool))?(-sd(?P<sd>\d+))?"
+    r"(-(?P<tensor>additive|bool))?(?P<alibi>-alibi)?(-sd(?P<sd>\d+))?(?P<cache>-e4m3)?"
 )
 
 
@@ -47,7 +50,9 @@ class ServingProblem(RoomProblem):
     seq_k to a hundredth of it; one of seq_k keys among others of 512, or of 34. The mask is bottom-right.
 
     ``window``: how many keys a row sees, its own among them; 0: all. ``softcap``: 0 for none. ``sinks``: a logit for each head that
-    joins the sum. ``mask``: a tensor for each sequence, the same for all heads. ``deviation``: of the scores, before the softcap.
+    joins the sum. ``mask``: a tensor for each sequence, the same for all heads. ``deviation``: of the scores, before the softcap. ``alibi``: a slope for each
+    head, 2^(-8 / heads) and its powers.
+    ``cache``: what keys and values are kept in, the dtype of the queries or e4m3.
     """
 
     operation: ClassVar[str] = "serving"
@@ -67,11 +72,13 @@ class ServingProblem(RoomProblem):
     sinks: bool = False
     mask: str = "none"
     deviation: int = 1
+    alibi: bool = False
+    cache: str = "own"
 
     @property
     def plain(self) -> ServingProblem:
         """The same without what comes between the scores and the softmax, but for a causal mask."""
-        return replace(self, window=0, softcap=0, sinks=False, mask="none")
+        return replace(self, window=0, softcap=0, sinks=False, mask="none", alibi=False)
 
     @property
     def lengths_k(self) -> tuple[int, ...]:
@@ -94,7 +101,10 @@ class ServingProblem(RoomProblem):
         sizes = f"b{self.batch}-h{self.heads_q}kv{self.heads_kv}-q{self.seq_q}k{self.seq_k}"
         pages = f"-p{self.page_size}" if self.page_size else ""
         spread = "" if self.spread == "equal" else f"-{self.spread}"
-        return f"serve-{self.dtype}-d{self.head_dim}-{mask}-{sizes}{pages}{spread}{self._scores('-', 'w', 'cap', 'sd')}"
+        return f"serve-{self.dtype}-d{self.head_dim}-{mask}-{sizes}{pages}{spread}{self._scores('-', 'w', 'cap', 'sd')}{self._cache('-')}"
+
+    def _cache(self, gap: str) -> str:
+        return "" if self.cache == "own" else gap + self.cache
 
     def _scores(self, gap: str, window: str, softcap: str, deviation: str) -> str:
         """What happens to the scores, each word behind a ``gap``."""
@@ -103,6 +113,7 @@ class ServingProblem(RoomProblem):
             f"{softcap}{self.softcap}" if self.softcap else "",
             "sinks" if self.sinks else "",
             self.mask if self.mask != "none" else "",
+            "alibi" if self.alibi else "",
             f"{deviation}{self.deviation}" if self.deviation != 1 else "",
         )
         return "".join(gap + word for word in words if word)
@@ -115,7 +126,7 @@ class ServingProblem(RoomProblem):
         mask = "" if self.causal else ", full"
         return (
             f"{self.dtype} B={self.batch} H={self.heads_q} on {self.heads_kv} Sq={self.seq_q} Sk={self.seq_k} "
-            f"D={self.head_dim} {where}{spread}{mask}{self.describe_scores()}"
+            f"D={self.head_dim} {where}{spread}{mask}{self.describe_scores()}{self._cache(', keys in ')}"
         )
 
     def describe_scores(self) -> str:
@@ -148,7 +159,8 @@ class ServingProblem(RoomProblem):
         seen = (min(keys, self.window + rows - 1) if self.window else keys for rows, keys in lengths)
         size = DTYPE_BYTES[self.dtype]
         queries, keys = 2 * self.heads_q * sum(self.lengths_q), 2 * self.heads_kv * sum(seen)
-        return (queries + keys) * self.head_dim * size + self.mask_bytes
+        key_size = size if self.cache == "own" else 1
+        return (queries * size + keys * key_size) * self.head_dim + self.mask_bytes
 
     @property
     def mask_bytes(self) -> int:
@@ -173,7 +185,8 @@ class ServingProblem(RoomProblem):
         w, cap, sd = (int(match[name] or 0) for name in ("w", "cap", "sd"))
         return cls(
             *(match["dtype"], d, h, kv, b, q, k, match["mask"] == "causal", p, match["spread"] or "equal"),
-            *(w, cap, match["sinks"] is not None, match["tensor"] or "none", sd or 1),
+            *(w, cap, match["sinks"] is not None, match["tensor"] or "none", sd or 1, match["alibi"] is not None),
+            "e4m3" if match["cache"] else "own",
         )
 
     @classmethod
@@ -202,6 +215,8 @@ class ServingProblem(RoomProblem):
             "deviation": counts("deviation", 1),
             "causal": [fields.flag(row.get("causal", True), where, "causal")],
             "sinks": [fields.flag(row.get("sinks", False), where, "sinks")],
+            "alibi": [fields.flag(row.get("alibi", False), where, "alibi")],
+            "cache": words("cache", CACHES, "own"),
         }
         most = fields.count(row.get("most_keys", 2**31), where, "most_keys")
         for values in itertools.product(*axes.values()):

@@ -16,6 +16,7 @@ from flashmoe_tools.operations.judging import high_dtype, judge_result, max_abs,
 from flashmoe_tools.operations.serving.problem import ServingProblem
 
 MOST_PAIRS = 128  # checked: each is a dozen small operations of its own
+CODE_SCALE = 0.5  # of every key head
 HIDDEN = -0.52  # three normal values in ten are less
 
 
@@ -33,15 +34,25 @@ class Inputs:
     block_table: torch.Tensor | None
     sinks: torch.Tensor | None = None  # [Hq] float32, of values that the problem's dtype has
     mask: torch.Tensor | None = None  # [batch, 1, Sq, Sk]: bool, or added to the scores in the problem's dtype
+    slopes: torch.Tensor | None = None  # [Hq] float32, of ALiBi
+    codes: tuple[torch.Tensor, torch.Tensor] | None = None  # of a cache in e4m3: k and v divided by CODE_SCALE
 
     @property
     def plain(self) -> Inputs:
         """The same tensors without what comes between the scores and the softmax."""
-        return replace(self, problem=self.problem.plain, sinks=None, mask=None)
+        return replace(self, problem=self.problem.plain, sinks=None, mask=None, slopes=None)
 
     @property
     def scale(self) -> float:
         return self.problem.scale
+
+    def bias_of(self, sequence: int, head: int) -> torch.Tensor | None:
+        """[rows, keys]: a sequence's mask tensor, or its head's ALiBi in float32; None without either."""
+        if self.slopes is None:
+            return None if self.mask is None else self.mask[sequence, 0]
+        rows, keys = self.problem.lengths_q[sequence], self.problem.lengths_k[sequence]
+        own = torch.arange(keys - rows, keys, device=self.q.device).unsqueeze(1)
+        return -self.slopes[head] * (own - torch.arange(keys, device=self.q.device)).abs()
 
     def poison(self) -> None:
         """Leave NaN in the memory that the caching allocator hands out for the next result."""
@@ -88,6 +99,10 @@ def make_inputs(problem: ServingProblem, device: str, seed: int) -> Inputs:
             table[1:] = table[0]
         shape = (sum(counts), problem.page_size, problem.heads_kv, d)
     k, v = values(*shape), values(*shape)
+    codes = None
+    if problem.cache == "e4m3":
+        codes = ((k / CODE_SCALE).to(torch.float8_e4m3fn), (v / CODE_SCALE).to(torch.float8_e4m3fn))
+        k, v = (code.to(dtype) * CODE_SCALE for code in codes)
     sinks, mask = None, None
     if problem.sinks:
         sinks = values(problem.heads_q).float()
@@ -96,7 +111,9 @@ def make_inputs(problem: ServingProblem, device: str, seed: int) -> Inputs:
         hidden = drawn < HIDDEN
         mask = ~hidden if problem.mask == "bool" else drawn.masked_fill_(hidden, -math.inf)
     lengths = (ints(rows, sums=True), ints(keys, sums=True), ints(keys, sums=False))
-    return Inputs(problem, q, k, v, *lengths, table, sinks, mask)
+    heads = torch.arange(1, problem.heads_q + 1, device=device)
+    slopes = torch.exp2(heads * (-8 / problem.heads_q)) if problem.alibi else None
+    return Inputs(problem, q, k, v, *lengths, table, sinks, mask, slopes, codes)
 
 
 @dataclass(frozen=True)
@@ -149,7 +166,7 @@ def make_reference(inputs: Inputs) -> Reference:
         first, end = starts[sequence : sequence + 2]
         q = inputs.q[first:end, head]
         k, v = (inputs.keys_of(tensor, sequence)[:, head // group] for tensor in (inputs.k, inputs.v))
-        mask = None if inputs.mask is None else inputs.mask[sequence, 0]
+        mask = inputs.bias_of(sequence, head)
         sink = None if inputs.sinks is None else inputs.sinks[head]
         out, lse = attend(q.to(high), k.to(high), v.to(high), options, sinks=sink, mask=mask)
         rule.add(out, attend(q, k, v, options, sinks=sink, mask=mask)[0])

@@ -136,6 +136,6 @@ def _differentiate(inputs: BackwardInputs, sequence: int, head: int, dtype: torc
     given += [] if inputs.sinks is None else [inputs.sinks[head]]
     leaves = [one.detach().to(dtype, copy=True).requires_grad_() for one in given]
     q, k, v, *sink = leaves
-    mask = None if inputs.mask is None else inputs.mask[sequence, 0]
+    mask = inputs.bias_of(sequence, head)
     out, _ = attend(q, k, v, forward.score_options(problem), sinks=sink[0] if sink else None, mask=mask)
     return list(torch.autograd.grad(out, leaves, inputs.dout[first:end, head].to(dtype)))

@@ -35,6 +35,7 @@ void grouped_cpu(const GroupedArguments& arguments, const Tensor& out) { grouped
 void grouped_gradient_cpu(const GroupedGradientArguments& arguments, const Tensor& out) {
   grouped_gradient_cuda(arguments, out);
 }
+void mxfp4_cpu(Mxfp4Arguments arguments, const Tensor& out) { mxfp4_cuda(arguments, out); }
 
 namespace {
 

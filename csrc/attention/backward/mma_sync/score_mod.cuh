@@ -29,10 +29,10 @@ struct ScoreModWeights<Spec, true> {
         const int row = own + m * 16 + lane / 4;
         const int column = first + lane % 4 * 2;
         return Spec::kHasStatistics
-                   ? MaskPointer(options, tile.batch, head, options.mask_stride_key, options.mask_stride_row, row,
-                                 tile.extents.keys(), column, tile.extents.rows())
-                   : MaskPointer(options, tile.batch, head, options.mask_stride_row, options.mask_stride_key, row,
-                                 tile.extents.rows(), column, tile.extents.keys());
+                   ? MaskSource<Spec>(options, tile.batch, head, options.mask_stride_key, options.mask_stride_row, row,
+                                      tile.extents.keys(), column, tile.extents.rows())
+                   : MaskSource<Spec>(options, tile.batch, head, options.mask_stride_row, options.mask_stride_key, row,
+                                      tile.extents.rows(), column, tile.extents.keys());
       });
     }
   }
@@ -80,7 +80,7 @@ struct ScoreModWeights<Spec, true> {
 #pragma unroll
     for (int i = 0; i < 2 * kScorePairs<Spec>; ++i) of_rows[i] = scores[m][i / 4][i % 4];
     weigh_with_score_mod<Spec, kPacks>(params, of_rows, packed, values[m],
-                                       sees_all && params.score_options.mask_type == MaskTensor::kNone, lse_log2,
+                                       sees_all && has_plain_blocks<Spec>(params.score_options), lse_log2,
                                        [&](KeyRange(&visible)[2]) {
                                          const int lane = ptx::lane_index();
                                          const int column = first + lane % 4 * 2;

@@ -25,14 +25,14 @@ namespace mma_sync {
 //                     all of it for its rows
 //   kStreamsQueries   the stream is Q and dO of a group's heads, with two statistics of each row
 //   kIsVarlen           of MaskKind::kRuntime
-//   kHasScoreMod      varlen, with a softcap or a mask tensor
+//   kScores           varlen, 1: with a softcap or a mask tensor (kHasScoreMod); 2: with a softcap or ALiBi
 //   kServesPlain      without them, too: the family's only varlen kernel
 //   kOwnInRegisters   a warp holds the own rows that it multiplies with in registers; else it reads them for every block
 // kSharers warps of one role divide a group's work: each takes a slice of a block's rows for the scores, and a slice of the
 // gradient's columns.
 template <typename Product_, int kHeadDim_, int kOwnRows_, int kStreamRows_, int kNumStages_, int kNumWarps_,
           int kWarpRows_, int kRoles_, bool kStreamsQueries_, bool kOwnInRegisters_, bool kIsVarlen_ = false,
-          bool kHasScoreMod_ = false, bool kServesPlain_ = false>
+          int kScores_ = 0, bool kServesPlain_ = false>
 struct TileSpec {
   using Product = Product_;
   using Element = typename Product::Element;
@@ -46,7 +46,8 @@ struct TileSpec {
   static constexpr bool kStreamsQueries = kStreamsQueries_;
   static constexpr bool kHasStatistics = kStreamsQueries_;  // as score_mod.cuh calls it
   static constexpr bool kIsVarlen = kIsVarlen_;
-  static constexpr bool kHasScoreMod = kHasScoreMod_;
+  static constexpr bool kHasScoreMod = kScores_ != 0;
+  static constexpr bool kHasAlibi = kScores_ == 2;
   static constexpr bool kServesPlain = kServesPlain_;
   static constexpr bool kQueryInRegisters = kOwnInRegisters_;  // as forward/mma_sync/multiply.cuh calls it
 

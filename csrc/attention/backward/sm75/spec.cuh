@@ -22,29 +22,31 @@ struct Product {
 
 // kBlockM rows of Q and dO; blocks of kBlockN keys.
 template <typename Element, int kHeadDim, int kBlockM, int kBlockN, int kNumStages, int kNumWarps, int kWarpRows,
-          bool kIsVarlen = false>
+          bool kIsVarlen = false, int kScores = kIsVarlen ? 1 : 0>
 struct QueryGradientSpec : mma_sync::TileSpec<Product<Element>, kHeadDim, kBlockM, kBlockN, kNumStages, kNumWarps,
-                                              kWarpRows, 1, false, false, kIsVarlen, kIsVarlen, kIsVarlen> {
+                                              kWarpRows, 1, false, false, kIsVarlen, kScores, kIsVarlen> {
   static_assert(kNumStages == 1, "this family has one block of the stream in shared memory");
   static_assert(QueryGradientSpec::kSharedBytes <= 65536, "a Turing multiprocessor has 64 KiB of shared memory");
 };
 
 // kBlockN keys; blocks of kBlockM rows of Q and dO.
 template <typename Element, int kHeadDim, int kBlockM, int kBlockN, int kNumStages, int kNumWarps, int kWarpRows,
-          bool kIsVarlen = false>
+          bool kIsVarlen = false, int kScores = kIsVarlen ? 1 : 0>
 struct KeyValueGradientSpec : mma_sync::TileSpec<Product<Element>, kHeadDim, kBlockN, kBlockM, kNumStages, kNumWarps,
-                                                 kWarpRows, 2, true, false, kIsVarlen, kIsVarlen, kIsVarlen> {
+                                                 kWarpRows, 2, true, false, kIsVarlen, kScores, kIsVarlen> {
   static_assert(kNumStages == 1, "this family has one block of the stream in shared memory");
   static_assert(KeyValueGradientSpec::kSharedBytes <= 65536, "a Turing multiprocessor has 64 KiB of shared memory");
 };
 
 // For MaskKind::kRuntime: one kernel with or without a softcap or a mask tensor.
-template <typename Element, int kHeadDim, int kBlockM, int kBlockN, int kNumStages, int kNumWarps, int kWarpRows>
+template <typename Element, int kHeadDim, int kBlockM, int kBlockN, int kNumStages, int kNumWarps, int kWarpRows,
+          int kAlibi>
 using VarlenQueryGradientSpec =
-    QueryGradientSpec<Element, kHeadDim, kBlockM, kBlockN, kNumStages, kNumWarps, kWarpRows, true>;
-template <typename Element, int kHeadDim, int kBlockM, int kBlockN, int kNumStages, int kNumWarps, int kWarpRows>
+    QueryGradientSpec<Element, kHeadDim, kBlockM, kBlockN, kNumStages, kNumWarps, kWarpRows, true, 1 + kAlibi>;
+template <typename Element, int kHeadDim, int kBlockM, int kBlockN, int kNumStages, int kNumWarps, int kWarpRows,
+          int kAlibi>
 using VarlenKeyValueGradientSpec =
-    KeyValueGradientSpec<Element, kHeadDim, kBlockM, kBlockN, kNumStages, kNumWarps, kWarpRows, true>;
+    KeyValueGradientSpec<Element, kHeadDim, kBlockM, kBlockN, kNumStages, kNumWarps, kWarpRows, true, 1 + kAlibi>;
 
 }  // namespace sm75
 }  // namespace backward

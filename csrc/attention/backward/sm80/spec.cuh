@@ -22,16 +22,15 @@ struct Product {
 // S = Q K^T and dQ += dS K, the next K under dP = dO V^T; two barriers per block. 2 or more: a ring of pairs, loaded
 // kNumStages - 1 blocks ahead; one barrier per block.
 template <typename Element, int kHeadDim, int kBlockM, int kBlockN, int kNumStages, int kNumWarps, int kWarpRows,
-          int kOwnInRegisters, bool kIsVarlen = false, bool kHasScoreMod = false>
+          int kOwnInRegisters, bool kIsVarlen = false, int kScores = 0>
 struct QueryGradientSpec : mma_sync::TileSpec<Product<Element>, kHeadDim, kBlockM, kBlockN, kNumStages, kNumWarps,
-                                              kWarpRows, 1, false, kOwnInRegisters != 0, kIsVarlen, kHasScoreMod> {};
+                                              kWarpRows, 1, false, kOwnInRegisters != 0, kIsVarlen, kScores> {};
 
 // kBlockN keys; blocks of kBlockM rows of Q and dO, in a ring.
 template <typename Element, int kHeadDim, int kBlockM, int kBlockN, int kNumStages, int kNumWarps, int kWarpRows,
-          int kOwnInRegisters, int kNumRoles, bool kIsVarlen = false, bool kHasScoreMod = false>
-struct KeyValueGradientSpec
-    : mma_sync::TileSpec<Product<Element>, kHeadDim, kBlockN, kBlockM, kNumStages, kNumWarps, kWarpRows, kNumRoles,
-                         true, kOwnInRegisters != 0, kIsVarlen, kHasScoreMod> {
+          int kOwnInRegisters, int kNumRoles, bool kIsVarlen = false, int kScores = 0>
+struct KeyValueGradientSpec : mma_sync::TileSpec<Product<Element>, kHeadDim, kBlockN, kBlockM, kNumStages, kNumWarps,
+                                                 kWarpRows, kNumRoles, true, kOwnInRegisters != 0, kIsVarlen, kScores> {
   static_assert(kNumStages >= 2, "both tensors of a block are in use until its end: one stage would hide no load");
 };
 
@@ -43,16 +42,15 @@ struct VarlenSpec : Base {
   static constexpr int kSharedBytes = kTileOffset + Base::kNumWarps * kTileBytes;
 };
 
-// kScores 1: kHasScoreMod.
 template <typename Element, int kHeadDim, int kBlockM, int kBlockN, int kNumStages, int kNumWarps, int kWarpRows,
           int kOwnInRegisters, int kScores>
 using VarlenQueryGradientSpec = VarlenSpec<QueryGradientSpec<Element, kHeadDim, kBlockM, kBlockN, kNumStages, kNumWarps,
-                                                             kWarpRows, kOwnInRegisters, true, kScores != 0>>;
+                                                             kWarpRows, kOwnInRegisters, true, kScores>>;
 template <typename Element, int kHeadDim, int kBlockM, int kBlockN, int kNumStages, int kNumWarps, int kWarpRows,
           int kOwnInRegisters, int kNumRoles, int kScores>
 using VarlenKeyValueGradientSpec =
     VarlenSpec<KeyValueGradientSpec<Element, kHeadDim, kBlockM, kBlockN, kNumStages, kNumWarps, kWarpRows,
-                                    kOwnInRegisters, kNumRoles, true, kScores != 0>>;
+                                    kOwnInRegisters, kNumRoles, true, kScores>>;
 
 }  // namespace sm80
 }  // namespace backward

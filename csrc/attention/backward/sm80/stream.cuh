@@ -17,7 +17,7 @@ template <typename Spec>
 struct Stream : mma_sync::StreamSource<Spec> {
   using Source = mma_sync::StreamSource<Spec>;
   using Element = typename Spec::Element;
-  using Loader = attention::sm80::TileLoader<Spec>;
+  using Loader = attention::sm80::TileLoader<Spec, /*kIsAscending=*/false>;
   static constexpr int kStages = Spec::kNumStages;
 
   int stage = 0;             // where the current block lies

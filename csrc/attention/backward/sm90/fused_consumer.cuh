@@ -14,9 +14,10 @@ namespace sm90 {
 
 // As the spec of dk and dv, with 16 warps: producer and reducing warps, two consumers, the warpgroup of dq; or with 12, without the last.
 template <typename Element, int kHeadDim, int kBlockM, int kBlockN, int kNumStages, int kNumWarps_,
-          bool kIsVarlen_ = false>
+          bool kIsVarlen_ = false, int kAlibi_ = 0>
 struct FusedSpec : KeyValueGradientSpec<Element, kHeadDim, kBlockM, kBlockN, kNumStages, 12, 0, 0, kIsVarlen_> {
   using Base = KeyValueGradientSpec<Element, kHeadDim, kBlockM, kBlockN, kNumStages, 12, 0, 0, kIsVarlen_>;
+  static constexpr bool kHasAlibi = kAlibi_ != 0;   // without a softcap, unlike in the split form
   static constexpr bool kIsWide = kHeadDim == 128;  // no warpgroup of dq: the consumers do its work (fused_wide.cuh)
   static_assert(kHeadDim <= 128, "dk and dv of more columns need more registers than there are");
   static_assert(kNumWarps_ == (kIsWide ? 12 : 16) && kBlockM == 64 && kBlockN == kFusedTileKeys,
@@ -41,8 +42,8 @@ struct FusedSpec : KeyValueGradientSpec<Element, kHeadDim, kBlockM, kBlockN, kNu
 };
 
 // For MaskKind::kRuntime.
-template <typename Element, int kHeadDim, int kBlockM, int kBlockN, int kNumStages, int kNumWarps>
-using VarlenFusedSpec = FusedSpec<Element, kHeadDim, kBlockM, kBlockN, kNumStages, kNumWarps, true>;
+template <typename Element, int kHeadDim, int kBlockM, int kBlockN, int kNumStages, int kNumWarps, int kAlibi>
+using VarlenFusedSpec = FusedSpec<Element, kHeadDim, kBlockM, kBlockN, kNumStages, kNumWarps, true, kAlibi>;
 
 template <typename Spec>
 struct FusedMemory : SharedMemory<Spec> {
@@ -150,6 +151,14 @@ template <typename Spec, MaskKind kMask, bool kIsMasked>
 __device__ __forceinline__ void fused_exponentials(const BackwardParams& params, float (&scores)[Spec::kStreamRows / 2],
                                                    const float (&lse_log2)[Spec::kStreamRows / 4],
                                                    const BlockCoordinates& coordinates) {
+  if constexpr (Spec::kHasAlibi) {  // to the scores, which the exponentials scale
+    Alibi alibi = mask_pointer<Spec>(params, coordinates);
+    alibi.slope *= params.score_options.mask_factor / kLog2E;
+#pragma unroll
+    for (int i = 0; i < Spec::kStreamRows / 2; ++i) {
+      scores[i] = alibi.add(scores[i], i / 2 % 2, 8 * (i / 4) + i % 2);
+    }
+  }
   if constexpr (kMask == MaskKind::kRuntime)
     return exponentials<Spec, kMask, kIsMasked>(params, scores, lse_log2, coordinates);
   constexpr int kNever = 1 << 30;
@@ -367,7 +376,13 @@ struct FusedConsumer {
             const int needs_mask = ptx::recompute(is_full ? 0 : 1);
             int head = heads;
             do {
-              step(dk, dv, p_packed, ds_packed, own_k, own_v, coordinates, needs_mask != 0);
+              if constexpr (Spec::kHasAlibi) {  // the others do not ask for the head
+                const int query_head = (tile.head + 1) * heads - head;
+                step(dk, dv, p_packed, ds_packed, own_k, own_v,
+                     BlockCoordinates{shared.tile(consumer), query_head, first_key, block}, needs_mask != 0);
+              } else {
+                step(dk, dv, p_packed, ds_packed, own_k, own_v, coordinates, needs_mask != 0);
+              }
             } while (--head > 0);
           }
         } else {

@@ -88,20 +88,21 @@ __device__ __forceinline__ void weigh_varlen(const BackwardParams& params, float
                                              const float (&lse_log2)[Spec::kStreamRows / 4],
                                              const BlockCoordinates& coordinates, bool is_plain) {
   weigh_with_score_mod<Spec, true>(
-      params, scores, packed, values, is_plain && params.score_options.mask_type == MaskTensor::kNone,
+      params, scores, packed, values, is_plain && has_plain_blocks<Spec>(params.score_options),
       [&lse_log2](int i) { return lse_log2[i / 4 * 2 + i % 2]; },
       [&](KeyRange(&visible)[2]) { visible_columns<Spec, MaskKind::kRuntime>(visible, params, coordinates); });
 }
 
 template <typename Spec>
-__device__ __forceinline__ MaskPointer mask_pointer(const BackwardParams& params, const BlockCoordinates& coordinates) {
+__device__ __forceinline__ MaskSource<Spec> mask_pointer(const BackwardParams& params,
+                                                         const BlockCoordinates& coordinates) {
   const ScoreOptions& options = params.score_options;
   const auto lengths = lengths_in<MaskKind::kRuntime>(params, coordinates.tile_smem);
   const int lane = ptx::lane_index();
   const auto sequence = static_cast<int>(ptx::ld_shared_32(coordinates.tile_smem + 8));
-  return MaskPointer(options, sequence, coordinates.head, options.mask_stride_key, options.mask_stride_row,
-                     coordinates.first_key + ptx::warp_index() % 4 * 16 + lane / 4, lengths.keys(),
-                     coordinates.block * Spec::kStreamRows + lane % 4 * 2, lengths.rows());
+  return MaskSource<Spec>(options, sequence, coordinates.head, options.mask_stride_key, options.mask_stride_row,
+                          coordinates.first_key + ptx::warp_index() % 4 * 16 + lane / 4, lengths.keys(),
+                          coordinates.block * Spec::kStreamRows + lane % 4 * 2, lengths.rows());
 }
 
 template <typename Spec, MaskKind kMask>

@@ -158,11 +158,11 @@ struct QueryGradientConsumer {
     }
   }
 
-  __device__ __forceinline__ MaskPointer mask_pointer(const Tile& tile, int block) const {
+  __device__ __forceinline__ MaskSource<Spec> mask_pointer(const Tile& tile, int block) const {
     const ScoreOptions& options = params.score_options;
-    return MaskPointer(options, tile.batch, tile.head, options.mask_stride_row, options.mask_stride_key,
-                       first_row(tile) + ptx::warp_index() % 4 * 16 + ptx::lane_index() / 4, tile.extents.rows(),
-                       block * Spec::kStreamRows + ptx::lane_index() % 4 * 2, tile.extents.keys());
+    return MaskSource<Spec>(options, tile.batch, tile.head, options.mask_stride_row, options.mask_stride_key,
+                            first_row(tile) + ptx::warp_index() % 4 * 16 + ptx::lane_index() / 4, tile.extents.rows(),
+                            block * Spec::kStreamRows + ptx::lane_index() % 4 * 2, tile.extents.keys());
   }
 
   __device__ __forceinline__ void begin_scores(float (&scores)[Product::kScores]) {
@@ -353,7 +353,7 @@ struct QueryGradientConsumer {
       ptx::wgmma_fence_operands(scores);
       if (block != range.end - 1) release_key();
       const bool is_plain =
-          block < range.full_end && block >= range.full_begin && params.score_options.mask_type == MaskTensor::kNone;
+          block < range.full_end && block >= range.full_begin && has_plain_blocks<Spec>(params.score_options);
       weigh_with_score_mod<Spec, false>(
           params, scores, packed, values, is_plain, [this](int i) { return lse_log2[i / 2 % 2]; },
           [&](KeyRange(&visible)[2]) { visible_columns(visible, tile, block); });

@@ -227,9 +227,17 @@ struct KeySchedule : Schedule<Spec, kMask, false> {
   using Schedule<Spec, kMask, false>::Schedule;
 };
 
+// Key heads of a section, where query heads share them: as many as have two tiles for each multiprocessor, so that the tiles of a head go
+// through its long stream together, and with the longest tiles first the sections overlap; without a mask four, as all tiles take as long.
+template <bool kIsCausal>
+__device__ __forceinline__ int grouped_section_heads(int tiles_per_head) {
+  constexpr int kTilesPerBlock = kIsCausal ? 2 : 4;
+  return kTilesPerBlock * ptx::grid_size() / maximum(1, tiles_per_head);
+}
+
 // With an ordered reduction: see fused.cuh for the orders. Neighbours are of different heads where they can be, as under a causal mask, so that
 // few wait; but of so few heads that Q, dO and the partials of dq stay in the L2 cache. Measured: 12 MB of Q and dO, 16 of long
-// sequences; at head dim 128 without a mask sections of kSectionHeads, and of half as many key heads where query heads share them.
+// sequences; at head dim 128 without a mask sections of kSectionHeads.
 template <typename Spec, MaskKind kMask>
 struct KeySchedule<Spec, kMask, true> {
   const BackwardParams& params;
@@ -246,10 +254,12 @@ struct KeySchedule<Spec, kMask, true> {
     const int all_heads = heads * params.batch;
     const int seq_q = ptx::recompute(params.seq_q);
     const bool all_descending = kIsCausal && params.heads_q > heads;
-    int section_heads = all_descending ? Spec::kSectionHeads / 2 : Spec::kSectionHeads;
-    if (!Spec::kIsWide || (kIsCausal && !all_descending)) {
+    int section_heads = Spec::kSectionHeads;
+    if (params.heads_q > heads) {
+      section_heads = grouped_section_heads<kIsCausal>(tiles);
+    } else if (!Spec::kIsWide || kIsCausal) {
       const int section_rows = ((seq_q < 8192 ? 12 : 16) << 20) / (4 * Spec::kHeadDim);
-      section_heads = section_rows / maximum(1, params.heads_q / heads * seq_q);
+      section_heads = section_rows / maximum(1, seq_q);
     }
     if (kIsCausal && !all_descending) section_heads = minimum(section_heads, all_heads / 2);
     section_heads = maximum(1, minimum(section_heads, all_heads));

@@ -28,9 +28,9 @@ namespace sm90 {
 //   kIsPaired        the two tensors of a block share the barriers of the first: one wait and one arrival fewer per block
 //   kSharesRows      two warpgroups own the same 64 rows: one computes P and dv, the other dP and dk
 //   kIsVarlen          of MaskKind::kRuntime: a tile carries its sequence's extents
-//   kHasScoreMod     varlen: a softcap or a mask tensor comes before the softmax
+//   kScores          varlen, 1: a softcap or a mask tensor comes before the softmax (kHasScoreMod); 2: a softcap or ALiBi
 template <typename Element_, int kHeadDim_, int kOwnRows_, int kStreamRows_, int kFirstStages_, int kSecondStages_,
-          int kNumWarps_, bool kHasStatistics_, bool kSharesRows_, bool kIsPaired_, bool kIsVarlen_, bool kHasScoreMod_>
+          int kNumWarps_, bool kHasStatistics_, bool kSharesRows_, bool kIsPaired_, bool kIsVarlen_, int kScores_>
 struct TileSpec {
   using Element = Element_;
   static constexpr int kHeadDim = kHeadDim_;
@@ -43,7 +43,8 @@ struct TileSpec {
   static constexpr bool kSharesRows = kSharesRows_;
   static constexpr bool kIsPaired = kIsPaired_;
   static constexpr bool kIsVarlen = kIsVarlen_;
-  static constexpr bool kHasScoreMod = kHasScoreMod_;
+  static constexpr bool kHasScoreMod = kScores_ != 0;
+  static constexpr bool kHasAlibi = kScores_ == 2;
   static constexpr bool kServesPlain = false;
   static constexpr bool kOrdersReduction = false;  // tiles of a head add to dq in a fixed order: see fused.cuh
   static constexpr int kTileReaders =
@@ -101,9 +102,9 @@ struct TileSpec {
 // A tile of kBlockM rows of Q; blocks of kBlockN keys. kNumStages blocks of K, kValueStages of V.
 //   kLookahead_   the next block's scores are issued before this block's dS is computed: registers for another 64 x kBlockN
 template <typename Element, int kHeadDim, int kBlockM, int kBlockN, int kNumStages, int kNumWarps, int kValueStages,
-          int kLookahead_, bool kIsVarlen_ = false, bool kHasScoreMod_ = false>
+          int kLookahead_, bool kIsVarlen_ = false, int kScores_ = 0>
 struct QueryGradientSpec : TileSpec<Element, kHeadDim, kBlockM, kBlockN, kNumStages, kValueStages, kNumWarps, false,
-                                    false, kLookahead_ == 0 && kNumStages == kValueStages, kIsVarlen_, kHasScoreMod_> {
+                                    false, kLookahead_ == 0 && kNumStages == kValueStages, kIsVarlen_, kScores_> {
   static constexpr bool kLookahead = kLookahead_ != 0;
   static_assert(!kLookahead || (kNumStages >= 3 && kValueStages >= 2), "K of three blocks is in use at a time");
   static_assert(!kLookahead || kBlockN >= 64, "of a warpgroup's blocks at most two need a mask");
@@ -114,9 +115,9 @@ struct QueryGradientSpec : TileSpec<Element, kHeadDim, kBlockM, kBlockN, kNumSta
 //   kStartsFromRowDot_   dP starts from -row_dot, and dS = P dP. Head dim 128: causal 5% to 7% faster, full 2% slower;
 //                        head dim 64: up to 4% slower
 template <typename Element, int kHeadDim, int kBlockM, int kBlockN, int kNumStages, int kNumWarps, int kLookahead_,
-          int kStartsFromRowDot_, bool kIsVarlen_ = false, bool kHasScoreMod_ = false>
+          int kStartsFromRowDot_, bool kIsVarlen_ = false, int kScores_ = 0>
 struct KeyValueGradientSpec : TileSpec<Element, kHeadDim, kBlockN, kBlockM, kNumStages, kNumStages, kNumWarps, true,
-                                       kBlockN == 64, kBlockN != 64, kIsVarlen_, kHasScoreMod_> {
+                                       kBlockN == 64, kBlockN != 64, kIsVarlen_, kScores_> {
   static constexpr bool kLookahead = kLookahead_ != 0;
   static constexpr bool kStartsFromRowDot = kStartsFromRowDot_ != 0;
   static_assert(!kStartsFromRowDot || (!kLookahead && kBlockN > 64), "no gain was found there");
@@ -124,15 +125,15 @@ struct KeyValueGradientSpec : TileSpec<Element, kHeadDim, kBlockN, kBlockM, kNum
   static_assert(!kLookahead || (kNumStages >= 3 && kBlockM >= 64 && kBlockN > 64), "as above");
 };
 
-// For MaskKind::kRuntime. kScores 1: kHasScoreMod.
+// For MaskKind::kRuntime.
 template <typename Element, int kHeadDim, int kBlockM, int kBlockN, int kNumStages, int kNumWarps, int kValueStages,
           int kLookahead, int kScores>
 using VarlenQueryGradientSpec = QueryGradientSpec<Element, kHeadDim, kBlockM, kBlockN, kNumStages, kNumWarps,
-                                                  kValueStages, kLookahead, true, kScores != 0>;
+                                                  kValueStages, kLookahead, true, kScores>;
 template <typename Element, int kHeadDim, int kBlockM, int kBlockN, int kNumStages, int kNumWarps, int kLookahead,
           int kStartsFromRowDot, int kScores>
 using VarlenKeyValueGradientSpec = KeyValueGradientSpec<Element, kHeadDim, kBlockM, kBlockN, kNumStages, kNumWarps,
-                                                        kLookahead, kStartsFromRowDot, true, kScores != 0>;
+                                                        kLookahead, kStartsFromRowDot, true, kScores>;
 
 // Where row `row` of a block lies among its statistics: a lane's four columns of 16, 2t, 2t + 1, 2t + 8 and 2t + 9 with
 // t = lane % 4, side by side for one 16-byte load.

@@ -46,10 +46,13 @@ struct VarlenSchedule {
     const int heads = params.heads_kv;
     const int group = params.heads_q / heads;
     const bool has_both = is_causal() && group == 1;  // ascending sections, and a descending one
-    int limit = is_causal() && !has_both ? Spec::kSectionHeads / 2 : Spec::kSectionHeads;
-    if (!Spec::kIsWide || has_both) {
+    int limit = Spec::kSectionHeads;
+    if (group > 1) {
+      const int tiles = ceil_div(params.seq_k, Spec::kOwnRows);
+      limit = maximum(1, is_causal() ? grouped_section_heads<true>(tiles) : grouped_section_heads<false>(tiles));
+    } else if (!Spec::kIsWide || has_both) {
       const int section_rows = ((params.seq_q < 8192 ? 12 : 16) << 20) / (4 * Spec::kHeadDim);
-      limit = maximum(1, section_rows / maximum(1, group * params.seq_q));
+      limit = maximum(1, section_rows / maximum(1, params.seq_q));
     }
     if (has_both) {
       // If all sequences had the maximum length, there would be as many.

@@ -5,7 +5,10 @@
 #include "attention/forward/mma_sync/softmax.cuh"
 #include "attention/masks.cuh"
 #include "attention/scores.cuh"
+#include "attention/softmax.cuh"
+#include "device/reduce.cuh"
 #include "ptx/math.cuh"
+#include "ptx/shuffle.cuh"
 #include "ptx/special_registers.cuh"
 
 namespace flashmoe {
@@ -54,7 +57,7 @@ __device__ __forceinline__ void mask_scores(float (&S_rmem)[Spec::kMmaM][Spec::k
     }
 }
 
-// Softcap and mask tensor of ScoreOptions, before mask_scores; first_row: the warp's, of the sequence.
+// Softcap, then mask tensor or ALiBi of ScoreOptions, before mask_scores; first_row: the warp's, of the sequence.
 template <typename Spec>
 __device__ __forceinline__ void shape_scores(float (&S_rmem)[Spec::kMmaM][Spec::kMmaN][4],
                                              const Sequence<MaskKind::kRuntime>& sequence, int head_q, int first_row,
@@ -67,6 +70,21 @@ __device__ __forceinline__ void shape_scores(float (&S_rmem)[Spec::kMmaM][Spec::
       for (int n = 0; n < Spec::kMmaN; ++n)
 #pragma unroll
         for (int i = 0; i < 4; ++i) S_rmem[m][n][i] = capped_score(options, S_rmem[m][n][i]);
+  }
+  if constexpr (Spec::kHasAlibi) {
+    const int own_lane = ptx::recompute(ptx::lane_index());
+#pragma unroll
+    for (int m = 0; m < Spec::kMmaM; ++m) {
+      const int row = first_row + m * 16 + own_lane / 4;
+      const int column = diagonal_key(sequence, row) - first_key - own_lane % 4 * 2;
+      const Alibi alibi{alibi_slope(options, options.mask_factor, sequence.batch, head_q, row),
+                        static_cast<float>(column)};
+#pragma unroll
+      for (int n = 0; n < Spec::kMmaN; ++n)
+#pragma unroll
+        for (int i = 0; i < 4; ++i) S_rmem[m][n][i] = alibi.add(S_rmem[m][n][i], i / 2, n * 8 + i % 2);
+    }
+    return;
   }
   if (options.mask == nullptr) return;
   const int lane = ptx::recompute(ptx::lane_index());
@@ -91,49 +109,126 @@ __device__ __forceinline__ void shape_scores(float (&S_rmem)[Spec::kMmaM][Spec::
     }
 }
 
-// Folds the tile's scores into the running maxima and sums, rescales O, and adds P V. The exponentials of 16 keys are
-// taken just before their product, so that the two can overlap.
+// V of one key tile in shared memory.
 template <typename Spec>
-__device__ __forceinline__ void accumulate_tile(Accumulator<Spec>& accumulator,
-                                                float (&S_rmem)[Spec::kMmaM][Spec::kMmaN][4], ptx::SmemPointer V_smem,
-                                                float scale_log2, bool is_masked) {
-  float shift[Spec::kMmaM][2];
+struct SharedValues {
+  static constexpr bool kMaySkip = false;  // halves of rows whose results nobody stores: skips(half)
+
+  ptx::SmemPointer V_smem;
+
+  __device__ __forceinline__ void change_units(float (&)[Spec::kMmaM][Spec::kMmaD][4]) const {
+  }  // of O, before the tile
+  __device__ __forceinline__ float weigh(float p) const { return p; }
+  __device__ __forceinline__ ColumnWalk<Spec::kHeadDim> walk() const { return rows_first_walk<Spec>(V_smem); }
+  __device__ __forceinline__ void multiply(float (&O_rmem)[Spec::kMmaM][Spec::kMmaD][4],
+                                           const uint32_t (&P_rmem)[Spec::kMmaM][4],
+                                           const ColumnWalk<Spec::kHeadDim>& V_walk, int key_block) const {
+    multiply_probability_value<Spec>(O_rmem, P_rmem, V_walk, key_block);
+  }
+};
+
+template <typename Values>
+__device__ __forceinline__ bool skips(const Values& values, int half) {
+  if constexpr (Values::kMaySkip) return values.skips(half);
+  return false;
+}
+
+// Moves the references of rows whose scores ask for it, and rescales their O and sums. A warp in which none does skips what would multiply by 1.
+template <typename Spec, typename Values>
+__device__ __forceinline__ void advance_references(Accumulator<Spec>& accumulator,
+                                                   const float (&S_rmem)[Spec::kMmaM][Spec::kMmaN][4],
+                                                   const Values& values, float scale_log2, bool may_be_empty) {
+  float largest[Spec::kMmaM][2];  // of this thread's columns
+  bool stays = true;
 #pragma unroll
   for (int m = 0; m < Spec::kMmaM; ++m)
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      float tile_max = ptx::negative_infinity();
+      const float reference = accumulator.rows[m][half].max;
+      largest[m][half] = reference;
+      if (skips(values, half)) continue;
 #pragma unroll
       for (int n = 0; n < Spec::kMmaN; ++n) {
-        tile_max = ptx::max_ftz(tile_max, S_rmem[m][n][2 * half]);
-        tile_max = ptx::max_ftz(tile_max, S_rmem[m][n][2 * half + 1]);
+        largest[m][half] = ptx::max_ftz(largest[m][half], S_rmem[m][n][2 * half]);
+        largest[m][half] = ptx::max_ftz(largest[m][half], S_rmem[m][n][2 * half + 1]);
       }
-      const float rescale =
-          advance_max(accumulator.rows[m][half], tile_max, scale_log2, /*may_be_empty=*/is_masked, shift[m][half]);
+      stays = stays && reference_stays(largest[m][half], reference, scale_log2);
+    }
+  if (!ptx::vote_any(!stays)) return;
+#pragma unroll
+  for (int m = 0; m < Spec::kMmaM; ++m)
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      RowState& row = accumulator.rows[m][half];
+      const float of_row = quad_max(largest[m][half]);
+      const float next = reference_stays(of_row, row.max, scale_log2) ? row.max : of_row;
+      // A row that has seen no key yet has the maximum -inf, and -inf - -inf is NaN. Only masked tiles can leave it so; -inf
+      // scores that come from the inputs go the way of a plain softmax.
+      const float shift = (may_be_empty && next == ptx::negative_infinity() ? 0.0f : next) * scale_log2;
+      // The old exponentials refer to the rounded product. An fma here would leave its rounding error, in every tile anew: at
+      // scores of 2^14, up to 9% after 128 tiles. So a reference that stays gives exactly 1.
+      const float rescale = ptx::exp2_approx(ptx::sub_rn(row.max * scale_log2, shift));
+      row.max = next;
+      row.sum *= rescale;
 #pragma unroll
       for (int d = 0; d < Spec::kMmaD; ++d) {
         accumulator.O_rmem[m][d][2 * half] *= rescale;
         accumulator.O_rmem[m][d][2 * half + 1] *= rescale;
       }
     }
-  const auto V_walk = rows_first_walk<Spec>(V_smem);
+}
+
+// Folds the tile's scores into the row states, and adds P V. The exponentials of 16 keys are taken just before their product, so that the two
+// can overlap. Values: SharedValues, or what else has its functions.
+template <typename Spec, typename Values>
+__device__ __forceinline__ void accumulate_tile(Accumulator<Spec>& accumulator,
+                                                float (&S_rmem)[Spec::kMmaM][Spec::kMmaN][4], const Values& values,
+                                                float scale_log2, bool is_masked) {
+  advance_references<Spec>(accumulator, S_rmem, values, scale_log2, is_masked);
+  values.change_units(accumulator.O_rmem);
+  float shift[Spec::kMmaM][2];
+#pragma unroll
+  for (int m = 0; m < Spec::kMmaM; ++m)
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const float reference = accumulator.rows[m][half].max;
+      shift[m][half] = (is_masked && reference == ptx::negative_infinity() ? 0.0f : reference) * scale_log2;
+    }
+  const auto V_walk = values.walk();
 #pragma unroll
   for (int k = 0; k < Spec::kBlockN / 16; ++k) {
     uint32_t P_rmem[Spec::kMmaM][4];
 #pragma unroll
     for (int m = 0; m < Spec::kMmaM; ++m) {
+      const auto exponentiate = [&](int n, int i) {
+        const float p = ptx::exp2_approx(ptx::fma_rn(S_rmem[m][n][i], scale_log2, -shift[m][i / 2]));
+        S_rmem[m][n][i] = values.weigh(p);
+        accumulator.rows[m][i / 2].sum += p;
+      };
+      if constexpr (Values::kMaySkip) {
 #pragma unroll
-      for (int n = 2 * k; n < 2 * k + 2; ++n)
+        for (int half = 0; half < 2; ++half) {
+          if (values.skips(half)) continue;
 #pragma unroll
-        for (int i = 0; i < 4; ++i) {
-          const float p = ptx::exp2_approx(ptx::fma_rn(S_rmem[m][n][i], scale_log2, -shift[m][i / 2]));
-          S_rmem[m][n][i] = p;
-          accumulator.rows[m][i / 2].sum += p;
+          for (int i = 0; i < 4; ++i) exponentiate(2 * k + i / 2, 2 * half + i % 2);
         }
+      } else {
+#pragma unroll
+        for (int n = 2 * k; n < 2 * k + 2; ++n)
+#pragma unroll
+          for (int i = 0; i < 4; ++i) exponentiate(n, i);
+      }
       probability_operand<Spec>(P_rmem[m], S_rmem[m][2 * k], S_rmem[m][2 * k + 1]);
     }
-    multiply_probability_value<Spec>(accumulator.O_rmem, P_rmem, V_walk, k);
+    values.multiply(accumulator.O_rmem, P_rmem, V_walk, k);
   }
+}
+
+template <typename Spec>
+__device__ __forceinline__ void accumulate_tile(Accumulator<Spec>& accumulator,
+                                                float (&S_rmem)[Spec::kMmaM][Spec::kMmaN][4], ptx::SmemPointer V_smem,
+                                                float scale_log2, bool is_masked) {
+  accumulate_tile<Spec, SharedValues<Spec>>(accumulator, S_rmem, SharedValues<Spec>{V_smem}, scale_log2, is_masked);
 }
 
 }  // namespace mma_sync

@@ -92,10 +92,13 @@ __device__ __forceinline__ void finish_tile(const ForwardParams& params, const Q
     for (int half = 0; half < 2; ++half) {
       const int row = warp_row + m * 16 + half * 8 + lane / 4;
       const float sum = quad_sum(rows[m][half].sum);
-      FinishedRow finished{sum == 0.0f ? 0.0f : 1.0f / sum, 0.0f};
+      const float shift = rows[m][half].max * params.scale_log2;
+      FinishedRow finished;
       if constexpr (kMask == MaskKind::kRuntime) {
-        finished = finish_with_sink(rows[m][half].max * params.scale_log2, sum,
-                                    sink_log2(params.score_options, tile.head_q, tile.row + min(row, tile.rows - 1)));
+        finished =
+            finish_row(shift, sum, sink_log2(params.score_options, tile.head_q, tile.row + min(row, tile.rows - 1)));
+      } else {
+        finished = finish_row(shift, sum);
       }
       const float inverse = finished.inverse;
 #pragma unroll
@@ -104,9 +107,7 @@ __device__ __forceinline__ void finish_tile(const ForwardParams& params, const Q
         O_rmem[m][d][2 * half + 1] *= inverse;
       }
       if (wants_lse && lane % 4 == 0 && row < tile.rows) {
-        ptx::st_global_float(lse_gmem + row, kMask == MaskKind::kRuntime
-                                                 ? finished.lse
-                                                 : log_sum_exp(rows[m][half].max, sum, params.scale_log2));
+        ptx::st_global_float(lse_gmem + row, finished.lse);
       }
     }
   if constexpr (Spec::kIsSplit) {

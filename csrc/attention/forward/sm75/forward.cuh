@@ -39,7 +39,7 @@ struct KeyTileWalk {
       causal_last;  // last key that the warp's first row sees, if causal; of kRuntime, the window's key (masks.cuh)
   const QueryTile tile;  // of kRuntime alone
 
-  __device__ __forceinline__ KeyTileWalk(const Sequence<kMask>& sequence_, const QueryTile& tile_, int last_tile,
+  __device__ __forceinline__ KeyTileWalk(const Sequence<kMask>& sequence_, const QueryTile& tile_, int first_tile,
                                          ptx::SmemPointer KV_smem)
       : params(sequence_.params),
         sequence(sequence_),
@@ -47,7 +47,7 @@ struct KeyTileWalk {
         V_smem(KV_smem + Spec::kKeyBytes),
         K_gmem(static_cast<const Element*>(params.k) + sequence.key_offset(params.k_stride, tile_.head_kv)),
         V_gmem(static_cast<const Element*>(params.v) + sequence.key_offset(params.v_stride, tile_.head_kv)),
-        n(last_tile),
+        n(first_tile),
         causal_last(Mask<kMask>(sequence).last_key(tile_.row + ptx::warp_index() * Spec::kWarpRows)),
         tile(tile_) {}
 
@@ -68,7 +68,7 @@ struct KeyTileWalk {
 
   // On entry K of this tile has been stored, but not yet waited for.
   template <bool kIsMasked>
-  __device__ __forceinline__ void step(Accumulator<Spec>& accumulator, const QueryOperand<Spec>& Q, int begin) {
+  __device__ __forceinline__ void step(Accumulator<Spec>& accumulator, const QueryOperand<Spec>& Q, int end) {
     const int first_key = n * Spec::kBlockN;
     float S_rmem[Spec::kMmaM][Spec::kMmaN][4];
     {
@@ -88,9 +88,9 @@ struct KeyTileWalk {
       mma_sync::mask_scores<Spec>(S_rmem, ptx::lane_index(), mask);
     }
     StagedTile<Spec, Spec::kBlockN> K_staged;
-    if (n > begin) fetch_key(K_staged, n - 1);
+    if (n + 1 < end) fetch_key(K_staged, n + 1);
     mma_sync::accumulate_tile<Spec>(accumulator, S_rmem, V_smem, params.scale_log2, kIsMasked);
-    if (n > begin) K_staged.store(K_smem);
+    if (n + 1 < end) K_staged.store(K_smem);
   }
 };
 
@@ -102,7 +102,7 @@ __device__ __forceinline__ void attend(const ForwardParams& params, Accumulator<
   if (kMask == MaskKind::kRuntime && tile.rows <= 0) return;
   const KeyTiles key_tiles = key_tiles_of<Spec::kBlockN, kMask, false>(sequence, tile);
   if (key_tiles.end == 0 || (kMask == MaskKind::kRuntime && key_tiles.begin >= key_tiles.end)) return;
-  KeyTileWalk<Spec, kMask> walk(sequence, tile, key_tiles.end - 1, Q_smem + Spec::kQueryBytes);
+  KeyTileWalk<Spec, kMask> walk(sequence, tile, key_tiles.begin, Q_smem + Spec::kQueryBytes);
   {
     StagedTile<Spec, Spec::kBlockN> K_staged;
     walk.fetch_key(K_staged, walk.n);
@@ -116,10 +116,10 @@ __device__ __forceinline__ void attend(const ForwardParams& params, Accumulator<
   ptx::barrier_sync_block();  // Q is whole
   const QueryOperand<Spec> Q(Q_smem + warp_row * Spec::kRowBytes);
   if constexpr (kMask == MaskKind::kRuntime) {
-    for (; walk.n >= key_tiles.begin; --walk.n) walk.template step<true>(accumulator, Q, key_tiles.begin);
+    for (; walk.n < key_tiles.end; ++walk.n) walk.template step<true>(accumulator, Q, key_tiles.end);
   } else {
-    for (; walk.n >= key_tiles.full_end; --walk.n) walk.template step<true>(accumulator, Q, 0);
-    for (; walk.n >= 0; --walk.n) walk.template step<false>(accumulator, Q, 0);
+    for (; walk.n < key_tiles.full_end; ++walk.n) walk.template step<false>(accumulator, Q, key_tiles.end);
+    for (; walk.n < key_tiles.end; ++walk.n) walk.template step<true>(accumulator, Q, key_tiles.end);
   }
 }
 

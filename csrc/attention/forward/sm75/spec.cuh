@@ -20,6 +20,7 @@ struct ForwardSpec {
   static constexpr int kNumWarps = kNumWarps_;
   static constexpr bool kQueryInRegisters = kQueryInRegisters_ != 0;
   static constexpr bool kIsSplit = false;
+  static constexpr bool kHasAlibi = false;
 
   static constexpr int kNumThreads = 32 * kNumWarps;
   static constexpr int kWarpRows = kBlockM / kNumWarps;
@@ -49,6 +50,14 @@ struct ForwardSpec {
                 "the rows of two load passes must differ by a multiple of 8, the period of the swizzle");
   static_assert(kBlockM % (kNumThreads / 8) == 0 && kBlockN % (kNumThreads / 8) == 0,
                 "eight threads load 64 columns of a row: a pass must end with the tile");
+};
+
+// For MaskKind::kRuntime. kAlibi 1: ALiBi in place of mask tensors.
+template <typename Element, int kHeadDim, int kBlockM, int kBlockN, int kNumStages, int kNumWarps,
+          int kQueryInRegisters, int kSplit, int kAlibi>
+struct VarlenForwardSpec
+    : ForwardSpec<Element, kHeadDim, kBlockM, kBlockN, kNumStages, kNumWarps, kQueryInRegisters, kSplit> {
+  static constexpr bool kHasAlibi = kAlibi != 0;
 };
 
 }  // namespace sm75

@@ -90,6 +90,7 @@ struct SavedTile {
 template <typename Spec, MaskKind kMask, bool kIsPlain>
 struct KeyTileWalk {
   static constexpr int kStages = Spec::kNumStages;
+  static constexpr bool kReadsByKey = kMask == MaskKind::kRuntime && !kIsPlain;  // and asks of each whether it is there
 
   using Element = typename Spec::Element;
 
@@ -99,7 +100,7 @@ struct KeyTileWalk {
   TileLoader<Spec> K_loader;
   TileLoader<Spec> V_loader;
   int n;            // the current key tile
-  const int begin;  // the last one
+  const int end;    // behind the last one
   int stage;        // where the current tile lies
   int causal_last;  // last key that the warp's first row sees, if causal; of kRuntime, the window's key (masks.cuh)
   const VarlenWalk<Spec, kMask> varlen;
@@ -110,17 +111,21 @@ struct KeyTileWalk {
         sequence(sequence_),
         KV_smem(KV_smem_),
         K_loader(static_cast<const Element*>(params.k) + sequence.key_offset(params.k_stride, tile.head_kv),
-                 params.k_stride.row, key_tiles.end * Spec::kBlockN),
+                 params.k_stride.row, key_tiles.begin * Spec::kBlockN),
         V_loader(static_cast<const Element*>(params.v) + sequence.key_offset(params.v_stride, tile.head_kv),
-                 params.v_stride.row, key_tiles.end * Spec::kBlockN),
-        n(key_tiles.end - 1),
-        begin(key_tiles.begin),
+                 params.v_stride.row, key_tiles.begin * Spec::kBlockN),
+        n(key_tiles.begin),
+        end(key_tiles.end),
         stage(0),
         causal_last(Mask<kMask>(sequence).last_key(tile.row + ptx::warp_index() * Spec::kWarpRows)),
         varlen(sequence, tile) {}
 
-  template <bool kIsWhole>
+  // kIsWhole promises that no row of the tile is past the keys; of all tiles only the last may have one.
+  template <bool kIsWhole = kReadsByKey>
   __device__ __forceinline__ void load_key(int tile, int to_stage) {
+    if constexpr (!kIsWhole) {
+      if ((tile + 1) * Spec::kBlockN <= end_of_keys()) return load_key<true>(tile, to_stage);
+    }
     if constexpr (kMask == MaskKind::kRuntime && kIsPlain) {
       const int first_key = tile * Spec::kBlockN;
       K_loader.template load_between<Spec::kBlockN, kIsWhole>(KV_smem + to_stage * Spec::kKeyBytes, params.k_stride.row,
@@ -136,8 +141,11 @@ struct KeyTileWalk {
                                                     params.head_dim, sequence.keys() - tile * Spec::kBlockN);
   }
 
-  template <bool kIsWhole>
+  template <bool kIsWhole = kReadsByKey>
   __device__ __forceinline__ void load_value(int tile, int to_stage) {
+    if constexpr (!kIsWhole) {
+      if ((tile + 1) * Spec::kBlockN <= end_of_keys()) return load_value<true>(tile, to_stage);
+    }
     if constexpr (kMask == MaskKind::kRuntime && kIsPlain) {
       const int first_key = tile * Spec::kBlockN;
       V_loader.template load_between<Spec::kBlockN, kIsWhole>(
@@ -158,14 +166,14 @@ struct KeyTileWalk {
   // Starts what the first tile needs, and, with a ring, the kStages - 1 tiles that the loads run ahead.
   __device__ __forceinline__ void start() {
     if constexpr (kStages == 1) {
-      load_key<false>(n, 0);
+      load_key(n, 0);
       ptx::cp_async_commit();
     } else {
 #pragma unroll
       for (int ahead = 0; ahead < kStages - 1; ++ahead) {
-        if (n - ahead >= begin) {
-          load_key<false>(n - ahead, ahead);
-          load_value<false>(n - ahead, ahead);
+        if (n + ahead < end) {
+          load_key(n + ahead, ahead);
+          load_value(n + ahead, ahead);
         }
         ptx::cp_async_commit();
       }
@@ -180,25 +188,21 @@ struct KeyTileWalk {
     if constexpr (kStages == 1) {
       ptx::cp_async_wait<0>();
       ptx::barrier_sync_block();  // K of this tile is whole; all warps are done with V of the tile before
-      if (kMasked == Masked::kAll || (kMasked == Masked::kSome && (n + 1) * Spec::kBlockN > end_of_keys())) {
-        load_value<false>(n, 0);
-      } else {
-        load_value<true>(n, 0);
-      }
+      load_value<kMasked == Masked::kNone || kReadsByKey>(n, 0);
       ptx::cp_async_commit();
       mma_sync::multiply_query_key<Spec>(S_rmem, Q, K_smem);
       ptx::cp_async_wait<0>();
       ptx::barrier_sync_block();  // V of this tile is whole; all warps are done with K
-      if (n > begin) load_key<true>(n - 1, 0);
+      if (n + 1 < end) load_key(n + 1, 0);
       ptx::cp_async_commit();
     } else {
       ptx::cp_async_wait<kStages - 2>();
       ptx::barrier_sync_block();  // this tile is whole; all warps are done with the tile before, whose buffers refill
-      const int next = n - (kStages - 1);
-      if (next >= begin) {
+      const int next = n + kStages - 1;
+      if (next < end) {
         const int next_stage = stage == 0 ? kStages - 1 : stage - 1;
-        load_key<true>(next, next_stage);
-        load_value<true>(next, next_stage);
+        load_key(next, next_stage);
+        load_value(next, next_stage);
       }
       ptx::cp_async_commit();
       stage = stage == kStages - 1 ? 0 : stage + 1;
@@ -250,7 +254,7 @@ __device__ __forceinline__ void load_query(const Sequence<kMask>& sequence, cons
   const ForwardParams& params = sequence.params;
   TileLoader<Spec> loader(
       static_cast<const typename Spec::Element*>(params.q) + sequence.row_offset(params.q_stride, tile.head_q),
-      params.q_stride.row, tile.row + Spec::kBlockM);
+      params.q_stride.row, tile.row);
   loader.template load<Spec::kBlockM, false>(Q_smem, params.q_stride.row, params.head_dim, tile.rows);
 }
 
@@ -267,18 +271,18 @@ __device__ __forceinline__ void walk_keys(const Sequence<kMask>& sequence, Accum
   const QueryOperand<Spec> Q(Q_smem + warp_row * Spec::kRowBytes);
   if constexpr (kMask == MaskKind::kRuntime && kIsPlain && Spec::kHasMaskedLoop) {
     // Full tiles have a loop of their own inside that of the others, which lie on both sides of them.
-    for (; walk.n >= key_tiles.begin; --walk.n) {
-      for (; walk.n >= key_tiles.full_begin && walk.n < key_tiles.full_end; --walk.n) {
+    for (; walk.n < key_tiles.end; ++walk.n) {
+      for (; walk.n >= key_tiles.full_begin && walk.n < key_tiles.full_end; ++walk.n) {
         walk.template step<Masked::kNone>(accumulator, Q);
       }
-      if (walk.n < key_tiles.begin) break;
+      if (walk.n >= key_tiles.end) break;
       walk.template step<Masked::kSome>(accumulator, Q);
     }
   } else if constexpr (kMask != MaskKind::kRuntime && Spec::kHasMaskedLoop) {
-    for (; walk.n >= key_tiles.full_end; --walk.n) walk.template step<Masked::kAll>(accumulator, Q);
-    for (; walk.n >= key_tiles.begin; --walk.n) walk.template step<Masked::kNone>(accumulator, Q);
+    for (; walk.n < key_tiles.full_end; ++walk.n) walk.template step<Masked::kNone>(accumulator, Q);
+    for (; walk.n < key_tiles.end; ++walk.n) walk.template step<Masked::kAll>(accumulator, Q);
   } else {
-    for (; walk.n >= key_tiles.begin; --walk.n) walk.template step<Masked::kSome>(accumulator, Q);
+    for (; walk.n < key_tiles.end; ++walk.n) walk.template step<Masked::kSome>(accumulator, Q);
   }
   ptx::cp_async_wait<0>();
 }
@@ -295,7 +299,7 @@ __device__ __forceinline__ void attend(const ForwardParams& params, Accumulator<
   if (key_tiles.begin >= key_tiles.end) return;
   load_query<Spec, kMask>(sequence, tile, Q_smem);
   if constexpr (kMask == MaskKind::kRuntime) {
-    if (params.sequences.block_table != nullptr || params.score_options.score_factor > 0.0f ||
+    if (Spec::kHasAlibi || params.sequences.block_table != nullptr || params.score_options.score_factor > 0.0f ||
         params.score_options.mask != nullptr) {
       walk_keys<Spec, kMask, false>(sequence, accumulator, tile, key_tiles, Q_smem, warp_row);
       return;

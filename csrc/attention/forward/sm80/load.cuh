@@ -11,21 +11,21 @@ namespace flashmoe {
 namespace attention {
 namespace sm80 {
 
-// One thread's share of the tiles of one tensor (a head's [rows, head_dim] matrix), walked from the last row upwards:
-// one running pointer is all the state, since the row above a tile's first is the last of the next tile to load.
-template <typename Spec>
+// One thread's share of the tiles of one tensor (a head's [rows, head_dim] matrix), walked from the first row downwards, or from the last
+// upwards: one running pointer is all the state, since the next tile begins where this one ends.
+template <typename Spec, bool kIsAscending = true>
 struct TileLoader {
   using Element = typename Spec::Element;
   static constexpr int kRowsPerPass =
       Spec::kNumThreads / kSegmentChunks;  // a multiple of 8: the swizzle stays the same
   static constexpr int kSegments = Spec::kHeadDim / 64;
 
-  const Element* next_gmem;  // this thread's chunk in the last pass of the next tile
+  const Element* next_gmem;  // this thread's chunk in the next pass
 
-  // The next tile ends before row `end_row` of the matrix that starts at `head_gmem`.
-  __device__ __forceinline__ TileLoader(const void* head_gmem, int64_t row_stride, int end_row)
+  // The next tile begins with row `row` of the matrix that starts at `head_gmem`; descending, it ends before it.
+  __device__ __forceinline__ TileLoader(const void* head_gmem, int64_t row_stride, int row)
       : next_gmem(static_cast<const Element*>(head_gmem) +
-                  (end_row - kRowsPerPass + ptx::thread_index() / kSegmentChunks) * row_stride +
+                  (row - (kIsAscending ? 0 : kRowsPerPass) + ptx::thread_index() / kSegmentChunks) * row_stride +
                   ptx::thread_index() % kSegmentChunks * kChunkElements) {}
 
   // Where another has come to.
@@ -42,7 +42,8 @@ struct TileLoader {
     const ptx::SmemPointer thread_smem =
         tile_smem + swizzled_offset<Spec::kHeadDim>(thread_row, thread % kSegmentChunks);
 #pragma unroll
-    for (int pass = kRows / kRowsPerPass - 1; pass >= 0; --pass) {
+    for (int i = 0; i < kRows / kRowsPerPass; ++i) {
+      const int pass = kIsAscending ? i : kRows / kRowsPerPass - 1 - i;
       const bool row_valid = kIsWhole || thread_row + pass * kRowsPerPass < rows;
 #pragma unroll
       for (int segment = 0; segment < kSegments; ++segment) {
@@ -51,7 +52,7 @@ struct TileLoader {
             thread_smem + (pass * kRowsPerPass * Spec::kRowBytes + segment * (kSegmentChunks * kChunkBytes)),
             next_gmem + segment * 64, valid ? kChunkBytes : 0);
       }
-      next_gmem = ptx::advance_pointer(next_gmem, -pass_bytes);
+      next_gmem = ptx::advance_pointer(next_gmem, kIsAscending ? pass_bytes : -pass_bytes);
     }
   }
 
@@ -66,7 +67,8 @@ struct TileLoader {
     const ptx::SmemPointer thread_smem =
         tile_smem + swizzled_offset<Spec::kHeadDim>(thread_row, thread % kSegmentChunks);
 #pragma unroll
-    for (int pass = kRows / kRowsPerPass - 1; pass >= 0; --pass) {
+    for (int i = 0; i < kRows / kRowsPerPass; ++i) {
+      const int pass = kIsAscending ? i : kRows / kRowsPerPass - 1 - i;
       const int row = thread_row + pass * kRowsPerPass;
 #pragma unroll
       for (int segment = 0; segment < kSegments; ++segment) {
@@ -75,7 +77,7 @@ struct TileLoader {
             thread_smem + (pass * kRowsPerPass * Spec::kRowBytes + segment * (kSegmentChunks * kChunkBytes)),
             next_gmem + segment * 64, valid ? kChunkBytes : 0);
       }
-      next_gmem = ptx::advance_pointer(next_gmem, -pass_bytes);
+      next_gmem = ptx::advance_pointer(next_gmem, kIsAscending ? pass_bytes : -pass_bytes);
     }
   }
 };

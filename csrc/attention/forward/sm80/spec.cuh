@@ -25,6 +25,7 @@ struct ForwardSpec {
   static constexpr bool kQueryInRegisters = kQueryInRegisters_ != 0;
   static constexpr bool kIsSplit = kSplit_ != 0;
   static constexpr bool kHasMaskedLoop = kMaskedLoop_ != 0;
+  static constexpr bool kHasAlibi = false;
 
   static constexpr int kNumThreads = 32 * kNumWarps;
   static constexpr int kWarpRows = kBlockM / kNumWarps;
@@ -54,12 +55,13 @@ struct ForwardSpec {
 
 // For MaskKind::kRuntime.
 template <typename Element, int kHeadDim, int kBlockM, int kBlockN, int kNumStages, int kNumWarps,
-          int kQueryInRegisters, int kSplit, int kMaskedLoop>
+          int kQueryInRegisters, int kSplit, int kMaskedLoop, int kAlibi>
 struct VarlenForwardSpec
     : ForwardSpec<Element, kHeadDim, kBlockM, kBlockN, kNumStages, kNumWarps, kQueryInRegisters, kSplit, kMaskedLoop> {
   using Base =
       ForwardSpec<Element, kHeadDim, kBlockM, kBlockN, kNumStages, kNumWarps, kQueryInRegisters, kSplit, kMaskedLoop>;
-  static constexpr int kTileBytes = 32;  // of a warp's copy
+  static constexpr bool kHasAlibi = kAlibi != 0;  // in place of mask tensors
+  static constexpr int kTileBytes = 32;           // of a warp's copy
   static constexpr int kTileOffset = Base::kSharedBytes;
   static constexpr int kSharedBytes = kTileOffset + kNumWarps * kTileBytes;
 };

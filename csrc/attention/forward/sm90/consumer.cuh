@@ -1,5 +1,5 @@
-// A consumer warpgroup: S = Q K^T, softmax, O += P V for 64 rows of Q, over the key blocks of its tile from the last to
-// the first (under a causal mask the masked ones are the last, so that the loop over full blocks ends the tile).
+// A consumer warpgroup: S = Q K^T, softmax, O += P V for 64 rows of Q, over the key blocks of its tile from the first to the last: a row's
+// bits depend neither on how many keys its neighbours see nor on where its tile begins.
 //
 // S of the next key block and O += P V of the current one are issued together; the softmax of the next block then runs
 // while the tensor cores do P V, and while they work for the other warpgroups. Nothing makes the warpgroups take turns:
@@ -16,9 +16,12 @@
 #include "attention/forward/sm90/softmax.cuh"
 #include "attention/forward/sm90/spec.cuh"
 #include "attention/masks.cuh"
+#include "attention/scores.cuh"
 #include "attention/sequences.cuh"
+#include "attention/softmax.cuh"
 #include "device/math.cuh"
 #include "device/persistent.cuh"
+#include "device/reduce.cuh"
 #include "device/ring.cuh"
 #include "device/warpgroup_product.cuh"
 #include "ptx/special_registers.cuh"
@@ -47,7 +50,6 @@ struct Consumer {
   RingPosition<Spec::kNumStages> key;
   RingPosition<Spec::kNumStages> value;
   RingPosition<Spec::kNumQueryStages> query;
-  const bool has_mask_tensor;
   const bool is_capped;     // a softcap alone, which is the softmax's
   bool has_output = false;  // a tile went before this one (release_output)
   const float scale_log2;   // of what the softmax gets: with an additive mask the scores have it already
@@ -57,10 +59,11 @@ struct Consumer {
         shared(shared_),
         consumer(consumer_),
         is_first_lane(ptx::lane_index() == 0),
-        has_mask_tensor(Spec::kHasScoreMod && params_.score_options.mask_type != MaskTensor::kNone),
-        is_capped(Spec::kHasScoreMod && !has_mask_tensor),
-        scale_log2(has_mask_tensor && params_.score_options.mask_type == MaskTensor::kAdditive ? 1.0f
-                                                                                               : params_.scale_log2) {}
+        is_capped(Spec::kHasScoreMod && params_.score_options.mask_type == MaskTensor::kNone &&
+                  params_.is_consistent == 0),
+        scale_log2(Spec::kHasScoreMod && params_.score_options.mask_type == MaskTensor::kAdditive
+                       ? 1.0f
+                       : params_.scale_log2) {}
 
   // Dense kernels read it where they need it: it costs them no register.
   __device__ __forceinline__ float softmax_scale() const { return kIsRuntime ? scale_log2 : params.scale_log2; }
@@ -109,7 +112,7 @@ struct Consumer {
 
   // The first of a thread's two rows of the tile's sequence; the other is 8 further on.
   __device__ __forceinline__ int thread_row(const Tile<kMask>& tile) const {
-    return tile.m_block * Spec::kBlockM + consumer * 64 + ptx::warp_index() % 4 * 16 + ptx::lane_index() / 4;
+    return row_of_thread<Spec>(tile, consumer);
   }
 
   // Keys that a row does not see. After the score modification, so that -inf stays -inf.
@@ -131,11 +134,17 @@ struct Consumer {
     }
   }
 
-  // A mask tensor, and the softcap before it.
-  __device__ __forceinline__ void apply_mask_tensor(float (&scores)[kScores], const Tile<kMask>& tile,
-                                                    int block) const {
+  __device__ __forceinline__ void cap_scores(float (&scores)[kScores]) const {
+    if (params.score_options.score_factor <= 0.0f) return;
+#pragma unroll
+    for (int i = 0; i < kScores; ++i) scores[i] = capped_score(params.score_options, scores[i]);
+  }
+
+  // Score by score: the softcap of a consistent call, or in front of a mask tensor, and that tensor.
+  __device__ __forceinline__ void modify_scores(float (&scores)[kScores], const Tile<kMask>& tile, int block) const {
     const ScoreOptions& options = params.score_options;
-    if (options.score_factor > 0.0f) cap_scores<Spec::kBlockN>(scores, options.score_factor);
+    cap_scores(scores);
+    if (options.mask_type == MaskTensor::kNone) return;
     const int first_key = block * Spec::kBlockN + ptx::lane_index() % 4 * 2;
     const MaskReader<Element> reader(options, tile, first_key, (block + 1) * Spec::kBlockN);
     const int row = thread_row(tile);
@@ -144,6 +153,18 @@ struct Consumer {
     } else {
       reader.template add<Spec::kBlockN>(scores, row, params.scale_log2, options.mask_factor * params.scale_log2);
     }
+  }
+
+  // ALiBi, and the softcap before it.
+  __device__ __forceinline__ void apply_alibi(float (&scores)[kScores], const Tile<kMask>& tile, int block) const {
+    const ScoreOptions& options = params.score_options;
+    cap_scores(scores);
+    const int first_key = block * Spec::kBlockN + ptx::lane_index() % 4 * 2;
+    const int distance = diagonal_key(tile.sequence(params), thread_row(tile)) - first_key;
+    const Alibi alibi{alibi_slope(options, options.mask_factor, tile.batch, tile.head, 0),
+                      static_cast<float>(distance)};
+#pragma unroll
+    for (int i = 0; i < kScores; ++i) scores[i] = alibi.add(scores[i], i / 2 % 2, 8 * (i / 4) + i % 2);
   }
 
   __device__ __forceinline__ Softcap softcap() const {
@@ -168,17 +189,27 @@ struct Consumer {
       return capped_softmax<Element, Spec::kBlockN, kIsMasked>(scores, rows, rescale, to.softcap());
     }
   };
-  struct WithMaskTensor {
+  struct Modified {
     static __device__ __forceinline__ bool apply(const Consumer& to, float (&scores)[kScores], RowState& rows,
                                                  float (&rescale)[2], const Tile<kMask>& tile, int block,
                                                  bool is_masked) {
-      to.apply_mask_tensor(scores, tile, block);
+      to.modify_scores(scores, tile, block);
       if (is_masked) to.mask_block(scores, tile, block);
       return online_softmax<Spec::kBlockN, true>(scores, rows, rescale, to.scale_log2);
     }
   };
 
-  // In: P of key block `block` + 1. Issues S of `block` and O += P V of the block before; out: P of `block`.
+  template <bool kIsMasked>
+  struct WithAlibi {
+    static __device__ __forceinline__ bool apply(const Consumer& to, float (&scores)[kScores], RowState& rows,
+                                                 float (&rescale)[2], const Tile<kMask>& tile, int block, bool) {
+      to.apply_alibi(scores, tile, block);
+      if constexpr (kIsMasked) to.mask_block(scores, tile, block);
+      return online_softmax<Spec::kBlockN, kIsMasked>(scores, rows, rescale, to.scale_log2);
+    }
+  };
+
+  // In: P of key block `block` - 1. Issues S of `block` and O += P V of the block before; out: P of `block`.
   template <typename Policy>
   __device__ __forceinline__ void step(float (&output)[kOutputs], uint32_t (&probabilities)[kProbabilities],
                                        RowState& rows, const Tile<kMask>& tile, int block, bool is_masked = true) {
@@ -217,11 +248,16 @@ struct Consumer {
     release_value();
   }
 
+  __device__ __forceinline__ void skip_blocks(int begin, int end) {
+    for (int block = begin; block < end; ++block) skip_block();
+  }
+
   // Blocks of the tile that this warpgroup's rows see: at least one of its range, but for splits.
   __device__ __forceinline__ KeyRange own_blocks(const Sequence<kMask>& sequence, int first_row,
                                                  const KeyRange& range) const {
     const KeyRange seen = seen_blocks<Spec, kMask>(sequence, first_row, first_row + 64);
-    if constexpr (!kIsRuntime) return KeyRange{range.begin, Spec::kIsSplit ? minimum(seen.end, range.end) : seen.end};
+    if constexpr (Spec::kIsSplit) return KeyRange{range.begin, maximum(range.begin, minimum(seen.end, range.end))};
+    if constexpr (!kIsRuntime) return KeyRange{range.begin, seen.end};
     const int begin = maximum(range.begin, minimum(seen.begin, range.end - 1));
     return KeyRange{begin, maximum(begin + 1, minimum(seen.end, range.end))};
   }
@@ -231,18 +267,17 @@ struct Consumer {
     return block >= full.end || (kIsRuntime && block < full.begin);
   }
 
-  // The whole tile but the epilogue: key blocks range.end - 1 down to range.begin, of which this warpgroup sees `own`.
+  // The whole tile but the epilogue: this warpgroup's key blocks `own`, and those of range before them.
   __device__ __forceinline__ void attend(const Tile<kMask>& tile, const KeyRange& range, const KeyRange& own,
                                          int first_row, float (&output)[kOutputs], RowState& rows,
                                          float (&sink_log2)[2]) {
     const Sequence<kMask> sequence = tile.sequence(params);
-    for (int block = range.end; block > own.end; --block) skip_block();
+    skip_blocks(range.begin, own.begin);
 
     const int last_row = minimum(first_row + 64, tile.num_rows(params)) - 1;
-    KeyRange full{ceil_div(visible_keys<kMask>(sequence, last_row).begin, Spec::kBlockN),
-                  visible_keys<kMask>(sequence, first_row).end / Spec::kBlockN};
-    if constexpr (Spec::kIsSplit) full.end = maximum(full.end, range.begin);
-    int block = own.end - 1;
+    const KeyRange full{ceil_div(visible_keys<kMask>(sequence, last_row).begin, Spec::kBlockN),
+                        visible_keys<kMask>(sequence, first_row).end / Spec::kBlockN};
+    int block = own.begin;
     uint32_t probabilities[kProbabilities];
     {
       float scores[kScores];
@@ -254,8 +289,9 @@ struct Consumer {
       release_key();
       release_output();
       if constexpr (Spec::kHasScoreMod) {
-        if (has_mask_tensor) apply_mask_tensor(scores, tile, block);
+        if (!is_capped) modify_scores(scores, tile, block);
       }
+      if constexpr (Spec::kHasAlibi) apply_alibi(scores, tile, block);
       if (needs_mask(full, block)) mask_block(scores, tile, block);
       if (is_capped) {
         if constexpr (Spec::kHasScoreMod)
@@ -268,32 +304,36 @@ struct Consumer {
 
     // Blocks that need no mask are a loop of their own: inside one loop for both they would be an eighth slower.
     if constexpr (!kIsRuntime) {
-      for (--block; block >= full.end; --block) step<Plain<true>>(output, probabilities, rows, tile, block);
-      for (; block >= own.begin; --block) step<Plain<false>>(output, probabilities, rows, tile, block);
+      const int plain_end = minimum(own.end, full.end);
+      for (++block; block < plain_end; ++block) step<Plain<false>>(output, probabilities, rows, tile, block);
+      for (; block < own.end; ++block) step<Plain<true>>(output, probabilities, rows, tile, block);
     } else {
-      --block;
+      ++block;
       // A window has masked blocks at both ends.
-      const int plain_begin = maximum(own.begin, full.begin);
+      const int plain_end = minimum(own.end, full.end);
       const auto steps = [&](auto masked, auto plain) {
-        while (block >= own.begin) {
+        while (block < own.end) {
           if (needs_mask(full, block)) {
             masked();
-            --block;
+            ++block;
             continue;
           }
           do plain();
-          while (--block >= plain_begin);
+          while (++block < plain_end);
         }
       };
-      if constexpr (!Spec::kHasScoreMod) {
+      if constexpr (Spec::kHasAlibi) {
+        steps([&] { step<WithAlibi<true>>(output, probabilities, rows, tile, block); },
+              [&] { step<WithAlibi<false>>(output, probabilities, rows, tile, block); });
+      } else if constexpr (!Spec::kHasScoreMod) {
         steps([&] { step<Plain<true>>(output, probabilities, rows, tile, block); },
               [&] { step<Plain<false>>(output, probabilities, rows, tile, block); });
       } else if (is_capped) {
         steps([&] { step<Softcapped<true>>(output, probabilities, rows, tile, block); },
               [&] { step<Softcapped<false>>(output, probabilities, rows, tile, block); });
       } else {
-        for (; block >= own.begin; --block) {
-          step<WithMaskTensor>(output, probabilities, rows, tile, block, needs_mask(full, block));
+        for (; block < own.end; ++block) {
+          step<Modified>(output, probabilities, rows, tile, block, needs_mask(full, block));
         }
       }
     }
@@ -307,8 +347,8 @@ struct Consumer {
     release_value();
   }
 
-  // Rows of Q past the end of a ragged sequence are the next one's: they become zeros, so that no result depends on them (the maximum
-  // moves for all rows of a warp at once).
+  // Rows of Q past the end of a ragged sequence are the next one's: under a softcap, whose form a warp chooses for all its rows, they become
+  // zeros, so that no result depends on them.
   __device__ __forceinline__ void clear_query_tail(const Tile<kMask>& tile, int first_row) const {
     const int rows = tile.rows - first_row;
     if (rows >= 64 || params.sequences.cu_seqlens_q == nullptr) return;
@@ -342,10 +382,12 @@ struct Consumer {
         } else {
           release_query();
         }
-        for (int block = range.end; block > range.begin; --block) skip_block();
+        skip_blocks(range.begin, range.end);
         continue;
       }
-      if constexpr (kIsRuntime) clear_query_tail(tile, first_row);
+      if constexpr (Spec::kHasScoreMod) {
+        if (is_capped) clear_query_tail(tile, first_row);
+      }
       float output[kOutputs];
 #pragma unroll
       for (int i = 0; i < kOutputs; ++i) output[i] = 0.0f;
@@ -357,29 +399,25 @@ struct Consumer {
       } else {
         // This share has no key that the warpgroup sees: zeros, and a log-sum-exp of -inf.
         release_query();
-        for (int block = range.end; block > range.begin; --block) skip_block();
       }
-      const int row = thread_row(tile);
       float inverse_sum[2];
       float lse[2];
-      if (is_capped) {  // from here on, maxima are exponents
-        rows.max[0] = softcap().exponent_of_max(rows.max[0]);
-        rows.max[1] = softcap().exponent_of_max(rows.max[1]);
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        const float sum = quad_sum(rows.sum[r]);
+        const float shift = is_capped ? softcap().exponent_of_max(rows.max[r]) : rows.max[r] * softmax_scale();
+        const FinishedRow finished = kIsRuntime ? finish_row(shift, sum, sink_log2[r]) : finish_row(shift, sum);
+        inverse_sum[r] = finished.inverse;
+        lse[r] = finished.lse;
       }
-      const float scale_of_max = is_capped ? 1.0f : softmax_scale();
-      if (!kIsRuntime || params.score_options.sinks == nullptr) {
-        finish_softmax(rows, inverse_sum, lse, scale_of_max);
-      } else {
-        finish_softmax_with_sinks(rows, inverse_sum, lse, scale_of_max, sink_log2);
-      }
-      store_lse<Spec>(params, tile, row, lse);
+      store_lse<Spec>(params, tile, consumer, lse);
       if constexpr (Spec::kIsSplit) {
-        store_partial<Spec>(params, tile, row, output, inverse_sum);
+        store_partial<Spec>(params, tile, consumer, output, inverse_sum);
       } else {
         store_tile<Spec>(params, shared, out_map, tile, query.stage, consumer, output, inverse_sum);
       }
       if constexpr (Spec::kHasOutputInQuery) query.advance();
-      for (int left = own.begin; left > range.begin; --left) skip_block();
+      skip_blocks(own.end, range.end);
     }
     // Hazard: the last store still reads the buffer when the block, and with it its shared memory, is gone.
     if constexpr (!Spec::kIsSplit) {

@@ -41,9 +41,8 @@ __device__ __forceinline__ void load_query(const SharedMemory<Spec>& shared, con
   }
 }
 
-// Per tile, with key blocks n-1 down to 0 (or the share of them that the work item has): K(n-1), Q of warpgroup 0,
-// V(n-1), Q of the others, then K(j), V(j) downwards. V(n-1) stands before the other warpgroups' Q because those wait for warpgroups that may still be in the
-// last tile.
+// Per tile, with key blocks 0 to n-1 (or the share of them that the work item has): K(0), Q of warpgroup 0, V(0), Q of the others, then K(j), V(j)
+// upwards. V(0) stands before the other warpgroups' Q because those wait for warpgroups that may still be in the last tile.
 template <typename Spec, MaskKind kMask>
 __device__ __forceinline__ void produce(const ForwardParams& params, const SharedMemory<Spec>& shared,
                                         const ptx::TensorMap& q_map, const ptx::TensorMap& k_map,
@@ -70,20 +69,19 @@ __device__ __forceinline__ void produce(const ForwardParams& params, const Share
   for (int index = ptx::block_index(); index < num_tiles; query.advance()) {
     const Tile<kMask> tile = decode_tile<Spec, kMask>(params, m_blocks, section_heads, index);
     const KeyRange range = tile.template key_blocks<Spec>(params);
-    const int last_block = range.end - 1;
     const int kv_head = tile.head / heads_per_kv;
     const bool has_keys = !Spec::kIsSplit || range.begin < range.end;
-    const int draw_block = kMask == MaskKind::kCausal ? range.begin + kDrawAhead : last_block;
+    const int draw_block = kMask == MaskKind::kCausal ? maximum(range.begin, range.end - 1 - kDrawAhead) : range.begin;
     int next_index = 0;
-    if (last_block <= draw_block) next_index = next_tile_index(params.tile_counter, num_tiles, index);
-    if (has_keys) load_key(last_block, kv_head, tile.batch);
+    if (draw_block == range.begin) next_index = next_tile_index(params.tile_counter, num_tiles, index);
+    if (has_keys) load_key(range.begin, kv_head, tile.batch);
     load_query<Spec>(shared, q_map, query, 0, tile);
-    if (has_keys) load_value(last_block, kv_head, tile.batch);
+    if (has_keys) load_value(range.begin, kv_head, tile.batch);
 #pragma unroll
     for (int consumer = 1; consumer < Spec::kNumConsumers; ++consumer) {
       load_query<Spec>(shared, q_map, query, consumer, tile);
     }
-    for (int block = last_block - 1; block >= range.begin; --block) {
+    for (int block = range.begin + 1; block < range.end; ++block) {
       if (block == draw_block) next_index = next_tile_index(params.tile_counter, num_tiles, index);
       load_key(block, kv_head, tile.batch);
       load_value(block, kv_head, tile.batch);

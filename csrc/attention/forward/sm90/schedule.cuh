@@ -44,9 +44,6 @@ struct Tile {
     if constexpr (!Spec::kIsSplit) return KeyRange{0, blocks};
     return KeyRange{blocks * split / params.num_splits, blocks * (split + 1) / params.num_splits};
   }
-
-  // The sequence's first row in the tensor maps of q and out.
-  __device__ __forceinline__ int map_row() const { return 0; }
 };
 
 // Work items of a tile. Where it is not 1, the schedule takes every share for a head of its own, with all row blocks.

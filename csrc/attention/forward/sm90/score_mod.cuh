@@ -1,5 +1,5 @@
-// What ScoreOptions do to the scores of one key block before the softmax, in the accumulator layout of wgmma (softmax.cuh): a mask tensor, and
-// a softcap before one. (A softcap without a mask tensor is the softmax's: softcap.cuh.)
+// What ScoreOptions do to the scores of one key block before the softmax, in the accumulator layout of wgmma (softmax.cuh): a mask tensor.
+// (A softcap without one is the softmax's, unless the call is consistent: softcap.cuh.)
 #pragma once
 
 #include "attention/params/forward.h"
@@ -16,16 +16,6 @@
 namespace flashmoe {
 namespace attention {
 namespace sm90 {
-
-// scores become tanh(scores * factor), where a mask tensor follows: 1 - 2 / (e^2x + 1), right at both infinities.
-template <int kN>
-__device__ __forceinline__ void cap_scores(float (&scores)[kN / 2], float factor) {
-#pragma unroll
-  for (int i = 0; i < kN / 2; ++i) {
-    const float inverse = ptx::rcp_approx(ptx::exp2_approx(scores[i] * (factor * kTwoLog2E)) + 1.0f);
-    scores[i] = ptx::fma_rn(-2.0f, inverse, 1.0f);
-  }
-}
 
 // Where a mask tensor has the scores of this thread: two rows, of keys two neighbours in every eight from first_key on. Row by row, so
 // that only one row's loads wait in registers.

@@ -3,6 +3,7 @@
 // of a quad share the rows.
 #pragma once
 
+#include "attention/softmax.cuh"
 #include "device/reduce.cuh"
 #include "ptx/math.cuh"
 #include "ptx/shuffle.cuh"
@@ -42,17 +43,14 @@ __device__ __forceinline__ void mask_scores_before(float (&scores)[kN / 2], cons
 // Replaces the scores s by exp2((s - max) * scale_log2) and adds them to the sums. Returns whether (in any lane of the
 // warp) the maximum moved; then the old output of row r must be multiplied by rescale[r], as the old sum has been.
 //
-// The maximum only guards against overflow, so a stale one serves as well: it moves when a new score would give an
-// exponential over 2^kMaxExponent, for all rows of the warp at once. After the first few tiles that is rare; then
-// neither the maximum over the quad is taken nor the output rescaled, which nothing would overlap. P up to 2^8 is as
-// exact in fp16 and bf16 as P up to 1.
+// After the first few tiles no row's maximum moves (attention/softmax.cuh): then neither the maximum over the quad is taken nor the output
+// rescaled, which nothing would overlap. The vote of the warp only skips what would multiply by exactly 1.
 //
 // kMayBeEmpty: a row may have seen no key yet; its maximum is -inf, and -inf - -inf is NaN. Unmasked tiles have no such
 // row, and a NaN there comes from the inputs and must come through.
 template <int kN, bool kMayBeEmpty>
 __device__ __forceinline__ bool online_softmax(float (&scores)[kN / 2], RowState& rows, float (&rescale)[2],
                                                float scale_log2) {
-  constexpr float kMaxExponent = 8.0f;
   float new_max[2];  // of this thread's columns; of the whole row only where it matters
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
@@ -62,14 +60,14 @@ __device__ __forceinline__ bool online_softmax(float (&scores)[kN / 2], RowState
       new_max[r] = ptx::max_ftz(new_max[r], ptx::max_ftz(scores[4 * j + 2 * r], scores[4 * j + 2 * r + 1]));
     }
   }
-  // False for the NaN of a row without keys.
-  const bool stays = (new_max[0] - rows.max[0]) * scale_log2 <= kMaxExponent &&
-                     (new_max[1] - rows.max[1]) * scale_log2 <= kMaxExponent;
+  const bool stays =
+      reference_stays(new_max[0], rows.max[0], scale_log2) && reference_stays(new_max[1], rows.max[1], scale_log2);
   const bool moved = ptx::vote_any(!stays);
   if (moved) {
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       new_max[r] = quad_max(new_max[r]);
+      if (reference_stays(new_max[r], rows.max[r], scale_log2)) new_max[r] = rows.max[r];
       const float shift = (kMayBeEmpty && new_max[r] == ptx::negative_infinity() ? 0.0f : new_max[r]) * scale_log2;
       // Rounded products on both sides, as the exponentials have them: a row whose maximum stays is multiplied by exactly 1.
       rescale[r] = ptx::exp2_approx(ptx::sub_rn(rows.max[r] * scale_log2, shift));
@@ -91,37 +89,6 @@ __device__ __forceinline__ bool online_softmax(float (&scores)[kN / 2], RowState
     }
   }
   return moved;
-}
-
-// After the last tile. inverse_sum[r] scales the output (0 for a row without a visible key); lse[r] is the natural
-// logarithm of the sum of exp(score * scale), -inf for such a row.
-__device__ __forceinline__ void finish_softmax(const RowState& rows, float (&inverse_sum)[2], float (&lse)[2],
-                                               float scale_log2) {
-  constexpr float kLn2 = 0.693147180559945309f;
-#pragma unroll
-  for (int r = 0; r < 2; ++r) {
-    const float sum = quad_sum(rows.sum[r]);
-    inverse_sum[r] = sum == 0.0f ? 0.0f : ptx::rcp_approx(sum);
-    lse[r] = sum == 0.0f ? ptx::negative_infinity() : ptx::fma_rn(rows.max[r], scale_log2, ptx::lg2_approx(sum)) * kLn2;
-  }
-}
-
-// finish_softmax of rows to whose sums a term exp(sink) belongs; sink_log2[r] is the sink times log2(e), -inf for none.
-__device__ __forceinline__ void finish_softmax_with_sinks(const RowState& rows, float (&inverse_sum)[2],
-                                                          float (&lse)[2], float scale_log2,
-                                                          const float (&sink_log2)[2]) {
-  constexpr float kLn2 = 0.693147180559945309f;
-#pragma unroll
-  for (int r = 0; r < 2; ++r) {
-    const float sum = quad_sum(rows.sum[r]);
-    const float max_log2 = sum == 0.0f ? ptx::negative_infinity() : rows.max[r] * scale_log2;
-    const float top = ptx::max_ftz(max_log2, sink_log2[r]);
-    const bool is_empty = top == ptx::negative_infinity();
-    const float weight = is_empty ? 0.0f : ptx::exp2_approx(max_log2 - top);
-    const float total = is_empty ? 0.0f : ptx::fma_rn(sum, weight, ptx::exp2_approx(sink_log2[r] - top));
-    inverse_sum[r] = is_empty ? 0.0f : weight * ptx::rcp_approx(total);
-    lse[r] = is_empty ? ptx::negative_infinity() : (top + ptx::lg2_approx(total)) * kLn2;
-  }
 }
 
 }  // namespace sm90

@@ -33,6 +33,7 @@ struct ForwardSpec {
   static constexpr bool kIsSplit = kSplit_ != 0;
   static constexpr int kTileBytes = kTileBytes_;
   static constexpr bool kHasScoreMod = false;  // ragged kernels may (varlen/spec.cuh)
+  static constexpr bool kHasAlibi = false;     // likewise
 
   static constexpr int kNumConsumers = kBlockM / 64;
   static constexpr int kNumThreads = kNumWarps * 32;

@@ -1,13 +1,43 @@
 // Emulated: the signatures of csrc/ptx/e4m3.cuh plus the call site; a test holds the two against each other.
 #pragma once
 
+#include "ptx/convert.cuh"
 #include "ptx/wgmma.cuh"
 
 namespace flashmoe {
 namespace ptx {
 
+__device__ __forceinline__ uint32_t round_to_e4m3(float value) { return emulation::float_to_e4m3(value); }
+
+__device__ __forceinline__ float widen_e4m3(uint32_t byte) {
+  return emulation::e4m3_to_float(static_cast<uint8_t>(byte));
+}
+
 __device__ __forceinline__ uint32_t pack_e4m3(float low, float high) {
   return emulation::float_to_e4m3(low) | static_cast<uint32_t>(emulation::float_to_e4m3(high)) << 8;
+}
+
+struct E4M3 {
+  unsigned char bits;
+};
+
+template <typename Element>
+__device__ __forceinline__ void unpack_e4m3(uint32_t (&pairs)[2], uint32_t codes) {
+  const auto value = [&](int byte) { return emulation::e4m3_to_float(static_cast<uint8_t>(codes >> 8 * byte)); };
+  pairs[0] = pack<Element>(value(0), value(1));
+  pairs[1] = pack<Element>(value(2), value(3));
+}
+
+__device__ __forceinline__ uint32_t select_bytes(uint32_t low, uint32_t high, uint32_t selector) {
+  const uint64_t all = static_cast<uint64_t>(high) << 32 | low;
+  uint32_t bytes = 0;
+  for (int i = 0; i < 4; ++i) bytes |= static_cast<uint32_t>(all >> 8 * (selector >> 4 * i & 7) & 0xff) << 8 * i;
+  return bytes;
+}
+
+__device__ __forceinline__ void st_global_e4m3(void* gmem, uint32_t code, Site site = Site::here()) {
+  const uint8_t byte = static_cast<uint8_t>(code);
+  emulation::store_global(gmem, &byte, 1, site, "st_global_e4m3");
 }
 
 __device__ __forceinline__ void mma_m16n8k32_e4m3(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1,

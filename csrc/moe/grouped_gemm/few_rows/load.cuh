@@ -22,6 +22,7 @@ struct WeightLoader {
   static constexpr bool kIsNk = kWeights == Weights::kNk;
   static constexpr int kColumns = kIsNk ? Spec::kBlockK : Spec::kBlockN;  // of a row of shared memory
   static constexpr int kRows = kIsNk ? Spec::kBlockN : Spec::kBlockK;
+  static constexpr int kPitch = kColumns * 2 + Spec::kPadding;
   static constexpr int kChunks = kColumns / kChunkElements;
   static constexpr int kRowsPerPass = Spec::kNumThreads / kChunks;
   static constexpr int kPasses = kRows / kRowsPerPass;
@@ -36,7 +37,11 @@ struct WeightLoader {
   int valid;   // kn: whether the column exists; nk: how many of the tile's weight rows do, from this one on
   int offset;  // of the chunk in shared memory
 
-  __device__ __forceinline__ WeightLoader(const GemmParams& params, const Tile& tile) {
+  __device__ __forceinline__ WeightLoader(const GemmParams& params, const Tile& tile)
+      : WeightLoader(params, tile, params.k) {}
+
+  // k: of the weights, in 16-bit elements.
+  __device__ __forceinline__ WeightLoader(const GemmParams& params, const Tile& tile, int k) {
     const int chunk = ptx::thread_index() % kChunks;
     const int row = ptx::thread_index() / kChunks;
     const int tile_row = kIsNk ? row : chunk * kChunkElements;  // among the tile's weight rows
@@ -55,9 +60,9 @@ struct WeightLoader {
     stage_stride = kIsNk ? Spec::kBlockK : Spec::kBlockK * params.b_stride;
     pass_stride = (kIsNk ? maximum(kRowsPerPass / 16, 1) * fragment_rows : kRowsPerPass) * params.b_stride;
     half_stride = half * params.b_stride;
-    left = params.k - (kIsNk ? chunk * kChunkElements : row);
+    left = k - (kIsNk ? chunk * kChunkElements : row);
     valid = params.n - tile.column - tile_row;
-    offset = swizzled_offset<kColumns>(row, chunk);
+    offset = Spec::kPadding == 0 ? swizzled_offset<kColumns>(row, chunk) : row * kPitch + chunk * kChunkBytes;
   }
 
   __device__ __forceinline__ void load(ptx::SmemPointer weights_smem) {
@@ -66,8 +71,7 @@ struct WeightLoader {
       const bool is_there = kIsNk ? valid > pass * kRowsPerPass && left > 0 : valid > 0 && left > pass * kRowsPerPass;
       const int64_t distance =
           kIsNk && kRowsPerPass == 8 ? pass / 2 * pass_stride + pass % 2 * half_stride : pass * pass_stride;
-      ptx::cp_async_16(weights_smem + (offset + pass * kRowsPerPass * (kColumns * 2)), next_gmem + distance,
-                       is_there ? 16 : 0);
+      ptx::cp_async_16(weights_smem + (offset + pass * kRowsPerPass * kPitch), next_gmem + distance, is_there ? 16 : 0);
     }
     advance();
   }

@@ -2,7 +2,7 @@
 // the product of a stage, its scales and gated's results are other than those of 16-bit operands.
 #pragma once
 
-#include "moe/grouped_gemm/few_rows/grouped_gemm.cuh"
+#include "moe/grouped_gemm/few_rows/stream.cuh"
 #include "moe/params/scaled.h"
 #include "ptx/e4m3.cuh"
 
@@ -107,17 +107,27 @@ __device__ __forceinline__ void store_activation(const GemmParams& params, const
 
 // A tile on its way: what is still to be loaded of it, and its scales.
 template <typename Spec, bool kIsGated>
-struct Work {
+struct ScaledWork {
+  using Params = ScaledGemmParams;
+  using WeightLoads = WeightLoader<Spec, Weights::kNk, kIsGated>;
+  struct Pending {
+    __device__ __forceinline__ void store() const {}
+  };
+
   Tile tile;
-  WeightLoader<Spec, Weights::kNk, kIsGated> weights;
+  WeightLoads weights;
   RowLoader<Spec> rows;
   StageScales<Spec, kIsGated> scales;
   int issued = 0;  // stages
 
-  __device__ __forceinline__ Work(const ScaledGemmParams& params, const Tile& tile_)
+  __device__ __forceinline__ ScaledWork(const ScaledGemmParams& params, const Tile& tile_)
       : tile(tile_), weights(params.gemm, tile_), rows(params.gemm, tile_), scales(params, tile_) {}
 
-  __device__ __forceinline__ void load(ptx::SmemPointer stage_smem) {
+  static __device__ __forceinline__ WeightLoads weight_loads(const GemmParams& params, const Tile& tile) {
+    return WeightLoads(params, tile);
+  }
+
+  __device__ __forceinline__ void load(ptx::SmemPointer stage_smem, Pending&) {
     weights.load(stage_smem);
     rows.load(stage_smem + Spec::kWeightBytes);
     ++issued;
@@ -140,131 +150,25 @@ struct Work {
         }
     }
   }
-};
 
-// Waits until at most `pending` groups of copies are on their way, kMost at most.
-template <int kMost>
-__device__ __forceinline__ void wait_for_copies(int pending) {
-  if constexpr (kMost == 0) {
-    ptx::cp_async_wait<0>();
-  } else {
-    if (pending >= kMost) return ptx::cp_async_wait<kMost>();
-    wait_for_copies<kMost - 1>(pending);
-  }
-}
-
-// As multiply_tiles, but the stages of a block's tiles are one stream: half as many bytes as 16-bit tiles have would leave the ring
-// empty between them too often. While one tile's last stages are multiplied the next one's first are on their way, and sums have
-// memory of their own.
-template <typename Spec, bool kIsGated>
-__device__ __forceinline__ void multiply_scaled_tiles(const ScaledGemmParams& all) {
-  constexpr int kAhead = Spec::kNumStages - 1;
-  const GemmParams& params = all.gemm;
-  const ptx::SmemPointer ring_smem = ptx::dynamic_shared_memory();
-  const ptx::SmemPointer list_smem = ring_smem + Spec::kNumStages * Spec::kStageBytes;
-  const ptx::SmemPointer words_smem = list_smem + Spec::kListBytes;
-  const ptx::SmemPointer next_smem = words_smem + 4 * Spec::kNumWarps;  // two words
-  const ptx::SmemPointer sums_smem = words_smem + Spec::kWordBytes;
-  const int stages = ceil_div(params.k, Spec::kBlockK);
-  const auto stage_at = [ring_smem](int stage) { return ring_smem + stage * Spec::kStageBytes; };
-
-  // What may begin early, and why: as in multiply_tiles.
-  int number = ptx::block_index();
-  bool has_started = false;
-  if constexpr (kIsGated) {
-    if (params.ids != nullptr) {
-      const Tile tile = find_early<Spec>(params, number);
-      has_started = tile.expert >= 0;
-      WeightLoader<Spec, Weights::kNk, kIsGated> weights(params, tile);
-      for (int ahead = 0; ahead < kAhead; ++ahead)
-        if (has_started && ahead < stages) weights.load(stage_at(ahead));
-    }
-    ptx::grid_dependency_wait();
-  }
-  const TileList<Spec> tiles(params, list_smem, words_smem);
-  if (number >= tiles.count) {
-    if constexpr (!kIsGated) ptx::grid_dependency_wait();  // the next kernel relies on this one's end
-    ptx::cp_async_wait<0>();
-    return;
-  }
-  Work<Spec, kIsGated> work(all, tiles.find(number));
-  const int started = minimum(kAhead, stages);
-  work.issued = started;
-  for (int ahead = 0; ahead < started; ++ahead) {
-    if (has_started) {
-      work.weights.advance();
-    } else {
-      work.weights.load(stage_at(ahead));
-    }
-  }
-  if constexpr (!kIsGated) ptx::grid_dependency_wait();
-  ptx::grid_launch_dependents();
-  for (int ahead = 0; ahead < started; ++ahead) {
-    work.rows.load(stage_at(ahead) + Spec::kWeightBytes);
-    ptx::cp_async_commit();
-  }
-  work.scales.load(0);
-
-  // Each step commits one group, so the stage that is multiplied is whole once started - 1 groups are left: of a tile with fewer
-  // stages than the ring has, the next tile's first stage comes with this one's first step.
-  const auto after = [](int stage) { return stage == Spec::kNumStages - 1 ? 0 : stage + 1; };
-  int current = 0, filled = started % Spec::kNumStages, held = started, word = 0;  // held: stages in the ring
-  while (true) {
-    if (ptx::thread_index() == 0)  // the tile after this one; the other word may still be read
-      ptx::st_shared_32(next_smem + 4 * word, next_tile_index(params.tile_counter, tiles.count, number));
-    wait_for_copies<kAhead - 1>(started - 1);
-    // The first stage is whole; all warps are done with the one before; the next number is there.
-    ptx::barrier_sync_block();
-    number = ptx::ld_shared_32(next_smem + 4 * word);
-    word ^= 1;
-    const bool has_next = number < tiles.count;
-    Work<Spec, kIsGated> next = work;
-    if (has_next) {
-      next = Work<Spec, kIsGated>(all, tiles.find(number));
-      next.scales.load(0);
-    }
-    Accumulator<Spec> accumulator = {};
-    for (int step = 0; step < stages; ++step) {
-      if (step > 0) {
-        wait_for_copies<kAhead - 1>(started - 1);
-        ptx::barrier_sync_block();  // this stage is whole; all warps are done with the one before, which refills
-      }
-      for (; held < Spec::kNumStages; ++held) {
-        if (work.issued < stages) {
-          work.load(stage_at(filled));
-        } else if (has_next && next.issued < stages) {
-          next.load(stage_at(filled));
-        } else {
-          break;
-        }
-        filled = after(filled);
-      }
-      ptx::cp_async_commit();
-      work.multiply(accumulator, stage_at(current), step, stages);
-      current = after(current);
-      --held;
-    }
-    const WarpSums<Spec> sums(sums_smem, accumulator);
+  __device__ __forceinline__ void store(const GemmParams& params, const WarpSums<Spec>& sums) const {
     if constexpr (kIsGated) {
       with_activation(params.activation,
-                      [&](auto activation) { store_activation<Spec>(params, work.tile, sums, activation); });
+                      [&](auto activation) { store_activation<Spec>(params, tile, sums, activation); });
     } else {
-      store_plain<Spec>(params, work.tile, sums);
+      store_plain<Spec>(params, tile, sums);
     }
-    if (!has_next) break;
-    work = next;
   }
-  ptx::cp_async_wait<0>();
-}
+};
 
 template <typename Spec>
 __device__ __forceinline__ void grouped_gemm_scaled(const ScaledGemmParams& params) {
-  multiply_scaled_tiles<Spec, false>(params);
+  stream_tiles<Spec, false, ScaledWork<Spec, false>>(params);
 }
 
 template <typename Spec>
 __device__ __forceinline__ void grouped_gemm_gated_scaled(const ScaledGemmParams& params) {
-  multiply_scaled_tiles<Spec, true>(params);
+  stream_tiles<Spec, true, ScaledWork<Spec, true>>(params);
 }
 
 }  // namespace few_rows

@@ -21,7 +21,8 @@ struct Spec {
   static constexpr int kFragments = kBlockN / (16 * kNumWarps);  // of a warp, 16 weight rows each
   static constexpr int kGroups = kBlockM / 8;                    // of rows
   static constexpr int kGroupStep = kGroups % 2 == 0 ? 2 : 1;  // as many more groups are filled and multiplied at once
-  static constexpr int kWeightBytes = kBlockN * kBlockK * 2;   // of a stage; the rows follow
+  static constexpr int kPadding = 0;  // bytes behind each weight row of nk in shared memory, in place of the swizzle
+  static constexpr int kWeightBytes = kBlockN * kBlockK * 2;  // of a stage; the rows follow
   static constexpr int kStageBytes = kWeightBytes + kBlockM * kBlockK * 2;
 
   static constexpr int kMaxExperts = 1024;

@@ -4,6 +4,7 @@
 #pragma once
 
 #include "device/math.cuh"
+#include "moe/grouped_gemm/rows.cuh"
 #include "moe/params/gemm.h"
 #include "ptx/barrier.cuh"
 #include "ptx/math.cuh"
@@ -43,7 +44,8 @@ struct TileList {
   // All threads; list_smem: kListBytes, words_smem: a word for each warp.
   __device__ __forceinline__ TileList(const GemmParams& params_, ptx::SmemPointer list, ptx::SmemPointer words_smem)
       : params(params_), list_smem(list), column_tiles(ceil_div(params_.n, Spec::kBlockN)) {
-    constexpr int kMostExperts = Spec::kMaxExperts / Spec::kNumThreads;  // of a thread: neighbours
+    constexpr int kMostExperts =
+        (Spec::kMaxExperts + Spec::kNumThreads - 1) / Spec::kNumThreads;  // of a thread: neighbours
     const int experts = ceil_div(params.experts, Spec::kNumThreads);
     const int first = ptx::thread_index() * experts;
     int tiles[kMostExperts + 1];
@@ -77,9 +79,7 @@ struct TileList {
     ptx::barrier_sync_block();  // the list is whole
   }
 
-  __device__ __forceinline__ int load_offset(int expert) const {
-    return ptx::ld_global_32(params.expert_offsets + expert);
-  }
+  __device__ __forceinline__ int load_offset(int expert) const { return first_row_of(params, expert); }
 
   __device__ __forceinline__ int first_of(int expert) const {
     return static_cast<int>(ptx::ld_shared_32(list_smem + 4 * expert)) * column_tiles;

@@ -3,6 +3,7 @@
 #pragma once
 
 #include "device/math.cuh"
+#include "moe/grouped_gemm/rows.cuh"
 #include "moe/params/gemm.h"
 #include "ptx/barrier.cuh"
 #include "ptx/memory.cuh"
@@ -82,9 +83,7 @@ class RowTiles {
   }
 
  private:
-  __device__ __forceinline__ int offset(int expert) const {
-    return static_cast<int>(ptx::ld_global_32(params_.expert_offsets + expert));
-  }
+  __device__ __forceinline__ int offset(int expert) const { return first_row_of(params_, expert); }
   __device__ __forceinline__ int tiles_of(int expert) const {
     return ceil_div(offset(expert + 1) - offset(expert), kBlockM);
   }

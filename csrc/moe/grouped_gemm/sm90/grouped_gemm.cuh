@@ -39,7 +39,9 @@ struct PlainEpilogue {
                                            const ptx::TensorMap& d_map_)
       : params(params_), d_map(d_map_), slabs(shared, consumer) {}
 
-  __device__ __forceinline__ void store(const WarpgroupTile<Spec>& own, float (&sums)[Spec::kAccumulators]) {
+  // Two columns a sum, from own.column on.
+  template <int kSums>
+  __device__ __forceinline__ void store(const WarpgroupTile<Spec>& own, float (&sums)[kSums]) {
     if (params.bias != nullptr) {
       const int column = own.column + ptx::lane_index() % 4 * 2;
       add_bias(sums, static_cast<const Element*>(params.bias) + static_cast<int64_t>(own.expert) * params.n + column,
@@ -47,7 +49,7 @@ struct PlainEpilogue {
     }
     const SlabTarget to{d_map, params.d, params.d_stride, params.n, 0};
 #pragma unroll
-    for (int slab = 0; slab < Spec::kBlockN / 64; ++slab) {
+    for (int slab = 0; slab < kSums / 32; ++slab) {
       const int column = own.column + slab * 64;
       if (column >= params.n) break;
       write_slab<Element>(slabs.acquire(), sums + 32 * slab);

@@ -53,8 +53,6 @@ template <typename Spec, Weights kWeights>
 struct GatedEpilogue {
   using Element = typename Spec::Element;
   static constexpr bool kIsPaired = kWeights == Weights::kKnPairs;
-  static constexpr int kSlabPairs = Spec::kBlockN / 128;  // of 64 columns of the result
-
   const GemmParams& params;
   const ptx::TensorMap& d_map;
   const ptx::TensorMap& z_map;
@@ -96,23 +94,24 @@ struct GatedEpilogue {
     }
   }
 
-  __device__ __forceinline__ void add_biases(const WarpgroupTile<Spec>& own, float (&sums)[Spec::kAccumulators]) const {
+  template <int kSums>
+  __device__ __forceinline__ void add_biases(const WarpgroupTile<Spec>& own, float (&sums)[kSums]) const {
     const Element* bias = static_cast<const Element*>(params.bias) + static_cast<int64_t>(own.expert) * params.n;
     if constexpr (kIsPaired) {
       const int column = 2 * own.column + ptx::lane_index() % 4 * 2;
       add_bias(sums, bias + column, params.n - column);
     } else {
 #pragma unroll
-      for (int s = 0; s < kSlabPairs; ++s) add_bias_of_halves(sums + 64 * s, bias, own.column + 64 * s);
+      for (int s = 0; s < kSums / 64; ++s) add_bias_of_halves(sums + 64 * s, bias, own.column + 64 * s);
     }
   }
 
   // Two slabs for each 64 columns of the result.
-  __device__ __forceinline__ void store_preactivation(const WarpgroupTile<Spec>& own,
-                                                      const float (&sums)[Spec::kAccumulators]) {
+  template <int kSums>
+  __device__ __forceinline__ void store_preactivation(const WarpgroupTile<Spec>& own, const float (&sums)[kSums]) {
     const bool is_interleaved = kIsPaired || params.is_interleaved != 0;
 #pragma unroll
-    for (int s = 0; s < kSlabPairs; ++s) {
+    for (int s = 0; s < kSums / 64; ++s) {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         const float* half_sums = sums + 64 * s + 32 * half;
@@ -135,23 +134,26 @@ struct GatedEpilogue {
   }
 
   // The activation takes the place of gate.
-  __device__ __forceinline__ void activate(float (&sums)[Spec::kAccumulators]) const {
+  template <int kSums>
+  __device__ __forceinline__ void activate(float (&sums)[kSums]) const {
     with_activation(params.activation, [&](auto activation) {
 #pragma unroll
-      for (int i = 0; i < Spec::kAccumulators / 2; ++i) {
+      for (int i = 0; i < kSums / 2; ++i) {
         const int gate = kIsPaired ? 2 * i : i / 32 * 64 + i % 32;
         sums[gate] = activation.forward(sums[gate], sums[gate + (kIsPaired ? 1 : 32)]);
       }
     });
   }
 
-  __device__ __forceinline__ void store(const WarpgroupTile<Spec>& own, float (&sums)[Spec::kAccumulators]) {
+  // One column of the result for four sums, in slabs of 64, from own.column on.
+  template <int kSums>
+  __device__ __forceinline__ void store(const WarpgroupTile<Spec>& own, float (&sums)[kSums]) {
     if (params.bias != nullptr) add_biases(own, sums);
     if (params.preactivation != nullptr) store_preactivation(own, sums);
     activate(sums);
     const SlabTarget to{d_map, params.d, params.d_stride, columns(), 0};
 #pragma unroll
-    for (int s = 0; s < kSlabPairs; ++s) {
+    for (int s = 0; s < kSums / 64; ++s) {
       const int column = own.column + 64 * s;
       if (column >= columns()) break;
       unsigned char* smem = slabs.acquire();

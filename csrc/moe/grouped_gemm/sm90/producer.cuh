@@ -166,10 +166,10 @@ __device__ __forceinline__ Tile take_tile(const SharedMemory<Spec>& shared, Ring
   return tile;
 }
 
-template <typename Spec, Weights kWeights>
+// loads(tile, warp): what a warp does for each tile.
+template <typename Spec, typename Loads>
 __device__ __forceinline__ void produce(const GemmParams& params, const SharedMemory<Spec>& shared, int warp,
-                                        const ptx::TensorMap* a_map, const ptx::TensorMap& b_map) {
-  TileLoads<Spec, kWeights> loads{params, shared, a_map, b_map, {}};
+                                        Loads& loads) {
   if (warp == 0) {
     draw_tiles<Spec>(params, shared, loads);
   } else if (warp < Spec::kProducerWarps) {
@@ -180,6 +180,13 @@ __device__ __forceinline__ void produce(const GemmParams& params, const SharedMe
       loads(tile, warp);
     }
   }
+}
+
+template <typename Spec, Weights kWeights>
+__device__ __forceinline__ void produce(const GemmParams& params, const SharedMemory<Spec>& shared, int warp,
+                                        const ptx::TensorMap* a_map, const ptx::TensorMap& b_map) {
+  TileLoads<Spec, kWeights> loads{params, shared, a_map, b_map, {}};
+  produce<Spec>(params, shared, warp, loads);
 }
 
 }  // namespace sm90

@@ -36,6 +36,8 @@ struct TileSpec {
   static constexpr int kAccumulators = kBlockN / 2;                        // of a thread, for each 64 rows
   static constexpr int kOutputColumns = kIsGated ? kBlockN / 2 : kBlockN;  // of a tile
   static constexpr int kNumTileSlots = 2;
+  // At a stage's barrier: the copy engine's bytes, and the copies of each producer thread.
+  static constexpr int kFullArrivals = kGathersA ? 1 + 32 * kProducerWarps : 1;
 
   static_assert(kBlockM == 64 * kNumConsumers || kBlockM == 128 * kNumConsumers, "a consumer has 64 rows, or twice 64");
   static_assert(kBlockN <= 256 && kBlockN % (kIsGated ? 128 : 64) == 0, "columns leave in slabs of 64");
@@ -108,8 +110,7 @@ __device__ __forceinline__ void init_barriers(const SharedMemory<Spec>& shared) 
   constexpr int kConsumerWarps = 4 * Spec::kNumConsumers;
 #pragma unroll
   for (int stage = 0; stage < Spec::kNumStages; ++stage) {
-    // The copy engine's bytes, and the copies of each producer thread.
-    ptx::mbarrier_init(shared.full(stage), Spec::kGathersA ? 1 + 32 * Spec::kProducerWarps : 1);
+    ptx::mbarrier_init(shared.full(stage), Spec::kFullArrivals);
     ptx::mbarrier_init(shared.empty(stage), kConsumerWarps);
   }
 #pragma unroll

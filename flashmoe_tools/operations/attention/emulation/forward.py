@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
@@ -11,6 +12,7 @@ import torch
 
 from flashmoe_build.emulation.compare import DTYPES
 from flashmoe_build.emulation.runner import Buffer, Launch, Runner, Trial, counter, output
+from flashmoe_tools.operations.attention.emulation import recurrence
 from flashmoe_tools.operations.attention.emulation.problem import (
     Inputs,
     Layout,
@@ -52,6 +54,9 @@ def problems(unit: Unit) -> Iterator[Problem]:
         # NaN in the inputs, in a last key that most causal rows do not see among them.
         (20, n + 9, dim, 2, 2, 1, Layout.BHSD, Values.NAN),
     )
+    if splits == (1,):
+        # A chunk of a longer sequence, and a tile of it whose rows see blocks that their neighbours do not.
+        sizes += ((m + 9, m + 4 * n + 21, dim, 2, 1, 1, Layout.BHSD, Values.EXACT),)
     if unit.row.schedule == "persistent":
         sizes += (
             # Eight tiles for three blocks: every buffer comes round again.
@@ -109,10 +114,24 @@ def trial(unit: Unit, problem: Problem) -> Trial:
         if splits > 1:
             for name, merged in merge(**partial).items():
                 results[name] = merged
-        return reference(problem, inputs).disagreements(problem, results["out"], results["lse"])
+        found = reference(problem, inputs).disagreements(problem, results["out"], results["lse"])
+        if problem.values is not Values.EXACT:
+            return found
+        return found + _other_bits(unit, problem, inputs, results)
 
     tiles = math.ceil(shape.seq_q / unit.row.block_m) * shape.heads_q * shape.batch * splits
     return Trial([Launch(values, tiles, (problem.mask,))], check, partial if splits > 1 else results)
+
+
+def _other_bits(unit: Unit, problem: Problem, inputs: Inputs, results: Mapping[str, torch.Tensor]) -> list[str]:
+    s, found = problem.shape, []
+    seen = torch.ones(s.seq_q, s.seq_k).tril(s.seq_k - s.seq_q) if problem.causal else torch.ones(s.seq_q, s.seq_k)
+    for batch, head in itertools.product(range(s.batch), range(s.heads_q)):
+        keys = inputs.k[batch, head // (s.heads_q // s.heads_kv)]
+        scores = (inputs.q[batch, head].float() @ keys.float().T).masked_fill(seen == 0, -torch.inf)
+        name, own = f" of batch {batch}, head {head}", (results["out"][batch, head], results["lse"][batch, head])
+        found += recurrence.disagreements(name, *own, scores, width=unit.row.block_n, scale_log2=problem.scale_log2)
+    return found
 
 
 def merge(out_partial: torch.Tensor, lse_partial: torch.Tensor) -> dict[str, torch.Tensor]:

@@ -15,6 +15,7 @@ import torch
 from flashmoe.errors import ArgumentError
 from flashmoe_build.emulation.compare import DTYPES, UNIT_ROUNDOFF, worst_element
 from flashmoe_build.emulation.runner import Buffer
+from flashmoe_tools.operations.attention.emulation.recurrence import exact_inputs
 from flashmoe_tools.operations.attention.reference import weigh
 from flashmoe_tools.tables import Unit
 
@@ -42,6 +43,7 @@ class Values(str, Enum):
     LOW = "low"  # logits near -120: where a padded key scores 0, exp(0 - lse) overflows
     RISING = "rising"  # scores grow with the key index: the maximum moves with every tile, upwards and downwards
     LEVEL = "level"  # every other row: equal scores of over 2^20; between them: scores that rise
+    EXACT = "exact"  # integers whose results are known bit for bit (recurrence.py)
     NAN = "nan"  # in the last key, in one value of the first, in one query: they go where a plain softmax takes them
 
 
@@ -223,6 +225,8 @@ def make_inputs(problem: Problem) -> Inputs:
         q[..., 0] = 0.0
         q[:, :, 1::2] = 0.0
         q[:, :, 1::2, 0] = 8.0
+    elif problem.values is Values.EXACT:
+        q, k, v = (exact_inputs(tensor, generator)[index].float() for index, tensor in enumerate((q, k, v)))
     elif problem.values is Values.NAN:
         nan = float("nan")
         k[-1, -1, -1, s.head_dim // 2] = nan

@@ -53,6 +53,7 @@ def mma_sync_problems(unit: Unit) -> Iterator[Product]:
         yield replace(tails, is_interleaved=word != "kn", has_bias=not plain.is_backward)
     by_rows = make((5, 1), n=128 + 2 * step, k=40, weights="nk", gathers=False, activation="clamped_swiglu", scale=4.0)
     yield replace(by_rows, has_bias=not plain.is_backward)
+    yield replace(by_rows, counts=(m + 5,), activation="swiglu")  # of one expert no offsets
     # A hot expert: more row tiles than go side by side.
     yield make((0, 17 * m + 3, 1), n=wide, k=8, weights="nk", activation="geglu", has_counter=False)
     # Two experts in a part of the tile table, most of them empty.
@@ -84,6 +85,8 @@ def few_rows_problems(unit: Unit) -> Iterator[Product]:
         yield replace(tails, is_interleaved=in_turn)
         clamped = make((5, 1), 2 * edge + 16, 40, activation="clamped_swiglu", has_bias=True, scale=4.0)
         yield replace(clamped, gathers=not gated)
+        if not gated:
+            yield make((m + 3,), n + edge, 136, has_bias=True)  # of one expert no offsets
         if unit.dtype == "f16":  # the same but for the products and the rounding
             continue
         # A hot expert, the ring more than once round, the static schedule. In these three: every number of groups of rows.
@@ -175,7 +178,7 @@ def trial(unit: Unit, p: Product) -> Trial:
         **p.sizes(),
         "a": rows(given.a, is_from_grid_in_front=is_few_rows and not p.is_gated),
         "d": written,
-        "expert_offsets": waits(given.routing.offsets),
+        "expert_offsets": waits(given.routing.offsets) if len(p.counts) > 1 or p.is_gradient else None,
         "bias": None if not p.has_bias else given.bias if is_few_rows else in_front(given.bias),
         "tile_counter": counter() if p.has_counter else None,
     }

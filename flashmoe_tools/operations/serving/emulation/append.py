@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -53,7 +54,29 @@ def _table(p: AppendProblem) -> torch.Tensor | None:
     return table
 
 
-def expect(p: AppendProblem, cache: torch.Tensor, new: torch.Tensor, table: torch.Tensor | None) -> torch.Tensor:
+class Stored:
+    """What a cache holds of new rows: the rows themselves."""
+
+    def prepare(self, name: str, cache: torch.Tensor, new: torch.Tensor, *, is_paged: bool) -> torch.Tensor:
+        """The empty cache that takes the place of ``cache``, that of "k" or "v"; may change ``new``."""
+        return cache
+
+    def row(self, name: str, row: torch.Tensor, sequence: int, page: int) -> torch.Tensor:
+        """[heads, columns]"""
+        return row
+
+    def values(self, values: dict[str, Any]) -> dict[str, Any]:
+        """The kernel's parameters, from those that both kernels have."""
+        return values
+
+
+def expect(
+    p: AppendProblem,
+    cache: torch.Tensor,
+    new: torch.Tensor,
+    table: torch.Tensor | None,
+    stored: Callable[[torch.Tensor, int, int], torch.Tensor],
+) -> torch.Tensor:
     """The cache afterwards."""
     result = cache.clone()
     for sequence, held in enumerate(p.held):
@@ -62,15 +85,19 @@ def expect(p: AppendProblem, cache: torch.Tensor, new: torch.Tensor, table: torc
             if not 0 <= key < p.room:
                 continue
             if table is None:
-                result[sequence, :, key] = new[sequence, :, index]
+                result[sequence, :, key] = stored(new[sequence, :, index], sequence, 0)
                 continue
             page = int(table[sequence, key // p.page_size])
             if page < cache.shape[0]:
-                result[page, key % p.page_size] = new[sequence, :, index]
+                result[page, key % p.page_size] = stored(new[sequence, :, index], sequence, page)
     return result
 
 
 def trial(unit: Unit, p: AppendProblem) -> Trial:
+    return trial_on(unit, p, Stored())
+
+
+def trial_on(unit: Unit, p: AppendProblem, stored: Stored) -> Trial:
     generator = torch.Generator().manual_seed(p.data_seed + 5)
     table, batch = _table(p), len(p.held)
     rows = (batch, HEADS, p.room) if table is None else (table.numel() + SPARE_PAGES, p.page_size, HEADS)
@@ -79,7 +106,8 @@ def trial(unit: Unit, p: AppendProblem) -> Trial:
     for name, columns in (("k", p.head_dim), ("v", p.head_dim_v)):
         cache = torch.full((*rows, columns), -1.0, dtype=DTYPES[p.dtype])
         new = torch.randn(batch, p.new_keys, HEADS, columns, generator=generator).to(cache.dtype).transpose(1, 2)
-        expected[name], caches[name] = expect(p, cache, new, table), cache
+        cache = stored.prepare(name, cache, new, is_paged=table is not None)
+        expected[name], caches[name] = expect(p, cache, new, table, partial(stored.row, name)), cache
         stride = cache.stride() if table is None else (cache.stride(0), cache.stride(2), cache.stride(1))
         values[f"{name}_cache"] = Buffer(cache, writable=True)
         values[f"{name}_cache_stride"] = {"batch": stride[0], "head": stride[1], "row": stride[2]}
@@ -99,10 +127,18 @@ def trial(unit: Unit, p: AppendProblem) -> Trial:
     }
 
     def check() -> list[str]:
-        wrong = [name for name, cache in caches.items() if not cache.equal(expected[name])]
+        wrong = [
+            name
+            for name, cache in caches.items()
+            if not cache.view(torch.uint8).equal(expected[name].view(torch.uint8))
+        ]
         return [f"the cache of {name} is not what a copy gives" for name in wrong]
 
-    return Trial([Launch(values, math.ceil(2 * batch * p.new_keys * HEADS / unit.row.warps))], check, caches)
+    return Trial(
+        [Launch(stored.values(values), math.ceil(2 * batch * p.new_keys * HEADS / unit.row.warps))],
+        check,
+        {name: cache.view(torch.uint8) if cache.element_size() == 1 else cache for name, cache in caches.items()},
+    )
 
 
 RUNNER = Runner(problems, trial)

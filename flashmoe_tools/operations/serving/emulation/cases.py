@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from flashmoe_tools.operations.serving.emulation.problem import Keys, MaskTensor, Rows, VarlenProblem
+from flashmoe_tools.operations.serving.emulation.problem import Keys, MaskTensor, Rows, VarlenProblem, adds_alibi
 from flashmoe_tools.tables import Unit
 
 # The f16 kernel of the smallest head dim meets every problem; the others, the same source with other sizes or conversions, some.
-FEW = ("ragged", "paged", "window", "softcap", "soft softcap", "wide softcap", "shared tiles")
+FEW = ("ragged", "exact", "paged", "window", "softcap", "soft softcap", "wide softcap", "shared tiles")
 ONE = ("ragged",)
 SMALL_PAGE = {"sm90": 8, "sm80": 3, "sm75": 3}  # the smallest that a family takes, or what no power of two divides
 MAX_SPLITS = 5
@@ -18,6 +18,9 @@ MAX_SPLITS = 5
 def problems(unit: Unit) -> Iterator[VarlenProblem]:
     """In the order of what they need: lengths, pages, the band, scores; then decoding. Where score functions have a kernel of their
     own, the problems are divided between the two."""
+    if adds_alibi(unit.row.options):
+        yield from _with_alibi(_prefill(unit))
+        return
     is_split = bool(unit.row.options.get("split"))
     functions = unit.row.options.get("scores")
     for seed, problem in enumerate(_decoding(unit) if is_split else (*_prefill(unit), *_decoding(unit))):
@@ -32,6 +35,16 @@ def problems(unit: Unit) -> Iterator[VarlenProblem]:
             if problem.name not in names and not is_split:
                 continue
         yield replace(problem, data_seed=seed)
+
+
+ALIBI = ("ragged", "full", "paged", "window", "soft softcap", "dense", "many")
+
+
+def _with_alibi(problems: Iterator[VarlenProblem]) -> Iterator[VarlenProblem]:
+    """Those that meet what ALiBi asks of: its rows' keys, tails, heads and sequences; slopes for all sequences, or for each."""
+    for seed, problem in enumerate(problems):
+        if problem.name in ALIBI:
+            yield replace(problem, mask=MaskTensor.ALIBI, mask_broadcast=(seed % 2 == 1, False, False), data_seed=seed)
 
 
 def _base(unit: Unit, name: str, rows: tuple[int, ...], keys: tuple[int, ...]) -> VarlenProblem:
@@ -66,6 +79,12 @@ def _prefill(unit: Unit) -> Iterator[VarlenProblem]:
     yield replace(window, name="wide window", left=2 * n + 5, right=0, rows=(m + 9, 3), keys=(m + 4 * n, 7))
     # More rows than keys, with a sink: rows without a key have it alone.
     yield replace(_base(unit, "sinks", (m + 7, 2), (5, 0)), right=0, has_sinks=True, heads_q=4, heads_kv=2)
+    # Bit for bit: rows of a tile that see blocks which their neighbours do not, at both ends; sinks; keys in pages.
+    exact = _base(unit, "exact", (m + 9, 5), (m + 4 * n + 21, 2 * n + 3))
+    yield replace(exact, right=0, has_sinks=True, is_exact=True)
+    yield replace(
+        exact, name="exact window", left=n + n // 2 + 3, right=0, is_exact=True, keys_layout=Keys.PAGED, page_size=16
+    )
     # Scores on both sides of where tanh bends.
     softcap = replace(_base(unit, "softcap", (37, 2), (2 * n + 3, 9)), softcap=7.0, magnitude=6.0)
     yield replace(softcap, mask=MaskTensor.ADDITIVE, mask_broadcast=(True, False, True))

@@ -10,7 +10,7 @@ import torch
 
 from flashmoe_build.emulation.runner import Launch, Runner, Trial, counter, output
 from flashmoe_tools.operations.serving.emulation.forward import disagreements, values_of
-from flashmoe_tools.operations.serving.emulation.problem import Keys, MaskTensor, Rows, VarlenProblem
+from flashmoe_tools.operations.serving.emulation.problem import Keys, MaskTensor, Rows, VarlenProblem, adds_alibi
 from flashmoe_tools.operations.serving.emulation.tensors import NAN, Tensors, build
 from flashmoe_tools.tables import Unit
 
@@ -80,6 +80,10 @@ def problems(unit: Unit) -> Iterator[VarlenProblem]:
         made = problem
         if problem.name == "additive mask":
             made = replace(problem, mask=MaskTensor.ADDITIVE, mask_broadcast=(False, True, True), spare_keys=5)
+        if adds_alibi(unit.row.options):
+            if made.has_mask_tensor or made.name == "many":
+                continue
+            made = replace(made, mask=MaskTensor.ALIBI, mask_broadcast=(seed % 2 == 1, False, False))
         names = ONE if unit.dtype == "bf16" and dim > SMALLEST else FEW
         if (unit.dtype == "f16" and dim == SMALLEST) or made.name in names:
             yield replace(made, data_seed=made.data_seed or seed)

@@ -9,12 +9,15 @@ import torch
 
 from flashmoe_build.emulation.compare import touched, worst_element
 from flashmoe_build.emulation.runner import Launch, Runner, Trial, counter, output
+from flashmoe_tools.operations.attention.emulation import recurrence
 from flashmoe_tools.operations.attention.emulation.forward import merge
 from flashmoe_tools.operations.attention.emulation.problem import lse_bound
+from flashmoe_tools.operations.attention.reference import ScoreOptions
 from flashmoe_tools.operations.serving.emulation.cases import problems
 from flashmoe_tools.operations.serving.emulation.problem import (
     LOG2E,
     SPARE_ROWS,
+    UNBOUNDED,
     Keys,
     MaskTensor,
     Rows,
@@ -41,7 +44,7 @@ def strides(p: VarlenProblem, tensor: torch.Tensor, *, is_query: bool) -> dict[s
 
 def score_options(p: VarlenProblem, tensors: Tensors) -> dict[str, Any]:
     """What scores go through."""
-    batch, head, row, key = (0, 0, 0, 0) if tensors.mask is None else tensors.mask.stride()
+    batch, head, row, key = (0, 0, 0, 0) if tensors.mask is None else (*tensors.mask.stride(), 0, 0)[:4]
     if p.is_folded:
         head, row = head * p.group, head
     factors = (p.scale / p.softcap, 1.0 / p.softcap) if p.softcap > 0 else (0.0, 1.0 / p.scale)
@@ -104,6 +107,7 @@ def values_of(p: VarlenProblem, tensors: Tensors, lse: torch.Tensor, **more: Any
         "out": output(tensors.out),
         "lse": output(lse) if p.wants_lse else None,
         "num_splits": p.splits,
+        "is_consistent": p.is_consistent,
         **more,
     }
 
@@ -141,10 +145,30 @@ def trial_on(unit: Unit, p: VarlenProblem, tensors: Tensors) -> Trial:
             lse.copy_(whole["lse"].view_as(lse))
             out = whole["out"].view(*lse.shape, p.head_dim_v)
             tensors.out.copy_(out.transpose(0, 1) if p.rows_layout is Rows.RAGGED else out)
-        return disagreements(p, tensors, lse)
+        return disagreements(p, tensors, lse) + (_other_bits(unit, p, tensors, lse) if p.is_exact else [])
 
     tiles = row_blocks(p, unit.row.block_m) * (p.heads_kv if p.is_folded else p.heads_q) * p.splits
     return Trial([Launch(values, tiles)], check, {"out": tensors.out, "lse": lse})
+
+
+def _other_bits(unit: Unit, p: VarlenProblem, tensors: Tensors, lse: torch.Tensor) -> list[str]:
+    found = []
+    left, right = (-1 if side == UNBOUNDED else side for side in (p.left, p.right))
+    views = zip(tensors.sequences, tensors.of_rows(p, tensors.out), tensors.of_statistic(p, lse), strict=True)
+    for sequence, ((q, k, _), out, own_lse) in enumerate(views):
+        hidden = ScoreOptions(window=(left, right)).hidden(q.shape[1], k.shape[1], q.device)
+        for head in range(p.heads_q):
+            scores = q[head].float() @ k[head // p.group].float().T
+            found += recurrence.disagreements(
+                f" of sequence {sequence}, head {head}",
+                out[head],
+                own_lse[head],
+                scores if hidden is None else scores.masked_fill(hidden, -torch.inf),
+                width=unit.row.block_n,
+                scale_log2=p.scale * LOG2E,
+                sinks=None if tensors.sinks is None else tensors.sinks[head].expand(q.shape[1]),
+            )
+    return found
 
 
 def disagreements(p: VarlenProblem, tensors: Tensors, lse: torch.Tensor) -> list[str]:

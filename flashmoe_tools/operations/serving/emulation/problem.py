@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
 
@@ -34,6 +35,12 @@ class MaskTensor(str, Enum):
     NONE = "none"
     BOOL = "bool"
     ADDITIVE = "additive"
+    ALIBI = "alibi"  # slopes [batch, heads] in its place
+
+
+def adds_alibi(options: Mapping[str, int]) -> bool:
+    """Whether a kernel with these options is one for ALiBi."""
+    return bool(options.get("alibi")) or options.get("scores") == 2
 
 
 @dataclass(frozen=True)
@@ -60,6 +67,8 @@ class VarlenProblem(NamedProblem):
     slack: int = 0  # how far seq_q and seq_k exceed the longest sequence
     is_folded: bool = False  # one query position per sequence; the heads of a group are rows
     magnitude: float = 1.0  # of q
+    is_exact: bool = False  # integers whose results are known bit for bit (attention/emulation/recurrence.py)
+    is_consistent: bool = False
     splits: int = 1
     wants_lse: bool = True
     has_counter: bool = True
@@ -72,6 +81,10 @@ class VarlenProblem(NamedProblem):
     @property
     def has_score_functions(self) -> bool:
         return self.softcap > 0 or self.mask is not MaskTensor.NONE
+
+    @property
+    def has_mask_tensor(self) -> bool:
+        return self.mask in (MaskTensor.BOOL, MaskTensor.ADDITIVE)
 
     @property
     def scale(self) -> float:

@@ -7,7 +7,7 @@ import torch
 from flashmoe_build.emulation.compare import UNIT_ROUNDOFF
 from flashmoe_tools.operations.attention.reference import ScoreOptions, weigh
 from flashmoe_tools.operations.attention_backward.emulation.backward import Scores
-from flashmoe_tools.operations.serving.emulation.problem import UNBOUNDED, VarlenProblem
+from flashmoe_tools.operations.serving.emulation.problem import UNBOUNDED, MaskTensor, VarlenProblem
 from flashmoe_tools.operations.serving.emulation.tensors import Tensors
 
 EXPONENT_UNIT = 4e-7  # error of an exponent for each unit of a score in fp32
@@ -23,7 +23,11 @@ def attend(p: VarlenProblem, tensors: Tensors, sequence: int) -> tuple[Scores, t
     if p.softcap > 0:
         capped = torch.tanh(scores / p.softcap)
         scores, derivative, magnitude = p.softcap * capped, 1.0 - capped * capped, magnitude + p.softcap
-    if tensors.mask is not None:
+    if p.mask is MaskTensor.ALIBI and tensors.mask is not None:
+        own = torch.arange(rows).unsqueeze(1) + keys - rows
+        bias = -tensors.mask[sequence].double()[:, None, None] * (own - torch.arange(keys)).abs()
+        scores, magnitude = scores + bias, magnitude + bias.abs()
+    elif tensors.mask is not None:
         mask = tensors.mask[sequence, :, :rows, :keys]
         if mask.dtype == torch.bool:
             scores = scores.masked_fill(~mask, -torch.inf)

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from flashmoe_build.emulation.compare import DTYPES
+from flashmoe_tools.operations.attention.emulation.recurrence import exact_inputs
 from flashmoe_tools.operations.serving.emulation.problem import SPARE_ROWS, Keys, MaskTensor, Rows, VarlenProblem
 
 NAN = float("nan")
@@ -32,7 +33,7 @@ class Tensors:
     seqused_k: torch.Tensor | None
     block_table: torch.Tensor | None
     sinks: torch.Tensor | None
-    mask: torch.Tensor | None  # [batch, heads, rows, keys], expanded
+    mask: torch.Tensor | None  # [batch, heads, rows, keys], or of ALiBi [batch, heads], expanded
 
     def statistics(self, p: VarlenProblem) -> tuple[int, ...]:
         """Sizes of lse, dlse and row_dot: [batch, heads, rows], or [heads, rows of all]."""
@@ -88,7 +89,7 @@ def build(p: VarlenProblem) -> Tensors:
         q_sizes = (int(cu_q[-1]) + SPARE_ROWS, p.heads_q)
     q = torch.full((*q_sizes, p.head_dim), NAN, dtype=dtype)
     for view in _of_rows(p, q, cu_q):
-        view.copy_(normal(*view.shape) * p.magnitude + 0.25)
+        view.copy_(exact_inputs(view, generator)[0] if p.is_exact else normal(*view.shape) * p.magnitude + 0.25)
     cu_k, used, table, pages = _lay_out_keys(p, generator)
     k, v = (torch.full((*pages, dim), NAN, dtype=dtype) for dim in (p.head_dim, p.head_dim_v))
     sequences = []
@@ -97,6 +98,8 @@ def build(p: VarlenProblem) -> Tensors:
         for tensor in (k, v):
             memory = _keys_of(p, tensor, sequence, cu_k, table)
             values = normal(length, p.heads_kv, tensor.shape[-1]) + 0.25
+            if p.is_exact:
+                values = exact_inputs(values.transpose(0, 1), generator)[1 if tensor is k else 2].transpose(0, 1)
             if p.rows[sequence] > 0:
                 for index in range(length):  # of a page that two sequences share the first one's values stay
                     if torch.isnan(memory[index]).any():
@@ -159,6 +162,8 @@ def _mask(p: VarlenProblem, generator: torch.Generator) -> torch.Tensor | None:
         return None
     sizes = (len(p.rows), p.heads_q, max(p.rows))
     own = [1 if broadcast else size for size, broadcast in zip(sizes, p.mask_broadcast, strict=True)]
+    if p.mask is MaskTensor.ALIBI:  # of either sign
+        return (torch.rand(*own[:2], generator=generator) * 0.4 - 0.05).expand(*sizes[:2])
     hidden = torch.rand(*own, max(p.keys), generator=generator) < 0.3
     hidden[0, 0, 0] = True  # a row that sees nothing
     if p.mask is MaskTensor.BOOL:

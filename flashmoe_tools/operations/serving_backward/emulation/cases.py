@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from flashmoe_tools.operations.serving.emulation.problem import Keys, MaskTensor, Rows, VarlenProblem
+from flashmoe_tools.operations.serving.emulation.problem import Keys, MaskTensor, Rows, VarlenProblem, adds_alibi
 from flashmoe_tools.tables import Unit
 
 FUSED = "attention_varlen_backward_fused"
+ALIBI = ("ragged", "full", "window", "wide window", "soft softcap", "dense", "many")
 FEW = ("ragged", "window", "soft softcap")  # of a bf16 kernel: it is the float16 kernel with other conversions
 
 
@@ -16,11 +17,16 @@ def problems(unit: Unit) -> Iterator[VarlenProblem]:
     """In the order of what they need: lengths, the band, scores."""
     for seed, problem in enumerate(_problems(unit)):
         if _is_for(unit, problem) and (unit.dtype == "f16" or problem.name in FEW):
+            if adds_alibi(unit.row.options):
+                problem = replace(problem, mask=MaskTensor.ALIBI, mask_broadcast=(seed % 2 == 1, False, False))
             yield replace(problem, data_seed=seed, has_counter=problem.has_counter or unit.row.operation == FUSED)
 
 
 def _is_for(unit: Unit, problem: VarlenProblem) -> bool:
     """Of a family with kernels of their own for score functions, those have such problems and the others the rest."""
+    if adds_alibi(unit.row.options):
+        is_served = unit.row.operation != FUSED or problem.softcap == 0
+        return is_served and not problem.has_mask_tensor and problem.name in ALIBI
     functions = 0 if unit.row.operation == FUSED else unit.row.options.get("scores")
     return functions is None or problem.has_score_functions == bool(functions)
 

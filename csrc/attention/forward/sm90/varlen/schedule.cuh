@@ -38,8 +38,6 @@ struct Tile<MaskKind::kRuntime> {
   __device__ __forceinline__ KeyRange key_blocks(const ForwardParams&) const {
     return blocks;
   }
-
-  __device__ __forceinline__ int map_row() const { return first_row; }
 };
 using VarlenTile = Tile<MaskKind::kRuntime>;
 }  // namespace sm90

@@ -16,9 +16,9 @@ namespace flashmoe {
 namespace attention {
 namespace sm90 {
 
-// Key blocks of a tile that are still to be asked for when the loading thread wants the next tile (device/persistent.cuh).
+// The key block of a tile before which the loading thread wants the next tile (device/persistent.cuh).
 __device__ __forceinline__ int draw_block(const KeyRange& blocks) {
-  return minimum(blocks.end - 1, blocks.begin + kDrawAhead);
+  return maximum(blocks.begin, blocks.end - 1 - kDrawAhead);
 }
 template <typename Spec>
 __device__ __forceinline__ bool has_tail(const VarlenTile& tile) {
@@ -30,7 +30,7 @@ struct TileScheduler {
   const ForwardParams& params;
   const SharedMemory<Spec> shared;
   const int lane;
-  RingPosition<Spec::kNumStages> value;  // where the loading thread puts V of the tile's last block
+  RingPosition<Spec::kNumStages> value;  // where the loading thread puts V of the tile's first block
   int tail_parity[2] = {0, 0};
   SequenceWalk<Spec> walk;
 
@@ -83,14 +83,11 @@ struct TileScheduler {
       publish(slot, next);
       if (tail.first_row >= 0) finish_tail(tail);
       if (is_end) return;
+      // The loading thread asks for the next tile no later than for this block: the tail is cleared once that tile is found.
       const int last_block = tile.blocks.end - 1;
+      value.advance_by(last_block - tile.blocks.begin);
       tail = Tail{slot, value.stage, has_tail<Spec>(tile) ? maximum(0, tile.keys - last_block * Spec::kBlockN) : -1};
-      value.advance_by(tile.blocks.end - tile.blocks.begin);
-      // The consumers wait for the tail before the loading thread comes to the block where it wants the next tile, if that is a later one.
-      if (tail.first_row >= 0 && last_block > draw_block(tile.blocks)) {
-        finish_tail(tail);
-        tail.first_row = -1;
-      }
+      value.advance();
       ptx::mbarrier_wait(shared.next_tile_wanted(), slot);
       int next_index = 0;
       if (lane == 0) next_index = next_tile_index(params.tile_counter, num_tiles, index);

@@ -14,7 +14,8 @@ template <typename Element_, int kHeadDim_, int kBlockM_, int kBlockN_, int kNum
 struct VarlenSpec : ForwardSpec<Element_, kHeadDim_, kBlockM_, kBlockN_, kNumStages_, kNumWarps_, kNumQueryStages_,
                                 kNumOutputSlabs_, 0, 32, 2 * 48, 5> {
   // Scores pass through a softcap or a mask tensor; without, a kernel has neither the code nor the registers for them.
-  static constexpr bool kHasScoreMod = kScores_ != 0;
+  static constexpr bool kHasScoreMod = kScores_ == 1;
+  static constexpr bool kHasAlibi = kScores_ == 2;  // and a softcap before it
   static_assert(!kHasScoreMod || !ptx::kIsEither<Element_>, "a softcap depends on the type's range (softcap.cuh)");
   static constexpr int kNextTileBytes = 48;
   // Registers per thread, as in ForwardSpec. Three warpgroups that compute, or two, leave the scheduling warp what it needs.

@@ -1,1 +1,1 @@
-"""out = x * scale, clamped at 0 or not: the room of an operation that is in no release."""
+"""out = x * scale, clamped at 0 or not: an operation that is in no release."""

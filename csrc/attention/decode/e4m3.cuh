@@ -1,0 +1,370 @@
+// Decoding from a cache of 8-bit floats (e4m3): the kernel of decode.cuh, whose warps turn what they read into 16-bit elements on the way to
+// the products.
+//
+// Codes become elements exactly, and scales are applied in float32: K's to the scores; V's to the output, which stands in units of the current
+// page's scale. Products by powers of two are exact: with such scales every bit is that of the 16-bit kernel on the dequantised cache.
+#pragma once
+
+#include "attention/decode/decode.cuh"
+#include "attention/params/e4m3.h"
+#include "ptx/cp_async_word.cuh"
+#include "ptx/e4m3.cuh"
+#include "ptx/ldmatrix.cuh"
+#include "ptx/shuffle.cuh"
+
+namespace flashmoe {
+namespace attention {
+namespace decode {
+
+// kKeepsOrder   1: a product of 16 columns takes them in the tensor's order, for tensor cores that add eight products at a time; 0: in the
+//               order in which ldmatrix gives bytes, for those that add sixteen, to which it is the same.
+template <typename Element, int kHeadDim, int kBlockM, int kBlockN, int kNumStages, int kNumWarps,
+          int kQueryInRegisters, int kKeepsOrder_>
+struct E4m3DecodeSpec : DecodeSpec<Element, kHeadDim, kBlockM, kBlockN, kNumStages, kNumWarps, kQueryInRegisters, 0> {
+  using Base = DecodeSpec<Element, kHeadDim, kBlockM, kBlockN, kNumStages, kNumWarps, kQueryInRegisters, 0>;
+  using KeyTile = RowTile<ptx::E4M3, kHeadDim>;
+  static constexpr bool kKeepsOrder = kKeepsOrder_ != 0;
+  static constexpr bool kHasTwoLoops = false;
+  static constexpr int kTileBytes = kWarpKeys * KeyTile::kRowBytes;  // of K, or of V
+  static constexpr int kStageBytes = 2 * kTileBytes;
+  static constexpr int kRingBytes = kNumStages * kStageBytes;
+  static constexpr int kQueryOffset = kNumWarps * kRingBytes;
+  static constexpr int kScaleBytes = kNumStages * 8;  // of one warp: K's and V's of each stage
+  static constexpr int kScaleOffset =
+      kNumWarps * (kRingBytes + Base::kQueryBytes + Base::kStateBytes) + Base::kArrivalBytes;
+  static constexpr int kSharedBytes = kScaleOffset + kNumWarps * kScaleBytes;
+
+  // Of two blocks, which hold the even and the odd of 16 columns, in the order that E4m3Loader::finish leaves.
+  static __device__ __forceinline__ int output_column(int block, int lane) {
+    return block / 2 * 16 + lane * 4 + block % 2 * 2;
+  }
+
+  static_assert(kKeepsOrder || !ptx::kIsEither<Element>, "only bf16 queries become f16 (ByteQuery)");
+  static_assert(kKeepsOrder || Base::kQueryInRegisters, "Q in the order of bytes is loaded to registers");
+  static_assert(kBlockM * Base::kOutputRowBytes <= kRingBytes, "a warp leaves its output in its ring");
+};
+
+template <typename Element>
+constexpr bool kIsBF16 = false;
+template <>
+constexpr bool kIsBF16<ptx::BF16> = true;
+
+// Q as A operands in the order of K's bytes: of 16 columns lane c of a quad has 4 c to 4 c + 3.
+template <typename Spec>
+struct ByteQuery {
+  using Element = typename Spec::Element;
+
+  // Of bf16, whether Q_rmem holds f16: Q times a power of two. Codes take a quarter of the instructions to f16.
+  static constexpr bool kMayBeNarrow = kIsBF16<Element>;
+
+  uint32_t Q_rmem[Spec::kHeadDim / 16][4];
+  bool is_narrow = false;
+  float inverse_factor = 1.0f;  // of that power
+
+  __device__ __forceinline__ static void copy(const ForwardParams&, const Element*, int, ptx::SmemPointer) {}
+
+  __device__ __forceinline__ ByteQuery(const ForwardParams& params, const Element* Q_gmem, int rows, ptx::SmemPointer) {
+    const int lane = ptx::lane_index();
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const Element* row_gmem = Q_gmem + min(rows - 1, half * 8 + lane / 4) * params.q_stride.row + lane % 4 * 4;
+#pragma unroll
+      for (int k = 0; k < Spec::kHeadDim / 16; ++k) {
+        uint32_t pairs[2] = {0, 0};
+        if (k * 16 + lane % 4 * 4 < params.head_dim) ptx::ld_global_64(pairs, row_gmem + k * 16);
+        Q_rmem[k][half] = pairs[0];
+        Q_rmem[k][2 + half] = pairs[1];
+      }
+    }
+  }
+
+  // The largest element of all rows goes below 2^15; where no other but zero is 2^-28 of it or less, all are normal numbers of f16, whose
+  // products are those of bf16.
+  __device__ __forceinline__ void narrow() {
+    int most = 0, least = 0xffff;  // magnitudes, the least less one: zero does not count
+#pragma unroll
+    for (int k = 0; k < Spec::kHeadDim / 16; ++k)
+#pragma unroll
+      for (int i = 0; i < 4; ++i)
+#pragma unroll
+        for (int shift = 0; shift < 32; shift += 16) {
+          const int magnitude = static_cast<int>(Q_rmem[k][i] >> shift & 0x7fffu);
+          most = max(most, magnitude);
+          least = min(least, (magnitude - 1) & 0xffff);
+        }
+    const uint32_t exponent = ptx::reduce_max(static_cast<uint32_t>(most)) >> 7;  // biased by 127
+    const uint32_t least_exponent = (0x10000u - ptx::reduce_max(static_cast<uint32_t>(0xffff - least))) >> 7;
+    constexpr uint32_t kRange = 28, kLargest = 127 + 14;
+    is_narrow = exponent > kRange && exponent < 255 && least_exponent + kRange >= exponent;
+    if (!is_narrow) return;
+    const float factor = ptx::bits_float((127 + kLargest - exponent) << 23);
+    inverse_factor = ptx::bits_float((127 + exponent - kLargest) << 23);
+#pragma unroll
+    for (int k = 0; k < Spec::kHeadDim / 16; ++k)
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const float2 pair = unpack<Element>(Q_rmem[k][i]);
+        Q_rmem[k][i] = pack<ptx::F16>(pair.x * factor, pair.y * factor);
+      }
+  }
+
+  __device__ __forceinline__ void get(uint32_t (&a)[1][4], int k) const {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) a[0][i] = Q_rmem[k][i];
+  }
+};
+
+template <typename Query>
+constexpr bool kMayBeNarrow = false;
+template <typename Spec>
+constexpr bool kMayBeNarrow<ByteQuery<Spec>> = ByteQuery<Spec>::kMayBeNarrow;
+
+template <typename Spec, bool kKeepsOrder = Spec::kKeepsOrder>
+struct CodeQueryOf {
+  using Type = typename QueryOf<Spec>::Type;
+};
+template <typename Spec>
+struct CodeQueryOf<Spec, false> {
+  using Type = ByteQuery<Spec>;
+};
+
+// A lane's address in a tile of codes, 32 columns further with each step.
+template <typename Tile>
+__device__ __forceinline__ ptx::SmemPointer step_along(ptx::SmemPointer lane_smem, int step) {
+  constexpr int kSteps = Tile::kLanes / 2;  // of a segment, in which the swizzle permutes
+  return (lane_smem ^ (step % kSteps * (2 * kChunkBytes))) + step / kSteps * (Tile::kLanes * kChunkBytes);
+}
+
+// V of one key tile, as accumulate_tile takes it.
+template <typename Spec>
+struct CodeValues {
+  using Element = typename Spec::Element;
+  static constexpr bool kMaySkip = true;
+
+  ptx::SmemPointer V_smem;
+  float unit_ratio;  // of the output's unit before this tile to that of the tile
+  float weight;      // of the probabilities
+  bool has_upper;    // rows 8 to 15, some of them the item's
+
+  __device__ __forceinline__ bool skips(int half) const { return half == 1 && !has_upper; }
+
+  __device__ __forceinline__ void change_units(float (&O_rmem)[1][Spec::kMmaD][4]) const {
+    if (unit_ratio == 1.0f) return;  // as for most tiles
+#pragma unroll
+    for (int d = 0; d < Spec::kMmaD; ++d)
+#pragma unroll
+      for (int i = 0; i < 4; ++i) O_rmem[0][d][i] *= unit_ratio;
+  }
+  __device__ __forceinline__ float weigh(float p) const { return p * weight; }
+
+  __device__ __forceinline__ ptx::SmemPointer walk() const {
+    const int lane = ptx::lane_index();
+    return V_smem + Spec::KeyTile::offset(lane % 16, lane / 16);
+  }
+
+  // Transposed, a lane gets of two keys the same two neighbouring columns: an even one, which goes to one block of the output, and an odd one.
+  __device__ __forceinline__ void multiply(float (&O_rmem)[1][Spec::kMmaD][4], const uint32_t (&P_rmem)[1][4],
+                                           ptx::SmemPointer lane_smem, int) const {
+    constexpr uint32_t kEvenThenOdd = 0x3120;
+#pragma unroll
+    for (int step = 0; step < Spec::kHeadDim / 32; ++step) {
+      uint32_t codes[4];  // keys 0 to 7 and 8 to 15 of 16 columns, then of the next 16
+      ptx::ldmatrix_x4_trans(codes, step_along<typename Spec::KeyTile>(lane_smem, step));
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        uint32_t first[2], last[2];  // keys: of the even column, of the odd one
+        ptx::unpack_e4m3<Element>(first, ptx::select_bytes(codes[2 * i], 0, kEvenThenOdd));
+        ptx::unpack_e4m3<Element>(last, ptx::select_bytes(codes[2 * i + 1], 0, kEvenThenOdd));
+#pragma unroll
+        for (int odd = 0; odd < 2; ++odd)
+          Spec::multiply(O_rmem[0][4 * step + 2 * i + odd], P_rmem[0], first[odd], last[odd]);
+      }
+    }
+  }
+};
+
+// Whether the output may stand in units of a page's scale: a change between two of these leaves it in the range of float32.
+__device__ __forceinline__ bool is_unit(float scale) {
+  constexpr uint32_t kLeast = (127 - 40) << 23, kMost = (127 + 40) << 23;
+  const uint32_t magnitude = ptx::float_bits(scale) & 0x7fffffffu;
+  return magnitude >= kLeast && magnitude <= kMost;
+}
+
+// 1 / scale of such a unit; of a power of two exact.
+__device__ __forceinline__ float inverse_of(float scale) {
+  const uint32_t bits = ptx::float_bits(scale), exponent = bits >> 23 & 0xffu;
+  const float fraction = ptx::bits_float((bits & 0x807fffffu) | 127u << 23);
+  return ptx::rcp_approx(fraction) * ptx::bits_float((254u - exponent) << 23);
+}
+
+__device__ __forceinline__ float load_scale(const CacheScale& scale, int64_t index, int head) {
+  if (scale.values == nullptr) return scale.factor;
+  return scale.factor * ptx::ld_global_float(scale.values + index * scale.stride + head * scale.head_stride);
+}
+
+// A warp's keys of one key tile after the other, and their scales.
+template <typename Spec>
+struct E4m3Loader : KeyLoader<Spec, Words::kByUse> {
+  using Base = KeyLoader<Spec, Words::kByUse>;
+  using Element = typename Spec::Element;
+  using Tile = typename Spec::KeyTile;
+  using Query = typename CodeQueryOf<Spec>::Type;
+
+  const E4m3ForwardParams& cache;
+  const int head_kv;
+  const bool has_upper;               // CodeValues
+  const ptx::SmemPointer scale_smem;  // [kNumStages, 2] of the warp, of pages that have scales
+  float key_scale;                    // of the sequence; of pages' scales, of the current tile
+  float value_unit;                   // what the output is multiplied by in the end
+  float value_ratio;                  // of the current tile: CodeValues
+  float value_weight;
+
+  __device__ __forceinline__ E4m3Loader(const ForwardParams& params, const Sequence<MaskKind::kRuntime>& sequence,
+                                        const Segment& segment, Use use, const E4m3ForwardParams& cache_)
+      : Base(params, sequence, segment, use),
+        cache(cache_),
+        head_kv(this->key_head(segment)),
+        has_upper(segment.rows > 8),
+        scale_smem(ptx::SmemPointer(ptx::dynamic_shared_memory()) + Spec::kScaleOffset +
+                   ptx::warp_index() * Spec::kScaleBytes),
+        key_scale(cache_.k_scale.is_of_pages ? 1.0f : load_scale(cache_.k_scale, segment.batch, head_kv)),
+        value_unit(cache_.v_scale.is_of_pages ? 1.0f : load_scale(cache_.v_scale, segment.batch, head_kv)),
+        value_ratio(1.0f),
+        value_weight(1.0f) {}
+
+  __device__ __forceinline__ bool sees_some(int tile) const {
+    const int first = Base::first_key(tile);
+    return first + kWarpKeys > this->visible.begin && first < this->visible.end;
+  }
+
+  // K, V and their page's scales: a page holds all 16 keys, and the first visible one's lane knows which it is.
+  __device__ __forceinline__ void load(int tile, int stage, ptx::SmemPointer stage_smem) const {
+    const bool has_value = Base::has_value();
+    const CacheScale& scale = has_value ? cache.v_scale : cache.k_scale;
+    if (scale.is_of_pages) {
+      const int first = Base::first_key(tile);
+      const int key = first + ptx::lane_index() % kWarpKeys;
+      if (key == max(first, this->visible.begin) && key < this->visible.end) {
+        ptx::cp_async_4(
+            scale_smem + (2 * stage + has_value) * 4,
+            scale.values + this->sequence.existing_page(this->page) * scale.stride + head_kv * scale.head_stride);
+      }
+    }
+    this->load_keys(tile, stage_smem);
+  }
+
+  __device__ __forceinline__ void multiply(float (&S_rmem)[1][Spec::kMmaN][4], const Query& Q, ptx::SmemPointer K_smem,
+                                           int tile, int stage) {
+    float factor = 1.0f;
+    if constexpr (kMayBeNarrow<Query>) {
+      if (Q.is_narrow) {
+        multiply_codes<ptx::F16>(S_rmem, Q, K_smem);
+        factor = Q.inverse_factor;
+      } else {
+        multiply_codes<Element>(S_rmem, Q, K_smem);
+      }
+    } else {
+      multiply_codes<Element>(S_rmem, Q, K_smem);
+    }
+    if (cache.k_scale.is_of_pages && sees_some(tile)) {
+      key_scale = cache.k_scale.factor * ptx::ld_shared_float(scale_smem + 2 * stage * 4);
+    }
+#pragma unroll
+    for (int n = 0; n < Spec::kMmaN; ++n)
+#pragma unroll
+      for (int i = 0; i < 4; ++i) S_rmem[0][n][i] *= factor * key_scale;
+    value_ratio = value_weight = 1.0f;
+    if (!cache.v_scale.is_of_pages || !sees_some(tile)) return;
+    const float scale = cache.v_scale.factor * ptx::ld_shared_float(scale_smem + (2 * stage + 1) * 4);
+    if (scale == value_unit) return;
+    if (is_unit(scale)) {
+      value_ratio = value_unit * inverse_of(scale);
+      value_unit = scale;
+    } else {  // zero, or no scale that a cache would have
+      value_weight = scale * inverse_of(value_unit);
+    }
+  }
+
+  template <typename Operand>
+  __device__ __forceinline__ static void multiply_codes(float (&S_rmem)[1][Spec::kMmaN][4], const Query& Q,
+                                                        ptx::SmemPointer K_smem) {
+    const int lane = ptx::lane_index();
+#pragma unroll
+    for (int n = 0; n < Spec::kMmaN; ++n)
+#pragma unroll
+      for (int i = 0; i < 4; ++i) S_rmem[0][n][i] = 0.0f;
+    if constexpr (Spec::kKeepsOrder) {
+      // Of each eight columns a lane's two: half of a word, its own or its neighbour's too.
+#pragma unroll
+      for (int k = 0; k < Spec::kHeadDim / 16; ++k) {
+        uint32_t a[1][4];
+        Q.get(a, k);
+#pragma unroll
+        for (int n = 0; n < Spec::kMmaN; ++n) {
+          const ptx::SmemPointer chunk_smem = K_smem + (Tile::offset(n * 8 + lane / 4, k) + lane % 4 / 2 * 4);
+          uint32_t b[2];
+          ptx::unpack_e4m3<Element>(b,
+                                    ptx::select_bytes(ptx::ld_shared_32(chunk_smem), ptx::ld_shared_32(chunk_smem + 8),
+                                                      lane % 2 == 0 ? 0x5410 : 0x7632));
+          Spec::multiply(S_rmem[0][n], a[0], b[0], b[1]);
+        }
+      }
+    } else {
+      const ptx::SmemPointer lane_smem = K_smem + Tile::offset(lane % 8 + lane / 16 * 8, lane / 8 % 2);
+#pragma unroll
+      for (int step = 0; step < Spec::kHeadDim / 32; ++step) {
+        uint32_t codes[4];  // keys 0 to 7, of 16 columns and of the next 16; keys 8 to 15
+        ptx::ldmatrix_x4(codes, step_along<Tile>(lane_smem, step));
+#pragma unroll
+        for (int k = 0; k < 2; ++k) {
+          uint32_t a[1][4];
+          Q.get(a, 2 * step + k);
+#pragma unroll
+          for (int n = 0; n < Spec::kMmaN; ++n) {
+            uint32_t b[2];
+            ptx::unpack_e4m3<Operand>(b, codes[2 * n + k]);
+            ptx::mma_m16n8k16<Operand>(S_rmem[0][n], a[0], b[0], b[1]);
+          }
+        }
+      }
+    }
+  }
+
+  __device__ __forceinline__ static void prepare(Query& Q, int tiles) {
+    constexpr int kWorthwhile = 16;  // tiles: below, the conversion of Q takes longer than what it saves
+    if constexpr (kMayBeNarrow<Query>) {
+      if (tiles >= kWorthwhile) Q.narrow();
+    }
+  }
+
+  __device__ __forceinline__ CodeValues<Spec> values(ptx::SmemPointer V_smem) const {
+    return {V_smem, value_ratio, value_weight, has_upper};
+  }
+
+  // In units of one; and of two neighbouring blocks, which hold the even and the odd columns, a lane's four columns in their order.
+  __device__ __forceinline__ void finish(float (&O_rmem)[1][Spec::kMmaD][4]) const {
+#pragma unroll
+    for (int d = 0; d < Spec::kMmaD; d += 2)
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        float (&even)[4] = O_rmem[0][d];
+        float (&odd)[4] = O_rmem[0][d + 1];
+        const float third = even[2 * half + 1] * value_unit;
+        even[2 * half] *= value_unit;
+        even[2 * half + 1] = odd[2 * half] * value_unit;
+        odd[2 * half] = third;
+        odd[2 * half + 1] *= value_unit;
+      }
+  }
+};
+
+template <typename Spec>
+__device__ __forceinline__ void decode_e4m3(const E4m3ForwardParams& params) {
+  for_each_segment<Spec>(params.forward, [&](const Segment& segment, Use use, const WarpResults<Spec>& results) {
+    attend<Spec, E4m3Loader<Spec>>(params.forward, segment, use, results, params);
+  });
+}
+
+}  // namespace decode
+}  // namespace attention
+}  // namespace flashmoe

@@ -1,0 +1,168 @@
+#include "attention/host/e4m3.h"
+
+#include <algorithm>
+#include <array>
+#include <cstdint>
+
+#include "attention/host/select.h"
+#include "attention/host/varlen.h"
+#include "host/copies.h"
+#include "host/last_kernel.h"
+#include "host/launch.h"
+
+namespace flashmoe {
+namespace attention {
+namespace {
+
+using host::describe_sizes;
+using host::violate;
+
+constexpr int64_t kRowAlignBytes = 16;
+constexpr int64_t kScaledKeys = 16;  // of a page that has a scale: a multiple of a warp's keys
+
+void check_scale(const ScaleArgument& scale, const char* name, const QueryKeyValue& operands, const Tensor& cache,
+                 int64_t batch, bool has_pages) {
+  if (!scale.values.is_given()) return;
+  const Tensor& values = scale.values;
+  const int64_t rank = values.dim();
+  const int64_t heads = cache.sizes()[has_pages ? 2 : 1];
+  check_device(values, name, operands);
+  if (values.dtype() != aoti_torch_dtype_float32()) {
+    violate("attention.companion_dtype",
+            {{"name", name}, {"found", host::describe_dtype(values.dtype())}, {"needed", "float32"}});
+  }
+  const int64_t* sizes = values.sizes();
+  const int64_t rows[] = {batch, heads};
+  bool fits = rank == 0 || (rank == 1 && sizes[0] == heads) || (rank == 2 && std::equal(rows, rows + 2, sizes));
+  if (rank == 4 && cache.dim() == 4) {
+    const int64_t head_axis = has_pages ? 2 : 1;
+    fits = true;
+    for (int64_t axis = 0; axis < 4; ++axis) {
+      const bool may_differ = axis == 0 || axis == head_axis;
+      fits = fits && (sizes[axis] == 1 || (may_differ && sizes[axis] == cache.sizes()[axis]));
+    }
+  }
+  if (!fits) {
+    violate("attention.e4m3_scale_shape", {{"name", name},
+                                           {"found", describe_sizes(values)},
+                                           {"batch", batch},
+                                           {"heads", heads},
+                                           {"cache", describe_sizes(cache)}});
+  }
+  if (rank == 4 && has_pages && sizes[0] > 1 && cache.sizes()[1] % kScaledKeys != 0) {
+    violate("attention.e4m3_page_scales", {{"name", name}, {"page_size", cache.sizes()[1]}, {"multiple", kScaledKeys}});
+  }
+}
+
+// Whether rows of codes can be loaded by 16 bytes where they lie.
+bool is_loadable(const Tensor& cache) {
+  const int64_t last = cache.dim() - 1;
+  if (reinterpret_cast<std::uintptr_t>(cache.data()) % kRowAlignBytes != 0) return false;
+  if (cache.sizes()[last] % kRowAlignBytes != 0) return false;
+  for (int64_t axis = 0; axis < last; ++axis) {
+    if (cache.sizes()[axis] > 1 && cache.strides()[axis] % kRowAlignBytes != 0) return false;
+  }
+  return true;
+}
+
+// The cache itself, or a copy with rows of whole 16 bytes, zeros behind.
+Tensor loadable(const Tensor& cache) {
+  if (is_loadable(cache)) return host::alias(cache);
+  std::array<int64_t, 4> sizes{};
+  std::copy_n(cache.sizes(), cache.dim(), sizes.begin());
+  int64_t& columns = sizes[static_cast<std::size_t>(cache.dim() - 1)];
+  columns = (columns + kRowAlignBytes - 1) / kRowAlignBytes * kRowAlignBytes;
+  Tensor result = host::empty(cache.dim(), sizes.data(), cache.dtype(), cache.device_type(), cache.device_index());
+  host::check_shim(aoti_torch_zero_(result.get()), "zero_");
+  const Tensor part = host::view_of(result, cache.sizes(), result.strides());
+  host::check_shim(aoti_torch_copy_(part.get(), cache.get(), /*non_blocking=*/0), "copy_");
+  return result;
+}
+
+E4m3ForwardParams make_e4m3_params(const E4m3Arguments& arguments, const VarlenArguments& varlen,
+                                   const ForwardOutputs& outputs) {
+  E4m3ForwardParams params{};
+  params.forward = make_varlen_params(varlen, outputs);
+  params.k_scale = make_scale(arguments.k_scale, varlen.has_pages());
+  params.v_scale = make_scale(arguments.v_scale, varlen.has_pages());
+  return params;
+}
+
+}  // namespace
+
+void check_e4m3_scales(const E4m3Arguments& arguments) {
+  const VarlenArguments& varlen = arguments.varlen;
+  if (varlen.mask.is_given() && varlen.mask.dim() != 4) violate("attention.e4m3_alibi");
+  check_scale(arguments.k_scale, "k_scale", varlen, varlen.k, varlen.batch(), varlen.has_pages());
+  check_scale(arguments.v_scale, "v_scale", varlen, varlen.v, varlen.batch(), varlen.has_pages());
+}
+
+void check_e4m3_scales(const E4m3AppendArguments& arguments) {
+  const AppendArguments& append = arguments.append;
+  QueryKeyValue operands;
+  operands.q = host::alias(append.k_new);
+  operands.device_type = append.device_type;
+  operands.device_index = append.device_index;
+  const int64_t batch = append.k_new.sizes()[0];
+  check_scale(arguments.k_scale, "k_scale", operands, append.k_cache, batch, append.has_pages());
+  check_scale(arguments.v_scale, "v_scale", operands, append.v_cache, batch, append.has_pages());
+}
+
+CacheScale make_scale(const ScaleArgument& scale, bool has_pages) {
+  CacheScale result{};
+  result.factor = static_cast<float>(scale.factor);
+  if (!scale.values.is_given()) return result;
+  const Tensor& values = scale.values;
+  result.values = static_cast<const float*>(values.data());
+  const auto stride_of = [&](int64_t axis) { return values.sizes()[axis] > 1 ? values.strides()[axis] : 0; };
+  if (values.dim() == 1) result.head_stride = stride_of(0);
+  if (values.dim() == 2 || values.dim() == 4) {
+    result.stride = stride_of(0);
+    result.head_stride = stride_of(values.dim() == 4 && has_pages ? 2 : 1);
+  }
+  result.is_of_pages = has_pages && values.dim() == 4 && result.stride != 0 ? 1 : 0;
+  return result;
+}
+
+void forward_e4m3_cuda(const E4m3Arguments& arguments, const ForwardOutputs& outputs) {
+  const VarlenArguments& varlen = arguments.varlen;
+  const host::Device& gpu = host::device(varlen.device_index);
+  if (varlen.max_seqlen_k == 0 || varlen.k.sizes()[0] == 0) {
+    fill_without_keys(outputs, varlen.sinks, gpu);
+    return;
+  }
+  const auto head_dim = static_cast<int32_t>(std::max(varlen.head_dim(), varlen.head_dim_v()));
+  const Kernel& kernel = select_e4m3(host::make_request(gpu, varlen.dtype), head_dim);
+  const bool is_whole = varlen.head_dim_v() % host::kRowAlignElements == 0;
+  VarlenArguments read =
+      with_operands(varlen, host::loadable(varlen.q, kernel), loadable(varlen.k), loadable(varlen.v));
+  ForwardOutputs written;
+  written.out = is_whole ? host::alias(outputs.out) : host::empty_like(outputs.out, host::padded_sizes(outputs.out));
+  if (outputs.lse.is_given()) written.lse = host::alias(outputs.lse);
+  E4m3ForwardParams params = make_e4m3_params(arguments, read, written);
+  // Of the output's columns, not of a padded cache's.
+  params.forward.head_dim_v = static_cast<int32_t>(written.out.sizes()[written.out.dim() - 1]);
+  const host::CudaCall call(gpu);
+  if (has_one_row_each(read)) fold_heads(params.forward);
+  run_decoding(params.forward, kernel, read.is_consistent() ? 1 : read.num_splits, call, &params);
+  host::set_last_kernel(kernel.symbol);
+  if (!is_whole) host::copy_unpadded(written.out, outputs.out);
+}
+
+void append_e4m3_cuda(const E4m3AppendArguments& arguments) {
+  const host::Device& gpu = host::device(arguments.append.device_index);
+  const Kernel& kernel = select_e4m3_append(host::make_request(gpu, arguments.append.dtype));
+  const bool has_pages = arguments.append.has_pages();
+  const E4m3AppendParams params{make_append_params(arguments.append), make_scale(arguments.k_scale, has_pages),
+                                make_scale(arguments.v_scale, has_pages)};
+  const int64_t rows = 2 * static_cast<int64_t>(params.append.batch) * params.append.new_keys * params.append.heads_kv;
+  const int64_t warps = kernel.threads / 32;
+  const host::CudaCall call(gpu);
+  host::LaunchList list;
+  list.add({&kernel, (rows + warps - 1) / warps, &params, nullptr, /*is_dependent=*/false});
+  list.run(call);
+  host::set_last_kernel(kernel.symbol);
+}
+
+}  // namespace attention
+}  // namespace flashmoe

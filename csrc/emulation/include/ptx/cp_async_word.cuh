@@ -1,0 +1,16 @@
+// Emulated: the signatures of csrc/ptx/cp_async_word.cuh plus the call site; a test holds the two against each other.
+#pragma once
+
+#include "ptx/memory.cuh"
+
+namespace flashmoe {
+namespace ptx {
+
+using emulation::Site;
+
+__device__ __forceinline__ void cp_async_4(SmemPointer smem, const void* gmem, Site site = Site::here()) {
+  emulation::copy_async(smem.address, gmem, 4, 4, site, "cp_async_4");
+}
+
+}  // namespace ptx
+}  // namespace flashmoe

@@ -1,0 +1,39 @@
+// Checks of the arguments of multi-head latent attention.
+#pragma once
+
+#include "host/arguments.h"
+#include "host/tensor.h"
+
+namespace flashmoe {
+namespace mla {
+
+using host::Dtype;
+using host::Tensor;
+
+// A tensor that was not given has a null handle.
+struct DecodeArguments {
+  Tensor q;              // [batch, tokens, heads, 576]
+  Tensor kv_cache;       // [pages, page_size, 576] with block_table, else [batch, keys, 576]
+  Tensor cache_seqlens;  // [batch] int32, contiguous
+  Tensor block_table;    // [batch, pages] int32, last dimension contiguous
+  Tensor sinks;          // [heads] float32, contiguous
+  double scale = 0.0;
+  bool is_causal = true;
+  int64_t num_splits = 0;  // 0: the kernels' choice; 1: each row's result is the same in any batch
+  Dtype dtype = Dtype::kFloat16;
+
+  int64_t batch() const { return q.sizes()[0]; }
+  int64_t tokens() const { return q.sizes()[1]; }
+  int64_t heads() const { return q.sizes()[2]; }
+  // Keys that a sequence's memory holds.
+  int64_t max_keys() const { return kv_cache.sizes()[1] * (block_table.is_given() ? block_table.sizes()[1] : 1); }
+};
+
+// Takes the operator's arguments; throws the first rule that they break.
+DecodeArguments take_decode(host::Arguments& given);
+
+// out [batch, tokens, heads, 512], contiguous, and lse [batch, heads, tokens] of a call with rows.
+void decode_cuda(const DecodeArguments& arguments, const Tensor& out, const Tensor& lse);
+
+}  // namespace mla
+}  // namespace flashmoe

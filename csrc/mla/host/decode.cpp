@@ -1,0 +1,151 @@
+// Decoding on a GPU: which kernel, on what, and the list that is launched. Nothing here reads device memory.
+#include <algorithm>
+#include <cstring>
+
+#include "host/copies.h"
+#include "host/last_kernel.h"
+#include "host/launch.h"
+#include "host/tensor_map.h"
+#include "host/workspace.h"
+#include "mla/host/arguments.h"
+#include "mla/params/decode.h"
+#include "mla/sm90/tensor_map.h"
+
+namespace flashmoe {
+namespace mla {
+namespace {
+
+using host::Kernel;
+
+constexpr double kLog2E = 1.4426950408889634;
+constexpr int32_t kNoLimit = 1 << 20;  // of the parts of a sequence
+
+int64_t ceil_div(int64_t value, int64_t divisor) { return (value + divisor - 1) / divisor; }
+
+const Kernel* find(const host::KernelRequest& request, const char* operation, const char* family, const char* variant) {
+  return host::find_kernel({operation, family, variant, request.dtype, {}}, host::kNoAxis,
+                           host::loadable_kernels(request.capability));
+}
+
+// Of the families that the GPU has, best first, or of the one that is forced. Few rows leave most of a wgmma tile empty.
+const Kernel& select_decode(const host::KernelRequest& request, int64_t rows, bool has_keys) {
+  constexpr int64_t kFewRows = 8;
+  for (const char* const* family = host::families_of(request.capability); *family != nullptr; ++family) {
+    const bool is_forced = request.forced_family != nullptr;
+    if (is_forced && std::strcmp(request.forced_family, *family) != 0) continue;
+    const bool is_wgmma = std::strcmp(*family, "sm90") == 0;
+    if (is_wgmma && (!has_keys || (rows <= kFewRows && !is_forced)))
+      continue;  // no tensor map describes an empty cache
+    const Kernel* kernel = find(request, "mla_decode", *family, rows > 16 && !is_wgmma ? "m32" : "");
+    if (kernel != nullptr) return *kernel;
+  }
+  host::refuse(request, "multi-head latent attention");
+}
+
+const Kernel& select_combine(const host::KernelRequest& request) {
+  const Kernel* kernel = find(request, "mla_combine", "sm80", "");
+  if (kernel == nullptr) host::refuse(request, "multi-head latent attention");
+  return *kernel;
+}
+
+// Rows of a sequence lie at one stride, 16 bytes of each at a time.
+bool is_loadable_query(const Tensor& q, const Kernel& kernel) {
+  const int64_t* strides = q.strides();
+  return host::is_loadable(q, kernel) && (q.sizes()[1] == 1 || strides[1] == q.sizes()[2] * strides[2]);
+}
+
+DecodeParams make_params(const DecodeArguments& arguments, const Tensor& q, const Tensor& cache, const Tensor& out,
+                         const Tensor& lse) {
+  const bool has_pages = arguments.block_table.is_given();
+  DecodeParams params{};
+  params.q = q.data();
+  params.cache = cache.data();
+  params.out = out.data();
+  params.lse = static_cast<float*>(lse.data());
+  params.cache_seqlens = static_cast<const int32_t*>(arguments.cache_seqlens.data());
+  if (has_pages) {
+    params.block_table = static_cast<const int32_t*>(arguments.block_table.data());
+    params.block_table_stride = arguments.block_table.strides()[0];
+  }
+  if (arguments.sinks.is_given()) params.sinks = static_cast<const float*>(arguments.sinks.data());
+  params.q_stride_batch = q.strides()[0];
+  params.q_stride_row = q.strides()[2];
+  params.page_stride = cache.strides()[0];
+  params.key_stride = cache.strides()[1];
+  params.batch = static_cast<int32_t>(arguments.batch());
+  params.tokens = static_cast<int32_t>(arguments.tokens());
+  params.heads = static_cast<int32_t>(arguments.heads());
+  params.max_keys = cache.sizes()[0] > 0 ? static_cast<int32_t>(arguments.max_keys()) : 0;
+  params.page_size = static_cast<int32_t>(std::max<int64_t>(1, cache.sizes()[1]));
+  params.num_pages = static_cast<int32_t>(cache.sizes()[0]);
+  params.is_causal = arguments.is_causal ? 1 : 0;
+  params.scale_log2 = static_cast<float>(arguments.scale * kLog2E);
+  return params;
+}
+
+int32_t log2_of(int32_t power) {
+  int32_t log2 = 0;
+  while ((1 << log2) < power) ++log2;
+  return log2;
+}
+
+void run(const DecodeArguments& arguments, DecodeParams params, const Kernel& kernel, const Kernel& combine,
+         const host::Device& gpu) {
+  const int64_t rows = arguments.tokens() * arguments.heads();
+  const int64_t row_tiles = ceil_div(rows, kernel.block_m);
+  params.block_m = kernel.block_m;
+  params.row_tiles = static_cast<int32_t>(row_tiles);
+  params.block_n_log2 = log2_of(kernel.block_n);
+  params.box_rows = sm90::page_box_rows(params.block_table != nullptr, params.page_size, kernel.block_n);
+  params.num_splits = arguments.num_splits == 0 ? kNoLimit : static_cast<int32_t>(arguments.num_splits);
+  const bool is_split = params.num_splits != 1;
+  // A part for as many blocks as the GPU holds at once; shares shorter than this cost more at their ends than they gain.
+  params.least_share = 2;
+  const int64_t blocks = int64_t{gpu.num_multiprocessors} * kernel.min_blocks;
+  params.parts = static_cast<int32_t>(is_split ? std::max<int64_t>(1, blocks / row_tiles) : arguments.batch());
+  // Where each sequence is in many parts, several warps add up a row.
+  constexpr int64_t kManyParts = 24;
+  params.warps_per_sum = params.parts >= kManyParts * arguments.batch() ? combine.block_m : 1;
+
+  const host::CudaCall call(gpu);
+  host::Workspace workspace;
+  if (is_split) {
+    const int64_t partial_rows = 2 * int64_t{params.parts} * row_tiles * kernel.block_m;
+    const int64_t out = workspace.add<float>(partial_rows * kLatentDim);
+    const int64_t state = workspace.add<float>(partial_rows * 2);
+    workspace.allocate(call);
+    params.out_partial = workspace.address<float>(out);
+    params.state_partial = workspace.address<float>(state);
+  }
+  CUtensorMap maps[2];
+  if (kernel.num_tensor_maps > 0) {
+    const sm90::DecodeTensorMaps described = sm90::decode_tensor_maps(params, kernel.block_n);
+    maps[0] = host::encode_tensor_map(described.q, kernel.dtype, "q");
+    maps[1] = host::encode_tensor_map(described.cache, kernel.dtype, "kv_cache");
+  }
+  host::LaunchList list;
+  list.add({&kernel, params.parts * row_tiles, &params, maps, /*is_dependent=*/true});
+  if (is_split) {
+    constexpr int64_t kColumnUnits = 4;  // of a row: combine.cuh
+    const int64_t sums = combine.block_m / params.warps_per_sum;
+    const int64_t sequences = std::min<int64_t>(arguments.batch(), params.parts);
+    list.add({&combine, sequences * ceil_div(rows * kColumnUnits, sums), &params, nullptr, /*is_dependent=*/true});
+  }
+  list.run(call);
+}
+
+}  // namespace
+
+void decode_cuda(const DecodeArguments& arguments, const Tensor& out, const Tensor& lse) {
+  const host::Device& gpu = host::device(arguments.q.device_index());
+  const host::KernelRequest request = host::make_request(gpu, arguments.dtype);
+  const Kernel& kernel = select_decode(request, arguments.tokens() * arguments.heads(),
+                                       arguments.kv_cache.sizes()[0] > 0 && arguments.max_keys() > 0);
+  const Tensor q = is_loadable_query(arguments.q, kernel) ? host::alias(arguments.q) : host::padded_copy(arguments.q);
+  const Tensor cache = host::loadable(arguments.kv_cache, kernel);
+  run(arguments, make_params(arguments, q, cache, out, lse), kernel, select_combine(request), gpu);
+  host::set_last_kernel(kernel.symbol);
+}
+
+}  // namespace mla
+}  // namespace flashmoe

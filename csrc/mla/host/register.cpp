@@ -1,0 +1,40 @@
+// The operators of multi-head latent attention, as torch knows them. On the CPU flashmoe/mla/ computes them.
+#include <utility>
+
+#include "host/boxed.h"
+#include "host/last_kernel.h"
+#include "mla/host/arguments.h"
+#include "mla/params/decode.h"
+
+namespace flashmoe {
+namespace mla {
+namespace {
+
+const host::ArgumentCheck kCheckDecode("mla_decode", [](host::Arguments& given) { take_decode(given); });
+
+void boxed_decode(StableIValue* stack, uint64_t num_arguments, uint64_t num_outputs) {
+  host::check_counts("mla_decode", num_arguments, 8, num_outputs, 2);
+  host::Arguments given(stack);
+  const DecodeArguments arguments = take_decode(given);
+  const Tensor& q = arguments.q;
+  Tensor out = host::empty({arguments.batch(), arguments.tokens(), arguments.heads(), kLatentDim}, q.dtype(),
+                           q.device_type(), q.device_index());
+  Tensor lse = host::empty({arguments.batch(), arguments.heads(), arguments.tokens()}, aoti_torch_dtype_float32(),
+                           q.device_type(), q.device_index());
+  host::set_last_kernel("");
+  if (arguments.batch() > 0 && arguments.tokens() > 0) decode_cuda(arguments, out, lse);
+  stack[0] = host::give(std::move(out));
+  stack[1] = host::give(std::move(lse));
+}
+
+}  // namespace
+}  // namespace mla
+}  // namespace flashmoe
+
+STABLE_TORCH_LIBRARY_FRAGMENT(flashmoe, library) {
+  library.def(
+      "mla_decode(Tensor q, Tensor kv_cache, Tensor cache_seqlens, Tensor? block_table, Tensor? sinks, float scale, "
+      "bool causal, int num_splits) -> (Tensor out, Tensor lse)");
+}
+
+STABLE_TORCH_LIBRARY_IMPL(flashmoe, CUDA, library) { library.impl("mla_decode", &flashmoe::mla::boxed_decode); }

@@ -1,0 +1,54 @@
+// What the host passes to the kernels of multi-head latent attention.
+#pragma once
+
+#ifdef __CUDACC_RTC__
+using int32_t = int;
+using int64_t = long long;
+#else
+#include <cstdint>
+#endif
+
+namespace flashmoe {
+namespace mla {
+
+constexpr int kHeadDim = 576;    // of a query and a key: the latent, then the rotary columns
+constexpr int kLatentDim = 512;  // of a value, which is the first columns of its key
+
+// A row is one head of one query token: row token * heads + head of a sequence. All rows of a sequence share its keys.
+struct DecodeParams {
+  const void* q;                 // [batch, rows, 576], rows q_stride_row elements apart
+  const void* cache;             // [num_pages, page_size, 576]
+  void* out;                     // [batch, rows, 512], contiguous
+  float* lse;                    // [batch, heads, tokens], contiguous; null: not wanted
+  const int32_t* cache_seqlens;  // [batch]
+  const int32_t*
+      block_table;       // [batch, pages of a sequence], rows block_table_stride apart; null: sequence b is page b
+  const float* sinks;    // [heads]; null: none
+  float* out_partial;    // [2 * parts, row_tiles, block_m, 512], where sequences are split
+  float* state_partial;  // [2 * parts, row_tiles, block_m, 2]: exponent to base 2 that the sums refer to, and sum
+  int64_t q_stride_batch;
+  int64_t q_stride_row;
+  int64_t page_stride;  // elements
+  int64_t key_stride;
+  int64_t block_table_stride;
+  int32_t batch;
+  int32_t tokens;  // query tokens of a sequence
+  int32_t heads;
+  int32_t max_keys;  // of a sequence: what its pages hold
+  int32_t page_size;
+  int32_t num_pages;
+  int32_t
+      box_rows;  // keys that the copy engine takes from a page at once (sm90/tensor_map.h); for other kernels unused
+  int32_t is_causal;      // token t sees the keys before cache_seqlens - (tokens - 1 - t)
+  int32_t block_m;        // rows of a tile
+  int32_t row_tiles;      // tiles of a sequence
+  int32_t block_n_log2;   // keys of a key block
+  int32_t parts;          // that the key blocks of all sequences are divided into
+  int32_t least_share;    // key blocks that a part has at least
+  int32_t num_splits;     // parts of a sequence at most; 1: none is split
+  int32_t warps_per_sum;  // of combine.cuh: warps that share the sum over a row's parts
+  float scale_log2;       // scale * log2(e), above zero
+};
+
+}  // namespace mla
+}  // namespace flashmoe

@@ -1,0 +1,163 @@
+// How the key blocks of a batch are divided over the blocks of a decoding kernel, from the lengths in device memory.
+//
+// The key blocks of all sequences stand in one row, and every part takes an equal share of it: the end of one sequence, whole sequences, and
+// the beginning of another. Thread block `row_tile + row_tiles * part` computes a part for one tile of rows, so that the tiles of a sequence
+// read its keys at the same time. What several parts share is put together by combine.cuh, which makes the same plan.
+//
+// Every warp makes the plan for itself; sequences are looked at 32 at a time, one per lane.
+#pragma once
+
+#include "device/reduce.cuh"
+#include "mla/params/decode.h"
+#include "ptx/math.cuh"
+#include "ptx/memory.cuh"
+#include "ptx/shuffle.cuh"
+#include "ptx/special_registers.cuh"
+
+namespace flashmoe {
+namespace mla {
+
+// The key blocks of a sequence that fall to a part.
+struct Segment {
+  int batch;
+  int keys;  // of the sequence
+  int begin_block;
+  int end_block;
+  int num_blocks;  // of the sequence, at least one
+  int position;    // of begin_block in the row of all; unused where sequences are not split
+
+  __device__ __forceinline__ bool is_whole() const { return begin_block == 0 && end_block == num_blocks; }
+};
+
+// Keys that a row sees: those before the end.
+__device__ __forceinline__ int visible_end(const DecodeParams& params, int keys, int row) {
+  if (params.is_causal == 0) return keys;
+  const int token = static_cast<int>(static_cast<uint32_t>(row) / static_cast<uint32_t>(params.heads));
+  return keys - (params.tokens - 1 - token);
+}
+
+// Of a part that ends one sequence and begins another, each has its own partial results.
+__device__ __forceinline__ int slot_of(int part, bool is_later) { return 2 * part + (is_later ? 1 : 0); }
+
+struct Plan {
+  // What a sequence costs a part beside its key blocks, in key blocks: Q, and the output.
+  static constexpr int kLead = 2;
+
+  const DecodeParams& params;
+  const int part;
+  int share;     // blocks of a part
+  int position;  // of the row of all blocks: where the next segment begins
+  int end;       // of the part's share
+  int group;     // sequences group to group + 31 are in the lanes
+  int group_position;
+  // Of this lane's sequence:
+  int keys;
+  int blocks;
+  int behind;  // of the row from group_position on, where the sequence ends
+
+  __device__ __forceinline__ void load_sequence(int batch) {
+    keys = 0;
+    blocks = 0;
+    if (batch >= params.batch) return;
+    keys = max(0, min(params.max_keys, static_cast<int>(ptx::ld_global_32(params.cache_seqlens + batch))));
+    blocks =
+        max(1, (keys + (1 << params.block_n_log2) - 1) >> params.block_n_log2);  // rows without keys have an output
+  }
+
+  __device__ __forceinline__ void set_group(int first) {
+    group = first;
+    load_sequence(first + ptx::lane_index());
+    behind = warp_prefix_sum(blocks > 0 ? blocks + kLead : 0);
+  }
+
+  __device__ __forceinline__ Plan(const DecodeParams& params_, int part_)
+      : params(params_), part(part_), group_position(0) {
+    share = 0;
+    if (params.num_splits == 1) {
+      position = part;
+      end = part + 1;
+      return;
+    }
+    int total = 0;
+    int most = 0;
+    int least = 1 << 30;
+#pragma unroll 4
+    for (int first = 0; first < params.batch; first += 32) {
+      load_sequence(first + ptx::lane_index());
+      total += blocks > 0 ? blocks + kLead : 0;
+      most = max(most, blocks);
+      if (blocks > 0) least = min(least, blocks);
+    }
+    total = ptx::reduce_add(total);
+    most = static_cast<int>(warp_max(static_cast<uint32_t>(most)));
+    least = static_cast<int>(warp_min(static_cast<uint32_t>(least)));
+    share = max((total + params.parts - 1) / params.parts, params.least_share);
+    // Shares do not begin where sequences do: one of num_splits - 1 shares may meet num_splits parts.
+    share = max(share, (most + params.num_splits - 2) / (params.num_splits - 1));
+    // Equal sequences: whole ones, where that makes the longest part at most a sixteenth longer.
+    const int item = most + kLead;
+    const int whole = (share + item - 1) / item * item;
+    if (least == most && whole <= share + share / 16) share = whole;
+    position = min(total, part * share);
+    end = min(total, position + share);
+    set_group(0);
+  }
+
+  // The next segment of the part; false at its end.
+  __device__ __forceinline__ bool next(Segment& segment) {
+    if (position >= end) return false;
+    if (params.num_splits == 1) {
+      load_sequence(position);
+      segment = Segment{position, keys, 0, blocks, blocks, 0};
+      position = end;
+      return true;
+    }
+    uint32_t reached = ptx::vote_ballot(group_position + behind > position);
+    while (reached == 0) {
+      group_position += ptx::shuffle_index(behind, 31);
+      set_group(group + 32);
+      reached = ptx::vote_ballot(group_position + behind > position);
+    }
+    const int lane = ptx::population_count(~reached & (reached - 1));  // the first that reaches past it
+    set_segment(segment, lane);
+    const int first = segment.position;
+    position = max(position, first);
+    if (position >= end) return false;
+    segment.position = position;
+    segment.begin_block = position - first;
+    segment.end_block = min(segment.num_blocks, end - first);
+    position = first + segment.end_block;
+    return true;
+  }
+
+  // All key blocks of a sequence, wherever they fall.
+  __device__ __forceinline__ void find(int batch, Segment& segment) {
+    while (batch >= group + 32) {
+      group_position += ptx::shuffle_index(behind, 31);
+      set_group(group + 32);
+    }
+    set_segment(segment, batch - group);
+    segment.end_block = segment.num_blocks;
+  }
+
+  // The sequence of a lane, from its first block on.
+  __device__ __forceinline__ void set_segment(Segment& segment, int lane) const {
+    segment.batch = group + lane;
+    segment.keys = ptx::shuffle_index(keys, lane);
+    segment.num_blocks = ptx::shuffle_index(blocks, lane);
+    segment.begin_block = 0;
+    segment.position = group_position + ptx::shuffle_index(behind, lane) - segment.num_blocks;
+  }
+
+  __device__ __forceinline__ int slot(const Segment& segment) const {
+    return slot_of(part, segment.position > part * share);
+  }
+};
+
+// Where the partial results of a row tile lie: rows of 512, and of 2. The tiles of a slot stand one behind the other.
+__device__ __forceinline__ int64_t partial_row(const DecodeParams& params, int slot, int row_tile, int row) {
+  return (static_cast<int64_t>(slot) * params.row_tiles + row_tile) * params.block_m + row;
+}
+
+}  // namespace mla
+}  // namespace flashmoe

@@ -1,0 +1,345 @@
+// A consumer warpgroup: half of the output's columns, and the scores of every second key block.
+//
+// For a pair of key blocks the tensor cores get, in this order, the scores of both, and P V of both, each V in two halves. While one warpgroup
+// takes exponentials, the products of the other run. Block a of a pair is the first warpgroup's, b the second's:
+//
+//   first    S(a)  softmax(a)  O += P(a) V(a)   wait for P(b)  O += P(b) V(b)
+//   second   S(b)  wait for P(a)  O += P(a) V(a)  softmax(b)   O += P(b) V(b)
+//
+// The running maximum goes from block to block, so a row's result is that of key blocks in their order.
+#pragma once
+
+#include "device/convert.cuh"
+#include "device/named_barriers.cuh"
+#include "device/reduce.cuh"
+#include "device/warpgroup_product.cuh"
+#include "mla/finish.cuh"
+#include "mla/plan.cuh"
+#include "mla/sm90/spec.cuh"
+#include "ptx/barrier.cuh"
+#include "ptx/fence.cuh"
+#include "ptx/ldmatrix.cuh"
+#include "ptx/math.cuh"
+#include "ptx/memory.cuh"
+#include "ptx/special_registers.cuh"
+#include "ptx/stmatrix.cuh"
+#include "ptx/wgmma.cuh"
+
+namespace flashmoe {
+namespace mla {
+namespace sm90 {
+
+// kConsumer: 0 or 1; its half of the columns, and which blocks of a segment are its own: the even or the odd ones.
+template <typename Spec, int kConsumer>
+struct Consumer {
+  using Element = typename Spec::Element;
+  static constexpr int kScores = Spec::kBlockN / 2;
+  static constexpr int kOutputs = Spec::kOutputs;
+  static constexpr int kRotarySteps = 4;
+  static constexpr int kOwnGroup = kConsumer == 0 ? kLeft : kRight;
+
+  const DecodeParams& params;
+  const SharedMemory<Spec> shared;
+  const int row_tile;
+  const int warp;  // of the warpgroup
+  const bool is_first_lane;
+  StageUses uses;
+  int query_parity = 0;
+  int written = 0;  // of P, by this consumer
+  int read = 0;     // of P, by this consumer
+  // The thread's two rows: maximum of the unscaled scores that exponentials refer to, and its share of the sum over its own blocks.
+  float row_max[2];
+  float row_sum[2];
+
+  __device__ __forceinline__ Consumer(const DecodeParams& params_, const SharedMemory<Spec>& shared_, int row_tile_)
+      : params(params_),
+        shared(shared_),
+        row_tile(row_tile_),
+        warp(ptx::warp_index() % 4),
+        is_first_lane(ptx::lane_index() == 0) {}
+
+  // The first of the thread's two rows of the tile; the other is 8 further on.
+  __device__ __forceinline__ int thread_row() const { return warp * 16 + ptx::lane_index() / 4; }
+
+  // One arrival per warp: its wgmma_wait says that its own share of the product has read the buffer.
+  __device__ __forceinline__ void release(ptx::Mbarrier* empty) const {
+    if (is_first_lane) ptx::mbarrier_arrive(empty);
+  }
+  __device__ __forceinline__ void release_value(int index) const {
+    release(shared.key_empty(index % Spec::kNumStages, kOwnGroup));
+  }
+
+  // scores[64 x 64] = Q K^T of block `index` of the segment; asynchronous. The rotary columns of Q are in registers.
+  __device__ __forceinline__ void issue_scores(float (&scores)[kScores], uint32_t (&rotary)[kRotarySteps][4],
+                                               int index) const {
+    const int stage = index % Spec::kNumStages;
+    const int parity = uses.parity(index);
+    const auto query = shared.query().k_major();
+    const auto key = shared.key(stage).k_major();
+#pragma unroll
+    for (int step = 0; step < kHeadDim / 16; ++step) {
+      if (step % (kLatentDim / 32) == 0) {
+        ptx::mbarrier_wait(shared.key_full(stage, step / (kLatentDim / 32)), parity);
+        ptx::wgmma_fence();
+      }
+      if (step < kLatentDim / 16) {
+        ptx::wgmma_ss<Element, Spec::kBlockN, false>(scores, query.k_step(step), key.k_step(step), step == 0 ? 0 : 1);
+      } else {
+        const uint32_t (&a)[4] = rotary[step - kLatentDim / 16];
+        ptx::wgmma_rs<Element, Spec::kBlockN, false>(scores, a[0], a[1], a[2], a[3], key.k_step(step), 1);
+      }
+    }
+    ptx::wgmma_commit();
+  }
+
+  // This consumer's half of V of block `index`.
+  __device__ __forceinline__ MnMajorOperand value(int index) const {
+    const auto tile = shared.key(index % Spec::kNumStages);
+    return {ptx::make_smem_descriptor(tile.slab(kConsumer * 4), Spec::KeyTile::kSlabBytes, kSwizzleBytes)};
+  }
+
+  __device__ __forceinline__ static void finish(float (&output)[kOutputs]) {
+    ptx::wgmma_wait<0>();
+    ptx::wgmma_fence_operands(output);
+  }
+
+  // The rows' maxima become `now`: what was summed up before refers to them from here on.
+  __device__ __forceinline__ void advance_max(const float (&now)[2], float (&output)[kOutputs]) {
+    float rescale[2];
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      // Rounded products on both sides, as the exponentials have them: a maximum that stays gives exactly 1.
+      rescale[r] = now[r] == row_max[r]
+                       ? 1.0f
+                       : ptx::exp2_approx(ptx::sub_rn(row_max[r] * params.scale_log2, now[r] * params.scale_log2));
+      row_max[r] = now[r];
+      row_sum[r] *= rescale[r];
+    }
+    if (!ptx::vote_any(rescale[0] != 1.0f || rescale[1] != 1.0f)) return;
+    finish(output);  // scores may be in flight: the compiler lets nobody touch sums of an earlier product beside them
+#pragma unroll
+    for (int i = 0; i < kOutputs; ++i) output[i] *= rescale[(i / 2) % 2];
+  }
+
+  __device__ __forceinline__ void hide(float (&scores)[kScores], const Segment& segment, int block) const {
+    const int first_key = block * Spec::kBlockN + ptx::lane_index() % 4 * 2;
+    const int row = row_tile * Spec::kBlockM + thread_row();
+    const int end[2] = {visible_end(params, segment.keys, row) - first_key,
+                        visible_end(params, segment.keys, row + 8) - first_key};
+#pragma unroll
+    for (int i = 0; i < kScores; ++i) {
+      if (8 * (i / 4) + i % 2 >= end[(i / 2) % 2]) scores[i] = ptx::negative_infinity();
+    }
+  }
+
+  // The maxima with a block's scores. They only guard against overflow, so a row's stays until a score would give an exponential over
+  // 2^kMaxExponent: P up to 2^8 is as exact as P up to 1, and the output is rarely rescaled. Each row decides for itself.
+  __device__ __forceinline__ void find_max(const float (&scores)[kScores], float (&now)[2]) const {
+    constexpr float kMaxExponent = 8.0f;
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      float largest = ptx::negative_infinity();
+#pragma unroll
+      for (int j = 0; j < kScores / 4; ++j) {
+        largest = ptx::max_ftz(largest, ptx::max_ftz(scores[4 * j + 2 * r], scores[4 * j + 2 * r + 1]));
+      }
+      largest = quad_max(largest);
+      now[r] = (largest - row_max[r]) * params.scale_log2 > kMaxExponent ? largest : row_max[r];
+    }
+  }
+
+  // P of this consumer's block: its own operand, and in shared memory for the other one, with the rows' maxima.
+  __device__ __forceinline__ void publish(uint32_t (&probabilities)[kScores / 2], float (&scores)[kScores],
+                                          const float (&now)[2], float (&sum)[2]) {
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      const float shift = (now[r] == ptx::negative_infinity() ? 0.0f : now[r]) * params.scale_log2;
+      sum[r] = 0.0f;
+#pragma unroll
+      for (int j = 0; j < kScores / 4; ++j)
+#pragma unroll
+        for (int c = 0; c < 2; ++c) {
+          float& score = scores[4 * j + 2 * r + c];
+          score = ptx::exp2_approx(ptx::fma_rn(score, params.scale_log2, -shift));
+          sum[r] += score;
+        }
+    }
+    pack_operand<Element>(probabilities, scores);
+    ptx::mbarrier_wait(shared.probability_empty(kConsumer), written % 2 ^ 1);  // write after read: P two blocks before
+    ++written;
+    const int lane = ptx::lane_index();
+    const typename Spec::ProbabilityTile tile = shared.probability(kConsumer);
+#pragma unroll
+    for (int step = 0; step < Spec::kBlockN / 16; ++step) {
+      const uint32_t words[4] = {probabilities[4 * step], probabilities[4 * step + 1], probabilities[4 * step + 2],
+                                 probabilities[4 * step + 3]};
+      ptx::stmatrix_x4(tile.chunk(warp * 16 + lane % 16, 0, step * 2 + lane / 16), words);
+    }
+    if (lane % 4 == 0) {
+      ptx::st_shared_float(shared.row_max(kConsumer, thread_row()), now[0]);
+      ptx::st_shared_float(shared.row_max(kConsumer, thread_row() + 8), now[1]);
+    }
+    ptx::fence_proxy_async_shared();
+    ptx::warp_sync();
+    release(shared.probability_full(kConsumer));
+  }
+
+  // Waits for P of the other consumer's block, and takes over its maxima.
+  __device__ __forceinline__ void wait_other(int index, float (&now)[2]) {
+    constexpr int kOther = 1 - kConsumer;
+    ptx::mbarrier_wait(shared.key_full(kOther, kOwnGroup), uses.parity(index));
+    ptx::mbarrier_wait(shared.probability_full(kOther), read % 2);
+    ++read;
+    now[0] = ptx::ld_shared_float(shared.row_max(kOther, thread_row()));
+    now[1] = ptx::ld_shared_float(shared.row_max(kOther, thread_row() + 8));
+  }
+  __device__ __forceinline__ void issue_other(float (&output)[kOutputs], int index) const {
+    issue_product<Element, Spec::kBlockN / 16, true>(output, shared.probability(1 - kConsumer).k_major(), value(index));
+  }
+  __device__ __forceinline__ void release_other(int index) const {
+    release_value(index);
+    release(shared.probability_empty(1 - kConsumer));
+  }
+
+  // From the scores of this consumer's block to P; the product that reads V of the block before may still run.
+  __device__ __forceinline__ void weigh(uint32_t (&probabilities)[kScores / 2], float (&scores)[kScores],
+                                        const Segment& segment, int index, int seen_by_all, float (&now)[2],
+                                        float (&sum)[2]) {
+    ptx::wgmma_fence_operands(scores);
+    release(shared.key_empty(kConsumer, kRotary));
+    const int block = segment.begin_block + index;
+    if ((block + 1) * Spec::kBlockN > seen_by_all) hide(scores, segment, block);
+    find_max(scores, now);
+    publish(probabilities, scores, now, sum);
+  }
+  __device__ __forceinline__ void add_own(float (&output)[kOutputs], uint32_t (&probabilities)[kScores / 2],
+                                          const float (&now)[2], const float (&sum)[2], int index) {
+    advance_max(now, output);
+    row_sum[0] += sum[0];
+    row_sum[1] += sum[1];
+    issue_product<Element, true>(output, probabilities, value(index));
+  }
+
+  // All key blocks of a segment.
+  __device__ __forceinline__ void attend(const Segment& segment, float (&output)[kOutputs]) {
+    const int blocks = segment.end_block - segment.begin_block;
+    const int seen_by_all = visible_end(params, segment.keys, row_tile * Spec::kBlockM);
+    ptx::mbarrier_wait(shared.query_full(), query_parity);
+    query_parity ^= 1;
+    uint32_t rotary[kRotarySteps][4];
+    const int lane = ptx::lane_index();
+#pragma unroll
+    for (int step = 0; step < kRotarySteps; ++step) {
+      ptx::ldmatrix_x4(rotary[step],
+                       shared.query().chunk(warp * 16 + lane % 16, Spec::kRotarySlab, step * 2 + lane / 16));
+    }
+    ptx::named_barrier_sync(barrier_id(Barrier::kConsumers), 256);  // P may overwrite these columns
+#pragma unroll
+    for (int i = 0; i < kOutputs; ++i) output[i] = 0.0f;
+    row_max[0] = row_max[1] = ptx::negative_infinity();
+    row_sum[0] = row_sum[1] = 0.0f;
+
+    float scores[kScores];
+    uint32_t probabilities[kScores / 2];
+    float now[2];
+    float sum[2];
+    if constexpr (kConsumer == 0) {
+      for (int index = 0;; index += 2) {
+        issue_scores(scores, rotary, index);
+        ptx::wgmma_wait<0>();
+        weigh(probabilities, scores, segment, index, seen_by_all, now, sum);
+        add_own(output, probabilities, now, sum, index);
+        finish(output);  // before the wait: the copy engine gets this half of V back the sooner
+        release_value(index);
+        if (index + 1 == blocks) return;
+        wait_other(index + 1, now);
+        advance_max(now, output);
+        issue_other(output, index + 1);
+        finish(output);
+        release_other(index + 1);
+        if (index + 2 == blocks) return;
+      }
+    } else {
+      for (int index = 0; index + 1 < blocks; index += 2) {
+        issue_scores(scores, rotary, index + 1);
+        wait_other(index, now);
+        advance_max(now, output);
+        issue_other(output, index);
+        ptx::wgmma_wait<1>();
+        weigh(probabilities, scores, segment, index + 1, seen_by_all, now, sum);
+        finish(output);
+        release_other(index);
+        add_own(output, probabilities, now, sum, index + 1);
+        finish(output);
+        release_value(index + 1);
+      }
+      if (blocks % 2 == 0) return;
+      wait_other(blocks - 1, now);
+      advance_max(now, output);
+      issue_other(output, blocks - 1);
+      finish(output);
+      release_other(blocks - 1);
+    }
+  }
+
+  // A whole sequence's rows are finished; of a part the sums are left for combine.cuh.
+  __device__ __forceinline__ void store(const Segment& segment, int slot, const float (&output)[kOutputs]) const {
+    const int num_rows = params.tokens * params.heads;
+    const int lane = ptx::lane_index();
+    float sum[2] = {quad_sum(row_sum[0]), quad_sum(row_sum[1])};
+    if (lane % 4 == 0) {
+      ptx::st_shared_float(shared.row_sum(kConsumer, thread_row()), sum[0]);
+      ptx::st_shared_float(shared.row_sum(kConsumer, thread_row() + 8), sum[1]);
+    }
+    ptx::named_barrier_sync(barrier_id(Barrier::kConsumers), 256);  // read after write: the sums of both
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      const int row_of_tile = thread_row() + 8 * r;
+      const int row = row_tile * Spec::kBlockM + row_of_tile;
+      const float total =
+          ptx::ld_shared_float(shared.row_sum(0, row_of_tile)) + ptx::ld_shared_float(shared.row_sum(1, row_of_tile));
+      if (row >= num_rows) continue;
+      const float shift = row_max[r] * params.scale_log2;
+      const bool is_first = kConsumer == 0 && lane % 4 == 0;
+      const int column = kConsumer * (kLatentDim / 2) + lane % 4 * 2;
+      if (segment.is_whole()) {
+        const FinishedRow finished = finish_row(params, row % params.heads, shift, total);
+        if (is_first && params.lse != nullptr) store_lse(params, segment.batch, row, finished.lse);
+        Element* out_gmem = static_cast<Element*>(params.out) +
+                            (static_cast<int64_t>(segment.batch) * num_rows + row) * kLatentDim + column;
+#pragma unroll
+        for (int j = 0; j < kOutputs / 4; ++j) {
+          ptx::st_global_32(out_gmem + 8 * j, pack<Element>(output[4 * j + 2 * r] * finished.inverse,
+                                                            output[4 * j + 2 * r + 1] * finished.inverse));
+        }
+        continue;
+      }
+      const int64_t at = partial_row(params, slot, row_tile, row_of_tile);
+      if (is_first) {
+        const uint32_t state[2] = {ptx::float_bits(shift), ptx::float_bits(total)};
+        ptx::st_global_64(params.state_partial + at * 2, state);
+      }
+      float* out_gmem = params.out_partial + at * kLatentDim + column;
+#pragma unroll
+      for (int j = 0; j < kOutputs / 4; ++j) {
+        const uint32_t words[2] = {ptx::float_bits(output[4 * j + 2 * r]), ptx::float_bits(output[4 * j + 2 * r + 1])};
+        ptx::st_global_64(out_gmem + 8 * j, words);
+      }
+    }
+  }
+
+  __device__ __forceinline__ void run(Plan& plan) {
+    Segment segment;
+    while (plan.next(segment)) {
+      float output[kOutputs];
+      attend(segment, output);
+      release(shared.query_empty());
+      uses.end_segment(segment.end_block - segment.begin_block);
+      store(segment, plan.slot(segment), output);
+    }
+  }
+};
+
+}  // namespace sm90
+}  // namespace mla
+}  // namespace flashmoe

@@ -1,0 +1,80 @@
+// Decoding of multi-head latent attention for sm_90a: TMA, wgmma, one producer and two consumer warpgroups.
+//   grid   row_tiles * parts blocks (plan.cuh)
+//   maps   tensor_map.h says how the host builds them
+// Read spec.cuh (what lies where), producer.cuh and consumer.cuh in this order.
+#pragma once
+
+#include "mla/params/decode.h"
+#include "mla/plan.cuh"
+#include "mla/sm90/consumer.cuh"
+#include "mla/sm90/producer.cuh"
+#include "mla/sm90/spec.cuh"
+#include "ptx/barrier.cuh"
+#include "ptx/grid_dependency.cuh"
+#include "ptx/register_control.cuh"
+#include "ptx/shuffle.cuh"
+#include "ptx/special_registers.cuh"
+
+namespace flashmoe {
+namespace mla {
+namespace sm90 {
+
+template <typename Spec>
+__device__ __forceinline__ void init_barriers(const SharedMemory<Spec>& shared) {
+  ptx::mbarrier_init(shared.query_full(), 1);
+  ptx::mbarrier_init(shared.query_empty(), Spec::kConsumerWarps);
+#pragma unroll
+  for (int stage = 0; stage < Spec::kNumStages; ++stage) {
+#pragma unroll
+    for (int group = 0; group < kNumGroups; ++group) {
+      ptx::mbarrier_init(shared.key_full(stage, group), 1);
+      // The half of V that a consumer reads is read last by it: for the scores, its P has been waited for.
+      ptx::mbarrier_init(shared.key_empty(stage, group), Spec::kWarpsPerConsumer);
+    }
+    ptx::mbarrier_init(shared.tail_full(stage), 1);
+    ptx::mbarrier_init(shared.probability_full(stage), Spec::kWarpsPerConsumer);
+    ptx::mbarrier_init(shared.probability_empty(stage), Spec::kWarpsPerConsumer);
+  }
+  ptx::mbarrier_init_fence();
+}
+
+template <typename Spec>
+__device__ __forceinline__ void decode(const DecodeParams& params, const ptx::TensorMap& q_map,
+                                       const ptx::TensorMap& cache_map) {
+  const SharedMemory<Spec> shared{ptx::dynamic_shared_memory()};
+  // The shuffle tells the compiler that the role is the same in the whole warp.
+  const int warp = ptx::shuffle_index(ptx::warp_index(), 0);
+  const int warpgroup = warp / 4;
+  if (warp == 0 && ptx::elect_one()) {
+    ptx::prefetch_tensor_map(&q_map);
+    ptx::prefetch_tensor_map(&cache_map);
+    init_barriers(shared);
+  }
+  ptx::barrier_sync_block();
+  ptx::grid_dependency_wait();  // what the kernel in front writes may be lengths, pages, keys or Q
+  ptx::grid_launch_dependents();
+  const int part = ptx::block_index() / params.row_tiles;
+  const int row_tile = ptx::block_index() - part * params.row_tiles;
+  if (warpgroup == 0) {
+    ptx::setmaxnreg_dec<Spec::kProducerRegisters>();
+    if (warp > 1) return;
+    Plan plan(params, part);
+    if (warp == 0) {
+      Producer<Spec>{params, shared, q_map, cache_map, row_tile}.run(plan);
+    } else {
+      zero_tails<Spec>(plan, shared);
+    }
+    return;
+  }
+  ptx::setmaxnreg_inc<Spec::kConsumerRegisters>();
+  Plan plan(params, part);
+  if (warpgroup == 1) {
+    Consumer<Spec, 0>(params, shared, row_tile).run(plan);
+  } else {
+    Consumer<Spec, 1>(params, shared, row_tile).run(plan);
+  }
+}
+
+}  // namespace sm90
+}  // namespace mla
+}  // namespace flashmoe

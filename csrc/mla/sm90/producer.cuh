@@ -1,0 +1,140 @@
+// The producer's two warps: one asks the copy engine for Q and the key blocks, the other puts zeros behind a sequence's last key.
+#pragma once
+
+#include "mla/plan.cuh"
+#include "mla/sm90/spec.cuh"
+#include "ptx/barrier.cuh"
+#include "ptx/fence.cuh"
+#include "ptx/special_registers.cuh"
+#include "ptx/tma.cuh"
+
+namespace flashmoe {
+namespace mla {
+namespace sm90 {
+
+// Whether a block reaches past the sequence's keys: its tail may hold anything, or lie in pages of nobody.
+template <typename Spec>
+__device__ __forceinline__ bool has_tail(const Segment& segment, int block) {
+  return (block + 1) * Spec::kBlockN > segment.keys;
+}
+
+template <typename Spec>
+struct Producer {
+  const DecodeParams& params;
+  const SharedMemory<Spec> shared;
+  const ptx::TensorMap& q_map;
+  const ptx::TensorMap& cache_map;
+  const int row_tile;
+  StageUses uses;
+  int query_parity = 1;
+
+  // Each lane asks for one box of every slab. The page of this lane's box of a block; -1 where it holds no key.
+  __device__ __forceinline__ int find(const Segment& segment, int block) const {
+    const int row = ptx::lane_index() * params.box_rows;
+    const int key = block * Spec::kBlockN + row;
+    if (row >= Spec::kBlockN || key >= segment.keys || block >= segment.end_block) return -1;
+    if (params.block_table == nullptr) return segment.batch;
+    const int32_t* page_gmem = params.block_table + segment.batch * params.block_table_stride +
+                               static_cast<uint32_t>(key) / static_cast<uint32_t>(params.page_size);
+    return max(0, min(params.num_pages - 1, static_cast<int>(ptx::ld_global_32(page_gmem))));
+  }
+
+  __device__ __forceinline__ void load_keys(const Segment& segment, int index, int page) const {
+    const int stage = index % Spec::kNumStages;
+    const int parity = uses.parity(index);
+    const int first_key = (segment.begin_block + index) * Spec::kBlockN;
+    const int key = first_key + ptx::lane_index() * params.box_rows;
+    const bool is_tail = has_tail<Spec>(segment, segment.begin_block + index);
+    const int boxes =
+        (min(Spec::kBlockN, segment.keys - first_key) + params.box_rows - 1) / params.box_rows;  // with a key
+    const typename Spec::KeyTile tile = shared.key(stage);
+    const int page_key = params.block_table == nullptr
+                             ? key
+                             : static_cast<int>(static_cast<uint32_t>(key) % static_cast<uint32_t>(params.page_size));
+    // A block with a tail is announced as one, once all of its stage is empty: the zeroing warp writes to all of it.
+    for (int group = 0; is_tail && group < kNumGroups; ++group) {
+      ptx::mbarrier_wait(shared.key_empty(stage, group), parity ^ 1);
+    }
+#pragma unroll
+    for (int group = 0; group < kNumGroups; ++group) {
+      const int first_slab = group * 4;
+      const int slabs = group == kRotary ? 1 : 4;
+      ptx::Mbarrier* full = is_tail ? shared.tail_full(stage) : shared.key_full(stage, group);
+      if (!is_tail) ptx::mbarrier_wait(shared.key_empty(stage, group), parity ^ 1);
+      ptx::warp_sync();  // no lane still waits when the next phase ends
+      if (ptx::lane_index() == 0) {
+        const int bytes = boxes * params.box_rows * kSlabRowBytes;
+        if (!is_tail) ptx::mbarrier_arrive_expect_tx(full, bytes * slabs);
+        if (is_tail && group == 0) ptx::mbarrier_arrive_expect_tx(full, bytes * Spec::kNumSlabs);
+      }
+      ptx::warp_sync();  // bytes are announced before they arrive
+      if (page < 0) continue;
+      for (int slab = first_slab; slab < first_slab + slabs; ++slab) {
+        ptx::tma_load_4d(tile.row(ptx::lane_index() * params.box_rows, slab), &cache_map, full, slab * kSlabColumns,
+                         page_key, 0, page, ptx::CacheHint::kEvictFirst);
+      }
+    }
+  }
+
+  __device__ __forceinline__ void load_query(const Segment& segment) {
+    ptx::mbarrier_wait(shared.query_empty(), query_parity);
+    query_parity ^= 1;
+    ptx::warp_sync();
+    if (ptx::lane_index() == 0) {
+      ptx::mbarrier_arrive_expect_tx(shared.query_full(), Spec::QueryTile::kBytes);
+#pragma unroll 1
+      for (int slab = 0; slab < Spec::kNumSlabs; ++slab) {
+        ptx::tma_load_4d(shared.query().slab(slab), &q_map, shared.query_full(), slab * kSlabColumns,
+                         row_tile * Spec::kBlockM, 0, segment.batch, ptx::CacheHint::kEvictNormal);
+      }
+    }
+    ptx::warp_sync();
+  }
+
+  __device__ __forceinline__ void run(Plan& plan) {
+    Segment segment;
+    while (plan.next(segment)) {
+      const int blocks = segment.end_block - segment.begin_block;
+      int page = find(segment, segment.begin_block);
+      for (int index = 0; index < blocks; ++index) {
+        const int next_page = find(segment, segment.begin_block + index + 1);
+        load_keys(segment, index, page);
+        if (index == 0) load_query(segment);  // behind the keys, whose stage was free before
+        page = next_page;
+      }
+      uses.end_segment(blocks);
+    }
+  }
+};
+
+// Rows from the sequence's last key on become zeros, whatever was loaded: 0 * NaN is NaN.
+template <typename Spec>
+__device__ __forceinline__ void zero_tails(Plan& plan, const SharedMemory<Spec>& shared) {
+  int even_tails = 0;
+  int odd_tails = 0;
+  Segment segment;
+  while (plan.next(segment)) {
+    const int stage = (segment.end_block - segment.begin_block - 1) % Spec::kNumStages;
+    if (has_tail<Spec>(segment, segment.end_block - 1)) {
+      ptx::mbarrier_wait(shared.tail_full(stage), (stage == 0 ? even_tails : odd_tails) % 2);
+      (stage == 0 ? even_tails : odd_tails) += 1;
+      const int first = max(0, segment.keys - (segment.end_block - 1) * Spec::kBlockN);
+      constexpr int kRowChunks = Spec::kNumSlabs * 8;
+      const uint32_t zeros[4] = {0, 0, 0, 0};
+      for (int row = first; row < Spec::kBlockN; ++row)
+        for (int chunk = ptx::lane_index(); chunk < kRowChunks; chunk += 32) {
+          ptx::st_shared_128(shared.key(stage).chunk(row, chunk / 8, chunk % 8), zeros);
+        }
+      ptx::fence_proxy_async_shared();
+      ptx::warp_sync();
+      if (ptx::lane_index() == 0) {
+#pragma unroll
+        for (int group = 0; group < kNumGroups; ++group) ptx::mbarrier_arrive(shared.key_full(stage, group));
+      }
+    }
+  }
+}
+
+}  // namespace sm90
+}  // namespace mla
+}  // namespace flashmoe

@@ -1,0 +1,121 @@
+// The compile-time values of an sm90 decoding kernel and its shared-memory map.
+#pragma once
+
+#include "device/shared_tile.cuh"
+#include "mla/params/decode.h"
+#include "ptx/mbarrier.cuh"
+
+namespace flashmoe {
+namespace mla {
+namespace sm90 {
+
+// Slabs of a key block that are loaded and released together: the left half of V, the right half, the rotary columns.
+enum KeyGroup : int { kLeft, kRight, kRotary, kNumGroups };
+
+// Warpgroup 0 produces; two warpgroups consume. The output of 64 rows, 64 x 512 in fp32, does not fit the registers of one warpgroup, so each
+// has half of its columns. Scores of even key blocks are the first one's, of odd blocks the second one's; P goes to the other through shared
+// memory, and so does the running maximum, from block to block.
+template <typename Element_, int kBlockM_, int kBlockN_, int kNumStages_, int kNumWarps_>
+struct DecodeSpec {
+  using Element = Element_;
+  static constexpr int kBlockM = kBlockM_;
+  static constexpr int kBlockN = kBlockN_;
+  static constexpr int kNumStages = kNumStages_;
+  static constexpr int kNumWarps = kNumWarps_;
+  static constexpr int kNumThreads = 32 * kNumWarps;
+  static constexpr int kConsumerWarps = 8;
+  static constexpr int kWarpsPerConsumer = 4;
+
+  static_assert(kBlockM == 64 && kBlockN == 64, "a warpgroup multiplies 64 rows, and P is one slab of 64 keys");
+  static_assert(kNumStages == 2, "a key block for each consumer; a third does not fit");
+  static_assert(kNumWarps == 12, "a producer warpgroup and two consumers");
+
+  static constexpr int kProducerRegisters = 40;
+  static constexpr int kConsumerRegisters = 232;
+
+  using QueryTile = SharedTile<kBlockM, kHeadDim>;
+  using KeyTile = SharedTile<kBlockN, kHeadDim>;
+  using ProbabilityTile = SharedTile<kBlockM, kBlockN>;
+  static constexpr int kNumSlabs = KeyTile::kNumSlabs;
+  static constexpr int kRotarySlab = kLatentDim / kSlabColumns;
+  static constexpr int kOutputs = kLatentDim / 2 / 2;  // accumulators of a thread: half of the columns
+
+  static constexpr int kQueryOffset = 0;
+  static constexpr int kKeyOffset = kQueryOffset + QueryTile::kBytes;
+  static constexpr int kProbabilityOffset = kKeyOffset + kNumStages * KeyTile::kBytes;
+  static constexpr int kMaxOffset =
+      kProbabilityOffset + ProbabilityTile::kBytes;                // [2][64]: of the rows, up to the stage's block
+  static constexpr int kSumOffset = kMaxOffset + 2 * kBlockM * 4;  // [2][64]: of each consumer
+  static constexpr int kBarrierOffset = kSumOffset + 2 * kBlockM * 4;
+  static constexpr int kNumBarriers = 2 + kNumStages * (2 * kNumGroups + 1 + 2);
+  static constexpr int kSharedBytes = kBarrierOffset + kNumBarriers * 8;
+  static_assert(kSharedBytes <= 232448, "sm_90 gives a block at most 227 KiB");
+};
+
+// Named barriers of the block beside its own.
+enum class Barrier : int {
+  kConsumers =
+      1,  // 256 threads. Write after read: the rotary columns of Q, over which P is written. Read after write: the row sums
+};
+
+// Pointers into a block's shared memory.
+template <typename Spec>
+struct SharedMemory {
+  unsigned char* base;
+
+  __device__ __forceinline__ typename Spec::QueryTile query() const { return {base + Spec::kQueryOffset}; }
+  __device__ __forceinline__ typename Spec::KeyTile key(int stage) const {
+    return {base + Spec::kKeyOffset + stage * Spec::KeyTile::kBytes};
+  }
+  // P of the stage's block. That of odd blocks lies over the rotary columns of Q, which the consumers keep in registers.
+  __device__ __forceinline__ typename Spec::ProbabilityTile probability(int stage) const {
+    return {stage == 0 ? base + Spec::kProbabilityOffset : query().slab(Spec::kRotarySlab)};
+  }
+  __device__ __forceinline__ ptx::SmemPointer row_max(int stage, int row) const {
+    return base + Spec::kMaxOffset + (stage * Spec::kBlockM + row) * 4;
+  }
+  __device__ __forceinline__ ptx::SmemPointer row_sum(int consumer, int row) const {
+    return base + Spec::kSumOffset + (consumer * Spec::kBlockM + row) * 4;
+  }
+
+  __device__ __forceinline__ ptx::Mbarrier* barrier(int index) const {
+    return reinterpret_cast<ptx::Mbarrier*>(base + Spec::kBarrierOffset) + index;
+  }
+  // full: the copy engine has written it. empty: every warp that reads it has done so for the last time.
+  __device__ __forceinline__ ptx::Mbarrier* query_full() const { return barrier(0); }
+  __device__ __forceinline__ ptx::Mbarrier* query_empty() const { return barrier(1); }
+  __device__ __forceinline__ ptx::Mbarrier* key_full(int stage, int group) const {
+    return barrier(2 + stage * kNumGroups + group);
+  }
+  __device__ __forceinline__ ptx::Mbarrier* key_empty(int stage, int group) const {
+    return key_full(stage + Spec::kNumStages, group);
+  }
+  // The copy engine has written a block that ends past the keys; the zeroing warp then says that it is full.
+  __device__ __forceinline__ ptx::Mbarrier* tail_full(int stage) const {
+    return barrier(2 + 2 * Spec::kNumStages * kNumGroups + stage);
+  }
+  // P and the row maxima of the stage's block: written by one consumer, read by the other for the last time.
+  __device__ __forceinline__ ptx::Mbarrier* probability_full(int stage) const {
+    return tail_full(Spec::kNumStages + stage);
+  }
+  __device__ __forceinline__ ptx::Mbarrier* probability_empty(int stage) const {
+    return tail_full(2 * Spec::kNumStages + stage);
+  }
+};
+
+// How often each stage has been used before the present segment, whose first block takes stage 0.
+struct StageUses {
+  int even = 0;
+  int odd = 0;
+
+  // Of block `index` of the segment.
+  __device__ __forceinline__ int parity(int index) const { return ((index % 2 == 0 ? even : odd) + index / 2) % 2; }
+  __device__ __forceinline__ void end_segment(int blocks) {
+    even += (blocks + 1) / 2;
+    odd += blocks / 2;
+  }
+};
+
+}  // namespace sm90
+}  // namespace mla
+}  // namespace flashmoe

@@ -1,0 +1,36 @@
+// What the host passes to cuTensorMapEncodeTiled for the tensor maps of the sm90 kernels. Plain C++; see attention/forward/sm90/tensor_map.h.
+#pragma once
+
+#include "attention/forward/sm90/tensor_map.h"
+#include "mla/params/decode.h"
+
+namespace flashmoe {
+namespace mla {
+namespace sm90 {
+
+struct DecodeTensorMaps {
+  attention::sm90::TensorMapArguments q;
+  attention::sm90::TensorMapArguments cache;
+};
+
+// Keys that one box takes from a page: the greatest power of two that divides the page, at most a key block. A sequence without a table is
+// one page, past whose end a box reads zeros.
+inline int page_box_rows(bool has_pages, int page_size, int block_n) {
+  if (!has_pages) return block_n;
+  const int both = page_size | block_n;
+  return both & -both;
+}
+
+// params.box_rows: page_box_rows of the kernel's block.
+inline DecodeTensorMaps decode_tensor_maps(const DecodeParams& params, int) {
+  const attention::Strides q{params.q_stride_batch, params.q_stride_row, params.q_stride_row};
+  const attention::Strides cache{params.page_stride, params.key_stride, params.key_stride};
+  return DecodeTensorMaps{attention::sm90::tensor_map_arguments(params.q, q, kHeadDim, params.tokens * params.heads, 1,
+                                                                params.batch, attention::sm90::kWarpgroupRows),
+                          attention::sm90::tensor_map_arguments(params.cache, cache, kHeadDim, params.page_size, 1,
+                                                                params.num_pages, params.box_rows)};
+}
+
+}  // namespace sm90
+}  // namespace mla
+}  // namespace flashmoe

@@ -1,0 +1,134 @@
+// Tiles whose stages are one stream, for weights of 8 and of 4 bits: a tile of half as many bytes, or a quarter, would leave the ring
+// empty between tiles too often. While one tile's last stages are multiplied the next one's first are on their way, and sums have memory
+// of their own.
+//
+// `Work`, a tile on its way, has
+//   Params, gemm(params)                 what the kernel is given, and the product's sizes in it
+//   Work(params, tile)                   without a load
+//   weights, rows                        loaders: load(stage's memory), of weights also advance()
+//   scales                               of a stage: load(stage)
+//   load(stage's memory, pending)        weights and rows of the next stage; issued counts them
+//   Pending                              what load() may leave undone: store() ends it
+//   multiply(sums, stage's memory, step, stages)
+//   store(params, sums)                  the results
+#pragma once
+
+#include "moe/grouped_gemm/few_rows/grouped_gemm.cuh"
+
+namespace flashmoe {
+namespace moe {
+namespace few_rows {
+
+// Waits until at most `pending` groups of copies are on their way, kMost at most.
+template <int kMost>
+__device__ __forceinline__ void wait_for_copies(int pending) {
+  if constexpr (kMost == 0) {
+    ptx::cp_async_wait<0>();
+  } else {
+    if (pending >= kMost) return ptx::cp_async_wait<kMost>();
+    wait_for_copies<kMost - 1>(pending);
+  }
+}
+
+template <typename Spec, bool kIsGated, typename Work>
+__device__ __forceinline__ void stream_tiles(const typename Work::Params& all) {
+  constexpr int kAhead = Spec::kNumStages - 1;
+  const GemmParams& params = all.gemm;
+  const ptx::SmemPointer ring_smem = ptx::dynamic_shared_memory();
+  const ptx::SmemPointer list_smem = ring_smem + Spec::kNumStages * Spec::kStageBytes;
+  const ptx::SmemPointer words_smem = list_smem + Spec::kListBytes;
+  const ptx::SmemPointer next_smem = words_smem + 4 * Spec::kNumWarps;  // two words
+  const ptx::SmemPointer sums_smem = words_smem + Spec::kWordBytes;
+  const int stages = ceil_div(params.k, Spec::kBlockK);
+  const auto stage_at = [ring_smem](int stage) { return ring_smem + stage * Spec::kStageBytes; };
+
+  // What may begin early, and why: as in multiply_tiles.
+  int number = ptx::block_index();
+  bool has_started = false;
+  if constexpr (kIsGated) {
+    if (params.ids != nullptr) {
+      const Tile tile = find_early<Spec>(params, number);
+      has_started = tile.expert >= 0;
+      typename Work::WeightLoads weights = Work::weight_loads(params, tile);
+      for (int ahead = 0; ahead < kAhead; ++ahead)
+        if (has_started && ahead < stages) weights.load(stage_at(ahead));
+    }
+    ptx::grid_dependency_wait();
+  }
+  const TileList<Spec> tiles(params, list_smem, words_smem);
+  if (number >= tiles.count) {
+    if constexpr (!kIsGated) ptx::grid_dependency_wait();  // the next kernel relies on this one's end
+    ptx::cp_async_wait<0>();
+    return;
+  }
+  Work work(all, tiles.find(number));
+  const int started = minimum(kAhead, stages);
+  work.issued = started;
+  for (int ahead = 0; ahead < started; ++ahead) {
+    if (has_started) {
+      work.weights.advance();
+    } else {
+      work.weights.load(stage_at(ahead));
+    }
+  }
+  if constexpr (!kIsGated) ptx::grid_dependency_wait();
+  ptx::grid_launch_dependents();
+  for (int ahead = 0; ahead < started; ++ahead) {
+    work.rows.load(stage_at(ahead) + Spec::kWeightBytes);
+    ptx::cp_async_commit();
+  }
+  work.scales.load(0);
+
+  // Each step commits one group, so the stage that is multiplied is whole once started - 1 groups are left: of a tile with fewer
+  // stages than the ring has, the next tile's first stage comes with this one's first step.
+  typename Work::Pending pending;
+  const auto after = [](int stage) { return stage == Spec::kNumStages - 1 ? 0 : stage + 1; };
+  int current = 0, filled = started % Spec::kNumStages, held = started, word = 0;  // held: stages in the ring
+  while (true) {
+    if (ptx::thread_index() == 0)  // the tile after this one; the other word may still be read
+      ptx::st_shared_32(next_smem + 4 * word, next_tile_index(params.tile_counter, tiles.count, number));
+    pending.store();
+    wait_for_copies<kAhead - 1>(started - 1);
+    // The first stage is whole; all warps are done with the one before; the next number is there.
+    ptx::barrier_sync_block();
+    number = ptx::ld_shared_32(next_smem + 4 * word);
+    word ^= 1;
+    const bool has_next = number < tiles.count;
+    Work next = work;
+    if (has_next) {
+      next = Work(all, tiles.find(number));
+      next.scales.load(0);
+    }
+    Accumulator<Spec> accumulator = {};
+    for (int step = 0; step < stages; ++step) {
+      if (step > 0) {
+        pending.store();
+        wait_for_copies<kAhead - 1>(started - 1);
+        ptx::barrier_sync_block();  // this stage is whole; all warps are done with the one before, which refills
+      }
+      for (; held < Spec::kNumStages; ++held) {
+        if (work.issued < stages) {
+          work.load(stage_at(filled), pending);
+        } else if (has_next && next.issued < stages) {
+          next.load(stage_at(filled), pending);
+        } else {
+          break;
+        }
+        filled = after(filled);
+      }
+      ptx::cp_async_commit();
+      work.multiply(accumulator, stage_at(current), step, stages);
+      current = after(current);
+      --held;
+    }
+    const WarpSums<Spec> sums(sums_smem, accumulator);
+    work.store(params, sums);
+    if (!has_next) break;
+    work = next;
+  }
+  ptx::cp_async_wait<0>();
+}
+
+}  // namespace few_rows
+}  // namespace moe
+}  // namespace flashmoe

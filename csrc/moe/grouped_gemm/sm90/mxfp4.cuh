@@ -1,0 +1,310 @@
+// Grouped products of 16-bit rows with weights of 4 bits, plain and gated, for sm_90a: schedule, rows and stores of the 16-bit products.
+// The producer's four warps copy codes to shared memory, make bf16 of them (../mxfp4.cuh) and write the stage of B that TMA would: wgmma
+// takes one operand from registers, which would be the rows of C^T, and its sums would then have tokens side by side.
+//
+// Each thread converts what it has copied itself, so a stage of codes is free when it has; and as many are on their way as shared memory
+// holds.
+// Of a tile with at most 64 rows both consumers take these rows, 128 of the weights' rows each: where experts have few rows, weights are
+// the bound, and the tensor cores' time is halved. A row's bits depend on k alone, as in mainloop.cuh.
+#pragma once
+
+#include "moe/grouped_gemm/mxfp4.cuh"
+#include "moe/grouped_gemm/sm90/grouped_gemm_gated.cuh"
+#include "moe/params/mxfp4.h"
+
+namespace flashmoe {
+namespace moe {
+namespace sm90 {
+
+// kAhead: stages of codes, in the bytes behind the barriers.
+template <typename Element, int kBlockM, int kBlockN, int kNumStages, int kNumWarps, int kOutputSlabs, int kAhead_,
+          bool kIsGated, bool kGathersA_>
+struct Mxfp4Spec : TileSpec<Element, kBlockM, kBlockN, kNumStages, kNumWarps, kOutputSlabs, kIsGated, kGathersA_> {
+  using Tile = TileSpec<Element, kBlockM, kBlockN, kNumStages, kNumWarps, kOutputSlabs, kIsGated, kGathersA_>;
+  static constexpr int kAhead = kAhead_;
+  static constexpr int kProducerWarps = 4;
+  static constexpr int kProducerThreads = 32 * kProducerWarps;
+  // Every producer thread's weights; its copies of rows, or the copy engine's bytes of them.
+  static constexpr int kFullArrivals = kProducerThreads + (kGathersA_ ? kProducerThreads : 1);
+  static constexpr int kProducerRegisters = 120;
+  static constexpr int kConsumerRegisters = 192;
+  // Pieces of 16 bytes, a scale's codes: two of a row and stage.
+  static constexpr int kPieces = kBlockN * 2 / kProducerThreads;  // of a thread
+  static constexpr int kCodesBytes = kBlockN * 32;                // of a stage
+  static constexpr int kCodesOffset = Tile::kSharedBytes;
+  static constexpr int kCodesBarrierOffset = kCodesOffset + kAhead * kCodesBytes;
+  static constexpr int kSharedBytes = kCodesBarrierOffset + kAhead * 8;
+  static_assert(kCodesOffset % 16 == 0 && kSharedBytes <= 232448, "sm_90 gives a block at most 227 KiB");
+  static_assert(kBlockM == 128 && kBlockN == 256,
+                "a consumer has 64 rows and all columns, or all rows and 128 columns");
+};
+
+template <typename Element, int kBlockM, int kBlockN, int kNumStages, int kNumWarps, int kOutputSlabs, int kAhead>
+using Mxfp4GemmSpec = Mxfp4Spec<Element, kBlockM, kBlockN, kNumStages, kNumWarps, kOutputSlabs, kAhead, false, false>;
+template <typename Element, int kBlockM, int kBlockN, int kNumStages, int kNumWarps, int kOutputSlabs, int kAhead>
+using Mxfp4GatedGemmSpec =
+    Mxfp4Spec<Element, kBlockM, kBlockN, kNumStages, kNumWarps, kOutputSlabs, kAhead, true, true>;
+
+// The row of weights that is row `within` of the tile's B, or one that exists; is_there: which of the two.
+template <typename Spec>
+__device__ __forceinline__ int weight_row(const GemmParams& params, const Tile& tile, int within, bool& is_there) {
+  const int column = tile.n_block * Spec::kOutputColumns;
+  if constexpr (!Spec::kIsGated) {
+    is_there = column + within < params.n;
+    return minimum(column + within, params.n - 1);
+  }
+  const int half = params.n / 2, is_up = within / 64 % 2;  // of 128 rows the first 64 are gate
+  const int own = column + within / 128 * 64 + within % 64;
+  is_there = own < half;
+  const int found = minimum(own, half - 1);
+  return params.is_interleaved != 0 ? 2 * found + is_up : is_up * half + found;
+}
+
+// A thread's pieces of a tile's weights, one stage after the other: of each 64 rows one.
+template <typename Spec>
+struct Codes {
+  const unsigned char* code_gmem[Spec::kPieces];
+  const uint8_t* scale_gmem[Spec::kPieces];
+  uint32_t valid;                     // bit i: piece i is of a row that exists
+  uint32_t scales[2][Spec::kPieces];  // of the next stage and the one after it
+  int copied;                         // stages
+  int blocks;                         // of k, each with a scale
+
+  __device__ __forceinline__ void find(const Mxfp4GemmParams& params, const Tile& tile) {
+    const GemmParams& gemm = params.gemm;
+    const int piece = ptx::thread_index() % 2;
+    blocks = gemm.k / kMxfp4Block;
+    valid = 0;
+    copied = 0;
+#pragma unroll
+    for (int i = 0; i < Spec::kPieces; ++i) {
+      bool is_there;
+      const int row = weight_row<Spec>(gemm, tile, ptx::thread_index() / 2 + 64 * i, is_there);
+      valid |= (is_there ? 1u : 0u) << i;
+      code_gmem[i] = static_cast<const unsigned char*>(gemm.b) +
+                     (tile.expert * gemm.b_expert_stride + row * gemm.b_stride) * 2 + piece * 16;
+      scale_gmem[i] = params.b_scale + (static_cast<int64_t>(tile.expert) * gemm.n + row) * blocks;
+    }
+    load_scales(0, scales[0]);
+    load_scales(1, scales[1]);
+  }
+
+  // Past the end of k, where codes are zeros, the last scale.
+  __device__ __forceinline__ void load_scales(int stage, uint32_t (&to)[Spec::kPieces]) const {
+    const int block = minimum(2 * stage + ptx::thread_index() % 2, blocks - 1);
+#pragma unroll
+    for (int i = 0; i < Spec::kPieces; ++i) to[i] = ptx::ld_global_8(scale_gmem[i] + block);
+  }
+
+  // The next stage's codes to `codes_smem`: zeros where there are none.
+  __device__ __forceinline__ void copy(ptx::SmemPointer codes_smem) {
+    const uint32_t present = 2 * copied + ptx::thread_index() % 2 < blocks ? valid : 0;
+#pragma unroll
+    for (int i = 0; i < Spec::kPieces; ++i) {
+      ptx::cp_async_16(codes_smem + (i * Spec::kProducerThreads + ptx::thread_index()) * 16, code_gmem[i] + copied * 32,
+                       (present >> i & 1) != 0 ? 16 : 0);
+    }
+    ++copied;
+  }
+
+  template <bool kIsLarge>
+  __device__ __forceinline__ void convert(ptx::SmemPointer codes_smem, ptx::SmemPointer b_smem) const {
+    const int piece = ptx::thread_index() % 2, first_row = ptx::thread_index() / 2;
+#pragma unroll
+    for (int i = 0; i < Spec::kPieces; ++i) {
+      uint32_t codes[4];
+      ptx::ld_shared_128(codes, codes_smem + (i * Spec::kProducerThreads + ptx::thread_index()) * 16);
+      const Mxfp4Scale<kIsLarge> scale(scales[0][i]);
+      const ptx::SmemPointer row_smem = b_smem + (first_row + 64 * i) * kSlabRowBytes;
+#pragma unroll
+      for (int eight = 0; eight < 4; ++eight) {
+        uint32_t pairs[4];
+#pragma unroll
+        for (int j = 0; j < 4; ++j) pairs[j] = scale.apply(spread_neighbours(codes[eight], codes[eight] << 4, j));
+        ptx::st_shared_128(row_smem + ((4 * piece + eight) ^ first_row % 8) * 16, pairs);
+      }
+    }
+  }
+
+  // The next stage of B.
+  __device__ __forceinline__ void write(int stage, ptx::SmemPointer codes_smem, ptx::SmemPointer b_smem) {
+    bool is_large = false;
+#pragma unroll
+    for (int i = 0; i < Spec::kPieces; ++i) is_large = is_large || has_large_scale(scales[0][i]);
+    if (ptx::vote_ballot(is_large) != 0) {
+      convert<true>(codes_smem, b_smem);
+    } else {
+      convert<false>(codes_smem, b_smem);
+    }
+#pragma unroll
+    for (int i = 0; i < Spec::kPieces; ++i) scales[0][i] = scales[1][i];
+    load_scales(stage + 2, scales[1]);
+  }
+};
+
+// A stage of codes is there.
+template <typename Spec>
+__device__ __forceinline__ ptx::Mbarrier* codes_full(const SharedMemory<Spec>& shared, int slot) {
+  return reinterpret_cast<ptx::Mbarrier*>(shared.base + Spec::kCodesBarrierOffset) + slot;
+}
+
+// What each warp of the producer does for a tile.
+template <typename Spec>
+struct Mxfp4Loads {
+  const Mxfp4GemmParams& params;
+  const SharedMemory<Spec> shared;
+  const ptx::TensorMap* a_map;  // where rows are not gathered
+  RingPosition<Spec::kNumStages> at;
+  RingPosition<Spec::kAhead> filled, next;  // of codes: where copies go, where the next stage's are
+
+  __device__ __forceinline__ ptx::SmemPointer codes(int slot) const {
+    return ptx::SmemPointer(shared.base + Spec::kCodesOffset + slot * Spec::kCodesBytes);
+  }
+
+  __device__ __forceinline__ void copy(Codes<Spec>& weights) {
+    weights.copy(codes(filled.stage));
+    ptx::mbarrier_arrive_cp_async(codes_full(shared, filled.stage));
+    filled.advance();
+  }
+
+  __device__ __forceinline__ void operator()(const Tile& tile, int warp) {
+    const GemmParams& gemm = params.gemm;
+    const bool is_issuer = warp == 0 && ptx::lane_index() == 0;
+    GatheredRows<Spec> rows;
+    if constexpr (Spec::kGathersA) rows.find(gemm, tile);
+    Codes<Spec> weights;
+    weights.find(params, tile);
+    const int stages = ceil_div(gemm.k, Spec::kBlockK);
+    for (int ahead = 0; ahead < minimum(Spec::kAhead - 1, stages); ++ahead) copy(weights);
+    for (int k = 0; k < gemm.k; k += Spec::kBlockK, at.advance()) {
+      ptx::Mbarrier* full = shared.full(at.stage);
+      ptx::mbarrier_wait(shared.empty(at.stage), at.parity ^ 1);
+      if constexpr (Spec::kGathersA) {
+        rows.copy(gemm, shared.a(at.stage), k);
+        ptx::mbarrier_arrive_cp_async(full);  // in front of the codes' copies, which it would wait for, too
+      } else if (is_issuer) {
+        ptx::mbarrier_arrive_expect_tx(full, Spec::kABytes);
+        load_rows<Spec>(shared.a(at.stage), *a_map, full, tile, k);
+      }
+      if (weights.copied < stages) copy(weights);
+      ptx::mbarrier_wait(codes_full(shared, next.stage), next.parity);
+      weights.write(k / Spec::kBlockK, codes(next.stage), ptx::SmemPointer(shared.b(at.stage)));
+      next.advance();
+      ptx::fence_proxy_async_shared();  // wgmma reads what this thread has written
+      ptx::mbarrier_arrive(full);
+    }
+  }
+};
+
+template <typename Spec>
+struct Mxfp4Mainloop {
+  Mainloop<Spec, Weights::kNk> frame;
+
+  __device__ __forceinline__ Mxfp4Mainloop(const SharedMemory<Spec>& shared, int consumer) : frame(shared, consumer) {}
+
+  // Four products of the 64 rows of `slab` by kHalves times 128 columns, from those of `first_half` on.
+  template <int kHalves>
+  __device__ __forceinline__ void issue(float (&sums)[kHalves * 64], int slab, int first_half, bool is_first) const {
+    const int stage = frame.at.stage;
+    const auto a = typename Spec::ATile{frame.shared.a(stage) + slab * Spec::kSlabBytes}.k_major();
+    const auto b =
+        SharedTile<kHalves * 128, Spec::kBlockK>{frame.shared.b(stage) + first_half * (Spec::kBBytes / 2)}.k_major();
+    ptx::wgmma_fence();
+#pragma unroll
+    for (int step = 0; step < Spec::kBlockK / 16; ++step)
+      ptx::wgmma_ss<typename Spec::Element, kHalves * 128, false>(sums, a.k_step(step), b.k_step(step),
+                                                                  step == 0 && is_first ? 0 : 1);
+    ptx::wgmma_commit();
+  }
+
+  // As Mainloop::multiply.
+  template <int kHalves>
+  __device__ __forceinline__ void multiply(float (&sums)[kHalves * 64], int slab, int first_half, int blocks) {
+    frame.wait_full();
+    issue<kHalves>(sums, slab, first_half, true);
+    int before = frame.at.stage;
+    frame.at.advance();
+    for (int block = 1; block < blocks; ++block) {
+      frame.wait_full();
+      issue<kHalves>(sums, slab, first_half, false);
+      ptx::wgmma_wait<1>();
+      frame.release(before);
+      before = frame.at.stage;
+      frame.at.advance();
+    }
+    ptx::wgmma_wait<0>();
+    ptx::wgmma_fence_operands(sums);
+    frame.release(before);
+  }
+};
+
+template <typename Spec, typename Epilogue>
+__device__ __forceinline__ void consume_mxfp4(const GemmParams& params, const SharedMemory<Spec>& shared, int consumer,
+                                              Epilogue epilogue) {
+  const int blocks = ceil_div(params.k, Spec::kBlockK);
+  Mxfp4Mainloop<Spec> mainloop(shared, consumer);
+  RingPosition<Spec::kNumTileSlots> slot;
+  while (true) {
+    const Tile tile = take_tile<Spec>(shared, slot);
+    if (tile.expert < 0) break;
+    if (tile.end_row - tile.first_row <= 64) {
+      WarpgroupTile<Spec> own = warpgroup_tile<Spec>(tile, 0);
+      own.column += consumer * (Spec::kOutputColumns / 2);
+      float sums[Spec::kAccumulators / 2];
+      mainloop.template multiply<1>(sums, 0, consumer, blocks);
+      epilogue.store(own, sums);
+    } else {
+      float sums[Spec::kAccumulators];
+      mainloop.template multiply<2>(sums, consumer, 0, blocks);
+      epilogue.store(warpgroup_tile<Spec>(tile, consumer), sums);
+    }
+  }
+  epilogue.finish();
+}
+
+// As run_grouped_gemm. Epilogue: made of (params, shared, consumer, maps...).
+template <typename Spec, typename Epilogue, typename... Maps>
+__device__ __forceinline__ void run_mxfp4(const Mxfp4GemmParams& params, const ptx::TensorMap* a_map,
+                                          const Maps&... maps) {
+  const SharedMemory<Spec> shared{ptx::dynamic_shared_memory()};
+  const int warp = ptx::shuffle_index(ptx::warp_index(), 0);
+  const int warpgroup = warp / 4;
+
+  if (warp == 0 && ptx::elect_one()) {
+    if constexpr (!Spec::kGathersA) ptx::prefetch_tensor_map(a_map);
+    (ptx::prefetch_tensor_map(&maps), ...);
+#pragma unroll
+    for (int slot = 0; slot < Spec::kAhead; ++slot)
+      ptx::mbarrier_init(codes_full(shared, slot), Spec::kProducerThreads);
+    init_barriers(shared);
+  }
+  ptx::barrier_sync_block();
+  ptx::grid_launch_dependents();
+  ptx::grid_dependency_wait();
+
+  if (warpgroup == 0) {
+    ptx::setmaxnreg_dec<Spec::kProducerRegisters>();
+    Mxfp4Loads<Spec> loads{params, shared, a_map, {}, {}, {}};
+    produce<Spec>(params.gemm, shared, warp, loads);
+  } else {
+    ptx::setmaxnreg_inc<Spec::kConsumerRegisters>();
+    const int consumer = warpgroup - 1;
+    consume_mxfp4<Spec>(params.gemm, shared, consumer, Epilogue(params.gemm, shared, consumer, maps...));
+  }
+}
+
+template <typename Spec>
+__device__ __forceinline__ void grouped_gemm_mxfp4(const Mxfp4GemmParams& params, const ptx::TensorMap& a_map,
+                                                   const ptx::TensorMap& d_map) {
+  run_mxfp4<Spec, PlainEpilogue<Spec>>(params, &a_map, d_map);
+}
+
+// No preactivation is wanted: its map is never used.
+template <typename Spec>
+__device__ __forceinline__ void grouped_gemm_gated_mxfp4(const Mxfp4GemmParams& params, const ptx::TensorMap& d_map) {
+  run_mxfp4<Spec, GatedEpilogue<Spec, Weights::kNk>>(params, nullptr, d_map, d_map);
+}
+
+}  // namespace sm90
+}  // namespace moe
+}  // namespace flashmoe

@@ -1,0 +1,84 @@
+// The layer with weights of 4 bits on a GPU: the list that is launched.
+
+#include "host/copies.h"
+#include "host/last_kernel.h"
+#include "moe/host/backends.h"
+#include "moe/host/launch.h"
+
+namespace flashmoe {
+namespace moe {
+namespace {
+
+constexpr int64_t kElementBytes = 2;  // of what the kernels' loads count, four weights
+
+// Rows of packed weights that start at 16 bytes, or a copy of them.
+Tensor loadable_codes(const Tensor& tensor) {
+  bool is_loadable = reinterpret_cast<uintptr_t>(tensor.data()) % 16 == 0;
+  for (int axis = 0; axis < 2; ++axis) {
+    const int64_t stride = tensor.strides()[axis];
+    is_loadable = is_loadable && (tensor.sizes()[axis] <= 1 || (stride > 0 && stride % 16 == 0));
+  }
+  return is_loadable ? host::alias(tensor) : host::padded_copy(tensor);
+}
+
+Mxfp4Gemm make_mxfp4_gemm(Product product, const host::KernelRequest& request, const LayerShape& shape,
+                          const Tensor& weights, const Tensor& scales) {
+  const int64_t n = weights.sizes()[1], k = 2 * weights.sizes()[2];
+  Mxfp4Gemm made(product, select_product({request, product, Memory::kNk, shape.slots, shape.experts, n, k}));
+  GemmParams& gemm = made.params.gemm;
+  gemm.b = weights.data();
+  gemm.b_stride = weights.strides()[1] / kElementBytes;
+  gemm.b_expert_stride = weights.strides()[0] / kElementBytes;
+  gemm.n = static_cast<int32_t>(n);
+  gemm.k = static_cast<int32_t>(k);
+  made.params.b_scale = static_cast<const uint8_t*>(scales.data());
+  return made;
+}
+
+}  // namespace
+
+void mxfp4_cuda(const Mxfp4Arguments& arguments, const Tensor& out) {
+  const host::Device& gpu = host::device(out.device_index());
+  const host::KernelRequest request = host::make_request(gpu, arguments.common.dtype);
+  const LayerShape& shape = arguments.shape;
+  const Tensor x = loadable_rows(arguments.x), b13 = loadable_rows(arguments.b13), b2 = loadable_rows(arguments.b2);
+  const Tensor shared = loadable_rows(arguments.shared);
+  const Tensor w13 = loadable_codes(arguments.w13), w2 = loadable_codes(arguments.w2);
+
+  host::Workspace workspace;
+  SortKernels sort(arguments.routing, request, workspace);
+  Mxfp4Gemm gated = make_mxfp4_gemm(Product::kMxfp4Gated, request, shape, w13, arguments.w13_scale);
+  Mxfp4Gemm down = make_mxfp4_gemm(Product::kMxfp4, request, shape, w2, arguments.w2_scale);
+  const Kernel& combine = select_step(request, Step::kCombine);
+
+  const host::CudaCall call(gpu);
+  const SortedWorkspace own_sorted(workspace, shape.slots, shape.experts);
+  const int64_t hidden_rows = workspace.add<uint16_t>(shape.slots * shape.intermediate);
+  const int64_t down_rows = workspace.add<uint16_t>(shape.slots * shape.hidden);
+  workspace.allocate(call);
+  const Sorted sorted = own_sorted.pointers(workspace);
+  void* const h = workspace.address<void>(hidden_rows);
+  void* const y = workspace.address<void>(down_rows);
+
+  CallList list(call);
+  sort.add(list, sorted, workspace);
+
+  set_layer(gated.params.gemm, shape, sorted);
+  set_operands(gated.params.gemm, token_rows(x, sorted.row_slots), h, shape.intermediate);
+  gated.params.gemm.bias = data_or_null(b13);
+  if (is_for_few_rows(gated.kernel())) set_early_ids(gated.params.gemm, arguments.routing);
+  gated.add(list);
+
+  set_layer(down.params.gemm, shape, sorted);
+  set_operands(down.params.gemm, sorted_rows(h, shape.intermediate), y, shape.hidden);
+  down.params.gemm.bias = data_or_null(b2);
+  down.add(list, down.may_follow(gated));
+
+  const CombineParams combined = combine_params(shape, sorted, shared, out, y);
+  add_combine(list, combine, combined);
+  list.run();
+  host::set_last_kernel(gated.kernel().symbol);
+}
+
+}  // namespace moe
+}  // namespace flashmoe

@@ -1,0 +1,137 @@
+#include <initializer_list>
+#include <string>
+#include <utility>
+
+#include "moe/host/argument_checks.h"
+#include "moe/params/mxfp4.h"
+#include "moe/params/scaled.h"
+
+namespace flashmoe {
+namespace moe {
+
+ScaledArguments take_scaled(host::Arguments& given) {
+  ScaledArguments arguments;
+  Needed needed(given);
+  SortArguments& routing = arguments.routing;
+  LayerShape& shape = arguments.shape;
+  arguments.x = needed.take("x");
+  arguments.w13 = needed.take("w13");
+  arguments.w2 = needed.take("w2");
+  arguments.w13_scale = needed.take("w13_scale");
+  arguments.w2_scale = needed.take("w2_scale");
+  routing.topk_weights = needed.take("topk_weights");
+  routing.ids = needed.take("topk_ids");
+  arguments.x_scale = given.optional_tensor();
+  routing.expert_map = given.optional_tensor();
+  arguments.shared = given.optional_tensor();
+  shape.activation = activation_of(given.text());
+  needed.check();
+  const First x{arguments.x, "x"};
+  for (const auto& [tensor, name] : {std::pair(&arguments.w13, "w13"), std::pair(&arguments.w2, "w2")}) {
+    check_device(*tensor, name, x);
+    if (tensor->dtype() != e4m3()) {
+      violate("moe.scaled_weights", {{"name", name}, {"found", describe_dtype(tensor->dtype())}});
+    }
+  }
+  const bool is_scaled = arguments.x.dtype() == e4m3();
+  const int32_t dtype = is_scaled ? aoti_torch_dtype_bfloat16() : arguments.x.dtype();
+  if (dtype != aoti_torch_dtype_bfloat16() && dtype != aoti_torch_dtype_float16()) {
+    violate("moe.scaled_x", {{"found", describe_dtype(dtype)}});
+  }
+  arguments.common = {*host::dtype_of(dtype), dtype, arguments.x.device_type(), arguments.x.device_index()};
+  if (is_scaled && !arguments.x_scale.is_given()) violate("moe.no_x_scale");
+  if (!is_scaled && arguments.x_scale.is_given()) violate("moe.x_scale", {{"found", describe_dtype(dtype)}});
+  if (arguments.shared.is_given()) check_kind(arguments.shared, "shared", x, dtype);
+  if (!host::dtype_of(routing.topk_weights.dtype()).has_value()) {
+    refuse_dtype(routing.topk_weights, "topk_weights", "float32, float16 or bfloat16");
+  }
+  check_weights(shape, arguments.common, arguments.x, arguments.w13, arguments.w2);
+  const auto check = [&](Tensor& scales, const char* name, std::initializer_list<int64_t> sizes, const char* axes) {
+    check_kind(scales, name, x, float32());
+    check_sizes(scales, name, sizes, axes);
+    make_contiguous(scales);
+  };
+  const auto blocks = [](int64_t size) { return (size + kScaleBlock - 1) / kScaleBlock; };
+  const int64_t hidden = blocks(shape.hidden), inner = blocks(shape.intermediate);
+  check(arguments.w13_scale, "w13_scale", {shape.experts, blocks(2 * shape.intermediate), hidden},
+        "[experts, ceil(2 * intermediate / 128), ceil(hidden / 128)]");
+  check(arguments.w2_scale, "w2_scale", {shape.experts, hidden, inner},
+        "[experts, ceil(hidden / 128), ceil(intermediate / 128)]");
+  if (is_scaled) check(arguments.x_scale, "x_scale", {shape.tokens, hidden}, "[tokens, ceil(hidden / 128)]");
+  check_tokens(arguments, x);
+  return arguments;
+}
+
+Mxfp4Arguments take_mxfp4(host::Arguments& given) {
+  Mxfp4Arguments arguments;
+  Needed needed(given);
+  SortArguments& routing = arguments.routing;
+  LayerShape& shape = arguments.shape;
+  arguments.x = needed.take("x");
+  arguments.w13 = needed.take("w13");
+  arguments.w2 = needed.take("w2");
+  arguments.w13_scale = needed.take("w13_scale");
+  arguments.w2_scale = needed.take("w2_scale");
+  routing.topk_weights = needed.take("topk_weights");
+  routing.ids = needed.take("topk_ids");
+  arguments.b13 = given.optional_tensor();
+  arguments.b2 = given.optional_tensor();
+  routing.expert_map = given.optional_tensor();
+  arguments.shared = given.optional_tensor();
+  const std::string activation = given.text(), layout = given.text();
+  shape.activation = activation_of(activation);
+  shape.is_interleaved = is_interleaved_of(layout);
+  needed.check();
+  const First x{arguments.x, "x"};
+  const int32_t dtype = arguments.x.dtype();
+  if (dtype != aoti_torch_dtype_bfloat16()) violate("moe.mxfp4_x", {{"found", describe_dtype(dtype)}});
+  const Common& common =
+      arguments.common = {Dtype::kBFloat16, dtype, arguments.x.device_type(), arguments.x.device_index()};
+  if (arguments.shared.is_given()) check_kind(arguments.shared, "shared", x, dtype);
+  if (routing.topk_weights.dtype() != float32() && routing.topk_weights.dtype() != dtype) {
+    refuse_dtype(routing.topk_weights, "topk_weights", "float32 or " + quoted("x", dtype));
+  }
+  check_rank(arguments.x, "x", 2, "[tokens, hidden]");
+  check_rank(arguments.w13, "w13", 3, "[experts, 2 * intermediate, hidden / 2]");
+  check_rank(arguments.w2, "w2", 3, "[experts, hidden, intermediate / 2]");
+  shape.tokens = arguments.x.sizes()[0];
+  shape.hidden = arguments.x.sizes()[1];
+  shape.experts = arguments.w13.sizes()[0];
+  shape.intermediate = 2 * arguments.w2.sizes()[2];
+  check_experts(shape.experts, "moe.experts");
+  for (const auto& [size, what] :
+       {std::pair(shape.hidden, "the hidden size"), std::pair(shape.intermediate, "the intermediate size")}) {
+    check_size(size, what, kMaxSize / 2);
+    if (size % kMxfp4Block != 0)
+      violate("moe.mxfp4_multiple", {{"what", what}, {"value", size}, {"multiple", int64_t{kMxfp4Block}}});
+  }
+  const int64_t both = 2 * shape.intermediate;
+  const auto check = [&](Tensor& tensor, const char* name, std::initializer_list<int64_t> sizes, const char* axes) {
+    check_kind(tensor, name, x, uint8());
+    check_sizes(tensor, name, sizes, axes);
+    make_rows_contiguous(tensor);
+  };
+  check(arguments.w2, "w2", {shape.experts, shape.hidden, shape.intermediate / 2},
+        "[experts, hidden, intermediate / 2]");
+  check(arguments.w13, "w13", {shape.experts, both, shape.hidden / 2}, "[experts, 2 * intermediate, hidden / 2]");
+  check(arguments.w13_scale, "w13_scale", {shape.experts, both, shape.hidden / kMxfp4Block},
+        "[experts, 2 * intermediate, hidden / 32]");
+  check(arguments.w2_scale, "w2_scale", {shape.experts, shape.hidden, shape.intermediate / kMxfp4Block},
+        "[experts, hidden, intermediate / 32]");
+  make_contiguous(arguments.w13_scale);
+  make_contiguous(arguments.w2_scale);
+  check_biases(shape, common, x, arguments.b13, arguments.b2);
+  check_tokens(arguments, x);
+  return arguments;
+}
+
+void check_blocks(const LayerShape& shape) {
+  for (const auto& [size, what] :
+       {std::pair(shape.hidden, "the hidden size"), std::pair(shape.intermediate, "the intermediate size")}) {
+    if (size % kScaleBlock != 0)
+      violate("moe.scaled_multiple", {{"what", what}, {"value", size}, {"multiple", kScaleBlock}});
+  }
+}
+
+}  // namespace moe
+}  // namespace flashmoe

@@ -1,0 +1,30 @@
+// What the host passes to the products of 16-bit rows with weights of 4 bits. Plain C types only, as in gemm.h, which says what slots
+// and rows are.
+//
+// Weights [experts, n, k] are e2m1 codes (sign, two bits of exponent with bias 1, one of mantissa), two in a byte, the first in the low
+// four bits. Each 32 of a row have one scale of 8 bits, b: a weight is its code's number times 2^(b - 127), and NaN where b is 255,
+// rounded to bf16. That rounding changes nothing but what lies beyond bf16's range, which becomes infinite. A product is then the one
+// of 16-bit weights, with the same sums in the same order: the same bits. k is a multiple of 32.
+#pragma once
+
+#include "moe/params/gemm.h"
+
+#ifdef __CUDACC_RTC__
+using uint8_t = unsigned char;
+#endif
+
+namespace flashmoe {
+namespace moe {
+
+constexpr int kMxfp4Block = 32;  // weights of a row with one scale
+
+//   grouped_gemm_mxfp4, grouped_gemm_gated_mxfp4   as grouped_gemm and grouped_gemm_gated; no preactivation
+//
+// In `gemm`, b_stride and b_expert_stride count 16-bit elements, each of which holds four weights; k counts weights.
+struct Mxfp4GemmParams {
+  GemmParams gemm;
+  const uint8_t* b_scale;  // [experts, n, k / 32]
+};
+
+}  // namespace moe
+}  // namespace flashmoe

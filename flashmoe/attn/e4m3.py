@@ -1,0 +1,93 @@
+"""Attention over caches of 8-bit floats (float8_e4m3fn) with queries of 16 bits: the operators' arguments from those of users."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, is_grad_enabled
+from torch._C import _are_functorch_transforms_active as transforms_are_active
+from torch.compiler import is_compiling
+
+from flashmoe import _extension
+from flashmoe.attn import arguments
+from flashmoe.attn.options import Varlen
+from flashmoe.attn.refusals import NO_GRADIENT
+from flashmoe.checks import is_number
+from flashmoe.errors import ArgumentError, ArgumentTypeError, DifferentiationError
+from flashmoe.rules import explain
+from flashmoe.transforms import has_tangent
+
+_extension.load()
+_operator = torch.ops.flashmoe.attention_e4m3_forward.default
+_inference_operator = torch.ops.flashmoe._attention_e4m3_inference.default._op
+_append_operator = torch.ops.flashmoe.attention_append_e4m3_.default
+
+E4M3 = torch.float8_e4m3fn
+Scale = Tensor | float | None
+
+
+def has_codes(cache: Any) -> bool:
+    return isinstance(cache, Tensor) and cache.dtype is E4M3
+
+
+def check_unscaled(k_scale: Scale, v_scale: Scale, k: Any) -> None:
+    """Raise where scales are given for a cache that has none."""
+    if k_scale is None and v_scale is None:
+        return
+    name = "k_scale" if k_scale is not None else "v_scale"
+    found = f"found {k.dtype}" if isinstance(k, Tensor) else f"found {type(k).__name__}"
+    msg = f"{name} belongs to keys and values of torch.float8_e4m3fn; {found}; leave it out, or quantise both"
+    raise ArgumentError(msg)
+
+
+def _split(name: str, scale: Any) -> tuple[Tensor | None, float]:
+    """The tensor of a scale, and its factor."""
+    if scale is None:
+        return None, 1.0
+    if isinstance(scale, Tensor):
+        return (scale.float() if scale.is_floating_point() else scale), 1.0
+    if not is_number(scale):
+        msg = f"{name} must be a number, a float32 tensor or None; found {type(scale).__name__}; use float(...)"
+        raise ArgumentTypeError(msg)
+    return None, float(scale)
+
+
+def _scales(k_scale: Scale, v_scale: Scale) -> tuple[Tensor | None, Tensor | None, float, float]:
+    (k, k_factor), (v, v_factor) = _split("k_scale", k_scale), _split("v_scale", v_scale)
+    return k, v, k_factor, v_factor
+
+
+def attend(given: Varlen, k_scale: Scale, v_scale: Scale, return_lse: bool) -> Tensor | tuple[Tensor, Tensor]:
+    tensors = [one for one in (given.q, given.sinks, given.mask, k_scale, v_scale) if isinstance(one, Tensor)]
+    if (is_grad_enabled() and any(one.requires_grad for one in tensors)) or has_tangent(*tensors):
+        raise DifferentiationError(NO_GRADIENT)
+    every = (*given, *_scales(k_scale, v_scale))
+    if is_compiling():
+        out, lse = _operator(*every)
+        return (out, lse) if return_lse else out
+    try:
+        if return_lse or transforms_are_active():
+            result: tuple[Tensor, Tensor] = _operator(*every)
+            return result if return_lse else result[0]
+        only: Tensor = _inference_operator(*every)
+        return only
+    except Exception as error:
+        cause = arguments.explain_varlen(error, given, ("attention_e4m3_forward", every))
+        if cause is error:
+            raise
+        raise cause from error
+
+
+def append(cache: tuple[Any, ...], k_scale: Scale, v_scale: Scale) -> None:
+    """``cache``: k_cache, v_cache, k_new, v_new, cache_seqlens, block_table."""
+    every = (*cache, *_scales(k_scale, v_scale))
+    try:
+        _append_operator(*every)
+    except Exception as error:
+        if is_compiling():
+            raise
+        cause = explain(error, "attention_append_e4m3_", every)
+        if cause is error:
+            raise
+        raise cause from error

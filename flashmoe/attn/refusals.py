@@ -1,0 +1,21 @@
+"""What attention over float8_e4m3fn caches cannot do."""
+
+from __future__ import annotations
+
+from typing import Any, NoReturn
+
+from flashmoe.errors import ArgumentError, DifferentiationError
+
+NO_GRADIENT = (
+    "attention over a torch.float8_e4m3fn cache has no gradient; call it under torch.no_grad(), or dequantise k and v "
+    "with .to(q.dtype) * scale for training"
+)
+NO_TRANSFORM = "no transform of torch.func (vmap, functionalize) can follow a torch.float8_e4m3fn cache; make the mapped dimension part of the batch"
+
+
+def refuse_gradient(*_: Any) -> NoReturn:
+    raise DifferentiationError(NO_GRADIENT)
+
+
+def refuse_vmap(*_: Any) -> NoReturn:
+    raise ArgumentError(NO_TRANSFORM)

@@ -1,0 +1,34 @@
+"""The operators of multi-head latent attention: what torch knows of each (see flashmoe/operator.py)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flashmoe.mla import cpu
+from flashmoe.operator import Operator
+from flashmoe.rules import check
+
+LATENT_DIM = 512
+
+
+def _fake(q: Tensor, kv_cache: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+    """out [B, Sq, H, 512] and lse [B, H, Sq], contiguous."""
+    check("mla_decode", (q, kv_cache, *rest))
+    batch, tokens, heads, _ = q.shape
+    return q.new_empty(batch, tokens, heads, LATENT_DIM), q.new_empty(batch, heads, tokens, dtype=torch.float32)
+
+
+def _flops(
+    q: Sequence[int], kv_cache: Sequence[int], _: Any, block_table: Sequence[int] | None, *__: Any, **___: Any
+) -> int:
+    """Of shapes, as if each sequence filled its memory: q k^T over 576 columns, P v over 512."""
+    batch, tokens, heads, head_dim = q
+    keys = kv_cache[1] if block_table is None else block_table[1] * kv_cache[1]
+    return 2 * batch * tokens * heads * keys * (head_dim + LATENT_DIM)
+
+
+OPERATORS = (Operator("mla_decode", fake=_fake, flops=_flops, autocast=2, impls={"CPU": cpu.decode}),)

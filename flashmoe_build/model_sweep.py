@@ -1,0 +1,201 @@
+"""``python -m flashmoe_build.model_sweep``: every causal language model of the installed transformers, made small, with random weights.
+
+Each one's logits with flashmoe's attention (and experts, where it has any) are held against transformers' eager code, in float32 on the
+CPU, and the operators that ran are counted: a model that did not reach flashmoe is no PASS. docs/guides/models.md shows the report.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import signal
+import sys
+import warnings
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from flashmoe.errors import ArgumentError
+from flashmoe_build.program import ROOT, Stopwatch, finish
+from flashmoe_tools.progress import Progress
+from flashmoe_tools.report import Check, Verdict, write_report
+
+REPORTS = "docs/results/*-cpu/models.json"
+LIMIT_S = 90
+MOST_PARAMETERS = 20e6
+TOLERANCE = 2e-4  # of logits whose deviation is about 1
+# Sizes under all names that configurations have for them; a configuration takes those that it knows.
+SMALL: dict[str, Any] = {
+    **dict.fromkeys(("vocab_size", "max_position_embeddings", "n_positions", "n_ctx", "max_seq_len"), 128),
+    **dict.fromkeys(("hidden_size", "n_embd", "d_model", "embed_dim", "dim", "word_embed_proj_dim", "embedding_size"), 64),
+    **dict.fromkeys(("intermediate_size", "ffn_dim", "d_ff", "n_inner", "ffn_hidden_size", "shared_expert_intermediate_size"), 96),
+    **dict.fromkeys(("moe_intermediate_size", "expert_ffn_hidden_size", "mlp_only_intermediate_size"), 32),
+    **dict.fromkeys(("num_hidden_layers", "n_layer", "num_layers", "n_layers", "decoder_layers", "encoder_layers"), 2),
+    **dict.fromkeys(("num_attention_heads", "n_head", "num_heads", "n_heads", "decoder_attention_heads", "encoder_attention_heads"), 4),
+    "num_key_value_heads": 2, "head_dim": 16, "rotary_dim": 16, "first_k_dense_replace": 1, "sliding_window": 7,
+    **dict.fromkeys(("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts"), 8),
+    **dict.fromkeys(("num_experts_per_tok", "moe_topk", "n_group", "topk_group"), 2),
+    "q_lora_rank": 24, "kv_lora_rank": 16, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 16,
+    "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "query_pre_attn_scalar": 16, "vocab_size_per_layer_input": 128,
+}  # fmt: skip
+
+
+@contextmanager
+def at_most(seconds: int) -> Iterator[None]:
+    def stop(*_: object) -> None:
+        msg = f"longer than {seconds} s"
+        raise TimeoutError(msg)
+
+    before = signal.signal(signal.SIGALRM, stop)
+    signal.alarm(seconds)
+    try:
+        yield
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, before)
+
+
+def small_model(config_class: Any) -> Any:
+    """A model of two layers. Raises what transformers raises, and ValueError for one that stays large."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    make: Any = AutoModelForCausalLM.from_config
+    known = config_class().to_dict()
+    given = {name: value for name, value in SMALL.items() if name in known}
+    if known.get("kv_lora_rank"):
+        given["num_key_value_heads"] = SMALL["num_attention_heads"]  # of latent attention every head has its own
+    if isinstance(known.get("layer_types"), list):
+        given["layer_types"] = known["layer_types"][-2:]  # the last of a period is the full one
+    config = config_class(**given)
+    with torch.device("meta"):
+        size = sum(p.numel() for p in make(config).parameters())
+    if size > MOST_PARAMETERS:
+        msg = f"{size / 1e6:.0f} million parameters although made small"
+        raise ValueError(msg)
+    torch.manual_seed(0)
+    model = make(config, attn_implementation="eager").float().eval()
+    for name, parameter in model.named_parameters():
+        if parameter.dim() > 1:
+            torch.nn.init.normal_(parameter, std=0.5 / parameter.shape[-1] ** 0.5 if "embed" not in name else 1.0)
+    return model
+
+
+def compare(model: Any, tokens: Any, eager: Any) -> tuple[float, Counter[str], str]:
+    """The largest difference of logits to eager code, how often each of our operators ran, and why experts did not."""
+    import torch
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    from flashmoe.integrations.transformers import register
+
+    ran: Counter[str] = Counter()
+
+    class Count(TorchDispatchMode):
+        def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if function.namespace == "flashmoe":
+                ran["experts" if "moe" in function._schema.name.partition("::")[2] else "attention"] += 1
+            return function(*args, **(kwargs or {}))
+
+    names = register()
+    refused = ""
+    with torch.no_grad():
+        model.set_attn_implementation(names.attention)
+        if names.experts is not None and hasattr(model, "set_experts_implementation"):
+            model.set_experts_implementation(names.experts)
+        try:
+            with Count():
+                ours = model(tokens, use_cache=False).logits
+        except ArgumentError as error:  # experts that fused_moe does not compute
+            refused = str(error).partition(";")[0]
+            ran.clear()
+            model.set_experts_implementation("eager")
+            with Count():
+                ours = model(tokens, use_cache=False).logits
+    return float((ours - eager).abs().max() / eager.std().clamp(min=1e-6)), ran, refused
+
+
+def judge(kind: str) -> tuple[Check, dict[str, Any]]:
+    import torch
+    from transformers import CONFIG_MAPPING
+
+    row: dict[str, Any] = {"model": kind}
+    step = ""
+    try:
+        with at_most(LIMIT_S), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            step = "cannot be made small here"
+            model = small_model(CONFIG_MAPPING[kind])
+            tokens = torch.randint(3, 128, (2, 19))
+            with torch.no_grad():
+                eager = model(tokens, use_cache=False).logits
+            step = "takes no attention by name"
+            difference, ran, refused = compare(model, tokens, eager)
+            row |= {"difference": float(f"{difference:.1e}")} | ({"why": refused} if refused else {})
+    except Exception as error:
+        first = (str(error).strip().splitlines() or [""])[0][:60]
+        row["why"] = f"{step}: {type(error).__name__}: {first}"
+        return Check(kind, Verdict.SKIP, row["why"]), row
+    row |= ran
+    found = f"{difference:.1e}; attention {ran['attention']}, experts {ran['experts']} calls"
+    if not ran:
+        row["why"] = "its layers call no attention of transformers' registry"
+        return Check(kind, Verdict.SKIP, row["why"]), row
+    if difference > TOLERANCE and not getattr(model, "_supports_sdpa", True):
+        row["why"] = "transformers calls its attention not replaceable, and gives it no SDPA either"
+        return Check(kind, Verdict.SKIP, row["why"]), row
+    verdict = Verdict.PASS if difference <= TOLERANCE else Verdict.FAIL
+    return Check(kind, verdict, found, f"at most {TOLERANCE:g}"), row
+
+
+def line_of(row: dict[str, Any]) -> str:
+    """What ran, the difference, and why something did not: a row of the page, as the report holds it."""
+    runs = ", ".join(part for part in ("attention", "experts") if row.get(part))
+    is_equal = bool(runs) and row["difference"] <= TOLERANCE
+    why = row.get("why", "" if is_equal else "differs from eager code").replace("|", "/")
+    return f"{runs if is_equal else 'no'}|{row['difference']:.0e}|{why}" if runs else f"no||{why}"
+
+
+def table(root: Path = ROOT) -> tuple[Sequence[str], list[Sequence[str]]]:
+    """The newest report as rows for the page: what runs on flashmoe, then what does not and why."""
+    path = max(root.glob(REPORTS), default=None)
+    data = json.loads(path.read_text(encoding="utf-8"))["data"] if path else {"models": {}}
+    rows: list[Sequence[str]]
+    rows = [(kind, *line.split("|")) for kind, line in data["models"].items()]
+    rows.sort(key=lambda row: (row[1] == "no", "experts" not in row[1], row[0]))
+    return ("model", "runs on flashmoe", "difference", "why not"), rows
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(allow_abbrev=False, description=__doc__.splitlines()[0])
+    parser.add_argument("--json", type=Path, default=ROOT / "build" / "reports" / "models.json")
+    parser.add_argument("--only", metavar="A,B", help="these model types alone")
+    options = parser.parse_args(arguments)
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as KINDS
+
+    chosen = options.only.split(",") if options.only else sorted(KINDS)
+    clock, checks, rows = Stopwatch(), [], []
+    with Progress("models", len(chosen)) as progress:
+        for kind in chosen:
+            check, row = judge(kind)
+            checks.append(check)
+            rows.append(row)
+            progress.advance(f"{kind} {check.verdict}")
+    for check in checks:
+        print(f"{check.verdict} {check.name}: {check.found}")
+    groups = [[one for one in checks if one.verdict is verdict] for verdict in (Verdict.PASS, Verdict.SKIP)]
+    summary = [Check("families", group[0].verdict, f"{len(group)}") for group in groups if group]  # the rows name them
+    summary += [check for check in checks if check.verdict is Verdict.FAIL]
+    report = clock.report(
+        "models",
+        summary,
+        {"transformers": metadata.version("transformers"), "models": {row["model"]: line_of(row) for row in rows}},
+    )
+    write_report(options.json, report)
+    return finish(report)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

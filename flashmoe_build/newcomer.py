@@ -1,0 +1,151 @@
+"""``./nox -s newcomer``: README and the guides followed to the letter on a clean machine, by a script that copies nothing from them.
+
+Each ```bash block of these pages is run as it stands, in one folder and one shell's environment, then each ```python block. The address
+of the repository leads to this checkout (git's ``insteadOf``), HOME is an empty folder, and ``pip`` and ``python`` are those of a fresh
+virtual environment. Ends with one line for each block, and fails where one failed or the time is over.
+
+    --limit MINUTES   20 by default, of which the downloads are the network's
+    --here            build for the CPU alone, with this machine's caches and packages: minutes, to try the pages
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from flashmoe_build.program import ROOT, Stopwatch, ending, finish
+from flashmoe_tools.report import Check, Report, Verdict
+
+PAGES = ("README.md", "docs/guides/serving.md", "docs/guides/training.md", "docs/guides/loading-weights.md",
+         "docs/guides/tuning.md", "docs/guides/troubleshooting.md")  # fmt: skip
+BLOCK = re.compile(r"^```(bash|python)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
+KEPT = ("PATH", "LANG", "LC_ALL", "TERM", "SSL_CERT_FILE", "REQUESTS_CA_BUNDLE", "PIP_CERT", "PIP_INDEX_URL", "UV_DEFAULT_INDEX",
+        "UV_INDEX_URL", "PIP_CONFIG_FILE", "HTTPS_PROXY", "HTTP_PROXY", "NO_PROXY", "https_proxy", "http_proxy", "no_proxy")  # fmt: skip
+TAIL = 400
+
+
+@dataclass(frozen=True)
+class Block:
+    """One block of a page; ``folder``: where it is run, in which a ``cd`` of an earlier one left the reader."""
+
+    page: str
+    number: int
+    kind: str
+    text: str
+
+    @property
+    def title(self) -> str:
+        return f"{self.page}, block {self.number}: {self.text.strip().splitlines()[0][:60]}"
+
+
+def blocks(root: Path, pages: Sequence[str] = PAGES) -> Iterator[Block]:
+    for page in pages:
+        found = BLOCK.findall((root / page).read_text(encoding="utf-8"))
+        yield from (Block(page, number, kind, text) for number, (kind, text) in enumerate(found, 1))
+
+
+def environment(folder: Path, root: Path, *, here: bool) -> dict[str, str]:
+    """What a newcomer's shell has. git finds this checkout at the address that the pages name."""
+    source = re.search(r'^Source = "(.*)"$', (root / "pyproject.toml").read_text(encoding="utf-8"), re.MULTILINE)
+    address = source[1] if source else ""
+    kept = {name: value for name, value in os.environ.items() if name in KEPT}
+    git = {"GIT_CONFIG_COUNT": "2", "GIT_CONFIG_KEY_0": f"url.{root.as_uri()}.insteadOf", "GIT_CONFIG_VALUE_0": address}
+    git |= {"GIT_CONFIG_KEY_1": "safe.directory", "GIT_CONFIG_VALUE_1": str(root / ".git")}
+    made = {**kept, **git, "HOME": str(folder / "home"), "PATH": f"{folder / 'venv' / 'bin'}:{kept['PATH']}"}
+    if here:
+        caches = {name: os.environ[name] for name in ("UV_CACHE_DIR", "FLASHMOE_CACHE_DIR") if name in os.environ}
+        made |= {
+            "FLASHMOE_ARCHS": "none",
+            "PIP_NO_DEPS": "1",
+            "UV_CACHE_DIR": str(Path.home() / ".cache" / "uv"),
+            **caches,
+        }
+    return made
+
+
+def follow(root: Path, folder: Path, limit: float, *, here: bool) -> list[Check]:
+    """Run every block in its page's order; what follows a failed one is not run."""
+    (folder / "home").mkdir()
+    venv = [sys.executable, "-m", "venv", *(["--system-site-packages"] if here else []), str(folder / "venv")]
+    subprocess.run(venv, check=True, timeout=120)
+    if here:  # a virtual environment of one sees the base's packages alone
+        _see_packages_of_this(folder / "venv")
+    variables, where, end = environment(folder, root, here=here), folder, time.monotonic() + limit
+    checks: list[Check] = []
+    for block in blocks(root):
+        if checks and checks[-1].verdict is Verdict.FAIL:
+            checks.append(Check(block.title, Verdict.SKIP, "not run"))
+            continue
+        began = time.monotonic()
+        found, where = run_block(block, where, variables, end - began)
+        seconds = f"{time.monotonic() - began:.0f} s"
+        checks.append(Check(block.title, Verdict.FAIL if found else Verdict.PASS, found or seconds))
+        print(f"{checks[-1].verdict} {checks[-1].name}: {checks[-1].found}", flush=True)
+    return checks
+
+
+def _see_packages_of_this(venv: Path) -> None:
+    (site,) = venv.glob("lib/python*/site-packages")
+    outer = [path for path in sys.path if path.endswith("site-packages")]
+    (site / "outer.pth").write_text("".join(f"{path}\n" for path in outer), encoding="utf-8")
+
+
+def run_block(block: Block, where: Path, variables: Mapping[str, str], limit: float) -> tuple[str, Path]:
+    """What went wrong, empty if nothing did, and the folder in which the shell ended."""
+    if limit <= 0:
+        return "the time was over before it", where
+    script = f"{block.text}\npwd >&3\n" if block.kind == "bash" else ""
+    with tempfile.TemporaryFile("w+", encoding="utf-8") as folder:
+        words = (
+            ["bash", "-euo", "pipefail", "-c", f"exec 3>&{folder.fileno()}\n{script}"] if script else ["python", "-"]
+        )
+        try:
+            done = subprocess.run(
+                words,
+                cwd=where,
+                env=variables,
+                input=None if script else block.text,
+                stdin=subprocess.DEVNULL if script else None,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+                timeout=limit,
+                check=False,
+                pass_fds=[folder.fileno()],
+            )
+        except subprocess.TimeoutExpired:
+            return "the time was over", where
+        folder.seek(0)
+        ended = folder.read().strip()
+    if done.returncode:
+        return f"exit {done.returncode}: ...{done.stdout.strip()[-TAIL:]}", where
+    return "", Path(ended or where)
+
+
+def newcomer(limit_minutes: float, *, here: bool) -> Report:
+    clock = Stopwatch()
+    with tempfile.TemporaryDirectory(prefix="newcomer-") as temporary:
+        checks = follow(ROOT, Path(temporary), 60 * limit_minutes, here=here)
+    return clock.report("newcomer", checks, {"pages": list(PAGES), "here": here, "limit_minutes": limit_minutes})
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        allow_abbrev=False, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--limit", type=float, default=20.0, metavar="MINUTES", help="fail when it takes longer")
+    parser.add_argument("--here", action="store_true", help="CPU alone, with this machine's caches and packages")
+    options = parser.parse_args(arguments)
+    return ending(lambda: finish(newcomer(options.limit, here=options.here)))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,1 @@
+"""Decoding of multi-head latent attention."""

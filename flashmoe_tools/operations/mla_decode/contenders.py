@@ -1,0 +1,76 @@
+"""Decoding of multi-head latent attention: ours, FlashMLA on the same pages, and torch's products on dense keys."""
+
+from __future__ import annotations
+
+from importlib import import_module
+
+import torch
+
+from flashmoe.errors import ArgumentError
+from flashmoe_tools.bench.contenders import Contender, Prepared, always, family, flashmoe_available, installed
+from flashmoe_tools.operations.mla_decode.problem import LATENT_DIM
+from flashmoe_tools.operations.mla_decode.reference import Inputs
+
+FAMILIES = ("sm80", "sm90")
+FLASH_MLA = "flash_mla"
+FLASH_MLA_PAGE = 64
+
+
+def _flashmoe(inputs: Inputs) -> Prepared:
+    import flashmoe
+
+    p = inputs.problem
+
+    def call() -> torch.Tensor:
+        out: torch.Tensor = flashmoe.mla_decode(
+            inputs.q, inputs.cache, cache_seqlens=inputs.lengths, block_table=inputs.table, scale=p.scale
+        )
+        return out
+
+    return Prepared(call)
+
+
+def _torch(inputs: Inputs) -> Prepared:
+    """Two batched products and a softmax."""
+    p = inputs.problem
+    if p.tokens != 1:
+        msg = f"{p.key}: this composition has no mask; tokens is 1"
+        raise ArgumentError(msg)
+    keys = torch.stack([inputs.keys_of(sequence) for sequence in range(p.batch)])
+    q = inputs.q[:, 0]
+
+    def call() -> torch.Tensor:
+        weights = torch.softmax(torch.bmm(q, keys.mT).float() * p.scale, dim=-1)
+        return torch.bmm(weights.to(q.dtype), keys[..., :LATENT_DIM]).unsqueeze(1)
+
+    return Prepared(call)
+
+
+def _flash_mla(inputs: Inputs) -> Prepared:
+    p, module = inputs.problem, import_module(FLASH_MLA)
+    if p.page_size != FLASH_MLA_PAGE:
+        msg = f"{p.key}: FlashMLA has pages of {FLASH_MLA_PAGE}"
+        raise ArgumentError(msg)
+    cache = inputs.cache.unsqueeze(2)
+    metadata, splits = module.get_mla_metadata(inputs.lengths, p.tokens * p.heads, 1)
+
+    def call() -> torch.Tensor:
+        out: torch.Tensor = module.flash_mla_with_kvcache(
+            inputs.q, cache, inputs.table, inputs.lengths, LATENT_DIM, metadata, splits, p.scale, causal=True
+        )[0]
+        return out
+
+    return Prepared(call)
+
+
+def contenders() -> tuple[Contender, ...]:
+    both, gpu = ("cpu", "cuda"), ("cuda",)
+    return (
+        Contender("flashmoe", "flashmoe", both, flashmoe_available, _flashmoe, ours=True),
+        *(
+            Contender(f"flashmoe-{one}", f"flashmoe {one}", gpu, flashmoe_available, _flashmoe, family(one), ours=True)
+            for one in FAMILIES
+        ),
+        Contender("torch", "torch, dense keys", both, always, _torch),
+        Contender("flash-mla", "FlashMLA", gpu, installed(FLASH_MLA), _flash_mla),
+    )

@@ -1,0 +1,81 @@
+"""The kernel that puts partial results together, on the emulated machine, from partial results made in fp64."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import torch
+
+from flashmoe_build.emulation.runner import Buffer, Launch, Runner, Trial, in_front
+from flashmoe_tools.operations.mla_decode.emulation.plan import Segment
+from flashmoe_tools.operations.mla_decode.emulation.problem import (
+    LOG2E,
+    MlaProblem,
+    Tensors,
+    build,
+    partial_results,
+    plan,
+    values_of,
+)
+from flashmoe_tools.operations.mla_decode.problem import HEAD_DIM, LATENT_DIM
+from flashmoe_tools.operations.mla_decode.reference import scores_of
+from flashmoe_tools.tables import Unit
+
+TILE_ROWS, BLOCK_KEYS = 16, 32  # of the decoding kernel in front
+COLUMN_UNITS = 4  # of a row
+
+
+def problems(unit: Unit) -> Iterator[MlaProblem]:
+    """Sequences of many parts and of two, whole ones between them; rows that no part saw a key of."""
+    n = BLOCK_KEYS
+    base = MlaProblem("combine", unit.dtype, (41 * n + 5, 3, 0, n, 4 * n), 3, parts=40)
+    yield base
+    yield replace(base, name="warps share sums", warps_per_sum=8, data_seed=1)
+    yield replace(base, name="tokens, sinks", tokens=7, keys=(3 * n + 1, 5 * n), parts=4, has_sinks=True, data_seed=2)
+    yield replace(base, name="rows without keys", tokens=3, heads=9, keys=(2 * n, 1), parts=5, wants_lse=False)
+    many = tuple(index % 4 * n for index in range(50))
+    yield replace(base, name="many", keys=(*many, 5 * n), heads=1, parts=9)
+    sequences = tuple(index % 5 * n for index in range(40))
+    yield replace(base, name="fewer sequences than parts", keys=(*sequences, 6 * n), heads=2, parts=60)
+
+
+def fill(tensors: Tensors, found: list[Segment], partial: dict[str, torch.Tensor]) -> None:
+    """What the kernel in front leaves: results of whole sequences, partial results of the others."""
+    p = tensors.problem
+    for segment in found:
+        own = segment.sequence
+        if segment.is_whole:
+            tensors.out[own], tensors.lse[own] = (
+                tensors.expected[own][0].to(tensors.out.dtype),
+                tensors.expected[own][1],
+            )
+            continue
+        q, values = tensors.q[own].double(), tensors.keys[own].double()
+        scores = scores_of(q, values, HEAD_DIM**-0.5, is_causal=p.is_causal).flatten(0, 1)
+        keys = slice(segment.begin * BLOCK_KEYS, segment.end * BLOCK_KEYS)
+        exponents = scores[:, keys] * LOG2E
+        shift = exponents.amax(-1)
+        weights = torch.exp2(exponents - shift.nan_to_num(neginf=0.0)[:, None])
+        out = weights @ values[keys, :LATENT_DIM]
+        partial["out_partial"][segment.slot].flatten(0, 1)[: p.rows] = out.float()
+        state = torch.stack((shift, weights.sum(-1)), -1)
+        partial["state_partial"][segment.slot].flatten(0, 1)[: p.rows] = state.float()
+
+
+def trial(unit: Unit, p: MlaProblem) -> Trial:
+    tensors, found, partial = build(p), plan(p, BLOCK_KEYS), partial_results(p, TILE_ROWS)
+    fill(tensors, found, partial)
+    values = values_of(tensors, TILE_ROWS, BLOCK_KEYS, {})
+    # The lengths are older than the kernel in front, and results of whole sequences stay.
+    values["cache_seqlens"] = torch.tensor(p.keys, dtype=torch.int32)
+    values |= {
+        name: Buffer(getattr(tensors, name), writable=True) for name in ("out", "lse") if values[name] is not None
+    }
+    values |= {name: in_front(tensor) for name, tensor in partial.items()}
+    sums = unit.row.block_m // p.warps_per_sum
+    blocks = min(len(p.keys), p.parts) * -(-p.rows * COLUMN_UNITS // sums)
+    return Trial([Launch(values, blocks)], tensors.disagreements, {"out": tensors.out, "lse": tensors.lse})
+
+
+RUNNER = Runner(problems, trial)

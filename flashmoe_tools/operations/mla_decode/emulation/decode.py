@@ -1,0 +1,78 @@
+"""The decoding kernels on the emulated machine; what they leave of split sequences is put together here, in fp64."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import replace
+
+import torch
+
+from flashmoe_build.emulation.runner import Launch, Runner, Trial
+from flashmoe_tools.operations.mla_decode.emulation.plan import Segment
+from flashmoe_tools.operations.mla_decode.emulation.problem import (
+    MlaProblem,
+    Tensors,
+    build,
+    partial_results,
+    plan,
+    values_of,
+)
+from flashmoe_tools.tables import Unit
+
+
+def problems(unit: Unit) -> Iterator[MlaProblem]:
+    """Parts that begin and end inside sequences; lengths 0; rows that see no key; every page size that boxes differ for."""
+    m, n = unit.row.block_m, unit.row.block_n
+    base = MlaProblem("decode", unit.dtype, (3 * n + 7, 3, 0, n, 2 * n + 1), min(m, 16))
+    yield base
+    yield replace(base, name="tokens, sinks", heads=6, tokens=m // 6 + 1, has_sinks=True, page_size=32, data_seed=1)
+    if unit.dtype == "bf16":
+        return
+    yield replace(base, name="dense", page_size=0, heads=m + 3, keys=(2 * n + 5, n - 1), parts=3, wants_lse=False)
+    yield replace(base, name="one split", num_splits=1, page_size=48, is_causal=False, tokens=2, heads=5)
+    yield replace(base, name="large pages", page_size=2 * n, keys=(5 * n + 1,), heads=1, parts=2, magnitude=6.0)
+    yield replace(base, name="few keys", keys=(1, 2, 3), tokens=3, heads=3, parts=2, has_sinks=True)
+    many = tuple(index % 3 * n for index in range(37))
+    yield replace(base, name="many", keys=(*many, 3 * n), heads=2, parts=5, data_seed=3)
+    yield replace(base, name="equal", keys=(2 * n,) * 4, heads=3, parts=2)
+    yield replace(base, name="three splits", keys=(9 * n, n), heads=3, parts=9, num_splits=3)
+    yield replace(base, name="long shares", keys=(4 * n + 3, 9), heads=2, parts=6, least_share=3)
+
+
+def put_together(tensors: Tensors, found: list[Segment], partial: dict[str, torch.Tensor]) -> None:
+    """Partial results of split sequences become their output."""
+    p = tensors.problem
+    for sequence in {segment.sequence for segment in found if not segment.is_whole}:
+        own = [segment.slot for segment in found if segment.sequence == sequence]
+        rows = partial["state_partial"][own].flatten(1, 2)[:, : p.rows].double()
+        shift, sums = rows[..., 0], rows[..., 1]
+        largest = shift.amax(0)
+        weights = torch.where(largest.isneginf(), 0.0, torch.exp2(shift - largest)) * (shift > -torch.inf)
+        sums = torch.where(shift > -torch.inf, sums, 0.0)
+        out = (weights[..., None] * partial["out_partial"][own].flatten(1, 2)[:, : p.rows].double()).sum(0)
+        total, top = (weights * sums).sum(0), largest * math.log(2)
+        if tensors.sinks is not None:
+            sinks = tensors.sinks.double().repeat(p.tokens)
+            highest = torch.maximum(top, sinks)
+            scale = torch.exp(top - highest)
+            out, total, top = out * scale[:, None], total * scale + torch.exp(sinks - highest), highest
+        finished = torch.where(total[:, None] > 0, out / total[:, None], 0.0)
+        tensors.out[sequence] = finished.view(p.tokens, p.heads, -1).to(tensors.out.dtype)
+        tensors.lse[sequence] = (top + total.log()).view(p.tokens, p.heads).mT.float()
+
+
+def trial(unit: Unit, p: MlaProblem) -> Trial:
+    tensors, row = build(p), unit.row
+    found, partial = plan(p, row.block_n), partial_results(p, row.block_m)
+    values = values_of(tensors, row.block_m, row.block_n, partial)
+
+    def check() -> list[str]:
+        put_together(tensors, found, partial)
+        return tensors.disagreements()
+
+    blocks = values["parts"] * values["row_tiles"]
+    return Trial([Launch(values, blocks)], check, {"out": tensors.out, "lse": tensors.lse})
+
+
+RUNNER = Runner(problems, trial)

@@ -1,0 +1,48 @@
+"""How the key blocks of a batch fall to parts, as csrc/mla/plan.cuh describes it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+LEAD = 2  # key blocks that a sequence costs a part beside its own
+
+
+@dataclass(frozen=True)
+class Segment:
+    """Key blocks ``begin`` to ``end`` of a sequence, and the slot of the part's partial results."""
+
+    part: int
+    sequence: int
+    begin: int
+    end: int
+    blocks: int  # of the sequence
+    slot: int
+
+    @property
+    def is_whole(self) -> bool:
+        return self.begin == 0 and self.end == self.blocks
+
+
+def segments(keys: Sequence[int], block_n: int, parts: int, least_share: int, num_splits: int) -> Iterator[Segment]:
+    """Of all parts, in order."""
+    blocks = [max(1, -(-length // block_n)) for length in keys]
+    if num_splits == 1:
+        yield from (Segment(index, index, 0, count, count, 2 * index) for index, count in enumerate(blocks))
+        return
+    most = max(blocks)
+    share = max(-(-sum(count + LEAD for count in blocks) // parts), least_share, -(-(most - 1) // (num_splits - 1)))
+    whole = -(-share // (most + LEAD)) * (most + LEAD)
+    if min(blocks) == most and whole <= share + share // 16:
+        share = whole
+    first = 0
+    for sequence, count in enumerate(blocks):
+        first += LEAD
+        block = 0
+        while block < count:
+            part = (first + block) // share
+            end = min(count, (part + 1) * share - first)
+            slot = 2 * part + (first + block > part * share)
+            yield Segment(part, sequence, block, end, count, slot)
+            block = end
+        first += count

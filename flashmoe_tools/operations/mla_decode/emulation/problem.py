@@ -1,0 +1,164 @@
+"""Decoding problems for the emulated machine: tensors, fp64 reference and the parameters of a launch."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+
+from flashmoe_build.emulation.compare import DTYPES, UNIT_ROUNDOFF, worst_element
+from flashmoe_build.emulation.runner import NamedProblem, in_front, output
+from flashmoe_tools.operations.attention.emulation.problem import lse_bound
+from flashmoe_tools.operations.mla_decode.emulation.plan import Segment, segments
+from flashmoe_tools.operations.mla_decode.problem import HEAD_DIM, LATENT_DIM
+from flashmoe_tools.operations.mla_decode.reference import attend
+
+NAN = float("nan")
+GARBAGE_PAGE = 10**6  # in the block table past a sequence's own pages
+LOG2E = math.log2(math.e)
+EXPONENT_UNIT = 4e-7  # error of an exponent for each unit of a score in fp32
+
+
+@dataclass(frozen=True)
+class MlaProblem(NamedProblem):
+    """A batch of sequences with ``keys[b]`` keys and ``tokens`` query tokens of ``heads`` heads each."""
+
+    dtype: str
+    keys: tuple[int, ...]
+    heads: int
+    tokens: int = 1
+    page_size: int = 16  # 0: a dense cache
+    is_causal: bool = True
+    has_sinks: bool = False
+    wants_lse: bool = True
+    num_splits: int = 32
+    parts: int = 7
+    least_share: int = 1
+    warps_per_sum: int = 1
+    magnitude: float = 1.0  # of q
+    data_seed: int = 0
+
+    @property
+    def rows(self) -> int:
+        return self.tokens * self.heads
+
+
+@dataclass(frozen=True)
+class Tensors:
+    """NaN stands wherever no row sees a key, and in the results."""
+
+    problem: MlaProblem
+    q: torch.Tensor  # [batch, tokens, heads, 576]
+    cache: torch.Tensor  # [pages, page size, 576]
+    table: torch.Tensor | None
+    keys: tuple[torch.Tensor, ...]  # of each sequence, [keys, 576]
+    sinks: torch.Tensor | None
+    out: torch.Tensor
+    lse: torch.Tensor
+
+    @cached_property
+    def expected(self) -> list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
+        """(out [tokens, heads, 512], lse [heads, tokens], bound of the error of out) of each sequence, in fp64."""
+        p = self.problem
+        found = []
+        for q, keys in zip(self.q, self.keys, strict=True):
+            out, lse, weights = attend(
+                q.double(), keys.double(), HEAD_DIM**-0.5, is_causal=p.is_causal, sinks=self.sinks
+            )
+            spread = weights @ keys[:, :LATENT_DIM].double().abs() if len(keys) else torch.zeros_like(out)
+            scores = (q.double() @ keys.double().mT).abs().amax(-1) if len(keys) else torch.zeros(q.shape[:2])
+            unit = UNIT_ROUNDOFF[p.dtype]
+            exponent = EXPONENT_UNIT * scores[..., None] * HEAD_DIM**-0.5
+            small = len(keys) * 2.0**-25 * float(keys.abs().max()) if p.dtype == "f16" and len(keys) else 0.0
+            found.append((out, lse, (unit + 2e-5 + exponent) * spread + unit * out.abs() + 1e-6 + small))
+        return found
+
+    def disagreements(self) -> list[str]:
+        wrong: list[str] = []
+        for index, (out, lse, bound) in enumerate(self.expected):
+            wrong += worst_element(f"out of sequence {index}", self.out[index], out, bound)
+            if self.problem.wants_lse:
+                wrong += worst_element(f"lse of sequence {index}", self.lse[index], lse, lse_bound(lse))
+        return wrong
+
+
+def build(p: MlaProblem) -> Tensors:
+    """Fresh random tensors, the same for the same problem."""
+    generator = torch.Generator().manual_seed(p.data_seed * 7919 + 31)
+    dtype, batch = DTYPES[p.dtype], len(p.keys)
+
+    def normal(*sizes: int) -> torch.Tensor:
+        return torch.randn(*sizes, generator=generator)
+
+    q = (normal(batch, p.tokens, p.heads, HEAD_DIM) * p.magnitude + 0.25).to(dtype)
+    keys = tuple((normal(length, HEAD_DIM) + 0.25).to(dtype) for length in p.keys)
+    table = None
+    if p.page_size == 0:
+        cache = torch.full((batch, max(p.keys) + 3, HEAD_DIM), NAN, dtype=dtype)
+        for own, values in zip(cache, keys, strict=True):
+            own[: len(values)] = values
+    else:
+        counts = [-(-length // p.page_size) for length in p.keys]
+        order = torch.randperm(sum(counts) + 2, generator=generator).to(torch.int32)
+        cache = torch.full((len(order), p.page_size, HEAD_DIM), NAN, dtype=dtype)
+        table = torch.full((batch, max(counts) + 1), GARBAGE_PAGE, dtype=torch.int32)
+        table[1::2] = -1
+        used = 0
+        for sequence, (count, values) in enumerate(zip(counts, keys, strict=True)):
+            table[sequence, :count] = order[used : used + count]
+            used += count
+            for page in range(count):
+                own = values[page * p.page_size : (page + 1) * p.page_size]
+                cache[int(table[sequence, page]), : len(own)] = own
+    sinks = normal(p.heads) * 2 if p.has_sinks else None
+    out = torch.full((batch, p.tokens, p.heads, LATENT_DIM), NAN, dtype=dtype)
+    lse = torch.full((batch, p.heads, p.tokens), NAN)
+    return Tensors(p, q, cache, table, keys, sinks, out, lse)
+
+
+def plan(p: MlaProblem, block_n: int) -> list[Segment]:
+    return list(segments(p.keys, block_n, p.parts, p.least_share, p.num_splits))
+
+
+def values_of(tensors: Tensors, block_m: int, block_n: int, partial: dict[str, torch.Tensor]) -> dict[str, Any]:
+    """The parameters of a decoding kernel, and of the kernel that puts its partial results together."""
+    p, cache = tensors.problem, tensors.cache
+    return {
+        "q": in_front(tensors.q),
+        "cache": in_front(cache),
+        "out": output(tensors.out),
+        "lse": output(tensors.lse) if p.wants_lse else None,
+        "cache_seqlens": in_front(torch.tensor(p.keys, dtype=torch.int32)),
+        "block_table": in_front(tensors.table),
+        "block_table_stride": 0 if tensors.table is None else tensors.table.stride(0),
+        "sinks": tensors.sinks,
+        **{name: output(tensor) for name, tensor in partial.items()},
+        "q_stride_batch": tensors.q.stride(0),
+        "q_stride_row": tensors.q.stride(2),
+        "page_stride": cache.stride(0),
+        "key_stride": cache.stride(1),
+        "batch": len(p.keys),
+        "tokens": p.tokens,
+        "heads": p.heads,
+        "max_keys": cache.shape[1] if tensors.table is None else tensors.table.shape[1] * p.page_size,
+        "page_size": cache.shape[1],
+        "num_pages": cache.shape[0],
+        "box_rows": block_n if tensors.table is None else min(block_n, cache.shape[1] & -cache.shape[1]),
+        "is_causal": int(p.is_causal),
+        "block_m": block_m,
+        "row_tiles": -(-p.rows // block_m),
+        "block_n_log2": block_n.bit_length() - 1,
+        "parts": len(p.keys) if p.num_splits == 1 else p.parts,
+        "least_share": p.least_share,
+        "num_splits": p.num_splits,
+        "warps_per_sum": p.warps_per_sum,
+        "scale_log2": HEAD_DIM**-0.5 * LOG2E,
+    }
+
+
+def partial_results(p: MlaProblem, block_m: int) -> dict[str, torch.Tensor]:
+    slots = (2 * p.parts, -(-p.rows // block_m), block_m)
+    return {"out_partial": torch.full((*slots, LATENT_DIM), NAN), "state_partial": torch.full((*slots, 2), NAN)}

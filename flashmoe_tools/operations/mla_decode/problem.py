@@ -1,0 +1,87 @@
+"""Decoding of multi-head latent attention as a problem: sequences of one length in pages."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
+
+from flashmoe.errors import ArgumentError
+from flashmoe_tools.operations import DTYPE_BYTES, RoomProblem, fields
+
+HEAD_DIM, LATENT_DIM = 576, 512
+_SIZES = ("heads", "batch", "tokens", "keys", "page_size")
+_KEY = re.compile(r"mla-(?P<dtype>\w+)-h(?P<h>\d+)-b(?P<b>\d+)-q(?P<q>\d+)k(?P<k>\d+)-p(?P<p>\d+)")
+
+
+@dataclass(frozen=True)
+class MlaDecodeProblem(RoomProblem):
+    """``batch`` sequences of ``keys`` keys in pages in random order, ``tokens`` query tokens each; the mask is bottom-right."""
+
+    operation: ClassVar[str] = "mla_decode"
+
+    dtype: str
+    heads: int
+    batch: int
+    tokens: int
+    keys: int
+    page_size: int = 64
+
+    @property
+    def key(self) -> str:
+        return f"mla-{self.dtype}-h{self.heads}-b{self.batch}-q{self.tokens}k{self.keys}-p{self.page_size}"
+
+    @property
+    def title(self) -> str:
+        return f"{self.dtype} B={self.batch} H={self.heads} Sq={self.tokens} Sk={self.keys} pages of {self.page_size}"
+
+    @property
+    def scale(self) -> float:
+        return float(192**-0.5)
+
+    @property
+    def flops(self) -> int:
+        """Scores over 576 columns, values over 512, of the scores that are seen."""
+        seen = self.tokens * self.keys - self.tokens * (self.tokens - 1) // 2
+        return 2 * self.batch * self.heads * seen * (HEAD_DIM + LATENT_DIM)
+
+    @property
+    def bytes_moved(self) -> int:
+        """The cache and q read once, the output written once."""
+        rows = self.tokens * self.heads * (HEAD_DIM + LATENT_DIM)
+        return self.batch * (self.keys * HEAD_DIM + rows) * DTYPE_BYTES[self.dtype]
+
+    @classmethod
+    def from_key(cls, key: str) -> MlaDecodeProblem:
+        """Such as mla-bf16-h128-b64-q1k8192-p64."""
+        match = _KEY.fullmatch(key)
+        if match is None or match["dtype"] not in DTYPE_BYTES:
+            msg = f"{key!r} names no case; one is written as {cls.smallest().key}"
+            raise ArgumentError(msg)
+        return cls(match["dtype"], *(int(match[name]) for name in "hbqkp"))
+
+    @classmethod
+    def smallest(cls) -> MlaDecodeProblem:
+        return cls("f16", heads=4, batch=2, tokens=1, keys=40, page_size=16)
+
+    @classmethod
+    def expand(cls, row: Mapping[str, Any], where: str) -> Iterator[MlaDecodeProblem]:
+        """A list is an axis, and the table stands for the product of its axes."""
+        fields.known(row, {"dtype", *_SIZES}, where)
+        dtypes = [
+            fields.choice(one, tuple(DTYPE_BYTES), where, "dtype") for one in fields.axis(row.get("dtype", "bf16"))
+        ]
+        stated = {"tokens": 1, "page_size": 64, **row}
+        axes = [fields.counts(stated, where, name) for name in _SIZES]
+        for dtype, sizes in itertools.product(dtypes, itertools.product(*axes)):
+            yield cls(dtype, **dict(zip(_SIZES, sizes, strict=True)))
+
+    def fit(self, dtypes: Collection[str], max_tokens: int) -> MlaDecodeProblem:
+        """As many sequences as there is memory for."""
+        batch = max(1, min(self.batch, max_tokens // self.tokens))
+        return replace(self, dtype=self.dtype if self.dtype in dtypes else "f16", batch=batch)
+
+
+PROBLEM = MlaDecodeProblem

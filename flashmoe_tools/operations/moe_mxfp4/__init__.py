@@ -1,0 +1,1 @@
+"""Mixture of experts with weights of 4 bits (mxfp4)."""

@@ -1,0 +1,116 @@
+"""The tensors of a layer with mxfp4 weights: random inputs, and ``moe/reference.py``'s reference and rule for the bfloat16 weights that
+they stand for."""
+
+from __future__ import annotations
+
+import math
+import zlib
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+
+from flashmoe_tools.operations.judging import high_dtype
+from flashmoe_tools.operations.moe import reference as forward
+from flashmoe_tools.operations.moe.problem import MoeProblem
+from flashmoe_tools.operations.moe_mxfp4 import formats
+from flashmoe_tools.operations.moe_mxfp4.problem import MoeMxfp4Problem
+
+ROUTINGS = 4  # of one case; a graph of calls takes them in turn, so that weights of few experts do not stay in L2
+ACTIVATION, LAYOUT = "clamped_swiglu", "interleaved"
+
+
+@dataclass(frozen=True)
+class Mxfp4Inputs:
+    """x [T, H] bfloat16; codes w13 uint8 [E, 2I, H / 2] and w2 [E, H, I / 2] with scales of 32 along a row; biases; topk_weights [T, k].
+
+    ``routings``: ids int32 [T, k]; results are checked with the first.
+    """
+
+    problem: MoeMxfp4Problem
+    x: torch.Tensor
+    w13: torch.Tensor
+    w2: torch.Tensor
+    w13_scale: torch.Tensor
+    w2_scale: torch.Tensor
+    b13: torch.Tensor
+    b2: torch.Tensor
+    topk_weights: torch.Tensor
+    routings: tuple[torch.Tensor, ...]
+
+    def poison(self) -> None:
+        """Leave NaN in the memory that the allocator hands out for the next result."""
+        torch.full_like(self.x, math.nan)
+
+    @cached_property
+    def dequantized(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """w13 and w2 in bfloat16, expert by expert: float64 of all would not fit."""
+        pairs = ((self.w13, self.w13_scale), (self.w2, self.w2_scale))
+        w13, w2 = (torch.stack([formats.as_bfloat16(*one) for one in zip(*pair, strict=True)]) for pair in pairs)
+        return w13, w2
+
+
+def make_inputs(problem: MoeMxfp4Problem, device: str, seed: int) -> Mxfp4Inputs:
+    """Standard normal tokens; codes of any kind, scales that keep a token's size; the seed depends on the run's seed and the problem
+    alone."""
+    generator = torch.Generator(device=device)
+    generator.manual_seed(zlib.crc32(f"{seed} {problem.key}".encode()))
+    p = problem
+
+    def weights(n: int, k: int) -> tuple[torch.Tensor, torch.Tensor]:
+        codes = torch.randint(0, 256, (p.experts, n, k // 2), generator=generator, device=device, dtype=torch.uint8)
+        middle = 127 + round(math.log2(k**-0.5 / 3))  # codes are about 3 in size
+        blocks = (p.experts, n, k // formats.BLOCK)
+        scales = torch.randint(middle - 1, middle + 2, blocks, generator=generator, device=device, dtype=torch.uint8)
+        return codes, scales
+
+    def normal(*shape: int, scale: float = 1.0) -> torch.Tensor:
+        return torch.randn(shape, generator=generator, device=device, dtype=torch.bfloat16).mul_(scale)
+
+    x, (topk_weights, ids) = normal(p.tokens, p.hidden), forward.choices(p, device, generator)
+    (w13, w13_scale), (w2, w2_scale) = weights(2 * p.intermediate, p.hidden), weights(p.hidden, p.intermediate)
+    b13, b2 = normal(p.experts, 2 * p.intermediate, scale=0.1), normal(p.experts, p.hidden, scale=0.1)
+    routings = tuple((ids + turn * p.experts // ROUTINGS) % p.experts for turn in range(ROUTINGS))
+    return Mxfp4Inputs(problem, x, w13, w2, w13_scale, w2_scale, b13, b2, topk_weights, routings)
+
+
+def compose(
+    x: torch.Tensor,
+    w13: torch.Tensor,
+    w2: torch.Tensor,
+    w13_scale: torch.Tensor,
+    w2_scale: torch.Tensor,
+    weights: torch.Tensor,
+    ids: torch.Tensor,
+    dtype: torch.dtype,
+    *,
+    b13: torch.Tensor,
+    b2: torch.Tensor,
+    shared: torch.Tensor | None = None,
+    activation: str = ACTIVATION,
+    layout: str = LAYOUT,
+) -> torch.Tensor:
+    """The layer in ``dtype``, expert by expert."""
+
+    def run_expert(expert: int, rows: torch.Tensor) -> torch.Tensor:
+        up = formats.as_bfloat16(w13[expert], w13_scale[expert]).to(dtype)
+        down = formats.as_bfloat16(w2[expert], w2_scale[expert]).to(dtype)
+        z = torch.nn.functional.linear(rows, up, b13[expert].to(dtype))
+        return torch.nn.functional.linear(forward.activate(z, activation, layout), down, b2[expert].to(dtype))
+
+    return forward.mix(x.to(dtype), weights.to(dtype), ids, len(w13), run_expert, shared)
+
+
+def make_reference(inputs: Mxfp4Inputs) -> forward.Reference:
+    p = inputs.problem
+    tokens = forward.checked_tokens(p, inputs.x.device)
+    layer = (inputs.x[tokens], inputs.w13, inputs.w2, inputs.w13_scale, inputs.w2_scale)
+    choices = (inputs.topk_weights[tokens], inputs.routings[0][tokens])
+
+    def run(dtype: torch.dtype) -> torch.Tensor:
+        return compose(*layer, *choices, dtype, b13=inputs.b13, b2=inputs.b2)
+
+    out = run(high_dtype(inputs.x.device))
+    tolerance = forward.allowed(out, run(inputs.x.dtype), inputs.x.dtype)
+    sixteen_bits = MoeProblem("bf16", p.experts, p.top_k, p.hidden, p.intermediate, p.tokens, p.routing)
+    return forward.Reference(sixteen_bits, tokens, out, tolerance, tokens.numel() / p.tokens)

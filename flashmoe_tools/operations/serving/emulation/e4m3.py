@@ -1,0 +1,204 @@
+"""The kernels that read and write caches of 8-bit floats, on the emulated machine."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, fields, replace
+from enum import Enum
+from typing import Any
+
+import torch
+
+from flashmoe_build.emulation.runner import Runner, Trial
+from flashmoe_tools.operations.serving.emulation import append, decode
+from flashmoe_tools.operations.serving.emulation.append import AppendProblem
+from flashmoe_tools.operations.serving.emulation.problem import Keys, VarlenProblem
+from flashmoe_tools.operations.serving.emulation.tensors import NAN, Tensors, build
+from flashmoe_tools.tables import Unit
+
+E4M3 = torch.float8_e4m3fn
+BASE = 0.25  # what values are divided by: the scales are not those of the quantisation, which is none of the kernels' business
+LEAST_PAGE = 16  # that has a scale
+NAN_CODE = 0x7F
+FACTOR = 2.0  # beside scales in memory
+
+
+class Scales(str, Enum):
+    """What a cache has scales of."""
+
+    NUMBER = "number"
+    HEADS = "heads"
+    SEQUENCES = "sequences"
+    PAGES = "pages"
+
+
+@dataclass(frozen=True)
+class E4m3Problem(VarlenProblem):
+    """``exponents``: scales are powers of two, of these; none: of any value. ``has_every_code``: of both caches, NaN apart."""
+
+    scales: Scales = Scales.NUMBER
+    exponents: tuple[int, int] | None = (-4, 2)
+    has_every_code: bool = False
+
+
+@dataclass(frozen=True)
+class Scale:
+    """``values`` [1 or sequences or pages, key heads], and the struct that the kernel is told."""
+
+    values: torch.Tensor
+    scales: Scales
+
+    def of_key(self, sequence: int, page: int) -> torch.Tensor:
+        """[key heads]"""
+        index = {Scales.SEQUENCES: sequence, Scales.PAGES: page}.get(self.scales, 0)
+        return self.values[index]
+
+    @property
+    def struct(self) -> dict[str, Any]:
+        if self.scales is Scales.NUMBER:
+            return {"factor": float(self.values[0, 0])}
+        own = self.scales in (Scales.SEQUENCES, Scales.PAGES)
+        return {
+            "values": self.values / FACTOR,
+            "stride": self.values.stride(0) if own else 0,
+            "head_stride": 1,
+            "factor": FACTOR,
+            "is_of_pages": self.scales is Scales.PAGES,
+        }
+
+
+def problems(unit: Unit) -> Iterator[E4m3Problem]:
+    """Those of the 16-bit kernel, with scales of every kind in turn; then what is new."""
+    n, dim = unit.row.block_n, unit.row.axes["head_dim"]
+    every = [E4m3Problem(**{one.name: getattr(p, one.name) for one in fields(p)}) for p in decode.problems(unit)]
+    for index, problem in enumerate(every):
+        kind = tuple(Scales)[index % len(Scales)]
+        if kind is Scales.PAGES and not (problem.keys_layout is Keys.PAGED and problem.page_size % LEAST_PAGE == 0):
+            kind = Scales.SEQUENCES
+        if problem.head_dim != problem.head_dim_v:  # rows of whole 16 bytes
+            problem = replace(problem, head_dim=dim // 2 + 16, head_dim_v=dim // 2 - 16)
+        yield replace(problem, scales=kind)
+    if unit.dtype == "bf16" and dim > decode.SMALLEST:
+        return
+    base = replace(every[0], keys=(5 * n + 7, 3, 0, n, 2 * n + 1), scales=Scales.PAGES, data_seed=90)
+    # The window begins inside a warp's 16 keys, whose page the first key that is seen names.
+    yield replace(base, name="page scales, window", left=n + 5, right=0, page_size=48)
+    yield replace(base, name="any page scales", exponents=None, page_size=32)
+    yield replace(base, name="far page scales", exponents=(-20, 4 if unit.dtype == "f16" else 20), splits=1)
+    yield replace(base, name="every code", scales=Scales.HEADS, exponents=(-6, -6), has_every_code=True)
+
+
+def _scale(p: E4m3Problem, pages: int, generator: torch.Generator) -> Scale:
+    rows = {Scales.SEQUENCES: len(p.rows), Scales.PAGES: pages}.get(p.scales, 1)
+    heads = 1 if p.scales is Scales.NUMBER else p.heads_kv
+    if p.exponents is None:
+        values = torch.rand(rows, heads, generator=generator) + 0.1
+    else:
+        values = 2.0 ** torch.randint(p.exponents[0], p.exponents[1] + 1, (rows, heads), generator=generator).float()
+    return Scale(values.expand(rows, p.heads_kv).contiguous(), p.scales)
+
+
+def _codes(p: E4m3Problem, tensor: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+    codes = (tensor.float() / BASE).to(E4M3)
+    if not p.has_every_code:
+        return codes
+    drawn = torch.randint(0, 256, codes.shape, generator=generator, dtype=torch.uint8)
+    drawn = torch.where((drawn & NAN_CODE) == NAN_CODE, 0, drawn)
+    return torch.where(torch.isnan(tensor), codes.view(torch.uint8), drawn).view(E4M3)
+
+
+def _rows(p: E4m3Problem, tensors: Tensors, codes: torch.Tensor, scale: Scale, sequence: int) -> torch.Tensor:
+    """[key heads, keys, columns] of a sequence, in float32; what a window has left behind is zero."""
+    rows = []
+    for key in range(p.keys[sequence]):
+        if tensors.block_table is not None:
+            page = int(tensors.block_table[sequence, key // p.page_size])
+            if not 0 <= page < codes.shape[0]:
+                rows.append(torch.zeros(p.heads_kv, codes.shape[-1]))
+                continue
+            row = codes[page, key % p.page_size]
+        elif tensors.cu_seqlens_k is not None:
+            page, row = 0, codes[int(tensors.cu_seqlens_k[sequence]) + key]
+        else:
+            page, row = 0, codes[sequence, :, key]
+        rows.append(row.float() * scale.of_key(sequence, page)[:, None])
+    return torch.stack(rows, dim=1) if rows else torch.zeros(p.heads_kv, 0, codes.shape[-1])
+
+
+def quantize(p: E4m3Problem, tensors: Tensors) -> tuple[Tensors, Scale, Scale]:
+    """The same with codes in the place of k and v, and what the codes times the scales are in ``sequences``."""
+    generator = torch.Generator().manual_seed(p.data_seed * 31 + 7)
+    k, v = (_codes(p, tensor, generator) for tensor in (tensors.k, tensors.v))
+    k_scale, v_scale = (_scale(p, tensors.k.shape[0], generator) for _ in range(2))
+    sequences = tuple(
+        (q, _rows(p, tensors, k, k_scale, index), _rows(p, tensors, v, v_scale, index))
+        for index, (q, _, _) in enumerate(tensors.sequences)
+    )
+    return replace(tensors, k=k, v=v, sequences=sequences), k_scale, v_scale
+
+
+def dequantize(p: E4m3Problem, tensors: Tensors, k_scale: Scale, v_scale: Scale) -> Tensors:
+    """The 16-bit caches of ``quantize``'s codes, for scales that are not of sequences in pages that several of them share."""
+
+    def whole(codes: torch.Tensor, scale: Scale) -> torch.Tensor:
+        values = scale.values
+        if p.keys_layout is Keys.DENSE:
+            values = values[:, :, None, None]
+        elif p.keys_layout is Keys.PAGED:
+            values = values[:, None, :, None]
+        else:
+            values = values[:1, :, None]
+        return (codes.float() * values).to(tensors.q.dtype)
+
+    return replace(tensors, k=whole(tensors.k, k_scale), v=whole(tensors.v, v_scale))
+
+
+def trial(unit: Unit, problem: E4m3Problem) -> Trial:
+    tensors, k_scale, v_scale = quantize(problem, build(problem))
+    return trial_on(unit, problem, tensors, k_scale, v_scale)
+
+
+def trial_on(unit: Unit, p: E4m3Problem, tensors: Tensors, k_scale: Scale, v_scale: Scale) -> Trial:
+    made = decode.trial_on(unit, p, tensors)
+    (launch,) = made.launches
+    values = {"forward": launch.values, "k_scale": k_scale.struct, "v_scale": v_scale.struct}
+    return replace(made, launches=[replace(launch, values=values)])
+
+
+# What stands at the edges of rounding: ties, the largest code and beyond, subnormals.
+EDGES = (448.0, 463.9, 465.0, 1e4, -1e4, math.inf, -math.inf, NAN, 2.0**-10, 3 * 2.0**-10, 2.0**-11, 1.0625, 1.1875)
+
+
+class StoredCodes(append.Stored):
+    """A division by the scale and a rounding."""
+
+    def __init__(self, p: AppendProblem) -> None:
+        self.p = p
+        self.generator = torch.Generator().manual_seed(p.data_seed + 9)
+        self.scales: dict[str, Scale] = {}
+
+    def prepare(self, name: str, cache: torch.Tensor, new: torch.Tensor, *, is_paged: bool) -> torch.Tensor:
+        kind = Scales.HEADS if name == "k" else Scales.PAGES if is_paged else Scales.SEQUENCES
+        rows = {Scales.PAGES: cache.shape[0], Scales.SEQUENCES: len(self.p.held)}.get(kind, 1)
+        self.scales[name] = Scale(torch.rand(rows, append.HEADS, generator=self.generator) + 0.5, kind)
+        self.scales[name].values[:, 0] = 1.0
+        count = min(len(EDGES), new.numel())
+        new.transpose(1, 2).view(-1)[:count] = torch.tensor(EDGES[:count]).to(new.dtype)
+        return cache.to(E4M3)
+
+    def row(self, name: str, row: torch.Tensor, sequence: int, page: int) -> torch.Tensor:
+        divided = row.float() / self.scales[name].of_key(sequence, page)[:, None]
+        codes = divided.clamp(-448, 448).to(E4M3).view(torch.uint8)
+        return codes.masked_fill(torch.isnan(divided), NAN_CODE).view(E4M3)
+
+    def values(self, values: dict[str, Any]) -> dict[str, Any]:
+        return {"append": values, **{f"{name}_scale": scale.struct for name, scale in self.scales.items()}}
+
+
+def append_trial(unit: Unit, p: AppendProblem) -> Trial:
+    return append.trial_on(unit, p, StoredCodes(p))
+
+
+RUNNER = Runner(problems, trial)
+APPEND_RUNNER = Runner(append.problems, append_trial)

@@ -1,0 +1,378 @@
+"""Caches of float8_e4m3fn: against the same call on the dequantised cache, bit for bit, and against float64; what is unused holds NaN."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import flashmoe
+from flashmoe.errors import ArgumentError, ArgumentTypeError, DeviceError, DifferentiationError, DtypeError, ShapeError
+
+from .reference import assert_ran_here
+from .varlen_reference import Band, by_definition
+
+E4M3 = torch.float8_e4m3fn
+NAN_CODE = 0x7F
+DTYPES = (torch.float16, torch.bfloat16)
+LENGTHS = (170, 1, 0, 300, 65)
+OPTIONS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "one split": {"num_splits": 1},
+    "window": {"window": (37, 0)},
+    "softcap": {"softcap": 5.0},
+    "sinks": {"sinks": True},
+    "rows": {"rows": 5, "causal": True},
+}
+either = pytest.mark.parametrize("dtype", DTYPES, ids=str)
+
+
+@dataclass
+class Case:
+    """``keys`` and ``values`` of each sequence, [Hkv, Sk, D] in float32: codes times scales. ``call``: with codes, or a 16-bit cache."""
+
+    q: Tensor
+    keys: list[Tensor]
+    values: list[Tensor]
+    call: Callable[..., tuple[Tensor, Tensor]]
+
+
+def _quantized(values: Tensor) -> Tensor:
+    return values.to(E4M3)
+
+
+def _scale(kind: str, is_exact: bool, rows: int, heads: int, generator: torch.Generator) -> Tensor:
+    sizes = {"one": (), "heads": (heads,), "sequences": (rows, heads), "pages": (rows, 1, heads, 1)}[kind]
+    if is_exact:
+        return 2.0 ** torch.randint(-3, 4, sizes, generator=generator).float()
+    return torch.rand(sizes, generator=generator) * 1.7 + 0.05
+
+
+def make(
+    layout: str,
+    kind: str,
+    dtype: torch.dtype,
+    device: str,
+    *,
+    head_dim: int = 64,
+    page_size: int = 16,
+    is_exact: bool = True,
+    rows: int = 1,
+    **options: Any,
+) -> Case:
+    """Five sequences of 8 heads on 2; pages, dense caches or ragged tensors; all that no sequence uses is NaN, scales of pages too."""
+    generator = torch.Generator().manual_seed(11)
+    heads, heads_kv, batch = 8, 2, len(LENGTHS)
+    q = torch.randn(batch, heads, rows, head_dim, generator=generator).to(dtype)
+    pages = -(-max(LENGTHS) // page_size)
+    table = torch.randperm(batch * pages + 3, generator=generator)[: batch * pages].view(batch, pages).to(torch.int32)
+    count = batch * pages + 3 if kind == "pages" else batch
+    scales = {name: _scale(kind, is_exact, count, heads_kv, generator) for name in ("k_scale", "v_scale")}
+    shape = (batch * pages + 3, page_size, heads_kv) if layout == "pages" else (batch, heads_kv, max(LENGTHS))
+    caches, wide, sequences = [], [], []
+    for scale in scales.values():
+        cache = torch.full((*shape, head_dim), NAN_CODE, dtype=torch.uint8).view(E4M3)
+        dequantized = torch.full(cache.shape, math.nan, dtype=dtype)
+        used = torch.zeros(shape[0], dtype=torch.bool)
+        own = []
+        for index, length in enumerate(LENGTHS):
+            codes = _quantized(torch.randn(heads_kv, length, head_dim, generator=generator))
+            rows_of = torch.ones(heads_kv, length, 1)
+            if kind == "pages":
+                page = table[index, torch.arange(length) // page_size].long()
+                rows_of, used[page] = scale[page, 0, :, 0].T[..., None], True
+            else:
+                rows_of = rows_of * (scale[index] if kind == "sequences" else scale.expand(heads_kv))[:, None, None]
+            values = codes.float() * rows_of
+            for key in range(length):
+                place = (
+                    (int(table[index, key // page_size]), key % page_size)
+                    if layout == "pages"
+                    else (index, slice(None), key)
+                )
+                cache.view(torch.uint8)[place] = codes[:, key].view(torch.uint8)
+                dequantized[place] = values[:, key].to(dtype)
+            own.append(values)
+        if kind == "pages":
+            scale[~used] = math.nan
+        caches.append(cache.to(device))
+        wide.append(dequantized.to(device))
+        sequences.append(own)
+    scales = {name: scale.to(device) for name, scale in scales.items()}
+    lengths, q = torch.tensor(LENGTHS, dtype=torch.int32, device=device), q.to(device)
+    if options.pop("sinks", False):
+        options["sinks"] = torch.randn(heads, generator=generator).to(device)
+
+    def call(*, has_codes: bool, sequences: slice = slice(None)) -> tuple[Tensor, Tensor]:
+        k, v = caches if has_codes else wide
+        given = dict(scales) if has_codes else {}
+        if kind == "sequences":
+            given = {name: scale[sequences] for name, scale in given.items()}
+        if layout == "pages":
+            options["block_table"] = table.to(device)[sequences]
+        else:
+            k, v = k[sequences], v[sequences]
+        with torch.no_grad():
+            result: tuple[Tensor, Tensor] = flashmoe.attention_with_kvcache(
+                q[sequences], k, v, cache_seqlens=lengths[sequences], return_lse=True, **given, **options
+            )
+        assert_ran_here(device)
+        return result
+
+    return Case(q, sequences[0], sequences[1], call)
+
+
+@either
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+@pytest.mark.parametrize(
+    ("layout", "kind"), [("pages", "pages"), ("pages", "sequences"), ("dense", "heads"), ("dense", "one")]
+)
+def test_powers_of_two_give_the_bits_of_the_dequantised_cache(
+    layout: str, kind: str, options: dict[str, Any], dtype: torch.dtype, device: str
+) -> None:
+    case = make(layout, kind, dtype, device, **options)
+    for of_codes, of_elements in zip(case.call(has_codes=True), case.call(has_codes=False), strict=True):
+        assert torch.equal(of_codes, of_elements)
+        assert not of_codes.isnan().any()
+
+
+@either
+@pytest.mark.parametrize("head_dim", [8, 40, 80, 128, 256])
+def test_head_dims(head_dim: int, dtype: torch.dtype, device: str) -> None:
+    """Rows that are no whole 16 bytes, too."""
+    case = make("pages", "pages", dtype, device, head_dim=head_dim, page_size=48)
+    assert torch.equal(case.call(has_codes=True)[0], case.call(has_codes=False)[0])
+
+
+@either
+@pytest.mark.parametrize("kind", ["one", "sequences", "pages"])
+def test_other_scales_are_closer_to_float64_than_the_dequantised_cache(
+    kind: str, dtype: torch.dtype, device: str
+) -> None:
+    case = make("pages", kind, dtype, device, is_exact=False, head_dim=128)
+    errors = []
+    for has_codes in (True, False):
+        out = case.call(has_codes=has_codes)[0].double().cpu()
+        squares = []
+        for index, (keys, values) in enumerate(zip(case.keys, case.values, strict=True)):
+            if LENGTHS[index] == 0:
+                continue
+            k, v = (tensor.double().repeat_interleave(4, dim=0) for tensor in (keys, values))
+            expected, _ = by_definition(case.q[index].double().cpu(), k, v, Band())
+            squares.append((out[index] - expected).square().flatten())
+        errors.append(torch.cat(squares).mean().sqrt().item())
+    assert errors[0] <= 1.02 * errors[1], errors  # both round the output; the rest is the cache's
+
+
+@either
+@pytest.mark.parametrize("exponent", [-20, -7, 0, 20])
+def test_every_code(exponent: int, dtype: torch.dtype, device: str) -> None:
+    """256 sequences of one key. Its value is the result, and the log-sum-exp is the score."""
+    codes = torch.arange(256, dtype=torch.uint8).view(E4M3)
+    k = torch.zeros(256, 1, 1, 64, dtype=torch.uint8).view(E4M3)
+    k.view(torch.uint8)[:, 0, 0, 5] = codes.view(torch.uint8)
+    v = torch.stack([codes.view(torch.uint8).roll(-index)[:64] for index in range(256)]).view(E4M3)[:, None, None]
+    q = torch.zeros(256, 1, 1, 64, dtype=dtype)
+    q[..., 5] = 2.0
+    scale = 2.0**exponent
+    out, lse = flashmoe.attention_with_kvcache(
+        *(tensor.to(device) for tensor in (q, k, v)),
+        cache_seqlens=torch.ones(256, dtype=torch.int32, device=device),
+        k_scale=2.0**-6,
+        v_scale=scale,
+        scale=1.0,
+        return_lse=True,
+    )
+    values, score = v.float() * scale, codes.float() * 2.0**-5
+    assert torch.equal(lse.flatten().isnan().cpu(), score.isnan())
+    seen = ~score.isnan()
+    assert torch.allclose(lse.flatten().cpu()[seen], score[seen], atol=1e-5, rtol=1e-6)
+    expected = values[seen].to(dtype)
+    last_bit = 2.0**-24 if dtype is torch.float16 else 0.0  # of subnormal numbers: half of it rounds either way
+    assert torch.equal(out.cpu()[seen].isnan(), expected.isnan())
+    assert torch.allclose(out.cpu()[seen].float().nan_to_num(), expected.float().nan_to_num(), rtol=0.0, atol=last_bit)
+
+
+@either
+@pytest.mark.parametrize("change", ["zeros", "tiny", "huge", "subnormal"])
+def test_queries_of_any_range(change: str, dtype: torch.dtype, device: str) -> None:
+    """Where a kernel has another form for queries of a small range, it must know theirs."""
+    case = make("pages", "heads", dtype, device, head_dim=128)
+    least, most = (-14.0, 15.0) if dtype is torch.float16 else (-126.0, 100.0)
+    if change == "zeros":
+        case.q[:, :4] = 0.0
+    elif change == "tiny":
+        case.q[..., ::7] *= 2.0 ** (least / 4)
+    elif change == "huge":
+        case.q[:, 2:, :, 9] = 2.0 ** (most / 5)
+    else:
+        case.q[:, ::2] = (case.q[:, ::2].float() * 2.0 ** (least - 3)).to(dtype)
+    for of_codes, of_elements in zip(case.call(has_codes=True), case.call(has_codes=False), strict=True):
+        assert torch.equal(of_codes, of_elements)
+
+
+def test_a_page_without_values_and_one_with_many(device: str) -> None:
+    """A scale of zero, as some quantisers give for zeros, and scales 2^40 apart, within a sequence."""
+    v = torch.full((3, 16, 1, 64), 1.0).to(E4M3).to(device)
+    scale = torch.tensor([0.0, 2.0**-20, 2.0**20], device=device).view(3, 1, 1, 1)
+    for order in ([0, 1, 2], [2, 1, 0], [1, 0, 1]):
+        out = flashmoe.attention_with_kvcache(
+            torch.zeros(1, 1, 1, 64, dtype=torch.bfloat16, device=device),
+            *(v, v),
+            cache_seqlens=torch.tensor([48], dtype=torch.int32, device=device),
+            block_table=torch.tensor([order], dtype=torch.int32, device=device),
+            v_scale=scale,
+        )
+        expected = sum(float(scale[page]) for page in order) / 3
+        assert torch.allclose(out.float(), torch.full_like(out, expected).float(), rtol=2**-7)
+
+
+@either
+@pytest.mark.parametrize("scale", [1.0, 3.0])
+def test_appending_rounds_every_number(scale: float, dtype: torch.dtype, device: str) -> None:
+    """All bit patterns: to nearest even, saturating, NaN kept."""
+    new = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(dtype).view(4, 2, 64, 128)
+    cache = torch.zeros(4, 2, 70, 128, dtype=torch.uint8).view(E4M3).to(device)
+    other = torch.zeros_like(cache)
+    held = torch.tensor([0, 6, 3, 1], dtype=torch.int32, device=device)
+    flashmoe.attention_with_kvcache(
+        torch.zeros(4, 2, 1, 128, dtype=dtype, device=device),
+        *(cache, other, new.to(device), new.to(device)),
+        cache_seqlens=held,
+        k_scale=scale,
+        v_scale=torch.tensor([scale, scale], device=device),
+    )
+    divided = new.float() / scale
+    codes = divided.clamp(-448.0, 448.0).to(E4M3).view(torch.uint8).masked_fill(divided.isnan(), NAN_CODE)
+    expected = torch.zeros(4, 2, 70, 128, dtype=torch.uint8)
+    for index, first in enumerate(held.tolist()):
+        expected[index, :, first : first + 64] = codes[index]
+    for written in (cache, other):
+        assert torch.equal(written.view(torch.uint8).cpu(), expected)
+
+
+@pytest.mark.parametrize("kind", ["heads", "sequences", "pages"])
+def test_appended_keys_are_attended_to(kind: str, device: str) -> None:
+    """A cache that grows by new keys gives what a cache that had them gives."""
+    generator = torch.Generator().manual_seed(3)
+    new = torch.randn(2, 2, 5, 64, generator=generator).half().to(device)
+    q = torch.randn(2, 4, 1, 64, generator=generator).half().to(device)
+    sizes = {"heads": (2,), "sequences": (2, 2), "pages": (4, 1, 2, 1)}[kind]
+    scale = (torch.rand(sizes, generator=generator) + 0.5).to(device)
+    table = torch.tensor([[2, 0], [3, 1]], dtype=torch.int32, device=device)
+    held = torch.tensor([14, 3], dtype=torch.int32, device=device)
+    caches = [torch.randn(4, 16, 2, 64, generator=generator).to(E4M3).to(device) for _ in range(2)]
+    whole = [cache.clone() for cache in caches]
+    for index, first in enumerate(held.tolist()):
+        for key in range(first, first + 5):
+            page = int(table[index, key // 16])
+            own = scale if kind == "heads" else scale[index if kind == "sequences" else page].flatten()
+            for cache in whole:
+                cache[page, key % 16] = (new[index, :, key - first].float() / own[:, None]).to(E4M3)
+    options = {"block_table": table, "k_scale": scale, "v_scale": scale}
+    grown = flashmoe.attention_with_kvcache(q, *caches, new, new, cache_seqlens=held, **options)
+    assert torch.equal(grown, flashmoe.attention_with_kvcache(q, *whole, cache_seqlens=held + 5, **options))
+
+
+@either
+def test_ragged_queries_and_keys(dtype: torch.dtype, device: str) -> None:
+    """As attention_varlen takes them: rows of sequences, scales of sequences."""
+    generator = torch.Generator().manual_seed(5)
+    rows, keys = (3, 1, 0, 7), (40, 1, 5, 130)
+    cu_q, cu_k = (
+        torch.tensor([0, *torch.tensor(lengths).cumsum(0).tolist()], dtype=torch.int32, device=device)
+        for lengths in (rows, keys)
+    )
+    q = torch.randn(sum(rows), 4, 64, generator=generator).to(dtype).to(device)
+    k, v = (torch.randn(sum(keys), 2, 64, generator=generator).to(E4M3).to(device) for _ in range(2))
+    scale = (2.0 ** torch.randint(-2, 3, (4, 2), generator=generator)).float().to(device)
+    of_keys = scale.repeat_interleave(torch.tensor(keys, device=device), dim=0)[..., None]
+    lengths = (cu_q, cu_k, 7, 130)
+    got = flashmoe.attention_varlen(q, k, v, *lengths, causal=True, k_scale=scale, v_scale=scale)
+    wide = [(codes.float() * of_keys).to(dtype) for codes in (k, v)]
+    assert torch.equal(got, flashmoe.attention_varlen(q, *wide, *lengths, causal=True))
+
+
+@either
+def test_a_sequence_has_its_bits_in_any_batch(dtype: torch.dtype, device: str) -> None:
+    case = make("pages", "pages", dtype, device, is_exact=False, num_splits=1)
+    alone = case.call(has_codes=True, sequences=slice(3, 4))
+    for whole, one in zip(case.call(has_codes=True), alone, strict=True):
+        assert torch.equal(whole[3:4], one)
+
+
+def test_repeated_calls_have_the_same_bits(device: str) -> None:
+    case = make("pages", "pages", torch.bfloat16, device, is_exact=False, head_dim=128)
+    first = case.call(has_codes=True)[0]
+    for _ in range(3 if device == "cpu" else 200):
+        assert torch.equal(case.call(has_codes=True)[0], first)
+
+
+@pytest.mark.gpu
+def test_a_graph_reads_new_lengths() -> None:
+    case = make("dense", "one", torch.float16, "cuda")
+    k = torch.randn(2, 2, 300, 64, device="cuda").to(E4M3)
+    q, used = case.q[:2], torch.tensor([300, 20], dtype=torch.int32, device="cuda")
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        flashmoe.attention_with_kvcache(q, k, k, cache_seqlens=used, k_scale=0.3)
+    stream.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream):
+        out = flashmoe.attention_with_kvcache(q, k, k, cache_seqlens=used, k_scale=0.3)
+    for lengths in ([7, 300], [0, 1]):
+        used.copy_(torch.tensor(lengths, dtype=torch.int32))
+        graph.replay()
+        assert torch.equal(out, flashmoe.attention_with_kvcache(q, k, k, cache_seqlens=used, k_scale=0.3))
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "words"),
+    [
+        ({"k_scale": torch.ones(3)}, ShapeError, r"found \[3\]"),
+        ({"v_scale": torch.ones(4, 2)}, ShapeError, r"v_scale\[:, None, :, None\]"),
+        ({"k_scale": torch.ones(2, dtype=torch.int32)}, DtypeError, r"float32; found torch.int32"),
+        ({"k_scale": "1"}, ArgumentTypeError, "found str"),
+        ({"k_scale": torch.ones(2, device="meta")}, DeviceError, "found meta"),
+        ({"q": torch.zeros(2, 4, 1, 64)}, DtypeError, "found torch.float32"),
+        ({"v_cache": torch.zeros(4, 8, 2, 64).half()}, DtypeError, "torch.float8_e4m3fn and torch.float16"),
+        ({"v_scale": torch.ones(4, 1, 2, 1)}, ArgumentError, "multiple of 16 keys; found 8"),
+        ({"alibi_slopes": torch.ones(4)}, ArgumentError, "alibi_slopes with keys of torch.float8_e4m3fn"),
+        ({"q": torch.zeros(2, 4, 1, 64, requires_grad=True).half()}, DifferentiationError, "no gradient"),
+    ],
+)
+def test_what_is_refused(change: dict[str, Any], error: type[Exception], words: str) -> None:
+    cache = torch.zeros(4, 8, 2, 64).to(E4M3)
+    given = {"q": torch.zeros(2, 4, 1, 64).half(), "k_cache": cache, "v_cache": cache}
+    table = torch.zeros(2, 2, dtype=torch.int32)
+    with pytest.raises(error, match=words):
+        flashmoe.attention_with_kvcache(
+            **{**given, **change}, cache_seqlens=torch.ones(2, dtype=torch.int32), block_table=table
+        )
+
+
+def test_scales_belong_to_codes() -> None:
+    cache = torch.zeros(1, 1, 8, 64).half()
+    with pytest.raises(ArgumentError, match=r"k_scale belongs to keys and values of torch.float8_e4m3fn"):
+        flashmoe.attention_with_kvcache(
+            cache[:, :, :1], cache, cache, cache_seqlens=torch.ones(1, dtype=torch.int32), k_scale=2.0
+        )
+
+
+def test_compiled() -> None:
+    case = make("dense", "one", torch.float16, "cpu")
+    k = torch.randn(5, 2, 20, 64).to(E4M3)
+    used = torch.full((5,), 20, dtype=torch.int32)
+
+    def function(q: Tensor) -> Tensor:
+        out: Tensor = flashmoe.attention_with_kvcache(q, k, k, cache_seqlens=used, k_scale=0.5)
+        return out * 2
+
+    compiled = torch.compile(function, backend="aot_eager", fullgraph=True)
+    with torch.no_grad():
+        assert torch.equal(compiled(case.q), function(case.q))

@@ -1,0 +1,132 @@
+"""Zip archives that hold more than their central directory says, or another thing than it says."""
+
+from __future__ import annotations
+
+import io
+import struct
+import zipfile
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from flashmoe_tools.audit.errors import AuditError
+from flashmoe_tools.audit.inputs import unpack
+from flashmoe_tools.audit.layout import problem_of_layout
+
+NAME = "science-1.0-cp311-cp311-linux_x86_64.whl"
+MEMBERS = {
+    "science/_C.so": b"\x7fELF" * 30,
+    "science/__init__.py": b"from . import _C\n",
+    **{f"science-1.0.dist-info/{name}": b"x: y\n" for name in ("WHEEL", "METADATA", "RECORD")},
+}
+
+
+class Unseekable(io.BytesIO):
+    """A stream to which zipfile writes data descriptors behind the members, as to a pipe."""
+
+    def seek(self, *_: object) -> int:
+        raise io.UnsupportedOperation
+
+
+def packed(members: dict[str, bytes] = MEMBERS, stream: io.BytesIO | None = None, zip64: bool = False) -> bytes:
+    target = stream if stream is not None else io.BytesIO()
+    with zipfile.ZipFile(target, "w", zipfile.ZIP_DEFLATED) as archive:
+        for name, content in members.items():
+            with archive.open(zipfile.ZipInfo(name), "w", force_zip64=zip64) as member:
+                member.write(content)
+    return target.getvalue()
+
+
+def problem(content: bytes) -> str:
+    with io.BytesIO(content) as stream, zipfile.ZipFile(stream) as archive:
+        return problem_of_layout(stream, archive.infolist())
+
+
+def directory(content: bytes) -> int:
+    return int(struct.unpack_from("<L", content, len(content) - 6)[0])
+
+
+def moved(content: bytes, at: int, more: bytes) -> bytes:
+    """``more`` put in before the central directory at byte ``at``, with every offset behind it right again."""
+    start = directory(content)
+    body, rest = content[:at] + more + content[at:start], bytearray(content[start:])
+    struct.pack_into("<L", rest, len(rest) - 6, start + len(more))
+    place = rest.find(b"PK\1\2")
+    while place >= 0:
+        offset = struct.unpack_from("<L", rest, place + 42)[0]
+        struct.pack_into("<L", rest, place + 42, offset + len(more) * (offset >= at and at < start))
+        place = rest.find(b"PK\1\2", place + 4)
+    return body + bytes(rest)
+
+
+@pytest.mark.parametrize("zip64", [False, True])
+@pytest.mark.parametrize("stream", [io.BytesIO, Unseekable], ids=["sizes", "descriptors"])
+def test_every_form_that_zipfile_writes_passes(stream: type[io.BytesIO], zip64: bool) -> None:
+    assert problem(packed(stream=stream(), zip64=zip64)) == ""
+
+
+def test_more_members_than_the_short_end_record_counts() -> None:
+    """zipfile writes the zip64 end record from 65,536 members on."""
+    content = packed({f"m/{number}": b"" for number in range(1 << 16)})
+    assert b"PK\6\6" in content[-200:]
+    assert problem(content) == ""
+
+
+SOUND = packed()
+LOCAL = packed({"science/__init__.py": b"import os\n"})[: directory(packed({"science/__init__.py": b"import os\n"}))]
+
+
+@pytest.mark.parametrize(
+    ("content", "told"),
+    [
+        (moved(SOUND, 0, LOCAL), "byte 0 should begin member 'science/_C.so'"),
+        (LOCAL + SOUND, "its last bytes are not the end record"),
+        (moved(SOUND, directory(SOUND), LOCAL), "its members end at byte"),
+        (SOUND + b"PK", "its last bytes are not the end record"),
+        (SOUND[:-2] + b"\1\0x", "its last bytes are not the end record"),
+        (SOUND.replace(b"science/__init__.py", b"science/__inix__.py", 1), "its local header has another name"),
+        (packed({**MEMBERS, "science/./__init__.py": b""}), "is another spelling of 'science/__init__.py'"),
+        (packed({**MEMBERS, "science//__init__.py": b""}), "is another spelling of 'science/__init__.py'"),
+        (packed({**MEMBERS, "science/x.py_.txt": b""}).replace(b"x.py_", b"x.py\0"), "would be unpacked as 'science/x.py'"),
+        (packed({**MEMBERS, "science/folder/": b"text"}), "is a folder with content"),
+    ],
+)  # fmt: skip
+def test_what_only_some_readers_see_is_refused(content: bytes, told: str, tmp_path: Path) -> None:
+    """A second member before the archive, before the first member and before the directory; trailing bytes; a comment; names."""
+    path = tmp_path / NAME
+    path.write_bytes(content)
+    with pytest.raises(AuditError, match="is not a valid wheel") as refused:
+        unpack(path, tmp_path / "root")
+    assert told in str(refused.value)
+
+
+@given(st.integers(0, len(SOUND)), st.binary(min_size=1, max_size=40), st.booleans())
+@settings(max_examples=150, deadline=None)
+def test_no_byte_can_be_added(at: int, more: bytes, is_moved: bool) -> None:
+    """Wherever bytes are put in, with offsets corrected or not, the archive is refused, here or by zipfile."""
+    content = moved(SOUND, at, more) if is_moved and at <= directory(SOUND) else SOUND[:at] + more + SOUND[at:]
+    if content == SOUND:
+        return
+    try:
+        assert problem(content)
+        return
+    except (zipfile.BadZipFile, NotImplementedError, EOFError):
+        return
+
+
+@given(st.integers(0, len(SOUND) - 1), st.integers(1, 255))
+@settings(max_examples=150, deadline=None)
+def test_no_byte_of_a_header_can_be_changed_unseen(at: int, by: int) -> None:
+    """What can still be changed: content, under its checksum, and fields that no reader places anything by."""
+    content = bytearray(SOUND)
+    content[at] = (content[at] + by) % 256
+    try:
+        with zipfile.ZipFile(io.BytesIO(bytes(content))) as archive:
+            if problem(bytes(content)):
+                return
+            held = {name: archive.read(name) for name in archive.namelist()}
+    except (zipfile.BadZipFile, NotImplementedError, EOFError, RuntimeError, zipfile.zlib.error):
+        return
+    assert held == MEMBERS

@@ -1,0 +1,143 @@
+"""Mistakes that newcomers make, each with all that they are told: ``mistakes.toml``, one row each.
+
+A row has what they typed (Python code, a command, a variable), the error and its whole message. After a change of words
+``python tests/mistakes/test_mistakes.py`` writes what is said now; read the difference before it is committed.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+TABLE = Path(__file__).parent / "mistakes.toml"
+ROWS: list[dict[str, str]] = tomllib.loads(TABLE.read_text(encoding="utf-8"))["mistake"]
+GIVEN = """
+import torch, flashmoe
+torch.manual_seed(0)
+q, k = (torch.randn(2, heads, 16, 32, dtype=torch.bfloat16) for heads in (8, 2))
+v = k.clone()
+tokens, keys, cu = torch.randn(16, 8, 32), torch.randn(16, 2, 32), torch.tensor([0, 5, 16], dtype=torch.int32)
+cache, pages, table = torch.zeros(2, 2, 64, 32), torch.zeros(8, 16, 2, 32), torch.tensor([[0, 9], [1, 2]], dtype=torch.int32)
+one, new, used = torch.randn(2, 8, 1, 32), torch.randn(2, 2, 1, 32), torch.tensor([3, 7], dtype=torch.int32)
+x, w13, w2, logits = torch.randn(6, 32), torch.randn(4, 128, 32), torch.randn(4, 32, 64), torch.randn(6, 4)
+weights, ids = flashmoe.topk_route(logits, 2)
+"""
+
+
+def _told_by_python(code: str) -> str:
+    names: dict[str, Any] = {}
+    exec(GIVEN, names)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        try:
+            exec(code, names)
+        except Exception as error:
+            return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def _told_by_command(line: str, capsys: Any) -> str:
+    """The last line that a command writes to standard error."""
+    from flashmoe.__main__ import main
+    from flashmoe_build.__main__ import main as build
+
+    program, *words = line.split()
+    saved = sys.argv
+    sys.argv = [program, *words]
+    try:
+        status = main(words) if program == "flashmoe" else build()
+    except SystemExit as ended:
+        status = int(ended.code or 0)
+    finally:
+        sys.argv = saved
+    assert status != 0
+    lines = [row for row in capsys.readouterr().err.splitlines() if row.strip()]
+    return lines[-1] if lines else ""
+
+
+def _told_of_variable(setting: str) -> str:
+    from flashmoe.variables import check_variables
+
+    name, _, value = setting.partition("=")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        try:
+            check_variables({name: value})
+        except (Warning, ValueError) as error:
+            return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def told(row: dict[str, str], capsys: Any) -> str:
+    """What a row's typed text is told, up to ``before``: the list behind it grows with every suite and every option."""
+    saved = dict(os.environ)
+    try:
+        if "python" in row:
+            said = _told_by_python(row["python"])
+        else:
+            said = _told_of_variable(row["variable"]) if "variable" in row else _told_by_command(row["command"], capsys)
+    finally:
+        for name in set(os.environ) - set(saved):
+            del os.environ[name]
+    before = row.get("before", "")
+    assert before in said
+    return said[: said.index(before)] if before else said
+
+
+@pytest.fixture(autouse=True)
+def _fresh(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
+    """Neither what a row sets nor what it says once remains."""
+    from flashmoe.attn import layout
+    from flashmoe.compat import uninstall_flash_attn
+
+    monkeypatch.setattr(layout, "calls_left", 1)
+    monkeypatch.chdir(tmp_path)
+    yield
+    uninstall_flash_attn()
+
+
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: next(iter(row.values()))[:70])
+def test_a_mistake_is_told_what_it_is(row: dict[str, str], capsys: Any) -> None:
+    assert told(row, capsys) == row["message"]
+
+
+def test_nothing_is_twice_and_nothing_is_torchs() -> None:
+    typed = [next(iter(row.values())) for row in ROWS]
+    assert len(typed) == len(set(typed)) >= 97
+    assert all(row["message"] for row in ROWS)
+    untyped = [row for row in ROWS if row["message"].startswith(("TypeError", "KeyError", "IndexError"))]
+    assert all("missing" in row["message"] for row in untyped)  # of an argument that has no default: Python names it
+
+
+def _rewrite() -> None:
+    import contextlib
+    import io
+    import json
+    from types import SimpleNamespace
+
+    from flashmoe.attn import layout
+
+    text = ["# See test_mistakes.py.", ""]
+    for row in ROWS:
+        layout.calls_left = 1
+        written = io.StringIO()
+        with contextlib.redirect_stderr(written):
+            said = told(row, SimpleNamespace(readouterr=lambda: SimpleNamespace(err=written.getvalue())))  # noqa: B023
+        kind, typed = next(iter(row.items()))
+        text += ["[[mistake]]", f"{kind} = {json.dumps(typed)}", f"message = {json.dumps(said, ensure_ascii=False)}"]
+        text += [f"before = {json.dumps(row['before'])}", ""] if "before" in row else [""]
+    TABLE.write_text("\n".join(text).rstrip("\n") + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    _rewrite()

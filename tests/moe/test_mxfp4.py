@@ -1,0 +1,276 @@
+"""flashmoe.fused_moe with mxfp4 weights: the bits of the bfloat16 layer on dequantised weights, what is refused, torch's machinery."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import flashmoe
+from flashmoe.errors import ArgumentError, DifferentiationError, DtypeError, FlashmoeError, ShapeError
+from flashmoe.moe.mxfp4 import dequantize
+from flashmoe_tools.operations.moe_mxfp4 import formats
+from flashmoe_tools.operations.moe_mxfp4.reference import compose
+
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
+
+
+@dataclass(frozen=True)
+class Layer:
+    """Arguments of ``fused_moe``. Scales of experts that nobody chose are NaN."""
+
+    x: Tensor
+    w13: Tensor
+    w2: Tensor
+    topk_weights: Tensor
+    topk_ids: Tensor
+    w13_scale: Tensor
+    w2_scale: Tensor
+    b13: Tensor | None = None
+    b2: Tensor | None = None
+    shared: Tensor | None = None
+    expert_map: Tensor | None = None
+    activation: str = "swiglu"
+    layout: str = "concat"
+
+    def __call__(self, **changes: Any) -> Tensor:
+        return flashmoe.fused_moe(**{**vars(self), **changes})
+
+    def in_bfloat16(self) -> Tensor:
+        """The layer with 16-bit weights that it must equal, by the format's own definition."""
+        w13, w2 = formats.as_bfloat16(self.w13, self.w13_scale), formats.as_bfloat16(self.w2, self.w2_scale)
+        return self(w13=w13, w2=w2, w13_scale=None, w2_scale=None)
+
+
+def make(
+    device: str,
+    tokens: int = 11,
+    experts: int = 4,
+    top_k: int = 3,
+    hidden: int = 160,
+    intermediate: int = 96,
+    seed: int = 0,
+    **more: Any,
+) -> Layer:
+    """Biases and the activation of gpt-oss; ids of one expert are outside, and one expert nobody has chosen where there are so many."""
+    random = torch.Generator().manual_seed(seed)
+    ids = torch.rand((tokens, experts + 1), generator=random).argsort(1)[:, :top_k]
+    ids = torch.where(ids == 1, experts + 3, ids)
+
+    def weights(n: int, k: int) -> tuple[Tensor, Tensor]:
+        codes, scales = formats.encode(torch.randn((experts, n, k), generator=random) / math.sqrt(k))
+        scales[[expert for expert in range(experts) if not (ids == expert).any()]] = formats.NAN
+        return codes, scales
+
+    (w13, s13), (w2, s2) = weights(2 * intermediate, hidden), weights(hidden, intermediate)
+    x = torch.randn((tokens, hidden), generator=random).bfloat16()
+    chosen = torch.rand((tokens, top_k), generator=random)
+    b13 = torch.randn((experts, 2 * intermediate), generator=random).bfloat16()
+    b2 = torch.randn((experts, hidden), generator=random).bfloat16()
+    names = ("x", "w13", "w2", "topk_weights", "topk_ids", "w13_scale", "w2_scale", "b13", "b2")
+    tensors = (x, w13, w2, chosen, ids, s13, s2, b13, b2)
+    given = {name: tensor.to(device) for name, tensor in zip(names, tensors, strict=True)}
+    return Layer(**{"activation": "clamped_swiglu", "layout": "interleaved", **given, **more})
+
+
+def assert_same(layer: Layer) -> None:
+    out = layer()
+    expected = layer.in_bfloat16()
+    assert torch.equal(out.isnan(), expected.isnan())
+    assert torch.equal(out.nan_to_num(0.0), expected.nan_to_num(0.0))
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        {},
+        {"layout": "concat", "activation": "swiglu"},
+        {"tokens": 1, "experts": 6, "top_k": 4, "hidden": 2880, "intermediate": 32},
+        {"tokens": 9, "experts": 20, "hidden": 352, "intermediate": 96, "layout": "concat"},
+        {"tokens": 300, "experts": 3, "top_k": 2, "hidden": 352, "intermediate": 352, "seed": 3},
+        {"tokens": 70, "experts": 2, "top_k": 1, "hidden": 32, "intermediate": 32, "layout": "concat", "seed": 4},
+    ],
+    ids=["few tokens", "concat", "one token", "many experts", "tiles", "smallest"],
+)
+def test_has_the_bits_of_the_bfloat16_layer(device: str, sizes: dict[str, Any]) -> None:
+    assert_same(make(device, **sizes))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("tokens", [8, 39, 390])
+def test_tiles_have_the_bits_of_the_kernel_for_few_rows(tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Few tokens go to tiles by force; of many tokens the first have, by themselves, few rows."""
+    layer = make("cuda", tokens=tokens, experts=3, top_k=1, hidden=352, intermediate=320, seed=6)
+    some = {name: getattr(layer, name)[:8] for name in ("x", "topk_weights", "topk_ids")}
+    few = layer(**some)
+    monkeypatch.setenv("FLASHMOE_KERNEL", "sm90")
+    assert torch.equal(layer()[:8], few)
+
+
+@pytest.mark.parametrize("tokens", [4, 200], ids=["few rows", "tiles"])
+def test_every_code_times_every_scale(device: str, tokens: int) -> None:
+    """Row n of w13's gate has scale n and all codes twice; tokens are unit vectors, so that each weight comes out alone."""
+    scales = torch.arange(256, dtype=torch.uint8)[None, :, None].to(device)
+    codes = torch.tensor([(2 * i % 16) + (2 * i + 1) % 16 * 16 for i in range(16)], dtype=torch.uint8, device=device)
+    w13 = torch.cat((codes.expand(1, 256, 16), torch.zeros(1, 256, 16, dtype=torch.uint8, device=device)), 1)
+    w13_scale = torch.cat((scales, torch.full_like(scales, 127)), 1)
+    ones = torch.zeros(1, 512, dtype=torch.bfloat16, device=device)
+    ones[:, 256:] = 1.0  # of up, whose weights are zeros
+    x = torch.eye(32, dtype=torch.bfloat16, device=device)[torch.arange(tokens, device=device) % 32]
+    w2 = torch.zeros(1, 256, 128, dtype=torch.uint8, device=device)
+    column = torch.arange(256, device=device)
+    w2[0, column, column // 2] = torch.where(column % 2 == 0, 2, 32).to(torch.uint8)  # the unit matrix
+    ids = torch.zeros(tokens, 1, dtype=torch.int32, device=device)
+    given: dict[str, Any] = {"b13": ones, "activation": "reglu", "w13_scale": w13_scale}
+    layer = flashmoe.fused_moe(
+        x,
+        w13,
+        w2[:, :32],
+        torch.ones(tokens, 1, device=device),
+        ids,
+        **given,
+        w2_scale=torch.full((1, 32, 8), 127).byte().to(device),
+    )
+    expected = flashmoe.fused_moe(
+        x,
+        formats.as_bfloat16(w13, w13_scale),
+        formats.as_bfloat16(w2[:, :32], torch.full((1, 32, 8), 127, device=device)),
+        torch.ones(tokens, 1, device=device),
+        ids,
+        b13=ones,
+        activation="reglu",
+    )
+    assert torch.equal(layer.isnan(), expected.isnan())
+    assert torch.equal(layer.nan_to_num(0.0), expected.nan_to_num(0.0))
+
+
+def test_dequantize_is_the_formats_definition() -> None:
+    codes = torch.arange(256, dtype=torch.uint8).view(16, 16)
+    scales = torch.arange(256, dtype=torch.uint8)[:, None, None].expand(256, 16, 1)
+    found, expected = dequantize(codes.expand(256, 16, 16), scales), formats.decode(codes.expand(256, 16, 16), scales)
+    assert found[255].isnan().all()
+    assert torch.equal(
+        found[:255].double().abs().clamp(max=2.0**128) % 2.0**128, expected[:255].abs().clamp(max=2.0**128) % 2.0**128
+    )
+    assert torch.equal(found[:255].signbit(), expected[:255].signbit())
+    assert found[:255].isinf().equal(expected[:255].abs() >= 2.0**128)
+
+
+@pytest.mark.parametrize("layout", ["concat", "interleaved"])
+def test_beside_fp64(device: str, layout: str) -> None:
+    layer = make(device, layout=layout)
+    shared = torch.randn_like(layer.x)
+    layer = replace(layer, shared=shared)
+    given = (layer.x, layer.w13, layer.w2, layer.w13_scale, layer.w2_scale, layer.topk_weights, layer.topk_ids)
+    biases: dict[str, Any] = {"b13": layer.b13, "b2": layer.b2, "shared": shared}
+    expected = compose(*given, torch.float64, **biases, activation=layer.activation, layout=layout)
+    error = (layer().double() - expected).abs()
+    assert error.max() <= 1.2e-2 * expected.abs().max()
+    assert error.norm() <= 4e-3 * expected.norm()
+
+
+def test_expert_map_strides_blocks_and_out(device: str) -> None:
+    layer = make(device)
+    out = layer()
+    table = torch.full((9,), -1, dtype=torch.int32, device=device)
+    table[torch.arange(4) + 2] = torch.arange(4, dtype=torch.int32, device=device)
+    moved = torch.where(layer.topk_ids < 4, layer.topk_ids + 2, 0)
+    assert torch.equal(layer(topk_ids=moved, expert_map=table), out)
+    wide = torch.zeros(4, 192, 81, dtype=torch.uint8, device=device)
+    w13 = wide[..., 1:].copy_(layer.w13)
+    assert torch.equal(layer(w13=w13, w2=layer.w2.mT.contiguous().mT, w2_scale=layer.w2_scale.mT.contiguous().mT), out)
+    assert torch.equal(layer(w13=layer.w13.unflatten(2, (-1, 16)), w2=layer.w2.unflatten(2, (-1, 16))), out)
+    into = torch.full_like(layer.x, float("nan"))
+    assert layer(out=into) is into
+    assert torch.equal(into, out)
+    none = {name: getattr(layer, name)[:0] for name in ("x", "topk_weights", "topk_ids")}
+    assert layer(**none).shape == (0, 160)
+
+
+@pytest.mark.parametrize(("tokens", "experts"), [(9, 20), (300, 2)], ids=["few rows", "tiles"])
+def test_a_token_has_its_bits_whatever_else_is_there(device: str, tokens: int, experts: int) -> None:
+    layer = make(device, tokens, experts, min(experts, 3))
+    out = layer()
+    assert torch.equal(layer(), out)
+    for part in (slice(4, 5), slice(0, tokens, 3)):
+        some = {name: getattr(layer, name)[part] for name in ("x", "topk_weights", "topk_ids")}
+        assert torch.equal(layer(**some), out[part])
+
+
+def test_compile_autocast_vmap_and_opcheck(device: str) -> None:
+    layer = make(device)
+    out = layer()
+    others = {name: value for name, value in vars(layer).items() if name != "x"}
+
+    def call(x: Tensor) -> Tensor:
+        return flashmoe.fused_moe(x, **others)
+
+    assert torch.equal(torch.compile(call, fullgraph=True)(layer.x), out)
+    with torch.autocast(device, torch.bfloat16):
+        assert torch.equal(layer(x=layer.x.float()), out)
+    assert torch.equal(torch.vmap(call)(torch.stack((layer.x, layer.x)))[1], out)
+    tensors = (layer.x, layer.w13, layer.w2, layer.w13_scale, layer.w2_scale, layer.topk_weights, layer.topk_ids)
+    arguments = (*tensors, layer.b13, layer.b2, None, None, layer.activation, layer.layout)
+    torch.library.opcheck(torch.ops.flashmoe._fused_moe_mxfp4.default, arguments)
+
+
+@pytest.mark.gpu
+def test_a_cuda_graph_follows_the_routing() -> None:
+    layer = make("cuda")
+    layer()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = layer()
+    layer.x.copy_(torch.randn_like(layer.x))
+    layer.topk_ids.copy_(layer.topk_ids.flip(0))
+    graph.replay()
+    assert torch.equal(out, layer())
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "message"),
+    [
+        ({"w2_scale": None}, ArgumentError, "w2_scale is None"),
+        ({"w13_scale": None, "w2_scale": None}, ArgumentError, "w13_scale is None"),
+        ({"w13": torch.bfloat16}, DtypeError, "w13 is bfloat16; uint8 is needed"),
+        ({"w2": torch.int8}, DtypeError, "w2 is int8; uint8 is needed"),
+        ({"x": torch.float16}, DtypeError, "x is float16; supported with mxfp4"),
+        ({"b13": torch.float32}, DtypeError, "b13 is float32"),
+        ({"w13_scale": torch.float32}, DtypeError, "w13_scale is float32; uint8 is needed"),
+        ({"w2_scale": (4, 160, 4)}, ShapeError, r"w2_scale has shape \[4, 160, 4\]; \[4, 160, 3\]"),
+        ({"w13": (4, 192, 96)}, ShapeError, r"w13 has shape \[4, 192, 96\]; \[4, 192, 80\]"),
+        ({"w2": (4, 160, 40)}, ShapeError, "the intermediate size is 80; .* multiple of 32"),
+        ({"x_scale": (11, 2)}, ArgumentError, "x_scale is given with mxfp4"),
+        ({"transposed": True}, ArgumentError, "transposed is given"),
+        ({"weights_on_input": True}, ArgumentError, "weights_on_input is given"),
+        ({"activation": "relu"}, ArgumentError, "activation is 'relu'"),
+        ({"layout": "pairs"}, ArgumentError, "layout is 'pairs'"),
+    ],
+    ids=str,
+)
+def test_refusals(device: str, changes: dict[str, Any], error: type[FlashmoeError], message: str) -> None:
+    layer = make(device)
+    made = {
+        name: getattr(layer, name).to(value)
+        if isinstance(value, torch.dtype)
+        else torch.ones(value, device=device, dtype=torch.float32 if name == "x_scale" else torch.uint8)
+        if isinstance(value, tuple)
+        else value
+        for name, value in changes.items()
+    }
+    with pytest.raises(error, match=message):
+        layer(**made)
+
+
+def test_gradients_are_refused(device: str) -> None:
+    layer = make(device)
+    with pytest.raises(
+        DifferentiationError, match=r"with mxfp4 \(uint8\) weights has none; call it under torch\.no_grad"
+    ):
+        layer(x=layer.x.clone().requires_grad_())
+    with torch.no_grad():
+        assert layer(x=layer.x.clone().requires_grad_()).shape == layer.x.shape
