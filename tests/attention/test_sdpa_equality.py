@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 import warnings
 from dataclasses import dataclass
 from typing import Any
@@ -148,8 +149,11 @@ def _assert_near(ours: Tensor, tensors: list[Tensor], keywords: dict[str, Any]) 
 
 
 def _words(error: Exception) -> str:
-    """torch says by position which argument is wrong, where it was passed by position: a fallback passes more of them so."""
-    text = str(error)
+    """torch says by position which argument is wrong, where it was passed by position: a fallback passes more of them so.
+
+    Behind torch's words for sizes that do not match we may name the option for grouped heads.
+    """
+    text = re.sub(r"(The size of tensor a .*) \(query has \d+ heads and key \d+: give enable_gqa=True\)$", r"\1", str(error))
     for position in range(1, 9):
         text = text.replace(f" (position {position})", "")
     return text

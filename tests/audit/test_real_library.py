@@ -62,14 +62,17 @@ def loops(listing: str) -> list[list[str]]:
 
 
 def test_plain_loops_of_ragged_prefill_reuse_their_operands(tmp_path: Path) -> None:
-    """docs/kernels/attention-varlen.md, "Registers of the plain loop": code elsewhere in the kernel moves the loop's registers."""
+    """docs/notebook/2026-11-23-attention-ragged.md, "Registers of the plain loop": code elsewhere in the kernel moves its registers.
+
+    What today's kernels have; before keys ascended it was 42, 92 and 154.
+    """
     library = session_library()
     if library is None:
         pytest.skip("no library in this session")
     blob = section_data(open_elf(read_bytes(library), library.name), BINARY_SECTION)
     assert blob is not None
     places = {one.label: slice(one.offset, one.offset + one.size) for one in read_embedded(library)}
-    least = {64: 42, 128: 92, 256: 154}
+    least = {64: 16, 128: 80, 256: 152}
     names = {f"attention_varlen_forward_sm90_{dtype}_d{dim}.sm_90a": dim for dtype in ("f16", "bf16") for dim in least}
     if not names.keys() <= places.keys():
         pytest.skip("this session's library has no sm_90a")

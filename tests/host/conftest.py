@@ -88,8 +88,10 @@ extern "C" void choose_more(int capability, const char* forced, int is_bf16, int
         used += std::snprintf(answer + used, length - used, " %s %s", kernel->symbol, target(*kernel));
       }
     }
-    for (const host::Kernel* kernel : {&attention::select_e4m3(request, head_dim), &attention::select_e4m3_append(request)}) {
-      used += std::snprintf(answer + used, length - used, " %s %s", kernel->symbol, target(*kernel));
+    for (const bool decodes : {false, true}) {  // the append first: Turing has that kernel alone
+      const host::Kernel& kernel =
+          decodes ? attention::select_e4m3(request, head_dim) : attention::select_e4m3_append(request);
+      used += std::snprintf(answer + used, length - used, " %s %s", kernel.symbol, target(kernel));
     }
   } catch (const std::exception&) {  // what there is stands in the answer
   }
