@@ -18,6 +18,7 @@ ELEMENT_BYTES: Mapping[str, int] = MappingProxyType({"f16": 2, "bf16": 2, "f32":
 HALF_DTYPES = ("f16", "bf16")  # of a row that states none
 SCHEDULES = ("grid", "persistent")
 TILE = ("block_m", "block_n", "stages")
+OF_A_VARIANT = ("options", "why", "allow", "by_dtype")  # of which the options join those of its row
 MAX_AXES = 4  # of csrc/host/kernel_table.h
 MAX_COSTS = 4  # likewise
 
@@ -238,10 +239,25 @@ def read_rows(
                 families.fail("family", family, f"known: {', '.join(kinds)}")
             for row in families.take(family, list):
                 found += 1
-                yield _row(Fields(row, f"{file}, row {found}"), descriptors[operation, family])
+                for kernel in _variants(row, f"{file}, row {found}"):
+                    yield _row(kernel, descriptors[operation, family])
     if not found:
         msg = f"{file} holds no [[OPERATION.FAMILY]] row; nothing could be built"
         raise TableError(msg)
+
+
+def _variants(row: Any, where: str) -> Iterator[Fields]:
+    """A row, and the further kernels of its tile, which state under ``also.VARIANT`` what they have of their own."""
+    also = Fields(row, where).table("also", optional=True)
+    plain = {key: row[key] for key in row if key != "also"}
+    yield Fields(plain, where)
+    shared = Fields(plain, where).table("options", optional=True).every(int)
+    for variant in also:
+        own = also.table(variant)
+        for key in own:
+            own.one_of("key", key, OF_A_VARIANT)
+        options = {**shared, **own.table("options").every(int)}
+        yield Fields({**plain, **row["also"][variant], "variant": variant, "options": options}, where)
 
 
 def _row(fields: Fields, kind: Descriptor) -> KernelRow:

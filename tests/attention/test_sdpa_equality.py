@@ -153,7 +153,9 @@ def _words(error: Exception) -> str:
 
     Behind torch's words for sizes that do not match we may name the option for grouped heads.
     """
-    text = re.sub(r"(The size of tensor a .*) \(query has \d+ heads and key \d+: give enable_gqa=True\)$", r"\1", str(error))
+    text = re.sub(
+        r"(The size of tensor a .*) \(query has \d+ heads and key \d+: give enable_gqa=True\)$", r"\1", str(error)
+    )
     for position in range(1, 9):
         text = text.replace(f" (position {position})", "")
     return text

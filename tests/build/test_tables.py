@@ -41,6 +41,33 @@ def test_the_fixture_is_good(folder: Path) -> None:
     assert len(list(load_tables(folder).units())) == 1
 
 
+def test_further_kernels_of_a_tile_differ_in_what_they_state(folder: Path) -> None:
+    also = '[attention_forward.sm80.also.split]\noptions = { split = 1 }\nallow = { spill = "a reason" }\n'
+    (folder / ROWS).write_text(GOOD_ROW + also)
+    plain, further = load_tables(folder).units()
+    assert [unit.row.variant for unit in (plain, further)] == ["", "split"]
+    assert further.row.options == {**plain.row.options, "split": 1}
+    assert (further.row.tile, further.row.targets, further.row.why) == (plain.row.tile, plain.row.targets, "a test")
+    assert (plain.row.allow, further.row.allow) == ({}, {"spill": "a reason"})
+
+
+@pytest.mark.parametrize(
+    ("own", "words"),
+    [
+        (
+            "options = { split = 1 }\ntargets = []",
+            r"row 1, also, split: key 'targets': known: options, why, allow, by_dtype",
+        ),
+        ('why = "x"', "row 1, also, split: options is missing"),
+        ("options = { splits = 1 }", r"row 1 \(attention_forward sm80 d64 split\), options: unknown key 'splits'"),
+    ],
+)
+def test_what_a_further_kernel_may_state(folder: Path, own: str, words: str) -> None:
+    (folder / ROWS).write_text(f"{GOOD_ROW}[attention_forward.sm80.also.split]\n{own}\n")
+    with pytest.raises(TableError, match=words):
+        load_tables(folder)
+
+
 def test_where_scores_have_kernels_of_their_own_no_other_can_be_taken_for_them() -> None:
     """The host takes the plain kernel where none named ``scores`` can be loaded, which must only be where none is ever compiled."""
     found: dict[tuple[str, str], dict[str, set[tuple[str, str, tuple[tuple[str, int], ...]]]]] = {}
