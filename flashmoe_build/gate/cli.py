@@ -50,7 +50,9 @@ def render(report: Report) -> str:
     lines = [f"{'stage':<{width}}  verdict  seconds{'     cost' if priced else ''}  checks"]
     for row in data["steps"]:
         cost = f"  {row['cost']:7.4f}" if priced else ""
-        lines.append(f"{row['name']:<{width}}  {row['verdict']:<7}  {row['seconds']:7.1f}{cost}  {_first(row['found'])}")
+        lines.append(
+            f"{row['name']:<{width}}  {row['verdict']:<7}  {row['seconds']:7.1f}{cost}  {_first(row['found'])}"
+        )
     total = f", cost {data['cost']:.4f}" if priced else ""
     lines.append(f"gate {report.verdict}: {report.seconds:.0f} of {data['budget_seconds']:.0f} s{total}")
     missing = f" ({', '.join(data['unproven'])} has to pass first)" if data["unproven"] else ""

@@ -121,9 +121,7 @@ def _run(
         return code, text.partition(" ")[2].strip() if len(text) >= TAIL and " " in text else text.strip()
 
 
-def _wait(
-    process: subprocess.Popen[bytes], end: float, log: Path, note: Callable[[str], object]
-) -> int | None:
+def _wait(process: subprocess.Popen[bytes], end: float, log: Path, note: Callable[[str], object]) -> int | None:
     """The exit code; None once it is past ``end``."""
     while (left := end - time.monotonic()) > 0.0:
         with contextlib.suppress(subprocess.TimeoutExpired):

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from flashmoe.errors import ExitCode, ReportError, TableError
-from flashmoe_build import docs, speed
+from flashmoe_build import docs, figures, speed
 from flashmoe_build.links import repository
 from flashmoe_tools.report import Check, Report, Verdict, count, read_report, write_report
 from flashmoe_tools.report import main as report_main
@@ -52,6 +52,35 @@ def test_speeds_in_prose_are_those_of_the_reports() -> None:
     for name, sentences in said.items():
         text = " ".join((ROOT / name).read_text(encoding="utf-8").split())
         assert [sentence for sentence in sentences if sentence not in text] == []
+
+
+def test_the_roofline_has_a_point_for_each_time_and_none_far_above_the_roof() -> None:
+    if not (ROOT / "docs" / "results").is_dir():
+        pytest.skip("an sdist is without reports")
+    dots = re.findall(r'cx="([\d.]+)" cy="([\d.]+)" r="3.5"', figures.roofline(ROOT))
+    data = [speed.aggregates(ROOT, name, gpus=("h100",))[1]["data"] for name in ("llm-prefill-bf16", "decode")]
+    names = [name for name, _ in figures.SERIES]
+    assert len(dots) == sum(name in cell["contenders"] for one in data for cell in one["cells"] for name in names) > 70
+    roof = figures.point(1.0, data[0]["ceilings"]["matmul_tflops"]["bf16"])[1]
+    assert min(float(y) for _, y in dots) > roof - 5.0
+    case = {"batch": 2, "heads_q": 8, "heads_kv": 2, "seq_q": 1, "seq_k": 100, "head_dim": 64, "causal": False}
+    operations, moved = figures.work(case)
+    assert operations == 4 * 2 * 8 * 100 * 64
+    assert moved == 2 * (2 * 2 * 8 * 64 + 2 * 2 * 2 * 100 * 64)
+
+
+def test_the_picture_of_a_race_says_what_the_report_says(tmp_path: Path) -> None:
+    if not (ROOT / "docs" / "results").is_dir():
+        pytest.skip("an sdist is without reports")
+    (check,) = read_report(ROOT / figures.RACE).checks
+    drawn = re.findall(r"<text[^>]*>(.*?)</text>", figures.race(ROOT))
+    for words in ("shared byte 24720", "thread 8 (warp 0, lane 8)", "sm80/load.cuh:51", "mma_sync/multiply.cuh:84"):
+        assert words in check.found
+        assert any(words in line for line in drawn)
+    (tmp_path / figures.RACE).parent.mkdir(parents=True)
+    write_report(tmp_path / figures.RACE, Report("emulation", (Check("x", Verdict.FAIL, "wrong result"),), {}))
+    with pytest.raises(ReportError, match="no race of two accesses"):
+        figures.race(tmp_path)
 
 
 def test_the_newest_report_of_a_name_counts(tmp_path: Path) -> None:

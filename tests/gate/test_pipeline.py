@@ -143,7 +143,9 @@ def execute_in(folder: Path, code: str, note: Any = str) -> Outcome:
 def test_a_long_step_shows_what_its_program_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("flashmoe_build.gate.execute.LOOK_SECONDS", 0.1)
     seen: list[str] = []
-    execute_in(tmp_path, "import time; print('device code 3/217 4s', flush=True); time.sleep(1); print('no')", seen.append)
+    execute_in(
+        tmp_path, "import time; print('device code 3/217 4s', flush=True); time.sleep(1); print('no')", seen.append
+    )
     assert "device code 3/217 4s" in seen
     assert len(set(seen)) == 1
 
