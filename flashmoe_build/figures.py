@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import re
 from collections.abc import Iterator, Sequence
@@ -16,12 +15,16 @@ from xml.sax.saxutils import escape
 from flashmoe.errors import ReportError
 from flashmoe_build.speed import COLOURS, aggregates
 
-RACE = "docs/results/2026-11-24-cpu/race.json"
+RACE = "docs/results/2026-11-24-cpu/race.txt"
 SERIES = (("flashmoe", "flashmoe"), ("sdpa-cudnn", "cuDNN"))
 WIDTH, HEIGHT = 640, 380  # of the roofline
 LEFT, RIGHT, TOP, BOTTOM = 60, 620, 40, 320  # of its axes
 X_RANGE, Y_RANGE = (1.0, 20000.0), (4.0, 1200.0)  # operations for each byte, TFLOP/s
-ACCESS = re.compile(r"(?P<kind>[\w ]+): (?P<what>\w+): shared byte (?P<byte>\d+): (?P<second>.*?\)) (?P<does>\w+), and nothing orders "
+ARROW = (
+    '<defs><marker id="m" markerWidth="8" markerHeight="8" refX="7" refY="4" orient="auto">'
+    '<path d="M0 0L8 4L0 8z" fill="#c0392b"/></marker></defs>'
+)
+ACCESS = re.compile(r"FAIL (?P<kernel>\w+).*\nrace: (?P<what>\w+): shared byte (?P<byte>\d+): (?P<second>.*?\)) (?P<does>\w+), and nothing orders "
                     r"that after (?P<first>.*?\)) at (?P<wrapper>\w+) \((?P<where>[^)]*)\), which (?P<did>\w+) it\n  at (?P<here>\S+)")  # fmt: skip
 
 
@@ -97,22 +100,19 @@ def _axes() -> Iterator[str]:
 
 
 def race(root: Path) -> str:
-    """The first race of the report: who did what to which byte of shared memory, in which line, and what is missing between them."""
-    (check,) = json.loads((root / RACE).read_text(encoding="utf-8"))["checks"]
-    found = ACCESS.match(check["found"])
+    """The race that the emulator printed: who did what to which byte of shared memory, in which line, and what is missing between them."""
+    report = (root / RACE).read_text(encoding="utf-8")
+    found = ACCESS.search(report)
     if found is None:
-        msg = f"{RACE} has no race of two accesses to shared memory; {check['found'][:200]}"
+        msg = f"{RACE} has no race of two accesses to shared memory; found {report[:200]!r}; write what the emulator prints of one"
         raise ReportError(msg)
     boxes = (
         (20, "first", found["first"], f"{found['did']} it: {found['wrapper']}", found["where"]),
         (420, "then", found["second"], f"{found['does']} it: {found['what']}", found["here"]),
     )
     parts = [
-        '<defs><marker id="m" markerWidth="8" markerHeight="8" refX="7" refY="4" orient="auto"><path d="M0 0L8 4L0 8z" '
-        'fill="#c0392b"/></marker></defs>',
-        text(
-            20, 22, f"race in {check['name'].partition('-causal')[0]}: shared byte {found['byte']}", font_weight="bold"
-        ),
+        ARROW,
+        text(20, 22, f"race in {found['kernel']}: shared byte {found['byte']}", font_weight="bold"),
     ]
     for x, when, who, what, where in boxes:
         parts.append(f'<rect x="{x}" y="40" width="310" height="82" rx="5" fill="#e8f0fe" stroke="#888"/>')
