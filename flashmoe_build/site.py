@@ -49,7 +49,8 @@ NAVIGATION: Mapping[str, Sequence[str]] = {
         "command",
     ),
     "Guides": tuple(
-        f"guides/{name}" for name in ("serving", "training", "loading-weights", "models", "tuning", "troubleshooting")
+        f"guides/{name}"
+        for name in ("serving", "training", "loading-weights", "models", "from-flash-attn", "tuning", "troubleshooting")
     ),
     "Check and measure": ("doctor", "benchmarks", "audit", "emulation"),
     "Kernels": (
