@@ -67,7 +67,7 @@ def all_commands() -> dict[str, tuple[str, str]]:
 
 def make_parser(complete: Container[str]) -> argparse.ArgumentParser:
     """The command line; with their options only the commands in ``complete``, whose imports are paid for here."""
-    parser = argparse.ArgumentParser(prog="flashmoe", description=str(__doc__).replace("``", ""))
+    parser = argparse.ArgumentParser(allow_abbrev=False, prog="flashmoe", description=str(__doc__).replace("``", ""))
     parser.add_argument("--version", action="version", version=f"flashmoe {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     for name, (module_name, summary) in all_commands().items():

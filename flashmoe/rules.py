@@ -53,7 +53,7 @@ RULES = by_error(
     {
         ArgumentError: {
             "tensor.missing": "{name} is None; a tensor is needed",
-            "variable.switch": "{name} is {found}; supported: 0, 1",
+            "variable.switch": "{name} is {found}; supported: 0, 1; correct it, or unset it",
             "variable.captured": "{name} is 1, but no numbers can be read while a CUDA graph is captured; unset it",
         },
         ShapeError: {

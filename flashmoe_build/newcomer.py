@@ -25,7 +25,7 @@ from flashmoe_build.program import ROOT, Stopwatch, ending, finish
 from flashmoe_tools.report import Check, Report, Verdict
 
 PAGES = ("README.md", "docs/guides/serving.md", "docs/guides/training.md", "docs/guides/loading-weights.md",
-         "docs/guides/tuning.md", "docs/guides/troubleshooting.md")  # fmt: skip
+         "docs/guides/from-flash-attn.md", "docs/guides/tuning.md", "docs/guides/troubleshooting.md")  # fmt: skip
 BLOCK = re.compile(r"^```(bash|python)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 KEPT = ("PATH", "LANG", "LC_ALL", "TERM", "SSL_CERT_FILE", "REQUESTS_CA_BUNDLE", "PIP_CERT", "PIP_INDEX_URL", "UV_DEFAULT_INDEX",
         "UV_INDEX_URL", "PIP_CONFIG_FILE", "HTTPS_PROXY", "HTTP_PROXY", "NO_PROXY", "https_proxy", "http_proxy", "no_proxy")  # fmt: skip

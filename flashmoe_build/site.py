@@ -49,7 +49,8 @@ NAVIGATION: Mapping[str, Sequence[str]] = {
         "command",
     ),
     "Guides": tuple(
-        f"guides/{name}" for name in ("serving", "training", "loading-weights", "models", "tuning", "troubleshooting")
+        f"guides/{name}"
+        for name in ("serving", "training", "loading-weights", "models", "from-flash-attn", "tuning", "troubleshooting")
     ),
     "Check and measure": ("doctor", "benchmarks", "audit", "emulation"),
     "Kernels": (
@@ -66,6 +67,7 @@ FUNCTIONS = {
         "flashmoe.attn.varlen.attention_varlen",
         "flashmoe.attn.kvcache.attention_with_kvcache",
         "flashmoe.attn.merge.merge_attention",
+        "flashmoe.mla.api.mla_decode",
         "flashmoe.attn.sdpa_dispatch.explain",
         "flashmoe.attn.module.Attention",
     ),
@@ -73,9 +75,11 @@ FUNCTIONS = {
         "flashmoe.integrations.torch_attention.activate",
         "flashmoe.integrations.torch_attention.deactivate",
         "flashmoe.integrations.torch_attention.activated",
+        "flashmoe.integrations.torch_attention.is_active",
         "flashmoe.integrations.transformers.register",
         "flashmoe.compat.install.install_as_flash_attn",
         "flashmoe.compat.install.install_as_flash_attn_3",
+        "flashmoe.compat.install.uninstall_flash_attn",
         "flashmoe.compat.flash_attn.flash_attn_func",
         "flashmoe.compat.flash_attn.flash_attn_qkvpacked_func",
         "flashmoe.compat.flash_attn.flash_attn_kvpacked_func",
@@ -86,8 +90,10 @@ FUNCTIONS = {
     ),
     "Several GPUs": (
         "flashmoe.distributed.context_parallel.shard_sequence",
+        "flashmoe.distributed.context_parallel.unshard_sequence",
         "flashmoe.distributed.context_parallel.context_parallel_attention",
         "flashmoe.distributed.ragged.shard_ragged",
+        "flashmoe.distributed.ragged.unshard_ragged",
         "flashmoe.distributed.ragged.context_parallel_attention_varlen",
         "flashmoe.distributed.expert_parallel.ExpertParallel",
         "flashmoe.distributed.dtensor.register_dtensor_rules",
@@ -198,6 +204,7 @@ def settings(home: str) -> dict[str, Any]:
         "html_title": f"flashmoe {__version__}",
         "html_theme": "furo",
         "html_theme_options": {"source_repository": home, "footer_icons": []},
+        "html_domain_indices": False,  # of modules: there is one
         "html_copy_source": False,
         "html_show_copyright": False,
         "extensions": ["myst_parser", "sphinx.ext.napoleon", "autoapi.extension"],

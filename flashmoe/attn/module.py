@@ -78,7 +78,7 @@ class Attention(nn.Module):
             msg = f"{name} must be a torch.Tensor [batch, length, {self.dim}]; found {type(tensor).__name__}"
             raise ArgumentTypeError(msg)
         if tensor.dim() != 3 or tensor.shape[2] != self.dim:
-            msg = f"{name} must be [batch, length, {self.dim}]; found {list(tensor.shape)}; reshape it, or build with its dim"
+            msg = f"{name} must be [batch, length, {self.dim}]; found {list(tensor.shape)}; reshape it, or make the layer with another dim"
             raise ShapeError(msg)
         check_input_dtype(name, tensor, getattr(self.q_proj, "weight", None))
 

@@ -30,15 +30,16 @@ RULES = by_error(
             ".to(torch.{needed})",
             "attention.e4m3_dtypes": "k and v of torch.float8_e4m3fn go together, with q (or k_new and v_new) of torch.float16 or "
             "torch.bfloat16; found torch.{q}, torch.{k} and torch.{v}; convert q with .to(torch.bfloat16)",
-            "attention.mask_dtype": "attn_mask must be torch.bool or q's torch.{q}; found torch.{found}; convert it "
-            "with .to(q.dtype)",
+            "attention.mask_dtype": "attn_mask must be torch.bool or q's torch.{q}; found torch.{found}; convert ones "
+            "and zeros with .bool() (True: the key is seen), numbers that are added to the scores with .to(q.dtype)",
             "attention.append_dtype": _NOT_LIKE_THE_CACHE,
         },
         ShapeError: {
             "attention.too_few_dimensions": "{name} must be {layout}; found {sizes}, {rank} dimensions; add the missing"
-            " ones with .unsqueeze(0), or give the lengths that go with this layout",
+            " ones with .unsqueeze(0); [tokens, heads, head_dim] of several sequences goes to flashmoe.attention_varlen",
             "attention.too_many_dimensions": "{name} must be {layout}; found {sizes}, {rank} dimensions; merge the "
-            "leading ones with .flatten(0, {merged})",
+            "leading ones with .flatten(0, {merged}), once heads and length stand in that order (.transpose(1, 2) exchanges "
+            "them)",
             "attention.head_dims": "q and k must share head_dim; found {q} in q and {k} in k; check the projections",
             "attention.head_dim": "head_dim of {name} is {head_dim}; supported: 1 to {most}; use more heads of a "
             "smaller size, or flashmoe.scaled_dot_product_attention, which hands larger ones to torch",
@@ -48,7 +49,8 @@ RULES = by_error(
             "attention.transposed_heads": "the number of query heads must be a multiple of the number of key heads; found "
             "{q} and {k} in [batch, heads, length, head_dim]; if these are [batch, length, heads, head_dim], give "
             ".transpose(1, 2) of q, k and v",
-            "attention.key_value_sizes": "k and v may differ in head_dim alone; found k {k} and v {v}",
+            "attention.key_value_sizes": "k and v may differ in head_dim alone; found k {k} and v {v}; cut or pad "
+            "one of them",
             "attention.batch": "q, k and v must share the batch size; found {q} in q and {k} in k; expand one of them",
             "attention.companion_rank": "{name} must be {rank}-dimensional; found {found}; reshape it",
             "attention.cu_seqlens_q": "cu_seqlens_q is empty; it has one element more than there are sequences",
@@ -65,9 +67,9 @@ RULES = by_error(
             "attention.mask_shape": _MASK_SHAPE + "reshape it",
             "attention.padding_mask": _MASK_SHAPE + "of a padding mask [batch, keys] give mask[:, None, None]",
             "attention.append_batch": "k_new and k_cache must share the batch size; found {k_new} and {k_cache}; give "
-            "every sequence new keys, and a cache of pages block_table",
+            "every sequence new keys, and block_table where k_cache holds pages",
             "attention.append_shape": "{name} must be [batch, heads, new keys, head_dim] of the cache's heads; found "
-            "{found} for a cache of {cache}",
+            "{found} for a cache of {cache}; give .transpose(1, 2) of [batch, new keys, heads, head_dim]",
             "attention.expanded_cache": "{name} is expanded, so that new keys would overwrite each other; found {sizes}"
             " with strides {strides}; give it memory with .clone()",
             "attention.shared_memory": "{name} shares memory with {cache}, which would change while it is read; give it"

@@ -320,6 +320,6 @@ def _sides(window: Any) -> Window:
     try:
         left, right = window
     except (TypeError, ValueError) as error:
-        msg = f"window must be (left, right), two numbers of keys, -1 for no limit; found {window!r}"
+        msg = f"window must be (left, right), two numbers of keys, -1 for no limit; found {window!r}; write (n, 0) for the n keys before"
         raise ArgumentTypeError(msg) from error
     return left, right

@@ -40,6 +40,7 @@ def install_as_flash_attn() -> None:
     from flashmoe.compat import bert_padding, flash_attn, flash_attn_gpu, rotary
 
     package = _package(_PACKAGE)
+    package.__file__ = flash_attn.__file__  # which Python names where an import finds no such function
     for name in flash_attn.__all__:
         setattr(package, name, getattr(flash_attn, name))
     layers = _package(f"{_PACKAGE}.layers")

@@ -11,8 +11,8 @@ _ADVICE = {
     "flash_attn_interface": "FlashAttention 3's module; install_as_flash_attn_3() gives it",
     "flash_attn.layers": "there is layers.rotary; for the others use torch.nn",
     "flash_attn.losses": "use torch.nn.functional.cross_entropy",
-    "flash_attn.modules": "use flashmoe.Attention, or transformers with attn_implementation='flashmoe'",
-    "flash_attn.models": "use transformers with attn_implementation='flashmoe'",
+    "flash_attn.modules": "use flashmoe.Attention, or a model of transformers with flashmoe.integrations.transformers.register()",
+    "flash_attn.models": "use a model of transformers with flashmoe.integrations.transformers.register()",
     "flash_attn.ops": "use torch's own: torch.nn.functional.rms_norm, layer_norm, silu",
 }
 _MARK = "__flashmoe__"
@@ -31,9 +31,7 @@ class MissingParts:
         if not hasattr(sys.modules.get("flash_attn"), _MARK):
             return None
         advice = next((text for known, text in _ADVICE.items() if f"{name}.".startswith(f"{known}.")), "")
-        msg = (
-            f"flashmoe.compat has no {name}{': ' + advice if advice else ''}; docs/integrations.md lists what there is"
-        )
+        msg = f"flashmoe.compat has no {name}{': ' + advice if advice else ''}; docs/guides/from-flash-attn.md lists what there is"
         raise ModuleNotFoundError(msg, name=name)
 
 

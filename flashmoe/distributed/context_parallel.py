@@ -58,7 +58,7 @@ def context_parallel_attention(
         timeout: how long to wait for ranks that do not call.
 
     Returns:
-        out [B, Hq, S / W, D] in q's dtype. Gradients, once: q, k, v.
+        out [B, Hq, S / W, D] in q's dtype. Gradients of q, k and v, once.
 
     Raises:
         DistributedError: torch.distributed is not initialised; the ranks disagree about a shape, dtype or option; a rank does not

@@ -76,7 +76,7 @@ class ExpertParallel:
             options: activation, layout, transposed, b13 and b2 of fused_moe.
 
         Returns:
-            [T, H] in x's dtype. Gradients, once: x, w13, w2, topk_weights, biases and shared.
+            [T, H] in x's dtype. Gradients, once, of x, w13, w2, topk_weights, biases and shared.
 
         Raises:
             DistributedError: the ranks disagree about shapes or options, or one does not answer; the message names it. What

@@ -55,7 +55,7 @@ def context_parallel_attention_varlen(
         timeout: how long to wait for ranks that do not call.
 
     Returns:
-        out [N, Hq, Dv] in q's dtype. Gradients, once: q, k, v.
+        out [N, Hq, Dv] in q's dtype. Gradients of q, k and v, once.
 
     Raises:
         DistributedError: the ranks disagree, or one does not answer; the message names it. What attention_varlen raises; ShapeError

@@ -10,3 +10,13 @@ autograd    gradients, vmap, torch.func
 scaled      the layer with float8_e4m3fn weights
 mxfp4       the layer with weights of 4 bits
 """
+
+from __future__ import annotations
+
+
+def __getattr__(name: str) -> object:
+    import flashmoe
+
+    where = f"; it is flashmoe.{name}" if name in flashmoe.__all__ else ""
+    msg = f"module 'flashmoe.moe' has no attribute {name!r}{where}"
+    raise AttributeError(msg)

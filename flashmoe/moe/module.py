@@ -146,7 +146,7 @@ class MoE(nn.Module):
         if _get_tracing_state() is None and (
             x.dim() < 1 or x.shape[-1] != self.dim
         ):  # a tracer takes a check for a choice
-            msg = f"x must be [..., {self.dim}]; found {shape_of(x)}; reshape it, or build with its dim"
+            msg = f"x must be [..., {self.dim}]; found {shape_of(x)}; reshape it, or make the layer with another dim"
             raise ShapeError(msg)
         if _get_tracing_state() is None:
             check_input_dtype("x", x, getattr(self.router, "weight", None))

@@ -58,7 +58,7 @@ def _named(word: str, tables: Tables) -> Target:
     }:  # 89: machine code for 8.6 serves it
         return _best_for(plain, tables)
     if word.lower() in ("all", "native", "none"):
-        msg = f"FLASHMOE_ARCHS: {word!r} stands alone and in small letters, or is left out of a list of targets"
+        msg = f"FLASHMOE_ARCHS: unknown target {word!r}; write {word.lower()} in small letters and alone, or leave it out of the list"
         raise BuildError(msg)
     msg = f"FLASHMOE_ARCHS (or FA_ARCHS): unknown target {word!r}; known: {_names(tables)}, or all, native, none"
     raise BuildError(msg)

@@ -50,13 +50,21 @@ def render(report: Report) -> str:
     lines = [f"{'stage':<{width}}  verdict  seconds{'     cost' if priced else ''}  checks"]
     for row in data["steps"]:
         cost = f"  {row['cost']:7.4f}" if priced else ""
-        lines.append(f"{row['name']:<{width}}  {row['verdict']:<7}  {row['seconds']:7.1f}{cost}  {row['found'][:160]}")
+        lines.append(
+            f"{row['name']:<{width}}  {row['verdict']:<7}  {row['seconds']:7.1f}{cost}  {_first(row['found'])}"
+        )
     total = f", cost {data['cost']:.4f}" if priced else ""
     lines.append(f"gate {report.verdict}: {report.seconds:.0f} of {data['budget_seconds']:.0f} s{total}")
-    missing = f" (nothing is without a PASS of {', '.join(data['unproven'])})" if data["unproven"] else ""
+    missing = f" ({', '.join(data['unproven'])} has to pass first)" if data["unproven"] else ""
     lines.append(f"known good: {', '.join(data['known_good']) or 'nothing'}{missing}")
     lines += [f"not checked: {words}" for words in data["not_checked"]]
     for check in report.checks:
         if check.verdict is Verdict.FAIL:
             lines += [f"stopped at {check.name}: {check.found}", f"why: {check.why}", f"next: {check.next_step}"]
     return runnable("\n".join(lines))
+
+
+def _first(text: str, width: int = 160) -> str:
+    """The first line, cut between words."""
+    line = text.partition("\n")[0]
+    return line if len(line) <= width else f"{line[:width].rpartition(' ')[0]} ..."

@@ -7,7 +7,7 @@ import os
 import signal
 import subprocess
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,6 +16,7 @@ from flashmoe_tools.report import Check, Report, Verdict, overall, read_report
 
 GRACE_SECONDS = 10.0
 TAIL = 600
+LOOK_SECONDS = 5.0  # between looks at the log of what runs
 
 
 @dataclass(frozen=True)
@@ -36,20 +37,36 @@ def execute(
     environment: Mapping[str, str],
     limit: float,
     ignore: Sequence[str] = (),
+    note: Callable[[str], object] = str,
 ) -> Outcome:
-    """Runs ``command`` and reads the report it leaves. An old report is removed first, so that none is believed twice."""
+    """Runs ``command`` and reads the report it leaves; ``note`` gets the newest line of its output now and then.
+
+    An old report is moved away, so that none is believed twice, and comes back where the command left none: what it says of
+    the last build stays true.
+    """
     report_path.parent.mkdir(parents=True, exist_ok=True)
-    report_path.unlink(missing_ok=True)
+    old = report_path.with_suffix(".old.json")
+    if report_path.exists():
+        report_path.replace(old)
     begin = time.monotonic()
     log = report_path.with_suffix(".log")
-    code, tail = _run(command, folder, {**os.environ, **environment}, limit, log)
-    seconds = time.monotonic() - begin
+    try:
+        code, tail = _run(command, folder, {**os.environ, **environment}, limit, log, note)
+        return _outcome(code, tail, report_path, time.monotonic() - begin, limit, ignore)
+    finally:
+        if old.exists():
+            old.unlink() if report_path.exists() else old.replace(report_path)
+
+
+def _outcome(
+    code: int | None, tail: str, report_path: Path, seconds: float, limit: float, ignore: Sequence[str]
+) -> Outcome:
     if code is None:
         return Outcome(Verdict.FAIL, f"did not end within {limit:.0f} s and was stopped", seconds)
     try:
         report = read_report(report_path)
     except ReportError:
-        return Outcome(Verdict.FAIL, f"exit {code} and no report: {tail} (all of it: {log.name})", seconds)
+        return Outcome(Verdict.FAIL, f"exit {code} and no report: {tail} (all of it: {report_path.stem}.log)", seconds)
     verdict, found = judge(report, ignore)
     if code != 0 and verdict in (Verdict.PASS, Verdict.WARN) and not ignore:
         return Outcome(Verdict.FAIL, f"exit {code} although its report says {verdict}: {tail}", seconds, report)
@@ -76,7 +93,12 @@ def _words(check: Check) -> str:
 
 
 def _run(
-    command: Sequence[str], folder: Path, environment: Mapping[str, str], limit: float, log: Path
+    command: Sequence[str],
+    folder: Path,
+    environment: Mapping[str, str],
+    limit: float,
+    log: Path,
+    note: Callable[[str], object],
 ) -> tuple[int | None, str]:
     """(exit code, or None when it was stopped; the end of what ``log`` holds). Ends every process that was started."""
     with log.open("w+b") as output:
@@ -87,10 +109,9 @@ def _run(
         except OSError as error:
             return 127, f"{command[0]}: {error.strerror}"
         try:
-            code: int | None = process.wait(timeout=max(limit, 0.1))
-        except subprocess.TimeoutExpired:
-            code = None
-            _stop(process)
+            code = _wait(process, time.monotonic() + max(limit, 0.1), log, note)
+            if code is None:
+                _stop(process)
         except BaseException:
             _stop(process)
             raise
@@ -98,6 +119,24 @@ def _run(
         output.seek(max(0, output.tell() - TAIL))
         text = output.read().decode(errors="replace")
         return code, text.partition(" ")[2].strip() if len(text) >= TAIL and " " in text else text.strip()
+
+
+def _wait(process: subprocess.Popen[bytes], end: float, log: Path, note: Callable[[str], object]) -> int | None:
+    """The exit code; None once it is past ``end``."""
+    while (left := end - time.monotonic()) > 0.0:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            return process.wait(timeout=min(left, LOOK_SECONDS))
+        if newest := newest_line(log):
+            note(newest)
+    return None
+
+
+def newest_line(log: Path) -> str:
+    """The last line that a running program has written whole, empty if there is none."""
+    with log.open("rb") as stream:
+        stream.seek(max(0, stream.seek(0, os.SEEK_END) - TAIL))
+        lines = stream.read().decode(errors="replace").replace("\r", "\n").split("\n")[:-1]
+    return next((line.strip() for line in reversed(lines) if line.strip()), "")
 
 
 def _stop(process: subprocess.Popen[bytes]) -> None:

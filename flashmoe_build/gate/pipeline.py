@@ -97,7 +97,7 @@ class Pipeline:
                     if self.stopped_at and step.after_failed != self.stopped_at:
                         continue
                     progress.note(step.name)
-                    outcome = self.outcomes[step.name] = self._run_step(step)
+                    outcome = self.outcomes[step.name] = self._run_step(step, progress)
                     spent = f"{self.elapsed:.0f} of {self.budget_seconds:.0f} s"
                     progress.advance(f"{step.name} {outcome.verdict}, {spent}")
                     if outcome.verdict is Verdict.FAIL and not self.stopped_at:
@@ -106,7 +106,7 @@ class Pipeline:
                 self.interrupted = True
         return self.report()
 
-    def _run_step(self, step: Step) -> Outcome:
+    def _run_step(self, step: Step, progress: Progress) -> Outcome:
         left = self.budget_seconds - self.elapsed
         if reason := self._why_skipped(step):
             return Outcome(Verdict.SKIP, reason, 0.0)
@@ -124,6 +124,7 @@ class Pipeline:
             environment=self._environment(step),
             limit=min(step.limit_seconds, left),
             ignore=step.ignore,
+            note=lambda line: progress.note(f"{step.name}: {line}"),
         )
         return without_runs(outcome) if step.name == PROOF else outcome
 

@@ -22,6 +22,11 @@ from flashmoe_build.program import ROOT, Stopwatch, ending, finish
 from flashmoe_tools.report import Check, Report, Verdict
 from flashmoe_tools.tables import load_tables
 
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
 MARKS = ROOT / "docs" / "results"
 CI = ROOT / ".github" / "workflows" / "ci.yml"
 GPU = "gpu"
@@ -83,7 +88,9 @@ def summary(environment: Mapping[str, str]) -> int:
 def marked(environment: Mapping[str, str], folder: Path = MARKS) -> int:
     """Write the architectures that have a runner and marks to the step's outputs, as ``gpus``."""
     runners = json.loads(environment.get("GPU_RUNNERS") or "[]")
-    line = f"gpus={json.dumps([name for name in runners if (folder / f'ratchet-{name}.toml').is_file()])}"
+    files = (tomllib.loads(path.read_text(encoding="utf-8")) for path in sorted(folder.glob("ratchet-*.toml")))
+    known = {str(marks.get("arch")) for marks in files}
+    line = f"gpus={json.dumps([name for name in runners if name in known])}"
     print(line)
     if environment.get("GITHUB_OUTPUT"):
         with Path(environment["GITHUB_OUTPUT"]).open("a", encoding="utf-8") as stream:

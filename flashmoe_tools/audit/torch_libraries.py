@@ -115,7 +115,7 @@ def write_data(folder: Path) -> Path:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(allow_abbrev=False, description=__doc__)
     parser.add_argument("--write", action="store_true", required=True, help="write the installed torch's data file")
     parser.add_argument("--folder", type=Path, default=DATA)
     print(write_data(parser.parse_args().folder).name)

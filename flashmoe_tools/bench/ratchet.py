@@ -55,6 +55,12 @@ def device_name(report: Report) -> str:
     return str(gpu["name"]) if gpu else "cpu"
 
 
+def architecture(report: Report) -> str:
+    """The GPU's architecture as arch.toml names it, by which nightly runs find runners for these marks; empty without a GPU."""
+    capability = (report.environment.get("gpu") or {}).get("capability", "")
+    return f"sm{capability.replace('.', '')}" if capability else ""
+
+
 def marks_file(path: Path, report: Report) -> Path:
     """``path``, or where that is a folder the file in it for the report's GPU, such as ratchet-nvidia-h200.toml."""
     return path / f"ratchet-{device_name(report).lower().replace(' ', '-')}.toml" if path.is_dir() else path
@@ -73,9 +79,10 @@ def read_marks(path: Path) -> tuple[str, tuple[Mark, ...]]:
         raise ReportError(msg) from error
 
 
-def write_marks(path: Path, name: str, marks: Sequence[Mark]) -> None:
+def write_marks(path: Path, name: str, marks: Sequence[Mark], arch: str = "") -> None:
     lines = ["# Ratios (baseline time / ours) that may only rise. Checked by `python -m flashmoe bench --ratchet`."]
     lines += [f"schema = {SCHEMA}", f"gpu = {json.dumps(name)}"]
+    lines += [f"arch = {json.dumps(arch)}"] if arch else []
     for mark in sorted(marks, key=lambda one: one.key):
         lines += ["", "[[mark]]", f"case = {json.dumps(mark.case)}", f"subject = {json.dumps(mark.subject)}"]
         lines += [
@@ -146,7 +153,7 @@ def check_ratchet(path: Path, report: Report) -> int:
         print(f"{check.verdict} {check.name}: {check.found} ({check.expected})")
     if result.changed:
         target = path.with_suffix(".proposed.toml")
-        write_marks(target, here, result.proposed)
+        write_marks(target, here, result.proposed, architecture(report))
         print(f"{result.changed} new marks proposed in {target.name}; rename it over {path.name} to take them")
     summary = Report("bench-ratchet", result.checks)
     print(f"ratchet {here}: {overall(result.checks)}")

@@ -325,7 +325,9 @@ def loads(facts: Facts) -> Check:
         return topic.skipped("not tried", "torch cannot be imported, see above")
     if not have.loaded:
         why = "it took too long or hangs" if have.timed_out else ""
-        return topic.failed(have.load_error, why, "python -m flashmoe audit libflashmoe.so names the cause")
+        is_ours = have.load_error.startswith("ArgumentError")  # of a variable, which it names
+        fix = "see variables, above" if is_ours else "python -m flashmoe audit libflashmoe.so names the cause"
+        return topic.failed(have.load_error, why, fix)
     return topic.passed(f"under torch {have.torch_version}, {have.seconds:.1f} s including the smoke test")
 
 

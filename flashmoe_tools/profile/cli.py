@@ -127,7 +127,7 @@ def make_report(
     if not values:
         expected = "a profile, a bench report or a build report"
         step = f"name one (--csv, --bench or --build FILE); in a clone ./nox -s build writes {REPORTS / 'build.json'}"
-        checks.append(Check("numbers", Verdict.FAIL, "none", expected, next_step=step))
+        checks.append(Check("numbers", Verdict.FAIL, "no report of this case", expected, next_step=step))
     checks += [_finding_check(finding) for finding in findings]
     if values and not findings:
         checks.append(Check("diagnosis", Verdict.PASS, "no rule fired on these numbers"))

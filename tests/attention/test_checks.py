@@ -214,7 +214,7 @@ def test_the_cause_is_kept() -> None:
 def test_translation_of_coded_messages(text: str, error: type[FlashmoeError]) -> None:
     translated = rules.translate(RuntimeError(text))
     assert type(translated) is error
-    assert str(translated) == ("a is b|; supported: 0, 1" if "|" in text else "a")
+    assert str(translated) == ("a is b|; supported: 0, 1; correct it, or unset it" if "|" in text else "a")
 
 
 def test_messages_that_are_not_ours_stay_as_they_are() -> None:

@@ -58,7 +58,7 @@ def test_unknown_target_lists_the_known() -> None:
 
 @pytest.mark.parametrize("request_", ["all,80", "80 native", "ALL", "none,90a"])
 def test_a_word_for_several_stands_alone(request_: str) -> None:
-    with pytest.raises(BuildError, match="stands alone and in small letters"):
+    with pytest.raises(BuildError, match=r"write .* in small letters and alone"):
         names(request_)
 
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import importlib
 import re
 from pathlib import Path
 
 import pytest
 
+import flashmoe.compat
+import flashmoe.distributed
 from flashmoe._version import DISTRIBUTION
 from flashmoe.errors import BuildError
 from flashmoe_build import links, site
@@ -41,6 +44,15 @@ def test_every_page_is_in_the_navigation() -> None:
     made = {"reference", "command", "kernels/table"}
     named = {name for names in site.NAVIGATION.values() for name in names}
     assert named | {"index"} == {name.removesuffix(".md") for name in site.pages().values()} | made
+
+
+def test_the_reference_has_every_public_name() -> None:
+    shown = {name.rpartition(".")[2] for names in site.FUNCTIONS.values() for name in names}
+    public = {*flashmoe.__all__, *flashmoe.compat.__all__, *flashmoe.distributed.__all__} - {"__version__"}
+    assert public - shown == set()
+    for name in (one for names in site.FUNCTIONS.values() for one in names if one not in site.MODULES):
+        module, _, last = name.rpartition(".")
+        assert hasattr(importlib.import_module(module), last), name
 
 
 def test_the_citation_names_this_version_and_repository() -> None:

@@ -11,7 +11,10 @@ import torch
 import flashmoe
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+PAGES = [
+    *sorted(ROOT.glob("*.md")),
+    *(page for name in ("csrc", "docs", "examples") for page in sorted((ROOT / name).rglob("*.md"))),
+]
 BLOCK = re.compile(r"^```python\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 BLOCKS = [
     (str(page.relative_to(ROOT)), number, text)
@@ -22,6 +25,10 @@ BLOCKS = [
 
 def test_there_are_blocks() -> None:
     assert len(BLOCKS) >= 20
+    fences = sum(
+        len(re.findall(r"^[ ]*(?:```|~~~)[ ]*py", page.read_text(encoding="utf-8"), re.MULTILINE)) for page in PAGES
+    )
+    assert fences == len(BLOCKS), "a block is indented or called otherwise, and would not be run"
     assert {page for page, _, _ in BLOCKS} >= {"README.md", "docs/api.md", "docs/guides/serving.md"}
 
 

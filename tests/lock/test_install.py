@@ -62,7 +62,7 @@ def test_bytecode_comes_with_it_where_python_keeps_none(
     setting: str, lock: str, made: bool, project: Project, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PYTHONDONTWRITEBYTECODE", setting)
-    monkeypatch.setattr(environment, "WITH_BYTECODE", lock)
+    monkeypatch.setattr(environment, "IMPORTED", {lock: ("no_such_module", "tinypkg")})
     folder = project.prepare().parent.parent
     assert bool(list(folder.glob("lib/*/site-packages/**/__pycache__/*.pyc"))) == made
 

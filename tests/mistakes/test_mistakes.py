@@ -1,7 +1,7 @@
 """Mistakes that newcomers make, each with all that they are told: ``mistakes.toml``, one row each.
 
 A row has what they typed (Python code, a command, a variable), the error and its whole message. After a change of words
-``python tests/mistakes/test_mistakes.py`` writes what is said now; read the difference before it is committed.
+``python -m tests.mistakes.test_mistakes`` writes what is said now; read the difference before it is committed.
 """
 
 from __future__ import annotations

@@ -155,6 +155,16 @@ def test_every_program_tells_its_usage(module: str) -> None:
     assert done.stdout.startswith("usage: ")
 
 
+def test_no_program_takes_an_abbreviated_option() -> None:
+    """``build -- --arch 90`` made a wheel for one target under the name of the whole one."""
+    folders = ("flashmoe", "flashmoe_build", "flashmoe_tools", "tests/fuzz")
+    trees = (ast.parse(path.read_text(encoding="utf-8")) for name in folders for path in (ROOT / name).rglob("*.py"))
+    calls = [node for tree in trees for node in ast.walk(tree) if isinstance(node, ast.Call)]
+    made = [one for one in calls if ast.unparse(one.func).endswith(("ArgumentParser", ".add_parser"))]
+    assert len(made) > 30
+    assert [ast.unparse(one) for one in made if not any(word.arg == "allow_abbrev" for word in one.keywords)] == []
+
+
 def test_a_long_test_is_named_while_it_runs(tmp_path: Path) -> None:
     body = "import time\ndef test_long(): time.sleep(1.5)\ndef test_short(): pass\n"
     done = run_pytest(tmp_path, body, FLASHMOE_TEST_HEARTBEAT_S="0.4")

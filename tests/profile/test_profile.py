@@ -357,7 +357,10 @@ def test_the_slowest_case_may_be_of_any_operation() -> None:
 
 def test_nothing_to_look_at_is_no_pass(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert profile(tmp_path, "--ncu", "no-such-profiler", "--case", "bf16-d64-full-b1-h8-s128") == 1
-    assert "FAIL numbers: none\n  next: name one (--csv, --bench or --build FILE)" in capsys.readouterr().out
+    assert (
+        "FAIL numbers: no report of this case\n  next: name one (--csv, --bench or --build FILE)"
+        in capsys.readouterr().out
+    )
 
 
 def test_a_wrong_report_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -71,7 +71,7 @@ class Runner:
         self.text = yaml.safe_load((ROOT / ".github" / "workflows" / workflow).read_text(encoding="utf-8"))
         self.job = self.text["jobs"][job]
         self.tree, self.bin, self.home = folder / "tree", folder / "bin", folder / "home"
-        for made in (self.tree / "docs" / "results", self.bin, self.home, folder / "temp"):
+        for made in (self.tree, self.bin, self.home, folder / "temp"):
             made.mkdir(parents=True)
         for name in ("docker", "apt-get", "gh", "find"):  # find: of the runner's Pythons
             self._program(self.bin / name, PROGRAM)
@@ -80,7 +80,6 @@ class Runner:
         (self.tree / "pyproject.toml").write_text(
             (ROOT / "pyproject.toml").read_text(encoding="utf-8"), encoding="utf-8"
         )
-        (self.tree / "docs" / "results" / "ratchet-sm90.toml").touch()
         source = re.search(r'^Source = "(https://[^/]+)/(.*)"$', (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
         assert source
         self.environment = {
@@ -94,7 +93,7 @@ class Runner:
             "GITHUB_SHA": "0" * 40,
             "RUNNER_TEMP": str(folder / "temp"),
             **{name: str(folder / name) for name in ("GITHUB_OUTPUT", "GITHUB_STEP_SUMMARY")},
-            "GIT_CONFIG_NOSYSTEM": "1",
+            "GIT_CONFIG_SYSTEM": str(folder / "gitconfig"),
             **environment,
         }
         who = ("-c", "user.name=x", "-c", "user.email=x@example.org")
@@ -150,9 +149,15 @@ class Runner:
             (wheels / WHEEL.format(machine)).touch()
 
 
+@pytest.mark.parametrize("home", ["", None, "/proc/none"], ids=["home", "no HOME", "a home that cannot be written"])
 @pytest.mark.parametrize(("workflow", "job"), JOBS)
-def test_the_steps_of_a_job_fit_together(workflow: str, job: str, tmp_path: Path) -> None:
-    assert Runner(tmp_path, workflow, job).run() == []
+def test_the_steps_of_a_job_fit_together(workflow: str, job: str, home: str | None, tmp_path: Path) -> None:
+    runner = Runner(tmp_path, workflow, job)
+    if home is None:
+        del runner.environment["HOME"]
+    elif home:
+        runner.environment["HOME"] = home
+    assert runner.run() == []
 
 
 @pytest.mark.parametrize(("workflow", "job"), [("ci.yml", "image"), ("release.yml", "image")])

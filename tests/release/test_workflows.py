@@ -10,6 +10,7 @@ import pytest
 
 from flashmoe.errors import ReportError
 from flashmoe_build.release.workflows import PUSHED, REQUIRED, check, jobs_of, judge, main, marked, summary
+from flashmoe_tools.bench.ratchet import write_marks
 from flashmoe_tools.report import Verdict
 from flashmoe_tools.tables import load_tables
 
@@ -81,10 +82,13 @@ def test_only_pushes_write_to_the_registry_and_reach_gpus() -> None:
 
 
 def test_ratchets_run_where_there_are_marks(tmp_path: Path) -> None:
-    (tmp_path / "ratchet-sm90.toml").touch()
+    """Files of marks are named after a model of GPU, runners after an architecture."""
     output = tmp_path / "output"
-    assert marked({"GPU_RUNNERS": '["sm80", "sm90"]', "GITHUB_OUTPUT": str(output)}, tmp_path) == 0
+    assert marked({"GPU_RUNNERS": '["sm80", "sm90"]', "GITHUB_OUTPUT": str(output)}) == 0
     assert output.read_text() == 'gpus=["sm90"]\n'
+    write_marks(tmp_path / "ratchet-nvidia-a30.toml", "NVIDIA A30", (), "sm80")
+    assert marked({"GPU_RUNNERS": '["sm80", "sm90"]', "GITHUB_OUTPUT": str(output)}, tmp_path) == 0
+    assert output.read_text().endswith('gpus=["sm80"]\n')
     assert marked({"GITHUB_OUTPUT": str(output)}, tmp_path) == 0
     assert output.read_text().endswith("gpus=[]\n")
 

@@ -220,7 +220,7 @@ def known(path: Path | None) -> list[Found]:
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="./nox -s mutants --", description=__doc__)
+    parser = argparse.ArgumentParser(allow_abbrev=False, prog="./nox -s mutants --", description=__doc__)
     parser.add_argument("files", nargs="*", metavar="FILE", help="relative to the checkout; with --oracle")
     parser.add_argument("--oracle", metavar="COMMAND", help="exits with 0 when it finds nothing wrong with the files")
     parser.add_argument("--folder", action="append", metavar="NAME", help="of folders.toml (default: all)")
