@@ -88,11 +88,13 @@ def _backend_class() -> Any:  # its base class is SGLang's
 
         def init_forward_metadata(self, forward_batch: Any) -> None:
             mode, lengths = forward_batch.forward_mode, forward_batch.seq_lens
+            if mode.is_idle():
+                return
             if mode.is_target_verify() or forward_batch.spec_info is not None:
                 msg = f"speculative decoding is not covered by SGLang's attention backend {NAME!r}; {INSTEAD}"
                 raise ArgumentError(msg)
             longest = max(1, int(forward_batch.seq_lens_cpu.max()))
-            if mode.is_decode_or_idle():
+            if mode.is_decode():
                 starts = torch.arange(lengths.shape[0] + 1, dtype=torch.int32, device=lengths.device)
                 longest_q = 1
             else:
@@ -148,9 +150,6 @@ def _backend_class() -> Any:  # its base class is SGLang's
             return out.reshape(-1, layer.tp_q_head_num * layer.v_head_dim)
 
         forward_decode = forward_extend
-
-        def support_triton(self) -> bool:
-            return False
 
     return FlashmoeBackend
 

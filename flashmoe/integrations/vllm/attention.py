@@ -127,9 +127,13 @@ class FlashmoeMetadata(AttentionMetadata):  # type: ignore[misc]
 
 
 class FlashmoeMetadataBuilder(AttentionMetadataBuilder):  # type: ignore[misc]
-    """Hands vLLM's own tensors on: nothing is computed, copied or read by the host, so any captured batch can be replayed."""
+    """Hands vLLM's own tensors on: nothing is computed, copied or read by the host.
 
-    _cudagraph_support: ClassVar[Any] = AttentionCGSupport.ALWAYS
+    A captured call may be replayed with other lengths up to its maxima. vLLM captures mixed batches with a maximum of one query token and
+    replays them with more: so graphs are for batches of one query length, decoding and speculative decoding; vLLM captures the rest in parts.
+    """
+
+    _cudagraph_support: ClassVar[Any] = AttentionCGSupport.UNIFORM_BATCH
     supports_update_block_table: bool = True
 
     def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
