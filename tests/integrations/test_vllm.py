@@ -277,6 +277,8 @@ def test_a_layer_that_cannot_run_here_is_vllms_own_and_told_once(vllm: Vllm, mon
     vllm.plugin.register()
     custom = vllm.registry.AttentionBackendEnum.CUSTOM
     assert custom.get_path() == CUSTOM
+    backends = vllm.registry.AttentionBackendEnum
+    assert not hasattr(backends, "register") or backends["FLASHMOE"].get_path() == CUSTOM
     config = vllm.selector.AttentionSelectorConfig
 
     def chosen(**changes: Any) -> Any:
