@@ -1,6 +1,6 @@
 """vLLM and SGLang for tests that have neither: small stand-ins with the signatures of the recorded contract.
 
-With ``FLASHMOE_ENGINE_SOURCES`` (the folder of Python sources that ``./nox -s engines -- --keep-sources`` leaves), vLLM's own backend.py, registry.py and
+With ``FLASHMOE_ENGINE_SOURCES`` (build/engines, where ``./nox -s engines`` leaves what it read), vLLM's own backend.py, registry.py and
 selector.py take the place of the stand-ins; what these import and do not need here is a mock.
 """
 
