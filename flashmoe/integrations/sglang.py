@@ -24,7 +24,9 @@ def register() -> None:
         from sglang.srt import server_args
         from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS, register_attention_backend
     except ImportError as error:
-        msg = f"SGLang cannot be used ({error}); install SGLang 0.5.19 or later, or leave flashmoe out by SGLANG_PLUGINS"
+        msg = (
+            f"SGLang cannot be used ({error}); install SGLang 0.5.19 or later, or leave flashmoe out by SGLANG_PLUGINS"
+        )
         raise ArgumentError(msg) from error
     if NAME not in ATTENTION_BACKENDS:
         register_attention_backend(NAME)(create_backend)
@@ -158,6 +160,12 @@ def _check_layer(layer: Any, others: dict[str, Any]) -> None:
     kind = getattr(layer.attn_type, "value", layer.attn_type)
     given = sorted(name for name, value in others.items() if value is not None and value is not False)
     if layer.is_cross_attention or kind != "decoder" or given or getattr(layer, "xai_temperature_len", -1) > 0:
-        what = f"the arguments {', '.join(given)}" if given else f"{'cross' if layer.is_cross_attention else kind} attention"
-        msg = f"layer {layer.layer_id} wants {what}, which SGLang's attention backend {NAME!r} does not cover; {INSTEAD}"
+        what = (
+            f"the arguments {', '.join(given)}"
+            if given
+            else f"{'cross' if layer.is_cross_attention else kind} attention"
+        )
+        msg = (
+            f"layer {layer.layer_id} wants {what}, which SGLang's attention backend {NAME!r} does not cover; {INSTEAD}"
+        )
         raise ArgumentError(msg)

@@ -5,7 +5,8 @@
     model = AutoModelForCausalLM.from_pretrained(..., attn_implementation=names.attention, experts_implementation=names.experts)
 
 Nothing that transformers computes is patched; a model that cannot take attention by name is refused (transformers_models.py). transformers
-takes every attention whose name contains "flash" for a library that it should import, so the name here is "fmoe". Which of its registries take foreign names differs from version to version: :func:`register` finds out.
+takes every attention whose name contains "flash" for a library that it should import, so the name here is "fmoe". Which of its registries
+take foreign names differs from version to version: :func:`register` finds out.
 """
 
 from __future__ import annotations

@@ -31,14 +31,18 @@ def judge(found: Version, recorded: Sequence[Version]) -> Iterator[Check]:
     """One check for each difference, or one that says that there is none."""
     label = f"{found.engine} {found.version}"
     clauses = ENGINES[found.engine]
-    wrong = [(f"{label} {clause.part}", str(one)) for clause, one in differences(clauses, found.version, found.found, OURS)]
+    wrong = [
+        (f"{label} {clause.part}", str(one)) for clause, one in differences(clauses, found.version, found.found, OURS)
+    ]
     known = next((one for one in recorded if (one.engine, one.version) == (found.engine, found.version)), None)
     if known is not None:
         wrong += [(f"{label} record", f"{one}; repeat with --record") for one in changes(known.found, found.found)]
     for name, text in wrong:
         yield Check(name, Verdict.FAIL, text, "what flashmoe/integrations/ takes it for")
     if not wrong:
-        yield Check(label, Verdict.PASS, f"{sum(c.applies(found.version) for c in clauses)} clauses hold; torch {found.torch}")
+        yield Check(
+            label, Verdict.PASS, f"{sum(c.applies(found.version) for c in clauses)} clauses hold; torch {found.torch}"
+        )
 
 
 def work(options: argparse.Namespace) -> int:

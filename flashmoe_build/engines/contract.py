@@ -186,7 +186,9 @@ def _changed(theirs: str, old: Signature, new: Signature) -> Iterator[Difference
         was, now = old.named(name), new.named(name)
         if was != now:
             yield Difference(theirs, name, f"was {was or 'absent'}, is {now or 'absent'}")
-    if [one.name for one in old.parameters] != [one.name for one in new.parameters] and {*old.parameters} == {*new.parameters}:
+    if [one.name for one in old.parameters] != [one.name for one in new.parameters] and {*old.parameters} == {
+        *new.parameters
+    }:
         yield Difference(theirs, "order", f"was {old}, is {new}")
     if old.takes_more != new.takes_more:
         yield Difference(theirs, "**", "takes further keywords in one only")

@@ -38,7 +38,9 @@ OURS = Ours(lambda name: signature(*_source(name)), lambda name: names(*_source(
 def load(path: Path = RECORD) -> list[Version]:
     data = json.loads(path.read_text(encoding="utf-8"))
     return [
-        Version(row["engine"], row["version"], row["torch"], {name: _decoded(value) for name, value in row["found"].items()})
+        Version(
+            row["engine"], row["version"], row["torch"], {name: _decoded(value) for name, value in row["found"].items()}
+        )
         for row in data
     ]
 

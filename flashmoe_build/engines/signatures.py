@@ -58,7 +58,12 @@ def _named(scope: Scope, name: str) -> Scope | None:
     for node in reversed([*_statements(scope)]):
         if isinstance(node, ast.ClassDef | ast.FunctionDef) and node.name == name:
             return node
-        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Name) and name in _defined(node) and node.value.id != name:
+        if (
+            isinstance(node, ast.Assign)
+            and isinstance(node.value, ast.Name)
+            and name in _defined(node)
+            and node.value.id != name
+        ):
             return _named(scope, node.value.id)
     return None
 
@@ -97,7 +102,10 @@ def abstract_methods(source: str, path: str) -> frozenset[str]:
     scope = find(source, path)
     methods = [node for node in getattr(scope, "body", []) if isinstance(node, ast.FunctionDef)]
     return frozenset(
-        node.name for node in methods for mark in node.decorator_list if ast.unparse(mark).rpartition(".")[2] == "abstractmethod"
+        node.name
+        for node in methods
+        for mark in node.decorator_list
+        if ast.unparse(mark).rpartition(".")[2] == "abstractmethod"
     )
 
 
@@ -107,8 +115,7 @@ def _statements(scope: ast.stmt | Scope) -> Iterator[ast.stmt]:
         yield node
         if isinstance(node, ast.If | ast.Try | ast.With):
             yield from _statements(node)
-            for other in getattr(node, "orelse", []):
-                yield other
+            yield from getattr(node, "orelse", [])
 
 
 def _defined(node: ast.stmt) -> list[str]:
@@ -126,7 +133,8 @@ def _of_function(node: ast.FunctionDef) -> Signature:
     defaults = [None] * (len(positional) - len(given.defaults)) + list(given.defaults)
     found = [Parameter(one.arg, default=_text(default)) for one, default in zip(positional, defaults, strict=True)]
     found += [
-        Parameter(one.arg, True, _text(default)) for one, default in zip(given.kwonlyargs, given.kw_defaults, strict=True)
+        Parameter(one.arg, True, _text(default))
+        for one, default in zip(given.kwonlyargs, given.kw_defaults, strict=True)
     ]
     found = [one for index, one in enumerate(found) if not (index == 0 and one.name in ("self", "cls"))]
     return Signature(tuple(found), given.kwarg is not None, _text(node.returns))

@@ -28,7 +28,9 @@ PINS = Path(__file__).with_name("wheels.toml")
 KEPT = ROOT / "build" / "engines"
 LIMIT_S = 1800
 PYTHON = "3.11"  # whose wheels are read; nothing of them is run
-UNREACHABLE = re.compile(r"No matching distribution|Connection|Temporary failure|timed out|Network is unreachable|No module named pip")
+UNREACHABLE = re.compile(
+    r"No matching distribution|Connection|Temporary failure|timed out|Network is unreachable|No module named pip"
+)
 
 
 @dataclass(frozen=True)
@@ -95,7 +97,16 @@ def extract(archive: Path, modules: Iterable[str], folder: Path) -> None:
 def download(wheel: Wheel, folder: Path) -> Path:
     """By pip, of this platform whatever the machine is; raises OutOfReachError without an index."""
     requirement = f"{wheel.engine}=={wheel.version}"
-    options = ["--no-deps", "--no-cache-dir", "--only-binary", ":all:", "--platform", wheel.platform, "--python-version", PYTHON]
+    options = [
+        "--no-deps",
+        "--no-cache-dir",
+        "--only-binary",
+        ":all:",
+        "--platform",
+        wheel.platform,
+        "--python-version",
+        PYTHON,
+    ]
     options += ["--implementation", "cp", "--abi", f"cp{PYTHON.replace('.', '')}", "--abi", "abi3", "--abi", "none"]
     if wheel.sha256:
         listed = folder / "wheel.txt"
@@ -143,15 +154,17 @@ def read(folder: Path, clauses: Sequence[Clause]) -> dict[str, Found]:
     """What each clause names, from a folder of sources."""
     texts: dict[str, str] = {}
     for module in modules_of(clauses):
-        path = next((folder / name for name in members_of(module) if (folder / name).is_file()), None)
-        texts[module] = "" if path is None else path.read_text(encoding="utf-8")
+        file = next((folder / name for name in members_of(module) if (folder / name).is_file()), None)
+        texts[module] = "" if file is None else file.read_text(encoding="utf-8")
     found: dict[str, Found] = {}
     for clause in clauses:
         module, _, path = clause.theirs.partition(":")
         if isinstance(clause, Defines):
             found[clause.key] = abstract_methods(texts[module], path)
         elif isinstance(clause, Has):  # of all that is there, what some clause looks for
-            asked = {name for one in clauses if isinstance(one, Has) and one.theirs == clause.theirs for name in one.names}
+            asked = {
+                name for one in clauses if isinstance(one, Has) and one.theirs == clause.theirs for name in one.names
+            }
             found[clause.key] = names(texts[module], path) & asked
         else:
             found.setdefault(clause.key, signature(texts[module], path))
@@ -160,6 +173,7 @@ def read(folder: Path, clauses: Sequence[Clause]) -> dict[str, Found]:
 
 def torch_of(folder: Path) -> str:
     """The torch that a wheel asks for, as its METADATA says."""
-    match = re.search(r"^Requires-Dist: torch(?![\w-]) *([^;\s]*)", (folder / "METADATA").read_text(encoding="utf-8"), re.MULTILINE)
+    match = re.search(
+        r"^Requires-Dist: torch(?![\w-]) *([^;\s]*)", (folder / "METADATA").read_text(encoding="utf-8"), re.MULTILINE
+    )
     return (match[1].strip("()").removeprefix("==") or "any") if match else "none"
-

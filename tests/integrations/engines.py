@@ -10,14 +10,13 @@ import enum
 import importlib.util
 import os
 import sys
-from abc import ABC
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 from unittest import mock
 
 import torch
@@ -42,7 +41,7 @@ def module(name: str, **members: Any) -> ModuleType:
 class Mocked(ModuleType):
     """A module that has every name: a type where it begins with a capital letter, for annotations, else a mock."""
 
-    __path__: list[str] = []
+    __path__: ClassVar[list[str]] = []
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
@@ -84,7 +83,7 @@ class CommonAttentionMetadata:
     causal: bool | Tensor = True
 
 
-class Backend(ABC):
+class Backend:
     """The questions of vLLM's that flashmoe's tests ask."""
 
     @classmethod
@@ -92,7 +91,9 @@ class Backend(ABC):
         return False
 
     @classmethod
-    def validate_configuration(cls: Any, head_size: int, dtype: torch.dtype, kv_cache_dtype: str | None, **given: Any) -> list[str]:
+    def validate_configuration(
+        cls: Any, head_size: int, dtype: torch.dtype, kv_cache_dtype: str | None, **given: Any
+    ) -> list[str]:
         asked = {
             "head_size not supported": not cls.supports_head_size(head_size),
             "dtype not supported": dtype not in cls.supported_dtypes,
@@ -106,9 +107,18 @@ class Backend(ABC):
         return [reason for reason, is_so in asked.items() if is_so]
 
 
-class Builder(ABC):
+class Builder:
     def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: Any) -> None:
-        self.kv_cache_spec, self.layer_names, self.vllm_config, self.device = kv_cache_spec, layer_names, vllm_config, device
+        self.kv_cache_spec, self.layer_names, self.vllm_config, self.device = (
+            kv_cache_spec,
+            layer_names,
+            vllm_config,
+            device,
+        )
+
+
+class Impl:
+    """What the base class adds is not used."""
 
 
 class SelectorConfig(NamedTuple):
@@ -162,7 +172,9 @@ class Platform:
             return f"{__name__}.VllmOwn"
         module_name, _, name = selected_backend.get_path().rpartition(".")
         chosen = getattr(importlib.import_module(module_name), name)
-        if reasons := chosen.validate_configuration(device_capability=self.capability, **attn_selector_config._asdict()):
+        if reasons := chosen.validate_configuration(
+            device_capability=self.capability, **attn_selector_config._asdict()
+        ):
             msg = f"Selected backend {selected_backend} is not valid for this configuration. Reason: {reasons}"
             raise ValueError(msg)
         return str(selected_backend.get_path())
@@ -190,7 +202,9 @@ def reshape_and_cache_flash(
         for new, paged, scale in ((key, key_cache, k_scale), (value, value_cache, v_scale)):
             token = new[row]
             if kv_cache_dtype.startswith("fp8"):
-                token = (token.float() / scale.reshape(-1, 1)).clamp(-448, 448).to(torch.float8_e4m3fn).view(torch.uint8)
+                token = (
+                    (token.float() / scale.reshape(-1, 1)).clamp(-448, 448).to(torch.float8_e4m3fn).view(torch.uint8)
+                )
             paged[slot // paged.shape[1], slot % paged.shape[1]] = token
 
 
@@ -209,7 +223,7 @@ class ActivationFormat(enum.Enum):
     Standard = "standard"
 
 
-class ExpertsModular(ABC):
+class ExpertsModular:
     post_gemm2_hook: Any = None
 
     def __init__(self, moe_config: Any, quant_config: Any) -> None:
@@ -217,7 +231,13 @@ class ExpertsModular(ABC):
         self.w1_bias, self.w2_bias = quant_config.w1_bias, quant_config.w2_bias
 
     @staticmethod
-    def is_supported_config(cls: Any, moe_config: Any, weight_key: Any, activation_key: Any, activation_format: Any) -> tuple[bool, str | None]:  # noqa: PLW0211
+    def is_supported_config(
+        cls: Any,  # noqa: PLW0211 (as vLLM calls it)
+        moe_config: Any,
+        weight_key: Any,
+        activation_key: Any,
+        activation_format: Any,
+    ) -> tuple[bool, str | None]:
         if not cls._supports_activation(moe_config.activation):
             return False, f"kernel does not support {moe_config.activation} activation"
         return activation_format == cls.activation_format(), None
@@ -271,7 +291,7 @@ def vllm_stand_ins() -> dict[str, ModuleType]:
         "vllm._custom_ops": module("vllm._custom_ops", reshape_and_cache_flash=reshape_and_cache_flash),
         "vllm.platforms": module("vllm.platforms", current_platform=Platform()),
         f"{ATTENTION}.backend": module(
-            f"{ATTENTION}.backend", AttentionBackend=Backend, AttentionImpl=ABC, AttentionMetadata=object, AttentionMetadataBuilder=Builder,
+            f"{ATTENTION}.backend", AttentionBackend=Backend, AttentionImpl=Impl, AttentionMetadata=object, AttentionMetadataBuilder=Builder,
             AttentionCGSupport=CGSupport, AttentionType=AttentionType, MultipleOf=MultipleOf, CommonAttentionMetadata=CommonAttentionMetadata,
         ),
         f"{ATTENTION}.backends": module(f"{ATTENTION}.backends"),
@@ -328,7 +348,8 @@ def use_own_sources(modules: dict[str, ModuleType], folder: Path) -> None:
     for name in (f"{ATTENTION}.backend", f"{ATTENTION}.backends.registry", f"{ATTENTION}.selector"):
         path = folder / f"{name.replace('.', '/')}.py"
         spec = importlib.util.spec_from_file_location(name, path)
-        assert spec is not None and spec.loader is not None
+        assert spec is not None
+        assert spec.loader is not None
         sys.modules[name] = modules[name] = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(modules[name])
         parent, _, last = name.rpartition(".")
@@ -358,7 +379,7 @@ def installed(modules: dict[str, ModuleType], package: str) -> Iterator[None]:
 # SGLang
 
 
-class SglangBackend(ABC):
+class SglangBackend:
     """What the base class adds."""
 
 
@@ -396,7 +417,15 @@ class Pool:
     def get_value_buffer(self, layer_id: int) -> Tensor:
         return self.values
 
-    def set_kv_buffer(self, layer: Any, loc_info: KVWriteLoc, cache_k: Tensor, cache_v: Tensor, k_scale: Any = None, v_scale: Any = None) -> None:
+    def set_kv_buffer(
+        self,
+        layer: Any,
+        loc_info: KVWriteLoc,
+        cache_k: Tensor,
+        cache_v: Tensor,
+        k_scale: Any = None,
+        v_scale: Any = None,
+    ) -> None:
         for cached, new, scale in ((self.keys, cache_k, k_scale), (self.values, cache_v, v_scale)):
             cached[loc_info.loc] = (new if scale is None else new / scale).to(cached.dtype)
 

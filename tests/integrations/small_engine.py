@@ -26,7 +26,9 @@ class Decoder(nn.Module):
         self.embed = nn.Embedding(WORDS, WIDTH)
         self.qkv = nn.ModuleList(nn.Linear(WIDTH, (HEADS + 2 * KV_HEADS) * D, bias=False) for _ in range(LAYERS))
         self.out = nn.ModuleList(nn.Linear(HEADS * D, WIDTH, bias=False) for _ in range(LAYERS))
-        self.mlp = nn.ModuleList(nn.Sequential(nn.Linear(WIDTH, 96), nn.SiLU(), nn.Linear(96, WIDTH)) for _ in range(LAYERS))
+        self.mlp = nn.ModuleList(
+            nn.Sequential(nn.Linear(WIDTH, 96), nn.SiLU(), nn.Linear(96, WIDTH)) for _ in range(LAYERS)
+        )
 
     @torch.no_grad()
     def forward(self, tokens: Tensor, positions: Tensor, attend: Attend) -> Tensor:
@@ -176,11 +178,21 @@ class Engine:
             if has_prefix:
                 k, v = self.caches[:, layer]
             out: Tensor = self.attention.flash_attn_varlen_func(
-                q, k, v, cu_seqlens_q=starts_q, cu_seqlens_k=starts_k, **longest, softmax_scale=D**-0.5, causal=True, block_table=table
+                q,
+                k,
+                v,
+                cu_seqlens_q=starts_q,
+                cu_seqlens_k=starts_k,
+                **longest,
+                softmax_scale=D**-0.5,
+                causal=True,
+                block_table=table,
             )
             return out
 
-        tokens = self.integers([token for one, span in zip(requests, spans, strict=True) for token in one.tokens[span.start :]])
+        tokens = self.integers(
+            [token for one, span in zip(requests, spans, strict=True) for token in one.tokens[span.start :]]
+        )
         logits = self.model(tokens, self.integers([at for span in spans for at in span]), attend)
         return logits[starts_q[1:].long() - 1]
 
@@ -192,7 +204,12 @@ class Engine:
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             self.store(layer, k, v, slots)
             out: Tensor = self.attention.flash_attn_with_kvcache(
-                q.unsqueeze(1), *self.caches[:, layer], cache_seqlens=lengths, block_table=table, softmax_scale=D**-0.5, causal=True
+                q.unsqueeze(1),
+                *self.caches[:, layer],
+                cache_seqlens=lengths,
+                block_table=table,
+                softmax_scale=D**-0.5,
+                causal=True,
             )
             return out.squeeze(1)
 
@@ -203,7 +220,11 @@ class Engine:
             cache.view(-1, KV_HEADS, D)[slots] = new
 
     def slots(self, requests: list[Request], spans: list[range]) -> Tensor:
-        rows = [one.blocks[at // BLOCK] * BLOCK + at % BLOCK for one, span in zip(requests, spans, strict=True) for at in span]
+        rows = [
+            one.blocks[at // BLOCK] * BLOCK + at % BLOCK
+            for one, span in zip(requests, spans, strict=True)
+            for at in span
+        ]
         return self.integers(rows).long()
 
     def table(self, requests: list[Request]) -> Tensor:

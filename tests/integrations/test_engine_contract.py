@@ -17,7 +17,7 @@ from flashmoe_build.engines.signatures import Parameter, Signature, abstract_met
 from flashmoe_tools.report import Verdict
 
 BACKEND = "vllm.v1.attention.backend"
-SOURCE = '''
+SOURCE = """
 from typing import NamedTuple
 if True:
     from a import B as C
@@ -38,7 +38,7 @@ def make():
     class Inner:
         def run(self, q): ...
     return Inner
-'''
+"""
 
 
 def recorded(engine: str, version: str) -> record.Version:
@@ -51,7 +51,9 @@ def test_what_was_recorded_is_what_the_plug_ins_take_it_for(found: record.Versio
 
 
 def test_every_pin_is_recorded() -> None:
-    assert [(one.engine, one.version) for one in record.load()] == [(one.engine, one.version) for one in wheels.pinned()]
+    assert [(one.engine, one.version) for one in record.load()] == [
+        (one.engine, one.version) for one in wheels.pinned()
+    ]
     assert all(len(one.sha256) == 64 and one.platform.startswith("manylinux_2_") for one in wheels.pinned())
 
 
@@ -102,7 +104,12 @@ def test_what_is_gone_or_newly_demanded_is_named(theirs: str, now: frozenset[str
 
 def test_a_clause_is_for_the_versions_that_have_it() -> None:
     clause = Has("attention", "m:C", since=(0, 29), until=(0, 31), names=("x",))
-    assert [clause.applies(version) for version in ("0.28.9", "0.29.0", "0.31.5", "0.32.0")] == [False, True, True, False]
+    assert [clause.applies(version) for version in ("0.28.9", "0.29.0", "0.31.5", "0.32.0")] == [
+        False,
+        True,
+        True,
+        False,
+    ]
     assert number_of("0.5.23.post1") == (0, 5, 23)
     assert Calls("attention", "m:f").applies("0.1")
 
@@ -135,7 +142,10 @@ def test_of_a_wheel_the_named_modules_are_kept(tmp_path: Path, monkeypatch: pyte
     with zipfile.ZipFile(archive, "w") as wheel:
         wheel.writestr("sglang/srt/plugins/__init__.py", "GENERAL_PLUGINS_GROUP = 'x'")
         wheel.writestr("sglang/srt/other.py", "never = 'kept'")
-        wheel.writestr("sglang-1.2.3.dist-info/METADATA", "Name: sglang\nRequires-Dist: torchvision\nRequires-Dist: torch==2.14.1\n")
+        wheel.writestr(
+            "sglang-1.2.3.dist-info/METADATA",
+            "Name: sglang\nRequires-Dist: torchvision\nRequires-Dist: torch==2.14.1\n",
+        )
     brought: list[str] = []
     monkeypatch.setattr(wheels, "download", lambda wheel, folder: brought.append(wheel.version) or archive)
     pin = wheels.Wheel("sglang", archive.name, "0" * 64)

@@ -41,8 +41,21 @@ def runner_of(pool: Any, table: Any, page_size: int, **changes: Any) -> Any:
 
 
 def layer_of(**changes: Any) -> Any:
-    given = {"layer_id": 0, "tp_q_head_num": HEADS, "qk_head_dim": D, "v_head_dim": D, "scaling": D**-0.5, "logit_cap": 0.0}
-    given |= {"sliding_window_size": -1, "is_cross_attention": False, "attn_type": "decoder", "k_scale": None, "v_scale": None}
+    given = {
+        "layer_id": 0,
+        "tp_q_head_num": HEADS,
+        "qk_head_dim": D,
+        "v_head_dim": D,
+        "scaling": D**-0.5,
+        "logit_cap": 0.0,
+    }
+    given |= {
+        "sliding_window_size": -1,
+        "is_cross_attention": False,
+        "attn_type": "decoder",
+        "k_scale": None,
+        "v_scale": None,
+    }
     return SimpleNamespace(**{**given, **changes})
 
 
@@ -68,11 +81,16 @@ def test_a_step_over_sglangs_pool_is_attention(plugin: Any, device: str, form: s
         )
     table = table.to(device)
     layer = layer_of(
-        sliding_window_size=6 if form == "window" else -1, logit_cap=5.0 if form == "softcap" else 0.0, k_scale=scale, v_scale=scale
+        sliding_window_size=6 if form == "window" else -1,
+        logit_cap=5.0 if form == "softcap" else 0.0,
+        k_scale=scale,
+        v_scale=scale,
     )
     keys, values = ([random(b + n, KV_HEADS, D) for b, n in zip(befores, news, strict=True)] for _ in range(2))
     for request, before, k, v in zip(requests, befores, keys, values, strict=True):
-        pool.set_kv_buffer(layer, engines.KVWriteLoc(table[request, :before].long()), k[:before], v[:before], scale, scale)
+        pool.set_kv_buffer(
+            layer, engines.KVWriteLoc(table[request, :before].long()), k[:before], v[:before], scale, scale
+        )
     plugin.register()
     registry = importlib.import_module("sglang.srt.layers.attention.attention_registry")
     backend = registry.ATTENTION_BACKENDS["flashmoe"](runner_of(pool, table, page_size))
@@ -130,7 +148,10 @@ def test_what_comes_with_a_call_is_refused_by_name(plugin: Any) -> None:
         backend.init_forward_metadata(SimpleNamespace(forward_mode=Mode("verify"), seq_lens=None, spec_info=None))
     backend.init_forward_metadata(SimpleNamespace(forward_mode=Mode("idle"), seq_lens=None))
     backend.forward_metadata = object()
-    for layer, named in ((layer_of(is_cross_attention=True), "cross attention"), (layer_of(attn_type="encoder_only"), "encoder_only")):
+    for layer, named in (
+        (layer_of(is_cross_attention=True), "cross attention"),
+        (layer_of(attn_type="encoder_only"), "encoder_only"),
+    ):
         with pytest.raises(ArgumentError, match=named):
             backend.forward_extend(None, None, None, layer, None)
     with pytest.raises(ArgumentError, match="rel_bias, score_mod"):

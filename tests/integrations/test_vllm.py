@@ -48,7 +48,11 @@ def vllm(request: pytest.FixtureRequest) -> Iterator[Vllm]:
     with engines.installed(modules, "flashmoe.integrations.vllm"):
         if request.param != "stand-in":
             engines.use_own_sources(modules, engines.engine_sources()[request.param])
-        names = (f"{engines.ATTENTION}.backend", f"{engines.ATTENTION}.selector", f"{engines.ATTENTION}.backends.registry")
+        names = (
+            f"{engines.ATTENTION}.backend",
+            f"{engines.ATTENTION}.selector",
+            f"{engines.ATTENTION}.backends.registry",
+        )
         own = [importlib.import_module(f"flashmoe.integrations.{name}") for name in ("vllm.attention", "vllm")]
         backend, selector, registry = (sys.modules[name] for name in names)
         yield Vllm(own[0], backend, selector, registry, own[1])
@@ -59,7 +63,15 @@ class Layer:
         self._k_scale, self._v_scale = (torch.tensor(scale, device=device) for scale in (k_scale, v_scale))
 
 
-def reference(q: Tensor, k: Tensor, v: Tensor, window: int | None, softcap: float, sinks: Tensor | None, slopes: list[float] | None) -> Tensor:
+def reference(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    window: int | None,
+    softcap: float,
+    sinks: Tensor | None,
+    slopes: list[float] | None,
+) -> Tensor:
     """One sequence in float64: q [Sq, H, D], k and v [Sk, Hkv, D], the last query at the last key; returns [Sq, H, D]."""
     group = q.shape[1] // k.shape[1]
     q, k, v = (t.double().transpose(0, 1) for t in (q, k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)))
@@ -115,13 +127,19 @@ def serve(vllm: Vllm, case: Case, device: str) -> tuple[Tensor, Tensor, Tensor]:
         pages = [next(free) for _ in range(-(-(before + new) // BLOCK))]
         slots_of.append([pages[at // BLOCK] * BLOCK + at % BLOCK for at in range(before + new)])
         tables.append(pages)
-    keys, values = zip(*((random(b + n, KV_HEADS, D), random(b + n, KV_HEADS, D)) for b, n in case.sequences), strict=True)
+    keys, values = zip(
+        *((random(b + n, KV_HEADS, D), random(b + n, KV_HEADS, D)) for b, n in case.sequences), strict=True
+    )
 
     def write(first: bool) -> None:
         halves = [slice(0, b) if first else slice(b, b + n) for b, n in case.sequences]
         slots = [*(slot for all_slots, half in zip(slots_of, halves, strict=True) for slot in all_slots[half]), -1]
-        new_keys = torch.cat([*(k[half] for k, half in zip(keys, halves, strict=True)), random(1 + case.padding, KV_HEADS, D)])
-        new_values = torch.cat([*(v[half] for v, half in zip(values, halves, strict=True)), random(1 + case.padding, KV_HEADS, D)])
+        new_keys = torch.cat(
+            [*(k[half] for k, half in zip(keys, halves, strict=True)), random(1 + case.padding, KV_HEADS, D)]
+        )
+        new_values = torch.cat(
+            [*(v[half] for v, half in zip(values, halves, strict=True)), random(1 + case.padding, KV_HEADS, D)]
+        )
         mapping = torch.tensor(slots, dtype=torch.int64, device=device)  # shorter than the padded keys
         impl.do_kv_cache_update(layer, new_keys, new_values, kv_cache, mapping)
 
@@ -144,13 +162,18 @@ def serve(vllm: Vllm, case: Case, device: str) -> tuple[Tensor, Tensor, Tensor]:
     )
     builder = vllm.attention.FlashmoeBackend.get_builder_cls()(None, ["layer"], None, torch.device(device))
     batch = builder.build(0, common)
-    query, output = random(tokens + case.padding, HEADS, D), torch.full((tokens + case.padding, HEADS, D), 7.0, device=device).to(dtype)
+    query, output = (
+        random(tokens + case.padding, HEADS, D),
+        torch.full((tokens + case.padding, HEADS, D), 7.0, device=device).to(dtype),
+    )
     impl.forward(layer, query, query, query, kv_cache, batch, output)
     wanted = []
     for index, (_, new) in enumerate(case.sequences):
         k, v = keys[index], values[index]
         if is_fp8:
-            k, v = ((x.float() / s).to(torch.float8_e4m3fn).float() * s for x, s in zip((k, v), case.scales, strict=True))
+            k, v = (
+                (x.float() / s).to(torch.float8_e4m3fn).float() * s for x, s in zip((k, v), case.scales, strict=True)
+            )
         rows = query[int(starts[index]) :][:new]
         wanted.append(reference(rows, k, v, case.window, case.softcap or 0.0, sinks, case.slopes))
     return output[:tokens], torch.cat(wanted), output[tokens:]
@@ -215,7 +238,9 @@ def test_batch_invariance_asks_for_the_same_bits(vllm: Vllm, monkeypatch: pytest
     alone, _, _ = serve(vllm, Case(sequences=((33, 1),), cache="bfloat16"), "cpu")
     asked: list[bool] = []
     real = vllm.attention.attention_varlen
-    monkeypatch.setattr(vllm.attention, "attention_varlen", lambda *a, **o: asked.append(o["consistent"]) or real(*a, **o))
+    monkeypatch.setattr(
+        vllm.attention, "attention_varlen", lambda *a, **o: asked.append(o["consistent"]) or real(*a, **o)
+    )
     again, _, _ = serve(vllm, Case(sequences=((33, 1),), cache="bfloat16"), "cpu")
     assert asked == [True]
     assert torch.equal(alone, again)
@@ -233,7 +258,9 @@ def test_graphs_are_for_batches_of_one_query_length(vllm: Vllm) -> None:
 
 def test_a_causal_flag_for_each_request_is_refused(vllm: Vllm) -> None:
     builder = vllm.attention.FlashmoeMetadataBuilder(None, [], None, torch.device("cpu"))
-    common = vllm.backend.CommonAttentionMetadata(*[torch.zeros(1)] * 3, 1, 1, 1, 1, *[torch.zeros(1)] * 2, causal=torch.ones(1))
+    common = vllm.backend.CommonAttentionMetadata(
+        *[torch.zeros(1)] * 3, 1, 1, 1, 1, *[torch.zeros(1)] * 2, causal=torch.ones(1)
+    )
     with pytest.raises(ArgumentError, match="causal is a tensor"):
         builder.build(0, common)
 
@@ -244,7 +271,9 @@ ALLOWED: dict[str, Any] = {"head_size": 64, "dtype": torch.bfloat16, "kv_cache_d
 def reasons(vllm: Vllm, **changes: Any) -> list[str]:
     capability = engines.Capability(*changes.pop("capability", (9, 0)))
     config = vllm.selector.AttentionSelectorConfig(**{**ALLOWED, **changes})
-    found: list[str] = vllm.attention.FlashmoeBackend.validate_configuration(device_capability=capability, **config._asdict())
+    found: list[str] = vllm.attention.FlashmoeBackend.validate_configuration(
+        device_capability=capability, **config._asdict()
+    )
     return found
 
 
@@ -260,7 +289,10 @@ def reasons(vllm: Vllm, **changes: Any) -> list[str]:
         ({"kv_cache_dtype": "fp8_e5m2"}, "kv_cache_dtype"),
         ({"kv_cache_dtype": "float16"}, "both must be the same"),
         ({"kv_cache_dtype": "fp8", "use_batch_invariant": True}, "not claimed for fp8"),
-        ({"kv_cache_dtype": "fp8", "dtype": torch.float16, "capability": (7, 5)}, "fp8 cache needs compute capability 8.0"),
+        (
+            {"kv_cache_dtype": "fp8", "dtype": torch.float16, "capability": (7, 5)},
+            "fp8 cache needs compute capability 8.0",
+        ),
         ({"capability": (7, 5)}, "bfloat16 needs compute capability 8.0; this GPU has 7.5"),
         ({"dtype": torch.float16, "capability": (7, 0)}, "compute capability"),
         ({"use_kv_connector": True}, "KV connector"),
@@ -282,7 +314,9 @@ def test_a_layer_that_cannot_run_here_is_vllms_own_and_told_once(vllm: Vllm, mon
     config = vllm.selector.AttentionSelectorConfig
 
     def chosen(**changes: Any) -> Any:
-        return vllm.selector._cached_get_attn_backend(backend=custom, attn_selector_config=config(**{**ALLOWED, **changes}), num_heads=4)
+        return vllm.selector._cached_get_attn_backend(
+            backend=custom, attn_selector_config=config(**{**ALLOWED, **changes}), num_heads=4
+        )
 
     assert "Flashmoe" in str(chosen())
     with pytest.warns(UserWarning, match=r"not flashmoe: head_size not supported; FLASHMOE_FALLBACK=error"):

@@ -43,7 +43,9 @@ def gated(activation: Any, both: Tensor) -> Tensor:
     return gate * 0.5 * (1 + torch.tanh(math.sqrt(2 / math.pi) * (gate + 0.044715 * gate**3))) * up
 
 
-@pytest.mark.parametrize("activation", [MoEActivation.SILU, MoEActivation.GELU, MoEActivation.GELU_TANH, MoEActivation.SWIGLUOAI])
+@pytest.mark.parametrize(
+    "activation", [MoEActivation.SILU, MoEActivation.GELU, MoEActivation.GELU_TANH, MoEActivation.SWIGLUOAI]
+)
 @pytest.mark.parametrize("form", ["plain", "expert parallel", "weights on input", "bias"])
 def test_a_layer_is_the_weighted_sum_of_its_experts(experts: Any, device: str, activation: Any, form: str) -> None:
     generator = torch.Generator().manual_seed(1)
@@ -85,7 +87,7 @@ def test_the_method_takes_our_experts_and_vllms_layout(experts: Any) -> None:
     assert (method.experts_cls, method.unquantized_backend) == (experts.FlashmoeExperts, "triton")
     experts.register_experts()
     experts.register_experts()
-    assert engines.REGISTERED == {"ExpertsMethod": experts.FlashmoeExpertsMethod}
+    assert {"ExpertsMethod": experts.FlashmoeExpertsMethod} == engines.REGISTERED
 
 
 @pytest.mark.parametrize(
@@ -97,10 +99,15 @@ def test_the_method_takes_our_experts_and_vllms_layout(experts: Any) -> None:
         (MoEConfig(num_experts=2048), "2048 experts"),
         (MoEConfig(in_dtype=torch.float32), "float32"),
         (MoEConfig(swiglu_limit=7.0), "gemm1_clamp_limit is 7.0; fused_moe's swiglu has none"),
-        (MoEConfig(MoEActivation.SWIGLUOAI, swiglu_alpha=1.5), "gemm1_alpha is 1.5; fused_moe's clamped_swiglu has 1.702"),
+        (
+            MoEConfig(MoEActivation.SWIGLUOAI, swiglu_alpha=1.5),
+            "gemm1_alpha is 1.5; fused_moe's clamped_swiglu has 1.702",
+        ),
     ],
 )
-def test_other_experts_stay_vllms_or_are_refused(experts: Any, config: MoEConfig, reason: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_experts_stay_vllms_or_are_refused(
+    experts: Any, config: MoEConfig, reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with pytest.warns(UserWarning, match="experts, not flashmoe") as told:
         method = experts.FlashmoeExpertsMethod(config)
     assert reason in str(told[0].message)
@@ -113,7 +120,9 @@ def test_other_experts_stay_vllms_or_are_refused(experts: Any, config: MoEConfig
 def test_numbers_that_come_with_the_layer_are_not_dropped(experts: Any) -> None:
     with pytest.raises(ArgumentError, match=r"gemm1_clamp_limit is 5\.0"):
         experts.FlashmoeExperts(MoEConfig(), QuantConfig(gemm1_clamp_limit=5.0))
-    kernel = experts.FlashmoeExperts(MoEConfig(MoEActivation.SWIGLUOAI), QuantConfig(gemm1_clamp_limit=7.0, gemm1_alpha=1.702))
+    kernel = experts.FlashmoeExperts(
+        MoEConfig(MoEActivation.SWIGLUOAI), QuantConfig(gemm1_clamp_limit=7.0, gemm1_alpha=1.702)
+    )
     kernel.post_gemm2_hook = print
     with pytest.raises(ArgumentError, match="post_gemm2_hook"):
         kernel.apply(*[torch.empty(0)] * 6, MoEActivation.SILU, 8, *[None] * 6, False)

@@ -142,7 +142,9 @@ class FlashmoeMetadataBuilder(AttentionMetadataBuilder):  # type: ignore[misc]
     def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> FlashmoeMetadata:
         common = common_attn_metadata
         if not isinstance(common.causal, bool):
-            msg = "causal is a tensor, one value for each request; flashmoe takes one for the batch: use another backend"
+            msg = (
+                "causal is a tensor, one value for each request; flashmoe takes one for the batch: use another backend"
+            )
             raise ArgumentError(msg)
         return FlashmoeMetadata(
             num_actual_tokens=common.num_actual_tokens,
@@ -155,7 +157,9 @@ class FlashmoeMetadataBuilder(AttentionMetadataBuilder):  # type: ignore[misc]
             causal=common.causal,
         )
 
-    def update_block_table(self, metadata: FlashmoeMetadata, blk_table: Tensor, slot_mapping: Tensor) -> FlashmoeMetadata:
+    def update_block_table(
+        self, metadata: FlashmoeMetadata, blk_table: Tensor, slot_mapping: Tensor
+    ) -> FlashmoeMetadata:
         return replace(metadata, block_table=blk_table, slot_mapping=slot_mapping)
 
 
@@ -208,7 +212,9 @@ class FlashmoeImpl(AttentionImpl):  # type: ignore[misc]
         The new keys are in kv_cache already, except of encoders, which have no cache.
         """
         if output_scale is not None or output_block_scale is not None:
-            msg = "the output cannot be quantised by flashmoe's attention; leave attention's fusion with quantisation off"
+            msg = (
+                "the output cannot be quantised by flashmoe's attention; leave attention's fusion with quantisation off"
+            )
             raise NotImplementedError(msg)
         if attn_metadata is None:  # vLLM measures memory
             return output.fill_(0)
@@ -227,7 +233,7 @@ class FlashmoeImpl(AttentionImpl):  # type: ignore[misc]
             keys, values = keys.view(torch.float8_e4m3fn), values.view(torch.float8_e4m3fn)
             scales = {"k_scale": _scale(layer._k_scale), "v_scale": _scale(layer._v_scale)}
         room = batch.block_table.shape[1] * keys.shape[1]
-        return attention_varlen(
+        out: Tensor = attention_varlen(
             query,
             keys,
             values,
@@ -240,10 +246,12 @@ class FlashmoeImpl(AttentionImpl):  # type: ignore[misc]
             **self._options(batch.causal),
             **scales,
         )
+        return out
 
     def _encode(self, query: Tensor, key: Tensor, value: Tensor, batch: FlashmoeMetadata) -> Tensor:
         starts, longest = batch.query_start_loc, batch.max_query_len
-        return attention_varlen(query, key, value, starts, starts, longest, longest, **self._options(False))
+        out: Tensor = attention_varlen(query, key, value, starts, starts, longest, longest, **self._options(False))
+        return out
 
     def _options(self, causal: bool) -> dict[str, Any]:
         reach = None if self.sliding_window is None else self.sliding_window - 1

@@ -171,7 +171,9 @@ class FlashmoeExpertsMethod(UnquantizedFusedMoEMethod):  # type: ignore[misc]
         if reason is None:
             self.unquantized_backend, self.experts_cls = UnquantizedMoeBackend.TRITON, FlashmoeExperts
         elif fallback_policy() == "error":
-            msg = f"vLLM's experts would not run on flashmoe: {reason}; unset FLASHMOE_VLLM_EXPERTS or FLASHMOE_FALLBACK"
+            msg = (
+                f"vLLM's experts would not run on flashmoe: {reason}; unset FLASHMOE_VLLM_EXPERTS or FLASHMOE_FALLBACK"
+            )
             raise ArgumentError(msg)
         else:
             tell("experts", reason)
