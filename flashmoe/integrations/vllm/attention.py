@@ -35,7 +35,7 @@ CACHES = {"float16": torch.float16, "bfloat16": torch.bfloat16}
 class FlashmoeBackend(AttentionBackend):  # type: ignore[misc]
     """What vLLM asks before it builds a model."""
 
-    supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float16, torch.bfloat16]
+    supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float16, torch.bfloat16, torch.float32]
     supported_kv_cache_dtypes: ClassVar[list[Any]] = ["auto", *CACHES, *FP8_CACHES]
     forward_includes_kv_cache_update: bool = False
 
@@ -88,7 +88,7 @@ class FlashmoeBackend(AttentionBackend):  # type: ignore[misc]
 
     @classmethod
     def supports_compute_capability(cls, capability: Any) -> bool:
-        return tuple(capability) >= F16_CAPABILITY
+        return capability is None or tuple(capability) >= F16_CAPABILITY  # a CPU has none
 
     @classmethod
     def validate_configuration(cls, *arguments: Any, **configuration: Any) -> list[str]:
@@ -96,6 +96,8 @@ class FlashmoeBackend(AttentionBackend):  # type: ignore[misc]
         reasons: list[str] = super().validate_configuration(*arguments, **configuration)
         dtype, cache = configuration.get("dtype"), configuration.get("kv_cache_dtype")
         capability = tuple(configuration.get("device_capability") or ())
+        if capability and dtype is torch.float32:
+            reasons.append("float32 has no CUDA kernel")
         if capability and dtype is torch.bfloat16 and capability < BF16_CAPABILITY:
             reasons.append(f"bfloat16 needs compute capability 8.0; this GPU has {_dotted(capability)}")
         if cache in CACHES and CACHES[cache] is not dtype:

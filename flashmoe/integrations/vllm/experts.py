@@ -17,6 +17,7 @@ from vllm.model_executor.layers.fused_moe.topk_weight_and_reduce import TopKWeig
 from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
 from vllm.platforms import current_platform
 
+from flashmoe.attn.arguments import DTYPES
 from flashmoe.errors import ArgumentError
 from flashmoe.fallback import fallback_policy
 from flashmoe.integrations.vllm.selection import tell
@@ -50,6 +51,8 @@ class FlashmoeExperts(FusedMoEExpertsModular):  # type: ignore[misc]
 
     @staticmethod
     def _supports_current_device() -> bool:
+        if current_platform.is_cpu():
+            return True
         return bool(current_platform.is_cuda() and current_platform.has_device_capability((7, 5)))
 
     @staticmethod
@@ -151,8 +154,9 @@ def obstacle(moe: Any) -> str | None:
     if moe.num_experts > MAX_EXPERTS or moe.experts_per_token > MAX_TOP_K:
         found = f"{moe.num_experts} experts, {moe.experts_per_token} for a token"
         return f"{found}; at most {MAX_EXPERTS} and {MAX_TOP_K}"
-    if moe.in_dtype not in (torch.float16, torch.bfloat16):
-        return f"{moe.in_dtype} is neither float16 nor bfloat16"
+    dtypes = DTYPES["cpu" if current_platform.is_cpu() else "cuda"]
+    if moe.in_dtype not in dtypes:
+        return f"{moe.in_dtype} is none of {', '.join(map(str, dtypes))}"
     given = {"gemm1_alpha": moe.swiglu_alpha, "gemm1_beta": moe.swiglu_beta, "gemm1_clamp_limit": moe.swiglu_limit}
     return gate_obstacle(moe.activation, _Gate(**given))
 

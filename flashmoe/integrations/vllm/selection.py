@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from typing import Any
 
+from flashmoe.errors import ArgumentError
 from flashmoe.fallback import FALLBACK_VARIABLE, fallback_policy
 
 _told: set[str] = set()
@@ -21,13 +22,21 @@ def fall_back(selector: Any) -> None:
         return
 
     def chosen(backend: Any, attn_selector_config: Any, num_heads: int | None = None, **more: Any) -> Any:
+        from vllm.platforms import current_platform
+
         from flashmoe.integrations.vllm.attention import FlashmoeBackend
 
-        if backend is not None and backend.get_path() == _path(FlashmoeBackend) and fallback_policy() != "error":
-            reasons = _reasons(FlashmoeBackend, attn_selector_config)
-            if reasons:
+        if backend is not None and backend.get_path() == _path(FlashmoeBackend):
+            config = {"device_capability": current_platform.get_device_capability(), **attn_selector_config._asdict()}
+            reasons = FlashmoeBackend.validate_configuration(**config)
+            if reasons and fallback_policy() != "error":
                 tell("attention", "; ".join(reasons))
                 backend = None
+            elif current_platform.is_cpu():  # where vLLM has one backend, and asks nobody
+                if reasons:
+                    msg = f"{backend} cannot compute this model: {'; '.join(reasons)}; leave the backend out"
+                    raise ArgumentError(msg)
+                return FlashmoeBackend
         return choose(backend, attn_selector_config, num_heads, **more)
 
     chosen.is_flashmoe = True  # type: ignore[attr-defined]
@@ -38,14 +47,6 @@ def fall_back(selector: Any) -> None:
 
 def _path(backend: type) -> str:
     return f"{backend.__module__}.{backend.__qualname__}"
-
-
-def _reasons(backend: Any, config: Any) -> list[str]:
-    from vllm.platforms import current_platform
-
-    capability = current_platform.get_device_capability()
-    found: list[str] = backend.validate_configuration(device_capability=capability, **config._asdict())
-    return found
 
 
 def tell(what: str, reasons: str) -> None:
