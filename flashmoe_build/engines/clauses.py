@@ -77,6 +77,7 @@ VLLM: tuple[Clause, ...] = (
         "attention", "vllm.v1.attention.selector:_cached_get_attn_backend", ours=f"{_OURS}.vllm.selection:fall_back.chosen"
     ),
     Calls("attention", "vllm.platforms.interface:Platform.get_device_capability", passes=()),
+    Calls("attention", "vllm.platforms.interface:Platform.is_cpu", passes=()),
     Has("attention", "vllm.envs:", names=("VLLM_BATCH_INVARIANT",)),
     Calls(
         "attention", "vllm._custom_ops:reshape_and_cache_flash", positional=8,

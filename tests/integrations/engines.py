@@ -161,11 +161,14 @@ def choose(backend: Any, attn_selector_config: Any, num_heads: int | None = None
 class Platform:
     """Chooses FLASH_ATTN by itself; a chosen backend with reasons against it is refused, as vLLM does."""
 
-    capability = Capability(9, 0)
+    capability: Capability | None = Capability(9, 0)
     device_name = "stand-in"
 
-    def get_device_capability(self) -> Capability:
+    def get_device_capability(self) -> Capability | None:
         return self.capability
+
+    def is_cpu(self) -> bool:
+        return self.capability is None
 
     def get_attn_backend_cls(self, selected_backend: Any, attn_selector_config: Any, num_heads: Any = None) -> str:
         if selected_backend is None:
@@ -180,10 +183,10 @@ class Platform:
         return str(selected_backend.get_path())
 
     def is_cuda(self) -> bool:
-        return True
+        return self.capability is not None
 
     def has_device_capability(self, capability: tuple[int, int]) -> bool:
-        return self.capability >= capability
+        return self.capability is not None and self.capability >= capability
 
 
 class VllmOwn:

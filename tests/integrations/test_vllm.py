@@ -295,6 +295,7 @@ def reasons(vllm: Vllm, **changes: Any) -> list[str]:
         ),
         ({"capability": (7, 5)}, "bfloat16 needs compute capability 8.0; this GPU has 7.5"),
         ({"dtype": torch.float16, "capability": (7, 0)}, "compute capability"),
+        ({"dtype": torch.float32}, "float32 has no CUDA kernel"),
         ({"use_kv_connector": True}, "KV connector"),
     ],
 )
@@ -326,6 +327,24 @@ def test_a_layer_that_cannot_run_here_is_vllms_own_and_told_once(vllm: Vllm, mon
         assert "VllmOwn" in str(chosen(head_size=320))
     monkeypatch.setenv("FLASHMOE_FALLBACK", "error")
     with pytest.raises(ValueError, match="head_size not supported"):
+        chosen(head_size=384)
+
+
+def test_on_a_cpu_what_is_asked_for_is_taken_or_told(vllm: Vllm, monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM asks nobody there: its own backend for CPUs would be taken."""
+    monkeypatch.setattr(sys.modules["vllm.platforms"].current_platform, "capability", None)
+    monkeypatch.delenv("FLASHMOE_FALLBACK", raising=False)
+    vllm.plugin.register()
+    custom, config = vllm.registry.AttentionBackendEnum.CUSTOM, vllm.selector.AttentionSelectorConfig
+
+    def chosen(**changes: Any) -> Any:
+        return vllm.selector._cached_get_attn_backend(custom, config(**{**ALLOWED, **changes}))
+
+    assert chosen(dtype=torch.float32) is vllm.attention.FlashmoeBackend
+    with pytest.warns(UserWarning, match="head_size not supported"):
+        assert "VllmOwn" in str(chosen(head_size=512))
+    monkeypatch.setenv("FLASHMOE_FALLBACK", "error")
+    with pytest.raises(ArgumentError, match="head_size not supported; leave the backend out"):
         chosen(head_size=384)
 
 
