@@ -389,3 +389,9 @@ def compat(session: nox.Session) -> None:
     """Test the newest wheel under every supported torch and Python (-- --quick for the lowest and newest torch)."""
     wheel = [] if asks_for_help(session) else [newest_wheel(session)]
     program(session, sys.executable, "flashmoe_build.release.compat", *wheel, *session.posargs)
+
+
+@nox.session
+def engines(session: nox.Session) -> None:
+    """Hold the pinned wheels of vLLM and SGLang against what our plug-ins call and implement (-- --newest; -- --record)."""
+    program_that_may_not_run(session, sys.executable, "flashmoe_build.engines", *session.posargs)

@@ -18,6 +18,7 @@ from flashmoe.attn import sdpa_dispatch
 from flashmoe.errors import FlashmoeError, TableError
 from flashmoe.variables import VARIABLES, Variable
 from flashmoe_build import figures, model_sweep, peers, speed, varlen
+from flashmoe_build.engines import record
 from flashmoe_tools.descriptors import KernelRow
 from flashmoe_tools.tables import Gpu, Tables, load_tables
 
@@ -164,12 +165,18 @@ def values_of(variable: Variable) -> tuple[str, ...]:
     return ISAS if variable.name == "FLASHMOE_CPU_ISA" else variable.values
 
 
+def engine_table(_: Tables) -> str:
+    """Which versions of the engines the plug-ins' contract holds in, from what ./nox -s engines recorded."""
+    return markdown(*record.table())
+
+
 # (file, generated part, its writer)
 PARTS: tuple[tuple[str, str, Callable[[Tables], str]], ...] = (
     ("docs/install.md", "gpus", gpu_table),
     ("docs/install.md", "targets", target_table),
     ("docs/api.md", "sdpa", sdpa_table),
     ("docs/api.md", "variables", partial(variable_table, ("run",))),
+    ("docs/integrations.md", "engines", engine_table),
     ("docs/build.md", "variables", partial(variable_table, ("build", "test"))),
 )
 # The same of parts that reports in docs/results say, which an sdist is without: header and rows, from the root.

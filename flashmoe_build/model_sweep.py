@@ -122,6 +122,8 @@ def judge(kind: str) -> tuple[Check, dict[str, Any]]:
     import torch
     from transformers import CONFIG_MAPPING
 
+    from flashmoe.integrations.transformers_models import obstacle
+
     row: dict[str, Any] = {"model": kind}
     step = ""
     try:
@@ -129,6 +131,9 @@ def judge(kind: str) -> tuple[Check, dict[str, Any]]:
             warnings.simplefilter("ignore")
             step = TOO_LARGE
             model = small_model(CONFIG_MAPPING[kind])
+            if reason := obstacle(type(model)):
+                row["why"] = f"refused: {reason}"
+                return Check(kind, Verdict.SKIP, row["why"]), row
             tokens = torch.randint(3, 128, (2, 19))
             with torch.no_grad():
                 eager = model(tokens, use_cache=False).logits
@@ -143,9 +148,6 @@ def judge(kind: str) -> tuple[Check, dict[str, Any]]:
     found = f"{difference:.1e}; attention {ran['attention']}, experts {ran['experts']} calls"
     if not ran:
         row["why"] = "its layers call no attention of transformers' registry"
-        return Check(kind, Verdict.SKIP, row["why"]), row
-    if difference > TOLERANCE and not getattr(model, "_supports_sdpa", True):
-        row["why"] = "transformers calls its attention not replaceable, and gives it no SDPA either"
         return Check(kind, Verdict.SKIP, row["why"]), row
     verdict = Verdict.PASS if difference <= TOLERANCE else Verdict.FAIL
     return Check(kind, verdict, found, f"at most {TOLERANCE:g}"), row

@@ -4,8 +4,9 @@
     names = register()
     model = AutoModelForCausalLM.from_pretrained(..., attn_implementation=names.attention, experts_implementation=names.experts)
 
-Nothing of transformers is patched. transformers takes every attention whose name contains "flash" for a library that it should import,
-so the name here is "fmoe". Which of its registries take foreign names differs from version to version: :func:`register` finds out.
+Nothing that transformers computes is patched; a model that cannot take attention by name is refused (transformers_models.py). transformers
+takes every attention whose name contains "flash" for a library that it should import, so the name here is "fmoe". Which of its registries
+take foreign names differs from version to version: :func:`register` finds out.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from flashmoe.attn.api import attention
 from flashmoe.attn.arguments import DTYPES
 from flashmoe.attn.options import Window
 from flashmoe.errors import ArgumentError, FlashmoeError
+from flashmoe.integrations.transformers_models import check_models
 from flashmoe.moe.api import fused_moe
 from flashmoe.moe.options import Activation
 
@@ -58,12 +60,13 @@ def register() -> Registered:
     """
     try:
         from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
-        from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+        from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, PreTrainedModel
     except ImportError as error:
         msg = f"transformers cannot be used ({error}); install transformers 4.57 or later"
         raise ArgumentError(msg) from error
     ALL_ATTENTION_FUNCTIONS.register(NAME, attention_forward)
     ALL_MASK_ATTENTION_FUNCTIONS.register(NAME, attention_mask)
+    check_models(PreTrainedModel, frozenset({NAME, PAGED_NAME}))
     is_paged = "paged|sdpa" in ALL_ATTENTION_FUNCTIONS.valid_keys()  # then every "paged|..." is looked up
     if is_paged:
         ALL_ATTENTION_FUNCTIONS.register(PAGED_NAME, paged_attention_forward)

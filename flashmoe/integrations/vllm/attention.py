@@ -1,0 +1,305 @@
+"""Attention of vLLM's engine (v1) by ``flashmoe.attention_varlen`` over its paged cache.
+
+vLLM hands a layer its cache as [blocks, kv heads, block_size, 2 head_size], keys before values in the last dimension, in whichever order of
+memory it likes: keys and values are read as views. attention_varlen has no ``out=``, so each layer copies its result once into vLLM's tensor.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
+
+import torch
+import vllm.envs as envs
+from torch import Tensor
+from vllm.v1.attention.backend import (
+    AttentionBackend,
+    AttentionCGSupport,
+    AttentionImpl,
+    AttentionMetadata,
+    AttentionMetadataBuilder,
+    AttentionType,
+    MultipleOf,
+)
+
+from flashmoe.attn.varlen import attention_varlen
+from flashmoe.errors import ArgumentError
+
+MAX_HEAD_SIZE = 256
+BLOCK = 16
+F16_CAPABILITY, BF16_CAPABILITY, FP8_CAPABILITY = (7, 5), (8, 0), (8, 0)
+FP8_CACHES = ("fp8", "fp8_e4m3")
+CACHES = {"float16": torch.float16, "bfloat16": torch.bfloat16}
+
+
+class FlashmoeBackend(AttentionBackend):  # type: ignore[misc]
+    """What vLLM asks before it builds a model."""
+
+    supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float16, torch.bfloat16, torch.float32]
+    supported_kv_cache_dtypes: ClassVar[list[Any]] = ["auto", *CACHES, *FP8_CACHES]
+    forward_includes_kv_cache_update: bool = False
+
+    @staticmethod
+    def get_name() -> str:
+        return "CUSTOM"  # a member of vLLM's enumeration: it looks backends up by this
+
+    @staticmethod
+    def get_impl_cls() -> type[FlashmoeImpl]:
+        return FlashmoeImpl
+
+    @staticmethod
+    def get_builder_cls() -> type[FlashmoeMetadataBuilder]:
+        return FlashmoeMetadataBuilder
+
+    @staticmethod
+    def get_kv_cache_shape(
+        num_blocks: int, block_size: int, num_kv_heads: int, head_size: int, cache_dtype_str: str = "auto"
+    ) -> tuple[int, ...]:
+        """Asked for up to 0.28; later versions have this shape for every backend."""
+        return (num_blocks, num_kv_heads, block_size, 2 * head_size)
+
+    @staticmethod
+    def get_supported_kernel_block_sizes(kv_cache_spec: Any = None) -> list[Any]:
+        return [MultipleOf(BLOCK)]
+
+    @classmethod
+    def supports_head_size(cls, head_size: int) -> bool:
+        return 8 <= head_size <= MAX_HEAD_SIZE and head_size % 8 == 0
+
+    @classmethod
+    def supports_sink(cls) -> bool:
+        return True
+
+    @classmethod
+    def supports_sliding_window(cls) -> bool:
+        return True
+
+    @classmethod
+    def supports_batch_invariance(cls) -> bool:
+        return True
+
+    @classmethod
+    def supports_kv_connector(cls) -> bool:
+        return False  # never tried
+
+    @classmethod
+    def supports_attn_type(cls, attn_type: str) -> bool:
+        return attn_type in (AttentionType.DECODER, AttentionType.ENCODER_ONLY)
+
+    @classmethod
+    def supports_compute_capability(cls, capability: Any) -> bool:
+        return capability is None or tuple(capability) >= F16_CAPABILITY  # a CPU has none
+
+    @classmethod
+    def validate_configuration(cls, *arguments: Any, **configuration: Any) -> list[str]:
+        """vLLM's reasons, and what it does not ask for by itself."""
+        reasons: list[str] = super().validate_configuration(*arguments, **configuration)
+        dtype, cache = configuration.get("dtype"), configuration.get("kv_cache_dtype")
+        capability = tuple(configuration.get("device_capability") or ())
+        if capability and dtype is torch.float32:
+            reasons.append("float32 has no CUDA kernel")
+        if capability and dtype is torch.bfloat16 and capability < BF16_CAPABILITY:
+            reasons.append(f"bfloat16 needs compute capability 8.0; this GPU has {_dotted(capability)}")
+        if cache in CACHES and CACHES[cache] is not dtype:
+            reasons.append(f"a cache of {cache} with queries of {dtype}: both must be the same, or the cache fp8")
+        if cache in FP8_CACHES:
+            if capability and capability < FP8_CAPABILITY:
+                reasons.append(f"an fp8 cache needs compute capability 8.0; this GPU has {_dotted(capability)}")
+            if configuration.get("use_batch_invariant"):
+                reasons.append("batch invariance is not claimed for fp8 caches")
+        return reasons
+
+
+def _dotted(capability: tuple[int, ...]) -> str:
+    return ".".join(map(str, capability))
+
+
+@dataclass
+class FlashmoeMetadata(AttentionMetadata):  # type: ignore[misc]
+    """One batch, under the names of vLLM's own backends: its speculators look some of them up."""
+
+    num_actual_tokens: int
+    max_query_len: int
+    query_start_loc: Tensor  # int32 [requests + 1]
+    max_seq_len: int
+    seq_lens: Tensor  # int32 [requests]
+    block_table: Tensor  # int32 [requests, blocks]
+    slot_mapping: Tensor
+    causal: bool = True
+
+
+class FlashmoeMetadataBuilder(AttentionMetadataBuilder):  # type: ignore[misc]
+    """Hands vLLM's own tensors on: nothing is computed, copied or read by the host.
+
+    A captured call may be replayed with other lengths up to its maxima. vLLM captures mixed batches with a maximum of one query token and
+    replays them with more: so graphs are for batches of one query length, decoding and speculative decoding; vLLM captures the rest in parts.
+    """
+
+    _cudagraph_support: ClassVar[Any] = AttentionCGSupport.UNIFORM_BATCH
+    supports_update_block_table: bool = True
+
+    def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
+        super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+
+    def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> FlashmoeMetadata:
+        common = common_attn_metadata
+        if not isinstance(common.causal, bool):
+            msg = (
+                "causal is a tensor, one value for each request; flashmoe takes one for the batch: use another backend"
+            )
+            raise ArgumentError(msg)
+        return FlashmoeMetadata(
+            num_actual_tokens=common.num_actual_tokens,
+            max_query_len=common.max_query_len,
+            query_start_loc=common.query_start_loc,
+            max_seq_len=common.max_seq_len,
+            seq_lens=common.seq_lens,
+            block_table=common.block_table_tensor,
+            slot_mapping=common.slot_mapping,
+            causal=common.causal,
+        )
+
+    def update_block_table(
+        self, metadata: FlashmoeMetadata, blk_table: Tensor, slot_mapping: Tensor
+    ) -> FlashmoeMetadata:
+        return replace(metadata, block_table=blk_table, slot_mapping=slot_mapping)
+
+
+class FlashmoeImpl(AttentionImpl):  # type: ignore[misc]
+    """One layer's attention."""
+
+    def __init__(
+        self,
+        num_heads: int,
+        head_size: int,
+        scale: float,
+        num_kv_heads: int | None = None,
+        alibi_slopes: list[float] | None = None,
+        sliding_window: int | None = None,
+        kv_cache_dtype: str = "auto",
+        logits_soft_cap: float | None = None,
+        attn_type: str = AttentionType.DECODER,
+        kv_sharing_target_layer_name: str | None = None,
+        sinks: Tensor | None = None,
+    ) -> None:
+        self.num_heads, self.head_size, self.scale = num_heads, head_size, float(scale)
+        self.num_kv_heads = num_kv_heads or num_heads
+        self.attn_type = attn_type
+        self.kv_cache_dtype = kv_cache_dtype
+        self.kv_sharing_target_layer_name = kv_sharing_target_layer_name
+        self.sliding_window = sliding_window
+        self.sinks = sinks
+        self.alibi_slopes = None if alibi_slopes is None else torch.tensor(alibi_slopes, dtype=torch.float32)
+        self.softcap = float(logits_soft_cap or 0.0)
+        self.is_consistent = bool(envs.VLLM_BATCH_INVARIANT)
+        if self.is_consistent and self.alibi_slopes is not None:
+            msg = "VLLM_BATCH_INVARIANT=1 with ALiBi: flashmoe does not claim it; use --attention-backend FLASH_ATTN"
+            raise ArgumentError(msg)
+
+    @torch.no_grad()
+    def forward(
+        self,
+        layer: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        kv_cache: Tensor,
+        attn_metadata: FlashmoeMetadata | None,
+        output: Tensor,
+        output_scale: Tensor | None = None,
+        output_block_scale: Tensor | None = None,
+    ) -> Tensor:
+        """query [T, H, D] and output [T, H, D], of which the first num_actual_tokens rows are real; the others are left as they are.
+
+        The new keys are in kv_cache already, except of encoders, which have no cache.
+        """
+        if output_scale is not None or output_block_scale is not None:
+            msg = (
+                "the output cannot be quantised by flashmoe's attention; leave attention's fusion with quantisation off"
+            )
+            raise NotImplementedError(msg)
+        if attn_metadata is None:  # vLLM measures memory
+            return output.fill_(0)
+        rows = attn_metadata.num_actual_tokens
+        if self.attn_type == AttentionType.ENCODER_ONLY:
+            out = self._encode(query[:rows], key[:rows], value[:rows], attn_metadata)
+        else:
+            out = self._attend(layer, query[:rows], kv_cache, attn_metadata)
+        output[:rows].view_as(out).copy_(out)
+        return output
+
+    def _attend(self, layer: Any, query: Tensor, kv_cache: Tensor, batch: FlashmoeMetadata) -> Tensor:
+        keys, values = self._caches(kv_cache)
+        scales: dict[str, Any] = {}
+        if self.kv_cache_dtype in FP8_CACHES:
+            keys, values = keys.view(torch.float8_e4m3fn), values.view(torch.float8_e4m3fn)
+            scales = {"k_scale": _scale(layer._k_scale), "v_scale": _scale(layer._v_scale)}
+        room = batch.block_table.shape[1] * keys.shape[1]
+        out: Tensor = attention_varlen(
+            query,
+            keys,
+            values,
+            batch.query_start_loc,
+            None,
+            batch.max_query_len,
+            min(batch.max_seq_len, room),
+            seqused_k=batch.seq_lens,
+            block_table=batch.block_table,
+            **self._options(batch.causal),
+            **scales,
+        )
+        return out
+
+    def _encode(self, query: Tensor, key: Tensor, value: Tensor, batch: FlashmoeMetadata) -> Tensor:
+        starts, longest = batch.query_start_loc, batch.max_query_len
+        out: Tensor = attention_varlen(query, key, value, starts, starts, longest, longest, **self._options(False))
+        return out
+
+    def _options(self, causal: bool) -> dict[str, Any]:
+        reach = None if self.sliding_window is None else self.sliding_window - 1
+        options: dict[str, Any] = {"causal": causal, "scale": self.scale, "softcap": self.softcap}
+        options["window"] = None if reach is None else (reach, 0 if causal else reach)
+        if self.alibi_slopes is not None:
+            options["alibi_slopes"] = self.alibi_slopes
+        return {**options, "sinks": self.sinks, "consistent": self.is_consistent}
+
+    def _caches(self, kv_cache: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys and values [blocks, block_size, kv heads, head_size], views."""
+        keys, values = kv_cache.transpose(1, 2).split(self.head_size, dim=-1)
+        return keys, values
+
+    def do_kv_cache_update(
+        self, layer: Any, key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor
+    ) -> None:
+        """Row t of key and value [T, kv heads, D] goes to slot slot_mapping[t], none where that is -1; rows past its length are padding.
+
+        On a GPU by vLLM's own operator, which needs no transfer to the host; elsewhere by torch.
+        """
+        if self.attn_type == AttentionType.ENCODER_ONLY:
+            return
+        keys, values = self._caches(kv_cache)
+        if kv_cache.is_cuda:
+            from vllm._custom_ops import reshape_and_cache_flash
+
+            reshape_and_cache_flash(
+                key, value, keys, values, slot_mapping, self.kv_cache_dtype, layer._k_scale, layer._v_scale
+            )
+            return
+        real = slot_mapping >= 0
+        block, row = (slot_mapping[real] // keys.shape[1]).long(), (slot_mapping[real] % keys.shape[1]).long()
+        for new, cache, scale in ((key, keys, layer._k_scale), (value, values, layer._v_scale)):
+            rows = new[: slot_mapping.shape[0]][real]
+            if self.kv_cache_dtype in FP8_CACHES:
+                limit = torch.finfo(torch.float8_e4m3fn).max
+                codes = (rows.float() / _per_head(scale)).clamp(-limit, limit).to(torch.float8_e4m3fn)
+                rows = codes.view(cache.dtype)
+            cache[block, row] = rows
+
+
+def _scale(scale: Tensor) -> Tensor:
+    """[] or [kv heads]: vLLM has both, and a tensor of one element for the first."""
+    return scale.reshape(()) if scale.numel() == 1 else scale
+
+
+def _per_head(scale: Tensor) -> Tensor:
+    return scale.float().reshape(-1, 1)

@@ -1,0 +1,189 @@
+"""vLLM's experts in 16 bits by ``flashmoe.fused_moe``, between its own prepare and finalise steps (data and expert parallel included).
+
+Experimental: not yet run on a GPU inside of vLLM. FLASHMOE_VLLM_EXPERTS=1 asks for it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from vllm.model_executor.custom_op import op_registry_oot
+from vllm.model_executor.layers.fused_moe.activation import MoEActivation
+from vllm.model_executor.layers.fused_moe.modular_kernel import FusedMoEActivationFormat, FusedMoEExpertsModular
+from vllm.model_executor.layers.fused_moe.oracle.unquantized import UnquantizedMoeBackend
+from vllm.model_executor.layers.fused_moe.topk_weight_and_reduce import TopKWeightAndReduceNoOP
+from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
+from vllm.platforms import current_platform
+
+from flashmoe.attn.arguments import DTYPES
+from flashmoe.errors import ArgumentError
+from flashmoe.fallback import fallback_policy
+from flashmoe.integrations.vllm.selection import tell
+from flashmoe.moe.api import fused_moe
+from flashmoe.moe.options import Activation, Layout
+
+# vLLM's name: (ours, how gate and up lie in w13)
+ACTIVATIONS: dict[Any, tuple[Activation, Layout]] = {
+    MoEActivation.SILU: ("swiglu", "concat"),
+    MoEActivation.GELU: ("geglu", "concat"),
+    MoEActivation.GELU_TANH: ("geglu_tanh", "concat"),
+    MoEActivation.SWIGLUOAI: ("clamped_swiglu", "interleaved"),
+}
+CLAMPED = {"gemm1_alpha": 1.702, "gemm1_beta": 1.0, "gemm1_clamp_limit": 7.0}  # what clamped_swiglu computes
+MAX_EXPERTS, MAX_TOP_K = 1024, 32
+MULTIPLE = 8
+
+
+class FlashmoeExperts(FusedMoEExpertsModular):  # type: ignore[misc]
+    """w13 [E, 2I, H] and w2 [E, H, I], as vLLM's Triton kernels take them."""
+
+    def __init__(self, moe_config: Any, quant_config: Any) -> None:
+        super().__init__(moe_config, quant_config)
+        if reason := gate_obstacle(moe_config.activation, quant_config):
+            msg = f"{reason}; unset FLASHMOE_VLLM_EXPERTS for this model"
+            raise ArgumentError(msg)
+
+    @staticmethod
+    def activation_format() -> Any:
+        return FusedMoEActivationFormat.Standard
+
+    @staticmethod
+    def _supports_current_device() -> bool:
+        if current_platform.is_cpu():
+            return True
+        return bool(current_platform.is_cuda() and current_platform.has_device_capability((7, 5)))
+
+    @staticmethod
+    def _supports_no_act_and_mul() -> bool:
+        return False
+
+    @staticmethod
+    def _supports_quant_scheme(weight_key: Any, activation_key: Any) -> bool:
+        return weight_key is None and activation_key is None
+
+    @staticmethod
+    def _supports_activation(activation: Any) -> bool:
+        return activation in ACTIVATIONS
+
+    @staticmethod
+    def _supports_parallel_config(moe_parallel_config: Any) -> bool:
+        return not moe_parallel_config.use_batched_activation_format
+
+    @staticmethod
+    def _supports_batch_invariance() -> bool:
+        return True
+
+    def finalize_weight_and_reduce_impl(self) -> Any:
+        return TopKWeightAndReduceNoOP()
+
+    def workspace_shapes(
+        self,
+        M: int,  # noqa: N803
+        N: int,  # noqa: N803
+        K: int,  # noqa: N803
+        topk: int,
+        global_num_experts: int,
+        local_num_experts: int,
+        expert_tokens_meta: Any,
+        activation: Any,
+    ) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
+        return (0,), (0,), (M, K)  # fused_moe has its own
+
+    def apply(
+        self,
+        output: Tensor,
+        hidden_states: Tensor,
+        w1: Tensor,
+        w2: Tensor,
+        topk_weights: Tensor,
+        topk_ids: Tensor,
+        activation: Any,
+        global_num_experts: int,
+        expert_map: Tensor | None,
+        a1q_scale: Tensor | None,
+        a2_scale: Tensor | None,
+        workspace13: Tensor,
+        workspace2: Tensor,
+        expert_tokens_meta: Any,
+        apply_router_weight_on_input: bool,
+    ) -> None:
+        """output [T, H] becomes the weighted sum over each token's experts; the weights are in hidden_states already where they go there."""
+        if getattr(self, "post_gemm2_hook", None) is not None:
+            msg = "post_gemm2_hook wants rows before they are weighted; fused_moe has none: unset FLASHMOE_VLLM_EXPERTS"
+            raise ArgumentError(msg)
+        name, layout = ACTIVATIONS[activation]
+        with torch.no_grad():
+            fused_moe(
+                hidden_states,
+                w1,
+                w2,
+                torch.ones_like(topk_weights) if apply_router_weight_on_input else topk_weights,
+                topk_ids,
+                b13=self.w1_bias,
+                b2=self.w2_bias,
+                activation=name,
+                layout=layout,
+                expert_map=expert_map,
+                out=output,
+            )
+
+
+def gate_obstacle(activation: Any, quant_config: Any) -> str | None:
+    """Why the gate is none of fused_moe's: numbers of it that vLLM takes from the model."""
+    for name, expected in CLAMPED.items():
+        found = getattr(quant_config, name, None)
+        wanted = expected if activation is MoEActivation.SWIGLUOAI else None
+        if found is not None and found != wanted:
+            return f"{name} is {found}; fused_moe's {ACTIVATIONS[activation][0]} has {wanted or 'none'}"
+    return None
+
+
+def obstacle(moe: Any) -> str | None:
+    """Why fused_moe cannot compute these experts; None where it can."""
+    is_supported, reason = FlashmoeExperts.is_supported_config(
+        FlashmoeExperts, moe, None, None, FusedMoEActivationFormat.Standard
+    )
+    if not is_supported:
+        return str(reason)
+    sizes = {"hidden_dim": moe.hidden_dim, "intermediate_size_per_partition": moe.intermediate_size_per_partition}
+    for name, size in sizes.items():
+        if size % MULTIPLE:
+            return f"{name} is {size}, no multiple of {MULTIPLE}"
+    if moe.num_experts > MAX_EXPERTS or moe.experts_per_token > MAX_TOP_K:
+        found = f"{moe.num_experts} experts, {moe.experts_per_token} for a token"
+        return f"{found}; at most {MAX_EXPERTS} and {MAX_TOP_K}"
+    dtypes = DTYPES["cpu" if current_platform.is_cpu() else "cuda"]
+    if moe.in_dtype not in dtypes:
+        return f"{moe.in_dtype} is none of {', '.join(map(str, dtypes))}"
+    given = {"gemm1_alpha": moe.swiglu_alpha, "gemm1_beta": moe.swiglu_beta, "gemm1_clamp_limit": moe.swiglu_limit}
+    return gate_obstacle(moe.activation, _Gate(**given))
+
+
+class _Gate:
+    def __init__(self, **numbers: Any) -> None:
+        self.__dict__.update(numbers)
+
+
+class FlashmoeExpertsMethod(UnquantizedFusedMoEMethod):  # type: ignore[misc]
+    """vLLM's own method with our experts in its kernel."""
+
+    def __init__(self, moe: Any) -> None:
+        super().__init__(moe)
+        reason = obstacle(moe)
+        if reason is None:
+            self.unquantized_backend, self.experts_cls = UnquantizedMoeBackend.TRITON, FlashmoeExperts
+        elif fallback_policy() == "error":
+            msg = (
+                f"vLLM's experts would not run on flashmoe: {reason}; unset FLASHMOE_VLLM_EXPERTS or FLASHMOE_FALLBACK"
+            )
+            raise ArgumentError(msg)
+        else:
+            tell("experts", reason)
+
+
+def register_experts() -> None:
+    """Put the method in the place of vLLM's; a second call changes nothing."""
+    if UnquantizedFusedMoEMethod.__name__ not in op_registry_oot:
+        UnquantizedFusedMoEMethod.register_oot(FlashmoeExpertsMethod)

@@ -1,0 +1,57 @@
+"""Which layers of a model flashmoe computes: the others go to vLLM's own choice, told once for each reason."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+from flashmoe.errors import ArgumentError
+from flashmoe.fallback import FALLBACK_VARIABLE, fallback_policy
+
+_told: set[str] = set()
+
+
+def fall_back(selector: Any) -> None:
+    """Wrap the function by which vLLM chooses a layer's backend; a second call changes nothing.
+
+    A layer that was to run on flashmoe and cannot is chosen for as if no backend had been named. With FLASHMOE_FALLBACK=error
+    vLLM's own choice is left alone: it refuses such a model at start, with the same reasons.
+    """
+    choose = selector._cached_get_attn_backend
+    if getattr(choose, "is_flashmoe", False):
+        return
+
+    def chosen(backend: Any, attn_selector_config: Any, num_heads: int | None = None, **more: Any) -> Any:
+        from vllm.platforms import current_platform
+
+        from flashmoe.integrations.vllm.attention import FlashmoeBackend
+
+        if backend is not None and backend.get_path() == _path(FlashmoeBackend):
+            config = {"device_capability": current_platform.get_device_capability(), **attn_selector_config._asdict()}
+            reasons = FlashmoeBackend.validate_configuration(**config)
+            if reasons and fallback_policy() != "error":
+                tell("attention", "; ".join(reasons))
+                backend = None
+            elif current_platform.is_cpu():  # where vLLM has one backend, and asks nobody
+                if reasons:
+                    msg = f"{backend} cannot compute this model: {'; '.join(reasons)}; leave the backend out"
+                    raise ArgumentError(msg)
+                return FlashmoeBackend
+        return choose(backend, attn_selector_config, num_heads, **more)
+
+    chosen.is_flashmoe = True  # type: ignore[attr-defined]
+    if hasattr(choose, "cache_clear"):
+        chosen.cache_clear = choose.cache_clear  # type: ignore[attr-defined]
+    selector._cached_get_attn_backend = chosen
+
+
+def _path(backend: type) -> str:
+    return f"{backend.__module__}.{backend.__qualname__}"
+
+
+def tell(what: str, reasons: str) -> None:
+    """One warning for each reason in a process."""
+    text = f"vLLM computes this model's {what}, not flashmoe: {reasons}; {FALLBACK_VARIABLE}=error refuses"
+    if text not in _told:
+        _told.add(text)
+        warnings.warn(text, stacklevel=3)

@@ -1,0 +1,134 @@
+"""``python -m flashmoe_build.engines.serve``: vLLM with a small random model, on flashmoe and on its own attention and experts; run where vLLM is installed.
+
+    python -m flashmoe_build.engines.serve --model moe --dtype float32
+
+Prompts share a prefix (the prefix cache), are longer than a step takes (chunks), and are decoded together. Both engines' greedy tokens and their
+log-probabilities are compared up to the first token that differs; that flashmoe's layers ran is checked, not assumed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+SIZES = {
+    **{"vocab_size": 256, "hidden_size": 128, "intermediate_size": 192, "num_hidden_layers": 2, "num_attention_heads": 4},
+    **{"num_key_value_heads": 2, "head_dim": 32, "max_position_embeddings": 512, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2},
+}  # fmt: skip
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "dense": ("Qwen3Config", {}),
+    "window": ("Gemma2Config", {"sliding_window": 32, "attn_logit_softcapping": 20.0, "query_pre_attn_scalar": 32}),
+    "moe": (
+        "Qwen3MoeConfig",
+        {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "decoder_sparse_step": 1},
+    ),
+}
+TOKENS = 24
+LIMITS = {"float32": 1e-3, "float16": 5e-2, "bfloat16": 0.2}  # of a log-probability
+ENVIRONMENT = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_LOGGING_LEVEL": "WARNING", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"}
+BLOCK = 32  # vLLM's own attention on CPUs takes no less
+
+
+def prompts() -> list[list[int]]:
+    import torch
+
+    generator = torch.Generator().manual_seed(1)
+
+    def some(count: int) -> list[int]:
+        return [int(token) for token in torch.randint(3, SIZES["vocab_size"], (count,), generator=generator)]
+
+    shared = some(48)
+    return [*(shared + some(count) for count in (1, 9, 60)), *(some(count) for count in (1, 16, 130))]
+
+
+def save_model(kind: str, folder: Path) -> None:
+    import torch
+    import transformers
+
+    name, options = MODELS[kind]
+    torch.manual_seed(0)
+    automatic: Any = transformers.AutoModelForCausalLM
+    model = automatic.from_config(getattr(transformers, name)(**SIZES, **options))
+    for parameter in model.parameters():
+        if parameter.dim() > 1:
+            torch.nn.init.normal_(parameter, std=0.15)
+    model.float().save_pretrained(folder)
+
+
+def serve(folder: Path, backend: str, dtype: str) -> dict[str, Any]:
+    """What one engine gave: tokens and log-probabilities of each prompt, and which of our functions it called."""
+    from vllm import LLM, SamplingParams
+
+    chosen: dict[str, Any] = {"attention_backend": backend} if backend else {}
+    engine = LLM(
+        model=str(folder), skip_tokenizer_init=True, dtype=dtype, enforce_eager=True, max_model_len=512, max_num_batched_tokens=64,
+        enable_prefix_caching=True, block_size=BLOCK, **chosen,
+    )  # fmt: skip
+    calls = {"attention": 0, "experts": 0}
+    for part, function in (("attention", "attention_varlen"), ("experts", "fused_moe")):
+        module = sys.modules.get(f"flashmoe.integrations.vllm.{part}")
+        if module is not None:
+            setattr(module, function, counted(calls, part, getattr(module, function)))
+    how = SamplingParams(temperature=0, max_tokens=TOKENS, ignore_eos=True, logprobs=1, detokenize=False)
+    outputs = engine.generate([{"prompt_token_ids": prompt} for prompt in prompts()], how, use_tqdm=False)
+    rows = [output.outputs[0] for output in outputs]
+    found = [[(int(t), step[t].logprob) for t, step in zip(row.token_ids, row.logprobs, strict=True)] for row in rows]
+    return {"found": found, "calls": calls}
+
+
+def counted(calls: dict[str, int], part: str, function: Any) -> Any:
+    def call(*arguments: Any, **options: Any) -> Any:
+        calls[part] += 1
+        return function(*arguments, **options)
+
+    return call
+
+
+def compare(theirs: Sequence[Sequence[Any]], ours: Sequence[Sequence[Any]]) -> tuple[int, int, float]:
+    """(tokens that are equal, all, the largest difference of log-probabilities before a sequence's first other token)."""
+    equal, largest = 0, 0.0
+    for one, other in zip(theirs, ours, strict=True):
+        for (token, value), (our_token, our_value) in zip(one, other, strict=True):
+            if token != our_token:
+                break
+            equal, largest = equal + 1, max(largest, abs(value - our_value))
+    return equal, sum(map(len, theirs)), largest
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(allow_abbrev=False, description=__doc__.splitlines()[0])
+    parser.add_argument("--model", choices=sorted(MODELS), default="dense")
+    parser.add_argument("--dtype", choices=sorted(LIMITS), default="float32")
+    parser.add_argument("--engine", nargs=3, metavar=("FOLDER", "BACKEND", "FILE"), help=argparse.SUPPRESS)
+    options = parser.parse_args(arguments)
+    if options.engine:
+        folder, backend, file = options.engine
+        Path(file).write_text(json.dumps(serve(Path(folder), backend, options.dtype)), encoding="utf-8")
+        return 0
+    results = {}
+    with tempfile.TemporaryDirectory(prefix="flashmoe-serve-") as scratch:
+        save_model(options.model, Path(scratch) / "model")
+        for backend in ("", "CUSTOM"):  # a process each: vLLM keeps state
+            file = Path(scratch) / f"{backend or 'own'}.json"
+            command = [sys.executable, "-m", "flashmoe_build.engines.serve", "--dtype", options.dtype, "--engine", f"{scratch}/model", backend, str(file)]
+            wanted = {"FLASHMOE_VLLM_EXPERTS": "1" if backend else "0", "VLLM_CPU_KVCACHE_SPACE": "1"}
+            subprocess.run(command, check=True, env={**os.environ, **ENVIRONMENT, **wanted})
+            results[backend] = json.loads(file.read_text(encoding="utf-8"))
+    equal, total, largest = compare(results[""]["found"], results["CUSTOM"]["found"])
+    calls = results["CUSTOM"]["calls"]
+    ran = calls["attention"] > 0 and (calls["experts"] > 0 or options.model != "moe")
+    passed = ran and largest <= LIMITS[options.dtype] and (equal == total or options.dtype != "float32")
+    print(f"{'PASS' if passed else 'FAIL'} {options.model} {options.dtype}: {equal} of {total} tokens equal up to each sequence's first other one, "
+          f"log-probabilities within {largest:.1e}; flashmoe: {calls['attention']} attention, {calls['experts']} expert calls")  # fmt: skip
+    return 0 if passed else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

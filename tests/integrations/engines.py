@@ -1,0 +1,455 @@
+"""vLLM and SGLang for tests that have neither: small stand-ins with the signatures of the recorded contract.
+
+With ``FLASHMOE_ENGINE_SOURCES`` (build/engines, where ``./nox -s engines`` leaves what it read), vLLM's own backend.py, registry.py and
+selector.py take the place of the stand-ins; what these import and do not need here is a mock.
+"""
+
+from __future__ import annotations
+
+import enum
+import importlib.util
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any, ClassVar, NamedTuple
+from unittest import mock
+
+import torch
+from torch import Tensor
+
+SOURCES_VARIABLE = "FLASHMOE_ENGINE_SOURCES"
+ATTENTION = "vllm.v1.attention"
+
+
+class Capability(NamedTuple):
+    major: int
+    minor: int
+
+
+def module(name: str, **members: Any) -> ModuleType:
+    made = ModuleType(name)
+    made.__path__ = []
+    made.__dict__.update(members)
+    return made
+
+
+class Mocked(ModuleType):
+    """A module that has every name: a type where it begins with a capital letter, for annotations, else a mock."""
+
+    __path__: ClassVar[list[str]] = []
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return Any if name[0].isupper() else mock.MagicMock(name=name)
+
+
+# vLLM: what flashmoe.integrations.vllm imports
+
+
+class AttentionType(str, enum.Enum):
+    DECODER = "decoder"
+    ENCODER_ONLY = "encoder_only"
+    ENCODER_DECODER = "encoder_decoder"
+
+
+class CGSupport(enum.Enum):
+    ALWAYS = 3
+    UNIFORM_BATCH = 2
+    NEVER = 0
+
+
+@dataclass(frozen=True)
+class MultipleOf:
+    base: int
+
+
+@dataclass
+class CommonAttentionMetadata:
+    query_start_loc: Tensor
+    query_start_loc_cpu: Tensor
+    seq_lens: Tensor
+    num_reqs: int
+    num_actual_tokens: int
+    max_query_len: int
+    max_seq_len: int
+    block_table_tensor: Tensor
+    slot_mapping: Tensor
+    causal: bool | Tensor = True
+
+
+class Backend:
+    """The questions of vLLM's that flashmoe's tests ask."""
+
+    @classmethod
+    def supports_mm_prefix(cls) -> bool:
+        return False
+
+    @classmethod
+    def validate_configuration(
+        cls: Any, head_size: int, dtype: torch.dtype, kv_cache_dtype: str | None, **given: Any
+    ) -> list[str]:
+        asked = {
+            "head_size not supported": not cls.supports_head_size(head_size),
+            "dtype not supported": dtype not in cls.supported_dtypes,
+            "kv_cache_dtype not supported": kv_cache_dtype not in (None, *cls.supported_kv_cache_dtypes),
+            "MLA not supported": given.get("use_mla", False),
+            "sinks not supported": given.get("has_sink", False) and not cls.supports_sink(),
+            "KV connector not supported": given.get("use_kv_connector", False) and not cls.supports_kv_connector(),
+            "compute capability not supported": not cls.supports_compute_capability(given["device_capability"]),
+            "batch invariance not supported": given.get("use_batch_invariant", False) and not cls.supports_batch_invariance(),
+        }  # fmt: skip
+        return [reason for reason, is_so in asked.items() if is_so]
+
+
+class Builder:
+    def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: Any) -> None:
+        self.kv_cache_spec, self.layer_names, self.vllm_config, self.device = (
+            kv_cache_spec,
+            layer_names,
+            vllm_config,
+            device,
+        )
+
+
+class Impl:
+    """What the base class adds is not used."""
+
+
+class SelectorConfig(NamedTuple):
+    head_size: int
+    dtype: torch.dtype
+    kv_cache_dtype: str | None
+    block_size: int | None
+    use_mla: bool = False
+    has_sink: bool = False
+    use_sparse: bool = False
+    use_mm_prefix: bool = False
+    use_per_head_quant_scales: bool = False
+    attn_type: str = AttentionType.DECODER
+    use_batch_invariant: bool = False
+    use_kv_connector: bool = False
+
+
+class Backends(enum.Enum):
+    FLASH_ATTN = "vllm.own.Backend"
+    CUSTOM = None
+
+    def is_overridden(self) -> bool:
+        return self in OVERRIDES
+
+    def get_path(self) -> str:
+        return str(OVERRIDES.get(self, self.value))
+
+
+OVERRIDES: dict[Any, str] = {}
+
+
+def choose(backend: Any, attn_selector_config: Any, num_heads: int | None = None) -> Any:
+    """As vLLM's: the class of the platform's choice, by its path."""
+    path = sys.modules["vllm.platforms"].current_platform.get_attn_backend_cls(
+        backend, attn_selector_config=attn_selector_config, num_heads=num_heads
+    )
+    return path
+
+
+class Platform:
+    """Chooses FLASH_ATTN by itself; a chosen backend with reasons against it is refused, as vLLM does."""
+
+    capability: Capability | None = Capability(9, 0)
+    device_name = "stand-in"
+
+    def get_device_capability(self) -> Capability | None:
+        return self.capability
+
+    def is_cpu(self) -> bool:
+        return self.capability is None
+
+    def get_attn_backend_cls(self, selected_backend: Any, attn_selector_config: Any, num_heads: Any = None) -> str:
+        if selected_backend is None:
+            return f"{__name__}.VllmOwn"
+        module_name, _, name = selected_backend.get_path().rpartition(".")
+        chosen = getattr(importlib.import_module(module_name), name)
+        if reasons := chosen.validate_configuration(
+            device_capability=self.capability, **attn_selector_config._asdict()
+        ):
+            msg = f"Selected backend {selected_backend} is not valid for this configuration. Reason: {reasons}"
+            raise ValueError(msg)
+        return str(selected_backend.get_path())
+
+    def is_cuda(self) -> bool:
+        return self.capability is not None
+
+    def has_device_capability(self, capability: tuple[int, int]) -> bool:
+        return self.capability is not None and self.capability >= capability
+
+
+class VllmOwn:
+    @classmethod
+    def get_required_kv_cache_layout(cls) -> None:
+        return None
+
+
+def reshape_and_cache_flash(
+    key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slot_mapping: Tensor, kv_cache_dtype: str, k_scale: Tensor, v_scale: Tensor
+) -> None:  # fmt: skip
+    """What vLLM's operator does, token by token."""
+    for row, slot in enumerate(slot_mapping.tolist()):
+        if slot < 0:
+            continue
+        for new, paged, scale in ((key, key_cache, k_scale), (value, value_cache, v_scale)):
+            token = new[row]
+            if kv_cache_dtype.startswith("fp8"):
+                token = (
+                    (token.float() / scale.reshape(-1, 1)).clamp(-448, 448).to(torch.float8_e4m3fn).view(torch.uint8)
+                )
+            paged[slot // paged.shape[1], slot % paged.shape[1]] = token
+
+
+# Experts
+
+
+class MoEActivation(enum.Enum):
+    SILU = "silu"
+    GELU = "gelu"
+    GELU_TANH = "gelu_tanh"
+    RELU2 = "relu2"
+    SWIGLUOAI = "swigluoai"
+
+
+class ActivationFormat(enum.Enum):
+    Standard = "standard"
+
+
+class ExpertsModular:
+    post_gemm2_hook: Any = None
+
+    def __init__(self, moe_config: Any, quant_config: Any) -> None:
+        self.moe_config, self.quant_config = moe_config, quant_config
+        self.w1_bias, self.w2_bias = quant_config.w1_bias, quant_config.w2_bias
+
+    @staticmethod
+    def is_supported_config(
+        cls: Any,  # noqa: PLW0211 (as vLLM calls it)
+        moe_config: Any,
+        weight_key: Any,
+        activation_key: Any,
+        activation_format: Any,
+    ) -> tuple[bool, str | None]:
+        if not cls._supports_activation(moe_config.activation):
+            return False, f"kernel does not support {moe_config.activation} activation"
+        return activation_format == cls.activation_format(), None
+
+
+REGISTERED: dict[str, type] = {}
+
+
+class ExpertsMethod:
+    def __init__(self, moe: Any) -> None:
+        self.moe, self.unquantized_backend, self.experts_cls = moe, "vllm's choice", None
+
+    @classmethod
+    def register_oot(cls, method: type) -> type:
+        assert cls.__name__ not in REGISTERED, "registered twice"
+        REGISTERED[cls.__name__] = method
+        return method
+
+
+@dataclass
+class MoEConfig:
+    activation: Any = MoEActivation.SILU
+    num_experts: int = 8
+    experts_per_token: int = 2
+    hidden_dim: int = 32
+    intermediate_size_per_partition: int = 16
+    in_dtype: torch.dtype = torch.bfloat16
+    swiglu_limit: float | None = None
+    swiglu_alpha: float | None = None
+    swiglu_beta: float | None = None
+
+
+@dataclass
+class QuantConfig:
+    w1_bias: Tensor | None = None
+    w2_bias: Tensor | None = None
+    gemm1_alpha: float | None = None
+    gemm1_beta: float | None = None
+    gemm1_clamp_limit: float | None = None
+
+
+def vllm_stand_ins() -> dict[str, ModuleType]:
+    OVERRIDES.clear()
+    REGISTERED.clear()
+    layers = "vllm.model_executor.layers.fused_moe"
+    envs = module("vllm.envs", VLLM_BATCH_INVARIANT=False)
+    names = {
+        "vllm": module("vllm", envs=envs),
+        "vllm.envs": envs,
+        "vllm.v1": module("vllm.v1"),
+        "vllm._custom_ops": module("vllm._custom_ops", reshape_and_cache_flash=reshape_and_cache_flash),
+        "vllm.platforms": module("vllm.platforms", current_platform=Platform()),
+        f"{ATTENTION}.backend": module(
+            f"{ATTENTION}.backend", AttentionBackend=Backend, AttentionImpl=Impl, AttentionMetadata=object, AttentionMetadataBuilder=Builder,
+            AttentionCGSupport=CGSupport, AttentionType=AttentionType, MultipleOf=MultipleOf, CommonAttentionMetadata=CommonAttentionMetadata,
+        ),
+        f"{ATTENTION}.backends": module(f"{ATTENTION}.backends"),
+        f"{ATTENTION}.backends.registry": module(
+            f"{ATTENTION}.backends.registry", AttentionBackendEnum=Backends, register_backend=OVERRIDES.__setitem__
+        ),
+        f"{ATTENTION}.selector": module(f"{ATTENTION}.selector", _cached_get_attn_backend=choose, AttentionSelectorConfig=SelectorConfig),
+        "vllm.model_executor.custom_op": module("vllm.model_executor.custom_op", op_registry_oot=REGISTERED),
+        f"{layers}.activation": module(f"{layers}.activation", MoEActivation=MoEActivation),
+        f"{layers}.modular_kernel": module(
+            f"{layers}.modular_kernel", FusedMoEActivationFormat=ActivationFormat, FusedMoEExpertsModular=ExpertsModular
+        ),
+        f"{layers}.oracle.unquantized": module(f"{layers}.oracle.unquantized", UnquantizedMoeBackend=SimpleNamespace(TRITON="triton")),
+        f"{layers}.topk_weight_and_reduce": module(f"{layers}.topk_weight_and_reduce", TopKWeightAndReduceNoOP=object),
+        f"{layers}.unquantized_fused_moe_method": module(
+            f"{layers}.unquantized_fused_moe_method", UnquantizedFusedMoEMethod=ExpertsMethod
+        ),
+    }  # fmt: skip
+    for folder in (ATTENTION, "vllm.model_executor", "vllm.model_executor.layers", layers, f"{layers}.oracle"):
+        names.setdefault(folder, module(folder))
+    link(names)
+    return names
+
+
+def link(modules: dict[str, ModuleType]) -> None:
+    """Each module as the attribute of its package that ``from package import module`` takes."""
+    for name, made in modules.items():
+        parent, _, last = name.rpartition(".")
+        if parent in modules:
+            setattr(modules[parent], last, made)
+
+
+@cache
+def engine_sources() -> dict[str, Path]:
+    """{"vllm-0.33.0": folder} of the sources that this run was given."""
+    folder = os.environ.get(SOURCES_VARIABLE)
+    return {} if not folder else {path.name: path for path in sorted(Path(folder).glob("vllm-*"))}
+
+
+def use_own_sources(modules: dict[str, ModuleType], folder: Path) -> None:
+    """vLLM's own backend.py, registry.py and selector.py in place of the stand-ins; called while ``modules`` are sys.modules'."""
+    needed = {
+        "vllm.config": {"get_current_vllm_config_or_none": lambda: None},
+        "vllm.distributed.parallel_state": {"get_dcp_world_size_and_rank": lambda _=False: (1, 0), "get_pcp_group": no_group, "get_dcp_group": no_group},
+        "vllm.utils.import_utils": {"resolve_obj_by_qualname": resolve},
+    }  # fmt: skip
+    for name in (
+        "vllm.logger", "vllm.utils", "vllm.utils.import_utils", "vllm.config", "vllm.config.cache", "vllm.distributed", "vllm.distributed.parallel_state",
+        "vllm.v1.kv_cache_interface", "vllm.model_executor.layers.quantization.utils.quant_utils", "vllm.v1.attention.backends.utils",
+    ):  # fmt: skip
+        made = Mocked(name)
+        made.__dict__.update(needed.get(name, {}))
+        sys.modules[name] = modules[name] = made
+    for name in (f"{ATTENTION}.backend", f"{ATTENTION}.backends.registry", f"{ATTENTION}.selector"):
+        path = folder / f"{name.replace('.', '/')}.py"
+        spec = importlib.util.spec_from_file_location(name, path)
+        assert spec is not None
+        assert spec.loader is not None
+        sys.modules[name] = modules[name] = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(modules[name])
+        parent, _, last = name.rpartition(".")
+        setattr(modules[parent], last, modules[name])
+
+
+def no_group() -> None:
+    raise AssertionError
+
+
+def resolve(path: str) -> Any:
+    module_name, _, name = path.rpartition(".")
+    return getattr(importlib.import_module(module_name), name)
+
+
+@contextmanager
+def installed(modules: dict[str, ModuleType], package: str) -> Iterator[None]:
+    """``modules`` importable, and ``package`` of ours imported anew."""
+    before = {name: sys.modules[name] for name in list(sys.modules) if name.startswith(package)}
+    for name in before:
+        del sys.modules[name]
+    with mock.patch.dict(sys.modules, modules):
+        yield
+    sys.modules.update(before)
+
+
+# SGLang
+
+
+class SglangBackend:
+    """What the base class adds."""
+
+
+@dataclass
+class KVWriteLoc:
+    loc: Tensor
+    swa_loc: Tensor | None = None
+
+
+@dataclass
+class Mode:
+    kind: str = "extend"
+
+    def is_idle(self) -> bool:
+        return self.kind == "idle"
+
+    def is_decode(self) -> bool:
+        return self.kind == "decode"
+
+    def is_target_verify(self) -> bool:
+        return self.kind == "verify"
+
+
+@dataclass
+class Pool:
+    """Keys and values [slots, kv heads, D] of one layer."""
+
+    keys: Tensor
+    values: Tensor
+    written: list[Any] = field(default_factory=list)
+
+    def get_key_buffer(self, layer_id: int) -> Tensor:
+        return self.keys
+
+    def get_value_buffer(self, layer_id: int) -> Tensor:
+        return self.values
+
+    def set_kv_buffer(
+        self,
+        layer: Any,
+        loc_info: KVWriteLoc,
+        cache_k: Tensor,
+        cache_v: Tensor,
+        k_scale: Any = None,
+        v_scale: Any = None,
+    ) -> None:
+        for cached, new, scale in ((self.keys, cache_k, k_scale), (self.values, cache_v, v_scale)):
+            cached[loc_info.loc] = (new if scale is None else new / scale).to(cached.dtype)
+
+
+def sglang_stand_ins() -> dict[str, ModuleType]:
+    backends: dict[str, Any] = {}
+    choices: list[str] = []
+    srt = "sglang.srt"
+
+    def register(name: str) -> Any:
+        return lambda function: backends.setdefault(name, function)
+
+    names = {
+        f"{srt}.server_args": module(f"{srt}.server_args", ATTENTION_BACKEND_CHOICES=choices, add_attention_backend_choices=choices.extend),
+        f"{srt}.layers.attention.attention_registry": module(
+            f"{srt}.layers.attention.attention_registry", ATTENTION_BACKENDS=backends, register_attention_backend=register
+        ),
+        f"{srt}.layers.attention.base_attn_backend": module(f"{srt}.layers.attention.base_attn_backend", AttentionBackend=SglangBackend),
+        f"{srt}.mem_cache.memory_pool": module(f"{srt}.mem_cache.memory_pool", KVWriteLoc=KVWriteLoc),
+    }  # fmt: skip
+    for folder in ("sglang", srt, f"{srt}.layers", f"{srt}.layers.attention", f"{srt}.mem_cache"):
+        names[folder] = module(folder)
+    link(names)
+    return names
