@@ -1,0 +1,1 @@
+class E4m3Cache: pass
