@@ -11,7 +11,7 @@ so the name here is "fmoe". Which of its registries take foreign names differs f
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from flashmoe.errors import ArgumentError
 from flashmoe.integrations.transformers.attention import (
@@ -21,9 +21,11 @@ from flashmoe.integrations.transformers.attention import (
     attention_mask,
     paged_attention_forward,
 )
-from flashmoe.integrations.transformers.cache import E4m3Cache
 from flashmoe.integrations.transformers.experts import experts_forward, fp8_experts_forward, recognise_gate
 from flashmoe.integrations.transformers.packed import packed_config, register_quantizers
+
+if TYPE_CHECKING:
+    from flashmoe.integrations.transformers.cache import E4m3Cache
 
 __all__ = ["NAME", "PAGED_NAME", "E4m3Cache", "Registered", "attention_mask", "packed_config", "recognise_gate", "register"]
 
@@ -75,3 +77,12 @@ def _register_experts() -> str | None:
     except ValueError:  # versions that know their own names by heart
         return None
     return NAME
+
+
+def __getattr__(name: str) -> Any:
+    if name != "E4m3Cache":
+        msg = f"module {__name__!r} has no attribute {name!r}; it has {', '.join(__all__)}"
+        raise AttributeError(msg)
+    from flashmoe.integrations.transformers.cache import E4m3Cache
+
+    return E4m3Cache

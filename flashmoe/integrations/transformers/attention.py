@@ -15,6 +15,7 @@ from flashmoe.attn.api import attention
 from flashmoe.attn.arguments import DTYPES
 from flashmoe.attn.options import Window
 from flashmoe.errors import ArgumentError, FlashmoeError
+from flashmoe.integrations.transformers.codes import ScaledCodes
 
 NAME = "fmoe"
 PAGED_NAME = f"paged|{NAME}"
@@ -111,6 +112,10 @@ def attention_forward(
     not read. What flashmoe lacks (dropout, a position bias, float32 on a GPU) goes to transformers' SDPA attention, and
     FLASHMOE_FALLBACK says what then happens.
     """
+    if isinstance(key, ScaledCodes) and isinstance(value, ScaledCodes):
+        if attention_mask is None and dropout == 0.0 and position_bias is None and options.get("cu_seq_lens_q") is None:
+            return _attend_codes(module, query, key, value, scaling, is_causal, sliding_window, softcap, s_aux), None
+        key, value = key.dequantized(), value.dequantized()
     # Looking for obstacles takes longer than the call: outside of a compiler only for what the operators would not refuse.
     if is_compiling() or dropout != 0.0 or position_bias is not None or not _has_kernels(query):
         obstacle = _obstacle(query, key, value, dropout, position_bias)
@@ -214,6 +219,37 @@ def _attend(
     else:  # it says all there is to say, the causal rule and the window included
         out = attention(query, key, value, scale=scaling, attn_mask=mask, **extras)
     heads_inside: Tensor = out.transpose(1, 2).contiguous()
+    return heads_inside
+
+
+def _attend_codes(
+    module: nn.Module,
+    query: Tensor,
+    key: ScaledCodes,
+    value: ScaledCodes,
+    scaling: float | None,
+    is_causal: bool | None,
+    sliding_window: int | None,
+    softcap: float | None,
+    s_aux: Tensor | None,
+) -> Tensor:
+    """A decoding step, or a short prompt, over keys and values of 8 bits; without a mask."""
+    causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal) and query.shape[2] > 1
+    out = varlen.attend(
+        query if query.stride(-1) == 1 else query.contiguous(),
+        key.codes,
+        value.codes,
+        seqused_k=key.lengths,
+        causal=causal,
+        scale=scaling,
+        window=None if sliding_window is None else (sliding_window - 1, -1),
+        softcap=float(softcap or 0.0),
+        sinks=None if s_aux is None else s_aux.float(),
+        k_scale=key.scale,
+        v_scale=value.scale,
+        return_lse=False,
+    )
+    heads_inside: Tensor = out.transpose(1, 2).contiguous()  # type: ignore[union-attr]
     return heads_inside
 
 
