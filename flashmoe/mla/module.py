@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
@@ -45,6 +47,8 @@ class MLA(nn.Module):
     bool, DtypeError for a dtype that no kernel takes. Source: DeepSeek-V2, arXiv 2405.04434, section 2.1 and appendix C.
     """
 
+    _frequency_bits: Tensor
+
     def __init__(
         self,
         dim: int,
@@ -81,12 +85,14 @@ class MLA(nn.Module):
         if frequencies is None:
             frequencies = rope_theta ** (-torch.arange(0, ROTARY_DIM, 2, dtype=torch.float64) / ROTARY_DIM)
         if tuple(frequencies.shape) != (ROTARY_DIM // 2,):
-            msg = f"frequencies must be [{ROTARY_DIM // 2}]; found {shape_of(frequencies)}; give one for each rotary pair"
+            msg = (
+                f"frequencies must be [{ROTARY_DIM // 2}]; found {shape_of(frequencies)}; give one for each rotary pair"
+            )
             raise ShapeError(msg)
         # As integers, which .to(dtype) leaves alone.
         bits = frequencies.to(device, torch.float32).view(torch.int32)
         self.register_buffer("_frequency_bits", bits, persistent=False)
-        given = {"device": device, "dtype": dtype}
+        given: dict[str, Any] = {"device": device, "dtype": dtype}
         inner = heads * (nope_dim + ROTARY_DIM)
         if q_rank is None:
             self.q_proj = nn.Linear(dim, inner, bias=False, **given)
@@ -146,21 +152,27 @@ class MLA(nn.Module):
         free, query = queries.unflatten(2, (self.heads, -1)).split((self.nope_dim, ROTARY_DIM), -1)
         angles = positions.reshape(-1, 1) * self._frequency_bits.view(torch.float32)
         rows = torch.arange(len(angles), device=x.device).view(positions.shape)
-        query, key = (rotate(one, angles.cos(), angles.sin(), rows, self.interleaved) for one in (query, key.unsqueeze(2)))
+        query, key = (
+            rotate(one, angles.cos(), angles.sin(), rows, self.interleaved) for one in (query, key.unsqueeze(2))
+        )
         return torch.cat((free, query), -1), torch.cat((self.kv_a_layernorm(latent), key.squeeze(2)), -1)
 
     def _attend_absorbed(
         self, q: Tensor, latents: Tensor, cache: Tensor | None, cache_seqlens: Tensor | None, block_table: Tensor | None
     ) -> Tensor:
         """[B, S, H, value_dim], by the latents."""
-        to_keys, to_values = self.kv_b_proj.weight.unflatten(0, (self.heads, -1)).split((self.nope_dim, self.value_dim), 1)
+        to_keys, to_values = self.kv_b_proj.weight.unflatten(0, (self.heads, -1)).split(
+            (self.nope_dim, self.value_dim), 1
+        )
         free, rotary = q.split((self.nope_dim, ROTARY_DIM), -1)
         absorbed = torch.cat((torch.einsum("bshn,hnc->bshc", free, to_keys), rotary), -1)
         lengths = latents.new_full(latents.shape[:1], latents.shape[1], dtype=torch.int32)
         if cache is None or cache_seqlens is None:
             out = mla_decode(absorbed, latents, cache_seqlens=lengths, scale=self.scale)
         else:
-            out = mla_decode(absorbed, cache, cache_seqlens=cache_seqlens + lengths, block_table=block_table, scale=self.scale)
+            out = mla_decode(
+                absorbed, cache, cache_seqlens=cache_seqlens + lengths, block_table=block_table, scale=self.scale
+            )
         return torch.einsum("bshc,hvc->bshv", out, to_values)
 
     def _attend_expanded(

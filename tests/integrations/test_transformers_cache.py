@@ -25,7 +25,13 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore::UserWarning"),
 ]
 DEEPSEEK = "transformers.models.deepseek_v3.modeling_deepseek_v3"
-GREEDY = {"max_new_tokens": 8, "do_sample": False, "eos_token_id": None, "output_logits": True, "return_dict_in_generate": True}
+GREEDY = {
+    "max_new_tokens": 8,
+    "do_sample": False,
+    "eos_token_id": None,
+    "output_logits": True,
+    "return_dict_in_generate": True,
+}
 
 
 class DequantisedLayer(layers.DynamicLayer):  # type: ignore[misc]
@@ -94,7 +100,7 @@ def test_tokens_and_logits_are_those_of_the_dequantised_cache(name: str, dtype: 
 def test_padded_prompts(side: str, name: str) -> None:
     model = sixteen_bits(name)
     tokens, valid = torch.randint(3, 64, (2, 12)), torch.ones(2, 12, dtype=torch.long)
-    valid[1, :5 if side == "left" else 0] = 0
+    valid[1, : 5 if side == "left" else 0] = 0
     valid[1, 12 if side == "left" else 7 :] = 0
     (found, logits), (expected, expected_logits) = (run(model, tokens, used, attention_mask=valid) for used in caches())
     assert torch.equal(found, expected)

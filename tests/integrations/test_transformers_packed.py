@@ -30,7 +30,13 @@ TOKENS = {"vocab_size": 64, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id"
 HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 2, "num_experts_per_tok": 2}
 SIZES: dict[str, dict[str, Any]] = {
     "GptOss": {"hidden_size": 64, "intermediate_size": 96, "head_dim": 16, "num_local_experts": 4, "sliding_window": 7},
-    "Qwen3Moe": {"hidden_size": 256, "moe_intermediate_size": 128, "head_dim": 64, "num_experts": 4, "decoder_sparse_step": 1},
+    "Qwen3Moe": {
+        "hidden_size": 256,
+        "moe_intermediate_size": 128,
+        "head_dim": 64,
+        "num_experts": 4,
+        "decoder_sparse_step": 1,
+    },
 }
 QUANTIZATION: dict[str, dict[str, Any]] = {
     "GptOss": {"quant_method": "mxfp4", "modules_to_not_convert": []},
@@ -45,9 +51,12 @@ def test_the_quantizers_that_this_version_takes() -> None:
     for name, quantization in QUANTIZATION.items():
         config = getattr(transformers, f"{name}Config")(quantization_config=quantization)
         if quantization["quant_method"] in taken:
-            assert packed_config(config).quantization_config == {**quantization, "quant_method": f"{NAME}_{quantization['quant_method']}"}
+            assert packed_config(config).quantization_config == {
+                **quantization,
+                "quant_method": f"{NAME}_{quantization['quant_method']}",
+            }
         else:
-            with pytest.raises(ArgumentError, match="cannot keep the experts of an .* checkpoint packed"):
+            with pytest.raises(ArgumentError, match=r"cannot keep the experts of an .* checkpoint packed"):
                 packed_config(config)
     with pytest.raises(ArgumentError, match="quant_method is None; supported: fp8, mxfp4"):
         packed_config(transformers.LlamaConfig())
@@ -87,7 +96,9 @@ def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPath
     """The folder of a quantised checkpoint; saved by transformers in 16 bits, then quantised by the rule of its format."""
     name: str = request.param
     if QUANTIZATION[name]["quant_method"] not in _methods():
-        pytest.skip("this transformers cannot be told how to load it; test_the_quantizers_that_this_version_takes holds the error")
+        pytest.skip(
+            "this transformers cannot be told how to load it; test_the_quantizers_that_this_version_takes holds the error"
+        )
     folder = tmp_path_factory.mktemp(name)
     config = getattr(transformers, f"{name}Config")(**TOKENS, **HEADS, **SIZES[name], dtype="bfloat16")
     torch.manual_seed(0)
@@ -177,18 +188,35 @@ def fp8_experts(**changes: Any) -> Any:
     """As transformers' FP8Experts: 2 experts of 128 by 128."""
     random = torch.Generator().manual_seed(0)
     w13, w2 = (torch.randn(2, rows, 128, generator=random).to(torch.float8_e4m3fn) for rows in (256, 128))
-    given: dict[str, Any] = {"gate_up_proj": w13, "down_proj": w2, "block_size": [128, 128], "activation_scheme": "dynamic"}
-    given |= {"gate_up_proj_scale_inv": torch.full((2, 2, 1), 0.125), "down_proj_scale_inv": torch.full((2, 1, 1), 0.25)}
-    given["_apply_gate"] = lambda rows: nn.functional.silu(rows[..., : rows.shape[-1] // 2]) * rows[..., rows.shape[-1] // 2 :]
+    given: dict[str, Any] = {
+        "gate_up_proj": w13,
+        "down_proj": w2,
+        "block_size": [128, 128],
+        "activation_scheme": "dynamic",
+    }
+    given |= {
+        "gate_up_proj_scale_inv": torch.full((2, 2, 1), 0.125),
+        "down_proj_scale_inv": torch.full((2, 1, 1), 0.25),
+    }
+    given["_apply_gate"] = lambda rows: (
+        nn.functional.silu(rows[..., : rows.shape[-1] // 2]) * rows[..., rows.shape[-1] // 2 :]
+    )
     return SimpleNamespace(**{**given, **changes})
 
 
-ROUTED = (torch.randn(3, 128, generator=torch.Generator().manual_seed(1)).bfloat16(), torch.tensor([[0], [1], [0]]), torch.ones(3, 1))
+ROUTED = (
+    torch.randn(3, 128, generator=torch.Generator().manual_seed(1)).bfloat16(),
+    torch.tensor([[0], [1], [0]]),
+    torch.ones(3, 1),
+)
 
 
 def test_scales_of_8_bits_are_those_of_32() -> None:
     experts = fp8_experts()
-    scales = {name: getattr(experts, name).to(torch.float8_e8m0fnu) for name in ("gate_up_proj_scale_inv", "down_proj_scale_inv")}
+    scales = {
+        name: getattr(experts, name).to(torch.float8_e8m0fnu)
+        for name in ("gate_up_proj_scale_inv", "down_proj_scale_inv")
+    }
     assert torch.equal(fp8_experts_forward(fp8_experts(**scales), *ROUTED), fp8_experts_forward(experts, *ROUTED))
 
 
@@ -218,5 +246,5 @@ def test_a_norm_behind_the_experts_is_refused() -> None:
 def test_another_limit_than_gpt_oss_has_is_refused() -> None:
     sizes = {"num_experts": 2, "hidden_size": 64, "intermediate_size": 32, "alpha": 1.702}
     assert Mxfp4Experts(SimpleNamespace(**sizes, limit=7.0)).down_proj_blocks.shape == (2, 64, 1, 16)
-    with pytest.raises(ArgumentError, match="alpha 1.702 and limit 5.0"):
+    with pytest.raises(ArgumentError, match=r"alpha 1\.702 and limit 5\.0"):
         Mxfp4Experts(SimpleNamespace(**sizes, limit=5.0))

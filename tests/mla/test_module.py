@@ -11,7 +11,14 @@ from torch import Tensor
 from torch.nn import functional
 
 import flashmoe
-from flashmoe.errors import ArgumentError, ArgumentTypeError, DifferentiationError, DtypeError, FlashmoeError, ShapeError
+from flashmoe.errors import (
+    ArgumentError,
+    ArgumentTypeError,
+    DifferentiationError,
+    DtypeError,
+    FlashmoeError,
+    ShapeError,
+)
 
 DIM = 96
 BOUNDS = {torch.float32: 2e-6, torch.bfloat16: 2e-2}  # of the output's norm
@@ -46,9 +53,15 @@ def formula(module: flashmoe.MLA, x: Tensor, theta: float, eps: float) -> Tensor
         pairs = rows.unflatten(-1, (32, 2)) if module.interleaved else rows.unflatten(-1, (2, 32)).mT
         angles = torch.arange(rows.shape[1])[:, None].double() * theta ** (-torch.arange(32).double() / 32)
         angles = angles.view(rows.shape[1], *(1,) * (rows.dim() - 3), 32)
-        return torch.view_as_real(torch.view_as_complex(pairs.contiguous()) * torch.polar(torch.ones_like(angles), angles)).flatten(-2)
+        return torch.view_as_real(
+            torch.view_as_complex(pairs.contiguous()) * torch.polar(torch.ones_like(angles), angles)
+        ).flatten(-2)
 
-    q = linear("q_proj", x) if module.q_rank is None else linear("q_b_proj", norm("q_a_layernorm", linear("q_a_proj", x)))
+    q = (
+        linear("q_proj", x)
+        if module.q_rank is None
+        else linear("q_b_proj", norm("q_a_layernorm", linear("q_a_proj", x)))
+    )
     q = q.unflatten(2, (module.heads, -1))
     both = linear("kv_a_proj_with_mqa", x)
     expanded = linear("kv_b_proj", norm("kv_a_layernorm", both[..., :512])).unflatten(2, (module.heads, -1))
@@ -145,7 +158,9 @@ def test_frequencies_stay_float32_and_are_those_given() -> None:
     own = torch.linspace(1.0, 0.01, 32)
     module = flashmoe.MLA(DIM, 2, frequencies=own).to(torch.bfloat16)
     assert torch.equal(module._frequency_bits.view(torch.float32), own)
-    assert set(module.state_dict()) == {f"{name}.weight" for name in ("q_proj", "kv_a_proj_with_mqa", "kv_a_layernorm", "kv_b_proj", "o_proj")}
+    assert set(module.state_dict()) == {
+        f"{name}.weight" for name in ("q_proj", "kv_a_proj_with_mqa", "kv_a_layernorm", "kv_b_proj", "o_proj")
+    }
 
 
 CACHE, LENGTHS, X = torch.zeros(2, 8, 576), torch.zeros(2, dtype=torch.int32), torch.zeros(2, 3, DIM)
@@ -159,7 +174,11 @@ CACHE, LENGTHS, X = torch.zeros(2, 8, 576), torch.zeros(2, dtype=torch.int32), t
         ((X.bfloat16(),), DtypeError, "x is torch.bfloat16 and the layer's parameters torch.float32"),
         ((X, CACHE), ArgumentError, "belong together"),
         ((X, CACHE[..., :512], LENGTHS), ShapeError, r"cache must be .* found \[2, 8, 512\]"),
-        ((X, CACHE.bfloat16(), LENGTHS), DtypeError, "cache is torch.bfloat16 and the layer's parameters torch.float32"),
+        (
+            (X, CACHE.bfloat16(), LENGTHS),
+            DtypeError,
+            "cache is torch.bfloat16 and the layer's parameters torch.float32",
+        ),
         ((X, CACHE, LENGTHS + 6), ArgumentError, "room for 8 keys of a sequence; 9 are needed"),
         ((X, CACHE, LENGTHS.long()), DtypeError, "cache_seqlens must be torch.int32"),
     ],

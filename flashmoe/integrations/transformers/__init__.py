@@ -27,7 +27,16 @@ from flashmoe.integrations.transformers.packed import packed_config, register_qu
 if TYPE_CHECKING:
     from flashmoe.integrations.transformers.cache import E4m3Cache
 
-__all__ = ["NAME", "PAGED_NAME", "E4m3Cache", "Registered", "attention_mask", "packed_config", "recognise_gate", "register"]
+__all__ = [
+    "NAME",
+    "PAGED_NAME",
+    "E4m3Cache",
+    "Registered",
+    "attention_mask",
+    "packed_config",
+    "recognise_gate",
+    "register",
+]
 
 
 @dataclass(frozen=True)

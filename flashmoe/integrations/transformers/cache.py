@@ -20,14 +20,17 @@ EXPONENTS = {torch.float16: (-15, 7), torch.bfloat16: (-40, 40)}
 FEW_ROWS = 16  # query rows up to which attention reads the codes; for more, 16-bit keys are made once
 
 
-class E4m3Layer(DynamicLayer):
+class E4m3Layer(DynamicLayer):  # type: ignore[no-untyped-call]
     """Keys and values [B, Hkv, room, D] in float8_e4m3fn, with a scale for each sequence and key head, chosen by the first ones.
 
     A sliding layer keeps its old keys too, and leaves the window to the attention.
     """
 
+    keys: Any  # Tensor, None before the first ones
+    values: Any
+
     def __init__(self, **_: Any) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.cumulative_length = 0  # keys that there are; transformers' own name
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:

@@ -17,11 +17,11 @@ class ScaledCodes(Tensor):
     scale: Tensor  # float32 [B, Hkv]
     lengths: Tensor  # int32 [B]; all are S
 
-    __torch_function__ = torch._C._disabled_torch_function_impl
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @staticmethod
     def __new__(cls, codes: Tensor, scale: Tensor, lengths: Tensor, dtype: torch.dtype) -> ScaledCodes:
-        made: ScaledCodes = Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+        made: ScaledCodes = Tensor._make_wrapper_subclass(
             cls, codes.shape, strides=codes.stride(), dtype=dtype, device=codes.device
         )
         made.codes, made.scale, made.lengths = codes, scale, lengths
@@ -36,7 +36,7 @@ class ScaledCodes(Tensor):
         return f"ScaledCodes(shape={list(self.shape)}, dtype={self.dtype}, device='{self.device}')"
 
     @classmethod
-    def __torch_dispatch__(cls, function: Any, *_: Any, **__: Any) -> Any:
+    def __torch_dispatch__(cls, function: Any, *_: Any, **__: Any) -> Any:  # type: ignore[override]
         msg = (
             f"an E4m3Cache holds keys and values in float8_e4m3fn, which only the attention 'fmoe' reads; {function} was called on them; "
             "use attn_implementation='fmoe', or another cache for a model that computes with what it caches (DeepSeek's latents)"

@@ -20,7 +20,9 @@ _BLOCK = 32  # mxfp4 weights of a row with one scale
 _ALPHA, _LIMIT = 1.702, 7.0  # of clamped_swiglu
 _FP8 = ((128, 128), "dynamic", torch.float8_e4m3fn)  # block_size, activation_scheme and dtype of the weights
 _OTHER = "use experts_implementation='grouped_mm' for this model"
-_DEQUANTISED = "load the model without packed_config: transformers then dequantises its experts, or runs them on its own kernels"
+_DEQUANTISED = (
+    "load the model without packed_config: transformers then dequantises its experts, or runs them on its own kernels"
+)
 
 
 def _gates() -> dict[Activation, Callable[[Tensor, Tensor], Tensor]]:
@@ -62,10 +64,7 @@ def recognise_gate(experts: Any) -> Activation:
     for name, function in GATES.items():
         if torch.allclose(found, function(gate, up), rtol=1e-4, atol=1e-4):
             return name
-    msg = (
-        f"the gate of {type(experts).__name__} is none that fused_moe computes ({', '.join(GATES)}); "
-        f"{_OTHER}"
-    )
+    msg = f"the gate of {type(experts).__name__} is none that fused_moe computes ({', '.join(GATES)}); {_OTHER}"
     raise ArgumentError(msg)
 
 

@@ -40,9 +40,13 @@ def packed_config(checkpoint: Any, **options: Any) -> Any:
     config = checkpoint if hasattr(checkpoint, "to_dict") else AutoConfig.from_pretrained(checkpoint, **options)
     given = getattr(config, "quantization_config", None) or {}
     quantization = dict(given if isinstance(given, dict) else given.to_dict())
-    method = str(getattr(quantization.get("quant_method"), "value", quantization.get("quant_method"))).removeprefix(PREFIX)
+    method = str(getattr(quantization.get("quant_method"), "value", quantization.get("quant_method"))).removeprefix(
+        PREFIX
+    )
     if method not in METHODS:
-        msg = f"the checkpoint's quant_method is {method}; supported: {', '.join(METHODS)}; load it without packed_config"
+        msg = (
+            f"the checkpoint's quant_method is {method}; supported: {', '.join(METHODS)}; load it without packed_config"
+        )
         raise ArgumentError(msg)
     if PREFIX + method not in AUTO_QUANTIZER_MAPPING:
         import transformers
@@ -62,7 +66,9 @@ def register_quantizers() -> None:
     from transformers.quantizers.base import HfQuantizer
 
     made = {"mxfp4": _mxfp4}
-    if hasattr(HfQuantizer, "get_load_operations"):  # before, a quantizer could not say how else what is no expert's is loaded
+    if hasattr(
+        HfQuantizer, "get_load_operations"
+    ):  # before, a quantizer could not say how else what is no expert's is loaded
         made["fp8"] = _fp8
     for method, make in made.items():
         if PREFIX + method not in auto.AUTO_QUANTIZER_MAPPING:
@@ -78,7 +84,7 @@ def _mxfp4() -> tuple[type, type]:
     class PackedMxfp4Config(Mxfp4Config):
         def __init__(self, **options: Any) -> None:
             super().__init__(**options)
-            self.quant_method = PREFIX + "mxfp4"
+            self.quant_method: Any = PREFIX + "mxfp4"
 
         def to_dict(self) -> dict[str, Any]:
             return {**super().to_dict(), "quant_method": "mxfp4"}  # what is saved is again such a checkpoint
