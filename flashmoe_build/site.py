@@ -78,6 +78,7 @@ FUNCTIONS = {
         "flashmoe.integrations.transformers.register",
         "flashmoe.integrations.transformers.packed.packed_config",
         "flashmoe.integrations.transformers.cache.E4m3Cache",
+        "flashmoe.integrations.transformers.latents.decode_by_latents",
         "flashmoe.compat.install.install_as_flash_attn",
         "flashmoe.compat.install.install_as_flash_attn_3",
         "flashmoe.compat.flash_attn.flash_attn_func",

@@ -42,6 +42,7 @@ TRANSFORMERS = ("4.57.6", "5.5.4", "5.17.0")
 TRANSFORMERS_TESTS = (
     "tests/integrations/test_transformers.py",
     "tests/integrations/test_transformers_cache.py",
+    "tests/integrations/test_transformers_latents.py",
     "tests/integrations/test_transformers_packed.py",
 )
 THREADS = 2

@@ -37,6 +37,22 @@ SIZES = {
     "eos_token_id": 2,
 }
 EXPERTS = {"num_experts_per_tok": 2}
+# Latent attention: queries and keys wider than values; the second layer has experts.
+LATENT: dict[str, Any] = {
+    "num_key_value_heads": 4,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 16,
+    "q_lora_rank": 24,
+    "kv_lora_rank": 16,
+    "first_k_dense_replace": 1,
+    "mlp_layer_types": ["dense", "sparse"],
+    "n_routed_experts": 8,
+    "n_group": 2,
+    "topk_group": 1,
+    "moe_intermediate_size": 32,
+    **EXPERTS,
+}
 MODELS: dict[str, dict[str, Any]] = {
     "Llama": {},
     "Mistral": {"sliding_window": 7},
@@ -45,25 +61,9 @@ MODELS: dict[str, dict[str, Any]] = {
     "GptOss": {"head_dim": 16, "num_local_experts": 4, "sliding_window": 7, **EXPERTS},
     "Qwen3Moe": {"head_dim": 16, "num_experts": 8, "moe_intermediate_size": 32, "decoder_sparse_step": 1, **EXPERTS},
     "Mixtral": {"num_local_experts": 4, "sliding_window": None, **EXPERTS},
-    # Latent attention: queries and keys wider than values; the second layer has experts.
-    **dict.fromkeys(
-        ("DeepseekV2", "DeepseekV3", "Glm4MoeLite"),
-        {
-            "num_key_value_heads": 4,
-            "qk_nope_head_dim": 16,
-            "qk_rope_head_dim": 8,
-            "v_head_dim": 16,
-            "q_lora_rank": 24,
-            "kv_lora_rank": 16,
-            "first_k_dense_replace": 1,
-            "mlp_layer_types": ["dense", "sparse"],
-            "n_routed_experts": 8,
-            "n_group": 2,
-            "topk_group": 1,
-            "moe_intermediate_size": 32,
-            **EXPERTS,
-        },
-    ),
+    "DeepseekV2": LATENT,
+    "DeepseekV3": LATENT,
+    "Glm4MoeLite": LATENT,
 }
 LENGTH = 19
 

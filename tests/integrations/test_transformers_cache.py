@@ -39,7 +39,6 @@ class DequantisedLayer(layers.DynamicLayer):  # type: ignore[misc]
 
     def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
         if not self.is_initialized:
-            self.lazy_initialization(key_states, value_states)
             self.powers = [self.power(states) for states in (key_states, value_states)]
         rounded = []
         for states, power in zip((key_states, value_states), self.powers, strict=True):

@@ -22,6 +22,7 @@ from flashmoe.integrations.transformers.attention import (
     paged_attention_forward,
 )
 from flashmoe.integrations.transformers.experts import experts_forward, fp8_experts_forward, recognise_gate
+from flashmoe.integrations.transformers.latents import decode_by_latents
 from flashmoe.integrations.transformers.packed import packed_config, register_quantizers
 
 if TYPE_CHECKING:
@@ -33,6 +34,7 @@ __all__ = [
     "E4m3Cache",
     "Registered",
     "attention_mask",
+    "decode_by_latents",
     "packed_config",
     "recognise_gate",
     "register",

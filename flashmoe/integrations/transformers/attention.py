@@ -16,6 +16,7 @@ from flashmoe.attn.arguments import DTYPES
 from flashmoe.attn.options import Window
 from flashmoe.errors import ArgumentError, FlashmoeError
 from flashmoe.integrations.transformers.codes import ScaledCodes
+from flashmoe.integrations.transformers.latents import Latents
 
 NAME = "fmoe"
 PAGED_NAME = f"paged|{NAME}"
@@ -94,8 +95,8 @@ def _lengths_of_static_cache(
 def attention_forward(
     module: nn.Module,
     query: Tensor,
-    key: Tensor,
-    value: Tensor,
+    key: Any,
+    value: Any,
     attention_mask: Tensor | None,
     dropout: float = 0.0,
     scaling: float | None = None,
@@ -112,10 +113,13 @@ def attention_forward(
     not read. What flashmoe lacks (dropout, a position bias, float32 on a GPU) goes to transformers' SDPA attention, and
     FLASHMOE_FALLBACK says what then happens.
     """
-    if isinstance(key, ScaledCodes) and isinstance(value, ScaledCodes):
-        if attention_mask is None and dropout == 0.0 and position_bias is None and options.get("cu_seq_lens_q") is None:
-            return _attend_codes(module, query, key, value, scaling, is_causal, sliding_window, softcap, s_aux), None
-        key, value = key.dequantized(), value.dequantized()
+    if isinstance(key, (Latents, ScaledCodes)):
+        if dropout == 0.0 and position_bias is None and options.get("cu_seq_lens_q") is None:
+            stored = (query, key, value, attention_mask)
+            found = _attend_stored(module, *stored, scaling, is_causal, sliding_window, softcap, s_aux)
+            if found is not None:
+                return found, None
+        key, value = key.expand() if isinstance(key, Latents) else (key.dequantized(), value.dequantized())
     # Looking for obstacles takes longer than the call: outside of a compiler only for what the operators would not refuse.
     if is_compiling() or dropout != 0.0 or position_bias is not None or not _has_kernels(query):
         obstacle = _obstacle(query, key, value, dropout, position_bias)
@@ -222,18 +226,33 @@ def _attend(
     return heads_inside
 
 
-def _attend_codes(
+def _attend_stored(
     module: nn.Module,
     query: Tensor,
-    key: ScaledCodes,
-    value: ScaledCodes,
+    key: Latents | ScaledCodes,
+    value: Any,
+    mask: Tensor | None,
     scaling: float | None,
     is_causal: bool | None,
     sliding_window: int | None,
     softcap: float | None,
     s_aux: Tensor | None,
-) -> Tensor:
-    """A decoding step, or a short prompt, over keys and values of 8 bits; without a mask."""
+) -> Tensor | None:
+    """Over keys in the form in which a cache holds them; None where no kernel reads them so."""
+    if isinstance(key, Latents):
+        is_static = mask is not None and mask.dtype == torch.int32
+        if (
+            query.shape[2] > 1
+            or softcap
+            or s_aux is not None
+            or sliding_window is not None
+            or not (mask is None or is_static)
+        ):
+            return None
+        scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+        return key.attend(query, scale, None if mask is None else mask.view(-1))
+    if mask is not None:
+        return None
     causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal) and query.shape[2] > 1
     out = varlen.attend(
         query if query.stride(-1) == 1 else query.contiguous(),
