@@ -151,6 +151,29 @@ def test_what_comes_later_saturates_and_nan_stays() -> None:
     assert values[1, [0, 1, 3]].tolist() == [8.0, 96.0, -448.0]
 
 
+def test_each_sequence_and_head_has_its_scale() -> None:
+    """Which follows it when a batch is reordered; an infinity does not make the others zeros."""
+    layer = cache.E4m3Layer()
+    largest = torch.tensor([[1.0, 64.0], [2.0**-12, float("inf")]]).bfloat16()
+    states = torch.stack((largest, torch.full_like(largest, 2.0**-13)), -1)[:, :, None]  # [2, 2, 1, 2]
+    keys, _ = layer.update(states, states)
+    expected = states.clone()
+    expected[0, 1, 0, 1] = 0.0  # 2^-13 beside 64
+    expected[1, 1, 0] = torch.tensor([448.0 * 16, 0.0])
+    assert torch.equal(keys.dequantized(), expected)
+    for change, order in (
+        ("reorder_cache", [1, 1]),
+        ("batch_repeat_interleave", [1, 1, 1, 1]),
+        ("batch_select_indices", [1]),
+    ):
+        getattr(layer, change)(
+            {"reorder_cache": torch.tensor([1, 1]), "batch_repeat_interleave": 2}.get(change, torch.tensor([3]))
+        )
+        keys, values = layer.update(states[order], states[order])
+        assert torch.equal(keys.dequantized(), expected[order].expand_as(keys.dequantized()))
+        assert torch.equal(values.dequantized(), keys.dequantized())
+
+
 @pytest.mark.parametrize(("name", "other"), [("Llama", "sdpa"), ("Llama", "eager"), ("DeepseekV3", NAME)])
 def test_who_reads_the_codes_otherwise_is_told(name: str, other: str) -> None:
     """Another attention, and a model that multiplies with what it has cached, the latents."""

@@ -40,6 +40,9 @@ def make(name: str, monkeypatch: pytest.MonkeyPatch) -> Any:
         with pytest.raises(ArgumentError, match=r"use transformers 5\.17 or later"):
             decode_by_latents(model)
         pytest.skip("this transformers caches keys and values of each head; that decode_by_latents says so was checked")
+    for name, parameter in model.named_parameters():
+        if "self_attn" in name and parameter.dim() == 2:
+            parameter.data *= 2  # so that scores matter
     use(model, ours=True)
     return model
 
@@ -100,6 +103,20 @@ def test_what_is_no_step_without_padding_runs_as_before(monkeypatch: pytest.Monk
     for layer in model.model.layers:
         del layer.self_attn.expand_kv
     assert [padded[2]["mla_decode"], run(model, tokens)[2]["mla_decode"]] == [0, 0]
+
+
+def test_a_step_with_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = make("DeepseekV3", monkeypatch)
+    tokens = torch.randint(3, 64, (1, 6))
+    weight = model.model.layers[0].self_attn.kv_b_proj.weight
+    found = []
+    for change in (lambda _: 0, decode_by_latents):
+        change(model)
+        with torch.no_grad():
+            past = model(tokens[:, :5]).past_key_values
+        logits = model(tokens[:, 5:], past_key_values=past).logits
+        found.append(torch.autograd.grad(logits.square().sum(), weight)[0])
+    assert torch.equal(*found)
 
 
 def test_layers_that_do_something_else_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:

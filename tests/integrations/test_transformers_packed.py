@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
@@ -169,6 +170,15 @@ def test_qwen3_moe_in_fp8_is_the_layer_that_its_format_means(checkpoint: Path, m
     assert torch.equal(in_use(model, "gate_up_proj")[0].float(), half)
     assert torch.equal(in_use(model, "down_proj_scale_inv")[0], stored[f"{first}down_proj.weight_scale_inv"])
     tokens, logits = generate(model)
+    rows, ids, shares = (
+        torch.randn(5, 256).bfloat16(),
+        torch.tensor([[0, 1], [3, 2], [1, 3], [0, 2], [2, 3]]),
+        torch.rand(5, 2),
+    )
+    experts = model.model.layers[0].mlp.experts
+    with torch.no_grad():
+        found, expected = (run(rows, ids, shares).float() for run in (experts, partial(composed, experts)))
+    assert (found - expected).norm() < 4e-3 * expected.norm()  # of bfloat16's roundings
     interface = import_module("transformers.integrations.finegrained_fp8").FP8ExpertsInterface
     monkeypatch.setitem(interface._global_mapping, "composed", composed)
     model.set_experts_implementation("composed")

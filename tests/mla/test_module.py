@@ -115,6 +115,14 @@ def test_chunks_over_a_cache(device: str, paged: bool, absorbed: bool | None, mo
         lengths = lengths + tokens
 
 
+def test_pages_that_no_sequence_reached_are_not_read() -> None:
+    module, x = make(), torch.randn(2, 1, DIM)
+    cache, lengths = torch.randn(3, 16, 576), torch.tensor([20, 3], dtype=torch.int32)
+    options = {"block_table": torch.tensor([[0, 1], [2, 10**6]], dtype=torch.int32)}
+    found, expected = (module(x, cache, lengths, **options, absorbed=absorbed) for absorbed in (False, True))
+    assert (found - expected).norm() < 1e-5 * expected.norm()
+
+
 def test_gradients_are_those_of_the_formula() -> None:
     module, x = make(q_rank=48), torch.randn(1, 9, DIM)
     module.requires_grad_()
