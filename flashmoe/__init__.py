@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from flashmoe.integrations.torch_attention import activate, activated, deactivate, is_active
     from flashmoe.layers.api import linear, patch_linear
     from flashmoe.mla.api import mla_decode
+    from flashmoe.mla.module import MLA
     from flashmoe.moe.api import fused_moe, grouped_mm, topk_route
     from flashmoe.moe.module import MoE
 
@@ -50,6 +51,7 @@ _LAZY = {
     "is_active": "flashmoe.integrations.torch_attention",
     "linear": "flashmoe.layers.api",
     "patch_linear": "flashmoe.layers.api",
+    "MLA": "flashmoe.mla.module",
     "MoE": "flashmoe.moe.module",
     "fused_moe": "flashmoe.moe.api",
     "grouped_mm": "flashmoe.moe.api",
@@ -57,6 +59,7 @@ _LAZY = {
 }
 
 __all__ = [
+    "MLA",
     "Attention",
     "MoE",
     "__version__",

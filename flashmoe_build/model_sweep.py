@@ -122,7 +122,7 @@ def judge(kind: str) -> tuple[Check, dict[str, Any]]:
     import torch
     from transformers import CONFIG_MAPPING
 
-    from flashmoe.integrations.transformers_models import obstacle
+    from flashmoe.integrations.transformers.models import obstacle
 
     row: dict[str, Any] = {"model": kind}
     step = ""

@@ -39,7 +39,13 @@ CORE = ("tests/attention/test_extension.py", "tests/attention/test_checks.py", "
 # The last of 4.x; one of 5.x that looks no experts up by name; the last but one to take foreign names for continuous batching.
 # The lock has the newest.
 TRANSFORMERS = ("4.57.6", "5.5.4", "5.17.0")
-TRANSFORMERS_TESTS = ("tests/integrations/test_transformers.py", "tests/integrations/test_transformers_models.py")
+TRANSFORMERS_TESTS = (
+    "tests/integrations/test_transformers.py",
+    "tests/integrations/test_transformers_cache.py",
+    "tests/integrations/test_transformers_latents.py",
+    "tests/integrations/test_transformers_models.py",
+    "tests/integrations/test_transformers_packed.py",
+)
 THREADS = 2
 INSTALL_LIMIT = 1800  # seconds
 TEST_LIMIT = 900

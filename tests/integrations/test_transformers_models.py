@@ -10,7 +10,7 @@ from torch import nn
 
 from flashmoe.errors import ArgumentError
 from flashmoe.integrations.transformers import NAME, register
-from flashmoe.integrations.transformers_models import obstacle
+from flashmoe.integrations.transformers.models import obstacle
 
 transformers = pytest.importorskip("transformers")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from dataclasses import dataclass, replace
 from typing import Any
@@ -78,10 +79,13 @@ def make(
 
 
 def assert_same(layer: Layer) -> None:
-    out = layer()
-    expected = layer.in_bfloat16()
+    assert_equal(layer(), layer.in_bfloat16())
+
+
+def assert_equal(out: Tensor, expected: Tensor) -> None:
+    """NaN equals NaN, and infinities are no large numbers."""
     assert torch.equal(out.isnan(), expected.isnan())
-    assert torch.equal(out.nan_to_num(0.0), expected.nan_to_num(0.0))
+    assert torch.equal(out.masked_fill(out.isnan(), 0.0), expected.masked_fill(expected.isnan(), 0.0))
 
 
 @pytest.mark.parametrize(
@@ -111,41 +115,44 @@ def test_tiles_have_the_bits_of_the_kernel_for_few_rows(tokens: int, monkeypatch
     assert torch.equal(layer()[:8], few)
 
 
-@pytest.mark.parametrize("tokens", [4, 200], ids=["few rows", "tiles"])
-def test_every_code_times_every_scale(device: str, tokens: int) -> None:
-    """Row n of w13's gate has scale n and all codes twice; tokens are unit vectors, so that each weight comes out alone."""
-    scales = torch.arange(256, dtype=torch.uint8)[None, :, None].to(device)
-    codes = torch.tensor([(2 * i % 16) + (2 * i + 1) % 16 * 16 for i in range(16)], dtype=torch.uint8, device=device)
-    w13 = torch.cat((codes.expand(1, 256, 16), torch.zeros(1, 256, 16, dtype=torch.uint8, device=device)), 1)
-    w13_scale = torch.cat((scales, torch.full_like(scales, 127)), 1)
-    ones = torch.zeros(1, 512, dtype=torch.bfloat16, device=device)
-    ones[:, 256:] = 1.0  # of up, whose weights are zeros
-    x = torch.eye(32, dtype=torch.bfloat16, device=device)[torch.arange(tokens, device=device) % 32]
-    w2 = torch.zeros(1, 256, 128, dtype=torch.uint8, device=device)
-    column = torch.arange(256, device=device)
-    w2[0, column, column // 2] = torch.where(column % 2 == 0, 2, 32).to(torch.uint8)  # the unit matrix
-    ids = torch.zeros(tokens, 1, dtype=torch.int32, device=device)
-    given: dict[str, Any] = {"b13": ones, "activation": "reglu", "w13_scale": w13_scale}
-    layer = flashmoe.fused_moe(
-        x,
-        w13,
-        w2[:, :32],
-        torch.ones(tokens, 1, device=device),
-        ids,
-        **given,
-        w2_scale=torch.full((1, 32, 8), 127).byte().to(device),
+@pytest.mark.parametrize("which", ["w13", "w2"])
+@pytest.mark.parametrize("repeats", [1, 20], ids=["few rows", "tiles"])
+def test_every_code_times_every_scale(device: str, repeats: int, which: str) -> None:
+    """Expert e has scale e and one weight that is not zero, of each code in turn, in either half of a byte: the result is that weight."""
+    experts, width = 256, 32
+    scales = (
+        torch.arange(experts, dtype=torch.uint8, device=device)[:, None, None].expand(experts, width, 1).contiguous()
     )
-    expected = flashmoe.fused_moe(
-        x,
-        formats.as_bfloat16(w13, w13_scale),
-        formats.as_bfloat16(w2[:, :32], torch.full((1, 32, 8), 127, device=device)),
-        torch.ones(tokens, 1, device=device),
-        ids,
-        b13=ones,
-        activation="reglu",
-    )
-    assert torch.equal(layer.isnan(), expected.isnan())
-    assert torch.equal(layer.nan_to_num(0.0), expected.nan_to_num(0.0))
+    even = torch.full_like(scales, 127)
+    zeros = torch.zeros(experts, width, width // 2, dtype=torch.uint8, device=device)
+    units, row = zeros.clone(), torch.arange(width, device=device)
+    units[:, row, row // 2] = torch.where(row % 2 == 0, 2, 32).to(torch.uint8)
+    # The gate is 1, so that up comes through with its sign.
+    bias = torch.cat((torch.ones(experts, width), torch.zeros(experts, width)), 1).to(device, torch.bfloat16)
+    options: dict[str, Any] = {"b13": bias, "activation": "reglu"}
+    ids = torch.arange(experts, dtype=torch.int32, device=device).repeat(repeats)[:, None]
+    routing = (torch.ones(len(ids), 1, device=device), ids)
+    eye, even_gate = torch.eye(width, dtype=torch.bfloat16, device=device), torch.cat((zeros, zeros), 2).bfloat16()
+    for code, column in itertools.product(range(16), (6, 7)):
+        codes = zeros.clone()
+        codes[:, 0, column // 2] = code << (4 * (column % 2))
+        numbers = formats.as_bfloat16(codes[:, 0], scales[:, 0])[:, column]
+        weights = torch.where(scales == formats.NAN, torch.nan, 0.0).bfloat16().repeat(1, 1, width)
+        weights[:, 0, column] = numbers
+        x = eye[[column] * len(ids)]
+        if which == "w13":
+            packed = (torch.cat((zeros, codes), 1), units, torch.cat((even, scales), 1), even)
+            in_16_bits = (torch.cat((even_gate, weights), 1), eye.expand(experts, -1, -1))
+        else:
+            packed = (torch.cat((zeros, units), 1), codes, torch.cat((even, even), 1), scales)
+            in_16_bits = (torch.cat((even_gate, eye.expand(experts, -1, -1)), 1), weights)
+        out = flashmoe.fused_moe(x, *packed[:2], *routing, **options, w13_scale=packed[2], w2_scale=packed[3])
+        assert_equal(out, flashmoe.fused_moe(x, *in_16_bits, *routing, **options))
+        found = out[:, 0].view(repeats, experts)
+        held = (numbers.abs() >= 2.0**-126) | (numbers == 0)  # what is smaller may become zero in a sum
+        assert_equal(found[:, held], numbers[held].expand(repeats, -1))
+        assert found[:, formats.NAN].isnan().all()
+        assert found[:, 254].isinf().all() == (code % 8 >= 4)  # 2^127 times 2 and more
 
 
 def test_dequantize_is_the_formats_definition() -> None:

@@ -1,20 +1,8 @@
-"""flashmoe in Hugging Face transformers: attention and experts, by transformers' own registries.
-
-    from flashmoe.integrations.transformers import register
-    names = register()
-    model = AutoModelForCausalLM.from_pretrained(..., attn_implementation=names.attention, experts_implementation=names.experts)
-
-Nothing that transformers computes is patched; a model that cannot take attention by name is refused (transformers_models.py). transformers
-takes every attention whose name contains "flash" for a library that it should import, so the name here is "fmoe". Which of its registries
-take foreign names differs from version to version: :func:`register` finds out.
-"""
+"""What transformers' layers call for their masks and their attention."""
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
-from dataclasses import dataclass
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -27,9 +15,8 @@ from flashmoe.attn.api import attention
 from flashmoe.attn.arguments import DTYPES
 from flashmoe.attn.options import Window
 from flashmoe.errors import ArgumentError, FlashmoeError
-from flashmoe.integrations.transformers_models import check_models
-from flashmoe.moe.api import fused_moe
-from flashmoe.moe.options import Activation
+from flashmoe.integrations.transformers.codes import ScaledCodes
+from flashmoe.integrations.transformers.latents import Latents
 
 NAME = "fmoe"
 PAGED_NAME = f"paged|{NAME}"
@@ -42,54 +29,6 @@ NO_WEIGHTS = (
 WINDOW_MODELS = frozenset(
     {"mistral", "mixtral", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "gemma2", "gemma3_text", "gpt_oss", "phi3"}
 )
-
-
-@dataclass(frozen=True)
-class Registered:
-    """What to ask transformers for. ``experts`` and ``paged`` are None where this version of transformers takes no foreign name."""
-
-    attention: str
-    experts: str | None  # None up to 4.57, which has no registry, and in 5.x before it looked names up there
-    paged: str | None  # continuous batching; None up to 4.57, and from 5.19 on, which takes names of its own alone
-
-
-def register() -> Registered:
-    """Make flashmoe known to transformers as an attention and an experts implementation; a second call changes nothing.
-
-    Raises ArgumentError where transformers is not installed or has no registry of attention functions.
-    """
-    try:
-        from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
-        from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, PreTrainedModel
-    except ImportError as error:
-        msg = f"transformers cannot be used ({error}); install transformers 4.57 or later"
-        raise ArgumentError(msg) from error
-    ALL_ATTENTION_FUNCTIONS.register(NAME, attention_forward)
-    ALL_MASK_ATTENTION_FUNCTIONS.register(NAME, attention_mask)
-    check_models(PreTrainedModel, frozenset({NAME, PAGED_NAME}))
-    is_paged = "paged|sdpa" in ALL_ATTENTION_FUNCTIONS.valid_keys()  # then every "paged|..." is looked up
-    if is_paged:
-        ALL_ATTENTION_FUNCTIONS.register(PAGED_NAME, paged_attention_forward)
-    return Registered(NAME, _register_experts(), PAGED_NAME if is_paged else None)
-
-
-def _register_experts() -> str | None:
-    from transformers import PreTrainedModel
-
-    nobody: Any = PreTrainedModel  # for a self that is not looked at
-    try:
-        from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
-    except ImportError:
-        return None
-    ALL_EXPERTS_FUNCTIONS.register(NAME, experts_forward)
-    try:
-        PreTrainedModel.get_correct_experts_implementation(nobody, NAME)
-    except ValueError:  # versions that know their own names by heart
-        return None
-    return NAME
-
-
-# Attention
 
 
 def attention_mask(
@@ -156,8 +95,8 @@ def _lengths_of_static_cache(
 def attention_forward(
     module: nn.Module,
     query: Tensor,
-    key: Tensor,
-    value: Tensor,
+    key: Any,
+    value: Any,
     attention_mask: Tensor | None,
     dropout: float = 0.0,
     scaling: float | None = None,
@@ -174,6 +113,13 @@ def attention_forward(
     not read. What flashmoe lacks (dropout, a position bias, float32 on a GPU) goes to transformers' SDPA attention, and
     FLASHMOE_FALLBACK says what then happens.
     """
+    if isinstance(key, (Latents, ScaledCodes)):
+        if dropout == 0.0 and position_bias is None and options.get("cu_seq_lens_q") is None:
+            stored = (query, key, value, attention_mask)
+            found = _attend_stored(module, *stored, scaling, is_causal, sliding_window, softcap, s_aux)
+            if found is not None:
+                return found, None
+        key, value = key.expand() if isinstance(key, Latents) else (key.dequantized(), value.dequantized())
     # Looking for obstacles takes longer than the call: outside of a compiler only for what the operators would not refuse.
     if is_compiling() or dropout != 0.0 or position_bias is not None or not _has_kernels(query):
         obstacle = _obstacle(query, key, value, dropout, position_bias)
@@ -280,6 +226,52 @@ def _attend(
     return heads_inside
 
 
+def _attend_stored(
+    module: nn.Module,
+    query: Tensor,
+    key: Latents | ScaledCodes,
+    value: Any,
+    mask: Tensor | None,
+    scaling: float | None,
+    is_causal: bool | None,
+    sliding_window: int | None,
+    softcap: float | None,
+    s_aux: Tensor | None,
+) -> Tensor | None:
+    """Over keys in the form in which a cache holds them; None where no kernel reads them so."""
+    if isinstance(key, Latents):
+        is_static = mask is not None and mask.dtype == torch.int32
+        if (
+            query.shape[2] > 1
+            or softcap
+            or s_aux is not None
+            or sliding_window is not None
+            or not (mask is None or is_static)
+        ):
+            return None
+        scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+        return key.attend(query, scale, None if mask is None else mask.view(-1))
+    if mask is not None:
+        return None
+    causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal) and query.shape[2] > 1
+    out = varlen.attend(
+        query if query.stride(-1) == 1 else query.contiguous(),
+        key.codes,
+        value.codes,
+        seqused_k=key.lengths,
+        causal=causal,
+        scale=scaling,
+        window=None if sliding_window is None else (sliding_window - 1, -1),
+        softcap=float(softcap or 0.0),
+        sinks=None if s_aux is None else s_aux.float(),
+        k_scale=key.scale,
+        v_scale=value.scale,
+        return_lse=False,
+    )
+    heads_inside: Tensor = out.transpose(1, 2).contiguous()  # type: ignore[union-attr]
+    return heads_inside
+
+
 def _attend_packed(
     query: Tensor,
     key: Tensor,
@@ -379,88 +371,3 @@ def paged_attention_forward(
         scale=scaling,
     )
     return out.unsqueeze(0), None
-
-
-# Experts
-
-_PROBE_ROWS = 64
-_PROBE_WIDTH = 8
-
-
-def _gates() -> dict[Activation, Callable[[Tensor, Tensor], Tensor]]:
-    """What the activations of fused_moe do to a gate and an up value, as torch operations."""
-    functional = nn.functional
-
-    def clamped(gate: Tensor, up: Tensor) -> Tensor:
-        gate, up = gate.clamp(max=7.0), up.clamp(-7.0, 7.0)
-        return gate * torch.sigmoid(1.702 * gate) * (up + 1.0)
-
-    return {
-        "swiglu": lambda gate, up: functional.silu(gate) * up,
-        "geglu": lambda gate, up: functional.gelu(gate) * up,
-        "geglu_tanh": lambda gate, up: functional.gelu(gate, approximate="tanh") * up,
-        "reglu": lambda gate, up: functional.relu(gate) * up,
-        "clamped_swiglu": clamped,
-    }
-
-
-GATES = MappingProxyType(_gates())
-
-
-def recognise_gate(experts: Any) -> Activation:
-    """Which activation of fused_moe the module's own gate is, found by comparing values.
-
-    Raises ArgumentError, with the module's name, for a gate that is none of them.
-    """
-    if not getattr(experts, "has_gate", True):
-        msg = f"{type(experts).__name__} has no gate; fused_moe computes gated experts only; use another experts implementation"
-        raise ArgumentError(msg)
-    generator = torch.Generator().manual_seed(0)
-    gate, up = (8 * torch.randn(_PROBE_ROWS, _PROBE_WIDTH, generator=generator) for _ in range(2))
-    if getattr(experts, "is_concatenated", True):
-        joined = torch.cat((gate, up), dim=-1)
-    else:
-        joined = torch.stack((gate, up), dim=-1).flatten(-2)
-    with torch.no_grad():
-        found = experts._apply_gate(joined)
-    for name, function in GATES.items():
-        if torch.allclose(found, function(gate, up), rtol=1e-4, atol=1e-4):
-            return name
-    msg = (
-        f"the gate of {type(experts).__name__} is none that fused_moe computes ({', '.join(GATES)}); "
-        "use experts_implementation='grouped_mm' for this model"
-    )
-    raise ArgumentError(msg)
-
-
-def experts_forward(experts: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-    """hidden_states [T, H], top_k_index and top_k_weights [T, k]; an index of num_experts or more means no expert here."""
-    activation = getattr(experts, "_flashmoe_gate", None)
-    if activation is None:
-        activation = recognise_gate(experts)
-        experts._flashmoe_gate = activation
-    w13, w2 = experts.gate_up_proj, experts.down_proj
-    if w13.dtype == torch.float32 and w13.device.type == "cuda":
-        from transformers.integrations.moe import grouped_mm_experts_forward
-
-        fallback.note_fallback("float32 experts have no CUDA kernel")
-        slow: Tensor = grouped_mm_experts_forward(experts, hidden_states, top_k_index, top_k_weights)
-        return slow
-    has_bias = getattr(experts, "has_bias", False)
-    try:
-        out = fused_moe(
-            hidden_states.to(w13.dtype),
-            w13,
-            w2,
-            top_k_weights if top_k_weights.dtype == w13.dtype else top_k_weights.float(),
-            top_k_index,
-            b13=experts.gate_up_proj_bias if has_bias else None,
-            b2=experts.down_proj_bias if has_bias else None,
-            activation=activation,
-            layout="concat" if getattr(experts, "is_concatenated", True) else "interleaved",
-            transposed=getattr(experts, "is_transposed", False),
-        )
-    except FlashmoeError as error:
-        msg = f"{type(experts).__name__} cannot run on flashmoe: {error}; use experts_implementation='grouped_mm' for this model"
-        raise type(error)(msg) from error
-    return out.to(hidden_states.dtype)
