@@ -139,7 +139,7 @@ def attention_with_kvcache(
                 e4m3.append(given_cache, k_scale, v_scale)
             else:
                 e4m3.check_unscaled(k_scale, v_scale, k_cache)
-                _append_checked(*given_cache)
+                append_checked(*given_cache)
             used = cache_seqlens + k_new.shape[2]
         return attend(
             q,
@@ -161,9 +161,15 @@ def attention_with_kvcache(
             return_lse=return_lse,
         )
     except FlashmoeError as error:
-        if is_compiling() or "seqused_k" not in str(error):
+        if is_compiling() or _by_our_name(error) is error:
             raise
-        raise type(error)(str(error).replace("seqused_k", "cache_seqlens")) from error
+        raise _by_our_name(error) from error
+
+
+def _by_our_name(error: FlashmoeError) -> FlashmoeError:
+    """The operators know the lengths as seqused_k."""
+    text = str(error)
+    return type(error)(text.replace("seqused_k", "cache_seqlens")) if "seqused_k" in text else error
 
 
 def _room(pages: Tensor, block_table: Tensor) -> int:
@@ -174,7 +180,8 @@ def _room(pages: Tensor, block_table: Tensor) -> int:
         return 0
 
 
-def _append_checked(*given: Any) -> None:
+def append_checked(*given: Any) -> None:
+    """k_cache, v_cache, k_new, v_new, cache_seqlens, block_table."""
     try:
         _append(*given)
     except Exception as error:
@@ -183,6 +190,8 @@ def _append_checked(*given: Any) -> None:
         cause = arguments.explain_append(error, *given)
         if cause is error and transforms_are_active() and not isinstance(error, FlashmoeError):
             cause = ArgumentError(NO_TRANSFORM_APPENDS)
+        if isinstance(cause, FlashmoeError):
+            cause = _by_our_name(cause)
         if cause is error:
             raise
         raise cause from error

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from flashmoe.attn.api import attention
 from flashmoe.attn.arguments import DTYPES, MAX_HEAD_DIM
-from flashmoe.attn.kvcache import attention_with_kvcache
+from flashmoe.attn.kvcache import append_checked, attention_with_kvcache
 from flashmoe.attn.merge import merge_attention
 from flashmoe.checks import check_flag, check_input_dtype, check_parameter_dtype, check_size, shape_of
 from flashmoe.compat.rotary import rotate
@@ -18,6 +18,7 @@ from flashmoe.mla.api import VALUE_DIM, mla_decode
 
 LATENT_DIM, ROTARY_DIM = VALUE_DIM, 64
 WIDTH = LATENT_DIM + ROTARY_DIM
+APPENDED = (384, 192)  # columns, of "keys" and "values" to the operator that appends
 # Of new tokens with a cache, up to which their queries are multiplied into the latent space. Expanding a key costs 2 x 512 x 256
 # products a head, which scores over 1088 columns instead of 320 exceed from 170 tokens on.
 MOST_ABSORBED = 128
@@ -136,8 +137,8 @@ class MLA(nn.Module):
         if cache_seqlens is not None:
             positions = positions + cache_seqlens[:, None]
         q, latents = self._project(x, positions)
-        if cache is not None:
-            _append(cache, latents, positions, block_table)
+        if cache is not None and cache_seqlens is not None:
+            _append(cache, latents, cache_seqlens, block_table)
         if absorbed if absorbed is not None else cache is not None and tokens <= MOST_ABSORBED:
             out = self._attend_absorbed(q, latents, cache, cache_seqlens, block_table)
         else:
@@ -228,15 +229,10 @@ class MLA(nn.Module):
         return f"dim={self.dim}, heads={self.heads}, q_rank={self.q_rank}, nope_dim={self.nope_dim}, value_dim={self.value_dim}"
 
 
-def _append(cache: Tensor, latents: Tensor, positions: Tensor, block_table: Tensor | None) -> None:
-    """Write latents [B, S, 576] at positions [B, S], in place."""
-    room = cache.shape[1] * (1 if block_table is None else block_table.shape[1])
-    if cache.device.type == "cpu" and positions.numel() > 0 and int(positions.max()) >= room:
-        msg = f"the cache has room for {room} keys of a sequence; {int(positions.max()) + 1} are needed; allocate a longer one"
-        raise ArgumentError(msg)
+def _append(cache: Tensor, latents: Tensor, cache_seqlens: Tensor, block_table: Tensor | None) -> None:
+    """Write latents [B, S, 576] behind the cache_seqlens that there are, in place, as three heads of 128 columns and three of 64."""
+    columns = [tensor.split(APPENDED, -1) for tensor in (cache, latents)]
+    (k, v), (k_new, v_new) = ([part.unflatten(2, (3, -1)) for part in parts] for parts in columns)
     if block_table is None:
-        sequences = torch.arange(len(latents), device=latents.device)[:, None]
-        cache[sequences, positions] = latents
-    else:
-        pages = block_table.gather(1, positions // cache.shape[1])
-        cache[pages.long(), positions % cache.shape[1]] = latents
+        k, v = k.transpose(1, 2), v.transpose(1, 2)
+    append_checked(k, v, k_new.transpose(1, 2), v_new.transpose(1, 2), cache_seqlens, block_table)

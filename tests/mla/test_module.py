@@ -187,7 +187,7 @@ CACHE, LENGTHS, X = torch.zeros(2, 8, 576), torch.zeros(2, dtype=torch.int32), t
             DtypeError,
             "cache is torch.bfloat16 and the layer's parameters torch.float32",
         ),
-        ((X, CACHE, LENGTHS + 6), ArgumentError, "room for 8 keys of a sequence; 9 are needed"),
+        ((X, CACHE, LENGTHS + 6), ArgumentError, "room for 8 keys; 6 are there and 3 are new"),
         ((X, CACHE, LENGTHS.long()), DtypeError, "cache_seqlens must be torch.int32"),
     ],
     ids=range(8),
