@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import Any
 
 SIZES = {
-    **{"vocab_size": 256, "hidden_size": 128, "intermediate_size": 192, "num_hidden_layers": 2, "num_attention_heads": 4},
-    **{"num_key_value_heads": 2, "head_dim": 32, "max_position_embeddings": 512, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2},
+    "vocab_size": 256, "hidden_size": 128, "intermediate_size": 192, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 32, "max_position_embeddings": 512, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
 }  # fmt: skip
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "dense": ("Qwen3Config", {}),
@@ -32,7 +32,12 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 TOKENS = 24
 LIMITS = {"float32": 1e-3, "float16": 5e-2, "bfloat16": 0.2}  # of a log-probability
-ENVIRONMENT = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_LOGGING_LEVEL": "WARNING", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"}
+ENVIRONMENT = {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_LOGGING_LEVEL": "WARNING",
+    "VLLM_NO_USAGE_STATS": "1",
+    "HF_HUB_OFFLINE": "1",
+}
 BLOCK = 32  # vLLM's own attention on CPUs takes no less
 
 
@@ -117,7 +122,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
         save_model(options.model, Path(scratch) / "model")
         for backend in ("", "CUSTOM"):  # a process each: vLLM keeps state
             file = Path(scratch) / f"{backend or 'own'}.json"
-            command = [sys.executable, "-m", "flashmoe_build.engines.serve", "--dtype", options.dtype, "--engine", f"{scratch}/model", backend, str(file)]
+            command = [
+                sys.executable,
+                "-m",
+                "flashmoe_build.engines.serve",
+                "--dtype",
+                options.dtype,
+                "--engine",
+                f"{scratch}/model",
+                backend,
+                str(file),
+            ]
             wanted = {"FLASHMOE_VLLM_EXPERTS": "1" if backend else "0", "VLLM_CPU_KVCACHE_SPACE": "1"}
             subprocess.run(command, check=True, env={**os.environ, **ENVIRONMENT, **wanted})
             results[backend] = json.loads(file.read_text(encoding="utf-8"))

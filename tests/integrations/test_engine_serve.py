@@ -32,7 +32,13 @@ def test_tokens_count_up_to_the_first_other_one() -> None:
     ],
 )
 def test_a_run_passes_where_flashmoe_ran_and_gave_the_same(
-    model: str, dtype: str, token: int, value: float, calls: tuple[int, int], verdict: int, monkeypatch: pytest.MonkeyPatch
+    model: str,
+    dtype: str,
+    token: int,
+    value: float,
+    calls: tuple[int, int],
+    verdict: int,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def run(command: list[str], **options: Any) -> None:
         is_ours = command[-2] == "CUSTOM"
