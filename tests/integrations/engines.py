@@ -1,4 +1,4 @@
-"""vLLM and SGLang for tests that have neither: small stand-ins with the signatures of the recorded contract.
+"""vLLM for tests that do not have it: small stand-ins with the signatures of the recorded contract.
 
 With ``FLASHMOE_ENGINE_SOURCES`` (build/engines, where ``./nox -s engines`` leaves what it read), vLLM's own backend.py, registry.py and
 selector.py take the place of the stand-ins; what these import and do not need here is a mock.
@@ -12,7 +12,7 @@ import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -377,79 +377,3 @@ def installed(modules: dict[str, ModuleType], package: str) -> Iterator[None]:
     with mock.patch.dict(sys.modules, modules):
         yield
     sys.modules.update(before)
-
-
-# SGLang
-
-
-class SglangBackend:
-    """What the base class adds."""
-
-
-@dataclass
-class KVWriteLoc:
-    loc: Tensor
-    swa_loc: Tensor | None = None
-
-
-@dataclass
-class Mode:
-    kind: str = "extend"
-
-    def is_idle(self) -> bool:
-        return self.kind == "idle"
-
-    def is_decode(self) -> bool:
-        return self.kind == "decode"
-
-    def is_target_verify(self) -> bool:
-        return self.kind == "verify"
-
-
-@dataclass
-class Pool:
-    """Keys and values [slots, kv heads, D] of one layer."""
-
-    keys: Tensor
-    values: Tensor
-    written: list[Any] = field(default_factory=list)
-
-    def get_key_buffer(self, layer_id: int) -> Tensor:
-        return self.keys
-
-    def get_value_buffer(self, layer_id: int) -> Tensor:
-        return self.values
-
-    def set_kv_buffer(
-        self,
-        layer: Any,
-        loc_info: KVWriteLoc,
-        cache_k: Tensor,
-        cache_v: Tensor,
-        k_scale: Any = None,
-        v_scale: Any = None,
-    ) -> None:
-        for cached, new, scale in ((self.keys, cache_k, k_scale), (self.values, cache_v, v_scale)):
-            cached[loc_info.loc] = (new if scale is None else new / scale).to(cached.dtype)
-
-
-def sglang_stand_ins() -> dict[str, ModuleType]:
-    backends: dict[str, Any] = {}
-    choices: list[str] = []
-    srt = "sglang.srt"
-
-    def register(name: str) -> Any:
-        return lambda function: backends.setdefault(name, function)
-
-    names = {
-        f"{srt}.server_args": module(f"{srt}.server_args", ATTENTION_BACKEND_CHOICES=choices, add_attention_backend_choices=choices.extend),
-        f"{srt}.layers.attention.attention_registry": module(
-            f"{srt}.layers.attention.attention_registry", ATTENTION_BACKENDS=backends, register_attention_backend=register
-        ),
-        f"{srt}.layers.attention.base_attn_backend": module(f"{srt}.layers.attention.base_attn_backend", AttentionBackend=SglangBackend),
-        f"{srt}.mem_cache.memory_pool": module(f"{srt}.mem_cache.memory_pool", KVWriteLoc=KVWriteLoc),
-    }  # fmt: skip
-    for folder in ("sglang", srt, f"{srt}.layers", f"{srt}.layers.attention", f"{srt}.mem_cache"):
-        names[folder] = module(folder)
-    link(names)
-    return names

@@ -12,7 +12,7 @@ import torch
 
 from flashmoe.errors import ArgumentError
 from tests.integrations import engines
-from tests.integrations.engines import Mode, Pool
+from tests.integrations.sglang_stand_ins import KVWriteLoc, Mode, Pool, sglang_stand_ins
 from tests.integrations.test_vllm import reference
 
 HEADS, KV_HEADS, D, SLOTS = 4, 2, 16, 128
@@ -25,7 +25,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 @pytest.fixture
 def plugin() -> Iterator[Any]:
-    with engines.installed(engines.sglang_stand_ins(), "flashmoe.integrations.sglang"):
+    with engines.installed(sglang_stand_ins(), "flashmoe.integrations.sglang"):
         yield importlib.import_module("flashmoe.integrations.sglang")
 
 
@@ -88,9 +88,7 @@ def test_a_step_over_sglangs_pool_is_attention(plugin: Any, device: str, form: s
     )
     keys, values = ([random(b + n, KV_HEADS, D) for b, n in zip(befores, news, strict=True)] for _ in range(2))
     for request, before, k, v in zip(requests, befores, keys, values, strict=True):
-        pool.set_kv_buffer(
-            layer, engines.KVWriteLoc(table[request, :before].long()), k[:before], v[:before], scale, scale
-        )
+        pool.set_kv_buffer(layer, KVWriteLoc(table[request, :before].long()), k[:before], v[:before], scale, scale)
     plugin.register()
     registry = importlib.import_module("sglang.srt.layers.attention.attention_registry")
     backend = registry.ATTENTION_BACKENDS["flashmoe"](runner_of(pool, table, page_size))

@@ -117,6 +117,14 @@ def test_other_experts_stay_vllms_or_are_refused(
         experts.FlashmoeExpertsMethod(config)
 
 
+def test_a_vllm_whose_experts_have_no_kernel_on_a_cpu_keeps_them(experts: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(experts.current_platform, "capability", None)
+    assert experts.FlashmoeExpertsMethod(MoEConfig(in_dtype=torch.float32)).experts_cls is experts.FlashmoeExperts
+    monkeypatch.setattr(engines.ExpertsMethod, "is_monolithic", True, raising=False)
+    with pytest.warns(UserWarning, match="one with their router"):
+        assert experts.FlashmoeExpertsMethod(MoEConfig()).experts_cls is None
+
+
 def test_numbers_that_come_with_the_layer_are_not_dropped(experts: Any) -> None:
     with pytest.raises(ArgumentError, match=r"gemm1_clamp_limit is 5\.0"):
         experts.FlashmoeExperts(MoEConfig(), QuantConfig(gemm1_clamp_limit=5.0))

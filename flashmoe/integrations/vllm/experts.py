@@ -1,6 +1,6 @@
 """vLLM's experts in 16 bits by ``flashmoe.fused_moe``, between its own prepare and finalise steps (data and expert parallel included).
 
-Experimental: not yet run on a GPU inside of vLLM. FLASHMOE_VLLM_EXPERTS=1 asks for it.
+Experimental: run inside of vLLM on CPUs, not on a GPU. FLASHMOE_VLLM_EXPERTS=1 asks for it.
 """
 
 from __future__ import annotations
@@ -142,6 +142,8 @@ def gate_obstacle(activation: Any, quant_config: Any) -> str | None:
 
 def obstacle(moe: Any) -> str | None:
     """Why fused_moe cannot compute these experts; None where it can."""
+    if current_platform.is_cpu() and "is_monolithic" in vars(UnquantizedFusedMoEMethod):  # up to 0.28 at the most
+        return "this vLLM's experts on a CPU are one with their router"
     is_supported, reason = FlashmoeExperts.is_supported_config(
         FlashmoeExperts, moe, None, None, FusedMoEActivationFormat.Standard
     )
