@@ -156,7 +156,7 @@ def test_files_that_the_commit_does_not_make(
     assert all(line.isprintable() for line in capsys.readouterr().out.splitlines())
 
 
-@pytest.mark.parametrize("text", ["{}", "not JSON", "[" * 100_000])
+@pytest.mark.parametrize("text", ["{}", "not JSON", "[" * 100_000, '{"a": 1, "a": 2}'])
 def test_another_bill_of_materials(make_wheel: WheelMaker, clone: Path, text: str) -> None:
     bill = f"flash_moe-{version_here(clone)}.dist-info/sboms/flashmoe.cdx.json"
     assert only_failure(checked(make_wheel(files={bill: text}), clone)).name == "bill of materials"
@@ -288,6 +288,7 @@ def test_a_wheel_for_the_cpu_only(workshop: Workshop, make_wheel: WheelMaker, cl
 
 WRONG: dict[str, Any] = {
     "no object": [],
+    "a key twice": '{"schema": "flashmoe.provenance/1", "commit": "a", "commit": "b"}',
     "deep": "[" * 100_000,
     "not JSON": "{",
     "another schema": {"schema": "other"},
