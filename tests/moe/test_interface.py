@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -256,6 +257,26 @@ def test_opcheck(case: Case, device: str) -> None:
         eager = ("test_schema", "test_faketensor")
         consuming = operators._fused_moe_backward_consuming.default
         torch.library.opcheck(consuming, (*layer, *words, wanted), test_utils=eager)
+
+
+@pytest.mark.parametrize("keeps", [False, True])
+def test_the_last_pass_of_a_graph_overwrites_what_it_kept(device: str, keeps: bool) -> None:
+    """And no other: a second pass needs the preactivation."""
+    inputs = make_inputs(SMALL, device=device)
+    called: list[str] = []
+
+    class Names(TorchDispatchMode):
+        def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            called.append(str(operator))
+            return operator(*args, **(kwargs or {}))
+
+    x = inputs.x.detach().requires_grad_()
+    out = flashmoe.fused_moe(
+        x, inputs.w13, inputs.w2, inputs.topk_weights, inputs.topk_ids, activation=SMALL.activation
+    )
+    with Names():
+        out.sum().backward(retain_graph=keeps)
+    assert any("_fused_moe_backward_consuming" in name for name in called) is not keeps
 
 
 @pytest.mark.parametrize("scoring", options.SCORINGS)
