@@ -33,7 +33,7 @@ from flashmoe_tools.report import Check, Report, Verdict
 from flashmoe_tools.verify.cli import Request, verify
 from flashmoe_tools.verify.content import read_wheel
 from flashmoe_tools.verify.errors import VerifyError
-from flashmoe_tools.verify.files import LINKS
+from flashmoe_tools.verify.files import LINKS, expected_content
 from flashmoe_tools.verify.rebuild import build_environment, compare, find_compiler, rebuild
 from flashmoe_tools.verify.repository import Clone, Objects, find_clone
 from flashmoe_tools.verify.signature import judge_statement
@@ -470,6 +470,26 @@ def test_a_commit_without_what_a_build_needs_is_none_of_ours(
     assert main(["verify", str(wheel), "--root", str(root)]) == 1
     told = capsys.readouterr()
     assert gone in told.out + told.err
+
+
+def test_a_clone_without_the_commits_tree_is_told(clone: Path, tmp_path: Path) -> None:
+    root = Path(shutil.copytree(clone, tmp_path / "clone"))
+    head, tree = git(root, "rev-parse", "HEAD"), git(root, "rev-parse", "HEAD^{tree}")
+    (root / ".git" / "objects" / tree[:2] / tree[2:]).unlink()
+    with pytest.raises(VerifyError, match=f"only a part of commit {head[:12]}"):
+        Objects(clone_of(root), tmp_path / "objects.git").commit(head)
+
+
+@pytest.mark.parametrize("gone", ["pyproject.toml", "flashmoe/_version.py"])
+def test_a_commit_without_a_version_is_named_as_none_of_ours(clone: Path, tmp_path: Path, gone: str) -> None:
+    root = Path(shutil.copytree(clone, tmp_path / "clone"))
+    git(root, "rm", "-q", gone)
+    git(root, "commit", "-q", "-m", "less")
+    objects = Objects(clone_of(root), tmp_path / "objects.git")
+    commit = objects.commit(git(root, "rev-parse", "HEAD"))
+    assert commit is not None
+    with pytest.raises(VerifyError, match=f"has no {gone}, so it is no commit of flashmoe"):
+        expected_content(objects, commit, frozenset())
 
 
 def test_a_root_that_is_no_clone_is_told(
