@@ -126,7 +126,7 @@ class Folder:
         python = sys.executable
         make = f"{python} -m flashmoe_build --archs none --library-only && "
         judge = f"{python} -m pytest -n 0 -q -x -p no:cacheprovider {tests}"
-        given = "FLASHMOE_LIBRARY=build/lib/libflashmoe.so " if self.library or self.build else ""
+        given = "FLASHMOE_LIBRARY=$PWD/build/lib/libflashmoe.so " if self.library or self.build else ""
         return (make if self.build else "") + given + judge
 
 
