@@ -250,6 +250,12 @@ def mutants(session: nox.Session) -> None:
 
 
 @nox.session
+def sanitize(session: nox.Session) -> None:
+    """Run the CPU tests with AddressSanitizer and UBSan in host code and CPU backend (-- --sample; -- tests/cpu/...)."""
+    program(session, locked(session, "test"), "flashmoe_build.sanitize", *session.posargs)
+
+
+@nox.session
 def lint(session: nox.Session) -> None:
     """Check sources, types, shell scripts, locks and generated text."""
     program(session, locked(session, "lint"), "flashmoe_build.lint", *session.posargs)

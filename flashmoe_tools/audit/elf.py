@@ -20,6 +20,7 @@ from flashmoe_tools.audit.errors import (
     ToolMissingError,
     UnreadableError,
 )
+from flashmoe_tools.audit.mapping import problem_of_mapping
 
 if TYPE_CHECKING:
     from elftools.elf.elffile import ELFFile
@@ -228,7 +229,12 @@ def read_elf(path: Path) -> ElfFacts:
         msg = f"{path.name} is {kind} for {elf['e_machine']}, not a shared object for x86-64 or AArch64"
         raise ForeignMachineError(msg, "audit the x86-64 or AArch64 shared object")
     try:
-        return _facts(path, elf, sha256=hashlib.sha256(content).hexdigest(), is_shared=kind == "ET_DYN")
+        facts = _facts(path, elf, sha256=hashlib.sha256(content).hexdigest(), is_shared=kind == "ET_DYN")
+        problem = problem_of_mapping(elf, content) if facts.is_shared else ""
+        if problem:
+            msg = f"{path.name}: the loader would see another file than its sections say: {problem}"
+            raise DamagedElfError(msg, "copy or build the file again; do not load this one")
+        return facts
     except (NoDynamicSymbolsError, DamagedElfError, ForeignMachineError):
         raise
     except Exception as error:  # the same: whatever pyelftools meets in a damaged table

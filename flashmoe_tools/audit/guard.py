@@ -40,9 +40,18 @@ def _unreadable(what: str, found: str, next_step: str) -> Check:
 
 
 def parse_json(content: bytes, what: str) -> Any:
-    """The value in a JSON text. Raises DamagedWheelError for everything else, too deep a nesting included."""
+    """The value in a JSON text. Raises DamagedWheelError for everything else, too deep a nesting and a key that stands twice (of which
+    readers take one or the other) included."""
     try:
-        return json.loads(content)
+        return json.loads(content, object_pairs_hook=_each_once)
     except (ValueError, RecursionError) as error:
         msg = f"{what} is not JSON that can be read ({type(error).__name__}: {error})"
         raise DamagedWheelError(msg, "build it again; do not edit what was built") from error
+
+
+def _each_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    held = dict(pairs)
+    if len(held) != len(pairs):
+        msg = f"one of {sorted(held)[:8]} stands twice"
+        raise ValueError(msg)
+    return held

@@ -142,8 +142,8 @@ def _problem_of_each(members: list[zipfile.ZipInfo]) -> str:
             return f"member {member.filename!r} points outside the wheel"
         if member.filename in seen:
             return f"member {member.filename!r} is in it twice"
-        if stat.S_ISLNK(member.external_attr >> 16):
-            return f"member {member.filename!r} is a symbolic link"
+        if stat.S_IFMT(member.external_attr >> 16) not in (0, stat.S_IFREG):
+            return f"member {member.filename!r} is a link or a device, not a file"
         if member.flag_bits & 1:
             return f"member {member.filename!r} is encrypted"
         if member.file_size > RATIO_FROM and member.file_size > MAX_RATIO * max(1, member.compress_size):

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import struct
 import zipfile
+import zlib
 from collections.abc import Iterator
 from pathlib import PurePosixPath
 from typing import BinaryIO
@@ -20,6 +21,8 @@ _END64 = struct.Struct("<4sQ2H2L4Q")
 _UTF8, _DESCRIPTOR = 0x800, 0x8
 _FILLED = 0xFFFF_FFFF  # a size that stands in the zip64 field instead
 _ZIP64 = 1
+_OTHER_NAME = 0x7075  # Info-ZIP's Unicode Path: a second name, which some readers take
+_PIECE = 1 << 16
 
 
 def problem_of_layout(stream: BinaryIO, members: list[zipfile.ZipInfo]) -> str:
@@ -89,7 +92,11 @@ def _local(stream: BinaryIO, at: int, member: zipfile.ZipInfo) -> tuple[int, str
     behind = _take(stream, at + _LOCAL.size, name + extra)
     if behind[:name] != _raw(member) or flags != member.flag_bits or method != member.compress_type:
         return 0, "its local header has another name, other flags or another method than the central one"
+    if any(kind == _OTHER_NAME for extra in (behind[name:], member.extra) for kind, _ in _fields(extra)):
+        return 0, "an extra field gives it a second name"
     packed, size = _sizes(behind[name:], packed, size)
+    if flags & _DESCRIPTOR and not _is_filled(stream, at + _LOCAL.size + name + extra, member):
+        return 0, "its compressed data end before the next member begins"
     at += _LOCAL.size + name + extra + member.compress_size
     stated, expected = (crc, packed, size), (member.CRC, member.compress_size, member.file_size)
     if not flags & _DESCRIPTOR:
@@ -110,12 +117,33 @@ def _descriptors(expected: tuple[int, int, int]) -> Iterator[bytes]:
             yield signature + struct.pack("<3L", *expected)
 
 
-def _sizes(extra: bytes, packed: int, size: int) -> tuple[int, int]:
-    """Packed and unpacked size with those that stand in the zip64 field of the local header."""
+def _fields(extra: bytes) -> Iterator[tuple[int, bytes]]:
     while len(extra) >= 4:
         kind, length = struct.unpack_from("<2H", extra)
-        field, extra = extra[4 : 4 + length], extra[4 + length :]
+        yield kind, extra[4 : 4 + length]
+        extra = extra[4 + length :]
+
+
+def _sizes(extra: bytes, packed: int, size: int) -> tuple[int, int]:
+    """Packed and unpacked size with those that stand in the zip64 field of the local header."""
+    for kind, field in _fields(extra):
         if kind == _ZIP64 and len(field) >= 16:
             wide, narrow = struct.unpack_from("<2Q", field)
             size, packed = wide if size == _FILLED else size, narrow if packed == _FILLED else packed
     return packed, size
+
+
+def _is_filled(stream: BinaryIO, at: int, member: zipfile.ZipInfo) -> bool:
+    """Whether the compressed data, which end themselves, do so where the central directory says. A reader that goes by the data
+    finds the next member, or a hidden one, behind that."""
+    if member.compress_type != zipfile.ZIP_DEFLATED:
+        return True  # stored data do not end themselves: a reader from the start refuses them
+    stream.seek(at)
+    reader, left = zlib.decompressobj(-15), member.compress_size
+    while left and not reader.eof:
+        given = stream.read(min(_PIECE, left))
+        left -= len(given)
+        while given and not reader.eof:
+            reader.decompress(given, _PIECE)
+            given = reader.unconsumed_tail
+    return reader.eof and not reader.unused_data and not left

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import zipfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -13,6 +12,7 @@ from typing import Any
 from flashmoe_tools.audit.elf import open_elf, section_data
 from flashmoe_tools.audit.embedded import Binary, read_embedded
 from flashmoe_tools.audit.errors import AuditError, NoBinariesError
+from flashmoe_tools.audit.guard import parse_json
 from flashmoe_tools.audit.inputs import Wheel, unpack
 from flashmoe_tools.audit.wheels import check_provenance, check_record
 from flashmoe_tools.report import Check, Verdict
@@ -109,8 +109,8 @@ def device_binaries(library: Path) -> tuple[Binary, ...]:
 def read_stated(content: bytes | None, wheel: str) -> Stated:
     """The provenance record with every field of its type. Raises VerifyError."""
     try:
-        record = json.loads(content) if content is not None else None
-    except (ValueError, RecursionError):
+        record = parse_json(content, RECORD) if content is not None else None
+    except AuditError:
         record = None
     if not isinstance(record, dict) or record.get("schema") != SCHEMA:
         msg = f"{wheel} has no readable {RECORD}, so its commit and compilers are unknown; build it again"

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
 
 from flashmoe_tools import links, sbom
+from flashmoe_tools.audit.errors import AuditError
+from flashmoe_tools.audit.guard import parse_json
 from flashmoe_tools.report import Check, Verdict
 from flashmoe_tools.tables import ARCH, KERNELS, OPERATIONS
 from flashmoe_tools.verify import metadata
@@ -197,8 +198,8 @@ def _check_bill(content: Content, expected: Expected) -> Check:
     names = [name for name in content.wheel.names if name.endswith(f".dist-info/sboms/{sbom.NAME}")]
     try:
         (name,) = names
-        is_right = json.loads(content.read(name)) == sbom.bill(content.stated.record)
-    except (KeyError, ValueError, TypeError, RecursionError):
+        is_right = parse_json(content.read(name), name) == sbom.bill(content.stated.record)
+    except (AuditError, KeyError, ValueError, TypeError):
         is_right = False
     if is_right:
         return Check("bill of materials", Verdict.PASS, "says what provenance.json says")

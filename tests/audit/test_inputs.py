@@ -185,7 +185,7 @@ def bad_wheel(tmp_path: Path, *, change: str) -> Path:
         ("absolute", "points outside the wheel"),
         ("twice", "is in it twice"),
         ("bomb", "to 17825792 bytes"),
-        ("link", "is a symbolic link"),
+        ("link", "is a link or a device"),
         ("plain", ".dist-info/WHEEL is missing"),
     ],
 )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import struct
 import zipfile
+import zlib
 from pathlib import Path
 
 import pytest
@@ -30,11 +31,18 @@ class Unseekable(io.BytesIO):
         raise io.UnsupportedOperation
 
 
-def packed(members: dict[str, bytes] = MEMBERS, stream: io.BytesIO | None = None, zip64: bool = False) -> bytes:
+def packed(
+    members: dict[str, bytes] = MEMBERS,
+    stream: io.BytesIO | None = None,
+    zip64: bool = False,
+    method: int = zipfile.ZIP_STORED,
+) -> bytes:
     target = stream if stream is not None else io.BytesIO()
-    with zipfile.ZipFile(target, "w", zipfile.ZIP_DEFLATED) as archive:
+    with zipfile.ZipFile(target, "w") as archive:
         for name, content in members.items():
-            with archive.open(zipfile.ZipInfo(name), "w", force_zip64=zip64) as member:
+            row = zipfile.ZipInfo(name)
+            row.compress_type = method
+            with archive.open(row, "w", force_zip64=zip64) as member:
                 member.write(content)
     return target.getvalue()
 
@@ -61,10 +69,12 @@ def moved(content: bytes, at: int, more: bytes) -> bytes:
     return body + bytes(rest)
 
 
+@pytest.mark.parametrize("method", [zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED])
 @pytest.mark.parametrize("zip64", [False, True])
 @pytest.mark.parametrize("stream", [io.BytesIO, Unseekable], ids=["sizes", "descriptors"])
-def test_every_form_that_zipfile_writes_passes(stream: type[io.BytesIO], zip64: bool) -> None:
-    assert problem(packed(stream=stream(), zip64=zip64)) == ""
+def test_every_form_that_zipfile_writes_passes(stream: type[io.BytesIO], zip64: bool, method: int) -> None:
+    large = bytes(range(256)) * 999 + b"x" * 300_000
+    assert problem(packed({**MEMBERS, "science/data": large}, stream(), zip64, method)) == ""
 
 
 def test_more_members_than_the_short_end_record_counts() -> None:
@@ -78,9 +88,38 @@ SOUND = packed()
 LOCAL = packed({"science/__init__.py": b"import os\n"})[: directory(packed({"science/__init__.py": b"import os\n"}))]
 
 
+def named_twice() -> bytes:
+    """A member with Info-ZIP's field for a name in Unicode, which has another name."""
+    target, name = io.BytesIO(), b"evil/__init__.py"
+    with zipfile.ZipFile(target, "w") as archive:
+        for member, content in MEMBERS.items():
+            row = zipfile.ZipInfo(member)
+            if member.endswith("__init__.py"):
+                field = struct.pack("<BL", 1, zlib.crc32(member.encode())) + name
+                row.extra = struct.pack("<2H", 0x7075, len(field)) + field
+            archive.writestr(row, content)
+    return target.getvalue()
+
+
+def hidden_in_a_member() -> bytes:
+    """A second local member between the end of a member's compressed data and its data descriptor."""
+    content = packed({"a.py": b"a = 1\n", **MEMBERS}, Unseekable(), method=zipfile.ZIP_DEFLATED)
+    name, extra = struct.unpack_from("<2H", content, 26)
+    start, (crc, size) = directory(content), struct.unpack_from("<2L", content, directory(content) + 16)
+    end = 30 + name + extra + size
+    more = struct.pack("<4s3L", b"PK\7\x08", crc, size, 6) + LOCAL
+    filled = bytearray(moved(content, end, more))
+    struct.pack_into("<L", filled, start + len(more) + 20, size + len(more))
+    at = end + len(more)
+    struct.pack_into("<L", filled, at + 8, size + len(more))
+    return bytes(filled)
+
+
 @pytest.mark.parametrize(
     ("content", "told"),
     [
+        (named_twice(), "an extra field gives it a second name"),
+        (hidden_in_a_member(), "its compressed data end before the next member begins"),
         (moved(SOUND, 0, LOCAL), "byte 0 should begin member 'science/_C.so'"),
         (LOCAL + SOUND, "its last bytes are not the end record"),
         (moved(SOUND, directory(SOUND), LOCAL), "its members end at byte"),

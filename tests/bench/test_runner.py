@@ -380,3 +380,21 @@ def test_memory_is_said_in_bytes_and_warned_of_where_it_is_worth_a_warning() -> 
         check = next(c for c in cell_checks(record, {"flashmoe"}, "sdpa-flash") if c.name.endswith(" flashmoe"))
         assert check.verdict is verdict
         assert check.found.endswith(found)
+
+
+def test_a_report_is_saved_while_it_runs_but_not_after_every_case(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a clock that is moved on: 12 s a case, where a report is due after 20."""
+    clock = {"now": 0.0}
+    monkeypatch.setattr("flashmoe_tools.bench.session.time.monotonic", lambda: clock["now"])
+
+    def cell(one: Any, *_: Any) -> None:
+        clock["now"] += 12.0
+
+    monkeypatch.setattr("flashmoe_tools.bench.session.run_cell", cell)
+    saved: list[Report] = []
+    cases = [{"dtype": "f32", "head_dim": 16, "batch": 1, "heads": 2, "seq": [8, 9, 10, 11, 12]}]
+    session = Session(suite(["base"], cases=cases), Options("cpu"), {"base": contender("base", plain)})
+    monkeypatch.setattr(Session, "_record", lambda *_: {})
+    monkeypatch.setattr(Session, "report", lambda self: len(self.records))
+    session.run(saved.append)
+    assert saved == [2, 4]

@@ -157,6 +157,16 @@ def test_what_a_16_byte_load_cannot_reach_is_copied(run: Runner, offset: int, st
         assert launch["q"] % 16 == 0
 
 
+@pytest.mark.parametrize("head_dim", [60, 63, 64])
+def test_rows_that_a_16_byte_load_would_end_behind_are_copied(run: Runner, head_dim: int) -> None:
+    """Columns of a wider tensor: addresses and strides fit, but the last load of a row reads its neighbours."""
+    q, k = (tensor(1, 2, 64, 80)[..., :head_dim] for _ in range(2))
+    for gpu in (80, 90):
+        _, _, (launch,) = run(q, k, gpu=gpu)
+        assert (launch["q"] == q.data_ptr()) is (head_dim % 8 == 0)
+        assert (launch["k"] == k.data_ptr()) is (head_dim % 8 == 0)
+
+
 @pytest.mark.parametrize(("scale", "launched"), [(-0.5, 0.5), (0.0, 1.0)])
 def test_kernels_see_a_positive_scale(run: Runner, scale: float, launched: float) -> None:
     q = tensor(1, 2, 64, 64)

@@ -267,13 +267,23 @@ def test_what_is_lacking_goes_to_sdpa_and_is_told(monkeypatch: pytest.MonkeyPatc
     assert model(torch.randint(3, 64, (1, 5))).logits.isfinite().all()
 
 
-@settings(max_examples=25, deadline=None)
-@example(rows=1, more=4, sliding_window=4)
-@given(rows=st.integers(1, 6), more=st.integers(0, 6), sliding_window=st.integers(1, 7))
-def test_a_window_around_the_number_of_keys(rows: int, more: int, sliding_window: int) -> None:
-    """One decoding row sees the last keys of its window; a prompt comes with as many keys as rows."""
+@settings(max_examples=40, deadline=None)
+@example(rows=1, more=4, sliding_window=4, head_dim=16)
+@example(rows=5, more=0, sliding_window=4, head_dim=272)
+@given(
+    rows=st.integers(1, 6),
+    more=st.integers(0, 6),
+    sliding_window=st.integers(1, 7),
+    head_dim=st.sampled_from([16, 272]),
+)
+def test_a_window_around_the_number_of_keys(rows: int, more: int, sliding_window: int, head_dim: int) -> None:
+    """One decoding row sees the last keys of its window; a prompt comes with as many keys as rows. No kernel has head dim 272: SDPA gets a
+    mask there."""
     keys = rows + more if rows == 1 else rows
-    q, k, v = (torch.randn(2, heads, count, 16) for heads, count in ((4, rows), (2, keys), (2, keys)))
+    heads_kv = 2 if head_dim == 16 else 4  # for SDPA a module repeats them, and this one knows of none
+    q, k, v = (
+        torch.randn(2, heads, count, head_dim) for heads, count in ((4, rows), (heads_kv, keys), (heads_kv, keys))
+    )
     register()
     out, _ = ALL_ATTENTION_FUNCTIONS[NAME](nn.Module(), q, k, v, None, sliding_window=sliding_window, is_causal=True)
     distance = torch.arange(keys - rows, keys).view(-1, 1) - torch.arange(keys)

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -258,6 +259,26 @@ def test_opcheck(case: Case, device: str) -> None:
         torch.library.opcheck(consuming, (*layer, *words, wanted), test_utils=eager)
 
 
+@pytest.mark.parametrize("keeps", [False, True])
+def test_the_last_pass_of_a_graph_overwrites_what_it_kept(device: str, keeps: bool) -> None:
+    """And no other: a second pass needs the preactivation."""
+    inputs = make_inputs(SMALL, device=device)
+    called: list[str] = []
+
+    class Names(TorchDispatchMode):
+        def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            called.append(str(operator))
+            return operator(*args, **(kwargs or {}))
+
+    x = inputs.x.detach().requires_grad_()
+    out = flashmoe.fused_moe(
+        x, inputs.w13, inputs.w2, inputs.topk_weights, inputs.topk_ids, activation=SMALL.activation
+    )
+    with Names():
+        out.sum().backward(retain_graph=keeps)
+    assert any("_fused_moe_backward_consuming" in name for name in called) is not keeps
+
+
 @pytest.mark.parametrize("scoring", options.SCORINGS)
 def test_opcheck_routing(scoring: str, device: str) -> None:
     logits = torch.randn(9, 8, device=device, requires_grad=True)
@@ -458,3 +479,15 @@ def test_sentinels_and_the_map_meet(device: str) -> None:
     local = local_experts(case, inputs)
     plain = replace(inputs, expert_map=None, topk_ids=local)
     assert torch.equal(call(case, inputs), call(case, plain))
+
+
+def test_only_a_tangent_is_refused_not_the_level() -> None:
+    from torch.autograd import forward_ad
+
+    from flashmoe.moe.autograd import refuse_tangents
+
+    with forward_ad.dual_level():
+        refuse_tangents("fused_moe", torch.ones(2), 3, None)
+        dual = forward_ad.make_dual(torch.ones(2), torch.ones(2))
+        with pytest.raises(DifferentiationError, match="fused_moe"):
+            refuse_tangents("fused_moe", torch.ones(2), dual)

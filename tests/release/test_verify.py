@@ -33,7 +33,7 @@ from flashmoe_tools.report import Check, Report, Verdict
 from flashmoe_tools.verify.cli import Request, verify
 from flashmoe_tools.verify.content import read_wheel
 from flashmoe_tools.verify.errors import VerifyError
-from flashmoe_tools.verify.files import LINKS
+from flashmoe_tools.verify.files import LINKS, expected_content
 from flashmoe_tools.verify.rebuild import build_environment, compare, find_compiler, rebuild
 from flashmoe_tools.verify.repository import Clone, Objects, find_clone
 from flashmoe_tools.verify.signature import judge_statement
@@ -156,7 +156,7 @@ def test_files_that_the_commit_does_not_make(
     assert all(line.isprintable() for line in capsys.readouterr().out.splitlines())
 
 
-@pytest.mark.parametrize("text", ["{}", "not JSON", "[" * 100_000])
+@pytest.mark.parametrize("text", ["{}", "not JSON", "[" * 100_000, '{"a": 1, "a": 2}'])
 def test_another_bill_of_materials(make_wheel: WheelMaker, clone: Path, text: str) -> None:
     bill = f"flash_moe-{version_here(clone)}.dist-info/sboms/flashmoe.cdx.json"
     assert only_failure(checked(make_wheel(files={bill: text}), clone)).name == "bill of materials"
@@ -288,6 +288,7 @@ def test_a_wheel_for_the_cpu_only(workshop: Workshop, make_wheel: WheelMaker, cl
 
 WRONG: dict[str, Any] = {
     "no object": [],
+    "a key twice": '{"schema": "flashmoe.provenance/1", "commit": "a", "commit": "b"}',
     "deep": "[" * 100_000,
     "not JSON": "{",
     "another schema": {"schema": "other"},
@@ -448,6 +449,56 @@ def test_a_replaced_object_is_not_taken_for_the_commit(make_wheel: WheelMaker, c
     assert b"evil" not in objects.read([digest])[digest]
 
 
+@pytest.mark.parametrize("name", ["HEAD", "v0.1.0", "0" * 39, "0" * 39 + "g"])
+def test_the_reader_of_objects_takes_a_full_hash(clone: Path, tmp_path: Path, name: str) -> None:
+    with pytest.raises(VerifyError, match="is not the full hash of a commit"):
+        Objects(clone_of(clone), tmp_path / "objects.git").commit(name)
+
+
+@pytest.mark.parametrize(
+    "gone", ["pyproject.toml", "flashmoe/_version.py", "lockfiles/build.txt", "LICENSE", "README.md"]
+)
+def test_a_commit_without_what_a_build_needs_is_none_of_ours(
+    make_wheel: WheelMaker, clone: Path, tmp_path: Path, gone: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A licence that a pattern does not find is none; the wheel holds one file more then."""
+    root = Path(shutil.copytree(clone, tmp_path / "clone"))
+    git(root, "rm", "-q", gone)
+    git(root, "commit", "-q", "-m", "less")
+    stamp = int(git(root, "log", "-1", "--format=%ct"))
+    wheel = make_wheel(commit=git(root, "rev-parse", "HEAD"), source_date_epoch=stamp)
+    assert main(["verify", str(wheel), "--root", str(root)]) == 1
+    told = capsys.readouterr()
+    assert gone in told.out + told.err
+
+
+def test_a_clone_without_the_commits_tree_is_told(clone: Path, tmp_path: Path) -> None:
+    root = Path(shutil.copytree(clone, tmp_path / "clone"))
+    head, tree = git(root, "rev-parse", "HEAD"), git(root, "rev-parse", "HEAD^{tree}")
+    (root / ".git" / "objects" / tree[:2] / tree[2:]).unlink()
+    with pytest.raises(VerifyError, match=f"only a part of commit {head[:12]}"):
+        Objects(clone_of(root), tmp_path / "objects.git").commit(head)
+
+
+@pytest.mark.parametrize("gone", ["pyproject.toml", "flashmoe/_version.py"])
+def test_a_commit_without_a_version_is_named_as_none_of_ours(clone: Path, tmp_path: Path, gone: str) -> None:
+    root = Path(shutil.copytree(clone, tmp_path / "clone"))
+    git(root, "rm", "-q", gone)
+    git(root, "commit", "-q", "-m", "less")
+    objects = Objects(clone_of(root), tmp_path / "objects.git")
+    commit = objects.commit(git(root, "rev-parse", "HEAD"))
+    assert commit is not None
+    with pytest.raises(VerifyError, match=f"has no {gone}, so it is no commit of flashmoe"):
+        expected_content(objects, commit, frozenset())
+
+
+def test_a_root_that_is_no_clone_is_told(
+    make_wheel: WheelMaker, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["verify", str(make_wheel()), "--root", str(tmp_path)]) == 1
+    assert "is not in a clone that git can read" in capsys.readouterr().err
+
+
 # ---- a rebuilt wheel
 
 
@@ -523,6 +574,58 @@ def test_rebuild_takes_the_wheels_commit_and_leaves_the_clone_as_it_was(
     built = rebuild(read_wheel(wheel, tmp_path / "given"), clone_of(root), ["v0.1.0"], tmp_path)
     assert built.read_text() == "v0.1.0\n"  # a clean tree, with the tag
     assert (git(root, "show-ref"), git(root, "worktree", "list").count("\n")) == (refs, 0)
+
+
+def test_a_build_that_fails_is_told_with_its_last_lines(make_wheel: WheelMaker, clone: Path, tmp_path: Path) -> None:
+    root = Path(shutil.copytree(clone, tmp_path / "clone"))
+    (root / "nox").write_text("#!/bin/sh\nmkdir dist && touch dist/a.whl && echo nvrtc is missing && exit 7\n")
+    (root / "nox").chmod(0o755)
+    git(root, "add", "nox")
+    git(root, "commit", "-q", "-m", "nox")
+    stamp = int(git(root, "log", "-1", "--format=%ct"))
+    given = read_wheel(make_wheel(commit=git(root, "rev-parse", "HEAD"), source_date_epoch=stamp), tmp_path / "given")
+    with pytest.raises(VerifyError, match=r"exit status 7:\nnvrtc is missing"):
+        rebuild(given, clone_of(root), (), tmp_path)
+
+
+@pytest.mark.parametrize(("machine", "here", "platform"), [("x86_64", "x86_64", None), ("x86_64", "aarch64", "x86_64")])
+def test_a_rebuild_for_another_machine_names_it(
+    make_wheel: WheelMaker,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    machine: str,
+    here: str,
+    platform: str | None,
+) -> None:
+    """The library's machine, by its header, against the one that rebuilds; with the compiler of that name."""
+    content = read_wheel(make_wheel(), tmp_path / "given")
+    assert content.machine == machine
+    monkeypatch.setattr("platform.machine", lambda: here)
+    version = content.stated.cxx.removeprefix("g++ ")
+    for name in ("g++", f"{machine}-linux-gnu-g++"):
+        (tmp_path / name).write_text(f"#!/bin/sh\necho {version}\n")
+        (tmp_path / name).chmod(0o755)
+    built = build_environment(content, {"PATH": str(tmp_path), "FLASHMOE_PLATFORM": "other"})
+    assert built.get("FLASHMOE_PLATFORM") == platform
+    assert built["CXX"] == str(tmp_path / (f"{machine}-linux-gnu-g++" if platform else "g++"))
+
+
+def test_a_long_list_of_files_says_how_many_more(make_wheel: WheelMaker, clone: Path) -> None:
+    more = {f"flashmoe/extra{number}.py": "" for number in range(10)}
+    told = {check.name: check.found for check in problems(checked(make_wheel(files=more), clone))}["files"]
+    assert told.endswith("flashmoe/extra7.py and 2 more")
+    told = {
+        check.name: check.found for check in problems(checked(make_wheel(files=dict(list(more.items())[:8])), clone))
+    }["files"]
+    assert told.endswith("flashmoe/extra7.py")
+
+
+def test_a_repository_without_objects_is_no_clone(clone: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Git takes its objects from where GIT_OBJECT_DIRECTORY says, but that is another repository's."""
+    root = Path(shutil.copytree(clone, tmp_path / "clone"))
+    answer = types.SimpleNamespace(returncode=0, stdout=f"{root}\n{tmp_path / 'gone'}\n".encode(), stderr=b"")
+    monkeypatch.setattr("flashmoe_tools.verify.repository._run", lambda *_: answer)
+    assert find_clone(root) is None
 
 
 # ---- a signature

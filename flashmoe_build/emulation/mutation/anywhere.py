@@ -22,6 +22,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from fnmatch import fnmatchcase
 from pathlib import Path
 
 from flashmoe.errors import ExitCode
@@ -107,24 +108,25 @@ def copy_checkout(target: Path) -> None:
 @dataclass(frozen=True)
 class Folder:
     """What is hunted together: files by patterns, and the tests that have to notice. ``library``: they need the last build's;
-    ``build``: one of the sources with the bug."""
+    ``build``: one of the sources with the bug. ``judges``: patterns of files with tests of their own; the first that fits counts."""
 
     name: str
     files: tuple[str, ...]
     tests: str
     library: bool = False
     build: bool = False
+    judges: tuple[tuple[str, str], ...] = ()
     command: str = ""  # in place of the tests
 
-    @property
-    def oracle(self) -> str:
-        """A command that exits with 0 when it finds nothing wrong."""
+    def oracle(self, file: str) -> str:
+        """A command that exits with 0 when it finds nothing wrong with the file."""
         if self.command:
             return self.command
+        tests = next((tests for pattern, tests in self.judges if fnmatchcase(file, pattern)), self.tests)
         python = sys.executable
         make = f"{python} -m flashmoe_build --archs none --library-only && "
-        judge = f"{python} -m pytest -n 0 -q -x -p no:cacheprovider {self.tests}"
-        given = "FLASHMOE_LIBRARY=build/lib/libflashmoe.so " if self.library or self.build else ""
+        judge = f"{python} -m pytest -n 0 -q -x -p no:cacheprovider {tests}"
+        given = "FLASHMOE_LIBRARY=$PWD/build/lib/libflashmoe.so " if self.library or self.build else ""
         return (make if self.build else "") + given + judge
 
 
@@ -144,7 +146,14 @@ def folders(table: Path = TABLE) -> tuple[tuple[Folder, ...], Mapping[tuple[str,
     """The folders, and the reasons of bugs that nothing can notice, by file and description without its line."""
     read = tomllib.loads(table.read_text(encoding="utf-8"))
     rows = [
-        Folder(row["name"], tuple(row["files"]), row["tests"], row.get("library", False), row.get("build", False))
+        Folder(
+            row["name"],
+            tuple(row["files"]),
+            row["tests"],
+            row.get("library", False),
+            row.get("build", False),
+            tuple(row.get("judges", {}).items()),
+        )
         for row in read["folder"]
     ]
     return tuple(rows), {(row["file"], row["what"]): row["why"] for row in read.get("equivalent", ())}
@@ -158,15 +167,18 @@ def sites_of(checkout: Path, folder: Folder, most: int, seed: int) -> list[tuple
 
 
 def hunt(checkout: Path, folder: Folder, sites: Sequence[tuple[str, Edit]], seconds: int) -> Iterator[Found]:
-    """Each bug in turn, judged by the folder's tests. Raises ValueError where they fail without one."""
-    if not _passes(checkout, folder.oracle, seconds):
-        msg = f"{folder.name}: its tests fail without a bug, so they can judge nothing: {folder.oracle}"
-        raise ValueError(msg)
+    """Each bug in turn, judged by its file's tests. Raises ValueError where they fail without one."""
+    tried: set[str] = set()
     for number, (name, edit) in enumerate(sites, start=1):
+        oracle = folder.oracle(name)
+        if oracle not in tried and not _passes(checkout, oracle, seconds):
+            msg = f"{folder.name}: its tests fail without a bug, so they can judge nothing: {oracle}"
+            raise ValueError(msg)
+        tried.add(oracle)
         path, begin = checkout / name, time.monotonic()
         text = path.read_text(encoding="utf-8")
         path.write_text(text[: edit.start] + edit.replacement + text[edit.end :], encoding="utf-8")
-        survived = _passes(checkout, folder.oracle, seconds)
+        survived = _passes(checkout, oracle, seconds)
         path.write_text(text, encoding="utf-8")
         found = Found(folder.name, name, edit.what, survived, round(time.monotonic() - begin, 1))
         print(f"{number}/{len(sites)} {'SURVIVED' if survived else 'killed'} {name} {edit.what}", flush=True)
@@ -175,7 +187,7 @@ def hunt(checkout: Path, folder: Folder, sites: Sequence[tuple[str, Edit]], seco
 
 def _passes(checkout: Path, oracle: str, seconds: int) -> bool:
     # Compiled Python is known by time and size, which the next bug may share.
-    environment = {**os.environ, "PYTHONDONTWRITEBYTECODE": "1"}
+    environment = {**os.environ, "PYTHONDONTWRITEBYTECODE": "1", "PYTHONPATH": str(checkout)}
     try:
         done = subprocess.run(
             oracle, shell=True, cwd=checkout, capture_output=True, check=False, timeout=seconds, env=environment

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -52,6 +53,17 @@ def _base(unit: Unit, name: str, rows: tuple[int, ...], keys: tuple[int, ...]) -
     return VarlenProblem(name, unit.dtype, rows, keys, 2, 1, dim, dim)
 
 
+def diagonals(base: VarlenProblem, unit: Unit, edge: int) -> Iterator[VarlenProblem]:
+    """Causal, a sequence for each of keys - rows from -3 to 3, with lengths drawn around the edges of blocks of ``edge``; with and
+    without a function of the scores."""
+    draw = random.Random(unit.name)
+    keys = [max(4, edge * draw.choice((1, 1, 2)) + draw.randint(-2, 4)) for _ in range(7)]
+    rows = tuple(length - over for length, over in zip(keys, range(-3, 4), strict=True))
+    plain = replace(base, rows=rows, keys=tuple(keys), right=0, heads_q=1)
+    yield plain
+    yield replace(plain, name=f"{base.name}, softcap", softcap=50.0)
+
+
 def _prefill(unit: Unit) -> Iterator[VarlenProblem]:
     m, n, dim = unit.row.block_m, unit.row.block_n, unit.row.axes["head_dim"]
     page = SMALL_PAGE[unit.row.family]
@@ -99,6 +111,7 @@ def _prefill(unit: Unit) -> Iterator[VarlenProblem]:
     yield replace(masked, mask=MaskTensor.BOOL, mask_broadcast=(False, True, False))
     even = replace(masked, keys=(n + 10, n + 10))  # two values of a row in one load
     yield replace(even, name="additive mask", mask=MaskTensor.ADDITIVE, right=0, heads_q=4, heads_kv=2)
+    yield from diagonals(_base(unit, "diagonals", (), ()), unit, n)
     # Dense rows and keys with room behind the used ones; more tiles than blocks, and no counter.
     dense = _base(unit, "dense", (m + 3,) * 3, (n, 2 * n + 1, 0))
     yield replace(dense, rows_layout=Rows.DENSE, keys_layout=Keys.DENSE, spare_keys=n // 2 + 1, has_counter=False)

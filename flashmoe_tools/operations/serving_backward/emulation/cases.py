@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
+from flashmoe_tools.operations.serving.emulation.cases import diagonals
 from flashmoe_tools.operations.serving.emulation.problem import Keys, MaskTensor, Rows, VarlenProblem, adds_alibi
 from flashmoe_tools.tables import Unit
 
 FUSED = "attention_varlen_backward_fused"
 ALIBI = ("ragged", "full", "window", "wide window", "soft softcap", "dense", "many")
+SMALLEST = 64  # head dim
 FEW = ("ragged", "window", "soft softcap")  # of a bf16 kernel: it is the float16 kernel with other conversions
 
 
@@ -60,6 +62,8 @@ def _problems(unit: Unit) -> Iterator[VarlenProblem]:
     yield replace(softcap, mask=MaskTensor.ADDITIVE, mask_broadcast=(True, False, True))
     soft = replace(softcap, name="soft softcap", softcap=50.0, magnitude=1.0, rows=(m + 3, 2), keys=(m + 9, 3))
     yield replace(soft, left=m + 6, right=0, has_sinks=True)  # the first keys are in the window of a whole block
+    if dim == SMALLEST:
+        yield from diagonals(base("diagonals", (), ()), unit, max(64, n))
     # Whole blocks of values that lie side by side in memory, and tails.
     masked = replace(base("mask", (70, 70), (n + 10, n + 10)), rows_layout=Rows.DENSE, keys_layout=Keys.DENSE)
     yield replace(masked, mask=MaskTensor.BOOL, mask_broadcast=(False, True, False))

@@ -1,0 +1,62 @@
+"""``python -m flashmoe_build.sanitize``: CPU tests on a library whose host code and CPU backend have AddressSanitizer and UBSan.
+
+The first bad access or undefined operation ends the tests, with its place. ``--sample`` runs a few files of each folder.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from flashmoe_build.compile.toolchain import find_toolchain
+
+ROOT = Path(__file__).resolve().parents[1]
+OUT = ROOT / "build" / "sanitized"
+SAMPLE = (
+    *("tests/attention/test_values.py", "tests/attention/test_varlen_arguments.py", "tests/attention/test_layout.py"),
+    *("tests/moe/test_routing.py", "tests/moe/test_errors.py", "tests/moe/test_mxfp4.py", "tests/linear"),
+)
+WHOLE = ("tests/attention", "tests/moe", "tests/linear", "tests/mla")
+
+
+def runtimes(compiler: str) -> str:
+    """The sanitizers' libraries, which have to be loaded before everything else."""
+    found = [
+        subprocess.run(
+            [compiler, f"-print-file-name={name}"], check=True, capture_output=True, text=True
+        ).stdout.strip()
+        for name in ("libasan.so", "libubsan.so")
+    ]
+    return ":".join(found)
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="./nox -s sanitize --", description=__doc__)
+    parser.add_argument("--sample", action="store_true", help="a few files of each folder: minutes instead of an hour")
+    parser.add_argument("tests", nargs="*", help="what pytest is given, in place of the CPU tests")
+    arguments = parser.parse_args(words)
+    build = [sys.executable, "-m", "flashmoe_build", "--archs", "none", "--library-only", "--out", str(OUT)]
+    done = subprocess.run(build, cwd=ROOT, env={**os.environ, "FLASHMOE_SANITIZE": "address,undefined"}, check=False)
+    if done.returncode:
+        return done.returncode
+    environment = {
+        **os.environ,
+        "FLASHMOE_LIBRARY": str(OUT / "lib" / "libflashmoe.so"),
+        "LD_PRELOAD": runtimes(str(find_toolchain().cxx)),
+        # Python frees little at its end; torch's own symbols are defined more than once.
+        "ASAN_OPTIONS": "detect_leaks=0:detect_odr_violation=0",
+        "UBSAN_OPTIONS": "print_stacktrace=1",
+        "OMP_WAIT_POLICY": "passive",
+        "PYTHONPATH": str(ROOT),
+    }
+    tests = arguments.tests or (SAMPLE if arguments.sample else WHOLE)
+    command = [sys.executable, "-m", "pytest", "-n", "0", "-q", "-x", "-p", "no:cacheprovider", *tests]
+    return subprocess.run(command, cwd=ROOT, env=environment, check=False).returncode
+
+
+if __name__ == "__main__":
+    sys.exit(main())

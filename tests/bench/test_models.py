@@ -1,0 +1,36 @@
+"""Whole models: which contender is ours, and what counts as the same training."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from flashmoe_tools.bench import models
+from flashmoe_tools.bench.models import OURS, TRAINING_LIMIT, Contender, check_training
+from flashmoe_tools.report import Verdict
+
+
+@pytest.mark.parametrize(
+    ("contender", "is_ours"),
+    [((OURS,), True), ((OURS, OURS), True), ((OURS, "eager"), False), (("sdpa",), False), (("sdpa", OURS), False)],
+)
+def test_ours_is_what_is_ours_alone(contender: tuple[str, ...], is_ours: bool) -> None:
+    assert Contender(*contender).is_ours is is_ours
+
+
+@pytest.mark.parametrize(
+    ("loss", "norm"), [(1.0, 1.0), (1.0 + 2 * TRAINING_LIMIT, 1.0), (1.0, 1.0 - 2 * TRAINING_LIMIT)]
+)
+def test_training_may_differ_by_a_limit_in_loss_and_in_gradients(
+    monkeypatch: pytest.MonkeyPatch, loss: float, norm: float
+) -> None:
+    used: list[str] = []
+    ours, other = Contender(OURS), Contender("sdpa")
+    monkeypatch.setattr(Contender, "use", lambda self, _: used.append(self.name))
+    found: dict[str, tuple[float, float]] = {"sdpa": (1.0, 1.0), OURS: (loss, norm)}
+    monkeypatch.setattr(models, "_gradients", lambda *_: found[used[-1]])
+    model: Any = None
+    (check,) = check_training(model, [ours], other, torch.zeros(1))
+    assert check.verdict is (Verdict.PASS if (loss, norm) == (1.0, 1.0) else Verdict.FAIL)
