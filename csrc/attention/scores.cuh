@@ -11,6 +11,10 @@ namespace attention {
 
 constexpr float kLog2E = 1.44269504088896341f;
 
+// 2^120, the largest term of a mask. A power of two, because its product with the scale is exact then: the difference of an exponent and the rounded
+// product that it refers to is 0, where any other number leaves 1e28 or -1e28.
+constexpr float kLargestTerm = 0x1p120f;
+
 // tanh(score_factor * score) as 1 - 2 / (1 + e^2x), in which both infinities come out right; absolute error 3e-7.
 __device__ __forceinline__ float capped_score(const ScoreOptions& options, float score) {
   const float power = ptx::exp2_approx(score * (options.score_factor * (2.0f * kLog2E)));
@@ -27,9 +31,8 @@ __device__ __forceinline__ float masked_score(const ScoreOptions& options, float
   const float value = unpack<Element>(ptx::ld_global_16(static_cast<const Element*>(options.mask) + index)).x;
   const float term = value * options.mask_factor;
   // A finite value stays one, and so does its exponent: a row whose keys all have the lowest one averages them. -inf hides a key.
-  constexpr float kLargest = 1.3e36f;
   const bool is_finite = value > ptx::negative_infinity() && value < -ptx::negative_infinity();
-  return score + (is_finite ? max(-kLargest, min(kLargest, term)) : term);
+  return score + (is_finite ? max(-kLargestTerm, min(kLargestTerm, term)) : term);
 }
 
 // ALiBi (Press et al., Train Short, Test Long): what a key's distance from the row's own is multiplied by before it is added to what `factor`
@@ -73,9 +76,8 @@ __device__ __forceinline__ float mask_term(const ScoreOptions& options, int64_t 
   if (is_bool) return is_read && flag == 0 ? ptx::negative_infinity() : 0.0f;
   const float value = unpack<Element>(bits).x;
   const float term = value * options.mask_factor;
-  constexpr float kLargest = 1.3e36f;
   const bool is_finite = value > ptx::negative_infinity() && value < -ptx::negative_infinity();
-  return is_finite ? max(-kLargest, min(kLargest, term)) : term;
+  return is_finite ? max(-kLargestTerm, min(kLargestTerm, term)) : term;
 }
 
 }  // namespace attention

@@ -10,7 +10,7 @@ from flashmoe_tools.operations.serving.emulation.problem import Keys, MaskTensor
 from flashmoe_tools.tables import Unit
 
 # The f16 kernel of the smallest head dim meets every problem; the others, the same source with other sizes or conversions, some.
-FEW = ("ragged", "exact", "paged", "window", "softcap", "soft softcap", "wide softcap", "shared tiles")
+FEW = ("ragged", "exact", "paged", "window", "softcap", "soft softcap", "wide softcap", "shared tiles", "lowest mask")
 ONE = ("ragged",)
 SMALL_PAGE = {"sm90": 8, "sm80": 3, "sm75": 3}  # the smallest that a family takes, or what no power of two divides
 MAX_SPLITS = 5
@@ -111,6 +111,9 @@ def _prefill(unit: Unit) -> Iterator[VarlenProblem]:
     yield replace(masked, mask=MaskTensor.BOOL, mask_broadcast=(False, True, False))
     even = replace(masked, keys=(n + 10, n + 10))  # two values of a row in one load
     yield replace(even, name="additive mask", mask=MaskTensor.ADDITIVE, right=0, heads_q=4, heads_kv=2)
+    # A head dim whose scale has rounding errors of the other sign, too.
+    lowest = replace(even, name="lowest mask", keys=(2 * n + 10,) * 2, mask=MaskTensor.ADDITIVE, has_lowest=True)
+    yield replace(lowest, heads_q=1, mask_broadcast=(False, False, False), wants_lse=False, head_dim=narrow)
     yield from diagonals(_base(unit, "diagonals", (), ()), unit, n)
     # Dense rows and keys with room behind the used ones; more tiles than blocks, and no counter.
     dense = _base(unit, "dense", (m + 3,) * 3, (n, 2 * n + 1, 0))

@@ -16,7 +16,7 @@ from flashmoe_tools.tables import Unit
 
 BLOCKS = 19  # of the grid: shares end inside items, and items inside shares; more than are added up at once
 # The f16 kernel of the smallest head dim meets every problem; the others, the same source with other sizes or conversions, some.
-FEW = ("decode", "shared by all")
+FEW = ("decode", "shared by all", "lowest mask")
 ONE = ("decode",)
 SMALLEST = 64  # head dim
 MANY = 40  # sequences: more than a warp has lanes
@@ -59,6 +59,7 @@ def problems(unit: Unit) -> Iterator[VarlenProblem]:
         replace(few, name="rows", rows=(18, 5), keys=(2 * n + 7, n), right=0, left=3 * n // 2, heads_q=4, heads_kv=2),
         replace(few, name="mask", rows=(3, 3), keys=(n + 9, 2 * n), rows_layout=Rows.DENSE, mask=MaskTensor.BOOL),
         replace(one, name="additive mask", rows=(1, 1), keys=(n + 9, 3), keys_layout=Keys.DENSE, page_size=0),
+        replace(one, name="lowest mask", rows=(1, 1), keys=(n + 9, 3), keys_layout=Keys.DENSE, page_size=0),
         replace(few, name="many", rows=many, keys=(*(3 * rows for rows in many[:-1]), n + 9), right=0, heads_q=1),
         # More blocks than are added at once, the first of which has another item's end, too.
         replace(one, name="shared by most", rows=(1, 1), keys=(n, 35 * n - 3)),
@@ -80,6 +81,9 @@ def problems(unit: Unit) -> Iterator[VarlenProblem]:
         made = problem
         if problem.name == "additive mask":
             made = replace(problem, mask=MaskTensor.ADDITIVE, mask_broadcast=(False, True, True), spare_keys=5)
+        if problem.name == "lowest mask":
+            made = replace(problem, mask=MaskTensor.ADDITIVE, mask_broadcast=(False, True, False), spare_keys=5)
+            made = replace(made, has_lowest=True, wants_lse=False)
         if adds_alibi(unit.row.options):
             if made.has_mask_tensor or made.name == "many":
                 continue

@@ -11,6 +11,7 @@ from flashmoe_tools.operations.serving.emulation.problem import UNBOUNDED, MaskT
 from flashmoe_tools.operations.serving.emulation.tensors import Tensors
 
 EXPONENT_UNIT = 4e-7  # error of an exponent for each unit of a score in fp32
+FAR = 1e36  # beyond it a value of a mask leaves nothing of a score, in fp32 as in fp64
 
 
 def attend(p: VarlenProblem, tensors: Tensors, sequence: int) -> tuple[Scores, torch.Tensor]:
@@ -33,7 +34,8 @@ def attend(p: VarlenProblem, tensors: Tensors, sequence: int) -> tuple[Scores, t
             scores = scores.masked_fill(~mask, -torch.inf)
         else:
             scores = scores + mask.double()
-            magnitude = magnitude + mask.double().abs().nan_to_num(posinf=0.0)
+            size = mask.double().abs()
+            magnitude = magnitude + size.masked_fill(size > FAR, 0.0)
     left, right = (-1 if side == UNBOUNDED else side for side in (p.left, p.right))
     hidden = ScoreOptions(window=(left, right)).hidden(rows, keys, scores.device)
     if hidden is not None:

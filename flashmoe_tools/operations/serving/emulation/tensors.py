@@ -166,7 +166,10 @@ def _mask(p: VarlenProblem, generator: torch.Generator) -> torch.Tensor | None:
         return (torch.rand(*own[:2], generator=generator) * 0.4 - 0.05).expand(*sizes[:2])
     hidden = torch.rand(*own, max(p.keys), generator=generator) < 0.3
     hidden[0, 0, 0] = True  # a row that sees nothing
+    if p.has_lowest:
+        hidden[..., 1:2, : 2 * max(p.keys) // 3] = True  # and one that sees the last keys alone
     if p.mask is MaskTensor.BOOL:
         return (~hidden).expand(*sizes, -1)
     values = torch.randn(hidden.shape, generator=generator) * 2
-    return values.masked_fill(hidden, float("-inf")).to(DTYPES[p.dtype]).expand(*sizes, -1)
+    low = torch.finfo(DTYPES[p.dtype]).min if p.has_lowest else float("-inf")
+    return values.masked_fill(hidden, low).to(DTYPES[p.dtype]).expand(*sizes, -1)
