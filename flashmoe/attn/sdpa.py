@@ -74,7 +74,9 @@ def scaled_dot_product_attention(
                 query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
             )
         except RuntimeError as error:
-            if type(error) is RuntimeError and not enable_gqa and sdpa_dispatch.would_form_groups(query, key):
+            # torch's words for heads that do not fit; other errors are about something else.
+            is_size = type(error) is RuntimeError and "must match the size of tensor" in str(error)
+            if is_size and not enable_gqa and sdpa_dispatch.would_form_groups(query, key):
                 msg = f"{error} (query has {query.shape[-3]} heads and key {key.shape[-3]}: give enable_gqa=True)"
                 raise RuntimeError(msg) from error
             raise

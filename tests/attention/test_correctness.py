@@ -59,7 +59,9 @@ def test_grid(head_dim: int, lengths: tuple[int, int], causal: bool, device: str
     cell = HEAD_DIMS.index(head_dim) + 5 * LENGTHS.index(lengths) + causal
     variants = list(product(DTYPES[device], HEADS))
     if device == "cpu":
-        variants = [variants[(cell * 4) % len(variants)]]
+        dtype, heads = variants[(cell * 4) % len(variants)]
+        is_long = min(lengths) > 512  # with eight heads these would take as long as all shorter cells
+        variants = [(dtype, HEADS[cell % 2] if is_long else heads)]
     for seed, (dtype, heads) in zip(count(cell), variants, strict=False):
         problem = _problem(head_dim, lengths, heads, causal)
         _check(problem, device, dtype, KINDS[seed % 4], bshd=seed % 2 == 1, seed=seed)

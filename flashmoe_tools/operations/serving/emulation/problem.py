@@ -63,7 +63,9 @@ class VarlenProblem(NamedProblem):
     has_sinks: bool = False
     mask: MaskTensor = MaskTensor.NONE
     mask_broadcast: tuple[bool, bool, bool] = (False, False, False)  # over batch, heads, rows
-    has_lowest: bool = False  # an additive mask hides by the type's lowest number: a row of nothing else averages its keys
+    has_lowest: bool = (
+        False  # an additive mask hides by the type's lowest number: a row of nothing else averages its keys
+    )
     spare_keys: int = 0  # room behind each sequence's used keys; ragged keys: then seqused_k is there, too
     slack: int = 0  # how far seq_q and seq_k exceed the longest sequence
     is_folded: bool = False  # one query position per sequence; the heads of a group are rows
