@@ -35,7 +35,7 @@ def runtimes(compiler: str) -> str:
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="./nox -s sanitize --", description=__doc__)
+    parser = argparse.ArgumentParser(allow_abbrev=False, prog="./nox -s sanitize --", description=__doc__)
     parser.add_argument("--sample", action="store_true", help="a few files of each folder: minutes instead of an hour")
     parser.add_argument("tests", nargs="*", help="what pytest is given, in place of the CPU tests")
     arguments = parser.parse_args(words)
