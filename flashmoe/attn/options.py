@@ -10,9 +10,8 @@ from typing import NamedTuple, TypedDict
 from torch import Tensor
 
 Window = tuple[int, int]
-CONSISTENT = (
-    -1
-)  # as num_splits of an operator: a row's bits depend on its query, its visible keys and its options alone
+# As num_splits of an operator: a row's bits depend on its query, its visible keys and its options alone.
+CONSISTENT = -1
 
 
 class ScoreOptions(TypedDict, total=False):

@@ -277,7 +277,7 @@ def has_no_heads(query: Any, key: Any, value: Any) -> bool:
 
 
 def would_form_groups(query: Any, key: Any) -> bool:
-    """Whether the key has fewer heads than the query, a number that divides the query's, and more than one, which broadcasts."""
+    """Whether the key has fewer heads than the query, a number that divides the query's, and more than one (one head broadcasts)."""
     if not (isinstance(query, Tensor) and isinstance(key, Tensor) and query.dim() >= 3 and key.dim() >= 3):
         return False
     return 1 < key.shape[-3] < query.shape[-3] and query.shape[-3] % key.shape[-3] == 0
