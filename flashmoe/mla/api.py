@@ -71,7 +71,9 @@ def mla_decode(
     Args:
         q: [B, Sq, H, 576], float16 or bfloat16 (on the CPU also float32): the query multiplied into the latent space, and its rotary part;
             1 to 128 heads, one token or several.
-        kv_cache: [P, page_size, 576] with block_table, page_size a multiple of 16; or [B, Smax, 576].
+        kv_cache: [P, page_size, 576] with block_table, page_size a multiple of 16; or [B, Smax, 576]. Of q's dtype; or [..., 656] of uint8
+            or float8_e4m3fn, a cache of 8-bit floats as :func:`mla_append` writes it, whose rotary values have q's dtype: the result is
+            that of the 16-bit cache of its codes times their scales, rounded to q's dtype.
         cache_seqlens: [B] int32 on q's device, the keys of each sequence, those of q's tokens included.
         scale: what scores are multiplied by: of a model with query dim 192, 192 ** -0.5 (times YaRN's factor), not 576 ** -0.5.
         block_table: [B, pages] int32: key j is row j % page_size of page block_table[b, j // page_size].

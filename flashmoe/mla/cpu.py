@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from flashmoe.mla import codes
 from flashmoe.rules import broken, check
 
 LATENT_DIM = 512
@@ -26,7 +27,8 @@ def decode(
     out = q.new_zeros(batch, tokens, heads, LATENT_DIM)
     lse = torch.full((batch, heads, tokens), -torch.inf)
     for sequence, length in enumerate(cache_seqlens.tolist()):
-        keys = _keys(kv_cache, block_table, sequence, length).float()
+        keys = _keys(kv_cache, block_table, sequence, length)
+        keys = (codes.dequantize(keys, q.dtype) if codes.has_codes(kv_cache) else keys).float()
         scores = (q[sequence].float() * scale) @ keys.mT  # [tokens, heads, keys]
         if causal:
             ends = length - (tokens - 1 - torch.arange(tokens))
@@ -44,7 +46,7 @@ def decode(
 
 
 def _keys(kv_cache: Tensor, block_table: Tensor | None, sequence: int, length: int) -> Tensor:
-    """[length, 576] of one sequence."""
+    """[length, 576] of one sequence, or 656 bytes."""
     page_size = kv_cache.shape[1]
     most = page_size if block_table is None else page_size * block_table.shape[1]
     if not 0 <= length <= most:

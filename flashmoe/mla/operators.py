@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flashmoe.mla import cpu
+from flashmoe.attn.operators import refuse_vmap_append
+from flashmoe.mla import codes, cpu
 from flashmoe.operator import Operator
 from flashmoe.rules import check
 
@@ -31,4 +32,22 @@ def _flops(
     return 2 * batch * tokens * heads * keys * (head_dim + LATENT_DIM)
 
 
-OPERATORS = (Operator("mla_decode", fake=_fake, flops=_flops, autocast=2, impls={"CPU": cpu.decode}),)
+def _is_cast(argument: Any) -> bool:
+    """Not a cache of 8-bit floats."""
+    return argument is not None and not codes.has_codes(argument)
+
+
+def _fake_append(*arguments: Any) -> None:
+    check("mla_append_", arguments)
+
+
+OPERATORS = (
+    Operator("mla_decode", fake=_fake, flops=_flops, autocast=2, is_cast=_is_cast, impls={"CPU": cpu.decode}),
+    Operator(
+        "mla_append_",
+        fake=_fake_append,
+        flops=lambda *_, **__: 0,
+        impls={"CPU": codes.append},
+        vmap=refuse_vmap_append,
+    ),
+)

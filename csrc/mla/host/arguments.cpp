@@ -4,6 +4,7 @@
 #include <limits>
 #include <utility>
 
+#include "mla/host/checks.h"
 #include "mla/params/decode.h"
 
 namespace flashmoe {
@@ -19,35 +20,20 @@ constexpr int64_t kMaxHeads = 128;
 constexpr int64_t kMaxTokens = 4096;
 constexpr int64_t kMaxSplits = 128;
 constexpr int64_t kMaxKeys = (int64_t{1} << 30) - 1;
-constexpr int64_t kPageUnit = 16;
 
-void check_last_stride(const Tensor& tensor, const char* name) {
-  const int64_t last = tensor.dim() - 1;
-  if (tensor.sizes()[last] > 1 && tensor.strides()[last] != 1) {
-    violate("tensor.stride", {{"name", name}, {"strides", host::describe_strides(tensor)}});
+void check_cache(const DecodeArguments& arguments) {
+  const Tensor& cache = arguments.kv_cache;
+  const bool has_pages = arguments.block_table.is_given();
+  if (arguments.has_codes) {
+    check_coded_cache(cache, has_pages, arguments.batch());
+  } else {
+    const char* rule = has_pages ? "mla.pages" : "mla.cache";
+    if (cache.dim() != 3 || cache.sizes()[2] != kHeadDim || (!has_pages && cache.sizes()[0] != arguments.batch())) {
+      violate(rule, {{"found", describe_sizes(cache)}, {"batch", arguments.batch()}});
+    }
+    check_last_stride(cache, "kv_cache");
   }
-}
-
-void check_device(const Tensor& tensor, const char* name, const Tensor& q) {
-  if (tensor.device_type() != q.device_type() || tensor.device_index() != q.device_index()) {
-    violate("mla.devices", {{"name", name}, {"found", describe_device(tensor)}, {"q", describe_device(q)}});
-  }
-}
-
-// A tensor that goes with q, of one dtype and shape; the last dimension is contiguous.
-void check_companion(const Tensor& tensor, const char* name, const Tensor& q, int32_t dtype, int64_t rank,
-                     int64_t length) {
-  if (!tensor.is_defined()) violate("tensor.missing", {{"name", name}});
-  check_device(tensor, name, q);
-  if (tensor.dtype() != dtype) {
-    violate("mla.companion_dtype",
-            {{"name", name}, {"found", describe_dtype(tensor.dtype())}, {"needed", describe_dtype(dtype)}});
-  }
-  if (tensor.dim() != rank || tensor.sizes()[0] != length) {
-    const std::string needed = "[" + std::to_string(length) + (rank == 2 ? ", pages]" : "]");
-    violate("mla.companion_shape", {{"name", name}, {"found", describe_sizes(tensor)}, {"needed", needed}});
-  }
-  check_last_stride(tensor, name);
+  if (has_pages) check_page_size(cache);
 }
 
 void check_operands(DecodeArguments& arguments) {
@@ -55,7 +41,7 @@ void check_operands(DecodeArguments& arguments) {
   const Tensor& cache = arguments.kv_cache;
   if (!q.is_defined()) violate("tensor.missing", {{"name", "q"}});
   if (!cache.is_defined()) violate("tensor.missing", {{"name", "kv_cache"}});
-  check_device(cache, "kv_cache", q);
+  check_device(cache, "kv_cache", q, "q");
   if (q.description() != nullptr && q.device_type() < 0) violate("attention.device", {{"device", describe_device(q)}});
   const bool is_cuda = q.device_type() == aoti_torch_device_type_cuda();
   const std::optional<Dtype> dtype = host::dtype_of(q.dtype());
@@ -65,7 +51,11 @@ void check_operands(DecodeArguments& arguments) {
                           {"supported", is_cuda ? "float16, bfloat16" : "float16, bfloat16, float32"}});
   }
   arguments.dtype = *dtype;
-  if (cache.dtype() != q.dtype()) {
+  arguments.has_codes = has_code_dtype(cache);
+  if (arguments.has_codes && *dtype == Dtype::kFloat32) {
+    violate("mla.coded_q", {{"q", describe_dtype(q.dtype())}});
+  }
+  if (!arguments.has_codes && cache.dtype() != q.dtype()) {
     violate("mla.dtypes", {{"q", describe_dtype(q.dtype())}, {"kv_cache", describe_dtype(cache.dtype())}});
   }
   if (q.dim() != 4 || q.sizes()[3] != kHeadDim || q.sizes()[2] < 1 || q.sizes()[2] > kMaxHeads ||
@@ -73,16 +63,7 @@ void check_operands(DecodeArguments& arguments) {
     violate("mla.q", {{"found", describe_sizes(q)}, {"tokens", kMaxTokens}, {"heads", kMaxHeads}});
   }
   check_last_stride(q, "q");
-  const bool has_pages = arguments.block_table.is_given();
-  const char* rule = has_pages ? "mla.pages" : "mla.cache";
-  if (cache.dim() != 3 || cache.sizes()[2] != kHeadDim || (!has_pages && cache.sizes()[0] != q.sizes()[0])) {
-    violate(rule, {{"found", describe_sizes(cache)}, {"batch", q.sizes()[0]}});
-  }
-  check_last_stride(cache, "kv_cache");
-  const int64_t page_size = cache.sizes()[1];
-  if (has_pages && (page_size < kPageUnit || page_size % kPageUnit != 0)) {
-    violate("mla.page_size", {{"found", page_size}, {"unit", kPageUnit}});
-  }
+  check_cache(arguments);
 }
 
 void check_numbers(const DecodeArguments& arguments) {
@@ -112,12 +93,12 @@ DecodeArguments take_decode(host::Arguments& given) {
   arguments.num_splits = given.integer();
   check_operands(arguments);
   const int32_t int32 = aoti_torch_dtype_int32();
-  check_companion(arguments.cache_seqlens, "cache_seqlens", arguments.q, int32, 1, arguments.batch());
+  check_companion(arguments.cache_seqlens, "cache_seqlens", arguments.q, "q", int32, 1, arguments.batch());
   if (arguments.block_table.is_given()) {
-    check_companion(arguments.block_table, "block_table", arguments.q, int32, 2, arguments.batch());
+    check_companion(arguments.block_table, "block_table", arguments.q, "q", int32, 2, arguments.batch());
   }
   if (arguments.sinks.is_given()) {
-    check_companion(arguments.sinks, "sinks", arguments.q, aoti_torch_dtype_float32(), 1, arguments.heads());
+    check_companion(arguments.sinks, "sinks", arguments.q, "q", aoti_torch_dtype_float32(), 1, arguments.heads());
   }
   check_numbers(arguments);
   return arguments;

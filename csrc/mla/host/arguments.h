@@ -13,14 +13,15 @@ using host::Tensor;
 // A tensor that was not given has a null handle.
 struct DecodeArguments {
   Tensor q;              // [batch, tokens, heads, 576]
-  Tensor kv_cache;       // [pages, page_size, 576] with block_table, else [batch, keys, 576]
+  Tensor kv_cache;       // [pages, page_size, 576] with block_table, else [batch, keys, 576]; of 8-bit floats 656 bytes
   Tensor cache_seqlens;  // [batch] int32, contiguous
   Tensor block_table;    // [batch, pages] int32, last dimension contiguous
   Tensor sinks;          // [heads] float32, contiguous
   double scale = 0.0;
   bool is_causal = true;
-  int64_t num_splits = 0;  // 0: the kernels' choice; 1: each row's result is the same in any batch
-  Dtype dtype = Dtype::kFloat16;
+  int64_t num_splits = 0;         // 0: the kernels' choice; 1: each row's result is the same in any batch
+  Dtype dtype = Dtype::kFloat16;  // of q
+  bool has_codes = false;         // kv_cache holds 8-bit floats
 
   int64_t batch() const { return q.sizes()[0]; }
   int64_t tokens() const { return q.sizes()[1]; }

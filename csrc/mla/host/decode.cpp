@@ -28,18 +28,22 @@ const Kernel* find(const host::KernelRequest& request, const char* operation, co
 }
 
 // Of the families that the GPU has, best first, or of the one that is forced. Few rows leave most of a wgmma tile empty.
-const Kernel& select_decode(const host::KernelRequest& request, int64_t rows, bool has_keys) {
+const Kernel& select_decode(const host::KernelRequest& request, int64_t rows, bool has_keys, bool has_codes) {
   constexpr int64_t kFewRows = 8;
   for (const char* const* family = host::families_of(request.capability); *family != nullptr; ++family) {
     const bool is_forced = request.forced_family != nullptr;
     if (is_forced && std::strcmp(request.forced_family, *family) != 0) continue;
     const bool is_wgmma = std::strcmp(*family, "sm90") == 0;
-    if (is_wgmma && (!has_keys || (rows <= kFewRows && !is_forced)))
+    if (is_wgmma && (has_codes || !has_keys || (rows <= kFewRows && !is_forced)))
       continue;  // no tensor map describes an empty cache
-    const Kernel* kernel = find(request, "mla_decode", *family, rows > 16 && !is_wgmma ? "m32" : "");
+    const bool has_few_rows = rows <= 16;
+    const char* variant = is_wgmma    ? ""
+                          : has_codes ? (has_few_rows ? "codes" : "m32_codes")
+                                      : (has_few_rows ? "" : "m32");
+    const Kernel* kernel = find(request, "mla_decode", *family, variant);
     if (kernel != nullptr) return *kernel;
   }
-  host::refuse(request, "multi-head latent attention");
+  host::refuse(request, has_codes ? "latents in 8-bit floats" : "multi-head latent attention");
 }
 
 const Kernel& select_combine(const host::KernelRequest& request) {
@@ -139,10 +143,12 @@ void run(const DecodeArguments& arguments, DecodeParams params, const Kernel& ke
 void decode_cuda(const DecodeArguments& arguments, const Tensor& out, const Tensor& lse) {
   const host::Device& gpu = host::device(arguments.q.device_index());
   const host::KernelRequest request = host::make_request(gpu, arguments.dtype);
-  const Kernel& kernel = select_decode(request, arguments.tokens() * arguments.heads(),
-                                       arguments.kv_cache.sizes()[0] > 0 && arguments.max_keys() > 0);
+  const Kernel& kernel =
+      select_decode(request, arguments.tokens() * arguments.heads(),
+                    arguments.kv_cache.sizes()[0] > 0 && arguments.max_keys() > 0, arguments.has_codes);
   const Tensor q = is_loadable_query(arguments.q, kernel) ? host::alias(arguments.q) : host::padded_copy(arguments.q);
-  const Tensor cache = host::loadable(arguments.kv_cache, kernel);
+  const Tensor cache =
+      arguments.has_codes ? host::alias(arguments.kv_cache) : host::loadable(arguments.kv_cache, kernel);
   run(arguments, make_params(arguments, q, cache, out, lse), kernel, select_combine(request), gpu);
   host::set_last_kernel(kernel.symbol);
 }

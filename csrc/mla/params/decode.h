@@ -17,7 +17,7 @@ constexpr int kLatentDim = 512;  // of a value, which is the first columns of it
 // A row is one head of one query token: row token * heads + head of a sequence. All rows of a sequence share its keys.
 struct DecodeParams {
   const void* q;                 // [batch, rows, 576], rows q_stride_row elements apart
-  const void* cache;             // [num_pages, page_size, 576]
+  const void* cache;             // [num_pages, page_size, 576]; of 8-bit floats 656 bytes (codes.h)
   void* out;                     // [batch, rows, 512], contiguous
   float* lse;                    // [batch, heads, tokens], contiguous; null: not wanted
   const int32_t* cache_seqlens;  // [batch]
@@ -28,7 +28,7 @@ struct DecodeParams {
   float* state_partial;  // [2 * parts, row_tiles, block_m, 2]: exponent to base 2 that the sums refer to, and sum
   int64_t q_stride_batch;
   int64_t q_stride_row;
-  int64_t page_stride;  // elements
+  int64_t page_stride;  // elements, of 8-bit floats bytes
   int64_t key_stride;
   int64_t block_table_stride;
   int32_t batch;

@@ -191,18 +191,24 @@ struct Warp {
 #pragma unroll
         for (int i = 0; i < 4; ++i) O_rmem[m][d][i] = 0.0f;
     }
-    KeyLoader<Spec> loader(params, segment);
+    typename LoaderOf<Spec>::Type loader(params, segment);
     loader.find(segment.begin_block);
-    const auto load = [&](int block, int stage) {
+    const auto issue = [&](int block, int stage) {
       if (block < segment.end_block) {
-        loader.load(block_smem + stage * Spec::kStageBytes);
+        loader.issue(block_smem + stage * Spec::kStageBytes);
         loader.find(block + 1);
       }
-      ptx::cp_async_commit();
+      loader.commit();
+    };
+    const auto land = [&](int block, int stage) {
+      if (block < segment.end_block) loader.land(block_smem + stage * Spec::kStageBytes);
     };
     ptx::barrier_sync_block();  // write after read: the ring of the segment before
 #pragma unroll 1
-    for (int ahead = 0; ahead < Spec::kNumStages - 1; ++ahead) load(segment.begin_block + ahead, ahead);
+    for (int ahead = 0; ahead < Spec::kNumStages - 1; ++ahead) {
+      issue(segment.begin_block + ahead, ahead);
+      land(segment.begin_block + ahead, ahead);
+    }
     uint32_t Q_rmem[Spec::kMmaM][Spec::kSteps][4];
     load_query<Spec>(Q_rmem, params, segment.batch, first_row(), column_warp);
     // Blocks from here on hide keys from some row of the tile.
@@ -212,10 +218,11 @@ struct Warp {
 #pragma unroll 1
     for (int block = segment.begin_block; block < segment.end_block; ++block) {
       const ptx::SmemPointer K_smem = block_smem + stage * Spec::kStageBytes;
-      ptx::cp_async_wait<Spec::kNumStages - 2>();
+      const int refilled = stage == 0 ? Spec::kNumStages - 1 : stage - 1;
+      loader.wait();
       ptx::
           barrier_sync_block();  // the block is whole; all are done with the stage that refills, and with the scores before
-      load(block + Spec::kNumStages - 1, stage == 0 ? Spec::kNumStages - 1 : stage - 1);
+      issue(block + Spec::kNumStages - 1, refilled);
       share_scores(Q_rmem, K_smem);
       ptx::barrier_sync_block();  // read after write: the scores
       uint32_t P_rmem[Spec::kMmaM][Spec::kMmaN / 2][4];
@@ -227,9 +234,10 @@ struct Warp {
         make_probabilities(P_rmem[m], S_rmem, m);
       }
       multiply_value(P_rmem, K_smem);
+      land(block + Spec::kNumStages - 1, refilled);
       stage = stage == Spec::kNumStages - 1 ? 0 : stage + 1;
     }
-    ptx::cp_async_wait<0>();
+    loader.wait_all();
   }
 
   // A whole sequence's rows are finished; of a part the sums are left for combine.cuh.

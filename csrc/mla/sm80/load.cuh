@@ -1,10 +1,14 @@
-// A block's keys, by cp.async, and a warp's share of Q, in registers.
+// A block's keys, by cp.async, or by way of registers from 8-bit floats; and a warp's share of Q, in registers.
 #pragma once
 
+#include "device/convert.cuh"
 #include "device/swizzle.cuh"
+#include "mla/params/codes.h"
 #include "mla/plan.cuh"
 #include "mla/sm80/spec.cuh"
 #include "ptx/cp_async.cuh"
+#include "ptx/e4m3.cuh"
+#include "ptx/math.cuh"
 #include "ptx/memory.cuh"
 #include "ptx/special_registers.cuh"
 
@@ -19,18 +23,22 @@ __device__ __forceinline__ int page_of(const DecodeParams& params, int batch, in
   return max(0, min(params.num_pages - 1, static_cast<int>(ptx::ld_global_32(page_gmem))));
 }
 
-// One key block of a segment after the other.
+// This thread's keys of a block, one of each pass; eight threads share a key.
 template <typename Spec>
-struct KeyLoader {
-  using Element = typename Spec::Element;
-
+struct BlockKeys {
   const DecodeParams& params;
   const Segment& segment;
-  // Of this thread's keys of the next block: where they lie, in elements; negative: a zero in their place.
+  // Where they lie, in elements, of codes in bytes; negative: a zero in their place.
   int64_t offset[Spec::kPasses];
 
-  __device__ __forceinline__ KeyLoader(const DecodeParams& params_, const Segment& segment_)
+  __device__ __forceinline__ BlockKeys(const DecodeParams& params_, const Segment& segment_)
       : params(params_), segment(segment_) {}
+
+  // This thread's 16 bytes of each 64 columns of its first key.
+  __device__ __forceinline__ static ptx::SmemPointer thread_smem(ptx::SmemPointer stage_smem) {
+    const int thread = ptx::thread_index();
+    return stage_smem + swizzled_offset<kHeadDim>(thread / kSegmentChunks, thread % kSegmentChunks);
+  }
 
   // Asks for the pages of a block's keys, some time before its load.
   __device__ __forceinline__ void find(int block) {
@@ -44,12 +52,21 @@ struct KeyLoader {
                      (key - index * params.page_size) * params.key_stride;
     }
   }
+};
+
+// One key block of a segment after the other: find() names its keys, issue() reads them, wait() and land() see to it that they are in
+// shared memory.
+template <typename Spec>
+struct KeyLoader : BlockKeys<Spec> {
+  using Element = typename Spec::Element;
+  using BlockKeys<Spec>::BlockKeys;
+  using BlockKeys<Spec>::params;
+  using BlockKeys<Spec>::offset;
 
   // Keys past the sequence's become zeros, whatever the cache holds there: 0 * NaN is NaN.
-  __device__ __forceinline__ void load(ptx::SmemPointer stage_smem) const {
+  __device__ __forceinline__ void issue(ptx::SmemPointer stage_smem) const {
     const int thread = ptx::thread_index();
-    const ptx::SmemPointer thread_smem =
-        stage_smem + swizzled_offset<kHeadDim>(thread / kSegmentChunks, thread % kSegmentChunks);
+    const ptx::SmemPointer thread_smem = this->thread_smem(stage_smem);
 #pragma unroll
     for (int pass = 0; pass < Spec::kPasses; ++pass) {
       const bool exists = offset[pass] >= 0;
@@ -63,6 +80,78 @@ struct KeyLoader {
       }
     }
   }
+
+  __device__ __forceinline__ void commit() const { ptx::cp_async_commit(); }
+  __device__ __forceinline__ void wait() const { ptx::cp_async_wait<Spec::kNumStages - 2>(); }
+  __device__ __forceinline__ void wait_all() const { ptx::cp_async_wait<0>(); }
+  __device__ __forceinline__ void land(ptx::SmemPointer) const {}
+};
+
+// The same of 8-bit floats. Codes times scales, in float32, are rounded to elements: those of a 16-bit cache so dequantised.
+template <typename Spec>
+struct CodeLoader : BlockKeys<Spec> {
+  using Element = typename Spec::Element;
+  using BlockKeys<Spec>::BlockKeys;
+  using BlockKeys<Spec>::params;
+  using BlockKeys<Spec>::offset;
+  static constexpr int kSlabs = kLatentDim / 64;
+  static constexpr int kSlabsPerScale = kScaleColumns / 64;
+
+  uint32_t codes[Spec::kPasses][kSlabs][2];
+  uint32_t scales[Spec::kPasses][kSlabs / kSlabsPerScale];
+  uint32_t rotary[Spec::kPasses][4];
+
+  __device__ __forceinline__ void issue(ptx::SmemPointer) {
+    const int chunk = ptx::thread_index() % kSegmentChunks;
+#pragma unroll
+    for (int pass = 0; pass < Spec::kPasses; ++pass) {
+#pragma unroll
+      for (int slab = 0; slab < kSlabs; ++slab) codes[pass][slab][0] = codes[pass][slab][1] = 0;
+#pragma unroll
+      for (int i = 0; i < 4; ++i) scales[pass][i] = rotary[pass][i] = 0;
+      if (offset[pass] < 0) continue;
+      const unsigned char* key_gmem = static_cast<const unsigned char*>(params.cache) + offset[pass];
+#pragma unroll
+      for (int slab = 0; slab < kSlabs; ++slab) ptx::ld_global_64(codes[pass][slab], key_gmem + slab * 64 + chunk * 8);
+      ptx::ld_global_128(scales[pass], key_gmem + kScaleBytesOffset);
+      ptx::ld_global_128(rotary[pass], key_gmem + kRotaryBytesOffset + chunk * kChunkBytes);
+    }
+  }
+
+  __device__ __forceinline__ void commit() const {}
+  __device__ __forceinline__ void wait() const {}
+  __device__ __forceinline__ void wait_all() const {}
+
+  __device__ __forceinline__ void land(ptx::SmemPointer stage_smem) const {
+    const ptx::SmemPointer thread_smem = this->thread_smem(stage_smem);
+#pragma unroll
+    for (int pass = 0; pass < Spec::kPasses; ++pass) {
+      const ptx::SmemPointer key_smem = thread_smem + pass * Spec::kRowsPerPass * Spec::kRowBytes;
+#pragma unroll
+      for (int slab = 0; slab < kSlabs; ++slab) {
+        const float scale = ptx::bits_float(scales[pass][slab / kSlabsPerScale]);
+        uint32_t words[4];
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+          float values[4];
+          ptx::widen_e4m3(values, codes[pass][slab][half]);
+          words[2 * half] = pack<Element>(values[0] * scale, values[1] * scale);
+          words[2 * half + 1] = pack<Element>(values[2] * scale, values[3] * scale);
+        }
+        ptx::st_shared_128(key_smem + slab * (kSegmentChunks * kChunkBytes), words);
+      }
+      ptx::st_shared_128(key_smem + kSlabs * (kSegmentChunks * kChunkBytes), rotary[pass]);
+    }
+  }
+};
+
+template <typename Spec, bool kHasCodes = Spec::kHasCodes>
+struct LoaderOf {
+  using Type = KeyLoader<Spec>;
+};
+template <typename Spec>
+struct LoaderOf<Spec, true> {
+  using Type = CodeLoader<Spec>;
 };
 
 // A warp's columns of its rows of Q, as A operands: step j is columns 64 j + 16 * column_warp on. Rows past the last are that one again:

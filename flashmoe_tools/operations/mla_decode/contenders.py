@@ -51,6 +51,9 @@ def _flash_mla(inputs: Inputs) -> Prepared:
     if p.page_size != FLASH_MLA_PAGE:
         msg = f"{p.key}: FlashMLA has pages of {FLASH_MLA_PAGE}"
         raise ArgumentError(msg)
+    if p.has_codes:
+        msg = f"{p.key}: FlashMLA's dense kernel has no fp8 cache on this GPU"
+        raise ArgumentError(msg)
     cache = inputs.cache.unsqueeze(2)
     metadata, splits = module.get_mla_metadata(inputs.lengths, p.tokens * p.heads, 1)
 

@@ -12,13 +12,18 @@ from flashmoe.errors import ArgumentError
 from flashmoe_tools.operations import DTYPE_BYTES, RoomProblem, fields
 
 HEAD_DIM, LATENT_DIM = 576, 512
+KEY_BYTES = 656  # of the cache of 8-bit floats
+CACHES = ("16-bit", "fp8")
 _SIZES = ("heads", "batch", "tokens", "keys", "page_size")
-_KEY = re.compile(r"mla-(?P<dtype>\w+)-h(?P<h>\d+)-b(?P<b>\d+)-q(?P<q>\d+)k(?P<k>\d+)-p(?P<p>\d+)")
+_KEY = re.compile(r"mla-(?P<dtype>\w+)-h(?P<h>\d+)-b(?P<b>\d+)-q(?P<q>\d+)k(?P<k>\d+)-p(?P<p>\d+)(?P<fp8>-fp8)?")
 
 
 @dataclass(frozen=True)
 class MlaDecodeProblem(RoomProblem):
-    """``batch`` sequences of ``keys`` keys in pages in random order, ``tokens`` query tokens each; the mask is bottom-right."""
+    """``batch`` sequences of ``keys`` keys in pages in random order, ``tokens`` query tokens each; the mask is bottom-right.
+
+    ``cache``: of the queries' dtype, or fp8, 656 bytes a key.
+    """
 
     operation: ClassVar[str] = "mla_decode"
 
@@ -28,14 +33,21 @@ class MlaDecodeProblem(RoomProblem):
     tokens: int
     keys: int
     page_size: int = 64
+    cache: str = CACHES[0]
+
+    @property
+    def has_codes(self) -> bool:
+        return self.cache == "fp8"
 
     @property
     def key(self) -> str:
-        return f"mla-{self.dtype}-h{self.heads}-b{self.batch}-q{self.tokens}k{self.keys}-p{self.page_size}"
+        cache = "-fp8" if self.has_codes else ""
+        return f"mla-{self.dtype}-h{self.heads}-b{self.batch}-q{self.tokens}k{self.keys}-p{self.page_size}{cache}"
 
     @property
     def title(self) -> str:
-        return f"{self.dtype} B={self.batch} H={self.heads} Sq={self.tokens} Sk={self.keys} pages of {self.page_size}"
+        cache = ", fp8 cache" if self.has_codes else ""
+        return f"{self.dtype} B={self.batch} H={self.heads} Sq={self.tokens} Sk={self.keys} pages of {self.page_size}{cache}"
 
     @property
     def scale(self) -> float:
@@ -51,7 +63,8 @@ class MlaDecodeProblem(RoomProblem):
     def bytes_moved(self) -> int:
         """The cache and q read once, the output written once."""
         rows = self.tokens * self.heads * (HEAD_DIM + LATENT_DIM)
-        return self.batch * (self.keys * HEAD_DIM + rows) * DTYPE_BYTES[self.dtype]
+        size = DTYPE_BYTES[self.dtype]
+        return self.batch * (self.keys * (KEY_BYTES if self.has_codes else HEAD_DIM * size) + rows * size)
 
     @classmethod
     def from_key(cls, key: str) -> MlaDecodeProblem:
@@ -60,7 +73,7 @@ class MlaDecodeProblem(RoomProblem):
         if match is None or match["dtype"] not in DTYPE_BYTES:
             msg = f"{key!r} names no case; one is written as {cls.smallest().key}"
             raise ArgumentError(msg)
-        return cls(match["dtype"], *(int(match[name]) for name in "hbqkp"))
+        return cls(match["dtype"], *(int(match[name]) for name in "hbqkp"), cache=CACHES[match["fp8"] is not None])
 
     @classmethod
     def smallest(cls) -> MlaDecodeProblem:
@@ -69,14 +82,15 @@ class MlaDecodeProblem(RoomProblem):
     @classmethod
     def expand(cls, row: Mapping[str, Any], where: str) -> Iterator[MlaDecodeProblem]:
         """A list is an axis, and the table stands for the product of its axes."""
-        fields.known(row, {"dtype", *_SIZES}, where)
+        fields.known(row, {"dtype", "cache", *_SIZES}, where)
         dtypes = [
             fields.choice(one, tuple(DTYPE_BYTES), where, "dtype") for one in fields.axis(row.get("dtype", "bf16"))
         ]
+        caches = [fields.choice(one, CACHES, where, "cache") for one in fields.axis(row.get("cache", CACHES[0]))]
         stated = {"tokens": 1, "page_size": 64, **row}
         axes = [fields.counts(stated, where, name) for name in _SIZES]
-        for dtype, sizes in itertools.product(dtypes, itertools.product(*axes)):
-            yield cls(dtype, **dict(zip(_SIZES, sizes, strict=True)))
+        for dtype, cache, sizes in itertools.product(dtypes, caches, itertools.product(*axes)):
+            yield cls(dtype, **dict(zip(_SIZES, sizes, strict=True)), cache=cache)
 
     def fit(self, dtypes: Collection[str], max_tokens: int) -> MlaDecodeProblem:
         """As many sequences as there is memory for."""

@@ -24,7 +24,8 @@ from flashmoe_tools.tables import Unit
 def problems(unit: Unit) -> Iterator[MlaProblem]:
     """Parts that begin and end inside sequences; lengths 0; rows that see no key; every page size that boxes differ for."""
     m, n = unit.row.block_m, unit.row.block_n
-    base = MlaProblem("decode", unit.dtype, (3 * n + 7, 3, 0, n, 2 * n + 1), min(m, 16))
+    has_codes = bool(unit.row.options.get("codes"))
+    base = MlaProblem("decode", unit.dtype, (3 * n + 7, 3, 0, n, 2 * n + 1), min(m, 16), has_codes=has_codes)
     yield base
     yield replace(base, name="tokens, sinks", heads=6, tokens=m // 6 + 1, has_sinks=True, page_size=32, data_seed=1)
     if unit.dtype == "bf16":

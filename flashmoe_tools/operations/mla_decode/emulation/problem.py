@@ -12,8 +12,9 @@ import torch
 from flashmoe_build.emulation.compare import DTYPES, UNIT_ROUNDOFF, worst_element
 from flashmoe_build.emulation.runner import NamedProblem, in_front, output
 from flashmoe_tools.operations.attention.emulation.problem import lse_bound
+from flashmoe_tools.operations.mla_decode.codes import NAN_CODE, SCALE_COLUMNS, SCALES, dequantize, make_coded
 from flashmoe_tools.operations.mla_decode.emulation.plan import Segment, segments
-from flashmoe_tools.operations.mla_decode.problem import HEAD_DIM, LATENT_DIM
+from flashmoe_tools.operations.mla_decode.problem import HEAD_DIM, KEY_BYTES, LATENT_DIM
 from flashmoe_tools.operations.mla_decode.reference import attend
 
 NAN = float("nan")
@@ -39,6 +40,7 @@ class MlaProblem(NamedProblem):
     least_share: int = 1
     warps_per_sum: int = 1
     magnitude: float = 1.0  # of q
+    has_codes: bool = False  # a cache of 8-bit floats
     data_seed: int = 0
 
     @property
@@ -52,9 +54,9 @@ class Tensors:
 
     problem: MlaProblem
     q: torch.Tensor  # [batch, tokens, heads, 576]
-    cache: torch.Tensor  # [pages, page size, 576]
+    cache: torch.Tensor  # [pages, page size, 576], or 656 bytes
     table: torch.Tensor | None
-    keys: tuple[torch.Tensor, ...]  # of each sequence, [keys, 576]
+    keys: tuple[torch.Tensor, ...]  # of each sequence, [keys, 576]; of codes, times their scales
     sinks: torch.Tensor | None
     out: torch.Tensor
     lse: torch.Tensor
@@ -85,6 +87,13 @@ class Tensors:
         return wrong
 
 
+def _coded(latents: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+    """[keys, 656] of latents [keys, 576]: scales are powers of two, 16 times apart within a key; some codes are subnormal."""
+    factors = 2.0 ** torch.randint(-2, 3, (len(latents), SCALES), generator=generator).float()
+    spread = torch.cat([factors.repeat_interleave(SCALE_COLUMNS, -1), torch.ones(len(latents), 64)], -1)
+    return make_coded((latents.float() * spread).to(latents.dtype))
+
+
 def build(p: MlaProblem) -> Tensors:
     """Fresh random tensors, the same for the same problem."""
     generator = torch.Generator().manual_seed(p.data_seed * 7919 + 31)
@@ -95,19 +104,25 @@ def build(p: MlaProblem) -> Tensors:
 
     q = (normal(batch, p.tokens, p.heads, HEAD_DIM) * p.magnitude + 0.25).to(dtype)
     keys = tuple((normal(length, HEAD_DIM) + 0.25).to(dtype) for length in p.keys)
+    stored: tuple[torch.Tensor, ...] = keys
+    if p.has_codes:
+        stored = tuple(_coded(values, generator) for values in keys)
+        keys = tuple(dequantize(own, dtype) for own in stored)
+    width, empty = (KEY_BYTES, NAN_CODE) if p.has_codes else (HEAD_DIM, NAN)
+    kind = torch.uint8 if p.has_codes else dtype
     table = None
     if p.page_size == 0:
-        cache = torch.full((batch, max(p.keys) + 3, HEAD_DIM), NAN, dtype=dtype)
-        for own, values in zip(cache, keys, strict=True):
+        cache = torch.full((batch, max(p.keys) + 3, width), empty, dtype=kind)
+        for own, values in zip(cache, stored, strict=True):
             own[: len(values)] = values
     else:
         counts = [-(-length // p.page_size) for length in p.keys]
         order = torch.randperm(sum(counts) + 2, generator=generator).to(torch.int32)
-        cache = torch.full((len(order), p.page_size, HEAD_DIM), NAN, dtype=dtype)
+        cache = torch.full((len(order), p.page_size, width), empty, dtype=kind)
         table = torch.full((batch, max(counts) + 1), GARBAGE_PAGE, dtype=torch.int32)
         table[1::2] = -1
         used = 0
-        for sequence, (count, values) in enumerate(zip(counts, keys, strict=True)):
+        for sequence, (count, values) in enumerate(zip(counts, stored, strict=True)):
             table[sequence, :count] = order[used : used + count]
             used += count
             for page in range(count):
