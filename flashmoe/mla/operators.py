@@ -24,11 +24,13 @@ def _fake(q: Tensor, kv_cache: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
 
 
 def _flops(
-    q: Sequence[int], kv_cache: Sequence[int], _: Any, block_table: Sequence[int] | None, *__: Any, **___: Any
+    q: Sequence[int], kv_cache: Sequence[int], _: Any, block_table: Sequence[int] | None, *rest: Any, **__: Any
 ) -> int:
-    """Of shapes, as if each sequence filled its memory: q k^T over 576 columns, P v over 512."""
+    """Of shapes, as if each sequence filled its memory, or its indices named keys: q k^T over 576 columns, P v over 512."""
     batch, tokens, heads, head_dim = q
-    keys = kv_cache[1] if block_table is None else block_table[1] * kv_cache[1]
+    indices = rest[-1] if rest else None
+    own = kv_cache[1] if block_table is None else block_table[1] * kv_cache[1]
+    keys = own if indices is None else int(indices[2])
     return 2 * batch * tokens * heads * keys * (head_dim + LATENT_DIM)
 
 

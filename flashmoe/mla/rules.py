@@ -34,6 +34,7 @@ RULES = by_error(
             "{found}; drop the dimension of its one head with .squeeze(2)",
             "mla.coded_alignment": "kv_cache of 8 bits must have rows at multiples of 16 bytes; found strides {strides} from an address of "
             "16 n + {address}; allocate it contiguous",
+            "mla.indices": "indices must be [{batch}, {tokens}, keys], those of each token of q; found {found}; pad them with -1",
             "mla.latents": "latents must be [batch, tokens, 576]: the latent (512) and its rotary part (64); found {found}; concatenate the "
             "two",
             "mla.slots": "slots must be [{batch}, {tokens}], one row of the cache for each token; found {found}; reshape them",
@@ -46,6 +47,9 @@ RULES = by_error(
             "mla.num_splits": "num_splits must be from 0 to {most} (0 lets the kernels choose); found {found}",
             "mla.max_keys": "a sequence's pages hold {found} keys; at most {most}; give a narrower block_table",
             "mla.value_dim": "value_dim must be 512, the latent; found {found}; a value is the first 512 columns of its key",
+            "mla.no_lengths": "cache_seqlens is None; a tensor is needed, or indices in its place",
+            "mla.indices_alone": "with indices, which name rows of all pages, {name} has no meaning; leave it out",
+            "mla.index": "indices[{sequence}, {token}, {index}] is {found}; the cache has rows 0 to {most}, and -1 names none",
             "mla.append_rows": "cache_seqlens or slots must say where latents go; found {found}; give one of them",
             "mla.append_table": "block_table belongs to cache_seqlens; slots name rows of all pages; leave one of them out",
             "mla.append_slot": "slots[{sequence}, {token}] is {found}; the cache has rows 0 to {most}, and -1 names none",

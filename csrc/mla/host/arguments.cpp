@@ -23,7 +23,7 @@ constexpr int64_t kMaxKeys = (int64_t{1} << 30) - 1;
 
 void check_cache(const DecodeArguments& arguments) {
   const Tensor& cache = arguments.kv_cache;
-  const bool has_pages = arguments.block_table.is_given();
+  const bool has_pages = arguments.block_table.is_given() || arguments.is_sparse();
   if (arguments.has_codes) {
     check_coded_cache(cache, has_pages, arguments.batch());
   } else {
@@ -33,7 +33,33 @@ void check_cache(const DecodeArguments& arguments) {
     }
     check_last_stride(cache, "kv_cache");
   }
-  if (has_pages) check_page_size(cache);
+  if (arguments.block_table.is_given()) check_page_size(cache);
+}
+
+// Keys are named by indices, or are those of each sequence.
+void check_keys(const DecodeArguments& arguments) {
+  const Tensor& q = arguments.q;
+  const int32_t int32 = aoti_torch_dtype_int32();
+  if (!arguments.is_sparse()) {
+    check_companion(arguments.cache_seqlens, "cache_seqlens", q, "q", int32, 1, arguments.batch());
+    if (arguments.block_table.is_given()) {
+      check_companion(arguments.block_table, "block_table", q, "q", int32, 2, arguments.batch());
+    }
+    return;
+  }
+  const Tensor& indices = arguments.indices;
+  if (arguments.cache_seqlens.is_given() || arguments.block_table.is_given()) {
+    violate("mla.indices_alone", {{"name", arguments.cache_seqlens.is_given() ? "cache_seqlens" : "block_table"}});
+  }
+  check_device(indices, "indices", q, "q");
+  if (indices.dtype() != int32) {
+    violate("mla.companion_dtype",
+            {{"name", "indices"}, {"found", describe_dtype(indices.dtype())}, {"needed", "int32"}});
+  }
+  if (indices.dim() != 3 || indices.sizes()[0] != arguments.batch() || indices.sizes()[1] != arguments.tokens()) {
+    violate("mla.indices",
+            {{"found", describe_sizes(indices)}, {"batch", arguments.batch()}, {"tokens", arguments.tokens()}});
+  }
 }
 
 void check_operands(DecodeArguments& arguments) {
@@ -85,18 +111,16 @@ DecodeArguments take_decode(host::Arguments& given) {
   DecodeArguments arguments;
   arguments.q = given.tensor();
   arguments.kv_cache = given.tensor();
-  arguments.cache_seqlens = given.tensor();
+  arguments.cache_seqlens = given.optional_tensor();
   arguments.block_table = given.optional_tensor();
   arguments.sinks = given.optional_tensor();
   arguments.scale = given.number();
   arguments.is_causal = given.flag();
   arguments.num_splits = given.integer();
+  arguments.indices = given.optional_tensor();
+  if (!arguments.is_sparse() && !arguments.cache_seqlens.is_given()) violate("mla.no_lengths", {});
   check_operands(arguments);
-  const int32_t int32 = aoti_torch_dtype_int32();
-  check_companion(arguments.cache_seqlens, "cache_seqlens", arguments.q, "q", int32, 1, arguments.batch());
-  if (arguments.block_table.is_given()) {
-    check_companion(arguments.block_table, "block_table", arguments.q, "q", int32, 2, arguments.batch());
-  }
+  check_keys(arguments);
   if (arguments.sinks.is_given()) {
     check_companion(arguments.sinks, "sinks", arguments.q, "q", aoti_torch_dtype_float32(), 1, arguments.heads());
   }

@@ -14,7 +14,7 @@ namespace {
 const host::ArgumentCheck kCheckDecode("mla_decode", [](host::Arguments& given) { take_decode(given); });
 
 void boxed_decode(StableIValue* stack, uint64_t num_arguments, uint64_t num_outputs) {
-  host::check_counts("mla_decode", num_arguments, 8, num_outputs, 2);
+  host::check_counts("mla_decode", num_arguments, 9, num_outputs, 2);
   host::Arguments given(stack);
   const DecodeArguments arguments = take_decode(given);
   const Tensor& q = arguments.q;
@@ -43,8 +43,8 @@ void boxed_append(StableIValue* stack, uint64_t num_arguments, uint64_t num_outp
 
 STABLE_TORCH_LIBRARY_FRAGMENT(flashmoe, library) {
   library.def(
-      "mla_decode(Tensor q, Tensor kv_cache, Tensor cache_seqlens, Tensor? block_table, Tensor? sinks, float scale, "
-      "bool causal, int num_splits) -> (Tensor out, Tensor lse)");
+      "mla_decode(Tensor q, Tensor kv_cache, Tensor? cache_seqlens, Tensor? block_table, Tensor? sinks, float scale, "
+      "bool causal, int num_splits, Tensor? indices) -> (Tensor out, Tensor lse)");
   library.def(
       "mla_append_(Tensor latents, Tensor(a!) kv_cache, Tensor? cache_seqlens, Tensor? block_table, Tensor? slots) -> "
       "()");

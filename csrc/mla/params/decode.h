@@ -20,7 +20,8 @@ struct DecodeParams {
   const void* cache;             // [num_pages, page_size, 576]; of 8-bit floats 656 bytes (codes.h)
   void* out;                     // [batch, rows, 512], contiguous
   float* lse;                    // [batch, heads, tokens], contiguous; null: not wanted
-  const int32_t* cache_seqlens;  // [batch]
+  const int32_t* cache_seqlens;  // [batch]; null: max_keys each
+  const int32_t* indices;        // [batch, max_keys], of keys among all pages' rows; null: a sequence's own keys
   const int32_t*
       block_table;       // [batch, pages of a sequence], rows block_table_stride apart; null: sequence b is page b
   const float* sinks;    // [heads]; null: none
@@ -32,11 +33,13 @@ struct DecodeParams {
   int64_t key_stride;
   int64_t block_table_stride;
   int32_t batch;
-  int32_t tokens;  // query tokens of a sequence
+  int32_t tokens;        // query tokens of a sequence
+  int32_t tokens_apart;  // with indices every token is a sequence: so many follow one another in lse. Else 1
   int32_t heads;
   int32_t max_keys;  // of a sequence: what its pages hold
   int32_t page_size;
   int32_t num_pages;
+  int32_t num_slots;  // rows of all pages, for indices
   int32_t
       box_rows;  // keys that the copy engine takes from a page at once (sm90/tensor_map.h); for other kernels unused
   int32_t is_causal;      // token t sees the keys before cache_seqlens - (tokens - 1 - t)

@@ -18,6 +18,7 @@
 #include "ptx/ldmatrix.cuh"
 #include "ptx/math.cuh"
 #include "ptx/memory.cuh"
+#include "ptx/shuffle.cuh"
 #include "ptx/special_registers.cuh"
 
 namespace flashmoe {
@@ -132,6 +133,16 @@ struct Warp {
     }
   }
 
+  // Of indices: keys that are none.
+  __device__ __forceinline__ static void hide_missing(float (&S_rmem)[Spec::kMmaN][4], uint32_t present) {
+    const uint32_t of_thread = present >> ptx::lane_index() % 4 * 2;
+#pragma unroll
+    for (int n = 0; n < Spec::kMmaN; ++n)
+#pragma unroll
+      for (int i = 0; i < 4; ++i)
+        if ((of_thread >> (n * 8 + i % 2) & 1) == 0) S_rmem[n][i] = ptx::negative_infinity();
+  }
+
   // Scores to probabilities, as the A operands of P V. Rescales the output of the same rows.
   __device__ __forceinline__ void make_probabilities(uint32_t (&P_rmem)[Spec::kMmaN / 2][4],
                                                      float (&S_rmem)[Spec::kMmaN][4], int m) {
@@ -224,13 +235,19 @@ struct Warp {
           barrier_sync_block();  // the block is whole; all are done with the stage that refills, and with the scores before
       issue(block + Spec::kNumStages - 1, refilled);
       share_scores(Q_rmem, K_smem);
+      const int index = Spec::kIsSparse ? sparse_index(params, segment, block) : 0;
       ptx::barrier_sync_block();  // read after write: the scores
       uint32_t P_rmem[Spec::kMmaM][Spec::kMmaN / 2][4];
+      const uint32_t present = Spec::kIsSparse ? ptx::vote_ballot(index >= 0) : 0;
 #pragma unroll
       for (int m = 0; m < Spec::kMmaM; ++m) {
         float S_rmem[Spec::kMmaN][4];
         gather_scores(S_rmem, m);
-        if ((block + 1) * Spec::kBlockN > seen_by_all) hide(S_rmem, m, segment.keys, block * Spec::kBlockN);
+        if constexpr (Spec::kIsSparse) {
+          hide_missing(S_rmem, present);
+        } else if ((block + 1) * Spec::kBlockN > seen_by_all) {
+          hide(S_rmem, m, segment.keys, block * Spec::kBlockN);
+        }
         make_probabilities(P_rmem[m], S_rmem, m);
       }
       multiply_value(P_rmem, K_smem);

@@ -10,6 +10,7 @@
 #include "ptx/e4m3.cuh"
 #include "ptx/math.cuh"
 #include "ptx/memory.cuh"
+#include "ptx/shuffle.cuh"
 #include "ptx/special_registers.cuh"
 
 namespace flashmoe {
@@ -23,6 +24,15 @@ __device__ __forceinline__ int page_of(const DecodeParams& params, int batch, in
   return max(0, min(params.num_pages - 1, static_cast<int>(ptx::ld_global_32(page_gmem))));
 }
 
+// The index of this lane's key of a block; -1 where there is none.
+__device__ __forceinline__ int sparse_index(const DecodeParams& params, const Segment& segment, int block) {
+  const int key = block * 32 + ptx::lane_index();
+  if (key >= segment.keys) return -1;
+  const int index =
+      static_cast<int>(ptx::ld_global_32(params.indices + static_cast<int64_t>(segment.batch) * params.max_keys + key));
+  return index >= 0 && index < params.num_slots ? index : -1;
+}
+
 // This thread's keys of a block, one of each pass; eight threads share a key.
 template <typename Spec>
 struct BlockKeys {
@@ -30,6 +40,7 @@ struct BlockKeys {
   const Segment& segment;
   // Where they lie, in elements, of codes in bytes; negative: a zero in their place.
   int64_t offset[Spec::kPasses];
+  int slot[Spec::kPasses];  // in their place, of indices: rows of all pages
 
   __device__ __forceinline__ BlockKeys(const DecodeParams& params_, const Segment& segment_)
       : params(params_), segment(segment_) {}
@@ -42,6 +53,14 @@ struct BlockKeys {
 
   // Asks for the pages of a block's keys, some time before its load.
   __device__ __forceinline__ void find(int block) {
+    if constexpr (Spec::kIsSparse) {
+      find_indices(block);
+    } else {
+      find_own(block);
+    }
+  }
+
+  __device__ __forceinline__ void find_own(int block) {
 #pragma unroll
     for (int pass = 0; pass < Spec::kPasses; ++pass) {
       const int key = block * Spec::kBlockN + pass * Spec::kRowsPerPass + ptx::thread_index() / kSegmentChunks;
@@ -50,6 +69,25 @@ struct BlockKeys {
       const int index = static_cast<int>(static_cast<uint32_t>(key) / static_cast<uint32_t>(params.page_size));
       offset[pass] = page_of(params, segment.batch, index) * params.page_stride +
                      (key - index * params.page_size) * params.key_stride;
+    }
+  }
+
+  __device__ __forceinline__ void find_indices(int block) {
+    const int of_lane = sparse_index(params, segment, block);
+#pragma unroll
+    for (int pass = 0; pass < Spec::kPasses; ++pass) {
+      slot[pass] = ptx::shuffle_index(of_lane, pass * Spec::kRowsPerPass + ptx::thread_index() / kSegmentChunks);
+    }
+  }
+
+  // Of an index the offset is computed as late as this: it takes more registers.
+  __device__ __forceinline__ int64_t offset_of(int pass) const {
+    if constexpr (!Spec::kIsSparse) {
+      return offset[pass];
+    } else {
+      if (slot[pass] < 0) return -1;
+      const int page = static_cast<int>(static_cast<uint32_t>(slot[pass]) / static_cast<uint32_t>(params.page_size));
+      return page * params.page_stride + (slot[pass] - page * params.page_size) * params.key_stride;
     }
   }
 };
@@ -61,7 +99,6 @@ struct KeyLoader : BlockKeys<Spec> {
   using Element = typename Spec::Element;
   using BlockKeys<Spec>::BlockKeys;
   using BlockKeys<Spec>::params;
-  using BlockKeys<Spec>::offset;
 
   // Keys past the sequence's become zeros, whatever the cache holds there: 0 * NaN is NaN.
   __device__ __forceinline__ void issue(ptx::SmemPointer stage_smem) const {
@@ -69,8 +106,9 @@ struct KeyLoader : BlockKeys<Spec> {
     const ptx::SmemPointer thread_smem = this->thread_smem(stage_smem);
 #pragma unroll
     for (int pass = 0; pass < Spec::kPasses; ++pass) {
-      const bool exists = offset[pass] >= 0;
-      const Element* key_gmem = static_cast<const Element*>(params.cache) + (exists ? offset[pass] : 0) +
+      const int64_t key_offset = this->offset_of(pass);
+      const bool exists = key_offset >= 0;
+      const Element* key_gmem = static_cast<const Element*>(params.cache) + (exists ? key_offset : 0) +
                                 thread % kSegmentChunks * kChunkElements;
 #pragma unroll
       for (int slab = 0; slab < kHeadDim / 64; ++slab) {
@@ -93,7 +131,6 @@ struct CodeLoader : BlockKeys<Spec> {
   using Element = typename Spec::Element;
   using BlockKeys<Spec>::BlockKeys;
   using BlockKeys<Spec>::params;
-  using BlockKeys<Spec>::offset;
   static constexpr int kSlabs = kLatentDim / 64;
   static constexpr int kSlabsPerScale = kScaleColumns / 64;
 
@@ -109,8 +146,9 @@ struct CodeLoader : BlockKeys<Spec> {
       for (int slab = 0; slab < kSlabs; ++slab) codes[pass][slab][0] = codes[pass][slab][1] = 0;
 #pragma unroll
       for (int i = 0; i < 4; ++i) scales[pass][i] = rotary[pass][i] = 0;
-      if (offset[pass] < 0) continue;
-      const unsigned char* key_gmem = static_cast<const unsigned char*>(params.cache) + offset[pass];
+      const int64_t key_offset = this->offset_of(pass);
+      if (key_offset < 0) continue;
+      const unsigned char* key_gmem = static_cast<const unsigned char*>(params.cache) + key_offset;
 #pragma unroll
       for (int slab = 0; slab < kSlabs; ++slab) ptx::ld_global_64(codes[pass][slab], key_gmem + slab * 64 + chunk * 8);
       ptx::ld_global_128(scales[pass], key_gmem + kScaleBytesOffset);

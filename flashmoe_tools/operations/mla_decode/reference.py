@@ -58,14 +58,18 @@ class Inputs:
     cache: torch.Tensor
     table: torch.Tensor
     lengths: torch.Tensor
+    indices: torch.Tensor | None  # [B, Sq, topk] int32, rows of all pages
 
     def poison(self) -> None:
         """Leave NaN in the memory that the next result will get."""
         torch.full_like(self.q, math.nan)
 
     def keys_of(self, sequence: int) -> torch.Tensor:
-        """[keys, 576], of codes times their scales."""
-        keys = self.cache[self.table[sequence].long()].flatten(0, 1)[: self.problem.keys]
+        """[keys, 576] of a sequence, or of its indices, one token's; of codes times their scales."""
+        if self.indices is not None:
+            keys = self.cache.flatten(0, 1)[self.indices[sequence, 0].long()]
+        else:
+            keys = self.cache[self.table[sequence].long()].flatten(0, 1)[: self.problem.keys]
         return dequantize(keys, self.q.dtype) if self.problem.has_codes else keys
 
 
@@ -84,7 +88,15 @@ def make_inputs(problem: MlaDecodeProblem, device: str, seed: int) -> Inputs:
     if p.has_codes:
         cache = torch.cat([make_coded(chunk) for chunk in cache.split(1024)])
     lengths = torch.full((p.batch,), p.keys, dtype=torch.int32, device=device)
-    return Inputs(problem, q, cache, table, lengths)
+    return Inputs(problem, q, cache, table, lengths, _indices(problem, table, generator) if p.topk else None)
+
+
+def _indices(p: MlaDecodeProblem, table: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+    """Keys of a token's own sequence, none twice, as rows of all pages."""
+    rows = torch.rand(p.batch, p.tokens, p.keys, generator=generator, device=table.device)
+    keys = rows.argsort(-1)[..., : p.topk]
+    pages = table.long()[torch.arange(p.batch, device=table.device)[:, None, None], keys // p.page_size]
+    return (pages * p.page_size + keys % p.page_size).to(torch.int32)
 
 
 @dataclass(frozen=True)
