@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from flashmoe.integrations.torch_attention import activate, activated, deactivate, is_active
     from flashmoe.layers.api import linear, patch_linear
     from flashmoe.mla.api import mla_decode
+    from flashmoe.mla.append import mla_append
     from flashmoe.mla.module import MLA
     from flashmoe.moe.api import fused_moe, grouped_mm, topk_route
     from flashmoe.moe.module import MoE
@@ -41,6 +42,7 @@ _LAZY = {
     "attention_varlen": "flashmoe.attn.varlen",
     "attention_with_kvcache": "flashmoe.attn.kvcache",
     "merge_attention": "flashmoe.attn.merge",
+    "mla_append": "flashmoe.mla.append",
     "mla_decode": "flashmoe.mla.api",
     "scaled_dot_product_attention": "flashmoe.attn.sdpa",
     "Attention": "flashmoe.attn.module",
@@ -75,6 +77,7 @@ __all__ = [
     "is_active",
     "linear",
     "merge_attention",
+    "mla_append",
     "mla_decode",
     "patch_linear",
     "scaled_dot_product_attention",

@@ -68,6 +68,7 @@ FUNCTIONS = {
         "flashmoe.attn.kvcache.attention_with_kvcache",
         "flashmoe.attn.merge.merge_attention",
         "flashmoe.mla.api.mla_decode",
+        "flashmoe.mla.append.mla_append",
         "flashmoe.mla.module.MLA",
         "flashmoe.attn.sdpa_dispatch.explain",
         "flashmoe.attn.module.Attention",

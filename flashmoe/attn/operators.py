@@ -15,7 +15,7 @@ NO_TRANSFORM_APPENDS = (
 )
 
 
-def _vmap_append(*_: Any) -> NoReturn:
+def refuse_vmap_append(*_: Any) -> NoReturn:
     raise ArgumentError(NO_TRANSFORM_APPENDS)
 
 
@@ -95,6 +95,6 @@ OPERATORS = (
         counts_raw=True,
         vmap=refusals.refuse_vmap,
     ),
-    Operator("attention_append_e4m3_", fake=fake.e4m3_append, flops=lambda *_, **__: 0, vmap=_vmap_append),
-    Operator("attention_append_", fake=fake.append, flops=lambda *_, **__: 0, vmap=_vmap_append),
+    Operator("attention_append_e4m3_", fake=fake.e4m3_append, flops=lambda *_, **__: 0, vmap=refuse_vmap_append),
+    Operator("attention_append_", fake=fake.append, flops=lambda *_, **__: 0, vmap=refuse_vmap_append),
 )
