@@ -40,6 +40,17 @@ def test_a_link_leads_to_a_page_of_the_site_or_into_the_repository() -> None:
         site.place("[a](gone.md)", "docs/api.md", pages, HOME)
 
 
+def test_long_names_in_tables_break_behind_punctuation_alone() -> None:
+    code = '<code><span class="pre">{}</span></code>'
+    cell = "<td><p>" + code + "</p></td>"
+    soft = cell.format("FLASHMOE_<wbr>CHECK_<wbr>VALUES=<wbr>1")
+    assert site.breakable(cell.format("FLASHMOE_CHECK_VALUES=1")) == soft
+    outside = (
+        code.format("flashmoe.compat.flash_attn") + cell.format("block_table") + "<td>a_long_word_that_is_no_code</td>"
+    )
+    assert site.breakable(outside) == outside
+
+
 def test_every_page_is_in_the_navigation() -> None:
     made = {"reference", "command", "kernels/table"}
     named = {name for names in site.NAVIGATION.values() for name in names}
