@@ -117,10 +117,9 @@ def reasons(tables: Tables) -> str:
 
 KERNEL_PAGE = """# Every kernel that is built
 
-Each row of `csrc/attention/kernels.toml` and `csrc/moe/kernels.toml` is one row here. The C++ dispatch, the translation units, the audit's
-expectations and `flashmoe smem` are generated from the same files, so they cannot disagree. "Shared bytes" is the dynamic shared memory of
-one thread block, which each unit asserts. A head dim between those listed runs in the next larger kernel, with the columns beyond it
-predicated."""
+Each row of each `csrc/*/kernels.toml` is one row here. The C++ dispatch, the translation units, the audit's expectations and
+`flashmoe smem` are generated from the same files, so they cannot disagree. "Shared bytes" is the dynamic shared memory of one thread block,
+which each unit asserts. A head dim between those listed runs in the next larger kernel, with the columns beyond it predicated."""
 
 
 def kernel_page(tables: Tables) -> str:

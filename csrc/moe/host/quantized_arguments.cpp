@@ -43,7 +43,7 @@ ScaledArguments take_scaled(host::Arguments& given) {
   if (!is_scaled && arguments.x_scale.is_given()) violate("moe.x_scale", {{"found", describe_dtype(dtype)}});
   if (arguments.shared.is_given()) check_kind(arguments.shared, "shared", x, dtype);
   if (!host::dtype_of(routing.topk_weights.dtype()).has_value()) {
-    refuse_dtype(routing.topk_weights, "topk_weights", "float32, float16 or bfloat16");
+    refuse_dtype(routing.topk_weights, "topk_weights", "float32, float16 or bfloat16", "torch.float32");
   }
   check_weights(shape, arguments.common, arguments.x, arguments.w13, arguments.w2);
   const auto check = [&](Tensor& scales, const char* name, std::initializer_list<int64_t> sizes, const char* axes) {
@@ -89,7 +89,7 @@ Mxfp4Arguments take_mxfp4(host::Arguments& given) {
       arguments.common = {Dtype::kBFloat16, dtype, arguments.x.device_type(), arguments.x.device_index()};
   if (arguments.shared.is_given()) check_kind(arguments.shared, "shared", x, dtype);
   if (routing.topk_weights.dtype() != float32() && routing.topk_weights.dtype() != dtype) {
-    refuse_dtype(routing.topk_weights, "topk_weights", "float32 or " + quoted("x", dtype));
+    refuse_dtype(routing.topk_weights, "topk_weights", "float32 or " + quoted("x", dtype), "torch.float32");
   }
   check_rank(arguments.x, "x", 2, "[tokens, hidden]");
   check_rank(arguments.w13, "w13", 3, "[experts, 2 * intermediate, hidden / 2]");
