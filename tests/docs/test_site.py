@@ -25,7 +25,7 @@ def test_the_long_description_has_no_relative_link_and_names_the_distribution() 
     assert all(target.startswith(("https://", "#")) for target in targets)
     assert f"{HOME}/blob/v1/docs/api.md" in targets
     assert f"{HOME}/tree/v1/docs/notebook" in targets
-    assert f"{HOME}/raw/v1/docs/forward-h100.svg" in targets
+    assert f"{HOME}/raw/v1/docs/forward.svg" in targets
     assert f"**{DISTRIBUTION}**" in text
 
 
