@@ -8,19 +8,28 @@
 
 namespace flashmoe {
 namespace moe {
+namespace {
+
+// What every call with scaled weights begins with.
+template <typename Arguments>
+void take_tensors(Needed& needed, Arguments& arguments) {
+  arguments.x = needed.take("x");
+  arguments.w13 = needed.take("w13");
+  arguments.w2 = needed.take("w2");
+  arguments.w13_scale = needed.take("w13_scale");
+  arguments.w2_scale = needed.take("w2_scale");
+  arguments.routing.topk_weights = needed.take("topk_weights");
+  arguments.routing.ids = needed.take("topk_ids");
+}
+
+}  // namespace
 
 ScaledArguments take_scaled(host::Arguments& given) {
   ScaledArguments arguments;
   Needed needed(given);
   SortArguments& routing = arguments.routing;
   LayerShape& shape = arguments.shape;
-  arguments.x = needed.take("x");
-  arguments.w13 = needed.take("w13");
-  arguments.w2 = needed.take("w2");
-  arguments.w13_scale = needed.take("w13_scale");
-  arguments.w2_scale = needed.take("w2_scale");
-  routing.topk_weights = needed.take("topk_weights");
-  routing.ids = needed.take("topk_ids");
+  take_tensors(needed, arguments);
   arguments.x_scale = given.optional_tensor();
   routing.expert_map = given.optional_tensor();
   arguments.shared = given.optional_tensor();
@@ -67,13 +76,7 @@ Mxfp4Arguments take_mxfp4(host::Arguments& given) {
   Needed needed(given);
   SortArguments& routing = arguments.routing;
   LayerShape& shape = arguments.shape;
-  arguments.x = needed.take("x");
-  arguments.w13 = needed.take("w13");
-  arguments.w2 = needed.take("w2");
-  arguments.w13_scale = needed.take("w13_scale");
-  arguments.w2_scale = needed.take("w2_scale");
-  routing.topk_weights = needed.take("topk_weights");
-  routing.ids = needed.take("topk_ids");
+  take_tensors(needed, arguments);
   arguments.b13 = given.optional_tensor();
   arguments.b2 = given.optional_tensor();
   routing.expert_map = given.optional_tensor();
