@@ -23,6 +23,7 @@ from flashmoe._version import __version__
 
 if TYPE_CHECKING:
     from flashmoe.attn.api import attention
+    from flashmoe.attn.dropout import dropout_mask
     from flashmoe.attn.kvcache import attention_with_kvcache
     from flashmoe.attn.merge import merge_attention
     from flashmoe.attn.module import Attention
@@ -40,6 +41,7 @@ _LAZY = {
     "attention": "flashmoe.attn.api",
     "attention_varlen": "flashmoe.attn.varlen",
     "attention_with_kvcache": "flashmoe.attn.kvcache",
+    "dropout_mask": "flashmoe.attn.dropout",
     "merge_attention": "flashmoe.attn.merge",
     "mla_decode": "flashmoe.mla.api",
     "scaled_dot_product_attention": "flashmoe.attn.sdpa",
@@ -69,6 +71,7 @@ __all__ = [
     "attention_varlen",
     "attention_with_kvcache",
     "deactivate",
+    "dropout_mask",
     "explain",
     "fused_moe",
     "grouped_mm",
