@@ -74,6 +74,10 @@ std::unique_ptr<Device> read_device(int32_t index) {
   found->num_multiprocessors = attribute(handle, CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT, "multiprocessors");
   found->shared_bytes_optin =
       attribute(handle, CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN, "shared memory per block");
+  // Two transfers per clock of so many kHz; drivers that no longer say one of them say 0.
+  const int64_t clock = attribute(handle, CU_DEVICE_ATTRIBUTE_MEMORY_CLOCK_RATE, "memory clock");
+  const int64_t bits = attribute(handle, CU_DEVICE_ATTRIBUTE_GLOBAL_MEMORY_BUS_WIDTH, "memory bus");
+  found->memory_rate = static_cast<int32_t>(2 * clock * bits / 8 / 1'000'000);
   return found;
 }
 

@@ -33,6 +33,24 @@ def test_an_object_is_the_same_without_the_precompiled_headers(root: Path, tmp_p
     assert len(list(tmp_path.glob("precompiled/*/*.gch"))) == 1
 
 
+def test_a_warning_stops_the_compilers_that_ci_has_and_no_newer_one(tmp_path: Path) -> None:
+    """g++ 13 took a reference into static memory for one that dangles: on Debian 13 and Ubuntu 24.04 nothing could be built."""
+    source = tmp_path / "unused.cpp"
+    source.write_text("static int unused() { return 0; }\n")
+    for version, is_refused in (("12.2.0", True), ("13.3.0", False), ("14", False)):
+        command = [
+            find_toolchain().cxx,
+            *host.compile_flags({}, version),
+            "-c",
+            str(source),
+            "-o",
+            str(tmp_path / "unused.o"),
+        ]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        assert (done.returncode != 0) == is_refused, done.stderr
+        assert "unused" in done.stderr
+
+
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="the file of another machine")
 def test_a_kernel_of_the_cpu_backend_has_none(root: Path, tmp_path: Path) -> None:
     """Its target would come too late, and g++ would refuse the headers that were compiled for another."""

@@ -101,6 +101,7 @@ struct ForwardParams {
   int32_t head_dim_v;  // of v and out; head_dim for the other kernels, which take it from there
   // 1: a row's bits depend on its query, its visible keys and its options alone. The host has chosen the kernel so; a softcap has one form then.
   int32_t is_consistent;
+  int32_t evicts_first;  // decoding: 1: keys are read to be evicted first from the L2 in large batches, too
   Batch sequences;
   ScoreOptions score_options;
 };

@@ -245,21 +245,22 @@ class FlashmoeImpl(AttentionImpl):  # type: ignore[misc]
             min(batch.max_seq_len, room),
             seqused_k=batch.seq_lens,
             block_table=batch.block_table,
-            **self._options(batch.causal),
+            **self._options(batch.causal, query.device),
             **scales,
         )
         return out
 
     def _encode(self, query: Tensor, key: Tensor, value: Tensor, batch: FlashmoeMetadata) -> Tensor:
         starts, longest = batch.query_start_loc, batch.max_query_len
-        out: Tensor = attention_varlen(query, key, value, starts, starts, longest, longest, **self._options(False))
+        out: Tensor = attention_varlen(query, key, value, starts, starts, longest, longest, **self._options(False, query.device))
         return out
 
-    def _options(self, causal: bool) -> dict[str, Any]:
+    def _options(self, causal: bool, device: torch.device) -> dict[str, Any]:
         reach = None if self.sliding_window is None else self.sliding_window - 1
         options: dict[str, Any] = {"causal": causal, "scale": self.scale, "softcap": self.softcap}
         options["window"] = None if reach is None else (reach, 0 if causal else reach)
         if self.alibi_slopes is not None:
+            self.alibi_slopes = self.alibi_slopes.to(device)  # once: before, whatever device the layer was built on
             options["alibi_slopes"] = self.alibi_slopes
         return {**options, "sinks": self.sinks, "consistent": self.is_consistent}
 

@@ -108,6 +108,7 @@ def values_of(p: VarlenProblem, tensors: Tensors, lse: torch.Tensor, **more: Any
         "lse": output(lse) if p.wants_lse else None,
         "num_splits": p.splits,
         "is_consistent": p.is_consistent,
+        "evicts_first": 0,  # no bits depend on it
         **more,
     }
 
