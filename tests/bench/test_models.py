@@ -34,3 +34,9 @@ def test_training_may_differ_by_a_limit_in_loss_and_in_gradients(
     model: Any = None
     (check,) = check_training(model, [ours], other, torch.zeros(1))
     assert check.verdict is (Verdict.PASS if (loss, norm) == (1.0, 1.0) else Verdict.FAIL)
+
+
+def test_a_call_takes_what_the_clock_has_moved(monkeypatch: pytest.MonkeyPatch) -> None:
+    ticks = iter((100.0, 100.5))
+    monkeypatch.setattr(models.time, "perf_counter", lambda: next(ticks))
+    assert models.seconds_of(lambda: None, "cpu") == 0.5

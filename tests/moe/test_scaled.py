@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import flashmoe
+from flashmoe.moe import scaled
 from flashmoe.errors import ArgumentError, DifferentiationError, DtypeError, FlashmoeError, ShapeError
 from flashmoe_tools.operations.moe_scaled import formats
 from flashmoe_tools.operations.moe_scaled.reference import compose, rounded
@@ -304,3 +305,15 @@ def test_what_torch_computes_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FLASHMOE_FALLBACK", "error")
     with pytest.raises(ArgumentError, match="FLASHMOE_FALLBACK=error forbids"):
         layer()
+
+
+@pytest.mark.parametrize("reason", ["", None])
+def test_the_kernels_are_asked_where_there_are_some(monkeypatch: pytest.MonkeyPatch, reason: str | None) -> None:
+    """Of a tensor on the CPU they know nothing, which torch says."""
+    monkeypatch.setattr(scaled, "_why_torch", lambda x: reason)
+    layer = make("cpu")
+    if reason is None:
+        with pytest.raises(NotImplementedError, match=r"_fused_moe_scaled'.*CPU"):
+            layer()
+    else:
+        assert layer().shape == layer.x.shape
