@@ -103,7 +103,9 @@ def test_comparisons_leave_their_files(tmp_path: Path, capsys: pytest.CaptureFix
 
 
 @pytest.mark.parametrize("words", [(), ("--quick",)])
-def test_a_suite_of_several_gpus_is_shortened_on_request(monkeypatch: pytest.MonkeyPatch, words: tuple[str, ...]) -> None:
+def test_a_suite_of_several_gpus_is_shortened_on_request(
+    monkeypatch: pytest.MonkeyPatch, words: tuple[str, ...]
+) -> None:
     seen: list[Suite] = []
     suite = load_suite("distributed")
     monkeypatch.setattr(session, "measure_distributed", lambda given, *_: seen.append(given))

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import flashmoe
-from flashmoe.moe import scaled
 from flashmoe.errors import ArgumentError, DifferentiationError, DtypeError, FlashmoeError, ShapeError
+from flashmoe.moe import scaled
 from flashmoe_tools.operations.moe_scaled import formats
 from flashmoe_tools.operations.moe_scaled.reference import compose, rounded
 
@@ -136,6 +136,8 @@ def test_float16_shared_and_expert_map(device: str) -> None:
     table[torch.arange(experts) + 2] = torch.arange(experts, dtype=torch.int32, device=device)
     moved = torch.where(layer.topk_ids < experts, layer.topk_ids + 2, 0)
     assert torch.equal(layer(topk_ids=moved, expert_map=table), layer())
+    same = torch.arange(experts, dtype=torch.int32, device=device)
+    assert torch.equal(layer(expert_map=same), layer())
 
 
 def test_x_that_comes_quantised_gives_the_same_bits(device: str) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import subprocess
 import sys
 import types
 import zipfile
@@ -30,6 +31,7 @@ from release_builders import (
 from flashmoe.__main__ import main
 from flashmoe.errors import ExitCode
 from flashmoe_tools.report import Check, Report, Verdict
+from flashmoe_tools.verify import repository
 from flashmoe_tools.verify.cli import Request, verify
 from flashmoe_tools.verify.content import read_wheel
 from flashmoe_tools.verify.errors import VerifyError
@@ -723,3 +725,30 @@ def test_without_the_library_the_extra_is_named(
 )
 def test_a_statement_about_nothing(payload: bytes) -> None:
     assert judge_statement("0" * 64, "application/vnd.in-toto+json", payload, "us").verdict is Verdict.FAIL
+
+
+@pytest.mark.parametrize(("status", "lines"), [(1, 2), (0, 1), (0, 3)])
+def test_an_answer_of_git_that_is_no_clone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, status: int, lines: int
+) -> None:
+    """Two lines and no error: the folders of the files and of the objects."""
+    (tmp_path / "objects").mkdir()
+
+    def answer(status: int, lines: int, error: bytes = b"") -> None:
+        done = subprocess.CompletedProcess([], status, f"{tmp_path}\n".encode() * lines, error)
+        monkeypatch.setattr(repository, "_run", lambda *_: done)
+
+    answer(0, 2)
+    assert find_clone(tmp_path) == Clone(tmp_path, tmp_path / "objects")
+    answer(status, lines)
+    assert find_clone(tmp_path) is None
+    for words in (b"fatal: detected dubious ownership", b"git config --add safe.directory"):
+        answer(128, 0, words)
+        with pytest.raises(VerifyError, match="belongs to another user"):
+            find_clone(tmp_path)
+
+
+def test_tags_of_a_commit_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    text = b"a" * 40 + b" refs/tags/v1^{}\n" + b"b" * 40 + b" refs/tags/v2\n"
+    monkeypatch.setattr(repository, "_run", lambda *_: subprocess.CompletedProcess([], 0, text, b""))
+    assert Clone(tmp_path, tmp_path).tags_at("a" * 40) == {"v1"}
