@@ -23,6 +23,7 @@ from flashmoe._version import __version__
 
 if TYPE_CHECKING:
     from flashmoe.attn.api import attention
+    from flashmoe.attn.dropout import dropout_mask
     from flashmoe.attn.kvcache import attention_with_kvcache
     from flashmoe.attn.merge import merge_attention
     from flashmoe.attn.module import Attention
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
     from flashmoe.integrations.torch_attention import activate, activated, deactivate, is_active
     from flashmoe.layers.api import linear, patch_linear
     from flashmoe.mla.api import mla_decode
+    from flashmoe.mla.append import mla_append
     from flashmoe.mla.module import MLA
     from flashmoe.moe.api import fused_moe, grouped_mm, topk_route
     from flashmoe.moe.module import MoE
@@ -40,7 +42,9 @@ _LAZY = {
     "attention": "flashmoe.attn.api",
     "attention_varlen": "flashmoe.attn.varlen",
     "attention_with_kvcache": "flashmoe.attn.kvcache",
+    "dropout_mask": "flashmoe.attn.dropout",
     "merge_attention": "flashmoe.attn.merge",
+    "mla_append": "flashmoe.mla.append",
     "mla_decode": "flashmoe.mla.api",
     "scaled_dot_product_attention": "flashmoe.attn.sdpa",
     "Attention": "flashmoe.attn.module",
@@ -69,12 +73,14 @@ __all__ = [
     "attention_varlen",
     "attention_with_kvcache",
     "deactivate",
+    "dropout_mask",
     "explain",
     "fused_moe",
     "grouped_mm",
     "is_active",
     "linear",
     "merge_attention",
+    "mla_append",
     "mla_decode",
     "patch_linear",
     "scaled_dot_product_attention",

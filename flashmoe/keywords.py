@@ -17,7 +17,6 @@ from flashmoe.errors import ArgumentTypeError
 _SCALE = dict.fromkeys(("softmax_scale", "sm_scale", "scaling", "scale_factor"), "write scale=")
 _LSE = dict.fromkeys(("return_softmax_lse", "return_attn_probs", "need_lse"), "write return_lse=True")
 _RAGGED = {
-    **dict.fromkeys(("dropout_p", "dropout"), "there is no dropout"),
     "is_causal": "write causal=, whose mask is aligned bottom-right",
     **dict.fromkeys(("attn_mask", "attention_mask", "mask"), "there is no mask; flashmoe.attention takes attn_mask"),
     **dict.fromkeys(("page_table", "block_tables"), "write block_table="),
@@ -27,6 +26,9 @@ _RAGGED = {
 }
 _CACHE = {
     "seqused_k": "write cache_seqlens=, the keys before the new ones",
+    **dict.fromkeys(
+        ("dropout_p", "dropout"), "caches serve inference, without dropout; flashmoe.attention takes dropout_p"
+    ),
     **dict.fromkeys(("k", "v"), "write k_new= and v_new="),
     **dict.fromkeys(("rotary_cos", "rotary_sin", "rotary_interleaved"), "rotate q and k_new before the call"),
     **dict.fromkeys(
@@ -45,7 +47,7 @@ HINTS: Mapping[str, Mapping[str, str]] = {
         **{name: f"write {ours}=" for name, ours in (("query", "q"), ("key", "k"), ("value", "v"))},
         **dict.fromkeys(("mask", "attention_mask"), "write attn_mask="),
         "window_size": "write window=",
-        **dict.fromkeys(("dropout_p", "dropout"), f"there is no dropout; as dropout_p {_SDPA}"),
+        "dropout": "write dropout_p=",
         "enable_gqa": "leave it out: grouped heads are seen from the shapes",
     },
     "scaled_dot_product_attention": {
@@ -66,7 +68,7 @@ HINTS: Mapping[str, Mapping[str, str]] = {
             ("global_num_experts", "num_experts"), "they are counted from the weights; expert_map names others"
         ),
     },
-    "attention_varlen": {**_SCALE, **_LSE, **_RAGGED},
+    "attention_varlen": {**_SCALE, **_LSE, **_RAGGED, "dropout": "write dropout_p="},
     "attention_with_kvcache": {**_SCALE, **_LSE, **_RAGGED, **_CACHE},
 }
 

@@ -117,10 +117,9 @@ def reasons(tables: Tables) -> str:
 
 KERNEL_PAGE = """# Every kernel that is built
 
-Each row of `csrc/attention/kernels.toml` and `csrc/moe/kernels.toml` is one row here. The C++ dispatch, the translation units, the audit's
-expectations and `flashmoe smem` are generated from the same files, so they cannot disagree. "Shared bytes" is the dynamic shared memory of
-one thread block, which each unit asserts. A head dim between those listed runs in the next larger kernel, with the columns beyond it
-predicated."""
+Each row of each `csrc/*/kernels.toml` is one row here. The C++ dispatch, the translation units, the audit's expectations and
+`flashmoe smem` are generated from the same files, so they cannot disagree. "Shared bytes" is the dynamic shared memory of one thread block,
+which each unit asserts. A head dim between those listed runs in the next larger kernel, with the columns beyond it predicated."""
 
 
 def kernel_page(tables: Tables) -> str:
@@ -184,6 +183,7 @@ REPORTED: tuple[tuple[str, str, Callable[[Path], tuple[Sequence[str], list[Seque
     ("README.md", "headline", speed.headline_rows),
     ("docs/guides/models.md", "models", model_sweep.table),
     ("docs/performance.md", "speed", speed.attention_rows),
+    ("docs/performance.md", "cache speed", speed.cache_rows),
     ("docs/performance.md", "expert speed", speed.expert_rows),
     ("docs/kernels/attention-sm90.md", "forward by case", speed.prefill_rows),
     ("docs/kernels/moe.md", "memory of a step", peers.step_memory_table),
@@ -208,7 +208,7 @@ REPORTED: tuple[tuple[str, str, Callable[[Path], tuple[Sequence[str], list[Seque
     ("docs/kernels/attention-decode.md", "decoding shared pages", varlen.shared_table),
 )
 
-FIGURE = "docs/forward-h100.svg"
+FIGURE = "docs/forward.svg"
 
 
 def reported(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

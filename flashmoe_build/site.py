@@ -68,6 +68,7 @@ FUNCTIONS = {
         "flashmoe.attn.kvcache.attention_with_kvcache",
         "flashmoe.attn.merge.merge_attention",
         "flashmoe.mla.api.mla_decode",
+        "flashmoe.mla.append.mla_append",
         "flashmoe.mla.module.MLA",
         "flashmoe.attn.sdpa_dispatch.explain",
         "flashmoe.attn.module.Attention",
@@ -115,6 +116,9 @@ FUNCTIONS = {
 MODULES = ("flashmoe.errors",)
 # What a signature has for the sake of messages or of type checkers alone.
 _FOR_MESSAGES = re.compile(r"    \*\*?(?:misspelt|misplaced): NoReturn,\n")
+_CELL = re.compile(r"<t[dh]\b.*?</t[dh]>", re.DOTALL)
+_CODE = re.compile(r'(?<=<span class="pre">)[^<]{13,}')  # shorter names fit any column
+_BREAK = re.compile(r"(?<=\w)[_./,=-]+(?=\w)")
 _OVERLOAD = re.compile(r"@overload\ndef .*?(?=\n(?:@overload\n|def |class |# ))", re.DOTALL)
 
 
@@ -232,6 +236,15 @@ def settings(home: str) -> dict[str, Any]:
     }
 
 
+def breakable(page: str) -> str:
+    """The HTML of a page whose code in tables may break behind punctuation: a name that is cut anywhere is hard to read."""
+
+    def soften(cell: re.Match[str]) -> str:
+        return _CODE.sub(lambda code: _BREAK.sub(r"\g<0><wbr>", code[0]), cell[0])
+
+    return _CELL.sub(soften, page)
+
+
 def build(out: Path = OUT, sources: Path = SOURCES) -> int:
     """Returns 0, or 1 after Sphinx has printed what is wrong."""
     try:
@@ -248,6 +261,8 @@ def build(out: Path = OUT, sources: Path = SOURCES) -> int:
         str(sources), None, str(out), str(trees), "html", settings(repository()), status=None, warningiserror=True
     )
     app.build()
+    for page in out.rglob("*.html"):
+        page.write_text(breakable(page.read_text(encoding="utf-8")), encoding="utf-8")
     return int(app.statuscode)
 
 

@@ -30,22 +30,26 @@ ATTENTION = (
     Line(
         "`llm-prefill`, bf16: 16384 tokens, head dim 64, 128, 256, causal and full, S 512 to 16384", "llm-prefill-bf16"
     ),
-    Line("the same, fp16", "llm-prefill-f16"),
     Line("`llm-train`: the backward pass of the same cases, bf16; ours is deterministic, cuDNN's is not", "llm-train"),
     Line(
         "`ragged`: forward over sequences without padding, 16384 tokens; torch only where lengths are equal", "ragged"
     ),
     Line("`train-step`: a step of 8 layers of 2048, 16 heads on 4, S=4096, B=2, bf16, eager", "train-step"),
-    Line("`science`: B=8, H=8, S 128 to 2048", "science"),
     Line("`latency`: B=1, H=8, D=64, fp16, S 32 to 512, in a CUDA graph", "latency"),
     Line("`chunked-prefill`: 512 queries, 8192 and 32768 keys; cuDNN lacks that mask", "chunked-prefill"),
     Line("`decode`: one query, 32 heads on 8", "decode"),
     Line("`serving`: the same from pages of 16 to 256, 1 to 256 sequences; torch reads dense caches", "serving"),
+    Line("`serving-graph`: the same in CUDA graphs, caches larger than the L2 but in one case", "serving-graph"),
+)
+CACHES = (
+    Line("`mla-decode`: latent attention, 8 to 128 heads, pages of 64", "mla-decode"),
+    Line("`serving-fp8`: one query per sequence from caches in e4m3, pages of 64", "serving-fp8"),
 )
 HEADLINE = (
     Line("forward, 36 cases: D 64 to 256, S 512 to 16384, causal and full", "llm-prefill-bf16"),
     Line("backward, the same cases; ours is deterministic, the others are not", "llm-train"),
     Line("decoding from pages, 1 to 256 sequences", "serving"),
+    Line("the same in CUDA graphs", "serving-graph"),
 )
 EXPERTS = (
     Line("`moe-decode`: 1 to 512 tokens", "moe-decode"),
@@ -59,6 +63,7 @@ ATTENTION_BASELINES = {
     "flash-attn-3": "to FlashAttention-3",
     "sdpa": "to SDPA's default",
 }
+CACHE_BASELINES = {"flash-mla": "to FlashMLA", "flashmoe-16-bit": "to our 16-bit cache", "torch": "to torch"}
 EXPERT_BASELINES = {
     "torch-grouped-compiled": "to torch's `grouped_mm`, compiled",
     "torch-grouped": "the same, eager",
@@ -76,6 +81,10 @@ def attention_rows(root: Path) -> tuple[Sequence[str], list[Sequence[str]]]:
 
 def expert_rows(root: Path) -> tuple[Sequence[str], list[Sequence[str]]]:
     return _rows(root, EXPERTS, EXPERT_BASELINES, root / "docs")
+
+
+def cache_rows(root: Path) -> tuple[Sequence[str], list[Sequence[str]]]:
+    return _rows(root, CACHES, CACHE_BASELINES, root / "docs")
 
 
 def prefill_rows(root: Path) -> tuple[Sequence[str], list[Sequence[str]]]:
@@ -113,13 +122,14 @@ _FULL = 800.0  # TFLOP/s
 def prefill_figure(root: Path) -> str:
     """The figure of README.md, as SVG: causal forward attention at head dim 128 by sequence length, TFLOP/s."""
     header, rows = prefill_rows(root)
+    gpu = gpu_of(aggregates(root, "llm-prefill-bf16")[0])
     columns = {"flashmoe": "TFLOP/s", "flash-attn-3": "FlashAttention-3", "sdpa-cudnn": "cuDNN"}
     cases = [dict(zip(header, row, strict=True)) for row in rows if row[0] == "128" and row[1] == "causal"]
     width = 72 + len(cases) * (4 * _BAR + 8)
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="290" font-family="sans-serif" font-size="12">',
         f'<rect width="{width}" height="290" fill="white"/>',
-        '<text x="50" y="16">Causal forward, bf16, head dim 128, one H100: TFLOP/s by sequence length</text>',
+        f'<text x="50" y="16">Causal forward, bf16, head dim 128, one {gpu}: TFLOP/s by sequence length</text>',
     ]
     for mark in range(0, 801, 200):
         y = _BASE - mark / _FULL * _HEIGHT
@@ -157,6 +167,11 @@ def aggregates(root: Path, report: str, subject: str = "flashmoe", gpus: Sequenc
     where = " or ".join(REPORTS.format(gpu=gpu) for gpu in gpus)
     msg = f"no {report}.json in {where} has {subject}; add the report, or take the row out of flashmoe_build/speed.py"
     raise ReportError(msg)
+
+
+def gpu_of(report: Path) -> str:
+    """By the name of its day's folder."""
+    return GPUS[report.parents[1].name.rsplit("-", 1)[1]]
 
 
 @lru_cache(maxsize=32)

@@ -59,7 +59,10 @@ struct Plan {
     keys = 0;
     blocks = 0;
     if (batch >= params.batch) return;
-    keys = max(0, min(params.max_keys, static_cast<int>(ptx::ld_global_32(params.cache_seqlens + batch))));
+    keys = params.max_keys;
+    if (params.cache_seqlens != nullptr) {
+      keys = max(0, min(keys, static_cast<int>(ptx::ld_global_32(params.cache_seqlens + batch))));
+    }
     blocks =
         max(1, (keys + (1 << params.block_n_log2) - 1) >> params.block_n_log2);  // rows without keys have an output
   }

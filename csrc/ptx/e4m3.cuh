@@ -78,6 +78,23 @@ FLASHMOE_DEFINE_UNPACK(XF16, "xf16")
 #undef FLASHMOE_DEFINE_UNPACK
 #undef FLASHMOE_UNPACK_E4M3
 
+// The same as floats.
+__device__ __forceinline__ void widen_e4m3(float (&values)[4], uint32_t codes) {
+#if __CUDA_ARCH__ >= 890
+  uint32_t pairs[2];
+  unpack_e4m3<F16>(pairs, codes);
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    const float2 pair = unpack<F16>(pairs[i]);
+    values[2 * i] = pair.x;
+    values[2 * i + 1] = pair.y;
+  }
+#else
+#pragma unroll
+  for (int i = 0; i < 4; ++i) values[i] = widen_e4m3(codes >> 8 * i & 0xffu);
+#endif
+}
+
 // Four of the eight bytes of (high, low), which hexadecimal digit i of the selector names for byte i: 0 to 3 of `low`, 4 to 7 of `high`.
 __device__ __forceinline__ uint32_t select_bytes(uint32_t low, uint32_t high, uint32_t selector) {
   uint32_t bytes;

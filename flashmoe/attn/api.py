@@ -33,7 +33,7 @@ _operator = torch.ops.flashmoe.flash_attention_forward.default
 _inference_operator = torch.ops.flashmoe._flash_attention_inference.default._op
 _ARGUMENTS = (
     *("q", "k", "v", "causal", "scale", "return_lse"),
-    *("window", "softcap", "sinks", "attn_mask", "alibi_slopes", "consistent"),
+    *("window", "softcap", "sinks", "attn_mask", "alibi_slopes", "dropout_p", "rng_state", "consistent"),
 )
 
 
@@ -45,6 +45,8 @@ def attention(
     *,
     return_lse: Literal[False] = ...,
     attn_mask: Tensor | None = ...,
+    dropout_p: float = ...,
+    rng_state: Tensor | None = ...,
     **options: Unpack[ScoreOptions],
 ) -> Tensor: ...
 @overload
@@ -55,6 +57,8 @@ def attention(
     *,
     return_lse: Literal[True],
     attn_mask: Tensor | None = ...,
+    dropout_p: float = ...,
+    rng_state: Tensor | None = ...,
     **options: Unpack[ScoreOptions],
 ) -> tuple[Tensor, Tensor]: ...
 @overload
@@ -65,6 +69,8 @@ def attention(
     *,
     return_lse: bool,
     attn_mask: Tensor | None = ...,
+    dropout_p: float = ...,
+    rng_state: Tensor | None = ...,
     **options: Unpack[ScoreOptions],
 ) -> Tensor | tuple[Tensor, Tensor]: ...
 
@@ -82,6 +88,8 @@ def attention(
     sinks: Tensor | None = None,
     attn_mask: Tensor | None = None,
     alibi_slopes: Tensor | None = None,
+    dropout_p: float = 0.0,
+    rng_state: Tensor | None = None,
     consistent: bool = False,
     **misspelt: NoReturn,
 ) -> Tensor | tuple[Tensor, Tensor]:
@@ -102,6 +110,10 @@ def attention(
             any strides. Without a gradient.
         alibi_slopes: [Hq] or [B, Hq], float32 or converted to it: query i adds -slope * abs(i + (Sk - Sq) - j) to the score of key j, after a
             softcap (ALiBi: Press et al., Train Short, Test Long); on a GPU slopes count as 88 at most. Not with attn_mask; without a gradient.
+        dropout_p: the share of probabilities that become 0, to the nearest multiple of 2^-16; the others are multiplied by 1 / (1 - dropout_p).
+            lse is without it.
+        rng_state: int64 [2] on q's device, seed and offset, which with sequence, head, query and key decide what is dropped, in both passes
+            (:func:`dropout_mask`); by default drawn from the device's default generator, once for each call.
         consistent: the bits of a row of out and lse depend on its query, its visible keys and the options alone, not on the other rows, the
             batch, or which function computes it (docs/api.md says where). FLASHMOE_CONSISTENT=1 is the same for every call.
 
@@ -124,7 +136,8 @@ def attention(
             scale, causal, return_lse, consistent
         )  # the dispatcher would take a tensor's value and drop its gradient
     has_tensor = attn_mask is not None or sinks is not None or alibi_slopes is not None
-    if has_tensor or consistent or window is not None or type(softcap) is not float or softcap != 0.0:
+    has_dropout = type(dropout_p) is not float or dropout_p != 0.0
+    if has_tensor or consistent or has_dropout or window is not None or type(softcap) is not float or softcap != 0.0:
         if not type(q) is type(k) is type(v) is Tensor and not is_compiling() and has_fx_proxies(q, k, v):
             named = {name: value for name, value in locals().items() if name in _ARGUMENTS}
             traced: Tensor = trace_call(attention, **named)
@@ -141,6 +154,8 @@ def attention(
             window=window,
             softcap=softcap,
             sinks=sinks,
+            dropout_p=dropout_p,
+            rng_state=rng_state,
             consistent=consistent,
             return_lse=return_lse,
         )

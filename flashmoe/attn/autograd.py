@@ -41,6 +41,7 @@ NO_MASK_GRADIENT = (
 NO_PAGE_GRADIENT = "attention over pages has no gradient; gather the keys, or call it under torch.no_grad()"
 Gradients = tuple[Tensor | None, ...]
 _operators = torch.ops.flashmoe
+_KEPT = 10  # tensors that keep_varlen saves
 
 
 def refuse_double_backward(ctx: Any, *_: Any) -> NoReturn:
@@ -171,24 +172,54 @@ def keep_varlen(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]
     ctx.set_materialize_grads(False)
 
 
+def keep_dropout(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    *plain, ctx.dropout_p, state = inputs
+    given = Varlen(*plain)
+    ctx.save_for_backward(*given[:6], given.sinks, given.mask, *output, state)
+    ctx.numbers, ctx.has_pages = given[9:15], False
+    ctx.set_materialize_grads(False)
+
+
+def dropout_gradient(ctx: Any, *grads: Tensor | None) -> Gradients:
+    """For the arguments of ``attention_dropout_forward``."""
+    return _dropout_gradient(_operators.attention_dropout_backward.default, ctx, grads)
+
+
+def _dropout_gradient(call: Callable[..., Gradients], ctx: Any, grads: tuple[Tensor | None, ...]) -> Gradients:
+    return *_varlen_gradient(call, ctx, grads, (ctx.dropout_p,)), None, None
+
+
 def varlen_gradient(ctx: Any, *grads: Tensor | None) -> Gradients:
     """For the arguments of ``attention_varlen_forward``, None where none is needed. ``grads``: of out and lse."""
     return _varlen_gradient(_operators.attention_varlen_backward.default, ctx, grads)
 
 
-def _varlen_gradient(call: Callable[..., Gradients], ctx: Any, grads: tuple[Tensor | None, ...]) -> Gradients:
+def _varlen_gradient(
+    call: Callable[..., Gradients], ctx: Any, grads: tuple[Tensor | None, ...], dropout: tuple[Any, ...] = ()
+) -> Gradients:
     if grads[0] is None and grads[1] is None:
         return (None,) * len(Varlen._fields)
     if ctx.has_pages:
         raise DifferentiationError(NO_PAGE_GRADIENT)
-    wanted: Any = Varlen._make(ctx.needs_input_grad)
+    count = len(Varlen._fields)
+    wanted: Any = Varlen._make(ctx.needs_input_grad[:count])
     if wanted.mask:
         raise DifferentiationError(NO_MASK_GRADIENT)
     needed = (wanted.q, wanted.k, wanted.v, wanted.sinks)
-    gradients = call(*VarlenBackward._make((*grads, *ctx.saved_tensors, *ctx.numbers, bits(needed))))
+    saved = ctx.saved_tensors  # once: a checkpoint unpacks them once. Of dropout the state is behind the others
+    given = VarlenBackward._make((*grads, *saved[:_KEPT], *ctx.numbers, bits(needed)))
+    gradients = call(*given, *dropout, *saved[_KEPT:])
     names = zip(("q", "k", "v", "sinks"), gradients, needed, strict=True)
     found = {name: gradient for name, gradient, need in names if need}
     return tuple(found.get(name) for name in Varlen._fields)
+
+
+def dropout_under_transforms(*arguments: Any) -> tuple[Tensor, Tensor]:
+    """``attention_dropout_forward`` likewise."""
+    is_functionalized = retrieve_current_functorch_interpreter().key() == TransformType.Functionalize
+    call = _operators.attention_dropout_forward.default if is_functionalized else dropout.apply
+    result: tuple[Tensor, Tensor] = call(*arguments)
+    return result
 
 
 def varlen_under_transforms(*arguments: Any) -> tuple[Tensor, Tensor]:
@@ -274,6 +305,10 @@ def _transformed_varlen_gradient(ctx: Any, *grads: Tensor | None) -> Gradients:
     return _varlen_gradient(varlen_backward.apply, ctx, grads)
 
 
+def _transformed_dropout_gradient(ctx: Any, *grads: Tensor | None) -> Gradients:
+    return _dropout_gradient(dropout_backward.apply, ctx, grads)
+
+
 _BATCHED, _WITHOUT_BATCH = "q k v seqused_k mask", "cu_seqlens_q cu_seqlens_k block_table"
 _SUMMED = "cu_seqlens_q cu_seqlens_k sinks"  # the gradient of sinks is summed over the batch
 _DENSE_FORWARD = (keep_dense, _transformed_dense_gradient, NO_FORWARD_MODE)
@@ -284,6 +319,16 @@ varlen_backward = _transform(
 )
 dense = _transform("flash_attention_forward", Dense._fields, "q k v", "", *_DENSE_FORWARD)
 varlen = _transform("attention_varlen_forward", Varlen._fields, _BATCHED, _WITHOUT_BATCH, *_VARLEN_FORWARD)
+# A sequence's number in the batch is part of what its mask is made of: each mapped call is one of its own.
+_STATE = ("dropout_p", "rng_state")
+_DROPOUT_FORWARD = (keep_dropout, _transformed_dropout_gradient, NO_FORWARD_MODE)
+dropout_backward = _transform(
+    "attention_dropout_backward",
+    (*VarlenBackward._fields, *_STATE),
+    f"grad_out grad_lse {_BATCHED} out lse",
+    "rng_state",
+)
+dropout = _transform("attention_dropout_forward", (*Varlen._fields, *_STATE), _BATCHED, "rng_state", *_DROPOUT_FORWARD)
 
 
 def vmap_varlen_inference(*given: Any) -> tuple[Tensor, int]:

@@ -54,6 +54,20 @@ def append(*arguments: Any) -> None:
     check("attention_append_", arguments)
 
 
+def dropout_forward(*arguments: Any) -> tuple[Tensor, Tensor]:
+    """(out, lse) of ``attention_dropout_forward``."""
+    check("attention_dropout_forward", arguments)
+    return _varlen_output(Varlen(*arguments[: len(Varlen._fields)]))
+
+
+def dropout_backward(*arguments: Any) -> tuple[Tensor, ...]:
+    return varlen_backward(*arguments[: len(VarlenBackward._fields)])
+
+
+def dropout_kernels(*arguments: Any) -> tuple[Tensor | None, ...]:
+    return varlen_kernels(*arguments[: len(VarlenBackward._fields)])
+
+
 def e4m3_forward(*arguments: Any) -> tuple[Tensor, Tensor]:
     """(out, lse) of ``attention_e4m3_forward``."""
     check("attention_e4m3_forward", arguments)

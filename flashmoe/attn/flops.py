@@ -45,7 +45,12 @@ def varlen_flops(*arguments: Any, **_: Any) -> int:
     return int(2 * given.q.shape[1] * _scores(rows, keys) * (given.q.shape[-1] + given.v.shape[-1]))
 
 
-def e4m3_flops(*arguments: Any, **_: Any) -> int:
+def dropout_backward_flops(*arguments: Any, **_: Any) -> int:
+    return varlen_backward_flops(*arguments[: len(VarlenBackward._fields)])
+
+
+def prefix_flops(*arguments: Any, **_: Any) -> int:
+    """Of what begins with the arguments of ``attention_varlen_forward``."""
     return varlen_flops(*arguments[: len(Varlen._fields)])
 
 

@@ -109,8 +109,8 @@ def attention_with_kvcache(
         out [B, Hq, Sq, Dv]; with ``return_lse`` also lse [B, Hq, Sq] in float32. Keys past the lengths are not read.
 
     Raises:
-        The errors of :func:`attention_varlen`; ArgumentError also for a cache without room, where lengths are checked (there).
-            Unchecked, keys that have no room are dropped.
+        ShapeError, DtypeError, DeviceError, UnsupportedGpuError, DriverError: as :func:`attention_varlen` does.
+        ArgumentError: as there, and for a cache without room where lengths are checked; else keys without room are dropped.
         DifferentiationError: a gradient was requested; call it under torch.no_grad().
     """
     if misplaced:

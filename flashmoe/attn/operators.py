@@ -15,7 +15,7 @@ NO_TRANSFORM_APPENDS = (
 )
 
 
-def _vmap_append(*_: Any) -> NoReturn:
+def refuse_vmap_append(*_: Any) -> NoReturn:
     raise ArgumentError(NO_TRANSFORM_APPENDS)
 
 
@@ -81,9 +81,36 @@ OPERATORS = (
         "_attention_varlen_backward", fake=fake.varlen_kernels, flops=flops.varlen_backward_flops, counts_raw=True
     ),
     Operator(
+        "attention_dropout_forward",
+        fake=fake.dropout_forward,
+        flops=flops.prefix_flops,
+        counts_raw=True,
+        autocast=_CAST,
+        is_cast=_is_cast,
+        vmap=autograd.dropout.vmap,
+        gradient=autograd.dropout_gradient,
+        setup_context=autograd.keep_dropout,
+    ),
+    Operator(
+        "attention_dropout_backward",
+        schema=varlen_backward.DROPOUT_SCHEMA,
+        impls={"CPU": varlen_backward.backward_by_kernels, "CUDA": varlen_backward.backward_by_kernels},
+        fake=fake.dropout_backward,
+        flops=flops.dropout_backward_flops,
+        counts_raw=True,
+        vmap=autograd.dropout_backward.vmap,
+        gradient=autograd.refuse_double_backward,
+    ),
+    Operator(
+        "_attention_dropout_backward",
+        fake=fake.dropout_kernels,
+        flops=flops.dropout_backward_flops,
+        counts_raw=True,
+    ),
+    Operator(
         "attention_e4m3_forward",
         fake=fake.e4m3_forward,
-        flops=flops.e4m3_flops,
+        flops=flops.prefix_flops,
         counts_raw=True,
         vmap=refusals.refuse_vmap,
         gradient=refusals.refuse_gradient,
@@ -91,10 +118,10 @@ OPERATORS = (
     Operator(
         "_attention_e4m3_inference",
         fake=fake.e4m3_inference,
-        flops=flops.e4m3_flops,
+        flops=flops.prefix_flops,
         counts_raw=True,
         vmap=refusals.refuse_vmap,
     ),
-    Operator("attention_append_e4m3_", fake=fake.e4m3_append, flops=lambda *_, **__: 0, vmap=_vmap_append),
-    Operator("attention_append_", fake=fake.append, flops=lambda *_, **__: 0, vmap=_vmap_append),
+    Operator("attention_append_e4m3_", fake=fake.e4m3_append, flops=lambda *_, **__: 0, vmap=refuse_vmap_append),
+    Operator("attention_append_", fake=fake.append, flops=lambda *_, **__: 0, vmap=refuse_vmap_append),
 )

@@ -60,6 +60,8 @@ RULES = by_error(
             "attention.block_table": "block_table must have {needed} rows, one for each sequence of q; found {found}",
             "attention.sinks": "sinks must have {needed} elements, one for each query head; found {found}",
             "attention.alibi_slopes": "alibi_slopes must be [query heads] or [batch, query heads], which here is {needed}; found {found}",
+            "attention.rng_state": "rng_state must have 2 elements, seed and offset; found {found}; use torch.tensor((seed, offset), "
+            "device=q.device)",
             "attention.page_size": "a page must hold at least one key; found k {k}",
             "attention.e4m3_scale_shape": "{name} must be a number or float32 [], [{heads}] (key heads) or [{batch}, {heads}] "
             "(sequences, key heads), or be broadcast to the cache {cache} by four dimensions; found {found}; one of each page is "
@@ -87,6 +89,9 @@ RULES = by_error(
             "the slopes out",
             "attention.e4m3_page_scales": "{name} has a scale for each page, so pages must be a multiple of {multiple} keys; found "
             "{page_size}; use larger pages, or one scale for a sequence's keys",
+            "attention.dropout_p": "dropout_p must be from 0 up to, but not including, 1; found {found}; it is the share of "
+            "probabilities that are dropped",
+            "attention.dropout_pages": "dropout_p with block_table; pages serve inference, without dropout; gather the keys, or leave it out",
             "attention.pages_and_cu_seqlens": "cu_seqlens_k and block_table are both given; pages take seqused_k for "
             "the lengths, and cu_seqlens_k=None",
             "attention.pages_without_lengths": "block_table is given without seqused_k; give the number of keys of each"

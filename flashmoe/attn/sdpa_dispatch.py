@@ -22,7 +22,7 @@ from flashmoe.errors import ShapeError
 from flashmoe.transforms import autocast_dtype, has_tangent
 
 BF16_CAPABILITY = (8, 0)
-NO_DROPOUT = "dropout_p is not 0; flashmoe has no dropout"
+NO_DROPOUT = "dropout_p is not 0; torch draws its own mask (flashmoe.attention has dropout)"
 NESTED = (
     "an input is nested or sparse; flashmoe takes dense tensors, and jagged ones from torch's own attention on a GPU "
     "while flashmoe.activate() is in force"

@@ -16,7 +16,7 @@ from torch.autograd import forward_ad
 from torch.compiler import is_compiling
 
 from flashmoe import _extension, keywords
-from flashmoe.attn import arguments, autograd, e4m3
+from flashmoe.attn import arguments, autograd, dropout, e4m3
 from flashmoe.attn.options import CONSISTENT, Varlen, Window
 from flashmoe.checks import has_fx_proxies, trace_call
 from flashmoe.errors import ArgumentError, ArgumentTypeError, DifferentiationError
@@ -36,6 +36,7 @@ OPTIONS = (
 )
 _ARGUMENTS = (
     *("q", "k", "v", "cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k", "seqused_k", "block_table"),
+    *("dropout_p", "rng_state"),
     *OPTIONS,
 )
 
@@ -51,6 +52,8 @@ def attention_varlen(
     max_seqlen_k: int,
     *,
     seqused_k: Tensor | None = ...,
+    dropout_p: float = ...,
+    rng_state: Tensor | None = ...,
     return_lse: Literal[False] = ...,
     **options: Unpack[VarlenOptions],
 ) -> Tensor: ...
@@ -65,6 +68,8 @@ def attention_varlen(
     max_seqlen_k: int,
     *,
     seqused_k: Tensor | None = ...,
+    dropout_p: float = ...,
+    rng_state: Tensor | None = ...,
     return_lse: Literal[True],
     **options: Unpack[VarlenOptions],
 ) -> tuple[Tensor, Tensor]: ...
@@ -79,6 +84,8 @@ def attention_varlen(
     max_seqlen_k: int,
     *,
     seqused_k: Tensor | None = ...,
+    dropout_p: float = ...,
+    rng_state: Tensor | None = ...,
     return_lse: bool,
     **options: Unpack[VarlenOptions],
 ) -> Tensor | tuple[Tensor, Tensor]: ...
@@ -104,6 +111,8 @@ def attention_varlen(
     num_splits: int = 0,
     k_scale: Tensor | float | None = None,
     v_scale: Tensor | float | None = None,
+    dropout_p: float = 0.0,
+    rng_state: Tensor | None = None,
     consistent: bool = False,
     return_lse: bool = False,
     **misspelt: NoReturn,
@@ -136,6 +145,7 @@ def attention_varlen(
         k_scale, v_scale: what k and v of float8_e4m3fn are multiplied by, in float32: a number, or a tensor [], [Hkv] or [B, Hkv]; of
             pages also [P, 1, Hkv, 1], where page_size is a multiple of 16. With powers of two the result is that of the dequantised
             keys and values, bit for bit where the same kernel computes both.
+        dropout_p, rng_state: as in :func:`attention`; rows and keys count within their sequence, sequences within the call. Not with pages.
         consistent: the bits of a row of out and lse depend on its query, its visible keys and the options alone: not on the batch, on where a
             chunk begins, on ragged, dense or paged tensors (docs/api.md says where). No keys are divided. FLASHMOE_CONSISTENT=1 is the
             same for every call.
@@ -186,6 +196,8 @@ def attention_varlen(
         num_splits=num_splits,
         k_scale=k_scale,
         v_scale=v_scale,
+        dropout_p=dropout_p,
+        rng_state=rng_state,
         consistent=consistent,
         return_lse=return_lse,
     )
@@ -233,6 +245,8 @@ def attend(
     num_splits: int = 0,
     k_scale: e4m3.Scale = None,
     v_scale: e4m3.Scale = None,
+    dropout_p: float = 0.0,
+    rng_state: Tensor | None = None,
     consistent: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """``attention_varlen_forward`` with its arguments as users give them."""
@@ -278,9 +292,29 @@ def attend(
         softcap,
         CONSISTENT if consistent else num_splits,
     )
-    if e4m3.has_codes(k):
-        return e4m3.attend(given, k_scale, v_scale, return_lse)
-    e4m3.check_unscaled(k_scale, v_scale, k)
+    scales = (k_scale, v_scale)
+    if type(dropout_p) is not float or dropout_p != 0.0:
+        return _attend_dropped(given, scales, dropout_p, rng_state, return_lse)
+    return _attend(given, scales, return_lse)
+
+
+def _attend_dropped(
+    given: Varlen, scales: tuple[e4m3.Scale, e4m3.Scale], dropout_p: float, rng_state: Tensor | None, return_lse: bool
+) -> Tensor | tuple[Tensor, Tensor]:
+    probability = dropout.check_probability(dropout_p)
+    if probability == 0.0:
+        return _attend(given, scales, return_lse)
+    if e4m3.has_codes(given.k):
+        dropout.refuse_codes()
+    e4m3.check_unscaled(*scales, given.k)
+    result: Tensor | tuple[Tensor, Tensor] = dropout.attend(given, probability, rng_state, return_lse)
+    return result
+
+
+def _attend(given: Varlen, scales: tuple[e4m3.Scale, e4m3.Scale], return_lse: bool) -> Tensor | tuple[Tensor, Tensor]:
+    if e4m3.has_codes(given.k):
+        return e4m3.attend(given, *scales, return_lse)
+    e4m3.check_unscaled(*scales, given.k)
     if is_compiling():
         out, lse = _operator(*given)
         return (out, lse) if return_lse else out

@@ -17,6 +17,9 @@ SCHEMA = (
     "SymInt max_seqlen_k, float scale, int window_left, int window_right, float softcap, int needs=15) -> "
     "(Tensor, Tensor, Tensor, Tensor)"
 )
+DROPOUT_SCHEMA = SCHEMA.replace("attention_varlen_backward", "attention_dropout_backward").replace(
+    "needs=15", "needs, float dropout_p, Tensor rng_state"
+)
 LEAST_SCALE = 2.0**-126  # a scale below is taken for zero: float32 holds no normal number there
 Gradients = tuple[Tensor, Tensor, Tensor, Tensor]
 
@@ -25,9 +28,10 @@ def backward_by_kernels(*arguments: Any) -> Gradients:
     """(dq, dk, dv, dsinks), in the dtypes of q, k and v, and float32; empty what ``needs`` has no bit for (see ``fake.py``).
 
     A missing gradient counts as zero. Rows and keys of no sequence, and rows without a visible key, have zero gradients. Under
-    autocast the forward pass worked in ``out``'s dtype, and so does this.
+    autocast the forward pass worked in ``out``'s dtype, and so does this. With dropout its probability and ``rng_state`` follow.
     """
-    given = VarlenBackward(*arguments)
+    count = len(VarlenBackward._fields)
+    given, dropout = VarlenBackward(*arguments[:count]), arguments[count:]
     grad_out, out, lse, needs = given.grad_out, given.out, given.lse, given.needs
     upstream = torch.zeros_like(out) if grad_out is None else grad_out
     if upstream.stride(-1) != 1:
@@ -50,7 +54,9 @@ def backward_by_kernels(*arguments: Any) -> Gradients:
         scale=abs(given.scale) if factor else 1.0,
         needs=needs & fake.ALL_GRADIENTS,
     )
-    dq, dk, dv, row_dot = torch.ops.flashmoe._attention_varlen_backward.default(*kernels)
+    operators = torch.ops.flashmoe
+    call = operators._attention_dropout_backward if dropout else operators._attention_varlen_backward
+    dq, dk, dv, row_dot = call.default(*kernels, *dropout)
     if factor != 1.0 and dq is not None:
         dq = -dq if factor else torch.zeros_like(dq)
     if given.sinks is None or not needs & 8:

@@ -1,6 +1,7 @@
 """flash_attn 2's functions on flashmoe's kernels: the same names, signatures, layouts ([B, S, H, D]) and meaning.
 
-Not here, and refused by name: dropout. Every result is deterministic, whatever ``deterministic`` says.
+Every result is deterministic, whatever ``deterministic`` says; dropout draws from torch's default generator of the device, as there, but
+another mask for the same seed.
 Causal masks and windows are aligned bottom-right, as there.
 """
 
@@ -14,6 +15,7 @@ from torch import Tensor
 import flashmoe
 from flashmoe.compat import arguments, flash_attn_gpu  # noqa: F401
 from flashmoe.compat.arguments import score_options as _options
+from flashmoe.compat.dropout import dropout_options, signed_probabilities, signed_ragged_probabilities
 from flashmoe.compat.flash_attn_wrapped import (  # noqa: F401 (others import them from here)
     _flash_attn_backward,
     _flash_attn_forward,
@@ -41,18 +43,9 @@ __all__ = [
 ]
 
 Window = tuple[int, int]
-Result = Tensor | tuple[Tensor, Tensor, None]
+Result = Tensor | tuple[Tensor, Tensor, Tensor | None]
 _UNBOUNDED: Window = arguments.UNBOUNDED
 USE_TRITON_ROCM = False  # others ask
-
-
-def _refuse(**given: Any) -> None:
-    arguments.refuse("flash_attn 2.8's interface", **given)
-
-
-def _with_lse(out: Tensor, lse: Tensor, wanted: bool) -> Result:
-    """flash_attn returns (out, softmax_lse, S_dmask) on demand; the last is of dropout alone."""
-    return (out, lse, None) if wanted else out
 
 
 def flash_attn_func(
@@ -68,20 +61,20 @@ def flash_attn_func(
     deterministic: bool = False,
     return_attn_probs: bool = False,
 ) -> Result:
-    """q [B, Sq, Hq, D], k and v [B, Sk, Hkv, D]; returns [B, Sq, Hq, D], and with ``return_attn_probs`` (out, lse [B, Hq, Sq], None).
+    """q [B, Sq, Hq, D], k and v [B, Sk, Hkv, D]; returns [B, Sq, Hq, D], and with ``return_attn_probs`` (out, lse [B, Hq, Sq], S_dmask).
 
-    Raises ArgumentError for dropout_p, and what flashmoe.attention raises.
+    S_dmask is None without dropout, else [B, Hq, Sq, Sk] in q's dtype, by torch operations: exp(score - the row's largest), negative where a
+    key is dropped. Raises what flashmoe.attention raises.
     """
     del deterministic  # it always is
-    _refuse(dropout_p=dropout_p)
-    out, lse = flashmoe.attention(
-        q.transpose(1, 2),
-        k.transpose(1, 2),
-        v.transpose(1, 2),
-        **_options(causal, window_size, softcap, softmax_scale, alibi_slopes),
-        return_lse=True,
-    )
-    return _with_lse(out.transpose(1, 2), lse, return_attn_probs)
+    options = _options(causal, window_size, softcap, softmax_scale, alibi_slopes)
+    dropout = dropout_options(dropout_p, q)
+    q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+    out: Tensor
+    out, lse = flashmoe.attention(q, k, v, **options, **dropout, return_lse=True)
+    if not return_attn_probs:
+        return out.transpose(1, 2)
+    return out.transpose(1, 2), lse, signed_probabilities(q, k, options, dropout) if dropout else None
 
 
 def flash_attn_qkvpacked_func(
@@ -157,28 +150,36 @@ def flash_attn_varlen_func(
 ) -> Result:
     """q [Nq, Hq, D], k and v [Nk, Hkv, D] or pages [P, page_size, Hkv, D] with block_table int32 [B, pages]; cu_seqlens int32 [B + 1].
 
-    Returns [Nq, Hq, D], and with ``return_attn_probs`` (out, lse [Hq, Nq], None). With pages cu_seqlens_k gives the lengths.
+    Returns [Nq, Hq, D], and with ``return_attn_probs`` (out, lse [Hq, Nq], S_dmask). With pages cu_seqlens_k gives the lengths, and there is no
+    dropout. S_dmask as of :func:`flash_attn_func`, [B, Hq, max_seqlen_q, max_seqlen_k].
     """
     del deterministic
-    _refuse(dropout_p=dropout_p)
+    options = _options(causal, window_size, softcap, softmax_scale, alibi_slopes)
+    dropout = dropout_options(dropout_p, q)
+    longest = (int(max_seqlen_q), int(max_seqlen_k))
     paged: dict[str, Any] = {}
     keys: Tensor | None = cu_seqlens_k
     if block_table is not None:
         paged = {"block_table": block_table, "seqused_k": torch.diff(cu_seqlens_k)}
         keys = None
+    out: Tensor
     out, lse = flashmoe.attention_varlen(
         q,
         k,
         v,
         cu_seqlens_q,
         keys,
-        int(max_seqlen_q),
-        int(max_seqlen_k),
-        **_options(causal, window_size, softcap, softmax_scale, alibi_slopes),
+        longest[0],
+        longest[1],
+        **options,
+        **dropout,
         **paged,
         return_lse=True,
     )
-    return _with_lse(out, lse, return_attn_probs)
+    if not return_attn_probs:
+        return out
+    lengths = (cu_seqlens_q, cu_seqlens_k)
+    return out, lse, signed_ragged_probabilities(q, k, lengths, longest, options, dropout) if dropout else None
 
 
 def flash_attn_varlen_qkvpacked_func(

@@ -1,7 +1,7 @@
 """The functions of flash_attn 2's extension, for code that calls them past its Python: positional arguments, raw results, no autograd.
 
-Dense tensors are [B, S, H, D], ragged ones [N, H, D]. Errors are RuntimeErrors. What a call returns beside out and lse: S_dmask, empty, and
-rng_state, zeros, since there is no dropout.
+Dense tensors are [B, S, H, D], ragged ones [N, H, D]. Errors are RuntimeErrors. What a call returns beside out and lse: S_dmask, empty unless
+return_softmax asks for it, and rng_state, seed and offset of the dropout, zeros without.
 """
 
 from __future__ import annotations
@@ -15,22 +15,30 @@ import flashmoe
 from flashmoe.attn import varlen
 from flashmoe.attn.options import DenseBackward, VarlenBackward
 from flashmoe.compat import arguments
+from flashmoe.compat.dropout import dropout_options, signed_probabilities, signed_ragged_probabilities, state_of
 from flashmoe.compat.kvcache import attend_cache
 
-_INTERFACE = "flash_attn 2.8's extension"
 
-
-def _refuse(generator: Any, **given: Any) -> None:
+def _check(generator: Any, p_dropout: float, return_softmax: bool = False) -> None:
     if generator is not None:
         msg = "the `generator` argument is no longer supported, as in flash_attn; give None: torch's default generator is used"
         raise arguments.RawCallError(msg)
-    arguments.refuse(_INTERFACE, **given)
+    if not 0.0 <= p_dropout < 1.0:
+        msg = (
+            f"p_dropout must be from 0 up to, but not including, 1; found {p_dropout}; it is the share that is dropped"
+        )
+        raise arguments.RawCallError(msg)
+    if return_softmax and p_dropout == 0.0:
+        msg = "return_softmax is only supported when p_dropout > 0.0, as in flash_attn; give False"
+        raise arguments.RawCallError(msg)
 
 
-def _forward_result(out: Tensor, lse: Tensor, given: Tensor | None) -> list[Tensor]:
+def _forward_result(
+    out: Tensor, lse: Tensor, given: Tensor | None, state: Tensor, probabilities: Tensor | None
+) -> list[Tensor]:
     if given is not None:
         out = given.copy_(out)
-    return [out, lse, out.new_empty(0), torch.zeros(2, dtype=torch.int64, device=out.device)]
+    return [out, lse, out.new_empty(0) if probabilities is None else probabilities, state]
 
 
 @torch.no_grad()
@@ -50,12 +58,15 @@ def fwd(
     generator: None = None,
 ) -> list[Tensor]:
     """[out, lse [B, Hq, Sq], S_dmask, rng_state]."""
-    _refuse(generator, p_dropout=p_dropout, return_softmax=return_softmax)
+    _check(generator, p_dropout, return_softmax)
     options = arguments.score_options(
         is_causal, (window_size_left, window_size_right), softcap, softmax_scale, alibi_slopes
     )
-    found, lse = flashmoe.attention(*(t.transpose(1, 2) for t in _readable(q, k, v)), **options, return_lse=True)
-    return _forward_result(found.transpose(1, 2), lse, out)
+    q, k, v = (t.transpose(1, 2) for t in _readable(q, k, v))
+    dropout = dropout_options(p_dropout, q)
+    found, lse = flashmoe.attention(q, k, v, **options, **dropout, return_lse=True)
+    probabilities = signed_probabilities(q, k, options, dropout) if return_softmax else None
+    return _forward_result(found.transpose(1, 2), lse, out, state_of(dropout, q), probabilities)
 
 
 @torch.no_grad()
@@ -84,7 +95,7 @@ def varlen_fwd(
     num_splits: int = 0,
 ) -> list[Tensor]:
     """[out, lse [Hq, N], S_dmask, rng_state]; with pages the lengths are seqused_k, or what cu_seqlens_k says."""
-    _refuse(generator, p_dropout=p_dropout, return_softmax=return_softmax)
+    _check(generator, p_dropout, return_softmax)
     if num_splits > 1:
         msg = f"num_splits > 1 is not supported for ragged rows, as in flash_attn; found {num_splits}: give 0 or 1"
         raise arguments.RawCallError(msg)
@@ -103,6 +114,7 @@ def varlen_fwd(
     elif block_table is not None:
         lengths = torch.diff(cu_seqlens_k) if seqused_k is None else seqused_k
         keys = {"block_table": block_table, "seqused_k": lengths, "max_seqlen_k": int(max_seqlen_k)}
+    dropout = dropout_options(p_dropout, q)
     result: Any = varlen.attend(
         q,
         k,
@@ -111,6 +123,7 @@ def varlen_fwd(
         max_seqlen_q=int(max_seqlen_q),
         **keys,
         **options,
+        **dropout,
         sinks=None,
         return_lse=True,
     )
@@ -119,7 +132,11 @@ def varlen_fwd(
         rows = torch.arange(found.shape[0], device=found.device)
         outside = (rows < cu_seqlens_q[0]) | (rows >= cu_seqlens_q[-1])
         found, lse = found.masked_fill(outside[:, None, None], 0.0), lse.masked_fill(outside, -torch.inf)
-    return _forward_result(found, lse, out)
+    probabilities = None
+    if return_softmax:
+        longest = (int(max_seqlen_q), int(max_seqlen_k))
+        probabilities = signed_ragged_probabilities(q, k, (cu_seqlens_q, cu_seqlens_k), longest, options, dropout)
+    return _forward_result(found, lse, out, state_of(dropout, q), probabilities)
 
 
 @torch.no_grad()
@@ -146,20 +163,22 @@ def bwd(
 ) -> list[Tensor]:
     """[dq, dk, dv, rowsum(dout * out) [B, Hq, Sq]]; gradients go into dq, dk and dv where these are given. out and softmax_lse may be of
     attention to more keys than k: then these are the keys' parts of the gradients. Always deterministic."""
-    del deterministic, rng_state
-    _refuse(generator, p_dropout=p_dropout)
+    del deterministic
+    _check(generator, p_dropout)
+    dropout = _dropout_of(p_dropout, rng_state)
     options = arguments.score_options(
         is_causal, (window_size_left, window_size_right), softcap, softmax_scale, alibi_slopes
     )
     tensors = [t.transpose(1, 2) for t in _readable(dout, q, k, v, out)]
     grad_out, *operands, result = tensors
-    if options["window"] is None and options["softcap"] == 0.0 and alibi_slopes is None and q.shape[-1] == v.shape[-1]:
+    is_plain = options["window"] is None and options["softcap"] == 0.0 and alibi_slopes is None and not dropout
+    if is_plain and q.shape[-1] == v.shape[-1]:
         scores = (options["scale"], options["causal"], 7)
         given = DenseBackward._make((grad_out, None, *operands, result, softmax_lse.contiguous(), *scores))
         found = torch.ops.flashmoe.flash_attention_backward(*given)
     else:
         lengths = (q.shape[1], k.shape[1])
-        found = _varlen_backward(grad_out, operands, result, softmax_lse, (None, None, None), lengths, options)
+        found = _varlen_backward(grad_out, operands, result, softmax_lse, (None, None, None), lengths, options, dropout)
     return [
         *_into((dq, dk, dv), [gradient.transpose(1, 2) for gradient in found[:3]]),
         torch.linalg.vecdot(grad_out.float(), result.float()),
@@ -194,14 +213,16 @@ def varlen_bwd(
     rng_state: Tensor | None = None,
 ) -> list[Tensor]:
     """[dq, dk, dv, rowsum(dout * out) [Hq, N]]; else as :func:`bwd`. Rows and keys of no sequence always get zeros."""
-    del deterministic, rng_state, zero_tensors
-    _refuse(generator, p_dropout=p_dropout)
+    del deterministic, zero_tensors
+    _check(generator, p_dropout)
+    dropout = _dropout_of(p_dropout, rng_state)
     options = arguments.score_options(
         is_causal, (window_size_left, window_size_right), softcap, softmax_scale, alibi_slopes
     )
     dout, q, k, v, out = _readable(dout, q, k, v, out)
     lengths = (int(max_seqlen_q), int(max_seqlen_k))
-    found = _varlen_backward(dout, [q, k, v], out, softmax_lse, (cu_seqlens_q, cu_seqlens_k, None), lengths, options)
+    sequences = (cu_seqlens_q, cu_seqlens_k, None)
+    found = _varlen_backward(dout, [q, k, v], out, softmax_lse, sequences, lengths, options, dropout)
     return [*_into((dq, dk, dv), found[:3]), torch.linalg.vecdot(dout.float(), out.float()).mT]
 
 
@@ -249,6 +270,16 @@ def fwd_kvcache(
     return [found if out is None else out.copy_(found), lse]
 
 
+def _dropout_of(p_dropout: float, rng_state: Tensor | None) -> tuple[Any, ...]:
+    """What the operator of the gradients takes behind its other arguments; none without dropout."""
+    if p_dropout == 0.0:
+        return ()
+    if rng_state is None:
+        msg = f"p_dropout is {p_dropout} and rng_state None; give the rng_state that the forward call returned"
+        raise arguments.RawCallError(msg)
+    return float(p_dropout), rng_state
+
+
 def _readable(*tensors: Tensor) -> list[Tensor]:
     return [tensor if tensor.stride(-1) == 1 else tensor.contiguous() for tensor in tensors]
 
@@ -265,6 +296,7 @@ def _varlen_backward(
     sequences: tuple[Tensor | None, ...],
     lengths: tuple[int, int],
     options: dict[str, Any],
+    dropout: tuple[Any, ...],
 ) -> Any:
     left, right = options["window"] or arguments.UNBOUNDED
     right = 0 if options["causal"] else right
@@ -273,4 +305,6 @@ def _varlen_backward(
     mask = None if slopes is None else varlen.expand_slopes(slopes, operands[0], sequences[0])
     scores = (scale, left, right, options["softcap"], 7)
     given = VarlenBackward._make((dout, None, *operands, *sequences, None, mask, out, lse, *lengths, *scores))
+    if dropout:
+        return torch.ops.flashmoe.attention_dropout_backward(*given, *dropout)
     return torch.ops.flashmoe.attention_varlen_backward(*given)

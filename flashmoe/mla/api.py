@@ -17,6 +17,7 @@ from flashmoe.transforms import has_tangent
 _extension.load()
 _decode = torch.ops.flashmoe.mla_decode.default
 VALUE_DIM = 512
+_OPTIONAL = ("cache_seqlens", "block_table", "sinks", "indices")
 
 
 @overload
@@ -24,9 +25,10 @@ def mla_decode(
     q: Tensor,
     kv_cache: Tensor,
     *,
-    cache_seqlens: Tensor,
+    cache_seqlens: Tensor | None = ...,
     scale: float,
     block_table: Tensor | None = ...,
+    indices: Tensor | None = ...,
     causal: bool = ...,
     value_dim: int = ...,
     sinks: Tensor | None = ...,
@@ -40,9 +42,10 @@ def mla_decode(
     q: Tensor,
     kv_cache: Tensor,
     *,
-    cache_seqlens: Tensor,
+    cache_seqlens: Tensor | None = ...,
     scale: float,
     block_table: Tensor | None = ...,
+    indices: Tensor | None = ...,
     causal: bool = ...,
     value_dim: int = ...,
     sinks: Tensor | None = ...,
@@ -55,9 +58,10 @@ def mla_decode(
     q: Tensor,
     kv_cache: Tensor,
     *,
-    cache_seqlens: Tensor,
+    cache_seqlens: Tensor | None = None,
     scale: float,
     block_table: Tensor | None = None,
+    indices: Tensor | None = None,
     causal: bool = True,
     value_dim: int = VALUE_DIM,
     sinks: Tensor | None = None,
@@ -71,10 +75,15 @@ def mla_decode(
     Args:
         q: [B, Sq, H, 576], float16 or bfloat16 (on the CPU also float32): the query multiplied into the latent space, and its rotary part;
             1 to 128 heads, one token or several.
-        kv_cache: [P, page_size, 576] with block_table, page_size a multiple of 16; or [B, Smax, 576].
+        kv_cache: [P, page_size, 576] with block_table, page_size a multiple of 16; or [B, Smax, 576]. Of q's dtype; or [..., 656] of uint8
+            or float8_e4m3fn, a cache of 8-bit floats as :func:`mla_append` writes it, whose rotary values have q's dtype: the result is
+            that of the 16-bit cache of its codes times their scales, rounded to q's dtype.
         cache_seqlens: [B] int32 on q's device, the keys of each sequence, those of q's tokens included.
+            Needed without indices.
         scale: what scores are multiplied by: of a model with query dim 192, 192 ** -0.5 (times YaRN's factor), not 576 ** -0.5.
         block_table: [B, pages] int32: key j is row j % page_size of page block_table[b, j // page_size].
+        indices: [B, Sq, topk] int32, the keys of each token, in place of cache_seqlens, block_table and causal: row i % page_size of page
+            i // page_size of kv_cache [P, page_size, ...], whatever its page size; -1, anywhere, is nothing; a key named twice counts twice.
         causal: token t of Sq sees the keys before cache_seqlens - (Sq - 1 - t); False: all of them.
         value_dim: 512; no other.
         sinks: [H] float32, one more term exp(sink) in each row's sum.
@@ -88,17 +97,19 @@ def mla_decode(
 
     Raises:
         ShapeError, DtypeError, DeviceError, ArgumentError, ArgumentTypeError: the message names the value, what is supported, what to do.
-            On the CPU lengths and pages are checked, too; on a GPU lengths are clamped to the memory, and pages to the cache.
+            On the CPU lengths, pages and indices are checked, too; on a GPU lengths are clamped to the memory and pages to the cache, and
+            indices past the cache are nothing.
         DifferentiationError: a gradient was requested.
         UnsupportedGpuError: compute capability below 8.0.
 
     Source: DeepSeek-V2, arXiv 2405.04434, section 2.1 and appendix C (absorbed form).
     """
-    if has_fx_proxies(q, kv_cache, cache_seqlens):
+    if has_fx_proxies(q, kv_cache, cache_seqlens, indices):
         named = {name: value for name, value in locals().items() if name not in ("q", "kv_cache")}
         traced: Tensor = trace_call(mla_decode, q, kv_cache, **named)
         return traced
-    tensors = {"q": q, "kv_cache": kv_cache, "cache_seqlens": cache_seqlens, "block_table": block_table, "sinks": sinks}
+    optional = {"cache_seqlens": cache_seqlens, "block_table": block_table, "sinks": sinks, "indices": indices}
+    tensors = {"q": q, "kv_cache": kv_cache, **optional}
     _check_types(tensors)
     check_flag("causal", causal)
     if value_dim != VALUE_DIM:
@@ -108,7 +119,7 @@ def mla_decode(
     if (torch.is_grad_enabled() and any(tensor.requires_grad for tensor in given)) or has_tangent(*given):
         msg = "mla_decode has no gradient; call it under torch.no_grad(), or train with the unabsorbed form and flashmoe.attention"
         raise DifferentiationError(msg)
-    arguments = (q, kv_cache, cache_seqlens, block_table, sinks, scale, causal, num_splits)
+    arguments = (q, kv_cache, cache_seqlens, block_table, sinks, scale, causal, num_splits, indices)
     try:
         out, lse = _decode(*arguments)
     except Exception as error:
@@ -123,7 +134,7 @@ def mla_decode(
 
 def _check_types(tensors: dict[str, Any]) -> None:
     for name, tensor in tensors.items():
-        if isinstance(tensor, Tensor) or (tensor is None and name in ("block_table", "sinks")):
+        if isinstance(tensor, Tensor) or (tensor is None and name in _OPTIONAL):
             continue
         msg = f"{name} must be a torch.Tensor; found {type(tensor).__name__}"
         raise ArgumentTypeError(msg)

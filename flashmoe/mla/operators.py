@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flashmoe.mla import cpu
+from flashmoe.attn.operators import refuse_vmap_append
+from flashmoe.mla import codes, cpu
 from flashmoe.operator import Operator
 from flashmoe.rules import check
 
@@ -23,12 +24,32 @@ def _fake(q: Tensor, kv_cache: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
 
 
 def _flops(
-    q: Sequence[int], kv_cache: Sequence[int], _: Any, block_table: Sequence[int] | None, *__: Any, **___: Any
+    q: Sequence[int], kv_cache: Sequence[int], _: Any, block_table: Sequence[int] | None, *rest: Any, **__: Any
 ) -> int:
-    """Of shapes, as if each sequence filled its memory: q k^T over 576 columns, P v over 512."""
+    """Of shapes, as if each sequence filled its memory, or its indices named keys: q k^T over 576 columns, P v over 512."""
     batch, tokens, heads, head_dim = q
-    keys = kv_cache[1] if block_table is None else block_table[1] * kv_cache[1]
+    indices = rest[-1] if rest else None
+    own = kv_cache[1] if block_table is None else block_table[1] * kv_cache[1]
+    keys = own if indices is None else int(indices[2])
     return 2 * batch * tokens * heads * keys * (head_dim + LATENT_DIM)
 
 
-OPERATORS = (Operator("mla_decode", fake=_fake, flops=_flops, autocast=2, impls={"CPU": cpu.decode}),)
+def _is_cast(argument: Any) -> bool:
+    """Not a cache of 8-bit floats."""
+    return argument is not None and not codes.has_codes(argument)
+
+
+def _fake_append(*arguments: Any) -> None:
+    check("mla_append_", arguments)
+
+
+OPERATORS = (
+    Operator("mla_decode", fake=_fake, flops=_flops, autocast=2, is_cast=_is_cast, impls={"CPU": cpu.decode}),
+    Operator(
+        "mla_append_",
+        fake=_fake_append,
+        flops=lambda *_, **__: 0,
+        impls={"CPU": codes.append},
+        vmap=refuse_vmap_append,
+    ),
+)

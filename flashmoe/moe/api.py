@@ -85,8 +85,8 @@ def fused_moe(
             or shared itself, but must not overlap shared in part.
 
     Returns:
-        [T, H] in x's dtype; bfloat16 where x is float8_e4m3fn. Differentiable once, in x, w13, w2, topk_weights, b13, b2, shared:
-        x and [T * k, 2I] are kept for it, and the activation is computed again.
+        [T, H] in x's dtype; bfloat16 where x is float8_e4m3fn. Differentiable once, in x, w13, w2, topk_weights, b13, b2, shared;
+        x and [T * k, 2I] are kept for that, and the activation is computed again.
 
     Raises:
         ShapeError, DtypeError, DeviceError, ArgumentError: an argument breaks a rule above; the message says which.

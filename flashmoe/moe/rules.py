@@ -16,7 +16,7 @@ RULES = by_error(
             "with .to({first}.device)",
         },
         DtypeError: {
-            "moe.dtype": "{name} is {found}; {needed} is needed; convert it with {name}.to(...)",
+            "moe.dtype": "{name} is {found}; {needed} is needed; convert it with {name}.to({target})",
             "moe.kernel_dtype": "{name} is {found}, which has no kernel on {device}; supported: {supported}; convert the "
             "tensors, or call under torch.autocast",
             "moe.swapped_routing": "topk_weights is {weights} and topk_ids {ids}: they are swapped; the order is x, w13, w2, "
@@ -24,7 +24,7 @@ RULES = by_error(
             "moe.scaled_weights": "{name} is {found}, and there are scales; supported with scales: float8_e4m3fn; convert it "
             "with .to(torch.float8_e4m3fn) and its scales, or give bfloat16 weights without scales",
             "moe.scaled_x": "x is {found}; supported with float8_e4m3fn weights: float16, bfloat16, float8_e4m3fn with "
-            "x_scale; convert it with .to()",
+            "x_scale; convert it with x.to(torch.bfloat16)",
             "moe.mxfp4_x": "x is {found}; supported with mxfp4 (uint8) weights: bfloat16, which holds every such weight; convert it "
             "with .to(torch.bfloat16)",
         },

@@ -112,13 +112,13 @@ def suite(
         if runner is None:
             yield Case(kernel, NOT_EMULATED, 0)
             continue
-        step = 1 if whole or not _is_repeated(kernel.unit) else FEW_OF
+        step = 1 if whole or not is_repeated(kernel.unit) else FEW_OF
         for seed, problem in enumerate(runner.problems(kernel.unit)):
             if is_causal(problem) in masks and seed % step == 0:
                 yield Case(kernel, problem, seed)
 
 
-def _is_repeated(unit: Unit) -> bool:
+def is_repeated(unit: Unit) -> bool:
     """A kernel in bf16 is the source of the one in f16 of its row, with another conversion; that one meets every problem."""
     return unit.dtype == "bf16" and "f16" in unit.row.dtypes
 

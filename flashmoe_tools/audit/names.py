@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 TORCH_ROOTS = frozenset({"at", "c10", "torch", "caffe2", "c10d"})
@@ -128,11 +128,3 @@ def template_arguments(demangled: str) -> str:
         if depth == 0:
             return demangled[begin + 1 : index]
     return ""
-
-
-def group_by_root(names: Iterable[str]) -> Mapping[str, tuple[str, ...]]:
-    """Mangled names by their outermost namespace."""
-    groups: dict[str, list[str]] = {}
-    for name in names:
-        groups.setdefault(root(name), []).append(name)
-    return {key: tuple(value) for key, value in groups.items()}

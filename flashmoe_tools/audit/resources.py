@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 
-from flashmoe_tools.audit.context import failed, limited, listing, passed, warned
+from flashmoe_tools.audit.context import failed, limited, listing, passed
 from flashmoe_tools.audit.cubin import CubinFacts
 from flashmoe_tools.audit.embedded import Binary
 from flashmoe_tools.audit.launch import Launch, Need, launchability
@@ -14,12 +14,13 @@ from flashmoe_tools.report import Check, Verdict
 from flashmoe_tools.tables import Tables, Unit
 
 MAX_PARAM_BYTES = 4096  # the limit of every driver; more needs compute capability 7.0 and CUDA 12.1
-_LOCAL_ALLOWANCES = ("local_memory", "spill")  # the words of flashmoe_build/compile/resources.py
+_LOCAL_ALLOWANCES = {"local_memory", "spill"}  # the words of flashmoe_build/compile/resources.py
 
 
 def check_resources(binaries: Sequence[Binary], expected: dict[tuple[str, str], Unit]) -> list[Check]:
     """Threads, dynamic shared memory and local memory against the table's row."""
     checks: list[Check] = []
+    allowed: list[str] = []
     for binary in binaries:
         unit = expected.get((binary.name, binary.target))
         if unit is None:
@@ -59,21 +60,22 @@ def check_resources(binaries: Sequence[Binary], expected: dict[tuple[str, str], 
                         next_step="build again",
                     )
                 )
-            if need.local_memory:
-                checks.append(_local_check(need, unit))
-    return limited(checks) or [passed("resources", "threads, shared memory and local memory as the table says")]
-
-
-def _local_check(need: Need, unit: Unit) -> Check:
-    reason = next((why for word, why in unit.row.allow.items() if word in _LOCAL_ALLOWANCES), "")
-    name, found = f"local memory: {need.kernel}", f"{need.local_memory} bytes per thread for {need.target}"
-    if reason:
-        return warned(
-            name, f"{found}, allowed: {reason}", "none", "Local memory is DRAM.", "remove the allowance once it is gone"
+            if need.local_memory and _LOCAL_ALLOWANCES.isdisjoint(unit.row.allow):
+                checks.append(_local_failure(need))
+            elif need.local_memory:
+                allowed.append(f"{need.kernel} {need.local_memory} bytes per thread ({need.target})")
+    found = limited(checks) or [passed("resources", "threads, shared memory and local memory as the table says")]
+    if allowed:
+        found.append(
+            passed("local memory that kernels.toml allows", f"{len(allowed)}: {listing(allowed, len(allowed))}")
         )
+    return found
+
+
+def _local_failure(need: Need) -> Check:
     return failed(
-        name,
-        found=found,
+        f"local memory: {need.kernel}",
+        found=f"{need.local_memory} bytes per thread for {need.target}",
         expected="none: no spills, no arrays with run-time indices",
         why="Local memory is DRAM: one access costs as much as hundreds of instructions.",
         cause="registers spilled, or a register array is indexed by a value unknown at compile time",

@@ -40,9 +40,6 @@ class InstalledTorch:
     version: str
     libraries: Mapping[str, Path]
 
-    def providers(self, symbol: str) -> tuple[str, ...]:
-        return tuple(name for name, path in self.libraries.items() if symbol in exported_names(path))
-
 
 def release(version: str) -> str:
     """``2.10.0+cu128`` -> ``2.10.0``."""

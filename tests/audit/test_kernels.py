@@ -288,6 +288,18 @@ def test_section_is_missing(lab: Lab, section: str) -> None:
     assert f"has no section {section}" in only_failure(report, "embedded binaries").found
 
 
+def test_local_memory_that_the_table_allows_is_no_warning(lab: Lab) -> None:
+    """What we decided to accept is said once, with its size, and leaves the verdict PASS."""
+    rows = tuple(replace(row, allow={"spill": "one word"}) for row in lab.tables.kernels)
+    tables = replace(lab.tables, kernels=rows)
+    report = audit(lab.workshop.library(lab.compiled("f16", "sm_80", body=SPILLING)), tables=tables)
+    assert [check.name for check in report.checks if check.name.startswith("local memory: ")] == []
+    told = next(check for check in report.checks if check.name == "local memory that kernels.toml allows")
+    assert told.verdict is Verdict.PASS
+    assert "400 bytes per thread (sm_80)" in told.found
+    assert report.verdict is lab.judge(lab.rows).verdict
+
+
 def test_cpu_only_build_is_a_warning(lab: Lab) -> None:
     report = lab.judge([], targets=[])
     assert report.verdict is Verdict.WARN

@@ -58,7 +58,7 @@ def test_the_roofline_has_a_point_for_each_time_and_none_far_above_the_roof() ->
     if not (ROOT / "docs" / "results").is_dir():
         pytest.skip("an sdist is without reports")
     dots = re.findall(r'cx="([\d.]+)" cy="([\d.]+)" r="3.5"', figures.roofline(ROOT))
-    data = [speed.aggregates(ROOT, name, gpus=("h100",))[1]["data"] for name in ("llm-prefill-bf16", "decode")]
+    data = [speed.aggregates(ROOT, name)[1]["data"] for name in ("llm-prefill-bf16", "decode")]
     names = [name for name, _ in figures.SERIES]
     assert len(dots) == sum(name in cell["contenders"] for one in data for cell in one["cells"] for name in names) > 70
     roof = figures.point(1.0, data[0]["ceilings"]["matmul_tflops"]["bf16"])[1]
@@ -98,6 +98,40 @@ def test_the_newest_report_of_a_name_counts(tmp_path: Path) -> None:
         speed.aggregates(tmp_path, "x", "flashmoe-sm80")
 
 
+def copy_of_folders(root: Path) -> None:
+    """The folders and packages that the picture of the architecture is drawn from, without what is in them."""
+    for folder in (path for path in ROOT.glob("csrc/**/") if path.is_dir()):
+        (root / folder.relative_to(ROOT)).mkdir(parents=True, exist_ok=True)
+    for name in (
+        path.relative_to(ROOT) for path in (*ROOT.glob("flashmoe*/__init__.py"), *ROOT.glob("csrc/*/kernels.toml"))
+    ):
+        (root / name).parent.mkdir(exist_ok=True)
+        (root / name).touch()
+
+
+def test_the_architecture_names_the_folders_of_the_tree(tmp_path: Path) -> None:
+    copy_of_folders(tmp_path)
+    before = figures.architecture(tmp_path)
+    assert before == figures.architecture(ROOT)
+    for words in ("csrc/{attention,linear,mla,moe}/kernels.toml", "flashmoe, flashmoe_tools", "demo, doctor, audit"):
+        assert f">{words}</text>" in before
+    (tmp_path / "csrc" / "norm" / "host").mkdir(parents=True)
+    (tmp_path / "csrc" / "norm" / "kernels.toml").touch()
+    added = figures.architecture(tmp_path)
+    assert "{attention,linear,mla,moe,norm}/kernels.toml" in added
+    assert re.search(r"csrc/\{[a-z,]*norm\}/host", added)
+    shutil.rmtree(tmp_path / "csrc")
+    with pytest.raises(ReportError, match="found no operations"):
+        figures.architecture(tmp_path)
+
+
+def test_the_architecture_has_no_text_beyond_its_box() -> None:
+    """By the average width of a character, as no font is at hand."""
+    for box in figures.boxes(ROOT):
+        widest = max(len(line) * 6.0 for line in box.lines)
+        assert widest < box.width, box.title
+
+
 def test_cases_newer_than_every_report_leave_a_sentence() -> None:
     assert "does not have these cases" in docs.reported(("case",), [])
     assert docs.reported(("case",), [("8 x 2048",)]).endswith("| 8 x 2048 |")
@@ -125,6 +159,7 @@ def test_a_changed_table_makes_it_stale(
         shutil.copy(ROOT / name, tmp_path / name)
     if (ROOT / "docs" / "results").is_dir():
         (tmp_path / "docs" / "results").symlink_to(ROOT / "docs" / "results")
+    copy_of_folders(tmp_path)
     monkeypatch.setattr(docs, "ROOT", tmp_path)
     assert docs.main(["--check"]) == 0
     arch = tmp_path / "csrc" / "tables" / "arch.toml"

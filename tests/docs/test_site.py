@@ -25,7 +25,7 @@ def test_the_long_description_has_no_relative_link_and_names_the_distribution() 
     assert all(target.startswith(("https://", "#")) for target in targets)
     assert f"{HOME}/blob/v1/docs/api.md" in targets
     assert f"{HOME}/tree/v1/docs/notebook" in targets
-    assert f"{HOME}/raw/v1/docs/forward-h100.svg" in targets
+    assert f"{HOME}/raw/v1/docs/forward.svg" in targets
     assert f"**{DISTRIBUTION}**" in text
 
 
@@ -38,6 +38,39 @@ def test_a_link_leads_to_a_page_of_the_site_or_into_the_repository() -> None:
     assert site.place("[a](docs/kernels/cpu.md)", "README.md", pages, HOME) == "[a](kernels/cpu.md)"
     with pytest.raises(BuildError, match=r"docs/api\.md: the link to 'gone\.md' leads to docs/gone\.md"):
         site.place("[a](gone.md)", "docs/api.md", pages, HOME)
+
+
+def test_long_names_in_tables_break_behind_punctuation_alone() -> None:
+    code = '<code><span class="pre">{}</span></code>'
+    cell = "<td><p>" + code + "</p></td>"
+    soft = cell.format("FLASHMOE_<wbr>CHECK_<wbr>VALUES=<wbr>1")
+    assert site.breakable(cell.format("FLASHMOE_CHECK_VALUES=1")) == soft
+    outside = (
+        code.format("flashmoe.compat.flash_attn") + cell.format("block_table") + "<td>a_long_word_that_is_no_code</td>"
+    )
+    assert site.breakable(outside) == outside
+
+
+def left_behind(text: str) -> list[str]:
+    """Rows without the head of their table, and sentences that end in a colon before a heading or another paragraph."""
+    blocks = [block for block in re.sub(r"(?s)```.*?```", "```", text).split("\n\n") if block.strip()]
+    rows = [block for block in blocks if block.startswith("| ") and not re.match(r"[^\n]*\n\| ?:?--", block)]
+    shows = ("|", "```", "<", "- ", "* ", "1. ", "  ", "![", "**")
+    open_ends = [
+        block
+        for block, after in zip(blocks, [*blocks[1:], "#"], strict=True)
+        if block.rstrip().endswith(":") and not block.startswith(("|", "#")) and not after.startswith(shows)
+    ]
+    return rows + open_ends
+
+
+def test_what_a_sentence_introduces_is_there() -> None:
+    """A table that was moved to another page must not leave rows or its introduction behind."""
+    assert left_behind("In us:\n\n## Next\n") == ["In us:"]
+    assert left_behind("In us:\n\n| 1 | 2 |\n") == ["| 1 | 2 |\n"]
+    assert left_behind("In us:\n\n| a |\n| --- |\n| 1 |\n\nx:\n```\ny\n```\n") == []
+    pages = {name: left_behind((ROOT / name).read_text(encoding="utf-8")) for name in site.pages()}
+    assert {name: found for name, found in pages.items() if found} == {}
 
 
 def test_every_page_is_in_the_navigation() -> None:

@@ -2,35 +2,15 @@
 // that torch's copies are real; a "kernel" fills its output with ones.
 #include <torch/csrc/stable/library.h>
 
-#include <cstring>
-#include <deque>
-#include <string>
-#include <vector>
-
 #include "attention/host/backends.h"
+#include "fake_driver.h"
 #include "host/boxed.h"
-#include "host/driver.h"
-
-extern "C" const unsigned char flashmoe_binaries[1] = {0};
-extern "C" const char flashmoe_index[1] = {0};
-extern "C" int32_t aoti_torch_device_type_cuda() { return aoti_torch_device_type_cpu(); }
 
 namespace flashmoe {
 namespace host {
 namespace {
 
-Device g_gpu;
-bool g_is_capturing = false;
 bool g_fails = false;
-std::string g_log;  // one JSON object a line
-
-const Kernel& kernel_of(CUfunction function) {
-  const KernelTable& table = kernel_table();
-  for (int32_t index = 0; index < table.num_kernels; ++index) {
-    if (table.kernels[index].symbol == reinterpret_cast<const char*>(function)) return table.kernels[index];
-  }
-  fail(ErrorCode::kInternal, "a function that was not loaded");
-}
 
 void fill_with_ones(const attention::ForwardParams& params) {
   constexpr uint16_t kOne = 0x3c00;  // fp16
@@ -43,7 +23,7 @@ void fill_with_ones(const attention::ForwardParams& params) {
         }
 }
 
-CUresult record(CUfunction function, unsigned grid, unsigned block, unsigned shared, bool is_dependent,
+CUresult launch(CUfunction function, unsigned grid, unsigned block, unsigned shared, bool is_dependent,
                 void** arguments) {
   if (g_fails) return CUDA_ERROR_INVALID_VALUE;
   const Kernel& kernel = kernel_of(function);
@@ -81,62 +61,7 @@ CUresult record(CUfunction function, unsigned grid, unsigned block, unsigned sha
   return CUDA_SUCCESS;
 }
 
-Driver make_driver() {
-  Driver calls;
-  calls.cuThreadExchangeStreamCaptureMode = [](CUstreamCaptureMode*) { return CUDA_SUCCESS; };
-  calls.cuModuleLoadDataEx = [](CUmodule* module, const void*, unsigned, CUjit_option*, void**) {
-    *module = reinterpret_cast<CUmodule>(1);
-    return CUDA_SUCCESS;
-  };
-  calls.cuModuleGetFunction = [](CUfunction* function, CUmodule, const char* symbol) {
-    *function = reinterpret_cast<CUfunction>(const_cast<char*>(symbol));
-    return CUDA_SUCCESS;
-  };
-  calls.cuFuncSetAttribute = [](CUfunction, CUfunction_attribute, int) { return CUDA_SUCCESS; };
-  calls.cuStreamIsCapturing = [](CUstream, CUstreamCaptureStatus* status) {
-    *status = g_is_capturing ? CU_STREAM_CAPTURE_STATUS_ACTIVE : CU_STREAM_CAPTURE_STATUS_NONE;
-    return CUDA_SUCCESS;
-  };
-  calls.cuMemAlloc = [](CUdeviceptr* memory, std::size_t bytes) {
-    static std::deque<std::vector<char>> allocations;
-    *memory = reinterpret_cast<CUdeviceptr>(allocations.emplace_back(bytes).data());
-    return CUDA_SUCCESS;
-  };
-  calls.cuMemsetD8Async = [](CUdeviceptr address, unsigned char value, std::size_t count, CUstream) {
-    std::memset(reinterpret_cast<void*>(address), value, count);
-    return CUDA_SUCCESS;
-  };
-  calls.cuMemsetD32Async = [](CUdeviceptr address, unsigned value, std::size_t count, CUstream) {
-    for (std::size_t word = 0; word < count; ++word) reinterpret_cast<unsigned*>(address)[word] = value;
-    return CUDA_SUCCESS;
-  };
-  calls.cuTensorMapEncodeTiled = [](CUtensorMap* map, CUtensorMapDataType, cuuint32_t, void* address, const cuuint64_t*,
-                                    const cuuint64_t*, const cuuint32_t*, const cuuint32_t*, CUtensorMapInterleave,
-                                    CUtensorMapSwizzle, CUtensorMapL2promotion, CUtensorMapFloatOOBfill) {
-    std::memcpy(map, &address, sizeof(address));
-    return CUDA_SUCCESS;
-  };
-  calls.cuLaunchKernel = [](CUfunction function, unsigned grid, unsigned, unsigned, unsigned block, unsigned, unsigned,
-                            unsigned shared, CUstream, void** arguments,
-                            void**) { return record(function, grid, block, shared, false, arguments); };
-  calls.cuLaunchKernelEx = [](const CUlaunchConfig* config, CUfunction function, void** arguments, void**) {
-    return record(function, config->gridDimX, config->blockDimX, config->sharedMemBytes,
-                  config->attrs[0].value.programmaticStreamSerializationAllowed == 1, arguments);
-  };
-  return calls;
-}
-
 }  // namespace
-
-const Driver& driver() {
-  static const Driver fake = make_driver();
-  return fake;
-}
-const Device& device(int32_t) { return g_gpu; }
-std::string describe(CUresult result) { return std::to_string(static_cast<int>(result)); }
-CUstream current_stream(int32_t) { return nullptr; }
-ContextGuard::ContextGuard(CUcontext) {}
-ContextGuard::~ContextGuard() = default;
 
 void boxed_forward(StableIValue* stack, uint64_t num_arguments, uint64_t num_outputs) {
   check_counts("fake", num_arguments, 5, num_outputs, 2);
@@ -189,14 +114,8 @@ STABLE_TORCH_LIBRARY_IMPL(flashmoe_fake, CPU, library) {
   library.impl("varlen", &flashmoe::host::boxed_varlen);
 }
 
-// Begins a call on a GPU of this kind: nothing has been launched.
 extern "C" void fake_gpu(int capability, int multiprocessors, int is_capturing, int fails) {
   using namespace flashmoe::host;
-  g_gpu.capability = capability;
-  g_gpu.num_multiprocessors = multiprocessors;
-  g_gpu.name = "a GPU";
-  g_is_capturing = is_capturing != 0;
+  begin_call(capability, multiprocessors, is_capturing != 0);
   g_fails = fails != 0;
-  g_log.clear();
 }
-extern "C" const char* fake_log() { return flashmoe::host::g_log.c_str(); }

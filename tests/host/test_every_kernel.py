@@ -230,3 +230,19 @@ def test_short_tiles_have_the_keys_of_the_others() -> None:
     assert len(short) == 10
     for unit in short:
         assert keys[unit.name.removesuffix("_m64"), unit.target.name] == unit.row.block_n, unit.name
+
+
+def test_dropout_runs_on_the_best_family_that_has_it(choose: Chooser) -> None:
+    """Hopper's is sm80; sm90 named has none."""
+    for capability, forced, family, target in (
+        (90, None, "sm80", "sm_90a"),
+        (90, "sm75", "sm75", "sm_90a"),
+        (80, None, "sm80", "sm_80"),
+        (75, None, "sm75", "sm_75"),
+        (BEYOND_THE_TABLE, None, "sm80", "compute_80"),
+    ):
+        found = choose.more(capability, 72, forced=forced)  # type: ignore[attr-defined]
+        for kind in ("forward", "backward_dq", "backward_dkv"):
+            name = f"flashmoe_attention_dropout_{kind}_{family}_f16_d128"
+            assert {(name, target), (f"{name}_alibi", target)} <= found
+    assert not any("dropout" in symbol for symbol, _ in choose.more(90, 72, forced="sm90"))  # type: ignore[attr-defined]

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 import flashmoe.compat.flash_attn as names
-from flashmoe.compat import bert_padding, install_as_flash_attn, rotary, uninstall_flash_attn
+from flashmoe.compat import bert_padding, flash_attn_gpu, install_as_flash_attn, rotary, uninstall_flash_attn
 from flashmoe.errors import ArgumentError, ShapeError
 
 flash_attn: Any = names  # what its functions return depends on their arguments
@@ -201,10 +201,54 @@ def test_a_cache_takes_new_keys_and_is_attended_to(device: str, new: int, paged:
         assert torch.equal(caches[0][1, 7 : 7 + new], fresh[0][1])
 
 
-def test_what_is_lacking_is_refused_by_name() -> None:
-    q, k, v = tensors("cpu", 4, 4)
-    with pytest.raises(ArgumentError, match="dropout_p"):
-        flash_attn.flash_attn_func(q, k, v, dropout_p=0.1)
+def test_dropout_and_its_signed_probabilities(device: str) -> None:
+    """flash_attn's tests take the mask from the signs of S_dmask: with it the output is that of plain attention."""
+    q, k, v = tensors(device, 33, 50, (4, 2))
+    slopes = torch.rand(4, device=q.device)
+    options = {"causal": True, "softcap": 20.0, "alibi_slopes": slopes, "return_attn_probs": True}
+    torch.manual_seed(1)
+    out, lse, signed = flash_attn.flash_attn_func(q, k, v, 0.25, **options)
+    assert signed.shape == (2, 4, 33, 50)
+    weights = signed.float().abs()
+    weights = weights / weights.sum(-1, keepdim=True)
+    wanted = (weights * (signed >= 0) / 0.75) @ v.transpose(1, 2).repeat_interleave(2, 1).float()
+    assert torch.allclose(out.transpose(1, 2).float(), wanted, atol=1e-2, rtol=1e-2)
+    assert torch.allclose(lse, flash_attn.flash_attn_func(q, k, v, **options)[1], atol=1e-4)
+    dropped = (signed < 0).sum() / (signed != 0).sum()
+    assert abs(dropped.item() - 0.25) < 0.03
+    rows, keys = (torch.arange(0, 2 * n + 1, n, dtype=torch.int32, device=q.device) for n in (33, 50))
+    torch.manual_seed(1)
+    ragged, _, own = flash_attn.flash_attn_varlen_func(
+        *(t.flatten(0, 1) for t in (q, k, v)), rows, keys, 33, 50, 0.25, **options
+    )
+    assert torch.equal(own, signed)
+    assert torch.allclose(ragged.view_as(out), out, atol=1e-3)
+
+
+def test_the_extension_gives_and_takes_the_state_of_dropout(device: str) -> None:
+    q, k, v = tensors(device, 33, 33, (4, 2))
+    torch.manual_seed(2)
+    out = flash_attn.flash_attn_func(q, k, v, 0.25, causal=True)
+    upstream = torch.randn_like(out)
+    wanted = torch.autograd.grad(out, (q, k, v), upstream)
+    plain = [t.detach() for t in (q, k, v)]
+    torch.manual_seed(2)
+    scores = (0.25, 64**-0.5, True, -1, -1, 0.0)
+    found, lse, signed, state = flash_attn_gpu.fwd(*plain, None, None, *scores, True)
+    assert torch.equal(found, out)
+    assert signed.shape == (2, 4, 33, 33)
+    assert state.dtype == torch.int64
+    results = [torch.empty_like(t) for t in plain]
+    call = (upstream, *plain, found, lse, *results, None, *scores, False)
+    flash_attn_gpu.bwd(*call, None, state)
+    for a, b in zip(results, wanted, strict=True):
+        assert torch.equal(a, b)
+    with pytest.raises(RuntimeError, match="give the rng_state that the forward call returned"):
+        flash_attn_gpu.bwd(*call)
+    with pytest.raises(RuntimeError, match="only supported when p_dropout > 0"):
+        flash_attn_gpu.fwd(*plain, None, None, 0.0, *scores[1:], True)
+    with pytest.raises(RuntimeError, match="p_dropout must be from 0"):
+        flash_attn_gpu.fwd(*plain, None, None, 1.0, *scores[1:], False)
 
 
 @pytest.mark.parametrize("softcap", [0.0, 15.0])

@@ -255,16 +255,34 @@ def test_a_training_step_of_the_trainer(tmp_path: Any) -> None:
 
 
 def test_what_is_lacking_goes_to_sdpa_and_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    model: Any = build("Llama", "cpu")
-    model.config.attention_dropout = 0.5
-    for layer in model.model.layers:
-        layer.self_attn.attention_dropout = 0.5
+    model: Any = build("Llama", "cpu").double()
     use(model, ours=True)
     monkeypatch.setenv("FLASHMOE_FALLBACK", "error")
-    with pytest.raises(ArgumentError, match="dropout"):
-        model.train()(torch.randint(3, 64, (1, 5)))
+    with pytest.raises(ArgumentError, match=r"no kernel for torch.float64 on cpu"):
+        model(torch.randint(3, 64, (1, 5)))
     monkeypatch.setenv("FLASHMOE_FALLBACK", "allow")
     assert model(torch.randint(3, 64, (1, 5))).logits.isfinite().all()
+
+
+def test_attention_dropout_while_training(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On flashmoe, by torch's generator, and not in evaluation."""
+    monkeypatch.setenv("FLASHMOE_FALLBACK", "error")
+    model: Any = build("Llama", "cpu")
+    tokens = torch.randint(3, 64, (2, 9))
+    use(model, ours=True)
+    plain = model.eval()(tokens).logits
+    for layer in model.model.layers:
+        layer.self_attn.attention_dropout = 0.5
+    assert torch.equal(model(tokens).logits, plain)
+    found = []
+    for seed in (1, 1, 2):
+        torch.manual_seed(seed)
+        found.append(model.train()(tokens).logits)
+    assert torch.equal(found[0], found[1])
+    assert not torch.equal(found[0], found[2])
+    assert not torch.equal(found[0], plain)
+    found[0].square().sum().backward()
+    assert all(p.grad is None or p.grad.isfinite().all() for p in model.parameters())
 
 
 @settings(max_examples=40, deadline=None)

@@ -268,6 +268,6 @@ def test_it_compiles_whole(device: str) -> None:
     assert torch.equal(compiled(q), want * 2)
     torch.library.opcheck(
         torch.ops.flashmoe.mla_decode.default,
-        (q, cache, options["cache_seqlens"], options["block_table"], None, SCALE, True, 0),
+        (q, cache, options["cache_seqlens"], options["block_table"], None, SCALE, True, 0, None),
         test_utils=("test_schema", "test_faketensor"),
     )

@@ -61,3 +61,27 @@ def run_backward(case: Case, inputs: Inputs, dout: Tensor) -> tuple[Tensor, tupl
 def leaf_names(inputs: Inputs) -> list[str]:
     """The names of Inputs.leaves()."""
     return [name for name in (*NAMES, "shared") if getattr(inputs, name) is not None]
+
+
+def changed(layer: Any, changes: dict[str, Any], made: torch.dtype = torch.float32) -> dict[str, Any]:
+    """Arguments in place of a layer's: of a dtype, the layer's own in it; of a shape, ones (scales of x are float32)."""
+
+    def change(name: str, value: Any) -> Any:
+        if isinstance(value, torch.dtype):
+            return getattr(layer, name).to(value)
+        if not isinstance(value, tuple):
+            return value
+        return torch.ones(value, device=layer.x.device, dtype=torch.float32 if name == "x_scale" else made)
+
+    return {name: change(name, value) for name, value in changes.items()}
+
+
+def check_that_a_graph_follows_the_routing(layer: Any) -> None:
+    layer()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = layer()
+    layer.x.copy_(torch.randn_like(layer.x))
+    layer.topk_ids.copy_(layer.topk_ids.flip(0))
+    graph.replay()
+    assert torch.equal(out, layer())

@@ -17,6 +17,7 @@ from flashmoe.errors import ArgumentError, DifferentiationError, DtypeError, Fla
 from flashmoe.moe import scaled
 from flashmoe_tools.operations.moe_scaled import formats
 from flashmoe_tools.operations.moe_scaled.reference import compose, rounded
+from tests.moe.layer import changed, check_that_a_graph_follows_the_routing
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),
@@ -227,15 +228,7 @@ def test_compile_autocast_and_opcheck(device: str) -> None:
 
 @pytest.mark.gpu
 def test_a_cuda_graph_follows_the_routing() -> None:
-    layer = make("cuda")
-    layer()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        out = layer()
-    layer.x.copy_(torch.randn_like(layer.x))
-    layer.topk_ids.copy_(layer.topk_ids.flip(0))
-    graph.replay()
-    assert torch.equal(out, layer())
+    check_that_a_graph_follows_the_routing(make("cuda"))
 
 
 @pytest.mark.parametrize(
@@ -260,16 +253,8 @@ def test_a_cuda_graph_follows_the_routing() -> None:
 )
 def test_refusals(device: str, changes: dict[str, Any], error: type[FlashmoeError], message: str) -> None:
     layer = make(device)
-    made = {
-        name: getattr(layer, name).to(value)
-        if isinstance(value, torch.dtype)
-        else torch.ones(value, device=device)
-        if isinstance(value, tuple)
-        else value
-        for name, value in changes.items()
-    }
     with pytest.raises(error, match=message):
-        layer(**made)
+        layer(**changed(layer, changes))
 
 
 def test_an_out_that_cannot_take_the_result_is_refused(device: str) -> None:

@@ -13,7 +13,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "audit"))
 
 from audit_builders import PACKAGE, Row, Workshop
 
+from flashmoe.errors import ExitCode
 from flashmoe_tools import links, sbom
+from flashmoe_tools.report import Check, Report, Verdict
+from flashmoe_tools.verify.cli import Request, verify
+from flashmoe_tools.verify.repository import Clone, find_clone
 
 __all__ = [
     "PACKAGE",
@@ -78,6 +82,7 @@ README = "# A small project\n[more](docs/more.md)\n"
 
 VERSION = '"""The version."""\n\n__version__ = "0.1.0"\n'
 TABLES = ("tables/arch.toml", "attention/operations.toml", "attention/kernels.toml")
+KERNEL = b"\x7fELF bf16 "  # what a device binary of the sound wheel begins with
 
 
 def write_sources(root: Path) -> None:
@@ -170,3 +175,24 @@ def provenance_of(library: bytes, clone: Path, **changes: Any) -> dict[str, Any]
         ],
         **changes,
     }  # fmt: skip
+
+
+def clone_of(root: Path) -> Clone:
+    found = find_clone(root)
+    assert found is not None
+    return found
+
+
+def checked(wheel: Path, root: Path) -> Report:
+    return verify(wheel, Request(clone_of(root)))
+
+
+def problems(report: Report) -> list[Check]:
+    return [check for check in report.checks if check.verdict not in (Verdict.PASS, Verdict.SKIP)]
+
+
+def only_failure(report: Report) -> Check:
+    (only,) = problems(report)
+    assert only.verdict is Verdict.FAIL
+    assert report.exit_code == ExitCode.FAILED
+    return only

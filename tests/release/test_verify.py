@@ -1,44 +1,41 @@
-"""`python -m flashmoe verify`: each kind of tampering is found, and nothing that the wheel says of itself excuses it."""
+"""`python -m flashmoe verify`: each kind of tampering with a wheel is found, and nothing that it says of itself excuses it."""
 
 from __future__ import annotations
 
 import json
 import os
 import shutil
-import subprocess
-import sys
-import types
 import zipfile
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 from release_builders import (
+    KERNEL,
     PACKAGE,
-    README,
     VERSION,
     Row,
     Workshop,
+    checked,
+    clone_of,
     git,
+    only_failure,
     package_of,
+    problems,
     provenance_of,
     version_here,
-    write_sources,
 )
 
 from flashmoe.__main__ import main
 from flashmoe.errors import ExitCode
-from flashmoe_tools.report import Check, Report, Verdict
-from flashmoe_tools.verify import repository
+from flashmoe_tools.report import Verdict
 from flashmoe_tools.verify.cli import Request, verify
 from flashmoe_tools.verify.content import read_wheel
 from flashmoe_tools.verify.errors import VerifyError
-from flashmoe_tools.verify.files import LINKS, expected_content
-from flashmoe_tools.verify.rebuild import build_environment, compare, find_compiler, rebuild
-from flashmoe_tools.verify.repository import Clone, Objects, find_clone
-from flashmoe_tools.verify.signature import judge_statement
+from flashmoe_tools.verify.files import LINKS
+from flashmoe_tools.verify.rebuild import build_environment, compare
+from flashmoe_tools.verify.repository import find_clone
 
 WheelMaker = Callable[..., Path]
 # The build of no target leaves one byte where the binaries would be.
@@ -46,7 +43,6 @@ CPU_ONLY = """
 __asm__(".section .flashmoe.cubins,\\"a\\",@progbits\\n.byte 0\\n.previous");
 extern "C" int flashmoe_cpu_isa() { return 0; }
 """
-KERNEL = b"\x7fELF bf16 "
 COMPARED = {
     "wheel record",
     "provenance",
@@ -58,27 +54,6 @@ COMPARED = {
     "metadata",
     "bill of materials",
 }
-
-
-def clone_of(root: Path) -> Clone:
-    found = find_clone(root)
-    assert found is not None
-    return found
-
-
-def checked(wheel: Path, root: Path) -> Report:
-    return verify(wheel, Request(clone_of(root)))
-
-
-def problems(report: Report) -> list[Check]:
-    return [check for check in report.checks if check.verdict not in (Verdict.PASS, Verdict.SKIP)]
-
-
-def only_failure(report: Report) -> Check:
-    (only,) = problems(report)
-    assert only.verdict is Verdict.FAIL
-    assert report.exit_code == ExitCode.FAILED
-    return only
 
 
 def test_a_sound_wheel_passes_and_says_what_was_not_checked(
@@ -381,237 +356,6 @@ def test_the_report_is_written(make_wheel: WheelMaker, clone: Path, tmp_path: Pa
     assert json.loads(path.read_text())["verdict"] == "PASS"
 
 
-# ---- the clone's configuration
-
-
-def test_no_program_of_the_clones_configuration_runs(
-    make_wheel: WheelMaker, clone: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """A clone whose configuration names programs for everything that git would run; a real git runs the signature program."""
-    root, traces = Path(shutil.copytree(clone, tmp_path / "clone")), tmp_path / "ran"
-    program = tmp_path / "program"
-    program.write_text(f"#!/bin/sh\necho \"$0 $*\" >>'{traces}'\n")
-    program.chmod(0o755)
-    for hook in ("post-checkout", "reference-transaction", "post-index-change"):
-        (root / ".git" / "hooks").mkdir(exist_ok=True)
-        shutil.copy(program, root / ".git" / "hooks" / hook)
-    for name in (
-        "core.fsmonitor",
-        "core.pager",
-        "core.sshCommand",
-        "gpg.program",
-        "core.editor",
-        "filter.x.smudge",
-        "filter.x.process",
-    ):
-        git(root, "config", name, str(program))
-    git(root, "config", "log.showSignature", "true")
-    git(root, "config", "alias.cat-file", f"!{program}")
-    (root / ".git" / "info").mkdir(exist_ok=True)
-    (root / ".git" / "info" / "attributes").write_text("* filter=x\n")
-    wheel = make_wheel()
-    assert problems(checked(wheel, root)) == []
-    with pytest.raises(VerifyError, match=r"no \./nox"):
-        rebuild(read_wheel(wheel, tmp_path / "given"), clone_of(root), (), tmp_path)
-    assert (tmp_path / "tree" / "README.md").read_text() == README
-    assert not traces.exists(), traces.read_text()
-
-
-@pytest.mark.skipif(os.geteuid() != 0, reason="not root: a folder cannot be given to another user")
-def test_a_repository_of_another_user_is_refused(
-    make_wheel: WheelMaker,
-    clone: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    root = Path(shutil.copytree(clone, tmp_path / "clone"))
-    for path in (root, root / ".git"):
-        os.chown(path, 65534, 65534)
-    monkeypatch.setenv("GIT_CONFIG_GLOBAL", os.devnull)
-    monkeypatch.setenv("GIT_CONFIG_SYSTEM", os.devnull)
-    assert main(["verify", str(make_wheel()), "--root", str(root)]) == 1
-    assert "it belongs to another user" in capsys.readouterr().err
-    trusted = tmp_path / "gitconfig"
-    trusted.write_text(f"[safe]\n\tdirectory = {root}\n")
-    monkeypatch.setenv("GIT_CONFIG_GLOBAL", str(trusted))
-    assert main(["verify", str(make_wheel()), "--root", str(root)]) == 0
-
-
-def test_a_replaced_object_is_not_taken_for_the_commit(make_wheel: WheelMaker, clone: Path, tmp_path: Path) -> None:
-    root = Path(shutil.copytree(clone, tmp_path / "clone"))
-    first = git(root, "rev-parse", "HEAD")
-    (root / "flashmoe" / "__init__.py").write_text("evil = True\n")
-    git(root, "commit", "-q", "-a", "-m", "evil")
-    git(root, "replace", first, git(root, "rev-parse", "HEAD"))
-    objects = Objects(clone_of(root), tmp_path / "objects.git")
-    commit = objects.commit(first)
-    assert commit is not None
-    digest = commit.tree["flashmoe/__init__.py"]
-    assert b"evil" not in objects.read([digest])[digest]
-
-
-@pytest.mark.parametrize("name", ["HEAD", "v0.1.0", "0" * 39, "0" * 39 + "g"])
-def test_the_reader_of_objects_takes_a_full_hash(clone: Path, tmp_path: Path, name: str) -> None:
-    with pytest.raises(VerifyError, match="is not the full hash of a commit"):
-        Objects(clone_of(clone), tmp_path / "objects.git").commit(name)
-
-
-@pytest.mark.parametrize(
-    "gone", ["pyproject.toml", "flashmoe/_version.py", "lockfiles/build.txt", "LICENSE", "README.md"]
-)
-def test_a_commit_without_what_a_build_needs_is_none_of_ours(
-    make_wheel: WheelMaker, clone: Path, tmp_path: Path, gone: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """A licence that a pattern does not find is none; the wheel holds one file more then."""
-    root = Path(shutil.copytree(clone, tmp_path / "clone"))
-    git(root, "rm", "-q", gone)
-    git(root, "commit", "-q", "-m", "less")
-    stamp = int(git(root, "log", "-1", "--format=%ct"))
-    wheel = make_wheel(commit=git(root, "rev-parse", "HEAD"), source_date_epoch=stamp)
-    assert main(["verify", str(wheel), "--root", str(root)]) == 1
-    told = capsys.readouterr()
-    assert gone in told.out + told.err
-
-
-def test_a_clone_without_the_commits_tree_is_told(clone: Path, tmp_path: Path) -> None:
-    root = Path(shutil.copytree(clone, tmp_path / "clone"))
-    head, tree = git(root, "rev-parse", "HEAD"), git(root, "rev-parse", "HEAD^{tree}")
-    (root / ".git" / "objects" / tree[:2] / tree[2:]).unlink()
-    with pytest.raises(VerifyError, match=f"only a part of commit {head[:12]}"):
-        Objects(clone_of(root), tmp_path / "objects.git").commit(head)
-
-
-@pytest.mark.parametrize("gone", ["pyproject.toml", "flashmoe/_version.py"])
-def test_a_commit_without_a_version_is_named_as_none_of_ours(clone: Path, tmp_path: Path, gone: str) -> None:
-    root = Path(shutil.copytree(clone, tmp_path / "clone"))
-    git(root, "rm", "-q", gone)
-    git(root, "commit", "-q", "-m", "less")
-    objects = Objects(clone_of(root), tmp_path / "objects.git")
-    commit = objects.commit(git(root, "rev-parse", "HEAD"))
-    assert commit is not None
-    with pytest.raises(VerifyError, match=f"has no {gone}, so it is no commit of flashmoe"):
-        expected_content(objects, commit, frozenset())
-
-
-def test_a_root_that_is_no_clone_is_told(
-    make_wheel: WheelMaker, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["verify", str(make_wheel()), "--root", str(tmp_path)]) == 1
-    assert "is not in a clone that git can read" in capsys.readouterr().err
-
-
-# ---- a rebuilt wheel
-
-
-def compared(first: Path, second: Path, folder: Path) -> list[Check]:
-    return compare(read_wheel(first, folder / "one"), read_wheel(second, folder / "two"))
-
-
-def test_a_rebuilt_wheel_of_the_same_bytes(make_wheel: WheelMaker, tmp_path: Path) -> None:
-    wheel = make_wheel()
-    shutil.copy(wheel, tmp_path / wheel.name)
-    checks = compared(wheel, tmp_path / wheel.name, tmp_path)
-    assert [check.verdict for check in checks] == [Verdict.PASS, Verdict.PASS]
-
-
-def test_what_the_wheel_says_of_its_compiler_excuses_nothing(
-    make_wheel: WheelMaker, library: bytes, tmp_path: Path
-) -> None:
-    """An edited library under the name of another compiler: not a pass in any form, in words or by exit code."""
-    compilers = {"cxx": "g++ 14.1.0"}
-    edited = make_wheel(library + b"\0", compilers=compilers)
-    binaries, wheel = compared(edited, make_wheel(), tmp_path)
-    assert binaries.verdict is Verdict.PASS
-    assert wheel.verdict is Verdict.UNPROVED
-    assert "says that its host part was compiled by g++ 14.1.0; here it was g++ 12.2.0" in wheel.why
-    assert Report("verify", (binaries, wheel)).exit_code == ExitCode.NOT_PROVED != 0
-
-
-def test_another_compiler_explains_no_other_file(make_wheel: WheelMaker, library: bytes, tmp_path: Path) -> None:
-    edited = make_wheel(library + b"\0", compilers={"cxx": "g++ 14.1.0"}, files={"flashmoe/__init__.py": "edited"})
-    assert compared(edited, make_wheel(), tmp_path)[1].verdict is Verdict.FAIL
-
-
-def test_the_same_host_compiler_must_give_the_same_bytes(
-    make_wheel: WheelMaker, library: bytes, tmp_path: Path
-) -> None:
-    _, wheel = compared(make_wheel(), make_wheel(library + b"\0"), tmp_path)
-    assert wheel.verdict is Verdict.FAIL
-    assert "flashmoe/libflashmoe.so" in wheel.found
-
-
-def test_a_device_binary_must_match_whatever_the_host_compiler(
-    make_wheel: WheelMaker, library: bytes, tmp_path: Path
-) -> None:
-    edited = library.replace(KERNEL, b"\x7fELF bf17 ", 1)
-    first, *_ = compared(make_wheel(), make_wheel(edited, compilers={"cxx": "g++ 14.1.0"}), tmp_path)
-    assert (first.name, first.verdict) == ("rebuilt device binary attention_bf16.sm_80", Verdict.FAIL)
-
-
-def test_the_compiler_that_the_wheel_names_is_taken_where_it_is(tmp_path: Path) -> None:
-    for name, version in (("g++", "12.2.0"), ("g++-14", "14.1.0"), ("g++-13", "13.1.0")):
-        (tmp_path / name).write_text(f"#!/bin/sh\necho {version}\n")
-        (tmp_path / name).chmod(0o755)
-    environ = {"PATH": str(tmp_path)}
-    assert find_compiler("g++ 14.1.0", environ) == str(tmp_path / "g++-14")
-    assert find_compiler("g++ 12.2.0", environ) == str(tmp_path / "g++")
-    assert find_compiler("g++ 13.3.0", environ) == ""
-    assert find_compiler("g++ 14.1.0; rm -rf .", environ) == ""
-
-
-def test_rebuild_takes_the_wheels_commit_and_leaves_the_clone_as_it_was(
-    make_wheel: WheelMaker, clone: Path, tmp_path: Path
-) -> None:
-    root = Path(shutil.copytree(clone, tmp_path / "clone"))
-    write_sources(root)
-    (root / "nox").write_text(
-        '#!/bin/sh\nfound="$(git status --porcelain; git tag)"; mkdir dist && echo "$found" >dist/a.whl\n'
-    )
-    (root / "nox").chmod(0o755)
-    git(root, "add", "nox")
-    git(root, "commit", "-q", "-m", "nox")
-    head, refs = git(root, "rev-parse", "HEAD"), git(root, "show-ref")
-    wheel = make_wheel(commit=head, source_date_epoch=int(git(root, "log", "-1", "--format=%ct")))
-    built = rebuild(read_wheel(wheel, tmp_path / "given"), clone_of(root), ["v0.1.0"], tmp_path)
-    assert built.read_text() == "v0.1.0\n"  # a clean tree, with the tag
-    assert (git(root, "show-ref"), git(root, "worktree", "list").count("\n")) == (refs, 0)
-
-
-def test_a_build_that_fails_is_told_with_its_last_lines(make_wheel: WheelMaker, clone: Path, tmp_path: Path) -> None:
-    root = Path(shutil.copytree(clone, tmp_path / "clone"))
-    (root / "nox").write_text("#!/bin/sh\nmkdir dist && touch dist/a.whl && echo nvrtc is missing && exit 7\n")
-    (root / "nox").chmod(0o755)
-    git(root, "add", "nox")
-    git(root, "commit", "-q", "-m", "nox")
-    stamp = int(git(root, "log", "-1", "--format=%ct"))
-    given = read_wheel(make_wheel(commit=git(root, "rev-parse", "HEAD"), source_date_epoch=stamp), tmp_path / "given")
-    with pytest.raises(VerifyError, match=r"exit status 7:\nnvrtc is missing"):
-        rebuild(given, clone_of(root), (), tmp_path)
-
-
-@pytest.mark.parametrize(("machine", "here", "platform"), [("x86_64", "x86_64", None), ("x86_64", "aarch64", "x86_64")])
-def test_a_rebuild_for_another_machine_names_it(
-    make_wheel: WheelMaker,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    machine: str,
-    here: str,
-    platform: str | None,
-) -> None:
-    """The library's machine, by its header, against the one that rebuilds; with the compiler of that name."""
-    content = read_wheel(make_wheel(), tmp_path / "given")
-    assert content.machine == machine
-    monkeypatch.setattr("platform.machine", lambda: here)
-    version = content.stated.cxx.removeprefix("g++ ")
-    for name in ("g++", f"{machine}-linux-gnu-g++"):
-        (tmp_path / name).write_text(f"#!/bin/sh\necho {version}\n")
-        (tmp_path / name).chmod(0o755)
-    built = build_environment(content, {"PATH": str(tmp_path), "FLASHMOE_PLATFORM": "other"})
-    assert built.get("FLASHMOE_PLATFORM") == platform
-    assert built["CXX"] == str(tmp_path / (f"{machine}-linux-gnu-g++" if platform else "g++"))
-
-
 def test_a_long_list_of_files_says_how_many_more(make_wheel: WheelMaker, clone: Path) -> None:
     more = {f"flashmoe/extra{number}.py": "" for number in range(10)}
     told = {check.name: check.found for check in problems(checked(make_wheel(files=more), clone))}["files"]
@@ -620,135 +364,3 @@ def test_a_long_list_of_files_says_how_many_more(make_wheel: WheelMaker, clone: 
         check.name: check.found for check in problems(checked(make_wheel(files=dict(list(more.items())[:8])), clone))
     }["files"]
     assert told.endswith("flashmoe/extra7.py")
-
-
-def test_a_repository_without_objects_is_no_clone(clone: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Git takes its objects from where GIT_OBJECT_DIRECTORY says, but that is another repository's."""
-    root = Path(shutil.copytree(clone, tmp_path / "clone"))
-    answer = types.SimpleNamespace(returncode=0, stdout=f"{root}\n{tmp_path / 'gone'}\n".encode(), stderr=b"")
-    monkeypatch.setattr("flashmoe_tools.verify.repository._run", lambda *_: answer)
-    assert find_clone(root) is None
-
-
-# ---- a signature
-
-
-@dataclass
-class FakeSigstore:
-    """A fake of the library: what it was asked, and what it answers."""
-
-    statement: bytes = b""
-    error: str = ""
-    asked: tuple[Any, ...] = ()
-
-
-@pytest.fixture
-def sigstore(monkeypatch: pytest.MonkeyPatch) -> FakeSigstore:
-    fake = FakeSigstore()
-
-    class VerificationError(Exception):
-        pass
-
-    class Verifier:
-        @staticmethod
-        def production(*, offline: bool) -> Verifier:
-            return Verifier()
-
-        def verify_dsse(self, bundle: Any, policy: Any) -> tuple[str, bytes]:
-            fake.asked = (bundle, policy)
-            if fake.error:
-                raise VerificationError(fake.error)
-            return "application/vnd.in-toto+json", fake.statement
-
-        def verify_artifact(self, content: bytes, bundle: Any, policy: Any) -> None:
-            fake.asked = (content, bundle, policy)
-
-    def module(name: str, **names: Any) -> None:
-        made = types.ModuleType(name)
-        made.__dict__.update(names)
-        monkeypatch.setitem(sys.modules, name, made)
-
-    module("sigstore")
-    module("sigstore.errors", VerificationError=VerificationError)
-    module("sigstore.models", Bundle=types.SimpleNamespace(from_json=json.loads))
-    module("sigstore.verify", Verifier=Verifier)
-    module("sigstore.verify.policy", Identity=lambda **words: words)
-    return fake
-
-
-def signed(wheel: Path, bundle: Path, clone: Path) -> int:
-    words = ["--bundle", str(bundle), "--identity", "us", "--issuer", "them"]
-    return main(["verify", str(wheel), "--root", str(clone), *words])
-
-
-def test_a_bundle_is_held_against_the_identity_and_this_file(
-    make_wheel: WheelMaker, clone: Path, tmp_path: Path, sigstore: FakeSigstore, capsys: pytest.CaptureFixture[str]
-) -> None:
-    wheel, bundle = make_wheel(), tmp_path / "bundle.json"
-    bundle.write_text('{"dsseEnvelope": {}}')
-    digest = verify(wheel, Request(clone_of(clone))).data["sha256"]
-    sigstore.statement = json.dumps({"subject": [{"digest": {"sha256": digest}}], "predicateType": "p"}).encode()
-    assert signed(wheel, bundle, clone) == 0
-    assert sigstore.asked[1] == {"identity": "us", "issuer": "them"}
-    sigstore.statement = json.dumps({"subject": [{"digest": {"sha256": "0" * 64}}]}).encode()
-    assert signed(wheel, bundle, clone) == ExitCode.FAILED
-    sigstore.statement, sigstore.error = b"", "no such identity"
-    assert signed(wheel, bundle, clone) == ExitCode.FAILED
-    assert "no such identity" in capsys.readouterr().out
-    bundle.write_text('{"messageSignature": {}}')
-    assert signed(wheel, bundle, clone) == 0
-    assert sigstore.asked[0] == wheel.read_bytes()
-
-
-def test_a_bundle_without_an_identity_is_an_error(
-    make_wheel: WheelMaker, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["verify", str(make_wheel()), "--bundle", str(tmp_path)]) == ExitCode.USAGE
-    assert "--identity" in capsys.readouterr().err
-
-
-def test_without_the_library_the_extra_is_named(
-    make_wheel: WheelMaker,
-    clone: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    monkeypatch.setitem(sys.modules, "sigstore", None)
-    monkeypatch.setitem(sys.modules, "sigstore.errors", None)
-    assert signed(make_wheel(), tmp_path, clone) == 1
-    assert "[sign]'" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    "payload", [b"", b"[" * 100_000, b"{}", b'{"subject": 7}', b'{"subject": [{"digest": []}]}', b"\xff"]
-)
-def test_a_statement_about_nothing(payload: bytes) -> None:
-    assert judge_statement("0" * 64, "application/vnd.in-toto+json", payload, "us").verdict is Verdict.FAIL
-
-
-@pytest.mark.parametrize(("status", "lines"), [(1, 2), (0, 1), (0, 3)])
-def test_an_answer_of_git_that_is_no_clone(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, status: int, lines: int
-) -> None:
-    """Two lines and no error: the folders of the files and of the objects."""
-    (tmp_path / "objects").mkdir()
-
-    def answer(status: int, lines: int, error: bytes = b"") -> None:
-        done = subprocess.CompletedProcess([], status, f"{tmp_path}\n".encode() * lines, error)
-        monkeypatch.setattr(repository, "_run", lambda *_: done)
-
-    answer(0, 2)
-    assert find_clone(tmp_path) == Clone(tmp_path, tmp_path / "objects")
-    answer(status, lines)
-    assert find_clone(tmp_path) is None
-    for words in (b"fatal: detected dubious ownership", b"git config --add safe.directory"):
-        answer(128, 0, words)
-        with pytest.raises(VerifyError, match="belongs to another user"):
-            find_clone(tmp_path)
-
-
-def test_tags_of_a_commit_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    text = b"a" * 40 + b" refs/tags/v1^{}\n" + b"b" * 40 + b" refs/tags/v2\n"
-    monkeypatch.setattr(repository, "_run", lambda *_: subprocess.CompletedProcess([], 0, text, b""))
-    assert Clone(tmp_path, tmp_path).tags_at("a" * 40) == {"v1"}

@@ -62,6 +62,7 @@ struct Problem {
   int32_t head_dim_v;
   int64_t lse_stride;
   const std::vector<attention::ForwardParams>* entries;  // null: dense
+  const attention::Dropout* dropout;                     // null: none
 
   const attention::ForwardParams& of_entry(int32_t entry) const {
     return entries == nullptr ? params : (*entries)[static_cast<size_t>(entry)];
@@ -109,6 +110,8 @@ struct Plan {
     task->head_dim_v = problem.head_dim_v;
     task->lse_stride = problem.lse_stride;
     task->is_band = problem.is_band;
+    task->dropout = problem.dropout;
+    task->sequence = entry;
     return true;
   }
 
@@ -201,17 +204,17 @@ void attention_forward(const attention::ForwardParams& params, ScalarType type, 
     fill_empty(params, type);
     return;
   }
-  compute({params, type, causal, false, params.head_dim, params.seq_q, nullptr}, parallel_for, num_threads);
+  compute({params, type, causal, false, params.head_dim, params.seq_q, nullptr, nullptr}, parallel_for, num_threads);
 }
 
-void attention_forward_varlen(const attention::ForwardParams& params, ScalarType type, ParallelFor parallel_for,
-                              int num_threads) {
+void attention_forward_varlen(const attention::ForwardParams& params, ScalarType type,
+                              const attention::Dropout* dropout, ParallelFor parallel_for, int num_threads) {
   validate(params, num_threads);
   check(params.head_dim_v >= 1 && params.head_dim_v <= kMaxHeadDim, "head_dim_v must be in 1..256", params.head_dim_v);
   if (params.batch == 0 || params.heads_q == 0 || params.seq_q == 0) return;
   const std::vector<attention::ForwardParams> entries = make_entries(params, type);
-  compute({params, type, params.score_options.right == 0, needs_band(params), params.head_dim_v,
-           statistic_stride(params), &entries},
+  compute({params, type, params.score_options.right == 0, dropout != nullptr || needs_band(params), params.head_dim_v,
+           statistic_stride(params), &entries, dropout},
           parallel_for, num_threads);
 }
 

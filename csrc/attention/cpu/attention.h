@@ -1,7 +1,7 @@
 // Attention forward on the CPU: what the host's operator calls.
 #pragma once
 
-#include "attention/params/forward.h"
+#include "attention/params/dropout.h"
 #include "cpu/scalar_types.h"
 #include "cpu/thread_pool.h"
 
@@ -18,9 +18,9 @@ namespace cpu {
 void attention_forward(const attention::ForwardParams& params, ScalarType type, bool causal, ParallelFor parallel_for,
                        int num_threads);
 
-// The same of params' entries and band, with head_dim_v: whatever MaskKind::kRuntime means. folded_heads must be 1.
-void attention_forward_varlen(const attention::ForwardParams& params, ScalarType type, ParallelFor parallel_for,
-                              int num_threads);
+// The same of params' entries and band, with head_dim_v: whatever MaskKind::kRuntime means. folded_heads must be 1. dropout: null for none.
+void attention_forward_varlen(const attention::ForwardParams& params, ScalarType type,
+                              const attention::Dropout* dropout, ParallelFor parallel_for, int num_threads);
 
 }  // namespace cpu
 }  // namespace flashmoe

@@ -74,6 +74,7 @@ struct BackwardPlan {
   bool make_task(TaskQueues::Task position, BackwardTask* result) const {
     BackwardTask& task = *result = whole;
     const auto batch = static_cast<int32_t>(position.group / params.heads_kv);
+    task.sequence = batch;
     if (entries == nullptr) {
       task.batch = batch;
     } else {
@@ -234,8 +235,8 @@ void attention_backward(const attention::BackwardParams& params, ScalarType type
   compute(whole, nullptr, parallel_for, num_threads);
 }
 
-void attention_backward_varlen(const attention::BackwardParams& params, ScalarType type, ParallelFor parallel_for,
-                               int num_threads) {
+void attention_backward_varlen(const attention::BackwardParams& params, ScalarType type,
+                               const attention::Dropout* dropout, ParallelFor parallel_for, int num_threads) {
   const Entries entries = make_entries(params, type);
   BackwardTask whole{};
   whole.params = &params;
@@ -243,7 +244,8 @@ void attention_backward_varlen(const attention::BackwardParams& params, ScalarTy
   whole.causal = params.score_options.right == 0;
   whole.head_dim_v = params.head_dim_v;
   whole.lse_stride = statistic_stride(params);
-  whole.is_band = needs_band(params);
+  whole.is_band = dropout != nullptr || needs_band(params);
+  whole.dropout = dropout;
   compute(whole, &entries, parallel_for, num_threads);
 }
 

@@ -1,7 +1,7 @@
 // Attention's backward pass on the CPU: what the host's operator calls.
 #pragma once
 
-#include "attention/params/backward.h"
+#include "attention/params/dropout.h"
 #include "cpu/scalar_types.h"
 #include "cpu/thread_pool.h"
 
@@ -18,8 +18,9 @@ void attention_backward(const attention::BackwardParams& params, ScalarType type
                         int num_threads);
 
 // The same of params' entries and band, with head_dim_v: whatever MaskKind::kRuntime means. Rows and keys of no entry are left alone.
-void attention_backward_varlen(const attention::BackwardParams& params, ScalarType type, ParallelFor parallel_for,
-                               int num_threads);
+// dropout: null for none, else that of the forward pass.
+void attention_backward_varlen(const attention::BackwardParams& params, ScalarType type,
+                               const attention::Dropout* dropout, ParallelFor parallel_for, int num_threads);
 
 }  // namespace cpu
 }  // namespace flashmoe

@@ -5,7 +5,7 @@
 #include <cstddef>
 #include <cstdint>
 
-#include "attention/params/backward.h"
+#include "attention/params/dropout.h"
 #include "cpu/scalar_types.h"
 
 namespace flashmoe {
@@ -30,8 +30,10 @@ struct BackwardTask {
   int32_t key_begin;  // a multiple of kBackwardKeys
   int32_t key_end;
   int32_t head_dim_v;
-  int64_t lse_stride;  // from head to head
-  bool is_band;        // params' band counts, instead of `causal`
+  int64_t lse_stride;                 // from head to head
+  bool is_band;                       // params' band counts, instead of `causal`
+  const attention::Dropout* dropout;  // null: none; else is_band
+  int32_t sequence;                   // of the batch, whatever `batch` is
 };
 
 // A block: three of its matrices of scores and the operands of head_dim 128 take half of a 1 MiB L2 cache.

@@ -67,6 +67,7 @@ struct BackwardScratch {
   float* row_terms;      // [heads, rows] of the task: all of them, from the first block of keys on
   float* square;         // as score_row needs it
   float* slopes;         // [rows, keys], of a softcap
+  float* factors;        // [rows, keys], of dropout
   size_t bytes;
 
   BackwardScratch(void* base, const BackwardTask& task) {
@@ -95,6 +96,7 @@ struct BackwardScratch {
     correction = arena.take<float>(kBackwardRows);
     square = arena.take<float>(int64_t{2} * Vector::kWidth * Vector::kWidth);
     slopes = arena.take<float>(task.is_band ? kBackwardRows * kScoreStride : 0);
+    factors = arena.take<float>(task.dropout != nullptr ? kBackwardRows * kScoreStride : 0);
     const int64_t rows = int64_t{task.head_end - task.head_begin} * (task.row_end - task.row_begin);
     row_terms = arena.take<float>(rows);
     dq = arena.take<float>(task.with_dq ? rows * dim_stride : 0);
@@ -116,7 +118,7 @@ class Backward {
         scale_(Vector::broadcast(MaskOf::kIsBand ? scale_of_band(params_).natural : params_.scale)),
         sum_words_(kIsFloat && (params_.seq_q <= kRowsOfShortSums || has_few_keys<T>(params_.seq_k)) ? kShortSum
                                                                                                      : kSumWords),
-        scores_by_row_(kIsFloat && params_.seq_q <= kFewRows),
+        scores_by_row_(kIsFloat && params_.seq_q <= kFewRows && task.dropout == nullptr),
         is_one_block_(params_.seq_k <= kBackwardKeys && !(MaskOf::kIsBand && params_.score_options.sinks != nullptr)) {}
 
   void run() {
@@ -300,6 +302,7 @@ class Backward {
     if constexpr (MaskOf::kIsBand) {
       const bool is_finite = are_finite(rows, columns);
       apply_score_function(head, row, rows, keys);
+      if (has_dropout()) drop_gradients(head, row, whole_rows, keys, columns);
       if (!is_finite) return add_seen_keys(head, row, rows, mask);
     }
     if (is_one_block_) mend_rows(mask, head, row, rows, columns);
@@ -416,7 +419,8 @@ class Backward {
         const float p = lanes[0], slope = has_softcap() ? s_.slopes[at] : 1.0f;
         const float ds = p * (s_.dscores[at] - s_.row_term[i] - s_.row_rest[i]) * slope;
         if (task_.with_dkv) {
-          add_scaled(p, dout, dim_v_, s_.dv + key * s_.dim_stride);
+          if (!has_dropout() || s_.factors[at] != 0.0f)
+            add_scaled(has_dropout() ? p * s_.factors[at] : p, dout, dim_v_, s_.dv + key * s_.dim_stride);
           add_scaled(ds, q, dim_, s_.dk + key * s_.dim_stride);
         }
         if (task_.with_dq) {
@@ -429,6 +433,17 @@ class Backward {
 
   static void add_scaled(float factor, const float* from, int32_t count, float* to) {
     for (int32_t i = 0; i < count; ++i) to[i] += factor * from[i];
+  }
+
+  bool has_dropout() const { return MaskOf::kIsBand && task_.dropout != nullptr; }
+  // The factors of this block, and dP times these. Columns past the keys are zero.
+  void drop_gradients(int32_t head, int32_t row, int32_t rows, int32_t keys, int32_t columns) const {
+    DropoutFactors(*task_.dropout, task_.sequence, head).fill(row, rows, key_, keys, kScoreStride, 1, s_.factors);
+    for (int32_t i = 0; i < rows; ++i) {
+      float* factors = s_.factors + i * kScoreStride;
+      for (int32_t column = keys; column < columns; ++column) factors[column] = 0.0f;
+      drop(s_.dscores + i * kScoreStride, factors, columns);
+    }
   }
 
   bool has_softcap() const { return MaskOf::kIsBand && params_.score_options.score_factor > 0.0f; }
@@ -477,6 +492,12 @@ class Backward {
             }
             p[i] = Vector::from_lane(first_lane, Vector::zero(), p[i]);
             ds[i] = Vector::from_lane(first_lane, Vector::zero(), ds[i]);
+          }
+        }
+        if (has_dropout()) {
+          for (int i = 0; i < kCount; ++i) {
+            const int64_t at = (row + i / kPairVectors) * kScoreStride + column + i % kPairVectors * Vector::kWidth;
+            p[i] = Vector::mul(p[i], Vector::load(s_.factors + at));
           }
         }
 #pragma GCC unroll 2

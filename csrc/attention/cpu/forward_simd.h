@@ -10,6 +10,7 @@
 
 #include <cstring>
 
+#include "attention/cpu/dropout.h"
 #include "attention/cpu/mask.h"
 #include "attention/cpu/operands.h"
 #include "attention/cpu/scores.h"
@@ -225,6 +226,15 @@ inline void softmax_in_place(float* scores_t, int32_t keys, float scale_log2, So
   }
 }
 
+// Multiplies weights by their factors; what is dropped becomes 0 even of a NaN.
+inline void drop(float* weights, const float* factors, int64_t count) {
+  for (int64_t i = 0; i < count; i += Vector::kWidth) {
+    const Vector::Float factor = Vector::load(factors + i);
+    const Vector::Float kept = Vector::mul(Vector::load(weights + i), factor);
+    Vector::store(weights + i, Vector::where_equal(factor, Vector::zero(), Vector::zero(), kept));
+  }
+}
+
 // q: [rows <= kBlockRows, head_dim] -> q_t [padded_dim, rows] fp32 times factor, zero in the lanes past `rows`.
 // buffer: [kBlockRows, padded_dim]. padded_dim is a multiple of the vector width.
 template <class T>
@@ -276,7 +286,7 @@ struct SimdScratch {
   float* buffer;    // [kBlockRows, padded_dim]
   float* k;         // [kBlockKeys, padded_dim]
   float* v;         // [kBlockKeys, padded_dim]
-  float* values;    // [kBlockRows, kBlockKeys], of a mask tensor
+  float* values;    // [kBlockRows, kBlockKeys], of a mask tensor, then of dropout
   size_t bytes;
 
   SimdScratch(void* base, int32_t row_blocks, int32_t padded_dim) {
@@ -444,6 +454,11 @@ class SimdForward {
                                      s_.values);
     mask_scores(s_.scores_t, mask);
     softmax_in_place<ExpDegree<T>::value>(s_.scores_t, keys, scale_.log2, state);
+    if (task_.dropout != nullptr) {
+      DropoutFactors(*task_.dropout, task_.sequence, task_.head_q)
+          .fill(first_row(block), kBlockRows, key + any.begin, keys, 1, kBlockRows, s_.values);
+      drop(s_.scores_t, s_.values, int64_t{keys} * kBlockRows);
+    }
     const KeyRange all = score_function_.has_mask() ? KeyRange{0, 0} : mask.keys_of_all(kBlockRows);
     if (rows_are_finite(v_data, v.stride, all.begin, dim_v_) &&
         rows_are_finite(v_data + all.end * v.stride, v.stride, keys - all.end, dim_v_)) {

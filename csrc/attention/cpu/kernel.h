@@ -5,7 +5,7 @@
 #include <cstddef>
 #include <cstdint>
 
-#include "attention/params/forward.h"
+#include "attention/params/dropout.h"
 #include "cpu/scalar_types.h"
 
 namespace flashmoe {
@@ -22,8 +22,10 @@ struct Task {
   int32_t row_begin;  // a multiple of Kernel::row_granularity
   int32_t row_end;
   int32_t head_dim_v;
-  int64_t lse_stride;  // from head to head
-  bool is_band;        // params' band and pages count, instead of `causal`
+  int64_t lse_stride;                 // from head to head
+  bool is_band;                       // params' band and pages count, instead of `causal`
+  const attention::Dropout* dropout;  // null: none; else is_band
+  int32_t sequence;                   // of the batch, whatever `batch` is
 };
 
 // One instruction set's implementation.

@@ -14,7 +14,8 @@ namespace {
 
 template <class T>
 inline void run_simd_as(const Task& task, void* scratch) {
-  return has_few_rows(*task.params) ? forward_few_rows<T>(task, scratch) : forward_simd<T>(task, scratch);
+  return has_few_rows(*task.params) && task.dropout == nullptr ? forward_few_rows<T>(task, scratch)
+                                                               : forward_simd<T>(task, scratch);
 }
 
 inline void run_simd(const Task& task, void* scratch) {

@@ -140,6 +140,7 @@ template <typename Spec>
 struct CodeValues {
   using Element = typename Spec::Element;
   static constexpr bool kMaySkip = true;
+  static constexpr bool kDrops = false;
 
   ptx::SmemPointer V_smem;
   float unit_ratio;  // of the output's unit before this tile to that of the tile

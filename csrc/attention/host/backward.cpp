@@ -80,7 +80,7 @@ void run_split(const BackwardParams& params, const BackwardKernels& kernels, con
   const int64_t batch = params.batch;
   const SplitTiles tiles{ceil_div(params.seq_q, kernels.dq->block_m) * batch * params.heads_q,
                          ceil_div(params.seq_k, kernels.dkv->block_n) * batch * params.heads_kv};
-  run_split(params, kernels, tiles, params.head_dim, query_gradient_maps, key_value_gradient_maps, gpu);
+  run_split({params, {}}, kernels, tiles, params.head_dim, query_gradient_maps, key_value_gradient_maps, gpu);
 }
 
 SelectorInput make_selector_input(const ForwardArguments& forward, const host::Device& gpu) {

@@ -24,8 +24,9 @@ RowDotParams make_row_dot_params(const BackwardParams& params, int32_t head_dim)
 
 }  // namespace
 
-void run_split(BackwardParams params, const BackwardKernels& kernels, SplitTiles tiles, int32_t head_dim_v,
+void run_split(DropoutBackwardParams launched, const BackwardKernels& kernels, SplitTiles tiles, int32_t head_dim_v,
                MakeMaps query_gradient_maps, MakeMaps key_value_gradient_maps, const host::Device& gpu) {
+  BackwardParams& params = launched.backward;
   const bool with_dq = params.dq != nullptr;
   const bool with_dkv = params.dk != nullptr;
   const Kernel& dq = *kernels.dq;
@@ -49,7 +50,7 @@ void run_split(BackwardParams params, const BackwardKernels& kernels, SplitTiles
   host::LaunchList list;
   if (with_dq) {
     dq_maps = query_gradient_maps(params, dq);
-    list.add({&dq, dq_grid, &params, dq_maps.data(), /*is_dependent=*/false});
+    list.add({&dq, dq_grid, &launched, dq_maps.data(), /*is_dependent=*/false});
   } else {
     const Kernel& kernel = select_row_dot(host::make_request(gpu, dq.dtype));
     const int64_t rows = static_cast<int64_t>(row_dot_params.batch) * row_dot_params.heads * row_dot_params.rows;
@@ -57,7 +58,7 @@ void run_split(BackwardParams params, const BackwardKernels& kernels, SplitTiles
   }
   if (with_dkv) {
     dkv_maps = key_value_gradient_maps(params, dkv);
-    list.add({&dkv, dkv_grid, &params, dkv_maps.data(), /*is_dependent=*/false});
+    list.add({&dkv, dkv_grid, &launched, dkv_maps.data(), /*is_dependent=*/false});
   }
   list.run(call);
   host::set_last_kernel(with_dkv ? dkv.symbol : with_dq ? dq.symbol : "");

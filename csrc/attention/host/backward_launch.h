@@ -7,7 +7,7 @@
 #include <vector>
 
 #include "attention/host/select.h"
-#include "attention/params/backward.h"
+#include "attention/params/dropout.h"
 #include "host/last_kernel.h"
 #include "host/launch.h"
 #include "host/tensor_map.h"
@@ -74,7 +74,8 @@ struct SplitTiles {
   int64_t dq;
   int64_t dkv;
 };
-void run_split(BackwardParams params, const BackwardKernels& kernels, SplitTiles tiles, int32_t head_dim_v,
+// Kernels without dropout take what `launched` begins with.
+void run_split(DropoutBackwardParams launched, const BackwardKernels& kernels, SplitTiles tiles, int32_t head_dim_v,
                MakeMaps query_gradient_maps, MakeMaps key_value_gradient_maps, const host::Device& gpu);
 
 // Memory for row_dot where the caller wants none of it; it lives as long as `workspace`.

@@ -19,9 +19,10 @@ namespace {
 
 BackwardKernels select_kernels(const VarlenArguments& arguments, const host::Device& gpu) {
   const auto head_dim = static_cast<int32_t>(std::max(arguments.head_dim(), arguments.head_dim_v()));
+  const host::KernelRequest request = host::make_request(gpu, arguments.dtype);
+  if (arguments.has_dropout()) return select_dropout_backward(request, head_dim, has_alibi(arguments));
   const bool has_score_mod = arguments.softcap > 0 || (VarlenArguments::has(arguments.mask) && !has_alibi(arguments));
-  return select_varlen_backward(host::make_request(gpu, arguments.dtype), head_dim, has_score_mod,
-                                has_alibi(arguments));
+  return select_varlen_backward(request, head_dim, has_score_mod, has_alibi(arguments));
 }
 
 // Tensor maps take dense entries for rows of one long tensor: an entry begins a whole number of rows behind the one before. And
@@ -97,7 +98,8 @@ std::vector<CUtensorMap> key_value_gradient_maps(const BackwardParams& params, c
                                         kernel.dtype);
 }
 
-void run_split(const BackwardParams& params, const BackwardKernels& kernels, const host::Device& gpu) {
+void run_split(const DropoutBackwardParams& launched, const BackwardKernels& kernels, const host::Device& gpu) {
+  const BackwardParams& params = launched.backward;
   const Batch& entries = params.sequences;
   const Kernel& dq = *kernels.dq;
   const Kernel& dkv = *kernels.dkv;
@@ -106,7 +108,7 @@ void run_split(const BackwardParams& params, const BackwardKernels& kernels, con
   const int64_t dkv_blocks = most_blocks(entries.cu_seqlens_k != nullptr, entries.keys_total, params.seq_k,
                                          params.batch, dkv.block_n, dkv.is_persistent);
   const SplitTiles tiles{dq_blocks * params.heads_q, dkv_blocks * params.heads_kv};
-  run_split(params, kernels, tiles, params.head_dim_v, query_gradient_maps, key_value_gradient_maps, gpu);
+  run_split(launched, kernels, tiles, params.head_dim_v, query_gradient_maps, key_value_gradient_maps, gpu);
 }
 
 void run_fused(const BackwardParams& params, const BackwardKernels& kernels, const host::Device& gpu) {
@@ -165,7 +167,12 @@ void backward_varlen_cuda(const VarlenBackwardArguments& arguments, const Gradie
   const bool needs_all = params.dq != nullptr && params.dk != nullptr;
   const host::KernelRequest request = host::make_request(gpu, operands.forward.dtype);
   const bool is_fused = needs_all && prefers_fused(kernels, make_selector_input(params, request));
-  is_fused ? run_fused(params, kernels, gpu) : run_split(params, kernels, gpu);
+  if (is_fused) {
+    run_fused(params, kernels, gpu);
+  } else {
+    const Dropout dropout = operands.forward.has_dropout() ? make_dropout(operands.forward) : Dropout{};
+    run_split({params, dropout}, kernels, gpu);
+  }
   give_back(results.dq, gradients.dq);
   give_back(results.dk, gradients.dk);
   give_back(results.dv, gradients.dv);

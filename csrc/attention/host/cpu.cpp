@@ -25,16 +25,20 @@ void backward_cpu(const BackwardParams& params, const ForwardArguments& argument
 
 void forward_varlen_cpu(const VarlenArguments& arguments, const ForwardOutputs& outputs) {
   const char* isa = host::checked_isa();
+  const Dropout dropout = arguments.has_dropout() ? make_dropout(arguments) : Dropout{};
   cpu::attention_forward_varlen(make_varlen_params(arguments, outputs), host::scalar_type(arguments.dtype),
-                                host::torch_parallel, host::num_cpu_threads());
+                                arguments.has_dropout() ? &dropout : nullptr, host::torch_parallel,
+                                host::num_cpu_threads());
   host::set_last_isa(isa);
 }
 
 void backward_varlen_cpu(const VarlenBackwardArguments& arguments, const Gradients& gradients) {
   const char* isa = host::checked_isa();
-  cpu::attention_backward_varlen(make_backward_params(make_varlen_params(arguments.forward, {}), arguments, gradients),
-                                 host::scalar_type(arguments.forward.dtype), host::torch_parallel,
-                                 host::num_cpu_threads());
+  const VarlenArguments& forward = arguments.forward;
+  const Dropout dropout = forward.has_dropout() ? make_dropout(forward) : Dropout{};
+  cpu::attention_backward_varlen(make_backward_params(make_varlen_params(forward, {}), arguments, gradients),
+                                 host::scalar_type(forward.dtype), forward.has_dropout() ? &dropout : nullptr,
+                                 host::torch_parallel, host::num_cpu_threads());
   host::set_last_isa(isa);
 }
 

@@ -48,7 +48,12 @@ void fill_on_cpu(const ForwardOutputs& outputs) {
   std::fill_n(static_cast<float*>(outputs.lse.data()), rows, -std::numeric_limits<float>::infinity());
 }
 
-VarlenArguments take_forward(host::Arguments& given, bool has_codes = false) {
+void take_dropout(host::Arguments& given, VarlenArguments& arguments) {
+  arguments.dropout_p = given.number();
+  arguments.rng_state = given.tensor();
+}
+
+VarlenArguments take_forward(host::Arguments& given, bool has_codes = false, bool has_dropout = false) {
   VarlenArguments arguments;
   arguments.has_codes = has_codes;
   arguments.q = given.tensor();
@@ -67,6 +72,7 @@ VarlenArguments take_forward(host::Arguments& given, bool has_codes = false) {
   arguments.window_right = given.integer();
   arguments.softcap = given.number();
   arguments.num_splits = given.integer();
+  if (has_dropout) take_dropout(given, arguments);
   check_varlen_arguments(arguments);
   return arguments;
 }
@@ -110,16 +116,19 @@ E4m3AppendArguments take_e4m3_append(host::Arguments& given) {
 
 const host::ArgumentCheck kCheckForward("attention_varlen_forward",
                                         [](host::Arguments& given) { take_forward(given); });
+const host::ArgumentCheck kCheckDropout("attention_dropout_forward", [](host::Arguments& given) {
+  take_forward(given, /*has_codes=*/false, /*has_dropout=*/true);
+});
 const host::ArgumentCheck kCheckAppend("attention_append_", [](host::Arguments& given) { take_append(given); });
 const host::ArgumentCheck kCheckE4m3("attention_e4m3_forward", [](host::Arguments& given) { take_e4m3(given); });
 const host::ArgumentCheck kCheckE4m3Append("attention_append_e4m3_",
                                            [](host::Arguments& given) { take_e4m3_append(given); });
 
-template <class Backend, bool kWithLse>
+template <class Backend, bool kWithLse, bool kHasDropout = false>
 void boxed_forward(StableIValue* stack, uint64_t num_arguments, uint64_t num_outputs) {
-  host::check_counts("attention_varlen", num_arguments, 16, num_outputs, kWithLse ? 2 : 1);
+  host::check_counts("attention_varlen", num_arguments, kHasDropout ? 18 : 16, num_outputs, kWithLse ? 2 : 1);
   host::Arguments given(stack);
-  VarlenArguments arguments = take_forward(given);
+  VarlenArguments arguments = take_forward(given, /*has_codes=*/false, kHasDropout);
   make_scale_positive(arguments);
   ForwardOutputs outputs = allocate_outputs(arguments, kWithLse);
   host::set_last_kernel("");
@@ -155,9 +164,9 @@ Gradients allocate_gradients(const VarlenBackwardArguments& arguments, int64_t n
   return gradients;
 }
 
-template <class Backend>
+template <class Backend, bool kHasDropout = false>
 void boxed_backward(StableIValue* stack, uint64_t num_arguments, uint64_t num_outputs) {
-  host::check_counts("attention_varlen backward", num_arguments, 19, num_outputs, 4);
+  host::check_counts("attention_varlen backward", num_arguments, kHasDropout ? 21 : 19, num_outputs, 4);
   VarlenBackwardArguments arguments;
   VarlenArguments& forward = arguments.forward;
   host::Arguments given(stack);
@@ -180,6 +189,7 @@ void boxed_backward(StableIValue* stack, uint64_t num_arguments, uint64_t num_ou
   forward.window_right = given.integer();
   forward.softcap = given.number();
   const int64_t needs = given.integer();
+  if constexpr (kHasDropout) take_dropout(given, forward);
   check_varlen_backward_arguments(arguments);
   const bool is_empty = !has_rows(forward) || forward.heads_kv() == 0 || forward.max_seqlen_k == 0;
   // The CPU's kernels keep row_dot to themselves; a GPU's give dk and dv together.
@@ -237,6 +247,8 @@ void register_backend(Library& library) {
   library.impl("attention_varlen_forward", &boxed_forward<Backend, true>);
   library.impl("_attention_varlen_inference", &boxed_forward<Backend, false>);
   library.impl("_attention_varlen_backward", &boxed_backward<Backend>);
+  library.impl("attention_dropout_forward", &boxed_forward<Backend, true, true>);
+  library.impl("_attention_dropout_backward", &boxed_backward<Backend, true>);
   library.impl("attention_append_", &boxed_append<Backend>);
 }
 

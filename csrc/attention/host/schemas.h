@@ -38,6 +38,17 @@ void define_varlen(Library& library) {
       "cu_seqlens_q, Tensor? cu_seqlens_k, Tensor? seqused_k, Tensor? sinks, Tensor? mask, Tensor out, Tensor lse, "
       "SymInt max_seqlen_q, SymInt max_seqlen_k, float scale, int window_left, int window_right, float softcap, "
       "int needs=7) -> (Tensor? dq, Tensor? dk, Tensor? dv, Tensor? row_dot)");
+  // The same with dropout of the probabilities, by the seed and offset of rng_state, int64 [2]. Without pages.
+  library.def(
+      "attention_dropout_forward(Tensor q, Tensor k, Tensor v, Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, Tensor? "
+      "seqused_k, Tensor? block_table, Tensor? sinks, Tensor? mask, SymInt max_seqlen_q, SymInt max_seqlen_k, "
+      "float scale, int window_left, int window_right, float softcap, int num_splits, float dropout_p, Tensor "
+      "rng_state) -> (Tensor out, Tensor lse)");
+  library.def(
+      "_attention_dropout_backward(Tensor grad_out, Tensor? grad_lse, Tensor q, Tensor k, Tensor v, Tensor? "
+      "cu_seqlens_q, Tensor? cu_seqlens_k, Tensor? seqused_k, Tensor? sinks, Tensor? mask, Tensor out, Tensor lse, "
+      "SymInt max_seqlen_q, SymInt max_seqlen_k, float scale, int window_left, int window_right, float softcap, "
+      "int needs, float dropout_p, Tensor rng_state) -> (Tensor? dq, Tensor? dk, Tensor? dv, Tensor? row_dot)");
   // k and v in float8_e4m3fn, times factor times scale: float32 [], [heads_kv], [batch, heads_kv], or of four dimensions, broadcast to the
   // cache. No gradient.
   library.def(

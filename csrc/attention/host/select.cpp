@@ -314,6 +314,18 @@ const Kernel* select_varlen_forward(const VarlenSelectorInput& input) {
   host::refuse(request, "head_dim " + std::to_string(input.head_dim) + pages + what);
 }
 
+const Kernel& select_dropout_forward(const host::KernelRequest& request, int32_t head_dim, bool has_alibi) {
+  const host::KernelList& loadable = host::loadable_kernels(request.capability);
+  for (const char* const* family = host::families_of(request.capability); *family != nullptr; ++family) {
+    if (request.forced_family != nullptr && std::strcmp(request.forced_family, *family) != 0) continue;
+    const Kernel* kernel =
+        host::find_kernel({"attention_dropout_forward", *family, has_alibi ? "alibi" : "", request.dtype, {head_dim}},
+                          axis::kHeadDim, loadable);
+    if (kernel != nullptr) return *kernel;
+  }
+  host::refuse(request, "dropout, head_dim " + std::to_string(head_dim));
+}
+
 const Kernel* select_decoding(const SelectorInput& input) {
   // Measured on an H100 alone; below these keys one pass over them is as fast.
   constexpr int32_t kMeasuredCapability = 90;
@@ -400,6 +412,20 @@ BackwardKernels select_varlen_backward(const host::KernelRequest& request, int32
     return kernels;
   }
   host::refuse(request, "gradients of ragged or banded attention, head_dim " + std::to_string(head_dim));
+}
+
+BackwardKernels select_dropout_backward(const host::KernelRequest& request, int32_t head_dim, bool has_alibi) {
+  const host::KernelList& loadable = host::loadable_kernels(request.capability);
+  for (const char* const* family = host::families_of(request.capability); *family != nullptr; ++family) {
+    if (request.forced_family != nullptr && std::strcmp(request.forced_family, *family) != 0) continue;
+    const auto find = [&](const char* operation) {
+      return host::find_kernel({operation, *family, has_alibi ? "alibi" : "", request.dtype, {head_dim}},
+                               axis::kHeadDim, loadable);
+    };
+    const BackwardKernels kernels{find("attention_dropout_backward_dq"), find("attention_dropout_backward_dkv")};
+    if (kernels.dq != nullptr && kernels.dkv != nullptr) return kernels;
+  }
+  host::refuse(request, "gradients of dropout, head_dim " + std::to_string(head_dim));
 }
 
 namespace {

@@ -66,6 +66,9 @@ int64_t most_row_blocks(int64_t rows, int64_t batch, int64_t rows_total, int64_t
 // Few rows are a decoding kernel's, whatever the family.
 const Kernel* select_varlen_forward(const VarlenSelectorInput& input);
 
+// Of dropout, dense or ragged: the first family that has it. Throws as host::refuse() says where none has.
+const Kernel& select_dropout_forward(const host::KernelRequest& request, int32_t head_dim, bool has_alibi);
+
 // Of a dense problem with one query position, whose heads are rows: the decoding kernel; null where another one is faster, or there is none.
 const Kernel* select_decoding(const SelectorInput& input);
 
@@ -82,6 +85,8 @@ bool prefers_fused(const BackwardKernels& kernels, const SelectorInput& problem)
 // has_score_mod: a softcap, or a mask tensor; some families have kernels of their own for that. All have them for ALiBi, which is none.
 BackwardKernels select_varlen_backward(const host::KernelRequest& request, int32_t head_dim, bool has_score_mod,
                                        bool has_alibi);
+// And of dropout, with or without either.
+BackwardKernels select_dropout_backward(const host::KernelRequest& request, int32_t head_dim, bool has_alibi);
 
 // The batch of equal sequences that a ragged one is judged by, as no host knows its lengths: as many tokens, in sequences as long as the longest, whose
 // rows see at most visible_keys.

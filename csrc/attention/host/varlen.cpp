@@ -47,7 +47,8 @@ VarlenArguments loadable_arguments(const VarlenArguments& arguments, const Kerne
                        host::loadable(arguments.v, kernel));
 }
 
-void run_tiles(ForwardParams& params, const Kernel& kernel, const host::CudaCall& call) {
+// `launched`: params, or what begins with them.
+void run_tiles(ForwardParams& params, const Kernel& kernel, const host::CudaCall& call, const void* launched) {
   const int64_t tiles = most_row_blocks(params, kernel.block_m) * params.heads_q;
   const int64_t grid = host::grid_for(kernel, tiles, call.gpu);
   host::TileCounter counter;
@@ -58,7 +59,7 @@ void run_tiles(ForwardParams& params, const Kernel& kernel, const host::CudaCall
   TensorMaps maps;
   if (kernel.num_tensor_maps > 0) maps = encode(sm90::varlen_tensor_maps(params, kernel.block_n), kernel.dtype);
   host::LaunchList list;
-  list.add({&kernel, grid, &params, maps.data(), /*is_dependent=*/false});
+  list.add({&kernel, grid, launched, maps.data(), /*is_dependent=*/false});
   list.run(call);
 }
 
@@ -67,11 +68,16 @@ void run(const VarlenArguments& arguments, const ForwardOutputs& outputs, const 
   ForwardParams params = make_varlen_params(arguments, outputs);
   const host::CudaCall call(gpu);
   // Of folded heads each row has a slope of its own, which the decoding kernels alone look up.
-  if (has_one_row_each(arguments) && (is_decoding || !has_alibi(arguments))) fold_heads(params);
-  if (is_decoding) {
+  if (has_one_row_each(arguments) && (is_decoding || !has_alibi(arguments)) && !arguments.has_dropout()) {
+    fold_heads(params);
+  }
+  if (arguments.has_dropout()) {
+    DropoutForwardParams dropped{params, make_dropout(arguments)};
+    run_tiles(dropped.forward, kernel, call, &dropped);
+  } else if (is_decoding) {
     run_decoding(params, kernel, arguments.num_splits, call);
   } else {
-    run_tiles(params, kernel, call);
+    run_tiles(params, kernel, call, &params);
   }
   host::set_last_kernel(kernel.symbol);
 }
@@ -81,6 +87,7 @@ const Kernel& select(const VarlenArguments& arguments, const host::Device& gpu) 
   VarlenSelectorInput input{};
   input.request = host::make_request(gpu, arguments.dtype);
   input.head_dim = static_cast<int32_t>(std::max(arguments.head_dim(), arguments.head_dim_v()));
+  if (arguments.has_dropout()) return select_dropout_forward(input.request, input.head_dim, has_alibi(arguments));
   input.page_size = arguments.has_pages() ? static_cast<int32_t>(arguments.k.sizes()[1]) : 0;
   const bool is_folded = has_one_row_each(arguments);
   input.rows = is_folded ? group : arguments.max_seqlen_q;
@@ -186,7 +193,7 @@ bool is_plain(const VarlenArguments& arguments) {
     if (VarlenArguments::has(*tensor)) return false;
   }
   return arguments.window_left < 0 && arguments.window_right <= 0 && !has_softcap(arguments) &&
-         arguments.head_dim() == arguments.head_dim_v() && arguments.max_seqlen_q > 1;
+         arguments.head_dim() == arguments.head_dim_v() && arguments.max_seqlen_q > 1 && !arguments.has_dropout();
 }
 
 void forward_dense(const VarlenArguments& arguments, const ForwardOutputs& outputs) {

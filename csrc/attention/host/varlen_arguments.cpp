@@ -94,6 +94,17 @@ void check_numbers(const VarlenArguments& arguments) {
   }
 }
 
+void check_dropout(const VarlenArguments& arguments) {
+  if (!arguments.has_dropout()) return;
+  if (!(arguments.dropout_p >= 0.0 && arguments.dropout_p < 1.0)) {
+    violate("attention.dropout_p", {{"found", arguments.dropout_p}});
+  }
+  if (arguments.has_pages()) violate("attention.dropout_pages");
+  const Tensor& state = arguments.rng_state;
+  check_companion(state, "rng_state", arguments, aoti_torch_dtype_int64(), 1);
+  if (state.sizes()[0] != 2) violate("attention.rng_state", {{"found", state.sizes()[0]}});
+}
+
 void check_scores(const VarlenArguments& arguments) {
   if (arguments.sinks.is_given()) {
     check_companion(arguments.sinks, "sinks", arguments, aoti_torch_dtype_float32(), 1);
@@ -166,6 +177,7 @@ void check_varlen_arguments(VarlenArguments& arguments) {
   if (!arguments.has_ragged_keys() && !arguments.has_pages()) arguments.max_seqlen_k = arguments.k.sizes()[2];
   check_numbers(arguments);
   check_scores(arguments);
+  check_dropout(arguments);
   if (arguments.q.description() == nullptr) check_varlen_lengths(arguments);
 }
 

@@ -9,6 +9,7 @@
 #include "attention/host/arguments.h"
 #include "attention/params/append.h"
 #include "attention/params/backward.h"
+#include "attention/params/dropout.h"
 #include "host/find_kernels.h"
 
 namespace flashmoe {
@@ -33,11 +34,14 @@ struct VarlenArguments : QueryKeyValue {
   int64_t window_right = -1;
   int64_t num_splits = 0;  // 0: the kernels' choice; 1: each row's result is the same in any batch; kConsistent
   bool has_codes = false;  // k and v hold float8_e4m3fn
+  double dropout_p = 0.0;
+  Tensor rng_state;  // [2] int64: seed and offset; given where there is dropout
 
   static bool has(const Tensor& tensor) { return tensor.is_given(); }
   bool has_ragged_rows() const { return has(cu_seqlens_q); }
   bool has_ragged_keys() const { return has(cu_seqlens_k); }
   bool has_pages() const { return has(block_table); }
+  bool has_dropout() const { return has(rng_state); }
   bool is_consistent() const { return num_splits == kConsistent || host::wants_consistency(); }
   // Of these, in any layout. Valid once the ranks are checked.
   int64_t batch() const { return has_ragged_rows() ? cu_seqlens_q.sizes()[0] - 1 : q.sizes()[0]; }
@@ -72,6 +76,8 @@ bool has_alibi(const VarlenArguments& arguments);
 
 // All of the parameters but workspace, tile_counter, num_splits (1) and folded_heads (1). Outputs may be empty.
 ForwardParams make_varlen_params(const VarlenArguments& arguments, const ForwardOutputs& outputs);
+// Of arguments that have it.
+Dropout make_dropout(const VarlenArguments& arguments);
 
 // k_new [batch, heads_kv, new keys, head_dim] and v_new go behind the first cache_seqlens[b] keys of sequence b. Keys past the
 // room of the cache, and of pages outside the table or the cache, are dropped.

@@ -4,6 +4,7 @@
 #include <torch/csrc/stable/library.h>
 
 #include <algorithm>
+#include <cmath>
 #include <limits>
 #include <utility>
 
@@ -102,6 +103,8 @@ VarlenArguments with_operands(const VarlenArguments& arguments, Tensor q, Tensor
   result.window_right = arguments.window_right;
   result.num_splits = arguments.num_splits;
   result.has_codes = arguments.has_codes;
+  result.dropout_p = arguments.dropout_p;
+  result.rng_state = same(arguments.rng_state);
   return result;
 }
 
@@ -127,6 +130,13 @@ bool has_alibi(const VarlenArguments& arguments) {
 
 bool has_softcap(const VarlenArguments& arguments) {
   return arguments.softcap > 0.0 && is_usable(arguments.scale / arguments.softcap);
+}
+
+Dropout make_dropout(const VarlenArguments& arguments) {
+  constexpr double kUnits = 65536.0;
+  return {static_cast<const int64_t*>(arguments.rng_state.data()),
+          static_cast<int32_t>(std::min(kUnits - 1.0, std::floor(arguments.dropout_p * kUnits + 0.5))),
+          static_cast<float>(1.0 / (1.0 - arguments.dropout_p))};
 }
 
 ForwardParams make_varlen_params(const VarlenArguments& arguments, const ForwardOutputs& outputs) {

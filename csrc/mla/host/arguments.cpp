@@ -4,6 +4,7 @@
 #include <limits>
 #include <utility>
 
+#include "mla/host/checks.h"
 #include "mla/params/decode.h"
 
 namespace flashmoe {
@@ -19,35 +20,46 @@ constexpr int64_t kMaxHeads = 128;
 constexpr int64_t kMaxTokens = 4096;
 constexpr int64_t kMaxSplits = 128;
 constexpr int64_t kMaxKeys = (int64_t{1} << 30) - 1;
-constexpr int64_t kPageUnit = 16;
 
-void check_last_stride(const Tensor& tensor, const char* name) {
-  const int64_t last = tensor.dim() - 1;
-  if (tensor.sizes()[last] > 1 && tensor.strides()[last] != 1) {
-    violate("tensor.stride", {{"name", name}, {"strides", host::describe_strides(tensor)}});
+void check_cache(const DecodeArguments& arguments) {
+  const Tensor& cache = arguments.kv_cache;
+  const bool has_pages = arguments.block_table.is_given() || arguments.is_sparse();
+  if (arguments.has_codes) {
+    check_coded_cache(cache, has_pages, arguments.batch());
+  } else {
+    const char* rule = has_pages ? "mla.pages" : "mla.cache";
+    if (cache.dim() != 3 || cache.sizes()[2] != kHeadDim || (!has_pages && cache.sizes()[0] != arguments.batch())) {
+      violate(rule, {{"found", describe_sizes(cache)}, {"batch", arguments.batch()}});
+    }
+    check_last_stride(cache, "kv_cache");
   }
+  if (arguments.block_table.is_given()) check_page_size(cache);
 }
 
-void check_device(const Tensor& tensor, const char* name, const Tensor& q) {
-  if (tensor.device_type() != q.device_type() || tensor.device_index() != q.device_index()) {
-    violate("mla.devices", {{"name", name}, {"found", describe_device(tensor)}, {"q", describe_device(q)}});
+// Keys are named by indices, or are those of each sequence.
+void check_keys(const DecodeArguments& arguments) {
+  const Tensor& q = arguments.q;
+  const int32_t int32 = aoti_torch_dtype_int32();
+  if (!arguments.is_sparse()) {
+    check_companion(arguments.cache_seqlens, "cache_seqlens", q, "q", int32, 1, arguments.batch());
+    if (arguments.block_table.is_given()) {
+      check_companion(arguments.block_table, "block_table", q, "q", int32, 2, arguments.batch());
+    }
+    return;
   }
-}
-
-// A tensor that goes with q, of one dtype and shape; the last dimension is contiguous.
-void check_companion(const Tensor& tensor, const char* name, const Tensor& q, int32_t dtype, int64_t rank,
-                     int64_t length) {
-  if (!tensor.is_defined()) violate("tensor.missing", {{"name", name}});
-  check_device(tensor, name, q);
-  if (tensor.dtype() != dtype) {
+  const Tensor& indices = arguments.indices;
+  if (arguments.cache_seqlens.is_given() || arguments.block_table.is_given()) {
+    violate("mla.indices_alone", {{"name", arguments.cache_seqlens.is_given() ? "cache_seqlens" : "block_table"}});
+  }
+  check_device(indices, "indices", q, "q");
+  if (indices.dtype() != int32) {
     violate("mla.companion_dtype",
-            {{"name", name}, {"found", describe_dtype(tensor.dtype())}, {"needed", describe_dtype(dtype)}});
+            {{"name", "indices"}, {"found", describe_dtype(indices.dtype())}, {"needed", "int32"}});
   }
-  if (tensor.dim() != rank || tensor.sizes()[0] != length) {
-    const std::string needed = "[" + std::to_string(length) + (rank == 2 ? ", pages]" : "]");
-    violate("mla.companion_shape", {{"name", name}, {"found", describe_sizes(tensor)}, {"needed", needed}});
+  if (indices.dim() != 3 || indices.sizes()[0] != arguments.batch() || indices.sizes()[1] != arguments.tokens()) {
+    violate("mla.indices",
+            {{"found", describe_sizes(indices)}, {"batch", arguments.batch()}, {"tokens", arguments.tokens()}});
   }
-  check_last_stride(tensor, name);
 }
 
 void check_operands(DecodeArguments& arguments) {
@@ -55,7 +67,7 @@ void check_operands(DecodeArguments& arguments) {
   const Tensor& cache = arguments.kv_cache;
   if (!q.is_defined()) violate("tensor.missing", {{"name", "q"}});
   if (!cache.is_defined()) violate("tensor.missing", {{"name", "kv_cache"}});
-  check_device(cache, "kv_cache", q);
+  check_device(cache, "kv_cache", q, "q");
   if (q.description() != nullptr && q.device_type() < 0) violate("attention.device", {{"device", describe_device(q)}});
   const bool is_cuda = q.device_type() == aoti_torch_device_type_cuda();
   const std::optional<Dtype> dtype = host::dtype_of(q.dtype());
@@ -65,7 +77,11 @@ void check_operands(DecodeArguments& arguments) {
                           {"supported", is_cuda ? "float16, bfloat16" : "float16, bfloat16, float32"}});
   }
   arguments.dtype = *dtype;
-  if (cache.dtype() != q.dtype()) {
+  arguments.has_codes = has_code_dtype(cache);
+  if (arguments.has_codes && *dtype == Dtype::kFloat32) {
+    violate("mla.coded_q", {{"q", describe_dtype(q.dtype())}});
+  }
+  if (!arguments.has_codes && cache.dtype() != q.dtype()) {
     violate("mla.dtypes", {{"q", describe_dtype(q.dtype())}, {"kv_cache", describe_dtype(cache.dtype())}});
   }
   if (q.dim() != 4 || q.sizes()[3] != kHeadDim || q.sizes()[2] < 1 || q.sizes()[2] > kMaxHeads ||
@@ -73,16 +89,7 @@ void check_operands(DecodeArguments& arguments) {
     violate("mla.q", {{"found", describe_sizes(q)}, {"tokens", kMaxTokens}, {"heads", kMaxHeads}});
   }
   check_last_stride(q, "q");
-  const bool has_pages = arguments.block_table.is_given();
-  const char* rule = has_pages ? "mla.pages" : "mla.cache";
-  if (cache.dim() != 3 || cache.sizes()[2] != kHeadDim || (!has_pages && cache.sizes()[0] != q.sizes()[0])) {
-    violate(rule, {{"found", describe_sizes(cache)}, {"batch", q.sizes()[0]}});
-  }
-  check_last_stride(cache, "kv_cache");
-  const int64_t page_size = cache.sizes()[1];
-  if (has_pages && (page_size < kPageUnit || page_size % kPageUnit != 0)) {
-    violate("mla.page_size", {{"found", page_size}, {"unit", kPageUnit}});
-  }
+  check_cache(arguments);
 }
 
 void check_numbers(const DecodeArguments& arguments) {
@@ -104,20 +111,18 @@ DecodeArguments take_decode(host::Arguments& given) {
   DecodeArguments arguments;
   arguments.q = given.tensor();
   arguments.kv_cache = given.tensor();
-  arguments.cache_seqlens = given.tensor();
+  arguments.cache_seqlens = given.optional_tensor();
   arguments.block_table = given.optional_tensor();
   arguments.sinks = given.optional_tensor();
   arguments.scale = given.number();
   arguments.is_causal = given.flag();
   arguments.num_splits = given.integer();
+  arguments.indices = given.optional_tensor();
+  if (!arguments.is_sparse() && !arguments.cache_seqlens.is_given()) violate("mla.no_lengths", {});
   check_operands(arguments);
-  const int32_t int32 = aoti_torch_dtype_int32();
-  check_companion(arguments.cache_seqlens, "cache_seqlens", arguments.q, int32, 1, arguments.batch());
-  if (arguments.block_table.is_given()) {
-    check_companion(arguments.block_table, "block_table", arguments.q, int32, 2, arguments.batch());
-  }
+  check_keys(arguments);
   if (arguments.sinks.is_given()) {
-    check_companion(arguments.sinks, "sinks", arguments.q, aoti_torch_dtype_float32(), 1, arguments.heads());
+    check_companion(arguments.sinks, "sinks", arguments.q, "q", aoti_torch_dtype_float32(), 1, arguments.heads());
   }
   check_numbers(arguments);
   return arguments;

@@ -13,20 +13,26 @@ using host::Tensor;
 // A tensor that was not given has a null handle.
 struct DecodeArguments {
   Tensor q;              // [batch, tokens, heads, 576]
-  Tensor kv_cache;       // [pages, page_size, 576] with block_table, else [batch, keys, 576]
-  Tensor cache_seqlens;  // [batch] int32, contiguous
+  Tensor kv_cache;       // [pages, page_size, 576] with block_table, else [batch, keys, 576]; of 8-bit floats 656 bytes
+  Tensor cache_seqlens;  // [batch] int32, contiguous; not given with indices
   Tensor block_table;    // [batch, pages] int32, last dimension contiguous
   Tensor sinks;          // [heads] float32, contiguous
+  Tensor indices;        // [batch, tokens, keys] int32, of rows of all pages; -1 is nothing
   double scale = 0.0;
   bool is_causal = true;
-  int64_t num_splits = 0;  // 0: the kernels' choice; 1: each row's result is the same in any batch
-  Dtype dtype = Dtype::kFloat16;
+  int64_t num_splits = 0;         // 0: the kernels' choice; 1: each row's result is the same in any batch
+  Dtype dtype = Dtype::kFloat16;  // of q
+  bool has_codes = false;         // kv_cache holds 8-bit floats
 
   int64_t batch() const { return q.sizes()[0]; }
   int64_t tokens() const { return q.sizes()[1]; }
   int64_t heads() const { return q.sizes()[2]; }
-  // Keys that a sequence's memory holds.
-  int64_t max_keys() const { return kv_cache.sizes()[1] * (block_table.is_given() ? block_table.sizes()[1] : 1); }
+  bool is_sparse() const { return indices.is_given(); }
+  // Keys that a sequence's memory holds, or that indices name for a token.
+  int64_t max_keys() const {
+    if (is_sparse()) return indices.sizes()[2];
+    return kv_cache.sizes()[1] * (block_table.is_given() ? block_table.sizes()[1] : 1);
+  }
 };
 
 // Takes the operator's arguments; throws the first rule that they break.

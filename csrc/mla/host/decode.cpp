@@ -1,6 +1,8 @@
 // Decoding on a GPU: which kernel, on what, and the list that is launched. Nothing here reads device memory.
 #include <algorithm>
 #include <cstring>
+#include <limits>
+#include <string>
 
 #include "host/copies.h"
 #include "host/last_kernel.h"
@@ -28,18 +30,26 @@ const Kernel* find(const host::KernelRequest& request, const char* operation, co
 }
 
 // Of the families that the GPU has, best first, or of the one that is forced. Few rows leave most of a wgmma tile empty.
-const Kernel& select_decode(const host::KernelRequest& request, int64_t rows, bool has_keys) {
+const Kernel& select_decode(const host::KernelRequest& request, const DecodeArguments& arguments, int64_t rows) {
   constexpr int64_t kFewRows = 8;
+  const bool has_keys = arguments.kv_cache.sizes()[0] > 0 && arguments.max_keys() > 0;
+  const bool is_wgmma_wanted = !arguments.has_codes && !arguments.is_sparse() && has_keys;  // no map describes no keys
+  std::string mma_sync = rows > 16 ? "m32" : "";
+  for (const char* word : {arguments.has_codes ? "codes" : "", arguments.is_sparse() ? "sparse" : ""}) {
+    if (!mma_sync.empty() && *word != '\0') mma_sync += '_';
+    mma_sync += word;
+  }
   for (const char* const* family = host::families_of(request.capability); *family != nullptr; ++family) {
     const bool is_forced = request.forced_family != nullptr;
     if (is_forced && std::strcmp(request.forced_family, *family) != 0) continue;
     const bool is_wgmma = std::strcmp(*family, "sm90") == 0;
-    if (is_wgmma && (!has_keys || (rows <= kFewRows && !is_forced)))
-      continue;  // no tensor map describes an empty cache
-    const Kernel* kernel = find(request, "mla_decode", *family, rows > 16 && !is_wgmma ? "m32" : "");
+    if (is_wgmma && (!is_wgmma_wanted || (rows <= kFewRows && !is_forced))) continue;
+    const Kernel* kernel = find(request, "mla_decode", *family, is_wgmma ? "" : mma_sync.c_str());
     if (kernel != nullptr) return *kernel;
   }
-  host::refuse(request, "multi-head latent attention");
+  host::refuse(request, arguments.has_codes     ? "latents in 8-bit floats"
+                        : arguments.is_sparse() ? "latents named by indices"
+                                                : "multi-head latent attention");
 }
 
 const Kernel& select_combine(const host::KernelRequest& request) {
@@ -54,6 +64,13 @@ bool is_loadable_query(const Tensor& q, const Kernel& kernel) {
   return host::is_loadable(q, kernel) && (q.sizes()[1] == 1 || strides[1] == q.sizes()[2] * strides[2]);
 }
 
+// All tokens lie at one stride.
+bool has_even_tokens(const Tensor& q) {
+  const int64_t *sizes = q.sizes(), *strides = q.strides();
+  const int64_t token = sizes[2] * strides[2];
+  return (sizes[1] == 1 || strides[1] == token) && (sizes[0] == 1 || strides[0] == sizes[1] * token);
+}
+
 DecodeParams make_params(const DecodeArguments& arguments, const Tensor& q, const Tensor& cache, const Tensor& out,
                          const Tensor& lse) {
   const bool has_pages = arguments.block_table.is_given();
@@ -62,10 +79,12 @@ DecodeParams make_params(const DecodeArguments& arguments, const Tensor& q, cons
   params.cache = cache.data();
   params.out = out.data();
   params.lse = static_cast<float*>(lse.data());
-  params.cache_seqlens = static_cast<const int32_t*>(arguments.cache_seqlens.data());
   if (has_pages) {
     params.block_table = static_cast<const int32_t*>(arguments.block_table.data());
     params.block_table_stride = arguments.block_table.strides()[0];
+  }
+  if (arguments.cache_seqlens.is_given()) {
+    params.cache_seqlens = static_cast<const int32_t*>(arguments.cache_seqlens.data());
   }
   if (arguments.sinks.is_given()) params.sinks = static_cast<const float*>(arguments.sinks.data());
   params.q_stride_batch = q.strides()[0];
@@ -74,6 +93,7 @@ DecodeParams make_params(const DecodeArguments& arguments, const Tensor& q, cons
   params.key_stride = cache.strides()[1];
   params.batch = static_cast<int32_t>(arguments.batch());
   params.tokens = static_cast<int32_t>(arguments.tokens());
+  params.tokens_apart = 1;
   params.heads = static_cast<int32_t>(arguments.heads());
   params.max_keys = cache.sizes()[0] > 0 ? static_cast<int32_t>(arguments.max_keys()) : 0;
   params.page_size = static_cast<int32_t>(std::max<int64_t>(1, cache.sizes()[1]));
@@ -81,6 +101,18 @@ DecodeParams make_params(const DecodeArguments& arguments, const Tensor& q, cons
   params.is_causal = arguments.is_causal ? 1 : 0;
   params.scale_log2 = static_cast<float>(arguments.scale * kLog2E);
   return params;
+}
+
+// Every token becomes a sequence, whose keys its indices name.
+void name_keys(DecodeParams& params, const Tensor& indices) {
+  params.indices = static_cast<const int32_t*>(indices.data());
+  params.num_slots = static_cast<int32_t>(
+      std::min<int64_t>(int64_t{params.num_pages} * params.page_size, std::numeric_limits<int32_t>::max()));
+  params.q_stride_batch = params.q_stride_row * params.heads;
+  params.tokens_apart = params.tokens;
+  params.batch *= params.tokens;
+  params.tokens = 1;
+  params.is_causal = 0;
 }
 
 int32_t log2_of(int32_t power) {
@@ -91,7 +123,7 @@ int32_t log2_of(int32_t power) {
 
 void run(const DecodeArguments& arguments, DecodeParams params, const Kernel& kernel, const Kernel& combine,
          const host::Device& gpu) {
-  const int64_t rows = arguments.tokens() * arguments.heads();
+  const int64_t rows = int64_t{params.tokens} * params.heads;
   const int64_t row_tiles = ceil_div(rows, kernel.block_m);
   params.block_m = kernel.block_m;
   params.row_tiles = static_cast<int32_t>(row_tiles);
@@ -102,10 +134,10 @@ void run(const DecodeArguments& arguments, DecodeParams params, const Kernel& ke
   // A part for as many blocks as the GPU holds at once; shares shorter than this cost more at their ends than they gain.
   params.least_share = 2;
   const int64_t blocks = int64_t{gpu.num_multiprocessors} * kernel.min_blocks;
-  params.parts = static_cast<int32_t>(is_split ? std::max<int64_t>(1, blocks / row_tiles) : arguments.batch());
+  params.parts = static_cast<int32_t>(is_split ? std::max<int64_t>(1, blocks / row_tiles) : params.batch);
   // Where each sequence is in many parts, several warps add up a row.
   constexpr int64_t kManyParts = 24;
-  params.warps_per_sum = params.parts >= kManyParts * arguments.batch() ? combine.block_m : 1;
+  params.warps_per_sum = params.parts >= kManyParts * params.batch ? combine.block_m : 1;
 
   const host::CudaCall call(gpu);
   host::Workspace workspace;
@@ -128,7 +160,7 @@ void run(const DecodeArguments& arguments, DecodeParams params, const Kernel& ke
   if (is_split) {
     constexpr int64_t kColumnUnits = 4;  // of a row: combine.cuh
     const int64_t sums = combine.block_m / params.warps_per_sum;
-    const int64_t sequences = std::min<int64_t>(arguments.batch(), params.parts);
+    const int64_t sequences = std::min<int64_t>(params.batch, params.parts);
     list.add({&combine, sequences * ceil_div(rows * kColumnUnits, sums), &params, nullptr, /*is_dependent=*/true});
   }
   list.run(call);
@@ -139,11 +171,17 @@ void run(const DecodeArguments& arguments, DecodeParams params, const Kernel& ke
 void decode_cuda(const DecodeArguments& arguments, const Tensor& out, const Tensor& lse) {
   const host::Device& gpu = host::device(arguments.q.device_index());
   const host::KernelRequest request = host::make_request(gpu, arguments.dtype);
-  const Kernel& kernel = select_decode(request, arguments.tokens() * arguments.heads(),
-                                       arguments.kv_cache.sizes()[0] > 0 && arguments.max_keys() > 0);
-  const Tensor q = is_loadable_query(arguments.q, kernel) ? host::alias(arguments.q) : host::padded_copy(arguments.q);
-  const Tensor cache = host::loadable(arguments.kv_cache, kernel);
-  run(arguments, make_params(arguments, q, cache, out, lse), kernel, select_combine(request), gpu);
+  const bool is_sparse = arguments.is_sparse();
+  const Kernel& kernel =
+      select_decode(request, arguments, is_sparse ? arguments.heads() : arguments.tokens() * arguments.heads());
+  const bool is_loadable = is_loadable_query(arguments.q, kernel) && (!is_sparse || has_even_tokens(arguments.q));
+  const Tensor q = is_loadable ? host::alias(arguments.q) : host::padded_copy(arguments.q);
+  const Tensor cache =
+      arguments.has_codes ? host::alias(arguments.kv_cache) : host::loadable(arguments.kv_cache, kernel);
+  DecodeParams params = make_params(arguments, q, cache, out, lse);
+  const Tensor indices = is_sparse ? host::contiguous(arguments.indices) : Tensor();
+  if (is_sparse) name_keys(params, indices);
+  run(arguments, params, kernel, select_combine(request), gpu);
   host::set_last_kernel(kernel.symbol);
 }
 

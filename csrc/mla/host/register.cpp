@@ -3,6 +3,7 @@
 
 #include "host/boxed.h"
 #include "host/last_kernel.h"
+#include "mla/host/append.h"
 #include "mla/host/arguments.h"
 #include "mla/params/decode.h"
 
@@ -13,7 +14,7 @@ namespace {
 const host::ArgumentCheck kCheckDecode("mla_decode", [](host::Arguments& given) { take_decode(given); });
 
 void boxed_decode(StableIValue* stack, uint64_t num_arguments, uint64_t num_outputs) {
-  host::check_counts("mla_decode", num_arguments, 8, num_outputs, 2);
+  host::check_counts("mla_decode", num_arguments, 9, num_outputs, 2);
   host::Arguments given(stack);
   const DecodeArguments arguments = take_decode(given);
   const Tensor& q = arguments.q;
@@ -27,14 +28,29 @@ void boxed_decode(StableIValue* stack, uint64_t num_arguments, uint64_t num_outp
   stack[1] = host::give(std::move(lse));
 }
 
+const host::ArgumentCheck kCheckAppend("mla_append_", [](host::Arguments& given) { take_append(given); });
+
+void boxed_append(StableIValue* stack, uint64_t num_arguments, uint64_t num_outputs) {
+  host::check_counts("mla_append_", num_arguments, 5, num_outputs, 0);
+  host::Arguments given(stack);
+  const AppendArguments arguments = take_append(given);
+  if (arguments.batch() > 0 && arguments.tokens() > 0) append_cuda(arguments);
+}
+
 }  // namespace
 }  // namespace mla
 }  // namespace flashmoe
 
 STABLE_TORCH_LIBRARY_FRAGMENT(flashmoe, library) {
   library.def(
-      "mla_decode(Tensor q, Tensor kv_cache, Tensor cache_seqlens, Tensor? block_table, Tensor? sinks, float scale, "
-      "bool causal, int num_splits) -> (Tensor out, Tensor lse)");
+      "mla_decode(Tensor q, Tensor kv_cache, Tensor? cache_seqlens, Tensor? block_table, Tensor? sinks, float scale, "
+      "bool causal, int num_splits, Tensor? indices) -> (Tensor out, Tensor lse)");
+  library.def(
+      "mla_append_(Tensor latents, Tensor(a!) kv_cache, Tensor? cache_seqlens, Tensor? block_table, Tensor? slots) -> "
+      "()");
 }
 
-STABLE_TORCH_LIBRARY_IMPL(flashmoe, CUDA, library) { library.impl("mla_decode", &flashmoe::mla::boxed_decode); }
+STABLE_TORCH_LIBRARY_IMPL(flashmoe, CUDA, library) {
+  library.impl("mla_decode", &flashmoe::mla::boxed_decode);
+  library.impl("mla_append_", &flashmoe::mla::boxed_append);
+}

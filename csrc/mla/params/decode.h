@@ -17,10 +17,11 @@ constexpr int kLatentDim = 512;  // of a value, which is the first columns of it
 // A row is one head of one query token: row token * heads + head of a sequence. All rows of a sequence share its keys.
 struct DecodeParams {
   const void* q;                 // [batch, rows, 576], rows q_stride_row elements apart
-  const void* cache;             // [num_pages, page_size, 576]
+  const void* cache;             // [num_pages, page_size, 576]; of 8-bit floats 656 bytes (codes.h)
   void* out;                     // [batch, rows, 512], contiguous
   float* lse;                    // [batch, heads, tokens], contiguous; null: not wanted
-  const int32_t* cache_seqlens;  // [batch]
+  const int32_t* cache_seqlens;  // [batch]; null: max_keys each
+  const int32_t* indices;        // [batch, max_keys], of keys among all pages' rows; null: a sequence's own keys
   const int32_t*
       block_table;       // [batch, pages of a sequence], rows block_table_stride apart; null: sequence b is page b
   const float* sinks;    // [heads]; null: none
@@ -28,15 +29,17 @@ struct DecodeParams {
   float* state_partial;  // [2 * parts, row_tiles, block_m, 2]: exponent to base 2 that the sums refer to, and sum
   int64_t q_stride_batch;
   int64_t q_stride_row;
-  int64_t page_stride;  // elements
+  int64_t page_stride;  // elements, of 8-bit floats bytes
   int64_t key_stride;
   int64_t block_table_stride;
   int32_t batch;
-  int32_t tokens;  // query tokens of a sequence
+  int32_t tokens;        // query tokens of a sequence
+  int32_t tokens_apart;  // with indices every token is a sequence: so many follow one another in lse. Else 1
   int32_t heads;
   int32_t max_keys;  // of a sequence: what its pages hold
   int32_t page_size;
   int32_t num_pages;
+  int32_t num_slots;  // rows of all pages, for indices
   int32_t
       box_rows;  // keys that the copy engine takes from a page at once (sm90/tensor_map.h); for other kernels unused
   int32_t is_causal;      // token t sees the keys before cache_seqlens - (tokens - 1 - t)

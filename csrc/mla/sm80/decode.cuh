@@ -18,6 +18,7 @@
 #include "ptx/ldmatrix.cuh"
 #include "ptx/math.cuh"
 #include "ptx/memory.cuh"
+#include "ptx/shuffle.cuh"
 #include "ptx/special_registers.cuh"
 
 namespace flashmoe {
@@ -132,6 +133,16 @@ struct Warp {
     }
   }
 
+  // Of indices: keys that are none.
+  __device__ __forceinline__ static void hide_missing(float (&S_rmem)[Spec::kMmaN][4], uint32_t present) {
+    const uint32_t of_thread = present >> ptx::lane_index() % 4 * 2;
+#pragma unroll
+    for (int n = 0; n < Spec::kMmaN; ++n)
+#pragma unroll
+      for (int i = 0; i < 4; ++i)
+        if ((of_thread >> (n * 8 + i % 2) & 1) == 0) S_rmem[n][i] = ptx::negative_infinity();
+  }
+
   // Scores to probabilities, as the A operands of P V. Rescales the output of the same rows.
   __device__ __forceinline__ void make_probabilities(uint32_t (&P_rmem)[Spec::kMmaN / 2][4],
                                                      float (&S_rmem)[Spec::kMmaN][4], int m) {
@@ -191,18 +202,24 @@ struct Warp {
 #pragma unroll
         for (int i = 0; i < 4; ++i) O_rmem[m][d][i] = 0.0f;
     }
-    KeyLoader<Spec> loader(params, segment);
+    typename LoaderOf<Spec>::Type loader(params, segment);
     loader.find(segment.begin_block);
-    const auto load = [&](int block, int stage) {
+    const auto issue = [&](int block, int stage) {
       if (block < segment.end_block) {
-        loader.load(block_smem + stage * Spec::kStageBytes);
+        loader.issue(block_smem + stage * Spec::kStageBytes);
         loader.find(block + 1);
       }
-      ptx::cp_async_commit();
+      loader.commit();
+    };
+    const auto land = [&](int block, int stage) {
+      if (block < segment.end_block) loader.land(block_smem + stage * Spec::kStageBytes);
     };
     ptx::barrier_sync_block();  // write after read: the ring of the segment before
 #pragma unroll 1
-    for (int ahead = 0; ahead < Spec::kNumStages - 1; ++ahead) load(segment.begin_block + ahead, ahead);
+    for (int ahead = 0; ahead < Spec::kNumStages - 1; ++ahead) {
+      issue(segment.begin_block + ahead, ahead);
+      land(segment.begin_block + ahead, ahead);
+    }
     uint32_t Q_rmem[Spec::kMmaM][Spec::kSteps][4];
     load_query<Spec>(Q_rmem, params, segment.batch, first_row(), column_warp);
     // Blocks from here on hide keys from some row of the tile.
@@ -212,24 +229,32 @@ struct Warp {
 #pragma unroll 1
     for (int block = segment.begin_block; block < segment.end_block; ++block) {
       const ptx::SmemPointer K_smem = block_smem + stage * Spec::kStageBytes;
-      ptx::cp_async_wait<Spec::kNumStages - 2>();
+      const int refilled = stage == 0 ? Spec::kNumStages - 1 : stage - 1;
+      loader.wait();
       ptx::
           barrier_sync_block();  // the block is whole; all are done with the stage that refills, and with the scores before
-      load(block + Spec::kNumStages - 1, stage == 0 ? Spec::kNumStages - 1 : stage - 1);
+      issue(block + Spec::kNumStages - 1, refilled);
       share_scores(Q_rmem, K_smem);
+      const int index = Spec::kIsSparse ? sparse_index(params, segment, block) : 0;
       ptx::barrier_sync_block();  // read after write: the scores
       uint32_t P_rmem[Spec::kMmaM][Spec::kMmaN / 2][4];
+      const uint32_t present = Spec::kIsSparse ? ptx::vote_ballot(index >= 0) : 0;
 #pragma unroll
       for (int m = 0; m < Spec::kMmaM; ++m) {
         float S_rmem[Spec::kMmaN][4];
         gather_scores(S_rmem, m);
-        if ((block + 1) * Spec::kBlockN > seen_by_all) hide(S_rmem, m, segment.keys, block * Spec::kBlockN);
+        if constexpr (Spec::kIsSparse) {
+          hide_missing(S_rmem, present);
+        } else if ((block + 1) * Spec::kBlockN > seen_by_all) {
+          hide(S_rmem, m, segment.keys, block * Spec::kBlockN);
+        }
         make_probabilities(P_rmem[m], S_rmem, m);
       }
       multiply_value(P_rmem, K_smem);
+      land(block + Spec::kNumStages - 1, refilled);
       stage = stage == Spec::kNumStages - 1 ? 0 : stage + 1;
     }
-    ptx::cp_async_wait<0>();
+    loader.wait_all();
   }
 
   // A whole sequence's rows are finished; of a part the sums are left for combine.cuh.

@@ -1,11 +1,16 @@
-// A block's keys, by cp.async, and a warp's share of Q, in registers.
+// A block's keys, by cp.async, or by way of registers from 8-bit floats; and a warp's share of Q, in registers.
 #pragma once
 
+#include "device/convert.cuh"
 #include "device/swizzle.cuh"
+#include "mla/params/codes.h"
 #include "mla/plan.cuh"
 #include "mla/sm80/spec.cuh"
 #include "ptx/cp_async.cuh"
+#include "ptx/e4m3.cuh"
+#include "ptx/math.cuh"
 #include "ptx/memory.cuh"
+#include "ptx/shuffle.cuh"
 #include "ptx/special_registers.cuh"
 
 namespace flashmoe {
@@ -19,21 +24,43 @@ __device__ __forceinline__ int page_of(const DecodeParams& params, int batch, in
   return max(0, min(params.num_pages - 1, static_cast<int>(ptx::ld_global_32(page_gmem))));
 }
 
-// One key block of a segment after the other.
-template <typename Spec>
-struct KeyLoader {
-  using Element = typename Spec::Element;
+// The index of this lane's key of a block; -1 where there is none.
+__device__ __forceinline__ int sparse_index(const DecodeParams& params, const Segment& segment, int block) {
+  const int key = block * 32 + ptx::lane_index();
+  if (key >= segment.keys) return -1;
+  const int index =
+      static_cast<int>(ptx::ld_global_32(params.indices + static_cast<int64_t>(segment.batch) * params.max_keys + key));
+  return index >= 0 && index < params.num_slots ? index : -1;
+}
 
+// This thread's keys of a block, one of each pass; eight threads share a key.
+template <typename Spec>
+struct BlockKeys {
   const DecodeParams& params;
   const Segment& segment;
-  // Of this thread's keys of the next block: where they lie, in elements; negative: a zero in their place.
+  // Where they lie, in elements, of codes in bytes; negative: a zero in their place.
   int64_t offset[Spec::kPasses];
+  int slot[Spec::kPasses];  // in their place, of indices: rows of all pages
 
-  __device__ __forceinline__ KeyLoader(const DecodeParams& params_, const Segment& segment_)
+  __device__ __forceinline__ BlockKeys(const DecodeParams& params_, const Segment& segment_)
       : params(params_), segment(segment_) {}
+
+  // This thread's 16 bytes of each 64 columns of its first key.
+  __device__ __forceinline__ static ptx::SmemPointer thread_smem(ptx::SmemPointer stage_smem) {
+    const int thread = ptx::thread_index();
+    return stage_smem + swizzled_offset<kHeadDim>(thread / kSegmentChunks, thread % kSegmentChunks);
+  }
 
   // Asks for the pages of a block's keys, some time before its load.
   __device__ __forceinline__ void find(int block) {
+    if constexpr (Spec::kIsSparse) {
+      find_indices(block);
+    } else {
+      find_own(block);
+    }
+  }
+
+  __device__ __forceinline__ void find_own(int block) {
 #pragma unroll
     for (int pass = 0; pass < Spec::kPasses; ++pass) {
       const int key = block * Spec::kBlockN + pass * Spec::kRowsPerPass + ptx::thread_index() / kSegmentChunks;
@@ -45,15 +72,43 @@ struct KeyLoader {
     }
   }
 
-  // Keys past the sequence's become zeros, whatever the cache holds there: 0 * NaN is NaN.
-  __device__ __forceinline__ void load(ptx::SmemPointer stage_smem) const {
-    const int thread = ptx::thread_index();
-    const ptx::SmemPointer thread_smem =
-        stage_smem + swizzled_offset<kHeadDim>(thread / kSegmentChunks, thread % kSegmentChunks);
+  __device__ __forceinline__ void find_indices(int block) {
+    const int of_lane = sparse_index(params, segment, block);
 #pragma unroll
     for (int pass = 0; pass < Spec::kPasses; ++pass) {
-      const bool exists = offset[pass] >= 0;
-      const Element* key_gmem = static_cast<const Element*>(params.cache) + (exists ? offset[pass] : 0) +
+      slot[pass] = ptx::shuffle_index(of_lane, pass * Spec::kRowsPerPass + ptx::thread_index() / kSegmentChunks);
+    }
+  }
+
+  // Of an index the offset is computed as late as this: it takes more registers.
+  __device__ __forceinline__ int64_t offset_of(int pass) const {
+    if constexpr (!Spec::kIsSparse) {
+      return offset[pass];
+    } else {
+      if (slot[pass] < 0) return -1;
+      const int page = static_cast<int>(static_cast<uint32_t>(slot[pass]) / static_cast<uint32_t>(params.page_size));
+      return page * params.page_stride + (slot[pass] - page * params.page_size) * params.key_stride;
+    }
+  }
+};
+
+// One key block of a segment after the other: find() names its keys, issue() reads them, wait() and land() see to it that they are in
+// shared memory.
+template <typename Spec>
+struct KeyLoader : BlockKeys<Spec> {
+  using Element = typename Spec::Element;
+  using BlockKeys<Spec>::BlockKeys;
+  using BlockKeys<Spec>::params;
+
+  // Keys past the sequence's become zeros, whatever the cache holds there: 0 * NaN is NaN.
+  __device__ __forceinline__ void issue(ptx::SmemPointer stage_smem) const {
+    const int thread = ptx::thread_index();
+    const ptx::SmemPointer thread_smem = this->thread_smem(stage_smem);
+#pragma unroll
+    for (int pass = 0; pass < Spec::kPasses; ++pass) {
+      const int64_t key_offset = this->offset_of(pass);
+      const bool exists = key_offset >= 0;
+      const Element* key_gmem = static_cast<const Element*>(params.cache) + (exists ? key_offset : 0) +
                                 thread % kSegmentChunks * kChunkElements;
 #pragma unroll
       for (int slab = 0; slab < kHeadDim / 64; ++slab) {
@@ -63,6 +118,78 @@ struct KeyLoader {
       }
     }
   }
+
+  __device__ __forceinline__ void commit() const { ptx::cp_async_commit(); }
+  __device__ __forceinline__ void wait() const { ptx::cp_async_wait<Spec::kNumStages - 2>(); }
+  __device__ __forceinline__ void wait_all() const { ptx::cp_async_wait<0>(); }
+  __device__ __forceinline__ void land(ptx::SmemPointer) const {}
+};
+
+// The same of 8-bit floats. Codes times scales, in float32, are rounded to elements: those of a 16-bit cache so dequantised.
+template <typename Spec>
+struct CodeLoader : BlockKeys<Spec> {
+  using Element = typename Spec::Element;
+  using BlockKeys<Spec>::BlockKeys;
+  using BlockKeys<Spec>::params;
+  static constexpr int kSlabs = kLatentDim / 64;
+  static constexpr int kSlabsPerScale = kScaleColumns / 64;
+
+  uint32_t codes[Spec::kPasses][kSlabs][2];
+  uint32_t scales[Spec::kPasses][kSlabs / kSlabsPerScale];
+  uint32_t rotary[Spec::kPasses][4];
+
+  __device__ __forceinline__ void issue(ptx::SmemPointer) {
+    const int chunk = ptx::thread_index() % kSegmentChunks;
+#pragma unroll
+    for (int pass = 0; pass < Spec::kPasses; ++pass) {
+#pragma unroll
+      for (int slab = 0; slab < kSlabs; ++slab) codes[pass][slab][0] = codes[pass][slab][1] = 0;
+#pragma unroll
+      for (int i = 0; i < 4; ++i) scales[pass][i] = rotary[pass][i] = 0;
+      const int64_t key_offset = this->offset_of(pass);
+      if (key_offset < 0) continue;
+      const unsigned char* key_gmem = static_cast<const unsigned char*>(params.cache) + key_offset;
+#pragma unroll
+      for (int slab = 0; slab < kSlabs; ++slab) ptx::ld_global_64(codes[pass][slab], key_gmem + slab * 64 + chunk * 8);
+      ptx::ld_global_128(scales[pass], key_gmem + kScaleBytesOffset);
+      ptx::ld_global_128(rotary[pass], key_gmem + kRotaryBytesOffset + chunk * kChunkBytes);
+    }
+  }
+
+  __device__ __forceinline__ void commit() const {}
+  __device__ __forceinline__ void wait() const {}
+  __device__ __forceinline__ void wait_all() const {}
+
+  __device__ __forceinline__ void land(ptx::SmemPointer stage_smem) const {
+    const ptx::SmemPointer thread_smem = this->thread_smem(stage_smem);
+#pragma unroll
+    for (int pass = 0; pass < Spec::kPasses; ++pass) {
+      const ptx::SmemPointer key_smem = thread_smem + pass * Spec::kRowsPerPass * Spec::kRowBytes;
+#pragma unroll
+      for (int slab = 0; slab < kSlabs; ++slab) {
+        const float scale = ptx::bits_float(scales[pass][slab / kSlabsPerScale]);
+        uint32_t words[4];
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+          float values[4];
+          ptx::widen_e4m3(values, codes[pass][slab][half]);
+          words[2 * half] = pack<Element>(values[0] * scale, values[1] * scale);
+          words[2 * half + 1] = pack<Element>(values[2] * scale, values[3] * scale);
+        }
+        ptx::st_shared_128(key_smem + slab * (kSegmentChunks * kChunkBytes), words);
+      }
+      ptx::st_shared_128(key_smem + kSlabs * (kSegmentChunks * kChunkBytes), rotary[pass]);
+    }
+  }
+};
+
+template <typename Spec, bool kHasCodes = Spec::kHasCodes>
+struct LoaderOf {
+  using Type = KeyLoader<Spec>;
+};
+template <typename Spec>
+struct LoaderOf<Spec, true> {
+  using Type = CodeLoader<Spec>;
 };
 
 // A warp's columns of its rows of Q, as A operands: step j is columns 64 j + 16 * column_warp on. Rows past the last are that one again:

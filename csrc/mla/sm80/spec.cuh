@@ -13,7 +13,10 @@ namespace sm80 {
 // Four warps share each group of rows: in Q K^T each adds up a quarter of the head dim (every fourth step of 16 columns), and in P V each
 // has a quarter of the output's columns. Their sums of scores meet in shared memory; every warp then has all scores of its rows, and P in
 // registers. A key block is K and V at once.
-template <typename Element_, int kBlockM_, int kBlockN_, int kNumStages_, int kNumWarps_>
+// kIsSparse   1: a row's keys are those that indices name.
+// kHasCodes   1: the cache holds 8-bit floats (params/codes.h), which become elements on their way to shared memory.
+template <typename Element_, int kBlockM_, int kBlockN_, int kNumStages_, int kNumWarps_, int kHasCodes_,
+          int kIsSparse_>
 struct DecodeSpec {
   using Element = Element_;
   static constexpr int kBlockM = kBlockM_;
@@ -21,6 +24,9 @@ struct DecodeSpec {
   static constexpr int kNumStages = kNumStages_;
   static constexpr int kNumWarps = kNumWarps_;
   static constexpr int kNumThreads = 32 * kNumWarps;
+
+  static constexpr bool kHasCodes = kHasCodes_ != 0;
+  static constexpr bool kIsSparse = kIsSparse_ != 0;
 
   static constexpr int kColumnWarps = 4;
   static constexpr int kRowWarps = kNumWarps / kColumnWarps;
@@ -45,6 +51,8 @@ struct DecodeSpec {
   static_assert(kMmaM * 16 * kRowWarps == kBlockM, "a warp computes whole 16-row blocks");
   static_assert(kPasses * kRowsPerPass == kBlockN, "a pass of loads ends with the key block");
   static_assert(kRowsPerPass % 8 == 0, "the rows of two passes differ by the period of the swizzle");
+  static_assert(!kIsSparse || kBlockN == 32, "a lane of each warp has the index of a key");
+  static_assert(!kHasCodes || kNumStages == 2, "the codes of one block at most are in registers");
   static_assert(kNumStages >= 2, "a key block is multiplied while another one loads");
 };
 

@@ -22,14 +22,17 @@ void check_device(const Tensor& tensor, const char* name, const First& first) {
                           {"device", describe_device(tensor)}});
 }
 
-[[noreturn]] void refuse_dtype(const Tensor& tensor, const char* name, const std::string& needed) {
-  violate("moe.dtype", {{"name", name}, {"found", describe_dtype(tensor.dtype())}, {"needed", needed}});
+[[noreturn]] void refuse_dtype(const Tensor& tensor, const char* name, const std::string& needed,
+                               const std::string& target) {
+  violate("moe.dtype",
+          {{"name", name}, {"found", describe_dtype(tensor.dtype())}, {"needed", needed}, {"target", target}});
 }
 
 void check_kind(const Tensor& tensor, const char* name, const First& first, int32_t dtype, bool is_like_first) {
   check_device(tensor, name, first);
   if (tensor.dtype() == dtype) return;
-  refuse_dtype(tensor, name, is_like_first ? quoted(first.name, dtype) : describe_dtype(dtype));
+  if (is_like_first) refuse_dtype(tensor, name, quoted(first.name, dtype), std::string(first.name) + ".dtype");
+  refuse_dtype(tensor, name, describe_dtype(dtype), "torch." + describe_dtype(dtype));
 }
 
 void check_rank(const Tensor& tensor, const char* name, int64_t rank, const char* axes) {
@@ -159,7 +162,7 @@ void check_sort(SortArguments& arguments, const First& first) {
   check_device(arguments.ids, "topk_ids", first);
   check_device(arguments.topk_weights, "topk_weights", first);
   if (!is_integer(arguments.ids.dtype())) {
-    refuse_dtype(arguments.ids, "topk_ids", "int32 or int64");
+    refuse_dtype(arguments.ids, "topk_ids", "int32 or int64", "torch.int32");
   }
   const int64_t rank = arguments.ids.dim();
   const int64_t* sizes = arguments.ids.sizes();

@@ -53,7 +53,9 @@ struct First {
 };
 
 void check_device(const Tensor& tensor, const char* name, const First& first);
-[[noreturn]] void refuse_dtype(const Tensor& tensor, const char* name, const std::string& needed);
+// `target`: the argument of `.to()` that the message tells the caller to make the call with.
+[[noreturn]] void refuse_dtype(const Tensor& tensor, const char* name, const std::string& needed,
+                               const std::string& target);
 
 // On the first tensor's device and of `dtype`, which is the first one's where `is_like_first`.
 void check_kind(const Tensor& tensor, const char* name, const First& first, int32_t dtype, bool is_like_first = false);

@@ -71,7 +71,8 @@ LayerArguments take_layer(host::Arguments& given) {
             {{"weights", describe_dtype(routing.topk_weights.dtype())}, {"ids", describe_dtype(routing.ids.dtype())}});
   }
   if (routing.topk_weights.dtype() != float32() && routing.topk_weights.dtype() != common.torch_dtype) {
-    refuse_dtype(routing.topk_weights, "topk_weights", "float32 or " + quoted("x", common.torch_dtype));
+    refuse_dtype(routing.topk_weights, "topk_weights", "float32 or " + quoted("x", common.torch_dtype),
+                 "torch.float32");
   }
   check_weights(arguments.shape, common, arguments.x, arguments.w13, arguments.w2);
   check_biases(arguments.shape, common, x, arguments.b13, arguments.b2);

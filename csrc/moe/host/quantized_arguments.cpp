@@ -8,19 +8,28 @@
 
 namespace flashmoe {
 namespace moe {
+namespace {
+
+// What every call with scaled weights begins with.
+template <typename Arguments>
+void take_tensors(Needed& needed, Arguments& arguments) {
+  arguments.x = needed.take("x");
+  arguments.w13 = needed.take("w13");
+  arguments.w2 = needed.take("w2");
+  arguments.w13_scale = needed.take("w13_scale");
+  arguments.w2_scale = needed.take("w2_scale");
+  arguments.routing.topk_weights = needed.take("topk_weights");
+  arguments.routing.ids = needed.take("topk_ids");
+}
+
+}  // namespace
 
 ScaledArguments take_scaled(host::Arguments& given) {
   ScaledArguments arguments;
   Needed needed(given);
   SortArguments& routing = arguments.routing;
   LayerShape& shape = arguments.shape;
-  arguments.x = needed.take("x");
-  arguments.w13 = needed.take("w13");
-  arguments.w2 = needed.take("w2");
-  arguments.w13_scale = needed.take("w13_scale");
-  arguments.w2_scale = needed.take("w2_scale");
-  routing.topk_weights = needed.take("topk_weights");
-  routing.ids = needed.take("topk_ids");
+  take_tensors(needed, arguments);
   arguments.x_scale = given.optional_tensor();
   routing.expert_map = given.optional_tensor();
   arguments.shared = given.optional_tensor();
@@ -43,7 +52,7 @@ ScaledArguments take_scaled(host::Arguments& given) {
   if (!is_scaled && arguments.x_scale.is_given()) violate("moe.x_scale", {{"found", describe_dtype(dtype)}});
   if (arguments.shared.is_given()) check_kind(arguments.shared, "shared", x, dtype);
   if (!host::dtype_of(routing.topk_weights.dtype()).has_value()) {
-    refuse_dtype(routing.topk_weights, "topk_weights", "float32, float16 or bfloat16");
+    refuse_dtype(routing.topk_weights, "topk_weights", "float32, float16 or bfloat16", "torch.float32");
   }
   check_weights(shape, arguments.common, arguments.x, arguments.w13, arguments.w2);
   const auto check = [&](Tensor& scales, const char* name, std::initializer_list<int64_t> sizes, const char* axes) {
@@ -67,13 +76,7 @@ Mxfp4Arguments take_mxfp4(host::Arguments& given) {
   Needed needed(given);
   SortArguments& routing = arguments.routing;
   LayerShape& shape = arguments.shape;
-  arguments.x = needed.take("x");
-  arguments.w13 = needed.take("w13");
-  arguments.w2 = needed.take("w2");
-  arguments.w13_scale = needed.take("w13_scale");
-  arguments.w2_scale = needed.take("w2_scale");
-  routing.topk_weights = needed.take("topk_weights");
-  routing.ids = needed.take("topk_ids");
+  take_tensors(needed, arguments);
   arguments.b13 = given.optional_tensor();
   arguments.b2 = given.optional_tensor();
   routing.expert_map = given.optional_tensor();
@@ -89,7 +92,7 @@ Mxfp4Arguments take_mxfp4(host::Arguments& given) {
       arguments.common = {Dtype::kBFloat16, dtype, arguments.x.device_type(), arguments.x.device_index()};
   if (arguments.shared.is_given()) check_kind(arguments.shared, "shared", x, dtype);
   if (routing.topk_weights.dtype() != float32() && routing.topk_weights.dtype() != dtype) {
-    refuse_dtype(routing.topk_weights, "topk_weights", "float32 or " + quoted("x", dtype));
+    refuse_dtype(routing.topk_weights, "topk_weights", "float32 or " + quoted("x", dtype), "torch.float32");
   }
   check_rank(arguments.x, "x", 2, "[tokens, hidden]");
   check_rank(arguments.w13, "w13", 3, "[experts, 2 * intermediate, hidden / 2]");

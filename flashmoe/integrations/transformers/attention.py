@@ -110,7 +110,7 @@ def attention_forward(
     """What transformers calls in each layer: query [B, Hq, Sq, D], key and value [B, Hkv, Sk, D]; returns [B, Sq, Hq, D].
 
     With ``cu_seq_lens_q`` among the options (packed sequences, DataCollatorWithFlattening) the batch is ragged and the mask is
-    not read. What flashmoe lacks (dropout, a position bias, float32 on a GPU) goes to transformers' SDPA attention, and
+    not read. What flashmoe lacks (a position bias, float32 on a GPU) goes to transformers' SDPA attention, and
     FLASHMOE_FALLBACK says what then happens.
     """
     if isinstance(key, (Latents, ScaledCodes)):
@@ -121,19 +121,15 @@ def attention_forward(
                 return found, None
         key, value = key.expand() if isinstance(key, Latents) else (key.dequantized(), value.dequantized())
     # Looking for obstacles takes longer than the call: outside of a compiler only for what the operators would not refuse.
-    if is_compiling() or dropout != 0.0 or position_bias is not None or not _has_kernels(query):
-        obstacle = _obstacle(query, key, value, dropout, position_bias)
+    if is_compiling() or position_bias is not None or not _has_kernels(query):
+        obstacle = _obstacle(query, key, value, position_bias)
     else:
         obstacle = None
     if obstacle is None:
         if options.get("output_attentions") and not is_compiling():
             warnings.warn(NO_WEIGHTS, stacklevel=2)
         causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
-        extras: dict[str, Any] = {}
-        if softcap:
-            extras["softcap"] = float(softcap)
-        if s_aux is not None:
-            extras["sinks"] = s_aux.float()
+        extras = _extras(softcap, s_aux, dropout)
         window = None if sliding_window is None else (sliding_window - 1, -1 if causal else sliding_window - 1)
         given = (query, key, value, attention_mask, causal, window, scaling, extras, options)
         if is_compiling():
@@ -141,13 +137,25 @@ def attention_forward(
         try:
             return _attend(*given), None
         except FlashmoeError:
-            obstacle = _obstacle(query, key, value, dropout, position_bias)
+            obstacle = _obstacle(query, key, value, position_bias)
             if obstacle is None:
                 raise
     causal = getattr(module, "is_causal", True) if is_causal is None else bool(is_causal)
     attention_mask = _whole_mask(query, key, attention_mask, causal, sliding_window, options.get("cu_seq_lens_q"))
     return _sdpa(obstacle, softcap, s_aux, module, query, key, value, attention_mask, dropout, scaling, is_causal,
                  position_bias, options)  # fmt: skip
+
+
+def _extras(softcap: float | None, s_aux: Tensor | None, dropout: float) -> dict[str, Any]:
+    """The keywords of what is there; of dropout a state is drawn in each call."""
+    extras: dict[str, Any] = {}
+    if softcap:
+        extras["softcap"] = float(softcap)
+    if s_aux is not None:
+        extras["sinks"] = s_aux.float()
+    if dropout != 0.0:
+        extras["dropout_p"] = float(dropout)
+    return extras
 
 
 def _whole_mask(
@@ -291,10 +299,10 @@ def _attend_packed(
     return out.unsqueeze(0)
 
 
-def _obstacle(q: Tensor, k: Tensor, v: Tensor, dropout: float, position_bias: Tensor | None) -> str | None:
+def _obstacle(q: Tensor, k: Tensor, v: Tensor, position_bias: Tensor | None) -> str | None:
     if position_bias is not None:
         return "position_bias is given; flashmoe takes it as part of attn_mask only"
-    return sdpa_dispatch.find_obstacle(q, k, v, None, dropout, False, None, True)
+    return sdpa_dispatch.find_obstacle(q, k, v, None, 0.0, False, None, True)
 
 
 def _sdpa(

@@ -94,7 +94,7 @@ class E4m3Layer(DynamicLayer):  # type: ignore[no-untyped-call]
 
 
 class E4m3Cache(Cache):
-    """Keys and values in 8 bits, for ``past_key_values`` of a model with ``attn_implementation='fmoe'`` in float16 or bfloat16.
+    """Keys and values in 8 bits, for ``past_key_values`` of a model with ``attn_implementation='fmoe'`` in float16 or bfloat16::
 
         model.generate(tokens, past_key_values=E4m3Cache())
 

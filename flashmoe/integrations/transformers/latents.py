@@ -42,7 +42,7 @@ class Latents:
 
 
 def decode_by_latents(model: nn.Module) -> int:
-    """Have the layers with multi-head latent attention decode by :func:`flashmoe.mla_decode`; returns how many there are.
+    """Have the layers with multi-head latent attention decode by :func:`flashmoe.mla_decode`; returns how many there are::
 
         model = AutoModelForCausalLM.from_pretrained(..., attn_implementation=names.attention)
         decode_by_latents(model)

@@ -19,7 +19,7 @@ METHODS = ("fp8", "mxfp4")
 
 
 def packed_config(checkpoint: Any, **options: Any) -> Any:
-    """The configuration of a quantised checkpoint, with which ``from_pretrained`` keeps its experts' weights as they are stored.
+    """The configuration of a quantised checkpoint, with which ``from_pretrained`` keeps its experts' weights as they are stored::
 
         config = packed_config("openai/gpt-oss-20b")
         model = AutoModelForCausalLM.from_pretrained("openai/gpt-oss-20b", config=config, experts_implementation=names.experts)

@@ -22,6 +22,9 @@ def _flashmoe(inputs: Inputs) -> Prepared:
     p = inputs.problem
 
     def call() -> torch.Tensor:
+        if inputs.indices is not None:
+            named: torch.Tensor = flashmoe.mla_decode(inputs.q, inputs.cache, indices=inputs.indices, scale=p.scale)
+            return named
         out: torch.Tensor = flashmoe.mla_decode(
             inputs.q, inputs.cache, cache_seqlens=inputs.lengths, block_table=inputs.table, scale=p.scale
         )
@@ -50,6 +53,9 @@ def _flash_mla(inputs: Inputs) -> Prepared:
     p, module = inputs.problem, import_module(FLASH_MLA)
     if p.page_size != FLASH_MLA_PAGE:
         msg = f"{p.key}: FlashMLA has pages of {FLASH_MLA_PAGE}"
+        raise ArgumentError(msg)
+    if p.has_codes or p.topk:
+        msg = f"{p.key}: FlashMLA is called on dense 16-bit caches alone"
         raise ArgumentError(msg)
     cache = inputs.cache.unsqueeze(2)
     metadata, splits = module.get_mla_metadata(inputs.lengths, p.tokens * p.heads, 1)

@@ -12,13 +12,21 @@ from flashmoe.errors import ArgumentError
 from flashmoe_tools.operations import DTYPE_BYTES, RoomProblem, fields
 
 HEAD_DIM, LATENT_DIM = 576, 512
+KEY_BYTES = 656  # of the cache of 8-bit floats
+CACHES = ("16-bit", "fp8")
 _SIZES = ("heads", "batch", "tokens", "keys", "page_size")
-_KEY = re.compile(r"mla-(?P<dtype>\w+)-h(?P<h>\d+)-b(?P<b>\d+)-q(?P<q>\d+)k(?P<k>\d+)-p(?P<p>\d+)")
+_KEY = re.compile(
+    r"mla-(?P<dtype>\w+)-h(?P<h>\d+)-b(?P<b>\d+)-q(?P<q>\d+)k(?P<k>\d+)-p(?P<p>\d+)(?P<fp8>-fp8)?(?:-top(?P<top>\d+))?"
+)
 
 
 @dataclass(frozen=True)
 class MlaDecodeProblem(RoomProblem):
-    """``batch`` sequences of ``keys`` keys in pages in random order, ``tokens`` query tokens each; the mask is bottom-right."""
+    """``batch`` sequences of ``keys`` keys in pages in random order, ``tokens`` query tokens each; the mask is bottom-right.
+
+    ``cache``: of the queries' dtype, or fp8, 656 bytes a key. ``topk``: keys of its sequence that each token's indices name, in random
+    order; 0: there are no indices.
+    """
 
     operation: ClassVar[str] = "mla_decode"
 
@@ -28,14 +36,22 @@ class MlaDecodeProblem(RoomProblem):
     tokens: int
     keys: int
     page_size: int = 64
+    cache: str = CACHES[0]
+    topk: int = 0
+
+    @property
+    def has_codes(self) -> bool:
+        return self.cache == "fp8"
 
     @property
     def key(self) -> str:
-        return f"mla-{self.dtype}-h{self.heads}-b{self.batch}-q{self.tokens}k{self.keys}-p{self.page_size}"
+        cache, top = "-fp8" if self.has_codes else "", f"-top{self.topk}" if self.topk else ""
+        return f"mla-{self.dtype}-h{self.heads}-b{self.batch}-q{self.tokens}k{self.keys}-p{self.page_size}{cache}{top}"
 
     @property
     def title(self) -> str:
-        return f"{self.dtype} B={self.batch} H={self.heads} Sq={self.tokens} Sk={self.keys} pages of {self.page_size}"
+        more = (", fp8 cache" if self.has_codes else "") + (f", top {self.topk}" if self.topk else "")
+        return f"{self.dtype} B={self.batch} H={self.heads} Sq={self.tokens} Sk={self.keys} pages of {self.page_size}{more}"
 
     @property
     def scale(self) -> float:
@@ -44,14 +60,16 @@ class MlaDecodeProblem(RoomProblem):
     @property
     def flops(self) -> int:
         """Scores over 576 columns, values over 512, of the scores that are seen."""
-        seen = self.tokens * self.keys - self.tokens * (self.tokens - 1) // 2
+        seen = self.tokens * (self.topk or self.keys) - (0 if self.topk else self.tokens * (self.tokens - 1) // 2)
         return 2 * self.batch * self.heads * seen * (HEAD_DIM + LATENT_DIM)
 
     @property
     def bytes_moved(self) -> int:
-        """The cache and q read once, the output written once."""
+        """The cache, or the keys of each token's indices, and q read once, the output written once."""
         rows = self.tokens * self.heads * (HEAD_DIM + LATENT_DIM)
-        return self.batch * (self.keys * HEAD_DIM + rows) * DTYPE_BYTES[self.dtype]
+        size = DTYPE_BYTES[self.dtype]
+        keys = min(self.tokens * self.topk, self.keys) if self.topk else self.keys
+        return self.batch * (keys * (KEY_BYTES if self.has_codes else HEAD_DIM * size) + rows * size)
 
     @classmethod
     def from_key(cls, key: str) -> MlaDecodeProblem:
@@ -60,23 +78,32 @@ class MlaDecodeProblem(RoomProblem):
         if match is None or match["dtype"] not in DTYPE_BYTES:
             msg = f"{key!r} names no case; one is written as {cls.smallest().key}"
             raise ArgumentError(msg)
-        return cls(match["dtype"], *(int(match[name]) for name in "hbqkp"))
+        cache = CACHES[match["fp8"] is not None]
+        heads, batch, tokens, keys, page_size = (int(match[name]) for name in "hbqkp")
+        return cls(match["dtype"], heads, batch, tokens, keys, page_size, cache, int(match["top"] or 0))
 
     @classmethod
     def smallest(cls) -> MlaDecodeProblem:
         return cls("f16", heads=4, batch=2, tokens=1, keys=40, page_size=16)
 
+    def __post_init__(self) -> None:
+        if self.topk > self.keys or (self.topk and self.tokens != 1):
+            msg = f"{self.key}: indices name at most the keys that there are, {self.keys}, of one token"
+            raise ArgumentError(msg)
+
     @classmethod
     def expand(cls, row: Mapping[str, Any], where: str) -> Iterator[MlaDecodeProblem]:
         """A list is an axis, and the table stands for the product of its axes."""
-        fields.known(row, {"dtype", *_SIZES}, where)
+        fields.known(row, {"dtype", "cache", "topk", *_SIZES}, where)
         dtypes = [
             fields.choice(one, tuple(DTYPE_BYTES), where, "dtype") for one in fields.axis(row.get("dtype", "bf16"))
         ]
+        caches = [fields.choice(one, CACHES, where, "cache") for one in fields.axis(row.get("cache", CACHES[0]))]
+        topk = fields.count(row["topk"], where, "topk") if "topk" in row else 0
         stated = {"tokens": 1, "page_size": 64, **row}
         axes = [fields.counts(stated, where, name) for name in _SIZES]
-        for dtype, sizes in itertools.product(dtypes, itertools.product(*axes)):
-            yield cls(dtype, **dict(zip(_SIZES, sizes, strict=True)))
+        for dtype, cache, sizes in itertools.product(dtypes, caches, itertools.product(*axes)):
+            yield cls(dtype, **dict(zip(_SIZES, sizes, strict=True)), cache=cache, topk=topk)
 
     def fit(self, dtypes: Collection[str], max_tokens: int) -> MlaDecodeProblem:
         """As many sequences as there is memory for."""

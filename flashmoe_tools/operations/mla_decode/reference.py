@@ -16,6 +16,7 @@ from flashmoe_tools.operations.attention.problem import LSE_TOLERANCE
 from flashmoe_tools.operations.attention.reference import Rule
 from flashmoe_tools.operations.dtypes import TORCH_DTYPES
 from flashmoe_tools.operations.judging import high_dtype, judge_result, max_abs, wrong_form
+from flashmoe_tools.operations.mla_decode.codes import dequantize, make_coded
 from flashmoe_tools.operations.mla_decode.problem import HEAD_DIM, LATENT_DIM, MlaDecodeProblem
 
 MOST_CHECKED = 8  # sequences
@@ -50,21 +51,26 @@ def attend(
 
 @dataclass(frozen=True)
 class Inputs:
-    """q [B, Sq, H, 576], cache [pages, page_size, 576], table [B, pages] int32 and lengths [B] int32."""
+    """q [B, Sq, H, 576], cache [pages, page_size, 576] or 656 bytes, table [B, pages] int32 and lengths [B] int32."""
 
     problem: MlaDecodeProblem
     q: torch.Tensor
     cache: torch.Tensor
     table: torch.Tensor
     lengths: torch.Tensor
+    indices: torch.Tensor | None  # [B, Sq, topk] int32, rows of all pages
 
     def poison(self) -> None:
         """Leave NaN in the memory that the next result will get."""
         torch.full_like(self.q, math.nan)
 
     def keys_of(self, sequence: int) -> torch.Tensor:
-        """[keys, 576]."""
-        return self.cache[self.table[sequence].long()].flatten(0, 1)[: self.problem.keys]
+        """[keys, 576] of a sequence, or of its indices, one token's; of codes times their scales."""
+        if self.indices is not None:
+            keys = self.cache.flatten(0, 1)[self.indices[sequence, 0].long()]
+        else:
+            keys = self.cache[self.table[sequence].long()].flatten(0, 1)[: self.problem.keys]
+        return dequantize(keys, self.q.dtype) if self.problem.has_codes else keys
 
 
 def make_inputs(problem: MlaDecodeProblem, device: str, seed: int) -> Inputs:
@@ -79,8 +85,18 @@ def make_inputs(problem: MlaDecodeProblem, device: str, seed: int) -> Inputs:
     table = torch.randperm(p.batch * pages, generator=generator, device=device).to(torch.int32).view(p.batch, pages)
     if p.keys % p.page_size:
         cache[table[:, -1].long(), p.keys % p.page_size :] = math.nan
+    if p.has_codes:
+        cache = torch.cat([make_coded(chunk) for chunk in cache.split(1024)])
     lengths = torch.full((p.batch,), p.keys, dtype=torch.int32, device=device)
-    return Inputs(problem, q, cache, table, lengths)
+    return Inputs(problem, q, cache, table, lengths, _indices(problem, table, generator) if p.topk else None)
+
+
+def _indices(p: MlaDecodeProblem, table: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+    """Keys of a token's own sequence, none twice, as rows of all pages."""
+    rows = torch.rand(p.batch, p.tokens, p.keys, generator=generator, device=table.device)
+    keys = rows.argsort(-1)[..., : p.topk]
+    pages = table.long()[torch.arange(p.batch, device=table.device)[:, None, None], keys // p.page_size]
+    return (pages * p.page_size + keys % p.page_size).to(torch.int32)
 
 
 @dataclass(frozen=True)

@@ -6,21 +6,14 @@
 #include <algorithm>
 #include <cmath>
 #include <cstring>
-#include <deque>
 #include <string>
-#include <vector>
 
+#include "../fake_driver.h"
 #include "attention/host/schemas.h"
-#include "host/driver.h"
-#include "host/find_kernels.h"
 #include "moe/host/backends.h"
 #include "moe/host/select.h"
 #include "moe/host/sort_plan.h"
 #include "moe/params/scaled.h"
-
-extern "C" const unsigned char flashmoe_binaries[1] = {0};
-extern "C" const char flashmoe_index[1] = {0};
-extern "C" int32_t aoti_torch_device_type_cuda() { return aoti_torch_device_type_cpu(); }
 
 namespace flashmoe {
 namespace moe {
@@ -370,92 +363,21 @@ std::string run_kernel(const host::Kernel& kernel, int64_t grid, void** argument
 namespace host {
 namespace {
 
-Device g_gpu;
-bool g_is_capturing = false;
-std::string g_log;  // one JSON object a line
-
 CUresult launch(CUfunction function, unsigned grid, unsigned block, unsigned shared, bool is_dependent,
                 void** arguments) {
-  const KernelTable& table = kernel_table();
-  for (int32_t index = 0; index < table.num_kernels; ++index) {
-    const Kernel& kernel = table.kernels[index];
-    if (kernel.symbol != reinterpret_cast<const char*>(function)) continue;
-    for (int32_t map = 0; map < kernel.num_tensor_maps; ++map) {
-      if (arguments[1 + map] == nullptr) return CUDA_ERROR_INVALID_VALUE;
-    }
-    const std::string problem = moe::run_kernel(kernel, grid, arguments);
-    g_log += std::string("{\"symbol\": \"") + kernel.symbol + "\", \"operation\": \"" + kernel.operation +
-             "\", \"grid\": " + std::to_string(grid) + ", \"block\": " + std::to_string(block) +
-             ", \"shared\": " + std::to_string(shared) + ", \"is_dependent\": " + (is_dependent ? "true" : "false") +
-             ", \"problem\": \"" + problem + "\"}\n";
-    return CUDA_SUCCESS;
+  const Kernel& kernel = kernel_of(function);
+  for (int32_t map = 0; map < kernel.num_tensor_maps; ++map) {
+    if (arguments[1 + map] == nullptr) return CUDA_ERROR_INVALID_VALUE;
   }
-  return CUDA_ERROR_INVALID_HANDLE;
-}
-
-Driver make_driver() {
-  Driver calls;
-  calls.cuThreadExchangeStreamCaptureMode = [](CUstreamCaptureMode*) { return CUDA_SUCCESS; };
-  calls.cuModuleLoadDataEx = [](CUmodule* module, const void*, unsigned, CUjit_option*, void**) {
-    *module = reinterpret_cast<CUmodule>(1);
-    return CUDA_SUCCESS;
-  };
-  calls.cuModuleGetFunction = [](CUfunction* function, CUmodule, const char* symbol) {
-    *function = reinterpret_cast<CUfunction>(const_cast<char*>(symbol));
-    return CUDA_SUCCESS;
-  };
-  calls.cuFuncSetAttribute = [](CUfunction, CUfunction_attribute, int) { return CUDA_SUCCESS; };
-  calls.cuStreamIsCapturing = [](CUstream, CUstreamCaptureStatus* status) {
-    *status = g_is_capturing ? CU_STREAM_CAPTURE_STATUS_ACTIVE : CU_STREAM_CAPTURE_STATUS_NONE;
-    return CUDA_SUCCESS;
-  };
-  calls.cuMemAlloc = [](CUdeviceptr* memory, std::size_t bytes) {
-    static std::deque<std::vector<char>> allocations;
-    *memory = reinterpret_cast<CUdeviceptr>(allocations.emplace_back(bytes).data());
-    return CUDA_SUCCESS;
-  };
-  calls.cuMemsetD8Async = [](CUdeviceptr address, unsigned char value, std::size_t count, CUstream) {
-    std::memset(reinterpret_cast<void*>(address), value, count);
-    return CUDA_SUCCESS;
-  };
-  calls.cuMemsetD32Async = [](CUdeviceptr address, unsigned value, std::size_t count, CUstream) {
-    for (std::size_t word = 0; word < count; ++word) reinterpret_cast<unsigned*>(address)[word] = value;
-    return CUDA_SUCCESS;
-  };
-  // As the driver: 16-byte aligned memory and strides.
-  calls.cuTensorMapEncodeTiled = [](CUtensorMap* map, CUtensorMapDataType, cuuint32_t rank, void* address,
-                                    const cuuint64_t* dims, const cuuint64_t* strides, const cuuint32_t* box,
-                                    const cuuint32_t*, CUtensorMapInterleave, CUtensorMapSwizzle,
-                                    CUtensorMapL2promotion, CUtensorMapFloatOOBfill) {
-    if (reinterpret_cast<uintptr_t>(address) % 16 != 0) return CUDA_ERROR_INVALID_VALUE;
-    for (cuuint32_t axis = 0; axis < rank; ++axis) {
-      if (dims[axis] == 0 || box[axis] == 0 || box[axis] > 256) return CUDA_ERROR_INVALID_VALUE;
-      if (axis > 0 && (strides[axis - 1] == 0 || strides[axis - 1] % 16 != 0)) return CUDA_ERROR_INVALID_VALUE;
-    }
-    std::memcpy(map, &address, sizeof(address));
-    return CUDA_SUCCESS;
-  };
-  calls.cuLaunchKernel = [](CUfunction function, unsigned grid, unsigned, unsigned, unsigned block, unsigned, unsigned,
-                            unsigned shared, CUstream, void** arguments,
-                            void**) { return launch(function, grid, block, shared, false, arguments); };
-  calls.cuLaunchKernelEx = [](const CUlaunchConfig* config, CUfunction function, void** arguments, void**) {
-    return launch(function, config->gridDimX, config->blockDimX, config->sharedMemBytes,
-                  config->attrs[0].value.programmaticStreamSerializationAllowed == 1, arguments);
-  };
-  return calls;
+  const std::string problem = moe::run_kernel(kernel, grid, arguments);
+  g_log += std::string("{\"symbol\": \"") + kernel.symbol + "\", \"operation\": \"" + kernel.operation +
+           "\", \"grid\": " + std::to_string(grid) + ", \"block\": " + std::to_string(block) +
+           ", \"shared\": " + std::to_string(shared) + ", \"is_dependent\": " + (is_dependent ? "true" : "false") +
+           ", \"problem\": \"" + problem + "\"}\n";
+  return CUDA_SUCCESS;
 }
 
 }  // namespace
-
-const Driver& driver() {
-  static const Driver fake = make_driver();
-  return fake;
-}
-const Device& device(int32_t) { return g_gpu; }
-std::string describe(CUresult result) { return std::to_string(static_cast<int>(result)); }
-CUstream current_stream(int32_t) { return nullptr; }
-ContextGuard::ContextGuard(CUcontext) {}
-ContextGuard::~ContextGuard() = default;
 
 }  // namespace host
 }  // namespace flashmoe
@@ -468,13 +390,6 @@ STABLE_TORCH_LIBRARY_FRAGMENT(flashmoe, library) {
 
 STABLE_TORCH_LIBRARY_IMPL(flashmoe, CPU, library) { library.impl("_fused_moe_scaled", &flashmoe::moe::boxed_scaled); }
 
-// Begins a call on a GPU of this kind: nothing has been launched.
 extern "C" void fake_gpu(int capability, int multiprocessors, int is_capturing) {
-  using namespace flashmoe::host;
-  g_gpu.capability = capability;
-  g_gpu.num_multiprocessors = multiprocessors;
-  g_gpu.name = "a GPU";
-  g_is_capturing = is_capturing != 0;
-  g_log.clear();
+  flashmoe::host::begin_call(capability, multiprocessors, is_capturing != 0);
 }
-extern "C" const char* fake_log() { return flashmoe::host::g_log.c_str(); }

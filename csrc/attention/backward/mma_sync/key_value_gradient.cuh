@@ -10,6 +10,7 @@
 // to the other in shared memory.
 #pragma once
 
+#include "attention/backward/mma_sync/dropout.cuh"
 #include "attention/backward/mma_sync/score_mod.cuh"
 #include "attention/backward/mma_sync/products.cuh"
 #include "attention/backward/mma_sync/spec.cuh"
@@ -164,6 +165,7 @@ __device__ __forceinline__ bool sum_over_queries(const BackwardParams& params, G
   const GroupOperand<Spec> P(smem, warp, 0);
   const GroupOperand<Spec> shared(smem, warp, is_value ? 0 : Spec::kNumOperands - 1);  // P, or dS
   const int key = tile.row + warp.first_row();
+  const TileDropout<Spec> dropout(params, tile);
   // The first query that sees a key of the group. Varlen kernels skip no block.
   const int group_row =
       kMask == MaskKind::kRuntime ? 0 : visible_rows<kMask>(params, lengths_of(params, tile), key).begin;
@@ -195,6 +197,10 @@ __device__ __forceinline__ bool sum_over_queries(const BackwardParams& params, G
         } else {
           P.store(warp, operand);
         }
+        if constexpr (Spec::kHasDropout) {
+          dropout.visit_keys(head, key, slice_row,
+                             [&](int m, int n, int i, bool keeps) { dropout.drop_weight(operand, m, n, i, keeps); });
+        }
         // Hazard: P is read before it is written. (It is overwritten a block later, behind the stream's barrier.)
         if constexpr (Spec::kSharers == 1) {
           ptx::named_barrier_arrive(1 + warp.group, kGroupThreads);
@@ -202,6 +208,10 @@ __device__ __forceinline__ bool sum_over_queries(const BackwardParams& params, G
           ptx::named_barrier_sync(1 + warp.group, kGroupThreads);
         }
       } else {
+        if constexpr (Spec::kHasDropout) {
+          dropout.visit_keys(head, key, slice_row,
+                             [&](int m, int n, int i, bool keeps) { dropout.drop_gradient(scores[m][n][i], keeps); });
+        }
         ptx::named_barrier_sync(1 + warp.group, kGroupThreads);  // P is whole
         score_gradients<Spec>(operand, scores, P, warp, statistics + Spec::kStreamRows * 4);
         if constexpr (Spec::kSharers > 1) {
@@ -226,8 +236,9 @@ __device__ __forceinline__ bool sum_over_queries(const BackwardParams& params, G
 template <typename Spec, typename Stream, MaskKind kMask, bool kIsFull>
 __device__ __forceinline__ void add_queries(const BackwardParams& params, Gradient<Spec>& dK, Gradient<Spec>& dV,
                                             Stream& stream, const QueryOperand<Spec>& K, const QueryOperand<Spec>& V,
-                                            const MaskTile<kMask>& tile, const GroupOperand<Spec>& unshared, int key,
-                                            int head, int block, bool is_seen) {
+                                            const MaskTile<kMask>& tile, const GroupOperand<Spec>& unshared,
+                                            const TileDropout<Spec>& dropout, int key, int head, int block,
+                                            bool is_seen) {
   stream.wait_second();
   const int block_row = block * Spec::kStreamRows;
   if (kMask == MaskKind::kRuntime
@@ -245,6 +256,12 @@ __device__ __forceinline__ void add_queries(const BackwardParams& params, Gradie
     multiply_query_key<Spec>(gradients, V, dO_smem);
     weigh_keys<Spec, kMask, kIsFull>(params, scores, operand, score_mod, stream.current_statistics(), tile, key,
                                      block_row);
+    if constexpr (Spec::kHasDropout) {
+      dropout.visit_keys(head, key, block_row, [&](int m, int n, int i, bool keeps) {
+        dropout.drop_weight(operand, m, n, i, keeps);
+        dropout.drop_gradient(gradients[m][n][i], keeps);
+      });
+    }
     accumulate<Spec>(dV, operand, unshared, dO_smem);
 #pragma unroll
     for (int n = 0; n < Spec::kMmaN; ++n) {
@@ -285,6 +302,7 @@ __device__ __forceinline__ bool sum_both_over_queries(const BackwardParams& para
   const QueryOperand<Spec> V(own_smem + Spec::kOwnBytes);
   const GroupOperand<Spec> unshared(smem, warp, 0);
   const int key = tile.row + warp.first_row();
+  const TileDropout<Spec> dropout(params, tile);
   clear<Spec>(dK);
   clear<Spec>(dV);
   int block = range.end - 1;
@@ -302,16 +320,18 @@ __device__ __forceinline__ bool sum_both_over_queries(const BackwardParams& para
     const KeyRange full = full_blocks<Spec>(params, tile);
     for (; left > 0; next()) {
       for (; left > 0 && block >= full.begin && block < full.end; next()) {
-        add_queries<Spec, Stream, kMask, true>(params, dK, dV, stream, K, V, tile, unshared, key, head, block, true);
+        add_queries<Spec, Stream, kMask, true>(params, dK, dV, stream, K, V, tile, unshared, dropout, key, head, block,
+                                               true);
       }
       if (left <= 0) break;
       const KeyRange seen = seen_blocks<Spec>(params, tile, ptx::recompute(key));
-      add_queries<Spec, Stream, kMask, false>(params, dK, dV, stream, K, V, tile, unshared, key, head, block,
+      add_queries<Spec, Stream, kMask, false>(params, dK, dV, stream, K, V, tile, unshared, dropout, key, head, block,
                                               block >= seen.begin && block < seen.end);
     }
   } else {
     for (; left > 0; next()) {
-      add_queries<Spec, Stream, kMask, false>(params, dK, dV, stream, K, V, tile, unshared, key, head, block, true);
+      add_queries<Spec, Stream, kMask, false>(params, dK, dV, stream, K, V, tile, unshared, dropout, key, head, block,
+                                              true);
     }
   }
   stream.finish();
@@ -325,9 +345,11 @@ __device__ __forceinline__ void store_key_rows(const BackwardParams& params, con
                                                const Gradient<Spec>& gradient, ptx::SmemPointer smem) {
   const int key = tile.row + warp.first_row();
   const Strides& stride = is_value ? params.dv_stride : params.dk_stride;
+  float value_scale = 1.0f;
+  if constexpr (Spec::kHasDropout) value_scale = dropout_of(params).scale;
   store_gradient<Spec>(is_value ? params.dv : params.dk, stride, key_offset(stride, tile, tile.head) + key * stride.row,
                        key_room(params, tile) - key, is_value ? value_columns<kMask>(params) : params.head_dim, warp,
-                       gradient, is_value ? 1.0f : params.scale, smem + warp.first_row() * Spec::kRowBytes);
+                       gradient, is_value ? value_scale : params.scale, smem + warp.first_row() * Spec::kRowBytes);
 }
 
 template <typename Spec, typename Stream, MaskKind kMask>

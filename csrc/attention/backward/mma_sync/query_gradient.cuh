@@ -5,6 +5,7 @@
 // Two warps that share rows compute dS of half of the keys each, exchange them, and add to half of the columns each.
 #pragma once
 
+#include "attention/backward/mma_sync/dropout.cuh"
 #include "attention/backward/mma_sync/score_mod.cuh"
 #include "attention/backward/mma_sync/products.cuh"
 #include "attention/backward/mma_sync/spec.cuh"
@@ -145,13 +146,16 @@ template <typename Spec, typename Stream, bool kIsFull>
 __device__ __forceinline__ void add_keys(const BackwardParams& params, Gradient<Spec>& dQ, Stream& stream,
                                          const QueryOperand<Spec>& Q, const QueryOperand<Spec>& dO,
                                          const RowStatistics<Spec, MaskKind::kRuntime>& rows, const VarlenTile& tile,
-                                         const WarpCoordinates<Spec>& warp, const GroupOperand<Spec>& shared, int row,
-                                         int block, bool is_seen) {
+                                         const WarpCoordinates<Spec>& warp, const GroupOperand<Spec>& shared,
+                                         const TileDropout<Spec>& dropout, int row, int block, bool is_seen) {
   const int block_key = block * Spec::kStreamRows;
   Scores<Spec> gradients;  // dP, then dS
   Scores<Spec> scores;
   stream.wait_second();
   if (is_seen) multiply_query_key<Spec>(gradients, dO, stream.second() + warp.row_offset());
+  if constexpr (Spec::kHasDropout) {
+    if (is_seen) dropout.drop(gradients, row, block_key);
+  }
   stream.wait_first();
   if (is_seen) {
     ScoreModWeights<Spec> score_mod;
@@ -199,6 +203,7 @@ __device__ __forceinline__ bool sum_over_keys(const BackwardParams& params, Grad
   const QueryOperand<Spec> dO(own_smem + Spec::kOwnBytes);
   const GroupOperand<Spec> shared(smem, warp, 0);
   const int row = tile.row + warp.first_row();
+  const TileDropout<Spec> dropout(params, tile);
   clear<Spec>(dQ);
   if constexpr (kMask == MaskKind::kRuntime) {
     // Blocks without a mask have a loop of their own inside that of the others, which lie on both sides of them.
@@ -206,12 +211,12 @@ __device__ __forceinline__ bool sum_over_keys(const BackwardParams& params, Grad
     for (int block = range.end - 1; block >= range.begin; --block) {
       if constexpr (!Spec::kHasScoreMod) {
         for (; block >= full.begin && block < full.end; --block) {
-          add_keys<Spec, Stream, true>(params, dQ, stream, Q, dO, rows, tile, warp, shared, row, block, true);
+          add_keys<Spec, Stream, true>(params, dQ, stream, Q, dO, rows, tile, warp, shared, dropout, row, block, true);
         }
         if (block < range.begin) break;
       }
       const KeyRange seen = seen_blocks<Spec>(params, tile, ptx::recompute(row));
-      add_keys<Spec, Stream, false>(params, dQ, stream, Q, dO, rows, tile, warp, shared, row, block,
+      add_keys<Spec, Stream, false>(params, dQ, stream, Q, dO, rows, tile, warp, shared, dropout, row, block,
                                     block >= seen.begin && block < seen.end);
     }
   } else {

@@ -49,6 +49,7 @@ struct TileSpec {
   static constexpr bool kHasScoreMod = kScores_ != 0;
   static constexpr bool kHasAlibi = kScores_ == 2;
   static constexpr bool kServesPlain = kServesPlain_;
+  static constexpr bool kHasDropout = false;
   static constexpr bool kQueryInRegisters = kOwnInRegisters_;  // as forward/mma_sync/multiply.cuh calls it
 
   static constexpr int kNumThreads = 32 * kNumWarps;

@@ -48,6 +48,20 @@ template <typename Element, int kHeadDim, int kBlockM, int kBlockN, int kNumStag
 using VarlenKeyValueGradientSpec =
     KeyValueGradientSpec<Element, kHeadDim, kBlockM, kBlockN, kNumStages, kNumWarps, kWarpRows, true, 1 + kAlibi>;
 
+// With dropout: take DropoutBackwardParams.
+template <typename Element, int kHeadDim, int kBlockM, int kBlockN, int kNumStages, int kNumWarps, int kWarpRows,
+          int kAlibi>
+struct DropoutQueryGradientSpec
+    : VarlenQueryGradientSpec<Element, kHeadDim, kBlockM, kBlockN, kNumStages, kNumWarps, kWarpRows, kAlibi> {
+  static constexpr bool kHasDropout = true;
+};
+template <typename Element, int kHeadDim, int kBlockM, int kBlockN, int kNumStages, int kNumWarps, int kWarpRows,
+          int kAlibi>
+struct DropoutKeyValueGradientSpec
+    : VarlenKeyValueGradientSpec<Element, kHeadDim, kBlockM, kBlockN, kNumStages, kNumWarps, kWarpRows, kAlibi> {
+  static constexpr bool kHasDropout = true;
+};
+
 }  // namespace sm75
 }  // namespace backward
 }  // namespace attention

@@ -22,6 +22,18 @@ __device__ __forceinline__ void key_value_gradient(const BackwardParams& params)
   mma_sync::key_value_gradient<Spec, Stream<Spec>, kMask>(params);
 }
 
+template <typename Spec>
+__device__ __forceinline__ void query_gradient_dropout(const DropoutBackwardParams& params) {
+  static_assert(Spec::kHasDropout, "others take BackwardParams");
+  query_gradient<Spec>(params.backward);
+}
+
+template <typename Spec>
+__device__ __forceinline__ void key_value_gradient_dropout(const DropoutBackwardParams& params) {
+  static_assert(Spec::kHasDropout, "others take BackwardParams");
+  key_value_gradient<Spec>(params.backward);
+}
+
 }  // namespace sm80
 }  // namespace backward
 }  // namespace attention

@@ -52,6 +52,21 @@ using VarlenKeyValueGradientSpec =
     VarlenSpec<KeyValueGradientSpec<Element, kHeadDim, kBlockM, kBlockN, kNumStages, kNumWarps, kWarpRows,
                                     kOwnInRegisters, kNumRoles, true, kScores>>;
 
+// With dropout: take DropoutBackwardParams. kScores 1: with or without a softcap or a mask tensor; 2: a softcap or ALiBi.
+template <typename Element, int kHeadDim, int kBlockM, int kBlockN, int kNumStages, int kNumWarps, int kWarpRows,
+          int kOwnInRegisters, int kScores>
+struct DropoutQueryGradientSpec : VarlenQueryGradientSpec<Element, kHeadDim, kBlockM, kBlockN, kNumStages, kNumWarps,
+                                                          kWarpRows, kOwnInRegisters, kScores> {
+  static constexpr bool kHasDropout = true;
+};
+template <typename Element, int kHeadDim, int kBlockM, int kBlockN, int kNumStages, int kNumWarps, int kWarpRows,
+          int kOwnInRegisters, int kNumRoles, int kScores>
+struct DropoutKeyValueGradientSpec
+    : VarlenKeyValueGradientSpec<Element, kHeadDim, kBlockM, kBlockN, kNumStages, kNumWarps, kWarpRows, kOwnInRegisters,
+                                 kNumRoles, kScores> {
+  static constexpr bool kHasDropout = true;
+};
+
 }  // namespace sm80
 }  // namespace backward
 }  // namespace attention

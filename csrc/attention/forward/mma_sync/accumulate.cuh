@@ -1,6 +1,7 @@
 // What a warp does with the scores of one key tile: mask, online softmax, O += P V.
 #pragma once
 
+#include "attention/dropout.cuh"
 #include "attention/forward/mma_sync/multiply.cuh"
 #include "attention/forward/mma_sync/softmax.cuh"
 #include "attention/masks.cuh"
@@ -113,6 +114,7 @@ __device__ __forceinline__ void shape_scores(float (&S_rmem)[Spec::kMmaM][Spec::
 template <typename Spec>
 struct SharedValues {
   static constexpr bool kMaySkip = false;  // halves of rows whose results nobody stores: skips(half)
+  static constexpr bool kDrops = false;    // weights, once the sums have them: drop()
 
   ptx::SmemPointer V_smem;
 
@@ -125,6 +127,40 @@ struct SharedValues {
                                            const ColumnWalk<Spec::kHeadDim>& V_walk, int key_block) const {
     multiply_probability_value<Spec>(O_rmem, P_rmem, V_walk, key_block);
   }
+};
+
+// The same under dropout.
+template <typename Spec>
+struct DroppedValues : SharedValues<Spec> {
+  static constexpr bool kDrops = true;
+  static constexpr int kKeys = Spec::kBlockN % 32 == 0 ? 32 : 16;  // whose weights are dropped together
+
+  HeadDropout dropout;
+  int row;  // the warp's first, of the sequence
+  int first_key;
+
+  // Weights of the warp's rows 16 m to 16 m + 15 and kKeys keys from 16 key_block on; what is kept is scaled with the output.
+  __device__ __forceinline__ void drop(float (&P_rmem)[Spec::kMmaN][4], int m, int key_block) const {
+    visit_by_query<kKeys>(dropout, row + m * 16, first_key + key_block * 16, [&](int n, int i, bool keeps) {
+      float& p = P_rmem[2 * key_block + n][i];
+      p = keeps ? p : 0.0f;
+    });
+  }
+};
+
+// What a warp that may drop weights keeps through its walk over the keys. Empty without dropout.
+template <typename Spec, bool kHasDropout = Spec::kHasDropout>
+struct WalkDropout {
+  template <typename Tile>
+  __device__ __forceinline__ WalkDropout(const ForwardParams&, const Tile&) {}
+};
+template <typename Spec>
+struct WalkDropout<Spec, true> {
+  HeadDropout of_head;
+
+  template <typename Tile>
+  __device__ __forceinline__ WalkDropout(const ForwardParams& params, const Tile& tile)
+      : of_head(dropout_of(params), tile.head_q, tile.batch) {}
 };
 
 template <typename Values>
@@ -205,7 +241,16 @@ __device__ __forceinline__ void accumulate_tile(Accumulator<Spec>& accumulator,
         S_rmem[m][n][i] = values.weigh(p);
         accumulator.rows[m][i / 2].sum += p;
       };
-      if constexpr (Values::kMaySkip) {
+      if constexpr (Values::kDrops) {
+        constexpr int kBlocks = Values::kKeys / 16;
+        if (k % kBlocks == 0) {
+#pragma unroll
+          for (int n = 2 * k; n < 2 * (k + kBlocks); ++n)
+#pragma unroll
+            for (int i = 0; i < 4; ++i) exponentiate(n, i);
+          values.drop(S_rmem[m], m, k);
+        }
+      } else if constexpr (Values::kMaySkip) {
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
           if (values.skips(half)) continue;
@@ -229,6 +274,16 @@ __device__ __forceinline__ void accumulate_tile(Accumulator<Spec>& accumulator,
                                                 float (&S_rmem)[Spec::kMmaM][Spec::kMmaN][4], ptx::SmemPointer V_smem,
                                                 float scale_log2, bool is_masked) {
   accumulate_tile<Spec, SharedValues<Spec>>(accumulator, S_rmem, SharedValues<Spec>{V_smem}, scale_log2, is_masked);
+}
+
+// And with dropout. row, first_key: the warp's and the tile's first.
+template <typename Spec>
+__device__ __forceinline__ void accumulate_tile(Accumulator<Spec>& accumulator,
+                                                float (&S_rmem)[Spec::kMmaM][Spec::kMmaN][4], ptx::SmemPointer V_smem,
+                                                float scale_log2, bool is_masked, const WalkDropout<Spec>& dropout,
+                                                int row, int first_key) {
+  const DroppedValues<Spec> values{{V_smem}, dropout.of_head, row, first_key};
+  accumulate_tile<Spec, DroppedValues<Spec>>(accumulator, S_rmem, values, scale_log2, is_masked);
 }
 
 }  // namespace mma_sync

@@ -1,6 +1,7 @@
 // A warp's rows of the output tile: normalise, round, store; and the log-sum-exp of its rows.
 #pragma once
 
+#include "attention/dropout.cuh"
 #include "attention/forward/mma_sync/softmax.cuh"
 #include "attention/scores.cuh"
 #include "attention/forward/tile.cuh"
@@ -100,7 +101,8 @@ __device__ __forceinline__ void finish_tile(const ForwardParams& params, const Q
       } else {
         finished = finish_row(shift, sum);
       }
-      const float inverse = finished.inverse;
+      float inverse = finished.inverse;
+      if constexpr (Spec::kHasDropout) inverse *= dropout_of(params).scale;
 #pragma unroll
       for (int d = 0; d < Spec::kMmaD; ++d) {
         O_rmem[m][d][2 * half] *= inverse;

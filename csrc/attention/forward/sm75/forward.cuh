@@ -38,6 +38,7 @@ struct KeyTileWalk {
   const int
       causal_last;  // last key that the warp's first row sees, if causal; of kRuntime, the window's key (masks.cuh)
   const QueryTile tile;  // of kRuntime alone
+  const mma_sync::WalkDropout<Spec> dropout;
 
   __device__ __forceinline__ KeyTileWalk(const Sequence<kMask>& sequence_, const QueryTile& tile_, int first_tile,
                                          ptx::SmemPointer KV_smem)
@@ -49,7 +50,8 @@ struct KeyTileWalk {
         V_gmem(static_cast<const Element*>(params.v) + sequence.key_offset(params.v_stride, tile_.head_kv)),
         n(first_tile),
         causal_last(Mask<kMask>(sequence).last_key(tile_.row + ptx::warp_index() * Spec::kWarpRows)),
-        tile(tile_) {}
+        tile(tile_),
+        dropout(sequence.params, tile_) {}
 
   // The keys of key tile `index`, of K or V.
   __device__ __forceinline__ void fetch(StagedTile<Spec, Spec::kBlockN>& staged, const Element* head_gmem,
@@ -89,7 +91,12 @@ struct KeyTileWalk {
     }
     StagedTile<Spec, Spec::kBlockN> K_staged;
     if (n + 1 < end) fetch_key(K_staged, n + 1);
-    mma_sync::accumulate_tile<Spec>(accumulator, S_rmem, V_smem, params.scale_log2, kIsMasked);
+    if constexpr (Spec::kHasDropout) {
+      mma_sync::accumulate_tile<Spec>(accumulator, S_rmem, V_smem, params.scale_log2, kIsMasked, dropout,
+                                      tile.row + ptx::warp_index() * Spec::kWarpRows, first_key);
+    } else {
+      mma_sync::accumulate_tile<Spec>(accumulator, S_rmem, V_smem, params.scale_log2, kIsMasked);
+    }
     if (n + 1 < end) K_staged.store(K_smem);
   }
 };
@@ -139,6 +146,12 @@ __device__ __forceinline__ void forward(const ForwardParams& params) {
 template <typename Spec>
 __device__ __forceinline__ void forward_varlen(const ForwardParams& params) {
   forward<Spec, MaskKind::kRuntime>(params);
+}
+
+template <typename Spec>
+__device__ __forceinline__ void forward_dropout(const DropoutForwardParams& params) {
+  static_assert(Spec::kHasDropout, "others take ForwardParams");
+  forward<Spec, MaskKind::kRuntime>(params.forward);
 }
 
 }  // namespace sm75

@@ -21,6 +21,7 @@ struct ForwardSpec {
   static constexpr bool kQueryInRegisters = kQueryInRegisters_ != 0;
   static constexpr bool kIsSplit = false;
   static constexpr bool kHasAlibi = false;
+  static constexpr bool kHasDropout = false;
 
   static constexpr int kNumThreads = 32 * kNumWarps;
   static constexpr int kWarpRows = kBlockM / kNumWarps;
@@ -58,6 +59,14 @@ template <typename Element, int kHeadDim, int kBlockM, int kBlockN, int kNumStag
 struct VarlenForwardSpec
     : ForwardSpec<Element, kHeadDim, kBlockM, kBlockN, kNumStages, kNumWarps, kQueryInRegisters, kSplit> {
   static constexpr bool kHasAlibi = kAlibi != 0;
+};
+
+// With dropout: takes DropoutForwardParams.
+template <typename Element, int kHeadDim, int kBlockM, int kBlockN, int kNumStages, int kNumWarps,
+          int kQueryInRegisters, int kAlibi>
+struct DropoutForwardSpec
+    : VarlenForwardSpec<Element, kHeadDim, kBlockM, kBlockN, kNumStages, kNumWarps, kQueryInRegisters, 0, kAlibi> {
+  static constexpr bool kHasDropout = true;
 };
 
 }  // namespace sm75

@@ -43,6 +43,7 @@ struct VarlenWalk<Spec, MaskKind::kRuntime> {
   const KeyRange visible;  // keys that some row of the tile sees
   const int head_q;
   const int warp_row;  // the warp's first, of the sequence
+  const mma_sync::WalkDropout<Spec> dropout;
 
   __device__ __forceinline__ VarlenWalk(const Sequence<MaskKind::kRuntime>& sequence, const QueryTile& tile)
       : K_gmem(static_cast<const Element*>(sequence.params.k) +
@@ -51,7 +52,8 @@ struct VarlenWalk<Spec, MaskKind::kRuntime> {
                sequence.key_offset(sequence.params.v_stride, tile.head_kv)),
         visible(Mask<MaskKind::kRuntime>(sequence).keys(tile.row, tile.rows)),
         head_q(tile.head_q),
-        warp_row(tile.row + ptx::warp_index() * Spec::kWarpRows) {}
+        warp_row(tile.row + ptx::warp_index() * Spec::kWarpRows),
+        dropout(sequence.params, tile) {}
 };
 
 // What the epilogue needs of a tile of kRuntime, a copy for each warp: to find it again takes short sequences 3% of their time, and registers are
@@ -232,7 +234,12 @@ struct KeyTileWalk {
     if (is_masked) mma_sync::mask_scores<Spec>(S_rmem, ptx::lane_index(), mask);
     // A mask tensor hides what it likes.
     if constexpr (kMask == MaskKind::kRuntime && !kIsPlain) is_masked = true;
-    mma_sync::accumulate_tile<Spec>(accumulator, S_rmem, V_smem, params.scale_log2, is_masked);
+    if constexpr (Spec::kHasDropout) {
+      mma_sync::accumulate_tile<Spec>(accumulator, S_rmem, V_smem, params.scale_log2, is_masked, varlen.dropout,
+                                      varlen.warp_row, first_key);
+    } else {
+      mma_sync::accumulate_tile<Spec>(accumulator, S_rmem, V_smem, params.scale_log2, is_masked);
+    }
   }
 };
 
@@ -299,8 +306,8 @@ __device__ __forceinline__ void attend(const ForwardParams& params, Accumulator<
   if (key_tiles.begin >= key_tiles.end) return;
   load_query<Spec, kMask>(sequence, tile, Q_smem);
   if constexpr (kMask == MaskKind::kRuntime) {
-    if (Spec::kHasAlibi || params.sequences.block_table != nullptr || params.score_options.score_factor > 0.0f ||
-        params.score_options.mask != nullptr) {
+    if (Spec::kHasAlibi || Spec::kHasDropout || params.sequences.block_table != nullptr ||
+        params.score_options.score_factor > 0.0f || params.score_options.mask != nullptr) {
       walk_keys<Spec, kMask, false>(sequence, accumulator, tile, key_tiles, Q_smem, warp_row);
       return;
     }
@@ -326,6 +333,12 @@ template <typename Spec>
 __device__ __forceinline__ void forward_varlen(const ForwardParams& params) {
   static_assert(!Spec::kIsSplit, "decode/ splits");
   forward<Spec, MaskKind::kRuntime>(params);
+}
+
+template <typename Spec>
+__device__ __forceinline__ void forward_dropout(const DropoutForwardParams& params) {
+  static_assert(Spec::kHasDropout, "others take ForwardParams");
+  forward<Spec, MaskKind::kRuntime>(params.forward);
 }
 
 }  // namespace sm80

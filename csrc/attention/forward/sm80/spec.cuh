@@ -26,6 +26,7 @@ struct ForwardSpec {
   static constexpr bool kIsSplit = kSplit_ != 0;
   static constexpr bool kHasMaskedLoop = kMaskedLoop_ != 0;
   static constexpr bool kHasAlibi = false;
+  static constexpr bool kHasDropout = false;
 
   static constexpr int kNumThreads = 32 * kNumWarps;
   static constexpr int kWarpRows = kBlockM / kNumWarps;
@@ -64,6 +65,14 @@ struct VarlenForwardSpec
   static constexpr int kTileBytes = 32;           // of a warp's copy
   static constexpr int kTileOffset = Base::kSharedBytes;
   static constexpr int kSharedBytes = kTileOffset + kNumWarps * kTileBytes;
+};
+
+// With dropout: takes DropoutForwardParams.
+template <typename Element, int kHeadDim, int kBlockM, int kBlockN, int kNumStages, int kNumWarps,
+          int kQueryInRegisters, int kAlibi>
+struct DropoutForwardSpec
+    : VarlenForwardSpec<Element, kHeadDim, kBlockM, kBlockN, kNumStages, kNumWarps, kQueryInRegisters, 0, 0, kAlibi> {
+  static constexpr bool kHasDropout = true;
 };
 
 }  // namespace sm80

@@ -28,6 +28,10 @@ __device__ __forceinline__ void unpack_e4m3(uint32_t (&pairs)[2], uint32_t codes
   pairs[1] = pack<Element>(value(2), value(3));
 }
 
+__device__ __forceinline__ void widen_e4m3(float (&values)[4], uint32_t codes) {
+  for (int i = 0; i < 4; ++i) values[i] = emulation::e4m3_to_float(static_cast<uint8_t>(codes >> 8 * i));
+}
+
 __device__ __forceinline__ uint32_t select_bytes(uint32_t low, uint32_t high, uint32_t selector) {
   const uint64_t all = static_cast<uint64_t>(high) << 32 | low;
   uint32_t bytes = 0;

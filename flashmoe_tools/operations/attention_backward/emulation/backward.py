@@ -73,6 +73,7 @@ class Scores:
     weights: torch.Tensor
     magnitude: torch.Tensor  # of the exponents
     derivative: torch.Tensor | float = 1.0  # of what comes between the products and the softmax
+    factors: torch.Tensor | float = 1.0  # of dropout
 
     def gradients(
         self,
@@ -94,9 +95,9 @@ class Scores:
         """
         unit, small = UNIT_ROUNDOFF[dtype], 2.0**-25 if dtype == "f16" else 0.0
         exponent = 2e-5 + score_unit * self.magnitude
-        d_weights = dout @ self.v.mT
+        d_weights = self.factors * (dout @ self.v.mT)
         d_scores = self.weights * self.derivative * (d_weights - row_dot[..., None])
-        reach = dout.abs() @ self.v.abs().mT + row_dot.abs()[..., None]
+        reach = self.factors * (dout.abs() @ self.v.abs().mT) + row_dot.abs()[..., None]
         error = unit * d_scores.abs() + self.weights * (1e-5 + exponent) * reach
         if shares_weights:
             error = error + unit * d_scores.abs() + small * (d_weights.abs() + row_dot.abs()[..., None])
@@ -109,8 +110,8 @@ class Scores:
             "dq": (scale * d_scores @ self.k, scale * (error + small) @ self.k.abs()),
             "dk": (scale * of_keys(d_scores.mT @ self.q), scale * of_keys((error + small).mT @ self.q.abs())),
             "dv": (
-                of_keys(self.weights.mT @ dout),
-                of_keys(((unit + exponent) * self.weights + small).mT @ dout.abs()),
+                of_keys((self.weights * self.factors).mT @ dout),
+                of_keys((((unit + exponent) * self.weights + small) * self.factors).mT @ dout.abs()),
             ),
         }
         return {name: (value, bound + unit * value.abs() + 1e-6) for name, (value, bound) in found.items()}

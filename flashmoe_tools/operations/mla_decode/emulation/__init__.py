@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from flashmoe_tools.operations.mla_decode.emulation import combine, decode
+from flashmoe_tools.operations.mla_decode.emulation import append, combine, decode
 
-RUNNERS = {"mla_decode": decode.RUNNER, "mla_combine": combine.RUNNER}
+RUNNERS = {"mla_decode": decode.RUNNER, "mla_combine": combine.RUNNER, "mla_append": append.RUNNER}

@@ -24,7 +24,11 @@ from flashmoe_tools.tables import Unit
 def problems(unit: Unit) -> Iterator[MlaProblem]:
     """Parts that begin and end inside sequences; lengths 0; rows that see no key; every page size that boxes differ for."""
     m, n = unit.row.block_m, unit.row.block_n
-    base = MlaProblem("decode", unit.dtype, (3 * n + 7, 3, 0, n, 2 * n + 1), min(m, 16))
+    has_codes = bool(unit.row.options.get("codes"))
+    base = MlaProblem("decode", unit.dtype, (3 * n + 7, 3, 0, n, 2 * n + 1), min(m, 16), has_codes=has_codes)
+    if unit.row.options.get("sparse"):
+        yield from _sparse(unit, replace(base, is_causal=False, topk=3 * n + 11))
+        return
     yield base
     yield replace(base, name="tokens, sinks", heads=6, tokens=m // 6 + 1, has_sinks=True, page_size=32, data_seed=1)
     if unit.dtype == "bf16":
@@ -38,6 +42,19 @@ def problems(unit: Unit) -> Iterator[MlaProblem]:
     yield replace(base, name="equal", keys=(2 * n,) * 4, heads=3, parts=2)
     yield replace(base, name="three splits", keys=(9 * n, n), heads=3, parts=9, num_splits=3)
     yield replace(base, name="long shares", keys=(4 * n + 3, 9), heads=2, parts=6, least_share=3)
+
+
+def _sparse(unit: Unit, base: MlaProblem) -> Iterator[MlaProblem]:
+    """Blocks of keys that are partly or all none; tokens that no index names a key for; few indices; a part that ends within a token's."""
+    m, n = unit.row.block_m, unit.row.block_n
+    yield base
+    yield replace(base, name="sinks", heads=m + 3, keys=(5, 0, 2 * n), has_sinks=True, page_size=32, data_seed=1)
+    if unit.dtype == "bf16":
+        return
+    yield replace(base, name="dense", page_size=0, heads=3, keys=(2 * n + 5, n - 1), parts=3, wants_lse=False)
+    yield replace(base, name="one split", num_splits=1, page_size=48, heads=5, keys=(2 * n, n, 3), topk=2 * n)
+    yield replace(base, name="few indices", keys=(1, 2, 0), heads=3, parts=2, topk=3, has_sinks=True)
+    yield replace(base, name="many", keys=tuple(index % 3 for index in range(37)), heads=2, parts=5, topk=n + 1)
 
 
 def put_together(tensors: Tensors, found: list[Segment], partial: dict[str, torch.Tensor]) -> None:

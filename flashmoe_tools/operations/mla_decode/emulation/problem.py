@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -12,8 +12,9 @@ import torch
 from flashmoe_build.emulation.compare import DTYPES, UNIT_ROUNDOFF, worst_element
 from flashmoe_build.emulation.runner import NamedProblem, in_front, output
 from flashmoe_tools.operations.attention.emulation.problem import lse_bound
+from flashmoe_tools.operations.mla_decode.codes import NAN_CODE, SCALE_COLUMNS, SCALES, dequantize, make_coded
 from flashmoe_tools.operations.mla_decode.emulation.plan import Segment, segments
-from flashmoe_tools.operations.mla_decode.problem import HEAD_DIM, LATENT_DIM
+from flashmoe_tools.operations.mla_decode.problem import HEAD_DIM, KEY_BYTES, LATENT_DIM
 from flashmoe_tools.operations.mla_decode.reference import attend
 
 NAN = float("nan")
@@ -39,6 +40,8 @@ class MlaProblem(NamedProblem):
     least_share: int = 1
     warps_per_sum: int = 1
     magnitude: float = 1.0  # of q
+    has_codes: bool = False  # a cache of 8-bit floats
+    topk: int = 0  # indices of each sequence, of which keys[b] name keys; 0: a sequence's own keys
     data_seed: int = 0
 
     @property
@@ -52,12 +55,13 @@ class Tensors:
 
     problem: MlaProblem
     q: torch.Tensor  # [batch, tokens, heads, 576]
-    cache: torch.Tensor  # [pages, page size, 576]
+    cache: torch.Tensor  # [pages, page size, 576], or 656 bytes
     table: torch.Tensor | None
-    keys: tuple[torch.Tensor, ...]  # of each sequence, [keys, 576]
+    keys: tuple[torch.Tensor, ...]  # of each sequence, [keys, 576]; of codes, times their scales
     sinks: torch.Tensor | None
     out: torch.Tensor
     lse: torch.Tensor
+    indices: torch.Tensor | None = None  # [batch, topk]
 
     @cached_property
     def expected(self) -> list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
@@ -85,6 +89,13 @@ class Tensors:
         return wrong
 
 
+def _coded(latents: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+    """[keys, 656] of latents [keys, 576]: scales are powers of two, 16 times apart within a key; some codes are subnormal."""
+    factors = 2.0 ** torch.randint(-2, 3, (len(latents), SCALES), generator=generator).float()
+    spread = torch.cat([factors.repeat_interleave(SCALE_COLUMNS, -1), torch.ones(len(latents), 64)], -1)
+    return make_coded((latents.float() * spread).to(latents.dtype))
+
+
 def build(p: MlaProblem) -> Tensors:
     """Fresh random tensors, the same for the same problem."""
     generator = torch.Generator().manual_seed(p.data_seed * 7919 + 31)
@@ -95,19 +106,25 @@ def build(p: MlaProblem) -> Tensors:
 
     q = (normal(batch, p.tokens, p.heads, HEAD_DIM) * p.magnitude + 0.25).to(dtype)
     keys = tuple((normal(length, HEAD_DIM) + 0.25).to(dtype) for length in p.keys)
+    stored: tuple[torch.Tensor, ...] = keys
+    if p.has_codes:
+        stored = tuple(_coded(values, generator) for values in keys)
+        keys = tuple(dequantize(own, dtype) for own in stored)
+    width, empty = (KEY_BYTES, NAN_CODE) if p.has_codes else (HEAD_DIM, NAN)
+    kind = torch.uint8 if p.has_codes else dtype
     table = None
     if p.page_size == 0:
-        cache = torch.full((batch, max(p.keys) + 3, HEAD_DIM), NAN, dtype=dtype)
-        for own, values in zip(cache, keys, strict=True):
+        cache = torch.full((batch, max(p.keys) + 3, width), empty, dtype=kind)
+        for own, values in zip(cache, stored, strict=True):
             own[: len(values)] = values
     else:
         counts = [-(-length // p.page_size) for length in p.keys]
         order = torch.randperm(sum(counts) + 2, generator=generator).to(torch.int32)
-        cache = torch.full((len(order), p.page_size, HEAD_DIM), NAN, dtype=dtype)
+        cache = torch.full((len(order), p.page_size, width), empty, dtype=kind)
         table = torch.full((batch, max(counts) + 1), GARBAGE_PAGE, dtype=torch.int32)
         table[1::2] = -1
         used = 0
-        for sequence, (count, values) in enumerate(zip(counts, keys, strict=True)):
+        for sequence, (count, values) in enumerate(zip(counts, stored, strict=True)):
             table[sequence, :count] = order[used : used + count]
             used += count
             for page in range(count):
@@ -116,24 +133,54 @@ def build(p: MlaProblem) -> Tensors:
     sinks = normal(p.heads) * 2 if p.has_sinks else None
     out = torch.full((batch, p.tokens, p.heads, LATENT_DIM), NAN, dtype=dtype)
     lse = torch.full((batch, p.heads, p.tokens), NAN)
-    return Tensors(p, q, cache, table, keys, sinks, out, lse)
+    tensors = Tensors(p, q, cache, table, keys, sinks, out, lse)
+    return name_keys(tensors, generator) if p.topk else tensors
+
+
+def name_keys(tensors: Tensors, generator: torch.Generator) -> Tensors:
+    """The same with indices in random places of each sequence's, -1 and rows of no page in the others; the last key is the first again.
+
+    The sequences are the tokens of one, so lse [1, heads, batch] lies so in memory.
+    """
+    p, size = tensors.problem, tensors.cache.shape[1]
+    slots = tensors.cache.shape[0] * size
+    indices = torch.full((len(p.keys), p.topk), -1, dtype=torch.int32)
+    indices[:, 1::3], indices[:, 2::7] = slots, -(2**31)
+    keys = []
+    for sequence, own in enumerate(tensors.keys):
+        count = len(own)
+        places = torch.randperm(p.topk, generator=generator)[:count].sort().values
+        of_keys = torch.arange(count)
+        if count:
+            own = torch.cat([own[:-1], own[:1]])
+            of_keys[-1] = 0
+        keys.append(own)
+        pages = torch.full_like(of_keys, sequence)
+        if tensors.table is not None:
+            pages = tensors.table[sequence, of_keys // size].long()
+        indices[sequence, places] = (pages * size + of_keys % size).to(torch.int32)
+    lse = torch.full((1, p.heads, len(p.keys)), NAN).permute(2, 1, 0)
+    return replace(tensors, keys=tuple(keys), indices=indices, lse=lse)
 
 
 def plan(p: MlaProblem, block_n: int) -> list[Segment]:
-    return list(segments(p.keys, block_n, p.parts, p.least_share, p.num_splits))
+    counts = (p.topk,) * len(p.keys) if p.topk else p.keys
+    return list(segments(counts, block_n, p.parts, p.least_share, p.num_splits))
 
 
 def values_of(tensors: Tensors, block_m: int, block_n: int, partial: dict[str, torch.Tensor]) -> dict[str, Any]:
     """The parameters of a decoding kernel, and of the kernel that puts its partial results together."""
-    p, cache = tensors.problem, tensors.cache
+    p, cache, indices = tensors.problem, tensors.cache, tensors.indices
+    table = tensors.table if indices is None else None
     return {
         "q": in_front(tensors.q),
         "cache": in_front(cache),
         "out": output(tensors.out),
         "lse": output(tensors.lse) if p.wants_lse else None,
-        "cache_seqlens": in_front(torch.tensor(p.keys, dtype=torch.int32)),
-        "block_table": in_front(tensors.table),
-        "block_table_stride": 0 if tensors.table is None else tensors.table.stride(0),
+        "cache_seqlens": in_front(torch.tensor(p.keys, dtype=torch.int32)) if indices is None else None,
+        "indices": in_front(indices),
+        "block_table": in_front(table),
+        "block_table_stride": 0 if table is None else table.stride(0),
         "sinks": tensors.sinks,
         **{name: output(tensor) for name, tensor in partial.items()},
         "q_stride_batch": tensors.q.stride(0),
@@ -143,10 +190,12 @@ def values_of(tensors: Tensors, block_m: int, block_n: int, partial: dict[str, t
         "batch": len(p.keys),
         "tokens": p.tokens,
         "heads": p.heads,
-        "max_keys": cache.shape[1] if tensors.table is None else tensors.table.shape[1] * p.page_size,
+        "tokens_apart": 1 if indices is None else len(p.keys),
+        "max_keys": p.topk or (cache.shape[1] if table is None else table.shape[1] * p.page_size),
         "page_size": cache.shape[1],
         "num_pages": cache.shape[0],
-        "box_rows": block_n if tensors.table is None else min(block_n, cache.shape[1] & -cache.shape[1]),
+        "num_slots": cache.shape[0] * cache.shape[1],
+        "box_rows": block_n if table is None else min(block_n, cache.shape[1] & -cache.shape[1]),
         "is_causal": int(p.is_causal),
         "block_m": block_m,
         "row_tiles": -(-p.rows // block_m),

@@ -7,6 +7,7 @@ from flashmoe_tools.operations.serving.emulation import append, decode, e4m3, fo
 
 RUNNERS = {
     "attention_varlen_forward": forward.RUNNER,
+    "attention_dropout_forward": forward.RUNNER,
     "attention_decode": decode.RUNNER,
     "attention_append": append.RUNNER,
     "attention_decode_e4m3": e4m3.RUNNER,

@@ -14,11 +14,15 @@ FEW = ("ragged", "exact", "paged", "window", "softcap", "soft softcap", "wide so
 ONE = ("ragged",)
 SMALL_PAGE = {"sm90": 8, "sm80": 3, "sm75": 3}  # the smallest that a family takes, or what no power of two divides
 MAX_SPLITS = 5
+SMALLEST = 64  # head dim
 
 
 def problems(unit: Unit) -> Iterator[VarlenProblem]:
     """In the order of what they need: lengths, pages, the band, scores; then decoding. Where score functions have a kernel of their
     own, the problems are divided between the two."""
+    if unit.row.operation == DROPOUT:
+        yield from with_dropout(unit, _with_alibi(_prefill(unit)) if adds_alibi(unit.row.options) else _prefill(unit))
+        return
     if adds_alibi(unit.row.options):
         yield from _with_alibi(_prefill(unit))
         return
@@ -36,6 +40,18 @@ def problems(unit: Unit) -> Iterator[VarlenProblem]:
             if problem.name not in names and not is_split:
                 continue
         yield replace(problem, data_seed=seed)
+
+
+DROPOUT = "attention_dropout_forward"
+DROPPED = ("ragged", "full", "window", "soft softcap", "mask", "additive mask", "dense")
+PROBABILITIES = (0.1, 0.5, 0.83)
+
+
+def with_dropout(unit: Unit, problems: Iterator[VarlenProblem]) -> Iterator[VarlenProblem]:
+    """Those that meet what a mask is made of: rows, keys, heads and sequences, and scores of each kind."""
+    names = DROPPED if unit.dtype == "f16" and unit.row.axes["head_dim"] == SMALLEST else DROPPED[:3]
+    for seed, problem in enumerate(problem for problem in problems if problem.name in names):
+        yield replace(problem, data_seed=seed, dropout_p=PROBABILITIES[seed % len(PROBABILITIES)])
 
 
 ALIBI = ("ragged", "full", "paged", "window", "soft softcap", "dense", "many")

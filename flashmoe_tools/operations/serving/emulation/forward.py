@@ -9,6 +9,7 @@ import torch
 
 from flashmoe_build.emulation.compare import touched, worst_element
 from flashmoe_build.emulation.runner import Launch, Runner, Trial, counter, output
+from flashmoe_tools.operations.attention import philox
 from flashmoe_tools.operations.attention.emulation import recurrence
 from flashmoe_tools.operations.attention.emulation.forward import merge
 from flashmoe_tools.operations.attention.emulation.problem import lse_bound
@@ -113,6 +114,18 @@ def values_of(p: VarlenProblem, tensors: Tensors, lse: torch.Tensor, **more: Any
     }
 
 
+def with_dropout(p: VarlenProblem, name: str, values: dict[str, Any]) -> dict[str, Any]:
+    """The parameters of a kernel that has dropout: those of one without, under ``name``, and its own."""
+    if p.dropout_p == 0:
+        return values
+    own = {
+        "rng_state": torch.tensor(p.rng_state),
+        "threshold": philox.threshold(p.dropout_p),
+        "scale": 1.0 / (1.0 - p.dropout_p),
+    }
+    return {name: values, "dropout": own}
+
+
 def row_blocks(p: VarlenProblem, block_m: int) -> int:
     """Row blocks of a head, at most: what the host knows without reading lengths."""
     of_longest = math.ceil(p.most_rows / block_m) * len(p.rows)
@@ -149,7 +162,7 @@ def trial_on(unit: Unit, p: VarlenProblem, tensors: Tensors) -> Trial:
         return disagreements(p, tensors, lse) + (_other_bits(unit, p, tensors, lse) if p.is_exact else [])
 
     tiles = row_blocks(p, unit.row.block_m) * (p.heads_kv if p.is_folded else p.heads_q) * p.splits
-    return Trial([Launch(values, tiles)], check, {"out": tensors.out, "lse": lse})
+    return Trial([Launch(with_dropout(p, "forward", values), tiles)], check, {"out": tensors.out, "lse": lse})
 
 
 def _other_bits(unit: Unit, p: VarlenProblem, tensors: Tensors, lse: torch.Tensor) -> list[str]:

@@ -75,7 +75,13 @@ class VarlenProblem(NamedProblem):
     splits: int = 1
     wants_lse: bool = True
     has_counter: bool = True
+    dropout_p: float = 0.0
     data_seed: int = 0
+
+    @property
+    def rng_state(self) -> tuple[int, int]:
+        """Seed and offset of the dropout, of more than 32 bits."""
+        return 0x9E3779B97F4A7C15 * (self.data_seed + 1) % (1 << 63), (self.data_seed << 33) + 5
 
     @property
     def group(self) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from flashmoe_build.emulation.compare import UNIT_ROUNDOFF
+from flashmoe_tools.operations.attention import philox
 from flashmoe_tools.operations.attention.reference import ScoreOptions, weigh
 from flashmoe_tools.operations.attention_backward.emulation.backward import Scores
 from flashmoe_tools.operations.serving.emulation.problem import UNBOUNDED, MaskTensor, VarlenProblem
@@ -44,15 +45,19 @@ def attend(p: VarlenProblem, tensors: Tensors, sequence: int) -> tuple[Scores, t
         scores = torch.cat([scores, tensors.sinks.double()[:, None, None].expand(-1, rows, 1)], dim=-1)
     weights, lse = weigh(scores)
     weights = weights[..., :keys]
-    return Scores(q, k, v, weights, magnitude, derivative), lse
+    factors: torch.Tensor | float = 1.0
+    if p.dropout_p > 0:
+        factors = philox.factors(*p.rng_state, p.dropout_p, sequence, p.heads_q, rows, keys)
+    return Scores(q, k, v, weights, magnitude, derivative, factors), lse
 
 
 def reference(p: VarlenProblem, tensors: Tensors, sequence: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """(out, lse, bound of the error of out) of one sequence: [heads, rows, ...]. The bound is that of dense problems; a softcap
     adds the fp32 error of its tanh."""
     scores, lse = attend(p, tensors, sequence)
-    out, spread, keys = scores.weights @ scores.v, scores.weights @ scores.v.abs(), scores.k.shape[1]
+    kept, keys = scores.weights * scores.factors, scores.k.shape[1]
+    out, spread = kept @ scores.v, kept @ scores.v.abs()
     unit = UNIT_ROUNDOFF[p.dtype]
     exponent = EXPONENT_UNIT * scores.magnitude.amax(dim=-1, keepdim=True) if keys else 0.0
-    small = keys * 2.0**-25 * float(scores.v.abs().max()) if p.dtype == "f16" and keys else 0.0
+    small = keys * 2.0**-25 / (1.0 - p.dropout_p) * float(scores.v.abs().max()) if p.dtype == "f16" and keys else 0.0
     return out, lse, (unit + 2e-5 + exponent) * spread + unit * out.abs() + 1e-6 + small

@@ -15,7 +15,7 @@ import torch
 from flashmoe_build.emulation.compare import Expected, touched, worst_element
 from flashmoe_build.emulation.runner import Buffer, Launch, Runner, Trial, counter, output
 from flashmoe_tools.operations.attention_backward.emulation.backward import shares_weights
-from flashmoe_tools.operations.serving.emulation.forward import sizes, strides
+from flashmoe_tools.operations.serving.emulation.forward import sizes, strides, with_dropout
 from flashmoe_tools.operations.serving.emulation.problem import SPARE_ROWS, Keys, Rows, VarlenProblem
 from flashmoe_tools.operations.serving.emulation.reference import attend
 from flashmoe_tools.operations.serving.emulation.tensors import NAN, Tensors, build
@@ -27,6 +27,8 @@ CLEARING_SLOTS = 4  # kClearingSlots of attention/params/backward.h
 RESULTS = {
     "attention_varlen_backward_dq": ("dq",),
     "attention_varlen_backward_dkv": ("dk", "dv"),
+    "attention_dropout_backward_dq": ("dq",),
+    "attention_dropout_backward_dkv": ("dk", "dv"),
     FUSED: ("dk", "dv"),  # and the partials of dq
 }
 # Error of a score for each unit of it; Turing's products add up 8 columns at a time, and cut off.
@@ -63,7 +65,7 @@ def expect(
         dout_view.copy_(torch.randn(dout_view.shape, generator=generator))
         dlse_view.copy_(torch.randn(dlse_view.shape, generator=generator) if p.wants_lse else torch.zeros(()))
         scores, own_lse = attend(p, tensors, sequence)
-        out_view.copy_(scores.weights @ scores.v)
+        out_view.copy_((scores.weights * scores.factors) @ scores.v)
         lse_view.copy_(own_lse)
         products = dout_view.double() * out_view.double()
         dot = (products.sum(-1) - dlse_view.double()).masked_fill(torch.isinf(own_lse), 0.0)
@@ -79,7 +81,7 @@ def expect(
 
 def blocks_of(p: VarlenProblem, unit: Unit) -> int:
     """Tiles of all heads, at most: what the host knows without reading lengths."""
-    if unit.row.operation == "attention_varlen_backward_dq":
+    if unit.row.operation.endswith("_backward_dq"):
         heads, block, is_dense, most = p.heads_q, unit.row.block_m, p.rows_layout is Rows.DENSE, p.most_rows
         total = sum(p.rows) + 2 * SPARE_ROWS
     else:
@@ -131,7 +133,7 @@ def trial_on(unit: Unit, p: VarlenProblem, tensors: Tensors, given: Given, expec
         wrong = [text for name, found in results.items() for text in disagreements(p, tensors, name, found, expected)]
         return wrong if partials is None else wrong + _wrong_partials(p, partials, expected)
 
-    return Trial([Launch(values, blocks_of(p, unit))], check, results)
+    return Trial([Launch(with_dropout(p, "backward", values), blocks_of(p, unit))], check, results)
 
 
 def _wrong_partials(p: VarlenProblem, partials: RaggedPartials, expected: list[Expected]) -> list[str]:

@@ -5,23 +5,34 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from flashmoe_tools.operations.serving.emulation.cases import diagonals
+from flashmoe_tools.operations.serving.emulation.cases import SMALLEST, diagonals, with_dropout
 from flashmoe_tools.operations.serving.emulation.problem import Keys, MaskTensor, Rows, VarlenProblem, adds_alibi
 from flashmoe_tools.tables import Unit
 
 FUSED = "attention_varlen_backward_fused"
 ALIBI = ("ragged", "full", "window", "wide window", "soft softcap", "dense", "many")
-SMALLEST = 64  # head dim
 FEW = ("ragged", "window", "soft softcap")  # of a bf16 kernel: it is the float16 kernel with other conversions
 
 
 def problems(unit: Unit) -> Iterator[VarlenProblem]:
     """In the order of what they need: lengths, the band, scores."""
+    if unit.row.operation.startswith("attention_dropout"):
+        yield from _dropped(unit)
+        return
     for seed, problem in enumerate(_problems(unit)):
         if _is_for(unit, problem) and (unit.dtype == "f16" or problem.name in FEW):
             if adds_alibi(unit.row.options):
                 problem = replace(problem, mask=MaskTensor.ALIBI, mask_broadcast=(seed % 2 == 1, False, False))
             yield replace(problem, data_seed=seed, has_counter=problem.has_counter or unit.row.operation == FUSED)
+
+
+def _dropped(unit: Unit) -> Iterator[VarlenProblem]:
+    has_alibi = adds_alibi(unit.row.options)
+    for seed, problem in enumerate(with_dropout(unit, _problems(unit))):
+        if not has_alibi:
+            yield problem
+        elif not problem.has_mask_tensor:
+            yield replace(problem, mask=MaskTensor.ALIBI, mask_broadcast=(seed % 2 == 1, False, False))
 
 
 def _is_for(unit: Unit, problem: VarlenProblem) -> bool:

@@ -1,0 +1,129 @@
+"""Dropout of attention's probabilities: the seed and offset of a call, the operator's call, and the mask itself.
+
+csrc/attention/params/dropout.h says how seed, offset, sequence, head, row and key make the mask. Importing this module imports torch and loads
+the compiled extension.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._C import _are_functorch_transforms_active as transforms_are_active
+from torch.autograd import forward_ad
+from torch.compiler import is_compiling
+
+from flashmoe import _extension
+from flashmoe.attn import arguments, autograd
+from flashmoe.attn.options import Varlen
+from flashmoe.checks import is_number
+from flashmoe.errors import ArgumentError, ArgumentTypeError, DifferentiationError
+from flashmoe.rules import broken
+from flashmoe.transforms import has_tangent
+
+_extension.load()
+_NAME = "attention_dropout_forward"
+_operator = torch.ops.flashmoe.attention_dropout_forward.default
+
+_UNITS = 1 << 16  # p is a multiple of 1 / _UNITS
+_MULTIPLIERS, _WEYL = (0xD2511F53, 0xCD9E8D57), (0x9E3779B9, 0xBB67AE85)
+_WORD = (1 << 32) - 1
+ROUNDS = 10
+
+
+def check_probability(dropout_p: Any) -> float:
+    if not is_number(dropout_p):
+        msg = f"dropout_p must be a number; found {type(dropout_p).__name__}; use float(dropout_p), or 0.0 for none"
+        raise ArgumentTypeError(msg)
+    if not 0.0 <= dropout_p < 1.0:
+        impossible = broken("attention.dropout_p", found=float(dropout_p))
+        raise impossible
+    return float(dropout_p)
+
+
+def check_state(rng_state: Any) -> None:
+    if rng_state is not None and not isinstance(rng_state, Tensor):
+        msg = (
+            f"rng_state must be an int64 tensor [2], seed and offset, or None; found {type(rng_state).__name__}; "
+            "use torch.tensor((seed, offset), device=q.device)"
+        )
+        raise ArgumentTypeError(msg)
+
+
+def draw_state(device: torch.device) -> Tensor:
+    """Seed and offset, int64 [2], from the device's default generator: its state decides the mask, and a replayed CUDA graph draws anew."""
+    return torch.randint(0, (1 << 63) - 1, (2,), dtype=torch.int64, device=device)
+
+
+def attend(given: Varlen, dropout_p: float, rng_state: Tensor | None, return_lse: bool) -> Any:
+    """``attention_dropout_forward`` with its arguments as users give them; ``dropout_p`` is above 0."""
+    check_state(rng_state)
+    if rng_state is None:
+        if not isinstance(given.q, Tensor):
+            arguments.check_is_dense_tensor("q", given.q)
+        rng_state = draw_state(given.q.device)
+    call = (*given, dropout_p, rng_state)
+    if is_compiling():
+        result = _operator(*call)
+        return result if return_lse else result[0]
+    try:
+        if transforms_are_active():
+            result = autograd.dropout_under_transforms(*call)
+        else:
+            tensors = (given.q, given.k, given.v, given.sinks, given.mask)
+            if forward_ad._current_level >= 0 and has_tangent(*(tensor for tensor in tensors if tensor is not None)):
+                raise DifferentiationError(autograd.NO_FORWARD_MODE)
+            result = _operator(*call)
+    except Exception as error:
+        cause = arguments.explain_varlen(error, given, (_NAME, call))
+        if cause is error:
+            raise
+        raise cause from error
+    return result if return_lse else result[0]
+
+
+def refuse_codes() -> None:
+    msg = "dropout_p with keys of torch.float8_e4m3fn, which serve inference; leave it out"
+    raise ArgumentError(msg)
+
+
+def dropout_mask(rng_state: Tensor, dropout_p: float, batch: int, heads: int, rows: int, keys: int) -> Tensor:
+    """The mask of a call: bool [batch, heads, rows, keys] on ``rng_state``'s device, False where key j is dropped from row i.
+
+    ``rng_state`` is int64 [2], seed and offset, as ``flashmoe.attention`` takes it; of a ragged call ``batch`` counts sequences, and rows and
+    keys those of the longest. What is kept there is multiplied by 1 / (1 - dropout_p). For inspection and tests: 8 bytes and more of memory
+    for each probability. Raises ArgumentTypeError or ArgumentError for a probability that no call takes.
+    """
+    threshold = min(_UNITS - 1, math.floor(check_probability(dropout_p) * _UNITS + 0.5))
+    check_state(rng_state)
+    row_groups, key_groups, device = -(-rows // 16), -(-keys // 32), rng_state.device
+
+    def axis(length: int, position: int) -> Tensor:
+        shape = [1, 1, 1, 1]
+        shape[position] = length
+        return torch.arange(length, device=device).view(shape)
+
+    seed, offset = rng_state.unbind()
+    zero = torch.zeros_like(seed)
+    key = _philox((offset & _WORD, offset >> 32 & _WORD, zero, zero), (seed & _WORD, seed >> 32 & _WORD))[:2]
+    counter = (axis(8 * key_groups, 3), axis(8 * row_groups, 2), axis(heads, 1), axis(batch, 0))
+    words = _philox(counter, key)
+    halves = torch.stack([torch.stack([word >> 16 * half & 0xFFFF for half in (0, 1)]) for word in words])
+    # [word, half, batch, heads, row group, 8, key group, 8]: row 16 * group + 8 * half + i, key 32 * group + 8 * word + j
+    values = halves.view(4, 2, batch, heads, row_groups, 8, key_groups, 8).permute(2, 3, 4, 1, 5, 6, 0, 7)
+    return values.reshape(batch, heads, 16 * row_groups, 32 * key_groups)[:, :, :rows, :keys] >= threshold
+
+
+def _philox(counter: tuple[Tensor, ...], key: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    """Philox4x32-10 (Salmon et al., Parallel Random Numbers: As Easy as 1, 2, 3) on words in int64; products wrap, bits above are dropped."""
+    a, b, c, d = counter
+    left, right = key
+    for _ in range(ROUNDS):
+        first, second = a * _MULTIPLIERS[0], c * _MULTIPLIERS[1]
+        a, c = second >> 32 & _WORD ^ b ^ left, first >> 32 & _WORD ^ d ^ right
+        b, d = second & _WORD, first & _WORD
+        left, right = left + _WEYL[0] & _WORD, right + _WEYL[1] & _WORD
+    words: tuple[Tensor, ...] = tuple(torch.broadcast_tensors(a, b, c, d))
+    return words

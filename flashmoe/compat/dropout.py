@@ -1,0 +1,80 @@
+"""Dropout under flash_attn's names: rng_state, and S_dmask, the signed probabilities that its tests take the mask from."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flashmoe.attn.dropout import check_probability, draw_state, dropout_mask
+
+
+def dropout_options(dropout_p: float, q: Tensor) -> dict[str, Any]:
+    """flashmoe's keywords, with a state of the call's own; none without dropout."""
+    probability = check_probability(dropout_p)
+    return {} if probability == 0.0 else {"dropout_p": probability, "rng_state": draw_state(q.device)}
+
+
+def state_of(dropout: dict[str, Any], q: Tensor) -> Tensor:
+    """rng_state as flash_attn returns it: zeros without dropout."""
+    state: Tensor | None = dropout.get("rng_state")
+    return torch.zeros(2, dtype=torch.int64, device=q.device) if state is None else state
+
+
+@torch.no_grad()
+def signed_probabilities(q: Tensor, k: Tensor, options: dict[str, Any], dropout: dict[str, Any]) -> Tensor:
+    """S_dmask [B, Hq, Sq, Sk] in q's dtype: exp(score - the row's largest), negative where a key is dropped, 0 where it is hidden.
+
+    q [B, Hq, Sq, D], k [B, Hkv, Sk, D]. By torch operations, for inspection: float32 memory for every score.
+    """
+    batch, heads, rows, _ = q.shape
+    keep = dropout_mask(dropout["rng_state"], dropout["dropout_p"], batch, heads, rows, k.shape[2])
+    return _signed(q, k, keep, options)
+
+
+@torch.no_grad()
+def signed_ragged_probabilities(
+    q: Tensor,
+    k: Tensor,
+    cu_seqlens: tuple[Tensor, Tensor],
+    longest: tuple[int, int],
+    options: dict[str, Any],
+    dropout: dict[str, Any],
+) -> Tensor:
+    """The same of q [Nq, Hq, D] and k [Nk, Hkv, D]: [B, Hq, longest rows, longest keys], 0 past a sequence's ends. Waits for the GPU."""
+    ends_q, ends_k = (lengths.tolist() for lengths in cu_seqlens)
+    batch, heads = len(ends_q) - 1, q.shape[1]
+    keep = dropout_mask(dropout["rng_state"], dropout["dropout_p"], batch, heads, *longest)
+    result = q.new_zeros((batch, heads, *longest))
+    for b in range(batch):
+        own_q = q[ends_q[b] : ends_q[b + 1]].transpose(0, 1).unsqueeze(0)
+        own_k = k[ends_k[b] : ends_k[b + 1]].transpose(0, 1).unsqueeze(0)
+        rows, keys = own_q.shape[2], own_k.shape[2]
+        slopes = options["alibi_slopes"]
+        own = {**options, "alibi_slopes": slopes[b] if slopes is not None and slopes.dim() == 2 else slopes}
+        result[b, :, :rows, :keys] = _signed(own_q, own_k, keep[b : b + 1, :, :rows, :keys], own)[0]
+    return result
+
+
+def _signed(q: Tensor, k: Tensor, keep: Tensor, options: dict[str, Any]) -> Tensor:
+    scores = (q.float() @ k.float().repeat_interleave(q.shape[1] // k.shape[1], 1).mT) * (
+        q.shape[-1] ** -0.5 if options["scale"] is None else options["scale"]
+    )
+    if options["softcap"] > 0.0:
+        scores = options["softcap"] * torch.tanh(scores / options["softcap"])
+    rows, keys = scores.shape[2:]
+    distance = torch.arange(keys, device=q.device) - torch.arange(keys - rows, keys, device=q.device).unsqueeze(1)
+    if options["alibi_slopes"] is not None:
+        scores = scores - options["alibi_slopes"].float()[..., None, None] * distance.abs()
+    left, right = options["window"] or (-1, -1)
+    right = 0 if options["causal"] else right
+    hidden = torch.zeros_like(distance, dtype=torch.bool)
+    if left >= 0:
+        hidden |= distance < -left
+    if right >= 0:
+        hidden |= distance > right
+    scores = scores.masked_fill(hidden, -torch.inf)
+    largest = scores.amax(-1, keepdim=True) if keys else scores
+    weights = torch.where(hidden, 0.0, torch.exp(scores - largest))
+    return torch.where(keep, weights, -weights).to(q.dtype)

@@ -1,0 +1,54 @@
+"""Dropout's mask from its definition (csrc/attention/params/dropout.h), one position after the other, in Python's integers."""
+
+from __future__ import annotations
+
+import math
+from functools import lru_cache
+
+import torch
+
+_WORD = 0xFFFFFFFF
+Words = tuple[int, int, int, int]
+
+
+def philox4x32(counter: Words, key: tuple[int, int], rounds: int = 10) -> Words:
+    """Random123's function of that name (Salmon et al., 2011)."""
+    for number in range(rounds):
+        left, right = (key[0] + number * 0x9E3779B9) & _WORD, (key[1] + number * 0xBB67AE85) & _WORD
+        first, second = counter[0] * 0xD2511F53, counter[2] * 0xCD9E8D57
+        counter = (
+            (second >> 32) ^ counter[1] ^ left,
+            second & _WORD,
+            (first >> 32) ^ counter[3] ^ right,
+            first & _WORD,
+        )
+    return counter
+
+
+@lru_cache(maxsize=1 << 18)
+def _draw(seed: int, offset: int, sequence: int, head: int, row_slot: int, key_slot: int) -> Words:
+    left, right, *_ = philox4x32((offset & _WORD, offset >> 32 & _WORD, 0, 0), (seed & _WORD, seed >> 32 & _WORD))
+    return philox4x32((key_slot, row_slot, head, sequence), (left, right))
+
+
+def value(seed: int, offset: int, sequence: int, head: int, row: int, key: int) -> int:
+    """The 16 random bits of a probability."""
+    words = _draw(seed, offset, sequence, head, row // 16 * 8 + row % 8, key // 32 * 8 + key % 8)
+    return words[key // 8 % 4] >> (row // 8 % 2 * 16) & 0xFFFF
+
+
+def threshold(p: float) -> int:
+    """Values below it are dropped."""
+    return min(65535, math.floor(p * 65536 + 0.5))
+
+
+def factors(seed: int, offset: int, p: float, sequence: int, heads: int, rows: int, keys: int) -> torch.Tensor:
+    """What probabilities are multiplied by: [heads, rows, keys] in float64, 0 or 1 / (1 - p)."""
+    least = threshold(p)
+    kept = [
+        value(seed, offset, sequence, head, row, key) >= least
+        for head in range(heads)
+        for row in range(rows)
+        for key in range(keys)
+    ]
+    return torch.tensor(kept, dtype=torch.float64).view(heads, rows, keys) / (1.0 - p)

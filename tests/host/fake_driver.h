@@ -1,0 +1,111 @@
+// A driver without a GPU: "CUDA" memory is the CPU's, and a launch is what the file that includes this makes of it. For one file of a library.
+#pragma once
+
+#include <cstring>
+#include <deque>
+#include <string>
+#include <vector>
+
+#include "host/driver.h"
+#include "host/kernel_table.h"
+
+extern "C" const unsigned char flashmoe_binaries[1] = {0};
+extern "C" const char flashmoe_index[1] = {0};
+extern "C" int32_t aoti_torch_device_type_cuda() { return aoti_torch_device_type_cpu(); }
+
+namespace flashmoe {
+namespace host {
+namespace {
+
+Device g_gpu;
+bool g_is_capturing = false;
+std::string g_log;  // one JSON object a line
+
+const Kernel& kernel_of(CUfunction function) {
+  const KernelTable& table = kernel_table();
+  for (int32_t index = 0; index < table.num_kernels; ++index) {
+    if (table.kernels[index].symbol == reinterpret_cast<const char*>(function)) return table.kernels[index];
+  }
+  fail(ErrorCode::kInternal, "a function that was not loaded");
+}
+
+CUresult launch(CUfunction function, unsigned grid, unsigned block, unsigned shared, bool is_dependent,
+                void** arguments);
+
+Driver make_driver() {
+  Driver calls;
+  calls.cuThreadExchangeStreamCaptureMode = [](CUstreamCaptureMode*) { return CUDA_SUCCESS; };
+  calls.cuModuleLoadDataEx = [](CUmodule* module, const void*, unsigned, CUjit_option*, void**) {
+    *module = reinterpret_cast<CUmodule>(1);
+    return CUDA_SUCCESS;
+  };
+  calls.cuModuleGetFunction = [](CUfunction* function, CUmodule, const char* symbol) {
+    *function = reinterpret_cast<CUfunction>(const_cast<char*>(symbol));
+    return CUDA_SUCCESS;
+  };
+  calls.cuFuncSetAttribute = [](CUfunction, CUfunction_attribute, int) { return CUDA_SUCCESS; };
+  calls.cuStreamIsCapturing = [](CUstream, CUstreamCaptureStatus* status) {
+    *status = g_is_capturing ? CU_STREAM_CAPTURE_STATUS_ACTIVE : CU_STREAM_CAPTURE_STATUS_NONE;
+    return CUDA_SUCCESS;
+  };
+  calls.cuMemAlloc = [](CUdeviceptr* memory, std::size_t bytes) {
+    static std::deque<std::vector<char>> allocations;
+    *memory = reinterpret_cast<CUdeviceptr>(allocations.emplace_back(bytes).data());
+    return CUDA_SUCCESS;
+  };
+  calls.cuMemsetD8Async = [](CUdeviceptr address, unsigned char value, std::size_t count, CUstream) {
+    std::memset(reinterpret_cast<void*>(address), value, count);
+    return CUDA_SUCCESS;
+  };
+  calls.cuMemsetD32Async = [](CUdeviceptr address, unsigned value, std::size_t count, CUstream) {
+    for (std::size_t word = 0; word < count; ++word) reinterpret_cast<unsigned*>(address)[word] = value;
+    return CUDA_SUCCESS;
+  };
+  // As the driver: 16-byte aligned memory and strides.
+  calls.cuTensorMapEncodeTiled = [](CUtensorMap* map, CUtensorMapDataType, cuuint32_t rank, void* address,
+                                    const cuuint64_t* dims, const cuuint64_t* strides, const cuuint32_t* box,
+                                    const cuuint32_t*, CUtensorMapInterleave, CUtensorMapSwizzle,
+                                    CUtensorMapL2promotion, CUtensorMapFloatOOBfill) {
+    if (reinterpret_cast<uintptr_t>(address) % 16 != 0) return CUDA_ERROR_INVALID_VALUE;
+    for (cuuint32_t axis = 0; axis < rank; ++axis) {
+      if (dims[axis] == 0 || box[axis] == 0 || box[axis] > 256) return CUDA_ERROR_INVALID_VALUE;
+      if (axis > 0 && (strides[axis - 1] == 0 || strides[axis - 1] % 16 != 0)) return CUDA_ERROR_INVALID_VALUE;
+    }
+    std::memcpy(map, &address, sizeof(address));
+    return CUDA_SUCCESS;
+  };
+  calls.cuLaunchKernel = [](CUfunction function, unsigned grid, unsigned, unsigned, unsigned block, unsigned, unsigned,
+                            unsigned shared, CUstream, void** arguments,
+                            void**) { return launch(function, grid, block, shared, false, arguments); };
+  calls.cuLaunchKernelEx = [](const CUlaunchConfig* config, CUfunction function, void** arguments, void**) {
+    return launch(function, config->gridDimX, config->blockDimX, config->sharedMemBytes,
+                  config->attrs[0].value.programmaticStreamSerializationAllowed == 1, arguments);
+  };
+  return calls;
+}
+
+// Begins a call on a GPU of this kind: nothing has been launched.
+void begin_call(int capability, int multiprocessors, bool is_capturing) {
+  g_gpu.capability = capability;
+  g_gpu.num_multiprocessors = multiprocessors;
+  g_gpu.name = "a GPU";
+  g_is_capturing = is_capturing;
+  g_log.clear();
+}
+
+}  // namespace
+
+const Driver& driver() {
+  static const Driver fake = make_driver();
+  return fake;
+}
+const Device& device(int32_t) { return g_gpu; }
+std::string describe(CUresult result) { return std::to_string(static_cast<int>(result)); }
+CUstream current_stream(int32_t) { return nullptr; }
+ContextGuard::ContextGuard(CUcontext) {}
+ContextGuard::~ContextGuard() = default;
+
+}  // namespace host
+}  // namespace flashmoe
+
+extern "C" const char* fake_log() { return flashmoe::host::g_log.c_str(); }
