@@ -85,7 +85,8 @@ def _lost(wheel: Wheel, idle: Sequence[str]) -> list[tuple[str, int, str]]:
             origin = re.match(r"from\s+(\w+)", match[0])
             lent = any(what.lstrip("_").lower().startswith(name) for name in required)  # cffi has _cffi_backend
             standard = {what, origin[1] if origin else what} & sys.stdlib_module_names
-            if what not in held and what not in defined and not standard and not lent:
+            sought = ".so." in what  # by the loader, as libcuda.so.1
+            if not (what in held or what in defined or standard or lent or sought):
                 lost.setdefault(what, (source, (text or "").count("\n", 0, match.start()) + 1, what))
     return list(lost.values())
 

@@ -30,6 +30,7 @@ from flashmoe.errors import (
     UnsupportedGpuError,
 )
 
+from .drawn import lengths
 from .reference import check_attention
 
 Q, K = (2, 4, 5, 64), (2, 2, 7, 64)
@@ -316,8 +317,7 @@ def test_what_cpp_accepts_python_fake_tensors_accept_too(arguments: tuple[Tensor
     batch=st.integers(1, 3),
     heads_kv=st.integers(1, 3),
     group=st.integers(1, 4),
-    seq_q=st.integers(1, 100),
-    seq_k=st.integers(1, 100),
+    sizes=lengths(most=140),
     head_dim=st.integers(1, 256),
     causal=st.booleans(),
     dtype=st.sampled_from([torch.float16, torch.bfloat16, torch.float32]),
@@ -327,14 +327,13 @@ def test_any_supported_sizes_are_right_on_the_cpu(
     batch: int,
     heads_kv: int,
     group: int,
-    seq_q: int,
-    seq_k: int,
+    sizes: tuple[int, int],
     head_dim: int,
     causal: bool,
     dtype: torch.dtype,
     bshd: bool,
 ) -> None:
-    _check_sizes(batch, heads_kv, group, seq_q, seq_k, head_dim, causal, dtype, bshd, "cpu")
+    _check_sizes(batch, heads_kv, group, sizes, head_dim, causal, dtype, bshd, "cpu")
 
 
 @pytest.mark.gpu
@@ -343,8 +342,7 @@ def test_any_supported_sizes_are_right_on_the_cpu(
     batch=st.integers(1, 3),
     heads_kv=st.integers(1, 3),
     group=st.integers(1, 4),
-    seq_q=st.integers(1, 400),
-    seq_k=st.integers(1, 400),
+    sizes=lengths(most=400),
     head_dim=st.integers(1, 256),
     causal=st.booleans(),
     dtype=st.sampled_from([torch.float16, torch.bfloat16]),
@@ -354,22 +352,20 @@ def test_any_supported_sizes_are_right_on_a_gpu(
     batch: int,
     heads_kv: int,
     group: int,
-    seq_q: int,
-    seq_k: int,
+    sizes: tuple[int, int],
     head_dim: int,
     causal: bool,
     dtype: torch.dtype,
     bshd: bool,
 ) -> None:
-    _check_sizes(batch, heads_kv, group, seq_q, seq_k, head_dim, causal, dtype, bshd, "cuda")
+    _check_sizes(batch, heads_kv, group, sizes, head_dim, causal, dtype, bshd, "cuda")
 
 
 def _check_sizes(
     batch: int,
     heads_kv: int,
     group: int,
-    seq_q: int,
-    seq_k: int,
+    sizes: tuple[int, int],
     head_dim: int,
     causal: bool,
     dtype: torch.dtype,
@@ -378,8 +374,8 @@ def _check_sizes(
 ) -> None:
     from .reference import Problem, make_inputs
 
-    problem = Problem(seq_q, seq_k, head_dim, heads_kv * group, heads_kv, batch=batch, causal=causal)
-    check_attention(*make_inputs(problem, device, dtype, bshd=bshd, seed=seq_q), causal)
+    problem = Problem(*sizes, head_dim, heads_kv * group, heads_kv, batch=batch, causal=causal)
+    check_attention(*make_inputs(problem, device, dtype, bshd=bshd, seed=sizes[0]), causal)
 
 
 _FEW = st.sampled_from([1, 2, 4])

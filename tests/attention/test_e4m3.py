@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 import flashmoe
+from flashmoe.attn.e4m3 import check_unscaled
 from flashmoe.errors import ArgumentError, ArgumentTypeError, DeviceError, DifferentiationError, DtypeError, ShapeError
 
 from .reference import assert_ran_here
@@ -376,3 +377,14 @@ def test_compiled() -> None:
     compiled = torch.compile(function, backend="aot_eager", fullgraph=True)
     with torch.no_grad():
         assert torch.equal(compiled(case.q), function(case.q))
+
+
+@pytest.mark.parametrize("name", ["k_scale", "v_scale"])
+def test_a_scale_without_codes_is_named(name: str) -> None:
+    q = torch.randn(1, 1, 2, 16)
+    scales = {"k_scale": None, "v_scale": None, name: 0.5}
+    with pytest.raises(
+        ArgumentError, match=f"{name} belongs to keys and values of torch.float8_e4m3fn; found torch.float32"
+    ):
+        check_unscaled(**scales, k=q)
+    check_unscaled(None, None, q)

@@ -13,6 +13,7 @@ from torch import Tensor
 
 import flashmoe
 
+from .drawn import lengths
 from .reference import DTYPES, assert_ran_here
 from .varlen_reference import Band, Ragged, by_definition, check_ragged, compare, to_pages
 
@@ -47,17 +48,17 @@ def test_head_dims(head_dim: int, head_dim_v: int, device: str) -> None:
     check_ragged(ragged, Band(window=(40, 3), softcap=5.0), device, dtypes[head_dim_v % len(dtypes)], with_sinks=True)
 
 
-_LENGTHS = st.lists(st.tuples(st.integers(0, 150), st.integers(0, 200)), min_size=1, max_size=5)
+_RAGGED = st.lists(lengths(least=0, most=200), min_size=1, max_size=5)
 _SIDES = st.sampled_from([-1, -1, 0, 1, 5, 33, 100, 500])
 _BANDS = st.builds(Band, st.booleans(), st.tuples(_SIDES, _SIDES), st.sampled_from([0.0, 0.0, 1.5]))
 
 
 @settings(max_examples=10, deadline=None, derandomize=True)
-@given(lengths=_LENGTHS, band=_BANDS, heads=st.sampled_from([(1, 1), (4, 2), (6, 1)]), with_sinks=st.booleans())
+@given(sizes=_RAGGED, band=_BANDS, heads=st.sampled_from([(1, 1), (4, 2), (6, 1)]), with_sinks=st.booleans())
 def test_any_lengths(
-    lengths: list[tuple[int, int]], band: Band, heads: tuple[int, int], with_sinks: bool, device: str
+    sizes: list[tuple[int, int]], band: Band, heads: tuple[int, int], with_sinks: bool, device: str
 ) -> None:
-    rows, keys = zip(*lengths, strict=True)
+    rows, keys = zip(*sizes, strict=True)
     dtype = torch.float32 if device == "cpu" else torch.bfloat16
     check_ragged(Ragged(rows, keys, *heads, 40, 24), band, device, dtype, with_sinks=with_sinks)
 

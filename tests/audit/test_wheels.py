@@ -237,6 +237,17 @@ def test_a_private_module_of_a_required_distribution(workshop: Workshop, require
     assert bool(found) is is_wrong
 
 
+@pytest.mark.parametrize(("loaded", "is_wrong"), [("libcuda.so.1", False), ("libcuda.so", True)])
+def test_a_library_of_the_system_that_a_tool_opens(workshop: Workshop, loaded: str, is_wrong: bool) -> None:
+    """As a tool of onnxruntime opens the driver, beside a library that other libraries open by a name put together at run time."""
+    files: dict[str, bytes | str] = {
+        "flash_science/__init__.py": f"import ctypes\n\n\ndef tune():\n    return ctypes.CDLL('{loaded}')\n",
+        "flash_science/libdata.so.1": workshop.extension({"d.cpp": "int x;"}).read_bytes(),
+    }
+    found = [check.name for check in failures(audit(workshop.wheel(files, name=LOCAL))) if loaded in check.name]
+    assert bool(found) is is_wrong
+
+
 def test_carried_libraries_are_used_but_not_judged(workshop: Workshop) -> None:
     """As auditwheel grafts them: stripped, renamed, found through a relative run path."""
     carried = workshop.extension(

@@ -10,6 +10,7 @@ import torch
 
 from flashmoe.__main__ import main
 from flashmoe.errors import ArgumentError, DeviceError, ExitCode
+from flashmoe_tools.bench import cli
 from flashmoe_tools.bench.cli import (
     add_arguments,
     default_suite,
@@ -18,6 +19,7 @@ from flashmoe_tools.bench.cli import (
     only_cases,
     resolve_device,
 )
+from flashmoe_tools.bench.distributed import session
 from flashmoe_tools.bench.suites import Suite, load_suite
 from flashmoe_tools.report import typed_command, write_report
 from tests.bench.synthetic import synthetic_report
@@ -98,3 +100,15 @@ def test_comparisons_leave_their_files(tmp_path: Path, capsys: pytest.CaptureFix
     assert main([*words, "--fail-on", "slower"]) == ExitCode.FAILED
     assert "SLOWER" in (tmp_path / "c.md").read_text()
     assert "SLOWER" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("words", [(), ("--quick",)])
+def test_a_suite_of_several_gpus_is_shortened_on_request(
+    monkeypatch: pytest.MonkeyPatch, words: tuple[str, ...]
+) -> None:
+    seen: list[Suite] = []
+    suite = load_suite("distributed")
+    monkeypatch.setattr(session, "measure_distributed", lambda given, *_: seen.append(given))
+    assert cli._measure_distributed(options(*words), [suite], "cuda") == ExitCode.OK
+    assert seen == [suite.quick() if words else suite]
+    assert suite.quick() != suite

@@ -34,3 +34,22 @@ def test_training_may_differ_by_a_limit_in_loss_and_in_gradients(
     model: Any = None
     (check,) = check_training(model, [ours], other, torch.zeros(1))
     assert check.verdict is (Verdict.PASS if (loss, norm) == (1.0, 1.0) else Verdict.FAIL)
+
+
+def test_a_call_takes_what_the_clock_has_moved(monkeypatch: pytest.MonkeyPatch) -> None:
+    ticks = iter((100.0, 100.5))
+    monkeypatch.setattr(models.time, "perf_counter", lambda: next(ticks))
+    assert models.seconds_of(lambda: None, "cpu") == 0.5
+
+
+@pytest.mark.parametrize("contenders", [(Contender(OURS), Contender("sdpa")), (Contender("sdpa"), Contender("eager"))])
+def test_others_are_compared_with_ours_and_with_nothing_else(
+    monkeypatch: pytest.MonkeyPatch, contenders: tuple[Contender, ...]
+) -> None:
+    monkeypatch.setattr(models, "prepare", lambda *_: (lambda: None, 10))
+    monkeypatch.setattr(Contender, "use", lambda *_: None)
+    monkeypatch.setattr(models, "seconds_of", lambda *_: 0.5)
+    rows = models.measure(None, "train", contenders, models.SIZES["tiny"], "cpu", 3, 60.0)
+    assert [row["contender"] for row in rows if "ours_is_faster_by" in row] == [
+        contender.name for contender in contenders if Contender(OURS) in contenders and not contender.is_ours
+    ]

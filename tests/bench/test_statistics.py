@@ -18,6 +18,8 @@ from flashmoe_tools.bench.statistics import (
     paired_ratio,
     signed_rank_p,
 )
+from flashmoe_tools.bench.suites import load_suite
+from flashmoe_tools.bench.summary import CeilingRates, timing_summary
 from flashmoe_tools.bench.verdict import Reason, Speed, decide
 from tests.bench.figures import SCENES, TWO_RUNS, Scene, TwoRuns, two_run_shares, verdict_shares
 
@@ -183,3 +185,13 @@ def test_two_runs_of_one_thing_are_rarely_told_apart_and_a_change_is_found(scene
         assert shares["SLOWER"] >= 0.9
     elif scene.change == 0.0:
         assert shares["SLOWER"] <= 0.1
+
+
+def test_shares_and_intervals_are_stated_where_they_are_known() -> None:
+    case = load_suite("science").cases[0]
+    ceilings = CeilingRates({case.dtype: 100.0}, 1000.0)
+    known = timing_summary(case, [[1_000_000, 1_100_000], [1_050_000, 1_000_000]] * 4, ceilings)
+    assert known["share_of_matmul"] == pytest.approx(known["tflops"] / 100)
+    assert len(known["tflops_interval"]) == 2
+    assert timing_summary(case, [[1_000_000, 1_100_000]], None)["tflops_interval"] is None
+    assert timing_summary(case, [[1_000_000, 1_100_000]], CeilingRates({}, 1000.0))["share_of_matmul"] is None

@@ -152,3 +152,10 @@ def test_an_assembler_that_hangs_is_stopped(unit: Unit, tmp_path: Path, monkeypa
     monkeypatch.setattr("flashmoe_build.compile.ptxas.TIME_LIMIT", 0.2)
     with pytest.raises(BuildError, match=r"did not finish within 0\.2 s"):
         assemble(b"", "case", unit.target.name, dataclasses.replace(find_toolchain(), ptxas=slow))
+
+
+def test_only_warnings_that_say_something_are_findings(unit: Unit) -> None:
+    ptx = dataclasses.replace(unit, target=next(t for t in load_tables().targets if t.is_ptx))
+    assert kinds(ptx, "ptxas info    : Compiling entry function\nptxas warning : Something new\n") == {"warning"}
+    assert kinds(ptx, "ptxas info    : Compiling entry function\nnothing to say\n") == set()
+    assert kinds(ptx, "ptxas info    : 0 bytes gmem, no warning\n") == set()

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from flashmoe_build.compile.cache import Cache
-from flashmoe_build.compile.host import compile_source, is_for
+from flashmoe_build.compile.host import compile_source, is_for, sanitizers
 from flashmoe_build.compile.jobs import run_all
 from flashmoe_build.compile.toolchain import find_toolchain
 
@@ -72,7 +72,10 @@ def build(folder: Path) -> Path:
 
     objects = run_all(sources, compiled, jobs=2)
     library = folder / "libcpu.so"
-    subprocess.run([toolchain.cxx, "-shared", "-Wl,--no-undefined", "-o", str(library), *map(str, objects)], check=True)
+    link = [toolchain.cxx, "-shared", *sanitizers(os.environ)]
+    if not sanitizers(os.environ):  # whose functions the process has
+        link.append("-Wl,--no-undefined")
+    subprocess.run([*link, "-o", str(library), *map(str, objects)], check=True)
     return library
 
 

@@ -8,9 +8,12 @@ from functools import cache, partial
 
 import pytest
 import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from torch import Tensor
 
 from flashmoe.attn import backward as by_torch
+from tests.attention.drawn import lengths
 from tests.attention.reference import Problem, make_inputs
 
 from .backend import Backend
@@ -70,15 +73,26 @@ def _same(a: list[Tensor], b: list[Tensor]) -> bool:
 def test_gradients(backend: Backend, dtype: torch.dtype, causal: bool) -> None:
     """Every tail, strided inputs, groups of heads, a gradient of lse, scales of either sign: what is not written stays NaN."""
     for index, sizes in enumerate(PROBLEMS):
-        problem = replace(sizes, causal=causal)
-        scale = problem.head_dim**-0.5 * (-0.5 if index % 2 else 1.0)
-        given, expected = _case(problem, dtype, scale, with_lse=index % 3 == 1)
-        largest = max(
-            tensor.abs().max().item() for tensor in expected
-        )  # dq and dk can be all rounding errors (one key)
-        for name, found, wanted in zip("qkv", _run(backend, given, causal, scale), expected, strict=True):
-            error = (found.double() - wanted).abs().max().item()
-            assert error <= LIMITS[dtype] * largest, f"d{name}: {error:.2e} of {largest:.2e}, {problem}, {dtype}"
+        _check_gradients(backend, replace(sizes, causal=causal), dtype, index)
+
+
+@settings(max_examples=20, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    lengths(), st.integers(1, 256), st.sampled_from([(1, 1), (2, 1), (6, 2)]), st.booleans(), st.sampled_from(DTYPES)
+)
+def test_gradients_of_any_lengths(
+    backend: Backend, sizes: tuple[int, int], head_dim: int, heads: tuple[int, int], causal: bool, dtype: torch.dtype
+) -> None:
+    _check_gradients(backend, Problem(*sizes, head_dim, *heads, causal=causal), dtype, sizes[0])
+
+
+def _check_gradients(backend: Backend, problem: Problem, dtype: torch.dtype, index: int) -> None:
+    scale = problem.head_dim**-0.5 * (-0.5 if index % 2 else 1.0)
+    given, expected = _case(problem, dtype, scale, with_lse=index % 3 == 1)
+    largest = max(tensor.abs().max().item() for tensor in expected)  # dq and dk can be all rounding errors (one key)
+    for name, found, wanted in zip("qkv", _run(backend, given, problem.causal, scale), expected, strict=True):
+        error = (found.double() - wanted).abs().max().item()
+        assert error <= LIMITS[dtype] * largest, f"d{name}: {error:.2e} of {largest:.2e}, {problem}, {dtype}"
 
 
 @pytest.mark.parametrize("causal", [False, True])

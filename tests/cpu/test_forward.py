@@ -7,7 +7,10 @@ from itertools import product
 
 import pytest
 import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
+from tests.attention.drawn import lengths
 from tests.attention.reference import Problem, make_inputs, plain_attention, tolerance, visible
 
 from .backend import Backend, BackendError
@@ -31,6 +34,16 @@ def test_head_dims(backend: Backend, dtype: torch.dtype) -> None:
 def test_lengths(backend: Backend, dtype: torch.dtype) -> None:
     for (seq_q, seq_k), causal in product(LENGTHS, BOTH):
         check(backend, Problem(seq_q, seq_k, 64, 1, 1, causal=causal), dtype)
+
+
+@settings(max_examples=20, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    lengths(), st.integers(1, 256), st.sampled_from([(1, 1), (2, 1), (6, 2)]), st.booleans(), st.sampled_from(DTYPES)
+)
+def test_any_lengths(
+    backend: Backend, sizes: tuple[int, int], head_dim: int, heads: tuple[int, int], causal: bool, dtype: torch.dtype
+) -> None:
+    check(backend, Problem(*sizes, head_dim, *heads, causal=causal), dtype)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import subprocess
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -11,7 +12,7 @@ import pytest
 
 from flashmoe.__main__ import main
 from flashmoe.errors import ExitCode
-from flashmoe_build.gate.commit import speed_word
+from flashmoe_build.gate.commit import judge_speed, speed_word
 from flashmoe_tools.report import read_report, write_report
 from tests.bench.synthetic import synthetic_report
 
@@ -159,6 +160,14 @@ def test_the_speed_gate_compares_one_case_with_the_good_commit(speed: float, wor
     assert speed_word(far, good, case, far) == "bad"
     wrong = synthetic_report(speeds={"flashmoe": 0.8, "sdpa-flash": 0.5}, wrong="flashmoe")
     assert speed_word(wrong, good, case) in ("bad", "skip")
+
+
+def test_only_the_good_end_is_good_unseen(tmp_path: Path) -> None:
+    good, slow = (synthetic_report(speeds={"flashmoe": speed, "sdpa-flash": 0.5}) for speed in (0.8, 0.4))
+    options = argparse.Namespace(reports=tmp_path, good="a", bad="c", case=good.data["cells"][11]["case"]["key"])
+    assert judge_speed(good, "a", options) == "good"
+    assert judge_speed(slow, "b", options) == "bad"
+    assert judge_speed(None, "b", options) == "skip"
 
 
 def test_a_slowdown_is_bisected(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

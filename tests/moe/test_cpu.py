@@ -111,6 +111,7 @@ def test_values(dtype: torch.dtype, kind: str) -> None:
     [
         Case(0),
         Case(1, experts=1, top_k=1, hidden=8, intermediate=8),
+        Case(2, experts=1, top_k=1, mapped=True, routing="one"),  # the chosen expert is on another device
         Case(5, experts=6, top_k=6),
         Case(3, experts=40, top_k=32),
         Case(7, hidden=33, intermediate=17, biases=True),

@@ -14,6 +14,7 @@ from torch import Tensor
 
 import flashmoe
 from flashmoe.errors import ArgumentError, DifferentiationError, DtypeError, FlashmoeError, ShapeError
+from flashmoe.moe import scaled
 from flashmoe_tools.operations.moe_scaled import formats
 from flashmoe_tools.operations.moe_scaled.reference import compose, rounded
 from tests.moe.layer import changed, check_that_a_graph_follows_the_routing
@@ -136,6 +137,8 @@ def test_float16_shared_and_expert_map(device: str) -> None:
     table[torch.arange(experts) + 2] = torch.arange(experts, dtype=torch.int32, device=device)
     moved = torch.where(layer.topk_ids < experts, layer.topk_ids + 2, 0)
     assert torch.equal(layer(topk_ids=moved, expert_map=table), layer())
+    same = torch.arange(experts, dtype=torch.int32, device=device)
+    assert torch.equal(layer(expert_map=same), layer())
 
 
 def test_x_that_comes_quantised_gives_the_same_bits(device: str) -> None:
@@ -289,3 +292,15 @@ def test_what_torch_computes_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FLASHMOE_FALLBACK", "error")
     with pytest.raises(ArgumentError, match="FLASHMOE_FALLBACK=error forbids"):
         layer()
+
+
+@pytest.mark.parametrize("reason", ["", None])
+def test_the_kernels_are_asked_where_there_are_some(monkeypatch: pytest.MonkeyPatch, reason: str | None) -> None:
+    """Of a tensor on the CPU they know nothing, which torch says."""
+    monkeypatch.setattr(scaled, "_why_torch", lambda x: reason)
+    layer = make("cpu")
+    if reason is None:
+        with pytest.raises(NotImplementedError, match=r"_fused_moe_scaled'.*CPU"):
+            layer()
+    else:
+        assert layer().shape == layer.x.shape

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import subprocess
 import types
 from collections.abc import Callable
 from pathlib import Path
@@ -18,11 +19,12 @@ from release_builders import (
 )
 
 from flashmoe.__main__ import main
+from flashmoe_tools.verify import repository
 from flashmoe_tools.verify.content import read_wheel
 from flashmoe_tools.verify.errors import VerifyError
 from flashmoe_tools.verify.files import expected_content
 from flashmoe_tools.verify.rebuild import rebuild
-from flashmoe_tools.verify.repository import Objects, find_clone
+from flashmoe_tools.verify.repository import Clone, Objects, find_clone
 
 WheelMaker = Callable[..., Path]
 
@@ -150,3 +152,30 @@ def test_a_repository_without_objects_is_no_clone(clone: Path, tmp_path: Path, m
     answer = types.SimpleNamespace(returncode=0, stdout=f"{root}\n{tmp_path / 'gone'}\n".encode(), stderr=b"")
     monkeypatch.setattr("flashmoe_tools.verify.repository._run", lambda *_: answer)
     assert find_clone(root) is None
+
+
+@pytest.mark.parametrize(("status", "lines"), [(1, 2), (0, 1), (0, 3)])
+def test_an_answer_of_git_that_is_no_clone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, status: int, lines: int
+) -> None:
+    """Two lines and no error: the folders of the files and of the objects."""
+    (tmp_path / "objects").mkdir()
+
+    def answer(status: int, lines: int, error: bytes = b"") -> None:
+        done = subprocess.CompletedProcess([], status, f"{tmp_path}\n".encode() * lines, error)
+        monkeypatch.setattr(repository, "_run", lambda *_: done)
+
+    answer(0, 2)
+    assert find_clone(tmp_path) == Clone(tmp_path, tmp_path / "objects")
+    answer(status, lines)
+    assert find_clone(tmp_path) is None
+    for words in (b"fatal: detected dubious ownership", b"git config --add safe.directory"):
+        answer(128, 0, words)
+        with pytest.raises(VerifyError, match="belongs to another user"):
+            find_clone(tmp_path)
+
+
+def test_tags_of_a_commit_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    text = b"a" * 40 + b" refs/tags/v1^{}\n" + b"b" * 40 + b" refs/tags/v2\n"
+    monkeypatch.setattr(repository, "_run", lambda *_: subprocess.CompletedProcess([], 0, text, b""))
+    assert Clone(tmp_path, tmp_path).tags_at("a" * 40) == {"v1"}

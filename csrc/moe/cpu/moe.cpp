@@ -93,6 +93,7 @@ void moe_multiply(const moe::GemmParams& params, MoeProduct product, ScalarType 
   const MoeKernel& kernel = kernel_in_use();
   const GemmPlan plan = plan_tasks({&params, product, type, is_kn, 0, 0, 0, 0, 0}, kernel, pool.num_threads);
   const int64_t count = static_cast<int64_t>(plan.tasks.size());
+  if (count == 0) return;
   const size_t bytes = kernel.scratch_bytes(plan.rows, plan.panels);
   std::atomic<int64_t> next{0};
   std::atomic<bool> out_of_memory{false};

@@ -252,7 +252,9 @@ class FlashmoeImpl(AttentionImpl):  # type: ignore[misc]
 
     def _encode(self, query: Tensor, key: Tensor, value: Tensor, batch: FlashmoeMetadata) -> Tensor:
         starts, longest = batch.query_start_loc, batch.max_query_len
-        out: Tensor = attention_varlen(query, key, value, starts, starts, longest, longest, **self._options(False, query.device))
+        out: Tensor = attention_varlen(
+            query, key, value, starts, starts, longest, longest, **self._options(False, query.device)
+        )
         return out
 
     def _options(self, causal: bool, device: torch.device) -> dict[str, Any]:

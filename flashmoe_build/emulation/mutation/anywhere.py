@@ -4,8 +4,10 @@ nox -s mutants                                                a sample of every 
 nox -s mutants -- --folder flashmoe_tools/audit --most 0      all that the rules make of one folder
 nox -s mutants -- flashmoe/checks.py --oracle 'python -m pytest -q -x tests/attention/test_misuse.py'
 
-The tests run in a copy of the checkout's tracked files, and of build/lib, with one bug at a time; C++ is built again for each.
-A hunt goes on from the report that --json names.
+nox -s mutants -- --jobs 14 --minutes 7 --most 0              14 bugs at once, each folder in turn, until time is up
+
+The tests run in copies of the checkout's tracked files, and of build/lib, with one bug at a time; C++ is built again for each.
+A hunt goes on from the report that --json names; `python -m flashmoe_tools.report` makes the summary that docs/results keeps.
 """
 
 from __future__ import annotations
@@ -14,16 +16,22 @@ import argparse
 import ast
 import os
 import random
+import re
+import shlex
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
 import time
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from fnmatch import fnmatchcase
+from itertools import chain, zip_longest
 from pathlib import Path
+from queue import SimpleQueue
 
 from flashmoe.errors import ExitCode
 from flashmoe_build.emulation.build import REPOSITORY
@@ -39,7 +47,11 @@ else:
 
 TABLE = Path(__file__).with_name("folders.toml")
 NEEDED = 0.9  # of the bugs of each folder
-SECONDS = 600  # of one judgement; longer is a kill
+SECONDS = 600  # of one judgement; longer is a kill, as is five times what the tests take without a bug
+BUILT = "build/planted"  # beside the library without a bug, which the tests of Python need
+TIMED_OUT = "timed out"
+NOT_COMPILED = "does not compile"
+_FAILED = re.compile(r"^(?:FAILED|ERROR) (\S+?::.*?)(?: - .*)?$", re.MULTILINE)
 
 _SHIFTED: dict[type[ast.cmpop], str] = {
     ast.Lt: "<=",
@@ -49,6 +61,9 @@ _SHIFTED: dict[type[ast.cmpop], str] = {
     ast.Eq: "!=",
     ast.NotEq: "==",
 }
+
+
+Site = tuple["Folder", str, Edit]
 
 
 def edits_of(path: Path) -> list[Edit]:
@@ -119,15 +134,18 @@ class Folder:
     command: str = ""  # in place of the tests
 
     def oracle(self, file: str) -> str:
-        """A command that exits with 0 when it finds nothing wrong with the file."""
+        """A command that exits with 0 when it finds nothing wrong with the file; pytest's options may follow."""
         if self.command:
             return self.command
         tests = next((tests for pattern, tests in self.judges if fnmatchcase(file, pattern)), self.tests)
-        python = sys.executable
-        make = f"{python} -m flashmoe_build --archs none --library-only && "
-        judge = f"{python} -m pytest -n 0 -q -x -p no:cacheprovider {tests}"
-        given = "FLASHMOE_LIBRARY=$PWD/build/lib/libflashmoe.so " if self.library or self.build else ""
-        return (make if self.build else "") + given + judge
+        out = BUILT if self.build else "build"
+        given = f"FLASHMOE_LIBRARY=$PWD/{out}/lib/libflashmoe.so " if self.library or self.build else ""
+        return f"{given}{sys.executable} -m pytest -n 0 -q -p no:cacheprovider {tests}"
+
+    @property
+    def make(self) -> str:
+        """A command that compiles the library with the bug."""
+        return f"{sys.executable} -m flashmoe_build --archs none --library-only --out {BUILT}" if self.build else "true"
 
 
 @dataclass(frozen=True)
@@ -140,6 +158,7 @@ class Found:
     survived: bool
     seconds: float
     why: str = ""
+    note: str = ""  # TIMED_OUT or NOT_COMPILED
 
 
 def folders(table: Path = TABLE) -> tuple[tuple[Folder, ...], Mapping[tuple[str, str], str]]:
@@ -159,63 +178,165 @@ def folders(table: Path = TABLE) -> tuple[tuple[Folder, ...], Mapping[tuple[str,
     return tuple(rows), {(row["file"], row["what"]): row["why"] for row in read.get("equivalent", ())}
 
 
-def sites_of(checkout: Path, folder: Folder, most: int, seed: int) -> list[tuple[str, Edit]]:
+def sites_of(checkout: Path, folder: Folder, most: int, seed: int) -> list[Site]:
     """A sample of ``most`` edits of the folder's files (0: all), the same for the same seed."""
     names = sorted({str(p.relative_to(checkout)) for pattern in folder.files for p in checkout.glob(pattern)})
-    sites = [(name, edit) for name in names for edit in edits_of(checkout / name)]
+    sites = [(folder, name, edit) for name in names for edit in edits_of(checkout / name)]
     return random.Random(seed).sample(sites, min(most, len(sites))) if most else sites
 
 
-def hunt(checkout: Path, folder: Folder, sites: Sequence[tuple[str, Edit]], seconds: int) -> Iterator[Found]:
-    """Each bug in turn, judged by its file's tests. Raises ValueError where they fail without one."""
-    tried: set[str] = set()
-    for number, (name, edit) in enumerate(sites, start=1):
-        oracle = folder.oracle(name)
-        if oracle not in tried and not _passes(checkout, oracle, seconds):
-            msg = f"{folder.name}: its tests fail without a bug, so they can judge nothing: {oracle}"
-            raise ValueError(msg)
-        tried.add(oracle)
-        path, begin = checkout / name, time.monotonic()
-        text = path.read_text(encoding="utf-8")
-        path.write_text(text[: edit.start] + edit.replacement + text[edit.end :], encoding="utf-8")
-        survived = _passes(checkout, oracle, seconds)
-        path.write_text(text, encoding="utf-8")
-        found = Found(folder.name, name, edit.what, survived, round(time.monotonic() - begin, 1))
-        print(f"{number}/{len(sites)} {'SURVIVED' if survived else 'killed'} {name} {edit.what}", flush=True)
-        yield found
+@dataclass(frozen=True)
+class Judge:
+    """A command that passes without a bug, and how long it takes."""
+
+    command: str
+    seconds: float
 
 
-def _passes(checkout: Path, oracle: str, seconds: int) -> bool:
-    # Compiled Python is known by time and size, which the next bug may share.
-    environment = {**os.environ, "PYTHONDONTWRITEBYTECODE": "1", "PYTHONPATH": str(checkout)}
-    try:
-        done = subprocess.run(
-            oracle, shell=True, cwd=checkout, capture_output=True, check=False, timeout=seconds, env=environment
-        )
-    except subprocess.TimeoutExpired:
-        return False
-    return done.returncode == 0
+class Hunt:
+    """Runs commands in as many checkouts as are given, one in each, until ``end`` of time.monotonic()."""
+
+    def __init__(self, checkouts: Sequence[Path], seconds: int, end: float) -> None:
+        self._checkouts: SimpleQueue[Path] = SimpleQueue()
+        for checkout in checkouts:
+            self._checkouts.put(checkout)
+        self._jobs, self._seconds, self._end = len(checkouts), seconds, end
+        self._threads = ThreadPoolExecutor(self._jobs)
+        self.judges: dict[str, Judge | None] = {}  # by oracle; None where it can judge nothing
+        self._environment = {
+            **os.environ,
+            "PYTHONDONTWRITEBYTECODE": "1",  # compiled Python is known by time and size, which the next bug may share
+            "FLASHMOE_CACHE_DIR": os.environ.get("FLASHMOE_CACHE_DIR", str(checkouts[0].with_name("cache"))),
+        }
+
+    def bugs(self, sites: Sequence[Site]) -> Iterator[Found]:
+        """Each bug, as it is decided: the first whose tests are known to pass without it comes next."""
+        waiting, unknown = list(sites), list({site[0].oracle(site[1]): site[0] for site in sites}.items())
+        running: dict[Future[Judge | Found | None], str] = {}
+        while True:
+            while len(running) < self._jobs:
+                ready = next((site for site in waiting if self.judges.get(site[0].oracle(site[1])) is not None), None)
+                if unknown:
+                    oracle, folder = unknown.pop(0)
+                    running[self._threads.submit(self._judge, oracle, folder)] = oracle
+                elif ready is not None and time.monotonic() < self._end:
+                    waiting.remove(ready)
+                    running[self._threads.submit(self._decide, ready)] = ""
+                else:
+                    break
+            if not running:
+                return
+            for future in wait(running, return_when=FIRST_COMPLETED).done:
+                oracle, result = running.pop(future), future.result()
+                if isinstance(result, Found):
+                    yield result
+                elif oracle:
+                    self.judges[oracle] = result
+
+    def _judge(self, oracle: str, folder: Folder) -> Judge | None:
+        """Tests that fail without a bug are left out. None where the others cannot be told, or fail then."""
+        with self._checkout() as checkout:
+            status, _ = self._run(folder.make, checkout, self._seconds)
+            begin = time.monotonic()
+            if status == 0:
+                status, output = self._run(oracle, checkout, self._seconds)
+            seconds = time.monotonic() - begin
+            failed = _FAILED.findall(output) if status == 1 and not folder.command else []
+            options = "" if folder.command else " -x" + "".join(f" --deselect {shlex.quote(name)}" for name in failed)
+            if failed:
+                print(f"not asked, because they fail without a bug: {', '.join(failed)}", flush=True)
+                status, output = self._run(oracle + options, checkout, self._seconds)
+            if status == 0:
+                return Judge(oracle + options, seconds)
+            print(f"{folder.name}: its tests fail without a bug, so they can judge nothing: {oracle}\n{output[-2000:]}")
+            return None
+
+    def _decide(self, site: Site) -> Found | None:
+        folder, name, edit = site
+        judge = self.judges[folder.oracle(name)]
+        assert judge is not None
+        with self._checkout() as checkout:
+            path, begin = checkout / name, time.monotonic()
+            text = path.read_text(encoding="utf-8")
+            path.write_text(text[: edit.start] + edit.replacement + text[edit.end :], encoding="utf-8")
+            try:
+                note = ""
+                status, _ = self._run(folder.make, checkout, self._seconds)
+                if status:
+                    note = NOT_COMPILED
+                else:
+                    status, _ = self._run(judge.command, checkout, min(self._seconds, 30 + 5 * judge.seconds))
+                    note = TIMED_OUT if status is None else ""
+            finally:
+                path.write_text(text, encoding="utf-8")
+            if time.monotonic() >= self._end:
+                return None
+            return Found(folder.name, name, edit.what, status == 0, round(time.monotonic() - begin, 1), note=note)
+
+    @contextmanager
+    def _checkout(self) -> Iterator[Path]:
+        checkout = self._checkouts.get()
+        try:
+            yield checkout
+        finally:
+            self._checkouts.put(checkout)
+
+    def _run(self, command: str, checkout: Path, seconds: float) -> tuple[int | None, str]:
+        """Exit status, None when it took too long, and what was printed."""
+        limit = min(seconds, self._end - time.monotonic())
+        if limit <= 0:
+            return None, ""
+        environment = {**self._environment, "PYTHONPATH": f"{checkout}:{os.environ.get('PYTHONPATH', '')}".rstrip(":")}
+        with tempfile.TemporaryFile("w+") as output:
+            process = subprocess.Popen(
+                command,
+                shell=True,
+                cwd=checkout,
+                stdout=output,
+                stderr=output,
+                env=environment,
+                start_new_session=True,
+            )
+            try:
+                status: int | None = process.wait(limit)
+            except subprocess.TimeoutExpired:
+                status = None
+            finally:
+                with suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+            output.seek(0)
+            return status, output.read()
 
 
 def judged(found: Sequence[Found], reasons: Mapping[tuple[str, str], str]) -> Report:
     """One check a folder: how many of its bugs that can be noticed were. Survivors are listed with their reasons."""
     rows = [Found(**{**asdict(one), "why": reasons.get((one.file, _unplaced(one.what)), "")}) for one in found]
-    checks = []
+    checks, scores = [], {}
     for name in dict.fromkeys(row.folder for row in rows):
         own = [row for row in rows if row.folder == name]
-        counted = [row for row in own if not (row.survived and row.why)]
+        decided = [row for row in own if row.note != NOT_COMPILED]
+        counted = [row for row in decided if not (row.survived and row.why)]
         killed = sum(not row.survived for row in counted)
+        scores[name] = {
+            "planted": len(own),
+            "killed": killed,
+            "survived": len(counted) - killed,
+            "equivalent": len(decided) - len(counted),
+            NOT_COMPILED: len(own) - len(decided),
+            TIMED_OUT: sum(row.note == TIMED_OUT for row in own),
+        }
         verdict = Verdict.PASS if counted and killed >= NEEDED * len(counted) else Verdict.FAIL
         told = f"{killed} of {len(counted)} killed" + (
-            f", {len(own) - len(counted)} equivalent" if own != counted else ""
+            f", {len(decided) - len(counted)} equivalent" if decided != counted else ""
         )
         why = "; ".join(f"{row.file} {row.what}" for row in counted if row.survived)
         step = "a test for each survivor, or a line in folders.toml that says why nothing can notice it"
         checks.append(
             Check(name, verdict, told, f"at least {NEEDED:.0%}", why, "" if verdict is Verdict.PASS else step)
         )
-    operators = Counter(f"{row.folder}: {'survived' if row.survived else 'killed'}" for row in rows)
-    data = {"bugs": [asdict(row) for row in rows], "counts": dict(operators)}
+    survivors = [f"{row.file} {row.what}" + (f": {row.why}" if row.why else "") for row in rows if row.survived]
+    data = {"scores": scores, "survivors": survivors, "bugs": [asdict(row) for row in rows]}
     return Report("mutants", tuple(checks), data, host_environment(), (), utc_now())
 
 
@@ -228,7 +349,7 @@ def known(path: Path | None) -> list[Found]:
     """What an earlier hunt found."""
     if path is None or not path.is_file():
         return []
-    return [Found(**row) for row in read_report(path).data["bugs"]]
+    return [Found(**row) for row in read_report(path).data.get("bugs", ())]  # a summary has none
 
 
 def main(words: Sequence[str] | None = None) -> int:
@@ -241,6 +362,10 @@ def main(words: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--seed", type=int, default=0, help="of the draw (default 0)")
     parser.add_argument("--seconds", type=int, default=SECONDS, metavar="S", help="of one judgement; longer is a kill")
+    parser.add_argument("--jobs", type=int, default=1, metavar="N", help="bugs at once, each in a checkout of its own")
+    parser.add_argument(
+        "--minutes", type=float, default=float("inf"), metavar="M", help="what is not decided then is left"
+    )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the report; what it holds is not hunted again")
     arguments = parser.parse_args(words)
     table, reasons = folders()
@@ -251,22 +376,25 @@ def main(words: Sequence[str] | None = None) -> int:
     if not chosen:
         print(f"no such folder; there are {', '.join(folder.name for folder in table)}", file=sys.stderr)
         return ExitCode.USAGE
-    found = known(arguments.json)
+    found, end = known(arguments.json), time.monotonic() + 60 * arguments.minutes
+    done = {(one.file, one.what) for one in found}
     with tempfile.TemporaryDirectory(prefix="flashmoe-hunt-") as place:
-        checkout = Path(place)
-        copy_checkout(checkout)
-        for folder in chosen:
-            done = {(one.file, one.what) for one in found}
-            sites = sites_of(checkout, folder, arguments.most, arguments.seed)
-            left = [(name, edit) for name, edit in sites if (name, edit.what) not in done]
-            try:
-                for one in hunt(checkout, folder, left, arguments.seconds):
-                    found.append(one)
-                    if arguments.json is not None:
-                        write_report(arguments.json, judged(found, reasons))
-            except ValueError as error:
-                print(error, file=sys.stderr)
-                return ExitCode.USAGE
+        checkouts = [Path(place) / str(number) for number in range(arguments.jobs)]
+        for checkout in checkouts:
+            checkout.mkdir()
+            copy_checkout(checkout)
+        drawn = [sites_of(checkouts[0], folder, arguments.most, arguments.seed) for folder in chosen]
+        turns = chain.from_iterable(zip_longest(*drawn))  # so that a hunt that ends early has been in every folder
+        sites = [site for site in turns if site is not None and (site[1], site[2].what) not in done]
+        hunt = Hunt(checkouts, arguments.seconds, end)
+        for number, one in enumerate(hunt.bugs(sites), start=1):
+            fate = "SURVIVED" if one.survived else one.note or "killed"
+            print(f"{number}/{len(sites)} {fate} {one.file} {one.what} ({one.seconds} s)", flush=True)
+            found.append(one)
+            if arguments.json is not None:
+                write_report(arguments.json, judged(found, reasons))
+    if None in hunt.judges.values() and time.monotonic() < end:
+        return ExitCode.USAGE
     report = judged([one for one in found if one.folder in {folder.name for folder in chosen}], reasons)
     for check in report.checks:
         print(f"{check.verdict}  {check.name}: {check.found}" + (f"\n      survived: {check.why}" if check.why else ""))

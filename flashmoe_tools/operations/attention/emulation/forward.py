@@ -20,6 +20,7 @@ from flashmoe_tools.operations.attention.emulation.problem import (
     Shape,
     Values,
     custom,
+    drawn_lengths,
     make_inputs,
     reference,
 )
@@ -64,6 +65,7 @@ def problems(unit: Unit) -> Iterator[Problem]:
             # Causal: the first 64 rows of a tile see one key block, the others two; of two shares they see none of one.
             (m, m + n - 64, dim, 6, 2, 1, Layout.BHSD, Values.SHIFTED),
         )
+    sizes += ((*drawn_lengths(unit), dim, 1, 1, 1, Layout.BHSD, Values.NORMAL),)
     for causal in (mask == "causal" for mask in unit.row.words["mask"]):
         for index, (seq_q, seq_k, columns, heads, key_heads, batch, layout, values) in enumerate(sizes):
             problem = Problem(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import math
+import random
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -192,6 +193,13 @@ class Reference:
 def lse_bound(lse: torch.Tensor) -> torch.Tensor:
     """How far a kernel's log-sum-exp may be off."""
     return 2e-4 + 1e-6 * lse.masked_fill(torch.isinf(lse), 0.0).abs()
+
+
+def drawn_lengths(unit: Unit) -> tuple[int, int]:
+    """Rows and keys, drawn for each kernel: rows around an edge of its tiles, keys - rows from -3 to 3."""
+    draw = random.Random(unit.name)
+    rows = unit.row.block_m * draw.choice((1, 1, 2)) + draw.randint(-3, 3)
+    return rows, rows + draw.randint(-3, 3)
 
 
 def make_inputs(problem: Problem) -> Inputs:

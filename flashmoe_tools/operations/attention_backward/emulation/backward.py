@@ -10,7 +10,15 @@ import torch
 
 from flashmoe_build.emulation.compare import UNIT_ROUNDOFF, Expected, worst_element
 from flashmoe_build.emulation.runner import Buffer, Launch, Runner, Trial, counter, output
-from flashmoe_tools.operations.attention.emulation.problem import Layout, Problem, Shape, Values, custom, make_inputs
+from flashmoe_tools.operations.attention.emulation.problem import (
+    Layout,
+    Problem,
+    Shape,
+    Values,
+    custom,
+    drawn_lengths,
+    make_inputs,
+)
 from flashmoe_tools.operations.attention.reference import weigh
 from flashmoe_tools.operations.attention_backward.emulation.fused import make_partials, rows_of_partials, tiles_of_rows
 from flashmoe_tools.tables import Unit
@@ -45,6 +53,7 @@ def problems(unit: Unit) -> Iterator[Problem]:
     is_fused = unit.row.operation == "attention_backward_fused"  # its tiles are always drawn
     if is_fused:  # eight tiles per block: six heads from the last keys on; causal, seven descending. The first tile's keys end with a block's last row
         sizes += ((m + 9, n + 9, dim, 13, 13, 1, Layout.BSHD, Values.NORMAL),)
+    sizes += ((*drawn_lengths(unit), dim, 1, 1, 1, Layout.BHSD, Values.NORMAL),)
     for causal in (mask == "causal" for mask in unit.row.words["mask"]):
         for index, (seq_q, seq_k, columns, heads, key_heads, batch, layout, values) in enumerate(sizes):
             if unit.row.schedule == "grid" and unit.dtype == "bf16" and index not in FEW_PROBLEMS:
