@@ -1,4 +1,4 @@
-"""Pictures of docs/, as SVG: the roofline of a GPU and a race from committed reports, the architecture from the tree.
+"""Pictures of docs/, as SVG: the roofline of an H100 and a race from committed reports, the architecture from the tree.
 
 ``nox -s docs`` writes them. They are text of a few lines, so that a difference can be read; the speed of README is in speed.py.
 """
@@ -15,7 +15,7 @@ from xml.sax.saxutils import escape
 
 from flashmoe.__main__ import COMMANDS
 from flashmoe.errors import ReportError
-from flashmoe_build.speed import COLOURS, aggregates, gpu_of
+from flashmoe_build.speed import COLOURS, aggregates
 
 RACE = "docs/results/2026-11-24-cpu/race.txt"
 SERIES = (("flashmoe", "flashmoe"), ("sdpa-cudnn", "cuDNN"))
@@ -92,15 +92,11 @@ def work(case: dict[str, Any]) -> tuple[float, float]:
 
 
 def roofline(root: Path) -> str:
-    """Forward attention on one GPU, prefill and decoding, under what a matrix product and a copy reached in the same run."""
-    found = [aggregates(root, name) for name in ("llm-prefill-bf16", "decode")]
-    reports, (gpu, other) = [whole["data"] for _, whole, _ in found], [gpu_of(path) for path, _, _ in found]
-    if gpu != other:
-        msg = f"the newest llm-prefill-bf16 is of an {gpu}, decode of an {other}; a roofline has one GPU's: measure the other there"
-        raise ReportError(msg)
+    """Forward attention on an H100, prefill and decoding, under what a matrix product and a copy reached in the same run."""
+    reports = [aggregates(root, name, gpus=("h100",))[1]["data"] for name in ("llm-prefill-bf16", "decode")]
     peak, copy = reports[0]["ceilings"]["matmul_tflops"]["bf16"], reports[0]["ceilings"]["copy_gbps"] / 1e3
     parts = [
-        text(LEFT, 18, f"Forward attention, bf16, one {gpu}: TFLOP/s by operations for each byte that must be moved"),
+        text(LEFT, 18, "Forward attention, bf16, one H100: TFLOP/s by operations for each byte that must be moved"),
         *_axes(),
     ]
     corner, end = point(peak / copy, peak), point(X_RANGE[1], peak)
@@ -254,4 +250,4 @@ def _arrow(start: Box, end: Box, words: str) -> Iterator[str]:
         yield text((x1 + x2) / 2, (y1 + y2) / 2 - 8, words, text_anchor="middle", fill="#555")
 
 
-FIGURES = {"docs/roofline.svg": roofline, "docs/race.svg": race, "docs/architecture.svg": architecture}
+FIGURES = {"docs/roofline-h100.svg": roofline, "docs/race.svg": race, "docs/architecture.svg": architecture}

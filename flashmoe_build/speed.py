@@ -15,6 +15,7 @@ from flashmoe.errors import ReportError
 
 REPORTS = "docs/results/*-{gpu}/bench"  # a folder for each day, so that the last of a name is the newest
 GPUS = {"h100": "H100", "h200": "H200"}
+PREFILL_GPUS = ("h200", "h100")  # of which the table by case and the figure show the first that has a report
 
 
 @dataclass(frozen=True)
@@ -90,7 +91,7 @@ def cache_rows(root: Path) -> tuple[Sequence[str], list[Sequence[str]]]:
 def prefill_rows(root: Path) -> tuple[Sequence[str], list[Sequence[str]]]:
     """Every case of the forward grid in bfloat16: TFLOP/s of each side, ours in percent of the matrix product, ratios."""
     rivals = {"sdpa-cudnn": "cuDNN", "flash-attn-3": "FlashAttention-3"}
-    _, whole, _ = aggregates(root, "llm-prefill-bf16")
+    _, whole, _ = aggregates(root, "llm-prefill-bf16", gpus=PREFILL_GPUS)
     product = whole["data"]["ceilings"]["matmul_tflops"]["bf16"]
     header = ("D", "mask", "S", "TFLOP/s", "%", *rivals.values(), *(f"to {name}" for name in rivals.values()))
     rows: list[Sequence[str]] = []
@@ -122,7 +123,7 @@ _FULL = 800.0  # TFLOP/s
 def prefill_figure(root: Path) -> str:
     """The figure of README.md, as SVG: causal forward attention at head dim 128 by sequence length, TFLOP/s."""
     header, rows = prefill_rows(root)
-    gpu = gpu_of(aggregates(root, "llm-prefill-bf16")[0])
+    gpu = GPUS[gpu_of(aggregates(root, "llm-prefill-bf16", gpus=PREFILL_GPUS)[0])]
     columns = {"flashmoe": "TFLOP/s", "flash-attn-3": "FlashAttention-3", "sdpa-cudnn": "cuDNN"}
     cases = [dict(zip(header, row, strict=True)) for row in rows if row[0] == "128" and row[1] == "causal"]
     width = 72 + len(cases) * (4 * _BAR + 8)
@@ -170,8 +171,8 @@ def aggregates(root: Path, report: str, subject: str = "flashmoe", gpus: Sequenc
 
 
 def gpu_of(report: Path) -> str:
-    """By the name of its day's folder."""
-    return GPUS[report.parents[1].name.rsplit("-", 1)[1]]
+    """A key of GPUS, by the name of its day's folder."""
+    return report.parents[1].name.rsplit("-", 1)[1]
 
 
 @lru_cache(maxsize=32)

@@ -98,7 +98,9 @@ def fa3_operators() -> Any:
 
 def fa3_forward(operators: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, inputs: Inputs) -> Any:
     """(out [B, S, H, D], log-sum-exp [B, H, S], ...) of q, k, v [B, S, H, D]."""
-    return operators.fwd(q, k, v, softmax_scale=inputs.scale, is_causal=inputs.problem.causal, num_splits=1)
+    problem = inputs.problem
+    splits = 1 if problem.seq_q == problem.seq_k else 0  # 0: as many as it finds best, for few rows over many keys
+    return operators.fwd(q, k, v, softmax_scale=inputs.scale, is_causal=problem.causal, num_splits=splits)
 
 
 def _flash_attn_3(inputs: Inputs) -> Prepared:
