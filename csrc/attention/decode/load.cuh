@@ -132,7 +132,7 @@ struct KeyLoader {
         visible(segment.seen),
         use(use_),
         policy(use_ == Use::kOnceOfFew || (kObeysHost && params_.evicts_first != 0) ? ptx::evict_first()
-                                                                                     : ptx::evict_normal()) {
+                                                                                    : ptx::evict_normal()) {
     const int head_kv = key_head(segment);
     gmem = static_cast<const Element*>(has_value() ? params.v : params.k) +
            sequence.key_offset(has_value() ? params.v_stride : params.k_stride, head_kv);
