@@ -126,10 +126,10 @@ def test_an_interruption_leaves_what_was_found(
     monkeypatch.setattr("flashmoe_build.emulation.runs.run_case", run)
     words = ["--kernel", "attention_forward_sm80_f16_d64_m64", "--json", str(tmp_path / "report.json")]
     assert main(words) == ExitCode.INTERRUPTED
-    assert "2 runs of 22: interrupted, 0 failed" in capsys.readouterr().out
+    assert "2 runs of 24: interrupted, 0 failed" in capsys.readouterr().out
     report = json.loads((tmp_path / "report.json").read_text(encoding="utf-8"))
     assert report["verdict"] == "FAIL"
-    assert report["checks"][-1]["found"].startswith("20 of 22 runs")
+    assert report["checks"][-1]["found"].startswith("22 of 24 runs")
 
 
 def test_what_the_time_did_not_allow_is_said(tmp_path: Path) -> None:
