@@ -57,6 +57,15 @@ int32_t attribute(CUdevice handle, CUdevice_attribute which, const char* what) {
   return value;
 }
 
+// Two transfers per clock. Only a choice of cache hints rests on it: a driver that refuses to say it is no error.
+int32_t memory_rate(CUdevice handle) {
+  int khz = 0, bits = 0;
+  const auto ask = driver().cuDeviceGetAttribute;
+  if (ask(&khz, CU_DEVICE_ATTRIBUTE_MEMORY_CLOCK_RATE, handle) != CUDA_SUCCESS) return 0;
+  if (ask(&bits, CU_DEVICE_ATTRIBUTE_GLOBAL_MEMORY_BUS_WIDTH, handle) != CUDA_SUCCESS) return 0;
+  return static_cast<int32_t>(int64_t{2} * khz * bits / 8 / 1'000'000);
+}
+
 std::unique_ptr<Device> read_device(int32_t index) {
   const Driver& api = driver();
   check_driver(api.cuInit(0), "cuInit", "no GPU can be used");
@@ -74,10 +83,7 @@ std::unique_ptr<Device> read_device(int32_t index) {
   found->num_multiprocessors = attribute(handle, CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT, "multiprocessors");
   found->shared_bytes_optin =
       attribute(handle, CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN, "shared memory per block");
-  // Two transfers per clock of so many kHz; drivers that no longer say one of them say 0.
-  const int64_t clock = attribute(handle, CU_DEVICE_ATTRIBUTE_MEMORY_CLOCK_RATE, "memory clock");
-  const int64_t bits = attribute(handle, CU_DEVICE_ATTRIBUTE_GLOBAL_MEMORY_BUS_WIDTH, "memory bus");
-  found->memory_rate = static_cast<int32_t>(2 * clock * bits / 8 / 1'000'000);
+  found->memory_rate = memory_rate(handle);
   return found;
 }
 

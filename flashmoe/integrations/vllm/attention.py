@@ -262,7 +262,7 @@ class FlashmoeImpl(AttentionImpl):  # type: ignore[misc]
         options: dict[str, Any] = {"causal": causal, "scale": self.scale, "softcap": self.softcap}
         options["window"] = None if reach is None else (reach, 0 if causal else reach)
         if self.alibi_slopes is not None:
-            self.alibi_slopes = self.alibi_slopes.to(device)  # once: before, whatever device the layer was built on
+            self.alibi_slopes = self.alibi_slopes.to(device)  # vLLM may build a layer on another device
             options["alibi_slopes"] = self.alibi_slopes
         return {**options, "sinks": self.sinks, "consistent": self.is_consistent}
 
