@@ -17,7 +17,7 @@ from pathlib import Path
 from flashmoe.attn import sdpa_dispatch
 from flashmoe.errors import FlashmoeError, TableError
 from flashmoe.variables import VARIABLES, Variable
-from flashmoe_build import figures, model_sweep, peers, speed, varlen
+from flashmoe_build import figures, model_sweep, peers, several_gpus, speed, varlen
 from flashmoe_build.engines import record
 from flashmoe_tools.descriptors import KernelRow
 from flashmoe_tools.tables import Gpu, Tables, load_tables
@@ -185,6 +185,8 @@ REPORTED: tuple[tuple[str, str, Callable[[Path], tuple[Sequence[str], list[Seque
     ("docs/performance.md", "speed", speed.attention_rows),
     ("docs/performance.md", "cache speed", speed.cache_rows),
     ("docs/performance.md", "expert speed", speed.expert_rows),
+    ("docs/distributed.md", "divided attention", several_gpus.attention_table),
+    ("docs/distributed.md", "divided experts", several_gpus.experts_table),
     ("docs/kernels/attention-sm90.md", "forward by case", speed.prefill_rows),
     ("docs/kernels/moe.md", "memory of a step", peers.step_memory_table),
     ("docs/kernels/moe.md", "time of a step", peers.step_table),

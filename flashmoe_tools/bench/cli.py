@@ -211,9 +211,10 @@ def _measure_distributed(args: argparse.Namespace, suites: list[Suite], device: 
     if args.json:
         write_report(args.json, report)
     if args.summary:
-        from flashmoe_tools.report import medians, rounded
+        from flashmoe_tools.report import rounded
 
-        write_summary(args.summary, replace(report, data=rounded(medians(report.data))).to_json())
+        parts = [{name: value for name, value in row.items() if name != "samples"} for row in report.data["parts"]]
+        write_summary(args.summary, replace(report, data=rounded({**report.data, "parts": parts})).to_json())
     print(as_text(report))
     return report.exit_code
 

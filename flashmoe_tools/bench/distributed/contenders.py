@@ -1,20 +1,31 @@
-"""What each part times, after it has been checked: flashmoe on several GPUs, on one, and torch's own context parallel."""
+"""What each part times, after it has been checked: flashmoe on several GPUs, on one, and what torch has for it."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.distributed._functional_collectives as funcol
 from torch import Tensor
 
 import flashmoe
-from flashmoe.distributed import ExpertParallel, context_parallel_attention, shard_sequence, unshard_sequence
+from flashmoe.distributed import (
+    ExpertParallel,
+    context_parallel_attention,
+    context_parallel_attention_varlen,
+    shard_ragged,
+    shard_sequence,
+    unshard_ragged,
+    unshard_sequence,
+)
 from flashmoe_tools.bench.distributed.measure import Call, Ranks
 from flashmoe_tools.bench.distributed.parts import AttentionPart, ExpertsPart
+from flashmoe_tools.operations.moe.contenders import grouped
 
 Calls = dict[str, Call]
 
@@ -23,6 +34,11 @@ def _both_ways(call: Callable[..., Any], tensors: list[Tensor], upstream: Tensor
     inputs = [tensor.detach().requires_grad_() for tensor in tensors]
     out = call(*inputs)
     return out.detach(), *torch.autograd.grad(out, inputs, upstream)
+
+
+def _difference(found: Tensor, wanted: Tensor) -> float:
+    """The largest, relative to the largest element that is wanted."""
+    return float((found.float() - wanted.float()).abs().max() / wanted.float().abs().max())
 
 
 def _dtype(ranks: Ranks) -> torch.dtype:
@@ -58,12 +74,11 @@ class AttentionCalls:
     def error(self) -> float:
         """The largest difference to one GPU, relative to the largest element of each result."""
         expected = self.one()
-        worst = 0.0
-        for method in ("ring", "all_gather"):
-            for found, wanted in zip(self.divided(method), expected, strict=True):
-                difference = (unshard_sequence(found).float() - wanted.float()).abs().max()
-                worst = max(worst, float(difference / wanted.float().abs().max()))
-        return worst
+        return max(
+            _difference(unshard_sequence(found), wanted)
+            for method in self.groups
+            for found, wanted in zip(self.divided(method), expected, strict=True)
+        )
 
     @contextmanager
     def calls(self) -> Iterator[tuple[Calls, str]]:
@@ -103,45 +118,152 @@ class AttentionCalls:
         return call
 
 
+class RaggedCalls:
+    """The same of a ragged batch, by the ring."""
+
+    def __init__(self, part: AttentionPart, ranks: Ranks) -> None:
+        self.ends, generator = part.ends(), torch.Generator(ranks.device).manual_seed(0)  # the same on every rank
+        heads = (part.heads, part.heads_kv, part.heads_kv, part.heads)
+        self.whole = [
+            torch.randn(
+                (part.length, count, part.head_dim), device=ranks.device, dtype=_dtype(ranks), generator=generator
+            )
+            for count in heads
+        ]
+        self.own = [shard_ragged(tensor, self.ends) for tensor in self.whole]
+        self.cu_seqlens = torch.tensor(self.ends, dtype=torch.int32, device=ranks.device)
+        self.longest = max(b - a for a, b in pairwise(self.ends))
+
+    def one(self) -> tuple[Tensor, ...]:
+        lengths = (self.cu_seqlens, self.cu_seqlens, self.longest, self.longest)
+
+        def call(q: Tensor, k: Tensor, v: Tensor) -> Any:
+            return flashmoe.attention_varlen(q, k, v, *lengths, causal=True)
+
+        return _both_ways(call, self.whole[:3], self.whole[3])
+
+    def divided(self, _: str = "ring") -> tuple[Tensor, ...]:
+        def call(q: Tensor, k: Tensor, v: Tensor) -> Any:
+            return context_parallel_attention_varlen(q, k, v, self.ends, causal=True)
+
+        return _both_ways(call, self.own[:3], self.own[3])
+
+    def error(self) -> float:
+        pairs = zip(self.divided(), self.one(), strict=True)
+        return max(_difference(unshard_ragged(found, self.ends), wanted) for found, wanted in pairs)
+
+    @contextmanager
+    def calls(self) -> Iterator[tuple[Calls, str]]:
+        yield {"one": self.one, "ring": self.divided}, "its context parallel takes no ragged batch"
+
+
+def all_to_all_composition(
+    x: Tensor, w13: Tensor, w2: Tensor, weights: Tensor, ids: Tensor, group: dist.ProcessGroup
+) -> Tensor:
+    """What torch has for it: a row per token and expert, sorted by expert, there and back by all_to_all, F.grouped_mm between."""
+    share, size = w13.shape[0], group.size()
+    order = ids.flatten().argsort(stable=True)
+    sorted_ids, tokens = ids.flatten()[order], order // ids.shape[1]
+    outgoing = torch.bincount(sorted_ids // share, minlength=size)
+    incoming = torch.empty_like(outgoing)
+    dist.all_to_all_single(incoming, outgoing, group=group)
+    sent, received = outgoing.tolist(), incoming.tolist()
+    exchange = funcol.all_to_all_single_autograd
+    rows = exchange(x[tokens], received, sent, group)
+    their_ids = sorted_ids.new_empty(sum(received))
+    dist.all_to_all_single(their_ids, sorted_ids, received, sent, group=group)
+    local = (their_ids - group.rank() * share).view(-1, 1)
+    results = exchange(
+        grouped(rows, w13, w2, torch.ones_like(local, dtype=torch.float32), local), sent, received, group
+    )
+    out = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
+    return out.index_add(0, tokens, results.float() * weights.flatten()[order, None]).to(x.dtype)
+
+
 class ExpertsCalls:
-    """The layer with all experts on every GPU at once, and with its share of them on each."""
+    """The layer with all experts on every GPU at once, with its share of them on each, and what a rank's share computes alone."""
 
     def __init__(self, part: ExpertsPart, ranks: Ranks) -> None:
         device, dtype = ranks.device, _dtype(ranks)
-        torch.manual_seed(1)
-        both = torch.randn(part.experts, 2 * part.inner, part.hidden, device=device, dtype=dtype) / part.hidden**0.5
-        down = torch.randn(part.experts, part.hidden, part.inner, device=device, dtype=dtype) / part.inner**0.5
-        for tensor in (both, down):
-            dist.broadcast(tensor, 0)
+        self.backward, self.ranks = part.backward, ranks
+        generator = torch.Generator(device).manual_seed(1)  # the same on every rank
+
+        def weight(rows: int, columns: int) -> Tensor:
+            size = (part.experts, rows, columns)
+            return torch.randn(size, device=device, dtype=dtype, generator=generator).mul_(columns**-0.5)
+
+        self.whole = weight(2 * part.inner, part.hidden), weight(part.hidden, part.inner)
         torch.manual_seed(2 + ranks.rank)
-        self.x = torch.randn(part.tokens, part.hidden, device=device, dtype=dtype)
-        logits = torch.randn(part.tokens, part.experts, device=device)
-        self.weights, self.ids = flashmoe.topk_route(logits, part.top_k)
+        self.x, self.upstream = torch.randn(2, part.tokens, part.hidden, device=device, dtype=dtype)
+        likely = -torch.arange(1, part.experts + 1, device=device).log() if part.skewed else torch.zeros(part.experts)
+        gumbel = -torch.empty(part.tokens, part.experts, device=device).exponential_().log()
+        self.weights, self.ids = flashmoe.topk_route(gumbel + likely.to(device), part.top_k)
         share = part.experts // ranks.size
-        self.whole = both, down
-        self.own = tuple(weight[ranks.rank * share : (ranks.rank + 1) * share].clone() for weight in self.whole)
+        self.first = ranks.rank * share
+        self.own = tuple(weight[self.first : self.first + share].clone() for weight in self.whole)
         self.layers = {
             "experts": ExpertParallel(dist.new_group()),
             "padded": ExpertParallel(dist.new_group(), padded=True),
         }
+        self.names = (*self.layers, "torch") if ranks.is_gpu else tuple(self.layers)  # F.grouped_mm needs a GPU
+        self.group = dist.new_group()
         owners = self.ids // share
         sent = [(owners == other).any(dim=1).sum() for other in range(ranks.size) if other != ranks.rank]
         self.rows_sent = int(torch.stack(sent).sum()) if sent else 0
+        self.arriving = self._arriving()
 
-    def one(self) -> Tensor:
-        return flashmoe.fused_moe(self.x, *self.whole, self.weights, self.ids)
+    def _arriving(self) -> tuple[Tensor, ...]:
+        """x, upstream gradients, weights and ids of the rows that this rank's experts have work for, of all ranks."""
+        found = []
+        for tensor in (self.x, self.upstream, self.weights, self.ids):
+            gathered = tensor.new_empty((self.ranks.size * tensor.shape[0], tensor.shape[1]))
+            dist.all_gather_into_tensor(gathered, tensor)
+            found.append(gathered)
+        local = found[3] - self.first
+        is_needed = ((local >= 0) & (local < self.own[0].shape[0])).any(dim=1)
+        return tuple(tensor[is_needed].contiguous() for tensor in (*found[:3], local))
 
-    def divided(self, name: str) -> Tensor:
-        return self.layers[name](self.x, self.own[0], self.own[1], self.weights, self.ids)
+    def _run(self, layer: Callable[..., Tensor], x: Tensor, weights: tuple[Tensor, ...], upstream: Tensor) -> Any:
+        if not self.backward:
+            return (layer(x, *weights),)
+        return _both_ways(layer, [x, *weights], upstream)
+
+    def one(self) -> tuple[Tensor, ...]:
+        def layer(x: Tensor, w13: Tensor, w2: Tensor) -> Tensor:
+            return flashmoe.fused_moe(x, w13, w2, self.weights, self.ids)
+
+        found: tuple[Tensor, ...] = self._run(layer, self.x, self.whole, self.upstream)
+        return found
+
+    def share(self) -> Any:
+        """Without messages: the rows that arrive, on this rank's experts."""
+        x, upstream, weights, ids = self.arriving
+
+        def layer(x: Tensor, w13: Tensor, w2: Tensor) -> Tensor:
+            return flashmoe.fused_moe(x, w13, w2, weights, ids)
+
+        return self._run(layer, x, self.own, upstream)
+
+    def divided(self, name: str) -> tuple[Tensor, ...]:
+        def layer(x: Tensor, w13: Tensor, w2: Tensor) -> Tensor:
+            if name == "torch":
+                return all_to_all_composition(x, w13, w2, self.weights, self.ids, self.group)
+            return self.layers[name](x, w13, w2, self.weights, self.ids)
+
+        found: tuple[Tensor, ...] = self._run(layer, self.x, self.own, self.upstream)
+        return found
 
     def error(self) -> float:
-        expected = self.one().float()
+        """Output and dx against one GPU; the gradients of its own experts against all ranks' rows computed here."""
+        expected = (*self.one()[:2], *self.share()[2:])
         return max(
-            float((self.divided(name).float() - expected).abs().max() / expected.abs().max()) for name in self.layers
+            _difference(found, wanted)
+            for name in self.names
+            for found, wanted in zip(self.divided(name), expected, strict=True)
         )
 
     def calls(self) -> Calls:
-        return {"one": self.one, **{name: partial(self.divided, name) for name in self.layers}}
+        return {"one": self.one, "share": self.share, **{name: partial(self.divided, name) for name in self.names}}
 
     def graph(self) -> Call:
         """The padded form as a CUDA graph."""

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from flashmoe_tools.bench.distributed.overlap import Overlap, measure_overlap
 
 Call = Callable[[], Any]
+SUSTAINED, MOST_CALLS = 400.0, 500  # ms of back-to-back calls, and how many they may be
 
 
 class Ranks:
@@ -50,6 +51,21 @@ class Ranks:
         )
         dist.all_reduce(samples, dist.ReduceOp.MAX)
         return dict(zip(calls, samples.t().tolist(), strict=True))
+
+    def sustained(self, calls: Mapping[str, Call], expected: Mapping[str, float]) -> dict[str, float]:
+        """Milliseconds a call, of the slowest rank, back to back for about SUSTAINED ms: the host is ahead, as in training."""
+        found = []
+        for name, call in calls.items():
+            count = max(2, min(MOST_CALLS, round(SUSTAINED / expected[name])))
+
+            def repeatedly(call: Call = call, count: int = count) -> None:
+                for _ in range(count):
+                    call()
+
+            found.append(self.milliseconds(repeatedly) / count)
+        times = torch.tensor(found, device=self.device)
+        dist.all_reduce(times, dist.ReduceOp.MAX)
+        return dict(zip(calls, times.tolist(), strict=True))
 
     def everywhere(self, value: Any) -> list[Any]:
         found: list[Any] = [None] * self.size

@@ -1,4 +1,4 @@
-"""The parts of the suite of several GPUs: attention of a divided sequence, divided experts."""
+"""The parts of the suite of several GPUs: attention of divided sequences, divided experts."""
 
 from __future__ import annotations
 
@@ -13,17 +13,25 @@ ELEMENT = 2  # bytes of bfloat16
 
 @dataclass(frozen=True)
 class AttentionPart:
-    """B = 1, causal; forward and backward."""
+    """Causal; forward and backward. One sequence, or a ragged batch of ``sequences`` that together have ``length`` rows."""
 
     length: int
     heads: int
     heads_kv: int
     head_dim: int = 128
-    at_least: float = 0.0  # of one GPU's speed, on two; 0: no bar
+    sequences: int = 0  # 0: one, dense
+    repeats: int = 0  # 0: the suite's
+    at_least: float = 0.0  # of linear speedup; 0: no bar
 
     @property
     def key(self) -> str:
-        return f"attention-s{self.length}-h{self.heads}-{self.heads_kv}-d{self.head_dim}"
+        ragged = f"-ragged{self.sequences}" if self.sequences else ""
+        return f"attention-s{self.length}-h{self.heads}-{self.heads_kv}-d{self.head_dim}{ragged}"
+
+    def ends(self) -> list[int]:
+        """cu_seqlens of the ragged batch: lengths in the proportions 1 to ``sequences``, so that the longest dominates no step alone."""
+        parts = self.sequences * (self.sequences + 1) // 2
+        return [self.length * (count * (count + 1) // 2) // parts for count in range(self.sequences + 1)]
 
     def least_bytes(self, size: int, element: int) -> int:
         """What one rank must send, on average: the keys and values that others see, once, and one sum of gradients to each owner.
@@ -36,25 +44,31 @@ class AttentionPart:
 
 @dataclass(frozen=True)
 class ExpertsPart:
-    """A layer of experts, the same number of tokens on every rank; forward."""
+    """A layer of experts, the same number of tokens on every rank; forward, or forward and backward."""
 
     tokens: int
     hidden: int
     inner: int
     experts: int
     top_k: int
-    at_most: float = 0.0  # of computation and rows at the measured rate; 0: no bar
+    backward: bool = False
+    skewed: bool = False  # expert e is as likely as 1 / (e + 1) makes it, so that the first rank has most rows
+    repeats: int = 0  # 0: four times the suite's
+    at_most: float = 0.0  # of the busiest rank's computation and rows at the measured rate; 0: no bar
 
     @property
     def key(self) -> str:
-        return f"experts-t{self.tokens}-h{self.hidden}-i{self.inner}-e{self.experts}-k{self.top_k}"
+        shape = f"experts-t{self.tokens}-h{self.hidden}-i{self.inner}-e{self.experts}-k{self.top_k}"
+        return shape + "-skewed" * self.skewed + "-backward" * self.backward
 
 
 Part = AttentionPart | ExpertsPart
 _FIELDS = {
-    "attention": ({"length", "heads", "heads_kv", "head_dim"}, "at_least", AttentionPart),
-    "experts": ({"tokens", "hidden", "inner", "experts", "top_k"}, "at_most", ExpertsPart),
+    "attention": ({"length", "heads", "heads_kv", "head_dim", "sequences", "repeats"}, "at_least", AttentionPart),
+    "experts": ({"tokens", "hidden", "inner", "experts", "top_k", "repeats"}, "at_most", ExpertsPart),
 }
+_OPTIONAL = {"head_dim", "sequences", "repeats"}
+_FLAGS = {"attention": (), "experts": ("backward", "skewed")}
 
 
 def parse_parts(rows: Any, source: str) -> tuple[tuple[Part, ...], frozenset[str]]:
@@ -72,10 +86,12 @@ def parse_parts(rows: Any, source: str) -> tuple[tuple[Part, ...], frozenset[str
 
 
 def _part(row: Mapping[str, Any], where: str) -> Part:
-    counted, bar, make = _FIELDS[fields.choice(row.get("what"), tuple(_FIELDS), where, "what")]
-    fields.known(row, {"what", "quick", bar, *counted}, where)
+    what = fields.choice(row.get("what"), tuple(_FIELDS), where, "what")
+    counted, bar, make = _FIELDS[what]
+    fields.known(row, {"what", "quick", bar, *counted, *_FLAGS[what]}, where)
     values: dict[str, Any] = {name: fields.count(row[name], where, name) for name in counted if name in row}
-    missing = sorted(counted - {"head_dim"} - set(values))
+    values |= {name: fields.flag(row[name], where, name) for name in _FLAGS[what] if name in row}
+    missing = sorted(counted - _OPTIONAL - set(values))
     if missing:
         fields.fail(where, missing[0], None, "a whole number, at least 1")
     if bar in row:
