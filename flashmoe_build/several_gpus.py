@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ REPORTS = "docs/results/*-x*/distributed.json"  # a folder for each day and mach
 Table = tuple[Sequence[str], list[Sequence[str]]]
 
 
-def newest(root: Path) -> dict[str, Any]:
+def newest(root: Path) -> Mapping[str, Any]:
     found = sorted(root.glob(REPORTS))
     if not found:
         msg = f"no report matches {REPORTS}; write one: bench --suite distributed --summary FILE"
@@ -30,11 +30,20 @@ def attention_table(root: Path) -> Table:
 
 def experts_table(root: Path) -> Table:
     """Milliseconds back to back, and the best form's share of computation and rows."""
-    header = ("layer", "its own experts", "rows", "by sizes", "padded", "in a graph", "torch", "of computation and rows")
+    header = (
+        "layer",
+        "its own experts",
+        "rows",
+        "by sizes",
+        "padded",
+        "in a graph",
+        "torch",
+        "of computation and rows",
+    )
     return header, [_experts(row) for row in _parts(newest(root), "experts")]
 
 
-def _parts(data: dict[str, Any], what: str) -> list[dict[str, Any]]:
+def _parts(data: Mapping[str, Any], what: str) -> list[dict[str, Any]]:
     return [row for row in data["parts"] if row["key"].startswith(f"{what}-")]
 
 
