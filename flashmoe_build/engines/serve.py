@@ -146,15 +146,15 @@ QUANTISED: dict[str, tuple[dict[str, Any], Callable[[str, Tensor], dict[str, Ten
 }  # fmt: skip
 
 
-def serve(folder: Path, backend: str, dtype: str, graphs: bool = False) -> dict[str, Any]:
-    """What one engine gave: tokens and log-probabilities of each prompt, and which of our functions it called."""
+def serve(folder: Path, backend: str, dtype: str, graphs: bool = False, **more: Any) -> dict[str, Any]:
+    """What one engine gave: tokens and log-probabilities of each prompt, and which of our functions it called. ``more`` is the engine's."""
     from vllm import LLM, SamplingParams
 
     chosen: dict[str, Any] = {"attention_backend": backend} if backend else {}
     chosen |= {"compilation_config": GRAPHS} if graphs else {"enforce_eager": True}
     engine = LLM(
         model=str(folder), skip_tokenizer_init=True, dtype=dtype, max_model_len=512, max_num_batched_tokens=64, enable_prefix_caching=True,
-        block_size=BLOCK, **chosen,
+        block_size=BLOCK, **chosen, **more,
     )  # fmt: skip
     calls = {"attention": 0, "experts": 0}
     for kind, module, function in COUNTED:

@@ -40,9 +40,7 @@ def reference(q: Tensor, keys: Tensor) -> Tensor:
     q, keys = q.double(), keys.double()
     scores = torch.einsum("qhd,kd->qhk", q, keys) * SCALE
     at = torch.arange(q.shape[0]).unsqueeze(1) + keys.shape[0] - q.shape[0]
-    scores = scores.masked_fill(
-        (torch.arange(keys.shape[0]) > at).unsqueeze(1).to(scores.device), -torch.inf
-    )
+    scores = scores.masked_fill((torch.arange(keys.shape[0]) > at).unsqueeze(1).to(scores.device), -torch.inf)
     return torch.softmax(scores, -1) @ keys[:, :LATENT]
 
 

@@ -57,7 +57,9 @@ def routed(generator: torch.Generator, device: str) -> tuple[Tensor, Tensor]:
     return torch.rand(T, K, generator=generator).to(device), ids.to(device, torch.int32)
 
 
-def call(kernel: Any, x: Tensor, w13: Tensor, w2: Tensor, weights: Tensor, ids: Tensor, x_scale: Tensor | None) -> Tensor:
+def call(
+    kernel: Any, x: Tensor, w13: Tensor, w2: Tensor, weights: Tensor, ids: Tensor, x_scale: Tensor | None
+) -> Tensor:
     output = torch.full((T, H), 7.0, device=x.device, dtype=torch.bfloat16)
     kernel.apply(
         output, x, w13, w2, weights, ids, kernel.moe_config.activation, E, None, x_scale, None, torch.empty(0), torch.empty(0), None, False
@@ -71,7 +73,9 @@ def layer(x: Tensor, w13: Tensor, w2: Tensor, weights: Tensor, ids: Tensor, gate
     for token in range(T):
         for slot in range(K):
             expert = int(ids[token, slot])
-            out[token] += float(weights[token, slot]) * (w2[expert].double() @ gate(w13[expert].double() @ x[token].double()))
+            out[token] += float(weights[token, slot]) * (
+                w2[expert].double() @ gate(w13[expert].double() @ x[token].double())
+            )
     return out
 
 

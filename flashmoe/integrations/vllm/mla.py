@@ -103,7 +103,11 @@ class FlashmoeMLAImpl(MLACommonImpl):  # type: ignore[misc]
         **latent: Any,
     ) -> None:
         """Raises ArgumentError for what latent attention lacks."""
-        given = {"alibi_slopes": alibi_slopes, "sliding_window": sliding_window, "logits_soft_cap": logits_soft_cap}
+        given: dict[str, Any] = {
+            "alibi_slopes": alibi_slopes,
+            "sliding_window": sliding_window,
+            "logits_soft_cap": logits_soft_cap,
+        }
         given["attn_type"] = None if attn_type == AttentionType.DECODER else attn_type
         for name, value in given.items():
             if value:

@@ -36,9 +36,7 @@ class FlashmoeFp8Experts(FlashmoeExperts):
         super().__init__(moe_config, quant_config)
         block = quant_config.block_shape
         if block is None or list(block) != [scaled.BLOCK, scaled.BLOCK]:
-            msg = (
-                f"fp8 experts have blocks of {block}; fused_moe's are 128 by 128: unset FLASHMOE_VLLM_EXPERTS for this model"
-            )
+            msg = f"fp8 experts have blocks of {block}; fused_moe's are 128 by 128: unset FLASHMOE_VLLM_EXPERTS for this model"
             raise ArgumentError(msg)
 
     @staticmethod

@@ -31,7 +31,9 @@ def fall_back(selector: Any) -> None:
             if reasons and fallback_policy() != "error":
                 tell("attention", "; ".join(reasons))
                 backend = None
-            elif current_platform.is_cpu() or ours is not FlashmoeBackend:  # vLLM asks nobody on a CPU, and knows one class by the name
+            elif (
+                current_platform.is_cpu() or ours is not FlashmoeBackend
+            ):  # vLLM asks nobody on a CPU, and knows one class by the name
                 if reasons:
                     msg = f"{backend} cannot compute this model: {'; '.join(reasons)}; leave the backend out"
                     raise ArgumentError(msg)
