@@ -135,7 +135,8 @@ def test_other_latent_attention_is_vllms_own_or_refused(
         chosen(vllm, **changes)
 
 
-def test_an_old_gpu_is_a_reason(vllm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys.modules["vllm.platforms"].current_platform, "capability", engines.Capability(7, 5))
+@pytest.mark.parametrize("capability", [engines.Capability(7, 5), None])  # None: a CPU
+def test_the_device_is_a_reason(vllm: Any, capability: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys.modules["vllm.platforms"].current_platform, "capability", capability)
     with pytest.warns(UserWarning, match="compute capability"):
         assert "VllmOwn" in str(chosen(vllm, dtype=torch.float16))

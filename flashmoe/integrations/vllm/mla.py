@@ -61,7 +61,7 @@ class FlashmoeMLABackend(MLACommonBackend):  # type: ignore[misc]
 
     @classmethod
     def supports_compute_capability(cls, capability: Any) -> bool:
-        return capability is None or tuple(capability) >= CAPABILITY  # a CPU has none
+        return capability is not None and tuple(capability) >= CAPABILITY  # a CPU has none, and vLLM no MLA there
 
     @classmethod
     def validate_configuration(cls, *arguments: Any, **configuration: Any) -> list[str]:

@@ -15,7 +15,7 @@ def fall_back(selector: Any) -> None:
     """Wrap the function by which vLLM chooses a layer's backend; a second call changes nothing.
 
     A layer that was to run on flashmoe and cannot is chosen for as if no backend had been named. With FLASHMOE_FALLBACK=error
-    vLLM's own choice is left alone: it refuses such a model at start, with the same reasons.
+    such a model is refused at start, by vLLM's own choice where it asks the backend, otherwise here, with the same reasons.
     """
     choose = selector._cached_get_attn_backend
     if getattr(choose, "is_flashmoe", False):
