@@ -41,7 +41,12 @@ _TABLE = (
         ("0", "1"),
     ),
     Variable("FLASHMOE_CHECK_LENGTHS", "run", "former name of FLASHMOE_CHECK_VALUES", ("0", "1")),
-    Variable("FLASHMOE_VLLM_EXPERTS", "run", "1: vLLM's experts in 16 bits run on flashmoe (experimental)", ("0", "1")),
+    Variable(
+        "FLASHMOE_VLLM_EXPERTS",
+        "run",
+        "1: vLLM's experts of 16 bits, fp8 and mxfp4 run on flashmoe (experimental)",
+        ("0", "1"),
+    ),
     Variable("FLASHMOE_LIBRARY", "run", "load this extension instead of the wheel's own"),
     Variable("FLASHMOE_ARCHS", "build", "targets: all, native, none, or a list such as 90a,80 (FA_ARCHS: the same)"),
     Variable("FLASHMOE_PLATFORM", "build", "machine that the host code is for", ("x86_64", "aarch64")),

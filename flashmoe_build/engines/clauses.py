@@ -15,6 +15,8 @@ def _overrides(part: str, base: str, own: str, *methods: str, returns: tuple[str
 
 
 _ATTENTION, _EXPERTS = f"{_OURS}.vllm.attention", f"{_OURS}.vllm.experts"
+_LATENT, _OUR_LATENT = "vllm.model_executor.layers.attention.mla_attention", f"{_OURS}.vllm.mla"
+_QUANTISATION = "vllm.model_executor.layers.quantization"
 VLLM: tuple[Clause, ...] = (
     Defines("attention", f"{_BACKEND}:AttentionBackend", ours=f"{_ATTENTION}:FlashmoeBackend"),
     Defines("attention", f"{_BACKEND}:AttentionImplBase", ours=f"{_ATTENTION}:FlashmoeImpl"),
@@ -83,6 +85,31 @@ VLLM: tuple[Clause, ...] = (
         "attention", "vllm._custom_ops:reshape_and_cache_flash", positional=8,
         passes=("key", "value", "key_cache", "value_cache", "slot_mapping", "kv_cache_dtype", "k_scale", "v_scale"),
     ),
+    Defines("attention", f"{_LATENT}:MLACommonImpl", ours=f"{_OUR_LATENT}:FlashmoeMLAImpl"),
+    *_overrides("attention", f"{_LATENT}:MLACommonImpl", f"{_OUR_LATENT}:FlashmoeMLAImpl", "__init__"),
+    *_overrides(
+        "attention", f"{_LATENT}:MLACommonImpl", f"{_OUR_LATENT}:FlashmoeMLAImpl", "forward_mqa",
+        returns=("tuple[torch.Tensor, torch.Tensor | None]",),
+    ),
+    Calls(
+        "attention", f"{_LATENT}:MLACommonImpl.__init__", positional=10,
+        passes=(
+            "num_heads", "head_size", "scale", "num_kv_heads", "alibi_slopes", "sliding_window", "kv_cache_dtype", "logits_soft_cap", "attn_type",
+            "kv_sharing_target_layer_name", "q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "qk_head_dim", "v_head_dim",
+            "kv_b_proj",
+        ),
+    ),
+    *_overrides("attention", f"{_LATENT}:MLACommonBackend", f"{_OUR_LATENT}:FlashmoeMLABackend", "get_name", "get_supported_head_sizes"),
+    *_overrides(
+        "attention", f"{_BACKEND}:AttentionBackend", f"{_OUR_LATENT}:FlashmoeMLABackend",
+        *("supports_batch_invariance", "supports_kv_connector", "supports_compute_capability"),
+        returns=("bool",),
+    ),
+    Has("attention", f"{_LATENT}:MLACommonBackend", names=("is_mla",)),
+    Has("attention", f"{_LATENT}:MLACommonMetadata", names=("decode",)),
+    Has("attention", f"{_LATENT}:MLACommonDecodeMetadata", names=("block_table", "seq_lens")),
+    Has("attention", f"{_LATENT}:MLACommonMetadataBuilder", names=("query_len_support",)),
+    Has("attention", f"{_LATENT}:QueryLenSupport", names=("UNIFORM",)),
     *_overrides(
         "experts", f"{_MOE}.modular_kernel:FusedMoEExperts", f"{_EXPERTS}:FlashmoeExperts",
         *("activation_format", "_supports_current_device", "_supports_no_act_and_mul", "_supports_quant_scheme", "_supports_activation"),
@@ -116,10 +143,20 @@ VLLM: tuple[Clause, ...] = (
         "experts", f"{_MOE}.config:FusedMoEConfig",
         names=(
             "num_experts", "experts_per_token", "hidden_dim", "intermediate_size_per_partition", "in_dtype", "activation", "moe_parallel_config",
-            "swiglu_limit", "swiglu_alpha", "swiglu_beta",
+            "swiglu_limit", "swiglu_alpha", "swiglu_beta", "has_bias", "moe_backend",
         ),
     ),
-    Has("experts", f"{_MOE}.config:FusedMoEQuantConfig", names=("gemm1_alpha", "gemm1_beta", "gemm1_clamp_limit")),
+    Has("experts", f"{_MOE}.config:FusedMoEQuantConfig", names=("gemm1_alpha", "gemm1_beta", "gemm1_clamp_limit", "w1_scale", "w2_scale", "block_shape")),
+    Has("experts", f"{_MOE}.oracle.fp8:Fp8MoeBackend", names=("TRITON",)),
+    Has("experts", f"{_MOE}.oracle.mxfp4:Mxfp4MoeBackend", names=("XPU",)),
+    Has("experts", f"{_QUANTISATION}.utils.quant_utils:", names=("kFp8Dynamic128Sym", "kFp8Static128BlockSym", "kMxfp4Static")),
+    Has("experts", f"{_QUANTISATION}.fp8:", names=("select_fp8_moe_backend",)),
+    Has("experts", f"{_QUANTISATION}.mxfp4:", names=("select_mxfp4_moe_backend",)),
+    Calls("experts", f"{_MOE}.oracle.fp8:select_fp8_moe_backend", passes=("config", "weight_key", "activation_key"), positional=3),
+    Implements("experts", f"{_MOE}.oracle.fp8:select_fp8_moe_backend", ours=f"{_OURS}.vllm.quantised:_choose_fp8.chosen"),
+    Calls("experts", f"{_MOE}.oracle.mxfp4:select_mxfp4_moe_backend", passes=("config", "activation_key"), positional=2),
+    Implements("experts", f"{_MOE}.oracle.mxfp4:select_mxfp4_moe_backend", ours=f"{_OURS}.vllm.quantised:_choose_mxfp4.chosen"),
+    *_overrides("experts", f"{_MOE}.modular_kernel:FusedMoEExperts", f"{_OURS}.vllm.quantised:FlashmoeMxfp4Experts", "expects_unquantized_inputs"),
     Has("experts", f"{_MOE}.config:FusedMoEParallelConfig", names=("use_batched_activation_format",)),
 )  # fmt: skip
 

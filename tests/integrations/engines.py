@@ -24,6 +24,8 @@ from torch import Tensor
 
 SOURCES_VARIABLE = "FLASHMOE_ENGINE_SOURCES"
 ATTENTION = "vllm.v1.attention"
+LATENT = "vllm.model_executor.layers.attention.mla_attention"
+QUANT_KEYS = ("kFp8Dynamic128Sym", "kFp8Static128BlockSym", "kMxfp4Static")
 
 
 class Capability(NamedTuple):
@@ -91,6 +93,10 @@ class Backend:
         return False
 
     @classmethod
+    def is_mla(cls) -> bool:
+        return False
+
+    @classmethod
     def validate_configuration(
         cls: Any, head_size: int, dtype: torch.dtype, kv_cache_dtype: str | None, **given: Any
     ) -> list[str]:
@@ -98,7 +104,8 @@ class Backend:
             "head_size not supported": not cls.supports_head_size(head_size),
             "dtype not supported": dtype not in cls.supported_dtypes,
             "kv_cache_dtype not supported": kv_cache_dtype not in (None, *cls.supported_kv_cache_dtypes),
-            "MLA not supported": given.get("use_mla", False),
+            "MLA not supported": given.get("use_mla", False) and not cls.is_mla(),
+            "sparse not supported": given.get("use_sparse", False),
             "sinks not supported": given.get("has_sink", False) and not cls.supports_sink(),
             "KV connector not supported": given.get("use_kv_connector", False) and not cls.supports_kv_connector(),
             "compute capability not supported": not cls.supports_compute_capability(given["device_capability"]),
@@ -119,6 +126,30 @@ class Builder:
 
 class Impl:
     """What the base class adds is not used."""
+
+
+class LatentBackend(Backend):
+    @classmethod
+    def is_mla(cls) -> bool:
+        return True
+
+    @classmethod
+    def supports_head_size(cls: Any, head_size: int) -> bool:
+        return head_size in cls.get_supported_head_sizes()
+
+    @classmethod
+    def supports_sink(cls) -> bool:
+        return False
+
+
+class LatentImpl:
+    def __init__(self, num_heads: int, head_size: int, scale: float, *arguments: Any, **latent: Any) -> None:
+        self.num_heads, self.head_size, self.scale, self.latent = num_heads, head_size, float(scale), latent
+
+
+class QueryLenSupport(enum.Enum):
+    SINGLE_ONLY = "single_only"
+    UNIFORM = "uniform"
 
 
 class SelectorConfig(NamedTuple):
@@ -241,6 +272,10 @@ class ExpertsModular:
         activation_key: Any,
         activation_format: Any,
     ) -> tuple[bool, str | None]:
+        if not cls._supports_current_device():
+            return False, "kernel does not support current device"
+        if not cls._supports_quant_scheme(weight_key, activation_key):
+            return False, f"kernel does not support quantization scheme {weight_key}x{activation_key}"
         if not cls._supports_activation(moe_config.activation):
             return False, f"kernel does not support {moe_config.activation} activation"
         return activation_format == cls.activation_format(), None
@@ -271,6 +306,8 @@ class MoEConfig:
     swiglu_limit: float | None = None
     swiglu_alpha: float | None = None
     swiglu_beta: float | None = None
+    has_bias: bool = False
+    moe_backend: str = "auto"
 
 
 @dataclass
@@ -280,12 +317,25 @@ class QuantConfig:
     gemm1_alpha: float | None = None
     gemm1_beta: float | None = None
     gemm1_clamp_limit: float | None = None
+    w1_scale: Tensor | None = None
+    w2_scale: Tensor | None = None
+    block_shape: list[int] | None = None
+
+
+def select_fp8(
+    config: Any, weight_key: Any, activation_key: Any, allow_vllm_cutlass: bool = False
+) -> tuple[str, str | None]:
+    return "vllm's fp8", "its experts"
+
+
+def select_mxfp4(config: Any, activation_key: Any = None) -> tuple[str, str | None]:
+    return "vllm's mxfp4", "its experts"
 
 
 def vllm_stand_ins() -> dict[str, ModuleType]:
     OVERRIDES.clear()
     REGISTERED.clear()
-    layers = "vllm.model_executor.layers.fused_moe"
+    layers, quantisation = "vllm.model_executor.layers.fused_moe", "vllm.model_executor.layers.quantization"
     envs = module("vllm.envs", VLLM_BATCH_INVARIANT=False)
     names = {
         "vllm": module("vllm", envs=envs),
@@ -308,12 +358,23 @@ def vllm_stand_ins() -> dict[str, ModuleType]:
             f"{layers}.modular_kernel", FusedMoEActivationFormat=ActivationFormat, FusedMoEExpertsModular=ExpertsModular
         ),
         f"{layers}.oracle.unquantized": module(f"{layers}.oracle.unquantized", UnquantizedMoeBackend=SimpleNamespace(TRITON="triton")),
+        f"{layers}.oracle.fp8": module(f"{layers}.oracle.fp8", Fp8MoeBackend=SimpleNamespace(TRITON="triton")),
+        f"{layers}.oracle.mxfp4": module(f"{layers}.oracle.mxfp4", Mxfp4MoeBackend=SimpleNamespace(XPU="xpu")),
+        f"{quantisation}.fp8": module(f"{quantisation}.fp8", select_fp8_moe_backend=select_fp8),
+        f"{quantisation}.mxfp4": module(f"{quantisation}.mxfp4", select_mxfp4_moe_backend=select_mxfp4),
+        f"{quantisation}.utils.quant_utils": module(f"{quantisation}.utils.quant_utils", **{key: key for key in QUANT_KEYS}),
+        LATENT: module(
+            LATENT, MLACommonBackend=LatentBackend, MLACommonImpl=LatentImpl, MLACommonMetadataBuilder=Builder, QueryLenSupport=QueryLenSupport
+        ),
         f"{layers}.topk_weight_and_reduce": module(f"{layers}.topk_weight_and_reduce", TopKWeightAndReduceNoOP=object),
         f"{layers}.unquantized_fused_moe_method": module(
             f"{layers}.unquantized_fused_moe_method", UnquantizedFusedMoEMethod=ExpertsMethod
         ),
     }  # fmt: skip
-    for folder in (ATTENTION, "vllm.model_executor", "vllm.model_executor.layers", layers, f"{layers}.oracle"):
+    for folder in (
+        ATTENTION, "vllm.model_executor", "vllm.model_executor.layers", layers, f"{layers}.oracle", quantisation, f"{quantisation}.utils",
+        LATENT.rpartition(".")[0],
+    ):  # fmt: skip
         names.setdefault(folder, module(folder))
     link(names)
     return names

@@ -18,7 +18,7 @@ EXPERTS_VARIABLE = "FLASHMOE_VLLM_EXPERTS"
 
 
 def register() -> None:
-    """Make flashmoe known to vLLM as an attention backend, and as its bf16 experts where they are asked for; a second call changes nothing.
+    """Make flashmoe known to vLLM as an attention backend, and as its experts where they are asked for; a second call changes nothing.
 
     Raises ArgumentError where vLLM cannot be imported. Touches no GPU.
     """
@@ -34,8 +34,10 @@ def register() -> None:
     fall_back(selector)
     if os.environ.get(EXPERTS_VARIABLE) == "1":
         from flashmoe.integrations.vllm.experts import register_experts
+        from flashmoe.integrations.vllm.quantised import register_quantised
 
         register_experts()
+        register_quantised()
 
 
 def _register_attention(registry: Any) -> None:

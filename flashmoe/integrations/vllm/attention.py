@@ -100,14 +100,21 @@ class FlashmoeBackend(AttentionBackend):  # type: ignore[misc]
             reasons.append("float32 has no CUDA kernel")
         if capability and dtype is torch.bfloat16 and capability < BF16_CAPABILITY:
             reasons.append(f"bfloat16 needs compute capability 8.0; this GPU has {_dotted(capability)}")
-        if cache in CACHES and CACHES[cache] is not dtype:
-            reasons.append(f"a cache of {cache} with queries of {dtype}: both must be the same, or the cache fp8")
+        if obstacle := cache_obstacle(cache, dtype):
+            reasons.append(f"{obstacle}, or the cache fp8")
         if cache in FP8_CACHES:
             if capability and capability < FP8_CAPABILITY:
                 reasons.append(f"an fp8 cache needs compute capability 8.0; this GPU has {_dotted(capability)}")
             if configuration.get("use_batch_invariant"):
                 reasons.append("batch invariance is not claimed for fp8 caches")
         return reasons
+
+
+def cache_obstacle(cache: str | None, dtype: torch.dtype | None) -> str | None:
+    """Why queries of this dtype cannot read a 16-bit cache."""
+    if cache in CACHES and CACHES[cache] is not dtype:
+        return f"a cache of {cache} with queries of {dtype}: both must be the same"
+    return None
 
 
 def _dotted(capability: tuple[int, ...]) -> str:

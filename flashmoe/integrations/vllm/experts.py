@@ -5,7 +5,7 @@ Experimental: run inside of vLLM on CPUs, not on a GPU. FLASHMOE_VLLM_EXPERTS=1 
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -33,11 +33,12 @@ ACTIVATIONS: dict[Any, tuple[Activation, Layout]] = {
 }
 CLAMPED = {"gemm1_alpha": 1.702, "gemm1_beta": 1.0, "gemm1_clamp_limit": 7.0}  # what clamped_swiglu computes
 MAX_EXPERTS, MAX_TOP_K = 1024, 32
-MULTIPLE = 8
 
 
 class FlashmoeExperts(FusedMoEExpertsModular):  # type: ignore[misc]
     """w13 [E, 2I, H] and w2 [E, H, I], as vLLM's Triton kernels take them."""
+
+    multiple: ClassVar[int] = 8  # of H and I
 
     def __init__(self, moe_config: Any, quant_config: Any) -> None:
         super().__init__(moe_config, quant_config)
@@ -127,7 +128,12 @@ class FlashmoeExperts(FusedMoEExpertsModular):  # type: ignore[misc]
                 layout=layout,
                 expert_map=expert_map,
                 out=output,
+                **self.scales(a1q_scale),
             )
+
+    def scales(self, x_scale: Tensor | None) -> dict[str, Any]:
+        """What fused_moe takes beside weights of fewer than 16 bits."""
+        return {}
 
 
 def gate_obstacle(activation: Any, quant_config: Any) -> str | None:
@@ -140,23 +146,25 @@ def gate_obstacle(activation: Any, quant_config: Any) -> str | None:
     return None
 
 
-def obstacle(moe: Any) -> str | None:
+def obstacle(
+    moe: Any, experts: type[FlashmoeExperts] = FlashmoeExperts, weight_key: Any = None, activation_key: Any = None
+) -> str | None:
     """Why fused_moe cannot compute these experts; None where it can."""
     if current_platform.is_cpu() and "is_monolithic" in vars(UnquantizedFusedMoEMethod):  # up to 0.28 at the most
         return "this vLLM's experts on a CPU are one with their router"
-    is_supported, reason = FlashmoeExperts.is_supported_config(
-        FlashmoeExperts, moe, None, None, FusedMoEActivationFormat.Standard
+    is_supported, reason = experts.is_supported_config(
+        experts, moe, weight_key, activation_key, FusedMoEActivationFormat.Standard
     )
     if not is_supported:
         return str(reason)
     sizes = {"hidden_dim": moe.hidden_dim, "intermediate_size_per_partition": moe.intermediate_size_per_partition}
     for name, size in sizes.items():
-        if size % MULTIPLE:
-            return f"{name} is {size}, no multiple of {MULTIPLE}"
+        if size % experts.multiple:
+            return f"{name} is {size}, no multiple of {experts.multiple}"
     if moe.num_experts > MAX_EXPERTS or moe.experts_per_token > MAX_TOP_K:
         found = f"{moe.num_experts} experts, {moe.experts_per_token} for a token"
         return f"{found}; at most {MAX_EXPERTS} and {MAX_TOP_K}"
-    dtypes = DTYPES["cpu" if current_platform.is_cpu() else "cuda"]
+    dtypes = DTYPES["cpu" if current_platform.is_cpu() else "cuda"] if weight_key is None else (torch.bfloat16,)
     if moe.in_dtype not in dtypes:
         return f"{moe.in_dtype} is none of {', '.join(map(str, dtypes))}"
     given = {"gemm1_alpha": moe.swiglu_alpha, "gemm1_beta": moe.swiglu_beta, "gemm1_clamp_limit": moe.swiglu_limit}
@@ -173,16 +181,18 @@ class FlashmoeExpertsMethod(UnquantizedFusedMoEMethod):  # type: ignore[misc]
 
     def __init__(self, moe: Any) -> None:
         super().__init__(moe)
-        reason = obstacle(moe)
-        if reason is None:
+        if admits(obstacle(moe)):
             self.unquantized_backend, self.experts_cls = UnquantizedMoeBackend.TRITON, FlashmoeExperts
-        elif fallback_policy() == "error":
-            msg = (
-                f"vLLM's experts would not run on flashmoe: {reason}; unset FLASHMOE_VLLM_EXPERTS or FLASHMOE_FALLBACK"
-            )
-            raise ArgumentError(msg)
-        else:
-            tell("experts", reason)
+
+
+def admits(reason: str | None, what: str = "experts") -> bool:
+    """Whether nothing stands against flashmoe; tells the reason otherwise, or refuses by it."""
+    if reason is not None and fallback_policy() == "error":
+        msg = f"vLLM's {what} would not run on flashmoe: {reason}; unset FLASHMOE_VLLM_EXPERTS or FLASHMOE_FALLBACK"
+        raise ArgumentError(msg)
+    if reason is not None:
+        tell(what, reason)
+    return reason is None
 
 
 def register_experts() -> None:

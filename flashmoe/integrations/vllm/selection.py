@@ -15,7 +15,7 @@ def fall_back(selector: Any) -> None:
     """Wrap the function by which vLLM chooses a layer's backend; a second call changes nothing.
 
     A layer that was to run on flashmoe and cannot is chosen for as if no backend had been named. With FLASHMOE_FALLBACK=error
-    vLLM's own choice is left alone: it refuses such a model at start, with the same reasons.
+    such a model is refused at start, by vLLM's own choice where it asks the backend, otherwise here, with the same reasons.
     """
     choose = selector._cached_get_attn_backend
     if getattr(choose, "is_flashmoe", False):
@@ -27,22 +27,37 @@ def fall_back(selector: Any) -> None:
         from flashmoe.integrations.vllm.attention import FlashmoeBackend
 
         if backend is not None and backend.get_path() == _path(FlashmoeBackend):
-            config = {"device_capability": current_platform.get_device_capability(), **attn_selector_config._asdict()}
-            reasons = FlashmoeBackend.validate_configuration(**config)
+            ours, reasons = _ours(attn_selector_config, num_heads, current_platform.get_device_capability())
             if reasons and fallback_policy() != "error":
                 tell("attention", "; ".join(reasons))
                 backend = None
-            elif current_platform.is_cpu():  # where vLLM has one backend, and asks nobody
+            elif (
+                current_platform.is_cpu() or ours is not FlashmoeBackend
+            ):  # vLLM asks nobody on a CPU, and knows one class by the name
                 if reasons:
                     msg = f"{backend} cannot compute this model: {'; '.join(reasons)}; leave the backend out"
                     raise ArgumentError(msg)
-                return FlashmoeBackend
+                return ours
         return choose(backend, attn_selector_config, num_heads, **more)
 
     chosen.is_flashmoe = True  # type: ignore[attr-defined]
     if hasattr(choose, "cache_clear"):
         chosen.cache_clear = choose.cache_clear  # type: ignore[attr-defined]
     selector._cached_get_attn_backend = chosen
+
+
+def _ours(config: Any, num_heads: int | None, capability: Any) -> tuple[Any, list[str]]:
+    """The class for a layer, and what stands against it."""
+    from flashmoe.integrations.vllm.attention import FlashmoeBackend
+
+    ours: Any = FlashmoeBackend
+    obstacle = None
+    if getattr(config, "use_mla", False):
+        from flashmoe.integrations.vllm import mla
+
+        ours, obstacle = mla.FlashmoeMLABackend, mla.heads_obstacle(num_heads)
+    reasons = list(ours.validate_configuration(device_capability=capability, **config._asdict()))
+    return ours, [*reasons, *([obstacle] if obstacle else [])]
 
 
 def _path(backend: type) -> str:

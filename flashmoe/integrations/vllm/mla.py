@@ -1,0 +1,137 @@
+"""Latent attention (MLA) of vLLM's engine: decoding by ``flashmoe.mla_decode``; prompts and the cache's new keys by vLLM's own.
+
+Experimental: not run inside of vLLM. The cache is vLLM's 16-bit one, [blocks, block_size, 576]: the latent (512), then its rotary part (64).
+"""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+from vllm.model_executor.layers.attention.mla_attention import (
+    MLACommonBackend,
+    MLACommonImpl,
+    MLACommonMetadataBuilder,
+    QueryLenSupport,
+)
+from vllm.v1.attention.backend import AttentionCGSupport, AttentionType, MultipleOf
+
+from flashmoe.errors import ArgumentError
+from flashmoe.integrations.vllm.attention import BLOCK, CACHES, cache_obstacle
+from flashmoe.mla.api import mla_decode
+
+HEAD_SIZE, MAX_HEADS = 576, 128
+CAPABILITY = (8, 0)
+
+
+class FlashmoeMLABackend(MLACommonBackend):  # type: ignore[misc]
+    """What vLLM asks before it builds a model."""
+
+    supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float16, torch.bfloat16]
+    supported_kv_cache_dtypes: ClassVar[list[Any]] = ["auto", *CACHES]
+
+    @staticmethod
+    def get_name() -> str:
+        return "CUSTOM"
+
+    @staticmethod
+    def get_impl_cls() -> type[FlashmoeMLAImpl]:
+        return FlashmoeMLAImpl
+
+    @staticmethod
+    def get_builder_cls() -> type[FlashmoeMLAMetadataBuilder]:
+        return FlashmoeMLAMetadataBuilder
+
+    @staticmethod
+    def get_supported_kernel_block_sizes(kv_cache_spec: Any = None) -> list[Any]:
+        return [MultipleOf(BLOCK)]
+
+    @classmethod
+    def get_supported_head_sizes(cls) -> list[int]:
+        return [HEAD_SIZE]
+
+    @classmethod
+    def supports_batch_invariance(cls) -> bool:
+        return False  # prompts are vLLM's own
+
+    @classmethod
+    def supports_kv_connector(cls) -> bool:
+        return False  # never tried
+
+    @classmethod
+    def supports_compute_capability(cls, capability: Any) -> bool:
+        return capability is not None and tuple(capability) >= CAPABILITY  # a CPU has none, and vLLM no MLA there
+
+    @classmethod
+    def validate_configuration(cls, *arguments: Any, **configuration: Any) -> list[str]:
+        """vLLM's reasons, and what it does not ask for by itself."""
+        reasons: list[str] = super().validate_configuration(*arguments, **configuration)
+        obstacle = cache_obstacle(configuration.get("kv_cache_dtype"), configuration.get("dtype"))
+        return [*reasons, *([obstacle] if obstacle else [])]
+
+
+def heads_obstacle(num_heads: int | None) -> str | None:
+    """vLLM tells the number of heads to whoever chooses a backend, not to the backend."""
+    if num_heads is not None and num_heads > MAX_HEADS:
+        return f"{num_heads} heads of latent attention; at most {MAX_HEADS}"
+    return None
+
+
+class FlashmoeMLAMetadataBuilder(MLACommonMetadataBuilder):  # type: ignore[misc]
+    """vLLM's own: requests of one query length first, to be decoded; prompts behind them."""
+
+    _cudagraph_support: ClassVar[Any] = AttentionCGSupport.UNIFORM_BATCH
+    query_len_support: ClassVar[Any] = QueryLenSupport.UNIFORM
+
+
+class FlashmoeMLAImpl(MLACommonImpl):  # type: ignore[misc]
+    """Decoding over the latents; what is not decoding is the base class's."""
+
+    def __init__(
+        self,
+        num_heads: int,
+        head_size: int,
+        scale: float,
+        num_kv_heads: int,
+        alibi_slopes: list[float] | None,
+        sliding_window: int | None,
+        kv_cache_dtype: str,
+        logits_soft_cap: float | None,
+        attn_type: str,
+        kv_sharing_target_layer_name: str | None,
+        **latent: Any,
+    ) -> None:
+        """Raises ArgumentError for what latent attention lacks."""
+        given: dict[str, Any] = {
+            "alibi_slopes": alibi_slopes,
+            "sliding_window": sliding_window,
+            "logits_soft_cap": logits_soft_cap,
+        }
+        given["attn_type"] = None if attn_type == AttentionType.DECODER else attn_type
+        for name, value in given.items():
+            if value:
+                msg = f"{name} is {value}; flashmoe's latent attention has none: leave --attention-backend out"
+                raise ArgumentError(msg)
+        super().__init__(
+            num_heads, head_size, scale, num_kv_heads, alibi_slopes, sliding_window, kv_cache_dtype, logits_soft_cap, attn_type,
+            kv_sharing_target_layer_name, **latent,
+        )  # fmt: skip
+
+    def forward_mqa(
+        self, q: Tensor | tuple[Tensor, Tensor], kv_c_and_k_pe_cache: Tensor, attn_metadata: Any, layer: Any
+    ) -> tuple[Tensor, Tensor | None]:
+        """Absorbed queries [T, H, 576], as many of each request, or their two parts; returns [T, H, 512].
+
+        Requests that pad a batch for a CUDA graph have length 0, and their result is 0.
+        """
+        decode = attn_metadata.decode
+        rows = q if isinstance(q, Tensor) else torch.cat(q, dim=-1)
+        out = mla_decode(
+            rows.unflatten(0, (decode.seq_lens.shape[0], -1)),
+            kv_c_and_k_pe_cache,
+            cache_seqlens=decode.seq_lens,
+            scale=self.scale,
+            block_table=decode.block_table,
+        )
+        return out.flatten(0, 1), None

@@ -1,0 +1,115 @@
+"""vLLM's experts with fp8 (128 by 128 blocks) and mxfp4 weights by ``flashmoe.fused_moe``. Experimental: not run inside of vLLM.
+
+vLLM has no registry for these: its quantisation methods ask one function each for a backend and a class, and that name is wrapped in
+the methods' module. The backend tells what becomes of the loaded weights; the ones given here leave them alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+from vllm.model_executor.layers.fused_moe.oracle.fp8 import Fp8MoeBackend
+from vllm.model_executor.layers.fused_moe.oracle.mxfp4 import Mxfp4MoeBackend
+from vllm.model_executor.layers.quantization import fp8, mxfp4
+from vllm.model_executor.layers.quantization.utils.quant_utils import (
+    kFp8Dynamic128Sym,
+    kFp8Static128BlockSym,
+    kMxfp4Static,
+)
+from vllm.platforms import current_platform
+
+from flashmoe.errors import ArgumentError
+from flashmoe.integrations.vllm.experts import ACTIVATIONS, FlashmoeExperts, admits, obstacle
+from flashmoe.moe import scaled
+
+MXFP4_CAPABILITY = (8, 0)
+
+
+class FlashmoeFp8Experts(FlashmoeExperts):
+    """e4m3 weights with a float32 scale for each block; vLLM quantises x, one scale for each 128 of a row."""
+
+    multiple = scaled.BLOCK
+
+    def __init__(self, moe_config: Any, quant_config: Any) -> None:
+        super().__init__(moe_config, quant_config)
+        block = quant_config.block_shape
+        if block is None or list(block) != [scaled.BLOCK, scaled.BLOCK]:
+            msg = f"fp8 experts have blocks of {block}; fused_moe's are 128 by 128: unset FLASHMOE_VLLM_EXPERTS for this model"
+            raise ArgumentError(msg)
+
+    @staticmethod
+    def _supports_current_device() -> bool:
+        return bool(current_platform.is_cuda()) and tuple(current_platform.get_device_capability()) == scaled.CAPABILITY
+
+    @staticmethod
+    def _supports_quant_scheme(weight_key: Any, activation_key: Any) -> bool:
+        return bool(weight_key == kFp8Static128BlockSym and activation_key == kFp8Dynamic128Sym)
+
+    @staticmethod
+    def _supports_activation(activation: Any) -> bool:
+        return activation in ACTIVATIONS and ACTIVATIONS[activation][1] == "concat"
+
+    def scales(self, x_scale: Tensor | None) -> dict[str, Any]:
+        quantised = {"w13_scale": self.quant_config.w1_scale, "w2_scale": self.quant_config.w2_scale}
+        return {**quantised, "x_scale": None if x_scale is None else x_scale.contiguous()}
+
+
+class FlashmoeMxfp4Experts(FlashmoeExperts):
+    """The checkpoint's codes, two in a byte, and a byte's scale for each 32; x stays bfloat16."""
+
+    multiple = 32
+
+    @property
+    def expects_unquantized_inputs(self) -> bool:
+        return True
+
+    @staticmethod
+    def _supports_current_device() -> bool:
+        return bool(current_platform.is_cuda()) and bool(current_platform.has_device_capability(MXFP4_CAPABILITY))
+
+    @staticmethod
+    def _supports_quant_scheme(weight_key: Any, activation_key: Any) -> bool:
+        return bool(weight_key == kMxfp4Static and activation_key is None)
+
+    def scales(self, x_scale: Tensor | None) -> dict[str, Any]:
+        return {"w13_scale": self.quant_config.w1_scale, "w2_scale": self.quant_config.w2_scale}
+
+
+def fp8_obstacle(moe: Any, weight_key: Any, activation_key: Any) -> str | None:
+    if moe.has_bias:
+        return "fp8 experts with biases"
+    return obstacle(moe, FlashmoeFp8Experts, weight_key, activation_key)
+
+
+def _choose_fp8(theirs: Callable[..., Any]) -> Callable[..., Any]:
+    def chosen(config: Any, weight_key: Any, activation_key: Any, *arguments: Any, **options: Any) -> Any:
+        if config.moe_backend == "auto" and admits(fp8_obstacle(config, weight_key, activation_key), "fp8 experts"):
+            return Fp8MoeBackend.TRITON, FlashmoeFp8Experts
+        return theirs(config, weight_key, activation_key, *arguments, **options)
+
+    return chosen
+
+
+def _choose_mxfp4(theirs: Callable[..., Any]) -> Callable[..., Any]:
+    def chosen(config: Any, activation_key: Any = None) -> Any:
+        reason = obstacle(config, FlashmoeMxfp4Experts, kMxfp4Static, activation_key)
+        if config.moe_backend == "auto" and admits(reason, "mxfp4 experts"):
+            return Mxfp4MoeBackend.XPU, FlashmoeMxfp4Experts  # the backend that takes the weights as they were loaded
+        return theirs(config, activation_key)
+
+    return chosen
+
+
+def register_quantised() -> None:
+    """Wrap the two choices; a second call changes nothing."""
+    for module, name, choice in (
+        (fp8, "select_fp8_moe_backend", _choose_fp8),
+        (mxfp4, "select_mxfp4_moe_backend", _choose_mxfp4),
+    ):
+        theirs = getattr(module, name)
+        if not getattr(theirs, "is_flashmoe", False):
+            chosen: Any = choice(theirs)
+            chosen.is_flashmoe = True
+            setattr(module, name, chosen)
