@@ -42,13 +42,16 @@ def problems(unit: Unit) -> Iterator[BiasProblem]:
         return BiasProblem(name, unit.dtype, (rows,) * batch, (keys,) * batch, 2, 1, dim, dim, **layouts)
 
     found = [
-        replace(base("batch", 3, m + 9, 2 * n + 5), mask_broadcast=(True, False, False), right=0),
+        replace(
+            base("batch", 3, m + 9, 2 * n + 5), mask_broadcast=(True, False, False), heads_q=4, heads_kv=2, right=0
+        ),
         # Parts that begin and end in the middle of a sequence; a softcap, whose slope is no part of it.
         replace(
             base("heads", 2, m, n + 3), mask_broadcast=(True, True, False), heads_q=3, heads_kv=3, splits=4, softcap=7.0
         ),
-        # Columns short of the kernel's, those of the values by another number; whole tiles that no row sees.
-        replace(base("own", 2, 9, 5 * n + 1), head_dim=dim // 2 + 8, head_dim_v=dim // 2 - 8, left=3, right=0),
+        # Columns short of the kernel's, those of the values by another number; whole tiles that no row sees, and one of whose keys the first row
+        # sees the last alone.
+        replace(base("own", 2, 9, 5 * n + 1), head_dim=dim // 2 + 8, head_dim_v=dim // 2 - 8, left=n - 7, right=0),
         # More rows than keys: row tiles without a key are passed over.
         replace(base("rows", 2, 2 * m + 7, n), mask_broadcast=(False, False, True), right=0, splits=2),
         replace(base("keys", 1, m + 1, 2 * n + 1), folds_keys=True, softcap=7.0, wants_lse=False),
