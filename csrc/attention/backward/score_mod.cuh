@@ -209,9 +209,8 @@ __device__ __forceinline__ void weigh(const BackwardParams& params, float (&scor
         const int column = i / 2 * 8 + c;
         if (column < visible[i % 2].begin || column >= visible[i % 2].end) probability[c] = 0.0f;
       }
-      scores[2 * i + c] = kSoftcap == Softcap::kNone || !Spec::kDerivesSoftcap
-                              ? probability[c]
-                              : probability[c] * ptx::fma_rn(-score, score, 1.0f);
+      scores[2 * i + c] =
+          kSoftcap == Softcap::kNone ? probability[c] : probability[c] * ptx::fma_rn(-score, score, 1.0f);
     }
     if constexpr (kPacks) packed[i] = pack<Element>(probability[0], probability[1]);
   }

@@ -50,7 +50,6 @@ struct TileSpec {
   static constexpr bool kHasAlibi = kScores_ == 2;
   static constexpr bool kServesPlain = kServesPlain_;
   static constexpr bool kHasDropout = false;
-  enum : bool { kDerivesSoftcap = true };  // dS is that of q k^T, before a softcap. (An enumerator leaves no variable in the PTX.)
   static constexpr bool kQueryInRegisters = kOwnInRegisters_;  // as forward/mma_sync/multiply.cuh calls it
 
   static constexpr int kNumThreads = 32 * kNumWarps;

@@ -72,7 +72,8 @@ template <typename Element, int kHeadDim, int kBlockM, int kBlockN, int kNumWarp
 struct BiasGradientSpec
     : QueryGradientSpec<Element, kHeadDim, kBlockM, kBlockN, 1, kNumWarps, kWarpRows, 0, true, 1> {
   static constexpr bool kHasDropout = kDropout != 0;
-  enum : bool { kDerivesSoftcap = false };
+  static constexpr int kMaskOffset = BiasGradientSpec::kStatisticsOffset;
+  static constexpr int kSharedBytes = kMaskOffset + kBlockM * kBlockN * 2;
   static_assert(BiasGradientSpec::kSharers == 1, "a warp adds up whole rows of the tile");
 };
 

@@ -46,7 +46,6 @@ struct TileSpec {
   static constexpr bool kHasScoreMod = kScores_ != 0;
   static constexpr bool kHasAlibi = kScores_ == 2;
   static constexpr bool kServesPlain = false;
-  enum : bool { kDerivesSoftcap = true };  // dS is that of q k^T, before a softcap. (An enumerator leaves no variable in the PTX.)
   static constexpr bool kOrdersReduction = false;  // tiles of a head add to dq in a fixed order: see fused.cuh
   static constexpr int kTileReaders =
       kIsVarlen_ && kHasStatistics_ ? 2 : 0;  // warps beside the consumers that read the first own tile's record
