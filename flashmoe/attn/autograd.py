@@ -19,8 +19,8 @@ from torch._functorch.pyfunctorch import retrieve_current_functorch_interpreter
 from torch._subclasses.functional_tensor import FunctorchFunctionalizeAPI
 from torch.autograd import forward_ad
 
-from flashmoe.attn.fake import bits
 from flashmoe.attn.bias_gradient import BiasGradient
+from flashmoe.attn.fake import bits
 from flashmoe.attn.options import Dense, DenseBackward, Varlen, VarlenBackward, is_slopes, positions
 from flashmoe.errors import DifferentiationError, FlashmoeError
 from flashmoe.operator import keep_nothing

@@ -71,10 +71,9 @@ def _by_kernels(given: BiasGradient) -> Tensor:
     sums = operators._attention_bias_gradient.default(
         *(given.grad_out, *operands, given.mask, given.lse, row_dot, *score_mod, given.dropout_p, given.rng_state)
     )
-    if sums.dtype == given.mask.dtype and sums.shape[0] == 1:
-        return sums[0]
     folded = [dim for dim in range(1, 5) if given.mask.shape[dim - 1] == 1 and sums.shape[dim] > 1]
-    return sums.sum((0, *folded), keepdim=True)[0]
+    whole: Tensor = sums if sums.shape[0] == 1 and not folded else sums.sum((0, *folded), keepdim=True)
+    return whole[0]
 
 
 def _on_cpu(given: BiasGradient) -> Tensor:
@@ -117,7 +116,8 @@ def _score_gradient(
     row_dot = torch.linalg.vecdot(upstream, given.out[b, h, block].float())
     if given.grad_lse is not None:
         row_dot = row_dot - given.grad_lse[b, h, block]
-    return weights * (gradient - row_dot[:, None])
+    result: Tensor = weights * (gradient - row_dot[:, None])
+    return result
 
 
 def _visible(rows: int, keys: int, left: int, right: int) -> Tensor:

@@ -117,9 +117,7 @@ OPERATORS = (
         vmap=autograd.bias_gradient.vmap,
         gradient=autograd.refuse_double_backward,
     ),
-    Operator(
-        "_attention_bias_gradient", fake=fake.bias_kernels, flops=flops.bias_kernels_flops, counts_raw=True
-    ),
+    Operator("_attention_bias_gradient", fake=fake.bias_kernels, flops=flops.bias_kernels_flops, counts_raw=True),
     Operator(
         "attention_e4m3_forward",
         fake=fake.e4m3_forward,

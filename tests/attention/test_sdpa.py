@@ -255,7 +255,10 @@ def test_dropout_runs_here(device: str) -> None:
     for length in (20, 40):  # rows whose mean, over many masks, is that of the call without dropout
         longer = [torch.randn(1, 1, length, 64, device=device).half() for _ in range(2)]
         many = torch.stack(
-            [flashmoe.scaled_dot_product_attention(q[:1, :1], *longer, is_causal=True, dropout_p=0.3) for _ in range(400)]
+            [
+                flashmoe.scaled_dot_product_attention(q[:1, :1], *longer, is_causal=True, dropout_p=0.3)
+                for _ in range(400)
+            ]
         )
         plain = flashmoe.scaled_dot_product_attention(q[:1, :1], *longer, is_causal=True)
         assert (many.float().mean(0) - plain.float()).abs().max().item() < 0.25

@@ -61,8 +61,8 @@ BiasGradientParams make_bias_params(const VarlenArguments& forward, const Kernel
   params.keys = params.folds_keys != 0 ? kernel.block_n : static_cast<int32_t>(keys);
   const auto tiles_of = [](int64_t length, int64_t block, bool is_own) { return is_own ? ceil_div(length, block) : 1; };
   const bool folds_rows = params.folds_rows != 0, folds_keys = params.folds_keys != 0;
-  const int64_t tiles = mask[0] * mask[1] * tiles_of(rows, kernel.block_m, !folds_rows) *
-                        tiles_of(keys, kernel.block_n, !folds_keys);
+  const int64_t tiles =
+      mask[0] * mask[1] * tiles_of(rows, kernel.block_m, !folds_rows) * tiles_of(keys, kernel.block_n, !folds_keys);
   const int64_t items = forward.batch() / mask[0] * (forward.heads_q() / mask[1]) *
                         tiles_of(rows, kernel.block_m, folds_rows) * tiles_of(keys, kernel.block_n, folds_keys);
   const int64_t blocks = kMinBlocks * host::make_request(gpu, forward.dtype).num_multiprocessors;

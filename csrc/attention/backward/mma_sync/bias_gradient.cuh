@@ -53,8 +53,7 @@ struct BiasItems {
     const int shared_keys = all.folds_keys != 0 ? key_tiles : 1;
     const int shared_rows = all.folds_rows != 0 ? row_tiles : 1;
     const int shared_heads = params.heads_q / all.heads;
-    const int64_t count =
-        static_cast<int64_t>(params.batch / all.batches) * shared_heads * shared_rows * shared_keys;
+    const int64_t count = static_cast<int64_t>(params.batch / all.batches) * shared_heads * shared_rows * shared_keys;
     index = static_cast<int>(count * split / all.splits);
     left = static_cast<int>(count * (split + 1) / all.splits) - index;
     item.key = own.key + take(shared_keys) * Spec::kStreamRows;
@@ -144,8 +143,8 @@ struct KeptMask {
 // Scores to P. row, key: the warp's first.
 template <typename Spec>
 __device__ __forceinline__ void bias_weights(const BackwardParams& params, Scores<Spec>& scores,
-                                             const KeptMask<Spec>& mask, const BiasStatistics<Spec>& statistics, const BiasItems<Spec>& items,
-                                             int row, int key) {
+                                             const KeptMask<Spec>& mask, const BiasStatistics<Spec>& statistics,
+                                             const BiasItems<Spec>& items, int row, int key) {
   using Element = typename Spec::Element;
   const ScoreOptions& options = params.score_options;
   if (options.score_factor > 0.0f) {
@@ -212,20 +211,24 @@ __device__ __forceinline__ void store_bias_gradient(const BiasGradientParams& pa
       const int row = first_row + m * 16 + half * 8;
       if (row >= params.rows) continue;
       const int64_t at = (matrix * params.rows + row) * params.keys;
+      float* sum_gmem = static_cast<float*>(params.sums) + at + first_key;
+      Element* element_gmem = static_cast<Element*>(params.sums) + at + first_key;
 #pragma unroll
-      for (int n = 0; n < Spec::kMmaN; ++n)
-#pragma unroll
-        for (int c = 0; c < 2; ++c) {
-          const int key = first_key + n * 8 + c;
-          if (key >= params.keys) continue;
-          const float sum = sums[m][n][2 * half + c];
-          if (params.is_float != 0) {
-            ptx::st_global_float(static_cast<float*>(params.sums) + at + key, sum);
-          } else {
-            ptx::st_global_16(static_cast<Element*>(params.sums) + at + key,
-                              static_cast<uint16_t>(pack<Element>(sum, 0.0f)));
-          }
+      for (int n = 0; n < Spec::kMmaN; ++n) {
+        const int left = params.keys - first_key - n * 8;
+        if (left <= 0) continue;
+        const float* pair = &sums[m][n][2 * half];
+        const uint32_t packed = pack<Element>(pair[0], pair[1]);
+        if (params.is_float != 0) {
+          ptx::st_global_float(sum_gmem + n * 8, pair[0]);
+          if (left > 1) ptx::st_global_float(sum_gmem + n * 8 + 1, pair[1]);
+        } else if (params.keys % 2 == 0) {  // a pair lies at a multiple of four bytes
+          ptx::st_global_32(element_gmem + n * 8, packed);
+        } else {
+          ptx::st_global_16(element_gmem + n * 8, static_cast<uint16_t>(packed));
+          if (left > 1) ptx::st_global_16(element_gmem + n * 8 + 1, static_cast<uint16_t>(packed >> 16));
         }
+      }
     }
 }
 

@@ -38,8 +38,8 @@ def problems(unit: Unit) -> Iterator[BiasProblem]:
     m, n, dim = unit.row.block_m, unit.row.block_n, unit.row.axes["head_dim"]
 
     def base(name: str, batch: int, rows: int, keys: int) -> BiasProblem:
-        layouts = {"rows_layout": Rows.DENSE, "keys_layout": Keys.DENSE, "mask": MaskTensor.ADDITIVE}
-        return BiasProblem(name, unit.dtype, (rows,) * batch, (keys,) * batch, 2, 1, dim, dim, **layouts)
+        sizes = ((rows,) * batch, (keys,) * batch, 2, 1, dim, dim)
+        return BiasProblem(name, unit.dtype, *sizes, Rows.DENSE, Keys.DENSE, mask=MaskTensor.ADDITIVE)
 
     found = [
         replace(
@@ -68,8 +68,8 @@ def trial(unit: Unit, p: BiasProblem) -> Trial:
     tensors = build(p)
     given, _ = expect(p, tensors, shares_weights=False, score_unit=SCORE_UNIT[unit.row.family])
     m, n, rows, keys = unit.row.block_m, unit.row.block_n, p.rows[0], p.keys[0]
-    batches, heads = (1 if broadcast else size for broadcast, size in zip(p.mask_broadcast, (len(p.rows), p.heads_q)))
-    folds_rows = p.mask_broadcast[2]
+    is_shared, is_of_heads, folds_rows = p.mask_broadcast
+    batches, heads = 1 if is_shared else len(p.rows), 1 if is_of_heads else p.heads_q
     shape = (p.splits, batches, heads, m if folds_rows else rows, n if p.folds_keys else keys)
     sums = torch.full(shape, NAN, dtype=torch.float32 if p.is_float else tensors.q.dtype)
     named = {"q": tensors.q, "k": tensors.k, "v": tensors.v, "dout": given.dout}
@@ -93,9 +93,7 @@ def trial(unit: Unit, p: BiasProblem) -> Trial:
         "is_float": int(p.is_float),
     }
     expected = [_score_gradient(p, tensors, given, sequence, unit) for sequence in range(len(p.rows))]
-    value, bound = (
-        _folded(torch.stack(tensors_of), shape, (m, n)) for tensors_of in zip(*expected, strict=True)
-    )
+    value, bound = (_folded(torch.stack(tensors_of), shape, (m, n)) for tensors_of in zip(*expected, strict=True))
     if not p.is_float:
         bound = bound + UNIT_ROUNDOFF[p.dtype] * value.abs()
 
