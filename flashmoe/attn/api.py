@@ -19,7 +19,6 @@ from flashmoe import _extension, fallback, keywords
 from flashmoe.attn import arguments, autograd, layout, varlen
 from flashmoe.attn.options import is_slopes
 from flashmoe.checks import has_fx_proxies, trace_call
-from flashmoe.errors import DifferentiationError
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -107,7 +106,7 @@ def attention(
         softcap: scores become softcap * tanh(scores / softcap), before a mask is added; at most 4096, 0.0 for none.
         sinks: [Hq], one more score per head that joins each row's sum and has no value. Float32, or converted to it.
         attn_mask: bool (False hides a key) or of q's dtype (added to the scores), of a shape that broadcasts to [B, Hq, Sq, Sk],
-            any strides. Without a gradient.
+            any strides. An additive one has a gradient, which takes no more memory than the mask where that is broadcast.
         alibi_slopes: [Hq] or [B, Hq], float32 or converted to it: query i adds -slope * abs(i + (Sk - Sq) - j) to the score of key j, after a
             softcap (ALiBi: Press et al., Train Short, Test Long); on a GPU slopes count as 88 at most. Not with attn_mask; without a gradient.
         dropout_p: the share of probabilities that become 0, to the nearest multiple of 2^-16; the others are multiplied by 1 / (1 - dropout_p).
@@ -192,10 +191,10 @@ def needs_output_alone(q: Tensor, k: Tensor, v: Tensor) -> bool:
 
 
 def _expand_mask(attn_mask: Any, q: Any, k: Any) -> Any:
-    """To [B, Hq, Sq, Sk]; as it is where that cannot be: the operator says why."""
+    """To [B, Hq, Sq, Sk], or where it has a gradient to four dimensions; as it is where that cannot be: the operator says why."""
     if isinstance(attn_mask, Tensor) and isinstance(q, Tensor) and isinstance(k, Tensor) and q.dim() == k.dim() == 4:
-        if is_grad_enabled() and attn_mask.requires_grad:
-            raise DifferentiationError(autograd.NO_MASK_GRADIENT)
+        if is_grad_enabled() and attn_mask.requires_grad:  # not expanded: its gradient is as large as it is
+            return attn_mask[(None,) * (4 - attn_mask.dim())] if attn_mask.dim() < 4 else attn_mask
         try:
             return attn_mask.expand((*q.shape[:3], k.shape[2]))
         except RuntimeError:

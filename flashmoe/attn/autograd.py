@@ -19,8 +19,9 @@ from torch._functorch.pyfunctorch import retrieve_current_functorch_interpreter
 from torch._subclasses.functional_tensor import FunctorchFunctionalizeAPI
 from torch.autograd import forward_ad
 
+from flashmoe.attn.bias_gradient import BiasGradient
 from flashmoe.attn.fake import bits
-from flashmoe.attn.options import Dense, DenseBackward, Varlen, VarlenBackward, positions
+from flashmoe.attn.options import Dense, DenseBackward, Varlen, VarlenBackward, is_slopes, positions
 from flashmoe.errors import DifferentiationError, FlashmoeError
 from flashmoe.operator import keep_nothing
 from flashmoe.rules import translate
@@ -34,9 +35,11 @@ NO_SECOND_DERIVATIVE = (
     "flashmoe attention can be differentiated once; this asked for a second derivative. Use "
     "torch.nn.functional.scaled_dot_product_attention under torch.nn.attention.sdpa_kernel(SDPBackend.MATH) for it"
 )
-NO_MASK_GRADIENT = (
-    "attention has no gradient for attn_mask or alibi_slopes; detach it, or use flashmoe.scaled_dot_product_attention, which hands a mask that "
-    "requires one to torch"
+NO_SLOPES_GRADIENT = (
+    "attention has no gradient for alibi_slopes; detach them, or give the bias itself as attn_mask, which has one"
+)
+NO_RAGGED_MASK_GRADIENT = (
+    "attention over ragged sequences, or with seqused_k, has no gradient for a mask; detach it, or pad the sequences"
 )
 NO_PAGE_GRADIENT = "attention over pages has no gradient; gather the keys, or call it under torch.no_grad()"
 Gradients = tuple[Tensor | None, ...]
@@ -182,20 +185,28 @@ def keep_dropout(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor
 
 def dropout_gradient(ctx: Any, *grads: Tensor | None) -> Gradients:
     """For the arguments of ``attention_dropout_forward``."""
-    return _dropout_gradient(_operators.attention_dropout_backward.default, ctx, grads)
+    calls = _operators.attention_dropout_backward.default, _operators.attention_bias_gradient.default
+    return _dropout_gradient(*calls, ctx, grads)
 
 
-def _dropout_gradient(call: Callable[..., Gradients], ctx: Any, grads: tuple[Tensor | None, ...]) -> Gradients:
-    return *_varlen_gradient(call, ctx, grads, (ctx.dropout_p,)), None, None
+def _dropout_gradient(
+    call: Callable[..., Gradients], bias_call: Callable[..., Tensor], ctx: Any, grads: tuple[Tensor | None, ...]
+) -> Gradients:
+    return *_varlen_gradient(call, bias_call, ctx, grads, (ctx.dropout_p,)), None, None
 
 
 def varlen_gradient(ctx: Any, *grads: Tensor | None) -> Gradients:
     """For the arguments of ``attention_varlen_forward``, None where none is needed. ``grads``: of out and lse."""
-    return _varlen_gradient(_operators.attention_varlen_backward.default, ctx, grads)
+    calls = _operators.attention_varlen_backward.default, _operators.attention_bias_gradient.default
+    return _varlen_gradient(*calls, ctx, grads)
 
 
 def _varlen_gradient(
-    call: Callable[..., Gradients], ctx: Any, grads: tuple[Tensor | None, ...], dropout: tuple[Any, ...] = ()
+    call: Callable[..., Gradients],
+    bias_call: Callable[..., Tensor],
+    ctx: Any,
+    grads: tuple[Tensor | None, ...],
+    dropout: tuple[Any, ...] = (),
 ) -> Gradients:
     if grads[0] is None and grads[1] is None:
         return (None,) * len(Varlen._fields)
@@ -203,15 +214,27 @@ def _varlen_gradient(
         raise DifferentiationError(NO_PAGE_GRADIENT)
     count = len(Varlen._fields)
     wanted: Any = Varlen._make(ctx.needs_input_grad[:count])
-    if wanted.mask:
-        raise DifferentiationError(NO_MASK_GRADIENT)
     needed = (wanted.q, wanted.k, wanted.v, wanted.sinks)
     saved = ctx.saved_tensors  # once: a checkpoint unpacks them once. Of dropout the state is behind the others
     given = VarlenBackward._make((*grads, *saved[:_KEPT], *ctx.numbers, bits(needed)))
-    gradients = call(*given, *dropout, *saved[_KEPT:])
-    names = zip(("q", "k", "v", "sinks"), gradients, needed, strict=True)
-    found = {name: gradient for name, gradient, need in names if need}
+    found: dict[str, Tensor | None] = {}
+    if any(needed):
+        gradients = call(*given, *dropout, *saved[_KEPT:])
+        names = zip(("q", "k", "v", "sinks"), gradients, needed, strict=True)
+        found = {name: gradient for name, gradient, need in names if need}
+    if wanted.mask:
+        found["mask"] = bias_call(*_bias_arguments(given), *(dropout or (0.0,)), *(saved[_KEPT:] or (None,)))
     return tuple(found.get(name) for name in Varlen._fields)
+
+
+def _bias_arguments(given: VarlenBackward) -> tuple[Any, ...]:
+    """The arguments of ``attention_bias_gradient`` but those of dropout."""
+    if is_slopes(given.mask):
+        raise DifferentiationError(NO_SLOPES_GRADIENT)
+    if any(lengths is not None for lengths in (given.cu_seqlens_q, given.cu_seqlens_k, given.seqused_k)):
+        raise DifferentiationError(NO_RAGGED_MASK_GRADIENT)
+    tensors = (given.grad_out, given.grad_lse, given.q, given.k, given.v, given.mask, given.out, given.lse)
+    return *tensors, given.scale, given.window_left, given.window_right, given.softcap
 
 
 def dropout_under_transforms(*arguments: Any) -> tuple[Tensor, Tensor]:
@@ -236,20 +259,23 @@ def varlen_under_transforms(*arguments: Any) -> tuple[Tensor, Tensor]:
 
 def _vmap_rule(
     call: Callable[..., tuple[Tensor, ...]], fields: tuple[str, ...], batched: str, without_batch: str = ""
-) -> Callable[..., tuple[Any, tuple[int, ...]]]:
+) -> Callable[..., tuple[Any, int | tuple[int, ...]]]:
     """The mapped dimension becomes part of the batch of the arguments named in ``batched``. One call for each where an argument named in
     ``without_batch`` is given, or one that has no batch is mapped."""
     of_batch, others = positions(fields, batched), positions(fields, without_batch)
     (q,) = positions(fields, "q")
 
-    def vmap(info: Any, in_dims: tuple[int | None, ...], *arguments: Any) -> tuple[Any, tuple[int, ...]]:
+    def vmap(info: Any, in_dims: tuple[int | None, ...], *arguments: Any) -> tuple[Any, int | tuple[int, ...]]:
         size = info.batch_size
         maps_others = any(dim is not None for index, dim in enumerate(in_dims) if index not in of_batch)
-        if maps_others or any(arguments[index] is not None for index in others):
+        is_shared = "mask" in fields and _is_shared(arguments, in_dims, q, fields.index("mask"))
+        if is_shared or maps_others or any(arguments[index] is not None for index in others):
             each = [
                 call(*(x if dim is None else x.select(dim, i) for x, dim in zip(arguments, in_dims, strict=True)))
                 for i in range(size)
             ]
+            if isinstance(each[0], Tensor):
+                return torch.stack(each), 0
             return tuple(torch.stack(results) for results in zip(*each, strict=True)), (0,) * len(each[0])
         merged = list(arguments)
         chosen, dims = [arguments[index] for index in of_batch], [in_dims[index] for index in of_batch]
@@ -264,6 +290,14 @@ def _vmap_rule(
         return split, (0,) * len(split)
 
     return vmap
+
+
+def _is_shared(arguments: tuple[Any, ...], in_dims: tuple[int | None, ...], q: int, mask: int) -> bool:
+    """Whether the mask has one element in place of q's batch."""
+    if arguments[mask] is None:
+        return False
+    batches = [arguments[index].shape[1 if in_dims[index] == 0 else 0] for index in (q, mask)]
+    return bool(batches[0] != batches[1])
 
 
 def _operator(name: str) -> Callable[..., Any]:
@@ -302,11 +336,11 @@ def _transformed_dense_gradient(ctx: Any, *grads: Tensor | None) -> Gradients:
 
 
 def _transformed_varlen_gradient(ctx: Any, *grads: Tensor | None) -> Gradients:
-    return _varlen_gradient(varlen_backward.apply, ctx, grads)
+    return _varlen_gradient(varlen_backward.apply, bias_gradient.apply, ctx, grads)
 
 
 def _transformed_dropout_gradient(ctx: Any, *grads: Tensor | None) -> Gradients:
-    return _dropout_gradient(dropout_backward.apply, ctx, grads)
+    return _dropout_gradient(dropout_backward.apply, bias_gradient.apply, ctx, grads)
 
 
 _BATCHED, _WITHOUT_BATCH = "q k v seqused_k mask", "cu_seqlens_q cu_seqlens_k block_table"
@@ -319,6 +353,7 @@ varlen_backward = _transform(
 )
 dense = _transform("flash_attention_forward", Dense._fields, "q k v", "", *_DENSE_FORWARD)
 varlen = _transform("attention_varlen_forward", Varlen._fields, _BATCHED, _WITHOUT_BATCH, *_VARLEN_FORWARD)
+bias_gradient = _transform("attention_bias_gradient", BiasGradient._fields, "q", "mask")  # a call for each
 # A sequence's number in the batch is part of what its mask is made of: each mapped call is one of its own.
 _STATE = ("dropout_p", "rng_state")
 _DROPOUT_FORWARD = (keep_dropout, _transformed_dropout_gradient, NO_FORWARD_MODE)

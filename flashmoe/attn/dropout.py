@@ -6,7 +6,6 @@ the compiled extension.
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import torch
@@ -16,7 +15,7 @@ from torch.autograd import forward_ad
 from torch.compiler import is_compiling
 
 from flashmoe import _extension
-from flashmoe.attn import arguments, autograd
+from flashmoe.attn import arguments, autograd, philox
 from flashmoe.attn.options import Varlen
 from flashmoe.checks import is_number
 from flashmoe.errors import ArgumentError, ArgumentTypeError, DifferentiationError
@@ -26,11 +25,6 @@ from flashmoe.transforms import has_tangent
 _extension.load()
 _NAME = "attention_dropout_forward"
 _operator = torch.ops.flashmoe.attention_dropout_forward.default
-
-_UNITS = 1 << 16  # p is a multiple of 1 / _UNITS
-_MULTIPLIERS, _WEYL = (0xD2511F53, 0xCD9E8D57), (0x9E3779B9, 0xBB67AE85)
-_WORD = (1 << 32) - 1
-ROUNDS = 10
 
 
 def check_probability(dropout_p: Any) -> float:
@@ -96,34 +90,6 @@ def dropout_mask(rng_state: Tensor, dropout_p: float, batch: int, heads: int, ro
     keys those of the longest. What is kept there is multiplied by 1 / (1 - dropout_p). For inspection and tests: 8 bytes and more of memory
     for each probability. Raises ArgumentTypeError or ArgumentError for a probability that no call takes.
     """
-    threshold = min(_UNITS - 1, math.floor(check_probability(dropout_p) * _UNITS + 0.5))
+    probability = check_probability(dropout_p)
     check_state(rng_state)
-    row_groups, key_groups, device = -(-rows // 16), -(-keys // 32), rng_state.device
-
-    def axis(length: int, position: int) -> Tensor:
-        shape = [1, 1, 1, 1]
-        shape[position] = length
-        return torch.arange(length, device=device).view(shape)
-
-    seed, offset = rng_state.unbind()
-    zero = torch.zeros_like(seed)
-    key = _philox((offset & _WORD, offset >> 32 & _WORD, zero, zero), (seed & _WORD, seed >> 32 & _WORD))[:2]
-    counter = (axis(8 * key_groups, 3), axis(8 * row_groups, 2), axis(heads, 1), axis(batch, 0))
-    words = _philox(counter, key)
-    halves = torch.stack([torch.stack([word >> 16 * half & 0xFFFF for half in (0, 1)]) for word in words])
-    # [word, half, batch, heads, row group, 8, key group, 8]: row 16 * group + 8 * half + i, key 32 * group + 8 * word + j
-    values = halves.view(4, 2, batch, heads, row_groups, 8, key_groups, 8).permute(2, 3, 4, 1, 5, 6, 0, 7)
-    return values.reshape(batch, heads, 16 * row_groups, 32 * key_groups)[:, :, :rows, :keys] >= threshold
-
-
-def _philox(counter: tuple[Tensor, ...], key: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    """Philox4x32-10 (Salmon et al., Parallel Random Numbers: As Easy as 1, 2, 3) on words in int64; products wrap, bits above are dropped."""
-    a, b, c, d = counter
-    left, right = key
-    for _ in range(ROUNDS):
-        first, second = a * _MULTIPLIERS[0], c * _MULTIPLIERS[1]
-        a, c = second >> 32 & _WORD ^ b ^ left, first >> 32 & _WORD ^ d ^ right
-        b, d = second & _WORD, first & _WORD
-        left, right = left + _WEYL[0] & _WORD, right + _WEYL[1] & _WORD
-    words: tuple[Tensor, ...] = tuple(torch.broadcast_tensors(a, b, c, d))
-    return words
+    return philox.kept(rng_state, probability, range(batch), range(heads), rows, keys)

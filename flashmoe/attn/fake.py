@@ -12,7 +12,7 @@ from torch import Tensor
 from flashmoe.attn.options import DenseBackward, Varlen, VarlenBackward
 from flashmoe.rules import check
 
-# The bits of the backward operators' `needs`: 1 for dq, 2 for dk, 4 for dv, 8 for the sinks of ragged attention.
+# The bits of the backward operators' `needs`: 1 for dq, 2 for dk, 4 for dv, 8 for the sinks of ragged attention. A mask's gradient is an operator of its own.
 ALL_GRADIENTS = 7
 
 
@@ -99,6 +99,17 @@ def varlen_backward(*arguments: Any) -> tuple[Tensor, ...]:
     given = VarlenBackward(*arguments)
     heads = given.q.shape[1] if given.sinks is not None and given.needs & 8 else 0
     return *_gradients(given), given.q.new_empty(heads, dtype=torch.float32)
+
+
+def bias_gradient(*arguments: Any) -> Tensor:
+    """Of ``attention_bias_gradient``: as the mask, contiguous."""
+    mask: Tensor = arguments[5]
+    return mask.new_empty(mask.shape)
+
+
+def bias_kernels(*arguments: Any) -> Tensor:
+    """Of ``_attention_bias_gradient`` where it is one part, which a GPU with few multiprocessors would make."""
+    return arguments[4].new_empty((1, *arguments[4].shape))  # type: ignore[no-any-return]
 
 
 def varlen_kernels(*arguments: Any) -> tuple[Tensor | None, ...]:

@@ -4,6 +4,7 @@ calls."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -61,6 +62,16 @@ def varlen_backward_flops(*arguments: Any, **_: Any) -> int:
     keys = _lengths(given.cu_seqlens_k, given.k, given.max_seqlen_k, given.seqused_k)
     of_q, of_v = backward_products(given.needs)
     return int(2 * given.q.shape[1] * _scores(rows, keys) * (of_q * given.q.shape[-1] + of_v * given.v.shape[-1]))
+
+
+def bias_gradient_flops(*arguments: Any, **_: Any) -> int:
+    """The scores again, and dP."""
+    q, k, v = arguments[2:5]
+    return int(2 * math.prod(q.shape[:3]) * k.shape[2] * (q.shape[-1] + v.shape[-1]))
+
+
+def bias_kernels_flops(*arguments: Any, **_: Any) -> int:
+    return bias_gradient_flops(None, *arguments)
 
 
 def _scores(rows: Sequence[int], keys: Sequence[int]) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, NoReturn
 
-from flashmoe.attn import autograd, backward, fake, flops, refusals, varlen_backward
+from flashmoe.attn import autograd, backward, bias_gradient, fake, flops, refusals, varlen_backward
 from flashmoe.attn.options import Varlen, is_slopes, positions
 from flashmoe.errors import ArgumentError
 from flashmoe.operator import Operator
@@ -107,6 +107,17 @@ OPERATORS = (
         flops=flops.dropout_backward_flops,
         counts_raw=True,
     ),
+    Operator(
+        "attention_bias_gradient",
+        schema=bias_gradient.SCHEMA,
+        impls={"CPU": bias_gradient.bias_gradient, "CUDA": bias_gradient.bias_gradient},
+        fake=fake.bias_gradient,
+        flops=flops.bias_gradient_flops,
+        counts_raw=True,
+        vmap=autograd.bias_gradient.vmap,
+        gradient=autograd.refuse_double_backward,
+    ),
+    Operator("_attention_bias_gradient", fake=fake.bias_kernels, flops=flops.bias_kernels_flops, counts_raw=True),
     Operator(
         "attention_e4m3_forward",
         fake=fake.e4m3_forward,

@@ -5,6 +5,7 @@ Importing this module imports torch and loads the compiled extension.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import NoReturn
 
 import torch
@@ -38,9 +39,10 @@ def scaled_dot_product_attention(
     query [..., Hq, Sq, D], key and value [..., H, Sk, D]; ``is_causal`` is aligned top-left (key j is visible to query i
     when j <= i), unlike :func:`attention`.
 
-    float16 and bfloat16 (on the CPU also float32) with 1 <= D <= 256, without dropout, run on flashmoe, in any layout and with
+    float16 and bfloat16 (on the CPU also float32) with 1 <= D <= 256 run on flashmoe, in any layout and with
     any batch sizes that torch takes, with a bool mask or one of the query's dtype; all else goes to torch, which computes it
-    or raises its own error (docs/api.md has the whole table).
+    or raises its own error (docs/api.md has the whole table). Dropout has seed and offset from the device's default generator, and
+    another mask than torch's for them (:func:`attention`).
 
     ``flashmoe.explain`` (same arguments) says which path a call takes and why. The environment variable FLASHMOE_FALLBACK
     is ``allow`` (default), ``warn`` or ``error``: what happens when a call goes to torch. ``sdpa_kernel`` chooses among torch's
@@ -81,9 +83,9 @@ def scaled_dot_product_attention(
                 raise RuntimeError(msg) from error
             raise
     if query.dim() == key.dim() == value.dim() == 4 and query.shape[:2] == key.shape[:2] == value.shape[:2]:
-        return _top_left(query, key, value, is_causal, scale, attn_mask)
+        return _top_left(query, key, value, is_causal, scale, attn_mask, dropout_p)
     q, k, v, mask, batch_shape = _as_four_dimensions(query, key, value, attn_mask, enable_gqa)
-    return _top_left(q, k, v, is_causal, scale, mask).reshape(*batch_shape, query.shape[-2], value.shape[-1])
+    return _top_left(q, k, v, is_causal, scale, mask, dropout_p).reshape(*batch_shape, query.shape[-2], value.shape[-1])
 
 
 def _plain_call(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float | None, enable_gqa: bool) -> Tensor | None:
@@ -104,18 +106,21 @@ def _plain_call(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float | No
         return None
 
 
-def _top_left(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float | None, mask: Tensor | None) -> Tensor:
+def _top_left(
+    q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float | None, mask: Tensor | None, dropout_p: float
+) -> Tensor:
     """Attention with SDPA's causal mask, by calls of the bottom-right one, which is the same where Sq == Sk."""
     q, k, v = _last_contiguous(q), _last_contiguous(k), _last_contiguous(v)
+    attend = partial(attention, scale=scale, dropout_p=float(dropout_p))
     if mask is not None:
-        return attention(q, k, v, scale=scale, attn_mask=mask)
+        return attend(q, k, v, attn_mask=mask)
     seq_q, seq_k = q.shape[2], k.shape[2]
     if not causal or seq_q == seq_k:
-        return attention(q, k, v, causal=causal, scale=scale)
+        return attend(q, k, v, causal=causal)
     if seq_q < seq_k:
-        return attention(q, k[:, :, :seq_q], v[:, :, :seq_q], causal=True, scale=scale)
-    square = attention(q[:, :, :seq_k], k, v, causal=True, scale=scale)
-    rest = attention(q[:, :, seq_k:], k, v, scale=scale)  # rows i >= Sk see every key
+        return attend(q, k[:, :, :seq_q], v[:, :, :seq_q], causal=True)
+    square = attend(q[:, :, :seq_k], k, v, causal=True)
+    rest = attend(q[:, :, seq_k:], k, v)  # rows i >= Sk see every key
     return torch.cat((square, rest), dim=2)
 
 
@@ -141,7 +146,8 @@ def _as_four_dimensions(
     k, v = _merge(key, batch, heads_k), _merge(value, batch, heads_v)
     result = torch.Size((*batch, heads_q))
     rank = max(query.dim(), key.dim(), value.dim())
-    if mask is not None and mask.dim() > 3:  # one with fewer dimensions broadcasts as it is
+    # One with fewer dimensions broadcasts as it is, and so does one that needs no merging: expanded, its gradient would be as large as the scores.
+    if mask is not None and mask.dim() > 3 and not (mask.dim() == 4 and len(batch) == 1):
         mask = _merge(mask, batch, heads_q)
     return q, k, v, mask, result[len(result) - (rank - 2) :]
 

@@ -17,12 +17,12 @@ from torch import Tensor
 
 from flashmoe import keywords
 from flashmoe.attn.arguments import DTYPES, MAX_HEAD_DIM, is_finite_number
-from flashmoe.checks import has_names
+from flashmoe.checks import has_names, is_number
 from flashmoe.errors import ShapeError
 from flashmoe.transforms import autocast_dtype, has_tangent
 
 BF16_CAPABILITY = (8, 0)
-NO_DROPOUT = "dropout_p is not 0; torch draws its own mask (flashmoe.attention has dropout)"
+WRONG_DROPOUT = "dropout_p is not a number from 0 up to, but not including, 1"
 NESTED = (
     "an input is nested or sparse; flashmoe takes dense tensors, and jagged ones from torch's own attention on a GPU "
     "while flashmoe.activate() is in force"
@@ -95,7 +95,8 @@ def find_obstacle(
 
 
 def _dropout_obstacle(query: Any, key: Any, value: Any, attn_mask: Any, dropout_p: Any, *_: Any) -> str | None:
-    return None if dropout_p == 0.0 else NO_DROPOUT
+    is_probability = is_number(dropout_p) and not isinstance(dropout_p, bool) and 0.0 <= dropout_p < 1.0
+    return None if is_probability or dropout_p == 0.0 else WRONG_DROPOUT
 
 
 def _memory_obstacle(query: Any, key: Any, value: Any, *_: Any) -> str | None:
@@ -199,8 +200,6 @@ def _mask_obstacle(
         return "attn_mask and is_causal are both given, which torch refuses"
     if not isinstance(attn_mask, Tensor) or attn_mask.is_nested or attn_mask.layout is not torch.strided:
         return "attn_mask is not a dense tensor"
-    if torch.is_grad_enabled() and attn_mask.requires_grad:
-        return "attn_mask requires a gradient, which flashmoe does not compute"
     mask_dtype, dtype = _dtypes(attn_mask, query)
     if attn_mask.device != query.device or mask_dtype not in (torch.bool, dtype):
         return f"attn_mask is {mask_dtype} on {attn_mask.device}; flashmoe takes bool or query's dtype, on its device"
@@ -222,7 +221,7 @@ def _derivative_obstacle(query: Tensor, key: Tensor, value: Tensor, *_: Any) -> 
 # What goes to torch: each rule, and the documentation's rows for it. In the order in which reasons are looked for; a rule
 # may rely on those before it.
 OBSTACLES: tuple[tuple[Callable[..., str | None], tuple[str, ...]], ...] = (
-    (_dropout_obstacle, ("`dropout_p > 0`",)),
+    (_dropout_obstacle, ("`dropout_p` of 1, or what is no probability",)),
     (_memory_obstacle, ("nested, sparse, named or zero tensors",)),
     (_scalar_obstacle, ("`scale` not finite, or a tensor",)),
     (_device_obstacle, ("devices other than CPU and CUDA; inputs on different devices",)),
@@ -240,19 +239,20 @@ OBSTACLES: tuple[tuple[Callable[..., str | None], tuple[str, ...]], ...] = (
             "batch or head sizes that neither broadcast nor form groups",
         ),
     ),
-    (_mask_obstacle, ("an `attn_mask` that requires a gradient, or of a dtype that is neither bool nor `query`'s",)),
+    (_mask_obstacle, ("an `attn_mask` of a dtype that is neither bool nor `query`'s",)),
     (_derivative_obstacle, ("forward-mode differentiation",)),
 )
 # What is left, and how it runs (sdpa.py).
 SUPPORTED: tuple[tuple[str, str], ...] = (
     (f"float16, bfloat16 (CPU also float32), head dims 1 to {MAX_HEAD_DIM}, `value`'s own included", "flashmoe"),
-    ("`attn_mask`, bool or of `query`'s dtype, any broadcast and strides", "flashmoe"),
+    ("`attn_mask`, bool or of `query`'s dtype, any broadcast and strides, with its gradient", "flashmoe"),
     (
         "`is_causal`, any `Sq` and `Sk`",
         "flashmoe; `Sq < Sk`: keys past `Sq` are cut off; `Sq > Sk`: two calls, joined",
     ),
     ("2-D, 3-D, 5-D and higher; batch or head sizes that broadcast", "flashmoe, as 4-D"),
     ("`enable_gqa` with key heads = value heads dividing the query heads", "flashmoe"),
+    ("`dropout_p` below 1", "flashmoe: by the device's generator, but not torch's mask for a seed"),
     ("autocast", "flashmoe, in autocast's dtype"),
     ("last dimension not contiguous", "flashmoe, after a copy"),
 )

@@ -208,7 +208,7 @@ def expand_slopes(alibi_slopes: Any, q: Any, cu_seqlens_q: Tensor | None) -> Ten
     if not isinstance(alibi_slopes, Tensor):
         arguments.check_optional_tensor("alibi_slopes", alibi_slopes)
     if is_grad_enabled() and alibi_slopes.requires_grad:
-        raise DifferentiationError(autograd.NO_MASK_GRADIENT)
+        raise DifferentiationError(autograd.NO_SLOPES_GRADIENT)
     slopes: Tensor = alibi_slopes.float()
     try:
         return slopes.expand(q.shape[0] if cu_seqlens_q is None else cu_seqlens_q.shape[0] - 1, q.shape[1])

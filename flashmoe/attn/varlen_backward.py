@@ -38,11 +38,7 @@ def backward_by_kernels(*arguments: Any) -> Gradients:
         upstream = upstream.contiguous()
     statistic = None if given.grad_lse is None else given.grad_lse.contiguous()
     mask = given.mask
-    # The kernels take a scale above zero: its sign moves to q and back to dq.
-    factor = 1.0 if given.scale >= LEAST_SCALE else -1.0 if given.scale <= -LEAST_SCALE else 0.0
-    rows = given.q.to(out.dtype)
-    if factor != 1.0:
-        rows = -rows if factor else rows - rows
+    rows, scale, factor = with_positive_scale(given.q.to(out.dtype), given.scale)
     kernels = given._replace(
         grad_out=upstream,
         grad_lse=statistic,
@@ -51,7 +47,7 @@ def backward_by_kernels(*arguments: Any) -> Gradients:
         v=given.v.to(out.dtype),
         mask=mask if mask is None or mask.dtype == torch.bool or is_slopes(mask) else mask.to(out.dtype),
         lse=lse.contiguous(),
-        scale=abs(given.scale) if factor else 1.0,
+        scale=scale,
         needs=needs & fake.ALL_GRADIENTS,
     )
     operators = torch.ops.flashmoe
@@ -67,7 +63,15 @@ def backward_by_kernels(*arguments: Any) -> Gradients:
             row_dot = row_dot.mT if given.cu_seqlens_q is not None else row_dot
             row_dot = row_dot if statistic is None else row_dot - statistic
         dsinks = sink_gradient(given.sinks, lse, row_dot, given.cu_seqlens_q)
-    return _in_dtype_of(given.q, dq), _in_dtype_of(given.k, dk), _in_dtype_of(given.v, dv), dsinks
+    return in_dtype_of(given.q, dq), in_dtype_of(given.k, dk), in_dtype_of(given.v, dv), dsinks
+
+
+def with_positive_scale(q: Tensor, scale: float) -> tuple[Tensor, float, float]:
+    """The kernels take a scale above zero: its sign moves to q, and by the factor returned last back to dq."""
+    factor = 1.0 if scale >= LEAST_SCALE else -1.0 if scale <= -LEAST_SCALE else 0.0
+    if factor != 1.0:
+        q = -q if factor else q - q
+    return q, abs(scale) if factor else 1.0, factor
 
 
 def sink_gradient(sinks: Tensor, lse: Tensor, row_dot: Tensor, cu_seqlens_q: Tensor | None) -> Tensor:
@@ -84,7 +88,7 @@ def sink_gradient(sinks: Tensor, lse: Tensor, row_dot: Tensor, cu_seqlens_q: Ten
     return -(products.sum(-1) if cu_seqlens_q is not None else products.sum((0, 2)))
 
 
-def _in_dtype_of(tensor: Tensor, gradient: Tensor | None) -> Tensor:
+def in_dtype_of(tensor: Tensor, gradient: Tensor | None) -> Tensor:
     if gradient is None:
         return fake.unneeded(tensor)
     return gradient if gradient.dtype == tensor.dtype else fake.gradient_like(tensor).copy_(gradient)

@@ -3,7 +3,7 @@
 While active, attention that torch hands to its flash backend is computed here: ``F.scaled_dot_product_attention`` (eager and
 compiled), jagged nested tensors in it, ``torch.nn.attention.varlen.varlen_attn`` and torch's context parallel end in the operators
 of :data:`~flashmoe.integrations.torch_kernels.KERNELS`, whose implementations are replaced in torch's dispatcher. Torch's own
-kernels, kept from before, serve what flashmoe has not: dropout, ALiBi, a debug mask, float64. With FLASHMOE_FALLBACK=warn or error,
+kernels, kept from before, serve what flashmoe has not: ALiBi, a debug mask, float64. With FLASHMOE_FALLBACK=warn or error,
 ``scaled_dot_product_attention`` itself is watched as well, for calls that torch hands to another backend; those of jagged tensors
 are watched always (:mod:`~flashmoe.integrations.torch_jagged`).
 

@@ -15,6 +15,7 @@ from torch import Tensor
 from flashmoe import _extension
 from flashmoe.attn import sdpa_dispatch
 from flashmoe.attn.arguments import DTYPES, explain_varlen
+from flashmoe.attn.dropout import draw_state
 from flashmoe.attn.options import Varlen
 
 _extension.load()
@@ -23,6 +24,8 @@ _forward_operator = torch.ops.flashmoe.flash_attention_forward.default._op
 _backward_operator = torch.ops.flashmoe.flash_attention_backward.default._op
 _ragged_forward_operator = torch.ops.flashmoe.attention_varlen_forward.default._op
 _ragged_backward_operator = torch.ops.flashmoe.attention_varlen_backward.default._op
+_dropout_forward_operator = torch.ops.flashmoe.attention_dropout_forward.default._op
+_dropout_backward_operator = torch.ops.flashmoe.attention_dropout_backward.default._op
 
 Kernel = Callable[..., Any]
 
@@ -37,7 +40,7 @@ def _require(condition: bool, reason: str) -> None:
 
 
 def _require_computed(dropout_p: float, q: Tensor) -> None:
-    _require(dropout_p == 0.0, sdpa_dispatch.NO_DROPOUT)
+    _require(0.0 <= dropout_p < 1.0, sdpa_dispatch.WRONG_DROPOUT)
     if q.dtype not in DTYPES[q.device.type]:
         msg = f"there is no kernel for {q.dtype} on {q.device.type}"
         raise LackingError(msg)
@@ -51,18 +54,40 @@ def _scale(scale: float | None, q: Tensor) -> float:
     return q.shape[-1] ** -0.5 if scale is None else float(scale)
 
 
-def _no_dropout_state(q: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """The state of the random numbers and the debug mask, of the shapes that compiled graphs assert; nobody reads them."""
-    state = torch.empty(2, dtype=torch.uint64, device=q.device)
+def _random_state(q: Tensor, dropout_p: float) -> tuple[Tensor, Tensor, Tensor]:
+    """Seed and offset, from the device's generator, of which a captured graph draws new ones; an unused tensor and the debug mask, of the
+    shapes that compiled graphs assert. Without dropout nobody reads any."""
+    if dropout_p:
+        state = draw_state(q.device).view(torch.uint64)
+    else:
+        state = torch.empty(2, dtype=torch.uint64, device=q.device)
     return state, torch.empty((), dtype=torch.uint64, device=q.device), q.new_empty(0)
 
 
+def _as_ragged(scale: float, causal: bool) -> tuple[Any, ...]:
+    """What follows lengths and mask of the ragged operators, for dense tensors."""
+    return 0, 0, scale, -1, 0 if causal else -1, 0.0
+
+
 def _forward(
-    q: Tensor, k: Tensor, v: Tensor, dropout_p: float, scale: float | None, causal: bool
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    dropout_p: float,
+    scale: float | None,
+    causal: bool,
+    state: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     _require_computed(dropout_p, q)
+    _require(dropout_p == 0.0 or state is not None, NO_STATE)
+    given = (_dense(q), _dense(k), _dense(v))
+    result: tuple[Tensor, Tensor]
     try:
-        result: tuple[Tensor, Tensor] = _forward_operator(_dense(q), _dense(k), _dense(v), _scale(scale, q), causal)
+        if dropout_p and state is not None:
+            numbers = (*_as_ragged(_scale(scale, q), causal), 0)
+            result = _dropout_forward_operator(*given, *[None] * 6, *numbers, dropout_p, state.view(torch.int64))
+        else:
+            result = _forward_operator(*given, _scale(scale, q), causal)
     except Exception as error:
         raise _explained(error, q, k, v) from error
     return result
@@ -78,15 +103,20 @@ def _backward(
     dropout_p: float,
     scale: float | None,
     causal: bool,
+    state: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     _require_computed(dropout_p, q)
+    _require(dropout_p == 0.0 or state is not None, NO_STATE)
+    given = (grad, None, _dense(q), _dense(k), _dense(v))
     try:
-        result: tuple[Tensor, Tensor, Tensor] = _backward_operator(
-            grad, None, _dense(q), _dense(k), _dense(v), out, lse, _scale(scale, q), causal
-        )
+        if dropout_p and state is not None:
+            numbers = (*_as_ragged(_scale(scale, q), causal), 7, dropout_p, state.view(torch.int64))
+            dq, dk, dv, _ = _dropout_backward_operator(*given, *[None] * 5, out, lse, *numbers)
+        else:
+            dq, dk, dv = _backward_operator(*given, out, lse, _scale(scale, q), causal)
     except Exception as error:
         raise _explained(error, q, k, v) from error
-    return result
+    return dq, dk, dv
 
 
 def _explained(error: Exception, q: Tensor, k: Tensor, v: Tensor) -> Exception:
@@ -109,8 +139,9 @@ def sdpa_forward(
     scale: float | None = None,
 ) -> tuple[Any, ...]:
     _require(not return_debug_mask, NO_DEBUG_MASK)
-    out, lse = _forward(q, k, v, dropout_p, scale, is_causal)
-    return out, lse, None, None, q.shape[2], k.shape[2], *_no_dropout_state(q)
+    state, *others = _random_state(q, dropout_p)
+    out, lse = _forward(q, k, v, dropout_p, scale, is_causal, state)
+    return out, lse, None, None, q.shape[2], k.shape[2], state, *others
 
 
 def sdpa_backward(
@@ -132,7 +163,7 @@ def sdpa_backward(
     scale: float | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     _require(cum_seq_q is None and cum_seq_k is None, "lengths are given to the dense operator")
-    return _backward(grad_out, q, k, v, out, lse, dropout_p, scale, is_causal)
+    return _backward(grad_out, q, k, v, out, lse, dropout_p, scale, is_causal, philox_seed)
 
 
 def sdpa_forward_cpu(
@@ -173,6 +204,7 @@ def _require_square(q: Tensor, k: Tensor, is_causal: bool, attn_mask: Tensor | N
     _require(not is_causal or q.shape[2] == k.shape[2], "is_causal with different lengths")
 
 
+NO_STATE = "dropout_p is not 0, and this operator of torch has no place for the state of the random numbers"
 NO_DEBUG_MASK = "a debug mask is asked for; flashmoe stores no scores"
 
 
@@ -211,11 +243,15 @@ def ragged_forward(
     lengths = (cum_seq_q, cum_seq_k, seqused_k, block_table, None, None)
     numbers = (max_q, max_k, _scale(scale, q), left, right, 0.0, num_splits or 0)
     given = (_dense(q), _dense(k), _dense(v), *lengths, *numbers)
+    state, *rest = _random_state(q, dropout_p)
     try:
-        out, lse = _ragged_forward_operator(*given)
+        if dropout_p:
+            out, lse = _dropout_forward_operator(*given, dropout_p, state.view(torch.int64))
+        else:
+            out, lse = _ragged_forward_operator(*given)
     except Exception as error:
         raise _explained_ragged(error, given) from error
-    return _laid_out(out, q), lse, *_no_dropout_state(q)
+    return _laid_out(out, q), lse, state, *rest
 
 
 def ragged_backward(
@@ -246,9 +282,11 @@ def ragged_backward(
     lengths = (cum_seq_q, cum_seq_k, None)
     numbers = (max_q, max_k, _scale(scale, q), left, right, 0.0)
     rows, keys, values = _dense(q), _dense(k), _dense(v)
+    call = _dropout_backward_operator if dropout_p else _ragged_backward_operator
+    dropout = (7, dropout_p, rng_state.view(torch.int64)) if dropout_p else ()
     try:
-        dq, dk, dv, _ = _ragged_backward_operator(
-            _dense(grad_out), None, rows, keys, values, *lengths, None, None, _dense(out), lse, *numbers
+        dq, dk, dv, _ = call(
+            _dense(grad_out), None, rows, keys, values, *lengths, None, None, _dense(out), lse, *numbers, *dropout
         )
     except Exception as error:
         raise _explained_ragged(error, (rows, keys, values, *lengths, *[None] * 3, *numbers, 0)) from error

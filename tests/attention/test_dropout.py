@@ -43,9 +43,9 @@ def test_philox_has_the_published_words(
     counter: philox.Words, key: tuple[int, int], words: philox.Words, device: str
 ) -> None:
     assert philox.philox4x32(counter, key) == words
-    from flashmoe.attn.dropout import _philox
+    from flashmoe.attn.philox import philox as on_tensors
 
-    found = _philox(*(tuple(torch.tensor(word, device=device) for word in given) for given in (counter, key)))
+    found = on_tensors(*(tuple(torch.tensor(word, device=device) for word in given) for given in (counter, key)))
     assert tuple(int(word) for word in found) == words
 
 
@@ -167,7 +167,8 @@ def dropped(
 ) -> tuple[Tensor, Tensor]:
     """(out, lse) by definition, in the dtype of the inputs."""
     group = q.shape[1] // k.shape[1]
-    scores = q @ k.repeat_interleave(group, 1).mT * q.shape[-1] ** -0.5
+    scale = q.shape[-1] ** -0.5 if options.scale is None else options.scale
+    scores = q @ k.repeat_interleave(group, 1).mT * scale
     if options.softcap > 0:
         scores = options.softcap * torch.tanh(scores / options.softcap)
     scores = scores + bias

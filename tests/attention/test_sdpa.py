@@ -19,6 +19,7 @@ from torch.nn.functional import scaled_dot_product_attention as torch_attention
 import flashmoe
 from flashmoe import _extension
 from flashmoe.attn import sdpa_dispatch
+from flashmoe.attn.dropout import draw_state
 from flashmoe.attn.sdpa_dispatch import Path
 from flashmoe.errors import ArgumentError, DtypeError
 
@@ -119,13 +120,8 @@ def test_last_dimension_may_be_strided(device: str) -> None:
         torch.testing.assert_close(out.float(), expected, rtol=2e-3, atol=2e-3)
 
 
-def _trained_mask(device: str, dtype: torch.dtype) -> dict[str, Any]:
-    return {"attn_mask": torch.zeros(33, 33, dtype=dtype, device=device, requires_grad=True)}
-
-
 # name: (query, key, value shapes, dtype or None for each of the device's, keyword arguments, word in the reason)
 FALLBACKS: dict[str, tuple[Any, Any, Any, torch.dtype | None, Any, str]] = {
-    "mask with a gradient": ((2, 4, 33, 64), (2, 4, 33, 64), None, None, _trained_mask, "attn_mask requires"),
     "float64": ((2, 4, 33, 64), (2, 4, 33, 64), None, torch.float64, {"is_causal": True}, "float64"),
     "head dim 320": ((1, 2, 33, 320), (1, 2, 33, 320), None, None, {"is_causal": True}, "head dim 320"),
     "wider values": ((1, 2, 33, 64), (1, 2, 33, 64), (1, 2, 33, 320), None, {}, "head dim 320"),
@@ -242,14 +238,36 @@ def test_masks_run_here(
             torch.testing.assert_close(out.to(expected.dtype), expected, rtol=CLOSE[dtype], atol=CLOSE[dtype])
 
 
-def test_dropout_goes_to_torch(device: str) -> None:
+def test_dropout_runs_here(device: str) -> None:
+    """By the device's generator: after one seed one mask, that of a direct call with the state that is drawn; a top-left causal mask, too."""
     q, k, v = _tensors((2, 4, 33, 64), (2, 4, 33, 64), device, torch.float16)
-    assert "dropout" in flashmoe.explain(q, k, v, dropout_p=0.5).reason
+    mask = torch.randn(33, 33, device=device).half()
+    assert flashmoe.explain(q, k, v, mask, 0.5).path is Path.FLASHMOE
     torch.manual_seed(1)
-    out = flashmoe.scaled_dot_product_attention(q, k, v, dropout_p=0.5)
-    torch.manual_seed(1)
-    assert torch.equal(out, torch_attention(q, k, v, dropout_p=0.5))
-    assert not torch.allclose(out, torch_attention(q, k, v))
+    state = draw_state(q.device)
+    for options in ({}, {"causal": True}, {"attn_mask": mask}):
+        expected = flashmoe.attention(q, k, v, **options, dropout_p=0.5, rng_state=state)
+        torch.manual_seed(1)
+        given = {"is_causal" if name == "causal" else name: value for name, value in options.items()}
+        assert torch.equal(flashmoe.scaled_dot_product_attention(q, k, v, **given, dropout_p=0.5), expected)
+        assert_ran_here(device)
+        assert not torch.equal(flashmoe.scaled_dot_product_attention(q, k, v, **given, dropout_p=0.5), expected)
+    for length in (20, 40):  # rows whose mean, over many masks, is that of the call without dropout
+        longer = [torch.randn(1, 1, length, 64, device=device).half() for _ in range(2)]
+        many = torch.stack(
+            [
+                flashmoe.scaled_dot_product_attention(q[:1, :1], *longer, is_causal=True, dropout_p=0.3)
+                for _ in range(400)
+            ]
+        )
+        plain = flashmoe.scaled_dot_product_attention(q[:1, :1], *longer, is_causal=True)
+        assert (many.float().mean(0) - plain.float()).abs().max().item() < 0.25
+
+
+def test_all_dropped_goes_to_torch() -> None:
+    q = torch.randn(1, 2, 5, 8)
+    assert "dropout_p" in flashmoe.explain(q, q, q, dropout_p=1.0).reason
+    assert not flashmoe.scaled_dot_product_attention(q, q, q, dropout_p=1.0).any()
 
 
 @pytest.mark.gpu

@@ -174,9 +174,6 @@ def test_one_kernel_for_long_entries(device: str, monkeypatch: pytest.MonkeyPatc
 @pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")  # torch's own use of it
 def test_what_has_no_gradient(device: str) -> None:
     q = torch.randn(1, 2, 5, 64, device=device).half().requires_grad_()
-    mask = torch.zeros(5, 5, device=device).half().requires_grad_()
-    with pytest.raises(DifferentiationError, match="no gradient for attn_mask"):
-        flashmoe.attention(q, q, q, attn_mask=mask)
     table = torch.zeros(1, 1, dtype=torch.int32, device=device)
     used = torch.tensor([5], dtype=torch.int32, device=device)
     plain, sinks = q.detach(), torch.zeros(2, device=device)

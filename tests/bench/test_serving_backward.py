@@ -66,7 +66,7 @@ def test_right_gradients_pass(problem: ServingBackwardProblem, name: str) -> Non
 def test_gradients_without_what_a_case_does_to_its_scores_do_not(problem: ServingBackwardProblem) -> None:
     inputs = problem.make_inputs("cpu", 0)
     plain = REGISTRY["flashmoe-plain"].prepare(inputs).call()
-    missing = [] if inputs.sinks is None else [torch.zeros_like(inputs.sinks)]
+    missing = [] if inputs.shared is None else [torch.zeros_like(inputs.shared)]
     assert "max error" in problem.make_reference(inputs).judge((*plain, *missing)).reason
 
 

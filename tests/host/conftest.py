@@ -68,8 +68,8 @@ extern "C" int choose_varlen(int capability, const char* forced, int is_bf16, in
   }
 }
 
-// Writes the symbols of the append kernel, of row_dot's, of the backward kernels for ragged and banded attention and of dropout's, each
-// before its target.
+// Writes the symbols of the append kernel, of row_dot's, of the backward kernels for ragged and banded attention, of dropout's and of a
+// mask's gradient, each before its target.
 extern "C" void choose_more(int capability, const char* forced, int is_bf16, int head_dim, char* answer, int length) {
   const host::KernelRequest request{capability, 132, "a GPU", forced,
                                     is_bf16 ? host::Dtype::kBFloat16 : host::Dtype::kFloat16};
@@ -99,7 +99,8 @@ extern "C" void choose_more(int capability, const char* forced, int is_bf16, int
     for (const bool has_alibi : {false, true}) {
       const host::Kernel& forward = attention::select_dropout_forward(request, head_dim, has_alibi);
       const attention::BackwardKernels both = attention::select_dropout_backward(request, head_dim, has_alibi);
-      for (const host::Kernel* kernel : {&forward, both.dq, both.dkv}) {
+      const host::Kernel& bias = attention::select_bias_gradient(request, head_dim, has_alibi);  // with dropout
+      for (const host::Kernel* kernel : {&forward, both.dq, both.dkv, &bias}) {
         used += std::snprintf(answer + used, length - used, " %s %s", kernel->symbol, target(*kernel));
       }
     }
@@ -215,7 +216,8 @@ def compile_chooser(folder: Path, targets: tuple[str, ...] | None) -> Chooser:
     def choose_more(
         capability: int, head_dim: int, *, bf16: bool = False, forced: str | None = None
     ) -> set[tuple[str, str]]:
-        """(symbol, target) of the append kernel, of row_dot's, of the backward kernels for ragged and banded attention, and of dropout's."""
+        """(symbol, target) of the append kernel, of row_dot's, of the backward kernels for ragged and banded attention, of dropout's, and of a mask's
+        gradient."""
         answer = ctypes.create_string_buffer(4096)
         name = forced.encode() if forced is not None else None
         loaded.choose_more(capability, name, bf16, head_dim, answer, len(answer))

@@ -232,7 +232,7 @@ def test_short_tiles_have_the_keys_of_the_others() -> None:
         assert keys[unit.name.removesuffix("_m64"), unit.target.name] == unit.row.block_n, unit.name
 
 
-def test_dropout_runs_on_the_best_family_that_has_it(choose: Chooser) -> None:
+def test_dropout_and_a_mask_s_gradient_run_on_the_best_family_that_has_them(choose: Chooser) -> None:
     """Hopper's is sm80; sm90 named has none."""
     for capability, forced, family, target in (
         (90, None, "sm80", "sm_90a"),
@@ -245,4 +245,6 @@ def test_dropout_runs_on_the_best_family_that_has_it(choose: Chooser) -> None:
         for kind in ("forward", "backward_dq", "backward_dkv"):
             name = f"flashmoe_attention_dropout_{kind}_{family}_f16_d128"
             assert {(name, target), (f"{name}_alibi", target)} <= found
+        name = f"flashmoe_attention_bias_gradient_{family}_f16_d128"
+        assert {(name, target), (f"{name}_dropout", target)} <= found
     assert not any("dropout" in symbol for symbol, _ in choose.more(90, 72, forced="sm90"))  # type: ignore[attr-defined]

@@ -17,6 +17,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.varlen import varlen_attn
 
 import flashmoe
+from flashmoe.attn.dropout import draw_state
 from flashmoe.errors import ArgumentError
 from flashmoe.integrations import torch_attention
 
@@ -79,6 +80,63 @@ def test_sdpa_runs_on_flashmoe_with_the_same_bits_as_a_direct_call(device: str, 
     assert all(torch.equal(a, b) for a, b in zip(found, gradients, strict=True))
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("is_compiled", [False, True])
+def test_dropout_runs_on_flashmoe(is_compiled: bool) -> None:
+    """Seed and offset from torch's generator, kept for the gradients; the bits of a direct call with them."""
+    q, k, v = tensors("cuda", requires_grad=True)
+    upstream = torch.randn_like(q)
+
+    def step(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(q, k, v, dropout_p=0.4, is_causal=True)
+
+    torch.manual_seed(1)
+    state = draw_state(q.device)
+    expected = flashmoe.attention(q, k, v, causal=True, dropout_p=0.4, rng_state=state)
+    gradients = torch.autograd.grad(expected, (q, k, v), upstream)
+    with torch_attention.activated():
+        call = torch.compile(step, fullgraph=True, backend="aot_eager") if is_compiled else step
+        torch.manual_seed(1)
+        out = call(q, k, v)
+        found = torch.autograd.grad(out, (q, k, v), upstream)
+        assert not torch.equal(call(q, k, v), out)
+    assert torch.equal(out, expected)
+    assert all(torch.equal(a, b) for a, b in zip(found, gradients, strict=True))
+
+
+@pytest.mark.gpu
+def test_a_captured_graph_draws_anew() -> None:
+    q, k, v = tensors("cuda")
+    with torch_attention.activated(), torch.no_grad():
+        F.scaled_dot_product_attention(q, k, v, dropout_p=0.4)
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            out = F.scaled_dot_product_attention(q, k, v, dropout_p=0.4)
+        graph.replay()
+        first = out.clone()
+        graph.replay()
+        assert not torch.equal(out, first)
+
+
+def test_ragged_dropout(device: str) -> None:
+    """torch's ragged operators: the state that the forward pass returns is that of both passes."""
+    q, k, v = (torch.randn(50, 2, 64, device=device).half() for _ in range(3))
+    ends = torch.tensor([0, 13, 50], dtype=torch.int32, device=device)
+    upstream = torch.randn_like(q)
+    with torch_attention.activated():
+        aten = torch.ops.aten
+        out, lse, state, unused, _ = aten._flash_attention_forward(q, k, v, ends, ends, 37, 37, 0.4, True, False)
+        found = aten._flash_attention_backward(
+            upstream, q, k, v, out, lse, ends, ends, 37, 37, 0.4, True, state, unused
+        )
+    leaves = [tensor.clone().requires_grad_() for tensor in (q, k, v)]
+    options = {"causal": True, "dropout_p": 0.4, "rng_state": state.view(torch.int64)}
+    expected = flashmoe.attention_varlen(*leaves, ends, ends, 37, 37, **options)
+    assert torch.equal(out, expected)
+    assert all(torch.equal(a, b) for a, b in zip(found, torch.autograd.grad(expected, leaves, upstream), strict=True))
+
+
 def test_nothing_is_left_behind(device: str) -> None:
     q, k, v = tensors(device)
     before = F.scaled_dot_product_attention(q, k, v, is_causal=True)
@@ -102,8 +160,8 @@ def test_what_is_lacking_goes_to_torchs_kernel_and_is_told(device: str, monkeypa
         call = partial(F.scaled_dot_product_attention, q.double(), k.double(), v.double())
         reason = "there is no kernel for torch.float64"
     else:
-        call = partial(F.scaled_dot_product_attention, q, k, v, dropout_p=0.5)
-        reason = "dropout"
+        call = partial(torch.ops.aten._scaled_dot_product_flash_attention, q, k, v, 0.5, False, True)
+        reason = "a debug mask"
     flashmoe.activate()
     assert not any(name.startswith("flashmoe::") for name in operators(call))
     monkeypatch.setenv("FLASHMOE_FALLBACK", "warn")

@@ -264,6 +264,41 @@ def test_what_is_lacking_goes_to_sdpa_and_is_told(monkeypatch: pytest.MonkeyPatc
     assert model(torch.randint(3, 64, (1, 5))).logits.isfinite().all()
 
 
+@pytest.mark.parametrize("is_padded", [False, True])
+def test_a_position_bias_is_learned(device: str, is_padded: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """T5's relative positions: results, the gradient of their table, and greedy tokens with both caches, all on flashmoe."""
+    monkeypatch.setenv("FLASHMOE_FALLBACK", "error")
+    register()
+    if "position_bias" not in signature(ALL_ATTENTION_FUNCTIONS["sdpa"]).parameters:
+        pytest.skip("this transformers gives attention functions no position bias")
+    sizes = {"d_model": 64, "d_kv": 16, "d_ff": 96, "num_layers": 2, "num_heads": 4, "dropout_rate": 0.0}
+    tokens = {name: SIZES[name] for name in ("vocab_size", "pad_token_id", "eos_token_id")}
+    config = transformers.T5Config(**sizes, **tokens, decoder_start_token_id=0, relative_attention_num_buckets=8)
+    torch.manual_seed(0)
+    model: Any = transformers.T5ForConditionalGeneration._from_config(config, attn_implementation="eager")
+    for parameter in model.parameters():
+        nn.init.normal_(parameter, std=0.1)
+    model = model.to(device, torch.bfloat16 if device == "cuda" else torch.float32).eval()
+    given, labels = (torch.randint(3, 64, (2, length), device=device) for length in (11, 7))
+    valid = torch.ones_like(given)
+    if is_padded:
+        valid[1, 6:] = 0
+    results = []
+    for ours in (False, True):
+        model.set_attn_implementation(NAME if ours else "eager")
+        output = model(input_ids=given, attention_mask=valid, labels=labels)
+        leaves = [p for p in model.parameters() if p.requires_grad]
+        found = torch.autograd.grad(output.loss, leaves, allow_unused=True)
+        written = model.generate(given, attention_mask=valid, max_new_tokens=5, do_sample=False)
+        results.append((output.logits, found, written))
+    (logits, gradients, written), (our_logits, our_gradients, our_written) = results
+    assert torch.allclose(logits, our_logits, atol=limit(model), rtol=limit(model))
+    for name, a, b in zip((n for n, _ in model.named_parameters()), gradients, our_gradients, strict=True):
+        assert torch.allclose(a, b, atol=limit(model), rtol=limit(model)), name
+    if device == "cpu":
+        assert torch.equal(written, our_written)
+
+
 def test_attention_dropout_while_training(monkeypatch: pytest.MonkeyPatch) -> None:
     """On flashmoe, by torch's generator, and not in evaluation."""
     monkeypatch.setenv("FLASHMOE_FALLBACK", "error")

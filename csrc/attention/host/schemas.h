@@ -49,6 +49,13 @@ void define_varlen(Library& library) {
       "cu_seqlens_q, Tensor? cu_seqlens_k, Tensor? seqused_k, Tensor? sinks, Tensor? mask, Tensor out, Tensor lse, "
       "SymInt max_seqlen_q, SymInt max_seqlen_k, float scale, int window_left, int window_right, float softcap, "
       "int needs, float dropout_p, Tensor rng_state) -> (Tensor? dq, Tensor? dk, Tensor? dv, Tensor? row_dot)");
+  // Of an additive mask [batch or 1, heads_q or 1, rows or 1, keys or 1], with row_dot of the operators above: float32 sums [parts, ...]
+  // that add up to its gradient in dimension 0 and wherever the mask has one element; or of one part in the mask's type, the gradient
+  // itself. scale is above zero. CUDA alone.
+  library.def(
+      "_attention_bias_gradient(Tensor grad_out, Tensor q, Tensor k, Tensor v, Tensor mask, Tensor lse, Tensor "
+      "row_dot, float scale, int window_left, int window_right, float softcap, float dropout_p, Tensor? rng_state) -> "
+      "Tensor");
   // k and v in float8_e4m3fn, times factor times scale: float32 [], [heads_kv], [batch, heads_kv], or of four dimensions, broadcast to the
   // cache. No gradient.
   library.def(

@@ -280,6 +280,19 @@ bool prefers_shorter(const VarlenSelectorInput& input, const Kernel& kernel, con
          (is_short && shorter.min_blocks > kernel.min_blocks);
 }
 
+// The best family's kernel of an operation that needs no further choice.
+const Kernel& select_by_head_dim(const host::KernelRequest& request, const char* operation, const char* variant,
+                                 int32_t head_dim, const char* what) {
+  const host::KernelList& loadable = host::loadable_kernels(request.capability);
+  for (const char* const* family = host::families_of(request.capability); *family != nullptr; ++family) {
+    if (request.forced_family != nullptr && std::strcmp(request.forced_family, *family) != 0) continue;
+    const Kernel* kernel =
+        host::find_kernel({operation, *family, variant, request.dtype, {head_dim}}, axis::kHeadDim, loadable);
+    if (kernel != nullptr) return *kernel;
+  }
+  host::refuse(request, std::string(what) + ", head_dim " + std::to_string(head_dim));
+}
+
 }  // namespace
 
 const Kernel* select_varlen_forward(const VarlenSelectorInput& input) {
@@ -315,15 +328,12 @@ const Kernel* select_varlen_forward(const VarlenSelectorInput& input) {
 }
 
 const Kernel& select_dropout_forward(const host::KernelRequest& request, int32_t head_dim, bool has_alibi) {
-  const host::KernelList& loadable = host::loadable_kernels(request.capability);
-  for (const char* const* family = host::families_of(request.capability); *family != nullptr; ++family) {
-    if (request.forced_family != nullptr && std::strcmp(request.forced_family, *family) != 0) continue;
-    const Kernel* kernel =
-        host::find_kernel({"attention_dropout_forward", *family, has_alibi ? "alibi" : "", request.dtype, {head_dim}},
-                          axis::kHeadDim, loadable);
-    if (kernel != nullptr) return *kernel;
-  }
-  host::refuse(request, "dropout, head_dim " + std::to_string(head_dim));
+  return select_by_head_dim(request, "attention_dropout_forward", has_alibi ? "alibi" : "", head_dim, "dropout");
+}
+
+const Kernel& select_bias_gradient(const host::KernelRequest& request, int32_t head_dim, bool has_dropout) {
+  return select_by_head_dim(request, "attention_bias_gradient", has_dropout ? "dropout" : "", head_dim,
+                            "the gradient of attn_mask");
 }
 
 const Kernel* select_decoding(const SelectorInput& input) {
@@ -447,14 +457,7 @@ const Kernel& select_row_dot(const host::KernelRequest& request) {
 }
 
 const Kernel& select_e4m3(const host::KernelRequest& request, int32_t head_dim) {
-  const host::KernelList& loadable = host::loadable_kernels(request.capability);
-  for (const char* const* family = host::families_of(request.capability); *family != nullptr; ++family) {
-    if (request.forced_family != nullptr && std::strcmp(request.forced_family, *family) != 0) continue;
-    const Kernel* kernel =
-        host::find_kernel({"attention_decode_e4m3", *family, "", request.dtype, {head_dim}}, axis::kHeadDim, loadable);
-    if (kernel != nullptr) return *kernel;
-  }
-  host::refuse(request, "a float8_e4m3fn cache, head_dim " + std::to_string(head_dim));
+  return select_by_head_dim(request, "attention_decode_e4m3", "", head_dim, "a float8_e4m3fn cache");
 }
 
 const Kernel& select_e4m3_append(const host::KernelRequest& request) {

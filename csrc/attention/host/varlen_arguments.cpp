@@ -126,7 +126,8 @@ void check_scores(const VarlenArguments& arguments) {
             {{"found", describe_dtype(mask.dtype())}, {"q", describe_dtype(arguments.torch_dtype)}});
   }
   const int64_t sizes[] = {arguments.batch(), arguments.heads_q(), arguments.max_seqlen_q, arguments.max_seqlen_k};
-  if (mask.dim() != 4 || !std::equal(sizes, sizes + 4, mask.sizes())) {
+  const auto fits = [](int64_t needed, int64_t found) { return found == needed || found == 1; };
+  if (mask.dim() != 4 || !std::equal(sizes, sizes + 4, mask.sizes(), fits)) {
     const bool is_padding = mask.dim() == 2 && mask.sizes()[0] == sizes[0] && mask.sizes()[1] == sizes[3];
     violate(is_padding ? "attention.padding_mask" : "attention.mask_shape",
             {{"found", describe_sizes(mask)}, {"needed", describe_sizes(sizes, 4)}});

@@ -25,7 +25,8 @@ struct VarlenArguments : QueryKeyValue {
   Tensor seqused_k;     // [batch] int32, contiguous
   Tensor block_table;   // [batch, pages] int32, last dimension contiguous
   Tensor sinks;         // [heads_q] float32, contiguous
-  Tensor mask;          // [batch, heads_q, max_seqlen_q, max_seqlen_k], bool or of q's type, any strides; or has_alibi
+  Tensor
+      mask;  // [batch, heads_q, max_seqlen_q, max_seqlen_k], or 1 in place of any: bool or q's type, any strides. Or has_alibi
   int64_t max_seqlen_q = 0;  // of the longest sequence; set by the check where rows, or keys, are dense
   int64_t max_seqlen_k = 0;
   double scale = 0.0;        // above zero once make_scale_positive has run, which is before any backend does

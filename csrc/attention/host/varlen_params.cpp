@@ -51,13 +51,17 @@ ScoreOptions make_band(const VarlenArguments& arguments) {
   if (VarlenArguments::has(arguments.mask)) {
     const int64_t* strides = arguments.mask.strides();
     band.mask = arguments.mask.data();
-    band.mask_stride_batch = strides[0];
-    band.mask_stride_head = strides[1];
     if (has_alibi(arguments)) {
+      band.mask_stride_batch = strides[0];
+      band.mask_stride_head = strides[1];
       band.mask_type = MaskTensor::kAlibi;
     } else {
-      band.mask_stride_row = strides[2];
-      band.mask_stride_key = strides[3];
+      const int64_t* sizes = arguments.mask.sizes();
+      const auto stride = [&](int axis) { return sizes[axis] == 1 ? 0 : strides[axis]; };
+      band.mask_stride_batch = stride(0);
+      band.mask_stride_head = stride(1);
+      band.mask_stride_row = stride(2);
+      band.mask_stride_key = stride(3);
       band.mask_type = arguments.mask.dtype() == aoti_torch_dtype_bool() ? MaskTensor::kBool : MaskTensor::kAdditive;
     }
   }

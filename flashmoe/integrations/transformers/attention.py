@@ -110,8 +110,8 @@ def attention_forward(
     """What transformers calls in each layer: query [B, Hq, Sq, D], key and value [B, Hkv, Sk, D]; returns [B, Sq, Hq, D].
 
     With ``cu_seq_lens_q`` among the options (packed sequences, DataCollatorWithFlattening) the batch is ragged and the mask is
-    not read. What flashmoe lacks (a position bias, float32 on a GPU) goes to transformers' SDPA attention, and
-    FLASHMOE_FALLBACK says what then happens.
+    not read. What flashmoe lacks (float32 on a GPU, a position bias of packed sequences) goes to transformers' SDPA attention, and
+    FLASHMOE_FALLBACK says what then happens. A position bias, as T5 has it, is added to the scores, with its gradient.
     """
     if isinstance(key, (Latents, ScaledCodes)):
         if dropout == 0.0 and position_bias is None and options.get("cu_seq_lens_q") is None:
@@ -121,8 +121,10 @@ def attention_forward(
                 return found, None
         key, value = key.expand() if isinstance(key, Latents) else (key.dequantized(), value.dequantized())
     # Looking for obstacles takes longer than the call: outside of a compiler only for what the operators would not refuse.
-    if is_compiling() or position_bias is not None or not _has_kernels(query):
-        obstacle = _obstacle(query, key, value, position_bias)
+    is_packed = query.shape[0] == 1 and options.get("cu_seq_lens_q") is not None
+    has_packed_bias = is_packed and position_bias is not None
+    if is_compiling() or has_packed_bias or not _has_kernels(query):
+        obstacle = _obstacle(query, key, value, has_packed_bias)
     else:
         obstacle = None
     if obstacle is None:
@@ -131,13 +133,13 @@ def attention_forward(
         causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
         extras = _extras(softcap, s_aux, dropout)
         window = None if sliding_window is None else (sliding_window - 1, -1 if causal else sliding_window - 1)
-        given = (query, key, value, attention_mask, causal, window, scaling, extras, options)
+        given = (query, key, value, attention_mask, position_bias, causal, window, scaling, extras, options)
         if is_compiling():
             return _attend(*given), None
         try:
             return _attend(*given), None
         except FlashmoeError:
-            obstacle = _obstacle(query, key, value, position_bias)
+            obstacle = _obstacle(query, key, value, has_packed_bias)
             if obstacle is None:
                 raise
     causal = getattr(module, "is_causal", True) if is_causal is None else bool(is_causal)
@@ -198,6 +200,7 @@ def _attend(
     key: Tensor,
     value: Tensor,
     mask: Tensor | None,
+    bias: Tensor | None,
     causal: bool,
     window: Window | None,
     scaling: float | None,
@@ -209,11 +212,16 @@ def _attend(
     # Views of transformers' layouts but for the last dimension, which the operators want contiguous.
     if not (query.stride(-1) == key.stride(-1) == value.stride(-1) == 1):
         query, key, value = query.contiguous(), key.contiguous(), value.contiguous()
+    if bias is not None:
+        bias = bias.to(query.dtype)
+        mask = None if mask is None else _with_bias(mask, bias)
     if mask is None:
         rows, keys = query.shape[2], key.shape[2]
         if causal and 1 < rows < keys:
             # Only a prompt before an empty static cache comes without a mask: its keys are the first.
             key, value = key[:, :, :rows], value[:, :, :rows]
+        if bias is not None:
+            extras["attn_mask"] = bias[..., : key.shape[2]]
         if window is not None and keys > window[0] + 1:  # of fewer keys it hides none
             extras["window"] = window
         out = attention(query, key, value, causal=causal and rows > 1, scale=scaling, **extras)
@@ -232,6 +240,13 @@ def _attend(
         out = attention(query, key, value, scale=scaling, attn_mask=mask, **extras)
     heads_inside: Tensor = out.transpose(1, 2).contiguous()
     return heads_inside
+
+
+def _with_bias(mask: Tensor, bias: Tensor) -> Tensor:
+    """The bias where a mask, or the lengths in a static cache, shows a key."""
+    if mask.dtype == torch.int32:
+        mask = torch.arange(bias.shape[-1], device=bias.device) < mask
+    return torch.where(mask, bias, -torch.inf) if mask.dtype == torch.bool else bias + mask
 
 
 def _attend_stored(
@@ -299,9 +314,9 @@ def _attend_packed(
     return out.unsqueeze(0)
 
 
-def _obstacle(q: Tensor, k: Tensor, v: Tensor, position_bias: Tensor | None) -> str | None:
-    if position_bias is not None:
-        return "position_bias is given; flashmoe takes it as part of attn_mask only"
+def _obstacle(q: Tensor, k: Tensor, v: Tensor, has_packed_bias: bool) -> str | None:
+    if has_packed_bias:
+        return "position_bias is given for packed sequences, which have no mask here"
     return sdpa_dispatch.find_obstacle(q, k, v, None, 0.0, False, None, True)
 
 

@@ -15,7 +15,7 @@ from flashmoe_tools.operations import DTYPE_BYTES, RoomProblem, fields
 SHORT = {"one": 512, "one34": 34}  # keys of the other sequences where one is long
 SPREADS = ("equal", "shared", "ramp", "mixed", *SHORT)
 MIXED = (4096, 3000, 2500, 2000, 1500, 1200, 900, 600, 300, 150, 100, 38)  # of 4096
-MASKS = ("none", "additive", "bool")
+MASKS = ("none", "additive", "bool", "learned")
 CACHES = ("own", "e4m3")
 _SIZES = ("head_dim", "heads", "heads_kv", "batch", "seq_q", "seq_k")
 _NAMES = {"heads": "heads_q"}  # where the problem's field has another
@@ -37,7 +37,7 @@ _FIELDS = {
 _KEY = re.compile(
     r"serve-(?P<dtype>\w+)-d(?P<d>\d+)-(?P<mask>causal|full)-b(?P<b>\d+)-h(?P<h>\d+)kv(?P<kv>\d+)-q(?P<q>\d+)k(?P<k>\d+)"
     r"(-p(?P<p>\d+))?(-(?P<spread>shared|ramp|mixed|one34|one))?(-w(?P<w>\d+))?(-cap(?P<cap>\d+))?(?P<sinks>-sinks)?"
-    r"(-(?P<tensor>additive|bool))?(?P<alibi>-alibi)?(-sd(?P<sd>\d+))?(?P<cache>-e4m3)?"
+    r"(-(?P<tensor>additive|bool|learned))?(?P<alibi>-alibi)?(-sd(?P<sd>\d+))?(?P<cache>-e4m3)?"
 )
 
 
@@ -50,7 +50,8 @@ class ServingProblem(RoomProblem):
     seq_k to a hundredth of it; one of seq_k keys among others of 512, or of 34. The mask is bottom-right.
 
     ``window``: how many keys a row sees, its own among them; 0: all. ``softcap``: 0 for none. ``sinks``: a logit for each head that
-    joins the sum. ``mask``: a tensor for each sequence, the same for all heads. ``deviation``: of the scores, before the softcap. ``alibi``: a slope for each
+    joins the sum. ``mask``: a tensor for each sequence, the same for all heads; learned: an additive one for each head, the same
+    for all sequences, whose gradient is wanted, too. ``deviation``: of the scores, before the softcap. ``alibi``: a slope for each
     head, 2^(-8 / heads) and its powers.
     ``cache``: what keys and values are kept in, the dtype of the queries or e4m3.
     """
@@ -164,8 +165,8 @@ class ServingProblem(RoomProblem):
 
     @property
     def mask_bytes(self) -> int:
-        size = {"none": 0, "additive": DTYPE_BYTES[self.dtype], "bool": 1}[self.mask]
-        return size * self.batch * self.seq_q * self.seq_k
+        size = {"none": 0, "bool": 1}.get(self.mask, DTYPE_BYTES[self.dtype])
+        return size * (self.heads_q if self.mask == "learned" else self.batch) * self.seq_q * self.seq_k
 
     def to_json(self) -> dict[str, Any]:
         """Without what is as the fields' defaults say: reports hold hundreds of these."""

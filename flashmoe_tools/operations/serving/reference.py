@@ -33,7 +33,9 @@ class Inputs:
     seqused_k: torch.Tensor  # [batch] int32
     block_table: torch.Tensor | None
     sinks: torch.Tensor | None = None  # [Hq] float32, of values that the problem's dtype has
-    mask: torch.Tensor | None = None  # [batch, 1, Sq, Sk]: bool, or added to the scores in the problem's dtype
+    mask: torch.Tensor | None = (
+        None  # [batch, 1, Sq, Sk]: bool, or added to the scores in the problem's dtype. Learned: [1, Hq, Sq, Sk]
+    )
     slopes: torch.Tensor | None = None  # [Hq] float32, of ALiBi
     codes: tuple[torch.Tensor, torch.Tensor] | None = None  # of a cache in e4m3: k and v divided by CODE_SCALE
 
@@ -49,7 +51,7 @@ class Inputs:
     def bias_of(self, sequence: int, head: int) -> torch.Tensor | None:
         """[rows, keys]: a sequence's mask tensor, or its head's ALiBi in float32; None without either."""
         if self.slopes is None:
-            return None if self.mask is None else self.mask[sequence, 0]
+            return None if self.mask is None else self.mask[sequence % self.mask.shape[0], head % self.mask.shape[1]]
         rows, keys = self.problem.lengths_q[sequence], self.problem.lengths_k[sequence]
         own = torch.arange(keys - rows, keys, device=self.q.device).unsqueeze(1)
         return -self.slopes[head] * (own - torch.arange(keys, device=self.q.device)).abs()
@@ -69,7 +71,7 @@ class Inputs:
 
 def make_inputs(problem: ServingProblem, device: str, seed: int) -> Inputs:
     """Standard normal values, queries times the scores' deviation, pages in random order; the seed depends on the run's seed and
-    the problem alone. A mask hides three keys in ten; an additive one adds normal values to the others."""
+    the problem alone. A mask hides three keys in ten; an additive one adds normal values to the others. A learned one hides none."""
     generator = torch.Generator(device=device)
     generator.manual_seed(zlib.crc32(f"{seed} {problem.key}".encode()))  # the CPU generator reads 32 bits
     dtype, d = TORCH_DTYPES[problem.dtype], problem.head_dim
@@ -106,7 +108,9 @@ def make_inputs(problem: ServingProblem, device: str, seed: int) -> Inputs:
     sinks, mask = None, None
     if problem.sinks:
         sinks = values(problem.heads_q).float()
-    if problem.mask != "none":
+    if problem.mask == "learned":
+        mask = values(1, problem.heads_q, problem.seq_q, problem.seq_k)
+    elif problem.mask != "none":
         drawn = values(problem.batch, 1, problem.seq_q, problem.seq_k)
         hidden = drawn < HIDDEN
         mask = ~hidden if problem.mask == "bool" else drawn.masked_fill_(hidden, -math.inf)

@@ -18,9 +18,11 @@ def _recorded(prepare: Callable[[Inputs], Prepared]) -> Callable[[BackwardInputs
 
     def prepare_gradients(inputs: BackwardInputs) -> Prepared:
         leaves = [tensor.detach().requires_grad_() for tensor in inputs.leaves]
-        sinks = leaves[3] if len(leaves) > 3 else None
-        prepared = prepare(replace(inputs, q=leaves[0], k=leaves[1], v=leaves[2], sinks=sinks))
-        asked = leaves if prepared.own is None else leaves[:3]  # without sinks
+        is_learned = inputs.problem.mask == "learned"
+        sinks = leaves[3] if len(leaves) > 3 and not is_learned else None
+        mask = leaves[3] if is_learned else inputs.mask
+        prepared = prepare(replace(inputs, q=leaves[0], k=leaves[1], v=leaves[2], sinks=sinks, mask=mask))
+        asked = leaves if prepared.own is None else leaves[:3]  # without sinks or a mask
         out = prepared.call()
         dout = inputs.dout
         if out.dim() == 4:  # [B, Hq, Sq, D], of a dense call

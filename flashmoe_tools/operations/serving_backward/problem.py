@@ -26,13 +26,14 @@ class ServingBackwardProblem(ServingProblem):
 
     @property
     def flops(self) -> int:
-        """Five products where the forward pass has two: S again, dP, dV, dK and dQ."""
+        """Five products where the forward pass has two: S again, dP, dV, dK and dQ. A learned mask's gradient needs no other."""
         return super().flops * 5 // 2
 
     @property
     def bytes_moved(self) -> int:
-        """Q, K, V, O, dO, a mask and the log-sum-exp read once, dQ, dK and dV written once."""
-        return 2 * super().bytes_moved - self.mask_bytes + 4 * self.heads_q * sum(self.lengths_q)
+        """Q, K, V, O, dO, a mask and the log-sum-exp read once, dQ, dK, dV and a learned mask's gradient written once."""
+        of_mask = 0 if self.mask == "learned" else self.mask_bytes
+        return 2 * super().bytes_moved - of_mask + 4 * self.heads_q * sum(self.lengths_q)
 
     @classmethod
     def from_key(cls, key: str) -> ServingBackwardProblem:
@@ -46,6 +47,8 @@ class ServingBackwardProblem(ServingProblem):
         super()._check(where)
         if self.page_size:
             fields.fail(where, "page_size", self.page_size, "absent: attention over pages has no gradient")
+        if self.mask == "learned" and self.sinks:
+            fields.fail(where, "sinks", self.sinks, "false with a learned mask: one of the two is judged")
 
 
 PROBLEM = ServingBackwardProblem

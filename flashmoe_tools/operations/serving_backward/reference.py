@@ -1,7 +1,7 @@
 """The tensors of a ragged backward problem: the forward pass's and dout, the gradients by definition, and the rule for each.
 
 The reference is torch's derivative of attention by definition, in fp32 (fp64 on a CPU), one head at a time. Each of dq, dk, dv and,
-where there are sinks, dsinks must keep the rule of the forward pass (attention/reference.py), with a bound of its own.
+where there are sinks or a learned mask, dsinks or dmask must keep the rule of the forward pass (attention/reference.py), with a bound of its own.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from flashmoe_tools.operations.judging import Form, high_dtype, judge_gradients,
 from flashmoe_tools.operations.serving import reference as forward
 from flashmoe_tools.operations.serving.problem import ServingProblem
 
-NAMES = ("dq", "dk", "dv", "dsinks")
+NAMES = ("dq", "dk", "dv")
 MOST_PAIRS = 64  # (sequence, key head) checked: each query head of theirs is two derivatives of its own
 
 
@@ -30,8 +30,13 @@ class BackwardInputs(forward.Inputs):
 
     @property
     def leaves(self) -> tuple[torch.Tensor, ...]:
-        """What is differentiated: q, k, v and, where there are some, sinks."""
-        return (self.q, self.k, self.v, *([] if self.sinks is None else [self.sinks]))
+        """What is differentiated: q, k, v and, where there are some, sinks or a learned mask."""
+        return (self.q, self.k, self.v, *([] if self.shared is None else [self.shared]))
+
+    @property
+    def shared(self) -> torch.Tensor | None:
+        """What all sequences share: sinks [Hq], or a learned mask [1, Hq, Sq, Sk]."""
+        return self.mask if self.problem.mask == "learned" else self.sinks
 
     def poison(self) -> None:
         blocks = [torch.full_like(tensor, math.nan) for tensor in (self.q, self.k, self.v)]  # three, all at once
@@ -63,9 +68,12 @@ class Checked:
 class GradientReference:
     """Expected gradients of the checked (sequence, key head) pairs with all their query heads, and the errors allowed."""
 
-    forms: tuple[Form, ...]  # of dq, dk, dv and, where there are sinks, dsinks
+    names: tuple[str, ...]
+    forms: tuple[Form, ...]  # of dq, dk, dv and, where there are some, dsinks or dmask
     checked: tuple[Checked, ...]
-    dsinks: torch.Tensor | None  # [Hq]; None where a part of the sequences is checked, whose sum is not known
+    shared: (
+        torch.Tensor | None
+    )  # dsinks [Hq], or dmask; None where a part of the sequences is checked, whose sum is not known
     tolerances: tuple[float, ...]
     coverage: float
 
@@ -74,15 +82,20 @@ class GradientReference:
         return max(self.tolerances)
 
     def judge(self, result: Sequence[torch.Tensor], lse: torch.Tensor | None = None) -> Verification:
-        """``result`` is (dq, dk, dv), with sinks also dsinks; error and tolerance are those of the gradient closest to its bound."""
+        """``result`` is (dq, dk, dv), with sinks or a learned mask also its own; error and tolerance are those of the gradient closest to its bound."""
         del lse
         return judge_gradients(
-            NAMES, result, self.forms, lambda index: self._error(index, result[index]), self.tolerances, self.coverage
+            self.names,
+            result,
+            self.forms,
+            lambda index: self._error(index, result[index]),
+            self.tolerances,
+            self.coverage,
         )
 
     def _error(self, index: int, found: torch.Tensor) -> float:
-        if self.dsinks is not None and NAMES[index] == "dsinks":
-            return max_abs(found.float() - self.dsinks)
+        if self.shared is not None and index == len(NAMES):
+            return max_abs(found.float() - self.shared)
         checked = (one for one in self.checked if one.gradient == index)
         return max(max_abs(found[one.first : one.end, one.head].float() - one.expected) for one in checked)
 
@@ -97,19 +110,20 @@ def make_reference(inputs: forward.Inputs) -> GradientReference:
     per_pair = max(problem.seq_q * problem.seq_k * group, budget // MOST_PAIRS)
     pairs = choose_pairs(problem.batch, problem.heads_kv, per_pair, budget)
     rows, keys = inputs.cu_seqlens_q.tolist(), inputs.cu_seqlens_k.tolist()
-    count = len(inputs.leaves)
     checked: list[Checked] = []
     rules = [Rule(inputs.q.dtype) for _ in range(3)]
-    exact_sinks = torch.zeros(problem.heads_q, dtype=high, device=inputs.q.device)
-    plain_sinks = exact_sinks.clone()
+    shared_by_all = inputs.shared if len(pairs) == everything else None
+    is_whole = shared_by_all is not None
+    like = inputs.q[:0] if shared_by_all is None else shared_by_all
+    exact_shared, plain_shared = (torch.zeros_like(like, dtype=high) for _ in range(2))
     for sequence, head in pairs:
         sums: list[list[torch.Tensor]] = [[], []]  # of dk and dv over the group's heads: exact, plain
         for query_head in range(head * group, (head + 1) * group):
             exact = _differentiate(inputs, sequence, query_head, high)
             plain = _differentiate(inputs, sequence, query_head, inputs.q.dtype)
-            if count > 3:
-                exact_sinks[query_head] += exact[3]
-                plain_sinks[query_head] += plain[3]
+            if is_whole:
+                for whole, found in ((exact_shared, exact[3]), (plain_shared, plain[3])):
+                    (whole[0] if whole.dim() == 4 else whole)[query_head] += found
             rules[0].add(exact[0], plain[0])
             checked.append(Checked(0, rows[sequence], rows[sequence + 1], query_head, exact[0].float()))
             for total, own in zip(sums, (exact, plain), strict=True):
@@ -117,25 +131,33 @@ def make_reference(inputs: forward.Inputs) -> GradientReference:
         for index, (expected, own) in enumerate(zip(*sums, strict=True), 1):
             rules[index].add(expected, own)
             checked.append(Checked(index, keys[sequence], keys[sequence + 1], head, expected.float()))
-    dsinks = None
-    if count > 3 and len(pairs) == everything:
-        dsinks = exact_sinks.float()
-        # float32 itself, so that rounding it to the problem's dtype is nothing to allow for
-        rules.append(Rule(inputs.q.dtype, max_abs(plain_sinks - exact_sinks), largest=max_abs(exact_sinks)))
+    shared = None
+    if is_whole:
+        shared = exact_shared.float()
+        if problem.mask == "learned":
+            rules.append(Rule(inputs.q.dtype))
+            rules[-1].add(exact_shared, plain_shared)
+        else:  # float32 itself, so that rounding it to the problem's dtype is nothing to allow for
+            rules.append(Rule(inputs.q.dtype, max_abs(plain_shared - exact_shared), largest=max_abs(exact_shared)))
     forms = tuple((one.shape, one.dtype) for one in inputs.leaves)
     tolerances = tuple(rule.tolerance for rule in rules)
-    return GradientReference(forms, tuple(checked), dsinks, tolerances, len(pairs) / everything)
+    names = (*NAMES, "dmask" if problem.mask == "learned" else "dsinks")[: len(forms)]
+    return GradientReference(names, forms, tuple(checked), shared, tolerances, len(pairs) / everything)
 
 
 def _differentiate(inputs: BackwardInputs, sequence: int, head: int, dtype: torch.dtype) -> list[torch.Tensor]:
-    """dq [Sq, D] of one head, what it adds to dk and dv [Sk, D], and to its sink's gradient []."""
+    """dq [Sq, D] of one head, what it adds to dk and dv [Sk, D], and to its sink's gradient [], or its mask's [Sq, Sk]."""
     problem = inputs.problem
     key_head = head // (problem.heads_q // problem.heads_kv)
     first, end = inputs.cu_seqlens_q[sequence], inputs.cu_seqlens_q[sequence + 1]
     given = [inputs.q[first:end, head], *(inputs.keys_of(one, sequence)[:, key_head] for one in (inputs.k, inputs.v))]
-    given += [] if inputs.sinks is None else [inputs.sinks[head]]
-    leaves = [one.detach().to(dtype, copy=True).requires_grad_() for one in given]
-    q, k, v, *sink = leaves
     mask = inputs.bias_of(sequence, head)
-    out, _ = attend(q, k, v, forward.score_options(problem), sinks=sink[0] if sink else None, mask=mask)
+    sinks = None if inputs.sinks is None else inputs.sinks[head]
+    shared = mask if problem.mask == "learned" else sinks
+    given += [] if shared is None else [shared]
+    leaves = [one.detach().to(dtype, copy=True).requires_grad_() for one in given]
+    if shared is not None:
+        mask, sinks = (leaves[3], sinks) if shared is mask else (mask, leaves[3])
+    q, k, v = leaves[:3]
+    out, _ = attend(q, k, v, forward.score_options(problem), sinks=sinks, mask=mask)
     return list(torch.autograd.grad(out, leaves, inputs.dout[first:end, head].to(dtype)))

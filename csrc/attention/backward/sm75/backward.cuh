@@ -2,6 +2,7 @@
 // and score options are known at run time.
 #pragma once
 
+#include "attention/backward/mma_sync/bias_gradient.cuh"
 #include "attention/backward/mma_sync/key_value_gradient.cuh"
 #include "attention/backward/mma_sync/query_gradient.cuh"
 #include "attention/backward/sm75/spec.cuh"
@@ -32,6 +33,11 @@ template <typename Spec>
 __device__ __forceinline__ void key_value_gradient_dropout(const DropoutBackwardParams& params) {
   static_assert(Spec::kHasDropout, "others take BackwardParams");
   key_value_gradient<Spec>(params.backward);
+}
+
+template <typename Spec>
+__device__ __forceinline__ void bias_gradient(const BiasGradientParams& params) {
+  mma_sync::bias_gradient<Spec, Stream<Spec>>(params);
 }
 
 }  // namespace sm75

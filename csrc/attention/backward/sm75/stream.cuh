@@ -24,6 +24,8 @@ struct Stream : mma_sync::StreamSource<Spec> {
     staged.fetch(head_gmem + row * row_stride, row_stride, head_dim, rows - row);
     staged.store(smem);
   }
+  static __device__ __forceinline__ void commit() {}
+  static __device__ __forceinline__ void wait() {}
 
   static __device__ __forceinline__ void load_own(ptx::SmemPointer smem, const Element* head_gmem, int64_t row_stride,
                                                   int row, int rows, int head_dim) {

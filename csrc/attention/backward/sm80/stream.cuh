@@ -41,11 +41,20 @@ struct Stream : mma_sync::StreamSource<Spec> {
     next_second = Loader(this->second_gmem(), this->second_stride().row, end_row).next_gmem;
   }
 
+  // Starts the copy of rows `row` to row + kRows - 1.
+  template <int kRows>
+  static __device__ __forceinline__ void copy(ptx::SmemPointer smem, const Element* head_gmem, int64_t row_stride,
+                                              int row, int rows, int head_dim) {
+    Loader loader(head_gmem, row_stride, row + kRows);
+    loader.template load<kRows, false>(smem, row_stride, head_dim, rows - row);
+  }
+  static __device__ __forceinline__ void commit() { ptx::cp_async_commit(); }
+  static __device__ __forceinline__ void wait() { ptx::cp_async_wait<0>(); }
+
   // Starts the copy of the rows that the thread block owns; it belongs to the stream's first group.
   static __device__ __forceinline__ void load_own(ptx::SmemPointer smem, const Element* head_gmem, int64_t row_stride,
                                                   int row, int rows, int head_dim) {
-    Loader loader(head_gmem, row_stride, row + Spec::kOwnRows);
-    loader.template load<Spec::kOwnRows, false>(smem, row_stride, head_dim, rows - row);
+    copy<Spec::kOwnRows>(smem, head_gmem, row_stride, row, rows, head_dim);
   }
 
   // Of the head of the next block. Only varlen kernels keep a pointer from block to block.

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from flashmoe_tools.operations.serving_backward.emulation import around_fused, backward
+from flashmoe_tools.operations.serving_backward.emulation import around_fused, backward, bias
 
 RUNNERS = {
+    bias.OPERATION: bias.RUNNER,
     **dict.fromkeys(backward.RESULTS, backward.RUNNER),
     "attention_varlen_backward_fused_prepare": around_fused.RUNNER,
     "attention_varlen_backward_fused_convert": around_fused.RUNNER,
