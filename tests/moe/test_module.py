@@ -221,6 +221,8 @@ def test_typed_errors(kind: type[Exception], changes: dict[str, Any]) -> None:
 def test_another_width_is_refused(device: str) -> None:
     with pytest.raises(ShapeError, match=r"x must be \[\.\.\., 32\]"):
         make("plain", device)(torch.randn(3, 31, device=device, dtype=DTYPES[device]))
+    with pytest.raises(ShapeError, match=r"x must be \[\.\.\., 32\]; found \[\]"):
+        make("plain", device)(torch.tensor(1.0, device=device, dtype=DTYPES[device]))
     with pytest.raises(ArgumentTypeError, match="found list"):
         make("plain", device)([1.0])
     with pytest.raises(ArgumentTypeError, match="return_loss must be True or False; found 1"):

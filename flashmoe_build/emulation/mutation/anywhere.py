@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import ast
 import os
+import platform
 import random
 import re
 import shlex
@@ -178,9 +179,20 @@ def folders(table: Path = TABLE) -> tuple[tuple[Folder, ...], Mapping[tuple[str,
     return tuple(rows), {(row["file"], row["what"]): row["why"] for row in read.get("equivalent", ())}
 
 
+def runs_here(path: Path) -> bool:
+    """Whether this machine has the instructions that a file of the CPU backend is named for: no test here can judge others."""
+    words = path.stem.split("_")
+    if platform.machine() != "x86_64":
+        return not {"sse2", "avx2", "avx512", "amx"} & set(words)
+    flags = Path("/proc/cpuinfo").read_text(encoding="utf-8").split()
+    needed = {"avx2": "avx2", "avx512": "avx512f", "amx": "amx_bf16", "neon": "neon"}
+    return all(flag in flags for word, flag in needed.items() if word in words)
+
+
 def sites_of(checkout: Path, folder: Folder, most: int, seed: int) -> list[Site]:
-    """A sample of ``most`` edits of the folder's files (0: all), the same for the same seed."""
-    names = sorted({str(p.relative_to(checkout)) for pattern in folder.files for p in checkout.glob(pattern)})
+    """A sample of ``most`` edits of the folder's files that run here (0: all), the same for the same seed."""
+    found = {path for pattern in folder.files for path in checkout.glob(pattern) if runs_here(path)}
+    names = sorted(str(path.relative_to(checkout)) for path in found)
     sites = [(folder, name, edit) for name in names for edit in edits_of(checkout / name)]
     return random.Random(seed).sample(sites, min(most, len(sites))) if most else sites
 
