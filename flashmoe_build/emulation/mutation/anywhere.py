@@ -83,14 +83,16 @@ def _python_edits(text: str) -> Iterator[Edit]:
         starts.append(starts[-1] + len(line.encode()))
     data = text.encode()
 
-    def edit(operator: str, node: ast.expr | ast.stmt, replacement: str) -> Edit:
+    def edit(operator: str, node: ast.expr | ast.stmt, replacement: str, part: str = "") -> Edit:
         assert node.end_lineno is not None
         assert node.end_col_offset is not None
         begin = len(data[: starts[node.lineno - 1] + node.col_offset].decode())
         end = len(data[: starts[node.end_lineno - 1] + node.end_col_offset].decode())
-        return Edit(operator, begin, end, replacement, f"line {node.lineno}: {operator}: {ast.unparse(node)[:80]}", 1)
+        return Edit(operator, begin, end, replacement, f"line {node.lineno}: {operator}: {part}{ast.unparse(node)[:80]}", 1)
 
     for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
+            continue  # imports for a type checker alone
         if isinstance(node, ast.If | ast.IfExp):
             yield edit("condition-true", node.test, "True")
             yield edit("condition-false", node.test, "False")
@@ -103,7 +105,7 @@ def _python_edits(text: str) -> Iterator[Edit]:
             for value in node.values:
                 rest = [ast.unparse(other) for other in node.values if other is not value]
                 word = " and " if isinstance(node.op, ast.And) else " or "
-                yield edit("drop-predicate", node, f"({word.join(rest)})")
+                yield edit("drop-predicate", node, f"({word.join(rest)})", f"{ast.unparse(value)[:80]}, of ")
         elif isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add | ast.Sub | ast.Mult | ast.FloorDiv | ast.Mod):
             yield edit("drop-operand", node, ast.unparse(node.left))
 
