@@ -71,6 +71,12 @@ class Repository:
 RIGHT, WRONG, BROKEN = "def answer(): return 42", "def answer(): return 41", "def answer( return"
 
 
+@pytest.fixture(autouse=True)
+def pytest_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The steps' pytest loads no plugins: they take a second of each commit."""
+    monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")
+
+
 @pytest.fixture
 def repository(tmp_path: Path) -> Repository:
     made = Repository(tmp_path / "toy")

@@ -54,20 +54,20 @@ def compile_extension(folder: Path, operation: str, names: Iterable[str]) -> Pat
 
 def run_tests(library: Path, operation: str) -> None:
     """Those of tests/host/OPERATION/on_fake_gpu.py."""
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
+    options = [
         "-q",
-        "-n",
-        "0",
+        "-p",
+        "pytest_timeout",
         "-p",
         "no:cacheprovider",
         "-c",
         str(ROOT / "pyproject.toml"),
+        "--rootdir",
+        str(ROOT),
     ]
-    command += ["--rootdir", str(ROOT), "--no-cov", str(HERE / operation / "on_fake_gpu.py")]
-    environ = {**os.environ, "FLASHMOE_LIBRARY": str(library), "FLASHMOE_TEST_REPORT": ""}
+    command = [sys.executable, "-m", "pytest", *options, str(HERE / operation / "on_fake_gpu.py")]
+    alone = {"FLASHMOE_LIBRARY": str(library), "FLASHMOE_TEST_REPORT": "", "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
+    environ = {**os.environ, **alone}
     done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-2000:]
     assert " passed" in done.stdout
