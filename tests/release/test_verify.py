@@ -358,6 +358,17 @@ def test_the_report_is_written(make_wheel: WheelMaker, clone: Path, tmp_path: Pa
     assert json.loads(path.read_text())["verdict"] == "PASS"
 
 
+def test_a_file_in_a_folder_of_lockfiles_is_no_lock(make_wheel: WheelMaker, clone: Path, tmp_path: Path) -> None:
+    root = Path(shutil.copytree(clone, tmp_path / "clone"))
+    (root / "lockfiles" / "old").mkdir()
+    (root / "lockfiles" / "old" / "build.txt").write_text("torch==1.0\n")
+    git(root, "add", "-A")
+    git(root, "commit", "-q", "-m", "two")
+    epoch = int(git(root, "log", "-1", "--format=%ct"))
+    wheel = make_wheel(commit=git(root, "rev-parse", "HEAD"), source_date_epoch=epoch, version=version_here(root))
+    assert "lock files" not in {check.name for check in problems(checked(wheel, root))}
+
+
 def test_a_folder_that_the_wheel_leaves_out_is_no_file_of_its_name() -> None:
     pyproject = b'[tool.hatch.build.targets.wheel]\npackages = ["pkg"]\nexclude = ["pkg/*/planted/"]\n'
     packed = ["pkg/planted.py", "pkg/one", "pkg/one/planted", "pkg/planted/one/two.py"]
