@@ -88,7 +88,9 @@ def _python_edits(text: str) -> Iterator[Edit]:
         assert node.end_col_offset is not None
         begin = len(data[: starts[node.lineno - 1] + node.col_offset].decode())
         end = len(data[: starts[node.end_lineno - 1] + node.end_col_offset].decode())
-        return Edit(operator, begin, end, replacement, f"line {node.lineno}: {operator}: {part}{ast.unparse(node)[:80]}", 1)
+        return Edit(
+            operator, begin, end, replacement, f"line {node.lineno}: {operator}: {part}{ast.unparse(node)[:80]}", 1
+        )
 
     for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
