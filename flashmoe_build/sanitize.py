@@ -20,6 +20,7 @@ SAMPLE = (
     *("tests/attention/test_values.py", "tests/attention/test_varlen_arguments.py", "tests/attention/test_layout.py"),
     *("tests/moe/test_routing.py", "tests/moe/test_errors.py", "tests/moe/test_mxfp4.py", "tests/linear"),
 )
+SECONDS = "1200"  # of one test: sanitized code and its compiler are several times as slow
 WHOLE = ("tests/cpu", "tests/attention", "tests/moe", "tests/linear", "tests/mla")
 
 
@@ -39,13 +40,14 @@ def main(words: Sequence[str] | None = None) -> int:
     parser.add_argument("--sample", action="store_true", help="a few files of each folder: minutes instead of an hour")
     parser.add_argument("tests", nargs="*", help="what pytest is given, in place of the CPU tests")
     arguments = parser.parse_args(words)
-    sanitized = {**os.environ, "FLASHMOE_SANITIZE": "address,undefined"}
+    cache = os.environ.get("FLASHMOE_CACHE_DIR") or str(OUT / "cache")  # tests/cpu compiles the backend itself
+    sanitized = {**os.environ, "FLASHMOE_SANITIZE": "address,undefined", "FLASHMOE_CACHE_DIR": cache}
     build = [sys.executable, "-m", "flashmoe_build", "--archs", "none", "--library-only", "--out", str(OUT)]
     done = subprocess.run(build, cwd=ROOT, env=sanitized, check=False)
     if done.returncode:
         return done.returncode
     environment = {
-        **sanitized,  # tests/cpu compiles the backend itself
+        **sanitized,
         "FLASHMOE_LIBRARY": str(OUT / "lib" / "libflashmoe.so"),
         "LD_PRELOAD": runtimes(str(find_toolchain().cxx)),
         # Python frees little at its end; torch's own symbols are defined more than once.
@@ -56,7 +58,8 @@ def main(words: Sequence[str] | None = None) -> int:
     }
     tests = arguments.tests or (SAMPLE if arguments.sample else WHOLE)
     # What a sanitizer writes before it ends the process must not be lost in pytest's buffer.
-    command = [sys.executable, "-m", "pytest", "-n", "0", "-q", "-x", "--capture=sys", "-p", "no:cacheprovider", *tests]
+    options = ["-n", "0", "-q", "-x", "--capture=sys", "--timeout", SECONDS, "-p", "no:cacheprovider"]
+    command = [sys.executable, "-m", "pytest", *options, *tests]
     return subprocess.run(command, cwd=ROOT, env=environment, check=False).returncode
 
 

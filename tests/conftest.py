@@ -23,6 +23,8 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 NO_GPU = "needs a CUDA GPU"
 MAX_PROCESSES = 8  # more would only wait for the longest file, a fifth of the suite's time
+# Inductor else compiles and runs a probe of each instruction set that the CPU names, seconds of every process that compiles.
+os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
 HEARTBEAT_S = float(os.environ.get("FLASHMOE_TEST_HEARTBEAT_S", "20"))
 # flashmoe_build and tests are imported from the checkout; at the end of the path, so that an installed flashmoe wins.
 if str(ROOT) not in sys.path:

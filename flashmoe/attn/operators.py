@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any, NoReturn
 
 from flashmoe.attn import autograd, backward, bias_gradient, fake, flops, refusals, varlen_backward
@@ -27,6 +28,8 @@ def _is_cast(argument: Any) -> bool:
     return argument is not None and not is_slopes(argument)
 
 
+_varlen = partial(Operator, counts_raw=True, autocast=_CAST, is_cast=_is_cast)  # of ragged tensors, forward
+
 OPERATORS = (
     Operator(
         "flash_attention_forward",
@@ -47,24 +50,18 @@ OPERATORS = (
         vmap=autograd.dense_backward.vmap,
         gradient=autograd.refuse_double_backward,
     ),
-    Operator(
+    _varlen(
         "attention_varlen_forward",
         fake=fake.varlen_forward,
         flops=flops.varlen_flops,
-        counts_raw=True,
-        autocast=_CAST,
-        is_cast=_is_cast,
         vmap=autograd.varlen.vmap,
         gradient=autograd.varlen_gradient,
         setup_context=autograd.keep_varlen,
     ),
-    Operator(
+    _varlen(
         "_attention_varlen_inference",
         fake=fake.varlen_inference,
         flops=flops.varlen_flops,
-        counts_raw=True,
-        autocast=_CAST,
-        is_cast=_is_cast,
         vmap=autograd.vmap_varlen_inference,
     ),
     Operator(
@@ -80,13 +77,10 @@ OPERATORS = (
     Operator(
         "_attention_varlen_backward", fake=fake.varlen_kernels, flops=flops.varlen_backward_flops, counts_raw=True
     ),
-    Operator(
+    _varlen(
         "attention_dropout_forward",
         fake=fake.dropout_forward,
         flops=flops.prefix_flops,
-        counts_raw=True,
-        autocast=_CAST,
-        is_cast=_is_cast,
         vmap=autograd.dropout.vmap,
         gradient=autograd.dropout_gradient,
         setup_context=autograd.keep_dropout,

@@ -50,12 +50,9 @@ def _named(word: str, tables: Tables) -> Target:
     for target in tables.targets:
         if word == target.name or (not target.is_ptx and plain == target.name.removeprefix("sm_")):
             return target
-    for target in tables.targets:  # "90" means the machine code for 9.0, which is arch-specific in the table
-        if not target.is_ptx and plain == target.name.removeprefix("sm_").rstrip("af"):
-            return target
     if plain in {
         "".join(map(str, gpu.compute_capability)) for gpu in tables.gpus
-    }:  # 89: machine code for 8.6 serves it
+    }:  # 90: its machine code is arch-specific in the table; 89: that for 8.6 serves it
         return _best_for(plain, tables)
     if word.lower() in ("all", "native", "none"):
         msg = f"FLASHMOE_ARCHS: unknown target {word!r}; write {word.lower()} in small letters and alone, or leave it out of the list"

@@ -25,7 +25,9 @@ from flashmoe_tools.report import Check, Report, Verdict, host_environment, type
 
 TIME_LIMIT_SECONDS = 4 * 3600.0
 # The current folder, which holds the tree under test, leaves the path: its package is not to be taken for this one.
-JUDGE = "import sys; sys.path.remove(''); from flashmoe_build.gate.commit import main; sys.exit(main())"
+JUDGE = (
+    "import sys; sys.path[:] = filter(None, sys.path); from flashmoe_build.gate.commit import main; sys.exit(main())"
+)
 
 
 @dataclass(frozen=True)

@@ -51,7 +51,9 @@ def execute(
     begin = time.monotonic()
     log = report_path.with_suffix(".log")
     try:
-        code, tail = _run(command, folder, {**os.environ, **environment}, limit, log, note)
+        # The tree in `folder` is run, not a package of its name from elsewhere.
+        own = {**os.environ, "PYTHONSAFEPATH": "", **environment}
+        code, tail = _run(command, folder, own, limit, log, note)
         return _outcome(code, tail, report_path, time.monotonic() - begin, limit, ignore)
     finally:
         if old.exists():

@@ -16,7 +16,7 @@ from flashmoe_tools.bench.call_cost import share_checks, shares
 from flashmoe_tools.bench.contenders import Contender, Prepared
 from flashmoe_tools.bench.markdown import bench_markdown
 from flashmoe_tools.bench.page import render_page
-from flashmoe_tools.bench.sampling import CALL_CALLS, CallSampler, WallSampler, make_sampler
+from flashmoe_tools.bench.sampling import CALL_CALLS, CallSampler, WallSampler, call_time_ns, make_sampler
 from flashmoe_tools.bench.session import Options, Session
 from flashmoe_tools.bench.suites import Suite, load_suite
 from flashmoe_tools.bench.thresholds import load_thresholds
@@ -24,6 +24,21 @@ from flashmoe_tools.operations.attention.reference import Inputs
 from flashmoe_tools.report import Verdict, read_report
 
 BUSY_SECONDS = 50e-6
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_a_gpu_is_waited_for_in_front_of_each_call_and_behind_the_last(
+    monkeypatch: pytest.MonkeyPatch, device: str
+) -> None:
+    seen: list[str] = []
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: seen.append("wait"))
+    waits = ["wait"] if device == "cuda" else []
+    call_time_ns(lambda: seen.append("call"), device, 2)
+    assert seen == [*waits, "call", "call", *waits]
+    seen.clear()
+    sampler = CallSampler(device)
+    sampler.slot(sampler.prepare(lambda: seen.append("call")), 1)
+    assert seen[: len(waits) + 1] == [*waits, "call"]
 
 
 def _record(key: str, ratios: dict[str, float], timing: str = "call") -> dict[str, Any]:

@@ -21,7 +21,7 @@ from flashmoe_tools.bench.cli import (
 )
 from flashmoe_tools.bench.distributed import session
 from flashmoe_tools.bench.suites import Suite, load_suite
-from flashmoe_tools.report import typed_command, write_report
+from flashmoe_tools.report import Report, typed_command, write_report
 from tests.bench.synthetic import synthetic_report
 
 
@@ -112,3 +112,15 @@ def test_a_suite_of_several_gpus_is_shortened_on_request(
     assert cli._measure_distributed(options(*words), [suite], "cuda") == ExitCode.OK
     assert seen == [suite.quick() if words else suite]
     assert suite.quick() != suite
+
+
+@pytest.mark.parametrize("kept", [("--json",), ("--summary",), ()])
+def test_a_report_of_several_gpus_is_kept_where_asked(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, kept: tuple[str, ...]
+) -> None:
+    report = Report("bench-distributed", (), {"parts": []})
+    monkeypatch.setattr(session, "measure_distributed", lambda *_: report)
+    monkeypatch.setattr(session, "as_text", lambda _: "")
+    words = [word for option in kept for word in (option, str(tmp_path / f"{option[2:]}.json"))]
+    cli._measure_distributed(options(*words), [load_suite("distributed")], "cuda")
+    assert {path.name for path in tmp_path.iterdir()} == {f"{option[2:]}.json" for option in kept}

@@ -7,11 +7,19 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from flashmoe.__main__ import main
 from flashmoe.errors import ExitCode, ReportError
-from flashmoe_tools.bench.compare import compare_files, compare_markdown, compare_reports, decide_change, read_bench
+from flashmoe_tools.bench.compare import (
+    compare_files,
+    compare_markdown,
+    compare_reports,
+    decide_change,
+    difference,
+    read_bench,
+)
 from flashmoe_tools.bench.markdown import bench_markdown
 from flashmoe_tools.bench.page import render_page
 from flashmoe_tools.bench.ratchet import Mark, check_ratchet, device_name, evaluate, read_marks, write_marks
@@ -79,6 +87,13 @@ def test_without_a_common_baseline_raw_times_meet_a_wider_margin() -> None:
     assert "SLOWER" not in verdicts(report)
     far = compare_reports(a, synthetic_report(speeds={"flashmoe": 0.5, "sdpa-cudnn": 0.7}, seed=2))
     assert verdicts(far) == {"SLOWER"}
+
+
+def test_an_interval_is_constant_only_where_both_runs_are() -> None:
+    still, moving = np.zeros(12), np.linspace(-0.1, 0.1, 12)
+    settings = load_thresholds().statistics
+    methods = [difference(a, b, 0.95, settings)[1].method for a in (still, moving) for b in (still, moving)]
+    assert [method == "constant" for method in methods] == [True, False, False, False]
 
 
 def test_a_result_that_became_wrong_fails() -> None:

@@ -279,8 +279,10 @@ def test_a_missing_extension_fails_unless_it_was_not_wanted() -> None:
     assert "not built" in [check.found for check in report.checks]
     report, _ = run(suite(["ours", "base"]), [gone, contender("base", plain)], baseline_only=True)
     assert report.verdict is Verdict.PASS
-    with pytest.raises(ArgumentError, match="no contender that runs on cpu"):
+    with pytest.raises(ArgumentError, match="no contender that runs on cpu: none named"):
         run(suite(["ours"]), [gone], baseline_only=True)
+    with pytest.raises(ArgumentError, match=r"no contender that runs on cpu: .*base.*too old"):
+        run(suite(["base"]), [replace(gone, name="base", ours=False, available=lambda _: "too old")])
 
 
 def test_the_registry_knows_every_backend() -> None:

@@ -146,8 +146,8 @@ def test_a_long_step_shows_what_its_program_says(tmp_path: Path, monkeypatch: py
     execute_in(
         tmp_path, "import time; print('device code 3/217 4s', flush=True); time.sleep(1); print('no')", seen.append
     )
-    assert "device code 3/217 4s" in seen
-    assert len(set(seen)) == 1
+    assert seen[0] == "device code 3/217 4s"
+    assert set(seen) <= {"device code 3/217 4s", "no"}  # a busy machine sees the last line, too
 
 
 def test_a_table_cell_ends_with_a_word(tmp_path: Path) -> None:

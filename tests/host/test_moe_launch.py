@@ -1,36 +1,13 @@
 """What the operators of a mixture-of-experts layer launch on each GPU, on which tensors, and what comes out, by a driver without a
-GPU whose kernels are plain loops over the parameters. The operators exist once in a process, so these run in their own."""
+GPU whose kernels are plain loops over the parameters."""
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
-import pytest
+from tests.host.faked import compile_extension, run_tests
 
-from flashmoe_build.compile.codegen import PlacedBinary, kernel_table_source
-from flashmoe_build.compile.toolchain import find_toolchain
-from flashmoe_tools.tables import load_tables
-
-HERE = Path(__file__).parent
-ROOT = HERE.parents[1]
-CSRC = ROOT / "csrc"
-SHARED = (
-    "arguments",
-    "check_values",
-    "copies",
-    "find_kernels",
-    "last_kernel",
-    "launch",
-    "library",
-    "load_kernels",
-    "tensor",
-    "tensor_map",
-    "tile_counters",
-)
-MOE = (
+NAMES = (
     "argument_checks",
     "arguments",
     "backward",
@@ -47,43 +24,5 @@ MOE = (
 )
 
 
-@pytest.fixture(scope="module")
-def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("moe_launch")
-    tables, toolchain = load_tables(), find_toolchain()
-    placed = [PlacedBinary(unit, 0, 0, "") for unit in tables.units()]
-    (folder / "table.cpp").write_text(kernel_table_source(tables, placed))
-    sources = [
-        folder / "table.cpp",
-        HERE / "moe" / "fake_gpu.cpp",
-        *(CSRC / "host" / f"{name}.cpp" for name in SHARED),
-        *(CSRC / "moe" / "host" / f"{name}.cpp" for name in MOE),
-        CSRC / "cpu" / "isa.cpp",
-    ]
-    flags = ["-std=c++17", "-O1", "-fPIC", "-DTORCH_TARGET_VERSION=0x020a000000000000"]
-    includes = [f"-I{CSRC}", f"-isystem{toolchain.torch_include}", f"-isystem{toolchain.cuda_include}"]
-    torch_library = [f"-L{toolchain.torch_library}", "-Wl,--allow-shlib-undefined", "-ltorch_cpu"]
-    path = folder / "libflashmoe.so"
-    command = [toolchain.cxx, *flags, "-shared", "-Wl,-Bsymbolic", *includes, *map(str, sources), *torch_library]
-    subprocess.run([*command, "-o", str(path)], check=True, timeout=300)
-    return path
-
-
-def test_on_a_fake_gpu(library: Path) -> None:
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "-q",
-        "-n",
-        "0",
-        "-p",
-        "no:cacheprovider",
-        "-c",
-        str(ROOT / "pyproject.toml"),
-    ]
-    command += ["--rootdir", str(ROOT), "--no-cov", str(HERE / "moe" / "on_fake_gpu.py")]
-    environ = {**os.environ, "FLASHMOE_LIBRARY": str(library), "FLASHMOE_TEST_REPORT": ""}
-    done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=300, check=False)
-    assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-2000:]
-    assert " passed" in done.stdout
+def test_on_a_fake_gpu(tmp_path: Path) -> None:
+    run_tests(compile_extension(tmp_path, "moe", NAMES), "moe")

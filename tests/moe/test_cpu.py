@@ -24,6 +24,7 @@ from tests.moe.reference import (
     allowed,
     compare,
     compare_all,
+    differentiate,
     expect,
     make_inputs,
 )
@@ -85,6 +86,26 @@ def test_rows_of_dout_apart(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 def test_activations(isa: str, dtype: torch.dtype, activation: str) -> None:
     check(replace(FULL, dtype=dtype, activation=activation), kind="shifted")
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_slopes_of_gates(isa: str, activation: str) -> None:
+    """Along the gate, element by element: with one token, an x of zeros and an ``up`` of 1 the gradient of b13 is the slope itself."""
+    gates = torch.linspace(-12, 12, 4801)
+    count = len(gates)
+    case = Case(1, experts=1, top_k=1, hidden=1, intermediate=count, activation=activation, biases=True)
+    inputs = Inputs(
+        *(torch.zeros(1, 1), torch.zeros(1, 2 * count, 1), torch.ones(1, 1, count), torch.ones(1, 1)),
+        torch.zeros(1, 1, dtype=torch.int64),
+        b13=torch.cat([gates, torch.ones(count)])[None],
+        b2=torch.zeros(1, 1),
+    )
+    dout = torch.ones(1, 1)
+    _, exact = differentiate(case, inputs.to(torch.float64), dout)
+    _, found = run_backward(case, inputs, dout)
+    index = leaf_names(inputs).index("b13")
+    units = torch.finfo(torch.float32).eps * exact[index].abs().clamp(min=1)
+    compare("slopes, in units of 1", (found[index] - exact[index]) / units, torch.zeros_like(exact[index]), 3)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -92,6 +92,21 @@ def test_typed_errors(name: str, device: str) -> None:
     assert ";" in str(caught.value) or "needed" in str(caught.value), "the message says what to do"
 
 
+@pytest.mark.filterwarnings("ignore::UserWarning")  # torch's own about names and quantization
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.parametrize("name", ["x", "w13", "b2", "topk_weights", "shared"])
+def test_tensors_that_no_kernel_reads(name: str) -> None:
+    inputs = make_inputs(FULL)
+    value = getattr(inputs, name)
+    quantized = torch.quantize_per_tensor(value.float(), 0.1, 0, torch.qint8)
+    unread = [(quantized, DtypeError, "qint8.*dequantize"), (value.to_sparse(), ArgumentError, "sparse.*densify")]
+    if hasattr(Tensor, "rename"):
+        unread.append((value.rename(*"ABC"[: value.dim()]), ArgumentError, r"rename\(None\)"))
+    for changed, kind, words in unread:
+        with pytest.raises(kind, match=f"{name} .*{words}"):
+            wrong_call(inputs, {name: changed})
+
+
 @pytest.mark.parametrize(
     "name", [name for name, (kind, _) in WRONG.items() if kind is not ArgumentTypeError and "sparse" not in name]
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from typing import Any
 
 import pytest
@@ -221,6 +222,8 @@ def test_typed_errors(kind: type[Exception], changes: dict[str, Any]) -> None:
 def test_another_width_is_refused(device: str) -> None:
     with pytest.raises(ShapeError, match=r"x must be \[\.\.\., 32\]"):
         make("plain", device)(torch.randn(3, 31, device=device, dtype=DTYPES[device]))
+    with pytest.raises(ShapeError, match=r"x must be \[\.\.\., 32\]; found \[\]"):
+        make("plain", device)(torch.tensor(1.0, device=device, dtype=DTYPES[device]))
     with pytest.raises(ArgumentTypeError, match="found list"):
         make("plain", device)([1.0])
     with pytest.raises(ArgumentTypeError, match="return_loss must be True or False; found 1"):
@@ -236,7 +239,10 @@ def test_it_says_what_it_is() -> None:
 def test_torch_jit_traces(kind: str, device: str) -> None:
     """torch's own check of a trace calls the module without gradients and wants the same graph; traced so, it trains."""
     module, x = make(kind, device), torch.randn(5, 32, device=device, dtype=DTYPES[device])
-    traced = torch.jit.trace(module, (x,))
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        traced = torch.jit.trace(module, (x,))
+    assert not [one for one in told if one.filename.endswith("moe/module.py")], "a check of x was taken for a choice"
     assert torch.equal(traced(x), module(x))
     with torch.no_grad():
         frozen = torch.jit.trace(module, (x,))

@@ -33,7 +33,8 @@ from flashmoe_tools.report import Verdict
 from flashmoe_tools.verify.cli import Request, verify
 from flashmoe_tools.verify.content import read_wheel
 from flashmoe_tools.verify.errors import VerifyError
-from flashmoe_tools.verify.files import LINKS
+from flashmoe_tools.verify.files import LINKS, printable
+from flashmoe_tools.verify.metadata import wheel_sources
 from flashmoe_tools.verify.rebuild import build_environment, compare
 from flashmoe_tools.verify.repository import find_clone
 
@@ -196,8 +197,9 @@ def test_another_commit_relabelled(make_wheel: WheelMaker, clone: Path, tmp_path
 
 @pytest.mark.parametrize("stated", ["HEAD", "main", "", "0123abcd", "unknown", "--help", "a" * 41])
 def test_only_a_full_hash_names_a_commit(make_wheel: WheelMaker, clone: Path, stated: str) -> None:
-    report = checked(make_wheel(commit=stated), clone)
-    assert only_failure(report).name == "commit"
+    failure = only_failure(checked(make_wheel(commit=stated), clone))
+    assert failure.name == "commit"
+    assert failure.next_step == ("build from a clone" if stated == "unknown" else "do not install this file")
 
 
 def test_an_edited_provenance(make_wheel: WheelMaker, clone: Path) -> None:
@@ -354,6 +356,28 @@ def test_the_report_is_written(make_wheel: WheelMaker, clone: Path, tmp_path: Pa
     path = tmp_path / "verify.json"
     assert main(["verify", str(make_wheel()), "--root", str(clone), "--json", str(path)]) == 0
     assert json.loads(path.read_text())["verdict"] == "PASS"
+
+
+def test_a_file_in_a_folder_of_lockfiles_is_no_lock(make_wheel: WheelMaker, clone: Path, tmp_path: Path) -> None:
+    root = Path(shutil.copytree(clone, tmp_path / "clone"))
+    (root / "lockfiles" / "old").mkdir()
+    (root / "lockfiles" / "old" / "build.txt").write_text("torch==1.0\n")
+    git(root, "add", "-A")
+    git(root, "commit", "-q", "-m", "two")
+    epoch = int(git(root, "log", "-1", "--format=%ct"))
+    wheel = make_wheel(commit=git(root, "rev-parse", "HEAD"), source_date_epoch=epoch, version=version_here(root))
+    assert "lock files" not in {check.name for check in problems(checked(wheel, root))}
+
+
+def test_a_folder_that_the_wheel_leaves_out_is_no_file_of_its_name() -> None:
+    pyproject = b'[tool.hatch.build.targets.wheel]\npackages = ["pkg"]\nexclude = ["pkg/*/planted/"]\n'
+    packed = ["pkg/planted.py", "pkg/one", "pkg/one/planted", "pkg/planted/one/two.py"]
+    assert wheel_sources(pyproject, [*packed, "pkg/one/planted/two.py", "pkg/two/planted/a/b.py", "other.py"]) == packed
+
+
+def test_names_are_shown_as_they_are_unless_they_would_not_be_a_line() -> None:
+    assert printable("größe\\.py") == "größe\\.py"
+    assert printable("a\nb\x1b[0m") == r"a\nb\x1b[0m"
 
 
 def test_a_long_list_of_files_says_how_many_more(make_wheel: WheelMaker, clone: Path) -> None:

@@ -29,10 +29,16 @@ inline Vector::Float where_positive(Vector::Float x, Vector::Float yes, Vector::
   return Vector::where_equal(Vector::max(x, Vector::zero()), x, yes, no);
 }
 
-// 1 / (1 + e^-x), small values in full precision.
-inline Vector::Float sigmoid(Vector::Float x) {
-  const Vector::Float one = Vector::broadcast(1.0f), e = exp_negative(negate(absolute(x)));
-  return Vector::div(where_positive(x, one, e), Vector::add(one, e));
+// s = 1 / (1 + e^-x) and 1 - s, small values of both in full precision: as a difference from 1 the rest would have the rounding
+// of 1, and the slopes below multiply it with up to 20.
+struct Sigmoid {
+  Vector::Float share;
+  Vector::Float rest;
+};
+
+inline Sigmoid sigmoid(Vector::Float x) {
+  const Vector::Float one = Vector::broadcast(1.0f), e = exp_negative(negate(absolute(x))), sum = Vector::add(one, e);
+  return {Vector::div(where_positive(x, one, e), sum), Vector::div(where_positive(x, e, one), sum)};
 }
 
 // f(g) and its derivative, where the activation is f(g) * u.
@@ -42,10 +48,10 @@ struct Gate {
 };
 
 inline Gate silu(Vector::Float g, float steepness) {
-  const Vector::Float alpha = Vector::broadcast(steepness), s = sigmoid(Vector::mul(alpha, g));
-  const Vector::Float value = Vector::mul(g, s);
-  const Vector::Float rest = Vector::sub(Vector::broadcast(1.0f), s);
-  return {value, Vector::fma(Vector::mul(alpha, value), rest, s)};
+  const Vector::Float alpha = Vector::broadcast(steepness);
+  const Sigmoid s = sigmoid(Vector::mul(alpha, g));
+  const Vector::Float value = Vector::mul(g, s.share);
+  return {value, Vector::fma(Vector::mul(alpha, value), s.rest, s.share)};
 }
 
 // g Phi(g), Phi by Abramowitz and Stegun 7.1.26: within 8e-8.
@@ -67,10 +73,10 @@ inline Gate gelu(Vector::Float g) {
 inline Gate gelu_tanh(Vector::Float g) {
   const Vector::Float one = Vector::broadcast(1.0f), c = Vector::broadcast(2 * 0.7978845608f);
   const Vector::Float square = Vector::mul(Vector::mul(g, g), Vector::broadcast(0.044715f));
-  const Vector::Float s = sigmoid(Vector::mul(Vector::mul(c, g), Vector::add(square, one)));
+  const Sigmoid s = sigmoid(Vector::mul(Vector::mul(c, g), Vector::add(square, one)));
   const Vector::Float slope = Vector::mul(c, Vector::fma(square, Vector::broadcast(3.0f), one));
-  const Vector::Float value = Vector::mul(g, s);
-  return {value, Vector::fma(Vector::mul(value, Vector::sub(one, s)), slope, s)};
+  const Vector::Float value = Vector::mul(g, s.share);
+  return {value, Vector::fma(Vector::mul(value, s.rest), slope, s.share)};
 }
 
 // 0 at 0, as torch has it.

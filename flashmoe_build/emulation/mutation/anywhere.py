@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import ast
 import os
+import platform
 import random
 import re
 import shlex
@@ -82,14 +83,18 @@ def _python_edits(text: str) -> Iterator[Edit]:
         starts.append(starts[-1] + len(line.encode()))
     data = text.encode()
 
-    def edit(operator: str, node: ast.expr | ast.stmt, replacement: str) -> Edit:
+    def edit(operator: str, node: ast.expr | ast.stmt, replacement: str, part: str = "") -> Edit:
         assert node.end_lineno is not None
         assert node.end_col_offset is not None
         begin = len(data[: starts[node.lineno - 1] + node.col_offset].decode())
         end = len(data[: starts[node.end_lineno - 1] + node.end_col_offset].decode())
-        return Edit(operator, begin, end, replacement, f"line {node.lineno}: {operator}: {ast.unparse(node)[:80]}", 1)
+        return Edit(
+            operator, begin, end, replacement, f"line {node.lineno}: {operator}: {part}{ast.unparse(node)[:80]}", 1
+        )
 
     for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
+            continue  # imports for a type checker alone
         if isinstance(node, ast.If | ast.IfExp):
             yield edit("condition-true", node.test, "True")
             yield edit("condition-false", node.test, "False")
@@ -102,7 +107,7 @@ def _python_edits(text: str) -> Iterator[Edit]:
             for value in node.values:
                 rest = [ast.unparse(other) for other in node.values if other is not value]
                 word = " and " if isinstance(node.op, ast.And) else " or "
-                yield edit("drop-predicate", node, f"({word.join(rest)})")
+                yield edit("drop-predicate", node, f"({word.join(rest)})", f"{ast.unparse(value)[:80]}, of ")
         elif isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add | ast.Sub | ast.Mult | ast.FloorDiv | ast.Mod):
             yield edit("drop-operand", node, ast.unparse(node.left))
 
@@ -178,9 +183,20 @@ def folders(table: Path = TABLE) -> tuple[tuple[Folder, ...], Mapping[tuple[str,
     return tuple(rows), {(row["file"], row["what"]): row["why"] for row in read.get("equivalent", ())}
 
 
+def runs_here(path: Path) -> bool:
+    """Whether this machine has the instructions that a file of the CPU backend is named for: no test here can judge others."""
+    words = path.stem.split("_")
+    if platform.machine() != "x86_64":
+        return not {"sse2", "avx2", "avx512", "amx"} & set(words)
+    flags = Path("/proc/cpuinfo").read_text(encoding="utf-8").split()
+    needed = {"avx2": "avx2", "avx512": "avx512f", "amx": "amx_bf16", "neon": "neon"}
+    return all(flag in flags for word, flag in needed.items() if word in words)
+
+
 def sites_of(checkout: Path, folder: Folder, most: int, seed: int) -> list[Site]:
-    """A sample of ``most`` edits of the folder's files (0: all), the same for the same seed."""
-    names = sorted({str(p.relative_to(checkout)) for pattern in folder.files for p in checkout.glob(pattern)})
+    """A sample of ``most`` edits of the folder's files that run here (0: all), the same for the same seed."""
+    found = {path for pattern in folder.files for path in checkout.glob(pattern) if runs_here(path)}
+    names = sorted(str(path.relative_to(checkout)) for path in found)
     sites = [(folder, name, edit) for name in names for edit in edits_of(checkout / name)]
     return random.Random(seed).sample(sites, min(most, len(sites))) if most else sites
 

@@ -5,10 +5,10 @@
 
 #include <algorithm>
 #include <cmath>
-#include <cstring>
 #include <string>
 
 #include "../fake_driver.h"
+#include "../fake_memory.h"
 #include "attention/host/schemas.h"
 #include "moe/host/backends.h"
 #include "moe/host/select.h"
@@ -32,18 +32,8 @@ void mxfp4_cpu(Mxfp4Arguments arguments, const Tensor& out) { mxfp4_cuda(argumen
 
 namespace {
 
-float load(const void* address, int64_t index) {
-  const uint32_t bits = static_cast<uint32_t>(static_cast<const uint16_t*>(address)[index]) << 16;
-  float value;
-  std::memcpy(&value, &bits, sizeof(value));
-  return value;
-}
-void store(void* address, int64_t index, float value) {
-  uint32_t bits;
-  std::memcpy(&bits, &value, sizeof(bits));
-  if (value == value) bits += 0x7fff + (bits >> 16 & 1);
-  static_cast<uint16_t*>(address)[index] = static_cast<uint16_t>(bits >> 16);
-}
+using host::load;
+using host::store;
 
 struct GateUp {
   int64_t gate;

@@ -1,0 +1,15 @@
+"""What attention's operators launch, backward and of ragged batches too, and what comes out, by a driver without a GPU whose kernels
+are plain loops over the parameters."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from tests.host.faked import CSRC, compile_extension, run_tests
+
+ON_THE_CPU = ("cpu", "e4m3_cpu")
+
+
+def test_on_a_fake_gpu(tmp_path: Path) -> None:
+    names = sorted(path.stem for path in (CSRC / "attention" / "host").glob("*.cpp"))
+    run_tests(compile_extension(tmp_path, "attention", (name for name in names if name not in ON_THE_CPU)), "attention")
