@@ -46,10 +46,10 @@ struct VarlenSelectorInput {
   host::KernelRequest request;
   int32_t head_dim;    // the larger of the two
   int32_t head_dim_v;  // of values
-  int32_t page_size;  // 0 without pages
-  int64_t rows;       // of the longest sequence and a head, heads that share keys counted as rows where they are
-  int64_t keys;       // of the longest sequence
-  int64_t heads;      // those that are not rows
+  int32_t page_size;   // 0 without pages
+  int64_t rows;        // of the longest sequence and a head, heads that share keys counted as rows where they are
+  int64_t keys;        // of the longest sequence
+  int64_t heads;       // those that are not rows
   int64_t batch;
   int64_t rows_total;        // of ragged rows; otherwise 0
   bool has_score_functions;  // a softcap or a mask tensor

@@ -135,8 +135,8 @@ struct KeyValueGradientConsumer {
                                             shared.first(at.stage).k_major());
   }
   __device__ __forceinline__ void begin_gradients(float (&gradients)[Product::kScores]) {
-    issue_product<Element, Product::kValueSteps, Spec::kStartsFromRowDot>(gradients, shared.own_second(consumer).k_major(),
-                                                                     shared.second(at.stage).k_major());
+    issue_product<Element, Product::kValueSteps, Spec::kStartsFromRowDot>(
+        gradients, shared.own_second(consumer).k_major(), shared.second(at.stage).k_major());
   }
 
   // As step() without the registers for S^T beside dP^T: dS^T takes P^T as it is packed for dV. Nothing is in flight at its ends.
@@ -262,7 +262,8 @@ struct KeyValueGradientConsumer {
 
   // The blocks of one head with lookahead; which of two register sets holds the scores is known to the compiler.
   __device__ __forceinline__ void compute_ahead(const BlockRange& range, float (&dk)[Product::kOutputs],
-                                                float (&dv)[Product::kValueOutputs], uint32_t (&p_packed)[Product::kPacked],
+                                                float (&dv)[Product::kValueOutputs],
+                                                uint32_t (&p_packed)[Product::kPacked],
                                                 uint32_t (&ds_packed)[Product::kPacked], Coordinates coordinates) {
     float even[Product::kScores];
     float odd[Product::kScores];
@@ -374,7 +375,8 @@ struct KeyValueGradientConsumer {
   }
 
   // Varlen: query head `head` of the group. The tile is read for each head, and again: no register holds it through the loop.
-  __device__ __forceinline__ void compute_varlen_head(float (&dk)[Product::kOutputs], float (&dv)[Product::kValueOutputs],
+  __device__ __forceinline__ void compute_varlen_head(float (&dk)[Product::kOutputs],
+                                                      float (&dv)[Product::kValueOutputs],
                                                       uint32_t (&p_packed)[Product::kPacked],
                                                       uint32_t (&ds_packed)[Product::kPacked], int head) {
     const Tile tile = read_tile<Tile>(shared.tile(consumer));

@@ -17,8 +17,8 @@ namespace sm90 {
 
 // Asks for kStreamRows rows from `row` on, slab by slab. Rows and columns outside the tensor become zeros.
 template <typename Tile, typename Coordinates>
-__device__ __forceinline__ void copy_stream(const Tile& tile, const ptx::TensorMap& map,
-                                            ptx::Mbarrier* full, int row, const Coordinates& coordinates) {
+__device__ __forceinline__ void copy_stream(const Tile& tile, const ptx::TensorMap& map, ptx::Mbarrier* full, int row,
+                                            const Coordinates& coordinates) {
 #pragma unroll
   for (int slab = 0; slab < Tile::kNumSlabs; ++slab) {
     load_box(tile.slab(slab), map, full, slab * kSlabColumns, row, coordinates, ptx::CacheHint::kEvictLast);
@@ -27,9 +27,8 @@ __device__ __forceinline__ void copy_stream(const Tile& tile, const ptx::TensorM
 
 // A block of one tensor, once its buffer is free.
 template <typename Tile, typename Coordinates>
-__device__ __forceinline__ void load_stream(const Tile& tile, const ptx::TensorMap& map,
-                                            ptx::Mbarrier* full, ptx::Mbarrier* empty, int parity, int row,
-                                            const Coordinates& coordinates) {
+__device__ __forceinline__ void load_stream(const Tile& tile, const ptx::TensorMap& map, ptx::Mbarrier* full,
+                                            ptx::Mbarrier* empty, int parity, int row, const Coordinates& coordinates) {
   ptx::mbarrier_wait(empty, parity ^ 1);
   ptx::mbarrier_arrive_expect_tx(full, Tile::kBytes);
   copy_stream(tile, map, full, row, coordinates);
@@ -50,9 +49,9 @@ __device__ __forceinline__ void load_block(const SharedMemory<Spec>& shared,
     copy_stream(shared.second(second.stage), second_map, full, row, second_at);
   } else {
     load_stream(shared.first(first.stage), first_map, full, shared.first_empty(first.stage), first.parity, row,
-                      first_at);
+                first_at);
     load_stream(shared.second(second.stage), second_map, shared.second_full(second.stage),
-                      shared.second_empty(second.stage), second.parity, row, second_at);
+                shared.second_empty(second.stage), second.parity, row, second_at);
   }
 }
 

@@ -32,9 +32,9 @@ enum class Scores { kPlain, kMasked };
 template <typename Spec>
 struct Products {
   using Element = typename Spec::Element;
-  static constexpr int kScores = Spec::kStreamRows / 2;   // accumulators per thread
-  static constexpr int kPacked = Spec::kStreamRows / 4;   // pairs per thread
-  static constexpr int kColumns = Spec::kStreamRows / 4;  // distinct columns of a thread's scores
+  static constexpr int kScores = Spec::kStreamRows / 2;      // accumulators per thread
+  static constexpr int kPacked = Spec::kStreamRows / 4;      // pairs per thread
+  static constexpr int kColumns = Spec::kStreamRows / 4;     // distinct columns of a thread's scores
   static constexpr int kOutputs = Spec::kHeadDim / 2;        // of dq and dk
   static constexpr int kValueOutputs = Spec::kValueDim / 2;  // of dv
   static constexpr int kSteps = Spec::kHeadDim / 16;         // of a product whose k is the head dim: scores

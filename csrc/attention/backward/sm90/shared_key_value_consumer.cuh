@@ -39,8 +39,8 @@ struct SharedConsumer {
 
   // sequence_rows: of the gradient.
   template <typename OutputTile>
-  __device__ __forceinline__ void run_tiles(const ptx::TensorMap& map, int sequence_rows,
-                                            const OutputTile& output_tile, int consumer, float factor) {
+  __device__ __forceinline__ void run_tiles(const ptx::TensorMap& map, int sequence_rows, const OutputTile& output_tile,
+                                            int consumer, float factor) {
     Derived& derived = static_cast<Derived&>(*this);
     const bool is_storing_thread = ptx::thread_index() % 128 == 0;
     const int heads = params.heads_q / params.heads_kv;

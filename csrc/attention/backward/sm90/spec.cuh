@@ -86,7 +86,7 @@ struct TileSpec {
   // Bytes.
   static constexpr int kOwnBytes = OwnTile::kBytes;
   static constexpr int kOwnSecondBytes = kSharesRows ? kOwnBytes : OwnSecondTile::kBytes;  // dk takes V's place
-  static constexpr int kStatisticsBytes = kHasStatistics ? 2 * kStreamRows * 4 : 0;  // of one block
+  static constexpr int kStatisticsBytes = kHasStatistics ? 2 * kStreamRows * 4 : 0;        // of one block
   static constexpr int kProbabilityBytes =
       kSharesRows ? 64 * kStreamRows * 2 : 0;  // P, from one warpgroup to the other
 

@@ -24,7 +24,7 @@ template <typename Element_, int kHeadDim_, int kBlockM_, int kBlockN_, int kNum
           int kSchedulerBytes_ = 0, int kNumSchedulerBarriers_ = 0>
 struct ForwardSpec {
   using Element = Element_;
-  static constexpr int kHeadDim = kHeadDim_;               // of Q and K
+  static constexpr int kHeadDim = kHeadDim_;                // of Q and K
   static constexpr int kValueDim = kHeadDim_ - kNarrower_;  // of V and the output
   static constexpr int kBlockM = kBlockM_;
   static constexpr int kBlockN = kBlockN_;

@@ -51,9 +51,9 @@ struct VarlenProducer {
 
     __device__ __forceinline__ int find(int block) const { return next.first_key + block * Spec::kBlockN; }
     template <typename Tile>
-    __device__ __forceinline__ void load(Tile tile, const ptx::TensorMap& map, ptx::Mbarrier* full,
-                                         int row) const {
-      load_box<Tile>(tile.smem, map, full, row, next.kv_head, params.sequences.cu_seqlens_k == nullptr ? next.tile.batch : 0);
+    __device__ __forceinline__ void load(Tile tile, const ptx::TensorMap& map, ptx::Mbarrier* full, int row) const {
+      load_box<Tile>(tile.smem, map, full, row, next.kv_head,
+                     params.sequences.cu_seqlens_k == nullptr ? next.tile.batch : 0);
     }
   };
 
@@ -120,8 +120,7 @@ struct VarlenProducer {
       }
     }
     template <typename Tile>
-    __device__ __forceinline__ void load(Tile tile, const ptx::TensorMap& map, ptx::Mbarrier* full,
-                                         Boxes boxes) const {
+    __device__ __forceinline__ void load(Tile tile, const ptx::TensorMap& map, ptx::Mbarrier* full, Boxes boxes) const {
       if (box_rows == Spec::kBlockN) {
         load_boxes<1, Tile>(tile.smem, map, full, boxes);
       } else if (2 * box_rows == Spec::kBlockN) {
