@@ -51,15 +51,15 @@ extern "C" int choose(int capability, int multiprocessors, const char* forced, i
 }
 
 // Writes "symbol target" of the kernel for ragged, paged and banded attention, or the error's text; returns 0 or 1. sizes: rows
-// and keys of the longest sequence, heads, batch, rows_total, whether the call is consistent, whether it has slopes of ALiBi.
+// and keys of the longest sequence, heads, batch, rows_total, whether the call is consistent, whether it has slopes of ALiBi, head_dim_v.
 extern "C" int choose_varlen(int capability, const char* forced, int is_bf16, int head_dim, int page_size,
                              const long long* sizes, int has_score_functions, char* answer, int length) {
   const host::KernelRequest request{capability, 132, "a GPU", forced,
                                     is_bf16 ? host::Dtype::kBFloat16 : host::Dtype::kFloat16};
   try {
     const host::Kernel* kernel = attention::select_varlen_forward(
-        {request, head_dim, page_size, sizes[0], sizes[1], sizes[2], sizes[3], sizes[4], has_score_functions != 0,
-         sizes[6] != 0, sizes[5] != 0});
+        {request, head_dim, static_cast<int>(sizes[7]), page_size, sizes[0], sizes[1], sizes[2], sizes[3], sizes[4],
+         has_score_functions != 0, sizes[6] != 0, sizes[5] != 0});
     std::snprintf(answer, length, "%s %s", kernel->symbol, host::kernel_table().binaries[kernel->binary].target);
     return 0;
   } catch (const std::exception& error) {
@@ -70,7 +70,8 @@ extern "C" int choose_varlen(int capability, const char* forced, int is_bf16, in
 
 // Writes the symbols of the append kernel, of row_dot's, of the backward kernels for ragged and banded attention, of dropout's and of a
 // mask's gradient, each before its target.
-extern "C" void choose_more(int capability, const char* forced, int is_bf16, int head_dim, char* answer, int length) {
+extern "C" void choose_more(int capability, const char* forced, int is_bf16, int head_dim, int head_dim_v, char* answer,
+                            int length) {
   const host::KernelRequest request{capability, 132, "a GPU", forced,
                                     is_bf16 ? host::Dtype::kBFloat16 : host::Dtype::kFloat16};
   const auto target = [](const host::Kernel& kernel) { return host::kernel_table().binaries[kernel.binary].target; };
@@ -82,7 +83,7 @@ extern "C" void choose_more(int capability, const char* forced, int is_bf16, int
     used = std::snprintf(answer, length, "%s %s %s %s", append.symbol, target(append), row_dot.symbol, target(row_dot));
     for (const int options : {0, 1, 2}) {  // none, a softcap or mask tensor, ALiBi
       const attention::BackwardKernels both =
-          attention::select_varlen_backward(request, head_dim, options == 1, options == 2);
+          attention::select_varlen_backward(request, head_dim, head_dim_v, options == 1, options == 2);
       for (const host::Kernel* kernel : {both.dq, both.dkv, both.fused, both.prepare, both.convert}) {
         if (kernel == nullptr || (both.fused == nullptr && kernel != both.dq && kernel != both.dkv)) continue;
         used += std::snprintf(answer + used, length - used, " %s %s", kernel->symbol, target(*kernel));
@@ -126,7 +127,7 @@ extern "C" int prefers_varlen_fused(int head_dim, int is_causal, int has_score_m
   const attention::Mask mask = is_causal ? attention::Mask::kCausal : attention::Mask::kFull;
   const host::KernelRequest request{90, 132, "a GPU", nullptr, host::Dtype::kBFloat16};
   const attention::SelectorInput longest{request, mask, head_dim, 1, sizes[0], sizes[0], sizes[1], sizes[2]};
-  return attention::prefers_fused(attention::select_varlen_backward(request, head_dim, has_score_mod != 0, /*has_alibi=*/false),
+  return attention::prefers_fused(attention::select_varlen_backward(request, head_dim, head_dim, has_score_mod != 0, /*has_alibi=*/false),
                                   attention::as_equal_sequences(longest, sizes[3], sizes[4], sizes[5]));
 }
 
@@ -214,13 +215,18 @@ def compile_chooser(folder: Path, targets: tuple[str, ...] | None) -> Chooser:
         return tuple(answer.value.decode().split())
 
     def choose_more(
-        capability: int, head_dim: int, *, bf16: bool = False, forced: str | None = None
+        capability: int,
+        head_dim: int,
+        *,
+        head_dim_v: int | None = None,
+        bf16: bool = False,
+        forced: str | None = None,
     ) -> set[tuple[str, str]]:
         """(symbol, target) of the append kernel, of row_dot's, of the backward kernels for ragged and banded attention, of dropout's, and of a mask's
         gradient."""
         answer = ctypes.create_string_buffer(4096)
         name = forced.encode() if forced is not None else None
-        loaded.choose_more(capability, name, bf16, head_dim, answer, len(answer))
+        loaded.choose_more(capability, name, bf16, head_dim, head_dim_v or head_dim, answer, len(answer))
         words = answer.value.decode().split()
         return set(zip(words[::2], words[1::2], strict=True))
 
@@ -239,11 +245,12 @@ def compile_chooser(folder: Path, targets: tuple[str, ...] | None) -> Chooser:
         forced: str | None = None,
         consistent: bool = False,
         alibi: bool = False,
+        head_dim_v: int | None = None,
     ) -> tuple[str, ...]:
         """Symbol and target; empty where none serves."""
         answer = ctypes.create_string_buffer(4096)
         name = forced.encode() if forced is not None else None
-        sizes = (ctypes.c_longlong * 7)(rows, keys, heads, batch, rows_total, consistent, alibi)
+        sizes = (ctypes.c_longlong * 8)(rows, keys, heads, batch, rows_total, consistent, alibi, head_dim_v or head_dim)
         status = loaded.choose_varlen(
             capability, name, bf16, head_dim, page_size, sizes, has_score_functions, answer, len(answer)
         )

@@ -46,7 +46,9 @@ def loads_best(unit: Unit) -> int:
     return BEYOND_THE_TABLE if unit.target.is_ptx else 10 * major + minor
 
 
-def varlen_kernels(choose: Chooser, capability: int, head_dim: int, bf16: bool, forced: str | None) -> Chosen:
+def varlen_kernels(
+    choose: Chooser, capability: int, head_dim: int, head_dim_v: int, bf16: bool, forced: str | None
+) -> Chosen:
     """Of ragged, paged and banded attention: many rows, with score functions too, pages that TMA cannot load, few rows, decoding."""
     asked = (
         choose.varlen(  # type: ignore[attr-defined]
@@ -56,12 +58,13 @@ def varlen_kernels(choose: Chooser, capability: int, head_dim: int, bf16: bool, 
             page_size=page_size,
             has_score_functions=functions,
             alibi=alibi,
+            head_dim_v=head_dim_v,
             bf16=bf16,
             forced=forced,
         )
         for rows, page_size, functions, alibi in VARLEN
     )
-    more: Chosen = choose.more(capability, head_dim, bf16=bf16, forced=forced)  # type: ignore[attr-defined]
+    more: Chosen = choose.more(capability, head_dim, head_dim_v=head_dim_v, bf16=bf16, forced=forced)  # type: ignore[attr-defined]
     return more | {(chosen[0], chosen[1]) for chosen in asked if chosen}
 
 
@@ -91,7 +94,8 @@ def asked(choose: Chooser) -> dict[bool, Chosen]:
             both = choose.backward(capability, head_dim, causal=causal, bf16=is_bf16, forced=forced)  # type: ignore[attr-defined]
             *backward, target = both or [""]
             found[forced is not None] |= {(symbol, target) for symbol in backward}
-            found[forced is not None] |= varlen_kernels(choose, capability, head_dim, is_bf16, forced)
+            for of_keys, of_values in ((head_dim, head_dim), (192, 128)):
+                found[forced is not None] |= varlen_kernels(choose, capability, of_keys, of_values, is_bf16, forced)
             if choice.splits > 1:
                 found[forced is not None].add((f"flashmoe_attention_combine_sm80_{dtype}_d256", choice.target))
     return found

@@ -72,6 +72,31 @@ def test_consistent_calls_divide_no_keys_and_have_one_width(choose: Any, gpu: st
         assert len(found) == 1, (head_dim, found)
 
 
+@pytest.mark.parametrize("gpu", GPUS)
+def test_narrow_values_have_the_width_of_wide_ones(choose: Any, gpu: str) -> None:
+    """Values of at most 128 columns beside keys of 129 to 192: their kernel where there is one, and one width with those that stand in for it."""
+    widths = {(unit.name, unit.target.name): unit.row.block_n for unit in load_tables().units()}
+    for head_dim, head_dim_v, is_narrow in (
+        (192, 128, True),
+        (136, 8, True),
+        (128, 64, False),
+        (200, 128, False),
+        (192, 136, False),
+        (192, 192, False),
+    ):
+        own = choose.varlen(GPUS[gpu], head_dim, rows=700, head_dim_v=head_dim_v)
+        assert ("_v128" in own[0]) == (is_narrow and gpu == "sm90")
+        for functions in ({"has_score_functions": True}, {"alibi": True}):
+            assert "_v128" not in choose.varlen(GPUS[gpu], head_dim, rows=700, head_dim_v=head_dim_v, **functions)[0]
+        found = {
+            choose.varlen(
+                *(GPUS[gpu], head_dim), rows=rows, head_dim_v=head_dim_v, page_size=page_size, consistent=True
+            )
+            for rows, page_size in product((1, 17, 700), (0, 12, 16))
+        }
+        assert len({widths[symbol.removeprefix("flashmoe_"), target] for symbol, target in found}) == 1
+
+
 @pytest.mark.parametrize(
     ("capability", "target"),
     [

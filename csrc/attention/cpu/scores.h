@@ -170,11 +170,12 @@ class ScoreFunction {
   const int64_t diagonal_;
 };
 
-// The factors of a band's scores. Its scale is above zero; a softcap takes the scale's place.
+// The factors of a band's scores. Its scale is above zero; a softcap takes the scale's place. Without one they are those of a call without a
+// band, to the bit.
 template <class Params>
 inline Scale scale_of_band(const Params& params) {
-  return {1.0f, params.score_options.score_factor > 0.0f ? params.scale_log2 / kLog2E : params.scale,
-          params.scale_log2};
+  if (params.score_options.score_factor <= 0.0f) return make_scale(params.scale);
+  return {1.0f, params.scale_log2 / kLog2E, params.scale_log2};
 }
 
 // What a row's running maximum and sum start from: the sink, which is one more score of no value, or no score yet.

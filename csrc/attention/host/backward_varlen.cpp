@@ -22,7 +22,8 @@ BackwardKernels select_kernels(const VarlenArguments& arguments, const host::Dev
   const host::KernelRequest request = host::make_request(gpu, arguments.dtype);
   if (arguments.has_dropout()) return select_dropout_backward(request, head_dim, has_alibi(arguments));
   const bool has_score_mod = arguments.softcap > 0 || (VarlenArguments::has(arguments.mask) && !has_alibi(arguments));
-  return select_varlen_backward(request, head_dim, has_score_mod, has_alibi(arguments));
+  return select_varlen_backward(request, head_dim, static_cast<int32_t>(arguments.head_dim_v()), has_score_mod,
+                                has_alibi(arguments));
 }
 
 // Tensor maps take dense entries for rows of one long tensor: an entry begins a whole number of rows behind the one before. And

@@ -38,6 +38,12 @@ struct FamilyKernels {
 using FamilyList = std::vector<FamilyKernels>;  // best first
 using AllowedFamilies = std::array<const FamilyKernels*, std::extent_v<decltype(host::GpuFamilies::families)>>;
 
+// Keys and values that the variant is for; it has head dim 192.
+constexpr const char* kNarrowValues = "v128";
+bool has_narrow_values(int32_t head_dim, int32_t head_dim_v) {
+  return head_dim > 128 && head_dim <= 192 && head_dim_v <= 128;
+}
+
 int32_t head_dim_of(const Kernel& kernel) { return kernel.axes[axis::kHeadDim]; }
 
 // The smallest kernel whose head_dim holds the tensor's.
@@ -300,7 +306,11 @@ const Kernel* select_varlen_forward(const VarlenSelectorInput& input) {
   const host::KernelList& loadable = host::loadable_kernels(request.capability);
   const bool is_decoding = input.rows <= kMaxDecodingRows && !input.is_consistent;
   const char* const operations[] = {is_decoding ? "attention_decode" : nullptr, "attention_varlen_forward"};
-  const char* wanted = input.has_alibi ? "alibi" : input.has_score_functions ? "scores" : "";
+  const bool is_narrow = has_narrow_values(input.head_dim, input.head_dim_v);
+  const char* wanted = input.has_alibi             ? "alibi"
+                       : input.has_score_functions ? "scores"
+                       : is_narrow                 ? kNarrowValues
+                                                   : "";
   const int32_t block_n = input.is_consistent ? consistent_block_n(request, input.head_dim, wanted) : 0;
   for (const char* operation : operations) {
     if (operation == nullptr) continue;
@@ -310,9 +320,9 @@ const Kernel* select_varlen_forward(const VarlenSelectorInput& input) {
         return host::find_kernel({operation, *family, variant, request.dtype, {input.head_dim}}, axis::kHeadDim,
                                  loadable);
       };
-      // A family that has kernels of their own for score functions does without them in the others.
-      const Kernel* found = input.has_score_functions && !input.has_alibi ? find("scores") : nullptr;
-      if (found == nullptr) found = find(input.has_alibi ? "alibi" : "");
+      // A family that has kernels of their own for score functions, or for narrow values, does without them in the others.
+      const Kernel* found = find(wanted);
+      if (found == nullptr && !input.has_alibi) found = find("");
       if (found != nullptr && found->num_tensor_maps == 0 && !input.has_alibi) {
         const Kernel* shorter = find(kVariantNames[kM64]);
         if (shorter != nullptr && prefers_shorter(input, *found, *shorter)) found = shorter;
@@ -398,8 +408,9 @@ SelectorInput as_equal_sequences(const SelectorInput& longest, int64_t rows_tota
   return equal;
 }
 
-BackwardKernels select_varlen_backward(const host::KernelRequest& request, int32_t head_dim, bool has_score_mod,
-                                       bool has_alibi) {
+BackwardKernels select_varlen_backward(const host::KernelRequest& request, int32_t head_dim, int32_t head_dim_v,
+                                       bool has_score_mod, bool has_alibi) {
+  const char* wanted = has_score_mod ? "scores" : has_narrow_values(head_dim, head_dim_v) ? kNarrowValues : "";
   const host::KernelList& loadable = host::loadable_kernels(request.capability);
   for (const char* const* family = host::families_of(request.capability); *family != nullptr; ++family) {
     if (request.forced_family != nullptr && std::strcmp(request.forced_family, *family) != 0) continue;
@@ -408,8 +419,8 @@ BackwardKernels select_varlen_backward(const host::KernelRequest& request, int32
     };
     const auto find = [&](const char* operation) {
       if (has_alibi) return find_variant(operation, "alibi");
-      const Kernel* with_score_mod = has_score_mod ? find_variant(operation, "scores") : nullptr;
-      return with_score_mod != nullptr ? with_score_mod : find_variant(operation, "");
+      const Kernel* own = find_variant(operation, wanted);
+      return own != nullptr ? own : find_variant(operation, "");
     };
     BackwardKernels kernels{find("attention_varlen_backward_dq"), find("attention_varlen_backward_dkv")};
     if (kernels.dq == nullptr || kernels.dkv == nullptr) continue;

@@ -44,11 +44,12 @@ struct BackwardKernels {
 // Of ragged, paged and banded attention. What no host knows, the lengths of the sequences, plays no part.
 struct VarlenSelectorInput {
   host::KernelRequest request;
-  int32_t head_dim;   // the larger of the two
-  int32_t page_size;  // 0 without pages
-  int64_t rows;       // of the longest sequence and a head, heads that share keys counted as rows where they are
-  int64_t keys;       // of the longest sequence
-  int64_t heads;      // those that are not rows
+  int32_t head_dim;    // the larger of the two
+  int32_t head_dim_v;  // of values
+  int32_t page_size;   // 0 without pages
+  int64_t rows;        // of the longest sequence and a head, heads that share keys counted as rows where they are
+  int64_t keys;        // of the longest sequence
+  int64_t heads;       // those that are not rows
   int64_t batch;
   int64_t rows_total;        // of ragged rows; otherwise 0
   bool has_score_functions;  // a softcap or a mask tensor
@@ -64,6 +65,7 @@ struct VarlenSelectorInput {
 int64_t most_row_blocks(int64_t rows, int64_t batch, int64_t rows_total, int64_t block_m);
 
 // Few rows are a decoding kernel's, whatever the family.
+// Values of at most 128 columns beside keys of 129 to 192 have kernels of their own, without score functions: the variant "v128".
 const Kernel* select_varlen_forward(const VarlenSelectorInput& input);
 
 // Of dropout, dense or ragged: the first family that has it. Throws as host::refuse() says where none has.
@@ -82,9 +84,9 @@ BackwardKernels select_backward(const host::KernelRequest& request, Mask mask, i
 bool prefers_fused(const BackwardKernels& kernels, const SelectorInput& problem);
 
 // The same of ragged and banded attention. Throws as host::refuse() says where there are none.
-// has_score_mod: a softcap, or a mask tensor; some families have kernels of their own for that. All have them for ALiBi, which is none.
-BackwardKernels select_varlen_backward(const host::KernelRequest& request, int32_t head_dim, bool has_score_mod,
-                                       bool has_alibi);
+// head_dim: the larger of the two. has_score_mod: a softcap, or a mask tensor; some families have kernels of their own for that. All have them for ALiBi, which is none.
+BackwardKernels select_varlen_backward(const host::KernelRequest& request, int32_t head_dim, int32_t head_dim_v,
+                                       bool has_score_mod, bool has_alibi);
 // And of dropout, with or without either.
 BackwardKernels select_dropout_backward(const host::KernelRequest& request, int32_t head_dim, bool has_alibi);
 // Of the gradient of an additive mask. Throws likewise.

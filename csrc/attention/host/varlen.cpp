@@ -87,6 +87,7 @@ const Kernel& select(const VarlenArguments& arguments, const host::Device& gpu) 
   VarlenSelectorInput input{};
   input.request = host::make_request(gpu, arguments.dtype);
   input.head_dim = static_cast<int32_t>(std::max(arguments.head_dim(), arguments.head_dim_v()));
+  input.head_dim_v = static_cast<int32_t>(arguments.head_dim_v());
   if (arguments.has_dropout()) return select_dropout_forward(input.request, input.head_dim, has_alibi(arguments));
   input.page_size = arguments.has_pages() ? static_cast<int32_t>(arguments.k.sizes()[1]) : 0;
   const bool is_folded = has_one_row_each(arguments);

@@ -14,7 +14,7 @@ from flashmoe_tools.operations import DTYPE_BYTES, fields
 
 LAYOUTS = ("bhsd", "bshd")
 MAX_HEAD_DIM = 256
-FIELDS = {"dtype", "head_dim", "causal", "layout", "seq", "seq_q", "seq_k"}
+FIELDS = {"dtype", "head_dim", "value_dim", "causal", "layout", "seq", "seq_q", "seq_k"}
 FIELDS |= {"batch", "tokens", "heads", "heads_kv", "hidden"}
 
 
@@ -42,8 +42,10 @@ def expand_row(row: Mapping[str, Any], where: str) -> Iterator[dict[str, Any]]:
         heads_kv = fields.count(row.get("heads_kv", heads_q), where, "heads_kv")
         if heads_q % heads_kv:
             fields.fail(where, "heads_kv", heads_kv, f"a divisor of {heads_q} query heads")
-        if head_dim > MAX_HEAD_DIM:
-            fields.fail(where, "head_dim", head_dim, f"at most {MAX_HEAD_DIM}")
+        value_dim = fields.count(row.get("value_dim", head_dim), where, "value_dim")
+        for name, columns in (("head_dim", head_dim), ("value_dim", value_dim)):
+            if columns > MAX_HEAD_DIM:
+                fields.fail(where, name, columns, f"at most {MAX_HEAD_DIM}")
         count = batch if batch_word == "batch" else fields.divide(batch, seq_q, where, "tokens", "seq")
         yield {
             "dtype": dtype,
@@ -55,6 +57,7 @@ def expand_row(row: Mapping[str, Any], where: str) -> Iterator[dict[str, Any]]:
             "head_dim": head_dim,
             "causal": causal,
             "layout": layout,
+            "value_dim": None if value_dim == head_dim else value_dim,
         }
 
 

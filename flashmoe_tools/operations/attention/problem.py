@@ -13,20 +13,22 @@ from flashmoe_tools.operations.attention.grid import expand_row
 
 LSE_TOLERANCE = 2e-4
 _KEY = re.compile(
-    r"(?P<dtype>\w+)-d(?P<d>\d+)-(?P<mask>causal|full)-b(?P<b>\d+)-h(?P<h>\d+)(kv(?P<kv>\d+))?-"
+    r"(?P<dtype>\w+)-d(?P<d>\d+)(v(?P<v>\d+))?-(?P<mask>causal|full)-b(?P<b>\d+)-h(?P<h>\d+)(kv(?P<kv>\d+))?-"
     r"(s(?P<s>\d+)|q(?P<q>\d+)k(?P<k>\d+))(?P<layout>-bshd)?"
 )
 
 
 @dataclass(frozen=True)
 class AttentionProblem(RoomProblem):
-    """q [batch, heads_q, seq_q, head_dim], k and v [batch, heads_kv, seq_k, head_dim]; a causal mask is bottom-right.
+    """q [batch, heads_q, seq_q, head_dim], k [batch, heads_kv, seq_k, head_dim], v [batch, heads_kv, seq_k, columns_v]; a causal mask is
+    bottom-right.
 
     ``layout`` is the order in memory; ``bshd`` reaches the operator as a transposed view, without a copy.
     """
 
     operation: ClassVar[str] = "attention"
     heaviest_kernel: ClassVar[str] = "attention_forward"
+    products: ClassVar[tuple[int, int]] = (1, 1)  # over head_dim: Q K^T; over columns_v: P V
 
     seq_q: int
     seq_k: int
@@ -37,18 +39,25 @@ class AttentionProblem(RoomProblem):
     causal: bool = False
     dtype: str = "f16"
     layout: str = "bhsd"
+    value_dim: int | None = None  # None: head_dim
+
+    @property
+    def columns_v(self) -> int:
+        return self.head_dim if self.value_dim is None else self.value_dim
 
     @property
     def key(self) -> str:
         heads = f"h{self.heads_q}" if self.heads_q == self.heads_kv else f"h{self.heads_q}kv{self.heads_kv}"
         seq = f"s{self.seq_q}" if self.seq_q == self.seq_k else f"q{self.seq_q}k{self.seq_k}"
         layout = "" if self.layout == "bhsd" else f"-{self.layout}"
-        return f"{self.dtype}-d{self.head_dim}-{self.mask}-b{self.batch}-{heads}-{seq}{layout}"
+        columns = f"d{self.head_dim}" + ("" if self.value_dim is None else f"v{self.value_dim}")
+        return f"{self.dtype}-{columns}-{self.mask}-b{self.batch}-{heads}-{seq}{layout}"
 
     @property
     def title(self) -> str:
         heads = f"{self.heads_q}" if self.heads_q == self.heads_kv else f"{self.heads_q} on {self.heads_kv}"
-        return f"{self.dtype} B={self.batch} H={heads} Sq={self.seq_q} Sk={self.seq_k} D={self.head_dim} {self.mask}"
+        columns = f"D={self.head_dim}" + ("" if self.value_dim is None else f" Dv={self.value_dim}")
+        return f"{self.dtype} B={self.batch} H={heads} Sq={self.seq_q} Sk={self.seq_k} {columns} {self.mask}"
 
     @property
     def mask(self) -> str:
@@ -61,22 +70,22 @@ class AttentionProblem(RoomProblem):
 
     @property
     def flops(self) -> int:
-        """Two matrix products, a multiply and an add each. Causal: half of them for a square, as published numbers do, and
+        """Of the matrix products, a multiply and an add each. Causal: half of them for a square, as published numbers do, and
         what the rows see of more keys (bottom-right)."""
-        full = 4 * self.scores * self.head_dim
+        per_score = 2 * (self.products[0] * self.head_dim + self.products[1] * self.columns_v)
+        full = self.scores * per_score
         if not self.causal:
             return full
         if self.seq_q == self.seq_k:
             return full // 2
         hidden = self.seq_q * (self.seq_q - 1) // 2
-        return full - 4 * self.batch * self.heads_q * hidden * self.head_dim
+        return full - self.batch * self.heads_q * hidden * per_score
 
     @property
     def bytes_moved(self) -> int:
         """Each of Q, K and V read once and O written once."""
-        queries = 2 * self.batch * self.heads_q * self.seq_q * self.head_dim
-        keys = 2 * self.batch * self.heads_kv * self.seq_k * self.head_dim
-        return (queries + keys) * DTYPE_BYTES[self.dtype]
+        rows = self.batch * (self.heads_q * self.seq_q + self.heads_kv * self.seq_k)
+        return rows * (self.head_dim + self.columns_v) * DTYPE_BYTES[self.dtype]
 
     @property
     def scale(self) -> float:
@@ -101,6 +110,7 @@ class AttentionProblem(RoomProblem):
             seq_q=seq_q,
             seq_k=seq_k,
             head_dim=int(match["d"]),
+            value_dim=int(match["v"]) if match["v"] else None,
             causal=match["mask"] == "causal",
             layout="bshd" if match["layout"] else "bhsd",
         )

@@ -31,7 +31,7 @@ CHUNK_SCORES = {"cuda": 2**28, "cpu": 2**23}
 
 @dataclass(frozen=True)
 class Inputs:
-    """q [B, Hq, Sq, D], k and v [B, Hkv, Sk, D] of one dtype on one device; never zeros, which hide errors."""
+    """q [B, Hq, Sq, D], k [B, Hkv, Sk, D] and v [B, Hkv, Sk, Dv] of one dtype on one device; never zeros, which hide errors."""
 
     problem: AttentionProblem
     q: torch.Tensor
@@ -58,17 +58,18 @@ def make_inputs(problem: AttentionProblem, device: str, seed: int, kind: str = "
     generator = torch.Generator(device=device)
     generator.manual_seed(zlib.crc32(f"{seed} {problem.key}".encode()))  # the CPU generator reads 32 bits
 
-    def tensor(heads: int, length: int) -> torch.Tensor:
-        """[batch, heads, length, head_dim], stored in the problem's layout."""
+    def tensor(heads: int, length: int, columns: int = problem.head_dim) -> torch.Tensor:
+        """[batch, heads, length, columns], stored in the problem's layout."""
         is_bshd = problem.layout == "bshd"
         outer = (length, heads) if is_bshd else (heads, length)
-        shape = (problem.batch, *outer, problem.head_dim)
+        shape = (problem.batch, *outer, columns)
         values = torch.randn(shape, generator=generator, device=device, dtype=TORCH_DTYPES[problem.dtype])
         values = values + 0.5 if kind == "shifted" else values
         return values.transpose(1, 2) if is_bshd else values
 
     q = tensor(problem.heads_q, problem.seq_q)
-    k, v = tensor(problem.heads_kv, problem.seq_k), tensor(problem.heads_kv, problem.seq_k)
+    k = tensor(problem.heads_kv, problem.seq_k)
+    v = tensor(problem.heads_kv, problem.seq_k, problem.columns_v)
     if kind == "logits":
         q = q * 10
     elif kind == "outlier" and k.numel() > 0:
@@ -178,7 +179,7 @@ class Rule:
 
 @dataclass(frozen=True)
 class Reference:
-    """Expected values of the checked (batch, head) pairs: out [pairs, Sq, D], lse [pairs, Sq] and the error allowed."""
+    """Expected values of the checked (batch, head) pairs: out [pairs, Sq, Dv], lse [pairs, Sq] and the error allowed."""
 
     problem: AttentionProblem
     pairs: tuple[tuple[int, int], ...]
@@ -188,9 +189,9 @@ class Reference:
     coverage: float  # checked share of all (batch, head) pairs
 
     def judge(self, result: torch.Tensor, lse: torch.Tensor | None = None) -> Verification:
-        """``result`` is [B, Hq, Sq, D]; ``lse`` [B, Hq, Sq], of those who give one."""
+        """``result`` is [B, Hq, Sq, Dv]; ``lse`` [B, Hq, Sq], of those who give one."""
         p = self.problem
-        form = (p.batch, p.heads_q, p.seq_q, p.head_dim), TORCH_DTYPES[p.dtype]
+        form = (p.batch, p.heads_q, p.seq_q, p.columns_v), TORCH_DTYPES[p.dtype]
         if text := wrong_form("result", result, form):
             return Verification(False, math.inf, self.tolerance, None, self.coverage, text)
         error = max_abs(pick(result, self.pairs).float() - self.out)

@@ -10,12 +10,12 @@ from flashmoe_tools.operations.attention.problem import AttentionProblem
 
 @dataclass(frozen=True)
 class AttentionBackwardProblem(AttentionProblem):
-    """The forward problem's sizes; out and lse are there, and dout [batch, heads_q, seq_q, head_dim] is given."""
+    """The forward problem's sizes; out and lse are there, and dout [batch, heads_q, seq_q, columns_v] is given."""
 
     operation: ClassVar[str] = "attention_backward"
     heaviest_kernel: ClassVar[str] = "attention_backward_dkv"
     word: ClassVar[str] = "backward"
-    products: ClassVar[int] = 5  # where the forward pass has two: S again, dP, dV, dK and dQ
+    products: ClassVar[tuple[int, int]] = (3, 2)  # S again, dK and dQ; dP and dV
 
     @property
     def key(self) -> str:
@@ -24,10 +24,6 @@ class AttentionBackwardProblem(AttentionProblem):
     @property
     def title(self) -> str:
         return f"{self.word} {super().title}"
-
-    @property
-    def flops(self) -> int:
-        return super().flops * self.products // 2
 
     @property
     def bytes_moved(self) -> int:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -25,7 +25,7 @@ LIVE = 4
 
 @dataclass(frozen=True)
 class BackwardInputs(forward.Inputs):
-    """dout [B, Hq, Sq, D], the gradient of the output."""
+    """dout [B, Hq, Sq, Dv], the gradient of the output."""
 
     dout: torch.Tensor
 
@@ -36,12 +36,13 @@ class BackwardInputs(forward.Inputs):
 
 def make_inputs(problem: AttentionProblem, device: str, seed: int) -> BackwardInputs:
     given = forward.make_inputs(problem, device, seed)
-    return BackwardInputs(**vars(given), dout=forward.make_inputs(problem, device, seed + 1).q)
+    like_out = replace(problem, head_dim=problem.columns_v, value_dim=None)
+    return BackwardInputs(**vars(given), dout=forward.make_inputs(like_out, device, seed + 1).q)
 
 
 @dataclass(frozen=True)
 class GradientReference:
-    """Expected dq [groups, Hq / Hkv, Sq, D] and dk, dv [groups, 1, Sk, D] of the checked (batch, key head) pairs."""
+    """Expected dq [groups, Hq / Hkv, Sq, D], dk [groups, 1, Sk, D] and dv [groups, 1, Sk, Dv] of the checked (batch, key head) pairs."""
 
     problem: AttentionProblem
     pairs: tuple[tuple[int, int], ...]
@@ -57,7 +58,8 @@ class GradientReference:
         """``result`` is (dq, dk, dv); the error and tolerance given are those of the gradient closest to its bound."""
         del lse
         p = self.problem
-        shapes = ((p.batch, p.heads_q, p.seq_q, p.head_dim), *((p.batch, p.heads_kv, p.seq_k, p.head_dim),) * 2)
+        keys = (p.batch, p.heads_kv, p.seq_k)
+        shapes = ((p.batch, p.heads_q, p.seq_q, p.head_dim), (*keys, p.head_dim), (*keys, p.columns_v))
         forms = [(shape, TORCH_DTYPES[p.dtype]) for shape in shapes]
 
         def error_of(index: int) -> float:

@@ -14,7 +14,7 @@ class AttentionTrainingProblem(AttentionBackwardProblem):
 
     operation: ClassVar[str] = "attention_training"
     word: ClassVar[str] = "training"
-    products: ClassVar[int] = 7
+    products: ClassVar[tuple[int, int]] = (4, 3)
 
 
 PROBLEM = AttentionTrainingProblem

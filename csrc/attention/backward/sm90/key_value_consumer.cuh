@@ -135,14 +135,47 @@ struct KeyValueGradientConsumer {
                                             shared.first(at.stage).k_major());
   }
   __device__ __forceinline__ void begin_gradients(float (&gradients)[Product::kScores]) {
-    issue_product<Element, Product::kSteps, Spec::kStartsFromRowDot>(gradients, shared.own_second(consumer).k_major(),
-                                                                     shared.second(at.stage).k_major());
+    issue_product<Element, Product::kValueSteps, Spec::kStartsFromRowDot>(
+        gradients, shared.own_second(consumer).k_major(), shared.second(at.stage).k_major());
+  }
+
+  // As step() without the registers for S^T beside dP^T: dS^T takes P^T as it is packed for dV. Nothing is in flight at its ends.
+  template <Scores kScores>
+  __device__ __forceinline__ void step_tight(float (&dk)[Product::kOutputs], float (&dv)[Product::kValueOutputs],
+                                             uint32_t (&p_packed)[Product::kPacked],
+                                             uint32_t (&ds_packed)[Product::kPacked], const Coordinates& coordinates) {
+    wait_block();
+    {
+      float scores[Product::kScores];
+      float lse_log2[Product::kColumns];
+      begin_scores(scores);
+      load_columns<Spec>(lse_log2, shared.statistics(at.stage));
+      ptx::wgmma_wait<0>();
+      ptx::wgmma_fence_operands(scores);
+      exponentials<Spec, kMask, kScores == Scores::kMasked>(params, scores, lse_log2, coordinates);
+      pack_operand<Element>(p_packed, scores);
+    }
+    float gradients[Product::kScores];  // dP^T, then dS^T
+    load_negative_row_dots<Spec>(gradients, shared.statistics(at.stage) + Spec::kStreamRows * 4);
+    begin_gradients(gradients);
+    issue_product<Element, true>(dv, p_packed, shared.second(at.stage).mn_major());
+    ptx::wgmma_wait<1>();  // dP^T
+    ptx::wgmma_fence_operands(gradients);
+#pragma unroll
+    for (int i = 0; i < Product::kPacked; ++i) {
+      const float2 probability = unpack<Element>(p_packed[i]);
+      ds_packed[i] = pack<Element>(probability.x * gradients[2 * i], probability.y * gradients[2 * i + 1]);
+    }
+    issue_product<Element, true>(dk, ds_packed, shared.first(at.stage).mn_major());
+    at.advance();
+    finish_products(dk, dv);  // with a product under way where loops meet, ptxas finds too few registers
   }
 
   template <Scores kScores>
-  __device__ __forceinline__ void step(float (&dk)[Product::kOutputs], float (&dv)[Product::kOutputs],
+  __device__ __forceinline__ void step(float (&dk)[Product::kOutputs], float (&dv)[Product::kValueOutputs],
                                        uint32_t (&p_packed)[Product::kPacked], uint32_t (&ds_packed)[Product::kPacked],
                                        const Coordinates& coordinates) {
+    if constexpr (Spec::kIsTight) return step_tight<kScores>(dk, dv, p_packed, ds_packed, coordinates);
     float scores[Product::kScores];
     float gradients[Product::kScores];  // dP^T, then dS^T
     float lse_log2[Product::kColumns];
@@ -187,7 +220,7 @@ struct KeyValueGradientConsumer {
   // A block with lookahead. In flight at the beginning, in this order: dV of the block before, S^T of this block, dK of the
   // block before, dP^T of this block (no dV and dK for the first); at the end the same, a block further, or nothing.
   template <bool kIsMasked, bool kIsFirst, bool kIsLast>
-  __device__ __forceinline__ void step_ahead(float (&dk)[Product::kOutputs], float (&dv)[Product::kOutputs],
+  __device__ __forceinline__ void step_ahead(float (&dk)[Product::kOutputs], float (&dv)[Product::kValueOutputs],
                                              float (&scores)[Product::kScores], float (&next_scores)[Product::kScores],
                                              float (&gradients)[Product::kScores], float (&lse_log2)[Product::kColumns],
                                              uint32_t (&p_packed)[Product::kPacked],
@@ -229,7 +262,8 @@ struct KeyValueGradientConsumer {
 
   // The blocks of one head with lookahead; which of two register sets holds the scores is known to the compiler.
   __device__ __forceinline__ void compute_ahead(const BlockRange& range, float (&dk)[Product::kOutputs],
-                                                float (&dv)[Product::kOutputs], uint32_t (&p_packed)[Product::kPacked],
+                                                float (&dv)[Product::kValueOutputs],
+                                                uint32_t (&p_packed)[Product::kPacked],
                                                 uint32_t (&ds_packed)[Product::kPacked], Coordinates coordinates) {
     float even[Product::kScores];
     float odd[Product::kScores];
@@ -263,7 +297,7 @@ struct KeyValueGradientConsumer {
 
   // Varlen: the blocks [coordinates.block, end), none of which needs a mask, with lookahead: two or more.
   __device__ __forceinline__ void compute_varlen_ahead(int end, float (&dk)[Product::kOutputs],
-                                                       float (&dv)[Product::kOutputs],
+                                                       float (&dv)[Product::kValueOutputs],
                                                        uint32_t (&p_packed)[Product::kPacked],
                                                        uint32_t (&ds_packed)[Product::kPacked],
                                                        Coordinates& coordinates) {
@@ -295,7 +329,7 @@ struct KeyValueGradientConsumer {
 
   // The blocks of one head.
   __device__ __forceinline__ void compute(const BlockRange& range, float (&dk)[Product::kOutputs],
-                                          float (&dv)[Product::kOutputs], uint32_t (&p_packed)[Product::kPacked],
+                                          float (&dv)[Product::kValueOutputs], uint32_t (&p_packed)[Product::kPacked],
                                           uint32_t (&ds_packed)[Product::kPacked], Coordinates coordinates) {
     int& block = coordinates.block;
     if constexpr (kIsVarlen && Spec::kLookahead) {
@@ -333,7 +367,7 @@ struct KeyValueGradientConsumer {
     release_used();
   }
 
-  __device__ __forceinline__ void finish_products(float (&dk)[Product::kOutputs], float (&dv)[Product::kOutputs]) {
+  __device__ __forceinline__ void finish_products(float (&dk)[Product::kOutputs], float (&dv)[Product::kValueOutputs]) {
     ptx::wgmma_wait<0>();
     ptx::wgmma_fence_operands(dk);
     ptx::wgmma_fence_operands(dv);
@@ -341,7 +375,8 @@ struct KeyValueGradientConsumer {
   }
 
   // Varlen: query head `head` of the group. The tile is read for each head, and again: no register holds it through the loop.
-  __device__ __forceinline__ void compute_varlen_head(float (&dk)[Product::kOutputs], float (&dv)[Product::kOutputs],
+  __device__ __forceinline__ void compute_varlen_head(float (&dk)[Product::kOutputs],
+                                                      float (&dv)[Product::kValueOutputs],
                                                       uint32_t (&p_packed)[Product::kPacked],
                                                       uint32_t (&ds_packed)[Product::kPacked], int head) {
     const Tile tile = read_tile<Tile>(shared.tile(consumer));
@@ -374,7 +409,7 @@ struct KeyValueGradientConsumer {
           tile, [&] { return query_blocks<Spec, kMask>(params, tile, tile_key, tile_key + Spec::kOwnRows); });
       if (first_key < key_room(params, tile)) {
         float dk[Product::kOutputs];
-        float dv[Product::kOutputs];
+        float dv[Product::kValueOutputs];
         uint32_t p_packed[Product::kPacked];
         uint32_t ds_packed[Product::kPacked];
         Product::clear(dk);

@@ -16,23 +16,22 @@ namespace backward {
 namespace sm90 {
 
 // Asks for kStreamRows rows from `row` on, slab by slab. Rows and columns outside the tensor become zeros.
-template <typename Spec, typename Coordinates>
-__device__ __forceinline__ void copy_stream(const typename Spec::StreamTile& tile, const ptx::TensorMap& map,
-                                            ptx::Mbarrier* full, int row, const Coordinates& coordinates) {
+template <typename Tile, typename Coordinates>
+__device__ __forceinline__ void copy_stream(const Tile& tile, const ptx::TensorMap& map, ptx::Mbarrier* full, int row,
+                                            const Coordinates& coordinates) {
 #pragma unroll
-  for (int slab = 0; slab < Spec::StreamTile::kNumSlabs; ++slab) {
+  for (int slab = 0; slab < Tile::kNumSlabs; ++slab) {
     load_box(tile.slab(slab), map, full, slab * kSlabColumns, row, coordinates, ptx::CacheHint::kEvictLast);
   }
 }
 
 // A block of one tensor, once its buffer is free.
-template <typename Spec, typename Coordinates>
-__device__ __forceinline__ void load_stream(const typename Spec::StreamTile& tile, const ptx::TensorMap& map,
-                                            ptx::Mbarrier* full, ptx::Mbarrier* empty, int parity, int row,
-                                            const Coordinates& coordinates) {
+template <typename Tile, typename Coordinates>
+__device__ __forceinline__ void load_stream(const Tile& tile, const ptx::TensorMap& map, ptx::Mbarrier* full,
+                                            ptx::Mbarrier* empty, int parity, int row, const Coordinates& coordinates) {
   ptx::mbarrier_wait(empty, parity ^ 1);
-  ptx::mbarrier_arrive_expect_tx(full, Spec::kStreamBytes);
-  copy_stream<Spec>(tile, map, full, row, coordinates);
+  ptx::mbarrier_arrive_expect_tx(full, Tile::kBytes);
+  copy_stream(tile, map, full, row, coordinates);
 }
 
 // A block of both, the first one's before the second's.
@@ -45,14 +44,14 @@ __device__ __forceinline__ void load_block(const SharedMemory<Spec>& shared,
   ptx::Mbarrier* full = shared.first_full(first.stage);
   if constexpr (Spec::kIsPaired) {
     ptx::mbarrier_wait(shared.first_empty(first.stage), first.parity ^ 1);
-    ptx::mbarrier_arrive_expect_tx(full, 2 * Spec::kStreamBytes);
-    copy_stream<Spec>(shared.first(first.stage), first_map, full, row, first_at);
-    copy_stream<Spec>(shared.second(second.stage), second_map, full, row, second_at);
+    ptx::mbarrier_arrive_expect_tx(full, Spec::StreamTile::kBytes + Spec::StreamSecondTile::kBytes);
+    copy_stream(shared.first(first.stage), first_map, full, row, first_at);
+    copy_stream(shared.second(second.stage), second_map, full, row, second_at);
   } else {
-    load_stream<Spec>(shared.first(first.stage), first_map, full, shared.first_empty(first.stage), first.parity, row,
-                      first_at);
-    load_stream<Spec>(shared.second(second.stage), second_map, shared.second_full(second.stage),
-                      shared.second_empty(second.stage), second.parity, row, second_at);
+    load_stream(shared.first(first.stage), first_map, full, shared.first_empty(first.stage), first.parity, row,
+                first_at);
+    load_stream(shared.second(second.stage), second_map, shared.second_full(second.stage),
+                shared.second_empty(second.stage), second.parity, row, second_at);
   }
 }
 
@@ -66,14 +65,14 @@ __device__ __forceinline__ void load_own(const SharedMemory<Spec>& shared, const
   ptx::mbarrier_wait(shared.own_empty(own), parity ^ 1);
   publish_tile(shared.tile(own), tile);
   ptx::mbarrier_arrive(shared.tile_full(own));
-  ptx::mbarrier_arrive_expect_tx(full, 2 * Spec::kOwnBytes);
+  ptx::mbarrier_arrive_expect_tx(full, Spec::OwnTile::kBytes + Spec::OwnSecondTile::kBytes);
 #pragma unroll
   for (int slab = 0; slab < Spec::OwnTile::kNumSlabs; ++slab) {
     load_box(shared.own_first(own).slab(slab), first_map, full, slab * kSlabColumns, row, first_at,
              ptx::CacheHint::kEvictFirst);
   }
 #pragma unroll
-  for (int slab = 0; slab < Spec::OwnTile::kNumSlabs; ++slab) {
+  for (int slab = 0; slab < Spec::OwnSecondTile::kNumSlabs; ++slab) {
     load_box(shared.own_second(own).slab(slab), second_map, full, slab * kSlabColumns, row, second_at,
              ptx::CacheHint::kEvictFirst);
   }

@@ -32,39 +32,43 @@ enum class Scores { kPlain, kMasked };
 template <typename Spec>
 struct Products {
   using Element = typename Spec::Element;
-  static constexpr int kScores = Spec::kStreamRows / 2;   // accumulators per thread
-  static constexpr int kPacked = Spec::kStreamRows / 4;   // pairs per thread
-  static constexpr int kColumns = Spec::kStreamRows / 4;  // distinct columns of a thread's scores
-  static constexpr int kOutputs = Spec::kHeadDim / 2;
-  static constexpr int kSteps = Spec::kHeadDim / 16;  // of a product whose k is the head dim
+  static constexpr int kScores = Spec::kStreamRows / 2;      // accumulators per thread
+  static constexpr int kPacked = Spec::kStreamRows / 4;      // pairs per thread
+  static constexpr int kColumns = Spec::kStreamRows / 4;     // distinct columns of a thread's scores
+  static constexpr int kOutputs = Spec::kHeadDim / 2;        // of dq and dk
+  static constexpr int kValueOutputs = Spec::kValueDim / 2;  // of dv
+  static constexpr int kSteps = Spec::kHeadDim / 16;         // of a product whose k is the head dim: scores
+  static constexpr int kValueSteps = Spec::kValueDim / 16;   // and dP
 
-  static __device__ __forceinline__ void clear(float (&output)[kOutputs]) {
+  template <int kSums>
+  static __device__ __forceinline__ void clear(float (&output)[kSums]) {
 #pragma unroll
-    for (int i = 0; i < kOutputs; ++i) output[i] = 0.0f;
+    for (int i = 0; i < kSums; ++i) output[i] = 0.0f;
   }
 
   // output * factor as 16-bit elements. One stmatrix stores the 16 rows of the warp and 16 columns.
-  static __device__ __forceinline__ void store_shared(const typename Spec::OwnTile& tile,
-                                                      const float (&output)[kOutputs], float factor) {
+  template <typename Tile, int kSums>
+  static __device__ __forceinline__ void store_shared(const Tile& tile, const float (&output)[kSums], float factor) {
+    static_assert(Tile::kBytes == 64 * 2 * kSums * 2, "64 rows of as many columns");
     const int lane = ptx::recompute(ptx::lane_index());  // no store address lives through the tile's loop
     const int row = ptx::warp_index() % 4 * 16 + lane % 16;
     unsigned char* row_smem = tile.smem + row * kSlabRowBytes;
 #pragma unroll
-    for (int step = 0; step < Spec::kHeadDim / 16; ++step) {
+    for (int step = 0; step < kSums / 8; ++step) {
       const float* d = &output[8 * step];
       const uint32_t words[4] = {
           pack<Element>(d[0] * factor, d[1] * factor), pack<Element>(d[2] * factor, d[3] * factor),
           pack<Element>(d[4] * factor, d[5] * factor), pack<Element>(d[6] * factor, d[7] * factor)};
       const int chunk = step % 4 * 2 + lane / 16;
-      ptx::stmatrix_x4(row_smem + step / 4 * Spec::OwnTile::kSlabBytes + (chunk ^ (row % 8)) * 16, words);
+      ptx::stmatrix_x4(row_smem + step / 4 * Tile::kSlabBytes + (chunk ^ (row % 8)) * 16, words);
     }
   }
 
-  template <typename Coordinates>
-  static __device__ __forceinline__ void store_global(const ptx::TensorMap& map, const typename Spec::OwnTile& tile,
-                                                      int row, const Coordinates& coordinates) {
+  template <typename Tile, typename Coordinates>
+  static __device__ __forceinline__ void store_global(const ptx::TensorMap& map, const Tile& tile, int row,
+                                                      const Coordinates& coordinates) {
 #pragma unroll
-    for (int slab = 0; slab < Spec::OwnTile::kNumSlabs; ++slab) {
+    for (int slab = 0; slab < Tile::kNumSlabs; ++slab) {
       store_box(map, tile.slab(slab), slab * kSlabColumns, row, coordinates);
     }
   }

@@ -23,7 +23,7 @@ namespace sm90 {
 // What a thread loads of its two rows before the first product.
 template <typename Spec>
 struct RowLoads {
-  static constexpr int kChunks = Spec::kHeadDim / 32;  // of 16 bytes, per lane and row
+  static constexpr int kChunks = Spec::kValueDim / 32;  // of 16 bytes, per lane and row
   float lse[2];
   float dlse[2];
   uint32_t out[2][kChunks][4];
@@ -172,8 +172,8 @@ struct QueryGradientConsumer {
   }
   __device__ __forceinline__ void begin_gradients(float (&gradients)[Product::kScores]) {
     wait_value();
-    issue_product<Element, Product::kSteps>(gradients, shared.own_second(consumer).k_major(),
-                                            shared.second(value.stage).k_major());
+    issue_product<Element, Product::kValueSteps>(gradients, shared.own_second(consumer).k_major(),
+                                                 shared.second(value.stage).k_major());
   }
 
   // gradients: dP to dS.

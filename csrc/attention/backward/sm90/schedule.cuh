@@ -185,7 +185,7 @@ struct Schedule {
   // stream_rows: rows of the stream of one head; sharing: neighbouring heads with the same stream
   __device__ __forceinline__ Schedule(const BackwardParams& params, int own_rows, int heads_, int stream_rows,
                                       int sharing) {
-    constexpr int kSectionRows = (32 << 20) / (4 * Spec::kHeadDim);
+    constexpr int kSectionRows = (32 << 20) / (2 * (Spec::kHeadDim + Spec::kValueDim));
     tiles_per_head = ceil_div(own_rows, Spec::kOwnRows);
     heads = heads_;
     all_heads = heads_ * params.batch;

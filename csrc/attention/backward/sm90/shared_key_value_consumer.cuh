@@ -38,8 +38,9 @@ struct SharedConsumer {
       : params(params_), shared(shared_) {}
 
   // sequence_rows: of the gradient.
-  __device__ __forceinline__ void run_tiles(const ptx::TensorMap& map, int sequence_rows,
-                                            const typename Spec::OwnTile& output_tile, int consumer, float factor) {
+  template <typename OutputTile>
+  __device__ __forceinline__ void run_tiles(const ptx::TensorMap& map, int sequence_rows, const OutputTile& output_tile,
+                                            int consumer, float factor) {
     Derived& derived = static_cast<Derived&>(*this);
     const bool is_storing_thread = ptx::thread_index() % 128 == 0;
     const int heads = params.heads_q / params.heads_kv;
@@ -50,7 +51,7 @@ struct SharedConsumer {
       ptx::mbarrier_wait(shared.own_full(0), parity);
       const int first_key = tile.index * Spec::kOwnRows;
       const BlockRange range = query_blocks<Spec, kMask>(params, tile, first_key, first_key + Spec::kOwnRows);
-      float output[Product::kOutputs];
+      float output[Derived::kOutputs];
       uint32_t packed[Product::kPacked];
       Product::clear(output);
       for (int head = 0; head < heads; ++head) {
@@ -96,6 +97,7 @@ struct ValueGradientConsumer : SharedConsumer<Spec, kMask, ValueGradientConsumer
   using Element = typename Spec::Element;
   using Base::at, Base::used, Base::has_used, Base::params, Base::shared;
   using typename Base::Coordinates;
+  static constexpr int kOutputs = Product::kValueOutputs;
 
   __device__ __forceinline__ ValueGradientConsumer(const BackwardParams& params_, const SharedMemory<Spec>& shared_)
       : Base(params_, shared_) {}
@@ -109,7 +111,7 @@ struct ValueGradientConsumer : SharedConsumer<Spec, kMask, ValueGradientConsumer
 
   // With score modification the other warpgroup gets P^T times the derivative: it needs no more.
   template <Scores kScores>
-  __device__ __forceinline__ void step(float (&dv)[Product::kOutputs], uint32_t (&packed)[Product::kPacked],
+  __device__ __forceinline__ void step(float (&dv)[kOutputs], uint32_t (&packed)[Product::kPacked],
                                        const Coordinates& coordinates) {
     float scores[Product::kScores];
     ptx::mbarrier_wait(shared.first_full(at.stage), at.parity);
@@ -151,7 +153,7 @@ struct ValueGradientConsumer : SharedConsumer<Spec, kMask, ValueGradientConsumer
     at.advance();
   }
 
-  __device__ __forceinline__ void finish(float (&dv)[Product::kOutputs]) {
+  __device__ __forceinline__ void finish(float (&dv)[kOutputs]) {
     ptx::wgmma_wait<0>();
     ptx::wgmma_fence_operands(dv);
     release_used();
@@ -159,7 +161,9 @@ struct ValueGradientConsumer : SharedConsumer<Spec, kMask, ValueGradientConsumer
   }
 
   __device__ __forceinline__ void run(const ptx::TensorMap& dv_map) {
-    Base::run_tiles(dv_map, params.sequence_rows.dv, shared.own_first(0), 0, 1.0f);
+    // dV in K's place, dK in V's: each has been read by this warpgroup alone.
+    const typename Spec::OwnSecondTile output{shared.own_first(0).smem};
+    Base::run_tiles(dv_map, params.sequence_rows.dv, output, 0, 1.0f);
     ptx::named_barrier_sync(barrier_id(SharedBarrier::kProbabilitiesEmpty), 256);  // the arrival that is left over
   }
 };
@@ -171,6 +175,7 @@ struct KeyGradientConsumer : SharedConsumer<Spec, kMask, KeyGradientConsumer<Spe
   using Element = typename Spec::Element;
   using Base::at, Base::used, Base::has_used, Base::params, Base::shared;
   using typename Base::Coordinates;
+  static constexpr int kOutputs = Product::kOutputs;
 
   __device__ __forceinline__ KeyGradientConsumer(const BackwardParams& params_, const SharedMemory<Spec>& shared_)
       : Base(params_, shared_) {}
@@ -183,15 +188,15 @@ struct KeyGradientConsumer : SharedConsumer<Spec, kMask, KeyGradientConsumer<Spe
   }
 
   template <Scores kScores>
-  __device__ __forceinline__ void step(float (&dk)[Product::kOutputs], uint32_t (&packed)[Product::kPacked],
+  __device__ __forceinline__ void step(float (&dk)[kOutputs], uint32_t (&packed)[Product::kPacked],
                                        const Coordinates&) {
     float gradients[Product::kScores];                           // dP^T, then dS^T
     ptx::mbarrier_wait(shared.first_full(at.stage), at.parity);  // for row_dot, and Q below
     float row_dot[Product::kColumns];
     load_columns<Spec>(row_dot, shared.statistics(at.stage) + Spec::kStreamRows * 4);
     ptx::mbarrier_wait(shared.second_full(at.stage), at.parity);
-    issue_product<Element, Product::kSteps>(gradients, shared.own_second(0).k_major(),
-                                            shared.second(at.stage).k_major());
+    issue_product<Element, Product::kValueSteps>(gradients, shared.own_second(0).k_major(),
+                                                 shared.second(at.stage).k_major());
     ptx::wgmma_wait<0>();  // dP^T; and dK of the block before
     ptx::wgmma_fence_operands(gradients);
     release_used();
@@ -215,7 +220,7 @@ struct KeyGradientConsumer : SharedConsumer<Spec, kMask, KeyGradientConsumer<Spe
     at.advance();
   }
 
-  __device__ __forceinline__ void finish(float (&dk)[Product::kOutputs]) {
+  __device__ __forceinline__ void finish(float (&dk)[kOutputs]) {
     ptx::wgmma_wait<0>();
     ptx::wgmma_fence_operands(dk);
     release_used();
@@ -224,7 +229,8 @@ struct KeyGradientConsumer : SharedConsumer<Spec, kMask, KeyGradientConsumer<Spe
 
   __device__ __forceinline__ void run(const ptx::TensorMap& dk_map) {
     ptx::named_barrier_arrive(barrier_id(SharedBarrier::kProbabilitiesEmpty), 256);  // nothing to read yet
-    Base::run_tiles(dk_map, params.sequence_rows.dk, shared.own_second(0), 1, params.scale);
+    const typename Spec::OwnTile output{shared.own_second(0).smem};
+    Base::run_tiles(dk_map, params.sequence_rows.dk, output, 1, params.scale);
   }
 };
 

@@ -29,11 +29,14 @@ namespace sm90 {
 //   kSharesRows      two warpgroups own the same 64 rows: one computes P and dv, the other dP and dk
 //   kIsVarlen          of MaskKind::kRuntime: a tile carries its sequence's extents
 //   kScores          varlen, 1: a softcap or a mask tensor comes before the softmax (kHasScoreMod); 2: a softcap or ALiBi
+//   kNarrower        columns that the second pair has fewer than the first
 template <typename Element_, int kHeadDim_, int kOwnRows_, int kStreamRows_, int kFirstStages_, int kSecondStages_,
-          int kNumWarps_, bool kHasStatistics_, bool kSharesRows_, bool kIsPaired_, bool kIsVarlen_, int kScores_>
+          int kNumWarps_, bool kHasStatistics_, bool kSharesRows_, bool kIsPaired_, bool kIsVarlen_, int kScores_,
+          int kNarrower_>
 struct TileSpec {
   using Element = Element_;
   static constexpr int kHeadDim = kHeadDim_;
+  static constexpr int kValueDim = kHeadDim_ - kNarrower_;  // of V, dO and dv
   static constexpr int kOwnRows = kOwnRows_;
   static constexpr int kStreamRows = kStreamRows_;
   static constexpr int kFirstStages = kFirstStages_;
@@ -54,8 +57,10 @@ struct TileSpec {
   static constexpr int kNumConsumers = kSharesRows ? 2 : kNumOwnTiles;
   static constexpr int kConsumersPerTile = kNumConsumers / kNumOwnTiles;
   static constexpr int kNumThreads = kNumWarps * 32;
-  using OwnTile = SharedTile<64, kHeadDim>;              // a warpgroup's rows of one tensor
-  using StreamTile = SharedTile<kStreamRows, kHeadDim>;  // one block of one tensor
+  using OwnTile = SharedTile<64, kHeadDim>;  // a warpgroup's rows of the first
+  using OwnSecondTile = SharedTile<64, kValueDim>;
+  using StreamTile = SharedTile<kStreamRows, kHeadDim>;  // one block of the first
+  using StreamSecondTile = SharedTile<kStreamRows, kValueDim>;
 
   static_assert(kHeadDim <= 256, "wgmma takes N <= 256");
   static_assert(kOwnRows % 64 == 0 && kNumConsumers >= 2 && kNumConsumers <= 3, "a warpgroup owns 64 rows");
@@ -80,15 +85,15 @@ struct TileSpec {
 
   // Bytes.
   static constexpr int kOwnBytes = OwnTile::kBytes;
-  static constexpr int kStreamBytes = StreamTile::kBytes;
-  static constexpr int kStatisticsBytes = kHasStatistics ? 2 * kStreamRows * 4 : 0;  // of one block
+  static constexpr int kOwnSecondBytes = kSharesRows ? kOwnBytes : OwnSecondTile::kBytes;  // dk takes V's place
+  static constexpr int kStatisticsBytes = kHasStatistics ? 2 * kStreamRows * 4 : 0;        // of one block
   static constexpr int kProbabilityBytes =
       kSharesRows ? 64 * kStreamRows * 2 : 0;  // P, from one warpgroup to the other
 
   static constexpr int kOwnOffset = 0;
-  static constexpr int kFirstOffset = kOwnOffset + 2 * kNumOwnTiles * kOwnBytes;
-  static constexpr int kSecondOffset = kFirstOffset + kFirstStages * kStreamBytes;
-  static constexpr int kProbabilityOffset = kSecondOffset + kSecondStages * kStreamBytes;
+  static constexpr int kFirstOffset = kOwnOffset + kNumOwnTiles * (kOwnBytes + kOwnSecondBytes);
+  static constexpr int kSecondOffset = kFirstOffset + kFirstStages * StreamTile::kBytes;
+  static constexpr int kProbabilityOffset = kSecondOffset + kSecondStages * StreamSecondTile::kBytes;
   static constexpr int kStatisticsOffset = kProbabilityOffset + kProbabilityBytes;
   static constexpr int kTileBytes = kIsVarlen ? 48 : 16;                       // Tile, VarlenTile
   static constexpr int kProducerBytes = kIsVarlen ? kTileBytes + 32 * 16 : 0;  // the producer's own notes
@@ -102,9 +107,10 @@ struct TileSpec {
 // A tile of kBlockM rows of Q; blocks of kBlockN keys. kNumStages blocks of K, kValueStages of V.
 //   kLookahead_   the next block's scores are issued before this block's dS is computed: registers for another 64 x kBlockN
 template <typename Element, int kHeadDim, int kBlockM, int kBlockN, int kNumStages, int kNumWarps, int kValueStages,
-          int kLookahead_, bool kIsVarlen_ = false, int kScores_ = 0>
-struct QueryGradientSpec : TileSpec<Element, kHeadDim, kBlockM, kBlockN, kNumStages, kValueStages, kNumWarps, false,
-                                    false, kLookahead_ == 0 && kNumStages == kValueStages, kIsVarlen_, kScores_> {
+          int kLookahead_, bool kIsVarlen_ = false, int kScores_ = 0, int kNarrower_ = 0>
+struct QueryGradientSpec
+    : TileSpec<Element, kHeadDim, kBlockM, kBlockN, kNumStages, kValueStages, kNumWarps, false, false,
+               kLookahead_ == 0 && kNumStages == kValueStages, kIsVarlen_, kScores_, kNarrower_> {
   static constexpr bool kLookahead = kLookahead_ != 0;
   static_assert(!kLookahead || (kNumStages >= 3 && kValueStages >= 2), "K of three blocks is in use at a time");
   static_assert(!kLookahead || kBlockN >= 64, "of a warpgroup's blocks at most two need a mask");
@@ -115,11 +121,14 @@ struct QueryGradientSpec : TileSpec<Element, kHeadDim, kBlockM, kBlockN, kNumSta
 //   kStartsFromRowDot_   dP starts from -row_dot, and dS = P dP. Head dim 128: causal 5% to 7% faster, full 2% slower;
 //                        head dim 64: up to 4% slower
 template <typename Element, int kHeadDim, int kBlockM, int kBlockN, int kNumStages, int kNumWarps, int kLookahead_,
-          int kStartsFromRowDot_, bool kIsVarlen_ = false, int kScores_ = 0>
+          int kStartsFromRowDot_, bool kIsVarlen_ = false, int kScores_ = 0, int kNarrower_ = 0>
 struct KeyValueGradientSpec : TileSpec<Element, kHeadDim, kBlockN, kBlockM, kNumStages, kNumStages, kNumWarps, true,
-                                       kBlockN == 64, kBlockN != 64, kIsVarlen_, kScores_> {
+                                       kBlockN == 64, kBlockN != 64, kIsVarlen_, kScores_, kNarrower_> {
   static constexpr bool kLookahead = kLookahead_ != 0;
   static constexpr bool kStartsFromRowDot = kStartsFromRowDot_ != 0;
+  // With dk and dv of a warpgroup's keys there are no registers for S^T beside dP^T: one follows the other.
+  static constexpr bool kIsTight = kBlockN != 64 && 2 * kHeadDim - kNarrower_ > 256;
+  static_assert(!kIsTight || (kStartsFromRowDot && kScores_ == 0), "nor for row_dot, or a mask's values");
   static_assert(!kStartsFromRowDot || (!kLookahead && kBlockN > 64), "no gain was found there");
   static_assert(kNumStages >= 2, "a block of dO, too, is released once the next block's scores have been issued");
   static_assert(!kLookahead || (kNumStages >= 3 && kBlockM >= 64 && kBlockN > 64), "as above");
@@ -127,13 +136,13 @@ struct KeyValueGradientSpec : TileSpec<Element, kHeadDim, kBlockN, kBlockM, kNum
 
 // For MaskKind::kRuntime.
 template <typename Element, int kHeadDim, int kBlockM, int kBlockN, int kNumStages, int kNumWarps, int kValueStages,
-          int kLookahead, int kScores>
+          int kLookahead, int kScores, int kNarrower>
 using VarlenQueryGradientSpec = QueryGradientSpec<Element, kHeadDim, kBlockM, kBlockN, kNumStages, kNumWarps,
-                                                  kValueStages, kLookahead, true, kScores>;
+                                                  kValueStages, kLookahead, true, kScores, kNarrower>;
 template <typename Element, int kHeadDim, int kBlockM, int kBlockN, int kNumStages, int kNumWarps, int kLookahead,
-          int kStartsFromRowDot, int kScores>
+          int kStartsFromRowDot, int kScores, int kNarrower>
 using VarlenKeyValueGradientSpec = KeyValueGradientSpec<Element, kHeadDim, kBlockM, kBlockN, kNumStages, kNumWarps,
-                                                        kLookahead, kStartsFromRowDot, true, kScores>;
+                                                        kLookahead, kStartsFromRowDot, true, kScores, kNarrower>;
 
 // Where row `row` of a block lies among its statistics: a lane's four columns of 16, 2t, 2t + 1, 2t + 8 and 2t + 9 with
 // t = lane % 4, side by side for one 16-byte load.
@@ -147,16 +156,16 @@ struct SharedMemory {
   unsigned char* base;
 
   __device__ __forceinline__ typename Spec::OwnTile own_first(int tile) const {
-    return {base + Spec::kOwnOffset + 2 * tile * Spec::kOwnBytes};
+    return {base + Spec::kOwnOffset + tile * (Spec::kOwnBytes + Spec::kOwnSecondBytes)};
   }
-  __device__ __forceinline__ typename Spec::OwnTile own_second(int tile) const {
+  __device__ __forceinline__ typename Spec::OwnSecondTile own_second(int tile) const {
     return {own_first(tile).smem + Spec::kOwnBytes};
   }
   __device__ __forceinline__ typename Spec::StreamTile first(int stage) const {
-    return {base + Spec::kFirstOffset + stage * Spec::kStreamBytes};
+    return {base + Spec::kFirstOffset + stage * Spec::StreamTile::kBytes};
   }
-  __device__ __forceinline__ typename Spec::StreamTile second(int stage) const {
-    return {base + Spec::kSecondOffset + stage * Spec::kStreamBytes};
+  __device__ __forceinline__ typename Spec::StreamSecondTile second(int stage) const {
+    return {base + Spec::kSecondOffset + stage * Spec::StreamSecondTile::kBytes};
   }
   // [2][kStreamRows] fp32: log-sum-exp in base 2 (+inf for a row whose P is zero), then row_dot (negative where
   // kStartsFromRowDot), in the order of statistics_index. Of the block in first(stage), guarded by the same two barriers.

@@ -14,7 +14,7 @@ namespace sm90 {
 // Tiles by number, for a block that asks for ascending numbers.
 template <typename Spec, bool kOwnsKeys>
 struct VarlenSchedule {
-  static constexpr int kSectionRows = (32 << 20) / (4 * Spec::kHeadDim);
+  static constexpr int kSectionRows = (32 << 20) / (2 * (Spec::kHeadDim + Spec::kValueDim));
   // Up to so many tiles per block, sequences share sections where tiles differ in length: otherwise the last sequence's longest tile
   // would begin too late. With more tiles sharing costs up to 10%, as fewer concurrent tiles share a stream.
   static constexpr int kFewRounds = 5;

@@ -36,7 +36,7 @@ struct Consumer {
   using Element = typename Spec::Element;
   static constexpr int kScores = Spec::kBlockN / 2;         // accumulators per thread
   static constexpr int kProbabilities = Spec::kBlockN / 4;  // packed pairs per thread
-  static constexpr int kOutputs = Spec::kHeadDim / 2;
+  static constexpr int kOutputs = Spec::kValueDim / 2;
   // Wait for K and V before either product, or for V while the tensor cores work on S. With four products in S (head
   // dim 64) and three warpgroups the wait in between starves the tensor cores: 5% slower. With more products, or a fourth
   // warpgroup, it costs nothing and what it delays is hidden: 1% faster.
@@ -104,7 +104,7 @@ struct Consumer {
                                                 shared.key(key.stage).k_major());
   }
 
-  // output[64 x kHeadDim] += P[64 x kBlockN] V[kBlockN x kHeadDim]; asynchronous.
+  // output[64 x kValueDim] += P[64 x kBlockN] V[kBlockN x kValueDim]; asynchronous.
   __device__ __forceinline__ void issue_output(float (&output)[kOutputs],
                                                uint32_t (&probabilities)[kProbabilities]) const {
     issue_product<Element, true>(output, probabilities, shared.value(value.stage).mn_major());

@@ -40,7 +40,7 @@ __device__ __forceinline__ void load_sinks(const ForwardParams& params, const Ti
 // `smem`. One stmatrix stores the 16 rows of the warp and 16 columns.
 template <typename Spec>
 __device__ __forceinline__ void store_output_shared(typename Spec::OutputTile smem,
-                                                    const float (&output)[Spec::kHeadDim / 2],
+                                                    const float (&output)[Spec::kValueDim / 2],
                                                     const float (&inverse_sum)[2], int first_slab, int thread) {
   const int lane = thread % 32;
   const int row = thread / 32 % 4 * 16 + lane % 16;
@@ -89,7 +89,7 @@ __device__ __forceinline__ void store_lse(const ForwardParams& params, const Til
 // Normalised fp32 rows of params.out_partial, straight from the accumulators: a quad writes 32 bytes, a whole sector.
 template <typename Spec, MaskKind kMask>
 __device__ __forceinline__ void store_partial(const ForwardParams& params, const Tile<kMask>& tile, int consumer,
-                                              const float (&output)[Spec::kHeadDim / 2],
+                                              const float (&output)[Spec::kValueDim / 2],
                                               const float (&inverse_sum)[2]) {
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
@@ -98,7 +98,7 @@ __device__ __forceinline__ void store_partial(const ForwardParams& params, const
     float* row_gmem = params.out_partial + (first_row_of_head<Spec>(params, tile) + row) * params.head_dim +
                       ptx::lane_index() % 4 * 2;
 #pragma unroll
-    for (int j = 0; j < Spec::kHeadDim / 8; ++j) {
+    for (int j = 0; j < Spec::kValueDim / 8; ++j) {
       const uint32_t pair[2] = {ptx::float_bits(output[4 * j + 2 * r] * inverse_sum[r]),
                                 ptx::float_bits(output[4 * j + 2 * r + 1] * inverse_sum[r])};
       if (8 * j < params.head_dim) ptx::st_global_64(row_gmem + 8 * j, pair);
@@ -132,7 +132,7 @@ __device__ __forceinline__ void store_tail_rows(const ForwardParams& params, con
 template <typename Spec, MaskKind kMask>
 __device__ __forceinline__ void store_tile(const ForwardParams& params, const SharedMemory<Spec>& shared,
                                            const ptx::TensorMap& out_map, const Tile<kMask>& tile, int query_stage,
-                                           int consumer, const float (&output)[Spec::kHeadDim / 2],
+                                           int consumer, const float (&output)[Spec::kValueDim / 2],
                                            const float (&inverse_sum)[2]) {
   const auto smem = shared.output(query_stage, consumer);
   const bool is_storing_thread = ptx::thread_index() % 128 == 0;
@@ -140,7 +140,7 @@ __device__ __forceinline__ void store_tile(const ForwardParams& params, const Sh
   const bool is_ragged = kMask == MaskKind::kRuntime && params.sequences.cu_seqlens_q != nullptr;
   const bool has_tail = is_ragged && first_row + 64 > tile.num_rows(params);
 #pragma unroll
-  for (int first_slab = 0; first_slab < Spec::kNumSlabs; first_slab += Spec::kSlabsOfPass) {
+  for (int first_slab = 0; first_slab < Spec::kNumValueSlabs; first_slab += Spec::kSlabsOfPass) {
     // Hazard: the store before (of this tile or of the last) still reads the buffer; its thread waits for it. Or: the tensor cores still
     // read Q for another warp of the warpgroup.
     if (!Spec::kHasOutputInQuery && is_storing_thread) ptx::tma_store_wait_read<0>();

@@ -16,14 +16,16 @@ namespace sm90 {
 //                      output overwrites the tile's Q, and the next tile's Q has the other stage (varlen kernels)
 //   kSplit             1: params.num_splits work items share a tile's keys and write fp32 partial results from the
 //                      accumulators; kNumOutputSlabs is 0
+//   kNarrower          columns that V and the output have fewer than Q and K
 //   kTileBytes         what the producer tells the consumers of a tile
 //   kSchedulerBytes, kNumSchedulerBarriers   of the producing warps alone (varlen/spec.cuh)
 template <typename Element_, int kHeadDim_, int kBlockM_, int kBlockN_, int kNumStages_, int kNumWarps_,
-          int kNumQueryStages_, int kNumOutputSlabs_, int kSplit_ = 0, int kTileBytes_ = 16, int kSchedulerBytes_ = 0,
-          int kNumSchedulerBarriers_ = 0>
+          int kNumQueryStages_, int kNumOutputSlabs_, int kSplit_ = 0, int kNarrower_ = 0, int kTileBytes_ = 16,
+          int kSchedulerBytes_ = 0, int kNumSchedulerBarriers_ = 0>
 struct ForwardSpec {
   using Element = Element_;
-  static constexpr int kHeadDim = kHeadDim_;
+  static constexpr int kHeadDim = kHeadDim_;                // of Q and K
+  static constexpr int kValueDim = kHeadDim_ - kNarrower_;  // of V and the output
   static constexpr int kBlockM = kBlockM_;
   static constexpr int kBlockN = kBlockN_;
   static constexpr int kNumStages = kNumStages_;
@@ -38,17 +40,19 @@ struct ForwardSpec {
   static constexpr int kNumConsumers = kBlockM / 64;
   static constexpr int kNumThreads = kNumWarps * 32;
   static constexpr int kNumSlabs = kHeadDim / 64;  // 64 columns, 128 bytes: the width of the swizzle
+  static constexpr int kNumValueSlabs = kValueDim / 64;
 
-  static_assert(kHeadDim % 64 == 0 && kHeadDim <= 256, "a tile is cut into 64-column slabs, and wgmma takes N <= 256");
+  static_assert(kHeadDim % 64 == 0 && kHeadDim <= 256 && kValueDim % 64 == 0 && kValueDim <= kHeadDim,
+                "a tile is cut into 64-column slabs, and wgmma takes N <= 256");
   static_assert(kBlockM % 64 == 0 && kNumConsumers >= 1 && kNumConsumers <= 4, "a warpgroup owns 64 rows of Q");
   static_assert(kBlockN % 16 == 0 && kBlockN <= 256, "k of P V is 16, and a box has at most 256 rows");
   static_assert(kNumWarps == 4 * (kNumConsumers + 1), "one producer warpgroup and the consumers");
   static_assert(!kIsSplit || kNumOutputSlabs == 0, "partial results do not pass through shared memory");
-  static_assert(kNumOutputSlabs == 0 || kNumSlabs % kNumOutputSlabs == 0, "the passes of the output are equal");
+  static_assert(kNumOutputSlabs == 0 || kNumValueSlabs % kNumOutputSlabs == 0, "the passes of the output are equal");
   static constexpr bool kHasOutputInQuery = !kIsSplit && kNumOutputSlabs == 0;
   static_assert(!kHasOutputInQuery || kNumQueryStages == 2,
                 "the next tile's Q is loaded while the output occupies this one's buffer");
-  static constexpr int kSlabsOfPass = kHasOutputInQuery ? kNumSlabs : kNumOutputSlabs;
+  static constexpr int kSlabsOfPass = kHasOutputInQuery ? kNumValueSlabs : kNumOutputSlabs;
 
   // Registers per thread, multiples of 8; 128 * (producer + consumers * consumer) <= 65536.
   static constexpr int kProducerRegisters = kNumConsumers >= 3 ? 32 : 24;
@@ -56,14 +60,15 @@ struct ForwardSpec {
 
   using QueryTile = SharedTile<64, kHeadDim>;            // of one warpgroup
   using OutputTile = SharedTile<64, 64 * kSlabsOfPass>;  // of one warpgroup
-  using KeyTile = SharedTile<kBlockN, kHeadDim>;         // one stage of K, or of V
+  using KeyTile = SharedTile<kBlockN, kHeadDim>;         // one stage of K
+  using ValueTile = SharedTile<kBlockN, kValueDim>;      // and of V
   static constexpr int kOutputBytes = kNumOutputSlabs == 0 ? 0 : OutputTile::kBytes;
 
   static constexpr int kNumQueryTiles = kNumQueryStages * kNumConsumers;
   static constexpr int kQueryOffset = 0;
   static constexpr int kKeyOffset = kQueryOffset + kNumQueryTiles * QueryTile::kBytes;
   static constexpr int kValueOffset = kKeyOffset + kNumStages * KeyTile::kBytes;
-  static constexpr int kOutputOffset = kValueOffset + kNumStages * KeyTile::kBytes;
+  static constexpr int kOutputOffset = kValueOffset + kNumStages * ValueTile::kBytes;
   static constexpr int kTileOffset = kOutputOffset + kNumConsumers * kOutputBytes;
   static constexpr int kSchedulerOffset = kTileOffset + kNumQueryTiles * kTileBytes;
   static constexpr int kBarrierOffset = kSchedulerOffset + kSchedulerBytes_;
@@ -83,14 +88,14 @@ struct SharedMemory {
   }
   // Where warpgroup `consumer` puts the output of the tile whose Q has query stage `stage`.
   __device__ __forceinline__ typename Spec::OutputTile output(int stage, int consumer) const {
-    if constexpr (Spec::kHasOutputInQuery) return query(stage, consumer);
+    if constexpr (Spec::kHasOutputInQuery) return {query(stage, consumer).smem};
     return {base + Spec::kOutputOffset + consumer * Spec::kOutputBytes};
   }
   __device__ __forceinline__ typename Spec::KeyTile key(int stage) const {
     return {base + Spec::kKeyOffset + stage * Spec::KeyTile::kBytes};
   }
-  __device__ __forceinline__ typename Spec::KeyTile value(int stage) const {
-    return {base + Spec::kValueOffset + stage * Spec::KeyTile::kBytes};
+  __device__ __forceinline__ typename Spec::ValueTile value(int stage) const {
+    return {base + Spec::kValueOffset + stage * Spec::ValueTile::kBytes};
   }
   // The Tile (schedule.cuh) that the Q in query(stage, consumer) belongs to; guarded by the same two
   // barriers.

@@ -118,10 +118,11 @@ class Scores:
 
 
 def shares_weights(unit: Unit) -> bool:
-    """Whether dS is made from P that another warp computed and rounded to the type."""
+    """Whether dS is made from P rounded to the type: another warp computed it, or it is kept as the operand of dV."""
     if not unit.row.operation.endswith("_dkv"):
         return False
-    return unit.row.block_n == 64 if unit.row.family == "sm90" else unit.row.options.get("roles") != 1
+    is_tight = 2 * unit.row.axes["head_dim"] - unit.row.options.get("narrower", 0) > 256
+    return unit.row.block_n == 64 or is_tight if unit.row.family == "sm90" else unit.row.options.get("roles") != 1
 
 
 def trial(unit: Unit, problem: Problem) -> Trial:

@@ -64,9 +64,13 @@ def _with_alibi(problems: Iterator[VarlenProblem]) -> Iterator[VarlenProblem]:
             yield replace(problem, mask=MaskTensor.ALIBI, mask_broadcast=(seed % 2 == 1, False, False), data_seed=seed)
 
 
+def value_dim(unit: Unit) -> int:
+    return unit.row.axes["head_dim"] - unit.row.options.get("narrower", 0)
+
+
 def _base(unit: Unit, name: str, rows: tuple[int, ...], keys: tuple[int, ...]) -> VarlenProblem:
     dim = unit.row.axes["head_dim"]
-    return VarlenProblem(name, unit.dtype, rows, keys, 2, 1, dim, dim)
+    return VarlenProblem(name, unit.dtype, rows, keys, 2, 1, dim, value_dim(unit))
 
 
 def diagonals(base: VarlenProblem, unit: Unit, edge: int) -> Iterator[VarlenProblem]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from flashmoe_tools.operations.serving.emulation.cases import SMALLEST, diagonals, with_dropout
+from flashmoe_tools.operations.serving.emulation.cases import SMALLEST, diagonals, value_dim, with_dropout
 from flashmoe_tools.operations.serving.emulation.problem import Keys, MaskTensor, Rows, VarlenProblem, adds_alibi
 from flashmoe_tools.tables import Unit
 
@@ -48,7 +48,7 @@ def _problems(unit: Unit) -> Iterator[VarlenProblem]:
     m, n, dim = unit.row.block_m, unit.row.block_n, unit.row.axes["head_dim"]
 
     def base(name: str, rows: tuple[int, ...], keys: tuple[int, ...]) -> VarlenProblem:
-        return VarlenProblem(name, unit.dtype, rows, keys, 2, 1, dim, dim)
+        return VarlenProblem(name, unit.dtype, rows, keys, 2, 1, dim, value_dim(unit))
 
     # Sequences without rows, without keys, with fewer keys than rows (rows that see none), one past a tile both ways.
     yield replace(base("ragged", (m + 1, 0, 5, 9, 3), (2 * n + 1, 7, 0, 4, 7)), right=0)

@@ -34,11 +34,12 @@ struct VarlenProducer {
       : params(params_), shared(shared_), q_map(q_map_), k_map(k_map_), v_map(v_map_) {}
 
   // One box of rows of K or V, slab by slab.
+  template <typename Tile>
   static __device__ __forceinline__ void load_box(unsigned char* smem, const ptx::TensorMap& map, ptx::Mbarrier* full,
                                                   int row, int kv_head, int batch) {
 #pragma unroll
-    for (int slab = 0; slab < Spec::kNumSlabs; ++slab) {
-      ptx::tma_load_4d(smem + slab * Spec::KeyTile::kSlabBytes, &map, full, slab * 64, row, kv_head, batch,
+    for (int slab = 0; slab < Tile::kNumSlabs; ++slab) {
+      ptx::tma_load_4d(smem + slab * Tile::kSlabBytes, &map, full, slab * 64, row, kv_head, batch,
                        ptx::CacheHint::kEvictLast);
     }
   }
@@ -49,9 +50,10 @@ struct VarlenProducer {
     const NextTile& next;
 
     __device__ __forceinline__ int find(int block) const { return next.first_key + block * Spec::kBlockN; }
-    __device__ __forceinline__ void load(unsigned char* smem, const ptx::TensorMap& map, ptx::Mbarrier* full,
-                                         int row) const {
-      load_box(smem, map, full, row, next.kv_head, params.sequences.cu_seqlens_k == nullptr ? next.tile.batch : 0);
+    template <typename Tile>
+    __device__ __forceinline__ void load(Tile tile, const ptx::TensorMap& map, ptx::Mbarrier* full, int row) const {
+      load_box<Tile>(tile.smem, map, full, row, next.kv_head,
+                     params.sequences.cu_seqlens_k == nullptr ? next.tile.batch : 0);
     }
   };
 
@@ -108,28 +110,28 @@ struct VarlenProducer {
       return boxes;
     }
 
-    template <int kNumBoxes>
+    template <int kNumBoxes, typename Tile>
     __device__ __forceinline__ void load_boxes(unsigned char* smem, const ptx::TensorMap& map, ptx::Mbarrier* full,
                                                Boxes& boxes) const {
 #pragma unroll
       for (int box = 0; box < kNumBoxes; ++box) {
-        load_box(smem + box * box_rows * 128, map, full, boxes.row, next.kv_head, boxes.pages[box]);
+        load_box<Tile>(smem + box * box_rows * 128, map, full, boxes.row, next.kv_head, boxes.pages[box]);
         step(boxes.index, boxes.row);
       }
     }
-    __device__ __forceinline__ void load(unsigned char* smem, const ptx::TensorMap& map, ptx::Mbarrier* full,
-                                         Boxes boxes) const {
+    template <typename Tile>
+    __device__ __forceinline__ void load(Tile tile, const ptx::TensorMap& map, ptx::Mbarrier* full, Boxes boxes) const {
       if (box_rows == Spec::kBlockN) {
-        load_boxes<1>(smem, map, full, boxes);
+        load_boxes<1, Tile>(tile.smem, map, full, boxes);
       } else if (2 * box_rows == Spec::kBlockN) {
-        load_boxes<2>(smem, map, full, boxes);
+        load_boxes<2, Tile>(tile.smem, map, full, boxes);
       } else {
         const int rows = kBoxes * box_rows;
-        load_boxes<kBoxes>(smem, map, full, boxes);
+        load_boxes<kBoxes, Tile>(tile.smem, map, full, boxes);
         for (int row = rows; row < Spec::kBlockN; row += rows) {
           boxes.key += rows;
           look_up(boxes);
-          load_boxes<kBoxes>(smem + row * 128, map, full, boxes);
+          load_boxes<kBoxes, Tile>(tile.smem + row * 128, map, full, boxes);
         }
       }
     }
@@ -141,15 +143,15 @@ struct VarlenProducer {
     const auto where = source.find(block);
     ptx::mbarrier_wait(shared.key_empty(key.stage), key.parity ^ 1);
     ptx::mbarrier_arrive_expect_tx(full, Spec::KeyTile::kBytes);
-    source.load(shared.key(key.stage).smem, k_map, full, where);
+    source.load(shared.key(key.stage), k_map, full, where);
     key.advance();
   }
   template <typename Source>
   __device__ __forceinline__ void load_value(const Source& source, int block, ptx::Mbarrier* full) {
     const auto where = source.find(block);
     ptx::mbarrier_wait(shared.value_empty(value.stage), value.parity ^ 1);
-    ptx::mbarrier_arrive_expect_tx(full, Spec::KeyTile::kBytes);
-    source.load(shared.value(value.stage).smem, v_map, full, where);
+    ptx::mbarrier_arrive_expect_tx(full, Spec::ValueTile::kBytes);
+    source.load(shared.value(value.stage), v_map, full, where);
     value.advance();
   }
 

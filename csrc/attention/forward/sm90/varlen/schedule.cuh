@@ -162,7 +162,7 @@ class SequenceWalk {
 // one time. With a window those are few, and all heads go together: their short tiles then come last of all, and fill the end.
 template <typename Spec>
 __device__ __forceinline__ int heads_per_section(const ForwardParams& params, const VarlenSequence& sequence) {
-  constexpr int kSectionKeys = (32 << 20) / (4 * Spec::kHeadDim);
+  constexpr int kSectionKeys = (32 << 20) / (2 * (Spec::kHeadDim + Spec::kValueDim));
   const ScoreOptions& options = params.score_options;
   int keys = sequence.keys();
   if (options.left < keys / 4 && options.right < keys / 4) keys = 2 * (options.left + options.right + 1);

@@ -54,7 +54,7 @@ struct TileScheduler {
     constexpr int kRowsAtOnce = 32 / 8;
     for (int row = tail.first_row + lane / 8; row < Spec::kBlockN; row += kRowsAtOnce) {
 #pragma unroll
-      for (int slab = 0; slab < Spec::kNumSlabs; ++slab) {
+      for (int slab = 0; slab < Spec::kNumValueSlabs; ++slab) {
         ptx::st_shared_128(value_rows.row(row, slab) + lane % 8 * 16, zeros);
       }
     }
