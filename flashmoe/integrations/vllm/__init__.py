@@ -1,4 +1,4 @@
-"""flashmoe in vLLM, by its plug-ins: ``vllm serve MODEL --attention-backend CUSTOM``. Experimental: run inside of vLLM on CPUs, not on a GPU.
+"""flashmoe in vLLM, by its plug-ins: ``vllm serve MODEL --attention-backend CUSTOM``. Experimental: docs/integrations.md says what ran.
 
 vLLM calls :func:`register` in each of its processes, by the entry point group ``vllm.general_plugins``. Nothing changes for who does not ask:
 attention is used where ``CUSTOM`` (from 0.33 on also ``FLASHMOE``) is chosen, experts where FLASHMOE_VLLM_EXPERTS is 1.

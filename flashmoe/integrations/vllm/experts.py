@@ -1,6 +1,6 @@
 """vLLM's experts in 16 bits by ``flashmoe.fused_moe``, between its own prepare and finalise steps (data and expert parallel included).
 
-Experimental: run inside of vLLM on CPUs, not on a GPU. FLASHMOE_VLLM_EXPERTS=1 asks for it.
+Experimental. FLASHMOE_VLLM_EXPERTS=1 asks for it.
 """
 
 from __future__ import annotations

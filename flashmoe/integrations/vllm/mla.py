@@ -1,6 +1,6 @@
 """Latent attention (MLA) of vLLM's engine: decoding by ``flashmoe.mla_decode``; prompts and the cache's new keys by vLLM's own.
 
-Experimental: not run inside of vLLM. The cache is vLLM's 16-bit one, [blocks, block_size, 576]: the latent (512), then its rotary part (64).
+Experimental. The cache is vLLM's 16-bit one, [blocks, block_size, 576]: the latent (512), then its rotary part (64).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""vLLM's experts with fp8 (128 by 128 blocks) and mxfp4 weights by ``flashmoe.fused_moe``. Experimental: not run inside of vLLM.
+"""vLLM's experts with fp8 (128 by 128 blocks) and mxfp4 weights by ``flashmoe.fused_moe``. Experimental.
 
 vLLM has no registry for these: its quantisation methods ask one function each for a backend and a class, and that name is wrapped in
 the methods' module. The backend tells what becomes of the loaded weights; the ones given here leave them alone.
