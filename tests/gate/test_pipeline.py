@@ -150,6 +150,12 @@ def test_a_long_step_shows_what_its_program_says(tmp_path: Path, monkeypatch: py
     assert set(seen) <= {"device code 3/217 4s", "no"}  # a busy machine sees the last line, too
 
 
+def test_without_a_compiler_only_what_needs_one_is_skipped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    report = run(tmp_path, step("one"), step("two", needs="compiler"), step("three"))
+    assert verdicts(report) == {"one": "PASS", "two": "SKIP", "three": "PASS"}
+
+
 def test_a_table_cell_ends_with_a_word(tmp_path: Path) -> None:
     report = run(tmp_path, python(f"raise SystemExit('{'word ' * 60}')"))
     (row,) = [line for line in cli.render(report).splitlines() if line.startswith("one ")]

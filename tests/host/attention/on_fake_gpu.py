@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 import flashmoe
-from flashmoe import operator
+from flashmoe import _extension, operator
 from tests.attention import test_varlen_gradients, varlen_reference
 from tests.attention.gradients import autograd_gradients, plain_function
 from tests.attention.reference import Problem
@@ -124,6 +124,7 @@ def test_kernels_of_other_gradients_do_not_run(capability: int, needs: int) -> N
     check_dense(Problem(65, 70), "bhsd", needs, with_lse=True)
     first = "backward_dq" if needs & 1 else "row_dot"
     assert launched()[1:] == [first, *(["backward_dkv"] if needs & 6 else [])]
+    assert ("backward_dkv" if needs & 6 else "backward_dq") in _extension.last_kernel()
 
 
 @pytest.mark.parametrize("causal", [False, True])
