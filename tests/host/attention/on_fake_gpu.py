@@ -127,6 +127,21 @@ def test_kernels_of_other_gradients_do_not_run(capability: int, needs: int) -> N
     assert ("backward_dkv" if needs & 6 else "backward_dq") in _extension.last_kernel()
 
 
+def test_nothing_runs_if_one_of_the_kernels_cannot() -> None:
+    """Of a width that no other test here has: a kernel that was loaded once is not asked for again."""
+    begin(80)
+    q, k, v, grad_out = tensors(Problem(20, 20, 256), "bhsd")
+    out, lse = flashmoe.attention(q, k, v, return_lse=True)
+    before = launched()
+    LIBRARY.fake_missing_kernels(b"attention_backward_dkv")
+    try:
+        with pytest.raises(RuntimeError, match="cuModuleGetFunction"):
+            torch.ops.flashmoe._flash_attention_backward(grad_out, None, q, k, v, out, lse, 0.0625, False, 7)
+    finally:
+        LIBRARY.fake_missing_kernels(b"")
+    assert launched() == before
+
+
 @pytest.mark.parametrize("causal", [False, True])
 def test_the_fused_form(causal: bool) -> None:
     begin(90, 1)
