@@ -156,6 +156,11 @@ def test_without_a_compiler_only_what_needs_one_is_skipped(tmp_path: Path, monke
     assert verdicts(report) == {"one": "PASS", "two": "SKIP", "three": "PASS"}
 
 
+@pytest.mark.parametrize("rate", [0.0, 1.0])
+def test_a_cost_is_told_where_there_is_a_rate(tmp_path: Path, rate: float) -> None:
+    assert ("cost" in cli.render(run(tmp_path, step("one"), rate=rate))) is (rate > 0)
+
+
 def test_a_table_cell_ends_with_a_word(tmp_path: Path) -> None:
     report = run(tmp_path, python(f"raise SystemExit('{'word ' * 60}')"))
     (row,) = [line for line in cli.render(report).splitlines() if line.startswith("one ")]
