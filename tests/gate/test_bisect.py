@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 
 from flashmoe.__main__ import main
-from flashmoe.errors import ExitCode
+from flashmoe.errors import ArgumentError, ExitCode
+from flashmoe_build.gate.bisect import git
 from flashmoe_build.gate.commit import judge_speed, speed_word
 from flashmoe_tools.report import Report, read_report, write_report
 from tests.bench.synthetic import synthetic_report
@@ -184,6 +185,14 @@ def test_what_cannot_be_told_is_neither_good_nor_bad(monkeypatch: pytest.MonkeyP
     compared = Report("bench-compare", (), {"changes": rows})
     monkeypatch.setattr("flashmoe_tools.bench.compare.compare_reports", lambda *_: compared)
     assert speed_word(good, good, "one") == word
+
+
+def test_what_git_prints_is_told_wherever_it_prints_it(repository: Repository) -> None:
+    (repository.root / "product.py").write_text("changed")
+    with pytest.raises(ArgumentError, match="git diff: diff --git"):
+        git(repository.root, "diff", "--exit-code")
+    with pytest.raises(ArgumentError, match="git show: fatal"):
+        git(repository.root, "show", "no-such-commit")
 
 
 def test_only_the_good_end_is_good_unseen(tmp_path: Path) -> None:

@@ -301,8 +301,12 @@ def test_no_ratio_decides_nothing() -> None:
 
 
 def test_a_memory_bound_case_is_compared_with_the_copy() -> None:
-    slow = decide(synthetic_report("decode", speeds={"flashmoe": 0.01, "sdpa-flash": 0.01}))
+    report = synthetic_report("decode", speeds={"flashmoe": 0.01, "sdpa-flash": 0.01})
+    slow = decide(report)
     assert any(check.name.startswith("bandwidth bf16-d128") and check.verdict is Verdict.WARN for check in slow)
+    settings = {**report.data["settings"], "device": "cpu"}  # which keeps such cases in its cache
+    on_a_cpu = decide(replace(report, data={**report.data, "settings": settings}))
+    assert not [check for check in on_a_cpu if check.name.startswith("bandwidth")]
 
 
 def test_the_decision_is_over_the_baseline_of_the_same_run(tmp_path: Path) -> None:
