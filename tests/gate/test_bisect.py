@@ -12,7 +12,7 @@ import pytest
 
 from flashmoe.__main__ import main
 from flashmoe.errors import ArgumentError, ExitCode
-from flashmoe_build.gate.bisect import git
+from flashmoe_build.gate.bisect import Search, git
 from flashmoe_build.gate.commit import judge_speed, speed_word
 from flashmoe_tools.report import Report, read_report, write_report
 from tests.bench.synthetic import synthetic_report
@@ -185,6 +185,10 @@ def test_what_cannot_be_told_is_neither_good_nor_bad(monkeypatch: pytest.MonkeyP
     compared = Report("bench-compare", (), {"changes": rows})
     monkeypatch.setattr("flashmoe_tools.bench.compare.compare_reports", lambda *_: compared)
     assert speed_word(good, good, "one") == word
+
+
+def test_a_search_that_has_judged_nothing_has_no_words(tmp_path: Path) -> None:
+    assert Search(tmp_path, "good", "bad", "correct", tmp_path).words() == {}
 
 
 def test_what_git_prints_is_told_wherever_it_prints_it(repository: Repository) -> None:
