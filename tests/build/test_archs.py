@@ -51,9 +51,10 @@ def test_list_is_in_table_order_without_repeats() -> None:
     assert names("90a,80;80 compute_80") == ["sm_80", "sm_90a", "compute_80"]
 
 
-def test_unknown_target_lists_the_known() -> None:
-    with pytest.raises(BuildError, match=r"unknown target '70'; known: sm_75, .*compute_80"):
-        names("70")
+@pytest.mark.parametrize("word", ["70", "sm_compute_80"])
+def test_unknown_target_lists_the_known(word: str) -> None:
+    with pytest.raises(BuildError, match=rf"unknown target '{word}'; known: sm_75, .*compute_80"):
+        names(word)
 
 
 @pytest.mark.parametrize("request_", ["all,80", "80 native", "ALL", "none,90a"])

@@ -12,7 +12,9 @@ import pytest
 from flashmoe.errors import BuildError
 from flashmoe_build.compile import host
 from flashmoe_build.compile.cache import Cache
+from flashmoe_build.compile.device import CompiledUnit
 from flashmoe_build.compile.toolchain import Toolchain, find_toolchain
+from flashmoe_tools.tables import load_tables
 
 SOURCE = "csrc/host/copies.cpp"
 
@@ -31,6 +33,17 @@ def test_an_object_is_the_same_without_the_precompiled_headers(root: Path, tmp_p
     subprocess.run([toolchain.cxx, *flags, "-c", str(root / SOURCE), "-o", str(plain)], cwd=root, check=True)
     assert compiled(root, tmp_path, toolchain) == plain.read_bytes()
     assert len(list(tmp_path.glob("precompiled/*/*.gch"))) == 1
+
+
+def test_only_ptx_ends_with_a_zero() -> None:
+    """The driver reads PTX as a C string; machine code is embedded as it is, every one at its alignment."""
+    units = load_tables().units()
+    cubin, ptx = (next(unit for unit in units if unit.target.is_ptx is is_ptx) for is_ptx in (False, True))
+    outputs = [(cubin, b"code"), (ptx, b"text"), (ptx, b"text\0"), (cubin, b"code")]
+    blob, placed = host.place([CompiledUnit(unit, output, "", "", 0.0, 0, cached=False) for unit, output in outputs])
+    pad = b"\0" * (host.ALIGNMENT - 5)
+    assert blob == b"code\0" + pad + b"text\0" + pad + b"text\0" + pad + b"code"  # the first zero fills up
+    assert [one.offset for one in placed] == [host.ALIGNMENT * number for number in range(4)]
 
 
 def test_a_warning_stops_the_compilers_that_ci_has_and_no_newer_one(tmp_path: Path) -> None:

@@ -11,9 +11,10 @@ from pathlib import Path
 import pytest
 
 from flashmoe.__main__ import main
-from flashmoe.errors import ExitCode
+from flashmoe.errors import ArgumentError, ExitCode
+from flashmoe_build.gate.bisect import Search, git
 from flashmoe_build.gate.commit import judge_speed, speed_word
-from flashmoe_tools.report import read_report, write_report
+from flashmoe_tools.report import Report, read_report, write_report
 from tests.bench.synthetic import synthetic_report
 
 REPORT = """
@@ -172,6 +173,30 @@ def test_the_speed_gate_compares_one_case_with_the_good_commit(speed: float, wor
     assert speed_word(far, good, case, far) == "bad"
     wrong = synthetic_report(speeds={"flashmoe": 0.8, "sdpa-flash": 0.5}, wrong="flashmoe")
     assert speed_word(wrong, good, case) in ("bad", "skip")
+
+
+@pytest.mark.parametrize(
+    ("found", "word"),
+    [("AMBIGUOUS", "skip"), ("SAME AMBIGUOUS", "good"), ("FASTER", "good"), ("AMBIGUOUS SLOWER", "bad")],
+)
+def test_what_cannot_be_told_is_neither_good_nor_bad(monkeypatch: pytest.MonkeyPatch, found: str, word: str) -> None:
+    good = synthetic_report(speeds={"flashmoe": 0.8, "sdpa-flash": 0.5})
+    rows = [{"case": "one", "verdict": verdict} for verdict in found.split()]
+    compared = Report("bench-compare", (), {"changes": rows})
+    monkeypatch.setattr("flashmoe_tools.bench.compare.compare_reports", lambda *_: compared)
+    assert speed_word(good, good, "one") == word
+
+
+def test_a_search_that_has_judged_nothing_has_no_words(tmp_path: Path) -> None:
+    assert Search(tmp_path, "good", "bad", "correct", tmp_path).words() == {}
+
+
+def test_what_git_prints_is_told_wherever_it_prints_it(repository: Repository) -> None:
+    (repository.root / "product.py").write_text("changed")
+    with pytest.raises(ArgumentError, match="git diff: diff --git"):
+        git(repository.root, "diff", "--exit-code")
+    with pytest.raises(ArgumentError, match="git show: fatal"):
+        git(repository.root, "show", "no-such-commit")
 
 
 def test_only_the_good_end_is_good_unseen(tmp_path: Path) -> None:

@@ -150,6 +150,17 @@ def test_a_long_step_shows_what_its_program_says(tmp_path: Path, monkeypatch: py
     assert set(seen) <= {"device code 3/217 4s", "no"}  # a busy machine sees the last line, too
 
 
+def test_without_a_compiler_only_what_needs_one_is_skipped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    report = run(tmp_path, step("one"), step("two", needs="compiler"), step("three"))
+    assert verdicts(report) == {"one": "PASS", "two": "SKIP", "three": "PASS"}
+
+
+@pytest.mark.parametrize("rate", [0.0, 1.0])
+def test_a_cost_is_told_where_there_is_a_rate(tmp_path: Path, rate: float) -> None:
+    assert ("cost" in cli.render(run(tmp_path, step("one"), rate=rate))) is (rate > 0)
+
+
 def test_a_table_cell_ends_with_a_word(tmp_path: Path) -> None:
     report = run(tmp_path, python(f"raise SystemExit('{'word ' * 60}')"))
     (row,) = [line for line in cli.render(report).splitlines() if line.startswith("one ")]
@@ -290,8 +301,12 @@ def test_no_ratio_decides_nothing() -> None:
 
 
 def test_a_memory_bound_case_is_compared_with_the_copy() -> None:
-    slow = decide(synthetic_report("decode", speeds={"flashmoe": 0.01, "sdpa-flash": 0.01}))
+    report = synthetic_report("decode", speeds={"flashmoe": 0.01, "sdpa-flash": 0.01})
+    slow = decide(report)
     assert any(check.name.startswith("bandwidth bf16-d128") and check.verdict is Verdict.WARN for check in slow)
+    settings = {**report.data["settings"], "device": "cpu"}  # which keeps such cases in its cache
+    on_a_cpu = decide(replace(report, data={**report.data, "settings": settings}))
+    assert not [check for check in on_a_cpu if check.name.startswith("bandwidth")]
 
 
 def test_the_decision_is_over_the_baseline_of_the_same_run(tmp_path: Path) -> None:

@@ -91,7 +91,9 @@ def tensor(*sizes: int) -> Tensor:
 
 @pytest.mark.parametrize("capturing", [False, True])
 def test_one_persistent_kernel_draws_its_tiles_from_a_counter(run: Runner, capturing: bool) -> None:
+    """One for all calls of a stream; each captured call has its own, because graphs may run at once."""
     q = tensor(2, 64, 1024, 64)
+    counters = set()
     for _ in range(2):
         _, _, launches = run(q, q, capturing=capturing)
         assert [launch["symbol"] for launch in launches] == ["flashmoe_attention_forward_sm90_f16_d64_short_full"]
@@ -100,6 +102,8 @@ def test_one_persistent_kernel_draws_its_tiles_from_a_counter(run: Runner, captu
         assert launch["has_counter"]
         assert not launch["has_partials"]
         assert launch["q"] == q.data_ptr()
+        counters.add(launch["counter"])
+    assert len(counters) == (2 if capturing else 1)
 
 
 def test_a_kernel_with_a_block_for_every_tile_gets_no_counter(run: Runner) -> None:

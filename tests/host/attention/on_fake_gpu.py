@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 import flashmoe
-from flashmoe import operator
+from flashmoe import _extension, operator
 from tests.attention import test_varlen_gradients, varlen_reference
 from tests.attention.gradients import autograd_gradients, plain_function
 from tests.attention.reference import Problem
@@ -124,6 +124,22 @@ def test_kernels_of_other_gradients_do_not_run(capability: int, needs: int) -> N
     check_dense(Problem(65, 70), "bhsd", needs, with_lse=True)
     first = "backward_dq" if needs & 1 else "row_dot"
     assert launched()[1:] == [first, *(["backward_dkv"] if needs & 6 else [])]
+    assert ("backward_dkv" if needs & 6 else "backward_dq") in _extension.last_kernel()
+
+
+def test_nothing_runs_if_one_of_the_kernels_cannot() -> None:
+    """Of a width that no other test here has: a kernel that was loaded once is not asked for again."""
+    begin(80)
+    q, k, v, grad_out = tensors(Problem(20, 20, 256), "bhsd")
+    out, lse = flashmoe.attention(q, k, v, return_lse=True)
+    before = launched()
+    LIBRARY.fake_missing_kernels(b"attention_backward_dkv")
+    try:
+        with pytest.raises(RuntimeError, match="cuModuleGetFunction"):
+            torch.ops.flashmoe._flash_attention_backward(grad_out, None, q, k, v, out, lse, 0.0625, False, 7)
+    finally:
+        LIBRARY.fake_missing_kernels(b"")
+    assert launched() == before
 
 
 @pytest.mark.parametrize("causal", [False, True])
