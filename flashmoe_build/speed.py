@@ -134,7 +134,9 @@ def narrow_rows(root: Path) -> tuple[Sequence[str], list[Sequence[str]]]:
             ratios = [found.get(f"flashmoe / {rival}") for rival in rivals]
             mask = "causal" if case["causal"] else "full"
             numbers = [rate.get(name, "") for name in ("flashmoe", *rivals)]
-            rows.append((word, mask, f"{case['seq_q']}", *numbers, *(f"{one['ratio']:.2f}" if one else "" for one in ratios)))
+            rows.append(
+                (word, mask, f"{case['seq_q']}", *numbers, *(f"{one['ratio']:.2f}" if one else "" for one in ratios))
+            )
     return header, rows
 
 

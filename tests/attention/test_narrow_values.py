@@ -15,7 +15,6 @@ from flashmoe_tools.operations.attention.reference import ScoreOptions, attend
 from .gradients import make_leaves
 from .varlen_reference import Band, Ragged, check_ragged
 
-
 # batch, heads, key heads, rows, keys, columns of q and k, of v
 SHAPES = (
     (1, 2, 2, 1100, 1100, 192, 128),
