@@ -32,6 +32,8 @@ ATTENTION = (
         "`llm-prefill`, bf16: 16384 tokens, head dim 64, 128, 256, causal and full, S 512 to 16384", "llm-prefill-bf16"
     ),
     Line("`llm-train`: the backward pass of the same cases, bf16; ours is deterministic, cuDNN's is not", "llm-train"),
+    Line("`mla-prefill`: 192 columns of q and k, 128 of v, 128 heads, S 512 to 8192, bf16", "mla-prefill"),
+    Line("`mla-train`: the backward pass of the same cases; ours is deterministic, cuDNN's is not", "mla-train"),
     Line(
         "`ragged`: forward over sequences without padding, 16384 tokens; torch only where lengths are equal", "ragged"
     ),
@@ -112,6 +114,29 @@ def prefill_rows(root: Path) -> tuple[Sequence[str], list[Sequence[str]]]:
                 *(f"{found['ratio']:.2f}" if found else "" for found in ratios),
             )
         )
+    return header, rows
+
+
+def narrow_rows(root: Path) -> tuple[Sequence[str], list[Sequence[str]]]:
+    """TFLOP/s of each side where values have fewer columns than keys, and ratios; no rows without a report."""
+    rivals = {"sdpa-cudnn": "cuDNN", "flash-attn-3": "FlashAttention-3"}
+    header = ("pass", "mask", "S", "TFLOP/s", *rivals.values(), *(f"to {name}" for name in rivals.values()))
+    rows: list[Sequence[str]] = []
+    for word, report, of_keys, of_values in (("forward", "mla-prefill", 1, 1), ("backward", "mla-train", 3, 2)):
+        if not any(any(root.glob(f"{REPORTS.format(gpu=gpu)}/{report}.json")) for gpu in GPUS):
+            continue
+        for cell in aggregates(root, report, gpus=PREFILL_GPUS)[1]["data"]["cells"]:
+            case, found = cell["case"], cell["comparisons"]
+            columns = of_keys * case["head_dim"] + of_values * case["value_dim"]
+            work = 2 * case["batch"] * case["heads_q"] * case["seq_q"] * case["seq_k"] * columns
+            visible = work / 2 if case["causal"] else work
+            rate = {name: f"{visible / side['median_us'] / 1e6:.0f}" for name, side in cell["contenders"].items()}
+            ratios = [found.get(f"flashmoe / {rival}") for rival in rivals]
+            mask = "causal" if case["causal"] else "full"
+            numbers = [rate.get(name, "") for name in ("flashmoe", *rivals)]
+            rows.append(
+                (word, mask, f"{case['seq_q']}", *numbers, *(f"{one['ratio']:.2f}" if one else "" for one in ratios))
+            )
     return header, rows
 
 

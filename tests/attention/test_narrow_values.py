@@ -10,19 +10,10 @@ import torch
 
 import flashmoe
 from flashmoe import _extension
+from flashmoe_tools.operations.attention.reference import ScoreOptions, attend
 
 from .gradients import make_leaves
 from .varlen_reference import Band, Ragged, check_ragged
-
-
-def _plain(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool) -> torch.Tensor:
-    group = q.shape[1] // k.shape[1]
-    scores = q @ k.repeat_interleave(group, 1).mT * q.shape[-1] ** -0.5
-    if causal:
-        seen = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).tril(k.shape[2] - q.shape[2])
-        scores = scores.masked_fill(~seen, -math.inf)
-    return scores.softmax(-1).nan_to_num() @ v.repeat_interleave(group, 1)
-
 
 # batch, heads, key heads, rows, keys, columns of q and k, of v
 SHAPES = (
@@ -43,29 +34,30 @@ def test_the_narrow_kernels(causal: bool) -> None:
         dtype = (torch.bfloat16, torch.float16)[seed % 2]
         torch.manual_seed(seed)
         sizes = ((heads, rows, columns), (heads_kv, keys, columns), (heads_kv, keys, values))
-        leaves = make_leaves(*(torch.randn(batch, *size, device="cuda").to(dtype) for size in sizes))
+        tensors = [torch.randn(batch, *size, device="cuda").to(dtype) for size in sizes]
         grad_out = torch.randn(batch, heads, rows, values, device="cuda").to(dtype)
         poison = [torch.full((batch, heads, max(rows, keys), columns), math.nan, device="cuda") for _ in range(8)]
         del poison
-        out = flashmoe.attention(*leaves, causal=causal)
+        out, lse = flashmoe.attention(*tensors, causal=causal, return_lse=True)
         assert "_forward_sm90" in _extension.last_kernel()
         assert "_d192_v128" in _extension.last_kernel()
-        found = torch.autograd.grad(out, leaves, grad_out, retain_graph=True)
+        saved = (grad_out, None, *tensors, out, lse, columns**-0.5, causal)
+        found = torch.ops.flashmoe.flash_attention_backward(*saved)
         assert "_backward_dkv_sm90" in _extension.last_kernel()
         assert "_d192_v128" in _extension.last_kernel()
         results = []
         for kind in (torch.float64, dtype):
-            own = make_leaves(*(leaf.detach().to(kind) for leaf in leaves))
-            plain = _plain(*own, causal)
+            own = make_leaves(*tensors, dtype=kind)
+            plain = attend(*own, ScoreOptions(causal))[0]
             results.append((plain, *torch.autograd.grad(plain, own, grad_out.to(kind))))
         for name, ours, exact, half in zip(("out", "dq", "dk", "dv"), (out, *found), *results, strict=True):
             error, allowed = ((tensor.double() - exact).abs().max().item() for tensor in (ours, half))
             rounding = torch.finfo(dtype).eps * exact.abs().max().item()
             assert error <= 2 * (allowed + rounding), f"{name} of {SHAPES[seed]}: {error:.2e}, torch {allowed:.2e}"
         for _ in range(20):
-            again = torch.autograd.grad(out, leaves, grad_out, retain_graph=True)
+            again = torch.ops.flashmoe.flash_attention_backward(*saved)
             assert all(torch.equal(one, other) for one, other in zip(again, found, strict=True))
-            assert torch.equal(flashmoe.attention(*leaves, causal=causal), out)
+            assert torch.equal(flashmoe.attention(*tensors, causal=causal), out)
 
 
 @pytest.mark.parametrize("band", [Band(window=(40, 3)), Band(causal=True, softcap=5.0)], ids=["window", "softcap"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from pathlib import Path
 
 import pytest
@@ -31,6 +32,26 @@ def test_a_problem_is_named_counted_and_read_back() -> None:
     assert backward.bytes_moved == 2 * forward.bytes_moved + 4 * rows
     with pytest.raises(ArgumentError, match="names no case"):
         AttentionProblem.from_key(backward.key)  # a report of one is not taken for the other
+
+
+@pytest.mark.parametrize("operation", ["attention", "attention_backward"])
+def test_values_may_have_columns_of_their_own(operation: str) -> None:
+    """Named, counted, and judged: our result on the CPU passes, a value off by a tenth does not."""
+    kind, tools = problem_type(operation), importlib.import_module(f"flashmoe_tools.operations.{operation}.reference")
+    contenders = importlib.import_module(f"flashmoe_tools.operations.{operation}.contenders").contenders()
+    name = "bf16-d192v128-causal-b1-h2-s64-bshd"
+    problem = kind.from_key(name if operation == "attention" else f"backward-{name}")
+    assert problem.key.endswith(name)
+    assert problem_from_json(problem.to_json()) == problem
+    assert problem.flops == 2 * 64 * 64 * (192 + 128 if operation == "attention" else 3 * 192 + 2 * 128)
+    inputs = tools.make_inputs(problem, "cpu", 1)
+    result = contenders[0].prepare(inputs).call()
+    reference = tools.make_reference(inputs)
+    assert reference.judge(result).passed
+    of_values = result if operation == "attention" else result[2]
+    assert of_values.shape == (1, 2, 64, 128)
+    of_values[0, 1, 3, 127] += 0.1
+    assert not reference.judge(result).passed
 
 
 def test_the_grid_is_that_of_prefill_and_quick_rows_stay_out_of_it() -> None:
