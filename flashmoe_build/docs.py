@@ -186,6 +186,7 @@ REPORTED: tuple[tuple[str, str, Callable[[Path], tuple[Sequence[str], list[Seque
     ("docs/performance.md", "cache speed", speed.cache_rows),
     ("docs/performance.md", "expert speed", speed.expert_rows),
     ("docs/kernels/attention-sm90.md", "forward by case", speed.prefill_rows),
+    ("docs/kernels/attention-fp8.md", "prefill in 8 bits", speed.fp8_rows),
     ("docs/kernels/moe.md", "memory of a step", peers.step_memory_table),
     ("docs/kernels/moe.md", "time of a step", peers.step_table),
     ("docs/kernels/moe.md", "other libraries", peers.forward_table),

@@ -57,6 +57,7 @@ struct ForwardSpec {
   using QueryTile = SharedTile<64, kHeadDim>;            // of one warpgroup
   using OutputTile = SharedTile<64, 64 * kSlabsOfPass>;  // of one warpgroup
   using KeyTile = SharedTile<kBlockN, kHeadDim>;         // one stage of K, or of V
+  using ValueTile = KeyTile;                             // of V, where it differs (e4m3/spec.cuh)
   static constexpr int kOutputBytes = kNumOutputSlabs == 0 ? 0 : OutputTile::kBytes;
 
   static constexpr int kNumQueryTiles = kNumQueryStages * kNumConsumers;
@@ -89,8 +90,8 @@ struct SharedMemory {
   __device__ __forceinline__ typename Spec::KeyTile key(int stage) const {
     return {base + Spec::kKeyOffset + stage * Spec::KeyTile::kBytes};
   }
-  __device__ __forceinline__ typename Spec::KeyTile value(int stage) const {
-    return {base + Spec::kValueOffset + stage * Spec::KeyTile::kBytes};
+  __device__ __forceinline__ typename Spec::ValueTile value(int stage) const {
+    return {base + Spec::kValueOffset + stage * Spec::ValueTile::kBytes};
   }
   // The Tile (schedule.cuh) that the Q in query(stage, consumer) belongs to; guarded by the same two
   // barriers.
