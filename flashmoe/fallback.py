@@ -5,21 +5,23 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Callable
+from typing import TypeVar
 
 from flashmoe.errors import ArgumentError
 
+Result = TypeVar("Result")
 FALLBACK_VARIABLE = "FLASHMOE_FALLBACK"
 FALLBACK_POLICIES = ("allow", "warn", "error")
 
 
-def _at_trace_time(function: Callable[..., None]) -> Callable[..., None]:
+def at_trace_time(function: Callable[..., Result]) -> Callable[..., Result]:
     """Run as plain Python while torch.compile traces; what torch.compiler.assume_constant_result does, without its import
     of the whole compiler."""
     function._dynamo_marked_constant = True  # type: ignore[attr-defined]
     return function
 
 
-@_at_trace_time
+@at_trace_time
 def note_fallback(reason: str, what: str = "attention", *, stacklevel: int = 3) -> None:
     """Do what ``$FLASHMOE_FALLBACK`` says: ``allow`` (default), ``warn``, or ``error`` (ArgumentError).
 

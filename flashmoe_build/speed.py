@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import chain
@@ -47,6 +47,7 @@ ATTENTION = (
 CACHES = (
     Line("`mla-decode`: latent attention, 8 to 128 heads, pages of 64", "mla-decode"),
     Line("`serving-fp8`: one query per sequence from caches in e4m3, pages of 64", "serving-fp8"),
+    Line("`prefill-fp8`: q, k and v in e4m3, head dim 64, 128 and 256, S 2048 to 16384", "prefill-fp8"),
 )
 HEADLINE = (
     Line("forward, 36 cases: D 64 to 256, S 512 to 16384, causal and full", "llm-prefill-bf16"),
@@ -66,7 +67,12 @@ ATTENTION_BASELINES = {
     "flash-attn-3": "to FlashAttention-3",
     "sdpa": "to SDPA's default",
 }
-CACHE_BASELINES = {"flash-mla": "to FlashMLA", "flashmoe-16-bit": "to our 16-bit cache", "torch": "to torch"}
+CACHE_BASELINES = {
+    "flash-mla": "to FlashMLA",
+    "flashmoe-16-bit": "to our 16 bits",
+    "flash-attn-3": "to FlashAttention-3",
+    "torch": "to torch",
+}
 EXPERT_BASELINES = {
     "torch-grouped-compiled": "to torch's `grouped_mm`, compiled",
     "torch-grouped": "the same, eager",
@@ -97,24 +103,35 @@ def prefill_rows(root: Path) -> tuple[Sequence[str], list[Sequence[str]]]:
     product = whole["data"]["ceilings"]["matmul_tflops"]["bf16"]
     header = ("D", "mask", "S", "TFLOP/s", "%", *rivals.values(), *(f"to {name}" for name in rivals.values()))
     rows: list[Sequence[str]] = []
+    for names, rate, others in _by_case(whole, rivals):
+        rows.append((*names, f"{rate:.0f}", f"{100 * rate / product:.0f}", *others))
+    return header, rows
+
+
+def fp8_rows(root: Path) -> tuple[Sequence[str], list[Sequence[str]]]:
+    """Every case of prefill in 8 bits; none where no report has them."""
+    rivals = {"flashmoe-16-bit": "16 bits", "flash-attn-3": "FlashAttention-3"}
+    header = ("D", "mask", "S", "TFLOP/s", *rivals.values(), *(f"to {name}" for name in rivals.values()))
+    gpus = [gpu for gpu in PREFILL_GPUS if any(root.glob(f"{REPORTS.format(gpu=gpu)}/prefill-fp8.json"))]
+    if not gpus:
+        return header, []
+    _, whole, _ = aggregates(root, "prefill-fp8", gpus=gpus)
+    return header, [(*names, f"{rate:.0f}", *others) for names, rate, others in _by_case(whole, rivals)]
+
+
+def _by_case(
+    whole: dict[str, Any], rivals: Iterable[str]
+) -> Iterator[tuple[tuple[str, str, str], float, Sequence[str]]]:
+    """D, mask and S; ours in TFLOP/s; the rivals', and ratios to them."""
     for cell in whole["data"]["cells"]:
         case, times = cell["case"], {name: side["median_us"] for name, side in cell["contenders"].items()}
         operations = 4 * case["batch"] * case["heads_q"] * case["seq_q"] * case["seq_k"] * case["head_dim"]
         visible = operations / 2 if case["causal"] else operations
         rate = {name: visible / time / 1e6 for name, time in times.items()}
         ratios = [cell["comparisons"].get(f"flashmoe / {rival}") for rival in rivals]
-        rows.append(
-            (
-                f"{case['head_dim']}",
-                "causal" if case["causal"] else "full",
-                f"{case['seq_q']}",
-                f"{rate['flashmoe']:.0f}",
-                f"{100 * rate['flashmoe'] / product:.0f}",
-                *(f"{rate[rival]:.0f}" if rival in rate else "" for rival in rivals),
-                *(f"{found['ratio']:.2f}" if found else "" for found in ratios),
-            )
-        )
-    return header, rows
+        names = (f"{case['head_dim']}", "causal" if case["causal"] else "full", f"{case['seq_q']}")
+        others = [f"{rate[rival]:.0f}" if rival in rate else "" for rival in rivals]
+        yield names, rate["flashmoe"], [*others, *(f"{found['ratio']:.2f}" if found else "" for found in ratios)]
 
 
 def narrow_rows(root: Path) -> tuple[Sequence[str], list[Sequence[str]]]:

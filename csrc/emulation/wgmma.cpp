@@ -169,13 +169,17 @@ void gather_a(Block& block, const Product& product, int part, std::vector<float>
   const int depth = depth_of(product.format), per_chunk = elements_in_chunk(product.format);
   a.assign(static_cast<size_t>(kWarpRows * depth), 0.0f);
   if (product.a_in_registers) {
+    // A register holds two 16-bit or four 8-bit neighbours along k, registers 0 and 1 in the first half of the depth.
     const std::vector<uint32_t>& registers = product.parts[part].a;
+    const int in_word = depth / 8, bits = 32 / in_word;
     for (int lane = 0; lane < kWarpSize; ++lane) {
-      for (int i = 0; i < 8; ++i) {  // element i of the lane: register i / 2, half i % 2
-        const int row = lane / 4 + 8 * (i / 2 % 2), k = lane % 4 * 2 + 8 * (i / 4) + i % 2;
-        const uint32_t word = registers[static_cast<size_t>(lane * 4 + i / 2)];
-        a[static_cast<size_t>(row * kDepth + k)] =
-            element_to_float(product.format, static_cast<uint16_t>(word >> 16 * (i % 2)));
+      for (int i = 0; i < 4 * in_word; ++i) {
+        const int place = i / in_word, row = lane / 4 + 8 * (place % 2);
+        const int k = lane % 4 * in_word + depth / 2 * (place / 2) + i % in_word;
+        const uint32_t value = registers[static_cast<size_t>(lane * 4 + place)] >> bits * (i % in_word);
+        a[static_cast<size_t>(row * depth + k)] = product.format == Format::kE4M3
+                                                      ? e4m3_to_float(static_cast<uint8_t>(value))
+                                                      : element_to_float(product.format, static_cast<uint16_t>(value));
       }
     }
     return;

@@ -16,11 +16,13 @@ from torch.autograd import forward_ad
 from torch.compiler import is_compiling
 
 from flashmoe import _extension, fallback, keywords
-from flashmoe.attn import arguments, autograd, layout, varlen
+from flashmoe.attn import arguments, autograd, fp8, layout, varlen
 from flashmoe.attn.options import is_slopes
 from flashmoe.checks import has_fx_proxies, trace_call
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from typing_extensions import Unpack
 
     from flashmoe.attn.options import ScoreOptions
@@ -33,6 +35,7 @@ _inference_operator = torch.ops.flashmoe._flash_attention_inference.default._op
 _ARGUMENTS = (
     *("q", "k", "v", "causal", "scale", "return_lse"),
     *("window", "softcap", "sinks", "attn_mask", "alibi_slopes", "dropout_p", "rng_state", "consistent"),
+    *("q_scale", "k_scale", "v_scale", "out_dtype"),
 )
 
 
@@ -46,6 +49,10 @@ def attention(
     attn_mask: Tensor | None = ...,
     dropout_p: float = ...,
     rng_state: Tensor | None = ...,
+    q_scale: Tensor | float | None = ...,
+    k_scale: Tensor | float | None = ...,
+    v_scale: Tensor | float | None = ...,
+    out_dtype: torch.dtype | None = ...,
     **options: Unpack[ScoreOptions],
 ) -> Tensor: ...
 @overload
@@ -58,6 +65,10 @@ def attention(
     attn_mask: Tensor | None = ...,
     dropout_p: float = ...,
     rng_state: Tensor | None = ...,
+    q_scale: Tensor | float | None = ...,
+    k_scale: Tensor | float | None = ...,
+    v_scale: Tensor | float | None = ...,
+    out_dtype: torch.dtype | None = ...,
     **options: Unpack[ScoreOptions],
 ) -> tuple[Tensor, Tensor]: ...
 @overload
@@ -70,6 +81,10 @@ def attention(
     attn_mask: Tensor | None = ...,
     dropout_p: float = ...,
     rng_state: Tensor | None = ...,
+    q_scale: Tensor | float | None = ...,
+    k_scale: Tensor | float | None = ...,
+    v_scale: Tensor | float | None = ...,
+    out_dtype: torch.dtype | None = ...,
     **options: Unpack[ScoreOptions],
 ) -> Tensor | tuple[Tensor, Tensor]: ...
 
@@ -90,12 +105,16 @@ def attention(
     dropout_p: float = 0.0,
     rng_state: Tensor | None = None,
     consistent: bool = False,
+    q_scale: Tensor | float | None = None,
+    k_scale: Tensor | float | None = None,
+    v_scale: Tensor | float | None = None,
+    out_dtype: torch.dtype | None = None,
     **misspelt: NoReturn,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """softmax(scale * q k^T) v, never falling back to another implementation.
 
     Args:
-        q: [B, Hq, Sq, D], float16 or bfloat16 (on the CPU also float32), 1 <= D <= 256, last dimension contiguous.
+        q: [B, Hq, Sq, D], float16 or bfloat16 (on the CPU also float32), or float8_e4m3fn, 1 <= D <= 256, last dimension contiguous.
         k, v: [B, Hkv, Sk, D] and [B, Hkv, Sk, Dv] of the same dtype and device, 1 <= Dv <= 256. Hkv divides Hq: query head h
             reads key head h // (Hq // Hkv).
         causal: hide keys j > i + (Sk - Sq) from query i: the mask is aligned bottom-right, so that the last query sees
@@ -115,9 +134,14 @@ def attention(
             (:func:`dropout_mask`); by default drawn from the device's default generator, once for each call.
         consistent: the bits of a row of out and lse depend on its query, its visible keys and the options alone, not on the other rows, the
             batch, or which function computes it (docs/api.md says where). FLASHMOE_CONSISTENT=1 is the same for every call.
+        q_scale, k_scale, v_scale: of q, k and v in float8_e4m3fn alone: what they are multiplied by, above zero, a number or a float32 tensor
+            [], [H] or [B, H] of the tensor's own heads. On GPUs of compute capability 9.0 products are then of 8 bits, P among them
+            (docs/kernels/attention-fp8.md); elsewhere, and with an option beside causal and scale or with a gradient, tensors are
+            dequantised and everything is as in 16 bits.
+        out_dtype: of float8_e4m3fn: out's, bfloat16 by default, or float16.
 
     Returns:
-        out [B, Hq, Sq, Dv] in q's dtype and, where q is dense, q's order of strides; with ``return_lse`` also lse
+        out [B, Hq, Sq, Dv] in q's dtype (or out_dtype) and, where q is dense, q's order of strides; with ``return_lse`` also lse
         [B, Hq, Sq] in float32 (natural logarithm). A query that sees no key has out 0 and lse -inf, or its sink. Both can be
         differentiated once (see flashmoe.attn.backward).
 
@@ -126,20 +150,38 @@ def attention(
         UnsupportedGpuError, DriverError: this build has no kernel for the GPU; the driver is absent or failed.
         DifferentiationError: forward-mode differentiation, or a second derivative (raised in the backward pass).
     """
-    if misplaced:
-        keywords.refuse_positional("attention", misplaced, _ARGUMENTS[3:], 3)
-    if misspelt:
-        keywords.refuse("attention", misspelt, _ARGUMENTS)
+    if misplaced or misspelt:
+        _refuse(misplaced, misspelt)
     if not (type(causal) is type(return_lse) is type(consistent) is bool and (scale is None or type(scale) is float)):  # type: ignore[redundant-expr]
         arguments.check_scalars(
             scale, causal, return_lse, consistent
         )  # the dispatcher would take a tensor's value and drop its gradient
+    if fp8.concerns(q, q_scale, k_scale, v_scale, out_dtype):
+        result: Tensor | tuple[Tensor, Tensor] = fp8.attend(
+            attention,
+            (q, k, v),
+            (q_scale, k_scale, v_scale),
+            out_dtype,
+            causal=causal,
+            scale=scale,
+            return_lse=return_lse,
+            consistent=consistent,
+            options={
+                "window": window,
+                "softcap": softcap,
+                "sinks": sinks,
+                "attn_mask": attn_mask,
+                "alibi_slopes": alibi_slopes,
+                "dropout_p": dropout_p,
+                "rng_state": rng_state,
+            },
+        )
+        return result
     has_tensor = attn_mask is not None or sinks is not None or alibi_slopes is not None
     has_dropout = type(dropout_p) is not float or dropout_p != 0.0
     if has_tensor or consistent or has_dropout or window is not None or type(softcap) is not float or softcap != 0.0:
         if not type(q) is type(k) is type(v) is Tensor and not is_compiling() and has_fx_proxies(q, k, v):
-            named = {name: value for name, value in locals().items() if name in _ARGUMENTS}
-            traced: Tensor = trace_call(attention, **named)
+            traced: Tensor = trace_call(attention, **_named(locals()))
             return traced
         mask = None if attn_mask is None else _expand_mask(attn_mask, q, k)
         return varlen.attend(
@@ -177,6 +219,16 @@ def attention(
             raise
         raise cause from error
     return both if return_lse else both[0]
+
+
+def _refuse(misplaced: tuple[Any, ...], misspelt: Mapping[str, Any]) -> None:
+    if misplaced:
+        keywords.refuse_positional("attention", misplaced, _ARGUMENTS[3:], 3)
+    keywords.refuse("attention", misspelt, _ARGUMENTS)
+
+
+def _named(values: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in values.items() if name in _ARGUMENTS}
 
 
 def needs_output_alone(q: Tensor, k: Tensor, v: Tensor) -> bool:

@@ -41,7 +41,7 @@ def check_unscaled(k_scale: Scale, v_scale: Scale, k: Any) -> None:
     raise ArgumentError(msg)
 
 
-def _split(name: str, scale: Any) -> tuple[Tensor | None, float]:
+def split_scale(name: str, scale: Any) -> tuple[Tensor | None, float]:
     """The tensor of a scale, and its factor."""
     if scale is None:
         return None, 1.0
@@ -54,7 +54,7 @@ def _split(name: str, scale: Any) -> tuple[Tensor | None, float]:
 
 
 def _scales(k_scale: Scale, v_scale: Scale) -> tuple[Tensor | None, Tensor | None, float, float]:
-    (k, k_factor), (v, v_factor) = _split("k_scale", k_scale), _split("v_scale", v_scale)
+    (k, k_factor), (v, v_factor) = split_scale("k_scale", k_scale), split_scale("v_scale", v_scale)
     return k, v, k_factor, v_factor
 
 

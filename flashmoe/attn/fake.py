@@ -78,6 +78,16 @@ def e4m3_inference(*arguments: Any) -> Tensor:
     return e4m3_forward(*arguments)[0]
 
 
+def fp8_forward(*arguments: Any) -> tuple[Tensor, Tensor]:
+    """(out, lse) of ``attention_fp8_forward``."""
+    check("attention_fp8_forward", arguments)
+    q, _, v, _, _, is_float16 = arguments[:6]
+    sizes = (*q.shape[:3], v.shape[-1])
+    dtype = torch.float16 if is_float16 else torch.bfloat16
+    out = q.new_empty_strided(sizes, output_strides(sizes, q.stride()), dtype=dtype)
+    return out, q.new_empty(q.shape[:3], dtype=torch.float32)
+
+
 def e4m3_append(*arguments: Any) -> None:
     check("attention_append_e4m3_", arguments)
 

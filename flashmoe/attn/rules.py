@@ -30,6 +30,8 @@ RULES = by_error(
             ".to(torch.{needed})",
             "attention.e4m3_dtypes": "k and v of torch.float8_e4m3fn go together, with q (or k_new and v_new) of torch.float16 or "
             "torch.bfloat16; found torch.{q}, torch.{k} and torch.{v}; convert q with .to(torch.bfloat16)",
+            "attention.fp8_dtypes": "q of torch.float8_e4m3fn goes with k and v of the same; found torch.{q}, torch.{k} and torch.{v}; "
+            "quantise all three, or dequantise q",
             "attention.mask_dtype": "attn_mask must be torch.bool or q's torch.{q}; found torch.{found}; convert ones "
             "and zeros with .bool() (True: the key is seen), numbers that are added to the scores with .to(q.dtype)",
             "attention.append_dtype": _NOT_LIKE_THE_CACHE,
@@ -63,8 +65,8 @@ RULES = by_error(
             "attention.rng_state": "rng_state must have 2 elements, seed and offset; found {found}; use torch.tensor((seed, offset), "
             "device=q.device)",
             "attention.page_size": "a page must hold at least one key; found k {k}",
-            "attention.e4m3_scale_shape": "{name} must be a number or float32 [], [{heads}] (key heads) or [{batch}, {heads}] "
-            "(sequences, key heads), or be broadcast to the cache {cache} by four dimensions; found {found}; one of each page is "
+            "attention.e4m3_scale_shape": "{name} must be a number or float32 [], [{heads}] (heads) or [{batch}, {heads}] "
+            "(sequences, heads), or be broadcast to the tensor {cache} by four dimensions; found {found}; one of each page is "
             "{name}[:, None, :, None]",
             "attention.mask_shape": _MASK_SHAPE + "reshape it",
             "attention.padding_mask": _MASK_SHAPE + "of a padding mask [batch, keys] give mask[:, None, None]",

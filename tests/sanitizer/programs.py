@@ -68,6 +68,16 @@ def attention(inputs: Inputs) -> None:
         flashmoe.attention(q, k, v, causal=causal).sum().backward()
 
 
+def attention_in_8_bits(inputs: Inputs) -> None:
+    """q, k and v in e4m3: tiles that are full and cut, grouped heads, rows that are copied, scales in memory."""
+    for dim, (rows, keys) in itertools.product((*HEAD_DIMS, 40), ((64, 64), (131, 300), (1, 200))):
+        q = inputs.normal(2, 4, rows, dim).to(torch.float8_e4m3fn)
+        k, v = (inputs.normal(2, 2, keys, dim).to(torch.float8_e4m3fn) for _ in range(2))
+        scale = inputs.floats(2, 2).abs()
+        for causal in (False, True):
+            flashmoe.attention(q, k, v, causal=causal, k_scale=scale, v_scale=scale[0], return_lse=True)
+
+
 def masks(inputs: Inputs) -> None:
     """Additive and bool masks, broadcast and not, forward and backward."""
     for mask in (inputs.normal(1, 1, 200, 200), inputs.normal(2, 4, 200, 200) > 0):
@@ -191,7 +201,8 @@ def fp8(inputs: Inputs) -> None:
 
 
 PROGRAMS: dict[str, Callable[[Inputs], None]] = {
-    program.__name__: program for program in (attention, masks, ragged, decode, append, chunks, moe, fp8)
+    program.__name__: program
+    for program in (attention, attention_in_8_bits, masks, ragged, decode, append, chunks, moe, fp8)
 }
 
 if __name__ == "__main__":

@@ -35,7 +35,7 @@ Dtype supported_dtype(const QueryKeyValue& operands) {
 
 bool is_possible_scale(double scale) { return std::abs(scale) <= kMaxScale; }
 
-Tensor dense_like(const Tensor& tensor, const int64_t* sizes) {
+Tensor dense_like(const Tensor& tensor, const int64_t* sizes, int32_t torch_dtype) {
   const int64_t* strides = tensor.strides();
   std::array<int, 4> order{0, 1, 2, 3};
   const bool is_expanded = std::any_of(strides, strides + 4, [](int64_t stride) { return stride == 0; });
@@ -50,7 +50,7 @@ Tensor dense_like(const Tensor& tensor, const int64_t* sizes) {
     result[axis] = stride;
     stride *= std::max<int64_t>(sizes[axis], 1);
   }
-  return host::empty_strided(4, sizes, result.data(), tensor.dtype(), tensor.device_type(), tensor.device_index());
+  return host::empty_strided(4, sizes, result.data(), torch_dtype, tensor.device_type(), tensor.device_index());
 }
 
 Strides strides_of(const Tensor& tensor, bool is_paged) {
@@ -59,7 +59,7 @@ Strides strides_of(const Tensor& tensor, bool is_paged) {
   return is_paged ? Strides{strides[0], strides[2], strides[1]} : Strides{strides[0], strides[1], strides[2]};
 }
 
-void check_operands(QueryKeyValue& operands, bool has_codes) {
+void check_places(QueryKeyValue& operands) {
   const Tensor& q = operands.q;
   const Tensor& k = operands.k;
   const Tensor& v = operands.v;
@@ -76,6 +76,13 @@ void check_operands(QueryKeyValue& operands, bool has_codes) {
   if (q.description() != nullptr && operands.device_type < 0) {
     violate("attention.device", {{"device", describe_device(q)}});
   }
+}
+
+void check_operands(QueryKeyValue& operands, bool has_codes) {
+  check_places(operands);
+  const Tensor& q = operands.q;
+  const Tensor& k = operands.k;
+  const Tensor& v = operands.v;
   operands.torch_dtype = q.dtype();
   if (has_codes) {
     const int32_t code = aoti_torch_dtype_float8_e4m3fn();
@@ -228,7 +235,7 @@ ForwardOutputs allocate_outputs(const QueryKeyValue& operands, bool with_lse) {
   sizes[rank - 1] = operands.v.sizes()[operands.v.dim() - 1];
   ForwardOutputs outputs;
   if (rank == 4) {
-    outputs.out = dense_like(q, sizes);
+    outputs.out = dense_like(q, sizes, operands.torch_dtype);
   } else {
     outputs.out = host::empty(rank, sizes, operands.torch_dtype, operands.device_type, operands.device_index);
     std::swap(sizes[0], sizes[1]);

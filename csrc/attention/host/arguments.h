@@ -59,6 +59,7 @@ struct Gradients {
 // Throws unless q, k and v are tensors of one device and of one dtype that has kernels there; or, of a cache of codes, k and v of
 // float8_e4m3fn and q of 16 bits.
 void check_operands(QueryKeyValue& operands, bool has_codes = false);
+void check_places(QueryKeyValue& operands);  // tensors of one device, whatever their dtypes
 
 struct Layout {
   const char* text;
@@ -92,7 +93,7 @@ bool is_possible_scale(double scale);
 
 // Uninitialised, of these sizes: dense, with the tensor's order of dimensions, as torch's empty_like gives it; contiguous where
 // the tensor overlaps itself.
-Tensor dense_like(const Tensor& tensor, const int64_t* sizes);
+Tensor dense_like(const Tensor& tensor, const int64_t* sizes, int32_t torch_dtype);
 
 // Uninitialised outputs of the right shape, dtype and device.
 ForwardOutputs allocate_outputs(const QueryKeyValue& operands, bool with_lse);

@@ -44,9 +44,9 @@ BackwardArguments make_loadable(const BackwardArguments& arguments, const Kernel
 // In the layout of what they are gradients of, so that the operations behind them need no copies.
 Gradients allocate_gradients(const ForwardArguments& forward, bool with_dq, bool with_dk, bool with_dv) {
   Gradients gradients;
-  if (with_dq) gradients.dq = dense_like(forward.q, forward.q.sizes());
-  if (with_dk) gradients.dk = dense_like(forward.k, forward.k.sizes());
-  if (with_dv) gradients.dv = dense_like(forward.v, forward.v.sizes());
+  if (with_dq) gradients.dq = dense_like(forward.q, forward.q.sizes(), forward.q.dtype());
+  if (with_dk) gradients.dk = dense_like(forward.k, forward.k.sizes(), forward.k.dtype());
+  if (with_dv) gradients.dv = dense_like(forward.v, forward.v.sizes(), forward.v.dtype());
   return gradients;
 }
 

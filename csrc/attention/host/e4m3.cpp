@@ -20,6 +20,30 @@ using host::violate;
 constexpr int64_t kRowAlignBytes = 16;
 constexpr int64_t kScaledKeys = 16;  // of a page that has a scale: a multiple of a warp's keys
 
+// Whether rows of codes can be loaded by 16 bytes where they lie.
+bool is_loadable(const Tensor& codes, bool may_repeat) {
+  const int64_t last = codes.dim() - 1;
+  if (reinterpret_cast<std::uintptr_t>(codes.data()) % kRowAlignBytes != 0) return false;
+  if (codes.sizes()[last] % kRowAlignBytes != 0) return false;
+  for (int64_t axis = 0; axis < last; ++axis) {
+    if (codes.sizes()[axis] <= 1) continue;
+    const int64_t stride = codes.strides()[axis];
+    if (stride % kRowAlignBytes != 0 || (stride == 0 && !may_repeat)) return false;
+  }
+  return true;
+}
+
+E4m3ForwardParams make_e4m3_params(const E4m3Arguments& arguments, const VarlenArguments& varlen,
+                                   const ForwardOutputs& outputs) {
+  E4m3ForwardParams params{};
+  params.forward = make_varlen_params(varlen, outputs);
+  params.k_scale = make_scale(arguments.k_scale, varlen.has_pages());
+  params.v_scale = make_scale(arguments.v_scale, varlen.has_pages());
+  return params;
+}
+
+}  // namespace
+
 void check_scale(const ScaleArgument& scale, const char* name, const QueryKeyValue& operands, const Tensor& cache,
                  int64_t batch, bool has_pages) {
   if (!scale.values.is_given()) return;
@@ -54,41 +78,18 @@ void check_scale(const ScaleArgument& scale, const char* name, const QueryKeyVal
   }
 }
 
-// Whether rows of codes can be loaded by 16 bytes where they lie.
-bool is_loadable(const Tensor& cache) {
-  const int64_t last = cache.dim() - 1;
-  if (reinterpret_cast<std::uintptr_t>(cache.data()) % kRowAlignBytes != 0) return false;
-  if (cache.sizes()[last] % kRowAlignBytes != 0) return false;
-  for (int64_t axis = 0; axis < last; ++axis) {
-    if (cache.sizes()[axis] > 1 && cache.strides()[axis] % kRowAlignBytes != 0) return false;
-  }
-  return true;
-}
-
-// The cache itself, or a copy with rows of whole 16 bytes, zeros behind.
-Tensor loadable(const Tensor& cache) {
-  if (is_loadable(cache)) return host::alias(cache);
+Tensor loadable_codes(const Tensor& codes, bool may_repeat) {
+  if (is_loadable(codes, may_repeat)) return host::alias(codes);
   std::array<int64_t, 4> sizes{};
-  std::copy_n(cache.sizes(), cache.dim(), sizes.begin());
-  int64_t& columns = sizes[static_cast<std::size_t>(cache.dim() - 1)];
+  std::copy_n(codes.sizes(), codes.dim(), sizes.begin());
+  int64_t& columns = sizes[static_cast<std::size_t>(codes.dim() - 1)];
   columns = (columns + kRowAlignBytes - 1) / kRowAlignBytes * kRowAlignBytes;
-  Tensor result = host::empty(cache.dim(), sizes.data(), cache.dtype(), cache.device_type(), cache.device_index());
+  Tensor result = host::empty(codes.dim(), sizes.data(), codes.dtype(), codes.device_type(), codes.device_index());
   host::check_shim(aoti_torch_zero_(result.get()), "zero_");
-  const Tensor part = host::view_of(result, cache.sizes(), result.strides());
-  host::check_shim(aoti_torch_copy_(part.get(), cache.get(), /*non_blocking=*/0), "copy_");
+  const Tensor part = host::view_of(result, codes.sizes(), result.strides());
+  host::check_shim(aoti_torch_copy_(part.get(), codes.get(), /*non_blocking=*/0), "copy_");
   return result;
 }
-
-E4m3ForwardParams make_e4m3_params(const E4m3Arguments& arguments, const VarlenArguments& varlen,
-                                   const ForwardOutputs& outputs) {
-  E4m3ForwardParams params{};
-  params.forward = make_varlen_params(varlen, outputs);
-  params.k_scale = make_scale(arguments.k_scale, varlen.has_pages());
-  params.v_scale = make_scale(arguments.v_scale, varlen.has_pages());
-  return params;
-}
-
-}  // namespace
 
 void check_e4m3_scales(const E4m3Arguments& arguments) {
   const VarlenArguments& varlen = arguments.varlen;
@@ -135,7 +136,8 @@ void forward_e4m3_cuda(const E4m3Arguments& arguments, const ForwardOutputs& out
   const Kernel& kernel = select_e4m3(host::make_request(gpu, varlen.dtype), head_dim);
   const bool is_whole = varlen.head_dim_v() % host::kRowAlignElements == 0;
   VarlenArguments read =
-      with_operands(varlen, host::loadable(varlen.q, kernel), loadable(varlen.k), loadable(varlen.v));
+      with_operands(varlen, host::loadable(varlen.q, kernel), loadable_codes(varlen.k, /*may_repeat=*/true),
+                    loadable_codes(varlen.v, /*may_repeat=*/true));
   ForwardOutputs written;
   written.out = is_whole ? host::alias(outputs.out) : host::empty_like(outputs.out, host::padded_sizes(outputs.out));
   if (outputs.lse.is_given()) written.lse = host::alias(outputs.lse);

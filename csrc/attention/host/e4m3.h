@@ -1,4 +1,4 @@
-// Caches of 8-bit floats (float8_e4m3fn) with queries of 16 bits: arguments, checks and parameter blocks.
+// Caches of 8-bit floats (float8_e4m3fn) with queries of 16 bits, and queries of 8 bits, too: arguments, checks and parameter blocks.
 #pragma once
 
 #include "attention/host/varlen_arguments.h"
@@ -25,6 +25,27 @@ struct E4m3AppendArguments {
   ScaleArgument k_scale;
   ScaleArgument v_scale;
 };
+
+// All three of 8 bits, dense. dtype and torch_dtype are the output's.
+struct Fp8Arguments {
+  ForwardArguments forward;
+  ScaleArgument q_scale;
+  ScaleArgument k_scale;
+  ScaleArgument v_scale;
+};
+
+// Throws the first rule that the arguments break.
+void check_fp8(Fp8Arguments& arguments);
+
+// At least one row.
+void forward_fp8_cuda(const Fp8Arguments& arguments, const ForwardOutputs& outputs);
+
+// Whether rows of codes can be loaded by 16 bytes where they lie; may_repeat: dimensions of stride 0 are no hindrance. The tensor itself then,
+// or a copy with rows of whole 16 bytes, zeros behind.
+Tensor loadable_codes(const Tensor& codes, bool may_repeat);
+
+void check_scale(const ScaleArgument& scale, const char* name, const QueryKeyValue& operands, const Tensor& codes,
+                 int64_t batch, bool has_pages);
 
 // Throws the first rule that the scales break; the rest is checked.
 void check_e4m3_scales(const E4m3Arguments& arguments);

@@ -114,6 +114,27 @@ E4m3AppendArguments take_e4m3_append(host::Arguments& given) {
   return arguments;
 }
 
+Fp8Arguments take_fp8(host::Arguments& given) {
+  Fp8Arguments arguments;
+  arguments.forward.q = given.tensor();
+  arguments.forward.k = given.tensor();
+  arguments.forward.v = given.tensor();
+  arguments.forward.scale = given.number();
+  arguments.forward.is_causal = given.flag();
+  const bool is_f16 = given.flag();
+  arguments.forward.dtype = is_f16 ? Dtype::kFloat16 : Dtype::kBFloat16;
+  arguments.forward.torch_dtype = is_f16 ? aoti_torch_dtype_float16() : aoti_torch_dtype_bfloat16();
+  arguments.q_scale.values = given.optional_tensor();
+  arguments.k_scale.values = given.optional_tensor();
+  arguments.v_scale.values = given.optional_tensor();
+  arguments.q_scale.factor = given.number();
+  arguments.k_scale.factor = given.number();
+  arguments.v_scale.factor = given.number();
+  check_fp8(arguments);
+  return arguments;
+}
+
+const host::ArgumentCheck kCheckFp8("attention_fp8_forward", [](host::Arguments& given) { take_fp8(given); });
 const host::ArgumentCheck kCheckForward("attention_varlen_forward",
                                         [](host::Arguments& given) { take_forward(given); });
 const host::ArgumentCheck kCheckDropout("attention_dropout_forward", [](host::Arguments& given) {
@@ -139,7 +160,7 @@ void boxed_forward(StableIValue* stack, uint64_t num_arguments, uint64_t num_out
 }
 
 Tensor gradient_of(const Tensor& tensor, bool is_partial) {
-  Tensor gradient = tensor.dim() == 4 ? dense_like(tensor, tensor.sizes())
+  Tensor gradient = tensor.dim() == 4 ? dense_like(tensor, tensor.sizes(), tensor.dtype())
                                       : host::empty(tensor.dim(), tensor.sizes(), tensor.dtype(), tensor.device_type(),
                                                     tensor.device_index());
   if (is_partial) zero(gradient);
@@ -239,6 +260,18 @@ void boxed_append_e4m3(StableIValue* stack, uint64_t num_arguments, uint64_t num
   if (sizes[0] > 0 && sizes[1] > 0 && sizes[2] > 0) Backend::append_e4m3(arguments);
 }
 
+void boxed_fp8(StableIValue* stack, uint64_t num_arguments, uint64_t num_outputs) {
+  host::check_counts("attention_fp8_forward", num_arguments, 12, num_outputs, 2);
+  host::Arguments given(stack);
+  const Fp8Arguments arguments = take_fp8(given);
+  ForwardOutputs outputs = allocate_outputs(arguments.forward, /*with_lse=*/true);
+  host::set_last_kernel("");
+  const int64_t* sizes = outputs.out.sizes();
+  if (sizes[0] != 0 && sizes[1] != 0 && sizes[2] != 0) forward_fp8_cuda(arguments, outputs);
+  stack[0] = give(std::move(outputs.out));
+  stack[1] = give(std::move(outputs.lse));
+}
+
 template <class Backend, class Library>
 void register_backend(Library& library) {
   library.impl("attention_e4m3_forward", &boxed_e4m3<Backend, true>);
@@ -264,4 +297,5 @@ STABLE_TORCH_LIBRARY_IMPL(flashmoe, CPU, library) {
 
 STABLE_TORCH_LIBRARY_IMPL(flashmoe, CUDA, library) {
   flashmoe::attention::register_backend<flashmoe::attention::Cuda>(library);
+  library.impl("attention_fp8_forward", &flashmoe::attention::boxed_fp8);
 }

@@ -70,6 +70,11 @@ void define_varlen(Library& library) {
       "float scale, int window_left, int window_right, float softcap, int num_splits, Tensor? k_scale, Tensor? "
       "v_scale, "
       "float k_factor, float v_factor) -> Tensor");
+  // q, k and v in float8_e4m3fn, [batch, heads, length, head_dim], times factor times scale: float32 [], [heads] or [batch, heads]. On GPUs
+  // of compute capability 9.0 alone; without gradient. out is float16 or bfloat16.
+  library.def(
+      "attention_fp8_forward(Tensor q, Tensor k, Tensor v, float scale, bool causal, bool is_float16, Tensor? q_scale, "
+      "Tensor? k_scale, Tensor? v_scale, float q_factor, float k_factor, float v_factor) -> (Tensor out, Tensor lse)");
   library.def(
       "attention_append_e4m3_(Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor k_new, Tensor v_new, Tensor "
       "cache_seqlens, "

@@ -471,6 +471,21 @@ const Kernel& select_e4m3(const host::KernelRequest& request, int32_t head_dim) 
   return select_by_head_dim(request, "attention_decode_e4m3", "", head_dim, "a float8_e4m3fn cache");
 }
 
+Fp8Kernels select_fp8(const host::KernelRequest& request, Mask mask, int32_t head_dim) {
+  const host::KernelList& loadable = host::loadable_kernels(request.capability);
+  const bool is_allowed = request.forced_family == nullptr || std::strcmp(request.forced_family, "sm90") == 0;
+  Fp8Kernels kernels;
+  if (is_allowed) {
+    kernels.forward =
+        host::find_kernel({"attention_forward_e4m3", "sm90", "", request.dtype, {head_dim, static_cast<int32_t>(mask)}},
+                          axis::kHeadDim, loadable);
+    kernels.transpose =
+        host::find_kernel({"attention_transpose_e4m3", "sm90", "", Dtype::kFloat16, {}}, host::kNoAxis, loadable);
+  }
+  if (kernels.forward != nullptr && kernels.transpose != nullptr) return kernels;
+  host::refuse(request, "products of float8_e4m3fn, head_dim " + std::to_string(head_dim));
+}
+
 const Kernel& select_e4m3_append(const host::KernelRequest& request) {
   return select_first(request, "attention_append_e4m3", "appending to a float8_e4m3fn cache");
 }

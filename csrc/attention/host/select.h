@@ -102,6 +102,13 @@ const Kernel& select_row_dot(const host::KernelRequest& request);
 
 // Of a cache of 8-bit floats, which one kernel reads for any number of rows. Throws as host::refuse() says where there is none.
 const Kernel& select_e4m3(const host::KernelRequest& request, int32_t head_dim);
+// Of q, k and v of 8-bit floats: a kernel, and the one in front of it.
+struct Fp8Kernels {
+  const Kernel* forward = nullptr;
+  const Kernel* transpose = nullptr;
+};
+// Throws as host::refuse() says where there are none.
+Fp8Kernels select_fp8(const host::KernelRequest& request, Mask mask, int32_t head_dim);
 const Kernel& select_e4m3_append(const host::KernelRequest& request);
 
 // Copies of rows, which every family does alike: the first that this GPU has, whichever is forced.

@@ -1,4 +1,4 @@
-// What the host passes to kernels that read a cache of 8-bit floats. Plain C types only.
+// What the host passes to kernels that read 8-bit floats. Plain C types only.
 #pragma once
 
 #include "attention/params/append.h"
@@ -21,6 +21,30 @@ struct E4m3ForwardParams {
   ForwardParams forward;
   CacheScale k_scale;
   CacheScale v_scale;
+};
+
+// q, k and v hold e4m3; out is of 16 bits. Scales of q and of keys multiply the scores, which must leave these positive; those of values the
+// output. forward.v is what TransposeParams describe: [batch, heads_kv, value_blocks, value_rows, 128 keys].
+struct E4m3AttentionParams {
+  ForwardParams forward;
+  CacheScale q_scale;
+  CacheScale k_scale;
+  CacheScale v_scale;
+  int32_t value_blocks;  // ceil(seq_k / 128)
+  int32_t value_rows;    // the kernel's head dim
+};
+
+// V before and after attention/forward/sm90/e4m3/transpose.cuh.
+struct TransposeParams {
+  const void* v;  // [batch, heads_kv, keys, head_dim_v], rows at multiples of 4 bytes
+  void* out;      // [batch, heads_kv, value_blocks, value_rows, 128]
+  Strides v_stride;
+  int32_t batch;
+  int32_t heads_kv;
+  int32_t keys;
+  int32_t head_dim_v;  // a multiple of 4
+  int32_t value_blocks;
+  int32_t value_rows;
 };
 
 // The caches hold e4m3, the new rows 16 bits, which are divided by the scale as they are appended.

@@ -13,14 +13,14 @@ namespace flashmoe {
 namespace attention {
 namespace sm90 {
 
-// One stage of K or V: kBlockN rows from `row`, slab by slab. Rows and columns outside the tensor become zeros.
-template <typename Spec>
-__device__ __forceinline__ void load_keys(typename Spec::KeyTile smem, const ptx::TensorMap& map, ptx::Mbarrier* full,
+// One stage of K or V: a tile's rows from `row`, slab by slab. Rows and columns outside the tensor become zeros.
+template <typename Tile>
+__device__ __forceinline__ void load_keys(Tile smem, const ptx::TensorMap& map, ptx::Mbarrier* full,
                                           ptx::Mbarrier* empty, int parity, int row, int kv_head, int batch) {
   ptx::mbarrier_wait(empty, parity ^ 1);
-  ptx::mbarrier_arrive_expect_tx(full, Spec::KeyTile::kBytes);
+  ptx::mbarrier_arrive_expect_tx(full, Tile::kBytes);
 #pragma unroll
-  for (int slab = 0; slab < Spec::kNumSlabs; ++slab) {
+  for (int slab = 0; slab < Tile::kNumSlabs; ++slab) {
     ptx::tma_load_4d(smem.slab(slab), &map, full, slab * 64, row, kv_head, batch, ptx::CacheHint::kEvictLast);
   }
 }
@@ -35,7 +35,7 @@ __device__ __forceinline__ void load_query(const SharedMemory<Spec>& shared, con
   publish_tile(shared.tile(at.stage, consumer), tile);
   ptx::mbarrier_arrive_expect_tx(full, Spec::QueryTile::kBytes);
 #pragma unroll
-  for (int slab = 0; slab < Spec::kNumSlabs; ++slab) {
+  for (int slab = 0; slab < Spec::QueryTile::kNumSlabs; ++slab) {
     ptx::tma_load_4d(shared.query(at.stage, consumer).slab(slab), &map, full, slab * 64,
                      tile.m_block * Spec::kBlockM + consumer * 64, tile.head, tile.batch, ptx::CacheHint::kEvictFirst);
   }
@@ -56,13 +56,13 @@ __device__ __forceinline__ void produce(const ForwardParams& params, const Share
   RingPosition<Spec::kNumQueryStages> query;
 
   const auto load_key = [&](int block, int kv_head, int batch) {
-    load_keys<Spec>(shared.key(key.stage), k_map, shared.key_full(key.stage), shared.key_empty(key.stage), key.parity,
-                    block * Spec::kBlockN, kv_head, batch);
+    load_keys(shared.key(key.stage), k_map, shared.key_full(key.stage), shared.key_empty(key.stage), key.parity,
+              block * Spec::kBlockN, kv_head, batch);
     key.advance();
   };
   const auto load_value = [&](int block, int kv_head, int batch) {
-    load_keys<Spec>(shared.value(value.stage), v_map, shared.value_full(value.stage), shared.value_empty(value.stage),
-                    value.parity, block * Spec::kBlockN, kv_head, batch);
+    load_keys(shared.value(value.stage), v_map, shared.value_full(value.stage), shared.value_empty(value.stage),
+              value.parity, block * (Spec::ValueTile::kSlabBytes / kSlabRowBytes), kv_head, batch);
     value.advance();
   };
 

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
-from flashmoe_tools.operations.attention.emulation import combine, forward
+from flashmoe_tools.operations.attention.emulation import combine, e4m3, forward
 
-RUNNERS = {"attention_forward": forward.RUNNER, "attention_combine": combine.RUNNER}
+RUNNERS = {
+    "attention_forward": forward.RUNNER,
+    "attention_combine": combine.RUNNER,
+    "attention_forward_e4m3": e4m3.RUNNER,
+    "attention_transpose_e4m3": e4m3.TRANSPOSE_RUNNER,
+}

@@ -1,0 +1,192 @@
+// A consumer warpgroup of the e4m3 kernels: the 16-bit one (../consumer.cuh) with products of 8-bit floats.
+//
+// P is rounded to e4m3 as it becomes the operand of P V (softmax.cuh). Row sums add what is not rounded: the log-sum-exp is that of the scores.
+//
+// The tensor cores add products of 8-bit floats with some 14 bits. P V of each block has sums of its own, which join the output in float32.
+#pragma once
+
+#include "attention/forward/sm90/consumer.cuh"
+#include "attention/forward/sm90/e4m3/softmax.cuh"
+#include "attention/forward/sm90/e4m3/spec.cuh"
+#include "attention/params/e4m3.h"
+#include "ptx/wgmma_e4m3.cuh"
+
+namespace flashmoe {
+namespace attention {
+namespace sm90 {
+
+// A head's scale in memory, times its factor.
+__device__ __forceinline__ float load_scale(const CacheScale& scale, int batch, int head) {
+  return scale.values == nullptr
+             ? scale.factor
+             : scale.factor * ptx::ld_global_float(scale.values + batch * scale.stride + head * scale.head_stride);
+}
+
+template <typename Spec, MaskKind kMask>
+struct E4m3Consumer : Consumer<Spec, kMask> {
+  using Base = Consumer<Spec, kMask>;
+  static constexpr int kScores = Spec::kBlockN / 2;
+  static constexpr int kProbabilities = Spec::kBlockN / 8;  // words of four
+  static constexpr int kOutputs = Spec::kHeadDim / 2;
+  static constexpr int kPartials = Spec::kPartialColumns / 2;
+
+  const E4m3AttentionParams& codes;
+
+  __device__ __forceinline__ E4m3Consumer(const E4m3AttentionParams& params_, const SharedMemory<Spec>& shared_,
+                                          int consumer_)
+      : Base(params_.forward, shared_, consumer_), codes(params_) {}
+
+  // scores[64 x kBlockN] = Q K^T; asynchronous.
+  __device__ __forceinline__ void issue_scores(float (&scores)[kScores]) const {
+    const auto q = this->shared.query(this->query.stage, this->consumer).k_major();
+    const auto k = this->shared.key(this->key.stage).k_major();
+    ptx::wgmma_fence();
+#pragma unroll
+    for (int step = 0; step < Spec::kHeadDim / 32; ++step) {
+      ptx::wgmma_e4m3_n128(scores, q.k_step(step), k.k_step(step), step == 0 ? 0 : 1);
+    }
+    ptx::wgmma_commit();
+  }
+
+  // partial = P V of one block, columns from `column` on; asynchronous.
+  __device__ __forceinline__ void issue_partial(float (&partial)[kPartials], uint32_t (&probabilities)[kProbabilities],
+                                                int column) {
+    const auto v = this->shared.value(this->key.stage).k_major();
+    ptx::wgmma_fence_operands(probabilities);
+    ptx::wgmma_fence();
+#pragma unroll
+    for (int step = 0; step < Spec::kBlockN / 32; ++step) {
+      const uint32_t* p = &probabilities[4 * step];
+      ptx::wgmma_e4m3_rs<Spec::kPartialColumns>(partial, p[0], p[1], p[2], p[3], v.k_step(step, column),
+                                                step == 0 ? 0 : 1);
+    }
+    ptx::wgmma_commit();
+  }
+
+  static __device__ __forceinline__ void add_partial(float (&output)[kOutputs], const float (&partial)[kPartials],
+                                                     const float (&factor)[2], int column) {
+#pragma unroll
+    for (int i = 0; i < kPartials; ++i) {
+      float& sum = output[column / 2 + i];
+      sum = ptx::fma_rn(partial[i], factor[i / 2 % 2], sum);
+    }
+  }
+
+  // The accumulator layout of 32 keys is the operand layout of a step whose k counts keys as transposed V has them (transpose.cuh).
+  static __device__ __forceinline__ void pack_probabilities(uint32_t (&probabilities)[kProbabilities],
+                                                            const float (&scores)[kScores]) {
+#pragma unroll
+    for (int i = 0; i < kProbabilities; ++i) {
+      const float* d = &scores[i / 2 * 8 + i % 2 * 2];  // two blocks of 8 keys; rows g and g + 8 in turn
+      probabilities[i] = ptx::pack_e4m3(d[0], d[1], d[4], d[5]);
+    }
+  }
+
+  // A block of keys is worked on whole, V behind K, so one position serves both rings; warpgroups cover each other's waits.
+  __device__ __forceinline__ void wait_value() const {
+    ptx::mbarrier_wait(this->shared.value_full(this->key.stage), this->key.parity);
+  }
+  __device__ __forceinline__ void release_key() const { this->release(this->shared.key_empty(this->key.stage)); }
+  __device__ __forceinline__ void release_value() {
+    this->release(this->shared.value_empty(this->key.stage));
+    this->key.advance();
+  }
+  // As in the 16-bit kernels.
+  __device__ __forceinline__ void skip_blocks(int begin, int end) {
+    for (int block = begin; block < end; ++block) {
+      this->wait_key();
+      ptx::warp_sync();
+      release_key();
+      wait_value();
+      ptx::warp_sync();
+      release_value();
+    }
+  }
+
+  template <bool kIsMasked>
+  __device__ __forceinline__ void attend_block(float (&output)[kOutputs], RowState& rows, float scale_log2,
+                                               const Tile<kMask>& tile, int block) {
+    uint32_t probabilities[kProbabilities];
+    float factor[2];
+    {
+      float scores[kScores];
+      this->wait_key();
+      issue_scores(scores);
+      ptx::wgmma_wait<0>();
+      ptx::wgmma_fence_operands(scores);
+      release_key();
+      if constexpr (kIsMasked) this->mask_block(scores, tile, block);
+      float rescale[2];
+      if (block_softmax<Spec::kBlockN, kIsMasked>(scores, rows, factor, rescale, scale_log2)) {
+#pragma unroll
+        for (int i = 0; i < kOutputs; ++i) output[i] *= rescale[i / 2 % 2];
+      }
+      pack_probabilities(probabilities, scores);
+    }
+    wait_value();
+#pragma unroll
+    for (int column = 0; column < Spec::kHeadDim; column += Spec::kPartialColumns) {
+      float partial[kPartials];
+      issue_partial(partial, probabilities, column);
+      ptx::wgmma_wait<0>();
+      ptx::wgmma_fence_operands(partial);
+      add_partial(output, partial, factor, column);
+      // The sums of the next columns take these registers.
+      if constexpr (Spec::kPartialColumns < Spec::kHeadDim) ptx::wgmma_fence_operands(output);
+    }
+    release_value();
+  }
+
+  __device__ __forceinline__ void run(const ptx::TensorMap& out_map) {
+    const ForwardParams& params = this->params;
+    while (true) {
+      ptx::mbarrier_wait(this->shared.query_full(this->query.stage, this->consumer), this->query.parity);
+      const auto tile = read_tile<Tile<kMask>>(this->shared.tile(this->query.stage, this->consumer));
+      ptx::warp_sync();  // all lanes have read it before the first one can release it
+      if (tile.m_block < 0) break;
+      const int first_row = tile.m_block * Spec::kBlockM + this->consumer * 64;
+      const KeyRange range = tile.template key_blocks<Spec>(params);
+      if (first_row >= tile.num_rows(params)) {
+        this->release_query();
+        skip_blocks(range.begin, range.end);
+        continue;
+      }
+      const int kv_head = tile.head / heads_per_key_head(params);
+      // Positive scales keep the maximum of the products that of the scores. Of zero the scores are zero, and those of hidden keys stay -inf.
+      const float scale = load_scale(codes.q_scale, tile.batch, tile.head) *
+                          load_scale(codes.k_scale, tile.batch, kv_head) * params.scale_log2;
+      const float scale_log2 = scale == 0.0f ? kLeastScale : scale < 0.0f ? ptx::bits_float(0x7fffffffu) : scale;
+      float output[kOutputs];
+#pragma unroll
+      for (int i = 0; i < kOutputs; ++i) output[i] = 0.0f;
+      RowState rows = {{ptx::negative_infinity(), ptx::negative_infinity()}, {0.0f, 0.0f}};
+      const KeyRange own = this->own_blocks(tile.sequence(params), first_row, range);
+      const int plain_end = minimum(own.end, visible_keys<kMask>(tile.sequence(params), first_row).end / Spec::kBlockN);
+      int block = own.begin;
+      for (; block < plain_end; ++block) attend_block<false>(output, rows, scale_log2, tile, block);
+      for (; block < own.end; ++block) attend_block<true>(output, rows, scale_log2, tile, block);
+      this->release_query();
+
+      const float v_scale = load_scale(codes.v_scale, tile.batch, kv_head);
+      float inverse_sum[2];
+      float lse[2];
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        const FinishedRow finished =
+            finish_row(ptx::sub_rn(rows.max[r] * scale_log2, kTopExponent), quad_sum(rows.sum[r]));
+        inverse_sum[r] = finished.inverse * v_scale;
+        lse[r] = finished.lse;
+      }
+      store_lse<Spec>(params, tile, this->consumer, lse);
+      store_tile<Spec>(params, this->shared, out_map, tile, this->query.stage, this->consumer, output, inverse_sum);
+      skip_blocks(own.end, range.end);
+    }
+    // Hazard: the last store still reads the buffer when the block, and with it its shared memory, is gone.
+    if (ptx::thread_index() % 128 == 0) ptx::tma_store_wait_read<0>();
+  }
+  static constexpr float kLeastScale = 1e-30f;
+};
+
+}  // namespace sm90
+}  // namespace attention
+}  // namespace flashmoe

@@ -1,0 +1,71 @@
+// The softmax of a block of keys, for P in e4m3 (../softmax.cuh says how a 64 x kN accumulator lies in registers).
+//
+// P of a block refers to the block's own maximum, and is 2^8 there: of each row and block the largest P is exact, and small ones keep their bits,
+// whatever other blocks hold. What the block's sums are worth is a factor in float32, by which they join those of the row.
+#pragma once
+
+#include "attention/forward/sm90/softmax.cuh"
+
+namespace flashmoe {
+namespace attention {
+namespace sm90 {
+
+// The exponent to base 2 of a block's largest P. e4m3 has normal numbers from 2^-6 to 448.
+constexpr float kTopExponent = 8.0f;
+// The row's reference moves where a block's maximum is past it by so many powers of two: sums in float32 have room for that.
+constexpr float kFarthest = 48.0f;
+
+// Replaces the scores s by 2^(s * scale_log2 - the block's largest + kTopExponent), and adds them to the sums, in units of rows.max, with the
+// block's factor. Returns whether (in any lane of the warp) a reference moved: then what was added before is multiplied by `rescale`.
+//
+// kMayBeEmpty: a row may see no key of the block; elsewhere a maximum of -inf comes from NaN, which must come through.
+template <int kN, bool kMayBeEmpty>
+__device__ __forceinline__ bool block_softmax(float (&scores)[kN / 2], RowState& rows, float (&factor)[2],
+                                              float (&rescale)[2], float scale_log2) {
+  float largest[2];
+  bool moves[2];
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    largest[r] = ptx::negative_infinity();
+#pragma unroll
+    for (int j = 0; j < kN / 8; ++j) {
+      largest[r] = ptx::max_ftz(largest[r], ptx::max_ftz(scores[4 * j + 2 * r], scores[4 * j + 2 * r + 1]));
+    }
+    largest[r] = quad_max(largest[r]);
+    moves[r] = (largest[r] - rows.max[r]) * scale_log2 > kFarthest;
+  }
+  const bool moved = ptx::vote_any(moves[0] || moves[1]);
+  if (moved) {
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      rescale[r] = 1.0f;
+      if (!moves[r]) continue;
+      rescale[r] = ptx::exp2_approx(ptx::sub_rn(rows.max[r] * scale_log2, largest[r] * scale_log2));
+      rows.max[r] = largest[r];
+      rows.sum[r] *= rescale[r];
+    }
+  }
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    const bool is_empty = kMayBeEmpty && largest[r] == ptx::negative_infinity();
+    const float top = (is_empty ? 0.0f : largest[r]) * scale_log2;
+    factor[r] = is_empty ? 0.0f : ptx::exp2_approx(ptx::sub_rn(top, rows.max[r] * scale_log2));
+    const float shift = ptx::sub_rn(top, kTopExponent);
+    float sum[2] = {0.0f, 0.0f};
+#pragma unroll
+    for (int j = 0; j < kN / 8; ++j) {
+#pragma unroll
+      for (int c = 0; c < 2; ++c) {
+        float& score = scores[4 * j + 2 * r + c];
+        score = ptx::exp2_approx(ptx::fma_rn(score, scale_log2, -shift));
+        sum[c] += score;
+      }
+    }
+    rows.sum[r] = ptx::fma_rn(sum[0] + sum[1], factor[r], rows.sum[r]);
+  }
+  return moved;
+}
+
+}  // namespace sm90
+}  // namespace attention
+}  // namespace flashmoe

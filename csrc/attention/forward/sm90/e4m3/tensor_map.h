@@ -1,0 +1,33 @@
+// What the host passes to cuTensorMapEncodeTiled for the e4m3 kernels: two codes are one element of a 16-bit map (../tensor_map.h). Plain C++.
+#pragma once
+
+#include "attention/forward/sm90/tensor_map.h"
+#include "attention/params/e4m3.h"
+
+namespace flashmoe {
+namespace attention {
+namespace sm90 {
+
+// Of transposed V: [batch, heads_kv, value_blocks, value_rows, keys of a block] codes.
+inline Strides transposed_strides(const E4m3AttentionParams& params, int block_n) {
+  const std::int64_t head = static_cast<std::int64_t>(params.value_blocks) * params.value_rows * block_n;
+  return Strides{head * params.forward.heads_kv, head, block_n};
+}
+
+inline ForwardTensorMaps e4m3_tensor_maps(const E4m3AttentionParams& params, int block_n) {
+  const ForwardParams& forward = params.forward;
+  const auto pairs = [](const Strides& codes) { return Strides{codes.batch / 2, codes.head / 2, codes.row / 2}; };
+  return ForwardTensorMaps{
+      tensor_map_arguments(forward.q, pairs(forward.q_stride), forward.head_dim / 2, forward.seq_q, forward.heads_q,
+                           forward.batch, kWarpgroupRows),
+      tensor_map_arguments(forward.k, pairs(forward.k_stride), forward.head_dim / 2, forward.seq_k, forward.heads_kv,
+                           forward.batch, block_n),
+      tensor_map_arguments(forward.v, pairs(transposed_strides(params, block_n)), block_n / 2,
+                           params.value_blocks * params.value_rows, forward.heads_kv, forward.batch, params.value_rows),
+      tensor_map_arguments(forward.out, forward.out_stride, forward.head_dim_v, forward.seq_q, forward.heads_q,
+                           forward.batch, kWarpgroupRows)};
+}
+
+}  // namespace sm90
+}  // namespace attention
+}  // namespace flashmoe

@@ -1,0 +1,145 @@
+// Attention whose q, k and v are 8-bit floats, on a GPU: V transposed, then the kernel that reads it.
+
+#include <algorithm>
+#include <array>
+#include <cstdint>
+#include <utility>
+
+#include "attention/forward/sm90/e4m3/tensor_map.h"
+#include "attention/host/e4m3.h"
+#include "attention/host/prepare.h"
+#include "attention/host/select.h"
+#include "attention/host/varlen.h"
+#include "host/copies.h"
+#include "host/last_kernel.h"
+#include "host/launch.h"
+#include "host/tile_counters.h"
+#include "host/workspace.h"
+
+namespace flashmoe {
+namespace attention {
+namespace {
+
+using host::describe_dtype;
+using host::describe_sizes;
+using host::violate;
+
+int64_t ceil_div(int64_t value, int64_t divisor) { return (value + divisor - 1) / divisor; }
+
+TransposeParams make_transpose_params(const E4m3AttentionParams& params) {
+  const ForwardParams& forward = params.forward;
+  TransposeParams result{};
+  result.v = forward.v;
+  result.v_stride = forward.v_stride;
+  result.batch = forward.batch;
+  result.heads_kv = forward.heads_kv;
+  result.keys = forward.seq_k;
+  result.head_dim_v = forward.head_dim_v;
+  result.value_blocks = params.value_blocks;
+  result.value_rows = params.value_rows;
+  return result;
+}
+
+void run(const Fp8Arguments& arguments, const ForwardOutputs& outputs, const Fp8Kernels& kernels,
+         const host::Device& gpu) {
+  const Kernel& kernel = *kernels.forward;
+  E4m3AttentionParams params{};
+  ForwardParams& forward = params.forward;
+  forward = make_params(arguments.forward, outputs);
+  params.q_scale = make_scale(arguments.q_scale, /*has_pages=*/false);
+  params.k_scale = make_scale(arguments.k_scale, /*has_pages=*/false);
+  params.v_scale = make_scale(arguments.v_scale, /*has_pages=*/false);
+  params.value_blocks = static_cast<int32_t>(ceil_div(forward.seq_k, kernel.block_n));
+  params.value_rows = kernel.axes[axis::kHeadDim];
+  forward.head_dim_v = static_cast<int32_t>(arguments.forward.v.sizes()[3]);
+  TransposeParams transpose = make_transpose_params(params);
+
+  const host::CudaCall call(gpu);
+  const int64_t kv_heads = static_cast<int64_t>(forward.batch) * forward.heads_kv;
+  host::Workspace workspace;
+  const int64_t transposed =
+      workspace.add<uint8_t>(kv_heads * params.value_blocks * params.value_rows * kernel.block_n);
+  workspace.allocate(call);
+  transpose.out = workspace.address<uint8_t>(transposed);
+  forward.v = transpose.out;
+  forward.head_dim_v = static_cast<int32_t>(outputs.out.sizes()[3]);
+
+  const int64_t tiles = ceil_div(forward.seq_q, kernel.block_m) * forward.heads_q * forward.batch;
+  const int64_t grid = host::grid_for(kernel, tiles, gpu);
+  host::TileCounter counter;
+  if (tiles > grid) {
+    counter = host::tile_counter(call);
+    forward.tile_counter = counter.address;
+  }
+  const TensorMaps maps = encode(sm90::e4m3_tensor_maps(params, kernel.block_n), kernel.dtype);
+  // A thread has four columns of 32 keys.
+  const int64_t threads = kv_heads * params.value_blocks * (kernel.block_n / 32) * (params.value_rows / 4);
+  host::LaunchList list;
+  list.add({kernels.transpose, ceil_div(threads, kernels.transpose->threads), &transpose, nullptr,
+            /*is_dependent=*/false});
+  list.add({&kernel, grid, &params, maps.data(), /*is_dependent=*/true});
+  list.run(call);
+  host::set_last_kernel(kernel.symbol);
+}
+
+}  // namespace
+
+void check_fp8(Fp8Arguments& arguments) {
+  ForwardArguments& forward = arguments.forward;
+  check_places(forward);
+  const Tensor &q = forward.q, &k = forward.k, &v = forward.v;
+  const int32_t code = aoti_torch_dtype_float8_e4m3fn();
+  if (q.dtype() != code || k.dtype() != code || v.dtype() != code) {
+    violate("attention.fp8_dtypes",
+            {{"q", describe_dtype(q.dtype())}, {"k", describe_dtype(k.dtype())}, {"v", describe_dtype(v.dtype())}});
+  }
+  check_layout(q, "q", kDenseLayout);
+  check_layout(k, "k", kDenseLayout);
+  check_layout(v, "v", kDenseLayout);
+  check_heads(forward, k.sizes()[1]);
+  if (!std::equal(k.sizes(), k.sizes() + 3, v.sizes())) {
+    violate("attention.key_value_sizes", {{"k", describe_sizes(k)}, {"v", describe_sizes(v)}});
+  }
+  check_batch(q.sizes()[0], k.sizes()[0]);
+  check_scale(forward.scale);
+  const int64_t batch = q.sizes()[0];
+  check_scale(arguments.q_scale, "q_scale", forward, q, batch, /*has_pages=*/false);
+  check_scale(arguments.k_scale, "k_scale", forward, k, batch, /*has_pages=*/false);
+  check_scale(arguments.v_scale, "v_scale", forward, v, batch, /*has_pages=*/false);
+}
+
+void forward_fp8_cuda(const Fp8Arguments& arguments, const ForwardOutputs& outputs) {
+  const ForwardArguments& given = arguments.forward;
+  const host::Device& gpu = host::device(given.device_index);
+  if (given.k.sizes()[2] == 0) {
+    fill_without_keys(outputs, /*sinks=*/Tensor(), gpu);
+    return;
+  }
+  const auto head_dim = static_cast<int32_t>(std::max(given.q.sizes()[3], given.v.sizes()[3]));
+  const Mask mask = given.is_causal ? Mask::kCausal : Mask::kFull;
+  const Fp8Kernels kernels = select_fp8(host::make_request(gpu, given.dtype), mask, head_dim);
+  Fp8Arguments read;
+  ForwardArguments& operands = read.forward;
+  operands.q = loadable_codes(given.q, /*may_repeat=*/false);
+  operands.k = loadable_codes(given.k, /*may_repeat=*/false);
+  operands.v = loadable_codes(given.v, /*may_repeat=*/true);
+  operands.scale = given.scale;
+  operands.is_causal = given.is_causal;
+  operands.dtype = given.dtype;
+  operands.torch_dtype = given.torch_dtype;
+  for (const auto& [to, from] :
+       {std::pair(&read.q_scale, &arguments.q_scale), std::pair(&read.k_scale, &arguments.k_scale),
+        std::pair(&read.v_scale, &arguments.v_scale)}) {
+    if (from->values.is_given()) to->values = host::alias(from->values);
+    to->factor = from->factor;
+  }
+  const bool is_whole = given.v.sizes()[3] % host::kRowAlignElements == 0;
+  ForwardOutputs written;
+  written.out = is_whole ? host::alias(outputs.out) : host::empty_like(outputs.out, host::padded_sizes(outputs.out));
+  written.lse = host::alias(outputs.lse);
+  run(read, written, kernels, gpu);
+  if (!is_whole) host::copy_unpadded(written.out, outputs.out);
+}
+
+}  // namespace attention
+}  // namespace flashmoe

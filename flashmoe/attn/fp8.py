@@ -1,0 +1,137 @@
+"""Attention whose q, k and v are all float8_e4m3fn: on GPUs of compute capability 9.0 by products of 8-bit floats, elsewhere in 16 bits."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import torch
+from torch import Tensor, is_grad_enabled
+from torch._C import _are_functorch_transforms_active as transforms_are_active
+from torch.compiler import is_compiling
+
+from flashmoe import _extension
+from flashmoe.attn import arguments
+from flashmoe.attn.e4m3 import E4M3, Scale, split_scale
+from flashmoe.checks import has_fx_proxies, trace_call
+from flashmoe.errors import ArgumentError, DtypeError
+from flashmoe.fallback import at_trace_time
+from flashmoe.rules import check, explain
+from flashmoe.transforms import has_tangent
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+_extension.load()
+_operator = torch.ops.flashmoe.attention_fp8_forward.default
+OPERATOR = "attention_fp8_forward"
+OUT_DTYPES = (torch.bfloat16, torch.float16)
+Scales = tuple[Scale, Scale, Scale]
+_NAMES = ("q_scale", "k_scale", "v_scale")
+
+
+def concerns(q: Any, q_scale: Scale, k_scale: Scale, v_scale: Scale, out_dtype: torch.dtype | None) -> bool:
+    """Whether q is of 8 bits, or what belongs to such a q is given."""
+    return (isinstance(q, Tensor) and q.dtype is E4M3) or not (
+        q_scale is None and k_scale is None and v_scale is None and out_dtype is None
+    )
+
+
+def _refuse_wide(q: Any, scales: Scales) -> NoReturn:
+    name = next((name for name, value in zip(_NAMES, scales, strict=True) if value is not None), "out_dtype")
+    found = f"found {q.dtype}" if isinstance(q, Tensor) else f"found {type(q).__name__}"
+    msg = f"{name} belongs to q, k and v of torch.float8_e4m3fn; {found}; leave it out, or quantise all three"
+    raise ArgumentError(msg)
+
+
+def attend(
+    attention: Callable[..., Any],
+    tensors: tuple[Any, Any, Any],
+    scales: Scales,
+    out_dtype: torch.dtype | None,
+    *,
+    causal: bool,
+    scale: float | None,
+    return_lse: bool,
+    consistent: bool,
+    options: Mapping[str, Any],
+) -> Any:
+    """``options``: what the kernel does not have, in keywords of ``attention``, which then attends to dequantised tensors."""
+    if has_fx_proxies(*tensors):
+        named = {**dict(zip(("q", "k", "v", *_NAMES), (*tensors, *scales), strict=True)), "out_dtype": out_dtype}
+        given = {"causal": causal, "scale": scale, "return_lse": return_lse, "consistent": consistent}
+        return trace_call(attention, **named, **given, **options)
+    q = tensors[0]
+    if not isinstance(q, Tensor) or q.dtype is not E4M3:
+        _refuse_wide(q, scales)
+    arguments.check_scalars(scale, causal, return_lse, consistent)
+    dtype = torch.bfloat16 if out_dtype is None else out_dtype
+    if dtype not in OUT_DTYPES:
+        msg = f"out_dtype must be torch.bfloat16 or torch.float16; found {out_dtype}; convert the result"
+        raise DtypeError(msg)
+    if not is_compiling():
+        for name, tensor in zip("qkv", tensors, strict=True):
+            arguments.check_is_dense_tensor(name, tensor)
+    factor = float(max(q.shape[-1:], default=1) or 1) ** -0.5 if scale is None else float(scale)
+    parts = [split_scale(name, one) for name, one in zip(_NAMES, scales, strict=True)]
+    values, factors = zip(*parts, strict=True)
+    every = (*tensors, factor, causal, dtype is torch.float16, *values, *factors)
+    chosen = {name: value for name, value in options.items() if not _is_default(value)}
+    if chosen or factor <= 0.0 or not _has_kernel(q.device) or _is_differentiated(*tensors, *scales):
+        if not is_compiling():
+            check(OPERATOR, every)
+        wide = torch.float32 if q.device.type == "cpu" else dtype
+        elements = [dequantize(one, *part, wide) for one, part in zip(tensors, parts, strict=True)]
+        given = {"causal": causal, "scale": factor, "return_lse": return_lse, "consistent": consistent}
+        result = attention(*elements, **given, **_in(wide, chosen))
+        return (result[0].to(dtype), result[1]) if return_lse else result.to(dtype)
+    return _call(every, return_lse)
+
+
+def _call(every: tuple[Any, ...], return_lse: bool) -> Any:
+    try:
+        out, lse = _operator(*every)
+    except Exception as error:
+        if is_compiling():
+            raise
+        cause = explain(error, OPERATOR, every)
+        if cause is error:
+            raise
+        raise cause from error
+    return (out, lse) if return_lse else out
+
+
+def _is_default(value: Any) -> bool:
+    return value is None or (type(value) is float and value == 0.0)
+
+
+def _in(dtype: torch.dtype, options: Mapping[str, Any]) -> dict[str, Any]:
+    """A mask that is added, in the dtype of the dequantised tensors."""
+    mask = options.get("attn_mask")
+    if not isinstance(mask, Tensor) or mask.dtype is torch.bool:
+        return dict(options)
+    return {**options, "attn_mask": mask.to(dtype)}
+
+
+def dequantize(codes: Tensor, values: Tensor | None, factor: float, dtype: torch.dtype) -> Tensor:
+    """Codes times their scale, in float32, then rounded once; exact where scales are powers of two that the type holds."""
+    wide = codes.float() * factor
+    if values is not None:
+        wide = wide * (values[..., None, None] if values.dim() in (1, 2) else values)
+    return wide.to(dtype)
+
+
+@at_trace_time
+def _has_kernel(device: torch.device) -> bool:
+    if device.type != "cuda" or os.environ.get("FLASHMOE_KERNEL", "") not in ("", "sm90"):
+        return device.type == "meta"
+    return torch.cuda.get_device_capability(device) == (9, 0)
+
+
+def _is_differentiated(*tensors: Any) -> bool:
+    given = [one for one in tensors if isinstance(one, Tensor)]
+    return (
+        (is_grad_enabled() and any(one.requires_grad for one in given))
+        or transforms_are_active()
+        or has_tangent(*given)
+    )

@@ -1,0 +1,67 @@
+"""Attention in 8-bit floats: ours, our 16-bit kernels on the dequantised tensors, FlashAttention-3 where it is installed."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import Any
+
+import torch
+
+from flashmoe_tools.bench.contenders import Contender, Prepared, flashmoe_available, installed
+from flashmoe_tools.operations.attention.contenders import FA3, FLASH_ATTN_3
+from flashmoe_tools.operations.attention_fp8.reference import Fp8Inputs
+
+BOTH = ("cpu", "cuda")
+
+
+def _attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, **options: Any) -> Prepared:
+    import flashmoe
+
+    attention = flashmoe.attention
+
+    def call() -> torch.Tensor:
+        result: torch.Tensor = attention(q, k, v, causal=causal, **options)
+        return result
+
+    return Prepared(call)
+
+
+def _ours(inputs: Fp8Inputs) -> Prepared:
+    dtype = inputs.dequantized.q.dtype
+    return _attend(inputs.q, inputs.k, inputs.v, inputs.problem.causal, scale=inputs.scale, out_dtype=dtype)
+
+
+def _ours_in_16_bits(inputs: Fp8Inputs) -> Prepared:
+    wide = inputs.dequantized
+    return _attend(wide.q, wide.k, wide.v, inputs.problem.causal, scale=inputs.scale)
+
+
+def _flash_attn_3(inputs: Fp8Inputs) -> Prepared:
+    """As ragged tensors of equal sequences, which every build of it takes."""
+    function = import_module(FLASH_ATTN_3).flash_attn_varlen_func
+    p = inputs.problem
+    q, k, v = (
+        tensor.transpose(1, 2).reshape(-1, tensor.shape[1], tensor.shape[3]).contiguous()
+        for tensor in (inputs.q, inputs.k, inputs.v)
+    )
+    rows, keys = (
+        torch.arange(p.batch + 1, device=q.device, dtype=torch.int32) * length for length in (p.seq_q, p.seq_k)
+    )
+    one = torch.ones(p.batch, p.heads_kv, device=q.device)
+    scales = {f"{name}_descale": one for name in "qkv"}
+
+    def call() -> torch.Tensor:
+        out: torch.Tensor = function(
+            q, k, v, rows, keys, p.seq_q, p.seq_k, softmax_scale=inputs.scale, causal=p.causal, **scales
+        )
+        return out.view(p.batch, p.seq_q, p.heads_q, p.head_dim).transpose(1, 2)
+
+    return Prepared(call)
+
+
+def contenders() -> tuple[Contender, ...]:
+    return (
+        Contender("flashmoe", "flashmoe", BOTH, flashmoe_available, _ours, ours=True),
+        Contender("flashmoe-16-bit", "flashmoe, 16 bits", BOTH, flashmoe_available, _ours_in_16_bits),
+        Contender(FA3, "FA3", ("cuda",), installed(FLASH_ATTN_3), _flash_attn_3),
+    )

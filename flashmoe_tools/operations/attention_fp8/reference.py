@@ -1,0 +1,82 @@
+"""The codes of the 16-bit problem's values, and the error that a result may have against attention of what they stand for.
+
+P has three bits of fraction: a relative error of 2.6% root mean square, which the sum over keys takes to the same share of a result's
+deviation from the mean value. So the rule is one for the root mean square.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+
+import torch
+
+from flashmoe_tools.operations import Verification
+from flashmoe_tools.operations.attention import reference as wide
+from flashmoe_tools.operations.attention.e4m3 import E4M3
+from flashmoe_tools.operations.attention_fp8.problem import Fp8Problem
+from flashmoe_tools.operations.dtypes import TORCH_DTYPES
+from flashmoe_tools.operations.judging import high_dtype, judge_result, wrong_form
+
+TOLERANCE = 0.035  # of the root mean square of a result without a mean
+
+
+@dataclass(frozen=True)
+class Fp8Inputs:
+    """q [B, Hq, Sq, D], k and v [B, Hkv, Sk, D] in float8_e4m3fn, and the same in the output's dtype."""
+
+    problem: Fp8Problem
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    dequantized: wide.Inputs
+
+    @property
+    def scale(self) -> float:
+        return self.problem.scale
+
+    def poison(self) -> None:
+        self.dequantized.poison()
+
+
+def make_inputs(problem: Fp8Problem, device: str, seed: int) -> Fp8Inputs:
+    made = wide.make_inputs(problem, device, seed)
+    q, k, v = (tensor.to(E4M3) for tensor in (made.q, made.k, made.v))
+    wide_q, wide_k, wide_v = (tensor.to(made.q.dtype) for tensor in (q, k, v))
+    return Fp8Inputs(problem, q, k, v, replace(made, q=wide_q, k=wide_k, v=wide_v))
+
+
+@dataclass(frozen=True)
+class Fp8Reference:
+    """Of the checked (batch, head) pairs."""
+
+    problem: Fp8Problem
+    pairs: tuple[tuple[int, int], ...]
+    out: torch.Tensor  # [pairs, Sq, D]
+    coverage: float
+
+    def judge(self, result: torch.Tensor, lse: torch.Tensor | None = None) -> Verification:
+        del lse
+        p = self.problem
+        form = (p.batch, p.heads_q, p.seq_q, p.head_dim), TORCH_DTYPES[p.dtype]
+        if text := wrong_form("result", result, form):
+            return Verification(False, math.inf, TOLERANCE, None, self.coverage, text)
+        difference = wide.pick(result, self.pairs).to(self.out.dtype) - self.out
+        error = float(difference.square().mean().sqrt() / self.out.square().mean().sqrt())
+        return judge_result(result, error, TOLERANCE, self.coverage)
+
+
+def make_reference(inputs: Fp8Inputs) -> Fp8Reference:
+    problem, kind = inputs.problem, inputs.q.device.type
+    high, options = high_dtype(inputs.q.device), wide.ScoreOptions(problem.causal, scale=problem.scale)
+    per_pair = problem.seq_q * problem.seq_k
+    pairs = wide.choose_pairs(problem.batch, problem.heads_q, per_pair, wide.MAX_SCORES[kind])
+    group = problem.heads_q // problem.heads_kv
+    chunk = max(1, wide.CHUNK_SCORES[kind] // per_pair)
+    outs = []
+    for start in range(0, len(pairs), chunk):
+        some = pairs[start : start + chunk]
+        shared = tuple((b, h // group) for b, h in some)
+        q, k, v = (wide.pick(t.to(high), of) for t, of in ((inputs.q, some), (inputs.k, shared), (inputs.v, shared)))
+        outs.append(wide.attend(q, k, v, options)[0])
+    return Fp8Reference(problem, pairs, torch.cat(outs), len(pairs) / (problem.batch * problem.heads_q))
