@@ -188,5 +188,5 @@ def test_a_command_judges_bugs_in_python(
     for line in ("killed rule.py line 3: remove-raise", "killed rule.py line 2: condition-true"):
         assert line in printed
     assert "SURVIVED rule.py line 2: boundary: rows < 0" in printed
-    assert "SURVIVED rule.py line 2: drop-predicate: rows < 0 and rows != -1" in printed
+    assert "SURVIVED rule.py line 2: drop-predicate: rows != -1, of rows < 0 and rows != -1" in printed
     assert anywhere.main(["rule.py", "--oracle", "false"]) == ExitCode.USAGE
