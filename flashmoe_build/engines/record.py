@@ -15,6 +15,7 @@ from flashmoe_build.program import ROOT
 
 RECORD = Path(__file__).with_name("recorded.json")
 ENGINE_NAMES = {"vllm": "vLLM", "sglang": "SGLang"}
+RAN_ON_A_GPU = {("vllm", "0.24.0"): "attention, H100"}  # docs/notebook/2026-11-24-vllm-gpu.md
 
 
 @dataclass(frozen=True)
@@ -78,5 +79,6 @@ def table(versions: Sequence[Version] | None = None) -> tuple[Sequence[str], lis
             "none" if not any(clause.part == part for clause in clauses) else "differs" if part in wrong else "holds"
             for part in ("attention", "experts")
         ]
-        rows.append((f"{ENGINE_NAMES[one.engine]} {one.version}", one.torch, *cells, "no"))
+        ran = RAN_ON_A_GPU.get((one.engine, one.version), "no")
+        rows.append((f"{ENGINE_NAMES[one.engine]} {one.version}", one.torch, *cells, ran))
     return ("engine", "its torch", "attention", "experts", "run inside it on a GPU"), rows

@@ -36,8 +36,8 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         "DeepseekV3Config",
         {
             "num_key_value_heads": 4, "head_dim": 64, "q_lora_rank": 64, "kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64,
-            "v_head_dim": 128, "n_routed_experts": 8, "n_group": 1, "topk_group": 1, "num_experts_per_tok": 2, "moe_intermediate_size": 64,
-            "first_k_dense_replace": 1,
+            "v_head_dim": 128, "n_routed_experts": 8, "topk_method": "noaux_tc", "n_group": 1, "topk_group": 1, "num_experts_per_tok": 2,
+            "moe_intermediate_size": 64, "first_k_dense_replace": 1,
         },
     ),
     "fp8": (

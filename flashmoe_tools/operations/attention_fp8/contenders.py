@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from flashmoe.errors import ArgumentError
 from flashmoe_tools.bench.contenders import Contender, Prepared, flashmoe_available, installed
 from flashmoe_tools.operations.attention.contenders import FA3, FLASH_ATTN_3
 from flashmoe_tools.operations.attention_fp8.reference import Fp8Inputs
@@ -40,6 +41,9 @@ def _flash_attn_3(inputs: Fp8Inputs) -> Prepared:
     """As ragged tensors of equal sequences, which every build of it takes."""
     function = import_module(FLASH_ATTN_3).flash_attn_varlen_func
     p = inputs.problem
+    if inputs.dequantized.q.dtype is not torch.bfloat16:
+        msg = f"{p.key}: its result of e4m3 is bfloat16"
+        raise ArgumentError(msg)
     q, k, v = (
         tensor.transpose(1, 2).reshape(-1, tensor.shape[1], tensor.shape[3]).contiguous()
         for tensor in (inputs.q, inputs.k, inputs.v)
