@@ -11,7 +11,7 @@ namespace flashmoe {
 namespace ptx {
 
 // Four values as pack_e4m3 rounds them; `first` lands in bits 0 to 7.
-__device__ __forceinline__ uint32_t pack_e4m3(float first, float second, float third, float fourth) {
+__device__ __forceinline__ uint32_t pack_four_e4m3(float first, float second, float third, float fourth) {
   uint32_t word;
   asm("{\n\t.reg .b16 low, high;\n\tcvt.rn.satfinite.e4m3x2.f32 low, %2, %1;\n\tcvt.rn.satfinite.e4m3x2.f32 high, %4, "
       "%3;\n\tmov.b32 %0, {low, high};\n\t}"

@@ -57,7 +57,7 @@ def route(
     scale: float | None,
     enable_gqa: bool,
 ) -> Route:
-    """Where attention of jagged tensors, without dropout, is computed while flashmoe is active."""
+    """Where attention of jagged tensors is computed while flashmoe is active."""
     try:
         sdpa._validate_sdpa_input(query, key, value, attn_mask, dropout_p, is_causal, scale)
     except ValueError as error:

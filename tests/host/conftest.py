@@ -68,8 +68,8 @@ extern "C" int choose_varlen(int capability, const char* forced, int is_bf16, in
   }
 }
 
-// Writes the symbols of the append kernel, of row_dot's, of the backward kernels for ragged and banded attention, of dropout's and of a
-// mask's gradient, each before its target.
+// Writes the symbols of the append kernel, of row_dot's, of the backward kernels for ragged and banded attention, of dropout's, of a
+// mask's gradient and of e4m3, each before its target.
 extern "C" void choose_more(int capability, const char* forced, int is_bf16, int head_dim, int head_dim_v, char* answer,
                             int length) {
   const host::KernelRequest request{capability, 132, "a GPU", forced,
@@ -102,6 +102,15 @@ extern "C" void choose_more(int capability, const char* forced, int is_bf16, int
       const attention::BackwardKernels both = attention::select_dropout_backward(request, head_dim, has_alibi);
       const host::Kernel& bias = attention::select_bias_gradient(request, head_dim, has_alibi);  // with dropout
       for (const host::Kernel* kernel : {&forward, both.dq, both.dkv, &bias}) {
+        used += std::snprintf(answer + used, length - used, " %s %s", kernel->symbol, target(*kernel));
+      }
+    }
+  } catch (const std::exception&) {
+  }
+  try {
+    for (const attention::Mask mask : {attention::Mask::kFull, attention::Mask::kCausal}) {
+      const attention::Fp8Kernels fp8 = attention::select_fp8(request, mask, head_dim);
+      for (const host::Kernel* kernel : {fp8.forward, fp8.transpose}) {
         used += std::snprintf(answer + used, length - used, " %s %s", kernel->symbol, target(*kernel));
       }
     }

@@ -62,15 +62,12 @@ def test_jagged_tensors_run_on_flashmoe(is_compiled: bool, monkeypatch: pytest.M
 
 
 @pytest.mark.gpu
-def test_dropout_of_jagged_tensors_goes_to_torchs_kernel_and_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_dropout_of_jagged_tensors_runs_on_flashmoe() -> None:
     tensors, lengths = ragged("cuda")
     call = partial(F.scaled_dot_product_attention, *jagged(tensors, lengths), dropout_p=0.5)
-    flashmoe.activate()
-    assert not any(name.startswith("flashmoe::") for name in operators(call))
-    monkeypatch.setenv("FLASHMOE_FALLBACK", "warn")
-    with pytest.warns(UserWarning, match="dropout"):
-        call()
-    assert "dropout" in flashmoe.explain(*jagged(tensors, lengths), dropout_p=0.5).reason
+    with torch_attention.activated():
+        assert "flashmoe::attention_dropout_forward" in operators(call)
+        assert flashmoe.explain(*jagged(tensors, lengths), dropout_p=0.5).path == Path.FLASHMOE
 
 
 @dataclass(frozen=True)
@@ -173,7 +170,7 @@ def test_explain_of_jagged_tensors_says_what_torch_does_with_them() -> None:
     with torch_attention.activated():
         assert "has no backend" in flashmoe.explain(*nested, is_causal=True).reason
         assert "Masks are not yet supported" in flashmoe.explain(*nested, attn_mask=torch.zeros(1)).reason
-        assert "dropout" in flashmoe.explain(*nested, dropout_p=0.5).reason
+        assert "not on cpu" in flashmoe.explain(*nested, dropout_p=0.5).reason
         assert flashmoe.explain(dense, dense, dense).path == Path.FLASHMOE
         assert "flashmoe::flash_attention_forward" in operators(
             lambda: F.scaled_dot_product_attention(dense, dense, dense)

@@ -7,7 +7,7 @@
 namespace flashmoe {
 namespace ptx {
 
-__device__ __forceinline__ uint32_t pack_e4m3(float first, float second, float third, float fourth) {
+__device__ __forceinline__ uint32_t pack_four_e4m3(float first, float second, float third, float fourth) {
   return pack_e4m3(first, second) | pack_e4m3(third, fourth) << 16;
 }
 

@@ -37,6 +37,10 @@ class E4m3Problem(Problem):
     def name(self) -> str:
         return f"{super().name}-scales{self.scales}" + ("-codes" if self.has_every_code else "")
 
+    @property
+    def command_words(self) -> str:
+        return f"--mask {self.mask} --problem {self.name}"
+
 
 def problems(unit: Unit) -> Iterator[E4m3Problem]:
     """The edges of the tile, both masks, grouped heads, narrow head dims, every layout, every kind of scale."""

@@ -78,7 +78,7 @@ struct E4m3Consumer : Consumer<Spec, kMask> {
 #pragma unroll
     for (int i = 0; i < kProbabilities; ++i) {
       const float* d = &scores[i / 2 * 8 + i % 2 * 2];  // two blocks of 8 keys; rows g and g + 8 in turn
-      probabilities[i] = ptx::pack_e4m3(d[0], d[1], d[4], d[5]);
+      probabilities[i] = ptx::pack_four_e4m3(d[0], d[1], d[4], d[5]);
     }
   }
 
