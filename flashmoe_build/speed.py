@@ -36,7 +36,9 @@ ATTENTION = (
         "`mla-prefill`: 192 columns of q and k, 128 of v, 128 heads, S 512 to 8192, bf16; FlashAttention-3 built without a tile for it",
         "mla-prefill",
     ),
-    Line("`mla-train`: the backward pass of the same cases; ours is deterministic, cuDNN's is not", "mla-train"),
+    Line(
+        "`mla-train`: the backward pass of the same cases, likewise; ours is deterministic, cuDNN's is not", "mla-train"
+    ),
     Line(
         "`ragged`: forward over sequences without padding, 16384 tokens; torch only where lengths are equal", "ragged"
     ),

@@ -29,7 +29,7 @@ class AttentionPart:
         return f"attention-s{self.length}-h{self.heads}-{self.heads_kv}-d{self.head_dim}{ragged}"
 
     def ends(self) -> list[int]:
-        """cu_seqlens of the ragged batch: lengths in the proportions 1 to ``sequences``, so that the longest dominates no step alone."""
+        """cu_seqlens of the ragged batch, whose lengths are as 1 to 2 to 3 and so on."""
         parts = self.sequences * (self.sequences + 1) // 2
         return [self.length * (count * (count + 1) // 2) // parts for count in range(self.sequences + 1)]
 
