@@ -55,6 +55,8 @@ struct VarlenSelectorInput {
   bool has_score_functions;  // a softcap or a mask tensor
   bool has_alibi = false;
   bool is_consistent = false;
+  int64_t heads_kv = 1;
+  int64_t rows_of_key_head = 1;  // of the longest sequence, those of all query heads that share it
 };
 
 // Consistent calls: a row's bits depend on its query, its visible keys and its options alone. All forward kernels take a row's keys from the first on

@@ -96,6 +96,8 @@ const Kernel& select(const VarlenArguments& arguments, const host::Device& gpu) 
   input.rows = is_folded ? group : arguments.max_seqlen_q;
   input.keys = arguments.max_seqlen_k;
   input.heads = is_folded ? arguments.heads_kv() : arguments.heads_q();
+  input.heads_kv = arguments.heads_kv();
+  input.rows_of_key_head = arguments.max_seqlen_q * group;
   input.batch = arguments.batch();
   input.rows_total = arguments.has_ragged_rows() ? arguments.q.sizes()[0] : 0;
   input.has_score_functions = has_softcap(arguments) || VarlenArguments::has(arguments.mask);
