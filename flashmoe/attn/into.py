@@ -32,7 +32,7 @@ def attend(given: Varlen, k_scale: e4m3.Scale, v_scale: e4m3.Scale, out: Tensor)
         e4m3.check_unscaled(k_scale, v_scale, given.k)
     every: tuple[Any, ...] = (*given, *e4m3.scale_arguments(k_scale, v_scale)) if has_codes else given
     name = "_attention_e4m3_out" if has_codes else "_attention_varlen_out"
-    if not isinstance(out, Tensor):  # type: ignore[redundant-expr]
+    if not isinstance(out, Tensor):
         arguments.check_is_dense_tensor("out", out, SIZES)
     tensors = [one for one in (given.q, given.k, given.v, given.sinks, given.mask, out) if isinstance(one, Tensor)]
     if transforms_are_active() and not is_compiling():

@@ -9,6 +9,7 @@ ragged rows. The rest is one call as :func:`flashmoe.attention_varlen` makes it.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -166,8 +167,9 @@ def count_decodes(common: Any) -> int:
     """How many requests, from the first on, have one query each; vLLM puts them in front (reorder_batch_threshold)."""
     if common.max_query_len == 1 and common.num_actual_tokens == common.num_reqs:
         return int(common.num_reqs)
-    one_each = common.query_start_loc_cpu.diff() == 1
-    return int(one_each.cumprod(0).sum())
+    starts = common.query_start_loc_cpu.tolist()
+    others = (at for at, (first, end) in enumerate(pairwise(starts)) if end - first != 1)
+    return int(next(others, common.num_reqs))
 
 
 class FlashmoeMetadataBuilder(AttentionMetadataBuilder):  # type: ignore[misc]
