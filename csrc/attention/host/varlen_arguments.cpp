@@ -210,8 +210,8 @@ void check_out(const VarlenArguments& arguments, const Tensor& out) {
   if (step == 0) return;
   if (!is_dense) violate("attention.out_strides", {{"strides", host::describe_strides(out)}});
   if (out.description() != nullptr) return;
-  const bool is_written_whole = arguments.device_type == aoti_torch_device_type_cuda() &&
-                                arguments.head_dim_v() % host::kRowAlignElements == 0;
+  const bool is_written_whole =
+      arguments.device_type == aoti_torch_device_type_cuda() && arguments.head_dim_v() % host::kRowAlignElements == 0;
   if (is_written_whole && reinterpret_cast<std::uintptr_t>(out.data()) % kOutAlign != 0) {
     violate("attention.out_alignment", {{"multiple", kOutAlign}});
   }
