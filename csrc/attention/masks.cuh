@@ -39,13 +39,17 @@ __device__ __forceinline__ int window_key(const ScoreOptions& options, const Len
   return options.folded_heads > 1 ? sequence.keys() - 1 : diagonal_key(sequence, row);
 }
 
-// Keys in the window of `row`, which may be past the last row. Lengths up to 2^30 leave room for the sums.
+// Keys of the window that is counted from `key`, which may be past the last one. Lengths up to 2^30 leave room for the sums.
 template <typename Lengths>
-__device__ __forceinline__ KeyRange window_keys(const ScoreOptions& options, const Lengths& sequence, int row) {
-  const int key = window_key(options, sequence, row);
+__device__ __forceinline__ KeyRange window_around(const ScoreOptions& options, const Lengths& sequence, int key) {
   const int begin = options.left >= kUnbounded ? 0 : maximum(0, key - options.left);
   const int end = options.right >= kUnbounded ? sequence.keys() : minimum(sequence.keys(), key + options.right + 1);
   return KeyRange{begin, maximum(begin, end)};
+}
+// Keys in the window of `row`, which may be past the last row.
+template <typename Lengths>
+__device__ __forceinline__ KeyRange window_keys(const ScoreOptions& options, const Lengths& sequence, int row) {
+  return window_around(options, sequence, window_key(options, sequence, row));
 }
 // Rows whose windows hold `key`: [begin, end) of the sequence's.
 template <typename Lengths>

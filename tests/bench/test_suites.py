@@ -118,7 +118,7 @@ def test_own_file_and_unknown_name(tmp_path: Path) -> None:
         'schema = 1\nname = "mine"\n[[cases]]\ndtype = "f32"\nhead_dim = 40\nbatch = 2\nheads = 3\nseq = 7\n'
     )
     assert load_suite(str(path)).cases[0].key == "f32-d40-full-b2-h3-s7"
-    with pytest.raises(SuiteError, match=r"known suites are call-cost, call-cost-cpu, chunked-prefill, cpu"):
+    with pytest.raises(SuiteError, match=r"known suites are call-cost, call-cost-cpu, chunked-prefill, chunks"):
         load_suite("nothing")
     path.write_text("schema = ")
     with pytest.raises(SuiteError, match=r"mine\.toml is not TOML"):

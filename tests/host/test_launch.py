@@ -252,14 +252,26 @@ def test_small_pages_are_not_for_the_copy_engine(run_varlen: VarlenRunner) -> No
         assert f"_{family}_" in launch["symbol"], page
 
 
-def test_heads_of_one_row_each_are_folded(run_varlen: VarlenRunner) -> None:
+def test_heads_of_one_row_each_are_folded_for_kernels_of_many_rows(run_varlen: VarlenRunner) -> None:
     k, pages = paged(16)
-    mask = torch.ones(2, 8, 1, 512, dtype=torch.bool)
-    out, lse, (launch,) = run_varlen(tensor(2, 8, 1, 64), k, (1, 512), mask=mask, **pages)
-    assert (launch["heads"], launch["rows"], launch["folded"], launch["is_ragged"]) == (2, 4, 4, False)
-    assert launch["mask_strides"] == [4 * 512, 512]
+    mask = torch.ones(2, 40, 1, 512, dtype=torch.bool)  # 20 heads of a group: more than a decoding kernel has rows
+    out, lse, (launch,) = run_varlen(tensor(2, 40, 1, 64), k, (1, 512), mask=mask, **pages)
+    assert (launch["heads"], launch["rows"], launch["folded"], launch["is_ragged"]) == (2, 20, 20, False)
+    assert launch["mask_strides"] == [20 * 512, 512]
     assert torch.equal(out, torch.ones_like(out))
-    assert lse.shape == (2, 8, 1)
+    assert lse.shape == (2, 40, 1)
+
+
+@pytest.mark.parametrize("is_ragged", [False, True])
+@pytest.mark.parametrize("rows", [1, 3])
+def test_decoding_kernels_make_rows_of_heads_themselves(run_varlen: VarlenRunner, rows: int, is_ragged: bool) -> None:
+    k, pages = paged(16)
+    q, cu_seqlens_q = (
+        (tensor(2 * rows, 8, 64), ints(0, rows, 2 * rows)) if is_ragged else (tensor(2, 8, rows, 64), None)
+    )
+    _, _, (launch,) = run_varlen(q, k, (rows, 512), cu_seqlens_q=cu_seqlens_q, **pages)
+    assert launch["symbol"].startswith("flashmoe_attention_decode_")
+    assert (launch["heads"], launch["rows"], launch["folded"], launch["is_ragged"]) == (8, rows, 4, is_ragged)
 
 
 def test_scores_with_a_function_have_a_kernel_of_their_own(run_varlen: VarlenRunner) -> None:
@@ -267,12 +279,6 @@ def test_scores_with_a_function_have_a_kernel_of_their_own(run_varlen: VarlenRun
     for mask, variant in ({}, ""), ({"mask": torch.ones(2, 2, 65, 65, dtype=torch.bool)}, "_scores"):
         _, _, (launch,) = run_varlen(q, q, (65, 65), **mask)
         assert launch["symbol"] == f"flashmoe_attention_varlen_forward_sm90_f16_d64{variant}"
-
-
-def test_ragged_rows_are_not_folded_for_one_of_them_may_be_nobodys(run_varlen: VarlenRunner) -> None:
-    k, pages = paged(16)
-    _, _, (launch,) = run_varlen(tensor(3, 8, 64), k, (1, 512), cu_seqlens_q=ints(0, 1, 2), **pages)
-    assert (launch["heads"], launch["is_ragged"]) == (8, True)
 
 
 def test_value_columns_of_no_whole_pieces_are_padded_alone(run_varlen: VarlenRunner) -> None:

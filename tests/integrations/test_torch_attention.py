@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -332,7 +333,8 @@ assert torch.allclose(out, flashmoe.attention(row, k, v), atol=1e-2)
 
 
 @pytest.mark.gpu
-def test_the_first_call_may_be_one_that_torch_compile_records_as_a_cuda_graph() -> None:
+def test_the_first_call_may_be_one_that_torch_compile_records_as_a_cuda_graph(tmp_path: Path) -> None:
     """In a process of its own: what the first call allocates for good must not lie in the graph's memory."""
-    done = subprocess.run([sys.executable, "-W", "ignore", "-c", RECORDED], capture_output=True, text=True, check=False)
+    words = [sys.executable, "-W", "ignore", "-c", RECORDED]  # which looks for modules in its folder: not in a checkout
+    done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-3000:]

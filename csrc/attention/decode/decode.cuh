@@ -1,6 +1,6 @@
 // Attention of few query rows over many keys (decoding): a kernel that waits for memory, and for nothing else.
 //
-// The query heads that share a key head are the rows of one 16-row tile, so that K and V are read once. Each warp streams its own 16 keys
+// The query heads that share a key head are the rows of one 16-row tile, those of the next position behind them, so that K and V are read once. Each warp streams its own 16 keys
 // of every key tile through its own ring of shared memory and never waits for another warp; the warps of a block meet once a segment
 // (plan.cuh), to add up what they have.
 #pragma once
@@ -38,8 +38,12 @@ struct ScoreRules {
   __device__ __forceinline__ ScoreRules(const ForwardParams& params_, const Sequence<MaskKind::kRuntime>& sequence_,
                                         const Segment& segment_)
       : params(params_), sequence(sequence_), segment(segment_) {
-    seen_by_all.begin = window_keys(params.score_options, sequence, segment.row + segment.rows - 1).begin;
-    seen_by_all.end = window_keys(params.score_options, sequence, segment.row).end;
+    seen_by_all.begin = keys_of(query_row<Spec>(params, segment, segment.rows - 1)).begin;
+    seen_by_all.end = keys_of(query_row<Spec>(params, segment, 0)).end;
+  }
+
+  __device__ __forceinline__ KeyRange keys_of(const QueryRow& row) const {
+    return window_around(params.score_options, sequence, diagonal_key(sequence, row.position));
   }
 
   // Rows past the last one go by the last one's rules; nobody sees what becomes of them.
@@ -48,14 +52,15 @@ struct ScoreRules {
     const ScoreOptions& options = params.score_options;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const int row = segment.row + min(segment.rows - 1, half * 8 + ptx::recompute(ptx::lane_index()) / 4);
-      const KeyRange seen = window_keys(options, sequence, row);
-      const int64_t mask_row = segment.batch * options.mask_stride_batch + segment.head_q * options.mask_stride_head +
-                               row * options.mask_stride_row;
+      const int index = min(segment.rows - 1, half * 8 + ptx::recompute(ptx::lane_index()) / 4);
+      const QueryRow row = query_row<Spec>(params, segment, index);
+      const KeyRange seen = keys_of(row);
+      const int64_t mask_row = segment.batch * options.mask_stride_batch + row.head * options.mask_stride_head +
+                               row.position * options.mask_stride_row;
       Alibi alibi{0.0f, 0.0f};
       if constexpr (Spec::kHasAlibi) {
-        const int column = window_key(options, sequence, row) - first_key - ptx::lane_index() % 4 * 2;
-        alibi = Alibi{alibi_slope(options, options.mask_factor, segment.batch, segment.head_q, row),
+        const int column = diagonal_key(sequence, row.position) - first_key - ptx::lane_index() % 4 * 2;
+        alibi = Alibi{alibi_slope(options, options.mask_factor, segment.batch, row.head, row.position),
                       static_cast<float>(column)};
       }
 #pragma unroll
@@ -110,12 +115,12 @@ __device__ __forceinline__ void attend(const ForwardParams& params, const Segmen
     }
   };
   using Query = typename Loader::Query;
-  const auto* Q_gmem = static_cast<const typename Spec::Element*>(params.q) +
-                       sequence.row_offset(params.q_stride, segment.head_q) + segment.row * params.q_stride.row;
-  Query::copy(params, Q_gmem, segment.rows, results.query());
+  const auto* Q_gmem =
+      static_cast<const typename Spec::Element*>(params.q) + sequence.row_offset(params.q_stride, /*head=*/0);
+  Query::copy(params, Q_gmem, segment, results.query());
 #pragma unroll 1
   for (int ahead = 0; ahead < kStages - 1; ++ahead) load(segment.tile + ahead, ahead);
-  Query Q(params, Q_gmem, segment.rows, results.query());
+  Query Q(params, Q_gmem, segment, results.query());
   Loader::prepare(Q, segment.end_tile - segment.tile);
   const ScoreRules<Spec> rules(params, sequence, segment);
   Accumulator<Spec> accumulator;

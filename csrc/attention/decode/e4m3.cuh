@@ -61,13 +61,15 @@ struct ByteQuery {
   bool is_narrow = false;
   float inverse_factor = 1.0f;  // of that power
 
-  __device__ __forceinline__ static void copy(const ForwardParams&, const Element*, int, ptx::SmemPointer) {}
+  __device__ __forceinline__ static void copy(const ForwardParams&, const Element*, const Segment&, ptx::SmemPointer) {}
 
-  __device__ __forceinline__ ByteQuery(const ForwardParams& params, const Element* Q_gmem, int rows, ptx::SmemPointer) {
+  __device__ __forceinline__ ByteQuery(const ForwardParams& params, const Element* Q_gmem, const Segment& segment,
+                                       ptx::SmemPointer) {
     const int lane = ptx::lane_index();
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const Element* row_gmem = Q_gmem + min(rows - 1, half * 8 + lane / 4) * params.q_stride.row + lane % 4 * 4;
+      const int index = min(segment.rows - 1, half * 8 + lane / 4);
+      const Element* row_gmem = Q_gmem + query_row<Spec>(params, segment, index).offset(params.q_stride) + lane % 4 * 4;
 #pragma unroll
       for (int k = 0; k < Spec::kHeadDim / 16; ++k) {
         uint32_t pairs[2] = {0, 0};
@@ -224,7 +226,7 @@ struct E4m3Loader : KeyLoader<Spec, Words::kByUse> {
                                         const Segment& segment, Use use, const E4m3ForwardParams& cache_)
       : Base(params, sequence, segment, use),
         cache(cache_),
-        head_kv(this->key_head(segment)),
+        head_kv(segment.head_kv),
         has_upper(segment.rows > 8),
         scale_smem(ptx::SmemPointer(ptx::dynamic_shared_memory()) + Spec::kScaleOffset +
                    ptx::warp_index() * Spec::kScaleBytes),

@@ -48,15 +48,16 @@ struct QueryRegisters {
 
   uint32_t Q_rmem[Spec::kHeadDim / 16][4];
 
-  __device__ __forceinline__ static void copy(const ForwardParams&, const Element*, int, ptx::SmemPointer) {}
+  __device__ __forceinline__ static void copy(const ForwardParams&, const Element*, const Segment&, ptx::SmemPointer) {}
 
-  __device__ __forceinline__ QueryRegisters(const ForwardParams& params, const Element* Q_gmem, int rows,
+  __device__ __forceinline__ QueryRegisters(const ForwardParams& params, const Element* Q_gmem, const Segment& segment,
                                             ptx::SmemPointer) {
     const int lane = ptx::lane_index();
     const Element* row_gmem[2];
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      row_gmem[half] = Q_gmem + min(rows - 1, half * 8 + lane / 4) * params.q_stride.row + lane % 4 * 2;
+      const int index = min(segment.rows - 1, half * 8 + lane / 4);
+      row_gmem[half] = Q_gmem + query_row<Spec>(params, segment, index).offset(params.q_stride) + lane % 4 * 2;
     }
 #pragma unroll
     for (int k = 0; k < Spec::kHeadDim / 16; ++k)
@@ -78,18 +79,18 @@ struct QueryCopy : mma_sync::QueryOperand<Spec, false> {
   using Element = typename Spec::Element;
   using Tile = RowTile<Element, Spec::kHeadDim>;
 
-  __device__ __forceinline__ static void copy(const ForwardParams& params, const Element* Q_gmem, int rows,
-                                              ptx::SmemPointer Q_smem) {
+  __device__ __forceinline__ static void copy(const ForwardParams& params, const Element* Q_gmem,
+                                              const Segment& segment, ptx::SmemPointer Q_smem) {
     ptx::warp_sync();  // write after read: the Q before
 #pragma unroll
     for (int pass = 0; pass < Tile::kPasses; ++pass) {
-      const int row = pass * Tile::kRowsPerPass + ptx::lane_index() / Tile::kLanes;
-      load_row<Tile, false>(Q_smem, pass, Q_gmem + min(rows - 1, row) * params.q_stride.row, true, params.head_dim,
-                            ptx::CachePolicy{});
+      const int index = min(segment.rows - 1, pass * Tile::kRowsPerPass + ptx::lane_index() / Tile::kLanes);
+      load_row<Tile, false>(Q_smem, pass, Q_gmem + query_row<Spec>(params, segment, index).offset(params.q_stride),
+                            true, params.head_dim, ptx::CachePolicy{});
     }
   }
 
-  __device__ __forceinline__ QueryCopy(const ForwardParams&, const Element*, int, ptx::SmemPointer Q_smem)
+  __device__ __forceinline__ QueryCopy(const ForwardParams&, const Element*, const Segment&, ptx::SmemPointer Q_smem)
       : mma_sync::QueryOperand<Spec, false>(Q_smem) {}
 };
 
@@ -133,14 +134,8 @@ struct KeyLoader {
         use(use_),
         policy(use_ == Use::kOnceOfFew || (kObeysHost && params_.evicts_first != 0) ? ptx::evict_first()
                                                                                     : ptx::evict_normal()) {
-    const int head_kv = key_head(segment);
     gmem = static_cast<const Element*>(has_value() ? params.v : params.k) +
-           sequence.key_offset(has_value() ? params.v_stride : params.k_stride, head_kv);
-  }
-
-  __device__ __forceinline__ int key_head(const Segment& segment) const {
-    if (params.heads_q == params.heads_kv) return segment.head_q;
-    return quotient<Spec>(segment.head_q, quotient<Spec>(params.heads_q, params.heads_kv));
+           sequence.key_offset(has_value() ? params.v_stride : params.k_stride, segment.head_kv);
   }
 
   __device__ __forceinline__ static int first_key(int tile) {

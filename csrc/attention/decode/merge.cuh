@@ -111,7 +111,7 @@ struct WarpResults {
 // item can have.
 template <typename Spec>
 __device__ __forceinline__ int rows_of_slot(const ForwardParams& params) {
-  return min(Spec::kBlockM, params.seq_q);
+  return min(Spec::kBlockM, params.seq_q * params.score_options.folded_heads);
 }
 template <typename Spec>
 __device__ __forceinline__ int64_t partial_row(const ForwardParams& params, int slot, int row) {
@@ -185,18 +185,20 @@ template <typename Spec>
 __device__ __forceinline__ void store_result(const ForwardParams& params, const Segment& segment, int row, int column,
                                              const PartialRow& total) {
   using Element = typename Spec::Element;
+  const QueryRow at_row = query_row<Spec>(params, segment, row);
+  const int folded = at_row.head - segment.head_kv * params.score_options.folded_heads;
   const FinishedRow finished =
-      finish_row(total.shift, total.sum, sink_log2(params.score_options, segment.head_q, segment.row + row));
+      finish_row(total.shift, total.sum, sink_log2(params.score_options, segment.head_kv, folded));
   const Sequence<MaskKind::kRuntime> sequence = segment.sequence(params);
   if (column == 0 && params.lse != nullptr) {
-    const int64_t at = sequence.result_row(sequence.template result_head<false>(segment.head_q, 0)) + segment.row + row;
+    const int64_t at = sequence.result_row(sequence.template result_head<false>(at_row.head, 0)) + at_row.position;
     ptx::st_global_float(params.lse + at, finished.lse);
   }
   if (column >= params.head_dim_v) return;
   const uint32_t packed[2] = {pack<Element>(total.out[0] * finished.inverse, total.out[1] * finished.inverse),
                               pack<Element>(total.out[2] * finished.inverse, total.out[3] * finished.inverse)};
-  Element* out_gmem = static_cast<Element*>(params.out) + sequence.row_offset(params.out_stride, segment.head_q) +
-                      (segment.row + row) * params.out_stride.row;
+  Element* out_gmem = static_cast<Element*>(params.out) + sequence.row_offset(params.out_stride, /*head=*/0) +
+                      at_row.offset(params.out_stride);
   ptx::st_global_64(out_gmem + column, packed);
 }
 

@@ -1,6 +1,7 @@
 // How the key tiles of a batch are divided over the blocks of a decoding kernel, from the lengths in device memory.
 //
-// An item is a query tile (up to kBlockM rows) of one head of one sequence, with the key tiles that its sequence's rows see. The tiles of all
+// The rows of a key head are those of the query heads that share it: row r of a sequence is head r % folded_heads of position r / folded_heads.
+// An item is a query tile (up to kBlockM rows) of one key head of one sequence, with the key tiles that its sequence's rows see. The tiles of all
 // items stand in one row, item by item, and every block takes an equal share of it, whatever the lengths: a block's share is the end
 // of one item, whole items, and the beginning of another one. An item that several blocks share is put together by whichever of
 // them is done last (merge.cuh). Where items are equal and enough, nothing is shared: a block takes whole items, in rounds, so that the
@@ -29,8 +30,8 @@ struct Segment {
   Extent query_rows;  // of the sequence
   Extent keys;        // of the sequence
   KeyRange seen;      // keys that some row of the sequence sees
-  int head_q;
-  int row;   // the item's first
+  int head_kv;
+  int row;   // the item's first, among those of its key head
   int rows;  // 1 to kBlockM
   int tile;  // first key tile
   int end_tile;
@@ -58,7 +59,8 @@ __device__ __forceinline__ int slot_of(int block, bool is_later) { return 2 * bl
 // The keys that some row of a sequence sees.
 __device__ __forceinline__ KeyRange keys_of_sequence(const Sequence<MaskKind::kRuntime>& sequence) {
   const ScoreOptions& options = sequence.params.score_options;
-  return KeyRange{window_keys(options, sequence, 0).begin, window_keys(options, sequence, sequence.rows() - 1).end};
+  return KeyRange{window_around(options, sequence, diagonal_key(sequence, 0)).begin,
+                  window_around(options, sequence, diagonal_key(sequence, sequence.rows() - 1)).end};
 }
 
 // How often keys and values are read, as the second-level cache should know: once, in a batch so small that without them the cache would have room
@@ -95,6 +97,26 @@ __device__ __forceinline__ void prefetch_tables(const ForwardParams& params) {
   if (page < pages) ptx::prefetch_global(sequences.block_table + page);
 }
 
+// A row of an item.
+struct QueryRow {
+  int position;  // among the rows of the sequence
+  int head;
+
+  __device__ __forceinline__ int64_t offset(const Strides& stride) const {
+    return position * stride.row + head * stride.head;
+  }
+};
+
+// Row `index` of the segment's item.
+template <typename Spec>
+__device__ __forceinline__ QueryRow query_row(const ForwardParams& params, const Segment& segment, int index) {
+  const int group = params.score_options.folded_heads;
+  const int row = segment.row + index;
+  if (group == 1) return QueryRow{row, segment.head_kv};
+  const int position = segment.query_rows.length == 1 ? 0 : quotient<Spec>(row, group);
+  return QueryRow{position, segment.head_kv * group + row - position * group};
+}
+
 template <typename Spec>
 struct Plan {
   // Of what a share counts in, tiles: what an item's start and end cost beside its tiles, where items differ.
@@ -125,8 +147,10 @@ struct Plan {
   __device__ __forceinline__ static int tile_of(int key) {
     return static_cast<int>(static_cast<uint32_t>(key) / Spec::kTileKeys);
   }
-  __device__ __forceinline__ static int row_blocks_of(int rows) {
-    return static_cast<int>((static_cast<uint32_t>(rows) + Spec::kBlockM - 1) / Spec::kBlockM);
+  // Of one key head, for so many positions.
+  __device__ __forceinline__ int row_blocks_of(int positions) const {
+    const uint32_t rows = static_cast<uint32_t>(positions * params.score_options.folded_heads);
+    return static_cast<int>((rows + Spec::kBlockM - 1) / Spec::kBlockM);
   }
 
   __device__ __forceinline__ void load_sequence(int batch) {
@@ -142,7 +166,7 @@ struct Plan {
     seen = keys_of_sequence(sequence);
     // Rows that see no key have an output, too: one tile, all of it hidden.
     tiles = maximum(1, tile_of(seen.end + Spec::kTileKeys - 1) - tile_of(seen.begin));
-    items = row_blocks_of(rows.length) * params.heads_q;
+    items = row_blocks_of(rows.length) * params.heads_kv;
   }
 
   // The lanes hold the sequences from `first` on.
@@ -208,7 +232,7 @@ struct Plan {
 
   __device__ __forceinline__ void take_whole_items() {
     position = ptx::block_index();
-    end = params.batch * params.heads_q * row_blocks_of(params.seq_q);
+    end = params.batch * params.heads_kv * row_blocks_of(params.seq_q);
   }
 
   // Equal items in rounds of one per block: all blocks have one, and in the last round two fifths of them, which read as fast as all, or what
@@ -263,14 +287,14 @@ struct Plan {
     segment.seen = KeyRange{ptx::shuffle_index(seen.begin, lane), ptx::shuffle_index(seen.end, lane)};
     segment.tile = tile_of(segment.seen.begin);
     const int m_blocks = row_blocks_of(segment.query_rows.length);
-    segment.head_q = m_blocks == 1 ? index : quotient<Spec>(index, m_blocks);
-    segment.row = (index - segment.head_q * m_blocks) * Spec::kBlockM;
-    segment.rows = min(Spec::kBlockM, segment.query_rows.length - segment.row);
+    segment.head_kv = m_blocks == 1 ? index : quotient<Spec>(index, m_blocks);
+    segment.row = (index - segment.head_kv * m_blocks) * Spec::kBlockM;
+    segment.rows = min(Spec::kBlockM, segment.query_rows.length * params.score_options.folded_heads - segment.row);
   }
 
   // The next item that the sequence behind it has; false at the end.
   __device__ __forceinline__ bool next_whole(Segment& segment) {
-    const int most_items = params.heads_q * row_blocks_of(params.seq_q);
+    const int most_items = params.heads_kv * row_blocks_of(params.seq_q);
     for (; position < end; position += ptx::grid_size()) {
       const int batch = quotient<Spec>(position, most_items);
       const int index = position - batch * most_items;

@@ -145,7 +145,7 @@ void forward_e4m3_cuda(const E4m3Arguments& arguments, const ForwardOutputs& out
   // Of the output's columns, not of a padded cache's.
   params.forward.head_dim_v = static_cast<int32_t>(written.out.sizes()[written.out.dim() - 1]);
   const host::CudaCall call(gpu);
-  if (has_one_row_each(read)) fold_heads(params.forward);
+  params.forward.score_options.folded_heads = params.forward.heads_q / params.forward.heads_kv;
   run_decoding(params.forward, kernel, read.is_consistent() ? 1 : read.num_splits, call, &params);
   host::set_last_kernel(kernel.symbol);
   if (!is_whole) host::copy_unpadded(written.out, outputs.out);

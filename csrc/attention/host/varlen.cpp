@@ -67,8 +67,10 @@ void run(const VarlenArguments& arguments, const ForwardOutputs& outputs, const 
          const host::Device& gpu) {
   ForwardParams params = make_varlen_params(arguments, outputs);
   const host::CudaCall call(gpu);
-  // Of folded heads each row has a slope of its own, which the decoding kernels alone look up.
-  if (has_one_row_each(arguments) && (is_decoding || !has_alibi(arguments)) && !arguments.has_dropout()) {
+  // Of folded heads each row would have a slope of its own.
+  if (is_decoding) {
+    params.score_options.folded_heads = params.heads_q / params.heads_kv;
+  } else if (has_one_row_each(arguments) && !has_alibi(arguments) && !arguments.has_dropout()) {
     fold_heads(params);
   }
   if (arguments.has_dropout()) {
@@ -162,13 +164,14 @@ void run_decoding(ForwardParams& params, const Kernel& kernel, int64_t num_split
                   const void* launched) {
   params.num_splits = static_cast<int32_t>(num_splits == 0 ? kMostSplits : num_splits);
   params.evicts_first = call.gpu.memory_rate > kFastMemory ? 1 : 0;
-  const int64_t items = ceil_div(params.seq_q, kernel.block_m) * params.heads_q * params.batch;
+  const int64_t rows_of_head = static_cast<int64_t>(params.seq_q) * params.score_options.folded_heads;
+  const int64_t items = ceil_div(rows_of_head, kernel.block_m) * params.heads_kv * params.batch;
   const int64_t tiles = params.num_splits == 1 ? items : items * (ceil_div(params.seq_k, kernel.block_n) + 1);
   const int64_t grid = std::min(host::grid_for(kernel, tiles, call.gpu), host::kMaxCounters);
   host::TileCounter counters;
   host::Workspace workspace;
   if (params.num_splits > 1) {
-    const int64_t rows = 2 * grid * std::min<int64_t>(kernel.block_m, params.seq_q);
+    const int64_t rows = 2 * grid * std::min<int64_t>(kernel.block_m, rows_of_head);
     const int64_t out = workspace.add<float>(rows * kernel.axes[axis::kHeadDim]);
     const int64_t states = workspace.add<float>(rows * 2);
     workspace.allocate(call);

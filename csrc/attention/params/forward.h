@@ -66,8 +66,9 @@ struct ScoreOptions {
   int64_t mask_stride_row;
   int64_t mask_stride_key;
   MaskTensor mask_type;
-  // Query heads that share a key head as rows of one query position (decoding): then seq_q is their number, heads_q = heads_kv,
+  // Query heads that share a key head as rows of one query position: then seq_q is their number, heads_q = heads_kv,
   // and every row sees what the one position sees; row r of head h is the tensor's head h * folded_heads + r. 1: no folding.
+  // Decoding kernels: heads_q / heads_kv, or 1 for rows of one head; seq_q and heads_q are the tensor's, and the kernel makes rows of the heads.
   int32_t folded_heads;
 };
 

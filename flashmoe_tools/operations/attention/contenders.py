@@ -97,14 +97,24 @@ def fa3_operators() -> Any:
 
 
 def fa3_forward(operators: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, inputs: Inputs) -> Any:
-    """(out [B, S, H, D], log-sum-exp [B, H, S], ...) of q, k, v [B, S, H, D]."""
-    problem = inputs.problem
-    splits = 1 if problem.seq_q == problem.seq_k else 0  # 0: as many as it finds best, for few rows over many keys
-    return operators.fwd(q, k, v, softmax_scale=inputs.scale, is_causal=problem.causal, num_splits=splits)
+    """(out [B, S, H, D], log-sum-exp [B, H, S], ...) of q, k, v [B, S, H, D], as many rows as keys."""
+    return operators.fwd(q, k, v, softmax_scale=inputs.scale, is_causal=inputs.problem.causal, num_splits=1)
 
 
 def _flash_attn_3(inputs: Inputs) -> Prepared:
-    operators, (q, k, v) = fa3_operators(), in_rows(inputs)
+    """Few rows over many keys are what its function for caches is for: it splits the keys, which not every build's operator does."""
+    (q, k, v), problem = in_rows(inputs), inputs.problem
+    if problem.seq_q != problem.seq_k:
+        function = import_module(FLASH_ATTN_3).flash_attn_with_kvcache
+        options = {"softmax_scale": inputs.scale, "causal": problem.causal, "num_splits": 0}
+
+        def over_caches() -> torch.Tensor:
+            result = function(q, k, v, **options)
+            out: torch.Tensor = result[0] if isinstance(result, tuple) else result
+            return out.transpose(1, 2)
+
+        return Prepared(over_caches)
+    operators = fa3_operators()
     return Prepared(lambda: fa3_forward(operators, q, k, v, inputs)[0].transpose(1, 2))
 
 

@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <cstring>
 #include <string>
 #include <vector>
 
@@ -118,7 +119,9 @@ void for_heads(const Params& params, const host::Kernel& kernel, Body body) {
   const bool is_runtime = kernel.axes[axis::kMask] < 0;
   const bool is_causal = !is_runtime && static_cast<Mask>(kernel.axes[axis::kMask]) == Mask::kCausal;
   for (int32_t number = 0; number < params.batch; ++number) {
-    const Sequence<Params> sequence(params, number, is_runtime, is_causal);
+    Sequence<Params> sequence(params, number, is_runtime, is_causal);
+    if (std::strcmp(kernel.operation, "attention_decode") == 0)
+      sequence.options.folded_heads = 1;  // in the kernel alone
     for (int32_t head = 0; head < params.heads_q; ++head) {
       body(sequence, head, head / (params.heads_q / params.heads_kv));
     }

@@ -27,10 +27,10 @@ def problems(unit: Unit) -> Iterator[VarlenProblem]:
     n, dim = unit.row.block_n, unit.row.axes["head_dim"]
     keys = (5 * n + 7, 3, 0, n, 2 * n + 1)
     base = VarlenProblem("decode", unit.dtype, (1,) * 5, keys, 8, 2, dim, dim, Rows.DENSE, Keys.PAGED, 16)
-    base = replace(base, is_folded=True, splits=32)
+    base = replace(base, is_decoding=True, splits=32)
     one = replace(base, rows=(1,), heads_q=4, heads_kv=1)
     few = replace(base, name="ragged", rows=(3, 1, 0, 2), keys=(4 * n + 1, n + 2, 5, 1), heads_q=2, heads_kv=1)
-    few = replace(few, rows_layout=Rows.RAGGED, keys_layout=Keys.RAGGED, page_size=0, is_folded=False)
+    few = replace(few, rows_layout=Rows.RAGGED, keys_layout=Keys.RAGGED, page_size=0)
     many = tuple(index % 5 for index in range(MANY))
     every = (
         base,
@@ -100,9 +100,10 @@ def trial(unit: Unit, problem: VarlenProblem) -> Trial:
 def trial_on(unit: Unit, p: VarlenProblem, tensors: Tensors) -> Trial:
     """On tensors that the caller may have changed, and a machine that holds ``BLOCKS`` blocks."""
     row = unit.row
-    items = math.ceil(p.most_rows / row.block_m) * (p.heads_kv if p.is_folded else p.heads_q) * len(p.rows)
+    most_rows = p.most_rows * p.group
+    items = math.ceil(most_rows / row.block_m) * p.heads_kv * len(p.rows)
     blocks = min(items * (1 if p.splits == 1 else math.ceil(p.most_keys / row.block_n) + 1), BLOCKS)
-    slots = (2 * blocks, min(row.block_m, p.most_rows))
+    slots = (2 * blocks, min(row.block_m, most_rows))
     lse = torch.full(tensors.statistics(p), NAN)
     partial = {"out_partial": (*slots, row.axes["head_dim"]), "lse_partial": (*slots, 2)} if p.splits > 1 else {}
     values = values_of(p, tensors, lse, tile_counter=counter(blocks) if p.has_counter else None)

@@ -61,7 +61,7 @@ def score_options(p: VarlenProblem, tensors: Tensors) -> dict[str, Any]:
         "mask_stride_row": row,
         "mask_stride_key": key,
         "mask_type": list(MaskTensor).index(p.mask),
-        "folded_heads": p.group if p.is_folded else 1,
+        "folded_heads": p.group if p.is_folded or p.is_decoding else 1,
     }
 
 

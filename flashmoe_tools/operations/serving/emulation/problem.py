@@ -69,6 +69,7 @@ class VarlenProblem(NamedProblem):
     spare_keys: int = 0  # room behind each sequence's used keys; ragged keys: then seqused_k is there, too
     slack: int = 0  # how far seq_q and seq_k exceed the longest sequence
     is_folded: bool = False  # one query position per sequence; the heads of a group are rows
+    is_decoding: bool = False  # the kernel itself makes rows of the heads of a group
     magnitude: float = 1.0  # of q
     is_exact: bool = False  # integers whose results are known bit for bit (attention/emulation/recurrence.py)
     is_consistent: bool = False
