@@ -55,7 +55,7 @@ def obstacle(runner: Any) -> str | None:
 
 @dataclass(frozen=True)
 class Batch:
-    """Of one forward pass. starts int32 [sequences + 1], or None where each has one query; lengths int32 [sequences], table int32 [sequences, pages]."""
+    """Of one forward pass. starts int32 [sequences + 1], lengths int32 [sequences], table int32 [sequences, pages]."""
 
     starts: Any
     lengths: Any
@@ -74,7 +74,6 @@ def _backend_class() -> Any:  # its base class is SGLang's
     from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
     from sglang.srt.mem_cache.memory_pool import KVWriteLoc
 
-    from flashmoe.attn.kvcache import attention_with_kvcache
     from flashmoe.attn.varlen import attention_varlen
 
     class FlashmoeBackend(AttentionBackend):  # type: ignore[misc]
@@ -98,7 +97,8 @@ def _backend_class() -> Any:  # its base class is SGLang's
                 raise ArgumentError(msg)
             longest = max(1, int(forward_batch.seq_lens_cpu.max()))
             if mode.is_decode():
-                starts, longest_q = None, 1
+                starts = torch.arange(lengths.shape[0] + 1, dtype=torch.int32, device=lengths.device)
+                longest_q = 1
             else:
                 starts = torch.nn.functional.pad(forward_batch.extend_seq_lens.cumsum(0), (1, 0)).int()
                 longest_q = max(forward_batch.extend_seq_lens_cpu)
@@ -132,23 +132,23 @@ def _backend_class() -> Any:  # its base class is SGLang's
             )
             has_codes = keys.dtype is torch.float8_e4m3fn
             window = layer.sliding_window_size  # SGLang has taken 1 off already
-            options = {
-                "block_table": batch.table,
-                "causal": True,
-                "window": None if window is None or window < 0 else (window, 0),
-                "softcap": float(layer.logit_cap or 0.0),
-                "sinks": sinks,
-                "scale": float(layer.scaling),
+            out = attention_varlen(
+                q.reshape(-1, layer.tp_q_head_num, layer.qk_head_dim),
+                keys,
+                values,
+                batch.starts,
+                None,
+                batch.longest_q,
+                batch.longest_k,
+                seqused_k=batch.lengths,
+                block_table=batch.table,
+                causal=True,
+                window=None if window is None or window < 0 else (window, 0),
+                softcap=float(layer.logit_cap or 0.0),
+                sinks=sinks,
+                scale=float(layer.scaling),
                 **({"k_scale": layer.k_scale, "v_scale": layer.v_scale} if has_codes else {}),
-            }
-            rows = q.reshape(-1, layer.tp_q_head_num, layer.qk_head_dim)
-            if batch.starts is None:  # known to have one row each, the heads that share keys become rows of a tile
-                out = attention_with_kvcache(rows.unsqueeze(2), keys, values, cache_seqlens=batch.lengths, **options)
-            else:
-                longest = (batch.longest_q, batch.longest_k)
-                out = attention_varlen(
-                    rows, keys, values, batch.starts, None, *longest, seqused_k=batch.lengths, **options
-                )
+            )
             return out.reshape(-1, layer.tp_q_head_num * layer.v_head_dim)
 
         forward_decode = forward_extend

@@ -2,8 +2,8 @@
 
 vLLM hands a layer its cache as [blocks, kv heads, block_size, 2 head_size], keys before values in the last dimension, in whichever order of
 memory it likes: keys and values are read as views. The requests with one query are decoded by themselves, as
-:func:`flashmoe.attention_with_kvcache` does: the query heads that share a key head are rows of one tile there, which no call can know of
-ragged rows. The rest is one call as :func:`flashmoe.attention_varlen` makes it.
+:func:`flashmoe.attention_with_kvcache` does it: in one call with prompts each would take a tile of 64 rows or more. The rest is one call as
+:func:`flashmoe.attention_varlen` makes it.
 """
 
 from __future__ import annotations
