@@ -53,7 +53,7 @@ def split_scale(name: str, scale: Any) -> tuple[Tensor | None, float]:
     return None, float(scale)
 
 
-def _scales(k_scale: Scale, v_scale: Scale) -> tuple[Tensor | None, Tensor | None, float, float]:
+def scale_arguments(k_scale: Scale, v_scale: Scale) -> tuple[Tensor | None, Tensor | None, float, float]:
     (k, k_factor), (v, v_factor) = split_scale("k_scale", k_scale), split_scale("v_scale", v_scale)
     return k, v, k_factor, v_factor
 
@@ -62,7 +62,7 @@ def attend(given: Varlen, k_scale: Scale, v_scale: Scale, return_lse: bool) -> T
     tensors = [one for one in (given.q, given.sinks, given.mask, k_scale, v_scale) if isinstance(one, Tensor)]
     if (is_grad_enabled() and any(one.requires_grad for one in tensors)) or has_tangent(*tensors):
         raise DifferentiationError(NO_GRADIENT)
-    every = (*given, *_scales(k_scale, v_scale))
+    every = (*given, *scale_arguments(k_scale, v_scale))
     if is_compiling():
         out, lse = _operator(*every)
         return (out, lse) if return_lse else out
@@ -81,7 +81,7 @@ def attend(given: Varlen, k_scale: Scale, v_scale: Scale, return_lse: bool) -> T
 
 def append(cache: tuple[Any, ...], k_scale: Scale, v_scale: Scale) -> None:
     """``cache``: k_cache, v_cache, k_new, v_new, cache_seqlens, block_table."""
-    every = (*cache, *_scales(k_scale, v_scale))
+    every = (*cache, *scale_arguments(k_scale, v_scale))
     try:
         _append_operator(*every)
     except Exception as error:

@@ -50,6 +50,14 @@ def varlen_inference(*arguments: Any) -> Tensor:
     return varlen_forward(*arguments)[0]
 
 
+def varlen_out(*arguments: Any) -> None:
+    check("_attention_varlen_out", arguments)
+
+
+def e4m3_out(*arguments: Any) -> None:
+    check("_attention_e4m3_out", arguments)
+
+
 def append(*arguments: Any) -> None:
     check("attention_append_", arguments)
 

@@ -55,6 +55,11 @@ def prefix_flops(*arguments: Any, **_: Any) -> int:
     return varlen_flops(*arguments[: len(Varlen._fields)])
 
 
+def out_flops(_: Any, *arguments: Any, **__: Any) -> int:
+    """Likewise, behind the tensor for the result."""
+    return prefix_flops(*arguments)
+
+
 def varlen_backward_flops(*arguments: Any, **_: Any) -> int:
     """As the forward pass: the scores again, dQ and dK have q's head_dim, dV and dP have v's."""
     given = VarlenBackward(*arguments)

@@ -40,6 +40,7 @@ def attention_with_kvcache(
     *,
     cache_seqlens: Tensor,
     return_lse: Literal[False] = ...,
+    out: Tensor | None = ...,
     **options: Unpack[VarlenOptions],
 ) -> Tensor: ...
 @overload
@@ -64,6 +65,7 @@ def attention_with_kvcache(
     *,
     cache_seqlens: Tensor,
     return_lse: bool,
+    out: Tensor | None = ...,
     **options: Unpack[VarlenOptions],
 ) -> Tensor | tuple[Tensor, Tensor]: ...
 
@@ -88,6 +90,7 @@ def attention_with_kvcache(
     v_scale: Tensor | float | None = None,
     consistent: bool = False,
     return_lse: bool = False,
+    out: Tensor | None = None,
     **misspelt: NoReturn,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Append new keys and values to a cache, in place, and attend to all that it then holds. For inference: no gradients.
@@ -104,6 +107,8 @@ def attention_with_kvcache(
         causal, window, softcap, sinks, alibi_slopes, scale, num_splits, k_scale, v_scale, consistent: as in :func:`attention_varlen`; the
             last query is at the last key.
         return_lse: also return the log-sum-exp of the scores, the sink included.
+        out: [B, Hq, Sq, Dv] in q's dtype, its dimensions in any order of memory, head_dim last and without gaps, to which the result is written,
+            and which is returned; without return_lse.
 
     Returns:
         out [B, Hq, Sq, Dv]; with ``return_lse`` also lse [B, Hq, Sq] in float32. Keys past the lengths are not read.
@@ -159,6 +164,7 @@ def attention_with_kvcache(
             v_scale=v_scale,
             consistent=consistent,
             return_lse=return_lse,
+            out=out,
         )
     except FlashmoeError as error:
         if is_compiling() or _by_our_name(error) is error:

@@ -65,6 +65,13 @@ OPERATORS = (
         vmap=autograd.vmap_varlen_inference,
     ),
     Operator(
+        "_attention_varlen_out",
+        fake=fake.varlen_out,
+        flops=flops.out_flops,
+        counts_raw=True,
+        vmap=refusals.refuse_vmap_out,
+    ),
+    Operator(
         "attention_varlen_backward",
         schema=varlen_backward.SCHEMA,
         impls={"CPU": varlen_backward.backward_by_kernels, "CUDA": varlen_backward.backward_by_kernels},
@@ -126,6 +133,9 @@ OPERATORS = (
         flops=flops.prefix_flops,
         counts_raw=True,
         vmap=refusals.refuse_vmap,
+    ),
+    Operator(
+        "_attention_e4m3_out", fake=fake.e4m3_out, flops=flops.out_flops, counts_raw=True, vmap=refusals.refuse_vmap_out
     ),
     Operator(
         "attention_fp8_forward",

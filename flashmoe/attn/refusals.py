@@ -1,4 +1,4 @@
-"""What attention over float8_e4m3fn caches cannot do."""
+"""What attention over float8_e4m3fn caches, or into a tensor of the caller's, cannot do."""
 
 from __future__ import annotations
 
@@ -11,6 +11,9 @@ NO_GRADIENT = (
     "with .to(q.dtype) * scale for training"
 )
 NO_TRANSFORM = "no transform of torch.func (vmap, functionalize) can follow a torch.float8_e4m3fn cache; make the mapped dimension part of the batch"
+NO_OUT_TRANSFORM = (
+    "out= is written in place, which no transform of torch.func (vmap, functionalize) can follow; leave out= away"
+)
 
 
 def refuse_gradient(*_: Any) -> NoReturn:
@@ -19,3 +22,7 @@ def refuse_gradient(*_: Any) -> NoReturn:
 
 def refuse_vmap(*_: Any) -> NoReturn:
     raise ArgumentError(NO_TRANSFORM)
+
+
+def refuse_vmap_out(*_: Any) -> NoReturn:
+    raise ArgumentError(NO_OUT_TRANSFORM)

@@ -53,6 +53,8 @@ RULES = by_error(
             ".transpose(1, 2) of q, k and v",
             "attention.key_value_sizes": "k and v may differ in head_dim alone; found k {k} and v {v}; cut or pad "
             "one of them",
+            "attention.out_shape": "out must have q's sizes with v's head_dim, which here is {needed}; found {found}; give torch.empty of that",
+            "attention.out_strides": "out has strides {strides}; memory without gaps, head_dim contiguous, is needed; give a contiguous tensor",
             "attention.batch": "q, k and v must share the batch size; found {q} in q and {k} in k; expand one of them",
             "attention.companion_rank": "{name} must be {rank}-dimensional; found {found}; reshape it",
             "attention.cu_seqlens_q": "cu_seqlens_q is empty; it has one element more than there are sequences",
@@ -86,6 +88,9 @@ RULES = by_error(
             "",
         },
         ArgumentError: {
+            "attention.out_alignment": "out must begin at a multiple of {multiple} bytes on a GPU; it begins within another tensor's row; give it "
+            "memory of its own",
+            "attention.out_overlap": "out shares memory with {name}, which would change while it is read; give it memory of its own",
             "attention.scale": "scale must be finite in float32; found {scale}; the default is 1 / sqrt(head_dim)",
             "attention.e4m3_alibi": "alibi_slopes with keys of torch.float8_e4m3fn; no kernel has both; dequantise k and v, or leave "
             "the slopes out",

@@ -16,7 +16,7 @@ from torch.autograd import forward_ad
 from torch.compiler import is_compiling
 
 from flashmoe import _extension, keywords
-from flashmoe.attn import arguments, autograd, dropout, e4m3
+from flashmoe.attn import arguments, autograd, dropout, e4m3, into
 from flashmoe.attn.options import CONSISTENT, Varlen, Window
 from flashmoe.checks import has_fx_proxies, trace_call
 from flashmoe.errors import ArgumentError, ArgumentTypeError, DifferentiationError
@@ -32,7 +32,7 @@ _operator = torch.ops.flashmoe.attention_varlen_forward.default
 _inference_operator = torch.ops.flashmoe._attention_varlen_inference.default._op  # as in api.py
 OPTIONS = (
     *("causal", "window", "softcap", "sinks", "alibi_slopes", "scale"),
-    *("num_splits", "k_scale", "v_scale", "consistent", "return_lse"),
+    *("num_splits", "k_scale", "v_scale", "consistent", "return_lse", "out"),
 )
 _ARGUMENTS = (
     *("q", "k", "v", "cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k", "seqused_k", "block_table"),
@@ -55,6 +55,7 @@ def attention_varlen(
     dropout_p: float = ...,
     rng_state: Tensor | None = ...,
     return_lse: Literal[False] = ...,
+    out: Tensor | None = ...,
     **options: Unpack[VarlenOptions],
 ) -> Tensor: ...
 @overload
@@ -87,6 +88,7 @@ def attention_varlen(
     dropout_p: float = ...,
     rng_state: Tensor | None = ...,
     return_lse: bool,
+    out: Tensor | None = ...,
     **options: Unpack[VarlenOptions],
 ) -> Tensor | tuple[Tensor, Tensor]: ...
 
@@ -115,6 +117,7 @@ def attention_varlen(
     rng_state: Tensor | None = None,
     consistent: bool = False,
     return_lse: bool = False,
+    out: Tensor | None = None,
     **misspelt: NoReturn,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Attention within each sequence of a batch whose sequences follow each other, without padding.
@@ -150,6 +153,8 @@ def attention_varlen(
             chunk begins, on ragged, dense or paged tensors (docs/api.md says where). No keys are divided. FLASHMOE_CONSISTENT=1 is the
             same for every call.
         return_lse: also return the log-sum-exp of the scores, the sink included.
+        out: [Nq, Hq, Dv] in q's dtype, contiguous and of memory of its own, to which the result is written, and which is returned. Rows of no
+            sequence may change. Without return_lse and dropout_p; no gradient can be recorded then.
 
     Returns:
         out [Nq, Hq, Dv], contiguous; with ``return_lse`` also lse [Hq, Nq] in float32 (natural logarithm). A query that sees no
@@ -200,6 +205,7 @@ def attention_varlen(
         rng_state=rng_state,
         consistent=consistent,
         return_lse=return_lse,
+        out=out,
     )
 
 
@@ -248,6 +254,7 @@ def attend(
     dropout_p: float = 0.0,
     rng_state: Tensor | None = None,
     consistent: bool = False,
+    out: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """``attention_varlen_forward`` with its arguments as users give them."""
     if not (type(causal) is type(return_lse) is type(consistent) is bool and (scale is None or type(scale) is float)):  # type: ignore[redundant-expr]
@@ -293,6 +300,9 @@ def attend(
         CONSISTENT if consistent else num_splits,
     )
     scales = (k_scale, v_scale)
+    if out is not None:
+        into.check_alone(out, has_dropout=type(dropout_p) is not float or dropout_p != 0.0, return_lse=return_lse)
+        return into.attend(given, k_scale, v_scale, out)
     if type(dropout_p) is not float or dropout_p != 0.0:
         return _attend_dropped(given, scales, dropout_p, rng_state, return_lse)
     return _attend(given, scales, return_lse)

@@ -60,14 +60,15 @@ VLLM: tuple[Clause, ...] = (
     Implements("attention", "vllm.v1.attention.backends.flash_attn:FlashAttentionImpl.__init__", ours=f"{_ATTENTION}:FlashmoeImpl.__init__"),
     *_overrides("attention", f"{_BACKEND}:AttentionMetadataBuilder", f"{_ATTENTION}:FlashmoeMetadataBuilder", "__init__", "build", "update_block_table"),
     Calls("attention", f"{_BACKEND}:AttentionMetadataBuilder.__init__", passes=("kv_cache_spec", "layer_names", "vllm_config", "device"), positional=4),
-    Has("attention", f"{_BACKEND}:AttentionMetadataBuilder", names=("_cudagraph_support", "supports_update_block_table")),
+    Has("attention", f"{_BACKEND}:AttentionMetadataBuilder", names=("_cudagraph_support", "supports_update_block_table", "reorder_batch_threshold")),
     Has("attention", f"{_BACKEND}:AttentionCGSupport", names=("UNIFORM_BATCH",)),
     Has("attention", f"{_BACKEND}:AttentionType", names=("DECODER", "ENCODER_ONLY")),
     Calls("attention", f"{_BACKEND}:MultipleOf", passes=("base",), positional=1),
     Has(
         "attention", f"{_BACKEND}:CommonAttentionMetadata",
         names=(
-            "query_start_loc", "seq_lens", "num_actual_tokens", "max_query_len", "max_seq_len", "block_table_tensor", "slot_mapping", "causal",
+            "query_start_loc", "query_start_loc_cpu", "seq_lens", "num_reqs", "num_actual_tokens", "max_query_len", "max_seq_len",
+            "block_table_tensor", "slot_mapping", "causal",
         ),
     ),
     Has("attention", f"{_BACKEND}:AttentionLayer", names=("_k_scale", "_v_scale")),

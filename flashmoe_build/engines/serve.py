@@ -169,7 +169,7 @@ def serve(folder: Path, backend: str, dtype: str, graphs: bool = False, **more: 
 
 
 COUNTED = (
-    ("attention", "attention", "attention_varlen"),
+    ("attention", "attention", "attention_into"),
     ("attention", "mla", "mla_decode"),
     ("experts", "experts", "fused_moe"),
 )

@@ -17,7 +17,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from flashmoe.errors import ArgumentError
+from flashmoe.attn.options import CONSISTENT, Varlen
+from flashmoe.errors import ArgumentError, ShapeError
 from tests.integrations import engines
 
 HEADS, KV_HEADS, D, BLOCK, BLOCKS = 4, 2, 16, 16, 12
@@ -233,16 +234,63 @@ def test_an_encoder_sees_both_sides_without_a_cache(vllm: Vllm) -> None:
     assert torch.allclose(output, wanted, atol=1e-5)
 
 
+def calls_of(vllm: Vllm, monkeypatch: pytest.MonkeyPatch) -> list[Varlen]:
+    """What the operator is given from now on."""
+    asked: list[Varlen] = []
+    real = vllm.attention.attention_into
+    monkeypatch.setattr(
+        vllm.attention, "attention_into", lambda out, given, *s: asked.append(given) or real(out, given, *s)
+    )
+    return asked
+
+
+@pytest.mark.parametrize(
+    ("sequences", "calls"),
+    [
+        (((33, 1), (1, 1), (17, 1)), [(3, True)]),
+        (((33, 1), (1, 1), (0, 20), (17, 5)), [(2, True), (25, False)]),
+        (((0, 20), (17, 1)), [(21, False)]),
+        (((9, 3), (17, 3)), [(6, False)]),
+        (((33, 1), (40, 1), (0, 1), (9, 2), (30, 1)), [(3, True), (3, False)]),
+    ],
+)
+def test_requests_with_one_query_are_decoded_by_themselves(
+    vllm: Vllm, monkeypatch: pytest.MonkeyPatch, device: str, sequences: Any, calls: list[tuple[int, bool]]
+) -> None:
+    asked = calls_of(vllm, monkeypatch)
+    found, wanted, padding = serve(vllm, Case(sequences=sequences, cache="bfloat16"), device)
+    assert [(given.q.shape[0], given.cu_seqlens_q is None) for given in asked] == calls
+    assert torch.allclose(found.double(), wanted, atol=2e-2, rtol=2e-2)
+    assert bool((padding == 7).all())
+    assert vllm.attention.FlashmoeMetadataBuilder.reorder_batch_threshold == 1
+
+
+def test_a_new_block_table_reaches_both_spans(vllm: Vllm) -> None:
+    starts, lengths = torch.tensor([0, 1, 2, 7], dtype=torch.int32), torch.tensor([4, 9, 5])
+    batch = vllm.attention.FlashmoeMetadata(7, 5, starts, 9, lengths, torch.zeros(3, 2), torch.zeros(7), num_decodes=2)
+    builder = vllm.attention.FlashmoeMetadataBuilder
+    moved = builder.update_block_table(builder, batch, torch.arange(6).view(3, 2), torch.ones(7))
+    assert [span.table.tolist() for span in moved.spans] == [[[0, 1], [2, 3]], [[4, 5]]]
+    assert [(span.first, span.end, span.max_query_len) for span in moved.spans] == [(0, 2, 1), (2, 7, 5)]
+    assert moved.spans[0].starts is None
+    assert moved.spans[1].starts.tolist() == [0, 5]
+
+
+def test_an_output_of_vllms_that_does_not_fit_is_refused_in_words(vllm: Vllm) -> None:
+    impl = vllm.attention.FlashmoeImpl(HEADS, D, 1.0, KV_HEADS)
+    starts, one = torch.tensor([0, 2], dtype=torch.int32), torch.tensor([2], dtype=torch.int32)
+    batch = vllm.attention.FlashmoeMetadata(2, 2, starts, 2, one, one.view(1, 1), torch.zeros(2))
+    query, cache = torch.zeros(2, HEADS, D), torch.zeros(4, KV_HEADS, BLOCK, 2 * D)
+    with pytest.raises(ShapeError, match=r"out must have q's sizes with v's head_dim, which here is \[2, 4, 16\]"):
+        impl.forward(Layer("cpu"), query, query, query, cache, batch, torch.zeros(2, HEADS, 2 * D))
+
+
 def test_batch_invariance_asks_for_the_same_bits(vllm: Vllm, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(vllm.attention.envs, "VLLM_BATCH_INVARIANT", True)
     alone, _, _ = serve(vllm, Case(sequences=((33, 1),), cache="bfloat16"), "cpu")
-    asked: list[bool] = []
-    real = vllm.attention.attention_varlen
-    monkeypatch.setattr(
-        vllm.attention, "attention_varlen", lambda *a, **o: asked.append(o["consistent"]) or real(*a, **o)
-    )
+    asked = calls_of(vllm, monkeypatch)
     again, _, _ = serve(vllm, Case(sequences=((33, 1),), cache="bfloat16"), "cpu")
-    assert asked == [True]
+    assert [given.num_splits for given in asked] == [CONSISTENT]
     assert torch.equal(alone, again)
     with pytest.raises(ArgumentError, match="ALiBi"):
         vllm.attention.FlashmoeImpl(HEADS, D, 1.0, alibi_slopes=[0.5] * HEADS)

@@ -114,6 +114,20 @@ E4m3AppendArguments take_e4m3_append(host::Arguments& given) {
   return arguments;
 }
 
+VarlenArguments take_forward_into(host::Arguments& given, Tensor& out) {
+  out = given.tensor();
+  VarlenArguments arguments = take_forward(given);
+  check_out(arguments, out);
+  return arguments;
+}
+
+E4m3Arguments take_e4m3_into(host::Arguments& given, Tensor& out) {
+  out = given.tensor();
+  E4m3Arguments arguments = take_e4m3(given);
+  check_out(arguments.varlen, out);
+  return arguments;
+}
+
 Fp8Arguments take_fp8(host::Arguments& given) {
   Fp8Arguments arguments;
   arguments.forward.q = given.tensor();
@@ -137,6 +151,14 @@ Fp8Arguments take_fp8(host::Arguments& given) {
 const host::ArgumentCheck kCheckFp8("attention_fp8_forward", [](host::Arguments& given) { take_fp8(given); });
 const host::ArgumentCheck kCheckForward("attention_varlen_forward",
                                         [](host::Arguments& given) { take_forward(given); });
+const host::ArgumentCheck kCheckOut("_attention_varlen_out", [](host::Arguments& given) {
+  Tensor out;
+  take_forward_into(given, out);
+});
+const host::ArgumentCheck kCheckE4m3Out("_attention_e4m3_out", [](host::Arguments& given) {
+  Tensor out;
+  take_e4m3_into(given, out);
+});
 const host::ArgumentCheck kCheckDropout("attention_dropout_forward", [](host::Arguments& given) {
   take_forward(given, /*has_codes=*/false, /*has_dropout=*/true);
 });
@@ -145,6 +167,20 @@ const host::ArgumentCheck kCheckE4m3("attention_e4m3_forward", [](host::Argument
 const host::ArgumentCheck kCheckE4m3Append("attention_append_e4m3_",
                                            [](host::Arguments& given) { take_e4m3_append(given); });
 
+// Allocated, or a caller's: then without lse.
+template <class Backend>
+void compute(VarlenArguments& arguments, const ForwardOutputs& outputs) {
+  host::set_last_kernel("");
+  if (Backend::kIsCpu && arguments.has_ragged_rows()) fill_on_cpu(outputs);
+  if (has_rows(arguments)) Backend::forward(arguments, outputs);
+}
+template <class Backend>
+void compute(E4m3Arguments& arguments, const ForwardOutputs& outputs) {
+  host::set_last_kernel("");
+  if (Backend::kIsCpu && arguments.varlen.has_ragged_rows()) fill_on_cpu(outputs);
+  if (has_rows(arguments.varlen)) Backend::forward_e4m3(arguments, outputs);
+}
+
 template <class Backend, bool kWithLse, bool kHasDropout = false>
 void boxed_forward(StableIValue* stack, uint64_t num_arguments, uint64_t num_outputs) {
   host::check_counts("attention_varlen", num_arguments, kHasDropout ? 18 : 16, num_outputs, kWithLse ? 2 : 1);
@@ -152,11 +188,19 @@ void boxed_forward(StableIValue* stack, uint64_t num_arguments, uint64_t num_out
   VarlenArguments arguments = take_forward(given, /*has_codes=*/false, kHasDropout);
   make_scale_positive(arguments);
   ForwardOutputs outputs = allocate_outputs(arguments, kWithLse);
-  host::set_last_kernel("");
-  if (Backend::kIsCpu && arguments.has_ragged_rows()) fill_on_cpu(outputs);
-  if (has_rows(arguments)) Backend::forward(arguments, outputs);
+  compute<Backend>(arguments, outputs);
   stack[0] = give(std::move(outputs.out));
   if constexpr (kWithLse) stack[1] = give(std::move(outputs.lse));
+}
+
+template <class Backend>
+void boxed_out(StableIValue* stack, uint64_t num_arguments, uint64_t num_outputs) {
+  host::check_counts("_attention_varlen_out", num_arguments, 17, num_outputs, 0);
+  host::Arguments given(stack);
+  ForwardOutputs outputs;
+  VarlenArguments arguments = take_forward_into(given, outputs.out);
+  make_scale_positive(arguments);
+  compute<Backend>(arguments, outputs);
 }
 
 Tensor gradient_of(const Tensor& tensor, bool is_partial) {
@@ -244,11 +288,19 @@ void boxed_e4m3(StableIValue* stack, uint64_t num_arguments, uint64_t num_output
   E4m3Arguments arguments = take_e4m3(given);
   make_scale_positive(arguments.varlen);
   ForwardOutputs outputs = allocate_outputs(arguments.varlen, kWithLse);
-  host::set_last_kernel("");
-  if (Backend::kIsCpu && arguments.varlen.has_ragged_rows()) fill_on_cpu(outputs);
-  if (has_rows(arguments.varlen)) Backend::forward_e4m3(arguments, outputs);
+  compute<Backend>(arguments, outputs);
   stack[0] = give(std::move(outputs.out));
   if constexpr (kWithLse) stack[1] = give(std::move(outputs.lse));
+}
+
+template <class Backend>
+void boxed_e4m3_out(StableIValue* stack, uint64_t num_arguments, uint64_t num_outputs) {
+  host::check_counts("_attention_e4m3_out", num_arguments, 21, num_outputs, 0);
+  host::Arguments given(stack);
+  ForwardOutputs outputs;
+  E4m3Arguments arguments = take_e4m3_into(given, outputs.out);
+  make_scale_positive(arguments.varlen);
+  compute<Backend>(arguments, outputs);
 }
 
 template <class Backend>
@@ -276,9 +328,11 @@ template <class Backend, class Library>
 void register_backend(Library& library) {
   library.impl("attention_e4m3_forward", &boxed_e4m3<Backend, true>);
   library.impl("_attention_e4m3_inference", &boxed_e4m3<Backend, false>);
+  library.impl("_attention_e4m3_out", &boxed_e4m3_out<Backend>);
   library.impl("attention_append_e4m3_", &boxed_append_e4m3<Backend>);
   library.impl("attention_varlen_forward", &boxed_forward<Backend, true>);
   library.impl("_attention_varlen_inference", &boxed_forward<Backend, false>);
+  library.impl("_attention_varlen_out", &boxed_out<Backend>);
   library.impl("_attention_varlen_backward", &boxed_backward<Backend>);
   library.impl("attention_dropout_forward", &boxed_forward<Backend, true, true>);
   library.impl("_attention_dropout_backward", &boxed_backward<Backend, true>);

@@ -31,6 +31,11 @@ void define_varlen(Library& library) {
       "_attention_varlen_inference(Tensor q, Tensor k, Tensor v, Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, Tensor? "
       "seqused_k, Tensor? block_table, Tensor? sinks, Tensor? mask, SymInt max_seqlen_q, SymInt max_seqlen_k, "
       "float scale, int window_left, int window_right, float softcap, int num_splits) -> Tensor");
+  // The same into out, which no other tensor of the call lies in.
+  library.def(
+      "_attention_varlen_out(Tensor(a!) out, Tensor q, Tensor k, Tensor v, Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, "
+      "Tensor? seqused_k, Tensor? block_table, Tensor? sinks, Tensor? mask, SymInt max_seqlen_q, SymInt max_seqlen_k, "
+      "float scale, int window_left, int window_right, float softcap, int num_splits) -> ()");
   // scale is above zero. needs: bits, 1 for dq, 2 for dk, 4 for dv; None for the others. row_dot, of CUDA kernels alone:
   // rowsum(grad_out * out) - grad_lse.
   library.def(
@@ -70,6 +75,11 @@ void define_varlen(Library& library) {
       "float scale, int window_left, int window_right, float softcap, int num_splits, Tensor? k_scale, Tensor? "
       "v_scale, "
       "float k_factor, float v_factor) -> Tensor");
+  library.def(
+      "_attention_e4m3_out(Tensor(a!) out, Tensor q, Tensor k, Tensor v, Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, "
+      "Tensor? seqused_k, Tensor? block_table, Tensor? sinks, Tensor? mask, SymInt max_seqlen_q, SymInt max_seqlen_k, "
+      "float scale, int window_left, int window_right, float softcap, int num_splits, Tensor? k_scale, Tensor? "
+      "v_scale, float k_factor, float v_factor) -> ()");
   // q, k and v in float8_e4m3fn, [batch, heads, length, head_dim], times factor times scale: float32 [], [heads] or [batch, heads]. On GPUs
   // of compute capability 9.0 alone; without gradient. out is float16 or bfloat16.
   library.def(

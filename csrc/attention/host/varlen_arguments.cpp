@@ -1,12 +1,15 @@
 #include "attention/host/varlen_arguments.h"
 
 #include <algorithm>
+#include <array>
+#include <cstdint>
 #include <limits>
 #include <string>
 #include <tuple>
 #include <utility>
 
 #include "attention/host/varlen_lengths.h"
+#include "host/copies.h"
 
 namespace flashmoe {
 namespace attention {
@@ -21,6 +24,7 @@ constexpr int64_t kMaxLength = (int64_t{1} << 30) - 1;  // the kernels add windo
 constexpr int64_t kMaxSplits = 32;
 // Kernels know tanh to within 7e-7, which the softcap multiplies.
 constexpr double kMaxSoftcap = 4096.0;
+constexpr std::uintptr_t kOutAlign = 16;  // bytes, of what the kernels store at once
 constexpr Layout kRaggedLayout{"[tokens, heads, head_dim]", 3};
 constexpr Layout kPageLayout{"[pages, page_size, heads, head_dim]", 4};
 
@@ -180,6 +184,41 @@ void check_varlen_arguments(VarlenArguments& arguments) {
   check_scores(arguments);
   check_dropout(arguments);
   if (arguments.q.description() == nullptr) check_varlen_lengths(arguments);
+}
+
+void check_out(const VarlenArguments& arguments, const Tensor& out) {
+  if (!out.is_given() || !out.is_defined()) violate("tensor.missing", {{"name", "out"}});
+  const int64_t rank = arguments.q.dim();
+  check_companion(out, "out", arguments, arguments.torch_dtype, rank);
+  std::array<int64_t, 4> sizes{};
+  std::copy_n(arguments.q.sizes(), rank, sizes.begin());
+  sizes[static_cast<std::size_t>(rank - 1)] = arguments.head_dim_v();
+  if (!std::equal(sizes.data(), sizes.data() + rank, out.sizes())) {
+    violate("attention.out_shape", {{"needed", describe_sizes(sizes.data(), rank)}, {"found", describe_sizes(out)}});
+  }
+  const int64_t* strides = out.strides();
+  std::array<int64_t, 4> order{0, 1, 2, 3};
+  std::stable_sort(order.begin(), order.begin() + rank - 1,
+                   [&](int64_t left, int64_t right) { return strides[left] > strides[right]; });
+  int64_t step = 1;
+  bool is_dense = true;
+  for (int64_t position = rank - 1; position >= 0; --position) {
+    const int64_t axis = order[static_cast<std::size_t>(position)];
+    is_dense = is_dense && (sizes[static_cast<std::size_t>(axis)] <= 1 || strides[axis] == step);
+    step *= sizes[static_cast<std::size_t>(axis)];
+  }
+  if (step == 0) return;
+  if (!is_dense) violate("attention.out_strides", {{"strides", host::describe_strides(out)}});
+  if (out.description() != nullptr) return;
+  const bool is_written_whole =
+      arguments.device_type == aoti_torch_device_type_cuda() && arguments.head_dim_v() % host::kRowAlignElements == 0;
+  if (is_written_whole && reinterpret_cast<std::uintptr_t>(out.data()) % kOutAlign != 0) {
+    violate("attention.out_alignment", {{"multiple", kOutAlign}});
+  }
+  for (const auto& [tensor, name] :
+       {std::pair(&arguments.q, "q"), std::pair(&arguments.k, "k"), std::pair(&arguments.v, "v")}) {
+    if (host::may_overlap(out, *tensor)) violate("attention.out_overlap", {{"name", name}});
+  }
 }
 
 void check_varlen_backward_arguments(VarlenBackwardArguments& arguments) {

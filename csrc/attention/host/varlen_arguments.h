@@ -61,6 +61,9 @@ struct VarlenBackwardArguments : BackwardTensors {
 // the CPU's tensors always, and of a GPU's where $FLASHMOE_CHECK_VALUES is 1, at the cost of a synchronisation.
 void check_varlen_arguments(VarlenArguments& arguments);
 
+// Of checked arguments: what a caller gave for the result. Any order of dimensions, without gaps.
+void check_out(const VarlenArguments& arguments, const Tensor& out);
+
 void check_varlen_backward_arguments(VarlenBackwardArguments& arguments);
 
 // The same call on q, k and v of other memory.

@@ -1,13 +1,16 @@
-"""Attention of vLLM's engine (v1) by ``flashmoe.attention_varlen`` over its paged cache.
+"""Attention of vLLM's engine (v1) over its paged cache, written into vLLM's own tensor.
 
 vLLM hands a layer its cache as [blocks, kv heads, block_size, 2 head_size], keys before values in the last dimension, in whichever order of
-memory it likes: keys and values are read as views. attention_varlen has no ``out=``, so each layer copies its result once into vLLM's tensor.
+memory it likes: keys and values are read as views. The requests with one query are decoded by themselves, as
+:func:`flashmoe.attention_with_kvcache` does it: in one call with prompts each would take a tile of 64 rows or more. The rest is one call as
+:func:`flashmoe.attention_varlen` makes it.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from itertools import pairwise
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 import vllm.envs as envs
@@ -22,7 +25,8 @@ from vllm.v1.attention.backend import (
     MultipleOf,
 )
 
-from flashmoe.attn.varlen import attention_varlen
+from flashmoe.attn.into import attention_into
+from flashmoe.attn.options import CONSISTENT, Varlen
 from flashmoe.errors import ArgumentError
 
 MAX_HEAD_SIZE = 256
@@ -121,6 +125,17 @@ def _dotted(capability: tuple[int, ...]) -> str:
     return ".".join(map(str, capability))
 
 
+class Span(NamedTuple):
+    """Requests that one call computes: tokens ``first`` to ``end`` of the batch."""
+
+    first: int
+    end: int
+    max_query_len: int
+    starts: Tensor | None  # int32 [requests + 1], from 0 on; None: each has one query
+    lengths: Tensor  # int32 [requests]
+    table: Tensor  # int32 [requests, blocks]
+
+
 @dataclass
 class FlashmoeMetadata(AttentionMetadata):  # type: ignore[misc]
     """One batch, under the names of vLLM's own backends: its speculators look some of them up."""
@@ -133,10 +148,32 @@ class FlashmoeMetadata(AttentionMetadata):  # type: ignore[misc]
     block_table: Tensor  # int32 [requests, blocks]
     slot_mapping: Tensor
     causal: bool = True
+    num_decodes: int = 0  # the first requests, of one query each
+    spans: tuple[Span, ...] = ()
+
+    def __post_init__(self) -> None:
+        """In each step once, for all layers."""
+        decodes, requests = self.num_decodes, self.seq_lens.shape[0]
+        self.spans = ()
+        if decodes > 0:
+            self.spans += (Span(0, decodes, 1, None, self.seq_lens[:decodes], self.block_table[:decodes]),)
+        if decodes < requests:
+            starts = self.query_start_loc if decodes == 0 else self.query_start_loc[decodes:] - decodes
+            rest = (self.seq_lens[decodes:], self.block_table[decodes:])
+            self.spans += (Span(decodes, self.num_actual_tokens, self.max_query_len, starts, *rest),)
+
+
+def count_decodes(common: Any) -> int:
+    """How many requests, from the first on, have one query each; vLLM puts them in front (reorder_batch_threshold)."""
+    if common.max_query_len == 1 and common.num_actual_tokens == common.num_reqs:
+        return int(common.num_reqs)
+    starts = common.query_start_loc_cpu.tolist()
+    others = (at for at, (first, end) in enumerate(pairwise(starts)) if end - first != 1)
+    return int(next(others, common.num_reqs))
 
 
 class FlashmoeMetadataBuilder(AttentionMetadataBuilder):  # type: ignore[misc]
-    """Hands vLLM's own tensors on: nothing is computed, copied or read by the host.
+    """Divides a batch into the requests that are decoded and the others, by what the host knows; the GPU is not waited for.
 
     A captured call may be replayed with other lengths up to its maxima. vLLM captures mixed batches with a maximum of one query token and
     replays them with more: so graphs are for batches of one query length, decoding and speculative decoding; vLLM captures the rest in parts.
@@ -144,6 +181,7 @@ class FlashmoeMetadataBuilder(AttentionMetadataBuilder):  # type: ignore[misc]
 
     _cudagraph_support: ClassVar[Any] = AttentionCGSupport.UNIFORM_BATCH
     supports_update_block_table: bool = True
+    reorder_batch_threshold: int | None = 1
 
     def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
@@ -164,6 +202,7 @@ class FlashmoeMetadataBuilder(AttentionMetadataBuilder):  # type: ignore[misc]
             block_table=common.block_table_tensor,
             slot_mapping=common.slot_mapping,
             causal=common.causal,
+            num_decodes=count_decodes(common),
         )
 
     def update_block_table(
@@ -203,7 +242,6 @@ class FlashmoeImpl(AttentionImpl):  # type: ignore[misc]
             msg = "VLLM_BATCH_INVARIANT=1 with ALiBi: flashmoe does not claim it; use --attention-backend FLASH_ATTN"
             raise ArgumentError(msg)
 
-    @torch.no_grad()
     def forward(
         self,
         layer: Any,
@@ -227,51 +265,52 @@ class FlashmoeImpl(AttentionImpl):  # type: ignore[misc]
             raise NotImplementedError(msg)
         if attn_metadata is None:  # vLLM measures memory
             return output.fill_(0)
-        rows = attn_metadata.num_actual_tokens
+        out = output.view(query.shape) if output.dim() == 2 else output
         if self.attn_type == AttentionType.ENCODER_ONLY:
-            out = self._encode(query[:rows], key[:rows], value[:rows], attn_metadata)
-        else:
-            out = self._attend(layer, query[:rows], kv_cache, attn_metadata)
-        output[:rows].view_as(out).copy_(out)
-        return output
-
-    def _attend(self, layer: Any, query: Tensor, kv_cache: Tensor, batch: FlashmoeMetadata) -> Tensor:
+            self._encode(query, key, value, attn_metadata, out)
+            return output
         keys, values = self._caches(kv_cache)
-        scales: dict[str, Any] = {}
+        scales: tuple[Any, ...] = ()
         if self.kv_cache_dtype in FP8_CACHES:
             keys, values = keys.view(torch.float8_e4m3fn), values.view(torch.float8_e4m3fn)
-            scales = {"k_scale": _scale(layer._k_scale), "v_scale": _scale(layer._v_scale)}
-        room = batch.block_table.shape[1] * keys.shape[1]
-        out: Tensor = attention_varlen(
-            query,
-            keys,
-            values,
-            batch.query_start_loc,
-            None,
-            batch.max_query_len,
-            min(batch.max_seq_len, room),
-            seqused_k=batch.seq_lens,
-            block_table=batch.block_table,
-            **self._options(batch.causal, query.device),
-            **scales,
-        )
-        return out
+            scales = (_scale(layer._k_scale), _scale(layer._v_scale))
+        longest = min(attn_metadata.max_seq_len, attn_metadata.block_table.shape[1] * keys.shape[1])
+        for span in attn_metadata.spans:
+            q, written = query[span.first : span.end], out[span.first : span.end]
+            if span.starts is None:  # [requests, H, 1, D]
+                q, written = q.unsqueeze(2), written.unsqueeze(2)
+            lengths = (span.starts, None, span.lengths, span.table)
+            longest_q = span.max_query_len
+            attention_into(
+                written, self._given((q, keys, values), lengths, longest_q, longest, attn_metadata.causal), *scales
+            )
+        return output
 
-    def _encode(self, query: Tensor, key: Tensor, value: Tensor, batch: FlashmoeMetadata) -> Tensor:
-        starts, longest = batch.query_start_loc, batch.max_query_len
-        out: Tensor = attention_varlen(
-            query, key, value, starts, starts, longest, longest, **self._options(False, query.device)
-        )
-        return out
+    def _encode(self, query: Tensor, key: Tensor, value: Tensor, batch: FlashmoeMetadata, out: Tensor) -> None:
+        rows, starts, longest = batch.num_actual_tokens, batch.query_start_loc, batch.max_query_len
+        operands = (query[:rows], key[:rows], value[:rows])
+        attention_into(out[:rows], self._given(operands, (starts, starts, None, None), longest, longest, causal=False))
 
-    def _options(self, causal: bool, device: torch.device) -> dict[str, Any]:
-        reach = None if self.sliding_window is None else self.sliding_window - 1
-        options: dict[str, Any] = {"causal": causal, "scale": self.scale, "softcap": self.softcap}
-        options["window"] = None if reach is None else (reach, 0 if causal else reach)
+    def _given(
+        self,
+        operands: tuple[Tensor, Tensor, Tensor],
+        lengths: tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None],
+        longest_q: int,
+        longest_k: int,
+        causal: bool,
+    ) -> Varlen:
+        """``lengths``: cu_seqlens_q, cu_seqlens_k, seqused_k and block_table."""
+        reach = -1 if self.sliding_window is None else self.sliding_window - 1
+        slopes = None
         if self.alibi_slopes is not None:
-            self.alibi_slopes = self.alibi_slopes.to(device)  # vLLM may build a layer on another device
-            options["alibi_slopes"] = self.alibi_slopes
-        return {**options, "sinks": self.sinks, "consistent": self.is_consistent}
+            q, starts = operands[0], lengths[0]
+            self.alibi_slopes = self.alibi_slopes.to(q.device)  # vLLM may build a layer on another device
+            slopes = self.alibi_slopes.expand(q.shape[0] if starts is None else starts.shape[0] - 1, -1)
+        sinks = None if self.sinks is None else self.sinks.float()
+        splits = CONSISTENT if self.is_consistent else 0
+        sides = (reach, 0 if causal else reach)
+        scores = (sinks, slopes)
+        return Varlen(*operands, *lengths, *scores, longest_q, longest_k, self.scale, *sides, self.softcap, splits)
 
     def _caches(self, kv_cache: Tensor) -> tuple[Tensor, Tensor]:
         """Keys and values [blocks, block_size, kv heads, head_size], views."""
