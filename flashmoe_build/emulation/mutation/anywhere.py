@@ -124,8 +124,8 @@ def _python_edits(text: str) -> Iterator[Edit]:
         )
 
     for node in ast.walk(ast.parse(text)):
-        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
-            continue  # imports for a type checker alone
+        if isinstance(node, ast.If) and re.match(r"TYPE_CHECKING$|sys\.version_info ", ast.unparse(node.test)):
+            continue  # imports for a type checker alone, or for one interpreter, where the tests run under one
         if isinstance(node, ast.If | ast.IfExp):
             yield edit("condition-true", node.test, "True")
             yield edit("condition-false", node.test, "False")
