@@ -124,7 +124,8 @@ def _python_edits(text: str) -> Iterator[Edit]:
         )
 
     for node in ast.walk(ast.parse(text)):
-        if isinstance(node, ast.If) and re.match(r"TYPE_CHECKING$|sys\.version_info ", ast.unparse(node.test)):
+        test = node.test if isinstance(node, ast.If) else node
+        if isinstance(test, ast.expr) and re.match(r"TYPE_CHECKING$|sys\.version_info ", ast.unparse(test)):
             continue  # imports for a type checker alone, or for one interpreter, where the tests run under one
         if isinstance(node, ast.If | ast.IfExp):
             yield edit("condition-true", node.test, "True")
