@@ -192,7 +192,7 @@ def test_an_interruption_ends_what_was_started(monkeypatch: pytest.MonkeyPatch, 
     monkeypatch.setattr(execute, "_wait", interrupted)
     begin = time.monotonic()
     with pytest.raises(KeyboardInterrupt):
-        execute._words(["sleep", "60"], tmp_path, dict(os.environ), 60.0, tmp_path / "log", print)
+        execute._run(["sleep", "60"], tmp_path, dict(os.environ), 60.0, tmp_path / "log", print)
     assert started[0].poll() is not None
     assert time.monotonic() - begin < 30
 
