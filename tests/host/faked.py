@@ -58,7 +58,8 @@ def link(folder: Path, *sources: Path) -> Path:
     objects = run_all([folder / "table.cpp", *sources], compiled, jobs=2)
     torch_library = [f"-L{toolchain.torch_library}", "-Wl,--allow-shlib-undefined", "-ltorch_cpu"]
     path = folder / "libflashmoe.so"
-    command = [toolchain.cxx, "-shared", "-Wl,-Bsymbolic", *sanitizers(os.environ), *map(str, objects), *torch_library]
+    own = ("-shared", "-Wl,-Bsymbolic", "-Wl,--exclude-libs,ALL")  # as the build: a static C++ runtime is nobody else's
+    command = [toolchain.cxx, *own, *sanitizers(os.environ), *map(str, objects), *torch_library]
     subprocess.run([*command, "-o", str(path)], check=True, timeout=300)
     return path
 
