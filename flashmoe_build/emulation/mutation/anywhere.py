@@ -306,10 +306,11 @@ class Hunt:
             if not failed:
                 is_sound = self._is_sound(command + options, oracle, checkout, planted)
                 if not is_sound and command == oracle:
-                    print(
-                        f"{folder.name}: its tests fail without a bug, so they can judge nothing: {command}\n{output[-2000:]}"
-                    )
                     self.helpless.add(oracle)
+                    what = f"take longer than {self._seconds} s" if status is None else "fail"
+                    print(
+                        f"{folder.name}: its tests {what} without a bug, so they can judge nothing: {command}\n{output[-2000:]}"
+                    )
                 return is_sound, TIMED_OUT if is_sound and status is None else ""
             sound = [name for name in failed if self._is_sound(folder.alone(oracle, name), oracle, checkout, planted)]
             if sound:
