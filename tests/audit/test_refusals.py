@@ -30,16 +30,9 @@ from flashmoe_tools.report import Verdict, read_report
 
 
 @pytest.fixture(scope="module")
-def library() -> bytes:
-    """An extension of this interpreter, sound until a test changes it."""
-    import _json
-
-    path = getattr(_json, "__file__", None) or sys.modules["elftools"].__file__
-    if not str(path).endswith(".so"):
-        import numpy.core._multiarray_umath as module
-
-        path = module.__file__
-    return Path(str(path)).read_bytes()
+def library(sound: Path) -> bytes:
+    """Sound until a test changes it."""
+    return sound.read_bytes()
 
 
 def changed(content: bytes, place: int, form: str, value: int) -> bytes:
@@ -58,7 +51,9 @@ def section_place(content: bytes, name: str, field: int) -> int:
 def test_sections_that_are_longer_than_the_file(library: bytes) -> None:
     place = section_place(library, ".dynstr", 32)
     damaged = ELFFile(io.BytesIO(changed(library, place, "<Q", len(library) * 2)))
-    with pytest.raises(DamagedElfError, match=rf"section \.dynstr claims {2 * len(library)} bytes, the file holds \d+ of"):
+    with pytest.raises(
+        DamagedElfError, match=rf"section \.dynstr claims {2 * len(library)} bytes, the file holds \d+ of"
+    ):
         elf.section_data(damaged, ".dynstr")
     assert elf.section_data(damaged, ".no-such-section") is None
     sound = ELFFile(io.BytesIO(library))
@@ -105,13 +100,13 @@ def test_a_header_that_cannot_be_read(library: bytes, monkeypatch: pytest.Monkey
     for place, value in ((4, 1), (5, 2)):
         with pytest.raises(ForeignMachineError, match=r"not a 64-bit little-endian ELF file \(class \d, data \d\)"):
             elf.open_elf(changed(library, place, "<B", value), "x")
-    with pytest.raises(DamagedElfError, match="x is cut short: .* its program header table ends at byte"):
+    with pytest.raises(DamagedElfError, match=r"x is cut short: .* its program header table ends at byte"):
         elf.open_elf(changed(library, 32, "<Q", len(library)), "x")
-    with pytest.raises(DamagedElfError, match="x is cut short: .* its section header table ends at byte"):
+    with pytest.raises(DamagedElfError, match=r"x is cut short: .* its section header table ends at byte"):
         elf.open_elf(library[:-1], "x")
 
     def damaged(_: io.BytesIO) -> Any:
-        raise AssertionError("what pyelftools raises")  # noqa: TRY003
+        raise AssertionError("what pyelftools raises")
 
     monkeypatch.setattr(elf, "require_pyelftools", lambda: damaged)
     told = r"x: the ELF header cannot be read \(AssertionError: what pyelftools raises\)"
@@ -149,7 +144,13 @@ def test_attributes_of_kernels() -> None:
 
 @pytest.mark.parametrize(
     ("header", "attribute", "told"),
-    [(0, 40, ""), (40, 40, ""), (40, None, ""), (41, 40, "41 registers in its section header, 40 in its"), (0, None, "no register")],
+    [
+        (0, 40, ""),
+        (40, 40, ""),
+        (40, None, ""),
+        (41, 40, "41 registers in its section header, 40 in its"),
+        (0, None, "no register"),
+    ],
 )
 def test_registers_are_stated_once_or_alike(header: int, attribute: int | None, told: str) -> None:
     section = {"sh_info": header << 24, "sh_size": 8}
@@ -200,7 +201,7 @@ def test_what_cannot_be_opened_or_listed(tmp_path: Path, monkeypatch: pytest.Mon
     with pytest.raises(UnreadableError, match=r"cannot read a\.whl: no number"):
         inputs.unpack(tmp_path / "a.whl", tmp_path)
     monkeypatch.setattr(inputs.Path, "rglob", refuse(PermissionError(13, "Permission denied")))
-    with pytest.raises(UnreadableError, match="cannot list .*: Permission denied"):
+    with pytest.raises(UnreadableError, match=r"cannot list .*: Permission denied"):
         inputs.collect(tmp_path)
 
 
@@ -226,7 +227,15 @@ def test_rules_and_shims_that_cannot_be_read(tmp_path: Path, monkeypatch: pytest
 
 
 def _arguments(path: Path, **given: Any) -> Any:
-    options = {"torch_version": None, "targets": None, "foreign": False, "objects": None, "source": None, "details": False, "json": None}
+    options = {
+        "torch_version": None,
+        "targets": None,
+        "foreign": False,
+        "objects": None,
+        "source": None,
+        "details": False,
+        "json": None,
+    }
     return SimpleNamespace(path=path, **{**options, **given})
 
 

@@ -56,7 +56,9 @@ def test_rounds_end_when_their_time_is_up_but_there_are_three(
 
 
 @pytest.mark.parametrize(("seconds", "samples"), [(SLOW, 3), (SLOW + 0.1, 1)])
-def test_who_is_too_slow_is_timed_once(monkeypatch: pytest.MonkeyPatch, turns: list[str], seconds: float, samples: int) -> None:
+def test_who_is_too_slow_is_timed_once(
+    monkeypatch: pytest.MonkeyPatch, turns: list[str], seconds: float, samples: int
+) -> None:
     clock(monkeypatch, 0.0)
     monkeypatch.setattr(models, "seconds_of", lambda *_: seconds if turns[-1] == "b" else 1.0)
     rows = models.measure(None, "train", ABC, SIZES["tiny"], "cpu", 3, 1.0)
@@ -138,7 +140,9 @@ def test_what_a_task_calls(task: str, rows: int) -> None:
     model = torch.nn.Embedding(size.vocabulary, 4)
 
     def generate(prompt: Tensor, **options: Any) -> None:
-        seen.append((prompt.shape, options.get("cache_implementation"), options["max_new_tokens"], options["min_new_tokens"]))
+        seen.append(
+            (prompt.shape, options.get("cache_implementation"), options["max_new_tokens"], options["min_new_tokens"])
+        )
 
     model.generate = generate  # type: ignore[assignment]
     call, tokens = models.prepare(task, model, size, "cpu")
@@ -189,17 +193,25 @@ def test_who_cannot_run_is_told_and_left_out_of_all(
 ) -> None:
     monkeypatch.setattr(models, "build", lambda *_: "a model")
     monkeypatch.setattr(models, "usable", lambda _, one, __: "" if one.attention in (OURS, "sdpa") else "not here")
-    monkeypatch.setattr(models, "check_logits", lambda _, given, *__: [Check(f"logits {one.name}", Verdict.PASS, "x") for one in given])
-    monkeypatch.setattr(models, "check_training", lambda _, given, *__: [Check(f"training {one.name}", Verdict.PASS, "x") for one in given])
+    monkeypatch.setattr(
+        models, "check_logits", lambda _, given, *__: [Check(f"logits {one.name}", Verdict.PASS, "x") for one in given]
+    )
+    monkeypatch.setattr(
+        models,
+        "check_training",
+        lambda _, given, *__: [Check(f"training {one.name}", Verdict.PASS, "x") for one in given],
+    )
     row = {"contender": "sdpa", "tokens_per_s": 1.0, "ms": [1.0]}
-    monkeypatch.setattr(models, "measure", lambda _, task, given, *__: [{**row, "task": task, "of": [one.name for one in given]}])
+    monkeypatch.setattr(
+        models, "measure", lambda _, task, given, *__: [{**row, "task": task, "of": [one.name for one in given]}]
+    )
     checks, rows = models.run(SIZES["tiny"], "cpu", ["dense", "moe"], tasks, 3, 1.0)
     skipped = {check.name for check in checks if check.verdict is Verdict.SKIP}
     assert skipped == {f"dense {name}" for name in ("flash_attention_3", "flash_attention_2", "eager")}
     names = {check.name for check in checks} - skipped
     assert {"dense logits fmoe", "dense logits sdpa", "moe logits sdpa+eager"} <= names
     assert any("training" in name for name in names) is ("train" in tasks)
-    assert [(one["model"], one["of"]) for one in rows][0] == ("dense", [OURS, "sdpa"])
+    assert (rows[0]["model"], rows[0]["of"]) == ("dense", [OURS, "sdpa"])
     printed = capsys.readouterr().out
     assert printed.count("SKIP dense eager: not here") == 1  # with its own model
     assert "PASS moe logits fmoe+fmoe: x" in printed

@@ -162,7 +162,12 @@ def test_several_cases_have_a_worst_one_and_counted_verdicts() -> None:
 
 @pytest.mark.parametrize(
     ("done", "left", "budget", "text"),
-    [(2, 3, None, "about 15 s left"), (2, 3, 14.0, "about 4 s left"), (2, 3, 5.0, "about 0 s left"), (5, 0, None, "done")],
+    [
+        (2, 3, None, "about 15 s left"),
+        (2, 3, 14.0, "about 4 s left"),
+        (2, 3, 5.0, "about 0 s left"),
+        (5, 0, None, "done"),
+    ],
 )
 def test_what_is_left_is_told_by_what_was_done(done: int, left: int, budget: float | None, text: str) -> None:
     assert remaining_text(10.0, done, left, budget) == text
@@ -172,7 +177,14 @@ def test_what_is_left_is_told_by_what_was_done(done: int, left: int, budget: flo
 
 
 def ratchet_report(ratio: float, interval: tuple[float | None, float | None], **changes: Any) -> Report:
-    row = {"subject": "ours", "baseline": "base", "ratio": ratio, "interval": list(interval), "verdict": "FASTER", **changes}
+    row = {
+        "subject": "ours",
+        "baseline": "base",
+        "ratio": ratio,
+        "interval": list(interval),
+        "verdict": "FASTER",
+        **changes,
+    }
     data = {"contenders": [{"name": "ours", "ours": True}], "cells": [{"case": {"key": "a"}, "comparisons": [row]}]}
     return Report("bench", (), data, {"gpu": {"name": "NVIDIA Z1", "capability": "9.0"}}, started="now")
 
@@ -256,7 +268,10 @@ def test_pages_and_summaries_of_an_old_report(tmp_path: Path, capsys: pytest.Cap
     before = old.read_bytes()
     parts = {name: tmp_path / "new" / f"file.{name}" for name in ("markdown", "html")}
     words = [word for name, path in parts.items() for word in (f"--{name}", str(path))]
-    assert cli.run(_options("--render", str(old), "--json", str(old), *words, "--summary", str(tmp_path / "s.json"))) == ExitCode.OK
+    assert (
+        cli.run(_options("--render", str(old), "--json", str(old), *words, "--summary", str(tmp_path / "s.json")))
+        == ExitCode.OK
+    )
     assert capsys.readouterr().out.strip() == parts["markdown"].read_text().strip()
     assert parts["html"].read_text().startswith("<!")
     assert read_report(tmp_path / "s.json").kind == "bench"

@@ -195,7 +195,10 @@ def test_warming_ends_with_the_time_of_one_call(monkeypatch: pytest.MonkeyPatch,
 
 
 def _settings(**changes: Any) -> Settings:
-    return Settings(**{"device": "cpu", "timing": "wall", "repeats": 10, "block": 1, "flush_l2": False, "seed": 0, "floor": 1} | changes)
+    return Settings(
+        **{"device": "cpu", "timing": "wall", "repeats": 10, "block": 1, "flush_l2": False, "seed": 0, "floor": 1}
+        | changes
+    )
 
 
 def _entrant(name: str, call: Callable[[], Any]) -> Any:
@@ -284,6 +287,10 @@ def test_suites_of_two_operations_are_not_one() -> None:
     from flashmoe_tools.bench.suites import suite_names
 
     science = load_suite("science")
-    other = next(one for one in map(load_suite, (name for name in suite_names() if name != BUILD_COST)) if one.operation != science.operation)
+    other = next(
+        one
+        for one in map(load_suite, (name for name in suite_names() if name != BUILD_COST))
+        if one.operation != science.operation
+    )
     with pytest.raises(ArgumentError, match=f"are of {science.operation} and {other.operation}; run them one by one"):
         merge([science, other])

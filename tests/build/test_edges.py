@@ -139,7 +139,8 @@ def test_the_index_says_what_kind_of_code_lies_where(root: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("limit", "used", "expected"), [("1000", "400", 600), ("max", "400", 2048), ("9999", "1", 2048), ("", "", 2048), ("700", "x", 2048)]
+    ("limit", "used", "expected"),
+    [("1000", "400", 600), ("max", "400", 2048), ("9999", "1", 2048), ("", "", 2048), ("700", "x", 2048)],
 )
 def test_memory_is_what_the_machine_and_the_group_leave(
     monkeypatch: pytest.MonkeyPatch, limit: str, used: str, expected: int
@@ -176,10 +177,12 @@ class Full(Cache):
 def test_a_full_disk_is_told(monkeypatch: pytest.MonkeyPatch, root: Path, tmp_path: Path) -> None:
     known, cache = find_toolchain(), Full(tmp_path)
     monkeypatch.setattr(nvrtc, "_run_worker", lambda *_: (b"", {}))
-    with pytest.raises(BuildError, match="the PTX of x could not be kept in the cache; is the disk full?"):
+    with pytest.raises(BuildError, match=r"the PTX of x could not be kept in the cache; is the disk full?"):
         nvrtc.compile_ptx("", "x", "compute_90", csrc=root / "csrc", toolchain=known, cache=cache)
     unit = unit_of(root, is_ptx=False)
-    monkeypatch.setattr(device.ptxas, "assemble", lambda *_: SimpleNamespace(cubin=b"", log="", seconds=0.0, peak_bytes=0))
+    monkeypatch.setattr(
+        device.ptxas, "assemble", lambda *_: SimpleNamespace(cubin=b"", log="", seconds=0.0, peak_bytes=0)
+    )
     monkeypatch.setattr(device, "with_dtype", lambda *_: b"")
     ptx: Any = SimpleNamespace(text=b"", log="", seconds=0.0, peak_bytes=0, cached=False)
     with pytest.raises(BuildError, match=f"{unit.binary_name} could not be kept in the cache"):
@@ -190,7 +193,10 @@ def test_a_full_disk_is_told(monkeypatch: pytest.MonkeyPatch, root: Path, tmp_pa
     ("answer", "told"),
     [
         (subprocess.TimeoutExpired("x", 1), "x: NVRTC did not finish within "),
-        (subprocess.CompletedProcess((), 3, b"", b" out of memory \n"), "x: the NVRTC process ended with 3: out of memory"),
+        (
+            subprocess.CompletedProcess((), 3, b"", b" out of memory \n"),
+            "x: the NVRTC process ended with 3: out of memory",
+        ),
         (subprocess.CompletedProcess((), 0, marshal.dumps({"status": "bad", "log": " a\n"}), b""), "x: bad\na"),
     ],
 )
@@ -220,7 +226,7 @@ def test_a_compiler_of_host_code_that_does_not_end(tmp_path: Path, monkeypatch: 
     monkeypatch.setattr(host, "HOST_TIME_LIMIT", 0.1)
     with pytest.raises(BuildError, match=r"a.cpp: sleep did not finish within 0\.1 s"):
         host._run(["sleep", "5"], "a.cpp", tmp_path)
-    with pytest.raises(BuildError, match="a.cpp: false ended with 1"):
+    with pytest.raises(BuildError, match=r"a.cpp: false ended with 1"):
         host._run(["false"], "a.cpp", tmp_path)
     host._run(["true"], "a.cpp", tmp_path)
 
@@ -244,7 +250,9 @@ def test_a_part_that_is_missing_is_named(monkeypatch: pytest.MonkeyPatch, tmp_pa
     with pytest.raises(BuildError, match="torch is installed but lacks"):
         toolchain._file("torch", "libtorch_cpu.so")
     monkeypatch.setattr(toolchain, "ROOT", tmp_path)
-    with pytest.raises(BuildError, match="torch for aarch64 is not here; `./nox -s build -- --platform aarch64` installs it"):
+    with pytest.raises(
+        BuildError, match=r"torch for aarch64 is not here; `./nox -s build -- --platform aarch64` installs it"
+    ):
         toolchain._torch("aarch64" if toolchain.is_foreign("aarch64") else "x86_64")
     folder = tmp_path / ".nox" / "env" / "torch-aarch64" / "torch"
     folder.mkdir(parents=True)
@@ -277,11 +285,13 @@ def test_the_host_compiler_is_new_enough_and_says_so(compiler: Callable[..., str
         toolchain._host_compiler(here)
     for version in ("clang", "", "12."):
         compiler(version)
-        with pytest.raises(BuildError, match="-dumpfullversion printed '.*', which is no version"):
+        with pytest.raises(BuildError, match=r"-dumpfullversion printed '.*', which is no version"):
             toolchain._host_compiler(here)
 
 
-def test_a_compiler_for_another_machine_is_one_for_it(compiler: Callable[..., str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_compiler_for_another_machine_is_one_for_it(
+    compiler: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     there = "aarch64" if toolchain.is_foreign("aarch64") else "x86_64"
     name = compiler("12.2.0", f"{there}-linux-gnu")
     assert toolchain._host_compiler(there) == (name, "12.2.0")

@@ -221,7 +221,10 @@ def test_what_reaches_a_bug_is_asked_first_and_what_fails_anyway_is_left_out(
     table = json.loads((tmp_path / "rules.json").read_text(encoding="utf-8"))
     asked = reached.first(table, "rule.py", [3], 60.0)
     assert asked == ["test_rule.py::test_raises"]
-    assert set(reached.first(table, "rule.py", [2, 3], 60.0)) == {"test_rule.py::test_check", "test_rule.py::test_raises"}
+    assert set(reached.first(table, "rule.py", [2, 3], 60.0)) == {
+        "test_rule.py::test_check",
+        "test_rule.py::test_raises",
+    }
     assert len(reached.first(table, "rule.py", [2, 3], 0.0)) == 1
     assert reached.first(table, "rule.py", [4], 60.0) == reached.first(table, "none.py", [1], 60.0) == []
     assert anywhere.main(words) == ExitCode.FAILED  # from the report, with nothing left to hunt

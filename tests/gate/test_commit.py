@@ -17,7 +17,17 @@ import pytest
 
 from flashmoe.errors import ArgumentError, ExtensionError, ReportError
 from flashmoe_build.gate import commit, execute, history, load
-from flashmoe_build.gate.commit import CODES, GATES, WORDS, baseline_of, judge_speed, speed_word, steps_of, timed, word_of
+from flashmoe_build.gate.commit import (
+    CODES,
+    GATES,
+    WORDS,
+    baseline_of,
+    judge_speed,
+    speed_word,
+    steps_of,
+    timed,
+    word_of,
+)
 from flashmoe_tools.bench import compare
 from flashmoe_tools.report import Check, Report, Verdict, read_report
 
@@ -139,7 +149,15 @@ def test_the_good_end_is_what_others_are_held_against(monkeypatch: pytest.Monkey
     assert read_report(baseline_of(tmp_path, "m")).command == ("m",)
 
 
-@pytest.mark.parametrize(("gate", "verdict", "word"), [("symbols", Verdict.PASS, "good"), ("speed", Verdict.PASS, "bad"), ("speed", Verdict.FAIL, "bad"), ("symbols", Verdict.SKIP, "skip")])
+@pytest.mark.parametrize(
+    ("gate", "verdict", "word"),
+    [
+        ("symbols", Verdict.PASS, "good"),
+        ("speed", Verdict.PASS, "bad"),
+        ("speed", Verdict.FAIL, "bad"),
+        ("symbols", Verdict.SKIP, "skip"),
+    ],
+)
 def test_the_program_leaves_a_word_and_ends_with_its_code(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, gate: str, verdict: Verdict, word: str
 ) -> None:
@@ -162,10 +180,14 @@ def test_the_program_leaves_a_word_and_ends_with_its_code(
     monkeypatch.setattr(commit, "commit_of", lambda _: "abc+")
     monkeypatch.setattr(commit, "judge_speed", lambda report, of, _: judged.append((report, of)) or "bad")
     monkeypatch.setenv("PYTHONPATH", f"first{os.pathsep}second{os.pathsep}third")
-    monkeypatch.setattr(sys, "argv", ["commit", "--gate", gate, "--reports", str(tmp_path), "--case", "a-case", "--suite", "s"])
+    monkeypatch.setattr(
+        sys, "argv", ["commit", "--gate", gate, "--reports", str(tmp_path), "--case", "a-case", "--suite", "s"]
+    )
     assert commit.main() == CODES[word]
     assert os.environ["PYTHONPATH"] == f"second{os.pathsep}third"
-    assert [json.loads(line) for line in (tmp_path / WORDS).read_text().splitlines()] == [{"commit": "abc", "word": word}]
+    assert [json.loads(line) for line in (tmp_path / WORDS).read_text().splitlines()] == [
+        {"commit": "abc", "word": word}
+    ]
     assert (tmp_path / WORDS).read_text().endswith("\n")
     assert read_report(tmp_path / "abc.json").kind == "gate"
     ((checkout, seconds, command),) = given
@@ -199,7 +221,14 @@ def test_an_interruption_ends_what_was_started(monkeypatch: pytest.MonkeyPatch, 
 
 def test_the_last_whole_line_is_what_a_program_says(tmp_path: Path) -> None:
     log = tmp_path / "log"
-    for text, line in (("", ""), ("one\n", "one"), ("one\ntwo", "one"), ("one\n  \n", "one"), ("a\rb\rc", "b"), ("\n\n", "")):
+    for text, line in (
+        ("", ""),
+        ("one\n", "one"),
+        ("one\ntwo", "one"),
+        ("one\n  \n", "one"),
+        ("a\rb\rc", "b"),
+        ("\n\n", ""),
+    ):
         log.write_bytes(text.encode())
         assert execute.newest_line(log) == line
 
@@ -216,7 +245,9 @@ def test_a_record_by_another_rule_is_named(tmp_path: Path) -> None:
 # Whether the extension loads
 
 
-def test_what_loads_and_what_does_not(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_loads_and_what_does_not(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     import torch
 
     from flashmoe import _extension

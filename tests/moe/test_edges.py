@@ -59,7 +59,11 @@ def test_kernels_for_one_capability(monkeypatch: pytest.MonkeyPatch) -> None:
             return SimpleNamespace(type="cuda")
 
     x = torch.zeros(1).as_subclass(OnGpu)
-    for capability, told in ((scaled.CAPABILITY, None), ((8, 0), "the GPU has compute capability 8.0"), ((9, 1), "9.1")):
+    for capability, told in (
+        (scaled.CAPABILITY, None),
+        ((8, 0), "the GPU has compute capability 8.0"),
+        ((9, 1), "9.1"),
+    ):
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _, capability=capability: capability)
         why = scaled._why_torch(x)
         assert why is None if told is None else told in str(why)

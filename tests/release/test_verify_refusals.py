@@ -44,7 +44,7 @@ def test_without_git_or_with_one_that_does_not_answer(
 def test_what_git_refuses_is_told(clone: Path, tmp_path: Path) -> None:
     known = clone_of(clone)
     (tmp_path / "file").write_text("")
-    with pytest.raises(VerifyError, match="git cannot make a repository in .*file"):
+    with pytest.raises(VerifyError, match=r"git cannot make a repository in .*file"):
         borrow_objects(known, tmp_path / "file")
     commit, absent = git(clone, "rev-parse", "HEAD"), "0" * 40
     with pytest.raises(VerifyError, match=f"git cannot check out {commit[:12]}: .*bad..name"):
@@ -65,7 +65,12 @@ def test_a_commit_that_names_no_packages(text: str) -> None:
 
 @pytest.mark.parametrize(
     ("text", "told"),
-    [("[", "cannot be read: "), ("", "names no project"), ("project = 1", "names no project"), ("[project]\nname = 1", "names no")],
+    [
+        ("[", "cannot be read: "),
+        ("", "names no project"),
+        ("project = 1", "names no project"),
+        ("[project]\nname = 1", "names no"),
+    ],
 )
 def test_a_commit_that_names_no_project(text: str, told: str) -> None:
     with pytest.raises(VerifyError, match=told):
@@ -95,7 +100,9 @@ def test_the_last_line_lists_what_was_not_checked_where_something_was_not() -> N
     data = {"wheel": "a.whl", "commit": "c" * 40}
     whole = cli.render(Report("verify", (Check("commit", Verdict.PASS, "here"),), data))
     assert whole[-1] == f"verify PASS: a.whl of commit {'c' * 12}"
-    part = cli.render(Report("verify", (Check("commit", Verdict.PASS, "here"), Check("signature", Verdict.SKIP, "no")), data))
+    part = cli.render(
+        Report("verify", (Check("commit", Verdict.PASS, "here"), Check("signature", Verdict.SKIP, "no")), data)
+    )
     assert part[-1] == f"verify PASS: a.whl of commit {'c' * 12}; not checked: signature"
 
 
