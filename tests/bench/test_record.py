@@ -233,6 +233,8 @@ def test_cases_without_a_mark_are_proposed_unless_nothing_is_known_of_them() -> 
         replace(fresh, checks=(Check(QUIET, Verdict.WARN, "busy"),)),
     ):
         assert evaluate([], nothing, LIMITS).proposed == ()
+    for idle in (Check(QUIET, Verdict.PASS, "idle"), Check("a ours", Verdict.WARN, "slow")):
+        assert evaluate([], replace(fresh, checks=(idle,)), LIMITS).changed == 1
     result = evaluate([Mark("b", "ours", "base", 2.0, "then")], fresh, LIMITS)
     assert (result.checks[0].verdict, result.checks[0].found) == (Verdict.SKIP, "not measured in this run")
 

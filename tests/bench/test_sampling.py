@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from flashmoe.errors import ArgumentError
-from flashmoe_tools.bench import sampling
+from flashmoe_tools.bench import runner, sampling
 from flashmoe_tools.bench.cli import fit_suite, merge, only_cases, only_dtypes, resolve_device
 from flashmoe_tools.bench.contenders import setting
 from flashmoe_tools.bench.runner import Cell, Settings, Telemetry, _Entrant, _measure, _warm
@@ -217,6 +217,20 @@ def test_memory_that_ends_while_warming_is_of_the_case() -> None:
     with pytest.raises(torch.OutOfMemoryError):
         _measure(cell, [_entrant("a", full)], _settings(), Telemetry(""), None, lambda _: None)
     assert cell.unsupported == {}
+
+
+@pytest.mark.parametrize(("share", "left"), [(None, None), (8.0, 5.0), (4.0, 1.0), (2.0, 0.5)])
+def test_samples_get_what_checking_has_left_but_a_quarter(
+    monkeypatch: pytest.MonkeyPatch, share: float | None, left: float | None
+) -> None:
+    now, seen = iter((0.0, 3.0, 4.0)), []
+    monkeypatch.setattr(runner.time, "perf_counter", lambda: next(now))
+    monkeypatch.setattr(runner, "_admit", lambda *_: ["an entrant"])
+    monkeypatch.setattr(runner, "_measure", lambda *given: seen.append(given[4]))
+    cell = Cell(AttentionProblem(16, 16, 16, 1, 1, 1, False, "f32"))
+    runner.run_cell(cell, [], _settings(), Telemetry(""), share, lambda _: None)
+    assert seen == [left]
+    assert (cell.seconds_before_samples, cell.seconds) == (3.0, 4.0)
 
 
 def test_sustained_calls_are_warm_when_they_are_prepared(monkeypatch: pytest.MonkeyPatch, gpu: FakeGpu) -> None:

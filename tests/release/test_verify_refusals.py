@@ -13,7 +13,7 @@ from flashmoe_tools.verify import cli, repository
 from flashmoe_tools.verify.content import read_wheel
 from flashmoe_tools.verify.errors import VerifyError
 from flashmoe_tools.verify.metadata import read_project, wheel_sources
-from flashmoe_tools.verify.rebuild import compare
+from flashmoe_tools.verify.rebuild import build_environment, compare
 from flashmoe_tools.verify.repository import Objects, borrow_objects, check_out
 from flashmoe_tools.verify.signature import _read
 
@@ -117,3 +117,9 @@ def test_a_rebuilt_wheel_is_kept_where_that_is_asked(
         report = cli.verify(wheel, request)
         assert [check.verdict for check in report.checks if check.name.startswith("rebuilt")] == [Verdict.PASS] * 2
         assert [path.name for path in kept.glob("*")] == ([] if keep is None else [wheel.name])
+
+
+def test_a_rebuild_is_for_the_targets_of_the_wheel(make_wheel: WheelMaker, tmp_path: Path) -> None:
+    content = read_wheel(make_wheel(), tmp_path / "one")
+    assert content.stated.targets
+    assert build_environment(content, {})["FLASHMOE_ARCHS"] == ",".join(content.stated.targets)
