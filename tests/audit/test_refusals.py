@@ -17,7 +17,7 @@ import pytest
 from elftools.elf.elffile import ELFFile
 
 from flashmoe.errors import ArgumentError, ExitCode, TableError
-from flashmoe_tools.audit import cli, cubin, elf, engine, guard, inputs, policy, torch_libraries
+from flashmoe_tools.audit import cli, cubin, elf, engine, guard, inputs, layout, policy, torch_libraries
 from flashmoe_tools.audit.errors import (
     DamagedElfError,
     EmbeddedError,
@@ -263,3 +263,19 @@ def test_a_report_is_written_where_asked_and_an_empty_folder_proves_nothing(tmp_
     (tmp_path / "in" / f"_json{suffix}").write_bytes(library)
     code = cli.run(_arguments(tmp_path / "in", json=tmp_path / "report.json", torch_version="2.10"))
     assert read_report(tmp_path / "report.json").exit_code == code != ExitCode.NOTHING_CHECKED
+
+
+def test_sizes_of_a_local_header_stand_in_its_wide_field_alone() -> None:
+    filled = layout._FILLED
+    stamp = struct.pack("<HH5s", 0x5455, 5, b"\x01time")
+    other = struct.pack("<HH2Q", 0x7875, 16, 1, 2)
+    wide = struct.pack("<HH2Q", layout._ZIP64, 16, 70, 7)
+    for extra, expected in (
+        (b"", (filled, filled)),
+        (stamp, (filled, filled)),
+        (other, (filled, filled)),
+        (struct.pack("<HHQ", layout._ZIP64, 8, 70), (filled, filled)),
+        (stamp + wide, (7, 70)),
+    ):
+        assert layout._sizes(extra, filled, filled) == expected
+        assert layout._sizes(extra, 3, 4) == (3, 4)

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from flashmoe.errors import ArgumentError, ExtensionError, ReportError
-from flashmoe_build.gate import commit, execute, history, load
+from flashmoe_build.gate import bisect, commit, execute, history, load
 from flashmoe_build.gate.commit import (
     CODES,
     GATES,
@@ -274,3 +274,15 @@ def test_what_loads_and_what_does_not(
     assert load.main() == 1
     assert read_report(path).data == {}
     assert "FAIL ExtensionError: no library" in capsys.readouterr().out
+
+
+def test_a_search_keeps_its_compilations_unless_somebody_does(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    search = bisect.Search(tmp_path, "g", "b", "symbols", tmp_path / "reports")
+    for given, folder in (("", str(tmp_path / "reports" / "cache")), ("/elsewhere", "/elsewhere")):
+        monkeypatch.setenv("FLASHMOE_CACHE_DIR", given)
+        assert search.environment["FLASHMOE_CACHE_DIR"] == folder
+    assert search.environment["LC_ALL"] == "C"
+    assert "--case" not in search.command
+    assert bisect.Search(tmp_path, "g", "b", "speed", tmp_path, "a-case", "s").command[-8:] == [
+        *("--good", "g", "--bad", "b", "--case", "a-case", "--suite", "s")
+    ]
