@@ -310,3 +310,36 @@ def test_a_toolchain_is_facts_that_a_wheel_may_state() -> None:
     assert isinstance(known, Toolchain)
     assert replace(known, cxx_version="13") != known
     assert known.torch_version == importlib.metadata.version("torch").split("+")[0]
+
+
+def test_progress_says_what_came_from_the_cache(monkeypatch: pytest.MonkeyPatch, root: Path, tmp_path: Path) -> None:
+    said: list[str] = []
+
+    class Progress:
+        def __init__(self, _: str, total: int) -> None:
+            said.append(str(total))
+
+        def __enter__(self) -> Progress:
+            return self
+
+        def __exit__(self, *raised: object) -> None:
+            pass
+
+        def advance(self, text: str) -> None:
+            said.append(text)
+
+    monkeypatch.setattr(host, "Progress", Progress)
+    monkeypatch.setattr(host, "host_sources", lambda *_: [Path("a.cpp"), Path("b.cpp")])
+    monkeypatch.setattr(host, "compile_source", lambda source, **_: (source, source.name == "a.cpp"))
+    monkeypatch.setattr(host, "_link", lambda objects, *_, **__: tmp_path / f"{len(objects)}.so")
+    library = host.build_library(
+        (),
+        root=root,
+        out=tmp_path,
+        toolchain=find_toolchain(),
+        cache=Cache(tmp_path),
+        jobs=1,
+        tables=load_tables(root / "csrc"),
+    )
+    assert said == ["3", "a.cpp cached", "b.cpp compiled"]
+    assert library.name == "2.so"
