@@ -194,7 +194,7 @@ def _gradients(model: Any, tokens: Tensor) -> tuple[float, float]:
     loss = model(tokens, labels=tokens, use_cache=False).loss
     loss.backward()
     norms = [parameter.grad.float().norm() for parameter in model.parameters() if parameter.grad is not None]
-    found = float(loss), float(torch.stack(norms).norm())
+    found = float(loss.detach()), float(torch.stack(norms).norm())
     model.zero_grad(set_to_none=True)
     return found
 

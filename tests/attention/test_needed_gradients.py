@@ -110,6 +110,7 @@ def test_kernels_of_other_gradients_do_not_run(needed: tuple[bool, ...]) -> None
 
 def test_the_operator_gives_what_is_needed(device: str) -> None:
     """The results' shapes, opcheck, the products that are counted, and which kernel was the last."""
+    _extension.load()
     operator = torch.ops.flashmoe.flash_attention_backward.default
     q, k, v = make_inputs(Problem(70, 90, 64, 4, 2, batch=2, causal=True), device, torch.float16)
     out, lse = _dense(q, k, v)

@@ -72,7 +72,7 @@ def build(folder: Path) -> Path:
 
     objects = run_all(sources, compiled, jobs=2)
     library = folder / "libcpu.so"
-    link = [toolchain.cxx, "-shared", *sanitizers(os.environ)]
+    link = [toolchain.cxx, "-shared", "-Wl,--exclude-libs,ALL", *sanitizers(os.environ)]
     if not sanitizers(os.environ):  # whose functions the process has
         link.append("-Wl,--no-undefined")
     subprocess.run([*link, "-o", str(library), *map(str, objects)], check=True)

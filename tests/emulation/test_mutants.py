@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import multiprocessing
 import sys
 import time
@@ -12,7 +13,7 @@ import pytest
 
 from flashmoe.errors import ExitCode, TableError
 from flashmoe_build.emulation import mutants
-from flashmoe_build.emulation.mutation import anywhere, generate, hunt, record
+from flashmoe_build.emulation.mutation import anywhere, generate, hunt, reached, record
 from flashmoe_build.emulation.mutation.hunt import NOT_COMPILED, SAME_CODE, Kill
 from flashmoe_build.emulation.mutation.operators import edits
 from flashmoe_build.emulation.mutation.planted import Mutant, anchor_pattern, load_mutants, patched
@@ -190,3 +191,41 @@ def test_a_command_judges_bugs_in_python(
     assert "SURVIVED rule.py line 2: boundary: rows < 0" in printed
     assert "SURVIVED rule.py line 2: drop-predicate: rows != -1, of rows < 0 and rows != -1" in printed
     assert anywhere.main(["rule.py", "--oracle", "false"]) == ExitCode.USAGE
+
+
+def test_what_reaches_a_bug_is_asked_first_and_what_fails_anyway_is_left_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source = "def check(rows):\n    if rows < 0:\n        raise ValueError(rows)\n\ndef other():\n    return 1 + 1\n"
+    tests = (
+        "import pytest, rule\n"
+        "def test_anyway(): assert rule.other() == 3\n"
+        "def test_nothing(): pass\n"
+        "@pytest.mark.parametrize('rows', [0, 1])\ndef test_check(rows): rule.check(rows)\n"
+        "def test_raises():\n    with pytest.raises(ValueError): rule.check(-1)\n"
+    )
+
+    def copy(target: Path) -> None:
+        (target / "rule.py").write_text(source, encoding="utf-8")
+        (target / "test_rule.py").write_text(tests, encoding="utf-8")
+
+    monkeypatch.setattr(anywhere, "copy_checkout", copy)
+    monkeypatch.setattr(anywhere, "folders", lambda: ((anywhere.Folder("rules", ("rule.py",), "test_rule.py"),), {}))
+    monkeypatch.setenv("PYTHONPATH", str(Path(anywhere.__file__).parents[3]))
+    words = ["--most", "0", "--reached", str(tmp_path), "--json", str(tmp_path / "found.json")]
+    assert anywhere.main(words) == ExitCode.FAILED
+    printed = capsys.readouterr().out
+    assert printed.count("not asked, because they fail without a bug: test_rule.py::test_anyway") == 1
+    assert "rules: 4 of 5 killed" in printed
+    assert "survived: rule.py line 6: drop-operand: 1 + 1" in printed
+    table = json.loads((tmp_path / "rules.json").read_text(encoding="utf-8"))
+    asked = reached.first(table, "rule.py", [3], 60.0)
+    assert asked == ["test_rule.py::test_raises"]
+    assert set(reached.first(table, "rule.py", [2, 3], 60.0)) == {
+        "test_rule.py::test_check",
+        "test_rule.py::test_raises",
+    }
+    assert len(reached.first(table, "rule.py", [2, 3], 0.0)) == 1
+    assert reached.first(table, "rule.py", [4], 60.0) == reached.first(table, "none.py", [1], 60.0) == []
+    assert anywhere.main(words) == ExitCode.FAILED  # from the report, with nothing left to hunt
+    assert "killed" not in capsys.readouterr().out.split("rules: 4 of 5 killed")[0]

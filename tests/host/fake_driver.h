@@ -9,6 +9,8 @@
 #include "host/driver.h"
 #include "host/kernel_table.h"
 
+#define FAKE_EXPORT extern "C" __attribute__((visibility("default")))
+
 extern "C" const unsigned char flashmoe_binaries[1] = {0};
 extern "C" const char flashmoe_index[1] = {0};
 extern "C" int32_t aoti_torch_device_type_cuda() { return aoti_torch_device_type_cpu(); }
@@ -110,5 +112,5 @@ ContextGuard::~ContextGuard() = default;
 }  // namespace host
 }  // namespace flashmoe
 
-extern "C" void fake_missing_kernels(const char* symbols) { flashmoe::host::g_missing = symbols; }
-extern "C" const char* fake_log() { return flashmoe::host::g_log.c_str(); }
+FAKE_EXPORT void fake_missing_kernels(const char* symbols) { flashmoe::host::g_missing = symbols; }
+FAKE_EXPORT const char* fake_log() { return flashmoe::host::g_log.c_str(); }

@@ -115,7 +115,7 @@ STABLE_TORCH_LIBRARY_IMPL(flashmoe_fake, CPU, library) {
   library.impl("varlen", &flashmoe::host::boxed_varlen);
 }
 
-extern "C" void fake_gpu(int capability, int multiprocessors, int is_capturing, int fails) {
+FAKE_EXPORT void fake_gpu(int capability, int multiprocessors, int is_capturing, int fails) {
   using namespace flashmoe::host;
   begin_call(capability, multiprocessors, is_capturing != 0);
   g_fails = fails != 0;

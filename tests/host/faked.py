@@ -9,7 +9,10 @@ import sys
 from collections.abc import Iterable
 from pathlib import Path
 
+from flashmoe_build.compile.cache import Cache
 from flashmoe_build.compile.codegen import PlacedBinary, kernel_table_source
+from flashmoe_build.compile.host import compile_source, sanitizers
+from flashmoe_build.compile.jobs import run_all
 from flashmoe_build.compile.toolchain import find_toolchain
 from flashmoe_tools.tables import load_tables
 
@@ -33,21 +36,30 @@ SHARED = (
 
 def compile_extension(folder: Path, operation: str, names: Iterable[str]) -> Path:
     """csrc/OPERATION/host, the files of these names, with the kernel table and fake_gpu.cpp of tests/host/OPERATION."""
-    tables, toolchain = load_tables(), find_toolchain()
-    placed = [PlacedBinary(unit, 0, 0, "") for unit in tables.units()]
-    (folder / "table.cpp").write_text(kernel_table_source(tables, placed))
-    sources = [
-        folder / "table.cpp",
+    return link(
+        folder,
         HERE / operation / "fake_gpu.cpp",
         *(CSRC / "host" / f"{name}.cpp" for name in SHARED),
         *(CSRC / operation / "host" / f"{name}.cpp" for name in names),
         CSRC / "cpu" / "isa.cpp",
-    ]
-    flags = ["-std=c++17", "-O1", "-fPIC", "-DTORCH_TARGET_VERSION=0x020a000000000000"]
-    includes = [f"-I{CSRC}", f"-isystem{toolchain.torch_include}", f"-isystem{toolchain.cuda_include}"]
+    )
+
+
+def link(folder: Path, *sources: Path) -> Path:
+    """A library of these files and the whole kernel table; objects are made as the build makes them, and come from its cache."""
+    tables, toolchain = load_tables(), find_toolchain()
+    cache = Cache(Path(os.environ.get("FLASHMOE_CACHE_DIR") or ROOT / "build" / "cache"))
+    placed = [PlacedBinary(unit, 0, 0, "") for unit in tables.units()]
+    (folder / "table.cpp").write_text(kernel_table_source(tables, placed))
+
+    def compiled(source: Path) -> Path:
+        return compile_source(source, root=ROOT, out=folder, toolchain=toolchain, cache=cache)[0]
+
+    objects = run_all([folder / "table.cpp", *sources], compiled, jobs=2)
     torch_library = [f"-L{toolchain.torch_library}", "-Wl,--allow-shlib-undefined", "-ltorch_cpu"]
     path = folder / "libflashmoe.so"
-    command = [toolchain.cxx, *flags, "-shared", "-Wl,-Bsymbolic", *includes, *map(str, sources), *torch_library]
+    own = ("-shared", "-Wl,-Bsymbolic", "-Wl,--exclude-libs,ALL")  # as the build: a static C++ runtime is nobody else's
+    command = [toolchain.cxx, *own, *sanitizers(os.environ), *map(str, objects), *torch_library]
     subprocess.run([*command, "-o", str(path)], check=True, timeout=300)
     return path
 

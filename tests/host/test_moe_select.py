@@ -126,7 +126,17 @@ def compile_selector(folder: Path, targets: tuple[str, ...] | None) -> Selector:
     (folder / "harness.cpp").write_text(HARNESS)
     sources = [folder / "table.cpp", folder / "harness.cpp"]
     sources += [ROOT / "csrc" / "moe" / "host" / "select.cpp", ROOT / "csrc" / "host" / "find_kernels.cpp"]
-    flags = ["-std=c++17", "-O1", "-shared", "-fPIC", "-Wall", "-Wextra", "-Werror", f"-I{ROOT / 'csrc'}"]
+    flags = [
+        "-std=c++17",
+        "-O1",
+        "-shared",
+        "-fPIC",
+        "-Wl,--exclude-libs,ALL",
+        "-Wall",
+        "-Wextra",
+        "-Werror",
+        f"-I{ROOT / 'csrc'}",
+    ]
     library = folder / "select.so"
     subprocess.run([find_toolchain().cxx, *flags, *map(str, sources), "-o", str(library)], check=True, timeout=120)
     return Selector(ctypes.CDLL(str(library)))

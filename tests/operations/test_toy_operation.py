@@ -88,7 +88,17 @@ def built(tree: Path, tables: Tables, units: tuple[Unit, ...]) -> Path:
     csrc = tree / "csrc"
     host = [csrc / "host" / f"{name}.cpp" for name in ("find_kernels", "load_kernels", "launch")]
     sources = ("table.cpp", "embed.S", HERE / "fake_driver.cpp", *host)
-    flags = ("-std=c++17", "-O1", "-shared", "-fPIC", "-Wall", "-Wextra", "-Werror", f"-I{csrc}")
+    flags = (
+        "-std=c++17",
+        "-O1",
+        "-shared",
+        "-fPIC",
+        "-Wl,--exclude-libs,ALL",
+        "-Wall",
+        "-Wextra",
+        "-Werror",
+        f"-I{csrc}",
+    )
     command = [toolchain.cxx, *flags, f"-isystem{toolchain.cuda_include}", *map(str, sources), "-o", "toy.so"]
     subprocess.run(command, cwd=tree, check=True, timeout=120)
     return tree / "toy.so"

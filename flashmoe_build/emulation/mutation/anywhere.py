@@ -6,7 +6,8 @@ nox -s mutants -- flashmoe/checks.py --oracle 'python -m pytest -q -x tests/atte
 
 nox -s mutants -- --jobs 14 --minutes 7 --most 0              14 bugs at once, each folder in turn, until time is up
 
-The tests run in copies of the checkout's tracked files, and of build/lib, with one bug at a time; C++ is built again for each.
+The tests run in copies of the checkout's tracked files, and of build/lib, with one bug at a time; C++ is built again for each. Of Python's
+bugs the tests that reach its lines are asked first, and all of the folder where they notice nothing.
 A hunt goes on from the report that --json names; `python -m flashmoe_tools.report` makes the summary that docs/results keeps.
 """
 
@@ -14,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import ast
+import json
 import os
 import platform
 import random
@@ -25,17 +27,20 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from fnmatch import fnmatchcase
 from itertools import chain, zip_longest
 from pathlib import Path
 from queue import SimpleQueue
+from threading import Lock
 
 from flashmoe.errors import ExitCode
 from flashmoe_build.emulation.build import REPOSITORY
+from flashmoe_build.emulation.mutation import reached
 from flashmoe_build.emulation.mutation.operators import edits
 from flashmoe_build.emulation.mutation.site import Edit
 from flashmoe_build.emulation.mutation.source import Source
@@ -48,7 +53,10 @@ else:
 
 TABLE = Path(__file__).with_name("folders.toml")
 NEEDED = 0.9  # of the bugs of each folder
-SECONDS = 600  # of one judgement; longer is a kill, as is five times what the tests take without a bug
+SECONDS = 600  # of one judgement; longer is a kill where the tests end without the bug
+FIRST_SECONDS = 10  # of the tests that reach a bug's lines and are asked before all
+PYTEST = "-m pytest -n 0 -q -p no:cacheprovider"
+NO_TESTS = 5  # pytest's exit status
 BUILT = "build/planted"  # beside the library without a bug, which the tests of Python need
 TIMED_OUT = "timed out"
 NOT_COMPILED = "does not compile"
@@ -65,6 +73,29 @@ _SHIFTED: dict[type[ast.cmpop], str] = {
 
 
 Site = tuple["Folder", str, Edit]
+
+
+@dataclass(frozen=True)
+class Planted:
+    """A file with a bug for as long as it is entered, without it while that is lifted."""
+
+    path: Path
+    sound: str
+    bug: str
+
+    def __enter__(self) -> None:
+        self.path.write_text(self.bug, encoding="utf-8")
+
+    def __exit__(self, *raised: object) -> None:
+        self.path.write_text(self.sound, encoding="utf-8")
+
+    @contextmanager
+    def lifted(self) -> Iterator[None]:
+        self.path.write_text(self.sound, encoding="utf-8")
+        try:
+            yield
+        finally:
+            self.path.write_text(self.bug, encoding="utf-8")
 
 
 def edits_of(path: Path) -> list[Edit]:
@@ -93,8 +124,9 @@ def _python_edits(text: str) -> Iterator[Edit]:
         )
 
     for node in ast.walk(ast.parse(text)):
-        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
-            continue  # imports for a type checker alone
+        test = node.test if isinstance(node, ast.If) else node
+        if isinstance(test, ast.expr) and re.match(r"TYPE_CHECKING$|sys\.version_info ", ast.unparse(test)):
+            continue  # imports for a type checker alone, or for one interpreter, where the tests run under one
         if isinstance(node, ast.If | ast.IfExp):
             yield edit("condition-true", node.test, "True")
             yield edit("condition-false", node.test, "False")
@@ -138,14 +170,25 @@ class Folder:
     judges: tuple[tuple[str, str], ...] = ()
     command: str = ""  # in place of the tests
 
-    def oracle(self, file: str) -> str:
-        """A command that exits with 0 when it finds nothing wrong with the file; pytest's options may follow."""
+    def oracle(self, file: str, only: Sequence[str] = ()) -> str:
+        """A command that exits with 0 when it finds nothing wrong with the file; pytest's options may follow. ``only``: these tests."""
         if self.command:
             return self.command
         tests = next((tests for pattern, tests in self.judges if fnmatchcase(file, pattern)), self.tests)
+        tests = shlex.join(only) or tests
         out = BUILT if self.build else "build"
         given = f"FLASHMOE_LIBRARY=$PWD/{out}/lib/libflashmoe.so " if self.library or self.build else ""
-        return f"{given}{sys.executable} -m pytest -n 0 -q -p no:cacheprovider {tests}"
+        return f"{given}{sys.executable} {PYTEST} {tests}"
+
+    @property
+    def oracle_of_all(self) -> str:
+        """The tests of all its files, each once."""
+        words = dict.fromkeys(" ".join((self.tests, *(tests for _, tests in self.judges))).split())
+        return self.oracle("", list(words))
+
+    def alone(self, oracle: str, test: str) -> str:
+        """The oracle with one test in place of its own."""
+        return f"{oracle[: oracle.index(PYTEST)]}{PYTEST} {shlex.quote(test)}"
 
     @property
     def make(self) -> str:
@@ -201,24 +244,19 @@ def sites_of(checkout: Path, folder: Folder, most: int, seed: int) -> list[Site]
     return random.Random(seed).sample(sites, min(most, len(sites))) if most else sites
 
 
-@dataclass(frozen=True)
-class Judge:
-    """A command that passes without a bug, and how long it takes."""
-
-    command: str
-    seconds: float
-
-
 class Hunt:
-    """Runs commands in as many checkouts as are given, one in each, until ``end`` of time.monotonic()."""
+    """Runs commands in as many checkouts as are given, one in each, until ``end`` of time.monotonic(). A test that fails counts where
+    it passes without the bug, which is asked when it fails first."""
 
-    def __init__(self, checkouts: Sequence[Path], seconds: int, end: float) -> None:
+    def __init__(self, checkouts: Sequence[Path], seconds: int, end: float, reached: Path) -> None:
         self._checkouts: SimpleQueue[Path] = SimpleQueue()
         for checkout in checkouts:
             self._checkouts.put(checkout)
-        self._jobs, self._seconds, self._end = len(checkouts), seconds, end
-        self._threads = ThreadPoolExecutor(self._jobs)
-        self.judges: dict[str, Judge | None] = {}  # by oracle; None where it can judge nothing
+        self._jobs, self._seconds, self._end, self._reached = len(checkouts), seconds, end, reached
+        self._passes: dict[str, bool] = {}  # without a bug, by command
+        self._left_out: dict[str, set[str]] = {}  # tests that fail without a bug, by oracle
+        self._locks: dict[str, Lock] = defaultdict(Lock)
+        self.helpless: set[str] = set()  # oracles that can judge nothing
         self._environment = {
             **os.environ,
             "PYTHONDONTWRITEBYTECODE": "1",  # compiled Python is known by time and size, which the next bug may share
@@ -226,68 +264,82 @@ class Hunt:
         }
 
     def bugs(self, sites: Sequence[Site]) -> Iterator[Found]:
-        """Each bug, as it is decided: the first whose tests are known to pass without it comes next."""
-        waiting, unknown = list(sites), list({site[0].oracle(site[1]): site[0] for site in sites}.items())
-        running: dict[Future[Judge | Found | None], str] = {}
-        while True:
-            while len(running) < self._jobs:
-                ready = next((site for site in waiting if self.judges.get(site[0].oracle(site[1])) is not None), None)
-                if unknown:
-                    oracle, folder = unknown.pop(0)
-                    running[self._threads.submit(self._judge, oracle, folder)] = oracle
-                elif ready is not None and time.monotonic() < self._end:
-                    waiting.remove(ready)
-                    running[self._threads.submit(self._decide, ready)] = ""
-                else:
-                    break
-            if not running:
-                return
-            for future in wait(running, return_when=FIRST_COMPLETED).done:
-                oracle, result = running.pop(future), future.result()
-                if isinstance(result, Found):
-                    yield result
-                elif oracle:
-                    self.judges[oracle] = result
-
-    def _judge(self, oracle: str, folder: Folder) -> Judge | None:
-        """Tests that fail without a bug are left out. None where the others cannot be told, or fail then."""
-        with self._checkout() as checkout:
-            status, _ = self._run(folder.make, checkout, self._seconds)
-            begin = time.monotonic()
-            if status == 0:
-                status, output = self._run(oracle, checkout, self._seconds)
-            seconds = time.monotonic() - begin
-            failed = _FAILED.findall(output) if status == 1 and not folder.command else []
-            options = "" if folder.command else " -x" + "".join(f" --deselect {shlex.quote(name)}" for name in failed)
-            if failed:
-                print(f"not asked, because they fail without a bug: {', '.join(failed)}", flush=True)
-                status, output = self._run(oracle + options, checkout, self._seconds)
-            if status == 0:
-                return Judge(oracle + options, seconds)
-            print(f"{folder.name}: its tests fail without a bug, so they can judge nothing: {oracle}\n{output[-2000:]}")
-            return None
+        """Each bug, as it is decided."""
+        with ThreadPoolExecutor(self._jobs) as threads:
+            for future in as_completed([threads.submit(self._decide, site) for site in sites]):
+                if found := future.result():
+                    yield found
 
     def _decide(self, site: Site) -> Found | None:
         folder, name, edit = site
-        judge = self.judges[folder.oracle(name)]
-        assert judge is not None
         with self._checkout() as checkout:
-            path, begin = checkout / name, time.monotonic()
+            oracle, path, note = folder.oracle(name), checkout / name, ""
             text = path.read_text(encoding="utf-8")
-            path.write_text(text[: edit.start] + edit.replacement + text[edit.end :], encoding="utf-8")
-            try:
-                note = ""
+            first = self._that_reach(folder, name, text, edit, checkout)
+            if oracle in self.helpless or time.monotonic() >= self._end:
+                return None
+            begin = time.monotonic()
+            planted = Planted(path, text, text[: edit.start] + edit.replacement + text[edit.end :])
+            with planted:
                 status, _ = self._run(folder.make, checkout, self._seconds)
                 if status:
-                    note = NOT_COMPILED
+                    note, is_noticed = NOT_COMPILED, True
                 else:
-                    status, _ = self._run(judge.command, checkout, min(self._seconds, 30 + 5 * judge.seconds))
-                    note = TIMED_OUT if status is None else ""
-            finally:
-                path.write_text(text, encoding="utf-8")
-            if time.monotonic() >= self._end:
+                    commands = [folder.oracle(name, first), oracle] if first else [oracle]
+                    for command in commands:
+                        is_noticed, note = self._notices(command, oracle, checkout, planted, folder)
+                        if is_noticed:
+                            break
+            if oracle in self.helpless or time.monotonic() >= self._end:
                 return None
-            return Found(folder.name, name, edit.what, status == 0, round(time.monotonic() - begin, 1), note=note)
+            return Found(folder.name, name, edit.what, not is_noticed, round(time.monotonic() - begin, 1), note=note)
+
+    def _notices(self, command: str, oracle: str, checkout: Path, planted: Planted, folder: Folder) -> tuple[bool, str]:
+        """Whether what fails with the bug passes without it, and TIMED_OUT where the command does not end with it."""
+        while True:
+            out = sorted(self._left_out.get(oracle, ()))
+            options = "" if folder.command else " -x" + "".join(f" --deselect {shlex.quote(name)}" for name in out)
+            status, output = self._run(command + options, checkout, self._seconds)
+            if status == 0 or (status == NO_TESTS and command != oracle) or time.monotonic() >= self._end:
+                return False, ""
+            failed = _FAILED.findall(output) if status == 1 and not folder.command else []
+            if not failed:
+                is_sound = self._is_sound(command + options, oracle, checkout, planted)
+                if not is_sound and command == oracle:
+                    self.helpless.add(oracle)
+                    what = f"take longer than {self._seconds} s" if status is None else "fail"
+                    print(
+                        f"{folder.name}: its tests {what} without a bug, so they can judge nothing: {command}\n{output[-2000:]}"
+                    )
+                return is_sound, TIMED_OUT if is_sound and status is None else ""
+            sound = [name for name in failed if self._is_sound(folder.alone(oracle, name), oracle, checkout, planted)]
+            if sound:
+                return True, ""
+            print(f"not asked, because they fail without a bug: {', '.join(failed)}", flush=True)
+            self._left_out.setdefault(oracle, set()).update(failed)
+
+    def _is_sound(self, command: str, oracle: str, checkout: Path, planted: Planted) -> bool:
+        """Whether the command passes without the bug: for tests of C++ with the last build's library."""
+        with self._locks[oracle]:
+            if command not in self._passes:
+                with planted.lifted():
+                    status, _ = self._run(command.replace(BUILT, "build"), checkout, self._seconds)
+                if time.monotonic() < self._end:
+                    self._passes[command] = status == 0
+            return self._passes.get(command, False)
+
+    def _that_reach(self, folder: Folder, name: str, text: str, edit: Edit, checkout: Path) -> list[str]:
+        """The tests that reach the edit's lines, the shortest first, for at most FIRST_SECONDS; none where it is not known."""
+        if folder.build or folder.command:
+            return []
+        known_as = self._reached / f"{folder.name.replace('/', '-')}.json"
+        with self._locks[f"reached {folder.name}"]:
+            if not known_as.is_file():
+                self._run(reached.command(folder.oracle_of_all, known_as, folder.files), checkout, 4 * self._seconds)
+            if not known_as.is_file():
+                return []
+        lines = range(text.count("\n", 0, edit.start) + 1, text.count("\n", 0, edit.end) + 2)
+        return reached.first(json.loads(known_as.read_text(encoding="utf-8")), name, lines, FIRST_SECONDS)
 
     @contextmanager
     def _checkout(self) -> Iterator[Path]:
@@ -382,6 +434,9 @@ def main(words: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--minutes", type=float, default=float("inf"), metavar="M", help="what is not decided then is left"
     )
+    parser.add_argument(
+        "--reached", type=Path, metavar="FOLDER", help="which tests reach which lines: kept there, for the next hunt"
+    )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the report; what it holds is not hunted again")
     arguments = parser.parse_args(words)
     table, reasons = folders()
@@ -402,14 +457,14 @@ def main(words: Sequence[str] | None = None) -> int:
         drawn = [sites_of(checkouts[0], folder, arguments.most, arguments.seed) for folder in chosen]
         turns = chain.from_iterable(zip_longest(*drawn))  # so that a hunt that ends early has been in every folder
         sites = [site for site in turns if site is not None and (site[1], site[2].what) not in done]
-        hunt = Hunt(checkouts, arguments.seconds, end)
+        hunt = Hunt(checkouts, arguments.seconds, end, arguments.reached or Path(place))
         for number, one in enumerate(hunt.bugs(sites), start=1):
             fate = "SURVIVED" if one.survived else one.note or "killed"
             print(f"{number}/{len(sites)} {fate} {one.file} {one.what} ({one.seconds} s)", flush=True)
             found.append(one)
             if arguments.json is not None:
                 write_report(arguments.json, judged(found, reasons))
-    if None in hunt.judges.values() and time.monotonic() < end:
+    if hunt.helpless:
         return ExitCode.USAGE
     report = judged([one for one in found if one.folder in {folder.name for folder in chosen}], reasons)
     for check in report.checks:

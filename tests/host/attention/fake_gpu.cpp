@@ -413,6 +413,6 @@ CUresult launch(CUfunction function, unsigned grid, unsigned, unsigned, bool, vo
 }  // namespace host
 }  // namespace flashmoe
 
-extern "C" void fake_gpu(int capability, int multiprocessors, int is_capturing) {
+FAKE_EXPORT void fake_gpu(int capability, int multiprocessors, int is_capturing) {
   flashmoe::host::begin_call(capability, multiprocessors, is_capturing != 0);
 }

@@ -380,6 +380,6 @@ STABLE_TORCH_LIBRARY_FRAGMENT(flashmoe, library) {
 
 STABLE_TORCH_LIBRARY_IMPL(flashmoe, CPU, library) { library.impl("_fused_moe_scaled", &flashmoe::moe::boxed_scaled); }
 
-extern "C" void fake_gpu(int capability, int multiprocessors, int is_capturing) {
+FAKE_EXPORT void fake_gpu(int capability, int multiprocessors, int is_capturing) {
   flashmoe::host::begin_call(capability, multiprocessors, is_capturing != 0);
 }

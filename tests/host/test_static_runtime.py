@@ -1,0 +1,41 @@
+"""A machine whose g++ has libstdc++ as an archive alone puts a copy into our library, beside torch's in the same process.
+
+``std::num_put::id`` and its like are unique in a process, locales are not: with symbols of the archive visible to others, a number that an error
+names is written by the wrong facet, and is lost or crashes.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+
+from flashmoe_build.compile.host import COMMON_FLAGS, LINK_FLAGS
+from flashmoe_build.compile.toolchain import find_toolchain
+
+SOURCE = """
+#include <sstream>
+#include <string>
+extern "C" __attribute__((visibility("default"))) const char* text(long number) {
+  static std::string kept;
+  std::ostringstream stream{std::ios_base::out};
+  stream << "grid " << number << ", scale " << 0.5;
+  kept = stream.str();
+  return kept.c_str();
+}
+"""
+
+
+@pytest.mark.parametrize("runtime", ["-shared-libgcc", "-static-libstdc++"])
+def test_numbers_in_errors_are_written_by_the_librarys_own_runtime(tmp_path: Path, runtime: str) -> None:
+    assert torch.__version__  # whose libstdc++ is in the process first
+    (tmp_path / "text.cpp").write_text(SOURCE)
+    path, flags = tmp_path / "text.so", [flag for flag in LINK_FLAGS if not flag.startswith("-Wl,-soname")]
+    command = [find_toolchain().cxx, *COMMON_FLAGS, *flags, runtime, str(tmp_path / "text.cpp"), "-o", str(path)]
+    subprocess.run(command, check=True, timeout=120)
+    library = ctypes.CDLL(str(path))
+    library.text.restype = ctypes.c_char_p
+    assert library.text(ctypes.c_long(65535)) == b"grid 65535, scale 0.5"

@@ -1,0 +1,85 @@
+"""Small answers of the layer's package: names, operations counted, which GPU has kernels, gradients of nothing."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+import flashmoe
+import flashmoe.moe
+from flashmoe.errors import ArgumentError
+from flashmoe.moe import autograd, fake, rules, scaled
+
+TOKENS, TOP_K, HIDDEN, INTERMEDIATE, EXPERTS = 3, 2, 8, 5, 4
+
+
+def test_a_name_of_the_package_above_is_told() -> None:
+    for name, told in (("fused_moe", "it is flashmoe.fused_moe"), ("no_such_name", "no attribute 'no_such_name'$")):
+        with pytest.raises(AttributeError, match=told):
+            getattr(flashmoe.moe, name)
+
+
+def call(kind: type, **shapes: Any) -> list[Any]:
+    return [shapes.get(name) for name in kind._fields]  # type: ignore[attr-defined]
+
+
+def test_operations_of_layers_in_few_bits() -> None:
+    """Three products of [H, I] for each slot; two weights of 4 bits are a byte of the shape."""
+    given = {"topk_ids": (TOKENS, TOP_K), "w2": (EXPERTS, HIDDEN, INTERMEDIATE)}
+    layer = 3 * 2 * TOKENS * TOP_K * HIDDEN * INTERMEDIATE
+    assert fake.scaled_flops(*call(fake.ScaledLayer, **given)) == layer
+    assert fake.mxfp4_flops(*call(fake.Mxfp4Layer, **given)) == 2 * layer
+    assert fake.grouped_flops((7, 5), (3, 5, 11)) == 2 * 7 * 5 * 11
+    assert fake.no_flops() == 0
+
+
+def test_messages_say_what_to_do() -> None:
+    """Texts that are put together end with the step that helps."""
+    told = {name: rule.message for name, rule in rules.RULES.items()}
+    for name, ending in (
+        ("moe.transposed", "; give {name}.mT, or transposed={other} where w13 and w2 both are so"),
+        ("moe.experts", "divide them among several layers by expert_map"),
+        ("moe.grouped_experts", "divide them among several calls"),
+        ("moe.route_experts", "use torch.topk"),
+    ):
+        assert told[name].endswith(ending)
+        assert told[name] != ending
+    multiple = told["moe.gpu_multiple"].removeprefix("{what} is {value}; on a GPU ")
+    assert "multiple" in multiple
+    assert told["moe.scaled_multiple"] == "{what} is {value}; with float8_e4m3fn weights on a GPU " + multiple
+
+
+def test_kernels_for_one_capability(monkeypatch: pytest.MonkeyPatch) -> None:
+    class OnGpu(torch.Tensor):
+        @property
+        def device(self) -> Any:
+            return SimpleNamespace(type="cuda")
+
+    x = torch.zeros(1).as_subclass(OnGpu)
+    for capability, told in (
+        (scaled.CAPABILITY, None),
+        ((8, 0), "the GPU has compute capability 8.0"),
+        ((9, 1), "9.1"),
+    ):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _, capability=capability: capability)
+        why = scaled._why_torch(x)
+        assert why is None if told is None else told in str(why)
+    assert "tensors on cpu" in str(scaled._why_torch(torch.zeros(1)))
+    assert scaled._why_torch("no tensor") is None
+
+
+def test_gradients_of_nothing_are_nothing() -> None:
+    """An output whose gradient nobody has, and a layer that kept nothing."""
+    inputs = len(autograd.Layer._fields) + 1
+    ctx: Any = SimpleNamespace(needs_input_grad=(True,) * inputs, is_kept=False, saved_tensors=(), words=())
+
+    def backward(*_: Any) -> Any:
+        raise AssertionError
+
+    assert autograd._layer_gradient(backward, ctx, None) == (None,) * inputs
+    with pytest.raises(ArgumentError, match="called with keep=False"):
+        autograd._layer_gradient(backward, ctx, torch.zeros(1))
+    assert autograd.route_gradient(ctx, None) == (None,) * len(autograd.Routing._fields)
