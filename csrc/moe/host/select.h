@@ -20,7 +20,9 @@ enum class Product : int32_t {
   kScaled,
   kScaledGated,
   kMxfp4,
-  kMxfp4Gated
+  kMxfp4Gated,
+  kMxfp4Packed,
+  kMxfp4PackedGated
 };
 enum class Memory : int32_t { kNk, kKn, kKnPairs };
 
