@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
+from flashmoe.moe.options import Layout
 from flashmoe.moe.packed import pack_mxfp4
 from flashmoe_build.emulation.compare import UNTOUCHED, touched, worst_element
 from flashmoe_build.emulation.runner import Launch, Runner, Trial, counter, in_front, output
@@ -141,7 +142,7 @@ def trial(unit: Unit, p: Mxfp4Product) -> Trial:
     a = torch.nn.functional.pad(inputs.a, (0, 8), value=torch.nan)
     is_packed = p.operation.endswith("packed")
     if is_packed:
-        layout = "interleaved" if p.is_interleaved else "concat"
+        layout: Layout = "interleaved" if p.is_interleaved else "concat"
         codes = pack_mxfp4(inputs.codes, inputs.scales, gated=layout if p.is_gated else None).flatten(2)
     else:
         codes = torch.nn.functional.pad(inputs.codes, (0, PADDING), value=0x77)
