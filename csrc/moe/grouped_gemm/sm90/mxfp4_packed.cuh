@@ -193,6 +193,8 @@ struct PackedConsumer {
   // The weights of the next stage.
   __device__ __forceinline__ void convert(uint32_t (&a)[16]) const {
     ptx::mbarrier_wait(shared.full(at.stage), at.parity);
+    // Rows came by cp.async. Here, as it takes long, and the stage before is still being multiplied.
+    if constexpr (Spec::kGathersA) ptx::fence_proxy_async_shared();
     uint32_t words[4];
     ptx::ld_shared_128(words, places.codes + at.stage * Spec::kBBytes);
     convert_packed(a, words, ptx::ld_shared_32(places.scales + at.stage * Spec::kBBytes));
@@ -201,7 +203,6 @@ struct PackedConsumer {
   // The products of that stage, asynchronous.
   template <int kN>
   __device__ __forceinline__ void issue(float (&sums)[kN / 2], uint32_t (&a)[16], bool is_first) const {
-    if constexpr (Spec::kGathersA) ptx::fence_proxy_async_shared();  // rows came by cp.async
     const auto rows = typename Spec::ATile{shared.a(at.stage)}.k_major();
     ptx::wgmma_fence_operands(a);
     ptx::wgmma_fence();
