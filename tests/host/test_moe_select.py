@@ -177,7 +177,8 @@ def test_packed_weights_have_kernels_on_one_gpu(select: Selector) -> None:
     """Of one family: few rows are another tile of it, whichever family is named."""
     for name in PACKED:
         for forced in (None, "sm90"):
-            assert select.product(90, name, 1, bf16=True, forced=forced)[0].endswith("_m32")
+            for rows, tile in ((0.125, "_m32"), (0.25, "_m16"), (8, "_m16"), (16, "_m32")):
+                assert select.product(90, name, rows, bf16=True, forced=forced)[0].endswith(tile)
             assert select.product(90, name, 64, bf16=True, forced=forced)[0].endswith("_m128")
             assert select.product(90, name, 256, bf16=True, forced=forced)[0].endswith("_m256")
         for capability in (80, 89, 100, 120):

@@ -110,8 +110,11 @@ const FamilyList& families_for(const ProductInput& input) {
   return found != remembered.end() ? found->second : remembered.emplace(key, resolve_families(input)).first->second;
 }
 
-// The smallest tile for so many rows of such length; null where none is large enough.
+// The smallest tile for so many rows of such length, or the one that is made for so few; null where none is large enough.
 const Kernel* sufficient(const std::vector<const Kernel*>& tiles, double rows, int64_t k) {
+  for (const Kernel* kernel : tiles) {
+    if (rows < kernel->cost[cost::kFew]) return kernel;
+  }
   for (const Kernel* kernel : tiles) {
     if (rows <= rows_of(*kernel) && static_cast<double>(k) >= kernel->cost[cost::kLeastK]) return kernel;
   }

@@ -40,13 +40,16 @@ struct PackedSpec {
   static constexpr int kOutputColumns = kIsGated ? kBlockN / 2 : kBlockN;
   static constexpr int kNumTileSlots = 2;
   static constexpr int kFullArrivals = kGathersA ? 1 + 32 * kProducerWarps : 1;
-  static_assert(kNumConsumers == 2 || kNumConsumers == 3, "registers are shared out for two or three consumers");
+  static_assert(kNumConsumers == 2 || kNumConsumers == 3 || kNumConsumers == 5, "registers are shared out for these");
   static_assert(kNumWarps == 4 * (kNumConsumers + 1), "one producer warpgroup and the consumers");
-  static_assert(kBlockM % 32 == 0 && kBlockM <= (kNumConsumers == 2 ? 256 : 128), "sums are kBlockM / 2 registers");
+  static_assert(kBlockM % 16 == 0 && kBlockM <= (kNumConsumers == 2   ? 256
+                                                 : kNumConsumers == 3 ? 128
+                                                                      : 16),
+                "sums are kBlockM / 2 registers");
 
-  // Of what 384 threads of 168 or 512 of 128 start with.
-  static constexpr int kProducerRegisters = kNumConsumers == 2 ? 88 : 56;
-  static constexpr int kConsumerRegisters = kNumConsumers == 2 ? 208 : 152;
+  // Of what 384 threads of 168, 512 of 128 or 768 of 80 start with.
+  static constexpr int kProducerRegisters = kNumConsumers == 2 ? 88 : kNumConsumers == 3 ? 56 : 40;
+  static constexpr int kConsumerRegisters = kNumConsumers == 2 ? 208 : kNumConsumers == 3 ? 152 : 88;
 
   using ATile = SharedTile<kBlockM, kBlockK>;
   static constexpr int kABytes = ATile::kBytes;
@@ -72,7 +75,7 @@ __device__ __forceinline__ constexpr int next_width(int width) {
   return width < 64 || Spec::kBlockM == 256 ? 2 * width : width + 32;
 }
 template <typename Spec>
-constexpr int kLeastWidth = Spec::kBlockM == 32 ? 8 : 32;
+constexpr int kLeastWidth = Spec::kBlockM <= 32 ? 8 : 32;
 
 // The least that holds a tile's rows.
 template <typename Spec>
