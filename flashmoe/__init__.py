@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from flashmoe.mla.module import MLA
     from flashmoe.moe.api import fused_moe, grouped_mm, topk_route
     from flashmoe.moe.module import MoE
+    from flashmoe.moe.packed import pack_mxfp4
 
 _LAZY = {
     "attention": "flashmoe.attn.api",
@@ -59,6 +60,7 @@ _LAZY = {
     "MoE": "flashmoe.moe.module",
     "fused_moe": "flashmoe.moe.api",
     "grouped_mm": "flashmoe.moe.api",
+    "pack_mxfp4": "flashmoe.moe.packed",
     "topk_route": "flashmoe.moe.api",
 }
 
@@ -82,6 +84,7 @@ __all__ = [
     "merge_attention",
     "mla_append",
     "mla_decode",
+    "pack_mxfp4",
     "patch_linear",
     "scaled_dot_product_attention",
     "topk_route",

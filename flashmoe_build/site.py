@@ -108,6 +108,7 @@ FUNCTIONS = {
     "Mixture of experts": (
         "flashmoe.moe.api.fused_moe",
         "flashmoe.moe.api.topk_route",
+        "flashmoe.moe.packed.pack_mxfp4",
         "flashmoe.moe.api.grouped_mm",
         "flashmoe.moe.module.MoE",
     ),

@@ -9,6 +9,7 @@ fake        results without data, and costs
 autograd    gradients, vmap, torch.func
 scaled      the layer with float8_e4m3fn weights
 mxfp4       the layer with weights of 4 bits
+packed      these weights in the order of the kernel that is made for it
 """
 
 from __future__ import annotations

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from flashmoe.moe.options import Layer, Mxfp4Layer, Routing, ScaledLayer
+from flashmoe.moe.packed import SIDE
 from flashmoe.rules import check
 
 # The order of the gradients of a layer, and of the bits of `needs`.
@@ -149,6 +150,9 @@ def scaled_flops(*arguments: Any, **_: Any) -> int:
 
 def mxfp4_flops(*arguments: Any, **_: Any) -> int:
     call: Any = Mxfp4Layer(*arguments)
+    if call.w13_scale is None:  # packed blocks of 64 by 64
+        experts, rows, columns, _ = call.w2
+        return 3 * _product(call.topk_ids[0] * call.topk_ids[1], (experts, SIDE * rows, SIDE * columns))
     return 6 * _product(call.topk_ids[0] * call.topk_ids[1], call.w2)  # two codes in a byte
 
 

@@ -15,6 +15,7 @@ from torch.compiler import is_compiling
 from flashmoe.errors import ArgumentError
 from flashmoe.moe import errors
 from flashmoe.moe.options import Layer, Mxfp4Layer, Scales
+from flashmoe.moe.packed import is_packed
 from flashmoe.moe.scaled import refuse_gradients
 from flashmoe.rules import check
 
@@ -35,8 +36,11 @@ def call_mxfp4(layer: Layer, scales: Scales, out: Tensor | None, *, weights_on_i
         if is_given:
             msg = f"{name} is given with mxfp4 (uint8) weights, which do not support it; leave it out, or give bfloat16 weights"
             raise ArgumentError(msg)
+    packed = [is_packed(weights) for weights in (layer.w13, layer.w2)]
+    if any(packed):
+        _check_packed(packed, scales)
     for name, scale in (("w13_scale", scales.w13), ("w2_scale", scales.w2)):
-        if scale is None:
+        if scale is None and not any(packed):
             msg = f"{name} is None; mxfp4 (uint8) weights need w13_scale and w2_scale; give both, or bfloat16 weights"
             raise ArgumentError(msg)
     if scales.x is not None:
@@ -52,6 +56,15 @@ def call_mxfp4(layer: Layer, scales: Scales, out: Tensor | None, *, weights_on_i
         check("_fused_moe_mxfp4_out", (out, *call))
     result = _compute(call)
     return result if out is None else out.copy_(result)
+
+
+def _check_packed(packed: list[bool], scales: Scales) -> None:
+    if not all(packed):
+        msg = f"w{'2' if packed[0] else '13'} is not packed, and the other weights are; pack both, or neither (flashmoe.pack_mxfp4)"
+        raise ArgumentError(msg)
+    if scales.w13 is not None or scales.w2 is not None:
+        msg = "scales are given with packed mxfp4 weights, which hold theirs (flashmoe.pack_mxfp4); leave w13_scale and w2_scale out"
+        raise ArgumentError(msg)
 
 
 def _flat(weights: Any) -> Any:

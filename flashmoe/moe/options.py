@@ -53,13 +53,13 @@ class ScaledLayer(NamedTuple):
 
 
 class Mxfp4Layer(NamedTuple):
-    """The arguments of ``_fused_moe_mxfp4``."""
+    """The arguments of ``_fused_moe_mxfp4``; without scales the weights are packed."""
 
     x: Tensor
     w13: Tensor
     w2: Tensor
-    w13_scale: Tensor
-    w2_scale: Tensor
+    w13_scale: Tensor | None
+    w2_scale: Tensor | None
     topk_weights: Tensor
     topk_ids: Tensor
     b13: Tensor | None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from flashmoe.errors import ArgumentError, DeviceError, DtypeError, ShapeError
+from flashmoe.errors import ArgumentError, DeviceError, DtypeError, ShapeError, UnsupportedGpuError
 from flashmoe.rules import by_error
 
 _SHAPE = "{name} has shape {sizes}; {needed} {axes} is needed"
@@ -46,6 +46,8 @@ RULES = by_error(
             "moe.scaled_multiple": "{what} is {value}; with float8_e4m3fn weights on a GPU " + _MULTIPLE,
             "moe.mxfp4_multiple": "{what} is {value}; with mxfp4 (uint8) weights it must be a multiple of {multiple}, the weights that share a "
             "scale; pad the weights, their scales and x with zeros",
+            "moe.mxfp4_packed_multiple": "{what} is {value}; with packed mxfp4 weights it must be a multiple of {multiple}; pad the weights and "
+            "their scales with zeros before they are packed, and x",
             "moe.out_strides": "out has strides {strides}; rows that are contiguous and apart are needed, on a GPU 16-byte "
             "aligned; pass a contiguous tensor",
             "moe.out_overlap": "out shares memory with a part of shared, which would change while it is read; give all of "
@@ -53,8 +55,14 @@ RULES = by_error(
             "moe.saved_slots": "row_slots has {slots} elements, which is no multiple of the {tokens} tokens; what the forward "
             "pass returned with keep=True is needed",
         },
+        UnsupportedGpuError: {
+            "moe.mxfp4_packed_gpu": "packed mxfp4 weights are on {gpu}, compute capability {major}.{minor}; supported: 9.0; give the codes and "
+            "scales as they were",
+        },
         ArgumentError: {
             "moe.word": "{name} is {found!r}; supported: {supported}; use one of them",
+            "moe.mxfp4_packed_cpu": "packed mxfp4 weights are on the CPU, which computes with unpacked ones alone; give the codes and scales "
+            "as they were, or move everything to a GPU of compute capability 9.0",
             "moe.groups": "groups is {groups}; a divisor of the {experts} experts is needed, at most {most}",
             "moe.topk_groups": "topk_groups is {topk_groups}; 1 to the number of groups, {groups}, is needed",
             "moe.k": "the number of experts per token is {k}; supported: 1 to {most}, and at most the {eligible} experts that "

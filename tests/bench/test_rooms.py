@@ -20,7 +20,7 @@ EXAMPLES = {
     "attention": "f32-d64-causal-b1-h8kv2-q16k40",
     "attention_backward": "backward-bf16-d64-causal-b2-h4kv2-q48k80",
     "attention_training": "training-bf16-d64-causal-b2-h4kv2-q48k80",
-    "moe_mxfp4": "mxfp4-e8k2-h96i64-t5",
+    "moe_mxfp4": "mxfp4-e8k2-h128i64-t5",
     "moe_scaled": "e4m3-e8k2-h256i128-t5",
     "serving": "serve-f32-d64-causal-b3-h4kv2-q90k90-ramp",
     "serving_backward": "backward-serve-f32-d64-causal-b2-h4kv2-q40k40-sinks",

@@ -23,6 +23,7 @@ CAPABILITIES = {10 * gpu.compute_capability[0] + gpu.compute_capability[1]: gpu 
 PRODUCTS = ("grouped_gemm", "grouped_gemm_gated", "grouped_gemm_gated_backward", "grouped_gemm_weight_gradient")
 SCALED = ("grouped_gemm_scaled", "grouped_gemm_gated_scaled")  # for compute capability 9.0; gated as bf16 alone
 MXFP4 = ("grouped_gemm_mxfp4", "grouped_gemm_gated_mxfp4")  # from compute capability 8.0 on, bf16
+PACKED = ("grouped_gemm_mxfp4_packed", "grouped_gemm_gated_mxfp4_packed")  # for compute capability 9.0, bf16
 MEMORIES = ("nk", "kn", "kn_pairs")
 STEPS, QUANTIZE = 8, (8, 9)  # the latter for compute capability 9.0
 SHORT, LONG = 2048, 4096  # k
@@ -101,7 +102,7 @@ class Selector:
         k: int = SHORT,
     ) -> tuple[str, str]:
         numbers = (ctypes.c_longlong(number) for number in (round(rows * experts), experts, n, k))
-        sizes = ((*PRODUCTS, *SCALED, *MXFP4).index(name), MEMORIES.index(memory), *numbers)
+        sizes = ((*PRODUCTS, *SCALED, *MXFP4, *PACKED).index(name), MEMORIES.index(memory), *numbers)
         return self._ask(self._library.choose_product, capability, forced, bf16, *sizes)
 
     def step(self, capability: int, step: int, *, bf16: bool = False, forced: str | None = None) -> tuple[str, str]:
@@ -178,7 +179,21 @@ def all_chosen(select: Selector) -> set[tuple[str, str]]:
         names = [name for name in SCALED if bf16 or "gated" not in name]
         found |= {select.product(90, name, rows, bf16=bf16) for name in names for rows in (ROWS[0], 1, ROWS[-1])}
         found |= {select.step(90, step, bf16=bf16) for step in QUANTIZE}
+    found |= {select.product(90, name, rows, bf16=True) for name in PACKED for rows in ROWS}
     return found
+
+
+def test_packed_weights_have_kernels_on_one_gpu(select: Selector) -> None:
+    """Of one family: few rows are another tile of it, whichever family is named."""
+    for name in PACKED:
+        for forced in (None, "sm90"):
+            for rows, tile in ((0.125, "_m32"), (0.25, "_m16"), (8, "_m16"), (16, "_m32")):
+                assert select.product(90, name, rows, bf16=True, forced=forced)[0].endswith(tile)
+            assert select.product(90, name, 64, bf16=True, forced=forced)[0].endswith("_m128")
+            assert select.product(90, name, 256, bf16=True, forced=forced)[0].endswith("_m256")
+        for capability in (80, 89, 100, 120):
+            with pytest.raises(RefusedError, match="no kernel"):
+                select.product(capability, name, bf16=True)
 
 
 def test_scaled_products_are_refused_where_there_are_none(select: Selector) -> None:

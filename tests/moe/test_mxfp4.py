@@ -14,6 +14,7 @@ from torch import Tensor
 import flashmoe
 from flashmoe.errors import ArgumentError, DifferentiationError, DtypeError, FlashmoeError, ShapeError
 from flashmoe.moe.mxfp4 import dequantize
+from flashmoe.moe.packed import pack_mxfp4
 from flashmoe_tools.operations.moe_mxfp4 import formats
 from flashmoe_tools.operations.moe_mxfp4.reference import compose
 from tests.moe.layer import changed, check_that_a_graph_follows_the_routing
@@ -30,8 +31,8 @@ class Layer:
     w2: Tensor
     topk_weights: Tensor
     topk_ids: Tensor
-    w13_scale: Tensor
-    w2_scale: Tensor
+    w13_scale: Tensor | None
+    w2_scale: Tensor | None
     b13: Tensor | None = None
     b2: Tensor | None = None
     shared: Tensor | None = None
@@ -41,6 +42,11 @@ class Layer:
 
     def __call__(self, **changes: Any) -> Tensor:
         return flashmoe.fused_moe(**{**vars(self), **changes})
+
+    def packed(self) -> Layer:
+        gated: Any = self.layout
+        w13, w2 = pack_mxfp4(self.w13, self.w13_scale, gated=gated), pack_mxfp4(self.w2, self.w2_scale)
+        return replace(self, w13=w13, w2=w2, w13_scale=None, w2_scale=None)
 
     def in_bfloat16(self) -> Tensor:
         """The layer with 16-bit weights that it must equal, by the format's own definition."""
@@ -154,6 +160,145 @@ def test_every_code_times_every_scale(device: str, repeats: int, which: str) -> 
         assert_equal(found[:, held], numbers[held].expand(repeats, -1))
         assert found[:, formats.NAN].isnan().all()
         assert found[:, 254].isinf().all() == (code % 8 >= 4)  # 2^127 times 2 and more
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("tokens", [1, 3, 20, 39, 90, 150, 600, 1500])
+@pytest.mark.parametrize("layout", ["concat", "interleaved"])
+def test_packed_weights_have_the_bits_of_the_bfloat16_layer(tokens: int, layout: str) -> None:
+    """Every width of every tile; 64 columns that consumers do not share evenly; an odd and an even number of blocks of k."""
+    sizes = {"experts": 5 if tokens > 1 else 16, "top_k": 2, "hidden": 320, "intermediate": 448, "seed": tokens}
+    layer = make("cuda", tokens=tokens, layout=layout, **sizes)
+    shared = torch.randn_like(layer.x)
+    layer = replace(layer, activation="clamped_swiglu" if layout == "interleaved" else "geglu", shared=shared)
+    out = layer.packed()()
+    assert "mxfp4_packed" in flashmoe._extension.last_kernel()
+    assert_equal(out, layer.in_bfloat16())
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("repeats", [1, 12, 40, 130], ids=["m16", "m32", "m128", "m256"])
+def test_packed_codes_and_scales_of_every_kind(repeats: int) -> None:
+    """Random codes and scales, with NaN and infinity: as the kernels for unpacked weights, which meet every code with every scale."""
+    layer = make("cuda", 8, 8, 1, 128, 64, seed=9)
+    generator = torch.Generator("cuda").manual_seed(5)
+    changed = {}
+    for name in ("w13", "w13_scale", "w2", "w2_scale"):
+        changed[name] = torch.randint(
+            0, 256, getattr(layer, name).shape, dtype=torch.uint8, device="cuda", generator=generator
+        )
+    ids = torch.arange(8, dtype=torch.int32, device="cuda").repeat(repeats)[:, None]
+    x = torch.zeros(len(ids), 128, device="cuda", dtype=torch.bfloat16)
+    x[torch.arange(len(ids)), torch.arange(len(ids)) * 7 % 128] = 1
+    layer = replace(
+        layer, **changed, x=x, topk_ids=ids, topk_weights=torch.ones(len(ids), 1, device="cuda"), b13=None, b2=None
+    )
+    assert_equal(layer.packed()(), layer())
+    quiet = replace(layer, w2_scale=torch.full_like(changed["w2_scale"], 127), activation="reglu")
+    assert_equal(quiet.packed()(), quiet())
+
+
+@pytest.mark.gpu
+def test_packed_tokens_have_their_bits_whatever_else_is_there() -> None:
+    """Over all tiles, as the first tokens of many have few rows by themselves."""
+    layer = make("cuda", tokens=1400, experts=4, top_k=2, hidden=192, intermediate=128, seed=6).packed()
+    out = layer()
+    assert torch.equal(layer(), out)
+    for tokens in (1, 7, 30, 90, 400):
+        some = {name: getattr(layer, name)[:tokens] for name in ("x", "topk_weights", "topk_ids")}
+        assert torch.equal(layer(**some), out[:tokens])
+
+
+@pytest.mark.gpu
+def test_packed_weights_in_a_graph_and_compiled() -> None:
+    layer = make("cuda", hidden=192, intermediate=128).packed()
+    check_that_a_graph_follows_the_routing(layer)
+    others = {name: value for name, value in vars(layer).items() if name != "x"}
+    assert torch.equal(torch.compile(lambda x: flashmoe.fused_moe(x, **others), fullgraph=True)(layer.x), layer())
+    tensors = (layer.x, layer.w13, layer.w2, None, None, layer.topk_weights, layer.topk_ids)
+    arguments = (*tensors, layer.b13, layer.b2, None, None, layer.activation, layer.layout)
+    torch.library.opcheck(torch.ops.flashmoe._fused_moe_mxfp4.default, arguments)
+    experts = {name: getattr(layer, name)[1:] for name in ("w13", "w2", "b13", "b2")}
+    moved = layer.topk_ids - 1
+    apart = {**experts, "w13": experts["w13"].clone(), "w2": experts["w2"].clone()}
+    assert torch.equal(layer(**experts, topk_ids=moved), layer(**apart, topk_ids=moved))
+
+
+def test_packed_words_are_what_a_thread_turns_and_masks() -> None:
+    """By the layout's own words: of random codes each thread's operands and scales, as spread_packed makes them."""
+    random = torch.Generator().manual_seed(3)
+    codes = torch.randint(0, 256, (2, 128, 64), dtype=torch.uint8, generator=random)
+    scales = torch.randint(0, 256, (2, 128, 4), dtype=torch.uint8, generator=random)
+    packed = pack_mxfp4(codes, scales)
+    assert packed.shape == (2, 2, 2, 2176)
+    nibbles = torch.stack((codes % 16, codes // 16), -1).flatten(2).long()
+    thread = torch.arange(128)
+    warp, g, q = thread // 32, thread % 32 // 4, thread % 4
+    words = packed[..., :2048].contiguous().view(torch.int32).long().view(2, 2, 2, 128, 2, 2) % 2**32
+    mask, left = 0x81C081C0, 0x0C180C18
+
+    def turn(word: Tensor, bits: int) -> Tensor:
+        return (word << bits | word >> (32 - bits)) % 2**32
+
+    first, second = words.unbind(-1)
+    rest = first & left | turn(second, 2) & ~left
+    pairs = [turned & mask for word in (first, second) for turned in (word, word << 6, turn(word, 26))]
+    pairs += [turn(rest, 28) & mask, rest << 2 & mask]
+    for pair, found in enumerate(pairs):
+        for block, half in itertools.product(range(2), range(2)):
+            row = 16 * warp + g + 8 * (pair % 2)
+            k = 32 * block + 16 * (pair // 4) + 2 * q + 8 * (pair // 2 % 2) + half
+            code = nibbles.view(2, 2, 64, 2, 64)[:, :, row, :, k].permute(1, 2, 3, 0)
+            assert torch.equal(found[..., block] >> 16 * half & 0xFFFF, code // 8 << 15 | code % 8 << 6)
+    expected = scales.view(2, 2, 4, 2, 8, 2, 2).permute(0, 1, 5, 2, 4, 6, 3)  # [E, rows, k, warp, g, 32 k, row]
+    assert torch.equal(packed[..., 2048:], expected.reshape(2, 2, 2, 128))
+
+
+@pytest.mark.parametrize("layout", ["concat", "interleaved"])
+def test_packed_rows_of_gate_and_up_are_neighbours(layout: str) -> None:
+    codes = torch.arange(128, dtype=torch.uint8)[None, :, None].expand(1, 128, 32)
+    scales = torch.arange(128, dtype=torch.uint8)[None, :, None].expand(1, 128, 2)
+    gated: Any = layout
+    found = pack_mxfp4(codes, scales, gated=gated)[..., 2048:].view(2, 4, 8, 2, 2)[..., 0, :]  # [rows, warp, g, row]
+    column = torch.arange(64).view(2, 4, 8)
+    gate, up = (2 * column, 2 * column + 1) if layout == "interleaved" else (column, column + 64)
+    assert torch.equal(found.long(), torch.stack((gate, up), -1))
+
+
+@pytest.mark.parametrize(
+    ("codes", "scales", "gated", "error", "message"),
+    [
+        (torch.zeros(2, 64, 32), torch.zeros(2, 64, 2), None, DtypeError, "codes is float32; uint8 is needed"),
+        ((2, 96, 32), (2, 96, 2), None, ShapeError, "N and K multiples of 64"),
+        ((2, 64, 48), (2, 64, 3), None, ShapeError, "N and K multiples of 64"),
+        ((2, 64, 32), (2, 64, 1), None, ShapeError, r"scales has shape \[2, 64, 1\] on cpu; \[2, 64, 2\]"),
+        ((2, 64, 32), (2, 64, 2), "pairs", ArgumentError, "gated is 'pairs'; supported: None, 'concat', 'interleaved'"),
+    ],
+    ids=["dtype", "rows", "k", "scales", "layout"],
+)
+def test_what_is_not_packed(codes: Any, scales: Any, gated: Any, error: type[FlashmoeError], message: str) -> None:
+    def tensor(given: Any) -> Tensor:
+        return given if isinstance(given, Tensor) else torch.zeros(given, dtype=torch.uint8)
+
+    with pytest.raises(error, match=message):
+        pack_mxfp4(tensor(codes), tensor(scales), gated=gated)
+
+
+def test_packed_refusals() -> None:
+    layer = make("cpu", hidden=192, intermediate=128)
+    packed = layer.packed()
+    with pytest.raises(ArgumentError, match="packed mxfp4 weights are on the CPU"):
+        packed()
+    with pytest.raises(ArgumentError, match="w2 is not packed, and the other weights are"):
+        packed(w2=layer.w2, w2_scale=layer.w2_scale)
+    with pytest.raises(ArgumentError, match="scales are given with packed mxfp4 weights"):
+        packed(w13_scale=layer.w13_scale)
+    with pytest.raises(ShapeError, match=r"w13 has shape \[4, 4, 2, 2176\]; \[4, 4, 3, 2176\]"):
+        packed(w13=packed.w13[:, :, :2])
+    with pytest.raises(
+        ShapeError, match="the hidden size is 160; with packed mxfp4 weights it must be a multiple of 64"
+    ):
+        packed(x=packed.x[:, :160])
 
 
 def test_dequantize_is_the_formats_definition() -> None:

@@ -28,6 +28,37 @@ __device__ __forceinline__ uint32_t spread_neighbours(uint32_t word, uint32_t sh
   return spread_codes(ptx::permute_bytes(shifted, word, kFirst + static_cast<uint32_t>(i) * kNext));
 }
 
+// The numbers of a packed block's codes (moe/params/mxfp4.h), as spread_codes gives them, two by two: eight pairs from two words. Each
+// word gives three pairs, one turn and one mask each; what is left of both, put together, the other two.
+__device__ __forceinline__ uint32_t turn_left(uint32_t word, int bits) { return word << bits | word >> (32 - bits); }
+
+__device__ __forceinline__ void spread_packed(uint32_t (&pairs)[8], uint32_t first, uint32_t second) {
+  constexpr uint32_t kMask = 0x81C081C0u, kLeft = 0x0C180C18u;
+  pairs[0] = first & kMask;
+  pairs[1] = first << 6 & kMask;
+  pairs[2] = turn_left(first, 26) & kMask;
+  pairs[3] = second & kMask;
+  pairs[4] = second << 6 & kMask;
+  pairs[5] = turn_left(second, 26) & kMask;
+  const uint32_t rest = (first & kLeft) | (turn_left(second, 2) & ~kLeft);
+  pairs[6] = turn_left(rest, 28) & kMask;
+  pairs[7] = rest << 2 & kMask;
+}
+
+// Of four scales one.
+__device__ __forceinline__ uint32_t scale_byte(uint32_t scales, int byte) {
+  return ptx::permute_bytes(scales, 0, 0x4440u + static_cast<uint32_t>(byte));
+}
+
+// Any scale as a product of two: a scale that one factor can be (in each byte the smaller of it and 127), and a bf16 of 1 or more.
+__device__ __forceinline__ uint32_t smaller_scales(uint32_t scales) {
+  return (scales | (scales >> 7 & 0x01010101u) * 0x7Fu) & 0x7F7F7F7Fu;
+}
+__device__ __forceinline__ uint32_t rest_of_scale(uint32_t scale) {
+  const uint32_t half = scale == 255 ? 0x7FFFu : scale < 127 ? 0x3F80u : scale << 7;
+  return half * 0x00010001u;
+}
+
 // One scale for both halves of a pair. kIsLarge: any scale, else below 128.
 template <bool kIsLarge>
 struct Mxfp4Scale {

@@ -107,8 +107,10 @@ struct ScaledArguments : LayerArguments {
   Tensor x_scale;    // [tokens, ceil(hidden / 128)] float32, of x in e4m3; none: x has 16 bits
 };
 
-// With weights of 4 bits: w13 uint8 [experts, 2 * intermediate, hidden / 2], w2 [experts, hidden, intermediate / 2].
+// With weights of 4 bits: w13 uint8 [experts, 2 * intermediate, hidden / 2], w2 [experts, hidden, intermediate / 2]; or packed,
+// [experts, 2 * intermediate / 64, hidden / 64, kMxfp4PackedBytes] and [experts, hidden / 64, intermediate / 64, ...], with no scales.
 struct Mxfp4Arguments : LayerArguments {
+  bool is_packed = false;
   Tensor w13_scale;  // [experts, 2 * intermediate, hidden / 32] uint8
   Tensor w2_scale;   // [experts, hidden, intermediate / 32] uint8
 };

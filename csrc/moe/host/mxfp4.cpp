@@ -9,7 +9,8 @@ namespace flashmoe {
 namespace moe {
 namespace {
 
-constexpr int64_t kElementBytes = 2;  // of what the kernels' loads count, four weights
+constexpr int32_t kPackedCapability = 90;  // of the only kernels for packed weights
+constexpr int64_t kElementBytes = 2;       // of what the kernels' loads count, four weights
 
 // Rows of packed weights that start at 16 bytes, or a copy of them.
 Tensor loadable_codes(const Tensor& tensor) {
@@ -19,6 +20,22 @@ Tensor loadable_codes(const Tensor& tensor) {
     is_loadable = is_loadable && (tensor.sizes()[axis] <= 1 || (stride > 0 && stride % 16 == 0));
   }
   return is_loadable ? host::alias(tensor) : host::padded_copy(tensor);
+}
+
+// Packed weights, contiguous, at 16 bytes, or a copy of them.
+Tensor loadable_packed(const Tensor& tensor) {
+  const bool is_aligned = reinterpret_cast<uintptr_t>(tensor.data()) % 16 == 0;
+  return is_aligned ? host::alias(tensor) : host::padded_copy(tensor);
+}
+
+Mxfp4Gemm make_packed_gemm(Product product, const host::KernelRequest& request, const LayerShape& shape,
+                           const Tensor& weights) {
+  const int64_t n = kMxfp4PackedRows * weights.sizes()[1], k = kMxfp4PackedK * weights.sizes()[2];
+  Mxfp4Gemm made(product, select_product({request, product, Memory::kNk, shape.slots, shape.experts, n, k}));
+  made.params.gemm.b = weights.data();
+  made.params.gemm.n = static_cast<int32_t>(n);
+  made.params.gemm.k = static_cast<int32_t>(k);
+  return made;
 }
 
 Mxfp4Gemm make_mxfp4_gemm(Product product, const host::KernelRequest& request, const LayerShape& shape,
@@ -40,15 +57,24 @@ Mxfp4Gemm make_mxfp4_gemm(Product product, const host::KernelRequest& request, c
 void mxfp4_cuda(const Mxfp4Arguments& arguments, const Tensor& out) {
   const host::Device& gpu = host::device(out.device_index());
   const host::KernelRequest request = host::make_request(gpu, arguments.common.dtype);
+  if (arguments.is_packed && request.capability != kPackedCapability) {
+    host::violate(
+        "moe.mxfp4_packed_gpu",
+        {{"gpu", gpu.name}, {"major", int64_t{request.capability / 10}}, {"minor", int64_t{request.capability % 10}}});
+  }
   const LayerShape& shape = arguments.shape;
   const Tensor x = loadable_rows(arguments.x), b13 = loadable_rows(arguments.b13), b2 = loadable_rows(arguments.b2);
   const Tensor shared = loadable_rows(arguments.shared);
-  const Tensor w13 = loadable_codes(arguments.w13), w2 = loadable_codes(arguments.w2);
+  const auto loadable = arguments.is_packed ? &loadable_packed : &loadable_codes;
+  const Tensor w13 = loadable(arguments.w13), w2 = loadable(arguments.w2);
 
   host::Workspace workspace;
   SortKernels sort(arguments.routing, request, workspace);
-  Mxfp4Gemm gated = make_mxfp4_gemm(Product::kMxfp4Gated, request, shape, w13, arguments.w13_scale);
-  Mxfp4Gemm down = make_mxfp4_gemm(Product::kMxfp4, request, shape, w2, arguments.w2_scale);
+  Mxfp4Gemm gated = arguments.is_packed
+                        ? make_packed_gemm(Product::kMxfp4PackedGated, request, shape, w13)
+                        : make_mxfp4_gemm(Product::kMxfp4Gated, request, shape, w13, arguments.w13_scale);
+  Mxfp4Gemm down = arguments.is_packed ? make_packed_gemm(Product::kMxfp4Packed, request, shape, w2)
+                                       : make_mxfp4_gemm(Product::kMxfp4, request, shape, w2, arguments.w2_scale);
   const Kernel& combine = select_step(request, Step::kCombine);
 
   const host::CudaCall call(gpu);

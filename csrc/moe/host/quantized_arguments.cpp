@@ -10,16 +10,71 @@ namespace flashmoe {
 namespace moe {
 namespace {
 
-// What every call with scaled weights begins with.
-template <typename Arguments>
-void take_tensors(Needed& needed, Arguments& arguments) {
+void take_weights(Needed& needed, LayerArguments& arguments) {
   arguments.x = needed.take("x");
   arguments.w13 = needed.take("w13");
   arguments.w2 = needed.take("w2");
-  arguments.w13_scale = needed.take("w13_scale");
-  arguments.w2_scale = needed.take("w2_scale");
+}
+
+void take_routing(Needed& needed, LayerArguments& arguments) {
   arguments.routing.topk_weights = needed.take("topk_weights");
   arguments.routing.ids = needed.take("topk_ids");
+}
+
+using Sizes = std::initializer_list<int64_t>;
+
+void check_bytes(Tensor& tensor, const char* name, const First& x, Sizes sizes, const char* axes) {
+  check_kind(tensor, name, x, uint8());
+  check_sizes(tensor, name, sizes, axes);
+}
+
+void check_mxfp4_sizes(const LayerShape& shape, int64_t multiple, const char* rule) {
+  check_experts(shape.experts, "moe.experts");
+  for (const auto& [size, what] :
+       {std::pair(shape.hidden, "the hidden size"), std::pair(shape.intermediate, "the intermediate size")}) {
+    check_size(size, what, kMaxSize / 2);
+    if (size % multiple != 0) violate(rule, {{"what", what}, {"value", size}, {"multiple", multiple}});
+  }
+}
+
+void check_codes(Mxfp4Arguments& arguments, const First& x) {
+  LayerShape& shape = arguments.shape;
+  check_rank(arguments.w13, "w13", 3, "[experts, 2 * intermediate, hidden / 2]");
+  check_rank(arguments.w2, "w2", 3, "[experts, hidden, intermediate / 2]");
+  shape.experts = arguments.w13.sizes()[0];
+  shape.intermediate = 2 * arguments.w2.sizes()[2];
+  check_mxfp4_sizes(shape, kMxfp4Block, "moe.mxfp4_multiple");
+  const int64_t both = 2 * shape.intermediate;
+  check_bytes(arguments.w2, "w2", x, {shape.experts, shape.hidden, shape.intermediate / 2},
+              "[experts, hidden, intermediate / 2]");
+  check_bytes(arguments.w13, "w13", x, {shape.experts, both, shape.hidden / 2},
+              "[experts, 2 * intermediate, hidden / 2]");
+  check_bytes(arguments.w13_scale, "w13_scale", x, {shape.experts, both, shape.hidden / kMxfp4Block},
+              "[experts, 2 * intermediate, hidden / 32]");
+  check_bytes(arguments.w2_scale, "w2_scale", x, {shape.experts, shape.hidden, shape.intermediate / kMxfp4Block},
+              "[experts, hidden, intermediate / 32]");
+  make_rows_contiguous(arguments.w13);
+  make_rows_contiguous(arguments.w2);
+  make_contiguous(arguments.w13_scale);
+  make_contiguous(arguments.w2_scale);
+}
+
+// As flashmoe.pack_mxfp4 gives them.
+void check_packed(Mxfp4Arguments& arguments, const First& x) {
+  LayerShape& shape = arguments.shape;
+  constexpr const char* kAxes13 = "[experts, 2 * intermediate / 64, hidden / 64, 2176]";
+  constexpr const char* kAxes2 = "[experts, hidden / 64, intermediate / 64, 2176]";
+  check_rank(arguments.w13, "w13", 4, kAxes13);
+  check_rank(arguments.w2, "w2", 4, kAxes2);
+  shape.experts = arguments.w13.sizes()[0];
+  shape.intermediate = kMxfp4PackedK * arguments.w2.sizes()[2];
+  check_mxfp4_sizes(shape, kMxfp4PackedK, "moe.mxfp4_packed_multiple");
+  const int64_t hidden = shape.hidden / kMxfp4PackedK, inner = shape.intermediate / kMxfp4PackedK;
+  check_bytes(arguments.w2, "w2", x, {shape.experts, hidden, inner, kMxfp4PackedBytes}, kAxes2);
+  check_bytes(arguments.w13, "w13", x, {shape.experts, 2 * inner, hidden, kMxfp4PackedBytes}, kAxes13);
+  if (arguments.common.device_type == aoti_torch_device_type_cpu()) violate("moe.mxfp4_packed_cpu");
+  make_contiguous(arguments.w13);
+  make_contiguous(arguments.w2);
 }
 
 }  // namespace
@@ -29,7 +84,10 @@ ScaledArguments take_scaled(host::Arguments& given) {
   Needed needed(given);
   SortArguments& routing = arguments.routing;
   LayerShape& shape = arguments.shape;
-  take_tensors(needed, arguments);
+  take_weights(needed, arguments);
+  arguments.w13_scale = needed.take("w13_scale");
+  arguments.w2_scale = needed.take("w2_scale");
+  take_routing(needed, arguments);
   arguments.x_scale = given.optional_tensor();
   routing.expert_map = given.optional_tensor();
   arguments.shared = given.optional_tensor();
@@ -76,7 +134,10 @@ Mxfp4Arguments take_mxfp4(host::Arguments& given) {
   Needed needed(given);
   SortArguments& routing = arguments.routing;
   LayerShape& shape = arguments.shape;
-  take_tensors(needed, arguments);
+  take_weights(needed, arguments);
+  arguments.w13_scale = given.optional_tensor();
+  arguments.w2_scale = given.optional_tensor();
+  take_routing(needed, arguments);
   arguments.b13 = given.optional_tensor();
   arguments.b2 = given.optional_tensor();
   routing.expert_map = given.optional_tensor();
@@ -95,34 +156,14 @@ Mxfp4Arguments take_mxfp4(host::Arguments& given) {
     refuse_dtype(routing.topk_weights, "topk_weights", "float32 or " + quoted("x", dtype), "torch.float32");
   }
   check_rank(arguments.x, "x", 2, "[tokens, hidden]");
-  check_rank(arguments.w13, "w13", 3, "[experts, 2 * intermediate, hidden / 2]");
-  check_rank(arguments.w2, "w2", 3, "[experts, hidden, intermediate / 2]");
   shape.tokens = arguments.x.sizes()[0];
   shape.hidden = arguments.x.sizes()[1];
-  shape.experts = arguments.w13.sizes()[0];
-  shape.intermediate = 2 * arguments.w2.sizes()[2];
-  check_experts(shape.experts, "moe.experts");
-  for (const auto& [size, what] :
-       {std::pair(shape.hidden, "the hidden size"), std::pair(shape.intermediate, "the intermediate size")}) {
-    check_size(size, what, kMaxSize / 2);
-    if (size % kMxfp4Block != 0)
-      violate("moe.mxfp4_multiple", {{"what", what}, {"value", size}, {"multiple", int64_t{kMxfp4Block}}});
+  arguments.is_packed = !arguments.w13_scale.is_given() && !arguments.w2_scale.is_given();
+  if (arguments.is_packed) {
+    check_packed(arguments, x);
+  } else {
+    check_codes(arguments, x);
   }
-  const int64_t both = 2 * shape.intermediate;
-  const auto check = [&](Tensor& tensor, const char* name, std::initializer_list<int64_t> sizes, const char* axes) {
-    check_kind(tensor, name, x, uint8());
-    check_sizes(tensor, name, sizes, axes);
-    make_rows_contiguous(tensor);
-  };
-  check(arguments.w2, "w2", {shape.experts, shape.hidden, shape.intermediate / 2},
-        "[experts, hidden, intermediate / 2]");
-  check(arguments.w13, "w13", {shape.experts, both, shape.hidden / 2}, "[experts, 2 * intermediate, hidden / 2]");
-  check(arguments.w13_scale, "w13_scale", {shape.experts, both, shape.hidden / kMxfp4Block},
-        "[experts, 2 * intermediate, hidden / 32]");
-  check(arguments.w2_scale, "w2_scale", {shape.experts, shape.hidden, shape.intermediate / kMxfp4Block},
-        "[experts, hidden, intermediate / 32]");
-  make_contiguous(arguments.w13_scale);
-  make_contiguous(arguments.w2_scale);
   check_biases(shape, common, x, arguments.b13, arguments.b2);
   check_tokens(arguments, x);
   return arguments;

@@ -325,7 +325,7 @@ STABLE_TORCH_LIBRARY_FRAGMENT(flashmoe, library) {
   library.def("_grouped_mm_2d2d(Tensor a, Tensor b, Tensor offsets) -> Tensor");
   // e2m1 weights, two in a byte, with a power of two for each 32 of a row.
   library.def(
-      "_fused_moe_mxfp4(Tensor x, Tensor w13, Tensor w2, Tensor w13_scale, Tensor w2_scale, Tensor topk_weights, "
+      "_fused_moe_mxfp4(Tensor x, Tensor w13, Tensor w2, Tensor? w13_scale, Tensor? w2_scale, Tensor topk_weights, "
       "Tensor "
       "topk_ids, Tensor? b13, Tensor? b2, Tensor? expert_map, Tensor? shared, str activation, str layout) -> Tensor");
   // e4m3 weights with a scale for each 128 by 128 of them; on GPUs alone.

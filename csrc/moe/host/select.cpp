@@ -14,7 +14,7 @@ namespace {
 using host::KernelList;
 using host::KernelRequest;
 
-constexpr int32_t kNumProducts = 8;
+constexpr int32_t kNumProducts = 10;
 constexpr int32_t kNumSteps = 10;
 
 // By Product.
@@ -34,7 +34,9 @@ constexpr std::array<ProductName, kNumProducts> kProducts{
       "a gated grouped matrix product of float8_e4m3fn"},
      {"grouped_gemm_mxfp4", "grouped_gemm_mxfp4_few_rows", false, "a grouped matrix product of mxfp4 weights"},
      {"grouped_gemm_gated_mxfp4", "grouped_gemm_gated_mxfp4_few_rows", false,
-      "a gated grouped matrix product of mxfp4 weights"}}};
+      "a gated grouped matrix product of mxfp4 weights"},
+     {"grouped_gemm_mxfp4_packed", nullptr, false, "a grouped matrix product of packed mxfp4 weights"},
+     {"grouped_gemm_gated_mxfp4_packed", nullptr, false, "a gated grouped matrix product of packed mxfp4 weights"}}};
 
 // By Step.
 struct StepName {
@@ -108,8 +110,11 @@ const FamilyList& families_for(const ProductInput& input) {
   return found != remembered.end() ? found->second : remembered.emplace(key, resolve_families(input)).first->second;
 }
 
-// The smallest tile for so many rows of such length; null where none is large enough.
+// The smallest tile for so many rows of such length, or the one that is made for so few; null where none is large enough.
 const Kernel* sufficient(const std::vector<const Kernel*>& tiles, double rows, int64_t k) {
+  for (const Kernel* kernel : tiles) {
+    if (rows < kernel->cost[cost::kFew]) return kernel;
+  }
   for (const Kernel* kernel : tiles) {
     if (rows <= rows_of(*kernel) && static_cast<double>(k) >= kernel->cost[cost::kLeastK]) return kernel;
   }

@@ -20,13 +20,16 @@ enum class Product : int32_t {
   kScaled,
   kScaledGated,
   kMxfp4,
-  kMxfp4Gated
+  kMxfp4Gated,
+  kMxfp4Packed,
+  kMxfp4PackedGated
 };
 enum class Memory : int32_t { kNk, kKn, kKnPairs };
 
-// Indices into Kernel::cost: the most rows an expert for which the tile is the right one, and (few rows alone) the least k.
+// Indices into Kernel::cost: the most rows an expert for which the tile is the right one, (few rows alone) the least k, and (packed
+// weights alone) the rows below which the tile is right again.
 namespace cost {
-enum : int32_t { kRows, kLeastK };
+enum : int32_t { kRows, kLeastK, kFew };
 }
 
 struct ProductInput {

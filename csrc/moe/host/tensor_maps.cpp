@@ -49,6 +49,8 @@ void make_tensor_maps(Product product, const GemmParams& params, const Kernel& k
     case Product::kScaledGated:
     case Product::kMxfp4:
     case Product::kMxfp4Gated:
+    case Product::kMxfp4Packed:
+    case Product::kMxfp4PackedGated:
       return;  // below
   }
 }
@@ -70,12 +72,18 @@ void make_tensor_maps(Product product, const ScaledGemmParams& params, const Ker
   }
 }
 
-// Weights of 4 bits are copied by threads.
+// Weights of 4 bits are copied by threads, unless they are packed.
 void make_tensor_maps(Product product, const Mxfp4GemmParams& params, const Kernel& kernel, CUtensorMap* maps) {
   const auto encode = [&kernel](const auto& description, const char* name) {
     return host::encode_tensor_map(description, kernel.dtype, name);
   };
-  if (product == Product::kMxfp4Gated) {
+  if (product == Product::kMxfp4PackedGated) {
+    maps[0] = encode(sm90::mxfp4_packed_gated_gemm_tensor_maps(params, kernel.block_n).b, "w13");
+  } else if (product == Product::kMxfp4Packed) {
+    const auto from = sm90::mxfp4_packed_gemm_tensor_maps(params, kernel.block_n);
+    maps[0] = encode(from.a, "rows");
+    maps[1] = encode(from.b, "w2");
+  } else if (product == Product::kMxfp4Gated) {
     maps[0] = encode(sm90::mxfp4_gated_gemm_tensor_maps(params, kernel.block_n).d, "activations");
   } else {
     const auto from = sm90::mxfp4_gemm_tensor_maps(params, kernel.block_n);

@@ -18,7 +18,18 @@ namespace moe {
 
 constexpr int kMxfp4Block = 32;  // weights of a row with one scale
 
+// Packed weights (flashmoe.pack_mxfp4, which is where the order of their bits is written down) are blocks of 64 weight rows by 64 k,
+// [experts, ceil(n / 64), k / 64], each in lines of 128 bytes: first, of each thread of a warpgroup, the four words that
+// spread_packed (grouped_gemm/mxfp4.cuh) makes its A operands of, then the scales of each eight rows and their next eight. A gated
+// product's 16 rows of a warp are eight of gate and the same eight of up. k is a multiple of 64, and n, too.
+constexpr int kMxfp4PackedRows = 64;
+constexpr int kMxfp4PackedK = 64;
+constexpr int kMxfp4PackedCodes = kMxfp4PackedRows * kMxfp4PackedK / 2;                                // bytes
+constexpr int kMxfp4PackedBytes = kMxfp4PackedCodes + kMxfp4PackedRows * kMxfp4PackedK / kMxfp4Block;  // of a block
+constexpr int kMxfp4PackedLines = kMxfp4PackedBytes / 128;
+
 //   grouped_gemm_mxfp4, grouped_gemm_gated_mxfp4   as grouped_gemm and grouped_gemm_gated; no preactivation
+//   the same with _packed                          of packed weights: no strides of b, no b_scale
 //
 // In `gemm`, b_stride and b_expert_stride count 16-bit elements, each of which holds four weights; k counts weights.
 struct Mxfp4GemmParams {

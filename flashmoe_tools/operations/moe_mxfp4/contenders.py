@@ -1,28 +1,67 @@
-"""The layer with mxfp4 weights, and our 16-bit layer with the same weights in bfloat16. torch has no product of 4 bits on this GPU, and
-its composition would read the number of each expert's rows on the host."""
+"""The layer with mxfp4 weights, as they were and packed, our 16-bit layer with the same weights in bfloat16, and triton_kernels where it
+is installed. torch has no product of 4 bits on this GPU, and its composition would read the number of each expert's rows on the host."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from importlib import import_module
 from itertools import cycle
 from typing import Any
 
 import torch
 
-from flashmoe_tools.bench.contenders import Contender, Prepared, flashmoe_available
+from flashmoe_tools.bench.contenders import Contender, Prepared, flashmoe_available, installed
 from flashmoe_tools.operations.moe.contenders import BOTH, flashmoe_layer
 from flashmoe_tools.operations.moe_mxfp4.reference import ACTIVATION, LAYOUT, Mxfp4Inputs
 
 Call = Callable[[torch.Tensor], Any]
 
 
-def _ours(inputs: Mxfp4Inputs, *, is_dequantized: bool) -> Call:
-    w13, w2 = inputs.dequantized if is_dequantized else (inputs.w13, inputs.w2)
-    scales = {} if is_dequantized else {"w13_scale": inputs.w13_scale, "w2_scale": inputs.w2_scale}
+def _ours(inputs: Mxfp4Inputs, *, weights: str) -> Call:
+    w13, w2 = {"codes": (inputs.w13, inputs.w2)}.get(weights) or getattr(inputs, weights)
+    scales = {"w13_scale": inputs.w13_scale, "w2_scale": inputs.w2_scale} if weights == "codes" else {}
     options = {"b13": inputs.b13, "b2": inputs.b2, "activation": ACTIVATION, "layout": LAYOUT}
     layer = partial(flashmoe_layer(), **options, **scales)
     return lambda ids: layer(inputs.x, w13, w2, inputs.topk_weights, ids)
+
+
+def _triton_kernels(inputs: Mxfp4Inputs) -> Call:
+    """As vLLM calls it, its sort (of logits, not of ids) left out: done once for each routing."""
+    ogs, tensor = import_module("triton_kernels.matmul_ogs"), import_module("triton_kernels.tensor")
+    layout, swiglu = import_module("triton_kernels.tensor_details.layout"), import_module("triton_kernels.swiglu")
+    route = import_module("triton_kernels.routing").routing
+    import_module("triton_kernels.matmul_ogs_details.opt_flags").update_opt_flags_constraints({"split_k": 1})
+    values, value_options = layout.make_default_matmul_mxfp4_w_layout(mx_axis=1)
+    scales, scale_options = layout.make_default_matmul_mxfp4_w_scale_layout(mx_axis=1, num_warps=8)
+
+    def converted(codes: torch.Tensor, scale: torch.Tensor) -> tuple[Any, Any]:
+        wrapped = tensor.wrap_torch_tensor(codes.mT, dtype=tensor.FP4)
+        weights = tensor.convert_layout(wrapped, values, **value_options)
+        scale = tensor.convert_layout(tensor.wrap_torch_tensor(scale.mT), scales, **scale_options)
+        return weights, ogs.PrecisionConfig(weight_scale=scale)
+
+    (w13, precision13), (w2, precision2) = (
+        converted(inputs.w13, inputs.w13_scale),
+        converted(inputs.w2, inputs.w2_scale),
+    )
+    b13, b2 = inputs.b13.float(), inputs.b2.float()
+    gate = ogs.FusedActivation(ogs.FnSpecs("swiglu", swiglu.swiglu_fn, ("alpha", "limit")), (1.702, 7.0), 2)
+    sorted_by = {}
+    for ids in inputs.routings:
+        logits = torch.full((len(ids), len(inputs.w13)), -1e4, device=ids.device)
+        logits.scatter_(1, ids.long(), inputs.topk_weights.log())
+        sorted_by[ids.data_ptr()] = route(logits, ids.shape[1])
+
+    def layer(ids: torch.Tensor) -> torch.Tensor:
+        data, gather, scatter = sorted_by[ids.data_ptr()]
+        h = ogs.matmul_ogs(inputs.x, w13, b13, data, gather, precision_config=precision13, fused_activation=gate)
+        out: torch.Tensor = ogs.matmul_ogs(
+            h, w2, b2, data, scatter_indx=scatter, precision_config=precision2, gammas=data.gate_scal
+        )
+        return out.view(inputs.x.shape)
+
+    return layer
 
 
 def _in_turn(bind: Callable[[Mxfp4Inputs], Call]) -> Callable[[Mxfp4Inputs], Prepared]:
@@ -36,9 +75,13 @@ def _in_turn(bind: Callable[[Mxfp4Inputs], Call]) -> Callable[[Mxfp4Inputs], Pre
 
 
 def contenders() -> tuple[Contender, ...]:
-    ours = partial(_ours, is_dequantized=False)
-    in_sixteen_bits = partial(_ours, is_dequantized=True)
+    ours, packed = partial(_ours, weights="codes"), partial(_ours, weights="packed")
+    in_sixteen_bits = partial(_ours, weights="dequantized")
     return (
         Contender("flashmoe", "flashmoe", BOTH, flashmoe_available, _in_turn(ours), ours=True),
+        Contender("flashmoe-packed", "flashmoe, packed", ("cuda",), flashmoe_available, _in_turn(packed), ours=True),
         Contender("flashmoe-bf16", "flashmoe, bf16", BOTH, flashmoe_available, _in_turn(in_sixteen_bits)),
+        Contender(
+            "triton-kernels", "triton_kernels", ("cuda",), installed("triton_kernels"), _in_turn(_triton_kernels)
+        ),
     )

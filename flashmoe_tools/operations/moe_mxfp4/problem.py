@@ -17,7 +17,7 @@ class MoeMxfp4Problem(MoeScaledProblem):
     heaviest_kernel: ClassVar[str] = "grouped_gemm_gated_mxfp4"
     weight_dtype: ClassVar[str] = "mxfp4"
     block: ClassVar[int] = BLOCK
-    least: ClassVar[tuple[int, int]] = (96, 64)
+    least: ClassVar[tuple[int, int]] = (128, 64)
 
     @property
     def weight_bytes(self) -> int:

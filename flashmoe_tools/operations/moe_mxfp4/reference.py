@@ -10,6 +10,7 @@ from functools import cached_property
 
 import torch
 
+from flashmoe.moe.packed import pack_mxfp4
 from flashmoe_tools.operations.judging import high_dtype
 from flashmoe_tools.operations.moe import reference as forward
 from flashmoe_tools.operations.moe.problem import MoeProblem
@@ -41,6 +42,11 @@ class Mxfp4Inputs:
     def poison(self) -> None:
         """Leave NaN in the memory that the allocator hands out for the next result."""
         torch.full_like(self.x, math.nan)
+
+    @cached_property
+    def packed(self) -> tuple[torch.Tensor, torch.Tensor]:
+        w13 = pack_mxfp4(self.w13, self.w13_scale, gated="interleaved")
+        return w13, pack_mxfp4(self.w2, self.w2_scale)
 
     @cached_property
     def dequantized(self) -> tuple[torch.Tensor, torch.Tensor]:

@@ -28,6 +28,36 @@ inline Mxfp4GatedGemmTensorMaps mxfp4_gated_gemm_tensor_maps(const Mxfp4GemmPara
   return Mxfp4GatedGemmTensorMaps{slots_map(gemm.d, gemm.n / 2, gemm.d_stride, gemm)};
 }
 
+// Rows of a in boxes of 8, as an expert may have few.
+inline TensorMapArguments eights_map(const void* address, const GemmParams& params) {
+  return tensor_map_arguments(address, params.k, {params.slots, params.a_stride}, {1, 0}, {1, 0}, 8, 1);
+}
+
+// Packed weights as lines of 128 bytes, a box a block of each consumer's.
+inline TensorMapArguments packed_map(const GemmParams& params, int block_n) {
+  const std::int64_t lines = params.k / kMxfp4PackedK * kMxfp4PackedLines;
+  const std::int64_t blocks = (params.n + kMxfp4PackedRows - 1) / kMxfp4PackedRows;
+  return tensor_map_arguments(params.b, kSlab, {lines, kSlab}, {blocks, lines * kSlab},
+                              {params.experts, blocks * lines * kSlab}, kMxfp4PackedLines, block_n / kMxfp4PackedRows);
+}
+
+struct Mxfp4PackedGemmTensorMaps {
+  TensorMapArguments a;
+  TensorMapArguments b;
+};
+
+inline Mxfp4PackedGemmTensorMaps mxfp4_packed_gemm_tensor_maps(const Mxfp4GemmParams& params, int block_n) {
+  return {eights_map(params.gemm.a, params.gemm), packed_map(params.gemm, block_n)};
+}
+
+struct Mxfp4PackedGatedGemmTensorMaps {
+  TensorMapArguments b;
+};
+
+inline Mxfp4PackedGatedGemmTensorMaps mxfp4_packed_gated_gemm_tensor_maps(const Mxfp4GemmParams& params, int block_n) {
+  return {packed_map(params.gemm, block_n)};
+}
+
 }  // namespace sm90
 }  // namespace moe
 }  // namespace flashmoe

@@ -83,14 +83,15 @@ struct GatheredRows {
     }
   }
 
-  // The next 64 k, from `k` on. What lies outside becomes zeros.
-  __device__ __forceinline__ void copy(const GemmParams& params, unsigned char* smem, int k) {
+  // The next 64 k, from `k` on, of the first `rows` rows at least. What lies outside becomes zeros.
+  __device__ __forceinline__ void copy(const GemmParams& params, unsigned char* smem, int k, int rows = Spec::kBlockM) {
     const int thread = ptx::thread_index();
     const int row = thread / 8;
     const ptx::SmemPointer to = ptx::SmemPointer(smem) + (row * 128 + (thread % 8 ^ row % 8) * 16);
     const uint32_t present = k + thread % 8 * 8 < params.k ? valid : 0;
 #pragma unroll
     for (int i = 0; i < kRows; ++i) {
+      if (i * 16 >= rows) break;
       ptx::cp_async_16(to + i * 16 * 128, row_gmem[i], (present >> i & 1) != 0 ? 16 : 0);
       row_gmem[i] += 128;
     }

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 
 import torch
 
+from flashmoe.moe.options import Layout
+from flashmoe.moe.packed import pack_mxfp4
 from flashmoe_build.emulation.compare import UNTOUCHED, touched, worst_element
 from flashmoe_build.emulation.runner import Launch, Runner, Trial, counter, in_front, output
 from flashmoe_tools.operations.moe.emulation.product import (
@@ -28,6 +30,8 @@ PRODUCTS = (
     "grouped_gemm_gated_mxfp4",
     "grouped_gemm_mxfp4_few_rows",
     "grouped_gemm_gated_mxfp4_few_rows",
+    "grouped_gemm_mxfp4_packed",
+    "grouped_gemm_gated_mxfp4_packed",
 )
 
 
@@ -45,6 +49,9 @@ class Mxfp4Product(Product):
 def problems(unit: Unit) -> Iterator[Mxfp4Product]:
     """Tails of rows, columns and k; experts without rows and in each other's way; every kind of scale; the ring more than once round."""
     m, is_gated = unit.row.block_m, "gated" in unit.row.operation
+    if unit.row.operation.endswith("packed"):
+        yield from _packed_problems(unit)
+        return
 
     def make(counts: tuple[int, ...], columns: int, k: int, seed: int, activation: str, **more: object) -> Mxfp4Product:
         n, word = (2 * columns, activation) if is_gated else (columns, "")
@@ -67,6 +74,25 @@ def problems(unit: Unit) -> Iterator[Mxfp4Product]:
     yield make((2, 1), 328, 256, 3, "swiglu", top_k=1, edges="high", has_bias=True)
     yield make((m // 2 + 1, 7), 72, 288, 5, "reglu", edges="low", is_interleaved=True)
     yield make((0, 0), 128, 64, 4, "reglu", unrouted=4)
+
+
+def _packed_problems(unit: Unit) -> Iterator[Mxfp4Product]:
+    """Every width of the product; columns that the consumers do not share evenly; the ring more than once round; one and two blocks of k."""
+    m, is_gated = unit.row.block_m, "gated" in unit.row.operation
+
+    def make(counts: tuple[int, ...], blocks: int, k: int, seed: int, activation: str, **more: object) -> Mxfp4Product:
+        word = activation if is_gated else ""
+        named = {"activation": word, "seed": seed, "gathers": is_gated, "top_k": 2, **more}
+        return Mxfp4Product(unit.row.operation, unit.dtype, counts, 64 * blocks, k, **named)  # type: ignore[arg-type]
+
+    yield make((m + 2, 0, 3), 4, 192, 1, "clamped_swiglu", has_nan=True, has_bias=True, is_interleaved=True, unrouted=5)
+    yield make(
+        (0, 5, m // 2 + 1), 2, 64 * (unit.row.stages + 2), 2, "geglu", has_nan=True, has_counter=False, has_bias=True
+    )
+    yield make((m // 4 + 1, 3 * m // 4), 2, 128, 6, "geglu_tanh", is_interleaved=True)
+    yield make((2, 1), 6, 256, 3, "swiglu", top_k=1, edges="high", has_bias=True)
+    yield make((9, 7), 4, 64, 5, "reglu", edges="low", is_interleaved=True)
+    yield make((0, 0), 2, 64, 4, "reglu", unrouted=4)
 
 
 @dataclass(frozen=True)
@@ -114,7 +140,12 @@ def trial(unit: Unit, p: Mxfp4Product) -> Trial:
     inputs, is_few_rows = make_inputs(p), p.operation.endswith("few_rows")
     out = torch.full((p.slots, p.width + 8), UNTOUCHED, dtype=torch.bfloat16)
     a = torch.nn.functional.pad(inputs.a, (0, 8), value=torch.nan)
-    codes = torch.nn.functional.pad(inputs.codes, (0, PADDING), value=0x77)
+    is_packed = p.operation.endswith("packed")
+    if is_packed:
+        layout: Layout = "interleaved" if p.is_interleaved else "concat"
+        codes = pack_mxfp4(inputs.codes, inputs.scales, gated=layout if p.is_gated else None).flatten(2)
+    else:
+        codes = torch.nn.functional.pad(inputs.codes, (0, PADDING), value=0x77)
     offsets, ids = inputs.routing.offsets, _choices(p, inputs.routing)
     product = {
         **p.sizes(),
@@ -139,7 +170,8 @@ def trial(unit: Unit, p: Mxfp4Product) -> Trial:
         wrong = worst_element("d", out[: p.rows, : p.width], *rounded(p, activated(p, sums) if p.is_gated else sums))
         return wrong + touched("d's columns", out[:, p.width :]) + touched("d's rows", out[p.rows :])
 
-    return Trial([Launch({"gemm": product, "b_scale": inputs.scales}, p.tiles(unit))], check, {"d": out})
+    scales = None if is_packed else inputs.scales
+    return Trial([Launch({"gemm": product, "b_scale": scales}, p.tiles(unit))], check, {"d": out})
 
 
 RUNNER = Runner(problems, trial)

@@ -1,0 +1,126 @@
+"""Weights of 4 bits in the order in which Hopper's kernel takes them: a warp reads the words that it makes its operands of, nothing else.
+
+A block is 64 weight rows by 64 k. Thread t of the 128 of a warpgroup, of warp w = t / 32 and with g = t % 32 / 4 and q = t % 4, makes
+operands for the rows 16w + g and 16w + g + 8, of every 16 k those from 2q, 2q + 1, 2q + 8 and 2q + 9. It has four words, two for each 32
+k. The first three pairs of each of two words lie where one turn and a mask find them, and the other two are in what is left of both
+(``spread_packed`` in csrc/moe/grouped_gemm/mxfp4.cuh).
+"""
+
+from __future__ import annotations
+
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from flashmoe.errors import ArgumentError, DtypeError, ShapeError
+from flashmoe.moe import errors
+from flashmoe.moe.options import LAYOUTS, Layout
+
+SIDE = 64  # weight rows, and k, of a block
+BLOCK = 32  # weights of a row with one scale
+BLOCK_BYTES = SIDE * SIDE // 2 + SIDE * SIDE // BLOCK
+_THREADS = 128
+# Bits of a pair: of the first code magnitude and sign, of the second 16 further on.
+_PLACES = (6, 7, 8, 15)
+_TURNS = (0, 6, 26)  # to the left, of the pairs of a word
+_LEFT = (3, 4, 10, 11)  # what these leave of either half of a word
+_TURN_OF_SECOND = 2  # of what the second word leaves, to where it does not meet what the first one leaves
+_LAST_TURNS = (28, 2)  # of the pairs in both
+
+
+def pack_mxfp4(codes: Tensor, scales: Tensor, *, gated: Layout | None = None) -> Tensor:
+    """Mxfp4 weights in the order that the kernels of compute capability 9.0 read fastest, for :func:`flashmoe.fused_moe`.
+
+    Done once, when a model is loaded; ``fused_moe(x, pack_mxfp4(w13, w13_scale, gated=layout), pack_mxfp4(w2, w2_scale), ...,
+    layout=layout)``, without scales, then has the bits that it has on the weights as they were.
+
+    Args:
+        codes: uint8 [E, N, K / 2], or a checkpoint's blocks [E, N, K / 32, 16]; e2m1 codes, the first of two in the low four bits.
+            N and K are multiples of 64.
+        scales: uint8 [E, N, K / 32], 2^(b - 127) for each 32 along a row.
+        gated: for w13 the layout of its rows, "concat" or "interleaved", of which rows of gate and up are then neighbours; None for w2.
+
+    Returns:
+        uint8 [E, N / 64, K / 64, 2176]: codes and scales of 64 by 64 weights. As many bytes as codes and scales together.
+
+    Raises:
+        ArgumentTypeError, ArgumentError, DtypeError, ShapeError: an argument breaks a rule above; the message says which.
+    """
+    for name, tensor in (("codes", codes), ("scales", scales)):
+        errors.check_tensor(name, tensor)
+        if tensor.dtype is not torch.uint8:
+            msg = f"{name} is {str(tensor.dtype).removeprefix('torch.')}; uint8 is needed; view the bytes with .view(torch.uint8)"
+            raise DtypeError(msg)
+    if gated is not None and gated not in LAYOUTS:
+        msg = f"gated is {gated!r}; supported: None, {', '.join(map(repr, LAYOUTS))}; use one of them"
+        raise ArgumentError(msg)
+    if codes.dim() == 4 and codes.shape[3] == BLOCK // 2:
+        codes = codes.flatten(2)
+    if codes.dim() != 3 or codes.shape[1] % SIDE or codes.shape[2] % (SIDE // 2) or 0 in codes.shape:
+        msg = (
+            f"codes has shape {list(codes.shape)}; [E, N, K / 2] with N and K multiples of {SIDE} is needed; leave the weights unpacked, "
+            "or pad them, their scales and x with zeros"
+        )
+        raise ShapeError(msg)
+    experts, n, k = codes.shape[0], codes.shape[1], 2 * codes.shape[2]
+    needed = [experts, n, k // BLOCK]
+    if list(scales.shape) != needed or scales.device != codes.device:
+        msg = f"scales has shape {list(scales.shape)} on {scales.device}; {needed} on {codes.device} is needed, a scale for each {BLOCK}"
+        raise ShapeError(msg)
+    packed = codes.new_empty((experts, n // SIDE, k // SIDE, BLOCK_BYTES))
+    rows = _row_order(n, gated).to(codes.device)
+    for expert in range(experts):  # one at a time: what is in between is eight times as large
+        _pack_codes(codes[expert][rows], packed[expert, ..., : SIDE * SIDE // 2])
+        _pack_scales(scales[expert][rows], packed[expert, ..., SIDE * SIDE // 2 :])
+    return packed
+
+
+def is_packed(weights: object) -> bool:
+    return isinstance(weights, Tensor) and weights.dim() == 4 and weights.shape[3] == BLOCK_BYTES
+
+
+def _row_order(n: int, gated: str | None) -> Tensor:
+    """The row of the weights that is each row of the packed ones: of w13 eight of gate, then the same eight of up."""
+    rows = torch.arange(n)
+    if gated is None:
+        return rows
+    column, is_up = rows // 16 * 8 + rows % 8, rows // 8 % 2
+    return 2 * column + is_up if gated == "interleaved" else is_up * (n // 2) + column
+
+
+def _pack_codes(codes: Tensor, out: Tensor) -> None:
+    """[n, k / 2] to bytes [n / 64, k / 64, 2048]."""
+    n, half = codes.shape
+    nibbles = torch.stack((codes & 15, codes >> 4), -1).to(torch.int32)
+    # [rows / 64, warp, row of a pair's eight, g, k / 64, 32 k, 16 k, 8 k, q, code of a pair]
+    axes = nibbles.view(n // SIDE, 4, 2, 8, half * 2 // SIDE, 2, 2, 2, 4, 2)
+    # [rows / 64, k / 64, warp, g, q, 32 k; 16 k, 8 k, row: a pair; code]
+    ordered = axes.permute(0, 4, 1, 3, 8, 5, 6, 7, 2, 9).reshape(n // SIDE, half * 2 // SIDE, _THREADS, 2, 8, 2)
+    words = ordered.new_zeros((*ordered.shape[:4], 2))
+    for pair, code, bit, word, place in _bits():
+        value = ordered[..., pair, code] >> bit & 1
+        words[..., word] |= value << place
+    out.copy_(words.flatten(2).view(torch.uint8))
+
+
+@cache
+def _bits() -> tuple[tuple[int, int, int, int, int], ...]:
+    """(pair, code, bit of the code, word, bit of the word) for all bits of 16 codes."""
+    places = [(code, bit, place + 16 * code) for code in range(2) for bit, place in enumerate(_PLACES)]
+    found = []
+    for code, bit, place in places:
+        for word in range(2):
+            found += [(3 * word + i, code, bit, word, (place - turn) % 32) for i, turn in enumerate(_TURNS)]
+        for i, turn in enumerate(_LAST_TURNS):
+            rest = (place - turn) % 32  # of what both words leave
+            is_first = rest % 16 in _LEFT
+            found.append((6 + i, code, bit, 0 if is_first else 1, rest if is_first else (rest - _TURN_OF_SECOND) % 32))
+    return tuple(found)
+
+
+def _pack_scales(scales: Tensor, out: Tensor) -> None:
+    """[n, k / 32] to bytes [n / 64, k / 64, 128]: of each warp and g the two rows' scales of the first 32 k, then of the others."""
+    n, blocks = scales.shape
+    axes = scales.view(n // SIDE, 4, 2, 8, blocks // 2, 2)  # [rows / 64, warp, row, g, k / 64, 32 k]
+    out.copy_(axes.permute(0, 4, 1, 3, 5, 2).reshape(n // SIDE, blocks // 2, 128))
