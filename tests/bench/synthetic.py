@@ -61,7 +61,9 @@ def interleaved_samples(
     return taken["subject"], taken["baseline"]
 
 
-def synthetic_report(suite_name: str = "llm-prefill", speeds: dict[str, float] | None = None, **settings: Any) -> Report:
+def synthetic_report(
+    suite_name: str = "llm-prefill", speeds: dict[str, float] | None = None, **settings: Any
+) -> Report:
     """A report as a run would write it; ``speeds`` holds each contender's share of an invented top speed; ``settings``: see ``_report``.
 
     Of ``llm-prefill`` it holds the bf16 half alone. The caller may change what it gets.

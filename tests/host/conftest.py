@@ -183,7 +183,7 @@ def compile_chooser(folder: Path, targets: tuple[str, ...] | None) -> Chooser:
         str(ROOT / "csrc" / "attention" / "host" / "select.cpp"),
         str(ROOT / "csrc" / "host" / "find_kernels.cpp"),
     ]
-    flags = ["-std=c++17", "-O1", "-shared", "-fPIC", "-Wall", "-Wextra", "-Werror", f"-I{ROOT / 'csrc'}"]
+    flags = ["-std=c++17", "-O0", "-shared", "-fPIC", "-Wall", "-Wextra", "-Werror", f"-I{ROOT / 'csrc'}"]
     subprocess.run([find_toolchain().cxx, *flags, *sources, "-o", str(library)], check=True, timeout=120)
     loaded = ctypes.CDLL(str(library))
     function = loaded.choose

@@ -10,6 +10,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from flashmoe_build.compile.codegen import PlacedBinary, kernel_table_source
+from flashmoe_build.compile.host import PRECOMPILED, TORCH_TARGET_VERSION
 from flashmoe_build.compile.toolchain import find_toolchain
 from flashmoe_tools.tables import load_tables
 
@@ -33,22 +34,29 @@ SHARED = (
 
 def compile_extension(folder: Path, operation: str, names: Iterable[str]) -> Path:
     """csrc/OPERATION/host, the files of these names, with the kernel table and fake_gpu.cpp of tests/host/OPERATION."""
-    tables, toolchain = load_tables(), find_toolchain()
-    placed = [PlacedBinary(unit, 0, 0, "") for unit in tables.units()]
-    (folder / "table.cpp").write_text(kernel_table_source(tables, placed))
     sources = [
-        folder / "table.cpp",
         HERE / operation / "fake_gpu.cpp",
         *(CSRC / "host" / f"{name}.cpp" for name in SHARED),
         *(CSRC / operation / "host" / f"{name}.cpp" for name in names),
         CSRC / "cpu" / "isa.cpp",
     ]
-    flags = ["-std=c++17", "-O1", "-fPIC", "-DTORCH_TARGET_VERSION=0x020a000000000000"]
+    return compile_library(folder / "libflashmoe.so", sources)
+
+
+def compile_library(path: Path, sources: Iterable[Path]) -> Path:
+    """The sources and the table of every kernel; others' headers are parsed once, as in the build."""
+    tables, toolchain = load_tables(), find_toolchain()
+    placed = [PlacedBinary(unit, 0, 0, "") for unit in tables.units()]
+    table, header = path.with_name("table.cpp"), path.with_name("precompiled.h")
+    table.write_text(kernel_table_source(tables, placed))
+    header.write_text((CSRC / PRECOMPILED).read_text())
+    flags = ["-std=c++17", "-O0", "-fPIC", f"-DTORCH_TARGET_VERSION={TORCH_TARGET_VERSION}"]
     includes = [f"-I{CSRC}", f"-isystem{toolchain.torch_include}", f"-isystem{toolchain.cuda_include}"]
+    compiler = [toolchain.cxx, *flags, *includes]
+    subprocess.run([*compiler, "-x", "c++-header", str(header), "-o", f"{header}.gch"], check=True, timeout=120)
     torch_library = [f"-L{toolchain.torch_library}", "-Wl,--allow-shlib-undefined", "-ltorch_cpu"]
-    path = folder / "libflashmoe.so"
-    command = [toolchain.cxx, *flags, "-shared", "-Wl,-Bsymbolic", *includes, *map(str, sources), *torch_library]
-    subprocess.run([*command, "-o", str(path)], check=True, timeout=300)
+    files = ["-include", str(header), str(table), *map(str, sources), *torch_library]
+    subprocess.run([*compiler, "-shared", "-Wl,-Bsymbolic", *files, "-o", str(path)], check=True, timeout=300)
     return path
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import json
-import subprocess
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,23 +12,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from flashmoe_build.compile.codegen import PlacedBinary, kernel_table_source
-from flashmoe_build.compile.toolchain import find_toolchain
-from flashmoe_tools.tables import load_tables
+from tests.host.faked import CSRC, SHARED, compile_library
 
 HERE = Path(__file__).parent
-CSRC = HERE.parents[1] / "csrc"
-SHARED = (
-    "check_values",
-    "copies",
-    "find_kernels",
-    "last_kernel",
-    "launch",
-    "load_kernels",
-    "tensor",
-    "tensor_map",
-    "tile_counters",
-)
 ATTENTION = (
     "arguments",
     "launch",
@@ -47,21 +32,12 @@ Launch = dict[str, Any]
 
 @pytest.fixture(scope="module")
 def library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
-    folder = tmp_path_factory.mktemp("launch")
-    tables, toolchain = load_tables(), find_toolchain()
-    placed = [PlacedBinary(unit, 0, 0, "") for unit in tables.units()]
-    (folder / "table.cpp").write_text(kernel_table_source(tables, placed))
     sources = [
-        *(CSRC / "host" / f"{name}.cpp" for name in SHARED),
+        HERE / "fake_gpu.cpp",
+        *(CSRC / "host" / f"{name}.cpp" for name in SHARED if name not in ("arguments", "library")),
         *(CSRC / "attention" / "host" / f"{name}.cpp" for name in ATTENTION),
     ]
-    flags = ["-std=c++17", "-O0", "-shared", "-fPIC", "-Wl,-Bsymbolic", "-DTORCH_TARGET_VERSION=0x020a000000000000"]
-    includes = [f"-I{CSRC}", f"-isystem{toolchain.torch_include}", f"-isystem{toolchain.cuda_include}"]
-    torch_library = [f"-L{toolchain.torch_library}", "-Wl,--allow-shlib-undefined", "-ltorch_cpu"]
-    path = folder / "fake.so"
-    files = map(str, (folder / "table.cpp", HERE / "fake_gpu.cpp", *sources))
-    command = [toolchain.cxx, *flags, *includes, *files, *torch_library, "-o", str(path)]
-    subprocess.run(command, check=True, timeout=300)
+    path = compile_library(tmp_path_factory.mktemp("launch") / "fake.so", sources)
     torch.ops.load_library(str(path))
     library = ctypes.CDLL(str(path))
     library.fake_log.restype = ctypes.c_char_p
