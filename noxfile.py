@@ -233,6 +233,9 @@ def fuzz(session: nox.Session) -> None:
 @nox.session
 def emulate(session: nox.Session) -> None:
     """Run the CUDA kernels on the CPU (-- --kernel sm90 --seeds 8; -- --changed; docs/emulation.md)."""
+    os.environ.setdefault(
+        "OMP_WAIT_POLICY", "passive"
+    )  # references are small: torch's threads would spin half of the time
     program(
         session,
         locked(session, "build"),

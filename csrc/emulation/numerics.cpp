@@ -10,6 +10,7 @@ namespace emulation {
 namespace {
 
 constexpr int kLanes = 8;  // columns handled together: one AVX-512 or two AVX2 registers of doubles
+constexpr int kRowsAtOnce = 4;
 
 std::vector<float> f16_table() {
   std::vector<float> table(65536);
@@ -46,39 +47,53 @@ float element_to_float(Format format, uint16_t bits) {
   return format == Format::kF16 ? table[bits] : bf16_to_float(bits);
 }
 
+// Columns of one row are the lanes of a vector; several rows at once, whose sums do not wait for each other.
+typedef double Lanes __attribute__((vector_size(8 * kLanes)));
+typedef int64_t Bits __attribute__((vector_size(8 * kLanes)));
+constexpr Bits kExponent = Bits{} + 0x7ff0000000000000ll, kSign = Bits{} + static_cast<int64_t>(1ull << 63);
+
+// Below 2^52, which quotients by the largest one's quantum are unless something infinite takes part.
+inline __attribute__((always_inline)) Lanes truncated(Lanes value) {
+  const Lanes size = reinterpret_cast<Lanes>(reinterpret_cast<Bits>(value) & ~kSign);
+  Lanes whole = (size + 0x1p52) - 0x1p52;
+  whole -= whole > size ? Lanes{} + 1.0 : Lanes{};
+  return reinterpret_cast<Lanes>(reinterpret_cast<Bits>(whole) | (reinterpret_cast<Bits>(value) & kSign));
+}
+
+template <int kRows>
+inline __attribute__((always_inline)) void add_products(int block, double scale_down, int k, const double* a,
+                                                        const double* a_power, const double* b, const double* b_power,
+                                                        int columns, Lanes (&sum)[kRows]) {
+  Lanes largest[kRows], inverse[kRows];
+  for (int i = 0; i < kRows; ++i) {
+    const Lanes power = reinterpret_cast<Lanes>(reinterpret_cast<Bits>(sum[i]) & kExponent);
+    largest[i] = power < 0x1p-126 ? Lanes{} + 0x1p-126 : power;
+    largest[i] = power > 0x1p1000 ? Lanes{} + 1.0 : largest[i];  // infinity and NaN pass through
+    largest[i] = sum[i] == 0 ? Lanes{} : largest[i];
+  }
+  for (int at = 0; at < block; ++at) {
+    Lanes column;
+    std::memcpy(&column, b_power + at * columns, sizeof column);
+    for (int i = 0; i < kRows; ++i) {
+      const Lanes candidate = a_power[i * k + at] * column;
+      largest[i] = candidate > largest[i] ? candidate : largest[i];
+    }
+  }
+  for (int i = 0; i < kRows; ++i) {
+    inverse[i] = largest[i] == 0 ? Lanes{} : 1.0 / (largest[i] * scale_down);
+    sum[i] = truncated(sum[i] * inverse[i]);
+  }
+  for (int at = 0; at < block; ++at) {
+    Lanes column;
+    std::memcpy(&column, b + at * columns, sizeof column);
+    for (int i = 0; i < kRows; ++i) sum[i] += truncated(a[i * k + at] * column * inverse[i]);
+  }
+  for (int i = 0; i < kRows; ++i) sum[i] *= largest[i] * scale_down;
+}
+
 #if defined(__x86_64__) && !defined(FLASHMOE_EMULATION_SANITIZE)
 __attribute__((target_clones("avx512f", "avx2", "default")))
 #endif
-static void block_product(int block, double scale_down, const double* a, const double* a_power, const double* b,
-                          const double* b_power, int stride, double* d) {
-  double largest[kLanes], sum[kLanes], power[kLanes];
-  for (int j = 0; j < kLanes; ++j) {
-    uint64_t bits;
-    std::memcpy(&bits, &d[j], 8);
-    bits &= 0x7ff0000000000000ull;
-    std::memcpy(&power[j], &bits, 8);
-    largest[j] = power[j] < 0x1p-126 ? 0x1p-126 : power[j];
-    largest[j] = power[j] > 0x1p1000 ? 1.0 : largest[j];  // infinity and NaN pass through
-    largest[j] = d[j] == 0 ? 0.0 : largest[j];
-  }
-  for (int k = 0; k < block; ++k) {
-    for (int j = 0; j < kLanes; ++j) {
-      const double candidate = a_power[k] * b_power[k * stride + j];
-      largest[j] = candidate > largest[j] ? candidate : largest[j];
-    }
-  }
-  double inverse[kLanes], quantum[kLanes];
-  for (int j = 0; j < kLanes; ++j) {
-    quantum[j] = largest[j] * scale_down;
-    inverse[j] = largest[j] == 0 ? 0.0 : 1.0 / quantum[j];
-    sum[j] = __builtin_trunc(d[j] * inverse[j]);
-  }
-  for (int k = 0; k < block; ++k) {
-    for (int j = 0; j < kLanes; ++j) sum[j] += __builtin_trunc(a[k] * b[k * stride + j] * inverse[j]);
-  }
-  for (int j = 0; j < kLanes; ++j) d[j] = sum[j] * quantum[j];
-}
-
 void tensor_core_product(const TensorCore& core, int rows, int columns, int k, float* d, const float* a,
                          const float* b) {
   thread_local std::vector<double> storage;
@@ -92,17 +107,23 @@ void tensor_core_product(const TensorCore& core, int rows, int columns, int k, f
   for (int i = 0; i < rows * k; ++i) a_value[i] = a[i], a_power[i] = exponent_power(a[i], 0x1p-126);
   for (int i = 0; i < k * columns; ++i) b_value[i] = b[i], b_power[i] = exponent_power(b[i], 0x1p-126);
   const double scale_down = std::ldexp(1.0, -23 - core.extra_bits);
-  for (int i = 0; i < rows; ++i) {
+  for (int i = 0; i < rows; i += kRowsAtOnce) {
     for (int j = 0; j < columns; j += kLanes) {
-      double lane[kLanes];
-      for (int c = 0; c < kLanes; ++c) lane[c] = d[i * columns + j + c];
+      Lanes sum[kRowsAtOnce];
+      for (int r = 0; r < kRowsAtOnce; ++r) {
+        for (int c = 0; c < kLanes; ++c) sum[r][c] = d[(i + r) * columns + j + c];
+      }
       for (int begin = 0; begin < k; begin += core.block) {
         const int block = core.block < k - begin ? core.block : k - begin;
-        block_product(block, scale_down, a_value + i * k + begin, a_power + i * k + begin,
-                      b_value + begin * columns + j, b_power + begin * columns + j, columns, lane);
-        for (int c = 0; c < kLanes; ++c) lane[c] = cut_to_float(lane[c]);
+        add_products(block, scale_down, k, a_value + i * k + begin, a_power + i * k + begin,
+                     b_value + begin * columns + j, b_power + begin * columns + j, columns, sum);
+        for (Lanes& row : sum) {
+          for (int c = 0; c < kLanes; ++c) row[c] = cut_to_float(row[c]);
+        }
       }
-      for (int c = 0; c < kLanes; ++c) d[i * columns + j + c] = static_cast<float>(lane[c]);
+      for (int r = 0; r < kRowsAtOnce; ++r) {
+        for (int c = 0; c < kLanes; ++c) d[(i + r) * columns + j + c] = static_cast<float>(sum[r][c]);
+      }
     }
   }
 }

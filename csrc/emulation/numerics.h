@@ -104,7 +104,7 @@ struct TensorCore {
 // added to an fp32 sum outside the tensor cores, are for.
 constexpr TensorCore kHopperE4M3{32, -10};
 
-// d[rows][columns] += a[rows][k] * b[k][columns]; columns a multiple of 8, k of 8, at most 32.
+// d[rows][columns] += a[rows][k] * b[k][columns]; rows a multiple of 4, columns of 8, k of 8, at most 32.
 void tensor_core_product(const TensorCore& core, int rows, int columns, int k, float* d, const float* a,
                          const float* b);
 

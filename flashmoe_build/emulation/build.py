@@ -28,7 +28,6 @@ COMPILE_SECONDS = 300
 # Call sites are named relative to the repository.
 COMMON_FLAGS = (
     "-std=c++17",
-    "-g",
     "-fPIC",
     "-fno-strict-aliasing",
     "-ffp-contract=off",
@@ -37,16 +36,16 @@ COMMON_FLAGS = (
 )
 # -Og compiles in half of -O2's time, and a run takes as long: nearly all of it is in the machine, which is compiled with -O3.
 KERNEL_LEVEL = "-Og"
-# Following variables through optimised code takes a fifth of the compile time; gdb has lines and frames without it.
+# gdb has a kernel's lines and frames, which -g1 holds; more takes longer to compile, and that of the machine to link.
 # Neither kernels nor the machine throw; without landing pads a kernel compiles in nine tenths of the time.
-KERNEL_FLAGS = ("-fno-var-tracking", "-fno-math-errno", "-fno-exceptions", "-include", "emulation/prelude.h")
+KERNEL_FLAGS = ("-g1", "-fno-var-tracking", "-fno-math-errno", "-fno-exceptions", "-include", "emulation/prelude.h")
 # Indices of register arrays, overflow and shifts of ints trap; the machine reports them.
 TRAP_FLAGS = ("-fsanitize=bounds,signed-integer-overflow,shift", "-fsanitize-undefined-trap-on-error")
 DIVISION_FLAG = "-fsanitize=integer-divide-by-zero"
 POISON_FLAG = (
     "-ftrivial-auto-var-init=pattern"  # g++ 12 and later; with 11, locals hold what the stack happened to have
 )
-MACHINE_FLAGS = ("-O3", "-fno-math-errno", "-fno-trapping-math", "-Wall", "-Wextra")
+MACHINE_FLAGS = ("-O3", "-fno-math-errno", "-fno-trapping-math", "-Wall", "-Wextra", "-Wno-psabi")
 _MACHINE_LOCK = threading.Lock()
 MAP_BYTES = 128  # of an encoded tensor map; also the width of the swizzle
 

@@ -19,6 +19,7 @@ from flashmoe_tools.tables import Tables, Unit
 # Each family adds as its own GPU does; the seeds of the suite use every policy for work in flight.
 FAMILY_CORES = {"sm75": "t4", "sm80": "a100", "sm90": "h100"}
 FEW_OF = 5  # of so many problems one is run where another kernel of the same source runs them all
+_KERNELS: dict[int, tuple[Tables, tuple[Kernel, ...]]] = {}  # found once for each set of tables, which cannot be hashed
 NOT_EMULATED = NamedProblem("not emulated")  # what a kernel operation without a runner has: a case that fails
 
 
@@ -75,6 +76,13 @@ class Case:
 def kernels(tables: Tables) -> tuple[Kernel, ...]:
     """Every distinct kernel of the table: same name and same numbers count once; a name with several tiles gets the
     target of each in its label."""
+    known = _KERNELS.get(id(tables))
+    if known is None or known[0] is not tables:
+        known = _KERNELS[id(tables)] = (tables, _distinct(tables))
+    return known[1]
+
+
+def _distinct(tables: Tables) -> tuple[Kernel, ...]:
     distinct: dict[tuple[object, ...], Unit] = {}
     for unit in tables.units():
         row = unit.row

@@ -29,7 +29,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--sustained",
         action="store_true",
-        help="0.4 s of calls back to back a sample, clock and watts beside each time",
+        help="each sample is 0.4 s of calls back to back, with clock and watts beside it",
     )
     parser.add_argument("--quick", action="store_true", help="the suite's quick cases, in its quick time")
     parser.add_argument(

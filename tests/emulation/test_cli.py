@@ -38,11 +38,11 @@ def named_apart() -> list[Case]:
     return chosen
 
 
-@pytest.mark.parametrize("case", named_apart(), ids=lambda case: case.identity)
-def test_the_command_names_the_case(case: Case) -> None:
-    words = shlex.split(case.command())
-    assert words[:3] == ["python", "-m", "flashmoe_build.emulation"]
-    assert selected_cases(parser().parse_args(words[3:])) == [case]
+def test_the_command_names_the_case() -> None:
+    for case in named_apart():
+        words = shlex.split(case.command())
+        assert words[:3] == ["python", "-m", "flashmoe_build.emulation"]
+        assert selected_cases(parser().parse_args(words[3:])) == [case]
 
 
 def test_a_planted_bug_is_found_and_its_command_printed(capsys: pytest.CaptureFixture[str]) -> None:

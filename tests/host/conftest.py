@@ -185,7 +185,7 @@ def compile_chooser(folder: Path, targets: tuple[str, ...] | None) -> Chooser:
     ]
     flags = [
         "-std=c++17",
-        "-O1",
+        "-O0",
         "-shared",
         "-fPIC",
         "-Wl,--exclude-libs,ALL",

@@ -1,8 +1,6 @@
 // Emulated: the signatures of csrc/ptx/math.cuh; none needs a call site; a test holds the two against each other.
 #pragma once
 
-#include <cmath>
-
 #include "emulation/machine.h"
 #include "ptx/types.cuh"
 
@@ -20,11 +18,11 @@ __device__ __forceinline__ float negative_infinity() { return emulation::bits_fl
 // The approximations of the GPU are within 2 units in the last place of these (rounded from double); they are not equal
 // to them bit for bit.
 __device__ __forceinline__ float exp2_approx(float x) {
-  return emulation::flush_to_zero(static_cast<float>(std::exp2(static_cast<double>(emulation::flush_to_zero(x)))));
+  return emulation::flush_to_zero(static_cast<float>(__builtin_exp2(static_cast<double>(emulation::flush_to_zero(x)))));
 }
 
 __device__ __forceinline__ float lg2_approx(float x) {
-  return emulation::flush_to_zero(static_cast<float>(std::log2(static_cast<double>(emulation::flush_to_zero(x)))));
+  return emulation::flush_to_zero(static_cast<float>(__builtin_log2(static_cast<double>(emulation::flush_to_zero(x)))));
 }
 
 __device__ __forceinline__ float rcp_approx(float x) {
@@ -37,14 +35,14 @@ __device__ __forceinline__ float sub_rn(float a, float b) {
 
 __device__ __forceinline__ float fma_rn(float a, float b, float c) {
   return emulation::flush_to_zero(
-      std::fma(emulation::flush_to_zero(a), emulation::flush_to_zero(b), emulation::flush_to_zero(c)));
+      __builtin_fmaf(emulation::flush_to_zero(a), emulation::flush_to_zero(b), emulation::flush_to_zero(c)));
 }
 
 __device__ __forceinline__ float max_ftz(float a, float b) {
-  return std::fmax(emulation::flush_to_zero(a), emulation::flush_to_zero(b));
+  return __builtin_fmaxf(emulation::flush_to_zero(a), emulation::flush_to_zero(b));
 }
 
-__device__ __forceinline__ float min_nan(float a, float b) { return std::isnan(a) || a < b ? a : b; }
+__device__ __forceinline__ float min_nan(float a, float b) { return __builtin_isnan(a) || a < b ? a : b; }
 
 }  // namespace ptx
 }  // namespace flashmoe
