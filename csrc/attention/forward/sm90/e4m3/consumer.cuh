@@ -15,11 +15,11 @@ namespace flashmoe {
 namespace attention {
 namespace sm90 {
 
-// A head's scale in memory, times its factor.
-__device__ __forceinline__ float load_scale(const CacheScale& scale, int batch, int head) {
-  return scale.values == nullptr
-             ? scale.factor
-             : scale.factor * ptx::ld_global_float(scale.values + batch * scale.stride + head * scale.head_stride);
+// The scale of a row of a head in memory, times its factor.
+__device__ __forceinline__ float load_scale(const BlockScale& scale, int batch, int head, int row) {
+  if (scale.values == nullptr) return scale.factor;
+  const float* head_gmem = scale.values + batch * scale.stride + head * scale.head_stride;
+  return scale.factor * ptx::ld_global_float(head_gmem + (row >> scale.block_shift) * scale.block_stride);
 }
 
 template <typename Spec, MaskKind kMask>
@@ -36,14 +36,16 @@ struct E4m3Consumer : Consumer<Spec, kMask> {
                                           int consumer_)
       : Base(params_.forward, shared_, consumer_), codes(params_) {}
 
-  // scores[64 x kBlockN] = Q K^T; asynchronous.
-  __device__ __forceinline__ void issue_scores(float (&scores)[kScores]) const {
+  // scores[64 x kColumns] = Q K^T of a block's keys from kFirst on; asynchronous.
+  template <int kFirst, int kColumns>
+  __device__ __forceinline__ void issue_scores(float (&scores)[kScores], int stage) const {
     const auto q = this->shared.query(this->query.stage, this->consumer).k_major();
-    const auto k = this->shared.key(this->key.stage).k_major();
+    const auto k = this->shared.key(stage).k_major();
+    auto& part = reinterpret_cast<float(&)[kColumns / 2]>(scores[kFirst / 2]);
     ptx::wgmma_fence();
 #pragma unroll
     for (int step = 0; step < Spec::kHeadDim / 32; ++step) {
-      ptx::wgmma_e4m3_n128(scores, q.k_step(step), k.k_step(step), step == 0 ? 0 : 1);
+      ptx::wgmma_e4m3<kColumns>(part, q.k_step(step), k.k_step(step, kFirst), step == 0 ? 0 : 1);
     }
     ptx::wgmma_commit();
   }
@@ -103,32 +105,78 @@ struct E4m3Consumer : Consumer<Spec, kMask> {
     }
   }
 
-  template <bool kIsMasked>
-  __device__ __forceinline__ void attend_block(float (&output)[kOutputs], RowState& rows, float scale_log2,
-                                               const Tile<kMask>& tile, int block) {
+  // The first scores of the block at `at`, once its K is there.
+  __device__ __forceinline__ void issue_ahead(float (&scores)[kScores], const RingPosition<Spec::kNumStages>& at) const {
+    if constexpr (Spec::kAheadColumns > 0) {
+      ptx::mbarrier_wait(this->shared.key_full(at.stage), at.parity);
+      issue_scores<0, Spec::kAheadColumns>(scores, at.stage);
+    }
+  }
+
+  // In: the block's first kAheadColumns scores, asked for. Out: those of the next block, if there is one.
+  // The scale of a block's key or value. What the tile is stands in shared memory: no register is held for calls with such scales.
+  __device__ __forceinline__ float load_block_scale(const BlockScale& scale, int key) const {
+    const auto tile = read_tile<Tile<kMask>>(this->shared.tile(this->query.stage, this->consumer));
+    return load_scale(scale, tile.batch, tile.head / heads_per_key_head(this->params),
+                      minimum(key, this->params.seq_k - 1));
+  }
+
+  // Of keys whose scales are those of blocks: those of each 64 keys, read while registers are free, by which the scores are multiplied later.
+  static constexpr int kKeyScales = Spec::kBlockN / 64;
+  __device__ __forceinline__ void load_key_scales(float (&scales)[kKeyScales], int block) const {
+    if (codes.k_scale.block_shift == 0) return;
+#pragma unroll
+    for (int i = 0; i < kKeyScales; ++i) scales[i] = load_block_scale(codes.k_scale, block * Spec::kBlockN + i * 64);
+  }
+  // A scale below zero makes NaN.
+  __device__ __forceinline__ void scale_keys(float (&scores)[kScores], const float (&scales)[kKeyScales]) const {
+    if (codes.k_scale.block_shift == 0) return;
+#pragma unroll
+    for (int i = 0; i < kScores; ++i) {
+      const float scale = scales[i / 32];
+      scores[i] *= scale < 0.0f ? ptx::bits_float(0x7fffffffu) : scale;
+    }
+  }
+
+  template <bool kIsMasked, bool kHasNext>
+  __device__ __forceinline__ void attend_block(float (&scores)[kScores], float (&output)[kOutputs], RowState& rows,
+                                               float scale_log2, const Tile<kMask>& tile, int block) {
+    constexpr int kAhead = Spec::kAheadColumns;
     uint32_t probabilities[kProbabilities];
     float factor[2];
-    {
-      float scores[kScores];
-      this->wait_key();
-      issue_scores(scores);
-      ptx::wgmma_wait<0>();
-      ptx::wgmma_fence_operands(scores);
-      release_key();
-      if constexpr (kIsMasked) this->mask_block(scores, tile, block);
-      float rescale[2];
-      if (block_softmax<Spec::kBlockN, kIsMasked>(scores, rows, factor, rescale, scale_log2)) {
+    float key_scales[kKeyScales];
+    load_key_scales(key_scales, block);
+    if constexpr (kAhead == 0) this->wait_key();
+    if constexpr (kAhead < Spec::kBlockN) issue_scores<kAhead, Spec::kBlockN - kAhead>(scores, this->key.stage);
+    ptx::wgmma_wait<0>();
+    ptx::wgmma_fence_operands(scores);
+    release_key();
+    scale_keys(scores, key_scales);
+    if constexpr (kIsMasked) this->mask_block(scores, tile, block);
+    float rescale[2];
+    if (block_softmax<Spec::kBlockN, Spec::kPolynomialGroups, kIsMasked>(scores, rows, factor, rescale, scale_log2)) {
 #pragma unroll
-        for (int i = 0; i < kOutputs; ++i) output[i] *= rescale[i / 2 % 2];
-      }
-      pack_probabilities(probabilities, scores);
+      for (int i = 0; i < kOutputs; ++i) output[i] *= rescale[i / 2 % 2];
+    }
+    pack_probabilities(probabilities, scores);
+    if (codes.v_scale.block_shift != 0) {
+      const float scale = load_block_scale(codes.v_scale, block * Spec::kBlockN);
+      factor[0] *= scale;
+      factor[1] *= scale;
     }
     wait_value();
 #pragma unroll
     for (int column = 0; column < Spec::kHeadDim; column += Spec::kPartialColumns) {
       float partial[kPartials];
       issue_partial(partial, probabilities, column);
-      ptx::wgmma_wait<0>();
+      if (kAhead > 0 && kHasNext && column == 0) {
+        RingPosition<Spec::kNumStages> next = this->key;
+        next.advance();
+        issue_ahead(scores, next);
+        ptx::wgmma_wait<1>();
+      } else {
+        ptx::wgmma_wait<0>();
+      }
       ptx::wgmma_fence_operands(partial);
       add_partial(output, partial, factor, column);
       // The sums of the next columns take these registers.
@@ -153,8 +201,10 @@ struct E4m3Consumer : Consumer<Spec, kMask> {
       }
       const int kv_head = tile.head / heads_per_key_head(params);
       // Positive scales keep the maximum of the products that of the scores. Of zero the scores are zero, and those of hidden keys stay -inf.
-      const float scale = load_scale(codes.q_scale, tile.batch, tile.head) *
-                          load_scale(codes.k_scale, tile.batch, kv_head) * params.scale_log2;
+      const float key_scale =
+          codes.k_scale.block_shift == 0 ? load_scale(codes.k_scale, tile.batch, kv_head, 0) : 1.0f;
+      const float scale =
+          load_scale(codes.q_scale, tile.batch, tile.head, first_row) * key_scale * params.scale_log2;
       const float scale_log2 = scale == 0.0f ? kLeastScale : scale < 0.0f ? ptx::bits_float(0x7fffffffu) : scale;
       float output[kOutputs];
 #pragma unroll
@@ -163,11 +213,17 @@ struct E4m3Consumer : Consumer<Spec, kMask> {
       const KeyRange own = this->own_blocks(tile.sequence(params), first_row, range);
       const int plain_end = minimum(own.end, visible_keys<kMask>(tile.sequence(params), first_row).end / Spec::kBlockN);
       int block = own.begin;
-      for (; block < plain_end; ++block) attend_block<false>(output, rows, scale_log2, tile, block);
-      for (; block < own.end; ++block) attend_block<true>(output, rows, scale_log2, tile, block);
+      float scores[kScores];
+      issue_ahead(scores, this->key);
+      const int last = Spec::kAheadColumns > 0 ? own.end - 1 : own.end;  // it has no next one
+      for (; block < minimum(plain_end, last); ++block) {
+        attend_block<false, true>(scores, output, rows, scale_log2, tile, block);
+      }
+      for (; block < last; ++block) attend_block<true, true>(scores, output, rows, scale_log2, tile, block);
+      if constexpr (Spec::kAheadColumns > 0) attend_block<true, false>(scores, output, rows, scale_log2, tile, block);
       this->release_query();
 
-      const float v_scale = load_scale(codes.v_scale, tile.batch, kv_head);
+      const float v_scale = codes.v_scale.block_shift == 0 ? load_scale(codes.v_scale, tile.batch, kv_head, 0) : 1.0f;
       float inverse_sum[2];
       float lse[2];
 #pragma unroll
