@@ -187,7 +187,12 @@ def test_equal_scales_of_blocks_are_one_scale(kind: int, causal: bool, device: s
     def all_of(codes: Codes, scale: float) -> Codes:
         return Codes(codes.codes, torch.full(codes.codes.shape[:3], scale))
 
-    blocks = call(*(all_of(one, size) for one, size in zip((q, k, v), (0.5, 2.0, 4.0), strict=True)), device, scales=kind, causal=causal)
+    blocks = call(
+        *(all_of(one, size) for one, size in zip((q, k, v), (0.5, 2.0, 4.0), strict=True)),
+        device,
+        scales=kind,
+        causal=causal,
+    )
     codes = (one.codes.to(device) for one in (q, k, v))
     whole = flashmoe.attention(*codes, causal=causal, q_scale=0.5, k_scale=2.0, v_scale=4.0, return_lse=True)
     assert all(torch.equal(one, other) for one, other in zip(blocks, whole, strict=True))
@@ -200,7 +205,7 @@ def test_retrieval_among_many_keys(device: str) -> None:
     q = torch.randn(1, 4, 64, 128, generator=generator)
     k = torch.randn(1, 2, keys, 128, generator=generator)
     v = torch.randn(1, 2, keys, 128, generator=generator)
-    places = torch.randint(0, keys, (4, 64), generator=generator)
+    places = torch.randperm(keys, generator=generator)[: 4 * 64].view(4, 64)
     for head in range(4):
         size = q[0, head].square().sum(dim=-1, keepdim=True) / 128**0.5
         k[0, head // 2, places[head]] = q[0, head] * ((math.log(keys) + 0.5) / size)

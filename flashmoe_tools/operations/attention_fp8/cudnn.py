@@ -19,7 +19,9 @@ if TYPE_CHECKING:
     from flashmoe_tools.operations.attention_fp8.reference import Fp8Inputs
 
 MODULE = "cudnn"
-PROBABILITIES = 256.0  # what P is multiplied by before it is rounded: at most one, it goes as near to 448 as a power of two does
+PROBABILITIES = (
+    256.0  # what P is multiplied by before it is rounded: at most one, it goes as near to 448 as a power of two does
+)
 RESULT = 64.0  # and the result: values of five and more fit
 
 
@@ -31,13 +33,11 @@ def prepare(inputs: Fp8Inputs) -> Prepared:
     cudnn = import_module(MODULE)
     codes, number = cudnn.data_type.FP8_E4M3, cudnn.data_type.FLOAT
     handle = cudnn.create_handle()
-    graph = cudnn.pygraph(
-        handle=handle, io_data_type=codes, intermediate_data_type=number, compute_data_type=number
-    )
+    graph = cudnn.pygraph(handle=handle, io_data_type=codes, intermediate_data_type=number, compute_data_type=number)
     device = inputs.q.device
     factors = {
         **dict.fromkeys(("descale_q", "descale_k", "descale_v"), 1.0),
-        **{"descale_s": 1 / PROBABILITIES, "scale_s": PROBABILITIES, "scale_o": RESULT},
+        "descale_s": 1 / PROBABILITIES, "scale_s": PROBABILITIES, "scale_o": RESULT,
     }
     given = {
         name: graph.tensor(dim=list(one.shape), stride=list(one.stride()), data_type=codes)

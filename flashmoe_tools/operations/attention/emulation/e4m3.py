@@ -67,7 +67,11 @@ def problems(unit: Unit) -> Iterator[E4m3Problem]:
             shape = Shape(batch, heads, key_heads, seq_q, seq_k, columns)
             problem = E4m3Problem(shape, unit.dtype, causal, layout, values, index, scales=scales)
             yield replace(problem, wants_lse=index != 1, has_counter=index != 5)
-        for block_rows, seq_q, seq_k in ((BLOCK, m + 70, 3 * n + 7), (BLOCK // 2, 100, 2 * n + 70), (BLOCK // 2, m, n + 40)):
+        for block_rows, seq_q, seq_k in (
+            (BLOCK, m + 70, 3 * n + 7),
+            (BLOCK // 2, 100, 2 * n + 70),
+            (BLOCK // 2, m, n + 40),
+        ):
             shape = Shape(2, 2, 1, seq_q, seq_k, dim)
             yield E4m3Problem(shape, unit.dtype, causal, data_seed=21, scales=3, block_rows=block_rows)
         shape = Shape(1, 1, 1, 40, 2 * n, dim)

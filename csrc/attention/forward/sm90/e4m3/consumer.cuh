@@ -221,6 +221,7 @@ struct E4m3Consumer : Consumer<Spec, kMask> {
       }
       for (; block < last; ++block) attend_block<true, true>(scores, output, rows, scale_log2, tile, block);
       if constexpr (Spec::kAheadColumns > 0) attend_block<true, false>(scores, output, rows, scale_log2, tile, block);
+      ptx::warp_sync();  // lanes may still read the tile (load_block_scale)
       this->release_query();
 
       const float v_scale = codes.v_scale.block_shift == 0 ? load_scale(codes.v_scale, tile.batch, kv_head, 0) : 1.0f;
