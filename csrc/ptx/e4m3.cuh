@@ -110,35 +110,22 @@ __device__ __forceinline__ void mma_m16n8k32_e4m3(float (&d)[4], const uint32_t 
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
-// d = a * b (scale_d == 0) or d += a * b (scale_d == 1): A 64 rows, B kN rows of 32 k each in shared memory, 128-byte swizzle.
-template <int kN>
-__device__ __forceinline__ void wgmma_e4m3(float (&d)[kN / 2], uint64_t a, uint64_t b, int scale_d) {
-  static_assert(kN == 64 || kN == 128, "widths that a kernel has asked for");
+// d = a * b (scale_d == 0) or d += a * b (scale_d == 1): A 64 rows, B 128 rows of 32 k each in shared memory, 128-byte swizzle.
+__device__ __forceinline__ void wgmma_e4m3_n128(float (&d)[64], uint64_t a, uint64_t b, int scale_d) {
 #define FLASHMOE_EIGHT(t)                                                                                     \
   "+f"(d[t]), "+f"(d[t + 1]), "+f"(d[t + 2]), "+f"(d[t + 3]), "+f"(d[t + 4]), "+f"(d[t + 5]), "+f"(d[t + 6]), \
       "+f"(d[t + 7])
-  if constexpr (kN == 64) {
-    asm volatile(
-        "{\n\t.reg .pred p;\n\tsetp.ne.b32 p, %34, 0;\n\t"
-        "wgmma.mma_async.sync.aligned.m64n64k32.f32.e4m3.e4m3 "
-        "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
-        "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31}, %32, %33, p, 1, 1;\n\t}"
-        : FLASHMOE_EIGHT(0), FLASHMOE_EIGHT(8), FLASHMOE_EIGHT(16), FLASHMOE_EIGHT(24)
-        : "l"(a), "l"(b), "r"(scale_d)
-        : "memory");
-  } else {
-    asm volatile(
-        "{\n\t.reg .pred p;\n\tsetp.ne.b32 p, %66, 0;\n\t"
-        "wgmma.mma_async.sync.aligned.m64n128k32.f32.e4m3.e4m3 "
-        "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
-        "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "
-        "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, "
-        "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63}, %64, %65, p, 1, 1;\n\t}"
-        : FLASHMOE_EIGHT(0), FLASHMOE_EIGHT(8), FLASHMOE_EIGHT(16), FLASHMOE_EIGHT(24), FLASHMOE_EIGHT(32),
-          FLASHMOE_EIGHT(40), FLASHMOE_EIGHT(48), FLASHMOE_EIGHT(56)
-        : "l"(a), "l"(b), "r"(scale_d)
-        : "memory");
-  }
+  asm volatile(
+      "{\n\t.reg .pred p;\n\tsetp.ne.b32 p, %66, 0;\n\t"
+      "wgmma.mma_async.sync.aligned.m64n128k32.f32.e4m3.e4m3 "
+      "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
+      "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "
+      "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, "
+      "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63}, %64, %65, p, 1, 1;\n\t}"
+      : FLASHMOE_EIGHT(0), FLASHMOE_EIGHT(8), FLASHMOE_EIGHT(16), FLASHMOE_EIGHT(24), FLASHMOE_EIGHT(32),
+        FLASHMOE_EIGHT(40), FLASHMOE_EIGHT(48), FLASHMOE_EIGHT(56)
+      : "l"(a), "l"(b), "r"(scale_d)
+      : "memory");
 #undef FLASHMOE_EIGHT
 }
 

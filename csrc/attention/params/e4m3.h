@@ -29,7 +29,7 @@ struct BlockScale {
   int64_t stride;       // 0: the same for all
   int64_t head_stride;
   int64_t block_stride;
-  int32_t block_shift;   // 0: one for all rows, and block_stride is 0
+  int32_t block_shift;  // 0: one for all rows, and block_stride is 0
   float factor;
 };
 

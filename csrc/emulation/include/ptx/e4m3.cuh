@@ -50,11 +50,10 @@ __device__ __forceinline__ void mma_m16n8k32_e4m3(float (&d)[4], const uint32_t 
   emulation::matrix_product(d, a, b, 32, emulation::Format::kE4M3, site, "mma_m16n8k32_e4m3");
 }
 
-template <int kN>
-__device__ __forceinline__ void wgmma_e4m3(float (&d)[kN / 2], uint64_t a, uint64_t b, int scale_d,
+__device__ __forceinline__ void wgmma_e4m3_n128(float (&d)[64], uint64_t a, uint64_t b, int scale_d,
                                                 Site site = Site::here()) {
-  emulation::wgmma_product(d, kN, nullptr, false, a, b, false, false, scale_d, emulation::Format::kE4M3, site,
-                           "wgmma_e4m3");
+  emulation::wgmma_product(d, 128, nullptr, false, a, b, false, false, scale_d, emulation::Format::kE4M3, site,
+                           "wgmma_e4m3_n128");
 }
 
 }  // namespace ptx

@@ -40,16 +40,8 @@ __device__ __forceinline__ float fma_rn(float a, float b, float c) {
       std::fma(emulation::flush_to_zero(a), emulation::flush_to_zero(b), emulation::flush_to_zero(c)));
 }
 
-__device__ __forceinline__ float fma_sat(float a, float b, float c) {
-  return std::fmin(std::fmax(fma_rn(a, b, c), 0.0f), 1.0f);
-}
-
 __device__ __forceinline__ float max_ftz(float a, float b) {
   return std::fmax(emulation::flush_to_zero(a), emulation::flush_to_zero(b));
-}
-
-__device__ __forceinline__ float max_nan(float a, float b) {
-  return emulation::flush_to_zero(std::isnan(a) || a > b ? a : b);
 }
 
 __device__ __forceinline__ float min_nan(float a, float b) { return std::isnan(a) || a < b ? a : b; }

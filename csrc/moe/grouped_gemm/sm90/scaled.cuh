@@ -92,7 +92,7 @@ struct ScaledMainloop {
     ptx::wgmma_fence();
 #pragma unroll
     for (int step = 0; step < 4; ++step) {
-      ptx::wgmma_e4m3<128>(partial, a.k_step(step), b.k_step(step), step == 0 ? 0 : 1);
+      ptx::wgmma_e4m3_n128(partial, a.k_step(step), b.k_step(step), step == 0 ? 0 : 1);
     }
     ptx::wgmma_commit();
   }

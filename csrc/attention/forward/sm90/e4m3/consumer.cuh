@@ -36,16 +36,14 @@ struct E4m3Consumer : Consumer<Spec, kMask> {
                                           int consumer_)
       : Base(params_.forward, shared_, consumer_), codes(params_) {}
 
-  // scores[64 x kColumns] = Q K^T of a block's keys from kFirst on; asynchronous.
-  template <int kFirst, int kColumns>
+  // scores[64 x kBlockN] = Q K^T; asynchronous.
   __device__ __forceinline__ void issue_scores(float (&scores)[kScores], int stage) const {
     const auto q = this->shared.query(this->query.stage, this->consumer).k_major();
     const auto k = this->shared.key(stage).k_major();
-    auto& part = reinterpret_cast<float(&)[kColumns / 2]>(scores[kFirst / 2]);
     ptx::wgmma_fence();
 #pragma unroll
     for (int step = 0; step < Spec::kHeadDim / 32; ++step) {
-      ptx::wgmma_e4m3<kColumns>(part, q.k_step(step), k.k_step(step, kFirst), step == 0 ? 0 : 1);
+      ptx::wgmma_e4m3_n128(scores, q.k_step(step), k.k_step(step), step == 0 ? 0 : 1);
     }
     ptx::wgmma_commit();
   }
@@ -106,10 +104,11 @@ struct E4m3Consumer : Consumer<Spec, kMask> {
   }
 
   // The first scores of the block at `at`, once its K is there.
-  __device__ __forceinline__ void issue_ahead(float (&scores)[kScores], const RingPosition<Spec::kNumStages>& at) const {
+  __device__ __forceinline__ void issue_ahead(float (&scores)[kScores],
+                                              const RingPosition<Spec::kNumStages>& at) const {
     if constexpr (Spec::kAheadColumns > 0) {
       ptx::mbarrier_wait(this->shared.key_full(at.stage), at.parity);
-      issue_scores<0, Spec::kAheadColumns>(scores, at.stage);
+      issue_scores(scores, at.stage);
     }
   }
 
@@ -147,7 +146,7 @@ struct E4m3Consumer : Consumer<Spec, kMask> {
     float key_scales[kKeyScales];
     load_key_scales(key_scales, block);
     if constexpr (kAhead == 0) this->wait_key();
-    if constexpr (kAhead < Spec::kBlockN) issue_scores<kAhead, Spec::kBlockN - kAhead>(scores, this->key.stage);
+    if constexpr (kAhead < Spec::kBlockN) issue_scores(scores, this->key.stage);
     ptx::wgmma_wait<0>();
     ptx::wgmma_fence_operands(scores);
     release_key();
@@ -201,10 +200,8 @@ struct E4m3Consumer : Consumer<Spec, kMask> {
       }
       const int kv_head = tile.head / heads_per_key_head(params);
       // Positive scales keep the maximum of the products that of the scores. Of zero the scores are zero, and those of hidden keys stay -inf.
-      const float key_scale =
-          codes.k_scale.block_shift == 0 ? load_scale(codes.k_scale, tile.batch, kv_head, 0) : 1.0f;
-      const float scale =
-          load_scale(codes.q_scale, tile.batch, tile.head, first_row) * key_scale * params.scale_log2;
+      const float key_scale = codes.k_scale.block_shift == 0 ? load_scale(codes.k_scale, tile.batch, kv_head, 0) : 1.0f;
+      const float scale = load_scale(codes.q_scale, tile.batch, tile.head, first_row) * key_scale * params.scale_log2;
       const float scale_log2 = scale == 0.0f ? kLeastScale : scale < 0.0f ? ptx::bits_float(0x7fffffffu) : scale;
       float output[kOutputs];
 #pragma unroll

@@ -5,6 +5,7 @@
 #pragma once
 
 #include "attention/forward/sm90/softmax.cuh"
+#include "ptx/saturate.cuh"
 
 namespace flashmoe {
 namespace attention {
