@@ -13,7 +13,7 @@ TOP = 8.0  # exponent of the largest P of a row
 LOG2E = math.log2(math.e)
 # Products of 32 columns are cut 13 bits below the largest (csrc/emulation/numerics.h): of the scores, and of P V of a block.
 CUT = 2.0**-13
-EXPONENTIAL = 1.2e-4  # of an exponential, to base 2: where it is a polynomial
+EXPONENTIAL = 1e-5  # of an exponential, to base 2
 
 
 @dataclass(frozen=True)

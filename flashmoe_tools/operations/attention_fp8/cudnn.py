@@ -37,7 +37,9 @@ def prepare(inputs: Fp8Inputs) -> Prepared:
     device = inputs.q.device
     factors = {
         **dict.fromkeys(("descale_q", "descale_k", "descale_v"), 1.0),
-        "descale_s": 1 / PROBABILITIES, "scale_s": PROBABILITIES, "scale_o": RESULT,
+        "descale_s": 1 / PROBABILITIES,
+        "scale_s": PROBABILITIES,
+        "scale_o": RESULT,
     }
     given = {
         name: graph.tensor(dim=list(one.shape), stride=list(one.stride()), data_type=codes)

@@ -37,9 +37,9 @@ struct E4m3Consumer : Consumer<Spec, kMask> {
       : Base(params_.forward, shared_, consumer_), codes(params_) {}
 
   // scores[64 x kBlockN] = Q K^T; asynchronous.
-  __device__ __forceinline__ void issue_scores(float (&scores)[kScores], int stage) const {
+  __device__ __forceinline__ void issue_scores(float (&scores)[kScores]) const {
     const auto q = this->shared.query(this->query.stage, this->consumer).k_major();
-    const auto k = this->shared.key(stage).k_major();
+    const auto k = this->shared.key(this->key.stage).k_major();
     ptx::wgmma_fence();
 #pragma unroll
     for (int step = 0; step < Spec::kHeadDim / 32; ++step) {
@@ -103,17 +103,7 @@ struct E4m3Consumer : Consumer<Spec, kMask> {
     }
   }
 
-  // The first scores of the block at `at`, once its K is there.
-  __device__ __forceinline__ void issue_ahead(float (&scores)[kScores],
-                                              const RingPosition<Spec::kNumStages>& at) const {
-    if constexpr (Spec::kAheadColumns > 0) {
-      ptx::mbarrier_wait(this->shared.key_full(at.stage), at.parity);
-      issue_scores(scores, at.stage);
-    }
-  }
-
-  // In: the block's first kAheadColumns scores, asked for. Out: those of the next block, if there is one.
-  // The scale of a block's key or value. What the tile is stands in shared memory: no register is held for calls with such scales.
+  // The scale of a block's key or value. What the tile is stands in shared memory: no register is held for it.
   __device__ __forceinline__ float load_block_scale(const BlockScale& scale, int key) const {
     const auto tile = read_tile<Tile<kMask>>(this->shared.tile(this->query.stage, this->consumer));
     return load_scale(scale, tile.batch, tile.head / heads_per_key_head(this->params),
@@ -123,13 +113,14 @@ struct E4m3Consumer : Consumer<Spec, kMask> {
   // Of keys whose scales are those of blocks: those of each 64 keys, read while registers are free, by which the scores are multiplied later.
   static constexpr int kKeyScales = Spec::kBlockN / 64;
   __device__ __forceinline__ void load_key_scales(float (&scales)[kKeyScales], int block) const {
-    if (codes.k_scale.block_shift == 0) return;
 #pragma unroll
-    for (int i = 0; i < kKeyScales; ++i) scales[i] = load_block_scale(codes.k_scale, block * Spec::kBlockN + i * 64);
+    for (int i = 0; i < kKeyScales; ++i) {
+      scales[i] =
+          codes.k_scale.block_shift == 0 ? 1.0f : load_block_scale(codes.k_scale, block * Spec::kBlockN + i * 64);
+    }
   }
   // A scale below zero makes NaN.
-  __device__ __forceinline__ void scale_keys(float (&scores)[kScores], const float (&scales)[kKeyScales]) const {
-    if (codes.k_scale.block_shift == 0) return;
+  static __device__ __forceinline__ void scale_keys(float (&scores)[kScores], const float (&scales)[kKeyScales]) {
 #pragma unroll
     for (int i = 0; i < kScores; ++i) {
       const float scale = scales[i / 32];
@@ -137,28 +128,31 @@ struct E4m3Consumer : Consumer<Spec, kMask> {
     }
   }
 
-  template <bool kIsMasked, bool kHasNext>
-  __device__ __forceinline__ void attend_block(float (&scores)[kScores], float (&output)[kOutputs], RowState& rows,
-                                               float scale_log2, const Tile<kMask>& tile, int block) {
-    constexpr int kAhead = Spec::kAheadColumns;
+  // kHasBlocks: keys or values have a scale for each block of rows. Such calls have loops of their own.
+  template <bool kIsMasked, bool kHasBlocks>
+  __device__ __forceinline__ void attend_block(float (&output)[kOutputs], RowState& rows, float scale_log2,
+                                               const Tile<kMask>& tile, int block) {
     uint32_t probabilities[kProbabilities];
     float factor[2];
-    float key_scales[kKeyScales];
-    load_key_scales(key_scales, block);
-    if constexpr (kAhead == 0) this->wait_key();
-    if constexpr (kAhead < Spec::kBlockN) issue_scores(scores, this->key.stage);
-    ptx::wgmma_wait<0>();
-    ptx::wgmma_fence_operands(scores);
-    release_key();
-    scale_keys(scores, key_scales);
-    if constexpr (kIsMasked) this->mask_block(scores, tile, block);
-    float rescale[2];
-    if (block_softmax<Spec::kBlockN, Spec::kPolynomialGroups, kIsMasked>(scores, rows, factor, rescale, scale_log2)) {
+    {
+      float scores[kScores];
+      float key_scales[kKeyScales];
+      if constexpr (kHasBlocks) load_key_scales(key_scales, block);
+      this->wait_key();
+      issue_scores(scores);
+      ptx::wgmma_wait<0>();
+      ptx::wgmma_fence_operands(scores);
+      release_key();
+      if constexpr (kHasBlocks) scale_keys(scores, key_scales);
+      if constexpr (kIsMasked) this->mask_block(scores, tile, block);
+      float rescale[2];
+      if (block_softmax<Spec::kBlockN, kIsMasked>(scores, rows, factor, rescale, scale_log2)) {
 #pragma unroll
-      for (int i = 0; i < kOutputs; ++i) output[i] *= rescale[i / 2 % 2];
+        for (int i = 0; i < kOutputs; ++i) output[i] *= rescale[i / 2 % 2];
+      }
+      pack_probabilities(probabilities, scores);
     }
-    pack_probabilities(probabilities, scores);
-    if (codes.v_scale.block_shift != 0) {
+    if (kHasBlocks && codes.v_scale.block_shift != 0) {
       const float scale = load_block_scale(codes.v_scale, block * Spec::kBlockN);
       factor[0] *= scale;
       factor[1] *= scale;
@@ -168,20 +162,20 @@ struct E4m3Consumer : Consumer<Spec, kMask> {
     for (int column = 0; column < Spec::kHeadDim; column += Spec::kPartialColumns) {
       float partial[kPartials];
       issue_partial(partial, probabilities, column);
-      if (kAhead > 0 && kHasNext && column == 0) {
-        RingPosition<Spec::kNumStages> next = this->key;
-        next.advance();
-        issue_ahead(scores, next);
-        ptx::wgmma_wait<1>();
-      } else {
-        ptx::wgmma_wait<0>();
-      }
+      ptx::wgmma_wait<0>();
       ptx::wgmma_fence_operands(partial);
       add_partial(output, partial, factor, column);
       // The sums of the next columns take these registers.
       if constexpr (Spec::kPartialColumns < Spec::kHeadDim) ptx::wgmma_fence_operands(output);
     }
     release_value();
+  }
+
+  template <bool kHasBlocks>
+  __device__ __forceinline__ void attend_blocks(float (&output)[kOutputs], RowState& rows, float scale_log2,
+                                                const Tile<kMask>& tile, int block, int plain_end, int end) {
+    for (; block < plain_end; ++block) attend_block<false, kHasBlocks>(output, rows, scale_log2, tile, block);
+    for (; block < end; ++block) attend_block<true, kHasBlocks>(output, rows, scale_log2, tile, block);
   }
 
   __device__ __forceinline__ void run(const ptx::TensorMap& out_map) {
@@ -209,16 +203,12 @@ struct E4m3Consumer : Consumer<Spec, kMask> {
       RowState rows = {{ptx::negative_infinity(), ptx::negative_infinity()}, {0.0f, 0.0f}};
       const KeyRange own = this->own_blocks(tile.sequence(params), first_row, range);
       const int plain_end = minimum(own.end, visible_keys<kMask>(tile.sequence(params), first_row).end / Spec::kBlockN);
-      int block = own.begin;
-      float scores[kScores];
-      issue_ahead(scores, this->key);
-      const int last = Spec::kAheadColumns > 0 ? own.end - 1 : own.end;  // it has no next one
-      for (; block < minimum(plain_end, last); ++block) {
-        attend_block<false, true>(scores, output, rows, scale_log2, tile, block);
+      if ((codes.k_scale.block_shift | codes.v_scale.block_shift) == 0) {
+        attend_blocks<false>(output, rows, scale_log2, tile, own.begin, plain_end, own.end);
+      } else {
+        attend_blocks<true>(output, rows, scale_log2, tile, own.begin, plain_end, own.end);
+        ptx::warp_sync();  // lanes may still read the tile (load_block_scale)
       }
-      for (; block < last; ++block) attend_block<true, true>(scores, output, rows, scale_log2, tile, block);
-      if constexpr (Spec::kAheadColumns > 0) attend_block<true, false>(scores, output, rows, scale_log2, tile, block);
-      ptx::warp_sync();  // lanes may still read the tile (load_block_scale)
       this->release_query();
 
       const float v_scale = codes.v_scale.block_shift == 0 ? load_scale(codes.v_scale, tile.batch, kv_head, 0) : 1.0f;

@@ -5,7 +5,6 @@
 #pragma once
 
 #include "attention/forward/sm90/softmax.cuh"
-#include "ptx/saturate.cuh"
 
 namespace flashmoe {
 namespace attention {
@@ -16,26 +15,11 @@ constexpr float kTopExponent = 8.0f;
 // The row's reference moves where a block's maximum is past it by so many powers of two: sums in float32 have room for that.
 constexpr float kFarthest = 48.0f;
 
-// A part of the exponentials is computed by FMA units, as those of their own are what the kernel waits for: of every four groups of eight
-// columns the last kPolynomialGroups, in every block. 2^(x) of x / 128 + 120 / 128 in [0, 1]: a sum with 1.5 * 2^16 rounds x to an integer, what
-// is left is in [-1/2, 1/2], and a cubic polynomial has its power with a relative error of 7.5e-5. Less than 2^-120 is 2^-120.
-// A NaN becomes a number: the maximum, which every row's sum has seen, carries it.
-__device__ __forceinline__ float exp2_polynomial(float x) {
-  constexpr float kInteger = 98304.0f;
-  const float place = ptx::fma_sat(x, 1.0f / 128.0f, 120.0f / 128.0f);
-  const float whole = ptx::sub_rn(place, -kInteger);
-  const float rest = ptx::sub_rn(place, ptx::sub_rn(whole, kInteger));
-  float power = ptx::fma_rn(rest, 0.05517165f * 0x1p-99f, 0.24261138f * 0x1p-106f);
-  power = ptx::fma_rn(power, rest, 0.69326101f * 0x1p-113f);
-  power = ptx::fma_rn(power, rest, 0.99992806f * 0x1p-120f);
-  return ptx::bits_float(ptx::float_bits(power) + (ptx::float_bits(whole) << 23));
-}
-
 // Replaces the scores s by 2^(s * scale_log2 - the block's largest + kTopExponent), and adds them to the sums, in units of rows.max, with the
 // block's factor. Returns whether (in any lane of the warp) a reference moved: then what was added before is multiplied by `rescale`.
 //
-// kMayBeEmpty: a row may see no key of the block. A NaN becomes the maximum, and with it everything of its row.
-template <int kN, int kPolynomialGroups, bool kMayBeEmpty>
+// kMayBeEmpty: a row may see no key of the block; elsewhere a maximum of -inf comes from NaN, which must come through.
+template <int kN, bool kMayBeEmpty>
 __device__ __forceinline__ bool block_softmax(float (&scores)[kN / 2], RowState& rows, float (&factor)[2],
                                               float (&rescale)[2], float scale_log2) {
   float largest[2];
@@ -45,10 +29,9 @@ __device__ __forceinline__ bool block_softmax(float (&scores)[kN / 2], RowState&
     largest[r] = ptx::negative_infinity();
 #pragma unroll
     for (int j = 0; j < kN / 8; ++j) {
-      largest[r] = ptx::max_nan(largest[r], ptx::max_nan(scores[4 * j + 2 * r], scores[4 * j + 2 * r + 1]));
+      largest[r] = ptx::max_ftz(largest[r], ptx::max_ftz(scores[4 * j + 2 * r], scores[4 * j + 2 * r + 1]));
     }
-    largest[r] = ptx::max_nan(largest[r], ptx::shuffle_xor(largest[r], 1));
-    largest[r] = ptx::max_nan(largest[r], ptx::shuffle_xor(largest[r], 2));
+    largest[r] = quad_max(largest[r]);
     moves[r] = (largest[r] - rows.max[r]) * scale_log2 > kFarthest;
   }
   const bool moved = ptx::vote_any(moves[0] || moves[1]);
@@ -74,8 +57,7 @@ __device__ __forceinline__ bool block_softmax(float (&scores)[kN / 2], RowState&
 #pragma unroll
       for (int c = 0; c < 2; ++c) {
         float& score = scores[4 * j + 2 * r + c];
-        const float x = ptx::fma_rn(score, scale_log2, -shift);
-        score = j % 4 >= 4 - kPolynomialGroups ? exp2_polynomial(x) : ptx::exp2_approx(x);
+        score = ptx::exp2_approx(ptx::fma_rn(score, scale_log2, -shift));
         sum[c] += score;
       }
     }

@@ -17,7 +17,7 @@ constexpr int kCodesOfRow = 128;      // a tile's row of 128 bytes; of head dim 
 constexpr int kTransposedKeys = 128;  // of a block of transposed V: kBlockN of every kernel that reads it
 
 template <typename Element_, int kHeadDim_, int kBlockM_, int kBlockN_, int kNumStages_, int kNumWarps_,
-          int kNumOutputSlabs_, int kPartialColumns_, int kPolynomialGroups_, int kAheadColumns_>
+          int kNumOutputSlabs_, int kPartialColumns_>
 struct E4m3Spec : ForwardSpec<Element_, kHeadDim_, kBlockM_, kBlockN_, 1, kNumWarps_, 1, kNumOutputSlabs_> {
   using Base = ForwardSpec<Element_, kHeadDim_, kBlockM_, kBlockN_, 1, kNumWarps_, 1, kNumOutputSlabs_>;
   static constexpr int kNumStages = kNumStages_;
@@ -31,10 +31,6 @@ struct E4m3Spec : ForwardSpec<Element_, kHeadDim_, kBlockM_, kBlockN_, 1, kNumWa
 
   // Sums of P V that the tensor cores make before they join the output in float32: of a block, and of so many columns.
   static constexpr int kPartialColumns = kPartialColumns_;
-  // Groups of eight keys in 32 whose exponentials are a polynomial (softmax.cuh).
-  static constexpr int kPolynomialGroups = kPolynomialGroups_;
-  // Scores of the next block's first keys that are asked for beside P V.
-  static constexpr int kAheadColumns = kAheadColumns_;
 
   static constexpr int kQueryOffset = 0;
   static constexpr int kKeyOffset = kQueryOffset + Base::kNumQueryTiles * QueryTile::kBytes;
