@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from flashmoe.attn.module import Attention
     from flashmoe.attn.sdpa import scaled_dot_product_attention
     from flashmoe.attn.sdpa_dispatch import explain
+    from flashmoe.attn.smoothing import smooth_keys
     from flashmoe.attn.varlen import attention_varlen
     from flashmoe.integrations.torch_attention import activate, activated, deactivate, is_active
     from flashmoe.layers.api import linear, patch_linear
@@ -48,6 +49,7 @@ _LAZY = {
     "mla_append": "flashmoe.mla.append",
     "mla_decode": "flashmoe.mla.api",
     "scaled_dot_product_attention": "flashmoe.attn.sdpa",
+    "smooth_keys": "flashmoe.attn.smoothing",
     "Attention": "flashmoe.attn.module",
     "explain": "flashmoe.attn.sdpa_dispatch",
     "activate": "flashmoe.integrations.torch_attention",
@@ -87,6 +89,7 @@ __all__ = [
     "pack_mxfp4",
     "patch_linear",
     "scaled_dot_product_attention",
+    "smooth_keys",
     "topk_route",
 ]
 

@@ -67,6 +67,7 @@ FUNCTIONS = {
         "flashmoe.attn.varlen.attention_varlen",
         "flashmoe.attn.kvcache.attention_with_kvcache",
         "flashmoe.attn.merge.merge_attention",
+        "flashmoe.attn.smoothing.smooth_keys",
         "flashmoe.attn.dropout.dropout_mask",
         "flashmoe.mla.api.mla_decode",
         "flashmoe.mla.append.mla_append",

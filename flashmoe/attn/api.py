@@ -135,7 +135,8 @@ def attention(
         consistent: the bits of a row of out and lse depend on its query, its visible keys and the options alone, not on the other rows, the
             batch, or which function computes it (docs/api.md says where). FLASHMOE_CONSISTENT=1 is the same for every call.
         q_scale, k_scale, v_scale: of q, k and v in float8_e4m3fn alone: what they are multiplied by, above zero, a number or a float32 tensor
-            [], [H] or [B, H] of the tensor's own heads. On GPUs of compute capability 9.0 products are then of 8 bits, P among them
+            [], [H] or [B, H] of the tensor's own heads, or [B, H, blocks] of blocks of 128 rows, for q and k also of 64: ceil(rows / 128) or
+            ceil(rows / 64) of them, counted from row 0. On GPUs of compute capability 9.0 products are then of 8 bits, P among them
             (docs/kernels/attention-fp8.md); elsewhere, and with an option beside causal and scale or with a gradient, tensors are
             dequantised and everything is as in 16 bits.
         out_dtype: of float8_e4m3fn: out's, bfloat16 by default, or float16.

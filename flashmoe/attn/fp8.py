@@ -116,9 +116,13 @@ def _in(dtype: torch.dtype, options: Mapping[str, Any]) -> dict[str, Any]:
 def dequantize(codes: Tensor, values: Tensor | None, factor: float, dtype: torch.dtype) -> Tensor:
     """Codes times their scale, in float32, then rounded once; exact where scales are powers of two that the type holds."""
     wide = codes.float() * factor
-    if values is not None:
-        wide = wide * (values[..., None, None] if values.dim() in (1, 2) else values)
-    return wide.to(dtype)
+    if values is not None and values.dim() == 3:  # of blocks of 128 or 64 rows
+        rows = codes.shape[2]
+        block = 128 if values.shape[2] == -(-rows // 128) else 64
+        values = values.repeat_interleave(block, dim=2)[..., :rows, None]
+    elif values is not None and values.dim() in (1, 2):
+        values = values[..., None, None]
+    return (wide if values is None else wide * values).to(dtype)
 
 
 @at_trace_time

@@ -70,6 +70,8 @@ RULES = by_error(
             "attention.e4m3_scale_shape": "{name} must be a number or float32 [], [{heads}] (heads) or [{batch}, {heads}] "
             "(sequences, heads), or be broadcast to the tensor {cache} by four dimensions; found {found}; one of each page is "
             "{name}[:, None, :, None]",
+            "attention.fp8_scale_shape": "{name} of blocks of rows must be float32 [{batch}, {heads}, blocks], blocks of {block} "
+            "of {rows} rows; found {found}; give one for each head, [{batch}, {heads}], or as many as ceil({rows} / 128)",
             "attention.mask_shape": _MASK_SHAPE + "reshape it",
             "attention.padding_mask": _MASK_SHAPE + "of a padding mask [batch, keys] give mask[:, None, None]",
             "attention.append_batch": "k_new and k_cache must share the batch size; found {k_new} and {k_cache}; give "

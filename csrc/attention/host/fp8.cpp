@@ -26,6 +26,47 @@ using host::violate;
 
 int64_t ceil_div(int64_t value, int64_t divisor) { return (value + divisor - 1) / divisor; }
 
+constexpr int64_t kSmallBlock = 64, kLargeBlock = 128;  // rows that have a scale
+
+BlockScale make_block_scale(const ScaleArgument& scale, const Tensor& codes) {
+  const CacheScale of_heads = make_scale(scale, /*has_pages=*/false);
+  BlockScale result{of_heads.values, of_heads.stride, of_heads.head_stride, 0, 0, of_heads.factor};
+  if (!scale.values.is_given() || scale.values.dim() != 3) return result;
+  const int64_t* strides = scale.values.strides();
+  result.stride = strides[0];
+  result.head_stride = strides[1];
+  result.block_stride = strides[2];
+  const bool is_large = scale.values.sizes()[2] == ceil_div(codes.sizes()[2], kLargeBlock);
+  result.block_shift = is_large ? 7 : 6;  // kLargeBlock, kSmallBlock
+  return result;
+}
+
+// Of a tensor, its heads, or, [batch, heads, blocks], of blocks of 128 rows, or of least_block.
+void check_fp8_scale(const ScaleArgument& scale, const char* name, const ForwardArguments& forward, const Tensor& codes,
+                     int64_t least_block) {
+  const int64_t* sizes = codes.sizes();
+  if (!scale.values.is_given() || scale.values.dim() != 3) {
+    check_scale(scale, name, forward, codes, sizes[0], /*has_pages=*/false);
+    return;
+  }
+  const Tensor& values = scale.values;
+  check_device(values, name, forward);
+  if (values.dtype() != aoti_torch_dtype_float32()) {
+    violate("attention.companion_dtype",
+            {{"name", name}, {"found", describe_dtype(values.dtype())}, {"needed", "float32"}});
+  }
+  const int64_t blocks = values.sizes()[2];
+  const bool fits = blocks == ceil_div(sizes[2], kLargeBlock) || blocks == ceil_div(sizes[2], least_block);
+  if (!std::equal(sizes, sizes + 2, values.sizes()) || !fits) {
+    violate("attention.fp8_scale_shape", {{"name", name},
+                                          {"found", describe_sizes(values)},
+                                          {"batch", sizes[0]},
+                                          {"heads", sizes[1]},
+                                          {"rows", sizes[2]},
+                                          {"block", least_block == kLargeBlock ? "128" : "128 or 64"}});
+  }
+}
+
 TransposeParams make_transpose_params(const E4m3AttentionParams& params) {
   const ForwardParams& forward = params.forward;
   TransposeParams result{};
@@ -46,9 +87,9 @@ void run(const Fp8Arguments& arguments, const ForwardOutputs& outputs, const Fp8
   E4m3AttentionParams params{};
   ForwardParams& forward = params.forward;
   forward = make_params(arguments.forward, outputs);
-  params.q_scale = make_scale(arguments.q_scale, /*has_pages=*/false);
-  params.k_scale = make_scale(arguments.k_scale, /*has_pages=*/false);
-  params.v_scale = make_scale(arguments.v_scale, /*has_pages=*/false);
+  params.q_scale = make_block_scale(arguments.q_scale, arguments.forward.q);
+  params.k_scale = make_block_scale(arguments.k_scale, arguments.forward.k);
+  params.v_scale = make_block_scale(arguments.v_scale, arguments.forward.v);
   params.value_blocks = static_cast<int32_t>(ceil_div(forward.seq_k, kernel.block_n));
   params.value_rows = kernel.axes[axis::kHeadDim];
   forward.head_dim_v = static_cast<int32_t>(arguments.forward.v.sizes()[3]);
@@ -102,10 +143,9 @@ void check_fp8(Fp8Arguments& arguments) {
   }
   check_batch(q.sizes()[0], k.sizes()[0]);
   check_scale(forward.scale);
-  const int64_t batch = q.sizes()[0];
-  check_scale(arguments.q_scale, "q_scale", forward, q, batch, /*has_pages=*/false);
-  check_scale(arguments.k_scale, "k_scale", forward, k, batch, /*has_pages=*/false);
-  check_scale(arguments.v_scale, "v_scale", forward, v, batch, /*has_pages=*/false);
+  check_fp8_scale(arguments.q_scale, "q_scale", forward, q, kSmallBlock);
+  check_fp8_scale(arguments.k_scale, "k_scale", forward, k, kSmallBlock);
+  check_fp8_scale(arguments.v_scale, "v_scale", forward, v, kLargeBlock);
 }
 
 void forward_fp8_cuda(const Fp8Arguments& arguments, const ForwardOutputs& outputs) {

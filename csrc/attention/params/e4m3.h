@@ -23,13 +23,23 @@ struct E4m3ForwardParams {
   CacheScale v_scale;
 };
 
-// q, k and v hold e4m3; out is of 16 bits. Scales of q and of keys multiply the scores, which must leave these positive; those of values the
+// What codes of a dense tensor are multiplied by: factor * values[batch * stride + head * head_stride + (row >> block_shift) * block_stride].
+struct BlockScale {
+  const float* values;  // null: `factor` alone
+  int64_t stride;       // 0: the same for all
+  int64_t head_stride;
+  int64_t block_stride;
+  int32_t block_shift;  // 0: one for all rows, and block_stride is 0
+  float factor;
+};
+
+// q, k and v hold e4m3; out is of 16 bits. Blocks of q and k are multiples of 64 rows, those of v of 128. Scales of q and of keys multiply the scores, which must leave these positive; those of values the
 // output. forward.v is what TransposeParams describe: [batch, heads_kv, value_blocks, value_rows, 128 keys].
 struct E4m3AttentionParams {
   ForwardParams forward;
-  CacheScale q_scale;
-  CacheScale k_scale;
-  CacheScale v_scale;
+  BlockScale q_scale;
+  BlockScale k_scale;
+  BlockScale v_scale;
   int32_t value_blocks;  // ceil(seq_k / 128)
   int32_t value_rows;    // the kernel's head dim
 };

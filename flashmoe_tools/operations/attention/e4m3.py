@@ -18,7 +18,7 @@ EXPONENTIAL = 1e-5  # of an exponential, to base 2
 
 @dataclass(frozen=True)
 class Codes:
-    """[batch, heads, rows, head_dim], float8_e4m3fn, and a scale for each batch and head."""
+    """[batch, heads, rows, head_dim], float8_e4m3fn, and a scale for each batch and head, or for each row of these."""
 
     codes: torch.Tensor
     scale: torch.Tensor
@@ -26,6 +26,11 @@ class Codes:
     @property
     def values(self) -> torch.Tensor:
         return self.codes.double()
+
+    @property
+    def row_scale(self) -> torch.Tensor:
+        """[batch, heads, 1 or rows]"""
+        return (self.scale if self.scale.dim() == 3 else self.scale[..., None]).double()
 
 
 @dataclass(frozen=True)
@@ -47,8 +52,8 @@ def attend(q: Codes, k: Codes, v: Codes, scale: float, *, causal: bool, roundoff
     def of_query(tensor: torch.Tensor) -> torch.Tensor:
         return tensor.repeat_interleave(group, dim=1)
 
-    keys, values = of_query(k.values), of_query(v.values)
-    factor = (q.scale * of_query(k.scale)).double()[..., None, None] * scale * LOG2E
+    keys, values = of_query(k.values), of_query(v.values * v.row_scale[..., None])
+    factor = q.row_scale[..., None] * of_query(k.row_scale)[..., None, :] * scale * LOG2E
     products = q.values[..., :, None, :] * keys[..., None, :, :] if rows * keys_total * head_dim < 2**22 else None
     largest = (
         products.abs().amax(dim=-1)
@@ -84,7 +89,7 @@ def attend(q: Codes, k: Codes, v: Codes, scale: float, *, causal: bool, roundoff
         out += (rounded @ value) * factor[..., None]
         bound += (flips + (32 * CUT + common) * spread) * factor[..., None]
         total += weights.sum(dim=-1) * factor
-    inverse = torch.where(total == 0, 0.0, 1.0 / total)[..., None] * of_query(v.scale).double()[..., None, None]
+    inverse = torch.where(total == 0, 0.0, 1.0 / total)[..., None]
     out, bound = out * inverse, bound * inverse
     worst = error.amax(dim=-1)  # of a row's scores: the sum's, relatively
     bound = bound.nan_to_num(0.0) + (worst[..., None] + EXPONENTIAL + roundoff) * out.abs().nan_to_num(0.0) + 1e-6

@@ -1,4 +1,4 @@
-"""Attention in 8-bit floats: ours, our 16-bit kernels on the dequantised tensors, FlashAttention-3 where it is installed."""
+"""Attention in 8-bit floats: ours, our 16-bit kernels on the dequantised tensors, FlashAttention-3 and cuDNN where they are installed."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import torch
 from flashmoe.errors import ArgumentError
 from flashmoe_tools.bench.contenders import Contender, Prepared, flashmoe_available, installed
 from flashmoe_tools.operations.attention.contenders import FA3, FLASH_ATTN_3
+from flashmoe_tools.operations.attention_fp8 import cudnn
 from flashmoe_tools.operations.attention_fp8.reference import Fp8Inputs
 
 BOTH = ("cpu", "cuda")
@@ -68,4 +69,5 @@ def contenders() -> tuple[Contender, ...]:
         Contender("flashmoe", "flashmoe", BOTH, flashmoe_available, _ours, ours=True),
         Contender("flashmoe-16-bit", "flashmoe, 16 bits", BOTH, flashmoe_available, _ours_in_16_bits),
         Contender(FA3, "FA3", ("cuda",), installed(FLASH_ATTN_3), _flash_attn_3),
+        Contender("cudnn", "cuDNN, result in e4m3", ("cuda",), installed(cudnn.MODULE), cudnn.prepare),
     )

@@ -28,14 +28,16 @@ NAN_CODE = 0x7F
 
 @dataclass(frozen=True)
 class E4m3Problem(Problem):
-    """``scales``: how many dimensions those in memory have; every code: of all three tensors, NaN apart."""
+    """``scales``: how many dimensions those in memory have, 3: of blocks of ``block_rows``; every code: of all three tensors, NaN apart."""
 
     scales: int = 0
+    block_rows: int = BLOCK
     has_every_code: bool = False
 
     @property
     def name(self) -> str:
-        return f"{super().name}-scales{self.scales}" + ("-codes" if self.has_every_code else "")
+        scales = f"{self.scales}" if self.scales < 3 else f"-of-{self.block_rows}"
+        return f"{super().name}-scales{scales}" + ("-codes" if self.has_every_code else "")
 
     @property
     def command_words(self) -> str:
@@ -65,22 +67,36 @@ def problems(unit: Unit) -> Iterator[E4m3Problem]:
             shape = Shape(batch, heads, key_heads, seq_q, seq_k, columns)
             problem = E4m3Problem(shape, unit.dtype, causal, layout, values, index, scales=scales)
             yield replace(problem, wants_lse=index != 1, has_counter=index != 5)
+        for block_rows, seq_q, seq_k in (
+            (BLOCK, m + 70, 3 * n + 7),
+            (BLOCK // 2, 100, 2 * n + 70),
+            (BLOCK // 2, m, n + 40),
+        ):
+            shape = Shape(2, 2, 1, seq_q, seq_k, dim)
+            yield E4m3Problem(shape, unit.dtype, causal, data_seed=21, scales=3, block_rows=block_rows)
         shape = Shape(1, 1, 1, 40, 2 * n, dim)
         yield E4m3Problem(shape, unit.dtype, causal, data_seed=20, has_every_code=True)
 
 
-def quantize(p: E4m3Problem, tensor: torch.Tensor, generator: torch.Generator) -> Codes:
+def quantize(p: E4m3Problem, tensor: torch.Tensor, generator: torch.Generator, block_rows: int = BLOCK) -> Codes:
     codes = tensor.to(E4M3)
     if p.has_every_code:
         drawn = torch.randint(0, 256, codes.shape, generator=generator, dtype=torch.uint8)
         codes = torch.where((drawn & NAN_CODE) == NAN_CODE, 0, drawn).view(E4M3)
-    batch, heads = codes.shape[:2]
+    batch, heads, rows = codes.shape[:3]
+    if p.scales == 3:
+        blocks = torch.rand(batch, heads, -(-rows // block_rows), generator=generator) * 2 + 0.1
+        return Codes(codes, blocks.repeat_interleave(block_rows, dim=2)[..., :rows])
     sizes = {0: (1, 1), 1: (1, heads), 2: (batch, heads)}[p.scales]
     return Codes(codes, (torch.rand(sizes, generator=generator) + 0.5).expand(batch, heads))
 
 
-def scale_struct(p: E4m3Problem, scale: torch.Tensor) -> dict[str, Any]:
-    """CacheScale."""
+def scale_struct(p: E4m3Problem, scale: torch.Tensor, block_rows: int) -> dict[str, Any]:
+    """BlockScale."""
+    if p.scales == 3:
+        values = scale[..., ::block_rows].contiguous() / 2.0
+        strides = dict(zip(("stride", "head_stride", "block_stride"), values.stride(), strict=True))
+        return {"values": values, **strides, "block_shift": block_rows.bit_length() - 1, "factor": 2.0}
     if p.scales == 0:
         return {"factor": float(scale[0, 0])}
     values = scale.contiguous() / 2.0
@@ -103,7 +119,8 @@ def trial(unit: Unit, p: E4m3Problem) -> Trial:
     shape = p.shape
     generator = torch.Generator().manual_seed(p.data_seed * 31 + 5)
     inputs = make_inputs(replace(p, dtype="bf16"))
-    q, k, v = (quantize(p, tensor, generator) for tensor in (inputs.q, inputs.k, inputs.v))
+    block_rows = {"q": p.block_rows, "k": p.block_rows, "v": BLOCK}  # where scales are those of blocks
+    q, k, v = (quantize(p, getattr(inputs, name), generator, rows) for name, rows in block_rows.items())
     rows = unit.row.axes["head_dim"]
     v_rows = transposed(v.codes, rows)
     out = p.laid_out(torch.full(inputs.q.shape, NAN, dtype=DTYPES[p.dtype]))
@@ -122,7 +139,10 @@ def trial(unit: Unit, p: E4m3Problem) -> Trial:
     }
     values = {
         "forward": forward,
-        **{f"{name}_scale": scale_struct(p, one.scale) for name, one in (("q", q), ("k", k), ("v", v))},
+        **{
+            f"{name}_scale": scale_struct(p, one.scale, block_rows[name])
+            for name, one in (("q", q), ("k", k), ("v", v))
+        },
         "value_blocks": v_rows.shape[2],
         "value_rows": rows,
     }

@@ -87,6 +87,8 @@ def problems(unit: Unit) -> Iterator[E4m3Problem]:
     yield replace(base, name="any page scales", exponents=None, page_size=32)
     yield replace(base, name="far page scales", exponents=(-20, 4 if unit.dtype == "f16" else 20), splits=1)
     yield replace(base, name="every code", scales=Scales.HEADS, exponents=(-6, -6), has_every_code=True)
+    # As many tiles in one segment as make queries of bf16 worth converting; those of one sequence hold what f16 cannot.
+    yield replace(base, name="long segments", rows=(1,), keys=(17 * n + 5,), splits=1, scales=Scales.HEADS)
 
 
 def _scale(p: E4m3Problem, pages: int, generator: torch.Generator) -> Scale:

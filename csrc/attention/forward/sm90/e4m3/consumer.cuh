@@ -15,11 +15,11 @@ namespace flashmoe {
 namespace attention {
 namespace sm90 {
 
-// A head's scale in memory, times its factor.
-__device__ __forceinline__ float load_scale(const CacheScale& scale, int batch, int head) {
-  return scale.values == nullptr
-             ? scale.factor
-             : scale.factor * ptx::ld_global_float(scale.values + batch * scale.stride + head * scale.head_stride);
+// The scale of a row of a head in memory, times its factor.
+__device__ __forceinline__ float load_scale(const BlockScale& scale, int batch, int head, int row) {
+  if (scale.values == nullptr) return scale.factor;
+  const float* head_gmem = scale.values + batch * scale.stride + head * scale.head_stride;
+  return scale.factor * ptx::ld_global_float(head_gmem + (row >> scale.block_shift) * scale.block_stride);
 }
 
 template <typename Spec, MaskKind kMask>
@@ -103,18 +103,47 @@ struct E4m3Consumer : Consumer<Spec, kMask> {
     }
   }
 
-  template <bool kIsMasked>
+  // The scale of a block's key or value. What the tile is stands in shared memory: no register is held for it.
+  __device__ __forceinline__ float load_block_scale(const BlockScale& scale, int key) const {
+    const auto tile = read_tile<Tile<kMask>>(this->shared.tile(this->query.stage, this->consumer));
+    return load_scale(scale, tile.batch, tile.head / heads_per_key_head(this->params),
+                      minimum(key, this->params.seq_k - 1));
+  }
+
+  // Of keys whose scales are those of blocks: those of each 64 keys, read while registers are free, by which the scores are multiplied later.
+  static constexpr int kKeyScales = Spec::kBlockN / 64;
+  __device__ __forceinline__ void load_key_scales(float (&scales)[kKeyScales], int block) const {
+#pragma unroll
+    for (int i = 0; i < kKeyScales; ++i) {
+      scales[i] =
+          codes.k_scale.block_shift == 0 ? 1.0f : load_block_scale(codes.k_scale, block * Spec::kBlockN + i * 64);
+    }
+  }
+  // A scale below zero makes NaN.
+  static __device__ __forceinline__ void scale_keys(float (&scores)[kScores], const float (&scales)[kKeyScales]) {
+#pragma unroll
+    for (int i = 0; i < kScores; ++i) {
+      const float scale = scales[i / 32];
+      scores[i] *= scale < 0.0f ? ptx::bits_float(0x7fffffffu) : scale;
+    }
+  }
+
+  // kHasBlocks: keys or values have a scale for each block of rows. Such calls have loops of their own.
+  template <bool kIsMasked, bool kHasBlocks>
   __device__ __forceinline__ void attend_block(float (&output)[kOutputs], RowState& rows, float scale_log2,
                                                const Tile<kMask>& tile, int block) {
     uint32_t probabilities[kProbabilities];
     float factor[2];
     {
       float scores[kScores];
+      float key_scales[kKeyScales];
+      if constexpr (kHasBlocks) load_key_scales(key_scales, block);
       this->wait_key();
       issue_scores(scores);
       ptx::wgmma_wait<0>();
       ptx::wgmma_fence_operands(scores);
       release_key();
+      if constexpr (kHasBlocks) scale_keys(scores, key_scales);
       if constexpr (kIsMasked) this->mask_block(scores, tile, block);
       float rescale[2];
       if (block_softmax<Spec::kBlockN, kIsMasked>(scores, rows, factor, rescale, scale_log2)) {
@@ -122,6 +151,11 @@ struct E4m3Consumer : Consumer<Spec, kMask> {
         for (int i = 0; i < kOutputs; ++i) output[i] *= rescale[i / 2 % 2];
       }
       pack_probabilities(probabilities, scores);
+    }
+    if (kHasBlocks && codes.v_scale.block_shift != 0) {
+      const float scale = load_block_scale(codes.v_scale, block * Spec::kBlockN);
+      factor[0] *= scale;
+      factor[1] *= scale;
     }
     wait_value();
 #pragma unroll
@@ -135,6 +169,13 @@ struct E4m3Consumer : Consumer<Spec, kMask> {
       if constexpr (Spec::kPartialColumns < Spec::kHeadDim) ptx::wgmma_fence_operands(output);
     }
     release_value();
+  }
+
+  template <bool kHasBlocks>
+  __device__ __forceinline__ void attend_blocks(float (&output)[kOutputs], RowState& rows, float scale_log2,
+                                                const Tile<kMask>& tile, int block, int plain_end, int end) {
+    for (; block < plain_end; ++block) attend_block<false, kHasBlocks>(output, rows, scale_log2, tile, block);
+    for (; block < end; ++block) attend_block<true, kHasBlocks>(output, rows, scale_log2, tile, block);
   }
 
   __device__ __forceinline__ void run(const ptx::TensorMap& out_map) {
@@ -153,8 +194,8 @@ struct E4m3Consumer : Consumer<Spec, kMask> {
       }
       const int kv_head = tile.head / heads_per_key_head(params);
       // Positive scales keep the maximum of the products that of the scores. Of zero the scores are zero, and those of hidden keys stay -inf.
-      const float scale = load_scale(codes.q_scale, tile.batch, tile.head) *
-                          load_scale(codes.k_scale, tile.batch, kv_head) * params.scale_log2;
+      const float key_scale = codes.k_scale.block_shift == 0 ? load_scale(codes.k_scale, tile.batch, kv_head, 0) : 1.0f;
+      const float scale = load_scale(codes.q_scale, tile.batch, tile.head, first_row) * key_scale * params.scale_log2;
       const float scale_log2 = scale == 0.0f ? kLeastScale : scale < 0.0f ? ptx::bits_float(0x7fffffffu) : scale;
       float output[kOutputs];
 #pragma unroll
@@ -162,12 +203,15 @@ struct E4m3Consumer : Consumer<Spec, kMask> {
       RowState rows = {{ptx::negative_infinity(), ptx::negative_infinity()}, {0.0f, 0.0f}};
       const KeyRange own = this->own_blocks(tile.sequence(params), first_row, range);
       const int plain_end = minimum(own.end, visible_keys<kMask>(tile.sequence(params), first_row).end / Spec::kBlockN);
-      int block = own.begin;
-      for (; block < plain_end; ++block) attend_block<false>(output, rows, scale_log2, tile, block);
-      for (; block < own.end; ++block) attend_block<true>(output, rows, scale_log2, tile, block);
+      if ((codes.k_scale.block_shift | codes.v_scale.block_shift) == 0) {
+        attend_blocks<false>(output, rows, scale_log2, tile, own.begin, plain_end, own.end);
+      } else {
+        attend_blocks<true>(output, rows, scale_log2, tile, own.begin, plain_end, own.end);
+        ptx::warp_sync();  // lanes may still read the tile (load_block_scale)
+      }
       this->release_query();
 
-      const float v_scale = load_scale(codes.v_scale, tile.batch, kv_head);
+      const float v_scale = codes.v_scale.block_shift == 0 ? load_scale(codes.v_scale, tile.batch, kv_head, 0) : 1.0f;
       float inverse_sum[2];
       float lse[2];
 #pragma unroll
