@@ -33,7 +33,7 @@ const Kernel* find(const host::KernelRequest& request, const char* operation, co
 const Kernel& select_decode(const host::KernelRequest& request, const DecodeArguments& arguments, int64_t rows) {
   constexpr int64_t kFewRows = 8;
   const bool has_keys = arguments.kv_cache.sizes()[0] > 0 && arguments.max_keys() > 0;
-  const bool is_wgmma_wanted = !arguments.has_codes && !arguments.is_sparse() && has_keys;  // no map describes no keys
+  const bool is_wgmma_wanted = !arguments.is_sparse() && has_keys;  // no map describes no keys
   std::string mma_sync = rows > 16 ? "m32" : "";
   for (const char* word : {arguments.has_codes ? "codes" : "", arguments.is_sparse() ? "sparse" : ""}) {
     if (!mma_sync.empty() && *word != '\0') mma_sync += '_';
@@ -44,7 +44,7 @@ const Kernel& select_decode(const host::KernelRequest& request, const DecodeArgu
     if (is_forced && std::strcmp(request.forced_family, *family) != 0) continue;
     const bool is_wgmma = std::strcmp(*family, "sm90") == 0;
     if (is_wgmma && (!is_wgmma_wanted || (rows <= kFewRows && !is_forced))) continue;
-    const Kernel* kernel = find(request, "mla_decode", *family, is_wgmma ? "" : mma_sync.c_str());
+    const Kernel* kernel = find(request, "mla_decode", *family, is_wgmma ? (arguments.has_codes ? "codes" : "") : mma_sync.c_str());
     if (kernel != nullptr) return *kernel;
   }
   host::refuse(request, arguments.has_codes     ? "latents in 8-bit floats"
@@ -99,6 +99,7 @@ DecodeParams make_params(const DecodeArguments& arguments, const Tensor& q, cons
   params.page_size = static_cast<int32_t>(std::max<int64_t>(1, cache.sizes()[1]));
   params.num_pages = static_cast<int32_t>(cache.sizes()[0]);
   params.is_causal = arguments.is_causal ? 1 : 0;
+  params.has_codes = arguments.has_codes ? 1 : 0;
   params.scale_log2 = static_cast<float>(arguments.scale * kLog2E);
   return params;
 }

@@ -35,6 +35,8 @@ struct Consumer {
   using Element = typename Spec::Element;
   static constexpr int kScores = Spec::kBlockN / 2;
   static constexpr int kOutputs = Spec::kOutputs;
+  static constexpr int kPartOutputs = kOutputs / Spec::kValueParts;
+  static constexpr int kValueSteps = Spec::kBlockN / 16;
   static constexpr int kRotarySteps = 4;
   static constexpr int kOwnGroup = kConsumer == 0 ? kLeft : kRight;
 
@@ -92,10 +94,14 @@ struct Consumer {
     ptx::wgmma_commit();
   }
 
-  // This consumer's half of V of block `index`.
-  __device__ __forceinline__ MnMajorOperand value(int index) const {
+  // Part `part` of this consumer's half of V of block `index`.
+  __device__ __forceinline__ MnMajorOperand value(int index, int part) const {
     const auto tile = shared.key(index % Spec::kNumStages);
-    return {ptx::make_smem_descriptor(tile.slab(kConsumer * 4), Spec::KeyTile::kSlabBytes, kSwizzleBytes)};
+    return {ptx::make_smem_descriptor(tile.slab(kConsumer * 4 + part * (4 / Spec::kValueParts)),
+                                      Spec::KeyTile::kSlabBytes, kSwizzleBytes)};
+  }
+  __device__ __forceinline__ static float (&sums_of(float (&output)[kOutputs], int part))[kPartOutputs] {
+    return reinterpret_cast<float(&)[kPartOutputs]>(output[part * kPartOutputs]);
   }
 
   __device__ __forceinline__ static void finish(float (&output)[kOutputs]) {
@@ -194,7 +200,17 @@ struct Consumer {
     now[1] = ptx::ld_shared_float(shared.row_max(kOther, thread_row() + 8));
   }
   __device__ __forceinline__ void issue_other(float (&output)[kOutputs], int index) const {
-    issue_product<Element, Spec::kBlockN / 16, true>(output, shared.probability(1 - kConsumer).k_major(), value(index));
+    const auto probability = shared.probability(1 - kConsumer).k_major();
+    ptx::wgmma_fence_operands(output);
+    ptx::wgmma_fence();
+#pragma unroll
+    for (int part = 0; part < Spec::kValueParts; ++part)
+#pragma unroll
+      for (int step = 0; step < kValueSteps; ++step) {
+        ptx::wgmma_ss<Element, 2 * kPartOutputs, true>(sums_of(output, part), probability.k_step(step),
+                                                       value(index, part).k_step(step), 1);
+      }
+    ptx::wgmma_commit();
   }
   __device__ __forceinline__ void release_other(int index) const {
     release_value(index);
@@ -217,7 +233,18 @@ struct Consumer {
     advance_max(now, output);
     row_sum[0] += sum[0];
     row_sum[1] += sum[1];
-    issue_product<Element, true>(output, probabilities, value(index));
+    ptx::wgmma_fence_operands(output);
+    ptx::wgmma_fence_operands(probabilities);
+    ptx::wgmma_fence();
+#pragma unroll
+    for (int part = 0; part < Spec::kValueParts; ++part)
+#pragma unroll
+      for (int step = 0; step < kValueSteps; ++step) {
+        const uint32_t* a = probabilities + 4 * step;
+        ptx::wgmma_rs<Element, 2 * kPartOutputs, true>(sums_of(output, part), a[0], a[1], a[2], a[3],
+                                                       value(index, part).k_step(step), 1);
+      }
+    ptx::wgmma_commit();
   }
 
   // All key blocks of a segment.
