@@ -5,6 +5,7 @@
 #pragma once
 
 #include "device/convert.cuh"
+#include "mla/indices.cuh"
 #include "mla/params/codes.h"
 #include "mla/plan.cuh"
 #include "mla/sm90/spec.cuh"
@@ -36,9 +37,10 @@ struct Converter {
         key(ptx::warp_index() % 4 * 16 + ptx::lane_index() % 16),
         half(ptx::lane_index() / 16) {}
 
-  // Where the key of a block is: its page, -1 where there is no key.
+  // Where the key of a block is: its page, of an index its row of all pages; -1 where there is no key.
   __device__ __forceinline__ int find(const Segment& segment, int block) const {
     const int own = block * Spec::kBlockN + key;
+    if constexpr (Spec::kIsSparse) return block < segment.end_block ? index_of(params, segment, own) : -1;
     if (own >= segment.keys || block >= segment.end_block) return -1;
     if (params.block_table == nullptr) return segment.batch;
     const int32_t* page_gmem = params.block_table + segment.batch * params.block_table_stride +
@@ -51,11 +53,21 @@ struct Converter {
 #pragma unroll
     for (int i = 0; i < 4; ++i) scales[i] = 0;
     if (page < 0) return;
+    const auto* scales_gmem = static_cast<const unsigned char*>(params.cache) + kScaleBytesOffset;
+    if constexpr (Spec::kIsSparse) {
+      ptx::ld_global_128(scales, scales_gmem + row_offset(params, page));
+      return;
+    }
     const auto own = static_cast<uint32_t>(block * Spec::kBlockN + key);
     const int row = params.block_table == nullptr ? static_cast<int>(own)
                                                   : static_cast<int>(own % static_cast<uint32_t>(params.page_size));
-    ptx::ld_global_128(scales, static_cast<const unsigned char*>(params.cache) + page * params.page_stride +
-                                   row * params.key_stride + kScaleBytesOffset);
+    ptx::ld_global_128(scales, scales_gmem + page * params.page_stride + row * params.key_stride);
+  }
+
+  // Codes are there; and so is the room of what they become, of which the arrival of a cp.async says nothing.
+  __device__ __forceinline__ void wait_landed(int stage, int group, int parity) const {
+    if constexpr (Spec::kIsSparse) ptx::mbarrier_wait(shared.key_empty(stage, group), parity ^ 1);
+    ptx::mbarrier_wait(shared.landed(stage, group), parity);
   }
 
   // What this warp has written is there for the products.
@@ -65,22 +77,30 @@ struct Converter {
     if (ptx::lane_index() == 0) ptx::mbarrier_arrive(shared.key_full(stage, group));
   }
 
+  // This lane's codes of a slab of elements; zeros where there is no key.
+  __device__ __forceinline__ void load_codes(uint32_t (&codes)[2][4], int stage, int group, int slab,
+                                             bool exists) const {
+#pragma unroll
+    for (int chunk = 0; chunk < 2; ++chunk) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) codes[chunk][i] = 0;
+      if (!exists) continue;
+      ptx::ld_shared_128(codes[chunk], shared.key(stage).chunk(key, group * 4 + 2 + slab / 2,
+                                                               slab % 2 * 4 + half * 2 + chunk));
+    }
+  }
+
   // Codes times scales, in float32, are rounded to elements: those of a 16-bit cache so dequantised. A key that does not exist becomes zeros.
+  // Codes are read a slab ahead.
   __device__ __forceinline__ void convert(int stage, int parity, int group, const uint32_t (&scales)[4],
                                           bool exists) const {
-    const typename Spec::KeyTile tile = shared.key(stage);
-    ptx::mbarrier_wait(shared.landed(stage, group), parity);
+    wait_landed(stage, group, parity);
+    uint32_t codes[2][2][4];
+    load_codes(codes[0], stage, group, 0, exists);
 #pragma unroll
     for (int slab = 0; slab < 4; ++slab) {
-      uint32_t codes[2][4];
-#pragma unroll
-      for (int chunk = 0; chunk < 2; ++chunk) {
-#pragma unroll
-        for (int i = 0; i < 4; ++i) codes[chunk][i] = 0;
-        if (!exists) continue;
-        ptx::ld_shared_128(codes[chunk], tile.chunk(key, group * 4 + 2 + slab / 2, slab % 2 * 4 + half * 2 + chunk));
-      }
-      if (slab >= 2) ptx::warp_sync();  // write after read: codes of this slab, which both lanes of a key have read
+      if (slab < 3) load_codes(codes[(slab + 1) % 2], stage, group, slab + 1, exists);
+      if (slab == 2) ptx::warp_sync();  // write after read: the codes of the last two slabs, which the warp has read now
       const float scale = ptx::bits_float(scales[group * 2 + slab / 2]);
 #pragma unroll
       for (int chunk = 0; chunk < kChunks; ++chunk) {
@@ -88,19 +108,18 @@ struct Converter {
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
           float values[4];
-          ptx::widen_e4m3(values, codes[chunk / 2][chunk % 2 * 2 + i]);
+          ptx::widen_e4m3(values, codes[slab % 2][chunk / 2][chunk % 2 * 2 + i]);
           words[2 * i] = pack<Element>(values[0] * scale, values[1] * scale);
           words[2 * i + 1] = pack<Element>(values[2] * scale, values[3] * scale);
         }
-        ptx::st_shared_128(tile.chunk(key, group * 4 + slab, half * kChunks + chunk), words);
+        ptx::st_shared_128(shared.key(stage).chunk(key, group * 4 + slab, half * kChunks + chunk), words);
       }
     }
-    announce(stage, group);
   }
 
-  // These columns are elements as they are.
+  // The rotary columns are elements as they are.
   __device__ __forceinline__ void pass_rotary(int stage, int parity, bool exists) const {
-    ptx::mbarrier_wait(shared.landed(stage, kRotary), parity);
+    wait_landed(stage, kRotary, parity);
     if (!exists) {
       const uint32_t zeros[4] = {0, 0, 0, 0};
 #pragma unroll
@@ -108,7 +127,6 @@ struct Converter {
         ptx::st_shared_128(shared.key(stage).chunk(key, Spec::kRotarySlab, half * kChunks + chunk), zeros);
       }
     }
-    announce(stage, kRotary);
   }
 
   // Scales are asked for a block ahead, their page two.
@@ -130,8 +148,10 @@ struct Converter {
         const bool next_exists = page >= 0;
         page = find(segment, segment.begin_block + index + 2);
         convert(stage, parity, kLeft, scales, exists);
+        announce(stage, kLeft);
         convert(stage, parity, kRight, scales, exists);
         pass_rotary(stage, parity, exists);
+        announce(stage, kRight);
         exists = next_exists;
 #pragma unroll
         for (int i = 0; i < 4; ++i) scales[i] = next_scales[i];

@@ -8,6 +8,7 @@
 #include "mla/plan.cuh"
 #include "mla/sm90/consumer.cuh"
 #include "mla/sm90/converter.cuh"
+#include "mla/sm90/gatherer.cuh"
 #include "mla/sm90/loader.cuh"
 #include "mla/sm90/spec.cuh"
 #include "ptx/barrier.cuh"
@@ -27,13 +28,20 @@ __device__ __forceinline__ void init_barriers(const SharedMemory<Spec>& shared) 
 #pragma unroll
   for (int stage = 0; stage < Spec::kNumStages; ++stage) {
 #pragma unroll
+    for (int group = 0; group < Spec::kNumFulls; ++group) {
+      ptx::mbarrier_init(shared.key_full(stage, group), Spec::kHasCodes   ? Spec::kConverterWarps
+                                                           : Spec::kIsSparse ? Spec::kGathererThreads
+                                                                             : 1);
+    }
+#pragma unroll
     for (int group = 0; group < kNumGroups; ++group) {
-      ptx::mbarrier_init(shared.key_full(stage, group), Spec::kHasCodes ? Spec::kConverterWarps : 1);
       // The half of V that a consumer reads is read last by it: for the scores, its P has been waited for.
       ptx::mbarrier_init(shared.key_empty(stage, group), Spec::kWarpsPerConsumer);
     }
 #pragma unroll
-    for (int group = 0; group < Spec::kLandings; ++group) ptx::mbarrier_init(shared.landed(stage, group), 1);
+    for (int group = 0; group < Spec::kLandings; ++group) {
+      ptx::mbarrier_init(shared.landed(stage, group), Spec::kIsSparse ? Spec::kGathererThreads : 1);
+    }
     ptx::mbarrier_init(shared.probability_full(stage), Spec::kWarpsPerConsumer);
     ptx::mbarrier_init(shared.probability_empty(stage), Spec::kWarpsPerConsumer);
   }
@@ -59,10 +67,13 @@ __device__ __forceinline__ void decode(const DecodeParams& params, const ptx::Te
   const int row_tile = ptx::block_index() - part * params.row_tiles;
   if (warpgroup == 0) {
     ptx::setmaxnreg_dec<Spec::kLoaderRegisters>();
-    if (warp > (Spec::kHasCodes ? 0 : 1)) return;
+    if (warp > (Spec::kIsSparse ? 3 : Spec::kHasCodes ? 0 : 1)) return;
     Plan plan(params, part);
-    if (warp == 0) {
-      Loader<Spec>{params, shared, q_map, cache_map, row_tile}.run(plan);
+    const Loader<Spec> loader{params, shared, q_map, cache_map, row_tile};
+    if constexpr (Spec::kIsSparse) {
+      Gatherer<Spec>{loader}.run(plan);
+    } else if (warp == 0) {
+      Loader<Spec>(loader).run(plan);
     } else {
       zero_tails<Spec>(plan, shared);
     }

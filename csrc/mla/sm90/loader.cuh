@@ -42,10 +42,13 @@ struct Loader {
 
   // Where a box lands, and the first of its columns, counted in 16 bits. Codes take half of the slabs that they become: the right ones, from
   // where the converters can make elements of the left slabs first.
-  __device__ __forceinline__ static int slab_of(int group, int box) {
+  __device__ __forceinline__ static constexpr int boxes_of(int group) {
+    return group == kRotary ? 1 : Spec::kHasCodes ? 2 : 4;
+  }
+  __device__ __forceinline__ static constexpr int slab_of(int group, int box) {
     return group * 4 + box + (Spec::kHasCodes && group != kRotary ? 2 : 0);
   }
-  __device__ __forceinline__ static int column_of(int group, int box) {
+  __device__ __forceinline__ static constexpr int column_of(int group, int box) {
     if constexpr (!Spec::kHasCodes) return slab_of(group, box) * kSlabColumns;
     return group == kRotary ? kRotaryBytesOffset / 2 : (group * 2 + box) * kSlabColumns;
   }
@@ -68,7 +71,7 @@ struct Loader {
     }
 #pragma unroll
     for (int group = 0; group < kNumGroups; ++group) {
-      const int group_boxes = group == kRotary ? 1 : Spec::kHasCodes ? 2 : 4;  // of a row of boxes
+      const int group_boxes = boxes_of(group);
       ptx::Mbarrier* full = Spec::kHasCodes ? shared.landed(stage, group)
                             : is_tail       ? shared.landed(stage)
                                             : shared.key_full(stage, group);
