@@ -37,9 +37,10 @@ bool is_mappable(const DecodeArguments& arguments) {
   return (cache.sizes()[0] == 1 || cache.strides()[0] > 0) && (cache.sizes()[1] == 1 || cache.strides()[1] > 0);
 }
 
-// Of the families that the GPU has, best first, or of the one that is forced. Few rows leave most of a wgmma tile empty.
+// Of the families that the GPU has, best first, or of the one that is forced. Few rows leave most of a wgmma tile empty; how few it pays for
+// is measured, but for 17 to 32 rows of indices (docs/kernels/mla.md).
 const Kernel& select_decode(const host::KernelRequest& request, const DecodeArguments& arguments, int64_t rows) {
-  constexpr int64_t kFewRows = 8;
+  const int64_t few_rows = arguments.is_sparse() ? 32 : arguments.has_codes ? 16 : 8;
   const bool is_wgmma_wanted = is_mappable(arguments);
   std::string wgmma;
   std::string mma_sync = rows > 16 ? "m32" : "";
@@ -53,7 +54,7 @@ const Kernel& select_decode(const host::KernelRequest& request, const DecodeArgu
     const bool is_forced = request.forced_family != nullptr;
     if (is_forced && std::strcmp(request.forced_family, *family) != 0) continue;
     const bool is_wgmma = std::strcmp(*family, "sm90") == 0;
-    if (is_wgmma && (!is_wgmma_wanted || (rows <= kFewRows && !is_forced))) continue;
+    if (is_wgmma && (!is_wgmma_wanted || (rows <= few_rows && !is_forced))) continue;
     const Kernel* kernel = find(request, "mla_decode", *family, is_wgmma ? wgmma.c_str() : mma_sync.c_str());
     if (kernel != nullptr) return *kernel;
   }

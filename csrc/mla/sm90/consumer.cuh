@@ -106,9 +106,8 @@ struct Consumer {
     return {ptx::make_smem_descriptor(tile.slab(kConsumer * 4 + part * (4 / Spec::kValueParts)),
                                       Spec::KeyTile::kSlabBytes, kSwizzleBytes)};
   }
-  __device__ __forceinline__ static float (&sums_of(float (&output)[kOutputs], int part))[kPartOutputs] {
-    return reinterpret_cast<float(&)[kPartOutputs]>(output[part * kPartOutputs]);
-  }
+  __device__ __forceinline__ static float (&sums_of(float (&output)[kOutputs], int part))
+      [kPartOutputs] { return reinterpret_cast<float (&)[kPartOutputs]>(output[part * kPartOutputs]); }
 
   __device__ __forceinline__ static void finish(float (&output)[kOutputs]) {
     ptx::wgmma_wait<0>();
@@ -196,7 +195,8 @@ struct Consumer {
     }
     pack_operand<Element>(probabilities, scores);
     if constexpr (!Spec::kHasCodes) {
-      ptx::mbarrier_wait(shared.probability_empty(kConsumer), written % 2 ^ 1);  // write after read: P two blocks before
+      ptx::mbarrier_wait(shared.probability_empty(kConsumer),
+                         written % 2 ^ 1);  // write after read: P two blocks before
     }
     ++written;
     const int lane = ptx::lane_index();
@@ -296,7 +296,8 @@ struct Consumer {
                          shared.query().chunk(warp * 16 + lane % 16, Spec::kRotarySlab, step * 2 + lane / 16));
       }
     }
-    ptx::named_barrier_sync(barrier_id(Barrier::kConsumers), 256);  // P may overwrite these columns, and sums those before
+    ptx::named_barrier_sync(barrier_id(Barrier::kConsumers),
+                            256);  // P may overwrite these columns, and sums those before
 #pragma unroll
     for (int i = 0; i < kOutputs; ++i) output[i] = 0.0f;
     row_max[0] = row_max[1] = ptx::negative_infinity();

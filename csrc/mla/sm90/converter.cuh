@@ -58,9 +58,9 @@ struct Converter {
       ptx::ld_global_128(scales, scales_gmem + row_offset(params, page));
       return;
     }
-    const auto own = static_cast<uint32_t>(block * Spec::kBlockN + key);
-    const int row = params.block_table == nullptr ? static_cast<int>(own)
-                                                  : static_cast<int>(own % static_cast<uint32_t>(params.page_size));
+    // A dense cache is one page.
+    const auto row =
+        static_cast<int>(static_cast<uint32_t>(block * Spec::kBlockN + key) % static_cast<uint32_t>(params.page_size));
     ptx::ld_global_128(scales, scales_gmem + page * params.page_stride + row * params.key_stride);
   }
 
@@ -85,8 +85,8 @@ struct Converter {
 #pragma unroll
       for (int i = 0; i < 4; ++i) codes[chunk][i] = 0;
       if (!exists) continue;
-      ptx::ld_shared_128(codes[chunk], shared.key(stage).chunk(key, group * 4 + 2 + slab / 2,
-                                                               slab % 2 * 4 + half * 2 + chunk));
+      ptx::ld_shared_128(codes[chunk],
+                         shared.key(stage).chunk(key, group * 4 + 2 + slab / 2, slab % 2 * 4 + half * 2 + chunk));
     }
   }
 
@@ -100,7 +100,8 @@ struct Converter {
 #pragma unroll
     for (int slab = 0; slab < 4; ++slab) {
       if (slab < 3) load_codes(codes[(slab + 1) % 2], stage, group, slab + 1, exists);
-      if (slab == 2) ptx::warp_sync();  // write after read: the codes of the last two slabs, which the warp has read now
+      if (slab == 2)
+        ptx::warp_sync();  // write after read: the codes of the last two slabs, which the warp has read now
       const float scale = ptx::bits_float(scales[group * 2 + slab / 2]);
 #pragma unroll
       for (int chunk = 0; chunk < kChunks; ++chunk) {

@@ -30,8 +30,8 @@ __device__ __forceinline__ void init_barriers(const SharedMemory<Spec>& shared) 
 #pragma unroll
     for (int group = 0; group < Spec::kNumFulls; ++group) {
       ptx::mbarrier_init(shared.key_full(stage, group), Spec::kHasCodes   ? Spec::kConverterWarps
-                                                           : Spec::kIsSparse ? Spec::kGathererThreads
-                                                                             : 1);
+                                                        : Spec::kIsSparse ? Spec::kGathererThreads
+                                                                          : 1);
     }
 #pragma unroll
     for (int group = 0; group < kNumGroups; ++group) {

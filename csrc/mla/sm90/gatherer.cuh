@@ -50,9 +50,8 @@ struct Gatherer {
         if (exists) row_gmem += row_offset(loader.params, row) * kValueBytes;
 #pragma unroll
         for (int box = 0; box < Loader<Spec>::boxes_of(group); ++box) {
-          ptx::cp_async_16(
-              tile.chunk(pass * kPassRows + first_row, Loader<Spec>::slab_of(group, box), chunk),
-              row_gmem + Loader<Spec>::column_of(group, box) * 2, exists ? 16 : 0);
+          ptx::cp_async_16(tile.chunk(pass * kPassRows + first_row, Loader<Spec>::slab_of(group, box), chunk),
+                           row_gmem + Loader<Spec>::column_of(group, box) * 2, exists ? 16 : 0);
         }
       }
       ptx::mbarrier_arrive_cp_async(Spec::kHasCodes ? shared.landed(stage, group) : shared.key_full(stage, group));

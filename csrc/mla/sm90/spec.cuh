@@ -56,10 +56,11 @@ struct DecodeSpec {
   static constexpr int kProbabilityOffset = kKeyOffset + kNumStages * KeyTile::kBytes;
   static constexpr int kMaxOffset =
       kProbabilityOffset + (kHasCodes ? 0 : ProbabilityTile::kBytes);  // [2][64]: of the rows, up to the stage's block
-  static constexpr int kSumOffset = kMaxOffset + 2 * kBlockM * 4;  // [2][64]: of each consumer
+  static constexpr int kSumOffset = kMaxOffset + 2 * kBlockM * 4;      // [2][64]: of each consumer
   static constexpr int kBarrierOffset = kSumOffset + 2 * kBlockM * 4;
   // What threads change before it is multiplied is announced once more: all groups of codes, else blocks with a tail as one.
-  static constexpr int kNumFulls = kHasCodes ? 2 : kNumGroups;  // rotary columns of codes are announced with the right half
+  static constexpr int kNumFulls =
+      kHasCodes ? 2 : kNumGroups;  // rotary columns of codes are announced with the right half
   static constexpr int kLandings = kHasCodes ? kNumGroups : 1;
   static constexpr int kNumBarriers = 2 + kNumStages * (kNumFulls + kNumGroups + 2 + kLandings);
   static constexpr int kSharedBytes = kBarrierOffset + kNumBarriers * 8;
@@ -70,7 +71,8 @@ struct DecodeSpec {
 enum class Barrier : int {
   kConsumers =
       1,  // 256 threads. Write after read: the rotary columns of Q, over which P is written. Read after write: the row sums
-  kScores = 2,  // and 3: 128 threads, of each consumer. Write after read: the rotary columns of its block, over which P is written
+  kScores =
+      2,  // and 3: 128 threads, of each consumer. Write after read: the rotary columns of its block, over which P is written
 };
 
 // Pointers into a block's shared memory.
