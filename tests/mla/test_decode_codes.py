@@ -58,10 +58,17 @@ def check(case: Case, device: str, **how: Any) -> None:
     assert (((found - want[1]).abs() <= LSE_BOUND * scale) | (found == want[1])).all(), case
 
 
-@pytest.fixture(autouse=True)
-def _one_family(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The family that reads codes, for the 16-bit cache, too: others have key blocks of other widths."""
-    monkeypatch.setenv(FAMILY, "sm80" if torch.cuda.is_available() else "")
+def families() -> tuple[str, ...]:
+    """Those that the GPU runs; "" without one."""
+    if not torch.cuda.is_available():
+        return ("",)
+    return ("sm80", "sm90") if torch.cuda.get_device_capability() == (9, 0) else ("sm80",)
+
+
+@pytest.fixture(autouse=True, params=families())
+def _one_family(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One family for both caches: others have key blocks of other widths."""
+    monkeypatch.setenv(FAMILY, request.param)
 
 
 @pytest.mark.parametrize("case", CODED, ids=lambda case: f"h{case.heads}-q{case.tokens}-p{case.page_size}")

@@ -15,7 +15,7 @@ import flashmoe
 from flashmoe.errors import ArgumentError, ArgumentTypeError, DeviceError, DtypeError, FlashmoeError, ShapeError
 from tests.mla.coded import KEY_BYTES, dequantized
 from tests.mla.test_decode import BF16, BOUNDS, F16, F32, LSE_BOUND, SCALE
-from tests.mla.test_decode_codes import code
+from tests.mla.test_decode_codes import code, families
 
 
 @dataclass(frozen=True)
@@ -130,9 +130,12 @@ def test_any_shape(data: st.DataObject) -> None:
 
 @both
 @pytest.mark.parametrize("heads", [8, 128])
-def test_the_bits_of_gathered_keys(device: str, heads: int, has_codes: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("family", families())
+def test_the_bits_of_gathered_keys(
+    device: str, family: str, heads: int, has_codes: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A dense cache of the named keys, in their order; and -1 behind them is a shorter sequence."""
-    monkeypatch.setenv("FLASHMOE_KERNEL", "sm80" if device == "cuda" else "")
+    monkeypatch.setenv("FLASHMOE_KERNEL", family if device == "cuda" else "")
     case = Case(4, heads, topk=200, has_codes=has_codes, missing=0.0)
     q, cache, _, options = make(case, device)
     gathered = cache.flatten(0, 1)[options["indices"][:, 0].long()]

@@ -29,22 +29,33 @@ const Kernel* find(const host::KernelRequest& request, const char* operation, co
                            host::loadable_kernels(request.capability));
 }
 
-// Of the families that the GPU has, best first, or of the one that is forced. Few rows leave most of a wgmma tile empty.
+// The copy engine needs keys, and pages in ascending order. (16-bit caches are copied where they are not such.)
+bool is_mappable(const DecodeArguments& arguments) {
+  const Tensor& cache = arguments.kv_cache;
+  if (cache.sizes()[0] == 0 || arguments.max_keys() == 0) return false;
+  if (!arguments.has_codes) return true;
+  return (cache.sizes()[0] == 1 || cache.strides()[0] > 0) && (cache.sizes()[1] == 1 || cache.strides()[1] > 0);
+}
+
+// Of the families that the GPU has, best first, or of the one that is forced. Few rows leave most of a wgmma tile empty; how few it pays for
+// is measured, but for 17 to 32 rows of indices (docs/kernels/mla.md).
 const Kernel& select_decode(const host::KernelRequest& request, const DecodeArguments& arguments, int64_t rows) {
-  constexpr int64_t kFewRows = 8;
-  const bool has_keys = arguments.kv_cache.sizes()[0] > 0 && arguments.max_keys() > 0;
-  const bool is_wgmma_wanted = !arguments.has_codes && !arguments.is_sparse() && has_keys;  // no map describes no keys
+  const int64_t few_rows = arguments.is_sparse() ? 32 : arguments.has_codes ? 16 : 8;
+  const bool is_wgmma_wanted = is_mappable(arguments);
+  std::string wgmma;
   std::string mma_sync = rows > 16 ? "m32" : "";
   for (const char* word : {arguments.has_codes ? "codes" : "", arguments.is_sparse() ? "sparse" : ""}) {
-    if (!mma_sync.empty() && *word != '\0') mma_sync += '_';
-    mma_sync += word;
+    for (std::string* variant : {&wgmma, &mma_sync}) {
+      if (!variant->empty() && *word != '\0') *variant += '_';
+      *variant += word;
+    }
   }
   for (const char* const* family = host::families_of(request.capability); *family != nullptr; ++family) {
     const bool is_forced = request.forced_family != nullptr;
     if (is_forced && std::strcmp(request.forced_family, *family) != 0) continue;
     const bool is_wgmma = std::strcmp(*family, "sm90") == 0;
-    if (is_wgmma && (!is_wgmma_wanted || (rows <= kFewRows && !is_forced))) continue;
-    const Kernel* kernel = find(request, "mla_decode", *family, is_wgmma ? "" : mma_sync.c_str());
+    if (is_wgmma && (!is_wgmma_wanted || (rows <= few_rows && !is_forced))) continue;
+    const Kernel* kernel = find(request, "mla_decode", *family, is_wgmma ? wgmma.c_str() : mma_sync.c_str());
     if (kernel != nullptr) return *kernel;
   }
   host::refuse(request, arguments.has_codes     ? "latents in 8-bit floats"
@@ -99,6 +110,7 @@ DecodeParams make_params(const DecodeArguments& arguments, const Tensor& q, cons
   params.page_size = static_cast<int32_t>(std::max<int64_t>(1, cache.sizes()[1]));
   params.num_pages = static_cast<int32_t>(cache.sizes()[0]);
   params.is_causal = arguments.is_causal ? 1 : 0;
+  params.has_codes = arguments.has_codes ? 1 : 0;
   params.scale_log2 = static_cast<float>(arguments.scale * kLog2E);
   return params;
 }

@@ -40,6 +40,7 @@ struct DecodeParams {
   int32_t page_size;
   int32_t num_pages;
   int32_t num_slots;  // rows of all pages, for indices
+  int32_t has_codes;  // the cache holds 8-bit floats: how the copy engine counts them (sm90/tensor_map.h)
   int32_t
       box_rows;  // keys that the copy engine takes from a page at once (sm90/tensor_map.h); for other kernels unused
   int32_t is_causal;      // token t sees the keys before cache_seqlens - (tokens - 1 - t)

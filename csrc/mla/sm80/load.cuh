@@ -3,6 +3,7 @@
 
 #include "device/convert.cuh"
 #include "device/swizzle.cuh"
+#include "mla/indices.cuh"
 #include "mla/params/codes.h"
 #include "mla/plan.cuh"
 #include "mla/sm80/spec.cuh"
@@ -26,11 +27,7 @@ __device__ __forceinline__ int page_of(const DecodeParams& params, int batch, in
 
 // The index of this lane's key of a block; -1 where there is none.
 __device__ __forceinline__ int sparse_index(const DecodeParams& params, const Segment& segment, int block) {
-  const int key = block * 32 + ptx::lane_index();
-  if (key >= segment.keys) return -1;
-  const int index =
-      static_cast<int>(ptx::ld_global_32(params.indices + static_cast<int64_t>(segment.batch) * params.max_keys + key));
-  return index >= 0 && index < params.num_slots ? index : -1;
+  return index_of(params, segment, block * 32 + ptx::lane_index());
 }
 
 // This thread's keys of a block, one of each pass; eight threads share a key.
@@ -85,9 +82,7 @@ struct BlockKeys {
     if constexpr (!Spec::kIsSparse) {
       return offset[pass];
     } else {
-      if (slot[pass] < 0) return -1;
-      const int page = static_cast<int>(static_cast<uint32_t>(slot[pass]) / static_cast<uint32_t>(params.page_size));
-      return page * params.page_stride + (slot[pass] - page * params.page_size) * params.key_stride;
+      return slot[pass] < 0 ? -1 : row_offset(params, slot[pass]);
     }
   }
 };

@@ -14,6 +14,7 @@
 #include "device/reduce.cuh"
 #include "device/warpgroup_product.cuh"
 #include "mla/finish.cuh"
+#include "mla/indices.cuh"
 #include "mla/plan.cuh"
 #include "mla/sm90/spec.cuh"
 #include "ptx/barrier.cuh"
@@ -35,6 +36,8 @@ struct Consumer {
   using Element = typename Spec::Element;
   static constexpr int kScores = Spec::kBlockN / 2;
   static constexpr int kOutputs = Spec::kOutputs;
+  static constexpr int kPartOutputs = kOutputs / Spec::kValueParts;
+  static constexpr int kValueSteps = Spec::kBlockN / 16;
   static constexpr int kRotarySteps = 4;
   static constexpr int kOwnGroup = kConsumer == 0 ? kLeft : kRight;
 
@@ -69,6 +72,11 @@ struct Consumer {
     release(shared.key_empty(index % Spec::kNumStages, kOwnGroup));
   }
 
+  __device__ __forceinline__ void wait_key(int stage, int group, int parity) const {
+    ptx::mbarrier_wait(shared.key_full(stage, group), parity);
+    if constexpr (Spec::kIsSparse && !Spec::kHasCodes) ptx::fence_proxy_async_shared();  // written by cp.async
+  }
+
   // scores[64 x 64] = Q K^T of block `index` of the segment; asynchronous. The rotary columns of Q are in registers.
   __device__ __forceinline__ void issue_scores(float (&scores)[kScores], uint32_t (&rotary)[kRotarySteps][4],
                                                int index) const {
@@ -78,11 +86,11 @@ struct Consumer {
     const auto key = shared.key(stage).k_major();
 #pragma unroll
     for (int step = 0; step < kHeadDim / 16; ++step) {
-      if (step % (kLatentDim / 32) == 0) {
-        ptx::mbarrier_wait(shared.key_full(stage, step / (kLatentDim / 32)), parity);
+      if (step % (kLatentDim / 32) == 0 && step / (kLatentDim / 32) < Spec::kNumFulls) {
+        wait_key(stage, step / (kLatentDim / 32), parity);
         ptx::wgmma_fence();
       }
-      if (step < kLatentDim / 16) {
+      if (Spec::kHasCodes || step < kLatentDim / 16) {
         ptx::wgmma_ss<Element, Spec::kBlockN, false>(scores, query.k_step(step), key.k_step(step), step == 0 ? 0 : 1);
       } else {
         const uint32_t (&a)[4] = rotary[step - kLatentDim / 16];
@@ -92,11 +100,14 @@ struct Consumer {
     ptx::wgmma_commit();
   }
 
-  // This consumer's half of V of block `index`.
-  __device__ __forceinline__ MnMajorOperand value(int index) const {
+  // Part `part` of this consumer's half of V of block `index`.
+  __device__ __forceinline__ MnMajorOperand value(int index, int part) const {
     const auto tile = shared.key(index % Spec::kNumStages);
-    return {ptx::make_smem_descriptor(tile.slab(kConsumer * 4), Spec::KeyTile::kSlabBytes, kSwizzleBytes)};
+    return {ptx::make_smem_descriptor(tile.slab(kConsumer * 4 + part * (4 / Spec::kValueParts)),
+                                      Spec::KeyTile::kSlabBytes, kSwizzleBytes)};
   }
+  __device__ __forceinline__ static float (&sums_of(float (&output)[kOutputs], int part))
+      [kPartOutputs] { return reinterpret_cast<float (&)[kPartOutputs]>(output[part * kPartOutputs]); }
 
   __device__ __forceinline__ static void finish(float (&output)[kOutputs]) {
     ptx::wgmma_wait<0>();
@@ -129,6 +140,24 @@ struct Consumer {
 #pragma unroll
     for (int i = 0; i < kScores; ++i) {
       if (8 * (i / 4) + i % 2 >= end[(i / 2) % 2]) scores[i] = ptx::negative_infinity();
+    }
+  }
+
+  // Of indices: this lane's two of a block, and which of them name no key.
+  __device__ __forceinline__ void find_indices(int (&found)[2], const Segment& segment, int index) const {
+    if constexpr (!Spec::kIsSparse) return;
+    const int key = (segment.begin_block + index) * Spec::kBlockN + ptx::lane_index();
+    found[0] = index_of(params, segment, key);
+    found[1] = index_of(params, segment, key + 32);
+  }
+  __device__ __forceinline__ static void hide_missing(float (&scores)[kScores], const int (&found)[2]) {
+#pragma unroll
+    for (int word = 0; word < 2; ++word) {
+      const uint32_t of_thread = ptx::vote_ballot(found[word] >= 0) >> ptx::lane_index() % 4 * 2;
+#pragma unroll
+      for (int i = 0; i < kScores / 2; ++i) {
+        if ((of_thread >> (8 * (i / 4) + i % 2) & 1) == 0) scores[word * (kScores / 2) + i] = ptx::negative_infinity();
+      }
     }
   }
 
@@ -165,7 +194,10 @@ struct Consumer {
         }
     }
     pack_operand<Element>(probabilities, scores);
-    ptx::mbarrier_wait(shared.probability_empty(kConsumer), written % 2 ^ 1);  // write after read: P two blocks before
+    if constexpr (!Spec::kHasCodes) {
+      ptx::mbarrier_wait(shared.probability_empty(kConsumer),
+                         written % 2 ^ 1);  // write after read: P two blocks before
+    }
     ++written;
     const int lane = ptx::lane_index();
     const typename Spec::ProbabilityTile tile = shared.probability(kConsumer);
@@ -187,28 +219,46 @@ struct Consumer {
   // Waits for P of the other consumer's block, and takes over its maxima.
   __device__ __forceinline__ void wait_other(int index, float (&now)[2]) {
     constexpr int kOther = 1 - kConsumer;
-    ptx::mbarrier_wait(shared.key_full(kOther, kOwnGroup), uses.parity(index));
+    wait_key(kOther, kOwnGroup, uses.parity(index));
     ptx::mbarrier_wait(shared.probability_full(kOther), read % 2);
     ++read;
     now[0] = ptx::ld_shared_float(shared.row_max(kOther, thread_row()));
     now[1] = ptx::ld_shared_float(shared.row_max(kOther, thread_row() + 8));
   }
   __device__ __forceinline__ void issue_other(float (&output)[kOutputs], int index) const {
-    issue_product<Element, Spec::kBlockN / 16, true>(output, shared.probability(1 - kConsumer).k_major(), value(index));
+    const auto probability = shared.probability(1 - kConsumer).k_major();
+    ptx::wgmma_fence_operands(output);
+    ptx::wgmma_fence();
+#pragma unroll
+    for (int part = 0; part < Spec::kValueParts; ++part)
+#pragma unroll
+      for (int step = 0; step < kValueSteps; ++step) {
+        ptx::wgmma_ss<Element, 2 * kPartOutputs, true>(sums_of(output, part), probability.k_step(step),
+                                                       value(index, part).k_step(step), 1);
+      }
+    ptx::wgmma_commit();
   }
   __device__ __forceinline__ void release_other(int index) const {
     release_value(index);
-    release(shared.probability_empty(1 - kConsumer));
+    release(Spec::kHasCodes ? shared.key_empty(1 - kConsumer, kRotary) : shared.probability_empty(1 - kConsumer));
   }
 
   // From the scores of this consumer's block to P; the product that reads V of the block before may still run.
   __device__ __forceinline__ void weigh(uint32_t (&probabilities)[kScores / 2], float (&scores)[kScores],
-                                        const Segment& segment, int index, int seen_by_all, float (&now)[2],
-                                        float (&sum)[2]) {
+                                        const Segment& segment, int index, int seen_by_all, const int (&found)[2],
+                                        float (&now)[2], float (&sum)[2]) {
     ptx::wgmma_fence_operands(scores);
-    release(shared.key_empty(kConsumer, kRotary));
+    if constexpr (Spec::kHasCodes) {
+      ptx::named_barrier_sync(barrier_id(Barrier::kScores, kConsumer), 128);
+    } else {
+      release(shared.key_empty(kConsumer, kRotary));
+    }
     const int block = segment.begin_block + index;
-    if ((block + 1) * Spec::kBlockN > seen_by_all) hide(scores, segment, block);
+    if constexpr (Spec::kIsSparse) {
+      hide_missing(scores, found);
+    } else if ((block + 1) * Spec::kBlockN > seen_by_all) {
+      hide(scores, segment, block);
+    }
     find_max(scores, now);
     publish(probabilities, scores, now, sum);
   }
@@ -217,7 +267,18 @@ struct Consumer {
     advance_max(now, output);
     row_sum[0] += sum[0];
     row_sum[1] += sum[1];
-    issue_product<Element, true>(output, probabilities, value(index));
+    ptx::wgmma_fence_operands(output);
+    ptx::wgmma_fence_operands(probabilities);
+    ptx::wgmma_fence();
+#pragma unroll
+    for (int part = 0; part < Spec::kValueParts; ++part)
+#pragma unroll
+      for (int step = 0; step < kValueSteps; ++step) {
+        const uint32_t* a = probabilities + 4 * step;
+        ptx::wgmma_rs<Element, 2 * kPartOutputs, true>(sums_of(output, part), a[0], a[1], a[2], a[3],
+                                                       value(index, part).k_step(step), 1);
+      }
+    ptx::wgmma_commit();
   }
 
   // All key blocks of a segment.
@@ -227,13 +288,16 @@ struct Consumer {
     ptx::mbarrier_wait(shared.query_full(), query_parity);
     query_parity ^= 1;
     uint32_t rotary[kRotarySteps][4];
-    const int lane = ptx::lane_index();
+    if constexpr (!Spec::kHasCodes) {
+      const int lane = ptx::lane_index();
 #pragma unroll
-    for (int step = 0; step < kRotarySteps; ++step) {
-      ptx::ldmatrix_x4(rotary[step],
-                       shared.query().chunk(warp * 16 + lane % 16, Spec::kRotarySlab, step * 2 + lane / 16));
+      for (int step = 0; step < kRotarySteps; ++step) {
+        ptx::ldmatrix_x4(rotary[step],
+                         shared.query().chunk(warp * 16 + lane % 16, Spec::kRotarySlab, step * 2 + lane / 16));
+      }
     }
-    ptx::named_barrier_sync(barrier_id(Barrier::kConsumers), 256);  // P may overwrite these columns
+    ptx::named_barrier_sync(barrier_id(Barrier::kConsumers),
+                            256);  // P may overwrite these columns, and sums those before
 #pragma unroll
     for (int i = 0; i < kOutputs; ++i) output[i] = 0.0f;
     row_max[0] = row_max[1] = ptx::negative_infinity();
@@ -243,11 +307,13 @@ struct Consumer {
     uint32_t probabilities[kScores / 2];
     float now[2];
     float sum[2];
+    int found[2] = {0, 0};
     if constexpr (kConsumer == 0) {
       for (int index = 0;; index += 2) {
         issue_scores(scores, rotary, index);
+        find_indices(found, segment, index);
         ptx::wgmma_wait<0>();
-        weigh(probabilities, scores, segment, index, seen_by_all, now, sum);
+        weigh(probabilities, scores, segment, index, seen_by_all, found, now, sum);
         add_own(output, probabilities, now, sum, index);
         finish(output);  // before the wait: the copy engine gets this half of V back the sooner
         release_value(index);
@@ -262,11 +328,12 @@ struct Consumer {
     } else {
       for (int index = 0; index + 1 < blocks; index += 2) {
         issue_scores(scores, rotary, index + 1);
+        find_indices(found, segment, index + 1);
         wait_other(index, now);
         advance_max(now, output);
         issue_other(output, index);
         ptx::wgmma_wait<1>();
-        weigh(probabilities, scores, segment, index + 1, seen_by_all, now, sum);
+        weigh(probabilities, scores, segment, index + 1, seen_by_all, found, now, sum);
         finish(output);
         release_other(index);
         add_own(output, probabilities, now, sum, index + 1);

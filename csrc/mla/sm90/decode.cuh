@@ -1,13 +1,15 @@
-// Decoding of multi-head latent attention for sm_90a: TMA, wgmma, one producer and two consumer warpgroups.
+// Decoding of multi-head latent attention for sm_90a: TMA, wgmma, one loading and two consumer warpgroups, of codes a converting one.
 //   grid   row_tiles * parts blocks (plan.cuh)
 //   maps   tensor_map.h says how the host builds them
-// Read spec.cuh (what lies where), producer.cuh and consumer.cuh in this order.
+// Read spec.cuh (what lies where), loader.cuh, converter.cuh and consumer.cuh in this order.
 #pragma once
 
 #include "mla/params/decode.h"
 #include "mla/plan.cuh"
 #include "mla/sm90/consumer.cuh"
-#include "mla/sm90/producer.cuh"
+#include "mla/sm90/converter.cuh"
+#include "mla/sm90/gatherer.cuh"
+#include "mla/sm90/loader.cuh"
 #include "mla/sm90/spec.cuh"
 #include "ptx/barrier.cuh"
 #include "ptx/grid_dependency.cuh"
@@ -26,12 +28,20 @@ __device__ __forceinline__ void init_barriers(const SharedMemory<Spec>& shared) 
 #pragma unroll
   for (int stage = 0; stage < Spec::kNumStages; ++stage) {
 #pragma unroll
+    for (int group = 0; group < Spec::kNumFulls; ++group) {
+      ptx::mbarrier_init(shared.key_full(stage, group), Spec::kHasCodes   ? Spec::kConverterWarps
+                                                        : Spec::kIsSparse ? Spec::kGathererThreads
+                                                                          : 1);
+    }
+#pragma unroll
     for (int group = 0; group < kNumGroups; ++group) {
-      ptx::mbarrier_init(shared.key_full(stage, group), 1);
       // The half of V that a consumer reads is read last by it: for the scores, its P has been waited for.
       ptx::mbarrier_init(shared.key_empty(stage, group), Spec::kWarpsPerConsumer);
     }
-    ptx::mbarrier_init(shared.tail_full(stage), 1);
+#pragma unroll
+    for (int group = 0; group < Spec::kLandings; ++group) {
+      ptx::mbarrier_init(shared.landed(stage, group), Spec::kIsSparse ? Spec::kGathererThreads : 1);
+    }
     ptx::mbarrier_init(shared.probability_full(stage), Spec::kWarpsPerConsumer);
     ptx::mbarrier_init(shared.probability_empty(stage), Spec::kWarpsPerConsumer);
   }
@@ -56,19 +66,30 @@ __device__ __forceinline__ void decode(const DecodeParams& params, const ptx::Te
   const int part = ptx::block_index() / params.row_tiles;
   const int row_tile = ptx::block_index() - part * params.row_tiles;
   if (warpgroup == 0) {
-    ptx::setmaxnreg_dec<Spec::kProducerRegisters>();
-    if (warp > 1) return;
+    ptx::setmaxnreg_dec<Spec::kLoaderRegisters>();
+    if (warp > (Spec::kIsSparse ? 3 : Spec::kHasCodes ? 0 : 1)) return;
     Plan plan(params, part);
-    if (warp == 0) {
-      Producer<Spec>{params, shared, q_map, cache_map, row_tile}.run(plan);
+    const Loader<Spec> loader{params, shared, q_map, cache_map, row_tile};
+    if constexpr (Spec::kIsSparse) {
+      Gatherer<Spec>{loader}.run(plan);
+    } else if (warp == 0) {
+      Loader<Spec>(loader).run(plan);
     } else {
       zero_tails<Spec>(plan, shared);
     }
     return;
   }
+  if constexpr (Spec::kHasCodes) {
+    if (warpgroup == 1) {
+      ptx::setmaxnreg_dec<Spec::kConverterRegisters>();
+      Plan plan(params, part);
+      Converter<Spec>(params, shared).run(plan);
+      return;
+    }
+  }
   ptx::setmaxnreg_inc<Spec::kConsumerRegisters>();
   Plan plan(params, part);
-  if (warpgroup == 1) {
+  if (warpgroup == Spec::kFirstConsumer) {
     Consumer<Spec, 0>(params, shared, row_tile).run(plan);
   } else {
     Consumer<Spec, 1>(params, shared, row_tile).run(plan);

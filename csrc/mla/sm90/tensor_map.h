@@ -2,6 +2,7 @@
 #pragma once
 
 #include "attention/forward/sm90/tensor_map.h"
+#include "mla/params/codes.h"
 #include "mla/params/decode.h"
 
 namespace flashmoe {
@@ -22,12 +23,15 @@ inline int page_box_rows(bool has_pages, int page_size, int block_n) {
 }
 
 // params.box_rows: page_box_rows of the kernel's block.
+// Codes are moved two at a time, as if 16-bit elements.
 inline DecodeTensorMaps decode_tensor_maps(const DecodeParams& params, int) {
   const attention::Strides q{params.q_stride_batch, params.q_stride_row, params.q_stride_row};
-  const attention::Strides cache{params.page_stride, params.key_stride, params.key_stride};
+  const int values = params.has_codes != 0 ? 2 : 1;  // of 16 bits
+  const attention::Strides cache{params.page_stride / values, params.key_stride / values, params.key_stride / values};
+  const int key_elements = params.has_codes != 0 ? kCodedKeyBytes / 2 : kHeadDim;
   return DecodeTensorMaps{attention::sm90::tensor_map_arguments(params.q, q, kHeadDim, params.tokens * params.heads, 1,
                                                                 params.batch, attention::sm90::kWarpgroupRows),
-                          attention::sm90::tensor_map_arguments(params.cache, cache, kHeadDim, params.page_size, 1,
+                          attention::sm90::tensor_map_arguments(params.cache, cache, key_elements, params.page_size, 1,
                                                                 params.num_pages, params.box_rows)};
 }
 

@@ -197,6 +197,7 @@ def values_of(tensors: Tensors, block_m: int, block_n: int, partial: dict[str, t
         "num_slots": cache.shape[0] * cache.shape[1],
         "box_rows": block_n if table is None else min(block_n, cache.shape[1] & -cache.shape[1]),
         "is_causal": int(p.is_causal),
+        "has_codes": int(p.has_codes),
         "block_m": block_m,
         "row_tiles": -(-p.rows // block_m),
         "block_n_log2": block_n.bit_length() - 1,

@@ -1,6 +1,7 @@
-// The producer's two warps: one asks the copy engine for Q and the key blocks, the other puts zeros behind a sequence's last key.
+// One warp asks the copy engine for Q and the key blocks; of 16-bit caches another puts zeros behind a sequence's last key.
 #pragma once
 
+#include "mla/params/codes.h"
 #include "mla/plan.cuh"
 #include "mla/sm90/spec.cuh"
 #include "ptx/barrier.cuh"
@@ -19,7 +20,7 @@ __device__ __forceinline__ bool has_tail(const Segment& segment, int block) {
 }
 
 template <typename Spec>
-struct Producer {
+struct Loader {
   const DecodeParams& params;
   const SharedMemory<Spec> shared;
   const ptx::TensorMap& q_map;
@@ -39,12 +40,25 @@ struct Producer {
     return max(0, min(params.num_pages - 1, static_cast<int>(ptx::ld_global_32(page_gmem))));
   }
 
+  // Where a box lands, and the first of its columns, counted in 16 bits. Codes take half of the slabs that they become: the right ones, from
+  // where the converters can make elements of the left slabs first.
+  __device__ __forceinline__ static constexpr int boxes_of(int group) {
+    return group == kRotary ? 1 : Spec::kHasCodes ? 2 : 4;
+  }
+  __device__ __forceinline__ static constexpr int slab_of(int group, int box) {
+    return group * 4 + box + (Spec::kHasCodes && group != kRotary ? 2 : 0);
+  }
+  __device__ __forceinline__ static constexpr int column_of(int group, int box) {
+    if constexpr (!Spec::kHasCodes) return slab_of(group, box) * kSlabColumns;
+    return group == kRotary ? kRotaryBytesOffset / 2 : (group * 2 + box) * kSlabColumns;
+  }
+
   __device__ __forceinline__ void load_keys(const Segment& segment, int index, int page) const {
     const int stage = index % Spec::kNumStages;
     const int parity = uses.parity(index);
     const int first_key = (segment.begin_block + index) * Spec::kBlockN;
     const int key = first_key + ptx::lane_index() * params.box_rows;
-    const bool is_tail = has_tail<Spec>(segment, segment.begin_block + index);
+    const bool is_tail = !Spec::kHasCodes && has_tail<Spec>(segment, segment.begin_block + index);
     const int boxes =
         (min(Spec::kBlockN, segment.keys - first_key) + params.box_rows - 1) / params.box_rows;  // with a key
     const typename Spec::KeyTile tile = shared.key(stage);
@@ -57,21 +71,22 @@ struct Producer {
     }
 #pragma unroll
     for (int group = 0; group < kNumGroups; ++group) {
-      const int first_slab = group * 4;
-      const int slabs = group == kRotary ? 1 : 4;
-      ptx::Mbarrier* full = is_tail ? shared.tail_full(stage) : shared.key_full(stage, group);
+      const int group_boxes = boxes_of(group);
+      ptx::Mbarrier* full = Spec::kHasCodes ? shared.landed(stage, group)
+                            : is_tail       ? shared.landed(stage)
+                                            : shared.key_full(stage, group);
       if (!is_tail) ptx::mbarrier_wait(shared.key_empty(stage, group), parity ^ 1);
       ptx::warp_sync();  // no lane still waits when the next phase ends
       if (ptx::lane_index() == 0) {
         const int bytes = boxes * params.box_rows * kSlabRowBytes;
-        if (!is_tail) ptx::mbarrier_arrive_expect_tx(full, bytes * slabs);
+        if (!is_tail) ptx::mbarrier_arrive_expect_tx(full, bytes * group_boxes);
         if (is_tail && group == 0) ptx::mbarrier_arrive_expect_tx(full, bytes * Spec::kNumSlabs);
       }
       ptx::warp_sync();  // bytes are announced before they arrive
       if (page < 0) continue;
-      for (int slab = first_slab; slab < first_slab + slabs; ++slab) {
-        ptx::tma_load_4d(tile.row(ptx::lane_index() * params.box_rows, slab), &cache_map, full, slab * kSlabColumns,
-                         page_key, 0, page, ptx::CacheHint::kEvictFirst);
+      for (int box = 0; box < group_boxes; ++box) {
+        ptx::tma_load_4d(tile.row(ptx::lane_index() * params.box_rows, slab_of(group, box)), &cache_map, full,
+                         column_of(group, box), page_key, 0, page, ptx::CacheHint::kEvictFirst);
       }
     }
   }
@@ -116,7 +131,7 @@ __device__ __forceinline__ void zero_tails(Plan& plan, const SharedMemory<Spec>&
   while (plan.next(segment)) {
     const int stage = (segment.end_block - segment.begin_block - 1) % Spec::kNumStages;
     if (has_tail<Spec>(segment, segment.end_block - 1)) {
-      ptx::mbarrier_wait(shared.tail_full(stage), (stage == 0 ? even_tails : odd_tails) % 2);
+      ptx::mbarrier_wait(shared.landed(stage), (stage == 0 ? even_tails : odd_tails) % 2);
       (stage == 0 ? even_tails : odd_tails) += 1;
       const int first = max(0, segment.keys - (segment.end_block - 1) * Spec::kBlockN);
       constexpr int kRowChunks = Spec::kNumSlabs * 8;

@@ -1,0 +1,167 @@
+// Four warps make elements of the 8-bit floats of a key block, in the stage where the copy engine has put them.
+//
+// A group of 256 columns has four slabs; its codes are in the last two, 128 columns in each. Slab after slab becomes elements, from the first
+// on. A warp has 16 keys, two lanes for each key: what a lane writes over is read by its own warp alone.
+#pragma once
+
+#include "device/convert.cuh"
+#include "mla/indices.cuh"
+#include "mla/params/codes.h"
+#include "mla/plan.cuh"
+#include "mla/sm90/spec.cuh"
+#include "ptx/barrier.cuh"
+#include "ptx/e4m3.cuh"
+#include "ptx/fence.cuh"
+#include "ptx/math.cuh"
+#include "ptx/memory.cuh"
+#include "ptx/special_registers.cuh"
+
+namespace flashmoe {
+namespace mla {
+namespace sm90 {
+
+template <typename Spec>
+struct Converter {
+  using Element = typename Spec::Element;
+  static constexpr int kChunks = 4;  // 16 bytes each: half of a slab's row
+
+  const DecodeParams& params;
+  const SharedMemory<Spec> shared;
+  const int key;   // of the block
+  const int half;  // of a slab's row
+  StageUses uses;
+
+  __device__ __forceinline__ Converter(const DecodeParams& params_, const SharedMemory<Spec>& shared_)
+      : params(params_),
+        shared(shared_),
+        key(ptx::warp_index() % 4 * 16 + ptx::lane_index() % 16),
+        half(ptx::lane_index() / 16) {}
+
+  // Where the key of a block is: its page, of an index its row of all pages; -1 where there is no key.
+  __device__ __forceinline__ int find(const Segment& segment, int block) const {
+    const int own = block * Spec::kBlockN + key;
+    if constexpr (Spec::kIsSparse) return block < segment.end_block ? index_of(params, segment, own) : -1;
+    if (own >= segment.keys || block >= segment.end_block) return -1;
+    if (params.block_table == nullptr) return segment.batch;
+    const int32_t* page_gmem = params.block_table + segment.batch * params.block_table_stride +
+                               static_cast<uint32_t>(own) / static_cast<uint32_t>(params.page_size);
+    return max(0, min(params.num_pages - 1, static_cast<int>(ptx::ld_global_32(page_gmem))));
+  }
+
+  // The key's four scales; zero where there is no key.
+  __device__ __forceinline__ void load_scales(uint32_t (&scales)[4], int block, int page) const {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) scales[i] = 0;
+    if (page < 0) return;
+    const auto* scales_gmem = static_cast<const unsigned char*>(params.cache) + kScaleBytesOffset;
+    if constexpr (Spec::kIsSparse) {
+      ptx::ld_global_128(scales, scales_gmem + row_offset(params, page));
+      return;
+    }
+    // A dense cache is one page.
+    const auto row =
+        static_cast<int>(static_cast<uint32_t>(block * Spec::kBlockN + key) % static_cast<uint32_t>(params.page_size));
+    ptx::ld_global_128(scales, scales_gmem + page * params.page_stride + row * params.key_stride);
+  }
+
+  // Codes are there; and so is the room of what they become, of which the arrival of a cp.async says nothing.
+  __device__ __forceinline__ void wait_landed(int stage, int group, int parity) const {
+    if constexpr (Spec::kIsSparse) ptx::mbarrier_wait(shared.key_empty(stage, group), parity ^ 1);
+    ptx::mbarrier_wait(shared.landed(stage, group), parity);
+  }
+
+  // What this warp has written is there for the products.
+  __device__ __forceinline__ void announce(int stage, int group) const {
+    ptx::fence_proxy_async_shared();
+    ptx::warp_sync();
+    if (ptx::lane_index() == 0) ptx::mbarrier_arrive(shared.key_full(stage, group));
+  }
+
+  // This lane's codes of a slab of elements; zeros where there is no key.
+  __device__ __forceinline__ void load_codes(uint32_t (&codes)[2][4], int stage, int group, int slab,
+                                             bool exists) const {
+#pragma unroll
+    for (int chunk = 0; chunk < 2; ++chunk) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) codes[chunk][i] = 0;
+      if (!exists) continue;
+      ptx::ld_shared_128(codes[chunk],
+                         shared.key(stage).chunk(key, group * 4 + 2 + slab / 2, slab % 2 * 4 + half * 2 + chunk));
+    }
+  }
+
+  // Codes times scales, in float32, are rounded to elements: those of a 16-bit cache so dequantised. A key that does not exist becomes zeros.
+  // Codes are read a slab ahead.
+  __device__ __forceinline__ void convert(int stage, int parity, int group, const uint32_t (&scales)[4],
+                                          bool exists) const {
+    wait_landed(stage, group, parity);
+    uint32_t codes[2][2][4];
+    load_codes(codes[0], stage, group, 0, exists);
+#pragma unroll
+    for (int slab = 0; slab < 4; ++slab) {
+      if (slab < 3) load_codes(codes[(slab + 1) % 2], stage, group, slab + 1, exists);
+      if (slab == 2)
+        ptx::warp_sync();  // write after read: the codes of the last two slabs, which the warp has read now
+      const float scale = ptx::bits_float(scales[group * 2 + slab / 2]);
+#pragma unroll
+      for (int chunk = 0; chunk < kChunks; ++chunk) {
+        uint32_t words[4];
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+          float values[4];
+          ptx::widen_e4m3(values, codes[slab % 2][chunk / 2][chunk % 2 * 2 + i]);
+          words[2 * i] = pack<Element>(values[0] * scale, values[1] * scale);
+          words[2 * i + 1] = pack<Element>(values[2] * scale, values[3] * scale);
+        }
+        ptx::st_shared_128(shared.key(stage).chunk(key, group * 4 + slab, half * kChunks + chunk), words);
+      }
+    }
+  }
+
+  // The rotary columns are elements as they are.
+  __device__ __forceinline__ void pass_rotary(int stage, int parity, bool exists) const {
+    wait_landed(stage, kRotary, parity);
+    if (!exists) {
+      const uint32_t zeros[4] = {0, 0, 0, 0};
+#pragma unroll
+      for (int chunk = 0; chunk < kChunks; ++chunk) {
+        ptx::st_shared_128(shared.key(stage).chunk(key, Spec::kRotarySlab, half * kChunks + chunk), zeros);
+      }
+    }
+  }
+
+  // Scales are asked for a block ahead, their page two.
+  __device__ __forceinline__ void run(Plan& plan) {
+    Segment segment;
+    while (plan.next(segment)) {
+      const int blocks = segment.end_block - segment.begin_block;
+      int page = find(segment, segment.begin_block);
+      uint32_t scales[4];
+      load_scales(scales, segment.begin_block, page);
+      bool exists = page >= 0;
+      page = find(segment, segment.begin_block + 1);
+#pragma unroll 1
+      for (int index = 0; index < blocks; ++index) {
+        const int stage = index % Spec::kNumStages;
+        const int parity = uses.parity(index);
+        uint32_t next_scales[4];
+        load_scales(next_scales, segment.begin_block + index + 1, page);
+        const bool next_exists = page >= 0;
+        page = find(segment, segment.begin_block + index + 2);
+        convert(stage, parity, kLeft, scales, exists);
+        announce(stage, kLeft);
+        convert(stage, parity, kRight, scales, exists);
+        pass_rotary(stage, parity, exists);
+        announce(stage, kRight);
+        exists = next_exists;
+#pragma unroll
+        for (int i = 0; i < 4; ++i) scales[i] = next_scales[i];
+      }
+      uses.end_segment(blocks);
+    }
+  }
+};
+
+}  // namespace sm90
+}  // namespace mla
+}  // namespace flashmoe
