@@ -86,8 +86,8 @@ struct HeadDropout {
     words[2] = row_group;
     words[3] = sequence;
     philox(words, key);
-    const uint32_t point = start + row_group * 0xDB4F0B91 + key_group * 0xBBE05633 + head * 0xA0F2EC75 +
-                           sequence * 0x89E18285;
+    const uint32_t point =
+        start + row_group * 0xDB4F0B91 + key_group * 0xBBE05633 + head * 0xA0F2EC75 + sequence * 0x89E18285;
     const auto limit = static_cast<uint32_t>(dropout.threshold) >> 8;
     const uint32_t addend = (128 - limit % 128) * 0x01010101;
     return point < static_cast<uint32_t>(dropout.threshold) << 24 ? addend - 0x01010101 : addend;

@@ -158,7 +158,8 @@ void give_back(const Tensor& from, const Tensor& to) {
 void backward_varlen_cuda(const VarlenBackwardArguments& arguments, const Gradients& gradients) {
   const host::Device& gpu = host::device(arguments.forward.device_index);
   const BackwardKernels kernels = select_kernels(arguments.forward, gpu);
-  const Kernel& strictest = kernels.fused != nullptr ? *kernels.fused : *kernels.dq;  // what a copy engine can load, the others can
+  const Kernel& strictest =
+      kernels.fused != nullptr ? *kernels.fused : *kernels.dq;  // what a copy engine can load, the others can
   const VarlenBackwardArguments operands = loadable_arguments(arguments, strictest);
   Gradients results;
   results.dq = result(gradients.dq, strictest);

@@ -288,13 +288,13 @@ bool prefers_shorter(const VarlenSelectorInput& input, const Kernel& kernel, con
 
 // The best family's kernel of an operation that needs no further choice.
 const Kernel& select_by_head_dim(const host::KernelRequest& request, const char* operation, const char* variant,
-                                 int32_t head_dim, const char* what, bool takes_tensor_maps = true) {
+                                 int32_t head_dim, const char* what) {
   const host::KernelList& loadable = host::loadable_kernels(request.capability);
   for (const char* const* family = host::families_of(request.capability); *family != nullptr; ++family) {
     if (request.forced_family != nullptr && std::strcmp(request.forced_family, *family) != 0) continue;
     const Kernel* kernel =
         host::find_kernel({operation, *family, variant, request.dtype, {head_dim}}, axis::kHeadDim, loadable);
-    if (kernel != nullptr && (takes_tensor_maps || kernel->num_tensor_maps == 0)) return *kernel;
+    if (kernel != nullptr) return *kernel;
   }
   host::refuse(request, std::string(what) + ", head_dim " + std::to_string(head_dim));
 }
@@ -335,12 +335,6 @@ const Kernel* select_varlen_forward(const VarlenSelectorInput& input) {
   const std::string pages = input.page_size > 0 ? ", pages of " + std::to_string(input.page_size) + " keys" : "";
   const char* what = input.is_consistent ? ", the same bits in every call" : "";
   host::refuse(request, "head_dim " + std::to_string(input.head_dim) + pages + what);
-}
-
-const Kernel& select_dropout_forward(const host::KernelRequest& request, int32_t head_dim, bool has_score_mod,
-                                     bool has_alibi) {
-  return select_by_head_dim(request, "attention_dropout_forward", has_alibi ? "alibi" : "", head_dim,
-                            has_score_mod ? "dropout behind a softcap or a mask tensor" : "dropout", !has_score_mod);
 }
 
 const Kernel& select_bias_gradient(const host::KernelRequest& request, int32_t head_dim, bool has_dropout) {
@@ -439,33 +433,6 @@ BackwardKernels select_varlen_backward(const host::KernelRequest& request, int32
     return kernels;
   }
   host::refuse(request, "gradients of ragged or banded attention, head_dim " + std::to_string(head_dim));
-}
-
-BackwardKernels select_dropout_backward(const host::KernelRequest& request, int32_t head_dim, bool has_score_mod,
-                                        bool has_alibi) {
-  const host::KernelList& loadable = host::loadable_kernels(request.capability);
-  for (const char* const* family = host::families_of(request.capability); *family != nullptr; ++family) {
-    if (request.forced_family != nullptr && std::strcmp(request.forced_family, *family) != 0) continue;
-    const auto find = [&](const char* operation) {
-      return host::find_kernel({operation, *family, has_alibi ? "alibi" : "", request.dtype, {head_dim}},
-                               axis::kHeadDim, loadable);
-    };
-    BackwardKernels kernels{find("attention_dropout_backward_dq"), find("attention_dropout_backward_dkv")};
-    if (kernels.dq == nullptr || kernels.dkv == nullptr) continue;
-    if (has_score_mod || has_alibi || request.forced_family != nullptr) return kernels;
-    // The fused form is that of the GPU's first family, whose kernels in front and behind serve it too.
-    const auto find_first = [&](const char* operation) {
-      return host::find_kernel({operation, *host::families_of(request.capability), "", request.dtype, {head_dim}},
-                               axis::kHeadDim, loadable);
-    };
-    const Kernel* fused = find_first("attention_dropout_backward_fused");
-    kernels.prepare = find_first("attention_varlen_backward_fused_prepare");
-    kernels.convert = find_first("attention_varlen_backward_fused_convert");
-    const bool has_all = fused != nullptr && kernels.prepare != nullptr && kernels.convert != nullptr;
-    if (has_all && fused->axes[axis::kHeadDim] == kernels.dkv->axes[axis::kHeadDim]) kernels.fused = fused;
-    return kernels;
-  }
-  host::refuse(request, "gradients of dropout, head_dim " + std::to_string(head_dim));
 }
 
 namespace {

@@ -18,7 +18,7 @@ template <typename Element, int kHeadDim, int kBlockM, int kBlockN, int kNumStag
           bool kIsVarlen_ = false, int kAlibi_ = 0>
 struct FusedSpec : KeyValueGradientSpec<Element, kHeadDim, kBlockM, kBlockN, kNumStages, 12, 0, 0, kIsVarlen_> {
   using Base = KeyValueGradientSpec<Element, kHeadDim, kBlockM, kBlockN, kNumStages, 12, 0, 0, kIsVarlen_>;
-  static constexpr bool kHasAlibi = kAlibi_ != 0;   // without a softcap, unlike in the split form
+  static constexpr bool kHasAlibi = kAlibi_ != 0;  // without a softcap, unlike in the split form
   static constexpr bool kHasDropout = false;
   static constexpr bool kIsWide = kHeadDim == 128;  // no warpgroup of dq: the consumers do its work (fused_wide.cuh)
   static_assert(kHeadDim <= 128, "dk and dv of more columns need more registers than there are");
@@ -414,7 +414,8 @@ struct FusedConsumer {
             const int block = is_descending<kMask>(tile) ? range.begin + range.end - 1 - i : i;
             const BlockCoordinates coordinates{shared.tile(consumer), 0, first_key, block};
             for (int head = 0; head < heads; ++head) {
-              step(dk, dv, p_packed, ds_packed, own_k, own_v, dropout, coordinates, is_masked || block < range.full_begin);
+              step(dk, dv, p_packed, ds_packed, own_k, own_v, dropout, coordinates,
+                   is_masked || block < range.full_begin);
             }
           }
         }

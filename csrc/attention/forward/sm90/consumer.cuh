@@ -164,7 +164,7 @@ struct Consumer {
     // From the block's first key to the own one of the warp's first row.
     const int own = diagonal_key(tile.sequence(params), thread_row(tile)) - lane / 4 - block * Spec::kBlockN;
     const auto distance = static_cast<float>(own + lane / 4 - lane % 4 * 2);
-    const bool is_behind = own + 15 <= 0;  // all keys, of all 16 rows
+    const bool is_behind = own + 15 <= 0;         // all keys, of all 16 rows
     if (is_behind || own >= Spec::kBlockN - 1) {  // the same bits as below, without the absolute values
       const float signed_slope = is_behind ? -slope : slope;
 #pragma unroll
