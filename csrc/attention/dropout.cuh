@@ -1,9 +1,12 @@
-// Dropout of a warp's probabilities in the accumulators of mma.sync (params/dropout.h says what the mask is made of): a thread has rows
+// Dropout of a warp's probabilities in the accumulators of mma.sync and wgmma (params/dropout.h says what the mask is made of): a thread has rows
 // lane / 4 and 8 more, and of each eight columns 2 * (lane % 4) and the next.
 #pragma once
 
 #include "attention/params/dropout.h"
+#include "ptx/math.cuh"
 #include "ptx/memory.cuh"
+#include "ptx/permute.cuh"
+#include "ptx/shuffle.cuh"
 #include "ptx/special_registers.cuh"
 #include "ptx/types.cuh"
 
@@ -23,10 +26,10 @@ struct PhiloxKey {
   uint32_t right;
 };
 
-// Philox4x32-10: the counter becomes the random words.
+// Philox4x32-7: the counter becomes the random words.
 __device__ __forceinline__ void philox(uint32_t (&counter)[4], PhiloxKey key) {
 #pragma unroll
-  for (int round = 0; round < 10; ++round) {
+  for (int round = 0; round < 7; ++round) {
     const uint64_t first = uint64_t{0xD2511F53} * counter[0];
     const uint64_t second = uint64_t{0xCD9E8D57} * counter[2];
     counter[0] = static_cast<uint32_t>(second >> 32) ^ counter[1] ^ key.left;
@@ -38,82 +41,114 @@ __device__ __forceinline__ void philox(uint32_t (&counter)[4], PhiloxKey key) {
   }
 }
 
+// Of two neighbouring columns in one of a thread's rows: which of them are kept, bit 7 of one byte each.
+struct KeptPair {
+  uint32_t left;
+  uint32_t right;
+  int byte;
+
+  // Ones where a column is kept: the low half is the left one's, the high half the right one's.
+  __device__ __forceinline__ uint32_t halves() const {
+    return ptx::permute_bytes(left, right, (8u + byte) * 0x11u + (12u + byte) * 0x1100u);
+  }
+  // The value where the column is kept, otherwise zero.
+  __device__ __forceinline__ float keep(float value, int column) const {
+    const uint32_t word = column == 0 ? left : right;
+    return ptx::bits_float(ptx::float_bits(value) & ptx::permute_bytes(word, word, (8u + byte) * 0x1111u));
+  }
+};
+
 // Of one sequence and query head.
 struct HeadDropout {
+  const Dropout& dropout;
   PhiloxKey key;
   uint32_t head;
   uint32_t sequence;
-  uint32_t threshold;  // in the high half of a word
-  float scale;
+  uint32_t start;  // of the lattice
 
-  __device__ __forceinline__ HeadDropout(const Dropout& dropout, int head_, int sequence_)
-      : head(static_cast<uint32_t>(head_)),
-        sequence(static_cast<uint32_t>(sequence_)),
-        threshold(static_cast<uint32_t>(dropout.threshold) << 16),
-        scale(dropout.scale) {
+  __device__ __forceinline__ HeadDropout(const Dropout& dropout_, int head_, int sequence_)
+      : dropout(dropout_), head(static_cast<uint32_t>(head_)), sequence(static_cast<uint32_t>(sequence_)) {
     uint32_t state[4];  // seed and offset
     ptx::ld_global_128(state, dropout.rng_state);
     uint32_t counter[4] = {state[2], state[3], 0, 0};
     philox(counter, PhiloxKey{state[0], state[1]});
     key = PhiloxKey{counter[0], counter[1]};
+    start = counter[2];
   }
 
-  // Words of rows row and row + 8 of 16, and keys key, key + 8, key + 16 and key + 24 of 32.
-  __device__ __forceinline__ void draw(uint32_t (&words)[4], int row, int key_) const {
-    words[0] = static_cast<uint32_t>(key_ / 32 * 8 + key_ % 8);
-    words[1] = static_cast<uint32_t>(row / 16 * 8 + row % 8);
-    words[2] = head;
+  // Words of rows row and row + 8 of 16, and eight keys of 32: key (an even one) and the next, and those 8, 16 and 24 further.
+  // Returns what kept() takes.
+  __device__ __forceinline__ uint32_t draw(uint32_t (&words)[4], int row, int key_) const {
+    const auto key_group = static_cast<uint32_t>(key_ / 32 * 4 + key_ % 8 / 2);
+    const auto row_group = static_cast<uint32_t>(row / 16 * 8 + row % 8);
+    words[0] = key_group;
+    words[1] = head;
+    words[2] = row_group;
     words[3] = sequence;
     philox(words, key);
+    const uint32_t point =
+        start + row_group * 0xDB4F0B91 + key_group * 0xBBE05633 + head * 0xA0F2EC75 + sequence * 0x89E18285;
+    const auto limit = static_cast<uint32_t>(dropout.threshold) >> 8;
+    const uint32_t addend = (128 - limit % 128) * 0x01010101;
+    return point < static_cast<uint32_t>(dropout.threshold) << 24 ? addend - 0x01010101 : addend;
   }
 
-  // half: 0 for the row itself, 1 for the one eight further.
-  __device__ __forceinline__ bool keeps(uint32_t word, int half) const {
-    return (half == 0 ? word << 16 : word) >= threshold;
+  // Bit 7 of each byte: whether the word's byte is not below its limit. The sum of the low seven bits and 128 - limit % 128 says so of these.
+  __device__ __forceinline__ uint32_t kept(uint32_t word, uint32_t addend) const {
+    const uint32_t low = (word & 0x7F7F7F7F) + addend;
+    const uint32_t either = dropout.threshold < 128 << 8 ? 0xFFFFFFFF : 0;  // else both must be set
+    return (word & low) | ((word | low) & either);
   }
 };
 
-// visit(n, i, keeps) for scores[n][i] of 16 rows and kColumns columns; rows are queries, columns keys. row, key: of the first score, multiples of
-// 16; of 32 where kColumns is one. (kColumns of 16 use half of what is drawn.)
+// visit(n, half, pair) for scores[n][2 * half] and the next of 16 rows and kColumns columns; rows are queries, columns keys. row, key: of the
+// first score, multiples of 16; of 32 where kColumns is one. (kColumns of 16 use half of what is drawn.)
 template <int kColumns, typename Visit>
 __device__ __forceinline__ void visit_by_query(const HeadDropout& dropout, int row, int key, Visit visit) {
   constexpr int kBlocks = kColumns % 32 == 0 ? 4 : 2;  // of eight keys that a draw serves
   const int lane = ptx::lane_index();
 #pragma unroll
   for (int n = 0; n < kColumns / 8; n += kBlocks) {
-    const bool is_upper = kBlocks == 2 && (key + n * 8) % 32 != 0;
+    uint32_t words[4];
+    const uint32_t addend = dropout.draw(words, row + lane / 4, key + n * 8 + lane % 4 * 2);
+    if (kBlocks == 2 && (key + n * 8) % 32 != 0) {
+      words[0] = words[2];
+      words[1] = words[3];
+    }
 #pragma unroll
-    for (int c = 0; c < 2; ++c) {
-      uint32_t words[4];
-      dropout.draw(words, row + lane / 4, key + n * 8 + lane % 4 * 2 + c);
+    for (int w = 0; w < kBlocks / 2; ++w) {
+      const uint32_t left = dropout.kept(words[2 * w], addend);
+      const uint32_t right = dropout.kept(words[2 * w + 1], addend);
 #pragma unroll
-      for (int b = 0; b < kBlocks; ++b) {
-        const uint32_t word = is_upper ? words[(2 + b) % 4] : words[b];
+      for (int b = 0; b < 2; ++b)
 #pragma unroll
-        for (int half = 0; half < 2; ++half) visit(n + b, 2 * half + c, dropout.keeps(word, half));
-      }
+        for (int half = 0; half < 2; ++half) visit(n + 2 * w + b, half, KeptPair{left, right, 2 * b + half});
     }
   }
 }
 
-// The same of S^T: rows are keys, columns queries.
+// The same of S^T: rows are keys, columns queries. Of a pair of columns each of two lanes, whose keys are neighbours, draws the words of one,
+// and gives the other lane its key's.
 template <int kColumns, typename Visit>
 __device__ __forceinline__ void visit_by_key(const HeadDropout& dropout, int row, int key, Visit visit) {
   const int lane = ptx::lane_index();
+  const bool is_odd = lane / 4 % 2 != 0;  // this lane's key
   const bool is_upper = key % 32 != 0;
 #pragma unroll
-  for (int n = 0; n < kColumns / 8; n += 2)
+  for (int n = 0; n < kColumns / 8; n += 2) {
+    uint32_t words[4];
+    const uint32_t addend = dropout.draw(words, row + n * 8 + lane % 4 * 2 + lane / 4 % 2, key + lane / 4);
+    const uint32_t even = dropout.kept(is_upper ? words[2] : words[0], addend);
+    const uint32_t odd = dropout.kept(is_upper ? words[3] : words[1], addend);
+    const uint32_t own = is_odd ? odd : even;
+    const uint32_t other = ptx::shuffle_xor(is_odd ? even : odd, 4);
 #pragma unroll
-    for (int c = 0; c < 2; ++c) {
-      uint32_t words[4];
-      dropout.draw(words, row + n * 8 + lane % 4 * 2 + c, key + lane / 4);
+    for (int b = 0; b < 2; ++b)
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        const uint32_t word = is_upper ? words[2 + half] : words[half];
-#pragma unroll
-        for (int b = 0; b < 2; ++b) visit(n + b, 2 * half + c, dropout.keeps(word, b));
+        visit(n + b, half, KeptPair{is_odd ? other : own, is_odd ? own : other, 2 * half + b});
       }
-    }
+  }
 }
 
 }  // namespace attention

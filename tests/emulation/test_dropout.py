@@ -17,7 +17,7 @@ from flashmoe_tools.operations.serving.emulation.tensors import build
 from flashmoe_tools.operations.serving_backward.emulation import backward
 from flashmoe_tools.tables import Unit, load_tables
 
-FAMILIES = ("sm80", "sm75")
+FAMILIES = ("sm80", "sm75")  # and sm90
 ROWS, KEYS = (5, 64), (33, 64)  # at most 64 of either: the identity fits the head dim
 PROBLEM = VarlenProblem("mask", "f16", ROWS, KEYS, 2, 1, 64, 64, dropout_p=0.3, data_seed=3, wants_lse=False)
 
@@ -37,7 +37,7 @@ def wanted(sequence: int) -> torch.Tensor:
     return philox.factors(*PROBLEM.rng_state, PROBLEM.dropout_p, sequence, *sizes) > 0
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", ["sm90", *FAMILIES])
 @pytest.mark.parametrize("dim", [64, 128, 256])
 def test_the_forward_kernel_drops_the_mask(family: str, dim: int) -> None:
     """Of queries of zero and values that are the identity the output is the mask, whatever the tile."""
@@ -53,12 +53,15 @@ def test_the_forward_kernel_drops_the_mask(family: str, dim: int) -> None:
         assert torch.equal(out[..., : KEYS[sequence]] != 0, wanted(sequence))
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("dim", [64, 128, 256])
+BACKWARD = [(family, dim) for family in FAMILIES for dim in (64, 128, 256)] + [("sm90", 64), ("sm90", 128)]
+
+
+@pytest.mark.parametrize(("family", "dim"), BACKWARD)
 def test_the_backward_kernel_drops_the_same(family: str, dim: int) -> None:
     """Likewise dv, where dout is the identity: of the last head, the other's dout being zero."""
-    unit = named(f"attention_dropout_backward_dkv_{family}_f16_d{dim}")
-    problem = replace(PROBLEM, head_dim=dim, head_dim_v=dim)
+    kind = "fused" if family == "sm90" else "dkv"
+    unit = named(f"attention_dropout_backward_{kind}_{family}_f16_d{dim}")
+    problem = replace(PROBLEM, head_dim=dim, head_dim_v=dim, has_counter=kind == "fused")
     tensors = build(problem)
     for q, _, _ in tensors.sequences:
         q.zero_()

@@ -97,11 +97,19 @@ extern "C" void choose_more(int capability, const char* forced, int is_bf16, int
   } catch (const std::exception&) {  // what there is stands in the answer
   }
   try {
-    for (const bool has_alibi : {false, true}) {
-      const host::Kernel& forward = attention::select_dropout_forward(request, head_dim, has_alibi);
-      const attention::BackwardKernels both = attention::select_dropout_backward(request, head_dim, has_alibi);
+    enum { kPlain, kScoreMod, kAlibi };
+    for (const int scores : {kPlain, kScoreMod, kAlibi}) {
+      const bool has_score_mod = scores == kScoreMod, has_alibi = scores == kAlibi;
+      const host::Kernel& forward = attention::select_dropout_forward(request, head_dim, has_score_mod, has_alibi);
+      used += std::snprintf(answer + used, length - used, " %s %s", forward.symbol, target(forward));
+    }
+    for (const int scores : {kPlain, kScoreMod, kAlibi}) {
+      const bool has_score_mod = scores == kScoreMod, has_alibi = scores == kAlibi;
+      const attention::BackwardKernels all =
+          attention::select_dropout_backward(request, head_dim, has_score_mod, has_alibi);
       const host::Kernel& bias = attention::select_bias_gradient(request, head_dim, has_alibi);  // with dropout
-      for (const host::Kernel* kernel : {&forward, both.dq, both.dkv, &bias}) {
+      for (const host::Kernel* kernel : {all.dq, all.dkv, all.fused, &bias}) {
+        if (kernel == nullptr) continue;
         used += std::snprintf(answer + used, length - used, " %s %s", kernel->symbol, target(*kernel));
       }
     }
@@ -181,6 +189,7 @@ def compile_chooser(folder: Path, targets: tuple[str, ...] | None) -> Chooser:
         str(folder / "table.cpp"),
         str(folder / "harness.cpp"),
         str(ROOT / "csrc" / "attention" / "host" / "select.cpp"),
+        str(ROOT / "csrc" / "attention" / "host" / "select_dropout.cpp"),
         str(ROOT / "csrc" / "host" / "find_kernels.cpp"),
     ]
     flags = [

@@ -237,7 +237,7 @@ def test_short_tiles_have_the_keys_of_the_others() -> None:
 
 
 def test_dropout_and_a_mask_s_gradient_run_on_the_best_family_that_has_them(choose: Chooser) -> None:
-    """Hopper's is sm80; sm90 named has none."""
+    """Hopper's is sm80, but for forward passes without a mask tensor or a softcap alone, and the fused backward form; sm90 named has no other."""
     for capability, forced, family, target in (
         (90, None, "sm80", "sm_90a"),
         (90, "sm75", "sm75", "sm_90a"),
@@ -246,9 +246,15 @@ def test_dropout_and_a_mask_s_gradient_run_on_the_best_family_that_has_them(choo
         (BEYOND_THE_TABLE, None, "sm80", "compute_80"),
     ):
         found = choose.more(capability, 72, forced=forced)  # type: ignore[attr-defined]
+        is_hopper = (capability, forced) == (90, None)
         for kind in ("forward", "backward_dq", "backward_dkv"):
             name = f"flashmoe_attention_dropout_{kind}_{family}_f16_d128"
-            assert {(name, target), (f"{name}_alibi", target)} <= found
+            assert (name, target) in found
+            assert ((f"{name}_alibi", target) in found) is not (is_hopper and kind == "forward")
         name = f"flashmoe_attention_bias_gradient_{family}_f16_d128"
         assert {(name, target), (f"{name}_dropout", target)} <= found
-    assert not any("dropout" in symbol for symbol, _ in choose.more(90, 72, forced="sm90"))  # type: ignore[attr-defined]
+        hopper = {symbol for symbol, _ in found if "dropout" in symbol and "sm90" in symbol}
+        names = ("forward_sm90_f16_d128", "forward_sm90_f16_d128_alibi", "backward_fused_sm90_f16_d128")
+        assert hopper == ({f"flashmoe_attention_dropout_{name}" for name in names} if is_hopper else set())
+    alone = {symbol for symbol, _ in choose.more(90, 72, forced="sm90") if "dropout" in symbol}  # type: ignore[attr-defined]
+    assert alone == {"flashmoe_attention_dropout_forward_sm90_f16_d128"}

@@ -84,10 +84,11 @@ inline void allocate_row_dot(BackwardParams& params, int64_t row_dot, const host
 }
 
 // All three gradients by one kernel, between one that computes row_dot and zeroes the sums of dq, and one that converts these.
-// partials: of all heads, of partial_rows rows each.
+// partials: of all heads, of partial_rows rows each. Kernels without dropout take what `launched` begins with.
 template <class QueryParams>
-void run_fused(BackwardParams params, const BackwardKernels& kernels, QueryParams queries, int64_t partials,
+void run_fused(DropoutBackwardParams launched, const BackwardKernels& kernels, QueryParams queries, int64_t partials,
                int64_t partial_rows, int64_t tiles, MakeMaps key_value_gradient_maps, const host::Device& gpu) {
+  BackwardParams& params = launched.backward;
   const Kernel& fused = *kernels.fused;
   const host::CudaCall call(gpu);
   const host::TileCounter counter = host::tile_counter(call);
@@ -104,7 +105,7 @@ void run_fused(BackwardParams params, const BackwardKernels& kernels, QueryParam
   const std::vector<CUtensorMap> maps = key_value_gradient_maps(params, fused);
   host::LaunchList list;
   list.add({kernels.prepare, partials, &queries, nullptr, /*is_dependent=*/false});
-  list.add({&fused, host::grid_for(fused, tiles, gpu), &params, maps.data(), /*is_dependent=*/false});
+  list.add({&fused, host::grid_for(fused, tiles, gpu), &launched, maps.data(), /*is_dependent=*/false});
   list.add({kernels.convert, partials, &queries, nullptr, /*is_dependent=*/false});
   list.run(call);
   host::set_last_kernel(fused.symbol);

@@ -20,8 +20,8 @@ namespace {
 BackwardKernels select_kernels(const VarlenArguments& arguments, const host::Device& gpu) {
   const auto head_dim = static_cast<int32_t>(std::max(arguments.head_dim(), arguments.head_dim_v()));
   const host::KernelRequest request = host::make_request(gpu, arguments.dtype);
-  if (arguments.has_dropout()) return select_dropout_backward(request, head_dim, has_alibi(arguments));
   const bool has_score_mod = arguments.softcap > 0 || (VarlenArguments::has(arguments.mask) && !has_alibi(arguments));
+  if (arguments.has_dropout()) return select_dropout_backward(request, head_dim, has_score_mod, has_alibi(arguments));
   return select_varlen_backward(request, head_dim, static_cast<int32_t>(arguments.head_dim_v()), has_score_mod,
                                 has_alibi(arguments));
 }
@@ -112,7 +112,8 @@ void run_split(const DropoutBackwardParams& launched, const BackwardKernels& ker
   run_split(launched, kernels, tiles, params.head_dim_v, query_gradient_maps, key_value_gradient_maps, gpu);
 }
 
-void run_fused(const BackwardParams& params, const BackwardKernels& kernels, const host::Device& gpu) {
+void run_fused(const DropoutBackwardParams& launched, const BackwardKernels& kernels, const host::Device& gpu) {
+  const BackwardParams& params = launched.backward;
   const Kernel& fused = *kernels.fused;
   const Batch& entries = params.sequences;
   // As attention/backward/sm90/dq_partials.cuh numbers them.
@@ -125,7 +126,7 @@ void run_fused(const BackwardParams& params, const BackwardKernels& kernels, con
   queries.rows_total = entries.rows_total;
   queries.head_dim_v = params.head_dim_v;
   queries.width = fused.axes[axis::kHeadDim];
-  run_fused(params, kernels, queries, partials * params.heads_q, kDqPartialRows, tiles * params.heads_kv,
+  run_fused(launched, kernels, queries, partials * params.heads_q, kDqPartialRows, tiles * params.heads_kv,
             key_value_gradient_maps, gpu);
 }
 
@@ -157,22 +158,24 @@ void give_back(const Tensor& from, const Tensor& to) {
 void backward_varlen_cuda(const VarlenBackwardArguments& arguments, const Gradients& gradients) {
   const host::Device& gpu = host::device(arguments.forward.device_index);
   const BackwardKernels kernels = select_kernels(arguments.forward, gpu);
-  const VarlenBackwardArguments operands = loadable_arguments(arguments, *kernels.dq);
+  const Kernel& strictest =
+      kernels.fused != nullptr ? *kernels.fused : *kernels.dq;  // what a copy engine can load, the others can
+  const VarlenBackwardArguments operands = loadable_arguments(arguments, strictest);
   Gradients results;
-  results.dq = result(gradients.dq, *kernels.dq);
-  results.dk = result(gradients.dk, *kernels.dq);
-  results.dv = result(gradients.dv, *kernels.dq);
+  results.dq = result(gradients.dq, strictest);
+  results.dk = result(gradients.dk, strictest);
+  results.dv = result(gradients.dv, strictest);
   results.row_dot = host::alias(gradients.row_dot);
   BackwardParams params = make_backward_params(make_varlen_params(operands.forward, {}), operands, results);
   params.sequence_rows = sequence_rows(params);
   const bool needs_all = params.dq != nullptr && params.dk != nullptr;
   const host::KernelRequest request = host::make_request(gpu, operands.forward.dtype);
-  const bool is_fused = needs_all && prefers_fused(kernels, make_selector_input(params, request));
-  if (is_fused) {
-    run_fused(params, kernels, gpu);
+  const bool has_dropout = operands.forward.has_dropout();
+  const DropoutBackwardParams launched{params, has_dropout ? make_dropout(operands.forward) : Dropout{}};
+  if (needs_all && prefers_fused(kernels, make_selector_input(params, request), has_dropout)) {
+    run_fused(launched, kernels, gpu);
   } else {
-    const Dropout dropout = operands.forward.has_dropout() ? make_dropout(operands.forward) : Dropout{};
-    run_split({params, dropout}, kernels, gpu);
+    run_split(launched, kernels, gpu);
   }
   give_back(results.dq, gradients.dq);
   give_back(results.dk, gradients.dk);

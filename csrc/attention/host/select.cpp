@@ -349,10 +349,6 @@ const Kernel* select_varlen_forward(const VarlenSelectorInput& input) {
   host::refuse(request, "head_dim " + std::to_string(input.head_dim) + pages + what);
 }
 
-const Kernel& select_dropout_forward(const host::KernelRequest& request, int32_t head_dim, bool has_alibi) {
-  return select_by_head_dim(request, "attention_dropout_forward", has_alibi ? "alibi" : "", head_dim, "dropout");
-}
-
 const Kernel& select_bias_gradient(const host::KernelRequest& request, int32_t head_dim, bool has_dropout) {
   return select_by_head_dim(request, "attention_bias_gradient", has_dropout ? "dropout" : "", head_dim,
                             "the gradient of attn_mask");
@@ -392,7 +388,10 @@ BackwardKernels select_backward(const host::KernelRequest& request, Mask mask, i
   return {};
 }
 
-bool prefers_fused(const BackwardKernels& kernels, const SelectorInput& problem) {
+// What the split kernels of dropout, which are sm80's, take twice as long for.
+constexpr int64_t kMinFusedDropout = 512;
+
+bool prefers_fused(const BackwardKernels& kernels, const SelectorInput& problem, bool has_dropout) {
   // Measured on an H100, the lengths at head dim 128 on an H200. Of short sequences its float32 sums cost as much as the two products that
   // it saves; few tiles that take turns wait for each other, and queries for few tiles of them would make all tiles of a head wait.
   // $FLASHMOE_SPLIT_BACKWARD: where memory is worth more than time.
@@ -403,6 +402,7 @@ bool prefers_fused(const BackwardKernels& kernels, const SelectorInput& problem)
   const int64_t min_rounds = problem.seq_k < 2048 ? 12 : 3;  // of tiles, one for each multiprocessor
   // 1.7 to 1.9 times as long as the split form with windows of 4096 to 12288 of 16384 keys.
   if (is_wide && problem.has_window) return false;
+  if (has_dropout) return std::min(problem.seq_q, problem.seq_k) >= kMinFusedDropout;
   if (problem.seq_q < min_length || problem.seq_k < min_length) return false;
   if (problem.heads_kv * problem.batch < min_heads) return false;
   const int64_t tiles = ceil_div(problem.seq_k, kernels.fused->block_n) * problem.heads_kv * problem.batch;
@@ -444,20 +444,6 @@ BackwardKernels select_varlen_backward(const host::KernelRequest& request, int32
     return kernels;
   }
   host::refuse(request, "gradients of ragged or banded attention, head_dim " + std::to_string(head_dim));
-}
-
-BackwardKernels select_dropout_backward(const host::KernelRequest& request, int32_t head_dim, bool has_alibi) {
-  const host::KernelList& loadable = host::loadable_kernels(request.capability);
-  for (const char* const* family = host::families_of(request.capability); *family != nullptr; ++family) {
-    if (request.forced_family != nullptr && std::strcmp(request.forced_family, *family) != 0) continue;
-    const auto find = [&](const char* operation) {
-      return host::find_kernel({operation, *family, has_alibi ? "alibi" : "", request.dtype, {head_dim}},
-                               axis::kHeadDim, loadable);
-    };
-    const BackwardKernels kernels{find("attention_dropout_backward_dq"), find("attention_dropout_backward_dkv")};
-    if (kernels.dq != nullptr && kernels.dkv != nullptr) return kernels;
-  }
-  host::refuse(request, "gradients of dropout, head_dim " + std::to_string(head_dim));
 }
 
 namespace {

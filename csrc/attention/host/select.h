@@ -70,8 +70,10 @@ int64_t most_row_blocks(int64_t rows, int64_t batch, int64_t rows_total, int64_t
 // Values of at most 128 columns beside keys of 129 to 192 have kernels of their own, without score functions: the variant "v128".
 const Kernel* select_varlen_forward(const VarlenSelectorInput& input);
 
-// Of dropout, dense or ragged: the first family that has it. Throws as host::refuse() says where none has.
-const Kernel& select_dropout_forward(const host::KernelRequest& request, int32_t head_dim, bool has_alibi);
+// Of dropout, dense or ragged: the first family that has it. has_score_mod: a softcap or a mask tensor, without ALiBi, which the sm90 kernels do
+// not have. Throws as host::refuse() says where none has.
+const Kernel& select_dropout_forward(const host::KernelRequest& request, int32_t head_dim, bool has_score_mod,
+                                     bool has_alibi);
 
 // Of a dense problem with one query position, whose heads are rows: the decoding kernel; null where another one is faster, or there is none.
 const Kernel* select_decoding(const SelectorInput& input);
@@ -82,15 +84,17 @@ Choice select_forward(const SelectorInput& input);
 // The best family with both kernels; none where this GPU, or the forced family, has no backward kernels.
 BackwardKernels select_backward(const host::KernelRequest& request, Mask mask, int32_t head_dim);
 
-// Whether the fused kernel is there and faster, where all three gradients are needed. Never where $FLASHMOE_SPLIT_BACKWARD is 1.
-bool prefers_fused(const BackwardKernels& kernels, const SelectorInput& problem);
+// Whether the fused kernel is there and faster, where all three gradients are needed. Never where $FLASHMOE_SPLIT_BACKWARD is 1. has_dropout:
+// the split form is another family's.
+bool prefers_fused(const BackwardKernels& kernels, const SelectorInput& problem, bool has_dropout = false);
 
 // The same of ragged and banded attention. Throws as host::refuse() says where there are none.
 // head_dim: the larger of the two. has_score_mod: a softcap, or a mask tensor; some families have kernels of their own for that. All have them for ALiBi, which is none.
 BackwardKernels select_varlen_backward(const host::KernelRequest& request, int32_t head_dim, int32_t head_dim_v,
                                        bool has_score_mod, bool has_alibi);
 // And of dropout, with or without either.
-BackwardKernels select_dropout_backward(const host::KernelRequest& request, int32_t head_dim, bool has_alibi);
+BackwardKernels select_dropout_backward(const host::KernelRequest& request, int32_t head_dim, bool has_score_mod,
+                                        bool has_alibi);
 // Of the gradient of an additive mask. Throws likewise.
 const Kernel& select_bias_gradient(const host::KernelRequest& request, int32_t head_dim, bool has_dropout);
 

@@ -90,7 +90,11 @@ const Kernel& select(const VarlenArguments& arguments, const host::Device& gpu) 
   input.request = host::make_request(gpu, arguments.dtype);
   input.head_dim = static_cast<int32_t>(std::max(arguments.head_dim(), arguments.head_dim_v()));
   input.head_dim_v = static_cast<int32_t>(arguments.head_dim_v());
-  if (arguments.has_dropout()) return select_dropout_forward(input.request, input.head_dim, has_alibi(arguments));
+  if (arguments.has_dropout()) {
+    const bool alibi = has_alibi(arguments);
+    const bool has_score_mod = !alibi && (has_softcap(arguments) || VarlenArguments::has(arguments.mask));
+    return select_dropout_forward(input.request, input.head_dim, has_score_mod, alibi);
+  }
   input.page_size = arguments.has_pages() ? static_cast<int32_t>(arguments.k.sizes()[1]) : 0;
   const bool is_folded = has_one_row_each(arguments);
   input.rows = is_folded ? group : arguments.max_seqlen_q;

@@ -1,12 +1,15 @@
 // Dropout of attention's probabilities, and the parameter blocks of the kernels that have it. Plain C types only.
 //
-// Whether key j is dropped from row i depends on seed, offset, sequence, query head, i and j alone. One Philox4x32-10 (Salmon et al., Parallel
-// Random Numbers: As Easy as 1, 2, 3) serves rows r and r + 8 of 16, and keys k, k + 8, k + 16 and k + 24 of 32, which one thread has in the
-// accumulators of mma.sync and wgmma:
+// Whether key j is dropped from row i depends on seed, offset, sequence, query head, i and j alone. One Philox4x32-7 (Salmon et al., Parallel
+// Random Numbers: As Easy as 1, 2, 3) serves 16 positions, a byte each: rows r and r + 8 of 16, and keys k, k + 1 and those 8, 16 and 24 further
+// of 32, which one thread has in the accumulators of mma.sync and wgmma:
 //   key      words 0 and 1 of Philox at counter (offset, offset >> 32, 0, 0) under the key (seed, seed >> 32)
-//   counter  (j / 32 * 8 + j % 8, i / 16 * 8 + i % 8, query head, sequence)
-//   value    word j / 8 % 4: its low 16 bits where i / 8 is even, else the high ones
-// A value below `threshold` drops the key. Rows and keys count from the first of their sequence.
+//   counter  (J, query head, I, sequence) with J = j / 32 * 4 + j % 8 / 2 and I = i / 16 * 8 + i % 8
+//   value    byte 2 * (j / 8 % 2) + i / 8 % 2 of word 2 * (j / 16 % 2) + j % 2
+//   limit    threshold / 256, and 1 more where the lattice point of the 16 is below threshold % 256 * 2^24: word 2 of the first Philox, plus
+//            0xDB4F0B91 I + 0xBBE05633 J + 0xA0F2EC75 head + 0x89E18285 sequence, modulo 2^32
+// A value below the limit drops the key. So p is a multiple of 2^-16 with eight bits for each position: as word 2 is uniform, each is dropped with
+// exactly that probability, and the lattice (Kronecker's, of the powers of 1 / 1.16730) has any range of positions come close to it. Rows and keys count from the first of their sequence.
 #pragma once
 
 #include "attention/params/backward.h"

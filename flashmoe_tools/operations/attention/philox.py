@@ -11,7 +11,7 @@ _WORD = 0xFFFFFFFF
 Words = tuple[int, int, int, int]
 
 
-def philox4x32(counter: Words, key: tuple[int, int], rounds: int = 10) -> Words:
+def philox4x32(counter: Words, key: tuple[int, int], rounds: int = 7) -> Words:
     """Random123's function of that name (Salmon et al., 2011)."""
     for number in range(rounds):
         left, right = (key[0] + number * 0x9E3779B9) & _WORD, (key[1] + number * 0xBB67AE85) & _WORD
@@ -27,14 +27,24 @@ def philox4x32(counter: Words, key: tuple[int, int], rounds: int = 10) -> Words:
 
 @lru_cache(maxsize=1 << 18)
 def _draw(seed: int, offset: int, sequence: int, head: int, row_slot: int, key_slot: int) -> Words:
-    left, right, *_ = philox4x32((offset & _WORD, offset >> 32 & _WORD, 0, 0), (seed & _WORD, seed >> 32 & _WORD))
-    return philox4x32((key_slot, row_slot, head, sequence), (left, right))
+    left, right, *_ = _first(seed, offset)
+    return philox4x32((key_slot, head, row_slot, sequence), (left, right))
 
 
-def value(seed: int, offset: int, sequence: int, head: int, row: int, key: int) -> int:
-    """The 16 random bits of a probability."""
-    words = _draw(seed, offset, sequence, head, row // 16 * 8 + row % 8, key // 32 * 8 + key % 8)
-    return words[key // 8 % 4] >> (row // 8 % 2 * 16) & 0xFFFF
+@lru_cache(maxsize=64)
+def _first(seed: int, offset: int) -> Words:
+    return philox4x32((offset & _WORD, offset >> 32 & _WORD, 0, 0), (seed & _WORD, seed >> 32 & _WORD))
+
+
+def keeps(seed: int, offset: int, least: int, sequence: int, head: int, row: int, key: int) -> bool:
+    """Whether the eight random bits of a probability are not below its limit; ``least``: the threshold, in 2^-16."""
+    row_slot, key_slot = row // 16 * 8 + row % 8, key // 32 * 4 + key % 8 // 2
+    words = _draw(seed, offset, sequence, head, row_slot, key_slot)
+    value = words[key // 16 % 2 * 2 + key % 2] >> 8 * (key // 8 % 2 * 2 + row // 8 % 2) & 0xFF
+    point = _first(seed, offset)[2]
+    for step, at in ((0xDB4F0B91, row_slot), (0xBBE05633, key_slot), (0xA0F2EC75, head), (0x89E18285, sequence)):
+        point += step * at
+    return value >= least // 256 + ((point & _WORD) < least % 256 << 24)
 
 
 def threshold(p: float) -> int:
@@ -46,7 +56,7 @@ def factors(seed: int, offset: int, p: float, sequence: int, heads: int, rows: i
     """What probabilities are multiplied by: [heads, rows, keys] in float64, 0 or 1 / (1 - p)."""
     least = threshold(p)
     kept = [
-        value(seed, offset, sequence, head, row, key) >= least
+        keeps(seed, offset, least, sequence, head, row, key)
         for head in range(heads)
         for row in range(rows)
         for key in range(keys)

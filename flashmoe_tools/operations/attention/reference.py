@@ -126,11 +126,12 @@ def attend(
     *,
     sinks: torch.Tensor | None = None,
     mask: torch.Tensor | None = None,
+    factors: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(out [..., Sq, Dv], log-sum-exp [..., Sq]) by torch's operations in the dtype of q [..., Hq, Sq, D]; differentiable.
 
     k [..., Hkv, Sk, D] and v [..., Hkv, Sk, Dv] serve Hq / Hkv heads each; of one head the dimension may be left out. ``sinks``
-    [Hq]: a logit for each head that joins the sum. ``mask``: bool, True where a key is seen, or added to the scores.
+    [Hq]: a logit for each head that joins the sum. ``mask``: bool, True where a key is seen, or added to the scores. ``factors``: of dropout.
     """
     if q.dim() > 2 and k.shape[-3] not in (0, 1, q.shape[-3]):
         k, v = (tensor.repeat_interleave(q.shape[-3] // k.shape[-3], -3) for tensor in (k, v))
@@ -149,7 +150,10 @@ def attend(
         sink = sinks.to(scores.dtype)[..., None, None].expand(*scores.shape[:-1], 1)
         scores = torch.cat((scores, sink), dim=-1)
     weights, lse = weigh(scores)
-    return torch.matmul(weights[..., :keys], v), lse
+    weights = weights[..., :keys]
+    if factors is not None:
+        weights = weights * factors.to(weights.dtype)
+    return torch.matmul(weights, v), lse
 
 
 @dataclass

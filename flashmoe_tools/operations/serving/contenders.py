@@ -21,7 +21,9 @@ def _band(inputs: Inputs) -> dict[str, Any]:
     """What comes between the scores and the softmax, as our functions are told."""
     problem = inputs.problem
     window = (problem.window - 1, 0) if problem.window else None
-    own = {"sinks": inputs.sinks, "alibi_slopes": inputs.slopes}
+    own: dict[str, Any] = {"sinks": inputs.sinks, "alibi_slopes": inputs.slopes}
+    if problem.dropout:
+        own |= {"dropout_p": problem.dropout / 100, "rng_state": inputs.rng_state}
     return {"causal": problem.causal, "window": window, "softcap": float(problem.softcap), **own}
 
 
@@ -136,8 +138,8 @@ def _flashmoe_plain(inputs: Inputs) -> Prepared:
 def _sdpa(inputs: Inputs) -> Prepared:
     problem = inputs.problem
     q, (k, v) = _dense_queries(inputs), _dense_caches(inputs)
-    if problem != replace(problem.plain, mask=problem.mask):
-        msg = f"{problem.describe_scores()[2:]}: torch's backends take a mask alone"
+    if problem != replace(problem.plain, mask=problem.mask, dropout=problem.dropout):
+        msg = f"{problem.describe_scores()[2:]}: torch's backends take a mask and dropout alone"
         raise ArgumentError(msg)
     mask = inputs.mask
     is_causal = problem.causal and problem.seq_q > 1
@@ -145,6 +147,8 @@ def _sdpa(inputs: Inputs) -> Prepared:
         msg = f"{problem.key}: is_causal is aligned top-left, this problem bottom-right"
         raise ArgumentError(msg)
     is_grouped = problem.heads_q != problem.heads_kv
+    if problem.dropout:
+        return _sdpa_dropout(inputs, q, k, v)
 
     def call() -> torch.Tensor:
         return torch.nn.functional.scaled_dot_product_attention(
@@ -154,9 +158,31 @@ def _sdpa(inputs: Inputs) -> Prepared:
     return Prepared(call)
 
 
+def _sdpa_dropout(inputs: Inputs, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Prepared:
+    """torch's FLASH with the mask that its own generator draws, which its debug output shows: it has the sign of the weights."""
+    problem, p = inputs.problem, inputs.problem.dropout / 100
+    if problem.heads_q != problem.heads_kv or problem.head_dim not in (64, 128, 256):
+        msg = f"{problem.key}: its debug mask is for as many key heads as heads, of 64, 128 or 256 columns"
+        raise ArgumentError(msg)
+    flash = torch.ops.aten._scaled_dot_product_flash_attention.default
+    with torch.no_grad():
+        torch.manual_seed(1)
+        signed = flash(q, k, v, p, problem.causal, True, scale=inputs.scale)[8]
+
+    def call() -> torch.Tensor:
+        torch.manual_seed(1)
+        result: torch.Tensor = flash(q, k, v, p, problem.causal, scale=inputs.scale)[0]
+        return result
+
+    return Prepared(call, own=replace(inputs, keep=signed[..., : problem.seq_q, : problem.seq_k] >= 0))
+
+
 def _flash_options(inputs: Inputs) -> dict[str, Any]:
     """In flash-attn's words, those of plain attention alone where that is all: a build without the others then takes part."""
     problem = inputs.problem
+    if problem.dropout:
+        msg = "dropout: flash-attn 3 has none, and flash-attn 2 another mask"
+        raise ArgumentError(msg)
     if inputs.mask is not None:
         msg = f"{problem.mask}: flash-attn takes no mask tensor"
         raise ArgumentError(msg)

@@ -32,12 +32,13 @@ _FIELDS = {
     "deviation",
     "alibi",
     "cache",
+    "dropout",
     *_SIZES,
 }
 _KEY = re.compile(
     r"serve-(?P<dtype>\w+)-d(?P<d>\d+)-(?P<mask>causal|full)-b(?P<b>\d+)-h(?P<h>\d+)kv(?P<kv>\d+)-q(?P<q>\d+)k(?P<k>\d+)"
     r"(-p(?P<p>\d+))?(-(?P<spread>shared|ramp|mixed|one34|one))?(-w(?P<w>\d+))?(-cap(?P<cap>\d+))?(?P<sinks>-sinks)?"
-    r"(-(?P<tensor>additive|bool|learned))?(?P<alibi>-alibi)?(-sd(?P<sd>\d+))?(?P<cache>-e4m3)?"
+    r"(-(?P<tensor>additive|bool|learned))?(?P<alibi>-alibi)?(-sd(?P<sd>\d+))?(?P<cache>-e4m3)?(-drop(?P<drop>\d+))?"
 )
 
 
@@ -53,7 +54,7 @@ class ServingProblem(RoomProblem):
     joins the sum. ``mask``: a tensor for each sequence, the same for all heads; learned: an additive one for each head, the same
     for all sequences, whose gradient is wanted, too. ``deviation``: of the scores, before the softcap. ``alibi``: a slope for each
     head, 2^(-8 / heads) and its powers.
-    ``cache``: what keys and values are kept in, the dtype of the queries or e4m3.
+    ``cache``: what keys and values are kept in, the dtype of the queries or e4m3. ``dropout``: p in percent.
     """
 
     operation: ClassVar[str] = "serving"
@@ -75,11 +76,12 @@ class ServingProblem(RoomProblem):
     deviation: int = 1
     alibi: bool = False
     cache: str = "own"
+    dropout: int = 0
 
     @property
     def plain(self) -> ServingProblem:
         """The same without what comes between the scores and the softmax, but for a causal mask."""
-        return replace(self, window=0, softcap=0, sinks=False, mask="none", alibi=False)
+        return replace(self, window=0, softcap=0, sinks=False, mask="none", alibi=False, dropout=0)
 
     @property
     def lengths_k(self) -> tuple[int, ...]:
@@ -102,10 +104,11 @@ class ServingProblem(RoomProblem):
         sizes = f"b{self.batch}-h{self.heads_q}kv{self.heads_kv}-q{self.seq_q}k{self.seq_k}"
         pages = f"-p{self.page_size}" if self.page_size else ""
         spread = "" if self.spread == "equal" else f"-{self.spread}"
-        return f"serve-{self.dtype}-d{self.head_dim}-{mask}-{sizes}{pages}{spread}{self._scores('-', 'w', 'cap', 'sd')}{self._cache('-')}"
+        return f"serve-{self.dtype}-d{self.head_dim}-{mask}-{sizes}{pages}{spread}{self._scores('-', 'w', 'cap', 'sd')}{self._end('-', 'drop')}"
 
-    def _cache(self, gap: str) -> str:
-        return "" if self.cache == "own" else gap + self.cache
+    def _end(self, gap: str, dropout: str, cache: str = "") -> str:
+        kept = "" if self.cache == "own" else gap + cache + self.cache
+        return kept + (f"{gap}{dropout}{self.dropout}" if self.dropout else "")
 
     def _scores(self, gap: str, window: str, softcap: str, deviation: str) -> str:
         """What happens to the scores, each word behind a ``gap``."""
@@ -127,7 +130,7 @@ class ServingProblem(RoomProblem):
         mask = "" if self.causal else ", full"
         return (
             f"{self.dtype} B={self.batch} H={self.heads_q} on {self.heads_kv} Sq={self.seq_q} Sk={self.seq_k} "
-            f"D={self.head_dim} {where}{spread}{mask}{self.describe_scores()}{self._cache(', keys in ')}"
+            f"D={self.head_dim} {where}{spread}{mask}{self.describe_scores()}{self._end(', ', 'dropout of percent ', 'keys in ')}"
         )
 
     def describe_scores(self) -> str:
@@ -187,7 +190,7 @@ class ServingProblem(RoomProblem):
         return cls(
             *(match["dtype"], d, h, kv, b, q, k, match["mask"] == "causal", p, match["spread"] or "equal"),
             *(w, cap, match["sinks"] is not None, match["tensor"] or "none", sd or 1, match["alibi"] is not None),
-            "e4m3" if match["cache"] else "own",
+            *("e4m3" if match["cache"] else "own", int(match["drop"] or 0)),
         )
 
     @classmethod
@@ -218,6 +221,7 @@ class ServingProblem(RoomProblem):
             "sinks": [fields.flag(row.get("sinks", False), where, "sinks")],
             "alibi": [fields.flag(row.get("alibi", False), where, "alibi")],
             "cache": words("cache", CACHES, "own"),
+            "dropout": counts("dropout", 0),
         }
         most = fields.count(row.get("most_keys", 2**31), where, "most_keys")
         for values in itertools.product(*axes.values()):
@@ -230,6 +234,8 @@ class ServingProblem(RoomProblem):
         fields.divide(self.heads_q, self.heads_kv, where, "heads", "heads_kv")
         if self.spread == "shared" and not self.page_size:
             fields.fail(where, "spread", self.spread, "another without page_size: pages are what sequences share")
+        if self.dropout and (self.page_size or self.dropout >= 100):
+            fields.fail(where, "dropout", self.dropout, "a percentage below 100, without pages, which serve inference")
         if self.window and not self.causal:
             fields.fail(where, "causal", self.causal, "true with a window, whose last key is the row's own")
         if self.mask != "none" and (self.causal or self.page_size or self.spread != "equal"):

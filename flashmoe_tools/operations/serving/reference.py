@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from flashmoe.attn.philox import kept
 from flashmoe_tools.operations import Verification
 from flashmoe_tools.operations.attention.problem import LSE_TOLERANCE
 from flashmoe_tools.operations.attention.reference import MAX_SCORES, Rule, ScoreOptions, attend, choose_pairs
@@ -38,11 +39,13 @@ class Inputs:
     )
     slopes: torch.Tensor | None = None  # [Hq] float32, of ALiBi
     codes: tuple[torch.Tensor, torch.Tensor] | None = None  # of a cache in e4m3: k and v divided by CODE_SCALE
+    rng_state: torch.Tensor | None = None  # [2] int64, of dropout
+    keep: torch.Tensor | None = None  # [batch, Hq, Sq, Sk] bool: the mask of one who draws another than ours
 
     @property
     def plain(self) -> Inputs:
         """The same tensors without what comes between the scores and the softmax."""
-        return replace(self, problem=self.problem.plain, sinks=None, mask=None, slopes=None)
+        return replace(self, problem=self.problem.plain, sinks=None, mask=None, slopes=None, rng_state=None)
 
     @property
     def scale(self) -> float:
@@ -55,6 +58,17 @@ class Inputs:
         rows, keys = self.problem.lengths_q[sequence], self.problem.lengths_k[sequence]
         own = torch.arange(keys - rows, keys, device=self.q.device).unsqueeze(1)
         return -self.slopes[head] * (own - torch.arange(keys, device=self.q.device)).abs()
+
+    def factors_of(self, sequence: int, head: int) -> torch.Tensor | None:
+        """[rows, keys]: what dropout multiplies a head's weights by; None without."""
+        p = self.problem.dropout / 100
+        if self.rng_state is None:
+            return None
+        if self.keep is not None:
+            return self.keep[sequence, head] / (1 - p)
+        rows, keys = self.problem.lengths_q[sequence], self.problem.lengths_k[sequence]
+        one = (range(sequence, sequence + 1), range(head, head + 1))
+        return kept(self.rng_state, p, *one, rows, keys)[0, 0] / (1 - p)
 
     def poison(self) -> None:
         """Leave NaN in the memory that the caching allocator hands out for the next result."""
@@ -117,7 +131,8 @@ def make_inputs(problem: ServingProblem, device: str, seed: int) -> Inputs:
     lengths = (ints(rows, sums=True), ints(keys, sums=True), ints(keys, sums=False))
     heads = torch.arange(1, problem.heads_q + 1, device=device)
     slopes = torch.exp2(heads * (-8 / problem.heads_q)) if problem.alibi else None
-    return Inputs(problem, q, k, v, *lengths, table, sinks, mask, slopes, codes)
+    state = torch.tensor((seed, 1), device=device) if problem.dropout else None
+    return Inputs(problem, q, k, v, *lengths, table, sinks, mask, slopes, codes, state)
 
 
 @dataclass(frozen=True)
@@ -172,8 +187,9 @@ def make_reference(inputs: Inputs) -> Reference:
         k, v = (inputs.keys_of(tensor, sequence)[:, head // group] for tensor in (inputs.k, inputs.v))
         mask = inputs.bias_of(sequence, head)
         sink = None if inputs.sinks is None else inputs.sinks[head]
-        out, lse = attend(q.to(high), k.to(high), v.to(high), options, sinks=sink, mask=mask)
-        rule.add(out, attend(q, k, v, options, sinks=sink, mask=mask)[0])
+        factors = inputs.factors_of(sequence, head)
+        out, lse = attend(q.to(high), k.to(high), v.to(high), options, sinks=sink, mask=mask, factors=factors)
+        rule.add(out, attend(q, k, v, options, sinks=sink, mask=mask, factors=factors)[0])
         checked.append(Checked(head, first, end, out.float(), lse.float()))
     coverage = len(pairs) / (problem.batch * problem.heads_q)
     return Reference(problem, tuple(checked), rule.tolerance, coverage)

@@ -31,6 +31,8 @@ def _recorded(prepare: Callable[[Inputs], Prepared]) -> Callable[[BackwardInputs
         def call() -> tuple[torch.Tensor, ...]:
             return torch.autograd.grad(out, asked, dout, retain_graph=True)
 
+        if prepared.own is not None and prepared.own.keep is not None:
+            return Prepared(call, own=replace(inputs, keep=prepared.own.keep))
         return Prepared(call, own=prepared.own and inputs.plain)
 
     return prepare_gradients

@@ -159,5 +159,6 @@ def _differentiate(inputs: BackwardInputs, sequence: int, head: int, dtype: torc
     if shared is not None:
         mask, sinks = (leaves[3], sinks) if shared is mask else (mask, leaves[3])
     q, k, v = leaves[:3]
-    out, _ = attend(q, k, v, forward.score_options(problem), sinks=sinks, mask=mask)
+    factors = inputs.factors_of(sequence, head)
+    out, _ = attend(q, k, v, forward.score_options(problem), sinks=sinks, mask=mask, factors=factors)
     return list(torch.autograd.grad(out, leaves, inputs.dout[first:end, head].to(dtype)))

@@ -28,13 +28,13 @@ struct TileDropout<Spec, true> {
   __device__ __forceinline__ void drop(Scores<Spec>& gradients, int row, int first_key) const {
 #pragma unroll
     for (int m = 0; m < Spec::kMmaM; ++m) {
-      visit_by_query<Spec::kMmaN * 8>(of_head, row + m * 16, first_key, [&](int n, int i, bool keeps) {
-        gradients[m][n][i] = keeps ? gradients[m][n][i] * of_head.scale : 0.0f;
+      visit_by_query<Spec::kMmaN * 8>(of_head, row + m * 16, first_key, [&](int n, int half, KeptPair pair) {
+        drop_gradient(gradients[m][n], half, pair);
       });
     }
   }
 
-  // dk and dv: visit(m, n, i, keeps) of S^T.
+  // dk and dv: visit(m, n, half, pair) of S^T.
   template <typename Visit>
   __device__ __forceinline__ void visit_keys(int head, int key, int first_row, Visit visit) const {
     HeadDropout own = of_head;
@@ -42,16 +42,19 @@ struct TileDropout<Spec, true> {
 #pragma unroll
     for (int m = 0; m < Spec::kMmaM; ++m) {
       visit_by_key<Spec::kMmaN * 8>(own, first_row, key + m * 16,
-                                    [&](int n, int i, bool keeps) { visit(m, n, i, keeps); });
+                                    [&](int n, int half, KeptPair pair) { visit(m, n, half, pair); });
     }
   }
-  __device__ __forceinline__ void drop_gradient(float& gradient, bool keeps) const {
-    gradient = keeps ? gradient * of_head.scale : 0.0f;
+  __device__ __forceinline__ void drop_gradient(float (&gradients)[4], int half, KeptPair pair) const {
+#pragma unroll
+    for (int c = 0; c < 2; ++c) {
+      float& gradient = gradients[2 * half + c];
+      gradient = pair.keep(gradient, c) * of_head.dropout.scale;
+    }
   }
   // P, which dv's store scales.
-  static __device__ __forceinline__ void drop_weight(Operand<Spec>& operand, int m, int n, int i, bool keeps) {
-    uint32_t& pair = operand[n / 2][m][n % 2 * 2 + i / 2];
-    pair &= keeps ? 0xFFFFFFFFu : i % 2 == 0 ? 0xFFFF0000u : 0x0000FFFFu;
+  static __device__ __forceinline__ void drop_weights(Operand<Spec>& operand, int m, int n, int half, KeptPair pair) {
+    operand[n / 2][m][n % 2 * 2 + half] &= pair.halves();
   }
 };
 

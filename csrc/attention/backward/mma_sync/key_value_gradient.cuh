@@ -198,8 +198,9 @@ __device__ __forceinline__ bool sum_over_queries(const BackwardParams& params, G
           P.store(warp, operand);
         }
         if constexpr (Spec::kHasDropout) {
-          dropout.visit_keys(head, key, slice_row,
-                             [&](int m, int n, int i, bool keeps) { dropout.drop_weight(operand, m, n, i, keeps); });
+          dropout.visit_keys(head, key, slice_row, [&](int m, int n, int half, KeptPair pair) {
+            dropout.drop_weights(operand, m, n, half, pair);
+          });
         }
         // Hazard: P is read before it is written. (It is overwritten a block later, behind the stream's barrier.)
         if constexpr (Spec::kSharers == 1) {
@@ -209,8 +210,9 @@ __device__ __forceinline__ bool sum_over_queries(const BackwardParams& params, G
         }
       } else {
         if constexpr (Spec::kHasDropout) {
-          dropout.visit_keys(head, key, slice_row,
-                             [&](int m, int n, int i, bool keeps) { dropout.drop_gradient(scores[m][n][i], keeps); });
+          dropout.visit_keys(head, key, slice_row, [&](int m, int n, int half, KeptPair pair) {
+            dropout.drop_gradient(scores[m][n], half, pair);
+          });
         }
         ptx::named_barrier_sync(1 + warp.group, kGroupThreads);  // P is whole
         score_gradients<Spec>(operand, scores, P, warp, statistics + Spec::kStreamRows * 4);
@@ -257,9 +259,9 @@ __device__ __forceinline__ void add_queries(const BackwardParams& params, Gradie
     weigh_keys<Spec, kMask, kIsFull>(params, scores, operand, score_mod, stream.current_statistics(), tile, key,
                                      block_row);
     if constexpr (Spec::kHasDropout) {
-      dropout.visit_keys(head, key, block_row, [&](int m, int n, int i, bool keeps) {
-        dropout.drop_weight(operand, m, n, i, keeps);
-        dropout.drop_gradient(gradients[m][n][i], keeps);
+      dropout.visit_keys(head, key, block_row, [&](int m, int n, int half, KeptPair pair) {
+        dropout.drop_weights(operand, m, n, half, pair);
+        dropout.drop_gradient(gradients[m][n], half, pair);
       });
     }
     accumulate<Spec>(dV, operand, unshared, dO_smem);

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "attention/backward/sm90/dq_partials.cuh"
+#include "attention/backward/sm90/dropout.cuh"
 #include "attention/backward/sm90/key_value_consumer.cuh"
 #include "attention/params/fused_backward.h"
 #include "ptx/ldmatrix.cuh"
@@ -17,7 +18,8 @@ template <typename Element, int kHeadDim, int kBlockM, int kBlockN, int kNumStag
           bool kIsVarlen_ = false, int kAlibi_ = 0>
 struct FusedSpec : KeyValueGradientSpec<Element, kHeadDim, kBlockM, kBlockN, kNumStages, 12, 0, 0, kIsVarlen_> {
   using Base = KeyValueGradientSpec<Element, kHeadDim, kBlockM, kBlockN, kNumStages, 12, 0, 0, kIsVarlen_>;
-  static constexpr bool kHasAlibi = kAlibi_ != 0;   // without a softcap, unlike in the split form
+  static constexpr bool kHasAlibi = kAlibi_ != 0;  // without a softcap, unlike in the split form
+  static constexpr bool kHasDropout = false;
   static constexpr bool kIsWide = kHeadDim == 128;  // no warpgroup of dq: the consumers do its work (fused_wide.cuh)
   static_assert(kHeadDim <= 128, "dk and dv of more columns need more registers than there are");
   static_assert(kNumWarps_ == (kIsWide ? 12 : 16) && kBlockM == 64 && kBlockN == kFusedTileKeys,
@@ -44,6 +46,12 @@ struct FusedSpec : KeyValueGradientSpec<Element, kHeadDim, kBlockM, kBlockN, kNu
 // For MaskKind::kRuntime.
 template <typename Element, int kHeadDim, int kBlockM, int kBlockN, int kNumStages, int kNumWarps, int kAlibi>
 using VarlenFusedSpec = FusedSpec<Element, kHeadDim, kBlockM, kBlockN, kNumStages, kNumWarps, true, kAlibi>;
+
+// Likewise; takes DropoutBackwardParams.
+template <typename Element, int kHeadDim, int kBlockM, int kBlockN, int kNumStages, int kNumWarps, int kAlibi>
+struct DropoutFusedSpec : VarlenFusedSpec<Element, kHeadDim, kBlockM, kBlockN, kNumStages, kNumWarps, kAlibi> {
+  static constexpr bool kHasDropout = true;
+};
 
 template <typename Spec>
 struct FusedMemory : SharedMemory<Spec> {
@@ -146,14 +154,25 @@ __device__ __forceinline__ int reduction_rank(const BackwardParams& params, cons
   return (minimum(end_key, tile.extents.keys()) - 1) / Spec::kOwnRows - tile.index;
 }
 
+// A block's ALiBi, read ahead of its scores. Empty without.
+template <typename Spec, bool kHasAlibi = Spec::kHasAlibi>
+struct BlockAlibi {
+  __device__ __forceinline__ BlockAlibi(const BackwardParams&, const BlockCoordinates&) {}
+};
+template <typename Spec>
+struct BlockAlibi<Spec, true> : Alibi {
+  __device__ __forceinline__ BlockAlibi(const BackwardParams& params, const BlockCoordinates& coordinates)
+      : Alibi(mask_pointer<Spec>(params, coordinates)) {
+    slope *= params.score_options.mask_factor / kLog2E;  // to the scores, which the exponentials scale
+  }
+};
+
 // scores (S^T) to P^T. Unlike in the kernel of dk and dv, a key past the last must have P 0: its dS is a factor of dQ.
 template <typename Spec, MaskKind kMask, bool kIsMasked>
 __device__ __forceinline__ void fused_exponentials(const BackwardParams& params, float (&scores)[Spec::kStreamRows / 2],
                                                    const float (&lse_log2)[Spec::kStreamRows / 4],
-                                                   const BlockCoordinates& coordinates) {
-  if constexpr (Spec::kHasAlibi) {  // to the scores, which the exponentials scale
-    Alibi alibi = mask_pointer<Spec>(params, coordinates);
-    alibi.slope *= params.score_options.mask_factor / kLog2E;
+                                                   const BlockAlibi<Spec>& alibi, const BlockCoordinates& coordinates) {
+  if constexpr (Spec::kHasAlibi) {
 #pragma unroll
     for (int i = 0; i < Spec::kStreamRows / 2; ++i) {
       scores[i] = alibi.add(scores[i], i / 2 % 2, 8 * (i / 4) + i % 2);
@@ -267,7 +286,8 @@ struct FusedConsumer {
   __device__ __forceinline__ void step(float (&dk)[Product::kOutputs], float (&dv)[Product::kOutputs],
                                        uint32_t (&p_packed)[Product::kPacked], uint32_t (&ds_packed)[Product::kPacked],
                                        uint32_t (&own_k)[kOwn], uint32_t (&own_v)[kOwn],
-                                       const BlockCoordinates& coordinates, bool is_masked) {
+                                       const TileDropout<Spec>& tile_dropout, const BlockCoordinates& coordinates,
+                                       bool is_masked) {
     float scores[Product::kScores];
     float gradients[Product::kScores];  // dP^T, then dS^T
     float lse_log2[Product::kColumns];
@@ -277,6 +297,8 @@ struct FusedConsumer {
     const StreamBlock<true> dout(*this);
     const int statistics =
         kIsVarlen ? ptx::recompute(at.stage * Spec::kStatisticsBytes) : at.stage * Spec::kStatisticsBytes;
+    const BlockAlibi<Spec> alibi(params, coordinates);
+    const BlockDropout<Spec> dropout(tile_dropout, coordinates);
     wait_block();
     load_columns<Spec>(lse_log2, shared.statistics(0) + statistics);
     issue_product<Element>(scores, own_k, q.k_major());
@@ -293,20 +315,21 @@ struct FusedConsumer {
       // Varlen: what follows from the block is computed here, not ahead of the branch for every block.
       const int block = kIsVarlen ? ptx::recompute(coordinates.block) : coordinates.block;
       fused_exponentials<Spec, kMask, true>(
-          params, scores, lse_log2,
+          params, scores, lse_log2, alibi,
           BlockCoordinates{coordinates.tile_smem, coordinates.head, coordinates.first_key, block});
     } else {
-      fused_exponentials<Spec, kMask, false>(params, scores, lse_log2, coordinates);
+      fused_exponentials<Spec, kMask, false>(params, scores, lse_log2, alibi, coordinates);
     }
     load_columns<Spec>(row_dot, shared.statistics(at.stage) + Spec::kStreamRows * 4);
     pack_operand<Element>(p_packed, scores);
+    dropout.drop_weights(p_packed);
     issue_product<Element, true>(dv, p_packed, dout.mn_major());
 
     ptx::wgmma_wait<1>();  // dP^T
     ptx::wgmma_fence_operands(gradients);
 #pragma unroll
     for (int i = 0; i < Product::kScores; ++i) {
-      gradients[i] = scores[i] * (gradients[i] - row_dot[i / 4 * 2 + i % 2]);
+      gradients[i] = scores[i] * dropout.gradient(gradients[i], row_dot[i / 4 * 2 + i % 2], i);
     }
     pack_operand<Element>(ds_packed, gradients);
     hand_scores(ds_packed);
@@ -363,6 +386,7 @@ struct FusedConsumer {
         load_own(own_v, shared.own_second(consumer));
         Product::clear(dk);
         Product::clear(dv);
+        const TileDropout<Spec> dropout(params, tile);
         const SkippedBlocks skipped = skipped_blocks(tile, range, all, heads);
         for (int left = is_descending<kMask>(tile) ? skipped.behind : skipped.before; left > 0; --left) skip_block();
         if constexpr (kMask == MaskKind::kRuntime) {
@@ -376,12 +400,12 @@ struct FusedConsumer {
             const int needs_mask = ptx::recompute(is_full ? 0 : 1);
             int head = heads;
             do {
-              if constexpr (Spec::kHasAlibi) {  // the others do not ask for the head
+              if constexpr (Spec::kHasAlibi || Spec::kHasDropout) {  // the others do not ask for the head
                 const int query_head = (tile.head + 1) * heads - head;
-                step(dk, dv, p_packed, ds_packed, own_k, own_v,
+                step(dk, dv, p_packed, ds_packed, own_k, own_v, dropout,
                      BlockCoordinates{shared.tile(consumer), query_head, first_key, block}, needs_mask != 0);
               } else {
-                step(dk, dv, p_packed, ds_packed, own_k, own_v, coordinates, needs_mask != 0);
+                step(dk, dv, p_packed, ds_packed, own_k, own_v, dropout, coordinates, needs_mask != 0);
               }
             } while (--head > 0);
           }
@@ -390,7 +414,8 @@ struct FusedConsumer {
             const int block = is_descending<kMask>(tile) ? range.begin + range.end - 1 - i : i;
             const BlockCoordinates coordinates{shared.tile(consumer), 0, first_key, block};
             for (int head = 0; head < heads; ++head) {
-              step(dk, dv, p_packed, ds_packed, own_k, own_v, coordinates, is_masked || block < range.full_begin);
+              step(dk, dv, p_packed, ds_packed, own_k, own_v, dropout, coordinates,
+                   is_masked || block < range.full_begin);
             }
           }
         }
@@ -399,7 +424,7 @@ struct FusedConsumer {
         wait_for_query_products();
         // Hazard: dK and dV take the places of K and V while another warp of the warpgroup still multiplies with them.
         sync_consumer(consumer);
-        Product::store_shared(shared.own_second(consumer), dv, 1.0f);
+        Product::store_shared(shared.own_second(consumer), dv, value_scale<Spec>(params));
         Product::store_shared(shared.own_first(consumer), dk, params.scale);
         // Hazard: the copy engine reads before all 64 rows are written and visible to it.
         ptx::fence_proxy_async_shared();

@@ -108,11 +108,14 @@ struct WideFusedConsumer {
 
   __device__ __forceinline__ void step(float (&dk)[Product::kOutputs], float (&dv)[Product::kOutputs],
                                        uint32_t (&p_packed)[Product::kPacked], uint32_t (&ds_packed)[Product::kPacked],
-                                       const BlockCoordinates& coordinates, bool is_masked) {
+                                       const TileDropout<Spec>& tile_dropout, const BlockCoordinates& coordinates,
+                                       bool is_masked) {
     float scores[Product::kScores];
     float gradients[Product::kScores];  // dP^T, then dS^T
     float lse_log2[Product::kColumns];
     float row_dot[Product::kColumns];
+    const BlockAlibi<Spec> alibi(params, coordinates);
+    const BlockDropout<Spec> dropout(tile_dropout, coordinates);
     wait_block();
     load_columns<Spec>(lse_log2, shared.statistics(at.stage));
     issue_product<Element, Product::kSteps>(scores, shared.own_first(consumer).k_major(),
@@ -126,18 +129,19 @@ struct WideFusedConsumer {
     ptx::wgmma_wait<1>();  // S^T
     ptx::wgmma_fence_operands(scores);
     if (is_masked) {
-      fused_exponentials<Spec, kMask, true>(params, scores, lse_log2, coordinates);
+      fused_exponentials<Spec, kMask, true>(params, scores, lse_log2, alibi, coordinates);
     } else {
-      fused_exponentials<Spec, kMask, false>(params, scores, lse_log2, coordinates);
+      fused_exponentials<Spec, kMask, false>(params, scores, lse_log2, alibi, coordinates);
     }
     load_columns<Spec>(row_dot, shared.statistics(at.stage) + Spec::kStreamRows * 4);
     pack_operand<Element>(p_packed, scores);
+    dropout.drop_weights(p_packed);
 
     ptx::wgmma_wait<0>();  // dP^T
     ptx::wgmma_fence_operands(gradients);
 #pragma unroll
     for (int i = 0; i < Product::kScores; ++i) {
-      gradients[i] = scores[i] * (gradients[i] - row_dot[i / 4 * 2 + i % 2]);
+      gradients[i] = scores[i] * dropout.gradient(gradients[i], row_dot[i / 4 * 2 + i % 2], i);
     }
     pack_operand<Element>(ds_packed, gradients);
     share_scores(ds_packed);
@@ -181,18 +185,19 @@ struct WideFusedConsumer {
       uint32_t ds_packed[Product::kPacked];
       Product::clear(dk);
       Product::clear(dv);
+      const TileDropout<Spec> dropout(params, tile);
       int block = is_descending<kMask>(tile) ? all.end - 1 : all.begin;
       for (int left = all.end - all.begin; left > 0; --left) {
         for (int head = 0; head < heads; ++head) {
           const BlockCoordinates coordinates{shared.tile(consumer), tile.head * heads + head, first_key, block};
-          step(dk, dv, p_packed, ds_packed, coordinates,
+          step(dk, dv, p_packed, ds_packed, dropout, coordinates,
                block < full_begin || (kMask == MaskKind::kRuntime && block >= all.full_end));
         }
         block += direction;
       }
       finish_products(dk, dv);
       ptx::named_barrier_sync(barrier_id(WideBarrier::kTileEnd), 256);
-      Product::store_shared(shared.own_second(consumer), dv, 1.0f);
+      Product::store_shared(shared.own_second(consumer), dv, value_scale<Spec>(params));
       Product::store_shared(shared.own_first(consumer), dk, params.scale);
       // Hazard: the copy engine reads before all 64 rows are written and visible to it.
       ptx::fence_proxy_async_shared();

@@ -2,8 +2,9 @@
 // forward pass (attention/forward/sm90/tensor_map.h). Plain C++.
 #pragma once
 
-#include "attention/params/backward.h"
 #include "attention/forward/sm90/tensor_map.h"
+#include "attention/params/backward.h"
+#include "attention/params/dropout.h"
 #include "attention/ragged_tensor_map.h"
 
 namespace flashmoe {
@@ -121,6 +122,10 @@ inline VarlenKeyValueGradientTensorMaps varlen_key_value_gradient_tensor_maps(co
                                           ragged_map(p.dout, p.dout_stride, p.head_dim_v, p.heads_q, block_m),
                                           ragged_map(p.dk, p.dk_stride, p.head_dim, p.heads_kv, kWarpgroupRows),
                                           ragged_map(p.dv, p.dv_stride, p.head_dim_v, p.heads_kv, kWarpgroupRows)};
+}
+inline VarlenKeyValueGradientTensorMaps varlen_key_value_gradient_tensor_maps(const DropoutBackwardParams& params,
+                                                                              int block_m) {
+  return varlen_key_value_gradient_tensor_maps(params.backward, block_m);
 }
 
 }  // namespace sm90

@@ -141,9 +141,12 @@ struct DroppedValues : SharedValues<Spec> {
 
   // Weights of the warp's rows 16 m to 16 m + 15 and kKeys keys from 16 key_block on; what is kept is scaled with the output.
   __device__ __forceinline__ void drop(float (&P_rmem)[Spec::kMmaN][4], int m, int key_block) const {
-    visit_by_query<kKeys>(dropout, row + m * 16, first_key + key_block * 16, [&](int n, int i, bool keeps) {
-      float& p = P_rmem[2 * key_block + n][i];
-      p = keeps ? p : 0.0f;
+    visit_by_query<kKeys>(dropout, row + m * 16, first_key + key_block * 16, [&](int n, int half, KeptPair pair) {
+#pragma unroll
+      for (int c = 0; c < 2; ++c) {
+        float& p = P_rmem[2 * key_block + n][2 * half + c];
+        p = pair.keep(p, c);
+      }
     });
   }
 };

@@ -9,6 +9,7 @@
 // and what turns a block's scores into P is an argument of the step.
 #pragma once
 
+#include "attention/forward/sm90/dropout.cuh"
 #include "attention/forward/sm90/epilogue.cuh"
 #include "attention/forward/sm90/schedule.cuh"
 #include "attention/forward/sm90/score_mod.cuh"
@@ -53,6 +54,7 @@ struct Consumer {
   const bool is_capped;     // a softcap alone, which is the softmax's
   bool has_output = false;  // a tile went before this one (release_output)
   const float scale_log2;   // of what the softmax gets: with an additive mask the scores have it already
+  float slope = 0.0f;       // of the tile's head: read once, not in every block, which would wait for it
 
   __device__ __forceinline__ Consumer(const ForwardParams& params_, const SharedMemory<Spec>& shared_, int consumer_)
       : params(params_),
@@ -157,14 +159,24 @@ struct Consumer {
 
   // ALiBi, and the softcap before it.
   __device__ __forceinline__ void apply_alibi(float (&scores)[kScores], const Tile<kMask>& tile, int block) const {
-    const ScoreOptions& options = params.score_options;
     cap_scores(scores);
-    const int first_key = block * Spec::kBlockN + ptx::lane_index() % 4 * 2;
-    const int distance = diagonal_key(tile.sequence(params), thread_row(tile)) - first_key;
-    const Alibi alibi{alibi_slope(options, options.mask_factor, tile.batch, tile.head, 0),
-                      static_cast<float>(distance)};
+    const int lane = ptx::lane_index();
+    // From the block's first key to the own one of the warp's first row.
+    const int own = diagonal_key(tile.sequence(params), thread_row(tile)) - lane / 4 - block * Spec::kBlockN;
+    const auto distance = static_cast<float>(own + lane / 4 - lane % 4 * 2);
+    const bool is_behind = own + 15 <= 0;         // all keys, of all 16 rows
+    if (is_behind || own >= Spec::kBlockN - 1) {  // the same bits as below, without the absolute values
+      const float signed_slope = is_behind ? -slope : slope;
 #pragma unroll
-    for (int i = 0; i < kScores; ++i) scores[i] = alibi.add(scores[i], i / 2 % 2, 8 * (i / 4) + i % 2);
+      for (int i = 0; i < kScores; ++i) {
+        const int column = 8 * (i / 4) + i % 2 - 8 * (i / 2 % 2);
+        scores[i] = ptx::fma_rn(signed_slope, distance - static_cast<float>(column), scores[i]);
+      }
+    } else {
+      const Alibi alibi{slope, distance};
+#pragma unroll
+      for (int i = 0; i < kScores; ++i) scores[i] = alibi.add(scores[i], i / 2 % 2, 8 * (i / 4) + i % 2);
+    }
   }
 
   __device__ __forceinline__ Softcap softcap() const {
@@ -212,13 +224,15 @@ struct Consumer {
   // In: P of key block `block` - 1. Issues S of `block` and O += P V of the block before; out: P of `block`.
   template <typename Policy>
   __device__ __forceinline__ void step(float (&output)[kOutputs], uint32_t (&probabilities)[kProbabilities],
-                                       RowState& rows, const Tile<kMask>& tile, int block, bool is_masked = true) {
+                                       RowState& rows, const TileDropout<Spec>& dropout, const Tile<kMask>& tile,
+                                       int block, bool is_masked = true) {
     float scores[kScores];
     wait_key();
     if constexpr (kWaitsForBoth) wait_value();
     issue_scores(scores);
     if constexpr (!kWaitsForBoth) wait_value();
     issue_output(output, probabilities);
+    const auto drawn = dropout.draw(block);
 
     ptx::wgmma_wait<1>();
     ptx::wgmma_fence_operands(scores);
@@ -234,6 +248,7 @@ struct Consumer {
       for (int i = 0; i < kOutputs; ++i) output[i] *= rescale[(i / 2) % 2];
     }
     pack_operand<Element>(probabilities, scores);
+    dropout.drop(probabilities, drawn);
   }
 
   // Passes over a key block that only rows of other warpgroups see. Elsewhere a product joins the lanes of a warp
@@ -278,6 +293,10 @@ struct Consumer {
     const KeyRange full{ceil_div(visible_keys<kMask>(sequence, last_row).begin, Spec::kBlockN),
                         visible_keys<kMask>(sequence, first_row).end / Spec::kBlockN};
     int block = own.begin;
+    const TileDropout<Spec> dropout(params, tile, thread_row(tile));
+    if constexpr (Spec::kHasAlibi) {
+      slope = alibi_slope(params.score_options, params.score_options.mask_factor, tile.batch, tile.head, 0);
+    }
     uint32_t probabilities[kProbabilities];
     {
       float scores[kScores];
@@ -300,13 +319,14 @@ struct Consumer {
         online_softmax<Spec::kBlockN, true>(scores, rows, rescale, softmax_scale());
       }
       pack_operand<Element>(probabilities, scores);
+      dropout.drop(probabilities, dropout.draw(block));
     }
 
     // Blocks that need no mask are a loop of their own: inside one loop for both they would be an eighth slower.
     if constexpr (!kIsRuntime) {
       const int plain_end = minimum(own.end, full.end);
-      for (++block; block < plain_end; ++block) step<Plain<false>>(output, probabilities, rows, tile, block);
-      for (; block < own.end; ++block) step<Plain<true>>(output, probabilities, rows, tile, block);
+      for (++block; block < plain_end; ++block) step<Plain<false>>(output, probabilities, rows, dropout, tile, block);
+      for (; block < own.end; ++block) step<Plain<true>>(output, probabilities, rows, dropout, tile, block);
     } else {
       ++block;
       // A window has masked blocks at both ends.
@@ -323,17 +343,17 @@ struct Consumer {
         }
       };
       if constexpr (Spec::kHasAlibi) {
-        steps([&] { step<WithAlibi<true>>(output, probabilities, rows, tile, block); },
-              [&] { step<WithAlibi<false>>(output, probabilities, rows, tile, block); });
+        steps([&] { step<WithAlibi<true>>(output, probabilities, rows, dropout, tile, block); },
+              [&] { step<WithAlibi<false>>(output, probabilities, rows, dropout, tile, block); });
       } else if constexpr (!Spec::kHasScoreMod) {
-        steps([&] { step<Plain<true>>(output, probabilities, rows, tile, block); },
-              [&] { step<Plain<false>>(output, probabilities, rows, tile, block); });
+        steps([&] { step<Plain<true>>(output, probabilities, rows, dropout, tile, block); },
+              [&] { step<Plain<false>>(output, probabilities, rows, dropout, tile, block); });
       } else if (is_capped) {
-        steps([&] { step<Softcapped<true>>(output, probabilities, rows, tile, block); },
-              [&] { step<Softcapped<false>>(output, probabilities, rows, tile, block); });
+        steps([&] { step<Softcapped<true>>(output, probabilities, rows, dropout, tile, block); },
+              [&] { step<Softcapped<false>>(output, probabilities, rows, dropout, tile, block); });
       } else {
         for (; block < own.end; ++block) {
-          step<Modified>(output, probabilities, rows, tile, block, needs_mask(full, block));
+          step<Modified>(output, probabilities, rows, dropout, tile, block, needs_mask(full, block));
         }
       }
     }
@@ -408,6 +428,7 @@ struct Consumer {
         const float shift = is_capped ? softcap().exponent_of_max(rows.max[r]) : rows.max[r] * softmax_scale();
         const FinishedRow finished = kIsRuntime ? finish_row(shift, sum, sink_log2[r]) : finish_row(shift, sum);
         inverse_sum[r] = finished.inverse;
+        if constexpr (Spec::kHasDropout) inverse_sum[r] *= dropout_of(params).scale;
         lse[r] = finished.lse;
       }
       store_lse<Spec>(params, tile, consumer, lse);

@@ -36,6 +36,7 @@ struct ForwardSpec {
   static constexpr int kTileBytes = kTileBytes_;
   static constexpr bool kHasScoreMod = false;  // ragged kernels may (varlen/spec.cuh)
   static constexpr bool kHasAlibi = false;     // likewise
+  static constexpr bool kHasDropout = false;   // likewise
 
   static constexpr int kNumConsumers = kBlockM / 64;
   static constexpr int kNumThreads = kNumWarps * 32;

@@ -21,7 +21,10 @@ def problems(unit: Unit) -> Iterator[VarlenProblem]:
     """In the order of what they need: lengths, pages, the band, scores; then decoding. Where score functions have a kernel of their
     own, the problems are divided between the two."""
     if unit.row.operation == DROPOUT:
-        yield from with_dropout(unit, _with_alibi(_prefill(unit)) if adds_alibi(unit.row.options) else _prefill(unit))
+        has_alibi = adds_alibi(unit.row.options)
+        for problem in with_dropout(unit, _with_alibi(_prefill(unit)) if has_alibi else _prefill(unit)):
+            if has_alibi or unit.row.family != "sm90" or not problem.has_score_functions:
+                yield problem
         return
     if adds_alibi(unit.row.options):
         yield from _with_alibi(_prefill(unit))

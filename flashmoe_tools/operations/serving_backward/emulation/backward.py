@@ -19,7 +19,7 @@ from flashmoe_tools.operations.serving.emulation.forward import sizes, strides, 
 from flashmoe_tools.operations.serving.emulation.problem import SPARE_ROWS, Keys, Rows, VarlenProblem
 from flashmoe_tools.operations.serving.emulation.reference import attend
 from flashmoe_tools.operations.serving.emulation.tensors import NAN, Tensors, build
-from flashmoe_tools.operations.serving_backward.emulation.cases import FUSED, problems
+from flashmoe_tools.operations.serving_backward.emulation.cases import DROPOUT_FUSED, FUSED, problems
 from flashmoe_tools.operations.serving_backward.emulation.fused import RaggedPartials
 from flashmoe_tools.tables import Unit
 
@@ -30,6 +30,7 @@ RESULTS = {
     "attention_dropout_backward_dq": ("dq",),
     "attention_dropout_backward_dkv": ("dk", "dv"),
     FUSED: ("dk", "dv"),  # and the partials of dq
+    DROPOUT_FUSED: ("dk", "dv"),
 }
 # Error of a score for each unit of it; Turing's products add up 8 columns at a time, and cut off.
 SCORE_UNIT = {"sm90": 8e-7, "sm80": 8e-7, "sm75": 3e-6}
@@ -122,7 +123,7 @@ def trial_on(unit: Unit, p: VarlenProblem, tensors: Tensors, given: Given, expec
         "sequence_rows": {name: s["batch"] // s["row"] for name, s in own.items() if name != "out"},
     }
     partials = None
-    if unit.row.operation == FUSED:
+    if unit.row.operation in (FUSED, DROPOUT_FUSED):
         partials = RaggedPartials.of(p, tensors, unit.row.axes["head_dim"])
         values |= {
             "dq": Buffer(partials.memory, writable=True, name="partials of dq"),

@@ -10,6 +10,7 @@ from flashmoe_tools.operations.serving.emulation.problem import Keys, MaskTensor
 from flashmoe_tools.tables import Unit
 
 FUSED = "attention_varlen_backward_fused"
+DROPOUT_FUSED = "attention_dropout_backward_fused"
 ALIBI = ("ragged", "full", "window", "wide window", "soft softcap", "dense", "many")
 FEW = ("ragged", "window", "soft softcap")  # of a bf16 kernel: it is the float16 kernel with other conversions
 
@@ -27,9 +28,12 @@ def problems(unit: Unit) -> Iterator[VarlenProblem]:
 
 
 def _dropped(unit: Unit) -> Iterator[VarlenProblem]:
-    has_alibi = adds_alibi(unit.row.options)
+    has_alibi, is_fused = adds_alibi(unit.row.options), unit.row.operation == DROPOUT_FUSED
     for seed, problem in enumerate(with_dropout(unit, _problems(unit))):
-        if not has_alibi:
+        if is_fused:
+            if not problem.has_score_functions:
+                yield replace(problem, has_counter=True)
+        elif not has_alibi:
             yield problem
         elif not problem.has_mask_tensor:
             yield replace(problem, mask=MaskTensor.ALIBI, mask_broadcast=(seed % 2 == 1, False, False))

@@ -50,6 +50,14 @@ __device__ __forceinline__ void forward_varlen(const ForwardParams& params, cons
   }
 }
 
+template <typename Spec>
+__device__ __forceinline__ void forward_dropout(const DropoutForwardParams& params, const ptx::TensorMap& q_map,
+                                                const ptx::TensorMap& k_map, const ptx::TensorMap& v_map,
+                                                const ptx::TensorMap& out_map) {
+  static_assert(Spec::kHasDropout, "others take ForwardParams");
+  forward_varlen<Spec>(params.forward, q_map, k_map, v_map, out_map);
+}
+
 }  // namespace sm90
 }  // namespace attention
 }  // namespace flashmoe

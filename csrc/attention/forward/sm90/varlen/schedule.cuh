@@ -65,7 +65,8 @@ namespace sm90 {
 
 // Short sequences: where a head has rows for half of the warpgroups at most, a tile has several of the query heads that share a key head,
 // each in warpgroups of its own, so that keys are read once for them and one's products cover another's softmax. Not where that would leave
-// multiprocessors without a tile, nor close to it. A row's bits are the same either way.
+// multiprocessors without a tile, nor close to it. A row's bits are the same either way. Not under dropout, nor with a mask: a row of such a tile
+// does not know its number.
 template <typename Spec>
 struct SharedTiles {
   int count;  // of a key head
@@ -73,7 +74,7 @@ struct SharedTiles {
 
   static __device__ __forceinline__ bool serve(const ForwardParams& params, int rows) {
     // A difference, not a product: "Registers of the plain loop" in docs/notebook/2026-11-23-attention-ragged.md.
-    return rows > 0 && rows <= Spec::kNumConsumers / 2 * 64 &&
+    return !Spec::kHasDropout && rows > 0 && rows <= Spec::kNumConsumers / 2 * 64 &&
            params.batch * params.heads_q - ptx::grid_size() > ptx::grid_size() && params.heads_q > params.heads_kv &&
            params.score_options.mask == nullptr;
   }

@@ -24,6 +24,15 @@ struct VarlenSpec : ForwardSpec<Element_, kHeadDim_, kBlockM_, kBlockN_, kNumSta
   static constexpr int kConsumerRegisters = kConsumers == 4 ? 112 : kConsumers == 3 ? 152 : 224;
 };
 
+// Takes DropoutForwardParams. kScores 2: ALiBi, and a softcap before it; otherwise neither softcap nor mask tensor.
+template <typename Element, int kHeadDim, int kBlockM, int kBlockN, int kNumStages, int kNumWarps, int kNumQueryStages,
+          int kNumOutputSlabs, int kScores>
+struct DropoutForwardSpec : VarlenSpec<Element, kHeadDim, kBlockM, kBlockN, kNumStages, kNumWarps, kNumQueryStages,
+                                       kNumOutputSlabs, kScores> {
+  static constexpr bool kHasDropout = true;
+  static_assert(kScores != 1, "a softcap or a mask tensor is the sm80 kernels'");
+};
+
 }  // namespace sm90
 }  // namespace attention
 }  // namespace flashmoe

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "attention/forward/sm90/tensor_map.h"
+#include "attention/params/dropout.h"
 
 namespace flashmoe {
 namespace attention {
@@ -33,6 +34,9 @@ inline ForwardTensorMaps varlen_tensor_maps(const ForwardParams& params, int blo
       tensor_map_arguments(params.v, params.v_stride, params.head_dim_v, keys, params.heads_kv, keys_batch, box_rows),
       tensor_map_arguments(params.out, params.out_stride, params.head_dim_v, rows, params.heads_q, rows_batch,
                            kWarpgroupRows)};
+}
+inline ForwardTensorMaps varlen_tensor_maps(const DropoutForwardParams& params, int block_n) {
+  return varlen_tensor_maps(params.forward, block_n);
 }
 
 }  // namespace sm90

@@ -1,0 +1,56 @@
+#include <cstring>
+#include <string>
+
+#include "attention/host/select.h"
+
+namespace flashmoe {
+namespace attention {
+namespace {
+
+bool is_allowed(const host::KernelRequest& request, const char* family) {
+  return request.forced_family == nullptr || std::strcmp(request.forced_family, family) == 0;
+}
+
+}  // namespace
+
+const Kernel& select_dropout_forward(const host::KernelRequest& request, int32_t head_dim, bool has_score_mod,
+                                     bool has_alibi) {
+  const host::KernelList& loadable = host::loadable_kernels(request.capability);
+  for (const char* const* family = host::families_of(request.capability); *family != nullptr; ++family) {
+    if (!is_allowed(request, *family)) continue;
+    const Kernel* kernel =
+        host::find_kernel({"attention_dropout_forward", *family, has_alibi ? "alibi" : "", request.dtype, {head_dim}},
+                          axis::kHeadDim, loadable);
+    if (kernel != nullptr && (!has_score_mod || kernel->num_tensor_maps == 0)) return *kernel;
+  }
+  const char* what = has_score_mod ? "dropout behind a softcap or a mask tensor" : "dropout";
+  host::refuse(request, what + (", head_dim " + std::to_string(head_dim)));
+}
+
+BackwardKernels select_dropout_backward(const host::KernelRequest& request, int32_t head_dim, bool has_score_mod,
+                                        bool has_alibi) {
+  const host::KernelList& loadable = host::loadable_kernels(request.capability);
+  const auto find = [&](const char* operation, const char* family, const char* variant) {
+    return host::find_kernel({operation, family, variant, request.dtype, {head_dim}}, axis::kHeadDim, loadable);
+  };
+  const char* const* const families = host::families_of(request.capability);
+  for (const char* const* family = families; *family != nullptr; ++family) {
+    if (!is_allowed(request, *family)) continue;
+    const char* variant = has_alibi ? "alibi" : "";
+    BackwardKernels kernels{find("attention_dropout_backward_dq", *family, variant),
+                            find("attention_dropout_backward_dkv", *family, variant)};
+    if (kernels.dq == nullptr || kernels.dkv == nullptr) continue;
+    if (has_score_mod || has_alibi || request.forced_family != nullptr) return kernels;
+    // The fused form is that of the GPU's first family, whose kernels in front and behind serve it too.
+    const Kernel* fused = find("attention_dropout_backward_fused", *families, "");
+    kernels.prepare = find("attention_varlen_backward_fused_prepare", *families, "");
+    kernels.convert = find("attention_varlen_backward_fused_convert", *families, "");
+    const bool has_all = fused != nullptr && kernels.prepare != nullptr && kernels.convert != nullptr;
+    if (has_all && fused->axes[axis::kHeadDim] == kernels.dkv->axes[axis::kHeadDim]) kernels.fused = fused;
+    return kernels;
+  }
+  host::refuse(request, "gradients of dropout, head_dim " + std::to_string(head_dim));
+}
+
+}  // namespace attention
+}  // namespace flashmoe
