@@ -337,6 +337,31 @@ const Kernel* select_varlen_forward(const VarlenSelectorInput& input) {
   host::refuse(request, "head_dim " + std::to_string(input.head_dim) + pages + what);
 }
 
+int64_t count_scores(const Kernel& values, int64_t batch, int64_t heads, int64_t rows, int64_t keys) {
+  const int64_t row_blocks = ceil_div(rows, values.block_m);
+  const int64_t rows_of_item = std::min<int64_t>(rows, values.block_m);
+  return batch * heads * row_blocks * rows_of_item * ceil_div(keys, values.block_n) * values.block_n;
+}
+
+OrderedDecoding select_ordered_decoding(const VarlenSelectorInput& input) {
+  constexpr const char* kFamily = "sm90";
+  constexpr int64_t kMostScores = int64_t{1} << 27;  // half a gigabyte of workspace
+  const host::KernelRequest& request = input.request;
+  if (std::getenv("TMP_NO_ORDERED") != nullptr) return {};
+  if (!input.is_consistent || input.has_score_functions || input.has_alibi) return {};
+  if (request.forced_family != nullptr && std::strcmp(request.forced_family, kFamily) != 0) return {};
+  const host::KernelList& loadable = host::loadable_kernels(request.capability);
+  const auto find = [&](const char* operation) {
+    return host::find_kernel({operation, kFamily, "", request.dtype, {input.head_dim}}, axis::kHeadDim, loadable);
+  };
+  const OrderedDecoding found{find("attention_decode_scores"), find("attention_decode_values")};
+  if (found.scores == nullptr || found.values == nullptr || input.rows > found.values->block_m) return {};
+  const char* wanted = has_narrow_values(input.head_dim, input.head_dim_v) ? kNarrowValues : "";
+  if (found.values->block_n != consistent_block_n(request, input.head_dim, wanted)) return {};
+  if (count_scores(*found.values, input.batch, input.heads, input.rows, input.keys) > kMostScores) return {};
+  return found;
+}
+
 const Kernel& select_dropout_forward(const host::KernelRequest& request, int32_t head_dim, bool has_alibi) {
   return select_by_head_dim(request, "attention_dropout_forward", has_alibi ? "alibi" : "", head_dim, "dropout");
 }

@@ -25,10 +25,18 @@ struct SelectorInput {
   bool is_consistent = false;
 };
 
+// Few rows of a consistent call, whose keys are divided for their scores alone: two kernels that leave the bits of the ragged one. Nulls where that
+// is as fast, or nothing else serves the call.
+struct OrderedDecoding {
+  const Kernel* scores = nullptr;
+  const Kernel* values = nullptr;
+};
+
 struct Choice {
   const Kernel* forward = nullptr;
   const Kernel* combine = nullptr;  // adds up the partial results when num_splits > 1
   int32_t num_splits = 1;
+  OrderedDecoding ordered{};  // forward is then its second kernel
 };
 
 // The kernels of one family: the first gives dq and row_dot, the second dk and dv from row_dot. Or, where a family has them, one
@@ -67,6 +75,10 @@ int64_t most_row_blocks(int64_t rows, int64_t batch, int64_t rows_total, int64_t
 // Few rows are a decoding kernel's, whatever the family.
 // Values of at most 128 columns beside keys of 129 to 192 have kernels of their own, without score functions: the variant "v128".
 const Kernel* select_varlen_forward(const VarlenSelectorInput& input);
+
+OrderedDecoding select_ordered_decoding(const VarlenSelectorInput& input);
+// Of the scores between the two kernels, for all sequences: the floats.
+int64_t count_scores(const Kernel& values, int64_t batch, int64_t heads, int64_t rows, int64_t keys);
 
 // Of dropout, dense or ragged: the first family that has it. Throws as host::refuse() says where none has.
 const Kernel& select_dropout_forward(const host::KernelRequest& request, int32_t head_dim, bool has_alibi);
