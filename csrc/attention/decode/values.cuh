@@ -339,7 +339,8 @@ __device__ __forceinline__ void add_exponentials(const ValueItem<Spec>& item, co
     float4 p[Spec::kGroups];
 #pragma unroll
     for (int group = 0; group < Spec::kGroups; ++group) p[group] = ptx::ld_shared_float4(ring.weights(at.stage, group));
-    sum *= ptx::bits_float(ptx::ld_shared_32(ring.factor(at.stage, row)));
+    // A product of its own: with the first addition the compiler would make one rounding of two.
+    sum = ptx::fma_rn(sum, ptx::bits_float(ptx::ld_shared_32(ring.factor(at.stage, row))), 0.0f);
     arrive_as_warp(ring.weights_empty(at.stage));
 #pragma unroll
     for (int group = 0; group < Spec::kGroups; ++group) {
