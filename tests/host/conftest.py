@@ -192,7 +192,7 @@ def compile_chooser(folder: Path, targets: tuple[str, ...] | None) -> Chooser:
     sources = [
         str(folder / "table.cpp"),
         str(folder / "harness.cpp"),
-        str(ROOT / "csrc" / "attention" / "host" / "select.cpp"),
+        *(str(ROOT / "csrc" / "attention" / "host" / name) for name in ("select.cpp", "select_ordered.cpp")),
         str(ROOT / "csrc" / "host" / "find_kernels.cpp"),
     ]
     flags = ["-std=c++17", "-O1", "-shared", "-fPIC", "-Wall", "-Wextra", "-Werror", f"-I{ROOT / 'csrc'}"]

@@ -123,9 +123,7 @@ struct KeyLoader {
   int page;
   int row;
 
-  __device__ __forceinline__ static bool has_value() {
-    return Spec::kHasValues && ptx::lane_index() >= kWarpKeys;
-  }
+  __device__ __forceinline__ static bool has_value() { return Spec::kHasValues && ptx::lane_index() >= kWarpKeys; }
 
   __device__ __forceinline__ KeyLoader(const ForwardParams& params_, const Sequence<MaskKind::kRuntime>& sequence_,
                                        const Segment& segment, Use use_)

@@ -30,6 +30,7 @@ struct SelectorInput {
 struct OrderedDecoding {
   const Kernel* scores = nullptr;
   const Kernel* values = nullptr;
+  int32_t columns = 0;  // of the output, of a block of the second
 };
 
 struct Choice {
@@ -68,6 +69,12 @@ struct VarlenSelectorInput {
 // Consistent calls: a row's bits depend on its query, its visible keys and its options alone. All forward kernels take a row's keys from the first on
 // and rescale by its own scores, so what is left is the width of a key block, which is the ragged kernel's of the GPU's first family, and that no
 // keys are divided: such a call has no decoding and no split kernels.
+
+// The width of a consistent call: of the GPU's first family with ragged kernels, whichever family is forced; of the variant `wanted` where that has one.
+// 0 where there is none.
+int32_t consistent_block_n(const host::KernelRequest& request, int32_t head_dim, const char* wanted);
+// The variant for values narrower than keys, or none; it has head dim 192.
+const char* values_variant(int32_t head_dim, int32_t head_dim_v);
 
 // Row blocks of a head, at most: of each sequence the last one may be broken.
 int64_t most_row_blocks(int64_t rows, int64_t batch, int64_t rows_total, int64_t block_m);

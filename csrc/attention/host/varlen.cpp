@@ -21,9 +21,8 @@ namespace flashmoe {
 namespace attention {
 namespace {
 
-constexpr int64_t kMostSplits = 64;  // blocks that an item is worth putting together from
+constexpr int64_t kMostSplits = 64;            // blocks that an item is worth putting together from
 constexpr int32_t kUnboundedSplits = 1 << 20;  // of what is not put together
-constexpr int64_t kValueColumns = 32;          // of a block of attention_decode_values
 
 int64_t ceil_div(int64_t value, int64_t divisor) { return (value + divisor - 1) / divisor; }
 
@@ -114,8 +113,11 @@ Chosen select(const VarlenArguments& arguments, const host::Device& gpu) {
   input.has_score_functions = has_softcap(arguments) || VarlenArguments::has(arguments.mask);
   input.has_alibi = has_alibi(arguments);
   input.is_consistent = arguments.is_consistent();
-  const OrderedDecoding ordered = select_ordered_decoding(input);
-  if (ordered.values != nullptr) return {ordered, ordered.values, true};
+  // Heads of a group that are not rows of one tile would read their keys once each.
+  if (is_folded || group == 1) {
+    const OrderedDecoding ordered = select_ordered_decoding(input);
+    if (ordered.values != nullptr) return {ordered, ordered.values, true};
+  }
   const Kernel* kernel = select_varlen_forward(input);
   return {{}, kernel, std::strcmp(kernel->operation, "attention_decode") == 0};
 }
@@ -209,11 +211,11 @@ void run_ordered_decoding(ForwardParams& params, const OrderedDecoding& kernels,
   const int64_t items = ceil_div(params.seq_q, values.block_m) * params.heads_q * params.batch;
   const int64_t tiles = items * (ceil_div(params.seq_k, scores.block_n) + 1);
   host::Workspace workspace;
-  const int64_t floats = workspace.add<float>(
-      count_scores(values, params.batch, params.heads_q, params.seq_q, params.seq_k));
+  const int64_t floats =
+      workspace.add<float>(count_scores(values, params.batch, params.heads_q, params.seq_q, params.seq_k));
   workspace.allocate(call);
   params.out_partial = workspace.address<float>(floats);
-  const int64_t slices = values.axes[axis::kHeadDim] / kValueColumns;
+  const int64_t slices = values.axes[axis::kHeadDim] / kernels.columns;
   host::LaunchList list;
   list.add({&scores, host::grid_for(scores, tiles, call.gpu), &params, nullptr, /*is_dependent=*/true});
   list.add({&values, items * slices, &params, nullptr, /*is_dependent=*/true});

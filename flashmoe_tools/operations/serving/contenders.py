@@ -247,7 +247,9 @@ def contenders() -> tuple[Contender, ...]:
     both, gpu = ("cpu", "cuda"), ("cuda",)
     return (
         Contender("flashmoe", "flashmoe", both, flashmoe_available, _flashmoe, ours=True),
-        Contender("flashmoe-consistent", "flashmoe, same bits", both, flashmoe_available, _flashmoe_consistent, ours=True),
+        Contender(
+            "flashmoe-consistent", "flashmoe, same bits", both, flashmoe_available, _flashmoe_consistent, ours=True
+        ),
         Contender("flashmoe-ragged", "flashmoe, ragged rows", both, flashmoe_available, _flashmoe_ragged, ours=True),
         Contender("flashmoe-16-bit", "flashmoe, 16-bit cache", both, flashmoe_available, _flashmoe_16_bit),
         # A yardstick, which cannot say lengths that differ: no failure of ours.

@@ -21,7 +21,9 @@ from flashmoe_tools.operations.serving.emulation.tensors import NAN, Tensors, bu
 from flashmoe_tools.tables import Unit
 
 GROUP = 16  # keys of a product
-ORDER = [8 * (i // 2) + 2 * t + i % 2 for t in range(4) for i in range(4)]  # of a group's keys: four of each lane of a quad
+ORDER = [
+    8 * (i // 2) + 2 * t + i % 2 for t in range(4) for i in range(4)
+]  # of a group's keys: four of each lane of a quad
 SPLITS = 1 << 20  # what the host tells the first kernel: shares as small as they get
 FEW = ("exact", "exact, ragged")
 ERROR = 1e-5  # of a score in fp32, relative to the sum of its terms' sizes
@@ -44,7 +46,9 @@ def problems(unit: Unit) -> Iterator[VarlenProblem]:
         replace(ragged, name="exact, ragged", is_exact=True, spare_keys=3),
         replace(base, name="exact window", is_exact=True, left=2 * n + 3, right=0, page_size=3, wants_lse=True),
         replace(base, name="odd pages", page_size=24, head_dim=dim // 2 + 8, head_dim_v=dim // 2 - 8, wants_lse=False),
-        replace(one, name="equal", rows=(1,) * 3, keys=(2 * n,) * 3, keys_layout=Keys.DENSE, page_size=0, has_sinks=True),
+        replace(
+            one, name="equal", rows=(1,) * 3, keys=(2 * n,) * 3, keys_layout=Keys.DENSE, page_size=0, has_sinks=True
+        ),
         replace(ragged, name="rows", rows=(18, 5), keys=(2 * n + 7, n), left=3 * n // 2),
         replace(ragged, name="no rows", rows=(0, 0), keys=(n, 3), slack=2),
     )
