@@ -22,8 +22,8 @@ namespace flashmoe {
 namespace attention {
 namespace decode {
 
-// kBlockN: the width of a prefill's key blocks, by which its bits are defined. kColumns: of the output, of a block.
-template <typename Element_, int kHeadDim_, int kBlockM_, int kBlockN_, int kNumStages_, int kNumWarps_, int kColumns_>
+// kBlockN: the width of a prefill's key blocks, by which its bits are defined.
+template <typename Element_, int kHeadDim_, int kBlockM_, int kBlockN_, int kNumStages_, int kNumWarps_>
 struct ValuesSpec {
   using Element = Element_;
   static constexpr int kHeadDim = kHeadDim_;
@@ -35,7 +35,7 @@ struct ValuesSpec {
   static constexpr int kLoaders = 6;       // warps that load
   static constexpr int kTeam = 4;          // warps that take exponentials
   static constexpr int kWeightStages = 8;  // key blocks whose exponentials wait for the two chains
-  static constexpr int kColumns = kColumns_;
+  static constexpr int kColumns = kValueColumns;
   static constexpr int kSlices = kHeadDim / kColumns;
   static constexpr int kMmaD = kColumns / 8;
   static constexpr int kGroups = kBlockN / kWarpKeys;  // of 16 keys, in a key block

@@ -30,7 +30,6 @@ struct SelectorInput {
 struct OrderedDecoding {
   const Kernel* scores = nullptr;
   const Kernel* values = nullptr;
-  int32_t columns = 0;  // of the output, of a block of the second
 };
 
 struct Choice {

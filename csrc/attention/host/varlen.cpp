@@ -215,7 +215,7 @@ void run_ordered_decoding(ForwardParams& params, const OrderedDecoding& kernels,
       workspace.add<float>(count_scores(values, params.batch, params.heads_q, params.seq_q, params.seq_k));
   workspace.allocate(call);
   params.out_partial = workspace.address<float>(floats);
-  const int64_t slices = values.axes[axis::kHeadDim] / kernels.columns;
+  const int64_t slices = values.axes[axis::kHeadDim] / kValueColumns;
   host::LaunchList list;
   list.add({&scores, host::grid_for(scores, tiles, call.gpu), &params, nullptr, /*is_dependent=*/true});
   list.add({&values, items * slices, &params, nullptr, /*is_dependent=*/true});

@@ -21,6 +21,7 @@ from flashmoe_tools.operations.serving.emulation.tensors import NAN, Tensors, bu
 from flashmoe_tools.tables import Unit
 
 GROUP = 16  # keys of a product
+COLUMNS = 32  # of a block of the second kernel
 ORDER = [
     8 * (i // 2) + 2 * t + i % 2 for t in range(4) for i in range(4)
 ]  # of a group's keys: four of each lane of a quad
@@ -148,7 +149,7 @@ def value_trial_on(unit: Unit, p: VarlenProblem, tensors: Tensors, memory: torch
     """From the scores that are in ``memory``."""
     lse = torch.full(tensors.statistics(p), NAN)
     values = values_of(p, tensors, lse, out_partial=in_front(memory))
-    slices = unit.row.axes["head_dim"] // unit.row.options["columns"]
+    slices = unit.row.axes["head_dim"] // COLUMNS
     blocks = memory.shape[0] * memory.shape[1] * memory.shape[2] * slices
 
     def check() -> list[str]:
