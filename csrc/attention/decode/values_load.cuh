@@ -6,6 +6,7 @@
 #include "attention/decode/scores.cuh"
 #include "attention/decode/spec.cuh"
 #include "attention/params/forward.h"
+#include "attention/params/ordered.h"
 #include "attention/sequences.cuh"
 #include "device/math.cuh"
 #include "device/ring.cuh"

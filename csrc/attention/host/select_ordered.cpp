@@ -4,6 +4,7 @@
 #include <cstring>
 
 #include "attention/host/select.h"
+#include "attention/params/ordered.h"
 
 namespace flashmoe {
 namespace attention {

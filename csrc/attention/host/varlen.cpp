@@ -10,6 +10,7 @@
 #include "attention/host/backends.h"
 #include "attention/host/prepare.h"
 #include "attention/host/select.h"
+#include "attention/params/ordered.h"
 #include "host/copies.h"
 #include "host/last_kernel.h"
 #include "host/launch.h"

@@ -73,8 +73,6 @@ struct ScoreOptions {
 
 constexpr int32_t kUnbounded = 1 << 30;
 
-constexpr int32_t kValueColumns = 32;  // of the output, of a block of attention_decode_values
-
 struct ForwardParams {
   const void* q;          // [batch, heads_q,  seq_q, head_dim]
   const void* k;          // [batch, heads_kv, seq_k, head_dim]
