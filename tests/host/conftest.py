@@ -68,6 +68,18 @@ extern "C" int choose_varlen(int capability, const char* forced, int is_bf16, in
   }
 }
 
+// Writes the symbols of the two kernels that decode with the bits of a prefill, or nothing; sizes as above, and multiprocessors.
+extern "C" void choose_ordered(int capability, const char* forced, int is_bf16, int head_dim, const long long* sizes,
+                               int has_score_functions, char* answer, int length) {
+  const host::KernelRequest request{capability, static_cast<int>(sizes[8]), "a GPU", forced,
+                                    is_bf16 ? host::Dtype::kBFloat16 : host::Dtype::kFloat16};
+  const attention::OrderedDecoding found = attention::select_ordered_decoding(
+      {request, head_dim, static_cast<int>(sizes[7]), 0, sizes[0], sizes[1], sizes[2], sizes[3], sizes[4],
+       has_score_functions != 0, sizes[6] != 0, sizes[5] != 0, sizes[2], sizes[0]});
+  answer[0] = 0;
+  if (found.values != nullptr) std::snprintf(answer, length, "%s %s", found.scores->symbol, found.values->symbol);
+}
+
 // Writes the symbols of the append kernel, of row_dot's, of the backward kernels for ragged and banded attention, of dropout's, of a
 // mask's gradient and of e4m3, each before its target.
 extern "C" void choose_more(int capability, const char* forced, int is_bf16, int head_dim, int head_dim_v, char* answer,
@@ -188,8 +200,7 @@ def compile_chooser(folder: Path, targets: tuple[str, ...] | None) -> Chooser:
     sources = [
         str(folder / "table.cpp"),
         str(folder / "harness.cpp"),
-        str(ROOT / "csrc" / "attention" / "host" / "select.cpp"),
-        str(ROOT / "csrc" / "attention" / "host" / "select_dropout.cpp"),
+        *map(str, sorted((ROOT / "csrc" / "attention" / "host").glob("select*.cpp"))),
         str(ROOT / "csrc" / "host" / "find_kernels.cpp"),
     ]
     flags = [
@@ -284,6 +295,30 @@ def compile_chooser(folder: Path, targets: tuple[str, ...] | None) -> Chooser:
         )
         return tuple(answer.value.decode().split()) if status == 0 else ()
 
+    def choose_ordered(
+        capability: int,
+        head_dim: int,
+        *,
+        rows: int = 4,
+        keys: int = 4096,
+        heads: int = 8,
+        batch: int = 1,
+        has_score_functions: bool = False,
+        bf16: bool = True,
+        forced: str | None = None,
+        consistent: bool = True,
+        alibi: bool = False,
+        head_dim_v: int | None = None,
+        multiprocessors: int = 132,
+    ) -> tuple[str, ...]:
+        """Symbols of the two kernels; empty where another one serves."""
+        answer = ctypes.create_string_buffer(4096)
+        name = forced.encode() if forced is not None else None
+        lengths = (rows, keys, heads, batch, 0, consistent, alibi, head_dim_v or head_dim, multiprocessors)
+        sizes = (ctypes.c_longlong * len(lengths))(*lengths)
+        loaded.choose_ordered(capability, name, bf16, head_dim, sizes, has_score_functions, answer, len(answer))
+        return tuple(answer.value.decode().split())
+
     def prefers_fused(capability: int, head_dim: int, causal: bool, *sizes: int) -> bool:
         """sizes: batch, key heads, rows, keys."""
         found = loaded.prefers_fused(capability, head_dim, causal, (ctypes.c_longlong * 4)(*sizes))
@@ -305,6 +340,7 @@ def compile_chooser(folder: Path, targets: tuple[str, ...] | None) -> Chooser:
         sizes = (ctypes.c_longlong * 6)(heads, longest, longest, total, total, window)
         return bool(loaded.prefers_varlen_fused(head_dim, causal, bends, sizes))
 
+    choose.ordered = choose_ordered  # type: ignore[attr-defined]
     choose.fused = prefers_fused  # type: ignore[attr-defined]
     choose.varlen_fused = prefers_varlen_fused  # type: ignore[attr-defined]
     choose.backward = choose_backward  # type: ignore[attr-defined]

@@ -73,6 +73,30 @@ def test_consistent_calls_divide_no_keys_and_have_one_width(choose: Any, gpu: st
 
 
 @pytest.mark.parametrize("gpu", GPUS)
+def test_few_rows_of_a_consistent_call_have_two_kernels_of_its_width(choose: Any, gpu: str) -> None:
+    """On Hopper; and another kernel wherever its bits, its tensors or its time ask for one."""
+    widths = {unit.name: unit.row.block_n for unit in load_tables().units()}
+    for head_dim, bf16 in product((64, 80, 128, 192, 256), (False, True)):
+        made = choose.ordered(GPUS[gpu], head_dim, bf16=bf16)
+        assert bool(made) == (gpu == "sm90")
+        if not made:
+            continue
+        other = choose.varlen(GPUS[gpu], head_dim, rows=4, batch=1, heads=8, bf16=bf16, consistent=True)
+        assert widths[made[1].removeprefix("flashmoe_")] == widths[other[0].removeprefix("flashmoe_")]
+    for change in (
+        {"consistent": False},
+        {"rows": 9},
+        {"has_score_functions": True},
+        {"alibi": True},
+        {"forced": "sm80"},
+        {"keys": 1 << 23},  # scores beyond their room
+        {"batch": 5},  # 160 blocks
+    ):
+        assert choose.ordered(GPUS[gpu], 128, **change) == ()
+    assert bool(choose.ordered(GPUS[gpu], 128, batch=4)) == (gpu == "sm90")
+
+
+@pytest.mark.parametrize("gpu", GPUS)
 def test_narrow_values_have_the_width_of_wide_ones(choose: Any, gpu: str) -> None:
     """Values of at most 128 columns beside keys of 129 to 192: their kernel where there is one, and one width with those that stand in for it."""
     widths = {(unit.name, unit.target.name): unit.row.block_n for unit in load_tables().units()}

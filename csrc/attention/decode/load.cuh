@@ -124,7 +124,7 @@ struct KeyLoader {
   int page;
   int row;
 
-  __device__ __forceinline__ static bool has_value() { return ptx::lane_index() >= kWarpKeys; }
+  __device__ __forceinline__ static bool has_value() { return Spec::kHasValues && ptx::lane_index() >= kWarpKeys; }
 
   __device__ __forceinline__ KeyLoader(const ForwardParams& params_, const Sequence<MaskKind::kRuntime>& sequence_,
                                        const Segment& segment, Use use_)
@@ -156,7 +156,7 @@ struct KeyLoader {
     }
   }
 
-  // K and V of the tile whose keys were found, a commit group each.
+  // K and V, if the kernel takes values, of the tile whose keys were found, a commit group each.
   __device__ __forceinline__ void load(int tile, int, ptx::SmemPointer stage_smem) const {
     load_keys(tile, stage_smem);
   }
@@ -187,7 +187,7 @@ struct KeyLoader {
   template <bool kHasPolicy>
   __device__ __forceinline__ void load_from(uint64_t own, int tile, ptx::SmemPointer stage_smem) const {
 #pragma unroll
-    for (int is_value = 0; is_value < 2; ++is_value) {
+    for (int is_value = 0; is_value < (Spec::kHasValues ? 2 : 1); ++is_value) {
 #pragma unroll
       for (int pass = 0; pass < Tile::kPasses; ++pass) {
         const int key = pass * Tile::kRowsPerPass + ptx::lane_index() / Tile::kLanes;

@@ -46,6 +46,7 @@ struct DecodeSpec {
   static constexpr int kNumWarps = kNumWarps_;
   static constexpr int kNumThreads = 32 * kNumWarps;
   static constexpr bool kHasAlibi = kAlibi_ != 0;  // in place of mask tensors
+  static constexpr bool kHasValues = true;         // to load beside the keys
 
   // What the products of a warp (mma_sync/) ask for.
   static constexpr bool kQueryInRegisters = kQueryInRegisters_ != 0;

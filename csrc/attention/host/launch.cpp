@@ -19,6 +19,19 @@ namespace {
 
 int64_t ceil_div(int64_t value, int64_t divisor) { return (value + divisor - 1) / divisor; }
 
+// One query position, whose heads are rows.
+VarlenSelectorInput as_decoding(const SelectorInput& input) {
+  VarlenSelectorInput decoding{};
+  decoding.request = input.request;
+  decoding.head_dim = decoding.head_dim_v = input.head_dim;
+  decoding.rows = decoding.rows_of_key_head = input.seq_q;
+  decoding.keys = input.seq_k;
+  decoding.heads = decoding.heads_kv = input.heads_q;
+  decoding.batch = input.batch;
+  decoding.is_consistent = input.is_consistent;
+  return decoding;
+}
+
 Choice choose(const ForwardArguments& arguments, const Problem& problem, const host::Device& gpu) {
   const ForwardParams& params = problem.params;
   SelectorInput input{};
@@ -34,6 +47,8 @@ Choice choose(const ForwardArguments& arguments, const Problem& problem, const h
   if (arguments.q.sizes()[2] == 1) {
     const Kernel* decoding = select_decoding(input);
     if (decoding != nullptr) return {decoding, nullptr, 1};
+    const OrderedDecoding ordered = select_ordered_decoding(as_decoding(input));
+    if (ordered.values != nullptr) return {ordered.values, nullptr, 1, ordered};
   }
   return select_forward(input);
 }
@@ -56,6 +71,12 @@ void run(const Problem& problem, const Choice& choice, const host::Device& gpu) 
   if (std::strcmp(kernel.operation, "attention_decode") == 0) {  // every row sees every key, folded or not
     describe_as_band(params);
     run_decoding(params, kernel, /*num_splits=*/0, host::CudaCall(gpu));
+    host::set_last_kernel(kernel.symbol);
+    return;
+  }
+  if (choice.ordered.values != nullptr) {
+    describe_as_band(params);
+    run_ordered_decoding(params, choice.ordered, host::CudaCall(gpu));
     host::set_last_kernel(kernel.symbol);
     return;
   }

@@ -38,12 +38,6 @@ struct FamilyKernels {
 using FamilyList = std::vector<FamilyKernels>;  // best first
 using AllowedFamilies = std::array<const FamilyKernels*, std::extent_v<decltype(host::GpuFamilies::families)>>;
 
-// Keys and values that the variant is for; it has head dim 192.
-constexpr const char* kNarrowValues = "v128";
-bool has_narrow_values(int32_t head_dim, int32_t head_dim_v) {
-  return head_dim > 128 && head_dim <= 192 && head_dim_v <= 128;
-}
-
 int32_t head_dim_of(const Kernel& kernel) { return kernel.axes[axis::kHeadDim]; }
 
 // The smallest kernel whose head_dim holds the tensor's.
@@ -65,21 +59,6 @@ const Kernel* find_combine(const SelectorInput& input, const host::KernelList& k
                                 axis::kHeadDim, kernels);
   }
   return combine;
-}
-
-// Of the GPU's first family with ragged kernels, whichever family is forced; of the variant `wanted` where that has one. 0 where there is none.
-int32_t consistent_block_n(const host::KernelRequest& request, int32_t head_dim, const char* wanted) {
-  const host::KernelList& kernels = host::loadable_kernels(request.capability);
-  for (const char* const* family = host::families_of(request.capability); *family != nullptr; ++family) {
-    const auto find = [&](const char* variant) {
-      return host::find_kernel({"attention_varlen_forward", *family, variant, request.dtype, {head_dim}},
-                               axis::kHeadDim, kernels);
-    };
-    const Kernel* kernel = find(wanted);
-    if (kernel == nullptr) kernel = find("");
-    if (kernel != nullptr) return kernel->block_n;
-  }
-  return 0;
 }
 
 // The families that serve (capability, dtype, mask, head_dim) of `input`; the rest of it is not looked at.
@@ -229,6 +208,24 @@ const FamilyList& families_for(const SelectorInput& input) {
 
 }  // namespace
 
+int32_t consistent_block_n(const host::KernelRequest& request, int32_t head_dim, const char* wanted) {
+  const host::KernelList& kernels = host::loadable_kernels(request.capability);
+  for (const char* const* family = host::families_of(request.capability); *family != nullptr; ++family) {
+    const auto find = [&](const char* variant) {
+      return host::find_kernel({"attention_varlen_forward", *family, variant, request.dtype, {head_dim}},
+                               axis::kHeadDim, kernels);
+    };
+    const Kernel* kernel = find(wanted);
+    if (kernel == nullptr) kernel = find("");
+    if (kernel != nullptr) return kernel->block_n;
+  }
+  return 0;
+}
+
+const char* values_variant(int32_t head_dim, int32_t head_dim_v) {
+  return head_dim > 128 && head_dim <= 192 && head_dim_v <= 128 ? "v128" : "";
+}
+
 Choice select_forward(const SelectorInput& input) {
   const char* forced = input.request.forced_family;
   AllowedFamilies allowed{};
@@ -318,11 +315,9 @@ const Kernel* select_varlen_forward(const VarlenSelectorInput& input) {
   const host::KernelRequest& request = input.request;
   const host::KernelList& loadable = host::loadable_kernels(request.capability);
   const char* const operations[] = {is_decoding(input) ? "attention_decode" : nullptr, "attention_varlen_forward"};
-  const bool is_narrow = has_narrow_values(input.head_dim, input.head_dim_v);
   const char* wanted = input.has_alibi             ? "alibi"
                        : input.has_score_functions ? "scores"
-                       : is_narrow                 ? kNarrowValues
-                                                   : "";
+                                                   : values_variant(input.head_dim, input.head_dim_v);
   const int32_t block_n = input.is_consistent ? consistent_block_n(request, input.head_dim, wanted) : 0;
   for (const char* operation : operations) {
     if (operation == nullptr) continue;
@@ -421,7 +416,7 @@ SelectorInput as_equal_sequences(const SelectorInput& longest, int64_t rows_tota
 
 BackwardKernels select_varlen_backward(const host::KernelRequest& request, int32_t head_dim, int32_t head_dim_v,
                                        bool has_score_mod, bool has_alibi) {
-  const char* wanted = has_score_mod ? "scores" : has_narrow_values(head_dim, head_dim_v) ? kNarrowValues : "";
+  const char* wanted = has_score_mod ? "scores" : values_variant(head_dim, head_dim_v);
   const host::KernelList& loadable = host::loadable_kernels(request.capability);
   for (const char* const* family = host::families_of(request.capability); *family != nullptr; ++family) {
     if (request.forced_family != nullptr && std::strcmp(request.forced_family, *family) != 0) continue;

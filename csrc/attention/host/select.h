@@ -25,10 +25,18 @@ struct SelectorInput {
   bool is_consistent = false;
 };
 
+// Few rows of a consistent call, whose keys are divided for their scores alone: two kernels that leave the bits of the ragged one. Nulls where that
+// is as fast, or nothing else serves the call.
+struct OrderedDecoding {
+  const Kernel* scores = nullptr;
+  const Kernel* values = nullptr;
+};
+
 struct Choice {
   const Kernel* forward = nullptr;
   const Kernel* combine = nullptr;  // adds up the partial results when num_splits > 1
   int32_t num_splits = 1;
+  OrderedDecoding ordered{};  // forward is then its second kernel
 };
 
 // The kernels of one family: the first gives dq and row_dot, the second dk and dv from row_dot. Or, where a family has them, one
@@ -63,12 +71,22 @@ struct VarlenSelectorInput {
 // and rescale by its own scores, so what is left is the width of a key block, which is the ragged kernel's of the GPU's first family, and that no
 // keys are divided: such a call has no decoding and no split kernels.
 
+// The width of a consistent call: of the GPU's first family with ragged kernels, whichever family is forced; of the variant `wanted` where that has one.
+// 0 where there is none.
+int32_t consistent_block_n(const host::KernelRequest& request, int32_t head_dim, const char* wanted);
+// The variant for values narrower than keys, or none; it has head dim 192.
+const char* values_variant(int32_t head_dim, int32_t head_dim_v);
+
 // Row blocks of a head, at most: of each sequence the last one may be broken.
 int64_t most_row_blocks(int64_t rows, int64_t batch, int64_t rows_total, int64_t block_m);
 
 // Few rows are a decoding kernel's, whatever the family.
 // Values of at most 128 columns beside keys of 129 to 192 have kernels of their own, without score functions: the variant "v128".
 const Kernel* select_varlen_forward(const VarlenSelectorInput& input);
+
+OrderedDecoding select_ordered_decoding(const VarlenSelectorInput& input);
+// Of the scores between the two kernels, for all sequences: the floats. rows: of a key head, those of all query heads that share it.
+int64_t count_scores(const Kernel& values, int64_t batch, int64_t heads_kv, int64_t rows, int64_t keys);
 
 // Of dropout, dense or ragged: the first family that has it. has_score_mod: a softcap or a mask tensor, without ALiBi, which the sm90 kernels do
 // not have. Throws as host::refuse() says where none has.

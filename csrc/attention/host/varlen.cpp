@@ -10,6 +10,7 @@
 #include "attention/host/backends.h"
 #include "attention/host/prepare.h"
 #include "attention/host/select.h"
+#include "attention/params/ordered.h"
 #include "host/copies.h"
 #include "host/last_kernel.h"
 #include "host/launch.h"
@@ -21,7 +22,8 @@ namespace flashmoe {
 namespace attention {
 namespace {
 
-constexpr int64_t kMostSplits = 64;  // blocks that an item is worth putting together from
+constexpr int64_t kMostSplits = 64;            // blocks that an item is worth putting together from
+constexpr int32_t kUnboundedSplits = 1 << 20;  // of what is not put together
 
 int64_t ceil_div(int64_t value, int64_t divisor) { return (value + divisor - 1) / divisor; }
 
@@ -63,8 +65,17 @@ void run_tiles(ForwardParams& params, const Kernel& kernel, const host::CudaCall
   list.run(call);
 }
 
-void run(const VarlenArguments& arguments, const ForwardOutputs& outputs, const Kernel& kernel, bool is_decoding,
+// What serves a call: two kernels, or one.
+struct Chosen {
+  OrderedDecoding ordered;
+  const Kernel* kernel;  // its tensors' rules are those of the call
+  bool is_decoding;
+};
+
+void run(const VarlenArguments& arguments, const ForwardOutputs& outputs, const Chosen& chosen,
          const host::Device& gpu) {
+  const Kernel& kernel = *chosen.kernel;
+  const bool is_decoding = chosen.is_decoding;
   ForwardParams params = make_varlen_params(arguments, outputs);
   const host::CudaCall call(gpu);
   // Of folded heads each row would have a slope of its own.
@@ -76,6 +87,8 @@ void run(const VarlenArguments& arguments, const ForwardOutputs& outputs, const 
   if (arguments.has_dropout()) {
     DropoutForwardParams dropped{params, make_dropout(arguments)};
     run_tiles(dropped.forward, kernel, call, &dropped);
+  } else if (chosen.ordered.values != nullptr) {
+    run_ordered_decoding(params, chosen.ordered, call);
   } else if (is_decoding) {
     run_decoding(params, kernel, arguments.num_splits, call);
   } else {
@@ -84,7 +97,7 @@ void run(const VarlenArguments& arguments, const ForwardOutputs& outputs, const 
   host::set_last_kernel(kernel.symbol);
 }
 
-const Kernel& select(const VarlenArguments& arguments, const host::Device& gpu) {
+Chosen select(const VarlenArguments& arguments, const host::Device& gpu) {
   const int64_t group = arguments.heads_q() / arguments.heads_kv();
   VarlenSelectorInput input{};
   input.request = host::make_request(gpu, arguments.dtype);
@@ -93,7 +106,7 @@ const Kernel& select(const VarlenArguments& arguments, const host::Device& gpu) 
   if (arguments.has_dropout()) {
     const bool alibi = has_alibi(arguments);
     const bool has_score_mod = !alibi && (has_softcap(arguments) || VarlenArguments::has(arguments.mask));
-    return select_dropout_forward(input.request, input.head_dim, has_score_mod, alibi);
+    return {{}, &select_dropout_forward(input.request, input.head_dim, has_score_mod, alibi), false};
   }
   input.page_size = arguments.has_pages() ? static_cast<int32_t>(arguments.k.sizes()[1]) : 0;
   const bool is_folded = has_one_row_each(arguments);
@@ -107,7 +120,10 @@ const Kernel& select(const VarlenArguments& arguments, const host::Device& gpu) 
   input.has_score_functions = has_softcap(arguments) || VarlenArguments::has(arguments.mask);
   input.has_alibi = has_alibi(arguments);
   input.is_consistent = arguments.is_consistent();
-  return *select_varlen_forward(input);
+  const OrderedDecoding ordered = select_ordered_decoding(input);
+  if (ordered.values != nullptr) return {ordered, ordered.values, true};
+  const Kernel* kernel = select_varlen_forward(input);
+  return {{}, kernel, std::strcmp(kernel->operation, "attention_decode") == 0};
 }
 
 }  // namespace
@@ -192,6 +208,26 @@ void run_decoding(ForwardParams& params, const Kernel& kernel, int64_t num_split
   list.run(call);
 }
 
+void run_ordered_decoding(ForwardParams& params, const OrderedDecoding& kernels, const host::CudaCall& call) {
+  const Kernel& scores = *kernels.scores;
+  const Kernel& values = *kernels.values;
+  params.num_splits = kUnboundedSplits;
+  params.evicts_first = 1;
+  const int64_t rows_of_head = static_cast<int64_t>(params.seq_q) * params.score_options.folded_heads;
+  const int64_t items = ceil_div(rows_of_head, values.block_m) * params.heads_kv * params.batch;
+  const int64_t tiles = items * (ceil_div(params.seq_k, scores.block_n) + 1);
+  host::Workspace workspace;
+  const int64_t floats =
+      workspace.add<float>(count_scores(values, params.batch, params.heads_kv, rows_of_head, params.seq_k));
+  workspace.allocate(call);
+  params.out_partial = workspace.address<float>(floats);
+  const int64_t slices = values.axes[axis::kHeadDim] / kValueColumns;
+  host::LaunchList list;
+  list.add({&scores, host::grid_for(scores, tiles, call.gpu), &params, nullptr, /*is_dependent=*/true});
+  list.add({&values, items * slices, &params, nullptr, /*is_dependent=*/true});
+  list.run(call);
+}
+
 int64_t most_row_blocks(const ForwardParams& params, int64_t block_m) {
   return most_row_blocks(params.seq_q, params.batch, params.sequences.rows_total, block_m);
 }
@@ -228,19 +264,19 @@ void forward_varlen_cuda(const VarlenArguments& arguments, const ForwardOutputs&
     fill_without_keys(outputs, arguments.sinks, gpu);
     return;
   }
-  const Kernel& kernel = select(arguments, gpu);
-  const bool is_decoding = std::strcmp(kernel.operation, "attention_decode") == 0;
+  const Chosen chosen = select(arguments, gpu);
+  const Kernel& kernel = *chosen.kernel;
   const bool is_whole = arguments.head_dim_v() % host::kRowAlignElements == 0;
   if (is_whole && host::is_loadable(arguments.q, kernel) && host::is_loadable(arguments.k, kernel) &&
       host::is_loadable(arguments.v, kernel)) {
-    run(arguments, outputs, kernel, is_decoding, gpu);
+    run(arguments, outputs, chosen, gpu);
     return;
   }
   const VarlenArguments copied = loadable_arguments(arguments, kernel);
   ForwardOutputs padded;
   padded.out = is_whole ? host::alias(outputs.out) : host::empty_like(outputs.out, host::padded_sizes(outputs.out));
   if (VarlenArguments::has(outputs.lse)) padded.lse = host::alias(outputs.lse);
-  run(copied, padded, kernel, is_decoding, gpu);
+  run(copied, padded, chosen, gpu);
   if (!is_whole) host::copy_unpadded(padded.out, outputs.out);
 }
 

@@ -27,6 +27,9 @@ void describe_as_band(ForwardParams& params);
 void run_decoding(ForwardParams& params, const Kernel& kernel, int64_t num_splits, const host::CudaCall& call,
                   const void* launched = nullptr);
 
+// The same for a consistent call: the scores, then the values, with a workspace between them.
+void run_ordered_decoding(ForwardParams& params, const OrderedDecoding& kernels, const host::CudaCall& call);
+
 // Row blocks that all entries have together, for one head, at most; the lengths are in device memory.
 int64_t most_row_blocks(const ForwardParams& params, int64_t block_m);
 

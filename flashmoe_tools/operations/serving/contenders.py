@@ -37,8 +37,8 @@ def _dense_queries(inputs: Inputs) -> torch.Tensor:
     return inputs.q.view(p.batch, -1, p.heads_q, p.head_dim).transpose(1, 2)
 
 
-def _flashmoe(inputs: Inputs) -> Prepared:
-    """Decoding as a model calls it: a dense batch of queries on a paged cache; else ragged, or dense with a mask tensor."""
+def _flashmoe(inputs: Inputs, **options: Any) -> Prepared:
+    """Decoding as a model calls it: a dense batch of queries on a paged cache, there with ``options``; else ragged, or dense with a mask tensor."""
     import flashmoe
 
     problem = inputs.problem
@@ -60,11 +60,17 @@ def _flashmoe(inputs: Inputs) -> Prepared:
                 block_table=inputs.block_table,
                 scale=inputs.scale,
                 **band,
+                **options,
             )
             return out
 
         return Prepared(decode)
     return _flashmoe_ragged(inputs)
+
+
+def _flashmoe_consistent(inputs: Inputs) -> Prepared:
+    """With the same bits in every call."""
+    return _flashmoe(inputs, consistent=True)
 
 
 def _flashmoe_16_bit(inputs: Inputs) -> Prepared:
@@ -267,6 +273,9 @@ def contenders() -> tuple[Contender, ...]:
     both, gpu = ("cpu", "cuda"), ("cuda",)
     return (
         Contender("flashmoe", "flashmoe", both, flashmoe_available, _flashmoe, ours=True),
+        Contender(
+            "flashmoe-consistent", "flashmoe, same bits", both, flashmoe_available, _flashmoe_consistent, ours=True
+        ),
         Contender("flashmoe-ragged", "flashmoe, ragged rows", both, flashmoe_available, _flashmoe_ragged, ours=True),
         Contender("flashmoe-16-bit", "flashmoe, 16-bit cache", both, flashmoe_available, _flashmoe_16_bit),
         # A yardstick, which cannot say lengths that differ: no failure of ours.

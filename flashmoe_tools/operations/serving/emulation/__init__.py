@@ -3,12 +3,14 @@ reference.py (fp64), cases.py (the suite of a forward kernel), and a module for 
 
 from __future__ import annotations
 
-from flashmoe_tools.operations.serving.emulation import append, decode, e4m3, forward
+from flashmoe_tools.operations.serving.emulation import append, decode, e4m3, forward, ordered
 
 RUNNERS = {
     "attention_varlen_forward": forward.RUNNER,
     "attention_dropout_forward": forward.RUNNER,
     "attention_decode": decode.RUNNER,
+    "attention_decode_scores": ordered.SCORES,
+    "attention_decode_values": ordered.VALUES,
     "attention_append": append.RUNNER,
     "attention_decode_e4m3": e4m3.RUNNER,
     "attention_append_e4m3": e4m3.APPEND_RUNNER,

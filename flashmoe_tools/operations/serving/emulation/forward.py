@@ -159,13 +159,14 @@ def trial_on(unit: Unit, p: VarlenProblem, tensors: Tensors) -> Trial:
             lse.copy_(whole["lse"].view_as(lse))
             out = whole["out"].view(*lse.shape, p.head_dim_v)
             tensors.out.copy_(out.transpose(0, 1) if p.rows_layout is Rows.RAGGED else out)
-        return disagreements(p, tensors, lse) + (_other_bits(unit, p, tensors, lse) if p.is_exact else [])
+        return disagreements(p, tensors, lse) + (other_bits(unit, p, tensors, lse) if p.is_exact else [])
 
     tiles = row_blocks(p, unit.row.block_m) * (p.heads_kv if p.is_folded else p.heads_q) * p.splits
     return Trial([Launch(with_dropout(p, "forward", values), tiles)], check, {"out": tensors.out, "lse": lse})
 
 
-def _other_bits(unit: Unit, p: VarlenProblem, tensors: Tensors, lse: torch.Tensor) -> list[str]:
+def other_bits(unit: Unit, p: VarlenProblem, tensors: Tensors, lse: torch.Tensor) -> list[str]:
+    """Of an exact problem: where the kernel's bits are not the recurrence's."""
     found = []
     left, right = (-1 if side == UNBOUNDED else side for side in (p.left, p.right))
     views = zip(tensors.sequences, tensors.of_rows(p, tensors.out), tensors.of_statistic(p, lse), strict=True)

@@ -1,0 +1,46 @@
+// Decoding with the bits of a prefill: when two kernels, of which the first divides the keys, serve a consistent call.
+
+#include <algorithm>
+#include <cstring>
+
+#include "attention/host/select.h"
+#include "attention/params/ordered.h"
+
+namespace flashmoe {
+namespace attention {
+namespace {
+
+int64_t ceil_div(int64_t value, int64_t divisor) { return (value + divisor - 1) / divisor; }
+
+}  // namespace
+
+int64_t count_scores(const Kernel& values, int64_t batch, int64_t heads_kv, int64_t rows, int64_t keys) {
+  const int64_t row_blocks = ceil_div(rows, values.block_m);
+  const int64_t rows_of_item = std::min<int64_t>(rows, values.block_m);
+  return batch * heads_kv * row_blocks * rows_of_item * ceil_div(keys, values.block_n) * values.block_n;
+}
+
+OrderedDecoding select_ordered_decoding(const VarlenSelectorInput& input) {
+  constexpr const char* kFamily = "sm90";
+  constexpr int64_t kMostScores = int64_t{1} << 27;  // half a gigabyte of workspace
+  const host::KernelRequest& request = input.request;
+  if (!input.is_consistent || input.has_score_functions || input.has_alibi) return {};
+  if (request.forced_family != nullptr && std::strcmp(request.forced_family, kFamily) != 0) return {};
+  const host::KernelList& loadable = host::loadable_kernels(request.capability);
+  const auto find = [&](const char* operation) {
+    return host::find_kernel({operation, kFamily, "", request.dtype, {input.head_dim}}, axis::kHeadDim, loadable);
+  };
+  const OrderedDecoding found{find("attention_decode_scores"), find("attention_decode_values")};
+  if (found.scores == nullptr || found.values == nullptr || input.rows_of_key_head > found.values->block_m) return {};
+  const char* wanted = values_variant(input.head_dim, input.head_dim_v);
+  if (found.values->block_n != consistent_block_n(request, input.head_dim, wanted)) return {};
+  if (count_scores(*found.values, input.batch, input.heads_kv, input.rows_of_key_head, input.keys) > kMostScores)
+    return {};
+  // Measured on an H200: faster in each case in which all blocks of the second kernel run at once, slower from two rounds of them on.
+  const int64_t blocks = input.batch * input.heads_kv * (found.values->axes[axis::kHeadDim] / kValueColumns);
+  if (blocks > request.num_multiprocessors) return {};
+  return found;
+}
+
+}  // namespace attention
+}  // namespace flashmoe
