@@ -29,6 +29,8 @@ ATTENTION = (
     "launch",
     "prepare",
     "select",
+    "select_dropout",
+    "select_ordered",
     "varlen",
     "varlen_arguments",
     "varlen_lengths",
