@@ -66,7 +66,8 @@ def _attend(
 ) -> tuple[Tensor, Tensor]:
     """(out [tokens, heads, 512], lse [heads, tokens]) of one sequence; ``hidden`` [tokens, keys]."""
     tokens, heads, _ = q.shape
-    scores = (q.float() * scale) @ keys.mT  # [tokens, heads, keys]
+    # Contiguous: with other strides torch's product may add in another order.
+    scores = (q.float().contiguous() * scale) @ keys.mT  # [tokens, heads, keys]
     if hidden is not None:
         scores.masked_fill_(hidden[:, None], -torch.inf)
     terms = scores

@@ -190,7 +190,7 @@ def test_the_calls_that_are_compared_take_both_paths() -> None:
     """The strategy above reaches both implementations and both kinds of outcome: else the comparison would prove little."""
     seen = {"flashmoe": 0, "torch": 0, "error": 0}
 
-    @settings(max_examples=200, deadline=None, derandomize=True, database=None)
+    @settings(max_examples=600, deadline=None, derandomize=True, database=None)
     @given(calls())
     def count(call: Call) -> None:
         tensors = call.tensors("cpu")

@@ -64,8 +64,9 @@ def varlen_kernels(
         )
         for rows, page_size, functions, alibi in VARLEN
     )
+    ordered = choose.ordered(capability, head_dim, head_dim_v=head_dim_v, bf16=bf16, forced=forced)  # type: ignore[attr-defined]
     more: Chosen = choose.more(capability, head_dim, head_dim_v=head_dim_v, bf16=bf16, forced=forced)  # type: ignore[attr-defined]
-    return more | {(chosen[0], chosen[1]) for chosen in asked if chosen}
+    return more | {(chosen[0], chosen[1]) for chosen in asked if chosen} | {(symbol, "sm_90a") for symbol in ordered}
 
 
 @pytest.fixture(scope="module")

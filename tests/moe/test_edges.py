@@ -12,6 +12,7 @@ import flashmoe
 import flashmoe.moe
 from flashmoe.errors import ArgumentError
 from flashmoe.moe import autograd, fake, rules, scaled
+from flashmoe.moe.packed import BLOCK_BYTES, SIDE
 
 TOKENS, TOP_K, HIDDEN, INTERMEDIATE, EXPERTS = 3, 2, 8, 5, 4
 
@@ -28,10 +29,12 @@ def call(kind: type, **shapes: Any) -> list[Any]:
 
 def test_operations_of_layers_in_few_bits() -> None:
     """Three products of [H, I] for each slot; two weights of 4 bits are a byte of the shape."""
-    given = {"topk_ids": (TOKENS, TOP_K), "w2": (EXPERTS, HIDDEN, INTERMEDIATE)}
+    given = {"topk_ids": (TOKENS, TOP_K), "w2": (EXPERTS, HIDDEN, INTERMEDIATE), "w13_scale": (), "w2_scale": ()}
     layer = 3 * 2 * TOKENS * TOP_K * HIDDEN * INTERMEDIATE
     assert fake.scaled_flops(*call(fake.ScaledLayer, **given)) == layer
     assert fake.mxfp4_flops(*call(fake.Mxfp4Layer, **given)) == 2 * layer
+    packed = {"topk_ids": (TOKENS, TOP_K), "w2": (EXPERTS, 3, 5, BLOCK_BYTES)}
+    assert fake.mxfp4_flops(*call(fake.Mxfp4Layer, **packed)) == 3 * 2 * TOKENS * TOP_K * (3 * SIDE) * (5 * SIDE)
     assert fake.grouped_flops((7, 5), (3, 5, 11)) == 2 * 7 * 5 * 11
     assert fake.no_flops() == 0
 
