@@ -51,7 +51,8 @@ extern "C" int choose(int capability, int multiprocessors, const char* forced, i
 }
 
 // Writes "symbol target" of the kernel for ragged, paged and banded attention, or the error's text; returns 0 or 1. sizes: rows
-// and keys of the longest sequence, heads, batch, rows_total, whether the call is consistent, whether it has slopes of ALiBi, head_dim_v.
+// and keys of the longest sequence, heads, batch, rows_total, whether the call is consistent, whether it has slopes of ALiBi, head_dim_v, key heads,
+// rows of a key head, whether num_splits is 1.
 extern "C" int choose_varlen(int capability, const char* forced, int is_bf16, int head_dim, int page_size,
                              const long long* sizes, int has_score_functions, char* answer, int length) {
   const host::KernelRequest request{capability, 132, "a GPU", forced,
@@ -59,7 +60,7 @@ extern "C" int choose_varlen(int capability, const char* forced, int is_bf16, in
   try {
     const host::Kernel* kernel = attention::select_varlen_forward(
         {request, head_dim, static_cast<int>(sizes[7]), page_size, sizes[0], sizes[1], sizes[2], sizes[3], sizes[4],
-         has_score_functions != 0, sizes[6] != 0, sizes[5] != 0});
+         has_score_functions != 0, sizes[6] != 0, sizes[5] != 0, sizes[8], sizes[9], sizes[10] != 0});
     std::snprintf(answer, length, "%s %s", kernel->symbol, host::kernel_table().binaries[kernel->binary].target);
     return 0;
   } catch (const std::exception& error) {
@@ -285,11 +286,16 @@ def compile_chooser(folder: Path, targets: tuple[str, ...] | None) -> Chooser:
         consistent: bool = False,
         alibi: bool = False,
         head_dim_v: int | None = None,
+        heads_kv: int = 1,
+        group: int = 1,
+        batch_invariant: bool = False,
     ) -> tuple[str, ...]:
-        """Symbol and target; empty where none serves."""
+        """Symbol and target; empty where none serves. group: the query heads of a key head."""
         answer = ctypes.create_string_buffer(4096)
         name = forced.encode() if forced is not None else None
-        sizes = (ctypes.c_longlong * 8)(rows, keys, heads, batch, rows_total, consistent, alibi, head_dim_v or head_dim)
+        lengths = (rows, keys, heads, batch, rows_total, consistent, alibi, head_dim_v or head_dim)
+        lengths += (heads_kv, rows * group, batch_invariant)
+        sizes = (ctypes.c_longlong * len(lengths))(*lengths)
         status = loaded.choose_varlen(
             capability, name, bf16, head_dim, page_size, sizes, has_score_functions, answer, len(answer)
         )

@@ -268,18 +268,6 @@ def test_scores_with_a_function_have_a_kernel_of_their_own(run_varlen: VarlenRun
         assert launch["symbol"] == f"flashmoe_attention_varlen_forward_sm90_f16_d64{variant}"
 
 
-@pytest.mark.parametrize(
-    ("batch", "rows", "operation"), [(66, 16, "decode"), (67, 16, "varlen_forward"), (67, 8, "decode")]
-)
-def test_many_rows_of_many_key_heads_share_tiles_of_the_copy_engine(
-    run_varlen: VarlenRunner, batch: int, rows: int, operation: str
-) -> None:
-    k = tensor(batch, 2, 17, 64)
-    lengths = torch.full((batch,), 17, dtype=torch.int32)
-    _, _, (launch,) = run_varlen(tensor(batch, 8, rows, 64), k, (rows, 17), seqused_k=lengths)
-    assert launch["symbol"].startswith(f"flashmoe_attention_{operation}_")
-
-
 def test_value_columns_of_no_whole_pieces_are_padded_alone(run_varlen: VarlenRunner) -> None:
     q, k = tensor(2, 2, 65, 64), tensor(2, 2, 65, 64)
     out, _, (launch,) = run_varlen(q, k, (65, 65), v=tensor(2, 2, 65, 59))

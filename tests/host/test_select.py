@@ -96,6 +96,19 @@ def test_few_rows_of_a_consistent_call_have_two_kernels_of_its_width(choose: Any
     assert bool(choose.ordered(GPUS[gpu], 128, batch=4)) == (gpu == "sm90")
 
 
+def test_many_rows_of_many_key_heads_are_not_decoded_on_hopper(choose: Any) -> None:
+    """But with num_splits=1, where a sequence has the same bits in any batch."""
+    for batch, rows, changes, is_decoding in (
+        (16, 16, {}, True),  # 128 key heads
+        (17, 16, {}, False),
+        (17, 8, {}, True),
+        (17, 16, {"batch_invariant": True}, True),
+    ):
+        found = choose.varlen(90, 128, rows=rows, batch=batch, heads_kv=8, group=4, **changes)
+        assert found[0].startswith("flashmoe_attention_decode_") == is_decoding
+    assert choose.varlen(80, 128, rows=16, batch=17, heads_kv=8, group=4)[0].startswith("flashmoe_attention_decode_")
+
+
 @pytest.mark.parametrize("gpu", GPUS)
 def test_narrow_values_have_the_width_of_wide_ones(choose: Any, gpu: str) -> None:
     """Values of at most 128 columns beside keys of 129 to 192: their kernel where there is one, and one width with those that stand in for it."""

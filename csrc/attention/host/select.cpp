@@ -306,7 +306,7 @@ namespace {
 bool is_decoding(const VarlenSelectorInput& input) {
   if (input.rows > kMaxDecodingRows || input.is_consistent) return false;
   const bool is_wide = input.rows_of_key_head > 2 * kMaxDecodingRows && input.request.capability == kMeasuredCapability;
-  return !is_wide || input.batch * input.heads_kv <= input.request.num_multiprocessors;
+  return !is_wide || input.is_batch_invariant || input.batch * input.heads_kv <= input.request.num_multiprocessors;
 }
 
 }  // namespace

@@ -64,7 +64,8 @@ struct VarlenSelectorInput {
   bool has_alibi = false;
   bool is_consistent = false;
   int64_t heads_kv = 1;
-  int64_t rows_of_key_head = 1;  // of the longest sequence, those of all query heads that share it
+  int64_t rows_of_key_head = 1;     // of the longest sequence, those of all query heads that share it
+  bool is_batch_invariant = false;  // num_splits of 1: the kernel must not depend on how many sequences there are
 };
 
 // Consistent calls: a row's bits depend on its query, its visible keys and its options alone. All forward kernels take a row's keys from the first on

@@ -120,6 +120,7 @@ Chosen select(const VarlenArguments& arguments, const host::Device& gpu) {
   input.has_score_functions = has_softcap(arguments) || VarlenArguments::has(arguments.mask);
   input.has_alibi = has_alibi(arguments);
   input.is_consistent = arguments.is_consistent();
+  input.is_batch_invariant = arguments.num_splits == 1;
   const OrderedDecoding ordered = select_ordered_decoding(input);
   if (ordered.values != nullptr) return {ordered, ordered.values, true};
   const Kernel* kernel = select_varlen_forward(input);
