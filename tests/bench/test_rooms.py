@@ -74,6 +74,7 @@ def test_results_of_every_contender_pass_and_wrong_ones_do_not(operation: str) -
     assert "flashmoe" in ran
     assert len(ran) > 1
     reference, result = problem.make_reference(inputs), registry["flashmoe"].prepare(inputs).call()
+    assert reference.tolerance > 0 < reference.coverage  # what a contender's refusal is recorded with
     count = 1 if isinstance(result, (torch.Tensor, SixteenBits)) else len(result)
     for index in range(count):
         values = (

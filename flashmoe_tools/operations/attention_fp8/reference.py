@@ -63,12 +63,13 @@ class Fp8Reference:
     pairs: tuple[tuple[int, int], ...]
     out: torch.Tensor  # [pairs, Sq, D]
     coverage: float
+    tolerance: float = TOLERANCE
 
     def judge(self, result: torch.Tensor | CodedResult, lse: torch.Tensor | None = None) -> Verification:
         del lse
-        p, tolerance = self.problem, TOLERANCE
+        p, tolerance = self.problem, self.tolerance
         if isinstance(result, CodedResult):
-            tolerance = math.hypot(TOLERANCE, ROUNDED)
+            tolerance = math.hypot(tolerance, ROUNDED)
             result = (result.codes.float() / result.factor).to(TORCH_DTYPES[p.dtype])
         form = (p.batch, p.heads_q, p.seq_q, p.head_dim), TORCH_DTYPES[p.dtype]
         if text := wrong_form("result", result, form):
