@@ -205,7 +205,8 @@ def _measure_distributed(args: argparse.Namespace, suites: list[Suite], device: 
         msg = "a suite of several GPUs runs alone"
         raise ArgumentError(msg)
     suite = suites[0].quick() if args.quick else suites[0]
-    report = measure_distributed(replace(suite, repeats=args.repeats or suite.repeats), device, typed_command())
+    suite = replace(suite, repeats=args.repeats or suite.repeats)
+    report = measure_distributed(suite, device, typed_command(), args.time_budget)
     if report is None:
         return ExitCode.OK
     if args.json:

@@ -40,17 +40,15 @@ def test_the_suite_has_parts_with_bars() -> None:
     suite = load_suite("distributed")
     assert {part.key for part in suite.quick().parts} < {part.key for part in suite.parts}
     assert [part.at_least for part in suite.parts if isinstance(part, AttentionPart)] == [
-        0.93,
-        0.93,
-        0,
-        0.93,
-        0.93,
-        0.93,
+        *(0.93, 0.93, 0, 0),
+        *(0.93, 0.93, 0.93, 0.93),
     ]
     assert {part.at_most for part in suite.parts if isinstance(part, ExpertsPart) and part.tokens >= 4096} == {1.15}
     assert ExpertsPart(4, 8, 8, 2, 1, skewed=True, backward=True).key == "experts-t4-h8-i8-e2-k1-skewed-backward"
     ragged = AttentionPart(100, 2, 1, sequences=4)
     assert (ragged.key, ragged.ends()) == ("attention-s100-h2-1-d128-ragged4", [0, 10, 30, 60, 100])
+    assert AttentionPart(160, 2, 1, sequences=4).ends() == [0, 16, 48, 96, 160]
+    assert AttentionPart(170, 2, 1, sequences=4).ends() == [0, 17, 51, 102, 170]
     assert AttentionPart(64, 4, 2, 8).least_bytes(2, 2) == 1.5 * 2 * 32 * 2 * 8 * 2
 
 
@@ -127,9 +125,13 @@ def test_the_report_reads_as_text() -> None:
         "bytes_sent": 8e8,
         "bytes_least": 4e8,
         "overlap": [overlap],
+        "without": {"torch": "has no such ring"},
+        "root_mean_squares": {"padded": 0.0021, "padded, e4m3": 0.0312},
     }
     data = {"ranks": 2, "links_gbps": {"message": 240.0, "all_to_all": 230.0}, "parts": [row]}
     text = as_text(Report("bench-distributed", (Check("a speed", Verdict.WARN, "1.82", "at least 1.85"),), data))
     assert "ring               56.000 ms, sustained     55.000  1.82 of one GPU" in text
     assert "94% of it hidden" in text
+    assert "off by 0.21% (padded), 3.12% (padded, e4m3)" in text
+    assert "without torch: has no such ring" in text
     assert "WARN a speed: 1.82 (at least 1.85)" in text

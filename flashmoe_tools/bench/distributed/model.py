@@ -33,16 +33,17 @@ class Rates:
 
 @dataclass(frozen=True)
 class Attention:
-    """B = 1, causal."""
+    """Causal; one sequence, or a ragged batch."""
 
     length: int
     heads: int
     heads_kv: int
     head_dim: int = 128
+    squares: int = 0  # of a ragged batch: the sum of its lengths' squares, where ``length`` is their sum
 
     def products(self) -> float:
         """Floating-point operations, forward and backward: 2 and 5 products, half of them visible."""
-        return 3.5 * 4 * self.heads * self.length**2 * self.head_dim / 2
+        return 3.5 * 4 * self.heads * (self.squares or self.length**2) * self.head_dim / 2
 
 
 @dataclass(frozen=True)
