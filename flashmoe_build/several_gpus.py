@@ -53,7 +53,7 @@ def codes_table(root: Path) -> Table:
         "off, e4m3",
     )
     forms = ("experts", "padded", "padded, graph")
-    lines = []
+    lines: list[Sequence[str]] = []
     for row in _parts(newest(root), "experts"):
         if "root_mean_squares" not in row:
             continue

@@ -246,8 +246,8 @@ class _Ring(torch.autograd.Function):
             return *own.backward(grad, q, k, v, out, lse, scale), None, None, None, None
 
         def own_heads(half: tuple[slice, slice]) -> tuple[Tensor, Tensor, Tensor]:
-            rows = (tensor[:, half[0]] for tensor in (grad, q))
-            return own.backward(*rows, k[:, half[1]], v[:, half[1]], out[:, half[0]], lse[half[0]], scale)
+            grad_rows, rows, results = (tensor[:, half[0]] for tensor in (grad, q, out))
+            return own.backward(grad_rows, rows, k[:, half[1]], v[:, half[1]], results, lse[half[0]], scale)
 
         keys.start(k, v, rows=plan.rows[(rank - 1) % size])
         halves = halves_of_heads(k, q)

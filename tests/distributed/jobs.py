@@ -218,13 +218,13 @@ def _experts_e4m3(rank: int, size: int) -> None:
         assert all(torch.equal(a, b) for a, b in zip(*results, strict=True)), "another run, other bits"
         with torch.no_grad():
             apart = layer(x, *parts, weights, ids)  # type: ignore[call-arg]
-        for found in (out, apart):
-            assert torch.allclose(found[1:], expected[1:], atol=limit, rtol=limit)
-            assert torch.allclose(found[0], expected[0], atol=1000 * limit, rtol=limit)
-        assert torch.allclose(results[0][1], dx + dx_of_rounded, atol=10 * limit, rtol=limit)
+        wanted = dx + dx_of_rounded
+        for a, b in ((out, expected), (apart, expected), (results[0][1], wanted)):
+            off = (a - b).float().norm(dim=1) / b.float().norm(dim=1)  # of each row, whatever its scale
+            assert off.max() < limit, off
         assert torch.allclose(results[0][2][1:], dweights[1:], atol=10 * limit, rtol=10 * limit)
         cost = (out - unrounded)[1:].float().norm() / unrounded[1:].float().norm()
-        assert 1e-2 < cost < 4e-2, cost  # as the docstring says, less what stays at home
+        assert 1e-2 < cost < 4.5e-2, cost  # as the docstring says, less what stays at home
     with pytest.raises(ShapeError, match="x has 32 columns"):
         layer(x[:, :32], w13[:4, :, :32], w2[:4, :32], weights, ids)
 
@@ -242,7 +242,8 @@ def _ring_flash_attention(rank: int, size: int) -> None:
     for is_ragged in (False, True):
         lengths = ends if is_ragged else [0, 48 * size]
         both = torch.tensor(lengths, dtype=torch.int32, device=device)
-        expected = flashmoe.attention_varlen(*whole, both, both, 48 * size, 48 * size, causal=True)  # type: ignore[misc]
+        q, k, v = whole
+        expected = flashmoe.attention_varlen(q, k, v, both, both, 48 * size, 48 * size, causal=True)
         gradients = torch.autograd.grad(expected, whole, upstream)
         own: list[Any] = [shard_ragged(tensor.detach(), lengths).requires_grad_() for tensor in whole]
         if is_ragged:

@@ -74,12 +74,12 @@ def _cases() -> list[object]:
 
 
 def _marks(group: str, job: str) -> list[pytest.MarkDecorator]:
-    marks = {
-        pytest.mark.gpu: GROUPS[group][1] == "cuda",
-        pytest.mark.slow: group in SLOW,
-        pytest.mark.skipif(not HAS_PEER, reason="the package ring-flash-attn is not installed"): job == PEER,
-    }
-    return [mark for mark, is_wanted in marks.items() if is_wanted]
+    marks = (
+        (pytest.mark.gpu, GROUPS[group][1] == "cuda"),
+        (pytest.mark.slow, group in SLOW),
+        (pytest.mark.skipif(not HAS_PEER, reason="the package ring-flash-attn is not installed"), job == PEER),
+    )
+    return [mark for mark, is_wanted in marks if is_wanted]
 
 
 @pytest.mark.parametrize(("group", "job"), _cases())
