@@ -132,11 +132,16 @@ def _of_linear(times: dict[str, float], size: int) -> float:
     return times["one"] / size / min(times[name] for name in ("ring", "all_gather") if name in times)
 
 
+def problem_of(part: AttentionPart) -> Attention:
+    """What the paper model needs to know of it."""
+    squares = sum((b - a) ** 2 for a, b in pairwise(part.ends())) if part.sequences else 0
+    return Attention(part.length, part.heads, part.heads_kv, part.head_dim, squares)
+
+
 def _model(
     part: AttentionPart, ranks: Ranks, medians: dict[str, float], links: dict[str, float], row: dict[str, Any]
 ) -> Check:
-    squares = sum((b - a) ** 2 for a, b in pairwise(part.ends())) if part.sequences else 0
-    problem = Attention(part.length, part.heads, part.heads_kv, part.head_dim, squares)
+    problem = problem_of(part)
     rates = Rates(attention=problem.products() / medians["one"] / 1e9, link=links["message"])
     told = context_parallel(problem, ranks.size, rates).together
     row["model_ms"] = told
