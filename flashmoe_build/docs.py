@@ -188,6 +188,8 @@ REPORTED: tuple[tuple[str, str, Callable[[Path], tuple[Sequence[str], list[Seque
     ("docs/distributed.md", "divided attention", several_gpus.attention_table),
     ("docs/distributed.md", "divided experts", several_gpus.experts_table),
     ("docs/distributed.md", "experts by codes", several_gpus.codes_table),
+    ("docs/distributed.md", "divided attention, four GPUs", partial(several_gpus.attention_table, size=4)),
+    ("docs/distributed.md", "divided experts, four GPUs", partial(several_gpus.experts_table, size=4)),
     ("docs/kernels/attention-sm90.md", "forward by case", speed.prefill_rows),
     ("docs/kernels/mla.md", "prefill and training", speed.narrow_rows),
     ("docs/kernels/attention-fp8.md", "prefill in 8 bits", speed.fp8_rows),

@@ -1,4 +1,4 @@
-"""The tables of docs/distributed.md, from the newest report of the suite of several GPUs."""
+"""The tables of docs/distributed.md, from the newest reports of the suites of several GPUs."""
 
 from __future__ import annotations
 
@@ -9,27 +9,28 @@ from typing import Any
 from flashmoe.errors import ReportError
 from flashmoe_tools.report import read_report
 
-REPORTS = "docs/results/*-x*/distributed.json"  # a folder for each day and machine, so that the last is the newest
+FOLDERS = "docs/results/*-x{size}"  # for each day and machine, so that the last is the newest
 CODES = "e4m3"
 Table = tuple[Sequence[str], list[Sequence[str]]]
 
 
-def newest(root: Path) -> Mapping[str, Any]:
-    found = sorted(root.glob(REPORTS))
+def newest(root: Path, size: int) -> list[Mapping[str, Any]]:
+    """What the newest reports of so many GPUs say, by the names of their suites."""
+    folders = sorted(root.glob(FOLDERS.format(size=size)))
+    found = sorted(folders[-1].glob("distributed*.json")) if folders else []
     if not found:
-        msg = f"no report matches {REPORTS}; write one: bench --suite distributed --summary FILE"
+        msg = f"no report in {FOLDERS.format(size=size)}; write one: bench --suite distributed --summary FILE"
         raise ReportError(msg)
-    return read_report(found[-1]).data
+    return [read_report(path).data for path in found]
 
 
-def attention_table(root: Path) -> Table:
+def attention_table(root: Path, size: int = 2) -> Table:
     """Milliseconds back to back, and the share of linear speedup back to back and of single calls."""
-    data = newest(root)
     header = ("rows, heads", "one GPU", "ring", "all_gather", "torch", "ring-flash-attn", "of linear", "single calls")
-    return header, [_attention(row, data["ranks"]) for row in _parts(data, "attention")]
+    return header, [_attention(row, size) for row in _parts(root, size, "attention")]
 
 
-def experts_table(root: Path) -> Table:
+def experts_table(root: Path, size: int = 2) -> Table:
     """Milliseconds back to back, and the best form's share of computation and rows."""
     header = (
         "layer",
@@ -41,7 +42,7 @@ def experts_table(root: Path) -> Table:
         "torch",
         "of computation and rows",
     )
-    return header, [_experts(row) for row in _parts(newest(root), "experts")]
+    return header, [_experts(row) for row in _parts(root, size, "experts")]
 
 
 def codes_table(root: Path) -> Table:
@@ -54,7 +55,7 @@ def codes_table(root: Path) -> Table:
     )
     forms = ("experts", "padded", "padded, graph")
     lines: list[Sequence[str]] = []
-    for row in _parts(newest(root), "experts"):
+    for row in _parts(root, 2, "experts"):
         if "root_mean_squares" not in row:
             continue
         names = [
@@ -67,8 +68,8 @@ def codes_table(root: Path) -> Table:
     return header, lines
 
 
-def _parts(data: Mapping[str, Any], what: str) -> list[dict[str, Any]]:
-    return [row for row in data["parts"] if row["key"].startswith(f"{what}-")]
+def _parts(root: Path, size: int, what: str) -> list[dict[str, Any]]:
+    return [row for data in newest(root, size) for row in data["parts"] if row["key"].startswith(f"{what}-")]
 
 
 def _columns(row: dict[str, Any], names: Sequence[str], text: Callable[[float], str]) -> list[str]:

@@ -177,7 +177,7 @@ def merge(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
     """
     total = torch.logaddexp(lse, part_lse)
     weights = [torch.exp(one - total) for one in (lse, part_lse)]
-    mine, theirs = ((one if out.dim() == 4 else one.mT).unsqueeze(-1) for one in weights)
+    mine, theirs = ((one if out.dim() == 4 else one.mT.contiguous()).unsqueeze(-1) for one in weights)
     torch.addcmul(out * mine, part, theirs, out=out)
     lse.copy_(total)
 

@@ -212,10 +212,11 @@ def _measure_distributed(args: argparse.Namespace, suites: list[Suite], device: 
     if args.json:
         write_report(args.json, report)
     if args.summary:
-        from flashmoe_tools.report import rounded
+        from flashmoe_tools.report import fold_checks, rounded
 
         parts = [{name: value for name, value in row.items() if name != "samples"} for row in report.data["parts"]]
-        write_summary(args.summary, replace(report, data=rounded({**report.data, "parts": parts})).to_json())
+        kept = replace(fold_checks(report), data=rounded({**report.data, "parts": parts}))
+        write_summary(args.summary, kept.to_json())
     print(as_text(report))
     return report.exit_code
 
