@@ -16,7 +16,7 @@ ELEMENT = 2  # bytes of bfloat16
 
 @dataclass(frozen=True)
 class Rates:
-    """Measured: TFLOP/s of one GPU, GB/s of the links. The defaults are of two H100s of one host (docs/results)."""
+    """Measured: TFLOP/s of one GPU, GB/s of the links. The defaults are of two H100s of one host."""
 
     attention: float = 559.0  # forward and backward together, causal, D = 128, S = 65536
     experts: float = 560.0  # Qwen3's layer, T = 16384, forward
