@@ -1,4 +1,4 @@
-"""The tables of docs/distributed.md, from the newest report of the suite of several GPUs."""
+"""The tables of docs/distributed.md, from the newest reports of the suites of several GPUs."""
 
 from __future__ import annotations
 
@@ -9,26 +9,28 @@ from typing import Any
 from flashmoe.errors import ReportError
 from flashmoe_tools.report import read_report
 
-REPORTS = "docs/results/*-x*/distributed.json"  # a folder for each day and machine, so that the last is the newest
+FOLDERS = "docs/results/*-x{size}"  # for each day and machine, so that the last is the newest
+CODES = "e4m3"
 Table = tuple[Sequence[str], list[Sequence[str]]]
 
 
-def newest(root: Path) -> Mapping[str, Any]:
-    found = sorted(root.glob(REPORTS))
+def newest(root: Path, size: int) -> list[Mapping[str, Any]]:
+    """What the newest reports of so many GPUs say, by the names of their suites."""
+    folders = sorted(root.glob(FOLDERS.format(size=size)))
+    found = sorted(folders[-1].glob("distributed*.json")) if folders else []
     if not found:
-        msg = f"no report matches {REPORTS}; write one: bench --suite distributed --summary FILE"
+        msg = f"no report in {FOLDERS.format(size=size)}; write one: bench --suite distributed --summary FILE"
         raise ReportError(msg)
-    return read_report(found[-1]).data
+    return [read_report(path).data for path in found]
 
 
-def attention_table(root: Path) -> Table:
+def attention_table(root: Path, size: int = 2) -> Table:
     """Milliseconds back to back, and the share of linear speedup back to back and of single calls."""
-    data = newest(root)
-    header = ("rows, heads", "one GPU", "ring", "all_gather", "torch", "of linear", "single calls")
-    return header, [_attention(row, data["ranks"]) for row in _parts(data, "attention")]
+    header = ("rows, heads", "one GPU", "ring", "all_gather", "torch", "ring-flash-attn", "of linear", "single calls")
+    return header, [_attention(row, size) for row in _parts(root, size, "attention")]
 
 
-def experts_table(root: Path) -> Table:
+def experts_table(root: Path, size: int = 2) -> Table:
     """Milliseconds back to back, and the best form's share of computation and rows."""
     header = (
         "layer",
@@ -40,11 +42,34 @@ def experts_table(root: Path) -> Table:
         "torch",
         "of computation and rows",
     )
-    return header, [_experts(row) for row in _parts(newest(root), "experts")]
+    return header, [_experts(row) for row in _parts(root, size, "experts")]
 
 
-def _parts(data: Mapping[str, Any], what: str) -> list[dict[str, Any]]:
-    return [row for row in data["parts"] if row["key"].startswith(f"{what}-")]
+def codes_table(root: Path) -> Table:
+    """Milliseconds back to back with 16 bits and with codes, and how far the output is from one GPU's."""
+    header = (
+        "layer",
+        *(f"{form}{codes}" for form in ("by sizes", "padded", "in a graph") for codes in ("", ", e4m3")),
+        "off",
+        "off, e4m3",
+    )
+    forms = ("experts", "padded", "padded, graph")
+    lines: list[Sequence[str]] = []
+    for row in _parts(root, 2, "experts"):
+        if "root_mean_squares" not in row:
+            continue
+        names = [
+            name
+            for form in forms
+            for name in (form, form.replace(", graph", "") + f", {CODES}" + ", graph" * ("graph" in form))
+        ]
+        off = [f"{row['root_mean_squares'][name]:.2%}" for name in ("padded", f"padded, {CODES}")]
+        lines.append((_title(row), *_columns(row, names, lambda ms: f"{ms:.3f}"), *off))
+    return header, lines
+
+
+def _parts(root: Path, size: int, what: str) -> list[dict[str, Any]]:
+    return [row for data in newest(root, size) for row in data["parts"] if row["key"].startswith(f"{what}-")]
 
 
 def _columns(row: dict[str, Any], names: Sequence[str], text: Callable[[float], str]) -> list[str]:
@@ -56,14 +81,17 @@ def _attention(row: dict[str, Any], ranks: int) -> Sequence[str]:
     title = f"{rows[1:]}, {heads[1:]} on {heads_kv}" + "".join(f", {one[6:]} sequences" for one in ragged)
     ours = [name for name in ("ring", "all_gather") if name in row["ms"]]
     shares = [times["one"] / ranks / min(times[name] for name in ours) for times in (row["sustained_ms"], row["ms"])]
-    columns = _columns(row, ("one", "ring", "all_gather", "torch"), lambda ms: f"{ms:.1f}")
+    columns = _columns(row, ("one", "ring", "all_gather", "torch", "ring-flash-attn"), lambda ms: f"{ms:.1f}")
     return title, *columns, *(f"{share:.3f}" for share in shares)
 
 
-def _experts(row: dict[str, Any]) -> Sequence[str]:
+def _title(row: dict[str, Any]) -> str:
     _, tokens, hidden, inner, experts, top_k, *options = row["key"].split("-")
     title = f"{experts[1:]} x {hidden[1:]} x {inner[1:]}, {top_k[1:]} of them, {tokens[1:]} tokens"
-    title += "".join(f", {one}" for one in options)
+    return title + "".join(f", {one}" for one in options)
+
+
+def _experts(row: dict[str, Any]) -> Sequence[str]:
     columns = _columns(row, ("experts", "padded", "padded, graph", "torch"), lambda ms: f"{ms:.3f}")
-    best = min(share for name, share in row["of_compute_and_rows"].items() if name != "torch")
-    return title, f"{row['sustained_ms']['share']:.3f}", f"{row['rows_ms']:.3f}", *columns, f"{best:.2f}"
+    best = min(share for name, share in row["of_compute_and_rows"].items() if name != "torch" and CODES not in name)
+    return _title(row), f"{row['sustained_ms']['share']:.3f}", f"{row['rows_ms']:.3f}", *columns, f"{best:.2f}"

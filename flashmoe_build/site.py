@@ -104,6 +104,7 @@ FUNCTIONS = {
         "flashmoe.distributed.ragged.context_parallel_attention_varlen",
         "flashmoe.distributed.expert_parallel.ExpertParallel",
         "flashmoe.distributed.dtensor.register_dtensor_rules",
+        "flashmoe.distributed.dtensor.AttentionParallel",
         "flashmoe.distributed.dtensor.MoEParallel",
     ),
     "Mixture of experts": (

@@ -3,17 +3,18 @@
 context_parallel_attention   sequences of one length divided among the ranks of a group; ..._varlen, a ragged batch
 ExpertParallel               the experts of a layer divided among the ranks of a group
 register_dtensor_rules       flashmoe's operators on DTensors
-MoEParallel                  how parallelize_module divides flashmoe.MoE
+AttentionParallel            how parallelize_module divides flashmoe.Attention; MoEParallel, flashmoe.MoE
 """
 
 from __future__ import annotations
 
 from flashmoe.distributed.context_parallel import context_parallel_attention, shard_sequence, unshard_sequence
-from flashmoe.distributed.dtensor import MoEParallel, register_dtensor_rules
+from flashmoe.distributed.dtensor import AttentionParallel, MoEParallel, register_dtensor_rules
 from flashmoe.distributed.expert_parallel import ExpertParallel
 from flashmoe.distributed.ragged import context_parallel_attention_varlen, shard_ragged, unshard_ragged
 
 __all__ = [
+    "AttentionParallel",
     "ExpertParallel",
     "MoEParallel",
     "context_parallel_attention",

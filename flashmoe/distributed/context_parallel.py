@@ -177,7 +177,7 @@ def merge(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
     """
     total = torch.logaddexp(lse, part_lse)
     weights = [torch.exp(one - total) for one in (lse, part_lse)]
-    mine, theirs = ((one if out.dim() == 4 else one.mT).unsqueeze(-1) for one in weights)
+    mine, theirs = ((one if out.dim() == 4 else one.mT.contiguous()).unsqueeze(-1) for one in weights)
     torch.addcmul(out * mine, part, theirs, out=out)
     lse.copy_(total)
 
@@ -227,7 +227,7 @@ class _Ring(torch.autograd.Function):
             return *_backward(grad, q, k, v, out, lse, scale, causal), None, None, None, None, None
         queries, pair = (grad, q, out, lse), [k, v]
         keys.start(*pair)
-        halves = _halves(k, q)
+        halves = halves_of_heads(k, q)
         own = [_own_heads(halves[0], queries, k, v, scale, causal)]
         dq = torch.empty(0)
         travelling: list[Tensor] = []
@@ -256,7 +256,7 @@ class _Ring(torch.autograd.Function):
         return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), None, None, None, None, None
 
 
-def _halves(k: Tensor, q: Tensor) -> list[tuple[slice, slice]]:
+def halves_of_heads(k: Tensor, q: Tensor) -> list[tuple[slice, slice]]:
     """(query heads, key heads): the first half of the key heads and the second, or all where there is but one."""
     heads, group = k.shape[1], q.shape[1] // max(1, k.shape[1])
     ends = [0, heads // 2, heads] if heads > 1 else [0, heads]

@@ -64,6 +64,9 @@ class Rule:
     shapes: Callable[[Given, Given], Shapes]  # of the whole results
     advice: str
     prepare: Callable[[dict[str, Any], Given, Chosen], dict[str, Any]] = _as_given
+    added_up: frozenset[int] = (
+        frozenset()
+    )  # results whose partial sums are added up here, where their users would do it several times
 
     @property
     def replicated(self) -> Division:
@@ -333,6 +336,7 @@ RULES: Mapping[str, Rule] = MappingProxyType(
             _gradient_shapes,
             _EXPERTS,
             _prepare_layer,
+            frozenset({3}),  # of topk_weights: small
         ),
         "topk_route": Rule(
             "topk_route",

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_module, distribute_tensor
-from torch.distributed.tensor.parallel import ParallelStyle
+from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
 
 from flashmoe import _extension
 from flashmoe.distributed.divisions import RULES, Chosen, Division, Rule, axes_of_weights
@@ -71,6 +71,10 @@ def _handler(operator: Any, rule: Rule) -> Callable[..., Any]:
             _wrapped(result, mesh, [division.outputs[index] for division in chosen], shape)
             for index, (result, shape) in enumerate(zip((found,) if is_single else found, shapes, strict=True))
         ]
+        for index in rule.added_up:
+            if isinstance(results[index], DTensor):
+                wanted = [Replicate() if one.is_partial() else one for one in results[index].placements]
+                results[index] = results[index].redistribute(mesh, wanted)
         return results[0] if is_single else tuple(results)
 
     return handle
@@ -142,6 +146,54 @@ def _wrapped(result: Tensor | None, mesh: DeviceMesh, placements: list[Any], sha
     return DTensor.from_local(result, mesh, placements, run_check=False, shape=torch.Size(shape), stride=tuple(strides))
 
 
+def _replicated(x: Any, mesh: DeviceMesh) -> Any:
+    """``x`` on every rank: a plain tensor is taken to be there already."""
+    if not isinstance(x, Tensor):
+        return x
+    whole = x if isinstance(x, DTensor) else DTensor.from_local(x, mesh, [Replicate()], run_check=False)
+    return whole.redistribute(placements=[Replicate()])
+
+
+class AttentionParallel(ParallelStyle):
+    """How ``parallelize_module`` divides a :class:`flashmoe.Attention`: every rank has all rows and a share of the heads.
+
+    One exchange forward, the sum of the ranks' results, and one backward, that of x's gradient (and one of context's).
+
+    Args:
+        output: placement of the result; Replicate() adds the ranks' sums up for all, Shard(1) for a share of the rows.
+        use_local_output: give a plain tensor and not a DTensor.
+
+    Applied to a layer whose kv_heads the number of ranks does not divide, it raises ShapeError.
+    """
+
+    def __init__(self, *, output: Any = None, use_local_output: bool = True) -> None:
+        super().__init__()
+        self.use_local_output = use_local_output
+        self.output = Replicate() if output is None else output
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        register_dtensor_rules()
+        heads: Any = module.kv_heads
+        if heads % device_mesh.size():
+            msg = f"the layer has {heads} key and value heads, which {device_mesh.size()} ranks do not divide; use a number of ranks that does"
+            raise ShapeError(msg)
+        plan: dict[str, ParallelStyle] = {
+            f"{name}_proj": ColwiseParallel(input_layouts=Replicate(), use_local_output=False) for name in "qkv"
+        }
+        plan["out_proj"] = RowwiseParallel(output_layouts=self.output, use_local_output=self.use_local_output)
+        parallelize_module(module, device_mesh, plan)
+
+        def replicate(_: nn.Module, inputs: Any, named: Any) -> Any:
+            # Here and not in each projection, whose gradients of x would be added up apart.
+            return (
+                tuple(_replicated(one, device_mesh) for one in inputs),
+                {name: _replicated(one, device_mesh) for name, one in named.items()},
+            )
+
+        module.register_forward_pre_hook(replicate, with_kwargs=True)
+        return module
+
+
 class MoEParallel(ParallelStyle):
     """How ``parallelize_module`` divides a :class:`flashmoe.MoE`: every rank has all tokens and a share of the experts' weights.
 
@@ -191,12 +243,7 @@ class MoEParallel(ParallelStyle):
 
     @staticmethod
     def _replicate_input(module: nn.Module, inputs: Any, mesh: DeviceMesh) -> Any:
-        x = (
-            inputs[0]
-            if isinstance(inputs[0], DTensor)
-            else DTensor.from_local(inputs[0], mesh, [Replicate()], run_check=False)
-        )
-        return (x.redistribute(placements=[Replicate()]), *inputs[1:])
+        return (_replicated(inputs[0], mesh), *inputs[1:])
 
     def _place_outputs(self, module: nn.Module, outputs: Any, mesh: DeviceMesh) -> Any:
         if isinstance(outputs, tuple):  # with the loss

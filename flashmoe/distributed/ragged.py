@@ -22,7 +22,7 @@ from torch.distributed import ProcessGroup
 
 from flashmoe.attn.arguments import check_scalars
 from flashmoe.distributed.agreement import agree, explained, ranks_of
-from flashmoe.distributed.context_parallel import TIMEOUT, Exchange, merge, sums_dtype
+from flashmoe.distributed.context_parallel import TIMEOUT, Exchange, halves_of_heads, merge, sums_dtype
 from flashmoe.errors import ArgumentError, ShapeError
 
 CALL = "context_parallel_attention_varlen"
@@ -235,16 +235,24 @@ class _Ring(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor, _: Any) -> tuple[Tensor | None, ...]:
+        """A rank's own keys come first and last, half of the heads each: behind them keys come and gradients leave."""
         q, k, v, out, lse = ctx.saved_tensors
         group, plan, scale, causal = ctx.ring
         rank, size = plan.rank, plan.size
         keys, sums = (Exchange(group, rank, size, CALL) for _ in range(2))
         grad = grad if grad.stride(-1) == 1 else grad.contiguous()
-        if size > 1:
-            keys.start(k, v, rows=plan.rows[(rank - 1) % size])
-        own = _step(plan, rank, causal, q.device).backward(grad, q, k, v, out, lse, scale)
-        dtype = sums_dtype(size, q.dtype)
-        dq, arrived = own[0].to(dtype), [torch.zeros_like(k), torch.zeros_like(v)]
+        own = _step(plan, rank, causal, q.device)
+        if size == 1:
+            return *own.backward(grad, q, k, v, out, lse, scale), None, None, None, None
+
+        def own_heads(half: tuple[slice, slice]) -> tuple[Tensor, Tensor, Tensor]:
+            grad_rows, rows, results = (tensor[:, half[0]] for tensor in (grad, q, out))
+            return own.backward(grad_rows, rows, k[:, half[1]], v[:, half[1]], results, lse[half[0]], scale)
+
+        keys.start(k, v, rows=plan.rows[(rank - 1) % size])
+        halves = halves_of_heads(k, q)
+        found = [own_heads(halves[0])]
+        dq = torch.empty(0)
         for number in range(1, size):
             source = (rank - number) % size
             pair = keys.finish()
@@ -252,11 +260,15 @@ class _Ring(torch.autograd.Function):
                 keys.start(*pair, rows=plan.rows[(source - 1) % size])
             step = _step(plan, source, causal, q.device)
             part_q, *parts = step.backward(grad, q, pair[0], pair[1], out, lse, scale)
-            dq += part_q
-            if number > 1:  # what ranks before this one found for these keys
+            if number == 1:
+                dq = part_q.to(sums_dtype(size, q.dtype))
+            else:  # what ranks before this one found for these keys
+                dq += part_q
                 parts = [tensor.float().add_(part) for tensor, part in zip(sums.finish(), parts, strict=True)]
             sums.start(*parts, rows=plan.rows[(source - 1) % size])
-        if size > 1:
-            arrived = sums.finish()  # what the others found for this rank's keys
-        dk, dv = (total.add_(part) for total, part in zip(arrived, own[1:], strict=True))
+        found += [own_heads(half) for half in halves[1:]]
+        dk, dv = sums.finish()  # what the others found for this rank's keys
+        for half, parts_of in zip(halves, found, strict=True):
+            for total, heads, part in zip((dq, dk, dv), (half[0], half[1], half[1]), parts_of, strict=True):
+                total[:, heads] += part
         return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), None, None, None, None

@@ -205,16 +205,18 @@ def _measure_distributed(args: argparse.Namespace, suites: list[Suite], device: 
         msg = "a suite of several GPUs runs alone"
         raise ArgumentError(msg)
     suite = suites[0].quick() if args.quick else suites[0]
-    report = measure_distributed(replace(suite, repeats=args.repeats or suite.repeats), device, typed_command())
+    suite = replace(suite, repeats=args.repeats or suite.repeats)
+    report = measure_distributed(suite, device, typed_command(), args.time_budget)
     if report is None:
         return ExitCode.OK
     if args.json:
         write_report(args.json, report)
     if args.summary:
-        from flashmoe_tools.report import rounded
+        from flashmoe_tools.report import fold_checks, rounded
 
         parts = [{name: value for name, value in row.items() if name != "samples"} for row in report.data["parts"]]
-        write_summary(args.summary, replace(report, data=rounded({**report.data, "parts": parts})).to_json())
+        kept = replace(fold_checks(report), data=rounded({**report.data, "parts": parts}))
+        write_summary(args.summary, kept.to_json())
     print(as_text(report))
     return report.exit_code
 

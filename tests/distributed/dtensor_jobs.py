@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -10,10 +11,11 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.debug import CommDebugMode
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import flashmoe
-from flashmoe.distributed import MoEParallel, register_dtensor_rules
+from flashmoe.distributed import AttentionParallel, MoEParallel, register_dtensor_rules
 from flashmoe.errors import ArgumentError, ShapeError
 
 NO = Replicate()
@@ -228,4 +230,65 @@ def models(rank: int, size: int) -> None:
         MoEParallel(divide="rows")  # type: ignore[arg-type]
 
 
-JOBS = {"dtensor": attention, "dtensor_caches": caches, "dtensor_layer": layer, "models": models}
+def _exchanges(module: nn.Module, given: list[Tensor], names: dict[str, Any]) -> list[dict[str, int]]:
+    """How often each collective is called, forward and backward."""
+    found = []
+    with CommDebugMode() as forward:
+        out = module(*given, **names)
+    with CommDebugMode() as backward:
+        out.float().square().sum().backward()
+    for mode in (forward, backward):
+        counts: Any = mode.get_comm_counts()
+        found.append({str(name).rsplit(".", maxsplit=1)[-1]: count for name, count in counts.items()})
+    return found
+
+
+def exchanges(rank: int, size: int) -> None:
+    """Tensor parallel layers give what one process gives, and tell each other no more than they must."""
+    mesh = mesh_of(size)
+    device, dtype = mesh.device_type, torch.float32 if mesh.device_type == "cpu" else torch.bfloat16
+    torch.manual_seed(11)
+    x, context = (torch.randn(2, rows, 64).to(device, dtype).requires_grad_() for rows in (8, 6))
+    cases: list[tuple[nn.Module, Any, dict[str, Any], int]] = [
+        (flashmoe.Attention(64, 2 * size, size, causal=True, bias=True), AttentionParallel(), {}, 1),
+        (flashmoe.Attention(64, 2 * size, size), AttentionParallel(), {"context": context}, 2),
+        # x's gradient, and the small one of the routing weights
+        (flashmoe.MoE(64, 32, 2 * size, 2), MoEParallel(), {}, 2),
+        (
+            flashmoe.MoE(64, 32, 4, 2, layout="interleaved", shared_intermediate=16),
+            MoEParallel(divide="intermediate"),
+            {},
+            2,
+        ),
+        (flashmoe.MoE(64, 32, 2 * size, 2, scoring="sigmoid"), MoEParallel(), {}, 2),
+    ]
+    for module, style, names, back in cases:
+        reference = module.to(device, dtype)
+        divided = nn.Sequential(copy.deepcopy(reference))
+        parallelize_module(divided, mesh, {"0": style})
+        inputs = [x, *names.values()]
+        expected = reference(x, **names)
+        gradients = torch.autograd.grad(expected.float().square().sum(), [*inputs, *reference.parameters()])
+        same(divided[0](x, **names), expected)
+        own = [tensor.detach().clone().requires_grad_() for tensor in inputs]  # the mode leaves hooks on its inputs
+        found = _exchanges(divided[0], own[:1], dict(zip(names, own[1:], strict=True)))
+        assert found == [{"all_reduce": 1}, {"all_reduce": back}], (divided, found)
+        grads = [tensor.grad for tensor in (*own, *divided.parameters())]
+        for grad, gradient in zip(grads, gradients, strict=True):
+            assert grad is not None
+            same(grad, gradient)
+    rows = AttentionParallel(output=Shard(1), use_local_output=False)
+    sharded = parallelize_module(nn.Sequential(copy.deepcopy(cases[0][0])), mesh, {"0": rows})[0]  # type: ignore[index]
+    assert _exchanges(sharded, [x.detach()], {})[0] == {"reduce_scatter_tensor": 1}
+    if size > 1:
+        with pytest.raises(ShapeError, match="has 1 key and value heads"):
+            parallelize_module(flashmoe.Attention(64, 4, 1), mesh, AttentionParallel())
+
+
+JOBS = {
+    "exchanges": exchanges,
+    "dtensor": attention,
+    "dtensor_caches": caches,
+    "dtensor_layer": layer,
+    "models": models,
+}

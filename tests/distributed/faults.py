@@ -2,7 +2,7 @@
 
     python faults.py CASE RANK PORT
 
-Prints, as JSON, what the rank's main thread got and after how many seconds.
+Prints, as JSON, what the rank's main thread got and how many seconds after the fault.
 """
 
 from __future__ import annotations
@@ -26,6 +26,16 @@ TIMEOUT = 12  # seconds, of the group
 SLEEP = 14
 
 
+_begun = time.monotonic()
+
+
+def _now() -> None:
+    """From here on it counts: what is before is the start of NCCL and calls that are fine."""
+    global _begun
+    torch.cuda.synchronize()
+    _begun = time.monotonic()
+
+
 def _attention(rows: int = 64) -> None:
     q = torch.randn(1, 2, rows, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True)
     out: Any = context_parallel_attention(q, q, q)
@@ -42,6 +52,7 @@ def _experts(*, padded: bool = False) -> Callable[[], Any]:
 
 
 def _end(rank: int, who: int = 1) -> None:
+    _now()
     if rank == who:
         os.kill(os.getpid(), signal.SIGKILL)
 
@@ -88,6 +99,7 @@ def _killed_graph(rank: int) -> None:
 
 def _stalled(rank: int) -> None:
     _attention()
+    _now()
     if rank == 1:
         time.sleep(SLEEP)
     _attention()
@@ -96,11 +108,13 @@ def _stalled(rank: int) -> None:
 def _shape(rank: int) -> None:
     """One calls with something new, the other does not."""
     _attention()
+    _now()
     _attention(64 + 32 * rank)
 
 
 def _shapes(rank: int) -> None:
     """Both call with something new."""
+    _now()
     _attention(64 + 32 * rank)
 
 
@@ -126,12 +140,12 @@ def main(case: str, rank: int, port: int) -> None:
         timeout=timedelta(seconds=TIMEOUT),
         device_id=torch.device("cuda", rank),
     )
-    error, begun = "", time.monotonic()
+    error = ""
     try:
         CASES[case](rank)
     except DistributedError as raised:
         error = str(raised)
-    print(json.dumps({"error": error, "seconds": time.monotonic() - begun}), flush=True)
+    print(json.dumps({"error": error, "seconds": time.monotonic() - _begun}), flush=True)
     time.sleep(3)  # rank 0 holds the store: the other must hear why
 
 

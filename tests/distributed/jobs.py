@@ -35,6 +35,7 @@ from flashmoe.distributed import (
     unshard_sequence,
 )
 from flashmoe.errors import ArgumentError, DistributedError, ShapeError
+from flashmoe.moe.scaled import dequantize_rows, quantize
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))  # behind the installed packages
 from distributed import dtensor_jobs
@@ -183,6 +184,77 @@ def _experts(rank: int, size: int) -> None:
             assert torch.allclose(a.float(), b.float(), atol=10 * limit, rtol=limit)
 
 
+def _experts_e4m3(rank: int, size: int) -> None:
+    """Rows that travel as e4m3 codes: what one process finds with other ranks' rows rounded so, and its own not."""
+    device, dtype = _device()
+    torch.manual_seed(5)
+    experts, hidden, inner, top_k, tokens = 4 * size, 256, 24, 3, 20
+    w13 = (torch.randn(experts, 2 * inner, hidden) / 16).to(device, dtype)
+    w2 = (torch.randn(experts, hidden, inner) / 4).to(device, dtype)
+    x = torch.randn(size, tokens, hidden).to(device, dtype)[rank]
+    x[0] *= 1000  # a scale of its own
+    x[1, :128] = 0
+    choices = [torch.randperm(experts)[:top_k] for _ in range(size * tokens)]
+    ids = torch.stack(choices).view(size, tokens, top_k).to(device)[rank]
+    weights = torch.rand(size, tokens, top_k, device=device)[rank]
+    upstream = torch.randn(size, tokens, hidden).to(device, dtype)[rank]
+    rounded = dequantize_rows(*quantize(x)).to(dtype)
+    is_own = (ids >= 4 * rank) & (ids < 4 * rank + 4)
+    own, others = (torch.where(kept, ids, -1) for kept in (is_own, ~is_own))
+    reference = [t.clone().requires_grad_() for t in (x, rounded, weights)]
+    exact = flashmoe.fused_moe(reference[0], w13, w2, reference[2], own)
+    expected = exact + flashmoe.fused_moe(reference[1], w13, w2, reference[2], others)
+    dx, dx_of_rounded, dweights = torch.autograd.grad(expected, reference, upstream)
+    unrounded = flashmoe.fused_moe(x, w13, w2, weights, ids)
+    limit = _tolerance(dtype)
+    for padded in (False, True):
+        layer = ExpertParallel(padded=padded, dispatch_dtype=torch.float8_e4m3fn)
+        mine = [t.clone().requires_grad_() for t in (x, weights)]
+        parts = [w[4 * rank : 4 * rank + 4].clone().requires_grad_(not padded) for w in (w13, w2)]
+        results = []
+        for _ in range(2):
+            out = layer(mine[0], parts[0], parts[1], mine[1], ids)
+            results.append((out, *torch.autograd.grad(out, mine, upstream)))
+        assert all(torch.equal(a, b) for a, b in zip(*results, strict=True)), "another run, other bits"
+        with torch.no_grad():
+            apart = layer(x, *parts, weights, ids)  # type: ignore[call-arg]
+        wanted = dx + dx_of_rounded
+        for a, b in ((out, expected), (apart, expected), (results[0][1], wanted)):
+            off = (a - b).float().norm(dim=1) / b.float().norm(dim=1)  # of each row, whatever its scale
+            assert off.max() < limit, off
+        assert torch.allclose(results[0][2][1:], dweights[1:], atol=10 * limit, rtol=10 * limit)
+        cost = (out - unrounded)[1:].float().norm() / unrounded[1:].float().norm()
+        assert 1e-2 < cost < 4.5e-2, cost  # as the docstring says, less what stays at home
+    with pytest.raises(ShapeError, match="x has 32 columns"):
+        layer(x[:, :32], w13[:4, :, :32], w2[:4, :32], weights, ids)
+
+
+def _ring_flash_attention(rank: int, size: int) -> None:
+    """The package ring-flash-attn on our functions under flash_attn's names: dense and ragged."""
+    from flashmoe_tools.bench.distributed.ring_flash import load
+
+    found = load()
+    device, ends = _device()[0], [0, 16 * size, 48 * size]
+    torch.manual_seed(10)
+    whole = [torch.randn(48 * size, heads, 64).to(device, torch.bfloat16).requires_grad_() for heads in (4, 2, 2)]
+    upstream = torch.randn(48 * size, 4, 64).to(device, torch.bfloat16)
+    cu_seqlens = torch.tensor(ends, dtype=torch.int32, device=device)
+    for is_ragged in (False, True):
+        lengths = ends if is_ragged else [0, 48 * size]
+        both = torch.tensor(lengths, dtype=torch.int32, device=device)
+        q, k, v = whole
+        expected = flashmoe.attention_varlen(q, k, v, both, both, 48 * size, 48 * size, causal=True)
+        gradients = torch.autograd.grad(expected, whole, upstream)
+        own: list[Any] = [shard_ragged(tensor.detach(), lengths).requires_grad_() for tensor in whole]
+        if is_ragged:
+            out = found.zigzag_ring_flash_attn_varlen_func(*own, cu_seqlens // size, 32, causal=True)
+        else:
+            out = found.zigzag_ring_flash_attn_func(*(tensor.unsqueeze(0) for tensor in own), causal=True)[0]
+        results = (out, *torch.autograd.grad(out, own, shard_ragged(upstream, lengths)))
+        for a, b in zip(results, (expected, *gradients), strict=True):
+            assert torch.allclose(unshard_ragged(a, lengths), b, atol=8e-2, rtol=2e-2)
+
+
 def _uneven_tokens(rank: int, size: int) -> None:
     device, dtype = _device()
     torch.manual_seed(3)
@@ -248,14 +320,18 @@ def _suite(rank: int, size: int) -> None:
     from flashmoe_tools.report import Verdict
 
     attention = {"what": "attention", "length": 64, "heads": 4, "heads_kv": 2, "head_dim": 64}
-    experts = {"what": "experts", "tokens": 8, "hidden": 16, "inner": 8, "experts": 4, "top_k": 2}
-    table = {"schema": 1, "name": "mine", "kind": "distributed", "repeats": 2, "parts": [attention, experts]}
-    report = session._measure(parse_suite(table, "mine.toml"), Ranks(torch.device("cpu")), ())
+    experts = {"what": "experts", "tokens": 8, "hidden": 128, "inner": 8, "experts": 4, "top_k": 2, "codes": True}
+    parts = [attention, experts, {**attention, "length": 96, "sequences": 2}]
+    table = {"schema": 1, "name": "mine", "kind": "distributed", "repeats": 2, "parts": parts}
+    suite, ranks = parse_suite(table, "mine.toml"), Ranks(torch.device("cpu"))
+    report, late = (session._measure(suite, ranks, (), budget) for budget in (None, 0.0))
     assert (report is None) == (rank > 0)
-    if report is None:
+    if report is None or late is None:
         return
+    assert [check.verdict for check in late.checks] == [Verdict.SKIP] * 3
+    assert not late.data["parts"]
     assert report.verdict is Verdict.PASS, report.checks
-    first, second = report.data["parts"]
+    first, second, ragged = report.data["parts"]
     keys = 2 * 32 * 2 * 64 * 4  # bytes: a rank's keys and values, float32
     assert first["bytes_sent"] == 3 * keys  # forward, backward, and the gradients
     assert first["bytes_least"] == 1.5 * keys
@@ -263,7 +339,12 @@ def _suite(rank: int, size: int) -> None:
     assert set(first["ms"]) == {"one", "ring", "all_gather"}
     text = session.as_text(report)
     assert "attention-s64-h4-2-d64" in text
-    assert "needs GPUs" in text
+    assert "without ring-flash-attn: needs GPUs" in text
+    assert set(ragged["ms"]) == {"one", "ring"}
+    assert {"experts, e4m3", "padded, e4m3"} < set(second["ms"])
+    off = second["root_mean_squares"]
+    assert off["padded"] < 1e-5 < 1e-3 < off["padded, e4m3"] < 0.04
+    assert not any("e4m3" in check.found for check in report.checks if check.name.endswith("speed"))
 
 
 JOBS: dict[str, Callable[[int, int], None]] = {
@@ -271,6 +352,8 @@ JOBS: dict[str, Callable[[int, int], None]] = {
     "ragged": _ragged,
     "torch_context": _torch_context,
     "experts": _experts,
+    "experts_e4m3": _experts_e4m3,
+    "ring_flash_attention": _ring_flash_attention,
     "uneven_tokens": _uneven_tokens,
     "disagreement": _disagreement,
     "absence": _absence,

@@ -3,6 +3,8 @@ where there are two GPUs. A group is started once for all of its jobs."""
 
 from __future__ import annotations
 
+import importlib.util
+import os
 import signal
 import subprocess
 import sys
@@ -21,18 +23,26 @@ BOTH = [
     "attention",
     "ragged",
     "experts",
+    "experts_e4m3",
     "uneven_tokens",
     "dtensor",
+    "exchanges",
     "dtensor_caches",
     "dtensor_layer",
     "models",
     "torch_context",
+    "ring_flash_attention",
 ]
 GROUPS = {
     "two": (2, "cpu", [*BOTH, "suite", "disagreement", "stalled", "absence"]),
     "four": (4, "cpu", ["attention", "ragged", "experts", "killed"]),
+    "eight": (8, "cpu", ["attention", "ragged", "experts_e4m3", "disagreement", "stalled", "absence", "killed"]),
     "two-gpus": (2, "cuda", BOTH),
 }
+LARGE = "eight"  # on two busy processors it takes two minutes, most of it to start
+HAS_PROCESSORS = (os.cpu_count() or 1) >= GROUPS[LARGE][0]
+PEER = "ring_flash_attention"  # whose package is in no lock file
+HAS_PEER = importlib.util.find_spec("ring_flash_attn") is not None
 
 
 @pytest.fixture(scope="session")
@@ -42,6 +52,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 def _run(group: str, folder: Path) -> None:
     size, device, jobs = GROUPS[group]
+    jobs = [job for job in jobs if job != PEER or HAS_PEER]
     command = [sys.executable, "-P", str(PROGRAM)]
     processes = [
         subprocess.Popen(
@@ -60,10 +71,18 @@ def _run(group: str, folder: Path) -> None:
 
 def _cases() -> list[object]:
     return [
-        pytest.param(group, job, marks=[pytest.mark.gpu] if device == "cuda" else [])
-        for group, (_, device, jobs) in GROUPS.items()
-        for job in jobs
+        pytest.param(group, job, marks=_marks(group, job)) for group, (_, _, jobs) in GROUPS.items() for job in jobs
     ]
+
+
+def _marks(group: str, job: str) -> list[pytest.MarkDecorator]:
+    marks = (
+        (pytest.mark.gpu, GROUPS[group][1] == "cuda"),
+        (pytest.mark.slow, group == LARGE),
+        (pytest.mark.skipif(not HAS_PROCESSORS, reason="needs eight processors"), group == LARGE),
+        (pytest.mark.skipif(not HAS_PEER, reason="the package ring-flash-attn is not installed"), job == PEER),
+    )
+    return [mark for mark, is_wanted in marks if is_wanted]
 
 
 @pytest.mark.parametrize(("group", "job"), _cases())

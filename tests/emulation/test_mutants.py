@@ -1,4 +1,4 @@
-"""The suite finds planted bugs. All of them: ``python -m flashmoe_build.emulation.mutants`` (docs/results/*/mutations.json)."""
+"""The suite finds planted bugs. All of them: ``python -m flashmoe_build.emulation.mutants``."""
 
 from __future__ import annotations
 

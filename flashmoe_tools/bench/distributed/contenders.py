@@ -23,11 +23,15 @@ from flashmoe.distributed import (
     unshard_ragged,
     unshard_sequence,
 )
+from flashmoe.moe.scaled import E4M3
 from flashmoe_tools.bench.distributed.measure import Call, Ranks
 from flashmoe_tools.bench.distributed.parts import AttentionPart, ExpertsPart
+from flashmoe_tools.bench.distributed.ring_flash import load
 from flashmoe_tools.operations.moe.contenders import grouped
 
 Calls = dict[str, Call]
+MOST_ROWS, PEERS_LIMIT = 1 << 16, 2e-2  # of ring-flash-attn
+CODES = "e4m3"  # in the names of forms whose rows travel as codes
 
 
 def _both_ways(call: Callable[..., Any], tensors: list[Tensor], upstream: Tensor) -> tuple[Tensor, ...]:
@@ -43,6 +47,32 @@ def _difference(found: Tensor, wanted: Tensor) -> float:
 
 def _dtype(ranks: Ranks) -> torch.dtype:
     return torch.bfloat16 if ranks.is_gpu else torch.float32
+
+
+def _said(error: Exception) -> str:
+    return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:160]}"
+
+
+def _add_ring_flash(
+    found: Calls, absent: dict[str, str], ranks: Ranks, rows: int, call: Callable[[Any], tuple[Tensor, ...]]
+) -> None:
+    """ring-flash-attn on our functions, checked against our ring; on every rank or on none."""
+    reason, package = "", None
+    if not ranks.is_gpu or rows > MOST_ROWS:
+        reason = f"timed up to {MOST_ROWS} rows" if ranks.is_gpu else "needs GPUs"
+    else:
+        try:
+            package = load()
+            ours = zip(call(package), found["ring"](), strict=True)
+            worst = max(_difference(theirs, own) for theirs, own in ours)
+            reason = "" if worst < PEERS_LIMIT else f"its result is off by {worst:.2g} of the largest element"
+        except Exception as error:  # another's package: whatever it raises is the finding
+            reason = _said(error)
+    reasons = [one for one in ranks.everywhere(reason) if one]
+    if reasons:
+        absent["ring-flash-attn"] = reasons[0]
+    else:
+        found["ring-flash-attn"] = lambda: call(package)
 
 
 class AttentionCalls:
@@ -81,24 +111,32 @@ class AttentionCalls:
         )
 
     @contextmanager
-    def calls(self) -> Iterator[tuple[Calls, str]]:
-        """The calls by name, and why torch's own are not among them ("" where they are)."""
+    def calls(self) -> Iterator[tuple[Calls, dict[str, str]]]:
+        """The calls by name, and why a peer's are not among them."""
         found: Calls = {
             "one": self.one,
             "ring": lambda: self.divided("ring"),
             "all_gather": lambda: self.divided("all_gather"),
         }
         with ExitStack() as stack:
-            reason = "needs GPUs"
+            absent = {"torch": "needs GPUs"}
+            _add_ring_flash(found, absent, self.ranks, self.whole[0].shape[2], self.of_ring_flash)
             if self.ranks.is_gpu and self.whole[0].shape[1] == self.whole[1].shape[1]:
                 try:
                     found["torch"] = self._of_torch(stack)
-                    reason = ""
+                    del absent["torch"]
                 except Exception as error:  # an experimental part of torch: whatever it raises is the finding
-                    reason = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:160]}"
+                    absent["torch"] = _said(error)
             elif self.ranks.is_gpu:
-                reason = "its ring takes as many key heads as query heads"
-            yield found, reason
+                absent["torch"] = "its ring takes as many key heads as query heads"
+            yield found, absent
+
+    def of_ring_flash(self, package: Any) -> tuple[Tensor, ...]:
+        def call(q: Tensor, k: Tensor, v: Tensor) -> Any:
+            rows = (tensor.transpose(1, 2) for tensor in (q, k, v))
+            return package.zigzag_ring_flash_attn_func(*rows, causal=True).transpose(1, 2)
+
+        return _both_ways(call, self.own[:3], self.own[3])
 
     def _of_torch(self, stack: ExitStack) -> Call:
         from torch.distributed.device_mesh import init_device_mesh
@@ -122,6 +160,7 @@ class RaggedCalls:
     """The same of a ragged batch, by the ring."""
 
     def __init__(self, part: AttentionPart, ranks: Ranks) -> None:
+        self.ranks = ranks
         self.ends, generator = part.ends(), torch.Generator(ranks.device).manual_seed(0)  # the same on every rank
         heads = (part.heads, part.heads_kv, part.heads_kv, part.heads)
         self.whole = [
@@ -153,8 +192,19 @@ class RaggedCalls:
         return max(_difference(unshard_ragged(found, self.ends), wanted) for found, wanted in pairs)
 
     @contextmanager
-    def calls(self) -> Iterator[tuple[Calls, str]]:
-        yield {"one": self.one, "ring": self.divided}, "its context parallel takes no ragged batch"
+    def calls(self) -> Iterator[tuple[Calls, dict[str, str]]]:
+        found: Calls = {"one": self.one, "ring": self.divided}
+        absent = {"torch": "its context parallel takes no ragged batch"}
+        _add_ring_flash(found, absent, self.ranks, self.ends[-1], self.of_ring_flash)
+        yield found, absent
+
+    def of_ring_flash(self, package: Any) -> tuple[Tensor, ...]:
+        ends, longest = self.cu_seqlens // self.ranks.size, self.longest // self.ranks.size
+
+        def call(q: Tensor, k: Tensor, v: Tensor) -> Any:
+            return package.zigzag_ring_flash_attn_varlen_func(q, k, v, ends, longest, causal=True)
+
+        return _both_ways(call, self.own[:3], self.own[3])
 
 
 def all_to_all_composition(
@@ -205,6 +255,11 @@ class ExpertsCalls:
             "experts": ExpertParallel(dist.new_group()),
             "padded": ExpertParallel(dist.new_group(), padded=True),
         }
+        if part.codes:
+            self.layers |= {
+                f"{name}, {CODES}": ExpertParallel(dist.new_group(), padded=layer.padded, dispatch_dtype=E4M3)
+                for name, layer in list(self.layers.items())
+            }
         self.names = (*self.layers, "torch") if ranks.is_gpu else tuple(self.layers)  # F.grouped_mm needs a GPU
         self.group = dist.new_group()
         owners = self.ids // share
@@ -259,24 +314,31 @@ class ExpertsCalls:
         return max(
             _difference(found, wanted)
             for name in self.names
+            if CODES not in name
             for found, wanted in zip(self.divided(name), expected, strict=True)
         )
+
+    def root_mean_squares(self) -> dict[str, float]:
+        """Of the difference of each form's output to one GPU's, relative to the latter's: what codes cost in accuracy."""
+        wanted = self.one()[0].float()
+        found = {name: self.divided(name)[0].float() for name in self.layers}
+        return {name: float((out - wanted).norm() / wanted.norm()) for name, out in found.items()}
 
     def calls(self) -> Calls:
         return {"one": self.one, "share": self.share, **{name: partial(self.divided, name) for name in self.names}}
 
-    def graph(self) -> Call:
-        """The padded form as a CUDA graph."""
+    def graph(self, name: str = "padded") -> Call:
+        """A padded form as a CUDA graph."""
         side = torch.cuda.Stream()
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
             for _ in range(2):
-                self.divided("padded")
+                self.divided(name)
         torch.cuda.current_stream().wait_stream(side)
         torch.cuda.synchronize()
         dist.barrier()
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-            self.divided("padded")
+            self.divided(name)
         return graph.replay

@@ -15,6 +15,7 @@ from flashmoe_tools.bench.distributed.overlap import Overlap, measure_overlap
 
 Call = Callable[[], Any]
 SUSTAINED, MOST_CALLS = 400.0, 500  # ms of back-to-back calls, and how many they may be
+LONG = 500.0  # ms: a call that keeps the host ahead by itself
 
 
 class Ranks:
@@ -56,7 +57,7 @@ class Ranks:
         """Milliseconds a call, of the slowest rank, back to back for about SUSTAINED ms: the host is ahead, as in training."""
         found = []
         for name, call in calls.items():
-            count = max(2, min(MOST_CALLS, round(SUSTAINED / expected[name])))
+            count = 1 if expected[name] > LONG else max(2, min(MOST_CALLS, round(SUSTAINED / expected[name])))
 
             def repeatedly(call: Call = call, count: int = count) -> None:
                 for _ in range(count):

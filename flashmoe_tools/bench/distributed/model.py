@@ -16,13 +16,14 @@ ELEMENT = 2  # bytes of bfloat16
 
 @dataclass(frozen=True)
 class Rates:
-    """Measured: TFLOP/s of one GPU, GB/s of the links. The defaults are of two H100s of one host (docs/results)."""
+    """Measured: TFLOP/s of one GPU, GB/s of the links. The defaults are of two H100s of one host."""
 
     attention: float = 559.0  # forward and backward together, causal, D = 128, S = 65536
     experts: float = 560.0  # Qwen3's layer, T = 16384, forward
     memory: float = 3000.0
+    merging: float = 1200.0  # GB/s of the kernels that merge parts and add up gradients, from a profile
     link: float = 240.0  # each way, GPU to GPU in a host
-    host: float = 1.5  # ms of launches that nothing hides, forward and backward; fitted to S = 16384
+    host: float = 1.5  # ms of launches that nothing hides, forward and backward, with two ranks; fitted to S = 16384
     network: float = 50.0  # each way, for a GPU, between hosts: 400 Gbit/s
     gpus_per_host: int = 8
 
@@ -33,16 +34,17 @@ class Rates:
 
 @dataclass(frozen=True)
 class Attention:
-    """B = 1, causal."""
+    """Causal; one sequence, or a ragged batch."""
 
     length: int
     heads: int
     heads_kv: int
     head_dim: int = 128
+    squares: int = 0  # of a ragged batch: the sum of its lengths' squares, where ``length`` is their sum
 
     def products(self) -> float:
         """Floating-point operations, forward and backward: 2 and 5 products, half of them visible."""
-        return 3.5 * 4 * self.heads * self.length**2 * self.head_dim / 2
+        return 3.5 * 4 * self.heads * (self.squares or self.length**2) * self.head_dim / 2
 
 
 @dataclass(frozen=True)
@@ -79,7 +81,8 @@ def context_parallel(problem: Attention, size: int, rates: Rates) -> Prediction:
     added = sums + (size + 1) * (2 * sums + ELEMENT)
     home = 2 * sums + ELEMENT + (size - 2) * (ELEMENT + 4 + 2 * 4 + ELEMENT)
     traffic = rows * (merges + added) + keys * home
-    return Prediction(alone, compute * size + waiting + traffic / (rates.memory * 1e6) + rates.host, waiting)
+    host = rates.host * (2 * size + 1) / 5  # calls of kernels: one a step forward, and one more backward
+    return Prediction(alone, compute * size + waiting + traffic / (rates.merging * 1e6) + host, waiting)
 
 
 def expert_parallel(tokens: int, hidden: int, inner: int, top_k: int, size: int, rates: Rates) -> Prediction:

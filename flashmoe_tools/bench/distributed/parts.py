@@ -29,9 +29,11 @@ class AttentionPart:
         return f"attention-s{self.length}-h{self.heads}-{self.heads_kv}-d{self.head_dim}{ragged}"
 
     def ends(self) -> list[int]:
-        """cu_seqlens of the ragged batch, whose lengths are as 1 to 2 to 3 and so on."""
-        parts = self.sequences * (self.sequences + 1) // 2
-        return [self.length * (count * (count + 1) // 2) // parts for count in range(self.sequences + 1)]
+        """cu_seqlens of the ragged batch, whose lengths are as 1 to 2 to 3 and so on; in multiples of 16 where the whole is one,
+        since ring-flash-attn takes sequences that divide evenly."""
+        parts, unit = self.sequences * (self.sequences + 1) // 2, 1 if self.length % 16 else 16
+        ends = [self.length * (count * (count + 1) // 2) // parts for count in range(self.sequences + 1)]
+        return [end // unit * unit for end in ends]
 
     def least_bytes(self, size: int, element: int) -> int:
         """What one rank must send, on average: the keys and values that others see, once, and one sum of gradients to each owner.
@@ -52,6 +54,7 @@ class ExpertsPart:
     experts: int
     top_k: int
     backward: bool = False
+    codes: bool = False  # also with rows that travel as e4m3 codes
     skewed: bool = False  # expert e is as likely as 1 / (e + 1) makes it, so that the first rank has most rows
     repeats: int = 0  # 0: four times the suite's
     at_most: float = 0.0  # of the busiest rank's computation and rows at the measured rate; 0: no bar
@@ -68,7 +71,7 @@ _FIELDS = {
     "experts": ({"tokens", "hidden", "inner", "experts", "top_k", "repeats"}, "at_most", ExpertsPart),
 }
 _OPTIONAL = {"head_dim", "sequences", "repeats"}
-_FLAGS = {"attention": (), "experts": ("backward", "skewed")}
+_FLAGS = {"attention": (), "experts": ("backward", "codes", "skewed")}
 
 
 def parse_parts(rows: Any, source: str) -> tuple[tuple[Part, ...], frozenset[str]]:

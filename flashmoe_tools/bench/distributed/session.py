@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 from datetime import timedelta
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ import torch.distributed as dist
 
 from flashmoe._version import __version__
 from flashmoe.errors import ArgumentError
-from flashmoe_tools.bench.distributed.contenders import AttentionCalls, ExpertsCalls, RaggedCalls
+from flashmoe_tools.bench.distributed.contenders import CODES, AttentionCalls, ExpertsCalls, RaggedCalls
 from flashmoe_tools.bench.distributed.measure import Ranks, counted, link_rates, median
 from flashmoe_tools.bench.distributed.model import Attention, Rates, context_parallel
 from flashmoe_tools.bench.distributed.parts import AttentionPart, ExpertsPart
@@ -21,12 +22,15 @@ from flashmoe_tools.bench.suites import Suite
 from flashmoe_tools.report import Check, Report, Verdict, host_environment, utc_now
 
 LIMIT = {torch.bfloat16: 2e-2, torch.float32: 1e-4}  # of the largest element
+CODES_LIMIT = 0.04  # root mean square of the output's difference to one GPU's, relative to the output's
 MODEL = 0.10  # how far the paper model may be from what is measured
 START = "torchrun --standalone --nproc-per-node 2 -m flashmoe bench --suite {name}"
 
 
-def measure_distributed(suite: Suite, wanted: str, command: tuple[str, ...]) -> Report | None:
-    """The report on rank 0, None on the others. Raises ArgumentError where torchrun did not start this process."""
+def measure_distributed(
+    suite: Suite, wanted: str, command: tuple[str, ...], budget: float | None = None
+) -> Report | None:
+    """The report on rank 0, None on the others; after ``budget`` seconds no part is begun. Raises ArgumentError where torchrun did not start this process."""
     if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
         msg = f"suite {suite.name} runs as one process a GPU; start it with: {START.format(name=suite.name)}"
         raise ArgumentError(msg)
@@ -43,16 +47,19 @@ def measure_distributed(suite: Suite, wanted: str, command: tuple[str, ...]) -> 
     options: dict[str, Any] = {"device_id": device} if wanted == "cuda" else {}
     dist.init_process_group("nccl" if wanted == "cuda" else "gloo", timeout=timedelta(minutes=5), **options)
     try:
-        return _measure(suite, Ranks(device), command)
+        return _measure(suite, Ranks(device), command, budget)
     finally:
         dist.destroy_process_group()
 
 
-def _measure(suite: Suite, ranks: Ranks, command: tuple[str, ...]) -> Report | None:
+def _measure(suite: Suite, ranks: Ranks, command: tuple[str, ...], budget: float | None = None) -> Report | None:
     started, clock = utc_now(), time.monotonic()
     links = link_rates(ranks)
     rows, checks = [], []
     for part in suite.parts:
+        if budget is not None and max(ranks.everywhere(time.monotonic() - clock)) > budget:
+            checks.append(Check(part.key, Verdict.SKIP, f"not begun: {budget:g} s had passed"))
+            continue
         if ranks.rank == 0:
             print(f"{part.key} ...", flush=True)
         row, found = (
@@ -93,7 +100,7 @@ def _attention(
     checks = [_right(part, calls.error(), ranks)]
     with counted(ranks) as sent:
         calls.divided("ring")
-    with calls.calls() as (timed, reason):
+    with calls.calls() as (timed, absent):
         times = ranks.interleaved(timed, part.repeats or repeats)
         medians = {name: median(samples) for name, samples in times.items()}
         sustained = ranks.sustained(timed, medians)
@@ -110,13 +117,13 @@ def _attention(
         "bytes_sent": sent.sent,
         "bytes_least": least,
         "overlap": overlaps,
-        "without_torch": reason,
+        "without": absent,
     }
     linear, single = (_of_linear(found, ranks.size) for found in (sustained, medians))
     found = f"{linear:.3f} of linear, {single:.3f} for single calls"
     word = Verdict.PASS if linear >= part.at_least else Verdict.WARN
     checks.append(Check(f"{part.key} speed", word, found, f"at least {part.at_least:g}" if part.at_least else ""))
-    if ranks.is_gpu and not part.sequences:
+    if ranks.is_gpu:
         checks.append(_model(part, ranks, medians, links, row))
     return row, checks
 
@@ -125,10 +132,16 @@ def _of_linear(times: dict[str, float], size: int) -> float:
     return times["one"] / size / min(times[name] for name in ("ring", "all_gather") if name in times)
 
 
+def problem_of(part: AttentionPart) -> Attention:
+    """What the paper model needs to know of it."""
+    squares = sum((b - a) ** 2 for a, b in pairwise(part.ends())) if part.sequences else 0
+    return Attention(part.length, part.heads, part.heads_kv, part.head_dim, squares)
+
+
 def _model(
     part: AttentionPart, ranks: Ranks, medians: dict[str, float], links: dict[str, float], row: dict[str, Any]
 ) -> Check:
-    problem = Attention(part.length, part.heads, part.heads_kv, part.head_dim)
+    problem = problem_of(part)
     rates = Rates(attention=problem.products() / medians["one"] / 1e9, link=links["message"])
     told = context_parallel(problem, ranks.size, rates).together
     row["model_ms"] = told
@@ -146,7 +159,8 @@ def _experts(
         calls.divided("experts")
     timed = calls.calls()
     if ranks.is_gpu:
-        timed["padded, graph"] = calls.graph()
+        padded = [name for name in timed if name.startswith("padded")]
+        timed |= {f"{name}, graph": calls.graph(name) for name in padded}
     times = ranks.interleaved(timed, part.repeats or 4 * repeats)
     medians = {name: median(samples) for name, samples in times.items()}
     ways = 4 if part.backward else 2  # there and back, and the same for gradients
@@ -169,7 +183,14 @@ def _experts(
         "bytes_least": least,
         "overlap": ranks.overlap(lambda: calls.divided("experts")),
     }
-    ours = [name for name in of if name != "torch"]
+    if part.codes:
+        row["root_mean_squares"] = calls.root_mean_squares()
+        worst = max(max(ranks.everywhere(off)) for name, off in row["root_mean_squares"].items() if CODES in name)
+        word = Verdict.PASS if worst <= CODES_LIMIT else Verdict.FAIL
+        checks.append(
+            Check(f"{part.key} e4m3", word, f"off by {worst:.2%}", f"at most {CODES_LIMIT:.0%} by root mean square")
+        )
+    ours = [name for name in of if name != "torch" and CODES not in name]
     best = min(ours, key=lambda name: of[name])
     word = Verdict.PASS if not part.at_most or of[best] <= part.at_most else Verdict.WARN
     found = f"{of[best]:.2f} ({best}: {sustained[best]:.3f} ms; experts {sustained['share']:.3f}, rows {travel:.3f}); single {single[best]:.2f}"
@@ -193,8 +214,11 @@ def as_text(report: Report) -> str:
         for rank, found in enumerate(row["overlap"]):
             share = f"messages {found['messages']:.2f} ms, {found['share']:.0%} of it hidden; computing {found['computing']:.2f}"
             lines.append(f"  rank {rank} profiled: {found['span']:.2f} ms, {share}")
-        if row.get("without_torch"):
-            lines.append(f"  without torch's context parallel: {row['without_torch']}")
+        if "root_mean_squares" in row:
+            lines.append(
+                "  off by " + ", ".join(f"{off:.2%} ({name})" for name, off in row["root_mean_squares"].items())
+            )
+        lines += [f"  without {name}: {reason}" for name, reason in row.get("without", {}).items()]
     lines += [
         f"{check.verdict} {check.name}: {check.found} {f'({check.expected})' if check.expected else ''}"
         for check in report.checks
