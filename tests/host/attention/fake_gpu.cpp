@@ -1,6 +1,6 @@
 // The extension on a driver without a GPU. "CUDA" memory is the CPU's; a "kernel" is a few
 // plain loops over the parameters that it was launched with, in bf16, so that results can be compared, and what was launched is
-// written down. Without masks, dropout, caches of 8-bit floats and split keys: those need no other parameters than their own.
+// written down.
 #include <torch/csrc/stable/library.h>
 
 #include <algorithm>
@@ -11,12 +11,16 @@
 
 #include "../fake_driver.h"
 #include "../fake_memory.h"
+#include "attention/cpu/dropout.h"
 #include "attention/host/axes.h"
 #include "attention/host/backends.h"
 #include "attention/host/e4m3.h"
 #include "attention/params/append.h"
+#include "attention/params/bias_gradient.h"
+#include "attention/params/e4m3.h"
 #include "attention/params/fused_backward.h"
 #include "attention/params/row_dot.h"
+#include "codes.h"
 
 namespace flashmoe {
 namespace attention {
@@ -64,14 +68,16 @@ class Sequence {
                              0,          MaskTensor::kNone,          1};
   }
 
+  int32_t page_of(int32_t key) const {
+    return batch_.block_table[number_ * batch_.block_table_stride + key / batch_.page_size];
+  }
   int64_t of_row(const Strides& stride, int32_t head, int32_t row) const {
     const int64_t first = batch_.cu_seqlens_q != nullptr ? first_row_ * stride.row : number_ * stride.batch;
     return first + head * stride.head + row * stride.row;
   }
   int64_t of_key(const Strides& stride, int32_t head, int32_t key) const {
     if (batch_.block_table != nullptr) {
-      const int32_t page = batch_.block_table[number_ * batch_.block_table_stride + key / batch_.page_size];
-      return page * stride.batch + head * stride.head + key % batch_.page_size * stride.row;
+      return page_of(key) * stride.batch + head * stride.head + key % batch_.page_size * stride.row;
     }
     const int64_t first = batch_.cu_seqlens_k != nullptr ? first_key_ * stride.row : number_ * stride.batch;
     return first + head * stride.head + key * stride.row;
@@ -81,18 +87,30 @@ class Sequence {
     if (batch_.cu_seqlens_q != nullptr) return int64_t{head} * batch_.rows_total + first_row_ + row;
     return (int64_t{number_} * p.heads_q + head) * p.seq_q + row;
   }
-  bool sees(int32_t row, int32_t key) const {
+  // How far a key is behind the last one that a causal row sees.
+  int64_t distance(int32_t row, int32_t key) const {
     const bool is_folded = options.folded_heads > 1;
-    const int64_t distance = int64_t{key} - (is_folded ? 0 : row) - (keys - (is_folded ? 1 : rows));
-    return distance >= -int64_t{options.left} && distance <= options.right;
+    return int64_t{key} - (is_folded ? 0 : row) - (keys - (is_folded ? 1 : rows));
+  }
+  bool sees(int32_t head, int32_t row, int32_t key) const {
+    if (distance(row, key) < -int64_t{options.left} || distance(row, key) > options.right) return false;
+    return options.mask_type != MaskTensor::kBool ||
+           static_cast<const uint8_t*>(options.mask)[of_mask(head, row, key)] != 0;
   }
   // Of a product of a query and a key: the natural exponent, and the slope of the softcap.
-  float score(float product, float& slope) const {
+  float score(float product, int32_t head, int32_t row, int32_t key, float& slope) const {
     slope = 1.0F;
-    if (!(options.score_factor > 0)) return product * p.scale_log2 * kLn2;
-    const float t = std::tanh(options.score_factor * product);
-    slope = 1.0F - t * t;
-    return t * p.scale_log2 * kLn2;
+    if (options.score_factor > 0) {
+      product = std::tanh(options.score_factor * product);
+      slope = 1.0F - product * product;
+    }
+    const int64_t at = of_mask(head, row, key);
+    if (options.mask_type == MaskTensor::kAdditive) product += options.mask_factor * load(options.mask, at);
+    if (options.mask_type == MaskTensor::kAlibi) {
+      product -= options.mask_factor * static_cast<const float*>(options.mask)[at] *
+                 std::abs(static_cast<float>(distance(row, key)));
+    }
+    return product * p.scale_log2 * kLn2;
   }
 
   const Params& p;
@@ -103,6 +121,11 @@ class Sequence {
   ScoreOptions options{};
 
  private:
+  int64_t of_mask(int32_t head, int32_t row, int32_t key) const {
+    return number_ * options.mask_stride_batch + head * options.mask_stride_head + row * options.mask_stride_row +
+           key * options.mask_stride_key;
+  }
+
   int32_t first_row_ = 0;
   int32_t first_key_ = 0;
 };
@@ -120,7 +143,7 @@ void for_heads(const Params& params, const host::Kernel& kernel, Body body) {
   const bool is_causal = !is_runtime && static_cast<Mask>(kernel.axes[axis::kMask]) == Mask::kCausal;
   for (int32_t number = 0; number < params.batch; ++number) {
     Sequence<Params> sequence(params, number, is_runtime, is_causal);
-    if (std::strcmp(kernel.operation, "attention_decode") == 0)
+    if (std::strncmp(kernel.operation, "attention_decode", std::strlen("attention_decode")) == 0)
       sequence.options.folded_heads = 1;  // in the kernel alone
     for (int32_t head = 0; head < params.heads_q; ++head) {
       body(sequence, head, head / (params.heads_q / params.heads_kv));
@@ -128,9 +151,23 @@ void for_heads(const Params& params, const host::Kernel& kernel, Body body) {
   }
 }
 
-void forward(const ForwardParams& p, const host::Kernel& kernel) {
+// What a kept probability is multiplied by; 0 where it is dropped.
+float kept(const Dropout* dropout, int32_t number, int32_t head, int32_t row, int32_t key) {
+  float factor = 1.0F;
+  if (dropout != nullptr) cpu::DropoutFactors(*dropout, number, head).fill(row, 1, key, 1, 1, 1, &factor);
+  return factor;
+}
+
+// What else a forward kernel is launched with: dropout, a cache of codes, or codes in all three, of which V is transposed.
+struct Beside {
+  const Dropout* dropout = nullptr;
+  const E4m3ForwardParams* cache = nullptr;
+  const E4m3AttentionParams* codes = nullptr;
+};
+
+void forward(const ForwardParams& p, const host::Kernel& kernel, const Beside& beside) {
   const bool is_runtime = kernel.axes[axis::kMask] < 0;
-  const int32_t head_dim_v = is_runtime ? p.head_dim_v : p.head_dim;
+  const int32_t head_dim_v = is_runtime || beside.codes != nullptr ? p.head_dim_v : p.head_dim;
   if (is_runtime && p.sequences.cu_seqlens_q != nullptr) {  // rows of no sequence
     for (int64_t row = 0; row < p.sequences.rows_total; ++row) {
       for (int32_t head = 0; head < p.heads_q; ++head) {
@@ -140,52 +177,115 @@ void forward(const ForwardParams& p, const host::Kernel& kernel) {
       }
     }
   }
+  const bool is_divided = std::strcmp(kernel.operation, "attention_forward") == 0 && p.num_splits > 1;
+  const int32_t splits = is_divided ? p.num_splits : 1;
   for_heads(p, kernel, [&](const auto& s, int32_t head, int32_t head_kv) {
-    for (int32_t row = 0; row < s.rows; ++row) {
-      std::vector<float> out(head_dim_v, 0.0F);
-      const int32_t sink = head * s.options.folded_heads + (s.options.folded_heads > 1 ? row : 0);
-      float largest = s.options.sinks != nullptr ? s.options.sinks[sink] : -INFINITY;
-      float sum = s.options.sinks != nullptr ? 1.0F : 0.0F;
-      for (int32_t key = 0; key < s.keys; ++key) {
-        if (!s.sees(row, key)) continue;
-        float slope;
-        const float score = s.score(
-            dot(p.q, s.of_row(p.q_stride, head, row), p.k, s.of_key(p.k_stride, head_kv, key), p.head_dim), slope);
-        const float next = std::max(largest, score), rescale = std::exp(largest - next),
-                    weight = std::exp(score - next);
-        for (int32_t c = 0; c < head_dim_v; ++c) {
-          out[c] = out[c] * rescale + weight * load(p.v, s.of_key(p.v_stride, head_kv, key) + c);
-        }
-        sum = sum * rescale + weight;
-        largest = next;
+    std::vector<float> k(int64_t{s.keys} * p.head_dim), v(int64_t{s.keys} * head_dim_v);
+    for (int32_t key = 0; key < s.keys; ++key) {
+      const int64_t at_k = s.of_key(p.k_stride, head_kv, key), at_v = s.of_key(p.v_stride, head_kv, key);
+      const int32_t page = beside.cache != nullptr && s.batch_.block_table != nullptr ? s.page_of(key) : 0;
+      for (int32_t c = 0; c < p.head_dim; ++c) {
+        k[key * p.head_dim + c] = beside.cache != nullptr   ? scaled(p.k, at_k + c, beside.cache->k_scale, s, head_kv, page)
+                                  : beside.codes != nullptr ? scaled(p.k, at_k + c, beside.codes->k_scale, s, head_kv, key)
+                                                            : load(p.k, at_k + c);
       }
-      for (int32_t c = 0; c < head_dim_v; ++c)
-        store(p.out, s.of_row(p.out_stride, head, row) + c, sum > 0 ? out[c] / sum : 0.0F);
-      if (p.lse != nullptr) p.lse[s.statistic(head, row)] = sum > 0 ? largest + std::log(sum) : -INFINITY;
+      for (int32_t c = 0; c < head_dim_v; ++c) {
+        v[key * head_dim_v + c] =
+            beside.cache != nullptr   ? scaled(p.v, at_v + c, beside.cache->v_scale, s, head_kv, page)
+            : beside.codes != nullptr ? scaled(p.v, transposed(*beside.codes, s, head_kv, key, c), beside.codes->v_scale, s, head_kv, key)
+                                      : load(p.v, at_v + c);
+      }
+    }
+    for (int32_t row = 0; row < s.rows; ++row) {
+      const int64_t at_q = s.of_row(p.q_stride, head, row);
+      std::vector<float> q(p.head_dim);
+      for (int32_t c = 0; c < p.head_dim; ++c) {
+        q[c] = beside.codes != nullptr ? scaled(p.q, at_q + c, beside.codes->q_scale, s, head, row) : load(p.q, at_q + c);
+      }
+      for (int32_t split = 0; split < splits; ++split) {
+        std::vector<float> out(head_dim_v, 0.0F);
+        const int32_t sink = head * s.options.folded_heads + (s.options.folded_heads > 1 ? row : 0);
+        float largest = s.options.sinks != nullptr ? s.options.sinks[sink] : -INFINITY;
+        float sum = s.options.sinks != nullptr ? 1.0F : 0.0F;
+        const auto share = static_cast<int32_t>(ceil_div(s.keys, splits));
+        for (int32_t key = split * share; key < std::min(s.keys, (split + 1) * share); ++key) {
+          if (!s.sees(head, row, key)) continue;
+          float product = 0.0F, slope;
+          for (int32_t c = 0; c < p.head_dim; ++c) product += q[c] * k[key * p.head_dim + c];
+          const float score = s.score(product, head, row, key, slope);
+          const float next = std::max(largest, score), rescale = std::exp(largest - next),
+                      weight = std::exp(score - next);
+          const float factor = kept(beside.dropout, s.number_, head, row, key);
+          for (int32_t c = 0; c < head_dim_v; ++c) {
+            out[c] = out[c] * rescale + weight * factor * v[key * head_dim_v + c];
+          }
+          sum = sum * rescale + weight;
+          largest = next;
+        }
+        const float lse = sum > 0 ? largest + std::log(sum) : -INFINITY;
+        for (float& value : out) value = sum > 0 ? value / sum : 0.0F;
+        if (is_divided) {
+          const int64_t at = s.statistic(head, row) + split * int64_t{p.batch} * p.heads_q * p.seq_q;
+          std::copy(out.begin(), out.end(), p.out_partial + at * p.head_dim);
+          p.lse_partial[at] = lse;
+          continue;
+        }
+        for (int32_t c = 0; c < head_dim_v; ++c) store(p.out, s.of_row(p.out_stride, head, row) + c, out[c]);
+        if (p.lse != nullptr) p.lse[s.statistic(head, row)] = lse;
+      }
     }
   });
+}
+
+// Behind a forward kernel whose keys were divided.
+void combine(const ForwardParams& p) {
+  const int64_t rows = int64_t{p.batch} * p.heads_q * p.seq_q;
+  for (int64_t at = 0; at < rows; ++at) {
+    float largest = -INFINITY, sum = 0.0F;
+    for (int64_t split = 0; split < p.num_splits; ++split) largest = std::max(largest, p.lse_partial[split * rows + at]);
+    std::vector<float> out(p.head_dim, 0.0F);
+    for (int64_t split = 0; split < p.num_splits && largest > -INFINITY; ++split) {
+      const float weight = std::exp(p.lse_partial[split * rows + at] - largest);
+      sum += weight;
+      for (int32_t c = 0; c < p.head_dim; ++c)
+        out[c] += weight * p.out_partial[(split * rows + at) * p.head_dim + c];
+    }
+    const int64_t row = at % p.seq_q, head = at / p.seq_q % p.heads_q, number = at / p.seq_q / p.heads_q;
+    for (int32_t c = 0; c < p.head_dim; ++c) {
+      store(p.out, number * p.out_stride.batch + head * p.out_stride.head + row * p.out_stride.row + c,
+            sum > 0 ? out[c] / sum : 0.0F);
+    }
+    if (p.lse != nullptr) p.lse[at] = sum > 0 ? largest + std::log(sum) : -INFINITY;
+  }
 }
 
 int32_t width_v(const BackwardParams& p, const host::Kernel& kernel) {
   return kernel.axes[axis::kMask] < 0 ? p.head_dim_v : p.head_dim;
 }
 
-// P, and the gradient of the product of query and key.
+// P with its dropout, the gradient of the score behind a softcap, and that of the product of query and key.
+struct Derivatives {
+  float weight = 0.0F;
+  float of_score = 0.0F;
+  float of_product = 0.0F;
+};
+
 template <class Sequence>
-void differentiate(const BackwardParams& p, const Sequence& s, int32_t head, int32_t head_kv, int32_t row, int32_t key,
-                   int32_t columns_v, float& weight, float& gradient) {
+Derivatives differentiate(const BackwardParams& p, const Dropout* dropout, const Sequence& s, int32_t head,
+                          int32_t head_kv, int32_t row, int32_t key, int32_t columns_v) {
   const int64_t at = s.statistic(head, row);
-  weight = gradient = 0.0F;
-  if (p.lse[at] == -INFINITY || !s.sees(row, key)) return;
+  if (p.lse[at] == -INFINITY || !s.sees(head, row, key)) return {};
   float slope;
   const float product = dot(p.q, s.of_row(p.q_stride, head, row), p.k, s.of_key(p.k_stride, head_kv, key), p.head_dim);
-  weight = std::exp(s.score(product, slope) - p.lse[at]);
+  const float weight = std::exp(s.score(product, head, row, key, slope) - p.lse[at]);
   const float of_weight =
       dot(p.dout, s.of_row(p.dout_stride, head, row), p.v, s.of_key(p.v_stride, head_kv, key), columns_v);
-  gradient = p.scale * slope * weight * (of_weight - p.row_dot[at]);
+  const float factor = kept(dropout, s.number_, head, row, key);
+  const float of_score = weight * (factor * of_weight - p.row_dot[at]);
+  return {weight * factor, of_score, p.scale * slope * of_score};
 }
 
-void query_gradient(const BackwardParams& p, const host::Kernel& kernel) {
+void query_gradient(const BackwardParams& p, const Dropout* dropout, const host::Kernel& kernel) {
   const int32_t columns_v = width_v(p, kernel);
   const bool is_ragged = kernel.axes[axis::kMask] < 0 && p.sequences.cu_seqlens_q != nullptr;
   for (int64_t row = 0; is_ragged && row < p.sequences.rows_total; ++row) {
@@ -201,8 +301,7 @@ void query_gradient(const BackwardParams& p, const host::Kernel& kernel) {
           (p.dlse != nullptr ? p.dlse[at] : 0.0F);
       std::vector<float> sum(p.head_dim, 0.0F);
       for (int32_t key = 0; key < s.keys; ++key) {
-        float weight, gradient;
-        differentiate(p, s, head, head_kv, row, key, columns_v, weight, gradient);
+        const float gradient = differentiate(p, dropout, s, head, head_kv, row, key, columns_v).of_product;
         for (int32_t c = 0; c < p.head_dim; ++c) sum[c] += gradient * load(p.k, s.of_key(p.k_stride, head_kv, key) + c);
       }
       for (int32_t c = 0; c < p.head_dim; ++c) store(p.dq, s.of_row(p.dq_stride, head, row) + c, sum[c]);
@@ -211,7 +310,8 @@ void query_gradient(const BackwardParams& p, const host::Kernel& kernel) {
 }
 
 // `sums`: of the fused kernel, which adds up dq without its scale; null for the kernel of dk and dv alone.
-void key_value_gradient(const BackwardParams& p, const host::Kernel& kernel, float* sums, int64_t rows_of_sums) {
+void key_value_gradient(const BackwardParams& p, const Dropout* dropout, const host::Kernel& kernel, float* sums,
+                        int64_t rows_of_sums) {
   const int32_t columns_v = width_v(p, kernel), width = kernel.axes[axis::kHeadDim];
   const bool is_runtime = kernel.axes[axis::kMask] < 0;
   const bool is_ragged = is_runtime && p.sequences.cu_seqlens_q != nullptr;
@@ -229,8 +329,8 @@ void key_value_gradient(const BackwardParams& p, const host::Kernel& kernel, flo
       std::vector<float> dk(p.head_dim, 0.0F), dv(columns_v, 0.0F);
       for (int32_t head = first_head; head < first_head + group; ++head) {
         for (int32_t row = 0; row < s.rows; ++row) {
-          float weight, gradient;
-          differentiate(p, s, head, head_kv, row, key, columns_v, weight, gradient);
+          const Derivatives found = differentiate(p, dropout, s, head, head_kv, row, key, columns_v);
+          const float weight = found.weight, gradient = found.of_product;
           const int64_t at_q = s.of_row(p.q_stride, head, row), at_dout = s.of_row(p.dout_stride, head, row);
           for (int32_t c = 0; c < p.head_dim; ++c) dk[c] += gradient * load(p.q, at_q + c);
           for (int32_t c = 0; c < columns_v; ++c) dv[c] += weight * load(p.dout, at_dout + c);
@@ -246,6 +346,29 @@ void key_value_gradient(const BackwardParams& p, const host::Kernel& kernel, flo
       for (int32_t c = 0; c < columns_v; ++c) store(p.dv, s.of_key(p.dv_stride, head_kv, key) + c, dv[c]);
     }
   });
+}
+
+// The kernel's block of a folded dimension is the dimension; each sequence and head are of one of the parts.
+void bias_gradient(const BiasGradientParams& p, const Dropout* dropout, const host::Kernel& kernel) {
+  const BackwardParams& backward = p.launched.backward;
+  std::vector<float> sums(int64_t{p.splits} * p.batches * p.heads * p.rows * p.keys, 0.0F);
+  for_heads(backward, kernel, [&](const auto& s, int32_t head, int32_t head_kv) {
+    for (int32_t row = 0; row < s.rows; ++row) {
+      for (int32_t key = 0; key < s.keys; ++key) {
+        const int64_t part = (s.number_ + head) % p.splits;
+        const int64_t of_head = (part * p.batches + s.number_ % p.batches) * p.heads + head % p.heads;
+        sums[(of_head * p.rows + row % p.rows) * p.keys + key % p.keys] +=
+            differentiate(backward, dropout, s, head, head_kv, row, key, backward.head_dim_v).of_score;
+      }
+    }
+  });
+  for (std::size_t at = 0; at < sums.size(); ++at) {
+    if (p.is_float != 0) {
+      static_cast<float*>(p.sums)[at] = sums[at];
+    } else {
+      store(p.sums, static_cast<int64_t>(at), sums[at]);
+    }
+  }
 }
 
 void row_dots(const RowDotParams& p) {
@@ -297,7 +420,9 @@ void convert(const Params& p, int64_t width) {
   }
 }
 
-void append(const AppendParams& p) {
+// put(cache, at, value, sequence, page or sequence, key head).
+template <class Put>
+void append(const AppendParams& p, const Put& put) {
   for (int32_t number = 0; number < p.batch; ++number) {
     for (int32_t i = 0; i < p.new_keys; ++i) {
       const int32_t key = p.cache_seqlens[number] + i;
@@ -311,8 +436,8 @@ void append(const AppendParams& p) {
       for (int32_t head = 0; head < p.heads_kv; ++head) {
         const auto copy = [&](void* to, const Strides& there, const void* from, const Strides& here, int32_t count) {
           for (int32_t c = 0; c < count; ++c) {
-            store(to, base * there.batch + head * there.head + row * there.row + c,
-                  load(from, number * here.batch + head * here.head + i * here.row + c));
+            put(to, base * there.batch + head * there.head + row * there.row + c,
+                load(from, number * here.batch + head * here.head + i * here.row + c), number, base, head);
           }
         };
         copy(p.k_cache, p.k_cache_stride, p.k_new, p.k_new_stride, p.head_dim);
@@ -340,35 +465,97 @@ std::string check_maps(void** arguments, const host::Kernel& kernel, const std::
   return "";
 }
 
+std::string text_of(bool is_wrong, const char* what) { return is_wrong ? what : ""; }
+
+// Of a decoding kernel, which has a counter for each block and two partial results, or none.
+std::string check_partials(const ForwardParams& p, const host::Kernel& kernel, int64_t grid) {
+  if (p.num_splits == 1) return text_of(p.out_partial != nullptr || p.tile_counter != nullptr, "partial results of one");
+  if (p.tile_counter == nullptr || std::any_of(p.tile_counter, p.tile_counter + grid, [](int32_t n) { return n != 0; }))
+    return "counters that are not zero";
+  const int64_t rows = 2 * grid * std::min<int64_t>(kernel.block_m, int64_t{p.seq_q} * p.score_options.folded_heads);
+  const int64_t floats = rows * kernel.axes[axis::kHeadDim];
+  if (p.lse_partial - p.out_partial < floats) return "partial results that overlap";
+  std::fill_n(p.out_partial, floats, NAN);
+  std::fill_n(p.lse_partial, 2 * rows, NAN);
+  const int64_t rows_of_head = int64_t{p.seq_q} * p.score_options.folded_heads;
+  return text_of(grid < std::min<int64_t>(host::g_gpu.num_multiprocessors, ceil_div(rows_of_head, kernel.block_m) * p.heads_kv * p.batch),
+                 "idle multiprocessors");
+}
+
+std::string run_forward(const std::string& kind, const host::Kernel& kernel, int64_t grid, void** arguments) {
+  const auto& p = *static_cast<const ForwardParams*>(arguments[0]);
+  if (kind == "combine") {
+    combine(p);
+    return text_of(grid * kernel.block_m < int64_t{p.batch} * p.heads_q * p.seq_q, "fewer blocks than rows");
+  }
+  if (kind == "decode_scores") return text_of(p.out_partial == nullptr, "no place for scores");
+  Beside beside;
+  const bool is_dropout = std::strncmp(kernel.operation, "attention_dropout", 17) == 0;
+  if (is_dropout) beside.dropout = &static_cast<const DropoutForwardParams*>(arguments[0])->dropout;
+  if (kind == "decode_e4m3") beside.cache = static_cast<const E4m3ForwardParams*>(arguments[0]);
+  if (kind == "forward_e4m3") beside.codes = static_cast<const E4m3AttentionParams*>(arguments[0]);
+  const bool decodes = kind == "decode" || kind == "decode_e4m3";
+  const std::string wrong = decodes ? check_partials(p, kernel, grid) : "";
+  if (!wrong.empty()) return wrong;
+  if (!decodes && kind != "decode_values") {
+    const int64_t rows = kernel.axes[axis::kMask] < 0 && p.sequences.cu_seqlens_q != nullptr
+                             ? ceil_div(p.sequences.rows_total, kernel.block_m)
+                             : ceil_div(p.seq_q, kernel.block_m) * p.batch;
+    const int64_t tiles = rows * p.heads_q * (kernel.axes[axis::kMask] < 0 ? 1 : std::max(1, p.num_splits));
+    if (grid < tiles && (p.tile_counter == nullptr || *p.tile_counter != 0)) return "fewer blocks than tiles";
+  }
+  forward(p, kernel, beside);
+  return check_maps(arguments, kernel, {p.q, p.k, p.v, p.out});
+}
+
 // What the kernel would do; the text of what is wrong, or an empty one.
 std::string run_kernel(const host::Kernel& kernel, int64_t grid, void** arguments) {
-  static BackwardParams g_fused;  // between the kernels of the fused form
+  static DropoutBackwardParams g_fused;  // between the kernels of the fused form
   static int64_t g_rows_of_sums = 0;
   const std::string operation = kernel.operation;
-  const bool is_varlen = operation.rfind("attention_varlen_", 0) == 0;
-  const std::string kind = operation.substr(std::strlen(is_varlen ? "attention_varlen_" : "attention_"));
+  const bool is_dropout = operation.rfind("attention_dropout_", 0) == 0;
+  const bool is_varlen = operation.rfind("attention_varlen_", 0) == 0 || is_dropout;
+  const std::string kind = operation.substr(std::strlen(is_dropout   ? "attention_dropout_"
+                                                        : is_varlen ? "attention_varlen_"
+                                                                    : "attention_"));
   const int32_t width = kernel.axes[axis::kHeadDim];
-  if (kind == "forward" || kind == "decode") {
-    const auto& p = *static_cast<const ForwardParams*>(arguments[0]);
-    if (p.num_splits > 1) return "split keys";
-    forward(p, kernel);
-    return check_maps(arguments, kernel, {p.q, p.k, p.v, p.out});
+  if (kind == "combine" || kind.rfind("forward", 0) == 0 || kind.rfind("decode", 0) == 0)
+    return run_forward(kind, kernel, grid, arguments);
+  if (kind == "transpose_e4m3") {
+    const auto& p = *static_cast<const TransposeParams*>(arguments[0]);
+    transpose(p);
+    return text_of(grid * kernel.threads < int64_t{p.batch} * p.heads_kv * p.value_blocks * p.value_rows, "few threads");
   }
-  if (kind == "append") {
+  if (kind == "append" || kind == "append_e4m3") {
     const auto& p = *static_cast<const AppendParams*>(arguments[0]);
     if (grid * (kernel.threads / 32) < int64_t{2} * p.batch * p.new_keys * p.heads_kv) return "fewer warps than rows";
-    append(p);
+    if (kind == "append") {
+      append(p, [](void* cache, int64_t at, float value, int64_t, int64_t, int64_t) { store(cache, at, value); });
+      return "";
+    }
+    const auto& codes = *static_cast<const E4m3AppendParams*>(arguments[0]);
+    append(p, [&](void* cache, int64_t at, float value, int64_t number, int64_t page, int64_t head) {
+      const CacheScale& scale = cache == p.k_cache ? codes.k_scale : codes.v_scale;
+      static_cast<uint8_t*>(cache)[at] = code_of(value / scale_of(scale, number, page, head));
+    });
   } else if (kind == "row_dot") {
     const auto& p = *static_cast<const RowDotParams*>(arguments[0]);
     if (grid * kernel.threads < int64_t{4} * p.batch * p.heads * p.rows) return "fewer than four threads for a row";
     row_dots(p);
+  } else if (kind == "bias_gradient") {
+    const auto& p = *static_cast<const BiasGradientParams*>(arguments[0]);
+    const bool has_dropout = std::strcmp(kernel.variant, "dropout") == 0;
+    const int64_t tiles = ceil_div(p.rows, kernel.block_m) * ceil_div(p.keys, kernel.block_n);
+    if (grid != tiles * p.splits * p.batches * p.heads) return "not a block for each part";
+    bias_gradient(p, has_dropout ? &p.launched.dropout : nullptr, kernel);
   } else if (kind == "backward_dq" || kind == "backward_dkv") {
     const auto& p = *static_cast<const BackwardParams*>(arguments[0]);
+    const Dropout* dropout = is_dropout ? &static_cast<const DropoutBackwardParams*>(arguments[0])->dropout : nullptr;
     const bool is_dq = kind == "backward_dq";
     if (!kernel.is_persistent && grid < tiles(p, is_varlen, is_dq, is_dq ? kernel.block_m : kernel.block_n))
       return "fewer blocks than tiles";
     if (kernel.is_persistent && (p.tile_counter == nullptr || *p.tile_counter != 0)) return "no counter of tiles";
-    is_dq ? query_gradient(p, kernel) : key_value_gradient(p, kernel, nullptr, 0);
+    is_dq ? query_gradient(p, dropout, kernel) : key_value_gradient(p, dropout, kernel, nullptr, 0);
     if (is_dq) return check_maps(arguments, kernel, {p.q, p.k, p.v, p.dout, p.dq});
     return check_maps(arguments, kernel, {p.q, p.k, p.v, p.dout, p.dk, p.dv});
   } else if (kind == "backward_fused_prepare" || kind == "backward_fused_convert") {
@@ -385,10 +572,12 @@ std::string run_kernel(const host::Kernel& kernel, int64_t grid, void** argument
     }
     return run(*static_cast<const FusedQueryParams*>(arguments[0]), width);
   } else if (kind == "backward_fused") {
-    g_fused = *static_cast<const BackwardParams*>(arguments[0]);
-    if (g_fused.tile_counter == nullptr || *g_fused.tile_counter != 0) return "no counter of tiles";
-    key_value_gradient(g_fused, kernel, static_cast<float*>(g_fused.dq), g_rows_of_sums);
-    return check_maps(arguments, kernel, {g_fused.q, g_fused.k, g_fused.v, g_fused.dout, g_fused.dk, g_fused.dv});
+    const BackwardParams& p = g_fused.backward;
+    g_fused.backward = *static_cast<const BackwardParams*>(arguments[0]);
+    if (is_dropout) g_fused.dropout = static_cast<const DropoutBackwardParams*>(arguments[0])->dropout;
+    if (p.tile_counter == nullptr || *p.tile_counter != 0) return "no counter of tiles";
+    key_value_gradient(p, is_dropout ? &g_fused.dropout : nullptr, kernel, static_cast<float*>(p.dq), g_rows_of_sums);
+    return check_maps(arguments, kernel, {p.q, p.k, p.v, p.dout, p.dk, p.dv});
   } else {
     return "no loops for it";
   }

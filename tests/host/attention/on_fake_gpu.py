@@ -18,15 +18,27 @@ from torch import Tensor
 
 import flashmoe
 from flashmoe import _extension, operator
-from tests.attention import test_varlen_gradients, varlen_reference
-from tests.attention.gradients import autograd_gradients, plain_function
-from tests.attention.reference import Problem
-from tests.attention.varlen_reference import Band, Ragged, check_ragged
 
 LIBRARY = ctypes.CDLL(os.environ["FLASHMOE_LIBRARY"])
 LIBRARY.fake_log.restype = ctypes.c_char_p
 EVERY = operator.find_operators
+# This library has attention's operators; the others are known by name alone.
 operator.find_operators = lambda: tuple(o for o in EVERY() if o.schema or hasattr(torch.ops.flashmoe, o.name))
+
+from flashmoe.attn import bias_gradient, fp8  # noqa: E402
+from flashmoe_tools.operations.attention.reference import ScoreOptions  # noqa: E402
+from tests.attention import (  # noqa: E402
+    test_bias_gradient,
+    test_dropout,
+    test_e4m3,
+    test_fp8,
+    test_varlen_gradients,
+    varlen_reference,
+)
+from tests.attention.gradients import autograd_gradients, plain_function  # noqa: E402
+from tests.attention.reference import Problem  # noqa: E402
+from tests.attention.varlen_reference import Band, Ragged, check_ragged  # noqa: E402
+
 CUDA = torch._C.DispatchKeySet(torch._C.DispatchKey.CUDA)
 ON_A_GPU = torch.library.Library("flashmoe", "IMPL")
 DTYPE = torch.bfloat16
@@ -56,7 +68,8 @@ def poisoned_memory(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     torch.use_deterministic_algorithms(True)
     torch.utils.deterministic.fill_uninitialized_memory = True
     torch.manual_seed(1)
-    monkeypatch.setattr(varlen_reference, "assert_ran_here", lambda device: None)
+    for module in (varlen_reference, test_e4m3, test_fp8, test_dropout):
+        monkeypatch.setattr(module, "assert_ran_here", lambda device: None)
     yield
     torch.use_deterministic_algorithms(False)
 
@@ -201,3 +214,107 @@ def test_new_keys_go_behind_the_lengths(capability: int, page_size: int, head_di
             assert torch.equal(seen[sequence, :, length : length + 3], values[sequence])
             assert not seen[sequence, :, :length].any()
             assert not seen[sequence, :, length + 3 :].any()
+
+
+@pytest.mark.parametrize(
+    ("layout", "kind", "head_dim", "name"),
+    [
+        ("pages", "pages", 64, "plain"),
+        ("pages", "pages", 24, "rows"),
+        ("pages", "sequences", 40, "sinks"),
+        ("dense", "heads", 8, "window"),
+        ("dense", "one", 64, "one split"),
+        ("dense", "sequences", 48, "softcap"),
+    ],
+)
+def test_caches_of_codes(layout: str, kind: str, head_dim: int, name: str) -> None:
+    """As the CPU's own test: the bits of the dequantised cache, where scales are powers of two."""
+    begin(90)
+    case = test_e4m3.make(layout, kind, DTYPE, "cpu", head_dim=head_dim, **test_e4m3.OPTIONS[name])
+    for found, wanted in zip(case.call(has_codes=True), case.call(has_codes=False), strict=True):
+        assert (found - wanted).abs().nan_to_num().max() <= LIMIT
+        assert torch.equal(found.isfinite(), wanted.isfinite())
+    assert launched()[0] == "decode_e4m3"
+
+
+def test_codes_are_appended() -> None:
+    begin(90)
+    test_e4m3.test_appending_rounds_every_number(3.0, DTYPE, "cpu")
+    assert launched()[0] == "append_e4m3"
+
+
+@pytest.mark.parametrize(
+    ("shape", "scales", "causal"),
+    [
+        ((1, 2, 1, 65, 257, 64), 0, True),
+        ((2, 4, 2, 30, 128, 64), 1, False),
+        ((2, 3, 1, 29, 200, 72), 2, True),
+        ((2, 4, 2, 130, 140, 16), 3, True),
+        ((2, 2, 1, 129, 150, 24), 4, False),
+    ],
+)
+def test_products_of_codes(
+    shape: tuple[int, ...], scales: int, causal: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fp8, "_has_kernel", lambda device: True)
+    begin(90)
+    test_fp8.test_the_recurrence(shape, scales, causal, "cpu")
+    assert launched() == ["transpose_e4m3", "forward_e4m3"]
+
+
+@pytest.mark.parametrize(
+    ("capability", "sizes", "letters", "options", "dropout_p"),
+    [
+        (80, (2, 4, 2, 70, 33, 24, 24), "bhqk", ScoreOptions(causal=True), 0.0),
+        (90, (3, 4, 4, 30, 65, 24, 24), "1hqk", ScoreOptions(), 0.0),
+        (80, (2, 3, 1, 65, 70, 20, 36), "b1qk", ScoreOptions(window=(33, 5)), 0.0),
+        (90, (2, 2, 2, 70, 70, 64, 16), "1h1k", ScoreOptions(causal=True, softcap=2.0), 0.0),
+        (90, (2, 2, 1, 80, 75, 24, 24), "bhq1", ScoreOptions(scale=-0.2), 0.0),
+        (80, (2, 2, 2, 70, 66, 24, 24), "b111", ScoreOptions(), 0.0),
+        (90, (2, 4, 2, 33, 40, 24, 24), "qk", ScoreOptions(causal=True), 0.3),
+    ],
+)
+def test_gradients_of_a_mask(
+    capability: int,
+    sizes: tuple[int, ...],
+    letters: str,
+    options: ScoreOptions,
+    dropout_p: float,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(test_bias_gradient.DTYPES, "cpu", [DTYPE])
+    monkeypatch.setattr(bias_gradient, "_on_cpu", bias_gradient._by_kernels)
+    begin(capability)
+    test_bias_gradient.test_against_autograd("cpu", (sizes, letters, options, dropout_p))
+    assert "bias_gradient" in launched()
+
+
+@pytest.mark.parametrize(
+    ("capability", "case"),
+    [
+        (80, ((4, 2), 40, 50, 20, ScoreOptions(causal=True), "alibi")),
+        (90, ((4, 2), 50, 40, 24, ScoreOptions(causal=True), "alibi")),
+        (90, ((3, 3), 70, 30, 24, ScoreOptions(), "")),
+        (80, ((2, 1), 20, 65, 24, ScoreOptions(causal=True, softcap=15.0), "")),
+        (90, ((2, 2), 33, 60, 16, ScoreOptions(window=(33, 5)), "mask")),
+        (90, ((8, 2), 1, 70, 24, ScoreOptions(), "")),
+    ],
+)
+def test_dropout_and_its_gradients(capability: int, case: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(test_dropout.DTYPES, "cpu", [DTYPE])
+    begin(capability)
+    test_dropout.test_dense_attention_and_its_gradients("cpu", case)
+    assert "dropout" in launched()[0]
+
+
+@pytest.mark.parametrize("capability", CAPABILITIES)
+@pytest.mark.parametrize(("heads", "rows", "keys"), [((8, 8), 4, 1500), ((2, 1), 65, 1100), ((4, 2), 1, 700)])
+def test_divided_keys(capability: int, heads: tuple[int, int], rows: int, keys: int) -> None:
+    begin(capability)
+    for causal in (False, True):
+        q, k, v, _ = tensors(Problem(rows, keys, 16, *heads, 1, causal), "bshd")
+        out, lse = flashmoe.attention(q, k, v, causal=causal, return_lse=True)
+        expected, expected_lse = plain_function(Problem(rows, keys, 16, *heads, 1, causal))(q.double(), k.double(), v.double())
+        assert (out.double() - expected).abs().max() <= LIMIT
+        assert (lse.double() - expected_lse).abs().max() <= 1e-3
+    launched()
