@@ -23,7 +23,7 @@ for _unit in TABLES.units():
         UNITS.setdefault((_unit.row.operation, _unit.row.family, _unit.row.variant, _unit.dtype), []).append(_unit)
 CAPABILITIES = (75, 80, 86, 89, 90, 100, 120, 130)
 FEW_ROWS = 16
-DRAWS = 1200
+DRAWS = 3000
 
 
 @dataclass(frozen=True)
