@@ -79,14 +79,20 @@ extern "C" const char* ask(int index) {
   });
 }
 extern "C" const char* guard(long context) {
-  return told([&] { const ContextGuard one(reinterpret_cast<CUcontext>(context)); const ContextGuard two(reinterpret_cast<CUcontext>(context)); return std::string("held"); });
+  return told([&] {
+    const ContextGuard one(reinterpret_cast<CUcontext>(context)), two(reinterpret_cast<CUcontext>(context));
+    return std::string("held");
+  });
 }
 extern "C" const char* words(int result) { return told([&] { return describe(static_cast<CUresult>(result)); }); }
 extern "C" const char* stream(int index) {
   return told([&] { return std::to_string(reinterpret_cast<long>(current_stream(index))); });
 }
 extern "C" const char* newer() {
-  return told([&] { return std::string(driver().cuTensorMapEncodeTiled != nullptr ? "maps " : "") + (driver().cuLaunchKernelEx != nullptr ? "dependent" : ""); });
+  return told([&] {
+    const char* dependent = driver().cuLaunchKernelEx != nullptr ? "dependent" : "";
+    return std::string(driver().cuTensorMapEncodeTiled != nullptr ? "maps " : "") + dependent;
+  });
 }
 """
 ASK = """
@@ -118,7 +124,9 @@ class Asker:
         headers = [f"-I{CSRC}", f"-isystem{toolchain.torch_include}", f"-isystem{toolchain.cuda_include}"]
         shared = [toolchain.cxx, "-std=c++17", "-shared", "-fPIC", "-Wl,--exclude-libs,ALL"]
         subprocess.run(
-            [*shared, *headers, str(folder / "harness.cpp"), str(own), "-o", str(folder / "own.so")], check=True, timeout=120
+            [*shared, *headers, str(folder / "harness.cpp"), str(own), "-o", str(folder / "own.so")],
+            check=True,
+            timeout=120,
         )
         for place, name, text in (
             ("cuda", "libcuda.so.1", LIBCUDA),
@@ -128,7 +136,9 @@ class Asker:
             (folder / place).mkdir(exist_ok=True)
             (folder / "it.cpp").write_text(text)
             target = str(folder / place / name)
-            subprocess.run([*shared, str(folder / "it.cpp"), f"-Wl,-soname,{name}", "-o", target], check=True, timeout=60)
+            subprocess.run(
+                [*shared, str(folder / "it.cpp"), f"-Wl,-soname,{name}", "-o", target], check=True, timeout=60
+            )
 
     def __call__(
         self, *asked: tuple[str, int], fails: str = "", version: int = 12030, place: str = "cuda", torch: str = "torch"
@@ -217,11 +227,15 @@ def test_a_driver_that_is_too_old_or_not_there(ask: Asker) -> None:
     assert ask(("newer", 0), place="old", torch="")[0] == f"flashmoe:driver: {told}"
     found = ask(("newer", 0), place="none", torch="")[0]
     if found != "maps dependent":  # where this machine has no driver
-        assert found.startswith("flashmoe:driver: the CUDA driver library libcuda.so.1 cannot be loaded (libcuda.so.1: ")
+        assert found.startswith(
+            "flashmoe:driver: the CUDA driver library libcuda.so.1 cannot be loaded (libcuda.so.1: "
+        )
         assert found.endswith("or call with CPU tensors; `python -m flashmoe doctor` says more")
 
 
 def test_torchs_stream(ask: Asker) -> None:
     assert ask(("stream", 3))[0] == "903"
     assert ask(("stream", 7))[0] == "flashmoe:driver: torch gave no current stream for CUDA device 7"
-    assert ask(("stream", 3), torch="")[0].startswith("flashmoe:driver: torch's CUDA library (libtorch_cuda.so) is not loaded")
+    assert ask(("stream", 3), torch="")[0].startswith(
+        "flashmoe:driver: torch's CUDA library (libtorch_cuda.so) is not loaded"
+    )

@@ -34,7 +34,8 @@ uint8_t code_of(float value) {
 
 float scale_of(const CacheScale& scale, int64_t number, int64_t page, int64_t head) {
   if (scale.values == nullptr) return scale.factor;
-  return scale.factor * scale.values[(scale.is_of_pages != 0 ? page : number) * scale.stride + head * scale.head_stride];
+  return scale.factor *
+         scale.values[(scale.is_of_pages != 0 ? page : number) * scale.stride + head * scale.head_stride];
 }
 
 template <class Sequence>
@@ -65,8 +66,8 @@ void transpose(const TransposeParams& p) {
   for (int64_t at = 0; at < int64_t{p.batch} * p.heads_kv * p.value_blocks * p.value_rows * kKeysOfBlock; ++at) {
     const int64_t column = at / kKeysOfBlock % p.value_rows, block = at / kKeysOfBlock / p.value_rows;
     const int64_t key = block % p.value_blocks * kKeysOfBlock + at % kKeysOfBlock, head = block / p.value_blocks;
-    const int64_t from = head / p.heads_kv * p.v_stride.batch + head % p.heads_kv * p.v_stride.head +
-                         key * p.v_stride.row + column;
+    const int64_t from =
+        head / p.heads_kv * p.v_stride.batch + head % p.heads_kv * p.v_stride.head + key * p.v_stride.row + column;
     const bool is_there = key < p.keys && column < p.head_dim_v;
     static_cast<uint8_t*>(p.out)[at] = is_there ? static_cast<const uint8_t*>(p.v)[from] : 0;
   }

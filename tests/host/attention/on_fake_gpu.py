@@ -78,11 +78,16 @@ def begin(capability: int, multiprocessors: int = 132) -> None:
     LIBRARY.fake_gpu(capability, multiprocessors, False)
 
 
-def launched() -> list[str]:
-    """The operations since the GPU was chosen; nothing was wrong with them."""
+def launches() -> list[dict[str, Any]]:
+    """What was launched since the GPU was chosen; nothing was wrong with it."""
     found: list[dict[str, Any]] = [json.loads(line) for line in LIBRARY.fake_log().decode().splitlines()]
     assert [launch for launch in found if launch["problem"]] == []
-    return [launch["operation"].removeprefix("attention_").removeprefix("varlen_") for launch in found]
+    return found
+
+
+def launched() -> list[str]:
+    """The operations."""
+    return [launch["operation"].removeprefix("attention_").removeprefix("varlen_") for launch in launches()]
 
 
 def tensors(problem: Problem, layout: str) -> list[Tensor]:
@@ -253,9 +258,7 @@ def test_codes_are_appended() -> None:
         ((2, 2, 1, 129, 150, 24), 4, False),
     ],
 )
-def test_products_of_codes(
-    shape: tuple[int, ...], scales: int, causal: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_products_of_codes(shape: tuple[int, ...], scales: int, causal: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fp8, "_has_kernel", lambda device: True)
     begin(90)
     test_fp8.test_the_recurrence(shape, scales, causal, "cpu")
@@ -314,7 +317,55 @@ def test_divided_keys(capability: int, heads: tuple[int, int], rows: int, keys: 
     for causal in (False, True):
         q, k, v, _ = tensors(Problem(rows, keys, 16, *heads, 1, causal), "bshd")
         out, lse = flashmoe.attention(q, k, v, causal=causal, return_lse=True)
-        expected, expected_lse = plain_function(Problem(rows, keys, 16, *heads, 1, causal))(q.double(), k.double(), v.double())
+        expected, expected_lse = plain_function(Problem(rows, keys, 16, *heads, 1, causal))(
+            q.double(), k.double(), v.double()
+        )
         assert (out.double() - expected).abs().max() <= LIMIT
         assert (lse.double() - expected_lse).abs().max() <= 1e-3
     launched()
+
+
+def at(memory: Tensor, offset: int, shape: tuple[int, ...], row: int) -> Tensor:
+    """Of ``memory`` from an element on, rows ``row`` elements apart."""
+    strides = [row * math.prod(shape[axis + 1 : -1]) for axis in range(len(shape) - 1)]
+    return memory[offset:].as_strided(shape, (*strides, 1))
+
+
+@pytest.mark.parametrize("capability", CAPABILITIES)
+@pytest.mark.parametrize(("head_dim", "head_dim_v"), [(16, 16), (24, 8), (16, 1), (5, 7), (9, 40), (16, 129)])
+def test_tensors_are_copied_where_16_bytes_cannot_be_loaded_and_nowhere_else(
+    capability: int, head_dim: int, head_dim_v: int
+) -> None:
+    """Forward, ragged and dense, and backward: address, rows and columns in elements of two bytes."""
+    for offset, spare in ((0, 0), (8, 0), (4, 0), (0, 8), (0, 4)):
+        memory = torch.randn(2**17).to(DTYPE)
+        q = at(memory, offset, (2, 2, 30, head_dim), head_dim + spare)
+        k = at(memory, offset + 32768, (2, 2, 20, head_dim), head_dim + spare)
+        v = at(memory, offset + 65536, (2, 2, 20, head_dim_v), head_dim_v + spare)
+        grad_out = at(memory, offset + 98304, (2, 2, 30, head_dim_v), head_dim_v + spare)
+        inputs = [(tensor, width) for tensor, width in ((q, head_dim), (k, head_dim), (v, head_dim_v))]
+        stays = [offset % 8 == 0 and width % 8 == 0 and spare % 8 == 0 for _, width in inputs]
+        for is_dense in (True, False):
+            begin(capability)
+            names: dict[str, Any] = {} if is_dense and head_dim == head_dim_v else {"window": (25, 0)}
+            leaves = [tensor.detach().requires_grad_() for tensor in (q, k, v)]
+            out, lse = flashmoe.attention(*leaves, causal=True, return_lse=True, **names)
+            (forward,) = launches()
+            assert [one in forward["tensors"] for one in (t.data_ptr() for t, _ in inputs)] == stays, (offset, spare)
+            assert (out.data_ptr() in forward["tensors"]) is (head_dim_v % 8 == 0)
+            found = torch.autograd.grad(out, leaves, grad_out)
+            dq, dkv = launches()[1:]
+            assert (grad_out.data_ptr() in dkv["tensors"]) is (stays[2] and head_dim_v % 8 == 0)
+            for tensor, width, launch in zip(found, (head_dim, head_dim, head_dim_v), (dq, dkv, dkv), strict=True):
+                assert (tensor.data_ptr() in launch["tensors"]) is (width % 8 == 0)
+            wide = [tensor.detach().double().requires_grad_() for tensor in (q, k, v)]
+            seen = torch.ones(30, 20, dtype=torch.bool).tril(-10)
+            if names:
+                seen &= torch.ones(30, 20, dtype=torch.bool).triu(-10 - 25)
+            scores = (wide[0] @ wide[1].mT * head_dim**-0.5).masked_fill(~seen, -math.inf)
+            weights = torch.softmax(scores, -1).nan_to_num()
+            expected = weights @ wide[2]
+            assert (out.double() - expected).abs().max() <= LIMIT * expected.abs().max()
+            assert torch.equal(lse > -math.inf, seen.any(-1).expand(2, 2, 30))
+            for ours, wanted in zip(found, torch.autograd.grad(expected, wide, grad_out.double()), strict=True):
+                assert (ours.double() - wanted).abs().max() <= LIMIT * wanted.abs().max()
