@@ -76,6 +76,16 @@ def test_a_library_built_elsewhere_skips_the_build(tmp_path: Path) -> None:
         assert record_of(report, tmp_path, library)["commit"] == commit
 
 
+def test_a_build_that_was_not_given_runs(tmp_path: Path) -> None:
+    assert verdicts(run(tmp_path, step("build"))) == {"build": "PASS"}
+
+
+def test_a_warning_is_no_step_that_was_not_checked(tmp_path: Path) -> None:
+    report = run(tmp_path, step("one"), step("two", "WARN"), step("three", needs="checkout"))
+    told = [words.partition(":")[0] for words in report.data["not_checked"]]
+    assert told == ["three", "any kernel on a GPU"]
+
+
 def test_steps_that_pass(tmp_path: Path) -> None:
     report = run(tmp_path, step("one"), step("two", "WARN"))
     assert verdicts(report) == {"one": "PASS", "two": "WARN"}
