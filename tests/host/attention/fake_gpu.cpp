@@ -116,6 +116,13 @@ std::string run_kernel(const host::Kernel& kernel, int64_t grid, void** argument
   if (kind == "append" || kind == "append_e4m3") {
     const auto& p = *static_cast<const AppendParams*>(arguments[0]);
     if (grid * (kernel.threads / 32) < int64_t{2} * p.batch * p.new_keys * p.heads_kv) return "fewer warps than rows";
+    bool is_aligned = p.head_dim % 8 == 0 && p.head_dim_v % 8 == 0;
+    for (const void* tensor :
+         {static_cast<const void*>(p.k_cache), static_cast<const void*>(p.v_cache), p.k_new, p.v_new})
+      is_aligned = is_aligned && reinterpret_cast<uintptr_t>(tensor) % 16 == 0;
+    for (const Strides& stride : {p.k_cache_stride, p.v_cache_stride, p.k_new_stride, p.v_new_stride})
+      is_aligned = is_aligned && stride.batch % 8 == 0 && stride.head % 8 == 0 && stride.row % 8 == 0;
+    if ((p.is_aligned != 0) != is_aligned) return "rows said to lie otherwise than they do";
     if (kind == "append") {
       append(p, [](void* cache, int64_t at, float value, int64_t, int64_t, int64_t) { store(cache, at, value); });
       return "";

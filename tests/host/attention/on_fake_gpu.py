@@ -202,12 +202,15 @@ def test_ragged_by_the_fused_form() -> None:
 
 @pytest.mark.parametrize("capability", CAPABILITIES)
 @pytest.mark.parametrize("page_size", [0, 4, 16])
-@pytest.mark.parametrize("head_dim", [64, 59])
-def test_new_keys_go_behind_the_lengths(capability: int, page_size: int, head_dim: int) -> None:
-    """Into a dense cache or pages; those of the last sequence fill it."""
+@pytest.mark.parametrize(("head_dim", "spare", "offset"), [(64, 0, 0), (59, 0, 0), (56, 8, 0), (56, 4, 0), (64, 0, 4)])
+def test_new_keys_go_behind_the_lengths(
+    capability: int, page_size: int, head_dim: int, spare: int, offset: int
+) -> None:
+    """Into a dense cache or pages; those of the last sequence fill it. New rows lie apart, or begin anywhere."""
     begin(capability)
     lengths = torch.tensor([5, 0, 29], dtype=torch.int32)
-    new = [torch.randn(3, 2, 3, head_dim).to(DTYPE) for _ in range(2)]
+    own = (3, 2, 3, head_dim)
+    new = [at(torch.randn(2**11).to(DTYPE), offset * index, own, head_dim + spare * index) for index in range(2)]
     table = torch.randperm(3 * 32 // page_size).int().view(3, -1) if page_size else None
     shape = (3 * 32 // page_size, page_size, 2, head_dim) if page_size else (3, 2, 32, head_dim)
     caches = [torch.zeros(shape, dtype=DTYPE) for _ in range(2)]
