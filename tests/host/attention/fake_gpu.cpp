@@ -83,6 +83,10 @@ std::string run_forward(const std::string& kind, const host::Kernel& kernel, int
   const bool decodes = kind == "decode" || kind == "decode_e4m3";
   const std::string wrong = decodes ? check_partials(p, kernel, grid) : "";
   if (!wrong.empty()) return wrong;
+  if (p.head_dim > kernel.axes[axis::kHeadDim] ||
+      (kernel.axes[axis::kMask] < 0 && std::strcmp(kernel.variant, "v128") != 0 &&
+       p.head_dim_v > kernel.axes[axis::kHeadDim]))
+    return "a kernel for narrower heads";
   if (!decodes && kind != "decode_values") {
     const int64_t rows = kernel.axes[axis::kMask] < 0 && p.sequences.cu_seqlens_q != nullptr
                              ? ceil_div(p.sequences.rows_total, kernel.block_m)
@@ -146,6 +150,7 @@ std::string run_kernel(const host::Kernel& kernel, int64_t grid, void** argument
     const auto& p = *static_cast<const BackwardParams*>(arguments[0]);
     const Dropout* dropout = is_dropout ? &static_cast<const DropoutBackwardParams*>(arguments[0])->dropout : nullptr;
     const bool is_dq = kind == "backward_dq";
+    if (std::max(p.head_dim, width_v(p, kernel)) > width) return "a kernel for narrower heads";
     if (!kernel.is_persistent && grid < tiles(p, is_varlen, is_dq, is_dq ? kernel.block_m : kernel.block_n))
       return "fewer blocks than tiles";
     if (kernel.is_persistent && (p.tile_counter == nullptr || *p.tile_counter != 0)) return "no counter of tiles";

@@ -335,7 +335,7 @@ def at(memory: Tensor, offset: int, shape: tuple[int, ...], row: int) -> Tensor:
 
 
 @pytest.mark.parametrize("capability", CAPABILITIES)
-@pytest.mark.parametrize(("head_dim", "head_dim_v"), [(16, 16), (24, 8), (16, 1), (5, 7), (9, 40), (16, 129)])
+@pytest.mark.parametrize(("head_dim", "head_dim_v"), [(16, 16), (72, 8), (16, 1), (5, 7), (9, 40), (16, 129)])
 def test_tensors_are_copied_where_16_bytes_cannot_be_loaded_and_nowhere_else(
     capability: int, head_dim: int, head_dim_v: int
 ) -> None:
@@ -372,3 +372,34 @@ def test_tensors_are_copied_where_16_bytes_cannot_be_loaded_and_nowhere_else(
             assert torch.equal(lse > -math.inf, seen.any(-1).expand(2, 2, 30))
             for ours, wanted in zip(found, torch.autograd.grad(expected, wide, grad_out.double()), strict=True):
                 assert (ours.double() - wanted).abs().max() <= LIMIT * wanted.abs().max()
+
+
+@pytest.mark.parametrize("capability", CAPABILITIES)
+def test_keys_that_all_heads_share(capability: int) -> None:
+    """A stride of 0: sm80's kernels read it where it is, a copy engine does not."""
+    begin(capability)
+    q, grad_out = (torch.randn(2, 4, 65, 16).to(DTYPE) for _ in range(2))
+    k, v = (torch.randn(2, 1, 70, 16).to(DTYPE).expand(2, 4, 70, 16) for _ in range(2))
+    leaves = [tensor.detach().requires_grad_() for tensor in (q, k, v)]
+    found = torch.autograd.grad(flashmoe.attention(*leaves), leaves, grad_out)
+    expected = autograd_gradients(
+        plain_function(Problem(65, 70, 16, 4, 4, 2)), (q, k, v), torch.float64, grad_out, None
+    )
+    for ours, wanted in zip(found, expected, strict=True):
+        assert (ours.double() - wanted).abs().max() <= LIMIT * wanted.abs().max()
+    uses_maps = {launch["symbol"].split("_sm")[1][:2] for launch in launches()}
+    assert (k.data_ptr() in launches()[-1]["tensors"]) is (uses_maps == {"80"})
+
+
+def test_lengths_are_looked_at_where_that_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    q = torch.randn(9, 2, 16).to(DTYPE)
+    for ends, words in (([0, 6, 5, 9], "from 6 to 5"), ([0, 4, 6, 9], "")):
+        begin(90)
+        lengths = torch.tensor(ends, dtype=torch.int32)
+        for asked in ("0", "1"):
+            monkeypatch.setenv("FLASHMOE_CHECK_VALUES", asked)
+            if asked == "1" and words:
+                with pytest.raises(flashmoe.errors.ArgumentError, match=words):
+                    flashmoe.attention_varlen(q, q, q, lengths, lengths, 9, 9)
+            elif not words:
+                flashmoe.attention_varlen(q, q, q, lengths, lengths, 9, 9)

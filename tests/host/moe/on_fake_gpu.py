@@ -274,6 +274,24 @@ def test_the_layer_with_scaled_weights(x_is_quantised: bool, tokens: int) -> Non
     assert (out - expected).norm() < 0.05 * expected.norm()
 
 
+def test_what_routing_is_told() -> None:
+    logits, bias = torch.randn(5, 96)[:, :64], torch.randn(64)
+    options = {"groups": 8, "topk_groups": 3, "renormalize": False, "scale": 2.5}
+    flashmoe.topk_route(logits, 4, scoring="sigmoid", bias=bias, **options)
+    flashmoe.topk_route(logits.bfloat16().contiguous(), 2)
+    sigmoid, softmax = (launch["factors"] for launch in launches())
+    assert (sigmoid[0], *sigmoid[3:]) == (96, 5, 64, 4, 8, 3, 0, 2.5, 1)
+    assert (softmax[0], *softmax[3:]) == (64, 5, 64, 2, 1, 1, 1, 1, 0)
+    assert (sigmoid[1] == softmax[1], sigmoid[2] == softmax[2]) == (False, False)
+
+
+def test_no_rows_are_no_product() -> None:
+    offsets = torch.tensor([0, 0], dtype=torch.int32)
+    out = flashmoe.grouped_mm(torch.zeros(0, 16).bfloat16(), torch.zeros(2, 16, 8).bfloat16(), offsets)
+    assert out.shape == (0, 8)
+    assert launches() == []
+
+
 def lies(values: Tensor, offset: int, spare: int) -> Tensor:
     """The same values from an element of their memory on, rows ``spare`` elements apart."""
     *batch, rows, columns = values.shape
