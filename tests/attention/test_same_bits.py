@@ -131,5 +131,7 @@ def test_what_consistent_takes(device: str) -> None:
     lengths = _ints(device, 5)
     with pytest.raises(ArgumentError, match=r"0 to 32 \(leave it out where consistent is True\); found 4$"):
         flashmoe.attention_with_kvcache(q, q, q, cache_seqlens=lengths, num_splits=4, consistent=True)
-    with pytest.raises(ArgumentError, match=r"num_splits must be from 0 to 32 \(0 lets the kernels choose\); found -1$"):
+    with pytest.raises(
+        ArgumentError, match=r"num_splits must be from 0 to 32 \(0 lets the kernels choose\); found -1$"
+    ):
         flashmoe.attention_with_kvcache(q, q, q, cache_seqlens=lengths, num_splits=-1)

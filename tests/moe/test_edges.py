@@ -90,6 +90,7 @@ def test_gradients_of_nothing_are_nothing() -> None:
 
 def test_the_most_that_routing_takes() -> None:
     """32 experts a token, 32 groups, 1024 experts; one more of each is refused."""
+    options: dict[str, Any]
     for experts, k, options in (
         (1024, 32, {}),
         (64, 32, {}),
@@ -111,5 +112,7 @@ def test_the_most_that_routing_takes() -> None:
 def test_what_to_convert_to_is_told() -> None:
     x, w13, w2 = torch.randn(2, 8).bfloat16(), torch.randn(3, 16, 8), torch.randn(3, 8, 8).bfloat16()
     ids = torch.zeros(2, 1, dtype=torch.int32)
-    with pytest.raises(DtypeError, match=r"w13 is float32; x's bfloat16 is needed; convert it with w13\.to\(x\.dtype\)"):
+    with pytest.raises(
+        DtypeError, match=r"w13 is float32; x's bfloat16 is needed; convert it with w13\.to\(x\.dtype\)"
+    ):
         flashmoe.fused_moe(x, w13, w2, torch.ones(2, 1), ids)

@@ -276,7 +276,7 @@ def test_the_layer_with_scaled_weights(x_is_quantised: bool, tokens: int) -> Non
 
 def test_what_routing_is_told() -> None:
     logits, bias = torch.randn(5, 96)[:, :64], torch.randn(64)
-    options = {"groups": 8, "topk_groups": 3, "renormalize": False, "scale": 2.5}
+    options: dict[str, Any] = {"groups": 8, "topk_groups": 3, "renormalize": False, "scale": 2.5}
     flashmoe.topk_route(logits, 4, scoring="sigmoid", bias=bias, **options)
     flashmoe.topk_route(logits.bfloat16().contiguous(), 2)
     sigmoid, softmax = (launch["factors"] for launch in launches())
