@@ -342,6 +342,7 @@ def test_a_graph_reads_new_lengths() -> None:
         ({"k_scale": torch.ones(2, device="meta")}, DeviceError, "found meta"),
         ({"q": torch.zeros(2, 4, 1, 64)}, DtypeError, "found torch.float32"),
         ({"v_cache": torch.zeros(4, 8, 2, 64).half()}, DtypeError, "torch.float8_e4m3fn and torch.float16"),
+        ({"k_cache": torch.zeros(4, 8, 2, 64).half(), "k_scale": 2.0}, (DtypeError, ArgumentError), "torch.float16"),
         ({"v_scale": torch.ones(4, 1, 2, 1)}, ArgumentError, "multiple of 16 keys; found 8"),
         ({"alibi_slopes": torch.ones(4)}, ArgumentError, "alibi_slopes with keys of torch.float8_e4m3fn"),
         ({"q": torch.zeros(2, 4, 1, 64, requires_grad=True).half()}, DifferentiationError, "no gradient"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -159,6 +160,15 @@ def test_functionalize(function: Function, tensors: tuple[Tensor, Tensor, Tensor
         return function(q.mul_(2), k, v)
 
     torch.testing.assert_close(functionalize(changes_its_input)(q.clone()), function(2 * q, k, v))
+
+
+@pytest.mark.parametrize("options", [{"dropout_p": 0.5}, {"window": (5, 0)}, {"softcap": 2.0}], ids=str)
+def test_functionalize_takes_options(options: dict[str, Any], tensors: tuple[Tensor, Tensor, Tensor]) -> None:
+    if "dropout_p" in options:
+        options = {**options, "rng_state": torch.tensor([3, 0], device=tensors[0].device)}
+    wanted = flashmoe.attention(*tensors, **options)
+    found = functionalize(lambda q, k, v: flashmoe.attention(q.add_(0), k, v, **options))(*tensors)
+    assert torch.equal(found, wanted)
 
 
 def test_errors_under_transforms_speak_of_the_callers_tensors(tensors: tuple[Tensor, Tensor, Tensor]) -> None:

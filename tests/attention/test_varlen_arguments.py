@@ -277,6 +277,35 @@ def test_wrong_arguments(name: str, device: str) -> None:
     assert str(described.value) == str(called) == str(explain_varlen(raised.value, Varlen(**arguments)))
 
 
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"num_splits": 32},
+        {"num_splits": 0},
+        {"softcap": 4096.0},
+        {"max_seqlen_q": 2**30 - 1},
+        {"max_seqlen_k": 2**30 - 1},
+        {"window_left": -1, "window_right": -1},
+        {"window_left": 0, "window_right": 0},
+        {"scale": -2.0e38},
+    ],
+    ids=str,
+)
+def test_the_last_value_that_is_taken(change: dict[str, Any], device: str) -> None:
+    arguments = {**_ragged(device), **change}
+    check("attention_varlen_forward", arguments.values())
+    _operator(**arguments)
+
+
+@pytest.mark.parametrize("window", [(3, -2), (-2, 3)])
+@pytest.mark.parametrize("causal", [False, True])
+def test_no_side_of_a_window_is_below_minus_one(window: tuple[int, int], causal: bool, device: str) -> None:
+    given = _ragged(device)
+    lengths = [given[name] for name in ("q", "k", "v", "cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")]
+    with pytest.raises(ArgumentError, match=r"window.* found \(.*-2"):
+        flashmoe.attention_varlen(*lengths, causal=causal, window=window)
+
+
 # What only the numbers tell: on a GPU with FLASHMOE_CHECK_VALUES=1.
 NUMBERS: dict[str, tuple[Callable[[str], dict[str, Any]], Callable[[str], dict[str, Any]], str]] = {
     "decreasing": (_ragged, lambda device: {"cu_seqlens_q": _ints(device, 0, 6, 5, 14)}, "from 6 to 5 at sequence 1"),

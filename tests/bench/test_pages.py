@@ -7,6 +7,7 @@ import sys
 from functools import cache
 from html.parser import HTMLParser
 from pathlib import Path
+from typing import Any
 from xml.etree import ElementTree as ET
 
 import pytest
@@ -14,7 +15,7 @@ import pytest
 from flashmoe.__main__ import main
 from flashmoe.errors import ExitCode, ReportError
 from flashmoe_tools.bench.index import write_index
-from flashmoe_tools.bench.markdown import bench_markdown
+from flashmoe_tools.bench.markdown import bench_markdown, number
 from flashmoe_tools.bench.page import COLOURS, MARKERS, draw, flatten, render_page
 from flashmoe_tools.report import Check, Report, Verdict, write_report
 from tests.bench.synthetic import synthetic_report
@@ -163,3 +164,86 @@ def test_an_index_lists_every_report_and_links_its_page(tmp_path: Path, capsys: 
     assert "<svg" in (tmp_path / "deep" / "bench.html").read_text()
     with pytest.raises(ReportError, match="no report"):
         write_index(tmp_path / "nothing")
+
+
+def _cell(key: str, **others: Any) -> dict[str, Any]:
+    return {"case": {"key": key}, "summaries": {}, "comparisons": [], "verification": {}, **others}
+
+
+@pytest.mark.parametrize("device", ["cuda", "cpu"])
+def test_the_whole_text_of_a_report(device: str) -> None:
+    row = {"subject": "ours", "baseline": "sdpa", "ratio": 1.2345, "interval": [1.2, 1.26], "verdict": "FASTER"}
+    times = {"ours": {"median_us": 123.4, "tflops": 0.456}, "sdpa": {"median_us": 12.34, "tflops": 0.0567}}
+    data: dict[str, Any] = {
+        "suite": {"title": "A suite"},
+        "contenders": [{"name": "ours", "ours": True}, {"name": "sdpa", "ours": False}],
+        "settings": {"device": device, "timing": "events"},
+        "cells": [
+            _cell("a", summaries=times, comparisons=[row], load={"sdpa": {"sm_clock": 1755.0, "power": 99.96}}),
+            _cell("b", verification={"ours": {"passed": False}, "sdpa": {"passed": True}}, yardsticks={"plain": 1}),
+            _cell("c", comparisons=[{**row, "interval": [1.2, None], "verdict": "AMBIGUOUS"}]),
+        ],
+        "aggregates": [
+            {"subject": "ours", "baseline": "sdpa", "geometric_mean": 1.1, "interval": [1.0, 1.2], "worst": 0.9,
+             "worst_case": "c", "cells": 2, "verdicts": {"FASTER": 1, "SAME": 3}},
+            {"subject": "ours", "baseline": "other", "geometric_mean": 1.1, "interval": [1.0, None], "worst": 0.9,
+             "worst_case": "a", "cells": 1, "verdicts": {"SLOWER": 1}},
+        ],
+        "call_shares": [
+            {"subject": "ours", "baseline": "sdpa", "geometric_mean": 0.5, "worst": 0.75, "worst_case": "a", "cells": 2}
+        ],
+    }  # fmt: skip
+    checks = (
+        Check("x", Verdict.FAIL, "bad"), Check("y", Verdict.WARN, "odd"), Check("z", Verdict.PASS, "fine"),
+        Check("s", Verdict.SKIP, "not here"), Check("t", Verdict.SKIP, "not here"),
+    )  # fmt: skip
+    environment = {
+        "gpu": {"name": "a GPU"} if device == "cuda" else None,
+        "processor": "a CPU",
+        "packages": {"torch": "2.11"},
+    }
+    lines = bench_markdown(Report("bench", checks, data, environment, (), "2031-01-02", 61.4)).splitlines()
+    unit, ours, base = ("TFLOP/s", "0.46", "0.06") if device == "cuda" else ("GFLOP/s", "456", "56.7")
+    assert lines == [
+        "## A suite",
+        "",
+        f"FAIL on {'a GPU' if device == 'cuda' else 'a CPU'}, torch 2.11, 61 s, 2031-01-02",
+        "",
+        f"| case | ours us ({unit}) | sdpa us ({unit}) | ours / sdpa |",
+        "| --- | --- | --- | --- |",
+        f"| a | 123 ({ours}) | 12.3 ({base}) 1755 MHz 100.0 W | 1.234 [1.200, 1.260] + |",
+        "| b | WRONG | - | - |",
+        "| c | - | - | 1.234 ? |",
+        "",
+        "Ratio: baseline time / ours, above 1 is faster, with a 95% interval; + FASTER, - SLOWER, = SAME, ? AMBIGUOUS.",
+        "plain: without what a case does to its scores; ratios are of TFLOP/s of visible work.",
+        "",
+        "| ratio | geometric mean | worst | worst case | cells | verdicts |",
+        "| --- | --- | --- | --- | --- | --- |",
+        "| ours / sdpa | 1.100 [1.000, 1.200] | 0.900 | c | 2 | 1 FASTER, 3 SAME |",
+        "| ours / other | 1.100 | 0.900 | a | 1 | 1 SLOWER |",
+        "",
+        "| CPU time of a call | share, geometric mean | worst | worst case | cells |",
+        "| --- | --- | --- | --- | --- |",
+        "| ours of sdpa | 0.500 | 0.750 | a | 2 |",
+        "",
+        "- FAIL x: bad",
+        "- WARN y: odd",
+        "- SKIP: 2 of 5 checks proved nothing (not supported here, or not reached)",
+    ]
+    data["settings"]["timing"] = "call"
+    data |= {"partial": "stopped", "aggregates": [], "call_shares": [], "cells": data["cells"][:1]}
+    environment |= {"forced_family": "sm80"}
+    text = bench_markdown(Report("bench", (), data, environment, (), "2031-01-02", 0.0)).splitlines()
+    assert text[2].endswith("0 s, 2031-01-02, our sm80 kernels forced. PARTIAL: stopped")
+    assert text[4:7:2] == [
+        "| case | ours us (CPU time) | sdpa us (CPU time) | ours / sdpa |",
+        "| a | 123 | 12.3 | 1.234 [1.200, 1.260] + |",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("value", "text"), [(None, "-"), (100.0, "100"), (99.96, "100.0"), (10.0, "10.0"), (9.994, "9.99"), (0.0, "0.00")]
+)
+def test_three_digits(value: float | None, text: str) -> None:
+    assert number(value) == text

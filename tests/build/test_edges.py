@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from flashmoe.errors import BuildError
-from flashmoe_build.compile import archs, build, device, host, jobs, nvrtc, toolchain
+from flashmoe_build.compile import archs, build, device, host, jobs, nvrtc, resources, toolchain
 from flashmoe_build.compile.build import _announce, _checks, _summary
 from flashmoe_build.compile.cache import Cache
 from flashmoe_build.compile.codegen import PlacedBinary, index_json
@@ -343,3 +343,31 @@ def test_progress_says_what_came_from_the_cache(monkeypatch: pytest.MonkeyPatch,
     )
     assert said == ["3", "a.cpp cached", "b.cpp compiled"]
     assert library.name == "2.so"
+
+
+def test_resources_are_held_against_each_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """At the limit nothing is said, one above it all is."""
+    tables = load_tables()
+    unit = next(unit for unit in tables.units(("sm_90a",)) if unit.row.threads == 128)
+    gpu = tables.gpu(unit.target.gpus[0])
+    fits = resources.Resources("k", gpu.registers_per_block // 128 // 8 * 8, 0, 0, 0, 0)
+    assert gpu.registers_per_block % (128 * 8) == 0
+    room = gpu.smem_per_block_optin - unit.row.smem_bytes(unit.dtype)
+
+    def said(**changes: int) -> list[tuple[str, str]]:
+        found = resources._limits(unit, replace(fits, **changes), tables)
+        return [(finding.kind, finding.text) for finding in found]
+
+    assert said() == said(static_shared=min(room, tables.smem_static_limit)) == []
+    assert said(spill_stores=4) == [("spill", "k spills 4 bytes of stores, 0 of loads")]
+    assert said(spill_loads=8) == [("spill", "k spills 0 bytes of stores, 8 of loads")]
+    assert said(stack=16) == [("local_memory", "k has 16 bytes per thread in local memory")]
+    more = gpu.registers_per_block + 8 * 128
+    told = f"k needs {more} registers per block; {gpu.name} has {gpu.registers_per_block}"
+    assert said(registers=fits.registers + 1) == [("resources", told)]
+    static = tables.smem_static_limit + 1
+    told = f"k needs {static} bytes of static shared memory; any GPU has {static - 1}"
+    assert said(static_shared=static)[0] == ("resources", told)
+    own = gpu.smem_per_block_optin + 1
+    told = f"k needs {own} bytes of shared memory a block; {gpu.name} has {own - 1}"
+    assert said(static_shared=room + 1)[-1] == ("resources", told)

@@ -76,6 +76,16 @@ def test_a_library_built_elsewhere_skips_the_build(tmp_path: Path) -> None:
         assert record_of(report, tmp_path, library)["commit"] == commit
 
 
+def test_a_build_that_was_not_given_runs(tmp_path: Path) -> None:
+    assert verdicts(run(tmp_path, step("build"))) == {"build": "PASS"}
+
+
+def test_a_warning_is_no_step_that_was_not_checked(tmp_path: Path) -> None:
+    report = run(tmp_path, step("one"), step("two", "WARN"), step("three", needs="checkout"))
+    told = [words.partition(":")[0] for words in report.data["not_checked"]]
+    assert told == ["three", "any kernel on a GPU"]
+
+
 def test_steps_that_pass(tmp_path: Path) -> None:
     report = run(tmp_path, step("one"), step("two", "WARN"))
     assert verdicts(report) == {"one": "PASS", "two": "WARN"}
@@ -401,3 +411,50 @@ def test_loading_is_judged_in_words(monkeypatch: pytest.MonkeyPatch, tmp_path: P
     monkeypatch.setattr("sys.argv", ["load", "--json", str(tmp_path / "load.json")])
     assert load_main() == ExitCode.FAILED
     assert read_report(tmp_path / "load.json").kind == "load"
+
+
+@pytest.mark.parametrize("rate", [0.0, 1.8])
+def test_the_whole_text_of_a_run(rate: float) -> None:
+    rows = [
+        {"name": "import", "verdict": "PASS", "seconds": 1.25, "cost": 0.00063, "found": "2 PASS"},
+        {"name": "emulation", "verdict": "FAIL", "seconds": 1061.0, "cost": 0.53, "found": "1 FAIL\nmore of it"},
+    ]
+    checks = (
+        Check("emulation", Verdict.FAIL, "1 FAIL", why="it is wrong", next_step="mend it"),
+        Check("import", Verdict.PASS, "fine"),
+    )
+    data: dict[str, Any] = {"steps": rows, "rate_per_hour": rate, "cost": 0.5306, "budget_seconds": 1800.0}
+    data |= {"known_good": [], "unproven": ["emulation"], "not_checked": ["tests (./nox -s gate)"]}
+    text = cli.render(Report("gate", checks, data, {}, (), "", 1062.4))
+    costs, total = (["     cost", "   0.0006", "   0.5300"], ", cost 0.5306") if rate else ([""] * 3, "")
+    assert text.splitlines() == [
+        f"stage      verdict  seconds{costs[0]}  checks",
+        f"import     PASS         1.2{costs[1]}  2 PASS",
+        f"emulation  FAIL      1061.0{costs[2]}  1 FAIL",
+        f"gate FAIL: 1062 of 1800 s{total}",
+        "known good: nothing (emulation has to pass first)",
+        "not checked: tests (./nox -s gate)",
+        "stopped at emulation: 1 FAIL",
+        "why: it is wrong",
+        "next: mend it",
+    ]
+    data |= {"known_good": ["import", "emulation"], "unproven": [], "not_checked": []}
+    assert cli.render(Report("gate", (), data, {}, (), "", 1.0)).splitlines()[4:] == ["known good: import, emulation"]
+
+
+@pytest.mark.parametrize("told", ["environment", "data"])
+def test_what_a_run_with_a_gpu_and_one_that_did_nothing_leave_unsaid(tmp_path: Path, told: str) -> None:
+    words = "any kernel on a GPU: there is none here"
+    assert words not in pipeline(tmp_path, step("one")).not_checked  # nothing ran
+    ran = pipeline(tmp_path, step("one"))
+    ran.run()
+    assert ran.not_checked == [words]
+    own = '"environment": {' if told == "environment" else '"data": {'
+    comma = "" if told == "environment" else ", "
+    gpu = '"gpu": {"name": "a GPU", "capability": "9.0"}' + comma
+    (tmp_path / "write.py").write_text(WRITE.replace(own, own + gpu))
+    seen = Pipeline(ran.steps, ran.paths, 60.0, 0.0, every=ran.steps)
+    report = seen.run()
+    assert seen.not_checked == []
+    record = record_of(report, tmp_path)
+    assert (record["architecture"], record["device"]) == ("sm90", "a GPU")

@@ -10,7 +10,7 @@ import torch
 
 import flashmoe
 import flashmoe.moe
-from flashmoe.errors import ArgumentError
+from flashmoe.errors import ArgumentError, DtypeError, FlashmoeError
 from flashmoe.moe import autograd, fake, rules, scaled
 from flashmoe.moe.packed import BLOCK_BYTES, SIDE
 
@@ -86,3 +86,33 @@ def test_gradients_of_nothing_are_nothing() -> None:
     with pytest.raises(ArgumentError, match="called with keep=False"):
         autograd._layer_gradient(backward, ctx, torch.zeros(1))
     assert autograd.route_gradient(ctx, None) == (None,) * len(autograd.Routing._fields)
+
+
+def test_the_most_that_routing_takes() -> None:
+    """32 experts a token, 32 groups, 1024 experts; one more of each is refused."""
+    options: dict[str, Any]
+    for experts, k, options in (
+        (1024, 32, {}),
+        (64, 32, {}),
+        (64, 2, {"groups": 32, "topk_groups": 32}),
+        (64, 2, {"groups": 32, "topk_groups": 1}),
+    ):
+        weights, ids = flashmoe.topk_route(torch.randn(3, experts), k, **options)
+        assert weights.shape == ids.shape == (3, k)
+    for experts, k, options in (
+        (1056, 2, {}),
+        (1024, 33, {}),
+        (66, 2, {"groups": 33, "topk_groups": 33}),
+        (64, 3, {"groups": 32, "topk_groups": 1}),
+    ):
+        with pytest.raises(FlashmoeError):
+            flashmoe.topk_route(torch.randn(3, experts), k, **options)
+
+
+def test_what_to_convert_to_is_told() -> None:
+    x, w13, w2 = torch.randn(2, 8).bfloat16(), torch.randn(3, 16, 8), torch.randn(3, 8, 8).bfloat16()
+    ids = torch.zeros(2, 1, dtype=torch.int32)
+    with pytest.raises(
+        DtypeError, match=r"w13 is float32; x's bfloat16 is needed; convert it with w13\.to\(x\.dtype\)"
+    ):
+        flashmoe.fused_moe(x, w13, w2, torch.ones(2, 1), ids)

@@ -18,15 +18,27 @@ from torch import Tensor
 
 import flashmoe
 from flashmoe import _extension, operator
-from tests.attention import test_varlen_gradients, varlen_reference
-from tests.attention.gradients import autograd_gradients, plain_function
-from tests.attention.reference import Problem
-from tests.attention.varlen_reference import Band, Ragged, check_ragged
 
 LIBRARY = ctypes.CDLL(os.environ["FLASHMOE_LIBRARY"])
 LIBRARY.fake_log.restype = ctypes.c_char_p
 EVERY = operator.find_operators
+# This library has attention's operators; the others are known by name alone.
 operator.find_operators = lambda: tuple(o for o in EVERY() if o.schema or hasattr(torch.ops.flashmoe, o.name))
+
+from flashmoe.attn import bias_gradient, fp8  # noqa: E402
+from flashmoe_tools.operations.attention.reference import ScoreOptions  # noqa: E402
+from tests.attention import (  # noqa: E402
+    test_bias_gradient,
+    test_dropout,
+    test_e4m3,
+    test_fp8,
+    test_varlen_gradients,
+    varlen_reference,
+)
+from tests.attention.gradients import autograd_gradients, plain_function  # noqa: E402
+from tests.attention.reference import Problem  # noqa: E402
+from tests.attention.varlen_reference import Band, Ragged, check_ragged  # noqa: E402
+
 CUDA = torch._C.DispatchKeySet(torch._C.DispatchKey.CUDA)
 ON_A_GPU = torch.library.Library("flashmoe", "IMPL")
 DTYPE = torch.bfloat16
@@ -56,7 +68,8 @@ def poisoned_memory(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     torch.use_deterministic_algorithms(True)
     torch.utils.deterministic.fill_uninitialized_memory = True
     torch.manual_seed(1)
-    monkeypatch.setattr(varlen_reference, "assert_ran_here", lambda device: None)
+    for module in (varlen_reference, test_e4m3, test_fp8, test_dropout):
+        monkeypatch.setattr(module, "assert_ran_here", lambda device: None)
     yield
     torch.use_deterministic_algorithms(False)
 
@@ -65,11 +78,16 @@ def begin(capability: int, multiprocessors: int = 132) -> None:
     LIBRARY.fake_gpu(capability, multiprocessors, False)
 
 
-def launched() -> list[str]:
-    """The operations since the GPU was chosen; nothing was wrong with them."""
+def launches() -> list[dict[str, Any]]:
+    """What was launched since the GPU was chosen; nothing was wrong with it."""
     found: list[dict[str, Any]] = [json.loads(line) for line in LIBRARY.fake_log().decode().splitlines()]
     assert [launch for launch in found if launch["problem"]] == []
-    return [launch["operation"].removeprefix("attention_").removeprefix("varlen_") for launch in found]
+    return found
+
+
+def launched() -> list[str]:
+    """The operations."""
+    return [launch["operation"].removeprefix("attention_").removeprefix("varlen_") for launch in launches()]
 
 
 def tensors(problem: Problem, layout: str) -> list[Tensor]:
@@ -184,12 +202,15 @@ def test_ragged_by_the_fused_form() -> None:
 
 @pytest.mark.parametrize("capability", CAPABILITIES)
 @pytest.mark.parametrize("page_size", [0, 4, 16])
-@pytest.mark.parametrize("head_dim", [64, 59])
-def test_new_keys_go_behind_the_lengths(capability: int, page_size: int, head_dim: int) -> None:
-    """Into a dense cache or pages; those of the last sequence fill it."""
+@pytest.mark.parametrize(("head_dim", "spare", "offset"), [(64, 0, 0), (59, 0, 0), (56, 8, 0), (56, 4, 0), (64, 0, 4)])
+def test_new_keys_go_behind_the_lengths(
+    capability: int, page_size: int, head_dim: int, spare: int, offset: int
+) -> None:
+    """Into a dense cache or pages; those of the last sequence fill it. New rows lie apart, or begin anywhere."""
     begin(capability)
     lengths = torch.tensor([5, 0, 29], dtype=torch.int32)
-    new = [torch.randn(3, 2, 3, head_dim).to(DTYPE) for _ in range(2)]
+    own = (3, 2, 3, head_dim)
+    new = [at(torch.randn(2**11).to(DTYPE), offset * index, own, head_dim + spare * index) for index in range(2)]
     table = torch.randperm(3 * 32 // page_size).int().view(3, -1) if page_size else None
     shape = (3 * 32 // page_size, page_size, 2, head_dim) if page_size else (3, 2, 32, head_dim)
     caches = [torch.zeros(shape, dtype=DTYPE) for _ in range(2)]
@@ -201,3 +222,184 @@ def test_new_keys_go_behind_the_lengths(capability: int, page_size: int, head_di
             assert torch.equal(seen[sequence, :, length : length + 3], values[sequence])
             assert not seen[sequence, :, :length].any()
             assert not seen[sequence, :, length + 3 :].any()
+
+
+@pytest.mark.parametrize(
+    ("layout", "kind", "head_dim", "name"),
+    [
+        ("pages", "pages", 64, "plain"),
+        ("pages", "pages", 24, "rows"),
+        ("pages", "sequences", 40, "sinks"),
+        ("dense", "heads", 8, "window"),
+        ("dense", "one", 64, "one split"),
+        ("dense", "sequences", 48, "softcap"),
+    ],
+)
+def test_caches_of_codes(layout: str, kind: str, head_dim: int, name: str) -> None:
+    """As the CPU's own test: the bits of the dequantised cache, where scales are powers of two."""
+    begin(90)
+    case = test_e4m3.make(layout, kind, DTYPE, "cpu", head_dim=head_dim, **test_e4m3.OPTIONS[name])
+    for found, wanted in zip(case.call(has_codes=True), case.call(has_codes=False), strict=True):
+        assert (found - wanted).abs().nan_to_num().max() <= LIMIT
+        assert torch.equal(found.isfinite(), wanted.isfinite())
+    assert launched()[0] == "decode_e4m3"
+
+
+def test_codes_are_appended() -> None:
+    begin(90)
+    test_e4m3.test_appending_rounds_every_number(3.0, DTYPE, "cpu")
+    assert launched()[0] == "append_e4m3"
+
+
+@pytest.mark.parametrize(
+    ("shape", "scales", "causal"),
+    [
+        ((1, 2, 1, 65, 257, 64), 0, True),
+        ((2, 4, 2, 30, 128, 64), 1, False),
+        ((2, 3, 1, 29, 200, 72), 2, True),
+        ((2, 4, 2, 130, 140, 16), 3, True),
+        ((2, 2, 1, 129, 150, 24), 4, False),
+    ],
+)
+def test_products_of_codes(shape: tuple[int, ...], scales: int, causal: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fp8, "_has_kernel", lambda device: True)
+    begin(90)
+    test_fp8.test_the_recurrence(shape, scales, causal, "cpu")
+    assert launched() == ["transpose_e4m3", "forward_e4m3"]
+
+
+@pytest.mark.parametrize(
+    ("capability", "sizes", "letters", "options", "dropout_p"),
+    [
+        (80, (2, 4, 2, 70, 33, 24, 24), "bhqk", ScoreOptions(causal=True), 0.0),
+        (90, (3, 4, 4, 30, 65, 24, 24), "1hqk", ScoreOptions(), 0.0),
+        (80, (2, 3, 1, 65, 70, 20, 36), "b1qk", ScoreOptions(window=(33, 5)), 0.0),
+        (90, (2, 2, 2, 70, 70, 64, 16), "1h1k", ScoreOptions(causal=True, softcap=2.0), 0.0),
+        (90, (2, 2, 1, 80, 75, 24, 24), "bhq1", ScoreOptions(scale=-0.2), 0.0),
+        (80, (2, 2, 2, 70, 66, 24, 24), "b111", ScoreOptions(), 0.0),
+        (90, (2, 4, 2, 33, 40, 24, 24), "qk", ScoreOptions(causal=True), 0.3),
+    ],
+)
+def test_gradients_of_a_mask(
+    capability: int,
+    sizes: tuple[int, ...],
+    letters: str,
+    options: ScoreOptions,
+    dropout_p: float,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(test_bias_gradient.DTYPES, "cpu", [DTYPE])
+    monkeypatch.setattr(bias_gradient, "_on_cpu", bias_gradient._by_kernels)
+    begin(capability)
+    test_bias_gradient.test_against_autograd("cpu", (sizes, letters, options, dropout_p))
+    assert "bias_gradient" in launched()
+
+
+@pytest.mark.parametrize(
+    ("capability", "case"),
+    [
+        (80, ((4, 2), 40, 50, 20, ScoreOptions(causal=True), "alibi")),
+        (90, ((4, 2), 50, 40, 24, ScoreOptions(causal=True), "alibi")),
+        (90, ((3, 3), 70, 30, 24, ScoreOptions(), "")),
+        (80, ((2, 1), 20, 65, 24, ScoreOptions(causal=True, softcap=15.0), "")),
+        (90, ((2, 2), 33, 60, 16, ScoreOptions(window=(33, 5)), "mask")),
+        (90, ((8, 2), 1, 70, 24, ScoreOptions(), "")),
+    ],
+)
+def test_dropout_and_its_gradients(capability: int, case: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(test_dropout.DTYPES, "cpu", [DTYPE])
+    begin(capability)
+    test_dropout.test_dense_attention_and_its_gradients("cpu", case)
+    assert "dropout" in launched()[0]
+
+
+@pytest.mark.parametrize("capability", CAPABILITIES)
+@pytest.mark.parametrize(("heads", "rows", "keys"), [((8, 8), 4, 1500), ((2, 1), 65, 1100), ((4, 2), 1, 700)])
+def test_divided_keys(capability: int, heads: tuple[int, int], rows: int, keys: int) -> None:
+    begin(capability)
+    for causal in (False, True):
+        q, k, v, _ = tensors(Problem(rows, keys, 16, *heads, 1, causal), "bshd")
+        out, lse = flashmoe.attention(q, k, v, causal=causal, return_lse=True)
+        expected, expected_lse = plain_function(Problem(rows, keys, 16, *heads, 1, causal))(
+            q.double(), k.double(), v.double()
+        )
+        assert (out.double() - expected).abs().max() <= LIMIT
+        assert (lse.double() - expected_lse).abs().max() <= 1e-3
+    launched()
+
+
+def at(memory: Tensor, offset: int, shape: tuple[int, ...], row: int) -> Tensor:
+    """Of ``memory`` from an element on, rows ``row`` elements apart."""
+    strides = [row * math.prod(shape[axis + 1 : -1]) for axis in range(len(shape) - 1)]
+    return memory[offset:].as_strided(shape, (*strides, 1))
+
+
+@pytest.mark.parametrize("capability", CAPABILITIES)
+@pytest.mark.parametrize(("head_dim", "head_dim_v"), [(16, 16), (72, 8), (16, 1), (5, 7), (9, 40), (16, 129)])
+def test_tensors_are_copied_where_16_bytes_cannot_be_loaded_and_nowhere_else(
+    capability: int, head_dim: int, head_dim_v: int
+) -> None:
+    """Forward, ragged and dense, and backward: address, rows and columns in elements of two bytes."""
+    for offset, spare in ((0, 0), (8, 0), (4, 0), (0, 8), (0, 4)):
+        memory = torch.randn(2**17).to(DTYPE)
+        q = at(memory, offset, (2, 2, 30, head_dim), head_dim + spare)
+        k = at(memory, offset + 32768, (2, 2, 20, head_dim), head_dim + spare)
+        v = at(memory, offset + 65536, (2, 2, 20, head_dim_v), head_dim_v + spare)
+        grad_out = at(memory, offset + 98304, (2, 2, 30, head_dim_v), head_dim_v + spare)
+        inputs = [(tensor, width) for tensor, width in ((q, head_dim), (k, head_dim), (v, head_dim_v))]
+        stays = [offset % 8 == 0 and width % 8 == 0 and spare % 8 == 0 for _, width in inputs]
+        for is_dense in (True, False):
+            begin(capability)
+            names: dict[str, Any] = {} if is_dense and head_dim == head_dim_v else {"window": (25, 0)}
+            leaves = [tensor.detach().requires_grad_() for tensor in (q, k, v)]
+            out, lse = flashmoe.attention(*leaves, causal=True, return_lse=True, **names)
+            (forward,) = launches()
+            assert [one in forward["tensors"] for one in (t.data_ptr() for t, _ in inputs)] == stays, (offset, spare)
+            assert (out.data_ptr() in forward["tensors"]) is (head_dim_v % 8 == 0)
+            found = torch.autograd.grad(out, leaves, grad_out)
+            dq, dkv = launches()[1:]
+            assert (grad_out.data_ptr() in dkv["tensors"]) is (stays[2] and head_dim_v % 8 == 0)
+            for tensor, width, launch in zip(found, (head_dim, head_dim, head_dim_v), (dq, dkv, dkv), strict=True):
+                assert (tensor.data_ptr() in launch["tensors"]) is (width % 8 == 0)
+            wide = [tensor.detach().double().requires_grad_() for tensor in (q, k, v)]
+            seen = torch.ones(30, 20, dtype=torch.bool).tril(-10)
+            if names:
+                seen &= torch.ones(30, 20, dtype=torch.bool).triu(-10 - 25)
+            scores = (wide[0] @ wide[1].mT * head_dim**-0.5).masked_fill(~seen, -math.inf)
+            weights = torch.softmax(scores, -1).nan_to_num()
+            expected = weights @ wide[2]
+            assert (out.double() - expected).abs().max() <= LIMIT * expected.abs().max()
+            assert torch.equal(lse > -math.inf, seen.any(-1).expand(2, 2, 30))
+            for ours, wanted in zip(found, torch.autograd.grad(expected, wide, grad_out.double()), strict=True):
+                assert (ours.double() - wanted).abs().max() <= LIMIT * wanted.abs().max()
+
+
+@pytest.mark.parametrize("capability", CAPABILITIES)
+def test_keys_that_all_heads_share(capability: int) -> None:
+    """A stride of 0: sm80's kernels read it where it is, a copy engine does not."""
+    begin(capability)
+    q, grad_out = (torch.randn(2, 4, 65, 16).to(DTYPE) for _ in range(2))
+    k, v = (torch.randn(2, 1, 70, 16).to(DTYPE).expand(2, 4, 70, 16) for _ in range(2))
+    leaves = [tensor.detach().requires_grad_() for tensor in (q, k, v)]
+    found = torch.autograd.grad(flashmoe.attention(*leaves), leaves, grad_out)
+    expected = autograd_gradients(
+        plain_function(Problem(65, 70, 16, 4, 4, 2)), (q, k, v), torch.float64, grad_out, None
+    )
+    for ours, wanted in zip(found, expected, strict=True):
+        assert (ours.double() - wanted).abs().max() <= LIMIT * wanted.abs().max()
+    uses_maps = {launch["symbol"].split("_sm")[1][:2] for launch in launches()}
+    assert (k.data_ptr() in launches()[-1]["tensors"]) is (uses_maps == {"80"})
+
+
+def test_lengths_are_looked_at_where_that_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    q = torch.randn(9, 2, 16).to(DTYPE)
+    for ends, words in (([0, 6, 5, 9], "from 6 to 5"), ([0, 4, 6, 9], "")):
+        begin(90)
+        lengths = torch.tensor(ends, dtype=torch.int32)
+        for asked in ("0", "1"):
+            monkeypatch.setenv("FLASHMOE_CHECK_VALUES", asked)
+            if asked == "1" and words:
+                with pytest.raises(flashmoe.errors.ArgumentError, match=words):
+                    flashmoe.attention_varlen(q, q, q, lengths, lengths, 9, 9)
+            elif not words:
+                flashmoe.attention_varlen(q, q, q, lengths, lengths, 9, 9)

@@ -318,6 +318,25 @@ const Params& params_of(void** arguments) {
   return *static_cast<const Params*>(arguments[0]);
 }
 
+// Addresses of the two factors of a grouped product, or what routing is told, as text; none of another kernel.
+std::string factors(const host::Kernel& kernel, void** arguments) {
+  const std::string operation = kernel.operation;
+  if (operation == "moe_route") {
+    const auto& p = params_of<RouteParams>(arguments);
+    std::string text;
+    for (const double value : {double(p.logits_stride), double(p.logits_dtype), double(p.scoring), double(p.tokens),
+                               double(p.experts), double(p.top_k), double(p.groups), double(p.topk_groups),
+                               double(p.renormalize), double(p.scale), double(p.bias != nullptr)})
+      text += (text.empty() ? "" : ", ") + std::to_string(value);
+    return text;
+  }
+  if (operation.rfind("grouped_gemm", 0) != 0) return "";
+  const GemmParams& gemm = operation.find("_scaled") != std::string::npos ? params_of<ScaledGemmParams>(arguments).gemm
+                                                                          : params_of<GemmParams>(arguments);
+  return std::to_string(reinterpret_cast<uintptr_t>(gemm.a)) + ", " +
+         std::to_string(reinterpret_cast<uintptr_t>(gemm.b));
+}
+
 // What the kernel would do; the text of what is wrong, or an empty one.
 std::string run_kernel(const host::Kernel& kernel, int64_t grid, void** arguments) {
   const std::string operation = kernel.operation;
@@ -363,7 +382,7 @@ CUresult launch(CUfunction function, unsigned grid, unsigned block, unsigned sha
   g_log += std::string("{\"symbol\": \"") + kernel.symbol + "\", \"operation\": \"" + kernel.operation +
            "\", \"grid\": " + std::to_string(grid) + ", \"block\": " + std::to_string(block) +
            ", \"shared\": " + std::to_string(shared) + ", \"is_dependent\": " + (is_dependent ? "true" : "false") +
-           ", \"problem\": \"" + problem + "\"}\n";
+           ", \"factors\": [" + moe::factors(kernel, arguments) + "], \"problem\": \"" + problem + "\"}\n";
   return CUDA_SUCCESS;
 }
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import ctypes
 import json
+import math
 import os
 from collections.abc import Iterator
 from dataclasses import replace
@@ -271,6 +272,67 @@ def test_the_layer_with_scaled_weights(x_is_quantised: bool, tokens: int) -> Non
     assert all(launch["is_dependent"] for launch in launches())
     expected = torch.ops.flashmoe._fused_moe_scaled_torch(*values)
     assert (out - expected).norm() < 0.05 * expected.norm()
+
+
+def test_what_routing_is_told() -> None:
+    logits, bias = torch.randn(5, 96)[:, :64], torch.randn(64)
+    options: dict[str, Any] = {"groups": 8, "topk_groups": 3, "renormalize": False, "scale": 2.5}
+    flashmoe.topk_route(logits, 4, scoring="sigmoid", bias=bias, **options)
+    flashmoe.topk_route(logits.bfloat16().contiguous(), 2)
+    sigmoid, softmax = (launch["factors"] for launch in launches())
+    assert (sigmoid[0], *sigmoid[3:]) == (96, 5, 64, 4, 8, 3, 0, 2.5, 1)
+    assert (softmax[0], *softmax[3:]) == (64, 5, 64, 2, 1, 1, 1, 1, 0)
+    assert (sigmoid[1] == softmax[1], sigmoid[2] == softmax[2]) == (False, False)
+
+
+def test_no_rows_are_no_product() -> None:
+    offsets = torch.tensor([0, 0], dtype=torch.int32)
+    out = flashmoe.grouped_mm(torch.zeros(0, 16).bfloat16(), torch.zeros(2, 16, 8).bfloat16(), offsets)
+    assert out.shape == (0, 8)
+    assert launches() == []
+
+
+def lies(values: Tensor, offset: int, spare: int) -> Tensor:
+    """The same values from an element of their memory on, rows ``spare`` elements apart."""
+    *batch, rows, columns = values.shape
+    memory = torch.zeros(offset + math.prod(batch) * rows * (columns + spare) + 64, dtype=values.dtype)
+    memory = memory[(-memory.data_ptr() // values.element_size()) % 64 :]
+    strides = ((columns + spare) * rows, columns + spare, 1)[-values.dim() :]
+    result = memory.as_strided(values.shape, strides, memory.storage_offset() + offset)
+    result.view(torch.uint8 if values.element_size() == 1 else values.dtype).copy_(
+        values.view(torch.uint8 if values.element_size() == 1 else values.dtype)
+    )
+    return result
+
+
+@pytest.mark.parametrize(
+    ("offset", "spare"), [(0, 0), (16, 0), (0, 16), (8, 0), (0, 8), (4, 0), (0, 4), (1, 0), (0, 1)]
+)
+def test_factors_are_copied_where_16_bytes_cannot_be_loaded_and_nowhere_else(offset: int, spare: int) -> None:
+    """x and both weights, of 16 bits and of 8 with scales; the results are those of factors that lie well."""
+    case = replace(SMALL, biases=False)
+    inputs = make_inputs(case)
+    plain, names = run(case, inputs), ("x", "w13", "w2")
+    for name in names:
+        begin()
+        moved = lies(getattr(inputs, name), offset, spare)
+        assert torch.equal(run(case, replace(inputs, **{name: moved})), plain), name
+        used = {address for launch in launches() for address in launch["factors"]}
+        kept = [getattr(inputs, other).data_ptr() for other in names if other != name]
+        assert used >= set(kept)
+        assert (moved.data_ptr() in used) is (offset % 8 == 0 and spare % 8 == 0), name
+    rows, x_scale = quantize(torch.randn(7, 256).bfloat16())
+    w13, w2 = (torch.randn(3, columns, 256).mul(80).to(torch.float8_e4m3fn) for columns in (512, 256))
+    scales = torch.rand(3, 4, 2) * 1e-3, torch.rand(3, 2, 2) * 1e-3
+    rest = (torch.rand(7, 2), torch.randint(0, 3, (7, 2)), x_scale, None, None, "swiglu")
+    tensors = [rows, w13, w2]
+    plain = torch.ops.flashmoe._fused_moe_scaled(*tensors, *scales, *rest)
+    for index in range(3):
+        begin()
+        own = [lies(one, offset, spare) if index == at else one for at, one in enumerate(tensors)]
+        assert torch.equal(torch.ops.flashmoe._fused_moe_scaled(*own, *scales, *rest), plain)
+        used = {address for launch in launches() for address in launch["factors"]}
+        assert (own[index].data_ptr() in used) is (offset % 16 == 0 and spare % 16 == 0), index
 
 
 def test_nothing_is_launched_without_tokens() -> None:

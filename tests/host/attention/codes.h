@@ -1,0 +1,78 @@
+// float8_e4m3fn as the loops that stand for kernels read and write it, and what its codes are multiplied by.
+#pragma once
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+
+#include "attention/params/e4m3.h"
+
+namespace flashmoe {
+namespace attention {
+namespace {
+
+// Four bits of exponent, three of fraction; all ones are NaN.
+float value_of(uint8_t code) {
+  const int exponent = code >> 3 & 15, fraction = code & 7;
+  if ((code & 0x7f) == 0x7f) return NAN;
+  const float size = exponent == 0 ? std::ldexp(static_cast<float>(fraction), -9)
+                                   : std::ldexp(static_cast<float>(8 + fraction), exponent - 10);
+  return (code & 0x80) != 0 ? -size : size;
+}
+
+// The nearest, of two the even one; the largest for what is larger.
+uint8_t code_of(float value) {
+  if (std::isnan(value)) return 0x7f;
+  uint8_t best = 0;
+  const float size = std::min(std::abs(value), value_of(0x7e));
+  for (uint8_t code = 1; code < 0x7f; ++code) {
+    const float change = std::abs(value_of(code) - size) - std::abs(value_of(best) - size);
+    if (change < 0 || (change == 0 && code % 2 == 0)) best = code;
+  }
+  return std::signbit(value) ? best | 0x80 : best;
+}
+
+float scale_of(const CacheScale& scale, int64_t number, int64_t page, int64_t head) {
+  if (scale.values == nullptr) return scale.factor;
+  return scale.factor *
+         scale.values[(scale.is_of_pages != 0 ? page : number) * scale.stride + head * scale.head_stride];
+}
+
+template <class Sequence>
+float scaled(const void* codes, int64_t at, const CacheScale& scale, const Sequence& s, int32_t head, int32_t page) {
+  return value_of(static_cast<const uint8_t*>(codes)[at]) * scale_of(scale, s.number_, page, head);
+}
+
+// Of a row of a block that has a scale.
+template <class Sequence>
+float scaled(const void* codes, int64_t at, const BlockScale& scale, const Sequence& s, int32_t head, int32_t row) {
+  const int64_t block = scale.block_shift != 0 ? row >> scale.block_shift : 0;
+  const float factor =
+      scale.values == nullptr
+          ? 1.0F
+          : scale.values[s.number_ * scale.stride + head * scale.head_stride + block * scale.block_stride];
+  return value_of(static_cast<const uint8_t*>(codes)[at]) * factor * scale.factor;
+}
+
+constexpr int64_t kKeysOfBlock = 128;
+
+template <class Sequence>
+int64_t transposed(const E4m3AttentionParams& p, const Sequence& s, int32_t head, int32_t key, int32_t column) {
+  const int64_t block = (int64_t{s.number_} * p.forward.heads_kv + head) * p.value_blocks + key / kKeysOfBlock;
+  return (block * p.value_rows + column) * kKeysOfBlock + key % kKeysOfBlock;
+}
+
+void transpose(const TransposeParams& p) {
+  for (int64_t at = 0; at < int64_t{p.batch} * p.heads_kv * p.value_blocks * p.value_rows * kKeysOfBlock; ++at) {
+    const int64_t column = at / kKeysOfBlock % p.value_rows, block = at / kKeysOfBlock / p.value_rows;
+    const int64_t key = block % p.value_blocks * kKeysOfBlock + at % kKeysOfBlock, head = block / p.value_blocks;
+    const int64_t from =
+        head / p.heads_kv * p.v_stride.batch + head % p.heads_kv * p.v_stride.head + key * p.v_stride.row + column;
+    const bool is_there = key < p.keys && column < p.head_dim_v;
+    static_cast<uint8_t*>(p.out)[at] = is_there ? static_cast<const uint8_t*>(p.v)[from] : 0;
+  }
+}
+
+}  // namespace
+}  // namespace attention
+}  // namespace flashmoe

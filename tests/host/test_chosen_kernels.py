@@ -1,0 +1,348 @@
+"""Which kernel serves a problem, over drawn problems: select.cpp against its rules, stated once more from the table alone."""
+
+from __future__ import annotations
+
+import math
+import random
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import pytest
+
+from flashmoe_build.compile.codegen import map_parameters
+from flashmoe_tools.descriptors import KernelRow
+from flashmoe_tools.tables import Target, Unit, load_tables
+
+TABLES = load_tables()
+UNITS: dict[tuple[str, str, str, str], list[Unit]] = {}
+for _unit in TABLES.units():
+    if _unit.row.operation.startswith("attention_"):
+        UNITS.setdefault((_unit.row.operation, _unit.row.family, _unit.row.variant, _unit.dtype), []).append(_unit)
+CAPABILITIES = (75, 80, 86, 89, 90, 100, 120, 130)
+FEW_ROWS = 16
+DRAWS = 3000
+
+
+@dataclass(frozen=True)
+class Kernel:
+    row: KernelRow
+    symbol: str
+    target: str
+
+    @property
+    def head_dim(self) -> int:
+        return self.row.axes["head_dim"]
+
+    @property
+    def pair(self) -> tuple[str, str]:
+        return self.symbol, self.target
+
+
+def _rank(target: Target, capability: int) -> tuple[bool, bool, int, bool] | None:
+    """Machine code for this GPU, then of an older minor version, then PTX; None where the GPU cannot load it."""
+    own = 10 * target.capability[0] + target.capability[1]
+    if target.is_ptx:
+        loads = capability >= own
+    elif target.is_arch_specific:
+        loads = capability == own
+    else:
+        loads = capability // 10 == own // 10 and capability >= own
+    return (not target.is_ptx, capability == own, own, target.is_arch_specific) if loads else None
+
+
+@cache
+def families(capability: int) -> tuple[str, ...]:
+    known = {10 * gpu.compute_capability[0] + gpu.compute_capability[1]: gpu.families for gpu in TABLES.gpus}
+    return known[max(own for own in known if own <= capability)]
+
+
+@cache
+def find(
+    capability: int, dtype: str, operation: str, family: str, variant: str, head_dim: int, mask: str | None = None
+) -> Kernel | None:
+    """Of the least head dim that holds the tensor's."""
+    best: dict[tuple[int, str], tuple[Any, Kernel]] = {}
+    for unit in UNITS.get((operation, family, variant, dtype), ()):
+        row, rank = unit.row, _rank(unit.target, capability)
+        if rank is None or row.axes["head_dim"] < head_dim:
+            continue
+        for words, symbol in unit.entries:
+            if mask is None or words == (mask,):
+                place = (row.axes["head_dim"], symbol)
+                if place not in best or rank > best[place][0]:
+                    best[place] = (rank, Kernel(row, symbol, unit.target.name))
+    return min(best.items(), key=lambda item: item[0][0])[1][1] if best else None
+
+
+def tiles(p: dict[str, Any], kernel: Kernel) -> int:
+    return -(-p["seq_q"] // kernel.row.block_m) * p["heads"] * p["batch"]
+
+
+def microseconds(p: dict[str, Any], kernel: Kernel, splits: int) -> float:
+    cost, rows, keys, block = kernel.row.cost, p["seq_q"], p["seq_k"], kernel.row.block_m
+    if not cost:
+        return math.inf
+
+    def of_tile(seen: int, own: int) -> float:
+        busy = -(-own // 64) * 64 / block
+        return seen / splits * cost["key"] * (0.4 + 0.6 * busy) + cost["ends"]
+
+    last = (rows - 1) % block + 1
+    first = block if rows > block else last
+    items, processors = tiles(p, kernel) * splits, p["multiprocessors"]
+    extra = cost["split"] + splits * cost["share"] if splits > 1 else 0.0
+    rounds = -(-items // processors)
+    if not p["causal"]:
+        return float(rounds * of_tile(keys, first) + extra)
+
+    def seen(to: int) -> int:
+        return min(max(keys - rows + to, 1), keys)
+
+    longest = max(of_tile(seen(rows), last), of_tile(seen(rows - last), block))
+    shortest = of_tile(seen(first), first)
+    mean = (seen(rows) + seen(first) + kernel.row.block_n) // 2
+    filled = items * of_tile(mean, first) / processors + shortest
+    return float(max(longest, min(rounds * max(longest, shortest), filled)) + extra)
+
+
+def consistent_width(capability: int, dtype: str, head_dim: int, wanted: str = "") -> int:
+    for family in families(capability):
+        for variant in (wanted, ""):
+            kernel = find(capability, dtype, "attention_varlen_forward", family, variant, head_dim)
+            if kernel is not None:
+                return kernel.row.block_n
+    return 0
+
+
+def forward(capability: int, p: dict[str, Any]) -> tuple[str, str, int] | None:
+    """Symbol, target and splits; None where nothing serves."""
+    dtype, mask, dim = "bf16" if p["bf16"] else "f16", "causal" if p["causal"] else "full", p["head_dim"]
+
+    def of(family: str, variant: str) -> Kernel | None:
+        return find(capability, dtype, "attention_forward", family, variant, dim, mask)
+
+    usable = [f for f in families(capability) if of(f, "") is not None and p["forced"] in (None, f)]
+    combine = next(
+        (k for f in families(capability) if (k := find(capability, dtype, "attention_combine", f, "", dim))), None
+    )
+    if not usable:
+        return None
+    if p["consistent"]:
+        width = consistent_width(capability, dtype, dim)
+        for family in usable:
+            same = [k for v in ("", "short", "m128", "m64") if (k := of(family, v)) and k.row.block_n == width]
+            if same:
+                return (*min(same, key=lambda k: microseconds(p, k, 1)).pair, 1)
+        return None
+    standard = of(usable[0], "")
+    assert standard is not None
+    if standard.row.cost:
+        offered = [(standard, 1)] + [(k, 1) for v in ("short", "m128") if (k := of(usable[0], v))]
+        offered += [(k, 1) for f in usable[1:2] if (k := of(f, "m64"))]
+        split = of(usable[0], "split")
+        if split is not None and combine is not None:
+            most = min(32, p["multiprocessors"] // tiles(p, split))
+            offered += [(split, n) for n in range(2, most + 1) if p["seq_k"] // n >= 128]
+        offered = [(k, n) for k, n in offered if k.head_dim == standard.head_dim]
+        chosen, splits = min(offered, key=lambda one: microseconds(p, *one))
+        return *chosen.pair, splits
+    for family in usable:
+        split, small, own = of(family, "split"), of(family, "m64"), of(family, "")
+        assert own is not None
+        if split is not None and combine is not None and p["seq_k"] >= 1024:
+            splits = min(p["multiprocessors"] // tiles(p, split), p["seq_k"] // 128, 16)
+            if splits > 1:
+                return *split.pair, splits
+        if small is not None and tiles(p, own) < p["multiprocessors"]:
+            return *small.pair, 1
+    return *standard.pair, 1
+
+
+def near(rng: random.Random, *sizes: int) -> int:
+    return max(1, rng.choice(sizes) + rng.choice((-1, 0, 0, 1)))
+
+
+@pytest.mark.parametrize("capability", CAPABILITIES)
+def test_dense(choose: Any, capability: int) -> None:
+    rng = random.Random(capability)
+    for _ in range(DRAWS if capability in (80, 90) else DRAWS // 8):
+        p = {
+            "head_dim": near(rng, 8, 64, 65, 128, 192, 255),
+            "batch": rng.choice((1, 2, 3, 8, 64)),
+            "heads": rng.choice((1, 2, 8, 11, 16, 32)),
+            "seq_q": near(rng, 1, 4, 64, 128, 192, 256, 384, 512, 700, 1024, 3000, 8192),
+            "seq_k": near(rng, 1, 64, 128, 256, 512, 1024, 2048, 5000, 8192, 40000),
+            "causal": rng.random() < 0.5,
+            "bf16": capability >= 80 and rng.random() < 0.5,
+            "forced": rng.choice((None, None, None, "sm75", "sm80", "sm90")),
+            "multiprocessors": rng.choice((16, 64, 78, 108, 132, 132, 176)),
+            "consistent": rng.random() < 0.2,
+        }
+        wanted, found = forward(capability, p), asked(choose, capability, p)
+        if wanted is not None:
+            assert found == wanted, p
+            continue
+        assert isinstance(found, str), p
+        text = f"head_dim {p['head_dim']}" + (", the same bits in every call" if p["consistent"] else "")
+        assert p["forced"] is None or f"{text} on a GPU" in found or "names no kernel family" in found
+
+
+def asked(choose: Any, capability: int, p: dict[str, Any]) -> tuple[str, str, int] | str:
+    """Or the refusal's text."""
+    try:
+        choice = choose(capability, **p)
+    except Exception as error:
+        if type(error).__name__ != "RefusedError":
+            raise
+        return str(error)
+    return choice.symbol, choice.target, choice.splits
+
+
+def varlen(capability: int, p: dict[str, Any]) -> tuple[str, str] | None:
+    dtype, dim, rows = "bf16" if p["bf16"] else "f16", p["head_dim"], p["rows"]
+    narrow = "v128" if 128 < dim <= 192 and p["head_dim_v"] <= 128 else ""
+    wanted = "alibi" if p["alibi"] else "scores" if p["has_score_functions"] else narrow
+    width = consistent_width(capability, dtype, dim, wanted) if p["consistent"] else 0
+    is_wide = capability == 90 and rows * p["group"] > 2 * FEW_ROWS and p["batch"] * p["heads_kv"] > 132
+    decodes = rows <= FEW_ROWS and not p["consistent"] and (p["batch_invariant"] or not is_wide)
+    for operation in (["attention_decode"] if decodes else []) + ["attention_varlen_forward"]:
+        for family in families(capability):
+            if p["forced"] not in (None, family):
+                continue
+            found = find(capability, dtype, operation, family, wanted, dim)
+            if found is None and not p["alibi"]:
+                found = find(capability, dtype, operation, family, "", dim)
+            if found is None:
+                continue
+            shorter = find(capability, dtype, operation, family, "m64", dim)
+            loads_maps = bool(maps(found))
+            if not loads_maps and not p["alibi"] and shorter is not None and is_shorter(p, found, shorter):
+                found = shorter
+            if loads_maps and p["page_size"] % 8 != 0:
+                continue
+            if width in (0, found.row.block_n):
+                return found.pair
+    return None
+
+
+def maps(kernel: Kernel) -> int:
+    return len(map_parameters(kernel.row.descriptor))
+
+
+def row_blocks(p: dict[str, Any], block: int) -> int:
+    own = -(-p["rows"] // block) * p["batch"]
+    return min(own, -(-p["rows_total"] // block) + p["batch"]) if p["rows_total"] else own
+
+
+def is_shorter(p: dict[str, Any], kernel: Kernel, shorter: Kernel) -> bool:
+    if (shorter.head_dim, shorter.row.block_n) != (kernel.head_dim, kernel.row.block_n):
+        return False
+    few = row_blocks(p, kernel.row.block_m) * p["heads"] < 132
+    more_fit = max(p["rows"], p["keys"]) <= 256 and shorter.row.min_blocks > kernel.row.min_blocks
+    return p["rows"] <= shorter.row.block_m or few or more_fit
+
+
+@pytest.mark.parametrize("capability", CAPABILITIES)
+def test_ragged(choose: Any, capability: int) -> None:
+    rng = random.Random(capability)
+    for _ in range(DRAWS if capability in (80, 90) else DRAWS // 8):
+        p = {
+            "head_dim": near(rng, 8, 64, 65, 128, 192, 255),
+            "rows": near(rng, 1, 8, 16, 64, 128, 256, 700, 4096),
+            "keys": near(rng, 64, 256, 1024, 8192),
+            "heads": rng.choice((1, 2, 8, 16, 33, 66, 132)),
+            "batch": rng.choice((1, 2, 4, 16, 17, 64)),
+            "rows_total": rng.choice((0, 0, 64, 100, 129, 1000)),
+            "page_size": rng.choice((0, 0, 1, 8, 12, 16, 20, 256)),
+            "has_score_functions": rng.random() < 0.2,
+            "alibi": rng.random() < 0.2,
+            "bf16": capability >= 80 and rng.random() < 0.5,
+            "forced": rng.choice((None, None, None, "sm75", "sm80", "sm90")),
+            "consistent": rng.random() < 0.3,
+            "head_dim_v": rng.choice((8, 64, 128, 129, 192)),
+            "heads_kv": rng.choice((1, 2, 8, 33)),
+            "group": rng.choice((1, 2, 3, 4, 8)),
+            "batch_invariant": rng.random() < 0.3,
+        }
+        assert choose.varlen(capability, **p) == (varlen(capability, p) or ()), p
+
+
+def test_two_kernels_with_the_bits_of_a_prefill(choose: Any) -> None:
+    rng = random.Random(2)
+    for _ in range(DRAWS):
+        p: dict[str, Any] = {
+            "rows": rng.choice((1, 4, 8, 9, 16)),
+            "keys": near(rng, 64, 4096, 1 << 18, 1 << 21, 1 << 23),
+            "heads": rng.choice((1, 2, 8, 16)),
+            "batch": rng.choice((1, 2, 4, 8, 33)),
+            "has_score_functions": rng.random() < 0.1,
+            "bf16": rng.random() < 0.5,
+            "forced": rng.choice((None, None, None, "sm80", "sm90")),
+            "consistent": rng.random() < 0.9,
+            "alibi": rng.random() < 0.1,
+            "head_dim_v": rng.choice((8, 64, 128, 129)),
+            "multiprocessors": rng.choice((16, 64, 132, 128)),
+        }
+        dim, dtype = near(rng, 8, 64, 128, 192, 255), "bf16" if p["bf16"] else "f16"
+        pair = [find(90, dtype, f"attention_decode_{of}", "sm90", "", dim) for of in ("scores", "values")]
+        wanted: tuple[str, ...] = ()
+        if pair[0] is not None and pair[1] is not None:
+            values = pair[1].row
+            variant = "v128" if 128 < dim <= 192 and p["head_dim_v"] <= 128 else ""
+            scores = p["batch"] * p["heads"] * p["rows"] * -(-p["keys"] // values.block_n) * values.block_n
+            serves = (
+                p["consistent"]
+                and not p["has_score_functions"]
+                and not p["alibi"]
+                and p["forced"] in (None, "sm90")
+                and p["rows"] <= values.block_m
+                and values.block_n == consistent_width(90, dtype, dim, variant)
+                and scores <= 1 << 27
+                and p["batch"] * p["heads"] * (pair[1].head_dim // 32) <= p["multiprocessors"]
+            )
+            wanted = (pair[0].symbol, pair[1].symbol) if serves else ()
+        assert choose.ordered(90, dim, **p) == wanted, (dim, p)
+
+
+@pytest.mark.parametrize("capability", CAPABILITIES)
+@pytest.mark.parametrize("causal", [False, True])
+def test_backward(choose: Any, capability: int, causal: bool) -> None:
+    for dtype in ("f16", "bf16") if capability >= 80 else ("f16",):
+        for dim in (8, 64, 72, 128, 129, 192, 256):
+            for forced in (None, "sm75", "sm80", "sm90"):
+                wanted: list[str] = []
+                for family in families(capability):
+                    mask = "causal" if causal else "full"
+                    own = [
+                        find(capability, dtype, f"attention_backward_{of}", family, "", dim, mask)
+                        for of in ("dq", "dkv", "fused")
+                    ]
+                    helpers = [
+                        find(capability, dtype, f"attention_backward_fused_{of}", family, "", dim)
+                        for of in ("prepare", "convert")
+                    ]
+                    if forced not in (None, family) or own[0] is None or own[1] is None:
+                        continue
+                    wanted = [own[0].symbol, own[1].symbol, own[0].target]
+                    if own[2] is not None and None not in helpers and own[2].head_dim == own[1].head_dim:
+                        wanted[2:2] = [k.symbol for k in (own[2], *helpers) if k is not None]
+                    break
+                found = choose.backward(capability, dim, causal=causal, bf16=dtype == "bf16", forced=forced)
+                assert list(found) == wanted, (dtype, dim, forced)
+
+
+def test_where_the_fused_form_begins(choose: Any) -> None:
+    rng = random.Random(3)
+    for _ in range(DRAWS):
+        dim, causal = rng.choice((64, 128)), rng.random() < 0.5
+        batch, heads = rng.choice((1, 2, 3, 8)), rng.choice((1, 2, 4, 7, 8, 11, 33, 66))
+        rows, keys = (near(rng, 1024, 1536, 2048, 4096, 16384) for _ in range(2))
+        fused = find(90, "bf16", "attention_backward_fused", "sm90", "", dim, "causal" if causal else "full")
+        assert fused is not None
+        least, least_heads = (2048, 8) if dim > 64 else (1024, 1)
+        blocks = -(-keys // fused.row.block_n) * heads * batch
+        wanted = (
+            min(rows, keys) >= least and heads * batch >= least_heads and blocks >= (12 if keys < 2048 else 3) * 132
+        )
+        assert choose.fused(90, dim, causal, batch, heads, rows, keys) is wanted, (dim, batch, heads, rows, keys)
