@@ -32,7 +32,13 @@ pytestmark = [
 TOKENS = {"vocab_size": 64, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "max_position_embeddings": 128}
 HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 2, "num_experts_per_tok": 2}
 SIZES: dict[str, dict[str, Any]] = {
-    "GptOss": {"hidden_size": 64, "intermediate_size": 128, "head_dim": 16, "num_local_experts": 4, "sliding_window": 7},
+    "GptOss": {
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "head_dim": 16,
+        "num_local_experts": 4,
+        "sliding_window": 7,
+    },
     "Qwen3Moe": {
         "hidden_size": 256,
         "moe_intermediate_size": 128,
@@ -285,7 +291,9 @@ def mxfp4_experts(device: str, intermediate: int = 128) -> Mxfp4Experts:
     random = torch.Generator().manual_seed(7)
     for name, tensor in experts.named_parameters():
         drawn = torch.randint(0, 256, tensor.shape, generator=random, dtype=torch.uint8)
-        tensor.data = drawn % 5 + 120 if name.endswith("scales") else drawn if name.endswith("blocks") else drawn.bfloat16() / 256
+        tensor.data = (
+            drawn % 5 + 120 if name.endswith("scales") else drawn if name.endswith("blocks") else drawn.bfloat16() / 256
+        )
     return experts.to(device)
 
 
@@ -303,7 +311,9 @@ def test_the_first_call_repacks_in_place_and_bits_stay(device: str, monkeypatch:
             as_on_hopper(hopper)
         assert torch.equal(experts(rows, *routing), expected)
         assert experts.is_packed
-        assert sum(tensor.numel() for tensor in experts.parameters()) == sum(tensor.numel() for tensor in before.values())
+        assert sum(tensor.numel() for tensor in experts.parameters()) == sum(
+            tensor.numel() for tensor in before.values()
+        )
         assert torch.equal(experts(rows, *routing), expected)
         found = experts.state_dict()
         assert found.keys() == before.keys()

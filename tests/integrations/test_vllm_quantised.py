@@ -154,7 +154,9 @@ def test_gpt_oss_is_packed_where_the_gpu_has_kernels(
     assert [tuple(one.shape[:2]) for one in converted[:2]] == [(E, 2 * INNER), (E, H)]  # vLLM reads E and N there
     assert sum(one.numel() for one in converted[:4]) == sum(one.numel() for one in tensors)
     if device == "cpu":
-        monkeypatch.setattr(importlib.import_module("flashmoe.integrations.vllm.experts"), "fused_moe", engines.packed_fused_moe)
+        monkeypatch.setattr(
+            importlib.import_module("flashmoe.integrations.vllm.experts"), "fused_moe", engines.packed_fused_moe
+        )
     assert torch.equal(run(*converted), expected)
 
 

@@ -156,11 +156,11 @@ class Mxfp4Experts(nn.Module):
 
     def pack(self) -> None:
         """Give the tensors the order that the device's kernels read fastest, or the checkpoint's again where there are none."""
-        wanted = can_pack(self.gate_up_proj_blocks.device, *self._sizes)
+        wanted = can_pack(self.get_parameter("gate_up_proj_blocks").device, *self._sizes)
         if wanted == self.is_packed:
             return
         for name, gated in _GATED.items():
-            blocks, scales = getattr(self, f"{name}_blocks"), getattr(self, f"{name}_scales")
+            blocks, scales = (self.get_parameter(f"{name}_{kind}") for kind in ("blocks", "scales"))
             if wanted:
                 blocks.data = pack_mxfp4(blocks.data, scales.data, gated=gated)
                 scales.data = scales.data.new_empty(0)

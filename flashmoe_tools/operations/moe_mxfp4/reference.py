@@ -112,31 +112,25 @@ def compose(
     ids: torch.Tensor,
     dtype: torch.dtype,
     *,
-    b13: torch.Tensor,
-    b2: torch.Tensor,
-    shared: torch.Tensor | None = None,
     activation: str = ACTIVATION,
     layout: str = LAYOUT,
+    **options: torch.Tensor | None,
 ) -> torch.Tensor:
-    """The layer in ``dtype``, expert by expert."""
-
-    def run_expert(expert: int, rows: torch.Tensor) -> torch.Tensor:
-        up = formats.as_bfloat16(w13[expert], w13_scale[expert]).to(dtype)
-        down = formats.as_bfloat16(w2[expert], w2_scale[expert]).to(dtype)
-        z = torch.nn.functional.linear(rows, up, b13[expert].to(dtype))
-        return torch.nn.functional.linear(forward.activate(z, activation, layout), down, b2[expert].to(dtype))
-
-    return forward.mix(x.to(dtype), weights.to(dtype), ids, len(w13), run_expert, shared)
+    """The layer in ``dtype`` on the bfloat16 weights that the codes stand for; ``options`` of the 16-bit layer's."""
+    plain = formats.as_bfloat16(w13, w13_scale), formats.as_bfloat16(w2, w2_scale)
+    out: torch.Tensor = forward.compose(x, *plain, weights, ids, dtype, activation=activation, layout=layout, **options)
+    return out
 
 
 def make_reference(inputs: Mxfp4Inputs) -> forward.Reference:
-    p, w = inputs.problem, inputs.weights
+    """The 16-bit layer's with the weights that the codes stand for."""
+    p, (w13, w2) = inputs.problem, inputs.weights.dequantized
     tokens = forward.checked_tokens(p, inputs.x.device)
-    layer = (inputs.x[tokens], w.w13, w.w2, w.w13_scale, w.w2_scale)
-    choices = (inputs.topk_weights[tokens], inputs.routings[0][tokens])
+    given = (inputs.x[tokens], w13, w2, inputs.topk_weights[tokens], inputs.routings[0][tokens])
+    biases = {"b13": inputs.weights.b13, "b2": inputs.weights.b2}
 
     def run(dtype: torch.dtype) -> torch.Tensor:
-        return compose(*layer, *choices, dtype, b13=w.b13, b2=w.b2)
+        return forward.compose(*given, dtype, **biases, activation=ACTIVATION, layout=LAYOUT)
 
     out = run(high_dtype(inputs.x.device))
     tolerance = forward.allowed(out, run(inputs.x.dtype), inputs.x.dtype)
