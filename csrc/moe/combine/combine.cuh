@@ -4,12 +4,11 @@
 //   moe_combine_backward   dx[t] = sum over choices of rows[row], and dweights
 //
 // fp32, the choices in their order. Grid: one block per token, or for few tokens several, among whose warps the columns are dealt out. A warp
-// takes twice 256 columns at a time, a lane 8 of each: 16-byte loads, of eight rows in flight. Lane i knows the row of choice i, so there
-// are at most 32.
+// takes 256 columns at a time, a lane 8 of them: 16-byte loads, eight rows in flight. Lane i knows the row of choice i, so there are at
+// most 32.
 #pragma once
 
 #include "device/convert.cuh"
-#include "device/math.cuh"
 #include "device/reduce.cuh"
 #include "moe/params/routing.h"
 #include "ptx/grid_dependency.cuh"
@@ -24,7 +23,6 @@ namespace moe {
 constexpr int kLaneColumns = 8;  // one 16-byte load
 constexpr int kWarpColumns = 32 * kLaneColumns;
 constexpr int kRowsInFlight = 8;
-constexpr int kChunks = 2;  // of kWarpColumns at once
 
 template <typename Element_, int kNumWarps_>
 struct CombineSpec {
@@ -45,37 +43,27 @@ __device__ __forceinline__ void add_scaled(float (&sum)[kLaneColumns], const uin
   }
 }
 
-// The sums of this lane's 8 columns from each of columns[0] to columns[chunks - 1] on; chunks is the same in all lanes. row, weight: of
-// choice `lane`, row -1 where there is none.
+// This lane's 8 columns of the sum. rows_gmem: at its first column; row, weight: of choice `lane`, row -1 where there is none.
 template <typename Element>
-__device__ __forceinline__ void sum_choices(const CombineParams& params, const int (&columns)[kChunks], int chunks,
-                                            int row, float weight, float (&sum)[kChunks][kLaneColumns]) {
+__device__ __forceinline__ void sum_choices(const CombineParams& params, const Element* rows_gmem, int row,
+                                            float weight, float (&sum)[kLaneColumns]) {
 #pragma unroll
-  for (int i = 0; i < kChunks * kLaneColumns; ++i) sum[i / kLaneColumns][i % kLaneColumns] = 0.0f;
+  for (int i = 0; i < kLaneColumns; ++i) sum[i] = 0.0f;
   for (int first = 0; first < params.top_k; first += kRowsInFlight) {
-    uint32_t data[kRowsInFlight][kChunks][4];
+    uint32_t data[kRowsInFlight][4];
     uint32_t loaded = 0;
 #pragma unroll
     for (int i = 0; i < kRowsInFlight; ++i) {
       const int choice_row = ptx::shuffle_index(row, first + i);
       if (first + i < params.top_k && choice_row >= 0) {  // the same in all lanes
         loaded |= 1u << i;
-        const Element* row_gmem =
-            static_cast<const Element*>(params.rows) + static_cast<int64_t>(choice_row) * params.columns;
-#pragma unroll
-        for (int chunk = 0; chunk < kChunks; ++chunk) {
-          if (chunk < chunks) ptx::ld_global_128(data[i][chunk], row_gmem + columns[chunk]);
-        }
+        ptx::ld_global_128(data[i], rows_gmem + static_cast<int64_t>(choice_row) * params.columns);
       }
     }
 #pragma unroll
     for (int i = 0; i < kRowsInFlight; ++i) {
       const float choice_weight = ptx::shuffle_index(weight, first + i);
-      if ((loaded >> i & 1) == 0) continue;
-#pragma unroll
-      for (int chunk = 0; chunk < kChunks; ++chunk) {
-        if (chunk < chunks) add_scaled<Element>(sum[chunk], data[i][chunk], choice_weight);
-      }
+      if (loaded >> i & 1) add_scaled<Element>(sum, data[i], choice_weight);
     }
   }
 }
@@ -109,48 +97,30 @@ __device__ __forceinline__ int choice_row(const CombineParams& params, int64_t t
   return static_cast<int>(ptx::ld_global_32(params.slot_rows + token * params.top_k + lane));
 }
 
-// out[token]: the sums over its choices, and `shared` where that is not null.
-template <typename Spec>
-__device__ __forceinline__ void store_sums(const CombineParams& params, const TokenWarp& warp, const void* shared,
-                                           int row, float weight) {
-  using Element = typename Spec::Element;
-  const int distance = warp.count * kWarpColumns;
-  for (int start = warp.index * kWarpColumns; start < params.columns; start += kChunks * distance) {
-    const int chunks = minimum(kChunks, ceil_div(params.columns - start, distance));
-    int columns[kChunks];
-    bool has_columns[kChunks];
-#pragma unroll
-    for (int chunk = 0; chunk < kChunks; ++chunk) {
-      const int column = start + chunk * distance + ptx::lane_index() * kLaneColumns;
-      has_columns[chunk] = column < params.columns;
-      columns[chunk] = has_columns[chunk] ? column : 0;  // a lane without loads the first ones
-    }
-    uint32_t added[kChunks][4];
-    if (shared != nullptr) {
-      const Element* shared_gmem = static_cast<const Element*>(shared) + warp.token * params.shared_stride;
-#pragma unroll
-      for (int chunk = 0; chunk < kChunks; ++chunk) ptx::ld_global_128(added[chunk], shared_gmem + columns[chunk]);
-    }
-    float sum[kChunks][kLaneColumns];
-    sum_choices<Element>(params, columns, chunks, row, weight, sum);
-    Element* out_gmem = static_cast<Element*>(params.out) + warp.token * params.out_stride;
-#pragma unroll
-    for (int chunk = 0; chunk < kChunks; ++chunk) {
-      if (shared != nullptr) add_scaled<Element>(sum[chunk], added[chunk], 1.0f);
-      if (has_columns[chunk]) store_columns(out_gmem + columns[chunk], sum[chunk]);
-    }
-  }
-}
-
 template <typename Spec>
 __device__ __forceinline__ void combine(const CombineParams& params) {
+  using Element = typename Spec::Element;
   ptx::grid_dependency_wait();
   ptx::grid_launch_dependents();
   const TokenWarp warp = token_warp<Spec>(params);
-  const int row = choice_row(params, warp.token);
+  const int64_t token = warp.token;
+  const int row = choice_row(params, token);
   float weight = 1.0f;
   if (row >= 0 && params.row_weights != nullptr) weight = ptx::ld_global_float(params.row_weights + row);
-  store_sums<Spec>(params, warp, params.shared, row, weight);
+  for (int start = warp.index * kWarpColumns; start < params.columns; start += warp.count * kWarpColumns) {
+    const int column = start + ptx::lane_index() * kLaneColumns;
+    const bool has_columns = column < params.columns;  // a lane without loads the first ones
+    uint32_t shared[4];
+    const bool has_shared = has_columns && params.shared != nullptr;
+    if (has_shared) {
+      const Element* shared_gmem = static_cast<const Element*>(params.shared) + token * params.shared_stride;
+      ptx::ld_global_128(shared, shared_gmem + column);
+    }
+    float sum[kLaneColumns];
+    sum_choices(params, static_cast<const Element*>(params.rows) + (has_columns ? column : 0), row, weight, sum);
+    if (has_shared) add_scaled<Element>(sum, shared, 1.0f);
+    if (has_columns) store_columns(static_cast<Element*>(params.out) + token * params.out_stride + column, sum);
+  }
 }
 
 // The expert whose rows `row` is among: the last whose first row is not past it. Two steps, by 32 of at most 1024 experts.
@@ -214,7 +184,14 @@ __device__ __forceinline__ void combine_backward(const CombineParams& params) {
   const TokenWarp warp = token_warp<Spec>(params);
   const int64_t token = warp.token;
   const int row = choice_row(params, token);
-  if (params.out != nullptr) store_sums<Spec>(params, warp, nullptr, row, 1.0f);
+  const int columns = params.out != nullptr ? params.columns : 0;
+  for (int start = warp.index * kWarpColumns; start < columns; start += warp.count * kWarpColumns) {
+    const int column = start + ptx::lane_index() * kLaneColumns;
+    const bool has_columns = column < columns;
+    float sum[kLaneColumns];
+    sum_choices(params, static_cast<const Element*>(params.rows) + (has_columns ? column : 0), row, 1.0f, sum);
+    if (has_columns) store_columns(static_cast<Element*>(params.out) + token * params.out_stride + column, sum);
+  }
   if (params.dweights == nullptr) return;
   for (int choice = warp.index; choice < params.top_k; choice += warp.count) {
     const int dot_row = ptx::shuffle_index(row, choice);  // one for the whole warp

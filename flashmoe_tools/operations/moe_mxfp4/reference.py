@@ -7,6 +7,7 @@ import math
 import zlib
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
+from typing import Any
 
 import torch
 
@@ -114,12 +115,11 @@ def compose(
     *,
     activation: str = ACTIVATION,
     layout: str = LAYOUT,
-    **options: torch.Tensor | None,
+    **options: Any,
 ) -> torch.Tensor:
     """The layer in ``dtype`` on the bfloat16 weights that the codes stand for; ``options`` of the 16-bit layer's."""
     plain = formats.as_bfloat16(w13, w13_scale), formats.as_bfloat16(w2, w2_scale)
-    out: torch.Tensor = forward.compose(x, *plain, weights, ids, dtype, activation=activation, layout=layout, **options)
-    return out
+    return forward.compose(x, *plain, weights, ids, dtype, activation=activation, layout=layout, **options)
 
 
 def make_reference(inputs: Mxfp4Inputs) -> forward.Reference:
@@ -127,7 +127,7 @@ def make_reference(inputs: Mxfp4Inputs) -> forward.Reference:
     p, (w13, w2) = inputs.problem, inputs.weights.dequantized
     tokens = forward.checked_tokens(p, inputs.x.device)
     given = (inputs.x[tokens], w13, w2, inputs.topk_weights[tokens], inputs.routings[0][tokens])
-    biases = {"b13": inputs.weights.b13, "b2": inputs.weights.b2}
+    biases: dict[str, Any] = {"b13": inputs.weights.b13, "b2": inputs.weights.b2}
 
     def run(dtype: torch.dtype) -> torch.Tensor:
         return forward.compose(*given, dtype, **biases, activation=ACTIVATION, layout=LAYOUT)
