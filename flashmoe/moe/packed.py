@@ -20,6 +20,7 @@ from flashmoe.moe.options import LAYOUTS, Layout
 SIDE = 64  # weight rows, and k, of a block
 BLOCK = 32  # weights of a row with one scale
 BLOCK_BYTES = SIDE * SIDE // 2 + SIDE * SIDE // BLOCK
+CAPABILITY = (9, 0)  # of the GPUs whose kernels take packed weights
 _THREADS = 128
 # Bits of a pair: of the first code magnitude and sign, of the second 16 further on.
 _PLACES = (6, 7, 8, 15)
@@ -76,8 +77,28 @@ def pack_mxfp4(codes: Tensor, scales: Tensor, *, gated: Layout | None = None) ->
     return packed
 
 
+def unpack_mxfp4(packed: Tensor, *, gated: Layout | None = None) -> tuple[Tensor, Tensor]:
+    """The codes uint8 [E, N, K / 2] and scales uint8 [E, N, K / 32] of which ``pack_mxfp4`` made ``packed``, with the same ``gated``."""
+    experts, n, k = packed.shape[0], packed.shape[1] * SIDE, packed.shape[2] * SIDE
+    codes, scales = packed.new_empty((experts, n, k // 2)), packed.new_empty((experts, n, k // BLOCK))
+    rows = _row_order(n, gated).to(packed.device)
+    for expert in range(experts):
+        codes[expert, rows] = _unpack_codes(packed[expert, ..., : SIDE * SIDE // 2])
+        scales[expert, rows] = _unpack_scales(packed[expert, ..., SIDE * SIDE // 2 :])
+    return codes, scales
+
+
 def is_packed(weights: object) -> bool:
     return isinstance(weights, Tensor) and weights.dim() == 4 and weights.shape[3] == BLOCK_BYTES
+
+
+def can_pack(device: torch.device, *sizes: int) -> bool:
+    """Whether a layer of these sizes (H and I) on ``device`` runs faster packed: the GPU has the kernels, and they take the sizes."""
+    return (
+        device.type == "cuda"
+        and torch.cuda.get_device_capability(device) == CAPABILITY
+        and all(size % SIDE == 0 for size in sizes)
+    )
 
 
 def _row_order(n: int, gated: str | None) -> Tensor:
@@ -104,6 +125,19 @@ def _pack_codes(codes: Tensor, out: Tensor) -> None:
     out.copy_(words.flatten(2).view(torch.uint8))
 
 
+def _unpack_codes(packed: Tensor) -> Tensor:
+    """Bytes [n / 64, k / 64, 2048] to codes [n, k / 2]."""
+    tiles, steps, _ = packed.shape
+    words = packed.contiguous().view(torch.int32).view(tiles, steps, _THREADS, 2, 2)
+    ordered = words.new_zeros((*words.shape[:4], 8, 2))
+    for pair, code, bit, word, place in _bits():
+        ordered[..., pair, code] |= (words[..., word] >> place & 1) << bit
+    # the axes of _pack_codes, in the order of the weights again
+    axes = ordered.view(tiles, steps, 4, 8, 4, 2, 2, 2, 2, 2).permute(0, 2, 8, 3, 1, 5, 6, 7, 4, 9)
+    nibbles = axes.reshape(tiles * SIDE, steps * SIDE // 2, 2)
+    return (nibbles[..., 0] | nibbles[..., 1] << 4).to(torch.uint8)
+
+
 @cache
 def _bits() -> tuple[tuple[int, int, int, int, int], ...]:
     """(pair, code, bit of the code, word, bit of the word) for all bits of 16 codes."""
@@ -124,3 +158,10 @@ def _pack_scales(scales: Tensor, out: Tensor) -> None:
     n, blocks = scales.shape
     axes = scales.view(n // SIDE, 4, 2, 8, blocks // 2, 2)  # [rows / 64, warp, row, g, k / 64, 32 k]
     out.copy_(axes.permute(0, 4, 1, 3, 5, 2).reshape(n // SIDE, blocks // 2, 128))
+
+
+def _unpack_scales(packed: Tensor) -> Tensor:
+    """Bytes [n / 64, k / 64, 128] to scales [n, k / 32]."""
+    tiles, steps, _ = packed.shape
+    axes = packed.reshape(tiles, steps, 4, 8, 2, 2).permute(0, 2, 5, 3, 1, 4)
+    return axes.reshape(tiles * SIDE, steps * 2)

@@ -69,8 +69,11 @@ def measure_ceilings(device: str, dtypes: Iterable[str]) -> Ceilings:
 
 
 def product_dtypes(device: str, dtype: str) -> tuple[str, ...]:
-    """Dtypes of products that bound a kernel of ``dtype``: on a CPU one of 16 bits may compute in another format."""
-    return ("bf16", "f16", "f32") if device == "cpu" and dtype != "f32" else (dtype,)
+    """Dtypes of products that bound a kernel of ``dtype``: on a CPU one of 16 bits may compute in another format, and weights of 4 bits are
+    multiplied as bfloat16."""
+    if device == "cpu" and dtype != "f32":
+        return ("bf16", "f16", "f32")
+    return ("bf16" if dtype == "mxfp4" else dtype,)
 
 
 def _products(device: str, dtype: str) -> Iterator[tuple[Product, list[int]]]:

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
+import torch
 
 from flashmoe_tools.bench import ceilings
-from flashmoe_tools.bench.ceilings import Product, measure_ceilings
+from flashmoe_tools.bench.ceilings import Product, measure_ceilings, product_dtypes
+from flashmoe_tools.bench.suites import load_suite, suite_names
 
 
 def times(monkeypatch: pytest.MonkeyPatch, answer: dict[int, float]) -> list[Product]:
@@ -45,3 +49,23 @@ def test_16_bits_on_a_cpu_may_be_computed_in_another_format(monkeypatch: pytest.
     asked = times(monkeypatch, {64: 1000.0, 128: 4000.0})
     assert set(measure_ceilings("cpu", ["bf16"]).matmul_tflops) == {"bf16"}
     assert {one.dtype for one in asked} == {"bf16", "f16", "f32"}
+
+
+@pytest.mark.parametrize("device", ["cuda", "cpu"])
+@pytest.mark.parametrize("name", suite_names())
+def test_the_products_of_every_suite_can_be_made(name: str, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those that a GPU would be asked for, too, though only the CPU multiplies here."""
+    made: list[torch.Tensor] = []
+
+    def once(device: str, call: Callable[[], torch.Tensor]) -> list[int]:
+        made.append(call())
+        return [1]
+
+    monkeypatch.setattr(ceilings, "PRODUCT_SIZE", {"cpu": 32})
+    monkeypatch.setattr(ceilings, "COPY_BYTES", {"cpu": 1024})
+    monkeypatch.setattr(ceilings, "_times", once)
+    monkeypatch.setattr(ceilings, "product_dtypes", lambda here, dtype: product_dtypes(device, dtype))
+    dtypes = {case.dtype for case in load_suite(name).cases}
+    found = measure_ceilings("cpu", dtypes)
+    assert set(found.matmul_tflops) == dtypes
+    assert len(made) >= 2 * len(dtypes) + 1

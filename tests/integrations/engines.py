@@ -22,6 +22,9 @@ from unittest import mock
 import torch
 from torch import Tensor
 
+from flashmoe.moe.api import fused_moe
+from flashmoe.moe.packed import is_packed, unpack_mxfp4
+
 SOURCES_VARIABLE = "FLASHMOE_ENGINE_SOURCES"
 ATTENTION = "vllm.v1.attention"
 LATENT = "vllm.model_executor.layers.attention.mla_attention"
@@ -322,6 +325,21 @@ class QuantConfig:
     block_shape: list[int] | None = None
 
 
+def packed_fused_moe(x: Tensor, w13: Tensor, w2: Tensor, *arguments: Any, **options: Any) -> Tensor:
+    """fused_moe of packed weights where there is no kernel for them; weights that are not packed are an error."""
+    assert is_packed(w13)
+    assert is_packed(w2)
+    assert options.pop("w13_scale", None) is None
+    assert options.pop("w2_scale", None) is None
+    (w13, s13), (w2, s2) = unpack_mxfp4(w13, gated=options["layout"]), unpack_mxfp4(w2)
+    return fused_moe(x, w13, w2, *arguments, w13_scale=s13, w2_scale=s2, **options)
+
+
+def takes_packed(device: torch.device, *sizes: int) -> bool:
+    """``can_pack`` of a machine on which every device has the kernels."""
+    return all(size % 64 == 0 for size in sizes)
+
+
 def select_fp8(
     config: Any, weight_key: Any, activation_key: Any, allow_vllm_cutlass: bool = False
 ) -> tuple[str, str | None]:
@@ -330,6 +348,14 @@ def select_fp8(
 
 def select_mxfp4(config: Any, activation_key: Any = None) -> tuple[str, str | None]:
     return "vllm's mxfp4", "its experts"
+
+
+def convert_mxfp4(
+    mxfp4_backend: str, layer: Any, w13_weight: Tensor, w2_weight: Tensor, w13_weight_scale: Tensor, w2_weight_scale: Tensor,
+    w13_bias: Tensor | None = None, w2_bias: Tensor | None = None, _cache_permute_indices: Any = None,
+) -> tuple[Tensor | None, ...]:  # fmt: skip
+    """As vLLM's for the backend XPU: nothing is converted."""
+    return w13_weight, w2_weight, w13_weight_scale, w2_weight_scale, w13_bias, w2_bias
 
 
 def vllm_stand_ins() -> dict[str, ModuleType]:
@@ -361,7 +387,9 @@ def vllm_stand_ins() -> dict[str, ModuleType]:
         f"{layers}.oracle.fp8": module(f"{layers}.oracle.fp8", Fp8MoeBackend=SimpleNamespace(TRITON="triton")),
         f"{layers}.oracle.mxfp4": module(f"{layers}.oracle.mxfp4", Mxfp4MoeBackend=SimpleNamespace(XPU="xpu")),
         f"{quantisation}.fp8": module(f"{quantisation}.fp8", select_fp8_moe_backend=select_fp8),
-        f"{quantisation}.mxfp4": module(f"{quantisation}.mxfp4", select_mxfp4_moe_backend=select_mxfp4),
+        f"{quantisation}.mxfp4": module(
+            f"{quantisation}.mxfp4", select_mxfp4_moe_backend=select_mxfp4, convert_gpt_oss_weight_to_mxfp4_moe_kernel_format=convert_mxfp4
+        ),
         f"{quantisation}.utils.quant_utils": module(f"{quantisation}.utils.quant_utils", **{key: key for key in QUANT_KEYS}),
         LATENT: module(
             LATENT, MLACommonBackend=LatentBackend, MLACommonImpl=LatentImpl, MLACommonMetadataBuilder=Builder, QueryLenSupport=QueryLenSupport

@@ -15,9 +15,11 @@ from torch import Tensor, nn
 
 from flashmoe.errors import ArgumentError
 from flashmoe.integrations.transformers import NAME, packed_config, register
+from flashmoe.integrations.transformers import experts as experts_module
 from flashmoe.integrations.transformers.experts import Mxfp4Experts, experts_forward, fp8_experts_forward
 from flashmoe_tools.operations.moe_mxfp4 import formats
 from flashmoe_tools.operations.moe_scaled import reference as scaled
+from tests.integrations import engines
 
 transformers = pytest.importorskip("transformers")
 safetensors = pytest.importorskip("safetensors.torch")
@@ -30,7 +32,13 @@ pytestmark = [
 TOKENS = {"vocab_size": 64, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "max_position_embeddings": 128}
 HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 2, "num_experts_per_tok": 2}
 SIZES: dict[str, dict[str, Any]] = {
-    "GptOss": {"hidden_size": 64, "intermediate_size": 96, "head_dim": 16, "num_local_experts": 4, "sliding_window": 7},
+    "GptOss": {
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "head_dim": 16,
+        "num_local_experts": 4,
+        "sliding_window": 7,
+    },
     "Qwen3Moe": {
         "hidden_size": 256,
         "moe_intermediate_size": 128,
@@ -135,20 +143,36 @@ def assert_would_generate(model: Any, tokens: Tensor, logits: Tensor, tolerance:
     assert (expected.amax(-1, keepdim=True) - chosen).max() < 4 * tolerance * expected.std()
 
 
+def as_on_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The CPU takes packed weights, and no others."""
+    monkeypatch.setattr(experts_module, "can_pack", engines.takes_packed)
+    monkeypatch.setattr(experts_module, "fused_moe", engines.packed_fused_moe)
+
+
 def in_use(model: Any, name: str) -> Tensor:
     found: Tensor = getattr(model.model.layers[0].mlp.experts, name)
     return found
 
 
+@pytest.mark.parametrize("repacked", [False, True])
 @pytest.mark.parametrize("checkpoint", ["GptOss"], indirect=True)
-def test_gpt_oss_in_mxfp4_has_the_bits_of_the_dequantised_model(checkpoint: Path, tmp_path: Path) -> None:
+def test_gpt_oss_in_mxfp4_has_the_bits_of_the_dequantised_model(
+    checkpoint: Path, repacked: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     stored = safetensors.load_file(checkpoint / "model.safetensors")
-    model, plain = load(checkpoint, packed=True), load(checkpoint, packed=False)
+    plain = load(checkpoint, packed=False)
+    expected = generate(plain)
+    if repacked:
+        as_on_hopper(monkeypatch)
+    model = load(checkpoint, packed=True)
+    assert model.model.layers[1].mlp.experts.is_packed is repacked  # before the first call
     for kind in ("blocks", "scales", "bias"):
         for weight in ("gate_up_proj", "down_proj"):
-            assert torch.equal(in_use(model, f"{weight}_{kind}"), stored[f"model.layers.0.mlp.experts.{weight}_{kind}"])
+            name = f"model.layers.0.mlp.experts.{weight}_{kind}"
+            assert torch.equal(model.state_dict()[name], stored[name])
+            assert repacked or torch.equal(in_use(model, f"{weight}_{kind}"), stored[name])
     assert in_use(plain, "gate_up_proj").dtype == torch.bfloat16
-    (tokens, logits), expected = generate(model), generate(plain)
+    tokens, logits = generate(model)
     assert torch.equal(tokens, expected[0])
     assert torch.equal(logits, expected[1])
     assert_would_generate(load(checkpoint, packed=False, implementation="eager"), tokens, logits, 2e-2)
@@ -258,3 +282,50 @@ def test_another_limit_than_gpt_oss_has_is_refused() -> None:
     assert Mxfp4Experts(SimpleNamespace(**sizes, limit=7.0)).down_proj_blocks.shape == (2, 64, 1, 16)
     with pytest.raises(ArgumentError, match=r"alpha 1\.702 and limit 5\.0"):
         Mxfp4Experts(SimpleNamespace(**sizes, limit=5.0))
+
+
+def mxfp4_experts(device: str, intermediate: int = 128) -> Mxfp4Experts:
+    """2 experts of hidden size 64 with random codes, and scales about 2^-5."""
+    sizes = {"num_experts": 2, "hidden_size": 64, "intermediate_size": intermediate, "alpha": 1.702, "limit": 7.0}
+    experts = Mxfp4Experts(SimpleNamespace(**sizes))
+    random = torch.Generator().manual_seed(7)
+    for name, tensor in experts.named_parameters():
+        drawn = torch.randint(0, 256, tensor.shape, generator=random, dtype=torch.uint8)
+        tensor.data = (
+            drawn % 5 + 120 if name.endswith("scales") else drawn if name.endswith("blocks") else drawn.bfloat16() / 256
+        )
+    return experts.to(device)
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_the_first_call_repacks_in_place_and_bits_stay(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    experts, rows = mxfp4_experts(device), torch.randn(5, 64, device=device).bfloat16()
+    routing = torch.tensor([[0], [1], [0], [1], [1]], device=device), torch.rand(5, 1, device=device)
+    before = {name: tensor.clone() for name, tensor in experts.state_dict().items()}
+    with monkeypatch.context() as never:
+        never.setattr(experts_module, "can_pack", lambda device, *sizes: False)
+        expected = experts(rows, *routing)
+        assert not experts.is_packed
+    with monkeypatch.context() as hopper:
+        if device == "cpu":
+            as_on_hopper(hopper)
+        assert torch.equal(experts(rows, *routing), expected)
+        assert experts.is_packed
+        assert sum(tensor.numel() for tensor in experts.parameters()) == sum(
+            tensor.numel() for tensor in before.values()
+        )
+        assert torch.equal(experts(rows, *routing), expected)
+        found = experts.state_dict()
+        assert found.keys() == before.keys()
+        assert all(torch.equal(found[name], tensor) for name, tensor in before.items())
+    experts.to("cpu")  # which takes the checkpoint's order alone
+    assert experts(rows.cpu(), *(one.cpu() for one in routing)).isfinite().all()
+    assert not experts.is_packed
+    assert torch.equal(experts.down_proj_scales, before["down_proj_scales"].cpu())
+
+
+def test_sizes_that_no_kernel_takes_stay_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(experts_module, "can_pack", engines.takes_packed)
+    experts = mxfp4_experts("cpu", intermediate=96)
+    experts.pack()
+    assert not experts.is_packed

@@ -125,6 +125,41 @@ def test_mxfp4_experts_are_the_layer_on_dequantised_weights(quantised: Any, devi
     assert (out.double() - wanted).norm() < 0.02 * wanted.norm()
 
 
+def test_gpt_oss_is_packed_where_the_gpu_has_kernels(
+    quantised: Any, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The conversion that vLLM calls once, then a call with what it gave; bits are those of the checkpoint's codes."""
+    generator = torch.Generator().manual_seed(3)
+    shapes = ((E, 2 * INNER, H // 2), (E, H, INNER // 2), (E, 2 * INNER, H // 32), (E, H, INNER // 32))
+    tensors = [torch.randint(0, 256, shape, generator=generator, dtype=torch.uint8).to(device) for shape in shapes]
+    tensors[2:] = [tensor % 5 + 120 for tensor in tensors[2:]]
+    biases = [torch.randn(E, size, generator=generator).to(device, torch.bfloat16) for size in (2 * INNER, H)]
+    x = torch.randn(T, H, generator=generator).to(device, torch.bfloat16)
+    routing = routed(generator, device)
+
+    def run(w13: Tensor, w2: Tensor, s13: Tensor, s2: Tensor, b13: Tensor, b2: Tensor) -> Tensor:
+        given = QuantConfig(b13, b2, 1.702, 1.0, 7.0, s13, s2)
+        kernel = quantised.FlashmoeMxfp4Experts(MoEConfig(MoEActivation.SWIGLUOAI, **LARGE), given)
+        return call(kernel, x, w13, w2, *routing, None)
+
+    expected = run(*tensors, *biases)
+    if device == "cpu":
+        monkeypatch.setattr(quantised, "can_pack", engines.takes_packed)
+    quantised.register_quantised()
+    convert = quantised.mxfp4.convert_gpt_oss_weight_to_mxfp4_moe_kernel_format
+    names = ("w13_weight", "w2_weight", "w13_weight_scale", "w2_weight_scale", "w13_bias", "w2_bias")
+    given = dict(zip(names, (*tensors, *biases), strict=True))
+    assert convert(mxfp4_backend="marlin", layer=None, **given)[0] is tensors[0]
+    converted = convert(mxfp4_backend="xpu", layer=None, **given)
+    assert [tuple(one.shape[:2]) for one in converted[:2]] == [(E, 2 * INNER), (E, H)]  # vLLM reads E and N there
+    assert sum(one.numel() for one in converted[:4]) == sum(one.numel() for one in tensors)
+    if device == "cpu":
+        monkeypatch.setattr(
+            importlib.import_module("flashmoe.integrations.vllm.experts"), "fused_moe", engines.packed_fused_moe
+        )
+    assert torch.equal(run(*converted), expected)
+
+
 def test_vllms_methods_get_ours(quantised: Any) -> None:
     for _ in range(2):
         quantised.register_quantised()

@@ -14,7 +14,7 @@ from torch import Tensor
 import flashmoe
 from flashmoe.errors import ArgumentError, DifferentiationError, DtypeError, FlashmoeError, ShapeError
 from flashmoe.moe.mxfp4 import dequantize
-from flashmoe.moe.packed import pack_mxfp4
+from flashmoe.moe.packed import can_pack, pack_mxfp4, unpack_mxfp4
 from flashmoe_tools.operations.moe_mxfp4 import formats
 from flashmoe_tools.operations.moe_mxfp4.reference import compose
 from tests.moe.layer import changed, check_that_a_graph_follows_the_routing
@@ -411,3 +411,30 @@ def test_gradients_are_refused(device: str) -> None:
         layer(x=layer.x.clone().requires_grad_())
     with torch.no_grad():
         assert layer(x=layer.x.clone().requires_grad_()).shape == layer.x.shape
+
+
+@pytest.mark.parametrize("gated", [None, "concat", "interleaved"])
+def test_unpacking_gives_the_checkpoints_bytes(gated: Any) -> None:
+    random = torch.Generator().manual_seed(4)
+    codes, scales = (torch.randint(0, 256, (3, 128, k), generator=random, dtype=torch.uint8) for k in (96, 6))
+    packed = pack_mxfp4(codes, scales, gated=gated)
+    found = unpack_mxfp4(packed, gated=gated)
+    assert torch.equal(found[0], codes)
+    assert torch.equal(found[1], scales)
+
+
+@pytest.mark.parametrize(
+    ("kind", "capability", "sizes", "expected"),
+    [
+        ("cuda", (9, 0), (2880, 2880), True),
+        ("cuda", (9, 0), (2880, 96), False),
+        ("cuda", (8, 0), (64, 64), False),
+        ("cuda", (10, 0), (64, 64), False),
+        ("cpu", (9, 0), (64, 64), False),
+    ],
+)
+def test_where_packing_pays(
+    kind: str, capability: tuple[int, int], sizes: tuple[int, int], expected: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
+    assert can_pack(torch.device(kind), *sizes) is expected

@@ -8,16 +8,19 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.compiler import is_compiling
 
 from flashmoe import fallback
 from flashmoe.errors import ArgumentError, FlashmoeError
 from flashmoe.moe.api import fused_moe
-from flashmoe.moe.options import Activation
+from flashmoe.moe.options import Activation, Layout
+from flashmoe.moe.packed import can_pack, is_packed, pack_mxfp4, unpack_mxfp4
 
 _PROBE_ROWS = 64
 _PROBE_WIDTH = 8
 _BLOCK = 32  # mxfp4 weights of a row with one scale
 _ALPHA, _LIMIT = 1.702, 7.0  # of clamped_swiglu
+_GATED: dict[str, Layout | None] = {"gate_up_proj": "interleaved", "down_proj": None}
 _FP8 = ((128, 128), "dynamic", torch.float8_e4m3fn)  # block_size, activation_scheme and dtype of the weights
 _OTHER = "use experts_implementation='grouped_mm' for this model"
 _DEQUANTISED = (
@@ -121,7 +124,11 @@ def fp8_experts_forward(experts: Any, hidden_states: Tensor, top_k_index: Tensor
 
 
 class Mxfp4Experts(nn.Module):
-    """In the place of gpt-oss's experts: an mxfp4 checkpoint's tensors as they are, under the names that they have there."""
+    """In the place of gpt-oss's experts: an mxfp4 checkpoint's tensors as they are, under the names that they have there.
+
+    On GPUs of compute capability 9.0 they are repacked in their place (:func:`flashmoe.pack_mxfp4`) when the checkpoint is loaded, or in the
+    first call; bits of results and of a state dict are the same.
+    """
 
     def __init__(self, experts: Any) -> None:
         """``experts``: the module to replace, of which sizes and gate are read."""
@@ -133,6 +140,7 @@ class Mxfp4Experts(nn.Module):
                 f"{_ALPHA} and {_LIMIT}; {_DEQUANTISED}"
             )
             raise ArgumentError(msg)
+        self._sizes = (hidden, intermediate)
         for name, rows, columns in (("gate_up_proj", 2 * intermediate, hidden), ("down_proj", hidden, intermediate)):
             tensors = {
                 "blocks": torch.empty(count, rows, columns // _BLOCK, _BLOCK // 2, dtype=torch.uint8),
@@ -142,7 +150,34 @@ class Mxfp4Experts(nn.Module):
             for kind, tensor in tensors.items():
                 self.register_parameter(f"{name}_{kind}", nn.Parameter(tensor, requires_grad=False))
 
+    @property
+    def is_packed(self) -> bool:
+        return is_packed(self.gate_up_proj_blocks)
+
+    def pack(self) -> None:
+        """Give the tensors the order that the device's kernels read fastest, or the checkpoint's again where there are none."""
+        wanted = can_pack(self.get_parameter("gate_up_proj_blocks").device, *self._sizes)
+        if wanted == self.is_packed:
+            return
+        for name, gated in _GATED.items():
+            blocks, scales = (self.get_parameter(f"{name}_{kind}") for kind in ("blocks", "scales"))
+            if wanted:
+                blocks.data = pack_mxfp4(blocks.data, scales.data, gated=gated)
+                scales.data = scales.data.new_empty(0)
+            else:
+                blocks.data, scales.data = _checkpoint_form(blocks.data, gated)
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        if self.is_packed:
+            for name, gated in _GATED.items():
+                found = _checkpoint_form(destination[f"{prefix}{name}_blocks"], gated)
+                destination[f"{prefix}{name}_blocks"], destination[f"{prefix}{name}_scales"] = found
+
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        if not is_compiling() and not _is_capturing(hidden_states):
+            self.pack()
+        scales = (None, None) if self.is_packed else (self.gate_up_proj_scales, self.down_proj_scales)
         return _call(
             self,
             hidden_states,
@@ -152,12 +187,22 @@ class Mxfp4Experts(nn.Module):
             top_k_weights,
             b13=self.gate_up_proj_bias.to(torch.bfloat16),
             b2=self.down_proj_bias.to(torch.bfloat16),
-            w13_scale=self.gate_up_proj_scales,
-            w2_scale=self.down_proj_scales,
+            w13_scale=scales[0],
+            w2_scale=scales[1],
             activation="clamped_swiglu",
             layout="interleaved",
             instead=_DEQUANTISED,
         )
+
+
+def _checkpoint_form(packed: Tensor, gated: Layout | None) -> tuple[Tensor, Tensor]:
+    """Blocks [E, N, K / 32, 16] and scales [E, N, K / 32]."""
+    codes, scales = unpack_mxfp4(packed, gated=gated)
+    return codes.unflatten(-1, (-1, _BLOCK // 2)), scales
+
+
+def _is_capturing(tensor: Tensor) -> bool:
+    return tensor.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
 def _gate_of(experts: Any) -> Activation:

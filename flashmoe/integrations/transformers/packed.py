@@ -24,7 +24,8 @@ def packed_config(checkpoint: Any, **options: Any) -> Any:
         config = packed_config("openai/gpt-oss-20b")
         model = AutoModelForCausalLM.from_pretrained("openai/gpt-oss-20b", config=config, experts_implementation=names.experts)
 
-    The experts then run as :func:`flashmoe.fused_moe` on packed weights: mxfp4 (gpt-oss), or e4m3 with a scale for each 128 by 128
+    The experts then run as :func:`flashmoe.fused_moe` on such weights: mxfp4 (gpt-oss; repacked once in their place on compute capability
+    9.0, by :func:`flashmoe.pack_mxfp4`), or e4m3 with a scale for each 128 by 128
     (Qwen3-MoE FP8, DeepSeek-V3). Other layers with weights of 8 bits are dequantised, on GPUs too. Needs :func:`register` before.
 
     Args:
@@ -103,6 +104,11 @@ def _mxfp4() -> tuple[type, type]:
                 if isinstance(module, GptOssExperts):
                     with torch.device("meta"):
                         model.set_submodule(name, Mxfp4Experts(module))
+
+        def _process_model_after_weight_loading(self, model: Any, **_: Any) -> None:
+            for module in model.modules():
+                if isinstance(module, Mxfp4Experts):
+                    module.pack()
 
     return PackedMxfp4Config, PackedMxfp4Quantizer
 

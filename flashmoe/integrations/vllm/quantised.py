@@ -1,7 +1,8 @@
 """vLLM's experts with fp8 (128 by 128 blocks) and mxfp4 weights by ``flashmoe.fused_moe``. Experimental.
 
 vLLM has no registry for these: its quantisation methods ask one function each for a backend and a class, and that name is wrapped in
-the methods' module. The backend tells what becomes of the loaded weights; the ones given here leave them alone.
+the methods' module. The backend tells what becomes of the loaded weights; the ones given here leave them alone, but for gpt-oss's, which
+are packed (``flashmoe.pack_mxfp4``) where the GPU has the kernels.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from vllm.platforms import current_platform
 from flashmoe.errors import ArgumentError
 from flashmoe.integrations.vllm.experts import ACTIVATIONS, FlashmoeExperts, admits, obstacle
 from flashmoe.moe import scaled
+from flashmoe.moe.packed import BLOCK_BYTES, SIDE, can_pack, pack_mxfp4
 
 MXFP4_CAPABILITY = (8, 0)
 
@@ -57,7 +59,7 @@ class FlashmoeFp8Experts(FlashmoeExperts):
 
 
 class FlashmoeMxfp4Experts(FlashmoeExperts):
-    """The checkpoint's codes, two in a byte, and a byte's scale for each 32; x stays bfloat16."""
+    """The checkpoint's codes, two in a byte, and a byte's scale for each 32, or both packed for the GPU; x stays bfloat16."""
 
     multiple = 32
 
@@ -73,8 +75,46 @@ class FlashmoeMxfp4Experts(FlashmoeExperts):
     def _supports_quant_scheme(weight_key: Any, activation_key: Any) -> bool:
         return bool(weight_key == kMxfp4Static and activation_key is None)
 
+    def apply(self, output: Tensor, hidden_states: Tensor, w1: Tensor, w2: Tensor, *rest: Any, **options: Any) -> None:
+        if self.is_packed:
+            w1, w2 = _blocks(w1), _blocks(w2)
+        super().apply(output, hidden_states, w1, w2, *rest, **options)
+
+    @property
+    def is_packed(self) -> bool:
+        return bool(self.quant_config.w1_scale.numel() == 0)
+
     def scales(self, x_scale: Tensor | None) -> dict[str, Any]:
+        if self.is_packed:
+            return {}
         return {"w13_scale": self.quant_config.w1_scale, "w2_scale": self.quant_config.w2_scale}
+
+
+def _as_rows(packed: Tensor) -> Tensor:
+    """[E, N, bytes of a row]: vLLM reads E and N of the weights' three dimensions."""
+    experts, tiles = packed.shape[:2]
+    return packed.view(experts, tiles * SIDE, -1)
+
+
+def _blocks(rows: Tensor) -> Tensor:
+    """The packed weights of which ``_as_rows`` made ``rows``."""
+    return rows.view(rows.shape[0], rows.shape[1] // SIDE, -1, BLOCK_BYTES)
+
+
+def _pack_gpt_oss(theirs: Callable[..., Any]) -> Callable[..., Any]:
+    """vLLM's conversion of the loaded weights; of the backend that has none they are packed where the GPU has the kernels."""
+
+    def converted(*arguments: Any, **given: Any) -> Any:
+        w13, w2, w13_scale, w2_scale, *biases = theirs(*arguments, **given)
+        is_ours = given.get("mxfp4_backend") == Mxfp4MoeBackend.XPU and current_platform.is_cuda()
+        if is_ours and can_pack(w13.device, w2.shape[1], w13.shape[1] // 2):
+            empty = w13_scale.data.new_empty(0)
+            w13 = _as_rows(pack_mxfp4(w13.data, w13_scale.data, gated="interleaved"))
+            w2 = _as_rows(pack_mxfp4(w2.data, w2_scale.data))
+            w13_scale = w2_scale = empty
+        return w13, w2, w13_scale, w2_scale, *biases
+
+    return converted
 
 
 def fp8_obstacle(moe: Any, weight_key: Any, activation_key: Any) -> str | None:
@@ -103,13 +143,14 @@ def _choose_mxfp4(theirs: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def register_quantised() -> None:
-    """Wrap the two choices; a second call changes nothing."""
+    """Wrap the two choices, and the conversion of gpt-oss's weights where this vLLM has it; a second call changes nothing."""
     for module, name, choice in (
         (fp8, "select_fp8_moe_backend", _choose_fp8),
         (mxfp4, "select_mxfp4_moe_backend", _choose_mxfp4),
+        (mxfp4, "convert_gpt_oss_weight_to_mxfp4_moe_kernel_format", _pack_gpt_oss),
     ):
-        theirs = getattr(module, name)
-        if not getattr(theirs, "is_flashmoe", False):
+        theirs = getattr(module, name, None)
+        if theirs is not None and not getattr(theirs, "is_flashmoe", False):
             chosen: Any = choice(theirs)
             chosen.is_flashmoe = True
             setattr(module, name, chosen)

@@ -19,9 +19,10 @@ Call = Callable[[torch.Tensor], Any]
 
 
 def _ours(inputs: Mxfp4Inputs, *, weights: str) -> Call:
-    w13, w2 = {"codes": (inputs.w13, inputs.w2)}.get(weights) or getattr(inputs, weights)
-    scales = {"w13_scale": inputs.w13_scale, "w2_scale": inputs.w2_scale} if weights == "codes" else {}
-    options = {"b13": inputs.b13, "b2": inputs.b2, "activation": ACTIVATION, "layout": LAYOUT}
+    own = inputs.weights
+    w13, w2 = (own.w13, own.w2) if weights == "codes" else getattr(own, weights)
+    scales = {"w13_scale": own.w13_scale, "w2_scale": own.w2_scale} if weights == "codes" else {}
+    options = {"b13": own.b13, "b2": own.b2, "activation": ACTIVATION, "layout": LAYOUT}
     layer = partial(flashmoe_layer(), **options, **scales)
     return lambda ids: layer(inputs.x, w13, w2, inputs.topk_weights, ids)
 
@@ -35,6 +36,8 @@ def _triton_kernels(inputs: Mxfp4Inputs) -> Call:
     values, value_options = layout.make_default_matmul_mxfp4_w_layout(mx_axis=1)
     scales, scale_options = layout.make_default_matmul_mxfp4_w_scale_layout(mx_axis=1, num_warps=8)
 
+    own = inputs.weights
+
     def converted(codes: torch.Tensor, scale: torch.Tensor) -> tuple[Any, Any]:
         wrapped = tensor.wrap_torch_tensor(codes.mT, dtype=tensor.FP4)
         weights = tensor.convert_layout(wrapped, values, **value_options)
@@ -42,14 +45,14 @@ def _triton_kernels(inputs: Mxfp4Inputs) -> Call:
         return weights, ogs.PrecisionConfig(weight_scale=scale)
 
     (w13, precision13), (w2, precision2) = (
-        converted(inputs.w13, inputs.w13_scale),
-        converted(inputs.w2, inputs.w2_scale),
+        converted(own.w13, own.w13_scale),
+        converted(own.w2, own.w2_scale),
     )
-    b13, b2 = inputs.b13.float(), inputs.b2.float()
+    b13, b2 = own.b13.float(), own.b2.float()
     gate = ogs.FusedActivation(ogs.FnSpecs("swiglu", swiglu.swiglu_fn, ("alpha", "limit")), (1.702, 7.0), 2)
     sorted_by = {}
     for ids in inputs.routings:
-        logits = torch.full((len(ids), len(inputs.w13)), -1e4, device=ids.device)
+        logits = torch.full((len(ids), len(own.w13)), -1e4, device=ids.device)
         logits.scatter_(1, ids.long(), inputs.topk_weights.log())
         sorted_by[ids.data_ptr()] = route(logits, ids.shape[1])
 

@@ -6,7 +6,8 @@ from __future__ import annotations
 import math
 import zlib
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
+from typing import Any
 
 import torch
 
@@ -22,26 +23,15 @@ ACTIVATION, LAYOUT = "clamped_swiglu", "interleaved"
 
 
 @dataclass(frozen=True)
-class Mxfp4Inputs:
-    """x [T, H] bfloat16; codes w13 uint8 [E, 2I, H / 2] and w2 [E, H, I / 2] with scales of 32 along a row; biases; topk_weights [T, k].
+class Mxfp4Weights:
+    """Codes w13 uint8 [E, 2I, H / 2] and w2 [E, H, I / 2] with scales of 32 along a row; biases in bfloat16."""
 
-    ``routings``: ids int32 [T, k]; results are checked with the first.
-    """
-
-    problem: MoeMxfp4Problem
-    x: torch.Tensor
     w13: torch.Tensor
     w2: torch.Tensor
     w13_scale: torch.Tensor
     w2_scale: torch.Tensor
     b13: torch.Tensor
     b2: torch.Tensor
-    topk_weights: torch.Tensor
-    routings: tuple[torch.Tensor, ...]
-
-    def poison(self) -> None:
-        """Leave NaN in the memory that the allocator hands out for the next result."""
-        torch.full_like(self.x, math.nan)
 
     @cached_property
     def packed(self) -> tuple[torch.Tensor, torch.Tensor]:
@@ -56,28 +46,61 @@ class Mxfp4Inputs:
         return w13, w2
 
 
-def make_inputs(problem: MoeMxfp4Problem, device: str, seed: int) -> Mxfp4Inputs:
-    """Standard normal tokens; codes of any kind, scales that keep a token's size; the seed depends on the run's seed and the problem
-    alone."""
+@dataclass(frozen=True)
+class Mxfp4Inputs:
+    """x [T, H] bfloat16, the layer's weights, topk_weights [T, k].
+
+    ``routings``: ids int32 [T, k]; results are checked with the first.
+    """
+
+    problem: MoeMxfp4Problem
+    x: torch.Tensor
+    weights: Mxfp4Weights
+    topk_weights: torch.Tensor
+    routings: tuple[torch.Tensor, ...]
+
+    def poison(self) -> None:
+        """Leave NaN in the memory that the allocator hands out for the next result."""
+        torch.full_like(self.x, math.nan)
+
+
+def _generator(device: str, name: str) -> torch.Generator:
     generator = torch.Generator(device=device)
-    generator.manual_seed(zlib.crc32(f"{seed} {problem.key}".encode()))
-    p = problem
+    generator.manual_seed(zlib.crc32(name.encode()))
+    return generator
+
+
+def _normal(generator: torch.Generator, *shape: int, scale: float = 1.0) -> torch.Tensor:
+    return torch.randn(shape, generator=generator, device=generator.device, dtype=torch.bfloat16).mul_(scale)
+
+
+@lru_cache(maxsize=1)
+def _make_weights(experts: int, hidden: int, intermediate: int, device: str, seed: int) -> Mxfp4Weights:
+    """Those of a layer, whatever its tokens: kept for the next case, as to make, pack and dequantise gpt-oss's takes longer than to time them.
+
+    Codes of any kind, scales that keep a token's size.
+    """
+    generator = _generator(device, f"{seed} {experts} {hidden} {intermediate}")
 
     def weights(n: int, k: int) -> tuple[torch.Tensor, torch.Tensor]:
-        codes = torch.randint(0, 256, (p.experts, n, k // 2), generator=generator, device=device, dtype=torch.uint8)
+        codes = torch.randint(0, 256, (experts, n, k // 2), generator=generator, device=device, dtype=torch.uint8)
         middle = 127 + round(math.log2(k**-0.5 / 3))  # codes are about 3 in size
-        blocks = (p.experts, n, k // formats.BLOCK)
+        blocks = (experts, n, k // formats.BLOCK)
         scales = torch.randint(middle - 1, middle + 2, blocks, generator=generator, device=device, dtype=torch.uint8)
         return codes, scales
 
-    def normal(*shape: int, scale: float = 1.0) -> torch.Tensor:
-        return torch.randn(shape, generator=generator, device=device, dtype=torch.bfloat16).mul_(scale)
+    (w13, w13_scale), (w2, w2_scale) = weights(2 * intermediate, hidden), weights(hidden, intermediate)
+    b13 = _normal(generator, experts, 2 * intermediate, scale=0.1)
+    return Mxfp4Weights(w13, w2, w13_scale, w2_scale, b13, _normal(generator, experts, hidden, scale=0.1))
 
-    x, (topk_weights, ids) = normal(p.tokens, p.hidden), forward.choices(p, device, generator)
-    (w13, w13_scale), (w2, w2_scale) = weights(2 * p.intermediate, p.hidden), weights(p.hidden, p.intermediate)
-    b13, b2 = normal(p.experts, 2 * p.intermediate, scale=0.1), normal(p.experts, p.hidden, scale=0.1)
+
+def make_inputs(problem: MoeMxfp4Problem, device: str, seed: int) -> Mxfp4Inputs:
+    """Standard normal tokens; the seed depends on the run's seed and the problem alone."""
+    p, generator = problem, _generator(device, f"{seed} {problem.key}")
+    x, (topk_weights, ids) = _normal(generator, p.tokens, p.hidden), forward.choices(p, device, generator)
     routings = tuple((ids + turn * p.experts // ROUTINGS) % p.experts for turn in range(ROUTINGS))
-    return Mxfp4Inputs(problem, x, w13, w2, w13_scale, w2_scale, b13, b2, topk_weights, routings)
+    weights = _make_weights(p.experts, p.hidden, p.intermediate, device, seed)
+    return Mxfp4Inputs(problem, x, weights, topk_weights, routings)
 
 
 def compose(
@@ -90,31 +113,24 @@ def compose(
     ids: torch.Tensor,
     dtype: torch.dtype,
     *,
-    b13: torch.Tensor,
-    b2: torch.Tensor,
-    shared: torch.Tensor | None = None,
     activation: str = ACTIVATION,
     layout: str = LAYOUT,
+    **options: Any,
 ) -> torch.Tensor:
-    """The layer in ``dtype``, expert by expert."""
-
-    def run_expert(expert: int, rows: torch.Tensor) -> torch.Tensor:
-        up = formats.as_bfloat16(w13[expert], w13_scale[expert]).to(dtype)
-        down = formats.as_bfloat16(w2[expert], w2_scale[expert]).to(dtype)
-        z = torch.nn.functional.linear(rows, up, b13[expert].to(dtype))
-        return torch.nn.functional.linear(forward.activate(z, activation, layout), down, b2[expert].to(dtype))
-
-    return forward.mix(x.to(dtype), weights.to(dtype), ids, len(w13), run_expert, shared)
+    """The layer in ``dtype`` on the bfloat16 weights that the codes stand for; ``options`` of the 16-bit layer's."""
+    plain = formats.as_bfloat16(w13, w13_scale), formats.as_bfloat16(w2, w2_scale)
+    return forward.compose(x, *plain, weights, ids, dtype, activation=activation, layout=layout, **options)
 
 
 def make_reference(inputs: Mxfp4Inputs) -> forward.Reference:
-    p = inputs.problem
+    """The 16-bit layer's with the weights that the codes stand for."""
+    p, (w13, w2) = inputs.problem, inputs.weights.dequantized
     tokens = forward.checked_tokens(p, inputs.x.device)
-    layer = (inputs.x[tokens], inputs.w13, inputs.w2, inputs.w13_scale, inputs.w2_scale)
-    choices = (inputs.topk_weights[tokens], inputs.routings[0][tokens])
+    given = (inputs.x[tokens], w13, w2, inputs.topk_weights[tokens], inputs.routings[0][tokens])
+    biases: dict[str, Any] = {"b13": inputs.weights.b13, "b2": inputs.weights.b2}
 
     def run(dtype: torch.dtype) -> torch.Tensor:
-        return compose(*layer, *choices, dtype, b13=inputs.b13, b2=inputs.b2)
+        return forward.compose(*given, dtype, **biases, activation=ACTIVATION, layout=LAYOUT)
 
     out = run(high_dtype(inputs.x.device))
     tolerance = forward.allowed(out, run(inputs.x.dtype), inputs.x.dtype)

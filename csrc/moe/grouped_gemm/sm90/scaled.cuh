@@ -27,26 +27,50 @@ struct ScaledGatedGemmSpec : TileSpec<Element, kBlockM, kBlockN, kNumStages, kNu
   static constexpr int kSharedBytes = kLargestOffset + Tile::kNumConsumers * 64 * 4;
 };
 
+// The rows and weights' scales of a tile that a consumer has.
+template <typename Spec>
+struct ScaledTile {
+  WarpgroupTile<Spec> own;
+  int first_half;  // 0, or 1 where only the second 128 columns are this consumer's
+  bool is_halved;  // both consumers have the same 64 rows, and 128 columns each
+
+  __device__ __forceinline__ ScaledTile(const Tile& tile, int consumer) {
+    is_halved = tile.end_row - tile.first_row <= 64;
+    own = warpgroup_tile<Spec>(tile, is_halved ? 0 : consumer);
+    first_half = is_halved ? consumer : 0;
+  }
+};
+
 // The scales that a thread needs, one block of k after the other: of its two rows, 8 apart, and of the weights' two blocks of rows:
-// gate and up, or 128 columns from `first_half` on and the 128 behind them.
+// gate and up, or 128 columns from `first_half` on and the 128 behind them. Found while the tile before is finished: the slots first,
+// which are waited for where the scales of their tokens are.
 template <typename Spec>
 struct Scales {
   const float* row_gmem[2];
   const float* weight_gmem[2];
+  int at[2];       // a row, or its slot
   bool is_row[2];  // the row is one of the expert's
   float row[2];
   float weight[2];
 
-  __device__ __forceinline__ Scales(const ScaledGemmParams& params, const WarpgroupTile<Spec>& own, int blocks,
-                                    int first_half) {
-    const GemmParams& gemm = params.gemm;
+  __device__ __forceinline__ void find(const ScaledGemmParams& params, const WarpgroupTile<Spec>& own) {
     const int thread_row = ptx::warp_index() % 4 * 16 + ptx::lane_index() / 4;
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       is_row[r] = thread_row + 8 * r < own.rows;
-      int at = is_row[r] ? own.row + thread_row + 8 * r : own.row;
-      if constexpr (Spec::kGathersA) at = static_cast<int>(ptx::ld_global_32(gemm.a_slots + at)) / gemm.top_k;
-      row_gmem[r] = params.a_scale + static_cast<int64_t>(at) * blocks;
+      at[r] = is_row[r] ? own.row + thread_row + 8 * r : own.row;
+      if constexpr (Spec::kGathersA) at[r] = static_cast<int>(ptx::ld_global_32(params.gemm.a_slots + at[r]));
+    }
+  }
+
+  // After find: the first block's.
+  __device__ __forceinline__ void load_first(const ScaledGemmParams& params, const WarpgroupTile<Spec>& own, int blocks,
+                                             int first_half) {
+    const GemmParams& gemm = params.gemm;
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      const int scaled_row = Spec::kGathersA ? at[r] / gemm.top_k : at[r];
+      row_gmem[r] = params.a_scale + static_cast<int64_t>(scaled_row) * blocks;
     }
     const int count = ceil_div(gemm.n, kScaleBlock);
     // Of a tile's last 128 columns there may be none.
@@ -56,6 +80,7 @@ struct Scales {
     const float* of_expert = params.b_scale + static_cast<int64_t>(own.expert) * count * blocks;
     weight_gmem[0] = of_expert + static_cast<int64_t>(first) * blocks;
     weight_gmem[1] = of_expert + static_cast<int64_t>(second) * blocks;
+    load(0);
   }
 
   __device__ __forceinline__ void load(int block) {
@@ -105,7 +130,6 @@ struct ScaledMainloop {
                                            int first_half, int blocks) {
 #pragma unroll
     for (int i = 0; i < kHalves * kPartial; ++i) sums[i] = 0.0f;
-    scales.load(0);
     if constexpr (kHalves == 2) {
       if (slab == 1)
         ptx::named_barrier_arrive(barrier_id(ScaledBarrier::kOrder, 0), 256);  // the other consumer issues first
@@ -166,8 +190,10 @@ struct ScaledEpilogue {
                                             int consumer, const ptx::TensorMap& d_map_)
       : params(params_.gemm), d_map(d_map_), slabs(shared, consumer) {}
 
-  template <int kHalves>
-  __device__ __forceinline__ void store(const WarpgroupTile<Spec>& own, float (&sums)[kHalves * 64], int first_half) {
+  template <int kHalves, typename Between>
+  __device__ __forceinline__ void store(const WarpgroupTile<Spec>& own, float (&sums)[kHalves * 64], int first_half,
+                                        Between between) {
+    between();
     const SlabTarget to{d_map, params.d, params.d_stride, params.n, 0};
 #pragma unroll
     for (int slab = 0; slab < 2 * kHalves; ++slab) {
@@ -231,9 +257,11 @@ struct ScaledGatedEpilogue {
     }
   }
 
-  template <int kHalves>
-  __device__ __forceinline__ void store(const WarpgroupTile<Spec>& own, float (&sums)[kHalves * 64], int first_half) {
+  template <int kHalves, typename Between>
+  __device__ __forceinline__ void store(const WarpgroupTile<Spec>& own, float (&sums)[kHalves * 64], int first_half,
+                                        Between between) {
     activate<kHalves>(sums);
+    between();
     const int lane = ptx::lane_index();
     const int columns = params.gemm.n / 2;
     const int first_row = ptx::warp_index() % 4 * 16 + lane / 4;
@@ -270,27 +298,45 @@ struct ScaledGatedEpilogue {
   __device__ __forceinline__ void finish() const { slabs.finish(); }
 };
 
+template <int kHalves>
+struct Halves {
+  static constexpr int kValue = kHalves;
+};
+
+// Takes a tile before the one that it has multiplied is stored, so that the new tile's scales are on their way.
 template <typename Spec, typename Epilogue>
 __device__ __forceinline__ void consume_scaled(const ScaledGemmParams& params, const SharedMemory<Spec>& shared,
                                                int consumer, Epilogue epilogue) {
   const int blocks = params.gemm.k / Spec::kBlockK;
   ScaledMainloop<Spec> mainloop(shared, consumer);
   RingPosition<Spec::kNumTileSlots> slot;
-  while (true) {
-    const Tile tile = take_tile<Spec>(shared, slot);
-    if (tile.expert < 0) break;
-    if (tile.end_row - tile.first_row <= 64) {
-      const WarpgroupTile<Spec> own = warpgroup_tile<Spec>(tile, 0);
+  Scales<Spec> scales;
+  Tile next = take_tile<Spec>(shared, slot);
+  // Of `next`, where there is one.
+  const auto find_scales = [&] {
+    if (next.expert >= 0) scales.find(params, ScaledTile<Spec>(next, consumer).own);
+  };
+  const auto load_scales = [&] {
+    const ScaledTile<Spec> tile(next, consumer);
+    if (next.expert >= 0) scales.load_first(params, tile.own, blocks, tile.first_half);
+  };
+  find_scales();
+  load_scales();
+  while (next.expert >= 0) {
+    const ScaledTile<Spec> tile(next, consumer);
+    const auto finish = [&](auto halves, auto& sums) {
+      next = take_tile<Spec>(shared, slot);
+      find_scales();
+      epilogue.template store<decltype(halves)::kValue>(tile.own, sums, tile.first_half, load_scales);
+    };
+    if (tile.is_halved) {
       float sums[Spec::kAccumulators / 2];
-      Scales<Spec> scales(params, own, blocks, consumer);
       mainloop.template multiply<1>(sums, scales, 0, consumer, blocks);
-      epilogue.template store<1>(own, sums, consumer);
+      finish(Halves<1>(), sums);
     } else {
-      const WarpgroupTile<Spec> own = warpgroup_tile<Spec>(tile, consumer);
       float sums[Spec::kAccumulators];
-      Scales<Spec> scales(params, own, blocks, 0);
       mainloop.template multiply<2>(sums, scales, consumer, 0, blocks);
-      epilogue.template store<2>(own, sums, 0);
+      finish(Halves<2>(), sums);
     }
   }
   epilogue.finish();
