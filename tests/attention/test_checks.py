@@ -235,7 +235,7 @@ def test_messages_that_are_not_ours_stay_as_they_are() -> None:
 
 # One tensor argument: mostly fit for use, sometimes wrong in one way or another.
 _SIZES = st.sampled_from([0, 1, 2, 3, 4, 6])
-_HEAD_DIMS = st.sampled_from([0, 1, 2, 8, 64, 256, 257])
+_HEAD_DIMS = st.sampled_from([0, 1, 2, 8, 64, 256, 257, 513])
 _DTYPES = st.sampled_from([torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.int32, torch.bool])
 _CHANGES = st.sampled_from(["", "", "", "", "transpose", "drop", "add", "step", "expand"])
 
