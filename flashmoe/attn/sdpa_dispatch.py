@@ -256,7 +256,9 @@ OBSTACLES: tuple[tuple[Callable[..., str | None], tuple[str, ...]], ...] = (
     ),
     (
         _wide_obstacle,
-        (f"a head dim above {MAX_GPU_OPTIONS_HEAD_DIM} on a GPU, with gradients, with dropout, or below compute capability 8.0",),
+        (
+            f"a head dim above {MAX_GPU_OPTIONS_HEAD_DIM} on a GPU, with gradients, with dropout, or below compute capability 8.0",
+        ),
     ),
     (_mask_obstacle, ("an `attn_mask` of a dtype that is neither bool nor `query`'s",)),
     (_derivative_obstacle, ("forward-mode differentiation",)),

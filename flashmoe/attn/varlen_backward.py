@@ -73,7 +73,8 @@ def _refuse_wide(given: VarlenBackward, *, has_dropout: bool) -> None:
     head_dim = max(given.q.shape[-1], given.v.shape[-1])
     if given.q.device.type == "cuda" and head_dim > MAX_GPU_OPTIONS_HEAD_DIM:
         what = "the gradient of dropout" if has_dropout else "the gradient of ragged or banded attention"
-        raise broken("attention.wide", what=what, head_dim=head_dim, most=MAX_GPU_OPTIONS_HEAD_DIM)
+        wide = broken("attention.wide", what=what, head_dim=head_dim, most=MAX_GPU_OPTIONS_HEAD_DIM)
+        raise wide
 
 
 def with_positive_scale(q: Tensor, scale: float) -> tuple[Tensor, float, float]:

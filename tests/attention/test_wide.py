@@ -159,7 +159,10 @@ def test_dense_gradients(causal: bool, device: str) -> None:
 REFUSED: dict[str, tuple[str, dict[str, Any]]] = {
     "dropout": ("dropout has head dims up to 256 on a GPU; found 512", {"dropout_p": 0.1}),
     "ALiBi": ("ALiBi has head dims up to 256 on a GPU; found 512", {"alibi_slopes": True}),
-    "gradient": ("the gradient of ragged or banded attention has head dims up to 256 on a GPU; found 512", {"window": (9, 0)}),
+    "gradient": (
+        "the gradient of ragged or banded attention has head dims up to 256 on a GPU; found 512",
+        {"window": (9, 0)},
+    ),
 }
 
 

@@ -29,16 +29,15 @@ void refuse_head_dim(const host::KernelRequest& request, const std::string& what
 const Kernel* find_divided(const VarlenSelectorInput& input, const Kernel& standard, const host::KernelList& loadable) {
   // Of ragged rows some may belong to no sequence, which the second pass would write.
   if (input.is_consistent || input.has_alibi || input.rows_total != 0) return nullptr;
-  const Kernel* divided =
-      host::find_kernel({standard.operation, standard.family, "split", input.request.dtype, {input.head_dim}},
-                        axis::kHeadDim, loadable);
+  const Kernel* divided = host::find_kernel(
+      {standard.operation, standard.family, "split", input.request.dtype, {input.head_dim}}, axis::kHeadDim, loadable);
   if (divided == nullptr || divided->axes[axis::kHeadDim] != standard.axes[axis::kHeadDim]) return nullptr;
   if (input.rows <= divided->block_m) return divided;
   // More rows in several of its tiles, each of which reads the keys, where the standard tiles would leave most of the GPU idle.
   constexpr int64_t kMinKeys = 1024;
   const bool is_idle = 4 * tiles_of(input, standard) <= input.request.num_multiprocessors;
   return !input.is_batch_invariant && input.rows <= standard.block_m && input.keys >= kMinKeys && is_idle ? divided
-                                                                                                       : nullptr;
+                                                                                                          : nullptr;
 }
 
 Division divide_keys(const VarlenSelectorInput& input, const Kernel& kernel) {
@@ -54,8 +53,7 @@ Division divide_keys(const VarlenSelectorInput& input, const Kernel& kernel) {
   if (input.is_batch_invariant) return division;
   const int64_t by_machine = input.request.num_multiprocessors * kernel.min_blocks / tiles_of(input, kernel);
   const int64_t by_keys = input.keys / kMinKeysPerSplit;
-  division.num_splits =
-      static_cast<int32_t>(std::max<int64_t>(1, std::min({by_machine, by_keys, kMaxSplits})));
+  division.num_splits = static_cast<int32_t>(std::max<int64_t>(1, std::min({by_machine, by_keys, kMaxSplits})));
   return division;
 }
 

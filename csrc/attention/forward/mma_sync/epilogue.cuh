@@ -103,10 +103,10 @@ __device__ __forceinline__ void finish_tile(const ForwardParams& params, const Q
       if constexpr (kMask == MaskKind::kRuntime) {
         // One of a split row's partial results has its sink.
         const bool has_sink = !Spec::kIsSplit || tile.split == 0;
-        finished = finish_row(shift, sum,
-                              has_sink ? sink_log2(params.score_options, tile.head_q,
-                                                   tile.row + min(row, tile.rows - 1))
-                                       : ptx::negative_infinity());
+        finished =
+            finish_row(shift, sum,
+                       has_sink ? sink_log2(params.score_options, tile.head_q, tile.row + min(row, tile.rows - 1))
+                                : ptx::negative_infinity());
       } else {
         finished = finish_row(shift, sum);
       }

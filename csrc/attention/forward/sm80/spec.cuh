@@ -35,8 +35,8 @@ struct ForwardSpec {
   static constexpr int kColumnWarps = kColumnWarps_;
   static constexpr int kWarpRows = kBlockM / (kNumWarps / kColumnWarps);
   static constexpr int kWarpColumns = kHeadDim / kColumnWarps;
-  static constexpr int kMmaM = kWarpRows / 16;  // 16-row blocks of a warp
-  static constexpr int kMmaN = kBlockN / 8;     // 8-column blocks of the scores
+  static constexpr int kMmaM = kWarpRows / 16;    // 16-row blocks of a warp
+  static constexpr int kMmaN = kBlockN / 8;       // 8-column blocks of the scores
   static constexpr int kMmaD = kWarpColumns / 8;  // 8-column blocks of the warp's output
 
   static constexpr int kRowBytes = kHeadDim * static_cast<int>(sizeof(Element));
