@@ -14,11 +14,16 @@ import flashmoe
 from flashmoe import _extension
 from flashmoe.errors import ShapeError
 
+from . import reference, varlen_reference
 from .gradients import make_leaves
-from .reference import DTYPES, check_attention, plain_attention
-from .varlen_reference import Band, Ragged, by_definition, check_ragged, compare, to_pages
+from .reference import DTYPES, check_attention
+from .varlen_reference import Band, Ragged, check_ragged, compare, to_pages
 
 MOST = 512
+# Without their types: tensors come as generators here.
+by_definition: Any = varlen_reference.by_definition
+plain_attention: Any = reference.plain_attention
+ours: Any = flashmoe
 # batch, heads, key heads, rows, keys, head dim
 SHAPES = (
     (1, 2, 2, 130, 130, 512),
@@ -50,7 +55,7 @@ def test_dense(shape: tuple[int, ...], causal: bool, device: str) -> None:
         if device == "cuda":
             assert "_d512" in _extension.last_kernel()
         strided = [t.transpose(1, 2).contiguous().transpose(1, 2) for t in (q, k, v)]
-        again = flashmoe.attention(*strided, causal=causal, return_lse=True)
+        again = ours.attention(*strided, causal=causal, return_lse=True)
         assert all(torch.equal(one, other) for one, other in zip(again, (out, lse), strict=True))
 
 
@@ -83,15 +88,15 @@ def test_caches(rows: int, page_size: int, device: str) -> None:
             pages = to_pages(k, v, lengths, page_size)
             caches, table = (pages.k, pages.v), pages.block_table
         given = {"cache_seqlens": used, "block_table": table, "sinks": sink, "return_lse": True, **band.options}
-        found = flashmoe.attention_with_kvcache(q, *caches, **given)
-        whole = flashmoe.attention_with_kvcache(q, *caches, num_splits=1, **given)
+        found = ours.attention_with_kvcache(q, *caches, **given)
+        whole = ours.attention_with_kvcache(q, *caches, num_splits=1, **given)
         for out, lse in (found, whole):
             for entry, length in enumerate(lengths):
                 parts = (q[entry], k[entry, :, :length], v[entry, :, :length])
                 wide = by_definition(*(part.double() for part in parts), band, sink)
                 compare((out[entry], lse[entry]), wide, by_definition(*parts, band, sink)[0], device)
         # num_splits=1: the same bits in any batch.
-        alone = flashmoe.attention_with_kvcache(
+        alone = ours.attention_with_kvcache(
             q[3:], *(caches if page_size else (k[3:], v[3:])), num_splits=1,
             **{**given, "cache_seqlens": used[3:], "block_table": None if table is None else table[3:]},
         )  # fmt: skip
@@ -104,7 +109,7 @@ def test_masks(device: str) -> None:
         shown = torch.randn(2, 1, 33, 90, device=device) > -0.5
         added = torch.randn(33, 90, device=device).to(dtype)
         for mask in (shown, added):
-            out, lse = flashmoe.attention(q, k, v, attn_mask=mask, return_lse=True)
+            out, lse = ours.attention(q, k, v, attn_mask=mask, return_lse=True)
             wide = by_definition(*(t.double() for t in (q, k, v)), Band(), None, _double(mask))
             compare((out, lse), wide, by_definition(q, k, v, Band(), None, mask)[0], device)
 
@@ -117,22 +122,22 @@ def test_consistent_rows_have_the_same_bits(device: str) -> None:
     """One causal pass, its last rows alone, and rows of a ragged batch."""
     for dtype in DTYPES[device]:
         q, k, v = (torch.randn(1, heads, 150, MOST, device=device).to(dtype) for heads in (4, 2, 2))
-        whole = flashmoe.attention(q, k, v, causal=True, consistent=True)
+        whole = ours.attention(q, k, v, causal=True, consistent=True)
         for rows in (1, 5, 33):
-            last = flashmoe.attention(q[:, :, -rows:], k, v, causal=True, consistent=True)
+            last = ours.attention(q[:, :, -rows:], k, v, causal=True, consistent=True)
             assert torch.equal(last, whole[:, :, -rows:])
         tokens = [t[0].transpose(0, 1) for t in (q, k, v)]
         lengths = torch.tensor([0, 150], dtype=torch.int32, device=device)
-        ragged = flashmoe.attention_varlen(*tokens, lengths, lengths, 150, 150, causal=True, consistent=True)
+        ragged = ours.attention_varlen(*tokens, lengths, lengths, 150, 150, causal=True, consistent=True)
         assert torch.equal(ragged.transpose(0, 1), whole[0])
 
 
 @pytest.mark.parametrize("rows", [1, 130])
 def test_every_run_has_the_same_bits(rows: int, device: str) -> None:
     q, k, v = (torch.randn(2, heads, n, MOST, device=device).bfloat16() for heads, n in ((8, rows), (2, 700), (2, 700)))
-    first = flashmoe.attention(q, k, v, return_lse=True)
+    first = ours.attention(q, k, v, return_lse=True)
     for _ in range(100 if device == "cuda" else 3):
-        again = flashmoe.attention(q, k, v, return_lse=True)
+        again = ours.attention(q, k, v, return_lse=True)
         assert all(torch.equal(one, other) for one, other in zip(first, again, strict=True))
 
 
@@ -143,16 +148,17 @@ def test_dense_gradients(causal: bool, device: str) -> None:
         tensors = [torch.randn(1, heads, 90, MOST, device=device).to(dtype) for heads in (4, 2, 2)]
         grad_out = torch.randn(1, 4, 90, MOST, device=device).to(dtype)
         results = []
-        for kind, attend in (
-            (dtype, lambda *own: flashmoe.attention(*own, causal=causal)),
+        ways: Any = (
+            (dtype, lambda *own: ours.attention(*own, causal=causal)),
             (torch.float64, lambda *own: plain_attention(*own, causal)[0]),
             (dtype, lambda *own: plain_attention(*own, causal)[0]),
-        ):
+        )
+        for kind, attend in ways:
             own = make_leaves(*tensors, dtype=kind)
             out = attend(*own)
             results.append(torch.autograd.grad(out, own, grad_out.to(kind)))
-        for ours, exact, half in zip(*results, strict=True):
-            error, allowed = ((tensor.double() - exact).abs().max().item() for tensor in (ours, half))
+        for found, exact, half in zip(*results, strict=True):
+            error, allowed = ((tensor.double() - exact).abs().max().item() for tensor in (found, half))
             assert error <= 2 * (allowed + torch.finfo(dtype).eps * exact.abs().max().item())
 
 
@@ -177,21 +183,21 @@ def test_what_a_gpu_lacks_is_named(name: str) -> None:
     q = torch.randn(70, 2, MOST, device="cuda", dtype=torch.float16, requires_grad=name == "gradient")
     lengths = torch.tensor([0, 70], dtype=torch.int32, device="cuda")
     with pytest.raises(ShapeError, match=message):
-        flashmoe.attention_varlen(q, q, q, lengths, lengths, 70, 70, **options).sum().backward()
+        ours.attention_varlen(q, q, q, lengths, lengths, 70, 70, **options).sum().backward()
 
 
 def test_sdpa(device: str) -> None:
     q, k, v = (torch.randn(2, 4, n, MOST, device=device).bfloat16() for n in (70, 90, 90))
     options: dict[str, Any] = {"attn_mask": torch.randn(70, 90, device=device).bfloat16()}
-    assert flashmoe.explain(q, k, v, **options).path == "flashmoe"
-    out = flashmoe.scaled_dot_product_attention(q, k, v, **options)
+    assert ours.explain(q, k, v, **options).path == "flashmoe"
+    out = ours.scaled_dot_product_attention(q, k, v, **options)
     wide = by_definition(*(t.double() for t in (q, k, v)), Band(), None, options["attn_mask"].double())[0]
     half = by_definition(q, k, v, Band(), None, options["attn_mask"])[0]
     assert (out.double() - wide).abs().max() <= 2 * (half.double() - wide).abs().max() + 1e-3
     leaf = q.clone().requires_grad_()
     for call in (options, {}, {"is_causal": True}):
-        route = flashmoe.explain(leaf, k, v, **call)
+        route = ours.explain(leaf, k, v, **call)
         assert route.path == ("flashmoe" if device == "cpu" else "torch")
         assert device == "cpu" or route.reason == "gradients have head dims up to 256 on a GPU, not 512"
-        flashmoe.scaled_dot_product_attention(leaf, k, v, **call).sum().backward()
+        ours.scaled_dot_product_attention(leaf, k, v, **call).sum().backward()
     assert leaf.grad is not None
