@@ -114,8 +114,8 @@ def attention(
     """softmax(scale * q k^T) v, never falling back to another implementation.
 
     Args:
-        q: [B, Hq, Sq, D], float16 or bfloat16 (on the CPU also float32), or float8_e4m3fn, 1 <= D <= 256, last dimension contiguous.
-        k, v: [B, Hkv, Sk, D] and [B, Hkv, Sk, Dv] of the same dtype and device, 1 <= Dv <= 256. Hkv divides Hq: query head h
+        q: [B, Hq, Sq, D], float16 or bfloat16 (on the CPU also float32), or float8_e4m3fn, 1 <= D <= 512, last dimension contiguous.
+        k, v: [B, Hkv, Sk, D] and [B, Hkv, Sk, Dv] of the same dtype and device, 1 <= Dv <= 512. Hkv divides Hq: query head h
             reads key head h // (Hq // Hkv).
         causal: hide keys j > i + (Sk - Sq) from query i: the mask is aligned bottom-right, so that the last query sees
             every key. Where Sq > Sk the first Sq - Sk queries see none.

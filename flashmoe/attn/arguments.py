@@ -17,7 +17,8 @@ from flashmoe.checks import check_flag, has_names, is_number
 from flashmoe.errors import ArgumentError, ArgumentTypeError, DtypeError, FlashmoeError
 from flashmoe.rules import broken, explain
 
-MAX_HEAD_DIM = 256
+MAX_HEAD_DIM = 512
+MAX_GPU_OPTIONS_HEAD_DIM = 256  # of a GPU's gradient kernels, dropout, ALiBi and 8-bit floats
 MAX_SCALE = 3.4028234663852886e38 / 1.4426950408889634  # the kernels hold scale * log2(e) in float32
 MAX_LENGTH = 2**30 - 1  # the kernels add windows and lengths in 32 bits
 LAYOUT = "[batch, heads, length, head_dim]"

@@ -21,7 +21,7 @@ class Attention(nn.Module):
         kv_heads: key and value heads; divides ``heads``; by default equal to it. 1 is multi-query attention.
         causal: bottom-right aligned mask (see :func:`flashmoe.attention`).
         bias: whether the four projections have one.
-        head_dim: size of a head, 1 to 256; by default dim // heads, which must then be exact.
+        head_dim: size of a head, 1 to 512; by default dim // heads, which must then be exact.
         device, dtype: of the parameters. On a GPU use float16 or bfloat16, or call under autocast.
 
     Parameters (names are stable): q_proj [heads * head_dim, dim], k_proj and v_proj [kv_heads * head_dim, dim],

@@ -45,6 +45,8 @@ RULES = by_error(
             "attention.head_dims": "q and k must share head_dim; found {q} in q and {k} in k; check the projections",
             "attention.head_dim": "head_dim of {name} is {head_dim}; supported: 1 to {most}; use more heads of a "
             "smaller size, or flashmoe.scaled_dot_product_attention, which hands larger ones to torch",
+            "attention.wide": "{what} has head dims up to {most} on a GPU; found {head_dim}; use more heads of a smaller size, CPU tensors, or "
+            "flashmoe.scaled_dot_product_attention, which hands such calls to torch",
             "attention.heads": "the number of query heads must be a multiple of the number of key heads; found {q} and "
             "{k}; repeat or drop key heads so that it is; the layout is [batch, heads, length, head_dim], ragged "
             "[tokens, heads, head_dim]",

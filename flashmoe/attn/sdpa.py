@@ -16,6 +16,7 @@ from torch.nn.functional import scaled_dot_product_attention as torch_attention
 from flashmoe import _extension, fallback, keywords
 from flashmoe.attn import autograd, sdpa_dispatch
 from flashmoe.attn.api import attention, needs_output_alone
+from flashmoe.attn.arguments import MAX_GPU_OPTIONS_HEAD_DIM
 from flashmoe.attn.fake import matches_sdpa
 from flashmoe.checks import has_fx_proxies, trace_call
 
@@ -39,7 +40,7 @@ def scaled_dot_product_attention(
     query [..., Hq, Sq, D], key and value [..., H, Sk, D]; ``is_causal`` is aligned top-left (key j is visible to query i
     when j <= i), unlike :func:`attention`.
 
-    float16 and bfloat16 (on the CPU also float32) with 1 <= D <= 256 run on flashmoe, in any layout and with
+    float16 and bfloat16 (on the CPU also float32) with 1 <= D <= 512 run on flashmoe, in any layout and with
     any batch sizes that torch takes, with a bool mask or one of the query's dtype; all else goes to torch, which computes it
     or raises its own error (docs/api.md has the whole table). Dropout has seed and offset from the device's default generator, and
     another mask than torch's for them (:func:`attention`).
@@ -99,7 +100,7 @@ def _plain_call(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float | No
         if needs_output_alone(q, k, v):
             only: Tensor | None = _drop_in_operator(q, k, v, scale, causal, enable_gqa)
             return only
-        if not matches_sdpa(q.shape, k.shape, causal, enable_gqa):
+        if not matches_sdpa(q.shape, k.shape, causal, enable_gqa) or q.shape[-1] > MAX_GPU_OPTIONS_HEAD_DIM:
             return None
         return autograd.dense_forward(q, k, v, scale, causal)[0]
     except (AttributeError, ValueError, TypeError, ZeroDivisionError, RuntimeError):

@@ -16,11 +16,12 @@ import torch
 from torch import Tensor
 
 from flashmoe import keywords
-from flashmoe.attn.arguments import DTYPES, MAX_HEAD_DIM, is_finite_number
+from flashmoe.attn.arguments import DTYPES, MAX_GPU_OPTIONS_HEAD_DIM, MAX_HEAD_DIM, is_finite_number
 from flashmoe.checks import has_names, is_number
 from flashmoe.errors import ShapeError
 from flashmoe.transforms import autocast_dtype, has_tangent
 
+WIDE_CAPABILITY = (8, 0)
 BF16_CAPABILITY = (8, 0)
 WRONG_DROPOUT = "dropout_p is not a number from 0 up to, but not including, 1"
 NESTED = (
@@ -167,6 +168,20 @@ def _shape_obstacle(query: Tensor, key: Tensor, value: Tensor, *options: Any) ->
     return _batch_obstacle(q[:-2], k[:-2], v[:-2], enable_gqa=options[-1])
 
 
+def _wide_obstacle(query: Tensor, key: Tensor, value: Tensor, attn_mask: Any, dropout_p: Any, *_: Any) -> str | None:
+    head_dim = max(query.shape[-1], value.shape[-1])
+    if head_dim <= MAX_GPU_OPTIONS_HEAD_DIM or query.device.type == "cpu":
+        return None
+    if query.device.type == "cuda" and _capability(query.device) < WIDE_CAPABILITY:
+        return f"head dim {head_dim} needs compute capability 8.0; this GPU is older"
+    if dropout_p:
+        return f"dropout has head dims up to {MAX_GPU_OPTIONS_HEAD_DIM} on a GPU, not {head_dim}"
+    tensors = (query, key, value, attn_mask)
+    if torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in tensors):
+        return f"gradients have head dims up to {MAX_GPU_OPTIONS_HEAD_DIM} on a GPU, not {head_dim}"
+    return None
+
+
 def _batch_obstacle(q: torch.Size, k: torch.Size, v: torch.Size, enable_gqa: bool) -> str | None:
     """The dimensions before [length, head_dim]: equal, or broadcastable as SDPA broadcasts them."""
     if enable_gqa and min(len(q), len(k), len(v)) < 1:
@@ -237,6 +252,12 @@ OBSTACLES: tuple[tuple[Callable[..., str | None], tuple[str, ...]], ...] = (
         (
             f"a head dim of 0 or above {MAX_HEAD_DIM}",
             "batch or head sizes that neither broadcast nor form groups",
+        ),
+    ),
+    (
+        _wide_obstacle,
+        (
+            f"a head dim above {MAX_GPU_OPTIONS_HEAD_DIM} on a GPU, with gradients, with dropout, or below compute capability 8.0",
         ),
     ),
     (_mask_obstacle, ("an `attn_mask` of a dtype that is neither bool nor `query`'s",)),

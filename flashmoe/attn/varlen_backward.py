@@ -9,7 +9,9 @@ import torch
 from torch import Tensor
 
 from flashmoe.attn import fake
+from flashmoe.attn.arguments import MAX_GPU_OPTIONS_HEAD_DIM
 from flashmoe.attn.options import VarlenBackward, is_slopes
+from flashmoe.rules import broken
 
 SCHEMA = (
     "attention_varlen_backward(Tensor? grad_out, Tensor? grad_lse, Tensor q, Tensor k, Tensor v, Tensor? cu_seqlens_q, "
@@ -31,6 +33,7 @@ def backward_by_kernels(*arguments: Any) -> Gradients:
     autocast the forward pass worked in ``out``'s dtype, and so does this. With dropout its probability and ``rng_state`` follow.
     """
     count = len(VarlenBackward._fields)
+    _refuse_wide(VarlenBackward(*arguments[:count]), has_dropout=len(arguments) > count)
     given, dropout = VarlenBackward(*arguments[:count]), arguments[count:]
     grad_out, out, lse, needs = given.grad_out, given.out, given.lse, given.needs
     upstream = torch.zeros_like(out) if grad_out is None else grad_out
@@ -64,6 +67,14 @@ def backward_by_kernels(*arguments: Any) -> Gradients:
             row_dot = row_dot if statistic is None else row_dot - statistic
         dsinks = sink_gradient(given.sinks, lse, row_dot, given.cu_seqlens_q)
     return in_dtype_of(given.q, dq), in_dtype_of(given.k, dk), in_dtype_of(given.v, dv), dsinks
+
+
+def _refuse_wide(given: VarlenBackward, *, has_dropout: bool) -> None:
+    head_dim = max(given.q.shape[-1], given.v.shape[-1])
+    if given.q.device.type == "cuda" and head_dim > MAX_GPU_OPTIONS_HEAD_DIM:
+        what = "the gradient of dropout" if has_dropout else "the gradient of ragged or banded attention"
+        wide = broken("attention.wide", what=what, head_dim=head_dim, most=MAX_GPU_OPTIONS_HEAD_DIM)
+        raise wide
 
 
 def with_positive_scale(q: Tensor, scale: float) -> tuple[Tensor, float, float]:

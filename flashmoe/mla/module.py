@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from flashmoe.attn.api import attention
-from flashmoe.attn.arguments import DTYPES, MAX_HEAD_DIM
+from flashmoe.attn.arguments import DTYPES, MAX_GPU_OPTIONS_HEAD_DIM
 from flashmoe.attn.kvcache import append_checked, attention_with_kvcache
 from flashmoe.attn.merge import merge_attention
 from flashmoe.checks import check_flag, check_input_dtype, check_parameter_dtype, check_size, shape_of
@@ -72,8 +72,8 @@ class MLA(nn.Module):
         self.nope_dim, self.value_dim = check_size("nope_dim", nope_dim), check_size("value_dim", value_dim)
         for name, size, most in (
             ("heads", heads, 128),
-            ("nope_dim", nope_dim, MAX_HEAD_DIM - ROTARY_DIM),
-            ("value_dim", value_dim, MAX_HEAD_DIM),
+            ("nope_dim", nope_dim, MAX_GPU_OPTIONS_HEAD_DIM - ROTARY_DIM),
+            ("value_dim", value_dim, MAX_GPU_OPTIONS_HEAD_DIM),
         ):
             if size > most:
                 msg = f"{name} is {size}; supported: 1 to {most}; divide heads among several layers"

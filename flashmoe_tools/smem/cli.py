@@ -34,7 +34,7 @@ from flashmoe_tools.smem.occupancy import (
 )
 from flashmoe_tools.tables import Gpu, Tables, entries, load_tables
 
-MAX_HEAD_DIM = 256
+MAX_HEAD_DIM = 512
 DTYPES = ("bf16", "f16", "f32")
 BUILD_REPORT = Path(__file__).resolve().parents[2] / "build" / "reports" / "build.json"
 

@@ -75,7 +75,7 @@ def _cases(device: str) -> dict[str, Case]:
             ("head_dim", "64", "32"),
         ),
         "key head dim": (q, _t((2, 2, 7, 32), device), k, {}, ShapeError, ("q and k must share head_dim", "64", "32")),
-        "head dim 257": (_t((1, 1, 3, 257), device),) * 3 + ({}, ShapeError, ("head_dim of q is 257", "1 to 256")),
+        "head dim 513": (_t((1, 1, 3, 513), device),) * 3 + ({}, ShapeError, ("head_dim of q is 513", "1 to 512")),
         "head dim 0": (_t((1, 1, 3, 0), device),) * 3 + ({}, ShapeError, ("head_dim of q is 0",)),
         "heads": (_t((2, 3, 5, 64), device), k, k, {}, ShapeError, ("multiple", "3 and 2", "[batch, heads,")),
         "no key heads": (q, k[:, :0], k[:, :0], {}, ShapeError, ("multiple", "4 and 0")),
@@ -235,7 +235,7 @@ def test_messages_that_are_not_ours_stay_as_they_are() -> None:
 
 # One tensor argument: mostly fit for use, sometimes wrong in one way or another.
 _SIZES = st.sampled_from([0, 1, 2, 3, 4, 6])
-_HEAD_DIMS = st.sampled_from([0, 1, 2, 8, 64, 256, 257])
+_HEAD_DIMS = st.sampled_from([0, 1, 2, 8, 64, 256, 257, 513])
 _DTYPES = st.sampled_from([torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.int32, torch.bool])
 _CHANGES = st.sampled_from(["", "", "", "", "transpose", "drop", "add", "step", "expand"])
 

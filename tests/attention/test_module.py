@@ -85,8 +85,8 @@ def test_device_and_dtype_reach_the_parameters() -> None:
         ((64, 0), {}, "heads must be at least 1; found 0"),
         ((-1, 1), {}, "dim must be at least 1; found -1"),
         ((64, 4, 0), {}, "kv_heads must be at least 1"),
-        ((1024, 2), {}, "head_dim is 512"),
-        ((64, 4), {"head_dim": 257}, "head_dim is 257"),
+        ((2048, 2), {}, "head_dim is 1024"),
+        ((64, 4), {"head_dim": 513}, "head_dim is 513"),
     ],
 )
 def test_sizes_that_do_not_fit(arguments: tuple[int, ...], options: dict[str, int], message: str) -> None:

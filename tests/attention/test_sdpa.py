@@ -123,8 +123,8 @@ def test_last_dimension_may_be_strided(device: str) -> None:
 # name: (query, key, value shapes, dtype or None for each of the device's, keyword arguments, word in the reason)
 FALLBACKS: dict[str, tuple[Any, Any, Any, torch.dtype | None, Any, str]] = {
     "float64": ((2, 4, 33, 64), (2, 4, 33, 64), None, torch.float64, {"is_causal": True}, "float64"),
-    "head dim 320": ((1, 2, 33, 320), (1, 2, 33, 320), None, None, {"is_causal": True}, "head dim 320"),
-    "wider values": ((1, 2, 33, 64), (1, 2, 33, 64), (1, 2, 33, 320), None, {}, "head dim 320"),
+    "head dim 640": ((1, 2, 33, 640), (1, 2, 33, 640), None, None, {"is_causal": True}, "head dim 640"),
+    "wider values": ((1, 2, 33, 64), (1, 2, 33, 64), (1, 2, 33, 640), None, {}, "head dim 640"),
 }
 
 

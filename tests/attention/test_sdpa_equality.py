@@ -57,7 +57,7 @@ class Call:
 
 _SIZES = st.sampled_from([1, 1, 2, 3, 4])
 _LENGTHS = st.sampled_from([0, 1, 2, 5, 33, 64, 65])
-_HEAD_DIMS = st.sampled_from([1, 8, 16, 59, 64, 128, 256, 257])
+_HEAD_DIMS = st.sampled_from([1, 8, 16, 59, 64, 128, 256, 257, 513])
 _OPTIONS: dict[str, st.SearchStrategy[Any]] = {
     "is_causal": st.sampled_from([False, True, True, 1, None]),
     "enable_gqa": st.sampled_from([False, True, True, 0]),

@@ -235,7 +235,7 @@ WRONG: dict[str, tuple[Callable[[str], dict[str, Any]], Callable[[dict[str, Any]
     "dense rows": (_ragged, lambda a: {"q": a["q"][None]}, ShapeError, "tokens, heads, head_dim"),
     "no such heads": (_ragged, lambda a: {"q": a["q"][:, :3]}, ShapeError, "multiple"),
     "head dims": (_ragged, lambda a: {"q": a["q"][..., :8]}, ShapeError, "head_dim"),
-    "wide values": (_ragged, lambda a: {"v": a["v"].repeat(1, 1, 11)}, ShapeError, "head_dim.* 264"),
+    "wide values": (_ragged, lambda a: {"v": a["v"].repeat(1, 1, 22)}, ShapeError, "head_dim.* 528"),
     "other tokens": (_ragged, lambda a: {"v": a["v"][:-1]}, ShapeError, "differ in head_dim alone"),
     "strided": (_ragged, lambda a: {"k": a["k"].mT.contiguous().mT}, ShapeError, "last dimension"),
     "dtypes": (_ragged, lambda a: {"v": a["v"].bfloat16()}, DtypeError, "share one dtype"),

@@ -76,7 +76,7 @@ def test_case_costs() -> None:
         ({**GOOD, "repeats": True}, ("repeats is True",)),
         ({**GOOD, "name": ""}, ("name is ''",)),
         (with_case(dtype="fp8"), ("cases[1]", "'fp8'", "f16, bf16, f32")),
-        (with_case(head_dim=512), ("head_dim is 512", "at most 256")),
+        (with_case(head_dim=640), ("head_dim is 640", "at most 512")),
         (with_case(heads_kv=3), ("heads_kv is 3", "divisor of 8")),
         (with_case(heds=3), ("heds is 3", "heads")),
         (with_case(causal="yes"), ("causal is 'yes'", "true or false")),

@@ -233,8 +233,8 @@ def test_far_scores(backend: Backend, size: float, seq_q: int, dtype: torch.dtyp
 @pytest.mark.parametrize(
     ("changes", "text"),
     [
-        ({"head_dim": 0}, "head_dim must be in 1..256, got 0"),
-        ({"head_dim": 257}, "head_dim must be in 1..256, got 257"),
+        ({"head_dim": 0}, "head_dim must be in 1..512, got 0"),
+        ({"head_dim": 513}, "head_dim must be in 1..512, got 513"),
         ({"heads_kv": 3}, "heads_kv must divide heads_q, got 3"),
         ({"heads_kv": 0}, "heads_kv must divide heads_q, got 0"),
         ({"batch": -1}, "batch must not be negative, got -1"),

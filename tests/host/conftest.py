@@ -50,7 +50,8 @@ extern "C" int choose(int capability, int multiprocessors, const char* forced, i
   }
 }
 
-// Writes "symbol target" of the kernel for ragged, paged and banded attention, or the error's text; returns 0 or 1. sizes: rows
+// Writes "symbol target" of the kernel for ragged, paged and banded attention, or the error's text; returns 0 or 1; where it divides keys, those of
+// the kernel that adds up, and the number of splits, too. sizes: rows
 // and keys of the longest sequence, heads, batch, rows_total, whether the call is consistent, whether it has slopes of ALiBi, head_dim_v, key heads,
 // rows of a key head, whether num_splits is 1.
 extern "C" int choose_varlen(int capability, const char* forced, int is_bf16, int head_dim, int page_size,
@@ -58,10 +59,17 @@ extern "C" int choose_varlen(int capability, const char* forced, int is_bf16, in
   const host::KernelRequest request{capability, 132, "a GPU", forced,
                                     is_bf16 ? host::Dtype::kBFloat16 : host::Dtype::kFloat16};
   try {
-    const host::Kernel* kernel = attention::select_varlen_forward(
-        {request, head_dim, static_cast<int>(sizes[7]), page_size, sizes[0], sizes[1], sizes[2], sizes[3], sizes[4],
-         has_score_functions != 0, sizes[6] != 0, sizes[5] != 0, sizes[8], sizes[9], sizes[10] != 0});
-    std::snprintf(answer, length, "%s %s", kernel->symbol, host::kernel_table().binaries[kernel->binary].target);
+    const attention::VarlenSelectorInput input{request, head_dim, static_cast<int>(sizes[7]), page_size, sizes[0], sizes[1],
+        sizes[2], sizes[3], sizes[4], has_score_functions != 0, sizes[6] != 0, sizes[5] != 0, sizes[8], sizes[9],
+        sizes[10] != 0};
+    const host::Kernel* kernel = attention::select_varlen_forward(input);
+    const attention::Division division = attention::divide_keys(input, *kernel);
+    const auto target = [](const host::Kernel* of) { return host::kernel_table().binaries[of->binary].target; };
+    const int used = std::snprintf(answer, length, "%s %s", kernel->symbol, target(kernel));
+    if (division.combine != nullptr) {
+      std::snprintf(answer + used, length - used, " %s %s %d", division.combine->symbol, target(division.combine),
+                    division.num_splits);
+    }
     return 0;
   } catch (const std::exception& error) {
     std::snprintf(answer, length, "%s", error.what());
@@ -290,7 +298,8 @@ def compile_chooser(folder: Path, targets: tuple[str, ...] | None) -> Chooser:
         group: int = 1,
         batch_invariant: bool = False,
     ) -> tuple[str, ...]:
-        """Symbol and target; empty where none serves. group: the query heads of a key head."""
+        """Symbol and target, where keys are divided also those of the kernel that adds up and the number of splits; empty where none serves.
+        group: the query heads of a key head."""
         answer = ctypes.create_string_buffer(4096)
         name = forced.encode() if forced is not None else None
         lengths = (rows, keys, heads, batch, rows_total, consistent, alibi, head_dim_v or head_dim)

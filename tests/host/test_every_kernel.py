@@ -66,7 +66,8 @@ def varlen_kernels(
     )
     ordered = choose.ordered(capability, head_dim, head_dim_v=head_dim_v, bf16=bf16, forced=forced)  # type: ignore[attr-defined]
     more: Chosen = choose.more(capability, head_dim, head_dim_v=head_dim_v, bf16=bf16, forced=forced)  # type: ignore[attr-defined]
-    return more | {(chosen[0], chosen[1]) for chosen in asked if chosen} | {(symbol, "sm_90a") for symbol in ordered}
+    chosen = {pair for words in asked for pair in (words[:2], words[2:4]) if pair}
+    return more | chosen | {(symbol, "sm_90a") for symbol in ordered}
 
 
 @pytest.fixture(scope="module")
@@ -95,7 +96,7 @@ def asked(choose: Chooser) -> dict[bool, Chosen]:
             both = choose.backward(capability, head_dim, causal=causal, bf16=is_bf16, forced=forced)  # type: ignore[attr-defined]
             *backward, target = both or [""]
             found[forced is not None] |= {(symbol, target) for symbol in backward}
-            for of_keys, of_values in ((head_dim, head_dim), (192, 128)):
+            for of_keys, of_values in ((head_dim, head_dim), (192, 128), (512, 512)):
                 found[forced is not None] |= varlen_kernels(choose, capability, of_keys, of_values, is_bf16, forced)
             if choice.splits > 1:
                 found[forced is not None].add((f"flashmoe_attention_combine_sm80_{dtype}_d256", choice.target))
@@ -225,6 +226,43 @@ def test_short_entries_have_short_tiles_and_so_have_few(choose: Chooser) -> None
                 assert found == (f"flashmoe_attention_varlen_forward_sm80_f16_d{width}{variant}", "sm_80")
         assert "sm90" in choose.varlen(90, 64, rows=rows, batch=batch, rows_total=rows_total)[0]  # type: ignore[attr-defined]
         assert choose.varlen(80, 256, rows=rows)[0].endswith("_d256")  # type: ignore[attr-defined]
+
+
+def test_head_dims_above_256_divide_the_keys_of_few_dense_rows(choose: Chooser) -> None:
+    name, combine = "flashmoe_attention_varlen_forward_sm80_f16_d512", "flashmoe_attention_combine_sm80_f16_d512"
+
+    def chosen(**given: Any) -> tuple[str, ...]:
+        usual = {"rows": 8, "heads": 1, "batch": 1, "keys": 8192}
+        found: tuple[str, ...] = choose.varlen(90, **{"head_dim": 320, **usual, **given})  # type: ignore[attr-defined]
+        return found
+
+    def divided(splits: int, target: str = "sm_90a") -> tuple[str, ...]:
+        return (f"{name}_split", target, combine, target, str(splits))
+
+    assert chosen() == divided(32)  # lanes of the warp that adds up
+    assert chosen(batch=8) == divided(16)  # 132 multiprocessors
+    assert chosen(batch=200) == divided(1)
+    assert chosen(keys=1000) == divided(7)
+    assert chosen(keys=10) == divided(1)
+    assert chosen(page_size=3, has_score_functions=True) == divided(32)
+    assert chosen(batch_invariant=True) == divided(1)
+    assert chosen(head_dim_v=64)[2].endswith("_d256")
+    # What may not be divided, or need not be.
+    for given in (
+        {"consistent": True},
+        {"rows_total": 8},
+        {"rows": 17, "batch_invariant": True},
+        {"rows": 17, "keys": 1023},
+        {"rows": 65},
+        {"rows": 64, "batch": 34},
+    ):
+        assert chosen(**given) == (name, "sm_90a"), given
+    assert chosen(rows=64, batch=33) == divided(1)
+    assert chosen(rows=17) == divided(32)
+    # None is there for ALiBi, none on Turing, and the narrower head dims never divide so.
+    assert chosen(alibi=True) == ()
+    assert choose.varlen(75, 320, rows=8) == ()  # type: ignore[attr-defined]
+    assert choose.varlen(80, 256, rows=64, heads=1, batch=1)[0].endswith("_d256")  # type: ignore[attr-defined]
 
 
 def test_short_tiles_have_the_keys_of_the_others() -> None:

@@ -31,6 +31,7 @@ ATTENTION = (
     "select",
     "select_dropout",
     "select_ordered",
+    "select_wide",
     "varlen",
     "varlen_arguments",
     "varlen_lengths",

@@ -13,6 +13,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
+from flashmoe import _extension
 from flashmoe.errors import ArgumentError
 from flashmoe.integrations import transformers as integration
 from flashmoe.integrations.transformers import NAME, PAGED_NAME, recognise_gate, register
@@ -211,7 +212,7 @@ def test_continuous_batching(device: str, name: str) -> None:
 def test_packed_sequences_are_one_ragged_batch(device: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also of a head dim that goes to SDPA: there by a mask."""
     if name == "Mistral":
-        monkeypatch.setitem(MODELS, name, {"sliding_window": 7, "head_dim": 272})
+        monkeypatch.setitem(MODELS, name, {"sliding_window": 7, "head_dim": 528})
     model: Any = build(name, device)
     use(model, ours=True)
     tokens = torch.randint(3, 64, (1, 24), device=device)
@@ -322,15 +323,15 @@ def test_attention_dropout_while_training(monkeypatch: pytest.MonkeyPatch) -> No
 
 @settings(max_examples=40, deadline=None)
 @example(rows=1, more=4, sliding_window=4, head_dim=16)
-@example(rows=5, more=0, sliding_window=4, head_dim=272)
+@example(rows=5, more=0, sliding_window=4, head_dim=528)
 @given(
     rows=st.integers(1, 6),
     more=st.integers(0, 6),
     sliding_window=st.integers(1, 7),
-    head_dim=st.sampled_from([16, 272]),
+    head_dim=st.sampled_from([16, 528]),
 )
 def test_a_window_around_the_number_of_keys(rows: int, more: int, sliding_window: int, head_dim: int) -> None:
-    """One decoding row sees the last keys of its window; a prompt comes with as many keys as rows. No kernel has head dim 272: SDPA gets a
+    """One decoding row sees the last keys of its window; a prompt comes with as many keys as rows. No kernel has head dim 528: SDPA gets a
     mask there."""
     keys = rows + more if rows == 1 else rows
     heads_kv = 2 if head_dim == 16 else 4  # for SDPA a module repeats them, and this one knows of none
@@ -348,7 +349,7 @@ def test_a_window_around_the_number_of_keys(rows: int, more: int, sliding_window
 @pytest.mark.parametrize("cache", ["dynamic", "static"])
 def test_what_goes_to_sdpa_keeps_its_window(cache: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A head dim that no kernel has: windows and lengths that masks leave to the kernels are not lost on the way."""
-    monkeypatch.setitem(MODELS, "Mistral", {"sliding_window": 7 if cache == "dynamic" else None, "head_dim": 272})
+    monkeypatch.setitem(MODELS, "Mistral", {"sliding_window": 7 if cache == "dynamic" else None, "head_dim": 528})
     model: Any = build("Mistral", "cpu")
     tokens = torch.randint(3, 64, (2, LENGTH))
     found = []
@@ -360,6 +361,19 @@ def test_what_goes_to_sdpa_keeps_its_window(cache: str, monkeypatch: pytest.Monk
         found.append((model(tokens).logits, generated))
     torch.testing.assert_close(found[0][0], found[1][0], rtol=limit(model), atol=limit(model))
     assert torch.equal(found[0][1], found[1][1])
+
+
+def test_head_dim_512_runs_here(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(MODELS, "Gemma", {"head_dim": 512})
+    model: Any = build("Gemma", device)
+    tokens = torch.randint(3, 64, (2, LENGTH), device=device)
+    found = []
+    for ours in (False, True):
+        use(model, ours)
+        with torch.no_grad():
+            found.append(model(tokens).logits)
+    assert _extension.last_kernel().startswith("cpu:") if device == "cpu" else "_d512" in _extension.last_kernel()
+    torch.testing.assert_close(found[0], found[1], rtol=limit(model), atol=limit(model))
 
 
 def test_weights_that_are_asked_for_are_told_to_be_lacking() -> None:

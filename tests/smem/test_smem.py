@@ -140,7 +140,7 @@ def test_longer_spellings(text: str, name: str) -> None:
         (["--arch", "sm80"], "attention_forward has a head dim: add --head-dim"),
         (["--operation", "grouped_gemm", "--head-dim", "64"], "grouped_gemm has no head dim: drop --head-dim"),
         (["--operation", "moe_combine"], "'moe_combine' has no formula of shared memory; known: attention_forward, "),
-        (["--arch", "sm80", "--head-dim", "0"], "--head-dim 0 is not in 1 to 256"),
+        (["--arch", "sm80", "--head-dim", "0"], "--head-dim 0 is not in 1 to 512"),
         (["--arch", "sm80", "--head-dim", "64", "--tile", "128"], "--tile '128' is not a tile"),
         (["--arch", "sm80", "--head-dim", "64", "--tile", "0x64"], "is not a tile"),
         (["--arch", "sm80", "--head-dim", "64", "--stages", "0"], "--stages 0 is not in 1 to 64"),

@@ -18,7 +18,7 @@ namespace flashmoe {
 namespace cpu {
 namespace {
 
-constexpr int32_t kMaxHeadDim = 256;
+constexpr int32_t kMaxHeadDim = 512;
 // So that the end of a block of rows or keys is an int32_t too.
 constexpr int32_t kMaxRows = std::numeric_limits<int32_t>::max() - 1024;
 // A tall task packs each block of K and V once for many rows; a low one balances. At 256 rows the packing is under a
@@ -39,7 +39,7 @@ void validate(const attention::ForwardParams& params, int num_threads) {
   check(params.heads_q >= 0, "heads_q must not be negative", params.heads_q);
   check(params.seq_q >= 0 && params.seq_q <= kMaxRows, "seq_q must be in 0..2^31-1025", params.seq_q);
   check(params.seq_k >= 0 && params.seq_k <= kMaxRows, "seq_k must be in 0..2^31-1025", params.seq_k);
-  check(params.head_dim >= 1 && params.head_dim <= kMaxHeadDim, "head_dim must be in 1..256", params.head_dim);
+  check(params.head_dim >= 1 && params.head_dim <= kMaxHeadDim, "head_dim must be in 1..512", params.head_dim);
   check(params.heads_q == 0 || (params.heads_kv > 0 && params.heads_q % params.heads_kv == 0),
         "heads_kv must divide heads_q", params.heads_kv);
   check(num_threads >= 1, "num_threads must be at least 1", num_threads);
@@ -210,7 +210,7 @@ void attention_forward(const attention::ForwardParams& params, ScalarType type, 
 void attention_forward_varlen(const attention::ForwardParams& params, ScalarType type,
                               const attention::Dropout* dropout, ParallelFor parallel_for, int num_threads) {
   validate(params, num_threads);
-  check(params.head_dim_v >= 1 && params.head_dim_v <= kMaxHeadDim, "head_dim_v must be in 1..256", params.head_dim_v);
+  check(params.head_dim_v >= 1 && params.head_dim_v <= kMaxHeadDim, "head_dim_v must be in 1..512", params.head_dim_v);
   if (params.batch == 0 || params.heads_q == 0 || params.seq_q == 0) return;
   const std::vector<attention::ForwardParams> entries = make_entries(params, type);
   compute({params, type, params.score_options.right == 0, dropout != nullptr || needs_band(params), params.head_dim_v,

@@ -8,7 +8,7 @@
 namespace flashmoe {
 namespace cpu {
 
-// out = softmax(scale * q k^T) v and lse, for any head_dim 1..256, seq_q, seq_k >= 0 and any strides with a
+// out = softmax(scale * q k^T) v and lse, for any head_dim 1..512, seq_q, seq_k >= 0 and any strides with a
 // contiguous last dimension. Reads of `params`: q, k, v, out, lse, the strides, the sizes and `scale`; the
 // split and schedule fields are not used; a null lse is not written. Rows that see no key get out = 0, lse = -inf. NaN
 // and Inf propagate as in a plain softmax, from the keys that a row can see. The result does not depend on num_threads,

@@ -8,7 +8,7 @@
 namespace flashmoe {
 namespace cpu {
 
-// dq, dk and dv of params (see there), for any head_dim 1..256, seq_q, seq_k >= 0 and any strides with a contiguous last
+// dq, dk and dv of params (see there), for any head_dim 1..512, seq_q, seq_k >= 0 and any strides with a contiguous last
 // dimension. Not used: row_dot, tile_counter, scale_log2. A null dq is not computed, nor are dk and dv where both are
 // null. A row and a key that do not see each other contribute nothing, even where they hold NaN or Inf. The result does
 // not depend on num_threads, bit for bit.

@@ -405,7 +405,7 @@ class Backward {
 
   // The contributions of a band's block key by key, without those that a row does not see: they may hold NaN. Slow.
   void add_seen_keys(int32_t head, int32_t row, int32_t rows, BandBlockMask mask) const {
-    constexpr int32_t kMaxPadded = 256 + Vector::kWidth;
+    constexpr int32_t kMaxPadded = 512 + Vector::kWidth;
     float q[kMaxPadded], dout[kMaxPadded], k[kMaxPadded], lanes[Vector::kWidth];
     const Vector::Float one = Vector::broadcast(1.0f);
     for (int32_t i = 0; i < rows; ++i) {

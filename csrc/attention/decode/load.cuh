@@ -75,7 +75,7 @@ struct QueryRegisters {
 };
 
 template <typename Spec>
-struct QueryCopy : mma_sync::QueryOperand<Spec, false> {
+struct QueryCopy : mma_sync::QueryOperand<Spec, Spec::kHeadDim, false> {
   using Element = typename Spec::Element;
   using Tile = RowTile<Element, Spec::kHeadDim>;
 
@@ -91,7 +91,7 @@ struct QueryCopy : mma_sync::QueryOperand<Spec, false> {
   }
 
   __device__ __forceinline__ QueryCopy(const ForwardParams&, const Element*, const Segment&, ptx::SmemPointer Q_smem)
-      : mma_sync::QueryOperand<Spec, false>(Q_smem) {}
+      : mma_sync::QueryOperand<Spec, Spec::kHeadDim, false>(Q_smem) {}
 };
 
 template <typename Spec, bool kInRegisters = Spec::kQueryInRegisters>

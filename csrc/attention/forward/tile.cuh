@@ -69,17 +69,20 @@ __device__ __forceinline__ int sequence_of_slot(const ForwardParams& params, int
 }
 
 // Of MaskKind::kRuntime. Grid: heads_q blocks for every slot, which are taken from the last one on: with a right bound the later row blocks of
-// a sequence are longer. The heads of a row block are neighbours. A slot past its sequence's last row block has no tile.
-template <int kBlockM>
+// a sequence are longer. The heads of a row block are neighbours, and the splits of a head's. A slot past its sequence's last row block has no
+// tile.
+template <int kBlockM, bool kIsSplit>
 __device__ __forceinline__ QueryTile locate_varlen_tile(const ForwardParams& params) {
-  const int number = ptx::grid_size() - 1 - ptx::block_index();
+  const int blocks = kIsSplit ? ptx::grid_size() / params.num_splits : ptx::grid_size();
+  const int index = kIsSplit ? ptx::block_index() / params.num_splits : ptx::block_index();
+  const int number = blocks - 1 - index;
   const int slot = number / params.heads_q;
   const int head = params.heads_q - 1 - (number - slot * params.heads_q);
-  QueryTile tile{0, head, head, 0, 0, 0, {0, 0}};
+  QueryTile tile{0, head, head, 0, 0, kIsSplit ? ptx::block_index() - index * params.num_splits : 0, {0, 0}};
   if (params.heads_q != params.heads_kv) tile.head_kv = head / heads_per_key_head(params);
   const int blocks_of_longest = ceil_div(params.seq_q, kBlockM);
   int block;  // of the sequence
-  if (static_cast<int64_t>(blocks_of_longest) * params.batch * params.heads_q == ptx::grid_size()) {
+  if (static_cast<int64_t>(blocks_of_longest) * params.batch * params.heads_q == blocks) {
     tile.batch = blocks_of_longest == 1 ? slot : slot / blocks_of_longest;
     block = slot - tile.batch * blocks_of_longest;
   } else {
@@ -96,7 +99,7 @@ __device__ __forceinline__ QueryTile locate_varlen_tile(const ForwardParams& par
 // Grid: ceil(seq_q / kBlockM) * heads_q * batch * num_splits blocks; the splits of a tile are neighbours.
 template <int kBlockM, int kHeadDim, MaskKind kMask, bool kIsSplit>
 __device__ __forceinline__ QueryTile locate_query_tile(const ForwardParams& params) {
-  if constexpr (kMask == MaskKind::kRuntime) return locate_varlen_tile<kBlockM>(params);
+  if constexpr (kMask == MaskKind::kRuntime) return locate_varlen_tile<kBlockM, kIsSplit>(params);
   QueryTile tile;
   int index = ptx::block_index();
   tile.split = 0;
@@ -140,8 +143,9 @@ template <int kBlockN, MaskKind kMask, bool kIsSplit>
 __device__ __forceinline__ KeyTiles key_tiles_of(const Sequence<kMask>& sequence, const QueryTile& tile) {
   KeyTiles tiles = Mask<kMask>(sequence).template key_tiles<kBlockN>(tile.row, tile.rows);
   if constexpr (kIsSplit) {
-    const int share = ceil_div(ceil_div(sequence.keys(), kBlockN), sequence.params.num_splits);
-    tiles.begin = min(tile.split * share, tiles.end);
+    const int all = kMask == MaskKind::kRuntime ? tiles.end - tiles.begin : ceil_div(sequence.keys(), kBlockN);
+    const int share = ceil_div(all, sequence.params.num_splits);
+    tiles.begin = min(tiles.begin + tile.split * share, tiles.end);
     tiles.end = min(tiles.begin + share, tiles.end);
   }
   return tiles;

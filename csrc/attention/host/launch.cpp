@@ -113,6 +113,7 @@ void forward_cuda(const ForwardArguments& arguments, const ForwardOutputs& outpu
     fill_without_keys(outputs, /*sinks=*/Tensor(), gpu);
     return;
   }
+  if (arguments.q.sizes()[3] > kMaxDenseHeadDim) return forward_wide(arguments, outputs);
   const Problem problem = make_problem(arguments, outputs);
   const Choice choice = choose(arguments, problem, gpu);
   if (runs_in_place(arguments, *choice.forward)) {

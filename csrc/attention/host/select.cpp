@@ -185,7 +185,7 @@ const Kernel* choose_consistent(const SelectorInput& input, const FamilyKernels&
 // resolve_families, remembered: looking through the whole table takes longer than the rest of the selection.
 const FamilyList& families_for(const SelectorInput& input) {
   constexpr int64_t kGranularity = 8;  // kernels differ at multiples of this head_dim only
-  constexpr int64_t kHeadDims = kMaxHeadDim / kGranularity + 1;
+  constexpr int64_t kHeadDims = kMaxDenseHeadDim / kGranularity + 1;
   struct Memory {
     int32_t capability = 0;
     std::array<FamilyList, 2 * 2 * kHeadDims> families;
@@ -294,7 +294,7 @@ const Kernel& select_by_head_dim(const host::KernelRequest& request, const char*
         host::find_kernel({operation, *family, variant, request.dtype, {head_dim}}, axis::kHeadDim, loadable);
     if (kernel != nullptr) return *kernel;
   }
-  host::refuse(request, std::string(what) + ", head_dim " + std::to_string(head_dim));
+  refuse_head_dim(request, what, head_dim);
 }
 
 }  // namespace
@@ -333,12 +333,15 @@ const Kernel* select_varlen_forward(const VarlenSelectorInput& input) {
       if (found != nullptr && found->num_tensor_maps == 0 && !input.has_alibi) {
         const Kernel* shorter = find(kVariantNames[kM64]);
         if (shorter != nullptr && prefers_shorter(input, *found, *shorter)) found = shorter;
+        const Kernel* divided = find_divided(input, *found, loadable);
+        if (divided != nullptr) found = divided;
       }
       if (found != nullptr && can_load_pages(*found, input.page_size) && (block_n == 0 || found->block_n == block_n)) {
         return found;
       }
     }
   }
+  if (input.has_alibi) refuse_head_dim(request, "ALiBi", input.head_dim);
   const std::string pages = input.page_size > 0 ? ", pages of " + std::to_string(input.page_size) + " keys" : "";
   const char* what = input.is_consistent ? ", the same bits in every call" : "";
   host::refuse(request, "head_dim " + std::to_string(input.head_dim) + pages + what);
@@ -438,7 +441,7 @@ BackwardKernels select_varlen_backward(const host::KernelRequest& request, int32
     if (has_all && fused->axes[axis::kHeadDim] == kernels.dkv->axes[axis::kHeadDim]) kernels.fused = fused;
     return kernels;
   }
-  host::refuse(request, "gradients of ragged or banded attention, head_dim " + std::to_string(head_dim));
+  refuse_head_dim(request, "the gradient of ragged or banded attention", head_dim);
 }
 
 namespace {
@@ -475,7 +478,7 @@ Fp8Kernels select_fp8(const host::KernelRequest& request, Mask mask, int32_t hea
         host::find_kernel({"attention_transpose_e4m3", "sm90", "", Dtype::kFloat16, {}}, host::kNoAxis, loadable);
   }
   if (kernels.forward != nullptr && kernels.transpose != nullptr) return kernels;
-  host::refuse(request, "products of float8_e4m3fn, head_dim " + std::to_string(head_dim));
+  refuse_head_dim(request, "products of float8_e4m3fn", head_dim);
 }
 
 const Kernel& select_e4m3_append(const host::KernelRequest& request) {

@@ -1,6 +1,8 @@
 // Which of attention's kernels serves a problem on a GPU. Pure: numbers in, a choice or an explained refusal out.
 #pragma once
 
+#include <string>
+
 #include "attention/host/axes.h"
 #include "host/find_kernels.h"
 
@@ -10,12 +12,14 @@ namespace attention {
 using host::Dtype;
 using host::Kernel;
 
-constexpr int64_t kMaxHeadDim = 256;
+constexpr int64_t kMaxHeadDim = 512;
+// Of dense kernels, and of every GPU kernel but attention_varlen_forward.
+constexpr int64_t kMaxDenseHeadDim = 256;
 
 struct SelectorInput {
   host::KernelRequest request;
   Mask mask;
-  int32_t head_dim;  // the tensor's, 1 to kMaxHeadDim
+  int32_t head_dim;  // the tensor's, 1 to kMaxDenseHeadDim
   int64_t batch;
   int64_t heads_q;
   int64_t heads_kv;
@@ -84,6 +88,19 @@ int64_t most_row_blocks(int64_t rows, int64_t batch, int64_t rows_total, int64_t
 // Few rows are a decoding kernel's, whatever the family.
 // Values of at most 128 columns beside keys of 129 to 192 have kernels of their own, without score functions: the variant "v128".
 const Kernel* select_varlen_forward(const VarlenSelectorInput& input);
+
+// Of a kernel that divides a query tile's keys: over how many blocks, and what adds up their partial results.
+struct Division {
+  int32_t num_splits = 1;
+  const Kernel* combine = nullptr;  // null: `kernel` divides nothing
+};
+Division divide_keys(const VarlenSelectorInput& input, const Kernel& kernel);
+
+// The kernel of `operation` in the variant "split" that is as wide as `standard`, where few dense rows meet many keys; otherwise null.
+const Kernel* find_divided(const VarlenSelectorInput& input, const Kernel& standard, const host::KernelList& loadable);
+
+// host::refuse; a head dim above kMaxDenseHeadDim, which `what` has on no GPU, is named as the reason.
+[[noreturn]] void refuse_head_dim(const host::KernelRequest& request, const std::string& what, int64_t head_dim);
 
 OrderedDecoding select_ordered_decoding(const VarlenSelectorInput& input);
 // Of the scores between the two kernels, for all sequences: the floats. rows: of a key head, those of all query heads that share it.

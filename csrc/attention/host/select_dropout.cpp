@@ -24,7 +24,7 @@ const Kernel& select_dropout_forward(const host::KernelRequest& request, int32_t
     if (kernel != nullptr && (!has_score_mod || kernel->num_tensor_maps == 0)) return *kernel;
   }
   const char* what = has_score_mod ? "dropout behind a softcap or a mask tensor" : "dropout";
-  host::refuse(request, what + (", head_dim " + std::to_string(head_dim)));
+  refuse_head_dim(request, what, head_dim);
 }
 
 BackwardKernels select_dropout_backward(const host::KernelRequest& request, int32_t head_dim, bool has_score_mod,
@@ -49,7 +49,7 @@ BackwardKernels select_dropout_backward(const host::KernelRequest& request, int3
     if (has_all && fused->axes[axis::kHeadDim] == kernels.dkv->axes[axis::kHeadDim]) kernels.fused = fused;
     return kernels;
   }
-  host::refuse(request, "gradients of dropout, head_dim " + std::to_string(head_dim));
+  refuse_head_dim(request, "the gradient of dropout", head_dim);
 }
 
 }  // namespace attention

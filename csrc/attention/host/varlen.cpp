@@ -65,11 +65,31 @@ void run_tiles(ForwardParams& params, const Kernel& kernel, const host::CudaCall
   list.run(call);
 }
 
+// Each split of each tile, and the sum of the splits. Rows are dense.
+void run_divided(ForwardParams& params, const Kernel& kernel, const Division& division, const host::CudaCall& call) {
+  params.num_splits = division.num_splits;
+  const int64_t rows = static_cast<int64_t>(params.batch) * params.heads_q * params.seq_q;
+  host::Workspace partials;
+  const int64_t out = partials.add<float>(params.num_splits * rows * params.head_dim_v);
+  const int64_t lse = partials.add<float>(params.num_splits * rows);
+  partials.allocate(call);
+  params.out_partial = partials.address<float>(out);
+  params.lse_partial = partials.address<float>(lse);
+  ForwardParams sums = params;
+  sums.head_dim = params.head_dim_v;
+  const int64_t grid = most_row_blocks(params, kernel.block_m) * params.heads_q * params.num_splits;
+  host::LaunchList list;
+  list.add({&kernel, grid, &params, nullptr, /*is_dependent=*/false});
+  list.add({division.combine, ceil_div(rows, division.combine->block_m), &sums, nullptr, /*is_dependent=*/true});
+  list.run(call);
+}
+
 // What serves a call: two kernels, or one.
 struct Chosen {
   OrderedDecoding ordered;
   const Kernel* kernel;  // its tensors' rules are those of the call
   bool is_decoding;
+  Division division{};
 };
 
 void run(const VarlenArguments& arguments, const ForwardOutputs& outputs, const Chosen& chosen,
@@ -91,6 +111,8 @@ void run(const VarlenArguments& arguments, const ForwardOutputs& outputs, const 
     run_ordered_decoding(params, chosen.ordered, call);
   } else if (is_decoding) {
     run_decoding(params, kernel, arguments.num_splits, call);
+  } else if (chosen.division.combine != nullptr) {
+    run_divided(params, kernel, chosen.division, call);
   } else {
     run_tiles(params, kernel, call, &params);
   }
@@ -124,7 +146,7 @@ Chosen select(const VarlenArguments& arguments, const host::Device& gpu) {
   const OrderedDecoding ordered = select_ordered_decoding(input);
   if (ordered.values != nullptr) return {ordered, ordered.values, true};
   const Kernel* kernel = select_varlen_forward(input);
-  return {{}, kernel, std::strcmp(kernel->operation, "attention_decode") == 0};
+  return {{}, kernel, std::strcmp(kernel->operation, "attention_decode") == 0, divide_keys(input, *kernel)};
 }
 
 }  // namespace
@@ -240,7 +262,8 @@ bool is_plain(const VarlenArguments& arguments) {
     if (VarlenArguments::has(*tensor)) return false;
   }
   return arguments.window_left < 0 && arguments.window_right <= 0 && !has_softcap(arguments) &&
-         arguments.head_dim() == arguments.head_dim_v() && arguments.max_seqlen_q > 1 && !arguments.has_dropout();
+         arguments.head_dim() == arguments.head_dim_v() && arguments.head_dim() <= kMaxDenseHeadDim &&
+         arguments.max_seqlen_q > 1 && !arguments.has_dropout();
 }
 
 void forward_dense(const VarlenArguments& arguments, const ForwardOutputs& outputs) {
@@ -256,6 +279,24 @@ void forward_dense(const VarlenArguments& arguments, const ForwardOutputs& outpu
   dense.is_causal = arguments.window_right == 0;
   dense.is_consistent = true;
   forward_cuda(dense, outputs);
+}
+
+void forward_wide(const ForwardArguments& arguments, const ForwardOutputs& outputs) {
+  VarlenArguments wide;
+  wide.q = host::alias(arguments.q);
+  wide.k = host::alias(arguments.k);
+  wide.v = host::alias(arguments.v);
+  wide.dtype = arguments.dtype;
+  wide.torch_dtype = arguments.torch_dtype;
+  wide.device_type = arguments.device_type;
+  wide.device_index = arguments.device_index;
+  wide.max_seqlen_q = arguments.q.sizes()[2];
+  wide.max_seqlen_k = arguments.k.sizes()[2];
+  wide.scale = arguments.scale;
+  wide.window_right = arguments.is_causal ? 0 : -1;
+  wide.num_splits = arguments.is_consistent ? kConsistent : 0;
+  make_scale_positive(wide);
+  forward_varlen_cuda(wide, outputs);
 }
 
 void forward_varlen_cuda(const VarlenArguments& arguments, const ForwardOutputs& outputs) {

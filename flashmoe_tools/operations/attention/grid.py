@@ -13,7 +13,7 @@ from typing import Any
 from flashmoe_tools.operations import DTYPE_BYTES, fields
 
 LAYOUTS = ("bhsd", "bshd")
-MAX_HEAD_DIM = 256
+MAX_HEAD_DIM = 512
 FIELDS = {"dtype", "head_dim", "value_dim", "causal", "layout", "seq", "seq_q", "seq_k"}
 FIELDS |= {"batch", "tokens", "heads", "heads_kv", "hidden"}
 

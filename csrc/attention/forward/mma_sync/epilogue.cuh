@@ -17,10 +17,11 @@ namespace flashmoe {
 namespace attention {
 namespace mma_sync {
 
-// warp_smem [kWarpRows, kHeadDim]: the warp's own rows of the Q tile, which no other warp reads, so that __syncwarp
-// semantics are enough between its last read as Q and the writes here.
+// warp_smem [kWarpRows, kHeadDim]: the warp's own rows of the Q tile, from its own first column on, which no other warp reads, so that
+// __syncwarp semantics are enough between its last read as Q and the writes here.
 template <typename Spec, MaskKind kMask>
-__device__ __forceinline__ void store_output(const ForwardParams& params, const QueryTile& tile, int warp_row, int lane,
+__device__ __forceinline__ void store_output(const ForwardParams& params, const QueryTile& tile, int warp_row,
+                                             int first_column, int lane,
                                              const float (&O_rmem)[Spec::kMmaM][Spec::kMmaD][4],
                                              ptx::SmemPointer warp_smem) {
   using Element = typename Spec::Element;
@@ -38,16 +39,16 @@ __device__ __forceinline__ void store_output(const ForwardParams& params, const 
   ptx::warp_sync();  // read after write: the rows were put together by all lanes
   const Strides& stride = params.out_stride;
   Element* out_gmem = static_cast<Element*>(params.out) + rows_of<kMask>(params, tile).row_offset(stride, tile.head_q) +
-                      static_cast<int64_t>(tile.row + warp_row) * stride.row;
+                      static_cast<int64_t>(tile.row + warp_row) * stride.row + first_column;
   constexpr int kLanesPerRow = kSegmentChunks;
   const int chunk = lane % kLanesPerRow;
 #pragma unroll
   for (int pass = 0; pass < Spec::kWarpRows / (32 / kLanesPerRow); ++pass) {
     const int row = pass * (32 / kLanesPerRow) + lane / kLanesPerRow;
 #pragma unroll
-    for (int segment = 0; segment < Spec::kHeadDim / 64; ++segment) {
+    for (int segment = 0; segment < Spec::kMmaD / kSegmentChunks; ++segment) {
       const int column = segment * 64 + chunk * kChunkElements;
-      if (warp_row + row < tile.rows && column < value_columns<kMask>(params)) {
+      if (warp_row + row < tile.rows && first_column + column < value_columns<kMask>(params)) {
         uint32_t value[4];
         ptx::ld_shared_128(value, warp_smem + swizzled_offset<Spec::kHeadDim>(row, segment * kSegmentChunks + chunk));
         ptx::st_global_128(out_gmem + row * stride.row + column, value);
@@ -59,10 +60,12 @@ __device__ __forceinline__ void store_output(const ForwardParams& params, const 
 // fp32 partial output of one split, straight from the accumulators: a quad writes 32 bytes.
 template <typename Spec, MaskKind kMask>
 __device__ __forceinline__ void store_partial(const ForwardParams& params, const QueryTile& tile, int warp_row,
-                                              int lane, const float (&O_rmem)[Spec::kMmaM][Spec::kMmaD][4]) {
+                                              int first_column, int lane,
+                                              const float (&O_rmem)[Spec::kMmaM][Spec::kMmaD][4]) {
   const Sequence<kMask> sequence = rows_of<kMask>(params, tile);
   const int64_t head = sequence.template result_head<Spec::kIsSplit>(tile.head_q, tile.split);
-  float* out_gmem = params.out_partial + (sequence.result_row(head) + tile.row + warp_row) * params.head_dim;
+  const int columns = value_columns<kMask>(params);
+  float* out_gmem = params.out_partial + (sequence.result_row(head) + tile.row + warp_row) * columns;
 #pragma unroll
   for (int m = 0; m < Spec::kMmaM; ++m)
 #pragma unroll
@@ -71,21 +74,23 @@ __device__ __forceinline__ void store_partial(const ForwardParams& params, const
       if (warp_row + row >= tile.rows) continue;
 #pragma unroll
       for (int d = 0; d < Spec::kMmaD; ++d) {
-        const int column = d * 8 + lane % 4 * 2;
+        const int column = first_column + d * 8 + lane % 4 * 2;
         const uint32_t value[2] = {ptx::float_bits(O_rmem[m][d][2 * half]),
                                    ptx::float_bits(O_rmem[m][d][2 * half + 1])};
-        if (column < params.head_dim) ptx::st_global_64(out_gmem + row * params.head_dim + column, value);
+        if (column < columns) ptx::st_global_64(out_gmem + row * columns + column, value);
       }
     }
 }
 
+// first_column: of the output, the warp's; the log-sum-exp is that of the warps with the first columns.
 template <typename Spec, MaskKind kMask>
 __device__ __forceinline__ void finish_tile(const ForwardParams& params, const QueryTile& tile, int warp_row, int lane,
                                             const RowState (&rows)[Spec::kMmaM][2],
-                                            float (&O_rmem)[Spec::kMmaM][Spec::kMmaD][4], ptx::SmemPointer warp_smem) {
+                                            float (&O_rmem)[Spec::kMmaM][Spec::kMmaD][4], ptx::SmemPointer warp_smem,
+                                            int first_column = 0) {
   const Sequence<kMask> sequence = rows_of<kMask>(params, tile);
   const int64_t head = sequence.template result_head<Spec::kIsSplit>(tile.head_q, tile.split);
-  const bool wants_lse = Spec::kIsSplit || params.lse != nullptr;
+  const bool wants_lse = (Spec::kIsSplit || params.lse != nullptr) && first_column == 0;
   float* lse_gmem = (Spec::kIsSplit ? params.lse_partial : params.lse) + sequence.result_row(head) + tile.row;
 #pragma unroll
   for (int m = 0; m < Spec::kMmaM; ++m)
@@ -96,8 +101,12 @@ __device__ __forceinline__ void finish_tile(const ForwardParams& params, const Q
       const float shift = rows[m][half].max * params.scale_log2;
       FinishedRow finished;
       if constexpr (kMask == MaskKind::kRuntime) {
+        // One of a split row's partial results has its sink.
+        const bool has_sink = !Spec::kIsSplit || tile.split == 0;
         finished =
-            finish_row(shift, sum, sink_log2(params.score_options, tile.head_q, tile.row + min(row, tile.rows - 1)));
+            finish_row(shift, sum,
+                       has_sink ? sink_log2(params.score_options, tile.head_q, tile.row + min(row, tile.rows - 1))
+                                : ptx::negative_infinity());
       } else {
         finished = finish_row(shift, sum);
       }
@@ -113,9 +122,9 @@ __device__ __forceinline__ void finish_tile(const ForwardParams& params, const Q
       }
     }
   if constexpr (Spec::kIsSplit) {
-    store_partial<Spec, kMask>(params, tile, warp_row, lane, O_rmem);
+    store_partial<Spec, kMask>(params, tile, warp_row, first_column, lane, O_rmem);
   } else {
-    store_output<Spec, kMask>(params, tile, warp_row, lane, O_rmem, warp_smem);
+    store_output<Spec, kMask>(params, tile, warp_row, first_column, lane, O_rmem, warp_smem);
   }
 }
 

@@ -25,20 +25,20 @@ __device__ __forceinline__ ColumnWalk<Spec::kHeadDim> columns_first_walk(ptx::Sm
   return {tile_smem, swizzled_offset<Spec::kHeadDim>(lane % 8 + lane / 16 * 8, lane / 8 % 2)};
 }
 
-// A warp's Q as A operands, [kWarpRows, kHeadDim]: from registers, or from shared memory at every use.
-template <typename Spec, bool kInRegisters = Spec::kQueryInRegisters>
+// A warp's Q as A operands, [kWarpRows, kColumns]: from registers, or from shared memory at every use.
+template <typename Spec, int kColumns = Spec::kHeadDim, bool kInRegisters = Spec::kQueryInRegisters>
 struct QueryOperand;
 
-template <typename Spec>
-struct QueryOperand<Spec, true> {
-  uint32_t Q_rmem[Spec::kMmaM][Spec::kHeadDim / 16][4];
+template <typename Spec, int kColumns>
+struct QueryOperand<Spec, kColumns, true> {
+  uint32_t Q_rmem[Spec::kMmaM][kColumns / 16][4];
 
   __device__ __forceinline__ explicit QueryOperand(ptx::SmemPointer warp_Q_smem) {
     const auto walk = rows_first_walk<Spec>(warp_Q_smem);
 #pragma unroll
     for (int m = 0; m < Spec::kMmaM; ++m)
 #pragma unroll
-      for (int k = 0; k < Spec::kHeadDim / 16; ++k) ptx::ldmatrix_x4(Q_rmem[m][k], walk.at(k, m));
+      for (int k = 0; k < kColumns / 16; ++k) ptx::ldmatrix_x4(Q_rmem[m][k], walk.at(k, m));
   }
 
   __device__ __forceinline__ void get(uint32_t (&a)[Spec::kMmaM][4], int k) const {
@@ -49,8 +49,8 @@ struct QueryOperand<Spec, true> {
   }
 };
 
-template <typename Spec>
-struct QueryOperand<Spec, false> {
+template <typename Spec, int kColumns>
+struct QueryOperand<Spec, kColumns, false> {
   ColumnWalk<Spec::kHeadDim> walk;
 
   __device__ __forceinline__ explicit QueryOperand(ptx::SmemPointer warp_Q_smem)
@@ -62,9 +62,9 @@ struct QueryOperand<Spec, false> {
   }
 };
 
-// S = Q K^T: [kWarpRows, kBlockN], K_smem [kBlockN, kHeadDim].
+// S = Q K^T: [kWarpRows, kBlockN], K_smem [kBlockN, kHeadDim], over the kColumns columns that begin there.
 // Query: QueryOperand, or what else has its get().
-template <typename Spec, typename Query>
+template <typename Spec, int kColumns = Spec::kHeadDim, typename Query>
 __device__ __forceinline__ void multiply_query_key(float (&S_rmem)[Spec::kMmaM][Spec::kMmaN][4], const Query& Q,
                                                    ptx::SmemPointer K_smem) {
   const auto walk = columns_first_walk<Spec>(K_smem);
@@ -75,7 +75,7 @@ __device__ __forceinline__ void multiply_query_key(float (&S_rmem)[Spec::kMmaM][
 #pragma unroll
       for (int i = 0; i < 4; ++i) S_rmem[m][n][i] = 0.0f;
 #pragma unroll
-  for (int k = 0; k < Spec::kHeadDim / 16; ++k) {
+  for (int k = 0; k < kColumns / 16; ++k) {
     uint32_t a[Spec::kMmaM][4];
     Q.get(a, k);
 #pragma unroll

@@ -1,7 +1,7 @@
 // Flash attention forward with mma.sync and cp.async: sm_80 and every later GPU.
 //
-// One thread block computes kBlockM query rows of one head; a warp owns kWarpRows of them and never exchanges a score
-// with another warp. Key tiles are walked from the last visible one down to the first, so that the tiles that need a
+// One thread block computes kBlockM query rows of one head; a warp owns kWarpRows of them, or kWarpColumns columns of these, and exchanges
+// scores with the warps that share its rows alone (terms.cuh). Key tiles are walked from the last visible one down to the first, so that the tiles that need a
 // mask come first, and only the first load has rows past the end of the tensor.
 #pragma once
 
@@ -10,6 +10,7 @@
 #include "attention/forward/mma_sync/multiply.cuh"
 #include "attention/forward/sm80/load.cuh"
 #include "attention/forward/sm80/spec.cuh"
+#include "attention/forward/sm80/terms.cuh"
 #include "attention/forward/tile.cuh"
 #include "attention/masks.cuh"
 #include "attention/params/forward.h"
@@ -24,7 +25,8 @@ namespace attention {
 namespace sm80 {
 
 using mma_sync::Accumulator;
-using mma_sync::QueryOperand;
+template <typename Spec>
+using QueryOperand = mma_sync::QueryOperand<Spec, Spec::kWarpColumns>;
 
 // Which of a loop's tiles need a mask. kSome decides for each tile and warp.
 enum class Masked { kNone, kSome, kAll };
@@ -52,7 +54,7 @@ struct VarlenWalk<Spec, MaskKind::kRuntime> {
                sequence.key_offset(sequence.params.v_stride, tile.head_kv)),
         visible(Mask<MaskKind::kRuntime>(sequence).keys(tile.row, tile.rows)),
         head_q(tile.head_q),
-        warp_row(tile.row + ptx::warp_index() * Spec::kWarpRows),
+        warp_row(tile.row + Spec::warp_row()),
         dropout(sequence.params, tile) {}
 };
 
@@ -70,6 +72,7 @@ struct SavedTile {
       const int words[4] = {tile.batch, tile.head_q, tile.row, tile.rows};
       ptx::st_shared_128(smem, reinterpret_cast<const uint32_t (&)[4]>(words));
       ptx::st_shared_32(smem + 16, static_cast<uint32_t>(tile.sequence_rows.first));
+      if constexpr (Spec::kIsSplit) ptx::st_shared_32(smem + 20, static_cast<uint32_t>(tile.split));
     }
     ptx::warp_sync();  // read after write
   }
@@ -82,7 +85,7 @@ struct SavedTile {
                      0,
                      static_cast<int>(words[2]),
                      static_cast<int>(words[3]),
-                     0,
+                     Spec::kIsSplit ? static_cast<int>(ptx::ld_shared_32(smem + 20)) : 0,
                      {first, 0}};
   }
 };
@@ -119,7 +122,7 @@ struct KeyTileWalk {
         n(key_tiles.begin),
         end(key_tiles.end),
         stage(0),
-        causal_last(Mask<kMask>(sequence).last_key(tile.row + ptx::warp_index() * Spec::kWarpRows)),
+        causal_last(Mask<kMask>(sequence).last_key(tile.row + Spec::warp_row())),
         varlen(sequence, tile) {}
 
   // kIsWhole promises that no row of the tile is past the keys; of all tiles only the last may have one.
@@ -186,15 +189,18 @@ struct KeyTileWalk {
   template <Masked kMasked>
   __device__ __forceinline__ ptx::SmemPointer scores(float (&S_rmem)[Spec::kMmaM][Spec::kMmaN][4],
                                                      const QueryOperand<Spec>& Q) {
-    const ptx::SmemPointer K_smem = KV_smem + stage * Spec::kKeyBytes;
+    const ptx::SmemPointer K_smem = KV_smem + stage * Spec::kKeyBytes + Spec::column_bytes();
+    const ScoreTerms<Spec> terms(KV_smem + (Spec::kTermOffset - Spec::kQueryBytes));
     if constexpr (kStages == 1) {
       ptx::cp_async_wait<0>();
       ptx::barrier_sync_block();  // K of this tile is whole; all warps are done with V of the tile before
       load_value<kMasked == Masked::kNone || kReadsByKey>(n, 0);
       ptx::cp_async_commit();
-      mma_sync::multiply_query_key<Spec>(S_rmem, Q, K_smem);
+      mma_sync::multiply_query_key<Spec, Spec::kWarpColumns>(S_rmem, Q, K_smem);
+      terms.publish(S_rmem);
       ptx::cp_async_wait<0>();
-      ptx::barrier_sync_block();  // V of this tile is whole; all warps are done with K
+      ptx::barrier_sync_block();  // V of this tile, and terms of scores, are whole; all warps are done with K
+      terms.add(S_rmem);
       if (n + 1 < end) load_key(n + 1, 0);
       ptx::cp_async_commit();
     } else {
@@ -208,7 +214,10 @@ struct KeyTileWalk {
       }
       ptx::cp_async_commit();
       stage = stage == kStages - 1 ? 0 : stage + 1;
-      mma_sync::multiply_query_key<Spec>(S_rmem, Q, K_smem);
+      mma_sync::multiply_query_key<Spec, Spec::kWarpColumns>(S_rmem, Q, K_smem);
+      terms.publish(S_rmem);
+      terms.sync();
+      terms.add(S_rmem);
     }
     return K_smem + kStages * Spec::kKeyBytes;
   }
@@ -275,7 +284,7 @@ __device__ __forceinline__ void walk_keys(const Sequence<kMask>& sequence, Accum
     ptx::cp_async_wait<Spec::kNumStages == 1 ? 0 : Spec::kNumStages - 2>();
     ptx::barrier_sync_block();  // Q is whole
   }
-  const QueryOperand<Spec> Q(Q_smem + warp_row * Spec::kRowBytes);
+  const QueryOperand<Spec> Q(Q_smem + warp_row * Spec::kRowBytes + Spec::column_bytes());
   if constexpr (kMask == MaskKind::kRuntime && kIsPlain && Spec::kHasMaskedLoop) {
     // Full tiles have a loop of their own inside that of the others, which lie on both sides of them.
     for (; walk.n < key_tiles.end; ++walk.n) {
@@ -318,20 +327,20 @@ __device__ __forceinline__ void attend(const ForwardParams& params, Accumulator<
 template <typename Spec, MaskKind kMask>
 __device__ __forceinline__ void forward(const ForwardParams& params) {
   const ptx::SmemPointer Q_smem = ptx::dynamic_shared_memory();  // [kBlockM, kHeadDim]
-  const int warp_row = ptx::warp_index() * Spec::kWarpRows;
+  const int warp_row = Spec::warp_row();
   Accumulator<Spec> accumulator;
   attend<Spec, kMask>(params, accumulator, Q_smem, warp_row);
   // Located again, or saved: five registers less through the loop, where there is none to spare.
   const QueryTile tile = end_tile<Spec, kMask>(params, Q_smem);
   if (kMask == MaskKind::kRuntime && tile.rows <= 0) return;
   mma_sync::finish_tile<Spec, kMask>(params, tile, warp_row, ptx::lane_index(), accumulator.rows, accumulator.O_rmem,
-                                     Q_smem + warp_row * Spec::kRowBytes);
+                                     Q_smem + warp_row * Spec::kRowBytes + Spec::column_bytes(),
+                                     Spec::kColumnWarps == 1 ? 0 : Spec::column_part() * Spec::kWarpColumns);
 }
 
 // Ragged and paged batches, with ScoreOptions.
 template <typename Spec>
 __device__ __forceinline__ void forward_varlen(const ForwardParams& params) {
-  static_assert(!Spec::kIsSplit, "decode/ splits");
   forward<Spec, MaskKind::kRuntime>(params);
 }
 

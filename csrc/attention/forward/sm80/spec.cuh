@@ -2,6 +2,7 @@
 #pragma once
 
 #include "ptx/mma.cuh"
+#include "ptx/special_registers.cuh"
 #include "ptx/types.cuh"
 
 namespace flashmoe {
@@ -13,8 +14,10 @@ namespace sm80 {
 // kQueryInRegisters   1: a warp reads its Q rows once and keeps them; 0: again for every tile, for want of registers.
 // kSplit              1: params.num_splits blocks share a query tile's keys and write fp32 partial results.
 // kMaskedLoop         1: tiles that need a mask have a loop of their own; 0: one loop, which is half the code.
+// kColumnWarps        warps that share rows: each has a part of the head dim, of which it computes the scores' terms and the output's columns.
+//                     Their sum, which each makes for itself in one order, passes through shared memory.
 template <typename Element_, int kHeadDim_, int kBlockM_, int kBlockN_, int kNumStages_, int kNumWarps_,
-          int kQueryInRegisters_, int kSplit_, int kMaskedLoop_>
+          int kQueryInRegisters_, int kSplit_, int kMaskedLoop_, int kColumnWarps_ = 1>
 struct ForwardSpec {
   using Element = Element_;
   static constexpr int kHeadDim = kHeadDim_;
@@ -29,15 +32,28 @@ struct ForwardSpec {
   static constexpr bool kHasDropout = false;
 
   static constexpr int kNumThreads = 32 * kNumWarps;
-  static constexpr int kWarpRows = kBlockM / kNumWarps;
-  static constexpr int kMmaM = kWarpRows / 16;  // 16-row blocks of a warp
-  static constexpr int kMmaN = kBlockN / 8;     // 8-column blocks of the scores
-  static constexpr int kMmaD = kHeadDim / 8;    // 8-column blocks of the output
+  static constexpr int kColumnWarps = kColumnWarps_;
+  static constexpr int kWarpRows = kBlockM / (kNumWarps / kColumnWarps);
+  static constexpr int kWarpColumns = kHeadDim / kColumnWarps;
+  static constexpr int kMmaM = kWarpRows / 16;    // 16-row blocks of a warp
+  static constexpr int kMmaN = kBlockN / 8;       // 8-column blocks of the scores
+  static constexpr int kMmaD = kWarpColumns / 8;  // 8-column blocks of the warp's output
 
   static constexpr int kRowBytes = kHeadDim * static_cast<int>(sizeof(Element));
   static constexpr int kQueryBytes = kBlockM * kRowBytes;  // reused for the output tile
   static constexpr int kKeyBytes = kBlockN * kRowBytes;    // one stage of K, or of V
-  static constexpr int kSharedBytes = kQueryBytes + 2 * kNumStages * kKeyBytes;
+  static constexpr int kTermOffset = kQueryBytes + 2 * kNumStages * kKeyBytes;
+  static constexpr int kTermBytes = kWarpRows * kBlockN * 4;  // of a warp, where warps share rows
+  static constexpr int kSharedBytes = kTermOffset + (kColumnWarps > 1 ? kNumWarps * kTermBytes : 0);
+
+  // Of the calling warp.
+  static __device__ __forceinline__ int row_group() { return ptx::warp_index() / kColumnWarps; }
+  static __device__ __forceinline__ int warp_row() { return row_group() * kWarpRows; }
+  static __device__ __forceinline__ int column_part() { return ptx::warp_index() % kColumnWarps; }
+  // Its columns of each row, which are whole segments of the swizzle.
+  static __device__ __forceinline__ int column_bytes() {
+    return kColumnWarps == 1 ? 0 : column_part() * (kWarpColumns * static_cast<int>(sizeof(Element)));
+  }
 
   static __device__ __forceinline__ void multiply(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
     ptx::mma_m16n8k16<Element>(d, a, b0, b1);
@@ -45,8 +61,11 @@ struct ForwardSpec {
 
   static_assert(!(kIsSplit && kHasMaskedLoop), "KeyTiles::full_end knows nothing of a split");
   static_assert(sizeof(Element) == 2, "mma.m16n8k16 and ldmatrix here take 16-bit elements");
-  static_assert(kHeadDim % 64 == 0, "the swizzle permutes within 64 columns");
-  static_assert(kWarpRows * kNumWarps == kBlockM && kWarpRows % 16 == 0, "a warp computes whole 16-row blocks");
+  static_assert(kWarpColumns % 64 == 0 && kWarpColumns * kColumnWarps == kHeadDim,
+                "the swizzle permutes within 64 columns");
+  static_assert(kNumWarps % kColumnWarps == 0, "all rows have as many warps");
+  static_assert(kWarpRows * (kNumWarps / kColumnWarps) == kBlockM && kWarpRows % 16 == 0,
+                "a warp computes whole 16-row blocks");
   static_assert(kBlockN % 16 == 0, "ldmatrix.x4 reads 16 keys at a time");
   static_assert(kNumWarps >= 2,
                 "the rows of two load passes must differ by a multiple of 8, the period of the swizzle");
@@ -56,11 +75,11 @@ struct ForwardSpec {
 
 // For MaskKind::kRuntime.
 template <typename Element, int kHeadDim, int kBlockM, int kBlockN, int kNumStages, int kNumWarps,
-          int kQueryInRegisters, int kSplit, int kMaskedLoop, int kAlibi>
-struct VarlenForwardSpec
-    : ForwardSpec<Element, kHeadDim, kBlockM, kBlockN, kNumStages, kNumWarps, kQueryInRegisters, kSplit, kMaskedLoop> {
-  using Base =
-      ForwardSpec<Element, kHeadDim, kBlockM, kBlockN, kNumStages, kNumWarps, kQueryInRegisters, kSplit, kMaskedLoop>;
+          int kQueryInRegisters, int kSplit, int kMaskedLoop, int kAlibi, int kColumnWarps = 1>
+struct VarlenForwardSpec : ForwardSpec<Element, kHeadDim, kBlockM, kBlockN, kNumStages, kNumWarps, kQueryInRegisters,
+                                       kSplit, kMaskedLoop, kColumnWarps> {
+  using Base = ForwardSpec<Element, kHeadDim, kBlockM, kBlockN, kNumStages, kNumWarps, kQueryInRegisters, kSplit,
+                           kMaskedLoop, kColumnWarps>;
   static constexpr bool kHasAlibi = kAlibi != 0;  // in place of mask tensors
   static constexpr int kTileBytes = 32;           // of a warp's copy
   static constexpr int kTileOffset = Base::kSharedBytes;

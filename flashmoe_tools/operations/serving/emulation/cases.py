@@ -40,6 +40,8 @@ def problems(unit: Unit) -> Iterator[VarlenProblem]:
             names = ONE if unit.dtype == "bf16" and (is_wide or is_short) and not functions else FEW
             if unit.row.family == "sm80" and unit.row.options.get("masked_loop"):
                 names = (*names, "wide window")  # full tiles between others
+            if unit.row.options.get("column_warps", 1) > 1:
+                names = (*names, "full")  # fewer columns of values than the first warp has
             if problem.name not in names and not is_split:
                 continue
         yield replace(problem, data_seed=seed)

@@ -1,0 +1,61 @@
+// Head dims above those of the dense kernels, and few rows whose keys are divided over several blocks.
+
+#include <algorithm>
+#include <string>
+
+#include "attention/host/select.h"
+#include "host/error.h"
+
+namespace flashmoe {
+namespace attention {
+namespace {
+
+constexpr int64_t kMinKeysPerSplit = 128;
+constexpr int64_t kMaxSplits = 32;  // one for each lane of the combining warp
+
+int64_t tiles_of(const VarlenSelectorInput& input, const Kernel& kernel) {
+  return most_row_blocks(input.rows, input.batch, input.rows_total, kernel.block_m) * input.heads;
+}
+
+}  // namespace
+
+void refuse_head_dim(const host::KernelRequest& request, const std::string& what, int64_t head_dim) {
+  if (head_dim > kMaxDenseHeadDim && request.forced_family == nullptr) {
+    host::violate("attention.wide", {{"what", what}, {"head_dim", head_dim}, {"most", kMaxDenseHeadDim}});
+  }
+  host::refuse(request, what + (what.empty() ? "" : ", ") + "head_dim " + std::to_string(head_dim));
+}
+
+const Kernel* find_divided(const VarlenSelectorInput& input, const Kernel& standard, const host::KernelList& loadable) {
+  // Of ragged rows some may belong to no sequence, which the second pass would write.
+  if (input.is_consistent || input.has_alibi || input.rows_total != 0) return nullptr;
+  const Kernel* divided = host::find_kernel(
+      {standard.operation, standard.family, "split", input.request.dtype, {input.head_dim}}, axis::kHeadDim, loadable);
+  if (divided == nullptr || divided->axes[axis::kHeadDim] != standard.axes[axis::kHeadDim]) return nullptr;
+  if (input.rows <= divided->block_m) return divided;
+  // More rows in several of its tiles, each of which reads the keys, where the standard tiles would leave most of the GPU idle.
+  constexpr int64_t kMinKeys = 1024;
+  const bool is_idle = 4 * tiles_of(input, standard) <= input.request.num_multiprocessors;
+  return !input.is_batch_invariant && input.rows <= standard.block_m && input.keys >= kMinKeys && is_idle ? divided
+                                                                                                          : nullptr;
+}
+
+Division divide_keys(const VarlenSelectorInput& input, const Kernel& kernel) {
+  if (std::string(kernel.variant) != "split") return {};
+  const host::KernelList& loadable = host::loadable_kernels(input.request.capability);
+  Division division;
+  for (const char* const* family = host::families_of(input.request.capability);
+       division.combine == nullptr && *family != nullptr; ++family) {
+    division.combine = host::find_kernel({"attention_combine", *family, "", input.request.dtype, {input.head_dim_v}},
+                                         axis::kHeadDim, loadable);
+  }
+  if (division.combine == nullptr) refuse_head_dim(input.request, "the sum of partial results", input.head_dim_v);
+  if (input.is_batch_invariant) return division;
+  const int64_t by_machine = input.request.num_multiprocessors * kernel.min_blocks / tiles_of(input, kernel);
+  const int64_t by_keys = input.keys / kMinKeysPerSplit;
+  division.num_splits = static_cast<int32_t>(std::max<int64_t>(1, std::min({by_machine, by_keys, kMaxSplits})));
+  return division;
+}
+
+}  // namespace attention
+}  // namespace flashmoe
