@@ -164,11 +164,11 @@ def flash_attn_varlen_func(
 def _attend_sections(
     q: Tensor, k: Tensor, v: Tensor, cut: Sections, max_seqlen_q: int, options: dict[str, Any]
 ) -> tuple[Tensor, Tensor]:
-    keys = {"seqused_k": cut.seqused_k, "max_seqlen_k": cut.max_seqlen_k}
-    result: Any = flashmoe.attention_varlen(
+    keys: dict[str, Any] = {"seqused_k": cut.seqused_k, "max_seqlen_k": cut.max_seqlen_k}
+    out, lse = flashmoe.attention_varlen(
         q, k, v, cut.cu_seqlens_q, cut.cu_seqlens_k, max_seqlen_q, **keys, **options, return_lse=True
     )
-    return result
+    return out, lse
 
 
 def flash_attn_with_kvcache(

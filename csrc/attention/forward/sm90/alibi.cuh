@@ -45,11 +45,12 @@ __device__ __forceinline__ void write_alibi_table(const Tile& table) {
 
 // Of a tile and a thread, whose two rows are eight apart.
 struct TileAlibi {
-  float slope = 0.0f;     // what a distance is multiplied by, in scores
-  int own = 0;            // the first row's own key
-  uint32_t parts = 0;     // this thread's two parts of the slope, of four in its half of a quad; 0 where no step may add them
-  bool is_step = false;   // blocks beside the diagonal are the tensor cores'
-  uint32_t a[4];          // of the step; in use until the scores are there
+  float slope = 0.0f;  // what a distance is multiplied by, in scores
+  int own = 0;         // the first row's own key
+  uint32_t parts =
+      0;  // this thread's two parts of the slope, of four in its half of a quad; 0 where no step may add them
+  bool is_step = false;  // blocks beside the diagonal are the tensor cores'
+  uint32_t a[4];         // of the step; in use until the scores are there
 
   // may_step: not under a softcap, which comes before the bias, nor in a consistent call, whose bits are the decoding kernels'.
   template <typename Element>
