@@ -35,22 +35,6 @@ __device__ __forceinline__ void issue_product(float (&sums)[kSums], uint32_t (&a
   ptx::wgmma_commit();
 }
 
-// The same with A and B in shared memory and, in the same group, one step more of more_a[64 x 16] in registers and more_b.
-template <typename Element, int kSteps, int kSums, typename A, typename B, typename MoreB>
-__device__ __forceinline__ void issue_product(float (&sums)[kSums], const A& a, const B& b, uint32_t (&more_a)[4],
-                                              const MoreB& more_b) {
-  ptx::wgmma_fence_operands(more_a);
-  ptx::wgmma_fence();
-#pragma unroll
-  for (int step = 0; step < kSteps; ++step) {
-    ptx::wgmma_ss<Element, 2 * kSums, B::kIsTransposed, A::kIsTransposed>(sums, a.k_step(step), b.k_step(step),
-                                                                          step == 0 ? 0 : 1);
-  }
-  ptx::wgmma_rs<Element, 2 * kSums, MoreB::kIsTransposed>(sums, more_a[0], more_a[1], more_a[2], more_a[3],
-                                                          more_b.k_step(0), 1);
-  ptx::wgmma_commit();
-}
-
 // Sums as the A of the next product: the accumulator layout is the operand layout, and step j takes column blocks 2j and 2j + 1.
 template <typename Element, int kPacked>
 __device__ __forceinline__ void pack_operand(uint32_t (&a)[kPacked], const float (&sums)[2 * kPacked]) {

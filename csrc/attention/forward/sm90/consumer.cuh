@@ -9,7 +9,6 @@
 // and what turns a block's scores into P is an argument of the step.
 #pragma once
 
-#include "attention/forward/sm90/alibi.cuh"
 #include "attention/forward/sm90/dropout.cuh"
 #include "attention/forward/sm90/epilogue.cuh"
 #include "attention/forward/sm90/schedule.cuh"
@@ -55,7 +54,7 @@ struct Consumer {
   const bool is_capped;     // a softcap alone, which is the softmax's
   bool has_output = false;  // a tile went before this one (release_output)
   const float scale_log2;   // of what the softmax gets: with an additive mask the scores have it already
-  TileAlibi alibi;
+  float slope = 0.0f;       // of the tile's head: read once, not in every block, which would wait for it
 
   __device__ __forceinline__ Consumer(const ForwardParams& params_, const SharedMemory<Spec>& shared_, int consumer_)
       : params(params_),
@@ -101,22 +100,10 @@ struct Consumer {
     }
   }
 
-  // scores[64 x kBlockN] = Q[64 x kHeadDim] K[kBlockN x kHeadDim]^T, and what ALiBi adds by a step of its own; asynchronous.
-  __device__ __forceinline__ void issue_scores(float (&scores)[kScores], int block) {
-    const auto q = shared.query(query.stage, consumer).k_major();
-    const auto k = shared.key(key.stage).k_major();
-    if constexpr (Spec::kHasAlibi) {
-      alibi.template make_operand<Spec::kBlockN>(block);
-      issue_product<Element, Spec::kHeadDim / 16>(scores, q, k, alibi.a, shared.alibi_table().mn_major());
-    } else {
-      issue_product<Element, Spec::kHeadDim / 16>(scores, q, k);
-    }
-  }
-
-  // Behind the wait for the scores.
-  __device__ __forceinline__ void receive_scores(float (&scores)[kScores]) {
-    ptx::wgmma_fence_operands(scores);
-    if constexpr (Spec::kHasAlibi) ptx::wgmma_fence_operands(alibi.a);
+  // scores[64 x kBlockN] = Q[64 x kHeadDim] K[kBlockN x kHeadDim]^T; asynchronous.
+  __device__ __forceinline__ void issue_scores(float (&scores)[kScores]) const {
+    issue_product<Element, Spec::kHeadDim / 16>(scores, shared.query(query.stage, consumer).k_major(),
+                                                shared.key(key.stage).k_major());
   }
 
   // output[64 x kValueDim] += P[64 x kBlockN] V[kBlockN x kValueDim]; asynchronous.
@@ -170,10 +157,26 @@ struct Consumer {
     }
   }
 
-  // ALiBi, and the softcap before it: what the tensor cores have not added (alibi.cuh).
-  __device__ __forceinline__ void apply_alibi(float (&scores)[kScores], int block) const {
+  // ALiBi, and the softcap before it.
+  __device__ __forceinline__ void apply_alibi(float (&scores)[kScores], const Tile<kMask>& tile, int block) const {
     cap_scores(scores);
-    alibi.template add<Spec::kBlockN>(scores, block);
+    const int lane = ptx::lane_index();
+    // From the block's first key to the own one of the warp's first row.
+    const int own = diagonal_key(tile.sequence(params), thread_row(tile)) - lane / 4 - block * Spec::kBlockN;
+    const auto distance = static_cast<float>(own + lane / 4 - lane % 4 * 2);
+    const bool is_behind = own + 15 <= 0;         // all keys, of all 16 rows
+    if (is_behind || own >= Spec::kBlockN - 1) {  // the same bits as below, without the absolute values
+      const float signed_slope = is_behind ? -slope : slope;
+#pragma unroll
+      for (int i = 0; i < kScores; ++i) {
+        const int column = 8 * (i / 4) + i % 2 - 8 * (i / 2 % 2);
+        scores[i] = ptx::fma_rn(signed_slope, distance - static_cast<float>(column), scores[i]);
+      }
+    } else {
+      const Alibi alibi{slope, distance};
+#pragma unroll
+      for (int i = 0; i < kScores; ++i) scores[i] = alibi.add(scores[i], i / 2 % 2, 8 * (i / 4) + i % 2);
+    }
   }
 
   __device__ __forceinline__ Softcap softcap() const {
@@ -208,22 +211,13 @@ struct Consumer {
     }
   };
 
-  // What apply_alibi leaves to the whole row.
-  template <bool kIsMasked>
-  __device__ __forceinline__ bool alibi_softmax(float (&scores)[kScores], RowState& rows, float (&rescale)[2],
-                                                int block) const {
-    const float shift[2] = {alibi.template shift<Spec::kBlockN>(block, 0),
-                            alibi.template shift<Spec::kBlockN>(block, 1)};
-    return shifted_softmax<Spec::kBlockN, kIsMasked>(scores, rows, rescale, shift, scale_log2);
-  }
-
   template <bool kIsMasked>
   struct WithAlibi {
     static __device__ __forceinline__ bool apply(const Consumer& to, float (&scores)[kScores], RowState& rows,
                                                  float (&rescale)[2], const Tile<kMask>& tile, int block, bool) {
-      to.apply_alibi(scores, block);
+      to.apply_alibi(scores, tile, block);
       if constexpr (kIsMasked) to.mask_block(scores, tile, block);
-      return to.template alibi_softmax<kIsMasked>(scores, rows, rescale, block);
+      return online_softmax<Spec::kBlockN, kIsMasked>(scores, rows, rescale, to.scale_log2);
     }
   };
 
@@ -235,13 +229,13 @@ struct Consumer {
     float scores[kScores];
     wait_key();
     if constexpr (kWaitsForBoth) wait_value();
-    issue_scores(scores, block);
+    issue_scores(scores);
     if constexpr (!kWaitsForBoth) wait_value();
     issue_output(output, probabilities);
     const auto drawn = dropout.draw(block);
 
     ptx::wgmma_wait<1>();
-    receive_scores(scores);
+    ptx::wgmma_fence_operands(scores);
     release_key();
     float rescale[2];
     const bool moved = Policy::apply(*this, scores, rows, rescale, tile, block, is_masked);
@@ -301,31 +295,26 @@ struct Consumer {
     int block = own.begin;
     const TileDropout<Spec> dropout(params, tile, thread_row(tile));
     if constexpr (Spec::kHasAlibi) {
-      const ScoreOptions& options = params.score_options;
-      alibi.template start<Element>(alibi_slope(options, options.mask_factor, tile.batch, tile.head, 0),
-                                    diagonal_key(sequence, thread_row(tile)),
-                                    options.score_factor <= 0.0f && params.is_consistent == 0);
+      slope = alibi_slope(params.score_options, params.score_options.mask_factor, tile.batch, tile.head, 0);
     }
     uint32_t probabilities[kProbabilities];
     {
       float scores[kScores];
       float rescale[2];
       wait_key();
-      issue_scores(scores, block);
+      issue_scores(scores);
       ptx::wgmma_wait<0>();
-      receive_scores(scores);
+      ptx::wgmma_fence_operands(scores);
       release_key();
       release_output();
       if constexpr (Spec::kHasScoreMod) {
         if (!is_capped) modify_scores(scores, tile, block);
       }
-      if constexpr (Spec::kHasAlibi) apply_alibi(scores, block);
+      if constexpr (Spec::kHasAlibi) apply_alibi(scores, tile, block);
       if (needs_mask(full, block)) mask_block(scores, tile, block);
       if (is_capped) {
         if constexpr (Spec::kHasScoreMod)
           capped_softmax<Element, Spec::kBlockN, true>(scores, rows, rescale, softcap());
-      } else if constexpr (Spec::kHasAlibi) {
-        alibi_softmax<true>(scores, rows, rescale, block);
       } else {
         online_softmax<Spec::kBlockN, true>(scores, rows, rescale, softmax_scale());
       }

@@ -19,10 +19,9 @@ namespace sm90 {
 //   kNarrower          columns that V and the output have fewer than Q and K
 //   kTileBytes         what the producer tells the consumers of a tile
 //   kSchedulerBytes, kNumSchedulerBarriers   of the producing warps alone (varlen/spec.cuh)
-//   kScores            2: ALiBi, whose table (alibi.cuh) is in shared memory
 template <typename Element_, int kHeadDim_, int kBlockM_, int kBlockN_, int kNumStages_, int kNumWarps_,
           int kNumQueryStages_, int kNumOutputSlabs_, int kSplit_ = 0, int kNarrower_ = 0, int kTileBytes_ = 16,
-          int kSchedulerBytes_ = 0, int kNumSchedulerBarriers_ = 0, int kScores_ = 0>
+          int kSchedulerBytes_ = 0, int kNumSchedulerBarriers_ = 0>
 struct ForwardSpec {
   using Element = Element_;
   static constexpr int kHeadDim = kHeadDim_;                // of Q and K
@@ -64,7 +63,6 @@ struct ForwardSpec {
   using OutputTile = SharedTile<64, 64 * kSlabsOfPass>;  // of one warpgroup
   using KeyTile = SharedTile<kBlockN, kHeadDim>;         // one stage of K
   using ValueTile = SharedTile<kBlockN, kValueDim>;      // and of V
-  using AlibiTable = SharedTile<16, (kBlockN + 63) / 64 * 64>;
   static constexpr int kOutputBytes = kNumOutputSlabs == 0 ? 0 : OutputTile::kBytes;
 
   static constexpr int kNumQueryTiles = kNumQueryStages * kNumConsumers;
@@ -72,8 +70,7 @@ struct ForwardSpec {
   static constexpr int kKeyOffset = kQueryOffset + kNumQueryTiles * QueryTile::kBytes;
   static constexpr int kValueOffset = kKeyOffset + kNumStages * KeyTile::kBytes;
   static constexpr int kOutputOffset = kValueOffset + kNumStages * ValueTile::kBytes;
-  static constexpr int kAlibiOffset = kOutputOffset + kNumConsumers * kOutputBytes;
-  static constexpr int kTileOffset = kAlibiOffset + (kScores_ == 2 ? AlibiTable::kBytes : 0);
+  static constexpr int kTileOffset = kOutputOffset + kNumConsumers * kOutputBytes;
   static constexpr int kSchedulerOffset = kTileOffset + kNumQueryTiles * kTileBytes;
   static constexpr int kBarrierOffset = kSchedulerOffset + kSchedulerBytes_;
   static constexpr int kNumBarriers = 2 * kNumQueryTiles + 4 * kNumStages + kNumSchedulerBarriers_;
@@ -101,7 +98,6 @@ struct SharedMemory {
   __device__ __forceinline__ typename Spec::ValueTile value(int stage) const {
     return {base + Spec::kValueOffset + stage * Spec::ValueTile::kBytes};
   }
-  __device__ __forceinline__ typename Spec::AlibiTable alibi_table() const { return {base + Spec::kAlibiOffset}; }
   // The Tile (schedule.cuh) that the Q in query(stage, consumer) belongs to; guarded by the same two
   // barriers.
   __device__ __forceinline__ unsigned char* tile(int stage, int consumer) const {

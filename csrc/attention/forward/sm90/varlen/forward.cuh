@@ -26,7 +26,6 @@ __device__ __forceinline__ void forward_varlen(const ForwardParams& params, cons
 
   TileScheduler<Spec> scheduler(params, shared);
   if (warp == 1) scheduler.walk.start();  // first of all: the first tile waits for the lengths
-  if constexpr (Spec::kHasAlibi) write_alibi_table<typename Spec::Element, Spec::kBlockN>(shared.alibi_table());
   if (warp == 0 && ptx::elect_one()) {
     ptx::prefetch_tensor_map(&q_map);
     ptx::prefetch_tensor_map(&k_map);

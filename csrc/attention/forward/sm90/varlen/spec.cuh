@@ -12,7 +12,7 @@ namespace sm90 {
 template <typename Element_, int kHeadDim_, int kBlockM_, int kBlockN_, int kNumStages_, int kNumWarps_,
           int kNumQueryStages_, int kNumOutputSlabs_, int kScores_ = 0, int kNarrower_ = 0>
 struct VarlenSpec : ForwardSpec<Element_, kHeadDim_, kBlockM_, kBlockN_, kNumStages_, kNumWarps_, kNumQueryStages_,
-                                kNumOutputSlabs_, 0, kNarrower_, 32, 2 * 48, 5, kScores_> {
+                                kNumOutputSlabs_, 0, kNarrower_, 32, 2 * 48, 5> {
   // Scores pass through a softcap or a mask tensor; without, a kernel has neither the code nor the registers for them.
   static constexpr bool kHasScoreMod = kScores_ == 1;
   static constexpr bool kHasAlibi = kScores_ == 2;  // and a softcap before it
