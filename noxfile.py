@@ -218,6 +218,17 @@ def test(session: nox.Session) -> None:
 
 
 @nox.session
+def flash_attn_tests(session: nox.Session) -> None:
+    """Run a test file of flash_attn, which you give, on our names (-- PATH --draw 400 --draw-seed 7 -n 12; --on-cpu)."""
+    python = installed(session, wheel_file(session))
+    words = [
+        str(Path(session.invoked_from, word).resolve()) if word.endswith(".py") else word for word in session.posargs
+    ]
+    with session.chdir(outside("flash-attn")):
+        program(session, python, "pytest", "-c", os.devnull, "-p", "flashmoe_tools.flash_attn_tests", *words)
+
+
+@nox.session
 def test_aarch64(session: nox.Session) -> None:
     """Test the newest AArch64 wheel's CPU side, under qemu-user on another machine (-- --quick; -- pytest arguments)."""
     words = absolute_paths(session.posargs)

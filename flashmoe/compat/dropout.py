@@ -7,7 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flashmoe.attn.dropout import check_probability, draw_state, dropout_mask
+from flashmoe.attn import philox
+from flashmoe.attn.dropout import check_probability, draw_state
 
 
 def dropout_options(dropout_p: float, q: Tensor) -> dict[str, Any]:
@@ -26,11 +27,17 @@ def state_of(dropout: dict[str, Any], q: Tensor) -> Tensor:
 def signed_probabilities(q: Tensor, k: Tensor, options: dict[str, Any], dropout: dict[str, Any]) -> Tensor:
     """S_dmask [B, Hq, Sq, Sk] in q's dtype: exp(score - the row's largest), negative where a key is dropped, 0 where it is hidden.
 
-    q [B, Hq, Sq, D], k [B, Hkv, Sk, D]. By torch operations, for inspection: float32 memory for every score.
+    q [B, Hq, Sq, D], k [B, Hkv, Sk, D]. By torch operations, for inspection, a sequence after the other: a mask's words take 8 bytes and more of
+    memory for each score.
     """
     batch, heads, rows, _ = q.shape
-    keep = dropout_mask(dropout["rng_state"], dropout["dropout_p"], batch, heads, rows, k.shape[2])
-    return _signed(q, k, keep, options)
+    keys, slopes = k.shape[2], options["alibi_slopes"]
+    result = q.new_empty((batch, heads, rows, keys))
+    for b in range(batch):
+        keep = philox.kept(dropout["rng_state"], dropout["dropout_p"], range(b, b + 1), range(heads), rows, keys)
+        own = {**options, "alibi_slopes": slopes[b] if slopes is not None and slopes.dim() == 2 else slopes}
+        result[b] = _signed(q[b : b + 1], k[b : b + 1], keep, own)[0]
+    return result
 
 
 @torch.no_grad()
@@ -45,15 +52,15 @@ def signed_ragged_probabilities(
     """The same of q [Nq, Hq, D] and k [Nk, Hkv, D]: [B, Hq, longest rows, longest keys], 0 past a sequence's ends. Waits for the GPU."""
     ends_q, ends_k = (lengths.tolist() for lengths in cu_seqlens)
     batch, heads = len(ends_q) - 1, q.shape[1]
-    keep = dropout_mask(dropout["rng_state"], dropout["dropout_p"], batch, heads, *longest)
     result = q.new_zeros((batch, heads, *longest))
     for b in range(batch):
         own_q = q[ends_q[b] : ends_q[b + 1]].transpose(0, 1).unsqueeze(0)
         own_k = k[ends_k[b] : ends_k[b + 1]].transpose(0, 1).unsqueeze(0)
         rows, keys = own_q.shape[2], own_k.shape[2]
+        keep = philox.kept(dropout["rng_state"], dropout["dropout_p"], range(b, b + 1), range(heads), rows, keys)
         slopes = options["alibi_slopes"]
         own = {**options, "alibi_slopes": slopes[b] if slopes is not None and slopes.dim() == 2 else slopes}
-        result[b, :, :rows, :keys] = _signed(own_q, own_k, keep[b : b + 1, :, :rows, :keys], own)[0]
+        result[b, :, :rows, :keys] = _signed(own_q, own_k, keep, own)[0]
     return result
 
 

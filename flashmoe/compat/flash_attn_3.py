@@ -1,7 +1,7 @@
 """flash_attn 3's public functions (its module flash_attn_interface) on flashmoe's kernels: the same names, signatures and layouts.
 
 pack_gqa, sm_margin and scheduler_metadata tune FlashAttention's kernels and change no result: they are taken and not used. Every result is
-deterministic. Not here, and refused by name: qv, float8 (q_descale, k_descale, v_descale), attention_chunk, seqused_q, cu_seqlens_k_new.
+deterministic. Not here, and refused by name: qv, float8 (q_descale, k_descale, v_descale).
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import flashmoe
 from flashmoe.attn.varlen import attend
 from flashmoe.compat import arguments, flash_attn_gpu
 from flashmoe.compat.kvcache import attend_cache
+from flashmoe.compat.sections import Sections, sections
 from flashmoe.errors import ArgumentError, ShapeError
 
 __all__ = [
@@ -53,8 +54,15 @@ def flash_attn_func(
     """q [B, Sq, Hq, D], k [B, Sk, Hkv, D], v [B, Sk, Hkv, Dv]; returns [B, Sq, Hq, Dv], and with ``return_attn_probs`` (out, lse
     [B, Hq, Sq]). Raises ArgumentError for what is lacking (above), and what flashmoe.attention raises."""
     del num_splits, pack_gqa, deterministic, sm_margin
-    _refuse(qv=qv, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale, attention_chunk=attention_chunk)
+    _refuse(qv=qv, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale)
     options = arguments.score_options(causal, window_size, softcap, softmax_scale)
+    if attention_chunk:
+        batch, rows, keys = (*q.shape[:2], k.shape[1])
+        starts = [torch.arange(batch + 1, dtype=torch.int32, device=q.device) * length for length in (rows, keys)]
+        cut = sections(starts[0], None, starts[1], None, keys, attention_chunk)
+        out, lse = _attend_sections(q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1), cut, rows, options)
+        out, lse = out.unflatten(0, (batch, rows)), lse.unflatten(1, (batch, rows)).transpose(0, 1)
+        return (out, lse) if return_attn_probs else out
     out, lse = flashmoe.attention(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), **options, return_lse=True)
     return (out.transpose(1, 2), lse) if return_attn_probs else out.transpose(1, 2)
 
@@ -132,8 +140,12 @@ def flash_attn_varlen_func(
 ) -> Result:
     """q [Nq, Hq, D], k [Nk, Hkv, D], v [Nk, Hkv, Dv]; returns [Nq, Hq, Dv], and with ``return_attn_probs`` (out, lse [Hq, Nq])."""
     del num_splits, pack_gqa, deterministic, sm_margin
-    _refuse(qv=qv, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale, attention_chunk=attention_chunk)
-    _refuse(seqused_q=seqused_q)
+    _refuse(qv=qv, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale)
+    options = arguments.score_options(causal, window_size, softcap, softmax_scale)
+    if seqused_q is not None or attention_chunk:
+        cut = sections(cu_seqlens_q, seqused_q, cu_seqlens_k, seqused_k, int(max_seqlen_k), attention_chunk)
+        out, lse = _attend_sections(q, k, v, cut, int(max_seqlen_q), options)
+        return (out, lse) if return_attn_probs else out
     out, lse = flashmoe.attention_varlen(
         q,
         k,
@@ -142,11 +154,21 @@ def flash_attn_varlen_func(
         cu_seqlens_k,
         int(max_seqlen_q),
         int(max_seqlen_k),
-        **arguments.score_options(causal, window_size, softcap, softmax_scale),
+        **options,
         seqused_k=seqused_k,
         return_lse=True,
     )
     return (out, lse) if return_attn_probs else out
+
+
+def _attend_sections(
+    q: Tensor, k: Tensor, v: Tensor, cut: Sections, max_seqlen_q: int, options: dict[str, Any]
+) -> tuple[Tensor, Tensor]:
+    keys: dict[str, Any] = {"seqused_k": cut.seqused_k, "max_seqlen_k": cut.max_seqlen_k}
+    out, lse = flashmoe.attention_varlen(
+        q, k, v, cut.cu_seqlens_q, cut.cu_seqlens_k, max_seqlen_q, **keys, **options, return_lse=True
+    )
+    return out, lse
 
 
 def flash_attn_with_kvcache(
@@ -187,8 +209,9 @@ def flash_attn_with_kvcache(
     would be).
     """
     del scheduler_metadata, pack_gqa, sm_margin
-    _refuse(qv=qv, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale, attention_chunk=attention_chunk)
-    _refuse(cu_seqlens_k_new=cu_seqlens_k_new)
+    _refuse(qv=qv, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale)
+    if page_table is not None and cache_batch_idx is not None:
+        page_table, cache_batch_idx = page_table[cache_batch_idx], None
     out, lse = attend_cache(
         q,
         k_cache,
@@ -209,6 +232,8 @@ def flash_attn_with_kvcache(
         rotary_interleaved=rotary_interleaved,
         cu_seqlens_q=cu_seqlens_q,
         max_seqlen_q=0 if max_seqlen_q is None else int(max_seqlen_q),
+        cu_seqlens_k_new=cu_seqlens_k_new,
+        chunk=attention_chunk,
     )
     return (out, lse, lse.new_empty(0), lse.new_empty(0)) if return_softmax_lse else out
 

@@ -31,17 +31,12 @@ def apply_rotary_emb(
     2c and 2c + 1 where ``interleaved``, else c and c + R / 2. max_seqlen is not needed. Raises ShapeError for what does not fit.
     """
     del max_seqlen
-    index = torch.arange(x.shape[0 if cu_seqlens is not None else 1], device=x.device)
     if cu_seqlens is not None:
-        sequence = torch.bucketize(index, cu_seqlens[1:], right=True, out_int32=True).clamp_(
-            max=cu_seqlens.shape[0] - 2
-        )
-        index = index - cu_seqlens[sequence]
+        sequence, index = positions_of(x.shape[0], cu_seqlens)
         index = index + (seqlen_offsets[sequence] if isinstance(seqlen_offsets, Tensor) else seqlen_offsets)
-    elif isinstance(seqlen_offsets, Tensor):
-        index = index + seqlen_offsets.unsqueeze(1)
     else:
-        index = (index + seqlen_offsets).expand(x.shape[0], -1)
+        first = seqlen_offsets.unsqueeze(1) if isinstance(seqlen_offsets, Tensor) else seqlen_offsets
+        index = (torch.arange(x.shape[1], device=x.device) + first).expand(x.shape[0], -1)
     rotated = rotate(x, cos, sin, index, interleaved)
     return x.copy_(rotated) if inplace else rotated
 
@@ -79,13 +74,20 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor, interleaved: 
     return torch.cat((result, x[..., width:]), -1)
 
 
-def rotate_cache_call(
-    q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, first: Tensor, interleaved: bool, is_local: bool
-) -> tuple[Tensor, Tensor]:
-    """q [B, Sq, H, D] and new keys k [B, Sn, Hkv, D] of sequences whose next position is ``first`` [B]. Without a causal mask or window
-    (``is_local``) all queries are at that position, as there."""
+def rotate_rows(
+    x: Tensor, cos: Tensor, sin: Tensor, first: Tensor, interleaved: bool, cu_seqlens: Tensor | None, *, step: bool
+) -> Tensor:
+    """x [B, S, H, D], or ragged [N, H, D] with cu_seqlens [B + 1], of sequences whose first row is at position ``first`` [B]; where not
+    ``step``, all of a sequence's rows are, as there without a causal mask or window."""
+    if cu_seqlens is None:
+        index = torch.arange(x.shape[1], device=x.device)
+        return rotate(x, cos, sin, first.unsqueeze(1) + index * int(step), interleaved)
+    sequence, index = positions_of(x.shape[0], cu_seqlens)
+    return rotate(x, cos, sin, first[sequence] + index * int(step), interleaved)
 
-    def at(rows: Tensor, *, step: bool) -> Tensor:
-        return first.unsqueeze(1) + torch.arange(rows.shape[1], device=rows.device) * int(step)
 
-    return rotate(q, cos, sin, at(q, step=is_local), interleaved), rotate(k, cos, sin, at(k, step=True), interleaved)
+def positions_of(rows: int, cu_seqlens: Tensor) -> tuple[Tensor, Tensor]:
+    """Of each row of a ragged batch: its sequence, and its number there."""
+    index = torch.arange(rows, device=cu_seqlens.device)
+    sequence = torch.bucketize(index, cu_seqlens[1:], right=True, out_int32=True).clamp_(max=cu_seqlens.shape[0] - 2)
+    return sequence, index - cu_seqlens[sequence]

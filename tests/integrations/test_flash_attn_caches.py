@@ -262,11 +262,11 @@ def test_rotary_of_ragged_rows_its_gradient_and_its_errors() -> None:
         rotary.apply_rotary_emb(dense, cos, sin, seqlen_offsets=18)
 
 
-@pytest.mark.parametrize("name", ["qv", "q_descale", "attention_chunk"])
+@pytest.mark.parametrize("name", ["qv", "q_descale"])
 def test_what_flash_attn_3_has_more_is_refused_by_name(name: str) -> None:
     q = torch.randn(1, 4, 2, 32)
     with pytest.raises(ArgumentError, match=f"{name} is .* flashmoe has no {name} .flash_attn 3"):
-        fa3.flash_attn_func(q, q, q, **{name: 7 if name == "attention_chunk" else torch.ones(1)})
+        fa3.flash_attn_func(q, q, q, **{name: torch.ones(1)})
 
 
 def test_code_that_imports_flash_attn_3_gets_these() -> None:
