@@ -55,14 +55,14 @@ const Tiles& tiles_for(const host::KernelRequest& request, moe::Memory memory) {
 // Clocks, about, that a tile with wgmma takes for all rows on an H200. A multiprocessor computes its tiles one after the other, while all
 // of them read x and the weights from the second-level cache.
 double clocks(const Kernel& kernel, int64_t rows, int64_t n, int64_t k, int64_t multiprocessors) {
-  constexpr double kBytesOfOne = 48, kBytesOfAll = 5400;  // a clock
-  constexpr double kStart = 2500;                         // of a tile: its first loads, its last stores
+  constexpr double kBytesOfOne = 56, kBytesOfAll = 7000;  // a clock
+  constexpr double kStart = 1500;                         // of a tile: its first loads, its last stores
   const double columns = kernel.block_n;
   const double tiles = static_cast<double>(ceil_div(rows, kernel.block_m) * ceil_div(n, kernel.block_n));
   const double waves = std::ceil(tiles / static_cast<double>(multiprocessors));
   // Of 16 k.
   const double bytes = 32 * (static_cast<double>(std::min<int64_t>(rows, kernel.block_m)) + columns);
-  const double products = kernel.block_m > 64 ? 1.3 * columns : std::max(0.65 * columns, 16 + 0.25 * columns);
+  const double products = kernel.block_m > 64 ? 1.2 * columns : std::max(0.65 * columns, 16 + 0.25 * columns);
   const double step = std::max(waves * std::max(products, bytes / kBytesOfOne), tiles * bytes / kBytesOfAll);
   return static_cast<double>(k) / 16 * step + waves * kStart;
 }
@@ -72,16 +72,25 @@ const Kernel& choose(const host::KernelRequest& request, const GroupedArguments&
   const int64_t multiprocessors = request.num_multiprocessors;
   Tiles few_rows, wide;
   bool has_own = false;
+  // Up to so many rows the copy engine would fill most of a tile of 64 with zeros, which is slow; many columns hide it.
+  const bool is_few = rows <= 32 && n < 128 * multiprocessors;
   if (request.forced_family == nullptr) {
     for (const Kernel* kernel : tiles_for(request, memory)) {
       has_own = has_own || is_operation(*kernel, "linear");
-      if (is_operation(*kernel, "linear_few_rows") && rows <= kernel->block_m) few_rows.push_back(kernel);
+      if (is_operation(*kernel, "linear_few_rows") && is_few) few_rows.push_back(kernel);
       if (std::strcmp(kernel->family, "sm90") == 0 && kernel->block_m <= 128) wide.push_back(kernel);
     }
   }
-  if (!few_rows.empty()) {
-    return **std::min_element(few_rows.begin(), few_rows.end(),
-                              [](const Kernel* a, const Kernel* b) { return a->block_m < b->block_m; });
+  // The smallest tile that has room for all rows; smaller ones, which read the weights several times, where it leaves more than a
+  // quarter of the multiprocessors idle.
+  std::sort(few_rows.begin(), few_rows.end(), [](const Kernel* a, const Kernel* b) { return a->block_m < b->block_m; });
+  auto few = std::find_if(few_rows.begin(), few_rows.end(), [rows](const Kernel* one) { return rows <= one->block_m; });
+  if (few != few_rows.end()) {
+    const auto tiles_of = [&](const Kernel& kernel) {
+      return ceil_div(rows, kernel.block_m) * ceil_div(n, kernel.block_n);
+    };
+    while (few != few_rows.begin() && 4 * tiles_of(**few) < 3 * multiprocessors) --few;
+    return **few;
   }
   if (!has_own) {
     return select_product({request, moe::Product::kPlain, memory, rows, /*experts=*/1, n, k});
