@@ -2,6 +2,7 @@
 // chain of products of 16 k in ascending order (moe/params/gemm.h), so which tile runs may follow the number of rows.
 
 #include <algorithm>
+#include <cmath>
 #include <cstring>
 #include <map>
 #include <tuple>
@@ -42,7 +43,8 @@ const Tiles& tiles_for(const host::KernelRequest& request, moe::Memory memory) {
   if (!is_new) return found->second;
   for (const Kernel* kernel : host::loadable_kernels(request.capability)) {
     const bool is_product = is_operation(*kernel, "grouped_gemm") || is_operation(*kernel, "grouped_gemm_few_rows") ||
-                            is_operation(*kernel, "linear") || is_operation(*kernel, "linear_few_rows");
+                            is_operation(*kernel, "linear") || is_operation(*kernel, "linear_nk") ||
+                            is_operation(*kernel, "linear_few_rows");
     if (is_product && kernel->dtype == request.dtype && kernel->axes[0] == static_cast<int32_t>(memory)) {
       found->second.push_back(kernel);
     }
@@ -50,18 +52,33 @@ const Tiles& tiles_for(const host::KernelRequest& request, moe::Memory memory) {
   return found->second;
 }
 
+// Clocks, about, that a tile with wgmma takes for all rows on an H200. A multiprocessor computes its tiles one after the other, while all
+// of them read x and the weights from the second-level cache.
+double clocks(const Kernel& kernel, int64_t rows, int64_t n, int64_t k, int64_t multiprocessors) {
+  constexpr double kBytesOfOne = 56, kBytesOfAll = 7000;  // a clock
+  constexpr double kStart = 1500;                         // of a tile: its first loads, its last stores
+  const double columns = kernel.block_n;
+  const double tiles = static_cast<double>(ceil_div(rows, kernel.block_m) * ceil_div(n, kernel.block_n));
+  const double waves = std::ceil(tiles / static_cast<double>(multiprocessors));
+  // Of 16 k.
+  const double bytes = 32 * (static_cast<double>(std::min<int64_t>(rows, kernel.block_m)) + columns);
+  const double products = kernel.block_m > 64 ? 1.2 * columns : std::max(0.65 * columns, 16 + 0.25 * columns);
+  const double step = std::max(waves * std::max(products, bytes / kBytesOfOne), tiles * bytes / kBytesOfAll);
+  return static_cast<double>(k) / 16 * step + waves * kStart;
+}
+
 const Kernel& choose(const host::KernelRequest& request, const GroupedArguments& arguments, moe::Memory memory) {
-  const int64_t rows = arguments.rows, n = arguments.b.n, multiprocessors = request.num_multiprocessors;
-  const auto tiles_of = [&](const Kernel& kernel) {
-    return ceil_div(rows, kernel.block_m) * ceil_div(n, kernel.block_n);
-  };
-  Tiles few_rows, wide;  // ascending by rows, and those of which a multiprocessor holds one
+  const int64_t rows = arguments.rows, n = arguments.b.n, k = arguments.b.k;
+  const int64_t multiprocessors = request.num_multiprocessors;
+  Tiles few_rows, wide;
   bool has_own = false;
+  // Up to so many rows the copy engine would fill most of a tile of 64 with zeros, which is slow; many columns hide it.
+  const bool is_few = rows <= 32 && n < 128 * multiprocessors;
   if (request.forced_family == nullptr) {
     for (const Kernel* kernel : tiles_for(request, memory)) {
       has_own = has_own || is_operation(*kernel, "linear");
-      if (is_operation(*kernel, "linear_few_rows")) few_rows.push_back(kernel);
-      if (std::strcmp(kernel->family, "sm90") == 0 && kernel->block_m == 128) wide.push_back(kernel);
+      if (is_operation(*kernel, "linear_few_rows") && is_few) few_rows.push_back(kernel);
+      if (std::strcmp(kernel->family, "sm90") == 0 && kernel->block_m <= 128) wide.push_back(kernel);
     }
   }
   // The smallest tile that has room for all rows; smaller ones, which read the weights several times, where it leaves more than a
@@ -69,17 +86,16 @@ const Kernel& choose(const host::KernelRequest& request, const GroupedArguments&
   std::sort(few_rows.begin(), few_rows.end(), [](const Kernel* a, const Kernel* b) { return a->block_m < b->block_m; });
   auto few = std::find_if(few_rows.begin(), few_rows.end(), [rows](const Kernel* one) { return rows <= one->block_m; });
   if (few != few_rows.end()) {
+    const auto tiles_of = [&](const Kernel& kernel) {
+      return ceil_div(rows, kernel.block_m) * ceil_div(n, kernel.block_n);
+    };
     while (few != few_rows.begin() && 4 * tiles_of(**few) < 3 * multiprocessors) --few;
     return **few;
   }
   if (!has_own) {
-    return select_product({request, moe::Product::kPlain, memory, rows, /*experts=*/1, n, arguments.b.k});
+    return select_product({request, moe::Product::kPlain, memory, rows, /*experts=*/1, n, k});
   }
-  // By the columns that a multiprocessor computes one after the other; a tile's start and end are worth kStart more (H200).
-  constexpr int64_t kStart = 36;
-  const auto cost = [&](const Kernel* one) {
-    return ceil_div(tiles_of(*one), multiprocessors) * (one->block_n + kStart);
-  };
+  const auto cost = [&](const Kernel* one) { return clocks(*one, rows, n, k, multiprocessors); };
   return **std::min_element(wide.begin(), wide.end(),
                             [&](const Kernel* a, const Kernel* b) { return cost(a) < cost(b); });
 }

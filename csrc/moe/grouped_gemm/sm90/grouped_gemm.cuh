@@ -47,13 +47,21 @@ struct PlainEpilogue {
       add_bias(sums, static_cast<const Element*>(params.bias) + static_cast<int64_t>(own.expert) * params.n + column,
                params.n - column);
     }
-    const SlabTarget to{d_map, params.d, params.d_stride, params.n, 0};
+    // Of the last slab of a tile that is no whole ones wide only the tile's own columns leave.
+    constexpr int kPart = kSums % 32;
+    const int end = kPart == 0 ? params.n : minimum(params.n, own.column + Spec::kBlockN);
+    const SlabTarget to{d_map, params.d, params.d_stride, end, 0};
 #pragma unroll
-    for (int slab = 0; slab < kSums / 32; ++slab) {
+    for (int slab = 0; slab < (kSums + 31) / 32; ++slab) {
       const int column = own.column + slab * 64;
       if (column >= params.n) break;
-      write_slab<Element>(slabs.acquire(), sums + 32 * slab);
-      slabs.store(to, own.row, own.rows, column);
+      const bool is_whole = kPart == 0 || slab < kSums / 32;
+      if (is_whole) {
+        write_slab<Element>(slabs.acquire(), sums + 32 * slab);
+      } else {
+        write_slab<Element, kPart>(slabs.acquire(), sums + 32 * slab);
+      }
+      slabs.store(to, own.row, own.rows, column, is_whole);
     }
   }
 

@@ -166,10 +166,10 @@ __device__ __forceinline__ void run_grouped_gemm(const GemmParams& params, const
   ptx::grid_dependency_wait();
 
   if (warpgroup == 0) {
-    ptx::setmaxnreg_dec<Spec::kProducerRegisters>();
+    if constexpr (Spec::kMovesRegisters) ptx::setmaxnreg_dec<Spec::kProducerRegisters>();
     produce<Spec, kWeights>(params, shared, warp, a_map, b_map);
   } else {
-    ptx::setmaxnreg_inc<Spec::kConsumerRegisters>();
+    if constexpr (Spec::kMovesRegisters) ptx::setmaxnreg_inc<Spec::kConsumerRegisters>();
     const int consumer = warpgroup - 1;
     consume<Spec, kWeights>(params, shared, consumer, Epilogue(params, shared, consumer, maps...));
   }

@@ -42,13 +42,13 @@ struct OutputSlabs {
     return shared.output(consumer, slab);
   }
 
-  // `rows` of the 64 are stored.
-  __device__ __forceinline__ void store(const SlabTarget& to, int row, int rows, int column) {
+  // `rows` of the 64 are stored. is_whole: all 64 columns, or those up to the tensor's last.
+  __device__ __forceinline__ void store(const SlabTarget& to, int row, int rows, int column, bool is_whole = true) {
     const unsigned char* smem = shared.output(consumer, slab);
     // Hazard: others read before all 64 rows are written and visible to them.
     ptx::fence_proxy_async_shared();
     sync_consumer(consumer);
-    if (rows >= 64) {
+    if (rows >= 64 && is_whole) {
       if (is_storing_thread) ptx::tma_store_4d(&to.map, smem, column, row, to.half, 0);
     } else {
       store_rows(smem, to, row, rows, column);
@@ -81,15 +81,15 @@ struct OutputSlabs {
   }
 };
 
-// 64 columns of sums as 16-bit elements into a slab, 128-byte swizzle: 16-byte chunk c of row r is stored at c ^ (r % 8). One
+// 64 columns of sums, or fewer, as 16-bit elements into a slab, 128-byte swizzle: 16-byte chunk c of row r is stored at c ^ (r % 8). One
 // stmatrix stores the 16 rows of the warp and 16 columns.
-template <typename Element>
+template <typename Element, int kSums = 32>
 __device__ __forceinline__ void write_slab(unsigned char* smem, const float* sums) {
   const int lane = ptx::lane_index();
   const int row = ptx::warp_index() % 4 * 16 + lane % 16;
   unsigned char* row_smem = smem + row * 128;
 #pragma unroll
-  for (int step = 0; step < 4; ++step) {
+  for (int step = 0; step < kSums / 8; ++step) {
     const float* d = sums + 8 * step;
     const uint32_t words[4] = {pack<Element>(d[0], d[1]), pack<Element>(d[2], d[3]), pack<Element>(d[4], d[5]),
                                pack<Element>(d[6], d[7])};

@@ -10,7 +10,7 @@ namespace flashmoe {
 namespace moe {
 namespace sm90 {
 
-// Warpgroup 0 produces, warpgroups 1 and 2 multiply: each has 64 of the tile's 128 rows and all columns.
+// Warpgroup 0 produces, warpgroups 1 and 2 multiply: each has 64 of the tile's 128 rows and all columns. Of a tile of 64 rows there is one.
 //   kNumStages     blocks of 64 k of A and B in shared memory
 //   kOutputSlabs   [64 rows][64 columns] buffers of each consumer, through which results leave
 //   kIsGated       the columns are 64 of gate and the same 64 of up interleaved (kKnPairs: single columns interleaved); of kBlockN
@@ -30,7 +30,7 @@ struct TileSpec {
   static constexpr bool kGathersA = kGathersA_;
 
   static constexpr int kNumThreads = kNumWarps * 32;
-  static constexpr int kNumConsumers = 2;
+  static constexpr int kNumConsumers = kBlockM == 64 ? 1 : 2;
   static constexpr int kProducerWarps = kGathersA ? 4 : 1;                 // that work
   static constexpr int kRowBlocks = kBlockM / 64 / kNumConsumers;          // of 64 rows, of a consumer
   static constexpr int kAccumulators = kBlockN / 2;                        // of a thread, for each 64 rows
@@ -40,10 +40,12 @@ struct TileSpec {
   static constexpr int kFullArrivals = kGathersA ? 1 + 32 * kProducerWarps : 1;
 
   static_assert(kBlockM == 64 * kNumConsumers || kBlockM == 128 * kNumConsumers, "a consumer has 64 rows, or twice 64");
-  static_assert(kBlockN <= 256 && kBlockN % (kIsGated ? 128 : 64) == 0, "columns leave in slabs of 64");
+  static_assert(kBlockN <= 256 && kBlockN % (kIsGated ? 128 : 16) == 0,
+                "columns leave in slabs of 64, the last of which may be a part of one");
   static_assert(kNumWarps == 4 * (kNumConsumers + 1), "one producer warpgroup and the consumers");
 
-  // Registers per thread, multiples of 8; 128 * (producer + consumers * consumer) <= 64512, what 384 threads of 168 start with.
+  // 256 threads have enough without. Registers per thread, multiples of 8; 128 * (producer + consumers * consumer) <= 64512, what 384 threads of 168 start with.
+  static constexpr bool kMovesRegisters = kNumConsumers > 1;
   static constexpr int kProducerRegisters = kGathersA ? 56 : kRowBlocks == 2 ? 24 : 40;
   static constexpr int kConsumerRegisters = kGathersA ? 224 : kRowBlocks == 2 ? 240 : 232;
 

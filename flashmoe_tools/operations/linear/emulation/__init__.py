@@ -4,4 +4,4 @@ from __future__ import annotations
 
 from flashmoe_tools.operations.moe.emulation import by_rows, gemm
 
-RUNNERS = {"linear": gemm.RUNNER, "linear_few_rows": by_rows.FEW_ROWS}
+RUNNERS = {"linear": gemm.RUNNER, "linear_nk": gemm.RUNNER, "linear_few_rows": by_rows.FEW_ROWS}

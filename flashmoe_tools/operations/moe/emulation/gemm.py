@@ -28,15 +28,16 @@ def problems(unit: Unit) -> Iterator[Product]:
         return Product(unit.row.operation, unit.dtype, counts, columns, k, **chosen)  # type: ignore[arg-type]
 
     if not is_gated:
+        kn = "kn" if "kn" in unit.row.words["weights"] else "nk"
         yield make((m + 2, 0, 3, 64), n + 72, 136, "nk", 1, has_bias=True, has_nan=True, unrouted=5)
-        yield make((0, m, 0), n, 64, "kn", 2)  # whole tiles; experts without rows at both ends
-        yield make((0, 3 * m + 66, 1), 2 * n + 8, 72, "kn", 3, has_bias=True, top_k=1)
+        yield make((0, m, 0), n, 64, kn, 2)  # whole tiles; experts without rows at both ends
+        yield make((0, 3 * m + 66, 1), 2 * n + 8, 72, kn, 3, has_bias=True, top_k=1)
         yield make((m - 1, 2 * m, 9), n + 8, 200, "nk", 4, has_counter=False, has_nan=True)
         yield make((0, 0), 40, 16, "nk", 5, unrouted=4)  # no token chose these experts
         yield make((m + 70,), n + 8, 136, "nk", 8, top_k=1, has_bias=True)  # of one expert no offsets
         # Several windows of experts, some without rows; a sum over k that is shorter than one block.
         some = tuple(3 if expert in (0, 31, 40, 95) else 0 for expert in range(97))
-        yield make(some, 8, 8, "kn", 6, has_nan=True)
+        yield make(some, 8, 8, kn, 6, has_nan=True)
         yield make((5, 2048 + 70), n + 8, 8, "nk", 7, top_k=1)  # more than a group of row tiles
         return
     n //= 2

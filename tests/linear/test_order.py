@@ -1,0 +1,104 @@
+"""One order of sums: on the emulated machine every kernel that linear can run gives a row the same bits, and a planted bug that changes
+nothing but the order is noticed."""
+
+from __future__ import annotations
+
+import itertools
+from functools import lru_cache
+from pathlib import Path
+
+import pytest
+import torch
+
+from flashmoe_build.emulation.build import CSRC, Options
+from flashmoe_build.emulation.machine import Settings
+from flashmoe_build.emulation.runner import Launch, Trial, counter, execute, output
+from flashmoe_tools.operations.moe.emulation.product import Product
+from flashmoe_tools.tables import Unit, load_tables
+
+OPERATIONS = ("grouped_gemm", "grouped_gemm_few_rows", "linear", "linear_nk", "linear_few_rows")
+GIVEN = Product("", "bf16", (70,), n=136, k=328, weights="nk", has_bias=True)
+WIDE = "linear_nk_sm90_bf16_m128_n224"
+SMALL = "linear_nk_sm90_bf16_m64_n64"
+FEW = "linear_few_rows_sm80_bf16_m8"
+
+
+@lru_cache
+def units() -> dict[str, Unit]:
+    found = load_tables().units(("sm_90a",))
+    return {unit.name: unit for unit in found if unit.row.operation in OPERATIONS and unit.dtype == "bf16"}
+
+
+def result(unit: Unit, options: Options) -> torch.Tensor:
+    """The bits of d [70, 136], sums whose terms cancel: what is left is what rounding left, and the bias. Whatever the family, the tensor
+    cores are those of an H100."""
+    generator = torch.Generator().manual_seed(5)
+    shapes = ((GIVEN.rows, GIVEN.k // 2), (1, GIVEN.n, GIVEN.k // 2), (1, GIVEN.n))
+    a, b, bias = (torch.randn(shape, generator=generator).bfloat16() for shape in shapes)
+    a, b, bias = torch.cat((a, a), 1), torch.cat((b, -b), 2), bias * 2**-18
+    d = torch.full((GIVEN.rows, GIVEN.n), float("nan"), dtype=a.dtype)
+    values = {**GIVEN.sizes(), "a": a, "b": b, "b_expert_stride": b.stride(0), "d": output(d), "bias": bias}
+    launch = Launch({**values, "tile_counter": counter()}, GIVEN.tiles(unit), GIVEN.words)
+    outcome = execute(unit, Trial([launch], list), Settings(), options)
+    assert outcome.passed, outcome.explain()
+    assert (d.double() - bias.double()).abs().max() <= GIVEN.k * 2**-20
+    return d.view(torch.int16)
+
+
+@lru_cache
+def expected() -> torch.Tensor:
+    return result(units()[SMALL], Options())
+
+
+def test_every_pair_of_kernels_agrees() -> None:
+    results = {name: result(unit, Options()) for name, unit in units().items() if unit.row.family != "sm75"}
+    assert {unit.row.family for unit in units().values()} >= {"sm80", "sm90"}
+    assert len(results) >= 15
+    for (name, one), (other_name, other) in itertools.combinations(results.items(), 2):
+        assert torch.equal(one, other), f"{name} and {other_name}: {int((one != other).sum())} values differ"
+
+
+LOADS = """load_rows<Spec>(shared.a(at.stage), *a_map, full, tile, k);
+        load_weights<Spec, kWeights>(shared.b(at.stage), b_map, full, tile, k);"""
+# (what, file, text, its replacement, kernel): every one leaves results as exact as they were.
+PLANTED = [
+    (
+        "wgmma: the four products of a stage in descending order",
+        "moe/grouped_gemm/sm90/mainloop.cuh",
+        "a.k_step(step, block * kRowStride), b.k_step(step)",
+        "a.k_step(3 - step, block * kRowStride), b.k_step(3 - step)",
+        SMALL,
+    ),
+    (
+        "wgmma: blocks of 64 k from the last to the first",
+        "moe/grouped_gemm/sm90/producer.cuh",
+        LOADS,
+        LOADS.replace("tile, k);", "tile, (params.k - 1) / 64 * 64 - k);"),
+        WIDE,
+    ),
+    (
+        "few rows: the two products of 32 k in descending order",
+        "moe/grouped_gemm/few_rows/multiply.cuh",
+        "a[i][half], b[2 * half], b[2 * half + 1]",
+        "a[i][1 - half], b[2 - 2 * half], b[3 - 2 * half]",
+        FEW,
+    ),
+    (
+        "few rows: the pairs of a stage in descending order",
+        "moe/grouped_gemm/few_rows/multiply.cuh",
+        "for (int pair = 0; pair < Spec::kBlockK / 32; ++pair) {",
+        "for (int pair = Spec::kBlockK / 32 - 1; pair >= 0; --pair) {",
+        FEW,
+    ),
+]
+
+
+@pytest.mark.parametrize("planted", PLANTED, ids=lambda one: one[0])
+def test_another_order_is_noticed(planted: tuple[str, str, str, str, str], tmp_path: Path) -> None:
+    _, path, text, replacement, kernel = planted
+    source = (CSRC / path).read_text()
+    assert source.count(text) == 1
+    (tmp_path / path).parent.mkdir(parents=True)
+    (tmp_path / path).write_text(source.replace(text, replacement))
+    found = result(units()[kernel], Options(overlay=tmp_path))
+    assert not torch.equal(found, expected())
