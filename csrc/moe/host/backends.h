@@ -28,7 +28,9 @@ void grouped_gradient_cpu(const GroupedGradientArguments& arguments, const Tenso
 void grouped_gradient_cuda(const GroupedGradientArguments& arguments, const Tensor& out);
 
 // On GPUs alone.
-void scaled_cuda(const ScaledArguments& arguments, const Tensor& out);
+void scaled_cuda(const ScaledArguments& arguments, const LayerOutputs& outputs);
+void scaled_backward_cuda(const ScaledBackwardArguments& arguments, const LayerGradients& gradients);
+void quantize_weights_cuda(const QuantizeWeightsArguments& arguments, const QuantizedWeights& outputs);
 
 // Weights of 4 bits.
 void mxfp4_cpu(Mxfp4Arguments arguments, const Tensor& out);
