@@ -103,15 +103,10 @@ def draw(runs: dict[str, list[float]]) -> str:
     labels = [(8, 26, f"{high:.2f}"), (8, 284, f"{low:.2f}"), (60, 306, "0"), (540, 306, f"{steps} steps")]
     labels += [(420, 40, "grey: bfloat16, red: e4m3"), (8, 306, "loss")]
     text = [f'<text x="{x}" y="{y}" font-size="12" font-family="sans-serif">{word}</text>' for x, y, word in labels]
-    return "\n".join(
-        [
-            '<svg xmlns="http://www.w3.org/2000/svg" width="600" height="320">',
-            '<rect width="600" height="320" fill="#fff"/>',
-        ]
-        + lines
-        + text
-        + ["</svg>\n"]
+    page = (
+        '<svg xmlns="http://www.w3.org/2000/svg" width="600" height="320"><rect width="600" height="320" fill="#fff"/>'
     )
+    return "\n".join([page, *lines, *text, "</svg>\n"])
 
 
 def main() -> None:

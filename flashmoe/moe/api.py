@@ -84,8 +84,8 @@ def fused_moe(
             Or both as :func:`flashmoe.pack_mxfp4` gives them, without scales: the same result, faster, on compute capability 9.0 alone.
         x_scale: with x in float8_e4m3fn, float32 [T, ceil(H / 128)].
         precision: "fp8": x, w13 and w2 stay in bfloat16, and every product of both passes has float8_e4m3fn operands, with float32
-            scales of 128 values or of 128 by 128 and float32 sums; gradients are bfloat16. Weights are quantised when they have changed
-            since the last call, and take 2 bytes more a value meanwhile; a change that torch does not count (of ``.data``) goes unseen.
+            scales of 128 values or of 128 by 128 and float32 sums; gradients are bfloat16. Every call quantises the weights, and
+            keeps for the backward pass 1 byte a value of their transpose, x and [T * k, 2I] of bfloat16.
             H and I are multiples of 128; without biases, layout "interleaved", transposed, weights_on_input, scales and out. The
             kernels need compute capability 9.0; elsewhere torch computes the layer, as FLASHMOE_FALLBACK allows.
         out: [T, H] in x's dtype, rows contiguous, to which the result is written; no gradient can be recorded then. It may be x

@@ -190,7 +190,7 @@ def scaled_flops(*arguments: Any, **_: Any) -> int:
 
 def scaled_backward_flops(grad_out: Any, x: Any, w13: Any, w2: Shape, *arguments: Any, **_: Any) -> int:
     """s takes one product, dx and dw13 two each, dw2 one."""
-    row_slots, needs = arguments[4], arguments[8]
+    row_slots, needs = arguments[4], int(arguments[8])
     return (1 + 2 * (needs & 1) + (needs & 2) + (needs >> 2 & 1)) * _product(row_slots[0], w2)
 
 

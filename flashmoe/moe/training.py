@@ -14,7 +14,7 @@ on the CPU and other GPUs.
 
 from __future__ import annotations
 
-from collections.abc import Callable, MutableMapping
+from collections.abc import Callable
 from functools import wraps
 from typing import Any, NamedTuple
 
@@ -22,7 +22,6 @@ import torch
 from torch import Tensor
 from torch._C import _are_functorch_transforms_active as transforms_are_active
 from torch.compiler import is_compiling
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from flashmoe.errors import ArgumentError
 from flashmoe.fallback import note_fallback
@@ -30,6 +29,7 @@ from flashmoe.moe import autograd, errors, scaled
 from flashmoe.moe.fake import Gradients
 from flashmoe.moe.options import PRECISIONS, Layer, ScaledLayer, Scales
 from flashmoe.moe.scaled import BLOCK, activate, dequantize_rows, dequantize_weights, quantize
+from flashmoe.rules import check
 from flashmoe.transforms import autocasted
 
 _CAST = ("x", "w13", "w2", "shared")
@@ -85,7 +85,7 @@ def call_fp8(layer: Layer, scales: Scales, out: Tensor | None, *, precision: Any
     )
     if not (torch.is_grad_enabled() and layer.requires_grad()):
         return scaled._compute(call)
-    result: Tensor = _Layer.apply(layer.w13, layer.w2, w13, w2, *call)
+    result: Tensor = _Layer.apply(layer.w13, layer.w2, w13, w2, *call)  # type: ignore[no-untyped-call]
     return result
 
 
@@ -106,20 +106,9 @@ def _run(name: str, *arguments: Any) -> Any:
         raise
 
 
-# The last result for each tensor, and the version that it was made of: weights change once a step, and a step may run a layer often.
-_known: MutableMapping[Tensor, tuple[tuple[int, int], Quantized]] = WeakTensorKeyDictionary()
-
-
 def _quantized(weights: Tensor) -> Quantized:
-    is_captured = weights.is_cuda and torch.cuda.is_current_stream_capturing()
-    if is_compiling() or is_captured or weights.is_inference():  # a graph would replay what it was captured with
-        return Quantized(*_run("_quantize_weights", weights.detach()))
-    version = weights._version, weights.data_ptr()
-    found = _known.get(weights)
-    if found is None or found[0] != version:
-        _known.pop(weights, None)
-        found = _known[weights] = version, Quantized(*_run("_quantize_weights", weights.detach()))
-    return found[1]
+    """In every call: what gathers or updates weights need not count that it changed them (FSDP preserves version counters)."""
+    return Quantized(*_run("_quantize_weights", weights.detach()))
 
 
 class _Layer(torch.autograd.Function):
@@ -172,7 +161,7 @@ def _without_autocast(function: Callable[..., Any]) -> Callable[..., Any]:
 @_without_autocast
 def quantize_weights(weights: Tensor) -> tuple[Tensor, ...]:
     """``_quantize_weights``."""
-    errors.rules.check("_quantize_weights", (weights,))
+    check("_quantize_weights", (weights,))
     values, scales = zip(*(_quantize_tiles(one) for one in weights.unbind()), strict=True)
     both = torch.stack(values), torch.stack(scales)
     return (*both, *(one.mT.contiguous() for one in both))
@@ -191,7 +180,7 @@ def _quantize_tiles(x: Tensor) -> tuple[Tensor, Tensor]:
 @_without_autocast
 def kept(*arguments: Any) -> tuple[Tensor, ...]:
     """``_fused_moe_scaled_kept``. Reads counts on the host."""
-    errors.rules.check("_fused_moe_scaled_kept", arguments)
+    check("_fused_moe_scaled_kept", arguments)
     call = ScaledLayer(*arguments)
     x, experts = call.x, call.w13.shape[0]
     order = torch.ops.flashmoe.moe_sort(call.topk_ids, call.topk_weights, call.expert_map, experts)
@@ -203,7 +192,7 @@ def kept(*arguments: Any) -> tuple[Tensor, ...]:
     for expert, one in _ranges(offsets):
         both = tokens[row_slots[one].long() // call.topk_ids.shape[1]] @ _weights(call.w13, call.w13_scale, expert).mT
         z[one] = both.to(x.dtype)
-        active = dequantize_rows(*quantize(activate(*both.chunk(2, dim=1), call.activation)))
+        active = dequantize_rows(*quantize(_activated(both, call.activation)))
         rows[one] = (active @ _weights(call.w2, call.w2_scale, expert).mT).to(x.dtype)
     weighted = rows.float() * torch.nn.functional.pad(row_weights, (0, 1)).unsqueeze(1)
     total = torch.zeros(x.shape, device=x.device) if call.shared is None else call.shared.float()
@@ -230,7 +219,7 @@ def backward(
 ) -> Gradients:
     """``_fused_moe_scaled_backward``."""
     given = (preactivation, expert_offsets, row_slots, slot_rows, row_weights, activation, needs)
-    errors.rules.check("_fused_moe_scaled_backward", (grad_out, x, w13, w2, w13_scale, w2_scale, *given))
+    check("_fused_moe_scaled_backward", (grad_out, x, w13, w2, w13_scale, w2_scale, *given))
     (slots, both), (experts, inner, hidden) = preactivation.shape, w2.shape
     top_k = slots // x.shape[0] if x.shape[0] > 0 else 1
     dx_rows, dots = x.new_zeros((slots + 1, hidden)), torch.zeros(slots + 1, device=x.device)
@@ -240,8 +229,8 @@ def backward(
         dout, z = grad_out[tokens], preactivation[one].float()
         s = (dequantize_rows(*quantize(dout)) @ _weights(w2, w2_scale, expert).mT).to(x.dtype).float()
         weights = row_weights[one].unsqueeze(1)
-        active = activate(*z.chunk(2, dim=1), activation)
-        by_gate, by_up = _slopes(*z.chunk(2, dim=1), activation)
+        active = _activated(z, activation)
+        by_gate, by_up = _slopes(z, activation)
         dz = torch.cat((weights * s * by_gate, weights * s * by_up), 1).to(x.dtype)
         dots[one] = (active * s).sum(1)
         dx_rows[one] = (dequantize_rows(*quantize(dz)) @ _weights(w13, w13_scale, expert).mT).to(x.dtype)
@@ -255,8 +244,14 @@ def backward(
     return tuple(one if needs >> bit & 1 else None for bit, one in enumerate(found))
 
 
-def _slopes(gate: Tensor, up: Tensor, activation: str) -> tuple[Tensor, Tensor]:
+def _activated(z: Tensor, activation: str) -> Tensor:
+    gate, up = z.chunk(2, dim=1)
+    return activate(gate, up, activation)
+
+
+def _slopes(z: Tensor, activation: str) -> tuple[Tensor, Tensor]:
     """The derivatives of ``activate`` by gate and up."""
+    gate, up = z.chunk(2, dim=1)
     one, aten = torch.ones_like(gate), torch.ops.aten
     if activation == "clamped_swiglu":
         low, factor = gate.clamp(max=7.0), up.clamp(-7.0, 7.0) + 1

@@ -24,7 +24,7 @@ class Step:
     """Leaves of autograd, and what else a call takes."""
 
     def __init__(
-        self, device: str, tokens: int = 300, experts: int = 5, top_k: int = 2, hidden: int = 256, inner: int = 128
+        self, device: str, tokens: int = 150, experts: int = 4, top_k: int = 2, hidden: int = 256, inner: int = 128
     ) -> None:
         def normal(*shape: int, scale: float = 1.0) -> Tensor:
             return (torch.randn(shape) * scale).to(device, torch.bfloat16).requires_grad_()
@@ -66,9 +66,10 @@ def check(found: tuple[Tensor, ...], expected: tuple[Tensor, ...]) -> None:
 
 @pytest.mark.parametrize("activation", [*ACTIVATIONS, "clamped_swiglu"])
 def test_step_is_that_of_the_definition(device: str, activation: str) -> None:
-    given = Step(device)
-    check(given.results(activation=activation), given.expected(activation=activation))
-    assert not given.results(activation=activation)[2][1].any(), "an expert without tokens has a gradient of zeros"
+    given = Step(device, 40, 3, 2, 128)
+    found = given.results(activation=activation)
+    check(found, given.expected(activation=activation))
+    assert not found[2][1].any(), "an expert without tokens has a gradient of zeros"
 
 
 def test_sixteen_bits_are_not_within_the_tolerance() -> None:
@@ -80,7 +81,7 @@ def test_sixteen_bits_are_not_within_the_tolerance() -> None:
 
 @pytest.mark.parametrize(
     ("tokens", "experts", "top_k", "hidden", "inner"),
-    [(1, 3, 1, 128, 128), (130, 3, 3, 128, 384), (700, 40, 4, 384, 256)],
+    [(1, 3, 1, 128, 128), (130, 3, 3, 128, 384), (300, 40, 4, 256, 384)],
 )
 def test_step_of_other_sizes(device: str, tokens: int, experts: int, top_k: int, hidden: int, inner: int) -> None:
     given = Step(device, tokens, experts, top_k, hidden, inner)
@@ -102,7 +103,7 @@ def test_expert_map(device: str) -> None:
     given = Step(device)
     expected = given.results()
     given.topk_ids = given.topk_ids + 3
-    moved = torch.tensor([-1, -1, -1, *range(5), -1], dtype=torch.int32, device=device)
+    moved = torch.tensor([-1, -1, -1, *range(4), -1], dtype=torch.int32, device=device)
     for name, one, other in zip(NAMES, given.results(expert_map=moved), expected, strict=True):
         assert torch.equal(one, other), name
 
@@ -118,7 +119,7 @@ def test_gradients_that_nobody_needs(device: str) -> None:
 
 
 def test_same_bits_again(device: str) -> None:
-    given = Step(device, tokens=500)
+    given = Step(device, tokens=500 if device == "cuda" else 40)
     first = given.results()
     for _ in range(20 if device == "cuda" else 2):
         assert all(torch.equal(one, other) for one, other in zip(given.results(), first, strict=True))
@@ -133,15 +134,14 @@ def test_no_tokens(device: str) -> None:
     assert not dw2.any()
 
 
-def test_weights_that_change(device: str) -> None:
-    """They are quantised once, and again when they have changed."""
+def test_weights_that_change_unseen(device: str) -> None:
+    """As FSDP gathers them: the version counter stays."""
     given = Step(device)
-    before = given.results()
-    assert training._quantized(given.w13) is training._quantized(given.w13)
-    with torch.no_grad():
+    before = given().detach()
+    with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(given.w13):
         given.w13.mul_(2.0)
     check(given.results(), given.expected())
-    assert not torch.equal(given().detach(), before[0])
+    assert not torch.equal(given().detach(), before)
 
 
 def test_quantised_weights_are_those_of_the_definition(device: str) -> None:
@@ -207,13 +207,13 @@ def test_compiled(device: str) -> None:
     ("name", "value", "error"),
     [
         ("precision", "fp4", ArgumentError),
-        ("b13", torch.zeros(5, 256, dtype=torch.bfloat16), ArgumentError),
-        ("b2", torch.zeros(5, 256, dtype=torch.bfloat16), ArgumentError),
+        ("b13", torch.zeros(4, 256, dtype=torch.bfloat16), ArgumentError),
+        ("b2", torch.zeros(4, 256, dtype=torch.bfloat16), ArgumentError),
         ("layout", "interleaved", ArgumentError),
         ("transposed", True, ArgumentError),
         ("weights_on_input", True, ArgumentError),
-        ("x_scale", torch.zeros(300, 2), ArgumentError),
-        ("out", torch.zeros(300, 256, dtype=torch.bfloat16), ArgumentError),
+        ("x_scale", torch.zeros(150, 2), ArgumentError),
+        ("out", torch.zeros(150, 256, dtype=torch.bfloat16), ArgumentError),
     ],
 )
 def test_refused(name: str, value: Any, error: type[Exception]) -> None:
@@ -235,7 +235,7 @@ def test_dtypes_and_sizes_that_are_refused() -> None:
 @pytest.mark.parametrize("transform", [torch.func.grad, torch.func.vmap])
 def test_transforms_are_refused(transform: Callable[..., Any]) -> None:
     given = Step("cpu")
-    with pytest.raises(ArgumentError, match="torch.func"):
+    with pytest.raises(ArgumentError, match=r"torch\.func"):
         transform(lambda x: flashmoe.fused_moe(x, *given.leaves[1:], given.topk_ids, precision="fp8").sum())(
             given.x if transform is torch.func.grad else given.x[None]
         )

@@ -37,6 +37,9 @@ void mxfp4_cpu(Mxfp4Arguments arguments, const Tensor& out);
 void mxfp4_cuda(const Mxfp4Arguments& arguments, const Tensor& out);
 
 void boxed_scaled(StableIValue* stack, uint64_t num_arguments, uint64_t num_outputs);
+void boxed_scaled_kept(StableIValue* stack, uint64_t num_arguments, uint64_t num_outputs);
+void boxed_scaled_backward(StableIValue* stack, uint64_t num_arguments, uint64_t num_outputs);
+void boxed_quantize_weights(StableIValue* stack, uint64_t num_arguments, uint64_t num_outputs);
 
 }  // namespace moe
 }  // namespace flashmoe

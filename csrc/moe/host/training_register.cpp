@@ -30,6 +30,15 @@ ScaledArguments take_scaled_kept(host::Arguments& given) {
   return arguments;
 }
 
+// For tracers.
+const host::ArgumentCheck kChecks[] = {
+    {"_fused_moe_scaled_kept", [](host::Arguments& given) { take_scaled_kept(given); }},
+    {"_fused_moe_scaled_backward", [](host::Arguments& given) { take_scaled_backward(given); }},
+    {"_quantize_weights", [](host::Arguments& given) { take_quantize_weights(given); }},
+};
+
+}  // namespace
+
 void boxed_scaled_kept(StableIValue* stack, uint64_t num_arguments, uint64_t num_outputs) {
   host::check_counts("_fused_moe_scaled_kept", num_arguments, 11, num_outputs, 6);
   host::Arguments given(stack);
@@ -98,14 +107,6 @@ void boxed_quantize_weights(StableIValue* stack, uint64_t num_arguments, uint64_
   }
 }
 
-// For tracers.
-const host::ArgumentCheck kChecks[] = {
-    {"_fused_moe_scaled_kept", [](host::Arguments& given) { take_scaled_kept(given); }},
-    {"_fused_moe_scaled_backward", [](host::Arguments& given) { take_scaled_backward(given); }},
-    {"_quantize_weights", [](host::Arguments& given) { take_quantize_weights(given); }},
-};
-
-}  // namespace
 }  // namespace moe
 }  // namespace flashmoe
 

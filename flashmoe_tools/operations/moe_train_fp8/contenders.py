@@ -1,5 +1,4 @@
-"""A layer's training step with e4m3 products: ours, with weights that have changed since the last step and with weights that have not (a
-second part of the batch), our step in 16 bits, and torch's."""
+"""A layer's training step with e4m3 products: ours, our step in 16 bits, and torch's."""
 
 from __future__ import annotations
 
@@ -15,14 +14,9 @@ from flashmoe_tools.operations.moe_scaled.contenders import has_kernels
 from flashmoe_tools.operations.moe_train_fp8.reference import SixteenBits
 
 
-def _ours(inputs: BackwardInputs, *, has_changed: bool) -> Prepared:
-    layer, kept = partial(flashmoe_layer(), precision="fp8"), inputs.leaves()
-
-    def call() -> tuple[torch.Tensor, ...]:
-        leaves = inputs.leaves() if has_changed else kept  # tensors that no call has seen
-        return torch.autograd.grad(layer(*leaves, inputs.topk_ids), leaves, inputs.dout)
-
-    return Prepared(call)
+def _ours(inputs: BackwardInputs) -> Prepared:
+    layer, leaves = partial(flashmoe_layer(), precision="fp8"), inputs.leaves()
+    return Prepared(lambda: torch.autograd.grad(layer(*leaves, inputs.topk_ids), leaves, inputs.dout))
 
 
 def _sixteen_bits(make_layer: Callable[[], Layer]) -> Callable[[BackwardInputs], Prepared]:
@@ -35,14 +29,7 @@ def _sixteen_bits(make_layer: Callable[[], Layer]) -> Callable[[BackwardInputs],
 
 def contenders() -> tuple[Contender, ...]:
     return (
-        Contender("flashmoe", "flashmoe", BOTH, has_kernels, partial(_ours, has_changed=True), ours=True),
-        Contender(
-            "flashmoe-same-weights",
-            "flashmoe, weights as in the last step",
-            BOTH,
-            has_kernels,
-            partial(_ours, has_changed=False),
-        ),
+        Contender("flashmoe", "flashmoe", BOTH, has_kernels, _ours, ours=True),
         Contender("flashmoe-bf16", "flashmoe, bf16", BOTH, flashmoe_available, _sixteen_bits(flashmoe_layer)),
         Contender("torch-grouped", "torch: grouped_mm", BOTH, always, _sixteen_bits(lambda: grouped)),
     )

@@ -4,6 +4,7 @@ that nobody uses."""
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import pairwise
 
 import torch
 
@@ -17,7 +18,7 @@ def blocks(slots: int, experts: int) -> int:
 def experts_of(offsets: torch.Tensor) -> Iterator[tuple[slice, slice]]:
     """Of each expert with rows these, and its blocks."""
     ends = offsets.tolist()
-    for expert, (begin, end) in enumerate(zip(ends, ends[1:], strict=False)):
+    for expert, (begin, end) in enumerate(pairwise(ends)):
         if end > begin:
             first = begin // BLOCK + expert
             yield slice(begin, end), slice(first, first + -(-(end - begin) // BLOCK))

@@ -3,7 +3,7 @@ for bit against the definition of the format, the activation's gradient within t
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -11,7 +11,7 @@ import torch
 
 from flashmoe_build.emulation.compare import DTYPES, UNTOUCHED, different, touched, worst_element
 from flashmoe_build.emulation.runner import Buffer, Launch, Runner, Trial, in_front, output
-from flashmoe_tools.operations.moe.emulation.product import ACTIVATIONS, Product, gated_backward_results, route
+from flashmoe_tools.operations.moe.emulation.product import ACTIVATIONS, Product, Sums, gated_backward_results, route
 from flashmoe_tools.operations.moe_scaled import formats
 from flashmoe_tools.operations.moe_scaled.formats import BLOCK, LARGEST
 from flashmoe_tools.operations.moe_train_fp8.emulation import padded
@@ -37,7 +37,7 @@ class TilesProblem:
 
 
 def tiles_problems(_: Unit) -> Iterator[TilesProblem]:
-    yield TilesProblem("weights", (256, 256), 128)
+    yield TilesProblem("weights", (256, 256), 256)
     yield TilesProblem("weights", (128,), 384)
     for source in ("tokens", "gradients"):
         wants = NAMES if source == "gradients" else NAMES[2:]
@@ -68,30 +68,53 @@ def _odd_numbers(x: torch.Tensor) -> None:
     x[-1, ..., 5], x[-1, ..., 7] = 1000.0, torch.nan
 
 
-def tiles_trial(unit: Unit, p: TilesProblem) -> Trial:
-    generator, dtype = torch.Generator().manual_seed(p.columns + len(p.counts)), DTYPES[unit.dtype]
-    product = Product("", unit.dtype, p.counts, 0, 0, gathers=True, top_k=p.top_k, unrouted=3)
-    routing, is_weights = route(product, generator), p.source == "weights"
-    slots = product.slots
-    results: dict[str, torch.Tensor] = {
-        name: torch.full(shape, UNTOUCHED if "scales" in name else int(UNTOUCHED)).to(
-            torch.float32 if "scales" in name else torch.uint8
-        )
-        for name, shape in _shapes(p, slots).items()
-        if name in p.wants
+def _blank(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, torch.Tensor]:
+    """Bytes of values; float32 of scales and dots."""
+
+    def blank(name: str, shape: tuple[int, ...]) -> torch.Tensor:
+        is_float = "scales" in name or "dots" in name
+        return torch.full(shape, UNTOUCHED).to(torch.float32 if is_float else torch.uint8)
+
+    return {name: blank(name, shape) for name, shape in shapes.items()}
+
+
+def _weights_trial(unit: Unit, p: TilesProblem) -> Trial:
+    generator = torch.Generator().manual_seed(p.columns)
+    x = torch.randn((len(p.counts), p.counts[0], p.columns), generator=generator)
+    _odd_numbers(x)
+    x = x.to(DTYPES[unit.dtype])
+    results = _blank(_shapes(p, 0))
+    values = {
+        "x": in_front(x),
+        **{name: output(tensor) for name, tensor in results.items()},
+        "experts": len(p.counts),
+        "rows": p.counts[0],
+        "columns": p.columns,
     }
-    if is_weights:
-        x = torch.randn((len(p.counts), p.counts[0], p.columns), generator=generator)
-        _odd_numbers(x)
-        x = x.to(dtype)
-    else:
-        x = torch.randn((product.tokens, p.columns + 8), generator=generator)
-        sources = routing.sources(product)
-        chosen = x[sources.unique()]
-        _odd_numbers(chosen)
-        x[:] = torch.nan  # tokens that nobody chose, and what strides skip
-        x[sources.unique(), : p.columns] = chosen[:, : p.columns]
-        x = x.to(dtype)
+
+    def check() -> list[str]:
+        wrong: list[str] = []
+        for e, one in enumerate(x):
+            codes, scales = formats.quantize(one, BLOCK)
+            for name, expected in zip(NAMES, (codes, scales, codes.mT, scales.mT), strict=True):
+                wrong += different(f"{name} of {e}", results[name][e], expected)
+        return wrong
+
+    blocks = sum(p.counts) // BLOCK * (p.columns // BLOCK)
+    return Trial([Launch(values, blocks, (p.source,))], check, results)
+
+
+def _rows_trial(unit: Unit, p: TilesProblem) -> Trial:
+    generator = torch.Generator().manual_seed(p.columns + len(p.counts))
+    product = Product("", unit.dtype, p.counts, 0, 0, gathers=True, top_k=p.top_k, unrouted=3)
+    routing, count = route(product, generator), padded.blocks(product.slots, len(p.counts))
+    results = _blank({name: shape for name, shape in _shapes(p, product.slots).items() if name in p.wants})
+    sources = routing.sources(product)
+    chosen = torch.randn((len(sources.unique()), p.columns), generator=generator)
+    _odd_numbers(chosen)
+    x = torch.full((product.tokens, p.columns + 8), torch.nan)  # tokens that nobody chose, and what strides skip
+    x[sources.unique(), : p.columns] = chosen
+    x = x.to(DTYPES[unit.dtype])
     values: dict[str, Any] = {
         "x": in_front(x),
         **{name: output(tensor) for name, tensor in results.items()},
@@ -99,47 +122,39 @@ def tiles_trial(unit: Unit, p: TilesProblem) -> Trial:
         "experts": len(p.counts),
         "top_k": p.top_k,
         "columns": p.columns,
+        "expert_offsets": in_front(routing.offsets),
+        "row_slots": in_front(routing.row_slots),
+        "transposed_stride": count * BLOCK,
     }
-    count = padded.blocks(slots, len(p.counts))
-    if is_weights:
-        values["rows"] = p.counts[0]
-        blocks = len(p.counts) * p.counts[0] // BLOCK
-    else:
-        values |= {"expert_offsets": in_front(routing.offsets), "row_slots": in_front(routing.row_slots)}
-        values["transposed_stride"] = count * BLOCK
-        blocks = count
 
     def check() -> list[str]:
+        rows, block_rows = x[sources, : p.columns], 1 if p.source == "gradients" else BLOCK
         wrong: list[str] = []
-        if is_weights:
-            for e, one in enumerate(x):
-                codes, scales = formats.quantize(one, BLOCK)
-                for name, expected in zip(NAMES, (codes, scales, codes.mT, scales.mT), strict=True):
-                    wrong += different(f"{name} of {e}", results[name][e], expected)
-            return wrong
-        rows = x[routing.sources(product), : p.columns]
         is_used = torch.zeros(count, dtype=torch.bool)
         for own, at in padded.experts_of(routing.offsets):
             is_used[at] = True
-            if "values" in results:
-                for name, expected in zip(NAMES, formats.quantize(rows[own]), strict=False):
-                    wrong += different(name, results[name][own], expected)
+            found = {name: results[name][own] for name in NAMES[:2] if name in results}
+            expected = dict(zip(NAMES[:2], formats.quantize(rows[own]), strict=True))
             if "transposed" in results:
-                found = results["transposed"][:, padded.rows_of(at)], results["transposed_scales"][at].mT
-                block_rows = 1 if p.source == "gradients" else BLOCK
-                for name, one, expected in zip(
-                    NAMES[2:], found, formats.quantize(padded.whole(rows[own]).mT, block_rows), strict=True
-                ):
-                    wrong += different(name, one, expected)
-        if "values" in results:
-            wrong += touched("values' rows", results["values"][product.rows :])
-            wrong += touched("scales' rows", results["scales"][product.rows :])
+                found["transposed"] = results["transposed"][:, padded.rows_of(at)]
+                found["transposed_scales"] = results["transposed_scales"][at].mT
+                columns = formats.quantize(padded.whole(rows[own]).mT, block_rows)
+                expected |= dict(zip(NAMES[2:], columns, strict=True))
+            for name, one in found.items():
+                wrong += different(name, one, expected[name])
+        for name in NAMES[:2]:
+            if name in results:
+                wrong += touched(f"{name}' rows", results[name][product.rows :])
         if "transposed" in results:
             unused = results["transposed"].unflatten(1, (-1, BLOCK))[:, ~is_used]
             wrong += touched("unused blocks", unused) + touched("their scales", results["transposed_scales"][~is_used])
         return wrong
 
-    return Trial([Launch(values, blocks * (p.columns // BLOCK), (p.source,))], check, results)
+    return Trial([Launch(values, count * (p.columns // BLOCK), (p.source,))], check, results)
+
+
+def tiles_trial(unit: Unit, p: TilesProblem) -> Trial:
+    return _weights_trial(unit, p) if p.source == "weights" else _rows_trial(unit, p)
 
 
 def gated_problems(unit: Unit) -> Iterator[Product]:
@@ -153,12 +168,14 @@ def gated_problems(unit: Unit) -> Iterator[Product]:
 
 
 def _wrong_blocks(
-    name: str, value: torch.Tensor, bound: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor, block_rows: int = 1
+    name: str, expected: Sums, codes: torch.Tensor, scales: torch.Tensor, block_rows: int = 1
 ) -> list[str]:
     """Of blocks of ``block_rows`` by 128: each scale, and every value within half a unit of its last place."""
+    value, bound = expected
 
     def largest_of(one: torch.Tensor) -> torch.Tensor:
-        return one.abs().unflatten(1, (-1, BLOCK)).unflatten(0, (-1, block_rows)).amax((1, 3))
+        blocks: torch.Tensor = one.abs().unflatten(1, (-1, BLOCK)).unflatten(0, (-1, block_rows))
+        return blocks.amax((1, 3))
 
     largest = largest_of(value)
     scale_bound = largest_of(bound) / LARGEST + 1e-6 * largest + 1e-30
@@ -166,6 +183,15 @@ def _wrong_blocks(
     steps = scales.double().repeat_interleave(block_rows, 0).repeat_interleave(BLOCK, 1) * 2.0**-10
     found = formats.dequantize(codes, scales, block_rows)
     return wrong + worst_element(name, found, value, 1.01 * bound + 2.0**-4 * (value.abs() + bound) + steps)
+
+
+def _of_rows(sums: Sums, rows: slice) -> Sums:
+    return sums[0][rows], sums[1][rows]
+
+
+def _columns(sums: Sums) -> Sums:
+    """Transposed, with whole blocks of rows."""
+    return padded.whole(sums[0]).mT, padded.whole(sums[1]).mT
 
 
 def gated_trial(unit: Unit, p: Product) -> Trial:
@@ -189,12 +215,7 @@ def gated_trial(unit: Unit, p: Product) -> Trial:
     }
     if not p.keeps:
         shapes = {name: shape for name, shape in shapes.items() if name in ("values", "scales")}
-    results = {
-        name: torch.full(shape, UNTOUCHED if "scales" in name or "dots" in name else int(UNTOUCHED)).to(
-            torch.float32 if "scales" in name or "dots" in name else torch.uint8
-        )
-        for name, shape in shapes.items()
-    }
+    results = _blank(shapes)
     values = {
         "preactivation": Buffer(z),
         "s": in_front(s),
@@ -213,15 +234,15 @@ def gated_trial(unit: Unit, p: Product) -> Trial:
         expected = gated_backward_results(p, exact, z[: p.rows], row_weights[: p.rows])
         wrong: list[str] = []
         for own, at in padded.experts_of(routing.offsets):
-            dz, active = ([one[own] for one in expected[name]] for name in ("d", "weighted_activation"))
-            wrong += _wrong_blocks("dz", *dz, results["values"][own], results["scales"][own])
+            dz, active = (_of_rows(expected[name], own) for name in ("d", "weighted_activation"))
+            wrong += _wrong_blocks("dz", dz, results["values"][own], results["scales"][own])
             if not p.keeps:
                 continue
             place = padded.rows_of(at)
-            for name, given, block_rows in (("transposed", dz, 1), ("activation", active, BLOCK)):
-                codes = results["transposed" if name == "transposed" else "activation_transposed"][:, place]
-                found = codes, results[f"{name}_scales"][at].mT
-                wrong += _wrong_blocks(name, *(padded.whole(one).mT for one in given), *found, block_rows)
+            scales = results["transposed_scales"][at].mT
+            wrong += _wrong_blocks("transposed", _columns(dz), results["transposed"][:, place], scales)
+            codes, scales = results["activation_transposed"][:, place], results["activation_scales"][at].mT
+            wrong += _wrong_blocks("activation", _columns(active), codes, scales, BLOCK)
         if p.keeps:
             wrong += worst_element("row_dots", results["row_dots"][:, : p.rows], *expected["row_dots"])
             wrong += touched("row_dots", results["row_dots"][:, p.rows :])
