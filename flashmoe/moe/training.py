@@ -64,8 +64,9 @@ def call_fp8(layer: Layer, scales: Scales, out: Tensor | None, *, precision: Any
     autograd.refuse_tangents("fused_moe", *layer)
     casted = autocasted(*(getattr(layer, name) for name in _CAST))
     layer = layer._replace(**dict(zip(_CAST, casted, strict=True)))
-    for name in ("x", "w13", "w2"):
-        errors.check_tensor(name, getattr(layer, name))
+    if not is_compiling():
+        for name in ("x", "w13", "w2"):
+            errors.check_tensor(name, getattr(layer, name))
     reason = scaled._why_torch(layer.x)
     if reason is not None:
         note_fallback(reason, "fused_moe with precision='fp8'")
@@ -85,7 +86,7 @@ def call_fp8(layer: Layer, scales: Scales, out: Tensor | None, *, precision: Any
     )
     if not (torch.is_grad_enabled() and layer.requires_grad()):
         return scaled._compute(call)
-    result: Tensor = _Layer.apply(layer.w13, layer.w2, w13, w2, *call)  # type: ignore[no-untyped-call]
+    result: Tensor = _Layer.apply(layer.w13, layer.w2, *w13[2:], *w2[2:], *call)  # type: ignore[no-untyped-call]
     return result
 
 
@@ -115,11 +116,11 @@ class _Layer(torch.autograd.Function):
     """w13 and w2 are there for their gradients alone."""
 
     @staticmethod
-    def forward(ctx: Any, w13: Tensor, w2: Tensor, q13: Quantized, q2: Quantized, *given: Any) -> Tensor:
-        call = ScaledLayer(*given)
+    def forward(ctx: Any, w13: Tensor, w2: Tensor, *given: Any) -> Tensor:
+        t13, t13_scale, t2, t2_scale, *arguments = given  # transposed
+        call = ScaledLayer(*arguments)
         out, *kept = _run("_fused_moe_scaled_kept", *call)
-        weights = q13.transposed, q2.transposed, q13.transposed_scales, q2.transposed_scales
-        ctx.save_for_backward(call.x, *weights, *kept)
+        ctx.save_for_backward(call.x, t13, t2, t13_scale, t2_scale, *kept)
         ctx.activation, ctx.weights_dtype, ctx.top_k = call.activation, call.topk_weights.dtype, call.topk_ids.shape[1]
         ctx.set_materialize_grads(False)
         result: Tensor = out
@@ -129,7 +130,7 @@ class _Layer(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor | None) -> Any:
         (grad_out,) = grads
         needed = ctx.needs_input_grad
-        positions = {name: 4 + position for position, name in enumerate(ScaledLayer._fields)}
+        positions = {name: 6 + position for position, name in enumerate(ScaledLayer._fields)}
         wanted = (needed[positions["x"]], needed[0], needed[1], needed[positions["topk_weights"]])
         found: list[Tensor | None] = [None] * len(needed)
         if grad_out is None:

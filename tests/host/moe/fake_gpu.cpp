@@ -154,13 +154,23 @@ std::string multiply(const host::Kernel& kernel, const GemmParams& params, int64
   return has_every_tile ? "" : "there are more tiles than blocks, and no counter";
 }
 
+// By code.
+const std::vector<float>& e4m3_numbers() {
+  static const std::vector<float> numbers = [] {
+    std::vector<float> made;
+    for (int bits = 0; bits < 256; ++bits) {
+      const int exponent = bits >> 3 & 15, fraction = bits & 7;
+      const float value = exponent == 0 ? std::ldexp(static_cast<float>(fraction), -9)
+                                        : std::ldexp(static_cast<float>(8 + fraction), exponent - 10);
+      made.push_back((bits & 127) == 127 ? NAN : bits >= 128 ? -value : value);
+    }
+    return made;
+  }();
+  return numbers;
+}
+
 float load_e4m3(const void* address, int64_t index) {
-  const int bits = static_cast<const uint8_t*>(address)[index];
-  const int exponent = bits >> 3 & 15, fraction = bits & 7;
-  if ((bits & 127) == 127) return NAN;
-  const float value = exponent == 0 ? std::ldexp(static_cast<float>(fraction), -9)
-                                    : std::ldexp(static_cast<float>(8 + fraction), exponent - 10);
-  return bits >= 128 ? -value : value;
+  return e4m3_numbers()[static_cast<const uint8_t*>(address)[index]];
 }
 
 // The nearest values, and their block's scale.
