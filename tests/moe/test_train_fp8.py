@@ -81,7 +81,7 @@ def test_sixteen_bits_are_not_within_the_tolerance() -> None:
 
 @pytest.mark.parametrize(
     ("tokens", "experts", "top_k", "hidden", "inner"),
-    [(1, 3, 1, 128, 128), (130, 3, 3, 128, 384), (300, 40, 4, 256, 384)],
+    [(1, 3, 1, 128, 128), (130, 3, 3, 128, 384), (300, 40, 4, 128, 128)],
 )
 def test_step_of_other_sizes(device: str, tokens: int, experts: int, top_k: int, hidden: int, inner: int) -> None:
     given = Step(device, tokens, experts, top_k, hidden, inner)
@@ -193,6 +193,7 @@ def test_module_trains(device: str) -> None:
     assert losses[-1] < 0.8 * losses[0]
 
 
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # of torch, while it traces
 def test_compiled(device: str) -> None:
     given = Step(device, tokens=64)
     function = torch.compile(

@@ -15,16 +15,16 @@ __device__ __forceinline__ void differentiate(const GatedGradientParams& params,
                                               QuantizedTile<Spec>& gate, QuantizedTile<Spec>& up,
                                               QuantizedTile<Spec>& active) {
   using Element = typename Spec::Element;
-  constexpr int kLoads = Spec::kRows / 2;  // rows in flight
-  float dots[Spec::kRows];
+  constexpr int kLoads = 4;  // rows in flight
+  float dots[8];
   with_activation(params.activation, [&](auto activation) {
 #pragma unroll
-    for (int start = 0; start < Spec::kRows; start += kLoads) {
+    for (int start = 0; start < 8; start += kLoads) {
       uint32_t gates[kLoads][4], ups[kLoads][4], slopes[kLoads][4];
       float weights[kLoads];
 #pragma unroll
       for (int i = 0; i < kLoads; ++i) {  // a row that is none loads the last one
-        const int64_t row = at.first + minimum(gate.group * Spec::kRows + start + i, at.count - 1);
+        const int64_t row = at.first + minimum(gate.group * 8 + start + i, at.count - 1);
         const auto* z = static_cast<const Element*>(params.preactivation) + row * 2 * params.columns + column;
         ptx::ld_global_128(gates[i], z);
         ptx::ld_global_128(ups[i], z + params.columns);
@@ -33,7 +33,7 @@ __device__ __forceinline__ void differentiate(const GatedGradientParams& params,
       }
 #pragma unroll
       for (int i = 0; i < kLoads; ++i) {
-        const bool is_valid = gate.group * Spec::kRows + start + i < at.count;
+        const bool is_valid = gate.group * 8 + start + i < at.count;
         float dot = 0.0f;
 #pragma unroll
         for (int pair = 0; pair < 4; ++pair) {
@@ -56,11 +56,11 @@ __device__ __forceinline__ void differentiate(const GatedGradientParams& params,
   });
   if (params.row_dots == nullptr) return;
 #pragma unroll
-  for (int i = 0; i < Spec::kRows; ++i) {
+  for (int i = 0; i < 8; ++i) {
     float dot = dots[i];
 #pragma unroll
     for (int lanes = 8; lanes > 0; lanes /= 2) dot += ptx::shuffle_xor(dot, lanes);  // the row's 16 lanes
-    const int row = gate.group * Spec::kRows + i;
+    const int row = gate.group * 8 + i;
     if (row < at.count && gate.chunk == 0) {
       ptx::st_global_float(params.row_dots + static_cast<int64_t>(column / kScaleBlock) * params.slots + at.first + row,
                            dot);

@@ -1,8 +1,8 @@
-// A tile of 128 rows by 128 columns of 16-bit elements in the registers of 256 or 512 threads, and its way to e4m3: by rows, and transposed.
+// A tile of 128 rows by 128 columns of 16-bit elements in the registers of 256 threads, and its way to e4m3: by rows, and transposed.
 //
-// A thread has eight columns of R = 8 or 4 neighbouring rows: thread t columns 8 (t % 16) on, rows R (t / 16) on. Its rows of a column are
-// R neighbouring bytes of the transpose, which passes through shared memory [128 columns][128 bytes]: eight bytes u of column c
-// lie at u ^ (c / 8), so that neither side's accesses meet in a bank.
+// Thread t has rows 8 (t / 16) to 8 (t / 16) + 7 of columns 8 (t % 16) to 8 (t % 16) + 7. Its eight rows of a column are eight
+// neighbouring bytes of the transpose, which passes through shared memory [128 columns][128 bytes]: unit u of eight bytes of column c
+// lies at u ^ (c / 8), so that neither side's accesses meet in a bank.
 #pragma once
 
 #include "device/convert.cuh"
@@ -25,8 +25,7 @@ struct TileQuantizeSpec {
   static constexpr int kNumThreads = 32 * kNumWarps;
   static constexpr int kMaximaOffset = kScaleBlock * kScaleBlock;  // [warps][128] float32
   static constexpr int kSharedBytes = kMaximaOffset + kNumWarps * kScaleBlock * 4;
-  static constexpr int kRows = kScaleBlock * 16 / kNumThreads;  // of a thread
-  static_assert(kRows == 8 || kRows == 4, "a thread writes so many neighbouring bytes of the transpose");
+  static_assert(kNumThreads == 256, "a thread has eight rows of eight columns");
 };
 
 // The tile's place among an expert's rows.
@@ -56,12 +55,11 @@ __device__ __forceinline__ TileRows rows_of_block(const int32_t* expert_offsets,
 template <typename Spec>
 struct QuantizedTile {
   using Element = typename Spec::Element;
-  static constexpr int kRows = Spec::kRows;
 
   unsigned char* smem;
   int chunk;  // of 8 columns
-  int group;  // of kRows rows
-  uint32_t words[kRows][4];
+  int group;  // of 8 rows
+  uint32_t words[8][4];
 
   __device__ __forceinline__ QuantizedTile()
       : smem(ptx::dynamic_shared_memory()), chunk(ptx::thread_index() % 16), group(ptx::thread_index() / 16) {}
@@ -82,7 +80,7 @@ struct QuantizedTile {
   __device__ __forceinline__ float largest_of_tile() const {
     float largest = 0.0f;
 #pragma unroll
-    for (int row = 0; row < kRows; ++row) largest = fmaxf(largest, largest_of_row(row));
+    for (int row = 0; row < 8; ++row) largest = fmaxf(largest, largest_of_row(row));
 #pragma unroll
     for (int lanes = 16; lanes > 0; lanes /= 2) largest = fmaxf(largest, ptx::shuffle_xor(largest, lanes));
     float* maxima = reinterpret_cast<float*>(smem + Spec::kMaximaOffset);
@@ -100,7 +98,7 @@ struct QuantizedTile {
     for (int column = 0; column < 8; ++column) {
       largest[column] = 0.0f;
 #pragma unroll
-      for (int row = 0; row < kRows; ++row) largest[column] = fmaxf(largest[column], fabsf(value(row, column)));
+      for (int row = 0; row < 8; ++row) largest[column] = fmaxf(largest[column], fabsf(value(row, column)));
       largest[column] = fmaxf(largest[column], ptx::shuffle_xor(largest[column], 16));  // the warp's other group
       if (ptx::lane_index() < 16) {
         ptx::st_shared_float(maxima + ptx::warp_index() * kScaleBlock + column, largest[column]);
@@ -134,12 +132,12 @@ struct QuantizedTile {
   __device__ __forceinline__ void store_rows(unsigned char* values, int64_t stride, float* scales, int64_t scale_stride,
                                              int rows) const {
 #pragma unroll
-    for (int i = 0; i < kRows; ++i) {
+    for (int i = 0; i < 8; ++i) {
       float largest = largest_of_row(i);
 #pragma unroll
       for (int lanes = 8; lanes > 0; lanes /= 2) largest = fmaxf(largest, ptx::shuffle_xor(largest, lanes));
       const BlockScale scale(largest);
-      const int row = group * kRows + i;
+      const int row = group * 8 + i;
       if (row >= rows) continue;
       store_row(values + row * stride + chunk * 8, i, scale.inverse);
       if (chunk == 0) ptx::st_global_float(scales + row * scale_stride, scale.scale);
@@ -153,21 +151,19 @@ struct QuantizedTile {
 #pragma unroll
     for (int column = 0; column < 8; ++column) {
       const float factor = inverse(column);
-      uint32_t packed[kRows / 4];
+      uint32_t packed[2];
 #pragma unroll
-      for (int i = 0; i < kRows / 4; ++i) {
+      for (int i = 0; i < 2; ++i) {
         packed[i] = ptx::pack_e4m3(value(4 * i, column) * factor, value(4 * i + 1, column) * factor) |
                     ptx::pack_e4m3(value(4 * i + 2, column) * factor, value(4 * i + 3, column) * factor) << 16;
       }
-      unsigned char* column_smem = smem + (chunk * 8 + column) * kScaleBlock;
-      if constexpr (kRows == 8) ptx::st_shared_64(column_smem + (group ^ chunk) * 8, packed);
-      if constexpr (kRows == 4) ptx::st_shared_32(column_smem + (group ^ 2 * chunk) * 4, packed[0]);
+      ptx::st_shared_64(smem + (chunk * 8 + column) * kScaleBlock + (group ^ chunk) * 8, packed);
     }
     ptx::barrier_sync_block();
     const int piece = ptx::thread_index() % 8;  // 16 bytes
 #pragma unroll
-    for (int start = 0; start < kScaleBlock; start += Spec::kNumThreads / 8) {
-      const int column = start + ptx::thread_index() / 8;
+    for (int i = 0; i < 4; ++i) {
+      const int column = ptx::thread_index() / 8 + 32 * i;
       const int swizzle = column / 8;
       uint32_t found[4];
       ptx::ld_shared_128(found, smem + column * kScaleBlock + (piece ^ swizzle / 2) * 16);

@@ -21,8 +21,8 @@ __device__ __forceinline__ void quantize_weights(const QuantizeTilesParams& para
                         column_block * kScaleBlock;  // of the tile
   const auto* x = static_cast<const typename Spec::Element*>(params.x) + first + tile.chunk * 8;
 #pragma unroll
-  for (int i = 0; i < Spec::kRows; ++i) {
-    ptx::ld_global_128(tile.words[i], x + static_cast<int64_t>(tile.group * Spec::kRows + i) * params.columns);
+  for (int i = 0; i < 8; ++i) {
+    ptx::ld_global_128(tile.words[i], x + static_cast<int64_t>(tile.group * 8 + i) * params.columns);
   }
   auto* transposed = static_cast<unsigned char*>(params.transposed) + expert * weights;
   const BlockScale scale = tile.store_transposed_tile(
@@ -30,8 +30,8 @@ __device__ __forceinline__ void quantize_weights(const QuantizeTilesParams& para
       params.rows);
   auto* values = static_cast<unsigned char*>(params.values) + first + tile.chunk * 8;
 #pragma unroll
-  for (int i = 0; i < Spec::kRows; ++i) {
-    tile.store_row(values + static_cast<int64_t>(tile.group * Spec::kRows + i) * params.columns, i, scale.inverse);
+  for (int i = 0; i < 8; ++i) {
+    tile.store_row(values + static_cast<int64_t>(tile.group * 8 + i) * params.columns, i, scale.inverse);
   }
   if (ptx::thread_index() == 0) {
     const int64_t blocks = expert * row_blocks * column_blocks;
@@ -54,20 +54,20 @@ __device__ __forceinline__ void quantize_tiles(const QuantizeTilesParams& params
     if (at.count == 0) return;
     const int column = column_block * kScaleBlock;
     QuantizedTile<Spec> tile;
-    int slots[Spec::kRows];
+    int slots[8];
 #pragma unroll
-    for (int i = 0; i < Spec::kRows; ++i) {  // a row that is none loads the last one
-      const int row = minimum(tile.group * Spec::kRows + i, at.count - 1);
+    for (int i = 0; i < 8; ++i) {  // a row that is none loads the last one
+      const int row = minimum(tile.group * 8 + i, at.count - 1);
       slots[i] = static_cast<int>(ptx::ld_global_32(params.row_slots + at.first + row));
     }
 #pragma unroll
-    for (int i = 0; i < Spec::kRows; ++i) {
+    for (int i = 0; i < 8; ++i) {
       ptx::ld_global_128(tile.words[i], static_cast<const typename Spec::Element*>(params.x) +
                                             slots[i] / params.top_k * params.x_stride + column + tile.chunk * 8);
     }
 #pragma unroll
-    for (int i = 0; i < Spec::kRows; ++i) {
-      if (tile.group * Spec::kRows + i < at.count) continue;
+    for (int i = 0; i < 8; ++i) {
+      if (tile.group * 8 + i < at.count) continue;
       tile.words[i][0] = tile.words[i][1] = tile.words[i][2] = tile.words[i][3] = 0;
     }
     auto* transposed =
