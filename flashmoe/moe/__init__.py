@@ -8,6 +8,7 @@ operators   the operators as data: what ``torch.ops.flashmoe`` is told about eac
 fake        results without data, and costs
 autograd    gradients, vmap, torch.func
 scaled      the layer with float8_e4m3fn weights
+training    the layer with products of float8_e4m3fn, and their gradients
 mxfp4       the layer with weights of 4 bits
 packed      these weights in the order of the kernel that is made for it
 """

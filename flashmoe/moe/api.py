@@ -16,13 +16,13 @@ from torch.compiler import is_compiling
 from flashmoe import _extension, keywords
 from flashmoe.checks import check_flag
 from flashmoe.errors import ArgumentError
-from flashmoe.moe import autograd, errors, mxfp4, scaled
-from flashmoe.moe.options import Activation, Layer, Layout, Routing, Scales, Scoring
+from flashmoe.moe import autograd, errors, mxfp4, scaled, training
+from flashmoe.moe.options import Activation, Layer, Layout, Precision, Routing, Scales, Scoring
 from flashmoe.transforms import autocasted
 
 _extension.load()
 _operators = torch.ops.flashmoe
-_LAYER_ARGUMENTS = (*Layer._fields, "weights_on_input", "w13_scale", "w2_scale", "x_scale", "out")
+_LAYER_ARGUMENTS = (*Layer._fields, "weights_on_input", "w13_scale", "w2_scale", "x_scale", "precision", "out")
 _ROUTE_ARGUMENTS = (*Routing._fields, "return_counts")
 
 
@@ -44,6 +44,7 @@ def fused_moe(
     w13_scale: Tensor | None = None,
     w2_scale: Tensor | None = None,
     x_scale: Tensor | None = None,
+    precision: Precision | None = None,
     out: Tensor | None = None,
     **misspelt: NoReturn,
 ) -> Tensor:
@@ -82,6 +83,11 @@ def fused_moe(
             bit for bit. x is bfloat16, H and I are multiples of 32; forward only, without transposed and weights_on_input.
             Or both as :func:`flashmoe.pack_mxfp4` gives them, without scales: the same result, faster, on compute capability 9.0 alone.
         x_scale: with x in float8_e4m3fn, float32 [T, ceil(H / 128)].
+        precision: "fp8": x, w13 and w2 stay in bfloat16, and every product of both passes has float8_e4m3fn operands, with float32
+            scales of 128 values or of 128 by 128 and float32 sums; gradients are bfloat16. Every call quantises the weights, and
+            keeps for the backward pass 1 byte a value of their transpose, x and [T * k, 2I] of bfloat16.
+            H and I are multiples of 128; without biases, layout "interleaved", transposed, weights_on_input, scales and out. The
+            kernels need compute capability 9.0; elsewhere torch computes the layer, as FLASHMOE_FALLBACK allows.
         out: [T, H] in x's dtype, rows contiguous, to which the result is written; no gradient can be recorded then. It may be x
             or shared itself, but must not overlap shared in part.
 
@@ -105,6 +111,8 @@ def fused_moe(
         errors.check_tensor("out", out)
         errors.check("_fused_moe_out", (out, *layer))  # the dispatcher would follow a meta tensor and compute nothing
     scales = Scales(w13_scale, w2_scale, x_scale)
+    if precision is not None:
+        return training.call_fp8(layer, scales, out, precision=precision, weights_on_input=weights_on_input)
     if mxfp4.is_mxfp4(layer, scales):
         return mxfp4.call_mxfp4(layer, scales, out, weights_on_input=weights_on_input)
     if scaled.is_scaled(layer, scales):

@@ -85,6 +85,46 @@ def scaled_torch(*arguments: Any) -> Tensor:
     return x.new_empty(x.shape, dtype=output_dtype(x))
 
 
+def scaled_kept(*arguments: Any) -> tuple[Tensor, ...]:
+    """(out, preactivation, expert_offsets, row_slots, slot_rows, row_weights)."""
+    check("_fused_moe_scaled_kept", arguments)
+    call = ScaledLayer(*arguments)
+    slots = call.topk_ids.numel()
+    rows = call.x.new_empty((slots,), dtype=torch.int32)
+    weights = call.x.new_empty((slots,), dtype=torch.float32)
+    offsets = rows.new_empty((call.w13.shape[0] + 1,))
+    return (
+        call.x.new_empty(call.x.shape),
+        call.x.new_empty((slots, call.w13.shape[1])),
+        offsets,
+        rows,
+        rows.clone(),
+        weights,
+    )
+
+
+def scaled_backward(*arguments: Any) -> Gradients:
+    """The gradients that ``needs`` asks for, contiguous; None for the others."""
+    check("_fused_moe_scaled_backward", arguments)
+    _, x, _, w2, _, _, preactivation, _, row_slots, *_, needs = arguments
+    (tokens, hidden), (experts, inner, _) = x.shape, w2.shape
+    top_k = row_slots.shape[0] // tokens if tokens > 0 else 1
+    shapes = (x.shape, (experts, preactivation.shape[1], hidden), (experts, hidden, inner), (tokens, top_k))
+    return tuple(
+        x.new_empty(shape, dtype=torch.float32 if name == "topk_weights" else x.dtype) if needs >> bit & 1 else None
+        for bit, (name, shape) in enumerate(zip(GRADIENTS, shapes, strict=False))
+    )
+
+
+def quantized_weights(weights: Tensor) -> tuple[Tensor, ...]:
+    """e4m3 values and float32 scales, and the same of the transpose."""
+    check("_quantize_weights", (weights,))
+    experts, n, k = weights.shape
+    values = weights.new_empty((experts, n, k), dtype=torch.float8_e4m3fn)
+    scales = weights.new_empty((experts, n // 128, k // 128), dtype=torch.float32)
+    return values, scales, values.new_empty((experts, k, n)), scales.new_empty((experts, k // 128, n // 128))
+
+
 def mxfp4(*arguments: Any) -> Tensor:
     check("_fused_moe_mxfp4", arguments)
     x: Tensor = arguments[0]
@@ -146,6 +186,12 @@ def _product(slots: int, w2: Shape) -> int:
 def scaled_flops(*arguments: Any, **_: Any) -> int:
     call: Any = ScaledLayer(*arguments)
     return 3 * _product(call.topk_ids[0] * call.topk_ids[1], call.w2)
+
+
+def scaled_backward_flops(grad_out: Any, x: Any, w13: Any, w2: Shape, *arguments: Any, **_: Any) -> int:
+    """s takes one product, dx and dw13 two each, dw2 one."""
+    row_slots, needs = arguments[4], int(arguments[8])
+    return (1 + 2 * (needs & 1) + (needs & 2) + (needs >> 2 & 1)) * _product(row_slots[0], w2)
 
 
 def mxfp4_flops(*arguments: Any, **_: Any) -> int:

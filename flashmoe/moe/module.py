@@ -14,7 +14,7 @@ from flashmoe.checks import check_flag, check_input_dtype, check_parameter_dtype
 from flashmoe.errors import ArgumentError, ArgumentTypeError, ShapeError
 from flashmoe.moe.api import fused_moe, topk_route
 from flashmoe.moe.errors import check
-from flashmoe.moe.options import Activation, Layer, Layout, Routing, Scoring
+from flashmoe.moe.options import Activation, Layer, Layout, Precision, Routing, Scoring
 from flashmoe.moe.scaled import activate
 
 
@@ -30,7 +30,7 @@ class MoE(nn.Module):
         selection_bias: a buffer float32 [experts] that is added to the scores for the choice alone, for balancing without an
             auxiliary loss; not with scoring "topk_softmax", where the router's bias does that.
         scoring, groups, topk_groups, renormalize, scale: see :func:`flashmoe.topk_route`.
-        activation, layout, transposed, weights_on_input: see :func:`flashmoe.fused_moe`.
+        activation, layout, transposed, weights_on_input, precision: see :func:`flashmoe.fused_moe`.
         device, dtype: of the parameters. On a GPU use float16 or bfloat16, or call under autocast.
 
     Parameters (names are stable): router.weight [E, H] and router.bias [E]; w13 [E, 2I, H], w2 [E, H, I] (transposed: [E, H, 2I],
@@ -59,6 +59,7 @@ class MoE(nn.Module):
         layout: Layout = "concat",
         transposed: bool = False,
         weights_on_input: bool = False,
+        precision: Precision | None = None,
         device: torch.device | str | int | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
@@ -69,7 +70,7 @@ class MoE(nn.Module):
         self.scoring, self.groups, self.topk_groups = scoring, groups, topk_groups
         self.renormalize, self.scale = renormalize, scale
         self.activation, self.layout, self.transposed = activation, layout, transposed
-        self.weights_on_input = weights_on_input
+        self.weights_on_input, self.precision = weights_on_input, precision
         self._check_options()
         flags = {"bias": bias, "selection_bias": selection_bias, "renormalize": renormalize, "transposed": transposed}
         for name, flag in {**flags, "weights_on_input": weights_on_input}.items():
@@ -176,6 +177,7 @@ class MoE(nn.Module):
             transposed=self.transposed,
             shared=self._shared(tokens),
             weights_on_input=self.weights_on_input,
+            precision=self.precision,
         ).reshape(x.shape)
         if not return_loss:
             return out

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from flashmoe.moe import autograd, fake, mxfp4, scaled
+from flashmoe.moe import autograd, fake, mxfp4, scaled, training
 from flashmoe.operator import Operator
 
 OPERATORS = (
@@ -47,6 +47,20 @@ OPERATORS = (
         vmap=autograd.one_by_one(scaled.call_in_torch),
         impls={"CPU": scaled.in_torch, "CUDA": scaled.in_torch},
         schema=scaled.SCHEMA,
+    ),
+    Operator("_fused_moe_scaled_kept", fake=fake.scaled_kept, flops=fake.scaled_flops, impls={"CPU": training.kept}),
+    Operator(
+        "_fused_moe_scaled_backward",
+        fake=fake.scaled_backward,
+        flops=fake.scaled_backward_flops,
+        gradient=autograd.refuse_double_backward,
+        impls={"CPU": training.backward},
+    ),
+    Operator(
+        "_quantize_weights",
+        fake=fake.quantized_weights,
+        flops=fake.no_flops,
+        impls={"CPU": training.quantize_weights},
     ),
     Operator(
         "_fused_moe_mxfp4",

@@ -9,9 +9,11 @@ from torch import Tensor
 Activation = Literal["swiglu", "geglu", "geglu_tanh", "reglu", "clamped_swiglu"]
 Layout = Literal["concat", "interleaved"]
 Scoring = Literal["softmax", "topk_softmax", "sigmoid"]
+Precision = Literal["fp8"]
 ACTIVATIONS: tuple[str, ...] = get_args(Activation)
 LAYOUTS: tuple[str, ...] = get_args(Layout)
 SCORINGS: tuple[str, ...] = get_args(Scoring)
+PRECISIONS: tuple[str, ...] = get_args(Precision)
 
 
 class Layer(NamedTuple):

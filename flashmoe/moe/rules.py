@@ -25,6 +25,8 @@ RULES = by_error(
             "with .to(torch.float8_e4m3fn) and its scales, or give bfloat16 weights without scales",
             "moe.scaled_x": "x is {found}; supported with float8_e4m3fn weights: float16, bfloat16, float8_e4m3fn with "
             "x_scale; convert it with x.to(torch.bfloat16)",
+            "moe.fp8_dtype": "{name} is {found}; supported with precision='fp8': bfloat16; convert it with .to(torch.bfloat16), or call "
+            "under torch.autocast",
             "moe.mxfp4_x": "x is {found}; supported with mxfp4 (uint8) weights: bfloat16, which holds every such weight; convert it "
             "with .to(torch.bfloat16)",
         },
@@ -44,6 +46,8 @@ RULES = by_error(
             "moe.slots": "{tokens} tokens of {top_k} experts each are {slots} rows; below 2^31 is needed: split the tokens",
             "moe.gpu_multiple": "{what} is {value}; on a GPU " + _MULTIPLE,
             "moe.scaled_multiple": "{what} is {value}; with float8_e4m3fn weights on a GPU " + _MULTIPLE,
+            "moe.fp8_multiple": "{what} is {value}; with precision='fp8' it must be a multiple of {multiple}, the values that share a "
+            "scale; pad the weights and x with zeros, or leave precision out",
             "moe.mxfp4_multiple": "{what} is {value}; with mxfp4 (uint8) weights it must be a multiple of {multiple}, the weights that share a "
             "scale; pad the weights, their scales and x with zeros",
             "moe.mxfp4_packed_multiple": "{what} is {value}; with packed mxfp4 weights it must be a multiple of {multiple}; pad the weights and "

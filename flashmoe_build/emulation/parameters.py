@@ -45,15 +45,11 @@ def structure(declared: Header, roots: Sequence[Path]) -> type[ctypes.Structure]
 
 @lru_cache(maxsize=16)
 def _structures(header: str, roots: tuple[Path, ...]) -> Mapping[str, type[ctypes.Structure]]:
-    path = next((root / header for root in roots if (root / header).is_file()), None)
-    if path is None:
-        msg = f"no header {header} under {', '.join(map(str, roots))}; operations.toml names it"
-        raise BuildError(msg)
-    text = _COMMENT.sub("", path.read_text(encoding="utf-8"))
+    text = _text(header, roots)
     found: dict[str, type[ctypes.Structure]] = {}
     for inner in _INCLUDE.findall(text):
         found |= _structures(inner, roots)
-    enums = {name: SCALARS[kind] for name, kind in _ENUM.findall(text)}
+    enums = _enums(header, roots)
     for name, body in _STRUCT.findall(text):
         fields = [
             _member(text.strip(), found, enums, f"{header}, struct {name}") for text in body.split(";") if text.strip()
@@ -61,6 +57,23 @@ def _structures(header: str, roots: tuple[Path, ...]) -> Mapping[str, type[ctype
         attributes = {"_fields_": [(member, kind) for member, kind, _ in fields], "members": fields, "__slots__": ()}
         found[name] = type(name, (ctypes.Structure,), attributes)
     return MappingProxyType(found)
+
+
+def _text(header: str, roots: tuple[Path, ...]) -> str:
+    path = next((root / header for root in roots if (root / header).is_file()), None)
+    if path is None:
+        msg = f"no header {header} under {', '.join(map(str, roots))}; operations.toml names it"
+        raise BuildError(msg)
+    return _COMMENT.sub("", path.read_text(encoding="utf-8"))
+
+
+def _enums(header: str, roots: tuple[Path, ...]) -> dict[str, Any]:
+    """Those of the header and of what it includes."""
+    text = _text(header, roots)
+    found = {name: SCALARS[kind] for name, kind in _ENUM.findall(text)}
+    for inner in _INCLUDE.findall(text):
+        found |= _enums(inner, roots)
+    return found
 
 
 def _member(

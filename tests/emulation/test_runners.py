@@ -45,7 +45,7 @@ def test_an_operation_without_a_runner_is_a_row_that_fails(tmp_path: Path, capsy
     assert NOT_EMULATED not in {case.problem for case in others}
     runs = run_cases([*suite(load_tables(), QUANTIZE), others[0]], Options(), {})
     assert [check.verdict for check in runs.checks] == [Verdict.FAIL, Verdict.PASS]
-    assert main(["--kernel", "moe_quantize", "--quick", "--json", str(report)]) == ExitCode.FAILED
+    assert main(["--kernel", "moe_quantize_sm90", "--quick", "--json", str(report)]) == ExitCode.FAILED
     assert "no operation runs moe_quantize" in capsys.readouterr().out
     checks = json.loads(report.read_text(encoding="utf-8"))["checks"]
     assert {(check["name"], check["verdict"]) for check in checks} == {(f"{QUANTIZE}-not emulated-seed0", "FAIL")}

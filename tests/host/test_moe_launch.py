@@ -21,6 +21,9 @@ NAMES = (
     "scaled",
     "select",
     "tensor_maps",
+    "training",
+    "training_arguments",
+    "training_register",
 )
 
 

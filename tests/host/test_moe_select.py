@@ -24,8 +24,10 @@ PRODUCTS = ("grouped_gemm", "grouped_gemm_gated", "grouped_gemm_gated_backward",
 SCALED = ("grouped_gemm_scaled", "grouped_gemm_gated_scaled")  # for compute capability 9.0; gated as bf16 alone
 MXFP4 = ("grouped_gemm_mxfp4", "grouped_gemm_gated_mxfp4")  # from compute capability 8.0 on, bf16
 PACKED = ("grouped_gemm_mxfp4_packed", "grouped_gemm_gated_mxfp4_packed")  # for compute capability 9.0, bf16
+TRAINED = ("grouped_gemm_weight_gradient_scaled", "grouped_gemm_gated_scaled_kept")  # likewise
 MEMORIES = ("nk", "kn", "kn_pairs")
 STEPS, QUANTIZE = 8, (8, 9)  # the latter for compute capability 9.0
+TRAINING_STEPS = range(10, 14)  # likewise, bf16
 SHORT, LONG = 2048, 4096  # k
 SIZES = ((SHORT, SHORT), (SHORT, LONG), (2880, 2880))  # (n, k)
 EXPERTS = 128
@@ -102,7 +104,7 @@ class Selector:
         k: int = SHORT,
     ) -> tuple[str, str]:
         numbers = (ctypes.c_longlong(number) for number in (round(rows * experts), experts, n, k))
-        sizes = ((*PRODUCTS, *SCALED, *MXFP4, *PACKED).index(name), MEMORIES.index(memory), *numbers)
+        sizes = ((*PRODUCTS, *SCALED, *MXFP4, *PACKED, *TRAINED).index(name), MEMORIES.index(memory), *numbers)
         return self._ask(self._library.choose_product, capability, forced, bf16, *sizes)
 
     def step(self, capability: int, step: int, *, bf16: bool = False, forced: str | None = None) -> tuple[str, str]:
@@ -179,7 +181,8 @@ def all_chosen(select: Selector) -> set[tuple[str, str]]:
         names = [name for name in SCALED if bf16 or "gated" not in name]
         found |= {select.product(90, name, rows, bf16=bf16) for name in names for rows in (ROWS[0], 1, ROWS[-1])}
         found |= {select.step(90, step, bf16=bf16) for step in QUANTIZE}
-    found |= {select.product(90, name, rows, bf16=True) for name in PACKED for rows in ROWS}
+    found |= {select.product(90, name, rows, bf16=True) for name in (*PACKED, *TRAINED) for rows in ROWS}
+    found |= {select.step(90, step, bf16=True) for step in TRAINING_STEPS}
     return found
 
 

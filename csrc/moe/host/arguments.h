@@ -152,6 +152,34 @@ struct LayerGradients {
   Tensor db2;       // [experts, hidden]
 };
 
+// Of a layer with e4m3 weights, made of 16-bit ones: transposed, as its products take them.
+struct ScaledBackwardArguments {
+  Common common;
+  LayerShape shape;
+  Tensor dout;           // [tokens, hidden]
+  Tensor x;              // [tokens, hidden]
+  Tensor w13;            // [experts, hidden, 2 * intermediate] e4m3
+  Tensor w2;             // [experts, intermediate, hidden] e4m3
+  Tensor w13_scale;      // [experts, hidden / 128, 2 * intermediate / 128] float32
+  Tensor w2_scale;       // [experts, intermediate / 128, hidden / 128] float32
+  Tensor preactivation;  // as the forward pass wrote it
+  SortOutputs sorted;
+  int64_t needs = 0;  // bits of Gradient, of the first four
+};
+
+struct QuantizeWeightsArguments {
+  Common common;
+  Tensor weights;  // [experts, n, k], contiguous
+};
+
+// e4m3 values and float32 scales, of blocks of 128 by 128; then the same of the transpose.
+struct QuantizedWeights {
+  Tensor values;             // [experts, n, k]
+  Tensor scales;             // [experts, n / 128, k / 128]
+  Tensor transposed;         // [experts, k, n]
+  Tensor transposed_scales;  // [experts, k / 128, n / 128]
+};
+
 struct RouteArguments {
   Common common;  // dtype: of logits
   Tensor logits;  // [tokens, experts], last dimension contiguous
@@ -203,6 +231,8 @@ GroupedArguments take_grouped(host::Arguments& given);
 GroupedGradientArguments take_grouped_gradient(host::Arguments& given);
 ScaledArguments take_scaled(host::Arguments& given);
 Mxfp4Arguments take_mxfp4(host::Arguments& given);
+ScaledBackwardArguments take_scaled_backward(host::Arguments& given);
+QuantizeWeightsArguments take_quantize_weights(host::Arguments& given);
 
 // Of the caller's own output.
 void check_out(const LayerArguments& arguments, const Tensor& out);

@@ -28,13 +28,18 @@ void grouped_gradient_cpu(const GroupedGradientArguments& arguments, const Tenso
 void grouped_gradient_cuda(const GroupedGradientArguments& arguments, const Tensor& out);
 
 // On GPUs alone.
-void scaled_cuda(const ScaledArguments& arguments, const Tensor& out);
+void scaled_cuda(const ScaledArguments& arguments, const LayerOutputs& outputs);
+void scaled_backward_cuda(const ScaledBackwardArguments& arguments, const LayerGradients& gradients);
+void quantize_weights_cuda(const QuantizeWeightsArguments& arguments, const QuantizedWeights& outputs);
 
 // Weights of 4 bits.
 void mxfp4_cpu(Mxfp4Arguments arguments, const Tensor& out);
 void mxfp4_cuda(const Mxfp4Arguments& arguments, const Tensor& out);
 
 void boxed_scaled(StableIValue* stack, uint64_t num_arguments, uint64_t num_outputs);
+void boxed_scaled_kept(StableIValue* stack, uint64_t num_arguments, uint64_t num_outputs);
+void boxed_scaled_backward(StableIValue* stack, uint64_t num_arguments, uint64_t num_outputs);
+void boxed_quantize_weights(StableIValue* stack, uint64_t num_arguments, uint64_t num_outputs);
 
 }  // namespace moe
 }  // namespace flashmoe

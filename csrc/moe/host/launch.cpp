@@ -15,8 +15,9 @@ GemmParams& gemm_of(Mxfp4GemmParams& params) { return params.gemm; }
 
 // The device alone knows how many rows each expert has: as if each had one more tile of rows than a full one.
 int64_t bound_on_tiles(Product product, const GemmParams& params, const Kernel& kernel) {
-  const int64_t columns = ceil_div(product == Product::kWeightGradient ? params.k : params.n, kernel.block_n);
-  if (product == Product::kWeightGradient) return params.experts * ceil_div(params.n, kernel.block_m) * columns;
+  const bool is_gradient = product == Product::kWeightGradient || product == Product::kScaledWeightGradient;
+  const int64_t columns = ceil_div(is_gradient ? params.k : params.n, kernel.block_n);
+  if (is_gradient) return params.experts * ceil_div(params.n, kernel.block_m) * columns;
   if (params.expert_offsets == nullptr) return ceil_div(params.slots, kernel.block_m) * columns;
   return (ceil_div(params.slots, kernel.block_m) + std::min(params.experts, params.slots)) * columns;
 }

@@ -282,10 +282,11 @@ void boxed_scaled(StableIValue* stack, uint64_t num_arguments, uint64_t num_outp
   host::Arguments given(stack);
   const ScaledArguments arguments = take_scaled(given);
   check_blocks(arguments.shape);
-  Tensor out = empty_rows(arguments.common, {arguments.shape.tokens, arguments.shape.hidden});
+  LayerOutputs outputs;
+  outputs.out = empty_rows(arguments.common, {arguments.shape.tokens, arguments.shape.hidden});
   host::set_last_kernel("");
-  if (arguments.shape.slots > 0) scaled_cuda(arguments, out);
-  stack[0] = give(std::move(out));
+  if (arguments.shape.slots > 0) scaled_cuda(arguments, outputs);
+  stack[0] = give(std::move(outputs.out));
 }
 
 }  // namespace moe

@@ -6,6 +6,7 @@
 #include "host/last_kernel.h"
 #include "moe/host/backends.h"
 #include "moe/host/launch.h"
+#include "moe/host/scaled.h"
 
 namespace flashmoe {
 namespace moe {
@@ -26,30 +27,6 @@ Tensor loadable_e4m3(const Tensor& tensor) {
 Tensor loadable_tokens(const Tensor& tensor) {
   if (!tensor.is_given() || tensor.strides()[1] == 1) return loadable_rows(tensor);
   return host::contiguous(tensor);
-}
-
-// The kernel for so many rows, and the weights [experts, n, k], two of which are one element of the kernel's 16-bit type.
-ScaledGemm make_scaled_gemm(Product product, host::KernelRequest request, const LayerShape& shape,
-                            const Tensor& weights, const Tensor& scales) {
-  // The kernel of the gated product has no tensor in 16 bits: it is in the table as bf16.
-  if (product == Product::kScaledGated) request.dtype = Dtype::kBFloat16;
-  const int64_t* sizes = weights.sizes();
-  ScaledGemm made(product,
-                  select_product({request, product, Memory::kNk, shape.slots, shape.experts, sizes[1], sizes[2]}));
-  GemmParams& gemm = made.params.gemm;
-  gemm.b = weights.data();
-  gemm.b_stride = weights.strides()[1] / 2;
-  gemm.b_expert_stride = weights.strides()[0] / 2;
-  gemm.n = static_cast<int32_t>(sizes[1]);
-  gemm.k = static_cast<int32_t>(sizes[2] / 2);
-  made.params.b_scale = static_cast<const float*>(scales.data());
-  return made;
-}
-
-void set_scaled_operands(ScaledGemmParams& params, const Rows& values, const float* scales, void* d, int64_t d_stride) {
-  set_operands(params.gemm, values, d, d_stride);
-  params.gemm.a_stride /= 2;
-  params.a_scale = scales;
 }
 
 // One conversion of rows to e4m3 with scales.
@@ -87,8 +64,30 @@ class QuantizeRows {
 
 }  // namespace
 
-void scaled_cuda(const ScaledArguments& arguments, const Tensor& out) {
-  const host::Device& gpu = host::device(out.device_index());
+ScaledGemm make_scaled_gemm(Product product, host::KernelRequest request, int64_t slots, int64_t experts,
+                            const Tensor& weights, const Tensor& scales) {
+  // The kernel of the gated product has no tensor in 16 bits: it is in the table as bf16.
+  if (product != Product::kScaled) request.dtype = Dtype::kBFloat16;
+  const int64_t* sizes = weights.sizes();
+  ScaledGemm made(product, select_product({request, product, Memory::kNk, slots, experts, sizes[1], sizes[2]}));
+  GemmParams& gemm = made.params.gemm;
+  gemm.b = weights.data();
+  gemm.b_stride = weights.strides()[1] / 2;
+  gemm.b_expert_stride = weights.strides()[0] / 2;
+  gemm.n = static_cast<int32_t>(sizes[1]);
+  gemm.k = static_cast<int32_t>(sizes[2] / 2);
+  made.params.b_scale = static_cast<const float*>(scales.data());
+  return made;
+}
+
+void set_scaled_operands(ScaledGemmParams& params, const Rows& values, const float* scales, void* d, int64_t d_stride) {
+  set_operands(params.gemm, values, d, d_stride);
+  params.gemm.a_stride /= 2;
+  params.a_scale = scales;
+}
+
+void scaled_cuda(const ScaledArguments& arguments, const LayerOutputs& outputs) {
+  const host::Device& gpu = host::device(outputs.out.device_index());
   const host::KernelRequest request = host::make_request(gpu, arguments.common.dtype);
   const LayerShape& shape = arguments.shape;
   const bool quantizes = !arguments.x_scale.is_given();
@@ -98,13 +97,15 @@ void scaled_cuda(const ScaledArguments& arguments, const Tensor& out) {
 
   host::Workspace workspace;
   SortKernels sort(arguments.routing, request, workspace);
-  ScaledGemm gated = make_scaled_gemm(Product::kScaledGated, request, shape, w13, arguments.w13_scale);
-  ScaledGemm down = make_scaled_gemm(Product::kScaled, request, shape, w2, arguments.w2_scale);
+  const Product gated_product = outputs.is_for_backward() ? Product::kScaledGatedKept : Product::kScaledGated;
+  ScaledGemm gated = make_scaled_gemm(gated_product, request, shape.slots, shape.experts, w13, arguments.w13_scale);
+  ScaledGemm down = make_scaled_gemm(Product::kScaled, request, shape.slots, shape.experts, w2, arguments.w2_scale);
   const Kernel& combine = select_step(request, Step::kCombine);
   const bool has_few_rows = is_for_few_rows(gated.kernel());  // then h comes as float32
 
   const host::CudaCall call(gpu);
-  const SortedWorkspace own_sorted(workspace, shape.slots, shape.experts);
+  std::optional<SortedWorkspace> own_sorted;
+  if (!outputs.is_for_backward()) own_sorted.emplace(workspace, shape.slots, shape.experts);
   std::optional<QuantizeRows> of_x, of_h;
   if (quantizes) of_x.emplace(select_step(request, Step::kQuantize), shape.tokens, shape.hidden, workspace);
   if (has_few_rows) {
@@ -115,7 +116,7 @@ void scaled_cuda(const ScaledArguments& arguments, const Tensor& out) {
   const int64_t h_scales = workspace.add<float>(has_few_rows ? 0 : h_numbers / kScaleBlock);
   const int64_t down_rows = workspace.add<uint16_t>(shape.slots * shape.hidden);
   workspace.allocate(call);
-  const Sorted sorted = own_sorted.pointers(workspace);
+  const Sorted sorted = own_sorted.has_value() ? own_sorted->pointers(workspace) : pointers_of(outputs.sorted);
   void* const h_rows = workspace.address<void>(h);
   void* const y = workspace.address<void>(down_rows);
 
@@ -133,6 +134,7 @@ void scaled_cuda(const ScaledArguments& arguments, const Tensor& out) {
   set_scaled_operands(gated.params, x_rows, x_scales, h_rows,
                       has_few_rows ? shape.intermediate : shape.intermediate / 2);
   gated.params.d_scale = workspace.address<float>(h_scales);
+  gated.params.gemm.preactivation = data_or_null(outputs.preactivation);
   if (has_few_rows) set_early_ids(gated.params.gemm, arguments.routing);
   gated.add(list);
 
@@ -147,7 +149,7 @@ void scaled_cuda(const ScaledArguments& arguments, const Tensor& out) {
   set_scaled_operands(down.params, sorted_rows(h_values, shape.intermediate), scales_of_h, y, shape.hidden);
   down.add(list, down.may_follow(gated));
 
-  const CombineParams combined = combine_params(shape, sorted, shared, out, y);
+  const CombineParams combined = combine_params(shape, sorted, shared, outputs.out, y);
   add_combine(list, combine, combined);
   list.run();
   host::set_last_kernel(gated.kernel().symbol);

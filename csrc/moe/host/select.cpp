@@ -14,8 +14,8 @@ namespace {
 using host::KernelList;
 using host::KernelRequest;
 
-constexpr int32_t kNumProducts = 10;
-constexpr int32_t kNumSteps = 10;
+constexpr int32_t kNumProducts = 12;
+constexpr int32_t kNumSteps = 14;
 
 // By Product.
 struct ProductName {
@@ -36,7 +36,10 @@ constexpr std::array<ProductName, kNumProducts> kProducts{
      {"grouped_gemm_gated_mxfp4", "grouped_gemm_gated_mxfp4_few_rows", false,
       "a gated grouped matrix product of mxfp4 weights"},
      {"grouped_gemm_mxfp4_packed", nullptr, false, "a grouped matrix product of packed mxfp4 weights"},
-     {"grouped_gemm_gated_mxfp4_packed", nullptr, false, "a gated grouped matrix product of packed mxfp4 weights"}}};
+     {"grouped_gemm_gated_mxfp4_packed", nullptr, false, "a gated grouped matrix product of packed mxfp4 weights"},
+     {"grouped_gemm_weight_gradient_scaled", nullptr, false, "the gradient of experts' weights in float8_e4m3fn"},
+     {"grouped_gemm_gated_scaled_kept", nullptr, false,
+      "a gated grouped matrix product of float8_e4m3fn for training"}}};
 
 // By Step.
 struct StepName {
@@ -55,7 +58,11 @@ constexpr std::array<StepName, kNumSteps> kSteps{
      {"moe_bias_gradient", host::kNoAxis, true, "the gradient of biases"},
      {"moe_gather", host::kNoAxis, true, "gathering experts' rows"},
      {"moe_quantize", host::kNoAxis, true, "conversion to float8_e4m3fn"},
-     {"moe_quantize", host::kNoAxis, false, "conversion of float32 to float8_e4m3fn"}}};
+     {"moe_quantize", host::kNoAxis, false, "conversion of float32 to float8_e4m3fn"},
+     {"moe_quantize_tiles", 0, true, "conversion of weights to float8_e4m3fn"},
+     {"moe_quantize_tiles", 1, true, "conversion of tokens to float8_e4m3fn"},
+     {"moe_quantize_tiles", 2, true, "conversion of gradients to float8_e4m3fn"},
+     {"moe_gated_gradient", host::kNoAxis, true, "the gradient of the activation in float8_e4m3fn"}}};
 
 bool equal(const char* left, const char* right) { return std::strcmp(left, right) == 0; }
 

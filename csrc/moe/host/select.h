@@ -22,7 +22,9 @@ enum class Product : int32_t {
   kMxfp4,
   kMxfp4Gated,
   kMxfp4Packed,
-  kMxfp4PackedGated
+  kMxfp4PackedGated,
+  kScaledWeightGradient,
+  kScaledGatedKept
 };
 enum class Memory : int32_t { kNk, kKn, kKnPairs };
 
@@ -61,7 +63,11 @@ enum class Step : int32_t {
   kBiasGradient,
   kGather,
   kQuantize,
-  kQuantizeFloat  // float32 numbers
+  kQuantizeFloat,  // float32 numbers
+  kQuantizeWeights,
+  kQuantizeTokens,
+  kQuantizeGradients,
+  kGatedGradient
 };
 
 // Throws as host::refuse() says.

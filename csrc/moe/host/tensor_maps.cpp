@@ -4,6 +4,7 @@
 #include "moe/grouped_gemm/sm90/mxfp4_tensor_map.h"
 #include "moe/grouped_gemm/sm90/scaled_tensor_map.h"
 #include "moe/grouped_gemm/sm90/tensor_map.h"
+#include "moe/weight_gradient/sm90/scaled_tensor_map.h"
 #include "moe/weight_gradient/sm90/tensor_map.h"
 
 namespace flashmoe {
@@ -51,6 +52,8 @@ void make_tensor_maps(Product product, const GemmParams& params, const Kernel& k
     case Product::kMxfp4Gated:
     case Product::kMxfp4Packed:
     case Product::kMxfp4PackedGated:
+    case Product::kScaledWeightGradient:
+    case Product::kScaledGatedKept:
       return;  // below
   }
 }
@@ -64,6 +67,16 @@ void make_tensor_maps(Product product, const ScaledGemmParams& params, const Ker
     const auto from = sm90::scaled_gated_gemm_tensor_maps(params, kernel.block_n);
     maps[0] = encode(from.b, "w13");
     maps[1] = encode(from.d, "activations");
+  } else if (product == Product::kScaledGatedKept) {
+    const auto from = sm90::scaled_kept_gemm_tensor_maps(params, kernel.block_n);
+    maps[0] = encode(from.b, "w13");
+    maps[1] = encode(from.d, "activations");
+    maps[2] = encode(from.preactivation, "preactivation");
+  } else if (product == Product::kScaledWeightGradient) {
+    const auto from = weight_gradient::sm90::scaled_weight_gradient_tensor_maps(params, kernel.block_n);
+    maps[0] = encode(from.a, "gradients");
+    maps[1] = encode(from.b, "rows");
+    maps[2] = encode(from.d, "weight gradient");
   } else {
     const auto from = sm90::scaled_gemm_tensor_maps(params, kernel.block_n);
     maps[0] = encode(from.a, "rows");

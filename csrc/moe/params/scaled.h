@@ -13,10 +13,15 @@ namespace moe {
 constexpr int kScaleBlock = 128;
 
 // Two values lie in memory as one 16-bit element: in `gemm` k, the strides of a and b, and where the result is e4m3 d_stride, count
-// such pairs. n counts weight rows. No biases, no preactivation.
+// such pairs. n counts weight rows. No biases.
 //
 //   grouped_gemm_scaled         d[row] = a[row] B_e: a [slots], d [slots, n] in 16 bits
 //   grouped_gemm_gated_scaled   d[row] = activation(a[token(row)] B_e): a [tokens], d [slots, n / 2] e4m3 with d_scale
+//   grouped_gemm_gated_scaled_kept
+//                               the same; preactivation[row] = a[token(row)] B_e, bf16
+//   grouped_gemm_weight_gradient_scaled
+//                               d[e] = sum over e's rows of a[row]^T b[row]: [n, k] in 16 bits; a [n] and b [k] columns, transposed, and
+//                               what a_scale and b_scale are: moe/params/training.h. a_stride, b_stride: pairs, padded; k counts numbers
 //   for few rows                the same, but the gated product's d is float32, without scales, and d_stride counts its numbers
 struct ScaledGemmParams {
   GemmParams gemm;

@@ -55,7 +55,7 @@ def _in_turn(bind: Callable[[ScaledInputs], Callable[[torch.Tensor], Any]]) -> C
     return prepare
 
 
-def _has_kernels(device: str) -> str:
+def has_kernels(device: str) -> str:
     if device == "cuda" and torch.cuda.get_device_capability() != (9, 0):
         return "the kernels are for GPUs of compute capability 9.0"
     return flashmoe_available(device)
@@ -63,7 +63,7 @@ def _has_kernels(device: str) -> str:
 
 def contenders() -> tuple[Contender, ...]:
     return (
-        Contender("flashmoe", "flashmoe", BOTH, _has_kernels, _in_turn(_ours), ours=True),
+        Contender("flashmoe", "flashmoe", BOTH, has_kernels, _in_turn(_ours), ours=True),
         Contender("flashmoe-bf16", "flashmoe, bf16", BOTH, flashmoe_available, _in_turn(_ours_in_sixteen_bits)),
         Contender(
             "torch-grouped", "torch: dequantise, grouped_mm", BOTH, always, _in_turn(partial(_torch, dequantize))

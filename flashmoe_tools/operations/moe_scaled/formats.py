@@ -47,14 +47,15 @@ def encode(x: Tensor) -> Tensor:
     return torch.where(x.isnan(), NAN, code).to(torch.uint8)
 
 
-def quantize(x: Tensor) -> tuple[Tensor, Tensor]:
-    """(bytes [rows, columns], float32 scales [rows, ceil(columns / 128)]) of x [rows, columns]."""
+def quantize(x: Tensor, block_rows: int = 1) -> tuple[Tensor, Tensor]:
+    """(bytes [rows, columns], float32 scales [rows / block_rows, ceil(columns / 128)]) of x [rows, columns]."""
     columns = x.shape[1]
-    blocks = torch.nn.functional.pad(_float32(x.double()), (0, -columns % BLOCK)).unflatten(1, (-1, BLOCK))
-    largest = blocks.abs().nan_to_num(nan=0.0, posinf=torch.inf).amax(-1, keepdim=True)
+    padded = torch.nn.functional.pad(_float32(x.double()), (0, -columns % BLOCK))
+    blocks = padded.unflatten(1, (-1, BLOCK)).unflatten(0, (-1, block_rows))
+    largest = blocks.abs().nan_to_num(nan=0.0, posinf=torch.inf).amax((1, 3), keepdim=True)
     scales = _float32(largest.clamp(min=LEAST) * _float32(torch.tensor(1 / LARGEST, dtype=torch.float64)))
     codes = encode(_float32(blocks * _float32(1 / scales)))
-    return codes.flatten(1)[:, :columns], scales.squeeze(-1).float()
+    return codes.flatten(2).flatten(0, 1)[:, :columns], scales[:, 0, :, 0].float()
 
 
 def dequantize(values: Tensor, scales: Tensor, block_rows: int = 1) -> Tensor:

@@ -5,7 +5,9 @@
 
 #include <algorithm>
 #include <cmath>
+#include <functional>
 #include <string>
+#include <vector>
 
 #include "../fake_driver.h"
 #include "../fake_memory.h"
@@ -13,7 +15,7 @@
 #include "moe/host/backends.h"
 #include "moe/host/select.h"
 #include "moe/host/sort_plan.h"
-#include "moe/params/scaled.h"
+#include "moe/params/training.h"
 
 namespace flashmoe {
 namespace moe {
@@ -152,13 +154,23 @@ std::string multiply(const host::Kernel& kernel, const GemmParams& params, int64
   return has_every_tile ? "" : "there are more tiles than blocks, and no counter";
 }
 
+// By code.
+const std::vector<float>& e4m3_numbers() {
+  static const std::vector<float> numbers = [] {
+    std::vector<float> made;
+    for (int bits = 0; bits < 256; ++bits) {
+      const int exponent = bits >> 3 & 15, fraction = bits & 7;
+      const float value = exponent == 0 ? std::ldexp(static_cast<float>(fraction), -9)
+                                        : std::ldexp(static_cast<float>(8 + fraction), exponent - 10);
+      made.push_back((bits & 127) == 127 ? NAN : bits >= 128 ? -value : value);
+    }
+    return made;
+  }();
+  return numbers;
+}
+
 float load_e4m3(const void* address, int64_t index) {
-  const int bits = static_cast<const uint8_t*>(address)[index];
-  const int exponent = bits >> 3 & 15, fraction = bits & 7;
-  if ((bits & 127) == 127) return NAN;
-  const float value = exponent == 0 ? std::ldexp(static_cast<float>(fraction), -9)
-                                    : std::ldexp(static_cast<float>(8 + fraction), exponent - 10);
-  return bits >= 128 ? -value : value;
+  return e4m3_numbers()[static_cast<const uint8_t*>(address)[index]];
 }
 
 // The nearest values, and their block's scale.
@@ -219,7 +231,12 @@ std::string multiply_scaled(const host::Kernel& kernel, const ScaledGemmParams& 
           store(p.d, row * p.d_stride + column, product(column));
           continue;
         }
-        const float h = activate(product(column), product(columns + column)).value;
+        const float z[2] = {product(column), product(columns + column)};
+        if (p.preactivation != nullptr) {
+          store(p.preactivation, row * p.n + column, z[0]);
+          store(p.preactivation, row * p.n + columns + column, z[1]);
+        }
+        const float h = activate(z[0], z[1]).value;
         if (has_few_rows) {
           static_cast<float*>(p.d)[row * p.d_stride + column] = h;
           continue;
@@ -235,6 +252,8 @@ std::string multiply_scaled(const host::Kernel& kernel, const ScaledGemmParams& 
   const int64_t tiles = row_tiles * ((p.n + kernel.block_n - 1) / kernel.block_n);
   return p.tile_counter != nullptr || grid >= tiles ? "" : "there are more tiles than blocks, and no counter";
 }
+
+#include "fake_training.h"
 
 void sort(const SortParams& p) {
   int64_t row = 0;
@@ -340,6 +359,9 @@ std::string factors(const host::Kernel& kernel, void** arguments) {
 // What the kernel would do; the text of what is wrong, or an empty one.
 std::string run_kernel(const host::Kernel& kernel, int64_t grid, void** arguments) {
   const std::string operation = kernel.operation;
+  if (operation == "grouped_gemm_weight_gradient_scaled") {
+    return multiply_weight_gradient(kernel, params_of<ScaledGemmParams>(arguments), grid);
+  }
   if (operation.rfind("grouped_gemm", 0) == 0 && operation.find("_scaled") != std::string::npos) {
     return multiply_scaled(kernel, params_of<ScaledGemmParams>(arguments), grid);
   }
@@ -360,6 +382,10 @@ std::string run_kernel(const host::Kernel& kernel, int64_t grid, void** argument
     gather(params_of<GatherParams>(arguments));
   } else if (operation == "moe_quantize") {
     quantize(params_of<QuantizeParams>(arguments), kernel.dtype == Dtype::kFloat32);
+  } else if (operation == "moe_quantize_tiles") {
+    quantize_tiles(params_of<QuantizeTilesParams>(arguments), static_cast<TileSource>(kernel.axes[0]));
+  } else if (operation == "moe_gated_gradient") {
+    differentiate(params_of<GatedGradientParams>(arguments));
   } else if (operation != "moe_route") {
     return "no loops for it";
   }
@@ -397,7 +423,12 @@ STABLE_TORCH_LIBRARY_FRAGMENT(flashmoe, library) {
   flashmoe::attention::define_varlen(library);
 }
 
-STABLE_TORCH_LIBRARY_IMPL(flashmoe, CPU, library) { library.impl("_fused_moe_scaled", &flashmoe::moe::boxed_scaled); }
+STABLE_TORCH_LIBRARY_IMPL(flashmoe, CPU, library) {
+  library.impl("_fused_moe_scaled", &flashmoe::moe::boxed_scaled);
+  library.impl("_fused_moe_scaled_kept", &flashmoe::moe::boxed_scaled_kept);
+  library.impl("_fused_moe_scaled_backward", &flashmoe::moe::boxed_scaled_backward);
+  library.impl("_quantize_weights", &flashmoe::moe::boxed_quantize_weights);
+}
 
 FAKE_EXPORT void fake_gpu(int capability, int multiprocessors, int is_capturing) {
   flashmoe::host::begin_call(capability, multiprocessors, is_capturing != 0);

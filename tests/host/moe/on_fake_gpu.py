@@ -17,6 +17,7 @@ from torch import Tensor
 
 import flashmoe
 from flashmoe import operator
+from flashmoe.moe import training
 from flashmoe.moe.scaled import quantize
 from tests.moe.layer import leaf_names, run, run_backward
 from tests.moe.reference import Case, compare, compare_all, expect, make_inputs
@@ -29,7 +30,10 @@ LIBRARY = ctypes.CDLL(os.environ["FLASHMOE_LIBRARY"])
 LIBRARY.fake_log.restype = ctypes.c_char_p
 EVERY = operator.find_operators
 # This library has the layer's operators, and attention's by name.
-operator.find_operators = lambda: tuple(o for o in EVERY() if o.schema or hasattr(torch.ops.flashmoe, o.name))
+# What torch computes elsewhere the library does for the CPU, too.
+operator.find_operators = lambda: tuple(
+    o if o.schema else replace(o, impls={}) for o in EVERY() if o.schema or hasattr(torch.ops.flashmoe, o.name)
+)
 
 
 @pytest.fixture(autouse=True)
@@ -333,6 +337,46 @@ def test_factors_are_copied_where_16_bytes_cannot_be_loaded_and_nowhere_else(off
         assert torch.equal(torch.ops.flashmoe._fused_moe_scaled(*own, *scales, *rest), plain)
         used = {address for launch in launches() for address in launch["factors"]}
         assert (own[index].data_ptr() in used) is (offset % 16 == 0 and spare % 16 == 0), index
+
+
+@pytest.mark.parametrize("needed", ["x", "w13", "w2", "topk_weights", "everything"])
+def test_a_step_with_e4m3_products(needed: str) -> None:
+    """By the kernels' loops, whose scales and so roundings are others, and by torch; what nobody needs is not launched."""
+    x, dout = torch.randn(9, 128).bfloat16(), torch.randn(9, 128).bfloat16()
+    w13, w2 = (torch.randn(3, *shape).mul(0.1).bfloat16() for shape in ((256, 128), (128, 128)))
+    ids, weights = torch.tensor([[0, 2], [2, 0], [9, 2]]).repeat(3, 1), torch.rand(9, 2)
+    leaves = {"x": x, "w13": w13, "w2": w2, "topk_weights": weights}
+    for name, leaf in leaves.items():
+        leaf.requires_grad_(needed in (name, "everything"))
+    out = flashmoe.fused_moe(x, w13, w2, weights, ids, precision="fp8")
+    forward = [
+        "moe_sort",
+        "moe_quantize",
+        "grouped_gemm_gated_scaled_kept",
+        "grouped_gemm_scaled_few_rows",
+        "moe_combine",
+    ]
+    assert [name.replace("scaled_few_rows", "scaled") for name in operations()] == [
+        "moe_quantize_tiles",
+        "moe_quantize_tiles",
+        *(name.replace("scaled_few_rows", "scaled") for name in forward),
+    ]
+    begin()
+    found = dict(
+        zip(leaves, torch.autograd.grad(out, [t for t in leaves.values() if t.requires_grad], dout), strict=False)
+    )
+    if needed != "everything":
+        found = {needed: next(iter(found.values()))}
+    assert operations().count("grouped_gemm_weight_gradient_scaled") == len({"w13", "w2"} & set(found))
+    assert operations().count("moe_combine_backward") == bool({"x", "topk_weights"} & set(found))
+    with torch.no_grad():
+        q13, q2 = (training.quantize_weights(w) for w in (w13, w2))
+    kept = training.kept(x.detach(), q13[0], q2[0], q13[1], q2[1], weights.detach(), ids, None, None, None, "swiglu")
+    assert (out - kept[0]).norm() < 0.15 * kept[0].norm()
+    given = (dout, x.detach(), q13[2], q2[2], q13[3], q2[3], *kept[1:], "swiglu", 15)
+    expected = dict(zip(leaves, training.backward(*given), strict=True))
+    for name, gradient in found.items():
+        assert (gradient - expected[name]).norm() < 0.25 * expected[name].norm(), name
 
 
 def test_nothing_is_launched_without_tokens() -> None:

@@ -157,10 +157,10 @@ __device__ __forceinline__ void draw_tiles(const GemmParams& params, const Share
 }
 
 // A reader of the tiles: a warp. Returns the next tile.
-template <typename Spec>
-__device__ __forceinline__ Tile take_tile(const SharedMemory<Spec>& shared, RingPosition<Spec::kNumTileSlots>& slot) {
+template <typename Spec, typename Taken = Tile>
+__device__ __forceinline__ Taken take_tile(const SharedMemory<Spec>& shared, RingPosition<Spec::kNumTileSlots>& slot) {
   ptx::mbarrier_wait(shared.tile_full(slot.stage), slot.parity);
-  const Tile tile = read_tile<Tile>(shared.tile(slot.stage));
+  const Taken tile = read_tile<Taken>(shared.tile(slot.stage));
   ptx::warp_sync();  // all lanes have read it before the first one releases it
   if (ptx::lane_index() == 0) ptx::mbarrier_arrive(shared.tile_empty(slot.stage));
   slot.advance();

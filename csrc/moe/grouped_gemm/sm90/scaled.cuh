@@ -125,8 +125,8 @@ struct ScaledMainloop {
   // The sums of the 64 rows of `slab`: kHalves times 128 columns, from those of `first_half` on. Two halves: the other consumer
   // multiplies its rows of the tile, and they issue products alternately. Otherwise both may wait for their products, and then both
   // add up, while the tensor cores idle.
-  template <int kHalves>
-  __device__ __forceinline__ void multiply(float (&sums)[kHalves * kPartial], Scales<Spec>& scales, int slab,
+  template <int kHalves, typename BlockScales>
+  __device__ __forceinline__ void multiply(float (&sums)[kHalves * kPartial], BlockScales& scales, int slab,
                                            int first_half, int blocks) {
 #pragma unroll
     for (int i = 0; i < kHalves * kPartial; ++i) sums[i] = 0.0f;
@@ -184,21 +184,25 @@ struct ScaledEpilogue {
   using Element = typename Spec::Element;
   const GemmParams& params;
   const ptx::TensorMap& d_map;
+  const int columns;
   OutputSlabs<Spec> slabs;
 
   __device__ __forceinline__ ScaledEpilogue(const ScaledGemmParams& params_, const SharedMemory<Spec>& shared,
                                             int consumer, const ptx::TensorMap& d_map_)
-      : params(params_.gemm), d_map(d_map_), slabs(shared, consumer) {}
+      : ScaledEpilogue(params_.gemm, shared, consumer, d_map_, params_.gemm.n) {}
+  __device__ __forceinline__ ScaledEpilogue(const GemmParams& params_, const SharedMemory<Spec>& shared, int consumer,
+                                            const ptx::TensorMap& d_map_, int columns_)
+      : params(params_), d_map(d_map_), columns(columns_), slabs(shared, consumer) {}
 
   template <int kHalves, typename Between>
   __device__ __forceinline__ void store(const WarpgroupTile<Spec>& own, float (&sums)[kHalves * 64], int first_half,
                                         Between between) {
     between();
-    const SlabTarget to{d_map, params.d, params.d_stride, params.n, 0};
+    const SlabTarget to{d_map, params.d, params.d_stride, columns, 0};
 #pragma unroll
     for (int slab = 0; slab < 2 * kHalves; ++slab) {
       const int column = own.column + first_half * 128 + slab * 64;
-      if (column >= params.n) break;
+      if (column >= columns) break;
       write_slab<Element>(slabs.acquire(), sums + 32 * slab);
       slabs.store(to, own.row, own.rows, column);
     }
@@ -207,16 +211,38 @@ struct ScaledEpilogue {
   __device__ __forceinline__ void finish() const { slabs.finish(); }
 };
 
-// activation(z) of kHalves times 64 columns, from those of `first_half` on, as e4m3 with a scale for each row and 128 columns.
-template <typename Spec>
+// activation(z) of kHalves times 64 columns, from those of `first_half` on, as e4m3 with a scale for each row and 128 columns; before it,
+// where there is a map for it, z.
+template <typename Spec, typename... PreactivationMap>
 struct ScaledGatedEpilogue {
+  static constexpr bool kKeepsPreactivation = sizeof...(PreactivationMap) == 1;
   const ScaledGemmParams& params;
   const ptx::TensorMap& d_map;
+  const ptx::TensorMap& z_map;
   OutputSlabs<Spec> slabs;
 
   __device__ __forceinline__ ScaledGatedEpilogue(const ScaledGemmParams& params_, const SharedMemory<Spec>& shared,
-                                                 int consumer, const ptx::TensorMap& d_map_)
-      : params(params_), d_map(d_map_), slabs(shared, consumer) {}
+                                                 int consumer, const ptx::TensorMap& d_map_,
+                                                 const PreactivationMap&... z_map_)
+      : params(params_), d_map(d_map_), z_map(first_of(z_map_..., d_map_)), slabs(shared, consumer) {}
+
+  static __device__ __forceinline__ const ptx::TensorMap& first_of(const ptx::TensorMap& first) { return first; }
+  static __device__ __forceinline__ const ptx::TensorMap& first_of(const ptx::TensorMap& first, const ptx::TensorMap&) {
+    return first;
+  }
+
+  // Two slabs for each 64 columns: of gate and of up.
+  template <int kHalves>
+  __device__ __forceinline__ void store_preactivation(const WarpgroupTile<Spec>& own, const float (&sums)[kHalves * 64],
+                                                      int first_half) {
+    const SlabTarget to{z_map, params.gemm.preactivation, params.gemm.n, params.gemm.n, 0};
+#pragma unroll
+    for (int slab = 0; slab < 2 * kHalves; ++slab) {
+      write_slab<typename Spec::Element>(slabs.acquire(), sums + 32 * slab);
+      const int column = own.column + 64 * (first_half + slab / 2);
+      slabs.store(to, own.row, own.rows, slab % 2 == 0 ? column : column + params.gemm.n / 2);
+    }
+  }
 
   // Sums 64s + i, i below 32: columns 64s + 8 (i / 4) + 2 (lane % 4) + i % 2 of row (i / 2) % 2.
   template <int kHalves>
@@ -260,6 +286,7 @@ struct ScaledGatedEpilogue {
   template <int kHalves, typename Between>
   __device__ __forceinline__ void store(const WarpgroupTile<Spec>& own, float (&sums)[kHalves * 64], int first_half,
                                         Between between) {
+    if constexpr (kKeepsPreactivation) store_preactivation<kHalves>(own, sums, first_half);
     activate<kHalves>(sums);
     between();
     const int lane = ptx::lane_index();
@@ -342,10 +369,10 @@ __device__ __forceinline__ void consume_scaled(const ScaledGemmParams& params, c
   epilogue.finish();
 }
 
-// As run_grouped_gemm. Epilogue: made of (params, shared, consumer, d_map).
-template <typename Spec, typename Epilogue>
+// As run_grouped_gemm. Epilogue: made of (params, shared, consumer, maps...).
+template <typename Spec, typename Epilogue, typename... Maps>
 __device__ __forceinline__ void run_scaled(const ScaledGemmParams& params, const ptx::TensorMap* a_map,
-                                           const ptx::TensorMap& b_map, const ptx::TensorMap& d_map) {
+                                           const ptx::TensorMap& b_map, const Maps&... maps) {
   const SharedMemory<Spec> shared{ptx::dynamic_shared_memory()};
   const int warp = ptx::shuffle_index(ptx::warp_index(), 0);
   const int warpgroup = warp / 4;
@@ -353,7 +380,7 @@ __device__ __forceinline__ void run_scaled(const ScaledGemmParams& params, const
   if (warp == 0 && ptx::elect_one()) {
     if constexpr (!Spec::kGathersA) ptx::prefetch_tensor_map(a_map);
     ptx::prefetch_tensor_map(&b_map);
-    ptx::prefetch_tensor_map(&d_map);
+    (ptx::prefetch_tensor_map(&maps), ...);
     init_barriers(shared);
   }
   ptx::barrier_sync_block();
@@ -366,7 +393,7 @@ __device__ __forceinline__ void run_scaled(const ScaledGemmParams& params, const
   } else {
     ptx::setmaxnreg_inc<Spec::kConsumerRegisters>();
     const int consumer = warpgroup - 1;
-    consume_scaled<Spec>(params, shared, consumer, Epilogue(params, shared, consumer, d_map));
+    consume_scaled<Spec>(params, shared, consumer, Epilogue(params, shared, consumer, maps...));
   }
 }
 
@@ -380,6 +407,13 @@ template <typename Spec>
 __device__ __forceinline__ void grouped_gemm_gated_scaled(const ScaledGemmParams& params, const ptx::TensorMap& b_map,
                                                           const ptx::TensorMap& d_map) {
   run_scaled<Spec, ScaledGatedEpilogue<Spec>>(params, nullptr, b_map, d_map);
+}
+
+template <typename Spec>
+__device__ __forceinline__ void grouped_gemm_gated_scaled_kept(const ScaledGemmParams& params,
+                                                               const ptx::TensorMap& b_map, const ptx::TensorMap& d_map,
+                                                               const ptx::TensorMap& z_map) {
+  run_scaled<Spec, ScaledGatedEpilogue<Spec, ptx::TensorMap>>(params, nullptr, b_map, d_map, z_map);
 }
 
 }  // namespace sm90

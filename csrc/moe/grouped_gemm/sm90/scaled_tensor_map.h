@@ -30,6 +30,18 @@ inline ScaledGatedGemmTensorMaps scaled_gated_gemm_tensor_maps(const ScaledGemmP
                                    slots_map(gemm.d, gemm.n / 4, gemm.d_stride, gemm)};
 }
 
+struct ScaledKeptGemmTensorMaps {
+  TensorMapArguments b;
+  TensorMapArguments d;
+  TensorMapArguments preactivation;
+};
+
+inline ScaledKeptGemmTensorMaps scaled_kept_gemm_tensor_maps(const ScaledGemmParams& params, int block_n) {
+  const auto maps = scaled_gated_gemm_tensor_maps(params, block_n);
+  const GemmParams& gemm = params.gemm;
+  return ScaledKeptGemmTensorMaps{maps.b, maps.d, slots_map(gemm.preactivation, gemm.n, gemm.n, gemm)};
+}
+
 }  // namespace sm90
 }  // namespace moe
 }  // namespace flashmoe

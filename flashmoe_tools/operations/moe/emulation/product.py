@@ -63,7 +63,7 @@ class Product:
 
     @property
     def is_gradient(self) -> bool:
-        return self.operation == "grouped_gemm_weight_gradient"
+        return self.operation.startswith("grouped_gemm_weight_gradient")
 
     @property
     def rows(self) -> int:

@@ -29,7 +29,8 @@ PADDING = 16  # values after each row, which strides skip
 # wgmma's sums over 128 of k keep 13 bits behind the leading one of the largest product; those of mma.sync are float32's.
 SUM_ROUNDOFF, MMA_ROUNDOFF = 2.0**-12, 1e-5
 FEW_ROWS = ("grouped_gemm_scaled_few_rows", "grouped_gemm_gated_scaled_few_rows")
-PRODUCTS = ("grouped_gemm_scaled", "grouped_gemm_gated_scaled", *FEW_ROWS)
+KEPT = "grouped_gemm_gated_scaled_kept"
+PRODUCTS = ("grouped_gemm_scaled", "grouped_gemm_gated_scaled", KEPT, *FEW_ROWS)
 
 
 def problems(unit: Unit) -> Iterator[Product]:
@@ -130,6 +131,7 @@ def trial(unit: Unit, p: Product) -> Trial:
     dtype = torch.uint8 if makes_e4m3 else torch.float32 if p.is_gated else DTYPES[p.dtype]
     out = torch.full((p.slots, p.width + (PADDING if makes_e4m3 else 8)), int(UNTOUCHED), dtype=dtype)
     out_scale = torch.full((p.slots, p.width // BLOCK), UNTOUCHED)
+    z = torch.full((p.slots, p.n if p.operation == KEPT else 0), UNTOUCHED, dtype=torch.bfloat16)
     a, weights, ids = inputs.a.padded(), inputs.weights.padded(), _choices(p, inputs.routing)
     offsets = inputs.routing.offsets
     # Two values lie in memory as one 16-bit element, which k and the strides of e4m3 tensors count.
@@ -148,6 +150,7 @@ def trial(unit: Unit, p: Product) -> Trial:
         "ids": ids if p.is_gated and is_few_rows and p.slots <= EARLY_SLOTS else None,
         "id_bytes": ids.element_size(),
         "tile_counter": counter() if p.has_counter else None,
+        "preactivation": output(z) if p.operation == KEPT else None,
     }
     values = {
         "gemm": product,
@@ -164,11 +167,14 @@ def trial(unit: Unit, p: Product) -> Trial:
         if makes_e4m3:
             wrong = _wrong_quantised(activated(p, sums), Scaled(found, out_scale[: p.rows]))
             wrong += touched("d_scale's rows", out_scale[p.rows :])
+            if p.operation == KEPT:
+                wrong += worst_element("preactivation", z[: p.rows], *rounded(p, sums))
+                wrong += touched("preactivation's rows", z[p.rows :])
         else:
             wrong = worst_element("d", found, *(activated(p, sums) if p.is_gated else rounded(p, sums)))
         return wrong + touched("d's columns", out[:, p.width :]) + touched("d's rows", out[p.rows :])
 
-    return Trial([Launch(values, p.tiles(unit))], check, {"d": out, "d_scale": out_scale})
+    return Trial([Launch(values, p.tiles(unit))], check, {"d": out, "d_scale": out_scale, "preactivation": z})
 
 
 RUNNER = Runner(problems, trial)

@@ -1,0 +1,134 @@
+// The operators that train a layer in e4m3, as torch knows them; on GPUs alone.
+#include <utility>
+
+#include "host/arguments.h"
+#include "host/boxed.h"
+#include "host/last_kernel.h"
+#include "moe/host/argument_checks.h"
+#include "moe/host/backends.h"
+#include "moe/params/scaled.h"
+
+namespace flashmoe {
+namespace moe {
+namespace {
+
+using host::give;
+
+Tensor empty_on(const Common& common, std::initializer_list<int64_t> sizes, int32_t dtype) {
+  return host::empty(sizes, dtype, common.device_type, common.device_index);
+}
+
+void zero(const Tensor& tensor) {
+  if (tensor.is_given()) host::check_shim(aoti_torch_zero_(tensor.get()), "zero_");
+}
+
+ScaledArguments take_scaled_kept(host::Arguments& given) {
+  ScaledArguments arguments = take_scaled(given);
+  check_blocks(arguments.shape);
+  const int32_t dtype = arguments.x.dtype();
+  if (dtype != aoti_torch_dtype_bfloat16()) violate("moe.fp8_dtype", {{"name", "x"}, {"found", describe_dtype(dtype)}});
+  return arguments;
+}
+
+// For tracers.
+const host::ArgumentCheck kChecks[] = {
+    {"_fused_moe_scaled_kept", [](host::Arguments& given) { take_scaled_kept(given); }},
+    {"_fused_moe_scaled_backward", [](host::Arguments& given) { take_scaled_backward(given); }},
+    {"_quantize_weights", [](host::Arguments& given) { take_quantize_weights(given); }},
+};
+
+}  // namespace
+
+void boxed_scaled_kept(StableIValue* stack, uint64_t num_arguments, uint64_t num_outputs) {
+  host::check_counts("_fused_moe_scaled_kept", num_arguments, 11, num_outputs, 6);
+  host::Arguments given(stack);
+  const ScaledArguments arguments = take_scaled_kept(given);
+  const Common& common = arguments.common;
+  const LayerShape& shape = arguments.shape;
+  LayerOutputs outputs;
+  outputs.out = empty_on(common, {shape.tokens, shape.hidden}, common.torch_dtype);
+  outputs.preactivation = empty_on(common, {shape.slots, 2 * shape.intermediate}, common.torch_dtype);
+  outputs.sorted = {empty_on(common, {shape.experts + 1}, int32()), empty_on(common, {shape.slots}, int32()),
+                    empty_on(common, {shape.slots}, int32()), empty_on(common, {shape.slots}, float32())};
+  host::set_last_kernel("");
+  if (shape.slots > 0) {
+    scaled_cuda(arguments, outputs);
+  } else {
+    zero(outputs.sorted.expert_offsets);
+  }
+  for (Tensor* output : {&outputs.out, &outputs.preactivation, &outputs.sorted.expert_offsets,
+                         &outputs.sorted.row_slots, &outputs.sorted.slot_rows, &outputs.sorted.row_weights}) {
+    *stack++ = give(std::move(*output));
+  }
+}
+
+void boxed_scaled_backward(StableIValue* stack, uint64_t num_arguments, uint64_t num_outputs) {
+  host::check_counts("_fused_moe_scaled_backward", num_arguments, 13, num_outputs, 4);
+  host::Arguments given(stack);
+  const ScaledBackwardArguments arguments = take_scaled_backward(given);
+  const Common& common = arguments.common;
+  const LayerShape& shape = arguments.shape;
+  const int32_t dtype = common.torch_dtype;
+  LayerGradients gradients;
+  if (arguments.needs & kNeedX) gradients.dx = empty_on(common, {shape.tokens, shape.hidden}, dtype);
+  if (arguments.needs & kNeedW13) {
+    gradients.dw13 = empty_on(common, {shape.experts, 2 * shape.intermediate, shape.hidden}, dtype);
+  }
+  if (arguments.needs & kNeedW2) {
+    gradients.dw2 = empty_on(common, {shape.experts, shape.hidden, shape.intermediate}, dtype);
+  }
+  if (arguments.needs & kNeedWeights) gradients.dweights = empty_on(common, {shape.tokens, shape.top_k}, float32());
+  host::set_last_kernel("");
+  if (shape.slots > 0) {
+    if (arguments.needs != 0) scaled_backward_cuda(arguments, gradients);
+  } else {  // nothing is added up
+    zero(gradients.dw13);
+    zero(gradients.dw2);
+  }
+  for (Tensor* gradient : {&gradients.dx, &gradients.dw13, &gradients.dw2, &gradients.dweights}) {
+    *stack++ = gradient->is_given() ? host::give_optional(std::move(*gradient)) : host::give_none();
+  }
+}
+
+void boxed_quantize_weights(StableIValue* stack, uint64_t num_arguments, uint64_t num_outputs) {
+  host::check_counts("_quantize_weights", num_arguments, 1, num_outputs, 4);
+  host::Arguments given(stack);
+  const QuantizeWeightsArguments arguments = take_quantize_weights(given);
+  const Common& common = arguments.common;
+  const int64_t experts = arguments.weights.sizes()[0], n = arguments.weights.sizes()[1],
+                k = arguments.weights.sizes()[2];
+  QuantizedWeights outputs{empty_on(common, {experts, n, k}, e4m3()),
+                           empty_on(common, {experts, n / kScaleBlock, k / kScaleBlock}, float32()),
+                           empty_on(common, {experts, k, n}, e4m3()),
+                           empty_on(common, {experts, k / kScaleBlock, n / kScaleBlock}, float32())};
+  quantize_weights_cuda(arguments, outputs);
+  for (Tensor* output : {&outputs.values, &outputs.scales, &outputs.transposed, &outputs.transposed_scales}) {
+    *stack++ = give(std::move(*output));
+  }
+}
+
+}  // namespace moe
+}  // namespace flashmoe
+
+STABLE_TORCH_LIBRARY_FRAGMENT(flashmoe, library) {
+  // As _fused_moe_scaled of x in bfloat16; the last five results are what the backward pass needs.
+  library.def(
+      "_fused_moe_scaled_kept(Tensor x, Tensor w13, Tensor w2, Tensor w13_scale, Tensor w2_scale, Tensor topk_weights, "
+      "Tensor topk_ids, Tensor? x_scale, Tensor? expert_map, Tensor? shared, str activation) -> (Tensor out, Tensor "
+      "preactivation, Tensor expert_offsets, Tensor row_slots, Tensor slot_rows, Tensor row_weights)");
+  // Weights transposed. needs: bit i for gradient i; None for the others.
+  library.def(
+      "_fused_moe_scaled_backward(Tensor grad_out, Tensor x, Tensor w13, Tensor w2, Tensor w13_scale, Tensor w2_scale, "
+      "Tensor preactivation, Tensor expert_offsets, Tensor row_slots, Tensor slot_rows, Tensor row_weights, str "
+      "activation, int needs) -> (Tensor? dx, Tensor? dw13, Tensor? dw2, Tensor? dtopk_weights)");
+  // e4m3 values and scales of blocks of 128 by 128, and the same of the transpose.
+  library.def(
+      "_quantize_weights(Tensor weights) -> (Tensor values, Tensor scales, Tensor transposed, Tensor "
+      "transposed_scales)");
+}
+
+STABLE_TORCH_LIBRARY_IMPL(flashmoe, CUDA, library) {
+  library.impl("_fused_moe_scaled_kept", &flashmoe::moe::boxed_scaled_kept);
+  library.impl("_fused_moe_scaled_backward", &flashmoe::moe::boxed_scaled_backward);
+  library.impl("_quantize_weights", &flashmoe::moe::boxed_quantize_weights);
+}

@@ -1,0 +1,185 @@
+// d[e] = sum over e's rows of a[row]^T b[row] for e4m3 operands that lie transposed (moe/params/training.h), for sm_90a: stages, products
+// and stores of the grouped products with scales, to which an expert's padded rows are k.
+//
+//   grid     min(tiles, multiprocessors) blocks; tiles = experts * ceil(n / kBlockM) * ceil(k / kBlockN)
+//   counter  params.gemm.tile_counter is 0 at launch, and 0 again at the end
+//
+// a has a scale for 128 rows of a column, b one for 128 rows of 128 columns. Every tile has all its 128 rows of d: n is a multiple of 128.
+// One block adds up a tile over all the expert's rows in their order: the bits do not depend on the grid.
+#pragma once
+
+#include "moe/grouped_gemm/sm90/scaled.cuh"
+#include "moe/params/training.h"
+
+namespace flashmoe {
+namespace moe {
+namespace weight_gradient {
+namespace sm90 {
+
+using moe::sm90::ScaledEpilogue;
+using moe::sm90::ScaledMainloop;
+using moe::sm90::SharedMemory;
+using moe::sm90::WarpgroupTile;
+
+template <typename Element, int kBlockM, int kBlockN, int kNumStages, int kNumWarps, int kOutputSlabs>
+using ScaledWeightGradientSpec =
+    moe::sm90::ScaledGemmSpec<Element, kBlockM, kBlockN, kNumStages, kNumWarps, kOutputSlabs>;
+
+struct ScaledTile {
+  int expert;  // < 0: no more work
+  int first_block;
+  int blocks;       // of the expert's rows; 0: its gradient is zeros
+  int coordinates;  // m tile * 65536 + n tile
+
+  __device__ __forceinline__ int m_tile() const { return coordinates >> 16; }
+  __device__ __forceinline__ int n_tile() const { return coordinates & 0xffff; }
+};
+
+// The scales that a thread needs, one block of rows after the other: of its two columns of a, 8 apart, and of two blocks of columns of b.
+template <typename Spec>
+struct GradientScales {
+  const float* row_gmem;
+  const float* weight_gmem[2];
+  int64_t row_step, weight_step;
+  float row[2];
+  float weight[2];
+
+  __device__ __forceinline__ GradientScales(const ScaledGemmParams& params, const ScaledTile& tile, int consumer) {
+    const GemmParams& gemm = params.gemm;
+    const int thread_row = consumer * 64 + ptx::warp_index() % 4 * 16 + ptx::lane_index() / 4;
+    const int count = gemm.k / kScaleBlock;
+    row_step = gemm.n;
+    weight_step = count;
+    row_gmem = params.a_scale + tile.first_block * row_step + tile.m_tile() * Spec::kBlockM + thread_row;
+    const float* of_block = params.b_scale + tile.first_block * weight_step;
+    const int first = tile.n_tile() * (Spec::kBlockN / kScaleBlock);
+    weight_gmem[0] = of_block + first;
+    weight_gmem[1] = of_block + minimum(first + 1, count - 1);  // of a tile's last 128 columns there may be none
+  }
+
+  __device__ __forceinline__ void load(int block) {
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      row[i] = ptx::ld_global_float(row_gmem + block * row_step + 8 * i);
+      weight[i] = ptx::ld_global_float(weight_gmem[i] + block * weight_step);
+    }
+  }
+};
+
+template <typename Spec>
+struct ScaledProducer {
+  const GemmParams& params;
+  const SharedMemory<Spec> shared;
+  const ptx::TensorMap& a_map;
+  const ptx::TensorMap& b_map;
+  RingPosition<Spec::kNumStages> at;
+
+  // Experts one after another; of one, sections of so many m tiles, all n tiles of a section before the next: the blocks at work share
+  // rows of both operands.
+  __device__ __forceinline__ ScaledTile tile(int m_tiles, int n_tiles, int number) const {
+    constexpr int kSection = 8;
+    const int expert = number / (m_tiles * n_tiles);
+    const int rest = number - expert * m_tiles * n_tiles;
+    const int first_m = rest / (kSection * n_tiles) * kSection;
+    const int in_section = minimum(kSection, m_tiles - first_m);
+    const int within = rest - first_m * n_tiles;
+    const int n_tile = within / in_section;
+    const int m_tile = first_m + within - n_tile * in_section;
+    const int first_row = static_cast<int>(ptx::ld_global_32(params.expert_offsets + expert));
+    const int rows = static_cast<int>(ptx::ld_global_32(params.expert_offsets + expert + 1)) - first_row;
+    return ScaledTile{expert, padded_block(first_row, expert), ceil_div(rows, kScaleBlock), m_tile << 16 | n_tile};
+  }
+
+  __device__ __forceinline__ void load(const ScaledTile& tile) {
+    constexpr ptx::CacheHint kHint = ptx::CacheHint::kEvictNormal;
+    for (int block = 0; block < tile.blocks; ++block, at.advance()) {
+      ptx::Mbarrier* full = shared.full(at.stage);
+      ptx::mbarrier_wait(shared.empty(at.stage), at.parity ^ 1);
+      ptx::mbarrier_arrive_expect_tx(full, Spec::kABytes + Spec::kBBytes);
+      const int k = (tile.first_block + block) * Spec::kBlockK;
+#pragma unroll
+      for (int slab = 0; slab < Spec::kBlockM / 64; ++slab) {
+        ptx::tma_load_4d(shared.a(at.stage) + slab * Spec::kSlabBytes, &a_map, full, k,
+                         tile.m_tile() * Spec::kBlockM + slab * 64, 0, 0, kHint);
+      }
+      ptx::tma_load_4d(shared.b(at.stage), &b_map, full, k, tile.n_tile() * Spec::kBlockN, 0, 0, kHint);
+    }
+  }
+
+  // By one thread.
+  __device__ __forceinline__ void run() {
+    const int m_tiles = ceil_div(params.n, Spec::kBlockM), n_tiles = ceil_div(params.k, Spec::kBlockN);
+    const int num_tiles = m_tiles * n_tiles * params.experts;
+    RingPosition<Spec::kNumTileSlots> slot;
+    for (int number = ptx::block_index();; slot.advance()) {
+      const bool is_end = number >= num_tiles;
+      // A tile ahead: a draw's answer arrives while this tile's loads are issued.
+      const int next = is_end ? number : next_tile_index(params.tile_counter, num_tiles, number);
+      const ScaledTile found = is_end ? ScaledTile{-1, 0, 0, 0} : tile(m_tiles, n_tiles, number);
+      // Hazard: some warp may still read the tile that this one replaces in its slot.
+      ptx::mbarrier_wait(shared.tile_empty(slot.stage), slot.parity ^ 1);
+      publish_tile(shared.tile(slot.stage), found);
+      ptx::mbarrier_arrive(shared.tile_full(slot.stage));
+      if (is_end) return;
+      load(found);
+      number = next;
+    }
+  }
+};
+
+template <typename Spec>
+__device__ __forceinline__ void consume_gradient(const ScaledGemmParams& params, const SharedMemory<Spec>& shared,
+                                                 int consumer, const ptx::TensorMap& d_map) {
+  const GemmParams& gemm = params.gemm;
+  ScaledMainloop<Spec> mainloop(shared, consumer);
+  ScaledEpilogue<Spec> epilogue(gemm, shared, consumer, d_map, gemm.k);
+  RingPosition<Spec::kNumTileSlots> slot;
+  while (true) {
+    const auto tile = moe::sm90::take_tile<Spec, ScaledTile>(shared, slot);
+    if (tile.expert < 0) break;
+    float sums[Spec::kAccumulators];
+    if (tile.blocks > 0) {
+      GradientScales<Spec> scales(params, tile, consumer);
+      scales.load(0);
+      mainloop.template multiply<2>(sums, scales, consumer, 0, tile.blocks);
+    } else {
+#pragma unroll
+      for (int i = 0; i < Spec::kAccumulators; ++i) sums[i] = 0.0f;
+    }
+    const int row = tile.expert * gemm.n + tile.m_tile() * Spec::kBlockM + consumer * 64;
+    epilogue.template store<2>(WarpgroupTile<Spec>{tile.expert, row, 64, tile.n_tile() * Spec::kBlockN}, sums, 0, [] {});
+  }
+  epilogue.finish();
+}
+
+template <typename Spec>
+__device__ __forceinline__ void scaled_weight_gradient(const ScaledGemmParams& params, const ptx::TensorMap& a_map,
+                                                       const ptx::TensorMap& b_map, const ptx::TensorMap& d_map) {
+  const SharedMemory<Spec> shared{ptx::dynamic_shared_memory()};
+  // The shuffle tells the compiler that the role is the same in the whole warp.
+  const int warp = ptx::shuffle_index(ptx::warp_index(), 0);
+  const int warpgroup = warp / 4;
+
+  if (warp == 0 && ptx::elect_one()) {
+    ptx::prefetch_tensor_map(&a_map);
+    ptx::prefetch_tensor_map(&b_map);
+    ptx::prefetch_tensor_map(&d_map);
+    moe::sm90::init_barriers(shared);
+  }
+  ptx::barrier_sync_block();
+  ptx::grid_launch_dependents();
+  ptx::grid_dependency_wait();
+
+  if (warpgroup == 0) {
+    ptx::setmaxnreg_dec<Spec::kProducerRegisters>();
+    if (warp == 0 && ptx::lane_index() == 0) ScaledProducer<Spec>{params.gemm, shared, a_map, b_map, {}}.run();
+  } else {
+    ptx::setmaxnreg_inc<Spec::kConsumerRegisters>();
+    consume_gradient<Spec>(params, shared, warpgroup - 1, d_map);
+  }
+}
+
+}  // namespace sm90
+}  // namespace weight_gradient
+}  // namespace moe
+}  // namespace flashmoe
