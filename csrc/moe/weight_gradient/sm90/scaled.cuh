@@ -147,7 +147,8 @@ __device__ __forceinline__ void consume_gradient(const ScaledGemmParams& params,
       for (int i = 0; i < Spec::kAccumulators; ++i) sums[i] = 0.0f;
     }
     const int row = tile.expert * gemm.n + tile.m_tile() * Spec::kBlockM + consumer * 64;
-    epilogue.template store<2>(WarpgroupTile<Spec>{tile.expert, row, 64, tile.n_tile() * Spec::kBlockN}, sums, 0, [] {});
+    epilogue.template store<2>(WarpgroupTile<Spec>{tile.expert, row, 64, tile.n_tile() * Spec::kBlockN}, sums, 0,
+                               [] {});
   }
   epilogue.finish();
 }
