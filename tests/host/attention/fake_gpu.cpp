@@ -1,6 +1,6 @@
 // The extension on a driver without a GPU. "CUDA" memory is the CPU's; a "kernel" is a few
 // plain loops over the parameters that it was launched with, in bf16, so that results can be compared, and what was launched is
-// written down. Without masks, dropout, caches of 8-bit floats and split keys: those need no other parameters than their own.
+// written down. Without masks, dropout, caches of 8-bit floats and split keys of dense calls: those need no other parameters than their own.
 #include <torch/csrc/stable/library.h>
 
 #include <algorithm>
@@ -51,7 +51,8 @@ class Sequence {
         keys(params.seq_k) {
     if (batch_.cu_seqlens_q != nullptr) {
       first_row_ = batch_.cu_seqlens_q[number];
-      rows = std::min(rows, batch_.cu_seqlens_q[number + 1] - first_row_);
+      rows_there = batch_.cu_seqlens_q[number + 1] - first_row_;
+      rows = std::min(rows, rows_there);
     }
     if (batch_.cu_seqlens_k != nullptr) {
       first_key_ = batch_.cu_seqlens_k[number];
@@ -100,6 +101,7 @@ class Sequence {
   int32_t number_;
   int32_t rows;
   int32_t keys;
+  int32_t rows_there = 0;  // of ragged rows, also past seq_q
   ScoreOptions options{};
 
  private:
@@ -131,7 +133,8 @@ void for_heads(const Params& params, const host::Kernel& kernel, Body body) {
 void forward(const ForwardParams& p, const host::Kernel& kernel) {
   const bool is_runtime = kernel.axes[axis::kMask] < 0;
   const int32_t head_dim_v = is_runtime ? p.head_dim_v : p.head_dim;
-  if (is_runtime && p.sequences.cu_seqlens_q != nullptr) {  // rows of no sequence
+  const bool is_second = p.num_splits == -1;  // of the two kernels that a batch is divided between
+  if (is_runtime && p.sequences.cu_seqlens_q != nullptr && !is_second) {  // rows of no sequence
     for (int64_t row = 0; row < p.sequences.rows_total; ++row) {
       for (int32_t head = 0; head < p.heads_q; ++head) {
         for (int32_t c = 0; c < head_dim_v; ++c)
@@ -141,6 +144,7 @@ void forward(const ForwardParams& p, const host::Kernel& kernel) {
     }
   }
   for_heads(p, kernel, [&](const auto& s, int32_t head, int32_t head_kv) {
+    if (is_runtime && (is_second ? s.rows_there > p.seq_q : s.rows <= -p.num_splits)) return;
     for (int32_t row = 0; row < s.rows; ++row) {
       std::vector<float> out(head_dim_v, 0.0F);
       const int32_t sink = head * s.options.folded_heads + (s.options.folded_heads > 1 ? row : 0);
@@ -164,6 +168,47 @@ void forward(const ForwardParams& p, const host::Kernel& kernel) {
       if (p.lse != nullptr) p.lse[s.statistic(head, row)] = sum > 0 ? largest + std::log(sum) : -INFINITY;
     }
   });
+}
+
+// Where keys are shared all of a result is the first share's, and the others saw no key.
+void chunk(const ForwardParams& p, const host::Kernel& kernel) {
+  if (p.num_splits == 1) return forward(p, kernel);
+  ForwardParams whole = p;
+  whole.lse = p.lse_partial;
+  forward(whole, kernel);
+  const bool is_ragged = p.sequences.cu_seqlens_q != nullptr;
+  const int64_t rows_of_head = is_ragged ? p.sequences.rows_total : p.seq_q;
+  const int64_t rows = rows_of_head * p.heads_q * (is_ragged ? 1 : p.batch);
+  std::fill(p.lse_partial + rows, p.lse_partial + rows * p.num_splits, -INFINITY);
+  for (int64_t row = 0; row < rows; ++row) {
+    const int64_t head = row / rows_of_head, batch = is_ragged ? 0 : head / p.heads_q;
+    const int64_t at = batch * p.out_stride.batch + (head - batch * p.heads_q) * p.out_stride.head +
+                       row % rows_of_head * p.out_stride.row;
+    for (int32_t c = 0; c < p.head_dim_v; ++c) {
+      p.out_partial[row * p.head_dim_v + c] = load(p.out, at + c);
+      store(p.out, at + c, NAN);
+    }
+  }
+}
+
+void combine(const ForwardParams& p) {
+  const int64_t rows = int64_t{p.batch} * p.heads_q * p.seq_q;
+  for (int64_t row = 0; row < rows; ++row) {
+    const int64_t head = row / p.seq_q, batch = head / p.heads_q;
+    const int64_t at =
+        batch * p.out_stride.batch + (head - batch * p.heads_q) * p.out_stride.head + row % p.seq_q * p.out_stride.row;
+    float sum = 0.0F;
+    for (int32_t split = 0; split < p.num_splits; ++split) sum += std::exp(p.lse_partial[split * rows + row]);
+    for (int32_t c = 0; c < p.head_dim; ++c) {
+      float value = 0.0F;
+      for (int32_t split = 0; split < p.num_splits; ++split) {
+        const float weight = std::exp(p.lse_partial[split * rows + row]);
+        if (weight > 0) value += weight / sum * p.out_partial[(split * rows + row) * p.head_dim + c];
+      }
+      store(p.out, at + c, value);
+    }
+    if (p.lse != nullptr) p.lse[row] = std::log(sum);
+  }
 }
 
 int32_t width_v(const BackwardParams& p, const host::Kernel& kernel) {
@@ -353,6 +398,18 @@ std::string run_kernel(const host::Kernel& kernel, int64_t grid, void** argument
     if (p.num_splits > 1) return "split keys";
     forward(p, kernel);
     return check_maps(arguments, kernel, {p.q, p.k, p.v, p.out});
+  }
+  if (kind == "chunk_forward") {
+    const auto& p = *static_cast<const ForwardParams*>(arguments[0]);
+    if (p.score_options.folded_heads != 1) return "heads are the kernel's to fold";
+    chunk(p, kernel);
+    return check_maps(arguments, kernel, {p.q, p.k, p.v, p.out});
+  }
+  if (kind == "combine") {
+    const auto& p = *static_cast<const ForwardParams*>(arguments[0]);
+    if (grid * kernel.block_m < int64_t{p.batch} * p.heads_q * p.seq_q) return "fewer warps than rows";
+    combine(p);
+    return "";
   }
   if (kind == "append") {
     const auto& p = *static_cast<const AppendParams*>(arguments[0]);
