@@ -63,6 +63,17 @@ def test_any_lengths(
     check_ragged(Ragged(rows, keys, *heads, 40, 24), band, device, dtype, with_sinks=with_sinks)
 
 
+@pytest.mark.parametrize("heads", [(8, 2), (7, 1), (2, 2)], ids=str)
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_few_rows_over_many_keys(heads: tuple[int, int], head_dim: int, device: str) -> None:
+    """Whose keys several blocks may share: every row has its own, and the same bits again."""
+    ragged = Ragged((130, 1, 0, 33, 64), (4000, 700, 9, 33, 1100), *heads, head_dim, head_dim)
+    dtype = DTYPES[device][-1]
+    for band in (Band(causal=True), Band(window=(300, 0))):
+        first, again = (check_ragged(ragged, band, device, dtype, with_sinks=True) for _ in range(2))
+        assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
+
+
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
 def test_sequences_are_dense_calls(causal: bool, device: str) -> None:
     """On the CPU bit for bit; on a GPU the tiles may differ."""
@@ -281,11 +292,14 @@ def test_many_short_entries(head_dim: int, device: str) -> None:
     check_ragged(ragged, Band(causal=True), device, torch.bfloat16, with_sinks=True)
     q, k, v = ragged.tensors(device, torch.bfloat16)
     cu_q, cu_k = ragged.cu_seqlens(device)
-    out, lse = flashmoe.attention_varlen(q, k, v, cu_q, cu_k, *ragged.longest, causal=True, return_lse=True)
+    out, lse = flashmoe.attention_varlen(
+        q, k, v, cu_q, cu_k, *ragged.longest, causal=True, num_splits=1, return_lse=True
+    )
     for entry in range(12, 18):
         own, keys = (slice(int(cu[entry]), int(cu[entry + 1])) for cu in (cu_q, cu_k))
         cu = [torch.tensor([0, part.stop - part.start], dtype=torch.int32, device=device) for part in (own, keys)]
-        alone = flashmoe.attention_varlen(q[own], k[keys], v[keys], *cu, *ragged.longest, causal=True, return_lse=True)
+        options = {"causal": True, "num_splits": 1, "return_lse": True}
+        alone = flashmoe.attention_varlen(q[own], k[keys], v[keys], *cu, *ragged.longest, **options)
         assert torch.equal(alone[0], out[own])
         assert torch.equal(alone[1], lse[:, own])
 

@@ -125,8 +125,8 @@ def test_strided_pages_and_tables(device: str) -> None:
 
 
 def test_an_entry_is_the_same_in_every_batch(device: str) -> None:
-    """num_splits=1, chunks of a prompt and single rows: neither neighbours nor their number change a bit."""
-    ragged = Ragged((1, 40, 130, 1, 3), (700, 90, 130, 5, 300))
+    """num_splits=1, chunks of a prompt and single rows: neither neighbours, nor their number, nor the longest change a bit."""
+    ragged = Ragged((1, 40, 130, 1, 3, 16, 17), (700, 90, 130, 5, 300, 900, 900))
     for dtype in DTYPES[device]:
         q, k, v = ragged.tensors(device, dtype)
         cu_q, cu_k = ragged.cu_seqlens(device)
@@ -134,10 +134,10 @@ def test_an_entry_is_the_same_in_every_batch(device: str) -> None:
         together = flashmoe.attention_varlen(q, k, v, cu_q, cu_k, *ragged.longest, **options)
         for entry, (rows, keys) in enumerate(zip(ragged.lengths_q, ragged.lengths_k, strict=True)):
             own_q, own_k = (slice(int(cu[entry]), int(cu[entry + 1])) for cu in (cu_q, cu_k))
-            own = (_ints(device, 0, rows), _ints(device, 0, keys), *ragged.longest)
-            assert torch.equal(
-                flashmoe.attention_varlen(q[own_q], k[own_k], v[own_k], *own, **options), together[own_q]
-            )
+            own = (_ints(device, 0, rows), _ints(device, 0, keys))
+            for longest in (ragged.longest, (rows, keys)):
+                alone = flashmoe.attention_varlen(q[own_q], k[own_k], v[own_k], *own, *longest, **options)
+                assert torch.equal(alone, together[own_q])
 
 
 def _calls() -> dict[str, Callable[[], Any]]:

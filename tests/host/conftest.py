@@ -77,6 +77,28 @@ extern "C" int choose_varlen(int capability, const char* forced, int is_bf16, in
   }
 }
 
+// Writes "symbol splits second-kernel" of a kernel for chunks in place of the ragged batch's own one, or nothing. sizes: rows and keys of the longest
+// sequence, key heads, query heads of each, batch, rows_total, page size, num_splits, multiprocessors, keys that a row sees.
+extern "C" void choose_chunk(int capability, const char* forced, int is_bf16, int head_dim, int head_dim_v, const long long* sizes,
+                             int has_score_functions, int is_consistent, char* answer, int length) {
+  const host::KernelRequest request{capability, static_cast<int>(sizes[8]), "a GPU", forced,
+                                    is_bf16 ? host::Dtype::kBFloat16 : host::Dtype::kFloat16};
+  const long long group = sizes[3];
+  attention::VarlenSelectorInput input{
+      request, head_dim, head_dim_v, static_cast<int>(sizes[6]), sizes[0], sizes[1], sizes[2] * group, sizes[4], sizes[5],
+      has_score_functions != 0, /*has_alibi=*/false, is_consistent != 0, sizes[2], sizes[0] * group, sizes[7] == 1};
+  input.heads_q = sizes[2] * group;
+  input.longest_rows = sizes[0];
+  input.num_splits = sizes[7];
+  input.seen_keys = sizes[9];
+  input.is_causal = true;
+  answer[0] = 0;
+  const attention::Choice found = attention::select_chunk(input, *attention::select_varlen_forward(input));
+  if (found.forward == nullptr) return;
+  std::snprintf(answer, length, "%s %d %s", found.forward->symbol, found.num_splits,
+                found.combine == nullptr ? "" : found.combine->symbol);
+}
+
 // Writes the symbols of the two kernels that decode with the bits of a prefill, or nothing; sizes as above, and multiprocessors.
 extern "C" void choose_ordered(int capability, const char* forced, int is_bf16, int head_dim, const long long* sizes,
                                int has_score_functions, char* answer, int length) {
@@ -334,6 +356,39 @@ def compile_chooser(folder: Path, targets: tuple[str, ...] | None) -> Chooser:
         loaded.choose_ordered(capability, name, bf16, head_dim, sizes, has_score_functions, answer, len(answer))
         return tuple(answer.value.decode().split())
 
+    def choose_chunk(
+        capability: int,
+        head_dim: int,
+        *,
+        rows: int,
+        keys: int,
+        heads_kv: int = 8,
+        group: int = 4,
+        batch: int = 1,
+        rows_total: int = 0,
+        page_size: int = 0,
+        num_splits: int = 0,
+        multiprocessors: int = 132,
+        seen: int | None = None,
+        has_score_functions: bool = False,
+        bf16: bool = True,
+        forced: str | None = None,
+        consistent: bool = False,
+        head_dim_v: int | None = None,
+    ) -> tuple[str, int]:
+        """Symbol and shares of the keys; none of either where the ragged kernel stays, or the decoding one."""
+        answer = ctypes.create_string_buffer(4096)
+        name = forced.encode() if forced is not None else None
+        lengths = (rows, keys, heads_kv, group, batch, rows_total, page_size, num_splits, multiprocessors, seen or keys)
+        sizes = (ctypes.c_longlong * len(lengths))(*lengths)
+        given = (bf16, head_dim, head_dim_v or head_dim, sizes, has_score_functions, consistent)
+        loaded.choose_chunk(capability, name, *given, answer, len(answer))
+        words = answer.value.decode().split()
+        if not words:
+            return "", 0
+        assert (len(words) == 3) == (int(words[1]) > 1)  # shares have a second kernel
+        return words[0], int(words[1])
+
     def prefers_fused(capability: int, head_dim: int, causal: bool, *sizes: int) -> bool:
         """sizes: batch, key heads, rows, keys."""
         found = loaded.prefers_fused(capability, head_dim, causal, (ctypes.c_longlong * 4)(*sizes))
@@ -356,6 +411,7 @@ def compile_chooser(folder: Path, targets: tuple[str, ...] | None) -> Chooser:
         return bool(loaded.prefers_varlen_fused(head_dim, causal, bends, sizes))
 
     choose.ordered = choose_ordered  # type: ignore[attr-defined]
+    choose.chunk = choose_chunk  # type: ignore[attr-defined]
     choose.fused = prefers_fused  # type: ignore[attr-defined]
     choose.varlen_fused = prefers_varlen_fused  # type: ignore[attr-defined]
     choose.backward = choose_backward  # type: ignore[attr-defined]

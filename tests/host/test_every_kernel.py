@@ -65,7 +65,9 @@ def varlen_kernels(
         for rows, page_size, functions, alibi in VARLEN
     )
     ordered = choose.ordered(capability, head_dim, head_dim_v=head_dim_v, bf16=bf16, forced=forced)  # type: ignore[attr-defined]
+    chunk = choose.chunk(capability, head_dim, head_dim_v=head_dim_v, bf16=bf16, forced=forced, rows=128, keys=8192)  # type: ignore[attr-defined]
     more: Chosen = choose.more(capability, head_dim, head_dim_v=head_dim_v, bf16=bf16, forced=forced)  # type: ignore[attr-defined]
+    ordered = (*ordered, *chunk[:1]) if chunk[0] else ordered
     chosen = {pair for words in asked for pair in (words[:2], words[2:4]) if pair}
     return more | chosen | {(symbol, "sm_90a") for symbol in ordered}
 

@@ -317,3 +317,33 @@ def test_every_choice_is_a_kernel_of_the_table(choose: Chooser) -> None:
         choice = choose(GPUS[gpu], seq_q=seq_q, seq_k=seq_k, batch=batch, causal=causal)
         assert choice.symbol in symbols
         assert 1 <= choice.splits <= 32
+
+
+def test_chunks_fold_and_share_keys_where_tiles_are_few(choose: Any) -> None:
+    """By the multiprocessors of the GPU; whole where the tiles fill them, and not at all where the ragged kernel's do as well."""
+    few = choose.chunk(90, 128, rows=128, keys=16384)  # 32 tiles
+    assert few == ("flashmoe_attention_chunk_forward_sm90_bf16_d128", 4)
+    assert choose.chunk(90, 128, rows=128, keys=16384, multiprocessors=66)[1] == 2
+    assert choose.chunk(90, 128, rows=512, keys=16384)[1] == 1  # 128 tiles
+    assert choose.chunk(90, 128, rows=512, keys=8192, batch=4, heads_kv=16, group=1)[1] == 1
+    assert choose.chunk(90, 128, rows=8192, keys=8192, batch=4) == ("", 0)
+    assert choose.chunk(90, 128, rows=128, keys=300)[1] <= 1  # too few keys for two
+
+
+def test_what_chunks_do_not_serve(choose: Any) -> None:
+    few: dict[str, Any] = {"rows": 128, "keys": 16384}
+    for changes in (
+        {"consistent": True},
+        {"num_splits": 1},  # where a sequence has the same bits in any batch
+        {"has_score_functions": True},
+        {"forced": "sm80"},
+        {"page_size": 12},
+        {"group": 65},
+        {"rows": 4},  # 16 rows of a key head: decoded
+    ):
+        assert choose.chunk(90, 128, **{**few, **changes}) == ("", 0), changes
+    assert choose.chunk(90, 192, head_dim_v=128, **few) == ("", 0)
+    assert choose.chunk(80, 128, **few) == ("", 0)
+    assert choose.chunk(90, 128, num_splits=3, **few)[1] == 3
+    assert choose.chunk(90, 128, rows=5, keys=16384)[1] > 1
+    assert choose.chunk(90, 128, seen=100, **few)[1] < 4  # a window

@@ -153,6 +153,13 @@ struct Plan {
     return static_cast<int>((rows + Spec::kBlockM - 1) / Spec::kBlockM);
   }
 
+  // Of a batch that another kernel has a part of: whether the sequence, of which seq_q rows were read, is the other's.
+  __device__ __forceinline__ bool is_longer(int batch) const {
+    if (params.num_splits >= 0 || rows.length < params.seq_q) return false;
+    const int32_t* cu_seqlens = params.sequences.cu_seqlens_q + batch;
+    return load_length(cu_seqlens + 1) - load_length(cu_seqlens) > params.seq_q;
+  }
+
   __device__ __forceinline__ void load_sequence(int batch) {
     rows = keys = Extent{0, 0};
     seen = KeyRange{0, 0};
@@ -162,7 +169,7 @@ struct Plan {
     const Sequence<MaskKind::kRuntime> sequence(params, batch);
     rows = sequence.row;
     keys = sequence.key;
-    if (rows.length == 0) return;
+    if (rows.length == 0 || is_longer(batch)) return;
     seen = keys_of_sequence(sequence);
     // Rows that see no key have an output, too: one tile, all of it hidden.
     tiles = maximum(1, tile_of(seen.end + Spec::kTileKeys - 1) - tile_of(seen.begin));
@@ -185,7 +192,7 @@ struct Plan {
         lead(0),
         group_tile(0) {
     share = 0;
-    is_whole = params.num_splits == 1;
+    is_whole = params.num_splits <= 1;
     if (is_whole) {
       take_whole_items();
       return;

@@ -92,7 +92,8 @@ __device__ __forceinline__ QueryTile locate_varlen_tile(const ForwardParams& par
   tile.sequence_rows = row_extent(params, tile.batch);
   tile.row = block * kBlockM;
   // Slots before the first sequence's, where its rows are not the tensor's first, count backwards.
-  tile.rows = block < 0 ? 0 : min(kBlockM, tile.sequence_rows.length - tile.row);
+  const bool is_another_kernel_s = tile.sequence_rows.length <= -params.num_splits;
+  tile.rows = block < 0 || is_another_kernel_s ? 0 : min(kBlockM, tile.sequence_rows.length - tile.row);
   return tile;
 }
 

@@ -48,23 +48,10 @@ const Kernel* find_forward(const SelectorInput& input, const char* family, const
                            axis::kHeadDim, kernels);
 }
 
-// The second pass of split attention. Partial results look alike in all families, so one combine kernel serves them all: the
-// table has it under the family sm80 alone, and a GPU whose list names that family runs it behind the split kernels of every
-// other family of its list.
-const Kernel* find_combine(const SelectorInput& input, const host::KernelList& kernels) {
-  const Kernel* combine = nullptr;
-  for (const char* const* family = host::families_of(input.request.capability);
-       combine == nullptr && *family != nullptr; ++family) {
-    combine = host::find_kernel({"attention_combine", *family, "", input.request.dtype, {input.head_dim}},
-                                axis::kHeadDim, kernels);
-  }
-  return combine;
-}
-
 // The families that serve (capability, dtype, mask, head_dim) of `input`; the rest of it is not looked at.
 FamilyList resolve_families(const SelectorInput& input) {
   const host::KernelList& kernels = host::loadable_kernels(input.request.capability);
-  const Kernel* combine = find_combine(input, kernels);
+  const Kernel* combine = find_combine(input.request, input.head_dim);
   const int32_t block_n = consistent_block_n(input.request, input.head_dim, "");
   FamilyList result;
   for (const char* const* family = host::families_of(input.request.capability); *family != nullptr; ++family) {
@@ -254,16 +241,24 @@ Choice select_forward(const SelectorInput& input) {
 
 namespace {
 
-constexpr int64_t kMaxDecodingRows = 16;
 constexpr int32_t kMeasuredCapability = 90;
 
-// A copy engine's box of a page has as many rows as the greatest power of two that divides the page, and at least eight.
+}  // namespace
+
+const Kernel* find_combine(const host::KernelRequest& request, int32_t head_dim) {
+  const host::KernelList& kernels = host::loadable_kernels(request.capability);
+  const Kernel* combine = nullptr;
+  for (const char* const* family = host::families_of(request.capability); combine == nullptr && *family != nullptr;
+       ++family) {
+    combine = host::find_kernel({"attention_combine", *family, "", request.dtype, {head_dim}}, axis::kHeadDim, kernels);
+  }
+  return combine;
+}
+
 bool can_load_pages(const Kernel& kernel, int32_t page_size) {
   constexpr int32_t kLeastBoxRows = 8;
   return kernel.num_tensor_maps == 0 || page_size % kLeastBoxRows == 0;
 }
-
-}  // namespace
 
 int64_t most_row_blocks(int64_t rows, int64_t batch, int64_t rows_total, int64_t block_m) {
   const int64_t of_longest = ceil_div(rows, block_m) * batch;

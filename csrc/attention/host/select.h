@@ -15,6 +15,7 @@ using host::Kernel;
 constexpr int64_t kMaxHeadDim = 512;
 // Of dense kernels, and of every GPU kernel but attention_varlen_forward.
 constexpr int64_t kMaxDenseHeadDim = 256;
+constexpr int64_t kMaxDecodingRows = 16;  // of a sequence
 
 struct SelectorInput {
   host::KernelRequest request;
@@ -70,6 +71,11 @@ struct VarlenSelectorInput {
   int64_t heads_kv = 1;
   int64_t rows_of_key_head = 1;     // of the longest sequence, those of all query heads that share it
   bool is_batch_invariant = false;  // num_splits of 1: the kernel must not depend on how many sequences there are
+  int64_t heads_q = 1;
+  int64_t longest_rows = 1;  // of the longest sequence: positions
+  int64_t seen_keys = 0;     // that a row sees at most
+  int64_t num_splits = 0;    // above 1: the most shares of a sequence's keys
+  bool is_causal = false;    // the right bound is the diagonal
 };
 
 // Consistent calls: a row's bits depend on its query, its visible keys and its options alone. All forward kernels take a row's keys from the first on
@@ -101,6 +107,17 @@ const Kernel* find_divided(const VarlenSelectorInput& input, const Kernel& stand
 
 // host::refuse; a head dim above kMaxDenseHeadDim, which `what` has on no GPU, is named as the reason.
 [[noreturn]] void refuse_head_dim(const host::KernelRequest& request, const std::string& what, int64_t head_dim);
+
+// A kernel for few rows over many keys in place of `otherwise`, which select_varlen_forward has chosen, where it is faster; a null otherwise.
+Choice select_chunk(const VarlenSelectorInput& input, const Kernel& otherwise);
+
+// The second pass of split attention. Partial results look alike in all families, so one combine kernel serves them all: the
+// table has it under the family sm80 alone, and a GPU whose list names that family runs it behind the split kernels of every
+// other family of its list. Null where there is none.
+const Kernel* find_combine(const host::KernelRequest& request, int32_t head_dim);
+
+// A copy engine's box of a page has as many rows as the greatest power of two that divides the page, and at least eight.
+bool can_load_pages(const Kernel& kernel, int32_t page_size);
 
 OrderedDecoding select_ordered_decoding(const VarlenSelectorInput& input);
 // Of the scores between the two kernels, for all sequences: the floats. rows: of a key head, those of all query heads that share it.

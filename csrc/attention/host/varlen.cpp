@@ -84,12 +84,57 @@ void run_divided(ForwardParams& params, const Kernel& kernel, const Division& di
   list.run(call);
 }
 
+// Few rows over many keys. A position's heads are rows of a tile, which the kernel and its tensor maps see to. With num_splits above 1 its results
+// are partial, numbered as rows of the log-sum-exp are: for the second kernel ragged rows are one sequence.
+void run_chunk(ForwardParams& params, const Choice& choice, const host::CudaCall& call) {
+  const Kernel& kernel = *choice.forward;
+  params.num_splits = choice.num_splits;
+  int32_t fold = 1;
+  while (fold < params.heads_q / params.heads_kv) fold *= 2;
+  const int64_t tiles = most_row_blocks(params, kernel.block_m / fold) * params.heads_kv * params.num_splits;
+  const int64_t grid = host::grid_for(kernel, tiles, call.gpu);
+  host::TileCounter counter;
+  if (tiles > grid) {
+    counter = host::tile_counter(call);
+    params.tile_counter = counter.address;
+  }
+  const bool is_ragged = params.sequences.cu_seqlens_q != nullptr;
+  const int32_t rows_of_head = is_ragged ? params.sequences.rows_total : params.seq_q;
+  const int64_t rows = (is_ragged ? int64_t{1} : params.batch) * params.heads_q * rows_of_head;
+  host::Workspace partials;
+  if (choice.combine != nullptr) {
+    const int64_t out = partials.add<float>(params.num_splits * rows * params.head_dim_v);
+    const int64_t lse = partials.add<float>(params.num_splits * rows);
+    partials.allocate(call);
+    params.out_partial = partials.address<float>(out);
+    params.lse_partial = partials.address<float>(lse);
+  }
+  const sm90::ChunkTensorMaps described = sm90::chunk_tensor_maps(params, kernel.block_n);
+  const TensorMaps maps{host::encode_tensor_map(described.q, kernel.dtype, "q"),
+                        host::encode_tensor_map(described.k, kernel.dtype, "k"),
+                        host::encode_tensor_map(described.v, kernel.dtype, "v"),
+                        host::encode_tensor_map(described.out, kernel.dtype, "out")};
+  host::LaunchList list;
+  list.add({&kernel, grid, &params, maps.data(), /*is_dependent=*/false});
+  ForwardParams whole = params;
+  if (choice.combine != nullptr) {
+    whole.batch = is_ragged ? 1 : params.batch;
+    whole.seq_q = rows_of_head;
+    whole.head_dim = params.head_dim_v;
+    list.add({choice.combine, ceil_div(rows, choice.combine->block_m), &whole, nullptr, /*is_dependent=*/true});
+  }
+  list.run(call);
+}
+
 // What serves a call: two kernels, or one.
 struct Chosen {
   OrderedDecoding ordered;
   const Kernel* kernel;  // its tensors' rules are those of the call
   bool is_decoding;
   Division division{};
+  Choice chunk{};  // its first kernel is then `kernel`
+  // Of a batch whose bits may not depend on its longest sequence: the kernel of the short ones, which alone would be decoded.
+  const Kernel* of_short = nullptr;
 };
 
 void run(const VarlenArguments& arguments, const ForwardOutputs& outputs, const Chosen& chosen,
@@ -101,7 +146,8 @@ void run(const VarlenArguments& arguments, const ForwardOutputs& outputs, const 
   // Of folded heads each row would have a slope of its own.
   if (is_decoding) {
     params.score_options.folded_heads = params.heads_q / params.heads_kv;
-  } else if (has_one_row_each(arguments) && !has_alibi(arguments) && !arguments.has_dropout()) {
+  } else if (chosen.chunk.forward == nullptr && has_one_row_each(arguments) && !has_alibi(arguments) &&
+             !arguments.has_dropout()) {
     fold_heads(params);
   }
   if (arguments.has_dropout()) {
@@ -109,12 +155,21 @@ void run(const VarlenArguments& arguments, const ForwardOutputs& outputs, const 
     run_tiles(dropped.forward, kernel, call, &dropped);
   } else if (chosen.ordered.values != nullptr) {
     run_ordered_decoding(params, chosen.ordered, call);
+  } else if (chosen.chunk.forward != nullptr) {
+    run_chunk(params, chosen.chunk, call);
   } else if (is_decoding) {
     run_decoding(params, kernel, arguments.num_splits, call);
   } else if (chosen.division.combine != nullptr) {
     run_divided(params, kernel, chosen.division, call);
   } else {
+    ForwardParams few = params;
+    if (chosen.of_short != nullptr) params.num_splits = -static_cast<int32_t>(kMaxDecodingRows);
     run_tiles(params, kernel, call, &params);
+    if (chosen.of_short != nullptr) {
+      few.seq_q = static_cast<int32_t>(kMaxDecodingRows);
+      few.score_options.folded_heads = few.heads_q / few.heads_kv;
+      run_decoding(few, *chosen.of_short, /*num_splits=*/-1, call);
+    }
   }
   host::set_last_kernel(kernel.symbol);
 }
@@ -143,10 +198,27 @@ Chosen select(const VarlenArguments& arguments, const host::Device& gpu) {
   input.has_alibi = has_alibi(arguments);
   input.is_consistent = arguments.is_consistent();
   input.is_batch_invariant = arguments.num_splits == 1;
+  input.heads_q = arguments.heads_q();
+  input.longest_rows = arguments.max_seqlen_q;
+  input.num_splits = arguments.num_splits;
+  input.is_causal = arguments.window_right == 0;
+  const bool has_window = arguments.window_left >= 0 && arguments.window_right >= 0;
+  input.seen_keys = arguments.max_seqlen_k;
+  if (has_window) input.seen_keys = std::min(input.seen_keys, arguments.window_left + arguments.window_right + 1);
   const OrderedDecoding ordered = select_ordered_decoding(input);
   if (ordered.values != nullptr) return {ordered, ordered.values, true};
   const Kernel* kernel = select_varlen_forward(input);
-  return {{}, kernel, std::strcmp(kernel->operation, "attention_decode") == 0, divide_keys(input, *kernel)};
+  const Choice chunk = select_chunk(input, *kernel);
+  if (chunk.forward != nullptr) return {{}, chunk.forward, false, {}, chunk};
+  const auto decodes = [](const Kernel* found) { return std::strcmp(found->operation, "attention_decode") == 0; };
+  const Kernel* of_short = nullptr;
+  if (input.is_batch_invariant && input.rows_total > 0 && !decodes(kernel)) {
+    VarlenSelectorInput few = input;
+    few.rows = kMaxDecodingRows;
+    of_short = select_varlen_forward(few);
+    if (!decodes(of_short)) of_short = nullptr;
+  }
+  return {{}, kernel, decodes(kernel), divide_keys(input, *kernel), {}, of_short};
 }
 
 }  // namespace
@@ -211,7 +283,7 @@ void run_decoding(ForwardParams& params, const Kernel& kernel, int64_t num_split
   params.evicts_first = call.gpu.memory_rate > kFastMemory ? 1 : 0;
   const int64_t rows_of_head = static_cast<int64_t>(params.seq_q) * params.score_options.folded_heads;
   const int64_t items = ceil_div(rows_of_head, kernel.block_m) * params.heads_kv * params.batch;
-  const int64_t tiles = params.num_splits == 1 ? items : items * (ceil_div(params.seq_k, kernel.block_n) + 1);
+  const int64_t tiles = params.num_splits <= 1 ? items : items * (ceil_div(params.seq_k, kernel.block_n) + 1);
   const int64_t grid = std::min(host::grid_for(kernel, tiles, call.gpu), host::kMaxCounters);
   host::TileCounter counters;
   host::Workspace workspace;

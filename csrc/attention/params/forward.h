@@ -93,10 +93,12 @@ struct ForwardParams {
   int32_t heads_kv;  // divides heads_q; query head h reads key head h / (heads_q / heads_kv)
   int32_t seq_q;
   int32_t seq_k;
-  int32_t head_dim;    // the tensor's own, a multiple of 8, at most the kernel's kHeadDim; columns past it are zero
-  int32_t num_splits;  // key/value blocks of a tile are divided over this many thread blocks
-  float scale;         // multiplies q k^T before the softmax
-  float scale_log2;    // scale * log2(e); with a softcap, see ScoreOptions
+  int32_t head_dim;  // the tensor's own, a multiple of 8, at most the kernel's kHeadDim; columns past it are zero
+  // Key/value blocks of a tile are divided over this many thread blocks. Of ragged rows, in a batch that two kernels share: -n for the one that
+  // passes over sequences of up to n rows, and -1 for the decoding one, which passes over those of more than seq_q.
+  int32_t num_splits;
+  float scale;       // multiplies q k^T before the softmax
+  float scale_log2;  // scale * log2(e); with a softcap, see ScoreOptions
   // Of kernels for MaskKind::kRuntime alone. There seq_q and seq_k are the most rows and keys of a sequence, batch their number, and
   // rows of lse and of partial results are numbered as Sequence::result_row says.
   int32_t head_dim_v;  // of v and out; head_dim for the other kernels, which take it from there

@@ -53,7 +53,7 @@ std::string text_of(bool is_wrong, const char* what) { return is_wrong ? what : 
 
 // Of a decoding kernel, which has a counter for each block and two partial results, or none.
 std::string check_partials(const ForwardParams& p, const host::Kernel& kernel, int64_t grid) {
-  if (p.num_splits == 1)
+  if (std::abs(p.num_splits) == 1)
     return text_of(p.out_partial != nullptr || p.tile_counter != nullptr, "partial results of one");
   if (p.tile_counter == nullptr || std::any_of(p.tile_counter, p.tile_counter + grid, [](int32_t n) { return n != 0; }))
     return "counters that are not zero";
@@ -87,7 +87,14 @@ std::string run_forward(const std::string& kind, const host::Kernel& kernel, int
       (kernel.axes[axis::kMask] < 0 && std::strcmp(kernel.variant, "v128") != 0 &&
        p.head_dim_v > kernel.axes[axis::kHeadDim]))
     return "a kernel for narrower heads";
-  if (!decodes && kind != "decode_values") {
+  if (kind == "chunk_forward") {
+    if (p.score_options.folded_heads != 1) return "heads are the kernel's to fold";
+    int32_t fold = 1;
+    while (fold < p.heads_q / p.heads_kv) fold *= 2;
+    const int64_t rows = p.sequences.cu_seqlens_q != nullptr ? p.sequences.rows_total : int64_t{p.batch} * p.seq_q;
+    const int64_t tiles = ceil_div(rows * fold, kernel.block_m) * p.heads_kv * p.num_splits;
+    if (grid < tiles && (p.tile_counter == nullptr || *p.tile_counter != 0)) return "fewer blocks than tiles";
+  } else if (!decodes && kind != "decode_values") {
     const int64_t rows = kernel.axes[axis::kMask] < 0 && p.sequences.cu_seqlens_q != nullptr
                              ? ceil_div(p.sequences.rows_total, kernel.block_m)
                              : ceil_div(p.seq_q, kernel.block_m) * p.batch;
@@ -109,7 +116,7 @@ std::string run_kernel(const host::Kernel& kernel, int64_t grid, void** argument
                                                         : is_varlen ? "attention_varlen_"
                                                                     : "attention_"));
   const int32_t width = kernel.axes[axis::kHeadDim];
-  if (kind == "combine" || kind.rfind("forward", 0) == 0 || kind.rfind("decode", 0) == 0)
+  if (kind == "combine" || kind == "chunk_forward" || kind.rfind("forward", 0) == 0 || kind.rfind("decode", 0) == 0)
     return run_forward(kind, kernel, grid, arguments);
   if (kind == "transpose_e4m3") {
     const auto& p = *static_cast<const TransposeParams*>(arguments[0]);

@@ -40,7 +40,8 @@ class Sequence {
         keys(params.seq_k) {
     if (batch_.cu_seqlens_q != nullptr) {
       first_row_ = batch_.cu_seqlens_q[number];
-      rows = std::min(rows, batch_.cu_seqlens_q[number + 1] - first_row_);
+      rows_there = batch_.cu_seqlens_q[number + 1] - first_row_;
+      rows = std::min(rows, rows_there);
     }
     if (batch_.cu_seqlens_k != nullptr) {
       first_key_ = batch_.cu_seqlens_k[number];
@@ -103,6 +104,7 @@ class Sequence {
   int32_t number_;
   int32_t rows;
   int32_t keys;
+  int32_t rows_there = 0;  // of ragged rows, also past seq_q
   ScoreOptions options{};
 
  private:
@@ -153,7 +155,8 @@ struct Beside {
 void forward(const ForwardParams& p, const host::Kernel& kernel, const Beside& beside) {
   const bool is_runtime = kernel.axes[axis::kMask] < 0;
   const int32_t head_dim_v = is_runtime || beside.codes != nullptr ? p.head_dim_v : p.head_dim;
-  if (is_runtime && p.sequences.cu_seqlens_q != nullptr) {  // rows of no sequence
+  const bool is_second = p.num_splits == -1;  // of the two kernels that a batch is divided between
+  if (is_runtime && p.sequences.cu_seqlens_q != nullptr && !is_second) {  // rows of no sequence
     for (int64_t row = 0; row < p.sequences.rows_total; ++row) {
       for (int32_t head = 0; head < p.heads_q; ++head) {
         for (int32_t c = 0; c < head_dim_v; ++c)
@@ -162,9 +165,14 @@ void forward(const ForwardParams& p, const host::Kernel& kernel, const Beside& b
       }
     }
   }
-  const bool is_divided = std::strcmp(kernel.operation, "attention_forward") == 0 && p.num_splits > 1;
+  // A decoding kernel adds its shares up itself.
+  const bool is_divided = p.num_splits > 1 && std::strncmp(kernel.operation, "attention_decode", 16) != 0;
   const int32_t splits = is_divided ? p.num_splits : 1;
+  const int64_t rows_of_share =
+      int64_t{p.heads_q} * (p.sequences.cu_seqlens_q != nullptr ? p.sequences.rows_total : p.batch * p.seq_q);
+  if (is_divided) std::fill_n(p.lse_partial, splits * rows_of_share, -INFINITY);
   for_heads(p, kernel, [&](const auto& s, int32_t head, int32_t head_kv) {
+    if (is_runtime && (is_second ? s.rows_there > p.seq_q : s.rows <= -p.num_splits)) return;
     std::vector<float> k(int64_t{s.keys} * p.head_dim), v(int64_t{s.keys} * head_dim_v);
     for (int32_t key = 0; key < s.keys; ++key) {
       const int64_t at_k = s.of_key(p.k_stride, head_kv, key), at_v = s.of_key(p.v_stride, head_kv, key);
@@ -193,8 +201,9 @@ void forward(const ForwardParams& p, const host::Kernel& kernel, const Beside& b
       for (int32_t split = 0; split < splits; ++split) {
         std::vector<float> out(head_dim_v, 0.0F);
         const int32_t sink = head * s.options.folded_heads + (s.options.folded_heads > 1 ? row : 0);
-        float largest = s.options.sinks != nullptr ? s.options.sinks[sink] : -INFINITY;
-        float sum = s.options.sinks != nullptr ? 1.0F : 0.0F;
+        const bool has_sink = s.options.sinks != nullptr && split == 0;
+        float largest = has_sink ? s.options.sinks[sink] : -INFINITY;
+        float sum = has_sink ? 1.0F : 0.0F;
         const auto share = static_cast<int32_t>(ceil_div(s.keys, splits));
         for (int32_t key = split * share; key < std::min(s.keys, (split + 1) * share); ++key) {
           if (!s.sees(head, row, key)) continue;
@@ -213,8 +222,8 @@ void forward(const ForwardParams& p, const host::Kernel& kernel, const Beside& b
         const float lse = sum > 0 ? largest + std::log(sum) : -INFINITY;
         for (float& value : out) value = sum > 0 ? value / sum : 0.0F;
         if (is_divided) {
-          const int64_t at = s.statistic(head, row) + split * int64_t{p.batch} * p.heads_q * p.seq_q;
-          std::copy(out.begin(), out.end(), p.out_partial + at * p.head_dim);
+          const int64_t at = s.statistic(head, row) + split * rows_of_share;
+          std::copy(out.begin(), out.end(), p.out_partial + at * head_dim_v);
           p.lse_partial[at] = lse;
           continue;
         }

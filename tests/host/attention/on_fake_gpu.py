@@ -184,6 +184,33 @@ def test_ragged(capability: int, band: Band, with_sinks: bool) -> None:
     assert launched()[-2:] == ["backward_dq", "backward_dkv"]
 
 
+@pytest.mark.parametrize(
+    ("ragged", "expected"),
+    [
+        (Ragged((150, 3), (4500, 700), 4, 2, 64, 64, spare=3), ["chunk_forward", "combine"]),
+        (Ragged((20, 3), (2700, 20), 12, 2, 64, 40), ["chunk_forward", "combine"]),
+        (Ragged((5, 3, 0), (200, 100, 9), 24, 2, 64, 64), ["chunk_forward"]),
+    ],
+    ids=str,
+)
+def test_chunks(ragged: Ragged, expected: list[str]) -> None:
+    """Few rows, whose keys one block or several read; with sinks, and rows that see no key."""
+    begin(90)
+    check_ragged(ragged, Band(causal=True), "cpu", DTYPE, with_sinks=True, num_splits=0)
+    assert launched() == expected
+
+
+@pytest.mark.parametrize("capability", CAPABILITIES)
+def test_one_split_divides_a_batch_as_its_sequences_alone_would_be(capability: int) -> None:
+    """Those of up to 16 rows are decoded, whatever the longest has."""
+    begin(capability)
+    ragged = Ragged((65, 16, 0, 3, 17), (65, 90, 4, 31, 17), 4, 2, 64, 40, spare=3)
+    check_ragged(ragged, Band(causal=True), "cpu", DTYPE, with_sinks=True, num_splits=1)
+    assert launched() == ["forward", "decode"]
+    check_ragged(ragged, Band(causal=True), "cpu", DTYPE, with_sinks=True)
+    assert launched()[2:] == ["forward"]
+
+
 def test_ragged_by_the_fused_form() -> None:
     begin(90, 1)
     ragged = Ragged((1030, 3), (1030, 1100), 2, 2, 16, 16, spare=2)

@@ -127,7 +127,8 @@ struct Consumer {
                               visible_keys<kMask>(sequence, row + 8).end - first_key};
       mask_scores<Spec::kBlockN>(scores, visible);
     } else {
-      const KeyRange keys[2] = {visible_keys(sequence, row), visible_keys(sequence, row + 8)};
+      const KeyRange keys[2] = {visible_keys(sequence, position_of<Spec>(tile, row)),
+                                visible_keys(sequence, position_of<Spec>(tile, row + 8))};
       const int visible[2] = {keys[0].end - first_key, keys[1].end - first_key};
       mask_scores<Spec::kBlockN>(scores, visible);
       if (params.score_options.left >= kUnbounded) return;
@@ -268,9 +269,9 @@ struct Consumer {
   }
 
   // Blocks of the tile that this warpgroup's rows see: at least one of its range, but for splits.
-  __device__ __forceinline__ KeyRange own_blocks(const Sequence<kMask>& sequence, int first_row,
-                                                 const KeyRange& range) const {
-    const KeyRange seen = seen_blocks<Spec, kMask>(sequence, first_row, first_row + 64);
+  __device__ __forceinline__ KeyRange own_blocks(const Sequence<kMask>& sequence, int first_row, const KeyRange& range,
+                                                 int rows = 64) const {
+    const KeyRange seen = seen_blocks<Spec, kMask>(sequence, first_row, first_row + rows);
     if constexpr (Spec::kIsSplit) return KeyRange{range.begin, maximum(range.begin, minimum(seen.end, range.end))};
     if constexpr (!kIsRuntime) return KeyRange{range.begin, seen.end};
     const int begin = maximum(range.begin, minimum(seen.begin, range.end - 1));
@@ -289,7 +290,7 @@ struct Consumer {
     const Sequence<kMask> sequence = tile.sequence(params);
     skip_blocks(range.begin, own.begin);
 
-    const int last_row = minimum(first_row + 64, tile.num_rows(params)) - 1;
+    const int last_row = minimum(first_row + position_of<Spec>(tile, 64), tile.num_rows(params)) - 1;
     const KeyRange full{ceil_div(visible_keys<kMask>(sequence, last_row).begin, Spec::kBlockN),
                         visible_keys<kMask>(sequence, first_row).end / Spec::kBlockN};
     int block = own.begin;
@@ -358,7 +359,11 @@ struct Consumer {
       }
     }
     // Asked for before the last product, which hides the time that they take.
-    if constexpr (kIsRuntime) load_sinks(params, tile, thread_row(tile), sink_log2);
+    if constexpr (Spec::kIsFolded) {
+      load_folded_sinks(params, tile, thread_row(tile), sink_log2);
+    } else if constexpr (kIsRuntime) {
+      load_sinks(params, tile, thread_row(tile), sink_log2);
+    }
     if constexpr (!Spec::kHasOutputInQuery) release_query();
     wait_value();
     issue_output(output, probabilities);
@@ -392,7 +397,7 @@ struct Consumer {
       const auto tile = read_tile<Tile<kMask>>(shared.tile(query.stage, consumer));
       ptx::warp_sync();  // all lanes have read it before the first one can release it
       if (tile.m_block < 0) break;
-      const int first_row = tile.m_block * Spec::kBlockM + consumer * 64;
+      const int first_row = position_of<Spec>(tile, tile.m_block * Spec::kBlockM + consumer * 64);
       const KeyRange range = tile.template key_blocks<Spec>(params);
       if (first_row >= tile.num_rows(params)) {
         // Rows past the end: nothing to compute or to store.
@@ -413,7 +418,7 @@ struct Consumer {
       for (int i = 0; i < kOutputs; ++i) output[i] = 0.0f;
       RowState rows = {{ptx::negative_infinity(), ptx::negative_infinity()}, {0.0f, 0.0f}};
       float sink_log2[2];
-      const KeyRange own = own_blocks(tile.sequence(params), first_row, range);
+      const KeyRange own = own_blocks(tile.sequence(params), first_row, range, position_of<Spec>(tile, 64));
       if (!Spec::kIsSplit || own.end > range.begin) {
         attend(tile, range, own, first_row, output, rows, sink_log2);
       } else {
@@ -431,8 +436,14 @@ struct Consumer {
         if constexpr (Spec::kHasDropout) inverse_sum[r] *= dropout_of(params).scale;
         lse[r] = finished.lse;
       }
-      store_lse<Spec>(params, tile, consumer, lse);
-      if constexpr (Spec::kIsSplit) {
+      if constexpr (Spec::kIsFolded) {
+        store_folded_lse<Spec>(params, tile, consumer, lse);
+      } else {
+        store_lse<Spec>(params, tile, consumer, lse);
+      }
+      if (Spec::kIsFolded && params.num_splits > 1) {
+        if constexpr (Spec::kIsFolded) store_folded_partial<Spec>(params, tile, consumer, output, inverse_sum);
+      } else if constexpr (Spec::kIsSplit) {
         store_partial<Spec>(params, tile, consumer, output, inverse_sum);
       } else {
         store_tile<Spec>(params, shared, out_map, tile, query.stage, consumer, output, inverse_sum);

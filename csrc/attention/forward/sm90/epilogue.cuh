@@ -5,6 +5,7 @@
 #include "attention/forward/sm90/schedule.cuh"
 #include "attention/forward/sm90/softmax.cuh"
 #include "attention/forward/sm90/spec.cuh"
+#include "attention/forward/sm90/varlen/folded.cuh"
 #include "attention/forward/sm90/varlen/schedule.cuh"
 #include "attention/params/forward.h"
 #include "attention/sequences.cuh"
@@ -106,6 +107,36 @@ __device__ __forceinline__ void store_partial(const ForwardParams& params, const
   }
 }
 
+// The same of a tile of folded heads: of the result where the tile's keys are not shared, else of this share.
+template <typename Spec>
+__device__ __forceinline__ void store_folded_lse(const ForwardParams& params, const VarlenTile& tile, int consumer,
+                                                 const float (&lse)[2]) {
+  float* lse_gmem = params.num_splits > 1 ? params.lse_partial : params.lse;
+  if (ptx::lane_index() % 4 != 0 || lse_gmem == nullptr) return;
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    const FoldedRow at = folded_row(tile, row_of_thread<Spec>(tile, consumer) + 8 * r);
+    if (at.is_there) ptx::st_global_float(lse_gmem + result_of(params, tile, at), lse[r]);
+  }
+}
+template <typename Spec>
+__device__ __forceinline__ void store_folded_partial(const ForwardParams& params, const VarlenTile& tile, int consumer,
+                                                     const float (&output)[Spec::kValueDim / 2],
+                                                     const float (&inverse_sum)[2]) {
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    const FoldedRow at = folded_row(tile, row_of_thread<Spec>(tile, consumer) + 8 * r);
+    if (!at.is_there) continue;
+    float* row_gmem = params.out_partial + result_of(params, tile, at) * params.head_dim_v + ptx::lane_index() % 4 * 2;
+#pragma unroll
+    for (int j = 0; j < Spec::kValueDim / 8; ++j) {
+      const uint32_t pair[2] = {ptx::float_bits(output[4 * j + 2 * r] * inverse_sum[r]),
+                                ptx::float_bits(output[4 * j + 2 * r + 1] * inverse_sum[r])};
+      if (8 * j < params.head_dim_v) ptx::st_global_64(row_gmem + 8 * j, pair);
+    }
+  }
+}
+
 // Slabs first_slab on of the warpgroup's rows before the sequence's end, from shared memory: the next sequence's follow.
 template <typename Spec, MaskKind kMask>
 __device__ __forceinline__ void store_tail_rows(const ForwardParams& params, const Tile<kMask>& tile, int first_row,
@@ -127,6 +158,30 @@ __device__ __forceinline__ void store_tail_rows(const ForwardParams& params, con
   }
 }
 
+// The same of a tile of folded heads; first: the warpgroup's first position.
+template <typename Spec>
+__device__ __forceinline__ void store_folded_tail_rows(const ForwardParams& params, const VarlenTile& tile, int first,
+                                                       typename Spec::OutputTile smem, int first_slab) {
+  using Element = typename Spec::Element;
+  const Strides& stride = params.out_stride;
+  const int chunk = ptx::lane_index() % 8;
+  const int first_of_warpgroup = first << folding_of(tile).shift;
+  for (int row = ptx::thread_index() % 128 / 8; row < 64; row += 16) {
+    const FoldedRow at = folded_row(tile, first_of_warpgroup + row);
+    if (!at.is_there) continue;
+    Element* row_gmem = static_cast<Element*>(params.out) + tile.sequence(params).row_offset(stride, at.head) +
+                        at.position * stride.row;
+#pragma unroll
+    for (int slab = 0; slab < Spec::kSlabsOfPass; ++slab) {
+      const int column = (first_slab + slab) * 64 + chunk * 8;
+      if (column >= params.head_dim_v) continue;
+      uint32_t words[4];
+      ptx::ld_shared_128(words, smem.chunk(row, slab, chunk));
+      ptx::st_global_128(row_gmem + column, words);
+    }
+  }
+}
+
 // Whole 64-row tiles, and those of dense rows, which the copy engine cuts at the tensor's end, go out by the copy engine; the last rows of a
 // ragged sequence by predicated stores.
 template <typename Spec, MaskKind kMask>
@@ -136,9 +191,9 @@ __device__ __forceinline__ void store_tile(const ForwardParams& params, const Sh
                                            const float (&inverse_sum)[2]) {
   const auto smem = shared.output(query_stage, consumer);
   const bool is_storing_thread = ptx::thread_index() % 128 == 0;
-  const int first_row = tile.m_block * Spec::kBlockM + consumer * 64;
+  const int first_row = position_of<Spec>(tile, tile.m_block * Spec::kBlockM + consumer * 64);
   const bool is_ragged = kMask == MaskKind::kRuntime && params.sequences.cu_seqlens_q != nullptr;
-  const bool has_tail = is_ragged && first_row + 64 > tile.num_rows(params);
+  const bool has_tail = is_ragged && first_row + position_of<Spec>(tile, 64) > tile.num_rows(params);
 #pragma unroll
   for (int first_slab = 0; first_slab < Spec::kNumValueSlabs; first_slab += Spec::kSlabsOfPass) {
     // Hazard: the store before (of this tile or of the last) still reads the buffer; its thread waits for it. Or: the tensor cores still
@@ -153,12 +208,21 @@ __device__ __forceinline__ void store_tile(const ForwardParams& params, const Sh
     ptx::fence_proxy_async_shared();
     sync_consumer(consumer);
     if (has_tail) {
-      if constexpr (kMask == MaskKind::kRuntime) store_tail_rows<Spec>(params, tile, first_row, smem, first_slab);
+      if constexpr (Spec::kIsFolded) {
+        store_folded_tail_rows<Spec>(params, tile, first_row, smem, first_slab);
+      } else if constexpr (kMask == MaskKind::kRuntime) {
+        store_tail_rows<Spec>(params, tile, first_row, smem, first_slab);
+      }
     } else if (is_storing_thread) {
 #pragma unroll
       for (int slab = 0; slab < Spec::kSlabsOfPass; ++slab) {
         int row = tile.m_block * Spec::kBlockM + consumer * 64;
         if constexpr (kMask == MaskKind::kRuntime) row = tile.first_row + first_row;
+        if constexpr (Spec::kIsFolded) {
+          ptx::tma_store_5d(&out_map, smem.slab(slab), (first_slab + slab) * 64, /*head of the group*/ 0, row,
+                            folding_of(tile).kv_head, is_ragged ? 0 : tile.batch);
+          continue;
+        }
         ptx::tma_store_4d(&out_map, smem.slab(slab), (first_slab + slab) * 64, row, tile.head,
                           is_ragged ? 0 : tile.batch);
       }

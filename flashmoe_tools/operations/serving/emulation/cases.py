@@ -6,11 +6,29 @@ import random
 from collections.abc import Iterator
 from dataclasses import replace
 
-from flashmoe_tools.operations.serving.emulation.problem import Keys, MaskTensor, Rows, VarlenProblem, adds_alibi
+from flashmoe_tools.operations.serving.emulation.problem import (
+    UNBOUNDED,
+    Keys,
+    MaskTensor,
+    Rows,
+    VarlenProblem,
+    adds_alibi,
+)
 from flashmoe_tools.tables import Unit
 
 # The f16 kernel of the smallest head dim meets every problem; the others, the same source with other sizes or conversions, some.
-FEW = ("ragged", "exact", "paged", "window", "softcap", "soft softcap", "wide softcap", "shared tiles", "lowest mask")
+FEW = (
+    "ragged",
+    "divided",
+    "exact",
+    "paged",
+    "window",
+    "softcap",
+    "soft softcap",
+    "wide softcap",
+    "shared tiles",
+    "lowest mask",
+)
 ONE = ("ragged",)
 SMALL_PAGE = {"sm90": 8, "sm80": 3, "sm75": 3}  # the smallest that a family takes, or what no power of two divides
 MAX_SPLITS = 5
@@ -95,6 +113,8 @@ def _prefill(unit: Unit) -> Iterator[VarlenProblem]:
     narrow = dim // 2 + 8
     # Sequences without rows, without keys, with fewer keys than rows (rows that see none), one past a tile both ways.
     yield replace(_base(unit, "ragged", (m + 1, 0, 5, 9, 3), (2 * n + 1, n, 0, 4, 7)), right=0)
+    # Of a batch that a decoding kernel has the short sequences of.
+    yield replace(_base(unit, "divided", (m + 1, 5, 0, 17, 16, 1), (n + 9, n, 5, 20, 16, 3)), right=0, divided_at=16)
     # Every key; columns short of the kernel's, those of the values by another number; bounds that exceed the sequences.
     full = _base(unit, "full", (7, m, 0), (n + 3, 2 * n, 0))
     yield replace(full, heads_q=3, heads_kv=3, head_dim=narrow, head_dim_v=dim // 2 - 8, slack=70, wants_lse=False)
@@ -154,6 +174,51 @@ def _prefill(unit: Unit) -> Iterator[VarlenProblem]:
     yield short
     # With a mask tensor they do not.
     yield replace(short, name="unshared tiles", mask=MaskTensor.ADDITIVE, mask_broadcast=(False, False, False))
+
+
+LEAST_SHARE = 256  # keys, kLeastShare
+
+
+def chunks(unit: Unit) -> Iterator[VarlenProblem]:
+    """The heads of a group as rows of a tile, groups of all kinds; keys whole, and in shares that some tiles have fewer of."""
+    for seed, problem in enumerate(_chunks(unit)):
+        yield replace(problem, data_seed=seed)
+
+
+def _chunks(unit: Unit) -> Iterator[VarlenProblem]:
+    n, dim = unit.row.block_n, unit.row.axes["head_dim"]
+    positions = unit.row.block_m // 4  # of a tile, for groups of three or four heads
+    # Past a tile's middle; no rows, no keys, rows that see none.
+    ragged = _base(unit, "ragged", (positions + positions // 2 + 3, 0, 5, 9, 3), (2 * n + 1, n, 0, 4, 7))
+    ragged = replace(ragged, heads_q=4, right=0)
+    yield ragged
+    # Of three shares a sequence has all, one or none with keys of its own, and some rows see none of the last.
+    shares = replace(ragged, name="shares", heads_q=8, heads_kv=2, has_sinks=True, splits=3)
+    yield replace(shares, rows=(positions + 3, 3, 0, 2), keys=(3 * LEAST_SHARE + n + 9, 2 * LEAST_SHARE - 5, 5, 1))
+    # Groups of no power of two; pages.
+    paged = replace(ragged, name="group of seven", heads_q=7, keys_layout=Keys.PAGED, page_size=16, slack=9)
+    yield replace(paged, rows=(positions // 2 + 1, 3), keys=(2 * LEAST_SHARE + 5, 17), has_sinks=True, splits=2)
+    yield replace(paged, name="group of forty", heads_q=40, rows=(3, 1), keys=(n + 5, 9), page_size=8, right=UNBOUNDED)
+    # The window's left end inside a tile, the shares those of what the tile sees.
+    window = replace(shares, name="window", heads_q=6, left=2 * LEAST_SHARE, right=3)
+    yield replace(window, rows=(positions + 5, 4), keys=(3 * LEAST_SHARE, n + 9))
+    # Bit for bit, whole: rows of a tile that see blocks which their neighbours do not.
+    yield replace(
+        ragged, name="exact", rows=(positions, 5), keys=(positions + 2 * n + 21, n + 3), has_sinks=True, is_exact=True
+    )
+    # No group; columns short of the kernel's, those of the values by another number; bounds that exceed the sequences.
+    full = _base(unit, "full", (7, unit.row.block_m, 0), (2 * LEAST_SHARE + 3, 2 * n, 0))
+    full = replace(full, heads_q=2, heads_kv=2, head_dim=dim // 2 + 8, head_dim_v=dim // 2 - 8, slack=70, splits=2)
+    yield replace(full, wants_lse=False)
+    # Dense rows and keys with room behind the used ones; more tiles than blocks, and no counter.
+    dense = _base(unit, "dense", (positions + 3,) * 3, (n, 2 * LEAST_SHARE + 1, 0))
+    dense = replace(dense, heads_q=4, rows_layout=Rows.DENSE, keys_layout=Keys.DENSE, spare_keys=n // 2 + 1)
+    yield replace(dense, has_counter=False, right=0)
+    yield replace(dense, name="dense, shares", splits=2, has_counter=False)
+    # More sequences than a warp has lanes.
+    rows = tuple(index % 3 for index in range(40))
+    many = _base(unit, "many", (*rows, positions + 5), (*rows, 2 * LEAST_SHARE))
+    yield replace(many, heads_q=4, right=0, splits=2)
 
 
 def _decoding(unit: Unit) -> Iterator[VarlenProblem]:

@@ -16,7 +16,7 @@ from flashmoe_tools.tables import Unit
 
 BLOCKS = 19  # of the grid: shares end inside items, and items inside shares; more than are added up at once
 # The f16 kernel of the smallest head dim meets every problem; the others, the same source with other sizes or conversions, some.
-FEW = ("decode", "shared by all", "lowest mask")
+FEW = ("decode", "divided", "shared by all", "lowest mask")
 ONE = ("decode",)
 SMALLEST = 64  # head dim
 MANY = 40  # sequences: more than a warp has lanes
@@ -64,6 +64,10 @@ def problems(unit: Unit) -> Iterator[VarlenProblem]:
         # More blocks than are added at once, the first of which has another item's end, too.
         replace(one, name="shared by most", rows=(1, 1), keys=(n, 35 * n - 3)),
         replace(few, name="no rows", rows=(0, 0, 0), keys=(n, 0, 5), slack=2),
+        # The short sequences of a batch that a prefill kernel has the long ones of.
+        replace(
+            few, name="divided", rows=(3, 40, 0, 16, 17), keys=(n, 90, 5, 40, 2 * n), right=0, divided_at=16, splits=1
+        ),
         # Whole items, and sequences without rows in front of the ones that a block finds.
         replace(few, name="many, one split", rows=many, keys=many, heads_q=1, splits=1),
         # Equal sequences without an array of lengths, in parts; sinks, since sequences lie as heads do.

@@ -14,7 +14,7 @@ from flashmoe_tools.operations.attention.emulation import recurrence
 from flashmoe_tools.operations.attention.emulation.forward import merge
 from flashmoe_tools.operations.attention.emulation.problem import lse_bound
 from flashmoe_tools.operations.attention.reference import ScoreOptions
-from flashmoe_tools.operations.serving.emulation.cases import problems
+from flashmoe_tools.operations.serving.emulation.cases import chunks, problems
 from flashmoe_tools.operations.serving.emulation.problem import (
     LOG2E,
     SPARE_ROWS,
@@ -107,7 +107,7 @@ def values_of(p: VarlenProblem, tensors: Tensors, lse: torch.Tensor, **more: Any
         **{f"{name}_stride": strides(p, t, is_query=name in ("q", "out")) for name, t in named.items()},
         "out": output(tensors.out),
         "lse": output(lse) if p.wants_lse else None,
-        "num_splits": p.splits,
+        "num_splits": p.num_splits,
         "is_consistent": p.is_consistent,
         "evicts_first": 0,  # no bits depend on it
         **more,
@@ -148,10 +148,20 @@ def trial_on(unit: Unit, p: VarlenProblem, tensors: Tensors) -> Trial:
     more = {name: output(tensor) for name, tensor in partial.items()} if p.splits > 1 else {}
     values = values_of(p, tensors, lse, **more, tile_counter=counter() if p.has_counter else None)
 
+    is_chunk = unit.row.operation == "attention_chunk_forward"
+
     def check() -> list[str]:
+        found: list[str] = []
         if p.splits > 1:
             # A split that the plan does not use writes nothing: NaN, which counts as -inf. The sink is in split 0's.
             unused = torch.isnan(partial["lse_partial"])
+            if is_chunk:  # whose shares attention_combine reads, all of them
+                own = tensors.of_statistic(p, partial["lse_partial"].view(p.splits, *lse.shape).sum(0))
+                found = [
+                    f"a share of sequence {index} is not there" for index, rows in enumerate(own) if rows.isnan().any()
+                ]
+            if is_chunk:  # what lies beside a share without keys is not read
+                unused |= partial["lse_partial"].isneginf()
             whole = merge(
                 partial["out_partial"].masked_fill(unused[..., None], 0.0),
                 partial["lse_partial"].masked_fill(unused, -torch.inf),
@@ -159,9 +169,12 @@ def trial_on(unit: Unit, p: VarlenProblem, tensors: Tensors) -> Trial:
             lse.copy_(whole["lse"].view_as(lse))
             out = whole["out"].view(*lse.shape, p.head_dim_v)
             tensors.out.copy_(out.transpose(0, 1) if p.rows_layout is Rows.RAGGED else out)
-        return disagreements(p, tensors, lse) + (other_bits(unit, p, tensors, lse) if p.is_exact else [])
+        return found + disagreements(p, tensors, lse) + (other_bits(unit, p, tensors, lse) if p.is_exact else [])
 
-    tiles = row_blocks(p, unit.row.block_m) * (p.heads_kv if p.is_folded else p.heads_q) * p.splits
+    heads, rows = (p.heads_kv if p.is_folded else p.heads_q), unit.row.block_m
+    if is_chunk:
+        heads, rows = p.heads_kv, rows >> (p.group - 1).bit_length()
+    tiles = row_blocks(p, rows) * heads * p.splits
     return Trial([Launch(with_dropout(p, "forward", values), tiles)], check, {"out": tensors.out, "lse": lse})
 
 
@@ -193,6 +206,9 @@ def disagreements(p: VarlenProblem, tensors: Tensors, lse: torch.Tensor) -> list
     for sequence, (out, own_lse) in enumerate(views):
         if p.rows[sequence] == 0:
             continue
+        if p.is_passed_over(sequence):
+            found += touched(f"the rows of sequence {sequence}, which is another kernel's", out, NAN)
+            continue
         expected, expected_lse, bound = reference(p, tensors, sequence)
         found += worst_element(f"out of sequence {sequence}", out, expected, bound)
         if p.wants_lse:
@@ -205,3 +221,4 @@ def disagreements(p: VarlenProblem, tensors: Tensors, lse: torch.Tensor) -> list
 
 
 RUNNER = Runner(problems, trial)
+CHUNK_RUNNER = Runner(chunks, trial)

@@ -74,6 +74,9 @@ class VarlenProblem(NamedProblem):
     is_exact: bool = False  # integers whose results are known bit for bit (attention/emulation/recurrence.py)
     is_consistent: bool = False
     splits: int = 1
+    divided_at: int = (
+        0  # rows of a sequence up to which a decoding kernel serves it, and a prefill kernel those with more
+    )
     wants_lse: bool = True
     has_counter: bool = True
     dropout_p: float = 0.0
@@ -89,6 +92,16 @@ class VarlenProblem(NamedProblem):
         return self.heads_q // self.heads_kv
 
     @property
+    def num_splits(self) -> int:
+        if not self.divided_at:
+            return self.splits
+        return -1 if self.is_decoding else -self.divided_at
+
+    def is_passed_over(self, sequence: int) -> bool:
+        """Whether another kernel serves it."""
+        return self.divided_at > 0 and (self.rows[sequence] > self.divided_at) == self.is_decoding
+
+    @property
     def has_score_functions(self) -> bool:
         return self.softcap > 0 or self.mask is not MaskTensor.NONE
 
@@ -102,6 +115,8 @@ class VarlenProblem(NamedProblem):
 
     @property
     def most_rows(self) -> int:
+        if self.divided_at and self.is_decoding:
+            return self.divided_at
         return self.group if self.is_folded else max(self.rows) + (self.slack if self.rows_layout is Rows.RAGGED else 0)
 
     @property

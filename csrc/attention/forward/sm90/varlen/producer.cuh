@@ -4,6 +4,7 @@
 #pragma once
 
 #include "attention/forward/sm90/spec.cuh"
+#include "attention/forward/sm90/varlen/folded.cuh"
 #include "attention/forward/sm90/varlen/schedule.cuh"
 #include "attention/forward/sm90/varlen/scheduler.cuh"
 #include "attention/sequences.cuh"
@@ -159,6 +160,7 @@ struct VarlenProducer {
   // empty ones stood in front of the sequence: what a consumer does is the same. Where there are no more heads, it has no rows.
   static __device__ __forceinline__ VarlenTile own_tile(int consumer, const NextTile& next) {
     VarlenTile tile = next.tile;
+    if constexpr (Spec::kIsFolded) return tile;
     const int warpgroups = Spec::kNumConsumers >= 4 && tile.rows > 64 ? 2 : 1;  // of a head
     const int head = consumer / warpgroups;
     if (head < next.heads) {
@@ -175,7 +177,7 @@ struct VarlenProducer {
     ptx::mbarrier_wait(shared.query_empty(query.stage, consumer), query.parity ^ 1);
     const VarlenTile tile = own_tile(consumer, next);
     publish_tile(shared.tile(query.stage, consumer), tile);
-    const int row = tile.m_block * Spec::kBlockM + consumer * 64;
+    const int row = position_of<Spec>(tile, tile.m_block * Spec::kBlockM + consumer * 64);
     if (row >= tile.rows) {
       ptx::mbarrier_arrive(full);
       return;
@@ -184,6 +186,11 @@ struct VarlenProducer {
     ptx::mbarrier_arrive_expect_tx(full, Spec::QueryTile::kBytes);
 #pragma unroll
     for (int slab = 0; slab < Spec::kNumSlabs; ++slab) {
+      if constexpr (Spec::kIsFolded) {
+        ptx::tma_load_5d(shared.query(query.stage, consumer).slab(slab), &q_map, full, slab * 64, 0,
+                         tile.first_row + row, next.kv_head, is_ragged ? 0 : tile.batch, ptx::CacheHint::kEvictFirst);
+        continue;
+      }
       ptx::tma_load_4d(shared.query(query.stage, consumer).slab(slab), &q_map, full, slab * 64, tile.first_row + row,
                        tile.head, is_ragged ? 0 : tile.batch, ptx::CacheHint::kEvictFirst);
     }

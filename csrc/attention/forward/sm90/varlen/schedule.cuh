@@ -63,6 +63,10 @@ __device__ __forceinline__ attention::sm90::VarlenTile read_tile(const unsigned 
 namespace attention {
 namespace sm90 {
 
+// Row blocks of a key head, where the heads of its group are rows: folded.cuh.
+template <typename Spec>
+__device__ __forceinline__ int folded_row_blocks(int rows, int group);
+
 // Short sequences: where a head has rows for half of the warpgroups at most, a tile has several of the query heads that share a key head,
 // each in warpgroups of its own, so that keys are read once for them and one's products cover another's softmax. Not where that would leave
 // multiprocessors without a tile, nor close to it. A row's bits are the same either way. Not under dropout, nor with a mask: a row of such a tile
@@ -74,7 +78,7 @@ struct SharedTiles {
 
   static __device__ __forceinline__ bool serve(const ForwardParams& params, int rows) {
     // A difference, not a product: "Registers of the plain loop" in docs/notebook/2026-11-23-attention-ragged.md.
-    return !Spec::kHasDropout && rows > 0 && rows <= Spec::kNumConsumers / 2 * 64 &&
+    return !Spec::kHasDropout && !Spec::kIsFolded && rows > 0 && rows <= Spec::kNumConsumers / 2 * 64 &&
            params.batch * params.heads_q - ptx::grid_size() > ptx::grid_size() && params.heads_q > params.heads_kv &&
            params.score_options.mask == nullptr;
   }
@@ -102,6 +106,9 @@ class SequenceWalk {
     return tiles;
   }
 
+  // Query heads that share a key head.
+  __device__ __forceinline__ int group() const { return heads_; }
+
   // Which sequence has tile `index`, where that lies, and the index of the tile among the sequence's. All lanes.
   struct TileOfSequence {
     int batch;
@@ -127,6 +134,9 @@ class SequenceWalk {
     return Extent{ptx::shuffle_index(extent.first, lane), ptx::shuffle_index(extent.length, lane)};
   }
   __device__ __forceinline__ int tiles_of_rows(int rows) const {
+    if constexpr (Spec::kIsFolded)
+      return folded_row_blocks<Spec>(rows, group()) * params_.heads_kv * params_.num_splits;
+    if (rows <= -params_.num_splits) return 0;
     if (SharedTiles<Spec>::serve(params_, rows)) {
       return SharedTiles<Spec>(heads_, rows).count * params_.heads_kv;
     }
@@ -159,10 +169,10 @@ class SequenceWalk {
   int end_;  // tiles of the group's sequences up to this lane's
 };
 
-// Heads of a sequence that are scheduled together: as heads_per_section of the dense kernels says, for the keys that tiles read at
+// Key heads of a sequence that are scheduled together: as heads_per_section of the dense kernels says, for the keys that tiles read at
 // one time. With a window those are few, and all heads go together: their short tiles then come last of all, and fill the end.
 template <typename Spec>
-__device__ __forceinline__ int heads_per_section(const ForwardParams& params, const VarlenSequence& sequence) {
+__device__ __forceinline__ int key_heads_per_section(const ForwardParams& params, const VarlenSequence& sequence) {
   constexpr int kSectionKeys = (32 << 20) / (2 * (Spec::kHeadDim + Spec::kValueDim));
   const ScoreOptions& options = params.score_options;
   int keys = sequence.keys();
@@ -173,7 +183,7 @@ __device__ __forceinline__ int heads_per_section(const ForwardParams& params, co
   } else if (params.heads_kv > 1 && static_cast<int64_t>(params.heads_kv) * keys > kSectionKeys) {
     kv_heads = maximum(1, kSectionKeys / keys);
   }
-  return kv_heads * heads_per_key_head(params);
+  return kv_heads;
 }
 
 // What the loading thread needs of a tile.
@@ -202,7 +212,7 @@ __device__ __forceinline__ NextTile decode_tile(const ForwardParams& params, Seq
     heads = minimum(shared.heads, group - first);
   } else if (m_blocks > 1) {
     if (params.score_options.right < kUnbounded) {
-      const int section_heads = heads_per_section<Spec>(params, sequence);
+      const int section_heads = key_heads_per_section<Spec>(params, sequence) * heads_per_key_head(params);
       const int first_head = found.index / (section_heads * m_blocks) * section_heads;
       const Section section{found.index - first_head * m_blocks, first_head,
                             minimum(section_heads, params.heads_q - first_head)};

@@ -3,6 +3,7 @@
 #pragma once
 
 #include "attention/forward/sm90/spec.cuh"
+#include "attention/forward/sm90/varlen/folded.cuh"
 #include "attention/forward/sm90/varlen/schedule.cuh"
 #include "attention/sequences.cuh"
 #include "device/persistent.cuh"
@@ -70,15 +71,32 @@ struct TileScheduler {
     ptx::mbarrier_arrive(shared.next_tile_full(slot));
   }
 
+  // The block's tile after `index`. All lanes.
+  __device__ __forceinline__ int draw(int num_tiles, int index) const {
+    int next_index = 0;
+    if (lane == 0) next_index = next_tile_index(params.tile_counter, num_tiles, index);
+    return ptx::shuffle_index(next_index, 0);
+  }
+
   // The walk has started. A slot is free again: its reader has asked for the tile after it.
   __device__ __forceinline__ void run() {
     const int num_tiles = walk.count_tiles();
     int index = ptx::block_index();
     Tail tail{0, 0, -1};  // still to be cleared, of the tile before
     for (int slot = 0;; slot ^= 1) {
-      const bool is_end = index >= num_tiles;
       NextTile next{{-1, 0, 0, 0, 0, 0, KeyRange{0, 0}}, 0, 0, 0, 0};
-      if (!is_end) next = decode_tile<Spec>(params, walk, index);
+      if constexpr (Spec::kIsFolded) {
+        for (; index < num_tiles; index = draw(num_tiles, index)) {
+          const NextTile found = decode_folded_tile<Spec>(params, walk, index);
+          const bool has_share = found.tile.blocks.begin < found.tile.blocks.end;
+          if (has_share) next = found;
+          if (has_share) break;
+          clear_share<Spec>(params, found.tile);
+        }
+      } else if (index < num_tiles) {
+        next = decode_tile<Spec>(params, walk, index);
+      }
+      const bool is_end = index >= num_tiles;
       const VarlenTile& tile = next.tile;
       publish(slot, next);
       if (tail.first_row >= 0) finish_tail(tail);
@@ -89,9 +107,7 @@ struct TileScheduler {
       tail = Tail{slot, value.stage, has_tail<Spec>(tile) ? maximum(0, tile.keys - last_block * Spec::kBlockN) : -1};
       value.advance();
       ptx::mbarrier_wait(shared.next_tile_wanted(), slot);
-      int next_index = 0;
-      if (lane == 0) next_index = next_tile_index(params.tile_counter, num_tiles, index);
-      index = ptx::shuffle_index(next_index, 0);
+      index = draw(num_tiles, index);
     }
   }
 };

@@ -33,6 +33,19 @@ struct DropoutForwardSpec : VarlenSpec<Element, kHeadDim, kBlockM, kBlockN, kNum
   static_assert(kScores != 1, "a softcap or a mask tensor is the sm80 kernels'");
 };
 
+// Chunks: few rows over many keys. The heads of a group are rows of a tile, and params.num_splits shares of a tile's keys are items of their own
+// (folded.cuh).
+template <typename Element, int kHeadDim, int kBlockM, int kBlockN, int kNumStages, int kNumWarps, int kNumQueryStages,
+          int kNumOutputSlabs>
+struct ChunkSpec
+    : VarlenSpec<Element, kHeadDim, kBlockM, kBlockN, kNumStages, kNumWarps, kNumQueryStages, kNumOutputSlabs> {
+  static constexpr bool kIsFolded = true;
+  // The scheduling warp finds shares, too, and two warpgroups that compute need less than all of the rest.
+  static_assert(kBlockM == 128, "registers for two warpgroups that compute");
+  static constexpr int kProducerRegisters = 72;  // 72 + 2 * 216 = 3 * 168, what the block starts with
+  static constexpr int kConsumerRegisters = 216;
+};
+
 }  // namespace sm90
 }  // namespace attention
 }  // namespace flashmoe

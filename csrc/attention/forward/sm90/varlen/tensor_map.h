@@ -39,6 +39,39 @@ inline ForwardTensorMaps varlen_tensor_maps(const DropoutForwardParams& params, 
   return varlen_tensor_maps(params.forward, block_n);
 }
 
+// Q and the output of a chunk, [batch, key heads, rows, heads of a group, head_dim]: a box is a warpgroup's 64 rows, those of as many positions
+// as fit when a position takes the least power of two that holds the group. Heads past the group read as zeros and are not written.
+struct FoldedMapArguments {
+  void* address;
+  std::uint64_t dims[kTensorMapRank + 1];
+  std::uint64_t strides_bytes[kTensorMapRank];
+  std::uint32_t box[kTensorMapRank + 1];
+  std::uint32_t element_strides[kTensorMapRank + 1];
+};
+struct ChunkTensorMaps {
+  FoldedMapArguments q;
+  TensorMapArguments k;
+  TensorMapArguments v;
+  FoldedMapArguments out;
+};
+
+inline FoldedMapArguments folded_map(const TensorMapArguments& map, int heads_kv) {
+  const std::uint64_t group = map.dims[2] / static_cast<std::uint64_t>(heads_kv);
+  std::uint32_t box_heads = 1;
+  while (box_heads < group) box_heads *= 2;
+  const std::uint64_t row = map.strides_bytes[0], head = map.strides_bytes[1], batch = map.strides_bytes[2];
+  return FoldedMapArguments{map.address,
+                            {map.dims[0], group, map.dims[1], static_cast<std::uint64_t>(heads_kv), map.dims[3]},
+                            {head, row, head * group, batch},
+                            {kSlabColumns, box_heads, kWarpgroupRows / box_heads, 1, 1},
+                            {1, 1, 1, 1, 1}};
+}
+
+inline ChunkTensorMaps chunk_tensor_maps(const ForwardParams& params, int block_n) {
+  const ForwardTensorMaps maps = varlen_tensor_maps(params, block_n);
+  return ChunkTensorMaps{folded_map(maps.q, params.heads_kv), maps.k, maps.v, folded_map(maps.out, params.heads_kv)};
+}
+
 }  // namespace sm90
 }  // namespace attention
 }  // namespace flashmoe
