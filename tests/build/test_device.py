@@ -22,8 +22,8 @@ from flashmoe_build.compile.toolchain import find_toolchain
 from flashmoe_tools.tables import Tables, Unit, load_tables
 
 TARGETS = ("sm_80", "sm_90a", "sm_120a", "compute_80")
-COMBINE = "attention_combine_sm80_f16"  # the smallest kernel; one tile for all targets
-COMBINE_FRONT = "attention_combine_sm80_xf16"
+COMBINE = "attention_combine_sm80_f16_d256"  # the smallest kernel; one tile for all targets
+COMBINE_FRONT = "attention_combine_sm80_xf16_d256"
 HEADER = "attention/combine/combine.cuh"
 
 
@@ -34,7 +34,7 @@ def tree(tmp_path: Path, root: Path) -> Path:
 
 
 def units_of(tables: Tables) -> list[Unit]:
-    return [unit for unit in tables.units(TARGETS) if unit.name.startswith(COMBINE)]
+    return [unit for unit in tables.units(TARGETS) if unit.name == COMBINE]
 
 
 def build(tree: Path) -> DeviceCode:
@@ -95,7 +95,7 @@ def test_targets_share_ptx_and_an_edit_costs_what_it_changes(tree: Path) -> None
 @pytest.mark.parametrize("target", ["sm_80", "sm_90a", "sm_100a", "sm_120a", "compute_80"])
 def test_a_dependent_kernel_waits_where_the_host_launches_it_early(tmp_path: Path, root: Path, target: str) -> None:
     """The host asks for an early launch from a virtual capability of 9.0 on; without the wait partial results are read too soon."""
-    unit = next(unit for unit in load_tables(root / "csrc").units((target,)) if unit.name.startswith(COMBINE))
+    unit = next(unit for unit in load_tables(root / "csrc").units((target,)) if unit.name == COMBINE)
     ptx = compile_front_end(unit, root=root, toolchain=find_toolchain(), cache=Cache(tmp_path))
     assert (b"griddepcontrol.wait" in ptx.text) == (unit.virtual_capability >= (9, 0))
     assert (unit.virtual_capability >= (9, 0)) == (unit.target.capability >= (9, 0))

@@ -93,10 +93,13 @@ extern "C" void choose_chunk(int capability, const char* forced, int is_bf16, in
   input.seen_keys = sizes[9];
   input.is_causal = true;
   answer[0] = 0;
-  const attention::Choice found = attention::select_chunk(input, *attention::select_varlen_forward(input));
-  if (found.forward == nullptr) return;
-  std::snprintf(answer, length, "%s %d %s", found.forward->symbol, found.num_splits,
-                found.combine == nullptr ? "" : found.combine->symbol);
+  try {
+    const attention::Choice found = attention::select_chunk(input, *attention::select_varlen_forward(input));
+    if (found.forward == nullptr) return;
+    std::snprintf(answer, length, "%s %d %s", found.forward->symbol, found.num_splits,
+                  found.combine == nullptr ? "" : found.combine->symbol);
+  } catch (const std::exception&) {  // nothing serves the call: choose_varlen says why
+  }
 }
 
 // Writes the symbols of the two kernels that decode with the bits of a prefill, or nothing; sizes as above, and multiprocessors.

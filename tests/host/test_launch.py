@@ -30,6 +30,7 @@ ATTENTION = (
     "prepare",
     "select",
     "select_dropout",
+    "select_chunks",
     "select_ordered",
     "select_wide",
     "varlen",
@@ -221,12 +222,12 @@ def test_a_ragged_grid_holds_the_most_tiles_that_there_can_be(run_varlen: Varlen
     k, pages = paged(16)
     for rows, first, grid in (
         (40, 10, 2 * 2),
-        (700, 200, 2 * (-(-500 // 256) * 2)),
-        (3000, 1, 2 * (-(-3000 // 256) + 2)),
+        (700, 200, 2 * (-(-500 // 128) * 2)),
+        (3000, 1, 2 * (-(-3000 // 128) + 2)),
     ):
         longest, cu_seqlens_q = rows - first, ints(0, first, rows)
         _, _, (launch,) = run_varlen(tensor(rows, 2, 64), k, (longest, 512), cu_seqlens_q=cu_seqlens_q, **pages)
-        assert launch["symbol"] == "flashmoe_attention_varlen_forward_sm90_f16_d64"
+        assert launch["symbol"] == "flashmoe_attention_chunk_forward_sm90_f16_d64"
         assert (launch["grid"], launch["is_ragged"], launch["maps"]) == (grid, True, 4)
         assert not launch["has_counter"]
     _, _, (launch,) = run_varlen(tensor(40000, 2, 64), k, (39999, 512), cu_seqlens_q=ints(0, 1, 40000), **pages)

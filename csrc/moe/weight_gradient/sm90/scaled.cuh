@@ -18,7 +18,6 @@ namespace sm90 {
 
 using moe::sm90::ScaledEpilogue;
 using moe::sm90::ScaledMainloop;
-using moe::sm90::SharedMemory;
 using moe::sm90::WarpgroupTile;
 
 template <typename Element, int kBlockM, int kBlockN, int kNumStages, int kNumWarps, int kOutputSlabs>
@@ -69,7 +68,7 @@ struct GradientScales {
 template <typename Spec>
 struct ScaledProducer {
   const GemmParams& params;
-  const SharedMemory<Spec> shared;
+  const moe::sm90::SharedMemory<Spec> shared;
   const ptx::TensorMap& a_map;
   const ptx::TensorMap& b_map;
   RingPosition<Spec::kNumStages> at;
@@ -128,8 +127,9 @@ struct ScaledProducer {
 };
 
 template <typename Spec>
-__device__ __forceinline__ void consume_gradient(const ScaledGemmParams& params, const SharedMemory<Spec>& shared,
-                                                 int consumer, const ptx::TensorMap& d_map) {
+__device__ __forceinline__ void consume_gradient(const ScaledGemmParams& params,
+                                                 const moe::sm90::SharedMemory<Spec>& shared, int consumer,
+                                                 const ptx::TensorMap& d_map) {
   const GemmParams& gemm = params.gemm;
   ScaledMainloop<Spec> mainloop(shared, consumer);
   ScaledEpilogue<Spec> epilogue(gemm, shared, consumer, d_map, gemm.k);
@@ -156,7 +156,7 @@ __device__ __forceinline__ void consume_gradient(const ScaledGemmParams& params,
 template <typename Spec>
 __device__ __forceinline__ void scaled_weight_gradient(const ScaledGemmParams& params, const ptx::TensorMap& a_map,
                                                        const ptx::TensorMap& b_map, const ptx::TensorMap& d_map) {
-  const SharedMemory<Spec> shared{ptx::dynamic_shared_memory()};
+  const moe::sm90::SharedMemory<Spec> shared{ptx::dynamic_shared_memory()};
   // The shuffle tells the compiler that the role is the same in the whole warp.
   const int warp = ptx::shuffle_index(ptx::warp_index(), 0);
   const int warpgroup = warp / 4;
