@@ -42,13 +42,8 @@ const Kernel* find_divided(const VarlenSelectorInput& input, const Kernel& stand
 
 Division divide_keys(const VarlenSelectorInput& input, const Kernel& kernel) {
   if (std::string(kernel.variant) != "split") return {};
-  const host::KernelList& loadable = host::loadable_kernels(input.request.capability);
   Division division;
-  for (const char* const* family = host::families_of(input.request.capability);
-       division.combine == nullptr && *family != nullptr; ++family) {
-    division.combine = host::find_kernel({"attention_combine", *family, "", input.request.dtype, {input.head_dim_v}},
-                                         axis::kHeadDim, loadable);
-  }
+  division.combine = find_combine(input.request, input.head_dim_v);
   if (division.combine == nullptr) refuse_head_dim(input.request, "the sum of partial results", input.head_dim_v);
   if (input.is_batch_invariant) return division;
   const int64_t by_machine = input.request.num_multiprocessors * kernel.min_blocks / tiles_of(input, kernel);

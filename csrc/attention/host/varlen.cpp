@@ -65,16 +65,22 @@ void run_tiles(ForwardParams& params, const Kernel& kernel, const host::CudaCall
   list.run(call);
 }
 
-// Each split of each tile, and the sum of the splits. Rows are dense.
-void run_divided(ForwardParams& params, const Kernel& kernel, const Division& division, const host::CudaCall& call) {
-  params.num_splits = division.num_splits;
-  const int64_t rows = static_cast<int64_t>(params.batch) * params.heads_q * params.seq_q;
+// Memory for params.num_splits partial results of `rows` rows, which a second pass adds up.
+host::Workspace allocate_partials(ForwardParams& params, int64_t rows, const host::CudaCall& call) {
   host::Workspace partials;
   const int64_t out = partials.add<float>(params.num_splits * rows * params.head_dim_v);
   const int64_t lse = partials.add<float>(params.num_splits * rows);
   partials.allocate(call);
   params.out_partial = partials.address<float>(out);
   params.lse_partial = partials.address<float>(lse);
+  return partials;
+}
+
+// Each split of each tile, and the sum of the splits. Rows are dense.
+void run_divided(ForwardParams& params, const Kernel& kernel, const Division& division, const host::CudaCall& call) {
+  params.num_splits = division.num_splits;
+  const int64_t rows = static_cast<int64_t>(params.batch) * params.heads_q * params.seq_q;
+  const host::Workspace partials = allocate_partials(params, rows, call);
   ForwardParams sums = params;
   sums.head_dim = params.head_dim_v;
   const int64_t grid = most_row_blocks(params, kernel.block_m) * params.heads_q * params.num_splits;
@@ -102,13 +108,7 @@ void run_chunk(ForwardParams& params, const Choice& choice, const host::CudaCall
   const int32_t rows_of_head = is_ragged ? params.sequences.rows_total : params.seq_q;
   const int64_t rows = (is_ragged ? int64_t{1} : params.batch) * params.heads_q * rows_of_head;
   host::Workspace partials;
-  if (choice.combine != nullptr) {
-    const int64_t out = partials.add<float>(params.num_splits * rows * params.head_dim_v);
-    const int64_t lse = partials.add<float>(params.num_splits * rows);
-    partials.allocate(call);
-    params.out_partial = partials.address<float>(out);
-    params.lse_partial = partials.address<float>(lse);
-  }
+  if (choice.combine != nullptr) partials = allocate_partials(params, rows, call);
   const sm90::ChunkTensorMaps described = sm90::chunk_tensor_maps(params, kernel.block_n);
   const TensorMaps maps{host::encode_tensor_map(described.q, kernel.dtype, "q"),
                         host::encode_tensor_map(described.k, kernel.dtype, "k"),
