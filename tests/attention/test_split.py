@@ -29,7 +29,7 @@ PROBLEMS = (
 
 def _split_ran() -> bool:
     """Whether the last call divided keys, which needs sm_80 and more multiprocessors than tiles."""
-    return any(word in _extension.last_kernel() for word in ("_split_", "_decode_"))
+    return any(word in _extension.last_kernel() for word in ("_split_", "_decode_", "_chunk_"))
 
 
 def _inputs(
@@ -53,6 +53,23 @@ def test_divided_keys(problem: tuple[int, int, int, int, int], head_dim: int, ca
     for seed, (dtype, kind) in enumerate(product(DTYPES["cuda"], ("normal", "logits", "outlier"))):
         check_attention(*_inputs(problem, head_dim, dtype, kind, seed), causal)
         assert _split_ran(), f"{_extension.last_kernel()} does not divide the keys of this problem"
+
+
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+@pytest.mark.parametrize("head_dim", [64, 111, 128, 256])
+@pytest.mark.parametrize(
+    "problem", [(2, 9000, 8, 2, 2), (7, 16384, 32, 8, 1), (64, 16000, 40, 8, 2)], ids=lambda p: f"q{p[0]}"
+)
+def test_few_rows_of_grouped_heads_fold(problem: tuple[int, int, int, int, int], head_dim: int, causal: bool) -> None:
+    """By the kernels of caches, with their bits."""
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("measured on Hopper alone")
+    for seed, dtype in enumerate(DTYPES["cuda"]):
+        q, k, v = _inputs(problem, head_dim, dtype, seed=seed)
+        out, _ = check_attention(q, k, v, causal)
+        assert any(word in _extension.last_kernel() for word in ("_decode_", "_chunk_"))
+        lengths = torch.full((problem[4],), problem[1], dtype=torch.int32, device="cuda")
+        assert torch.equal(out, flashmoe.attention_with_kvcache(q, k, v, cache_seqlens=lengths, causal=causal))
 
 
 @pytest.mark.parametrize("head_dim", [64, 128, 256])

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -48,6 +49,17 @@ extern "C" int choose(int capability, int multiprocessors, const char* forced, i
     std::snprintf(answer, length, "%s", error.what());
     return 1;
   }
+}
+
+// Whether the same problem, which a kernel serves, is left to the ragged kernels; sizes as above.
+extern "C" int prefers_folded(int capability, int multiprocessors, const char* forced, int is_bf16, int is_causal, int head_dim,
+                              const long long* sizes) {
+  const host::KernelRequest request{capability, multiprocessors, "a GPU", forced,
+                                    is_bf16 ? host::Dtype::kBFloat16 : host::Dtype::kFloat16};
+  const attention::SelectorInput input{request, is_causal ? attention::Mask::kCausal : attention::Mask::kFull, head_dim,
+                                       sizes[0], sizes[1], sizes[2], sizes[3], sizes[4], /*has_window=*/false,
+                                       sizes[5] != 0};
+  return attention::prefers_folded_rows(input, attention::select_forward(input)) ? 1 : 0;
 }
 
 // Writes "symbol target" of the kernel for ragged, paged and banded attention, or the error's text; returns 0 or 1; where it divides keys, those of
@@ -223,6 +235,25 @@ class RefusedError(Exception):
 
 
 Chooser = Callable[..., Choice]
+
+
+def prefers_folded(
+    loaded: ctypes.CDLL,
+    capability: int,
+    *,
+    rows: int,
+    keys: int,
+    head_dim: int = 128,
+    batch: int = 1,
+    heads_kv: int = 8,
+    group: int = 4,
+    forced: str | None = None,
+    multiprocessors: int = 132,
+    consistent: bool = False,
+) -> bool:
+    sizes = (ctypes.c_longlong * 6)(batch, heads_kv * group, heads_kv, rows, keys, consistent)
+    name = forced.encode() if forced is not None else None
+    return bool(loaded.prefers_folded(capability, multiprocessors, name, True, True, head_dim, sizes))
 
 
 def compile_chooser(folder: Path, targets: tuple[str, ...] | None) -> Chooser:
@@ -415,6 +446,7 @@ def compile_chooser(folder: Path, targets: tuple[str, ...] | None) -> Chooser:
 
     choose.ordered = choose_ordered  # type: ignore[attr-defined]
     choose.chunk = choose_chunk  # type: ignore[attr-defined]
+    choose.folds = partial(prefers_folded, loaded)  # type: ignore[attr-defined]
     choose.fused = prefers_fused  # type: ignore[attr-defined]
     choose.varlen_fused = prefers_varlen_fused  # type: ignore[attr-defined]
     choose.backward = choose_backward  # type: ignore[attr-defined]

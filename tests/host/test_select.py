@@ -347,3 +347,44 @@ def test_what_chunks_do_not_serve(choose: Any) -> None:
     assert choose.chunk(90, 128, num_splits=3, **few)[1] == 3
     assert choose.chunk(90, 128, rows=5, keys=16384)[1] > 1
     assert choose.chunk(90, 128, seen=100, **few)[1] < 4  # a window
+
+
+def test_16_rows_of_a_key_head_are_a_chunk_where_that_was_measured_faster(choose: Any) -> None:
+    decoded = ("", 0)
+    assert choose.chunk(90, 128, rows=4, keys=4096) != decoded
+    assert choose.chunk(90, 128, rows=4, keys=4096, batch=2) != decoded
+    for changes in ({"rows": 3}, {"keys": 1024}, {"keys": 16384}, {"batch": 4}):
+        assert choose.chunk(90, 128, **{"rows": 4, "keys": 4096, **changes}) == decoded, changes
+    assert choose.chunk(90, 64, rows=4, keys=4096) == decoded
+    assert choose.chunk(90, 256, rows=4, keys=1024)[1] == 4
+    assert choose.chunk(90, 256, rows=2, keys=1024) == decoded
+
+
+def test_few_dense_rows_fold(choose: Any) -> None:
+    """Where that was measured: grouped heads of many keys, and up to eight rows of head dim 128 without groups."""
+    few: dict[str, Any] = {"rows": 8, "keys": 16384}
+    for changes in (
+        {},
+        {"rows": 2, "keys": 1024},
+        {"rows": 64},
+        {"head_dim": 64},
+        {"head_dim": 256},
+        {"group": 1, "heads_kv": 16},
+        {"batch": 16, "keys": 1024},
+        {"rows": 64, "group": 8},
+    ):
+        assert choose.folds(90, **{**few, **changes}), changes
+    for changes in (
+        {"rows": 1},  # a kernel of its own
+        {"rows": 65},
+        {"rows": 64, "keys": 4096},
+        {"keys": 1024},
+        {"rows": 9, "group": 1, "heads_kv": 16},
+        {"group": 1, "heads_kv": 16, "head_dim": 64},
+        {"group": 1, "heads_kv": 16, "head_dim": 256},
+        {"rows": 4, "keys": 1024, "head_dim": 256},
+        {"consistent": True},
+        {"forced": "sm90"},
+    ):
+        assert not choose.folds(90, **{**few, **changes}), changes
+    assert not choose.folds(80, **few)

@@ -32,7 +32,7 @@ VarlenSelectorInput as_decoding(const SelectorInput& input) {
   return decoding;
 }
 
-Choice choose(const ForwardArguments& arguments, const Problem& problem, const host::Device& gpu) {
+SelectorInput describe(const ForwardArguments& arguments, const Problem& problem, const host::Device& gpu) {
   const ForwardParams& params = problem.params;
   SelectorInput input{};
   input.request = host::make_request(gpu, arguments.dtype);
@@ -44,7 +44,11 @@ Choice choose(const ForwardArguments& arguments, const Problem& problem, const h
   input.seq_q = params.seq_q;
   input.seq_k = params.seq_k;
   input.is_consistent = params.is_consistent != 0;
-  if (arguments.q.sizes()[2] == 1) {
+  return input;
+}
+
+Choice choose(const SelectorInput& input, bool has_one_row) {
+  if (has_one_row) {
     const Kernel* decoding = select_decoding(input);
     if (decoding != nullptr) return {decoding, nullptr, 1};
     const OrderedDecoding ordered = select_ordered_decoding(as_decoding(input));
@@ -113,9 +117,12 @@ void forward_cuda(const ForwardArguments& arguments, const ForwardOutputs& outpu
     fill_without_keys(outputs, /*sinks=*/Tensor(), gpu);
     return;
   }
-  if (arguments.q.sizes()[3] > kMaxDenseHeadDim) return forward_wide(arguments, outputs);
+  if (arguments.q.sizes()[3] > kMaxDenseHeadDim) return forward_as_ragged(arguments, outputs);
   const Problem problem = make_problem(arguments, outputs);
-  const Choice choice = choose(arguments, problem, gpu);
+  const SelectorInput input = describe(arguments, problem, gpu);
+  const bool has_one_row = arguments.q.sizes()[2] == 1;
+  const Choice choice = choose(input, has_one_row);
+  if (!has_one_row && prefers_folded_rows(input, choice)) return forward_as_ragged(arguments, outputs);
   if (runs_in_place(arguments, *choice.forward)) {
     run(problem, choice, gpu);
     return;

@@ -101,8 +101,9 @@ Choice choose_for_few_tiles(const SelectorInput& input, const FamilyKernels& fam
   return choice;
 }
 
-// Time on a GPU that runs sm90 kernels, in microseconds of an H100, by the cost that the kernel's row states; infinite without.
-double microseconds(const SelectorInput& input, const Kernel& kernel, int64_t splits) {
+}  // namespace
+
+double forward_microseconds(const SelectorInput& input, const Kernel& kernel, int64_t splits) {
   namespace cost = attention::cost;
   if (!kernel.has_cost) return std::numeric_limits<double>::infinity();
   // Of the computing warps those with rows to work on share what the tensor cores and the exponential units give.
@@ -132,13 +133,15 @@ double microseconds(const SelectorInput& input, const Kernel& kernel, int64_t sp
   return std::max(longest, std::min(in_rounds, filled)) + extra;
 }
 
+namespace {
+
 // Among the tiles of a family whose rows state a cost, and the 64-row tile of the family behind it, the one with the least time.
 Choice choose_by_time(const SelectorInput& input, const FamilyKernels& family, const FamilyKernels* next) {
   Choice best{family.tiles[kStandard], nullptr, 1};
-  double least = microseconds(input, *family.tiles[kStandard], 1);
+  double least = forward_microseconds(input, *family.tiles[kStandard], 1);
   const auto offer = [&](const Kernel* kernel, int64_t splits) {
     if (kernel == nullptr || head_dim_of(*kernel) != head_dim_of(*family.tiles[kStandard])) return;
-    const double time = microseconds(input, *kernel, splits);
+    const double time = forward_microseconds(input, *kernel, splits);
     if (time >= least) return;
     least = time;
     best = {kernel, splits > 1 ? family.combine : nullptr, static_cast<int32_t>(splits)};
@@ -161,7 +164,7 @@ const Kernel* choose_consistent(const SelectorInput& input, const FamilyKernels&
   for (const Variant variant : {kStandard, kShort, kM128, kM64}) {
     const Kernel* kernel = family.tiles[variant];
     if (kernel == nullptr || kernel->block_n != family.consistent_block_n) continue;
-    const double time = microseconds(input, *kernel, 1);
+    const double time = forward_microseconds(input, *kernel, 1);
     if (best != nullptr && time >= least) continue;
     best = kernel;
     least = time;
@@ -238,12 +241,6 @@ Choice select_forward(const SelectorInput& input) {
   }
   return {standard, nullptr, 1};
 }
-
-namespace {
-
-constexpr int32_t kMeasuredCapability = 90;
-
-}  // namespace
 
 const Kernel* find_combine(const host::KernelRequest& request, int32_t head_dim) {
   const host::KernelList& kernels = host::loadable_kernels(request.capability);

@@ -16,6 +16,7 @@ constexpr int64_t kMaxHeadDim = 512;
 // Of dense kernels, and of every GPU kernel but attention_varlen_forward.
 constexpr int64_t kMaxDenseHeadDim = 256;
 constexpr int64_t kMaxDecodingRows = 16;  // of a sequence
+constexpr int32_t kMeasuredCapability = 90;
 
 struct SelectorInput {
   host::KernelRequest request;
@@ -110,6 +111,11 @@ const Kernel* find_divided(const VarlenSelectorInput& input, const Kernel& stand
 
 // A kernel for few rows over many keys in place of `otherwise`, which select_varlen_forward has chosen, where it is faster; a null otherwise.
 Choice select_chunk(const VarlenSelectorInput& input, const Kernel& otherwise);
+// Whether a dense problem of few rows is faster as a ragged one, whose kernels have the query heads that share keys as rows of one tile, than by
+// `chosen`, which select_forward gave for it. That kernel serves it then, too.
+bool prefers_folded_rows(const SelectorInput& dense, const Choice& chosen);
+// Time of a dense kernel on a GPU that runs sm90's, in microseconds of an H100, by the cost that its row states; infinite without.
+double forward_microseconds(const SelectorInput& input, const Kernel& kernel, int64_t splits);
 
 // The second pass of split attention. Partial results look alike in all families, so one combine kernel serves them all: the
 // table has it under the family sm80 alone, and a GPU whose list names that family runs it behind the split kernels of every

@@ -353,22 +353,22 @@ void forward_dense(const VarlenArguments& arguments, const ForwardOutputs& outpu
   forward_cuda(dense, outputs);
 }
 
-void forward_wide(const ForwardArguments& arguments, const ForwardOutputs& outputs) {
-  VarlenArguments wide;
-  wide.q = host::alias(arguments.q);
-  wide.k = host::alias(arguments.k);
-  wide.v = host::alias(arguments.v);
-  wide.dtype = arguments.dtype;
-  wide.torch_dtype = arguments.torch_dtype;
-  wide.device_type = arguments.device_type;
-  wide.device_index = arguments.device_index;
-  wide.max_seqlen_q = arguments.q.sizes()[2];
-  wide.max_seqlen_k = arguments.k.sizes()[2];
-  wide.scale = arguments.scale;
-  wide.window_right = arguments.is_causal ? 0 : -1;
-  wide.num_splits = arguments.is_consistent ? kConsistent : 0;
-  make_scale_positive(wide);
-  forward_varlen_cuda(wide, outputs);
+void forward_as_ragged(const ForwardArguments& arguments, const ForwardOutputs& outputs) {
+  VarlenArguments ragged;
+  ragged.q = host::alias(arguments.q);
+  ragged.k = host::alias(arguments.k);
+  ragged.v = host::alias(arguments.v);
+  ragged.dtype = arguments.dtype;
+  ragged.torch_dtype = arguments.torch_dtype;
+  ragged.device_type = arguments.device_type;
+  ragged.device_index = arguments.device_index;
+  ragged.max_seqlen_q = arguments.q.sizes()[2];
+  ragged.max_seqlen_k = arguments.k.sizes()[2];
+  ragged.scale = arguments.scale;
+  ragged.window_right = arguments.is_causal ? 0 : -1;
+  ragged.num_splits = arguments.is_consistent ? kConsistent : 0;
+  make_scale_positive(ragged);
+  forward_varlen_cuda(ragged, outputs);
 }
 
 void forward_varlen_cuda(const VarlenArguments& arguments, const ForwardOutputs& outputs) {

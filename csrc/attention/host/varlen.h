@@ -14,8 +14,8 @@ bool has_one_row_each(const VarlenArguments& arguments);
 // No key at all: the output is zero, and the log-sum-exp that of the sink alone.
 void fill_without_keys(const ForwardOutputs& outputs, const Tensor& sinks, const host::Device& gpu);
 
-// A dense problem whose head dim is above kMaxDenseHeadDim, which the kernels of ragged batches serve.
-void forward_wide(const ForwardArguments& arguments, const ForwardOutputs& outputs);
+// A dense problem that kernels of ragged batches serve: a head dim above kMaxDenseHeadDim, or few rows (prefers_folded_rows).
+void forward_as_ragged(const ForwardArguments& arguments, const ForwardOutputs& outputs);
 
 // One row for each entry: the query heads that share a key head become the rows of that one position (ScoreOptions::folded_heads), so that
 // their keys are read once.
