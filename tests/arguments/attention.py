@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-from .attention_rules import E4M3, LENGTH, MOST_SCALE, OPTIONS, append, backward, dense, e4m3, fp8, out, varlen
+from .attention_rules import E4M3, LENGTH, MOST_SCALE, OPTIONS, append, backward, dense, drop_in, e4m3, fp8, out, varlen
 from .described import Call, ints, t
 
 _DROPOUT: Call = {"dropout_p": 0.25, "rng_state": t("int64", 2, values=(7, 3))}
@@ -23,8 +23,12 @@ def _dense(b: int = 2, h: int = 4, kv: int = 2, n: int = 5, m: int = 7, d: int =
     }
 
 
-def _wide(**sizes: int) -> Call:
-    return _dense(**{"dv": 24, **sizes})
+def _wide(d: int = 16, dv: int = 24) -> Call:
+    return _dense(d=d, dv=dv)
+
+
+def _drop_in(b: int = 2, h: int = 4, kv: int = 2, n: int = 7, m: int = 7, d: int = 16, dv: int = 16) -> Call:
+    return {**_dense(b, h, kv, n, m, d, dv), "scale": None, "causal": True, "enable_gqa": True}
 
 
 def _inference(b: int = 2, h: int = 4, kv: int = 2, n: int = 5, m: int = 7, d: int = 16, dv: int = 24) -> Call:
@@ -119,6 +123,11 @@ def _append(b: int = 2, kv: int = 2, n: int = 3, d: int = 16, dv: int = 24, room
     return {**caches, **rows, "cache_seqlens": t("int32", b, values=(6, 0)), "block_table": None}
 
 
+def _append_nothing(b: int = 2, kv: int = 2) -> Call:
+    """No rows: caches may be expanded."""
+    return _append(b, kv, n=0)
+
+
 def _append_pages(b: int = 2, kv: int = 2, n: int = 3, pages: int = 6, size: int = 16) -> Call:
     caches = {"k_cache": t("float32", pages, size, kv, 16), "v_cache": t("float32", pages, size, kv, 24)}
     rows = {"k_new": t("float32", b, kv, n, 16), "v_new": t("float32", b, kv, n, 24)}
@@ -181,7 +190,8 @@ NUMBERS: dict[str, tuple[Any, ...]] = {
         (5, 0, 3, -9, 4, 2),
     ),
     "cache_seqlens": ((-1, 0), (0, -1), (7, 0), (0, 6), (46, 0), (45, 45), (13, 14), (16, 32), (15, 31), (0, 0)),
-    "causal": (True,),
+    "causal": (True, False),
+    "enable_gqa": (False,),
     "needs": (0, 1, 2, 4, 6),
 }
 
@@ -191,6 +201,7 @@ Row = tuple[str, Callable[..., Call], Callable[..., Any]]
 ROWS: tuple[Row, ...] = (
     *(("flash_attention_forward", make, lambda c, _=None: dense(c)) for make in (_dense, _wide)),
     ("_flash_attention_inference", _inference, lambda c, _=None: dense(c)),
+    ("_flash_attention_drop_in", _drop_in, drop_in),
     *(("attention_varlen_forward", make, varlen) for make in (_masked, _ragged, _used, _pages)),
     *(("_attention_varlen_inference", make, varlen) for make in (_masked, _ragged)),
     ("_attention_varlen_out", _out(_masked, 2, 4, 5, 24), out),
@@ -202,11 +213,11 @@ ROWS: tuple[Row, ...] = (
     *(("attention_e4m3_forward", make, e4m3) for make in (_codes, _paged_codes)),
     ("_attention_e4m3_inference", _codes, e4m3),
     ("_attention_e4m3_out", _out(_codes, 2, 4, 5, 16), lambda c, values=None: out(c, values, codes=True)),
-    *(("attention_append_", make, append) for make in (_append, _append_pages)),
+    *(("attention_append_", make, append) for make in (_append, _append_nothing, _append_pages)),
     *(
         ("attention_append_e4m3_", _append_codes(make), lambda c, values=None: append(c, values, codes=True))
         for make in (_append, _append_pages)
     ),
     ("attention_fp8_forward", _fp8, lambda c, _=None: fp8(c)),
 )
-ELSEWHERE = {"_flash_attention_drop_in", "_flash_attention_backward", "_attention_bias_gradient"}  # their own tests
+ELSEWHERE = {"_flash_attention_backward", "_attention_bias_gradient"}  # their own tests

@@ -103,6 +103,18 @@ def dense(c: Call) -> None:
     need(c["scale"] is None or possible(c["scale"]), "attention.scale", scale=c["scale"])
 
 
+def drop_in(c: Call, _: Any = None) -> None:
+    """What scaled_dot_product_attention would broadcast or mask otherwise is taken, and answered with None."""
+    if is_sdpa(c):
+        dense(c)
+
+
+def is_sdpa(c: Call) -> bool:
+    q, k = c["q"].sizes, c["k"].sizes
+    alike = len(q) == len(k) == 4 and q[0] == k[0] and (c["enable_gqa"] or q[1] == k[1])
+    return alike and not (c["causal"] and q[2] != k[2])
+
+
 def on_device(tensor: T, name: str, q: T) -> None:
     need(tensor.device == q.device, "attention.companion_device", name=name, found=tensor.device, q=q.device)
 

@@ -128,7 +128,7 @@ def changed_tensor(tensor: T) -> Iterator[tuple[str, T | None]]:
         yield "is a column", replace(tensor.with_sizes((*tensor.sizes[:-1], 1)), strides=transposed)
     for axis, size in enumerate(tensor.sizes):
         for other in dict.fromkeys((size + 1, size - 1, 0, 1, HUGE)):
-            if other != size:
+            if other not in (size, -1):
                 sizes = (*tensor.sizes[:axis], other, *tensor.sizes[axis + 1 :])
                 yield f"has size {other} in {axis}", tensor.with_sizes(sizes)
         strides = (*tensor.strides[:axis], 0, *tensor.strides[axis + 1 :])

@@ -114,7 +114,9 @@ def _differences(name: str, call: Call, results: list[Any], what: str) -> list[s
     text, traced = _run(name, call, [value.to("meta") if isinstance(value, Tensor) else value for value in drawn])
     wrong = [] if not text else [f"a tracer hears {text}"]
     for mine, told in zip(results, traced, strict=False):
-        if isinstance(mine, Tensor) and (mine.shape, mine.dtype) != (told.shape, told.dtype):
+        if (mine is None) != (told is None):
+            wrong.append(f"{mine}; a tracer hears of {told}")
+        elif isinstance(mine, Tensor) and (mine.shape, mine.dtype) != (told.shape, told.dtype):
             wrong.append(f"{mine.dtype} {tuple(mine.shape)}; a tracer hears of {told.dtype} {tuple(told.shape)}")
     rtol = 0.02 if name in BY_TORCH else 0.0
     if not what.startswith("expert_offsets") and any(
@@ -135,7 +137,7 @@ def _differences(name: str, call: Call, results: list[Any], what: str) -> list[s
 
 
 def test_every_operator_is_here() -> None:
-    """Or of a folder whose tests have them: mla and linear."""
+    """Or has tests of its own; each of them runs on a GPU."""
     _extension.load()
     every = {
         schema.name.removeprefix("flashmoe::")
@@ -143,3 +145,38 @@ def test_every_operator_is_here() -> None:
         if schema.name.startswith("flashmoe::")
     }
     assert every - {row[0] for row in ROWS} == {*IN_PYTHON, *attention.ELSEWHERE, *experts.ELSEWHERE}
+    named = [f"flashmoe::{name}" for name in sorted(every)]
+    without = [name for name in named if not torch._C._dispatch_has_kernel_for_dispatch_key(name, "CUDA")]
+    assert without == []
+
+
+@pytest.mark.parametrize("head_dim_v", [16, 24])
+def test_the_default_scale(head_dim_v: int) -> None:
+    """As 1 / sqrt(head_dim), whichever kernels serve the values' width; and another one is used as it is."""
+    _extension.load()
+    q, k, v = torch.randn(1, 2, 3, 16), torch.randn(1, 2, 5, 16), torch.randn(1, 2, 5, head_dim_v)
+    operator = torch.ops.flashmoe._flash_attention_inference
+    for given, scale in ((None, 0.25), (0.5, 0.5)):
+        expected = torch.softmax(q.double() @ k.double().mT * scale, -1) @ v.double()
+        torch.testing.assert_close(operator(q, k, v, given, False).double(), expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("sizes", [(1, 1, 1), (2, 1, 1), (1, 3, 2)])
+@pytest.mark.parametrize("codes", [False, True])
+def test_rows_of_any_number_are_appended(sizes: tuple[int, int, int], codes: bool) -> None:
+    _extension.load()
+    batch, heads, rows = sizes
+    new = [torch.randn(batch, heads, rows, width) for width in (16, 24)]
+    new = [rows.bfloat16() if codes else rows for rows in new]
+    caches = [
+        torch.zeros(batch, heads, 4, width).to(torch.float8_e4m3fn if codes else torch.float32) for width in (16, 24)
+    ]
+    used = torch.ones(batch, dtype=torch.int32)
+    if codes:
+        torch.ops.flashmoe.attention_append_e4m3_(*caches, *new, used, None, None, None, 1.0, 1.0)
+    else:
+        torch.ops.flashmoe.attention_append_(*caches, *new, used, None)
+    for cache, row in zip(caches, new, strict=True):
+        expected = torch.zeros(cache.shape)
+        expected[:, :, 1 : 1 + rows] = row.to(cache.dtype).float()
+        assert torch.equal(cache.float(), expected)
