@@ -254,6 +254,16 @@ def test_an_emulation_of_nothing_is_no_proof(found: str, runs: int, verdict: Ver
     assert words in outcome.found
 
 
+def test_an_emulation_without_a_check_chose_no_kernel() -> None:
+    outcome = without_runs(Outcome(Verdict.PASS, "", 1.0, Report("emulation", (), {"runs": 0})))
+    assert (outcome.verdict, outcome.found) == (Verdict.SKIP, "nothing was emulated: no kernel was chosen")
+
+
+@pytest.mark.parametrize(("stopped_at", "words"), [("two", "stopped at two"), (None, "failed"), ("", "failed")])
+def test_why_a_run_that_failed_is_not_good(stopped_at: str | None, words: str) -> None:
+    assert history.why_not_good({"verdict": "FAIL", "stopped_at": stopped_at}) == words
+
+
 def test_the_newest_wheel_is_what_a_checkout_is_judged_by(tmp_path: Path) -> None:
     (tmp_path / ".git").mkdir()
     paths, one = find_paths(tmp_path), step("one")
