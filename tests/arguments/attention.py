@@ -144,7 +144,7 @@ def _append_codes(make: Callable[..., Call]) -> Callable[[], Call]:
     return made
 
 
-def _fp8(b: int = 2, h: int = 4, kv: int = 2, n: int = 130, m: int = 200, d: int = 64, dv: int = 64) -> Call:
+def _fp8(b: int = 2, h: int = 4, kv: int = 2, n: int = 66, m: int = 140, d: int = 16, dv: int = 16) -> Call:
     tensors = {"q": t(E4M3, b, h, n, d), "k": t(E4M3, b, kv, m, d), "v": t(E4M3, b, kv, m, dv)}
     scales = {
         "q_scale": t("float32", b, h, -(-n // 64)),

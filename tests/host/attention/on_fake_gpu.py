@@ -27,6 +27,7 @@ operator.find_operators = lambda: tuple(o for o in EVERY() if o.schema or hasatt
 
 from flashmoe.attn import bias_gradient, fp8  # noqa: E402
 from flashmoe_tools.operations.attention.reference import ScoreOptions  # noqa: E402
+from tests.arguments import attention as calls  # noqa: E402
 from tests.attention import (  # noqa: E402
     test_bias_gradient,
     test_dropout,
@@ -38,7 +39,6 @@ from tests.attention import (  # noqa: E402
 from tests.attention.gradients import autograd_gradients, plain_function  # noqa: E402
 from tests.attention.reference import Problem  # noqa: E402
 from tests.attention.varlen_reference import Band, Ragged, check_ragged  # noqa: E402
-from tests.arguments import attention as calls  # noqa: E402
 from tests.host.attention.every_call import differences  # noqa: E402
 
 CUDA = torch._C.DispatchKeySet(torch._C.DispatchKey.CUDA)
