@@ -39,7 +39,7 @@ from tests.attention import (  # noqa: E402
 from tests.attention.gradients import autograd_gradients, plain_function  # noqa: E402
 from tests.attention.reference import Problem  # noqa: E402
 from tests.attention.varlen_reference import Band, Ragged, check_ragged  # noqa: E402
-from tests.host.attention.every_call import differences  # noqa: E402
+from tests.host.every_call import differences  # noqa: E402
 
 CUDA = torch._C.DispatchKeySet(torch._C.DispatchKey.CUDA)
 ON_A_GPU = torch.library.Library("flashmoe", "IMPL")
