@@ -1,4 +1,4 @@
-"""The calls of tests/arguments, on the fake GPUs that take tensors of the CPU: a layout that is taken gives the bits of contiguous tensors, and every number is written."""
+"""The calls of tests/arguments, on the fake GPUs: a layout that is taken gives the bits of contiguous tensors, each number written."""
 
 from __future__ import annotations
 
