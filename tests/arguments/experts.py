@@ -155,7 +155,15 @@ def _grouped_gradient(rows: int = 11, k: int = 16, n: int = 24, experts: int = 3
     return {"a": t("float32", n, rows), "b": t("float32", rows, k), "offsets": offsets}
 
 
-SIZES = {"experts": (1024, 1025), "top_k": (32, 33), "hidden": (12,), "inner": (12,), "k": (12,), "n": (12,)}
+SIZES = {
+    "experts": (1024, 1025),
+    "top_k": (32, 33),
+    "tokens": (2**30, 2**31 - 1),
+    "hidden": (12, 2**30, 2**31 - 1),
+    "inner": (12, 2**30 - 1, 2**30),
+    "k": (12, 2**31 - 1),
+    "n": (12, 2**31 - 1),
+}
 NUMBERS: dict[str, tuple[Any, ...]] = {
     **{name: (*words, "none of them") for name, words in WORDS.items()},
     "transposed": (True, False),
@@ -186,6 +194,8 @@ ROWS: tuple[tuple[str, Callable[..., Call], Callable[..., Any]], ...] = (
     *(("_fused_moe_mxfp4", make, mxfp4) for make in (_mxfp4, _packed)),
     ("_fused_moe_mxfp4_out", _into(_mxfp4), mxfp4),
     ("moe_sort", _sort, sort),
+    ("moe_sort", lambda tokens=5: _sort(tokens, 1), sort),
+    ("_fused_moe_inference", lambda tokens=5: _layer(tokens, top_k=1), layer),
     ("topk_route", _route, route),
     ("topk_route", lambda tokens=3, experts=66: {**_route(tokens, experts), "groups": 33}, route),
     ("topk_route", lambda tokens=3, experts=64: {**_route(tokens, experts), "groups": 32, "scoring": "softmax"}, route),
