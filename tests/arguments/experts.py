@@ -202,4 +202,4 @@ ROWS: tuple[tuple[str, Callable[..., Call], Callable[..., Any]], ...] = (
     ("grouped_mm", _grouped, grouped),
     ("_grouped_mm_2d2d", _grouped_gradient, grouped_gradient),
 )
-ELSEWHERE: set[str] = {"mla_decode", "mla_append_", "_linear"}
+ELSEWHERE: set[str] = set()
