@@ -392,3 +392,10 @@ def test_resources_are_held_against_each_limit(monkeypatch: pytest.MonkeyPatch) 
     own = gpu.smem_per_block_optin + 1
     told = f"k needs {own} bytes of shared memory a block; {gpu.name} has {own - 1}"
     assert said(static_shared=room + 1)[-1] == ("resources", told)
+
+
+@pytest.mark.parametrize(
+    ("names", "flags"), [(None, ()), ("", ()), ("address,undefined", ("-fsanitize=address,undefined",))]
+)
+def test_sanitizers_are_asked_for_by_name(names: str | None, flags: tuple[str, ...]) -> None:
+    assert host.sanitizers({} if names is None else {"FLASHMOE_SANITIZE": names}) == flags
