@@ -9,6 +9,7 @@ import sys
 import time
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -468,3 +469,20 @@ def test_what_a_run_with_a_gpu_and_one_that_did_nothing_leave_unsaid(tmp_path: P
     assert seen.not_checked == []
     record = record_of(report, tmp_path)
     assert (record["architecture"], record["device"]) == ("sm90", "a GPU")
+
+
+def test_the_budget_is_in_minutes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    given: list[Any] = []
+
+    class Stop(Exception):  # noqa: N818
+        pass
+
+    def pipeline_of(*arguments: Any) -> Any:
+        given.extend(arguments[2:])
+        raise Stop
+
+    monkeypatch.setattr(cli, "Pipeline", pipeline_of)
+    options = SimpleNamespace(budget_minutes=2.5, rate=3.0, root=tmp_path, only="", library=None)
+    with pytest.raises(Stop):
+        cli.run(options)  # type: ignore[arg-type]
+    assert given == [150.0, 3.0]
