@@ -1,4 +1,4 @@
-"""Answers that on a CPU nothing depends on, because it has no kernels for 8-bit floats."""
+"""Small answers of attention's Python: what else nothing depends on, or what only an unusual call shows."""
 
 from __future__ import annotations
 
@@ -6,7 +6,10 @@ import pytest
 import torch
 from torch.autograd import forward_ad
 
-from flashmoe.attn import fp8
+import flashmoe
+from flashmoe import __main__
+from flashmoe.attn import fp8, kvcache, sdpa, sdpa_dispatch
+from flashmoe.errors import ArgumentError, DeviceError, DifferentiationError
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # what torch says about torch itself
 
@@ -36,3 +39,125 @@ def test_which_gpu_has_kernels_for_8_bit_floats(
     assert fp8._has_kernel(torch.device("cuda")) is has_kernel
     assert not fp8._has_kernel(torch.device("cpu"))
     assert fp8._has_kernel(torch.device("meta"))
+
+
+def test_a_mask_of_truth_values_stays_one_beside_dequantised_tensors() -> None:
+    numbers, truth = torch.zeros(2), torch.ones(2, dtype=torch.bool)
+    assert fp8._in(torch.bfloat16, {"attn_mask": truth})["attn_mask"] is truth
+    assert fp8._in(torch.bfloat16, {"attn_mask": numbers})["attn_mask"].dtype is torch.bfloat16
+    assert fp8._in(torch.bfloat16, {"attn_mask": None, "scale": 0.5}) == {"attn_mask": None, "scale": 0.5}
+
+
+@pytest.mark.parametrize("is_float16", [False, True])
+def test_a_tracer_hears_the_dtype_of_products_of_8_bit_floats(is_float16: bool) -> None:
+    q = torch.empty(1, 2, 3, 64, dtype=torch.float8_e4m3fn, device="meta")
+    scales = (None, None, None, 1.0, 1.0, 1.0)
+    out, lse = torch.ops.flashmoe.attention_fp8_forward(q, q, q, 0.125, False, is_float16, *scales)
+    assert (out.dtype, lse.dtype) == (torch.float16 if is_float16 else torch.bfloat16, torch.float32)
+
+
+@pytest.mark.parametrize("scale", [0.0, -0.5])
+def test_gradients_of_a_scale_that_is_not_above_zero(scale: float) -> None:
+    q, k, v = (torch.randn(1, 2, 3, 8, requires_grad=True) for _ in range(3))
+    flashmoe.attention(q, k, v, scale=scale, softcap=5.0).square().sum().backward()
+    wide = [tensor.detach().double().requires_grad_() for tensor in (q, k, v)]
+    scores = torch.tanh(wide[0] @ wide[1].mT * (scale / 5.0)) * 5.0
+    (torch.softmax(scores, -1) @ wide[2]).square().sum().backward()
+    for mine, expected in zip((q, k, v), wide, strict=True):
+        assert mine.grad is not None
+        assert expected.grad is not None
+        torch.testing.assert_close(mine.grad.double(), expected.grad, rtol=1e-4, atol=1e-5)
+
+
+def test_sinks_that_are_not_there_have_an_empty_gradient() -> None:
+    q = torch.randn(1, 2, 3, 8)
+    out, lse = torch.ops.flashmoe.attention_varlen_forward(q, q, q, *[None] * 6, 3, 3, 0.5, -1, -1, 0.0, 0)
+    given = (torch.ones_like(out), None, q, q, q, *[None] * 5, out, lse, 3, 3, 0.5, -1, -1, 0.0)
+    assert torch.ops.flashmoe.attention_varlen_backward(*given, 15)[3].shape == (0,)
+
+
+@pytest.mark.parametrize("dropout_p", [-0.1, 1.0, float("nan")])
+def test_what_is_no_probability_of_dropout(dropout_p: float) -> None:
+    q = torch.randn(2, 2, 3, 8)
+    with pytest.raises(ArgumentError, match="dropout_p must be from 0 up to"):
+        flashmoe.attention(q, q, q, dropout_p=dropout_p)
+
+
+def test_dropout_has_no_forward_mode() -> None:
+    q = torch.randn(2, 2, 3, 8)
+    with forward_ad.dual_level():
+        assert forward_ad._current_level == 0
+        dual = forward_ad.make_dual(q, q)
+        with pytest.raises(DifferentiationError, match="forward"):
+            flashmoe.attention(dual, q, q, dropout_p=0.5)
+
+
+def test_errors_that_are_typed_stay_so_under_transforms(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the operator itself, which explain_append passes on."""
+    told = DeviceError("of another kind")
+
+    def refuse(*_: object) -> None:
+        raise told
+
+    monkeypatch.setattr(kvcache, "_append", refuse)
+    monkeypatch.setattr(kvcache.arguments, "explain_append", lambda error, *_: error)
+    q, lengths = torch.zeros(2, 1, 1, 4, 8), torch.zeros(1, dtype=torch.int32)
+    with pytest.raises(DeviceError, match="of another kind"):
+        torch.func.vmap(lambda rows: kvcache.append_checked(rows, rows, rows, rows, lengths, None))(q)
+
+
+def test_only_torch_s_own_words_about_sizes_are_explained(monkeypatch: pytest.MonkeyPatch) -> None:
+    class OtherError(RuntimeError):
+        pass
+
+    for error in (OtherError("The size must match the size of tensor"), RuntimeError("another reason")):
+
+        def refuse(*_: object, error: Exception = error, **__: object) -> None:
+            raise error
+
+        monkeypatch.setattr(sdpa, "torch_attention", refuse)
+        q, k = torch.zeros(1, 4, 3, 8, dtype=torch.float64), torch.zeros(1, 2, 3, 8, dtype=torch.float64)
+        with pytest.raises(RuntimeError) as caught:
+            flashmoe.scaled_dot_product_attention(q, k, k)
+        assert caught.value is error
+
+
+@pytest.mark.parametrize("consistent", [False, True])
+def test_what_is_needed_of_num_splits(consistent: bool) -> None:
+    q, ends = torch.zeros(2, 1, 8), torch.tensor([0, 2], dtype=torch.int32)
+    words = "leave it out where consistent is True" if consistent else "0 lets the kernels choose"
+    with pytest.raises(ArgumentError, match=f"from 0 to 32 \\({words}\\); found -1"):
+        flashmoe.attention_varlen(q, q, q, ends, ends, 2, 2, num_splits=-1, consistent=consistent)
+
+
+def test_a_bound_that_is_wrong_is_told_of_causal_calls_too() -> None:
+    q = torch.zeros(1, 1, 1, 8)
+    with pytest.raises(ArgumentError, match=r"found \(3, -2\)"):
+        flashmoe.attention(q, q, q, window=(3, -2), causal=True)
+
+
+def test_a_module_that_is_missing_without_a_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    missing = ModuleNotFoundError("nobody says which")
+
+    def run(_: object) -> int:
+        raise missing
+
+    monkeypatch.setattr(__main__, "_run", run)
+    with pytest.raises(ModuleNotFoundError, match="nobody says which"):
+        __main__.main(["doctor"])
+
+
+def test_masks_of_heads_that_form_groups() -> None:
+    """A mask of every query head goes with fewer key heads where they are groups, and one that does not broadcast goes to torch."""
+    q, k = torch.randn(2, 4, 3, 8), torch.randn(2, 2, 5, 8)
+    for shape in ((2, 4, 3, 5), (4, 3, 5), (3, 5)):
+        mask = torch.rand(shape) < 0.7
+        expected = torch.nn.functional.scaled_dot_product_attention(q, k, k, mask, enable_gqa=True)
+        assert sdpa_dispatch.find_obstacle(q, k, k, mask, 0.0, False, None, True) is None
+        torch.testing.assert_close(
+            flashmoe.scaled_dot_product_attention(q, k, k, mask, enable_gqa=True).nan_to_num(), expected.nan_to_num()
+        )
+    one = torch.randn(1, 4, 5, 8)  # equal heads: theirs broadcast, too
+    assert sdpa_dispatch.find_obstacle(q, one, one, torch.ones(2, 4, 3, 5) > 0, 0.0, False, None, False) is None
+    assert sdpa_dispatch.find_obstacle(q[:, :1], one, one, torch.ones(2, 4, 3, 5) > 0, 0.0, False, None, False) is None
+    assert "broadcast" in str(sdpa_dispatch.find_obstacle(q, k, k, torch.ones(2, 2, 3, 5) > 0, 0.0, False, None, True))

@@ -222,6 +222,27 @@ def test_a_finding_names_the_unit_and_its_row(monkeypatch: pytest.MonkeyPatch, r
     device._check(done, load_tables(root / "csrc"))
 
 
+@pytest.mark.parametrize(
+    ("log", "why"),
+    [
+        ("x.cu(3): error: no such name", ""),
+        ('static assertion failed with "too wide"\nstatic assertion failed with "too wide"', ":\n  too wide"),
+    ],
+)
+def test_a_row_that_does_not_compile_says_which_and_why(
+    monkeypatch: pytest.MonkeyPatch, root: Path, tmp_path: Path, log: str, why: str
+) -> None:
+    def refuse(*_: Any, **__: Any) -> None:
+        raise BuildError(log)
+
+    unit = unit_of(root, is_ptx=False)
+    monkeypatch.setattr(device.nvrtc, "compile_ptx", refuse)
+    with pytest.raises(BuildError) as raised:
+        device.compile_front_end(unit, root=root, toolchain=find_toolchain(), cache=Cache(tmp_path))
+    assert str(raised.value).startswith(f"{log}\n{unit.row.source} (")
+    assert str(raised.value).endswith(f"does not compile for {unit.target.name}{why}")
+
+
 def test_a_compiler_of_host_code_that_does_not_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(host, "HOST_TIME_LIMIT", 0.1)
     with pytest.raises(BuildError, match=r"a.cpp: sleep did not finish within 0\.1 s"):
@@ -371,3 +392,10 @@ def test_resources_are_held_against_each_limit(monkeypatch: pytest.MonkeyPatch) 
     own = gpu.smem_per_block_optin + 1
     told = f"k needs {own} bytes of shared memory a block; {gpu.name} has {own - 1}"
     assert said(static_shared=room + 1)[-1] == ("resources", told)
+
+
+@pytest.mark.parametrize(
+    ("names", "flags"), [(None, ()), ("", ()), ("address,undefined", ("-fsanitize=address,undefined",))]
+)
+def test_sanitizers_are_asked_for_by_name(names: str | None, flags: tuple[str, ...]) -> None:
+    assert host.sanitizers({} if names is None else {"FLASHMOE_SANITIZE": names}) == flags

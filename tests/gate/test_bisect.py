@@ -224,3 +224,13 @@ def test_a_slowdown_is_bisected(tmp_path: Path, capsys: pytest.CaptureFixture[st
     printed = capsys.readouterr()
     assert code == 0, printed.out + printed.err
     assert read_report(tmp_path / "out" / "bisect.json").data["first_bad"] == made.commits[2]
+
+
+@pytest.mark.parametrize(("given", "used"), [(None, "{}/cache"), ("", "{}/cache"), ("/elsewhere", "/elsewhere")])
+def test_commits_share_a_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, given: str | None, used: str) -> None:
+    """The user's, or one beside the reports."""
+    monkeypatch.delenv("FLASHMOE_CACHE_DIR", raising=False)
+    if given is not None:
+        monkeypatch.setenv("FLASHMOE_CACHE_DIR", given)
+    environment = Search(tmp_path, "a", "b", "build", tmp_path).environment
+    assert environment["FLASHMOE_CACHE_DIR"] == used.format(tmp_path)

@@ -9,6 +9,7 @@ import sys
 import time
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -254,6 +255,16 @@ def test_an_emulation_of_nothing_is_no_proof(found: str, runs: int, verdict: Ver
     assert words in outcome.found
 
 
+def test_an_emulation_without_a_check_chose_no_kernel() -> None:
+    outcome = without_runs(Outcome(Verdict.PASS, "", 1.0, Report("emulation", (), {"runs": 0})))
+    assert (outcome.verdict, outcome.found) == (Verdict.SKIP, "nothing was emulated: no kernel was chosen")
+
+
+@pytest.mark.parametrize(("stopped_at", "words"), [("two", "stopped at two"), (None, "failed"), ("", "failed")])
+def test_why_a_run_that_failed_is_not_good(stopped_at: str | None, words: str) -> None:
+    assert history.why_not_good({"verdict": "FAIL", "stopped_at": stopped_at}) == words
+
+
 def test_the_newest_wheel_is_what_a_checkout_is_judged_by(tmp_path: Path) -> None:
     (tmp_path / ".git").mkdir()
     paths, one = find_paths(tmp_path), step("one")
@@ -458,3 +469,20 @@ def test_what_a_run_with_a_gpu_and_one_that_did_nothing_leave_unsaid(tmp_path: P
     assert seen.not_checked == []
     record = record_of(report, tmp_path)
     assert (record["architecture"], record["device"]) == ("sm90", "a GPU")
+
+
+def test_the_budget_is_in_minutes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    given: list[Any] = []
+
+    class Stop(Exception):  # noqa: N818
+        pass
+
+    def pipeline_of(*arguments: Any) -> Any:
+        given.extend(arguments[2:])
+        raise Stop
+
+    monkeypatch.setattr(cli, "Pipeline", pipeline_of)
+    options = SimpleNamespace(budget_minutes=2.5, rate=3.0, root=tmp_path, only="", library=None)
+    with pytest.raises(Stop):
+        cli.run(options)  # type: ignore[arg-type]
+    assert given == [150.0, 3.0]

@@ -184,6 +184,33 @@ extern "C" void choose_more(int capability, const char* forced, int is_bf16, int
   }
 }
 
+// What a choice, by its place in the test's list, says where nothing serves it. flags: ALiBi (1), consistent (2).
+extern "C" void refusal(int which, const char* forced, int head_dim, int page_size, int flags, char* answer, int length) {
+  const host::KernelRequest request{80, 132, "a GPU", forced, host::Dtype::kFloat16};
+  const bool has_alibi = (flags & 1) != 0, is_consistent = (flags & 2) != 0;
+  const attention::VarlenSelectorInput varlen{request, head_dim, head_dim, page_size, 64, 4096, 8, 4, 0, false, has_alibi, is_consistent};
+  const attention::SelectorInput dense{request, attention::Mask::kFull, head_dim, 4, 8, 8, 64, 64, false, is_consistent};
+  answer[0] = 0;
+  try {
+    switch (which) {
+      case 0: attention::select_forward(dense); break;
+      case 1: attention::select_varlen_forward(varlen); break;
+      case 2: attention::select_varlen_backward(request, head_dim, head_dim, false, false); break;
+      case 3: attention::select_bias_gradient(request, head_dim, false); break;
+      case 4: attention::select_e4m3(request, head_dim); break;
+      case 5: attention::select_fp8(request, attention::Mask::kFull, head_dim); break;
+      case 6: attention::select_dropout_forward(request, head_dim, false, false); break;
+      case 7: attention::select_dropout_forward(request, head_dim, true, false); break;
+      case 8: attention::select_dropout_backward(request, head_dim, false, false); break;
+      case 9: attention::select_row_dot(request); break;
+      case 10: attention::select_append(request); break;
+      default: attention::select_e4m3_append(request);
+    }
+  } catch (const std::exception& error) {
+    std::snprintf(answer, length, "%s", error.what());
+  }
+}
+
 // Whether a GPU of 132 multiprocessors runs the fused backward kernel; -1 where that is refused. sizes: batch, heads_kv, seq_q, seq_k.
 extern "C" int prefers_fused(int capability, int head_dim, int is_causal, const long long* sizes) {
   const attention::Mask mask = is_causal ? attention::Mask::kCausal : attention::Mask::kFull;
@@ -254,6 +281,15 @@ def prefers_folded(
     sizes = (ctypes.c_longlong * 6)(batch, heads_kv * group, heads_kv, rows, keys, consistent)
     name = forced.encode() if forced is not None else None
     return bool(loaded.prefers_folded(capability, multiprocessors, name, True, True, head_dim, sizes))
+
+
+def _refusal(
+    loaded: ctypes.CDLL, which: int, head_dim: int = 64, page_size: int = 0, flags: int = 0, forced: str | None = None
+) -> str:
+    answer = ctypes.create_string_buffer(4096)
+    name = forced.encode() if forced is not None else None
+    loaded.refusal(which, name, head_dim, page_size, flags, answer, len(answer))
+    return answer.value.decode()
 
 
 def compile_chooser(folder: Path, targets: tuple[str, ...] | None) -> Chooser:
@@ -444,6 +480,7 @@ def compile_chooser(folder: Path, targets: tuple[str, ...] | None) -> Chooser:
         sizes = (ctypes.c_longlong * 6)(heads, longest, longest, total, total, window)
         return bool(loaded.prefers_varlen_fused(head_dim, causal, bends, sizes))
 
+    choose.refusal = partial(_refusal, loaded)  # type: ignore[attr-defined]
     choose.ordered = choose_ordered  # type: ignore[attr-defined]
     choose.chunk = choose_chunk  # type: ignore[attr-defined]
     choose.folds = partial(prefers_folded, loaded)  # type: ignore[attr-defined]

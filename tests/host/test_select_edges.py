@@ -1,4 +1,4 @@
-"""Where the fused backward kernel begins: exactly at the lengths, heads and rounds that were measured."""
+"""Where the fused backward kernel begins: exactly at the lengths, heads and rounds that were measured. And what refusals say."""
 
 from __future__ import annotations
 
@@ -39,3 +39,38 @@ def test_rounds_of_tiles(choose: Any, keys: int, rounds: int) -> None:
     assert any(a >= rounds * MULTIPROCESSORS > b for a, b in zip(sorted(tiles), sorted(before), strict=True))
     exact = next((heads for heads in range(1, 800) if 32 * heads == rounds * MULTIPROCESSORS), None)
     assert exact is None or choose.fused(90, 64, False, 1, exact, 4096, 4096)
+
+
+# (choice by its number, further arguments, what has no kernel)
+REFUSALS = (
+    (0, {}, "head_dim 64"),
+    (0, {"flags": 2}, "head_dim 64, the same bits in every call"),
+    (1, {}, "head_dim 64"),
+    (1, {"page_size": 12}, "head_dim 64, pages of 12 keys"),
+    (1, {"flags": 2, "head_dim": 40}, "head_dim 40, the same bits in every call"),
+    (1, {"flags": 1}, "ALiBi, head_dim 64"),
+    (2, {}, "the gradient of ragged or banded attention, head_dim 64"),
+    (3, {}, "the gradient of attn_mask, head_dim 64"),
+    (4, {}, "a float8_e4m3fn cache, head_dim 64"),
+    (5, {}, "products of float8_e4m3fn, head_dim 64"),
+    (6, {}, "dropout, head_dim 64"),
+    (7, {}, "dropout behind a softcap or a mask tensor, head_dim 64"),
+    (8, {}, "the gradient of dropout, head_dim 64"),
+    (9, {}, "gradients of keys and values alone"),
+    (10, {}, "appending to a cache"),
+    (11, {}, "appending to a float8_e4m3fn cache"),
+)
+
+
+@pytest.mark.parametrize(("which", "given", "what"), REFUSALS, ids=[what for _, _, what in REFUSALS])
+def test_what_has_no_kernel_is_named(choose_of_hopper_build: Any, which: int, given: dict[str, int], what: str) -> None:
+    """Of a family that the environment names, in a build that has none for the GPU; past the dense kernels' head dims by the rule for those."""
+    told = choose_of_hopper_build.refusal(which, forced="sm90", **given)
+    beginning = "flashmoe:argument: FLASHMOE_KERNEL=sm90: this family has no kernel for float16"
+    assert told == f"{beginning}, {what} on a GPU (compute capability 8.0); unset it or name another family"
+    head, _, tail = what.partition(", head_dim ")
+    if tail:
+        assert choose_of_hopper_build.refusal(which, **{**given, "head_dim": 257}) == (
+            f"flashmoe:attention.wide|what={head}|head_dim=257|most=256|"
+        )
+        assert "no kernel for a GPU" in choose_of_hopper_build.refusal(which, **{**given, "head_dim": 256})

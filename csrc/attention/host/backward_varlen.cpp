@@ -61,8 +61,9 @@ VarlenBackwardArguments loadable_arguments(const VarlenBackwardArguments& argume
   return copied;
 }
 
+// For tensor maps, whose operands have been copied where all rows are one (the gradient of a mean over them).
 int32_t rows_between_entries(const Strides& strides) {
-  return strides.batch == 0 ? 0 : static_cast<int32_t>(strides.batch / strides.row);
+  return strides.batch == 0 || strides.row == 0 ? 0 : static_cast<int32_t>(strides.batch / strides.row);
 }
 
 SequenceRows sequence_rows(const BackwardParams& params) {

@@ -51,6 +51,7 @@ void fill_on_cpu(const ForwardOutputs& outputs) {
 void take_dropout(host::Arguments& given, VarlenArguments& arguments) {
   arguments.dropout_p = given.number();
   arguments.rng_state = given.tensor();
+  if (!arguments.rng_state.is_given()) host::violate("tensor.missing", {{"name", "rng_state"}});
 }
 
 VarlenArguments take_forward(host::Arguments& given, bool has_codes = false, bool has_dropout = false) {

@@ -239,7 +239,7 @@ void check_append_arguments(AppendArguments& arguments) {
   const Tensor &k_new = arguments.k_new, &v_new = arguments.v_new;
   for (const auto& [tensor, name] : {std::pair(&k_cache, "k_cache"), std::pair(&v_cache, "v_cache"),
                                      std::pair(&k_new, "k_new"), std::pair(&v_new, "v_new")}) {
-    if (!tensor->is_defined()) violate("tensor.missing", {{"name", name}});
+    if (!tensor->is_given() || !tensor->is_defined()) violate("tensor.missing", {{"name", name}});
     const Tensor& first = arguments.has_codes && (tensor == &k_new || tensor == &v_new) ? k_new : k_cache;
     const bool is_alike = tensor->dtype() == first.dtype();
     if (is_alike && tensor->device_type() == first.device_type() && tensor->device_index() == first.device_index()) {
@@ -252,6 +252,7 @@ void check_append_arguments(AppendArguments& arguments) {
              {"cache_dtype", describe_dtype(first.dtype())},
              {"cache_device", describe_device(first)}});
   }
+  if (!arguments.cache_seqlens.is_given()) violate("tensor.missing", {{"name", "cache_seqlens"}});
   // k_new stands for a dense q of as many heads: the rules are the same.
   VarlenArguments cache;
   cache.q = host::alias(k_new);

@@ -24,6 +24,7 @@ void take_routing(Needed& needed, LayerArguments& arguments) {
 using Sizes = std::initializer_list<int64_t>;
 
 void check_bytes(Tensor& tensor, const char* name, const First& x, Sizes sizes, const char* axes) {
+  if (!tensor.is_given()) violate("tensor.missing", {{"name", name}});
   check_kind(tensor, name, x, uint8());
   check_sizes(tensor, name, sizes, axes);
 }

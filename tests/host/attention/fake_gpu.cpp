@@ -68,6 +68,15 @@ std::string check_partials(const ForwardParams& p, const host::Kernel& kernel, i
                  "idle multiprocessors");
 }
 
+// Kernels with tensor maps bend scores, by a softcap or a mask, in a variant of their own; all have one for the slopes of ALiBi.
+bool is_of_other_scores(const ScoreOptions& options, const host::Kernel& kernel) {
+  const bool has_alibi = options.mask != nullptr && options.mask_type == MaskTensor::kAlibi;
+  const bool bends = options.score_factor != 0.0F || (options.mask != nullptr && !has_alibi);
+  const bool is_apart = kernel.num_tensor_maps > 0 && std::strncmp(kernel.operation, "attention_varlen_", 17) == 0;
+  return has_alibi != (std::strcmp(kernel.variant, "alibi") == 0) ||
+         (is_apart && bends != (std::strcmp(kernel.variant, "scores") == 0));
+}
+
 std::string run_forward(const std::string& kind, const host::Kernel& kernel, int64_t grid, void** arguments) {
   const auto& p = *static_cast<const ForwardParams*>(arguments[0]);
   if (kind == "combine") {
@@ -87,6 +96,8 @@ std::string run_forward(const std::string& kind, const host::Kernel& kernel, int
       (kernel.axes[axis::kMask] < 0 && std::strcmp(kernel.variant, "v128") != 0 &&
        p.head_dim_v > kernel.axes[axis::kHeadDim]))
     return "a kernel for narrower heads";
+  if (kind == "forward" && kernel.axes[axis::kMask] < 0 && is_of_other_scores(p.score_options, kernel))
+    return "a kernel of other scores";
   if (kind == "chunk_forward") {
     if (p.score_options.folded_heads != 1) return "heads are the kernel's to fold";
     int32_t fold = 1;
@@ -161,6 +172,7 @@ std::string run_kernel(const host::Kernel& kernel, int64_t grid, void** argument
     if (!kernel.is_persistent && grid < tiles(p, is_varlen, is_dq, is_dq ? kernel.block_m : kernel.block_n))
       return "fewer blocks than tiles";
     if (kernel.is_persistent && (p.tile_counter == nullptr || *p.tile_counter != 0)) return "no counter of tiles";
+    if (is_varlen && is_of_other_scores(p.score_options, kernel)) return "a kernel of other scores";
     is_dq ? query_gradient(p, dropout, kernel) : key_value_gradient(p, dropout, kernel, nullptr, 0);
     if (is_dq) return check_maps(arguments, kernel, {p.q, p.k, p.v, p.dout, p.dq});
     return check_maps(arguments, kernel, {p.q, p.k, p.v, p.dout, p.dk, p.dv});

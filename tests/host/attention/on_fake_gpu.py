@@ -27,6 +27,7 @@ operator.find_operators = lambda: tuple(o for o in EVERY() if o.schema or hasatt
 
 from flashmoe.attn import bias_gradient, fp8  # noqa: E402
 from flashmoe_tools.operations.attention.reference import ScoreOptions  # noqa: E402
+from tests.arguments import attention as calls  # noqa: E402
 from tests.attention import (  # noqa: E402
     test_bias_gradient,
     test_dropout,
@@ -38,6 +39,7 @@ from tests.attention import (  # noqa: E402
 from tests.attention.gradients import autograd_gradients, plain_function  # noqa: E402
 from tests.attention.reference import Problem  # noqa: E402
 from tests.attention.varlen_reference import Band, Ragged, check_ragged  # noqa: E402
+from tests.host.every_call import differences  # noqa: E402
 
 CUDA = torch._C.DispatchKeySet(torch._C.DispatchKey.CUDA)
 ON_A_GPU = torch.library.Library("flashmoe", "IMPL")
@@ -430,3 +432,62 @@ def test_lengths_are_looked_at_where_that_is_asked_for(monkeypatch: pytest.Monke
                     flashmoe.attention_varlen(q, q, q, lengths, lengths, 9, 9)
             elif not words:
                 flashmoe.attention_varlen(q, q, q, lengths, lengths, 9, 9)
+
+
+@pytest.mark.parametrize("capability", CAPABILITIES)
+@pytest.mark.parametrize("kind", ["dense", "softcap", "sinks", "codes", "pages"])
+def test_rows_that_see_no_key(capability: int, kind: str) -> None:
+    """Without any key there is no kernel of attention to launch: zeros, and what the sinks alone add up to."""
+    if kind == "codes" and capability < 90:
+        capability = 89
+    begin(capability)
+    q = torch.randn(2, 4, 5, 16).to(DTYPE)
+    k = torch.empty(2, 2, 0, 16, dtype=torch.float8_e4m3fn if kind == "codes" else DTYPE)
+    sinks = torch.randn(4) if kind == "sinks" else None
+    lengths: list[Any] = [None] * 4
+    if kind == "pages":
+        k = torch.empty(0, 16, 2, 16, dtype=DTYPE)
+        lengths[2:] = torch.zeros(2, dtype=torch.int32), torch.zeros(2, 0, dtype=torch.int32)
+    numbers = (5, 0, 0.25, -1, -1, 3.0 if kind == "softcap" else 0.0, 0)
+    operators = torch.ops.flashmoe
+    if kind == "dense":
+        out, lse = operators.flash_attention_forward(q, k, k, 0.25, False)
+    elif kind == "codes":
+        out, lse = operators.attention_e4m3_forward(q, k, k, *lengths, sinks, None, *numbers, None, None, 1.0, 1.0)
+    else:
+        out, lse = operators.attention_varlen_forward(q, k, k, *lengths, sinks, None, *numbers)
+    assert torch.equal(out, torch.zeros_like(out))
+    expected = torch.full((2, 4, 5), -math.inf) if sinks is None else sinks.view(1, 4, 1).expand(2, 4, 5)
+    assert torch.equal(lse, expected)
+    assert not [name for name in launched() if "forward" in name or "decode" in name]
+
+
+def test_a_mask_s_gradient_is_of_a_mask_that_was_added() -> None:
+    begin(90)
+    q, mask = torch.randn(1, 2, 5, 16).to(DTYPE), torch.zeros(1, 1, 5, 5).to(DTYPE)
+    rows = torch.zeros(1, 2, 5)
+    operator_ = torch.ops.flashmoe._attention_bias_gradient
+    for other in (mask > 0, torch.zeros(1, 2)):
+        with pytest.raises(RuntimeError, match=r"attention\.companion_dtype\|name=attn_mask\|needed=bfloat16\|found="):
+            operator_(q, q, q, q, other, rows, rows, 0.25, -1, -1, 0.0, 0.0, None)
+    assert operator_(q, q, q, q, mask, rows, rows, 0.25, -1, -1, 0.0, 0.0, None).shape[1:] == mask.shape
+
+
+@pytest.mark.parametrize("capability", CAPABILITIES)
+@pytest.mark.parametrize("options", [{}, {"causal": True}, {"softcap": 2.0}, {"window": (3, 0)}, {"window": (-1, 2)}])
+def test_consistent_calls_keep_their_options(capability: int, options: dict[str, Any]) -> None:
+    begin(capability)
+    q, k = torch.randn(2, 2, 40, 16).to(DTYPE), torch.randn(2, 2, 40, 16).to(DTYPE)
+    found = flashmoe.attention(q, k, k, consistent=True, **options)
+    expected = flashmoe.attention(q, k, k, **options)
+    launches()
+    assert (found - expected).abs().max() <= LIMIT
+
+
+@pytest.mark.parametrize("capability", CAPABILITIES)
+@pytest.mark.parametrize("number", range(len(calls.ROWS)), ids=lambda number: calls.ROWS[number][0])
+def test_every_layout_that_is_taken(capability: int, number: int) -> None:
+    begin(capability)
+    if "fp8" not in calls.ROWS[number][0] or capability == 90:
+        assert differences(*calls.ROWS[number]) == []
+    launches()

@@ -19,6 +19,8 @@ import flashmoe
 from flashmoe import operator
 from flashmoe.moe import training
 from flashmoe.moe.scaled import quantize
+from tests.arguments import experts as calls
+from tests.host.every_call import differences
 from tests.moe.layer import leaf_names, run, run_backward
 from tests.moe.reference import Case, compare, compare_all, expect, make_inputs
 
@@ -396,3 +398,15 @@ def test_a_gpu_without_kernels_refuses() -> None:
     inputs = make_inputs(SMALL)
     with pytest.raises(flashmoe.errors.DtypeError, match=r"BF16 needs compute capability 8.0"):
         flashmoe.fused_moe(inputs.x, inputs.w13, inputs.w2, inputs.topk_weights, inputs.topk_ids)
+
+
+@pytest.mark.parametrize("capability", [80, 90])
+@pytest.mark.parametrize("number", range(len(calls.ROWS)), ids=lambda number: calls.ROWS[number][0])
+def test_every_layout_that_is_taken(capability: int, number: int) -> None:
+    name = calls.ROWS[number][0]
+    begin(capability)
+    is_other = name.endswith(("_torch", "_scaled_out")) or "mxfp4" in name
+    if is_other or "quantize" in name or ("scale" in name and capability < 90):
+        return  # no operators of the extension's, no loops or long ones, or no kernels
+    assert differences(*calls.ROWS[number]) == []
+    launches()

@@ -1,0 +1,223 @@
+"""Valid calls of attention's operators, and the rules that each keeps."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+from .attention_rules import E4M3, LENGTH, MOST_SCALE, OPTIONS, append, backward, dense, drop_in, e4m3, fp8, out, varlen
+from .described import Call, ints, t
+
+_DROPOUT: Call = {"dropout_p": 0.25, "rng_state": t("int64", 2, values=(7, 3))}
+_SCALES: Call = {"k_scale": t("float32", 2), "v_scale": None, "k_factor": 1.0, "v_factor": 0.5}
+
+
+def _dense(b: int = 2, h: int = 4, kv: int = 2, n: int = 5, m: int = 7, d: int = 16, dv: int = 16) -> Call:
+    return {
+        "q": t("float32", b, h, n, d),
+        "k": t("float32", b, kv, m, d),
+        "v": t("float32", b, kv, m, dv),
+        "scale": 0.25,
+        "causal": False,
+    }
+
+
+def _wide(d: int = 16, dv: int = 24) -> Call:
+    return _dense(d=d, dv=dv)
+
+
+def _drop_in(b: int = 2, h: int = 4, kv: int = 2, n: int = 7, m: int = 7, d: int = 16, dv: int = 16) -> Call:
+    return {**_dense(b, h, kv, n, m, d, dv), "scale": None, "causal": True, "enable_gqa": True}
+
+
+def _inference(b: int = 2, h: int = 4, kv: int = 2, n: int = 5, m: int = 7, d: int = 16, dv: int = 24) -> Call:
+    return {**_dense(b, h, kv, n, m, d, dv), "scale": None}
+
+
+def _masked(b: int = 2, h: int = 4, kv: int = 2, n: int = 5, m: int = 7, d: int = 16, dv: int = 24) -> Call:
+    tensors = {name: value for name, value in _dense(b, h, kv, n, m, d, dv).items() if name in "qkv"}
+    options = {
+        "sinks": t("float32", h),
+        "mask": t("bool", b, 1, n, m, values=(1, 1, 0)),
+        "seqused_k": t("int32", b, values=(min(m, 6), 1)),
+    }
+    return {**OPTIONS, **tensors, **options, "softcap": 30.0, "window_left": 4}
+
+
+def _ragged(h: int = 4, kv: int = 2, n: int = 9, m: int = 11, d: int = 16, dv: int = 24) -> Call:
+    tensors = {"q": t("float32", n, h, d), "k": t("float32", m, kv, d), "v": t("float32", m, kv, dv)}
+    lengths = {
+        "cu_seqlens_q": ints(0, 4, min(n, 9)),
+        "cu_seqlens_k": ints(0, 5, 11),
+        "max_seqlen_q": 5,
+        "max_seqlen_k": 7,
+    }
+    return {**OPTIONS, **tensors, **lengths, "mask": t("float32", 2, h)}
+
+
+def _used(h: int = 4, kv: int = 2, b: int = 2) -> Call:
+    """Dense rows, ragged keys of which a part counts."""
+    call = {
+        **_ragged(h, kv),
+        "q": t("float32", b, h, 3, 16),
+        "cu_seqlens_q": None,
+        "mask": None,
+        "cu_seqlens_k": ints(1, 5, 11),
+    }
+    return {**call, "seqused_k": ints(4, 2), "num_splits": 1}
+
+
+def _pages(h: int = 4, kv: int = 2, pages: int = 6, size: int = 16, d: int = 16, columns: int = 3) -> Call:
+    tensors = {"q": t("float32", 9, h, d), "k": t("float32", pages, size, kv, d), "v": t("float32", pages, size, kv, d)}
+    table = t("int32", 2, columns, values=(5, 0, 3, 1, 4, 2))
+    lengths = {
+        "cu_seqlens_q": ints(0, 4, 9),
+        "seqused_k": ints(20, 33),
+        "block_table": table,
+        "max_seqlen_q": 5,
+        "max_seqlen_k": 40,
+    }
+    return {**OPTIONS, **tensors, **lengths, "window_right": 0}
+
+
+def _paged_codes(h: int = 4, kv: int = 2, pages: int = 6, size: int = 16) -> Call:
+    call = {**_pages(h, kv, pages, size), **_SCALES, "v_scale": t("float32", pages, 1, kv, 1)}
+    return {**call, "q": t("bfloat16", 9, h, 16), "k": t(E4M3, pages, size, kv, 16), "v": t(E4M3, pages, size, kv, 16)}
+
+
+def _codes(b: int = 2, h: int = 4, kv: int = 2, m: int = 7) -> Call:
+    tensors = {"q": t("bfloat16", b, h, 5, 16), "k": t(E4M3, b, kv, m, 16), "v": t(E4M3, b, kv, m, 16)}
+    return {
+        **OPTIONS,
+        **tensors,
+        **_SCALES,
+        "v_scale": t("float32", b, kv),
+        "mask": t("bool", 1, 1, 5, m, values=(1,)),
+    }
+
+
+def _out(make: Callable[..., Call], *sizes: int) -> Callable[[], Call]:
+    return lambda: {"out": t(make()["q"].dtype, *sizes), **make()}
+
+
+def _backward_of(make: Callable[..., Call], sizes: tuple[int, ...], rows: tuple[int, ...]) -> Callable[[], Call]:
+    def made() -> Call:
+        c = make()
+        names = ("q", "k", "v", "cu_seqlens_q", "cu_seqlens_k", "seqused_k", "sinks", "mask")
+        numbers = ("max_seqlen_q", "max_seqlen_k", "scale", "window_left", "window_right", "softcap")
+        results = {"out": t("float32", *sizes), "lse": t("float32", *rows)}
+        given = {"grad_out": t("float32", *sizes), "grad_lse": t("float32", *rows), **{name: c[name] for name in names}}
+        return {**given, **results, **{name: c[name] for name in numbers}, "needs": 7}
+
+    return made
+
+
+def _with_dropout(make: Callable[..., Call]) -> Callable[[], Call]:
+    return lambda: {**make(), **_DROPOUT}
+
+
+def _append(b: int = 2, kv: int = 2, n: int = 3, d: int = 16, dv: int = 24, room: int = 9) -> Call:
+    caches = {"k_cache": t("float32", b, kv, room, d), "v_cache": t("float32", b, kv, room, dv)}
+    rows = {"k_new": t("float32", b, kv, n, d), "v_new": t("float32", b, kv, n, dv)}
+    return {**caches, **rows, "cache_seqlens": t("int32", b, values=(6, 0)), "block_table": None}
+
+
+def _append_nothing(b: int = 2, kv: int = 2) -> Call:
+    """No rows: caches may be expanded."""
+    return _append(b, kv, n=0)
+
+
+def _append_pages(b: int = 2, kv: int = 2, n: int = 3, pages: int = 6, size: int = 16) -> Call:
+    caches = {"k_cache": t("float32", pages, size, kv, 16), "v_cache": t("float32", pages, size, kv, 24)}
+    rows = {"k_new": t("float32", b, kv, n, 16), "v_new": t("float32", b, kv, n, 24)}
+    table = t("int32", b, 3, values=(5, 0, 3, 1, 4, 2))
+    return {**caches, **rows, "cache_seqlens": t("int32", b, values=(14, 45)), "block_table": table}
+
+
+def _append_codes(make: Callable[..., Call]) -> Callable[[], Call]:
+    def made() -> Call:
+        codes = {name: t(E4M3, *value.sizes) for name, value in make().items() if name.endswith("cache")}
+        rows = {name: t("bfloat16", *value.sizes) for name, value in make().items() if name.endswith("new")}
+        return {**make(), **codes, **rows, **_SCALES}
+
+    return made
+
+
+def _fp8(b: int = 2, h: int = 4, kv: int = 2, n: int = 66, m: int = 140, d: int = 16, dv: int = 16) -> Call:
+    tensors = {"q": t(E4M3, b, h, n, d), "k": t(E4M3, b, kv, m, d), "v": t(E4M3, b, kv, m, dv)}
+    scales = {
+        "q_scale": t("float32", b, h, -(-n // 64)),
+        "k_scale": t("float32", b, kv),
+        "v_scale": t("float32", b, kv, -(-m // 128)),
+    }
+    factors = {"q_factor": 1.0, "k_factor": 0.5, "v_factor": 2.0}
+    return {**tensors, "scale": 0.25, "causal": False, "is_float16": True, **scales, **factors}
+
+
+SIZES = {"d": (512, 513), "dv": (512, 513), "h": (6, 3), "kv": (4, 8), "n": (14,), "size": (15, 17)}
+_REALS = (math.nan, math.inf, -math.inf, MOST_SCALE, math.nextafter(MOST_SCALE, math.inf), -MOST_SCALE, 0.0, -0.5)
+NUMBERS: dict[str, tuple[Any, ...]] = {
+    "scale": (*_REALS, 2.0**-126, 2.0**-127),
+    "softcap": (*_REALS, 4096.0, math.nextafter(4096.0, 5000.0), 1e-39, 5e-324),
+    **dict.fromkeys(("max_seqlen_q", "max_seqlen_k"), (-1, 0, 4, 33, 40, 48, 49, LENGTH, LENGTH + 1)),
+    **dict.fromkeys(("window_left", "window_right"), (-2, -1, 0, 1, 20)),
+    "num_splits": (-2, -1, 0, 1, 32, 33),
+    "dropout_p": (math.nan, -1e-9, 0.0, math.nextafter(1.0, 0.0), 1.0),
+    "cu_seqlens_q": ((1, 4, 9), (-1, 4, 9), (0, 4, 3), (0, 4, 10), (0, 3, 9), (0, 4, 8), (0, 0, 0), (0, 5, 5)),
+    "cu_seqlens_k": ((1, 5, 11), (-1, 5, 11), (2, 5, 11), (0, 5, 4), (0, 5, 12), (0, 3, 11), (0, 5, 12), (0, 0, 0)),
+    "seqused_k": (
+        (-1, 1),
+        (0, 0),
+        (7, 7),
+        (8, 1),
+        (1, 8),
+        (4, 6),
+        (5, 6),
+        (4, 7),
+        (40, 40),
+        (41, 1),
+        (48, 48),
+        (49, 1),
+        (16, 17),
+    ),
+    "block_table": (
+        (5, 0, 9, 1, 4, 2),
+        (5, 6, 3, 1, 4, 2),
+        (-1, 0, 3, 1, 4, 2),
+        (5, 0, 3, 1, 4, 6),
+        (6, 0, 3, 1, 4, 2),
+        (5, 0, 3, -9, 4, 2),
+    ),
+    "cache_seqlens": ((-1, 0), (0, -1), (7, 0), (0, 6), (46, 0), (45, 45), (13, 14), (16, 32), (15, 31), (0, 0)),
+    "causal": (True, False),
+    "enable_gqa": (False,),
+    "needs": (0, 1, 2, 4, 6),
+}
+
+
+# (operator, valid call, rules). Of names in brackets the extension has a check of descriptions alone, or the CPU no kernel.
+Row = tuple[str, Callable[..., Call], Callable[..., Any]]
+ROWS: tuple[Row, ...] = (
+    *(("flash_attention_forward", make, lambda c, _=None: dense(c)) for make in (_dense, _wide)),
+    ("_flash_attention_inference", _inference, lambda c, _=None: dense(c)),
+    ("_flash_attention_drop_in", _drop_in, drop_in),
+    *(("attention_varlen_forward", make, varlen) for make in (_masked, _ragged, _used, _pages)),
+    *(("_attention_varlen_inference", make, varlen) for make in (_masked, _ragged)),
+    ("_attention_varlen_out", _out(_masked, 2, 4, 5, 24), out),
+    ("_attention_varlen_out", _out(_ragged, 9, 4, 24), out),
+    *(("attention_dropout_forward", _with_dropout(make), varlen) for make in (_masked, _ragged, _pages)),
+    ("_attention_varlen_backward", _backward_of(_masked, (2, 4, 5, 24), (2, 4, 5)), backward),
+    ("_attention_varlen_backward", _backward_of(_ragged, (9, 4, 24), (4, 9)), backward),
+    ("_attention_dropout_backward", _with_dropout(_backward_of(_ragged, (9, 4, 24), (4, 9))), backward),
+    *(("attention_e4m3_forward", make, e4m3) for make in (_codes, _paged_codes)),
+    ("_attention_e4m3_inference", _codes, e4m3),
+    ("_attention_e4m3_out", _out(_codes, 2, 4, 5, 16), lambda c, values=None: out(c, values, codes=True)),
+    *(("attention_append_", make, append) for make in (_append, _append_nothing, _append_pages)),
+    *(
+        ("attention_append_e4m3_", _append_codes(make), lambda c, values=None: append(c, values, codes=True))
+        for make in (_append, _append_pages)
+    ),
+    ("attention_fp8_forward", _fp8, lambda c, _=None: fp8(c)),
+)
+ELSEWHERE = {"_flash_attention_backward", "_attention_bias_gradient"}  # their own tests

@@ -1,0 +1,169 @@
+"""Calls of operators as data: what is described to the extension, the tensors made of it, and every field changed by one."""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+DTYPES = ("float16", "bfloat16", "float32", "float64", "int32", "int64", "uint8", "bool", "float8_e4m3fn")
+HUGE = 2**31  # a size that no kernel counts
+
+
+class BrokenError(Exception):
+    """The first rule that a call breaks, with the values that its message names."""
+
+    def __init__(self, rule: str, **values: object) -> None:
+        super().__init__(rule)
+        self.rule, self.values = rule, {name: text_of(value) for name, value in values.items()}
+
+
+def text_of(value: object) -> str:
+    """As a C++ stream writes it."""
+    if isinstance(value, tuple):
+        return str(list(value))
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def need(holds: bool, rule: str, **values: object) -> None:
+    if not holds:
+        raise BrokenError(rule, **values)
+
+
+def contiguous(sizes: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple(math.prod(max(size, 1) for size in sizes[axis + 1 :]) for axis in range(len(sizes)))
+
+
+@dataclass(frozen=True)
+class T:
+    """A tensor's description. ``values`` are its first elements, which repeat; none: numbers around 0."""
+
+    dtype: str
+    sizes: tuple[int, ...]
+    strides: tuple[int, ...]
+    device: str = "cpu"
+    values: tuple[int, ...] = ()
+
+    @property
+    def rank(self) -> int:
+        return len(self.sizes)
+
+    @property
+    def is_cuda(self) -> bool:
+        return self.device.startswith("cuda")
+
+    @property
+    def words(self) -> str:
+        return " ".join(map(str, ("tensor", self.dtype, self.device, self.rank, *self.sizes, *self.strides)))
+
+    def with_sizes(self, sizes: tuple[int, ...]) -> T:
+        return replace(self, sizes=sizes, strides=contiguous(sizes))
+
+    def real(self, is_written: bool = False) -> Tensor:
+        """Of these elements in this layout, whatever it is; the same tensor again unless it is written."""
+        return self._real.__wrapped__(self) if is_written else self._real()
+
+    @lru_cache(maxsize=4096)  # noqa: B019  # descriptions of one test
+    def _real(self) -> Tensor:
+        dtype, count = getattr(torch, self.dtype), math.prod(self.sizes)
+        span = (
+            1 + sum((size - 1) * stride for size, stride in zip(self.sizes, self.strides, strict=True)) if count else 0
+        )
+        drawn = torch.randn(max(count, span), generator=torch.Generator().manual_seed(len(self.sizes) + count))
+        flat = (
+            torch.tensor(self.values)[torch.arange(max(count, span)) % len(self.values)] if self.values else drawn / 3
+        )
+        flat = flat.to(dtype)
+        if 0 in self.strides:
+            return flat[:span].as_strided(self.sizes, self.strides)
+        return torch.empty_strided(self.sizes, self.strides, dtype=dtype).copy_(flat[:count].view(self.sizes))
+
+
+Call = dict[str, Any]  # an operator's arguments in the order of its schema
+
+
+def t(dtype: str, *sizes: int, values: tuple[int, ...] = ()) -> T:
+    return T(dtype, sizes, contiguous(sizes), values=values)
+
+
+def ints(*values: int) -> T:
+    return t("int32", len(values), values=values)
+
+
+def words_of(call: Call) -> str:
+    """As csrc/host/arguments.h reads a call."""
+
+    def line(value: Any) -> str:
+        if value is None or isinstance(value, T):
+            return "none" if value is None else value.words
+        return (
+            f"text {value}" if isinstance(value, str) else f"value {int(value) if isinstance(value, bool) else value}"
+        )
+
+    return "".join(f"{line(value)}\n" for value in call.values())
+
+
+def changed_tensor(tensor: T) -> Iterator[tuple[str, T | None]]:
+    """Every field of a tensor changed by one."""
+    yield "is None", None
+    for dtype in DTYPES:
+        if dtype != tensor.dtype:
+            yield f"is {dtype}", replace(tensor, dtype=dtype)
+    yield "is on meta", replace(tensor, device="meta")
+    yield "is on another GPU", replace(tensor, device="cuda:1")
+    yield "has one dimension more", tensor.with_sizes((1, *tensor.sizes))
+    if tensor.rank:
+        yield "has one dimension less", tensor.with_sizes(tensor.sizes[1:])
+        yield "has gaps", replace(tensor, strides=tuple(2 * stride for stride in tensor.strides))
+    if tensor.rank > 1:
+        last, second = tensor.sizes[-1], tensor.strides[-1]
+        transposed = (*contiguous((*tensor.sizes[:-2], last, tensor.sizes[-2]))[:-2], second, tensor.sizes[-2])
+        yield "is transposed", replace(tensor, strides=transposed)
+        yield "is a column", replace(tensor.with_sizes((*tensor.sizes[:-1], 1)), strides=transposed)
+    for axis, size in enumerate(tensor.sizes):
+        for other in dict.fromkeys((size + 1, size - 1, 0, 1, HUGE)):
+            if other not in (size, -1):
+                sizes = (*tensor.sizes[:axis], other, *tensor.sizes[axis + 1 :])
+                yield f"has size {other} in {axis}", tensor.with_sizes(sizes)
+        strides = (*tensor.strides[:axis], 0, *tensor.strides[axis + 1 :])
+        yield f"is expanded in {axis}", replace(tensor, strides=strides)
+        wider = (*tensor.sizes[:axis], size + 1, *tensor.sizes[axis + 1 :])
+        yield f"is a part in {axis}", replace(tensor, strides=contiguous(wider))
+
+
+def changes(
+    make: Callable[..., Call], sizes: dict[str, tuple[int, ...]], numbers: dict[str, tuple[Any, ...]]
+) -> Iterator[tuple[str, Call]]:
+    """The valid call itself, of either device; each size of it changed wherever it stands; each argument changed alone.
+
+    ``sizes``: further ones by the names of ``make``'s parameters. ``numbers``: of arguments that are no tensors, and elements of tensors.
+    """
+    call = make()
+    yield "as it is", call
+    for name, parameter in inspect.signature(make).parameters.items():
+        for size in dict.fromkeys((0, parameter.default + 1, 1, *sizes.get(name, ()))):
+            yield f"{name} is {size}", make(**{name: size})
+    for device in ("cpu", "cuda:0", "xpu:0"):
+        there = {name: replace(value, device=device) if isinstance(value, T) else value for name, value in call.items()}
+        if device != "cpu":
+            yield f"all on {device}", there
+            for dtype in DTYPES:
+                first = next(value.dtype for value in call.values() if isinstance(value, T))
+                alike = {
+                    n: replace(v, dtype=dtype) if isinstance(v, T) and v.dtype == first else v for n, v in there.items()
+                }
+                yield f"all {first} is {dtype} on {device}", alike
+        for name, value in there.items():
+            if isinstance(value, T) and device != "xpu:0":
+                for what, other in changed_tensor(value):
+                    yield f"{name} {what}, {device}", {**there, name: other}
+    for name, values in numbers.items():
+        for value in values if call.get(name) is not None else ():
+            other = replace(call[name], values=value) if isinstance(value, tuple) else value
+            yield f"{name} is {value}", {**call, name: other}

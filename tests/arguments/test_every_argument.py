@@ -1,0 +1,190 @@
+"""Every operator's arguments, each changed by one, against the rules said once more: a tracer's description, and the call itself.
+
+From a valid call of each operator every tensor gets another dtype, device, rank, size, stride or none; every number a value at its
+bound and beyond; every size another one wherever it stands. What the extension says, to a description and on the CPU, is what the rules
+of attention.py and experts.py say, to the value. What is taken has the shapes that a tracer is told, and bits that no stride changes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from flashmoe import _extension, rules
+from flashmoe.errors import FlashmoeError
+
+from . import attention, experts, others
+from .described import BrokenError, Call, T, changes, words_of
+
+# Operators in Python of the same arguments, by those that they call; tests of their own have them.
+IN_PYTHON = {
+    "flash_attention_backward", "attention_varlen_backward", "attention_dropout_backward", "attention_bias_gradient",
+}  # fmt: skip
+KEPT = {"out", "k_cache", "v_cache"}  # arguments that are results
+DESCRIBED_ALONE = {"mla_decode", "mla_append_"}  # in Python on the CPU: tests/mla has them
+MOST_ELEMENTS = 10**6  # of a tensor that is made, not described alone
+WRITTEN = {*KEPT, "preactivation"}  # which _fused_moe_backward_consuming leaves without a meaning
+BY_TORCH = {"_fused_moe_scaled_kept", "_fused_moe_scaled_backward"}  # on the CPU: its products round by their strides
+ROWS = [(*row, part) for part in (attention, experts, others) for row in part.ROWS]
+
+
+def _heard(text: str) -> str:
+    """What a user reads of what the extension, or an operator in Python, says; nothing where the call is taken."""
+    told = rules.translate(RuntimeError(text))
+    return text if told is None else str(told)
+
+
+def _expected(rule: Callable[..., Any], call: Call, values: dict[str, Any] | None = None) -> str:
+    try:
+        rule(call) if values is None else rule(call, values)
+    except BrokenError as broken:
+        return str(rules.broken(broken.rule, **broken.values))
+    return ""
+
+
+def _is_real(call: Call) -> bool:
+    tensors = [value for value in call.values() if isinstance(value, T)]
+    return all(one.device == "cpu" and math.prod(one.sizes) < MOST_ELEMENTS for one in tensors)
+
+
+def _real(call: Call) -> list[Any]:
+    return [value.real(one in WRITTEN) if isinstance(value, T) else value for one, value in call.items()]
+
+
+def _run(name: str, call: Call, given: list[Any]) -> tuple[str, list[Any]]:
+    """What the operator says, and its results beside what it was given."""
+    try:
+        with torch.inference_mode():
+            result = getattr(torch.ops.flashmoe, name)(*given)
+    except (RuntimeError, FlashmoeError) as error:
+        return str(error), []
+    results = list(result) if isinstance(result, tuple) else [result]
+    return "", [*results, *(given[at] for at, one in enumerate(call) if one in KEPT)]
+
+
+def _ids(row: tuple[Any, ...]) -> str:
+    return str(row[0])
+
+
+@pytest.mark.parametrize("number", range(len(ROWS)), ids=lambda number: f"{ROWS[number][0]}-{number}")
+def test_every_change_of_an_argument(number: int) -> None:
+    name, make, rule, part = ROWS[number]
+    _extension.load()
+    is_described = "no check is registered" not in _extension.check(name, words_of(make()))
+    is_on_cpu = (
+        torch._C._dispatch_has_kernel_for_dispatch_key(f"flashmoe::{name}", "CPU")
+        if hasattr(torch.ops.flashmoe, name)
+        else False
+    )
+    is_required = (
+        {
+            one.name
+            for one in getattr(torch.ops.flashmoe, name).default._schema.arguments
+            if "Optional" not in str(one.type)
+        }
+        if is_on_cpu
+        else set()
+    )
+    wrong: list[str] = []
+    for what, call in changes(make, part.SIZES, part.NUMBERS):
+        if is_described:
+            needed, heard = _expected(rule, call), _heard(_extension.check(name, words_of(call)))
+            wrong += [f"{what}, described: {heard!r}; needed {needed!r}"] if heard != needed else []
+        if (
+            not is_on_cpu
+            or name in DESCRIBED_ALONE
+            or not _is_real(call)
+            or any(call[one] is None for one in is_required)
+        ):
+            continue
+        given = _real(call)
+        values = {
+            one: value.tolist()
+            for one, value in zip(call, given, strict=True)
+            if isinstance(value, Tensor) and value.dtype is torch.int32
+        }
+        needed, (text, results) = _expected(rule, call, values), _run(name, call, given)
+        if _heard(text) != needed:
+            wrong.append(f"{what}: {_heard(text)!r}; needed {needed!r}")
+        elif not needed:
+            wrong += [f"{what}: {why}" for why in _differences(name, call, results, what)]
+    assert not wrong, "\n".join(wrong[:20]) + f"\n{len(wrong)} in all"
+
+
+def _differences(name: str, call: Call, results: list[Any], what: str) -> list[str]:
+    """Of an accepted call: the shapes that a tracer hears of, and the bits that contiguous tensors give."""
+    drawn = _real(call)
+    text, traced = _run(name, call, [value.to("meta") if isinstance(value, Tensor) else value for value in drawn])
+    wrong = [] if not text else [f"a tracer hears {text}"]
+    for mine, told in zip(results, traced, strict=False):
+        if (mine is None) != (told is None):
+            wrong.append(f"{mine}; a tracer hears of {told}")
+        elif isinstance(mine, Tensor) and (mine.shape, mine.dtype) != (told.shape, told.dtype):
+            wrong.append(f"{mine.dtype} {tuple(mine.shape)}; a tracer hears of {told.dtype} {tuple(told.shape)}")
+    rtol = 0.02 if name in BY_TORCH else 0.0
+    if not what.startswith("expert_offsets") and any(
+        word in what for word in ("gaps", "transposed", "expanded", "a part", "column")
+    ):
+        _, plain = _run(
+            name,
+            call,
+            [
+                value.clone(memory_format=torch.contiguous_format) if isinstance(value, Tensor) else value
+                for value in drawn
+            ],
+        )
+        for mine, other in zip(results, plain, strict=True):
+            if isinstance(mine, Tensor) and not torch.allclose(mine.float(), other.float(), rtol, rtol, equal_nan=True):
+                wrong.append("other values than of contiguous tensors")
+    return wrong
+
+
+def test_every_operator_is_here() -> None:
+    """Or has tests of its own; each of them runs on a GPU."""
+    _extension.load()
+    every = {
+        schema.name.removeprefix("flashmoe::")
+        for schema in torch._C._jit_get_all_schemas()
+        if schema.name.startswith("flashmoe::")
+    }
+    assert every - {row[0] for row in ROWS} == {*IN_PYTHON, *attention.ELSEWHERE, *experts.ELSEWHERE}
+    named = [f"flashmoe::{name}" for name in sorted(every)]
+    without = [name for name in named if not torch._C._dispatch_has_kernel_for_dispatch_key(name, "CUDA")]
+    assert without == []
+
+
+@pytest.mark.parametrize("head_dim_v", [16, 24])
+def test_the_default_scale(head_dim_v: int) -> None:
+    """As 1 / sqrt(head_dim), whichever kernels serve the values' width; and another one is used as it is."""
+    _extension.load()
+    q, k, v = torch.randn(1, 2, 3, 16), torch.randn(1, 2, 5, 16), torch.randn(1, 2, 5, head_dim_v)
+    operator = torch.ops.flashmoe._flash_attention_inference
+    for given, scale in ((None, 0.25), (0.5, 0.5)):
+        expected = torch.softmax(q.double() @ k.double().mT * scale, -1) @ v.double()
+        torch.testing.assert_close(operator(q, k, v, given, False).double(), expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("sizes", [(1, 1, 1), (2, 1, 1), (1, 3, 2)])
+@pytest.mark.parametrize("codes", [False, True])
+def test_rows_of_any_number_are_appended(sizes: tuple[int, int, int], codes: bool) -> None:
+    _extension.load()
+    batch, heads, rows = sizes
+    new = [torch.randn(batch, heads, rows, width) for width in (16, 24)]
+    new = [rows.bfloat16() if codes else rows for rows in new]
+    caches = [
+        torch.zeros(batch, heads, 4, width).to(torch.float8_e4m3fn if codes else torch.float32) for width in (16, 24)
+    ]
+    used = torch.ones(batch, dtype=torch.int32)
+    if codes:
+        torch.ops.flashmoe.attention_append_e4m3_(*caches, *new, used, None, None, None, 1.0, 1.0)
+    else:
+        torch.ops.flashmoe.attention_append_(*caches, *new, used, None)
+    for cache, row in zip(caches, new, strict=True):
+        expected = torch.zeros(cache.shape)
+        expected[:, :, 1 : 1 + rows] = row.to(cache.dtype).float()
+        assert torch.equal(cache.float(), expected)
