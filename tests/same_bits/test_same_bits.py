@@ -1,10 +1,14 @@
 """The promise above the kernels: log-probabilities of sampled tokens have the same bits in generation and in training.
 
-What is compared is not the sampled tokens' alone but those of the whole vocabulary at every position.
+What is compared is not the sampled tokens' alone but those of the whole vocabulary at every position. Each test prints how many values those were (-rP).
 """
 
 from __future__ import annotations
 
+import copy
+import itertools
+import subprocess
+import sys
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -32,40 +36,91 @@ def threads() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-def differing(model: Decoder, batch: int, prompt: int, count: int, chunk: int, *, graph: bool) -> tuple[int, int]:
-    """(values that differ, values) of a generation and one training forward pass, whose sequences go in other company."""
+def differing(
+    model: Decoder,
+    batch: int,
+    prompt: int,
+    count: int,
+    chunk: int,
+    *,
+    graph: bool,
+    page_size: int = 16,
+    trainer: Decoder | None = None,
+) -> int:
+    """Values of a generation and one training forward pass, whose sequences go in other company: none may differ. ``trainer``: the same model on
+    another GPU."""
     device = str(model.table.device)
+    trainer = trainer or model
     prompts = torch.randint(0, model.shape.vocabulary, (batch, prompt), device=device)
-    tokens, sampled = generate(model, prompts, count, chunk, graph=graph)
+    tokens, sampled = generate(model, prompts, count, chunk, graph=graph, page_size=page_size)
     wrong = 0
     for start in range(0, batch, 13):
-        scored = model.score(tokens[start : start + 13])  # records for a backward pass, as training does
+        given = tokens[start : start + 13].to(trainer.table.device)
+        scored = trainer.score(given)  # records for a backward pass, as training does
         assert scored.requires_grad
-        wrong += int((scored.detach()[:, :-1] != sampled[start : start + 13]).sum())
-    return wrong, sampled.numel()
+        wrong += int((scored.detach()[:, :-1].to(device) != sampled[start : start + 13]).sum())
+    what = f"batch {batch}, chunks of {chunk}, pages of {page_size}, graph {graph}"
+    assert wrong == 0, f"{wrong} of {sampled.numel()} differ: {what}"
+    return sampled.numel()
+
+
+def enough(values: int) -> None:
+    print(f"0 of {values:,} log-probabilities differ")
+    assert values >= 10_000_000
 
 
 @pytest.mark.parametrize("shape", [SMALL, SMALL_EXPERTS], ids=["dense", "experts"])
 def test_generation_and_training_agree_on_the_cpu(shape: Shape) -> None:
     model = Decoder(replace(shape, layers=8, vocabulary=8192), "cpu", torch.bfloat16)
-    values = 0
-    for batch, chunk in ((1, 40), (7, 16), (24, 5)):
-        wrong, found = differing(model, batch, 40, 8, chunk, graph=False)
-        assert wrong == 0, f"{wrong} of {found} differ: batch {batch}, chunks of {chunk}"
-        values += found
-    assert values >= 10_000_000
+    enough(sum(differing(model, batch, 40, 8, chunk, graph=False) for batch, chunk in ((1, 40), (7, 16), (24, 5))))
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("shape", [QWEN3, QWEN3_EXPERTS], ids=["dense", "experts"])
 def test_generation_and_training_agree_on_a_gpu(shape: Shape) -> None:
+    """Prompts of 600 tokens read in chunks of 128 and 512 and whole, steps in CUDA graphs; one batch without a graph."""
     model = Decoder(shape, "cuda", torch.bfloat16)
-    values = 0
-    for batch, chunk, graph in ((1, 128, True), (7, 512, True), (64, 600, False), (64, 128, True), (256, 512, True)):
-        wrong, found = differing(model, batch, 600, 12, chunk, graph=graph)
-        assert wrong == 0, f"{wrong} of {found} differ: batch {batch}, chunks of {chunk}, graph {graph}"
-        values += found
-    assert values >= 10_000_000
+    pages = itertools.cycle((16, 64, 256))
+    cases = [(*case, True) for case in itertools.product((1, 7, 64, 256), (128, 512, 600))]
+    cases.append((7, 512, False))
+    enough(
+        sum(
+            differing(model, batch, 600, 12, chunk, graph=graph, page_size=next(pages)) for batch, chunk, graph in cases
+        )
+    )
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("shape", [QWEN3, QWEN3_EXPERTS], ids=["dense", "experts"])
+def test_one_gpu_samples_and_another_trains(shape: Shape) -> None:
+    if torch.cuda.device_count() < 2 or torch.cuda.get_device_name(0) != torch.cuda.get_device_name(1):
+        pytest.skip("needs two GPUs of one kind")
+    model = Decoder(shape, "cuda:0", torch.bfloat16)
+    trainer = copy.deepcopy(model).to("cuda:1")
+    enough(differing(model, 7, 600, 12, 128, graph=True, trainer=trainer))
+
+
+RANK = """
+import hashlib, sys, torch
+from flashmoe_tools.operations.decoder.model import Decoder, Shape, generate
+device = sys.argv[1]
+torch.set_num_threads(2)
+torch.manual_seed(5)
+shape = Shape(layers=2, width=64, heads=4, heads_kv=2, head_dim=64, ffn=96, vocabulary=512, experts=8, top_k=2)
+model = Decoder(shape, device, torch.bfloat16)
+tokens, sampled = generate(model, torch.randint(0, 512, (3, 20), device=device), 4, 8, graph=device != "cpu")
+scored = model.score(tokens).detach()
+assert torch.equal(scored[:, :-1], sampled)
+print(hashlib.sha256(scored.cpu().numpy().tobytes()).hexdigest())
+"""
+
+
+def test_every_process_computes_the_same(device: str) -> None:
+    """Reruns, and ranks that sample what another one scores."""
+    ranks = [subprocess.Popen([sys.executable, "-P", "-c", RANK, device], stdout=subprocess.PIPE) for _ in range(2)]
+    digests = {rank.communicate(timeout=100)[0] for rank in ranks}
+    assert [rank.returncode for rank in ranks] == [0, 0]
+    assert len(digests) == 1
 
 
 def test_the_importance_ratio_is_one_before_a_step_and_after_it(device: str) -> None:
