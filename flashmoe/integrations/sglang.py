@@ -154,10 +154,19 @@ def _backend_class() -> Any:  # its base class is SGLang's
             written = out
             if batch.starts is None:  # [sequences, H, 1, D]
                 q, written = q.unsqueeze(2), out.unsqueeze(2)
+            left, softcap = _left(layer.sliding_window_size), float(layer.logit_cap or 0.0)
+            operands = (q, keys, values, batch.starts, None, batch.lengths, batch.table)
             given = Varlen(
-                *(q, keys, values, batch.starts, None, batch.lengths, batch.table),
-                *(sinks if sinks is None else sinks.float(), None, batch.longest_q, batch.longest_k),
-                *(float(layer.scaling), _left(layer.sliding_window_size), 0, float(layer.logit_cap or 0.0), 0),
+                *operands,
+                sinks=sinks if sinks is None else sinks.float(),
+                mask=None,
+                max_seqlen_q=batch.longest_q,
+                max_seqlen_k=batch.longest_k,
+                scale=float(layer.scaling),
+                window_left=left,
+                window_right=0,
+                softcap=softcap,
+                num_splits=0,
             )
             attention_into(written, given, *scales)
             return out.flatten(1)
