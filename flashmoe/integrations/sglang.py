@@ -1,7 +1,8 @@
-"""flashmoe in SGLang, by its plug-ins: ``--attention-backend flashmoe --disable-cuda-graph``. Not yet run inside of SGLang: experimental.
+"""flashmoe in SGLang, by its plug-ins: ``--attention-backend flashmoe``. Experimental: docs/integrations.md says what ran.
 
 SGLang calls :func:`register` in each of its processes, by the entry point group ``sglang.srt.plugins``. Covered: decoder attention with
-prefixes, windows, softcap, sinks and fp8 caches, eager. What is not covered is refused by name; SGLang has no way to choose for one layer.
+prefixes, windows, softcap, sinks and fp8 caches, eager and in CUDA graphs of decoding. What is not covered is refused by name; SGLang has no
+way to choose for one layer.
 """
 
 from __future__ import annotations
@@ -55,9 +56,9 @@ def obstacle(runner: Any) -> str | None:
 
 @dataclass(frozen=True)
 class Batch:
-    """Of one forward pass. starts int32 [sequences + 1], lengths int32 [sequences], table int32 [sequences, pages]."""
+    """Of one forward pass. lengths int32 [sequences], table int32 [sequences, pages]."""
 
-    starts: Any
+    starts: Any  # int32 [sequences + 1]; None: each sequence has one query
     lengths: Any
     table: Any
     longest_q: int
@@ -66,7 +67,7 @@ class Batch:
 
 def pages_of(req_to_token: Any, requests: Any, longest: int, page_size: int) -> Any:
     """The pages of each request, int32 [requests, pages]: SGLang gives the slot of each token, whole pages one after another."""
-    return (req_to_token[requests][:, :longest:page_size] // page_size).int().contiguous()
+    return req_to_token[:, :longest:page_size][requests] // page_size
 
 
 def _backend_class() -> Any:  # its base class is SGLang's
@@ -74,7 +75,8 @@ def _backend_class() -> Any:  # its base class is SGLang's
     from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
     from sglang.srt.mem_cache.memory_pool import KVWriteLoc
 
-    from flashmoe.attn.varlen import attention_varlen
+    from flashmoe.attn.into import attention_into
+    from flashmoe.attn.options import Varlen
 
     class FlashmoeBackend(AttentionBackend):  # type: ignore[misc]
         def __init__(self, runner: Any) -> None:
@@ -83,27 +85,41 @@ def _backend_class() -> Any:  # its base class is SGLang's
             self.req_to_token = runner.req_to_token_pool.req_to_token
             self.token_to_kv_pool = runner.token_to_kv_pool
             self.page_size = runner.page_size
+            self.one = torch.ones((), device=self.req_to_token.device)  # a cache of 8 bits without scales
+            self.captured: tuple[Any, Any] | None = None  # lengths and table that graphs read
 
         def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
-            msg = f"SGLang's attention backend {NAME!r} runs eager only; start with --disable-cuda-graph, or {INSTEAD}"
-            raise ArgumentError(msg)
+            requests = torch.zeros(max_bs, dtype=torch.long, device=self.req_to_token.device)
+            table = pages_of(self.req_to_token, requests, self.req_to_token.shape[1], self.page_size)
+            self.captured = (requests.int(), torch.zeros_like(table))
+
+        def get_cuda_graph_seq_len_fill_value(self) -> int:
+            return 1
 
         def init_forward_metadata(self, forward_batch: Any) -> None:
             mode, lengths = forward_batch.forward_mode, forward_batch.seq_lens
             if mode.is_idle():
                 return
-            if mode.is_target_verify() or forward_batch.spec_info is not None:
-                msg = f"speculative decoding is not covered by SGLang's attention backend {NAME!r}; {INSTEAD}"
-                raise ArgumentError(msg)
-            longest = max(1, int(forward_batch.seq_lens_cpu.max()))
-            if mode.is_decode():
-                starts = torch.arange(lengths.shape[0] + 1, dtype=torch.int32, device=lengths.device)
-                longest_q = 1
-            else:
+            _check_batch(forward_batch)
+            longest = _longest(forward_batch)
+            starts, longest_q = None, 1
+            if not mode.is_decode():
                 starts = torch.nn.functional.pad(forward_batch.extend_seq_lens.cumsum(0), (1, 0)).int()
                 longest_q = max(forward_batch.extend_seq_lens_cpu)
             table = pages_of(self.req_to_token, forward_batch.req_pool_indices, longest, self.page_size)
             self.forward_metadata = Batch(starts, lengths.int(), table, longest_q, longest)
+
+        def init_forward_metadata_out_graph(self, forward_batch: Any, in_capture: bool = False) -> None:
+            """Decoding, before a graph is captured or replayed: its lengths and pages, where the graph reads them."""
+            _check_captured(forward_batch)
+            assert self.captured is not None
+            size, capacity = forward_batch.batch_size, self.req_to_token.shape[1]
+            lengths, table = (each[:size] for each in self.captured)
+            lengths.copy_(forward_batch.seq_lens)
+            longest = 1 if in_capture else _longest(forward_batch)
+            pages = pages_of(self.req_to_token, forward_batch.req_pool_indices, longest, self.page_size)
+            table[:, : pages.shape[1]].copy_(pages)
+            self.forward_metadata = Batch(None, lengths, table, 1, capacity)
 
         def forward_extend(
             self,
@@ -130,30 +146,63 @@ def _backend_class() -> Any:  # its base class is SGLang's
                     self.token_to_kv_pool.get_value_buffer(layer.layer_id),
                 )
             )
-            has_codes = keys.dtype is torch.float8_e4m3fn
-            window = layer.sliding_window_size  # SGLang has taken 1 off already
-            out = attention_varlen(
-                q.reshape(-1, layer.tp_q_head_num, layer.qk_head_dim),
-                keys,
-                values,
-                batch.starts,
-                None,
-                batch.longest_q,
-                batch.longest_k,
-                seqused_k=batch.lengths,
-                block_table=batch.table,
-                causal=True,
-                window=None if window is None or window < 0 else (window, 0),
-                softcap=float(layer.logit_cap or 0.0),
-                sinks=sinks,
+            scales: tuple[Any, ...] = ()
+            if keys.dtype is torch.float8_e4m3fn:
+                scales = (_scale(layer.k_scale, self.one), _scale(layer.v_scale, self.one))
+            q = q.reshape(-1, layer.tp_q_head_num, layer.qk_head_dim)
+            out = q.new_empty(*q.shape[:2], layer.v_head_dim)
+            written = out
+            if batch.starts is None:  # [sequences, H, 1, D]
+                q, written = q.unsqueeze(2), out.unsqueeze(2)
+            left, softcap = _left(layer.sliding_window_size), float(layer.logit_cap or 0.0)
+            operands = (q, keys, values, batch.starts, None, batch.lengths, batch.table)
+            given = Varlen(
+                *operands,
+                sinks=sinks if sinks is None else sinks.float(),
+                mask=None,
+                max_seqlen_q=batch.longest_q,
+                max_seqlen_k=batch.longest_k,
                 scale=float(layer.scaling),
-                **({"k_scale": layer.k_scale, "v_scale": layer.v_scale} if has_codes else {}),
+                window_left=left,
+                window_right=0,
+                softcap=softcap,
+                num_splits=0,
             )
-            return out.reshape(-1, layer.tp_q_head_num * layer.v_head_dim)
+            attention_into(written, given, *scales)
+            return out.flatten(1)
 
         forward_decode = forward_extend
 
     return FlashmoeBackend
+
+
+def _longest(forward_batch: Any) -> int:
+    return max(1, int(forward_batch.seq_lens_cpu.max()))
+
+
+def _scale(scale: Any, one: Any) -> Any:
+    return one if scale is None else scale.float().reshape(())
+
+
+def _left(window: int | None) -> int:
+    """Keys before a query's own: SGLang has taken 1 off already, and a negative number is no window."""
+    return -1 if window is None else max(window, -1)
+
+
+def _check_batch(forward_batch: Any) -> None:
+    if forward_batch.forward_mode.is_target_verify() or forward_batch.spec_info is not None:
+        msg = f"speculative decoding is not covered by SGLang's attention backend {NAME!r}; {INSTEAD}"
+        raise ArgumentError(msg)
+
+
+def _check_captured(forward_batch: Any) -> None:
+    _check_batch(forward_batch)
+    if not forward_batch.forward_mode.is_decode():
+        msg = (
+            f"SGLang's attention backend {NAME!r} has no CUDA graphs of prompts; "
+            f"start with --cuda-graph-backend-prefill disabled, or {INSTEAD}"
+        )
+        raise ArgumentError(msg)
 
 
 def _check_layer(layer: Any, others: dict[str, Any]) -> None:

@@ -168,7 +168,10 @@ SGLANG: tuple[Clause, ...] = (
     Calls("attention", f"{_SRT}.layers.attention.attention_registry:register_attention_backend", passes=("name",), positional=1),
     Has("attention", f"{_SRT}.layers.attention.attention_registry:", names=("ATTENTION_BACKENDS",)),
     Has("attention", f"{_SRT}.server_args:", names=("ATTENTION_BACKEND_CHOICES", "add_attention_backend_choices")),
-    *_overrides("attention", _BASE, _SGLANG, "init_forward_metadata", "init_cuda_graph_state"),
+    *_overrides(
+        "attention", _BASE, _SGLANG,
+        *("init_forward_metadata", "init_forward_metadata_out_graph", "init_cuda_graph_state", "get_cuda_graph_seq_len_fill_value"),
+    ),
     # The base class hands **options on; SGLang's own backends say what comes.
     *_overrides("attention", _BASE, _SGLANG, "forward_extend", "forward_decode"),
     Calls("attention", f"{_SRT}.mem_cache.memory_pool:KVWriteLoc", passes=("loc", "swa_loc"), positional=2),
@@ -182,7 +185,8 @@ SGLANG: tuple[Clause, ...] = (
     Has(
         "attention", f"{_SRT}.model_executor.forward_batch_info:ForwardBatch",
         names=(
-            "forward_mode", "spec_info", "req_pool_indices", "seq_lens", "seq_lens_cpu", "extend_seq_lens", "extend_seq_lens_cpu", "out_cache_loc",
+            "forward_mode", "spec_info", "batch_size", "req_pool_indices", "seq_lens", "seq_lens_cpu", "extend_seq_lens", "extend_seq_lens_cpu",
+            "out_cache_loc",
         ),
     ),
     Has("attention", f"{_SRT}.model_executor.forward_batch_info:ForwardMode", names=("is_idle", "is_decode", "is_target_verify")),

@@ -59,16 +59,15 @@ def layer_of(**changes: Any) -> Any:
     return SimpleNamespace(**{**given, **changes})
 
 
-@pytest.mark.parametrize("page_size", [1, 16])
-@pytest.mark.parametrize("form", ["prefill", "decode", "window", "softcap", "sinks", "fp8"])
-def test_a_step_over_sglangs_pool_is_attention(plugin: Any, device: str, form: str, page_size: int) -> None:
+def prepared(plugin: Any, device: str, form: str, page_size: int) -> SimpleNamespace:
+    """A backend, a step of three requests with its cache as before the step, and the step's result in float64."""
     generator = torch.Generator().manual_seed(0)
     dtype = torch.bfloat16 if device == "cuda" or form == "fp8" else torch.float32
 
     def random(*shape: int) -> torch.Tensor:
         return torch.randn(*shape, generator=generator).to(device, dtype)
 
-    befores, news = ([20, 3, 33], [1, 1, 1]) if form == "decode" else ([0, 18, 5], [20, 3, 1])
+    befores, news = ([20, 3, 33], [1, 1, 1]) if form in ("decode", "graph") else ([0, 18, 5], [20, 3, 1])
     scale = torch.tensor(0.5, device=device) if form == "fp8" else None
     stored = torch.float8_e4m3fn if form == "fp8" else dtype
     pool = Pool(*(torch.zeros(SLOTS, KV_HEADS, D, device=device).to(stored) for _ in range(2)))
@@ -94,7 +93,8 @@ def test_a_step_over_sglangs_pool_is_attention(plugin: Any, device: str, form: s
     backend = registry.ATTENTION_BACKENDS["flashmoe"](runner_of(pool, table, page_size))
     lengths = torch.tensor(befores) + torch.tensor(news)
     batch = SimpleNamespace(
-        forward_mode=Mode("decode" if form == "decode" else "extend"),
+        batch_size=3,
+        forward_mode=Mode("decode" if form in ("decode", "graph") else "extend"),
         spec_info=None,
         req_pool_indices=torch.tensor(requests, device=device),
         seq_lens=lengths.to(device),
@@ -103,11 +103,8 @@ def test_a_step_over_sglangs_pool_is_attention(plugin: Any, device: str, form: s
         extend_seq_lens_cpu=news,
         out_cache_loc=torch.cat([table[r, b : b + n] for r, b, n in zip(requests, befores, news, strict=True)]).long(),
     )
-    backend.init_forward_metadata(batch)
     query, sinks = random(sum(news), HEADS * D), random(HEADS) if form == "sinks" else None
     fresh = [torch.cat([x[b:] for x, b in zip(each, befores, strict=True)]) for each in (keys, values)]
-    forward = backend.forward_decode if form == "decode" else backend.forward_extend
-    out = forward(query, *fresh, layer, batch, **({} if sinks is None else {"sinks": sinks}))
     rows = iter(query.view(-1, HEADS, D).split(news))
     wanted = []
     for k, v in zip(keys, values, strict=True):
@@ -115,7 +112,77 @@ def test_a_step_over_sglangs_pool_is_attention(plugin: Any, device: str, form: s
             k, v = (0.5 * (x / 0.5).to(torch.float8_e4m3fn).float() for x in (k, v))
         wanted.append(reference(next(rows), k, v, 7 if form == "window" else None, layer.logit_cap, sinks, None))
     limit = 2e-5 if dtype == torch.float32 else 2e-2
-    assert torch.allclose(out.view(-1, HEADS, D).double(), torch.cat(wanted), atol=limit, rtol=limit)
+    return SimpleNamespace(
+        backend=backend,
+        batch=batch,
+        layer=layer,
+        q=query,
+        fresh=fresh,
+        sinks=sinks,
+        wanted=torch.cat(wanted),
+        limit=limit,
+    )
+
+
+def is_right(step: SimpleNamespace, out: torch.Tensor) -> bool:
+    return torch.allclose(out.view(-1, HEADS, D).double(), step.wanted, atol=step.limit, rtol=step.limit)
+
+
+@pytest.mark.parametrize("page_size", [1, 16])
+@pytest.mark.parametrize("form", ["prefill", "decode", "window", "softcap", "sinks", "fp8"])
+def test_a_step_over_sglangs_pool_is_attention(plugin: Any, device: str, form: str, page_size: int) -> None:
+    step = prepared(plugin, device, form, page_size)
+    step.backend.init_forward_metadata(step.batch)
+    forward = step.backend.forward_decode if form == "decode" else step.backend.forward_extend
+    out = forward(step.q, *step.fresh, step.layer, step.batch, **({} if step.sinks is None else {"sinks": step.sinks}))
+    assert is_right(step, out)
+
+
+@pytest.mark.parametrize("page_size", [1, 16])
+def test_a_captured_step_reads_the_lengths_and_pages_of_its_replay(plugin: Any, device: str, page_size: int) -> None:
+    """SGLang captures decoding with lengths of 1 and rows of request 0, and replays it with a batch padded by the same."""
+    step, size = prepared(plugin, device, "graph", page_size), 4
+    backend, fill = step.backend, step.backend.get_cuda_graph_seq_len_fill_value()
+    backend.init_cuda_graph_state(size, size)
+    ones = torch.full((size,), fill)
+    padded = SimpleNamespace(
+        batch_size=size, forward_mode=Mode("decode"), spec_info=None, out_cache_loc=torch.zeros_like(step.batch.seq_lens),
+        req_pool_indices=torch.full((size,), 5, device=device), seq_lens=ones.to(device), seq_lens_cpu=ones,
+    )  # fmt: skip
+    q = torch.zeros(size, HEADS * D, dtype=step.q.dtype, device=device)
+    backend.init_forward_metadata_out_graph(padded, in_capture=True)
+    captured = backend.forward_metadata
+    pool = backend.token_to_kv_pool
+
+    def run() -> torch.Tensor:
+        out: torch.Tensor = backend.forward_decode(q, None, None, step.layer, padded, save_kv_cache=False)
+        return out
+
+    graph, out = None, run()
+    if device == "cuda":
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            out = run()
+    for cut in (0, 1):  # the second replay is of shorter requests: what the first left behind it is not read
+        q[:3], padded.seq_lens[:3], padded.seq_lens_cpu[:3] = step.q, step.batch.seq_lens, step.batch.seq_lens_cpu
+        padded.req_pool_indices[:3] = step.batch.req_pool_indices
+        pool.set_kv_buffer(step.layer, KVWriteLoc(step.batch.out_cache_loc), *step.fresh)
+        if cut:
+            padded.seq_lens[:2], padded.seq_lens_cpu[:2] = 1, 1
+        backend.init_forward_metadata_out_graph(padded)
+        again = backend.forward_metadata
+        assert all(
+            x.data_ptr() == y.data_ptr() for x, y in ((captured.lengths, again.lengths), (captured.table, again.table))
+        )
+        assert (captured.longest_q, captured.longest_k) == (again.longest_q, again.longest_k) == (1, 64)
+        if graph is None:
+            backend.forward_metadata = captured
+            out = run()
+        else:
+            graph.replay()
+        rows = slice(2, 3) if cut else slice(0, 3)
+        found = out.view(-1, HEADS, D)[rows].double()
+        assert torch.allclose(found, step.wanted[rows], atol=step.limit, rtol=step.limit)
 
 
 def test_a_second_registration_changes_nothing(plugin: Any) -> None:
@@ -140,8 +207,11 @@ def test_a_model_that_is_not_covered_is_refused_at_start(plugin: Any, changes: d
 def test_what_comes_with_a_call_is_refused_by_name(plugin: Any) -> None:
     pool = Pool(torch.zeros(4, 1, 8), torch.zeros(4, 1, 8))
     backend = plugin.create_backend(runner_of(pool, torch.zeros(1, 4, dtype=torch.int32), 1))
-    with pytest.raises(ArgumentError, match="--disable-cuda-graph"):
-        backend.init_cuda_graph_state(1, 1)
+    prompts = SimpleNamespace(forward_mode=Mode("extend"), spec_info=None)
+    with pytest.raises(
+        ArgumentError, match="no CUDA graphs of prompts; start with --cuda-graph-backend-prefill disabled"
+    ):
+        backend.init_forward_metadata_out_graph(prompts)
     with pytest.raises(ArgumentError, match="speculative"):
         backend.init_forward_metadata(SimpleNamespace(forward_mode=Mode("verify"), seq_lens=None, spec_info=None))
     backend.init_forward_metadata(SimpleNamespace(forward_mode=Mode("idle"), seq_lens=None))
