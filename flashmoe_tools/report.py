@@ -291,7 +291,7 @@ def write_summary(path: Path, payload: Mapping[str, Any]) -> None:
 
 
 def _lines(value: Any, indent: str = "") -> str:
-    text = json.dumps(value, default=str)
+    text = json.dumps(value, default=str, separators=(",", ":"))
     if len(text) <= LINE or not value or not isinstance(value, (dict, list, tuple)):
         return text
     inner = indent + " "
