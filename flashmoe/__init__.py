@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from flashmoe.moe.api import fused_moe, grouped_mm, topk_route
     from flashmoe.moe.module import MoE
     from flashmoe.moe.packed import pack_mxfp4
+    from flashmoe.moe.training import quantize_weights
 
 _LAZY = {
     "attention": "flashmoe.attn.api",
@@ -63,6 +64,7 @@ _LAZY = {
     "fused_moe": "flashmoe.moe.api",
     "grouped_mm": "flashmoe.moe.api",
     "pack_mxfp4": "flashmoe.moe.packed",
+    "quantize_weights": "flashmoe.moe.training",
     "topk_route": "flashmoe.moe.api",
 }
 
@@ -88,6 +90,7 @@ __all__ = [
     "mla_decode",
     "pack_mxfp4",
     "patch_linear",
+    "quantize_weights",
     "scaled_dot_product_attention",
     "smooth_keys",
     "topk_route",

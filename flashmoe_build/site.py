@@ -111,6 +111,7 @@ FUNCTIONS = {
         "flashmoe.moe.api.fused_moe",
         "flashmoe.moe.api.topk_route",
         "flashmoe.moe.packed.pack_mxfp4",
+        "flashmoe.moe.training.quantize_weights",
         "flashmoe.moe.api.grouped_mm",
         "flashmoe.moe.module.MoE",
     ),

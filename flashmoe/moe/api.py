@@ -22,7 +22,16 @@ from flashmoe.transforms import autocasted
 
 _extension.load()
 _operators = torch.ops.flashmoe
-_LAYER_ARGUMENTS = (*Layer._fields, "weights_on_input", "w13_scale", "w2_scale", "x_scale", "precision", "out")
+_LAYER_ARGUMENTS = (
+    *Layer._fields,
+    "weights_on_input",
+    "w13_scale",
+    "w2_scale",
+    "x_scale",
+    "precision",
+    "quantized",
+    "out",
+)
 _ROUTE_ARGUMENTS = (*Routing._fields, "return_counts")
 
 
@@ -45,6 +54,7 @@ def fused_moe(
     w2_scale: Tensor | None = None,
     x_scale: Tensor | None = None,
     precision: Precision | None = None,
+    quantized: tuple[training.QuantizedWeights, training.QuantizedWeights] | None = None,
     out: Tensor | None = None,
     **misspelt: NoReturn,
 ) -> Tensor:
@@ -88,6 +98,8 @@ def fused_moe(
             keeps for the backward pass 1 byte a value of their transpose, x and [T * k, 2I] of bfloat16.
             H and I are multiples of 128; without biases, layout "interleaved", transposed, weights_on_input, scales and out. The
             kernels need compute capability 9.0; elsewhere torch computes the layer, as FLASHMOE_FALLBACK allows.
+        quantized: with precision "fp8", what :func:`flashmoe.quantize_weights` made of w13 and of w2 since they last changed: this call does
+            not do it again. w13 and w2 are still given, and have the gradients.
         out: [T, H] in x's dtype, rows contiguous, to which the result is written; no gradient can be recorded then. It may be x
             or shared itself, but must not overlap shared in part.
 
@@ -112,7 +124,12 @@ def fused_moe(
         errors.check("_fused_moe_out", (out, *layer))  # the dispatcher would follow a meta tensor and compute nothing
     scales = Scales(w13_scale, w2_scale, x_scale)
     if precision is not None:
-        return training.call_fp8(layer, scales, out, precision=precision, weights_on_input=weights_on_input)
+        return training.call_fp8(
+            layer, scales, out, precision=precision, weights_on_input=weights_on_input, quantized=quantized
+        )
+    if quantized is not None:
+        msg = "quantized is given without precision='fp8', whose products take it; give both, or neither"
+        raise ArgumentError(msg)
     if mxfp4.is_mxfp4(layer, scales):
         return mxfp4.call_mxfp4(layer, scales, out, weights_on_input=weights_on_input)
     if scaled.is_scaled(layer, scales):

@@ -60,7 +60,7 @@ OPERATORS = (
         "_quantize_weights",
         fake=fake.quantized_weights,
         flops=fake.no_flops,
-        impls={"CPU": training.quantize_weights},
+        impls={"CPU": training.quantize_in_torch},
     ),
     Operator(
         "_fused_moe_mxfp4",

@@ -8,7 +8,7 @@ All six products of a step have e4m3 operands and float32 sums. With q a block's
                                                over an expert's rows, 128 at a time: q' has a scale for 128 rows of a column, q" for
                                                128 rows of 128 columns; w: the rows' router weights
 
-The operators have kernels on compute capability 9.0. ``kept``, ``backward`` and ``quantize_weights`` are the same in torch's operators,
+The operators have kernels on compute capability 9.0. ``kept``, ``backward`` and ``quantize_in_torch`` are the same in torch's operators,
 on the CPU and other GPUs.
 """
 
@@ -23,7 +23,7 @@ from torch import Tensor
 from torch._C import _are_functorch_transforms_active as transforms_are_active
 from torch.compiler import is_compiling
 
-from flashmoe.errors import ArgumentError
+from flashmoe.errors import ArgumentError, ArgumentTypeError, ShapeError
 from flashmoe.fallback import note_fallback
 from flashmoe.moe import autograd, errors, scaled
 from flashmoe.moe.fake import Gradients
@@ -35,8 +35,10 @@ from flashmoe.transforms import autocasted
 _CAST = ("x", "w13", "w2", "shared")
 
 
-class Quantized(NamedTuple):
-    """Of weights [E, n, k]: e4m3 values and float32 scales [E, n / 128, k / 128]; and of their transpose."""
+class QuantizedWeights(NamedTuple):
+    """What :func:`flashmoe.quantize_weights` makes of weights [E, n, k]: float8_e4m3fn values and float32 scales [E, n / 128, k / 128];
+    and of their transpose, [E, k, n] and [E, k / 128, n / 128].
+    """
 
     values: Tensor
     scales: Tensor
@@ -44,7 +46,29 @@ class Quantized(NamedTuple):
     transposed_scales: Tensor
 
 
-def call_fp8(layer: Layer, scales: Scales, out: Tensor | None, *, precision: Any, weights_on_input: bool) -> Tensor:
+def quantize_weights(weights: Tensor) -> QuantizedWeights:
+    """Experts' weights as the products of ``fused_moe(..., precision="fp8")`` take them: a scale for each 128 by 128, largest magnitude / 448.
+
+    Called once after each step of an optimizer, for all the calls before the next one (the parts of a batch, recomputed activations):
+    ``fused_moe(x, w13, w2, ..., precision="fp8", quantized=(quantize_weights(w13), quantize_weights(w2)))`` has the bits of the call
+    without ``quantized``, which does the same in every call. Nothing notices that weights have changed since.
+
+    Args:
+        weights: bfloat16 [E, n, k], contiguous, n and k multiples of 128: w13 or w2. Under autocast to bfloat16 also float32.
+
+    Returns:
+        values float8_e4m3fn [E, n, k], scales float32 [E, n / 128, k / 128], and both transposed: 2 bytes a weight. No gradient is recorded.
+
+    Raises:
+        ShapeError, DtypeError, ArgumentTypeError: an argument breaks a rule above; the message says which.
+    """
+    errors.check_tensor("weights", weights)
+    return _quantized(*autocasted(weights))
+
+
+def call_fp8(
+    layer: Layer, scales: Scales, out: Tensor | None, *, precision: Any, weights_on_input: bool, quantized: Any = None
+) -> Tensor:
     """``fused_moe`` with ``precision``."""
     if precision not in PRECISIONS:
         msg = f"precision is {precision!r}; supported: {', '.join(map(repr, PRECISIONS))}, or None for that of x"
@@ -70,7 +94,7 @@ def call_fp8(layer: Layer, scales: Scales, out: Tensor | None, *, precision: Any
     reason = scaled._why_torch(layer.x)
     if reason is not None:
         note_fallback(reason, "fused_moe with precision='fp8'")
-    w13, w2 = _quantized(layer.w13), _quantized(layer.w2)
+    w13, w2 = _given(layer, quantized) if quantized is not None else (_quantized(layer.w13), _quantized(layer.w2))
     call = ScaledLayer(
         layer.x,
         w13.values,
@@ -107,9 +131,27 @@ def _run(name: str, *arguments: Any) -> Any:
         raise
 
 
-def _quantized(weights: Tensor) -> Quantized:
+def _given(layer: Layer, quantized: Any) -> tuple[QuantizedWeights, QuantizedWeights]:
+    pair = tuple(quantized) if isinstance(quantized, (tuple, list)) else ()
+    if len(pair) != 2 or not all(isinstance(one, QuantizedWeights) for one in pair):
+        msg = (
+            f"quantized is {type(quantized).__name__}; a pair (quantize_weights(w13), quantize_weights(w2)) of flashmoe.quantize_weights is "
+            "needed; or leave it out"
+        )
+        raise ArgumentTypeError(msg)
+    for name, weights, one in zip(("w13", "w2"), (layer.w13, layer.w2), pair, strict=True):
+        if one.values.shape != weights.shape or one.values.device != weights.device:
+            msg = (
+                f"quantized holds {list(one.values.shape)} on {one.values.device} for {name}, which is {list(weights.shape)} on "
+                f"{weights.device}; give flashmoe.quantize_weights({name})"
+            )
+            raise ShapeError(msg)
+    return pair
+
+
+def _quantized(weights: Tensor) -> QuantizedWeights:
     """In every call: what gathers or updates weights need not count that it changed them (FSDP preserves version counters)."""
-    return Quantized(*_run("_quantize_weights", weights.detach()))
+    return QuantizedWeights(*_run("_quantize_weights", weights.detach()))
 
 
 class _Layer(torch.autograd.Function):
@@ -160,7 +202,7 @@ def _without_autocast(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 @_without_autocast
-def quantize_weights(weights: Tensor) -> tuple[Tensor, ...]:
+def quantize_in_torch(weights: Tensor) -> tuple[Tensor, ...]:
     """``_quantize_weights``."""
     check("_quantize_weights", (weights,))
     values, scales = zip(*(_quantize_tiles(one) for one in weights.unbind()), strict=True)
@@ -290,7 +332,7 @@ def _by_tiles(rows: Tensor) -> Tensor:
 
 
 _IN_TORCH = {
-    "_quantize_weights": quantize_weights,
+    "_quantize_weights": quantize_in_torch,
     "_fused_moe_scaled_kept": kept,
     "_fused_moe_scaled_backward": backward,
 }

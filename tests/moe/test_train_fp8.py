@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 import flashmoe
-from flashmoe.errors import ArgumentError, DifferentiationError, DtypeError, ShapeError
+from flashmoe.errors import ArgumentError, ArgumentTypeError, DifferentiationError, DtypeError, ShapeError
 from flashmoe.moe import training
 from flashmoe_tools.operations.judging import high_dtype
 from flashmoe_tools.operations.moe.reference import ACTIVATIONS
@@ -146,13 +146,46 @@ def test_weights_that_change_unseen(device: str) -> None:
 
 def test_quantised_weights_are_those_of_the_definition(device: str) -> None:
     w = Step(device).w13.detach()
-    found = training._quantized(w)
+    found = flashmoe.quantize_weights(w)
     for expert, one in enumerate(w.cpu()):
         codes, scales = formats.quantize(one, 128)
         assert torch.equal(found.values[expert].view(torch.uint8).cpu(), codes)
         assert torch.equal(found.scales[expert].cpu(), scales)
         assert torch.equal(found.transposed[expert].view(torch.uint8).cpu(), codes.mT)
         assert torch.equal(found.transposed_scales[expert].cpu(), scales.mT)
+
+
+def test_weights_quantised_once_for_several_calls(device: str) -> None:
+    given = Step(device)
+    once = tuple(flashmoe.quantize_weights(w) for w in (given.w13, given.w2))
+    assert not any(one.requires_grad for one in once[0])
+    for found, expected in zip(given.results(quantized=once), given.results(), strict=True):
+        assert torch.equal(found, expected)
+    with torch.no_grad():
+        given.w13.mul_(2.0)  # not noticed, as it says
+    assert torch.equal(given(quantized=once), given(quantized=once))
+    assert not torch.equal(given(quantized=once), given())
+
+
+def test_quantised_under_autocast(device: str) -> None:
+    w = Step(device).w13.detach()
+    with torch.autocast(device, torch.bfloat16):
+        found = flashmoe.quantize_weights(w.float())
+    for one, expected in zip(found, flashmoe.quantize_weights(w), strict=True):
+        assert torch.equal(one.view(torch.uint8), expected.view(torch.uint8))
+
+
+def test_quantised_weights_that_are_refused() -> None:
+    given = Step("cpu")
+    q13, q2 = (flashmoe.quantize_weights(w) for w in (given.w13, given.w2))
+    with pytest.raises(ArgumentTypeError, match=r"quantized is QuantizedWeights; a pair"):
+        given(quantized=q13)
+    with pytest.raises(ShapeError, match=r"quantized holds \[.*\] on cpu for w13, which is"):
+        given(quantized=(q2, q13))
+    with pytest.raises(ArgumentError, match="quantized is given without precision='fp8'"):
+        given(precision=None, quantized=(q13, q2))
+    with pytest.raises(ArgumentTypeError):
+        flashmoe.quantize_weights(None)  # type: ignore[arg-type]
 
 
 def test_inference_is_the_scaled_layer(device: str) -> None:

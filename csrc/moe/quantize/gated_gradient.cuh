@@ -9,19 +9,39 @@
 namespace flashmoe {
 namespace moe {
 
+template <typename Element_, int kNumWarps_>
+struct GatedGradientSpec : TileQuantizeSpec<Element_, kNumWarps_> {
+  using Tile = TileQuantizeSpec<Element_, kNumWarps_>;
+  static constexpr int kPartBytes = kScaleBlock * kScaleBlock * 2;  // [8][threads][8 columns] of 16 bits
+  static constexpr int kPartsOffset = Tile::kSharedBytes;
+  static constexpr int kSharedBytes = kPartsOffset + 2 * kPartBytes;
+};
+
+// Where a thread keeps a row of a tile until the one before it has left the registers: 0, the gradient of up; 1, the weighted activation.
+template <typename Spec>
+__device__ __forceinline__ unsigned char* place_of(int part, int row) {
+  return ptx::dynamic_shared_memory() + Spec::kPartsOffset + part * Spec::kPartBytes +
+         (row * Spec::kNumThreads + ptx::thread_index()) * 16;
+}
+
 // The thread's part of the gradients of gate and up and of the weighted activation; of rows past the expert's last, zeros.
 template <typename Spec>
 __device__ __forceinline__ void differentiate(const GatedGradientParams& params, const TileRows& at, int column,
-                                              QuantizedTile<Spec>& gate, QuantizedTile<Spec>& up,
-                                              QuantizedTile<Spec>& active) {
+                                              QuantizedTile<Spec>& gate) {
   using Element = typename Spec::Element;
-  constexpr int kLoads = 4;  // rows in flight
-  float dots[8];
+  constexpr int kLoads = 2;  // rows in flight
+  const int lane = ptx::lane_index();
+  // A lane of 16 that have sums of two rows gives one away.
+  const auto halve = [&](float even, float odd, int lanes) {
+    const bool keeps_odd = (lane & lanes) != 0;
+    return (keeps_odd ? odd : even) + ptx::shuffle_xor(keeps_odd ? even : odd, lanes);
+  };
+  float dots[4];
   with_activation(params.activation, [&](auto activation) {
 #pragma unroll
     for (int start = 0; start < 8; start += kLoads) {
       uint32_t gates[kLoads][4], ups[kLoads][4], slopes[kLoads][4];
-      float weights[kLoads];
+      float weights[kLoads], sums[kLoads];
 #pragma unroll
       for (int i = 0; i < kLoads; ++i) {  // a row that is none loads the last one
         const int64_t row = at.first + minimum(gate.group * 8 + start + i, at.count - 1);
@@ -34,37 +54,34 @@ __device__ __forceinline__ void differentiate(const GatedGradientParams& params,
 #pragma unroll
       for (int i = 0; i < kLoads; ++i) {
         const bool is_valid = gate.group * 8 + start + i < at.count;
-        float dot = 0.0f;
+        float& dot = sums[i] = 0.0f;
+        uint32_t up[4], active[4];
 #pragma unroll
         for (int pair = 0; pair < 4; ++pair) {
           const float2 g = unpack<Element>(gates[i][pair]), u = unpack<Element>(ups[i][pair]);
           const float2 s = unpack<Element>(slopes[i][pair]);
           const ActivationGradient first = activation.backward(g.x, u.x), second = activation.backward(g.y, u.y);
           const float weighted[2] = {weights[i] * s.x, weights[i] * s.y};
-          const auto store = [&](QuantizedTile<Spec>& tile, float low, float high) {
-            tile.words[start + i][pair] = is_valid ? pack<Element>(low, high) : 0;
-          };
-          store(gate, weighted[0] * first.by_gate, weighted[1] * second.by_gate);
-          store(up, weighted[0] * first.by_up, weighted[1] * second.by_up);
-          store(active, weights[i] * first.value, weights[i] * second.value);
+          const auto valid = [&](float low, float high) { return is_valid ? pack<Element>(low, high) : 0; };
+          gate.words[start + i][pair] = valid(weighted[0] * first.by_gate, weighted[1] * second.by_gate);
+          up[pair] = valid(weighted[0] * first.by_up, weighted[1] * second.by_up);
+          active[pair] = valid(weights[i] * first.value, weights[i] * second.value);
           dot = ptx::fma_rn(first.value, s.x, dot);
           dot = ptx::fma_rn(second.value, s.y, dot);
         }
-        dots[start + i] = dot;
+        ptx::st_shared_128(place_of<Spec>(0, start + i), up);
+        ptx::st_shared_128(place_of<Spec>(1, start + i), active);
       }
+      dots[start / 2] = halve(sums[0], sums[1], 8);
     }
   });
   if (params.row_dots == nullptr) return;
-#pragma unroll
-  for (int i = 0; i < 8; ++i) {
-    float dot = dots[i];
-#pragma unroll
-    for (int lanes = 8; lanes > 0; lanes /= 2) dot += ptx::shuffle_xor(dot, lanes);  // the row's 16 lanes
-    const int row = gate.group * 8 + i;
-    if (row < at.count && gate.chunk == 0) {
-      ptx::st_global_float(params.row_dots + static_cast<int64_t>(column / kScaleBlock) * params.slots + at.first + row,
-                           dot);
-    }
+  const float both = halve(halve(dots[0], dots[1], 4), halve(dots[2], dots[3], 4), 2);
+  const float dot = both + ptx::shuffle_xor(both, 1);
+  const int row = gate.group * 8 + lane / 8 % 2 + lane / 4 % 2 * 2 + lane / 2 % 2 * 4;
+  if (row < at.count && lane % 2 == 0) {
+    ptx::st_global_float(params.row_dots + static_cast<int64_t>(column / kScaleBlock) * params.slots + at.first + row,
+                         dot);
   }
 }
 
@@ -77,12 +94,16 @@ __device__ __forceinline__ void gated_gradient(const GatedGradientParams& params
   const int column_block = ptx::block_index() % column_blocks;
   const TileRows at = rows_of_block(params.expert_offsets, params.experts, ptx::block_index() / column_blocks);
   if (at.count == 0) return;
-  QuantizedTile<Spec> gate, up, active;
-  differentiate(params, at, column_block * kScaleBlock + gate.chunk * 8, gate, up, active);
+  QuantizedTile<Spec> tile;
+  differentiate(params, at, column_block * kScaleBlock + tile.chunk * 8, tile);
+  const auto take = [&](int part) {
+#pragma unroll
+    for (int i = 0; i < 8; ++i) ptx::ld_shared_128(tile.words[i], place_of<Spec>(part, i));
+  };
   const int64_t first = at.first, columns = 2 * params.columns;
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
-    const QuantizedTile<Spec>& tile = half == 0 ? gate : up;
+    if (half == 1) take(0);
     const int column = column_block * kScaleBlock + half * params.columns;
     if (params.values != nullptr) {
       tile.store_rows(static_cast<unsigned char*>(params.values) + first * columns + column, columns,
@@ -95,10 +116,11 @@ __device__ __forceinline__ void gated_gradient(const GatedGradientParams& params
     }
   }
   if (params.activation_transposed == nullptr) return;
+  take(1);
   const BlockScale scale =
-      active.store_transposed_tile(static_cast<unsigned char*>(params.activation_transposed) +
-                                       column_block * kScaleBlock * params.transposed_stride + at.block * kScaleBlock,
-                                   params.transposed_stride);
+      tile.store_transposed_tile(static_cast<unsigned char*>(params.activation_transposed) +
+                                     column_block * kScaleBlock * params.transposed_stride + at.block * kScaleBlock,
+                                 params.transposed_stride);
   if (ptx::thread_index() == 0) {
     ptx::st_global_float(params.activation_scales + static_cast<int64_t>(at.block) * column_blocks + column_block,
                          scale.scale);

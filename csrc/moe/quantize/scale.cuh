@@ -1,8 +1,16 @@
 // The scale of a block of 128 values, from their largest magnitude.
 #pragma once
 
+#include "ptx/math.cuh"
+
 namespace flashmoe {
 namespace moe {
+
+// 1 / x to the nearest float, for x of 2^-126 to 2^126 and infinity: one step of Newton's, whose error is -1 at least where x is infinite.
+__device__ __forceinline__ float reciprocal(float x) {
+  const float first = ptx::rcp_approx(x);
+  return ptx::fma_rn(first, fmaxf(ptx::fma_rn(-x, first, 1.0f), -1.0f), first);
+}
 
 // e4m3's largest number is 448. Of a block of zeros, too, the scale and its inverse are finite. A NaN does not enter the maximum
 // and stays itself; an infinity makes all of its block NaN.
@@ -11,7 +19,7 @@ struct BlockScale {
   float inverse;
 
   __device__ __forceinline__ explicit BlockScale(float largest)
-      : scale(fmaxf(largest, 7.888609052210118e-31f) * (1.0f / 448.0f)), inverse(1.0f / scale) {}  // 2^-100
+      : scale(fmaxf(largest, 7.888609052210118e-31f) * (1.0f / 448.0f)), inverse(reciprocal(scale)) {}  // 2^-100
 };
 
 }  // namespace moe

@@ -9,11 +9,13 @@
 #include "moe/params/training.h"
 #include "moe/quantize/scale.cuh"
 #include "ptx/barrier.cuh"
-#include "ptx/e4m3.cuh"
+#include "ptx/bf16x2.cuh"
 #include "ptx/math.cuh"
 #include "ptx/memory.cuh"
+#include "ptx/permute.cuh"
 #include "ptx/shuffle.cuh"
 #include "ptx/special_registers.cuh"
+#include "ptx/wgmma_e4m3.cuh"
 
 namespace flashmoe {
 namespace moe {
@@ -23,8 +25,8 @@ struct TileQuantizeSpec {
   using Element = Element_;
   static constexpr int kNumWarps = kNumWarps_;
   static constexpr int kNumThreads = 32 * kNumWarps;
-  static constexpr int kMaximaOffset = kScaleBlock * kScaleBlock;  // [warps][128] float32
-  static constexpr int kSharedBytes = kMaximaOffset + kNumWarps * kScaleBlock * 4;
+  static constexpr int kMaximaOffset = kScaleBlock * kScaleBlock;  // [warps][128] of 16 bits
+  static constexpr int kSharedBytes = kMaximaOffset + kNumWarps * kScaleBlock * 2;
   static_assert(kNumThreads == 256, "a thread has eight rows of eight columns");
 };
 
@@ -69,95 +71,133 @@ struct QuantizedTile {
     return column % 2 == 0 ? pair.x : pair.y;
   }
 
-  __device__ __forceinline__ float largest_of_row(int row) const {
-    float largest = 0.0f;
-#pragma unroll
-    for (int column = 0; column < 8; ++column) largest = fmaxf(largest, fabsf(value(row, column)));
-    return largest;
+  // Their signs mean nothing.
+  static __device__ __forceinline__ uint32_t larger(uint32_t a, uint32_t b) {
+    return ptx::larger_magnitudes<Element>(a, b);
+  }
+
+  // Of the row's even and odd columns among the thread's.
+  __device__ __forceinline__ uint32_t largest_of_row(int row) const {
+    return larger(larger(words[row][0], words[row][1]), larger(words[row][2], words[row][3]));
   }
 
   // Of all 128 by 128. Contains a barrier; the next use of the maxima needs another.
   __device__ __forceinline__ float largest_of_tile() const {
-    float largest = 0.0f;
+    uint32_t largest = largest_of_row(0);
 #pragma unroll
-    for (int row = 0; row < 8; ++row) largest = fmaxf(largest, largest_of_row(row));
+    for (int row = 1; row < 8; ++row) largest = larger(largest, largest_of_row(row));
 #pragma unroll
-    for (int lanes = 16; lanes > 0; lanes /= 2) largest = fmaxf(largest, ptx::shuffle_xor(largest, lanes));
-    float* maxima = reinterpret_cast<float*>(smem + Spec::kMaximaOffset);
-    if (ptx::lane_index() == 0) ptx::st_shared_float(maxima + ptx::warp_index(), largest);
+    for (int lanes = 16; lanes > 0; lanes /= 2) largest = larger(largest, ptx::shuffle_xor(largest, lanes));
+    unsigned char* maxima = smem + Spec::kMaximaOffset;
+    if (ptx::lane_index() == 0) ptx::st_shared_32(maxima + ptx::warp_index() * 4, largest);
     ptx::barrier_sync_block();
 #pragma unroll
-    for (int warp = 0; warp < Spec::kNumWarps; ++warp) largest = fmaxf(largest, ptx::ld_shared_float(maxima + warp));
-    return largest;
+    for (int warp = 0; warp < Spec::kNumWarps; warp += 4) {
+      uint32_t found[4];
+      ptx::ld_shared_128(found, maxima + warp * 4);
+      largest = larger(larger(largest, found[0]), larger(found[1], larger(found[2], found[3])));
+    }
+    const float2 pair = unpack<Element>(largest);
+    return fmaxf(fabsf(pair.x), fabsf(pair.y));
   }
 
   // Of each of the thread's columns over all 128 rows; likewise.
-  __device__ __forceinline__ void largest_of_columns(float (&largest)[8]) const {
-    float* maxima = reinterpret_cast<float*>(smem + Spec::kMaximaOffset) + chunk * 8;
+  __device__ __forceinline__ void largest_of_columns(uint32_t (&largest)[4]) const {
+    unsigned char* maxima = smem + Spec::kMaximaOffset + chunk * 16;
+    const auto with_other_group = [&] {
 #pragma unroll
-    for (int column = 0; column < 8; ++column) {
-      largest[column] = 0.0f;
+      for (int pair = 0; pair < 4; ++pair) largest[pair] = larger(largest[pair], ptx::shuffle_xor(largest[pair], 16));
+    };
 #pragma unroll
-      for (int row = 0; row < 8; ++row) largest[column] = fmaxf(largest[column], fabsf(value(row, column)));
-      largest[column] = fmaxf(largest[column], ptx::shuffle_xor(largest[column], 16));  // the warp's other group
-      if (ptx::lane_index() < 16) {
-        ptx::st_shared_float(maxima + ptx::warp_index() * kScaleBlock + column, largest[column]);
-      }
+    for (int pair = 0; pair < 4; ++pair) {
+      largest[pair] = larger(words[0][pair], words[1][pair]);
+#pragma unroll
+      for (int row = 2; row < 8; ++row) largest[pair] = larger(largest[pair], words[row][pair]);
     }
+    with_other_group();
+    if (ptx::lane_index() < 16) ptx::st_shared_128(maxima + ptx::warp_index() * kScaleBlock * 2, largest);
     ptx::barrier_sync_block();
 #pragma unroll
-    for (int warp = 0; warp < Spec::kNumWarps; ++warp) {
+    for (int two = 0; two < Spec::kNumWarps; two += 2) {  // one for each half of the warp
+      uint32_t found[4];
+      ptx::ld_shared_128(found, maxima + (two + ptx::lane_index() / 16) * kScaleBlock * 2);
 #pragma unroll
-      for (int four = 0; four < 8; four += 4) {
-        const float4 found = ptx::ld_shared_float4(maxima + warp * kScaleBlock + four);
-        largest[four] = fmaxf(largest[four], found.x);
-        largest[four + 1] = fmaxf(largest[four + 1], found.y);
-        largest[four + 2] = fmaxf(largest[four + 2], found.z);
-        largest[four + 3] = fmaxf(largest[four + 3], found.w);
+      for (int pair = 0; pair < 4; ++pair) largest[pair] = larger(largest[pair], found[pair]);
+    }
+    with_other_group();
+  }
+
+  // The row, among its group's eight, whose scale the lane computes; and the first lane of the group that computes a row's.
+  static __device__ __forceinline__ int row_of_lane(int lane) { return lane / 8 % 2 * 4 + lane / 4 % 2 * 2 + lane % 2; }
+  static __device__ __forceinline__ int lane_of_row(int row) { return row / 4 * 8 + row / 2 % 2 * 4 + row % 2; }
+
+  // A lane gives half of its rows away with each exchange, until two are left.
+  __device__ __forceinline__ BlockScale scale_of_row() const {
+    uint32_t largest[4];  // of rows 2 i and 2 i + 1
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const uint32_t even = largest_of_row(2 * i), odd = largest_of_row(2 * i + 1);
+      largest[i] = larger(ptx::permute_bytes(even, odd, 0x5410), ptx::permute_bytes(even, odd, 0x7632));
+    }
+    const int lane = ptx::lane_index();
+#pragma unroll
+    for (int count = 2; count > 0; count /= 2) {
+      const bool keeps_upper = (lane & count * 4) != 0;
+#pragma unroll
+      for (int i = 0; i < count; ++i) {
+        const uint32_t given = keeps_upper ? largest[i] : largest[i + count];
+        const uint32_t kept = keeps_upper ? largest[i + count] : largest[i];
+        largest[i] = larger(kept, ptx::shuffle_xor(given, count * 4));
       }
+    }
+    largest[0] = larger(largest[0], ptx::shuffle_xor(largest[0], 2));
+    largest[0] = larger(largest[0], ptx::shuffle_xor(largest[0], 1));
+    const float2 pair = unpack<Element>(largest[0]);
+    return BlockScale(fabsf(lane % 2 == 0 ? pair.x : pair.y));
+  }
+
+  __device__ __forceinline__ void quantize_row(uint32_t (&codes)[2], int row, float inverse) const {
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      codes[i] = ptx::pack_four_e4m3(value(row, 4 * i) * inverse, value(row, 4 * i + 1) * inverse,
+                                     value(row, 4 * i + 2) * inverse, value(row, 4 * i + 3) * inverse);
     }
   }
 
-  __device__ __forceinline__ void store_row(unsigned char* gmem, int row, float inverse) const {
-    uint32_t packed[2];
+  __device__ __forceinline__ void quantize_column(uint32_t (&codes)[2], int column, float inverse) const {
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-      packed[i] = ptx::pack_e4m3(value(row, 4 * i) * inverse, value(row, 4 * i + 1) * inverse) |
-                  ptx::pack_e4m3(value(row, 4 * i + 2) * inverse, value(row, 4 * i + 3) * inverse) << 16;
+      codes[i] = ptx::pack_four_e4m3(value(4 * i, column) * inverse, value(4 * i + 1, column) * inverse,
+                                     value(4 * i + 2, column) * inverse, value(4 * i + 3, column) * inverse);
     }
-    ptx::st_global_64(gmem, packed);
   }
 
   // The tile's first `rows` rows, each with a scale of its own. values, scales: of the tile's first row and column.
   __device__ __forceinline__ void store_rows(unsigned char* values, int64_t stride, float* scales, int64_t scale_stride,
                                              int rows) const {
+    const BlockScale own = scale_of_row();
+    const int lane = ptx::lane_index(), own_row = group * 8 + row_of_lane(lane);
+    if ((lane & 2) == 0 && own_row < rows) ptx::st_global_float(scales + own_row * scale_stride, own.scale);
 #pragma unroll
     for (int i = 0; i < 8; ++i) {
-      float largest = largest_of_row(i);
-#pragma unroll
-      for (int lanes = 8; lanes > 0; lanes /= 2) largest = fmaxf(largest, ptx::shuffle_xor(largest, lanes));
-      const BlockScale scale(largest);
+      const float inverse = ptx::shuffle_index(own.inverse, (lane & 16) + lane_of_row(i));
       const int row = group * 8 + i;
       if (row >= rows) continue;
-      store_row(values + row * stride + chunk * 8, i, scale.inverse);
-      if (chunk == 0) ptx::st_global_float(scales + row * scale_stride, scale.scale);
+      uint32_t codes[2];
+      quantize_row(codes, i, inverse);
+      ptx::st_global_64(values + row * stride + chunk * 8, codes);
     }
   }
 
-  // inverse(column): of one of the thread's columns. gmem: the first row of the tile's first column. Contains a barrier, and relies on
-  // one since the last call.
-  template <typename Inverse>
-  __device__ __forceinline__ void store_transposed(unsigned char* gmem, int64_t stride, Inverse inverse) const {
+  // codes_of(codes, column): the eight rows of one of the thread's columns. gmem: the first row of the tile's first column. Contains a
+  // barrier, and relies on one since the last call.
+  template <typename CodesOf>
+  __device__ __forceinline__ void store_transposed(unsigned char* gmem, int64_t stride, CodesOf codes_of) const {
 #pragma unroll
     for (int column = 0; column < 8; ++column) {
-      const float factor = inverse(column);
-      uint32_t packed[2];
-#pragma unroll
-      for (int i = 0; i < 2; ++i) {
-        packed[i] = ptx::pack_e4m3(value(4 * i, column) * factor, value(4 * i + 1, column) * factor) |
-                    ptx::pack_e4m3(value(4 * i + 2, column) * factor, value(4 * i + 3, column) * factor) << 16;
-      }
-      ptx::st_shared_64(smem + (chunk * 8 + column) * kScaleBlock + (group ^ chunk) * 8, packed);
+      uint32_t codes[2];
+      codes_of(codes, column);
+      ptx::st_shared_64(smem + (chunk * 8 + column) * kScaleBlock + (group ^ chunk) * 8, codes);
     }
     ptx::barrier_sync_block();
     const int piece = ptx::thread_index() % 8;  // 16 bytes
@@ -177,21 +217,56 @@ struct QuantizedTile {
   // One scale for the tile.
   __device__ __forceinline__ BlockScale store_transposed_tile(unsigned char* gmem, int64_t stride) const {
     const BlockScale scale(largest_of_tile());
-    store_transposed(gmem, stride, [&](int) { return scale.inverse; });
+    store_transposed(gmem, stride, [&](auto& codes, int column) { quantize_column(codes, column, scale.inverse); });
+    return scale;
+  }
+
+  // The same, and the tile itself: values are converted once, and their bytes transposed.
+  __device__ __forceinline__ BlockScale store_tile(unsigned char* values, int64_t values_stride, unsigned char* gmem,
+                                                   int64_t stride) const {
+    const BlockScale scale(largest_of_tile());
+    uint32_t columns[8][2];
+#pragma unroll
+    for (int four = 0; four < 2; ++four) {
+      uint32_t rows[4][2];
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const int row = 4 * four + i;
+        quantize_row(rows[i], row, scale.inverse);
+        ptx::st_global_64(values + (group * 8 + row) * values_stride + chunk * 8, rows[i]);
+      }
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {  // of four rows, four columns
+#pragma unroll
+        for (int two = 0; two < 2; ++two) {
+          const uint32_t selector = two == 0 ? 0x5140 : 0x7362;
+          const uint32_t upper = ptx::permute_bytes(rows[0][half], rows[1][half], selector);
+          const uint32_t lower = ptx::permute_bytes(rows[2][half], rows[3][half], selector);
+          columns[4 * half + 2 * two][four] = ptx::permute_bytes(upper, lower, 0x5410);
+          columns[4 * half + 2 * two + 1][four] = ptx::permute_bytes(upper, lower, 0x7632);
+        }
+      }
+    }
+    store_transposed(gmem, stride, [&](auto& codes, int column) {
+      codes[0] = columns[column][0];
+      codes[1] = columns[column][1];
+    });
     return scale;
   }
 
   // A scale for each column; scales: of the tile's first column.
   __device__ __forceinline__ void store_transposed_columns(unsigned char* gmem, int64_t stride, float* scales) const {
-    float largest[8];
+    uint32_t largest[4];
     largest_of_columns(largest);
+    float inverses[8];
 #pragma unroll
     for (int column = 0; column < 8; ++column) {
-      const BlockScale scale(largest[column]);
+      const float2 pair = unpack<Element>(largest[column / 2]);
+      const BlockScale scale(fabsf(column % 2 == 0 ? pair.x : pair.y));
       if (group == 0) ptx::st_global_float(scales + chunk * 8 + column, scale.scale);
-      largest[column] = scale.inverse;
+      inverses[column] = scale.inverse;
     }
-    store_transposed(gmem, stride, [&](int column) { return largest[column]; });
+    store_transposed(gmem, stride, [&](auto& codes, int column) { quantize_column(codes, column, inverses[column]); });
   }
 };
 

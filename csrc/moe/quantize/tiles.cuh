@@ -25,14 +25,10 @@ __device__ __forceinline__ void quantize_weights(const QuantizeTilesParams& para
     ptx::ld_global_128(tile.words[i], x + static_cast<int64_t>(tile.group * 8 + i) * params.columns);
   }
   auto* transposed = static_cast<unsigned char*>(params.transposed) + expert * weights;
-  const BlockScale scale = tile.store_transposed_tile(
+  const BlockScale scale = tile.store_tile(
+      static_cast<unsigned char*>(params.values) + first, params.columns,
       transposed + static_cast<int64_t>(column_block) * kScaleBlock * params.rows + row_block * kScaleBlock,
       params.rows);
-  auto* values = static_cast<unsigned char*>(params.values) + first + tile.chunk * 8;
-#pragma unroll
-  for (int i = 0; i < 8; ++i) {
-    tile.store_row(values + static_cast<int64_t>(tile.group * 8 + i) * params.columns, i, scale.inverse);
-  }
   if (ptx::thread_index() == 0) {
     const int64_t blocks = expert * row_blocks * column_blocks;
     ptx::st_global_float(params.scales + blocks + row_block * column_blocks + column_block, scale.scale);
@@ -54,21 +50,20 @@ __device__ __forceinline__ void quantize_tiles(const QuantizeTilesParams& params
     if (at.count == 0) return;
     const int column = column_block * kScaleBlock;
     QuantizedTile<Spec> tile;
-    int slots[8];
-#pragma unroll
-    for (int i = 0; i < 8; ++i) {  // a row that is none loads the last one
-      const int row = minimum(tile.group * 8 + i, at.count - 1);
-      slots[i] = static_cast<int>(ptx::ld_global_32(params.row_slots + at.first + row));
-    }
+    const int own_row =
+        minimum(tile.group * 8 + ptx::lane_index() % 8, at.count - 1);  // a row that is none loads the last one
+    const int token = static_cast<int>(ptx::ld_global_32(params.row_slots + at.first + own_row)) / params.top_k;
+    const auto* x = static_cast<const typename Spec::Element*>(params.x) + column + tile.chunk * 8;
 #pragma unroll
     for (int i = 0; i < 8; ++i) {
-      ptx::ld_global_128(tile.words[i], static_cast<const typename Spec::Element*>(params.x) +
-                                            slots[i] / params.top_k * params.x_stride + column + tile.chunk * 8);
+      ptx::ld_global_128(tile.words[i], x + ptx::shuffle_index(token, (ptx::lane_index() & 16) + i) * params.x_stride);
     }
+    if (at.count < kScaleBlock) {
 #pragma unroll
-    for (int i = 0; i < 8; ++i) {
-      if (tile.group * 8 + i < at.count) continue;
-      tile.words[i][0] = tile.words[i][1] = tile.words[i][2] = tile.words[i][3] = 0;
+      for (int i = 0; i < 8; ++i) {
+        if (tile.group * 8 + i < at.count) continue;
+        tile.words[i][0] = tile.words[i][1] = tile.words[i][2] = tile.words[i][3] = 0;
+      }
     }
     auto* transposed =
         static_cast<unsigned char*>(params.transposed) + column * params.transposed_stride + at.block * kScaleBlock;

@@ -372,7 +372,7 @@ def test_a_step_with_e4m3_products(needed: str) -> None:
     assert operations().count("grouped_gemm_weight_gradient_scaled") == len({"w13", "w2"} & set(found))
     assert operations().count("moe_combine_backward") == bool({"x", "topk_weights"} & set(found))
     with torch.no_grad():
-        q13, q2 = (training.quantize_weights(w) for w in (w13, w2))
+        q13, q2 = (training.quantize_in_torch(w) for w in (w13, w2))
     kept = training.kept(x.detach(), q13[0], q2[0], q13[1], q2[1], weights.detach(), ids, None, None, None, "swiglu")
     assert (out - kept[0]).norm() < 0.15 * kept[0].norm()
     given = (dout, x.detach(), q13[2], q2[2], q13[3], q2[3], *kept[1:], "swiglu", 15)

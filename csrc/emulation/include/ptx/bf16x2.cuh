@@ -13,5 +13,11 @@ __device__ __forceinline__ uint32_t multiply_bf16x2(uint32_t a, uint32_t b) {
   return pack<BF16>(left.x * right.x, left.y * right.y);
 }
 
+template <typename Element>
+__device__ __forceinline__ uint32_t larger_magnitudes(uint32_t a, uint32_t b) {
+  const float2 left = unpack<Element>(a & 0x7fff7fffu), right = unpack<Element>(b & 0x7fff7fffu);
+  return pack<Element>(__builtin_fmaxf(left.x, right.x), __builtin_fmaxf(left.y, right.y)) | ((a ^ b) & 0x80008000u);
+}
+
 }  // namespace ptx
 }  // namespace flashmoe
