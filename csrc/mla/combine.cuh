@@ -2,7 +2,7 @@
 //
 // A warp adds up 128 columns of a row. Where a sequence may be in many parts, warps_per_sum warps share that: each takes every so many-th part,
 // and their sums meet in shared memory. Grid: for each sequence, or each part where there are fewer (a part begins at most one sequence that
-// others share), a block for so many rows as its warps have work for. Most of the second kind find nothing to do, and end.
+// others share), equally many blocks, together about as many as the GPU holds at once: each makes the plan, which takes longer than its sums.
 #pragma once
 
 #include "device/convert.cuh"
@@ -70,33 +70,30 @@ __device__ __forceinline__ bool find_split(const DecodeParams& params, int index
   return last_part > first_part;
 }
 
-template <typename Spec>
-__device__ __forceinline__ void combine(const DecodeParams& params) {
-  using Element = typename Spec::Element;
-  constexpr int kAtOnce = 8;  // parts whose loads are in flight
-  const ptx::SmemPointer block_smem = ptx::dynamic_shared_memory();
-  const int num_rows = params.tokens * params.heads;
-  const int sums = Spec::kNumWarps / params.warps_per_sum;               // of a block
-  const int blocks = (num_rows * Spec::kColumnUnits + sums - 1) / sums;  // of a sequence
-  const int index = ptx::block_index() / blocks;
-  const int lane = ptx::lane_index();
-  const int member = ptx::warp_index() % params.warps_per_sum;
-  const int unit = (ptx::block_index() - index * blocks) * sums + ptx::warp_index() / params.warps_per_sum;
-  const int row = min(num_rows - 1, unit / Spec::kColumnUnits);
-  const int column = unit % Spec::kColumnUnits * Spec::kColumns + lane * 4;
-  Segment found;
+// What the units of a sequence have in common: its parts, and where their results are.
+struct SplitSequence {
+  int batch;
   int first_part;
   int last_part;
-  int share;
-  // The lengths are older than the kernel in front, which has waited for them.
-  if (!find_split(params, index, found, first_part, last_part, share)) return;
-  const int first_slot = slot_of(first_part, found.position > first_part * share);
-  const int64_t slot_rows = static_cast<int64_t>(params.row_tiles) * params.block_m;
-  const auto row_of = [&](int part) {
-    return (part == first_part ? first_slot : slot_of(part, false)) * slot_rows + row;
-  };
-  ptx::grid_dependency_wait();
+  int first_slot;
+};
 
+// One unit: 128 columns of a row, or a share of their sum. Past the last unit a warp only meets the others.
+template <typename Spec>
+__device__ __forceinline__ void combine_unit(const DecodeParams& params, const SplitSequence& split, int unit,
+                                             int member) {
+  using Element = typename Spec::Element;
+  constexpr int kAtOnce = 8;  // parts whose loads are in flight
+  const int num_rows = params.tokens * params.heads;
+  const int lane = ptx::lane_index();
+  const int row = min(num_rows - 1, unit / Spec::kColumnUnits);
+  const int column = unit % Spec::kColumnUnits * Spec::kColumns + lane * 4;
+  const int64_t slot_rows = static_cast<int64_t>(params.row_tiles) * params.block_m;
+  const int first_part = split.first_part;
+  const int last_part = split.last_part;
+  const auto row_of = [&](int part) {
+    return (part == first_part ? split.first_slot : slot_of(part, false)) * slot_rows + row;
+  };
   float largest = ptx::negative_infinity();
   for (int part = first_part + lane; part <= last_part; part += 32) {
     largest = ptx::max_ftz(largest, ptx::ld_global_float(params.state_partial + row_of(part) * 2));
@@ -124,7 +121,9 @@ __device__ __forceinline__ void combine(const DecodeParams& params) {
     }
   }
   if (params.warps_per_sum > 1) {
+    const ptx::SmemPointer block_smem = ptx::dynamic_shared_memory();
     const auto sum_smem = [&](int warp) { return block_smem + warp * Spec::kSumBytes; };
+    ptx::barrier_sync_block();  // write after read: the sums of the unit before
     const uint32_t words[4] = {ptx::float_bits(total.out[0]), ptx::float_bits(total.out[1]),
                                ptx::float_bits(total.out[2]), ptx::float_bits(total.out[3])};
     ptx::st_shared_128(sum_smem(ptx::warp_index()) + lane * 16, words);
@@ -138,12 +137,34 @@ __device__ __forceinline__ void combine(const DecodeParams& params) {
   }
   if (unit >= num_rows * Spec::kColumnUnits) return;
   const FinishedRow finished = finish_row(params, row % params.heads, largest, total.sum);
-  if (column == 0 && params.lse != nullptr) store_lse(params, found.batch, row, finished.lse);
+  if (column == 0 && params.lse != nullptr) store_lse(params, split.batch, row, finished.lse);
   Element* out_gmem =
-      static_cast<Element*>(params.out) + (static_cast<int64_t>(found.batch) * num_rows + row) * kLatentDim + column;
+      static_cast<Element*>(params.out) + (static_cast<int64_t>(split.batch) * num_rows + row) * kLatentDim + column;
   const uint32_t packed[2] = {pack<Element>(total.out[0] * finished.inverse, total.out[1] * finished.inverse),
                               pack<Element>(total.out[2] * finished.inverse, total.out[3] * finished.inverse)};
   ptx::st_global_64(out_gmem, packed);
+}
+
+// A block has the units of one sequence, from its own on every so many-th: the plan is made once for all.
+template <typename Spec>
+__device__ __forceinline__ void combine(const DecodeParams& params) {
+  const int sums = Spec::kNumWarps / params.warps_per_sum;  // of a block at once
+  const int units = params.tokens * params.heads * Spec::kColumnUnits;
+  const int blocks = ptx::grid_size() / min(params.batch, params.parts);  // of a sequence
+  const int index = ptx::block_index() / blocks;
+  const int member = ptx::warp_index() % params.warps_per_sum;
+  Segment found;
+  SplitSequence split;
+  int share;
+  // The lengths are older than the kernel in front, which has waited for them.
+  if (!find_split(params, index, found, split.first_part, split.last_part, share)) return;
+  split.batch = found.batch;
+  split.first_slot = slot_of(split.first_part, found.position > split.first_part * share);
+  ptx::grid_dependency_wait();
+#pragma unroll 1
+  for (int first = (ptx::block_index() - index * blocks) * sums; first < units; first += blocks * sums) {
+    combine_unit<Spec>(params, split, first + ptx::warp_index() / params.warps_per_sum, member);
+  }
 }
 
 }  // namespace mla

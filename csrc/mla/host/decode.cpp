@@ -173,7 +173,10 @@ void run(const DecodeArguments& arguments, DecodeParams params, const Kernel& ke
     constexpr int64_t kColumnUnits = 4;  // of a row: combine.cuh
     const int64_t sums = combine.block_m / params.warps_per_sum;
     const int64_t sequences = std::min<int64_t>(params.batch, params.parts);
-    list.add({&combine, sequences * ceil_div(rows * kColumnUnits, sums), &params, nullptr, /*is_dependent=*/true});
+    // Blocks beyond those that the GPU holds at once would only make the plan again.
+    const int64_t held = std::max<int64_t>(1, int64_t{gpu.num_multiprocessors} * combine.min_blocks / sequences);
+    const int64_t blocks = std::min(ceil_div(rows * kColumnUnits, sums), held);
+    list.add({&combine, sequences * blocks, &params, nullptr, /*is_dependent=*/true});
   }
   list.run(call);
 }

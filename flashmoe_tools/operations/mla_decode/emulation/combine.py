@@ -24,6 +24,7 @@ from flashmoe_tools.tables import Unit
 
 TILE_ROWS, BLOCK_KEYS = 16, 32  # of the decoding kernel in front
 COLUMN_UNITS = 4  # of a row
+BLOCKS_HELD = 2  # of a sequence, at most: they have several units each
 
 
 def problems(unit: Unit) -> Iterator[MlaProblem]:
@@ -74,7 +75,7 @@ def trial(unit: Unit, p: MlaProblem) -> Trial:
     }
     values |= {name: in_front(tensor) for name, tensor in partial.items()}
     sums = unit.row.block_m // p.warps_per_sum
-    blocks = min(len(p.keys), p.parts) * -(-p.rows * COLUMN_UNITS // sums)
+    blocks = min(len(p.keys), p.parts) * min(BLOCKS_HELD, -(-p.rows * COLUMN_UNITS // sums))
     return Trial([Launch(values, blocks)], tensors.disagreements, {"out": tensors.out, "lse": tensors.lse})
 
 
