@@ -82,14 +82,7 @@ def flash_attn_func(
         out, lse = _attend_sections(q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1), cut, length, options)
         out, lse = out.unflatten(0, (batch, length)), lse.unflatten(1, (batch, length)).transpose(0, 1)
         return (out, lse) if return_attn_probs else out
-    out, lse = _in_columns(
-        lambda values: flashmoe.attention(
-            q.transpose(1, 2), k.transpose(1, 2), values.transpose(1, 2), **options, return_lse=True
-        ),
-        q,
-        k,
-        v,
-    )
+    out, lse = flashmoe.attention(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), **options, return_lse=True)
     return (out.transpose(1, 2), lse) if return_attn_probs else out.transpose(1, 2)
 
 

@@ -124,6 +124,8 @@ def test_caches_of_latents(device: str, is_paged: bool, rows: int, monkeypatch: 
 def test_values_of_512_columns_have_gradients(device: str) -> None:
     q, k, v = (rows_of(device, 2, *shape).requires_grad_() for shape in ((9, 4, 64), (13, 2, 64), (13, 2, 512)))
     out = fa3.flash_attn_func(q, k, v, causal=True)
+    starts = [torch.tensor([0, n, 2 * n], dtype=torch.int32, device=device) for n in (9, 13)]
+    ragged = fa3.flash_attn_varlen_func(*(t.flatten(0, 1) for t in (q, k, v)), *starts, 9, 13, causal=True)
     inputs = [tensor.detach().cpu().double().requires_grad_() for tensor in (q, k, v)]
     keys, values = (tensor.repeat_interleave(2, 2).transpose(1, 2) for tensor in inputs[1:])
     hidden = torch.ones(9, 13).triu(5).bool()
@@ -131,6 +133,8 @@ def test_values_of_512_columns_have_gradients(device: str) -> None:
     wanted = (torch.softmax(scores, -1) @ values).transpose(1, 2)
     assert close(out.detach().cpu(), wanted.detach())
     gradient = torch.randn_like(out)
+    exact = torch.autograd.grad(wanted, inputs, gradient.cpu().double())
     found = torch.autograd.grad(out, (q, k, v), gradient)
-    for of, to in zip(found, torch.autograd.grad(wanted, inputs, gradient.cpu().double()), strict=True):
+    of_ragged = torch.autograd.grad(ragged, (q, k, v), gradient.flatten(0, 1))
+    for of, to in zip((*found, *of_ragged), (*exact, *exact), strict=True):
         assert torch.allclose(of.cpu().double(), to, atol=0.3 if device == "cuda" else 1e-4)
