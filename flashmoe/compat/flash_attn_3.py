@@ -1,21 +1,23 @@
 """flash_attn 3's public functions (its module flash_attn_interface) on flashmoe's kernels: the same names, signatures and layouts.
 
 pack_gqa, sm_margin and scheduler_metadata tune FlashAttention's kernels and change no result: they are taken and not used. Every result is
-deterministic. Not here, and refused by name: qv, float8 (q_descale, k_descale, v_descale).
+deterministic. Not here, and refused by name: float8 (q_descale, k_descale, v_descale).
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
 import flashmoe
+from flashmoe.attn.arguments import MAX_GPU_OPTIONS_HEAD_DIM
 from flashmoe.attn.varlen import attend
-from flashmoe.compat import arguments, flash_attn_gpu
+from flashmoe.compat import arguments, flash_attn_gpu, latent_query
 from flashmoe.compat.kvcache import attend_cache
-from flashmoe.compat.sections import Sections, sections
+from flashmoe.compat.sections import Sections, sections, slices
 from flashmoe.errors import ArgumentError, ShapeError
 
 __all__ = [
@@ -54,14 +56,31 @@ def flash_attn_func(
     """q [B, Sq, Hq, D], k [B, Sk, Hkv, D], v [B, Sk, Hkv, Dv]; returns [B, Sq, Hq, Dv], and with ``return_attn_probs`` (out, lse
     [B, Hq, Sq]). Raises ArgumentError for what is lacking (above), and what flashmoe.attention raises."""
     del num_splits, pack_gqa, deterministic, sm_margin
-    _refuse(qv=qv, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale)
+    _refuse(q_descale=q_descale, k_descale=k_descale, v_descale=v_descale)
     options = arguments.score_options(causal, window_size, softcap, softmax_scale)
+    if qv is not None:
+        rows, keys = (
+            [slice(first * size, (first + 1) * size) for first in range(len(q))] for size in (q.shape[1], k.shape[1])
+        )
+        options = latent_query.options_of(q, qv, v, options)
+        out, lse = latent_query.attend_ragged(
+            q.flatten(0, 1),
+            k.flatten(0, 1),
+            v.flatten(0, 1),
+            qv.flatten(0, 1),
+            rows,
+            keys,
+            options,
+            attention_chunk,
+        )
+        out, lse = out.unflatten(0, q.shape[:2]), lse.unflatten(1, q.shape[:2]).transpose(0, 1)
+        return (out, lse) if return_attn_probs else out
     if attention_chunk:
-        batch, rows, keys = (*q.shape[:2], k.shape[1])
-        starts = [torch.arange(batch + 1, dtype=torch.int32, device=q.device) * length for length in (rows, keys)]
-        cut = sections(starts[0], None, starts[1], None, keys, attention_chunk)
-        out, lse = _attend_sections(q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1), cut, rows, options)
-        out, lse = out.unflatten(0, (batch, rows)), lse.unflatten(1, (batch, rows)).transpose(0, 1)
+        batch, length, room = (*q.shape[:2], k.shape[1])
+        starts = [torch.arange(batch + 1, dtype=torch.int32, device=q.device) * size for size in (length, room)]
+        cut = sections(starts[0], None, starts[1], None, room, attention_chunk)
+        out, lse = _attend_sections(q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1), cut, length, options)
+        out, lse = out.unflatten(0, (batch, length)), lse.unflatten(1, (batch, length)).transpose(0, 1)
         return (out, lse) if return_attn_probs else out
     out, lse = flashmoe.attention(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), **options, return_lse=True)
     return (out.transpose(1, 2), lse) if return_attn_probs else out.transpose(1, 2)
@@ -140,35 +159,52 @@ def flash_attn_varlen_func(
 ) -> Result:
     """q [Nq, Hq, D], k [Nk, Hkv, D], v [Nk, Hkv, Dv]; returns [Nq, Hq, Dv], and with ``return_attn_probs`` (out, lse [Hq, Nq])."""
     del num_splits, pack_gqa, deterministic, sm_margin
-    _refuse(qv=qv, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale)
+    _refuse(q_descale=q_descale, k_descale=k_descale, v_descale=v_descale)
     options = arguments.score_options(causal, window_size, softcap, softmax_scale)
+    if qv is not None:
+        options = latent_query.options_of(q, qv, v, options)
+        parts = slices(cu_seqlens_q, seqused_q), slices(cu_seqlens_k, seqused_k)
+        out, lse = latent_query.attend_ragged(q, k, v, qv, *parts, options, attention_chunk)
+        return (out, lse) if return_attn_probs else out
     if seqused_q is not None or attention_chunk:
         cut = sections(cu_seqlens_q, seqused_q, cu_seqlens_k, seqused_k, int(max_seqlen_k), attention_chunk)
         out, lse = _attend_sections(q, k, v, cut, int(max_seqlen_q), options)
         return (out, lse) if return_attn_probs else out
-    out, lse = flashmoe.attention_varlen(
+    lengths = (cu_seqlens_q, cu_seqlens_k, int(max_seqlen_q), int(max_seqlen_k))
+    out, lse = _in_columns(
+        lambda values: flashmoe.attention_varlen(
+            q, k, values, *lengths, **options, seqused_k=seqused_k, return_lse=True
+        ),
         q,
         k,
         v,
-        cu_seqlens_q,
-        cu_seqlens_k,
-        int(max_seqlen_q),
-        int(max_seqlen_k),
-        **options,
-        seqused_k=seqused_k,
-        return_lse=True,
     )
     return (out, lse) if return_attn_probs else out
+
+
+def _in_columns(
+    attend: Callable[[Tensor], tuple[Tensor, Tensor]], q: Tensor, k: Tensor, v: Tensor
+) -> tuple[Tensor, Tensor]:
+    """attend(v), where a gradient is recorded in groups of columns, for gradient kernels have no more: their gradients add up."""
+    is_recorded = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (q, k, v))
+    if not is_recorded or v.shape[-1] <= MAX_GPU_OPTIONS_HEAD_DIM or q.shape[-1] > MAX_GPU_OPTIONS_HEAD_DIM:
+        return attend(v)
+    parts = [attend(columns) for columns in v.split(MAX_GPU_OPTIONS_HEAD_DIM, dim=-1)]
+    return torch.cat([out for out, _ in parts], -1), parts[0][1]
 
 
 def _attend_sections(
     q: Tensor, k: Tensor, v: Tensor, cut: Sections, max_seqlen_q: int, options: dict[str, Any]
 ) -> tuple[Tensor, Tensor]:
-    keys: dict[str, Any] = {"seqused_k": cut.seqused_k, "max_seqlen_k": cut.max_seqlen_k}
-    out, lse = flashmoe.attention_varlen(
-        q, k, v, cut.cu_seqlens_q, cut.cu_seqlens_k, max_seqlen_q, **keys, **options, return_lse=True
+    lengths = (cut.cu_seqlens_q, cut.cu_seqlens_k, max_seqlen_q, cut.max_seqlen_k)
+    return _in_columns(
+        lambda values: flashmoe.attention_varlen(
+            q, k, values, *lengths, **options, seqused_k=cut.seqused_k, return_lse=True
+        ),
+        q,
+        k,
+        v,
     )
-    return out, lse
 
 
 def flash_attn_with_kvcache(
@@ -209,7 +245,9 @@ def flash_attn_with_kvcache(
     would be).
     """
     del scheduler_metadata, pack_gqa, sm_margin
-    _refuse(qv=qv, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale)
+    _refuse(q_descale=q_descale, k_descale=k_descale, v_descale=v_descale)
+    options = arguments.score_options(causal, window_size, softcap, softmax_scale)
+    options = options if qv is None else latent_query.options_of(q, qv, v_cache, options)
     if page_table is not None and cache_batch_idx is not None:
         page_table, cache_batch_idx = page_table[cache_batch_idx], None
     out, lse = attend_cache(
@@ -220,10 +258,7 @@ def flash_attn_with_kvcache(
         v,
         lengths=cache_seqlens,
         block_table=page_table,
-        options={
-            **arguments.score_options(causal, window_size, softcap, softmax_scale),
-            "num_splits": num_splits,
-        },
+        options={**options, "num_splits": num_splits},
         cache_batch_idx=cache_batch_idx,
         cache_leftpad=cache_leftpad,
         rotary_cos=rotary_cos,
@@ -234,6 +269,7 @@ def flash_attn_with_kvcache(
         max_seqlen_q=0 if max_seqlen_q is None else int(max_seqlen_q),
         cu_seqlens_k_new=cu_seqlens_k_new,
         chunk=attention_chunk,
+        qv=qv,
     )
     return (out, lse, lse.new_empty(0), lse.new_empty(0)) if return_softmax_lse else out
 

@@ -52,8 +52,9 @@ def install_as_flash_attn() -> None:
 
 
 def install_as_flash_attn_3() -> None:
-    """The same of ``import flash_attn_interface``, FlashAttention 3's module, which gives :mod:`flashmoe.compat.flash_attn_3`."""
-    from flashmoe.compat import flash_attn_3
+    """The same of ``import flash_attn_interface``, FlashAttention 3's module, which gives :mod:`flashmoe.compat.flash_attn_3`, and of its
+    operators, ``torch.ops.flash_attn_3``."""
+    from flashmoe.compat import flash_attn_3, flash_attn_3_operators
 
     present = sys.modules.get(_MODULE_3)
     if present is flash_attn_3:
@@ -62,11 +63,15 @@ def install_as_flash_attn_3() -> None:
         msg = f"the module {_MODULE_3} is installed; uninstall it first, or import the functions from flashmoe.compat.flash_attn_3"
         raise ArgumentError(msg)
     sys.modules[_MODULE_3] = flash_attn_3
+    flash_attn_3_operators.register()
 
 
 def uninstall_flash_attn() -> None:
     """Undo both; what was imported meanwhile keeps its functions."""
-    sys.modules.pop(_MODULE_3, None)
+    if sys.modules.pop(_MODULE_3, None) is not None:
+        from flashmoe.compat import flash_attn_3_operators
+
+        flash_attn_3_operators.unregister()
     explain_missing(is_wanted=False)
     if hasattr(sys.modules.get(_PACKAGE), _MARK):
         for name in _MODULES:

@@ -9,8 +9,8 @@ from torch import Tensor
 
 from flashmoe.attn.kvcache import attention_with_kvcache
 from flashmoe.attn.varlen import attend
-from flashmoe.compat import arguments, rotary
-from flashmoe.compat.sections import sections
+from flashmoe.compat import arguments, latent_query, rotary
+from flashmoe.compat.sections import sections, slices
 from flashmoe.errors import ArgumentError
 
 MAX_SPLITS = 32  # the kernels' own; flash_attn takes 128
@@ -37,12 +37,14 @@ def attend_cache(
     max_seqlen_q: int = 0,
     cu_seqlens_k_new: Tensor | None = None,
     chunk: int = 0,
+    qv: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """(out as q, lse [B, Hq, Sq], or [Hq, Nq] of ragged rows).
 
     q [B, Sq, Hq, D], or [Nq, Hq, D] with cu_seqlens_q; caches [B, S, Hkv, D], or pages [P, page_size, Hkv, D] with block_table; k and v
     [B, Snew, Hkv, D] go behind the ``lengths`` keys that are there. rotary_first [B]: the position of the first new key, ``lengths`` by
-    default. With cu_seqlens_k_new int32 [B + 1] they are ragged, [Nnew, Hkv, D]. chunk: flash_attn 3's attention_chunk. options: scores, num_splits.
+    default. With cu_seqlens_k_new int32 [B + 1] they are ragged, [Nnew, Hkv, D]. chunk: flash_attn 3's attention_chunk.
+    qv: latent_query.py. options: scores, num_splits.
     """
     if cache_batch_idx is not None:
         if block_table is not None:
@@ -71,7 +73,7 @@ def attend_cache(
     rows = q if cu_seqlens_q is not None else q.transpose(1, 2)
     caches = [cache.transpose(1, 2) if block_table is None else cache for cache in (k_cache, v_cache)]
     fresh = [None if tensor is None else tensor.transpose(1, 2) for tensor in (k, v)]
-    if cache_leftpad is None and cu_seqlens_q is None and not chunk:
+    if cache_leftpad is None and cu_seqlens_q is None and not chunk and qv is None:
         out, lse = attention_with_kvcache(
             rows, *caches, *fresh, cache_seqlens=used, block_table=block_table, **options, return_lse=True
         )
@@ -79,9 +81,9 @@ def attend_cache(
     if fresh[0] is not None:
         torch.ops.flashmoe.attention_append_(*caches, *fresh, used, block_table)
         used = used + fresh[0].shape[2]
-    if chunk:
-        return _attend_chunks(
-            q, k_cache, v_cache, used, cache_leftpad, block_table, cu_seqlens_q, max_seqlen_q, chunk, options
+    if chunk or qv is not None:
+        return _attend_gathered(
+            q, k_cache, v_cache, used, cache_leftpad, block_table, cu_seqlens_q, max_seqlen_q, chunk, options, qv
         )
     if cache_leftpad is not None:
         keys = arguments.keys_after_padding(k_cache, v_cache, used, cache_leftpad, block_table)
@@ -122,7 +124,7 @@ def append_ragged(
             cache[block_table[sequence.long(), (key // page_size).long()].long(), (key % page_size).long()] = rows
 
 
-def _attend_chunks(
+def _attend_gathered(
     q: Tensor,
     k_cache: Tensor,
     v_cache: Tensor,
@@ -133,8 +135,13 @@ def _attend_chunks(
     max_seqlen_q: int,
     chunk: int,
     options: dict[str, Any],
+    qv: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
-    """The keys are gathered into one tensor, a copy of the caches' used parts and more: for what few models ask."""
+    """With chunks or qv. The keys are gathered into one tensor, a copy of the caches' used parts and more: for what few models ask."""
+    if qv is not None and not chunk and leftpad is None:
+        decoded = latent_query.decode_latents(q, qv, k_cache, v_cache, used, block_table, options)
+        if decoded is not None:
+            return decoded
     batch = used.shape[0]
     padding = torch.zeros_like(used) if leftpad is None else leftpad
     room = k_cache.shape[1] * (1 if block_table is None else block_table.shape[1])
@@ -151,21 +158,26 @@ def _attend_chunks(
         starts_q, max_seqlen_q = torch.arange(batch + 1, dtype=torch.int32, device=q.device) * q.shape[1], q.shape[1]
     else:
         starts_q = cu_seqlens_q
-    cut = sections(starts_q, None, starts_k, used - padding, room, chunk)
-    result: Any = attend(
-        q.flatten(0, 1) if cu_seqlens_q is None else q,
-        keys,
-        values,
-        cu_seqlens_q=cut.cu_seqlens_q,
-        cu_seqlens_k=cut.cu_seqlens_k,
-        seqused_k=cut.seqused_k,
-        max_seqlen_q=max_seqlen_q,
-        max_seqlen_k=cut.max_seqlen_k,
-        **options,
-        sinks=None,
-        return_lse=True,
-    )
-    out, lse = result
+    if qv is not None:
+        flat = [rows if cu_seqlens_q is not None else rows.flatten(0, 1) for rows in (q, qv)]
+        parts = slices(starts_q), slices(starts_k, used - padding)
+        out, lse = latent_query.attend_ragged(flat[0], keys, values, flat[1], *parts, options, chunk)
+    else:
+        cut = sections(starts_q, None, starts_k, used - padding, room, chunk)
+        result: Any = attend(
+            q.flatten(0, 1) if cu_seqlens_q is None else q,
+            keys,
+            values,
+            cu_seqlens_q=cut.cu_seqlens_q,
+            cu_seqlens_k=cut.cu_seqlens_k,
+            seqused_k=cut.seqused_k,
+            max_seqlen_q=max_seqlen_q,
+            max_seqlen_k=cut.max_seqlen_k,
+            **options,
+            sinks=None,
+            return_lse=True,
+        )
+        out, lse = result
     if cu_seqlens_q is None:
         return out.unflatten(0, (batch, -1)), lse.unflatten(1, (batch, -1)).transpose(0, 1)
     return out, lse

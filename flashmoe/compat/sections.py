@@ -12,6 +12,12 @@ import torch
 from torch import Tensor
 
 
+def slices(starts: Tensor, used: Tensor | None = None) -> list[slice]:
+    """Of the sequences that starts int32 [B + 1] cuts, the used[b] first of each; reading them waits for the GPU."""
+    begins, lengths = starts[:-1].tolist(), (torch.diff(starts) if used is None else used).tolist()
+    return [slice(begin, begin + length) for begin, length in zip(begins, lengths, strict=True)]
+
+
 class Sections(NamedTuple):
     """Starts of rows and of keys, int32 [B * of_sequence + 1], and the keys of each, int32 [B * of_sequence]."""
 

@@ -116,6 +116,32 @@ def test_slopes_of_zero_are_no_bias_and_far_keys_have_no_weight(device: str) -> 
     assert torch.equal(steep, v)  # each row sees its own key alone
 
 
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("kind", ["low", "high", "rising", "wide"])
+def test_rows_whose_maximum_is_not_where_the_bias_leads(device: str, kind: str, causal: bool, head_dim: int) -> None:
+    """Keys near a row's own that weigh nothing, distant ones that weigh all, scores that rise, and large ones."""
+    slopes = torch.tensor([0.7, 0.25, 0.02, 0.0, -0.3, 3.0], device=device)
+    rows, keys = 150, 700
+    for dtype in DTYPES[device]:
+        q, k, v = (torch.randn(1, 6, n, head_dim, device=device) for n in (rows, keys, keys))
+        if kind == "wide":
+            q = 6 * q
+        else:
+            at = torch.arange(keys, device=device)
+            shapes = {"low": -60.0 * (at > keys - 300), "high": 60.0 * (at < 200), "rising": 60.0 * at / keys}
+            q[..., 0], k[..., 0] = 4.0, shapes[kind] * head_dim**0.5 / 4
+        q, k, v = (tensor.to(dtype) for tensor in (q, k, v))
+        out, lse = flashmoe.attention(q, k, v, causal=causal, alibi_slopes=slopes, return_lse=True)
+        scores = q.double() @ k.double().mT * head_dim**-0.5 + bias_of(slopes, 1, rows, keys)
+        if causal:
+            scores = scores.masked_fill(torch.ones_like(scores).triu(keys - rows + 1).bool(), -math.inf)
+        wanted = torch.softmax(scores, -1) @ v.double()
+        limit = {torch.bfloat16: 4e-2, torch.float16: 6e-3}.get(dtype, 1e-4)
+        assert (out.double() - wanted).abs().max() < limit, dtype
+        assert torch.allclose(lse.double(), torch.logsumexp(scores, -1), atol=1e-3, rtol=1e-3)
+
+
 def test_transforms_autocast_and_compiled_code(device: str) -> None:
     q, k, v = (torch.randn(2, 4, 50, 32, device=device) for _ in range(3))
     slopes = torch.rand(2, 4, device=device) * 0.3  # values that bfloat16 does not have

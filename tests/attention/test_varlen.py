@@ -231,6 +231,16 @@ def _masks(device: str, dtype: torch.dtype, batch: int, heads: int, rows: int, k
     }
 
 
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_one_key_under_a_softcap_is_the_answer(device: str, head_dim: int) -> None:
+    for dtype in DTYPES[device]:
+        q, k, v = (torch.randn(2, 3, 70, head_dim, device=device).to(dtype) for _ in range(3))
+        out = flashmoe.attention(q, k, v, causal=True, softcap=15.0)
+        assert torch.equal(out[:, :, 0], v[:, :, 0]), dtype
+        alone = flashmoe.attention(q, k[:, :, :1], v[:, :, :1], softcap=15.0)
+        assert torch.equal(alone, v[:, :, :1].expand_as(alone)), dtype
+
+
 @pytest.mark.parametrize("rows", [3, 70])
 @pytest.mark.parametrize("band", [Band(), Band(causal=True, softcap=5.0), Band(window=(30, 4))], ids=str)
 def test_masks(band: Band, rows: int, device: str) -> None:

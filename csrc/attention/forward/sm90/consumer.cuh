@@ -9,6 +9,7 @@
 // and what turns a block's scores into P is an argument of the step.
 #pragma once
 
+#include "attention/forward/sm90/alibi.cuh"
 #include "attention/forward/sm90/dropout.cuh"
 #include "attention/forward/sm90/epilogue.cuh"
 #include "attention/forward/sm90/schedule.cuh"
@@ -159,25 +160,11 @@ struct Consumer {
   }
 
   // ALiBi, and the softcap before it.
-  __device__ __forceinline__ void apply_alibi(float (&scores)[kScores], const Tile<kMask>& tile, int block) const {
+  __device__ __forceinline__ RisingRows apply_alibi(float (&scores)[kScores], const Tile<kMask>& tile,
+                                                    int block) const {
     cap_scores(scores);
-    const int lane = ptx::lane_index();
-    // From the block's first key to the own one of the warp's first row.
-    const int own = diagonal_key(tile.sequence(params), thread_row(tile)) - lane / 4 - block * Spec::kBlockN;
-    const auto distance = static_cast<float>(own + lane / 4 - lane % 4 * 2);
-    const bool is_behind = own + 15 <= 0;         // all keys, of all 16 rows
-    if (is_behind || own >= Spec::kBlockN - 1) {  // the same bits as below, without the absolute values
-      const float signed_slope = is_behind ? -slope : slope;
-#pragma unroll
-      for (int i = 0; i < kScores; ++i) {
-        const int column = 8 * (i / 4) + i % 2 - 8 * (i / 2 % 2);
-        scores[i] = ptx::fma_rn(signed_slope, distance - static_cast<float>(column), scores[i]);
-      }
-    } else {
-      const Alibi alibi{slope, distance};
-#pragma unroll
-      for (int i = 0; i < kScores; ++i) scores[i] = alibi.add(scores[i], i / 2 % 2, 8 * (i / 4) + i % 2);
-    }
+    return add_alibi<Element, Spec::kBlockN>(scores, params, slope,
+                                             diagonal_key(tile.sequence(params), thread_row(tile)), block);
   }
 
   __device__ __forceinline__ Softcap softcap() const {
@@ -216,9 +203,9 @@ struct Consumer {
   struct WithAlibi {
     static __device__ __forceinline__ bool apply(const Consumer& to, float (&scores)[kScores], RowState& rows,
                                                  float (&rescale)[2], const Tile<kMask>& tile, int block, bool) {
-      to.apply_alibi(scores, tile, block);
+      const RisingRows rising = to.apply_alibi(scores, tile, block);
       if constexpr (kIsMasked) to.mask_block(scores, tile, block);
-      return online_softmax<Spec::kBlockN, kIsMasked>(scores, rows, rescale, to.scale_log2);
+      return rising_softmax<Spec::kBlockN, kIsMasked>(scores, rows, rescale, to.scale_log2, rising);
     }
   };
 
@@ -311,9 +298,12 @@ struct Consumer {
       if constexpr (Spec::kHasScoreMod) {
         if (!is_capped) modify_scores(scores, tile, block);
       }
-      if constexpr (Spec::kHasAlibi) apply_alibi(scores, tile, block);
+      RisingRows rising{};
+      if constexpr (Spec::kHasAlibi) rising = apply_alibi(scores, tile, block);
       if (needs_mask(full, block)) mask_block(scores, tile, block);
-      if (is_capped) {
+      if constexpr (Spec::kHasAlibi) {
+        rising_softmax<Spec::kBlockN, true>(scores, rows, rescale, scale_log2, rising);
+      } else if (is_capped) {
         if constexpr (Spec::kHasScoreMod)
           capped_softmax<Element, Spec::kBlockN, true>(scores, rows, rescale, softcap());
       } else {
@@ -433,6 +423,13 @@ struct Consumer {
         const float shift = is_capped ? softcap().exponent_of_max(rows.max[r]) : rows.max[r] * softmax_scale();
         const FinishedRow finished = kIsRuntime ? finish_row(shift, sum, sink_log2[r]) : finish_row(shift, sum);
         inverse_sum[r] = finished.inverse;
+        if constexpr (Spec::kHasScoreMod && kHasRangeOfFloat<Element>) {
+          // Nothing makes a lone key's P a power of two: what it is multiplied by has the error that it is rounded by.
+          const KeyRange seen = visible_keys(tile.sequence(params), position_of<Spec>(tile, thread_row(tile) + 8 * r));
+          if (is_capped && seen.end - seen.begin == 1) {
+            inverse_sum[r] *= sum * ptx::rcp_approx(unpack<Element>(pack<Element>(sum, sum)).x);
+          }
+        }
         if constexpr (Spec::kHasDropout) inverse_sum[r] *= dropout_of(params).scale;
         lse[r] = finished.lse;
       }

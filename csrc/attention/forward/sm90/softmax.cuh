@@ -91,6 +91,59 @@ __device__ __forceinline__ bool online_softmax(float (&scores)[kN / 2], RowState
   return moved;
 }
 
+// What rising_softmax is told of a thread's two rows and a key block.
+struct RisingRows {
+  float base[2];   // what the scores lack of those that the reference is of
+  float ahead[2];  // how far above a new maximum its reference goes: in scores
+  float limit[2];  // how far above the reference a maximum may be: as an exponent
+};
+
+// online_softmax of scores that rise from block to block as ALiBi's do. A reference that followed them would move in every other block, and since a
+// warp rescales when one of its 16 rows asks for it, the warp in nearly all. So references go ahead of the rise, and at blocks that
+// the caller chooses for all rows of a head.
+template <int kN, bool kMayBeEmpty>
+__device__ __forceinline__ bool rising_softmax(float (&scores)[kN / 2], RowState& rows, float (&rescale)[2],
+                                               float scale_log2, const RisingRows& rising) {
+  float new_max[2];  // of this thread's columns
+  bool stays = true;
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    new_max[r] = ptx::max_ftz(scores[2 * r], scores[2 * r + 1]);
+#pragma unroll
+    for (int j = 1; j < kN / 8; ++j) {
+      new_max[r] = ptx::max_ftz(new_max[r], ptx::max_ftz(scores[4 * j + 2 * r], scores[4 * j + 2 * r + 1]));
+    }
+    new_max[r] += rising.base[r];
+    stays = stays && (new_max[r] - rows.max[r]) * scale_log2 <= rising.limit[r];
+  }
+  const bool moved = ptx::vote_any(!stays);
+  if (moved) {
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      const float of_row = quad_max(new_max[r]);
+      const bool row_stays = (of_row - rows.max[r]) * scale_log2 <= rising.limit[r];
+      const float next = row_stays ? rows.max[r] : of_row + rising.ahead[r];
+      const float shift = (kMayBeEmpty && next == ptx::negative_infinity() ? 0.0f : next) * scale_log2;
+      const float old_shift = rows.max[r] * scale_log2;
+      rescale[r] = ptx::exp2_approx(ptx::sub_rn(old_shift, shift));
+      rows.max[r] = next;
+      rows.sum[r] *= rescale[r];
+    }
+  }
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    const float reference = kMayBeEmpty && rows.max[r] == ptx::negative_infinity() ? 0.0f : rows.max[r];
+    const float shift = ptx::sub_rn(reference * scale_log2, rising.base[r] * scale_log2);
+#pragma unroll
+    for (int i = 0; i < kN / 4; ++i) {
+      float& p = scores[4 * (i / 2) + 2 * r + i % 2];
+      p = ptx::exp2_approx(ptx::fma_rn(p, scale_log2, -shift));
+      rows.sum[r] += p;
+    }
+  }
+  return moved;
+}
+
 }  // namespace sm90
 }  // namespace attention
 }  // namespace flashmoe
