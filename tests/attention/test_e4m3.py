@@ -149,7 +149,8 @@ def test_more_rows_than_16_of_a_key_head(dtype: torch.dtype, device: str) -> Non
     case = make("pages", "pages", dtype, device, rows=5, causal=True)
     (of_codes, lse), (of_elements, lse_of_elements) = case.call(has_codes=True), case.call(has_codes=False)
     last_bit = 2.0**-10 if dtype is torch.float16 else 2.0**-7
-    assert torch.allclose(of_codes.float(), of_elements.float(), rtol=2 * last_bit, atol=last_bit / 2)
+    difference = (of_codes.double() - of_elements.double()).square().mean().sqrt()
+    assert difference <= last_bit * of_elements.double().square().mean().sqrt()
     assert torch.allclose(lse, lse_of_elements, atol=1e-4)
 
 
