@@ -82,7 +82,10 @@ def flash_attn_func(
         out, lse = _attend_sections(q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1), cut, length, options)
         out, lse = out.unflatten(0, (batch, length)), lse.unflatten(1, (batch, length)).transpose(0, 1)
         return (out, lse) if return_attn_probs else out
-    out, lse = flashmoe.attention(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), **options, return_lse=True)
+    of_q, of_k, of_v = (tensor.transpose(1, 2) for tensor in (q, k, v))
+    out, lse = _in_columns(
+        lambda values: flashmoe.attention(of_q, of_k, values, **options, return_lse=True), of_q, of_k, of_v
+    )
     return (out.transpose(1, 2), lse) if return_attn_probs else out.transpose(1, 2)
 
 

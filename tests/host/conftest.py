@@ -277,10 +277,11 @@ def prefers_folded(
     forced: str | None = None,
     multiprocessors: int = 132,
     consistent: bool = False,
+    causal: bool = True,
 ) -> bool:
     sizes = (ctypes.c_longlong * 6)(batch, heads_kv * group, heads_kv, rows, keys, consistent)
     name = forced.encode() if forced is not None else None
-    return bool(loaded.prefers_folded(capability, multiprocessors, name, True, True, head_dim, sizes))
+    return bool(loaded.prefers_folded(capability, multiprocessors, name, True, causal, head_dim, sizes))
 
 
 def _refusal(

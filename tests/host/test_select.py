@@ -372,6 +372,7 @@ def test_few_dense_rows_fold(choose: Any) -> None:
         {"group": 1, "heads_kv": 16},
         {"batch": 16, "keys": 1024},
         {"rows": 64, "group": 8},
+        {"causal": False},
     ):
         assert choose.folds(90, **{**few, **changes}), changes
     for changes in (
