@@ -61,7 +61,8 @@ class Tensor {
   // Without memory: neither data() nor any operation of torch may be asked of it.
   const TensorDescription* description() const { return description_; }
 
-  bool is_defined() const {  // false for a None that torch passed on as a tensor
+  bool is_defined() const {  // false for a None that torch passed on as a tensor, and without one
+    if (!is_given()) return false;
     if (description_ != nullptr) return true;
     bool value = false;
     check_shim(aoti_torch_is_defined(handle_, &value), "is_defined");

@@ -64,7 +64,7 @@ void check_places(QueryKeyValue& operands) {
   const Tensor& k = operands.k;
   const Tensor& v = operands.v;
   for (const auto& [tensor, name] : {std::pair(&q, "q"), std::pair(&k, "k"), std::pair(&v, "v")}) {
-    if (!tensor->is_given() || !tensor->is_defined()) violate("tensor.missing", {{"name", name}});
+    if (!tensor->is_defined()) violate("tensor.missing", {{"name", name}});
   }
   operands.device_type = q.device_type();
   operands.device_index = q.device_index();

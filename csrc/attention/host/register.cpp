@@ -38,8 +38,7 @@ bool matches_sdpa(const ForwardArguments& arguments, bool enable_gqa) {
 bool has_other_values(const ForwardArguments& arguments) {
   const Tensor& q = arguments.q;
   const Tensor& v = arguments.v;
-  return q.is_given() && v.is_given() && q.is_defined() && v.is_defined() && q.dim() == 4 && v.dim() == 4 &&
-         q.sizes()[3] != v.sizes()[3];
+  return q.is_defined() && v.is_defined() && q.dim() == 4 && v.dim() == 4 && q.sizes()[3] != v.sizes()[3];
 }
 
 // The same call of the operator whose values may be wider or narrower than its keys.

@@ -187,7 +187,7 @@ void check_varlen_arguments(VarlenArguments& arguments) {
 }
 
 void check_out(const VarlenArguments& arguments, const Tensor& out) {
-  if (!out.is_given() || !out.is_defined()) violate("tensor.missing", {{"name", "out"}});
+  if (!out.is_defined()) violate("tensor.missing", {{"name", "out"}});
   const int64_t rank = arguments.q.dim();
   check_companion(out, "out", arguments, arguments.torch_dtype, rank);
   std::array<int64_t, 4> sizes{};
@@ -239,7 +239,7 @@ void check_append_arguments(AppendArguments& arguments) {
   const Tensor &k_new = arguments.k_new, &v_new = arguments.v_new;
   for (const auto& [tensor, name] : {std::pair(&k_cache, "k_cache"), std::pair(&v_cache, "v_cache"),
                                      std::pair(&k_new, "k_new"), std::pair(&v_new, "v_new")}) {
-    if (!tensor->is_given() || !tensor->is_defined()) violate("tensor.missing", {{"name", name}});
+    if (!tensor->is_defined()) violate("tensor.missing", {{"name", name}});
     const Tensor& first = arguments.has_codes && (tensor == &k_new || tensor == &v_new) ? k_new : k_cache;
     const bool is_alike = tensor->dtype() == first.dtype();
     if (is_alike && tensor->device_type() == first.device_type() && tensor->device_index() == first.device_index()) {

@@ -22,7 +22,7 @@ using host::violate;
 
 void check_latents(AppendArguments& arguments) {
   const Tensor& latents = arguments.latents;
-  if (!latents.is_given() || !latents.is_defined()) violate("tensor.missing", {{"name", "latents"}});
+  if (!latents.is_defined()) violate("tensor.missing", {{"name", "latents"}});
   if (latents.description() != nullptr && latents.device_type() < 0) {
     violate("attention.device", {{"device", describe_device(latents)}});
   }
@@ -39,7 +39,7 @@ void check_latents(AppendArguments& arguments) {
 
 void check_cache(const AppendArguments& arguments) {
   const Tensor& cache = arguments.kv_cache;
-  if (!cache.is_given() || !cache.is_defined()) violate("tensor.missing", {{"name", "kv_cache"}});
+  if (!cache.is_defined()) violate("tensor.missing", {{"name", "kv_cache"}});
   check_device(cache, "kv_cache", arguments.latents, "latents");
   if (!has_code_dtype(cache)) violate("mla.append_cache", {{"found", describe_dtype(cache.dtype())}});
   check_coded_cache(cache, arguments.has_pages(), arguments.batch());

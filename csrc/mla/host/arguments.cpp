@@ -65,8 +65,8 @@ void check_keys(const DecodeArguments& arguments) {
 void check_operands(DecodeArguments& arguments) {
   const Tensor& q = arguments.q;
   const Tensor& cache = arguments.kv_cache;
-  if (!q.is_given() || !q.is_defined()) violate("tensor.missing", {{"name", "q"}});
-  if (!cache.is_given() || !cache.is_defined()) violate("tensor.missing", {{"name", "kv_cache"}});
+  if (!q.is_defined()) violate("tensor.missing", {{"name", "q"}});
+  if (!cache.is_defined()) violate("tensor.missing", {{"name", "kv_cache"}});
   check_device(cache, "kv_cache", q, "q");
   if (q.description() != nullptr && q.device_type() < 0) violate("attention.device", {{"device", describe_device(q)}});
   const bool is_cuda = q.device_type() == aoti_torch_device_type_cuda();

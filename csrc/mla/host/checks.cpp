@@ -30,7 +30,7 @@ void check_device(const Tensor& tensor, const char* name, const Tensor& base, co
 
 void check_companion(const Tensor& tensor, const char* name, const Tensor& base, const char* base_name, int32_t dtype,
                      int64_t rank, int64_t length) {
-  if (!tensor.is_given() || !tensor.is_defined()) violate("tensor.missing", {{"name", name}});
+  if (!tensor.is_defined()) violate("tensor.missing", {{"name", name}});
   check_device(tensor, name, base, base_name);
   if (tensor.dtype() != dtype) {
     violate("mla.companion_dtype",
