@@ -36,10 +36,9 @@ if TYPE_CHECKING:
     from flashmoe.mla.api import mla_decode
     from flashmoe.mla.append import mla_append
     from flashmoe.mla.module import MLA
-    from flashmoe.moe.api import fused_moe, grouped_mm, topk_route
+    from flashmoe.moe.api import fused_moe, grouped_mm, quantize_weights, topk_route
     from flashmoe.moe.module import MoE
     from flashmoe.moe.packed import pack_mxfp4
-    from flashmoe.moe.training import quantize_weights
 
 _LAZY = {
     "attention": "flashmoe.attn.api",
@@ -64,7 +63,7 @@ _LAZY = {
     "fused_moe": "flashmoe.moe.api",
     "grouped_mm": "flashmoe.moe.api",
     "pack_mxfp4": "flashmoe.moe.packed",
-    "quantize_weights": "flashmoe.moe.training",
+    "quantize_weights": "flashmoe.moe.api",
     "topk_route": "flashmoe.moe.api",
 }
 

@@ -18,6 +18,8 @@ from flashmoe.checks import check_flag
 from flashmoe.errors import ArgumentError
 from flashmoe.moe import autograd, errors, mxfp4, scaled, training
 from flashmoe.moe.options import Activation, Layer, Layout, Precision, Routing, Scales, Scoring
+from flashmoe.moe.training import QuantizedWeights
+from flashmoe.moe.training import quantize_weights as quantize_weights  # reached here, where the extension is loaded
 from flashmoe.transforms import autocasted
 
 _extension.load()
@@ -54,7 +56,7 @@ def fused_moe(
     w2_scale: Tensor | None = None,
     x_scale: Tensor | None = None,
     precision: Precision | None = None,
-    quantized: tuple[training.QuantizedWeights, training.QuantizedWeights] | None = None,
+    quantized: tuple[QuantizedWeights, QuantizedWeights] | None = None,
     out: Tensor | None = None,
     **misspelt: NoReturn,
 ) -> Tensor:
