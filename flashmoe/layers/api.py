@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.compiler import is_compiling
 
 from flashmoe import _extension
-from flashmoe.errors import ShapeError
+from flashmoe.errors import ArgumentTypeError, ShapeError
 from flashmoe.layers.autograd import CHOOSE, call_linear
 from flashmoe.moe import errors
 from flashmoe.moe.autograd import refuse_tangents
@@ -65,7 +65,13 @@ def patch_linear(model: nn.Module) -> int:
 
     Parameters, their names, hooks and the state dict stay. Subclasses of nn.Linear, which may compute something else, and layers
     whose sizes a GPU's kernels do not take (no multiples of 8) stay as they are. Patching twice changes nothing.
+
+    Raises:
+        ArgumentTypeError: ``model`` is no nn.Module.
     """
+    if not isinstance(model, nn.Module):
+        msg = f"model must be a torch.nn.Module, whose nn.Linear layers are changed in place; found {type(model).__name__}"
+        raise ArgumentTypeError(msg)
     count = 0
     for module in model.modules():
         is_plain = type(module) in (nn.Linear, _Linear)

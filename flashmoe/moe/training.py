@@ -62,7 +62,8 @@ def quantize_weights(weights: Tensor) -> QuantizedWeights:
     Raises:
         ShapeError, DtypeError, ArgumentTypeError: an argument breaks a rule above; the message says which.
     """
-    errors.check_tensor("weights", weights)
+    if not is_compiling():
+        errors.check_tensor("weights", weights)
     return _quantized(*autocasted(weights))
 
 

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 import flashmoe
 from flashmoe import _extension
-from flashmoe.errors import DeviceError, DtypeError, FlashmoeError, ShapeError
+from flashmoe.errors import ArgumentTypeError, DeviceError, DtypeError, FlashmoeError, ShapeError
 from flashmoe_tools.operations.moe.reference import allowed
 
 BF16, F16 = torch.bfloat16, torch.float16
@@ -146,6 +146,8 @@ def test_a_patched_model_keeps_its_parameters(device: str) -> None:
     model[0](x)
     assert ("cpu:" if device == "cpu" else "linear") in _extension.last_kernel()
     assert torch.equal(model[0](x[:1]), model[0](x)[:1])
+    with pytest.raises(ArgumentTypeError, match="found int"):
+        flashmoe.patch_linear(7)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(

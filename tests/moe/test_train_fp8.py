@@ -237,6 +237,19 @@ def test_compiled(device: str) -> None:
     assert all(torch.equal(one, other) for one, other in zip(found, given.results(), strict=True))
 
 
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # of torch, while it traces
+def test_compiled_with_weights_quantised_in_the_graph(device: str) -> None:
+    given = Step(device, tokens=64)
+
+    def once(x: Tensor, w13: Tensor, w2: Tensor, *routing: Tensor) -> Tensor:
+        quantized = (flashmoe.quantize_weights(w13), flashmoe.quantize_weights(w2))
+        return flashmoe.fused_moe(x, w13, w2, *routing, precision="fp8", quantized=quantized)
+
+    out = torch.compile(once, backend="aot_eager", fullgraph=True)(*given.leaves, given.topk_ids)
+    found = (out.detach(), *torch.autograd.grad(out, given.leaves, given.dout))
+    assert all(torch.equal(one, other) for one, other in zip(found, given.results(), strict=True))
+
+
 @pytest.mark.parametrize(
     ("name", "value", "error"),
     [
