@@ -4,6 +4,7 @@
 #include "attention/forward/sm90/softmax.cuh"
 #include "attention/params/forward.h"
 #include "attention/softmax.cuh"
+#include "ptx/elements.cuh"
 #include "ptx/math.cuh"
 #include "ptx/special_registers.cuh"
 
@@ -11,18 +12,26 @@ namespace flashmoe {
 namespace attention {
 namespace sm90 {
 
-// Exponents of P while a row's scores rise: its largest is between 2^-kRisingAhead and 2^kRisingMost, which costs no float16 value precision.
-constexpr float kRisingMost = 15.0f;
-constexpr float kRisingAhead = 6.0f;
+// Exponents of P while a row's scores rise: its largest is between 2^-kRisingAhead and 2^kRisingMost. Of float16 what costs no value precision;
+// bfloat16 has the range of float32, of which sums over 2^20 keys and v as small or as large as 2^40 leave this.
+template <typename Element>
+constexpr float kRisingMost = 60.0f;
+template <typename Element>
+constexpr float kRisingAhead = 30.0f;
+template <>
+inline constexpr float kRisingMost<ptx::F16> = 15.0f;
+template <>
+inline constexpr float kRisingAhead<ptx::F16> = 6.0f;
 constexpr float kRisingSpread = 8.0f;  // of the maxima of rows without the bias, beside its rise
 
 // Adds it to a block's scores. own_key: of the thread's first row. What a row gets depends on its own key and the block alone.
 //
 // Before a row's own key, and behind it, the bias is a line: its value at the thread's first column is left to the softmax (base), so that a score
 // takes one instruction. In the block with the row's own key it is a distance, and base is 0.
-template <int kN>
+template <typename Element, int kN>
 __device__ __forceinline__ RisingRows add_alibi(float (&scores)[kN / 2], const ForwardParams& params, float slope,
                                                 int own_key, int block) {
+  static_assert(!ptx::kIsEither<Element>, "how far references go ahead depends on the type's range");
   const int lane = ptx::lane_index();
   const int own = own_key - block * kN;  // of row 0, from the block's first key on
   const int own_of_warp = own - lane / 4;
@@ -54,15 +63,15 @@ __device__ __forceinline__ RisingRows add_alibi(float (&scores)[kN / 2], const F
     }
   }
   // Blocks at which references move: so many that between two of them the scores rise by what the exponents have room for.
-  constexpr float kRoom = kRisingMost + kRisingAhead - kRisingSpread;
+  constexpr float kRoom = kRisingMost<Element> + kRisingAhead<Element> - kRisingSpread;
   const float moves = -slope * params.scale_log2 * (kN / kRoom);  // in a block
   const bool is_due = floorf(moves * static_cast<float>(block + 1)) > floorf(moves * static_cast<float>(block));
-  const float most_ahead = kRisingAhead * kLn2 * params.score_options.mask_factor;
+  const float most_ahead = kRisingAhead<Element> * kLn2 * params.score_options.mask_factor;
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
     const float rise = -slope * static_cast<float>(own + 8 * r - (kN - 1));  // behind this block
     rising.ahead[r] = ptx::max_ftz(min(rise, most_ahead), 0.0f);
-    rising.limit[r] = is_due && rise > 0.0f ? -rising.ahead[r] * params.scale_log2 : kRisingMost;
+    rising.limit[r] = is_due && rise > 0.0f ? -rising.ahead[r] * params.scale_log2 : kRisingMost<Element>;
   }
   return rising;
 }

@@ -163,8 +163,8 @@ struct Consumer {
   __device__ __forceinline__ RisingRows apply_alibi(float (&scores)[kScores], const Tile<kMask>& tile,
                                                     int block) const {
     cap_scores(scores);
-    return add_alibi<Spec::kBlockN>(scores, params, slope, diagonal_key(tile.sequence(params), thread_row(tile)),
-                                    block);
+    return add_alibi<typename Spec::Element, Spec::kBlockN>(
+        scores, params, slope, diagonal_key(tile.sequence(params), thread_row(tile)), block);
   }
 
   __device__ __forceinline__ Softcap softcap() const {
