@@ -198,8 +198,8 @@ def test(session: nox.Session) -> None:
         *(f"--cov-report=json:{ROOT / 'build' / 'coverage' / 'coverage.json'}", "--cov-report=term:skip-covered"),
     )
     if not any(word.startswith(str(ROOT)) for word in arguments):
-        # Each process gets whole files, so fixtures shared within a file are set up once. Number of processes: tests/conftest.py.
-        arguments = ["-n", "auto", "--dist", "loadfile", *arguments, str(ROOT / "tests")]
+        # Each process gets whole files, so fixtures shared within a file are set up once. Number and order: tests/conftest.py.
+        arguments = ["-n", "auto", "--dist", "loadfile", "--no-loadscope-reorder", *arguments, str(ROOT / "tests")]
     environ = {
         "FLASHMOE_TEST_INSTALLED": "1",
         # Spinning threads make a busy machine ten times slower; nothing is timed here.

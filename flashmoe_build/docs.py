@@ -201,17 +201,11 @@ REPORTED: tuple[tuple[str, str, Callable[[Path], tuple[Sequence[str], list[Seque
     ("docs/kernels/attention-varlen.md", "ragged head dims", varlen.head_dim_table),
     ("docs/kernels/attention-varlen.md", "prefill from pages", varlen.pages_table),
     ("docs/kernels/attention-varlen.md", "scores", varlen.scores_table),
-    ("docs/kernels/attention-varlen.md", "softcap", varlen.softcap_table),
     ("docs/kernels/attention-varlen.md", "ragged backward", varlen.backward_table),
     ("docs/kernels/attention-varlen.md", "scores backward", varlen.backward_scores_table),
-    ("docs/kernels/attention-backward.md", "fused and split", varlen.forms_table),
-    ("docs/kernels/attention-varlen.md", "sm80 forced", varlen.family_table),
-    ("docs/kernels/attention-varlen.md", "sm80 forced, backward", varlen.family_backward_table),
     ("docs/kernels/attention-decode.md", "decoding in graphs", varlen.decode_table),
-    ("docs/kernels/attention-decode.md", "decoding from memory", varlen.flushed_table),
     ("docs/kernels/attention-decode.md", "decoding by copy bandwidth", varlen.copy_table),
     ("docs/kernels/attention-decode.md", "decoding beside others", varlen.means_table),
-    ("docs/kernels/attention-decode.md", "decoding aims", varlen.aims_table),
     ("docs/kernels/attention-decode.md", "decoding shared pages", varlen.shared_table),
 )
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -31,12 +31,13 @@ def ragged_table(root: Path) -> Table:
 
 def head_dim_table(root: Path) -> Table:
     """TFLOP/s of ours and of the dense kernel, 16 heads, by lengths and head dim."""
-    return _by_head_dim(root, "ragged", _beside_dense, lambda problem: problem.heads_q == 16)
-
-
-def family_table(root: Path) -> Table:
-    """The same with the sm80 family forced."""
-    return _by_head_dim(root, "ragged-sm80", _beside_dense, lambda problem: problem.heads_q == 16)
+    rows: dict[str, dict[int, str]] = {}
+    for problem, cell in _serving(root, "ragged"):
+        if problem.heads_q == 16 and not problem.page_size:
+            name = f"{_lengths(problem)}{'' if problem.causal else ', full'}"
+            ours, dense = _rate(cell, "flashmoe"), _with_ratio(cell, "flashmoe-dense")
+            rows.setdefault(name, {})[problem.head_dim] = f"{ours} of {dense}" if dense else ours
+    return _spread(rows, "lengths")
 
 
 def pages_table(root: Path) -> Table:
@@ -65,25 +66,6 @@ def backward_scores_table(root: Path) -> Table:
     return _scores(
         [(problem, cell) for problem, cell in _serving(root, "masks-train") if problem != problem.plain], sides
     )
-
-
-def softcap_table(root: Path) -> Table:
-    """Time with a softcap over that without it by the scores' deviation, and in brackets our speed over FA3's."""
-    rows: dict[str, dict[int, str]] = {}
-    for problem, cell in _serving(root, "masks"):
-        if problem.softcap:
-            ours, theirs = _time_ratio(cell, "flashmoe-plain"), _ratio(cell, FA3)
-            name = f"D={problem.head_dim}, {_dtype(problem)}"
-            rows.setdefault(name, {})[problem.deviation] = f"{ours} ({theirs})" if theirs else ours
-    deviations = sorted({one for row in rows.values() for one in row})
-    header = ("scores of standard deviation", *map(str, deviations))
-    return header, [(name, *(rows[name].get(one, "") for one in deviations)) for name in sorted(rows, key=_by_dim)]
-
-
-def _by_dim(name: str) -> tuple[int, str]:
-    """D=64 before D=128."""
-    dim, dtype = name.removeprefix("D=").split(", ")
-    return int(dim), dtype
 
 
 def _scores(cells: Sequence[tuple[ServingProblem, Cell]], sides: dict[str, str]) -> Table:
@@ -132,33 +114,6 @@ def _range(values: Sequence[float]) -> str:
     return " to ".join(bounds)
 
 
-def flushed_table(root: Path) -> Table:
-    """The same with the second-level cache flushed before each call, pages of 16."""
-    rows: list[Sequence[str]] = []
-    for problem, cell in _serving(root, "serving"):
-        if problem.page_size == 16 and problem.spread != "shared":
-            name = _keys(problem) if problem.heads_q == 32 else f"{_keys(problem)}, {problem.heads_q} heads"
-            times = (_time(cell, side) for side in ("flashmoe", FA3, CUDNN))
-            rows.append((name, *times, _time_ratio(cell, FA3), _time_ratio(cell, CUDNN)))
-    return ("sequences x keys", "flashmoe", "FA3", "cuDNN, dense", "of FA3's", "of cuDNN's"), rows
-
-
-def aims_table(root: Path) -> Table:
-    """In how many cases of ``serving`` ours takes no more than the share of the other's time that was aimed at."""
-    rows: list[Sequence[str]] = []
-    for side, name, aim in ((FA3, "FA3's on the same pages", 0.97), (CUDNN, "cuDNN's on dense caches", 1.03)):
-        found = [
-            (1 / cell["comparisons"][f"flashmoe / {side}"]["ratio"], problem)
-            for problem, cell in _serving(root, "serving")
-            if f"flashmoe / {side}" in cell["comparisons"] and problem.spread != "shared"
-        ]
-        worst, problem = max(found, key=lambda one: one[0])
-        held = sum(share <= aim for share, _ in found)
-        where = f"{worst:.2f}: {_keys(problem)}, {problem.heads_q} heads, pages of {problem.page_size}"
-        rows.append((f"{aim} of {name}", f"{held} of {len(found)}", where))
-    return ("time, at most", "cases", "worst"), rows
-
-
 def shared_table(root: Path) -> Table:
     """Decoding where all sequences have the same pages, us, and the keys that the kernel takes in, counted for each sequence."""
     rows: list[Sequence[str]] = []
@@ -185,20 +140,11 @@ def means_table(root: Path) -> Table:
 
 def backward_table(root: Path) -> Table:
     """Our ragged backward pass: its time over that of a dense call, in brackets over that of dense kernels of the same form."""
-    return _backward(root, "ragged-train")
-
-
-def family_backward_table(root: Path) -> Table:
-    return _backward(root, "ragged-train-sm80")
-
-
-def _backward(root: Path, report: str) -> Table:
     rows: dict[str, dict[int, str]] = {}
-    for cell in _cells(root, report, "flashmoe-ragged"):
+    for cell in _cells(root, "ragged-train", "flashmoe-ragged"):
         call, split = (_time_ratio(cell, f"flashmoe-dense{form}", "flashmoe-ragged") for form in ("", "-split"))
-        rows.setdefault(_backward_name(cell["case"]), {})[cell["case"]["head_dim"]] = (
-            f"{call} ({split})" if split else call
-        )
+        name = _backward_name(cell["case"])
+        rows.setdefault(name, {})[cell["case"]["head_dim"]] = f"{call} ({split})" if split else call
     return _spread(rows, "backward")
 
 
@@ -206,35 +152,6 @@ def _backward_name(case: dict[str, Any]) -> str:
     """A dense case in words: 8 x 2048 causal, 16 heads on 4."""
     grouped = "" if case["heads_q"] == case["heads_kv"] else f", {case['heads_q']} heads on {case['heads_kv']}"
     return f"{case['batch']} x {case['seq_q']} {'causal' if case['causal'] else 'full'}{grouped}"
-
-
-def forms_table(root: Path) -> Table:
-    """Our ragged backward pass as it is chosen: its time over that of the split form on the same batch, and of a dense call; and the
-    dense call's over that of the dense split form."""
-    rows: dict[str, dict[int, tuple[str, str, str]]] = {}
-    for cell in _cells(root, "ragged-train", "flashmoe-ragged"):
-        split, dense = (_time_ratio(cell, f"flashmoe-{base}", "flashmoe-ragged") for base in ("ragged-split", "dense"))
-        times = [cell["contenders"].get(f"flashmoe-{side}", {}).get("median_us") for side in ("dense", "dense-split")]
-        forms = f"{times[0] / times[1]:.2f}" if all(times) else ""
-        rows.setdefault(_backward_name(cell["case"]), {})[cell["case"]["head_dim"]] = (split, dense, forms)
-    for problem, cell in _serving(root, "masks-train"):
-        if not (problem.softcap or problem.sinks or problem.mask != "none"):
-            name = f"{_lengths(problem)} causal{problem.describe_scores()}"
-            rows.setdefault(name, {})[problem.head_dim] = (_time_ratio(cell, "flashmoe-split"), "", "")
-    fused = (64, 128)  # head dims that have that form
-    header = ("backward", *(word for dim in fused for word in (f"D={dim}: to split", "to dense", "dense to its split")))
-    return header, [(name, *(one for dim in fused for one in row.get(dim, [""] * 3))) for name, row in rows.items()]
-
-
-def _by_head_dim(
-    root: Path, report: str, write: Callable[[Cell], str], wanted: Callable[[ServingProblem], bool]
-) -> Table:
-    rows: dict[str, dict[int, str]] = {}
-    for problem, cell in _serving(root, report):
-        if wanted(problem) and not problem.page_size:
-            name = f"{_lengths(problem)}{'' if problem.causal else ', full'}"
-            rows.setdefault(name, {})[problem.head_dim] = write(cell)
-    return _spread(rows, "lengths")
 
 
 def _spread(rows: dict[str, dict[int, str]], first: str) -> Table:
@@ -280,11 +197,6 @@ def _time_ratio(cell: Cell, base: str, subject: str = "flashmoe") -> str:
     """Our time over the other's: one over the ratio of speeds."""
     found = cell["comparisons"].get(f"{subject} / {base}")
     return f"{1 / found['ratio']:.2f}" if found else ""
-
-
-def _beside_dense(cell: Cell) -> str:
-    dense = _with_ratio(cell, "flashmoe-dense")
-    return f"{_rate(cell, 'flashmoe')} of {dense}" if dense else _rate(cell, "flashmoe")
 
 
 def _with_ratio(cell: Cell, side: str) -> str:

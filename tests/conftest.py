@@ -15,7 +15,7 @@ import sys
 import threading
 import time
 from collections import Counter, defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -99,10 +99,19 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if hasattr(config, "workerinput"):  # one of several processes
+        items.sort(key=file_order(items))
     gpu_items = [item for item in items if item.get_closest_marker("gpu")]
     if gpu_items and gpu_count() == 0:
         for item in gpu_items:
             item.add_marker(pytest.mark.skip(reason=NO_GPU))
+
+
+def file_order(items: list[pytest.Item]) -> Callable[[pytest.Item], tuple[bool, int, Path]]:
+    """Files with a slow test, then the others by their number of tests: none that is long is begun when the other processes end."""
+    sizes = Counter(item.path for item in items)
+    slow = {item.path for item in items if item.get_closest_marker("slow")}
+    return lambda item: (item.path not in slow, -sizes[item.path], item.path)
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -7,7 +7,7 @@ import shutil
 import subprocess
 import threading
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache, lru_cache
 from pathlib import Path
 
 from flashmoe.errors import BuildError
@@ -25,15 +25,15 @@ COMPILE_SECONDS = 300
 
 # Kernel arithmetic is not contracted into fused multiply-adds here; NVRTC contracts by default. Kernels that mean one
 # write fma_rn. Uninitialised locals hold a pattern (about -1.7e38 as a float).
-# Call sites are named relative to the repository.
 COMMON_FLAGS = (
     "-std=c++17",
     "-fPIC",
     "-fno-strict-aliasing",
     "-ffp-contract=off",
     "-Wno-unknown-pragmas",
-    f"-fmacro-prefix-map={REPOSITORY}/=",
 )
+# Call sites are named relative to the repository. No part of a key: what one checkout has compiled serves another.
+PREFIX_MAP = f"-fmacro-prefix-map={REPOSITORY}/="
 # -Og compiles in half of -O2's time, and a run takes as long: nearly all of it is in the machine, which is compiled with -O3.
 KERNEL_LEVEL = "-Og"
 # gdb has a kernel's lines and frames, which -g1 holds; more takes longer to compile, and that of the machine to link.
@@ -132,7 +132,7 @@ def machine_objects(options: Options) -> tuple[Path, ...]:
         key = content_key(text, include_closure(text, [CSRC]), CSRC, {"flags": flags, "compiler": version})
         output = CACHE / "machine" / f"{source.stem}-{key[:16]}.o"
         if not output.is_file():
-            _publish([path, *flags, f"-I{CSRC}", "-c", str(source)], output, source.name)
+            _publish([path, *flags, PREFIX_MAP, f"-I{CSRC}", "-c", str(source)], output, source.name)
         return output
 
     with _MACHINE_LOCK:  # the second of two kernels finds the objects that the first has made
@@ -158,7 +158,6 @@ def _job(name: str, text: str, arch: str, options: Options) -> _Job:
         *COMMON_FLAGS,
         KERNEL_LEVEL,
         *KERNEL_FLAGS,
-        *([f"-fmacro-prefix-map={options.overlay}/=csrc/"] if options.overlay else []),  # call sites keep their names
         *poison_flags(),
         *traps,
         f"-D__CUDA_ARCH__={arch.removeprefix('sm')}0",
@@ -170,8 +169,9 @@ def _job(name: str, text: str, arch: str, options: Options) -> _Job:
     files = include_closure(named, roots)
     key = content_key(text, files, options.overlay or CSRC, facts)
     source = CACHE / "sources" / f"{name}-{key[:16]}.cpp"
+    names = [PREFIX_MAP, *([f"-fmacro-prefix-map={options.overlay}/=csrc/"] if options.overlay else [])]
     includes = [f"-I{root}" for root in roots]
-    command = (path, *flags, *includes, "-shared", str(source), *map(str, objects), "-Wl,-Bsymbolic")
+    command = (path, *flags, *names, *includes, "-shared", str(source), *map(str, objects), "-Wl,-Bsymbolic")
     return _Job(name, text, command, CACHE / "kernels" / f"{name}-{key[:16]}.so")
 
 
@@ -245,4 +245,8 @@ def library_file(unit: Unit, options: Options) -> Path:
 
 def _unit_job(unit: Unit, options: Options) -> _Job:
     major, minor = unit.virtual_capability
-    return _job(unit.name, unit_text(unit, options), f"sm{major}{minor}", options)
+    make = _job if options.overlay else _job_of_checkout
+    return make(unit.name, unit_text(unit, options), f"sm{major}{minor}", options)
+
+
+_job_of_checkout = cache(_job)  # each case asks for its kernel; what it includes is read once a process

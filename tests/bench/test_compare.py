@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import copy
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -165,46 +163,6 @@ def marks_of(report: Report, factor: float = 1.0) -> list[Mark]:
     ]
 
 
-@pytest.mark.parametrize(
-    ("factor", "verdict", "proposed"),
-    [
-        (1.0, Verdict.PASS, 0),
-        (1.2, Verdict.FAIL, 0),
-        (1.02, Verdict.PASS, 0),
-        (0.98, Verdict.PASS, 0),
-        (0.9, Verdict.PASS, 36),
-    ],
-)
-def test_marks_break_hold_or_rise(factor: float, verdict: Verdict, proposed: int) -> None:
-    report = synthetic_report(speeds=SPEEDS)
-    result = evaluate(marks_of(report, factor), report)
-    assert {check.verdict for check in result.checks} == {verdict}
-    assert result.changed == proposed
-    if proposed:
-        assert all(
-            new.ratio > old.ratio * 1.05 for new, old in zip(result.proposed, marks_of(report, factor), strict=True)
-        )
-
-
-def test_a_drop_without_evidence_only_warns() -> None:
-    data: dict[str, Any] = copy.deepcopy(dict(synthetic_report(speeds=SPEEDS).data))
-    marks = marks_of(replace(synthetic_report(), data=data), 1.1)
-    for cell in data["cells"]:
-        for row in cell["comparisons"]:
-            row["interval"] = [0.5 * row["ratio"], 1.5 * row["ratio"]]
-    result = evaluate(marks, replace(synthetic_report(), data=data))
-    assert {check.verdict for check in result.checks} == {Verdict.WARN}
-
-
-def test_a_busy_machine_neither_breaks_nor_raises_a_mark() -> None:
-    report = synthetic_report(speeds=SPEEDS)
-    busy = replace(report, checks=(*report.checks, Check("quiet machine", Verdict.WARN, "busy")))
-    for factor in (1.2, 0.9):
-        result = evaluate(marks_of(report, factor), busy)
-        assert {check.verdict for check in result.checks} == {Verdict.WARN}
-        assert result.changed == 0
-
-
 def test_the_ratchet_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     report = synthetic_report(speeds=SPEEDS)
     path = tmp_path / "ratchet-invented-gpu.toml"
@@ -230,12 +188,6 @@ def test_the_ratchet_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     path.write_text("schema = 1\ngpu = 'Invented GPU'\n[[mark]]\nkase = 1\n")
     with pytest.raises(ReportError, match="no ratchet file"):
         read_marks(path)
-
-
-def test_an_unmeasured_mark_is_no_pass() -> None:
-    report = synthetic_report(speeds=SPEEDS)
-    result = evaluate([Mark("gone", "flashmoe", "sdpa-flash", 1.0, "then")], report)
-    assert [check.verdict for check in result.checks] == [Verdict.SKIP]
 
 
 def test_a_summary_stands_for_its_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

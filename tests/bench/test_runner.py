@@ -17,7 +17,6 @@ from flashmoe.errors import ArgumentError
 from flashmoe_tools.bench import ceilings
 from flashmoe_tools.bench.contenders import Contender, Prepared, choose, default_registry
 from flashmoe_tools.bench.markdown import bench_markdown
-from flashmoe_tools.bench.record import cell_checks, quiet_check
 from flashmoe_tools.bench.session import Options, Session
 from flashmoe_tools.bench.suites import Suite, parse_suite
 from flashmoe_tools.bench.telemetry import Telemetry
@@ -25,7 +24,6 @@ from flashmoe_tools.bench.verify import verify
 from flashmoe_tools.operations.attention.problem import AttentionProblem
 from flashmoe_tools.operations.attention.reference import Inputs, choose_pairs, make_inputs, make_reference
 from flashmoe_tools.report import Report, Verdict, read_report, write_report
-from tests.bench.synthetic import synthetic_report
 
 CASE = AttentionProblem(dtype="f32", batch=2, heads_q=4, heads_kv=2, seq_q=65, seq_k=65, head_dim=40, causal=True)
 
@@ -325,27 +323,6 @@ def test_a_contender_that_cannot_be_warmed_is_left_out() -> None:
     assert second["summaries"]["odd"]["samples"] == 30
 
 
-@pytest.mark.parametrize(
-    ("device", "cpu", "gpu", "words"),
-    [
-        ("cpu", 0.1, None, ""),
-        ("cpu", 0.9, None, "cpu busy 90%"),
-        ("cuda", 0.9, 0.0, ""),
-        ("cuda", 0.0, 0.8, "cuda busy 80%"),
-        ("cuda", 0.0, None, ""),
-        ("cpu", None, None, ""),
-    ],
-)
-def test_a_machine_that_does_other_work_is_said_to(
-    device: str, cpu: float | None, gpu: float | None, words: str
-) -> None:
-    check = quiet_check(device, cpu, gpu)
-    assert (check is not None) == bool(words)
-    if check is not None:
-        assert check.verdict is Verdict.WARN
-        assert words in check.found
-
-
 def test_ceilings_are_the_best_of_several_products_and_named(monkeypatch: pytest.MonkeyPatch) -> None:
     """A CPU without a fast product of f16: the ceiling of its kernels is a product that they could be as fast as."""
     rates = {("f32", 64): 100, ("f32", 128): 200, ("bf16", 64): 300, ("bf16", 128): 250, ("f16", 64): 1}
@@ -369,19 +346,6 @@ def test_ceilings_are_the_best_of_several_products_and_named(monkeypatch: pytest
     real = ceilings.measure_ceilings("cpu", ["f32"])
     assert real.matmul_tflops["f32"] > 0.0
     assert len(real.samples) == 5
-
-
-def test_memory_is_said_in_bytes_and_warned_of_where_it_is_worth_a_warning() -> None:
-    """A workspace of a few MB is many times a baseline that allocates its output alone; that says nothing."""
-    cell = synthetic_report("smoke").data["cells"][0]
-    for own, verdict, found in (
-        (4_900_000, Verdict.PASS, "peak memory 4.9 MB (sdpa-flash 0.5 MB)"),
-        (20_000_000, Verdict.WARN, "peak memory 20.0 MB (sdpa-flash 0.5 MB), 40.0x, above 2x"),
-    ):
-        record = {**cell, "peak_bytes": {"flashmoe": own, "sdpa-flash": 500_000}}
-        check = next(c for c in cell_checks(record, {"flashmoe"}, "sdpa-flash") if c.name.endswith(" flashmoe"))
-        assert check.verdict is verdict
-        assert check.found.endswith(found)
 
 
 def test_a_report_is_saved_while_it_runs_but_not_after_every_case(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,12 +1,14 @@
 """What the processes of a group compute and check: run by test_distributed.py, one process a rank.
 
-    python jobs.py RANK SIZE FOLDER DEVICE JOB...
+    python jobs.py SIZE FOLDER DEVICE JOB...
 
-Every job leaves FOLDER/JOB-RANK.txt, empty if it passed, with the traceback if not.
+Every job leaves FOLDER/JOB-RANK.txt, empty if it passed, with the traceback if not. The last line printed holds the exit codes of the ranks.
 """
 
 from __future__ import annotations
 
+import json
+import multiprocessing
 import os
 import signal
 import sys
@@ -386,5 +388,16 @@ def main(rank: int, size: int, folder: Path, device: str, names: list[str]) -> N
     dist.destroy_process_group()
 
 
+def start(size: int, folder: Path, device: str, names: list[str]) -> None:
+    """One process a rank: torch is imported once for all, except where there are GPUs, which a fork cannot use."""
+    context: Any = multiprocessing.get_context("fork" if device == "cpu" else "spawn")
+    ranks = [context.Process(target=main, args=(rank, size, folder, device, names)) for rank in range(size)]
+    for rank in ranks:
+        rank.start()
+    for rank in ranks:
+        rank.join()
+    print(json.dumps([rank.exitcode for rank in ranks]))
+
+
 if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]), sys.argv[4], sys.argv[5:])
+    start(int(sys.argv[1]), Path(sys.argv[2]), sys.argv[3], sys.argv[4:])

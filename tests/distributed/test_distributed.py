@@ -4,6 +4,7 @@ where there are two GPUs. A group is started once for all of its jobs."""
 from __future__ import annotations
 
 import importlib.util
+import json
 import os
 import signal
 import subprocess
@@ -53,20 +54,17 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 def _run(group: str, folder: Path) -> None:
     size, device, jobs = GROUPS[group]
     jobs = [job for job in jobs if job != PEER or HAS_PEER]
-    command = [sys.executable, "-P", str(PROGRAM)]
-    processes = [
-        subprocess.Popen(
-            [*command, str(rank), str(size), str(folder), device, *jobs], stderr=subprocess.PIPE, text=True
-        )
-        for rank in range(size)
-    ]
-    try:
-        said = [process.communicate(timeout=LIMIT)[1] for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
+    command = [sys.executable, "-P", str(PROGRAM), str(size), str(folder), device, *jobs]
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
+    ) as group_of_ranks:
+        try:
+            codes, said = group_of_ranks.communicate(timeout=LIMIT)
+        except BaseException:
+            os.killpg(group_of_ranks.pid, signal.SIGKILL)  # the ranks, too
+            raise
     expected = [-signal.SIGKILL if "killed" in jobs and rank == 1 else 0 for rank in range(size)]
-    assert [process.returncode for process in processes] == expected, "\n".join(said)
+    assert json.loads(codes.splitlines()[-1] if codes else "[]") == expected, said
 
 
 def _cases() -> list[object]:

@@ -54,35 +54,6 @@ def test_speeds_in_prose_are_those_of_the_reports() -> None:
         assert [sentence for sentence in sentences if sentence not in text] == []
 
 
-def test_the_roofline_has_a_point_for_each_time_and_none_far_above_the_roof() -> None:
-    if not (ROOT / "docs" / "results").is_dir():
-        pytest.skip("an sdist is without reports")
-    dots = re.findall(r'cx="([\d.]+)" cy="([\d.]+)" r="3.5"', figures.roofline(ROOT))
-    data = [speed.aggregates(ROOT, name, gpus=("h100",))[1]["data"] for name in ("llm-prefill-bf16", "decode")]
-    names = [name for name, _ in figures.SERIES]
-    assert len(dots) == sum(name in cell["contenders"] for one in data for cell in one["cells"] for name in names) > 70
-    roof = figures.point(1.0, data[0]["ceilings"]["matmul_tflops"]["bf16"])[1]
-    assert min(float(y) for _, y in dots) > roof - 5.0
-    case = {"batch": 2, "heads_q": 8, "heads_kv": 2, "seq_q": 1, "seq_k": 100, "head_dim": 64, "causal": False}
-    operations, moved = figures.work(case)
-    assert operations == 4 * 2 * 8 * 100 * 64
-    assert moved == 2 * (2 * 2 * 8 * 64 + 2 * 2 * 2 * 100 * 64)
-
-
-def test_the_picture_of_a_race_says_what_the_report_says(tmp_path: Path) -> None:
-    if not (ROOT / "docs" / "results").is_dir():
-        pytest.skip("an sdist is without reports")
-    report = (ROOT / figures.RACE).read_text(encoding="utf-8")
-    drawn = re.findall(r"<text[^>]*>(.*?)</text>", figures.race(ROOT))
-    for words in ("shared byte 24720", "thread 8 (warp 0, lane 8)", "sm80/load.cuh:51", "mma_sync/multiply.cuh:84"):
-        assert words in report
-        assert any(words in line for line in drawn)
-    (tmp_path / figures.RACE).parent.mkdir(parents=True)
-    (tmp_path / figures.RACE).write_text("FAIL x\nwrong result: 3 elements\n", encoding="utf-8")
-    with pytest.raises(ReportError, match="no race of two accesses"):
-        figures.race(tmp_path)
-
-
 def test_the_newest_report_of_a_name_counts(tmp_path: Path) -> None:
     row = {"subject": "flashmoe", "baseline": "sdpa-flash", "geometric_mean": 1.5, "worst": 1.25, "cells": 3}
     data = {"aggregates": [row], "suite": {"cases": 4}}

@@ -22,6 +22,7 @@ from flashmoe_tools.report import Verdict, write_report
 from flashmoe_tools.tables import load_tables
 
 BY_HAND = load_mutants()
+UNITS = {unit.name: unit.row.family for unit in load_tables().units()}
 FAST = [*(mutant for mutant in BY_HAND if mutant.fast), *generate.fast()]
 SOURCE = """
 namespace flashmoe {
@@ -44,8 +45,7 @@ struct Loader {
 def test_there_are_enough_by_hand_and_every_family_has_some() -> None:
     assert len(BY_HAND) >= 150
     assert len({mutant.name for mutant in BY_HAND}) == len(BY_HAND)
-    units = {unit.name: unit.row.family for unit in load_tables().units()}
-    assert {units[name] for mutant in BY_HAND for name in mutant.kernels} == set(units.values())
+    assert {UNITS[name] for mutant in BY_HAND for name in mutant.kernels} == set(UNITS.values())
     assert {name.split("_sm")[0] for mutant in FAST for name in mutant.kernels} >= {
         *("attention_forward", "attention_varlen_forward", "attention_combine", "attention_backward_dq"),
         *("attention_backward_dkv", "moe_route", "moe_sort", "grouped_gemm", "grouped_gemm_gated_backward"),
@@ -55,8 +55,7 @@ def test_there_are_enough_by_hand_and_every_family_has_some() -> None:
 @pytest.mark.parametrize("mutant", BY_HAND, ids=lambda mutant: mutant.name)
 def test_anchor_stands_exactly_once(mutant: Mutant) -> None:
     assert patched(mutant).count(mutant.replacement) >= 1
-    known = {unit.name for unit in load_tables().units()}
-    assert set(mutant.kernels) <= known
+    assert set(mutant.kernels) <= UNITS.keys()
 
 
 def test_white_space_does_not_matter() -> None:
@@ -212,6 +211,8 @@ def test_what_reaches_a_bug_is_asked_first_and_what_fails_anyway_is_left_out(
     monkeypatch.setattr(anywhere, "copy_checkout", copy)
     monkeypatch.setattr(anywhere, "folders", lambda: ((anywhere.Folder("rules", ("rule.py",), "test_rule.py"),), {}))
     monkeypatch.setenv("PYTHONPATH", str(Path(anywhere.__file__).parents[3]))
+    monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")  # they take a second of each of nine runs
+    monkeypatch.setenv("PYTEST_PLUGINS", "xdist.plugin")
     words = ["--most", "0", "--reached", str(tmp_path), "--json", str(tmp_path / "found.json")]
     assert anywhere.main(words) == ExitCode.FAILED
     printed = capsys.readouterr().out

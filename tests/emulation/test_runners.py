@@ -11,7 +11,7 @@ import torch
 from flashmoe.errors import BuildError, ExitCode, TableError
 from flashmoe_build.emulation import cases
 from flashmoe_build.emulation.build import CSRC, Options, kernel_library
-from flashmoe_build.emulation.cases import NOT_EMULATED, Case, matching, run_case, runners, settings_for, suite
+from flashmoe_build.emulation.cases import NOT_EMULATED, matching, run_case, runners, suite
 from flashmoe_build.emulation.cli import main
 from flashmoe_build.emulation.machine import Settings
 from flashmoe_build.emulation.parameters import structure
@@ -85,34 +85,3 @@ def test_a_counter_that_is_left_is_wrong() -> None:
     outcome = execute(kernel.unit, Trial([Launch(values, launch.blocks)], list), Settings(), Options())
     assert "scales is" in outcome.explain()
     assert "the next launch needs zeros" in outcome.explain()
-
-
-def first_cases() -> list[Case]:
-    """One for each operation of each family."""
-    chosen: dict[tuple[str, str], Case] = {}
-    for case in suite(load_tables()):
-        row = case.kernel.unit.row
-        chosen.setdefault((row.operation, row.family), case)
-    return list(chosen.values())
-
-
-@pytest.mark.parametrize("case", first_cases(), ids=lambda case: case.kernel.label)
-def test_every_result_is_compared(case: Case) -> None:
-    """Whatever the launch has written is wrong once it is something else."""
-    unit = case.kernel.unit
-    assert case.kernel.runner is not None
-    trial = case.kernel.runner.trial(unit, case.problem)
-    before = {name: tensor.clone() for name, tensor in trial.results.items()}
-    outcome = execute(unit, trial, settings_for(case), Options())
-    assert outcome.passed, outcome.explain()
-    compared = 0
-    for name, tensor in trial.results.items():
-        written = (tensor != before[name]) & tensor.isfinite() if tensor.is_floating_point() else tensor != before[name]
-        if not written.any():
-            continue
-        after = tensor.clone()
-        tensor[written] += 1
-        assert trial.check(), f"{name} may be anything"
-        tensor.copy_(after)
-        compared += 1
-    assert compared

@@ -14,7 +14,7 @@ from flashmoe.__main__ import main
 from flashmoe.errors import ArgumentError, ExitCode
 from flashmoe_build.gate.bisect import Search, git
 from flashmoe_build.gate.commit import judge_speed, speed_word
-from flashmoe_tools.report import Report, read_report, write_report
+from flashmoe_tools.report import read_report, write_report
 from tests.bench.synthetic import synthetic_report
 
 REPORT = """
@@ -175,18 +175,6 @@ def test_the_speed_gate_compares_one_case_with_the_good_commit(speed: float, wor
     assert speed_word(wrong, good, case) in ("bad", "skip")
 
 
-@pytest.mark.parametrize(
-    ("found", "word"),
-    [("AMBIGUOUS", "skip"), ("SAME AMBIGUOUS", "good"), ("FASTER", "good"), ("AMBIGUOUS SLOWER", "bad")],
-)
-def test_what_cannot_be_told_is_neither_good_nor_bad(monkeypatch: pytest.MonkeyPatch, found: str, word: str) -> None:
-    good = synthetic_report(speeds={"flashmoe": 0.8, "sdpa-flash": 0.5})
-    rows = [{"case": "one", "verdict": verdict} for verdict in found.split()]
-    compared = Report("bench-compare", (), {"changes": rows})
-    monkeypatch.setattr("flashmoe_tools.bench.compare.compare_reports", lambda *_: compared)
-    assert speed_word(good, good, "one") == word
-
-
 def test_a_search_that_has_judged_nothing_has_no_words(tmp_path: Path) -> None:
     assert Search(tmp_path, "good", "bad", "correct", tmp_path).words() == {}
 
@@ -224,13 +212,3 @@ def test_a_slowdown_is_bisected(tmp_path: Path, capsys: pytest.CaptureFixture[st
     printed = capsys.readouterr()
     assert code == 0, printed.out + printed.err
     assert read_report(tmp_path / "out" / "bisect.json").data["first_bad"] == made.commits[2]
-
-
-@pytest.mark.parametrize(("given", "used"), [(None, "{}/cache"), ("", "{}/cache"), ("/elsewhere", "/elsewhere")])
-def test_commits_share_a_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, given: str | None, used: str) -> None:
-    """The user's, or one beside the reports."""
-    monkeypatch.delenv("FLASHMOE_CACHE_DIR", raising=False)
-    if given is not None:
-        monkeypatch.setenv("FLASHMOE_CACHE_DIR", given)
-    environment = Search(tmp_path, "a", "b", "build", tmp_path).environment
-    assert environment["FLASHMOE_CACHE_DIR"] == used.format(tmp_path)

@@ -16,13 +16,11 @@ import pytest
 
 from flashmoe.__main__ import main
 from flashmoe._version import WHEEL_PREFIX
-from flashmoe.errors import ArgumentError, ExitCode, ExtensionError
+from flashmoe.errors import ArgumentError, ExitCode
 from flashmoe_build.gate import cli, history
 from flashmoe_build.gate.decide import decide
 from flashmoe_build.gate.execute import Outcome, execute
 from flashmoe_build.gate.history import append_record, last_known_good, read_history, record_of, render
-from flashmoe_build.gate.load import load_check
-from flashmoe_build.gate.load import main as load_main
 from flashmoe_build.gate.pipeline import Pipeline, find_paths, without_runs
 from flashmoe_build.gate.steps import STEPS, Step, select
 from flashmoe_tools.report import Check, Report, ReportError, Verdict, read_report, write_report
@@ -165,11 +163,6 @@ def test_without_a_compiler_only_what_needs_one_is_skipped(tmp_path: Path, monke
     monkeypatch.setenv("CXX", "no-such-compiler")
     report = run(tmp_path, step("one"), step("two", needs="compiler"), step("three"))
     assert verdicts(report) == {"one": "PASS", "two": "SKIP", "three": "PASS"}
-
-
-@pytest.mark.parametrize("rate", [0.0, 1.0])
-def test_a_cost_is_told_where_there_is_a_rate(tmp_path: Path, rate: float) -> None:
-    assert ("cost" in cli.render(run(tmp_path, step("one"), rate=rate))) is (rate > 0)
 
 
 def test_a_table_cell_ends_with_a_word(tmp_path: Path) -> None:
@@ -407,21 +400,6 @@ def test_the_program_runs_records_and_remembers(
     assert main([*words, "--budget-minutes", "0"]) == ExitCode.USAGE
     assert main([*words, "--only", "four"]) == ExitCode.USAGE
     assert "the gate has one, two, three" in capsys.readouterr().err
-
-
-def test_loading_is_judged_in_words(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    from flashmoe import _extension
-
-    def refuse() -> None:
-        raise ExtensionError("no libflashmoe.so here")
-
-    monkeypatch.setattr(_extension, "load", refuse)
-    check = load_check()
-    assert check.verdict is Verdict.FAIL
-    assert "no libflashmoe.so here" in check.found
-    monkeypatch.setattr("sys.argv", ["load", "--json", str(tmp_path / "load.json")])
-    assert load_main() == ExitCode.FAILED
-    assert read_report(tmp_path / "load.json").kind == "load"
 
 
 @pytest.mark.parametrize("rate", [0.0, 1.8])

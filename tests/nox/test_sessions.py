@@ -120,10 +120,15 @@ def run_pytest(
     kept = {key: value for key, value in os.environ.items() if not key.startswith(("FLASHMOE_", "COV", "PYTEST"))}
     package = str(Path(lint.__file__).parents[1])
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *arguments, str(tmp_path)]
-    environ = {**kept, "PYTHONPATH": package, "CUDA_VISIBLE_DEVICES": "", **environ}
+    alone = {
+        "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",
+        "PYTEST_PLUGINS": "xdist.plugin",
+    }  # others take a second of each run
+    environ = {**kept, **alone, "PYTHONPATH": package, "CUDA_VISIBLE_DEVICES": "", **environ}
     return subprocess.run(command, cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=240)
 
 
+NO_GPU = "FLASHMOE_REQUIRE_GPU=1, but this machine has no CUDA GPU"
 GPU_TEST = "import pytest\ndef test_skip(): pytest.skip('no such tool')\n@pytest.mark.gpu\ndef test_gpu(): raise AssertionError\ndef test_cpu(): pass\n"
 
 
@@ -197,12 +202,13 @@ def test_failures_of_one_cause_are_printed_once(tmp_path: Path) -> None:
 
 
 def test_processes_report_as_one(tmp_path: Path) -> None:
-    """Counts and the name of a test that runs for long, with the tests spread over two processes."""
+    """Counts, the name of a test that runs for long and a missing GPU, with the tests spread over two processes."""
     body = GPU_TEST + "import time\ndef test_long(): time.sleep(1.5)\n"
     report = tmp_path / "report.json"
     environ = {"FLASHMOE_TEST_HEARTBEAT_S": "0.4", "FLASHMOE_TEST_REPORT": str(report), "MAX_JOBS": "2"}
-    done = run_pytest(tmp_path, body, ["-n", "auto", "--dist", "loadfile"], **environ)
-    assert done.returncode == 0, done.stdout + done.stderr
+    done = run_pytest(tmp_path, body, ["-n", "auto", "--dist", "loadfile"], **environ, FLASHMOE_REQUIRE_GPU="1")
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert done.stderr.count(NO_GPU) == 1
     assert "bringing up nodes" in done.stdout
     assert done.stderr.count("... test_it.py::test_long is still running") >= 2
     assert "GPU: 1 tests did not run: this machine has no CUDA GPU" in done.stdout
@@ -211,19 +217,13 @@ def test_processes_report_as_one(tmp_path: Path) -> None:
     assert (data["verdict"], data["data"]["passed"], data["data"]["gpu_not_run"]) == ("PASS", 2, 1)
 
 
-def test_a_run_that_must_have_a_gpu_fails_without(tmp_path: Path) -> None:
-    done = run_pytest(tmp_path, GPU_TEST, FLASHMOE_REQUIRE_GPU="1")
-    assert done.returncode == 1
-    assert "FLASHMOE_REQUIRE_GPU=1, but this machine has no CUDA GPU" in done.stderr
-    spread = run_pytest(tmp_path, GPU_TEST, ["-n", "2"], FLASHMOE_REQUIRE_GPU="1")
-    assert spread.returncode == 1
-    assert spread.stderr.count("FLASHMOE_REQUIRE_GPU=1, but this machine has no CUDA GPU") == 1
-
-
 def test_only_gpu_tests_without_a_gpu_is_no_pass(tmp_path: Path) -> None:
     report = tmp_path / "report.json"
     body = "import pytest\n@pytest.mark.gpu\ndef test_gpu(): pass\n"
-    run_pytest(tmp_path, body, ["-p", "no:xdist"], FLASHMOE_TEST_REPORT=str(report))  # as on a machine without it
+    environ = {"FLASHMOE_TEST_REPORT": str(report), "PYTEST_PLUGINS": ""}  # as on a machine without pytest-xdist
+    done = run_pytest(tmp_path, body, FLASHMOE_REQUIRE_GPU="1", **environ)
+    assert done.returncode == 1
+    assert NO_GPU in done.stderr
     assert json.loads(report.read_text(encoding="utf-8"))["verdict"] == "FAIL"
 
 

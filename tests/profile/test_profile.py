@@ -12,7 +12,6 @@ import pytest
 
 from flashmoe.__main__ import main
 from flashmoe.errors import ArgumentError, DriverError, ReportError
-from flashmoe_tools.bench.suites import load_suite, suite_names
 from flashmoe_tools.operations import problem_from_key
 from flashmoe_tools.operations.attention.problem import AttentionProblem
 from flashmoe_tools.profile.collect import collect, find_ncu, last_call, ncu_command
@@ -197,13 +196,6 @@ def test_ncu_is_asked_to_leave_the_clocks_alone() -> None:
     assert command[-1] == "KEY"
     assert "a,b" in command
     assert find_ncu("no-such-profiler") is None
-
-
-@pytest.mark.parametrize("suite", [name for name in suite_names() if load_suite(name).cases])
-def test_every_case_is_found_by_its_name(suite: str) -> None:
-    for case in load_suite(suite).cases:
-        assert type(case).from_key(case.key) == case
-        assert problem_from_key(case.key) == case
 
 
 @pytest.mark.parametrize("key", ["", "bf16", "fp8-d64-full-b1-h8-s128", "bf16-d64-maybe-b1-h8-s128"])

@@ -149,14 +149,15 @@ class Runner:
             (wheels / WHEEL.format(machine)).touch()
 
 
-@pytest.mark.parametrize("home", ["", None, "/proc/none"], ids=["home", "no HOME", "a home that cannot be written"])
+@pytest.mark.parametrize("home", ["home", "no HOME"])
 @pytest.mark.parametrize(("workflow", "job"), JOBS)
-def test_the_steps_of_a_job_fit_together(workflow: str, job: str, home: str | None, tmp_path: Path) -> None:
+def test_the_steps_of_a_job_fit_together(workflow: str, job: str, home: str, tmp_path: Path) -> None:
+    """Where a job is in a container, "no HOME" is one that cannot be written: of another user, as on the forge."""
     runner = Runner(tmp_path, workflow, job)
-    if home is None:
-        del runner.environment["HOME"]
-    elif home:
-        runner.environment["HOME"] = home
+    if home == "no HOME":
+        runner.environment.pop("HOME")
+        if "container" in runner.job:
+            runner.environment["HOME"] = "/proc/none"
     assert runner.run() == []
 
 

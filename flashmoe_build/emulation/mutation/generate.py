@@ -63,7 +63,7 @@ class Equivalent:
 def generated(*, every: bool = False) -> tuple[Mutant, ...]:
     """The chosen mutants, or every one that the rules make; equivalent ones are left out."""
     known = equivalents()
-    made = (mutant for file in sources() for mutant in _of_file(file, every=every))
+    made = (mutant for file in sources() for mutant in _of_file(file, noticing_kernels(file), every=every))
     return tuple(mutant for mutant in made if not any(row.covers(mutant) for row in known))
 
 
@@ -79,18 +79,17 @@ def fast() -> tuple[Mutant, ...]:
 
 def _first(row: dict[str, Any]) -> Mutant:
     left = int(row.get("number", 1))
-    for mutant in _of_file(row["file"], every=True):
+    for mutant in _of_file(row["file"], (row["kernel"],), every=True):
         operator = mutant.name.split(":")[2]
         if operator == row["operator"] and row["text"] in " ".join(mutant.anchor.split()):
             left -= 1
             if left == 0:
-                return replace(mutant, kernels=(row["kernel"],), fast=True)
+                return replace(mutant, fast=True)
     msg = f"no generated mutant fits {row}; bring {TABLE.name} up to date with csrc"
     raise TableError(msg)
 
 
-def _of_file(file: str, *, every: bool) -> Iterator[Mutant]:
-    kernels = noticing_kernels(file)
+def _of_file(file: str, kernels: tuple[str, ...], *, every: bool) -> Iterator[Mutant]:
     if not kernels:
         return
     source = Source((CSRC / file).read_text(encoding="utf-8"))

@@ -38,20 +38,21 @@ def noticing_kernels(file: str) -> tuple[str, ...]:
     candidates = [kernel for kernel, files in _variants() if file in files]
     if not candidates:
         return ()
-    nearest = max(_shared(file, kernel) for kernel in candidates)
+    shared = {kernel.label: _shared(file, kernel) for kernel in candidates}
+    features = {kernel.label: frozenset(_features(kernel)) for kernel in candidates}
     order: list[str] = []
     seen: set[tuple[str, object]] = set()
     while candidates:
         best = max(
             candidates,
             key=lambda kernel: (
-                min(_shared(file, kernel), nearest),
-                sum(WEIGHTS.get(name, 1) for name, _ in set(_features(kernel)) - seen),
+                shared[kernel.label],
+                sum(WEIGHTS.get(name, 1) for name, _ in features[kernel.label] - seen),
                 -_size(kernel),
             ),
         )
         candidates.remove(best)
-        seen.update(_features(best))
+        seen |= features[best.label]
         order.append(best.label)
     return tuple(order)
 
