@@ -157,7 +157,12 @@ void forward_fp8_cuda(const Fp8Arguments& arguments, const ForwardOutputs& outpu
   }
   const auto head_dim = static_cast<int32_t>(std::max(given.q.sizes()[3], given.v.sizes()[3]));
   const Mask mask = given.is_causal ? Mask::kCausal : Mask::kFull;
-  const Fp8Kernels kernels = select_fp8(host::make_request(gpu, given.dtype), mask, head_dim);
+  const auto is_of_blocks = [](const ScaleArgument& scale) {
+    return scale.values.is_given() && scale.values.dim() == 3;
+  };
+  const bool has_block_scales =
+      is_of_blocks(arguments.q_scale) || is_of_blocks(arguments.k_scale) || is_of_blocks(arguments.v_scale);
+  const Fp8Kernels kernels = select_fp8(host::make_request(gpu, given.dtype), mask, head_dim, has_block_scales);
   Fp8Arguments read;
   ForwardArguments& operands = read.forward;
   operands.q = loadable_codes(given.q, /*may_repeat=*/false);

@@ -172,8 +172,8 @@ struct Fp8Kernels {
   const Kernel* forward = nullptr;
   const Kernel* transpose = nullptr;
 };
-// Throws as host::refuse() says where there are none.
-Fp8Kernels select_fp8(const host::KernelRequest& request, Mask mask, int32_t head_dim);
+// Throws as host::refuse() says where there are none. has_block_scales: of rows, keys or values.
+Fp8Kernels select_fp8(const host::KernelRequest& request, Mask mask, int32_t head_dim, bool has_block_scales);
 const Kernel& select_e4m3_append(const host::KernelRequest& request);
 
 // Copies of rows, which every family does alike: the first that this GPU has, whichever is forced.

@@ -21,6 +21,9 @@ template <typename Element_, int kHeadDim_, int kBlockM_, int kBlockN_, int kNum
 struct E4m3Spec : ForwardSpec<Element_, kHeadDim_, kBlockM_, kBlockN_, 1, kNumWarps_, 1, kNumOutputSlabs_> {
   using Base = ForwardSpec<Element_, kHeadDim_, kBlockM_, kBlockN_, 1, kNumWarps_, 1, kNumOutputSlabs_>;
   static constexpr int kNumStages = kNumStages_;
+  static constexpr bool kIsTight = Base::kConsumerRegisters < 160;
+  // Scales of blocks of keys, which have loops of their own: four warpgroups have no registers for these.
+  static constexpr bool kHasBlockScales = !kIsTight;
   static_assert(kBlockN_ == kTransposedKeys,
                 "P is rounded by the maximum of its block's end: one width for every kernel");
 
