@@ -179,6 +179,7 @@ extern "C" void choose_more(int capability, const char* forced, int is_bf16, int
       add(*fp8.forward);
       add(*fp8.transpose);
     }
+    add(*attention::select_fp8_varlen(request, head_dim).forward);
   } catch (const std::exception&) {
   }
 }

@@ -488,6 +488,10 @@ Fp8Kernels select_fp8(const host::KernelRequest& request, Mask mask, int32_t hea
                   has_block_scales ? "blocks" : "", head_dim);
 }
 
+Fp8Kernels select_fp8_varlen(const host::KernelRequest& request, int32_t head_dim) {
+  return find_fp8(request, {"attention_varlen_forward_e4m3", "sm90", "", request.dtype, {head_dim}}, "", head_dim);
+}
+
 const Kernel& select_e4m3_append(const host::KernelRequest& request) {
   return select_first(request, "attention_append_e4m3", "appending to a float8_e4m3fn cache");
 }

@@ -132,8 +132,8 @@ std::string run_kernel(const host::Kernel& kernel, int64_t grid, void** argument
   if (kind == "transpose_e4m3") {
     const auto& p = *static_cast<const TransposeParams*>(arguments[0]);
     transpose(p);
-    return text_of(grid * kernel.threads < int64_t{p.batch} * p.heads_kv * p.value_blocks * p.value_rows,
-                   "few threads");
+    const int64_t heads = (p.sequences.cu_seqlens_k != nullptr ? int64_t{1} : p.batch) * p.heads_kv;
+    return text_of(grid * kernel.threads < heads * p.value_blocks * p.value_rows, "few threads");
   }
   if (kind == "append" || kind == "append_e4m3") {
     const auto& p = *static_cast<const AppendParams*>(arguments[0]);

@@ -33,6 +33,7 @@ from tests.attention import (  # noqa: E402
     test_dropout,
     test_e4m3,
     test_fp8,
+    test_fp8_varlen,
     test_varlen_gradients,
     varlen_reference,
 )
@@ -70,7 +71,7 @@ def poisoned_memory(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     torch.use_deterministic_algorithms(True)
     torch.utils.deterministic.fill_uninitialized_memory = True
     torch.manual_seed(1)
-    for module in (varlen_reference, test_e4m3, test_fp8, test_dropout):
+    for module in (varlen_reference, test_e4m3, test_fp8, test_fp8_varlen, test_dropout):
         monkeypatch.setattr(module, "assert_ran_here", lambda device: None)
     yield
     torch.use_deterministic_algorithms(False)
@@ -297,6 +298,14 @@ def test_products_of_codes(shape: tuple[int, ...], scales: int, causal: bool, mo
     assert launched() == ["transpose_e4m3", "forward_e4m3"]
     # The tile of 256 rows has no loops for scales of blocks.
     assert ("_blocks_" in launches()[1]["symbol"]) is (scales >= 3 and shape[-1] <= 64)
+
+
+@pytest.mark.parametrize("name", test_fp8_varlen.BATCHES)
+def test_products_of_ragged_codes(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fp8, "_has_kernel", lambda device: True)
+    begin(90)
+    test_fp8_varlen.test_each_sequence_is_a_dense_call(name, "cpu", torch.bfloat16)
+    assert launched() == ["transpose_e4m3", "forward_e4m3"]
 
 
 @pytest.mark.parametrize(
