@@ -194,7 +194,7 @@ def attention_varlen(
     if cu_seqlens_k is None and block_table is None:
         msg = "cu_seqlens_k is None, so the keys must be in pages: give block_table and seqused_k, or cu_seqlens_k"
         raise ArgumentError(msg)
-    if q_scale is not None or out_dtype is not None or (isinstance(q, Tensor) and q.dtype is e4m3.E4M3):
+    if q_scale is not None or out_dtype is not None or e4m3.has_codes(q):
         of_codes: Tensor | tuple[Tensor, Tensor] = fp8.attend_varlen(
             attention_varlen,
             (q, k, v),

@@ -131,8 +131,11 @@ def test_a_sequence_has_its_bits_in_any_batch(device: str) -> None:
     b = BATCHES["causal"]
     drawn = draw(b, device)
     out, lse = call(b, drawn, device)
+    used = sum(b.rows)
     for _ in range(50 if device != "cpu" else 2):
-        assert all(torch.equal(one, other) for one, other in zip(call(b, drawn, device), (out, lse), strict=True))
+        again, lse_again = call(b, drawn, device)
+        assert torch.equal(again[:used], out[:used])
+        assert torch.equal(lse_again[:, :used], lse[:, :used])
     first, rows = drawn.firsts[3], b.rows[3]
     lengths = tuple(ends[3:5].clone() for ends in drawn.lengths)
     scales = {f"{n}_scale": drawn.options[f"{n}_scale"][3:4] for n in "qkv"}

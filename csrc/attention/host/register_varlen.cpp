@@ -164,6 +164,8 @@ Fp8VarlenArguments take_fp8_varlen(host::Arguments& given) {
   varlen.v = given.tensor();
   varlen.cu_seqlens_q = given.tensor();
   varlen.cu_seqlens_k = given.tensor();
+  if (!varlen.cu_seqlens_q.is_given()) host::violate("tensor.missing", {{"name", "cu_seqlens_q"}});
+  if (!varlen.cu_seqlens_k.is_given()) host::violate("tensor.missing", {{"name", "cu_seqlens_k"}});
   varlen.seqused_k = given.optional_tensor();
   varlen.max_seqlen_q = given.integer();
   varlen.max_seqlen_k = given.integer();

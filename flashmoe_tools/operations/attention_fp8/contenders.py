@@ -55,10 +55,13 @@ def _ours_ragged(inputs: Fp8Inputs) -> Prepared:
     import flashmoe
 
     p, dtype, attention_varlen = inputs.problem, inputs.dequantized.q.dtype, flashmoe.attention_varlen
-    given = (*_ragged(inputs), p.seq_q, p.seq_k)
+    q, k, v, rows, keys = _ragged(inputs)
+    most = (p.seq_q, p.seq_k)
 
     def call() -> torch.Tensor:
-        out: torch.Tensor = attention_varlen(*given, causal=p.causal, scale=inputs.scale, out_dtype=dtype)
+        out: torch.Tensor = attention_varlen(
+            q, k, v, rows, keys, *most, causal=p.causal, scale=inputs.scale, out_dtype=dtype
+        )
         return out.view(p.batch, p.seq_q, p.heads_q, p.head_dim).transpose(1, 2)
 
     return Prepared(call)

@@ -223,8 +223,8 @@ def ragged_transpose_trial(unit: Unit, p: TransposeProblem) -> Trial:
         },
     }
     threads = p.heads * expected.shape[1] * (BLOCK // 32) * (p.rows // 4)
-    blocks = -(-threads // (32 * unit.row.warps))
-    return Trial([Launch(values, blocks)], lambda: different("transposed V", out, expected), {"out": out})
+    grid = -(-threads // (32 * unit.row.warps))
+    return Trial([Launch(values, grid)], lambda: different("transposed V", out, expected), {"out": out})
 
 
 def transpose_trial(unit: Unit, p: TransposeProblem) -> Trial:

@@ -105,10 +105,10 @@ def trial(unit: Unit, p: Fp8Problem) -> Trial:
             nothing = torch.zeros(*lse.shape, p.head_dim_v, dtype=torch.double)
             return Expected(nothing, nothing, lse, torch.zeros_like(lse))
         of = (coded.of_rows(p, q), coded.of_keys(p, k), coded.of_keys(p, v))
-        given = (
+        own_q, own_k, own_v = (
             Codes(one[sequence][None], scale[sequence : sequence + 1]) for one, scale in zip(of, scales, strict=True)
         )
-        return attend(*given, p.scale, causal=p.right == 0, roundoff=UNIT_ROUNDOFF[p.dtype])
+        return attend(own_q, own_k, own_v, p.scale, causal=p.right == 0, roundoff=UNIT_ROUNDOFF[p.dtype])
 
     def check() -> list[str]:
         found: list[str] = []
