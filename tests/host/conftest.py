@@ -149,9 +149,9 @@ extern "C" void choose_more(int capability, const char* forced, int is_bf16, int
         add(*kernel);
       }
     }
-    for (const bool decodes : {false, true}) {  // the append first: Turing has that kernel alone
-      add(decodes ? attention::select_e4m3(request, head_dim) : attention::select_e4m3_append(request));
-    }
+    add(attention::select_e4m3_append(request));
+    add(attention::select_dequantize(request));
+    add(attention::select_e4m3(request, head_dim));  // which Turing has not
   } catch (const std::exception&) {  // what there is stands in the answer
   }
   try {

@@ -496,6 +496,10 @@ const Kernel& select_e4m3_append(const host::KernelRequest& request) {
   return select_first(request, "attention_append_e4m3", "appending to a float8_e4m3fn cache");
 }
 
+const Kernel& select_dequantize(const host::KernelRequest& request) {
+  return select_first(request, "attention_dequantize_e4m3", "many rows over a float8_e4m3fn cache");
+}
+
 const Kernel& select_append(const host::KernelRequest& request) {
   return select_first(request, "attention_append", "appending to a cache");
 }

@@ -59,6 +59,24 @@ struct TransposeParams {
   Batch sequences;  // of keys; all null: dense
 };
 
+// A cache of e4m3 and the same in 16 bits, k_out [batch, heads_kv, seq_k, head_dim] and v_out likewise: fewer than 2^31 elements in all.
+struct DequantizeParams {
+  const void* k;  // rows at multiples of 16 bytes
+  const void* v;
+  void* k_out;
+  void* v_out;
+  Strides k_stride;
+  Strides v_stride;
+  int32_t batch;
+  int32_t heads_kv;
+  int32_t seq_k;
+  int32_t head_dim;  // a multiple of 16, as head_dim_v
+  int32_t head_dim_v;
+  Batch sequences;  // no ragged keys
+  CacheScale k_scale;
+  CacheScale v_scale;
+};
+
 // The caches hold e4m3, the new rows 16 bits, which are divided by the scale as they are appended.
 struct E4m3AppendParams {
   AppendParams append;
