@@ -96,6 +96,15 @@ def fp8_forward(*arguments: Any) -> tuple[Tensor, Tensor]:
     return out, q.new_empty(q.shape[:3], dtype=torch.float32)
 
 
+def fp8_varlen_forward(*arguments: Any) -> tuple[Tensor, Tensor]:
+    """(out, lse) of ``attention_fp8_varlen_forward``."""
+    check("attention_fp8_varlen_forward", arguments)
+    q, v, is_float16 = arguments[0], arguments[2], arguments[10]
+    tokens, heads = q.shape[:2]
+    out = q.new_empty((tokens, heads, v.shape[-1]), dtype=torch.float16 if is_float16 else torch.bfloat16)
+    return out, q.new_empty((heads, tokens), dtype=torch.float32)
+
+
 def e4m3_append(*arguments: Any) -> None:
     check("attention_append_e4m3_", arguments)
 

@@ -46,6 +46,14 @@ def varlen_flops(*arguments: Any, **_: Any) -> int:
     return int(2 * given.q.shape[1] * _scores(rows, keys) * (given.q.shape[-1] + given.v.shape[-1]))
 
 
+def fp8_varlen_flops(
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, *rest: Any, **_: Any
+) -> int:
+    """As ``varlen_flops``."""
+    rows, keys = _lengths(cu_seqlens_q, q, rest[1]), _lengths(cu_seqlens_k, k, rest[2], rest[0])
+    return int(2 * q.shape[1] * _scores(rows, keys) * (q.shape[-1] + v.shape[-1]))
+
+
 def dropout_backward_flops(*arguments: Any, **_: Any) -> int:
     return varlen_backward_flops(*arguments[: len(VarlenBackward._fields)])
 

@@ -14,7 +14,7 @@ from flashmoe import _extension
 from flashmoe.attn import arguments
 from flashmoe.attn.e4m3 import E4M3, Scale, split_scale
 from flashmoe.checks import has_fx_proxies, trace_call
-from flashmoe.errors import ArgumentError, DtypeError
+from flashmoe.errors import ArgumentError, DtypeError, ShapeError
 from flashmoe.fallback import at_trace_time
 from flashmoe.rules import check, explain
 from flashmoe.transforms import has_tangent
@@ -24,7 +24,8 @@ if TYPE_CHECKING:
 
 _extension.load()
 _operator = torch.ops.flashmoe.attention_fp8_forward.default
-OPERATOR = "attention_fp8_forward"
+_varlen_operator = torch.ops.flashmoe.attention_fp8_varlen_forward.default
+OPERATOR, VARLEN_OPERATOR = "attention_fp8_forward", "attention_fp8_varlen_forward"
 OUT_DTYPES = (torch.bfloat16, torch.float16)
 Scales = tuple[Scale, Scale, Scale]
 _NAMES = ("q_scale", "k_scale", "v_scale")
@@ -65,10 +66,7 @@ def attend(
     if not isinstance(q, Tensor) or q.dtype is not E4M3:
         _refuse_wide(q, scales)
     arguments.check_scalars(scale, causal, return_lse, consistent)
-    dtype = torch.bfloat16 if out_dtype is None else out_dtype
-    if dtype not in OUT_DTYPES:
-        msg = f"out_dtype must be torch.bfloat16 or torch.float16; found {out_dtype}; convert the result"
-        raise DtypeError(msg)
+    dtype = _out_dtype(out_dtype)
     if not is_compiling():
         for name, tensor in zip("qkv", tensors, strict=True):
             arguments.check_is_dense_tensor(name, tensor)
@@ -85,16 +83,97 @@ def attend(
         given = {"causal": causal, "scale": factor, "return_lse": return_lse, "consistent": consistent}
         result = attention(*elements, **given, **_in(wide, chosen))
         return (result[0].to(dtype), result[1]) if return_lse else result.to(dtype)
-    return _call(every, return_lse)
+    return _call(_operator, OPERATOR, every, return_lse)
 
 
-def _call(every: tuple[Any, ...], return_lse: bool) -> Any:
+def attend_varlen(
+    attention: Callable[..., Any],
+    tensors: tuple[Any, Any, Any],
+    scales: Scales,
+    out_dtype: torch.dtype | None,
+    lengths: tuple[Any, Any, Any, Any, Any],
+    *,
+    causal: bool,
+    scale: float | None,
+    return_lse: bool,
+    options: Mapping[str, Any],
+) -> Any:
+    """``lengths``: cu_seqlens_q, cu_seqlens_k, seqused_k, max_seqlen_q, max_seqlen_k. ``options``: in keywords of ``attention``; pages and
+    what scores go through are those of its kernels in 16 bits."""
+    q, k, v = tensors
+    if not isinstance(q, Tensor) or q.dtype is not E4M3:
+        _refuse_wide(q, (scales[0], None, None))
+    if options["out"] is not None:
+        msg = "out is given, but q is torch.float8_e4m3fn, whose result has another dtype; leave out away"
+        raise ArgumentError(msg)
+    arguments.check_scalars(scale, causal, return_lse, options["consistent"])
+    dtype = _out_dtype(out_dtype)
+    if not is_compiling():
+        for name, tensor in zip("qkv", tensors, strict=True):
+            arguments.check_is_dense_tensor(name, tensor)
+    factor = float(max(q.shape[-1:], default=1) or 1) ** -0.5 if scale is None else float(scale)
+    parts = [split_scale(name, one) for name, one in zip(_NAMES, scales, strict=True)]
+    cu_seqlens_q, cu_seqlens_k, seqused_k, *most = lengths
+    given = {"seqused_k": seqused_k, "causal": causal, "scale": factor, "return_lse": return_lse, **options}
+    if options["block_table"] is not None:
+        of_keys = {"k_scale": scales[1], "v_scale": scales[2]}
+        wide_q = _dequantize_tokens("q_scale", q, *parts[0], cu_seqlens_q, dtype)
+        return attention(wide_q, k, v, cu_seqlens_q, cu_seqlens_k, *most, **given, **of_keys)
+    values, factors = zip(*parts, strict=True)
+    every = (*tensors, *lengths, factor, causal, dtype is torch.float16, *values, *factors)
+    is_plain = all(_is_default(options[name]) for name in _SCORE_OPTIONS)
+    if is_plain and factor > 0.0 and _has_kernel(q.device) and not _is_differentiated(*tensors, *scales):
+        return _call(_varlen_operator, VARLEN_OPERATOR, every, return_lse)
+    if not is_compiling():
+        check(VARLEN_OPERATOR, every)
+    wide = torch.float32 if q.device.type == "cpu" else dtype
+    ends = (cu_seqlens_q, cu_seqlens_k, cu_seqlens_k)
+    elements = [
+        _dequantize_tokens(name, one, *part, of, wide)
+        for name, one, part, of in zip(_NAMES, tensors, parts, ends, strict=True)
+    ]
+    result = attention(*elements, cu_seqlens_q, cu_seqlens_k, *most, **given)
+    return (result[0].to(dtype), result[1]) if return_lse else result.to(dtype)
+
+
+_SCORE_OPTIONS = ("window", "softcap", "sinks", "alibi_slopes", "dropout_p")
+
+
+def _dequantize_tokens(
+    name: str, codes: Tensor, values: Tensor | None, factor: float, ends: Tensor, dtype: torch.dtype
+) -> Tensor:
+    """``dequantize`` of ragged tensors, [N, H, D]; of scales of sequences each token finds its own by ``ends`` [B + 1]."""
+    tokens, heads = codes.shape[:2]
+    if values is None:
+        return (codes.float() * factor).to(dtype)
+    batch = max(ends.shape[0] - 1, 0)
+    if tuple(values.shape) not in ((), (heads,), (batch, heads)):
+        sizes = f"[], [{heads}] (heads) or [{batch}, {heads}] (sequences, heads)"
+        msg = f"{name} must be a number or float32 {sizes}; found {list(values.shape)}; reshape it"
+        raise ShapeError(msg)
+    if values.dim() == 2 and batch > 0:
+        at = torch.arange(tokens, device=codes.device, dtype=ends.dtype)
+        values = values[torch.searchsorted(ends[1:], at, right=True).clamp(max=batch - 1)]
+    elif values.dim() == 2:
+        return codes.to(dtype)
+    return (codes.float() * factor * (values[..., None] if values.dim() > 0 else values)).to(dtype)
+
+
+def _out_dtype(out_dtype: torch.dtype | None) -> torch.dtype:
+    dtype = torch.bfloat16 if out_dtype is None else out_dtype
+    if dtype not in OUT_DTYPES:
+        msg = f"out_dtype must be torch.bfloat16 or torch.float16; found {out_dtype}; convert the result"
+        raise DtypeError(msg)
+    return dtype
+
+
+def _call(operator: Callable[..., tuple[Tensor, Tensor]], name: str, every: tuple[Any, ...], return_lse: bool) -> Any:
     try:
-        out, lse = _operator(*every)
+        out, lse = operator(*every)
     except Exception as error:
         if is_compiling():
             raise
-        cause = explain(error, OPERATOR, every)
+        cause = explain(error, name, every)
         if cause is error:
             raise
         raise cause from error

@@ -144,6 +144,13 @@ OPERATORS = (
         vmap=refusals.refuse_vmap,
         gradient=refusals.refuse_gradient,
     ),
+    Operator(
+        "attention_fp8_varlen_forward",
+        fake=fake.fp8_varlen_forward,
+        flops=flops.fp8_varlen_flops,
+        vmap=refusals.refuse_vmap,
+        gradient=refusals.refuse_gradient,
+    ),
     Operator("attention_append_e4m3_", fake=fake.e4m3_append, flops=lambda *_, **__: 0, vmap=refuse_vmap_append),
     Operator("attention_append_", fake=fake.append, flops=lambda *_, **__: 0, vmap=refuse_vmap_append),
 )

@@ -16,7 +16,7 @@ from torch.autograd import forward_ad
 from torch.compiler import is_compiling
 
 from flashmoe import _extension, keywords
-from flashmoe.attn import arguments, autograd, dropout, e4m3, into
+from flashmoe.attn import arguments, autograd, dropout, e4m3, fp8, into
 from flashmoe.attn.options import CONSISTENT, Varlen, Window
 from flashmoe.checks import has_fx_proxies, trace_call
 from flashmoe.errors import ArgumentError, ArgumentTypeError, DifferentiationError
@@ -36,7 +36,7 @@ OPTIONS = (
 )
 _ARGUMENTS = (
     *("q", "k", "v", "cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k", "seqused_k", "block_table"),
-    *("dropout_p", "rng_state"),
+    *("dropout_p", "rng_state", "q_scale", "out_dtype"),
     *OPTIONS,
 )
 
@@ -54,6 +54,8 @@ def attention_varlen(
     seqused_k: Tensor | None = ...,
     dropout_p: float = ...,
     rng_state: Tensor | None = ...,
+    q_scale: Tensor | float | None = ...,
+    out_dtype: torch.dtype | None = ...,
     return_lse: Literal[False] = ...,
     out: Tensor | None = ...,
     **options: Unpack[VarlenOptions],
@@ -71,6 +73,8 @@ def attention_varlen(
     seqused_k: Tensor | None = ...,
     dropout_p: float = ...,
     rng_state: Tensor | None = ...,
+    q_scale: Tensor | float | None = ...,
+    out_dtype: torch.dtype | None = ...,
     return_lse: Literal[True],
     **options: Unpack[VarlenOptions],
 ) -> tuple[Tensor, Tensor]: ...
@@ -87,6 +91,8 @@ def attention_varlen(
     seqused_k: Tensor | None = ...,
     dropout_p: float = ...,
     rng_state: Tensor | None = ...,
+    q_scale: Tensor | float | None = ...,
+    out_dtype: torch.dtype | None = ...,
     return_lse: bool,
     out: Tensor | None = ...,
     **options: Unpack[VarlenOptions],
@@ -118,6 +124,8 @@ def attention_varlen(
     consistent: bool = False,
     return_lse: bool = False,
     out: Tensor | None = None,
+    q_scale: Tensor | float | None = None,
+    out_dtype: torch.dtype | None = None,
     **misspelt: NoReturn,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Attention within each sequence of a batch whose sequences follow each other, without padding.
@@ -130,7 +138,7 @@ def attention_varlen(
     Args:
         q: [Nq, Hq, D], float16 or bfloat16 (on the CPU also float32), 1 <= D <= 256, last dimension contiguous.
         k, v: [Nk, Hkv, D] and [Nk, Hkv, Dv] of the same dtype and device, 1 <= Dv <= 256, or pages [P, page_size, Hkv, D]. Hkv
-            divides Hq: query head h reads key head h // (Hq // Hkv). With a q of 16 bits both may be float8_e4m3fn.
+            divides Hq: query head h reads key head h // (Hq // Hkv). With a q of 16 bits both may be float8_e4m3fn, and all three.
         cu_seqlens_q: [B + 1] int32 on q's device, from 0 on, never decreasing, at most Nq.
         cu_seqlens_k: likewise for the keys; with seqused_k the first sequence may start later. None with pages.
         max_seqlen_q, max_seqlen_k: of the longest sequences, or more; ints, since the host does not read the lengths.
@@ -153,6 +161,10 @@ def attention_varlen(
             chunk begins, on ragged, dense or paged tensors (docs/api.md says where). No keys are divided. FLASHMOE_CONSISTENT=1 is the
             same for every call.
         return_lse: also return the log-sum-exp of the scores, the sink included.
+        q_scale: of q in float8_e4m3fn alone, with k and v of the same: what it is multiplied by, as k_scale and v_scale above zero: a number,
+            or a tensor [], [Hq] or [B, Hq]. On GPUs of compute capability 9.0 products are then of 8 bits (docs/kernels/attention-fp8.md);
+            elsewhere, with an option beside causal, scale and seqused_k, or with a gradient, all three are dequantised, and over pages q.
+        out_dtype: of q in float8_e4m3fn: out's, bfloat16 by default, or float16.
         out: [Nq, Hq, Dv] in q's dtype, contiguous and of memory of its own, to which the result is written, and which is returned. Rows of no
             sequence may change. Without return_lse and dropout_p; no gradient can be recorded then.
 
@@ -182,6 +194,30 @@ def attention_varlen(
     if cu_seqlens_k is None and block_table is None:
         msg = "cu_seqlens_k is None, so the keys must be in pages: give block_table and seqused_k, or cu_seqlens_k"
         raise ArgumentError(msg)
+    if q_scale is not None or out_dtype is not None or e4m3.has_codes(q):
+        of_codes: Tensor | tuple[Tensor, Tensor] = fp8.attend_varlen(
+            attention_varlen,
+            (q, k, v),
+            (q_scale, k_scale, v_scale),
+            out_dtype,
+            (cu_seqlens_q, cu_seqlens_k, seqused_k, max_seqlen_q, max_seqlen_k),
+            causal=causal,
+            scale=scale,
+            return_lse=return_lse,
+            options={
+                "window": window,
+                "softcap": softcap,
+                "sinks": sinks,
+                "alibi_slopes": alibi_slopes,
+                "block_table": block_table,
+                "num_splits": num_splits,
+                "dropout_p": dropout_p,
+                "rng_state": rng_state,
+                "consistent": consistent,
+                "out": out,
+            },
+        )
+        return of_codes
     return attend(
         q,
         k,

@@ -6,7 +6,21 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-from .attention_rules import E4M3, LENGTH, MOST_SCALE, OPTIONS, append, backward, dense, drop_in, e4m3, fp8, out, varlen
+from .attention_rules import (
+    E4M3,
+    LENGTH,
+    MOST_SCALE,
+    OPTIONS,
+    append,
+    backward,
+    dense,
+    drop_in,
+    e4m3,
+    fp8,
+    fp8_varlen,
+    out,
+    varlen,
+)
 from .described import Call, ints, t
 
 _DROPOUT: Call = {"dropout_p": 0.25, "rng_state": t("int64", 2, values=(7, 3))}
@@ -155,6 +169,14 @@ def _fp8(b: int = 2, h: int = 4, kv: int = 2, n: int = 66, m: int = 140, d: int 
     return {**tensors, "scale": 0.25, "causal": False, "is_float16": True, **scales, **factors}
 
 
+def _fp8_varlen(h: int = 4, kv: int = 2, n: int = 9, m: int = 11, d: int = 16, dv: int = 24) -> Call:
+    ragged = _ragged(h, kv, n, m, d, dv)
+    codes = {name: t(E4M3, *ragged[name].sizes) for name in "qkv"}
+    ends, most = ({f"{name}_{of}": ragged[f"{name}_{of}"] for of in "qk"} for name in ("cu_seqlens", "max_seqlen"))
+    scales = {"q_scale": t("float32", h), "k_scale": t("float32", 2, kv), "v_scale": None}
+    return {**codes, **ends, "seqused_k": ints(4, 2), **most, **_fp8(), **codes, **scales}
+
+
 SIZES = {"d": (512, 513), "dv": (512, 513), "h": (6, 3), "kv": (4, 8), "n": (14,), "size": (15, 17)}
 _REALS = (math.nan, math.inf, -math.inf, MOST_SCALE, math.nextafter(MOST_SCALE, math.inf), -MOST_SCALE, 0.0, -0.5)
 NUMBERS: dict[str, tuple[Any, ...]] = {
@@ -219,5 +241,6 @@ ROWS: tuple[Row, ...] = (
         for make in (_append, _append_pages)
     ),
     ("attention_fp8_forward", _fp8, lambda c, _=None: fp8(c)),
+    ("attention_fp8_varlen_forward", _fp8_varlen, lambda c, _=None: fp8_varlen(c)),
 )
 ELSEWHERE = {"_flash_attention_backward", "_attention_bias_gradient"}  # their own tests

@@ -230,10 +230,13 @@ def contents(c: Call, values: dict[str, Any], longest: dict[str, int]) -> None:
             pages_of(table[sequence], sequence, first, count, c["k"])
 
 
-def varlen(c: Call, values: dict[str, Any] | None = None, codes: bool = False) -> int:
+def varlen(c: Call, values: dict[str, Any] | None = None, codes: bool = False, code_queries: bool = False) -> int:
     need(c.get("rng_state", True) is not None, "tensor.missing", name="rng_state")
     places(c)
-    dtypes(c, codes)
+    if code_queries:
+        fp8_dtypes(c)
+    else:
+        dtypes(c, codes)
     need(not (c["cu_seqlens_k"] and c["block_table"]), "attention.pages_and_cu_seqlens")
     need(not c["block_table"] or c["seqused_k"] is not None, "attention.pages_without_lengths")
     keys = RAGGED if c["cu_seqlens_k"] else PAGES if c["block_table"] else DENSE
@@ -381,10 +384,23 @@ def append(c: Call, values: dict[str, Any] | None = None, codes: bool = False) -
         scale_values(c, name, cache, batch, k_new)
 
 
+def fp8_dtypes(c: Call) -> None:
+    q, k, v = c["q"], c["k"], c["v"]
+    need(q.dtype == k.dtype == v.dtype == E4M3, "attention.fp8_dtypes", q=q.dtype, k=k.dtype, v=v.dtype)
+
+
+def fp8_varlen(c: Call) -> None:
+    for name in ("cu_seqlens_q", "cu_seqlens_k"):
+        need(c[name] is not None, "tensor.missing", name=name)
+    batch = varlen({**OPTIONS, **c}, code_queries=True)
+    for name in "qkv":
+        scale_values(c, f"{name}_scale", c[name], batch, c["q"])
+
+
 def fp8(c: Call) -> None:
     q, k, v = c["q"], c["k"], c["v"]
     places(c)
-    need(q.dtype == k.dtype == v.dtype == E4M3, "attention.fp8_dtypes", q=q.dtype, k=k.dtype, v=v.dtype)
+    fp8_dtypes(c)
     for name in "qkv":
         layout(c[name], name, DENSE)
     heads(c, k.sizes[1])

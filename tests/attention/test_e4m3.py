@@ -155,6 +155,30 @@ def test_more_rows_than_16_of_a_key_head(dtype: torch.dtype, device: str) -> Non
 
 
 @either
+@pytest.mark.parametrize(
+    "options", [{}, {"softcap": 5.0}, {"window": (37, 0)}, {"sinks": True}, {"head_dim": 24}], ids=str
+)
+@pytest.mark.parametrize("is_exact", [True, False])
+@pytest.mark.parametrize(("layout", "kind"), [("pages", "pages"), ("dense", "sequences"), ("dense", "one")])
+def test_many_rows(
+    layout: str, kind: str, is_exact: bool, options: dict[str, Any], dtype: torch.dtype, device: str
+) -> None:
+    """A GPU reads the cache once, as a dense one of 16 bits: its bits, whatever the scales; but for rows that are no whole 16 codes."""
+    given = {"head_dim": 128, **options}
+    case = make(layout, kind, dtype, device, rows=40, causal=True, is_exact=is_exact, **given)
+    (of_codes, lse), (of_elements, lse_of_elements) = case.call(has_codes=True), case.call(has_codes=False)
+    assert not of_codes.isnan().any()
+    if is_exact if device == "cpu" else layout == "dense" and given["head_dim"] == 128:
+        assert torch.equal(of_codes, of_elements)
+        assert torch.equal(lse, lse_of_elements)
+        return
+    last_bit = 2.0**-10 if dtype is torch.float16 else 2.0**-7
+    difference = (of_codes.double() - of_elements.double()).square().mean().sqrt()
+    assert difference <= last_bit * of_elements.double().square().mean().sqrt()
+    assert torch.allclose(lse, lse_of_elements, atol=0.02)
+
+
+@either
 @pytest.mark.parametrize("head_dim", [8, 40, 80, 128, 256])
 def test_head_dims(head_dim: int, dtype: torch.dtype, device: str) -> None:
     """Rows that are no whole 16 bytes, too."""

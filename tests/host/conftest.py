@@ -132,34 +132,33 @@ extern "C" void choose_more(int capability, const char* forced, int is_bf16, int
                             int length) {
   const host::KernelRequest request{capability, 132, "a GPU", forced,
                                     is_bf16 ? host::Dtype::kBFloat16 : host::Dtype::kFloat16};
-  const auto target = [](const host::Kernel& kernel) { return host::kernel_table().binaries[kernel.binary].target; };
   int used = 0;
+  const auto add = [&](const host::Kernel& kernel) {
+    const char* target = host::kernel_table().binaries[kernel.binary].target;
+    used += std::snprintf(answer + used, length - used, " %s %s", kernel.symbol, target);
+  };
   answer[0] = 0;
   try {
-    const host::Kernel& append = attention::select_append(request);
-    const host::Kernel& row_dot = attention::select_row_dot(request);
-    used = std::snprintf(answer, length, "%s %s %s %s", append.symbol, target(append), row_dot.symbol, target(row_dot));
+    add(attention::select_append(request));
+    add(attention::select_row_dot(request));
     for (const int options : {0, 1, 2}) {  // none, a softcap or mask tensor, ALiBi
       const attention::BackwardKernels both =
           attention::select_varlen_backward(request, head_dim, head_dim_v, options == 1, options == 2);
       for (const host::Kernel* kernel : {both.dq, both.dkv, both.fused, both.prepare, both.convert}) {
         if (kernel == nullptr || (both.fused == nullptr && kernel != both.dq && kernel != both.dkv)) continue;
-        used += std::snprintf(answer + used, length - used, " %s %s", kernel->symbol, target(*kernel));
+        add(*kernel);
       }
     }
-    for (const bool decodes : {false, true}) {  // the append first: Turing has that kernel alone
-      const host::Kernel& kernel =
-          decodes ? attention::select_e4m3(request, head_dim) : attention::select_e4m3_append(request);
-      used += std::snprintf(answer + used, length - used, " %s %s", kernel.symbol, target(kernel));
-    }
+    add(attention::select_e4m3_append(request));
+    add(attention::select_dequantize(request));
+    add(attention::select_e4m3(request, head_dim));  // which Turing has not
   } catch (const std::exception&) {  // what there is stands in the answer
   }
   try {
     enum { kPlain, kScoreMod, kAlibi };
     for (const int scores : {kPlain, kScoreMod, kAlibi}) {
       const bool has_score_mod = scores == kScoreMod, has_alibi = scores == kAlibi;
-      const host::Kernel& forward = attention::select_dropout_forward(request, head_dim, has_score_mod, has_alibi);
-      used += std::snprintf(answer + used, length - used, " %s %s", forward.symbol, target(forward));
+      add(attention::select_dropout_forward(request, head_dim, has_score_mod, has_alibi));
     }
     for (const int scores : {kPlain, kScoreMod, kAlibi}) {
       const bool has_score_mod = scores == kScoreMod, has_alibi = scores == kAlibi;
@@ -168,18 +167,19 @@ extern "C" void choose_more(int capability, const char* forced, int is_bf16, int
       const host::Kernel& bias = attention::select_bias_gradient(request, head_dim, has_alibi);  // with dropout
       for (const host::Kernel* kernel : {all.dq, all.dkv, all.fused, &bias}) {
         if (kernel == nullptr) continue;
-        used += std::snprintf(answer + used, length - used, " %s %s", kernel->symbol, target(*kernel));
+        add(*kernel);
       }
     }
   } catch (const std::exception&) {
   }
   try {
-    for (const attention::Mask mask : {attention::Mask::kFull, attention::Mask::kCausal}) {
-      const attention::Fp8Kernels fp8 = attention::select_fp8(request, mask, head_dim);
-      for (const host::Kernel* kernel : {fp8.forward, fp8.transpose}) {
-        used += std::snprintf(answer + used, length - used, " %s %s", kernel->symbol, target(*kernel));
-      }
+    for (const int which : {0, 1, 2, 3}) {
+      const attention::Mask mask = which % 2 == 0 ? attention::Mask::kFull : attention::Mask::kCausal;
+      const attention::Fp8Kernels fp8 = attention::select_fp8(request, mask, head_dim, /*has_block_scales=*/which >= 2);
+      add(*fp8.forward);
+      add(*fp8.transpose);
     }
+    add(*attention::select_fp8_varlen(request, head_dim).forward);
   } catch (const std::exception&) {
   }
 }
@@ -198,7 +198,7 @@ extern "C" void refusal(int which, const char* forced, int head_dim, int page_si
       case 2: attention::select_varlen_backward(request, head_dim, head_dim, false, false); break;
       case 3: attention::select_bias_gradient(request, head_dim, false); break;
       case 4: attention::select_e4m3(request, head_dim); break;
-      case 5: attention::select_fp8(request, attention::Mask::kFull, head_dim); break;
+      case 5: attention::select_fp8(request, attention::Mask::kFull, head_dim, false); break;
       case 6: attention::select_dropout_forward(request, head_dim, false, false); break;
       case 7: attention::select_dropout_forward(request, head_dim, true, false); break;
       case 8: attention::select_dropout_backward(request, head_dim, false, false); break;

@@ -4,6 +4,7 @@
 #include <array>
 #include <cstdint>
 
+#include "attention/host/backends.h"
 #include "attention/host/select.h"
 #include "attention/host/varlen.h"
 #include "host/copies.h"
@@ -19,6 +20,11 @@ using host::violate;
 
 constexpr int64_t kRowAlignBytes = 16;
 constexpr int64_t kScaledKeys = 16;  // of a page that has a scale: a multiple of a warp's keys
+// The kernel for caches of codes reads a cache again for each 16 rows of a key head: from so many on it is read once, and written in 16 bits.
+constexpr int64_t kManyRows = 128;
+constexpr int64_t kMostDequantized = int64_t{1} << 30;  // elements
+constexpr int64_t kWidest = 256;                        // head dim of any kernel for codes
+constexpr int32_t kFirstThatDecodes = 80;               // compute capability that has a kernel for codes
 
 // Whether rows of codes can be loaded by 16 bytes where they lie.
 bool is_loadable(const Tensor& codes, bool may_repeat) {
@@ -40,6 +46,57 @@ E4m3ForwardParams make_e4m3_params(const E4m3Arguments& arguments, const VarlenA
   params.k_scale = make_scale(arguments.k_scale, varlen.has_pages());
   params.v_scale = make_scale(arguments.v_scale, varlen.has_pages());
   return params;
+}
+
+bool can_be_dequantized(const VarlenArguments& arguments) {
+  const int64_t columns = arguments.head_dim() + arguments.head_dim_v();
+  return std::max(arguments.head_dim(), arguments.head_dim_v()) <= kWidest &&
+         arguments.head_dim() % kRowAlignBytes == 0 && arguments.head_dim_v() % kRowAlignBytes == 0 &&
+         !arguments.has_ragged_keys() &&
+         arguments.batch() * arguments.heads_kv() * arguments.max_seqlen_k * columns <= kMostDequantized;
+}
+
+// Not where a row's bits may not depend on the rows beside it.
+bool has_many_rows(const VarlenArguments& arguments) {
+  return arguments.max_seqlen_q * (arguments.heads_q() / arguments.heads_kv()) >= kManyRows &&
+         arguments.num_splits != 1 && !arguments.is_consistent();
+}
+
+// The same call on a dense cache of 16 bits.
+VarlenArguments dequantize(const E4m3Arguments& arguments, const host::Device& gpu) {
+  const VarlenArguments& codes = arguments.varlen;
+  const auto empty = [&](int64_t columns) {
+    return host::empty({codes.batch(), codes.heads_kv(), codes.max_seqlen_k, columns}, codes.torch_dtype,
+                       codes.device_type, codes.device_index);
+  };
+  VarlenArguments wide = with_operands(codes, host::alias(codes.q), empty(codes.head_dim()), empty(codes.head_dim_v()));
+  wide.block_table = Tensor();
+  wide.has_codes = false;
+  const VarlenArguments read = with_operands(codes, host::alias(codes.q), loadable_codes(codes.k, /*may_repeat=*/true),
+                                             loadable_codes(codes.v, /*may_repeat=*/true));
+  const ForwardParams from = make_varlen_params(read, ForwardOutputs());
+  const DequantizeParams params{from.k,
+                                from.v,
+                                wide.k.data(),
+                                wide.v.data(),
+                                from.k_stride,
+                                from.v_stride,
+                                from.batch,
+                                from.heads_kv,
+                                from.seq_k,
+                                from.head_dim,
+                                from.head_dim_v,
+                                from.sequences,
+                                make_scale(arguments.k_scale, codes.has_pages()),
+                                make_scale(arguments.v_scale, codes.has_pages())};
+  const Kernel& kernel = select_dequantize(host::make_request(gpu, codes.dtype));
+  const int64_t parts = (params.head_dim + params.head_dim_v) / kRowAlignBytes;
+  const int64_t threads = parts * params.heads_kv * params.seq_k * params.batch;
+  const host::CudaCall call(gpu);
+  host::LaunchList list;
+  list.add({&kernel, (threads + kernel.threads - 1) / kernel.threads, &params, nullptr, /*is_dependent=*/false});
+  list.run(call);
+  return wide;
 }
 
 }  // namespace
@@ -132,8 +189,13 @@ void forward_e4m3_cuda(const E4m3Arguments& arguments, const ForwardOutputs& out
     fill_without_keys(outputs, varlen.sinks, gpu);
     return;
   }
+  const host::KernelRequest request = host::make_request(gpu, varlen.dtype);
+  if (can_be_dequantized(varlen) && (has_many_rows(varlen) || request.capability < kFirstThatDecodes)) {
+    forward_varlen_cuda(dequantize(arguments, gpu), outputs);
+    return;
+  }
   const auto head_dim = static_cast<int32_t>(std::max(varlen.head_dim(), varlen.head_dim_v()));
-  const Kernel& kernel = select_e4m3(host::make_request(gpu, varlen.dtype), head_dim);
+  const Kernel& kernel = select_e4m3(request, head_dim);
   const bool is_whole = varlen.head_dim_v() % host::kRowAlignElements == 0;
   VarlenArguments read =
       with_operands(varlen, host::loadable(varlen.q, kernel), loadable_codes(varlen.k, /*may_repeat=*/true),

@@ -34,11 +34,21 @@ struct Fp8Arguments {
   ScaleArgument v_scale;
 };
 
+// The same of ragged rows and keys.
+struct Fp8VarlenArguments {
+  VarlenArguments varlen;
+  ScaleArgument q_scale;
+  ScaleArgument k_scale;
+  ScaleArgument v_scale;
+};
+
 // Throws the first rule that the arguments break.
 void check_fp8(Fp8Arguments& arguments);
+void check_fp8(Fp8VarlenArguments& arguments);
 
 // At least one row.
 void forward_fp8_cuda(const Fp8Arguments& arguments, const ForwardOutputs& outputs);
+void forward_fp8_cuda(const Fp8VarlenArguments& arguments, const ForwardOutputs& outputs);
 
 // Whether rows of codes can be loaded by 16 bytes where they lie; may_repeat: dimensions of stride 0 are no hindrance. The tensor itself then,
 // or a copy with rows of whole 16 bytes, zeros behind.

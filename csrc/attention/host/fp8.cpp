@@ -74,38 +74,44 @@ TransposeParams make_transpose_params(const E4m3AttentionParams& params) {
   result.v_stride = forward.v_stride;
   result.batch = forward.batch;
   result.heads_kv = forward.heads_kv;
-  result.keys = forward.seq_k;
+  result.seq_k = forward.seq_k;
   result.head_dim_v = forward.head_dim_v;
   result.value_blocks = params.value_blocks;
   result.value_rows = params.value_rows;
+  result.sequences = forward.sequences;
   return result;
 }
 
-void run(const Fp8Arguments& arguments, const ForwardOutputs& outputs, const Fp8Kernels& kernels,
-         const host::Device& gpu) {
+void check_fp8_dtypes(const QueryKeyValue& operands) {
+  const Tensor &q = operands.q, &k = operands.k, &v = operands.v;
+  const int32_t code = aoti_torch_dtype_float8_e4m3fn();
+  if (q.dtype() == code && k.dtype() == code && v.dtype() == code) return;
+  violate("attention.fp8_dtypes",
+          {{"q", describe_dtype(q.dtype())}, {"k", describe_dtype(k.dtype())}, {"v", describe_dtype(v.dtype())}});
+}
+
+// forward.v and head_dim_v are V's, before it is transposed; the output's columns are `columns`.
+void run(E4m3AttentionParams& params, const Fp8Kernels& kernels, int64_t columns, const host::Device& gpu) {
   const Kernel& kernel = *kernels.forward;
-  E4m3AttentionParams params{};
   ForwardParams& forward = params.forward;
-  forward = make_params(arguments.forward, outputs);
-  params.q_scale = make_block_scale(arguments.q_scale, arguments.forward.q);
-  params.k_scale = make_block_scale(arguments.k_scale, arguments.forward.k);
-  params.v_scale = make_block_scale(arguments.v_scale, arguments.forward.v);
-  params.value_blocks = static_cast<int32_t>(ceil_div(forward.seq_k, kernel.block_n));
+  const bool is_ragged = forward.sequences.cu_seqlens_k != nullptr;
+  params.value_blocks =
+      static_cast<int32_t>(is_ragged ? forward.sequences.keys_total / kernel.block_n + int64_t{forward.batch}
+                                     : ceil_div(forward.seq_k, kernel.block_n));
   params.value_rows = kernel.axes[axis::kHeadDim];
-  forward.head_dim_v = static_cast<int32_t>(arguments.forward.v.sizes()[3]);
   TransposeParams transpose = make_transpose_params(params);
 
   const host::CudaCall call(gpu);
-  const int64_t kv_heads = static_cast<int64_t>(forward.batch) * forward.heads_kv;
+  const int64_t kv_heads = (is_ragged ? int64_t{1} : forward.batch) * forward.heads_kv;
   host::Workspace workspace;
   const int64_t transposed =
       workspace.add<uint8_t>(kv_heads * params.value_blocks * params.value_rows * kernel.block_n);
   workspace.allocate(call);
   transpose.out = workspace.address<uint8_t>(transposed);
   forward.v = transpose.out;
-  forward.head_dim_v = static_cast<int32_t>(outputs.out.sizes()[3]);
+  forward.head_dim_v = static_cast<int32_t>(columns);
 
-  const int64_t tiles = ceil_div(forward.seq_q, kernel.block_m) * forward.heads_q * forward.batch;
+  const int64_t tiles = most_row_blocks(forward, kernel.block_m) * forward.heads_q;
   const int64_t grid = host::grid_for(kernel, tiles, gpu);
   host::TileCounter counter;
   if (tiles > grid) {
@@ -123,17 +129,21 @@ void run(const Fp8Arguments& arguments, const ForwardOutputs& outputs, const Fp8
   host::set_last_kernel(kernel.symbol);
 }
 
+// The outputs as kernels write them, and back.
+ForwardOutputs writable(const ForwardOutputs& outputs, bool is_whole) {
+  ForwardOutputs written;
+  written.out = is_whole ? host::alias(outputs.out) : host::empty_like(outputs.out, host::padded_sizes(outputs.out));
+  written.lse = host::alias(outputs.lse);
+  return written;
+}
+
 }  // namespace
 
 void check_fp8(Fp8Arguments& arguments) {
   ForwardArguments& forward = arguments.forward;
   check_places(forward);
+  check_fp8_dtypes(forward);
   const Tensor &q = forward.q, &k = forward.k, &v = forward.v;
-  const int32_t code = aoti_torch_dtype_float8_e4m3fn();
-  if (q.dtype() != code || k.dtype() != code || v.dtype() != code) {
-    violate("attention.fp8_dtypes",
-            {{"q", describe_dtype(q.dtype())}, {"k", describe_dtype(k.dtype())}, {"v", describe_dtype(v.dtype())}});
-  }
   check_layout(q, "q", kDenseLayout);
   check_layout(k, "k", kDenseLayout);
   check_layout(v, "v", kDenseLayout);
@@ -157,27 +167,59 @@ void forward_fp8_cuda(const Fp8Arguments& arguments, const ForwardOutputs& outpu
   }
   const auto head_dim = static_cast<int32_t>(std::max(given.q.sizes()[3], given.v.sizes()[3]));
   const Mask mask = given.is_causal ? Mask::kCausal : Mask::kFull;
-  const Fp8Kernels kernels = select_fp8(host::make_request(gpu, given.dtype), mask, head_dim);
-  Fp8Arguments read;
-  ForwardArguments& operands = read.forward;
-  operands.q = loadable_codes(given.q, /*may_repeat=*/false);
-  operands.k = loadable_codes(given.k, /*may_repeat=*/false);
-  operands.v = loadable_codes(given.v, /*may_repeat=*/true);
-  operands.scale = given.scale;
-  operands.is_causal = given.is_causal;
-  operands.dtype = given.dtype;
-  operands.torch_dtype = given.torch_dtype;
-  for (const auto& [to, from] :
-       {std::pair(&read.q_scale, &arguments.q_scale), std::pair(&read.k_scale, &arguments.k_scale),
-        std::pair(&read.v_scale, &arguments.v_scale)}) {
-    if (from->values.is_given()) to->values = host::alias(from->values);
-    to->factor = from->factor;
-  }
+  const auto is_of_blocks = [](const ScaleArgument& scale) {
+    return scale.values.is_given() && scale.values.dim() == 3;
+  };
+  const bool has_block_scales =
+      is_of_blocks(arguments.q_scale) || is_of_blocks(arguments.k_scale) || is_of_blocks(arguments.v_scale);
+  const Fp8Kernels kernels = select_fp8(host::make_request(gpu, given.dtype), mask, head_dim, has_block_scales);
+  ForwardArguments read;
+  read.q = loadable_codes(given.q, /*may_repeat=*/false);
+  read.k = loadable_codes(given.k, /*may_repeat=*/false);
+  read.v = loadable_codes(given.v, /*may_repeat=*/true);
+  read.scale = given.scale;
   const bool is_whole = given.v.sizes()[3] % host::kRowAlignElements == 0;
-  ForwardOutputs written;
-  written.out = is_whole ? host::alias(outputs.out) : host::empty_like(outputs.out, host::padded_sizes(outputs.out));
-  written.lse = host::alias(outputs.lse);
-  run(read, written, kernels, gpu);
+  const ForwardOutputs written = writable(outputs, is_whole);
+  E4m3AttentionParams params{};
+  params.forward = make_params(read, written);
+  params.forward.head_dim_v = static_cast<int32_t>(read.v.sizes()[3]);
+  params.q_scale = make_block_scale(arguments.q_scale, read.q);
+  params.k_scale = make_block_scale(arguments.k_scale, read.k);
+  params.v_scale = make_block_scale(arguments.v_scale, read.v);
+  run(params, kernels, written.out.sizes()[3], gpu);
+  if (!is_whole) host::copy_unpadded(written.out, outputs.out);
+}
+
+void check_fp8(Fp8VarlenArguments& arguments) {
+  VarlenArguments& varlen = arguments.varlen;
+  check_places(varlen);
+  check_fp8_dtypes(varlen);
+  check_varlen_arguments(varlen);
+  check_scale(arguments.q_scale, "q_scale", varlen, varlen.q, varlen.batch(), /*has_pages=*/false);
+  check_scale(arguments.k_scale, "k_scale", varlen, varlen.k, varlen.batch(), /*has_pages=*/false);
+  check_scale(arguments.v_scale, "v_scale", varlen, varlen.v, varlen.batch(), /*has_pages=*/false);
+}
+
+void forward_fp8_cuda(const Fp8VarlenArguments& arguments, const ForwardOutputs& outputs) {
+  const VarlenArguments& given = arguments.varlen;
+  const host::Device& gpu = host::device(given.device_index);
+  if (given.max_seqlen_k == 0 || given.k.sizes()[0] == 0) {
+    fill_without_keys(outputs, /*sinks=*/Tensor(), gpu);
+    return;
+  }
+  const auto head_dim = static_cast<int32_t>(std::max(given.head_dim(), given.head_dim_v()));
+  const Fp8Kernels kernels = select_fp8_varlen(host::make_request(gpu, given.dtype), head_dim);
+  const VarlenArguments read =
+      with_operands(given, loadable_codes(given.q, /*may_repeat=*/false), loadable_codes(given.k, /*may_repeat=*/false),
+                    loadable_codes(given.v, /*may_repeat=*/true));
+  const bool is_whole = given.head_dim_v() % host::kRowAlignElements == 0;
+  const ForwardOutputs written = writable(outputs, is_whole);
+  E4m3AttentionParams params{};
+  params.forward = make_varlen_params(read, written);
+  params.q_scale = make_block_scale(arguments.q_scale, read.q);
+  params.k_scale = make_block_scale(arguments.k_scale, read.k);
+  params.v_scale = make_block_scale(arguments.v_scale, read.v);
+  run(params, kernels, written.out.sizes()[2], gpu);
   if (!is_whole) host::copy_unpadded(written.out, outputs.out);
 }
 

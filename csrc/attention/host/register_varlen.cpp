@@ -129,16 +129,12 @@ E4m3Arguments take_e4m3_into(host::Arguments& given, Tensor& out) {
   return arguments;
 }
 
-Fp8Arguments take_fp8(host::Arguments& given) {
-  Fp8Arguments arguments;
-  arguments.forward.q = given.tensor();
-  arguments.forward.k = given.tensor();
-  arguments.forward.v = given.tensor();
-  arguments.forward.scale = given.number();
-  arguments.forward.is_causal = given.flag();
+// From the output's type on.
+template <class Operands, class Taken>
+void take_fp8_rest(host::Arguments& given, Operands& operands, Taken& arguments) {
   const bool is_f16 = given.flag();
-  arguments.forward.dtype = is_f16 ? Dtype::kFloat16 : Dtype::kBFloat16;
-  arguments.forward.torch_dtype = is_f16 ? aoti_torch_dtype_float16() : aoti_torch_dtype_bfloat16();
+  operands.dtype = is_f16 ? Dtype::kFloat16 : Dtype::kBFloat16;
+  operands.torch_dtype = is_f16 ? aoti_torch_dtype_float16() : aoti_torch_dtype_bfloat16();
   arguments.q_scale.values = given.optional_tensor();
   arguments.k_scale.values = given.optional_tensor();
   arguments.v_scale.values = given.optional_tensor();
@@ -146,9 +142,41 @@ Fp8Arguments take_fp8(host::Arguments& given) {
   arguments.k_scale.factor = given.number();
   arguments.v_scale.factor = given.number();
   check_fp8(arguments);
+}
+
+Fp8Arguments take_fp8(host::Arguments& given) {
+  Fp8Arguments arguments;
+  arguments.forward.q = given.tensor();
+  arguments.forward.k = given.tensor();
+  arguments.forward.v = given.tensor();
+  arguments.forward.scale = given.number();
+  arguments.forward.is_causal = given.flag();
+  take_fp8_rest(given, arguments.forward, arguments);
   return arguments;
 }
 
+Fp8VarlenArguments take_fp8_varlen(host::Arguments& given) {
+  Fp8VarlenArguments arguments;
+  VarlenArguments& varlen = arguments.varlen;
+  varlen.has_code_queries = true;
+  varlen.q = given.tensor();
+  varlen.k = given.tensor();
+  varlen.v = given.tensor();
+  varlen.cu_seqlens_q = given.tensor();
+  varlen.cu_seqlens_k = given.tensor();
+  if (!varlen.cu_seqlens_q.is_given()) host::violate("tensor.missing", {{"name", "cu_seqlens_q"}});
+  if (!varlen.cu_seqlens_k.is_given()) host::violate("tensor.missing", {{"name", "cu_seqlens_k"}});
+  varlen.seqused_k = given.optional_tensor();
+  varlen.max_seqlen_q = given.integer();
+  varlen.max_seqlen_k = given.integer();
+  varlen.scale = given.number();
+  varlen.window_right = given.flag() ? 0 : -1;
+  take_fp8_rest(given, varlen, arguments);
+  return arguments;
+}
+
+const host::ArgumentCheck kCheckFp8Varlen("attention_fp8_varlen_forward",
+                                          [](host::Arguments& given) { take_fp8_varlen(given); });
 const host::ArgumentCheck kCheckFp8("attention_fp8_forward", [](host::Arguments& given) { take_fp8(given); });
 const host::ArgumentCheck kCheckForward("attention_varlen_forward",
                                         [](host::Arguments& given) { take_forward(given); });
@@ -325,6 +353,17 @@ void boxed_fp8(StableIValue* stack, uint64_t num_arguments, uint64_t num_outputs
   stack[1] = give(std::move(outputs.lse));
 }
 
+void boxed_fp8_varlen(StableIValue* stack, uint64_t num_arguments, uint64_t num_outputs) {
+  host::check_counts("attention_fp8_varlen_forward", num_arguments, 17, num_outputs, 2);
+  host::Arguments given(stack);
+  const Fp8VarlenArguments arguments = take_fp8_varlen(given);
+  ForwardOutputs outputs = allocate_outputs(arguments.varlen, /*with_lse=*/true);
+  host::set_last_kernel("");
+  if (has_rows(arguments.varlen)) forward_fp8_cuda(arguments, outputs);
+  stack[0] = give(std::move(outputs.out));
+  stack[1] = give(std::move(outputs.lse));
+}
+
 template <class Backend, class Library>
 void register_backend(Library& library) {
   library.impl("attention_e4m3_forward", &boxed_e4m3<Backend, true>);
@@ -353,4 +392,5 @@ STABLE_TORCH_LIBRARY_IMPL(flashmoe, CPU, library) {
 STABLE_TORCH_LIBRARY_IMPL(flashmoe, CUDA, library) {
   flashmoe::attention::register_backend<flashmoe::attention::Cuda>(library);
   library.impl("attention_fp8_forward", &flashmoe::attention::boxed_fp8);
+  library.impl("attention_fp8_varlen_forward", &flashmoe::attention::boxed_fp8_varlen);
 }

@@ -85,6 +85,11 @@ void define_varlen(Library& library) {
   library.def(
       "attention_fp8_forward(Tensor q, Tensor k, Tensor v, float scale, bool causal, bool is_float16, Tensor? q_scale, "
       "Tensor? k_scale, Tensor? v_scale, float q_factor, float k_factor, float v_factor) -> (Tensor out, Tensor lse)");
+  // The same of ragged batches, as attention_varlen_forward has them: scales also [sequences, heads], none of blocks.
+  library.def(
+      "attention_fp8_varlen_forward(Tensor q, Tensor k, Tensor v, Tensor cu_seqlens_q, Tensor cu_seqlens_k, Tensor? "
+      "seqused_k, int max_seqlen_q, int max_seqlen_k, float scale, bool causal, bool is_float16, Tensor? q_scale, "
+      "Tensor? k_scale, Tensor? v_scale, float q_factor, float k_factor, float v_factor) -> (Tensor out, Tensor lse)");
   library.def(
       "attention_append_e4m3_(Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor k_new, Tensor v_new, Tensor "
       "cache_seqlens, "

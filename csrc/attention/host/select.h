@@ -172,9 +172,11 @@ struct Fp8Kernels {
   const Kernel* forward = nullptr;
   const Kernel* transpose = nullptr;
 };
-// Throws as host::refuse() says where there are none.
-Fp8Kernels select_fp8(const host::KernelRequest& request, Mask mask, int32_t head_dim);
+// Throws as host::refuse() says where there are none. mask: of dense tensors; the kernels of ragged ones have every mask.
+Fp8Kernels select_fp8(const host::KernelRequest& request, Mask mask, int32_t head_dim, bool has_block_scales);
+Fp8Kernels select_fp8_varlen(const host::KernelRequest& request, int32_t head_dim);
 const Kernel& select_e4m3_append(const host::KernelRequest& request);
+const Kernel& select_dequantize(const host::KernelRequest& request);
 
 // Copies of rows, which every family does alike: the first that this GPU has, whichever is forced.
 const Kernel& select_append(const host::KernelRequest& request);

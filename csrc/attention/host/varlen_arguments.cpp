@@ -174,7 +174,7 @@ void check_apart(const AppendArguments& arguments) {
 }  // namespace
 
 void check_varlen_arguments(VarlenArguments& arguments) {
-  check_operands(arguments, arguments.has_codes);
+  if (!arguments.has_code_queries) check_operands(arguments, arguments.has_codes);
   check_layouts(arguments);
   check_lengths(arguments);
   check_sizes(arguments);

@@ -33,8 +33,9 @@ struct VarlenArguments : QueryKeyValue {
   double softcap = 0.0;      // 0: none
   int64_t window_left = -1;  // -1: unbounded
   int64_t window_right = -1;
-  int64_t num_splits = 0;  // 0: the kernels' choice; 1: each row's result is the same in any batch; kConsistent
-  bool has_codes = false;  // k and v hold float8_e4m3fn
+  int64_t num_splits = 0;         // 0: the kernels' choice; 1: each row's result is the same in any batch; kConsistent
+  bool has_codes = false;         // k and v hold float8_e4m3fn
+  bool has_code_queries = false;  // q, too; dtype is then the output's
   double dropout_p = 0.0;
   Tensor rng_state;  // [2] int64: seed and offset; given where there is dropout
 

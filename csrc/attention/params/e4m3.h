@@ -40,21 +40,41 @@ struct E4m3AttentionParams {
   BlockScale q_scale;
   BlockScale k_scale;
   BlockScale v_scale;
-  int32_t value_blocks;  // ceil(seq_k / 128)
+  int32_t value_blocks;  // of transposed V: ceil(seq_k / 128), or of ragged keys keys_total / 128 + batch
   int32_t value_rows;    // the kernel's head dim
 };
 
 // V before and after attention/forward/sm90/e4m3/transpose.cuh.
 struct TransposeParams {
-  const void* v;  // [batch, heads_kv, keys, head_dim_v], rows at multiples of 4 bytes
-  void* out;      // [batch, heads_kv, value_blocks, value_rows, 128]
+  // [batch, heads_kv, seq_k, head_dim_v], or ragged [keys_total, heads_kv, head_dim_v]; rows at multiples of 4 bytes
+  const void* v;
+  void* out;  // [batch, heads_kv, value_blocks, value_rows, 128]; of ragged keys without batch
   Strides v_stride;
-  int32_t batch;
+  int32_t batch;  // sequences
   int32_t heads_kv;
-  int32_t keys;
+  int32_t seq_k;       // of ragged keys the most of a sequence
   int32_t head_dim_v;  // a multiple of 4
   int32_t value_blocks;
   int32_t value_rows;
+  Batch sequences;  // of keys; all null: dense
+};
+
+// A cache of e4m3 and the same in 16 bits, k_out [batch, heads_kv, seq_k, head_dim] and v_out likewise: fewer than 2^31 elements in all.
+struct DequantizeParams {
+  const void* k;  // rows at multiples of 16 bytes
+  const void* v;
+  void* k_out;
+  void* v_out;
+  Strides k_stride;
+  Strides v_stride;
+  int32_t batch;
+  int32_t heads_kv;
+  int32_t seq_k;
+  int32_t head_dim;  // a multiple of 16, as head_dim_v
+  int32_t head_dim_v;
+  Batch sequences;  // no ragged keys
+  CacheScale k_scale;
+  CacheScale v_scale;
 };
 
 // The caches hold e4m3, the new rows 16 bits, which are divided by the scale as they are appended.

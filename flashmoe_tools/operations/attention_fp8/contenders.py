@@ -38,20 +38,43 @@ def _ours_in_16_bits(inputs: Fp8Inputs) -> Prepared:
     return _attend(wide.q, wide.k, wide.v, inputs.problem.causal, scale=inputs.scale)
 
 
+def _ragged(inputs: Fp8Inputs) -> tuple[torch.Tensor, ...]:
+    """q, k, v and both cu_seqlens: ragged tensors of equal sequences."""
+    p = inputs.problem
+    tensors = (
+        tensor.transpose(1, 2).reshape(-1, tensor.shape[1], tensor.shape[3]).contiguous()
+        for tensor in (inputs.q, inputs.k, inputs.v)
+    )
+    ends = (
+        torch.arange(p.batch + 1, device=inputs.q.device, dtype=torch.int32) * length for length in (p.seq_q, p.seq_k)
+    )
+    return (*tensors, *ends)
+
+
+def _ours_ragged(inputs: Fp8Inputs) -> Prepared:
+    import flashmoe
+
+    p, dtype, attention_varlen = inputs.problem, inputs.dequantized.q.dtype, flashmoe.attention_varlen
+    q, k, v, rows, keys = _ragged(inputs)
+    most = (p.seq_q, p.seq_k)
+
+    def call() -> torch.Tensor:
+        out: torch.Tensor = attention_varlen(
+            q, k, v, rows, keys, *most, causal=p.causal, scale=inputs.scale, out_dtype=dtype
+        )
+        return out.view(p.batch, p.seq_q, p.heads_q, p.head_dim).transpose(1, 2)
+
+    return Prepared(call)
+
+
 def _flash_attn_3(inputs: Fp8Inputs) -> Prepared:
-    """As ragged tensors of equal sequences, which every build of it takes."""
+    """As ragged tensors, which every build of it takes."""
     function = import_module(FLASH_ATTN_3).flash_attn_varlen_func
     p = inputs.problem
     if inputs.dequantized.q.dtype is not torch.bfloat16:
         msg = f"{p.key}: its result of e4m3 is bfloat16"
         raise ArgumentError(msg)
-    q, k, v = (
-        tensor.transpose(1, 2).reshape(-1, tensor.shape[1], tensor.shape[3]).contiguous()
-        for tensor in (inputs.q, inputs.k, inputs.v)
-    )
-    rows, keys = (
-        torch.arange(p.batch + 1, device=q.device, dtype=torch.int32) * length for length in (p.seq_q, p.seq_k)
-    )
+    q, k, v, rows, keys = _ragged(inputs)
     one = torch.ones(p.batch, p.heads_kv, device=q.device)
     scales = {f"{name}_descale": one for name in "qkv"}
 
@@ -68,6 +91,7 @@ def contenders() -> tuple[Contender, ...]:
     return (
         Contender("flashmoe", "flashmoe", BOTH, flashmoe_available, _ours, ours=True),
         Contender("flashmoe-16-bit", "flashmoe, 16 bits", BOTH, flashmoe_available, _ours_in_16_bits),
+        Contender("flashmoe-ragged", "flashmoe, ragged", BOTH, flashmoe_available, _ours_ragged),
         Contender(FA3, "FA3", ("cuda",), installed(FLASH_ATTN_3), _flash_attn_3),
         Contender("cudnn", "cuDNN, result in e4m3", ("cuda",), installed(cudnn.MODULE), cudnn.prepare),
     )

@@ -58,17 +58,30 @@ constexpr int64_t kKeysOfBlock = 128;
 
 template <class Sequence>
 int64_t transposed(const E4m3AttentionParams& p, const Sequence& s, int32_t head, int32_t key, int32_t column) {
-  const int64_t block = (int64_t{s.number_} * p.forward.heads_kv + head) * p.value_blocks + key / kKeysOfBlock;
+  const int32_t* ends = p.forward.sequences.cu_seqlens_k;  // ragged: blocks of one sequence after the other
+  const int64_t all_heads = ends != nullptr ? head : int64_t{s.number_} * p.forward.heads_kv + head;
+  const int64_t first = ends != nullptr ? ends[s.number_] / kKeysOfBlock + s.number_ : 0;
+  const int64_t block = all_heads * p.value_blocks + first + key / kKeysOfBlock;
   return (block * p.value_rows + column) * kKeysOfBlock + key % kKeysOfBlock;
 }
 
 void transpose(const TransposeParams& p) {
-  for (int64_t at = 0; at < int64_t{p.batch} * p.heads_kv * p.value_blocks * p.value_rows * kKeysOfBlock; ++at) {
+  const int32_t* ends = p.sequences.cu_seqlens_k;
+  const int32_t batch = ends != nullptr ? 1 : p.batch;
+  for (int64_t at = 0; at < int64_t{batch} * p.heads_kv * p.value_blocks * p.value_rows * kKeysOfBlock; ++at) {
     const int64_t column = at / kKeysOfBlock % p.value_rows, block = at / kKeysOfBlock / p.value_rows;
-    const int64_t key = block % p.value_blocks * kKeysOfBlock + at % kKeysOfBlock, head = block / p.value_blocks;
-    const int64_t from =
-        head / p.heads_kv * p.v_stride.batch + head % p.heads_kv * p.v_stride.head + key * p.v_stride.row + column;
-    const bool is_there = key < p.keys && column < p.head_dim_v;
+    const int64_t head = block / p.value_blocks;
+    int64_t key = block % p.value_blocks * kKeysOfBlock + at % kKeysOfBlock, first = 0, length = p.seq_k;
+    if (ends != nullptr) {
+      int32_t number = p.batch - 1;
+      while (number > 0 && ends[number] / kKeysOfBlock + number > block % p.value_blocks) --number;
+      first = ends[number];
+      length = p.sequences.seqused_k != nullptr ? p.sequences.seqused_k[number] : ends[number + 1] - first;
+      key -= (first / kKeysOfBlock + number) * kKeysOfBlock;
+    }
+    const int64_t from = head / p.heads_kv * p.v_stride.batch + head % p.heads_kv * p.v_stride.head +
+                         (first + key) * p.v_stride.row + column;
+    const bool is_there = key < length && column < p.head_dim_v;
     static_cast<uint8_t*>(p.out)[at] = is_there ? static_cast<const uint8_t*>(p.v)[from] : 0;
   }
 }

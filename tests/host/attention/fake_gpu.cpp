@@ -132,8 +132,14 @@ std::string run_kernel(const host::Kernel& kernel, int64_t grid, void** argument
   if (kind == "transpose_e4m3") {
     const auto& p = *static_cast<const TransposeParams*>(arguments[0]);
     transpose(p);
-    return text_of(grid * kernel.threads < int64_t{p.batch} * p.heads_kv * p.value_blocks * p.value_rows,
-                   "few threads");
+    const int64_t heads = (p.sequences.cu_seqlens_k != nullptr ? int64_t{1} : p.batch) * p.heads_kv;
+    return text_of(grid * kernel.threads < heads * p.value_blocks * p.value_rows, "few threads");
+  }
+  if (kind == "dequantize_e4m3") {
+    const auto& p = *static_cast<const DequantizeParams*>(arguments[0]);
+    dequantize(p);
+    const int64_t rows = int64_t{p.batch} * p.heads_kv * p.seq_k;
+    return text_of(16 * grid * kernel.threads < rows * (p.head_dim + p.head_dim_v), "few threads");
   }
   if (kind == "append" || kind == "append_e4m3") {
     const auto& p = *static_cast<const AppendParams*>(arguments[0]);

@@ -417,6 +417,26 @@ void convert(const Params& p, int64_t width) {
   }
 }
 
+void dequantize(const DequantizeParams& p) {
+  ForwardParams of{};
+  of.seq_k = p.seq_k;
+  of.sequences = p.sequences;
+  for (int32_t number = 0; number < p.batch; ++number) {
+    const Sequence<ForwardParams> s(of, number, /*is_runtime=*/true, /*is_causal=*/false);
+    for (int32_t at = 0; at < p.heads_kv * s.keys; ++at) {
+      const int32_t head = at / s.keys, key = at % s.keys,
+                    page = p.sequences.block_table != nullptr ? s.page_of(key) : 0;
+      const int64_t row = (int64_t{number} * p.heads_kv + head) * p.seq_k + key;
+      for (int32_t c = 0; c < p.head_dim; ++c)
+        store(p.k_out, row * p.head_dim + c,
+              scaled(p.k, s.of_key(p.k_stride, head, key) + c, p.k_scale, s, head, page));
+      for (int32_t c = 0; c < p.head_dim_v; ++c)
+        store(p.v_out, row * p.head_dim_v + c,
+              scaled(p.v, s.of_key(p.v_stride, head, key) + c, p.v_scale, s, head, page));
+    }
+  }
+}
+
 // put(cache, at, value, sequence, page or sequence, key head).
 template <class Put>
 void append(const AppendParams& p, const Put& put) {

@@ -33,6 +33,7 @@ from tests.attention import (  # noqa: E402
     test_dropout,
     test_e4m3,
     test_fp8,
+    test_fp8_varlen,
     test_varlen_gradients,
     varlen_reference,
 )
@@ -70,7 +71,7 @@ def poisoned_memory(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     torch.use_deterministic_algorithms(True)
     torch.utils.deterministic.fill_uninitialized_memory = True
     torch.manual_seed(1)
-    for module in (varlen_reference, test_e4m3, test_fp8, test_dropout):
+    for module in (varlen_reference, test_e4m3, test_fp8, test_fp8_varlen, test_dropout):
         monkeypatch.setattr(module, "assert_ran_here", lambda device: None)
     yield
     torch.use_deterministic_algorithms(False)
@@ -132,8 +133,7 @@ def check_dense(problem: Problem, layout: str, needs: int, with_lse: bool) -> No
 @pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), [(2, 2, 64), (4, 2, 59), (2, 1, 128)])
 def test_dense(capability: int, causal: bool, layout: str, heads: int, kv_heads: int, head_dim: int) -> None:
     begin(capability)
-    problem = Problem(70, 65, head_dim, heads, kv_heads, 2, causal)
-    check_dense(problem, layout, 7, with_lse=causal)
+    check_dense(Problem(70, 65, head_dim, heads, kv_heads, 2, causal), layout, 7, with_lse=causal)
     assert launched()[-2:] == ["backward_dq", "backward_dkv"]
 
 
@@ -174,14 +174,8 @@ def test_the_fused_form(causal: bool) -> None:
 def test_ragged(capability: int, band: Band, with_sinks: bool) -> None:
     """Head dims of their own, spare tokens, sequences without rows or keys."""
     begin(capability)
-    check_ragged(
-        Ragged((65, 1, 0, 13), (65, 9, 4, 31), 4, 2, 64, 40, spare=3),
-        band,
-        "cpu",
-        DTYPE,
-        with_sinks=with_sinks,
-        num_splits=1,
-    )
+    ragged = Ragged((65, 1, 0, 13), (65, 9, 4, 31), 4, 2, 64, 40, spare=3)
+    check_ragged(ragged, band, "cpu", DTYPE, with_sinks=with_sinks, num_splits=1)
     test_varlen_gradients._check_ragged(band, "cpu", (DTYPE,), with_sinks=with_sinks)
     assert launched()[-2:] == ["backward_dq", "backward_dkv"]
 
@@ -274,10 +268,16 @@ def test_caches_of_codes(layout: str, kind: str, head_dim: int, name: str) -> No
     assert launched()[0] == "decode_e4m3"
 
 
-def test_codes_are_appended() -> None:
+def test_codes_are_appended_and_read_by_many_rows() -> None:
     begin(90)
     test_e4m3.test_appending_rounds_every_number(3.0, DTYPE, "cpu")
     assert launched()[0] == "append_e4m3"
+    begin(90)
+    test_e4m3.test_many_rows("pages", "pages", True, {}, DTYPE, "cpu")
+    assert launched()[0] == "dequantize_e4m3"
+    begin(75)  # which has no kernel that reads codes
+    test_e4m3.make("pages", "pages", torch.float16, "cpu").call(has_codes=True)
+    assert launched() == ["dequantize_e4m3", "forward"]
 
 
 @pytest.mark.parametrize(
@@ -294,6 +294,15 @@ def test_products_of_codes(shape: tuple[int, ...], scales: int, causal: bool, mo
     monkeypatch.setattr(fp8, "_has_kernel", lambda device: True)
     begin(90)
     test_fp8.test_the_recurrence(shape, scales, causal, "cpu")
+    assert launched() == ["transpose_e4m3", "forward_e4m3"]
+    assert ("_blocks_" in launches()[1]["symbol"]) is (scales >= 3 and shape[-1] <= 64)  # the 256 rows have none
+
+
+@pytest.mark.parametrize("name", test_fp8_varlen.BATCHES)
+def test_products_of_ragged_codes(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fp8, "_has_kernel", lambda device: True)
+    begin(90)
+    test_fp8_varlen.test_each_sequence_is_a_dense_call(name, "cpu", torch.bfloat16)
     assert launched() == ["transpose_e4m3", "forward_e4m3"]
 
 
@@ -457,15 +466,13 @@ def test_rows_that_see_no_key(capability: int, kind: str) -> None:
     else:
         out, lse = operators.attention_varlen_forward(q, k, k, *lengths, sinks, None, *numbers)
     assert torch.equal(out, torch.zeros_like(out))
-    expected = torch.full((2, 4, 5), -math.inf) if sinks is None else sinks.view(1, 4, 1).expand(2, 4, 5)
-    assert torch.equal(lse, expected)
+    assert torch.equal(lse, torch.full_like(lse, -math.inf) if sinks is None else sinks.view(1, 4, 1).expand(2, 4, 5))
     assert not [name for name in launched() if "forward" in name or "decode" in name]
 
 
 def test_a_mask_s_gradient_is_of_a_mask_that_was_added() -> None:
     begin(90)
-    q, mask = torch.randn(1, 2, 5, 16).to(DTYPE), torch.zeros(1, 1, 5, 5).to(DTYPE)
-    rows = torch.zeros(1, 2, 5)
+    q, mask, rows = torch.randn(1, 2, 5, 16).to(DTYPE), torch.zeros(1, 1, 5, 5).to(DTYPE), torch.zeros(1, 2, 5)
     operator_ = torch.ops.flashmoe._attention_bias_gradient
     for other in (mask > 0, torch.zeros(1, 2)):
         with pytest.raises(RuntimeError, match=r"attention\.companion_dtype\|name=attn_mask\|needed=bfloat16\|found="):

@@ -62,6 +62,10 @@ __device__ __forceinline__ void store_output_shared(typename Spec::OutputTile sm
 // would be held through the loop over tiles (1% to 2% at D=64, causal).
 template <typename Spec, MaskKind kMask>
 __device__ __forceinline__ int row_of_thread(const Tile<kMask>& tile, int consumer) {
+  if constexpr (Spec::kIsTight) {
+    const int thread = ptx::recompute(ptx::thread_index());
+    return tile.m_block * Spec::kBlockM + consumer * 64 + thread / 32 % 4 * 16 + thread % 32 / 4;
+  }
   return tile.m_block * Spec::kBlockM + consumer * 64 + ptx::warp_index() % 4 * 16 + ptx::lane_index() / 4;
 }
 
@@ -203,7 +207,7 @@ __device__ __forceinline__ void store_tile(const ForwardParams& params, const Sh
     // Of kRuntime no address of a store is held through the tile's loop, which has no register to spare.
     const int thread = ptx::thread_index();
     store_output_shared<Spec>(smem, output, inverse_sum, first_slab,
-                              kMask == MaskKind::kRuntime ? ptx::recompute(thread) : thread);
+                              kMask == MaskKind::kRuntime || Spec::kIsTight ? ptx::recompute(thread) : thread);
     // Hazard: the copy engine, or another thread, reads before all 64 rows are written and visible to it.
     ptx::fence_proxy_async_shared();
     sync_consumer(consumer);

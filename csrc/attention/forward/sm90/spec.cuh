@@ -37,6 +37,8 @@ struct ForwardSpec {
   static constexpr bool kHasScoreMod = false;  // ragged kernels may (varlen/spec.cuh)
   static constexpr bool kHasAlibi = false;     // likewise
   static constexpr bool kHasDropout = false;   // likewise
+  static constexpr bool kHasCodes = false;     // of 8-bit floats (e4m3/spec.cuh)
+  static constexpr bool kIsTight = false;      // no register is held for what can be read or computed again
   static constexpr bool kIsFolded = false;     // of chunks (varlen/folded.cuh)
 
   static constexpr int kNumConsumers = kBlockM / 64;

@@ -24,6 +24,7 @@ from flashmoe_tools.tables import Unit
 
 NAN = float("nan")
 NAN_CODE = 0x7F
+WITHOUT_BLOCKS = 256  # rows of a tile that has no loops for scales of blocks (E4m3Spec)
 
 
 @dataclass(frozen=True)
@@ -67,6 +68,10 @@ def problems(unit: Unit) -> Iterator[E4m3Problem]:
             shape = Shape(batch, heads, key_heads, seq_q, seq_k, columns)
             problem = E4m3Problem(shape, unit.dtype, causal, layout, values, index, scales=scales)
             yield replace(problem, wants_lse=index != 1, has_counter=index != 5)
+        shape = Shape(1, 1, 1, 40, 2 * n, dim)
+        yield E4m3Problem(shape, unit.dtype, causal, data_seed=20, has_every_code=True)
+        if m == WITHOUT_BLOCKS:
+            continue
         for block_rows, seq_q, seq_k in (
             (BLOCK, m + 70, 3 * n + 7),
             (BLOCK // 2, 100, 2 * n + 70),
@@ -74,8 +79,6 @@ def problems(unit: Unit) -> Iterator[E4m3Problem]:
         ):
             shape = Shape(2, 2, 1, seq_q, seq_k, dim)
             yield E4m3Problem(shape, unit.dtype, causal, data_seed=21, scales=3, block_rows=block_rows)
-        shape = Shape(1, 1, 1, 40, 2 * n, dim)
-        yield E4m3Problem(shape, unit.dtype, causal, data_seed=20, has_every_code=True)
 
 
 def quantize(p: E4m3Problem, tensor: torch.Tensor, generator: torch.Generator, block_rows: int = BLOCK) -> Codes:
@@ -103,10 +106,10 @@ def scale_struct(p: E4m3Problem, scale: torch.Tensor, block_rows: int) -> dict[s
     return {"values": values, "stride": values.stride(0) if p.scales == 2 else 0, "head_stride": 1, "factor": 2.0}
 
 
-def transposed(v: torch.Tensor, rows: int) -> torch.Tensor:
+def transposed(v: torch.Tensor, rows: int, at_least: int = 0) -> torch.Tensor:
     """V as the forward kernel reads it: [batch, heads, blocks, rows, 128 keys], by the order of keys that transpose.cuh states."""
     batch, heads, keys, columns = v.shape
-    blocks = -(-keys // BLOCK)
+    blocks = max(at_least, -(-keys // BLOCK))
     whole = torch.zeros(batch, heads, blocks * BLOCK, rows, dtype=torch.uint8)
     whole[:, :, :keys, :columns] = v.view(torch.uint8)
     h, u, t, c = 2, 2, 4, 2  # of 32 keys, in their own order: 16h + 8u + 2t + c
@@ -158,7 +161,8 @@ def trial(unit: Unit, p: E4m3Problem) -> Trial:
 
 @dataclass(frozen=True)
 class TransposeProblem:
-    """V [batch, heads, keys, columns] for a kernel of ``rows`` columns."""
+    """V [batch, heads, keys, columns] for a kernel of ``rows`` columns; with ``lengths`` ragged, a sequence for each, and room for more keys
+    behind each of its used ones."""
 
     batch: int
     heads: int
@@ -166,9 +170,13 @@ class TransposeProblem:
     columns: int
     rows: int
     layout: Layout
+    lengths: tuple[int, ...] = ()
+    spare: int = 0
 
     @property
     def name(self) -> str:
+        if self.lengths:
+            return f"ragged{len(self.lengths)}.h{self.heads}.d{self.columns}-rows{self.rows}-spare{self.spare}"
         return f"b{self.batch}.h{self.heads}.k{self.keys}.d{self.columns}-rows{self.rows}-{self.layout.value}"
 
     @property
@@ -182,9 +190,46 @@ def transpose_problems(_unit: Unit) -> Iterator[TransposeProblem]:
     yield TransposeProblem(1, 2, 31, 80, 128, Layout.ROWS)
     yield TransposeProblem(2, 1, 300, 256, 256, Layout.BHSD)
     yield TransposeProblem(1, 1, 36, 64, 64, Layout.FAR)
+    # Whole blocks, none, parts; the last sequence's blocks are the last.
+    yield TransposeProblem(1, 2, 0, 64, 64, Layout.BSHD, lengths=(128, 0, 1, 300, 0, 0, 127, 256, 5))
+    yield TransposeProblem(1, 1, 0, 48, 64, Layout.BSHD, lengths=(130, 3, 120), spare=9)
+
+
+def ragged_transpose_trial(unit: Unit, p: TransposeProblem) -> Trial:
+    ends = torch.tensor([0, *p.lengths]).add(torch.tensor([0] + [p.spare] * len(p.lengths))).cumsum(0).to(torch.int32)
+    keys = int(ends[-1])
+    drawn = torch.randint(0, 256, (keys, p.heads, p.columns), dtype=torch.uint8)
+    expected = torch.zeros(p.heads, keys // BLOCK + len(p.lengths), p.rows, BLOCK, dtype=torch.uint8)
+    for sequence, (first, length) in enumerate(zip(ends.tolist(), p.lengths, strict=False)):
+        own = drawn[first : first + length].transpose(0, 1)[None].view(E4M3)
+        blocks = transposed(own, p.rows)[0].view(torch.uint8)
+        begin = first // BLOCK + sequence
+        expected[:, begin : begin + blocks.shape[1]] = blocks
+    out = torch.full(expected.shape, 0x55, dtype=torch.uint8)
+    values = {
+        "v": drawn,
+        "v_stride": {"batch": 0, "head": p.columns, "row": p.heads * p.columns},
+        "out": output(out),
+        "batch": len(p.lengths),
+        "heads_kv": p.heads,
+        "seq_k": max(p.lengths),
+        "head_dim_v": p.columns,
+        "value_blocks": expected.shape[1],
+        "value_rows": p.rows,
+        "sequences": {
+            "cu_seqlens_k": ends,
+            "seqused_k": torch.tensor(p.lengths, dtype=torch.int32) if p.spare else None,
+            "keys_total": keys,
+        },
+    }
+    threads = p.heads * expected.shape[1] * (BLOCK // 32) * (p.rows // 4)
+    grid = -(-threads // (32 * unit.row.warps))
+    return Trial([Launch(values, grid)], lambda: different("transposed V", out, expected), {"out": out})
 
 
 def transpose_trial(unit: Unit, p: TransposeProblem) -> Trial:
+    if p.lengths:
+        return ragged_transpose_trial(unit, p)
     shape = Shape(p.batch, p.heads, p.heads, p.keys, p.keys, p.columns)
     placing = Problem(shape, "f16", causal=False, layout=p.layout)
     drawn = torch.randint(0, 256, (p.batch, p.heads, p.keys, p.columns), dtype=torch.uint8)
@@ -196,7 +241,7 @@ def transpose_trial(unit: Unit, p: TransposeProblem) -> Trial:
         "out": output(out),
         "batch": p.batch,
         "heads_kv": p.heads,
-        "keys": p.keys,
+        "seq_k": p.keys,
         "head_dim_v": p.columns,
         "value_blocks": expected.shape[2],
         "value_rows": p.rows,

@@ -3,7 +3,7 @@ reference.py (fp64), cases.py (the suite of a forward kernel), and a module for 
 
 from __future__ import annotations
 
-from flashmoe_tools.operations.serving.emulation import append, decode, e4m3, forward, ordered
+from flashmoe_tools.operations.serving.emulation import append, decode, e4m3, forward, fp8, ordered
 
 RUNNERS = {
     "attention_varlen_forward": forward.RUNNER,
@@ -15,4 +15,6 @@ RUNNERS = {
     "attention_append": append.RUNNER,
     "attention_decode_e4m3": e4m3.RUNNER,
     "attention_append_e4m3": e4m3.APPEND_RUNNER,
+    "attention_dequantize_e4m3": e4m3.DEQUANTIZE_RUNNER,
+    "attention_varlen_forward_e4m3": fp8.RUNNER,
 }

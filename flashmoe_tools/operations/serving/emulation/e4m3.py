@@ -10,9 +10,11 @@ from typing import Any
 
 import torch
 
-from flashmoe_build.emulation.runner import Runner, Trial
+from flashmoe_build.emulation.compare import DTYPES, different
+from flashmoe_build.emulation.runner import Launch, Runner, Trial, output
 from flashmoe_tools.operations.serving.emulation import append, decode
 from flashmoe_tools.operations.serving.emulation.append import AppendProblem
+from flashmoe_tools.operations.serving.emulation.forward import values_of
 from flashmoe_tools.operations.serving.emulation.problem import Keys, VarlenProblem
 from flashmoe_tools.operations.serving.emulation.tensors import NAN, Tensors, build
 from flashmoe_tools.tables import Unit
@@ -202,5 +204,38 @@ def append_trial(unit: Unit, p: AppendProblem) -> Trial:
     return append.trial_on(unit, p, StoredCodes(p))
 
 
+def dequantize_problems(unit: Unit) -> Iterator[E4m3Problem]:
+    """Every layout and kind of scale; pages that sequences share, tails, columns of K and V apart."""
+    base = E4m3Problem(
+        "pages", unit.dtype, (1,) * 4, (70, 0, 33, 16), 2, 2, 64, 48, keys_layout=Keys.PAGED, page_size=16, slack=5
+    )
+    yield replace(base, scales=Scales.PAGES, exponents=None)
+    yield replace(base, name="odd pages", page_size=7, scales=Scales.SEQUENCES, heads_kv=1, head_dim=16, head_dim_v=256)
+    yield replace(base, name="dense", keys_layout=Keys.DENSE, page_size=0, spare_keys=3, scales=Scales.HEADS)
+    yield replace(base, name="every code", scales=Scales.NUMBER, exponents=(-6, -6), has_every_code=True)
+
+
+def dequantize_trial(unit: Unit, p: E4m3Problem) -> Trial:
+    tensors, k_scale, v_scale = quantize(p, build(p))
+    values = values_of(p, tensors, torch.empty(0))
+    named = ("k", "v", "k_stride", "v_stride", "batch", "heads_kv", "seq_k", "head_dim", "head_dim_v", "sequences")
+    outs, expected = {}, {}
+    for index, (name, columns) in enumerate((("k_out", p.head_dim), ("v_out", p.head_dim_v)), start=1):
+        outs[name] = torch.full((len(p.keys), p.heads_kv, values["seq_k"], columns), NAN, dtype=DTYPES[p.dtype])
+        expected[name] = outs[name].clone()
+        for whole, own in zip(expected[name], tensors.sequences, strict=True):
+            whole[:, : own[index].shape[1]] = own[index].to(whole.dtype)
+    threads = (p.head_dim + p.head_dim_v) // 16 * p.heads_kv * values["seq_k"] * len(p.keys)
+
+    def check() -> list[str]:
+        pairs = ((name, out.view(torch.int16), expected[name].view(torch.int16)) for name, out in outs.items())
+        return [line for pair in pairs for line in different(*pair)]
+
+    given = {name: values[name] for name in named}
+    given |= {"k_scale": k_scale.struct, "v_scale": v_scale.struct, **{name: output(out) for name, out in outs.items()}}
+    return Trial([Launch(given, -(-threads // (32 * unit.row.warps)))], check, outs)
+
+
 RUNNER = Runner(problems, trial)
 APPEND_RUNNER = Runner(append.problems, append_trial)
+DEQUANTIZE_RUNNER = Runner(dequantize_problems, dequantize_trial)

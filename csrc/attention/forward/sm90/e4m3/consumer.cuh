@@ -144,7 +144,7 @@ struct E4m3Consumer : Consumer<Spec, kMask> {
       ptx::wgmma_fence_operands(scores);
       release_key();
       if constexpr (kHasBlocks) scale_keys(scores, key_scales);
-      if constexpr (kIsMasked) this->mask_block(scores, tile, block);
+      if constexpr (kIsMasked) this->mask_block(scores, Spec::kIsTight ? read_own_tile() : tile, block);
       float rescale[2];
       if (block_softmax<Spec::kBlockN, kIsMasked>(scores, rows, factor, rescale, scale_log2)) {
 #pragma unroll
@@ -178,21 +178,25 @@ struct E4m3Consumer : Consumer<Spec, kMask> {
     for (; block < end; ++block) attend_block<true, kHasBlocks>(output, rows, scale_log2, tile, block);
   }
 
+  __device__ __forceinline__ Tile<kMask> read_own_tile() const {
+    return read_tile<Tile<kMask>>(this->shared.tile(this->query.stage, this->consumer));
+  }
+
   __device__ __forceinline__ void run(const ptx::TensorMap& out_map) {
     const ForwardParams& params = this->params;
     while (true) {
       ptx::mbarrier_wait(this->shared.query_full(this->query.stage, this->consumer), this->query.parity);
-      const auto tile = read_tile<Tile<kMask>>(this->shared.tile(this->query.stage, this->consumer));
+      auto tile = read_own_tile();
       ptx::warp_sync();  // all lanes have read it before the first one can release it
       if (tile.m_block < 0) break;
       const int first_row = tile.m_block * Spec::kBlockM + this->consumer * 64;
-      const KeyRange range = tile.template key_blocks<Spec>(params);
+      KeyRange range = tile.template key_blocks<Spec>(params);
       if (first_row >= tile.num_rows(params)) {
         this->release_query();
         skip_blocks(range.begin, range.end);
         continue;
       }
-      const int kv_head = tile.head / heads_per_key_head(params);
+      int kv_head = tile.head / heads_per_key_head(params);
       // Positive scales keep the maximum of the products that of the scores. Of zero the scores are zero, and those of hidden keys stay -inf.
       const float key_scale = codes.k_scale.block_shift == 0 ? load_scale(codes.k_scale, tile.batch, kv_head, 0) : 1.0f;
       const float scale = load_scale(codes.q_scale, tile.batch, tile.head, first_row) * key_scale * params.scale_log2;
@@ -203,11 +207,17 @@ struct E4m3Consumer : Consumer<Spec, kMask> {
       RowState rows = {{ptx::negative_infinity(), ptx::negative_infinity()}, {0.0f, 0.0f}};
       const KeyRange own = this->own_blocks(tile.sequence(params), first_row, range);
       const int plain_end = minimum(own.end, visible_keys<kMask>(tile.sequence(params), first_row).end / Spec::kBlockN);
-      if ((codes.k_scale.block_shift | codes.v_scale.block_shift) == 0) {
+      if (!Spec::kHasBlockScales || (codes.k_scale.block_shift | codes.v_scale.block_shift) == 0) {
         attend_blocks<false>(output, rows, scale_log2, tile, own.begin, plain_end, own.end);
       } else {
         attend_blocks<true>(output, rows, scale_log2, tile, own.begin, plain_end, own.end);
         ptx::warp_sync();  // lanes may still read the tile (load_block_scale)
+      }
+      if constexpr (Spec::kIsTight) {
+        tile = read_own_tile();
+        ptx::warp_sync();
+        range = tile.template key_blocks<Spec>(params);
+        kv_head = tile.head / heads_per_key_head(params);
       }
       this->release_query();
 

@@ -6,6 +6,8 @@
 #pragma once
 
 #include "attention/forward/sm90/spec.cuh"
+#include "attention/forward/sm90/varlen/schedule.cuh"
+#include "attention/forward/sm90/varlen/spec.cuh"
 #include "device/math.cuh"
 #include "device/shared_tile.cuh"
 
@@ -13,21 +15,25 @@ namespace flashmoe {
 namespace attention {
 namespace sm90 {
 
-constexpr int kCodesOfRow = 128;      // a tile's row of 128 bytes; of head dim 64 the second half is zeros
-constexpr int kTransposedKeys = 128;  // of a block of transposed V: kBlockN of every kernel that reads it
+constexpr int kCodesOfRow = 128;  // a tile's row of 128 bytes; of head dim 64 the second half is zeros
 
-template <typename Element_, int kHeadDim_, int kBlockM_, int kBlockN_, int kNumStages_, int kNumWarps_,
-          int kNumOutputSlabs_, int kPartialColumns_>
-struct E4m3Spec : ForwardSpec<Element_, kHeadDim_, kBlockM_, kBlockN_, 1, kNumWarps_, 1, kNumOutputSlabs_> {
-  using Base = ForwardSpec<Element_, kHeadDim_, kBlockM_, kBlockN_, 1, kNumWarps_, 1, kNumOutputSlabs_>;
+// Base: of a 16-bit kernel of one stage, dense or ragged (below).
+template <typename Base, int kNumStages_, int kPartialColumns_>
+struct SpecOfCodes : Base {
   static constexpr int kNumStages = kNumStages_;
-  static_assert(kBlockN_ == kTransposedKeys,
+  static constexpr bool kHasCodes = true;
+  static constexpr bool kIsTight = Base::kConsumerRegisters < 160;
+  // Scales of blocks of keys, which have loops of their own: four warpgroups have no registers for these, and no ragged call has any.
+  static constexpr bool kHasBlockScales = !kIsTight && Base::kTileBytes == sizeof(Tile<MaskKind::kFull>);
+  static constexpr int kHeadDim = Base::kHeadDim;
+  static constexpr int kBlockN = Base::kBlockN;
+  static_assert(kBlockN == kTransposedKeys,
                 "P is rounded by the maximum of its block's end: one width for every kernel");
 
-  static constexpr int kRowElements = (kHeadDim_ < kCodesOfRow ? kCodesOfRow : kHeadDim_) / 2;
+  static constexpr int kRowElements = (kHeadDim < kCodesOfRow ? kCodesOfRow : kHeadDim) / 2;
   using QueryTile = SharedTile<64, kRowElements>;
-  using KeyTile = SharedTile<kBlockN_, kRowElements>;
-  using ValueTile = SharedTile<kHeadDim_, kBlockN_ / 2>;
+  using KeyTile = SharedTile<kBlockN, kRowElements>;
+  using ValueTile = SharedTile<kHeadDim, kBlockN / 2>;
 
   // Sums of P V that the tensor cores make before they join the output in float32: of a block, and of so many columns.
   static constexpr int kPartialColumns = kPartialColumns_;
@@ -37,11 +43,23 @@ struct E4m3Spec : ForwardSpec<Element_, kHeadDim_, kBlockM_, kBlockN_, 1, kNumWa
   static constexpr int kValueOffset = kKeyOffset + kNumStages * KeyTile::kBytes;
   static constexpr int kOutputOffset = kValueOffset + kNumStages * ValueTile::kBytes;
   static constexpr int kTileOffset = kOutputOffset + Base::kNumConsumers * Base::kOutputBytes;
-  static constexpr int kBarrierOffset = kTileOffset + Base::kNumQueryTiles * Base::kTileBytes;
-  static constexpr int kNumBarriers = 2 * Base::kNumQueryTiles + 4 * kNumStages;
+  static constexpr int kSchedulerOffset = kTileOffset + Base::kNumQueryTiles * Base::kTileBytes;
+  static constexpr int kBarrierOffset = kSchedulerOffset + (Base::kBarrierOffset - Base::kSchedulerOffset);
+  static constexpr int kNumBarriers = Base::kNumBarriers + 4 * (kNumStages - Base::kNumStages);
   static constexpr int kSharedBytes = kBarrierOffset + kNumBarriers * 8;
   static_assert(kSharedBytes <= 232448, "sm_90 gives a block at most 227 KiB");
 };
+
+template <typename Element, int kHeadDim, int kBlockM, int kBlockN, int kNumStages, int kNumWarps, int kNumOutputSlabs,
+          int kPartialColumns>
+struct E4m3Spec : SpecOfCodes<ForwardSpec<Element, kHeadDim, kBlockM, kBlockN, 1, kNumWarps, 1, kNumOutputSlabs>,
+                              kNumStages, kPartialColumns> {};
+
+// Ragged batches: tiles that the scheduling warp finds, as of 16 bits.
+template <typename Element, int kHeadDim, int kBlockM, int kBlockN, int kNumStages, int kNumWarps, int kNumOutputSlabs,
+          int kPartialColumns>
+struct E4m3VarlenSpec : SpecOfCodes<VarlenSpec<Element, kHeadDim, kBlockM, kBlockN, 1, kNumWarps, 1, kNumOutputSlabs>,
+                                    kNumStages, kPartialColumns> {};
 
 }  // namespace sm90
 }  // namespace attention

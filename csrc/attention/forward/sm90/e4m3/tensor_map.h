@@ -16,16 +16,21 @@ inline Strides transposed_strides(const E4m3AttentionParams& params, int block_n
 
 inline ForwardTensorMaps e4m3_tensor_maps(const E4m3AttentionParams& params, int block_n) {
   const ForwardParams& forward = params.forward;
+  const Batch& sequences = forward.sequences;
+  const bool is_ragged = sequences.cu_seqlens_k != nullptr;  // Q, too: one sequence of all rows
+  const int batch = is_ragged ? 1 : forward.batch;
+  const int rows = is_ragged ? sequences.rows_total : forward.seq_q;
+  const int keys = is_ragged ? sequences.keys_total : forward.seq_k;
   const auto pairs = [](const Strides& codes) { return Strides{codes.batch / 2, codes.head / 2, codes.row / 2}; };
   return ForwardTensorMaps{
-      tensor_map_arguments(forward.q, pairs(forward.q_stride), forward.head_dim / 2, forward.seq_q, forward.heads_q,
-                           forward.batch, kWarpgroupRows),
-      tensor_map_arguments(forward.k, pairs(forward.k_stride), forward.head_dim / 2, forward.seq_k, forward.heads_kv,
-                           forward.batch, block_n),
+      tensor_map_arguments(forward.q, pairs(forward.q_stride), forward.head_dim / 2, rows, forward.heads_q, batch,
+                           kWarpgroupRows),
+      tensor_map_arguments(forward.k, pairs(forward.k_stride), forward.head_dim / 2, keys, forward.heads_kv, batch,
+                           block_n),
       tensor_map_arguments(forward.v, pairs(transposed_strides(params, block_n)), block_n / 2,
-                           params.value_blocks * params.value_rows, forward.heads_kv, forward.batch, params.value_rows),
-      tensor_map_arguments(forward.out, forward.out_stride, forward.head_dim_v, forward.seq_q, forward.heads_q,
-                           forward.batch, kWarpgroupRows)};
+                           params.value_blocks * params.value_rows, forward.heads_kv, batch, params.value_rows),
+      tensor_map_arguments(forward.out, forward.out_stride, forward.head_dim_v, rows, forward.heads_q, batch,
+                           kWarpgroupRows)};
 }
 
 }  // namespace sm90

@@ -3,11 +3,13 @@
 // The keys of 32 stand in the order in which a thread of an accumulator has them, so that P needs no shuffle: position 16h + 4t + 2u + c holds
 // key 16h + 8u + 2t + c (h, u, c of 2, t of 4). Keys and columns past the end are zeros: P = 0 times NaN is NaN.
 //
-// A thread transposes 32 keys of four columns in registers. Grid: a thread for each, in this order: columns, keys, heads, batch.
+// A thread transposes 32 keys of four columns in registers. Grid: a thread for each, in this order: columns, keys, heads, batch. Ragged keys are
+// blocks of one sequence after the other (first_value_block), and a thread looks for its block's.
 #pragma once
 
 #include "attention/forward/sm90/e4m3/spec.cuh"
 #include "attention/params/e4m3.h"
+#include "attention/sequences.cuh"
 #include "ptx/e4m3.cuh"
 #include "ptx/grid_dependency.cuh"
 #include "ptx/memory.cuh"
@@ -35,6 +37,18 @@ __device__ __forceinline__ void transpose_bytes(uint32_t (&columns)[4], const ui
   columns[3] = ptx::select_bytes(high[0], high[1], 0x7632);
 }
 
+// The sequence that has transposed V's block `block`: the last that begins no later.
+__device__ __forceinline__ int sequence_of_block(const TransposeParams& params, int block) {
+  int sequence = 0;
+  int end = params.batch;
+  while (end - sequence > 1) {
+    const int middle = (sequence + end) / 2;
+    const bool is_later = first_value_block(key_extent(params, middle).first, middle) > block;
+    (is_later ? end : sequence) = middle;
+  }
+  return sequence;
+}
+
 template <typename Spec>
 __device__ __forceinline__ void transpose_values(const TransposeParams& params) {
   ptx::grid_launch_dependents();
@@ -44,18 +58,21 @@ __device__ __forceinline__ void transpose_values(const TransposeParams& params) 
   const int64_t index = static_cast<int64_t>(ptx::block_index()) * Spec::kNumThreads + ptx::thread_index();
   const int column = static_cast<int>(index % words) * 4;
   const int64_t rest = index / words;
-  const int first_key = static_cast<int>(rest % groups) * kKeys;
+  int first_key = static_cast<int>(rest % groups) * kKeys;  // of the sequence
   const int64_t all_heads = rest / groups;
-  const int batch = static_cast<int>(all_heads / params.heads_kv);
-  if (batch >= params.batch) return;
-  const int head = static_cast<int>(all_heads - static_cast<int64_t>(batch) * params.heads_kv);
-  const unsigned char* v_gmem = static_cast<const unsigned char*>(params.v) + batch * params.v_stride.batch +
-                                head * params.v_stride.head + first_key * params.v_stride.row + column;
+  const bool is_ragged = params.sequences.cu_seqlens_k != nullptr;
+  if (all_heads >= (is_ragged ? int64_t{1} : params.batch) * params.heads_kv) return;
+  const int block = first_key / kTransposedKeys;
+  const int sequence = is_ragged ? sequence_of_block(params, block) : static_cast<int>(all_heads / params.heads_kv);
+  const int head = static_cast<int>(all_heads - (is_ragged ? int64_t{0} : sequence) * params.heads_kv);
+  const Extent keys = key_extent(params, sequence);
   // [value_rows, kTransposedKeys] of the block
-  unsigned char* out_gmem =
-      static_cast<unsigned char*>(params.out) +
-      ((all_heads * params.value_blocks + first_key / kTransposedKeys) * params.value_rows + column) * kTransposedKeys +
-      first_key % kTransposedKeys;
+  unsigned char* out_gmem = static_cast<unsigned char*>(params.out) +
+                            ((all_heads * params.value_blocks + block) * params.value_rows + column) * kTransposedKeys +
+                            first_key % kTransposedKeys;
+  if (is_ragged) first_key -= first_value_block(keys.first, sequence) * kTransposedKeys;
+  const unsigned char* v_gmem = static_cast<const unsigned char*>(params.v) + sequence * params.v_stride.batch +
+                                head * params.v_stride.head + (keys.first + first_key) * params.v_stride.row + column;
   uint32_t columns[4][kKeys / 4];
 #pragma unroll
   for (int word = 0; word < kKeys / 4; ++word) {  // position 4 * word and the next three
@@ -63,7 +80,7 @@ __device__ __forceinline__ void transpose_values(const TransposeParams& params) 
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       const int key = word / 4 * 16 + i / 2 * 8 + word % 4 * 2 + i % 2;
-      const bool is_there = first_key + key < params.keys && column < params.head_dim_v;
+      const bool is_there = first_key + key < keys.length && column < params.head_dim_v;
       rows[i] = is_there ? ptx::ld_global_32(v_gmem + key * params.v_stride.row) : 0;
     }
     uint32_t of_word[4];

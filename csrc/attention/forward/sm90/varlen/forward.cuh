@@ -15,10 +15,11 @@ namespace flashmoe {
 namespace attention {
 namespace sm90 {
 
-template <typename Spec>
-__device__ __forceinline__ void forward_varlen(const ForwardParams& params, const ptx::TensorMap& q_map,
-                                               const ptx::TensorMap& k_map, const ptx::TensorMap& v_map,
-                                               const ptx::TensorMap& out_map) {
+// Params: what the consumers take, ForwardParams or what has them as `forward`.
+template <typename Spec, typename Params, typename Compute = Consumer<Spec, MaskKind::kRuntime>>
+__device__ __forceinline__ void run_varlen(const Params& given, const ForwardParams& params,
+                                           const ptx::TensorMap& q_map, const ptx::TensorMap& k_map,
+                                           const ptx::TensorMap& v_map, const ptx::TensorMap& out_map) {
   const SharedMemory<Spec> shared{ptx::dynamic_shared_memory()};
   // The shuffle tells the compiler that the role is the same in the whole warp.
   const int warp = ptx::shuffle_index(ptx::warp_index(), 0);
@@ -40,14 +41,24 @@ __device__ __forceinline__ void forward_varlen(const ForwardParams& params, cons
   if (warpgroup == 0) {
     ptx::setmaxnreg_dec<Spec::kProducerRegisters>();
     if (warp == 0) {
-      if (ptx::elect_one()) VarlenProducer<Spec>(params, shared, q_map, k_map, v_map).run();
+      if (ptx::elect_one()) {
+        if constexpr (Spec::kHasCodes) ptx::grid_dependency_wait();  // V
+        VarlenProducer<Spec>(params, shared, q_map, k_map, v_map).run();
+      }
     } else if (warp == 1) {
       scheduler.run();
     }
   } else {
     ptx::setmaxnreg_inc<Spec::kConsumerRegisters>();
-    Consumer<Spec, MaskKind::kRuntime>(params, shared, warpgroup - 1).run(out_map);
+    Compute(given, shared, warpgroup - 1).run(out_map);
   }
+}
+
+template <typename Spec>
+__device__ __forceinline__ void forward_varlen(const ForwardParams& params, const ptx::TensorMap& q_map,
+                                               const ptx::TensorMap& k_map, const ptx::TensorMap& v_map,
+                                               const ptx::TensorMap& out_map) {
+  run_varlen<Spec>(params, params, q_map, k_map, v_map, out_map);
 }
 
 template <typename Spec>

@@ -51,6 +51,11 @@ struct VarlenProducer {
     const NextTile& next;
 
     __device__ __forceinline__ int find(int block) const { return next.first_key + block * Spec::kBlockN; }
+    // Of V; of transposed codes its block's first row of columns.
+    __device__ __forceinline__ int find_value(int block) const {
+      if constexpr (!Spec::kHasCodes) return find(block);
+      return (first_value_block(next.first_key, next.tile.batch) + block) * Spec::kHeadDim;
+    }
     template <typename Tile>
     __device__ __forceinline__ void load(Tile tile, const ptx::TensorMap& map, ptx::Mbarrier* full, int row) const {
       load_box<Tile>(tile.smem, map, full, row, next.kv_head,
@@ -102,6 +107,7 @@ struct VarlenProducer {
         ++index;
       }
     }
+    __device__ __forceinline__ Boxes find_value(int block) const { return find(block); }
     __device__ __forceinline__ Boxes find(int block) const {
       Boxes boxes;
       boxes.key = block * Spec::kBlockN;
@@ -149,7 +155,7 @@ struct VarlenProducer {
   }
   template <typename Source>
   __device__ __forceinline__ void load_value(const Source& source, int block, ptx::Mbarrier* full) {
-    const auto where = source.find(block);
+    const auto where = source.find_value(block);
     ptx::mbarrier_wait(shared.value_empty(value.stage), value.parity ^ 1);
     ptx::mbarrier_arrive_expect_tx(full, Spec::ValueTile::kBytes);
     source.load(shared.value(value.stage), v_map, full, where);
@@ -185,7 +191,7 @@ struct VarlenProducer {
     const bool is_ragged = params.sequences.cu_seqlens_q != nullptr;
     ptx::mbarrier_arrive_expect_tx(full, Spec::QueryTile::kBytes);
 #pragma unroll
-    for (int slab = 0; slab < Spec::kNumSlabs; ++slab) {
+    for (int slab = 0; slab < Spec::QueryTile::kNumSlabs; ++slab) {
       if constexpr (Spec::kIsFolded) {
         ptx::tma_load_5d(shared.query(query.stage, consumer).slab(slab), &q_map, full, slab * 64, 0,
                          tile.first_row + row, next.kv_head, is_ragged ? 0 : tile.batch, ptx::CacheHint::kEvictFirst);
@@ -225,7 +231,7 @@ struct VarlenProducer {
       ptx::mbarrier_wait(shared.next_tile_full(slot), parity);
       const auto next = read_tile<NextTile>(shared.next_tile(slot));
       if (next.tile.m_block < 0) break;
-      if (params.sequences.block_table == nullptr) {
+      if (Spec::kHasCodes || params.sequences.block_table == nullptr) {
         load_tile(Rows{params, next}, next, slot);
       } else {
         load_tile(Pages(params, next), next, slot);

@@ -9,6 +9,7 @@
 #include "attention/sequences.cuh"
 #include "device/math.cuh"
 #include "device/persistent.cuh"
+#include "ptx/math.cuh"
 #include "ptx/shuffle.cuh"
 #include "ptx/special_registers.cuh"
 
@@ -184,6 +185,13 @@ __device__ __forceinline__ int key_heads_per_section(const ForwardParams& params
     kv_heads = maximum(1, kSectionKeys / keys);
   }
   return kv_heads;
+}
+
+// V of 8-bit floats is transposed in blocks (e4m3/transpose.cuh), those of a sequence from this one on: no two sequences share one, and the host
+// need not know where they begin.
+constexpr int kTransposedKeys = 128;  // of a block: kBlockN of every kernel that reads it
+__device__ __forceinline__ int first_value_block(int first_key, int sequence) {
+  return first_key / kTransposedKeys + sequence;
 }
 
 // What the loading thread needs of a tile.

@@ -23,7 +23,7 @@ __device__ __forceinline__ int draw_block(const KeyRange& blocks) {
 }
 template <typename Spec>
 __device__ __forceinline__ bool has_tail(const VarlenTile& tile) {
-  return tile.keys < tile.blocks.end * Spec::kBlockN;
+  return !Spec::kHasCodes && tile.keys < tile.blocks.end * Spec::kBlockN;  // transposed V has zeros there
 }
 
 template <typename Spec>

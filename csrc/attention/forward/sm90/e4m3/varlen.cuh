@@ -1,0 +1,25 @@
+// Ragged batches of 8-bit floats (e4m3): the 16-bit kernel's tiles, scheduling warp and loads (../varlen/forward.cuh), the dense kernel's
+// products (consumer.cuh). V is transposed in front (transpose.cuh), zeros behind each sequence's last key.
+//   maps     tensor_map.h says how the host builds them
+#pragma once
+
+#include "attention/forward/sm90/e4m3/consumer.cuh"
+#include "attention/forward/sm90/e4m3/spec.cuh"
+#include "attention/forward/sm90/varlen/forward.cuh"
+#include "attention/params/e4m3.h"
+
+namespace flashmoe {
+namespace attention {
+namespace sm90 {
+
+template <typename Spec>
+__device__ __forceinline__ void forward_varlen_e4m3(const E4m3AttentionParams& params, const ptx::TensorMap& q_map,
+                                                    const ptx::TensorMap& k_map, const ptx::TensorMap& v_map,
+                                                    const ptx::TensorMap& out_map) {
+  run_varlen<Spec, E4m3AttentionParams, E4m3Consumer<Spec, MaskKind::kRuntime>>(params, params.forward, q_map, k_map,
+                                                                                v_map, out_map);
+}
+
+}  // namespace sm90
+}  // namespace attention
+}  // namespace flashmoe
