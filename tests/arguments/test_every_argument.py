@@ -2,7 +2,8 @@
 
 From a valid call of each operator every tensor gets another dtype, device, rank, size, stride or none; every number a value at its
 bound and beyond; every size another one wherever it stands. What the extension says, to a description and on the CPU, is what the rules
-of attention.py and experts.py say, to the value. What is taken has the shapes that a tracer is told, and bits that no stride changes.
+of attention.py and experts.py say, to the value. What is taken has the shapes that a tracer is told, and bits that no stride changes; it
+reads nothing behind its tensors, and writes its results alone.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from flashmoe import _extension, rules
 from flashmoe.errors import FlashmoeError
 
 from . import attention, experts, others
-from .described import BrokenError, Call, T, changes, words_of
+from .described import BrokenError, Call, T, changes, outside, words_of
 
 # Operators in Python of the same arguments, by those that they call; tests of their own have them.
 IN_PYTHON = {
@@ -58,11 +59,15 @@ def _real(call: Call) -> list[Any]:
 
 def _run(name: str, call: Call, given: list[Any]) -> tuple[str, list[Any]]:
     """What the operator says, and its results beside what it was given."""
+    kept = [given[at] for at, one in enumerate(call) if one in KEPT and given[at].device.type == "cpu"]
+    between = [outside(tensor) for tensor in kept]
     try:
         with torch.inference_mode():
             result = getattr(torch.ops.flashmoe, name)(*given)
     except (RuntimeError, FlashmoeError) as error:
         return str(error), []
+    for tensor, before in zip(kept, between, strict=True):
+        assert torch.equal(outside(tensor), before), f"{name} wrote between the elements of {call}"
     results = list(result) if isinstance(result, tuple) else [result]
     return "", [*results, *(given[at] for at, one in enumerate(call) if one in KEPT)]
 
@@ -99,6 +104,7 @@ def test_every_change_of_an_argument(number: int) -> None:
             not is_on_cpu
             or name in DESCRIBED_ALONE
             or not _is_real(call)
+            or what.startswith("expert_offsets is expanded")  # what moe_sort writes is believed, and this is of other rows
             or any(call[one] is None for one in is_required)
         ):
             continue
