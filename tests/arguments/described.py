@@ -169,15 +169,18 @@ def changed_tensor(tensor: T) -> Iterator[tuple[str, T | None]]:
 
 
 def changes(
-    make: Callable[..., Call], sizes: dict[str, tuple[int, ...]], numbers: dict[str, tuple[Any, ...]]
+    make: Callable[..., Call],
+    sizes: dict[str, tuple[int, ...]],
+    numbers: dict[str, tuple[Any, ...]],
+    of: Callable[..., Call] | None = None,
 ) -> Iterator[tuple[str, Call]]:
     """The valid call itself, of either device; each size of it changed wherever it stands; each argument changed alone.
 
-    ``sizes``: further ones by the names of ``make``'s parameters. ``numbers``: of arguments that are no tensors, and elements of tensors.
+    ``sizes``: further ones by the names of ``make``'s parameters, or ``of``'s. ``numbers``: of arguments that are no tensors, and elements of tensors.
     """
     call = make()
     yield "as it is", call
-    for name, parameter in inspect.signature(make).parameters.items():
+    for name, parameter in inspect.signature(of or make).parameters.items():
         for size in dict.fromkeys((0, parameter.default + 1, 1, *sizes.get(name, ()))):
             yield f"{name} is {size}", make(**{name: size})
     for device in ("cpu", "cuda:0", "xpu:0"):

@@ -104,7 +104,9 @@ def test_every_change_of_an_argument(number: int) -> None:
             not is_on_cpu
             or name in DESCRIBED_ALONE
             or not _is_real(call)
-            or what.startswith("expert_offsets is expanded")  # what moe_sort writes is believed, and this is of other rows
+            or what.startswith(
+                "expert_offsets is expanded"
+            )  # what moe_sort writes is believed, and this is of other rows
             or any(call[one] is None for one in is_required)
         ):
             continue
