@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import errno
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 import torch
 from torch.autograd import forward_ad
@@ -83,13 +87,25 @@ def test_what_is_no_probability_of_dropout(dropout_p: float) -> None:
         flashmoe.attention(q, q, q, dropout_p=dropout_p)
 
 
-def test_dropout_has_no_forward_mode() -> None:
-    q = torch.randn(2, 2, 3, 8)
+@pytest.mark.parametrize("options", [{}, {"return_lse": True}, {"dropout_p": 0.5}, {"consistent": True}])
+@pytest.mark.parametrize("is_ragged", [False, True])
+def test_no_tensor_of_any_call_has_a_forward_mode(is_ragged: bool, options: dict[str, Any]) -> None:
+    """And none loses its tangent: each of them alone has one."""
+    if is_ragged:
+        ends = torch.tensor([0, 2, 5], dtype=torch.int32)
+        tensors, call = {name: torch.randn(5, 2, 8) for name in "qkv"}, flashmoe.attention_varlen
+        rest: dict[str, Any] = {"cu_seqlens_q": ends, "cu_seqlens_k": ends, "max_seqlen_q": 3, "max_seqlen_k": 3}
+    else:
+        tensors, rest, call = {name: torch.randn(2, 2, 3, 8) for name in "qkv"}, {}, flashmoe.attention
+        tensors |= {} if "consistent" in options else {"attn_mask": torch.randn(3, 3)}
+    tensors["sinks"] = torch.randn(2)
+    with torch.no_grad():
+        call(**tensors, **rest, **options)
     with forward_ad.dual_level():
-        assert forward_ad._current_level == 0
-        dual = forward_ad.make_dual(q, q)
-        with pytest.raises(DifferentiationError, match="forward"):
-            flashmoe.attention(dual, q, q, dropout_p=0.5)
+        for name, tensor in tensors.items():
+            dual = {**tensors, name: forward_ad.make_dual(tensor, tensor)}
+            with pytest.raises(DifferentiationError, match="forward"):
+                call(**dual, **rest, **options)
 
 
 def test_errors_that_are_typed_stay_so_under_transforms(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -145,6 +161,23 @@ def test_a_module_that_is_missing_without_a_name(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(__main__, "_run", run)
     with pytest.raises(ModuleNotFoundError, match="nobody says which"):
         __main__.main(["doctor"])
+
+
+def test_an_error_of_the_system_that_nothing_explains_is_raised(monkeypatch: pytest.MonkeyPatch) -> None:
+    def run(_: object) -> int:
+        raise OSError(errno.ESRCH, "no such process")
+
+    parsed = SimpleNamespace(run=run), []
+    monkeypatch.setattr(__main__, "make_parser", lambda _: SimpleNamespace(parse_known_args=lambda _: parsed))
+    with pytest.raises(ProcessLookupError):
+        __main__.main(["doctor"])
+
+
+@pytest.mark.parametrize(("query", "key", "expected"), [((4, 3, 8), (2, 3, 8), True), ((3, 8), (2, 3, 8), False),
+    ((4, 3, 8), (3, 8), False), ((4, 3, 8), (1, 3, 8), False), ((4, 3, 8), (3, 3, 8), False), ((4, 3, 8), (4, 3, 8), False)])  # fmt: skip
+def test_what_would_form_groups(query: tuple[int, ...], key: tuple[int, ...], expected: bool) -> None:
+    assert sdpa_dispatch.would_form_groups(torch.zeros(query), torch.zeros(key)) is expected
+    assert not sdpa_dispatch.would_form_groups(torch.zeros(query), None)
 
 
 def test_masks_of_heads_that_form_groups() -> None:
