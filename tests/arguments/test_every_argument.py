@@ -33,7 +33,11 @@ DESCRIBED_ALONE = {"mla_decode", "mla_append_"}  # in Python on the CPU: tests/m
 PAIRS = 150  # of changes of each call
 MOST_ELEMENTS = 10**6  # of a tensor that is made, not described alone
 WRITTEN = {*KEPT, "preactivation"}  # which _fused_moe_backward_consuming leaves without a meaning
-BY_TORCH = {"_fused_moe_scaled_kept", "_fused_moe_scaled_backward"}  # on the CPU: its products round by their strides
+BY_TORCH = {
+    "_fused_moe_scaled_torch",
+    "_fused_moe_scaled_kept",
+    "_fused_moe_scaled_backward",
+}  # on the CPU: its products round by their strides
 ROWS = [(*row, part) for part in (attention, experts, others) for row in part.ROWS]
 
 
