@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import re
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,7 +14,7 @@ from torch.autograd import forward_ad
 import flashmoe
 from flashmoe import __main__
 from flashmoe.attn import fp8, kvcache, sdpa, sdpa_dispatch
-from flashmoe.errors import ArgumentError, DeviceError, DifferentiationError
+from flashmoe.errors import ArgumentError, DeviceError, DifferentiationError, FlashmoeError
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # what torch says about torch itself
 
@@ -106,6 +107,42 @@ def test_no_tensor_of_any_call_has_a_forward_mode(is_ragged: bool, options: dict
             dual = {**tensors, name: forward_ad.make_dual(tensor, tensor)}
             with pytest.raises(DifferentiationError, match="forward"):
                 call(**dual, **rest, **options)
+
+
+_DENSE, _ENDS = torch.zeros(2, 2, 3, 8), torch.tensor([0, 2, 5], dtype=torch.int32)
+_OPTIONS: dict[str, Any] = {
+    "causal": False,
+    "scale": 0.5,
+    "window": (1, 1),
+    "softcap": 1.0,
+    "sinks": torch.zeros(2),
+    "return_lse": False,
+}
+_LENGTHS = {"cu_seqlens_q": _ENDS, "cu_seqlens_k": _ENDS, "max_seqlen_q": 3, "max_seqlen_k": 3}
+_ROWS, _CACHES = (
+    torch.zeros(5, 2, 8),
+    {"k_cache": _DENSE.clone(), "v_cache": _DENSE.clone(), "cache_seqlens": _ENDS[:2]},
+)
+_RAGGED: dict[str, Any] = {**dict.fromkeys("qkv", _ROWS), **_LENGTHS, **_OPTIONS, "alibi_slopes": None}
+
+
+@pytest.mark.parametrize("wrong", [object(), "text", [1.0], b"x"], ids=lambda value: type(value).__name__)
+@pytest.mark.parametrize(
+    ("function", "call"),
+    [
+        (flashmoe.attention, {**dict.fromkeys("qkv", _DENSE), **_OPTIONS, "attn_mask": None, "dropout_p": 0.0}),
+        (flashmoe.attention_varlen, {**_RAGGED, "seqused_k": None, "block_table": None, "num_splits": 0}),
+        (flashmoe.attention_with_kvcache, {"q": _DENSE, **_CACHES, **_OPTIONS, "num_splits": 0, "k_new": _DENSE[..., :1, :].clone(), "v_new": _DENSE[..., :1, :].clone()}),
+    ],
+    ids=["dense", "ragged", "caches"],
+)  # fmt: skip
+def test_a_value_of_another_type_is_told_by_its_argument(function: Any, call: dict[str, Any], wrong: object) -> None:
+    """Each argument in turn, the others being what they have to be."""
+    call = {**call, "consistent": False, "k_scale": None, "v_scale": None}
+    for name in call:
+        with pytest.raises(FlashmoeError) as caught:
+            function(**{**call, name: wrong})
+        assert re.match(rf"(each side of )?{name} must|{name}:? ", str(caught.value)), (name, str(caught.value))
 
 
 def test_errors_that_are_typed_stay_so_under_transforms(monkeypatch: pytest.MonkeyPatch) -> None:
