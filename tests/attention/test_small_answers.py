@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import re
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,9 +13,9 @@ import torch
 from torch.autograd import forward_ad
 
 import flashmoe
-from flashmoe import __main__
+from flashmoe import __main__, checks
 from flashmoe.attn import fp8, kvcache, sdpa, sdpa_dispatch
-from flashmoe.errors import ArgumentError, DeviceError, DifferentiationError, FlashmoeError
+from flashmoe.errors import ArgumentError, DeviceError, DifferentiationError, DtypeError, FlashmoeError
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # what torch says about torch itself
 
@@ -132,7 +133,7 @@ _RAGGED: dict[str, Any] = {**dict.fromkeys("qkv", _ROWS), **_LENGTHS, **_OPTIONS
     [
         (flashmoe.attention, {**dict.fromkeys("qkv", _DENSE), **_OPTIONS, "attn_mask": None, "dropout_p": 0.0}),
         (flashmoe.attention_varlen, {**_RAGGED, "seqused_k": None, "block_table": None, "num_splits": 0}),
-        (flashmoe.attention_with_kvcache, {"q": _DENSE, **_CACHES, **_OPTIONS, "num_splits": 0, "k_new": _DENSE[..., :1, :].clone(), "v_new": _DENSE[..., :1, :].clone()}),
+        (flashmoe.attention_with_kvcache, {**_CACHES, "cache_seqlens": _ENDS[:2], **_OPTIONS, "num_splits": 0}),
     ],
     ids=["dense", "ragged", "caches"],
 )  # fmt: skip
@@ -143,6 +144,18 @@ def test_a_value_of_another_type_is_told_by_its_argument(function: Any, call: di
         with pytest.raises(FlashmoeError) as caught:
             function(**{**call, name: wrong})
         assert re.match(rf"(each side of )?{name} must|{name}:? ", str(caught.value)), (name, str(caught.value))
+
+
+@pytest.mark.parametrize("kind", ["cpu", "meta"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn, torch.int8, torch.float32, None])
+def test_a_layer_s_dtype(kind: str, dtype: torch.dtype | None) -> None:
+    """Another floating one of 16 bits or more is refused, but under autocast, which a described tensor has not."""
+    x, weight = torch.empty(2, device=kind), dtype and torch.empty(2, dtype=dtype, device=kind)
+    for autocast in (False, True):
+        is_refused = dtype is torch.bfloat16 and (kind == "meta" or not autocast)
+        refusal = pytest.raises(DtypeError, match="x is torch") if is_refused else nullcontext()
+        with torch.autocast("cpu", enabled=autocast), refusal:
+            checks.check_input_dtype("x", x, weight)
 
 
 def test_errors_that_are_typed_stay_so_under_transforms(monkeypatch: pytest.MonkeyPatch) -> None:
