@@ -120,10 +120,9 @@ _OPTIONS: dict[str, Any] = {
     "return_lse": False,
 }
 _LENGTHS = {"cu_seqlens_q": _ENDS, "cu_seqlens_k": _ENDS, "max_seqlen_q": 3, "max_seqlen_k": 3}
-_ROWS, _CACHES = (
-    torch.zeros(5, 2, 8),
-    {"k_cache": _DENSE.clone(), "v_cache": _DENSE.clone(), "cache_seqlens": _ENDS[:2]},
-)
+_CACHED = ("q", "k_cache", "v_cache", "k_new", "v_new")
+_CACHES: dict[str, Any] = {name: torch.zeros(2, 2, 1 if "new" in name else 3, 8) for name in _CACHED}
+_ROWS = torch.zeros(5, 2, 8)
 _RAGGED: dict[str, Any] = {**dict.fromkeys("qkv", _ROWS), **_LENGTHS, **_OPTIONS, "alibi_slopes": None}
 
 
@@ -221,6 +220,12 @@ def test_an_error_of_the_system_that_nothing_explains_is_raised(monkeypatch: pyt
     monkeypatch.setattr(__main__, "make_parser", lambda _: SimpleNamespace(parse_known_args=lambda _: parsed))
     with pytest.raises(ProcessLookupError):
         __main__.main(["doctor"])
+
+
+def test_what_is_no_tensor_is_not_jagged() -> None:
+    rows = torch.nested.nested_tensor([torch.zeros(2, 8)], layout=torch.jagged)
+    found = [sdpa_dispatch.are_jagged(rows, other) for other in (rows, torch.zeros(2), None, "text")]
+    assert found == [True, False, False, False]
 
 
 @pytest.mark.parametrize(("query", "key", "expected"), [((4, 3, 8), (2, 3, 8), True), ((3, 8), (2, 3, 8), False),
