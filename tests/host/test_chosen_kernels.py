@@ -217,7 +217,9 @@ def varlen(capability: int, p: dict[str, Any]) -> tuple[str, str] | None:
                 continue
             shorter = find(capability, dtype, operation, family, "m64", dim)
             loads_maps = bool(maps(found))
-            if not loads_maps and not p["alibi"] and shorter is not None and is_shorter(p, found, shorter):
+            takes = reads_keys_once if loads_maps else is_shorter
+            may = not wanted if loads_maps else not p["alibi"]
+            if may and shorter is not None and takes(p, found, shorter):
                 found = shorter
             if loads_maps and p["page_size"] % 8 != 0:
                 continue
@@ -241,6 +243,11 @@ def is_shorter(p: dict[str, Any], kernel: Kernel, shorter: Kernel) -> bool:
     few = row_blocks(p, kernel.row.block_m) * p["heads"] < 132
     more_fit = max(p["rows"], p["keys"]) <= 256 and shorter.row.min_blocks > kernel.row.min_blocks
     return p["rows"] <= shorter.row.block_m or few or more_fit
+
+
+def reads_keys_once(p: dict[str, Any], kernel: Kernel, shorter: Kernel) -> bool:
+    same = (shorter.head_dim, shorter.row.block_n) == (kernel.head_dim, kernel.row.block_n)
+    return same and p["consistent"] and p["rows"] <= 64 and p["heads"] == p["heads_kv"]
 
 
 @pytest.mark.parametrize("capability", CAPABILITIES)
@@ -299,7 +306,8 @@ def test_two_kernels_with_the_bits_of_a_prefill(choose: Any) -> None:
                 and p["rows"] <= values.block_m
                 and values.block_n == consistent_width(90, dtype, dim, variant)
                 and scores <= 1 << 27
-                and p["batch"] * p["heads"] * (pair[1].head_dim // 32) <= p["multiprocessors"]
+                and p["batch"] * p["heads"] * (pair[1].head_dim // 32) <= p["multiprocessors"] * values.min_blocks
+                and 4 * p["batch"] * p["heads"] <= 3 * p["multiprocessors"]
             )
             wanted = (pair[0].symbol, pair[1].symbol) if serves else ()
         assert choose.ordered(90, dim, **p) == wanted, (dim, p)

@@ -64,11 +64,13 @@ def varlen_kernels(
         )
         for rows, page_size, functions, alibi in VARLEN
     )
-    ordered = choose.ordered(capability, head_dim, head_dim_v=head_dim_v, bf16=bf16, forced=forced)  # type: ignore[attr-defined]
+    given = {"head_dim_v": head_dim_v, "bf16": bf16, "forced": forced}
+    folded = choose.varlen(capability, head_dim, rows=4, heads=8, heads_kv=8, consistent=True, **given)  # type: ignore[attr-defined]
+    ordered = choose.ordered(capability, head_dim, **given)  # type: ignore[attr-defined]
     chunk = choose.chunk(capability, head_dim, head_dim_v=head_dim_v, bf16=bf16, forced=forced, rows=128, keys=8192)  # type: ignore[attr-defined]
     more: Chosen = choose.more(capability, head_dim, head_dim_v=head_dim_v, bf16=bf16, forced=forced)  # type: ignore[attr-defined]
     ordered = (*ordered, *chunk[:1]) if chunk[0] else ordered
-    chosen = {pair for words in asked for pair in (words[:2], words[2:4]) if pair}
+    chosen = {pair for words in (*asked, folded) for pair in (words[:2], words[2:4]) if pair}
     return more | chosen | {(symbol, "sm_90a") for symbol in ordered}
 
 
@@ -272,7 +274,7 @@ def test_short_tiles_have_the_keys_of_the_others() -> None:
     ragged = [unit for unit in UNITS if unit.row.operation == "attention_varlen_forward"]
     keys = {(unit.name, unit.target.name): unit.row.block_n for unit in ragged}
     short = [unit for unit in ragged if unit.row.variant == "m64"]
-    assert len(short) == 10
+    assert len(short) == 14
     for unit in short:
         assert keys[unit.name.removesuffix("_m64"), unit.target.name] == unit.row.block_n, unit.name
 

@@ -90,10 +90,10 @@ def test_few_rows_of_a_consistent_call_have_two_kernels_of_its_width(choose: Any
         {"alibi": True},
         {"forced": "sm80"},
         {"keys": 1 << 23},  # scores beyond their room
-        {"batch": 5},  # 160 blocks
+        {"batch": 9},  # 288 blocks
     ):
         assert choose.ordered(GPUS[gpu], 128, **change) == ()
-    assert bool(choose.ordered(GPUS[gpu], 128, batch=4)) == (gpu == "sm90")
+    assert bool(choose.ordered(GPUS[gpu], 128, batch=8)) == (gpu == "sm90")
 
 
 def test_many_rows_of_many_key_heads_are_not_decoded_on_hopper(choose: Any) -> None:

@@ -59,7 +59,7 @@ def test_every_pair_of_kernels_agrees() -> None:
 
 
 LOADS = """load_rows<Spec>(shared.a(at.stage), *a_map, full, tile, k);
-        load_weights<Spec, kWeights>(shared.b(at.stage), b_map, full, tile, k);"""
+          load_weights<Spec, kWeights>(shared.b(at.stage), b_map, full, tile, k);"""
 # (what, file, text, its replacement, kernel): every one leaves results as exact as they were.
 PLANTED = [
     (

@@ -23,6 +23,7 @@
 #include "ptx/math.cuh"
 #include "ptx/mbarrier.cuh"
 #include "ptx/memory.cuh"
+#include "ptx/register_control.cuh"
 #include "ptx/shuffle.cuh"
 #include "ptx/special_registers.cuh"
 
@@ -163,16 +164,20 @@ __device__ __forceinline__ void add_values(const ForwardParams& params, const Se
   for (int pair = 0; pair < Spec::kMmaD / 2; ++pair) {
     lane_offset[pair] = Spec::Tile::offset(lane % 16, pair * 2 + lane / 16);
   }
-  const auto wait = [&] {
-    ptx::mbarrier_wait(ring.full(at.stage), at.parity);
-    ptx::mbarrier_wait(ring.weights_full(weights.stage), weights.parity);
+  // The weights of a block are made of its scores, which come at the barrier of its values: so those are there, too. Addresses are computed once a
+  // block: few of this warp's instructions wait for nothing, so each that is saved shortens the chain.
+  const auto wait = [&] { ptx::mbarrier_wait(ring.weights_full(weights.stage), weights.parity); };
+  ptx::SmemPointer P_smem, V_smem[Spec::kMmaD / 2];
+  const auto locate = [&] {
+    P_smem = ring.operand(weights.stage, 0);
+#pragma unroll
+    for (int pair = 0; pair < Spec::kMmaD / 2; ++pair) V_smem[pair] = ring.values(at.stage) + lane_offset[pair];
   };
   const auto read = [&](int group) {
-    ptx::ld_shared_128(P_rmem[group], ring.operand(weights.stage, group));
+    ptx::ld_shared_128(P_rmem[group], P_smem + group * (32 * 16));
 #pragma unroll
     for (int pair = 0; pair < Spec::kMmaD / 2; ++pair) {
-      ptx::ldmatrix_x4_trans(V_rmem[group][pair],
-                             ring.values(at.stage) + group * Spec::kGroupBytes + lane_offset[pair]);
+      ptx::ldmatrix_x4_trans(V_rmem[group][pair], V_smem[pair] + group * Spec::kGroupBytes);
     }
   };
   const auto release = [&] {
@@ -185,34 +190,41 @@ __device__ __forceinline__ void add_values(const ForwardParams& params, const Se
     at.advance();
     weights.advance();
   };
+  const auto rescale = [&] {
+    if (!ptx::vote_any(factor != 1.0f)) return;
+#pragma unroll
+    for (int d = 0; d < Spec::kMmaD; ++d) {
+      O_rmem[d][0] *= factor;
+      O_rmem[d][1] *= factor;
+    }
+  };
+  const auto multiply = [&](int group) {
+#pragma unroll
+    for (int d = 0; d < Spec::kMmaD; ++d) {
+      Spec::multiply(O_rmem[d], P_rmem[group], V_rmem[group][d / 2][d % 2 * 2], V_rmem[group][d / 2][d % 2 * 2 + 1]);
+    }
+  };
+  locate();
   wait();
 #pragma unroll
   for (int group = 0; group < Spec::kGroups; ++group) read(group);
   release();
 #pragma unroll 1
-  for (int block = item.blocks.begin; block < item.blocks.end; ++block) {
-    if (ptx::vote_any(factor != 1.0f)) {
-#pragma unroll
-      for (int d = 0; d < Spec::kMmaD; ++d) {
-        O_rmem[d][0] *= factor;
-        O_rmem[d][1] *= factor;
-      }
-    }
-    // While products wait for those before them, the next block's operands take the place of theirs.
-    const bool has_next = block + 1 < item.blocks.end;
+  for (int block = item.blocks.begin + 1; block < item.blocks.end; ++block) {
+    rescale();
+    locate();
+    // While products wait for those before them, this block's operands take the place of theirs.
 #pragma unroll
     for (int group = 0; group < Spec::kGroups; ++group) {
-#pragma unroll
-      for (int d = 0; d < Spec::kMmaD; ++d) {
-        Spec::multiply(O_rmem[d], P_rmem[group], V_rmem[group][d / 2][d % 2 * 2], V_rmem[group][d / 2][d % 2 * 2 + 1]);
-      }
-      if (has_next) {
-        if (group == 0) wait();
-        read(group);
-      }
+      multiply(group);
+      if (group == 0) wait();
+      read(group);
     }
-    if (has_next) release();
+    release();
   }
+  rescale();
+#pragma unroll
+  for (int group = 0; group < Spec::kGroups; ++group) multiply(group);
 
   ptx::mbarrier_wait(ring.states_full(), 0);
   if (lane / 4 >= item.rows) return;
@@ -256,15 +268,24 @@ __device__ __forceinline__ void decode_values(const ForwardParams& params) {
     return;
   }
   ptx::barrier_sync_block();  // the barriers are there
-  const int warp = ptx::warp_index();
-  if (warp < Spec::kLoaders) {
+  // The shuffle tells the compiler that the role is the same in the whole warp. The warp of the products is in the third warpgroup, which takes over
+  // registers of the two others.
+  const int warp = ptx::shuffle_index(ptx::warp_index(), 0);
+  if (warp < 4) {
+    ptx::setmaxnreg_dec<Spec::kFewRegisters>();
     ValueLoader<Spec>(params, sequence, item, ring).run(warp);
-  } else if (warp < Spec::kLoaders + Spec::kTeam) {
-    take_exponentials<Spec>(params, item, ring, warp - Spec::kLoaders);
-  } else if (warp == Spec::kLoaders + Spec::kTeam) {
-    add_values<Spec>(params, sequence, item, ring);
+  } else if (warp < 8) {
+    ptx::setmaxnreg_dec<Spec::kFewRegisters>();
+    take_exponentials<Spec>(params, item, ring, warp - 4);
   } else {
-    add_exponentials<Spec>(item, ring);
+    ptx::setmaxnreg_inc<Spec::kMoreRegisters>();
+    if (warp < 4 + Spec::kLoaders) {
+      ValueLoader<Spec>(params, sequence, item, ring).run(warp - 4);
+    } else if (warp == 4 + Spec::kLoaders) {
+      add_values<Spec>(params, sequence, item, ring);
+    } else {
+      add_exponentials<Spec>(item, ring);
+    }
   }
 }
 

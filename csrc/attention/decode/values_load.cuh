@@ -41,6 +41,10 @@ struct ValuesSpec {
   static constexpr int kMmaD = kColumns / 8;
   static constexpr int kGroups = kBlockN / kWarpKeys;  // of 16 keys, in a key block
 
+  // Two blocks fit a multiprocessor: three warpgroups of 80 registers a thread.
+  static constexpr int kFewRegisters = 64;
+  static constexpr int kMoreRegisters = 112;
+
   enum class Barrier : int {
     kBlock = 0,
     kTeam = 1,  // the warps that take exponentials: a round's maxima are there

@@ -264,12 +264,22 @@ int64_t most_row_blocks(int64_t rows, int64_t batch, int64_t rows_total, int64_t
 
 namespace {
 
+// Bits must not depend on which of the two a batch has.
+bool has_the_bits_of(const Kernel& kernel, const Kernel& other) {
+  return kernel.axes[axis::kHeadDim] == other.axes[axis::kHeadDim] && kernel.block_n == other.block_n;
+}
+
+// All rows of a key head in one tile of 64, of which a multiprocessor holds more. Measured on an H200 for consistent calls, 32 heads on 8, 64 sequences:
+// D=64, 4096 keys 213 -> 169 us, D=128, 2048 keys 148 -> 143.
+bool reads_keys_once(const VarlenSelectorInput& input) {
+  return input.is_consistent && input.heads == input.heads_kv && input.rows <= kWarpgroupRows;
+}
+
 // Tiles of half the rows. On an H100 they win where sequences have no more rows, where there are fewer tiles than multiprocessors, and, if more of
 // them fit a multiprocessor, where what a block starts and ends with counts for more than its loop.
 bool prefers_shorter(const VarlenSelectorInput& input, const Kernel& kernel, const Kernel& shorter) {
   constexpr int64_t kMostShortKeys = 256;
-  // Bits must not depend on which of the two a batch has.
-  if (shorter.axes[axis::kHeadDim] != kernel.axes[axis::kHeadDim] || shorter.block_n != kernel.block_n) return false;
+  if (!has_the_bits_of(shorter, kernel)) return false;
   const int64_t tiles = most_row_blocks(input.rows, input.batch, input.rows_total, kernel.block_m) * input.heads;
   const bool is_short = std::max(input.rows, input.keys) <= kMostShortKeys;
   return input.rows <= shorter.block_m || tiles < input.request.num_multiprocessors ||
@@ -327,6 +337,9 @@ const Kernel* select_varlen_forward(const VarlenSelectorInput& input) {
         if (shorter != nullptr && prefers_shorter(input, *found, *shorter)) found = shorter;
         const Kernel* divided = find_divided(input, *found, loadable);
         if (divided != nullptr) found = divided;
+      } else if (found != nullptr && *wanted == '\0' && reads_keys_once(input)) {
+        const Kernel* shorter = find(kVariantNames[kM64]);
+        if (shorter != nullptr && has_the_bits_of(*shorter, *found)) found = shorter;
       }
       if (found != nullptr && can_load_pages(*found, input.page_size) && (block_n == 0 || found->block_n == block_n)) {
         return found;

@@ -44,6 +44,10 @@ struct TileList {
   // All threads; list_smem: kListBytes, words_smem: a word for each warp.
   __device__ __forceinline__ TileList(const GemmParams& params_, ptx::SmemPointer list, ptx::SmemPointer words_smem)
       : params(params_), list_smem(list), column_tiles(ceil_div(params_.n, Spec::kBlockN)) {
+    if (params.expert_offsets == nullptr) {  // one matrix: nothing to look up
+      count = ceil_div(params.slots, Spec::kBlockM) * column_tiles;
+      return;
+    }
     constexpr int kMostExperts =
         (Spec::kMaxExperts + Spec::kNumThreads - 1) / Spec::kNumThreads;  // of a thread: neighbours
     const int experts = ceil_div(params.experts, Spec::kNumThreads);
@@ -87,6 +91,12 @@ struct TileList {
 
   // number: 0 to count - 1.
   __device__ __forceinline__ Tile find(int number) const {
+    if (params.expert_offsets == nullptr) {
+      const int row_tiles = ceil_div(params.slots, Spec::kBlockM);
+      const int column_tile = number / row_tiles;
+      const int row = (number - column_tile * row_tiles) * Spec::kBlockM;
+      return Tile{0, row, minimum(params.slots - row, Spec::kBlockM), column_tile * Spec::kBlockN};
+    }
     int expert = 0;  // becomes the last whose first tile is not past it: one with rows
 #pragma unroll
     for (int step = Spec::kMaxExperts / 2; step > 0; step /= 2)

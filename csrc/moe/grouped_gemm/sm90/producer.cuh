@@ -107,25 +107,40 @@ struct TileLoads {
   const ptx::TensorMap& b_map;
   RingPosition<Spec::kNumStages> at;
 
-  __device__ __forceinline__ void operator()(const Tile& tile, int warp) {
-    const bool is_issuer = warp == 0 && ptx::lane_index() == 0;
-    if constexpr (!Spec::kGathersA) {
-      if (!is_issuer) return;
+  __device__ __forceinline__ void operator()(const Tile& drawn, int warp) {
+    if constexpr (Spec::kGathersA) {
+      gather(drawn, warp);
+    } else {
+      // All lanes go through the loop, and the shuffles tell the compiler that they have the same tile. In one lane's loop it finds out for each
+      // copy whether its lanes agree, which takes longer than the copies of few columns.
+      const Tile tile{ptx::shuffle_index(drawn.expert, 0), ptx::shuffle_index(drawn.first_row, 0),
+                      ptx::shuffle_index(drawn.end_row, 0), ptx::shuffle_index(drawn.n_block, 0)};
+      for (int k = 0; k < params.k; k += Spec::kBlockK, at.advance()) {
+        ptx::Mbarrier* full = shared.full(at.stage);
+        ptx::mbarrier_wait(shared.empty(at.stage), at.parity ^ 1);
+        if (ptx::elect_one()) {
+          ptx::mbarrier_arrive_expect_tx(full, Spec::kBBytes + Spec::kABytes);
+          load_rows<Spec>(shared.a(at.stage), *a_map, full, tile, k);
+          load_weights<Spec, kWeights>(shared.b(at.stage), b_map, full, tile, k);
+        }
+        ptx::warp_sync();
+      }
     }
+  }
+
+  __device__ __forceinline__ void gather(const Tile& tile, int warp) {
+    const bool is_issuer = warp == 0 && ptx::lane_index() == 0;
     GatheredRows<Spec> rows;
-    if constexpr (Spec::kGathersA) rows.find(params, tile);
+    rows.find(params, tile);
     for (int k = 0; k < params.k; k += Spec::kBlockK, at.advance()) {
       ptx::Mbarrier* full = shared.full(at.stage);
       ptx::mbarrier_wait(shared.empty(at.stage), at.parity ^ 1);
       if (is_issuer) {
-        ptx::mbarrier_arrive_expect_tx(full, Spec::kBBytes + (Spec::kGathersA ? 0 : Spec::kABytes));
-        if constexpr (!Spec::kGathersA) load_rows<Spec>(shared.a(at.stage), *a_map, full, tile, k);
+        ptx::mbarrier_arrive_expect_tx(full, Spec::kBBytes);
         load_weights<Spec, kWeights>(shared.b(at.stage), b_map, full, tile, k);
       }
-      if constexpr (Spec::kGathersA) {
-        rows.copy(params, shared.a(at.stage), k);
-        ptx::mbarrier_arrive_cp_async(full);
-      }
+      rows.copy(params, shared.a(at.stage), k);
+      ptx::mbarrier_arrive_cp_async(full);
     }
   }
 };
@@ -173,7 +188,10 @@ __device__ __forceinline__ void produce(const GemmParams& params, const SharedMe
                                         Loads& loads) {
   if (warp == 0) {
     draw_tiles<Spec>(params, shared, loads);
-  } else if (warp < Spec::kProducerWarps) {
+    return;
+  }
+  if constexpr (Spec::kProducerWarps > 1) {
+    if (warp >= Spec::kProducerWarps) return;
     RingPosition<Spec::kNumTileSlots> slot;
     while (true) {
       const Tile tile = take_tile<Spec>(shared, slot);

@@ -38,10 +38,12 @@ struct VarlenProducer {
   template <typename Tile>
   static __device__ __forceinline__ void load_box(unsigned char* smem, const ptx::TensorMap& map, ptx::Mbarrier* full,
                                                   int row, int kv_head, int batch) {
+    // Keys are read again for the other tiles of a head; those of a kernel of 64 rows are not.
+    constexpr ptx::CacheHint kHint =
+        Spec::kNumConsumers == 1 ? ptx::CacheHint::kEvictFirst : ptx::CacheHint::kEvictLast;
 #pragma unroll
     for (int slab = 0; slab < Tile::kNumSlabs; ++slab) {
-      ptx::tma_load_4d(smem + slab * Tile::kSlabBytes, &map, full, slab * 64, row, kv_head, batch,
-                       ptx::CacheHint::kEvictLast);
+      ptx::tma_load_4d(smem + slab * Tile::kSlabBytes, &map, full, slab * 64, row, kv_head, batch, kHint);
     }
   }
 

@@ -20,8 +20,14 @@ struct VarlenSpec : ForwardSpec<Element_, kHeadDim_, kBlockM_, kBlockN_, kNumSta
   static constexpr int kNextTileBytes = 48;
   // Registers per thread, as in ForwardSpec. Three warpgroups that compute, or two, leave the scheduling warp what it needs.
   static constexpr int kConsumers = kBlockM_ / 64;
-  static constexpr int kProducerRegisters = kConsumers == 4 ? 32 : 56;
-  static constexpr int kConsumerRegisters = kConsumers == 4 ? 112 : kConsumers == 3 ? 152 : 224;
+  // One that computes shares a multiprocessor with two other blocks at D=64 (80 registers a thread), otherwise with one.
+  static constexpr bool kIsThird = kConsumers == 1 && kHeadDim_ == 64;
+  static constexpr int kProducerRegisters = kConsumers == 4 ? 32 : kIsThird ? 48 : 56;
+  static constexpr int kConsumerRegisters = kConsumers == 4   ? 112
+                                            : kConsumers == 3 ? 152
+                                            : kConsumers == 2 ? 224
+                                            : kIsThird        ? 112
+                                                              : 200;
 };
 
 // Takes DropoutForwardParams. kScores 2: ALiBi, and a softcap before it; otherwise neither softcap nor mask tensor.
