@@ -16,6 +16,8 @@ def _overrides(part: str, base: str, own: str, *methods: str, returns: tuple[str
 
 _ATTENTION, _EXPERTS = f"{_OURS}.vllm.attention", f"{_OURS}.vllm.experts"
 _LATENT, _OUR_LATENT = "vllm.model_executor.layers.attention.mla_attention", f"{_OURS}.vllm.mla"
+_PROMPTS = "vllm.v1.attention.backends.mla.prefill.base"
+_PROMPT_SIZES = ("num_heads", "scale", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
 _QUANTISATION = "vllm.model_executor.layers.quantization"
 VLLM: tuple[Clause, ...] = (
     Defines("attention", f"{_BACKEND}:AttentionBackend", ours=f"{_ATTENTION}:FlashmoeBackend"),
@@ -111,6 +113,25 @@ VLLM: tuple[Clause, ...] = (
     Has("attention", f"{_LATENT}:MLACommonDecodeMetadata", names=("block_table", "seq_lens")),
     Has("attention", f"{_LATENT}:MLACommonMetadataBuilder", names=("query_len_support",)),
     Has("attention", f"{_LATENT}:QueryLenSupport", names=("UNIFORM",)),
+    Defines("attention", f"{_PROMPTS}:MLAPrefillBackend", ours=f"{_OUR_LATENT}:FlashmoeMLAPrefill"),
+    *_overrides(
+        "attention", f"{_PROMPTS}:MLAPrefillBackend", f"{_OUR_LATENT}:FlashmoeMLAPrefill",
+        *("get_name", "run_prefill_new_tokens", "run_prefill_context_chunk"),
+    ),
+    Calls("attention", f"{_PROMPTS}:MLAPrefillBackend.__init__", passes=(*_PROMPT_SIZES, "vllm_config")),
+    Has("attention", f"{_PROMPTS}:MLAPrefillBackend", names=(*_PROMPT_SIZES, "_prefill_metadata")),
+    *_overrides("attention", f"{_LATENT}:MLACommonMetadataBuilder", f"{_OUR_LATENT}:FlashmoeMLAMetadataBuilder", "__init__"),
+    Calls(
+        "attention", f"{_LATENT}:MLACommonMetadataBuilder.__init__", passes=("kv_cache_spec", "layer_names", "vllm_config", "device"), positional=4
+    ),
+    Has("attention", f"{_LATENT}:MLACommonMetadataBuilder", names=("_prefill_backend",)),
+    Has("attention", "vllm.config.attention:AttentionConfig", names=("mla_prefill_backend",)),
+    Has("attention", f"{_LATENT}:MLACommonPrefillMetadata", names=("query_start_loc", "max_query_len", "chunked_context")),
+    Has("attention", f"{_LATENT}:MLACommonPrefillMetadata.ChunkedContextMetadata", names=("cu_seq_lens", "max_seq_lens"), until=(0, 28)),
+    Has(
+        "attention", f"{_LATENT}:MLACommonPrefillMetadata.ContextChunk", since=(0, 29),
+        names=("query_start_loc", "cu_seq_lens", "max_query_len", "max_seq_len"),
+    ),
     *_overrides(
         "experts", f"{_MOE}.modular_kernel:FusedMoEExperts", f"{_EXPERTS}:FlashmoeExperts",
         *("activation_format", "_supports_current_device", "_supports_no_act_and_mul", "_supports_quant_scheme", "_supports_activation"),

@@ -1,11 +1,12 @@
 """vLLM for tests that do not have it: small stand-ins with the signatures of the recorded contract.
 
-With ``FLASHMOE_ENGINE_SOURCES`` (build/engines, where ``./nox -s engines`` leaves what it read), vLLM's own backend.py, registry.py and
-selector.py take the place of the stand-ins; what these import and do not need here is a mock.
+With ``FLASHMOE_ENGINE_SOURCES`` (build/engines, where ``./nox -s engines`` leaves what it read), vLLM's own backend.py, registry.py,
+selector.py and prefill/base.py take the place of the stand-ins; what these import and do not need here is a mock.
 """
 
 from __future__ import annotations
 
+import ast
 import enum
 import importlib.util
 import os
@@ -28,6 +29,7 @@ from flashmoe.moe.packed import is_packed, unpack_mxfp4
 SOURCES_VARIABLE = "FLASHMOE_ENGINE_SOURCES"
 ATTENTION = "vllm.v1.attention"
 LATENT = "vllm.model_executor.layers.attention.mla_attention"
+PROMPTS = f"{ATTENTION}.backends.mla.prefill.base"
 QUANT_KEYS = ("kFp8Dynamic128Sym", "kFp8Static128BlockSym", "kMxfp4Static")
 
 
@@ -119,12 +121,8 @@ class Backend:
 
 class Builder:
     def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: Any) -> None:
-        self.kv_cache_spec, self.layer_names, self.vllm_config, self.device = (
-            kv_cache_spec,
-            layer_names,
-            vllm_config,
-            device,
-        )
+        self.kv_cache_spec, self.layer_names = kv_cache_spec, layer_names
+        self.vllm_config, self.device = vllm_config, device
 
 
 class Impl:
@@ -148,6 +146,23 @@ class LatentBackend(Backend):
 class LatentImpl:
     def __init__(self, num_heads: int, head_size: int, scale: float, *arguments: Any, **latent: Any) -> None:
         self.num_heads, self.head_size, self.scale, self.latent = num_heads, head_size, float(scale), latent
+
+
+PROMPT_SIZES = {"num_heads": 4, "scale": 0.1, "kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128}  # fmt: skip
+
+
+class PromptBackend:
+    def __init__(self, **given: Any) -> None:
+        self.__dict__.update(given)
+
+    def prepare_metadata(self, prefill_metadata: Any) -> None:
+        self._prefill_metadata = prefill_metadata
+
+
+class LatentBuilder(Builder):
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self._prefill_backend = arguments[2].chosen  # vLLM takes it from the layer
 
 
 class QueryLenSupport(enum.Enum):
@@ -392,8 +407,9 @@ def vllm_stand_ins() -> dict[str, ModuleType]:
         ),
         f"{quantisation}.utils.quant_utils": module(f"{quantisation}.utils.quant_utils", **{key: key for key in QUANT_KEYS}),
         LATENT: module(
-            LATENT, MLACommonBackend=LatentBackend, MLACommonImpl=LatentImpl, MLACommonMetadataBuilder=Builder, QueryLenSupport=QueryLenSupport
+            LATENT, MLACommonBackend=LatentBackend, MLACommonImpl=LatentImpl, MLACommonMetadataBuilder=LatentBuilder, QueryLenSupport=QueryLenSupport
         ),
+        PROMPTS: module(PROMPTS, MLAPrefillBackend=PromptBackend),
         f"{layers}.topk_weight_and_reduce": module(f"{layers}.topk_weight_and_reduce", TopKWeightAndReduceNoOP=object),
         f"{layers}.unquantized_fused_moe_method": module(
             f"{layers}.unquantized_fused_moe_method", UnquantizedFusedMoEMethod=ExpertsMethod
@@ -401,7 +417,7 @@ def vllm_stand_ins() -> dict[str, ModuleType]:
     }  # fmt: skip
     for folder in (
         ATTENTION, "vllm.model_executor", "vllm.model_executor.layers", layers, f"{layers}.oracle", quantisation, f"{quantisation}.utils",
-        LATENT.rpartition(".")[0],
+        LATENT.rpartition(".")[0], PROMPTS.rpartition(".")[0], f"{ATTENTION}.backends.mla",
     ):  # fmt: skip
         names.setdefault(folder, module(folder))
     link(names)
@@ -424,7 +440,7 @@ def engine_sources() -> dict[str, Path]:
 
 
 def use_own_sources(modules: dict[str, ModuleType], folder: Path) -> None:
-    """vLLM's own backend.py, registry.py and selector.py in place of the stand-ins; called while ``modules`` are sys.modules'."""
+    """vLLM's own backend.py, registry.py, selector.py and prefill/base.py in place of the stand-ins; called while ``modules`` are sys.modules'."""
     needed = {
         "vllm.config": {"get_current_vllm_config_or_none": lambda: None},
         "vllm.distributed.parallel_state": {"get_dcp_world_size_and_rank": lambda _=False: (1, 0), "get_pcp_group": no_group, "get_dcp_group": no_group},
@@ -437,7 +453,7 @@ def use_own_sources(modules: dict[str, ModuleType], folder: Path) -> None:
         made = Mocked(name)
         made.__dict__.update(needed.get(name, {}))
         sys.modules[name] = modules[name] = made
-    for name in (f"{ATTENTION}.backend", f"{ATTENTION}.backends.registry", f"{ATTENTION}.selector"):
+    for name in (f"{ATTENTION}.backend", f"{ATTENTION}.backends.registry", f"{ATTENTION}.selector", PROMPTS):
         path = folder / f"{name.replace('.', '/')}.py"
         spec = importlib.util.spec_from_file_location(name, path)
         assert spec is not None
@@ -446,6 +462,15 @@ def use_own_sources(modules: dict[str, ModuleType], folder: Path) -> None:
         spec.loader.exec_module(modules[name])
         parent, _, last = name.rpartition(".")
         setattr(modules[parent], last, modules[name])
+
+
+def own_class(folder: Path, module_name: str, name: str) -> Any:
+    """A dataclass of vLLM's by its own text, alone: what its module imports is not there."""
+    tree = ast.parse((folder / f"{module_name.replace('.', '/')}.py").read_text(encoding="utf-8"))
+    tree.body = [node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == name]
+    made: dict[str, Any] = {"dataclass": dataclass, "torch": torch, "__name__": __name__}
+    exec(compile(tree, name, "exec"), made)  # annotations stay text, as in this file
+    return made[name]
 
 
 def no_group() -> None:

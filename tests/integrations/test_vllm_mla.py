@@ -1,10 +1,12 @@
-"""Latent attention of vLLM on flashmoe: decoding against float64, and which class a model with MLA gets."""
+"""Latent attention of vLLM on flashmoe: decoding and prompts against float64, and which class a model with MLA gets."""
 
 from __future__ import annotations
 
 import importlib
 import sys
 from collections.abc import Iterator
+from dataclasses import fields
+from itertools import accumulate
 from types import SimpleNamespace
 from typing import Any
 
@@ -26,9 +28,12 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 
 @pytest.fixture
-def vllm(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+def vllm(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Iterator[Any]:
     monkeypatch.delenv("FLASHMOE_FALLBACK", raising=False)
-    with engines.installed(engines.vllm_stand_ins(), "flashmoe.integrations.vllm"):
+    modules = engines.vllm_stand_ins()
+    with engines.installed(modules, "flashmoe.integrations.vllm"):
+        if getattr(request, "param", "stand-in") != "stand-in":
+            engines.use_own_sources(modules, engines.engine_sources()[request.param])
         names = {"mla": "vllm.mla", "attention": "vllm.attention", "plugin": "vllm"}
         yield SimpleNamespace(
             **{name: importlib.import_module(f"flashmoe.integrations.{path}") for name, path in names.items()}
@@ -71,6 +76,95 @@ def test_decoding_is_attention_over_the_latents(vllm: Any, device: str, tokens: 
         keys = cache[pages[at].long()].flatten(0, 1)[:length]
         wanted = reference(q[at * tokens : (at + 1) * tokens], keys)
         assert (mine.double() - wanted).abs().max() < limit
+
+
+def starts_of(lengths: list[int], device: str) -> Tensor:
+    return torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device=device)
+
+
+def filled(kind: Any, **given: Any) -> Any:
+    """One of vLLM's dataclasses, None in the fields that flashmoe does not read; a namespace where there is no class."""
+    return SimpleNamespace(**given) if kind is None else kind(**{**{one.name: None for one in fields(kind)}, **given})
+
+
+CHUNKS = ["stand-in", "stand-in, numbered", *engines.engine_sources()]
+
+
+@pytest.mark.parametrize(
+    ("vllm", "version"), [(name.partition(",")[0], name) for name in CHUNKS], indirect=["vllm"], ids=CHUNKS
+)
+def test_prompts_see_their_new_tokens_and_the_chunks_of_what_is_cached(vllm: Any, version: str, device: str) -> None:
+    """As vLLM calls: new tokens, then each chunk of the context, merged by their log-sum-exp."""
+    generator = torch.Generator().manual_seed(1)
+    dtype = torch.bfloat16 if device == "cuda" else torch.float32
+    new, chunks, heads = [5, 1, 40], [[16, 0, 7], [3, 20, 0]], 4  # of three requests; tokens of each chunk
+
+    def random(tokens: int, size: int) -> Tensor:
+        return torch.randn(tokens, heads, size, generator=generator).to(device, dtype)
+
+    def values(tokens: int) -> Tensor:  # a part of wider rows, as of vLLM's projection
+        return random(tokens, 256)[..., 128:]
+
+    folder = engines.engine_sources().get(version)
+    kind = folder and engines.own_class(folder, engines.LATENT, "MLACommonPrefillMetadata")
+    numbered = "numbered" in version or not (kind is None or hasattr(kind, "ContextChunk"))
+    starts, longest = starts_of(new, device), max(new)
+    context = None
+    if numbered:
+        context = filled(
+            kind and kind.ChunkedContextMetadata,
+            cu_seq_lens=torch.stack([starts_of(one, device) for one in chunks]), max_seq_lens=[max(one) for one in chunks],
+        )  # fmt: skip
+    config = SimpleNamespace(
+        attention_config=SimpleNamespace(mla_prefill_backend=None), chosen=SimpleNamespace(**engines.PROMPT_SIZES)
+    )
+    prompts = vllm.mla.FlashmoeMLAMetadataBuilder(None, ["a layer"], config, device)._prefill_backend
+    prompts.prepare_metadata(filled(kind, query_start_loc=starts, max_query_len=longest, chunked_context=context))
+    q, parts = random(sum(new), 192), []
+    keys, own = [(random(sum(new), 192), values(sum(new)))], [new]
+    parts.append(
+        prompts.run_prefill_new_tokens(
+            q=q, k=keys[0][0], v=keys[0][1], return_softmax_lse=True, out=None, output_scale=None
+        )
+    )
+    for at, lengths in enumerate(chunks):
+        k, v = random(sum(lengths), 192), values(sum(lengths))
+        which: dict[str, Any] = {"chunk_idx": at}
+        if not numbered:
+            of = {
+                "query_start_loc": starts,
+                "cu_seq_lens": starts_of(lengths, device),
+                "max_query_len": longest,
+                "max_seq_len": max(lengths),
+            }
+            which = {"chunk": filled(kind and kind.ContextChunk, **of)}
+        parts.append(prompts.run_prefill_context_chunk(q=q, k=k, v=v, **which))
+        keys, own = [*keys, (k, v)], [*own, lengths]
+    assert all(out.shape == (sum(new), heads, 128) and lse.shape == (heads, sum(new)) for out, lse in parts)
+    shares = torch.softmax(torch.stack([lse for _, lse in parts]).double(), 0).transpose(1, 2).unsqueeze(-1)
+    mine = (shares * torch.stack([out for out, _ in parts]).double()).sum(0)
+    alone = prompts.run_prefill_new_tokens(q, *keys[0], return_softmax_lse=False)
+    assert torch.equal(alone, parts[0][0])
+    for at, (begin, end) in enumerate(zip(starts.tolist(), starts[1:].tolist(), strict=False)):
+        rows = [slice(sum(lengths[:at]), sum(lengths[: at + 1])) for lengths in own]
+        order = [*range(1, len(own)), 0]  # what is cached comes first
+        k, v = (torch.cat([keys[part][which][rows[part]] for part in order]).double() for which in (0, 1))
+        scores = torch.einsum("qhd,khd->hqk", q[begin:end].double(), k) * engines.PROMPT_SIZES["scale"]
+        hidden = torch.arange(len(k)) > torch.arange(len(k) - new[at], len(k)).unsqueeze(1)
+        wanted = torch.softmax(scores.masked_fill(hidden.to(device), -torch.inf), -1)
+        difference = mine[begin:end] - torch.einsum("hqk,khd->qhd", wanted, v)
+        assert difference.abs().max() < (2e-2 if dtype is torch.bfloat16 else 1e-5)
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"), [({"qk_nope_head_dim": 200}, None), ({"v_head_dim": 264}, None), ({}, "FLASH_ATTN")]
+)
+def test_prompts_stay_with_what_was_named_and_with_heads_that_are_too_wide(
+    vllm: Any, changes: dict[str, int], named: str | None
+) -> None:
+    layer = SimpleNamespace(**{**engines.PROMPT_SIZES, **changes})
+    config = SimpleNamespace(attention_config=SimpleNamespace(mla_prefill_backend=named))
+    assert vllm.mla.prompts_of(layer, config) is layer
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Latent attention (MLA) of vLLM's engine: decoding by ``flashmoe.mla_decode``; prompts and the cache's new keys by vLLM's own.
+"""Latent attention (MLA) of vLLM's engine: decoding by ``flashmoe.mla_decode``, prompts by ragged attention; the cache's new keys by vLLM's own.
 
 Experimental. The cache is vLLM's 16-bit one, [blocks, block_size, 576]: the latent (512), then its rotary part (64).
 """
@@ -16,12 +16,15 @@ from vllm.model_executor.layers.attention.mla_attention import (
     QueryLenSupport,
 )
 from vllm.v1.attention.backend import AttentionCGSupport, AttentionType, MultipleOf
+from vllm.v1.attention.backends.mla.prefill.base import MLAPrefillBackend
 
+from flashmoe.attn.varlen import attention_varlen
 from flashmoe.errors import ArgumentError
 from flashmoe.integrations.vllm.attention import BLOCK, CACHES, cache_obstacle
 from flashmoe.mla.api import mla_decode
 
 HEAD_SIZE, MAX_HEADS = 576, 128
+MAX_PROMPT_HEAD_SIZE = 256  # of attention_varlen
 CAPABILITY = (8, 0)
 
 
@@ -53,7 +56,7 @@ class FlashmoeMLABackend(MLACommonBackend):  # type: ignore[misc]
 
     @classmethod
     def supports_batch_invariance(cls) -> bool:
-        return False  # prompts are vLLM's own
+        return False  # where a prompt's context is divided into chunks depends on the batch
 
     @classmethod
     def supports_kv_connector(cls) -> bool:
@@ -78,15 +81,69 @@ def heads_obstacle(num_heads: int | None) -> str | None:
     return None
 
 
+class FlashmoeMLAPrefill(MLAPrefillBackend):  # type: ignore[misc]
+    """Prompts, whose keys and values vLLM makes of the latents: the new tokens among themselves, then with each chunk of what is cached.
+
+    q and k [T, H, D], v [T, H, Dv], D and Dv at most 256; results [T, H, Dv], their log-sum-exp float32 [H, T].
+    """
+
+    @staticmethod
+    def get_name() -> str:
+        return "CUSTOM"
+
+    def run_prefill_new_tokens(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        return_softmax_lse: bool,
+        out: Tensor | None = None,
+        output_scale: Tensor | None = None,
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """vLLM gives ``out`` and ``output_scale`` only to who says that it writes quantised results."""
+        given = self._prefill_metadata
+        starts, longest = given.query_start_loc, given.max_query_len
+        return attention_varlen(
+            q, k, v, starts, starts, longest, longest, causal=True, scale=self.scale, return_lse=return_softmax_lse
+        )
+
+    def run_prefill_context_chunk(self, **given: Any) -> tuple[Tensor, Tensor]:
+        """Called by keywords: q, k, v and ``chunk_idx``, of 0.24's tensors of all chunks, or ``chunk``."""
+        chunk, whole = given.get("chunk"), self._prefill_metadata
+        if chunk is None:
+            at, context = given["chunk_idx"], whole.chunked_context
+            starts, longest = whole.query_start_loc, whole.max_query_len
+            starts_k, longest_k = context.cu_seq_lens[at], context.max_seq_lens[at]
+        else:
+            starts, longest = chunk.query_start_loc, chunk.max_query_len
+            starts_k, longest_k = chunk.cu_seq_lens, chunk.max_seq_len
+        q, k, v = given["q"], given["k"], given["v"]
+        return attention_varlen(q, k, v, starts, starts_k, longest, longest_k, scale=self.scale, return_lse=True)
+
+
+def prompts_of(layer: Any, vllm_config: Any) -> Any:
+    """Ours for a layer in place of what vLLM chose for its prompts, unless a name was given or a head is too wide."""
+    named = vllm_config.attention_config.mla_prefill_backend is not None
+    if named or max(layer.qk_nope_head_dim + layer.qk_rope_head_dim, layer.v_head_dim) > MAX_PROMPT_HEAD_SIZE:
+        return layer
+    sizes = ("num_heads", "scale", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+    return FlashmoeMLAPrefill(**{name: getattr(layer, name) for name in sizes}, vllm_config=vllm_config)
+
+
 class FlashmoeMLAMetadataBuilder(MLACommonMetadataBuilder):  # type: ignore[misc]
     """vLLM's own: requests of one query length first, to be decoded; prompts behind them."""
 
     _cudagraph_support: ClassVar[Any] = AttentionCGSupport.UNIFORM_BATCH
     query_len_support: ClassVar[Any] = QueryLenSupport.UNIFORM
+    _prefill_backend: Any
+
+    def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: Any, **more: Any) -> None:
+        super().__init__(kv_cache_spec, layer_names, vllm_config, device, **more)
+        self._prefill_backend = prompts_of(self._prefill_backend, vllm_config)
 
 
 class FlashmoeMLAImpl(MLACommonImpl):  # type: ignore[misc]
-    """Decoding over the latents; what is not decoding is the base class's."""
+    """Decoding over the latents; what is not decoding is the base class's, with the builder's prompts."""
 
     def __init__(
         self,
