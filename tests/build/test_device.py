@@ -137,12 +137,15 @@ def test_bf16_is_widened_without_the_instruction_of_9_0() -> None:
 def test_code_that_depends_on_the_type_does_not_compile_for_either(tmp_path: Path, root: Path) -> None:
     """Its row says so (by_dtype), and each type has PTX of its own."""
     units = [unit for unit in load_tables(root / "csrc").units(("sm_90a",)) if unit.row.by_dtype]
-    assert {unit.row.operation for unit in units} == {"attention_varlen_forward", "attention_decode_e4m3"}
+    operations = {"attention_varlen_forward", "attention_dropout_forward", "attention_decode_e4m3"}
+    assert {unit.row.operation for unit in units} == operations
     assert [front_end(unit) for unit in units] == units
-    unit = next(unit for unit in units if unit.name == "attention_varlen_forward_sm90_bf16_d64_scores")
-    either = replace(unit, row=replace(unit.row, by_dtype=""))
-    with pytest.raises(BuildError, match="a softcap depends on the type's range"):
-        compile_front_end(either, root=root, toolchain=find_toolchain(), cache=Cache(tmp_path))
+    reasons = {"scores": "a softcap depends on the type's range", "alibi": "ahead depends on the type's range"}
+    for variant, reason in reasons.items():
+        unit = next(unit for unit in units if unit.name == f"attention_varlen_forward_sm90_bf16_d64_{variant}")
+        either = replace(unit, row=replace(unit.row, by_dtype=""))
+        with pytest.raises(BuildError, match=reason):
+            compile_front_end(either, root=root, toolchain=find_toolchain(), cache=Cache(tmp_path))
 
 
 def test_the_host_is_told_the_virtual_capability(root: Path) -> None:
