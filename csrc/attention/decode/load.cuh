@@ -115,7 +115,7 @@ struct KeyLoader {
   const ForwardParams& params;
   const Sequence<MaskKind::kRuntime>& sequence;
   const KeyRange visible;  // keys that some row sees: the others are zeros here, whatever the tensor holds
-  const int first_word;  // the tile from which on loads say something
+  const int first_word;    // the tile from which on loads say something
   const ptx::CachePolicy policy;
   const Element* gmem;  // this lane's tensor, from the head's first element on
   // Of this lane's key of the next tile: its page, and which row of the page (of the sequence) it is.
