@@ -83,6 +83,7 @@ std::unique_ptr<Device> read_device(int32_t index) {
   found->num_multiprocessors = attribute(handle, CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT, "multiprocessors");
   found->shared_bytes_optin =
       attribute(handle, CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN, "shared memory per block");
+  found->l2_bytes = attribute(handle, CU_DEVICE_ATTRIBUTE_L2_CACHE_SIZE, "L2 cache");
   found->memory_rate = memory_rate(handle);
   return found;
 }

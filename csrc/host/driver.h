@@ -80,6 +80,7 @@ struct Device {
   int32_t capability = 0;  // 10 * major + minor
   int32_t num_multiprocessors = 0;
   int32_t shared_bytes_optin = 0;
+  int32_t l2_bytes = 0;
   int32_t memory_rate = 0;  // bytes per ns, by the memory's clock and bus; 0: the driver does not say
   std::string name;
 };

@@ -115,9 +115,7 @@ struct KeyLoader {
   const ForwardParams& params;
   const Sequence<MaskKind::kRuntime>& sequence;
   const KeyRange visible;  // keys that some row sees: the others are zeros here, whatever the tensor holds
-  // At D=64 evict_first costs 1% on GPUs for which the host asks for it.
-  static constexpr bool kObeysHost = Spec::kHeadDim > 64;
-  const Use use;
+  const int first_word;    // the tile from which on loads say something
   const ptx::CachePolicy policy;
   const Element* gmem;  // this lane's tensor, from the head's first element on
   // Of this lane's key of the next tile: its page, and which row of the page (of the sequence) it is.
@@ -127,13 +125,14 @@ struct KeyLoader {
   __device__ __forceinline__ static bool has_value() { return Spec::kHasValues && ptx::lane_index() >= kWarpKeys; }
 
   __device__ __forceinline__ KeyLoader(const ForwardParams& params_, const Sequence<MaskKind::kRuntime>& sequence_,
-                                       const Segment& segment, Use use_)
+                                       const Segment& segment, Use use)
       : params(params_),
         sequence(sequence_),
         visible(segment.seen),
-        use(use_),
-        policy(use_ == Use::kOnceOfFew || (kObeysHost && params_.evicts_first != 0) ? ptx::evict_first()
-                                                                                    : ptx::evict_normal()) {
+        first_word(use == Use::kOften  ? kUnbounded
+                   : use == Use::kOnce ? segment.tile + params_.silent_tiles
+                                       : 0),
+        policy(use == Use::kOnceOfFew || params_.silent_tiles != 0 ? ptx::evict_first() : ptx::evict_normal()) {
     gmem = static_cast<const Element*>(has_value() ? params.v : params.k) +
            sequence.key_offset(has_value() ? params.v_stride : params.k_stride, segment.head_kv);
   }
@@ -165,7 +164,7 @@ struct KeyLoader {
     const int64_t row_stride = has_value() ? params.v_stride.row : params.k_stride.row;
     const uint64_t own =
         reinterpret_cast<uint64_t>(gmem + sequence.existing_page(page) * page_stride + row * row_stride);
-    if (kWords == Words::kNever || (kWords == Words::kByUse && use == Use::kOften)) {
+    if (kWords == Words::kNever || (kWords == Words::kByUse && tile < first_word)) {
       load_from<false>(own, tile, stage_smem);
     } else {
       load_from<true>(own, tile, stage_smem);

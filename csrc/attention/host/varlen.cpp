@@ -275,16 +275,30 @@ void describe_as_band(ForwardParams& params) {
 // Of a GPU's memory, bytes per ns. An H100's has 3352, an H200's 4916. Of 1 to 2 GB of keys read to be evicted first an H200 decodes 2% to 6%
 // faster (64 sequences of 8192 keys, pages of 256: 518 to 490 us), an H100 up to 4% slower.
 constexpr int32_t kFastMemory = 4000;
+// What other kernels have left in the L2 to be written stays there for as long as all that is read makes room first, and costs 5% however long that is. So
+// blocks begin without a word, until they have read this many times what the L2 holds. Of six times as much and less, what is written costs what it gains.
+constexpr int64_t kRefills = 2;
+constexpr int64_t kFewRefills = 6;
+
+// At D=64 evict_first costs 1% there.
+int32_t silent_tiles(const ForwardParams& params, const Kernel& kernel, int64_t grid, const host::Device& gpu) {
+  const int64_t head_dim = kernel.axes[axis::kHeadDim];
+  if (gpu.memory_rate <= kFastMemory || head_dim <= 64) return 0;
+  const int64_t key_bytes = int64_t{2} * sizeof(uint16_t) * head_dim;
+  const int64_t bytes = key_bytes * params.seq_k * params.heads_kv * params.batch;  // if all sequences are as long
+  if (bytes <= kFewRefills * gpu.l2_bytes) return 1;
+  return static_cast<int32_t>(ceil_div(kRefills * gpu.l2_bytes, grid * kernel.block_n * key_bytes));
+}
 
 // Partial results: two of each block, the end of one item and the beginning of another. Its counters are zero again at the end.
 void run_decoding(ForwardParams& params, const Kernel& kernel, int64_t num_splits, const host::CudaCall& call,
                   const void* launched) {
   params.num_splits = static_cast<int32_t>(num_splits == 0 ? kMostSplits : num_splits);
-  params.evicts_first = call.gpu.memory_rate > kFastMemory ? 1 : 0;
   const int64_t rows_of_head = static_cast<int64_t>(params.seq_q) * params.score_options.folded_heads;
   const int64_t items = ceil_div(rows_of_head, kernel.block_m) * params.heads_kv * params.batch;
   const int64_t tiles = params.num_splits <= 1 ? items : items * (ceil_div(params.seq_k, kernel.block_n) + 1);
   const int64_t grid = std::min(host::grid_for(kernel, tiles, call.gpu), host::kMaxCounters);
+  params.silent_tiles = silent_tiles(params, kernel, grid, call.gpu);
   host::TileCounter counters;
   host::Workspace workspace;
   if (params.num_splits > 1) {
@@ -307,7 +321,7 @@ void run_ordered_decoding(ForwardParams& params, const OrderedDecoding& kernels,
   const Kernel& scores = *kernels.scores;
   const Kernel& values = *kernels.values;
   params.num_splits = kUnboundedSplits;
-  params.evicts_first = 1;
+  params.silent_tiles = scores.axes[axis::kHeadDim] > 64 ? 1 : 0;
   const int64_t rows_of_head = static_cast<int64_t>(params.seq_q) * params.score_options.folded_heads;
   const int64_t items = ceil_div(rows_of_head, values.block_m) * params.heads_kv * params.batch;
   const int64_t tiles = items * (ceil_div(params.seq_k, scores.block_n) + 1);

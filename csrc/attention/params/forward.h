@@ -104,7 +104,8 @@ struct ForwardParams {
   int32_t head_dim_v;  // of v and out; head_dim for the other kernels, which take it from there
   // 1: a row's bits depend on its query, its visible keys and its options alone. The host has chosen the kernel so; a softcap has one form then.
   int32_t is_consistent;
-  int32_t evicts_first;  // decoding: 1: keys are read to be evicted first from the L2 in large batches, too
+  // Decoding of large batches: key tiles that a block reads without a word to the L2 before it says evict_first; 0: evict_normal throughout.
+  int32_t silent_tiles;
   Batch sequences;
   ScoreOptions score_options;
 };
