@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ast
 import re
 import sys
+import warnings
 from collections.abc import Mapping, Sequence
 from email.parser import Parser
 from pathlib import PurePosixPath
@@ -86,9 +88,25 @@ def _lost(wheel: Wheel, idle: Sequence[str]) -> list[tuple[str, int, str]]:
             lent = any(what.lstrip("_").lower().startswith(name) for name in required)  # cffi has _cffi_backend
             standard = {what, origin[1] if origin else what} & sys.stdlib_module_names
             sought = ".so." in what  # by the loader, as libcuda.so.1
-            if not (what in held or what in defined or standard or lent or sought):
+            is_there = what in held or what in defined or standard or lent or sought
+            if not is_there and not _is_prose(text or "", match.start()):
                 lost.setdefault(what, (source, (text or "").count("\n", 0, match.start()) + 1, what))
     return list(lost.values())
+
+
+def _is_prose(text: str, place: int) -> bool:
+    """Whether the place is in a comment, or in a string that stands by itself, as a docstring does."""
+    if "#" in text[text.rfind("\n", 0, place) + 1 : place]:
+        return True
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            tree = ast.parse(text)
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return False  # of Python that cannot be read, the check of sources tells
+    line = text.count("\n", 0, place) + 1
+    strings = (node for node in ast.walk(tree) if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant))
+    return any(node.lineno <= line <= (node.end_lineno or 0) for node in strings)
 
 
 def _lost_check(source: str, line: int, what: str, idle: Sequence[str]) -> Check:

@@ -237,14 +237,24 @@ def test_a_private_module_of_a_required_distribution(workshop: Workshop, require
     assert bool(found) is is_wrong
 
 
-@pytest.mark.parametrize(("loaded", "is_wrong"), [("libcuda.so.1", False), ("libcuda.so", True)])
-def test_a_library_of_the_system_that_a_tool_opens(workshop: Workshop, loaded: str, is_wrong: bool) -> None:
-    """As a tool of onnxruntime opens the driver, beside a library that other libraries open by a name put together at run time."""
+@pytest.mark.parametrize(
+    ("body", "is_wrong"),
+    [
+        ("return ctypes.CDLL('libcuda.so.1')", False),
+        ("return ctypes.CDLL('libcuda.so')", True),
+        ('"""As by gdb:\n\n    call dlopen("/home/me/libcuda.so", 2)\n    """', False),
+        ('return """Not by itself:\n\n    call dlopen("/home/me/libcuda.so", 2)\n    """', True),
+        ("return None  # ctypes.CDLL('libcuda.so')", False),
+    ],
+)
+def test_a_library_of_the_system_that_a_tool_opens(workshop: Workshop, body: str, is_wrong: bool) -> None:
+    """As a tool of onnxruntime opens the driver, beside a library that other libraries open by a name put together at run time; a
+    docstring of debugpy tells of a library and opens none."""
     files: dict[str, bytes | str] = {
-        "flash_science/__init__.py": f"import ctypes\n\n\ndef tune():\n    return ctypes.CDLL('{loaded}')\n",
+        "flash_science/__init__.py": f"import ctypes\n\n\ndef tune():\n    {body}\n",
         "flash_science/libdata.so.1": workshop.extension({"d.cpp": "int x;"}).read_bytes(),
     }
-    found = [check.name for check in failures(audit(workshop.wheel(files, name=LOCAL))) if loaded in check.name]
+    found = [check.name for check in failures(audit(workshop.wheel(files, name=LOCAL))) if "libcuda.so" in check.name]
     assert bool(found) is is_wrong
 
 
