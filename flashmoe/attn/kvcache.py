@@ -5,6 +5,7 @@ Importing this module imports torch and loads the compiled extension.
 
 from __future__ import annotations
 
+import re
 from typing import TYPE_CHECKING, Any, Literal, NoReturn, overload
 
 import torch
@@ -173,9 +174,10 @@ def attention_with_kvcache(
 
 
 def _by_our_name(error: FlashmoeError) -> FlashmoeError:
-    """The operators know the lengths as seqused_k."""
+    """The operators know the lengths as seqused_k, and caches as k and v."""
     text = str(error)
-    return type(error)(text.replace("seqused_k", "cache_seqlens")) if "seqused_k" in text else error
+    ours = re.sub("^([kv]) must", r"\1_cache must", text).replace("seqused_k", "cache_seqlens")
+    return error if ours == text else type(error)(ours)
 
 
 def _room(pages: Tensor, block_table: Tensor) -> int:

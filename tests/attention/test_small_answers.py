@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import errno
+import re
+from contextlib import nullcontext
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 import torch
 from torch.autograd import forward_ad
 
 import flashmoe
-from flashmoe import __main__
+from flashmoe import __main__, checks
 from flashmoe.attn import fp8, kvcache, sdpa, sdpa_dispatch
-from flashmoe.errors import ArgumentError, DeviceError, DifferentiationError
+from flashmoe.errors import ArgumentError, DeviceError, DifferentiationError, DtypeError, FlashmoeError
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # what torch says about torch itself
 
@@ -83,13 +89,72 @@ def test_what_is_no_probability_of_dropout(dropout_p: float) -> None:
         flashmoe.attention(q, q, q, dropout_p=dropout_p)
 
 
-def test_dropout_has_no_forward_mode() -> None:
-    q = torch.randn(2, 2, 3, 8)
+@pytest.mark.parametrize("options", [{}, {"return_lse": True}, {"dropout_p": 0.5}, {"consistent": True}])
+@pytest.mark.parametrize("is_ragged", [False, True])
+def test_no_tensor_of_any_call_has_a_forward_mode(is_ragged: bool, options: dict[str, Any]) -> None:
+    """And none loses its tangent: each of them alone has one."""
+    if is_ragged:
+        ends = torch.tensor([0, 2, 5], dtype=torch.int32)
+        tensors, call = {name: torch.randn(5, 2, 8) for name in "qkv"}, flashmoe.attention_varlen
+        rest: dict[str, Any] = {"cu_seqlens_q": ends, "cu_seqlens_k": ends, "max_seqlen_q": 3, "max_seqlen_k": 3}
+    else:
+        tensors, rest, call = {name: torch.randn(2, 2, 3, 8) for name in "qkv"}, {}, flashmoe.attention
+        tensors |= {} if "consistent" in options else {"attn_mask": torch.randn(3, 3)}
+    tensors["sinks"] = torch.randn(2)
+    with torch.no_grad():
+        call(**tensors, **rest, **options)
     with forward_ad.dual_level():
-        assert forward_ad._current_level == 0
-        dual = forward_ad.make_dual(q, q)
-        with pytest.raises(DifferentiationError, match="forward"):
-            flashmoe.attention(dual, q, q, dropout_p=0.5)
+        for name, tensor in tensors.items():
+            dual = {**tensors, name: forward_ad.make_dual(tensor, tensor)}
+            with pytest.raises(DifferentiationError, match="forward"):
+                call(**dual, **rest, **options)
+
+
+_DENSE, _ENDS = torch.zeros(2, 2, 3, 8), torch.tensor([0, 2, 5], dtype=torch.int32)
+_OPTIONS: dict[str, Any] = {
+    "causal": False,
+    "scale": 0.5,
+    "window": (1, 1),
+    "softcap": 1.0,
+    "sinks": torch.zeros(2),
+    "return_lse": False,
+}
+_LENGTHS = {"cu_seqlens_q": _ENDS, "cu_seqlens_k": _ENDS, "max_seqlen_q": 3, "max_seqlen_k": 3}
+_CACHED = ("q", "k_cache", "v_cache", "k_new", "v_new")
+_CACHES: dict[str, Any] = {name: torch.zeros(2, 2, 1 if "new" in name else 3, 8) for name in _CACHED}
+_ROWS = torch.zeros(5, 2, 8)
+_RAGGED: dict[str, Any] = {**dict.fromkeys("qkv", _ROWS), **_LENGTHS, **_OPTIONS, "alibi_slopes": None}
+
+
+@pytest.mark.parametrize("wrong", [object(), "text", [1.0], b"x"], ids=lambda value: type(value).__name__)
+@pytest.mark.parametrize(
+    ("function", "call"),
+    [
+        (flashmoe.attention, {**dict.fromkeys("qkv", _DENSE), **_OPTIONS, "attn_mask": None, "dropout_p": 0.0}),
+        (flashmoe.attention_varlen, {**_RAGGED, "seqused_k": None, "block_table": None, "num_splits": 0}),
+        (flashmoe.attention_with_kvcache, {**_CACHES, "cache_seqlens": _ENDS[:2], **_OPTIONS, "num_splits": 0}),
+    ],
+    ids=["dense", "ragged", "caches"],
+)  # fmt: skip
+def test_a_value_of_another_type_is_told_by_its_argument(function: Any, call: dict[str, Any], wrong: object) -> None:
+    """Each argument in turn, the others being what they have to be."""
+    call = {**call, "consistent": False, "k_scale": None, "v_scale": None}
+    for name in call:
+        with pytest.raises(FlashmoeError) as caught:
+            function(**{**call, name: wrong})
+        assert re.match(rf"(each side of )?{name} must|{name}:? ", str(caught.value)), (name, str(caught.value))
+
+
+@pytest.mark.parametrize("kind", ["cpu", "meta"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn, torch.int8, torch.float32, None])
+def test_a_layer_s_dtype(kind: str, dtype: torch.dtype | None) -> None:
+    """Another floating one of 16 bits or more is refused, but under autocast, which a described tensor has not."""
+    x, weight = torch.empty(2, device=kind), dtype and torch.empty(2, dtype=dtype, device=kind)
+    for autocast in (False, True):
+        is_refused = dtype is torch.bfloat16 and (kind == "meta" or not autocast)
+        refusal = pytest.raises(DtypeError, match="x is torch") if is_refused else nullcontext()
+        with torch.autocast("cpu", enabled=autocast), refusal:
+            checks.check_input_dtype("x", x, weight)
 
 
 def test_errors_that_are_typed_stay_so_under_transforms(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -145,6 +210,29 @@ def test_a_module_that_is_missing_without_a_name(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(__main__, "_run", run)
     with pytest.raises(ModuleNotFoundError, match="nobody says which"):
         __main__.main(["doctor"])
+
+
+def test_an_error_of_the_system_that_nothing_explains_is_raised(monkeypatch: pytest.MonkeyPatch) -> None:
+    def run(_: object) -> int:
+        raise OSError(errno.ESRCH, "no such process")
+
+    parsed = SimpleNamespace(run=run), []
+    monkeypatch.setattr(__main__, "make_parser", lambda _: SimpleNamespace(parse_known_args=lambda _: parsed))
+    with pytest.raises(ProcessLookupError):
+        __main__.main(["doctor"])
+
+
+def test_what_is_no_tensor_is_not_jagged() -> None:
+    rows = torch.nested.nested_tensor([torch.zeros(2, 8)], layout=torch.jagged)
+    found = [sdpa_dispatch.are_jagged(rows, other) for other in (rows, torch.zeros(2), None, "text")]
+    assert found == [True, False, False, False]
+
+
+@pytest.mark.parametrize(("query", "key", "expected"), [((4, 3, 8), (2, 3, 8), True), ((3, 8), (2, 3, 8), False),
+    ((4, 3, 8), (3, 8), False), ((4, 3, 8), (1, 3, 8), False), ((4, 3, 8), (3, 3, 8), False), ((4, 3, 8), (4, 3, 8), False)])  # fmt: skip
+def test_what_would_form_groups(query: tuple[int, ...], key: tuple[int, ...], expected: bool) -> None:
+    assert sdpa_dispatch.would_form_groups(torch.zeros(query), torch.zeros(key)) is expected
+    assert not sdpa_dispatch.would_form_groups(torch.zeros(query), None)
 
 
 def test_masks_of_heads_that_form_groups() -> None:

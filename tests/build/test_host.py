@@ -35,6 +35,18 @@ def test_an_object_is_the_same_without_the_precompiled_headers(root: Path, tmp_p
     assert len(list(tmp_path.glob("precompiled/*/*.gch"))) == 1
 
 
+def test_the_library_s_sources(root: Path) -> None:
+    """The emulator is none of them, and neither are another machine's kernels."""
+    generated = root / "generated.cpp"
+    for machine, other in (("x86_64", "neon"), ("aarch64", "avx2")):
+        *found, last = host.host_sources(root, generated, machine)
+        folders = {source.relative_to(root / "csrc").parts[0] for source in found}
+        assert {"host", "attention", "moe", "cpu"} <= folders
+        assert "emulation" not in folders
+        assert not [source for source in found if source.stem.endswith(other)]
+        assert (found, last) == (sorted(found), generated)
+
+
 def test_only_ptx_ends_with_a_zero() -> None:
     """The driver reads PTX as a C string; machine code is embedded as it is, every one at its alignment."""
     units = load_tables().units()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import subprocess
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -197,6 +198,12 @@ def test_what_git_prints_is_told_wherever_it_prints_it(repository: Repository) -
         git(repository.root, "diff", "--exit-code")
     with pytest.raises(ArgumentError, match="git show: fatal"):
         git(repository.root, "show", "no-such-commit")
+
+
+def test_git_runs_in_the_environment_that_is_given(tmp_path: Path) -> None:
+    words = ("-c", "alias.tell=!echo $ASKED $LC_ALL", "tell")
+    assert git(tmp_path, *words, environment={**os.environ, "ASKED": "this", "LC_ALL": "POSIX"}) == "this POSIX"
+    assert git(tmp_path, *words) == "C"
 
 
 def test_only_the_good_end_is_good_unseen(tmp_path: Path) -> None:

@@ -68,6 +68,7 @@ def test_a_library_built_elsewhere_skips_the_build(tmp_path: Path) -> None:
     library.touch()
     given = pipeline(tmp_path, step("build", "FAIL", 1), step("next"))
     given.paths = find_paths(tmp_path, library)
+    assert (given.paths.library, given.paths.given, find_paths(tmp_path).given) == (library, True, False)
     report = given.run()
     assert verdicts(report) == {"build": "SKIP", "next": "PASS"}
     assert "built elsewhere" in report.checks[0].found
