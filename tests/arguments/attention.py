@@ -82,7 +82,8 @@ def _pages(h: int = 4, kv: int = 2, pages: int = 6, size: int = 16, d: int = 16,
 
 
 def _paged_codes(h: int = 4, kv: int = 2, pages: int = 6, size: int = 16) -> Call:
-    call = {**_pages(h, kv, pages, size), **_SCALES, "v_scale": t("float32", pages, 1, kv, 1)}
+    """Of which no row sees the first page: it may be nobody's."""
+    call = {**_pages(h, kv, pages, size), **_SCALES, "v_scale": t("float32", pages, 1, kv, 1), "window_left": 0}
     return {**call, "q": t("bfloat16", 9, h, 16), "k": t(E4M3, pages, size, kv, 16), "v": t(E4M3, pages, size, kv, 16)}
 
 
@@ -188,6 +189,7 @@ NUMBERS: dict[str, tuple[Any, ...]] = {
         (5, 0, 3, 1, 4, 6),
         (6, 0, 3, 1, 4, 2),
         (5, 0, 3, -9, 4, 2),
+        (6, 0, 3, 6, 4, 2),
     ),
     "cache_seqlens": ((-1, 0), (0, -1), (7, 0), (0, 6), (46, 0), (45, 45), (13, 14), (16, 32), (15, 31), (0, 0)),
     "causal": (True, False),

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
 import inspect
 import math
+import mmap
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -66,11 +68,12 @@ class T:
         return replace(self, sizes=sizes, strides=contiguous(sizes))
 
     def real(self, is_written: bool = False) -> Tensor:
-        """Of these elements in this layout, whatever it is; the same tensor again unless it is written."""
-        return self._real.__wrapped__(self) if is_written else self._real()
+        """Of these elements in this layout, whatever it is, with NaN between them; the same tensor again unless it is written. The page behind
+        its last element has no access, and one that is not written can be read alone: a kernel that does otherwise ends the process."""
+        return self._real.__wrapped__(self, True) if is_written else self._real()
 
     @lru_cache(maxsize=4096)  # noqa: B019  # descriptions of one test
-    def _real(self) -> Tensor:
+    def _real(self, is_written: bool = False) -> Tensor:
         dtype, count = getattr(torch, self.dtype), math.prod(self.sizes)
         span = (
             1 + sum((size - 1) * stride for size, stride in zip(self.sizes, self.strides, strict=True)) if count else 0
@@ -80,9 +83,37 @@ class T:
             torch.tensor(self.values)[torch.arange(max(count, span)) % len(self.values)] if self.values else drawn / 3
         )
         flat = flat.to(dtype)
+        if not span:
+            return flat.as_strided(self.sizes, self.strides)
+        memory, protect = _in_front_of_a_wall(span * dtype.itemsize)
+        made = memory.view(dtype).as_strided(self.sizes, self.strides)
         if 0 in self.strides:
-            return flat[:span].as_strided(self.sizes, self.strides)
-        return torch.empty_strided(self.sizes, self.strides, dtype=dtype).copy_(flat[:count].view(self.sizes))
+            memory.view(dtype).copy_(flat[:span])
+        else:
+            made.copy_(flat[:count].view(self.sizes))
+        protect(mmap.PROT_READ | (mmap.PROT_WRITE if is_written else 0))
+        return made
+
+
+def _in_front_of_a_wall(size: int) -> tuple[Tensor, Callable[[int], None]]:
+    """As many bytes, each 255, which end where a page without access begins; and what sets the access to them."""
+    length = -(-size // mmap.PAGESIZE) * mmap.PAGESIZE
+    held = mmap.mmap(-1, length + mmap.PAGESIZE)
+    begin = ctypes.addressof(ctypes.c_char.from_buffer(held))
+
+    def protect(access: int, first: int = begin, extent: int = length) -> None:
+        status = ctypes.CDLL(None, use_errno=True).mprotect(ctypes.c_void_p(first), ctypes.c_size_t(extent), access)
+        assert status == 0, ctypes.get_errno()
+
+    protect(0, begin + length, mmap.PAGESIZE)
+    return torch.frombuffer(held, dtype=torch.uint8, count=size, offset=length - size).fill_(255), protect
+
+
+def outside(tensor: Tensor) -> Tensor:
+    """The bytes of its memory that are none of its elements."""
+    memory = torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage()).clone()
+    memory.view(tensor.dtype).as_strided(tensor.shape, tensor.stride()).zero_()
+    return memory
 
 
 Call = dict[str, Any]  # an operator's arguments in the order of its schema
@@ -138,15 +169,18 @@ def changed_tensor(tensor: T) -> Iterator[tuple[str, T | None]]:
 
 
 def changes(
-    make: Callable[..., Call], sizes: dict[str, tuple[int, ...]], numbers: dict[str, tuple[Any, ...]]
+    make: Callable[..., Call],
+    sizes: dict[str, tuple[int, ...]],
+    numbers: dict[str, tuple[Any, ...]],
+    of: Callable[..., Call] | None = None,
 ) -> Iterator[tuple[str, Call]]:
     """The valid call itself, of either device; each size of it changed wherever it stands; each argument changed alone.
 
-    ``sizes``: further ones by the names of ``make``'s parameters. ``numbers``: of arguments that are no tensors, and elements of tensors.
+    ``sizes``: further ones by the names of ``make``'s parameters, or ``of``'s. ``numbers``: of arguments that are no tensors, and elements of tensors.
     """
     call = make()
     yield "as it is", call
-    for name, parameter in inspect.signature(make).parameters.items():
+    for name, parameter in inspect.signature(of or make).parameters.items():
         for size in dict.fromkeys((0, parameter.default + 1, 1, *sizes.get(name, ()))):
             yield f"{name} is {size}", make(**{name: size})
     for device in ("cpu", "cuda:0", "xpu:0"):

@@ -61,7 +61,8 @@ def _into(make: Callable[..., Call]) -> Callable[..., Call]:
 
 def _saved(tokens: int, experts: int) -> Call:
     slots = 2 * tokens
-    rows = {"row_slots": t("int32", slots, values=(1, 0)), "slot_rows": t("int32", slots, values=(1, 0))}
+    swapped = t("int32", slots, values=tuple(slot ^ 1 for slot in range(64)))
+    rows = {"row_slots": swapped, "slot_rows": swapped}
     ends = [min(end, slots) for end in (0, 2, 3, 7)][: max(experts, 1)]
     ends += [slots] * (experts + 1 - len(ends))
     return {"expert_offsets": t("int32", experts + 1, values=tuple(ends)), **rows, "row_weights": t("float32", slots)}

@@ -8,13 +8,16 @@ import subprocess
 import sys
 from collections.abc import Iterable
 from pathlib import Path
+from types import ModuleType
 
+from flashmoe import _extension
 from flashmoe_build.compile.cache import Cache
 from flashmoe_build.compile.codegen import PlacedBinary, kernel_table_source
 from flashmoe_build.compile.host import compile_source, sanitizers
 from flashmoe_build.compile.jobs import run_all
 from flashmoe_build.compile.toolchain import find_toolchain
 from flashmoe_tools.tables import load_tables
+from tests.host.every_call import EXPECTED, on_the_cpu
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
@@ -64,8 +67,10 @@ def link(folder: Path, *sources: Path) -> Path:
     return path
 
 
-def run_tests(library: Path, operation: str) -> None:
-    """Those of tests/host/OPERATION/on_fake_gpu.py."""
+def run_tests(library: Path, operation: str, part: ModuleType) -> None:
+    """Those of tests/host/OPERATION/on_fake_gpu.py, with the CPU's results of the part of tests/arguments."""
+    _extension.load()
+    on_the_cpu(part, library.with_name(EXPECTED))
     options = [
         "-q",
         "-p",

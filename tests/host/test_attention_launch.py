@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from tests.arguments import attention
 from tests.host.faked import CSRC, compile_extension, run_tests
 
 ON_THE_CPU = ("cpu", "e4m3_cpu")
@@ -12,4 +13,8 @@ ON_THE_CPU = ("cpu", "e4m3_cpu")
 
 def test_on_a_fake_gpu(tmp_path: Path) -> None:
     names = sorted(path.stem for path in (CSRC / "attention" / "host").glob("*.cpp"))
-    run_tests(compile_extension(tmp_path, "attention", (name for name in names if name not in ON_THE_CPU)), "attention")
+    run_tests(
+        compile_extension(tmp_path, "attention", (name for name in names if name not in ON_THE_CPU)),
+        "attention",
+        attention,
+    )

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from tests.arguments import experts
 from tests.host.faked import compile_extension, run_tests
 
 NAMES = (
@@ -28,4 +29,4 @@ NAMES = (
 
 
 def test_on_a_fake_gpu(tmp_path: Path) -> None:
-    run_tests(compile_extension(tmp_path, "moe", NAMES), "moe")
+    run_tests(compile_extension(tmp_path, "moe", NAMES), "moe", experts)
