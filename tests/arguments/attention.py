@@ -243,6 +243,6 @@ ROWS: tuple[Row, ...] = (
         for make in (_append, _append_pages)
     ),
     ("attention_fp8_forward", _fp8, lambda c, _=None: fp8(c)),
-    ("attention_fp8_varlen_forward", _fp8_varlen, lambda c, _=None: fp8_varlen(c)),
+    ("attention_fp8_varlen_forward", _fp8_varlen, fp8_varlen),
 )
 ELSEWHERE = {"_flash_attention_backward", "_attention_bias_gradient"}  # their own tests

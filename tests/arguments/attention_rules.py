@@ -389,10 +389,10 @@ def fp8_dtypes(c: Call) -> None:
     need(q.dtype == k.dtype == v.dtype == E4M3, "attention.fp8_dtypes", q=q.dtype, k=k.dtype, v=v.dtype)
 
 
-def fp8_varlen(c: Call) -> None:
+def fp8_varlen(c: Call, values: dict[str, Any] | None = None) -> None:
     for name in ("cu_seqlens_q", "cu_seqlens_k"):
         need(c[name] is not None, "tensor.missing", name=name)
-    batch = varlen({**OPTIONS, **c}, code_queries=True)
+    batch = varlen({**OPTIONS, **c}, values, code_queries=True)
     for name in "qkv":
         scale_values(c, f"{name}_scale", c[name], batch, c["q"])
 

@@ -1,10 +1,10 @@
 // ALiBi (../../scores.cuh) in the accumulator layout of wgmma, and where the references of its rows move.
 #pragma once
 
+#include "attention/forward/sm90/softcap.cuh"
 #include "attention/forward/sm90/softmax.cuh"
 #include "attention/params/forward.h"
 #include "attention/softmax.cuh"
-#include "ptx/elements.cuh"
 #include "ptx/math.cuh"
 #include "ptx/special_registers.cuh"
 
@@ -15,13 +15,9 @@ namespace sm90 {
 // Exponents of P while a row's scores rise: its largest is between 2^-kRisingAhead and 2^kRisingMost. Of float16 what costs no value precision;
 // bfloat16 has the range of float32, of which sums over 2^20 keys and v as small or as large as 2^40 leave this.
 template <typename Element>
-constexpr float kRisingMost = 60.0f;
+constexpr float kRisingMost = kHasRangeOfFloat<Element> ? 60.0f : 15.0f;
 template <typename Element>
-constexpr float kRisingAhead = 30.0f;
-template <>
-inline constexpr float kRisingMost<ptx::F16> = 15.0f;
-template <>
-inline constexpr float kRisingAhead<ptx::F16> = 6.0f;
+constexpr float kRisingAhead = kHasRangeOfFloat<Element> ? 30.0f : 6.0f;
 constexpr float kRisingSpread = 8.0f;  // of the maxima of rows without the bias, beside its rise
 
 // Adds it to a block's scores. own_key: of the thread's first row. What a row gets depends on its own key and the block alone.
