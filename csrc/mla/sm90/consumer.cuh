@@ -6,10 +6,12 @@
 //   first    S(a)  softmax(a)  O += P(a) V(a)   wait for P(b)  O += P(b) V(b)
 //   second   S(b)  wait for P(a)  O += P(a) V(a)  softmax(b)   O += P(b) V(b)
 //
+// Of codes both take block after block: S, softmax and P V of its own, P V of the other's.
 // The running maximum goes from block to block, so a row's result is that of key blocks in their order.
 #pragma once
 
 #include "device/convert.cuh"
+#include "device/exchange.cuh"
 #include "device/named_barriers.cuh"
 #include "device/reduce.cuh"
 #include "device/warpgroup_product.cuh"
@@ -39,6 +41,8 @@ struct Consumer {
   static constexpr int kPartOutputs = kOutputs / Spec::kValueParts;
   static constexpr int kValueSteps = Spec::kBlockN / 16;
   static constexpr int kRotarySteps = 4;
+  // Words that lanes of a quad exchange for stores of 16 bytes; of codes, where registers are scarce, none.
+  static constexpr int kGathered = Spec::kHasCodes ? 1 : 4;
   static constexpr int kOwnGroup = kConsumer == 0 ? kLeft : kRight;
 
   const DecodeParams& params;
@@ -308,7 +312,25 @@ struct Consumer {
     float now[2];
     float sum[2];
     int found[2] = {0, 0};
-    if constexpr (kConsumer == 0) {
+    if constexpr (Spec::kHasCodes) {  // block after block, as they are converted: a stage is empty the sooner
+      for (int index = 0; index < blocks; ++index) {
+        if (index % 2 == kConsumer) {
+          issue_scores(scores, rotary, index);
+          find_indices(found, segment, index);
+          ptx::wgmma_wait<0>();
+          weigh(probabilities, scores, segment, index, seen_by_all, found, now, sum);
+          add_own(output, probabilities, now, sum, index);
+          finish(output);
+          release_value(index);
+        } else {
+          wait_other(index, now);
+          advance_max(now, output);
+          issue_other(output, index);
+          finish(output);
+          release_other(index);
+        }
+      }
+    } else if constexpr (kConsumer == 0) {
       for (int index = 0;; index += 2) {
         issue_scores(scores, rotary, index);
         find_indices(found, segment, index);
@@ -365,19 +387,32 @@ struct Consumer {
       const int row = row_tile * Spec::kBlockM + row_of_tile;
       const float total =
           ptx::ld_shared_float(shared.row_sum(0, row_of_tile)) + ptx::ld_shared_float(shared.row_sum(1, row_of_tile));
-      if (row >= num_rows) continue;
       const float shift = row_max[r] * params.scale_log2;
-      const bool is_first = kConsumer == 0 && lane % 4 == 0;
-      const int column = kConsumer * (kLatentDim / 2) + lane % 4 * 2;
+      const bool exists = row < num_rows;
+      const bool is_first = kConsumer == 0 && lane % 4 == 0 && exists;
+      const int column = kConsumer * (kLatentDim / 2);
       if (segment.is_whole()) {
         const FinishedRow finished = finish_row(params, row % params.heads, shift, total);
         if (is_first && params.lse != nullptr) store_lse(params, segment.batch, row, finished.lse);
         Element* out_gmem = static_cast<Element*>(params.out) +
                             (static_cast<int64_t>(segment.batch) * num_rows + row) * kLatentDim + column;
 #pragma unroll
-        for (int j = 0; j < kOutputs / 4; ++j) {
-          ptx::st_global_32(out_gmem + 8 * j, pack<Element>(output[4 * j + 2 * r] * finished.inverse,
-                                                            output[4 * j + 2 * r + 1] * finished.inverse));
+        for (int j = 0; j < kOutputs / 4; j += kGathered) {
+          uint32_t words[kGathered];
+#pragma unroll
+          for (int i = 0; i < kGathered; ++i) {
+            words[i] = pack<Element>(output[4 * (j + i) + 2 * r] * finished.inverse,
+                                     output[4 * (j + i) + 2 * r + 1] * finished.inverse);
+          }
+          if constexpr (kGathered == 1) {
+            if (exists) ptx::st_global_32(out_gmem + 8 * j + lane % 4 * 2, words[0]);
+          } else {
+            exchange(words[0], words[1], 1);
+            exchange(words[2], words[3], 1);
+            exchange(words[0], words[2], 2);
+            exchange(words[1], words[3], 2);
+            if (exists) ptx::st_global_128(out_gmem + 8 * (j + lane % 4), words);
+          }
         }
         continue;
       }
@@ -388,9 +423,18 @@ struct Consumer {
       }
       float* out_gmem = params.out_partial + at * kLatentDim + column;
 #pragma unroll
-      for (int j = 0; j < kOutputs / 4; ++j) {
-        const uint32_t words[2] = {ptx::float_bits(output[4 * j + 2 * r]), ptx::float_bits(output[4 * j + 2 * r + 1])};
-        ptx::st_global_64(out_gmem + 8 * j, words);
+      for (int j = 0; j < kOutputs / 4; j += kGathered / 2 + kGathered % 2) {
+        const float* sums = output + 4 * j + 2 * r;
+        if constexpr (kGathered == 1) {
+          const uint32_t words[2] = {ptx::float_bits(sums[0]), ptx::float_bits(sums[1])};
+          if (exists) ptx::st_global_64(out_gmem + 8 * j + lane % 4 * 2, words);
+        } else {
+          uint32_t words[4] = {ptx::float_bits(sums[0]), ptx::float_bits(sums[1]), ptx::float_bits(sums[4]),
+                               ptx::float_bits(sums[5])};
+          exchange(words[0], words[2], 1);
+          exchange(words[1], words[3], 1);
+          if (exists) ptx::st_global_128(out_gmem + 8 * (j + lane % 2) + lane % 4 / 2 * 4, words);
+        }
       }
     }
   }

@@ -1,0 +1,18 @@
+// Words that lanes of a quad hold in columns become rows, for wider stores.
+#pragma once
+
+#include "ptx/shuffle.cuh"
+#include "ptx/special_registers.cuh"
+
+namespace flashmoe {
+
+// Two lanes that differ in lane_bit transpose their 2 x 2 words: the lane without the bit has the partner's `low` as its `high` then, the
+// other one the partner's `high` as its `low`.
+__device__ __forceinline__ void exchange(uint32_t& low, uint32_t& high, int lane_bit) {
+  const bool has_bit = (ptx::lane_index() & lane_bit) != 0;
+  const uint32_t received = ptx::shuffle_xor(has_bit ? low : high, lane_bit);
+  low = has_bit ? received : low;
+  high = has_bit ? high : received;
+}
+
+}  // namespace flashmoe
