@@ -66,12 +66,7 @@ def attend(
     if not isinstance(q, Tensor) or q.dtype is not E4M3:
         _refuse_wide(q, scales)
     arguments.check_scalars(scale, causal, return_lse, consistent)
-    dtype = _out_dtype(out_dtype)
-    if not is_compiling():
-        for name, tensor in zip("qkv", tensors, strict=True):
-            arguments.check_is_dense_tensor(name, tensor)
-    factor = float(max(q.shape[-1:], default=1) or 1) ** -0.5 if scale is None else float(scale)
-    parts = [split_scale(name, one) for name, one in zip(_NAMES, scales, strict=True)]
+    dtype, factor, parts = _prepared(tensors, scales, out_dtype, scale)
     values, factors = zip(*parts, strict=True)
     every = (*tensors, factor, causal, dtype is torch.float16, *values, *factors)
     chosen = {name: value for name, value in options.items() if not _is_default(value)}
@@ -107,12 +102,7 @@ def attend_varlen(
         msg = "out is given, but q is torch.float8_e4m3fn, whose result has another dtype; leave out away"
         raise ArgumentError(msg)
     arguments.check_scalars(scale, causal, return_lse, options["consistent"])
-    dtype = _out_dtype(out_dtype)
-    if not is_compiling():
-        for name, tensor in zip("qkv", tensors, strict=True):
-            arguments.check_is_dense_tensor(name, tensor)
-    factor = float(max(q.shape[-1:], default=1) or 1) ** -0.5 if scale is None else float(scale)
-    parts = [split_scale(name, one) for name, one in zip(_NAMES, scales, strict=True)]
+    dtype, factor, parts = _prepared(tensors, scales, out_dtype, scale)
     cu_seqlens_q, cu_seqlens_k, seqused_k, *most = lengths
     given = {"seqused_k": seqused_k, "causal": causal, "scale": factor, "return_lse": return_lse, **options}
     if options["block_table"] is not None:
@@ -159,12 +149,20 @@ def _dequantize_tokens(
     return (codes.float() * factor * (values[..., None] if values.dim() > 0 else values)).to(dtype)
 
 
-def _out_dtype(out_dtype: torch.dtype | None) -> torch.dtype:
+def _prepared(
+    tensors: tuple[Any, Any, Any], scales: Scales, out_dtype: torch.dtype | None, scale: float | None
+) -> tuple[torch.dtype, float, list[tuple[Tensor | None, float]]]:
+    """The output's dtype, the factor of the scores, and of each tensor its scales and their factor."""
     dtype = torch.bfloat16 if out_dtype is None else out_dtype
     if dtype not in OUT_DTYPES:
         msg = f"out_dtype must be torch.bfloat16 or torch.float16; found {out_dtype}; convert the result"
         raise DtypeError(msg)
-    return dtype
+    if not is_compiling():
+        for name, tensor in zip("qkv", tensors, strict=True):
+            arguments.check_is_dense_tensor(name, tensor)
+    q = tensors[0]
+    factor = float(max(q.shape[-1:], default=1) or 1) ** -0.5 if scale is None else float(scale)
+    return dtype, factor, [split_scale(name, one) for name, one in zip(_NAMES, scales, strict=True)]
 
 
 def _call(operator: Callable[..., tuple[Tensor, Tensor]], name: str, every: tuple[Any, ...], return_lse: bool) -> Any:

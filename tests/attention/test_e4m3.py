@@ -179,6 +179,19 @@ def test_many_rows(
 
 
 @either
+def test_many_rows_of_pages_with_less_room_than_max_seqlen_k(dtype: torch.dtype, device: str) -> None:
+    """The cache of 16 bits has as many keys as there is room for, whatever max_seqlen_k is."""
+    generator = torch.Generator().manual_seed(3)
+    q = torch.randn(80, 8, 64, generator=generator).to(device, dtype)
+    k, v = (_quantized(torch.randn(4, 16, 2, 64, generator=generator)).to(device) for _ in range(2))
+    ends, lengths = (torch.tensor(values, dtype=torch.int32, device=device) for values in ((0, 40, 80), (30, 32)))
+    table = torch.tensor([[1, 0], [2, 3]], dtype=torch.int32, device=device)
+    pages = {"seqused_k": lengths, "block_table": table, "k_scale": 0.5, "v_scale": 2.0}
+    out, more = (flashmoe.attention_varlen(q, k, v, ends, None, 40, most, **pages) for most in (32, 1000))
+    assert torch.equal(out, more)
+
+
+@either
 @pytest.mark.parametrize("head_dim", [8, 40, 80, 128, 256])
 def test_head_dims(head_dim: int, dtype: torch.dtype, device: str) -> None:
     """Rows that are no whole 16 bytes, too."""

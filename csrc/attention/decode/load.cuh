@@ -115,7 +115,7 @@ struct KeyLoader {
   const ForwardParams& params;
   const Sequence<MaskKind::kRuntime>& sequence;
   const KeyRange visible;  // keys that some row sees: the others are zeros here, whatever the tensor holds
-  const int first_word;    // the tile from which on loads say something
+  const int first_hinted;  // the tile from which on loads carry a cache hint
   const ptx::CachePolicy policy;
   const Element* gmem;  // this lane's tensor, from the head's first element on
   // Of this lane's key of the next tile: its page, and which row of the page (of the sequence) it is.
@@ -129,10 +129,10 @@ struct KeyLoader {
       : params(params_),
         sequence(sequence_),
         visible(segment.seen),
-        first_word(use == Use::kOften  ? kUnbounded
-                   : use == Use::kOnce ? segment.tile + params_.silent_tiles
-                                       : 0),
-        policy(use == Use::kOnceOfFew || params_.silent_tiles != 0 ? ptx::evict_first() : ptx::evict_normal()) {
+        first_hinted(use == Use::kOften  ? kUnbounded
+                     : use == Use::kOnce ? segment.tile + params_.unhinted_tiles
+                                         : 0),
+        policy(use == Use::kOnceOfFew || params_.unhinted_tiles != 0 ? ptx::evict_first() : ptx::evict_normal()) {
     gmem = static_cast<const Element*>(has_value() ? params.v : params.k) +
            sequence.key_offset(has_value() ? params.v_stride : params.k_stride, segment.head_kv);
   }
@@ -164,7 +164,7 @@ struct KeyLoader {
     const int64_t row_stride = has_value() ? params.v_stride.row : params.k_stride.row;
     const uint64_t own =
         reinterpret_cast<uint64_t>(gmem + sequence.existing_page(page) * page_stride + row * row_stride);
-    if (kWords == Words::kNever || (kWords == Words::kByUse && tile < first_word)) {
+    if (kWords == Words::kNever || (kWords == Words::kByUse && tile < first_hinted)) {
       load_from<false>(own, tile, stage_smem);
     } else {
       load_from<true>(own, tile, stage_smem);

@@ -53,7 +53,7 @@ bool can_be_dequantized(const VarlenArguments& arguments) {
   return std::max(arguments.head_dim(), arguments.head_dim_v()) <= kWidest &&
          arguments.head_dim() % kRowAlignBytes == 0 && arguments.head_dim_v() % kRowAlignBytes == 0 &&
          !arguments.has_ragged_keys() &&
-         arguments.batch() * arguments.heads_kv() * arguments.max_seqlen_k * columns <= kMostDequantized;
+         arguments.batch() * arguments.heads_kv() * most_keys(arguments) * columns <= kMostDequantized;
 }
 
 // Not where a row's bits may not depend on the rows beside it.
@@ -65,12 +65,14 @@ bool has_many_rows(const VarlenArguments& arguments) {
 // The same call on a dense cache of 16 bits.
 VarlenArguments dequantize(const E4m3Arguments& arguments, const host::Device& gpu) {
   const VarlenArguments& codes = arguments.varlen;
+  const int64_t keys = most_keys(codes);
   const auto empty = [&](int64_t columns) {
-    return host::empty({codes.batch(), codes.heads_kv(), codes.max_seqlen_k, columns}, codes.torch_dtype,
-                       codes.device_type, codes.device_index);
+    return host::empty({codes.batch(), codes.heads_kv(), keys, columns}, codes.torch_dtype, codes.device_type,
+                       codes.device_index);
   };
   VarlenArguments wide = with_operands(codes, host::alias(codes.q), empty(codes.head_dim()), empty(codes.head_dim_v()));
   wide.block_table = Tensor();
+  wide.max_seqlen_k = keys;
   wide.has_codes = false;
   const VarlenArguments read = with_operands(codes, host::alias(codes.q), loadable_codes(codes.k, /*may_repeat=*/true),
                                              loadable_codes(codes.v, /*may_repeat=*/true));

@@ -109,6 +109,12 @@ const Kernel* find_divided(const VarlenSelectorInput& input, const Kernel& stand
 // host::refuse; a head dim above kMaxDenseHeadDim, which `what` has on no GPU, is named as the reason.
 [[noreturn]] void refuse_head_dim(const host::KernelRequest& request, const std::string& what, int64_t head_dim);
 
+// The best family's kernel of an operation that needs no further choice.
+const Kernel& select_by_head_dim(const host::KernelRequest& request, const char* operation, const char* variant,
+                                 int32_t head_dim, const char* what);
+// Of an operation without axes, which every family computes alike.
+const Kernel& select_first(const host::KernelRequest& request, const char* operation, const char* what);
+
 // A kernel for few rows over many keys in place of `otherwise`, which select_varlen_forward has chosen, where it is faster; a null otherwise.
 Choice select_chunk(const VarlenSelectorInput& input, const Kernel& otherwise);
 // Whether a dense problem of few rows is faster as a ragged one, whose kernels have the query heads that share keys as rows of one tile, than by

@@ -275,13 +275,13 @@ void describe_as_band(ForwardParams& params) {
 // Of a GPU's memory, bytes per ns. An H100's has 3352, an H200's 4916. Of 1 to 2 GB of keys read to be evicted first an H200 decodes 2% to 6%
 // faster (64 sequences of 8192 keys, pages of 256: 518 to 490 us), an H100 up to 4% slower.
 constexpr int32_t kFastMemory = 4000;
-// What other kernels have left in the L2 to be written stays there for as long as all that is read makes room first, and costs 5% however long that is. So
-// blocks begin without a word, until they have read this many times what the L2 holds. Of six times as much and less, what is written costs what it gains.
+// Lines that other kernels have written stay in the L2 while keys that are read evict-first replace only each other, and cost 5% of any batch. So blocks
+// begin without a hint, until together they have read this many times the L2's size. For batches of at most six times that, writing the lines back costs what it gains.
 constexpr int64_t kRefills = 2;
 constexpr int64_t kFewRefills = 6;
 
 // At D=64 evict_first costs 1% there.
-int32_t silent_tiles(const ForwardParams& params, const Kernel& kernel, int64_t grid, const host::Device& gpu) {
+int32_t unhinted_tiles(const ForwardParams& params, const Kernel& kernel, int64_t grid, const host::Device& gpu) {
   const int64_t head_dim = kernel.axes[axis::kHeadDim];
   if (gpu.memory_rate <= kFastMemory || head_dim <= 64) return 0;
   const int64_t key_bytes = int64_t{2} * sizeof(uint16_t) * head_dim;
@@ -298,7 +298,7 @@ void run_decoding(ForwardParams& params, const Kernel& kernel, int64_t num_split
   const int64_t items = ceil_div(rows_of_head, kernel.block_m) * params.heads_kv * params.batch;
   const int64_t tiles = params.num_splits <= 1 ? items : items * (ceil_div(params.seq_k, kernel.block_n) + 1);
   const int64_t grid = std::min(host::grid_for(kernel, tiles, call.gpu), host::kMaxCounters);
-  params.silent_tiles = silent_tiles(params, kernel, grid, call.gpu);
+  params.unhinted_tiles = unhinted_tiles(params, kernel, grid, call.gpu);
   host::TileCounter counters;
   host::Workspace workspace;
   if (params.num_splits > 1) {
@@ -321,7 +321,7 @@ void run_ordered_decoding(ForwardParams& params, const OrderedDecoding& kernels,
   const Kernel& scores = *kernels.scores;
   const Kernel& values = *kernels.values;
   params.num_splits = kUnboundedSplits;
-  params.silent_tiles = scores.axes[axis::kHeadDim] > 64 ? 1 : 0;
+  params.unhinted_tiles = scores.axes[axis::kHeadDim] > 64 ? 1 : 0;
   const int64_t rows_of_head = static_cast<int64_t>(params.seq_q) * params.score_options.folded_heads;
   const int64_t items = ceil_div(rows_of_head, values.block_m) * params.heads_kv * params.batch;
   const int64_t tiles = items * (ceil_div(params.seq_k, scores.block_n) + 1);

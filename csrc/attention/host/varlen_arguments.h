@@ -79,6 +79,9 @@ bool has_softcap(const VarlenArguments& arguments);
 // mask is float32 of two dimensions: [batch, heads_q].
 bool has_alibi(const VarlenArguments& arguments);
 
+// The most keys that a sequence can have: max_seqlen_k, or what there is room for.
+int32_t most_keys(const VarlenArguments& arguments);
+
 // All of the parameters but workspace, tile_counter, num_splits (1) and folded_heads (1). Outputs may be empty.
 ForwardParams make_varlen_params(const VarlenArguments& arguments, const ForwardOutputs& outputs);
 // Of arguments that have it.

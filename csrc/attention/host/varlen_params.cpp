@@ -74,14 +74,14 @@ int32_t rows_of(const VarlenArguments& arguments) {
   return static_cast<int32_t>(arguments.has_ragged_rows() ? std::min(rows, arguments.q.sizes()[0]) : rows);
 }
 
-int32_t keys_of(const VarlenArguments& arguments) {
+}  // namespace
+
+int32_t most_keys(const VarlenArguments& arguments) {
   const int64_t keys = arguments.max_seqlen_k;
   if (arguments.has_ragged_keys()) return static_cast<int32_t>(std::min(keys, arguments.k.sizes()[0]));
   if (!arguments.has_pages()) return static_cast<int32_t>(keys);
   return static_cast<int32_t>(std::min(keys, arguments.block_table.sizes()[1] * arguments.k.sizes()[1]));
 }
-
-}  // namespace
 
 VarlenArguments with_operands(const VarlenArguments& arguments, Tensor q, Tensor k, Tensor v) {
   const auto same = [](const Tensor& tensor) { return VarlenArguments::has(tensor) ? host::alias(tensor) : Tensor(); };
@@ -147,7 +147,7 @@ ForwardParams make_varlen_params(const VarlenArguments& arguments, const Forward
   ForwardParams params = make_operand_params(arguments, outputs, arguments.has_pages());
   params.batch = static_cast<int32_t>(arguments.batch());
   params.seq_q = rows_of(arguments);
-  params.seq_k = keys_of(arguments);
+  params.seq_k = most_keys(arguments);
   params.head_dim_v = static_cast<int32_t>(arguments.head_dim_v());
   params.scale = static_cast<float>(arguments.scale);
   params.scale_log2 = static_cast<float>((has_softcap(arguments) ? arguments.softcap : arguments.scale) * kLog2E);

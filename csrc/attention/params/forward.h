@@ -104,8 +104,8 @@ struct ForwardParams {
   int32_t head_dim_v;  // of v and out; head_dim for the other kernels, which take it from there
   // 1: a row's bits depend on its query, its visible keys and its options alone. The host has chosen the kernel so; a softcap has one form then.
   int32_t is_consistent;
-  // Decoding of large batches: key tiles that a block reads without a word to the L2 before it says evict_first; 0: evict_normal throughout.
-  int32_t silent_tiles;
+  // Decoding of large batches: key tiles that a block reads without a cache hint before it reads evict_first; 0: evict_normal throughout.
+  int32_t unhinted_tiles;
   Batch sequences;
   ScoreOptions score_options;
 };

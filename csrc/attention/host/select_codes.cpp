@@ -1,0 +1,57 @@
+// Kernels of 8-bit floats: caches of them, and products.
+
+#include <cstring>
+
+#include "attention/host/select.h"
+
+namespace flashmoe {
+namespace attention {
+
+const Kernel& select_e4m3(const host::KernelRequest& request, int32_t head_dim) {
+  return select_by_head_dim(request, "attention_decode_e4m3", "", head_dim, "a float8_e4m3fn cache");
+}
+
+namespace {
+
+// `variant`: one that need not be there for every head dim.
+Fp8Kernels find_fp8(const host::KernelRequest& request, host::KernelName name, const char* variant, int32_t head_dim) {
+  const host::KernelList& loadable = host::loadable_kernels(request.capability);
+  const bool is_allowed = request.forced_family == nullptr || std::strcmp(request.forced_family, "sm90") == 0;
+  Fp8Kernels kernels;
+  if (is_allowed) {
+    kernels.forward = host::find_kernel(name, axis::kHeadDim, loadable);
+    name.variant = variant;
+    const Kernel* wanted = host::find_kernel(name, axis::kHeadDim, loadable);
+    const auto dim_of = [](const Kernel& kernel) { return kernel.axes[axis::kHeadDim]; };
+    if (wanted != nullptr && kernels.forward != nullptr && dim_of(*wanted) == dim_of(*kernels.forward)) {
+      kernels.forward = wanted;
+    }
+    kernels.transpose =
+        host::find_kernel({"attention_transpose_e4m3", "sm90", "", Dtype::kFloat16, {}}, host::kNoAxis, loadable);
+  }
+  if (kernels.forward != nullptr && kernels.transpose != nullptr) return kernels;
+  refuse_head_dim(request, "products of float8_e4m3fn", head_dim);
+}
+
+}  // namespace
+
+Fp8Kernels select_fp8(const host::KernelRequest& request, Mask mask, int32_t head_dim, bool has_block_scales) {
+  return find_fp8(request,
+                  {"attention_forward_e4m3", "sm90", "", request.dtype, {head_dim, static_cast<int32_t>(mask)}},
+                  has_block_scales ? "blocks" : "", head_dim);
+}
+
+Fp8Kernels select_fp8_varlen(const host::KernelRequest& request, int32_t head_dim) {
+  return find_fp8(request, {"attention_varlen_forward_e4m3", "sm90", "", request.dtype, {head_dim}}, "", head_dim);
+}
+
+const Kernel& select_e4m3_append(const host::KernelRequest& request) {
+  return select_first(request, "attention_append_e4m3", "appending to a float8_e4m3fn cache");
+}
+
+const Kernel& select_dequantize(const host::KernelRequest& request) {
+  return select_first(request, "attention_dequantize_e4m3", "many rows over a float8_e4m3fn cache");
+}
+
+}  // namespace attention
+}  // namespace flashmoe
