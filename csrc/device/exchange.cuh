@@ -15,4 +15,12 @@ __device__ __forceinline__ void exchange(uint32_t& low, uint32_t& high, int lane
   high = has_bit ? high : received;
 }
 
+// v[i] of lane t of a quad becomes v[t] of lane i.
+__device__ __forceinline__ void transpose_in_quad(uint32_t (&v)[4]) {
+  exchange(v[0], v[1], 1);
+  exchange(v[2], v[3], 1);
+  exchange(v[0], v[2], 2);
+  exchange(v[1], v[3], 2);
+}
+
 }  // namespace flashmoe

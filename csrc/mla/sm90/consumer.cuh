@@ -407,10 +407,7 @@ struct Consumer {
           if constexpr (kGathered == 1) {
             if (exists) ptx::st_global_32(out_gmem + 8 * j + lane % 4 * 2, words[0]);
           } else {
-            exchange(words[0], words[1], 1);
-            exchange(words[2], words[3], 1);
-            exchange(words[0], words[2], 2);
-            exchange(words[1], words[3], 2);
+            transpose_in_quad(words);
             if (exists) ptx::st_global_128(out_gmem + 8 * (j + lane % 4), words);
           }
         }

@@ -5,13 +5,13 @@
 #include "attention/params/fused_backward.h"
 #include "attention/sequences.cuh"
 #include "device/convert.cuh"
+#include "device/exchange.cuh"
 #include "device/math.cuh"
 #include "device/reduce.cuh"
 #include "ptx/barrier.cuh"
 #include "ptx/grid_dependency.cuh"
 #include "ptx/math.cuh"
 #include "ptx/memory.cuh"
-#include "ptx/shuffle.cuh"
 #include "ptx/special_registers.cuh"
 #include "ptx/ordered_semaphore.cuh"
 
@@ -87,22 +87,6 @@ __device__ __forceinline__ void fused_prepare(const FusedQueryParams& params) {
       const bool is_visible = ptx::ld_global_float(params.lse + at) != ptx::negative_infinity();
       ptx::st_global_float(params.row_dot + at, is_visible ? sum : 0.0f);
     }
-  }
-}
-
-// v[i] of lane t of a quad becomes v[t] of lane i.
-__device__ __forceinline__ void transpose_in_quad(uint32_t (&v)[4]) {
-  const bool odd = ptx::lane_index() % 2 != 0;
-  const bool upper = ptx::lane_index() / 2 % 2 != 0;
-#pragma unroll
-  for (int i = 0; i < 4; i += 2) {
-    const uint32_t received = ptx::shuffle_xor(odd ? v[i] : v[i + 1], 1);
-    (odd ? v[i] : v[i + 1]) = received;
-  }
-#pragma unroll
-  for (int i = 0; i < 2; ++i) {
-    const uint32_t received = ptx::shuffle_xor(upper ? v[i] : v[i + 2], 2);
-    (upper ? v[i] : v[i + 2]) = received;
   }
 }
 
