@@ -17,7 +17,12 @@ from flashmoe_build.compile.toolchain import find_toolchain
 ROOT = Path(__file__).resolve().parents[1]
 OUT = ROOT / "build" / "sanitized"
 SAMPLE = (
-    *("tests/attention/test_values.py", "tests/attention/test_varlen_arguments.py", "tests/attention/test_layout.py"),
+    *(
+        "tests/attention/test_values.py",
+        "tests/attention/test_varlen_arguments.py",
+        "tests/attention/test_varlen_numbers.py",
+        "tests/attention/test_layout.py",
+    ),
     *("tests/moe/test_routing.py", "tests/moe/test_errors.py", "tests/moe/test_mxfp4.py", "tests/linear"),
 )
 SECONDS = "1200"  # of one test: sanitized code and its compiler are several times as slow

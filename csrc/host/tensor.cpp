@@ -71,7 +71,8 @@ struct Axis {
 
 // Whether some steps along the axes, of descending stride, go `distance` elements.
 bool is_reachable(int64_t distance, const Axis* axis, const Axis* end) {
-  if (axis == end) return distance == 0;
+  if (axis == end)
+    return true;  // nothing is left: the axis before has seen to it, and single elements meet in one place
   int64_t rest_before = 0, rest_after = 0;  // how far the further axes go
   for (const Axis* rest = axis + 1; rest != end; ++rest) {
     rest_before += rest->before * rest->stride;

@@ -59,9 +59,9 @@ def _into(make: Callable[..., Call]) -> Callable[..., Call]:
     return made
 
 
-def _saved(tokens: int, experts: int) -> Call:
-    slots = 2 * tokens
-    swapped = t("int32", slots, values=tuple(slot ^ 1 for slot in range(64)))
+def _saved(tokens: int, experts: int, top_k: int = 2) -> Call:
+    slots = top_k * tokens
+    swapped = t("int32", slots, values=tuple(slot ^ (top_k > 1) for slot in range(64)))
     rows = {"row_slots": swapped, "slot_rows": swapped}
     ends = [min(end, slots) for end in (0, 2, 3, 7)][: max(experts, 1)]
     ends += [slots] * (experts + 1 - len(ends))
@@ -99,11 +99,15 @@ def _scaled_x(tokens: int = 5, hidden: int = 256, inner: int = 128, experts: int
 
 
 def _scaled_backward(tokens: int = 5, hidden: int = 256, inner: int = 128, experts: int = 4) -> Call:
+    return _scaled_saved(tokens, hidden, inner, experts, top_k=2)
+
+
+def _scaled_saved(tokens: int, hidden: int, inner: int, experts: int, top_k: int) -> Call:
     given = {"grad_out": t("bfloat16", tokens, hidden), "x": t("bfloat16", tokens, hidden)}
     codes = {"w13": t(E4M3, experts, hidden, 2 * inner), "w2": t(E4M3, experts, inner, hidden)}
     w13_scale = t("float32", experts, hidden // 128, inner // 64)
     scales = {"w13_scale": w13_scale, "w2_scale": t("float32", experts, inner // 128, hidden // 128)}
-    saved = {"preactivation": t("bfloat16", 2 * tokens, 2 * inner), **_saved(tokens, experts)}
+    saved = {"preactivation": t("bfloat16", top_k * tokens, 2 * inner), **_saved(tokens, experts, top_k)}
     return {**given, **codes, **scales, **saved, "activation": "swiglu", "needs": 15}
 
 
@@ -191,6 +195,7 @@ ROWS: tuple[tuple[str, Callable[..., Call], Callable[..., Any]], ...] = (
     ("_fused_moe_scaled_out", _into(_scaled_x), scaled),
     ("_fused_moe_scaled_kept", _scaled, scaled_kept),
     ("_fused_moe_scaled_backward", _scaled_backward, scaled_backward),
+    ("_fused_moe_scaled_backward", lambda tokens=5: _scaled_saved(tokens, 256, 128, 4, top_k=1), scaled_backward),
     ("_quantize_weights", lambda experts=2, n=128, k=256: {"weights": t("bfloat16", experts, n, k)}, quantize_weights),
     *(("_fused_moe_mxfp4", make, mxfp4) for make in (_mxfp4, _packed)),
     ("_fused_moe_mxfp4_out", _into(_mxfp4), mxfp4),

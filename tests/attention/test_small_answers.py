@@ -13,9 +13,9 @@ import torch
 from torch.autograd import forward_ad
 
 import flashmoe
-from flashmoe import __main__, checks
-from flashmoe.attn import fp8, kvcache, sdpa, sdpa_dispatch
-from flashmoe.errors import ArgumentError, DeviceError, DifferentiationError, DtypeError, FlashmoeError
+from flashmoe import __main__, checks, transforms, variables
+from flashmoe.attn import autograd, fp8, kvcache, layout, sdpa, sdpa_dispatch, varlen_backward
+from flashmoe.errors import ArgumentError, DeviceError, DifferentiationError, DtypeError, FlashmoeError, ShapeError
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # what torch says about torch itself
 
@@ -249,3 +249,129 @@ def test_masks_of_heads_that_form_groups() -> None:
     assert sdpa_dispatch.find_obstacle(q, one, one, torch.ones(2, 4, 3, 5) > 0, 0.0, False, None, False) is None
     assert sdpa_dispatch.find_obstacle(q[:, :1], one, one, torch.ones(2, 4, 3, 5) > 0, 0.0, False, None, False) is None
     assert "broadcast" in str(sdpa_dispatch.find_obstacle(q, k, k, torch.ones(2, 2, 3, 5) > 0, 0.0, False, None, True))
+
+
+@pytest.mark.parametrize("has_dropout", [False, True])
+def test_a_gradient_of_wide_heads_is_refused_on_a_gpu(has_dropout: bool) -> None:
+    class OnGpu:
+        device = SimpleNamespace(type="cuda")
+
+        def __init__(self, head_dim: int) -> None:
+            self.shape = (1, 1, 1, head_dim)
+
+    wide = torch.empty(1, 1, 1, 512)
+    varlen_backward._refuse_wide(SimpleNamespace(q=wide, v=wide), has_dropout=has_dropout)  # type: ignore[arg-type]
+    most = varlen_backward.MAX_GPU_OPTIONS_HEAD_DIM
+    varlen_backward._refuse_wide(SimpleNamespace(q=OnGpu(most), v=OnGpu(most)), has_dropout=has_dropout)  # type: ignore[arg-type]
+    for sizes in ((most + 8, 64), (64, most + 8)):
+        q, v = map(OnGpu, sizes)
+        what = "dropout" if has_dropout else "ragged or banded attention"
+        with pytest.raises(FlashmoeError, match=f"the gradient of {what}.*{most + 8}"):
+            varlen_backward._refuse_wide(SimpleNamespace(q=q, v=v), has_dropout=has_dropout)  # type: ignore[arg-type]
+
+
+def test_codes_are_decoded_without_a_gradient_where_none_is_asked_for() -> None:
+    q = torch.zeros(1, 2, 1, 64, dtype=torch.bfloat16, requires_grad=True)
+    cache = torch.zeros(1, 2, 4, 64).to(torch.float8_e4m3fn)
+    given: Any = {"cache_seqlens": torch.tensor([4], dtype=torch.int32), "k_scale": 1.0, "v_scale": 1.0}
+    with torch.no_grad():
+        assert not flashmoe.attention_with_kvcache(q, cache, cache, **given).any()
+    with pytest.raises(DifferentiationError):
+        flashmoe.attention_with_kvcache(q, cache, cache, **given)
+
+
+def test_a_value_that_a_variable_cannot_have() -> None:
+    supported = "|".join(variables.VARIABLES["FLASHMOE_KERNEL"].values)
+    with pytest.raises(
+        ArgumentError, match=f"FLASHMOE_KERNEL is 'sm7'; supported: ({supported}), .*; correct it, or unset it"
+    ):
+        variables.check_variables({"FLASHMOE_KERNEL": "sm7"})
+    variables.check_variables({"FLASHMOE_KERNEL": "", "FLASHMOE_CPU_ISA": "sm7", "FLASHMOE_CXX": "sm7", "OTHER": "sm7"})
+
+
+@pytest.mark.parametrize(
+    ("dtype", "is_cast"),
+    [
+        (torch.float32, True),
+        (torch.float16, True),
+        (torch.float64, False),
+        (torch.int32, False),
+        (torch.float8_e4m3fn, False),
+    ],
+)
+def test_what_autocast_casts(dtype: torch.dtype, is_cast: bool) -> None:
+    given = torch.zeros(2).to(dtype)
+    for device, target in (("cpu", torch.bfloat16 if is_cast else dtype), ("cuda", dtype)):
+        assert transforms.autocast_dtype(given, device, torch.bfloat16) is target
+
+
+@pytest.mark.parametrize(
+    ("q", "k", "is_told"),
+    [
+        ((1, 64, 8, 64), (1, 64, 8, 64), True), ((1, 63, 8, 64), (1, 63, 8, 64), False), ((1, 64, 64, 64), (1, 64, 64, 64), False),
+        ((1, 64, 63, 64), (1, 64, 63, 64), True), ((1, 64, 1, 64), (1, 64, 1, 64), False), ((1, 64, 2, 64), (1, 64, 2, 64), True),
+        ((1, 64, 9, 64), (1, 64, 8, 64), False), ((1, 63, 8, 64), (1, 64, 8, 64), False), ((1, 128, 8, 64), (1, 64, 8, 64), True),
+        ((64, 8, 64), (64, 8, 64), False),
+    ],
+)  # fmt: skip
+def test_which_shapes_look_like_another_layout(
+    monkeypatch: pytest.MonkeyPatch, q: tuple[int, ...], k: tuple[int, ...], is_told: bool
+) -> None:
+    monkeypatch.setattr(layout, "calls_left", 16)
+    with pytest.warns(UserWarning, match="call .transpose") if is_told else nullcontext():
+        layout.look_at(torch.empty(q), torch.empty(k))
+    assert layout.calls_left == (0 if is_told else 15)
+    layout.look_at(None, torch.empty(k))
+
+
+def test_no_upstream_gradient_gives_none() -> None:
+    assert autograd.varlen_gradient(SimpleNamespace(), None, None) == (None,) * len(autograd.Varlen._fields)
+
+
+@pytest.mark.parametrize("which", range(4))
+@pytest.mark.parametrize("shape", [(1, 2, 3, 8), (3, 2, 8)])
+def test_parts_that_do_not_belong_together(which: int, shape: tuple[int, ...]) -> None:
+    rows = shape[:-1] if len(shape) == 4 else (shape[1], shape[0])
+    parts = [torch.zeros(shape), torch.zeros(rows)] * 2
+    flashmoe.merge_attention(*parts)
+    parts[which] = parts[which][..., :1]
+    with pytest.raises(ShapeError, match="both parts alike"):
+        flashmoe.merge_attention(*parts)
+    with pytest.raises(ShapeError, match="both parts alike"):
+        flashmoe.merge_attention(*[torch.zeros(3, 4), torch.zeros(3)] * 2)
+
+
+def test_a_consistent_call_has_one_split() -> None:
+    ends, q = torch.tensor([0, 3], dtype=torch.int32), torch.zeros(3, 1, 8)
+    for splits in (0, 1):
+        flashmoe.attention_varlen(q, q, q, ends, ends, 3, 3, consistent=True, num_splits=splits)
+    with pytest.raises(ArgumentError, match="leave it out where consistent is True"):
+        flashmoe.attention_varlen(q, q, q, ends, ends, 3, 3, consistent=True, num_splits=2)
+
+
+def test_what_the_operator_gets_under_autocast() -> None:
+    """A meta tensor is of no device that autocast knows."""
+    given = [torch.zeros(1, device=device) for device in ("cpu", "meta")]
+    assert transforms.autocasted(given[0], None, 3) == (given[0], None, 3)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        cast, *others = transforms.autocasted(given[0], None, 3)
+        assert (cast.dtype, others) == (torch.bfloat16, [None, 3])
+        assert transforms.autocasted(given[1], given[0]) == (given[1], given[0])
+        assert [sdpa_dispatch._dtypes(one) for one in given] == [[torch.bfloat16], [torch.float32]]
+    assert [sdpa_dispatch._dtypes(one) for one in given] == [[torch.float32]] * 2
+
+
+@pytest.mark.parametrize(("capability", "has_kernel"), [((7, 5), False), ((8, 0), True), ((9, 0), True)])
+def test_from_which_gpu_on_bfloat16_has_kernels(
+    monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], has_kernel: bool
+) -> None:
+    given: Any = SimpleNamespace(device=torch.device("cuda"), dtype=torch.bfloat16)
+    monkeypatch.setattr(sdpa_dispatch, "_capability", lambda _: capability)
+    assert (sdpa_dispatch._dtype_obstacle(given, given, given) is None) is has_kernel
+
+
+def test_nothing_is_written_into_out_with_a_tangent() -> None:
+    ends, q = torch.tensor([0, 3], dtype=torch.int32), torch.zeros(3, 1, 8)
+    with forward_ad.dual_level(), pytest.raises(ArgumentError, match="out"):
+        tangent = forward_ad.make_dual(q, q)
+        flashmoe.attention_varlen(tangent, q, q, ends, ends, 3, 3, out=torch.empty(3, 1, 8))

@@ -15,10 +15,11 @@ import flashmoe
 from flashmoe import _extension
 from flashmoe.attn.arguments import explain_varlen
 from flashmoe.attn.options import Varlen
-from flashmoe.errors import ArgumentError, ArgumentTypeError, DeviceError, DtypeError, FlashmoeError, ShapeError
+from flashmoe.errors import ArgumentError, DtypeError, FlashmoeError, ShapeError
 from flashmoe.rules import check, translate
 
-from .varlen_reference import Ragged, to_pages
+from .varlen_calls import SIZES, banded, call_operator, ints, paged, ragged
+from .varlen_reference import Ragged
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),
@@ -26,55 +27,14 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:.*TensorFloat32:UserWarning"),
 ]
 
-NAMES = (
-    *("q", "k", "v", "cu_seqlens_q", "cu_seqlens_k", "seqused_k", "block_table", "sinks", "mask"),
-    *("max_seqlen_q", "max_seqlen_k", "scale", "window_left", "window_right", "softcap", "num_splits"),
-)
-SIZES = Ragged((5, 0, 9), (7, 3, 9), 4, 2, 16, 24)
-
-
-def _ints(device: str, *numbers: int) -> Tensor:
-    return torch.tensor(numbers, dtype=torch.int32, device=device)
-
-
-def _ragged(device: str) -> dict[str, Any]:
-    """The operator's arguments by name: ragged rows and keys."""
-    q, k, v = SIZES.tensors(device, torch.float16)
-    cu_seqlens_q, cu_seqlens_k = SIZES.cu_seqlens(device)
-    given = (q, k, v, cu_seqlens_q, cu_seqlens_k, None, None, None, None, 9, 9, 0.25, -1, 0, 0.0, 0)
-    return dict(zip(NAMES, given, strict=True))
-
-
-def _banded(device: str) -> dict[str, Any]:
-    """Dense, with everything."""
-    q, k, v = (torch.randn(2, h, s, d, device=device).half() for h, s, d in ((4, 5, 16), (2, 7, 16), (2, 7, 24)))
-    mask = torch.ones(5, 7, dtype=torch.bool, device=device).expand(2, 4, 5, 7)
-    sinks = torch.zeros(4, device=device)
-    given = (q, k, v, None, None, _ints(device, 7, 4), None, sinks, mask, 0, 0, 0.25, 3, 2, 5.0, 0)
-    return dict(zip(NAMES, given, strict=True))
-
-
-def _paged(device: str) -> dict[str, Any]:
-    dense = _banded(device)
-    pages = to_pages(dense["k"], dense["v"], (7, 4), 4)
-    changed = {"k": pages.k, "v": pages.v, "block_table": pages.block_table, "mask": None, "max_seqlen_k": 8}
-    return {**dense, **changed}
-
-
-LAYOUTS = {"ragged": _ragged, "banded": _banded, "paged": _paged}
+LAYOUTS = {"ragged": ragged, "banded": banded, "paged": paged}
 every_layout = pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
-
-
-def _operator(**arguments: Any) -> tuple[Tensor, Tensor]:
-    assert flashmoe.attention_varlen  # loads the extension
-    result: tuple[Tensor, Tensor] = torch.ops.flashmoe.attention_varlen_forward(*arguments.values())
-    return result
 
 
 @every_layout
 def test_opcheck(layout: Callable[[str], dict[str, Any]], device: str) -> None:
     arguments = layout(device)
-    out, lse = _operator(**arguments)
+    out, lse = call_operator(**arguments)
     operators = torch.ops.flashmoe
     torch.library.opcheck(operators._attention_varlen_inference.default, tuple(arguments.values()))
     torch.library.opcheck(operators.attention_varlen_forward.default, tuple(arguments.values()))
@@ -105,7 +65,7 @@ def test_opcheck_append(device: str) -> None:
     _extension.load()
     torch.library.opcheck(
         torch.ops.flashmoe.attention_append_.default,
-        (*caches, new.half(), new.half(), _ints(device, 1, 4), None),
+        (*caches, new.half(), new.half(), ints(device, 1, 4), None),
         test_utils=("test_schema", "test_faketensor"),
     )
 
@@ -124,7 +84,7 @@ def test_compiled(device: str) -> None:
         (*one.tensors(device, torch.float16), *one.cu_seqlens(device), *one.longest)
         for one in (Ragged((12, 1), (6, 30), 4, 2, 16, 24), SIZES)
     ]
-    dense = tuple(_banded(device).values())[:3]
+    dense = tuple(banded(device).values())[:3]
     for function, calls in ((attend, batches), (band, [[tensor.repeat(3, 1, 1, 1) for tensor in dense], dense])):
         graphs = CompileCounterWithBackend("aot_eager")
         compiled = torch.compile(function, fullgraph=True, dynamic=True, backend=graphs)
@@ -146,13 +106,13 @@ def test_compiled(device: str) -> None:
 
     q, new = (torch.randn(2, h, 1, 16, device=device).half() for h in (4, 2))
     caches = [torch.zeros(2, 2, 9, 16, device=device).half() for _ in range(2)]
-    wanted = decode(q, caches[0], new, _ints(device, 3, 0))
+    wanted = decode(q, caches[0], new, ints(device, 3, 0))
     compiled = torch.compile(decode, fullgraph=True, backend="aot_eager")
-    assert torch.equal(compiled(q, caches[1], new, _ints(device, 3, 0)), wanted)
+    assert torch.equal(compiled(q, caches[1], new, ints(device, 3, 0)), wanted)
     assert torch.equal(caches[0], caches[1])
     assert caches[0].any()
     with pytest.raises(ArgumentError, match="in place"):
-        torch.vmap(lambda one, cache: decode(one, cache, new, _ints(device, 3, 0)))(q[None], caches[0][None])
+        torch.vmap(lambda one, cache: decode(one, cache, new, ints(device, 3, 0)))(q[None], caches[0][None])
 
 
 def test_exported(device: str) -> None:
@@ -190,74 +150,74 @@ def test_autocast(device: str) -> None:
 
 def test_operations_are_counted(device: str) -> None:
     """Each sequence's own products, hidden scores included; what has no data counts as its longest."""
-    arguments = _ragged(device)
+    arguments = ragged(device)
     leaves = [arguments[name].requires_grad_() for name in ("q", "k", "v")]
     scores = sum(rows * keys for rows, keys in zip(SIZES.lengths_q, SIZES.lengths_k, strict=True))
     _extension.load()  # a counter that is older than the library knows none of its operators
     with FlopCounterMode(display=False) as counter:
-        out, _ = _operator(**arguments)
+        out, _ = call_operator(**arguments)
     assert counter.get_total_flops() == 2 * 4 * scores * (16 + 24)
     with FlopCounterMode(display=False) as counter:
         torch.autograd.grad(out.float().sum(), leaves)
     assert counter.get_total_flops() == 2 * 4 * scores * (3 * 16 + 2 * 24)
     meta = {name: value.to("meta") if isinstance(value, Tensor) else value for name, value in arguments.items()}
     with FlopCounterMode(display=False) as counter:
-        _operator(**meta)
+        call_operator(**meta)
     assert counter.get_total_flops() == 2 * 4 * 3 * 9 * 9 * (16 + 24)
-    paged = _paged(device)
+    pages = paged(device)
     with FlopCounterMode(display=False) as counter:
-        _operator(**paged)
+        call_operator(**pages)
     assert counter.get_total_flops() == 2 * 4 * 5 * (7 + 4) * (16 + 24)
 
 
 # What is changed in a good call, the error, its words.
 WRONG: dict[str, tuple[Callable[[str], dict[str, Any]], Callable[[dict[str, Any]], dict[str, Any]], Any, str]] = {
-    "int64 lengths": (_ragged, lambda a: {"cu_seqlens_q": a["cu_seqlens_q"].long()}, DtypeError, "cu_seqlens_q.*int32"),
+    "int64 lengths": (ragged, lambda a: {"cu_seqlens_q": a["cu_seqlens_q"].long()}, DtypeError, "cu_seqlens_q.*int32"),
     "lengths of another batch": (
-        _ragged,
+        ragged,
         lambda a: {"cu_seqlens_k": a["cu_seqlens_k"][:-1]},
         ShapeError,
         "cu_seqlens_k",
     ),
-    "no lengths": (_ragged, lambda a: {"cu_seqlens_q": a["cu_seqlens_q"][:0]}, ShapeError, "cu_seqlens_q is empty"),
+    "no lengths": (ragged, lambda a: {"cu_seqlens_q": a["cu_seqlens_q"][:0]}, ShapeError, "cu_seqlens_q is empty"),
     "two dimensions": (
-        _ragged,
+        ragged,
         lambda a: {"cu_seqlens_q": a["cu_seqlens_q"][None]},
         ShapeError,
         "1-dimensional; .*reshape",
     ),
     "strided lengths": (
-        _ragged,
+        ragged,
         lambda a: {"cu_seqlens_k": a["cu_seqlens_k"].repeat_interleave(2)[::2]},
         ShapeError,
         "last dimension of cu_seqlens_k must be contiguous.*call",
     ),
-    "dense rows": (_ragged, lambda a: {"q": a["q"][None]}, ShapeError, "tokens, heads, head_dim"),
-    "no such heads": (_ragged, lambda a: {"q": a["q"][:, :3]}, ShapeError, "multiple"),
-    "head dims": (_ragged, lambda a: {"q": a["q"][..., :8]}, ShapeError, "head_dim"),
-    "wide values": (_ragged, lambda a: {"v": a["v"].repeat(1, 1, 22)}, ShapeError, "head_dim.* 528"),
-    "other tokens": (_ragged, lambda a: {"v": a["v"][:-1]}, ShapeError, "differ in head_dim alone"),
-    "strided": (_ragged, lambda a: {"k": a["k"].mT.contiguous().mT}, ShapeError, "last dimension"),
-    "dtypes": (_ragged, lambda a: {"v": a["v"].bfloat16()}, DtypeError, "share one dtype"),
-    "negative maximum": (_ragged, lambda _: {"max_seqlen_q": -1}, ArgumentError, "max_seqlen_q"),
-    "huge maximum": (_ragged, lambda _: {"max_seqlen_k": 2**30}, ArgumentError, "max_seqlen_k"),
-    "window": (_ragged, lambda _: {"window_left": -2}, ArgumentError, "window"),
-    "softcap": (_ragged, lambda _: {"softcap": -1.0}, ArgumentError, "softcap"),
-    "vast softcap": (_ragged, lambda _: {"softcap": 4097.0}, ArgumentError, "softcap"),
-    "softcap that is no number": (_ragged, lambda _: {"softcap": float("nan")}, ArgumentError, "softcap"),
-    "scale": (_ragged, lambda _: {"scale": float("inf")}, ArgumentError, "scale"),
-    "splits": (_ragged, lambda _: {"num_splits": 33}, ArgumentError, "num_splits"),
-    "sinks": (_banded, lambda a: {"sinks": a["sinks"][:3]}, ShapeError, "sinks"),
-    "half sinks": (_banded, lambda a: {"sinks": a["sinks"].half()}, DtypeError, "sinks"),
-    "mask": (_banded, lambda a: {"mask": a["mask"][..., :6]}, ShapeError, "mask"),
-    "float32 mask": (_banded, lambda a: {"mask": a["mask"].float()}, DtypeError, "mask"),
-    "used keys": (_banded, lambda a: {"seqused_k": a["seqused_k"][:1]}, ShapeError, "seqused_k"),
-    "another batch": (_banded, lambda a: {"k": a["k"][:1], "v": a["v"][:1]}, ShapeError, "batch size"),
-    "pages without lengths": (_paged, lambda _: {"seqused_k": None}, ArgumentError, "seqused_k"),
-    "pages and lengths": (_paged, lambda a: {"cu_seqlens_k": a["seqused_k"]}, ArgumentError, "both given"),
-    "flat table": (_paged, lambda a: {"block_table": a["block_table"][0]}, ShapeError, "block_table"),
-    "short table": (_paged, lambda a: {"block_table": a["block_table"][:1]}, ShapeError, "block_table"),
-    "empty pages": (_paged, lambda a: {"k": a["k"][:, :0], "v": a["v"][:, :0]}, ShapeError, "page"),
+    "dense rows": (ragged, lambda a: {"q": a["q"][None]}, ShapeError, "tokens, heads, head_dim"),
+    "no such heads": (ragged, lambda a: {"q": a["q"][:, :3]}, ShapeError, "multiple"),
+    "head dims": (ragged, lambda a: {"q": a["q"][..., :8]}, ShapeError, "head_dim"),
+    "wide values": (ragged, lambda a: {"v": a["v"].repeat(1, 1, 22)}, ShapeError, "head_dim.* 528"),
+    "other tokens": (ragged, lambda a: {"v": a["v"][:-1]}, ShapeError, "differ in head_dim alone"),
+    "strided": (ragged, lambda a: {"k": a["k"].mT.contiguous().mT}, ShapeError, "last dimension"),
+    "dtypes": (ragged, lambda a: {"v": a["v"].bfloat16()}, DtypeError, "share one dtype"),
+    "negative maximum": (ragged, lambda _: {"max_seqlen_q": -1}, ArgumentError, "max_seqlen_q"),
+    "huge maximum": (ragged, lambda _: {"max_seqlen_k": 2**30}, ArgumentError, "max_seqlen_k"),
+    "window": (ragged, lambda _: {"window_left": -2}, ArgumentError, "window"),
+    "softcap": (ragged, lambda _: {"softcap": -1.0}, ArgumentError, "softcap"),
+    "vast softcap": (ragged, lambda _: {"softcap": 4097.0}, ArgumentError, "softcap"),
+    "softcap that is no number": (ragged, lambda _: {"softcap": float("nan")}, ArgumentError, "softcap"),
+    "scale": (ragged, lambda _: {"scale": float("inf")}, ArgumentError, "scale"),
+    "splits": (ragged, lambda _: {"num_splits": 33}, ArgumentError, "num_splits"),
+    "sinks": (banded, lambda a: {"sinks": a["sinks"][:3]}, ShapeError, "sinks"),
+    "half sinks": (banded, lambda a: {"sinks": a["sinks"].half()}, DtypeError, "sinks"),
+    "mask": (banded, lambda a: {"mask": a["mask"][..., :6]}, ShapeError, "mask"),
+    "float32 mask": (banded, lambda a: {"mask": a["mask"].float()}, DtypeError, "mask"),
+    "used keys": (banded, lambda a: {"seqused_k": a["seqused_k"][:1]}, ShapeError, "seqused_k"),
+    "another batch": (banded, lambda a: {"k": a["k"][:1], "v": a["v"][:1]}, ShapeError, "batch size"),
+    "pages without lengths": (paged, lambda _: {"seqused_k": None}, ArgumentError, "seqused_k"),
+    "pages and lengths": (paged, lambda a: {"cu_seqlens_k": a["seqused_k"]}, ArgumentError, "both given"),
+    "flat table": (paged, lambda a: {"block_table": a["block_table"][0]}, ShapeError, "block_table"),
+    "short table": (paged, lambda a: {"block_table": a["block_table"][:1]}, ShapeError, "block_table"),
+    "empty pages": (paged, lambda a: {"k": a["k"][:, :0], "v": a["v"][:, :0]}, ShapeError, "page"),
 }
 
 
@@ -269,7 +229,7 @@ def test_wrong_arguments(name: str, device: str) -> None:
     check("attention_varlen_forward", arguments.values())
     arguments.update(change(arguments))
     with pytest.raises((FlashmoeError, RuntimeError)) as raised:
-        _operator(**arguments)
+        call_operator(**arguments)
     called = translate(raised.value)
     assert isinstance(called, kind), raised.value
     with pytest.raises(kind, match=words) as described:
@@ -292,250 +252,15 @@ def test_wrong_arguments(name: str, device: str) -> None:
     ids=str,
 )
 def test_the_last_value_that_is_taken(change: dict[str, Any], device: str) -> None:
-    arguments = {**_ragged(device), **change}
+    arguments = {**ragged(device), **change}
     check("attention_varlen_forward", arguments.values())
-    _operator(**arguments)
+    call_operator(**arguments)
 
 
 @pytest.mark.parametrize("window", [(3, -2), (-2, 3)])
 @pytest.mark.parametrize("causal", [False, True])
 def test_no_side_of_a_window_is_below_minus_one(window: tuple[int, int], causal: bool, device: str) -> None:
-    given = _ragged(device)
+    given = ragged(device)
     lengths = [given[name] for name in ("q", "k", "v", "cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")]
     with pytest.raises(ArgumentError, match=r"window.* found \(.*-2"):
         flashmoe.attention_varlen(*lengths, causal=causal, window=window)
-
-
-# What only the numbers tell: on a GPU with FLASHMOE_CHECK_VALUES=1.
-NUMBERS: dict[str, tuple[Callable[[str], dict[str, Any]], Callable[[str], dict[str, Any]], str]] = {
-    "decreasing": (_ragged, lambda device: {"cu_seqlens_q": _ints(device, 0, 6, 5, 14)}, "from 6 to 5 at sequence 1"),
-    "negative": (_ragged, lambda device: {"cu_seqlens_k": _ints(device, -1, 3, 5, 9)}, "cu_seqlens_k starts at -1"),
-    "plain lengths": (_ragged, lambda device: {"cu_seqlens_q": _ints(device, 5, 6, 8, 14)}, "starts at 5.*cumsum"),
-    "past the tokens": (
-        _ragged,
-        lambda device: {"cu_seqlens_k": _ints(device, 0, 7, 11, 20)},
-        "reaches 20.* 19 tokens",
-    ),
-    "longer than the longest": (_ragged, lambda _: {"max_seqlen_q": 8}, "sequence 2 has 9 tokens.*max_seqlen_q is 8"),
-    "more keys than there are": (
-        _banded,
-        lambda device: {"seqused_k": _ints(device, 7, 8)},
-        r"seqused_k\[1\] is 8; sequence 1 has room for 0 to 7 keys$",
-    ),
-    "more keys in pages than the longest has": (
-        _paged,
-        lambda _: {"max_seqlen_k": 6},
-        r"seqused_k\[0\] is 7; sequence 0 has room for 0 to 6 keys by max_seqlen_k$",
-    ),
-    "negative keys": (_banded, lambda device: {"seqused_k": _ints(device, -1, 7)}, r"seqused_k\[0\] is -1"),
-    "no such page": (
-        _paged,
-        lambda device: {"block_table": torch.full((2, 2), 99, dtype=torch.int32, device=device)},
-        r"block_table\[0, 0\] is 99, but there are",
-    ),
-    "more keys than the pages hold": (
-        _paged,
-        lambda device: {"seqused_k": _ints(device, 9, 1)},
-        r"seqused_k\[0\] is 9",
-    ),
-}
-
-
-@pytest.mark.parametrize("name", NUMBERS)
-def test_wrong_numbers(name: str, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    layout, change, words = NUMBERS[name]
-    arguments = layout(device)
-    arguments.update(change(device))
-    if device != "cpu":  # unchecked they are held to the tensors: no fault, and what comes next is right
-        _operator(**arguments)
-        torch.cuda.synchronize()
-    monkeypatch.setenv("FLASHMOE_CHECK_VALUES", "1")
-    with pytest.raises((FlashmoeError, RuntimeError)) as raised:
-        _operator(**arguments)
-    with pytest.raises(ArgumentError, match=words):
-        raise translate(raised.value) or raised.value
-    good = layout(device)
-    assert _operator(**good)[0].isfinite().all()
-
-
-def test_functions_raise_typed_errors(device: str) -> None:
-    """What the functions themselves check, and that the operator's errors arrive typed."""
-    a = _ragged(device)
-    q, k, v, cu_q, cu_k = (a[name] for name in NAMES[:5])
-    varlen: Any = flashmoe.attention_varlen
-    cached: Any = flashmoe.attention_with_kvcache
-    cases: list[tuple[Callable[[], Any], Any, str]] = [
-        (lambda: varlen(q, k, v, [0, 5], cu_k, 9, 9), ArgumentTypeError, "cu_seqlens_q must be an int32 tensor"),
-        (lambda: varlen(q, k, v, cu_q, None, 9, 9), ArgumentError, "give block_table and seqused_k"),
-        (lambda: varlen(q, k, v, cu_q, cu_k, 9.0, 9), ArgumentTypeError, "max_seqlen_q must be an int"),
-        (lambda: varlen(q, k, v, cu_q, cu_k, 9, 9, window=5), ArgumentTypeError, "window must be"),
-        (lambda: varlen(q, k, v, cu_q, cu_k, 9, 9, window=(1.5, 0)), ArgumentTypeError, "window"),
-        (lambda: varlen(q, k, v, cu_q, cu_k, 9, 9, softcap="a"), ArgumentTypeError, "softcap"),
-        (lambda: varlen(q, k, v, cu_q, cu_k, 9, 9, causal=cu_q), ArgumentTypeError, "causal"),
-        (lambda: varlen(q, None, v, cu_q, cu_k, 9, 9), ArgumentTypeError, "k must be a torch.Tensor"),
-        (lambda: varlen(q, k, v, cu_q, cu_k, 9, 9, sinks=cu_q), DtypeError, "sinks"),
-        (lambda: varlen(q, k, v, cu_q.to("meta"), cu_k, 9, 9), DeviceError, "cu_seqlens_q"),
-        (lambda: flashmoe.attention(q, k, v, window=(1, 1)), ShapeError, "q must be"),
-        (
-            lambda: flashmoe.attention(*_dense(a), attn_mask=torch.ones(3, 3, device=device) > 0),
-            ShapeError,
-            "broadcast",
-        ),
-        (lambda: flashmoe.attention(*_dense(a), attn_mask=3), ArgumentTypeError, "attn_mask"),  # type: ignore[call-overload]
-        (
-            lambda: flashmoe.attention(*_dense(a), attn_mask=torch.ones(14, 19, device=device).to_sparse()),
-            ArgumentError,
-            "attn_mask must be a dense",
-        ),
-        (lambda: cached(q, k, v, cache_seqlens=7), ArgumentTypeError, "cache_seqlens"),
-        (lambda: cached(*_dense(a), k, cache_seqlens=cu_q), ArgumentError, "belong together"),
-        (lambda: cached(*_dense(a), cache_seqlens=cu_k[:1].long()), DtypeError, "cache_seqlens must be torch.int32"),
-        (
-            lambda: cached(*_dense(a), *_dense(a)[1:], cache_seqlens=cu_k[:1].long()),
-            DtypeError,
-            "cache_seqlens must be torch.int32",
-        ),
-        (lambda: cached(*_dense(a), cache_seqlens=cu_k), ShapeError, "cache_seqlens must have 1 elements"),
-        (
-            lambda: cached(*_dense(a), *_dense(a)[1:], cache_seqlens=cu_k),
-            ShapeError,
-            "cache_seqlens must have 1 elements, one for each sequence",
-        ),
-        (lambda: varlen(q, k, v, cu_q, cu_k, 9, 9, softmax_scale=1.0), ArgumentTypeError, "write scale="),
-        (lambda: varlen(q, k, v, cu_q, cu_k, 9, 9, window_size=(1, 1)), ArgumentTypeError, "write window="),
-        (lambda: cached(q, k, v, cache_seqlens=cu_q, page_table=cu_q), ArgumentTypeError, "write block_table="),
-        (lambda: cached(q, k, v, cache_seqlens=cu_q, seqused_k=cu_q), ArgumentTypeError, "write cache_seqlens="),
-        (lambda: cached(q, k, v, cache_seqlens=cu_q, rotary_cos=q), ArgumentTypeError, "rotate q and k_new before"),
-        (lambda: varlen(q, k, v, cu_q, cu_k, 9, 9, s_aux=cu_q), ArgumentTypeError, "write sinks="),
-        (lambda: varlen(q, k, v, cu_q, cu_k, 9, 9, k_descale=cu_q), ArgumentTypeError, "no 8-bit keys"),
-    ]
-    for call, kind, words in cases:
-        with pytest.raises(kind, match=words):
-            call()
-
-
-def _dense(arguments: dict[str, Any]) -> tuple[Tensor, Tensor, Tensor]:
-    """[1, H, tokens, D] of the ragged tensors."""
-    q, k, v = (arguments[name].transpose(0, 1).unsqueeze(0) for name in ("q", "k", "v"))
-    return q, k, v
-
-
-def test_parts_that_do_not_belong_together(device: str) -> None:
-    """Of integers merge_attention would make integers, without a word."""
-    out, lse = torch.zeros(1, 2, 3, 8, device=device), torch.zeros(1, 2, 3, device=device)
-    wrong: dict[str, tuple[type[FlashmoeError], tuple[Any, ...]]] = {
-        "out_b must be a torch.Tensor": (ArgumentTypeError, (out, lse, None, lse)),
-        "must have one floating dtype; found torch.int32": (DtypeError, (out.int(), lse, out.int(), lse)),
-        "found torch.float16 in lse_b and torch.float32 in lse_a": (DtypeError, (out, lse, out, lse.half())),
-        "out_b must be on out_a's device": (DeviceError, (out, lse, out.to("meta"), lse)),
-    }
-    for words, (kind, parts) in wrong.items():
-        with pytest.raises(kind, match=words):
-            flashmoe.merge_attention(*parts)
-
-
-def test_a_padding_mask_is_told_how_to_broadcast(device: str) -> None:
-    q, k = (torch.randn(2, h, s, 16, device=device).half() for h, s in ((4, 5), (2, 7)))
-    with pytest.raises(ShapeError, match=r"of a padding mask \[batch, keys\] give mask\[:, None, None\]"):
-        flashmoe.attention(q, k, k, attn_mask=torch.ones(2, 7, dtype=torch.bool, device=device))
-
-
-def test_an_expanded_cache_is_read_and_never_appended_to(device: str) -> None:
-    """Two sequences would write to the same rows."""
-    cache = torch.randn(1, 2, 9, 16, device=device).half()
-    q, new = (torch.randn(2, h, 1, 16, device=device).half() for h in (4, 2))
-    shared, lengths = cache.expand(2, -1, -1, -1), _ints(device, 6, 7)
-    read = flashmoe.attention_with_kvcache(q, shared, shared, cache_seqlens=lengths)
-    assert torch.equal(read, flashmoe.attention_with_kvcache(q, shared.clone(), shared.clone(), cache_seqlens=lengths))
-    before = cache.clone()
-    for caches in ((shared, shared.clone()), (shared.clone(), shared)):
-        with pytest.raises(
-            ShapeError, match=r"_cache is expanded, so that new keys would overwrite each other.*\.clone"
-        ):
-            flashmoe.attention_with_kvcache(q, *caches, new, new, cache_seqlens=lengths)
-        with pytest.raises(ShapeError, match="is expanded"):
-            check("attention_append_", (*caches, new, new, lengths, None))
-    assert torch.equal(cache, before)
-
-
-def test_new_keys_are_no_part_of_the_cache(device: str) -> None:
-    """Rows are copied in any order. Rows beside the caches in the same memory are fine."""
-    memory = torch.randn(2, 2, 16, 32, device=device).half()
-    q, lengths = torch.randn(2, 4, 1, 16, device=device).half(), _ints(device, 6, 7)
-    keys, values = memory[:, :, :12, :16], memory[:, :, :12, 16:]
-    for new in (keys[:, :, 3:4], values[:, :, 11:12]):
-        for given, name in (((new, new.clone()), "k_new"), ((new.clone(), new), "v_new")):
-            with pytest.raises(ShapeError, match=rf"{name} shares memory with [kv]_cache.*\.clone"):
-                flashmoe.attention_with_kvcache(q, keys, values, *given, cache_seqlens=lengths)
-    behind = memory[:, :, 12:13]
-    found = flashmoe.attention_with_kvcache(q, keys, values, behind[..., :16], behind[..., 16:], cache_seqlens=lengths)
-    assert torch.equal(keys[1, :, 7], behind[1, :, 0, :16])
-    assert torch.equal(found, flashmoe.attention_with_kvcache(q, keys, values, cache_seqlens=lengths + 1))
-
-
-def test_keys_and_values_in_the_same_memory(device: str) -> None:
-    """Values may be a part of their keys, in the cache and in what is new: in one of them alone, the last to be written would stay."""
-    cache = torch.zeros(2, 2, 9, 16, device=device).half()
-    q, new = torch.randn(2, 4, 1, 16, device=device).half(), torch.randn(2, 2, 1, 16, device=device).half()
-    lengths = _ints(device, 6, 7)
-    with pytest.raises(ShapeError, match="k_cache and v_cache are the same memory, but k_new and v_new are not"):
-        flashmoe.attention_with_kvcache(q, cache, cache[..., :8], new, new[..., :8].clone(), cache_seqlens=lengths)
-    assert not cache.any()
-    found = flashmoe.attention_with_kvcache(q, cache, cache[..., :8], new, new[..., :8], cache_seqlens=lengths)
-    assert torch.equal(cache[1, :, 7], new[1, :, 0])
-    assert torch.equal(found, flashmoe.attention_with_kvcache(q, cache, cache[..., :8], cache_seqlens=lengths + 1))
-
-
-def test_no_transform_follows_an_append(device: str) -> None:
-    """All of them say the same."""
-    q, cache, new = (torch.randn(3, 2, 2, rows, 16, device=device).half() for rows in (1, 9, 1))
-
-    def step(q: Tensor, cache: Tensor, new: Tensor) -> Tensor:
-        return flashmoe.attention_with_kvcache(q, cache, cache.clone(), new, new, cache_seqlens=_ints(device, 6, 7))
-
-    messages = set()
-    for transform in (torch.vmap, lambda function: torch.vmap(torch.func.functionalize(function))):
-        with pytest.raises(ArgumentError, match=r"in place.*batch") as raised:
-            transform(step)(q, cache, new)
-        messages.add(str(raised.value))
-    assert len(messages) == 1
-
-
-def test_a_cache_without_room(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("FLASHMOE_CHECK_VALUES", "1")
-    cache = torch.zeros(2, 2, 9, 16, device=device).half()
-    q, new = (torch.randn(2, h, 3, 16, device=device).half() for h in (4, 2))
-    with pytest.raises(ArgumentError, match="sequence 1 has room for 9 keys; 7 are there and 3 are new"):
-        flashmoe.attention_with_kvcache(q, cache, cache, new, new, cache_seqlens=_ints(device, 6, 7))
-    assert not cache.any()
-    with pytest.raises(ArgumentError, match=r"cache_seqlens\[0\] is -1; a cache holds 0 keys or more"):
-        flashmoe.attention_with_kvcache(q, cache, cache, new, new, cache_seqlens=_ints(device, -1, 5))
-    with pytest.raises(ShapeError, match="k_new and k_cache must share the batch size; found 1 and 2"):
-        flashmoe.attention_with_kvcache(q, cache, cache, new[:1], new[:1], cache_seqlens=_ints(device, 6, 5))
-    with pytest.raises(ShapeError, match="v_new must be"):
-        flashmoe.attention_with_kvcache(q, cache, cache, new, new[..., :8], cache_seqlens=_ints(device, 6, 5))
-    with pytest.raises(DtypeError, match="k_new must have the dtype"):
-        flashmoe.attention_with_kvcache(q, cache, cache, new.float(), new, cache_seqlens=_ints(device, 6, 5))
-
-
-@pytest.mark.gpu
-@pytest.mark.filterwarnings("ignore:The CUDA Graph is empty:UserWarning")
-def test_lengths_are_not_checked_in_a_capture(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A typed error instead of an invalid capture."""
-    monkeypatch.setenv("FLASHMOE_CHECK_VALUES", "1")
-    arguments = _ragged("cuda")
-    graph = torch.cuda.CUDAGraph()
-    with (
-        pytest.raises((FlashmoeError, RuntimeError), match=r"flashmoe:variable\.captured"),
-        torch.cuda.graph(graph),
-    ):
-        _operator(**arguments)
-    assert _operator(**arguments)[0].isfinite().all()
-
-
-def test_the_switch_has_two_values(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    if device == "cpu":
-        return  # lengths on the CPU are always checked
-    monkeypatch.setenv("FLASHMOE_CHECK_VALUES", "often")
-    with pytest.raises(RuntimeError, match=r"flashmoe:variable\.switch\|name=FLASHMOE_CHECK_VALUES\|found=often"):
-        _operator(**_ragged(device))

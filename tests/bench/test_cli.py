@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -102,7 +103,7 @@ def test_comparisons_leave_their_files(tmp_path: Path, capsys: pytest.CaptureFix
     assert "SLOWER" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("words", [(), ("--quick",)])
+@pytest.mark.parametrize("words", [(), ("--quick",), ("--repeats", "3")])
 def test_a_suite_of_several_gpus_is_shortened_on_request(
     monkeypatch: pytest.MonkeyPatch, words: tuple[str, ...]
 ) -> None:
@@ -110,7 +111,8 @@ def test_a_suite_of_several_gpus_is_shortened_on_request(
     suite = load_suite("distributed")
     monkeypatch.setattr(session, "measure_distributed", lambda given, *_: seen.append(given))
     assert cli._measure_distributed(options(*words), [suite], "cuda") == ExitCode.OK
-    assert seen == [suite.quick() if words else suite]
+    expected = {(): suite, ("--quick",): suite.quick()}
+    assert seen == [expected.get(words, replace(suite, repeats=3))]
     assert suite.quick() != suite
 
 

@@ -364,3 +364,11 @@ def test_a_report_is_saved_while_it_runs_but_not_after_every_case(monkeypatch: p
     monkeypatch.setattr(Session, "report", lambda self: len(self.records))
     session.run(saved.append)
     assert saved == [2, 4]
+
+
+def test_what_a_report_that_is_saved_on_the_way_has_not_reached(monkeypatch: pytest.MonkeyPatch) -> None:
+    saved: list[Report] = []
+    monkeypatch.setattr("flashmoe_tools.bench.session.SAVE_EVERY_SECONDS", 0.0)
+    session = Session(suite(["base"]), Options("cpu"), {"base": contender("base", plain)})
+    session.run(saved.append)
+    assert [check.found for check in saved[0].checks if check.verdict is Verdict.SKIP] == ["not reached"]

@@ -2,17 +2,36 @@
 
 from __future__ import annotations
 
+import argparse
+import math
+import time
+from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from flashmoe_tools.bench import ceilings, compare, models, page, summary, telemetry
+from flashmoe.errors import ArgumentError
+from flashmoe_tools.bench import (
+    ceilings,
+    cli,
+    compare,
+    models,
+    page,
+    ratchet,
+    runner,
+    suites,
+    summaries,
+    summary,
+    telemetry,
+)
 from flashmoe_tools.bench.markdown import ratio_text
 from flashmoe_tools.bench.statistics import Interval
 from flashmoe_tools.bench.thresholds import load_thresholds
-from flashmoe_tools.report import Report, host_environment, utc_now
+from flashmoe_tools.report import Report, Verdict, host_environment, utc_now, write_report
+from tests.bench.synthetic import synthetic_report
 
 ROW = {"subject": "flashmoe", "ratio": 1.25, "verdict": "FASTER"}
 
@@ -127,3 +146,114 @@ def test_the_bars_of_a_chart(monkeypatch: pytest.MonkeyPatch) -> None:
     ((below, above),) = drawn
     assert below == pytest.approx([0.25, 0.0, 0.0])
     assert above == pytest.approx([0.25, 0.0, 0.15])
+
+
+@pytest.mark.parametrize("bounds", [(0.5, 2.0), (None, 2.0), (0.5, None)])
+def test_a_ratio_that_json_cannot_say(bounds: tuple[float | None, float | None]) -> None:
+    low, high = bounds
+    row = {"ratio": 1.0, "interval": bounds, "interval_method": "t", "p_value": 0.5, "cliffs_delta": 0.0, "blocks": 3}
+    read = summary.ratio_from_json({**row, "standard_error": low})
+    assert read.interval == Interval(0.0 if low is None else low, math.inf if high is None else high, "t")
+    assert read.standard_error == (math.inf if low is None else low)
+
+
+def test_a_quick_run_has_the_quick_parts_and_all_where_none_is() -> None:
+    parts = tuple(SimpleNamespace(key=key) for key in "ab")
+    cases = tuple(SimpleNamespace(key=key) for key in "cd")
+    made = suites.Suite("mine", "", cases, parts=parts)  # type: ignore[arg-type]
+    for keys, left in (("a", ("a", "cd")), ("d", ("ab", "d")), ("", ("ab", "cd")), ("bc", ("b", "c"))):
+        quick = replace(made, quick_keys=frozenset(keys)).quick()
+        assert ("".join(one.key for one in quick.parts), "".join(one.key for one in quick.cases)) == left
+
+
+@pytest.mark.parametrize(
+    ("environment", "told"),
+    [
+        ({"gpu": {"name": "G"}, "processor": "P"}, "G"),
+        ({"gpu": None, "processor": "P"}, "P"),
+        ({"processor": "P"}, "P"),
+    ],
+)
+def test_the_device_of_a_report(environment: dict[str, Any], told: str) -> None:
+    here, other = (Report("bench", (), environment=given) for given in (environment, {"processor": "Q"}))
+    (check,) = compare._environment_checks(here, other)
+    assert (check.found, check.verdict) == (f"A on {told}, B on Q", Verdict.WARN)
+    assert compare._environment_checks(here, here) == []
+
+
+@pytest.mark.parametrize("table", [None, {}, {"matmul_tflops": {"f16": 7.0}, "copy_gbps": 3.0}])
+def test_the_ceilings_of_a_summary(monkeypatch: pytest.MonkeyPatch, table: dict[str, Any] | None) -> None:
+    monkeypatch.setattr(summaries, "_expanded", lambda cell, ceilings: ceilings)
+    (found,) = summaries.expand(Report("bench", (), {"ceilings": table, "cells": [{}]})).data["cells"]
+    assert found == (summaries.CeilingRates({"f16": 7.0}, 3.0) if table else None)
+
+
+def test_warming_is_taken_from_the_time_that_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    class PlannedError(Exception):
+        pass
+
+    def plan(repeats: int, block: int, costs: Any, left: float | None, *_: Any) -> None:
+        raise PlannedError(left)
+
+    monkeypatch.setattr(runner, "plan_samples", plan)
+    monkeypatch.setattr(runner, "_warm", lambda *_: time.sleep(0.01) or (None, None, 1.0))
+    monkeypatch.setattr(runner, "make_sampler", lambda *_, **__: SimpleNamespace(timing="wall", untimed=0))
+    settings: Any = SimpleNamespace(device="cpu", timing="wall", flush_l2=False, repeats=3, block=1, floor=1)
+    for left, after in ((None, None), (0.005, 0.0)):
+        cell: Any = SimpleNamespace(case=SimpleNamespace(key="c"), timings={}, seconds_before_samples=0.0)
+        entrant: Any = SimpleNamespace(contender=SimpleNamespace(name="a"))
+        with pytest.raises(PlannedError) as caught:
+            runner._measure(cell, [entrant], settings, None, left, lambda _: None)  # type: ignore[arg-type]
+        assert caught.value.args == (after,)
+        assert cell.seconds_before_samples >= 0.01
+
+
+def test_a_summary_keeps_no_samples() -> None:
+    report = synthetic_report()
+    assert "samples" in report.data["ceilings"]
+    kept = summaries.summarise_bench(report).data["ceilings"]
+    assert kept == {name: report.data["ceilings"][name] for name in ("matmul_tflops", "copy_gbps")}
+
+
+def test_a_rendered_report_is_held_against_marks_where_that_is_asked(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_report(tmp_path / "a.json", synthetic_report())
+    monkeypatch.setattr(ratchet, "check_ratchet", lambda *_: 7)
+    words: Any = {"render": tmp_path / "a.json", "json": None, "markdown": None, "summary": None, "html": None}
+    args = SimpleNamespace(**{**vars(parsed("--render", str(tmp_path / "a.json"))), **words})
+    assert cli._render(args) == 0  # type: ignore[arg-type]
+    assert "flashmoe" in capsys.readouterr().out
+    args.ratchet = tmp_path
+    assert cli._render(args) == 7  # type: ignore[arg-type]
+    assert capsys.readouterr().out == ""
+
+
+def test_a_suite_of_several_gpus_runs_alone() -> None:
+    with pytest.raises(ArgumentError, match="a suite of several GPUs runs alone"):
+        cli._measure_distributed(parsed(), [suites.load_suite("distributed")] * 2, "cuda")
+
+
+def test_a_gpu_without_nvml_tells_nothing() -> None:
+    silent = telemetry.Telemetry.__new__(telemetry.Telemetry)
+    silent._handle = None
+    assert (silent.busy(), silent.limits(), silent.power_now()) == (None, {}, None)
+
+
+@pytest.mark.parametrize(("interval", "given"), [([0.0, 5.0], None), ([None, None], None), ([4.0, 5.0], (4e3, 5e3))])
+def test_an_interval_from_no_time_gives_no_rates(monkeypatch: pytest.MonkeyPatch, interval: Any, given: Any) -> None:
+    seen: list[Any] = []
+    monkeypatch.setattr(summaries, "rates", lambda case, median, interval, ceilings: seen.append(interval) or {})
+    report = summaries.summarise_bench(synthetic_report())
+    for cell in report.data["cells"]:
+        for found in cell["contenders"].values():
+            found["interval_us"] = interval
+    summaries.expand(report)
+    assert seen
+    assert set(seen) == {given}
+
+
+def parsed(*words: str) -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    cli.add_arguments(parser)
+    return parser.parse_args(words)

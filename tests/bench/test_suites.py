@@ -128,6 +128,15 @@ def test_own_file_and_unknown_name(tmp_path: Path) -> None:
         load_suite(str(path))
 
 
+def test_a_preset_keeps_what_is_quick() -> None:
+    suite = load_suite("llm-prefill")
+    preset = find_preset("H100", "")
+    assert preset is not None
+    marked = {case.fit(preset.dtypes, preset.max_tokens).key for case in suite.cases if case.key in suite.quick_keys}
+    fitted = apply_preset(suite, preset)
+    assert fitted.quick_keys == marked < {case.key for case in fitted.cases}
+
+
 def test_presets_fit_a_suite_to_a_gpu() -> None:
     assert {preset.name for preset in load_presets()} == {"T4", "L4", "A100", "H100"}
     assert find_preset("auto", "NVIDIA H100 80GB HBM3").name == "H100"  # type: ignore[union-attr]

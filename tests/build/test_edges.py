@@ -15,15 +15,55 @@ from typing import Any
 import pytest
 
 from flashmoe.errors import BuildError
-from flashmoe_build.compile import archs, build, device, host, jobs, nvrtc, resources, toolchain
+from flashmoe_build.compile import archs, build, codegen, device, host, jobs, nvrtc, ptxas, resources, toolchain
 from flashmoe_build.compile.build import _announce, _checks, _summary
-from flashmoe_build.compile.cache import Cache
+from flashmoe_build.compile.cache import Cache, include_closure
 from flashmoe_build.compile.codegen import PlacedBinary, index_json
 from flashmoe_build.compile.device import DeviceCode
 from flashmoe_build.compile.jobs import MEMORY_PER_JOB, run_all
 from flashmoe_build.compile.toolchain import Toolchain, find_toolchain
 from flashmoe_tools.report import Verdict
 from flashmoe_tools.tables import load_tables
+
+
+def test_a_log_names_no_folder_that_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    def run(command: Any, folder: str) -> tuple[int, str, int]:
+        return 1, f"ptxas {folder}/unit.ptx, line 3", 0
+
+    monkeypatch.setattr(ptxas, "_run", run)
+    with pytest.raises(BuildError, match=r"a unit: ptxas for sm_80 ended with 1\nptxas unit\.ptx, line 3"):
+        ptxas.assemble(b"", "a unit", "sm_80", find_toolchain())
+
+
+def test_an_array_without_rows_is_a_pointer_to_none() -> None:
+    assert codegen._array("int", "kNone", []) == ["constexpr const int* kNone = nullptr;", ""]
+    assert codegen._array("int", "kOne", ["    1,"]) == ["constexpr int kOne[] = {", "    1,", "};", ""]
+
+
+def test_a_header_that_is_nowhere_is_left_to_the_compiler(tmp_path: Path) -> None:
+    (tmp_path / "there.h").write_text('#include "not_there_either.h"')
+    text = '#include "not_there.h"\n#include "there.h"'
+    assert include_closure(text, [tmp_path]) == include_closure(text, [], tmp_path) == (tmp_path.resolve() / "there.h",)
+
+
+def test_the_cache_lies_in_the_build_unless_it_is_elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class ReachedError(Exception):
+        pass
+
+    def units(*_: Any, cache: Cache, **__: Any) -> None:
+        raise ReachedError(cache.folder)
+
+    for name, stand_in in (
+        ("compile_units", units),
+        ("hold_until_exit", print),
+        ("verify_environment", lambda *_, **__: None),
+    ):
+        monkeypatch.setattr(build, name, stand_in)
+    for elsewhere in ("", str(tmp_path / "elsewhere")):
+        monkeypatch.setenv("FLASHMOE_CACHE_DIR", elsewhere)
+        with pytest.raises(ReachedError) as reached:
+            build.build(tmp_path / "out", archs="none")
+        assert reached.value.args[0] == (Path(elsewhere) if elsewhere else tmp_path.resolve() / "out" / "cache")
 
 
 class FakeDriver:

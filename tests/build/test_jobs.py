@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from flashmoe.errors import BuildError
-from flashmoe_build.compile.jobs import job_count, run_all
+from flashmoe_build.compile.jobs import job_count, run_all, run_staged
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -60,3 +60,11 @@ def test_ctrl_c_does_not_work_off_the_queue() -> None:
         _, errors = process.communicate(timeout=60)
     assert time.monotonic() - begin < 20.0, "300 items take 30 s"
     assert errors.rstrip().endswith("KeyboardInterrupt")
+
+
+def test_items_follow_their_key_and_the_first_failure_is_told() -> None:
+    groups = {"a": [1, 2], "b": [3]}
+    middles, results = run_staged(groups, str.upper, lambda item, middle: f"{middle}{item}", 2)
+    assert (middles, sorted(results)) == (["A", "B"], ["A1", "A2", "B3"])
+    with pytest.raises(ZeroDivisionError):
+        run_staged(groups, str.upper, lambda item, middle: f"{1 // (item - 3)}", 2)

@@ -192,6 +192,17 @@ def test_a_command_judges_bugs_in_python(
     assert anywhere.main(["rule.py", "--oracle", "false"]) == ExitCode.USAGE
 
 
+def test_sources_that_do_not_compile_anyway_judge_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(anywhere, "copy_checkout", lambda target: (target / "rule.py").write_text("a = 1 + 1\n"))
+    monkeypatch.setattr(anywhere.Folder, "make", "false")
+    monkeypatch.setattr(anywhere, "folders", lambda: ((anywhere.Folder("rules", ("rule.py",), "", build=True),), {}))
+    assert anywhere.main(["--json", str(tmp_path / "found.json")]) == ExitCode.USAGE
+    assert capsys.readouterr().out == "rules: it does not compile without a bug: false\n"
+    assert not (tmp_path / "found.json").exists()
+
+
 def test_what_reaches_a_bug_is_asked_first_and_what_fails_anyway_is_left_out(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

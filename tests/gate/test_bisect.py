@@ -13,9 +13,9 @@ import pytest
 
 from flashmoe.__main__ import main
 from flashmoe.errors import ArgumentError, ExitCode
-from flashmoe_build.gate.bisect import Search, git
+from flashmoe_build.gate.bisect import Search, git, report_of
 from flashmoe_build.gate.commit import judge_speed, speed_word
-from flashmoe_tools.report import read_report, write_report
+from flashmoe_tools.report import Verdict, read_report, write_report
 from tests.bench.synthetic import synthetic_report
 
 REPORT = """
@@ -192,6 +192,12 @@ def test_git_runs_in_the_environment_that_is_given(tmp_path: Path) -> None:
     words = ("-c", "alias.tell=!echo $ASKED $LC_ALL", "tell")
     assert git(tmp_path, *words, environment={**os.environ, "ASKED": "this", "LC_ALL": "POSIX"}) == "this POSIX"
     assert git(tmp_path, *words) == "C"
+
+
+def test_a_search_without_an_end_names_no_commit(tmp_path: Path) -> None:
+    """No git is asked: the folder is no repository."""
+    report = report_of(Search(tmp_path, "good", "bad", "correct", tmp_path), "", "", "", 1.0)
+    assert (report.verdict, report.checks[0].found) == (Verdict.FAIL, "not found: too many commits could not be judged")
 
 
 def test_only_the_good_end_is_good_unseen(tmp_path: Path) -> None:

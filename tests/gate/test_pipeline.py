@@ -76,6 +76,21 @@ def test_a_library_built_elsewhere_skips_the_build(tmp_path: Path) -> None:
         assert record_of(report, tmp_path, library)["commit"] == commit
 
 
+def test_the_environment_of_a_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a checkout its package comes first, and its library, but for the steps that make it."""
+    monkeypatch.delenv("PYTHONPATH", raising=False)
+    made = pipeline(tmp_path)
+    told = {name: made._environment(step(name)) for name in ("build", "environment", "import")}
+    assert all(not {"PYTHONPATH", "FLASHMOE_LIBRARY"} & words.keys() for words in told.values())
+    made.paths = replace(made.paths, checkout=True)
+    told = {name: made._environment(step(name)) for name in ("build", "environment", "import")}
+    assert all(words["PYTHONPATH"] == str(tmp_path) for words in told.values())
+    assert [words.get("FLASHMOE_LIBRARY") for words in told.values()] == [None, None, str(made.paths.library)]
+    assert {words["FLASHMOE_TEST_REPORT"] for words in told.values()} == {
+        str(made.paths.reports / f"{name}.json") for name in told
+    }
+
+
 def test_a_build_that_was_not_given_runs(tmp_path: Path) -> None:
     assert verdicts(run(tmp_path, step("build"))) == {"build": "PASS"}
 
@@ -99,7 +114,8 @@ def test_it_stops_at_the_first_failure_and_says_what_to_do(tmp_path: Path) -> No
     report = run(tmp_path, step("one"), step("two", "FAIL", 1), step("three"))
     assert verdicts(report) == {"one": "PASS", "two": "FAIL", "three": "SKIP"}
     assert report.data["stopped_at"] == "two"
-    failed = report.checks[1]
+    failed, after = report.checks[1:3]
+    assert (after.found, after.why) == ("not run", "the gate stopped at two")
     assert "found it" in failed.found
     assert (failed.why, failed.next_step) == ("why two", "mend two")
     assert report.exit_code is ExitCode.FAILED
@@ -306,7 +322,8 @@ def test_our_own_steps(tmp_path: Path) -> None:
 )
 def test_the_decision_follows_the_thresholds(speed: float, verdict: Verdict, word: str) -> None:
     report = synthetic_report(speeds={"flashmoe": speed, "sdpa-flash": 0.5, "sdpa-cudnn": 0.9})
-    check = decide(report)[0]
+    check, *others = decide(report)
+    assert not [other for other in others if other.name.startswith("speed")]  # of other baselines
     assert (check.verdict, check.found.rsplit(": ", 1)[1]) == (verdict, word)
 
 
@@ -320,6 +337,9 @@ def test_a_memory_bound_case_is_compared_with_the_copy() -> None:
     slow = decide(report)
     assert any(check.name.startswith("bandwidth bf16-d128") and check.verdict is Verdict.WARN for check in slow)
     settings = {**report.data["settings"], "device": "cpu"}  # which keeps such cases in its cache
+    for cell in report.data["cells"]:
+        cell["summaries"]["flashmoe"]["share_of_copy"] = None  # nothing was copied: not slow
+    assert not [check for check in decide(report) if check.name.startswith("bandwidth")]
     on_a_cpu = decide(replace(report, data={**report.data, "settings": settings}))
     assert not [check for check in on_a_cpu if check.name.startswith("bandwidth")]
 
@@ -354,6 +374,7 @@ def test_history_keeps_the_last_known_good(tmp_path: Path) -> None:
     assert "last known good bbbbbbbbbbbb of 2030-01-02" in text
     assert "stopped at smoke" in text
     assert "aaaaaaaa" not in text
+    assert "bbbbbbbbbbbb   2030-01-02  WARN  flashmoe / x 1.500x" in text
     assert "dddddddddddd+  2030-01-04  PASS  no ratio; not known good: files differed from the commit (+)" in text
     assert "not known good: without a PASS of the emulation" in text
     (tmp_path / "history" / "sm90.jsonl").write_text("{}\n")
@@ -389,6 +410,8 @@ def test_the_program_runs_records_and_remembers(
     assert re.search(r"^stage +verdict +seconds +cost +checks$", text, re.MULTILINE)
     assert re.search(r"^two +FAIL +\d+\.\d  ", text, re.MULTILINE)
     assert "cost 0.0" in text
+    assert main(words[:-2]) == ExitCode.FAILED  # without a record
+    capsys.readouterr()
     assert read_report(tmp_path / "build" / "reports" / "gate.json").data["stopped_at"] == "two"
     assert main([*words, "--only", "one", "--json", str(tmp_path / "g.json")]) == ExitCode.OK
     assert [row["name"] for row in read_report(tmp_path / "g.json").data["steps"]] == ["one"]

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import subprocess
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from release_builders import Workshop, clone_of, git
 
 from flashmoe_tools.report import Check, Report, Verdict
-from flashmoe_tools.verify import cli, repository
+from flashmoe_tools.verify import cli, files, repository
 from flashmoe_tools.verify.content import read_wheel
 from flashmoe_tools.verify.errors import VerifyError
 from flashmoe_tools.verify.metadata import read_project, wheel_sources
@@ -103,6 +105,7 @@ def test_the_last_line_lists_what_was_not_checked_where_something_was_not() -> N
     part = cli.render(
         Report("verify", (Check("commit", Verdict.PASS, "here"), Check("signature", Verdict.SKIP, "no")), data)
     )
+    assert [line.split("  ")[0] for line in part[:2]] == ["PASS", "not checked"]
     assert part[-1] == f"verify PASS: a.whl of commit {'c' * 12}; not checked: signature"
 
 
@@ -123,3 +126,61 @@ def test_a_rebuild_is_for_the_targets_of_the_wheel(make_wheel: WheelMaker, tmp_p
     content = read_wheel(make_wheel(), tmp_path / "one")
     assert content.stated.targets
     assert build_environment(content, {})["FLASHMOE_ARCHS"] == ",".join(content.stated.targets)
+
+
+def test_what_the_commit_does_not_have(clone: Path, tmp_path: Path) -> None:
+    known, commit = clone_of(clone), SimpleNamespace(digest="c" * 40, tree={})
+    with pytest.raises(VerifyError, match=r"commit cccccccccccc has no README\.md, which its pyproject.toml names"):
+        files._read(Objects(known, tmp_path / "objects"), commit, "README.md")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("path", "is_table"),
+    [
+        ("csrc/tables/arch.toml", True), ("csrc/moe/operations.toml", True), ("csrc/moe/kernels.toml", True), ("csrc/arch.toml", False),
+        ("csrc/moe/other.toml", False), ("csrc/kernels.toml", False), ("csrc/moe/in/kernels.toml", False), ("docs/moe/kernels.toml", False),
+    ],
+)  # fmt: skip
+def test_which_files_are_tables(path: str, is_table: bool) -> None:
+    assert files._is_table(path) == is_table
+
+
+def test_the_clone_around_this_folder_is_taken_where_it_is_of_flashmoe(
+    clone: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert cli._clone(None) is None
+    with pytest.raises(VerifyError, match="is not in a clone that git can read"):
+        cli._clone(tmp_path)
+    monkeypatch.chdir(clone)
+    assert cli._clone(None) == clone_of(clone) == cli._clone(clone)
+    other = tmp_path / "other"
+    subprocess.run(["git", "clone", "-q", str(clone), str(other)], check=True)
+    (other / "lockfiles" / "build.txt").unlink()
+    monkeypatch.chdir(other)
+    assert (cli._clone(None), cli._clone(other)) == (None, clone_of(other))
+
+
+@pytest.mark.parametrize("has_commands", [True, False])
+def test_a_wheel_has_entry_points_where_the_project_has_commands(
+    make_wheel: WheelMaker, tmp_path: Path, has_commands: bool
+) -> None:
+    content = read_wheel(make_wheel(), tmp_path / "one")
+    info = next(name for name in content.wheel.names if name.endswith("/METADATA")).removesuffix("/METADATA")
+    rest = {
+        name: content.read(name) for name in content.wheel.names if "dist-info" not in name and name not in files.BUILT
+    }
+    expected = SimpleNamespace(info=info, entry_points="[x]" if has_commands else "", files=rest)
+    check = files._check_files(content, expected)  # type: ignore[arg-type]
+    assert ("entry_points.txt" in check.found) is not has_commands, check
+
+
+def test_objects_named_by_sha256_are_borrowed(tmp_path: Path) -> None:
+    root = tmp_path / "new"
+    git(tmp_path, "init", "-q", "--object-format=sha256", str(root))
+    (root / "file").write_text("text")
+    git(root, "add", ".")
+    git(root, "commit", "-q", "-m", "one")
+    digest = git(root, "rev-parse", "HEAD:file")
+    assert len(digest) == 64
+    assert Objects(clone_of(root), tmp_path / "objects").read([digest]) == {digest: b"text"}

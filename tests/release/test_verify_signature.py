@@ -89,13 +89,17 @@ def test_a_bundle_is_held_against_the_identity_and_this_file(
     bundle.write_text('{"messageSignature": {}}')
     assert signed(wheel, bundle, clone) == 0
     assert sigstore.asked[0] == wheel.read_bytes()
+    bundle.write_text("[")
+    assert signed(wheel, bundle, clone) == ExitCode.FAILED
+    assert "bundle.json is no sigstore bundle (JSONDecodeError: " in capsys.readouterr().err
 
 
 def test_a_bundle_without_an_identity_is_an_error(
     make_wheel: WheelMaker, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["verify", str(make_wheel()), "--bundle", str(tmp_path)]) == ExitCode.USAGE
-    assert "--identity" in capsys.readouterr().err
+    for words in ([], ["--identity", "us"], ["--issuer", "them"]):
+        assert main(["verify", str(make_wheel()), "--bundle", str(tmp_path), *words]) == ExitCode.USAGE
+        assert "--identity" in capsys.readouterr().err
 
 
 def test_without_the_library_the_extra_is_named(
@@ -116,3 +120,12 @@ def test_without_the_library_the_extra_is_named(
 )
 def test_a_statement_about_nothing(payload: bytes) -> None:
     assert judge_statement("0" * 64, "application/vnd.in-toto+json", payload, "us").verdict is Verdict.FAIL
+
+
+def test_a_statement_of_another_kind_names_no_subject() -> None:
+    payload = json.dumps({"subject": [{"digest": {"sha256": "0" * 64}}]}).encode()
+    kinds = {
+        kind: judge_statement("0" * 64, kind, payload, "us").verdict
+        for kind in ("application/vnd.in-toto+json", "text")
+    }
+    assert kinds == {"application/vnd.in-toto+json": Verdict.PASS, "text": Verdict.FAIL}

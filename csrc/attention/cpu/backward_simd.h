@@ -20,6 +20,7 @@
 
 #include "attention/cpu/backward_exact.h"
 #include "attention/cpu/backward_kernel.h"
+#include "attention/cpu/backward_scratch.h"
 #include "attention/cpu/forward_few_rows.h"
 #include "attention/cpu/mask.h"
 #include "attention/cpu/scores.h"
@@ -31,78 +32,11 @@ namespace flashmoe {
 namespace cpu {
 namespace {
 
-constexpr int64_t kScoreStride = kBackwardKeys + 16;  // of scores, from row to row: no power of two
-
 // Words of dP that are summed at a time, where dP - row_term is a small difference of large sums (a V with a mean): one sum over
 // 256 was off by up to 4 times what torch's was. Of few rows, among which there may be one such difference alone, sums over 64
 // were off by up to 18 times as much, and over 32 by 3.
 constexpr int32_t kSumWords = 64;
 constexpr int32_t kRowsOfShortSums = 16;
-
-// Where a task's pieces lie in its scratch memory. "rows" has words along a row, "columns" has a word for each column, of one
-// row or of two: with words of one element both are the same memory.
-template <class T>
-struct BackwardScratch {
-  int64_t dim_stride;    // of anything with head_dim columns
-  int64_t packed_words;  // of the larger head_dim, in k_t and v_t
-  float* q_rows;         // [rows, head_dim]
-  float* q_columns;      // the same
-  float* dout_rows;      // [rows, head_dim]
-  float* dout_columns;   // the same
-  float* k_t;            // [pair of vectors of keys, words of head_dim, kPairColumns]
-  float* v_t;            // the same
-  float* k_columns;      // [keys, head_dim]
-  float* scores;         // [rows, keys]: S, and P in its place where a word is an element
-  float* dscores;        // the same: dP, dS
-  float* p_columns;      // [rows, keys]
-  float* ds_columns;     // the same
-  float* ds_rows;        // the same
-  float* dk;             // [keys, head_dim] fp32 sums
-  float* dv;             // the same
-  float* dq;             // [heads, rows, head_dim] of the task: fp32 sums
-  float* lse;            // [rows]; +inf of a row that sees no key, so that its P is 0
-  float* row_term;       // [rows]
-  float* row_rest;       // [rows]: what the row term was rounded by, where that is known; else 0
-  float* correction;     // [rows]: the same of minus lse, in base 2
-  float* row_terms;      // [heads, rows] of the task: all of them, from the first block of keys on
-  float* square;         // as score_row needs it
-  float* slopes;         // [rows, keys], of a softcap
-  float* factors;        // [rows, keys], of dropout
-  size_t bytes;
-
-  BackwardScratch(void* base, const BackwardTask& task) {
-    constexpr bool kIsPair = kWordElements<T> == 2;
-    const int32_t head_dim = task.params->head_dim > task.head_dim_v ? task.params->head_dim : task.head_dim_v;
-    Arena arena(base);
-    dim_stride = round_up(head_dim, kPairColumns) + 16;
-    packed_words = round_up(word_count<T>(head_dim), Vector::kWidth);
-    q_rows = arena.take<float>(kBackwardRows * dim_stride);
-    q_columns = kIsPair ? arena.take<float>(kBackwardRows / 2 * dim_stride) : q_rows;
-    dout_rows = arena.take<float>(kBackwardRows * dim_stride);
-    dout_columns = kIsPair ? arena.take<float>(kBackwardRows / 2 * dim_stride) : dout_rows;
-    k_t = arena.take<float>(kBackwardKeys * packed_words);
-    v_t = arena.take<float>(kBackwardKeys * packed_words);
-    k_columns = arena.take<float>(kBackwardKeys / kWordElements<T> * dim_stride);
-    scores = arena.take<float>(kBackwardRows * kScoreStride);
-    dscores = arena.take<float>(kBackwardRows * kScoreStride);
-    p_columns = kIsPair ? arena.take<float>(kBackwardRows / 2 * kScoreStride) : scores;
-    ds_columns = kIsPair ? arena.take<float>(kBackwardRows / 2 * kScoreStride) : dscores;
-    ds_rows = kIsPair ? arena.take<float>(kBackwardRows / 2 * kScoreStride) : dscores;
-    dk = arena.take<float>(kBackwardKeys * dim_stride);
-    dv = arena.take<float>(kBackwardKeys * dim_stride);
-    lse = arena.take<float>(kBackwardRows);
-    row_term = arena.take<float>(kBackwardRows);
-    row_rest = arena.take<float>(kBackwardRows);
-    correction = arena.take<float>(kBackwardRows);
-    square = arena.take<float>(int64_t{2} * Vector::kWidth * Vector::kWidth);
-    slopes = arena.take<float>(task.is_band ? kBackwardRows * kScoreStride : 0);
-    factors = arena.take<float>(task.dropout != nullptr ? kBackwardRows * kScoreStride : 0);
-    const int64_t rows = int64_t{task.head_end - task.head_begin} * (task.row_end - task.row_begin);
-    row_terms = arena.take<float>(rows);
-    dq = arena.take<float>(task.with_dq ? rows * dim_stride : 0);
-    bytes = arena.used();
-  }
-};
 
 // MaskOf: Mask, or BandMask, with which all of a band counts.
 template <class T, class MaskOf>

@@ -287,7 +287,6 @@ void check_append_arguments(AppendArguments& arguments) {
     if (k_new.description() == nullptr) check_apart(arguments);
   }
   arguments.dtype = cache.dtype;
-  arguments.torch_dtype = cache.torch_dtype;
   arguments.device_type = cache.device_type;
   arguments.device_index = cache.device_index;
   if (k_new.description() == nullptr) check_append_lengths(arguments);

@@ -4,7 +4,7 @@ nox -s mutants                                                a sample of every 
 nox -s mutants -- --folder flashmoe_tools/audit --most 0      all that the rules make of one folder
 nox -s mutants -- flashmoe/checks.py --oracle 'python -m pytest -q -x tests/attention/test_misuse.py'
 
-nox -s mutants -- --jobs 14 --minutes 7 --most 0              14 bugs at once, each folder in turn, until time is up
+nox -s mutants -- --jobs 14 --minutes 7 --most 0              14 bugs at once, each folder in turn, none begun after 7 minutes
 
 The tests run in copies of the checkout's tracked files, and of build/lib, with one bug at a time; C++ is built again for each. Of Python's
 bugs the tests that reach its lines are asked first, and all of the folder where they notice nothing.
@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import ast
+import ctypes
 import json
 import os
 import platform
@@ -27,7 +28,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import contextmanager, suppress
@@ -37,6 +38,7 @@ from itertools import chain, zip_longest
 from pathlib import Path
 from queue import SimpleQueue
 from threading import Lock
+from types import MappingProxyType
 
 from flashmoe.errors import ExitCode
 from flashmoe_build.emulation.build import REPOSITORY
@@ -58,6 +60,7 @@ FIRST_SECONDS = 10  # of the tests that reach a bug's lines and are asked before
 PYTEST = "-m pytest -n 0 -q -p no:cacheprovider"
 NO_TESTS = 5  # pytest's exit status
 BUILT = "build/planted"  # beside the library without a bug, which the tests of Python need
+ASK_FOR_TILES = (158, 0x1023, 18)  # arch_prctl, ARCH_REQ_XCOMP_PERM, XFEATURE_XTILE_DATA
 TIMED_OUT = "timed out"
 NOT_COMPILED = "does not compile"
 _FAILED = re.compile(r"^(?:FAILED|ERROR) (\S+?::.*?)(?: - .*)?$", re.MULTILINE)
@@ -233,7 +236,8 @@ def runs_here(path: Path) -> bool:
         return not {"sse2", "avx2", "avx512", "amx"} & set(words)
     flags = Path("/proc/cpuinfo").read_text(encoding="utf-8").split()
     needed = {"avx2": "avx2", "avx512": "avx512f", "amx": "amx_bf16", "neon": "neon"}
-    return all(flag in flags for word, flag in needed.items() if word in words)
+    is_allowed = "amx" not in words or ctypes.CDLL(None).syscall(*ASK_FOR_TILES) == 0  # which a sandbox may refuse
+    return is_allowed and all(flag in flags for word, flag in needed.items() if word in words)
 
 
 def sites_of(checkout: Path, folder: Folder, most: int, seed: int) -> list[Site]:
@@ -245,8 +249,8 @@ def sites_of(checkout: Path, folder: Folder, most: int, seed: int) -> list[Site]
 
 
 class Hunt:
-    """Runs commands in as many checkouts as are given, one in each, until ``end`` of time.monotonic(). A test that fails counts where
-    it passes without the bug, which is asked when it fails first."""
+    """Runs commands in as many checkouts as are given, one in each, and begins no bug after ``end`` of time.monotonic(). A test that
+    fails counts where it passes without the bug, which is asked when it fails first."""
 
     def __init__(self, checkouts: Sequence[Path], seconds: int, end: float, reached: Path) -> None:
         self._checkouts: SimpleQueue[Path] = SimpleQueue()
@@ -256,6 +260,7 @@ class Hunt:
         self._passes: dict[str, bool] = {}  # without a bug, by command
         self._left_out: dict[str, set[str]] = {}  # tests that fail without a bug, by oracle
         self._locks: dict[str, Lock] = defaultdict(Lock)
+        self.begun: list[str] = []  # their folders; each is decided, because those that survive take longest
         self.helpless: set[str] = set()  # oracles that can judge nothing
         self._environment = {
             **os.environ,
@@ -278,19 +283,23 @@ class Hunt:
             first = self._that_reach(folder, name, text, edit, checkout)
             if oracle in self.helpless or time.monotonic() >= self._end:
                 return None
+            self.begun.append(folder.name)
             begin = time.monotonic()
             planted = Planted(path, text, text[: edit.start] + edit.replacement + text[edit.end :])
             with planted:
                 status, _ = self._run(folder.make, checkout, self._seconds)
                 if status:
                     note, is_noticed = NOT_COMPILED, True
+                    if not self._is_sound(folder.make, oracle, checkout, planted):
+                        print(f"{folder.name}: it does not compile without a bug: {folder.make}")
+                        self.helpless.add(oracle)
                 else:
                     commands = [folder.oracle(name, first), oracle] if first else [oracle]
                     for command in commands:
                         is_noticed, note = self._notices(command, oracle, checkout, planted, folder)
                         if is_noticed:
                             break
-            if oracle in self.helpless or time.monotonic() >= self._end:
+            if oracle in self.helpless:
                 return None
             return Found(folder.name, name, edit.what, not is_noticed, round(time.monotonic() - begin, 1), note=note)
 
@@ -298,9 +307,10 @@ class Hunt:
         """Whether what fails with the bug passes without it, and TIMED_OUT where the command does not end with it."""
         while True:
             out = sorted(self._left_out.get(oracle, ()))
-            options = "" if folder.command else " -x" + "".join(f" --deselect {shlex.quote(name)}" for name in out)
-            status, output = self._run(command + options, checkout, self._seconds)
-            if status == 0 or (status == NO_TESTS and command != oracle) or time.monotonic() >= self._end:
+            options = "" if folder.command else "".join(f" --deselect {shlex.quote(name)}" for name in out)
+            stops = "" if folder.command else 'PYTEST_ADDOPTS="-x $PYTEST_ADDOPTS" '  # those that tests run, too
+            status, output = self._run(stops + command + options, checkout, self._seconds)
+            if status == 0 or (status == NO_TESTS and command != oracle):
                 return False, ""
             failed = _FAILED.findall(output) if status == 1 and not folder.command else []
             if not failed:
@@ -324,9 +334,8 @@ class Hunt:
             if command not in self._passes:
                 with planted.lifted():
                     status, _ = self._run(command.replace(BUILT, "build"), checkout, self._seconds)
-                if time.monotonic() < self._end:
-                    self._passes[command] = status == 0
-            return self._passes.get(command, False)
+                self._passes[command] = status == 0
+            return self._passes[command]
 
     def _that_reach(self, folder: Folder, name: str, text: str, edit: Edit, checkout: Path) -> list[str]:
         """The tests that reach the edit's lines, the shortest first, for at most FIRST_SECONDS; none where it is not known."""
@@ -351,9 +360,6 @@ class Hunt:
 
     def _run(self, command: str, checkout: Path, seconds: float) -> tuple[int | None, str]:
         """Exit status, None when it took too long, and what was printed."""
-        limit = min(seconds, self._end - time.monotonic())
-        if limit <= 0:
-            return None, ""
         environment = {**self._environment, "PYTHONPATH": f"{checkout}:{os.environ.get('PYTHONPATH', '')}".rstrip(":")}
         with tempfile.TemporaryFile("w+") as output:
             process = subprocess.Popen(
@@ -366,7 +372,7 @@ class Hunt:
                 start_new_session=True,
             )
             try:
-                status: int | None = process.wait(limit)
+                status: int | None = process.wait(seconds)
             except subprocess.TimeoutExpired:
                 status = None
             finally:
@@ -377,8 +383,11 @@ class Hunt:
             return status, output.read()
 
 
-def judged(found: Sequence[Found], reasons: Mapping[tuple[str, str], str]) -> Report:
-    """One check a folder: how many of its bugs that can be noticed were. Survivors are listed with their reasons."""
+def judged(
+    found: Sequence[Found], reasons: Mapping[tuple[str, str], str], begun: Mapping[str, int] = MappingProxyType({})
+) -> Report:
+    """One check a folder: how many of its bugs that can be noticed were. Survivors are listed with their reasons; what was ``begun``
+    and not decided is told."""
     rows = [Found(**{**asdict(one), "why": reasons.get((one.file, _unplaced(one.what)), "")}) for one in found]
     checks, scores = [], {}
     for name in dict.fromkeys(row.folder for row in rows):
@@ -393,6 +402,7 @@ def judged(found: Sequence[Found], reasons: Mapping[tuple[str, str], str]) -> Re
             "equivalent": len(decided) - len(counted),
             NOT_COMPILED: len(own) - len(decided),
             TIMED_OUT: sum(row.note == TIMED_OUT for row in own),
+            "undecided": max(0, begun.get(name, 0) - len(own)),
         }
         verdict = Verdict.PASS if counted and killed >= NEEDED * len(counted) else Verdict.FAIL
         told = f"{killed} of {len(counted)} killed" + (
@@ -432,7 +442,7 @@ def main(words: Sequence[str] | None = None) -> int:
     parser.add_argument("--seconds", type=int, default=SECONDS, metavar="S", help="of one judgement; longer is a kill")
     parser.add_argument("--jobs", type=int, default=1, metavar="N", help="bugs at once, each in a checkout of its own")
     parser.add_argument(
-        "--minutes", type=float, default=float("inf"), metavar="M", help="what is not decided then is left"
+        "--minutes", type=float, default=float("inf"), metavar="M", help="none is begun then; what was is decided"
     )
     parser.add_argument(
         "--reached", type=Path, metavar="FOLDER", help="which tests reach which lines: kept there, for the next hunt"
@@ -458,12 +468,13 @@ def main(words: Sequence[str] | None = None) -> int:
         turns = chain.from_iterable(zip_longest(*drawn))  # so that a hunt that ends early has been in every folder
         sites = [site for site in turns if site is not None and (site[1], site[2].what) not in done]
         hunt = Hunt(checkouts, arguments.seconds, end, arguments.reached or Path(place))
+        hunt.begun += [one.folder for one in found]
         for number, one in enumerate(hunt.bugs(sites), start=1):
             fate = "SURVIVED" if one.survived else one.note or "killed"
             print(f"{number}/{len(sites)} {fate} {one.file} {one.what} ({one.seconds} s)", flush=True)
             found.append(one)
             if arguments.json is not None:
-                write_report(arguments.json, judged(found, reasons))
+                write_report(arguments.json, judged(found, reasons, Counter(hunt.begun)))
     if hunt.helpless:
         return ExitCode.USAGE
     report = judged([one for one in found if one.folder in {folder.name for folder in chosen}], reasons)

@@ -222,9 +222,11 @@ CUresult launch(CUfunction function, unsigned grid, unsigned, unsigned, bool, vo
   for (const void* tensor : attention::g_tensors) {
     addresses += (addresses.empty() ? "" : ", ") + std::to_string(reinterpret_cast<uintptr_t>(tensor));
   }
+  const bool decodes = std::strncmp(kernel.operation, "attention_decode", 16) == 0;
+  const int unhinted = decodes ? static_cast<const attention::ForwardParams*>(arguments[0])->unhinted_tiles : -1;
   g_log += std::string("{\"symbol\": \"") + kernel.symbol + "\", \"operation\": \"" + kernel.operation +
-           "\", \"grid\": " + std::to_string(grid) + ", \"tensors\": [" + addresses + "], \"problem\": \"" + problem +
-           "\"}\n";
+           "\", \"grid\": " + std::to_string(grid) + ", \"unhinted\": " + std::to_string(unhinted) +
+           ", \"tensors\": [" + addresses + "], \"problem\": \"" + problem + "\"}\n";
   return CUDA_SUCCESS;
 }
 
@@ -234,4 +236,9 @@ CUresult launch(CUfunction function, unsigned grid, unsigned, unsigned, bool, vo
 
 FAKE_EXPORT void fake_gpu(int capability, int multiprocessors, int is_capturing) {
   flashmoe::host::begin_call(capability, multiprocessors, is_capturing != 0);
+}
+
+FAKE_EXPORT void fake_memory(int rate, int l2_bytes) {
+  flashmoe::host::g_gpu.memory_rate = rate;
+  flashmoe::host::g_gpu.l2_bytes = l2_bytes;
 }

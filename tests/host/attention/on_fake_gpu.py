@@ -40,12 +40,11 @@ from tests.attention import (  # noqa: E402
 from tests.attention.gradients import autograd_gradients, plain_function  # noqa: E402
 from tests.attention.reference import Problem  # noqa: E402
 from tests.attention.varlen_reference import Band, Ragged, check_ragged  # noqa: E402
+from tests.host.attention.dense_calls import DTYPE, LIMIT, check_dense, tensors  # noqa: E402
 from tests.host.every_call import differences  # noqa: E402
 
 CUDA = torch._C.DispatchKeySet(torch._C.DispatchKey.CUDA)
 ON_A_GPU = torch.library.Library("flashmoe", "IMPL")
-DTYPE = torch.bfloat16
-LIMIT = 2e-2  # of the largest gradient, as in tests/attention/test_varlen_gradients.py
 CAPABILITIES = (80, 90)
 
 
@@ -91,41 +90,6 @@ def launches() -> list[dict[str, Any]]:
 def launched() -> list[str]:
     """The operations."""
     return [launch["operation"].removeprefix("attention_").removeprefix("varlen_") for launch in launches()]
-
-
-def tensors(problem: Problem, layout: str) -> list[Tensor]:
-    """q, k, v and the output's gradient; "bshd": seen through a transpose."""
-    shapes = [(problem.heads_q, problem.seq_q), (problem.heads_kv, problem.seq_k)]
-    order = (shapes[0], shapes[1], shapes[1], shapes[0])
-    if layout == "bshd":
-        return [torch.randn(problem.batch, s, h, problem.head_dim).to(DTYPE).transpose(1, 2) for h, s in order]
-    return [torch.randn(problem.batch, h, s, problem.head_dim).to(DTYPE) for h, s in order]
-
-
-def check_dense(problem: Problem, layout: str, needs: int, with_lse: bool) -> None:
-    q, k, v, grad_out = tensors(problem, layout)
-    grad_lse = torch.randn(q.shape[:3]) if with_lse else None
-    scale = problem.head_dim**-0.5
-    out, lse = flashmoe.attention(q, k, v, causal=problem.causal, return_lse=True)
-    function = plain_function(problem)
-    wide = [tensor.double() for tensor in (q, k, v)]
-    expected_out, expected_lse = function(*wide)
-    assert (out.double() - expected_out).abs().max() <= LIMIT
-    seen = expected_lse > -math.inf
-    assert torch.equal(lse > -math.inf, seen)
-    assert (lse.double() - expected_lse)[seen].abs().max() <= 1e-3
-    if grad_lse is not None:
-        grad_lse = grad_lse.masked_fill(~seen, 0.0)
-    found = torch.ops.flashmoe._flash_attention_backward(
-        grad_out, grad_lse, q, k, v, out, lse, scale, problem.causal, needs
-    )
-    expected = autograd_gradients(function, (q, k, v), torch.float64, grad_out, grad_lse)
-    for index, (name, ours, wanted) in enumerate(zip("qkv", found, expected, strict=True)):
-        if not needs >> index & 1:
-            assert ours is None
-            continue
-        assert ours.shape == wanted.shape
-        assert (ours.double() - wanted).abs().max() <= LIMIT * wanted.abs().max(), f"d{name}"
 
 
 @pytest.mark.parametrize("capability", CAPABILITIES)
@@ -181,17 +145,18 @@ def test_ragged(capability: int, band: Band, with_sinks: bool) -> None:
 
 
 @pytest.mark.parametrize(
-    ("ragged", "expected"),
+    ("ragged", "multiprocessors", "expected"),
     [
-        (Ragged((150, 3), (4500, 700), 4, 2, 64, 64, spare=3), ["chunk_forward", "combine"]),
-        (Ragged((20, 3), (2700, 20), 12, 2, 64, 40), ["chunk_forward", "combine"]),
-        (Ragged((5, 3, 0), (200, 100, 9), 24, 2, 64, 64), ["chunk_forward"]),
+        (Ragged((150, 3), (4500, 700), 4, 2, 64, 64, spare=3), 132, ["chunk_forward", "combine"]),
+        (Ragged((20, 3), (2700, 20), 12, 2, 64, 40), 132, ["chunk_forward", "combine"]),
+        (Ragged((5, 3, 0), (200, 100, 9), 24, 2, 64, 64), 132, ["chunk_forward"]),
+        (Ragged((5, 3, 0), (200, 100, 9), 24, 2, 64, 64), 1, ["chunk_forward"]),
     ],
     ids=str,
 )
-def test_chunks(ragged: Ragged, expected: list[str]) -> None:
-    """Few rows, whose keys one block or several read; with sinks, and rows that see no key."""
-    begin(90)
+def test_chunks(ragged: Ragged, multiprocessors: int, expected: list[str]) -> None:
+    """Few rows, whose keys one block or several read; with sinks, and rows that see no key; more tiles than blocks."""
+    begin(90, multiprocessors)
     check_ragged(ragged, Band(causal=True), "cpu", DTYPE, with_sinks=True, num_splits=0)
     assert launched() == expected
 
@@ -499,3 +464,23 @@ def test_every_layout_that_is_taken(capability: int, number: int) -> None:
     if "fp8" not in calls.ROWS[number][0] or capability == 90:
         assert differences(number, calls, layouts_alone=capability == 80) == []
     launches()
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize(
+    ("rate", "l2_bytes"), [(4000, 1 << 20), (4001, 1 << 20), (4001, 1 << 14), (4001, 1 << 10), (4001, 170_667)]
+)
+def test_the_first_tiles_of_decoding_are_read_without_a_hint(rate: int, l2_bytes: int, head_dim: int) -> None:
+    """On fast memory, wide heads: until the blocks have read twice the L2; one tile of a batch of at most six times the L2."""
+    batch, heads, keys = 2, 2, 1000
+    q, k = torch.randn(batch, heads, 1, head_dim).to(DTYPE), torch.randn(batch, heads, keys, head_dim).to(DTYPE)
+    begin(90)
+    LIBRARY.fake_memory(rate, l2_bytes)
+    flashmoe.attention_with_kvcache(q, k, k, cache_seqlens=torch.full((batch,), keys, dtype=torch.int32))
+    LIBRARY.fake_memory(0, 0)
+    (launch,) = launches()
+    key_bytes = 4 * head_dim
+    block_n = 64 if head_dim == 128 else 128
+    expected = -(-2 * l2_bytes // (launch["grid"] * block_n * key_bytes))
+    expected = 1 if batch * heads * keys * key_bytes <= 6 * l2_bytes else expected
+    assert launch["unhinted"] == (expected if rate > 4000 and head_dim > 64 else 0)

@@ -15,6 +15,7 @@
 #include "moe/host/backends.h"
 #include "moe/host/select.h"
 #include "moe/host/sort_plan.h"
+#include "moe/params/mxfp4.h"
 #include "moe/params/training.h"
 
 namespace flashmoe {
@@ -30,7 +31,6 @@ void grouped_cpu(const GroupedArguments& arguments, const Tensor& out) { grouped
 void grouped_gradient_cpu(const GroupedGradientArguments& arguments, const Tensor& out) {
   grouped_gradient_cuda(arguments, out);
 }
-void mxfp4_cpu(Mxfp4Arguments arguments, const Tensor& out) { mxfp4_cuda(arguments, out); }
 
 namespace {
 
@@ -120,12 +120,12 @@ class GemmKernel {
   Memory memory_;
 };
 
-// Empty: nothing is wrong. Every kernel but the weight gradient's says how its weights lie.
-std::string multiply(const host::Kernel& kernel, const GemmParams& params, int64_t grid) {
+// Empty: nothing is wrong.
+std::string multiply(const host::Kernel& kernel, const GemmParams& params, Memory memory, int64_t grid) {
   const std::string operation = kernel.operation;
-  const auto memory = static_cast<Memory>(kernel.axes[0]);
   const GemmKernel run(params, memory);
-  const bool is_gated = operation == "grouped_gemm_gated" || operation == "grouped_gemm_gated_few_rows";
+  const bool is_gated =
+      operation.rfind("grouped_gemm_gated", 0) == 0 && operation.find("backward") == std::string::npos;
   if (is_gated && (memory == Memory::kKnPairs) != (memory != Memory::kNk && params.is_interleaved != 0)) {
     return "gate and up in turn need kn_pairs, and nothing else does";
   }
@@ -153,6 +153,8 @@ std::string multiply(const host::Kernel& kernel, const GemmParams& params, int64
       operation == "grouped_gemm_weight_gradient" || params.tile_counter != nullptr || grid >= tiles;
   return has_every_tile ? "" : "there are more tiles than blocks, and no counter";
 }
+
+#include "fake_mxfp4.h"
 
 // By code.
 const std::vector<float>& e4m3_numbers() {
@@ -365,7 +367,12 @@ std::string run_kernel(const host::Kernel& kernel, int64_t grid, void** argument
   if (operation.rfind("grouped_gemm", 0) == 0 && operation.find("_scaled") != std::string::npos) {
     return multiply_scaled(kernel, params_of<ScaledGemmParams>(arguments), grid);
   }
-  if (operation.rfind("grouped_gemm", 0) == 0) return multiply(kernel, params_of<GemmParams>(arguments), grid);
+  if (operation.rfind("grouped_gemm", 0) == 0 && operation.find("_mxfp4") != std::string::npos) {
+    return multiply_mxfp4(kernel, params_of<Mxfp4GemmParams>(arguments), grid);
+  }
+  if (operation.rfind("grouped_gemm", 0) == 0) {  // every kernel but the weight gradient's says how its weights lie
+    return multiply(kernel, params_of<GemmParams>(arguments), static_cast<Memory>(kernel.axes[0]), grid);
+  }
   if (operation == "moe_sort") {
     const auto& params = params_of<SortParams>(arguments);
     const auto step = static_cast<SortStep>(kernel.axes[0]);
@@ -393,6 +400,17 @@ std::string run_kernel(const host::Kernel& kernel, int64_t grid, void** argument
 }
 
 }  // namespace
+
+void mxfp4_cpu(Mxfp4Arguments arguments, const Tensor& out) {
+  if (g_packs) {
+    const bool is_interleaved = arguments.shape.is_interleaved;
+    arguments.w13 = pack(arguments.w13, arguments.w13_scale, /*is_gated=*/true, is_interleaved);
+    arguments.w2 = pack(arguments.w2, arguments.w2_scale, /*is_gated=*/false, is_interleaved);
+    arguments.is_packed = true;
+  }
+  mxfp4_cuda(arguments, out);
+}
+
 }  // namespace moe
 
 namespace host {
@@ -433,3 +451,5 @@ STABLE_TORCH_LIBRARY_IMPL(flashmoe, CPU, library) {
 FAKE_EXPORT void fake_gpu(int capability, int multiprocessors, int is_capturing) {
   flashmoe::host::begin_call(capability, multiprocessors, is_capturing != 0);
 }
+
+FAKE_EXPORT void fake_packs(int packs) { flashmoe::moe::g_packs = packs != 0; }

@@ -23,6 +23,7 @@ from tests.arguments import experts as calls
 from tests.host.every_call import differences
 from tests.moe.layer import leaf_names, run, run_backward
 from tests.moe.reference import Case, compare, compare_all, expect, make_inputs
+from tests.moe.test_mxfp4 import make as make_mxfp4
 
 MULTIPROCESSORS = 132
 SORTED_BY_SEVERAL = 4096  # slots: sort_plan.h
@@ -400,12 +401,53 @@ def test_a_gpu_without_kernels_refuses() -> None:
         flashmoe.fused_moe(inputs.x, inputs.w13, inputs.w2, inputs.topk_weights, inputs.topk_ids)
 
 
+@pytest.mark.parametrize("layout", ["concat", "interleaved"])
+@pytest.mark.parametrize("tokens", [1, 11, 150])
+@pytest.mark.parametrize(("capability", "packed"), [(80, False), (90, False), (90, True), (120, False)])
+def test_weights_of_4_bits(capability: int, packed: bool, tokens: int, layout: str) -> None:
+    """The bits of the same layer with 16-bit weights."""
+    sizes = {"hidden": 128, "intermediate": 64} if packed else {"hidden": 96, "intermediate": 32}
+    layer = make_mxfp4("cpu", tokens, activation="swiglu", layout=layout, **sizes)
+    layer = replace(layer, shared=torch.randn(tokens, sizes["hidden"]).bfloat16())
+    begin(capability)
+    expected = layer.in_bfloat16()
+    begin(capability)
+    LIBRARY.fake_packs(packed)
+    try:
+        assert torch.equal(layer(), expected)
+        found = [launch for launch in launches() if "grouped" in launch["operation"]]
+        assert all(("_packed" in launch["operation"]) == packed for launch in found)
+        begin(80)
+        if packed:
+            with pytest.raises(flashmoe.errors.UnsupportedGpuError, match=r"compute capability 8\.0"):
+                layer()
+    finally:
+        LIBRARY.fake_packs(False)
+
+
+@pytest.mark.parametrize(("shift", "gap"), [(0, 0), (1, 0), (16, 0), (0, 8), (0, 16)])
+def test_weights_of_4_bits_are_copied_where_16_bytes_cannot_be_loaded(shift: int, gap: int) -> None:
+    """shift: bytes before the first; gap: bytes behind each row."""
+    layer = make_mxfp4("cpu", 11, activation="swiglu", hidden=96, intermediate=32)
+    expected = layer()
+    wide = [torch.cat((one, one.new_zeros(*one.shape[:2], gap)), -1) for one in (layer.w13, layer.w2)]
+    moved = [torch.cat((one.new_zeros(shift), one.flatten()))[shift:].view(one.shape) for one in wide]
+    w13, w2 = (one[..., : old.shape[2]] for one, old in zip(moved, (layer.w13, layer.w2), strict=True))
+    begin()
+    assert torch.equal(layer(w13=w13, w2=w2), expected)
+    read = [launch["factors"][1] for launch in launches() if "grouped" in launch["operation"]]
+    for at, one in zip(read, (w13, w2), strict=True):
+        assert (at == one.data_ptr()) == (one.data_ptr() % 16 == one.stride(1) % 16 == one.stride(0) % 16 == 0)
+
+
 @pytest.mark.parametrize("capability", [80, 90])
 @pytest.mark.parametrize("number", range(len(calls.ROWS)), ids=lambda number: calls.ROWS[number][0])
 def test_every_layout_that_is_taken(capability: int, number: int) -> None:
     name = calls.ROWS[number][0]
     begin(capability)
-    is_other = name.endswith(("_torch", "_scaled_out", "_route")) or "mxfp4" in name
+    is_other = (
+        name.endswith(("_torch", "_scaled_out", "_mxfp4_out", "_route")) or calls.ROWS[number][1] is calls._packed
+    )
     if is_other or "quantize" in name or ("scale" in name and capability < 90):
         return  # no operators of the extension's, no loops or long ones, or no kernels
     assert differences(number, calls, layouts_alone=capability == 80) == []

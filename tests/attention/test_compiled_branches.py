@@ -1,0 +1,131 @@
+"""What Python does otherwise where torch.compile follows it has the same results and refuses the same calls."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import flashmoe
+from flashmoe.errors import FlashmoeError
+
+Answer = Tensor | tuple[Tensor, ...]
+
+
+def _random(*sizes: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    return torch.randn(sizes, generator=torch.Generator().manual_seed(sum(sizes))).to(dtype)
+
+
+def _dense(**options: Any) -> Answer:
+    return flashmoe.attention(_random(2, 4, 5, 64), _random(2, 2, 9, 64), _random(2, 2, 9, 64), **options)
+
+
+def _ragged(**options: Any) -> Answer:
+    ends = torch.tensor([0, 3, 7], dtype=torch.int32)
+    q, k, v = (_random(7, heads, 64) for heads in (4, 2, 2))
+    return flashmoe.attention_varlen(q, k, v, ends, ends, 4, 4, **options)
+
+
+def _cached(codes: bool = False, **options: Any) -> Answer:
+    cache = _random(2, 2, 8, 64)
+    cache, scales = (cache.to(torch.float8_e4m3fn), {"k_scale": 0.5, "v_scale": 2.0}) if codes else (cache, {})
+    new = [_random(2, 2, 1, 64)] * 2
+    lengths = torch.tensor([3, 7], dtype=torch.int32)
+    return flashmoe.attention_with_kvcache(
+        _random(2, 4, 1, 64), cache, cache.clone(), *new, cache_seqlens=lengths, **scales, **options
+    )
+
+
+def _of_codes(ragged: bool = False, **options: Any) -> Answer:
+    q, k, v = (_random(*sizes).to(torch.float8_e4m3fn) for sizes in ((1, 4, 7, 64), (1, 2, 7, 64), (1, 2, 7, 64)))
+    scales = {"q_scale": 0.5, "k_scale": torch.tensor(0.25), "v_scale": 2.0}
+    if not ragged:
+        return flashmoe.attention(q, k, v, **scales, **options)
+    ends = torch.tensor([0, 3, 7], dtype=torch.int32)
+    q, k, v = (one[0].transpose(0, 1).contiguous() for one in (q, k, v))
+    return flashmoe.attention_varlen(q, k, v, ends, ends, 4, 4, **scales, **options)
+
+
+def _latents(**options: Any) -> Answer:
+    lengths = torch.tensor([4, 8], dtype=torch.int32)
+    cache = torch.zeros(2, 8, 656, dtype=torch.uint8)
+    flashmoe.mla_append(_random(2, 4, 576), cache, cache_seqlens=torch.tensor([0, 4], dtype=torch.int32))
+    return flashmoe.mla_decode(_random(2, 1, 16, 576), cache, cache_seqlens=lengths, scale=0.1, **options)
+
+
+def _experts(kind: str, **options: Any) -> Answer:
+    x, w13, w2 = _random(5, 128), _random(4, 256, 128), _random(4, 128, 128)
+    weights, ids = torch.full((5, 2), 0.5), torch.tensor([[0, 1], [2, 3], [1, 3], [0, 2], [3, 0]], dtype=torch.int32)
+    if kind == "scaled":
+        options["quantized"] = (flashmoe.quantize_weights(w13), flashmoe.quantize_weights(w2))
+        options["precision"] = "fp8"
+    elif kind == "mxfp4":
+        w13, w2 = (torch.arange(one.numel() // 2).to(torch.uint8).view(*one.shape[:2], -1) for one in (w13, w2))
+        options |= {
+            f"{name}_scale": torch.full((4, rows, 4), 120, dtype=torch.uint8)
+            for name, rows in (("w13", 256), ("w2", 128))
+        }
+    return flashmoe.fused_moe(x, w13, w2, weights, ids, **options)
+
+
+def _compile(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, module in list(sys.modules.items()):
+        if name.startswith("flashmoe.") and hasattr(module, "is_compiling"):
+            monkeypatch.setattr(module, "is_compiling", lambda: True)
+
+
+BOTH = ({}, {"return_lse": True})
+CALLS: list[tuple[str, Callable[..., Answer], dict[str, Any]]] = [
+    *[("dense", _dense, {**more, **both}) for both in BOTH for more in ({}, {"causal": True}, {"softcap": 5.0})],
+    *[("dropout", call, {"dropout_p": 0.5, **both}) for both in BOTH for call in (_dense, _ragged)],
+    *[("ragged", _ragged, {**more, **both}) for both in BOTH for more in ({}, {"window": (2, 0)})],
+    *[("cached", _cached, {"codes": codes, **both}) for both in BOTH for codes in (False, True)],
+    *[("codes", _of_codes, {"ragged": ragged, **both}) for both in BOTH for ragged in (False, True)],
+    *[("latents", _latents, both) for both in BOTH],
+    *[("experts", _experts, {"kind": kind}) for kind in ("plain", "scaled", "mxfp4")],
+    ("linear", lambda: flashmoe.linear(_random(5, 64), _random(32, 64)), {}),
+]
+
+
+@pytest.mark.parametrize(("what", "call", "options"), CALLS, ids=lambda one: one if isinstance(one, str) else "")
+def test_the_same_results(
+    monkeypatch: pytest.MonkeyPatch, what: str, call: Callable[..., Answer], options: dict[str, Any]
+) -> None:
+    def called() -> tuple[Tensor, ...]:
+        torch.manual_seed(3)
+        answer = call(**options)
+        return answer if isinstance(answer, tuple) else (answer,)
+
+    expected = called()
+    _compile(monkeypatch)
+    found = called()
+    assert len(found) == len(expected) == 1 + options.get("return_lse", False)
+    for one, other in zip(found, expected, strict=True):
+        assert one.dtype is other.dtype
+        torch.testing.assert_close(one, other, rtol=0, atol=0)
+
+
+WRONG: dict[str, Callable[[], Any]] = {
+    "dense": lambda: flashmoe.attention(_random(1, 2, 3, 64), _random(1, 2, 3, 64), _random(1, 2, 4, 64)),
+    "ragged": lambda: flashmoe.attention_varlen(*[_random(7, 2, 64)] * 3, *[torch.tensor([0, 9], dtype=torch.int32)] * 2, 9, 9),
+    "cached": lambda: _cached(softcap=-1.0),
+    "codes": lambda: _cached(codes=True, softcap=-1.0),
+    "decode": lambda: _latents(num_splits=-1),
+    "append": lambda: flashmoe.mla_append(_random(2, 1, 576), torch.zeros(2, 8, 655, dtype=torch.uint8), cache_seqlens=torch.zeros(2)),
+    "experts": lambda: flashmoe.fused_moe(_random(5, 64), _random(4, 64, 128), _random(4, 64, 128), torch.ones(5, 2), torch.ones(5, 2)),
+    "linear": lambda: flashmoe.linear(_random(5, 64), _random(32, 63)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", WRONG)
+def test_the_same_refusals(monkeypatch: pytest.MonkeyPatch, what: str) -> None:
+    """Typed where Python runs; where a compiler follows, which cannot follow the words, as the operator says it."""
+    with pytest.raises(FlashmoeError):
+        WRONG[what]()
+    _compile(monkeypatch)
+    with pytest.raises((FlashmoeError, RuntimeError)):
+        WRONG[what]()

@@ -1,0 +1,256 @@
+"""What only the numbers of a ragged or cached call tell, and what its caches and parts may share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import flashmoe
+from flashmoe.errors import ArgumentError, ArgumentTypeError, DeviceError, DtypeError, FlashmoeError, ShapeError
+from flashmoe.rules import check, translate
+
+from .varlen_calls import NAMES, banded, call_operator, ints, paged, ragged
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore::FutureWarning"),
+    pytest.mark.filterwarnings("ignore:.*TensorFloat32:UserWarning"),
+]
+
+# What only the numbers tell: on a GPU with FLASHMOE_CHECK_VALUES=1.
+NUMBERS: dict[str, tuple[Callable[[str], dict[str, Any]], Callable[[str], dict[str, Any]], str]] = {
+    "decreasing": (ragged, lambda device: {"cu_seqlens_q": ints(device, 0, 6, 5, 14)}, "from 6 to 5 at sequence 1"),
+    "negative": (ragged, lambda device: {"cu_seqlens_k": ints(device, -1, 3, 5, 9)}, "cu_seqlens_k starts at -1"),
+    "plain lengths": (ragged, lambda device: {"cu_seqlens_q": ints(device, 5, 6, 8, 14)}, "starts at 5.*cumsum"),
+    "past the tokens": (
+        ragged,
+        lambda device: {"cu_seqlens_k": ints(device, 0, 7, 11, 20)},
+        "reaches 20.* 19 tokens",
+    ),
+    "longer than the longest": (ragged, lambda _: {"max_seqlen_q": 8}, "sequence 2 has 9 tokens.*max_seqlen_q is 8"),
+    "more keys than there are": (
+        banded,
+        lambda device: {"seqused_k": ints(device, 7, 8)},
+        r"seqused_k\[1\] is 8; sequence 1 has room for 0 to 7 keys$",
+    ),
+    "more keys in pages than the longest has": (
+        paged,
+        lambda _: {"max_seqlen_k": 6},
+        r"seqused_k\[0\] is 7; sequence 0 has room for 0 to 6 keys by max_seqlen_k$",
+    ),
+    "negative keys": (banded, lambda device: {"seqused_k": ints(device, -1, 7)}, r"seqused_k\[0\] is -1"),
+    "no such page": (
+        paged,
+        lambda device: {"block_table": torch.full((2, 2), 99, dtype=torch.int32, device=device)},
+        r"block_table\[0, 0\] is 99, but there are",
+    ),
+    "more keys than the pages hold": (
+        paged,
+        lambda device: {"seqused_k": ints(device, 9, 1)},
+        r"seqused_k\[0\] is 9",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", NUMBERS)
+def test_wrong_numbers(name: str, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    layout, change, words = NUMBERS[name]
+    arguments = layout(device)
+    arguments.update(change(device))
+    if device != "cpu":  # unchecked they are held to the tensors: no fault, and what comes next is right
+        call_operator(**arguments)
+        torch.cuda.synchronize()
+    monkeypatch.setenv("FLASHMOE_CHECK_VALUES", "1")
+    with pytest.raises((FlashmoeError, RuntimeError)) as raised:
+        call_operator(**arguments)
+    with pytest.raises(ArgumentError, match=words):
+        raise translate(raised.value) or raised.value
+    good = layout(device)
+    assert call_operator(**good)[0].isfinite().all()
+
+
+def test_functions_raise_typed_errors(device: str) -> None:
+    """What the functions themselves check, and that the operator's errors arrive typed."""
+    a = ragged(device)
+    q, k, v, cu_q, cu_k = (a[name] for name in NAMES[:5])
+    varlen: Any = flashmoe.attention_varlen
+    cached: Any = flashmoe.attention_with_kvcache
+    cases: list[tuple[Callable[[], Any], Any, str]] = [
+        (lambda: varlen(q, k, v, [0, 5], cu_k, 9, 9), ArgumentTypeError, "cu_seqlens_q must be an int32 tensor"),
+        (lambda: varlen(q, k, v, cu_q, None, 9, 9), ArgumentError, "give block_table and seqused_k"),
+        (lambda: varlen(q, k, v, cu_q, cu_k, 9.0, 9), ArgumentTypeError, "max_seqlen_q must be an int"),
+        (lambda: varlen(q, k, v, cu_q, cu_k, 9, 9, window=5), ArgumentTypeError, "window must be"),
+        (lambda: varlen(q, k, v, cu_q, cu_k, 9, 9, window=(1.5, 0)), ArgumentTypeError, "window"),
+        (lambda: varlen(q, k, v, cu_q, cu_k, 9, 9, softcap="a"), ArgumentTypeError, "softcap"),
+        (lambda: varlen(q, k, v, cu_q, cu_k, 9, 9, causal=cu_q), ArgumentTypeError, "causal"),
+        (lambda: varlen(q, None, v, cu_q, cu_k, 9, 9), ArgumentTypeError, "k must be a torch.Tensor"),
+        (lambda: varlen(q, k, v, cu_q, cu_k, 9, 9, sinks=cu_q), DtypeError, "sinks"),
+        (lambda: varlen(q, k, v, cu_q.to("meta"), cu_k, 9, 9), DeviceError, "cu_seqlens_q"),
+        (lambda: flashmoe.attention(q, k, v, window=(1, 1)), ShapeError, "q must be"),
+        (
+            lambda: flashmoe.attention(*_dense(a), attn_mask=torch.ones(3, 3, device=device) > 0),
+            ShapeError,
+            "broadcast",
+        ),
+        (lambda: flashmoe.attention(*_dense(a), attn_mask=3), ArgumentTypeError, "attn_mask"),  # type: ignore[call-overload]
+        (
+            lambda: flashmoe.attention(*_dense(a), attn_mask=torch.ones(14, 19, device=device).to_sparse()),
+            ArgumentError,
+            "attn_mask must be a dense",
+        ),
+        (lambda: cached(q, k, v, cache_seqlens=7), ArgumentTypeError, "cache_seqlens"),
+        (lambda: cached(*_dense(a), k, cache_seqlens=cu_q), ArgumentError, "belong together"),
+        (lambda: cached(*_dense(a), cache_seqlens=cu_k[:1].long()), DtypeError, "cache_seqlens must be torch.int32"),
+        (
+            lambda: cached(*_dense(a), *_dense(a)[1:], cache_seqlens=cu_k[:1].long()),
+            DtypeError,
+            "cache_seqlens must be torch.int32",
+        ),
+        (lambda: cached(*_dense(a), cache_seqlens=cu_k), ShapeError, "cache_seqlens must have 1 elements"),
+        (
+            lambda: cached(*_dense(a), *_dense(a)[1:], cache_seqlens=cu_k),
+            ShapeError,
+            "cache_seqlens must have 1 elements, one for each sequence",
+        ),
+        (lambda: varlen(q, k, v, cu_q, cu_k, 9, 9, softmax_scale=1.0), ArgumentTypeError, "write scale="),
+        (lambda: varlen(q, k, v, cu_q, cu_k, 9, 9, window_size=(1, 1)), ArgumentTypeError, "write window="),
+        (lambda: cached(q, k, v, cache_seqlens=cu_q, page_table=cu_q), ArgumentTypeError, "write block_table="),
+        (lambda: cached(q, k, v, cache_seqlens=cu_q, seqused_k=cu_q), ArgumentTypeError, "write cache_seqlens="),
+        (lambda: cached(q, k, v, cache_seqlens=cu_q, rotary_cos=q), ArgumentTypeError, "rotate q and k_new before"),
+        (lambda: varlen(q, k, v, cu_q, cu_k, 9, 9, s_aux=cu_q), ArgumentTypeError, "write sinks="),
+        (lambda: varlen(q, k, v, cu_q, cu_k, 9, 9, k_descale=cu_q), ArgumentTypeError, "no 8-bit keys"),
+    ]
+    for call, kind, words in cases:
+        with pytest.raises(kind, match=words):
+            call()
+
+
+def _dense(arguments: dict[str, Any]) -> tuple[Tensor, Tensor, Tensor]:
+    """[1, H, tokens, D] of the ragged tensors."""
+    q, k, v = (arguments[name].transpose(0, 1).unsqueeze(0) for name in ("q", "k", "v"))
+    return q, k, v
+
+
+def test_parts_that_do_not_belong_together(device: str) -> None:
+    """Of integers merge_attention would make integers, without a word."""
+    out, lse = torch.zeros(1, 2, 3, 8, device=device), torch.zeros(1, 2, 3, device=device)
+    wrong: dict[str, tuple[type[FlashmoeError], tuple[Any, ...]]] = {
+        "out_b must be a torch.Tensor": (ArgumentTypeError, (out, lse, None, lse)),
+        "must have one floating dtype; found torch.int32": (DtypeError, (out.int(), lse, out.int(), lse)),
+        "found torch.float16 in lse_b and torch.float32 in lse_a": (DtypeError, (out, lse, out, lse.half())),
+        "out_b must be on out_a's device": (DeviceError, (out, lse, out.to("meta"), lse)),
+    }
+    for words, (kind, parts) in wrong.items():
+        with pytest.raises(kind, match=words):
+            flashmoe.merge_attention(*parts)
+
+
+def test_a_padding_mask_is_told_how_to_broadcast(device: str) -> None:
+    q, k = (torch.randn(2, h, s, 16, device=device).half() for h, s in ((4, 5), (2, 7)))
+    with pytest.raises(ShapeError, match=r"of a padding mask \[batch, keys\] give mask\[:, None, None\]"):
+        flashmoe.attention(q, k, k, attn_mask=torch.ones(2, 7, dtype=torch.bool, device=device))
+
+
+def test_an_expanded_cache_is_read_and_never_appended_to(device: str) -> None:
+    """Two sequences would write to the same rows."""
+    cache = torch.randn(1, 2, 9, 16, device=device).half()
+    q, new = (torch.randn(2, h, 1, 16, device=device).half() for h in (4, 2))
+    shared, lengths = cache.expand(2, -1, -1, -1), ints(device, 6, 7)
+    read = flashmoe.attention_with_kvcache(q, shared, shared, cache_seqlens=lengths)
+    assert torch.equal(read, flashmoe.attention_with_kvcache(q, shared.clone(), shared.clone(), cache_seqlens=lengths))
+    before = cache.clone()
+    for caches in ((shared, shared.clone()), (shared.clone(), shared)):
+        with pytest.raises(
+            ShapeError, match=r"_cache is expanded, so that new keys would overwrite each other.*\.clone"
+        ):
+            flashmoe.attention_with_kvcache(q, *caches, new, new, cache_seqlens=lengths)
+        with pytest.raises(ShapeError, match="is expanded"):
+            check("attention_append_", (*caches, new, new, lengths, None))
+    assert torch.equal(cache, before)
+
+
+def test_new_keys_are_no_part_of_the_cache(device: str) -> None:
+    """Rows are copied in any order. Rows beside the caches in the same memory are fine."""
+    memory = torch.randn(2, 2, 16, 32, device=device).half()
+    q, lengths = torch.randn(2, 4, 1, 16, device=device).half(), ints(device, 6, 7)
+    keys, values = memory[:, :, :12, :16], memory[:, :, :12, 16:]
+    for new in (keys[:, :, 3:4], values[:, :, 11:12]):
+        for given, name in (((new, new.clone()), "k_new"), ((new.clone(), new), "v_new")):
+            with pytest.raises(ShapeError, match=rf"{name} shares memory with [kv]_cache.*\.clone"):
+                flashmoe.attention_with_kvcache(q, keys, values, *given, cache_seqlens=lengths)
+    behind = memory[:, :, 12:13]
+    found = flashmoe.attention_with_kvcache(q, keys, values, behind[..., :16], behind[..., 16:], cache_seqlens=lengths)
+    assert torch.equal(keys[1, :, 7], behind[1, :, 0, :16])
+    assert torch.equal(found, flashmoe.attention_with_kvcache(q, keys, values, cache_seqlens=lengths + 1))
+
+
+def test_keys_and_values_in_the_same_memory(device: str) -> None:
+    """Values may be a part of their keys, in the cache and in what is new: in one of them alone, the last to be written would stay."""
+    cache = torch.zeros(2, 2, 9, 16, device=device).half()
+    q, new = torch.randn(2, 4, 1, 16, device=device).half(), torch.randn(2, 2, 1, 16, device=device).half()
+    lengths = ints(device, 6, 7)
+    with pytest.raises(ShapeError, match="k_cache and v_cache are the same memory, but k_new and v_new are not"):
+        flashmoe.attention_with_kvcache(q, cache, cache[..., :8], new, new[..., :8].clone(), cache_seqlens=lengths)
+    assert not cache.any()
+    found = flashmoe.attention_with_kvcache(q, cache, cache[..., :8], new, new[..., :8], cache_seqlens=lengths)
+    assert torch.equal(cache[1, :, 7], new[1, :, 0])
+    assert torch.equal(found, flashmoe.attention_with_kvcache(q, cache, cache[..., :8], cache_seqlens=lengths + 1))
+
+
+def test_no_transform_follows_an_append(device: str) -> None:
+    """All of them say the same."""
+    q, cache, new = (torch.randn(3, 2, 2, rows, 16, device=device).half() for rows in (1, 9, 1))
+
+    def step(q: Tensor, cache: Tensor, new: Tensor) -> Tensor:
+        return flashmoe.attention_with_kvcache(q, cache, cache.clone(), new, new, cache_seqlens=ints(device, 6, 7))
+
+    messages = set()
+    for transform in (torch.vmap, lambda function: torch.vmap(torch.func.functionalize(function))):
+        with pytest.raises(ArgumentError, match=r"in place.*batch") as raised:
+            transform(step)(q, cache, new)
+        messages.add(str(raised.value))
+    assert len(messages) == 1
+
+
+def test_a_cache_without_room(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FLASHMOE_CHECK_VALUES", "1")
+    cache = torch.zeros(2, 2, 9, 16, device=device).half()
+    q, new = (torch.randn(2, h, 3, 16, device=device).half() for h in (4, 2))
+    with pytest.raises(ArgumentError, match="sequence 1 has room for 9 keys; 7 are there and 3 are new"):
+        flashmoe.attention_with_kvcache(q, cache, cache, new, new, cache_seqlens=ints(device, 6, 7))
+    assert not cache.any()
+    with pytest.raises(ArgumentError, match=r"cache_seqlens\[0\] is -1; a cache holds 0 keys or more"):
+        flashmoe.attention_with_kvcache(q, cache, cache, new, new, cache_seqlens=ints(device, -1, 5))
+    with pytest.raises(ShapeError, match="k_new and k_cache must share the batch size; found 1 and 2"):
+        flashmoe.attention_with_kvcache(q, cache, cache, new[:1], new[:1], cache_seqlens=ints(device, 6, 5))
+    with pytest.raises(ShapeError, match="v_new must be"):
+        flashmoe.attention_with_kvcache(q, cache, cache, new, new[..., :8], cache_seqlens=ints(device, 6, 5))
+    with pytest.raises(DtypeError, match="k_new must have the dtype"):
+        flashmoe.attention_with_kvcache(q, cache, cache, new.float(), new, cache_seqlens=ints(device, 6, 5))
+
+
+@pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore:The CUDA Graph is empty:UserWarning")
+def test_lengths_are_not_checked_in_a_capture(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A typed error instead of an invalid capture."""
+    monkeypatch.setenv("FLASHMOE_CHECK_VALUES", "1")
+    arguments = ragged("cuda")
+    graph = torch.cuda.CUDAGraph()
+    with (
+        pytest.raises((FlashmoeError, RuntimeError), match=r"flashmoe:variable\.captured"),
+        torch.cuda.graph(graph),
+    ):
+        call_operator(**arguments)
+    assert call_operator(**arguments)[0].isfinite().all()
+
+
+def test_the_switch_has_two_values(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if device == "cpu":
+        return  # lengths on the CPU are always checked
+    monkeypatch.setenv("FLASHMOE_CHECK_VALUES", "often")
+    with pytest.raises(RuntimeError, match=r"flashmoe:variable\.switch\|name=FLASHMOE_CHECK_VALUES\|found=often"):
+        call_operator(**ragged(device))
