@@ -1,4 +1,4 @@
-"""gpt-oss, DeepSeek, Qwen3-MoE, Gemma 3 and Llama 4 of transformers on flashmoe: tokens per second beside transformers' "sdpa".
+"""gpt-oss, DeepSeek, Qwen3-MoE, Gemma 3 and 4 and Llama 4 of transformers on flashmoe: tokens per second beside transformers' "sdpa".
 
     python examples/model_families.py                              # all of them, small
     python examples/model_families.py gpt-oss --full --layers 4    # the released widths, on a GPU: GptOssConfig's own numbers
@@ -29,6 +29,10 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {  # transformers' configuration
     "deepseek": ("DeepseekV3Config", {**LATENT, "num_experts_per_tok": 2, "first_k_dense_replace": 1}),
     "qwen3-moe": ("Qwen3MoeConfig", {"head_dim": 32, "num_experts_per_tok": 2}),
     "gemma3": ("Gemma3TextConfig", {"head_dim": 32}),
+    "gemma4": (
+        "Gemma4TextConfig",
+        {"head_dim": 32, "global_head_dim": 64, "vocab_size_per_layer_input": 256, "hidden_size_per_layer_input": 32},
+    ),
     "llama4": ("Llama4TextConfig", {"head_dim": 32, "num_experts_per_tok": 1}),
 }
 NAMES = register()
@@ -50,9 +54,7 @@ class Routing:
 
     def __init__(self, model: Any) -> None:
         self.kept: dict[str, Any] = {}
-        self.others: dict[
-            str, torch.Tensor
-        ] = {}  # of each layer, the tokens for which the second call chose other experts
+        self.others: dict[str, torch.Tensor] = {}  # of each layer: the tokens for which the second call chose others
         named = [(name, module) for name, module in model.named_modules() if name.endswith(".experts")]
         self.hooks = [
             module.register_forward_pre_hook(lambda _, given, name=name: self.call(name, given))
