@@ -25,15 +25,22 @@ SIZES = "of the result's sizes"
 NO_GRADIENT = "out= is given, but a gradient is to be recorded; leave out= away, or call under torch.no_grad()"
 
 
-def attend(given: Varlen, k_scale: e4m3.Scale, v_scale: e4m3.Scale, out: Tensor) -> Tensor:
-    """``out``, written; raises what a call without it raises, and for an ``out`` that is another tensor than the result would be."""
+def call_of(given: Varlen, k_scale: e4m3.Scale, v_scale: e4m3.Scale, out: Tensor | None) -> tuple[str, tuple[Any, ...]]:
+    """The operator for these keys, and its arguments: of codes with their scales."""
     has_codes = e4m3.has_codes(given.k)
     if not has_codes:
         e4m3.check_unscaled(k_scale, v_scale, given.k)
     every: tuple[Any, ...] = (*given, *e4m3.scale_arguments(k_scale, v_scale)) if has_codes else given
-    name = "_attention_e4m3_out" if has_codes else "_attention_varlen_out"
+    if out is None:
+        return "attention_e4m3_forward" if has_codes else "attention_varlen_forward", every
     if not isinstance(out, Tensor):
         arguments.check_is_dense_tensor("out", out, SIZES)
+    return "_attention_e4m3_out" if has_codes else "_attention_varlen_out", (out, *every)
+
+
+def attend(given: Varlen, k_scale: e4m3.Scale, v_scale: e4m3.Scale, out: Tensor) -> Tensor:
+    """``out``, written; raises what a call without it raises, and for an ``out`` that is another tensor than the result would be."""
+    name, every = call_of(given, k_scale, v_scale, out)
     tensors = [one for one in (given.q, given.k, given.v, given.sinks, given.mask, out) if isinstance(one, Tensor)]
     if transforms_are_active() and not is_compiling():
         raise ArgumentError(NO_OUT_TRANSFORM)
@@ -42,16 +49,16 @@ def attend(given: Varlen, k_scale: e4m3.Scale, v_scale: e4m3.Scale, out: Tensor)
     if out.device != getattr(
         given.q, "device", out.device
     ):  # the dispatcher would follow a meta tensor and compute nothing
-        check(name, (out, *every))
-    call = _e4m3_operator if has_codes else _operator
+        check(name, every)
+    call = _e4m3_operator if name == "_attention_e4m3_out" else _operator
     if is_compiling():
-        call(out, *every)
+        call(*every)
         return out
     try:
-        call(out, *every)
+        call(*every)
     except Exception as error:
         arguments.check_is_dense_tensor("out", out, SIZES)
-        cause = arguments.explain_varlen(error, given, (name, (out, *every)))
+        cause = arguments.explain_varlen(error, given, (name, every))
         if cause is error:
             raise
         raise cause from error

@@ -6,6 +6,7 @@ Importing this module imports torch and loads the compiled extension.
 from __future__ import annotations
 
 import re
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, NoReturn, overload
 
 import torch
@@ -14,20 +15,24 @@ from torch._C import _are_functorch_transforms_active as transforms_are_active
 from torch.compiler import is_compiling
 
 from flashmoe import keywords
-from flashmoe.attn import arguments, e4m3
+from flashmoe.attn import arguments, e4m3, into
 from flashmoe.attn.operators import NO_TRANSFORM_APPENDS
-from flashmoe.attn.options import Window
+from flashmoe.attn.options import Varlen, Window
 from flashmoe.attn.varlen import OPTIONS, attend, check_lengths
 from flashmoe.checks import has_fx_proxies, trace_call
 from flashmoe.errors import ArgumentError, DifferentiationError, FlashmoeError
 from flashmoe.transforms import has_tangent
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from typing_extensions import Unpack
 
     from flashmoe.attn.options import VarlenOptions
 
 _append = torch.ops.flashmoe.attention_append_.default
+_accepted: set[tuple[Any, ...] | None] = set()  # layouts and numbers of calls that no rule refuses
+_MOST_ACCEPTED = 1024
 _ARGUMENTS = ("q", "k_cache", "v_cache", "k_new", "v_new", "cache_seqlens", "block_table", *OPTIONS)
 
 
@@ -113,6 +118,7 @@ def attention_with_kvcache(
 
     Returns:
         out [B, Hq, Sq, Dv]; with ``return_lse`` also lse [B, Hq, Sq] in float32. Keys past the lengths are not read.
+        Where the types, sizes or numbers of arguments are refused, the caches stay as they are.
 
     Raises:
         ShapeError, DtypeError, DeviceError, UnsupportedGpuError, DriverError: as :func:`attention_varlen` does.
@@ -138,14 +144,11 @@ def attention_with_kvcache(
         msg = "k_new and v_new belong together; one of them is None"
         raise ArgumentError(msg)
     used = cache_seqlens
+    append: Callable[[Varlen], None] | None = None
     try:
         if k_new is not None and v_new is not None:
             given_cache = (k_cache, v_cache, k_new, v_new, cache_seqlens, block_table)
-            if e4m3.has_codes(k_cache):
-                e4m3.append(given_cache, k_scale, v_scale)
-            else:
-                e4m3.check_unscaled(k_scale, v_scale, k_cache)
-                append_checked(*given_cache)
+            append = partial(_append_last, given_cache, k_scale, v_scale, out)
             used = cache_seqlens + k_new.shape[2]
         return attend(
             q,
@@ -166,11 +169,61 @@ def attention_with_kvcache(
             consistent=consistent,
             return_lse=return_lse,
             out=out,
+            append=append,
         )
     except FlashmoeError as error:
         if is_compiling() or _by_our_name(error) is error:
             raise
         raise _by_our_name(error) from error
+
+
+def _append_last(
+    cache: tuple[Any, ...], k_scale: e4m3.Scale, v_scale: e4m3.Scale, out: Tensor | None, given: Varlen
+) -> None:
+    """``cache``: as append_checked; it stays as it is where the attention that follows would be refused."""
+    check_before(given, k_scale, v_scale, out)
+    if e4m3.has_codes(cache[0]):
+        e4m3.append(cache, k_scale, v_scale)
+    else:
+        append_checked(*cache)
+
+
+def check_before(given: Varlen, k_scale: e4m3.Scale = None, v_scale: e4m3.Scale = None, out: Any = None) -> None:
+    """Raise what attention with these would, for a caller that writes to its caches first."""
+    q: Any = given.q
+    is_subclass = isinstance(q, Tensor) and type(q) is not Tensor
+    if is_compiling() or transforms_are_active() or is_subclass:
+        return  # compiled code is checked whole before it runs; no transform follows an append; subclasses have rules of their own
+    layouts = _layouts(given, (k_scale, v_scale, out))
+    if layouts in _accepted:  # asking C++ takes as long as a small call
+        return
+    name, every = into.call_of(given, k_scale, v_scale, out)
+    nothing = ArgumentError("")
+    cause = arguments.explain_varlen(nothing, given, (name, every))
+    if cause is not nothing:
+        raise cause
+    if layouts is not None:
+        if len(_accepted) >= _MOST_ACCEPTED:
+            _accepted.clear()
+        _accepted.add(layouts)
+
+
+def _layouts(given: Varlen, others: tuple[Any, ...]) -> tuple[Any, ...] | None:
+    """What decides whether a call is refused once its append is not; None where it has a part that no call may have."""
+    q, k, v, _, _, lengths, table, sinks, mask = given[:9]
+    numbers: list[Any] = list(given[9:])
+    try:
+        found = (q.shape, q.stride(), q.dtype, q.device, k.shape, k.dtype, k.device, v.shape, v.dtype)
+        for tensor in (lengths, table, sinks, mask, *others):
+            if tensor is None:
+                numbers.append(None)
+            elif isinstance(tensor, Tensor):
+                numbers += tensor.shape, tensor.stride(), tensor.dtype, tensor.device
+            else:
+                numbers.append(float(tensor))
+    except (AttributeError, TypeError, ValueError):
+        return None
+    return *found, *numbers
 
 
 def _by_our_name(error: FlashmoeError) -> FlashmoeError:

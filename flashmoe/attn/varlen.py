@@ -23,6 +23,8 @@ from flashmoe.errors import ArgumentError, ArgumentTypeError, DifferentiationErr
 from flashmoe.transforms import has_tangent
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from typing_extensions import Unpack
 
     from flashmoe.attn.options import VarlenOptions
@@ -291,8 +293,9 @@ def attend(
     rng_state: Tensor | None = None,
     consistent: bool = False,
     out: Tensor | None = None,
+    append: Callable[[Varlen], None] | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """``attention_varlen_forward`` with its arguments as users give them."""
+    """``attention_varlen_forward`` with its arguments as users give them. append puts new keys into k and v before they are read."""
     if not (type(causal) is type(return_lse) is type(consistent) is bool and (scale is None or type(scale) is float)):  # type: ignore[redundant-expr]
         arguments.check_scalars(scale, causal, return_lse, consistent)
         scale = float(scale) if isinstance(scale, int) else scale
@@ -338,6 +341,9 @@ def attend(
     scales = (k_scale, v_scale)
     if out is not None:
         into.check_alone(out, has_dropout=type(dropout_p) is not float or dropout_p != 0.0, return_lse=return_lse)
+    if append is not None:
+        append(given)
+    if out is not None:
         return into.attend(given, k_scale, v_scale, out)
     if type(dropout_p) is not float or dropout_p != 0.0:
         return _attend_dropped(given, scales, dropout_p, rng_state, return_lse)

@@ -15,7 +15,10 @@ from flashmoe_build.program import ROOT
 
 RECORD = Path(__file__).with_name("recorded.json")
 ENGINE_NAMES = {"vllm": "vLLM", "sglang": "SGLang"}
-RAN_ON_A_GPU = {("vllm", "0.24.0"): "attention, H100"}  # docs/notebook/2026-11-24-vllm-gpu.md
+RAN_ON_A_GPU = {  # docs/notebook
+    ("vllm", "0.24.0"): "attention, H100 and H200",
+    ("sglang", "0.5.23"): "attention, H200",
+}
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 import flashmoe
 from flashmoe.errors import ArgumentError, ArgumentTypeError, DeviceError, DtypeError, FlashmoeError, ShapeError
-from flashmoe.rules import check, translate
+from flashmoe.rules import translate
 
 from .varlen_calls import NAMES, banded, call_operator, ints, paged, ragged
 
@@ -153,84 +153,6 @@ def test_a_padding_mask_is_told_how_to_broadcast(device: str) -> None:
     q, k = (torch.randn(2, h, s, 16, device=device).half() for h, s in ((4, 5), (2, 7)))
     with pytest.raises(ShapeError, match=r"of a padding mask \[batch, keys\] give mask\[:, None, None\]"):
         flashmoe.attention(q, k, k, attn_mask=torch.ones(2, 7, dtype=torch.bool, device=device))
-
-
-def test_an_expanded_cache_is_read_and_never_appended_to(device: str) -> None:
-    """Two sequences would write to the same rows."""
-    cache = torch.randn(1, 2, 9, 16, device=device).half()
-    q, new = (torch.randn(2, h, 1, 16, device=device).half() for h in (4, 2))
-    shared, lengths = cache.expand(2, -1, -1, -1), ints(device, 6, 7)
-    read = flashmoe.attention_with_kvcache(q, shared, shared, cache_seqlens=lengths)
-    assert torch.equal(read, flashmoe.attention_with_kvcache(q, shared.clone(), shared.clone(), cache_seqlens=lengths))
-    before = cache.clone()
-    for caches in ((shared, shared.clone()), (shared.clone(), shared)):
-        with pytest.raises(
-            ShapeError, match=r"_cache is expanded, so that new keys would overwrite each other.*\.clone"
-        ):
-            flashmoe.attention_with_kvcache(q, *caches, new, new, cache_seqlens=lengths)
-        with pytest.raises(ShapeError, match="is expanded"):
-            check("attention_append_", (*caches, new, new, lengths, None))
-    assert torch.equal(cache, before)
-
-
-def test_new_keys_are_no_part_of_the_cache(device: str) -> None:
-    """Rows are copied in any order. Rows beside the caches in the same memory are fine."""
-    memory = torch.randn(2, 2, 16, 32, device=device).half()
-    q, lengths = torch.randn(2, 4, 1, 16, device=device).half(), ints(device, 6, 7)
-    keys, values = memory[:, :, :12, :16], memory[:, :, :12, 16:]
-    for new in (keys[:, :, 3:4], values[:, :, 11:12]):
-        for given, name in (((new, new.clone()), "k_new"), ((new.clone(), new), "v_new")):
-            with pytest.raises(ShapeError, match=rf"{name} shares memory with [kv]_cache.*\.clone"):
-                flashmoe.attention_with_kvcache(q, keys, values, *given, cache_seqlens=lengths)
-    behind = memory[:, :, 12:13]
-    found = flashmoe.attention_with_kvcache(q, keys, values, behind[..., :16], behind[..., 16:], cache_seqlens=lengths)
-    assert torch.equal(keys[1, :, 7], behind[1, :, 0, :16])
-    assert torch.equal(found, flashmoe.attention_with_kvcache(q, keys, values, cache_seqlens=lengths + 1))
-
-
-def test_keys_and_values_in_the_same_memory(device: str) -> None:
-    """Values may be a part of their keys, in the cache and in what is new: in one of them alone, the last to be written would stay."""
-    cache = torch.zeros(2, 2, 9, 16, device=device).half()
-    q, new = torch.randn(2, 4, 1, 16, device=device).half(), torch.randn(2, 2, 1, 16, device=device).half()
-    lengths = ints(device, 6, 7)
-    with pytest.raises(ShapeError, match="k_cache and v_cache are the same memory, but k_new and v_new are not"):
-        flashmoe.attention_with_kvcache(q, cache, cache[..., :8], new, new[..., :8].clone(), cache_seqlens=lengths)
-    assert not cache.any()
-    found = flashmoe.attention_with_kvcache(q, cache, cache[..., :8], new, new[..., :8], cache_seqlens=lengths)
-    assert torch.equal(cache[1, :, 7], new[1, :, 0])
-    assert torch.equal(found, flashmoe.attention_with_kvcache(q, cache, cache[..., :8], cache_seqlens=lengths + 1))
-
-
-def test_no_transform_follows_an_append(device: str) -> None:
-    """All of them say the same."""
-    q, cache, new = (torch.randn(3, 2, 2, rows, 16, device=device).half() for rows in (1, 9, 1))
-
-    def step(q: Tensor, cache: Tensor, new: Tensor) -> Tensor:
-        return flashmoe.attention_with_kvcache(q, cache, cache.clone(), new, new, cache_seqlens=ints(device, 6, 7))
-
-    messages = set()
-    for transform in (torch.vmap, lambda function: torch.vmap(torch.func.functionalize(function))):
-        with pytest.raises(ArgumentError, match=r"in place.*batch") as raised:
-            transform(step)(q, cache, new)
-        messages.add(str(raised.value))
-    assert len(messages) == 1
-
-
-def test_a_cache_without_room(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("FLASHMOE_CHECK_VALUES", "1")
-    cache = torch.zeros(2, 2, 9, 16, device=device).half()
-    q, new = (torch.randn(2, h, 3, 16, device=device).half() for h in (4, 2))
-    with pytest.raises(ArgumentError, match="sequence 1 has room for 9 keys; 7 are there and 3 are new"):
-        flashmoe.attention_with_kvcache(q, cache, cache, new, new, cache_seqlens=ints(device, 6, 7))
-    assert not cache.any()
-    with pytest.raises(ArgumentError, match=r"cache_seqlens\[0\] is -1; a cache holds 0 keys or more"):
-        flashmoe.attention_with_kvcache(q, cache, cache, new, new, cache_seqlens=ints(device, -1, 5))
-    with pytest.raises(ShapeError, match="k_new and k_cache must share the batch size; found 1 and 2"):
-        flashmoe.attention_with_kvcache(q, cache, cache, new[:1], new[:1], cache_seqlens=ints(device, 6, 5))
-    with pytest.raises(ShapeError, match="v_new must be"):
-        flashmoe.attention_with_kvcache(q, cache, cache, new, new[..., :8], cache_seqlens=ints(device, 6, 5))
-    with pytest.raises(DtypeError, match="k_new must have the dtype"):
-        flashmoe.attention_with_kvcache(q, cache, cache, new.float(), new, cache_seqlens=ints(device, 6, 5))
 
 
 @pytest.mark.gpu
