@@ -29,7 +29,7 @@ int32_t box_rank(const uint32_t* box, int32_t rank) {
 
 CUtensorMap encode_tensor_map(Dtype dtype, int32_t rank, void* address, const uint64_t* dims,
                               const uint64_t* strides_bytes, const uint32_t* box, const uint32_t* element_strides,
-                              const char* name) {
+                              const char* name, CUtensorMapL2promotion promotion) {
   static_assert(sizeof(cuuint64_t) == sizeof(uint64_t) && sizeof(cuuint32_t) == sizeof(uint32_t),
                 "the driver's integer types and ours");
   if (driver().cuTensorMapEncodeTiled == nullptr) {
@@ -45,7 +45,7 @@ CUtensorMap encode_tensor_map(Dtype dtype, int32_t rank, void* address, const ui
       driver().cuTensorMapEncodeTiled(
           &map, type, static_cast<cuuint32_t>(rank), address, reinterpret_cast<const cuuint64_t*>(dims),
           reinterpret_cast<const cuuint64_t*>(strides_bytes), box, element_strides, CU_TENSOR_MAP_INTERLEAVE_NONE,
-          CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE),
+          CU_TENSOR_MAP_SWIZZLE_128B, promotion, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE),
       "cuTensorMapEncodeTiled", "tensor ", name, ", sizes [", Reversed<uint64_t>{dims, rank}, "], byte strides [",
       Reversed<uint64_t>{strides_bytes, rank - 1}, "], box [", Reversed<uint32_t>{box, box_rank(box, rank)}, "]");
   return map;

@@ -69,13 +69,14 @@ Driver make_driver() {
   calls.cuTensorMapEncodeTiled = [](CUtensorMap* map, CUtensorMapDataType, cuuint32_t rank, void* address,
                                     const cuuint64_t* dims, const cuuint64_t* strides, const cuuint32_t* box,
                                     const cuuint32_t*, CUtensorMapInterleave, CUtensorMapSwizzle,
-                                    CUtensorMapL2promotion, CUtensorMapFloatOOBfill) {
+                                    CUtensorMapL2promotion promotion, CUtensorMapFloatOOBfill) {
     if (reinterpret_cast<uintptr_t>(address) % 16 != 0) return CUDA_ERROR_INVALID_VALUE;
     for (cuuint32_t axis = 0; axis < rank; ++axis) {
       if (dims[axis] == 0 || box[axis] == 0 || box[axis] > 256) return CUDA_ERROR_INVALID_VALUE;
       if (axis > 0 && (strides[axis - 1] == 0 || strides[axis - 1] % 16 != 0)) return CUDA_ERROR_INVALID_VALUE;
     }
     std::memcpy(map, &address, sizeof(address));
+    std::memcpy(reinterpret_cast<char*>(map) + sizeof(address), &promotion, sizeof(promotion));
     return CUDA_SUCCESS;
   };
   calls.cuLaunchKernel = [](CUfunction function, unsigned grid, unsigned, unsigned, unsigned block, unsigned, unsigned,

@@ -42,6 +42,9 @@ CUresult launch(CUfunction function, unsigned grid, unsigned block, unsigned sha
   add("shared", std::to_string(shared));
   add("is_dependent", truth(is_dependent));
   add("maps", std::to_string(kernel.num_tensor_maps));
+  int32_t of_keys = -1;
+  if (kernel.num_tensor_maps > 1) std::memcpy(&of_keys, static_cast<const char*>(arguments[2]) + sizeof(void*), 4);
+  add("key_promotion", std::to_string(of_keys));
   add("counter", std::to_string(reinterpret_cast<uintptr_t>(params.tile_counter)));
   add("has_counter", truth(params.tile_counter != nullptr && *params.tile_counter == 0));
   add("has_partials", truth(params.out_partial != nullptr && params.lse_partial != nullptr));

@@ -87,7 +87,7 @@ def test_one_persistent_kernel_draws_its_tiles_from_a_counter(run: Runner, captu
         _, _, launches = run(q, q, capturing=capturing)
         assert [launch["symbol"] for launch in launches] == ["flashmoe_attention_forward_sm90_f16_d64_short_full"]
         (launch,) = launches
-        assert (launch["grid"], launch["maps"]) == (MULTIPROCESSORS, 4)
+        assert (launch["grid"], launch["maps"], launch["key_promotion"]) == (MULTIPROCESSORS, 4, 3)  # 256 bytes
         assert launch["has_counter"]
         assert not launch["has_partials"]
         assert launch["q"] == q.data_ptr()
@@ -230,6 +230,7 @@ def test_a_ragged_grid_holds_the_most_tiles_that_there_can_be(run_varlen: Varlen
         _, _, (launch,) = run_varlen(tensor(rows, 2, 64), k, (longest, 512), cu_seqlens_q=cu_seqlens_q, **pages)
         assert launch["symbol"] == "flashmoe_attention_chunk_forward_sm90_f16_d64"
         assert (launch["grid"], launch["is_ragged"], launch["maps"]) == (grid, True, 4)
+        assert launch["key_promotion"] == 2  # 128 bytes
         assert not launch["has_counter"]
     _, _, (launch,) = run_varlen(tensor(40000, 2, 64), k, (39999, 512), cu_seqlens_q=ints(0, 1, 40000), **pages)
     assert (launch["grid"], launch["has_counter"]) == (MULTIPROCESSORS, True)

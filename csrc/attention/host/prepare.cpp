@@ -4,7 +4,6 @@
 #include <torch/csrc/stable/library.h>
 
 #include "host/copies.h"
-#include "host/tensor_map.h"
 
 namespace flashmoe {
 namespace attention {
@@ -79,11 +78,6 @@ Operands make_operands(const ForwardArguments& arguments, const ForwardOutputs& 
 
 void return_outputs(const Operands& operands, const ForwardOutputs& outputs) {
   if (is_padded(operands.arguments, outputs)) host::copy_unpadded(operands.outputs.out, outputs.out);
-}
-
-TensorMaps encode(const sm90::ForwardTensorMaps& maps, Dtype dtype) {
-  return {host::encode_tensor_map(maps.q, dtype, "q"), host::encode_tensor_map(maps.k, dtype, "k"),
-          host::encode_tensor_map(maps.v, dtype, "v"), host::encode_tensor_map(maps.out, dtype, "out")};
 }
 
 }  // namespace attention

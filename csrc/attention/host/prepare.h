@@ -7,6 +7,7 @@
 
 #include "attention/forward/sm90/tensor_map.h"
 #include "attention/host/arguments.h"
+#include "host/tensor_map.h"
 
 namespace flashmoe {
 namespace attention {
@@ -36,7 +37,11 @@ void return_outputs(const Operands& operands, const ForwardOutputs& outputs);
 
 // Of q, k, v and the output.
 using TensorMaps = std::array<CUtensorMap, 4>;
-TensorMaps encode(const sm90::ForwardTensorMaps& maps, Dtype dtype);
+template <class Maps>
+TensorMaps encode(const Maps& maps, Dtype dtype, CUtensorMapL2promotion of_keys = CU_TENSOR_MAP_L2_PROMOTION_L2_256B) {
+  return {host::encode_tensor_map(maps.q, dtype, "q"), host::encode_tensor_map(maps.k, dtype, "k", of_keys),
+          host::encode_tensor_map(maps.v, dtype, "v", of_keys), host::encode_tensor_map(maps.out, dtype, "out")};
+}
 
 }  // namespace attention
 }  // namespace flashmoe

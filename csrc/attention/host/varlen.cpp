@@ -24,6 +24,9 @@ namespace {
 
 constexpr int64_t kMostSplits = 64;            // blocks that an item is worth putting together from
 constexpr int32_t kUnboundedSplits = 1 << 20;  // of what is not put together
+// What a miss of the L2 fetches of keys and values that few rows read: with 256 bytes an H200 delivers 4.15 TB/s of them, with 128 4.4
+// (docs/notebook/2026-11-29-rows-to-verify.md). Elsewhere it makes no difference, or, to weights, the opposite one.
+constexpr CUtensorMapL2promotion kKeyPromotion = CU_TENSOR_MAP_L2_PROMOTION_L2_128B;
 
 int64_t ceil_div(int64_t value, int64_t divisor) { return (value + divisor - 1) / divisor; }
 
@@ -59,7 +62,9 @@ void run_tiles(ForwardParams& params, const Kernel& kernel, const host::CudaCall
     params.tile_counter = counter.address;
   }
   TensorMaps maps;
-  if (kernel.num_tensor_maps > 0) maps = encode(sm90::varlen_tensor_maps(params, kernel.block_n), kernel.dtype);
+  if (kernel.num_tensor_maps > 0) {
+    maps = encode(sm90::varlen_tensor_maps(params, kernel.block_n), kernel.dtype, kKeyPromotion);
+  }
   host::LaunchList list;
   list.add({&kernel, grid, launched, maps.data(), /*is_dependent=*/false});
   list.run(call);
@@ -110,10 +115,7 @@ void run_chunk(ForwardParams& params, const Choice& choice, const host::CudaCall
   host::Workspace partials;
   if (choice.combine != nullptr) partials = allocate_partials(params, rows, call);
   const sm90::ChunkTensorMaps described = sm90::chunk_tensor_maps(params, kernel.block_n);
-  const TensorMaps maps{host::encode_tensor_map(described.q, kernel.dtype, "q"),
-                        host::encode_tensor_map(described.k, kernel.dtype, "k"),
-                        host::encode_tensor_map(described.v, kernel.dtype, "v"),
-                        host::encode_tensor_map(described.out, kernel.dtype, "out")};
+  const TensorMaps maps = encode(described, kernel.dtype, kKeyPromotion);
   host::LaunchList list;
   list.add({&kernel, grid, &params, maps.data(), /*is_dependent=*/false});
   ForwardParams whole = params;
