@@ -3,7 +3,8 @@
     python -m pytest -p flashmoe_tools.flash_attn_tests -c /dev/null -n 12 --draw 400 --draw-seed 7 FOLDER/test_flash_attn.py
 
 The file is the caller's; it needs einops. Its hundreds of thousands of parameters are drawn by seed, the same number of each test function, and
-named as pytest names them without this plugin. ``--on-cpu`` answers "cuda" by the CPU.
+named as pytest names them without this plugin; ``--draw-pairs`` draws so many that each pair of values of two parameters occurs. ``--on-cpu`` answers
+"cuda" by the CPU.
 """
 
 from __future__ import annotations
@@ -23,11 +24,15 @@ from torch.overrides import TorchFunctionMode
 import flashmoe.compat
 
 HOPPER = (9, 0)
+PAIRS = -1  # in place of a count
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("flash_attn")
     group.addoption("--draw", type=int, default=0, help="parameters of each test function; 0 for all")
+    group.addoption(
+        "--draw-pairs", action="store_true", help="parameters in which each pair of values of two occurs, instead"
+    )
     group.addoption("--draw-seed", type=int, default=0, help="which ones")
     group.addoption("--on-cpu", action="store_true", help="run on the CPU what asks for a GPU")
 
@@ -49,31 +54,67 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_pycollect_makeitem(collector: pytest.Collector, name: str, obj: Any) -> Iterator[Any]:
-    count = collector.config.getoption("--draw")
+    config = collector.config
+    count = PAIRS if config.getoption("--draw-pairs") else config.getoption("--draw")
     if count and name.startswith("test_") and getattr(obj, "pytestmark", None):
-        obj.pytestmark = drawn(
-            obj.pytestmark, count, random.Random(f"{collector.config.getoption('--draw-seed')} {name}")
-        )
+        obj.pytestmark = drawn(obj.pytestmark, count, random.Random(f"{config.getoption('--draw-seed')} {name}"))
     return (yield)
 
 
 def drawn(marks: Sequence[pytest.Mark], count: int, numbers: random.Random) -> list[pytest.Mark]:
-    """One parametrize mark of ``count`` tuples in place of all, whose product is drawn from without repetition."""
+    """One parametrize mark of ``count`` tuples, or of PAIRS, in place of all, whose product is drawn from without repetition."""
     axes = [Axis(mark) for mark in marks if mark.name == "parametrize"]
     others = [mark for mark in marks if mark.name != "parametrize"]
-    total = math.prod(len(axis.values) for axis in axes)
-    if total <= count:
+    sizes = [len(axis.values) for axis in axes]
+    if count != PAIRS and math.prod(sizes) <= count:
         return list(marks)
+    chosen = pairwise(sizes, numbers) if count == PAIRS else sampled(sizes, count, numbers)
     rows = []
-    for number in sorted(numbers.sample(range(total), count)):
-        row, words = [], []
-        for axis in axes:
-            number, index = divmod(number, len(axis.values))
-            row += axis.values[index]
-            words.append(axis.words(index))
-        rows.append(pytest.param(*row, id="-".join(words)))
+    for indices in chosen:
+        row = [value for axis, index in zip(axes, indices, strict=True) for value in axis.values[index]]
+        rows.append(
+            pytest.param(*row, id="-".join(axis.words(index) for axis, index in zip(axes, indices, strict=True)))
+        )
     names = [name for axis in axes for name in axis.names]
     return [pytest.mark.parametrize(names, rows).mark, *others]
+
+
+def sampled(sizes: Sequence[int], count: int, numbers: random.Random) -> list[tuple[int, ...]]:
+    """``count`` tuples of indices below ``sizes``, the first index changing fastest."""
+    found = []
+    for number in sorted(numbers.sample(range(math.prod(sizes)), count)):
+        indices = []
+        for size in sizes:
+            number, index = divmod(number, size)
+            indices.append(index)
+        found.append(tuple(indices))
+    return found
+
+
+def pairwise(sizes: Sequence[int], numbers: random.Random) -> list[tuple[int, ...]]:
+    """Tuples of indices below ``sizes`` in which each two indices of each two axes occur together: each tuple has one pair that is missing, and of
+    every further axis, in random order, the index with most missing pairs."""
+    axes = range(len(sizes))
+    missing = {((a, i), (b, j)) for a in axes for b in axes if a < b for i in range(sizes[a]) for j in range(sizes[b])}
+    if len(sizes) < 2:
+        return [(index,) for size in sizes for index in range(size)]
+    order = sorted(missing)
+    numbers.shuffle(order)
+    found = []
+    for pair in order:
+        if pair not in missing:
+            continue
+        row = dict(pair)
+        for axis in numbers.sample([axis for axis in axes if axis not in row], len(sizes) - 2):
+            choices = numbers.sample(range(sizes[axis]), sizes[axis])
+            row[axis] = max(choices, key=lambda i: sum(_pair((axis, i), at) in missing for at in row.items()))
+        missing -= {_pair(one, other) for one in row.items() for other in row.items()}
+        found.append(tuple(row[axis] for axis in axes))
+    return sorted(found)
+
+
+def _pair(one: tuple[int, int], other: tuple[int, int]) -> tuple[tuple[int, int], tuple[int, int]]:
+    return (one, other) if one < other else (other, one)
 
 
 class Axis:

@@ -92,6 +92,16 @@ CASES = [
     ((2, 2, 2, 150, 150, 128, 128), "b11k", ScoreOptions(), 0.3),
     ((1, 2, 2, 50, 90, 256, 256), "hqk", ScoreOptions(window=(20, 0), softcap=3.0), 0.2),
 ]
+LONG = [  # more tiles than multiprocessors
+    ((2, 8, 4, 700, 904, 64, 64), "1hqk", ScoreOptions(causal=True), 0.0),
+    ((2, 8, 8, 600, 777, 128, 72), "bhqk", ScoreOptions(softcap=3.0), 0.0),
+]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", LONG, ids=lambda case: case[1])
+def test_long_rows(case: tuple[tuple[int, ...], str, ScoreOptions, float]) -> None:
+    test_against_autograd("cuda", case)
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case[1]}-q{case[0][3]}k{case[0][4]}d{case[0][5]}")

@@ -171,7 +171,8 @@ extern "C" void choose_more(int capability, const char* forced, int is_bf16, int
       const bool has_score_mod = scores == kScoreMod, has_alibi = scores == kAlibi;
       const attention::BackwardKernels all =
           attention::select_dropout_backward(request, head_dim, has_score_mod, has_alibi);
-      const host::Kernel& bias = attention::select_bias_gradient(request, head_dim, has_alibi);  // with dropout
+      const host::Kernel& bias =
+          attention::select_bias_gradient(request, head_dim, /*has_dropout=*/has_alibi, /*folds=*/has_score_mod);
       for (const host::Kernel* kernel : {all.dq, all.dkv, all.fused, &bias}) {
         if (kernel == nullptr) continue;
         add(*kernel);
@@ -191,7 +192,7 @@ extern "C" void choose_more(int capability, const char* forced, int is_bf16, int
   }
 }
 
-// What a choice, by its place in the test's list, says where nothing serves it. flags: ALiBi (1), consistent (2).
+// What a choice, by its place in the test's list, says where nothing serves it. flags: ALiBi (1), consistent, or a mask of one row (2).
 extern "C" void refusal(int which, const char* forced, int head_dim, int page_size, int flags, char* answer,
                         int length) {
   const host::KernelRequest request{80, 132, "a GPU", forced, host::Dtype::kFloat16};
@@ -213,7 +214,7 @@ extern "C" void refusal(int which, const char* forced, int head_dim, int page_si
         attention::select_varlen_backward(request, head_dim, head_dim, false, false);
         break;
       case 3:
-        attention::select_bias_gradient(request, head_dim, false);
+        attention::select_bias_gradient(request, head_dim, false, /*folds=*/is_consistent);
         break;
       case 4:
         attention::select_e4m3(request, head_dim);

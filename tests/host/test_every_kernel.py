@@ -296,6 +296,7 @@ def test_dropout_and_a_mask_s_gradient_run_on_the_best_family_that_has_them(choo
             assert ((f"{name}_alibi", target) in found) is not (is_hopper and kind == "forward")
         name = f"flashmoe_attention_bias_gradient_{family}_f16_d128"
         assert {(name, target), (f"{name}_dropout", target)} <= found
+        assert (("flashmoe_attention_bias_gradient_sm90_f16_d128", target) in found) is is_hopper
         hopper = {symbol for symbol, _ in found if "dropout" in symbol and "sm90" in symbol}
         names = ("forward_sm90_f16_d128", "forward_sm90_f16_d128_alibi", "backward_fused_sm90_f16_d128")
         assert hopper == ({f"flashmoe_attention_dropout_{name}" for name in names} if is_hopper else set())

@@ -51,6 +51,7 @@ REFUSALS = (
     (1, {"flags": 1}, "ALiBi, head_dim 64"),
     (2, {}, "the gradient of ragged or banded attention, head_dim 64"),
     (3, {}, "the gradient of attn_mask, head_dim 64"),
+    (3, {"flags": 2}, "the gradient of an attn_mask with one row or one key"),
     (4, {}, "a float8_e4m3fn cache, head_dim 64"),
     (5, {}, "products of float8_e4m3fn, head_dim 64"),
     (6, {}, "dropout, head_dim 64"),

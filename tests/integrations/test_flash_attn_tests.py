@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from flashmoe_tools.flash_attn_tests import drawn
+from flashmoe_tools.flash_attn_tests import PAIRS, drawn, pairwise
 
 FILE = """
 import pytest, torch
@@ -76,3 +76,20 @@ def test_a_draw_is_its_seed_s_and_has_no_repetition() -> None:
     assert len(set(values)) == 12
     assert all((b, c) in {(1, 2), (3, 4)} for _, b, c in values)
     assert drawn(marks, 20, random.Random(1)) == marks
+
+
+def test_each_pair_of_values_is_drawn(tmp_path: Path) -> None:
+    sizes = (2, 2, 3, 1, 7, 2, 10)
+    rows = pairwise(sizes, random.Random(5))
+    assert rows == pairwise(sizes, random.Random(5)) != pairwise(sizes, random.Random(6))
+    for a, b in itertools.combinations(range(len(sizes)), 2):
+        assert {(row[a], row[b]) for row in rows} == set(itertools.product(range(sizes[a]), range(sizes[b])))
+    assert 70 <= len(rows) < 2 * 70  # seven times ten are the fewest
+    marks = [pytest.mark.parametrize("a", range(3)).mark, pytest.mark.skipif(False, reason="stays")]
+    only, mark = drawn(marks, PAIRS, random.Random(1))
+    assert [row.values for row in only.args[1]] == [(0,), (1,), (2,)]
+    assert mark is marks[1]
+    output = run(tmp_path, "--draw-pairs")
+    found = [name.split("-") for name in re.findall(r"test_out\[(.*?)\] PASSED", output)]
+    assert {(lengths, dim) for lengths, _, dim, *_ in found} == {(n, d) for n in "158" for d in ("32", "64", "80")}
+    assert "test_plain PASSED" in output

@@ -13,6 +13,11 @@ namespace flashmoe {
 namespace attention {
 namespace backward {
 
+// A log-sum-exp in base 2. A row without visible keys gets +inf, so that its P is exp2(finite - inf) = 0.
+__device__ __forceinline__ float in_base_2(float lse) {
+  return lse == ptx::negative_infinity() ? -ptx::negative_infinity() : lse * kLog2E;
+}
+
 template <typename Spec>
 constexpr int kScorePairs = Spec::kStreamRows / 4;  // of a thread
 

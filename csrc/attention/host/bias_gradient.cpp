@@ -2,7 +2,9 @@
 
 #include <algorithm>
 #include <utility>
+#include <vector>
 
+#include "attention/backward/sm90/tensor_map.h"
 #include "attention/host/backward_launch.h"
 #include "attention/host/varlen_arguments.h"
 #include "attention/params/bias_gradient.h"
@@ -71,14 +73,28 @@ BiasGradientParams make_bias_params(const VarlenArguments& forward, const Kernel
   return params;
 }
 
+std::vector<CUtensorMap> bias_gradient_maps(const BiasGradientParams& params, const Kernel& kernel) {
+  const auto maps = backward::sm90::bias_gradient_tensor_maps(params, kernel.block_n);
+  const auto encode = [&](const auto& map, const char* name) {
+    return host::encode_tensor_map(map, kernel.dtype, name);
+  };
+  return {encode(maps.q, "q"), encode(maps.k, "k"), encode(maps.v, "v"), encode(maps.dout, "grad_out"),
+          encode(maps.mask, "attn_mask")};
+}
+
 Tensor bias_gradient_cuda(const BiasGradientArguments& arguments) {
   const VarlenArguments& forward = arguments.forward;
   const host::Device& gpu = host::device(forward.device_index);
   const auto head_dim = static_cast<int32_t>(std::max(forward.head_dim(), forward.head_dim_v()));
-  const Kernel& kernel = select_bias_gradient(host::make_request(gpu, forward.dtype), head_dim, forward.has_dropout());
+  const int64_t* mask = forward.mask.sizes();
+  const bool folds = mask[2] < forward.max_seqlen_q || mask[3] < forward.max_seqlen_k;
+  const Kernel& kernel =
+      select_bias_gradient(host::make_request(gpu, forward.dtype), head_dim, forward.has_dropout(), folds);
   VarlenBackwardArguments operands;
   operands.forward = with_operands(forward, host::loadable(forward.q, kernel), host::loadable(forward.k, kernel),
                                    host::loadable(forward.v, kernel));
+  const bool has_maps = kernel.num_tensor_maps > 0;
+  if (has_maps) operands.forward.mask = host::loadable(forward.mask, kernel);
   operands.dout = host::loadable(arguments.dout, kernel);
   operands.out = host::alias(operands.dout);
   operands.lse = host::alias(arguments.lse);
@@ -92,9 +108,12 @@ Tensor bias_gradient_cuda(const BiasGradientArguments& arguments) {
                             forward.device_type, forward.device_index);
   params.sums = sums.data();
   const int64_t tiles = ceil_div(params.rows, kernel.block_m) * ceil_div(params.keys, kernel.block_n);
+  const int64_t parts = tiles * params.splits * params.batches * params.heads;
   const host::CudaCall call(gpu);
+  std::vector<CUtensorMap> maps;
+  if (has_maps) maps = bias_gradient_maps(params, kernel);
   host::LaunchList list;
-  list.add({&kernel, tiles * params.splits * params.batches * params.heads, &params, nullptr, /*is_dependent=*/false});
+  list.add({&kernel, host::grid_for(kernel, parts, gpu), &params, maps.data(), /*is_dependent=*/false});
   list.run(call);
   return sums;
 }

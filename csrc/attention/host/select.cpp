@@ -351,7 +351,14 @@ const Kernel* select_varlen_forward(const VarlenSelectorInput& input) {
   host::refuse(request, "head_dim " + std::to_string(input.head_dim) + pages + what);
 }
 
-const Kernel& select_bias_gradient(const host::KernelRequest& request, int32_t head_dim, bool has_dropout) {
+const Kernel& select_bias_gradient(const host::KernelRequest& given, int32_t head_dim, bool has_dropout, bool folds) {
+  constexpr const char* kUnfolded = "sm90";  // the family whose kernels take no mask of one row or one key
+  host::KernelRequest request = given;
+  const bool is_forced = request.forced_family != nullptr;
+  if (folds && is_forced && std::strcmp(request.forced_family, kUnfolded) == 0) {
+    host::refuse(request, "the gradient of an attn_mask with one row or one key");
+  }
+  if (folds && !is_forced && request.capability == kMeasuredCapability) request.forced_family = "sm80";
   return select_by_head_dim(request, "attention_bias_gradient", has_dropout ? "dropout" : "", head_dim,
                             "the gradient of attn_mask");
 }

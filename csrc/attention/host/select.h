@@ -161,7 +161,8 @@ BackwardKernels select_varlen_backward(const host::KernelRequest& request, int32
 BackwardKernels select_dropout_backward(const host::KernelRequest& request, int32_t head_dim, bool has_score_mod,
                                         bool has_alibi);
 // Of the gradient of an additive mask. Throws likewise.
-const Kernel& select_bias_gradient(const host::KernelRequest& request, int32_t head_dim, bool has_dropout);
+// folds: the mask has one row, or one key.
+const Kernel& select_bias_gradient(const host::KernelRequest& request, int32_t head_dim, bool has_dropout, bool folds);
 
 // The batch of equal sequences that a ragged one is judged by, as no host knows its lengths: as many tokens, in sequences as long as the longest, whose
 // rows see at most visible_keys.

@@ -168,7 +168,8 @@ std::string run_kernel(const host::Kernel& kernel, int64_t grid, void** argument
     const auto& p = *static_cast<const BiasGradientParams*>(arguments[0]);
     const bool has_dropout = std::strcmp(kernel.variant, "dropout") == 0;
     const int64_t tiles = ceil_div(p.rows, kernel.block_m) * ceil_div(p.keys, kernel.block_n);
-    if (grid != tiles * p.splits * p.batches * p.heads) return "not a block for each part";
+    const int64_t parts = tiles * p.splits * p.batches * p.heads;
+    if (kernel.is_persistent ? grid > parts || grid < 1 : grid != parts) return "not a block for each part";
     bias_gradient(p, has_dropout ? &p.launched.dropout : nullptr, kernel);
   } else if (kind == "backward_dq" || kind == "backward_dkv") {
     const auto& p = *static_cast<const BackwardParams*>(arguments[0]);

@@ -3,6 +3,7 @@
 #pragma once
 
 #include "attention/backward/mma_sync/tile.cuh"
+#include "attention/backward/score_mod.cuh"
 #include "ptx/math.cuh"
 #include "ptx/memory.cuh"
 
@@ -10,13 +11,6 @@ namespace flashmoe {
 namespace attention {
 namespace backward {
 namespace mma_sync {
-
-constexpr float kLog2e = 1.44269504088896340736f;
-
-// A log-sum-exp in base 2. A row without visible keys gets +inf, so that its P is exp2(finite - inf) = 0.
-__device__ __forceinline__ float in_base_2(float lse) {
-  return lse == ptx::negative_infinity() ? -ptx::negative_infinity() : lse * kLog2e;
-}
 
 template <typename Spec>
 struct StreamSource {

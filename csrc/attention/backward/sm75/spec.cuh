@@ -66,6 +66,7 @@ struct DropoutKeyValueGradientSpec
 template <typename Element, int kHeadDim, int kBlockM, int kBlockN, int kNumWarps, int kWarpRows, int kDropout>
 struct BiasGradientSpec : QueryGradientSpec<Element, kHeadDim, kBlockM, kBlockN, 1, kNumWarps, kWarpRows, true, 1> {
   static constexpr bool kHasDropout = kDropout != 0;
+  static constexpr bool kFolds = true;  // serves masks of one row, or one key, too
   static constexpr bool kServesPlain = false;
   static constexpr int kMaskOffset = BiasGradientSpec::kStatisticsOffset;
   static constexpr int kSharedBytes = kMaskOffset + kBlockM * kBlockN * 2;

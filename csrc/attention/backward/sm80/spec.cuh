@@ -71,6 +71,7 @@ struct DropoutKeyValueGradientSpec
 template <typename Element, int kHeadDim, int kBlockM, int kBlockN, int kNumWarps, int kWarpRows, int kDropout>
 struct BiasGradientSpec : QueryGradientSpec<Element, kHeadDim, kBlockM, kBlockN, 1, kNumWarps, kWarpRows, 0, true, 1> {
   static constexpr bool kHasDropout = kDropout != 0;
+  static constexpr bool kFolds = true;  // serves masks of one row, or one key, too
   static constexpr int kMaskOffset = BiasGradientSpec::kStatisticsOffset;
   static constexpr int kSharedBytes = kMaskOffset + kBlockM * kBlockN * 2;
   static_assert(BiasGradientSpec::kSharers == 1, "a warp adds up whole rows of the tile");

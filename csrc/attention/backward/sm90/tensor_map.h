@@ -4,6 +4,7 @@
 
 #include "attention/forward/sm90/tensor_map.h"
 #include "attention/params/backward.h"
+#include "attention/params/bias_gradient.h"
 #include "attention/params/dropout.h"
 #include "attention/ragged_tensor_map.h"
 
@@ -126,6 +127,25 @@ inline VarlenKeyValueGradientTensorMaps varlen_key_value_gradient_tensor_maps(co
 inline VarlenKeyValueGradientTensorMaps varlen_key_value_gradient_tensor_maps(const DropoutBackwardParams& params,
                                                                               int block_m) {
   return varlen_key_value_gradient_tensor_maps(params.backward, block_m);
+}
+
+// Dense. Boxes of block_n rows, which are as many as block_m.
+struct BiasGradientTensorMaps {
+  TensorMapArguments q;
+  TensorMapArguments k;
+  TensorMapArguments v;
+  TensorMapArguments dout;
+  TensorMapArguments mask;
+};
+inline BiasGradientTensorMaps bias_gradient_tensor_maps(const BiasGradientParams& params, int block_n) {
+  const BackwardParams& p = params.launched.backward;
+  const ScoreOptions& options = p.score_options;
+  const Strides mask{options.mask_stride_batch, options.mask_stride_head, options.mask_stride_row};
+  return BiasGradientTensorMaps{
+      query_map(p, p.q, p.q_stride, block_n), key_map(p, p.k, p.k_stride, block_n),
+      tensor_map_arguments(p.v, p.v_stride, p.head_dim_v, p.seq_k, p.heads_kv, p.batch, block_n),
+      tensor_map_arguments(p.dout, p.dout_stride, p.head_dim_v, p.seq_q, p.heads_q, p.batch, block_n),
+      tensor_map_arguments(options.mask, mask, p.seq_k, p.seq_q, params.heads, params.batches, block_n)};
 }
 
 }  // namespace sm90
