@@ -1,4 +1,4 @@
-"""The layer with e4m3 weights: ours, our 16-bit layer with the same weights in bfloat16, and torch's composition.
+"""The layer with e4m3 weights: ours, our 16-bit layer with the same weights in bfloat16, torch's composition, and other libraries' products.
 
 torch's grouped product of 8 bits takes one scale for a row, not one for each 128 values of it, so weights are dequantised to
 bfloat16 in every call. What computes in 16 bits rounds no activation to e4m3; a reference of its own judges it.
@@ -13,8 +13,9 @@ from typing import Any
 
 import torch
 
-from flashmoe_tools.bench.contenders import Contender, Prepared, always, flashmoe_available
+from flashmoe_tools.bench.contenders import Contender, Prepared, always, flashmoe_available, installed
 from flashmoe_tools.operations.moe.contenders import BOTH, flashmoe_layer, grouped
+from flashmoe_tools.operations.moe_scaled import peers
 from flashmoe_tools.operations.moe_scaled.reference import ScaledInputs, SixteenBits, dequantize
 
 Dequantize = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]  # of weights and their scales
@@ -69,4 +70,6 @@ def contenders() -> tuple[Contender, ...]:
             "torch-grouped", "torch: dequantise, grouped_mm", BOTH, always, _in_turn(partial(_torch, dequantize))
         ),
         Contender("torch-grouped-compiled", "the same, compiled", BOTH, always, _in_turn(_compiled)),
+        Contender("deepgemm", "DeepGEMM's products alone", ("cuda",), installed("deep_gemm"), peers.deep_gemm),
+        Contender("vllm", "vLLM's Triton products alone", ("cuda",), installed(peers.VLLM), peers.vllm_triton),
     )
