@@ -92,6 +92,7 @@ def fake_vllm(folder: Path) -> Any:
         assert (n, k, slots, len(strides)) == (b.shape[1], b.shape[2], len(out), 16)
         assert options["naive_block_assignment"] is (rows is None)
         if rows is None:
+            assert int(count) == 16 * slots
             rows, expert = torch.arange(slots), experts
         else:
             assert int(count) == len(rows)

@@ -18,8 +18,6 @@ from flashmoe_tools.operations.moe.contenders import BOTH, flashmoe_layer, group
 from flashmoe_tools.operations.moe_scaled import peers
 from flashmoe_tools.operations.moe_scaled.reference import ScaledInputs, SixteenBits, dequantize
 
-Dequantize = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]  # of weights and their scales
-
 
 def _ours(inputs: ScaledInputs) -> Callable[[torch.Tensor], Any]:
     layer = partial(flashmoe_layer(), w13_scale=inputs.w13_scale, w2_scale=inputs.w2_scale)
@@ -31,19 +29,14 @@ def _ours_in_sixteen_bits(inputs: ScaledInputs) -> Callable[[torch.Tensor], Any]
     return lambda ids: SixteenBits(layer(inputs.x, w13, w2, inputs.topk_weights, ids))
 
 
-def _torch(function: Dequantize, inputs: ScaledInputs) -> Callable[[torch.Tensor], Any]:
+def _torch(inputs: ScaledInputs) -> Callable[[torch.Tensor], Any]:
     x, weights = inputs.x, inputs.topk_weights
 
     def call(ids: torch.Tensor) -> SixteenBits:
-        w13, w2 = function(inputs.w13, inputs.w13_scale), function(inputs.w2, inputs.w2_scale)
+        w13, w2 = dequantize(inputs.w13, inputs.w13_scale), dequantize(inputs.w2, inputs.w2_scale)
         return SixteenBits(grouped(x, w13, w2, weights, ids))
 
     return call
-
-
-def _compiled(inputs: ScaledInputs) -> Callable[[torch.Tensor], Any]:
-    """What takes nearly all of the time is compiled, for each layer once: it has no tokens."""
-    return _torch(torch.compile(dequantize, fullgraph=True, dynamic=False), inputs)
 
 
 def _in_turn(bind: Callable[[ScaledInputs], Callable[[torch.Tensor], Any]]) -> Callable[[ScaledInputs], Prepared]:
@@ -66,10 +59,7 @@ def contenders() -> tuple[Contender, ...]:
     return (
         Contender("flashmoe", "flashmoe", BOTH, has_kernels, _in_turn(_ours), ours=True),
         Contender("flashmoe-bf16", "flashmoe, bf16", BOTH, flashmoe_available, _in_turn(_ours_in_sixteen_bits)),
-        Contender(
-            "torch-grouped", "torch: dequantise, grouped_mm", BOTH, always, _in_turn(partial(_torch, dequantize))
-        ),
-        Contender("torch-grouped-compiled", "the same, compiled", BOTH, always, _in_turn(_compiled)),
+        Contender("torch-grouped", "torch: dequantise, grouped_mm", BOTH, always, _in_turn(_torch)),
         Contender("deepgemm", "DeepGEMM's products alone", ("cuda",), installed("deep_gemm"), peers.deep_gemm),
         Contender("vllm", "vLLM's Triton products alone", ("cuda",), installed(peers.VLLM), peers.vllm_triton),
     )

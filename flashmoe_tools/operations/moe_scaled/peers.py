@@ -114,7 +114,7 @@ Aligned = tuple[Tensor | None, Tensor, Tensor]  # rows' slots, an expert for eac
 def _aligned(ids: Tensor, experts: int, block: int) -> Aligned:
     """As vLLM: few tokens have no list of rows, and a block for each of their choices."""
     if ids.numel() * 4 <= experts:
-        return None, ids.flatten(), torch.zeros(1, dtype=torch.int32, device=ids.device)
+        return None, ids.flatten(), torch.tensor([ids.numel() * block], dtype=torch.int32, device=ids.device)
     slots, expert_of_row, _ = _padded(ids, experts, block)
     rows = torch.where(slots < 0, ids.numel(), slots).int()
     return rows, expert_of_row[::block].int(), torch.tensor([len(rows)], dtype=torch.int32, device=ids.device)
