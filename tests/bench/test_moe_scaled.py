@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+import json
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
+import torch
+from torch import Tensor
 
 from flashmoe.errors import ArgumentError
 from flashmoe_tools.bench.contenders import default_registry
 from flashmoe_tools.bench.suites import load_suite, parse_suite
 from flashmoe_tools.operations import problem_from_json, problem_from_key
 from flashmoe_tools.operations.fields import SuiteError
+from flashmoe_tools.operations.moe_scaled import formats, peers
 from flashmoe_tools.operations.moe_scaled.problem import MoeScaledProblem
 from flashmoe_tools.operations.moe_scaled.reference import ScaledInputs, ScaledReference
 from flashmoe_tools.profile.resources import build_facts
@@ -59,3 +68,62 @@ def test_the_heaviest_kernel_is_the_gated_product_with_scales() -> None:
     rows = dict.fromkeys(("registers", "stack", "spill_stores", "spill_loads", "static_shared"), 1)
     build = {"units": [{"target": "sm_90a", "kernels": [{"symbol": symbol, **rows} for symbol in symbols]}]}
     assert build_facts(build, SMALL)[0] == symbols[1]
+
+
+def by_expert(a: tuple[Tensor, Tensor], b: tuple[Tensor, Tensor], rows: Tensor, expert: Tensor) -> Tensor:
+    """a[rows] times each one's expert's weights, float32."""
+    weights = formats.dequantize(*b, formats.BLOCK).float()
+    return torch.einsum("mk,mnk->mn", formats.dequantize(*a).float()[rows], weights[expert.long()])
+
+
+def fake_deep_gemm() -> Any:
+    def product(a: Any, b: Any, out: Tensor, expert: Tensor) -> None:
+        assert (len(out), len(out) % 128) == (len(expert), 0)
+        out.copy_(by_expert(a, b, torch.arange(len(out)), expert))
+
+    return SimpleNamespace(m_grouped_fp8_gemm_nt_contiguous=product)
+
+
+def fake_vllm(folder: Path) -> Any:
+    """A kernel by definition; the table has one row, of 16 rows a block."""
+
+    def launch(*given: Any, top_k: int, **options: Any) -> None:
+        a, b, out, _, a_scale, b_scale, weights, rows, experts, count, n, k, _, slots, *strides = given
+        assert (n, k, slots, len(strides)) == (b.shape[1], b.shape[2], len(out), 16)
+        assert options["naive_block_assignment"] is (rows is None)
+        if rows is None:
+            assert int(count) == 16 * slots
+            rows, expert = torch.arange(slots), experts
+        else:
+            assert int(count) == len(rows)
+            expert = experts.repeat_interleave(options["BLOCK_SIZE_M"])
+        is_slot = rows < slots
+        rows, expert = rows[is_slot].long(), expert[is_slot]
+        found = by_expert((a, a_scale), (b, b_scale), rows // top_k, expert)
+        out[rows] = (found * weights.flatten()[rows, None] if options["MUL_ROUTED_WEIGHT"] else found).to(out.dtype)
+
+    (folder / "configs").mkdir()
+    tuned = {"BLOCK_SIZE_M": 16, "BLOCK_SIZE_N": 64, "BLOCK_SIZE_K": 128, "GROUP_SIZE_M": 1, "num_warps": 4}
+    name = "E=8,N=128,device_name=NVIDIA_H200,dtype=fp8_w8a8,block_shape=[128,128].json"
+    (folder / "configs" / name).write_text(json.dumps({"8": tuned}))
+    return SimpleNamespace(fused_moe_kernel={(grid,): launch for grid in range(99)}, __file__=str(folder / "it.py"))
+
+
+@pytest.mark.parametrize("tokens", [1, 5])
+@pytest.mark.parametrize("name", ["deepgemm", "vllm"])
+def test_products_alone_are_judged_as_the_layer(
+    name: str, tokens: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    modules = {"deep_gemm": fake_deep_gemm(), peers.VLLM: fake_vllm(tmp_path)}
+    monkeypatch.setattr(peers, "import_module", lambda wanted: modules.get(wanted) or SimpleNamespace(bfloat16=0))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H200")
+    problem = replace(SMALL, tokens=tokens)
+    inputs = problem.make_inputs("cpu", 0)
+    prepared = default_registry("moe_scaled")[name].prepare(inputs)
+    reference = problem.make_reference(inputs)
+    judged = [reference.judge(prepared.call()).passed for _ in range(1 + len(inputs.routings))]
+    assert judged == [True, *[name == "deepgemm"] * 3, True]
+    inputs.w2_scale[inputs.routings[0][0, 0]] *= 2
+    assert not reference.judge(
+        prepared.call() if name == "deepgemm" else [prepared.call() for _ in range(4)][-1]
+    ).passed

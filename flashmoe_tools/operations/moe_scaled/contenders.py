@@ -1,4 +1,4 @@
-"""The layer with e4m3 weights: ours, our 16-bit layer with the same weights in bfloat16, and torch's composition.
+"""The layer with e4m3 weights: ours, our 16-bit layer with the same weights in bfloat16, torch's composition, and other libraries' products.
 
 torch's grouped product of 8 bits takes one scale for a row, not one for each 128 values of it, so weights are dequantised to
 bfloat16 in every call. What computes in 16 bits rounds no activation to e4m3; a reference of its own judges it.
@@ -13,11 +13,10 @@ from typing import Any
 
 import torch
 
-from flashmoe_tools.bench.contenders import Contender, Prepared, always, flashmoe_available
+from flashmoe_tools.bench.contenders import Contender, Prepared, always, flashmoe_available, installed
 from flashmoe_tools.operations.moe.contenders import BOTH, flashmoe_layer, grouped
+from flashmoe_tools.operations.moe_scaled import peers
 from flashmoe_tools.operations.moe_scaled.reference import ScaledInputs, SixteenBits, dequantize
-
-Dequantize = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]  # of weights and their scales
 
 
 def _ours(inputs: ScaledInputs) -> Callable[[torch.Tensor], Any]:
@@ -30,19 +29,14 @@ def _ours_in_sixteen_bits(inputs: ScaledInputs) -> Callable[[torch.Tensor], Any]
     return lambda ids: SixteenBits(layer(inputs.x, w13, w2, inputs.topk_weights, ids))
 
 
-def _torch(function: Dequantize, inputs: ScaledInputs) -> Callable[[torch.Tensor], Any]:
+def _torch(inputs: ScaledInputs) -> Callable[[torch.Tensor], Any]:
     x, weights = inputs.x, inputs.topk_weights
 
     def call(ids: torch.Tensor) -> SixteenBits:
-        w13, w2 = function(inputs.w13, inputs.w13_scale), function(inputs.w2, inputs.w2_scale)
+        w13, w2 = dequantize(inputs.w13, inputs.w13_scale), dequantize(inputs.w2, inputs.w2_scale)
         return SixteenBits(grouped(x, w13, w2, weights, ids))
 
     return call
-
-
-def _compiled(inputs: ScaledInputs) -> Callable[[torch.Tensor], Any]:
-    """What takes nearly all of the time is compiled, for each layer once: it has no tokens."""
-    return _torch(torch.compile(dequantize, fullgraph=True, dynamic=False), inputs)
 
 
 def _in_turn(bind: Callable[[ScaledInputs], Callable[[torch.Tensor], Any]]) -> Callable[[ScaledInputs], Prepared]:
@@ -65,8 +59,7 @@ def contenders() -> tuple[Contender, ...]:
     return (
         Contender("flashmoe", "flashmoe", BOTH, has_kernels, _in_turn(_ours), ours=True),
         Contender("flashmoe-bf16", "flashmoe, bf16", BOTH, flashmoe_available, _in_turn(_ours_in_sixteen_bits)),
-        Contender(
-            "torch-grouped", "torch: dequantise, grouped_mm", BOTH, always, _in_turn(partial(_torch, dequantize))
-        ),
-        Contender("torch-grouped-compiled", "the same, compiled", BOTH, always, _in_turn(_compiled)),
+        Contender("torch-grouped", "torch: dequantise, grouped_mm", BOTH, always, _in_turn(_torch)),
+        Contender("deepgemm", "DeepGEMM's products alone", ("cuda",), installed("deep_gemm"), peers.deep_gemm),
+        Contender("vllm", "vLLM's Triton products alone", ("cuda",), installed(peers.VLLM), peers.vllm_triton),
     )
