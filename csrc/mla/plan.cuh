@@ -1,8 +1,9 @@
 // How the key blocks of a batch are divided over the blocks of a decoding kernel, from the lengths in device memory.
 //
 // The key blocks of all sequences stand in one row, and every part takes an equal share of it: the end of one sequence, whole sequences, and
-// the beginning of another. Thread block `row_tile + row_tiles * part` computes a part for one tile of rows, so that the tiles of a sequence
-// read its keys at the same time. What several parts share is put together by combine.cuh, which makes the same plan.
+// the beginning of another. Equal sequences are cut alike, where that makes no share much longer: a part then has keys of one alone. Thread
+// block `row_tile + row_tiles * part` computes a part for one tile of rows, so that the tiles of a sequence read its keys at the same time.
+// What several parts share is put together by combine.cuh, which makes the same plan.
 //
 // Every warp makes the plan for itself; sequences are looked at 32 at a time, one per lane.
 #pragma once
@@ -47,7 +48,6 @@ struct Plan {
   const int part;
   int share;     // blocks of a part
   int position;  // of the row of all blocks: where the next segment begins
-  int end;       // of the part's share
   int group;     // sequences group to group + 31 are in the lanes
   int group_position;
   // Of this lane's sequence:
@@ -67,20 +67,18 @@ struct Plan {
         max(1, (keys + (1 << params.block_n_log2) - 1) >> params.block_n_log2);  // rows without keys have an output
   }
 
-  __device__ __forceinline__ void set_group(int first) {
+  // lead: of the row, in front of each sequence's blocks.
+  __device__ __forceinline__ void set_group(int first, int lead = kLead) {
     group = first;
     load_sequence(first + ptx::lane_index());
-    behind = warp_prefix_sum(blocks > 0 ? blocks + kLead : 0);
+    behind = warp_prefix_sum(blocks > 0 ? blocks + lead : 0);
   }
 
   __device__ __forceinline__ Plan(const DecodeParams& params_, int part_)
       : params(params_), part(part_), group_position(0) {
-    share = 0;
-    if (params.num_splits == 1) {
-      position = part;
-      end = part + 1;
-      return;
-    }
+    share = 1;
+    position = part;
+    if (params.num_splits == 1) return;
     int total = 0;
     int most = 0;
     int least = 1 << 30;
@@ -94,20 +92,32 @@ struct Plan {
     total = ptx::reduce_add(total);
     most = static_cast<int>(warp_max(static_cast<uint32_t>(most)));
     least = static_cast<int>(warp_min(static_cast<uint32_t>(least)));
-    share = max((total + params.parts - 1) / params.parts, params.least_share);
     // Shares do not begin where sequences do: one of num_splits - 1 shares may meet num_splits parts.
-    share = max(share, (most + params.num_splits - 2) / (params.num_splits - 1));
-    // Equal sequences: whole ones, where that makes the longest part at most a sixteenth longer.
-    const int item = most + kLead;
-    const int whole = (share + item - 1) / item * item;
-    if (least == most && whole <= share + share / 16) share = whole;
-    position = min(total, part * share);
-    end = min(total, position + share);
-    set_group(0);
+    const int least_share = max(params.least_share, (most + params.num_splits - 2) / (params.num_splits - 1));
+    share = max((total + params.parts - 1) / params.parts, least_share);
+    // Equal sequences: so many parts for each, or whole ones, where that makes the longest part at most a sixteenth longer.
+    int lead = kLead;
+    if (least == most) {
+      int item = most + kLead;
+      int aligned;
+      if (params.parts_each > 0) {
+        aligned = max((most + params.parts_each - 1) / params.parts_each, least_share);
+        item = params.parts_each * aligned;
+      } else {
+        aligned = (share + item - 1) / item * item;
+      }
+      if (aligned <= share + share / 16) {
+        lead = item - most;
+        share = aligned;
+      }
+    }
+    position = part * share;
+    set_group(0, lead);
   }
 
   // The next segment of the part; false at its end.
   __device__ __forceinline__ bool next(Segment& segment) {
+    const int end = (part + 1) * share;
     if (position >= end) return false;
     if (params.num_splits == 1) {
       load_sequence(position);
@@ -117,6 +127,7 @@ struct Plan {
     }
     uint32_t reached = ptx::vote_ballot(group_position + behind > position);
     while (reached == 0) {
+      if (group + 32 >= params.batch) return false;
       group_position += ptx::shuffle_index(behind, 31);
       set_group(group + 32);
       reached = ptx::vote_ballot(group_position + behind > position);

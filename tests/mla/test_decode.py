@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import flashmoe
+from flashmoe import _extension
 from flashmoe.errors import (
     ArgumentError,
     ArgumentTypeError,
@@ -139,6 +140,17 @@ def test_every_family_is_right(family: str, monkeypatch: pytest.MonkeyPatch) -> 
         check(case, "cuda")
     check(Case((20000, 3, 700), heads=128, page_size=64), "cuda")
     check(Case(tuple(37 * index for index in range(70)), heads=64), "cuda")
+    check(Case((2300,) * 5, heads=128, page_size=64), "cuda")
+
+
+@pytest.mark.gpu
+def test_short_calls_of_few_rows_are_for_mma_sync() -> None:
+    """But where a row's bits may not depend on the batch."""
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("this GPU has one family")
+    for lengths, num_splits, family in (((4096,), 0, "sm80"), ((16384,), 0, "sm90"), ((4096,), 1, "sm90")):
+        check(Case(lengths, heads=16, page_size=64, num_splits=num_splits), "cuda")
+        assert _extension.last_kernel().startswith(f"flashmoe_mla_decode_{family}_bf16"), lengths
 
 
 @settings(max_examples=25, deadline=None)

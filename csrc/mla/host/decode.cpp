@@ -38,9 +38,12 @@ bool is_mappable(const DecodeArguments& arguments) {
 }
 
 // Of the families that the GPU has, best first, or of the one that is forced. Few rows leave most of a wgmma tile empty; how few it pays for
-// is measured, but for 17 to 32 rows of indices (docs/kernels/mla.md).
+// is measured, but for 17 to 32 rows of indices (docs/kernels/mla.md). Of few and short sequences it never pays, but whose bits must not
+// depend on the batch are not asked how many they are.
 const Kernel& select_decode(const host::KernelRequest& request, const DecodeArguments& arguments, int64_t rows) {
-  const int64_t few_rows = arguments.is_sparse() ? 32 : arguments.has_codes ? 16 : 8;
+  const bool is_short =
+      arguments.num_splits != 1 && arguments.max_keys() <= 8192 && arguments.batch() * arguments.max_keys() <= 32768;
+  const int64_t few_rows = arguments.is_sparse() ? 32 : arguments.has_codes || is_short ? 16 : 8;
   const bool is_wgmma_wanted = is_mappable(arguments);
   std::string wgmma;
   std::string mma_sync = rows > 16 ? "m32" : "";
@@ -147,6 +150,8 @@ void run(const DecodeArguments& arguments, DecodeParams params, const Kernel& ke
   params.least_share = 2;
   const int64_t blocks = int64_t{gpu.num_multiprocessors} * kernel.min_blocks;
   params.parts = static_cast<int32_t>(is_split ? std::max<int64_t>(1, blocks / row_tiles) : params.batch);
+  constexpr int32_t kLanes = 32;  // plan.cuh looks at so many sequences at once
+  params.parts_each = is_split && params.batch <= kLanes ? params.parts / params.batch : 0;
   // Where each sequence is in many parts, several warps add up a row.
   constexpr int64_t kManyParts = 24;
   params.warps_per_sum = params.parts >= kManyParts * params.batch ? combine.block_m : 1;

@@ -43,11 +43,12 @@ struct DecodeParams {
   int32_t has_codes;  // the cache holds 8-bit floats: how the copy engine counts them (sm90/tensor_map.h)
   int32_t
       box_rows;  // keys that the copy engine takes from a page at once (sm90/tensor_map.h); for other kernels unused
-  int32_t is_causal;      // token t sees the keys before cache_seqlens - (tokens - 1 - t)
-  int32_t block_m;        // rows of a tile
-  int32_t row_tiles;      // tiles of a sequence
-  int32_t block_n_log2;   // keys of a key block
-  int32_t parts;          // that the key blocks of all sequences are divided into
+  int32_t is_causal;     // token t sees the keys before cache_seqlens - (tokens - 1 - t)
+  int32_t block_m;       // rows of a tile
+  int32_t row_tiles;     // tiles of a sequence
+  int32_t block_n_log2;  // keys of a key block
+  int32_t parts;         // that the key blocks of all sequences are divided into
+  int32_t parts_each;  // that a sequence may have if all are equal; 0: more than the lanes of a warp, or than the parts
   int32_t least_share;    // key blocks that a part has at least
   int32_t num_splits;     // parts of a sequence at most; 1: none is split
   int32_t warps_per_sum;  // of combine.cuh: warps that share the sum over a row's parts

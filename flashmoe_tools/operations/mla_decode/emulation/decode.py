@@ -40,6 +40,8 @@ def problems(unit: Unit) -> Iterator[MlaProblem]:
     many = tuple(index % 3 * n for index in range(37))
     yield replace(base, name="many", keys=(*many, 3 * n), heads=2, parts=5, data_seed=3)
     yield replace(base, name="equal", keys=(2 * n,) * 4, heads=3, parts=2)
+    yield replace(base, name="cut alike", keys=(5 * n, 5 * n - 3), heads=3, parts=4)
+    yield replace(base, name="cut alike, three splits", keys=(8 * n,) * 2, heads=3, parts=8, num_splits=3)
     yield replace(base, name="three splits", keys=(9 * n, n), heads=3, parts=9, num_splits=3)
     yield replace(base, name="long shares", keys=(4 * n + 3, 9), heads=2, parts=6, least_share=3)
 

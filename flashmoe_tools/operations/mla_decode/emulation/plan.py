@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+LANES = 32  # sequences that a warp looks at once
 LEAD = 2  # key blocks that a sequence costs a part beside its own
 
 
@@ -31,13 +32,20 @@ def segments(keys: Sequence[int], block_n: int, parts: int, least_share: int, nu
         yield from (Segment(index, index, 0, count, count, 2 * index) for index, count in enumerate(blocks))
         return
     most = max(blocks)
-    share = max(-(-sum(count + LEAD for count in blocks) // parts), least_share, -(-(most - 1) // (num_splits - 1)))
-    whole = -(-share // (most + LEAD)) * (most + LEAD)
-    if min(blocks) == most and whole <= share + share // 16:
-        share = whole
+    lead, least_share = LEAD, max(least_share, -(-(most - 1) // (num_splits - 1)))
+    share = max(-(-sum(count + lead for count in blocks) // parts), least_share)
+    if min(blocks) == most:
+        item = most + lead
+        aligned = -(-share // item) * item
+        if len(blocks) <= min(LANES, parts):
+            each = parts // len(blocks)
+            aligned = max(-(-most // each), least_share)
+            item = each * aligned
+        if aligned <= share + share // 16:
+            share, lead = aligned, item - most
     first = 0
     for sequence, count in enumerate(blocks):
-        first += LEAD
+        first += lead
         block = 0
         while block < count:
             part = (first + block) // share

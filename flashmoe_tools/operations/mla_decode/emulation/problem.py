@@ -13,7 +13,7 @@ from flashmoe_build.emulation.compare import DTYPES, UNIT_ROUNDOFF, worst_elemen
 from flashmoe_build.emulation.runner import NamedProblem, in_front, output
 from flashmoe_tools.operations.attention.emulation.problem import lse_bound
 from flashmoe_tools.operations.mla_decode.codes import NAN_CODE, SCALE_COLUMNS, SCALES, dequantize, make_coded
-from flashmoe_tools.operations.mla_decode.emulation.plan import Segment, segments
+from flashmoe_tools.operations.mla_decode.emulation.plan import LANES, Segment, segments
 from flashmoe_tools.operations.mla_decode.problem import HEAD_DIM, KEY_BYTES, LATENT_DIM
 from flashmoe_tools.operations.mla_decode.reference import attend
 
@@ -202,6 +202,7 @@ def values_of(tensors: Tensors, block_m: int, block_n: int, partial: dict[str, t
         "row_tiles": -(-p.rows // block_m),
         "block_n_log2": block_n.bit_length() - 1,
         "parts": len(p.keys) if p.num_splits == 1 else p.parts,
+        "parts_each": p.parts // len(p.keys) if len(p.keys) <= LANES and p.num_splits != 1 else 0,
         "least_share": p.least_share,
         "num_splits": p.num_splits,
         "warps_per_sum": p.warps_per_sum,
