@@ -20,7 +20,9 @@ def _unit(name: str, target: str) -> Unit:
 
 
 @pytest.mark.parametrize(("target", "core", "dtype"), [("sm_80", "a100", "f16"), ("sm_90a", "h100", "bf16")])
-@pytest.mark.parametrize("name", ["decode", "window", "page scales, window", "far page scales", "every code"])
+@pytest.mark.parametrize(
+    "name", ["decode", "window", "page scales, window", "far page scales", "every code", "wide scores"]
+)
 def test_powers_of_two_give_the_bits_of_the_16_bit_kernel(name: str, target: str, core: str, dtype: str) -> None:
     """In the tensor's order of columns where eight products are added at once, in that of the bytes where sixteen are."""
     unit = _unit(f"attention_decode_e4m3_sm80_{dtype}_d64", target)

@@ -121,7 +121,6 @@ __device__ __forceinline__ void attend(const ForwardParams& params, const Segmen
 #pragma unroll 1
   for (int ahead = 0; ahead < kStages - 1; ++ahead) load(segment.tile + ahead, ahead);
   Query Q(params, Q_gmem, segment, results.query());
-  Loader::prepare(Q, segment.end_tile - segment.tile);
   const ScoreRules<Spec> rules(params, sequence, segment);
   Accumulator<Spec> accumulator;
 

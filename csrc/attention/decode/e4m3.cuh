@@ -40,7 +40,6 @@ struct E4m3DecodeSpec : DecodeSpec<Element, kHeadDim, kBlockM, kBlockN, kNumStag
   }
 
   static_assert(kKeepsOrder || !ptx::kIsEither<Element>, "only bf16 queries become f16 (ByteQuery)");
-  static_assert(kKeepsOrder || Base::kQueryInRegisters, "Q in the order of bytes is loaded to registers");
   static_assert(kBlockM * Base::kOutputRowBytes <= kRingBytes, "a warp leaves its output in its ring");
 };
 
@@ -49,17 +48,55 @@ constexpr bool kIsBF16 = false;
 template <>
 constexpr bool kIsBF16<ptx::BF16> = true;
 
-// Q as A operands in the order of K's bytes: of 16 columns lane c of a quad has 4 c to 4 c + 3.
+// Of bf16, what P is multiplied by in sums of P V, a power of two: as f16 P is then exact from 2^-27 to 2^5 (CodeValues::narrow).
 template <typename Spec>
-struct ByteQuery {
-  using Element = typename Spec::Element;
+constexpr float kWeightUnit = !Spec::kKeepsOrder && kIsBF16<typename Spec::Element> ? 1024.0f : 1.0f;
 
-  // Of bf16, whether Q_rmem holds f16: Q times a power of two. Codes take a quarter of the instructions to f16.
+// Of a segment from which on the conversion of Q takes less than what it saves.
+constexpr int kWorthwhileTiles = 16;
+
+// Of bf16, whether an operand holds f16: Q times a power of two. Codes take a quarter of the instructions to f16.
+template <typename Element>
+struct NarrowQuery {
   static constexpr bool kMayBeNarrow = kIsBF16<Element>;
 
-  uint32_t Q_rmem[Spec::kHeadDim / 16][4];
   bool is_narrow = false;
   float inverse_factor = 1.0f;  // of that power
+
+  // All of the item's words, of which a lane has some. The largest element of all rows goes below 2^15; where no other but zero is 2^-28 of it or
+  // less, all are normal numbers of f16, whose products are those of bf16.
+  template <int kWords>
+  __device__ __forceinline__ void narrow(uint32_t (&words)[kWords]) {
+    int most = 0, least = 0xffff;  // magnitudes, the least less one: zero does not count
+#pragma unroll
+    for (int i = 0; i < kWords; ++i)
+#pragma unroll
+      for (int shift = 0; shift < 32; shift += 16) {
+        const int magnitude = static_cast<int>(words[i] >> shift & 0x7fffu);
+        most = max(most, magnitude);
+        least = min(least, (magnitude - 1) & 0xffff);
+      }
+    const uint32_t exponent = ptx::reduce_max(static_cast<uint32_t>(most)) >> 7;  // biased by 127
+    const uint32_t least_exponent = (0x10000u - ptx::reduce_max(static_cast<uint32_t>(0xffff - least))) >> 7;
+    constexpr uint32_t kRange = 28, kLargest = 127 + 14;
+    is_narrow = exponent > kRange && exponent < 255 && least_exponent + kRange >= exponent;
+    if (!is_narrow) return;
+    const float factor = ptx::bits_float((127 + kLargest - exponent) << 23);
+    inverse_factor = ptx::bits_float((127 + exponent - kLargest) << 23);
+#pragma unroll
+    for (int i = 0; i < kWords; ++i) {
+      const float2 pair = unpack<Element>(words[i]);
+      words[i] = pack<ptx::F16>(pair.x * factor, pair.y * factor);
+    }
+  }
+};
+
+// Q as A operands in the order of K's bytes: of 16 columns lane c of a quad has 4 c to 4 c + 3.
+template <typename Spec>
+struct ByteQuery : NarrowQuery<typename Spec::Element> {
+  using Element = typename Spec::Element;
+
+  uint32_t Q_rmem[Spec::kHeadDim / 4];
 
   __device__ __forceinline__ static void copy(const ForwardParams&, const Element*, const Segment&, ptx::SmemPointer) {}
 
@@ -72,62 +109,75 @@ struct ByteQuery {
       const Element* row_gmem = Q_gmem + query_row<Spec>(params, segment, index).offset(params.q_stride) + lane % 4 * 4;
 #pragma unroll
       for (int k = 0; k < Spec::kHeadDim / 16; ++k) {
-        uint32_t pairs[2] = {0, 0};
-        if (k * 16 + lane % 4 * 4 < params.head_dim) ptx::ld_global_64(pairs, row_gmem + k * 16);
-        Q_rmem[k][half] = pairs[0];
-        Q_rmem[k][2 + half] = pairs[1];
+        // Two loads: one of 64 bits would put both words side by side, which no operand has, and every product would move four registers.
+        const bool is_there = k * 16 + lane % 4 * 4 < params.head_dim;
+        Q_rmem[4 * k + half] = is_there ? ptx::ld_global_32(row_gmem + k * 16) : 0;
+        Q_rmem[4 * k + 2 + half] = is_there ? ptx::ld_global_32(row_gmem + k * 16 + 2) : 0;
       }
     }
-  }
-
-  // The largest element of all rows goes below 2^15; where no other but zero is 2^-28 of it or less, all are normal numbers of f16, whose
-  // products are those of bf16.
-  __device__ __forceinline__ void narrow() {
-    int most = 0, least = 0xffff;  // magnitudes, the least less one: zero does not count
-#pragma unroll
-    for (int k = 0; k < Spec::kHeadDim / 16; ++k)
-#pragma unroll
-      for (int i = 0; i < 4; ++i)
-#pragma unroll
-        for (int shift = 0; shift < 32; shift += 16) {
-          const int magnitude = static_cast<int>(Q_rmem[k][i] >> shift & 0x7fffu);
-          most = max(most, magnitude);
-          least = min(least, (magnitude - 1) & 0xffff);
-        }
-    const uint32_t exponent = ptx::reduce_max(static_cast<uint32_t>(most)) >> 7;  // biased by 127
-    const uint32_t least_exponent = (0x10000u - ptx::reduce_max(static_cast<uint32_t>(0xffff - least))) >> 7;
-    constexpr uint32_t kRange = 28, kLargest = 127 + 14;
-    is_narrow = exponent > kRange && exponent < 255 && least_exponent + kRange >= exponent;
-    if (!is_narrow) return;
-    const float factor = ptx::bits_float((127 + kLargest - exponent) << 23);
-    inverse_factor = ptx::bits_float((127 + exponent - kLargest) << 23);
-#pragma unroll
-    for (int k = 0; k < Spec::kHeadDim / 16; ++k)
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        const float2 pair = unpack<Element>(Q_rmem[k][i]);
-        Q_rmem[k][i] = pack<ptx::F16>(pair.x * factor, pair.y * factor);
-      }
+    if constexpr (ByteQuery::kMayBeNarrow) {
+      if (segment.end_tile - segment.tile >= kWorthwhileTiles) this->narrow(Q_rmem);
+    }
   }
 
   __device__ __forceinline__ void get(uint32_t (&a)[1][4], int k) const {
 #pragma unroll
-    for (int i = 0; i < 4; ++i) a[0][i] = Q_rmem[k][i];
+    for (int i = 0; i < 4; ++i) a[0][i] = Q_rmem[4 * k + i];
   }
 };
 
-template <typename Query>
-constexpr bool kMayBeNarrow = false;
+// The same in a warp's copy in shared memory: of 16 columns the even words, then the odd ones.
 template <typename Spec>
-constexpr bool kMayBeNarrow<ByteQuery<Spec>> = ByteQuery<Spec>::kMayBeNarrow;
+struct ByteQueryCopy : NarrowQuery<typename Spec::Element>, mma_sync::QueryOperand<Spec, Spec::kHeadDim, false> {
+  using Element = typename Spec::Element;
+  using Operand = mma_sync::QueryOperand<Spec, Spec::kHeadDim, false>;
+  using Tile = RowTile<Element, Spec::kHeadDim>;
 
-template <typename Spec, bool kKeepsOrder = Spec::kKeepsOrder>
+  __device__ __forceinline__ static void copy(const ForwardParams&, const Element*, const Segment&, ptx::SmemPointer) {}
+
+  // A lane has half of a row.
+  __device__ __forceinline__ ByteQueryCopy(const ForwardParams& params, const Element* Q_gmem, const Segment& segment,
+                                           ptx::SmemPointer Q_smem)
+      : Operand(Q_smem) {
+    constexpr int kGroups = Spec::kHeadDim / 32;  // of 16 columns
+    const int row = ptx::lane_index() / 2, first_group = ptx::lane_index() % 2 * kGroups;
+    const Element* row_gmem =
+        Q_gmem + query_row<Spec>(params, segment, min(segment.rows - 1, row)).offset(params.q_stride);
+    uint32_t words[kGroups * 8];
+#pragma unroll
+    for (int chunk = 0; chunk < 2 * kGroups; ++chunk) {
+      const int column = first_group * 16 + chunk * 8;
+      uint32_t loaded[4] = {0, 0, 0, 0};
+      if (column < params.head_dim) ptx::ld_global_128(loaded, row_gmem + column);
+#pragma unroll
+      for (int i = 0; i < 4; ++i) words[4 * chunk + i] = loaded[i];
+    }
+    if constexpr (ByteQueryCopy::kMayBeNarrow) {
+      if (segment.end_tile - segment.tile >= kWorthwhileTiles) this->narrow(words);
+    }
+    ptx::warp_sync();  // write after read: the Q before
+#pragma unroll
+    for (int group = 0; group < kGroups; ++group)
+#pragma unroll
+      for (int odd = 0; odd < 2; ++odd) {
+        const uint32_t stored[4] = {words[8 * group + odd], words[8 * group + 2 + odd], words[8 * group + 4 + odd],
+                                    words[8 * group + 6 + odd]};
+        ptx::st_shared_128(Q_smem + Tile::offset(row, (first_group + group) * 2 + odd), stored);
+      }
+  }
+};
+
+template <typename Spec, bool kKeepsOrder = Spec::kKeepsOrder, bool kInRegisters = Spec::kQueryInRegisters>
 struct CodeQueryOf {
   using Type = typename QueryOf<Spec>::Type;
 };
 template <typename Spec>
-struct CodeQueryOf<Spec, false> {
+struct CodeQueryOf<Spec, false, true> {
   using Type = ByteQuery<Spec>;
+};
+template <typename Spec>
+struct CodeQueryOf<Spec, false, false> {
+  using Type = ByteQueryCopy<Spec>;
 };
 
 // A lane's address in a tile of codes, 32 columns further with each step.
@@ -165,9 +215,41 @@ struct CodeValues {
     return V_smem + Spec::KeyTile::offset(lane % 16, lane / 16);
   }
 
-  // Transposed, a lane gets of two keys the same two neighbouring columns: an even one, which goes to one block of the output, and an odd one.
+  // P of bf16 in f16, to which V's codes take a quarter of the instructions; false where some row that counts would lose bits.
+  __device__ __forceinline__ bool narrow(uint32_t (&narrow_rmem)[4], const uint32_t (&P_rmem)[4]) const {
+    bool is_exact = true;
+    const auto convert = [&](int i) {
+      const float2 wide = unpack<Element>(P_rmem[i]);
+      narrow_rmem[i] = pack<ptx::F16>(wide.x, wide.y);
+      const float2 back = unpack<ptx::F16>(narrow_rmem[i]);
+      is_exact = is_exact && pack<Element>(back.x, back.y) == P_rmem[i];
+    };
+    convert(0);
+    convert(2);
+    narrow_rmem[1] = narrow_rmem[3] = 0;
+    if (has_upper) {
+      convert(1);
+      convert(3);
+    }
+    return ptx::vote_all(is_exact);
+  }
+
   __device__ __forceinline__ void multiply(float (&O_rmem)[1][Spec::kMmaD][4], const uint32_t (&P_rmem)[1][4],
                                            ptx::SmemPointer lane_smem, int) const {
+    if constexpr (kWeightUnit<Spec> != 1.0f) {
+      uint32_t narrow_rmem[4];
+      if (narrow(narrow_rmem, P_rmem[0])) {
+        multiply_codes<ptx::F16>(O_rmem, narrow_rmem, lane_smem);
+        return;
+      }
+    }
+    multiply_codes<Element>(O_rmem, P_rmem[0], lane_smem);
+  }
+
+  // Transposed, a lane gets of two keys the same two neighbouring columns: an even one, which goes to one block of the output, and an odd one.
+  template <typename Operand>
+  __device__ __forceinline__ static void multiply_codes(float (&O_rmem)[1][Spec::kMmaD][4], const uint32_t (&P_rmem)[4],
+                                                        ptx::SmemPointer lane_smem) {
     constexpr uint32_t kEvenThenOdd = 0x3120;
 #pragma unroll
     for (int step = 0; step < Spec::kHeadDim / 32; ++step) {
@@ -176,11 +258,17 @@ struct CodeValues {
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
         uint32_t first[2], last[2];  // keys: of the even column, of the odd one
-        ptx::unpack_e4m3<Element>(first, ptx::select_bytes(codes[2 * i], 0, kEvenThenOdd));
-        ptx::unpack_e4m3<Element>(last, ptx::select_bytes(codes[2 * i + 1], 0, kEvenThenOdd));
+        ptx::unpack_e4m3<Operand>(first, ptx::select_bytes(codes[2 * i], 0, kEvenThenOdd));
+        ptx::unpack_e4m3<Operand>(last, ptx::select_bytes(codes[2 * i + 1], 0, kEvenThenOdd));
 #pragma unroll
-        for (int odd = 0; odd < 2; ++odd)
-          Spec::multiply(O_rmem[0][4 * step + 2 * i + odd], P_rmem[0], first[odd], last[odd]);
+        for (int odd = 0; odd < 2; ++odd) {
+          float (&block)[4] = O_rmem[0][4 * step + 2 * i + odd];
+          if constexpr (kWeightUnit<Spec> != 1.0f) {
+            ptx::mma_m16n8k16<Operand>(block, P_rmem, first[odd], last[odd]);
+          } else {
+            Spec::multiply(block, P_rmem, first[odd], last[odd]);
+          }
+        }
       }
     }
   }
@@ -212,6 +300,7 @@ struct E4m3Loader : KeyLoader<Spec, Words::kByUse> {
   using Element = typename Spec::Element;
   using Tile = typename Spec::KeyTile;
   using Query = typename CodeQueryOf<Spec>::Type;
+  static constexpr bool kMayBeNarrow = !Spec::kKeepsOrder && kIsBF16<Element>;
 
   const E4m3ForwardParams& cache;
   const int head_kv;
@@ -259,7 +348,7 @@ struct E4m3Loader : KeyLoader<Spec, Words::kByUse> {
   __device__ __forceinline__ void multiply(float (&S_rmem)[1][Spec::kMmaN][4], const Query& Q, ptx::SmemPointer K_smem,
                                            int tile, int stage) {
     float factor = 1.0f;
-    if constexpr (kMayBeNarrow<Query>) {
+    if constexpr (kMayBeNarrow) {
       if (Q.is_narrow) {
         multiply_codes<ptx::F16>(S_rmem, Q, K_smem);
         factor = Q.inverse_factor;
@@ -333,30 +422,24 @@ struct E4m3Loader : KeyLoader<Spec, Words::kByUse> {
     }
   }
 
-  __device__ __forceinline__ static void prepare(Query& Q, int tiles) {
-    constexpr int kWorthwhile = 16;  // tiles: below, the conversion of Q takes longer than what it saves
-    if constexpr (kMayBeNarrow<Query>) {
-      if (tiles >= kWorthwhile) Q.narrow();
-    }
-  }
-
   __device__ __forceinline__ CodeValues<Spec> values(ptx::SmemPointer V_smem) const {
-    return {V_smem, value_ratio, value_weight, has_upper};
+    return {V_smem, value_ratio, value_weight * kWeightUnit<Spec>, has_upper};
   }
 
   // In units of one; and of two neighbouring blocks, which hold the even and the odd columns, a lane's four columns in their order.
   __device__ __forceinline__ void finish(float (&O_rmem)[1][Spec::kMmaD][4]) const {
+    const float unit = value_unit * (1.0f / kWeightUnit<Spec>);
 #pragma unroll
     for (int d = 0; d < Spec::kMmaD; d += 2)
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         float (&even)[4] = O_rmem[0][d];
         float (&odd)[4] = O_rmem[0][d + 1];
-        const float third = even[2 * half + 1] * value_unit;
-        even[2 * half] *= value_unit;
-        even[2 * half + 1] = odd[2 * half] * value_unit;
+        const float third = even[2 * half + 1] * unit;
+        even[2 * half] *= unit;
+        even[2 * half + 1] = odd[2 * half] * unit;
         odd[2 * half] = third;
-        odd[2 * half + 1] *= value_unit;
+        odd[2 * half + 1] *= unit;
       }
   }
 };

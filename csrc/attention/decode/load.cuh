@@ -11,6 +11,7 @@
 #include "ptx/memory.cuh"
 #include "ptx/shuffle.cuh"
 #include "ptx/special_registers.cuh"
+#include "ptx/tma.cuh"
 
 namespace flashmoe {
 namespace attention {
@@ -111,13 +112,16 @@ template <typename Spec, Words kWords>
 struct KeyLoader {
   using Tile = typename Spec::KeyTile;
   using Element = typename Tile::Element;
+  static constexpr bool kMayBeWhole =
+      sizeof(Element) == 1;  // of codes, whose conversion leaves few instructions to the loads
 
   const ForwardParams& params;
   const Sequence<MaskKind::kRuntime>& sequence;
   const KeyRange visible;  // keys that some row sees: the others are zeros here, whatever the tensor holds
   const int first_hinted;  // the tile from which on loads carry a cache hint
   const ptx::CachePolicy policy;
-  const Element* gmem;  // this lane's tensor, from the head's first element on
+  const uint32_t page_inverse;  // of codes: 2^32 / page_size, rounded down
+  const Element* gmem;          // this lane's tensor, from the head's first element on
   // Of this lane's key of the next tile: its page, and which row of the page (of the sequence) it is.
   int page;
   int row;
@@ -129,10 +133,14 @@ struct KeyLoader {
       : params(params_),
         sequence(sequence_),
         visible(segment.seen),
-        first_hinted(use == Use::kOften  ? kUnbounded
+        first_hinted(use == Use::kOften || (kMayBeWhole && use == Use::kOnce && params_.unhinted_tiles == 0)
+                         ? kUnbounded
                      : use == Use::kOnce ? segment.tile + params_.unhinted_tiles
                                          : 0),
-        policy(use == Use::kOnceOfFew || params_.unhinted_tiles != 0 ? ptx::evict_first() : ptx::evict_normal()) {
+        policy(use == Use::kOnceOfFew || params_.unhinted_tiles != 0 ? ptx::evict_first() : ptx::evict_normal()),
+        page_inverse(kMayBeWhole && params_.sequences.block_table != nullptr
+                         ? 0xffffffffu / static_cast<uint32_t>(params_.sequences.page_size)
+                         : 0) {
     gmem = static_cast<const Element*>(has_value() ? params.v : params.k) +
            sequence.key_offset(has_value() ? params.v_stride : params.k_stride, segment.head_kv);
   }
@@ -148,8 +156,14 @@ struct KeyLoader {
     if (key < visible.begin || key >= visible.end) return;
     row = key;
     if (params.sequences.block_table != nullptr) {
-      const uint32_t page_size = static_cast<uint32_t>(params.sequences.page_size);
-      const int page_of_sequence = static_cast<int>(static_cast<uint32_t>(key) / page_size);  // once a tile: not called
+      int page_of_sequence;
+      if constexpr (kMayBeWhole) {
+        page_of_sequence = static_cast<int>(static_cast<uint64_t>(key) * page_inverse >> 32);  // or one too few
+        page_of_sequence += key - page_of_sequence * params.sequences.page_size >= params.sequences.page_size;
+      } else {
+        page_of_sequence = static_cast<int>(
+            static_cast<uint32_t>(key) / static_cast<uint32_t>(params.sequences.page_size));  // once a tile: not called
+      }
       page = sequence.stated_page(page_of_sequence);
       row = key - page_of_sequence * params.sequences.page_size;
     }
@@ -164,7 +178,14 @@ struct KeyLoader {
     const int64_t row_stride = has_value() ? params.v_stride.row : params.k_stride.row;
     const uint64_t own =
         reinterpret_cast<uint64_t>(gmem + sequence.existing_page(page) * page_stride + row * row_stride);
-    if (kWords == Words::kNever || (kWords == Words::kByUse && tile < first_hinted)) {
+    const bool is_silent = kWords == Words::kNever || (kWords == Words::kByUse && tile < first_hinted);
+    if (kMayBeWhole && is_whole(tile)) {
+      if (is_silent) {
+        load_whole<false>(own, stage_smem);
+      } else {
+        load_whole<true>(own, stage_smem);
+      }
+    } else if (is_silent) {
       load_from<false>(own, tile, stage_smem);
     } else {
       load_from<true>(own, tile, stage_smem);
@@ -177,10 +198,36 @@ struct KeyLoader {
                                            int, int) const {
     mma_sync::multiply_query_key<Spec>(S_rmem, Q, K_smem);
   }
-  __device__ __forceinline__ static void prepare(const Query&, int) {}
   __device__ __forceinline__ mma_sync::SharedValues<Spec> values(ptx::SmemPointer V_smem) const { return {V_smem}; }
   // The output in the end.
   __device__ __forceinline__ void finish(float (&)[1][Spec::kMmaD][4]) const {}
+
+  // Whether all keys of the warp's are seen and lie in one page.
+  __device__ __forceinline__ bool is_whole(int tile) const {
+    const int first = first_key(tile);
+    const bool is_one_page = params.sequences.block_table == nullptr || params.sequences.page_size % kWarpKeys == 0;
+    return is_one_page && first >= visible.begin && first + kWarpKeys <= visible.end;
+  }
+
+  // Of such keys, from where the first one is.
+  template <bool kHasPolicy>
+  __device__ __forceinline__ void load_whole(uint64_t own, ptx::SmemPointer stage_smem) const {
+    // A constant needs no register of its own, nor a move to a uniform one for each load.
+    constexpr ptx::CachePolicy kEvictFirst{static_cast<uint64_t>(ptx::CacheHint::kEvictFirst)};
+#pragma unroll
+    for (int is_value = 0; is_value < 2; ++is_value) {
+      const int64_t row_stride = is_value ? params.v_stride.row : params.k_stride.row;
+      const auto* row_gmem = reinterpret_cast<const Element*>(ptx::shuffle_index(own, is_value * kWarpKeys)) +
+                             ptx::lane_index() / Tile::kLanes * row_stride;
+#pragma unroll
+      for (int pass = 0; pass < Tile::kPasses; ++pass) {
+        load_row<Tile, kHasPolicy>(stage_smem + is_value * Spec::kTileBytes, pass,
+                                   row_gmem + pass * Tile::kRowsPerPass * row_stride, true,
+                                   is_value ? params.head_dim_v : params.head_dim, kEvictFirst);
+      }
+      ptx::cp_async_commit();
+    }
+  }
 
   // From where this lane's key is.
   template <bool kHasPolicy>

@@ -22,6 +22,8 @@ constexpr int64_t kRowAlignBytes = 16;
 constexpr int64_t kScaledKeys = 16;  // of a page that has a scale: a multiple of a warp's keys
 // The kernel for caches of codes reads a cache again for each 16 rows of a key head: from so many on it is read once, and written in 16 bits.
 constexpr int64_t kManyRows = 128;
+// Every tile of a chunk makes elements of all codes again: beyond so many of a key head one copy is cheaper, however many keys there are.
+constexpr int64_t kMostCodedTiles = 8;
 constexpr int64_t kMostDequantized = int64_t{1} << 30;  // elements
 constexpr int64_t kWidest = 256;                        // head dim of any kernel for codes
 constexpr int32_t kFirstThatDecodes = 80;               // compute capability that has a kernel for codes
@@ -99,6 +101,19 @@ VarlenArguments dequantize(const E4m3Arguments& arguments, const host::Device& g
   list.add({&kernel, (threads + kernel.threads - 1) / kernel.threads, &params, nullptr, /*is_dependent=*/false});
   list.run(call);
   return wide;
+}
+
+// The kernel that serves a chunk over 16 bits, for codes: with its tiles and its shares. Scales are then those of a whole sequence.
+Choice choose_chunk(const E4m3Arguments& arguments, const host::Device& gpu) {
+  const VarlenArguments& varlen = arguments.varlen;
+  const bool has_page_scales = make_scale(arguments.k_scale, varlen.has_pages()).is_of_pages != 0 ||
+                               make_scale(arguments.v_scale, varlen.has_pages()).is_of_pages != 0;
+  if (has_page_scales || varlen.head_dim() % kRowAlignBytes != 0 || varlen.head_dim_v() % kRowAlignBytes != 0)
+    return {};
+  const Choice chunk = select_coded_chunk(host::make_request(gpu, varlen.dtype), select_chunk(varlen, gpu));
+  if (chunk.forward == nullptr || !can_be_dequantized(varlen)) return chunk;
+  const int64_t rows = varlen.max_seqlen_q * (varlen.heads_q() / varlen.heads_kv());
+  return rows <= kMostCodedTiles * chunk.forward->block_m ? chunk : Choice{};
 }
 
 }  // namespace
@@ -192,12 +207,14 @@ void forward_e4m3_cuda(const E4m3Arguments& arguments, const ForwardOutputs& out
     return;
   }
   const host::KernelRequest request = host::make_request(gpu, varlen.dtype);
-  if (can_be_dequantized(varlen) && (has_many_rows(varlen) || request.capability < kFirstThatDecodes)) {
+  const Choice chunk = choose_chunk(arguments, gpu);
+  if (chunk.forward == nullptr && can_be_dequantized(varlen) &&
+      (has_many_rows(varlen) || request.capability < kFirstThatDecodes)) {
     forward_varlen_cuda(dequantize(arguments, gpu), outputs);
     return;
   }
   const auto head_dim = static_cast<int32_t>(std::max(varlen.head_dim(), varlen.head_dim_v()));
-  const Kernel& kernel = select_e4m3(request, head_dim);
+  const Kernel& kernel = chunk.forward != nullptr ? *chunk.forward : select_e4m3(request, head_dim);
   const bool is_whole = varlen.head_dim_v() % host::kRowAlignElements == 0;
   VarlenArguments read =
       with_operands(varlen, host::loadable(varlen.q, kernel), loadable_codes(varlen.k, /*may_repeat=*/true),
@@ -209,8 +226,12 @@ void forward_e4m3_cuda(const E4m3Arguments& arguments, const ForwardOutputs& out
   // Of the output's columns, not of a padded cache's.
   params.forward.head_dim_v = static_cast<int32_t>(written.out.sizes()[written.out.dim() - 1]);
   const host::CudaCall call(gpu);
-  params.forward.score_options.folded_heads = params.forward.heads_q / params.forward.heads_kv;
-  run_decoding(params.forward, kernel, read.is_consistent() ? 1 : read.num_splits, call, &params);
+  if (chunk.forward != nullptr) {
+    run_chunk(params.forward, chunk, call, &params);
+  } else {
+    params.forward.score_options.folded_heads = params.forward.heads_q / params.forward.heads_kv;
+    run_decoding(params.forward, kernel, read.is_consistent() ? 1 : read.num_splits, call, &params);
+  }
   host::set_last_kernel(kernel.symbol);
   if (!is_whole) host::copy_unpadded(written.out, outputs.out);
 }

@@ -174,6 +174,8 @@ const Kernel& select_row_dot(const host::KernelRequest& request);
 
 // Of a cache of 8-bit floats, which one kernel reads for any number of rows. Throws as host::refuse() says where there is none.
 const Kernel& select_e4m3(const host::KernelRequest& request, int32_t head_dim);
+// The kernel over codes of a chunk that is so served over elements; none where there is no such kernel.
+Choice select_coded_chunk(const host::KernelRequest& request, const Choice& chunk);
 // Of q, k and v of 8-bit floats: a kernel, and the one in front of it.
 struct Fp8Kernels {
   const Kernel* forward = nullptr;

@@ -95,9 +95,12 @@ void run_divided(ForwardParams& params, const Kernel& kernel, const Division& di
   list.run(call);
 }
 
+}  // namespace
+
 // Few rows over many keys. A position's heads are rows of a tile, which the kernel and its tensor maps see to. With num_splits above 1 its results
 // are partial, numbered as rows of the log-sum-exp are: for the second kernel ragged rows are one sequence.
-void run_chunk(ForwardParams& params, const Choice& choice, const host::CudaCall& call) {
+void run_chunk(ForwardParams& params, const Choice& choice, const host::CudaCall& call,
+               const E4m3ForwardParams* codes) {
   const Kernel& kernel = *choice.forward;
   params.num_splits = choice.num_splits;
   int32_t fold = 1;
@@ -114,10 +117,12 @@ void run_chunk(ForwardParams& params, const Choice& choice, const host::CudaCall
   const int64_t rows = (is_ragged ? int64_t{1} : params.batch) * params.heads_q * rows_of_head;
   host::Workspace partials;
   if (choice.combine != nullptr) partials = allocate_partials(params, rows, call);
-  const sm90::ChunkTensorMaps described = sm90::chunk_tensor_maps(params, kernel.block_n);
+  const sm90::ChunkTensorMaps described = codes == nullptr ? sm90::chunk_tensor_maps(params, kernel.block_n)
+                                                           : sm90::coded_chunk_tensor_maps(*codes, kernel.block_n);
   const TensorMaps maps = encode(described, kernel.dtype, kKeyPromotion);
   host::LaunchList list;
-  list.add({&kernel, grid, &params, maps.data(), /*is_dependent=*/false});
+  const void* launched = codes == nullptr ? static_cast<const void*>(&params) : codes;
+  list.add({&kernel, grid, launched, maps.data(), /*is_dependent=*/false});
   ForwardParams whole = params;
   if (choice.combine != nullptr) {
     whole.batch = is_ragged ? 1 : params.batch;
@@ -127,6 +132,8 @@ void run_chunk(ForwardParams& params, const Choice& choice, const host::CudaCall
   }
   list.run(call);
 }
+
+namespace {
 
 // What serves a call: two kernels, or one.
 struct Chosen {
@@ -158,7 +165,7 @@ void run(const VarlenArguments& arguments, const ForwardOutputs& outputs, const 
   } else if (chosen.ordered.values != nullptr) {
     run_ordered_decoding(params, chosen.ordered, call);
   } else if (chosen.chunk.forward != nullptr) {
-    run_chunk(params, chosen.chunk, call);
+    run_chunk(params, chosen.chunk, call, /*codes=*/nullptr);
   } else if (is_decoding) {
     run_decoding(params, kernel, arguments.num_splits, call);
   } else if (chosen.division.combine != nullptr) {
@@ -176,17 +183,12 @@ void run(const VarlenArguments& arguments, const ForwardOutputs& outputs, const 
   host::set_last_kernel(kernel.symbol);
 }
 
-Chosen select(const VarlenArguments& arguments, const host::Device& gpu) {
+VarlenSelectorInput selector_input(const VarlenArguments& arguments, const host::Device& gpu) {
   const int64_t group = arguments.heads_q() / arguments.heads_kv();
   VarlenSelectorInput input{};
   input.request = host::make_request(gpu, arguments.dtype);
   input.head_dim = static_cast<int32_t>(std::max(arguments.head_dim(), arguments.head_dim_v()));
   input.head_dim_v = static_cast<int32_t>(arguments.head_dim_v());
-  if (arguments.has_dropout()) {
-    const bool alibi = has_alibi(arguments);
-    const bool has_score_mod = !alibi && (has_softcap(arguments) || VarlenArguments::has(arguments.mask));
-    return {{}, &select_dropout_forward(input.request, input.head_dim, has_score_mod, alibi), false};
-  }
   input.page_size = arguments.has_pages() ? static_cast<int32_t>(arguments.k.sizes()[1]) : 0;
   const bool is_folded = has_one_row_each(arguments);
   input.rows = is_folded ? group : arguments.max_seqlen_q;
@@ -207,6 +209,16 @@ Chosen select(const VarlenArguments& arguments, const host::Device& gpu) {
   const bool has_window = arguments.window_left >= 0 && arguments.window_right >= 0;
   input.seen_keys = arguments.max_seqlen_k;
   if (has_window) input.seen_keys = std::min(input.seen_keys, arguments.window_left + arguments.window_right + 1);
+  return input;
+}
+
+Chosen select(const VarlenArguments& arguments, const host::Device& gpu) {
+  const VarlenSelectorInput input = selector_input(arguments, gpu);
+  if (arguments.has_dropout()) {
+    const bool alibi = has_alibi(arguments);
+    const bool has_score_mod = !alibi && (has_softcap(arguments) || VarlenArguments::has(arguments.mask));
+    return {{}, &select_dropout_forward(input.request, input.head_dim, has_score_mod, alibi), false};
+  }
   const OrderedDecoding ordered = select_ordered_decoding(input);
   if (ordered.values != nullptr) return {ordered, ordered.values, true};
   const Kernel* kernel = select_varlen_forward(input);
@@ -337,6 +349,12 @@ void run_ordered_decoding(ForwardParams& params, const OrderedDecoding& kernels,
   list.add({&scores, host::grid_for(scores, tiles, call.gpu), &params, nullptr, /*is_dependent=*/true});
   list.add({&values, items * slices, &params, nullptr, /*is_dependent=*/true});
   list.run(call);
+}
+
+Choice select_chunk(const VarlenArguments& arguments, const host::Device& gpu) {
+  const VarlenSelectorInput input = selector_input(arguments, gpu);
+  if (select_ordered_decoding(input).values != nullptr) return {};
+  return select_chunk(input, *select_varlen_forward(input));
 }
 
 int64_t most_row_blocks(const ForwardParams& params, int64_t block_m) {

@@ -3,6 +3,7 @@
 
 #include "attention/host/select.h"
 #include "attention/host/varlen_arguments.h"
+#include "attention/params/e4m3.h"
 #include "host/driver.h"
 
 namespace flashmoe {
@@ -32,6 +33,11 @@ void run_decoding(ForwardParams& params, const Kernel& kernel, int64_t num_split
 
 // The same for a consistent call: the scores, then the values, with a workspace between them.
 void run_ordered_decoding(ForwardParams& params, const OrderedDecoding& kernels, const host::CudaCall& call);
+
+// A chunk's kernel, if one serves the call in 16 bits; and its launch. `codes`: the parameter block that `params` is a part of, where the cache
+// holds codes; null: elements.
+Choice select_chunk(const VarlenArguments& arguments, const host::Device& gpu);
+void run_chunk(ForwardParams& params, const Choice& choice, const host::CudaCall& call, const E4m3ForwardParams* codes);
 
 // Row blocks that all entries have together, for one head, at most; the lengths are in device memory.
 int64_t most_row_blocks(const ForwardParams& params, int64_t block_m);

@@ -250,6 +250,28 @@ def _flash_attn_3(inputs: Inputs) -> Prepared:
     return Prepared(call)
 
 
+def _flash_attn_3_in_8_bits(inputs: Inputs) -> Prepared:
+    """Over the codes themselves, for which queries are codes, too, and so are its weights: another computation."""
+    problem, module = inputs.problem, import_module(FLASH_ATTN_3)
+    if inputs.codes is None or problem.dtype != "bf16":
+        msg = f"{problem.key}: a cache in e4m3 and a result in bfloat16 are what it takes"
+        raise ArgumentError(msg)
+    q, (k, v), dtype = inputs.q.to(inputs.codes[0].dtype), inputs.codes, inputs.q.dtype
+    scales = [torch.full((problem.batch, problem.heads_kv), one, device=q.device) for one in (1.0, *[CODE_SCALE] * 2)]
+    options = {**_flash_options(inputs), **_scheduled(replace(inputs, q=q), module)}
+    options |= {f"{name}_descale": scale for name, scale in zip("qkv", scales, strict=True)}
+    options |= {"cu_seqlens_q": inputs.cu_seqlens_q, "max_seqlen_q": max(problem.lengths_q)}
+
+    def call() -> torch.Tensor:
+        result = module.flash_attn_with_kvcache(
+            q, k, v, cache_seqlens=inputs.seqused_k, page_table=inputs.block_table, **options
+        )
+        out: torch.Tensor = result[0] if isinstance(result, tuple) else result
+        return out
+
+    return Prepared(call, own=replace(inputs, q=q.to(dtype), rounds_weights=True))
+
+
 def _scheduled(inputs: Inputs, module: Any) -> dict[str, Any]:
     """FlashAttention-3's plan of a decode, which a server makes once for all layers; without it each call makes its own."""
     problem = inputs.problem
@@ -291,4 +313,5 @@ def contenders() -> tuple[Contender, ...]:
         Contender("sdpa-efficient", "SDPA EFFICIENT, dense keys", gpu, always, _sdpa, forced("EFFICIENT_ATTENTION")),
         Contender("flash-attn", "flash-attn", gpu, installed("flash_attn"), _flash_attn),
         Contender("flash-attn-3", "FA3", gpu, installed(FLASH_ATTN_3), _flash_attn_3),
+        Contender("flash-attn-3-e4m3", "FA3, all in e4m3", gpu, installed(FLASH_ATTN_3), _flash_attn_3_in_8_bits),
     )

@@ -87,7 +87,9 @@ std::string run_forward(const std::string& kind, const host::Kernel& kernel, int
   Beside beside;
   const bool is_dropout = std::strncmp(kernel.operation, "attention_dropout", 17) == 0;
   if (is_dropout) beside.dropout = &static_cast<const DropoutForwardParams*>(arguments[0])->dropout;
-  if (kind == "decode_e4m3") beside.cache = static_cast<const E4m3ForwardParams*>(arguments[0]);
+  const bool is_chunk = kind.rfind("chunk_forward", 0) == 0;
+  if (kind == "decode_e4m3" || kind == "chunk_forward_e4m3")
+    beside.cache = static_cast<const E4m3ForwardParams*>(arguments[0]);
   if (kind == "forward_e4m3") beside.codes = static_cast<const E4m3AttentionParams*>(arguments[0]);
   const bool decodes = kind == "decode" || kind == "decode_e4m3";
   const std::string wrong = decodes ? check_partials(p, kernel, grid) : "";
@@ -98,7 +100,7 @@ std::string run_forward(const std::string& kind, const host::Kernel& kernel, int
     return "a kernel for narrower heads";
   if (kind == "forward" && kernel.axes[axis::kMask] < 0 && is_of_other_scores(p.score_options, kernel))
     return "a kernel of other scores";
-  if (kind == "chunk_forward") {
+  if (is_chunk) {
     if (p.score_options.folded_heads != 1) return "heads are the kernel's to fold";
     int32_t fold = 1;
     while (fold < p.heads_q / p.heads_kv) fold *= 2;
@@ -127,7 +129,8 @@ std::string run_kernel(const host::Kernel& kernel, int64_t grid, void** argument
                                                         : is_varlen ? "attention_varlen_"
                                                                     : "attention_"));
   const int32_t width = kernel.axes[axis::kHeadDim];
-  if (kind == "combine" || kind == "chunk_forward" || kind.rfind("forward", 0) == 0 || kind.rfind("decode", 0) == 0)
+  if (kind == "combine" || kind.rfind("chunk_forward", 0) == 0 || kind.rfind("forward", 0) == 0 ||
+      kind.rfind("decode", 0) == 0)
     return run_forward(kind, kernel, grid, arguments);
   if (kind == "transpose_e4m3") {
     const auto& p = *static_cast<const TransposeParams*>(arguments[0]);

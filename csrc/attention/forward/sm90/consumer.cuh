@@ -17,6 +17,7 @@
 #include "attention/forward/sm90/softcap.cuh"
 #include "attention/forward/sm90/softmax.cuh"
 #include "attention/forward/sm90/spec.cuh"
+#include "attention/forward/sm90/varlen/codes.cuh"
 #include "attention/masks.cuh"
 #include "attention/scores.cuh"
 #include "attention/sequences.cuh"
@@ -52,10 +53,11 @@ struct Consumer {
   RingPosition<Spec::kNumStages> key;
   RingPosition<Spec::kNumStages> value;
   RingPosition<Spec::kNumQueryStages> query;
-  const bool is_capped;     // a softcap alone, which is the softmax's
-  bool has_output = false;  // a tile went before this one (release_output)
-  const float scale_log2;   // of what the softmax gets: with an additive mask the scores have it already
-  float slope = 0.0f;       // of the tile's head: read once, not in every block, which would wait for it
+  const bool is_capped;      // a softcap alone, which is the softmax's
+  bool has_output = false;   // a tile went before this one (release_output)
+  float scale_log2;          // of what the softmax gets: with an additive mask the scores have it already
+  float value_scale = 1.0f;  // of the tile's keys, where they are codes
+  float slope = 0.0f;        // of the tile's head: read once, not in every block, which would wait for it
 
   __device__ __forceinline__ Consumer(const ForwardParams& params_, const SharedMemory<Spec>& shared_, int consumer_)
       : params(params_),
@@ -381,12 +383,20 @@ struct Consumer {
     sync_consumer(consumer);
   }
 
+  // Of codes.
+  __device__ __forceinline__ void read_scales(const Tile<kMask>& tile) {
+    const int kv_head = folding_of(tile).kv_head;
+    scale_log2 = params.scale_log2 * score_factor(scale_of(of_codes(params).k_scale, tile.batch, kv_head));
+    value_scale = scale_of(of_codes(params).v_scale, tile.batch, kv_head);
+  }
+
   __device__ __forceinline__ void run(const ptx::TensorMap& out_map) {
     while (true) {
       ptx::mbarrier_wait(shared.query_full(query.stage, consumer), query.parity);
       const auto tile = read_tile<Tile<kMask>>(shared.tile(query.stage, consumer));
       ptx::warp_sync();  // all lanes have read it before the first one can release it
       if (tile.m_block < 0) break;
+      if constexpr (Spec::kConvertsCodes) read_scales(tile);
       const int first_row = position_of<Spec>(tile, tile.m_block * Spec::kBlockM + consumer * 64);
       const KeyRange range = tile.template key_blocks<Spec>(params);
       if (first_row >= tile.num_rows(params)) {
@@ -431,6 +441,7 @@ struct Consumer {
           }
         }
         if constexpr (Spec::kHasDropout) inverse_sum[r] *= dropout_of(params).scale;
+        if constexpr (Spec::kConvertsCodes) inverse_sum[r] *= value_scale;
         lse[r] = finished.lse;
       }
       if constexpr (Spec::kIsFolded) {

@@ -34,12 +34,13 @@ struct ForwardSpec {
   static constexpr int kNumOutputSlabs = kNumOutputSlabs_;
   static constexpr bool kIsSplit = kSplit_ != 0;
   static constexpr int kTileBytes = kTileBytes_;
-  static constexpr bool kHasScoreMod = false;  // ragged kernels may (varlen/spec.cuh)
-  static constexpr bool kHasAlibi = false;     // likewise
-  static constexpr bool kHasDropout = false;   // likewise
-  static constexpr bool kHasCodes = false;     // of 8-bit floats (e4m3/spec.cuh)
-  static constexpr bool kIsTight = false;      // no register is held for what can be read or computed again
-  static constexpr bool kIsFolded = false;     // of chunks (varlen/folded.cuh)
+  static constexpr bool kHasScoreMod = false;    // ragged kernels may (varlen/spec.cuh)
+  static constexpr bool kHasAlibi = false;       // likewise
+  static constexpr bool kHasDropout = false;     // likewise
+  static constexpr bool kHasCodes = false;       // of 8-bit floats (e4m3/spec.cuh)
+  static constexpr bool kConvertsCodes = false;  // of a cache of them (varlen/converter.cuh)
+  static constexpr bool kIsTight = false;        // no register is held for what can be read or computed again
+  static constexpr bool kIsFolded = false;       // of chunks (varlen/folded.cuh)
 
   static constexpr int kNumConsumers = kBlockM / 64;
   static constexpr int kNumThreads = kNumWarps * 32;
@@ -137,6 +138,16 @@ struct SharedMemory {
   }
   __device__ __forceinline__ ptx::Mbarrier* tail_full(int slot) const { return next_tile_full(2 + slot); }
   __device__ __forceinline__ ptx::Mbarrier* next_tile_wanted() const { return next_tile_full(4); }
+  // Of kernels over a cache of codes. What the copy engine brings of K and of V (varlen/spec.cuh), and the block that it belongs to.
+  template <typename Own = Spec>
+  __device__ __forceinline__ typename Own::CodeTile codes(int slot) const {
+    return {base + Own::kCodeOffset + slot * Own::CodeTile::kBytes};
+  }
+  __device__ __forceinline__ unsigned char* code_block(int slot) const {
+    return base + Spec::kCodeBlockOffset + slot * 16;
+  }
+  __device__ __forceinline__ ptx::Mbarrier* codes_full(int slot) const { return next_tile_full(5 + slot); }
+  __device__ __forceinline__ ptx::Mbarrier* codes_empty(int slot) const { return next_tile_full(7 + slot); }
 };
 
 }  // namespace sm90

@@ -14,6 +14,7 @@ RUNNERS = {
     "attention_decode_values": ordered.VALUES,
     "attention_append": append.RUNNER,
     "attention_decode_e4m3": e4m3.RUNNER,
+    "attention_chunk_forward_e4m3": e4m3.CHUNK_RUNNER,
     "attention_append_e4m3": e4m3.APPEND_RUNNER,
     "attention_dequantize_e4m3": e4m3.DEQUANTIZE_RUNNER,
     "attention_varlen_forward_e4m3": fp8.RUNNER,

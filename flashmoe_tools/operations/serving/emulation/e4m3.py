@@ -12,8 +12,9 @@ import torch
 
 from flashmoe_build.emulation.compare import DTYPES, different
 from flashmoe_build.emulation.runner import Launch, Runner, Trial, output
-from flashmoe_tools.operations.serving.emulation import append, decode
+from flashmoe_tools.operations.serving.emulation import append, decode, forward
 from flashmoe_tools.operations.serving.emulation.append import AppendProblem
+from flashmoe_tools.operations.serving.emulation.cases import chunks
 from flashmoe_tools.operations.serving.emulation.forward import values_of
 from flashmoe_tools.operations.serving.emulation.problem import Keys, VarlenProblem
 from flashmoe_tools.operations.serving.emulation.tensors import NAN, Tensors, build
@@ -37,11 +38,14 @@ class Scales(str, Enum):
 
 @dataclass(frozen=True)
 class E4m3Problem(VarlenProblem):
-    """``exponents``: scales are powers of two, of these; none: of any value. ``has_every_code``: of both caches, NaN apart."""
+    """``exponents``: scales are powers of two, of these; none: of any value. ``choices``: the scales themselves instead.
+    ``has_every_code``: of both caches, NaN apart."""
 
     scales: Scales = Scales.NUMBER
     exponents: tuple[int, int] | None = (-4, 2)
+    choices: tuple[float, ...] = ()
     has_every_code: bool = False
+    has_signs: bool = False  # scales below zero, and zero
 
 
 @dataclass(frozen=True)
@@ -81,25 +85,51 @@ def problems(unit: Unit) -> Iterator[E4m3Problem]:
         if problem.head_dim != problem.head_dim_v:  # rows of whole 16 bytes
             problem = replace(problem, head_dim=dim // 2 + 16, head_dim_v=dim // 2 - 16)
         yield replace(problem, scales=kind)
-    if unit.dtype == "bf16" and dim > decode.SMALLEST:
-        return
     base = replace(every[0], keys=(5 * n + 7, 3, 0, n, 2 * n + 1), scales=Scales.PAGES, data_seed=90)
+    # As many tiles in one segment as make queries of bf16 worth converting; those of one sequence hold what f16 cannot.
+    long = replace(base, name="long segments", rows=(1,), keys=(17 * n + 5,), splits=1, scales=Scales.HEADS)
+    if unit.dtype == "bf16" and dim > decode.SMALLEST:
+        if dim == 256:  # whose queries lie in shared memory
+            yield long
+        return
     # The window begins inside a warp's 16 keys, whose page the first key that is seen names.
     yield replace(base, name="page scales, window", left=n + 5, right=0, page_size=48)
     yield replace(base, name="any page scales", exponents=None, page_size=32)
+    # In whose units the output cannot stand: zero, and of bf16 what is far.
+    yield replace(base, name="no units", choices=(0.0, 1.0, 1.0) if unit.dtype == "f16" else (0.0, 32.0, 2.0**41))
     yield replace(base, name="far page scales", exponents=(-20, 4 if unit.dtype == "f16" else 20), splits=1)
     yield replace(base, name="every code", scales=Scales.HEADS, exponents=(-6, -6), has_every_code=True)
-    # As many tiles in one segment as make queries of bf16 worth converting; those of one sequence hold what f16 cannot.
-    yield replace(base, name="long segments", rows=(1,), keys=(17 * n + 5,), splits=1, scales=Scales.HEADS)
+    yield long
+    # Weights of bf16 that f16 has not: some tiles' references lag far behind.
+    yield replace(base, name="wide scores", scales=Scales.HEADS, magnitude=6.0)
+
+
+def coded_chunks(unit: Unit) -> Iterator[E4m3Problem]:
+    """Those of the kernel over 16 bits, with every kind of scale but pages' own; every code, and scales of every sign."""
+    n, dim = unit.row.block_n, unit.row.axes["head_dim"]
+    every = [E4m3Problem(**{one.name: getattr(p, one.name) for one in fields(p)}) for p in chunks(unit)]
+    for index, problem in enumerate(every):
+        if problem.head_dim != problem.head_dim_v:  # rows of whole 16 bytes
+            problem = replace(problem, head_dim=dim // 2 + 16, head_dim_v=dim // 2 - 16)
+        kind = (Scales.NUMBER, Scales.HEADS, Scales.SEQUENCES)[index % 3]
+        yield replace(problem, scales=kind, exponents=(-2, -2) if problem.is_exact else problem.exponents)
+    base = replace(every[1], splits=1, keys=(2 * n + 9, n, 5, 1), data_seed=70)
+    yield replace(base, name="every code", scales=Scales.HEADS, exponents=(-6, -6), has_every_code=True)
+    yield replace(base, name="any scales", scales=Scales.SEQUENCES, exponents=None)
+    yield replace(base, name="signs", scales=Scales.HEADS, has_signs=True)
 
 
 def _scale(p: E4m3Problem, pages: int, generator: torch.Generator) -> Scale:
     rows = {Scales.SEQUENCES: len(p.rows), Scales.PAGES: pages}.get(p.scales, 1)
     heads = 1 if p.scales is Scales.NUMBER else p.heads_kv
-    if p.exponents is None:
+    if p.choices:
+        values = torch.tensor(p.choices)[torch.randint(len(p.choices), (rows, heads), generator=generator)]
+    elif p.exponents is None:
         values = torch.rand(rows, heads, generator=generator) + 0.1
     else:
         values = 2.0 ** torch.randint(p.exponents[0], p.exponents[1] + 1, (rows, heads), generator=generator).float()
+    if p.has_signs:
+        values *= torch.arange(heads) - 1
     return Scale(values.expand(rows, p.heads_kv).contiguous(), p.scales)
 
 
@@ -165,6 +195,14 @@ def trial(unit: Unit, problem: E4m3Problem) -> Trial:
 
 def trial_on(unit: Unit, p: E4m3Problem, tensors: Tensors, k_scale: Scale, v_scale: Scale) -> Trial:
     made = decode.trial_on(unit, p, tensors)
+    (launch,) = made.launches
+    values = {"forward": launch.values, "k_scale": k_scale.struct, "v_scale": v_scale.struct}
+    return replace(made, launches=[replace(launch, values=values)])
+
+
+def coded_chunk_trial(unit: Unit, p: E4m3Problem) -> Trial:
+    tensors, k_scale, v_scale = quantize(p, build(p))
+    made = forward.trial_on(unit, p, tensors)
     (launch,) = made.launches
     values = {"forward": launch.values, "k_scale": k_scale.struct, "v_scale": v_scale.struct}
     return replace(made, launches=[replace(launch, values=values)])
@@ -237,5 +275,6 @@ def dequantize_trial(unit: Unit, p: E4m3Problem) -> Trial:
 
 
 RUNNER = Runner(problems, trial)
+CHUNK_RUNNER = Runner(coded_chunks, coded_chunk_trial)
 APPEND_RUNNER = Runner(append.problems, append_trial)
 DEQUANTIZE_RUNNER = Runner(dequantize_problems, dequantize_trial)

@@ -148,7 +148,7 @@ def trial_on(unit: Unit, p: VarlenProblem, tensors: Tensors) -> Trial:
     more = {name: output(tensor) for name, tensor in partial.items()} if p.splits > 1 else {}
     values = values_of(p, tensors, lse, **more, tile_counter=counter() if p.has_counter else None)
 
-    is_chunk = unit.row.operation == "attention_chunk_forward"
+    is_chunk = unit.row.operation.startswith("attention_chunk_forward")
 
     def check() -> list[str]:
         found: list[str] = []

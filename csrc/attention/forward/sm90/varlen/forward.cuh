@@ -15,8 +15,10 @@ namespace flashmoe {
 namespace attention {
 namespace sm90 {
 
-// Params: what the consumers take, ForwardParams or what has them as `forward`.
-template <typename Spec, typename Params, typename Compute = Consumer<Spec, MaskKind::kRuntime>>
+// Params: what the consumers take, ForwardParams or what has them as `forward`. Convert: of a warpgroup behind the consumers, where Spec says that
+// there is one.
+template <typename Spec, typename Params, typename Compute = Consumer<Spec, MaskKind::kRuntime>,
+          typename Convert = void>
 __device__ __forceinline__ void run_varlen(const Params& given, const ForwardParams& params,
                                            const ptx::TensorMap& q_map, const ptx::TensorMap& k_map,
                                            const ptx::TensorMap& v_map, const ptx::TensorMap& out_map) {
@@ -34,6 +36,13 @@ __device__ __forceinline__ void run_varlen(const Params& given, const ForwardPar
     ptx::prefetch_tensor_map(&out_map);
 #pragma unroll
     for (int i = 0; i < 5; ++i) ptx::mbarrier_init(shared.next_tile_full(i), 1);
+    if constexpr (Spec::kConvertsCodes) {
+#pragma unroll
+      for (int slot = 0; slot < Spec::kCodeSlots; ++slot) {
+        ptx::mbarrier_init(shared.codes_full(slot), 1);
+        ptx::mbarrier_init(shared.codes_empty(slot), 4);
+      }
+    }
     init_barriers(shared);
   }
   ptx::barrier_sync_block();
@@ -48,7 +57,16 @@ __device__ __forceinline__ void run_varlen(const Params& given, const ForwardPar
     } else if (warp == 1) {
       scheduler.run();
     }
-  } else {
+    return;
+  }
+  if constexpr (Spec::kConvertsCodes) {
+    if (warpgroup > Spec::kNumConsumers) {
+      ptx::setmaxnreg_dec<Spec::kConverterRegisters>();
+      Convert(params, shared).run();
+      return;
+    }
+  }
+  {
     ptx::setmaxnreg_inc<Spec::kConsumerRegisters>();
     Compute(given, shared, warpgroup - 1).run(out_map);
   }

@@ -4,6 +4,7 @@
 #pragma once
 
 #include "attention/forward/sm90/spec.cuh"
+#include "attention/forward/sm90/varlen/codes.cuh"
 #include "attention/forward/sm90/varlen/folded.cuh"
 #include "attention/forward/sm90/varlen/schedule.cuh"
 #include "attention/forward/sm90/varlen/scheduler.cuh"
@@ -28,6 +29,7 @@ struct VarlenProducer {
   RingPosition<Spec::kNumStages> key;
   RingPosition<Spec::kNumStages> value;
   RingPosition<Spec::kNumQueryStages> query;
+  RingPosition<2> code;
 
   __device__ __forceinline__ VarlenProducer(const ForwardParams& params_, const SharedMemory<Spec>& shared_,
                                             const ptx::TensorMap& q_map_, const ptx::TensorMap& k_map_,
@@ -146,8 +148,23 @@ struct VarlenProducer {
     }
   };
 
+  // K or V of a block as codes, and what the converting warps need to know of it.
+  template <typename Source, typename Where>
+  __device__ __forceinline__ void load_codes(const Source& source, const ptx::TensorMap& map, const Where& where,
+                                             int block) {
+    ptx::Mbarrier* full = shared.codes_full(code.stage);
+    ptx::mbarrier_wait(shared.codes_empty(code.stage), code.parity ^ 1);
+    const VarlenTile& tile = source.next.tile;
+    publish_tile(shared.code_block(code.stage),
+                 CodeBlock{tile.keys - block * Spec::kBlockN, tile.batch, source.next.kv_head, 0});
+    ptx::mbarrier_arrive_expect_tx(full, Spec::CodeTile::kBytes);
+    source.load(shared.codes(code.stage), map, full, where);
+    code.advance();
+  }
+
   template <typename Source>
   __device__ __forceinline__ void load_key(const Source& source, int block) {
+    if constexpr (Spec::kConvertsCodes) return load_codes(source, k_map, source.find(block), block);
     ptx::Mbarrier* full = shared.key_full(key.stage);
     const auto where = source.find(block);
     ptx::mbarrier_wait(shared.key_empty(key.stage), key.parity ^ 1);
@@ -157,6 +174,7 @@ struct VarlenProducer {
   }
   template <typename Source>
   __device__ __forceinline__ void load_value(const Source& source, int block, ptx::Mbarrier* full) {
+    if constexpr (Spec::kConvertsCodes) return load_codes(source, v_map, source.find(block), block);
     const auto where = source.find_value(block);
     ptx::mbarrier_wait(shared.value_empty(value.stage), value.parity ^ 1);
     ptx::mbarrier_arrive_expect_tx(full, Spec::ValueTile::kBytes);
@@ -246,6 +264,11 @@ struct VarlenProducer {
       ptx::mbarrier_wait(shared.query_empty(query.stage, consumer), query.parity ^ 1);
       publish_tile(shared.tile(query.stage, consumer), VarlenTile{-1, 0, 0, 0, 0, 0, KeyRange{0, 0}});
       ptx::mbarrier_arrive(shared.query_full(query.stage, consumer));
+    }
+    if constexpr (Spec::kConvertsCodes) {
+      ptx::mbarrier_wait(shared.codes_empty(code.stage), code.parity ^ 1);
+      publish_tile(shared.code_block(code.stage), CodeBlock{CodeBlock::kEnd, 0, 0, 0});
+      ptx::mbarrier_arrive(shared.codes_full(code.stage));
     }
   }
 };

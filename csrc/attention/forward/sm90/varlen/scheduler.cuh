@@ -23,7 +23,8 @@ __device__ __forceinline__ int draw_block(const KeyRange& blocks) {
 }
 template <typename Spec>
 __device__ __forceinline__ bool has_tail(const VarlenTile& tile) {
-  return !Spec::kHasCodes && tile.keys < tile.blocks.end * Spec::kBlockN;  // transposed V has zeros there
+  return !Spec::kHasCodes && !Spec::kConvertsCodes &&
+         tile.keys < tile.blocks.end * Spec::kBlockN;  // transposed V and converted codes have zeros there
 }
 
 template <typename Spec>

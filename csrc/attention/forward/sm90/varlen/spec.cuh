@@ -52,6 +52,35 @@ struct ChunkSpec
   static constexpr int kConsumerRegisters = 216;
 };
 
+// Chunks over a cache of 8-bit floats: one more warpgroup makes elements of K and V, which arrive as codes (converter.cuh).
+template <typename Element, int kHeadDim, int kBlockM, int kBlockN, int kNumStages, int kNumWarps_, int kNumQueryStages,
+          int kNumOutputSlabs>
+struct CodedChunkSpec
+    : ChunkSpec<Element, kHeadDim, kBlockM, kBlockN, kNumStages, kNumWarps_ - 4, kNumQueryStages, kNumOutputSlabs> {
+  using Base =
+      ChunkSpec<Element, kHeadDim, kBlockM, kBlockN, kNumStages, kNumWarps_ - 4, kNumQueryStages, kNumOutputSlabs>;
+  static constexpr bool kConvertsCodes = true;
+  static constexpr int kNumWarps = kNumWarps_;
+  static constexpr int kNumThreads = kNumWarps * 32;
+  static constexpr int kProducerRegisters = 72;
+  static constexpr int kConverterRegisters = 56;  // 72 + 2 * 192 + 56 = 4 * 128
+  static constexpr int kConsumerRegisters = 192;
+
+  // Of K and of V: rows of 128 bytes, two codes an element of the copy engine's. Of head dim 64 the second half is zeros.
+  using CodeTile = SharedTile<kBlockN, kSlabColumns>;
+  static constexpr int kCodeSlots = 2;
+  static constexpr int kCodeOffset = Base::kTileOffset;
+  static constexpr int kTileOffset = kCodeOffset + kCodeSlots * CodeTile::kBytes;
+  static constexpr int kSchedulerOffset = kTileOffset + (Base::kSchedulerOffset - Base::kTileOffset);
+  static constexpr int kCodeBlockOffset = kTileOffset + (Base::kBarrierOffset - Base::kTileOffset);
+  static constexpr int kBarrierOffset = kCodeBlockOffset + kCodeSlots * 16;
+  static constexpr int kNumBarriers = Base::kNumBarriers + 2 * kCodeSlots;
+  static constexpr int kSharedBytes = kBarrierOffset + kNumBarriers * 8;
+  static_assert(kHeadDim <= 128, "a row of codes is 128 bytes");
+  static_assert(kBlockN == 128, "a thread of the warpgroup converts a row");
+  static_assert(kSharedBytes <= 232448, "sm_90 gives a block at most 227 KiB");
+};
+
 }  // namespace sm90
 }  // namespace attention
 }  // namespace flashmoe

@@ -3,6 +3,7 @@
 
 #include "attention/forward/sm90/tensor_map.h"
 #include "attention/params/dropout.h"
+#include "attention/params/e4m3.h"
 
 namespace flashmoe {
 namespace attention {
@@ -70,6 +71,21 @@ inline FoldedMapArguments folded_map(const TensorMapArguments& map, int heads_kv
 inline ChunkTensorMaps chunk_tensor_maps(const ForwardParams& params, int block_n) {
   const ForwardTensorMaps maps = varlen_tensor_maps(params, block_n);
   return ChunkTensorMaps{folded_map(maps.q, params.heads_kv), maps.k, maps.v, folded_map(maps.out, params.heads_kv)};
+}
+
+// The same over a cache of codes, two of which are one element.
+inline TensorMapArguments map_of_codes(TensorMapArguments map) {
+  map.dims[0] /= 2;
+  for (int axis = 1; axis < kTensorMapRank; ++axis) {
+    if (map.dims[axis] > 1) map.strides_bytes[axis - 1] /= 2;
+  }
+  return map;
+}
+inline ChunkTensorMaps coded_chunk_tensor_maps(const E4m3ForwardParams& params, int block_n) {
+  ChunkTensorMaps maps = chunk_tensor_maps(params.forward, block_n);
+  maps.k = map_of_codes(maps.k);
+  maps.v = map_of_codes(maps.v);
+  return maps;
 }
 
 }  // namespace sm90
