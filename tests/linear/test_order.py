@@ -4,6 +4,7 @@ nothing but the order is noticed."""
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
 
@@ -13,12 +14,13 @@ import torch
 from flashmoe_build.emulation.build import CSRC, Options
 from flashmoe_build.emulation.machine import Settings
 from flashmoe_build.emulation.runner import Launch, Trial, counter, execute, output
-from flashmoe_tools.operations.moe.emulation.product import Product
+from flashmoe_tools.operations.linear.emulation import MOST_COLUMNS, Sums, launch
 from flashmoe_tools.tables import Unit, load_tables
 
 OPERATIONS = ("grouped_gemm", "grouped_gemm_few_rows", "linear", "linear_nk", "linear_few_rows")
-GIVEN = Product("", "bf16", (70,), n=136, k=328, weights="nk", has_bias=True)
-WIDE = "linear_nk_sm90_bf16_m128_n224"
+GIVEN = Sums("", "bf16", (70,), n=136, k=328, weights="nk", has_bias=True)
+ONE_BLOCK, BLOCKS = replace(GIVEN, segments=4), replace(GIVEN, segments=4, is_divided=True)
+WIDE = "linear_sm90_bf16_n128"
 SMALL = "linear_nk_sm90_bf16_m64_n64"
 FEW = "linear_few_rows_sm80_bf16_m8"
 
@@ -29,7 +31,7 @@ def units() -> dict[str, Unit]:
     return {unit.name: unit for unit in found if unit.row.operation in OPERATIONS and unit.dtype == "bf16"}
 
 
-def result(unit: Unit, options: Options) -> torch.Tensor:
+def result(unit: Unit, options: Options, given: Sums = GIVEN) -> torch.Tensor:
     """The bits of d [70, 136], sums whose terms cancel: what is left is what rounding left, and the bias. Whatever the family, the tensor
     cores are those of an H100."""
     generator = torch.Generator().manual_seed(5)
@@ -38,29 +40,49 @@ def result(unit: Unit, options: Options) -> torch.Tensor:
     a, b, bias = torch.cat((a, a), 1), torch.cat((b, -b), 2), bias * 2**-18
     d = torch.full((GIVEN.rows, GIVEN.n), float("nan"), dtype=a.dtype)
     values = {**GIVEN.sizes(), "a": a, "b": b, "b_expert_stride": b.stride(0), "d": output(d), "bias": bias}
-    launch = Launch({**values, "tile_counter": counter()}, GIVEN.tiles(unit), GIVEN.words)
-    outcome = execute(unit, Trial([launch], list), Settings(), options)
+    if unit.row.operation == "linear_nk":
+        one = launch(unit, given, values)
+    else:
+        one = Launch({**values, "tile_counter": counter()}, GIVEN.tiles(unit), GIVEN.words)
+    outcome = execute(unit, Trial([one], list), Settings(), options)
     assert outcome.passed, outcome.explain()
     assert (d.double() - bias.double()).abs().max() <= GIVEN.k * 2**-20
     return d.view(torch.int16)
 
 
 @lru_cache
-def expected() -> torch.Tensor:
-    return result(units()[SMALL], Options())
+def expected(segments: int) -> torch.Tensor:
+    return result(units()[SMALL], Options(), replace(GIVEN, segments=segments))
+
+
+def assert_every_pair_agrees(results: dict[str, torch.Tensor]) -> None:
+    for (name, one), (other_name, other) in itertools.combinations(results.items(), 2):
+        assert torch.equal(one, other), f"{name} and {other_name}: {int((one != other).sum())} values differ"
 
 
 def test_every_pair_of_kernels_agrees() -> None:
     results = {name: result(unit, Options()) for name, unit in units().items() if unit.row.family != "sm75"}
     assert {unit.row.family for unit in units().values()} >= {"sm80", "sm90"}
     assert len(results) >= 15
-    for (name, one), (other_name, other) in itertools.combinations(results.items(), 2):
-        assert torch.equal(one, other), f"{name} and {other_name}: {int((one != other).sum())} values differ"
+    assert_every_pair_agrees(results)
+
+
+def test_every_pair_agrees_on_a_sum_in_segments() -> None:
+    """Whether a block computes all segments of its tile or each has a block of its own, and unlike a sum that is not divided."""
+    able = [unit for unit in units().values() if unit.row.operation == "linear_nk" and unit.row.block_n <= MOST_COLUMNS]
+    results = {f"{unit.name} {p.name}": result(unit, Options(), p) for unit in able for p in (ONE_BLOCK, BLOCKS)}
+    assert len(results) >= 8
+    assert_every_pair_agrees(results)
+    assert not torch.equal(expected(4), expected(1))
 
 
 LOADS = """load_rows<Spec>(shared.a(at.stage), *a_map, full, tile, k);
           load_weights<Spec, kWeights>(shared.b(at.stage), b_map, full, tile, k);"""
-# (what, file, text, its replacement, kernel): every one leaves results as exact as they were.
+MULTIPLY = """mainloop.multiply(sums, blocks_of(piece.first), own.rows);
+    if constexpr (Spec::kHasSegments) {
+      for (int segment = piece.first + 1;"""
+KERNEL = "linear/sm90/linear.cuh"
+# (what, file, text, its replacement, kernel, problem): every one leaves results as exact as they were.
 PLANTED = [
     (
         "wgmma: the four products of a stage in descending order",
@@ -68,6 +90,7 @@ PLANTED = [
         "a.k_step(step, block * kRowStride), b.k_step(step)",
         "a.k_step(3 - step, block * kRowStride), b.k_step(3 - step)",
         SMALL,
+        GIVEN,
     ),
     (
         "wgmma: blocks of 64 k from the last to the first",
@@ -75,6 +98,7 @@ PLANTED = [
         LOADS,
         LOADS.replace("tile, k);", "tile, (params.k - 1) / 64 * 64 - k);"),
         WIDE,
+        GIVEN,
     ),
     (
         "few rows: the two products of 32 k in descending order",
@@ -82,6 +106,7 @@ PLANTED = [
         "a[i][half], b[2 * half], b[2 * half + 1]",
         "a[i][1 - half], b[2 - 2 * half], b[3 - 2 * half]",
         FEW,
+        GIVEN,
     ),
     (
         "few rows: the pairs of a stage in descending order",
@@ -89,16 +114,49 @@ PLANTED = [
         "for (int pair = 0; pair < Spec::kBlockK / 32; ++pair) {",
         "for (int pair = Spec::kBlockK / 32 - 1; pair >= 0; --pair) {",
         FEW,
+        GIVEN,
+    ),
+    (
+        "segments: each ends where it should, rounded up",
+        KERNEL,
+        "return segment * blocks / segments;",
+        "return (segment * blocks + segments - 1) / segments;",
+        SMALL,
+        ONE_BLOCK,
+    ),
+    (
+        "segments of a block: one chain over all of them",
+        KERNEL,
+        MULTIPLY,
+        MULTIPLY.replace("blocks_of(piece.first)", "pieces.start(piece.end)").replace("piece.first + 1", "piece.end"),
+        SMALL,
+        ONE_BLOCK,
+    ),
+    (
+        "segments of several blocks: added from the last to the first",
+        KERNEL,
+        "own_gmem + segment * kSegment + i * 128",
+        "own_gmem + (params.segments - 1 - segment) * kSegment + i * 128",
+        SMALL,
+        BLOCKS,
+    ),
+    (
+        "segments of several blocks: added by twos",
+        KERNEL,
+        "own_gmem + segment * kSegment + i * 128",
+        "own_gmem + (segment ^ 2) * kSegment + i * 128",
+        SMALL,
+        BLOCKS,
     ),
 ]
 
 
 @pytest.mark.parametrize("planted", PLANTED, ids=lambda one: one[0])
-def test_another_order_is_noticed(planted: tuple[str, str, str, str, str], tmp_path: Path) -> None:
-    _, path, text, replacement, kernel = planted
+def test_another_order_is_noticed(planted: tuple[str, str, str, str, str, Sums], tmp_path: Path) -> None:
+    _, path, text, replacement, kernel, given = planted
     source = (CSRC / path).read_text()
     assert source.count(text) == 1
     (tmp_path / path).parent.mkdir(parents=True)
     (tmp_path / path).write_text(source.replace(text, replacement))
-    found = result(units()[kernel], Options(overlay=tmp_path))
-    assert not torch.equal(found, expected())
+    found = result(units()[kernel], Options(overlay=tmp_path), given)
+    assert not torch.equal(found, expected(given.segments))

@@ -1,9 +1,12 @@
-// y = x W^T + b: the grouped product with one expert. The bits of a row depend on the row, W and b alone: in every tile the sum over k is one
-// chain of products of 16 k in ascending order (moe/params/gemm.h), so which tile runs may follow the number of rows.
+// y = x W^T + b: the grouped product with one expert, or kernels of its own made of the same parts. The bits of a row depend on the row, W and b
+// alone: in every tile the sum over k is one chain of products of 16 k in ascending order, or, of few columns and a long sum, as many chains as
+// W's sizes say (params/linear.h). So which tile runs may follow the number of rows.
 
 #include <algorithm>
+#include <array>
 #include <cmath>
 #include <cstring>
+#include <limits>
 #include <map>
 #include <tuple>
 #include <utility>
@@ -13,6 +16,10 @@
 #include "host/boxed.h"
 #include "host/copies.h"
 #include "host/last_kernel.h"
+#include "host/tensor_map.h"
+#include "host/tile_counters.h"
+#include "host/workspace.h"
+#include "linear/sm90/tensor_map.h"
 #include "moe/host/argument_checks.h"
 #include "moe/host/backends.h"
 #include "moe/host/launch.h"
@@ -30,95 +37,192 @@ using moe::data_or_null;
 using moe::GroupedArguments;
 using moe::make_contiguous;
 using moe::select_product;
-using Tiles = std::vector<const Kernel*>;
 
 constexpr int64_t kChoose = -1;
 
 bool is_operation(const Kernel& kernel, const char* name) { return std::strcmp(kernel.operation, name) == 0; }
 
-// Every tile that can compute the product on this GPU, whether or not it is ever chosen.
-const Tiles& tiles_for(const host::KernelRequest& request, moe::Memory memory) {
-  thread_local std::map<std::tuple<int32_t, host::Dtype, moe::Memory>, Tiles> remembered;
-  const auto [found, is_new] = remembered.try_emplace(std::tuple(request.capability, request.dtype, memory));
+bool is_own(const Kernel& kernel) { return is_operation(kernel, "linear_nk"); }
+
+// A way to compute the product. is_divided: each segment of a tile's sum over k has a block of its own.
+struct Tile {
+  const Kernel* kernel;
+  bool is_divided;
+};
+using Tiles = std::vector<Tile>;
+
+// How many segments the sum over k has, each one chain of products: a matter of the weights alone. Few columns are few tiles, and a long
+// chain takes its latency, whatever runs beside it.
+int64_t segments_of(int64_t n, int64_t k) { return n <= 2048 && k >= 4096 ? 4 : 1; }
+
+// Every tile that can compute the product on this GPU, whether or not it is ever chosen: of sums in segments those that know of them.
+const Tiles& tiles_for(const host::KernelRequest& request, moe::Memory memory, bool has_segments) {
+  constexpr int32_t kMostColumns = 160;  // of linear/sm90/linear.cuh
+  thread_local std::map<std::tuple<int32_t, host::Dtype, moe::Memory, bool>, Tiles> remembered;
+  const auto [found, is_new] =
+      remembered.try_emplace(std::tuple(request.capability, request.dtype, memory, has_segments));
   if (!is_new) return found->second;
   for (const Kernel* kernel : host::loadable_kernels(request.capability)) {
-    const bool is_product = is_operation(*kernel, "grouped_gemm") || is_operation(*kernel, "grouped_gemm_few_rows") ||
-                            is_operation(*kernel, "linear") || is_operation(*kernel, "linear_nk") ||
-                            is_operation(*kernel, "linear_few_rows");
-    if (is_product && kernel->dtype == request.dtype && kernel->axes[0] == static_cast<int32_t>(memory)) {
-      found->second.push_back(kernel);
+    if (kernel->dtype != request.dtype || kernel->axes[0] != static_cast<int32_t>(memory)) continue;
+    if (has_segments) {
+      if (!is_own(*kernel) || kernel->block_n > kMostColumns) continue;
+      found->second.push_back({kernel, true});
+      found->second.push_back({kernel, false});
+    } else if (is_operation(*kernel, "grouped_gemm") || is_operation(*kernel, "grouped_gemm_few_rows") ||
+               is_operation(*kernel, "linear") || is_own(*kernel) || is_operation(*kernel, "linear_few_rows")) {
+      found->second.push_back({kernel, false});
     }
   }
   return found->second;
 }
 
+struct Problem {
+  const host::KernelRequest& request;
+  moe::Memory memory;
+  int64_t rows, n, k;
+  int64_t segments;  // 1: the sum is not divided
+
+  int64_t tiles(const Kernel& kernel) const { return ceil_div(rows, kernel.block_m) * ceil_div(n, kernel.block_n); }
+  const Tiles& all_tiles() const { return tiles_for(request, memory, segments > 1); }
+};
+
+// The sums of weights [n, k] on a GPU with wgmma are divided, whatever computes them; those of another forced family, and of other GPUs, are not.
+Problem problem_of(const host::KernelRequest& request, moe::Memory memory, int64_t rows, int64_t n, int64_t k) {
+  Problem problem{request, memory, rows, n, k, segments_of(n, k)};
+  const bool is_other = request.forced_family != nullptr && std::strcmp(request.forced_family, "sm90") != 0;
+  if (is_other || problem.all_tiles().empty()) problem.segments = 1;
+  return problem;
+}
+
+// Blocks that share a tile.
+int64_t blocks_of(const Problem& problem, const Tile& tile) { return tile.is_divided ? problem.segments : 1; }
+
+// Warpgroups that multiply, each with partial sums and a counter of its own.
+int64_t consumers_of(const Kernel& kernel) { return kernel.block_m / 64; }
+
 // Clocks, about, that a tile with wgmma takes for all rows on an H200. A multiprocessor computes its tiles one after the other, while all
 // of them read x and the weights from the second-level cache.
-double clocks(const Kernel& kernel, int64_t rows, int64_t n, int64_t k, int64_t multiprocessors) {
+double clocks(const Problem& problem, const Tile& tile) {
   constexpr double kBytesOfOne = 56, kBytesOfAll = 7000;  // a clock
   constexpr double kStart = 1500;                         // of a tile: its first loads, its last stores
+  const Kernel& kernel = *tile.kernel;
   const double columns = kernel.block_n;
-  const double tiles = static_cast<double>(ceil_div(rows, kernel.block_m) * ceil_div(n, kernel.block_n));
-  const double waves = std::ceil(tiles / static_cast<double>(multiprocessors));
+  const auto blocks = static_cast<double>(blocks_of(problem, tile));
+  const double tiles = static_cast<double>(problem.tiles(kernel)) * blocks;
+  const double waves = std::ceil(tiles / static_cast<double>(problem.request.num_multiprocessors));
   // Of 16 k.
-  const double bytes = 32 * (static_cast<double>(std::min<int64_t>(rows, kernel.block_m)) + columns);
+  const double bytes = 32 * (static_cast<double>(std::min<int64_t>(problem.rows, kernel.block_m)) + columns);
   const double products = kernel.block_m > 64 ? 1.2 * columns : std::max(0.65 * columns, 16 + 0.25 * columns);
   const double step = std::max(waves * std::max(products, bytes / kBytesOfOne), tiles * bytes / kBytesOfAll);
-  return static_cast<double>(k) / 16 * step + waves * kStart;
+  const double sums = tile.is_divided ? 2000 + blocks * 4 * columns * kernel.block_m / kBytesOfOne : 0;
+  return static_cast<double>(problem.k) / 16 / blocks * step + waves * kStart + sums;
 }
 
-const Kernel& choose(const host::KernelRequest& request, const GroupedArguments& arguments, moe::Memory memory) {
-  const int64_t rows = arguments.rows, n = arguments.b.n, k = arguments.b.k;
-  const int64_t multiprocessors = request.num_multiprocessors;
+// The narrowest tile of at most 64 rows of which every multiprocessor has at most one block; null: there is none.
+const Tile* one_wave(const Problem& problem, const Tiles& tiles) {
+  const Tile* best = nullptr;
+  for (const Tile& tile : tiles) {
+    const Kernel& kernel = *tile.kernel;
+    const bool fits = problem.tiles(kernel) * blocks_of(problem, tile) <= problem.request.num_multiprocessors;
+    const bool is_like = is_own(kernel) && kernel.block_m == 64 && tile.is_divided == (problem.segments > 1);
+    if (is_like && fits && (best == nullptr || kernel.block_n < best->kernel->block_n)) best = &tile;
+  }
+  return best;
+}
+
+// Of the tiles for few rows the smallest that has room for all; smaller ones, which read the weights several times, where it leaves more than
+// a quarter of the multiprocessors idle. Null: there is none, or some multiprocessors would have one tile and some two.
+const Tile* few_tile(const Problem& problem, Tiles& few_rows) {
+  const int64_t multiprocessors = problem.request.num_multiprocessors;
+  std::sort(few_rows.begin(), few_rows.end(),
+            [](const Tile& a, const Tile& b) { return a.kernel->block_m < b.kernel->block_m; });
+  auto few = std::find_if(few_rows.begin(), few_rows.end(),
+                          [&](const Tile& one) { return problem.rows <= one.kernel->block_m; });
+  if (few == few_rows.end()) return nullptr;
+  const auto whole = few;
+  while (few != few_rows.begin() && 4 * problem.tiles(*few->kernel) < 3 * multiprocessors) --few;
+  return few != whole && problem.tiles(*few->kernel) > multiprocessors ? nullptr : &*few;
+}
+
+Tile choose(const Problem& problem) {
+  const int64_t rows = problem.rows, n = problem.n;
   Tiles few_rows, wide;
   bool has_own = false;
-  // Up to so many rows the copy engine would fill most of a tile of 64 with zeros, which is slow; many columns hide it.
-  const bool is_few = rows <= 32 && n < 128 * multiprocessors;
-  if (request.forced_family == nullptr) {
-    for (const Kernel* kernel : tiles_for(request, memory)) {
-      has_own = has_own || is_operation(*kernel, "linear");
-      if (is_operation(*kernel, "linear_few_rows") && is_few) few_rows.push_back(kernel);
-      if (std::strcmp(kernel->family, "sm90") == 0 && kernel->block_m <= 128) wide.push_back(kernel);
+  // mma.sync is slower than the copy engine where columns are many.
+  const bool is_few = rows <= 32 && n < 128 * static_cast<int64_t>(problem.request.num_multiprocessors);
+  if (problem.request.forced_family == nullptr || problem.segments > 1) {
+    for (const Tile& tile : problem.all_tiles()) {
+      const Kernel& kernel = *tile.kernel;
+      has_own = has_own || is_operation(kernel, "linear") || is_own(kernel);
+      if (is_operation(kernel, "linear_few_rows") && is_few) few_rows.push_back(tile);
+      const bool has_counters = !tile.is_divided || problem.tiles(kernel) * consumers_of(kernel) <= host::kMaxCounters;
+      if (std::strcmp(kernel.family, "sm90") == 0 && kernel.block_m <= 128 && has_counters) wide.push_back(tile);
     }
   }
-  // The smallest tile that has room for all rows; smaller ones, which read the weights several times, where it leaves more than a
-  // quarter of the multiprocessors idle.
-  std::sort(few_rows.begin(), few_rows.end(), [](const Kernel* a, const Kernel* b) { return a->block_m < b->block_m; });
-  auto few = std::find_if(few_rows.begin(), few_rows.end(), [rows](const Kernel* one) { return rows <= one->block_m; });
-  if (few != few_rows.end()) {
-    const auto tiles_of = [&](const Kernel& kernel) {
-      return ceil_div(rows, kernel.block_m) * ceil_div(n, kernel.block_n);
-    };
-    while (few != few_rows.begin() && 4 * tiles_of(**few) < 3 * multiprocessors) --few;
-    return **few;
-  }
+  if (const Tile* few = few_tile(problem, few_rows)) return *few;
   if (!has_own) {
-    return select_product({request, moe::Product::kPlain, memory, rows, /*experts=*/1, n, k});
+    return {&select_product({problem.request, moe::Product::kPlain, problem.memory, rows, /*experts=*/1, n, problem.k}),
+            false};
   }
-  const auto cost = [&](const Kernel* one) { return clocks(*one, rows, n, k, multiprocessors); };
-  return **std::min_element(wide.begin(), wide.end(),
-                            [&](const Kernel* a, const Kernel* b) { return cost(a) < cost(b); });
+  const Tile* only = rows <= 64 ? one_wave(problem, wide) : nullptr;
+  if (only != nullptr) return *only;
+  const auto cost = [&](const Tile& one) {
+    return one.kernel->block_n < 64 ? std::numeric_limits<double>::max() : clocks(problem, one);
+  };
+  return *std::min_element(wide.begin(), wide.end(), [&](const Tile& a, const Tile& b) { return cost(a) < cost(b); });
 }
 
-void run_cuda(const GroupedArguments& arguments, int64_t tile, const Tensor& out) {
+// A kernel of linear/sm90/.
+void run_own(const host::CudaCall& call, const Problem& problem, const Tile& tile, const moe::GemmParams& gemm) {
+  const Kernel& kernel = *tile.kernel;
+  LinearParams params{};
+  params.gemm = gemm;
+  params.segments = static_cast<int32_t>(problem.segments);
+  const int64_t tiles = problem.tiles(kernel), consumers = tiles * consumers_of(kernel);
+  host::Workspace workspace;
+  host::TileCounter arrivals;
+  if (tile.is_divided) {
+    const int64_t sums = workspace.add<float>(consumers * problem.segments * 64 * kernel.block_n);
+    workspace.allocate(call);
+    params.partials = workspace.address<float>(sums);
+    arrivals = host::tile_counter(call, consumers);
+    params.arrivals = arrivals.address;
+  }
+  const auto from = sm90::linear_tensor_maps(params, kernel.block_n);
+  const auto encode = [&](const auto& description, const char* name) {
+    return host::encode_tensor_map(description, kernel.dtype, name);
+  };
+  const std::array<CUtensorMap, 3> maps{encode(from.a, "x"), encode(from.b, "weight"), encode(from.d, "results")};
+  const int64_t grid = host::grid_for(kernel, tiles * blocks_of(problem, tile), call.gpu);
+  host::LaunchList list;
+  list.add({&kernel, grid, &params, maps.data(), /*is_dependent=*/false});
+  list.run(call);
+}
+
+void run_cuda(const GroupedArguments& arguments, int64_t index, const Tensor& out) {
   const host::Device& gpu = host::device(arguments.common.device_index);
   const host::KernelRequest request = host::make_request(gpu, arguments.common.dtype);
   const Tensor x = moe::loadable_rows(arguments.a), bias = moe::loadable_rows(arguments.bias);
   const moe::WeightOperand weight = moe::loadable_weights(arguments.b_owner, /*is_transposed=*/false);
   const moe::Memory memory = moe::memory_of(weight.view, /*is_paired=*/false);
-  const Tiles& tiles = tiles_for(request, memory);
+  const Problem problem = problem_of(request, memory, arguments.rows, arguments.b.n, arguments.b.k);
+  const Tiles& tiles = problem.all_tiles();
   const auto count = static_cast<int64_t>(tiles.size());
-  if (tile < kChoose || tile >= count) host::violate("linear.tile", {{"tile", tile}, {"last", count - 1}});
-  moe::GroupedGemm product(moe::Product::kPlain, tile == kChoose ? choose(request, arguments, memory)
-                                                                 : *tiles[static_cast<std::size_t>(tile)]);
+  if (index < kChoose || index >= count) host::violate("linear.tile", {{"tile", index}, {"last", count - 1}});
+  const Tile tile = index == kChoose ? choose(problem) : tiles[static_cast<std::size_t>(index)];
+  moe::GroupedGemm product(moe::Product::kPlain, *tile.kernel);
   set_weights(product.params, weight.view);
   set_grouped(product.params, arguments, x, /*offsets=*/nullptr, out);
   product.params.bias = data_or_null(bias);
   const host::CudaCall call(gpu);
-  moe::CallList list(call);
-  product.add(list, /*is_dependent=*/false);
-  list.run();
-  host::set_last_kernel(product.kernel().symbol);
+  if (is_own(*tile.kernel)) {
+    run_own(call, problem, tile, product.params);
+  } else {
+    moe::CallList list(call);
+    product.add(list, /*is_dependent=*/false);
+    list.run();
+  }
+  host::set_last_kernel(tile.kernel->symbol);
 }
 
 void run_cpu(GroupedArguments& arguments, int64_t tile, const Tensor& out) {
