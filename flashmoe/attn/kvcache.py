@@ -21,6 +21,7 @@ from flashmoe.attn.options import Varlen, Window
 from flashmoe.attn.varlen import OPTIONS, attend, check_lengths
 from flashmoe.checks import has_fx_proxies, trace_call
 from flashmoe.errors import ArgumentError, DifferentiationError, FlashmoeError
+from flashmoe.rules import explain
 from flashmoe.transforms import has_tangent
 
 if TYPE_CHECKING:
@@ -147,8 +148,10 @@ def attention_with_kvcache(
     append: Callable[[Varlen], None] | None = None
     try:
         if k_new is not None and v_new is not None:
-            given_cache = (k_cache, v_cache, k_new, v_new, cache_seqlens, block_table)
+            given_cache: tuple[Any, ...] = (k_cache, v_cache, k_new, v_new, cache_seqlens, block_table)
             append = partial(_append_last, given_cache, k_scale, v_scale, out)
+            if not all(isinstance(given_cache[i], Tensor) for i in (2, 4)) or k_new.dim() < 3:
+                check_append(given_cache, k_scale, v_scale)
             used = cache_seqlens + k_new.shape[2]
         return attend(
             q,
@@ -181,11 +184,28 @@ def _append_last(
     cache: tuple[Any, ...], k_scale: e4m3.Scale, v_scale: e4m3.Scale, out: Tensor | None, given: Varlen
 ) -> None:
     """``cache``: as append_checked; it stays as it is where the attention that follows would be refused."""
-    check_before(given, k_scale, v_scale, out)
+    try:
+        check_before(given, k_scale, v_scale, out)
+    except FlashmoeError:
+        check_append(cache, k_scale, v_scale)  # what is wrong with both is told of what the caller gave
+        raise
     if e4m3.has_codes(cache[0]):
         e4m3.append(cache, k_scale, v_scale)
     else:
         append_checked(*cache)
+
+
+def check_append(cache: tuple[Any, ...], k_scale: e4m3.Scale, v_scale: e4m3.Scale) -> None:
+    """Raise what the append would."""
+    nothing = ArgumentError("")
+    if e4m3.has_codes(cache[0]):
+        every = (*cache, *e4m3.scale_arguments(k_scale, v_scale))
+        cause = explain(nothing, "attention_append_e4m3_", every)
+    else:
+        e4m3.check_unscaled(k_scale, v_scale, cache[0])
+        cause = arguments.explain_append(nothing, *cache)
+    if cause is not nothing:
+        raise _by_our_name(cause) if isinstance(cause, FlashmoeError) else cause
 
 
 def check_before(given: Varlen, k_scale: e4m3.Scale = None, v_scale: e4m3.Scale = None, out: Any = None) -> None:

@@ -190,6 +190,11 @@ extern "C" void choose_more(int capability, const char* forced, int is_bf16, int
     add(*attention::select_fp8_varlen(request, head_dim).forward);
   } catch (const std::exception&) {
   }
+  for (const host::Kernel* kernel : host::loadable_kernels(request.capability)) {
+    if (std::strcmp(kernel->operation, "attention_chunk_forward") != 0 || kernel->dtype != request.dtype) continue;
+    const attention::Choice coded = attention::select_coded_chunk(request, {kernel, nullptr, 1});
+    if (coded.forward != nullptr) add(*coded.forward);
+  }
 }
 
 // What a choice, by its place in the test's list, says where nothing serves it. flags: ALiBi (1), consistent, or a mask of one row (2).
