@@ -150,7 +150,8 @@ def attention_with_kvcache(
         if k_new is not None and v_new is not None:
             given_cache: tuple[Any, ...] = (k_cache, v_cache, k_new, v_new, cache_seqlens, block_table)
             append = partial(_append_last, given_cache, k_scale, v_scale, out)
-            if not all(isinstance(given_cache[i], Tensor) for i in (2, 4)) or k_new.dim() < 3:
+            new, lengths = given_cache[2], given_cache[4]
+            if not (isinstance(new, Tensor) and new.dim() > 2 and isinstance(lengths, Tensor)):
                 check_append(given_cache, k_scale, v_scale)
             used = cache_seqlens + k_new.shape[2]
         return attend(

@@ -11,21 +11,27 @@ extern "C" const char flashmoe_index[1] = {0};
 
 using namespace flashmoe;
 
+static attention::SelectorInput dense_input(int capability, int multiprocessors, const char* forced, int is_bf16,
+                                            int is_causal, int head_dim, const long long* sizes) {
+  const host::KernelRequest request{capability, multiprocessors, "a GPU", forced,
+                                    is_bf16 ? host::Dtype::kBFloat16 : host::Dtype::kFloat16};
+  return {request,
+          is_causal ? attention::Mask::kCausal : attention::Mask::kFull,
+          head_dim,
+          sizes[0],
+          sizes[1],
+          sizes[2],
+          sizes[3],
+          sizes[4],
+          /*has_window=*/false,
+          sizes[5] != 0};
+}
+
 // Writes "symbol target splits" of the choice, or the error's text, to `answer`; returns 0 or 1.
 extern "C" int choose(int capability, int multiprocessors, const char* forced, int is_bf16, int is_causal, int head_dim,
                       const long long* sizes, char* answer, int length) {
-  const host::KernelRequest request{capability, multiprocessors, "a GPU", forced,
-                                    is_bf16 ? host::Dtype::kBFloat16 : host::Dtype::kFloat16};
-  const attention::SelectorInput input{request,
-                                       is_causal ? attention::Mask::kCausal : attention::Mask::kFull,
-                                       head_dim,
-                                       sizes[0],
-                                       sizes[1],
-                                       sizes[2],
-                                       sizes[3],
-                                       sizes[4],
-                                       /*has_window=*/false,
-                                       sizes[5] != 0};
+  const attention::SelectorInput input =
+      dense_input(capability, multiprocessors, forced, is_bf16, is_causal, head_dim, sizes);
   try {
     const attention::Choice choice = attention::select_forward(input);
     std::snprintf(answer, length, "%s %s %d", choice.forward->symbol,
@@ -40,18 +46,8 @@ extern "C" int choose(int capability, int multiprocessors, const char* forced, i
 // Whether the same problem, which a kernel serves, is left to the ragged kernels; sizes as above.
 extern "C" int prefers_folded(int capability, int multiprocessors, const char* forced, int is_bf16, int is_causal,
                               int head_dim, const long long* sizes) {
-  const host::KernelRequest request{capability, multiprocessors, "a GPU", forced,
-                                    is_bf16 ? host::Dtype::kBFloat16 : host::Dtype::kFloat16};
-  const attention::SelectorInput input{request,
-                                       is_causal ? attention::Mask::kCausal : attention::Mask::kFull,
-                                       head_dim,
-                                       sizes[0],
-                                       sizes[1],
-                                       sizes[2],
-                                       sizes[3],
-                                       sizes[4],
-                                       /*has_window=*/false,
-                                       sizes[5] != 0};
+  const attention::SelectorInput input =
+      dense_input(capability, multiprocessors, forced, is_bf16, is_causal, head_dim, sizes);
   return attention::prefers_folded_rows(input, attention::select_forward(input)) ? 1 : 0;
 }
 
