@@ -1,17 +1,21 @@
 """Code in a process of its own that has imported torch and nothing else: forked from one that waits for such work.
 
 An interpreter that imports torch takes two seconds before its first line; a fork of one that has takes milliseconds. Code that is about the
-import of torch itself needs a whole interpreter, and so does what uses a GPU.
+import of torch itself or the end of a process needs a whole interpreter, and so does what uses a GPU.
 """
 
 from __future__ import annotations
 
+import atexit
 import json
 import os
+import runpy
 import select
 import subprocess
 import sys
 import tempfile
+import traceback
+import warnings
 from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
@@ -20,7 +24,7 @@ from pathlib import Path
 def run_python(
     *words: str, environ: Mapping[str, str] | None = None, folder: Path | None = None, timeout: float = 200
 ) -> subprocess.CompletedProcess[str]:
-    """What ``python -P WORDS`` would do: ``-c CODE``, ``-m MODULE`` or a file, and arguments. ``environ``: added to this process's own."""
+    """What ``python -P WORDS`` would do: ``-c CODE`` or a file, and arguments. ``environ``: added to this process's own."""
     server = _server()
     assert server.stdin is not None
     assert server.stdout is not None
@@ -66,20 +70,30 @@ def _serve() -> list[str]:
     os._exit(0)
 
 
-if __name__ == "__main__":
-    import runpy
-    import warnings
-
-    sys.path.append(sys.argv[1])
-    arguments = _serve()
-    if arguments[:2] == ["-W", "error"]:
+def _run(words: list[str]) -> object:
+    """What the process exits with."""
+    if words[:2] == ["-W", "error"]:
         warnings.simplefilter("error")
-        del arguments[:2]
-    sys.argv[:] = arguments
-    if arguments[0] == "-c":
-        exec(compile(arguments[1], "<string>", "exec", dont_inherit=True), {"__name__": "__main__"})
-    elif arguments[0] == "-m":
-        del sys.argv[0]
-        runpy.run_module(arguments[1], run_name="__main__", alter_sys=True)
-    else:
-        runpy.run_path(arguments[0], run_name="__main__")
+        del words[:2]
+    sys.argv[:] = words
+    try:
+        if words[0] == "-c":
+            exec(compile(words[1], "<string>", "exec", dont_inherit=True), {"__name__": "__main__"})
+        else:
+            runpy.run_path(words[0], run_name="__main__")
+    except SystemExit as end:
+        return end.code
+    except BaseException:
+        traceback.print_exc()
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.path.append(sys.argv[1])
+    status = _run(_serve())
+    if isinstance(status, str):
+        print(status, file=sys.stderr)
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    os._exit(1 if isinstance(status, str) else int(status or 0))  # to take torch down would be most of the time
