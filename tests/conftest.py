@@ -98,6 +98,13 @@ def pytest_configure(config: pytest.Config) -> None:
         config.pluginmanager.register(Heartbeat(), "heartbeat")
 
 
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """A test that asks for ``device`` and names none runs on the CPU and, marked gpu, on a GPU."""
+    own = " ".join(str(mark.args[0]) for mark in metafunc.definition.iter_markers("parametrize"))
+    if "device" in metafunc.fixturenames and "device" not in own:
+        metafunc.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)], scope="session")
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if hasattr(config, "workerinput"):  # one of several processes
         items.sort(key=file_order(items))

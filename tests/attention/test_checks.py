@@ -312,53 +312,30 @@ def test_what_cpp_accepts_python_fake_tensors_accept_too(arguments: tuple[Tensor
     assert fake_out.dtype == out.dtype
 
 
+def _sizes(most: int, dtypes: list[torch.dtype]) -> dict[str, Any]:
+    return {
+        "batch": st.integers(1, 3),
+        "heads_kv": st.integers(1, 3),
+        "group": st.integers(1, 4),
+        "sizes": lengths(most=most),
+        "head_dim": st.integers(1, 256),
+        "causal": st.booleans(),
+        "dtype": st.sampled_from(dtypes),
+        "bshd": st.booleans(),
+    }
+
+
 @settings(max_examples=100, deadline=None, derandomize=True)
-@given(
-    batch=st.integers(1, 3),
-    heads_kv=st.integers(1, 3),
-    group=st.integers(1, 4),
-    sizes=lengths(most=140),
-    head_dim=st.integers(1, 256),
-    causal=st.booleans(),
-    dtype=st.sampled_from([torch.float16, torch.bfloat16, torch.float32]),
-    bshd=st.booleans(),
-)
-def test_any_supported_sizes_are_right_on_the_cpu(
-    batch: int,
-    heads_kv: int,
-    group: int,
-    sizes: tuple[int, int],
-    head_dim: int,
-    causal: bool,
-    dtype: torch.dtype,
-    bshd: bool,
-) -> None:
-    _check_sizes(batch, heads_kv, group, sizes, head_dim, causal, dtype, bshd, "cpu")
+@given(**_sizes(140, [torch.float16, torch.bfloat16, torch.float32]))
+def test_any_supported_sizes_are_right_on_the_cpu(**drawn: Any) -> None:
+    _check_sizes(**drawn, device="cpu")
 
 
 @pytest.mark.gpu
 @settings(max_examples=300, deadline=None, derandomize=True)
-@given(
-    batch=st.integers(1, 3),
-    heads_kv=st.integers(1, 3),
-    group=st.integers(1, 4),
-    sizes=lengths(most=400),
-    head_dim=st.integers(1, 256),
-    causal=st.booleans(),
-    dtype=st.sampled_from([torch.float16, torch.bfloat16]),
-    bshd=st.booleans(),
-)
-def test_any_supported_sizes_are_right_on_a_gpu(
-    batch: int,
-    heads_kv: int,
-    group: int,
-    sizes: tuple[int, int],
-    head_dim: int,
-    causal: bool,
-    dtype: torch.dtype,
-    bshd: bool,
-) -> None:
-    _check_sizes(batch, heads_kv, group, sizes, head_dim, causal, dtype, bshd, "cuda")
+@given(**_sizes(400, [torch.float16, torch.bfloat16]))
+def test_any_supported_sizes_are_right_on_a_gpu(**drawn: Any) -> None:
+    _check_sizes(**drawn, device="cuda")
 
 
 def _check_sizes(

@@ -18,6 +18,7 @@ import pytest
 import flashmoe
 from flashmoe import _extension
 from flashmoe.errors import ArgumentError, ExtensionError, TorchVersionError
+from tests.own_process import run_python
 
 USE = "import flashmoe; flashmoe.attention"
 
@@ -142,19 +143,14 @@ def test_override_that_names_no_file(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_extension_errors_are_import_errors() -> None:
-    line = _last_line(
-        _python(
-            f"try:\n    {USE}\nexcept ImportError as error:\n    raise SystemExit(type(error).__name__)",
-            FLASHMOE_LIBRARY="/x",
-        )
-    )
-    assert line == "ExtensionError"
+    code = f"try:\n    {USE}\nexcept ImportError as error:\n    raise SystemExit(type(error).__name__)"
+    assert _last_line(run_python("-c", code, environ={"FLASHMOE_LIBRARY": "/x"})) == "ExtensionError"
 
 
 def test_text_file_is_no_library(tmp_path: Path) -> None:
     fake = tmp_path / "libflashmoe.so"
     fake.write_text("this is no shared library, and long enough to hold a header of one: " + "x" * 200)
-    line = _last_line(_python(USE, FLASHMOE_LIBRARY=str(fake)))
+    line = _last_line(run_python("-c", USE, environ={"FLASHMOE_LIBRARY": str(fake)}))
     assert "ExtensionError: libflashmoe.so cannot be loaded: it is not a shared library for this machine" in line
     assert "Next: reinstall the wheel" in line
 
@@ -179,7 +175,7 @@ def _library(compiler: str, folder: Path, source: str) -> Path:
 def test_undefined_symbol_is_explained(compiler: str, tmp_path: Path) -> None:
     """A function that is called but defined nowhere."""
     library = _library(compiler, tmp_path, "namespace flashmoe { void forward(); void (*address)() = &forward; }")
-    line = _last_line(_python(USE, FLASHMOE_LIBRARY=str(library)))
+    line = _last_line(run_python("-c", USE, environ={"FLASHMOE_LIBRARY": str(library)}))
     assert "it needs the symbol _ZN8flashmoe7forwardEv" in line
     assert "python -m flashmoe audit libflashmoe.so" in line
 
@@ -187,7 +183,7 @@ def test_undefined_symbol_is_explained(compiler: str, tmp_path: Path) -> None:
 def test_library_without_the_operator(compiler: str, tmp_path: Path) -> None:
     """The file is a library, but not ours."""
     library = _library(compiler, tmp_path, "int unrelated() { return 1; }")
-    line = _last_line(_python(USE, FLASHMOE_LIBRARY=str(library)))
+    line = _last_line(run_python("-c", USE, environ={"FLASHMOE_LIBRARY": str(library)}))
     assert "registers no operator flashmoe::flash_attention_forward" in line
 
 

@@ -3,11 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-import os
 import re
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -29,6 +25,7 @@ from flashmoe.errors import (
     ShapeError,
 )
 from flashmoe.variables import CPU_ISAS
+from tests.own_process import run_python
 
 from .reference import DTYPES, Problem, check_attention, make_inputs
 
@@ -46,8 +43,7 @@ def _inputs(device: str = "cpu", dtype: torch.dtype = torch.float32) -> tuple[Te
 
 def test_a_misspelt_fallback_policy_stops_the_import() -> None:
     code = "import flashmoe; flashmoe.attention"
-    environment = {**os.environ, "FLASHMOE_FALLBACK": "eror"}
-    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False)
+    done = run_python("-c", code, environ={"FLASHMOE_FALLBACK": "eror"})
     assert done.returncode == 1
     assert "ArgumentError: FLASHMOE_FALLBACK is 'eror'; supported: allow, warn, error" in done.stderr
 
@@ -374,23 +370,8 @@ ASK_FOR_THE_ISA = "from flashmoe import _extension\nprint(_extension.cpu_isa())\
         ("FLASHMOE_LIBRARY", "no/such/file", USE_THE_CPU, "ExtensionError: FLASHMOE_LIBRARY names 'no/such/file'"),
     ],
 )
-def test_environment_variables(variable: str, value: str, code: str, words: str, tmp_path: Path) -> None:
-    package = str(Path(flashmoe.__file__).resolve().parents[1])
-    environment = {
-        **os.environ,
-        _extension.LIBRARY_VARIABLE: str(_extension.load()),
-        "PYTHONPATH": package,
-        variable: value,
-    }
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        env=environment,
-        cwd=tmp_path,
-        check=False,
-    )
+def test_environment_variables(variable: str, value: str, code: str, words: str) -> None:
+    done = run_python("-c", code, environ={_extension.LIBRARY_VARIABLE: str(_extension.load()), variable: value})
     last = (done.stdout or done.stderr).strip().splitlines()[-1]
     assert re.search(words, last), done.stderr
     assert (done.returncode == 0) == ("Error" not in words)

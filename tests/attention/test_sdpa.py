@@ -4,10 +4,6 @@ from __future__ import annotations
 
 import inspect
 import math
-import os
-import subprocess
-import sys
-from pathlib import Path as FilePath
 from typing import Any
 
 import pytest
@@ -22,6 +18,7 @@ from flashmoe.attn import sdpa_dispatch
 from flashmoe.attn.dropout import draw_state
 from flashmoe.attn.sdpa_dispatch import Path
 from flashmoe.errors import ArgumentError, DtypeError
+from tests.own_process import run_python
 
 from .reference import CLOSE, DTYPES, assert_ran_here
 
@@ -152,7 +149,6 @@ def test_fallback_gives_torchs_result(name: str, device: str, monkeypatch: pytes
         monkeypatch.delenv("FLASHMOE_FALLBACK")
 
 
-PACKAGE = FilePath(flashmoe.__file__).resolve().parents[1]
 NO_HEADS = """
 import torch, flashmoe
 q = torch.randn(2, 0, 5, 8, requires_grad=True)
@@ -173,8 +169,7 @@ except RuntimeError as error:
 
 def test_no_heads_and_a_mask() -> None:
     """torch divides by the number of heads there: SIGFPE, so in a process of its own."""
-    environ = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, [str(PACKAGE), os.environ.get("PYTHONPATH")]))}
-    done = subprocess.run([sys.executable, "-c", NO_HEADS], env=environ, capture_output=True, text=True, timeout=200)
+    done = run_python("-c", NO_HEADS)
     assert (done.returncode, done.stdout[:7]) == (0, "refused"), done.stderr
 
 

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
-import subprocess
-import sys
 import warnings
 from pathlib import Path
 
 import pytest
+
+from tests.own_process import run_python
 
 pytestmark = pytest.mark.slow
 
@@ -23,11 +22,8 @@ NOTEBOOKS = sorted((FOLDER / "notebooks").glob("*.ipynb"))
 def test_it_runs(example: Path, tmp_path: Path) -> None:
     if example.stem == "audit_extension" and shutil.which("g++") is None:
         pytest.skip("it compiles an extension: no g++ here")
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-    command = [sys.executable, "-W", "error", str(example)]
-    done = subprocess.run(
-        command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=240, check=False
-    )
+    alone = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    done = run_python("-W", "error", str(example), environ=alone, folder=tmp_path)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
 
 

@@ -64,30 +64,21 @@ def _refusal(
     return answer.value.decode()
 
 
-def compile_chooser(folder: Path, targets: tuple[str, ...] | None) -> Chooser:
+def compile_with_table(folder: Path, targets: tuple[str, ...] | None, *sources: Path) -> ctypes.CDLL:
+    """A library of these files, the search for a kernel, and the table of the kernels for ``targets``."""
     tables = load_tables()
     placed = [PlacedBinary(unit, 0, 0, "") for unit in tables.units(targets)]
     (folder / "table.cpp").write_text(kernel_table_source(tables, placed))
-    library = folder / "select.so"
-    sources = [
-        str(folder / "table.cpp"),
-        str(Path(__file__).with_name("chooser.cpp")),
-        *map(str, sorted((ROOT / "csrc" / "attention" / "host").glob("select*.cpp"))),
-        str(ROOT / "csrc" / "host" / "find_kernels.cpp"),
-    ]
-    flags = [
-        "-std=c++17",
-        "-O0",
-        "-shared",
-        "-fPIC",
-        "-Wl,--exclude-libs,ALL",
-        "-Wall",
-        "-Wextra",
-        "-Werror",
-        f"-I{ROOT / 'csrc'}",
-    ]
-    subprocess.run([find_toolchain().cxx, *flags, *sources, "-o", str(library)], check=True, timeout=120)
-    loaded = ctypes.CDLL(str(library))
+    files = (folder / "table.cpp", ROOT / "csrc" / "host" / "find_kernels.cpp", *sources)
+    flags = ("-std=c++17", "-O0", "-shared", "-fPIC", "-Wl,--exclude-libs,ALL", "-Wall", "-Wextra", "-Werror")
+    command = [find_toolchain().cxx, *flags, f"-I{ROOT / 'csrc'}", *map(str, files), "-o", str(folder / "select.so")]
+    subprocess.run(command, check=True, timeout=120)
+    return ctypes.CDLL(str(folder / "select.so"))
+
+
+def compile_chooser(folder: Path, targets: tuple[str, ...] | None) -> Chooser:
+    selection = sorted((ROOT / "csrc" / "attention" / "host").glob("select*.cpp"))
+    loaded = compile_with_table(folder, targets, Path(__file__).with_name("chooser.cpp"), *selection)
     function = loaded.choose
 
     def choose(

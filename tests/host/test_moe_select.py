@@ -4,16 +4,14 @@ is chosen for some problem on some GPU: one that never is costs build time and b
 from __future__ import annotations
 
 import ctypes
-import subprocess
 from collections.abc import Callable
 from itertools import product
 from pathlib import Path
 
 import pytest
 
-from flashmoe_build.compile.codegen import PlacedBinary, kernel_table_source
-from flashmoe_build.compile.toolchain import find_toolchain
 from flashmoe_tools.tables import Unit, load_tables
+from tests.host.conftest import compile_with_table
 
 ROOT = Path(__file__).resolve().parents[2]
 TABLES = load_tables()
@@ -124,25 +122,9 @@ class Selector:
 
 
 def compile_selector(folder: Path, targets: tuple[str, ...] | None) -> Selector:
-    placed = [PlacedBinary(unit, 0, 0, "") for unit in TABLES.units(targets)]
-    (folder / "table.cpp").write_text(kernel_table_source(TABLES, placed))
     (folder / "harness.cpp").write_text(HARNESS)
-    sources = [folder / "table.cpp", folder / "harness.cpp"]
-    sources += [ROOT / "csrc" / "moe" / "host" / "select.cpp", ROOT / "csrc" / "host" / "find_kernels.cpp"]
-    flags = [
-        "-std=c++17",
-        "-O1",
-        "-shared",
-        "-fPIC",
-        "-Wl,--exclude-libs,ALL",
-        "-Wall",
-        "-Wextra",
-        "-Werror",
-        f"-I{ROOT / 'csrc'}",
-    ]
-    library = folder / "select.so"
-    subprocess.run([find_toolchain().cxx, *flags, *map(str, sources), "-o", str(library)], check=True, timeout=120)
-    return Selector(ctypes.CDLL(str(library)))
+    select = ROOT / "csrc" / "moe" / "host" / "select.cpp"
+    return Selector(compile_with_table(folder, targets, folder / "harness.cpp", select))
 
 
 @pytest.fixture(scope="module")

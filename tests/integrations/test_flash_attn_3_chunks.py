@@ -15,11 +15,6 @@ from flashmoe.compat import rotary
 ROOM, PAGE = 48, 16
 
 
-def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    if "device" in metafunc.fixturenames:
-        metafunc.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-
-
 def expected(q: Tensor, k: Tensor, v: Tensor, causal: bool, window: tuple[int, int], chunk: int) -> Tensor:
     """[Sq, H, D] of one sequence, q [Sq, H, D], k and v [Sk, Hkv, D]: a row sees keys of the chunk that holds its own."""
     group = q.shape[1] // k.shape[1]

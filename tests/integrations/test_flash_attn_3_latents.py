@@ -16,11 +16,6 @@ fa3: Any = flash_attn_3
 latents_module: Any = latent_query
 
 
-def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    if "device" in metafunc.fixturenames:
-        metafunc.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-
-
 def rows_of(device: str, *shape: int) -> Tensor:
     return torch.randn(shape, device=device, dtype=torch.bfloat16 if device == "cuda" else torch.float32)
 

@@ -18,11 +18,6 @@ from flashmoe.errors import ArgumentError, ShapeError
 ROOM, PAGE = 64, 16
 
 
-def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    if "device" in metafunc.fixturenames:
-        metafunc.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-
-
 def softmax_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool, window: tuple[int, int]) -> tuple[Tensor, Tensor]:
     """out [Sq, H, D], lse [H, Sq] of one sequence: q [Sq, H, D], k and v [Sk, Hkv, D]."""
     group = q.shape[1] // k.shape[1]

@@ -22,11 +22,6 @@ LENGTHS = [(113, 203), (128, 217), (113, 211), (108, 256), (256, 512), (1, 147),
 WINDOWS = [(-1, -1), (17, 5)]
 
 
-def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    if "device" in metafunc.fixturenames:
-        metafunc.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-
-
 def expected(
     q: Tensor, k: Tensor, v: Tensor, causal: bool, window: tuple[int, int] = (-1, -1), softcap: float = 0.0
 ) -> Tensor:

@@ -18,11 +18,6 @@ from tests.integrations.test_vllm import reference
 HEADS, KV_HEADS, D, SLOTS = 4, 2, 16, 128
 
 
-def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    if "device" in metafunc.fixturenames:
-        metafunc.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-
-
 @pytest.fixture
 def plugin() -> Iterator[Any]:
     with engines.installed(sglang_stand_ins(), "flashmoe.integrations.sglang"):

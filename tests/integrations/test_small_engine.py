@@ -12,11 +12,6 @@ from flashmoe.compat import install_as_flash_attn, uninstall_flash_attn
 from tests.integrations.small_engine import BLOCK, WORDS, Decoder, Engine, Request
 
 
-def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    if "device" in metafunc.fixturenames:
-        metafunc.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-
-
 @pytest.fixture
 def flash_attn() -> Iterator[None]:
     install_as_flash_attn()

@@ -35,11 +35,6 @@ FORWARD = {
 }
 
 
-def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    if "device" in metafunc.fixturenames:
-        metafunc.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-
-
 @pytest.fixture(autouse=True)
 def inactive() -> Iterator[None]:
     yield

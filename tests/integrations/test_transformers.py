@@ -69,11 +69,6 @@ MODELS: dict[str, dict[str, Any]] = {
 LENGTH = 19
 
 
-def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    if "device" in metafunc.fixturenames:
-        metafunc.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-
-
 def build(name: str, device: str, layers: int = 2) -> nn.Module:
     register()
     if not hasattr(transformers, f"{name}Config"):

@@ -37,8 +37,6 @@ class Vllm:
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    if "device" in metafunc.fixturenames:
-        metafunc.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
     if "vllm" in metafunc.fixturenames:
         metafunc.parametrize("vllm", ["stand-in", *engines.engine_sources()], indirect=True)
 

@@ -18,11 +18,6 @@ from tests.integrations.engines import MoEActivation, MoEConfig, QuantConfig
 T, E, K, H, INNER = 11, 8, 2, 32, 16
 
 
-def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    if "device" in metafunc.fixturenames:
-        metafunc.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-
-
 @pytest.fixture
 def experts(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     monkeypatch.delenv("FLASHMOE_FALLBACK", raising=False)

@@ -22,11 +22,6 @@ SCALE = 192**-0.5
 ARGUMENTS = (HEADS, LATENT + ROTARY, SCALE, 1, None, None, "auto", None, "decoder", None)
 
 
-def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    if "device" in metafunc.fixturenames:
-        metafunc.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-
-
 @pytest.fixture
 def vllm(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Iterator[Any]:
     monkeypatch.delenv("FLASHMOE_FALLBACK", raising=False)

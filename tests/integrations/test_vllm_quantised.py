@@ -20,11 +20,6 @@ FP8 = ("kFp8Static128BlockSym", "kFp8Dynamic128Sym")
 LARGE = {"hidden_dim": H, "intermediate_size_per_partition": INNER}
 
 
-def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    if "device" in metafunc.fixturenames:
-        metafunc.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-
-
 @pytest.fixture
 def quantised(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     monkeypatch.delenv("FLASHMOE_FALLBACK", raising=False)

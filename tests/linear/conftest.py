@@ -1,5 +1,5 @@
-"""Devices and random state as in tests/moe."""
+"""Threads and random state as in tests/attention."""
 
 from __future__ import annotations
 
-from tests.moe.conftest import plain_torch, pytest_generate_tests  # noqa: F401
+from tests.attention.conftest import plain_torch  # noqa: F401

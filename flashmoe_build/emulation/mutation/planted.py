@@ -63,8 +63,9 @@ def load_mutants(paths: Sequence[Path] = BY_HAND) -> tuple[Mutant, ...]:
 
 def _load(path: Path) -> Iterator[Mutant]:
     for file in tomllib.loads(path.read_text(encoding="utf-8"))["file"]:
-        for bug in file["bug"]:
-            yield Mutant(**{**bug, "file": file["path"], "kernels": tuple(bug.get("kernels", file["kernels"]))})
+        for name, bug in file["bug"].items():
+            kernels = tuple(bug.get("kernels", file["kernels"]))
+            yield Mutant(name, **{**bug, "file": file["path"], "kernels": kernels})
 
 
 def anchor_pattern(anchor: str) -> re.Pattern[str]:
