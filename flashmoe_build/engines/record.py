@@ -16,7 +16,7 @@ from flashmoe_build.program import ROOT
 RECORD = Path(__file__).with_name("recorded.json")
 ENGINE_NAMES = {"vllm": "vLLM", "sglang": "SGLang"}
 RAN_ON_A_GPU = {  # docs/notebook
-    ("vllm", "0.24.0"): "attention, H100 and H200",
+    ("vllm", "0.24.0"): "attention, H100 and H200; latents and experts, H200",
     ("sglang", "0.5.23"): "attention, H200",
 }
 
