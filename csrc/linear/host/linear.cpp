@@ -53,7 +53,7 @@ using Tiles = std::vector<Tile>;
 
 // How many segments the sum over k has, each one chain of products: a matter of the weights alone. Few columns are few tiles, and a long
 // chain takes its latency, whatever runs beside it.
-int64_t segments_of(int64_t n, int64_t k) { return n <= 2048 && k >= 4096 ? 4 : 1; }
+int64_t segments_of(int64_t n, int64_t k) { return n <= 2048 && k >= 4096 ? kSegments : 1; }
 
 // Every tile that can compute the product on this GPU, whether or not it is ever chosen: of sums in segments those that know of them.
 const Tiles& tiles_for(const host::KernelRequest& request, moe::Memory memory, bool has_segments) {
@@ -103,7 +103,7 @@ int64_t consumers_of(const Kernel& kernel) { return kernel.block_m / 64; }
 // Clocks, about, that a tile with wgmma takes for all rows on an H200. A multiprocessor computes its tiles one after the other, while all
 // of them read x and the weights from the second-level cache.
 double clocks(const Problem& problem, const Tile& tile) {
-  constexpr double kBytesOfOne = 56, kBytesOfAll = 7000;  // a clock
+  constexpr double kBytesOfOne = 64, kBytesOfAll = 7000;  // a clock
   constexpr double kStart = 1500;                         // of a tile: its first loads, its last stores
   const Kernel& kernel = *tile.kernel;
   const double columns = kernel.block_n;
@@ -114,7 +114,7 @@ double clocks(const Problem& problem, const Tile& tile) {
   const double bytes = 32 * (static_cast<double>(std::min<int64_t>(problem.rows, kernel.block_m)) + columns);
   const double products = kernel.block_m > 64 ? 1.2 * columns : std::max(0.65 * columns, 16 + 0.25 * columns);
   const double step = std::max(waves * std::max(products, bytes / kBytesOfOne), tiles * bytes / kBytesOfAll);
-  const double sums = tile.is_divided ? 2000 + blocks * 4 * columns * kernel.block_m / kBytesOfOne : 0;
+  const double sums = tile.is_divided ? 6500 + blocks * 4 * columns * kernel.block_m / kBytesOfOne : 0;
   return static_cast<double>(problem.k) / 16 / blocks * step + waves * kStart + sums;
 }
 
@@ -130,36 +130,23 @@ const Tile* one_wave(const Problem& problem, const Tiles& tiles) {
   return best;
 }
 
-// Of the tiles for few rows the smallest that has room for all; smaller ones, which read the weights several times, where it leaves more than
-// a quarter of the multiprocessors idle. Null: there is none, or some multiprocessors would have one tile and some two.
-const Tile* few_tile(const Problem& problem, Tiles& few_rows) {
-  const int64_t multiprocessors = problem.request.num_multiprocessors;
-  std::sort(few_rows.begin(), few_rows.end(),
-            [](const Tile& a, const Tile& b) { return a.kernel->block_m < b.kernel->block_m; });
-  auto few = std::find_if(few_rows.begin(), few_rows.end(),
-                          [&](const Tile& one) { return problem.rows <= one.kernel->block_m; });
-  if (few == few_rows.end()) return nullptr;
-  const auto whole = few;
-  while (few != few_rows.begin() && 4 * problem.tiles(*few->kernel) < 3 * multiprocessors) --few;
-  return few != whole && problem.tiles(*few->kernel) > multiprocessors ? nullptr : &*few;
-}
-
 Tile choose(const Problem& problem) {
   const int64_t rows = problem.rows, n = problem.n;
-  Tiles few_rows, wide;
+  Tiles wide;
+  const Tile* few = nullptr;
   bool has_own = false;
   // mma.sync is slower than the copy engine where columns are many.
-  const bool is_few = rows <= 32 && n < 128 * static_cast<int64_t>(problem.request.num_multiprocessors);
+  const bool is_narrow = n < 128 * static_cast<int64_t>(problem.request.num_multiprocessors);
   if (problem.request.forced_family == nullptr || problem.segments > 1) {
     for (const Tile& tile : problem.all_tiles()) {
       const Kernel& kernel = *tile.kernel;
       has_own = has_own || is_operation(kernel, "linear") || is_own(kernel);
-      if (is_operation(kernel, "linear_few_rows") && is_few) few_rows.push_back(tile);
+      if (is_operation(kernel, "linear_few_rows") && is_narrow && rows <= kernel.block_m) few = &tile;
       const bool has_counters = !tile.is_divided || problem.tiles(kernel) * consumers_of(kernel) <= host::kMaxCounters;
       if (std::strcmp(kernel.family, "sm90") == 0 && kernel.block_m <= 128 && has_counters) wide.push_back(tile);
     }
   }
-  if (const Tile* few = few_tile(problem, few_rows)) return *few;
+  if (few != nullptr) return *few;
   if (!has_own) {
     return {&select_product({problem.request, moe::Product::kPlain, problem.memory, rows, /*experts=*/1, n, problem.k}),
             false};

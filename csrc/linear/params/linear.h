@@ -13,13 +13,16 @@ namespace linear {
 using moe::Activation;
 using moe::GemmParams;
 
+// Of a sum that is divided.
+constexpr int kSegments = 4;
+
 struct LinearParams {
   GemmParams gemm;  // of one expert without offsets and without a counter of tiles
   // Null: a block computes all segments of its tile. Else a segment is a block's, and these are the sums of each:
   // [tiles][consumers][segments][sums of a thread / 4][128 threads][4].
   float* partials;
   int32_t* arrivals;  // with partials: [tiles][consumers] zeros, and zeros again at the end
-  int32_t segments;
+  int32_t segments;   // kSegments, or 1
 };
 
 }  // namespace linear

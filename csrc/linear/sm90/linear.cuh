@@ -59,7 +59,7 @@ struct Pieces {
     matrix.end_row = params.gemm.slots;
     const int index = number / of_tile;
     const int first = number - index * of_tile;
-    number = next_tile_index(params.gemm.tile_counter, count, number);
+    number = next_tile_index(nullptr, count, number);
     return Piece{matrix.tile(n_blocks, index), index, first, of_tile > 1 ? first + 1 : segments};
   }
 
@@ -100,17 +100,19 @@ template <typename Spec>
 __device__ __forceinline__ bool add_segments(const LinearParams& params, const moe::sm90::SharedMemory<Spec>& shared,
                                              int consumer, const Piece& piece, int rows,
                                              float (&sums)[Spec::kAccumulators]) {
-  constexpr int kSegment = Spec::kAccumulators * 128;
+  constexpr int kSegmentSums = Spec::kAccumulators * 128;
   const int thread = ptx::thread_index() % 128;
   const int own = piece.index * Spec::kNumConsumers + consumer;
-  float* own_gmem = params.partials + static_cast<int64_t>(own) * params.segments * kSegment + thread * 4;
-  const bool has_rows = thread / 32 * 16 < rows;  // the warp
+  float* own_gmem = params.partials + static_cast<int64_t>(own) * params.segments * kSegmentSums + thread * 4;
+  // The shuffle tells the compiler that a warp's lanes stay together: else it keeps no position in the ring, nor any descriptor, in a uniform
+  // register (nor does it where a tile's number may come of an atomic).
+  const bool has_rows = ptx::shuffle_index(thread / 32, 0) * 16 < rows;
   if (has_rows) {
 #pragma unroll
     for (int i = 0; i < Spec::kAccumulators; i += 4) {
       const uint32_t words[4] = {ptx::float_bits(sums[i]), ptx::float_bits(sums[i + 1]), ptx::float_bits(sums[i + 2]),
                                  ptx::float_bits(sums[i + 3])};
-      ptx::st_global_128(own_gmem + piece.first * kSegment + i * 128, words);
+      ptx::st_global_128(own_gmem + piece.first * kSegmentSums + i * 128, words);
     }
   }
   const ptx::SmemPointer answer_smem = shared.tile(consumer);
@@ -124,10 +126,12 @@ __device__ __forceinline__ bool add_segments(const LinearParams& params, const m
   sync_consumer(consumer);  // read after write: the answer
   if (ptx::ld_shared_32(answer_smem) == 0) return false;
   if (!has_rows) return true;
-  for (int segment = 0; segment < params.segments; ++segment) {
+  // Of four sums after the others, not of a segment: so the loads of all segments are on their way together.
 #pragma unroll
-    for (int i = 0; i < Spec::kAccumulators; i += 4) {
-      const float4 four = ptx::ld_global_float4(own_gmem + segment * kSegment + i * 128);
+  for (int i = 0; i < Spec::kAccumulators; i += 4) {
+#pragma unroll
+    for (int segment = 0; segment < kSegments; ++segment) {
+      const float4 four = ptx::ld_global_float4(own_gmem + segment * kSegmentSums + i * 128);
       const float parts[4] = {four.x, four.y, four.z, four.w};
 #pragma unroll
       for (int j = 0; j < 4; ++j) sums[i + j] = segment == 0 ? parts[j] : sums[i + j] + parts[j];
