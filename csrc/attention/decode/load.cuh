@@ -40,9 +40,9 @@ __device__ __forceinline__ void load_row(ptx::SmemPointer tile_smem, int pass, c
   }
 }
 
-// Q as A operands: in registers, straight from global memory, asked for while the first keys' page is on its way; or from the warp's copy in
-// shared memory, whose copying (copy) belongs to the commit group that follows. What waits for Q is behind the first keys (prepare). Rows past the
-// item's last are that one again: nobody stores what becomes of them.
+// Q as A operands: in registers, straight from global memory, asked for behind the first keys (prepare); or from the warp's copy in shared
+// memory, whose copying (copy) belongs to the commit group that follows. Rows past the item's last are that one again: nobody stores
+// what becomes of them.
 template <typename Spec>
 struct QueryRegisters {
   using Element = typename Spec::Element;
@@ -51,10 +51,10 @@ struct QueryRegisters {
 
   __device__ __forceinline__ static void copy(const ForwardParams&, const Element*, const Segment&, ptx::SmemPointer) {}
 
-  __device__ __forceinline__ void prepare(const ForwardParams&, const Element*, const Segment&, ptx::SmemPointer) {}
+  __device__ __forceinline__ QueryRegisters(const ForwardParams&, const Element*, const Segment&, ptx::SmemPointer) {}
 
-  __device__ __forceinline__ QueryRegisters(const ForwardParams& params, const Element* Q_gmem, const Segment& segment,
-                                            ptx::SmemPointer) {
+  __device__ __forceinline__ void prepare(const ForwardParams& params, const Element* Q_gmem, const Segment& segment,
+                                          ptx::SmemPointer) {
     const int lane = ptx::lane_index();
     const Element* row_gmem[2];
 #pragma unroll
