@@ -118,9 +118,11 @@ __device__ __forceinline__ void attend(const ForwardParams& params, const Segmen
   const auto* Q_gmem =
       static_cast<const typename Spec::Element*>(params.q) + sequence.row_offset(params.q_stride, /*head=*/0);
   Query::copy(params, Q_gmem, segment, results.query());
+  Query Q(params, Q_gmem, segment, results.query());
 #pragma unroll 1
   for (int ahead = 0; ahead < kStages - 1; ++ahead) load(segment.tile + ahead, ahead);
-  Query Q(params, Q_gmem, segment, results.query());
+  loader.begin();
+  Q.prepare(params, Q_gmem, segment, results.query());
   const ScoreRules<Spec> rules(params, sequence, segment);
   Accumulator<Spec> accumulator;
 

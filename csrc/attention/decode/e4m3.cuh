@@ -102,6 +102,15 @@ struct ByteQuery : NarrowQuery<typename Spec::Element> {
 
   __device__ __forceinline__ ByteQuery(const ForwardParams& params, const Element* Q_gmem, const Segment& segment,
                                        ptx::SmemPointer) {
+    if (params.head_dim == Spec::kHeadDim) {  // a branch around each pair of loads would take longer than all of them
+      load<true>(params, Q_gmem, segment);
+    } else {
+      load<false>(params, Q_gmem, segment);
+    }
+  }
+
+  template <bool kIsWhole>
+  __device__ __forceinline__ void load(const ForwardParams& params, const Element* Q_gmem, const Segment& segment) {
     const int lane = ptx::lane_index();
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
@@ -110,11 +119,15 @@ struct ByteQuery : NarrowQuery<typename Spec::Element> {
 #pragma unroll
       for (int k = 0; k < Spec::kHeadDim / 16; ++k) {
         // Two loads: one of 64 bits would put both words side by side, which no operand has, and every product would move four registers.
-        const bool is_there = k * 16 + lane % 4 * 4 < params.head_dim;
+        const bool is_there = kIsWhole || k * 16 + lane % 4 * 4 < params.head_dim;
         Q_rmem[4 * k + half] = is_there ? ptx::ld_global_32(row_gmem + k * 16) : 0;
         Q_rmem[4 * k + 2 + half] = is_there ? ptx::ld_global_32(row_gmem + k * 16 + 2) : 0;
       }
     }
+  }
+
+  __device__ __forceinline__ void prepare(const ForwardParams&, const Element*, const Segment& segment,
+                                          ptx::SmemPointer) {
     if constexpr (ByteQuery::kMayBeNarrow) {
       if (segment.end_tile - segment.tile >= kWorthwhileTiles) this->narrow(Q_rmem);
     }
@@ -135,10 +148,13 @@ struct ByteQueryCopy : NarrowQuery<typename Spec::Element>, mma_sync::QueryOpera
 
   __device__ __forceinline__ static void copy(const ForwardParams&, const Element*, const Segment&, ptx::SmemPointer) {}
 
-  // A lane has half of a row.
-  __device__ __forceinline__ ByteQueryCopy(const ForwardParams& params, const Element* Q_gmem, const Segment& segment,
+  __device__ __forceinline__ ByteQueryCopy(const ForwardParams&, const Element*, const Segment&,
                                            ptx::SmemPointer Q_smem)
-      : Operand(Q_smem) {
+      : Operand(Q_smem) {}
+
+  // A lane has half of a row.
+  __device__ __forceinline__ void prepare(const ForwardParams& params, const Element* Q_gmem, const Segment& segment,
+                                          ptx::SmemPointer Q_smem) {
     constexpr int kGroups = Spec::kHeadDim / 32;  // of 16 columns
     const int row = ptx::lane_index() / 2, first_group = ptx::lane_index() % 2 * kGroups;
     const Element* row_gmem =
@@ -288,9 +304,10 @@ __device__ __forceinline__ float inverse_of(float scale) {
   return ptx::rcp_approx(fraction) * ptx::bits_float((254u - exponent) << 23);
 }
 
+// Of a sequence, without its factor: a product here would wait for the load.
 __device__ __forceinline__ float load_scale(const CacheScale& scale, int64_t index, int head) {
-  if (scale.values == nullptr) return scale.factor;
-  return scale.factor * ptx::ld_global_float(scale.values + index * scale.stride + head * scale.head_stride);
+  if (scale.is_of_pages || scale.values == nullptr) return 1.0f;
+  return ptx::ld_global_float(scale.values + index * scale.stride + head * scale.head_stride);
 }
 
 // A warp's keys of one key tile after the other, and their scales.
@@ -319,10 +336,15 @@ struct E4m3Loader : KeyLoader<Spec, Words::kByUse> {
         has_upper(segment.rows > 8),
         scale_smem(ptx::SmemPointer(ptx::dynamic_shared_memory()) + Spec::kScaleOffset +
                    ptx::warp_index() * Spec::kScaleBytes),
-        key_scale(cache_.k_scale.is_of_pages ? 1.0f : load_scale(cache_.k_scale, segment.batch, head_kv)),
-        value_unit(cache_.v_scale.is_of_pages ? 1.0f : load_scale(cache_.v_scale, segment.batch, head_kv)),
+        key_scale(load_scale(cache_.k_scale, segment.batch, head_kv)),
+        value_unit(load_scale(cache_.v_scale, segment.batch, head_kv)),
         value_ratio(1.0f),
         value_weight(1.0f) {}
+
+  __device__ __forceinline__ void begin() {
+    if (!cache.k_scale.is_of_pages) key_scale *= cache.k_scale.factor;
+    if (!cache.v_scale.is_of_pages) value_unit *= cache.v_scale.factor;
+  }
 
   __device__ __forceinline__ bool sees_some(int tile) const {
     const int first = Base::first_key(tile);
@@ -332,8 +354,10 @@ struct E4m3Loader : KeyLoader<Spec, Words::kByUse> {
   // K, V and their page's scales: a page holds all 16 keys, and the first visible one's lane knows which it is.
   __device__ __forceinline__ void load(int tile, int stage, ptx::SmemPointer stage_smem) const {
     const bool has_value = Base::has_value();
-    const CacheScale& scale = has_value ? cache.v_scale : cache.k_scale;
-    if (scale.is_of_pages) {
+    // Two constants: one whose address depends on the lane would be waited for.
+    const int32_t keys_are_scaled = cache.k_scale.is_of_pages, values_are_scaled = cache.v_scale.is_of_pages;
+    if ((has_value ? values_are_scaled : keys_are_scaled) != 0) {
+      const CacheScale& scale = has_value ? cache.v_scale : cache.k_scale;
       const int first = Base::first_key(tile);
       const int key = first + ptx::lane_index() % kWarpKeys;
       if (key == max(first, this->visible.begin) && key < this->visible.end) {

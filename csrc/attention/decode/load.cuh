@@ -40,7 +40,7 @@ __device__ __forceinline__ void load_row(ptx::SmemPointer tile_smem, int pass, c
   }
 }
 
-// Q as A operands: in registers, straight from global memory, asked for behind the first keys; or from the warp's copy in shared
+// Q as A operands: in registers, straight from global memory, asked for behind the first keys (prepare); or from the warp's copy in shared
 // memory, whose copying (copy) belongs to the commit group that follows. Rows past the item's last are that one again: nobody stores
 // what becomes of them.
 template <typename Spec>
@@ -51,8 +51,10 @@ struct QueryRegisters {
 
   __device__ __forceinline__ static void copy(const ForwardParams&, const Element*, const Segment&, ptx::SmemPointer) {}
 
-  __device__ __forceinline__ QueryRegisters(const ForwardParams& params, const Element* Q_gmem, const Segment& segment,
-                                            ptx::SmemPointer) {
+  __device__ __forceinline__ QueryRegisters(const ForwardParams&, const Element*, const Segment&, ptx::SmemPointer) {}
+
+  __device__ __forceinline__ void prepare(const ForwardParams& params, const Element* Q_gmem, const Segment& segment,
+                                          ptx::SmemPointer) {
     const int lane = ptx::lane_index();
     const Element* row_gmem[2];
 #pragma unroll
@@ -90,6 +92,8 @@ struct QueryCopy : mma_sync::QueryOperand<Spec, Spec::kHeadDim, false> {
                             true, params.head_dim, ptx::CachePolicy{});
     }
   }
+
+  __device__ __forceinline__ void prepare(const ForwardParams&, const Element*, const Segment&, ptx::SmemPointer) {}
 
   __device__ __forceinline__ QueryCopy(const ForwardParams&, const Element*, const Segment&, ptx::SmemPointer Q_smem)
       : mma_sync::QueryOperand<Spec, Spec::kHeadDim, false>(Q_smem) {}
@@ -191,6 +195,9 @@ struct KeyLoader {
       load_from<true>(own, tile, stage_smem);
     }
   }
+
+  // Behind the loads of the first tiles.
+  __device__ __forceinline__ void begin() {}
 
   // S = Q K^T, and what accumulate_tile takes V as.
   using Query = typename QueryOf<Spec>::Type;

@@ -104,7 +104,8 @@ __device__ __forceinline__ void score_keys(const ForwardParams& params, const Se
   for (int ahead = 0; ahead < kStages - 1; ++ahead) load(segment.tile + ahead, ahead);
   const auto* Q_gmem =
       static_cast<const typename Spec::Element*>(params.q) + sequence.row_offset(params.q_stride, /*head=*/0);
-  const typename Loader::Query Q(params, Q_gmem, segment, ring_smem);
+  typename Loader::Query Q(params, Q_gmem, segment, ring_smem);
+  Q.prepare(params, Q_gmem, segment, ring_smem);
   const ScoreRules<Spec> rules(params, sequence, segment);
   const typename Spec::Scores scores(params, segment.batch, segment.head_kv, segment.row / Spec::kBlockM);
   const int row = ptx::lane_index() / 4;
