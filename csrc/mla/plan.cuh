@@ -79,19 +79,23 @@ struct Plan {
     share = 1;
     position = part;
     if (params.num_splits == 1) return;
-    int total = 0;
-    int most = 0;
-    int least = 1 << 30;
+    load_sequence(0);
+    int most = blocks;
+    int least = blocks;
+    int total = params.batch * (blocks + kLead);
+    if (params.cache_seqlens != nullptr) {
+      total = most = 0;
 #pragma unroll 4
-    for (int first = 0; first < params.batch; first += 32) {
-      load_sequence(first + ptx::lane_index());
-      total += blocks > 0 ? blocks + kLead : 0;
-      most = max(most, blocks);
-      if (blocks > 0) least = min(least, blocks);
+      for (int first = 0; first < params.batch; first += 32) {
+        load_sequence(first + ptx::lane_index());
+        total += blocks > 0 ? blocks + kLead : 0;
+        most = max(most, blocks);
+        if (blocks > 0) least = min(least, blocks);
+      }
+      total = ptx::reduce_add(total);
+      most = static_cast<int>(warp_max(static_cast<uint32_t>(most)));
+      least = static_cast<int>(warp_min(static_cast<uint32_t>(least)));
     }
-    total = ptx::reduce_add(total);
-    most = static_cast<int>(warp_max(static_cast<uint32_t>(most)));
-    least = static_cast<int>(warp_min(static_cast<uint32_t>(least)));
     // Shares do not begin where sequences do: one of num_splits - 1 shares may meet num_splits parts.
     const int least_share = max(params.least_share, (most + params.num_splits - 2) / (params.num_splits - 1));
     share = max((total + params.parts - 1) / params.parts, least_share);

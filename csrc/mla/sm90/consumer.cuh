@@ -8,6 +8,7 @@
 //
 // Of codes both take block after block: S, softmax and P V of its own, P V of the other's.
 // The running maximum goes from block to block, so a row's result is that of key blocks in their order.
+// Which consumer it is, is no constant: both run the same code, for which a call of few key blocks otherwise waits.
 #pragma once
 
 #include "device/convert.cuh"
@@ -32,8 +33,7 @@ namespace flashmoe {
 namespace mla {
 namespace sm90 {
 
-// kConsumer: 0 or 1; its half of the columns, and which blocks of a segment are its own: the even or the odd ones.
-template <typename Spec, int kConsumer>
+template <typename Spec>
 struct Consumer {
   using Element = typename Spec::Element;
   static constexpr int kScores = Spec::kBlockN / 2;
@@ -43,10 +43,11 @@ struct Consumer {
   static constexpr int kRotarySteps = 4;
   // Words that lanes of a quad exchange for stores of 16 bytes; of codes, where registers are scarce, none.
   static constexpr int kGathered = Spec::kHasCodes ? 1 : 4;
-  static constexpr int kOwnGroup = kConsumer == 0 ? kLeft : kRight;
 
   const DecodeParams& params;
   const SharedMemory<Spec> shared;
+  // 0 or 1: its half of the columns, and which blocks of a segment are its own, the even or the odd ones.
+  const int consumer;
   const int row_tile;
   const int warp;  // of the warpgroup
   const bool is_first_lane;
@@ -58,9 +59,11 @@ struct Consumer {
   float row_max[2];
   float row_sum[2];
 
-  __device__ __forceinline__ Consumer(const DecodeParams& params_, const SharedMemory<Spec>& shared_, int row_tile_)
+  __device__ __forceinline__ Consumer(const DecodeParams& params_, const SharedMemory<Spec>& shared_, int consumer_,
+                                      int row_tile_)
       : params(params_),
         shared(shared_),
+        consumer(consumer_),
         row_tile(row_tile_),
         warp(ptx::warp_index() % 4),
         is_first_lane(ptx::lane_index() == 0) {}
@@ -68,12 +71,14 @@ struct Consumer {
   // The first of the thread's two rows of the tile; the other is 8 further on.
   __device__ __forceinline__ int thread_row() const { return warp * 16 + ptx::lane_index() / 4; }
 
+  __device__ __forceinline__ int own_group() const { return consumer == 0 ? kLeft : kRight; }
+
   // One arrival per warp: its wgmma_wait says that its own share of the product has read the buffer.
   __device__ __forceinline__ void release(ptx::Mbarrier* empty) const {
     if (is_first_lane) ptx::mbarrier_arrive(empty);
   }
   __device__ __forceinline__ void release_value(int index) const {
-    release(shared.key_empty(index % Spec::kNumStages, kOwnGroup));
+    release(shared.key_empty(index % Spec::kNumStages, own_group()));
   }
 
   __device__ __forceinline__ void wait_key(int stage, int group, int parity) const {
@@ -107,7 +112,7 @@ struct Consumer {
   // Part `part` of this consumer's half of V of block `index`.
   __device__ __forceinline__ MnMajorOperand value(int index, int part) const {
     const auto tile = shared.key(index % Spec::kNumStages);
-    return {ptx::make_smem_descriptor(tile.slab(kConsumer * 4 + part * (4 / Spec::kValueParts)),
+    return {ptx::make_smem_descriptor(tile.slab(consumer * 4 + part * (4 / Spec::kValueParts)),
                                       Spec::KeyTile::kSlabBytes, kSwizzleBytes)};
   }
   __device__ __forceinline__ static float (&sums_of(float (&output)[kOutputs], int part))
@@ -124,8 +129,8 @@ struct Consumer {
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       // Rounded products on both sides, as the exponentials have them: a maximum that stays gives exactly 1.
-      rescale[r] = now[r] == row_max[r]
-                       ? 1.0f
+      rescale[r] = now[r] == row_max[r] || row_max[r] == ptx::negative_infinity()
+                       ? 1.0f  // or nothing has been summed up
                        : ptx::exp2_approx(ptx::sub_rn(row_max[r] * params.scale_log2, now[r] * params.scale_log2));
       row_max[r] = now[r];
       row_sum[r] *= rescale[r];
@@ -199,12 +204,12 @@ struct Consumer {
     }
     pack_operand<Element>(probabilities, scores);
     if constexpr (!Spec::kHasCodes) {
-      ptx::mbarrier_wait(shared.probability_empty(kConsumer),
+      ptx::mbarrier_wait(shared.probability_empty(consumer),
                          written % 2 ^ 1);  // write after read: P two blocks before
     }
     ++written;
     const int lane = ptx::lane_index();
-    const typename Spec::ProbabilityTile tile = shared.probability(kConsumer);
+    const typename Spec::ProbabilityTile tile = shared.probability(consumer);
 #pragma unroll
     for (int step = 0; step < Spec::kBlockN / 16; ++step) {
       const uint32_t words[4] = {probabilities[4 * step], probabilities[4 * step + 1], probabilities[4 * step + 2],
@@ -212,25 +217,25 @@ struct Consumer {
       ptx::stmatrix_x4(tile.chunk(warp * 16 + lane % 16, 0, step * 2 + lane / 16), words);
     }
     if (lane % 4 == 0) {
-      ptx::st_shared_float(shared.row_max(kConsumer, thread_row()), now[0]);
-      ptx::st_shared_float(shared.row_max(kConsumer, thread_row() + 8), now[1]);
+      ptx::st_shared_float(shared.row_max(consumer, thread_row()), now[0]);
+      ptx::st_shared_float(shared.row_max(consumer, thread_row() + 8), now[1]);
     }
     ptx::fence_proxy_async_shared();
     ptx::warp_sync();
-    release(shared.probability_full(kConsumer));
+    release(shared.probability_full(consumer));
   }
 
   // Waits for P of the other consumer's block, and takes over its maxima.
   __device__ __forceinline__ void wait_other(int index, float (&now)[2]) {
-    constexpr int kOther = 1 - kConsumer;
-    wait_key(kOther, kOwnGroup, uses.parity(index));
-    ptx::mbarrier_wait(shared.probability_full(kOther), read % 2);
+    const int other = 1 - consumer;
+    wait_key(other, own_group(), uses.parity(index));
+    ptx::mbarrier_wait(shared.probability_full(other), read % 2);
     ++read;
-    now[0] = ptx::ld_shared_float(shared.row_max(kOther, thread_row()));
-    now[1] = ptx::ld_shared_float(shared.row_max(kOther, thread_row() + 8));
+    now[0] = ptx::ld_shared_float(shared.row_max(other, thread_row()));
+    now[1] = ptx::ld_shared_float(shared.row_max(other, thread_row() + 8));
   }
   __device__ __forceinline__ void issue_other(float (&output)[kOutputs], int index) const {
-    const auto probability = shared.probability(1 - kConsumer).k_major();
+    const auto probability = shared.probability(1 - consumer).k_major();
     ptx::wgmma_fence_operands(output);
     ptx::wgmma_fence();
 #pragma unroll
@@ -244,7 +249,15 @@ struct Consumer {
   }
   __device__ __forceinline__ void release_other(int index) const {
     release_value(index);
-    release(Spec::kHasCodes ? shared.key_empty(1 - kConsumer, kRotary) : shared.probability_empty(1 - kConsumer));
+    release(Spec::kHasCodes ? shared.key_empty(1 - consumer, kRotary) : shared.probability_empty(1 - consumer));
+  }
+
+  __device__ __forceinline__ void add_other(float (&output)[kOutputs], float (&now)[2], int index) {
+    wait_other(index, now);
+    advance_max(now, output);
+    issue_other(output, index);
+    finish(output);
+    release_other(index);
   }
 
   // From the scores of this consumer's block to P; the product that reads V of the block before may still run.
@@ -253,9 +266,9 @@ struct Consumer {
                                         float (&now)[2], float (&sum)[2]) {
     ptx::wgmma_fence_operands(scores);
     if constexpr (Spec::kHasCodes) {
-      ptx::named_barrier_sync(barrier_id(Barrier::kScores, kConsumer), 128);
+      ptx::named_barrier_sync(barrier_id(Barrier::kScores, consumer), 128);
     } else {
-      release(shared.key_empty(kConsumer, kRotary));
+      release(shared.key_empty(consumer, kRotary));
     }
     const int block = segment.begin_block + index;
     if constexpr (Spec::kIsSparse) {
@@ -314,7 +327,7 @@ struct Consumer {
     int found[2] = {0, 0};
     if constexpr (Spec::kHasCodes) {  // block after block, as they are converted: a stage is empty the sooner
       for (int index = 0; index < blocks; ++index) {
-        if (index % 2 == kConsumer) {
+        if (index % 2 == consumer) {
           issue_scores(scores, rotary, index);
           find_indices(found, segment, index);
           ptx::wgmma_wait<0>();
@@ -323,51 +336,28 @@ struct Consumer {
           finish(output);
           release_value(index);
         } else {
-          wait_other(index, now);
-          advance_max(now, output);
-          issue_other(output, index);
-          finish(output);
-          release_other(index);
+          add_other(output, now, index);
         }
       }
-    } else if constexpr (kConsumer == 0) {
-      for (int index = 0;; index += 2) {
-        issue_scores(scores, rotary, index);
-        find_indices(found, segment, index);
-        ptx::wgmma_wait<0>();
-        weigh(probabilities, scores, segment, index, seen_by_all, found, now, sum);
-        add_own(output, probabilities, now, sum, index);
-        finish(output);  // before the wait: the copy engine gets this half of V back the sooner
-        release_value(index);
-        if (index + 1 == blocks) return;
-        wait_other(index + 1, now);
-        advance_max(now, output);
-        issue_other(output, index + 1);
-        finish(output);
-        release_other(index + 1);
-        if (index + 2 == blocks) return;
-      }
     } else {
-      for (int index = 0; index + 1 < blocks; index += 2) {
-        issue_scores(scores, rotary, index + 1);
-        find_indices(found, segment, index + 1);
-        wait_other(index, now);
-        advance_max(now, output);
-        issue_other(output, index);
-        ptx::wgmma_wait<1>();
-        weigh(probabilities, scores, segment, index + 1, seen_by_all, found, now, sum);
-        finish(output);
-        release_other(index);
-        add_own(output, probabilities, now, sum, index + 1);
-        finish(output);
-        release_value(index + 1);
+#pragma unroll 1
+      for (int own = consumer;; own += 2) {
+        const bool is_last = own + 2 >= blocks;
+        if (own < blocks) {
+          issue_scores(scores, rotary, own);
+          find_indices(found, segment, own);
+          if (consumer == 1) add_other(output, now, own - 1);
+          ptx::wgmma_wait<0>();
+          weigh(probabilities, scores, segment, own, seen_by_all, found, now, sum);
+          add_own(output, probabilities, now, sum, own);
+          finish(output);  // before the wait: the copy engine gets this half of V back the sooner
+          release_value(own);
+        }
+        if (consumer == 0 ? own + 1 < blocks : is_last && blocks % 2 == 1) {
+          add_other(output, now, consumer == 0 ? own + 1 : blocks - 1);
+        }
+        if (is_last) return;
       }
-      if (blocks % 2 == 0) return;
-      wait_other(blocks - 1, now);
-      advance_max(now, output);
-      issue_other(output, blocks - 1);
-      finish(output);
-      release_other(blocks - 1);
     }
   }
 
@@ -377,8 +367,8 @@ struct Consumer {
     const int lane = ptx::lane_index();
     float sum[2] = {quad_sum(row_sum[0]), quad_sum(row_sum[1])};
     if (lane % 4 == 0) {
-      ptx::st_shared_float(shared.row_sum(kConsumer, thread_row()), sum[0]);
-      ptx::st_shared_float(shared.row_sum(kConsumer, thread_row() + 8), sum[1]);
+      ptx::st_shared_float(shared.row_sum(consumer, thread_row()), sum[0]);
+      ptx::st_shared_float(shared.row_sum(consumer, thread_row() + 8), sum[1]);
     }
     ptx::named_barrier_sync(barrier_id(Barrier::kConsumers), 256);  // read after write: the sums of both
 #pragma unroll
@@ -389,8 +379,8 @@ struct Consumer {
           ptx::ld_shared_float(shared.row_sum(0, row_of_tile)) + ptx::ld_shared_float(shared.row_sum(1, row_of_tile));
       const float shift = row_max[r] * params.scale_log2;
       const bool exists = row < num_rows;
-      const bool is_first = kConsumer == 0 && lane % 4 == 0 && exists;
-      const int column = kConsumer * (kLatentDim / 2);
+      const bool is_first = consumer == 0 && lane % 4 == 0 && exists;
+      const int column = consumer * (kLatentDim / 2);
       if (segment.is_whole()) {
         const FinishedRow finished = finish_row(params, row % params.heads, shift, total);
         if (is_first && params.lse != nullptr) store_lse(params, segment.batch, row, finished.lse);
@@ -413,25 +403,17 @@ struct Consumer {
         }
         continue;
       }
+      if (!exists) continue;
       const int64_t at = partial_row(params, slot, row_tile, row_of_tile);
       if (is_first) {
         const uint32_t state[2] = {ptx::float_bits(shift), ptx::float_bits(total)};
         ptx::st_global_64(params.state_partial + at * 2, state);
       }
-      float* out_gmem = params.out_partial + at * kLatentDim + column;
+      float* out_gmem = params.out_partial + at * kLatentDim + column + lane % 4 * 2;
 #pragma unroll
-      for (int j = 0; j < kOutputs / 4; j += kGathered / 2 + kGathered % 2) {
-        const float* sums = output + 4 * j + 2 * r;
-        if constexpr (kGathered == 1) {
-          const uint32_t words[2] = {ptx::float_bits(sums[0]), ptx::float_bits(sums[1])};
-          if (exists) ptx::st_global_64(out_gmem + 8 * j + lane % 4 * 2, words);
-        } else {
-          uint32_t words[4] = {ptx::float_bits(sums[0]), ptx::float_bits(sums[1]), ptx::float_bits(sums[4]),
-                               ptx::float_bits(sums[5])};
-          exchange(words[0], words[2], 1);
-          exchange(words[1], words[3], 1);
-          if (exists) ptx::st_global_128(out_gmem + 8 * (j + lane % 2) + lane % 4 / 2 * 4, words);
-        }
+      for (int j = 0; j < kOutputs / 4; ++j) {
+        const uint32_t words[2] = {ptx::float_bits(output[4 * j + 2 * r]), ptx::float_bits(output[4 * j + 2 * r + 1])};
+        ptx::st_global_64(out_gmem + 8 * j, words);
       }
     }
   }

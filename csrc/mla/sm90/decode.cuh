@@ -65,10 +65,10 @@ __device__ __forceinline__ void decode(const DecodeParams& params, const ptx::Te
   ptx::grid_launch_dependents();
   const int part = ptx::block_index() / params.row_tiles;
   const int row_tile = ptx::block_index() - part * params.row_tiles;
+  Plan plan(params, part);  // here, not in each role: the code is fetched once
   if (warpgroup == 0) {
     ptx::setmaxnreg_dec<Spec::kLoaderRegisters>();
     if (warp > (Spec::kIsSparse ? 3 : Spec::kHasCodes ? 0 : 1)) return;
-    Plan plan(params, part);
     const Loader<Spec> loader{params, shared, q_map, cache_map, row_tile};
     if constexpr (Spec::kIsSparse) {
       Gatherer<Spec>{loader}.run(plan);
@@ -82,18 +82,12 @@ __device__ __forceinline__ void decode(const DecodeParams& params, const ptx::Te
   if constexpr (Spec::kHasCodes) {
     if (warpgroup == 1) {
       ptx::setmaxnreg_dec<Spec::kConverterRegisters>();
-      Plan plan(params, part);
       Converter<Spec>(params, shared).run(plan);
       return;
     }
   }
   ptx::setmaxnreg_inc<Spec::kConsumerRegisters>();
-  Plan plan(params, part);
-  if (warpgroup == Spec::kFirstConsumer) {
-    Consumer<Spec, 0>(params, shared, row_tile).run(plan);
-  } else {
-    Consumer<Spec, 1>(params, shared, row_tile).run(plan);
-  }
+  Consumer<Spec>(params, shared, warpgroup - Spec::kFirstConsumer, row_tile).run(plan);
 }
 
 }  // namespace sm90
