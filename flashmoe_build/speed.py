@@ -45,6 +45,7 @@ ATTENTION = (
     Line("`train-step`: a step of 8 layers of 2048, 16 heads on 4, S=4096, B=2, bf16, eager", "train-step"),
     Line("`latency`: B=1, H=8, D=64, fp16, S 32 to 512, in a CUDA graph", "latency"),
     Line("`chunked-prefill`: 512 queries, 8192 and 32768 keys; cuDNN lacks that mask", "chunked-prefill"),
+    Line("`chunks`: 2 to 2048 queries, 2048 to 65536 keys, in CUDA graphs", "chunks"),
     Line("`decode`: one query, 32 heads on 8", "decode"),
     Line("`serving`: the same from pages of 16 to 256, 1 to 256 sequences; torch reads dense caches", "serving"),
     Line("`serving-graph`: the same in CUDA graphs, caches larger than the L2 but in one case", "serving-graph"),

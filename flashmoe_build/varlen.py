@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from flashmoe_build.speed import PREFILL_GPUS as GPUS
 from flashmoe_build.speed import aggregates, ratio
 from flashmoe_tools.operations import problem_from_json
 from flashmoe_tools.operations.serving.problem import MIXED, SHORT, ServingProblem
@@ -96,7 +97,7 @@ def decode_table(root: Path) -> Table:
 
 def copy_table(root: Path) -> Table:
     """Decoding from pages, 32 heads on 8: percent of the copy bandwidth, over the page sizes, by sequences and keys."""
-    _, whole, _ = aggregates(root, "serving")
+    _, whole, _ = aggregates(root, "serving", gpus=GPUS)
     copy = whole["data"]["ceilings"]["copy_gbps"]
     found: dict[int, dict[int, list[float]]] = {}
     for problem, cell in _serving(root, "serving"):
@@ -117,14 +118,11 @@ def _range(values: Sequence[float]) -> str:
 def shared_table(root: Path) -> Table:
     """Decoding where all sequences have the same pages, us, and the keys that the kernel takes in, counted for each sequence."""
     rows: list[Sequence[str]] = []
-    for report in ("serving", "serving-shared"):  # the second where the first was made without these cases
-        for problem, cell in _serving(root, report):
-            if problem.spread == "shared":
-                taken = replace(problem, spread="equal").bytes_moved / cell["contenders"]["flashmoe"]["median_us"] / 1e6
-                times = (_time(cell, side) for side in ("flashmoe", FA3))
-                rows.append((_keys(problem), f"{problem.head_dim}", *times, _time_ratio(cell, FA3), f"{taken:.1f}"))
-        if rows:
-            break
+    for problem, cell in _serving(root, "serving"):
+        if problem.spread == "shared":
+            taken = replace(problem, spread="equal").bytes_moved / cell["contenders"]["flashmoe"]["median_us"] / 1e6
+            times = (_time(cell, side) for side in ("flashmoe", FA3))
+            rows.append((_keys(problem), f"{problem.head_dim}", *times, _time_ratio(cell, FA3), f"{taken:.1f}"))
     return ("sequences x keys", "D", "flashmoe", "FA3", "of FA3's", "TB/s of keys"), rows
 
 
@@ -133,7 +131,7 @@ def means_table(root: Path) -> Table:
     sides = {"sdpa-flash": "to SDPA FLASH", CUDNN: "to cuDNN", FA3: "to FA3"}
     rows: list[Sequence[str]] = []
     for report in ("serving", "serving-graph", "decode"):
-        found = aggregates(root, report)[2]
+        found = aggregates(root, report, gpus=GPUS)[2]
         rows.append((f"`{report}`", *(ratio(found.get(side)) for side in sides)))
     return ("suite", *sides.values()), rows
 
@@ -162,7 +160,7 @@ def _spread(rows: dict[str, dict[int, str]], first: str) -> Table:
 
 def _cells(root: Path, report: str, subject: str = "flashmoe") -> list[Cell]:
     """The timed cells of the newest report of that name."""
-    _, whole, _ = aggregates(root, report, subject)
+    _, whole, _ = aggregates(root, report, subject, GPUS)
     return [cell for cell in whole["data"]["cells"] if "median_us" in cell["contenders"].get(subject, {})]
 
 

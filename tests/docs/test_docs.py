@@ -39,12 +39,12 @@ def test_speeds_in_prose_are_those_of_the_reports() -> None:
         return f"{row['geometric_mean']:.2f}"
 
     backward = (
-        f"sm90: {mean(train['sdpa-flash'])} of the speed of SDPA's FLASH, {mean(train['sdpa-cudnn'])} of cuDNN's, "
-        f"{mean(train['flash-attn-3'])} of FlashAttention-3's fastest mode"
+        f"sm90: {mean(train['sdpa-cudnn'])} of cuDNN's speed, {mean(train['flash-attn-3'])} of FlashAttention-3's fastest mode, "
+        f"{mean(train['flash-attn-3-deterministic'])} of its deterministic one"
     )
     said = {
         "docs/performance.md": [
-            f"has {mean(train['flash-attn-3'])} times the speed of its fastest mode (worst {train['flash-attn-3']['worst']:.2f}:",
+            f"has {mean(train['flash-attn-3'])} times the speed of FlashAttention-3's fastest mode (worst {train['flash-attn-3']['worst']:.2f}:",
             f"{mean(train['flash-attn-3-deterministic'])} times that of its deterministic one",
         ],
         "docs/api.md": [backward],
