@@ -65,7 +65,7 @@ EXPERTS = (
     Line("`moe-decode`: 1 to 512 tokens", "moe-decode"),
     Line("`moe-prefill`: 2048 to 32768 tokens", "moe-prefill"),
     Line("`moe-train`: forward and backward", "moe-train"),
-    Line("`moe-fp8`: e4m3 weights, 1 to 8192 tokens; torch dequantises them", "moe-fp8"),
+    Line("`moe-fp8`: e4m3 weights, 1 to 32768 tokens; of DeepGEMM and vLLM the two products alone", "moe-fp8"),
 )
 ATTENTION_BASELINES = {
     "sdpa-flash": "to SDPA FLASH",
@@ -82,6 +82,8 @@ CACHE_BASELINES = {
 EXPERT_BASELINES = {
     "torch-grouped-compiled": "to torch's `grouped_mm`, compiled",
     "torch-grouped": "the same, eager",
+    "deepgemm": "to DeepGEMM",
+    "vllm": "to vLLM's Triton kernel",
 }
 
 
