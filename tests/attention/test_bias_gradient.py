@@ -95,6 +95,10 @@ CASES = [
 LONG = [  # more tiles than multiprocessors
     ((2, 8, 4, 700, 904, 64, 64), "1hqk", ScoreOptions(causal=True), 0.0),
     ((2, 8, 8, 600, 777, 128, 72), "bhqk", ScoreOptions(softcap=3.0), 0.0),
+    # dq, dk and dv by one kernel, which streams the mask.
+    ((2, 8, 4, 600, 776, 128, 72), "bhqk", ScoreOptions(causal=True), 0.0),
+    ((3, 4, 4, 1000, 520, 64, 40), "b1qk", ScoreOptions(window=(300, 5)), 0.0),
+    ((2, 4, 4, 520, 648, 128, 128), "11qk", ScoreOptions(), 0.0),
 ]
 
 
@@ -236,6 +240,64 @@ def test_hidden_keys_have_none(device: str) -> None:
     assert not found[..., 40:].any()
     assert not found[:, :, 3].any()
     assert found[:, :, 4, :40].any()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dim", [64, 128])
+def test_streamed_mask(dim: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Long rows: -inf in blocks and whole rows, near the lowest number, any scale's sign; the split form agrees, and a mask that no copy engine loads."""
+    q, k, v = (make("cuda", torch.bfloat16, 2, 4, 640, dim) for _ in range(3))
+    bias = torch.randn(2, 4, 640, 640, device="cuda", dtype=torch.bfloat16)
+    bias[..., 100:250] = -torch.inf
+    bias[:, :, 130:140] = -torch.inf
+    bias[:, :, 5, 300:] = torch.finfo(torch.bfloat16).min
+    bias.requires_grad_()
+    upstream = torch.randn_like(q)
+
+    def gradients(mask: Tensor, scale: float) -> tuple[Tensor, ...]:
+        out = flashmoe.attention(q, k, v, attn_mask=mask, scale=scale)
+        return torch.autograd.grad(out, (q, k, v, bias), upstream)
+
+    for scale in (dim**-0.5, -0.1):
+        fused = gradients(bias, scale)
+        assert all(map(torch.equal, fused, gradients(bias, scale)))
+        shifted = torch.nn.functional.pad(bias, (1, 1))[..., 1:-1]
+        monkeypatch.setenv("FLASHMOE_SPLIT_BACKWARD", "1")
+        split = gradients(bias, scale)
+        monkeypatch.delenv("FLASHMOE_SPLIT_BACKWARD")
+        for other in (split, gradients(shifted, scale)):
+            for ours, theirs in zip(fused, other, strict=True):
+                assert ours.isfinite().all()
+                assert (ours - theirs).abs().max() <= 2e-2 * theirs.abs().max()
+        assert torch.equal(fused[3], split[3])  # of the same row_dot
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dim", [40, 64, 128])
+@pytest.mark.parametrize("letters", ["bhqk", "1hqk", "b1qk", "11qk"])
+def test_streamed_forward(dim: int, letters: str) -> None:
+    """out and lse of long rows, against the definition and beside the kernel of consistent calls, which loads the mask itself."""
+    sizes = {"b": 2, "h": 4, "q": 530, "k": 648, "1": 1}
+    options = ScoreOptions(causal=letters == "1hqk", window=(200, 40) if letters == "b1qk" else None)
+    q = torch.randn(2, 4, 530, dim, device="cuda", dtype=torch.bfloat16)
+    k, v = (torch.randn(2, 2, 648, dim, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    bias = torch.randn(*(sizes[letter] for letter in letters), device="cuda", dtype=torch.bfloat16)
+    bias[..., 90:200] = -torch.inf
+    bias[:, :, 7] = -torch.inf
+    high = reference_dtype(q.device)
+    ones = torch.ones(2, 4, 530, 648, device="cuda", dtype=high)
+    wanted, wanted_lse = dropped(q.to(high), k.to(high), v.to(high), options, bias.to(high), ones)
+    given = {"attn_mask": bias, "causal": options.causal, "window": options.window, "return_lse": True}
+    out, lse = flashmoe.attention(q, k, v, **given)
+    again, _ = flashmoe.attention(q, k, v, **given)
+    other, _ = flashmoe.attention(q, k, v, **given, consistent=True)
+    assert torch.equal(out, again)
+    assert (out - wanted).abs().max() <= LIMITS[q.dtype]
+    assert (out.float() - other.float()).abs().max() <= LIMITS[q.dtype]
+    assert not out[:, :, 7].any()
+    seen = wanted_lse.isfinite()
+    assert torch.equal(seen, lse.isfinite())
+    assert (lse[seen] - wanted_lse[seen]).abs().max() <= 2e-3
 
 
 def test_empty(device: str) -> None:

@@ -144,14 +144,17 @@ extern "C" void choose_more(int capability, const char* forced, int is_bf16, int
   try {
     add(attention::select_append(request));
     add(attention::select_row_dot(request));
-    for (const int options : {0, 1, 2}) {  // none, a softcap or mask tensor, ALiBi
-      const attention::BackwardKernels both =
-          attention::select_varlen_backward(request, head_dim, head_dim_v, options == 1, options == 2);
+    for (const int options : {0, 1, 2, 3}) {  // none, a softcap or mask tensor, ALiBi, a mask tensor that is streamed
+      const attention::BackwardKernels both = attention::select_varlen_backward(
+          request, head_dim, head_dim_v, options % 2 == 1, options == 2, options == 3);
       for (const host::Kernel* kernel : {both.dq, both.dkv, both.fused, both.prepare, both.convert}) {
         if (kernel == nullptr || (both.fused == nullptr && kernel != both.dq && kernel != both.dkv)) continue;
         add(*kernel);
       }
     }
+    const attention::VarlenSelectorInput masked{request, head_dim, head_dim_v, 0, 4096, 4096, 32, 8, 0, true};
+    const host::Kernel* streaming = attention::find_mask_forward(masked, *attention::select_varlen_forward(masked));
+    if (streaming != nullptr) add(*streaming);
     add(attention::select_e4m3_append(request));
     add(attention::select_dequantize(request));
     add(attention::select_e4m3(request, head_dim));  // which Turing has not

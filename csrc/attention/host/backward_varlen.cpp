@@ -2,6 +2,7 @@
 // memory: grids are sized for the most tiles that there can be.
 
 #include <algorithm>
+#include <cstring>
 #include <utility>
 #include <vector>
 
@@ -23,7 +24,7 @@ BackwardKernels select_kernels(const VarlenArguments& arguments, const host::Dev
   const bool has_score_mod = arguments.softcap > 0 || (VarlenArguments::has(arguments.mask) && !has_alibi(arguments));
   if (arguments.has_dropout()) return select_dropout_backward(request, head_dim, has_score_mod, has_alibi(arguments));
   return select_varlen_backward(request, head_dim, static_cast<int32_t>(arguments.head_dim_v()), has_score_mod,
-                                has_alibi(arguments));
+                                has_alibi(arguments), streams_mask(arguments));
 }
 
 // Tensor maps take dense entries for rows of one long tensor: an entry begins a whole number of rows behind the one before. And
@@ -96,8 +97,12 @@ std::vector<CUtensorMap> query_gradient_maps(const BackwardParams& params, const
 
 std::vector<CUtensorMap> key_value_gradient_maps(const BackwardParams& params, const Kernel& kernel) {
   if (kernel.num_tensor_maps == 0) return {};
-  return encode_key_value_gradient_maps(backward::sm90::varlen_key_value_gradient_tensor_maps(params, kernel.block_m),
-                                        kernel.dtype);
+  const auto maps = backward::sm90::mask_fused_tensor_maps(params, kernel.block_m);
+  std::vector<CUtensorMap> encoded = encode_key_value_gradient_maps(maps, kernel.dtype);
+  if (std::strcmp(kernel.operation, "attention_mask_backward_fused") == 0) {
+    encoded.push_back(host::encode_tensor_map(maps.mask, kernel.dtype, "attn_mask"));
+  }
+  return encoded;
 }
 
 void run_split(const DropoutBackwardParams& launched, const BackwardKernels& kernels, const host::Device& gpu) {
@@ -173,7 +178,8 @@ void backward_varlen_cuda(const VarlenBackwardArguments& arguments, const Gradie
   const host::KernelRequest request = host::make_request(gpu, operands.forward.dtype);
   const bool has_dropout = operands.forward.has_dropout();
   const DropoutBackwardParams launched{params, has_dropout ? make_dropout(operands.forward) : Dropout{}};
-  if (needs_all && prefers_fused(kernels, make_selector_input(params, request), has_dropout)) {
+  const bool is_split_slow = has_dropout || streams_mask(operands.forward);
+  if (needs_all && prefers_fused(kernels, make_selector_input(params, request), is_split_slow)) {
     run_fused(launched, kernels, gpu);
   } else {
     run_split(launched, kernels, gpu);

@@ -35,12 +35,13 @@ Operands make_operands(const ForwardArguments& arguments, const ForwardOutputs& 
 // Copies the output to where the caller wants it, unless it was written there.
 void return_outputs(const Operands& operands, const ForwardOutputs& outputs);
 
-// Of q, k, v and the output.
-using TensorMaps = std::array<CUtensorMap, 4>;
+// Of q, k, v and the output; a kernel that streams a mask has its map behind them.
+using TensorMaps = std::array<CUtensorMap, 5>;
 template <class Maps>
 TensorMaps encode(const Maps& maps, Dtype dtype, CUtensorMapL2promotion of_keys = CU_TENSOR_MAP_L2_PROMOTION_L2_256B) {
   return {host::encode_tensor_map(maps.q, dtype, "q"), host::encode_tensor_map(maps.k, dtype, "k", of_keys),
-          host::encode_tensor_map(maps.v, dtype, "v", of_keys), host::encode_tensor_map(maps.out, dtype, "out")};
+          host::encode_tensor_map(maps.v, dtype, "v", of_keys), host::encode_tensor_map(maps.out, dtype, "out"),
+          CUtensorMap{}};
 }
 
 }  // namespace attention

@@ -397,10 +397,10 @@ BackwardKernels select_backward(const host::KernelRequest& request, Mask mask, i
   return {};
 }
 
-// What the split kernels of dropout, which are sm80's, take twice as long for.
-constexpr int64_t kMinFusedDropout = 512;
+// What the split kernels of dropout, which are sm80's, and those of masks take twice as long for.
+constexpr int64_t kMinFusedSlowSplit = 512;
 
-bool prefers_fused(const BackwardKernels& kernels, const SelectorInput& problem, bool has_dropout) {
+bool prefers_fused(const BackwardKernels& kernels, const SelectorInput& problem, bool is_split_slow) {
   // Measured on an H100, the lengths at head dim 128 on an H200. Of short sequences its float32 sums cost as much as the two products that
   // it saves; few tiles that take turns wait for each other, and queries for few tiles of them would make all tiles of a head wait.
   // $FLASHMOE_SPLIT_BACKWARD: where memory is worth more than time.
@@ -411,7 +411,7 @@ bool prefers_fused(const BackwardKernels& kernels, const SelectorInput& problem,
   const int64_t min_rounds = problem.seq_k < 2048 ? 12 : 3;  // of tiles, one for each multiprocessor
   // 1.7 to 1.9 times as long as the split form with windows of 4096 to 12288 of 16384 keys.
   if (is_wide && problem.has_window) return false;
-  if (has_dropout) return std::min(problem.seq_q, problem.seq_k) >= kMinFusedDropout;
+  if (is_split_slow) return std::min(problem.seq_q, problem.seq_k) >= kMinFusedSlowSplit;
   if (problem.seq_q < min_length || problem.seq_k < min_length) return false;
   if (problem.heads_kv * problem.batch < min_heads) return false;
   const int64_t tiles = ceil_div(problem.seq_k, kernels.fused->block_n) * problem.heads_kv * problem.batch;
@@ -428,8 +428,19 @@ SelectorInput as_equal_sequences(const SelectorInput& longest, int64_t rows_tota
   return equal;
 }
 
+const Kernel* find_mask_forward(const VarlenSelectorInput& input, const Kernel& otherwise) {
+  constexpr int64_t kMinLength = 512;  // shorter ones were not measured
+  if (std::strcmp(otherwise.operation, "attention_varlen_forward") != 0) return nullptr;
+  if (input.rows < kMinLength || input.keys < kMinLength) return nullptr;
+  const host::KernelList& loadable = host::loadable_kernels(input.request.capability);
+  const Kernel* own = host::find_kernel({kMaskForward, otherwise.family, "", input.request.dtype, {input.head_dim}},
+                                        axis::kHeadDim, loadable);
+  const bool is_as_wide = own != nullptr && own->axes[axis::kHeadDim] == otherwise.axes[axis::kHeadDim];
+  return is_as_wide ? own : nullptr;
+}
+
 BackwardKernels select_varlen_backward(const host::KernelRequest& request, int32_t head_dim, int32_t head_dim_v,
-                                       bool has_score_mod, bool has_alibi) {
+                                       bool has_score_mod, bool has_alibi, bool streams_mask) {
   const char* wanted = has_score_mod ? "scores" : values_variant(head_dim, head_dim_v);
   const host::KernelList& loadable = host::loadable_kernels(request.capability);
   for (const char* const* family = host::families_of(request.capability); *family != nullptr; ++family) {
@@ -444,10 +455,10 @@ BackwardKernels select_varlen_backward(const host::KernelRequest& request, int32
     };
     BackwardKernels kernels{find("attention_varlen_backward_dq"), find("attention_varlen_backward_dkv")};
     if (kernels.dq == nullptr || kernels.dkv == nullptr) continue;
-    if (has_score_mod) return kernels;
+    if (has_score_mod && !streams_mask) return kernels;
     kernels.prepare = find_variant("attention_varlen_backward_fused_prepare", "");
     kernels.convert = find_variant("attention_varlen_backward_fused_convert", "");
-    const Kernel* fused = find("attention_varlen_backward_fused");
+    const Kernel* fused = find(streams_mask ? "attention_mask_backward_fused" : "attention_varlen_backward_fused");
     const bool has_all = fused != nullptr && kernels.prepare != nullptr && kernels.convert != nullptr;
     if (has_all && fused->axes[axis::kHeadDim] == kernels.dkv->axes[axis::kHeadDim]) kernels.fused = fused;
     return kernels;

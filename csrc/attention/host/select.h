@@ -149,17 +149,21 @@ Choice select_forward(const SelectorInput& input);
 // The best family with both kernels; none where this GPU, or the forced family, has no backward kernels.
 BackwardKernels select_backward(const host::KernelRequest& request, Mask mask, int32_t head_dim);
 
-// Whether the fused kernel is there and faster, where all three gradients are needed. Never where $FLASHMOE_SPLIT_BACKWARD is 1. has_dropout:
-// the split form is another family's.
-bool prefers_fused(const BackwardKernels& kernels, const SelectorInput& problem, bool has_dropout = false);
+// Whether the fused kernel is there and faster, where all three gradients are needed. Never where $FLASHMOE_SPLIT_BACKWARD is 1. is_split_slow:
+// of dropout, where the split form is another family's, and of masks.
+bool prefers_fused(const BackwardKernels& kernels, const SelectorInput& problem, bool is_split_slow = false);
 
 // The same of ragged and banded attention. Throws as host::refuse() says where there are none.
 // head_dim: the larger of the two. has_score_mod: a softcap, or a mask tensor; some families have kernels of their own for that. All have them for ALiBi, which is none.
+// streams_mask: the one score modification is a mask tensor that a copy engine can load.
 BackwardKernels select_varlen_backward(const host::KernelRequest& request, int32_t head_dim, int32_t head_dim_v,
-                                       bool has_score_mod, bool has_alibi);
+                                       bool has_score_mod, bool has_alibi, bool streams_mask = false);
 // And of dropout, with or without either.
 BackwardKernels select_dropout_backward(const host::KernelRequest& request, int32_t head_dim, bool has_score_mod,
                                         bool has_alibi);
+// The forward kernel that streams a mask in place of `otherwise`, which select_varlen_forward has chosen; null where there is none of its family.
+constexpr const char* kMaskForward = "attention_mask_forward";
+const Kernel* find_mask_forward(const VarlenSelectorInput& input, const Kernel& otherwise);
 // Of the gradient of an additive mask. Throws likewise.
 // folds: the mask has one row, or one key.
 const Kernel& select_bias_gradient(const host::KernelRequest& request, int32_t head_dim, bool has_dropout, bool folds);

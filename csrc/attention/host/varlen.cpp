@@ -63,7 +63,11 @@ void run_tiles(ForwardParams& params, const Kernel& kernel, const host::CudaCall
   }
   TensorMaps maps;
   if (kernel.num_tensor_maps > 0) {
-    maps = encode(sm90::varlen_tensor_maps(params, kernel.block_n), kernel.dtype, kKeyPromotion);
+    const sm90::MaskForwardTensorMaps described = sm90::mask_forward_tensor_maps(params, kernel.block_n);
+    maps = encode(described, kernel.dtype, kKeyPromotion);
+    if (std::strcmp(kernel.operation, kMaskForward) == 0) {
+      maps[4] = host::encode_tensor_map(described.mask, kernel.dtype, "attn_mask");
+    }
   }
   host::LaunchList list;
   list.add({&kernel, grid, launched, maps.data(), /*is_dependent=*/false});
@@ -224,6 +228,9 @@ Chosen select(const VarlenArguments& arguments, const host::Device& gpu) {
   const Kernel* kernel = select_varlen_forward(input);
   const Choice chunk = select_chunk(input, *kernel);
   if (chunk.forward != nullptr) return {{}, chunk.forward, false, {}, chunk};
+  const Kernel* streaming =
+      streams_mask(arguments) && arguments.num_splits == 0 ? find_mask_forward(input, *kernel) : nullptr;
+  if (streaming != nullptr) return {{}, streaming, false};
   const auto decodes = [](const Kernel* found) { return std::strcmp(found->operation, "attention_decode") == 0; };
   const Kernel* of_short = nullptr;
   if (input.is_batch_invariant && input.rows_total > 0 && !decodes(kernel)) {

@@ -9,6 +9,7 @@
 #include <utility>
 
 #include "attention/host/varlen_arguments.h"
+#include "host/copies.h"
 
 namespace flashmoe {
 namespace attention {
@@ -130,6 +131,21 @@ void make_scale_positive(VarlenArguments& arguments) {
 bool has_alibi(const VarlenArguments& arguments) {
   return VarlenArguments::has(arguments.mask) && arguments.mask.dim() == 2 &&
          arguments.mask.dtype() == aoti_torch_dtype_float32();
+}
+
+bool streams_mask(const VarlenArguments& arguments) {
+  const Tensor& mask = arguments.mask;
+  if (!VarlenArguments::has(mask) || has_alibi(arguments) || has_softcap(arguments) || mask.dim() != 4) return false;
+  if (mask.dtype() != arguments.torch_dtype || VarlenArguments::has(arguments.cu_seqlens_q) ||
+      VarlenArguments::has(arguments.cu_seqlens_k)) {
+    return false;
+  }
+  const int64_t *sizes = mask.sizes(), *strides = mask.strides();
+  const auto is_aligned = [](int64_t stride) { return stride >= 0 && stride % host::kRowAlignElements == 0; };
+  return sizes[2] == arguments.max_seqlen_q && sizes[3] == arguments.max_seqlen_k && strides[3] == 1 &&
+         strides[2] > 0 && is_aligned(strides[2]) && (sizes[1] == 1 || is_aligned(strides[1])) &&
+         (sizes[0] == 1 || is_aligned(strides[0])) &&
+         reinterpret_cast<uintptr_t>(mask.data()) % (2 * host::kRowAlignElements) == 0;
 }
 
 bool has_softcap(const VarlenArguments& arguments) {

@@ -17,7 +17,7 @@
 #include "attention/backward/bias_items.cuh"
 #include "attention/backward/sm90/producer.cuh"
 #include "attention/backward/sm90/products.cuh"
-#include "device/persistent.cuh"
+#include "device/exchange.cuh"
 #include "device/ring.cuh"
 #include "ptx/ldmatrix.cuh"
 #include "ptx/register_control.cuh"
@@ -84,8 +84,7 @@ __device__ __forceinline__ int bias_tiles(const BiasGradientParams& params, int 
 template <typename Spec, typename DoTile>
 __device__ __forceinline__ void for_each_tile(const BiasGradientParams& params, DoTile do_tile) {
   const int num_tiles = bias_tiles(params, Spec::kOwnRows, Spec::kStreamRows);
-  int32_t* const no_counter = nullptr;
-  for (int number = ptx::block_index(); number < num_tiles; number = next_tile_index(no_counter, num_tiles, number)) {
+  for (int number = ptx::block_index(); number < num_tiles; number += ptx::grid_size()) {
     BiasItems<Spec> items(params, number);
     do_tile(number, items);
   }
@@ -140,6 +139,33 @@ struct SharedMask {
     ptx::ldmatrix_x4(values, tile.chunk(row, four / 4, four % 4 * 2 + ptx::lane_index() / 16));
   }
 };
+
+// store_bias_gradient of elements in rows of a multiple of eight: a lane stores eight of them at a time.
+template <typename Spec>
+__device__ __forceinline__ void store_chunks(const BiasGradientParams& params, const BiasItems<Spec>& items,
+                                             int warp_row, const BiasScores<Spec>& sums) {
+  using Element = typename Spec::Element;
+  const int lane = ptx::lane_index();
+  const BiasItem& own = items.own;
+  const int64_t matrix = (static_cast<int64_t>(items.split) * params.batches + own.batch) * params.heads + own.head;
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    const int row = own.row + warp_row + lane / 4 + half * 8;
+    Element* row_gmem = static_cast<Element*>(params.sums) + (matrix * params.rows + row) * params.keys;
+#pragma unroll
+    for (int four = 0; four < Spec::kMmaN / 4; ++four) {
+      uint32_t words[4];
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const float* pair = &sums[0][4 * four + i][2 * half];
+        words[i] = pack<Element>(pair[0], pair[1]);
+      }
+      transpose_in_quad(words);
+      const int key = own.key + 32 * four + lane % 4 * 8;
+      if (row < params.rows && key < params.keys) ptx::st_global_128(row_gmem + key, words);
+    }
+  }
+}
 
 template <typename Spec>
 struct BiasConsumer {
@@ -214,7 +240,12 @@ struct BiasConsumer {
         mask.advance();
       }
       // Computed again: no register holds it through the loop.
-      store_bias_gradient<Spec>(params, BiasItems<Spec>(params, ptx::recompute(number)), warp_row, sums);
+      const BiasItems<Spec> stored(params, ptx::recompute(number));
+      if (params.is_float == 0 && params.keys % 8 == 0) {
+        store_chunks<Spec>(params, stored, warp_row, sums);
+      } else {
+        store_bias_gradient<Spec>(params, stored, warp_row, sums);
+      }
     });
   }
 };
@@ -224,16 +255,7 @@ __device__ __forceinline__ void bias_gradient(const BiasGradientParams& params, 
                                               const ptx::TensorMap& k_map, const ptx::TensorMap& v_map,
                                               const ptx::TensorMap& dout_map, const ptx::TensorMap& mask_map) {
   const BiasMemory<Spec> shared{ptx::dynamic_shared_memory()};
-  // The shuffle tells the compiler that the role is the same in the whole warp.
-  const int warp = ptx::shuffle_index(ptx::warp_index(), 0);
-  const int warpgroup = warp / 4;
-
-  if (warp == 0 && ptx::elect_one()) {
-    ptx::prefetch_tensor_map(&q_map);
-    ptx::prefetch_tensor_map(&k_map);
-    ptx::prefetch_tensor_map(&v_map);
-    ptx::prefetch_tensor_map(&dout_map);
-    ptx::prefetch_tensor_map(&mask_map);
+  const auto init = [&] {
 #pragma unroll
     for (int slot = 0; slot < Spec::kSlots; ++slot) {
       ptx::mbarrier_init(shared.full(slot), 1);
@@ -245,8 +267,9 @@ __device__ __forceinline__ void bias_gradient(const BiasGradientParams& params, 
       ptx::mbarrier_init(shared.mask_empty(slot), 8);
     }
     ptx::mbarrier_init_fence();
-  }
-  ptx::barrier_sync_block();
+  };
+  const int warp = begin_warp(init, q_map, k_map, v_map, dout_map, mask_map);
+  const int warpgroup = warp / 4;
 
   if (warpgroup == 0) {
     ptx::setmaxnreg_dec<24>();

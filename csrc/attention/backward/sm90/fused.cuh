@@ -229,23 +229,34 @@ __device__ __forceinline__ void add_sums(const BackwardParams& params, const Fus
   }
 }
 
-template <typename Spec, MaskKind kMask = MaskKind::kRuntime>
+// An additive mask of dense rows and keys; map: dense, as the mask lies.
+struct StreamedMask {
+  const ptx::TensorMap& map;
+
+  // Of a block of queries the published tile's keys, on the barrier of the block.
+  template <typename Spec>
+  __device__ __forceinline__ void load(const BackwardParams& params, const SharedMemory<Spec>& shared, int stage,
+                                       int row, int head) const {
+    const typename Spec::MaskTile tile = FusedMemory<Spec>{shared.base}.mask(stage);
+    const ScoreOptions& options = params.score_options;
+    const int first_key = static_cast<int>(ptx::ld_shared_32(shared.produced_tile())) * Spec::kOwnRows;
+    const int sequence = static_cast<int>(ptx::ld_shared_32(shared.produced_tile() + 8));
+    const DenseCoordinates at{options.mask_stride_head == 0 ? 0 : head, options.mask_stride_batch == 0 ? 0 : sequence};
+#pragma unroll
+    for (int slab = 0; slab < Spec::MaskTile::kNumSlabs; ++slab) {
+      load_box(tile.slab(slab), map, shared.first_full(stage), first_key + slab * kSlabColumns, row, at,
+               ptx::CacheHint::kEvictNormal);  // heads and sequences may share it
+    }
+  }
+};
+
+template <typename Spec, MaskKind kMask = MaskKind::kRuntime, typename Mask = NoMask>
 __device__ __forceinline__ void fused_gradient(const BackwardParams& params, const ptx::TensorMap& q_map,
                                                const ptx::TensorMap& k_map, const ptx::TensorMap& v_map,
                                                const ptx::TensorMap& dout_map, const ptx::TensorMap& dk_map,
-                                               const ptx::TensorMap& dv_map) {
+                                               const ptx::TensorMap& dv_map, const Mask& mask = {}) {
   const FusedMemory<Spec> shared{ptx::dynamic_shared_memory()};
-  // The shuffle tells the compiler that the role is the same in the whole warp.
-  const int warp = ptx::shuffle_index(ptx::warp_index(), 0);
-  const int warpgroup = warp / 4;
-
-  if (warp == 0 && ptx::elect_one()) {
-    ptx::prefetch_tensor_map(&q_map);
-    ptx::prefetch_tensor_map(&k_map);
-    ptx::prefetch_tensor_map(&v_map);
-    ptx::prefetch_tensor_map(&dout_map);
-    ptx::prefetch_tensor_map(&dk_map);
-    ptx::prefetch_tensor_map(&dv_map);
+  const auto init = [&] {
 #pragma unroll
     for (int buffer = 0; buffer < Spec::kQueryBuffers; ++buffer) {
       ptx::mbarrier_init(shared.scores_full(buffer), 4 * Spec::kNumConsumers);
@@ -254,21 +265,22 @@ __device__ __forceinline__ void fused_gradient(const BackwardParams& params, con
       ptx::mbarrier_init(shared.sums_empty(buffer), 1);
     }
     init_barriers(shared);
-  }
-  ptx::barrier_sync_block();
+  };
+  const int warp = begin_warp(init, q_map, k_map, v_map, dout_map, dk_map, dv_map);
+  const int warpgroup = warp / 4;
   ptx::grid_launch_dependents();  // fused_convert waits for its partial's semaphore
 
   if (warpgroup == 0) {
     ptx::setmaxnreg_dec<Spec::kProducerRegisters>();
     if (warp == 0) {
       if constexpr (kMask == MaskKind::kRuntime) {
-        produce_varlen_queries<Spec>(params, shared, q_map, k_map, v_map, dout_map);
+        produce_varlen_queries<Spec>(params, shared, q_map, k_map, v_map, dout_map, mask);
       } else {
         produce_queries<Spec, kMask>(params, shared, q_map, k_map, v_map, dout_map);
       }
     } else if (kMask == MaskKind::kRuntime && warp == Spec::kQueryBuffers + 1) {
       if constexpr (kMask == MaskKind::kRuntime) produce_varlen_statistics<Spec>(params, shared, 0);
-    } else if (warp <= Spec::kQueryBuffers && ptx::elect_one()) {
+    } else if (warp <= Spec::kSumBuffers && ptx::elect_one()) {
       add_sums(params, shared, warp - 1);
     }
   } else if constexpr (Spec::kIsWide) {
@@ -281,6 +293,14 @@ __device__ __forceinline__ void fused_gradient(const BackwardParams& params, con
     ptx::setmaxnreg_inc<Spec::kConsumerRegisters>();
     FusedConsumer<Spec, kMask>(params, shared, warpgroup - 1).run(dk_map, dv_map);
   }
+}
+
+template <typename Spec>
+__device__ __forceinline__ void fused_gradient_mask(const BackwardParams& params, const ptx::TensorMap& q_map,
+                                                    const ptx::TensorMap& k_map, const ptx::TensorMap& v_map,
+                                                    const ptx::TensorMap& dout_map, const ptx::TensorMap& dk_map,
+                                                    const ptx::TensorMap& dv_map, const ptx::TensorMap& mask_map) {
+  fused_gradient<Spec>(params, q_map, k_map, v_map, dout_map, dk_map, dv_map, StreamedMask{mask_map});
 }
 
 template <typename Spec>

@@ -14,8 +14,9 @@ namespace backward {
 namespace sm90 {
 
 // As the spec of dk and dv, with 16 warps: producer and reducing warps, two consumers, the warpgroup of dq; or with 12, without the last.
+//   kIsMasked_   an additive mask's blocks are stages of the ring, too, beside those of Q and dO
 template <typename Element, int kHeadDim, int kBlockM, int kBlockN, int kNumStages, int kNumWarps_,
-          bool kIsVarlen_ = false, int kAlibi_ = 0>
+          bool kIsVarlen_ = false, int kAlibi_ = 0, bool kIsMasked_ = false>
 struct FusedSpec : KeyValueGradientSpec<Element, kHeadDim, kBlockM, kBlockN, kNumStages, 12, 0, 0, kIsVarlen_> {
   using Base = KeyValueGradientSpec<Element, kHeadDim, kBlockM, kBlockN, kNumStages, 12, 0, 0, kIsVarlen_>;
   static constexpr bool kHasAlibi = kAlibi_ != 0;  // without a softcap, unlike in the split form
@@ -32,13 +33,17 @@ struct FusedSpec : KeyValueGradientSpec<Element, kHeadDim, kBlockM, kBlockN, kNu
   static constexpr int kConsumerRegisters = kIsWide ? 240 : 208;
   static constexpr int kQueryRegisters = 64;
 
-  static constexpr int kQueryBuffers = 2;          // of dS^T, and of dQ
-  using ScoreTile = SharedTile<kBlockN, kBlockM>;  // dS^T of a block
+  static constexpr int kQueryBuffers = 2;                            // of dS^T, and of dQ:
+  static constexpr int kSumBuffers = kIsMasked_ && kIsWide ? 1 : 2;  // a mask takes the second one's place
+  using ScoreTile = SharedTile<kBlockN, kBlockM>;                    // dS^T of a block
   static constexpr int kScoreBytes = ScoreTile::kBytes;
   static constexpr int kQueryBytes = kBlockM * kHeadDim * 4;  // dQ of a block
   static constexpr int kScoreOffset = (Base::kSharedBytes + 1023) / 1024 * 1024;
   static constexpr int kQueryOffset = kScoreOffset + kQueryBuffers * kScoreBytes;
-  static constexpr int kScoreBarrierOffset = kQueryOffset + kQueryBuffers * kQueryBytes;
+  using MaskTile = SharedTile<kBlockM, kBlockN>;  // a slab for each consumer
+  static constexpr int kMaskBytes = kIsMasked_ ? MaskTile::kBytes : 0;
+  static constexpr int kMaskOffset = kQueryOffset + kSumBuffers * kQueryBytes;
+  static constexpr int kScoreBarrierOffset = kMaskOffset + kNumStages * kMaskBytes;
   static constexpr int kSharedBytes = kScoreBarrierOffset + kQueryBuffers * (4 * 8 + 16);
   static_assert(kSharedBytes <= 232448, "sm_90 gives a block at most 227 KiB");
 };
@@ -52,6 +57,10 @@ template <typename Element, int kHeadDim, int kBlockM, int kBlockN, int kNumStag
 struct DropoutFusedSpec : VarlenFusedSpec<Element, kHeadDim, kBlockM, kBlockN, kNumStages, kNumWarps, kAlibi> {
   static constexpr bool kHasDropout = true;
 };
+
+// Likewise, with an additive mask that has an element for each row and key; without a softcap.
+template <typename Element, int kHeadDim, int kBlockM, int kBlockN, int kNumStages, int kNumWarps>
+using MaskFusedSpec = FusedSpec<Element, kHeadDim, kBlockM, kBlockN, kNumStages, kNumWarps, true, 0, true>;
 
 template <typename Spec>
 struct FusedMemory : SharedMemory<Spec> {
@@ -68,6 +77,10 @@ struct FusedMemory : SharedMemory<Spec> {
   // A partial of dq, in the order of FusedQueries::hand_over.
   __device__ __forceinline__ unsigned char* query_sums(int buffer) const {
     return base + Spec::kQueryOffset + buffer * Spec::kQueryBytes;
+  }
+  // [64 queries][128 keys] of the mask, of the block in first(stage).
+  __device__ __forceinline__ typename Spec::MaskTile mask(int stage) const {
+    return {base + Spec::kMaskOffset + stage * Spec::kMaskBytes};
   }
   __device__ __forceinline__ ptx::Mbarrier* scores_full(int buffer) const {
     return reinterpret_cast<ptx::Mbarrier*>(base + Spec::kScoreBarrierOffset) + buffer;
@@ -167,16 +180,69 @@ struct BlockAlibi<Spec, true> : Alibi {
   }
 };
 
+// Of a stage's mask a consumer's 64 keys; empty without a mask.
+template <typename Spec, bool kHasMask = (Spec::kMaskBytes > 0)>
+struct BlockMask {
+  __device__ __forceinline__ BlockMask(const FusedMemory<Spec>&, int, int) {}
+};
+template <typename Spec>
+struct BlockMask<Spec, true> {
+  using Element = typename Spec::Element;
+  const unsigned char* lane_smem;  // the lane's eight keys, of the first of its queries
+
+  __device__ __forceinline__ BlockMask(const FusedMemory<Spec>& shared, int stage, int consumer) {
+    const int lane = ptx::recompute(ptx::lane_index());  // no address lives through the loop
+    const int query = lane / 16 * 8 + lane % 8;
+    const int chunk = ptx::warp_index() % 4 * 2 + lane / 8 % 2;
+    lane_smem = shared.mask(stage).slab(consumer) + query * kSlabRowBytes + (chunk ^ (query % 8)) * 16;
+  }
+  // scores (S^T) to P^T of all keys and queries.
+  __device__ __forceinline__ void weigh(const BackwardParams& params, float (&scores)[Spec::kStreamRows / 2],
+                                        const float (&lse_log2)[Spec::kStreamRows / 4]) const {
+#pragma unroll
+    for (int step = 0; step < Spec::kStreamRows / 16; ++step) {
+      uint32_t values[4];  // of 8 queries the first 8 keys, and the other 8; of the next 8 queries
+      ptx::ldmatrix_x4_trans(values, lane_smem + step * 16 * kSlabRowBytes);
+#pragma unroll
+      for (int pair = 0; pair < 4; ++pair) {
+        const float2 value = unpack<Element>(values[pair]);
+        const int first = 8 * step + pair / 2 * 4 + pair % 2 * 2;
+#pragma unroll
+        for (int c = 0; c < 2; ++c) {
+          float& score = scores[first + c];
+          const float exponent = ptx::fma_rn(score, params.scale_log2, -lse_log2[first / 4 * 2 + c]);
+          // P is at most 1, but for scores near the lowest float the difference is rounding error.
+          score = ptx::exp2_approx(min(ptx::fma_rn(c == 0 ? value.x : value.y, kLog2E, exponent), 0.0f));
+        }
+      }
+    }
+  }
+};
+
 // scores (S^T) to P^T. Unlike in the kernel of dk and dv, a key past the last must have P 0: its dS is a factor of dQ.
 template <typename Spec, MaskKind kMask, bool kIsMasked>
 __device__ __forceinline__ void fused_exponentials(const BackwardParams& params, float (&scores)[Spec::kStreamRows / 2],
                                                    const float (&lse_log2)[Spec::kStreamRows / 4],
-                                                   const BlockAlibi<Spec>& alibi, const BlockCoordinates& coordinates) {
+                                                   const BlockAlibi<Spec>& alibi, const BlockMask<Spec>& mask,
+                                                   const BlockCoordinates& coordinates) {
   if constexpr (Spec::kHasAlibi) {
 #pragma unroll
     for (int i = 0; i < Spec::kStreamRows / 2; ++i) {
       scores[i] = alibi.add(scores[i], i / 2 % 2, 8 * (i / 4) + i % 2);
     }
+  }
+  if constexpr (Spec::kMaskBytes > 0) {
+    mask.weigh(params, scores, lse_log2);
+    if constexpr (kIsMasked) {
+      KeyRange visible[2] = {{0, 0}, {0, 0}};
+      visible_columns<Spec, kMask>(visible, params, coordinates);
+#pragma unroll
+      for (int i = 0; i < Spec::kStreamRows / 2; ++i) {
+        const int column = 8 * (i / 4) + i % 2;
+        if (column < visible[i / 2 % 2].begin || column >= visible[i / 2 % 2].end) scores[i] = 0.0f;
+      }
+    }
+    return;
   }
   if constexpr (kMask == MaskKind::kRuntime)
     return exponentials<Spec, kMask, kIsMasked>(params, scores, lse_log2, coordinates);
@@ -299,6 +365,7 @@ struct FusedConsumer {
         kIsVarlen ? ptx::recompute(at.stage * Spec::kStatisticsBytes) : at.stage * Spec::kStatisticsBytes;
     const BlockAlibi<Spec> alibi(params, coordinates);
     const BlockDropout<Spec> dropout(tile_dropout, coordinates);
+    const BlockMask<Spec> mask(shared, at.stage, consumer);
     wait_block();
     load_columns<Spec>(lse_log2, shared.statistics(0) + statistics);
     issue_product<Element>(scores, own_k, q.k_major());
@@ -315,10 +382,10 @@ struct FusedConsumer {
       // Varlen: what follows from the block is computed here, not ahead of the branch for every block.
       const int block = kIsVarlen ? ptx::recompute(coordinates.block) : coordinates.block;
       fused_exponentials<Spec, kMask, true>(
-          params, scores, lse_log2, alibi,
+          params, scores, lse_log2, alibi, mask,
           BlockCoordinates{coordinates.tile_smem, coordinates.head, coordinates.first_key, block});
     } else {
-      fused_exponentials<Spec, kMask, false>(params, scores, lse_log2, alibi, coordinates);
+      fused_exponentials<Spec, kMask, false>(params, scores, lse_log2, alibi, mask, coordinates);
     }
     load_columns<Spec>(row_dot, shared.statistics(at.stage) + Spec::kStreamRows * 4);
     pack_operand<Element>(p_packed, scores);

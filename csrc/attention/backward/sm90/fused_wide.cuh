@@ -43,6 +43,10 @@ struct WideFusedConsumer {
   RingPosition<Spec::kFirstStages> used;     // the oldest that has not been released: `at`, or one behind
   RingPosition<Spec::kQueryBuffers> handed;  // of dS^T, and of what is added
 
+  // Of what is added where it has one buffer: it turns with each block, as the stage of two does.
+  __device__ __forceinline__ int sums_stage() const { return Spec::kSumBuffers == 1 ? 0 : handed.stage; }
+  __device__ __forceinline__ int sums_parity() const { return Spec::kSumBuffers == 1 ? handed.stage : handed.parity; }
+
   __device__ __forceinline__ WideFusedConsumer(const BackwardParams& params_, const FusedMemory<Spec>& shared_,
                                                int consumer_)
       : params(params_), shared(shared_), consumer(consumer_) {}
@@ -78,10 +82,10 @@ struct WideFusedConsumer {
 
   // To the reducing warp: this consumer's half of a partial, in the order of FusedQueries::hand_over.
   __device__ __forceinline__ void hand_over(const float (&sums)[kSums], const BlockCoordinates& coordinates) {
-    // Hazard: the buffer is still read by the sum of two blocks ago.
-    ptx::mbarrier_wait(shared.sums_empty(handed.stage), handed.parity ^ 1);
+    // Hazard: the buffer is still read by the sum before it.
+    ptx::mbarrier_wait(shared.sums_empty(sums_stage()), sums_parity() ^ 1);
     const int thread = ptx::recompute(ptx::thread_index()) % 128;
-    unsigned char* mine = shared.query_sums(handed.stage) + consumer * (Spec::kQueryBytes / 2) + thread * 16;
+    unsigned char* mine = shared.query_sums(sums_stage()) + consumer * (Spec::kQueryBytes / 2) + thread * 16;
 #pragma unroll
     for (int j = 0; j < kSums / 4; ++j) {
       const uint32_t words[4] = {ptx::float_bits(sums[4 * j]), ptx::float_bits(sums[4 * j + 1]),
@@ -99,10 +103,10 @@ struct WideFusedConsumer {
   }
   __device__ __forceinline__ void note_partial(int partial, int rank) const {
     const uint32_t words[4] = {static_cast<uint32_t>(partial), static_cast<uint32_t>(rank), 0, 0};
-    ptx::st_shared_128(shared.partial_record(handed.stage), words);
+    ptx::st_shared_128(shared.partial_record(sums_stage()), words);
   }
   __device__ __forceinline__ void pass() {
-    release(shared.sums_full(handed.stage));
+    release(shared.sums_full(sums_stage()));
     handed.advance();
   }
 
@@ -116,6 +120,7 @@ struct WideFusedConsumer {
     float row_dot[Product::kColumns];
     const BlockAlibi<Spec> alibi(params, coordinates);
     const BlockDropout<Spec> dropout(tile_dropout, coordinates);
+    const BlockMask<Spec> mask(shared, at.stage, consumer);
     wait_block();
     load_columns<Spec>(lse_log2, shared.statistics(at.stage));
     issue_product<Element, Product::kSteps>(scores, shared.own_first(consumer).k_major(),
@@ -129,9 +134,9 @@ struct WideFusedConsumer {
     ptx::wgmma_wait<1>();  // S^T
     ptx::wgmma_fence_operands(scores);
     if (is_masked) {
-      fused_exponentials<Spec, kMask, true>(params, scores, lse_log2, alibi, coordinates);
+      fused_exponentials<Spec, kMask, true>(params, scores, lse_log2, alibi, mask, coordinates);
     } else {
-      fused_exponentials<Spec, kMask, false>(params, scores, lse_log2, alibi, coordinates);
+      fused_exponentials<Spec, kMask, false>(params, scores, lse_log2, alibi, mask, coordinates);
     }
     load_columns<Spec>(row_dot, shared.statistics(at.stage) + Spec::kStreamRows * 4);
     pack_operand<Element>(p_packed, scores);
@@ -214,8 +219,8 @@ struct WideFusedConsumer {
       }
     }
 #pragma unroll
-    for (int i = 0; i < Spec::kQueryBuffers; ++i) {
-      ptx::mbarrier_wait(shared.sums_empty(handed.stage), handed.parity ^ 1);
+    for (int i = 0; i < Spec::kSumBuffers; ++i) {
+      ptx::mbarrier_wait(shared.sums_empty(sums_stage()), sums_parity() ^ 1);
       if (consumer == 0 && ptx::thread_index() % 128 == 0) note_partial(-1, 0);
       pass();
     }

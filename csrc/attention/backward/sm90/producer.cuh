@@ -44,7 +44,7 @@ __device__ __forceinline__ void load_block(const SharedMemory<Spec>& shared,
   ptx::Mbarrier* full = shared.first_full(first.stage);
   if constexpr (Spec::kIsPaired) {
     ptx::mbarrier_wait(shared.first_empty(first.stage), first.parity ^ 1);
-    ptx::mbarrier_arrive_expect_tx(full, Spec::StreamTile::kBytes + Spec::StreamSecondTile::kBytes);
+    ptx::mbarrier_arrive_expect_tx(full, Spec::StreamTile::kBytes + Spec::StreamSecondTile::kBytes + Spec::kMaskBytes);
     copy_stream(shared.first(first.stage), first_map, full, row, first_at);
     copy_stream(shared.second(second.stage), second_map, full, row, second_at);
   } else {

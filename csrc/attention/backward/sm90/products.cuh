@@ -14,6 +14,7 @@
 #include "ptx/barrier.cuh"
 #include "ptx/fence.cuh"
 #include "ptx/math.cuh"
+#include "ptx/shuffle.cuh"
 #include "ptx/special_registers.cuh"
 #include "ptx/stmatrix.cuh"
 #include "ptx/tma.cuh"
@@ -81,6 +82,19 @@ struct Yes {
 struct No {
   static constexpr bool value = false;
 };
+
+// How every kernel here begins: one thread has the maps fetched and the barriers initialised. The warp.
+template <typename InitBarriers, typename... Maps>
+__device__ __forceinline__ int begin_warp(InitBarriers init, const Maps&... maps) {
+  // The shuffle tells the compiler that the role is the same in the whole warp.
+  const int warp = ptx::shuffle_index(ptx::warp_index(), 0);
+  if (warp == 0 && ptx::elect_one()) {
+    (ptx::prefetch_tensor_map(&maps), ...);
+    init();
+  }
+  ptx::barrier_sync_block();
+  return warp;
+}
 
 // One arrival per warp: its wgmma_wait ensures that its share of the product has read the buffer; the warp barrier, that
 // every lane has read what it loads itself before the first lane arrives.

@@ -449,19 +449,8 @@ __device__ __forceinline__ void query_gradient(const BackwardParams& params, con
                                                const ptx::TensorMap& k_map, const ptx::TensorMap& v_map,
                                                const ptx::TensorMap& dout_map, const ptx::TensorMap& dq_map) {
   const SharedMemory<Spec> shared{ptx::dynamic_shared_memory()};
-  // The shuffle tells the compiler that the role is the same in the whole warp.
-  const int warp = ptx::shuffle_index(ptx::warp_index(), 0);
+  const int warp = begin_warp([&] { init_barriers(shared); }, q_map, k_map, v_map, dout_map, dq_map);
   const int warpgroup = warp / 4;
-
-  if (warp == 0 && ptx::elect_one()) {
-    ptx::prefetch_tensor_map(&q_map);
-    ptx::prefetch_tensor_map(&k_map);
-    ptx::prefetch_tensor_map(&v_map);
-    ptx::prefetch_tensor_map(&dout_map);
-    ptx::prefetch_tensor_map(&dq_map);
-    init_barriers(shared);
-  }
-  ptx::barrier_sync_block();
 
   if (warpgroup == 0) {
     ptx::setmaxnreg_dec<Spec::kProducerRegisters>();

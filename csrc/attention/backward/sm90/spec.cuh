@@ -49,6 +49,7 @@ struct TileSpec {
   static constexpr bool kHasScoreMod = kScores_ != 0;
   static constexpr bool kHasAlibi = kScores_ == 2;
   static constexpr bool kServesPlain = false;
+  static constexpr int kMaskBytes = 0;             // of a block of a mask tensor in its stage: see MaskFusedSpec
   static constexpr bool kOrdersReduction = false;  // tiles of a head add to dq in a fixed order: see fused.cuh
   static constexpr int kTileReaders =
       kIsVarlen_ && kHasStatistics_ ? 2 : 0;  // warps beside the consumers that read the first own tile's record

@@ -16,6 +16,7 @@ namespace sm90 {
 using attention::sm90::kElementBytes;
 using attention::sm90::kSlabColumns;
 using attention::sm90::kWarpgroupRows;
+using attention::sm90::mask_map;
 using attention::sm90::tensor_map_arguments;
 using attention::sm90::TensorMapArguments;
 
@@ -129,6 +130,13 @@ inline VarlenKeyValueGradientTensorMaps varlen_key_value_gradient_tensor_maps(co
   return varlen_key_value_gradient_tensor_maps(params.backward, block_m);
 }
 
+struct MaskFusedTensorMaps : VarlenKeyValueGradientTensorMaps {
+  TensorMapArguments mask;
+};
+inline MaskFusedTensorMaps mask_fused_tensor_maps(const BackwardParams& params, int block_m) {
+  return MaskFusedTensorMaps{varlen_key_value_gradient_tensor_maps(params, block_m), mask_map(params, block_m)};
+}
+
 // Dense. Boxes of block_n rows, which are as many as block_m.
 struct BiasGradientTensorMaps {
   TensorMapArguments q;
@@ -139,13 +147,11 @@ struct BiasGradientTensorMaps {
 };
 inline BiasGradientTensorMaps bias_gradient_tensor_maps(const BiasGradientParams& params, int block_n) {
   const BackwardParams& p = params.launched.backward;
-  const ScoreOptions& options = p.score_options;
-  const Strides mask{options.mask_stride_batch, options.mask_stride_head, options.mask_stride_row};
   return BiasGradientTensorMaps{
       query_map(p, p.q, p.q_stride, block_n), key_map(p, p.k, p.k_stride, block_n),
       tensor_map_arguments(p.v, p.v_stride, p.head_dim_v, p.seq_k, p.heads_kv, p.batch, block_n),
       tensor_map_arguments(p.dout, p.dout_stride, p.head_dim_v, p.seq_q, p.heads_q, p.batch, block_n),
-      tensor_map_arguments(options.mask, mask, p.seq_k, p.seq_q, params.heads, params.batches, block_n)};
+      mask_map(p.score_options, p.seq_k, p.seq_q, params.heads, params.batches, block_n)};
 }
 
 }  // namespace sm90

@@ -224,12 +224,18 @@ __device__ __forceinline__ void produce_varlen_keys(const BackwardParams& params
   if (ptx::elect_one()) end_work<Spec, MaskKind::kRuntime>(shared, own_parity);
 }
 
+struct NoMask {
+  template <typename Spec>
+  __device__ __forceinline__ void load(const BackwardParams&, const SharedMemory<Spec>&, int, int, int) const {}
+};
+
 // Of the kernel of dk and dv, in the order of produce_queries; the statistics are another warp's. Keys that no query sees have no
 // block.
-template <typename Spec>
+template <typename Spec, typename Mask = NoMask>
 __device__ __forceinline__ void produce_varlen_queries(const BackwardParams& params, const SharedMemory<Spec>& shared,
                                                        const ptx::TensorMap& q_map, const ptx::TensorMap& k_map,
-                                                       const ptx::TensorMap& v_map, const ptx::TensorMap& dout_map) {
+                                                       const ptx::TensorMap& v_map, const ptx::TensorMap& dout_map,
+                                                       const Mask& mask = {}) {
   const VarlenSchedule<Spec, true> schedule(params, shared);
   RingPosition<Spec::kFirstStages> at;  // both rings have as many stages
   int own_parity = 0;
@@ -255,6 +261,7 @@ __device__ __forceinline__ void produce_varlen_queries(const BackwardParams& par
           next_number = next_tile<Spec>(params.tile_counter, schedule.num_tiles(), number);
         }
         load_block<Spec>(shared, at, at, q_map, dout_map, block * Spec::kStreamRows, query_at, dout_at);
+        mask.load(params, shared, at.stage, block * Spec::kStreamRows, query_at.head);
         if (!own_is_loaded) load_noted<Spec, true>(params, shared, k_map, v_map, own_parity);
         own_is_loaded = true;
         at.advance();

@@ -27,6 +27,8 @@
 #include "device/reduce.cuh"
 #include "device/ring.cuh"
 #include "device/warpgroup_product.cuh"
+#include "ptx/barrier.cuh"
+#include "ptx/ldmatrix.cuh"
 #include "ptx/special_registers.cuh"
 #include "ptx/wgmma.cuh"
 
@@ -66,7 +68,8 @@ struct Consumer {
         is_first_lane(ptx::lane_index() == 0),
         is_capped(Spec::kHasScoreMod && params_.score_options.mask_type == MaskTensor::kNone &&
                   params_.is_consistent == 0),
-        scale_log2(Spec::kHasScoreMod && params_.score_options.mask_type == MaskTensor::kAdditive
+        scale_log2(Spec::kStreamsMask ||
+                           (Spec::kHasScoreMod && params_.score_options.mask_type == MaskTensor::kAdditive)
                        ? 1.0f
                        : params_.scale_log2) {}
 
@@ -161,6 +164,31 @@ struct Consumer {
     }
   }
 
+  // Of a stage that has both: the mask's values are read from it before it is released.
+  __device__ __forceinline__ void add_streamed_mask(float (&scores)[kScores]) {
+    if constexpr (Spec::kStreamsMask) {
+      const ScoreOptions& options = params.score_options;
+      const float value_factor = options.mask_factor * params.scale_log2;
+      const auto tile = shared.mask(key.stage, consumer);
+      const int lane = ptx::lane_index();
+      const int row = ptx::warp_index() % 4 * 16 + lane % 16;
+#pragma unroll
+      for (int step = 0; step < Spec::kBlockN / 16; ++step) {
+        uint32_t values[4];  // of 8 keys the first 8 rows, and the other 8; of the next 8 keys
+        ptx::ldmatrix_x4(values, tile.chunk(row, step / 4, step % 4 * 2 + lane / 16));
+#pragma unroll
+        for (int pair = 0; pair < 4; ++pair) {
+          const float2 both = unpack<Element>(values[pair]);
+          float* first = &scores[8 * step + pair / 2 * 4 + pair % 2 * 2];
+          add_mask_value(first[0], both.x, params.scale_log2, value_factor);
+          add_mask_value(first[1], both.y, params.scale_log2, value_factor);
+        }
+      }
+      ptx::warp_sync();  // all lanes have read it before the first one can release it
+      release_key();
+    }
+  }
+
   // ALiBi, and the softcap before it.
   __device__ __forceinline__ RisingRows apply_alibi(float (&scores)[kScores], const Tile<kMask>& tile,
                                                     int block) const {
@@ -201,6 +229,16 @@ struct Consumer {
     }
   };
 
+  struct Streamed {
+    static __device__ __forceinline__ bool apply(Consumer& to, float (&scores)[kScores], RowState& rows,
+                                                 float (&rescale)[2], const Tile<kMask>& tile, int block,
+                                                 bool is_masked) {
+      to.add_streamed_mask(scores);
+      if (is_masked) to.mask_block(scores, tile, block);
+      return online_softmax<Spec::kBlockN, true>(scores, rows, rescale, to.scale_log2);
+    }
+  };
+
   template <bool kIsMasked>
   struct WithAlibi {
     static __device__ __forceinline__ bool apply(const Consumer& to, float (&scores)[kScores], RowState& rows,
@@ -226,7 +264,7 @@ struct Consumer {
 
     ptx::wgmma_wait<1>();
     ptx::wgmma_fence_operands(scores);
-    release_key();
+    if constexpr (!Spec::kStreamsMask) release_key();
     float rescale[2];
     const bool moved = Policy::apply(*this, scores, rows, rescale, tile, block, is_masked);
 
@@ -295,8 +333,9 @@ struct Consumer {
       issue_scores(scores);
       ptx::wgmma_wait<0>();
       ptx::wgmma_fence_operands(scores);
-      release_key();
+      if constexpr (!Spec::kStreamsMask) release_key();
       release_output();
+      add_streamed_mask(scores);
       if constexpr (Spec::kHasScoreMod) {
         if (!is_capped) modify_scores(scores, tile, block);
       }
@@ -338,6 +377,10 @@ struct Consumer {
       if constexpr (Spec::kHasAlibi) {
         steps([&] { step<WithAlibi<true>>(output, probabilities, rows, dropout, tile, block); },
               [&] { step<WithAlibi<false>>(output, probabilities, rows, dropout, tile, block); });
+      } else if constexpr (Spec::kStreamsMask) {
+        for (; block < own.end; ++block) {
+          step<Streamed>(output, probabilities, rows, dropout, tile, block, needs_mask(full, block));
+        }
       } else if constexpr (!Spec::kHasScoreMod) {
         steps([&] { step<Plain<true>>(output, probabilities, rows, dropout, tile, block); },
               [&] { step<Plain<false>>(output, probabilities, rows, dropout, tile, block); });

@@ -17,6 +17,13 @@ namespace flashmoe {
 namespace attention {
 namespace sm90 {
 
+// score becomes score * factor + value * value_factor; the product is held to the range of float, unless the value is infinite.
+__device__ __forceinline__ void add_mask_value(float& score, float value, float factor, float value_factor) {
+  constexpr float kLargest = 3.0e38f;
+  const float held = ptx::max_ftz(value * value_factor, -kLargest);
+  score = ptx::fma_rn(score, factor, value == ptx::negative_infinity() ? value : held);
+}
+
 // Where a mask tensor has the scores of this thread: two rows, of keys two neighbours in every eight from first_key on. Row by row, so
 // that only one row's loads wait in registers.
 template <typename Element>
@@ -74,14 +81,9 @@ struct MaskReader {
     }
   }
 
-  // scores become score * factor + value * value_factor; the product is held to the range of float, unless the value is infinite.
   template <int kN>
   __device__ __forceinline__ void add(float (&scores)[kN / 2], int first_row, float factor, float value_factor) const {
-    constexpr float kLargest = 3.0e38f;
-    const auto sum = [&](float& score, float value) {
-      const float held = ptx::max_ftz(value * value_factor, -kLargest);
-      score = ptx::fma_rn(score, factor, value == ptx::negative_infinity() ? value : held);
-    };
+    const auto sum = [&](float& score, float value) { add_mask_value(score, value, factor, value_factor); };
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       const unsigned char* gmem = row_of<2>(minimum(first_row + 8 * r, tile.rows - 1));

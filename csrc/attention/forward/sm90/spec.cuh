@@ -41,6 +41,7 @@ struct ForwardSpec {
   static constexpr bool kConvertsCodes = false;  // of a cache of them (varlen/converter.cuh)
   static constexpr bool kIsTight = false;        // no register is held for what can be read or computed again
   static constexpr bool kIsFolded = false;       // of chunks (varlen/folded.cuh)
+  static constexpr bool kStreamsMask = false;    // an additive mask's blocks come with K's (varlen/spec.cuh)
 
   static constexpr int kNumConsumers = kBlockM / 64;
   static constexpr int kNumThreads = kNumWarps * 32;
@@ -138,6 +139,11 @@ struct SharedMemory {
   }
   __device__ __forceinline__ ptx::Mbarrier* tail_full(int slot) const { return next_tile_full(2 + slot); }
   __device__ __forceinline__ ptx::Mbarrier* next_tile_wanted() const { return next_tile_full(4); }
+  // Of kernels that stream a mask: a block's keys of the rows of warpgroup `consumer`; guarded by K's barriers.
+  template <typename Own = Spec>
+  __device__ __forceinline__ typename Own::MaskTile mask(int stage, int consumer) const {
+    return {base + Own::kMaskOffset + (stage * Spec::kNumConsumers + consumer) * Own::MaskTile::kBytes};
+  }
   // Of kernels over a cache of codes. What the copy engine brings of K and of V (varlen/spec.cuh), and the block that it belongs to.
   template <typename Own = Spec>
   __device__ __forceinline__ typename Own::CodeTile codes(int slot) const {

@@ -53,6 +53,20 @@ inline TensorMapArguments tensor_map_arguments(const void* address, const Stride
       {1, 1, 1, 1}};
 }
 
+// Of an additive mask [batches, heads, rows, keys], by the strides of its options.
+inline TensorMapArguments mask_map(const ScoreOptions& options, int keys, int rows, int heads, int batches,
+                                   int box_rows) {
+  const Strides strides{options.mask_stride_batch, options.mask_stride_head, options.mask_stride_row};
+  return tensor_map_arguments(options.mask, strides, keys, rows, heads, batches, box_rows);
+}
+// Of a call: a stride of 0 is one matrix for all.
+template <typename Params>
+TensorMapArguments mask_map(const Params& params, int box_rows) {
+  const ScoreOptions& options = params.score_options;
+  return mask_map(options, params.seq_k, params.seq_q, options.mask_stride_head == 0 ? 1 : params.heads_q,
+                  options.mask_stride_batch == 0 ? 1 : params.batch, box_rows);
+}
+
 // block_n: the kernel's own, from the kernel table.
 inline ForwardTensorMaps forward_tensor_maps(const ForwardParams& params, int block_n) {
   return ForwardTensorMaps{tensor_map_arguments(params.q, params.q_stride, params.head_dim, params.seq_q,

@@ -8,6 +8,7 @@ from flashmoe_tools.operations.serving.emulation import append, decode, e4m3, fo
 RUNNERS = {
     "attention_varlen_forward": forward.RUNNER,
     "attention_dropout_forward": forward.RUNNER,
+    "attention_mask_forward": forward.RUNNER,
     "attention_chunk_forward": forward.CHUNK_RUNNER,
     "attention_decode": decode.RUNNER,
     "attention_decode_scores": ordered.SCORES,

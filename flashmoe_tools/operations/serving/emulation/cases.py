@@ -44,6 +44,9 @@ def problems(unit: Unit) -> Iterator[VarlenProblem]:
             if has_alibi or unit.row.family != "sm90" or not problem.has_score_functions:
                 yield problem
         return
+    if unit.row.operation == MASK:
+        yield from streamed_masks(unit, FEW)
+        return
     if adds_alibi(unit.row.options):
         yield from _with_alibi(_prefill(unit))
         return
@@ -63,6 +66,30 @@ def problems(unit: Unit) -> Iterator[VarlenProblem]:
             if problem.name not in names and not is_split:
                 continue
         yield replace(problem, data_seed=seed)
+
+
+MASK = "attention_mask_forward"
+
+
+def streamed_masks(unit: Unit, few: tuple[str, ...]) -> Iterator[VarlenProblem]:
+    """Dense, with a mask of each sequence and head, of one sequence, of one head, and of one of both; ``few``: of a bf16 kernel."""
+    m, n, dim = unit.row.block_m, unit.row.block_n, unit.row.axes["head_dim"]
+
+    def base(name: str, rows: tuple[int, ...], keys: tuple[int, ...]) -> VarlenProblem:
+        sizes = (rows, keys, 2, 2, dim, dim, Rows.DENSE, Keys.DENSE)
+        return VarlenProblem(name, unit.dtype, *sizes, mask=MaskTensor.ADDITIVE, has_counter=True)
+
+    short = base("full", (2 * m + 7,) * 2, (n + 70,) * 2)
+    window = base("window", (4 * m,) * 2, (4 * m + 5,) * 2)
+    found = [
+        replace(base("ragged", (m + 3,) * 2, (2 * n + 9,) * 2), right=0),
+        replace(short, head_dim=dim // 2 + 8, head_dim_v=dim // 2 - 8, mask_broadcast=(True, False, False)),
+        replace(window, left=70, right=3, has_sinks=True, heads_kv=1, mask_broadcast=(False, True, False)),
+        replace(base("dense", (m + 3,) * 3, (n, n + 1, 0)), heads_q=4, mask_broadcast=(True, True, False)),
+    ]
+    for seed, problem in enumerate(found):
+        if unit.dtype == "f16" or problem.name in few:
+            yield replace(problem, data_seed=seed)
 
 
 DROPOUT = "attention_dropout_forward"

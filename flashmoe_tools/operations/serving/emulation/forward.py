@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from flashmoe_tools.operations.attention.emulation import recurrence
 from flashmoe_tools.operations.attention.emulation.forward import merge
 from flashmoe_tools.operations.attention.emulation.problem import lse_bound
 from flashmoe_tools.operations.attention.reference import ScoreOptions
-from flashmoe_tools.operations.serving.emulation.cases import chunks, problems
+from flashmoe_tools.operations.serving.emulation.cases import MASK, chunks, problems
 from flashmoe_tools.operations.serving.emulation.problem import (
     LOG2E,
     SPARE_ROWS,
@@ -134,8 +135,17 @@ def row_blocks(p: VarlenProblem, block_m: int) -> int:
     return min(math.ceil((sum(p.rows) + 2 * SPARE_ROWS) / block_m) + len(p.rows), of_longest)
 
 
+def with_loadable_mask(tensors: Tensors, p: VarlenProblem) -> Tensors:
+    """Its rows begin at multiples of 16 bytes, as a tensor map needs; what is behind a row is NaN."""
+    assert tensors.mask is not None
+    own = tensors.mask[: 1 if p.mask_broadcast[0] else None, : 1 if p.mask_broadcast[1] else None]
+    padded = torch.nn.functional.pad(own, (0, -own.shape[-1] % 8), value=NAN)
+    return replace(tensors, mask=padded[..., : own.shape[-1]].expand(tensors.mask.shape))
+
+
 def trial(unit: Unit, problem: VarlenProblem) -> Trial:
-    return trial_on(unit, problem, build(problem))
+    tensors = build(problem)
+    return trial_on(unit, problem, with_loadable_mask(tensors, problem) if unit.row.operation == MASK else tensors)
 
 
 def trial_on(unit: Unit, p: VarlenProblem, tensors: Tensors) -> Trial:

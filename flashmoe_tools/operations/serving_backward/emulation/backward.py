@@ -15,11 +15,11 @@ import torch
 from flashmoe_build.emulation.compare import Expected, touched, worst_element
 from flashmoe_build.emulation.runner import Buffer, Launch, Runner, Trial, counter, output
 from flashmoe_tools.operations.attention_backward.emulation.backward import shares_weights
-from flashmoe_tools.operations.serving.emulation.forward import sizes, strides, with_dropout
+from flashmoe_tools.operations.serving.emulation.forward import sizes, strides, with_dropout, with_loadable_mask
 from flashmoe_tools.operations.serving.emulation.problem import SPARE_ROWS, Keys, Rows, VarlenProblem
 from flashmoe_tools.operations.serving.emulation.reference import attend
 from flashmoe_tools.operations.serving.emulation.tensors import NAN, Tensors, build
-from flashmoe_tools.operations.serving_backward.emulation.cases import DROPOUT_FUSED, FUSED, problems
+from flashmoe_tools.operations.serving_backward.emulation.cases import DROPOUT_FUSED, FUSED, MASK_FUSED, problems
 from flashmoe_tools.operations.serving_backward.emulation.fused import RaggedPartials
 from flashmoe_tools.tables import Unit
 
@@ -31,6 +31,7 @@ RESULTS = {
     "attention_dropout_backward_dkv": ("dk", "dv"),
     FUSED: ("dk", "dv"),  # and the partials of dq
     DROPOUT_FUSED: ("dk", "dv"),
+    MASK_FUSED: ("dk", "dv"),
 }
 # Error of a score for each unit of it; Turing's products add up 8 columns at a time, and cut off.
 SCORE_UNIT = {"sm90": 8e-7, "sm80": 8e-7, "sm75": 3e-6}
@@ -98,6 +99,8 @@ def blocks_of(p: VarlenProblem, unit: Unit) -> int:
 
 def trial(unit: Unit, problem: VarlenProblem) -> Trial:
     tensors = build(problem)
+    if unit.row.operation == MASK_FUSED:
+        tensors = with_loadable_mask(tensors, problem)
     score_unit = SCORE_UNIT[unit.row.family]
     given, expected = expect(problem, tensors, shares_weights=shares_weights(unit), score_unit=score_unit)
     return trial_on(unit, problem, tensors, given, expected)
@@ -123,7 +126,7 @@ def trial_on(unit: Unit, p: VarlenProblem, tensors: Tensors, given: Given, expec
         "sequence_rows": {name: s["batch"] // s["row"] for name, s in own.items() if name != "out"},
     }
     partials = None
-    if unit.row.operation in (FUSED, DROPOUT_FUSED):
+    if unit.row.operation in (FUSED, DROPOUT_FUSED, MASK_FUSED):
         partials = RaggedPartials.of(p, tensors, unit.row.axes["head_dim"])
         values |= {
             "dq": Buffer(partials.memory, writable=True, name="partials of dq"),

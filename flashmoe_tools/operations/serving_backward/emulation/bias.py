@@ -12,7 +12,7 @@ import torch
 from flashmoe_build.emulation.compare import UNIT_ROUNDOFF, worst_element
 from flashmoe_build.emulation.runner import Launch, Runner, Trial, output
 from flashmoe_tools.operations.attention import philox
-from flashmoe_tools.operations.serving.emulation.forward import sizes, strides
+from flashmoe_tools.operations.serving.emulation.forward import sizes, strides, with_loadable_mask
 from flashmoe_tools.operations.serving.emulation.problem import Keys, MaskTensor, Rows, VarlenProblem
 from flashmoe_tools.operations.serving.emulation.reference import attend
 from flashmoe_tools.operations.serving.emulation.tensors import NAN, build
@@ -54,6 +54,7 @@ def problems(unit: Unit) -> Iterator[BiasProblem]:
         replace(base("own", 2, 9, 5 * n + 1), head_dim=dim // 2 + 8, head_dim_v=dim // 2 - 8, left=n - 7, right=0),
         # More rows than keys: row tiles without a key are passed over.
         replace(base("rows", 2, 2 * m + 7, n), mask_broadcast=(False, False, True), right=0, splits=2),
+        base("whole chunks", 2, m + 9, 2 * n + 24),  # stored eight keys at a time
         replace(base("keys", 1, m + 1, 2 * n + 1), folds_keys=True, softcap=7.0, wants_lse=False),
         replace(base("rows and keys", 2, m + 5, n + 1), mask_broadcast=(True, False, True), folds_keys=True, left=n),
         replace(base("one row", 3, 1, n + 9), mask_broadcast=(True, False, False), heads_q=4),
@@ -68,8 +69,8 @@ def problems(unit: Unit) -> Iterator[BiasProblem]:
 
 def trial(unit: Unit, p: BiasProblem) -> Trial:
     tensors = build(p)
-    if unit.row.family == "sm90" and tensors.mask is not None:
-        tensors = replace(tensors, mask=_in_whole_chunks(tensors.mask, p))
+    if unit.row.family == "sm90":
+        tensors = with_loadable_mask(tensors, p)
     given, _ = expect(p, tensors, shares_weights=False, score_unit=SCORE_UNIT[unit.row.family])
     m, n, rows, keys = unit.row.block_m, unit.row.block_n, p.rows[0], p.keys[0]
     is_shared, is_of_heads, folds_rows = p.mask_broadcast
@@ -107,13 +108,6 @@ def trial(unit: Unit, p: BiasProblem) -> Trial:
     parts = math.ceil(shape[3] / m) * math.ceil(shape[4] / n) * p.splits * batches * heads
     blocks = min(parts, 3) if unit.row.family == "sm90" else parts  # fewer than tiles: each has several
     return Trial([Launch(values, blocks)], check, {"sums": sums})
-
-
-def _in_whole_chunks(mask: torch.Tensor, p: BiasProblem) -> torch.Tensor:
-    """The mask in rows that begin at multiples of 16 bytes, as its tensor map needs; what is behind a row is NaN."""
-    own = mask[: 1 if p.mask_broadcast[0] else None, : 1 if p.mask_broadcast[1] else None]
-    padded = torch.nn.functional.pad(own, (0, -own.shape[-1] % 8), value=NAN)
-    return padded[..., : own.shape[-1]].expand(mask.shape)
 
 
 def _score_gradient(

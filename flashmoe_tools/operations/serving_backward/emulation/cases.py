@@ -5,12 +5,19 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from flashmoe_tools.operations.serving.emulation.cases import SMALLEST, diagonals, value_dim, with_dropout
+from flashmoe_tools.operations.serving.emulation.cases import (
+    SMALLEST,
+    diagonals,
+    streamed_masks,
+    value_dim,
+    with_dropout,
+)
 from flashmoe_tools.operations.serving.emulation.problem import Keys, MaskTensor, Rows, VarlenProblem, adds_alibi
 from flashmoe_tools.tables import Unit
 
 FUSED = "attention_varlen_backward_fused"
 DROPOUT_FUSED = "attention_dropout_backward_fused"
+MASK_FUSED = "attention_mask_backward_fused"
 ALIBI = ("ragged", "full", "window", "wide window", "soft softcap", "dense", "many")
 FEW = ("ragged", "window", "soft softcap")  # of a bf16 kernel: it is the float16 kernel with other conversions
 
@@ -19,6 +26,9 @@ def problems(unit: Unit) -> Iterator[VarlenProblem]:
     """In the order of what they need: lengths, the band, scores."""
     if unit.row.operation.startswith("attention_dropout"):
         yield from _dropped(unit)
+        return
+    if unit.row.operation == MASK_FUSED:
+        yield from streamed_masks(unit, FEW)
         return
     for seed, problem in enumerate(_problems(unit)):
         if _is_for(unit, problem) and (unit.dtype == "f16" or problem.name in FEW):

@@ -21,7 +21,8 @@ template <typename Spec, typename Params, typename Compute = Consumer<Spec, Mask
           typename Convert = void>
 __device__ __forceinline__ void run_varlen(const Params& given, const ForwardParams& params,
                                            const ptx::TensorMap& q_map, const ptx::TensorMap& k_map,
-                                           const ptx::TensorMap& v_map, const ptx::TensorMap& out_map) {
+                                           const ptx::TensorMap& v_map, const ptx::TensorMap& out_map,
+                                           const ptx::TensorMap* mask_map = nullptr) {
   const SharedMemory<Spec> shared{ptx::dynamic_shared_memory()};
   // The shuffle tells the compiler that the role is the same in the whole warp.
   const int warp = ptx::shuffle_index(ptx::warp_index(), 0);
@@ -52,7 +53,7 @@ __device__ __forceinline__ void run_varlen(const Params& given, const ForwardPar
     if (warp == 0) {
       if (ptx::elect_one()) {
         if constexpr (Spec::kHasCodes) ptx::grid_dependency_wait();  // V
-        VarlenProducer<Spec>(params, shared, q_map, k_map, v_map).run();
+        VarlenProducer<Spec>(params, shared, q_map, k_map, v_map, Spec::kStreamsMask ? *mask_map : v_map).run();
       }
     } else if (warp == 1) {
       scheduler.run();
@@ -77,6 +78,13 @@ __device__ __forceinline__ void forward_varlen(const ForwardParams& params, cons
                                                const ptx::TensorMap& k_map, const ptx::TensorMap& v_map,
                                                const ptx::TensorMap& out_map) {
   run_varlen<Spec>(params, params, q_map, k_map, v_map, out_map);
+}
+
+template <typename Spec>
+__device__ __forceinline__ void forward_mask(const ForwardParams& params, const ptx::TensorMap& q_map,
+                                             const ptx::TensorMap& k_map, const ptx::TensorMap& v_map,
+                                             const ptx::TensorMap& out_map, const ptx::TensorMap& mask_map) {
+  run_varlen<Spec>(params, params, q_map, k_map, v_map, out_map, &mask_map);
 }
 
 template <typename Spec>

@@ -26,6 +26,7 @@ struct VarlenProducer {
   const ptx::TensorMap& q_map;
   const ptx::TensorMap& k_map;
   const ptx::TensorMap& v_map;
+  const ptx::TensorMap& mask_map;  // where Spec streams one
   RingPosition<Spec::kNumStages> key;
   RingPosition<Spec::kNumStages> value;
   RingPosition<Spec::kNumQueryStages> query;
@@ -33,8 +34,8 @@ struct VarlenProducer {
 
   __device__ __forceinline__ VarlenProducer(const ForwardParams& params_, const SharedMemory<Spec>& shared_,
                                             const ptx::TensorMap& q_map_, const ptx::TensorMap& k_map_,
-                                            const ptx::TensorMap& v_map_)
-      : params(params_), shared(shared_), q_map(q_map_), k_map(k_map_), v_map(v_map_) {}
+                                            const ptx::TensorMap& v_map_, const ptx::TensorMap& mask_map_)
+      : params(params_), shared(shared_), q_map(q_map_), k_map(k_map_), v_map(v_map_), mask_map(mask_map_) {}
 
   // One box of rows of K or V, slab by slab.
   template <typename Tile>
@@ -168,9 +169,30 @@ struct VarlenProducer {
     ptx::Mbarrier* full = shared.key_full(key.stage);
     const auto where = source.find(block);
     ptx::mbarrier_wait(shared.key_empty(key.stage), key.parity ^ 1);
-    ptx::mbarrier_arrive_expect_tx(full, Spec::KeyTile::kBytes);
-    source.load(shared.key(key.stage), k_map, full, where);
+    if constexpr (Spec::kStreamsMask) {
+      ptx::mbarrier_arrive_expect_tx(full, Spec::KeyTile::kBytes + Spec::kNumConsumers * Spec::MaskTile::kBytes);
+      source.load(shared.key(key.stage), k_map, full, where);
+      load_mask(source.next.tile, block, full);
+    } else {
+      ptx::mbarrier_arrive_expect_tx(full, Spec::KeyTile::kBytes);
+      source.load(shared.key(key.stage), k_map, full, where);
+    }
     key.advance();
+  }
+  // Every warpgroup's rows of the mask of a block. Rows and keys outside become zeros.
+  __device__ __forceinline__ void load_mask(const VarlenTile& tile, int block, ptx::Mbarrier* full) const {
+    const ScoreOptions& options = params.score_options;
+    const int head = options.mask_stride_head == 0 ? 0 : tile.head;
+    const int batch = options.mask_stride_batch == 0 ? 0 : tile.batch;
+#pragma unroll
+    for (int consumer = 0; consumer < Spec::kNumConsumers; ++consumer) {
+#pragma unroll
+      for (int slab = 0; slab < Spec::MaskTile::kNumSlabs; ++slab) {
+        ptx::tma_load_4d(shared.mask(key.stage, consumer).slab(slab), &mask_map, full,
+                         block * Spec::kBlockN + slab * 64, tile.m_block * Spec::kBlockM + consumer * 64, head, batch,
+                         ptx::CacheHint::kEvictNormal);  // heads and sequences may share it
+      }
+    }
   }
   template <typename Source>
   __device__ __forceinline__ void load_value(const Source& source, int block, ptx::Mbarrier* full) {
@@ -251,7 +273,7 @@ struct VarlenProducer {
       ptx::mbarrier_wait(shared.next_tile_full(slot), parity);
       const auto next = read_tile<NextTile>(shared.next_tile(slot));
       if (next.tile.m_block < 0) break;
-      if (Spec::kHasCodes || params.sequences.block_table == nullptr) {
+      if (Spec::kHasCodes || Spec::kStreamsMask || params.sequences.block_table == nullptr) {
         load_tile(Rows{params, next}, next, slot);
       } else {
         load_tile(Pages(params, next), next, slot);

@@ -39,6 +39,23 @@ struct DropoutForwardSpec : VarlenSpec<Element, kHeadDim, kBlockM, kBlockN, kNum
   static_assert(kScores != 1, "a softcap or a mask tensor is the sm80 kernels'");
 };
 
+// An additive mask of dense rows and keys, with an element for each, streamed; without a softcap.
+template <typename Element, int kHeadDim, int kBlockM, int kBlockN, int kNumStages, int kNumWarps, int kNumQueryStages,
+          int kNumOutputSlabs>
+struct MaskForwardSpec
+    : VarlenSpec<Element, kHeadDim, kBlockM, kBlockN, kNumStages, kNumWarps, kNumQueryStages, kNumOutputSlabs> {
+  using Base = VarlenSpec<Element, kHeadDim, kBlockM, kBlockN, kNumStages, kNumWarps, kNumQueryStages, kNumOutputSlabs>;
+  static constexpr bool kStreamsMask = true;
+  using MaskTile = SharedTile<64, kBlockN>;  // of one warpgroup
+  static_assert(kBlockN % 64 == 0, "boxes of 64 columns");
+  static constexpr int kMaskOffset = Base::kTileOffset;
+  static constexpr int kTileOffset = kMaskOffset + kNumStages * Base::kNumConsumers * MaskTile::kBytes;
+  static constexpr int kSchedulerOffset = kTileOffset + (Base::kSchedulerOffset - Base::kTileOffset);
+  static constexpr int kBarrierOffset = kTileOffset + (Base::kBarrierOffset - Base::kTileOffset);
+  static constexpr int kSharedBytes = kBarrierOffset + Base::kNumBarriers * 8;
+  static_assert(kSharedBytes <= 232448, "sm_90 gives a block at most 227 KiB");
+};
+
 // Chunks: few rows over many keys. The heads of a group are rows of a tile, and params.num_splits shares of a tile's keys are items of their own
 // (folded.cuh).
 template <typename Element, int kHeadDim, int kBlockM, int kBlockN, int kNumStages, int kNumWarps, int kNumQueryStages,

@@ -40,6 +40,13 @@ inline ForwardTensorMaps varlen_tensor_maps(const DropoutForwardParams& params, 
   return varlen_tensor_maps(params.forward, block_n);
 }
 
+struct MaskForwardTensorMaps : ForwardTensorMaps {
+  TensorMapArguments mask;
+};
+inline MaskForwardTensorMaps mask_forward_tensor_maps(const ForwardParams& params, int block_n) {
+  return MaskForwardTensorMaps{varlen_tensor_maps(params, block_n), mask_map(params, kWarpgroupRows)};
+}
+
 // Q and the output of a chunk, [batch, key heads, rows, heads of a group, head_dim]: a box is a warpgroup's 64 rows, those of as many positions
 // as fit when a position takes the least power of two that holds the group. Heads past the group read as zeros and are not written.
 struct FoldedMapArguments {
