@@ -178,9 +178,9 @@ def _processor_ticks() -> tuple[int, int] | None:
     try:
         words = Path("/proc/stat").read_text(encoding="ascii").splitlines()[0].split()
         ticks = [int(word) for word in words[1:9]]
+        return sum(ticks) - ticks[3] - ticks[4], sum(ticks)
     except (OSError, ValueError, IndexError):
         return None
-    return sum(ticks) - ticks[3] - ticks[4], sum(ticks)
 
 
 def throttle_words(mask: int) -> tuple[str, ...]:

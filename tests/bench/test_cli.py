@@ -10,15 +10,13 @@ import pytest
 import torch
 
 from flashmoe.__main__ import main
-from flashmoe.errors import ArgumentError, DeviceError, ExitCode
+from flashmoe.errors import ArgumentError, ExitCode
 from flashmoe_tools.bench import cli
 from flashmoe_tools.bench.cli import (
     add_arguments,
-    default_suite,
     fit_suite,
     merge,
     only_cases,
-    resolve_device,
 )
 from flashmoe_tools.bench.distributed import session
 from flashmoe_tools.bench.suites import Suite, load_suite
@@ -60,23 +58,6 @@ def test_suites_that_measure_alike_can_run_as_one() -> None:
     assert merge([load_suite("cpu")]) == load_suite("cpu")
     with pytest.raises(ArgumentError, match="measure differently"):
         merge([load_suite("science"), load_suite("latency")])
-
-
-def test_the_device_of_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert resolve_device("auto", [load_suite("science")]) == "cpu"
-    assert default_suite("auto") == default_suite("cpu") == "cpu"
-    with pytest.raises(DeviceError, match="flashmoe doctor"):
-        resolve_device("cuda", [load_suite("science")])
-    with pytest.raises(DeviceError, match="no CUDA GPU"):
-        resolve_device("auto", [load_suite("llm-prefill")])
-    with pytest.raises(ArgumentError, match="no device in common"):
-        resolve_device("auto", [load_suite("llm-prefill"), load_suite("cpu")])
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    assert resolve_device("auto", [load_suite("science")]) == "cuda"
-    assert resolve_device("cpu", [load_suite("science")]) == "cpu"
-    assert default_suite("auto") == "llm-prefill"
-    assert default_suite("cpu") == "cpu"
 
 
 def test_a_preset_is_chosen_by_the_gpus_name(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,9 +21,9 @@ from flashmoe_tools.bench.ratchet import (
     read_marks,
     write_marks,
 )
-from flashmoe_tools.bench.record import QUIET, cell_checks, effective_baseline, finite, quiet_check
+from flashmoe_tools.bench.record import QUIET, cell_checks, finite, quiet_check
 from flashmoe_tools.bench.session import remaining_text
-from flashmoe_tools.bench.summary import aggregate, pairs_to_compare, rates, speed_word
+from flashmoe_tools.bench.summary import aggregate, rates, speed_word
 from flashmoe_tools.bench.thresholds import RatchetThresholds, load_thresholds
 from flashmoe_tools.operations.attention.problem import AttentionProblem
 from flashmoe_tools.report import Check, Report, Verdict, read_report, write_report
@@ -113,16 +113,6 @@ def test_a_busy_device_is_one_above_the_limit() -> None:
         check = quiet_check(device, cpu, gpu)
         assert (check is not None) is warns
         assert check is None or (check.name, check.verdict) == (QUIET, Verdict.WARN)
-
-
-def test_the_baseline_and_who_is_compared_with_whom() -> None:
-    assert effective_baseline(["ours", "b", "c"], {"ours"}, "c") == "c"
-    assert effective_baseline(["ours", "b", "c"], {"ours"}, "gone") == "b"
-    assert effective_baseline(["ours"], {"ours"}, "gone") == ""
-    assert pairs_to_compare(["a", "ours", "b"], {"ours"}, "b") == [("ours", "a"), ("ours", "b")]
-    assert pairs_to_compare(["a", "b", "c"], {"ours"}, "b") == [("a", "b"), ("c", "b")]
-    assert pairs_to_compare(["a", "b"], set(), "gone") == [("b", "a")]
-    assert pairs_to_compare([], set(), "gone") == []
 
 
 @pytest.mark.parametrize(

@@ -65,6 +65,7 @@ def test_a_sound_wheel_passes_and_says_what_was_not_checked(
     assert problems(report) == []
     assert {check.name for check in report.checks if check.verdict is Verdict.PASS} == COMPARED
     assert set(report.data["binaries"]) == {"attention_f16.sm_80", "attention_bf16.sm_80"}
+    assert 0.0 <= report.seconds < 600.0
     assert main(["verify", str(wheel), "--root", str(clone)]) == 0
     told = capsys.readouterr().out
     assert "not checked  rebuilt wheel: not asked for: the compiled library" in told
