@@ -114,7 +114,7 @@ double clocks(const Problem& problem, const Tile& tile) {
   const double bytes = 32 * (static_cast<double>(std::min<int64_t>(problem.rows, kernel.block_m)) + columns);
   const double products = kernel.block_m > 64 ? 1.2 * columns : std::max(0.65 * columns, 16 + 0.25 * columns);
   const double step = std::max(waves * std::max(products, bytes / kBytesOfOne), tiles * bytes / kBytesOfAll);
-  const double sums = tile.is_divided ? 15000 + blocks * 4 * columns * kernel.block_m / kBytesOfOne : 0;
+  const double sums = tile.is_divided ? 6500 + blocks * 4 * columns * kernel.block_m / kBytesOfOne : 0;
   return static_cast<double>(problem.k) / 16 / blocks * step + waves * kStart + sums;
 }
 
