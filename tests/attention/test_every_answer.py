@@ -422,7 +422,7 @@ def test_when_codes_are_multiplied_as_they_are(
 ) -> None:
     """On a described device, which counts as one with the kernel: without an option, a gradient or a scale that is not above zero."""
     place = "cpu" if change == "cpu" else "meta"
-    codes, ends = torch.empty(5, 2, 8, device=place).to(torch.float8_e4m3fn), ENDS.to(place)
+    codes, ends = torch.zeros(5, 2, 8, device=place).to(torch.float8_e4m3fn), ENDS.to(place)
     scales: Any = (torch.ones((), device=place, requires_grad=True) if change == "grad" else None, None, None)
     given: Any = {"causal": False, "scale": scale, "return_lse": False}
     options: dict[str, Any] = dict.fromkeys((*fp8._SCORE_OPTIONS, "block_table", "out")) | {

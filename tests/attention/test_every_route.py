@@ -281,13 +281,13 @@ def test_an_error_that_nothing_explains_is_raised_as_it_is(
 def test_memory_is_laid_out_as_its_tensor_s(order: tuple[int, ...]) -> None:
     shape = (2, 3, 4, 8)
     back = sorted(range(4), key=order.__getitem__)
-    tensor = torch.empty([shape[axis] for axis in order]).permute(back)
+    tensor = torch.arange(192.0).view([shape[axis] for axis in order]).permute(back)
     assert sdpa._last_contiguous(tensor) is tensor
     assert fake.gradient_like(tensor).stride() == tensor.stride()
     strided = tensor.mT
     assert sdpa._last_contiguous(strided).stride(-1) == 1
     assert sdpa._last_contiguous(strided).equal(strided)
-    ragged = torch.empty(4, 3, 8).transpose(0, 1)
+    ragged = torch.zeros(4, 3, 8).transpose(0, 1)
     assert fake.gradient_like(ragged).is_contiguous()
     assert (fake.gradient_like(ragged).shape, fake.unneeded(ragged).shape) == (ragged.shape, (0,))
     assert fake.gradient_like(tensor[:, :1].expand(shape)).is_contiguous()
