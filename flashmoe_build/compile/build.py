@@ -55,9 +55,8 @@ def build(out: Path, *, archs: str | None = None, root: Path = ROOT) -> Built:
     out = out.resolve()
     hold_until_exit(out / "build.lock")
     cache = Cache(Path(os.environ.get("FLASHMOE_CACHE_DIR") or out / "cache"))
-    cache.path("00", "").parent.mkdir(
-        parents=True, exist_ok=True
-    )  # what forbids it is said before the first compilation
+    # A folder that cannot be written is reported before the first compilation.
+    cache.path("00", "").parent.mkdir(parents=True, exist_ok=True)
     device = compile_units(units, root=root, toolchain=toolchain, cache=cache, jobs=jobs, tables=tables)
     device_seconds = time.monotonic() - clock
     library = build_library(
