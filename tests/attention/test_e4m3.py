@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 import flashmoe
+from flashmoe.attn.e4m3 import split_scale
 from flashmoe.errors import ArgumentError, ArgumentTypeError, DifferentiationError, DtypeError, ShapeError
 
 from .reference import assert_ran_here
@@ -450,3 +451,11 @@ def test_compiled() -> None:
     compiled = torch.compile(function, backend="aot_eager", fullgraph=True)
     with torch.no_grad():
         assert torch.equal(compiled(case.q), function(case.q))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64, torch.float32, torch.int32])
+def test_a_floating_scale_is_handed_on_in_float32(dtype: torch.dtype) -> None:
+    """Another one as it is, for the rule that refuses it."""
+    found, factor = split_scale("k_scale", torch.ones(2, dtype=dtype))
+    assert found is not None
+    assert (found.dtype, factor) == (torch.float32 if dtype.is_floating_point else dtype, 1.0)

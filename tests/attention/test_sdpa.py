@@ -404,3 +404,10 @@ def test_a_mask_that_needs_no_merging_is_no_copy() -> None:
     merged = sdpa._as_four_dimensions(*(q.expand(5, 2, 4, 3, 8),) * 3, mask.expand(1, 2, 1, 3, 3), False)[3]
     assert merged is not None
     assert merged.shape == (10, 4, 3, 3)
+
+
+def test_one_key_head_for_all_is_no_copy() -> None:
+    q, one, wide = torch.randn(2, 4, 3, 8), torch.randn(2, 1, 3, 8), torch.randn(2, 4, 3, 8)
+    for k, v, heads in ((one, one, 1), (one, wide, 4), (wide, one, 4)):
+        found = sdpa._as_four_dimensions(q, k, v, None, False)
+        assert [found[at].shape[1] for at in (1, 2)] == [heads, heads]
