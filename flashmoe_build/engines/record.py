@@ -40,25 +40,22 @@ OURS = Ours(lambda name: signature(*_source(name)), lambda name: names(*_source(
 
 
 def load(path: Path = RECORD) -> list[Version]:
-    data = json.loads(path.read_text(encoding="utf-8"))
-    return [
-        Version(
-            row["engine"], row["version"], row["torch"], {name: _decoded(value) for name, value in row["found"].items()}
-        )
-        for row in data
-    ]
+    """Of each version the file holds what its engine's version before has not."""
+    found: dict[str, dict[str, Found]] = {engine: {} for engine in ENGINES}
+    versions = []
+    for row in json.loads(path.read_text(encoding="utf-8")):
+        found[row["engine"]] |= {name: _decoded(value) for name, value in row["found"].items()}
+        versions.append(Version(row["engine"], row["version"], row["torch"], dict(found[row["engine"]])))
+    return versions
 
 
 def save(versions: Sequence[Version], path: Path = RECORD) -> None:
-    rows = [
-        {
-            "engine": one.engine,
-            "version": one.version,
-            "torch": one.torch,
-            "found": {name: _encoded(value) for name, value in sorted(one.found.items())},
-        }
-        for one in versions
-    ]
+    rows, before = [], {engine: dict[str, Found]() for engine in ENGINES}
+    for one in versions:
+        known = before[one.engine]
+        new = {name: _encoded(value) for name, value in sorted(one.found.items()) if (name, value) not in known.items()}
+        rows.append({"engine": one.engine, "version": one.version, "torch": one.torch, "found": new})
+        before[one.engine] = {**known, **one.found}
     path.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
 
 

@@ -52,12 +52,14 @@ def find_compiler(stated: str, environ: Mapping[str, str], prefix: str = "") -> 
     ``prefix``: of a cross compiler's name, as ``aarch64-linux-gnu-``.
     """
     match = re.fullmatch(r"g\+\+ ((\d+)\.\d+\.\d+)", stated)
-    for name in ("g++", f"g++-{match[2]}") if match else ():
+    if match is None:
+        return ""
+    for name in ("g++", f"g++-{match[2]}"):
         found = shutil.which(prefix + name, path=environ.get("PATH"))
         if found is None:
             continue
         done = subprocess.run([found, "-dumpfullversion"], capture_output=True, text=True, timeout=30, check=False)
-        if match is not None and done.stdout.strip() == match[1]:
+        if done.stdout.strip() == match[1]:
             return found
     return ""
 

@@ -295,13 +295,19 @@ def test_the_fused_kernel() -> None:
         (Problem(3111, 4165, 64, 8, 4, batch=4, causal=True), torch.bfloat16),
         # Many tiles, so the other order of them; the first rows see no key.
         (Problem(2222, 2100, 64, 16, 16, batch=4, causal=True), torch.float16),
+        (Problem(4101, 4165, 128, 8, 4, batch=4, causal=False), torch.bfloat16),
+        (Problem(4101, 4165, 104, 8, 4, batch=4, causal=False), torch.float16),
+        (Problem(8201, 8265, 128, 16, 8, causal=True), torch.bfloat16),  # all tiles downwards
+        # The last section downwards; the first rows see no key.
+        (Problem(8265, 8201, 104, 18, 18, causal=True), torch.float16),
     )
     for problem, dtype in problems:
         tensors = make_inputs(problem, "cuda", dtype)
         grad_out = _like(tensors[0])
-        _poison("cuda", *tensors)
+        _poison("cuda", *tensors, torch.empty(1 << 25, device="cuda"))  # the last of the size of dq's sums
         first = check_gradients(problem, tensors, grad_out)
         assert "attention_backward_fused" in _extension.last_kernel()
+        assert ("d128" in _extension.last_kernel()) is (problem.head_dim > 64)
         out, lse = flashmoe.attention(*tensors, causal=problem.causal, return_lse=True)
         arguments = (grad_out, None, *tensors, out, lse, problem.head_dim**-0.5, problem.causal)
         streams = [torch.cuda.Stream() for _ in range(2)]

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -12,6 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import flashmoe
+from flashmoe.attn import bias_gradient
 from flashmoe.errors import DifferentiationError
 from flashmoe_tools.operations.attention.reference import ScoreOptions
 
@@ -430,3 +433,22 @@ def test_no_tensor_of_the_scores_size() -> None:
         before = torch.cuda.memory_allocated()
         torch.autograd.grad(out, bias, upstream)
         assert torch.cuda.max_memory_allocated() - before < scores / 4, shape
+
+
+@pytest.mark.parametrize("splits", [1, 2])
+@pytest.mark.parametrize("shape", [(2, 4, 3, 5), (1, 4, 3, 5), (2, 1, 3, 1), (1, 1, 1, 5)])
+def test_the_kernels_sums_fold_into_the_mask_s_shape(
+    monkeypatch: pytest.MonkeyPatch, shape: tuple[int, ...], splits: int
+) -> None:
+    """Over splits, and over what the mask has once and they have more of: the operators' results are made for the purpose."""
+    sums = torch.randn(splits, 2, 4, 3, 5)
+    made = {"_attention_varlen_backward": (None, None), "_attention_bias_gradient": sums}
+    operators = {name: SimpleNamespace(default=lambda *_, found=found: found) for name, found in made.items()}
+    monkeypatch.setattr(
+        bias_gradient, "torch", SimpleNamespace(ops=SimpleNamespace(flashmoe=SimpleNamespace(**operators)))
+    )
+    given: Any = SimpleNamespace(**dict.fromkeys(bias_gradient.BiasGradient._fields) | {"mask": torch.empty(shape)})
+    expected = (
+        sums.sum(0).sum([dim for dim in range(4) if shape[dim] == 1], keepdim=True) if 1 in shape else sums.sum(0)
+    )
+    torch.testing.assert_close(bias_gradient._by_kernels(given), expected)

@@ -14,7 +14,7 @@ from torch.nn.functional import scaled_dot_product_attention as torch_attention
 
 import flashmoe
 from flashmoe import _extension
-from flashmoe.attn import sdpa_dispatch
+from flashmoe.attn import sdpa, sdpa_dispatch
 from flashmoe.attn.dropout import draw_state
 from flashmoe.attn.sdpa_dispatch import Path
 from flashmoe.errors import ArgumentError, DtypeError
@@ -394,3 +394,20 @@ def test_default_scale_is_one_over_root_of_head_dim(device: str) -> None:
         flashmoe.scaled_dot_product_attention(q, k, v), flashmoe.attention(q, k, v, scale=1 / math.sqrt(64))
     )
     assert _extension.last_kernel()
+
+
+def test_a_mask_that_needs_no_merging_is_no_copy() -> None:
+    """Expanded, its gradient would be as large as the scores."""
+    q, mask = torch.randn(2, 4, 3, 8), torch.zeros(3, 3)
+    for given in (mask, mask[None], mask[None, None]):
+        assert sdpa._as_four_dimensions(q, q, q, given, False)[3] is given
+    merged = sdpa._as_four_dimensions(*(q.expand(5, 2, 4, 3, 8),) * 3, mask.expand(1, 2, 1, 3, 3), False)[3]
+    assert merged is not None
+    assert merged.shape == (10, 4, 3, 3)
+
+
+def test_one_key_head_for_all_is_no_copy() -> None:
+    q, one, wide = torch.randn(2, 4, 3, 8), torch.randn(2, 1, 3, 8), torch.randn(2, 4, 3, 8)
+    for k, v, heads in ((one, one, 1), (one, wide, 4), (wide, one, 4)):
+        found = sdpa._as_four_dimensions(q, k, v, None, False)
+        assert [found[at].shape[1] for at in (1, 2)] == [heads, heads]

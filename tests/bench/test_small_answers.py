@@ -240,7 +240,9 @@ def test_a_gpu_without_nvml_tells_nothing() -> None:
     assert (silent.busy(), silent.limits(), silent.power_now()) == (None, {}, None)
 
 
-@pytest.mark.parametrize(("interval", "given"), [([0.0, 5.0], None), ([None, None], None), ([4.0, 5.0], (4e3, 5e3))])
+@pytest.mark.parametrize(
+    ("interval", "given"), [([0.0, 5.0], None), ([None, None], None), ([4.0, None], None), ([4.0, 5.0], (4e3, 5e3))]
+)
 def test_an_interval_from_no_time_gives_no_rates(monkeypatch: pytest.MonkeyPatch, interval: Any, given: Any) -> None:
     seen: list[Any] = []
     monkeypatch.setattr(summaries, "rates", lambda case, median, interval, ceilings: seen.append(interval) or {})

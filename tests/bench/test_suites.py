@@ -69,7 +69,7 @@ def test_case_costs() -> None:
         ({**GOOD, "schema": 2}, ("schema is 2",)),
         ({**GOOD, "operation": "mixture"}, ("operation is 'mixture'", "one of attention")),
         ({**GOOD, "repeat": 3}, ("repeat is 3", "repeats")),
-        ({**GOOD, "cases": []}, ("at least one table of cases",)),
+        *(({**GOOD, "cases": wrong}, ("at least one table of cases",)) for wrong in ([], GOOD["cases"][0], "f16")),
         ({**GOOD, "timing": "stopwatch"}, ("'stopwatch'", "events, graph, sustained, wall")),
         ({**GOOD, "devices": ["tpu"]}, ("'tpu'", "cpu, cuda")),
         ({**GOOD, "repeats": 0}, ("repeats is 0", "at least 1")),

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 import flashmoe
 from flashmoe import _extension
-from flashmoe.errors import ArgumentTypeError, DeviceError, DtypeError, FlashmoeError, ShapeError
+from flashmoe.errors import ArgumentTypeError, DtypeError, FlashmoeError, ShapeError
 from flashmoe_tools.operations.moe.reference import allowed
 
 BF16, F16 = torch.bfloat16, torch.float16
@@ -153,13 +153,8 @@ def test_a_patched_model_keeps_its_parameters(device: str) -> None:
 @pytest.mark.parametrize(
     ("change", "error", "words"),
     [
-        (lambda x, w, b: (x[:, :8], w, b), ShapeError, r"x has shape \[12, 8\]; \[12, 64\]"),
-        (lambda x, w, b: (x, w[0], b), ShapeError, r"weight has shape \[64\]; \[n, k\] is needed"),
-        (lambda x, w, b: (x, w, b[:8]), ShapeError, r"bias has shape \[8\]; \[40\]"),
         (lambda x, w, b: (x[0, 0], w, b), ShapeError, r"x has shape \[\]"),
         (lambda x, w, b: (x, w.half(), b), DtypeError, "weight is float16; x's bfloat16"),
-        (lambda x, w, b: (x.double(), w.double(), None), DtypeError, "x is float64, which has no kernel"),
-        (lambda x, w, b: (x, w.to("meta"), b), DeviceError, "weight"),
         (lambda x, w, b: (x, None, b), FlashmoeError, "weight is None; a tensor is needed"),
         (lambda x, w, b: (x.tolist(), w, b), FlashmoeError, "x must be a torch.Tensor"),
     ],

@@ -12,7 +12,6 @@ import flashmoe
 from flashmoe.errors import (
     ArgumentError,
     ArgumentTypeError,
-    DeviceError,
     DifferentiationError,
     DtypeError,
     FlashmoeError,
@@ -122,33 +121,13 @@ LENGTHS = torch.tensor([3, 0], dtype=torch.int32)
 @pytest.mark.parametrize(
     ("change", "error", "words"),
     [
-        ({"latents": torch.zeros(2, 2, 576)}, DtypeError, r"float16 or bfloat16; found torch.float32"),
-        ({"latents": torch.zeros(2, 576).half()}, ShapeError, r"found \[2, 576\]"),
-        ({"latents": torch.zeros(2, 2, 512).half()}, ShapeError, r"found \[2, 2, 512\]"),
-        ({"latents": torch.zeros(2, 2, 1152).half()[..., ::2]}, ShapeError, "must be contiguous"),
         ({"latents": [1.0]}, ArgumentTypeError, "found list"),
         ({"latents": torch.zeros(2, 2, 576).half().requires_grad_()}, DifferentiationError, "no gradient"),
         ({"kv_cache": torch.zeros(2, 16, 576).half()}, DtypeError, "must hold bytes"),
-        (
-            {"kv_cache": torch.zeros(2, 16, 576, dtype=torch.uint8)},
-            ShapeError,
-            r"\[2, keys, 656\].*found \[2, 16, 576\]",
-        ),
-        ({"kv_cache": torch.zeros(3, 16, 656, dtype=torch.uint8)}, ShapeError, r"\[2, keys, 656\]"),
         ({"kv_cache": torch.zeros(2, 16, 664, dtype=torch.uint8)[..., :656]}, ShapeError, "multiples of 16 bytes"),
-        ({"cache_seqlens": None}, ArgumentError, "found neither"),
-        ({"slots": torch.zeros(2, 2, dtype=torch.int64)}, ArgumentError, "found both"),
-        ({"cache_seqlens": LENGTHS.long()}, DtypeError, "torch.int32; found torch.int64"),
-        ({"cache_seqlens": LENGTHS[:1]}, ShapeError, r"\[2\]; found \[1\]"),
-        ({"cache_seqlens": LENGTHS.to("meta")}, DeviceError, "cache_seqlens must be on latents's device"),
         ({"cache_seqlens": LENGTHS + 12}, ArgumentError, r"cache_seqlens\[0\] is 15 and 2 tokens are new"),
         ({"cache_seqlens": LENGTHS - 1}, ArgumentError, r"cache_seqlens\[1\] is -1"),
         ({"block_table": torch.full((2, 1), 7, dtype=torch.int32)}, ArgumentError, r"block_table\[0, 0\] is 7"),
-        (
-            {"block_table": LENGTHS[:, None], "kv_cache": torch.zeros(2, 8, 656, dtype=torch.uint8)},
-            ShapeError,
-            "multiple of 16; found 8",
-        ),
     ],
 )
 def test_a_wrong_argument_is_named(change: dict[str, Any], error: type[FlashmoeError], words: str) -> None:
@@ -166,8 +145,6 @@ def test_a_wrong_argument_is_named(change: dict[str, Any], error: type[FlashmoeE
     [
         (torch.tensor([[0, 32], [1, 2]]), ArgumentError, r"slots\[0, 1\] is 32; the cache has rows 0 to 31"),
         (torch.tensor([[0, 1], [-2, 2]]), ArgumentError, r"slots\[1, 0\] is -2"),
-        (torch.zeros(2, 2, dtype=torch.int32), DtypeError, "torch.int64; found torch.int32"),
-        (torch.zeros(4, dtype=torch.int64), ShapeError, r"\[2, 2\].*found \[4\]"),
     ],
 )
 def test_a_wrong_slot_is_named(slots: Tensor, error: type[FlashmoeError], words: str) -> None:

@@ -184,14 +184,9 @@ def test_a_graph_is_replayed_with_other_lengths() -> None:
 def test_a_wrong_cache_is_named() -> None:
     q, cache, options = make(Case((70, 33), heads=4), "cpu")
     coded = code(cache)
-    wide = torch.zeros(*coded.shape[:2], 664, dtype=torch.uint8)
     wrong: tuple[tuple[Tensor, Tensor, type[FlashmoeError], str], ...] = (
-        (q.float(), coded, DtypeError, "q must be float16 or bfloat16.*found torch.float32"),
-        (q, coded[..., :576], ShapeError, r"\[pages, page_size, 656\]"),
         (q, coded.unsqueeze(2), ShapeError, r"squeeze\(2\)"),
-        (q, wide[..., :656], ShapeError, "multiples of 16 bytes; found strides"),
         (q, coded.view(torch.int8), DtypeError, "torch.uint8 or torch.float8_e4m3fn"),
-        (q, coded[:, :8], ShapeError, "multiple of 16; found 8"),
     )
     for q_wrong, cache_wrong, error, words in wrong:
         with pytest.raises(error, match=words):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -12,59 +13,20 @@ from torch import Tensor
 
 import flashmoe
 from flashmoe import rules
-from flashmoe.errors import ArgumentError, ArgumentTypeError, DeviceError, DtypeError, ShapeError
+from flashmoe.errors import (
+    ArgumentError,
+    ArgumentTypeError,
+    DeviceError,
+    DtypeError,
+    FlashmoeError,
+    ShapeError,
+)
 from flashmoe.rules import translate
 
 from .layer import FULL, SMALL, call
 from .reference import Inputs, make_inputs
 
-Change = Callable[[Inputs], dict[str, Any]]
-WRONG: dict[str, tuple[type[Exception], Change]] = {
-    "x is no tensor": (ArgumentTypeError, lambda i: {"x": [1.0]}),
-    "x has three dimensions": (ShapeError, lambda i: {"x": i.x[None]}),
-    "x has another width": (ShapeError, lambda i: {"x": i.x[:, :-1]}),
-    "x is sparse": (ArgumentError, lambda i: {"x": i.x.float().to_sparse()}),
-    "w13 has another dtype": (DtypeError, lambda i: {"w13": i.w13.float()}),
-    "everything is float64": (
-        DtypeError,
-        lambda i: {n: getattr(i, n).double() for n in ("x", "w13", "w2", "b13", "b2", "shared")},
-    ),
-    "w13 has odd rows": (ShapeError, lambda i: {"w13": i.w13[:, :-1]}),
-    "w2 has fewer experts": (ShapeError, lambda i: {"w2": i.w2[:-1]}),
-    "no experts": (ShapeError, lambda i: {"w13": i.w13[:0], "w2": i.w2[:0], "b13": None, "b2": None}),
-    "too many experts": (
-        ShapeError,
-        lambda i: {"w13": i.w13[:1].expand(1025, -1, -1), "w2": i.w2[:1].expand(1025, -1, -1), "b13": None, "b2": None},
-    ),
-    "ids are floats": (DtypeError, lambda i: {"topk_ids": i.topk_ids.float()}),
-    "ids for fewer tokens": (ShapeError, lambda i: {"topk_ids": i.topk_ids[1:], "topk_weights": i.topk_weights[1:]}),
-    "ids have one dimension": (
-        ShapeError,
-        lambda i: {"topk_ids": i.topk_ids[:, 0], "topk_weights": i.topk_weights[:, 0]},
-    ),
-    "weights for fewer choices": (ShapeError, lambda i: {"topk_weights": i.topk_weights[:, :1]}),
-    "weights are float64": (DtypeError, lambda i: {"topk_weights": i.topk_weights.double()}),
-    "weights are bfloat16": (DtypeError, lambda i: {"topk_weights": i.topk_weights.bfloat16()}),
-    "no choices": (ShapeError, lambda i: {"topk_ids": i.topk_ids[:, :0], "topk_weights": i.topk_weights[:, :0]}),
-    "too many choices": (
-        ShapeError,
-        lambda i: {"topk_ids": i.topk_ids[:, :1].expand(-1, 33), "topk_weights": i.topk_weights[:, :1].expand(-1, 33)},
-    ),
-    "b13 has another width": (ShapeError, lambda i: {"b13": i.b2}),
-    "b2 has another dtype": (DtypeError, lambda i: {"b2": i.b2.float() if i.b2 is not None else None}),
-    "expert_map is int64": (DtypeError, lambda i: {"expert_map": torch.zeros(4, dtype=torch.int64, device=i.x.device)}),
-    "expert_map has two dimensions": (
-        ShapeError,
-        lambda i: {"expert_map": torch.zeros(4, 1, dtype=torch.int32, device=i.x.device)},
-    ),
-    "shared for fewer tokens": (ShapeError, lambda i: {"shared": i.x[1:]}),
-    "w2 on another device": (DeviceError, lambda i: {"w2": i.w2.to("meta")}),
-    "an unknown activation": (ArgumentError, lambda i: {"activation": "gelu"}),
-    "an unknown layout": (ArgumentError, lambda i: {"layout": "blocked"}),
-    "an activation that is no text": (ArgumentTypeError, lambda i: {"activation": 1}),
-    "transposed is no bool": (ArgumentTypeError, lambda i: {"transposed": "yes"}),
-    "transposed without being so": (ShapeError, lambda i: {"transposed": True}),
-}
+WORDS = {"activation": "swiglu", "layout": "concat", "transposed": False}
 
 
 def test_a_transposed_weight_is_named(device: str) -> None:
@@ -82,14 +44,10 @@ def wrong_call(inputs: Inputs, changes: dict[str, Any]) -> Tensor:
     return call(FULL, changed, **{name: value for name, value in changes.items() if name not in names})
 
 
-@pytest.mark.parametrize("name", WRONG)
-def test_typed_errors(name: str, device: str) -> None:
-    kind, change = WRONG[name]
-    inputs = make_inputs(FULL, device=device)
-    with pytest.raises(kind) as caught:
-        wrong_call(inputs, change(inputs))
-    assert type(caught.value) is kind
-    assert ";" in str(caught.value) or "needed" in str(caught.value), "the message says what to do"
+@pytest.mark.parametrize("changes", [{"x": [1.0]}, {"activation": 1}, {"transposed": "yes"}], ids=str)
+def test_arguments_of_a_wrong_type(changes: dict[str, Any]) -> None:
+    with pytest.raises(ArgumentTypeError, match=f"{next(iter(changes))} must be"):
+        wrong_call(make_inputs(FULL), changes)
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")  # torch's own about names and quantization
@@ -107,35 +65,22 @@ def test_tensors_that_no_kernel_reads(name: str) -> None:
             wrong_call(inputs, {name: changed})
 
 
-@pytest.mark.parametrize(
-    "name", [name for name, (kind, _) in WRONG.items() if kind is not ArgumentTypeError and "sparse" not in name]
-)
-def test_the_operator_and_a_tracer_hear_the_same(name: str, device: str) -> None:
-    """A call and a description of it, which fake tensors have, break the same rule."""
-    kind, change = WRONG[name]
-    inputs = make_inputs(FULL, device=device)
-    changes = change(inputs)
-    values = {**vars(inputs), "activation": "swiglu", "layout": "concat", "transposed": False, **changes}
-    order = [
-        "x",
-        "w13",
-        "w2",
-        "topk_weights",
-        "topk_ids",
-        "b13",
-        "b2",
-        "expert_map",
-        "shared",
-        "activation",
-        "layout",
-        "transposed",
-    ]
-    words = [values[key] for key in order]
-    with pytest.raises((RuntimeError, kind)) as caught:
-        torch.ops.flashmoe._fused_moe_inference.default(*words)
-    assert kind in (type(caught.value), type(translate(caught.value)))
-    with pytest.raises(kind):
-        rules.check("_fused_moe_inference", words)
+def test_the_operator_and_a_tracer_hear_the_same(device: str) -> None:
+    """A call and a description of it, which fake tensors have; every rule is asked in tests/arguments."""
+    names = [*("x", "w13", "w2", "topk_weights", "topk_ids", "b13", "b2", "expert_map", "shared"), *WORDS]
+    for change in (
+        lambda i: {"w2": i.w2[:-1]},
+        lambda i: {"topk_ids": i.topk_ids.float()},
+        lambda i: {"activation": "gelu"},
+    ):
+        inputs = make_inputs(FULL, device=device)
+        words = [{**vars(inputs), **WORDS, **change(inputs)}[name] for name in names]
+        with pytest.raises((RuntimeError, FlashmoeError)) as caught:
+            torch.ops.flashmoe._fused_moe_inference.default(*words)
+        with pytest.raises(FlashmoeError, match=re.escape(str(translate(caught.value) or caught.value))):
+            rules.check("_fused_moe_inference", words)
+        with pytest.raises(FlashmoeError, match=re.escape(str(translate(caught.value) or caught.value))):
+            wrong_call(inputs, change(inputs))
 
 
 @pytest.mark.parametrize("weights_on_input", [False, True])
@@ -217,55 +162,26 @@ def test_float32_on_a_gpu_is_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "changes"),
+    "changes",
     [
-        (ArgumentError, {"k": 0}),
-        (ArgumentError, {"k": 9}),
-        (ArgumentError, {"groups": 3}),
-        (ArgumentError, {"groups": 4, "topk_groups": 5}),
-        (ArgumentError, {"groups": 4, "topk_groups": 1, "k": 3}),
-        (ArgumentError, {"scoring": "tanh"}),
-        (ArgumentTypeError, {"k": 2.0}),
-        (ArgumentTypeError, {"renormalize": None}),
-        (ArgumentTypeError, {"k": True}),
-        (ArgumentTypeError, {"groups": True}),
-        (ArgumentTypeError, {"scale": True}),
-        (ArgumentTypeError, {"return_counts": 1}),
-        (ArgumentTypeError, {"scale": "1"}),
-        (ArgumentTypeError, {"scale": torch.ones((), requires_grad=True)}),
-        (ArgumentError, {"scale": float("nan")}),
-        (ArgumentError, {"scale": 1e39}),
-        (ArgumentTypeError, {"renormalise": False}),
-        (DtypeError, {"bias": torch.zeros(8, dtype=torch.float64)}),
-        (ShapeError, {"bias": torch.zeros(7)}),
-        (DtypeError, {"logits": torch.zeros(3, 8, dtype=torch.int32)}),
-        (ShapeError, {"logits": torch.zeros(8)}),
-        (ShapeError, {"logits": torch.zeros(1, 1025)}),
+        *(
+            {"k": 2.0},
+            {"k": True},
+            {"groups": True},
+            {"renormalize": None},
+            {"renormalise": False},
+            {"return_counts": 1},
+        ),
+        *({"scale": True}, {"scale": "1"}, {"scale": torch.ones((), requires_grad=True)}),
     ],
     ids=str,
 )
-def test_routing_errors(kind: type[Exception], changes: dict[str, Any]) -> None:
+def test_routing_arguments_of_a_wrong_type(changes: dict[str, Any]) -> None:
     values = {"logits": torch.zeros(3, 8), "k": 2, **changes}
-    with pytest.raises(kind) as caught:
+    with pytest.raises(ArgumentTypeError):
         flashmoe.topk_route(values.pop("logits"), values.pop("k"), **values)
-    assert type(caught.value) is kind
 
 
-@pytest.mark.parametrize(
-    ("kind", "change"),
-    [
-        (ShapeError, lambda a, b, o: (a[:, :-1], b, o)),
-        (ShapeError, lambda a, b, o: (a, b, o[:-1])),
-        (DtypeError, lambda a, b, o: (a, b, o.long())),
-        (DtypeError, lambda a, b, o: (a, b.float(), o)),
-        (ShapeError, lambda a, b, o: (a, b[None], o)),
-        (ShapeError, lambda a, b, o: (a, a, o)),
-        (ArgumentTypeError, lambda a, b, o: (a, b, [5, 5, 20])),
-    ],
-)
-def test_grouped_errors(kind: type[Exception], change: Callable[..., tuple[Any, ...]], device: str) -> None:
-    a, b = torch.zeros(20, 16, device=device).half(), torch.zeros(3, 16, 24, device=device).half()
-    offsets = torch.tensor([5, 5, 20], dtype=torch.int32, device=device)
-    with pytest.raises(kind) as caught:
-        flashmoe.grouped_mm(*change(a, b, offsets))
-    assert type(caught.value) is kind
+def test_offsets_that_are_no_tensor() -> None:
+    with pytest.raises(ArgumentTypeError):
+        flashmoe.grouped_mm(torch.zeros(20, 16), torch.zeros(3, 16, 24), [5, 5, 20])  # type: ignore[arg-type]

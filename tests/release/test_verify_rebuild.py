@@ -75,7 +75,7 @@ def test_the_compiler_that_the_wheel_names_is_taken_where_it_is(tmp_path: Path) 
     environ = {"PATH": str(tmp_path)}
     assert find_compiler("g++ 14.1.0", environ) == str(tmp_path / "g++-14")
     assert find_compiler("g++ 12.2.0", environ) == str(tmp_path / "g++")
-    assert find_compiler("g++ 13.3.0", environ) == ""
+    assert find_compiler("g++ 13.3.0", environ) == find_compiler("g++ 9.1.0", environ) == ""
     assert find_compiler("g++ 14.1.0; rm -rf .", environ) == ""
 
 
