@@ -103,21 +103,25 @@ def test_one_gpu_samples_and_another_trains(shape: Shape) -> None:
 RANK = """
 import hashlib, sys, torch
 from flashmoe_tools.operations.decoder.model import Decoder, Shape, generate
-device = sys.argv[1]
+device, company = sys.argv[1], int(sys.argv[2])
 torch.set_num_threads(2)
 torch.manual_seed(5)
-shape = Shape(layers=2, width=64, heads=4, heads_kv=2, head_dim=64, ffn=96, vocabulary=512, experts=8, top_k=2)
+shape = Shape(layers=2, width=64, heads=64, heads_kv=2, head_dim=64, ffn=96, vocabulary=512, experts=8, top_k=2)
 model = Decoder(shape, device, torch.bfloat16)
-tokens, sampled = generate(model, torch.randint(0, 512, (3, 20), device=device), 4, 8, graph=device != "cpu")
-scored = model.score(tokens).detach()
+tokens, sampled = generate(model, torch.randint(0, 512, (4, 20), device=device), 4, 8, graph=device != "cpu")
+scored = torch.cat([model.score(part).detach() for part in tokens.split(company)])
 assert torch.equal(scored[:, :-1], sampled)
 print(hashlib.sha256(scored.cpu().numpy().tobytes()).hexdigest())
 """
 
 
-def test_every_process_computes_the_same(device: str) -> None:
-    """Reruns, and ranks that sample what another one scores."""
-    ranks = [subprocess.Popen([sys.executable, "-P", "-c", RANK, device], stdout=subprocess.PIPE) for _ in range(2)]
+def test_every_rank_computes_the_same(device: str) -> None:
+    """Attention, linear layers (of 64 heads: sums in segments) and experts, in two processes that score the same sequences at once, one all of
+    them together, the other each alone; on a GPU both share it."""
+    ranks = [
+        subprocess.Popen([sys.executable, "-P", "-c", RANK, device, company], stdout=subprocess.PIPE)
+        for company in ("4", "1")
+    ]
     digests = {rank.communicate(timeout=100)[0] for rank in ranks}
     assert [rank.returncode for rank in ranks] == [0, 0]
     assert len(digests) == 1

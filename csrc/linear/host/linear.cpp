@@ -103,8 +103,8 @@ int64_t consumers_of(const Kernel& kernel) { return kernel.block_m / 64; }
 // Clocks, about, that a tile with wgmma takes for all rows on an H200. A multiprocessor computes its tiles one after the other, while all
 // of them read x and the weights from the second-level cache.
 double clocks(const Problem& problem, const Tile& tile) {
-  constexpr double kBytesOfOne = 64, kBytesOfAll = 7000;  // a clock
-  constexpr double kStart = 1500;                         // of a tile: its first loads, its last stores
+  constexpr double kBytesOfOne = 64, kBytesOfAll = 8000;  // a clock
+  constexpr double kStart = 1750;                         // of a tile: its first loads, its last stores
   const Kernel& kernel = *tile.kernel;
   const double columns = kernel.block_n;
   const auto blocks = static_cast<double>(blocks_of(problem, tile));
@@ -114,7 +114,7 @@ double clocks(const Problem& problem, const Tile& tile) {
   const double bytes = 32 * (static_cast<double>(std::min<int64_t>(problem.rows, kernel.block_m)) + columns);
   const double products = kernel.block_m > 64 ? 1.2 * columns : std::max(0.65 * columns, 16 + 0.25 * columns);
   const double step = std::max(waves * std::max(products, bytes / kBytesOfOne), tiles * bytes / kBytesOfAll);
-  const double sums = tile.is_divided ? 6500 + blocks * 4 * columns * kernel.block_m / kBytesOfOne : 0;
+  const double sums = tile.is_divided ? 11000 + blocks * 4 * columns * kernel.block_m / kBytesOfOne : 0;
   return static_cast<double>(problem.k) / 16 / blocks * step + waves * kStart + sums;
 }
 
