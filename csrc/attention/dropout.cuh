@@ -58,6 +58,20 @@ struct KeptPair {
   }
 };
 
+// What of a draw's place the counter has, and its point of the lattice.
+constexpr uint32_t kRowStep = 0xDB4F0B91, kKeyStep = 0xBBE05633;
+struct Draw {
+  uint32_t keys;
+  uint32_t rows;
+  uint32_t point;
+
+  // The one so many times 16 rows and 32 keys further on: as additions, which a loop's draws share.
+  __device__ __forceinline__ Draw further(uint32_t times_rows, uint32_t times_keys) const {
+    const uint32_t more_rows = 8 * times_rows, more_keys = 4 * times_keys;
+    return {keys + more_keys, rows + more_rows, point + more_rows * kRowStep + more_keys * kKeyStep};
+  }
+};
+
 // Of one sequence and query head.
 struct HeadDropout {
   const Dropout& dropout;
@@ -76,21 +90,22 @@ struct HeadDropout {
     start = counter[2];
   }
 
-  // Words of rows row and row + 8 of 16, and eight keys of 32: key (an even one) and the next, and those 8, 16 and 24 further.
-  // Returns what kept() takes.
-  __device__ __forceinline__ uint32_t draw(uint32_t (&words)[4], int row, int key_) const {
-    const auto key_group = static_cast<uint32_t>(key_ / 32 * 4 + key_ % 8 / 2);
-    const auto row_group = static_cast<uint32_t>(row / 16 * 8 + row % 8);
-    words[0] = key_group;
+  // The draw of rows row and row + 8 of 16, and of eight keys of 32: key (an even one) and the next, and those 8, 16 and 24 further.
+  __device__ __forceinline__ Draw draw(int row, int key_) const {
+    const auto keys = static_cast<uint32_t>(key_ / 32 * 4 + key_ % 8 / 2);
+    const auto rows = static_cast<uint32_t>(row / 16 * 8 + row % 8);
+    return {keys, rows, start + rows * kRowStep + keys * kKeyStep + head * 0xA0F2EC75 + sequence * 0x89E18285};
+  }
+  // Its words. Returns what kept() takes.
+  __device__ __forceinline__ uint32_t words_of(const Draw& draw, uint32_t (&words)[4]) const {
+    words[0] = draw.keys;
     words[1] = head;
-    words[2] = row_group;
+    words[2] = draw.rows;
     words[3] = sequence;
     philox(words, key);
-    const uint32_t point =
-        start + row_group * 0xDB4F0B91 + key_group * 0xBBE05633 + head * 0xA0F2EC75 + sequence * 0x89E18285;
     const auto limit = static_cast<uint32_t>(dropout.threshold) >> 8;
     const uint32_t addend = (128 - limit % 128) * 0x01010101;
-    return point < static_cast<uint32_t>(dropout.threshold) << 24 ? addend - 0x01010101 : addend;
+    return draw.point < static_cast<uint32_t>(dropout.threshold) << 24 ? addend - 0x01010101 : addend;
   }
 
   // Bit 7 of each byte: whether the word's byte is not below its limit. The sum of the low seven bits and 128 - limit % 128 says so of these.
@@ -101,17 +116,42 @@ struct HeadDropout {
   }
 };
 
+// Of a thread's two rows, and of kColumns keys those of its columns. Pair i: of neighbouring columns 8 * (i / 2) and the next in row i % 2.
+template <int kColumns>
+struct KeptPairs {
+  static_assert(kColumns % 32 == 0, "a draw serves eight of 32 keys");
+  uint32_t kept[kColumns / 32][4];
+
+  // row: the thread's first of the two; key: of the first column of all threads, a multiple of 32.
+  __device__ __forceinline__ void draw(const HeadDropout& dropout, int row, int key) {
+    const Draw first = dropout.draw(row, key + ptx::lane_index() % 4 * 2);
+#pragma unroll
+    for (int i = 0; i < kColumns / 32; ++i) {
+      const uint32_t addend = dropout.words_of(first.further(0, i), kept[i]);
+#pragma unroll
+      for (int w = 0; w < 4; ++w) kept[i][w] = dropout.kept(kept[i][w], addend);
+    }
+  }
+  __device__ __forceinline__ KeptPair pair(int i) const {
+    const int b = i / 2 % 4;  // of eight keys
+    const auto& words = kept[i / 8];
+    return {words[b / 2 * 2], words[b / 2 * 2 + 1], b % 2 * 2 + i % 2};
+  }
+};
+
 // visit(n, half, pair) for scores[n][2 * half] and the next of 16 rows and kColumns columns; rows are queries, columns keys. row, key: of the
 // first score, multiples of 16; of 32 where kColumns is one. (kColumns of 16 use half of what is drawn.)
 template <int kColumns, typename Visit>
 __device__ __forceinline__ void visit_by_query(const HeadDropout& dropout, int row, int key, Visit visit) {
   constexpr int kBlocks = kColumns % 32 == 0 ? 4 : 2;  // of eight keys that a draw serves
+  static_assert(kBlocks == 4 || kColumns == 16, "whole draws, or half of one");
   const int lane = ptx::lane_index();
+  const Draw first = dropout.draw(row + lane / 4, key + lane % 4 * 2);
 #pragma unroll
   for (int n = 0; n < kColumns / 8; n += kBlocks) {
     uint32_t words[4];
-    const uint32_t addend = dropout.draw(words, row + lane / 4, key + n * 8 + lane % 4 * 2);
-    if (kBlocks == 2 && (key + n * 8) % 32 != 0) {
+    const uint32_t addend = dropout.words_of(first.further(0, n / 4), words);
+    if (kBlocks == 2 && key % 32 != 0) {
       words[0] = words[2];
       words[1] = words[3];
     }
@@ -134,10 +174,11 @@ __device__ __forceinline__ void visit_by_key(const HeadDropout& dropout, int row
   const int lane = ptx::lane_index();
   const bool is_odd = lane / 4 % 2 != 0;  // this lane's key
   const bool is_upper = key % 32 != 0;
+  const Draw first = dropout.draw(row + lane % 4 * 2 + lane / 4 % 2, key + lane / 4);
 #pragma unroll
   for (int n = 0; n < kColumns / 8; n += 2) {
     uint32_t words[4];
-    const uint32_t addend = dropout.draw(words, row + n * 8 + lane % 4 * 2 + lane / 4 % 2, key + lane / 4);
+    const uint32_t addend = dropout.words_of(first.further(n / 2, 0), words);
     const uint32_t even = dropout.kept(is_upper ? words[2] : words[0], addend);
     const uint32_t odd = dropout.kept(is_upper ? words[3] : words[1], addend);
     const uint32_t own = is_odd ? odd : even;

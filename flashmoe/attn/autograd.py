@@ -237,6 +237,45 @@ def _bias_arguments(given: VarlenBackward) -> tuple[Any, ...]:
     return *tensors, given.scale, given.window_left, given.window_right, given.softcap
 
 
+def _eager(name: str, keep: Callable[..., None], gradient: Callable[..., Gradients]) -> Callable[..., Any]:
+    """An operator with its gradient, as ``EagerForward`` has it: the rule of ``torch.library.register_autograd`` takes ten times as long."""
+
+    def forward(ctx: Any, *arguments: Any) -> tuple[Tensor, Tensor]:
+        with torch._C._AutoDispatchBelowAutograd():
+            output: tuple[Tensor, Tensor] = getattr(_operators, name).default(*arguments)
+        keep(ctx, arguments, output)
+        return output
+
+    def backward(ctx: Any, *grads: Tensor | None) -> Gradients:
+        if is_grad_enabled() or transforms_are_active() or num_dispatch_modes() > 0:
+            return gradient(ctx, *grads)
+        with torch._C._AutoDispatchBelowAutograd():
+            return gradient(ctx, *grads)
+
+    members = {"forward": staticmethod(forward), "backward": staticmethod(backward)}
+    apply: Callable[..., Any] = type("Eager", (torch.autograd.Function,), members).apply  # type: ignore[attr-defined]
+    return apply
+
+
+def is_eager(given: Varlen) -> bool:
+    """Whether nothing but autograd must see the operator's call."""
+    is_plain = type(given.q) is type(given.k) is type(given.v) is Tensor and not torch.is_autocast_enabled(
+        given.q.device.type
+    )
+    return is_plain and num_dispatch_modes() == 0 and not is_tracing()
+
+
+def needs_gradient(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, mask: Tensor | None) -> bool:
+    if not is_grad_enabled():
+        return False
+    is_needed = q.requires_grad or k.requires_grad or v.requires_grad
+    return is_needed or (sinks is not None and sinks.requires_grad) or (mask is not None and mask.requires_grad)
+
+
+eager_varlen = _eager("attention_varlen_forward", keep_varlen, varlen_gradient)
+eager_dropout = _eager("attention_dropout_forward", keep_dropout, dropout_gradient)
+
+
 def dropout_under_transforms(*arguments: Any) -> tuple[Tensor, Tensor]:
     """``attention_dropout_forward`` likewise."""
     is_functionalized = retrieve_current_functorch_interpreter().key() == TransformType.Functionalize

@@ -69,7 +69,8 @@ def attend(given: Varlen, dropout_p: float, rng_state: Tensor | None, return_lse
             tensors = (given.q, given.k, given.v, given.sinks, given.mask)
             if forward_ad._current_level >= 0 and has_tangent(*(tensor for tensor in tensors if tensor is not None)):
                 raise DifferentiationError(autograd.NO_FORWARD_MODE)
-            result = _operator(*call)
+            is_eager = autograd.needs_gradient(*tensors) and autograd.is_eager(given)
+            result = (autograd.eager_dropout if is_eager else _operator)(*call)
     except Exception as error:
         cause = arguments.explain_varlen(error, given, (_NAME, call))
         if cause is error:

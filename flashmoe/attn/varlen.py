@@ -388,18 +388,12 @@ def _call(given: Varlen, return_lse: bool) -> Tensor | tuple[Tensor, Tensor]:
     tensors = (given.q, given.k, given.v, given.sinks, given.mask)
     if forward_ad._current_level >= 0 and has_tangent(*(tensor for tensor in tensors if tensor is not None)):
         raise DifferentiationError(autograd.NO_FORWARD_MODE)
-    if not (return_lse or _needs_gradient(*tensors) or num_dispatch_modes() > 0 or is_tracing()):
+    needs_gradient = autograd.needs_gradient(*tensors)
+    if not (return_lse or needs_gradient or num_dispatch_modes() > 0 or is_tracing()):
         only: Tensor = _inference_operator(*given)
         return only
-    result = _operator(*given)
+    result = (autograd.eager_varlen if needs_gradient and autograd.is_eager(given) else _operator)(*given)
     return result if return_lse else result[0]
-
-
-def _needs_gradient(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, mask: Tensor | None) -> bool:
-    if not is_grad_enabled():
-        return False
-    is_needed = q.requires_grad or k.requires_grad or v.requires_grad
-    return is_needed or (sinks is not None and sinks.requires_grad) or (mask is not None and mask.requires_grad)
 
 
 def _sides(window: Any) -> Window:

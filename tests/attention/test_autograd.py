@@ -13,7 +13,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention as torch_attention
 
 import flashmoe
-from flashmoe.attn import backward
+from flashmoe.attn import autograd, backward
 from flashmoe.errors import DifferentiationError
 
 from .gradients import autograd_gradients, make_leaves, plain_function
@@ -253,3 +253,32 @@ def test_eager_calls_give_the_gradients_of_the_operator(device: str) -> None:
     for out in (plain, hooked, checkpointed):
         for gradient, wanted in zip(torch.autograd.grad(out, (q, k, v), grad_out), expected, strict=True):
             assert torch.equal(gradient, wanted)
+
+
+def test_eager_calls_with_options_give_the_gradients_of_the_operator(
+    device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Likewise of a mask's gradient and of dropout; what must see the operator does."""
+    dtype = torch.float32 if device == "cpu" else torch.float16
+    q, k, v = (torch.randn(2, 4, 33, 64, device=device, dtype=dtype, requires_grad=True) for _ in range(3))
+    bias = torch.randn(4, 33, 33, device=device, dtype=dtype, requires_grad=True)
+    grad_out, leaves = torch.randn_like(q), (q, k, v, bias)
+    state = torch.tensor((3, 4), device=device)
+    for dropout_p in (0.0, 0.3):
+
+        def call(p: float = dropout_p) -> Tensor:
+            return flashmoe.attention(q, k, v, attn_mask=bias, causal=True, dropout_p=p, rng_state=state)
+
+        out = call()
+        assert type(out.grad_fn).__name__ == "EagerBackward"
+        found = torch.autograd.grad(out, leaves, grad_out)
+        with torch.autocast(device, dtype=torch.bfloat16):
+            assert type(call().grad_fn).__name__ != "EagerBackward"
+        with monkeypatch.context() as patched:
+            patched.setattr(autograd, "is_eager", lambda given: False)
+            out = call()
+        assert type(out.grad_fn).__name__ != "EagerBackward"
+        for gradient, wanted in zip(found, torch.autograd.grad(out, leaves, grad_out), strict=True):
+            assert torch.equal(gradient, wanted)
+        with pytest.raises(DifferentiationError):
+            torch.autograd.grad(torch.autograd.grad(call(), q, grad_out, create_graph=True)[0].sum(), q)

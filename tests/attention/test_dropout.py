@@ -125,6 +125,8 @@ CASES = [
     ((2, 2), 3, 259, 192, ScoreOptions(causal=True), ""),
     ((4, 2), 601, 700, 64, ScoreOptions(causal=True), ""),  # long enough for the fused backward kernel of sm90
     ((2, 2), 530, 513, 128, ScoreOptions(), ""),
+    ((4, 2), 150, 201, 256, ScoreOptions(causal=True), ""),  # wgmma's two kernels
+    ((2, 2), 200, 260, 208, ScoreOptions(window=(33, 5)), ""),
 ]
 
 

@@ -280,7 +280,8 @@ def test_short_tiles_have_the_keys_of_the_others() -> None:
 
 
 def test_dropout_and_a_mask_s_gradient_run_on_the_best_family_that_has_them(choose: Chooser) -> None:
-    """Hopper's is sm80, but for forward passes without a mask tensor or a softcap alone, and the fused backward form; sm90 named has no other."""
+    """Hopper's is sm80, but for forward passes without a mask tensor or a softcap alone, and without ALiBi the fused backward form and that of more
+    than 128 columns; sm90 named has no other."""
     for capability, forced, family, target in (
         (90, None, "sm80", "sm_90a"),
         (90, "sm75", "sm75", "sm_90a"),
@@ -302,3 +303,10 @@ def test_dropout_and_a_mask_s_gradient_run_on_the_best_family_that_has_them(choo
         assert hopper == ({f"flashmoe_attention_dropout_{name}" for name in names} if is_hopper else set())
     alone = {symbol for symbol, _ in choose.more(90, 72, forced="sm90") if "dropout" in symbol}  # type: ignore[attr-defined]
     assert alone == {"flashmoe_attention_dropout_forward_sm90_f16_d128"}
+    wide = {symbol for symbol, _ in choose.more(90, 200) if "dropout_backward" in symbol}  # type: ignore[attr-defined]
+    kinds = (
+        "dq_sm90_f16_d256",
+        "dkv_sm90_f16_d256",
+        *(f"{kind}_sm80_f16_d256{and_}" for kind in ("dq", "dkv") for and_ in ("", "_alibi")),
+    )
+    assert wide == {f"flashmoe_attention_dropout_backward_{kind}" for kind in kinds}

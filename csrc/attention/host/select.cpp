@@ -397,7 +397,7 @@ BackwardKernels select_backward(const host::KernelRequest& request, Mask mask, i
   return {};
 }
 
-// What the split kernels of dropout, which are sm80's, and those of masks take twice as long for.
+// What the split kernels of dropout, sm80's up to 128 columns, and those of masks take twice as long for.
 constexpr int64_t kMinFusedSlowSplit = 512;
 
 bool prefers_fused(const BackwardKernels& kernels, const SelectorInput& problem, bool is_split_slow) {

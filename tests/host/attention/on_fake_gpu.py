@@ -313,6 +313,7 @@ def test_gradients_of_a_mask(
         (80, ((2, 1), 20, 65, 24, ScoreOptions(causal=True, softcap=15.0), "")),
         (90, ((2, 2), 33, 60, 16, ScoreOptions(window=(33, 5)), "mask")),
         (90, ((8, 2), 1, 70, 24, ScoreOptions(), "")),
+        (90, ((2, 1), 20, 65, 144, ScoreOptions(causal=True), "")),
     ],
 )
 def test_dropout_and_its_gradients(capability: int, case: Any, monkeypatch: pytest.MonkeyPatch) -> None:

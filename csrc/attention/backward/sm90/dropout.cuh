@@ -32,6 +32,7 @@ struct BlockDropout {
   template <typename Coordinates>
   __device__ __forceinline__ BlockDropout(const TileDropout<Spec>&, const Coordinates&) {}
   __device__ __forceinline__ void drop_weights(uint32_t (&)[Products<Spec>::kPacked]) const {}
+  __device__ __forceinline__ void mark_weights(uint32_t (&)[Products<Spec>::kPacked]) const {}
   __device__ __forceinline__ float gradient(float gradient, float row_dot, int) const { return gradient - row_dot; }
 };
 
@@ -55,9 +56,74 @@ struct BlockDropout<Spec, true> {
 #pragma unroll
     for (int i = 0; i < kPairs; ++i) packed[i] &= kept[i].halves();
   }
+  // P^T, made negative where it is dropped (-0 too): what SharedGradient takes.
+  __device__ __forceinline__ void mark_weights(uint32_t (&packed)[kPairs]) const {
+#pragma unroll
+    for (int i = 0; i < kPairs; ++i) packed[i] |= ~kept[i].halves() & 0x80008000;
+  }
   // The factor of P in dS. i: of score i.
   __device__ __forceinline__ float gradient(float gradient, float row_dot, int i) const {
     return ptx::fma_rn(kept[i / 2].keep(gradient, i % 2), scale, -row_dot);
+  }
+};
+
+// Of a block's dS^T in the warpgroup that gets P^T from the other one.
+template <typename Spec, bool kHasDropout = Spec::kHasDropout>
+struct SharedGradient {
+  __device__ __forceinline__ SharedGradient(const BackwardParams&) {}
+  __device__ __forceinline__ void scale_row_dots(float (&)[Products<Spec>::kColumns]) const {}
+  __device__ __forceinline__ float operator()(float probability, float gradient, float row_dot) const {
+    return probability * (gradient - row_dot);
+  }
+};
+// dS^T over value_scale(), which dk's store multiplies by.
+template <typename Spec>
+struct SharedGradient<Spec, true> {
+  float inverse_scale;
+
+  __device__ __forceinline__ SharedGradient(const BackwardParams& params)
+      : inverse_scale(ptx::rcp_approx(dropout_of(params).scale)) {}
+  __device__ __forceinline__ void scale_row_dots(float (&row_dots)[Products<Spec>::kColumns]) const {
+#pragma unroll
+    for (float& row_dot : row_dots) row_dot *= inverse_scale;
+  }
+  // marked: as mark_weights has it.
+  __device__ __forceinline__ float operator()(float marked, float gradient, float row_dot) const {
+    return ptx::fma_rn(max(marked, 0.0f), gradient, -(fabsf(marked) * row_dot));
+  }
+};
+
+// Of a tile of dq's: its two rows a thread. Empty without dropout.
+template <typename Spec, bool kHasDropout = Spec::kHasDropout>
+struct RowDropout {
+  struct Block {};
+  RowDropout() = default;
+  template <typename Tile>
+  __device__ __forceinline__ RowDropout(const BackwardParams&, const Tile&, int) {}
+  __device__ __forceinline__ Block draw(int) const { return {}; }
+  __device__ __forceinline__ float gradient(float gradient, float row_dot, const Block&, int) const {
+    return gradient - row_dot;
+  }
+};
+template <typename Spec>
+struct RowDropout<Spec, true> {
+  using Block = KeptPairs<Spec::kStreamRows>;
+
+  HeadDropout of_head;
+  int row;  // the first of the two
+
+  template <typename Tile>
+  __device__ __forceinline__ RowDropout(const BackwardParams& params, const Tile& tile, int warpgroup_row)
+      : of_head(dropout_of(params), tile.head, tile.batch),
+        row(warpgroup_row + ptx::warp_index() % 4 * 16 + ptx::lane_index() / 4) {}
+  __device__ __forceinline__ Block draw(int block) const {
+    Block drawn;
+    drawn.draw(of_head, row, block * Spec::kStreamRows);
+    return drawn;
+  }
+  // The factor of P in dS. i: of score i.
+  __device__ __forceinline__ float gradient(float gradient, float row_dot, const Block& drawn, int i) const {
+    return ptx::fma_rn(drawn.pair(i / 2).keep(gradient, i % 2), of_head.dropout.scale, -row_dot);
   }
 };
 

@@ -19,8 +19,7 @@ template <typename Element, int kHeadDim, int kBlockM, int kBlockN, int kNumStag
           bool kIsVarlen_ = false, int kAlibi_ = 0, bool kIsMasked_ = false>
 struct FusedSpec : KeyValueGradientSpec<Element, kHeadDim, kBlockM, kBlockN, kNumStages, 12, 0, 0, kIsVarlen_> {
   using Base = KeyValueGradientSpec<Element, kHeadDim, kBlockM, kBlockN, kNumStages, 12, 0, 0, kIsVarlen_>;
-  static constexpr bool kHasAlibi = kAlibi_ != 0;  // without a softcap, unlike in the split form
-  static constexpr bool kHasDropout = false;
+  static constexpr bool kHasAlibi = kAlibi_ != 0;   // without a softcap, unlike in the split form
   static constexpr bool kIsWide = kHeadDim == 128;  // no warpgroup of dq: the consumers do its work (fused_wide.cuh)
   static_assert(kHeadDim <= 128, "dk and dv of more columns need more registers than there are");
   static_assert(kNumWarps_ == (kIsWide ? 12 : 16) && kBlockM == 64 && kBlockN == kFusedTileKeys,

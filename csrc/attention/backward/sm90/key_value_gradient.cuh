@@ -52,6 +52,15 @@ __device__ __forceinline__ void key_value_gradient(const BackwardParams& params,
   }
 }
 
+template <typename Spec>
+__device__ __forceinline__ void key_value_gradient_dropout(const DropoutBackwardParams& params,
+                                                           const ptx::TensorMap& q_map, const ptx::TensorMap& k_map,
+                                                           const ptx::TensorMap& v_map, const ptx::TensorMap& dout_map,
+                                                           const ptx::TensorMap& dk_map, const ptx::TensorMap& dv_map) {
+  static_assert(Spec::kHasDropout, "others take BackwardParams");
+  key_value_gradient<Spec>(params.backward, q_map, k_map, v_map, dout_map, dk_map, dv_map);
+}
+
 }  // namespace sm90
 }  // namespace backward
 }  // namespace attention

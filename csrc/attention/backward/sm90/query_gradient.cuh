@@ -10,6 +10,7 @@
 #pragma once
 
 #include "attention/backward/score_mod.cuh"
+#include "attention/backward/sm90/dropout.cuh"
 #include "attention/backward/sm90/varlen_producer.cuh"
 #include "attention/backward/sm90/producer.cuh"
 #include "attention/backward/sm90/products.cuh"
@@ -36,6 +37,7 @@ struct QueryGradientConsumer {
   using Element = typename Spec::Element;
   using RowLoads = sm90::RowLoads<Spec>;
   using Tile = MaskTile<kMask>;
+  using OfTile = RowDropout<Spec>;
   static constexpr bool kIsVarlen = kMask == MaskKind::kRuntime;
 
   const BackwardParams& params;
@@ -177,24 +179,27 @@ struct QueryGradientConsumer {
   }
 
   // gradients: dP to dS.
+  template <typename Dropped = RowDropout<Spec, false>>
   __device__ __forceinline__ void multiply(float (&gradients)[Product::kScores],
-                                           const float (&probabilities)[Product::kScores]) const {
+                                           const float (&probabilities)[Product::kScores], const Dropped& dropout = {},
+                                           const typename Dropped::Block& drawn = {}) const {
 #pragma unroll
     for (int i = 0; i < Product::kScores; ++i) {
-      gradients[i] = probabilities[i] * (gradients[i] - row_dot[(i / 2) % 2]);
+      gradients[i] = probabilities[i] * dropout.gradient(gradients[i], row_dot[(i / 2) % 2], drawn, i);
     }
   }
 
   // A block by itself. In flight at the beginning: dQ of the block before, if there is one; at the end: dQ.
   template <Scores kScores, bool kIsFirst>
   __device__ __forceinline__ void step(float (&dq)[Product::kOutputs], uint32_t (&packed)[Product::kPacked],
-                                       const RowLoads& loads, const Tile& tile, int block) {
+                                       const RowLoads& loads, const OfTile& dropout, const Tile& tile, int block) {
     float scores[Product::kScores];
     float gradients[Product::kScores];  // dP, then dS
     begin_scores(scores);
     begin_gradients(gradients);
     if constexpr (kIsFirst) finish_rows(loads, tile);
 
+    const typename OfTile::Block drawn = dropout.draw(block);
     ptx::wgmma_wait<1>();  // S; and dQ of the block before
     ptx::wgmma_fence_operands(scores);
     if constexpr (!kIsFirst) release_key();
@@ -206,7 +211,7 @@ struct QueryGradientConsumer {
     ptx::wgmma_wait<0>();
     ptx::wgmma_fence_operands(gradients);
     release_value();
-    multiply(gradients, scores);
+    multiply(gradients, scores, dropout, drawn);
     pack_operand<Element>(packed, gradients);
     if constexpr (kIsFirst) Product::clear(dq);
     issue_product<Element, true>(dq, packed, shared.first(key.stage).mn_major());
@@ -310,7 +315,7 @@ struct QueryGradientConsumer {
       ptx::wgmma_fence_operands(dq);
     };
     int block = range.end - 1;
-    step<Scores::kMasked, true>(dq, packed, loads, tile, block);
+    step<Scores::kMasked, true>(dq, packed, loads, {}, tile, block);
     for (;;) {
       finish();
       --block;
@@ -318,21 +323,22 @@ struct QueryGradientConsumer {
         compute_varlen_ahead(tile, block, range.full_begin, dq, packed);
       }
       if (block < range.begin) return;
-      step<Scores::kMasked, false>(dq, packed, loads, tile, block);
+      step<Scores::kMasked, false>(dq, packed, loads, {}, tile, block);
     }
   }
 
   // Varlen, block by block. Blocks without a mask have a loop of their own: in a common loop the compiler merges the ends of both, and
   // sinks exponentials below the wait for dP.
   __device__ __forceinline__ void compute_varlen(const Tile& tile, const BlockRange& range, const RowLoads& loads,
-                                                 float (&dq)[Product::kOutputs], uint32_t (&packed)[Product::kPacked]) {
+                                                 const OfTile& dropout, float (&dq)[Product::kOutputs],
+                                                 uint32_t (&packed)[Product::kPacked]) {
     int block = range.end - 1;
-    step<Scores::kMasked, true>(dq, packed, loads, tile, block--);
+    step<Scores::kMasked, true>(dq, packed, loads, dropout, tile, block--);
     while (block >= range.begin) {
       for (; block < range.full_end && block >= range.full_begin; --block) {
-        step<Scores::kPlain, false>(dq, packed, loads, tile, block);
+        step<Scores::kPlain, false>(dq, packed, loads, dropout, tile, block);
       }
-      if (block >= range.begin) step<Scores::kMasked, false>(dq, packed, loads, tile, block--);
+      if (block >= range.begin) step<Scores::kMasked, false>(dq, packed, loads, dropout, tile, block--);
     }
   }
 
@@ -370,21 +376,22 @@ struct QueryGradientConsumer {
   __device__ __forceinline__ void compute_blocks(const Tile& tile, const BlockRange& range, const RowLoads& loads,
                                                  float (&dq)[Product::kOutputs], uint32_t (&packed)[Product::kPacked]) {
     int block = range.end - 1;
-    step<Scores::kMasked, true>(dq, packed, loads, tile, block);
-    for (--block; block >= range.full_end; --block) step<Scores::kMasked, false>(dq, packed, loads, tile, block);
-    for (; block >= 0; --block) step<Scores::kPlain, false>(dq, packed, loads, tile, block);
+    step<Scores::kMasked, true>(dq, packed, loads, {}, tile, block);
+    for (--block; block >= range.full_end; --block) step<Scores::kMasked, false>(dq, packed, loads, {}, tile, block);
+    for (; block >= 0; --block) step<Scores::kPlain, false>(dq, packed, loads, {}, tile, block);
   }
 
   __device__ __forceinline__ void compute(const Tile& tile, const BlockRange& range, const RowLoads& loads,
                                           float (&dq)[Product::kOutputs]) {
     uint32_t packed[Product::kPacked];
+    const OfTile dropout(params, tile, first_row(tile));
     if constexpr (kIsVarlen) {
       if constexpr (Spec::kHasScoreMod) {
         compute_with_score_mod(tile, range, loads, dq, packed);
       } else if constexpr (Spec::kLookahead) {
         compute_varlen_blocks(tile, range, loads, dq, packed);
       } else {
-        compute_varlen(tile, range, loads, dq, packed);
+        compute_varlen(tile, range, loads, dropout, dq, packed);
       }
     } else if constexpr (Spec::kLookahead) {
       compute_ahead(tile, range.end, loads, dq, packed);
@@ -463,6 +470,14 @@ __device__ __forceinline__ void query_gradient(const BackwardParams& params, con
     ptx::setmaxnreg_inc<Spec::kConsumerRegisters>();
     QueryGradientConsumer<Spec, kMask>(params, shared, warpgroup - 1).run(dq_map);
   }
+}
+
+template <typename Spec>
+__device__ __forceinline__ void query_gradient_dropout(const DropoutBackwardParams& params, const ptx::TensorMap& q_map,
+                                                       const ptx::TensorMap& k_map, const ptx::TensorMap& v_map,
+                                                       const ptx::TensorMap& dout_map, const ptx::TensorMap& dq_map) {
+  static_assert(Spec::kHasDropout, "others take BackwardParams");
+  query_gradient<Spec>(params.backward, q_map, k_map, v_map, dout_map, dq_map);
 }
 
 }  // namespace sm90

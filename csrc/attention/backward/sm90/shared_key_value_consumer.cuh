@@ -3,6 +3,7 @@
 // elements through shared memory; the other computes dP^T = V dO^T, dS^T and dK += dS^T Q.
 #pragma once
 
+#include "attention/backward/sm90/dropout.cuh"
 #include "attention/backward/sm90/key_value_consumer.cuh"
 #include "attention/backward/sm90/products.cuh"
 
@@ -18,8 +19,8 @@ enum class SharedBarrier : int {
 };
 
 // What both warpgroups do: the order of tiles, heads and blocks, and the way out. `Derived` computes the gradient:
-//   step<kScores>(output, packed, coordinates)   one block; may leave its last product under way
-//   finish(output)                           waits for that, and releases what it reads
+//   step<kScores>(output, packed, dropout, coordinates)   one block; may leave its last product under way; dropout: a Derived::OfTile
+//   finish(output)                                    waits for that, and releases what it reads
 template <typename Spec, MaskKind kMask, typename Derived>
 struct SharedConsumer {
   using Product = Products<Spec>;
@@ -54,22 +55,27 @@ struct SharedConsumer {
       float output[Derived::kOutputs];
       uint32_t packed[Product::kPacked];
       Product::clear(output);
+      const typename Derived::OfTile dropout(params, tile);
       for (int head = 0; head < heads; ++head) {
         Coordinates coordinates{shared.tile(0), tile.head * heads + head, first_key, range.begin};
         int& block = coordinates.block;
         if constexpr (kIsVarlen) {
           while (block < range.end) {
             for (; block >= range.full_begin && block < range.full_end; ++block) {
-              derived.template step<Scores::kPlain>(output, packed, coordinates);
+              derived.template step<Scores::kPlain>(output, packed, dropout, coordinates);
             }
             if (block < range.end) {
-              derived.template step<Scores::kMasked>(output, packed, coordinates);
+              derived.template step<Scores::kMasked>(output, packed, dropout, coordinates);
               ++block;
             }
           }
         } else {
-          for (; block < range.full_begin; ++block) derived.template step<Scores::kMasked>(output, packed, coordinates);
-          for (; block < range.end; ++block) derived.template step<Scores::kPlain>(output, packed, coordinates);
+          for (; block < range.full_begin; ++block) {
+            derived.template step<Scores::kMasked>(output, packed, dropout, coordinates);
+          }
+          for (; block < range.end; ++block) {
+            derived.template step<Scores::kPlain>(output, packed, dropout, coordinates);
+          }
         }
       }
       derived.finish(output);
@@ -97,6 +103,7 @@ struct ValueGradientConsumer : SharedConsumer<Spec, kMask, ValueGradientConsumer
   using Element = typename Spec::Element;
   using Base::at, Base::used, Base::has_used, Base::params, Base::shared;
   using typename Base::Coordinates;
+  using OfTile = TileDropout<Spec>;
   static constexpr int kOutputs = Product::kValueOutputs;
 
   __device__ __forceinline__ ValueGradientConsumer(const BackwardParams& params_, const SharedMemory<Spec>& shared_)
@@ -109,11 +116,13 @@ struct ValueGradientConsumer : SharedConsumer<Spec, kMask, ValueGradientConsumer
     }
   }
 
-  // With score modification the other warpgroup gets P^T times the derivative: it needs no more.
+  // With score modification the other warpgroup gets P^T times the derivative: it needs no more. With dropout, P^T with marks.
   template <Scores kScores>
   __device__ __forceinline__ void step(float (&dv)[kOutputs], uint32_t (&packed)[Product::kPacked],
-                                       const Coordinates& coordinates) {
+                                       const OfTile& tile_dropout, const Coordinates& coordinates) {
     float scores[Product::kScores];
+    // Drawn while dV of the block before runs: ptxas moves nothing over the wait.
+    const BlockDropout<Spec> dropout(tile_dropout, coordinates);
     ptx::mbarrier_wait(shared.first_full(at.stage), at.parity);
     float lse_log2[Product::kColumns];
     load_columns<Spec>(lse_log2, shared.statistics(at.stage));
@@ -137,6 +146,8 @@ struct ValueGradientConsumer : SharedConsumer<Spec, kMask, ValueGradientConsumer
       pack_operand<Element>(packed, scores);
 #pragma unroll
       for (int i = 0; i < Product::kPacked; ++i) handed_on[i] = packed[i];
+      dropout.mark_weights(handed_on);
+      dropout.drop_weights(packed);
     }
 
     ptx::named_barrier_sync(barrier_id(SharedBarrier::kProbabilitiesEmpty), 256);
@@ -163,7 +174,7 @@ struct ValueGradientConsumer : SharedConsumer<Spec, kMask, ValueGradientConsumer
   __device__ __forceinline__ void run(const ptx::TensorMap& dv_map) {
     // dV in K's place, dK in V's: each has been read by this warpgroup alone.
     const typename Spec::OwnSecondTile output{shared.own_first(0).smem};
-    Base::run_tiles(dv_map, params.sequence_rows.dv, output, 0, 1.0f);
+    Base::run_tiles(dv_map, params.sequence_rows.dv, output, 0, value_scale<Spec>(params));
     ptx::named_barrier_sync(barrier_id(SharedBarrier::kProbabilitiesEmpty), 256);  // the arrival that is left over
   }
 };
@@ -175,6 +186,7 @@ struct KeyGradientConsumer : SharedConsumer<Spec, kMask, KeyGradientConsumer<Spe
   using Element = typename Spec::Element;
   using Base::at, Base::used, Base::has_used, Base::params, Base::shared;
   using typename Base::Coordinates;
+  using OfTile = TileDropout<Spec, false>;  // what is dropped comes with P^T
   static constexpr int kOutputs = Product::kOutputs;
 
   __device__ __forceinline__ KeyGradientConsumer(const BackwardParams& params_, const SharedMemory<Spec>& shared_)
@@ -188,12 +200,14 @@ struct KeyGradientConsumer : SharedConsumer<Spec, kMask, KeyGradientConsumer<Spe
   }
 
   template <Scores kScores>
-  __device__ __forceinline__ void step(float (&dk)[kOutputs], uint32_t (&packed)[Product::kPacked],
+  __device__ __forceinline__ void step(float (&dk)[kOutputs], uint32_t (&packed)[Product::kPacked], const OfTile&,
                                        const Coordinates&) {
     float gradients[Product::kScores];                           // dP^T, then dS^T
     ptx::mbarrier_wait(shared.first_full(at.stage), at.parity);  // for row_dot, and Q below
     float row_dot[Product::kColumns];
     load_columns<Spec>(row_dot, shared.statistics(at.stage) + Spec::kStreamRows * 4);
+    const SharedGradient<Spec> gradient(params);
+    gradient.scale_row_dots(row_dot);
     ptx::mbarrier_wait(shared.second_full(at.stage), at.parity);
     issue_product<Element, Product::kValueSteps>(gradients, shared.own_second(0).k_major(),
                                                  shared.second(at.stage).k_major());
@@ -212,8 +226,8 @@ struct KeyGradientConsumer : SharedConsumer<Spec, kMask, KeyGradientConsumer<Spe
     for (int i = 0; i < Product::kPacked; ++i) {
       const float2 probability = unpack<Element>(p[i / 4][i % 4]);
       const int column = i / 2 * 2;
-      packed[i] = pack<Element>(probability.x * (gradients[2 * i] - row_dot[column]),
-                                probability.y * (gradients[2 * i + 1] - row_dot[column + 1]));
+      packed[i] = pack<Element>(gradient(probability.x, gradients[2 * i], row_dot[column]),
+                                gradient(probability.y, gradients[2 * i + 1], row_dot[column + 1]));
     }
     ptx::named_barrier_arrive(barrier_id(SharedBarrier::kProbabilitiesEmpty), 256);
     issue_product<Element, true>(dk, packed, shared.first(at.stage).mn_major());
@@ -230,7 +244,7 @@ struct KeyGradientConsumer : SharedConsumer<Spec, kMask, KeyGradientConsumer<Spe
   __device__ __forceinline__ void run(const ptx::TensorMap& dk_map) {
     ptx::named_barrier_arrive(barrier_id(SharedBarrier::kProbabilitiesEmpty), 256);  // nothing to read yet
     const typename Spec::OwnTile output{shared.own_second(0).smem};
-    Base::run_tiles(dk_map, params.sequence_rows.dk, output, 1, params.scale);
+    Base::run_tiles(dk_map, params.sequence_rows.dk, output, 1, params.scale * value_scale<Spec>(params));
   }
 };
 

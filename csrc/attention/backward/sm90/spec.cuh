@@ -49,6 +49,7 @@ struct TileSpec {
   static constexpr bool kHasScoreMod = kScores_ != 0;
   static constexpr bool kHasAlibi = kScores_ == 2;
   static constexpr bool kServesPlain = false;
+  static constexpr bool kHasDropout = false;
   static constexpr int kMaskBytes = 0;             // of a block of a mask tensor in its stage: see MaskFusedSpec
   static constexpr bool kOrdersReduction = false;  // tiles of a head add to dq in a fixed order: see fused.cuh
   static constexpr int kTileReaders =
@@ -144,6 +145,21 @@ template <typename Element, int kHeadDim, int kBlockM, int kBlockN, int kNumStag
           int kStartsFromRowDot, int kScores, int kNarrower>
 using VarlenKeyValueGradientSpec = KeyValueGradientSpec<Element, kHeadDim, kBlockM, kBlockN, kNumStages, kNumWarps,
                                                         kLookahead, kStartsFromRowDot, true, kScores, kNarrower>;
+
+// Likewise; take DropoutBackwardParams.
+template <typename Element, int kHeadDim, int kBlockM, int kBlockN, int kNumStages, int kNumWarps, int kValueStages>
+struct DropoutQueryGradientSpec
+    : QueryGradientSpec<Element, kHeadDim, kBlockM, kBlockN, kNumStages, kNumWarps, kValueStages, 0, true> {
+  static constexpr bool kHasDropout = true;
+};
+template <typename Element, int kHeadDim, int kBlockM, int kBlockN, int kNumStages, int kNumWarps>
+struct DropoutKeyValueGradientSpec
+    : KeyValueGradientSpec<Element, kHeadDim, kBlockM, kBlockN, kNumStages, kNumWarps, 0, 0, true> {
+  static constexpr bool kHasDropout = true;
+  static constexpr int kProducerRegisters = 40;  // 128 * (40 + 2 * 232) = 64512
+  static constexpr int kConsumerRegisters = 232;
+  static_assert(kBlockN == 64, "only the form whose warpgroups share their keys has it");
+};
 
 // Where row `row` of a block lies among its statistics: a lane's four columns of 16, 2t, 2t + 1, 2t + 8 and 2t + 9 with
 // t = lane % 4, side by side for one 16-byte load.

@@ -130,6 +130,11 @@ inline VarlenKeyValueGradientTensorMaps varlen_key_value_gradient_tensor_maps(co
   return varlen_key_value_gradient_tensor_maps(params.backward, block_m);
 }
 
+inline VarlenQueryGradientTensorMaps varlen_query_gradient_tensor_maps(const DropoutBackwardParams& params,
+                                                                       int block_n) {
+  return varlen_query_gradient_tensor_maps(params.backward, block_n);
+}
+
 struct MaskFusedTensorMaps : VarlenKeyValueGradientTensorMaps {
   TensorMapArguments mask;
 };

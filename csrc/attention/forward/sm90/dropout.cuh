@@ -20,11 +20,7 @@ struct TileDropout {
 
 template <typename Spec>
 struct TileDropout<Spec, true> {
-  static constexpr int kDraws = Spec::kBlockN / 32;
-  static_assert(Spec::kBlockN % 32 == 0, "a draw serves eight of 32 keys");
-  struct Block {
-    uint32_t kept[kDraws][4];
-  };
+  using Block = KeptPairs<Spec::kBlockN>;
 
   HeadDropout of_head;
   int row;  // the first of the two; the other is 8 further on
@@ -35,24 +31,14 @@ struct TileDropout<Spec, true> {
 
   __device__ __forceinline__ Block draw(int block) const {
     Block drawn;
-    const int key = block * Spec::kBlockN + ptx::lane_index() % 4 * 2;
-#pragma unroll
-    for (int i = 0; i < kDraws; ++i) {
-      const uint32_t addend = of_head.draw(drawn.kept[i], row, key + 32 * i);
-#pragma unroll
-      for (int w = 0; w < 4; ++w) drawn.kept[i][w] = of_head.kept(drawn.kept[i][w], addend);
-    }
+    drawn.draw(of_head, row, block * Spec::kBlockN);
     return drawn;
   }
 
   // What is kept is scaled with the output.
   __device__ __forceinline__ void drop(uint32_t (&probabilities)[Spec::kBlockN / 4], const Block& drawn) const {
 #pragma unroll
-    for (int i = 0; i < Spec::kBlockN / 4; ++i) {
-      const int b = i / 2 % 4;  // of eight keys
-      const auto& kept = drawn.kept[i / 8];
-      probabilities[i] &= KeptPair{kept[b / 2 * 2], kept[b / 2 * 2 + 1], b % 2 * 2 + i % 2}.halves();
-    }
+    for (int i = 0; i < Spec::kBlockN / 4; ++i) probabilities[i] &= drawn.pair(i).halves();
   }
 };
 

@@ -99,7 +99,9 @@ PROBABILITIES = (0.1, 0.5, 0.83)
 
 def with_dropout(unit: Unit, problems: Iterator[VarlenProblem]) -> Iterator[VarlenProblem]:
     """Those that meet what a mask is made of: rows, keys, heads and sequences, and scores of each kind."""
-    names = DROPPED if unit.dtype == "f16" and unit.row.axes["head_dim"] == SMALLEST else DROPPED[:3]
+    is_split_of_hopper = unit.row.family == "sm90" and unit.row.operation.endswith(("_dq", "_dkv"))  # of one head dim
+    is_whole = unit.dtype == "f16" and (is_split_of_hopper or unit.row.axes["head_dim"] == SMALLEST)
+    names = DROPPED if is_whole else DROPPED[:3]
     for seed, problem in enumerate(problem for problem in problems if problem.name in names):
         yield replace(problem, data_seed=seed, dropout_p=PROBABILITIES[seed % len(PROBABILITIES)])
 

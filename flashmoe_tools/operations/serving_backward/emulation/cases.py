@@ -38,11 +38,11 @@ def problems(unit: Unit) -> Iterator[VarlenProblem]:
 
 
 def _dropped(unit: Unit) -> Iterator[VarlenProblem]:
-    has_alibi, is_fused = adds_alibi(unit.row.options), unit.row.operation == DROPOUT_FUSED
+    has_alibi, is_wgmma = adds_alibi(unit.row.options), unit.row.family == "sm90"
     for seed, problem in enumerate(with_dropout(unit, _problems(unit))):
-        if is_fused:
+        if is_wgmma:
             if not problem.has_score_functions:
-                yield replace(problem, has_counter=True)
+                yield replace(problem, has_counter=problem.has_counter or unit.row.operation == DROPOUT_FUSED)
         elif not has_alibi:
             yield problem
         elif not problem.has_mask_tensor:
