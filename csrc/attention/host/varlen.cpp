@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <cstring>
 
+#include "attention/forward/sm90/varlen/chunk_words.h"
 #include "attention/forward/sm90/varlen/tensor_map.h"
 #include "attention/host/backends.h"
 #include "attention/host/prepare.h"
@@ -74,6 +75,46 @@ void run_tiles(ForwardParams& params, const Kernel& kernel, const host::CudaCall
   list.run(call);
 }
 
+// Of a GPU's memory, bytes per ns. An H100's has 3352, an H200's 4916. Of 1 to 2 GB of keys read to be evicted first an H200 decodes 2% to 6%
+// faster (64 sequences of 8192 keys, pages of 256: 518 to 490 us), an H100 up to 4% slower.
+constexpr int32_t kFastMemory = 4000;
+// Lines that other kernels have written stay in the L2 while keys that are read evict-first replace only each other, and cost 5% of any batch. So blocks
+// begin without a hint, until together they have read this many times the L2's size. For batches of at most six times that, writing the lines back costs what it gains.
+constexpr int64_t kRefills = 2;
+constexpr int64_t kFewRefills = 6;
+
+// K and V, if all sequences are as long.
+int64_t bytes_of_keys(const ForwardParams& params, const Kernel& kernel) {
+  const int64_t key_bytes = int64_t{2} * sizeof(uint16_t) * kernel.axes[axis::kHeadDim];
+  return key_bytes * params.seq_k * params.heads_kv * params.batch;
+}
+
+// Whether keys of a chunk that one tile reads make room for each other: 1% to 11% faster where they are 0.67 to 4.5 times the L2's size, up to 2%
+// slower above, and 1% to 8% where they fit it.
+bool streams_keys(const ForwardParams& params, const Kernel& kernel, const host::Device& gpu) {
+  if (gpu.memory_rate <= kFastMemory || kernel.axes[axis::kHeadDim] <= 64) return false;
+  const int64_t bytes = bytes_of_keys(params, kernel);
+  return 5 * bytes > 3 * int64_t{gpu.l2_bytes} && bytes <= kFewRefills * gpu.l2_bytes;
+}
+
+// At D=64 evict_first costs 1% there.
+int32_t unhinted_tiles(const ForwardParams& params, const Kernel& kernel, int64_t grid, const host::Device& gpu) {
+  const int64_t head_dim = kernel.axes[axis::kHeadDim];
+  if (gpu.memory_rate <= kFastMemory || head_dim <= 64) return 0;
+  const int64_t key_bytes = int64_t{2} * sizeof(uint16_t) * head_dim;
+  if (bytes_of_keys(params, kernel) <= kFewRefills * gpu.l2_bytes) return 1;
+  return static_cast<int32_t>(ceil_div(kRefills * gpu.l2_bytes, grid * kernel.block_n * key_bytes));
+}
+
+// Whether the kernel that adds up shares, of `blocks` blocks, gains by its early start: 3% to 6% for one sequence of 2048 keys. It begins on the
+// multiprocessors that are free, and where these are few, all of its blocks may meet there (1 x 8192: 15.4 us and 19.3).
+bool adds_up_early(int64_t blocks, int64_t grid, const host::Device& gpu) {
+  constexpr int64_t kResident = 16;  // of its blocks on a multiprocessor
+  const int64_t free = gpu.num_multiprocessors - grid;
+  return free > 0 &&
+         std::min(kResident, ceil_div(blocks, free)) <= 2 * ceil_div(blocks, int64_t{gpu.num_multiprocessors});
+}
+
 // Memory for params.num_splits partial results of `rows` rows, which a second pass adds up.
 host::Workspace allocate_partials(ForwardParams& params, int64_t rows, const host::CudaCall& call) {
   host::Workspace partials;
@@ -111,6 +152,8 @@ void run_chunk(ForwardParams& params, const Choice& choice, const host::CudaCall
   while (fold < params.heads_q / params.heads_kv) fold *= 2;
   const int64_t tiles = most_row_blocks(params, kernel.block_m / fold) * params.heads_kv * params.num_splits;
   const int64_t grid = host::grid_for(kernel, tiles, call.gpu);
+  const bool is_read_once = codes == nullptr && params.seq_q <= kernel.block_m / fold;
+  params.unhinted_tiles = is_read_once && streams_keys(params, kernel, call.gpu) ? sm90::kReadsKeysOnce : 0;
   host::TileCounter counter;
   if (tiles > grid) {
     counter = host::tile_counter(call);
@@ -120,19 +163,24 @@ void run_chunk(ForwardParams& params, const Choice& choice, const host::CudaCall
   const int32_t rows_of_head = is_ragged ? params.sequences.rows_total : params.seq_q;
   const int64_t rows = (is_ragged ? int64_t{1} : params.batch) * params.heads_q * rows_of_head;
   host::Workspace partials;
-  if (choice.combine != nullptr) partials = allocate_partials(params, rows, call);
+  int64_t combine_grid = 0;
+  if (choice.combine != nullptr) {
+    partials = allocate_partials(params, rows, call);
+    combine_grid = ceil_div(rows, choice.combine->block_m);
+    if (adds_up_early(combine_grid, grid, call.gpu)) params.unhinted_tiles += sm90::kStartsNext;
+  }
   const sm90::ChunkTensorMaps described = codes == nullptr ? sm90::chunk_tensor_maps(params, kernel.block_n)
                                                            : sm90::coded_chunk_tensor_maps(*codes, kernel.block_n);
   const TensorMaps maps = encode(described, kernel.dtype, kKeyPromotion);
   host::LaunchList list;
   const void* launched = codes == nullptr ? static_cast<const void*>(&params) : codes;
-  list.add({&kernel, grid, launched, maps.data(), /*is_dependent=*/false});
+  list.add({&kernel, grid, launched, maps.data(), /*is_dependent=*/true});
   ForwardParams whole = params;
   if (choice.combine != nullptr) {
     whole.batch = is_ragged ? 1 : params.batch;
     whole.seq_q = rows_of_head;
     whole.head_dim = params.head_dim_v;
-    list.add({choice.combine, ceil_div(rows, choice.combine->block_m), &whole, nullptr, /*is_dependent=*/true});
+    list.add({choice.combine, combine_grid, &whole, nullptr, /*is_dependent=*/true});
   }
   list.run(call);
 }
@@ -291,24 +339,6 @@ void describe_as_band(ForwardParams& params) {
   params.score_options.right = kUnbounded;
   params.score_options.mask_factor = 1.0F;
   params.score_options.folded_heads = 1;
-}
-
-// Of a GPU's memory, bytes per ns. An H100's has 3352, an H200's 4916. Of 1 to 2 GB of keys read to be evicted first an H200 decodes 2% to 6%
-// faster (64 sequences of 8192 keys, pages of 256: 518 to 490 us), an H100 up to 4% slower.
-constexpr int32_t kFastMemory = 4000;
-// Lines that other kernels have written stay in the L2 while keys that are read evict-first replace only each other, and cost 5% of any batch. So blocks
-// begin without a hint, until together they have read this many times the L2's size. For batches of at most six times that, writing the lines back costs what it gains.
-constexpr int64_t kRefills = 2;
-constexpr int64_t kFewRefills = 6;
-
-// At D=64 evict_first costs 1% there.
-int32_t unhinted_tiles(const ForwardParams& params, const Kernel& kernel, int64_t grid, const host::Device& gpu) {
-  const int64_t head_dim = kernel.axes[axis::kHeadDim];
-  if (gpu.memory_rate <= kFastMemory || head_dim <= 64) return 0;
-  const int64_t key_bytes = int64_t{2} * sizeof(uint16_t) * head_dim;
-  const int64_t bytes = key_bytes * params.seq_k * params.heads_kv * params.batch;  // if all sequences are as long
-  if (bytes <= kFewRefills * gpu.l2_bytes) return 1;
-  return static_cast<int32_t>(ceil_div(kRefills * gpu.l2_bytes, grid * kernel.block_n * key_bytes));
 }
 
 // Partial results: two of each block, the end of one item and the beginning of another. Its counters are zero again at the end.

@@ -218,7 +218,7 @@ std::string run_kernel(const host::Kernel& kernel, int64_t grid, void** argument
 namespace host {
 namespace {
 
-CUresult launch(CUfunction function, unsigned grid, unsigned, unsigned, bool, void** arguments) {
+CUresult launch(CUfunction function, unsigned grid, unsigned, unsigned, bool is_dependent, void** arguments) {
   const Kernel& kernel = kernel_of(function);
   attention::g_tensors.clear();
   const std::string problem = attention::run_kernel(kernel, grid, arguments);
@@ -226,11 +226,13 @@ CUresult launch(CUfunction function, unsigned grid, unsigned, unsigned, bool, vo
   for (const void* tensor : attention::g_tensors) {
     addresses += (addresses.empty() ? "" : ", ") + std::to_string(reinterpret_cast<uintptr_t>(tensor));
   }
-  const bool decodes = std::strncmp(kernel.operation, "attention_decode", 16) == 0;
-  const int unhinted = decodes ? static_cast<const attention::ForwardParams*>(arguments[0])->unhinted_tiles : -1;
+  const bool has_hints = std::strncmp(kernel.operation, "attention_decode", 16) == 0 ||
+                         std::strcmp(kernel.operation, "attention_chunk_forward") == 0;
+  const int unhinted = has_hints ? static_cast<const attention::ForwardParams*>(arguments[0])->unhinted_tiles : -1;
   g_log += std::string("{\"symbol\": \"") + kernel.symbol + "\", \"operation\": \"" + kernel.operation +
            "\", \"grid\": " + std::to_string(grid) + ", \"unhinted\": " + std::to_string(unhinted) +
-           ", \"tensors\": [" + addresses + "], \"problem\": \"" + problem + "\"}\n";
+           ", \"is_dependent\": " + (is_dependent ? "true" : "false") + ", \"tensors\": [" + addresses +
+           "], \"problem\": \"" + problem + "\"}\n";
   return CUDA_SUCCESS;
 }
 

@@ -490,3 +490,41 @@ def test_the_first_tiles_of_decoding_are_read_without_a_hint(rate: int, l2_bytes
     expected = -(-2 * l2_bytes // (launch["grid"] * block_n * key_bytes))
     expected = 1 if batch * heads * keys * key_bytes <= 6 * l2_bytes else expected
     assert launch["unhinted"] == (expected if rate > 4000 and head_dim > 64 else 0)
+
+
+@pytest.mark.parametrize(
+    ("rate", "l2_bytes", "rows", "expected"),
+    [
+        (4001, 3_413_333, 32, 1),
+        (4001, 3_413_334, 32, 0),
+        (4001, 341_334, 32, 1),
+        (4001, 341_333, 32, 0),
+        (4001, 1 << 20, 33, 0),
+        (4000, 1 << 20, 32, 0),
+    ],
+)
+def test_keys_of_a_chunk_that_one_tile_reads_make_room_for_each_other(
+    rate: int, l2_bytes: int, rows: int, expected: int
+) -> None:
+    """On fast memory, where they are between three fifths of the L2 and six times as much: 2 048 000 bytes here; a tile has 32 rows of four heads."""
+    q, k = torch.randn(2, 8, rows, 128).to(DTYPE), torch.randn(2, 2, 1000, 128).to(DTYPE)
+    begin(90)
+    LIBRARY.fake_memory(rate, l2_bytes)
+    flashmoe.attention_with_kvcache(q, k, k, cache_seqlens=torch.full((2,), 1000, dtype=torch.int32), causal=True)
+    LIBRARY.fake_memory(0, 0)
+    first = launches()[0]
+    assert (first["operation"], first["unhinted"] & 1) == ("attention_chunk_forward", expected)
+
+
+@pytest.mark.parametrize(("multiprocessors", "rows", "expected"), [(132, 8, 2), (13, 8, 0), (13, 32, 2), (12, 32, 0)])
+def test_the_sum_of_a_chunk_starts_early_where_it_has_room(multiprocessors: int, rows: int, expected: int) -> None:
+    """Of 1000 keys in three shares, which two key heads of two sequences have; its blocks add up four rows."""
+    q, k = torch.randn(2, 8, rows, 128).to(DTYPE), torch.randn(2, 2, 1000, 128).to(DTYPE)
+    begin(90, multiprocessors)
+    flashmoe.attention_with_kvcache(q, k, k, cache_seqlens=torch.full((2,), 1000, dtype=torch.int32), causal=True)
+    chunk, combine = launches()
+    assert [chunk["operation"], combine["operation"]] == ["attention_chunk_forward", "attention_combine"]
+    assert (chunk["grid"], combine["grid"]) == (12, 4 * rows)
+    assert chunk["is_dependent"]
+    assert combine["is_dependent"]
+    assert chunk["unhinted"] == expected

@@ -204,8 +204,8 @@ def coded_chunk_trial(unit: Unit, p: E4m3Problem) -> Trial:
     tensors, k_scale, v_scale = quantize(p, build(p))
     made = forward.trial_on(unit, p, tensors)
     (launch,) = made.launches
-    values = {"forward": launch.values, "k_scale": k_scale.struct, "v_scale": v_scale.struct}
-    return replace(made, launches=[replace(launch, values=values)])
+    scales = forward.from_grid_in_front({"k_scale": k_scale.struct, "v_scale": v_scale.struct})
+    return replace(made, launches=[replace(launch, values={"forward": launch.values, **scales})])
 
 
 # What stands at the edges of rounding: ties, the largest code and beyond, subnormals.

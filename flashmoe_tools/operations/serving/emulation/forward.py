@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from flashmoe_build.emulation.compare import touched, worst_element
-from flashmoe_build.emulation.runner import Launch, Runner, Trial, counter, output
+from flashmoe_build.emulation.runner import Launch, Runner, Trial, counter, in_front, output
 from flashmoe_tools.operations.attention import philox
 from flashmoe_tools.operations.attention.emulation import recurrence
 from flashmoe_tools.operations.attention.emulation.forward import merge
@@ -115,6 +115,17 @@ def values_of(p: VarlenProblem, tensors: Tensors, lse: torch.Tensor, **more: Any
     }
 
 
+def from_grid_in_front(values: dict[str, Any]) -> dict[str, Any]:
+    """The same, and every tensor that is read the work of the grid in front."""
+    found: dict[str, Any] = {}
+    for name, value in values.items():
+        if isinstance(value, dict):
+            found[name] = from_grid_in_front(value)
+        else:
+            found[name] = in_front(value) if isinstance(value, torch.Tensor) else value
+    return found
+
+
 def with_dropout(p: VarlenProblem, name: str, values: dict[str, Any]) -> dict[str, Any]:
     """The parameters of a kernel that has dropout: those of one without, under ``name``, and its own."""
     if p.dropout_p == 0:
@@ -159,6 +170,8 @@ def trial_on(unit: Unit, p: VarlenProblem, tensors: Tensors) -> Trial:
     values = values_of(p, tensors, lse, **more, tile_counter=counter() if p.has_counter else None)
 
     is_chunk = unit.row.operation.startswith("attention_chunk_forward")
+    if is_chunk:  # a dependent launch
+        values = from_grid_in_front(values)
 
     def check() -> list[str]:
         found: list[str] = []

@@ -10,6 +10,7 @@
 #include "attention/forward/sm90/varlen/producer.cuh"
 #include "attention/forward/sm90/varlen/scheduler.cuh"
 #include "attention/forward/sm90/varlen/spec.cuh"
+#include "ptx/grid_dependency.cuh"
 
 namespace flashmoe {
 namespace attention {
@@ -29,7 +30,11 @@ __device__ __forceinline__ void run_varlen(const Params& given, const ForwardPar
   const int warpgroup = warp / 4;
 
   TileScheduler<Spec> scheduler(params, shared);
-  if (warp == 1) scheduler.walk.start();  // first of all: the first tile waits for the lengths
+  // First of all: the first tile waits for the lengths.
+  if (warp == 1) {
+    if constexpr (Spec::kIsFolded) ptx::grid_dependency_wait();  // what the kernel in front writes may be lengths
+    scheduler.walk.start();
+  }
   if (warp == 0 && ptx::elect_one()) {
     ptx::prefetch_tensor_map(&q_map);
     ptx::prefetch_tensor_map(&k_map);
@@ -46,7 +51,11 @@ __device__ __forceinline__ void run_varlen(const Params& given, const ForwardPar
     }
     init_barriers(shared);
   }
+  if constexpr (Spec::kIsFolded) ptx::grid_dependency_wait();  // or pages, Q, K and V
   ptx::barrier_sync_block();
+  if constexpr (Spec::kIsFolded) {
+    if ((params.unhinted_tiles & kStartsNext) != 0) ptx::grid_launch_dependents();
+  }
 
   if (warpgroup == 0) {
     ptx::setmaxnreg_dec<Spec::kProducerRegisters>();
