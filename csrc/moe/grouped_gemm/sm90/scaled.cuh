@@ -153,8 +153,10 @@ struct ScaledMainloop {
         ptx::wgmma_fence_operands(partial);
         if (half == kHalves - 1) frame.release(frame.at.stage);
 #pragma unroll
-        for (int i = 0; i < kPartial; ++i) {
-          const float factor = factors[i / 2 % 2][Spec::kIsGated ? i / 32 : half];
+        for (int j = 0; j < kPartial; ++j) {
+          // Sixteen with one factor follow each other: it is read once.
+          const int columns = j / 32, row = j / 16 % 2, i = columns * 32 + j % 16 / 2 * 4 + row * 2 + j % 2;
+          const float factor = factors[row][Spec::kIsGated ? columns : half];
           sums[half * kPartial + i] = ptx::fma_rn(partial[i], factor, sums[half * kPartial + i]);
         }
       }
