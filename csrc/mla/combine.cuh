@@ -1,6 +1,6 @@
 // Puts together the sequences that several parts share, in an order that the parts alone decide.
 //
-// A warp adds up 128 columns of a row. Where a sequence may be in many parts, warps_per_sum warps share that: each takes every so many-th part,
+// A warp adds up 16 or 32 columns of 8 rows. Where a sequence may be in many parts, warps_per_sum warps share that: each takes every so many-th part,
 // and their sums meet in shared memory. Grid: for each sequence, or each part where there are fewer (a part begins at most one sequence that
 // others share), equally many blocks, together about as many as the GPU holds at once: each makes the plan, which takes longer than its sums.
 #pragma once
@@ -19,31 +19,33 @@
 namespace flashmoe {
 namespace mla {
 
-// kBlockM: the units of work of a thread block, a warp for each: 128 columns of a row, or a share of their sum.
+// kBlockM: the units of work of a thread block, a warp for each: a sum, or a share of it.
 template <typename Element_, int kBlockM_, int kNumWarps_>
 struct CombineSpec {
   using Element = Element_;
   static constexpr int kNumWarps = kNumWarps_;
   static constexpr int kNumThreads = 32 * kNumWarps;
-  static constexpr int kColumns = 128;  // of a warp: 4 of a lane
-  static constexpr int kColumnUnits = kLatentDim / kColumns;
-  static constexpr int kSumBytes = 32 * 16 + 16;  // of a warp: the columns, and the sum of exponentials
-  static constexpr int kSharedBytes = kNumWarps * kSumBytes;
+  static constexpr int kMostPieces = 2;                          // of a lane, four columns each: of a pair of tiles
+  static constexpr int kSumBytes = 32 * (16 * kMostPieces + 4);  // of a warp: the columns, and the sums of exponentials
+  static constexpr int kMaxOffset = kNumWarps * kSumBytes;       // [warp][8]: the largest exponent of its parts
+  static constexpr int kSharedBytes = kMaxOffset + kNumWarps * kSumRows * 4;
   static_assert(kBlockM_ == kNumWarps, "a warp for each unit");
-  static_assert(kNumWarps % kColumnUnits == 0, "a block has whole rows, or shares of them");
 };
 
-// Four columns of a row, and its sum of exponentials.
+// A lane's columns of a row, and the row's sum of exponentials.
+template <int kPieces>
 struct ColumnSum {
-  float out[4];
+  float out[kPieces][4];
   float sum;
 
-  __device__ __forceinline__ void add(float weight, const float4& part, float sum_of) {
-    sum = ptx::fma_rn(weight, sum_of, sum);
-    out[0] = ptx::fma_rn(weight, part.x, out[0]);
-    out[1] = ptx::fma_rn(weight, part.y, out[1]);
-    out[2] = ptx::fma_rn(weight, part.z, out[2]);
-    out[3] = ptx::fma_rn(weight, part.w, out[3]);
+  __device__ __forceinline__ void add(float weight, const float4 (&part)[kPieces]) {
+#pragma unroll
+    for (int piece = 0; piece < kPieces; ++piece) {
+      out[piece][0] = ptx::fma_rn(weight, part[piece].x, out[piece][0]);
+      out[piece][1] = ptx::fma_rn(weight, part[piece].y, out[piece][1]);
+      out[piece][2] = ptx::fma_rn(weight, part[piece].z, out[piece][2]);
+      out[piece][3] = ptx::fma_rn(weight, part[piece].w, out[piece][3]);
+    }
   }
 };
 
@@ -78,81 +80,136 @@ struct SplitSequence {
   int first_slot;
 };
 
-// One unit: 128 columns of a row, or a share of their sum. Past the last unit a warp only meets the others.
-template <typename Spec>
+// One unit: 8 rows of 16 columns for each piece, or a share of their sum. Of each pair of tiles a lane has half a row. Past the last unit a
+// warp only meets the others.
+template <typename Spec, int kPieces>
 __device__ __forceinline__ void combine_unit(const DecodeParams& params, const SplitSequence& split, int unit,
                                              int member) {
   using Element = typename Spec::Element;
+  constexpr int kColumns = kPieces * kSumColumns;
+  constexpr int kColumnUnits = kLatentDim / kColumns;
   constexpr int kAtOnce = 8;  // parts whose loads are in flight
+  constexpr int kRowLanes = 4;
   const int num_rows = params.tokens * params.heads;
   const int lane = ptx::lane_index();
-  const int row = min(num_rows - 1, unit / Spec::kColumnUnits);
-  const int column = unit % Spec::kColumnUnits * Spec::kColumns + lane * 4;
+  const int row = unit / kColumnUnits * kSumRows + lane % 16 / 2;
+  const bool exists = row < num_rows;
+  const int first_column = unit % kColumnUnits * kColumns;
   const int64_t slot_rows = static_cast<int64_t>(params.row_tiles) * params.block_m;
   const int first_part = split.first_part;
   const int last_part = split.last_part;
-  const auto row_of = [&](int part) {
-    return (part == first_part ? split.first_slot : slot_of(part, false)) * slot_rows + row;
+  const auto row_of = [&](int part, int i) {  // of those at once only the first can be the sequence's first
+    return (i == 0 && part == first_part ? split.first_slot : slot_of(part, false)) * slot_rows + row;
   };
+  const ptx::SmemPointer block_smem = ptx::dynamic_shared_memory();
   float largest = ptx::negative_infinity();
-  for (int part = first_part + lane; part <= last_part; part += 32) {
-    largest = ptx::max_ftz(largest, ptx::ld_global_float(params.state_partial + row_of(part) * 2));
+  const int first_of_lane = first_part + member + (lane % 2 + lane / 16 * 2) * params.warps_per_sum;
+  for (int part = first_of_lane; part <= last_part; part += kRowLanes * kAtOnce * params.warps_per_sum) {
+    float shift[kAtOnce];
+#pragma unroll
+    for (int i = 0; i < kAtOnce; ++i) {
+      const int own = part + i * kRowLanes * params.warps_per_sum;
+      shift[i] = exists && own <= last_part ? ptx::ld_global_float(params.state_partial + row_of(own, i) * 2)
+                                            : ptx::negative_infinity();
+    }
+#pragma unroll
+    for (int i = 0; i < kAtOnce; ++i) largest = ptx::max_ftz(largest, shift[i]);
   }
-  largest = warp_max(largest);
-  ColumnSum total{};
-  for (int part = first_part + member; part <= last_part; part += kAtOnce * params.warps_per_sum) {
-    float4 out[kAtOnce];
-    uint32_t state[kAtOnce][2];
+  largest = ptx::max_ftz(largest, ptx::shuffle_xor(largest, 1));
+  largest = ptx::max_ftz(largest, ptx::shuffle_xor(largest, 16));
+  if (params.warps_per_sum > 1) {
+    const auto max_smem = [&](int warp) {
+      return block_smem + Spec::kMaxOffset + (warp * kSumRows + lane % 16 / 2) * 4;
+    };
+    if (lane < 16 && lane % 2 == 0) ptx::st_shared_float(max_smem(ptx::warp_index()), largest);
+    ptx::barrier_sync_block();  // read after write: the warps' maxima; write after read: the sums of the unit before
+    const int first_warp = ptx::warp_index() - member;
+    for (int other = 0; other < params.warps_per_sum; ++other) {
+      largest = ptx::max_ftz(largest, ptx::ld_shared_float(max_smem(first_warp + other)));
+    }
+  }
+  ColumnSum<kPieces> total{};
+  for (int part = first_part + member; exists && part <= last_part; part += kAtOnce * params.warps_per_sum) {
+    float weight[kAtOnce];
 #pragma unroll
     for (int i = 0; i < kAtOnce; ++i) {
       const int own = part + i * params.warps_per_sum;
       if (own > last_part) continue;
-      const int64_t at = row_of(own);
-      ptx::ld_global_64(state[i], params.state_partial + at * 2);
-      out[i] = ptx::ld_global_float4(params.out_partial + at * kLatentDim + column);
+      uint32_t state[2];
+      ptx::ld_global_64(state, params.state_partial + row_of(own, i) * 2);
+      // -inf: no key seen by any; or NaN alone, which the sums carry.
+      const float shift = ptx::bits_float(state[0]);
+      weight[i] = largest == ptx::negative_infinity() ? 1.0f : ptx::exp2_approx(ptx::sub_rn(shift, largest));
+      total.sum = ptx::fma_rn(weight[i], ptx::bits_float(state[1]), total.sum);
+    }
+    float4 out[kAtOnce][kPieces];
+#pragma unroll
+    for (int i = 0; i < kAtOnce; ++i) {
+      const int own = part + i * params.warps_per_sum;
+      if (own > last_part) continue;
+      const float* out_gmem =
+          params.out_partial + partial_tile(row_of(own, i) - lane % 16 / 2, first_column) + lane * 4;
+#pragma unroll
+      for (int piece = 0; piece < kPieces; ++piece) out[i][piece] = ptx::ld_global_float4(out_gmem + piece * 128);
     }
 #pragma unroll
     for (int i = 0; i < kAtOnce; ++i) {
-      if (part + i * params.warps_per_sum > last_part) continue;
-      // -inf: no key seen by any; or NaN alone, which the sums carry.
-      const float shift = ptx::bits_float(state[i][0]);
-      const float weight = largest == ptx::negative_infinity() ? 1.0f : ptx::exp2_approx(ptx::sub_rn(shift, largest));
-      total.add(weight, out[i], ptx::bits_float(state[i][1]));
+      if (part + i * params.warps_per_sum <= last_part) total.add(weight[i], out[i]);
     }
   }
   if (params.warps_per_sum > 1) {
-    const ptx::SmemPointer block_smem = ptx::dynamic_shared_memory();
-    const auto sum_smem = [&](int warp) { return block_smem + warp * Spec::kSumBytes; };
-    ptx::barrier_sync_block();  // write after read: the sums of the unit before
-    const uint32_t words[4] = {ptx::float_bits(total.out[0]), ptx::float_bits(total.out[1]),
-                               ptx::float_bits(total.out[2]), ptx::float_bits(total.out[3])};
-    ptx::st_shared_128(sum_smem(ptx::warp_index()) + lane * 16, words);
-    if (lane == 0) ptx::st_shared_float(sum_smem(ptx::warp_index()) + 512, total.sum);
+    const auto sum_smem = [&](int warp, int piece) {  // behind the pieces the sums of exponentials
+      return block_smem + warp * Spec::kSumBytes + piece * 512 + lane * (piece < kPieces ? 16 : 4);
+    };
+#pragma unroll
+    for (int piece = 0; piece < kPieces; ++piece) {
+      const uint32_t words[4] = {ptx::float_bits(total.out[piece][0]), ptx::float_bits(total.out[piece][1]),
+                                 ptx::float_bits(total.out[piece][2]), ptx::float_bits(total.out[piece][3])};
+      ptx::st_shared_128(sum_smem(ptx::warp_index(), piece), words);
+    }
+    ptx::st_shared_float(sum_smem(ptx::warp_index(), kPieces), total.sum);
     ptx::barrier_sync_block();  // read after write: the warps' sums
     if (member != 0) return;
-    for (int other = 1; other < params.warps_per_sum; ++other) {
-      const ptx::SmemPointer other_smem = sum_smem(ptx::warp_index() + other);
-      total.add(1.0f, ptx::ld_shared_float4(other_smem + lane * 16), ptx::ld_shared_float(other_smem + 512));
+    for (int other = ptx::warp_index() + 1; other < ptx::warp_index() + params.warps_per_sum; ++other) {
+      float4 out[kPieces];
+#pragma unroll
+      for (int piece = 0; piece < kPieces; ++piece) out[piece] = ptx::ld_shared_float4(sum_smem(other, piece));
+      total.add(1.0f, out);
+      total.sum += ptx::ld_shared_float(sum_smem(other, kPieces));
     }
   }
-  if (unit >= num_rows * Spec::kColumnUnits) return;
+  if (!exists) return;
   const FinishedRow finished = finish_row(params, row % params.heads, largest, total.sum);
+  const int column = first_column + lane / 16 * 8 + lane % 2 * 4;
   if (column == 0 && params.lse != nullptr) store_lse(params, split.batch, row, finished.lse);
   Element* out_gmem =
       static_cast<Element*>(params.out) + (static_cast<int64_t>(split.batch) * num_rows + row) * kLatentDim + column;
-  const uint32_t packed[2] = {pack<Element>(total.out[0] * finished.inverse, total.out[1] * finished.inverse),
-                              pack<Element>(total.out[2] * finished.inverse, total.out[3] * finished.inverse)};
-  ptx::st_global_64(out_gmem, packed);
+#pragma unroll
+  for (int piece = 0; piece < kPieces; ++piece) {
+    const float (&out)[4] = total.out[piece];
+    const uint32_t packed[2] = {pack<Element>(out[0] * finished.inverse, out[1] * finished.inverse),
+                                pack<Element>(out[2] * finished.inverse, out[3] * finished.inverse)};
+    ptx::st_global_64(out_gmem + piece * 16, packed);
+  }
 }
 
 // A block has the units of one sequence, from its own on every so many-th: the plan is made once for all.
+template <typename Spec, int kPieces>
+__device__ __forceinline__ void combine_units(const DecodeParams& params, const SplitSequence& split, int first_block,
+                                              int blocks) {
+  const int sums = Spec::kNumWarps / params.warps_per_sum;  // of a block at once
+  const int member = ptx::warp_index() % params.warps_per_sum;
+  const int units = (params.tokens * params.heads + kSumRows - 1) / kSumRows * (kLatentDim / (kPieces * kSumColumns));
+#pragma unroll 1
+  for (int first = first_block * sums; first < units; first += blocks * sums) {
+    combine_unit<Spec, kPieces>(params, split, first + ptx::warp_index() / params.warps_per_sum, member);
+  }
+}
+
 template <typename Spec>
 __device__ __forceinline__ void combine(const DecodeParams& params) {
-  const int sums = Spec::kNumWarps / params.warps_per_sum;  // of a block at once
-  const int units = params.tokens * params.heads * Spec::kColumnUnits;
   const int blocks = ptx::grid_size() / min(params.batch, params.parts);  // of a sequence
   const int index = ptx::block_index() / blocks;
-  const int member = ptx::warp_index() % params.warps_per_sum;
   Segment found;
   SplitSequence split;
   int share;
@@ -161,9 +218,11 @@ __device__ __forceinline__ void combine(const DecodeParams& params) {
   split.batch = found.batch;
   split.first_slot = slot_of(split.first_part, found.position > split.first_part * share);
   ptx::grid_dependency_wait();
-#pragma unroll 1
-  for (int first = (ptx::block_index() - index * blocks) * sums; first < units; first += blocks * sums) {
-    combine_unit<Spec>(params, split, first + ptx::warp_index() / params.warps_per_sum, member);
+  const int first_block = ptx::block_index() - index * blocks;
+  if (params.sum_pieces == 1) {
+    combine_units<Spec, 1>(params, split, first_block, blocks);
+  } else {
+    combine_units<Spec, Spec::kMostPieces>(params, split, first_block, blocks);
   }
 }
 

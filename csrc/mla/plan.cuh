@@ -172,9 +172,14 @@ struct Plan {
   }
 };
 
-// Where the partial results of a row tile lie: rows of 512, and of 2. The tiles of a slot stand one behind the other.
+// Where the partial results of a row tile lie: rows of 2, and of 512 in tiles of 8 x 8. The row tiles of a slot stand one behind the other.
 __device__ __forceinline__ int64_t partial_row(const DecodeParams& params, int slot, int row_tile, int row) {
   return (static_cast<int64_t>(slot) * params.row_tiles + row_tile) * params.block_m + row;
+}
+
+// The tile that begins at a row and a column. A warp holds it of its product, two columns in each lane: 256 bytes one behind the other.
+__device__ __forceinline__ int64_t partial_tile(int64_t partial_row, int column) {
+  return partial_row * kLatentDim + column * kSumRows;
 }
 
 }  // namespace mla

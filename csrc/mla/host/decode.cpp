@@ -175,12 +175,13 @@ void run(const DecodeArguments& arguments, DecodeParams params, const Kernel& ke
   host::LaunchList list;
   list.add({&kernel, params.parts * row_tiles, &params, maps, /*is_dependent=*/true});
   if (is_split) {
-    constexpr int64_t kColumnUnits = 4;  // of a row: combine.cuh
-    const int64_t sums = combine.block_m / params.warps_per_sum;
+    const int64_t sums = combine.block_m / params.warps_per_sum;  // of a block at once
     const int64_t sequences = std::min<int64_t>(params.batch, params.parts);
     // Blocks beyond those that the GPU holds at once would only make the plan again.
     const int64_t held = std::max<int64_t>(1, int64_t{gpu.num_multiprocessors} * combine.min_blocks / sequences);
-    const int64_t blocks = std::min(ceil_div(rows * kColumnUnits, sums), held);
+    const int64_t units = ceil_div(rows, kSumRows) * (kLatentDim / kSumColumns);
+    params.sum_pieces = units > held * sums ? 2 : 1;  // two are fewer rounds, one more warps
+    const int64_t blocks = std::min(ceil_div(units, sums * params.sum_pieces), held);
     list.add({&combine, sequences * blocks, &params, nullptr, /*is_dependent=*/true});
   }
   list.run(call);

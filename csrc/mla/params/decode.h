@@ -13,6 +13,9 @@ namespace mla {
 
 constexpr int kHeadDim = 576;    // of a query and a key: the latent, then the rotary columns
 constexpr int kLatentDim = 512;  // of a value, which is the first columns of its key
+// Of partial results a warp of combine.cuh adds up pairs of tiles, 8 x 8 each.
+constexpr int kSumRows = 8;
+constexpr int kSumColumns = 16;
 
 // A row is one head of one query token: row token * heads + head of a sequence. All rows of a sequence share its keys.
 struct DecodeParams {
@@ -23,9 +26,10 @@ struct DecodeParams {
   const int32_t* cache_seqlens;  // [batch]; null: max_keys each
   const int32_t* indices;        // [batch, max_keys], of keys among all pages' rows; null: a sequence's own keys
   const int32_t*
-      block_table;       // [batch, pages of a sequence], rows block_table_stride apart; null: sequence b is page b
-  const float* sinks;    // [heads]; null: none
-  float* out_partial;    // [2 * parts, row_tiles, block_m, 512], where sequences are split
+      block_table;     // [batch, pages of a sequence], rows block_table_stride apart; null: sequence b is page b
+  const float* sinks;  // [heads]; null: none
+  float*
+      out_partial;  // [2 * parts, row_tiles, block_m / 8, 64, 8, 8]: tiles of rows and columns, where sequences are split
   float* state_partial;  // [2 * parts, row_tiles, block_m, 2]: exponent to base 2 that the sums refer to, and sum
   int64_t q_stride_batch;
   int64_t q_stride_row;
@@ -52,6 +56,7 @@ struct DecodeParams {
   int32_t least_share;    // key blocks that a part has at least
   int32_t num_splits;     // parts of a sequence at most; 1: none is split
   int32_t warps_per_sum;  // of combine.cuh: warps that share the sum over a row's parts
+  int32_t sum_pieces;     // of combine.cuh: pairs of tiles that a warp adds up, 1 or 2
   float scale_log2;       // scale * log2(e), above zero
 };
 

@@ -284,17 +284,20 @@ struct Warp {
           }
           continue;
         }
-        const int64_t at = partial_row(params, slot, row_tile, row_of_tile);
+        // Recomputed: registers are scarce in the loop of codes.
+        const int own = ptx::recompute(lane);
+        const int64_t first = partial_row(params, slot, row_tile, row_warp * Spec::kWarpRows + m * 16 + half * 8);
         if (is_first) {
           const uint32_t state[2] = {ptx::float_bits(shift), ptx::float_bits(sum)};
-          ptx::st_global_64(params.state_partial + at * 2, state);
+          ptx::st_global_64(params.state_partial + first * 2 + own / 4 * 2, state);
         }
-        float* out_gmem = params.out_partial + at * kLatentDim + column;
+        float* out_gmem =
+            params.out_partial + partial_tile(first, ptx::recompute(column_warp) * Spec::kWarpColumns) + own * 2;
 #pragma unroll
         for (int d = 0; d < Spec::kMmaD; ++d) {
           const uint32_t words[2] = {ptx::float_bits(O_rmem[m][d][2 * half]),
                                      ptx::float_bits(O_rmem[m][d][2 * half + 1])};
-          ptx::st_global_64(out_gmem + d * 8, words);
+          ptx::st_global_64(out_gmem + d * 64, words);
         }
       }
   }

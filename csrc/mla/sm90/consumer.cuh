@@ -409,11 +409,11 @@ struct Consumer {
         const uint32_t state[2] = {ptx::float_bits(shift), ptx::float_bits(total)};
         ptx::st_global_64(params.state_partial + at * 2, state);
       }
-      float* out_gmem = params.out_partial + at * kLatentDim + column + lane % 4 * 2;
+      float* out_gmem = params.out_partial + partial_tile(at - lane / 4, column) + lane * 2;
 #pragma unroll
       for (int j = 0; j < kOutputs / 4; ++j) {
         const uint32_t words[2] = {ptx::float_bits(output[4 * j + 2 * r]), ptx::float_bits(output[4 * j + 2 * r + 1])};
-        ptx::st_global_64(out_gmem + 8 * j, words);
+        ptx::st_global_64(out_gmem + 64 * j, words);
       }
     }
   }

@@ -1,4 +1,4 @@
-"""Decoding of multi-head latent attention: ours, FlashMLA on the same pages, and torch's products on dense keys."""
+"""Decoding of multi-head latent attention: ours, FlashMLA and FlashAttention-3 on the same pages, and torch's products on dense keys."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ import torch
 
 from flashmoe.errors import ArgumentError
 from flashmoe_tools.bench.contenders import Contender, Prepared, always, family, flashmoe_available, installed
-from flashmoe_tools.operations.mla_decode.problem import LATENT_DIM
+from flashmoe_tools.operations.attention.contenders import FA3, FLASH_ATTN_3
+from flashmoe_tools.operations.mla_decode.problem import HEAD_DIM, LATENT_DIM
 from flashmoe_tools.operations.mla_decode.reference import Inputs
 
 FAMILIES = ("sm80", "sm90")
@@ -54,16 +55,39 @@ def _flash_mla(inputs: Inputs) -> Prepared:
     if p.page_size != FLASH_MLA_PAGE:
         msg = f"{p.key}: FlashMLA has pages of {FLASH_MLA_PAGE}"
         raise ArgumentError(msg)
-    if p.has_codes or p.topk:
-        msg = f"{p.key}: FlashMLA is called on dense 16-bit caches alone"
+    if p.has_codes != (p.topk > 0):
+        msg = f"{p.key}: FlashMLA is called on all keys of 16-bit caches, or on keys that indices name of fp8 caches"
         raise ArgumentError(msg)
-    cache = inputs.cache.unsqueeze(2)
-    metadata, splits = module.get_mla_metadata(inputs.lengths, p.tokens * p.heads, 1)
+    cache, options = inputs.cache.unsqueeze(2), dict[str, object](softmax_scale=p.scale, causal=not p.topk)
+    sizes: tuple[object, ...] = (inputs.lengths, p.tokens * p.heads, 1)
+    if p.topk:
+        cache, sizes = cache.view(torch.float8_e4m3fn), (*sizes, p.heads, True, p.topk)
+        options |= {"is_fp8_kvcache": True, "indices": inputs.indices}
+    plan = module.get_mla_metadata(*sizes)
 
     def call() -> torch.Tensor:
         out: torch.Tensor = module.flash_mla_with_kvcache(
-            inputs.q, cache, inputs.table, inputs.lengths, LATENT_DIM, metadata, splits, p.scale, causal=True
+            inputs.q, cache, inputs.table, inputs.lengths, LATENT_DIM, *plan, **options
         )[0]
+        return out
+
+    return Prepared(call)
+
+
+def _flash_attn_3(inputs: Inputs) -> Prepared:
+    """The latent as the values of one head, whose queries are qv; the rotary columns are its keys."""
+    p, function = inputs.problem, import_module(FLASH_ATTN_3).flash_attn_with_kvcache
+    if p.has_codes or p.topk:
+        msg = f"{p.key}: FlashAttention-3 reads all keys of 16-bit caches"
+        raise ArgumentError(msg)
+    (qv, q), (v, k) = (
+        tensor.split([LATENT_DIM, HEAD_DIM - LATENT_DIM], -1) for tensor in (inputs.q, inputs.cache.unsqueeze(2))
+    )
+    options = {"cache_seqlens": inputs.lengths, "page_table": inputs.table, "softmax_scale": p.scale, "causal": True}
+
+    def call() -> torch.Tensor:
+        result = function(q, k, v, qv=qv, **options)
+        out: torch.Tensor = result[0] if isinstance(result, tuple) else result
         return out
 
     return Prepared(call)
@@ -79,4 +103,5 @@ def contenders() -> tuple[Contender, ...]:
         ),
         Contender("torch", "torch, dense keys", both, always, _torch),
         Contender("flash-mla", "FlashMLA", gpu, installed(FLASH_MLA), _flash_mla),
+        Contender(FA3, "FA3", gpu, installed(FLASH_ATTN_3), _flash_attn_3),
     )

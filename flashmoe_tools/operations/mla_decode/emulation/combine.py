@@ -6,16 +6,19 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 import torch
+from torch.nn import functional
 
 from flashmoe_build.emulation.runner import Buffer, Launch, Runner, Trial, in_front
 from flashmoe_tools.operations.mla_decode.emulation.plan import Segment
 from flashmoe_tools.operations.mla_decode.emulation.problem import (
     LOG2E,
+    NAN,
     MlaProblem,
     Tensors,
     build,
     partial_results,
     plan,
+    rows_of,
     values_of,
 )
 from flashmoe_tools.operations.mla_decode.problem import HEAD_DIM, LATENT_DIM
@@ -23,7 +26,7 @@ from flashmoe_tools.operations.mla_decode.reference import scores_of
 from flashmoe_tools.tables import Unit
 
 TILE_ROWS, BLOCK_KEYS = 16, 32  # of the decoding kernel in front
-COLUMN_UNITS = 4  # of a row
+COLUMN_UNITS = 32  # of 8 rows
 BLOCKS_HELD = 2  # of a sequence, at most: they have several units each
 
 
@@ -32,8 +35,19 @@ def problems(unit: Unit) -> Iterator[MlaProblem]:
     n = BLOCK_KEYS
     base = MlaProblem("combine", unit.dtype, (41 * n + 5, 3, 0, n, 4 * n), 3, parts=40)
     yield base
-    yield replace(base, name="warps share sums", warps_per_sum=8, data_seed=1)
-    yield replace(base, name="tokens, sinks", tokens=7, keys=(3 * n + 1, 5 * n), parts=4, has_sinks=True, data_seed=2)
+    # Exponents of parts so far apart that only the largest of all will do.
+    yield replace(base, name="warps share sums", warps_per_sum=8, magnitude=300.0, data_seed=1)
+    yield replace(base, name="one pair of tiles, two warps", warps_per_sum=2, sum_pieces=1, heads=11)
+    yield replace(
+        base,
+        name="tokens, sinks",
+        tokens=7,
+        keys=(3 * n + 1, 5 * n),
+        parts=4,
+        sum_pieces=1,
+        has_sinks=True,
+        data_seed=2,
+    )
     yield replace(base, name="rows without keys", tokens=3, heads=9, keys=(2 * n, 1), parts=5, wants_lse=False)
     many = tuple(index % 4 * n for index in range(50))
     yield replace(base, name="many", keys=(*many, 5 * n), heads=1, parts=9)
@@ -59,7 +73,10 @@ def fill(tensors: Tensors, found: list[Segment], partial: dict[str, torch.Tensor
         shift = exponents.amax(-1)
         weights = torch.exp2(exponents - shift.nan_to_num(neginf=0.0)[:, None])
         out = weights @ values[keys, :LATENT_DIM]
-        partial["out_partial"][segment.slot].flatten(0, 1)[: p.rows] = out.float()
+        columns = rows_of(partial["out_partial"][segment.slot])
+        columns.copy_(
+            functional.pad(out.float(), (0, 0, 0, columns[..., 0, 0].numel() - p.rows), value=NAN).view_as(columns)
+        )
         state = torch.stack((shift, weights.sum(-1)), -1)
         partial["state_partial"][segment.slot].flatten(0, 1)[: p.rows] = state.float()
 
@@ -75,7 +92,7 @@ def trial(unit: Unit, p: MlaProblem) -> Trial:
     }
     values |= {name: in_front(tensor) for name, tensor in partial.items()}
     sums = unit.row.block_m // p.warps_per_sum
-    blocks = min(len(p.keys), p.parts) * min(BLOCKS_HELD, -(-p.rows * COLUMN_UNITS // sums))
+    blocks = min(len(p.keys), p.parts) * min(BLOCKS_HELD, -(-p.rows // 8 * COLUMN_UNITS // (sums * p.sum_pieces)))
     return Trial([Launch(values, blocks)], tensors.disagreements, {"out": tensors.out, "lse": tensors.lse})
 
 

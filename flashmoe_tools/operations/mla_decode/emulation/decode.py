@@ -16,8 +16,10 @@ from flashmoe_tools.operations.mla_decode.emulation.problem import (
     build,
     partial_results,
     plan,
+    rows_of,
     values_of,
 )
+from flashmoe_tools.operations.mla_decode.problem import LATENT_DIM
 from flashmoe_tools.tables import Unit
 
 
@@ -69,7 +71,8 @@ def put_together(tensors: Tensors, found: list[Segment], partial: dict[str, torc
         largest = shift.amax(0)
         weights = torch.where(largest.isneginf(), 0.0, torch.exp2(shift - largest)) * (shift > -torch.inf)
         sums = torch.where(shift > -torch.inf, sums, 0.0)
-        out = (weights[..., None] * partial["out_partial"][own].flatten(1, 2)[:, : p.rows].double()).sum(0)
+        columns = rows_of(partial["out_partial"][own]).reshape(len(own), -1, LATENT_DIM)[:, : p.rows]
+        out = (weights[..., None] * columns.double()).sum(0)
         total, top = (weights * sums).sum(0), largest * math.log(2)
         if tensors.sinks is not None:
             sinks = tensors.sinks.double().repeat(p.tokens)

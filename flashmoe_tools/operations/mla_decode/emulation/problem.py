@@ -39,6 +39,7 @@ class MlaProblem(NamedProblem):
     parts: int = 7
     least_share: int = 1
     warps_per_sum: int = 1
+    sum_pieces: int = 2
     magnitude: float = 1.0  # of q
     has_codes: bool = False  # a cache of 8-bit floats
     topk: int = 0  # indices of each sequence, of which keys[b] name keys; 0: a sequence's own keys
@@ -206,10 +207,18 @@ def values_of(tensors: Tensors, block_m: int, block_n: int, partial: dict[str, t
         "least_share": p.least_share,
         "num_splits": p.num_splits,
         "warps_per_sum": p.warps_per_sum,
+        "sum_pieces": p.sum_pieces,
         "scale_log2": HEAD_DIM**-0.5 * LOG2E,
     }
 
 
 def partial_results(p: MlaProblem, block_m: int) -> dict[str, torch.Tensor]:
-    slots = (2 * p.parts, -(-p.rows // block_m), block_m)
-    return {"out_partial": torch.full((*slots, LATENT_DIM), NAN), "state_partial": torch.full((*slots, 2), NAN)}
+    """Columns in tiles of 8 x 8, exponents and sums by rows."""
+    slots = (2 * p.parts, -(-p.rows // block_m))
+    tiles = torch.full((*slots, block_m // 8, LATENT_DIM // 8, 8, 8), NAN)
+    return {"out_partial": tiles, "state_partial": torch.full((*slots, block_m, 2), NAN)}
+
+
+def rows_of(tiles: torch.Tensor) -> torch.Tensor:
+    """A view of partial columns [..., R / 8, 64, 8, 8] by rows: [..., R / 8, 8, 64, 8]."""
+    return tiles.transpose(-3, -2)
