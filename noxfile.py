@@ -412,6 +412,12 @@ def compat(session: nox.Session) -> None:
 
 
 @nox.session
+def models(session: nox.Session) -> None:
+    """Every causal language model of transformers, made small, on flashmoe beside transformers' eager code: docs/guides/models.md."""
+    program(session, locked(session, "test"), "flashmoe_build.model_sweep", *session.posargs)
+
+
+@nox.session
 def engines(session: nox.Session) -> None:
     """Hold the pinned wheels of vLLM and SGLang against what our plug-ins call and implement (-- --newest; -- --record)."""
     program_that_may_not_run(session, sys.executable, "flashmoe_build.engines", *session.posargs)

@@ -1,4 +1,4 @@
-"""``python -m flashmoe_build.model_sweep``: every causal language model of the installed transformers, made small, with random weights.
+"""``./nox -s models``, after a build: every causal language model of the installed transformers, made small, with random weights.
 
 Each one's logits with flashmoe's attention (and experts, where it has any) are held against transformers' eager code, in float32 on the
 CPU, and the operators that ran are counted: a model that did not reach flashmoe is no PASS. docs/guides/models.md shows the report.
@@ -30,17 +30,22 @@ MOST_PARAMETERS = 20e6
 TOLERANCE = 2e-4  # of logits whose deviation is about 1
 # Sizes under all names that configurations have for them; a configuration takes those that it knows.
 SMALL: dict[str, Any] = {
-    **dict.fromkeys(("vocab_size", "max_position_embeddings", "n_positions", "n_ctx", "max_seq_len"), 128),
-    **dict.fromkeys(("hidden_size", "n_embd", "d_model", "embed_dim", "dim", "word_embed_proj_dim", "embedding_size"), 64),
+    **dict.fromkeys(("vocab_size", "max_position_embeddings", "n_positions", "n_ctx", "max_seq_len", "n_words"), 128),
+    **dict.fromkeys(("hidden_size", "n_embd", "d_model", "embed_dim", "dim", "word_embed_proj_dim", "embedding_size", "emb_dim"), 64),
     **dict.fromkeys(("intermediate_size", "ffn_dim", "d_ff", "n_inner", "ffn_hidden_size", "shared_expert_intermediate_size"), 96),
     **dict.fromkeys(("moe_intermediate_size", "expert_ffn_hidden_size", "mlp_only_intermediate_size"), 32),
     **dict.fromkeys(("num_hidden_layers", "n_layer", "num_layers", "n_layers", "decoder_layers", "encoder_layers"), 2),
     **dict.fromkeys(("num_attention_heads", "n_head", "num_heads", "n_heads", "decoder_attention_heads", "encoder_attention_heads"), 4),
     "num_key_value_heads": 2, "head_dim": 16, "rotary_dim": 16, "first_k_dense_replace": 1, "sliding_window": 7,
     **dict.fromkeys(("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts"), 8),
-    **dict.fromkeys(("num_experts_per_tok", "moe_topk", "n_group", "topk_group"), 2),
+    **dict.fromkeys(("num_experts_per_tok", "num_experts_per_token", "moe_topk"), 2),
+    "n_group": 1, "topk_group": 1, "num_global_layers": 1, "image_size": 32, "patch_size": 8,
     "q_lora_rank": 24, "kv_lora_rank": 16, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 16,
     "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "query_pre_attn_scalar": 16, "vocab_size_per_layer_input": 128,
+}  # fmt: skip
+
+SPECIAL: dict[str, dict[str, Any]] = {
+    "gpt_neo": {"attention_types": [[["global"], 2]]}, "xmod": {"default_language": "en_XX"}, "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
 }  # fmt: skip
 
 
@@ -59,19 +64,34 @@ def at_most(seconds: int) -> Iterator[None]:
         signal.signal(signal.SIGALRM, before)
 
 
+def small(config_class: Any) -> dict[str, Any]:
+    """What makes a configuration small, and those inside of it: of text, of images."""
+    from transformers import CONFIG_MAPPING
+
+    known = config_class().to_dict()
+    given = {name: value for name, value in SMALL.items() if name in known}
+    if known.get("kv_lora_rank"):  # of latent attention every head has its own, and what is rotated is the head's width
+        given |= {"num_key_value_heads": SMALL["num_attention_heads"]} | (
+            {"head_dim": SMALL["qk_rope_head_dim"]} if "head_dim" in known else {}
+        )
+    if isinstance(known.get("layer_types"), list):
+        given["layer_types"] = known["layer_types"][-2:]  # the last of a period is the full one
+    for name, inner in getattr(config_class, "sub_configs", {}).items():
+        if isinstance(known.get(name), dict):
+            kind = known[name].get("model_type", "")
+            given[name] = small(CONFIG_MAPPING[kind] if inner.__name__ == "AutoConfig" else inner) | {
+                "model_type": kind
+            }
+    return given | SPECIAL.get(config_class.model_type, {})
+
+
 def small_model(config_class: Any) -> Any:
     """A model of two layers. Raises what transformers raises, and ValueError for one that stays large."""
     import torch
     from transformers import AutoModelForCausalLM
 
     make: Any = AutoModelForCausalLM.from_config
-    known = config_class().to_dict()
-    given = {name: value for name, value in SMALL.items() if name in known}
-    if known.get("kv_lora_rank"):
-        given["num_key_value_heads"] = SMALL["num_attention_heads"]  # of latent attention every head has its own
-    if isinstance(known.get("layer_types"), list):
-        given["layer_types"] = known["layer_types"][-2:]  # the last of a period is the full one
-    config = config_class(**given)
+    config = config_class(**small(config_class))
     with torch.device("meta"):
         size = sum(p.numel() for p in make(config).parameters())
     if size > MOST_PARAMETERS:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,15 @@ from flashmoe_build.emulation.machine import Geometry, KernelLibrary, LaunchRepo
 
 KERNELS = Path(__file__).parent / "kernels" / "machine.cuh"
 BARRIER_OFFSET = 2 * 2 * 64 * 128 + 64 * 128
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_thread() -> Iterator[None]:
+    """References of thousands of small problems."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
 
 
 class Params(ctypes.Structure):

@@ -1,11 +1,12 @@
 """The kernels of the table, on the CPU: the edges of their own tiles, both masks, every memory layout.
 
-A failing case prints the command that repeats it. Some kernels stand for others here (``taken``); ``./nox -s emulate`` runs
-all of them, and CI does so every night.
+A failing case prints the command that repeats it. Some kernels stand for others here (``taken``, ``of_other_sizes``); ``./nox -s emulate``
+runs all of them, and CI does so every night.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
 
 import pytest
@@ -14,6 +15,7 @@ from torch import Tensor
 from flashmoe_build.compile.jobs import run_all
 from flashmoe_build.emulation.build import Options, jobs, kernel_library
 from flashmoe_build.emulation.cases import FEW_OF, Case, Kernel, is_repeated, kernels, run_case, settings_for, suite
+from flashmoe_build.emulation.changed import variants
 from flashmoe_build.emulation.machine import AsyncPolicy
 from flashmoe_build.emulation.mutation.planted import load_mutants
 from flashmoe_build.emulation.runner import Trial, execute
@@ -37,24 +39,37 @@ def taken() -> dict[str, Kernel]:
     return chosen
 
 
-def of_further_targets(chosen: dict[str, Kernel]) -> set[str]:
-    """Labels of tiles that a kernel has for a second and third target, which meet some of the problems of the first."""
+def of_other_sizes(chosen: dict[str, Kernel]) -> dict[str, int]:
+    """Labels of tiles that differ by their sizes or target alone from one that meets every problem, and that no planted bug names.
+    Each meets one problem of ``FEW_OF``, the tiles of a family in turns; ``./nox -s emulate`` runs all, and CI does so every night."""
     planted = {name for mutant in load_mutants() for name in mutant.kernels}
-    seen, further = set(), set()
+    ways = {kernel.label for kernel in variants(tuple(chosen.values()))}
+    seen: set[str] = set()
+    turns: Counter[tuple[str, str]] = Counter()
+    few = {}
     for label, kernel in chosen.items():
-        if kernel.unit.name in seen and label not in planted:
-            further.add(label)
-        seen.add(kernel.unit.name)
-    return further
+        unit = kernel.unit
+        is_named = label in planted or (unit.name in planted and unit.name not in seen)
+        if not is_repeated(unit) and not is_named and (label not in ways or unit.name in seen):
+            family = (unit.row.operation, unit.row.family)
+            few[label] = turns[family]
+            turns[family] += 1
+        seen.add(unit.name)
+    return few
 
 
 TAKEN = taken()
-FURTHER = of_further_targets(TAKEN)
 EVERY = list(suite(load_tables()))
+FEW = of_other_sizes(TAKEN)
+PROBLEMS = Counter(case.kernel.label for case in EVERY)
 CASES = [
     case
     for case in EVERY
-    if case.kernel.label in TAKEN and (case.kernel.label not in FURTHER or case.seed % FEW_OF == 0)
+    if case.kernel.label in TAKEN
+    and (
+        case.kernel.label not in FEW
+        or case.seed % FEW_OF == FEW[case.kernel.label] % min(FEW_OF, PROBLEMS[case.kernel.label])
+    )
 ]
 # The first of each operation of each family: it is also seen that its results are compared.
 FIRST = {(case.kernel.unit.row.operation, case.kernel.unit.row.family): case.identity for case in reversed(CASES)}

@@ -277,6 +277,11 @@ def test_a_norm_behind_the_experts_is_refused() -> None:
         experts_forward(fp8_experts(has_post_expert_norm=True), *ROUTED)
 
 
+def test_experts_without_a_gate_are_refused() -> None:
+    with pytest.raises(ArgumentError, match="has no gate"):
+        experts_forward(SimpleNamespace(has_gate=False, down_proj=torch.zeros(2, 128, 64)), *ROUTED)
+
+
 def test_another_limit_than_gpt_oss_has_is_refused() -> None:
     sizes = {"num_experts": 2, "hidden_size": 64, "intermediate_size": 32, "alpha": 1.702}
     assert Mxfp4Experts(SimpleNamespace(**sizes, limit=7.0)).down_proj_blocks.shape == (2, 64, 1, 16)

@@ -73,27 +73,28 @@ def recognise_gate(experts: Any) -> Activation:
 
 def experts_forward(experts: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
     """hidden_states [T, H], top_k_index and top_k_weights [T, k]; an index of num_experts or more means no expert here."""
-    w13, w2 = experts.gate_up_proj, experts.down_proj
+    w2 = experts.down_proj
     if getattr(experts, "has_post_expert_norm", False):
         msg = f"{type(experts).__name__} normalises each expert's output, which fused_moe does not; {_OTHER}"
         raise ArgumentError(msg)
-    if w13.dtype == torch.float32 and w13.device.type == "cuda":
+    if w2.dtype == torch.float32 and w2.device.type == "cuda":
         from transformers.integrations.moe import grouped_mm_experts_forward
 
         fallback.note_fallback("float32 experts have no CUDA kernel")
         slow: Tensor = grouped_mm_experts_forward(experts, hidden_states, top_k_index, top_k_weights)
         return slow
+    activation = _gate_of(experts)  # refuses experts without a gate, which have no gate_up_proj
     has_bias = getattr(experts, "has_bias", False)
     return _call(
         experts,
         hidden_states,
-        (w13, w2),
-        w13.dtype,
+        (experts.gate_up_proj, w2),
+        w2.dtype,
         top_k_index,
         top_k_weights,
         b13=experts.gate_up_proj_bias if has_bias else None,
         b2=experts.down_proj_bias if has_bias else None,
-        activation=_gate_of(experts),
+        activation=activation,
         layout="concat" if getattr(experts, "is_concatenated", True) else "interleaved",
         transposed=getattr(experts, "is_transposed", False),
     )
