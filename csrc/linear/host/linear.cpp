@@ -118,14 +118,20 @@ double clocks(const Problem& problem, const Tile& tile) {
   return static_cast<double>(problem.k) / 16 / blocks * step + waves * kStart + sums;
 }
 
-// The narrowest tile of at most 64 rows of which every multiprocessor has at most one block; null: there is none.
+// Whether every multiprocessor has at most one block.
+bool is_one_wave(const Problem& problem, const Tile& tile) {
+  return problem.tiles(*tile.kernel) * blocks_of(problem, tile) <= problem.request.num_multiprocessors;
+}
+
+// The narrowest such tile of at most 64 rows; null: there is none.
 const Tile* one_wave(const Problem& problem, const Tiles& tiles) {
   const Tile* best = nullptr;
   for (const Tile& tile : tiles) {
     const Kernel& kernel = *tile.kernel;
-    const bool fits = problem.tiles(kernel) * blocks_of(problem, tile) <= problem.request.num_multiprocessors;
     const bool is_like = is_own(kernel) && kernel.block_m == 64 && tile.is_divided == (problem.segments > 1);
-    if (is_like && fits && (best == nullptr || kernel.block_n < best->kernel->block_n)) best = &tile;
+    if (is_like && is_one_wave(problem, tile) && (best == nullptr || kernel.block_n < best->kernel->block_n)) {
+      best = &tile;
+    }
   }
   return best;
 }
@@ -153,8 +159,10 @@ Tile choose(const Problem& problem) {
   }
   const Tile* only = rows <= 64 ? one_wave(problem, wide) : nullptr;
   if (only != nullptr) return *only;
+  // Divided tiles of more than one wave wait for each other: 768 rows, N = 2048, K = 8192 62 us, undivided 45.
   const auto cost = [&](const Tile& one) {
-    return one.kernel->block_n < 64 ? std::numeric_limits<double>::max() : clocks(problem, one);
+    const bool waits = one.is_divided && !is_one_wave(problem, one);
+    return waits || one.kernel->block_n < 64 ? std::numeric_limits<double>::max() : clocks(problem, one);
   };
   return *std::min_element(wide.begin(), wide.end(), [&](const Tile& a, const Tile& b) { return cost(a) < cost(b); });
 }
