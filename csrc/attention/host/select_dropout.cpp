@@ -40,9 +40,9 @@ BackwardKernels select_dropout_backward(const host::KernelRequest& request, int3
     BackwardKernels kernels{find("attention_dropout_backward_dq", *family, variant),
                             find("attention_dropout_backward_dkv", *family, variant)};
     if (kernels.dq == nullptr || kernels.dkv == nullptr) continue;
-    const bool has_tensor_maps =
-        kernels.dq->num_tensor_maps != 0;  // wgmma's: of wide heads, without a softcap or a mask tensor
-    if (has_tensor_maps && (has_score_mod || head_dim <= kernels.dq->axes[axis::kHeadDim] / 2)) continue;
+    // Those of wgmma serve wide heads, without a softcap or a mask tensor.
+    const bool is_wgmma = kernels.dq->num_tensor_maps != 0;
+    if (is_wgmma && (has_score_mod || head_dim <= kernels.dq->axes[axis::kHeadDim] / 2)) continue;
     if (has_score_mod || has_alibi || request.forced_family != nullptr) return kernels;
     // The fused form is that of the GPU's first family, whose kernels in front and behind serve it too.
     const Kernel* fused = find("attention_dropout_backward_fused", *families, "");
