@@ -249,13 +249,14 @@ extern "C" void refusal(int which, const char* forced, int head_dim, int page_si
   }
 }
 
-// Whether a GPU of 132 multiprocessors runs the fused backward kernel; -1 where that is refused. sizes: batch, heads_kv, seq_q, seq_k.
+// Whether a GPU of 132 multiprocessors runs the fused backward kernel; -1 where that is refused. sizes: batch, heads_kv, seq_q, seq_k, query heads of a key head.
 extern "C" int prefers_fused(int capability, int head_dim, int is_causal, const long long* sizes) {
   const attention::Mask mask = is_causal ? attention::Mask::kCausal : attention::Mask::kFull;
   const host::KernelRequest request{capability, 132, "a GPU", nullptr, host::Dtype::kBFloat16};
   try {
-    return attention::prefers_fused(attention::select_backward(request, mask, head_dim),
-                                    {request, mask, head_dim, sizes[0], sizes[1], sizes[1], sizes[2], sizes[3]});
+    return attention::prefers_fused(
+        attention::select_backward(request, mask, head_dim),
+        {request, mask, head_dim, sizes[0], sizes[1] * sizes[4], sizes[1], sizes[2], sizes[3]});
   } catch (const std::exception&) {
     return -1;
   }

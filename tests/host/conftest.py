@@ -221,9 +221,9 @@ def compile_chooser(folder: Path, targets: tuple[str, ...] | None) -> Chooser:
         assert (len(words) == 3) == (int(words[1]) > 1)  # shares have a second kernel
         return words[0], int(words[1])
 
-    def prefers_fused(capability: int, head_dim: int, causal: bool, *sizes: int) -> bool:
+    def prefers_fused(capability: int, head_dim: int, causal: bool, *sizes: int, group: int = 1) -> bool:
         """sizes: batch, key heads, rows, keys."""
-        found = loaded.prefers_fused(capability, head_dim, causal, (ctypes.c_longlong * 4)(*sizes))
+        found = loaded.prefers_fused(capability, head_dim, causal, (ctypes.c_longlong * 5)(*sizes, group))
         if found < 0:
             raise RuntimeError("refused")
         return bool(found)

@@ -345,12 +345,13 @@ def test_where_the_fused_form_begins(choose: Any) -> None:
     for _ in range(DRAWS):
         dim, causal = rng.choice((64, 128)), rng.random() < 0.5
         batch, heads = rng.choice((1, 2, 3, 8)), rng.choice((1, 2, 4, 7, 8, 11, 33, 66))
-        rows, keys = (near(rng, 1024, 1536, 2048, 4096, 16384) for _ in range(2))
+        rows, keys = (near(rng, 1024, 1280, 1536, 2048, 4096, 16384) for _ in range(2))
+        group = rng.choice((1, 1, 2, 8))
         fused = find(90, "bf16", "attention_backward_fused", "sm90", "", dim, "causal" if causal else "full")
         assert fused is not None
-        least, least_heads = (2048, 8) if dim > 64 else (1024, 1)
+        least, least_heads, rounds = (1280 if causal or group > 1 else 1024, 8, 10) if dim > 64 else (1024, 1, 12)
         blocks = -(-keys // fused.row.block_n) * heads * batch
-        wanted = (
-            min(rows, keys) >= least and heads * batch >= least_heads and blocks >= (12 if keys < 2048 else 3) * 132
-        )
-        assert choose.fused(90, dim, causal, batch, heads, rows, keys) is wanted, (dim, batch, heads, rows, keys)
+        is_long, is_full = min(rows, keys) >= least, blocks >= (rounds if keys < 2048 else 3) * 132
+        wanted = is_long and is_full and heads * batch >= least_heads
+        sizes = (dim, causal, batch, heads, rows, keys)
+        assert choose.fused(90, *sizes, group=group) is wanted, (*sizes, group)

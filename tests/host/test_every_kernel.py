@@ -161,11 +161,16 @@ def test_where_the_fused_backward_kernel_is_chosen(choose: Chooser) -> None:
     assert fused(90, 128, False, 4, 16, 4096, 4096)
     assert fused(90, 72, False, 1, 16, 4096, 4096)
     assert fused(90, 128, False, 8, 16, 2048, 2048)
-    assert not fused(90, 128, False, 16, 16, 1024, 1024), "a row sees few keys"
+    assert fused(90, 128, False, 16, 16, 1024, 1024)
+    assert not fused(90, 128, False, 16, 16, 1024, 1024, group=2), "a tile has few keys for shared gradients"
+    assert fused(90, 128, False, 16, 16, 1280, 1280, group=2)
+    assert not fused(90, 128, False, 10, 16, 1024, 1024), "few tiles for so few keys"
+    assert fused(90, 128, False, 6, 16, 1984, 1984)
     assert not fused(90, 128, False, 1, 4, 16384, 16384), "its tiles wait for each other"
     assert fused(90, 128, True, 4, 16, 4096, 4096)
     assert fused(90, 128, True, 8, 16, 2048, 2048)
-    assert not fused(90, 128, True, 16, 16, 1024, 1024), "a row sees few keys"
+    assert not fused(90, 128, True, 16, 16, 1152, 1152), "a row sees few keys"
+    assert fused(90, 128, True, 13, 16, 1280, 1280)
     assert not fused(90, 192, False, 4, 16, 4096, 4096), "nor a wider one"
     assert not fused(80, 64, False, 4, 32, 4096, 4096)
 
@@ -182,7 +187,8 @@ def test_where_ragged_batches_have_the_fused_backward_kernel(choose: Chooser) ->
     assert not fused(64, 32, 1 << 20, 900), "a bound that no entry reaches"
     assert fused(128, 16, 4096, 16384)
     assert fused(128, 16, 2048, 16384)
-    assert not fused(128, 16, 1024, 16384), "a row sees few keys"
+    assert fused(128, 16, 1024, 16384, causal=False)
+    assert not fused(128, 16, 1024, 16384), "half of its tiles are hidden"
     assert fused(64, 16, 16384, 16384, window=4096)
     assert not fused(128, 16, 16384, 16384, window=4096), "tiles wait for each other"
     assert fused(128, 16, 16384, 16384, window=16384), "a window that hides nothing"
