@@ -19,6 +19,7 @@ HALF_DTYPES = ("f16", "bf16")  # of a row that states none
 SCHEDULES = ("grid", "persistent")
 TILE = ("block_m", "block_n", "stages")
 OF_A_VARIANT = ("options", "why", "allow", "by_dtype")  # of which the options join those of its row
+JOINED = ("tensor_maps", "shared_memory")  # of a family that is like another: what it states joins the other's
 MAX_AXES = 4  # of csrc/host/kernel_table.h
 MAX_COSTS = 4  # likewise
 
@@ -145,7 +146,7 @@ class KernelRow:
 
 def read_operations(table: Mapping[str, Any], file: str) -> Iterator[Descriptor]:
     """The descriptors of an operations.toml. Raises TableError with the file, operation and key that is wrong."""
-    top = Fields(table, file)
+    top = Fields(_completed(table, file), file)
     top.take("schema", int)
     for operation in top:
         if operation == "schema":
@@ -158,8 +159,35 @@ def read_operations(table: Mapping[str, Any], file: str) -> Iterator[Descriptor]
             yield _descriptor(operation, family, families.table(family), shared)
 
 
+def _completed(table: Mapping[str, Any], file: str) -> dict[str, Any]:
+    """The table with what its operations and families leave out because they are ``like`` others before them."""
+    found: dict[str, Any] = {"schema": table.get("schema")}
+    families: dict[str, Fields] = {}
+    for name in [name for name in table if name != "schema"]:
+        own = Fields(table[name], f"{file}, {name}")
+        base = found[own.word("like", list(found)[1:])] if "like" in own else {}
+        here: dict[str, Fields] = {}
+        kinds = own.table("family")
+        for family in kinds:
+            here[family] = families[f"{name}.{family}"] = _joined(kinds.table(family), {**families, **here})
+        common = {key: value for key, value in {**base, **own.plain}.items() if key != "like"}
+        found[name] = {**common, "family": {family: fields.plain for family, fields in here.items()}}
+    return found
+
+
+def _joined(own: Fields, known: Mapping[str, Fields]) -> Fields:
+    """A family with what it leaves out because it is like another."""
+    if "like" not in own:
+        return own
+    other = known[own.word("like", known)]
+    parts = {key: {**other.table(key).plain, **own.table(key, optional=True).plain} for key in JOINED if key in other}
+    return Fields(
+        {key: value for key, value in {**other.plain, **own.plain, **parts}.items() if key != "like"}, own.where
+    )
+
+
 def _common(fields: Fields) -> dict[str, Any]:
-    axes = fields.table("axes")
+    axes = fields.table("axes", optional=True)
     shared: dict[str, Any] = {
         "params": _header(fields.table("params"), "type"),
         "enums": _header(fields.table("enums"), "namespace") if "enums" in fields else None,
@@ -182,10 +210,10 @@ def _descriptor(operation: str, family: str, fields: Fields, shared: Mapping[str
         spec=fields.take("spec", str),
         entry=fields.take("entry", str),
         schedule=fields.word("schedule", SCHEDULES),
-        options=fields.table("options").every(int),
+        options=fields.table("options", optional=True).every(int),
         tensor_maps=_tensor_maps(maps) if maps is not None else None,
         needs_cost=fields.take("needs_cost", bool, default=False),
-        shared_memory=fields.table("shared_memory").every(str),
+        shared_memory=fields.table("shared_memory", optional=True).every(str),
         **shared,
     )
     fields.done()
