@@ -14,8 +14,7 @@
 
 #include "host/boxed.h"
 
-namespace flashmoe {
-namespace host {
+namespace flashmoe::host {
 
 // One argument in each line: "tensor DTYPE DEVICE RANK SIZES... STRIDES...", "none", "value NUMBER" or "text WORDS".
 class Description {
@@ -67,5 +66,4 @@ class ArgumentCheck {
 // "", or why the operator would refuse these arguments, as violate() words it.
 std::string check_description(const char* name, const char* description);
 
-}  // namespace host
-}  // namespace flashmoe
+}  // namespace flashmoe::host

@@ -21,9 +21,7 @@
 #include "ptx/memory.cuh"
 #include "ptx/special_registers.cuh"
 
-namespace flashmoe {
-namespace attention {
-namespace decode {
+namespace flashmoe::attention::decode {
 
 using mma_sync::Accumulator;
 
@@ -181,6 +179,4 @@ __device__ __forceinline__ void decode(const ForwardParams& params) {
   });
 }
 
-}  // namespace decode
-}  // namespace attention
-}  // namespace flashmoe
+}  // namespace flashmoe::attention::decode

@@ -13,9 +13,7 @@
 #include "ptx/special_registers.cuh"
 #include "ptx/tma.cuh"
 
-namespace flashmoe {
-namespace attention {
-namespace decode {
+namespace flashmoe::attention::decode {
 
 // Copies one row of a lane's pass; columns from `columns` on, and rows that are not `valid`, are zeros. With kHasPolicy the second-level
 // cache is told `policy`.
@@ -255,6 +253,4 @@ struct KeyLoader {
   }
 };
 
-}  // namespace decode
-}  // namespace attention
-}  // namespace flashmoe
+}  // namespace flashmoe::attention::decode

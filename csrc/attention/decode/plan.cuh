@@ -20,9 +20,7 @@
 #include "ptx/shuffle.cuh"
 #include "ptx/special_registers.cuh"
 
-namespace flashmoe {
-namespace attention {
-namespace decode {
+namespace flashmoe::attention::decode {
 
 // The share of an item that falls to a block. Key tiles are counted from the sequence's first key.
 struct Segment {
@@ -367,6 +365,4 @@ struct Plan {
   }
 };
 
-}  // namespace decode
-}  // namespace attention
-}  // namespace flashmoe
+}  // namespace flashmoe::attention::decode

@@ -12,8 +12,7 @@
 #include "host/arguments.h"
 #include "host/copies.h"
 
-namespace flashmoe {
-namespace attention {
+namespace flashmoe::attention {
 namespace {
 
 struct BackwardArguments : BackwardTensors {
@@ -156,8 +155,7 @@ void boxed_backward(StableIValue* stack, uint64_t num_arguments, uint64_t num_ou
 }
 
 }  // namespace
-}  // namespace attention
-}  // namespace flashmoe
+}  // namespace flashmoe::attention
 
 STABLE_TORCH_LIBRARY_FRAGMENT(flashmoe, library) {
   // needs: bits, 1 for dq, 2 for dk, 4 for dv; None for the others, and for all where this GPU has no backward kernel. At least

@@ -12,8 +12,7 @@
 #include "host/copies.h"
 #include "host/error.h"
 
-namespace flashmoe {
-namespace attention {
+namespace flashmoe::attention {
 namespace {
 
 // Blocks for each multiprocessor: fewer tiles than these divide their items.
@@ -125,8 +124,7 @@ void boxed_bias_gradient(StableIValue* stack, uint64_t num_arguments, uint64_t n
 }
 
 }  // namespace
-}  // namespace attention
-}  // namespace flashmoe
+}  // namespace flashmoe::attention
 
 STABLE_TORCH_LIBRARY_IMPL(flashmoe, CUDA, library) {
   library.impl("_attention_bias_gradient", &flashmoe::attention::boxed_bias_gradient);

@@ -11,8 +11,7 @@
 #include "host/arguments.h"
 #include "host/last_kernel.h"
 
-namespace flashmoe {
-namespace attention {
+namespace flashmoe::attention {
 namespace {
 
 using host::give;
@@ -380,8 +379,7 @@ void register_backend(Library& library) {
 }
 
 }  // namespace
-}  // namespace attention
-}  // namespace flashmoe
+}  // namespace flashmoe::attention
 
 STABLE_TORCH_LIBRARY_FRAGMENT(flashmoe, library) { flashmoe::attention::define_varlen(library); }
 

@@ -19,8 +19,7 @@
 #include "host/tile_counters.h"
 #include "host/workspace.h"
 
-namespace flashmoe {
-namespace attention {
+namespace flashmoe::attention {
 namespace {
 
 constexpr int64_t kMostSplits = 64;            // blocks that an item is worth putting together from
@@ -465,5 +464,4 @@ void forward_varlen_cuda(const VarlenArguments& arguments, const ForwardOutputs&
   if (!is_whole) host::copy_unpadded(padded.out, outputs.out);
 }
 
-}  // namespace attention
-}  // namespace flashmoe
+}  // namespace flashmoe::attention

@@ -9,8 +9,7 @@ using int64_t = long long;
 #include <cstdint>
 #endif
 
-namespace flashmoe {
-namespace attention {
+namespace flashmoe::attention {
 
 // Element strides of a [batch, head, row, head_dim] tensor whose last dimension is contiguous.
 struct Strides {
@@ -110,5 +109,4 @@ struct ForwardParams {
   ScoreOptions score_options;
 };
 
-}  // namespace attention
-}  // namespace flashmoe
+}  // namespace flashmoe::attention

@@ -11,8 +11,7 @@
 #include "mla/params/append.h"
 #include "mla/params/decode.h"
 
-namespace flashmoe {
-namespace mla {
+namespace flashmoe::mla {
 namespace {
 
 using host::describe_device;
@@ -132,5 +131,4 @@ void append_cuda(const AppendArguments& arguments) {
   host::set_last_kernel(kernel->symbol);
 }
 
-}  // namespace mla
-}  // namespace flashmoe
+}  // namespace flashmoe::mla

@@ -7,8 +7,7 @@
 #include "mla/host/checks.h"
 #include "mla/params/decode.h"
 
-namespace flashmoe {
-namespace mla {
+namespace flashmoe::mla {
 namespace {
 
 using host::describe_device;
@@ -128,5 +127,4 @@ DecodeArguments take_decode(host::Arguments& given) {
   return arguments;
 }
 
-}  // namespace mla
-}  // namespace flashmoe
+}  // namespace flashmoe::mla

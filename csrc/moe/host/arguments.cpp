@@ -9,8 +9,7 @@
 #include "host/copies.h"
 #include "moe/host/argument_checks.h"
 
-namespace flashmoe {
-namespace moe {
+namespace flashmoe::moe {
 
 ExpertWeights view_weights(const Tensor& tensor, bool is_transposed) {
   const int64_t* sizes = tensor.sizes();
@@ -208,5 +207,4 @@ Scalar scalar_of(const Tensor& tensor) {
   host::fail(host::ErrorCode::kInternal, "a tensor of ", describe_dtype(dtype), " where its dtype was checked before");
 }
 
-}  // namespace moe
-}  // namespace flashmoe
+}  // namespace flashmoe::moe

@@ -6,8 +6,7 @@
 #include "moe/params/mxfp4.h"
 #include "moe/params/scaled.h"
 
-namespace flashmoe {
-namespace moe {
+namespace flashmoe::moe {
 namespace {
 
 void take_weights(Needed& needed, LayerArguments& arguments) {
@@ -178,5 +177,4 @@ void check_blocks(const LayerShape& shape) {
   }
 }
 
-}  // namespace moe
-}  // namespace flashmoe
+}  // namespace flashmoe::moe

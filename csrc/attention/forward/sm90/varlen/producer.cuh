@@ -16,9 +16,7 @@
 #include "ptx/memory.cuh"
 #include "ptx/tma.cuh"
 
-namespace flashmoe {
-namespace attention {
-namespace sm90 {
+namespace flashmoe::attention::sm90 {
 
 template <typename Spec>
 struct VarlenProducer {
@@ -312,6 +310,4 @@ struct VarlenProducer {
   }
 };
 
-}  // namespace sm90
-}  // namespace attention
-}  // namespace flashmoe
+}  // namespace flashmoe::attention::sm90
