@@ -1,7 +1,5 @@
 """The tables are consistent, and a table that is not is refused with the row that is wrong."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Generated tables: up to date, and generated from what they claim."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil
