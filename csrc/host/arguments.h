@@ -45,6 +45,23 @@ class Arguments {
   std::optional<double> optional_number() {
     return described_ == nullptr ? take<std::optional<double>>(*stack_++) : described_->number();
   }
+  // Several of a kind, one after the other.
+  template <class... T>
+  void tensors(T&... taken) {
+    ((taken = tensor()), ...);
+  }
+  template <class... T>
+  void optional_tensors(T&... taken) {
+    ((taken = optional_tensor()), ...);
+  }
+  template <class... T>
+  void integers(T&... taken) {
+    ((taken = integer()), ...);
+  }
+  template <class... T>
+  void numbers(T&... taken) {
+    ((taken = number()), ...);
+  }
   std::string text() { return described_ == nullptr ? take_text(*stack_++) : described_->line("text"); }
 
  private:

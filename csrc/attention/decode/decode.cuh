@@ -160,7 +160,7 @@ __device__ __forceinline__ void for_each_segment(const ForwardParams& params, At
     if (!is_first) ptx::barrier_sync_block();  // write after read: the warps' results
     attend(segment, plan.use, results);
     finish_segment<Spec>(params, segment, plan.sharing(segment), results);
-    if (plan.use == Use::kOnce && params.unhinted_tiles != 0) plan.use = Use::kOnceOfFew;
+    if (plan.use == Use::kOnce && params.hints != 0) plan.use = Use::kOnceOfFew;
   }
 }
 

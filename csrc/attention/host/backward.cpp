@@ -136,11 +136,7 @@ void boxed_backward(StableIValue* stack, uint64_t num_arguments, uint64_t num_ou
   host::Arguments given(stack);
   arguments.dout = given.tensor();
   arguments.dlse = given.optional_tensor();
-  arguments.forward.q = given.tensor();
-  arguments.forward.k = given.tensor();
-  arguments.forward.v = given.tensor();
-  arguments.out = given.tensor();
-  arguments.lse = given.tensor();
+  given.tensors(arguments.forward.q, arguments.forward.k, arguments.forward.v, arguments.out, arguments.lse);
   arguments.forward.scale = given.number();
   arguments.forward.is_causal = given.flag();
   arguments.needs = given.integer();

@@ -77,9 +77,7 @@ ForwardOutputs forward(ForwardArguments& arguments, bool with_lse) {
 
 ForwardArguments take_forward(host::Arguments& given, Operator op) {
   ForwardArguments arguments;
-  arguments.q = given.tensor();
-  arguments.k = given.tensor();
-  arguments.v = given.tensor();
+  given.tensors(arguments.q, arguments.k, arguments.v);
   if (op == Operator::kForward) {
     arguments.scale = given.number();
   } else {

@@ -6,7 +6,6 @@
 #include <algorithm>
 #include <cstring>
 
-#include "attention/forward/sm90/varlen/chunk_words.h"
 #include "attention/forward/sm90/varlen/tensor_map.h"
 #include "attention/host/backends.h"
 #include "attention/host/prepare.h"
@@ -152,7 +151,7 @@ void run_chunk(ForwardParams& params, const Choice& choice, const host::CudaCall
   const int64_t tiles = most_row_blocks(params, kernel.block_m / fold) * params.heads_kv * params.num_splits;
   const int64_t grid = host::grid_for(kernel, tiles, call.gpu);
   const bool is_read_once = codes == nullptr && params.seq_q <= kernel.block_m / fold;
-  params.unhinted_tiles = is_read_once && streams_keys(params, kernel, call.gpu) ? sm90::kReadsKeysOnce : 0;
+  params.hints = is_read_once && streams_keys(params, kernel, call.gpu) ? kReadsKeysOnce : 0;
   host::TileCounter counter;
   if (tiles > grid) {
     counter = host::tile_counter(call);
@@ -166,7 +165,7 @@ void run_chunk(ForwardParams& params, const Choice& choice, const host::CudaCall
   if (choice.combine != nullptr) {
     partials = allocate_partials(params, rows, call);
     combine_grid = ceil_div(rows, choice.combine->block_m);
-    if (adds_up_early(combine_grid, grid, call.gpu)) params.unhinted_tiles += sm90::kStartsNext;
+    if (adds_up_early(combine_grid, grid, call.gpu)) params.hints += kStartsNext;
   }
   const sm90::ChunkTensorMaps described = codes == nullptr ? sm90::chunk_tensor_maps(params, kernel.block_n)
                                                            : sm90::coded_chunk_tensor_maps(*codes, kernel.block_n);
@@ -348,7 +347,7 @@ void run_decoding(ForwardParams& params, const Kernel& kernel, int64_t num_split
   const int64_t items = ceil_div(rows_of_head, kernel.block_m) * params.heads_kv * params.batch;
   const int64_t tiles = params.num_splits <= 1 ? items : items * (ceil_div(params.seq_k, kernel.block_n) + 1);
   const int64_t grid = std::min(host::grid_for(kernel, tiles, call.gpu), host::kMaxCounters);
-  params.unhinted_tiles = unhinted_tiles(params, kernel, grid, call.gpu);
+  params.hints = unhinted_tiles(params, kernel, grid, call.gpu);
   host::TileCounter counters;
   host::Workspace workspace;
   if (params.num_splits > 1) {
@@ -371,7 +370,7 @@ void run_ordered_decoding(ForwardParams& params, const OrderedDecoding& kernels,
   const Kernel& scores = *kernels.scores;
   const Kernel& values = *kernels.values;
   params.num_splits = kUnboundedSplits;
-  params.unhinted_tiles = scores.axes[axis::kHeadDim] > 64 ? 1 : 0;
+  params.hints = scores.axes[axis::kHeadDim] > 64 ? 1 : 0;
   const int64_t rows_of_head = static_cast<int64_t>(params.seq_q) * params.score_options.folded_heads;
   const int64_t items = ceil_div(rows_of_head, values.block_m) * params.heads_kv * params.batch;
   const int64_t tiles = items * (ceil_div(params.seq_k, scores.block_n) + 1);

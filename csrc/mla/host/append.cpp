@@ -103,11 +103,8 @@ AppendParams make_params(const AppendArguments& arguments, const Tensor& latents
 
 AppendArguments take_append(host::Arguments& given) {
   AppendArguments arguments;
-  arguments.latents = given.tensor();
-  arguments.kv_cache = given.tensor();
-  arguments.cache_seqlens = given.optional_tensor();
-  arguments.block_table = given.optional_tensor();
-  arguments.slots = given.optional_tensor();
+  given.tensors(arguments.latents, arguments.kv_cache);
+  given.optional_tensors(arguments.cache_seqlens, arguments.block_table, arguments.slots);
   check_latents(arguments);
   check_cache(arguments);
   check_rows(arguments);

@@ -110,7 +110,7 @@ def values_of(p: VarlenProblem, tensors: Tensors, lse: torch.Tensor, **more: Any
         "lse": output(lse) if p.wants_lse else None,
         "num_splits": p.num_splits,
         "is_consistent": p.is_consistent,
-        "unhinted_tiles": 0,  # no bits depend on it
+        "hints": 0,  # no bits depend on it
         **more,
     }
 

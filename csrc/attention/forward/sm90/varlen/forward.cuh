@@ -52,7 +52,7 @@ __device__ __forceinline__ void run_varlen(const Params& given, const ForwardPar
   if constexpr (Spec::kIsFolded) ptx::grid_dependency_wait();  // or pages, Q, K and V
   ptx::barrier_sync_block();
   if constexpr (Spec::kIsFolded) {
-    if ((params.unhinted_tiles & kStartsNext) != 0) ptx::grid_launch_dependents();
+    if ((params.hints & kStartsNext) != 0) ptx::grid_launch_dependents();
   }
 
   if (warpgroup == 0) {

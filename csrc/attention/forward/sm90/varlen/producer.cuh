@@ -4,7 +4,6 @@
 #pragma once
 
 #include "attention/forward/sm90/spec.cuh"
-#include "attention/forward/sm90/varlen/chunk_words.h"
 #include "attention/forward/sm90/varlen/codes.cuh"
 #include "attention/forward/sm90/varlen/folded.cuh"
 #include "attention/forward/sm90/varlen/schedule.cuh"
@@ -279,7 +278,7 @@ struct VarlenProducer {
   // Keys are read again for the other tiles of a head; those of a kernel of 64 rows are not, and of a chunk the host knows.
   __device__ __forceinline__ void load_tile(const NextTile& next, int slot) {
     if constexpr (Spec::kIsFolded && !Spec::kConvertsCodes) {
-      if ((params.unhinted_tiles & kReadsKeysOnce) != 0) {
+      if ((params.hints & kReadsKeysOnce) != 0) {
         load_tile<ptx::CacheHint::kEvictFirst>(next, slot);
         return;
       }

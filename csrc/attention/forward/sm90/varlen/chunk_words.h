@@ -1,9 +1,0 @@
-// What the host tells a chunk's kernel in ForwardParams::unhinted_tiles, which decoding has another use for: a sum of these.
-#pragma once
-
-namespace flashmoe::attention::sm90 {
-
-constexpr int kReadsKeysOnce = 1;  // keys are read evict_first; otherwise evict_last
-constexpr int kStartsNext = 2;     // the kernel behind may be scheduled while this one runs
-
-}  // namespace flashmoe::attention::sm90
