@@ -15,7 +15,6 @@ from flashmoe_tools.fields import Fields
 from flashmoe_tools.smem.formulas import FormulaError, itemise
 
 ELEMENT_BYTES: Mapping[str, int] = MappingProxyType({"f16": 2, "bf16": 2, "f32": 4})
-HALF_DTYPES = ("f16", "bf16")  # of a row that states none
 SCHEDULES = ("grid", "persistent")
 TILE = ("block_m", "block_n", "stages")
 OF_A_VARIANT = ("options", "why", "allow", "by_dtype")  # of which the options join those of its row
@@ -251,9 +250,13 @@ def _tensor_maps(fields: Fields) -> TensorMaps:
 
 
 def read_rows(
-    table: Mapping[str, Any], file: str, descriptors: Mapping[tuple[str, str], Descriptor]
+    table: Mapping[str, Any],
+    file: str,
+    descriptors: Mapping[tuple[str, str], Descriptor],
+    unstated: Mapping[str, Mapping[str, Any]],
 ) -> Iterator[KernelRow]:
-    """The rows of a kernels.toml. Raises TableError with the file, row and key that is wrong."""
+    """The rows of a kernels.toml; ``unstated``: by family, what a row has where it states none. Raises TableError with the file, row
+    and key that is wrong."""
     top = Fields(table, file)
     top.take("schema", int)
     found = 0
@@ -267,17 +270,17 @@ def read_rows(
                 families.fail("family", family, f"known: {', '.join(kinds)}")
             for row in families.take(family, list):
                 found += 1
-                for kernel in _variants(row, f"{file}, row {found}"):
+                for kernel in _variants(row, f"{file}, row {found}", unstated.get(family, {})):
                     yield _row(kernel, descriptors[operation, family])
     if not found:
         msg = f"{file} holds no [[OPERATION.FAMILY]] row; nothing could be built"
         raise TableError(msg)
 
 
-def _variants(row: Any, where: str) -> Iterator[Fields]:
+def _variants(row: Any, where: str, unstated: Mapping[str, Any]) -> Iterator[Fields]:
     """A row, and the further kernels of its tile, which state under ``also.VARIANT`` what they have of their own."""
     also = Fields(row, where).table("also", optional=True)
-    plain = {key: row[key] for key in row if key != "also"}
+    plain = {**unstated, **{key: row[key] for key in row if key != "also"}}
     yield Fields(plain, where)
     shared = Fields(plain, where).table("options", optional=True).every(int)
     for variant in also:
@@ -303,7 +306,7 @@ def _row(fields: Fields, kind: Descriptor) -> KernelRow:
         descriptor=kind,
         source=fields.where,
         variant=variant,
-        dtypes=fields.words("dtypes", ELEMENT_BYTES, HALF_DTYPES),
+        dtypes=fields.words("dtypes", ELEMENT_BYTES),
         targets=fields.words("targets"),
         axes=MappingProxyType(axes),
         words=MappingProxyType(
