@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <cstring>
 
+#include "attention/forward/sm90/varlen/chunk_words.h"
 #include "attention/forward/sm90/varlen/tensor_map.h"
 #include "attention/host/backends.h"
 #include "attention/host/prepare.h"
@@ -151,7 +152,7 @@ void run_chunk(ForwardParams& params, const Choice& choice, const host::CudaCall
   const int64_t tiles = most_row_blocks(params, kernel.block_m / fold) * params.heads_kv * params.num_splits;
   const int64_t grid = host::grid_for(kernel, tiles, call.gpu);
   const bool is_read_once = codes == nullptr && params.seq_q <= kernel.block_m / fold;
-  params.hints = is_read_once && streams_keys(params, kernel, call.gpu) ? kReadsKeysOnce : 0;
+  params.hints = is_read_once && streams_keys(params, kernel, call.gpu) ? sm90::kReadsKeysOnce : 0;
   host::TileCounter counter;
   if (tiles > grid) {
     counter = host::tile_counter(call);
@@ -165,7 +166,7 @@ void run_chunk(ForwardParams& params, const Choice& choice, const host::CudaCall
   if (choice.combine != nullptr) {
     partials = allocate_partials(params, rows, call);
     combine_grid = ceil_div(rows, choice.combine->block_m);
-    if (adds_up_early(combine_grid, grid, call.gpu)) params.hints += kStartsNext;
+    if (adds_up_early(combine_grid, grid, call.gpu)) params.hints += sm90::kStartsNext;
   }
   const sm90::ChunkTensorMaps described = codes == nullptr ? sm90::chunk_tensor_maps(params, kernel.block_n)
                                                            : sm90::coded_chunk_tensor_maps(*codes, kernel.block_n);

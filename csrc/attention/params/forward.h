@@ -73,9 +73,6 @@ struct ScoreOptions {
 
 constexpr int32_t kUnbounded = 1 << 30;
 
-constexpr int32_t kReadsKeysOnce = 1;  // keys are read evict_first; otherwise evict_last
-constexpr int32_t kStartsNext = 2;     // the kernel behind may be scheduled while this one runs
-
 struct ForwardParams {
   const void* q;          // [batch, heads_q,  seq_q, head_dim]
   const void* k;          // [batch, heads_kv, seq_k, head_dim]
@@ -107,7 +104,7 @@ struct ForwardParams {
   // 1: a row's bits depend on its query, its visible keys and its options alone. The host has chosen the kernel so; a softcap has one form then.
   int32_t is_consistent;
   // What no result depends on. Decoding of large batches: key tiles that a block reads without a cache hint before it reads evict_first; 0:
-  // evict_normal throughout. Chunks: kReadsKeysOnce and kStartsNext, added up.
+  // evict_normal throughout. Chunks: chunk_words.h.
   int32_t hints;
   Batch sequences;
   ScoreOptions score_options;

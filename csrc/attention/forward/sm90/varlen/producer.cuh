@@ -4,6 +4,7 @@
 #pragma once
 
 #include "attention/forward/sm90/spec.cuh"
+#include "attention/forward/sm90/varlen/chunk_words.h"
 #include "attention/forward/sm90/varlen/codes.cuh"
 #include "attention/forward/sm90/varlen/folded.cuh"
 #include "attention/forward/sm90/varlen/schedule.cuh"
