@@ -6,8 +6,6 @@
 A generated part lies between ``<!-- generated: NAME -->`` and ``<!-- end: NAME -->``; the rest of a file is left alone.
 """
 
-from __future__ import annotations
-
 import argparse
 import sys
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence

@@ -3,8 +3,6 @@
 Source: ``operations.toml`` and ``kernels.toml`` in the folder of each operation; the comments there explain every key.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType

@@ -5,8 +5,6 @@ installed package has the same files in ``flashmoe/_tables/``. Everything that m
 to compile, audit, shared-memory numbers, docs) reads them through this module.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """The forward kernels of ragged, paged and banded attention on the emulated machine, and what decoding shares with them."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 from typing import Any
