@@ -1,7 +1,5 @@
 """``python -m flashmoe_build``: build the library and the wheel."""
 
-from __future__ import annotations
-
 import argparse
 import os
 import sys

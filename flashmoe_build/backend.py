@@ -4,8 +4,6 @@
 in build/lib.
 """
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 from typing import Any

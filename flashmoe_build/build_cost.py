@@ -3,8 +3,6 @@
 ./nox -s bench -- --suite build-cost
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import shutil

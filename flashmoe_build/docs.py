@@ -6,8 +6,6 @@
 A generated part lies between ``<!-- generated: NAME -->`` and ``<!-- end: NAME -->``; the rest of a file is left alone.
 """
 
-from __future__ import annotations
-
 import argparse
 import sys
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -17,7 +15,7 @@ from pathlib import Path
 from flashmoe.attn import sdpa_dispatch
 from flashmoe.errors import FlashmoeError, TableError
 from flashmoe.variables import VARIABLES, Variable
-from flashmoe_build import figures, model_sweep, peers, several_gpus, speed, varlen
+from flashmoe_build import model_sweep, peers, several_gpus, speed, varlen
 from flashmoe_build.engines import record
 from flashmoe_tools.descriptors import KernelRow
 from flashmoe_tools.tables import Gpu, Tables, load_tables
@@ -239,7 +237,6 @@ def generate(root: Path, tables: Tables) -> Mapping[Path, str]:
         texts[path] = replace_part(text, part, body, name)
     if (ROOT / "docs" / "results").is_dir():
         texts[root / FIGURE] = speed.prefill_figure(ROOT)
-        texts |= {root / name: draw(ROOT) for name, draw in figures.FIGURES.items()}
     return texts
 
 

@@ -1,7 +1,5 @@
 """The repository's address, and what the package knows of a page's links."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

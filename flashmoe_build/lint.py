@@ -4,8 +4,6 @@ nox -s lint                 # all
 nox -s lint -- mypy ruff    # some
 """
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess

@@ -4,8 +4,6 @@ Each one's logits with flashmoe's attention (and experts, where it has any) are 
 CPU, and the operators that ran are counted: a model that did not reach flashmoe is no PASS. docs/guides/models.md shows the report.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import signal

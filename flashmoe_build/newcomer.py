@@ -8,8 +8,6 @@ virtual environment. Ends with one line for each block, and fails where one fail
     --here            build for the CPU alone, with this machine's caches and packages: minutes, to try the pages
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import re

@@ -4,8 +4,6 @@ The summaries (docs/results/*-h100/moe-peers.json) come from a driver outside of
 environments of their own. Times are medians in us, of a layer in a CUDA graph.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Sequence
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What the programs of a checkout share: running others, reports, and errors that end in one line and an exit code."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -3,8 +3,6 @@
 The first bad access or undefined operation ends the tests, with its place. ``--sample`` runs a few files of each folder.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import subprocess

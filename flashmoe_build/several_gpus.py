@@ -1,7 +1,5 @@
 """The tables of docs/distributed.md, from the newest reports of the suites of several GPUs."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any

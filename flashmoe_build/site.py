@@ -4,8 +4,6 @@ The pages are those of the repository. Here their links are resolved: to a page 
 nothing, which fails. Sphinx then checks every page and heading that is linked to. Links to other sites are not followed.
 """
 
-from __future__ import annotations
-
 import argparse
 import posixpath
 import re

@@ -1,7 +1,5 @@
 """How fast, in README.md and docs/: rows of this file, numbers of the newest reports under docs/results."""
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Iterable, Iterator, Sequence

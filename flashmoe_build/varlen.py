@@ -1,7 +1,5 @@
 """Tables of docs/kernels/attention-varlen.md: rows of this file, numbers of the newest reports under docs/results."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path

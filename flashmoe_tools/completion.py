@@ -4,8 +4,6 @@ flashmoe completion bash > ~/.local/share/bash-completion/completions/flashmoe
 flashmoe completion zsh > "${fpath[1]}/_flashmoe"
 """
 
-from __future__ import annotations
-
 import argparse
 from importlib import import_module
 

@@ -3,8 +3,6 @@
 Source: ``operations.toml`` and ``kernels.toml`` in the folder of each operation; the comments there explain every key.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -15,10 +13,10 @@ from flashmoe_tools.fields import Fields
 from flashmoe_tools.smem.formulas import FormulaError, itemise
 
 ELEMENT_BYTES: Mapping[str, int] = MappingProxyType({"f16": 2, "bf16": 2, "f32": 4})
-HALF_DTYPES = ("f16", "bf16")  # of a row that states none
 SCHEDULES = ("grid", "persistent")
 TILE = ("block_m", "block_n", "stages")
 OF_A_VARIANT = ("options", "why", "allow", "by_dtype")  # of which the options join those of its row
+JOINED = ("tensor_maps", "shared_memory")  # of a family that is like another: what it states joins the other's
 MAX_AXES = 4  # of csrc/host/kernel_table.h
 MAX_COSTS = 4  # likewise
 
@@ -145,7 +143,7 @@ class KernelRow:
 
 def read_operations(table: Mapping[str, Any], file: str) -> Iterator[Descriptor]:
     """The descriptors of an operations.toml. Raises TableError with the file, operation and key that is wrong."""
-    top = Fields(table, file)
+    top = Fields(_completed(table, file), file)
     top.take("schema", int)
     for operation in top:
         if operation == "schema":
@@ -158,8 +156,35 @@ def read_operations(table: Mapping[str, Any], file: str) -> Iterator[Descriptor]
             yield _descriptor(operation, family, families.table(family), shared)
 
 
+def _completed(table: Mapping[str, Any], file: str) -> dict[str, Any]:
+    """The table with what its operations and families leave out because they are ``like`` others before them."""
+    found: dict[str, Any] = {"schema": table.get("schema")}
+    families: dict[str, Fields] = {}
+    for name in [name for name in table if name != "schema"]:
+        own = Fields(table[name], f"{file}, {name}")
+        base = found[own.word("like", list(found)[1:])] if "like" in own else {}
+        here: dict[str, Fields] = {}
+        kinds = own.table("family")
+        for family in kinds:
+            here[family] = families[f"{name}.{family}"] = _joined(kinds.table(family), {**families, **here})
+        common = {key: value for key, value in {**base, **own.plain}.items() if key != "like"}
+        found[name] = {**common, "family": {family: fields.plain for family, fields in here.items()}}
+    return found
+
+
+def _joined(own: Fields, known: Mapping[str, Fields]) -> Fields:
+    """A family with what it leaves out because it is like another."""
+    if "like" not in own:
+        return own
+    other = known[own.word("like", known)]
+    parts = {key: {**other.table(key).plain, **own.table(key, optional=True).plain} for key in JOINED if key in other}
+    return Fields(
+        {key: value for key, value in {**other.plain, **own.plain, **parts}.items() if key != "like"}, own.where
+    )
+
+
 def _common(fields: Fields) -> dict[str, Any]:
-    axes = fields.table("axes")
+    axes = fields.table("axes", optional=True)
     shared: dict[str, Any] = {
         "params": _header(fields.table("params"), "type"),
         "enums": _header(fields.table("enums"), "namespace") if "enums" in fields else None,
@@ -182,10 +207,10 @@ def _descriptor(operation: str, family: str, fields: Fields, shared: Mapping[str
         spec=fields.take("spec", str),
         entry=fields.take("entry", str),
         schedule=fields.word("schedule", SCHEDULES),
-        options=fields.table("options").every(int),
+        options=fields.table("options", optional=True).every(int),
         tensor_maps=_tensor_maps(maps) if maps is not None else None,
         needs_cost=fields.take("needs_cost", bool, default=False),
-        shared_memory=fields.table("shared_memory").every(str),
+        shared_memory=fields.table("shared_memory", optional=True).every(str),
         **shared,
     )
     fields.done()
@@ -223,9 +248,13 @@ def _tensor_maps(fields: Fields) -> TensorMaps:
 
 
 def read_rows(
-    table: Mapping[str, Any], file: str, descriptors: Mapping[tuple[str, str], Descriptor]
+    table: Mapping[str, Any],
+    file: str,
+    descriptors: Mapping[tuple[str, str], Descriptor],
+    unstated: Mapping[str, Mapping[str, Any]],
 ) -> Iterator[KernelRow]:
-    """The rows of a kernels.toml. Raises TableError with the file, row and key that is wrong."""
+    """The rows of a kernels.toml; ``unstated``: by family, what a row has where it states none. Raises TableError with the file, row
+    and key that is wrong."""
     top = Fields(table, file)
     top.take("schema", int)
     found = 0
@@ -239,17 +268,17 @@ def read_rows(
                 families.fail("family", family, f"known: {', '.join(kinds)}")
             for row in families.take(family, list):
                 found += 1
-                for kernel in _variants(row, f"{file}, row {found}"):
+                for kernel in _variants(row, f"{file}, row {found}", unstated.get(family, {})):
                     yield _row(kernel, descriptors[operation, family])
     if not found:
         msg = f"{file} holds no [[OPERATION.FAMILY]] row; nothing could be built"
         raise TableError(msg)
 
 
-def _variants(row: Any, where: str) -> Iterator[Fields]:
+def _variants(row: Any, where: str, unstated: Mapping[str, Any]) -> Iterator[Fields]:
     """A row, and the further kernels of its tile, which state under ``also.VARIANT`` what they have of their own."""
     also = Fields(row, where).table("also", optional=True)
-    plain = {key: row[key] for key in row if key != "also"}
+    plain = {**unstated, **{key: row[key] for key in row if key != "also"}}
     yield Fields(plain, where)
     shared = Fields(plain, where).table("options", optional=True).every(int)
     for variant in also:
@@ -275,7 +304,7 @@ def _row(fields: Fields, kind: Descriptor) -> KernelRow:
         descriptor=kind,
         source=fields.where,
         variant=variant,
-        dtypes=fields.words("dtypes", ELEMENT_BYTES, HALF_DTYPES),
+        dtypes=fields.words("dtypes", ELEMENT_BYTES),
         targets=fields.words("targets"),
         axes=MappingProxyType(axes),
         words=MappingProxyType(

@@ -28,6 +28,10 @@ class Fields:
     def __iter__(self) -> Iterator[str]:
         return iter(self._table)
 
+    @property
+    def plain(self) -> dict[str, Any]:
+        return dict(self._table)
+
     def take(self, key: str, kind: type[T], default: T | None = None) -> T:
         """The value of a key. A missing one is an error unless there is a default."""
         self._asked.add(key)

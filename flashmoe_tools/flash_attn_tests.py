@@ -7,8 +7,6 @@ named as pytest names them without this plugin; ``--draw-pairs`` draws so many t
 "cuda" by the CPU.
 """
 
-from __future__ import annotations
-
 import math
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence

@@ -1,7 +1,5 @@
 """Commands as they can be typed: ``python`` of a report becomes the interpreter that runs this program."""
 
-from __future__ import annotations
-
 import re
 import shlex
 import shutil

@@ -3,8 +3,6 @@
 In the package, as ``verify`` makes the long description again.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 from pathlib import PurePosixPath

@@ -6,8 +6,6 @@ python -m flashmoe_tools.report REPORT.json SUMMARY.json     what a repository k
                                                              python -m flashmoe bench --render REPORT.json --summary FILE)
 """
 
-from __future__ import annotations
-
 import json
 import os
 import platform

@@ -4,8 +4,6 @@ Plain JSON, generated only from provenance.json, so it is as reproducible as tha
 dependency to the build's lock and to every `pip wheel`. A test validates it against the schema with cyclonedx-python-lib.
 """
 
-from __future__ import annotations
-
 import uuid
 from collections.abc import Mapping
 from datetime import datetime, timezone

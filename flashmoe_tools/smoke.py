@@ -6,8 +6,6 @@ Sequence lengths around one tile (4 to 512, 65 included: an index that forgets t
 answer counts only when a flashmoe kernel gave it.
 """
 
-from __future__ import annotations
-
 import argparse
 import sys
 import time

@@ -1,7 +1,5 @@
 """Standard streams that every program can print to: closed ones lead nowhere, and no character is an error."""
 
-from __future__ import annotations
-
 import io
 import os
 import re

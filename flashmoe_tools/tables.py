@@ -5,8 +5,6 @@ installed package has the same files in ``flashmoe/_tables/``. Everything that m
 to compile, audit, shared-memory numbers, docs) reads them through this module.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -199,13 +197,15 @@ def load_tables(directory: Path | None = None) -> Tables:
     arch_file, *files = table_files(folder)
     arch = Fields(_read(arch_file, ARCH), ARCH)
     arch.take("schema", int)
+    families = arch.table("rows")
+    unstated = {family: families.table(family).plain for family in families}
     descriptors: dict[tuple[str, str], Descriptor] = {}
     rows: list[KernelRow] = []
     for path in files:
         name = path.relative_to(folder).as_posix()
         table = _read(path, name)
         if path.name == KERNELS:
-            rows += read_rows(table, name, descriptors)
+            rows += read_rows(table, name, descriptors, unstated)
             continue
         for found in read_operations(table, name):
             if (found.operation, found.family) in descriptors:

@@ -4,8 +4,6 @@ Everything else is a development version that names its commit, so that two buil
 wheel for all targets and one for some of them.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Collection, Sequence
 

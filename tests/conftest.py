@@ -4,8 +4,6 @@ Under ``nox -s test`` the installed wheel is tested; ``FLASHMOE_TEST_INSTALLED=1
 checkout's ``flashmoe`` instead stop at once. ``FLASHMOE_REQUIRE_GPU=1`` makes a run in which no GPU test ran a failure.
 """
 
-from __future__ import annotations
-
 import ctypes
 import importlib.util
 import os

@@ -4,8 +4,6 @@ An interpreter that imports torch takes two seconds before its first line; a for
 import of torch itself or the end of a process needs a whole interpreter, and so does what uses a GPU.
 """
 
-from __future__ import annotations
-
 import atexit
 import json
 import os

@@ -1,7 +1,5 @@
 """A small language model that trains on the Python language reference: as with torch's operators, and the same bits when it trains again."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pydoc_data.topics import topics

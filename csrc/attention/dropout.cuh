@@ -10,8 +10,7 @@
 #include "ptx/special_registers.cuh"
 #include "ptx/types.cuh"
 
-namespace flashmoe {
-namespace attention {
+namespace flashmoe::attention {
 
 // Of a kernel with dropout, which has these as the first member of its parameters.
 __device__ __forceinline__ const Dropout& dropout_of(const ForwardParams& params) {
@@ -192,5 +191,4 @@ __device__ __forceinline__ void visit_by_key(const HeadDropout& dropout, int row
   }
 }
 
-}  // namespace attention
-}  // namespace flashmoe
+}  // namespace flashmoe::attention

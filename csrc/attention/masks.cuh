@@ -12,8 +12,7 @@
 #include "attention/sequences.cuh"
 #include "device/math.cuh"
 
-namespace flashmoe {
-namespace attention {
+namespace flashmoe::attention {
 
 struct KeyRange {
   int begin;
@@ -167,5 +166,4 @@ __device__ __forceinline__ TileMask<kMask> tile_mask(const Sequence<kMask>& sequ
   }
 }
 
-}  // namespace attention
-}  // namespace flashmoe
+}  // namespace flashmoe::attention

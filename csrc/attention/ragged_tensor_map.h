@@ -12,8 +12,7 @@
 
 #include "attention/params/forward.h"
 
-namespace flashmoe {
-namespace attention {
+namespace flashmoe::attention {
 
 constexpr int kRaggedRows = 1 << 30;
 constexpr int kRaggedMapRank = 5;
@@ -25,5 +24,4 @@ struct RaggedCoordinates {
   int end;     // f + n
 };
 
-}  // namespace attention
-}  // namespace flashmoe
+}  // namespace flashmoe::attention

@@ -3,8 +3,7 @@
 
 #include "attention/params/forward.h"
 
-namespace flashmoe {
-namespace attention {
+namespace flashmoe::attention {
 
 // Heads that are scheduled together, and a tile among theirs.
 struct Section {
@@ -34,5 +33,4 @@ __device__ __forceinline__ ScheduledTile schedule_tile(const Section& section, i
   }
 }
 
-}  // namespace attention
-}  // namespace flashmoe
+}  // namespace flashmoe::attention

@@ -6,8 +6,7 @@
 #include "ptx/math.cuh"
 #include "ptx/memory.cuh"
 
-namespace flashmoe {
-namespace attention {
+namespace flashmoe::attention {
 
 constexpr float kLog2E = 1.44269504088896341f;
 
@@ -80,5 +79,4 @@ __device__ __forceinline__ float mask_term(const ScoreOptions& options, int64_t 
   return is_finite ? max(-kLargestTerm, min(kLargestTerm, term)) : term;
 }
 
-}  // namespace attention
-}  // namespace flashmoe
+}  // namespace flashmoe::attention

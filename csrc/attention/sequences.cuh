@@ -8,8 +8,7 @@
 #include "device/math.cuh"
 #include "ptx/memory.cuh"
 
-namespace flashmoe {
-namespace attention {
+namespace flashmoe::attention {
 
 // Grouped heads: query head h reads key head h / heads_per_key_head.
 __device__ __forceinline__ int heads_per_key_head(const ForwardParams& params) {
@@ -138,5 +137,4 @@ struct Sequence<MaskKind::kRuntime> {
   __device__ __forceinline__ int64_t result_row(int64_t first) const { return first; }
 };
 
-}  // namespace attention
-}  // namespace flashmoe
+}  // namespace flashmoe::attention

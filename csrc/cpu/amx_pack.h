@@ -11,8 +11,7 @@
 
 #include "cpu/amx_tiles.h"
 
-namespace flashmoe {
-namespace cpu {
+namespace flashmoe::cpu {
 namespace {
 
 // Rows of whole 32-element steps.
@@ -181,5 +180,4 @@ inline __m512 store_output(const float* product, const float* factors, int32_t r
 }
 
 }  // namespace
-}  // namespace cpu
-}  // namespace flashmoe
+}  // namespace flashmoe::cpu

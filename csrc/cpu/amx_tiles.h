@@ -9,8 +9,7 @@
 
 #include "cpu/scalar_types.h"
 
-namespace flashmoe {
-namespace cpu {
+namespace flashmoe::cpu {
 namespace {
 
 constexpr int32_t kTileRows = 16;
@@ -143,5 +142,4 @@ inline void store_row_sums(float* c) {
 }
 
 }  // namespace
-}  // namespace cpu
-}  // namespace flashmoe
+}  // namespace flashmoe::cpu

@@ -4,8 +4,7 @@
 
 #include "cpu/gemm_pack.h"
 
-namespace flashmoe {
-namespace cpu {
+namespace flashmoe::cpu {
 namespace {
 
 template <>
@@ -28,5 +27,4 @@ struct Words<BFloat16> {
 };
 
 }  // namespace
-}  // namespace cpu
-}  // namespace flashmoe
+}  // namespace flashmoe::cpu

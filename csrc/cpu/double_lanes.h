@@ -7,8 +7,7 @@
 
 #include "cpu/rows.h"
 
-namespace flashmoe {
-namespace cpu {
+namespace flashmoe::cpu {
 namespace {
 
 using Double = double __attribute__((vector_size(Vector::kWidth * sizeof(float))));
@@ -74,5 +73,4 @@ inline void multiply_tiles(DoubleMatrix a, DoubleMatrix b, int32_t words, int32_
 }
 
 }  // namespace
-}  // namespace cpu
-}  // namespace flashmoe
+}  // namespace flashmoe::cpu

@@ -3,8 +3,7 @@
 
 #include "cpu/scalar_types.h"
 
-namespace flashmoe {
-namespace cpu {
+namespace flashmoe::cpu {
 namespace {
 
 // Degree of the polynomial: the result needs no more digits than the type it will be multiplied in.
@@ -52,5 +51,4 @@ struct ExpDegree<float> {
 };
 
 }  // namespace
-}  // namespace cpu
-}  // namespace flashmoe
+}  // namespace flashmoe::cpu

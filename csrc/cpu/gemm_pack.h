@@ -10,8 +10,7 @@
 
 #include "cpu/scalar_types.h"
 
-namespace flashmoe {
-namespace cpu {
+namespace flashmoe::cpu {
 namespace {
 
 template <class T>
@@ -116,5 +115,4 @@ inline void pack_columns_as_rows(const T* const* rows, int32_t row_count, int64_
 }
 
 }  // namespace
-}  // namespace cpu
-}  // namespace flashmoe
+}  // namespace flashmoe::cpu

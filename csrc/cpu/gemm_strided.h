@@ -6,8 +6,7 @@
 
 #include "cpu/gemm_pack.h"
 
-namespace flashmoe {
-namespace cpu {
+namespace flashmoe::cpu {
 namespace {
 
 constexpr int kPairVectors = 2;
@@ -90,5 +89,4 @@ inline void multiply_strided(Left a, int32_t rows, Right b, int32_t words, int32
 }
 
 }  // namespace
-}  // namespace cpu
-}  // namespace flashmoe
+}  // namespace flashmoe::cpu

@@ -9,8 +9,7 @@
 
 #include "cpu/gemm_pack.h"
 
-namespace flashmoe {
-namespace cpu {
+namespace flashmoe::cpu {
 namespace {
 
 constexpr int kPanelVectors = 2;
@@ -73,5 +72,4 @@ inline void multiply_panel(const float* a, int32_t rows, const float* b, int32_t
 }
 
 }  // namespace
-}  // namespace cpu
-}  // namespace flashmoe
+}  // namespace flashmoe::cpu

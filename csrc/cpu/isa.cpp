@@ -12,8 +12,7 @@
 #include <stdexcept>
 #include <string>
 
-namespace flashmoe {
-namespace cpu {
+namespace flashmoe::cpu {
 namespace {
 
 bool has_baseline() { return true; }
@@ -143,5 +142,4 @@ bool set_isa(const char* name) {
 
 const char* supported_isas() { return supported().names.c_str(); }
 
-}  // namespace cpu
-}  // namespace flashmoe
+}  // namespace flashmoe::cpu

@@ -1,8 +1,7 @@
 // Which instruction set the kernels of every operation use.
 #pragma once
 
-namespace flashmoe {
-namespace cpu {
+namespace flashmoe::cpu {
 
 // Narrowest first. The first is what every processor of the architecture has. FLASHMOE_CPU_KERNELS takes one kernel for each
 // instruction set of x86-64, and leaves those that this architecture has.
@@ -33,5 +32,4 @@ bool set_isa(const char* name);
 // The instruction sets that this machine can run, separated by commas, narrowest first.
 const char* supported_isas();
 
-}  // namespace cpu
-}  // namespace flashmoe
+}  // namespace flashmoe::cpu

@@ -5,8 +5,7 @@
 #include <cstdint>
 #include <cstring>
 
-namespace flashmoe {
-namespace cpu {
+namespace flashmoe::cpu {
 namespace {
 
 constexpr float kMinusInfinity = -__builtin_inff();
@@ -69,5 +68,4 @@ class Arena {
 };
 
 }  // namespace
-}  // namespace cpu
-}  // namespace flashmoe
+}  // namespace flashmoe::cpu

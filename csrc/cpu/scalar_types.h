@@ -3,8 +3,7 @@
 
 #include <cstdint>
 
-namespace flashmoe {
-namespace cpu {
+namespace flashmoe::cpu {
 
 enum class ScalarType { kFloat32, kFloat16, kBFloat16 };
 
@@ -15,5 +14,4 @@ struct BFloat16 {
   uint16_t bits;
 };
 
-}  // namespace cpu
-}  // namespace flashmoe
+}  // namespace flashmoe::cpu

@@ -10,8 +10,7 @@
 #include <memory>
 #include <new>
 
-namespace flashmoe {
-namespace cpu {
+namespace flashmoe::cpu {
 
 // Calls body(begin, end, context) on disjoint ranges that cover [begin, end), on as many threads as it likes, and
 // returns when all are done. Torch's own pool is passed in, so that this library starts no thread of its own.
@@ -103,5 +102,4 @@ class TaskQueues {
   std::array<Queue, kMaxQueues> queues_;  // count_ of them; the others' cache lines are not touched
 };
 
-}  // namespace cpu
-}  // namespace flashmoe
+}  // namespace flashmoe::cpu

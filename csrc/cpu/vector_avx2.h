@@ -7,8 +7,7 @@
 
 #include "cpu/scalar_types.h"
 
-namespace flashmoe {
-namespace cpu {
+namespace flashmoe::cpu {
 namespace {
 
 struct Vector {
@@ -94,5 +93,4 @@ struct Vector {
 };
 
 }  // namespace
-}  // namespace cpu
-}  // namespace flashmoe
+}  // namespace flashmoe::cpu

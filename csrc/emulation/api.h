@@ -4,8 +4,7 @@
 
 #include <cstdint>
 
-namespace flashmoe {
-namespace emulation {
+namespace flashmoe::emulation {
 
 struct Launch {
   void (*entry)(const void* const* arguments);  // calls the kernel with parameters out of `arguments`
@@ -26,8 +25,7 @@ struct Launch {
   uint64_t step_limit;
 };
 
-}  // namespace emulation
-}  // namespace flashmoe
+}  // namespace flashmoe::emulation
 
 extern "C" {
 

@@ -4,8 +4,7 @@
 
 #include "emulation/internal.h"
 
-namespace flashmoe {
-namespace emulation {
+namespace flashmoe::emulation {
 
 namespace {
 
@@ -324,5 +323,4 @@ void set_max_registers(int registers, bool increase, const Site& site, const cha
   });
 }
 
-}  // namespace emulation
-}  // namespace flashmoe
+}  // namespace flashmoe::emulation

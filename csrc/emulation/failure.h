@@ -5,8 +5,7 @@
 
 #include "emulation/site.h"
 
-namespace flashmoe {
-namespace emulation {
+namespace flashmoe::emulation {
 
 enum class FailureKind {
   kOutOfBounds,
@@ -47,5 +46,4 @@ struct Failure {
   int thread = -1;  // -1: no single thread (a deadlock, an asynchronous unit)
 };
 
-}  // namespace emulation
-}  // namespace flashmoe
+}  // namespace flashmoe::emulation

@@ -3,8 +3,7 @@
 
 #include <cstddef>
 
-namespace flashmoe {
-namespace emulation {
+namespace flashmoe::emulation {
 
 // A place to switch to: the stack pointer, with the callee-saved registers on the stack below it.
 struct Context {
@@ -28,5 +27,4 @@ void arrived(Context& context);
 unsigned char* allocate_stacks(size_t count, size_t bytes_each);
 void release_stacks(unsigned char* stacks, size_t count, size_t bytes_each);
 
-}  // namespace emulation
-}  // namespace flashmoe
+}  // namespace flashmoe::emulation

@@ -8,8 +8,7 @@
 
 #include "emulation/internal.h"
 
-namespace flashmoe {
-namespace emulation {
+namespace flashmoe::emulation {
 
 namespace {
 
@@ -201,5 +200,4 @@ void semaphore_release(int32_t* gmem, int32_t value, const Site& site, const cha
   std::memcpy(global_storage(gmem, 4, 4, true, nullptr, site, what), &value, 4);
 }
 
-}  // namespace emulation
-}  // namespace flashmoe
+}  // namespace flashmoe::emulation

@@ -13,8 +13,7 @@
 #include "emulation/fiber.h"
 #include "emulation/machine.h"
 
-namespace flashmoe {
-namespace emulation {
+namespace flashmoe::emulation {
 
 constexpr int kWarpSize = 32;
 constexpr uint32_t kFullMask = 0xffffffffu;
@@ -345,5 +344,4 @@ void check_at_exit(Block& block);
 // unless `action` returned false: then it has arranged for the lanes to be woken later.
 void gather(const char* what, const Site& site, void* argument, bool (*action)(Warp& warp));
 
-}  // namespace emulation
-}  // namespace flashmoe
+}  // namespace flashmoe::emulation

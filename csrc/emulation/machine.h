@@ -8,8 +8,7 @@
 #include "emulation/numerics.h"
 #include "emulation/site.h"
 
-namespace flashmoe {
-namespace emulation {
+namespace flashmoe::emulation {
 
 // Identity.
 int thread_index();
@@ -85,5 +84,4 @@ void wgmma_product(float* d, int columns, const uint32_t* a, bool a_has_place, u
                    const Site& site, const char* what);
 void set_max_registers(int registers, bool increase, const Site& site, const char* what);
 
-}  // namespace emulation
-}  // namespace flashmoe
+}  // namespace flashmoe::emulation

@@ -4,8 +4,7 @@
 #include <limits>
 #include <vector>
 
-namespace flashmoe {
-namespace emulation {
+namespace flashmoe::emulation {
 
 namespace {
 
@@ -128,5 +127,4 @@ void tensor_core_product(const TensorCore& core, int rows, int columns, int k, f
   }
 }
 
-}  // namespace emulation
-}  // namespace flashmoe
+}  // namespace flashmoe::emulation

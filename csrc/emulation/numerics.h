@@ -4,8 +4,7 @@
 #include <cstdint>
 #include <cstring>
 
-namespace flashmoe {
-namespace emulation {
+namespace flashmoe::emulation {
 
 enum class Format { kF16, kBF16, kE4M3 };
 
@@ -108,5 +107,4 @@ constexpr TensorCore kHopperE4M3{32, -10};
 void tensor_core_product(const TensorCore& core, int rows, int columns, int k, float* d, const float* a,
                          const float* b);
 
-}  // namespace emulation
-}  // namespace flashmoe
+}  // namespace flashmoe::emulation

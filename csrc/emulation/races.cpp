@@ -4,8 +4,7 @@
 
 #include "emulation/internal.h"
 
-namespace flashmoe {
-namespace emulation {
+namespace flashmoe::emulation {
 
 namespace {
 
@@ -201,5 +200,4 @@ void record_write(Block& block, uint32_t offset, uint32_t bytes, const Fiber& fi
   }
 }
 
-}  // namespace emulation
-}  // namespace flashmoe
+}  // namespace flashmoe::emulation

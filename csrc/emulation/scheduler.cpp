@@ -11,8 +11,7 @@
 
 #include "emulation/internal.h"
 
-namespace flashmoe {
-namespace emulation {
+namespace flashmoe::emulation {
 
 Machine machine;
 
@@ -405,5 +404,4 @@ int block_index() { return machine.current->block->index; }
 int block_size() { return machine.launch.block; }
 int grid_size() { return machine.launch.grid; }
 
-}  // namespace emulation
-}  // namespace flashmoe
+}  // namespace flashmoe::emulation

@@ -3,8 +3,7 @@
 
 #include "emulation/internal.h"
 
-namespace flashmoe {
-namespace emulation {
+namespace flashmoe::emulation {
 
 unsigned char* shared_window() {
   static unsigned char* const window = [] {
@@ -60,5 +59,4 @@ void store_shared(uint32_t smem, const void* from, int bytes, const Site& site, 
   std::memcpy(fiber.block->shared.data() + offset, from, size);
 }
 
-}  // namespace emulation
-}  // namespace flashmoe
+}  // namespace flashmoe::emulation

@@ -1,8 +1,7 @@
 // Where a wrapper was called: taken by default arguments, so kernels pass nothing.
 #pragma once
 
-namespace flashmoe {
-namespace emulation {
+namespace flashmoe::emulation {
 
 struct Site {
   const char* file;
@@ -15,5 +14,4 @@ struct Site {
   }
 };
 
-}  // namespace emulation
-}  // namespace flashmoe
+}  // namespace flashmoe::emulation

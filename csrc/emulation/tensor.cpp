@@ -4,8 +4,7 @@
 
 #include "emulation/internal.h"
 
-namespace flashmoe {
-namespace emulation {
+namespace flashmoe::emulation {
 
 namespace {
 
@@ -269,5 +268,4 @@ void finish_stores(Fiber& fiber, uint32_t through_group) {
   }
 }
 
-}  // namespace emulation
-}  // namespace flashmoe
+}  // namespace flashmoe::emulation

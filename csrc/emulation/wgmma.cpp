@@ -10,8 +10,7 @@
 
 #include "emulation/internal.h"
 
-namespace flashmoe {
-namespace emulation {
+namespace flashmoe::emulation {
 
 namespace {
 
@@ -423,5 +422,4 @@ bool execute_random_product(Block& block) {
   return false;
 }
 
-}  // namespace emulation
-}  // namespace flashmoe
+}  // namespace flashmoe::emulation

@@ -5,8 +5,7 @@
 #include <exception>
 #include <sstream>
 
-namespace flashmoe {
-namespace host {
+namespace flashmoe::host {
 namespace {
 
 const ArgumentCheck* g_checks = nullptr;  // written while the library is loaded
@@ -76,5 +75,4 @@ std::string check_description(const char* name, const char* description) {
   }
 }
 
-}  // namespace host
-}  // namespace flashmoe
+}  // namespace flashmoe::host

@@ -14,8 +14,7 @@
 
 #include "host/boxed.h"
 
-namespace flashmoe {
-namespace host {
+namespace flashmoe::host {
 
 // One argument in each line: "tensor DTYPE DEVICE RANK SIZES... STRIDES...", "none", "value NUMBER" or "text WORDS".
 class Description {
@@ -46,6 +45,23 @@ class Arguments {
   std::optional<double> optional_number() {
     return described_ == nullptr ? take<std::optional<double>>(*stack_++) : described_->number();
   }
+  // Several of a kind, one after the other.
+  template <class... T>
+  void tensors(T&... taken) {
+    ((taken = tensor()), ...);
+  }
+  template <class... T>
+  void optional_tensors(T&... taken) {
+    ((taken = optional_tensor()), ...);
+  }
+  template <class... T>
+  void integers(T&... taken) {
+    ((taken = integer()), ...);
+  }
+  template <class... T>
+  void numbers(T&... taken) {
+    ((taken = number()), ...);
+  }
   std::string text() { return described_ == nullptr ? take_text(*stack_++) : described_->line("text"); }
 
  private:
@@ -67,5 +83,4 @@ class ArgumentCheck {
 // "", or why the operator would refuse these arguments, as violate() words it.
 std::string check_description(const char* name, const char* description);
 
-}  // namespace host
-}  // namespace flashmoe
+}  // namespace flashmoe::host

@@ -11,8 +11,7 @@
 #include "host/error.h"
 #include "host/tensor.h"
 
-namespace flashmoe {
-namespace host {
+namespace flashmoe::host {
 
 // Throws where a schema and the function registered for it differ. `name`: of the operation.
 inline void check_counts(const char* name, uint64_t num_arguments, uint64_t arguments_registered, uint64_t num_outputs,
@@ -54,5 +53,4 @@ inline StableIValue give_optional(Tensor result) {
 }
 inline StableIValue give_none() { return torch::stable::detail::from(std::nullopt); }
 
-}  // namespace host
-}  // namespace flashmoe
+}  // namespace flashmoe::host

@@ -5,8 +5,7 @@
 #include "host/find_kernels.h"
 #include "host/tile_counters.h"
 
-namespace flashmoe {
-namespace host {
+namespace flashmoe::host {
 
 bool are_values_checked(int32_t device_type, int32_t device_index) {
   const char* name = "FLASHMOE_CHECK_VALUES";
@@ -27,5 +26,4 @@ Tensor in_cpu_memory(const Tensor& tensor) {
   return copy;
 }
 
-}  // namespace host
-}  // namespace flashmoe
+}  // namespace flashmoe::host

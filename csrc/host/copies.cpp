@@ -2,8 +2,7 @@
 
 #include <torch/csrc/inductor/aoti_torch/generated/c_shim_aten.h>
 
-namespace flashmoe {
-namespace host {
+namespace flashmoe::host {
 namespace {
 
 void copy(const Tensor& from, const Tensor& to) {
@@ -72,5 +71,4 @@ void copy_unpadded(const Tensor& padded, const Tensor& tensor) {
   copy(view_of(padded, tensor.sizes(), padded.strides()), tensor);
 }
 
-}  // namespace host
-}  // namespace flashmoe
+}  // namespace flashmoe::host

@@ -6,8 +6,7 @@
 #include "host/kernel_table.h"
 #include "host/tensor.h"
 
-namespace flashmoe {
-namespace host {
+namespace flashmoe::host {
 
 constexpr int64_t kElementBytes = 2;      // CUDA kernels take 16-bit types only
 constexpr int64_t kRowAlignElements = 8;  // of every row that a kernel loads: 16 bytes
@@ -34,5 +33,4 @@ Tensor contiguous(const Tensor& tensor);
 // Writes the part of `padded` that `tensor` has room for to it: the way back for an output.
 void copy_unpadded(const Tensor& padded, const Tensor& tensor);
 
-}  // namespace host
-}  // namespace flashmoe
+}  // namespace flashmoe::host

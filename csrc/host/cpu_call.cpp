@@ -7,8 +7,7 @@
 #include "cpu/isa.h"
 #include "host/tensor.h"
 
-namespace flashmoe {
-namespace host {
+namespace flashmoe::host {
 
 cpu::ScalarType scalar_type(Dtype dtype) {
   switch (dtype) {
@@ -40,5 +39,4 @@ const char* checked_isa() {
   }
 }
 
-}  // namespace host
-}  // namespace flashmoe
+}  // namespace flashmoe::host

@@ -6,8 +6,7 @@
 #include "cpu/scalar_types.h"
 #include "host/kernel_table.h"
 
-namespace flashmoe {
-namespace host {
+namespace flashmoe::host {
 
 cpu::ScalarType scalar_type(Dtype dtype);
 
@@ -21,5 +20,4 @@ void torch_parallel(int64_t begin, int64_t end, int64_t grain, void (*body)(int6
 // first call, names one that there is not.
 const char* checked_isa();
 
-}  // namespace host
-}  // namespace flashmoe
+}  // namespace flashmoe::host

@@ -20,8 +20,7 @@ FLASHMOE_BIND_OLDEST(dlsym);
 FLASHMOE_BIND_OLDEST(dlerror);
 #undef FLASHMOE_BIND_OLDEST
 
-namespace flashmoe {
-namespace host {
+namespace flashmoe::host {
 namespace {
 
 Driver load_driver() {
@@ -157,5 +156,4 @@ CUstream current_stream(int32_t device_index) {
   return static_cast<CUstream>(stream);
 }
 
-}  // namespace host
-}  // namespace flashmoe
+}  // namespace flashmoe::host

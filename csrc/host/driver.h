@@ -8,8 +8,7 @@
 
 #include "host/error.h"
 
-namespace flashmoe {
-namespace host {
+namespace flashmoe::host {
 
 // Entry points by the names under which libcuda exports their present versions.
 #define FLASHMOE_DRIVER_CALLS(call)                                                                                   \
@@ -114,5 +113,4 @@ void fill_words(void* address, uint32_t value, int64_t count, CUstream stream, c
       "cuMemsetD32Async", context...);
 }
 
-}  // namespace host
-}  // namespace flashmoe
+}  // namespace flashmoe::host

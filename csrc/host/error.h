@@ -10,8 +10,7 @@
 #include <type_traits>
 #include <utility>
 
-namespace flashmoe {
-namespace host {
+namespace flashmoe::host {
 
 // The codes that flashmoe/rules.py knows.
 enum class ErrorCode { kShape, kDtype, kDevice, kArgument, kGpu, kDriver, kMemory, kInternal };
@@ -79,5 +78,4 @@ struct Value {
   throw std::runtime_error(text);
 }
 
-}  // namespace host
-}  // namespace flashmoe
+}  // namespace flashmoe::host

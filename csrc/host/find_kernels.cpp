@@ -7,8 +7,7 @@
 
 #include "host/error.h"
 
-namespace flashmoe {
-namespace host {
+namespace flashmoe::host {
 namespace {
 
 bool equal(const char* left, const char* right) { return std::strcmp(left, right) == 0; }
@@ -150,5 +149,4 @@ void refuse(const KernelRequest& request, const std::string& problem) {
        "; rebuild with FLASHMOE_ARCHS=native or all, or use CPU tensors");
 }
 
-}  // namespace host
-}  // namespace flashmoe
+}  // namespace flashmoe::host

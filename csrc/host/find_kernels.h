@@ -8,8 +8,7 @@
 
 #include "host/kernel_table.h"
 
-namespace flashmoe {
-namespace host {
+namespace flashmoe::host {
 
 // What every operation's selection starts from: the GPU, and what the call asks whatever the operation.
 struct KernelRequest {
@@ -62,5 +61,4 @@ const Kernel* find_kernel(const KernelName& name, int32_t size_axis, const Kerne
 // "head_dim 64".
 [[noreturn]] void refuse(const KernelRequest& request, const std::string& problem);
 
-}  // namespace host
-}  // namespace flashmoe
+}  // namespace flashmoe::host

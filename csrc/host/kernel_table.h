@@ -5,8 +5,7 @@
 #include <cstddef>
 #include <cstdint>
 
-namespace flashmoe {
-namespace host {
+namespace flashmoe::host {
 
 enum class Dtype : uint8_t { kFloat16, kBFloat16, kFloat32 };
 
@@ -67,5 +66,4 @@ const unsigned char* embedded_binaries();
 // The JSON in the section .flashmoe.index, NUL-terminated.
 const char* embedded_index();
 
-}  // namespace host
-}  // namespace flashmoe
+}  // namespace flashmoe::host

@@ -3,8 +3,7 @@
 #include <array>
 #include <cstdio>
 
-namespace flashmoe {
-namespace host {
+namespace flashmoe::host {
 namespace {
 
 thread_local const char* g_last_kernel = "";
@@ -26,5 +25,4 @@ const char* last_kernel() {
   return label.data();
 }
 
-}  // namespace host
-}  // namespace flashmoe
+}  // namespace flashmoe::host

@@ -1,8 +1,7 @@
 // What this thread's last operator call ran, for tests, benchmarks and whoever wonders.
 #pragma once
 
-namespace flashmoe {
-namespace host {
+namespace flashmoe::host {
 
 // A kernel's symbol; of a list of kernels the one that does the work. "" when a call runs none.
 void set_last_kernel(const char* symbol);
@@ -12,5 +11,4 @@ void set_last_isa(const char* name);
 
 const char* last_kernel();
 
-}  // namespace host
-}  // namespace flashmoe
+}  // namespace flashmoe::host

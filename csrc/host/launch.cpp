@@ -5,8 +5,7 @@
 
 #include "host/load_kernels.h"
 
-namespace flashmoe {
-namespace host {
+namespace flashmoe::host {
 namespace {
 
 constexpr int32_t kMaxTensorMaps = 15;
@@ -95,5 +94,4 @@ KernelRequest make_request(const Device& gpu, Dtype dtype) {
   return {gpu.capability, gpu.num_multiprocessors, gpu.name.c_str(), forced_family(), dtype};
 }
 
-}  // namespace host
-}  // namespace flashmoe
+}  // namespace flashmoe::host

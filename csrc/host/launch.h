@@ -10,8 +10,7 @@
 #include "host/find_kernels.h"
 #include "host/kernel_table.h"
 
-namespace flashmoe {
-namespace host {
+namespace flashmoe::host {
 
 // One kernel of a list. What it points to need only live until run() returns.
 struct Launch {
@@ -46,5 +45,4 @@ int64_t grid_for(const Kernel& kernel, int64_t tiles, const Device& gpu);
 // What selection on this GPU starts from; reads FLASHMOE_KERNEL.
 KernelRequest make_request(const Device& gpu, Dtype dtype);
 
-}  // namespace host
-}  // namespace flashmoe
+}  // namespace flashmoe::host

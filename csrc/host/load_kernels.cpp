@@ -6,8 +6,7 @@
 #include <mutex>
 #include <vector>
 
-namespace flashmoe {
-namespace host {
+namespace flashmoe::host {
 namespace {
 
 constexpr std::size_t kJitLogBytes = 8192;
@@ -72,5 +71,4 @@ CUfunction load_kernel(const Kernel& kernel, const Device& device) {
   return function;
 }
 
-}  // namespace host
-}  // namespace flashmoe
+}  // namespace flashmoe::host

@@ -6,11 +6,9 @@
 #include "host/driver.h"
 #include "host/kernel_table.h"
 
-namespace flashmoe {
-namespace host {
+namespace flashmoe::host {
 
 // The loaded function; loads only the binary that holds it, once per device. Safe during stream capture.
 CUfunction load_kernel(const Kernel& kernel, const Device& device);
 
-}  // namespace host
-}  // namespace flashmoe
+}  // namespace flashmoe::host

@@ -2,8 +2,7 @@
 
 #include <algorithm>
 
-namespace flashmoe {
-namespace host {
+namespace flashmoe::host {
 
 Tensor empty_strided(int64_t rank, const int64_t* sizes, const int64_t* strides, int32_t dtype, int32_t device_type,
                      int32_t device_index) {
@@ -186,5 +185,4 @@ std::string describe_device(const Tensor& tensor) {
   return name + ":" + std::to_string(tensor.device_index());
 }
 
-}  // namespace host
-}  // namespace flashmoe
+}  // namespace flashmoe::host

@@ -15,8 +15,7 @@
 #include "host/error.h"
 #include "host/kernel_table.h"
 
-namespace flashmoe {
-namespace host {
+namespace flashmoe::host {
 
 // A shim reports failure by a code alone, after torch has written the reason to stderr.
 inline void check_shim(AOTITorchError status, const char* what) {
@@ -169,5 +168,4 @@ std::string describe_dtype(int32_t torch_dtype);
 int32_t dtype_named(const std::string& name);
 std::string describe_device(const Tensor& tensor);
 
-}  // namespace host
-}  // namespace flashmoe
+}  // namespace flashmoe::host

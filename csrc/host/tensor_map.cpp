@@ -4,8 +4,7 @@
 
 #include "host/driver.h"
 
-namespace flashmoe {
-namespace host {
+namespace flashmoe::host {
 namespace {
 
 // Written outermost first, as torch writes sizes.
@@ -51,5 +50,4 @@ CUtensorMap encode_tensor_map(Dtype dtype, int32_t rank, void* address, const ui
   return map;
 }
 
-}  // namespace host
-}  // namespace flashmoe
+}  // namespace flashmoe::host

@@ -9,8 +9,7 @@
 
 #include "host/kernel_table.h"
 
-namespace flashmoe {
-namespace host {
+namespace flashmoe::host {
 
 // Calls cuTensorMapEncodeTiled with a 128-byte swizzle; throws code `driver` when the driver is older than 12.0. `name`: of the
 // tensor, for error messages. `promotion`: what a miss of the second-level cache fetches: 256 bytes is best for weights (a
@@ -31,5 +30,4 @@ CUtensorMap encode_tensor_map(const Description& from, Dtype dtype, const char* 
                            name, promotion);
 }
 
-}  // namespace host
-}  // namespace flashmoe
+}  // namespace flashmoe::host

@@ -4,8 +4,7 @@
 #include <mutex>
 #include <utility>
 
-namespace flashmoe {
-namespace host {
+namespace flashmoe::host {
 namespace {
 
 constexpr int64_t kPoolCounters = 1 << 20;  // of one allocation
@@ -111,5 +110,4 @@ TileCounter tile_counter(const CudaCall& call, int64_t count) {
   return {last_counter, Tensor()};
 }
 
-}  // namespace host
-}  // namespace flashmoe
+}  // namespace flashmoe::host

@@ -7,8 +7,7 @@
 #include "host/driver.h"
 #include "host/tensor.h"
 
-namespace flashmoe {
-namespace host {
+namespace flashmoe::host {
 
 // Whether what is queued on the stream becomes part of a CUDA graph.
 bool is_capturing(CUstream stream);
@@ -27,5 +26,4 @@ constexpr int64_t kMaxCounters = 1024;
 // stream, whose work a capture waits for before it begins; where there is none left, they are cleared in the graph.
 TileCounter tile_counter(const CudaCall& call, int64_t count = 1);
 
-}  // namespace host
-}  // namespace flashmoe
+}  // namespace flashmoe::host

@@ -7,8 +7,7 @@
 #include "host/driver.h"
 #include "host/tensor.h"
 
-namespace flashmoe {
-namespace host {
+namespace flashmoe::host {
 
 class Workspace {
  public:
@@ -40,5 +39,4 @@ class Workspace {
   char* address_ = nullptr;
 };
 
-}  // namespace host
-}  // namespace flashmoe
+}  // namespace flashmoe::host

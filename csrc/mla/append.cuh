@@ -11,8 +11,7 @@
 #include "ptx/shuffle.cuh"
 #include "ptx/special_registers.cuh"
 
-namespace flashmoe {
-namespace mla {
+namespace flashmoe::mla {
 
 template <typename Element_, int kNumWarps_>
 struct AppendSpec {
@@ -97,5 +96,4 @@ __device__ __forceinline__ void append(const AppendParams& params) {
   ptx::st_global_32(row_gmem + kRotaryBytesOffset + lane * 4, ptx::ld_global_32(latent_gmem + 512 + lane * 2));
 }
 
-}  // namespace mla
-}  // namespace flashmoe
+}  // namespace flashmoe::mla

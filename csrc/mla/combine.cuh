@@ -16,8 +16,7 @@
 #include "ptx/memory.cuh"
 #include "ptx/special_registers.cuh"
 
-namespace flashmoe {
-namespace mla {
+namespace flashmoe::mla {
 
 // kBlockM: the units of work of a thread block, a warp for each: a sum, or a share of it.
 template <typename Element_, int kBlockM_, int kNumWarps_>
@@ -226,5 +225,4 @@ __device__ __forceinline__ void combine(const DecodeParams& params) {
   }
 }
 
-}  // namespace mla
-}  // namespace flashmoe
+}  // namespace flashmoe::mla

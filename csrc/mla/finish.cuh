@@ -5,8 +5,7 @@
 #include "ptx/math.cuh"
 #include "ptx/memory.cuh"
 
-namespace flashmoe {
-namespace mla {
+namespace flashmoe::mla {
 
 // inverse: what the sums over keys are multiplied by; lse: the natural logarithm of the sum of exponentials.
 struct FinishedRow {
@@ -39,5 +38,4 @@ __device__ __forceinline__ void store_lse(const DecodeParams& params, int batch,
   ptx::st_global_float(params.lse + at, lse);
 }
 
-}  // namespace mla
-}  // namespace flashmoe
+}  // namespace flashmoe::mla

@@ -4,8 +4,7 @@
 #include "mla/plan.cuh"
 #include "ptx/memory.cuh"
 
-namespace flashmoe {
-namespace mla {
+namespace flashmoe::mla {
 
 // The row that index `key` of a segment's sequence names; -1 where it names none.
 __device__ __forceinline__ int index_of(const DecodeParams& params, const Segment& segment, int key) {
@@ -21,5 +20,4 @@ __device__ __forceinline__ int64_t row_offset(const DecodeParams& params, int ro
   return page * params.page_stride + (row - page * params.page_size) * params.key_stride;
 }
 
-}  // namespace mla
-}  // namespace flashmoe
+}  // namespace flashmoe::mla

@@ -15,8 +15,7 @@
 #include "ptx/shuffle.cuh"
 #include "ptx/special_registers.cuh"
 
-namespace flashmoe {
-namespace mla {
+namespace flashmoe::mla {
 
 // The key blocks of a sequence that fall to a part.
 struct Segment {
@@ -182,5 +181,4 @@ __device__ __forceinline__ int64_t partial_tile(int64_t partial_row, int column)
   return partial_row * kLatentDim + column * kSumRows;
 }
 
-}  // namespace mla
-}  // namespace flashmoe
+}  // namespace flashmoe::mla

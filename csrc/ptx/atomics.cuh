@@ -3,8 +3,7 @@
 
 #include "ptx/types.cuh"
 
-namespace flashmoe {
-namespace ptx {
+namespace flashmoe::ptx {
 
 // Adds and returns the value before; relaxed, device scope: it orders nothing else.
 __device__ __forceinline__ int32_t atomic_add_global(int32_t* gmem, int32_t value) {
@@ -27,5 +26,4 @@ __device__ __forceinline__ int32_t atomic_add_global_ordered(int32_t* gmem, int3
   return before;
 }
 
-}  // namespace ptx
-}  // namespace flashmoe
+}  // namespace flashmoe::ptx

@@ -3,8 +3,7 @@
 
 #include "ptx/types.cuh"
 
-namespace flashmoe {
-namespace ptx {
+namespace flashmoe::ptx {
 
 __device__ __forceinline__ void barrier_sync_block() { asm volatile("bar.sync 0;" ::: "memory"); }
 
@@ -20,5 +19,4 @@ __device__ __forceinline__ void named_barrier_arrive(int id, int threads) {
 
 __device__ __forceinline__ void warp_sync() { asm volatile("bar.warp.sync 0xffffffff;" ::: "memory"); }
 
-}  // namespace ptx
-}  // namespace flashmoe
+}  // namespace flashmoe::ptx

@@ -4,8 +4,7 @@
 #include "ptx/elements.cuh"
 #include "ptx/types.cuh"
 
-namespace flashmoe {
-namespace ptx {
+namespace flashmoe::ptx {
 
 // Both halves' products, each rounded once; subnormals stay.
 __device__ __forceinline__ uint32_t multiply_bf16x2(uint32_t a, uint32_t b) {
@@ -32,5 +31,4 @@ FLASHMOE_DEFINE_LARGER(XF16, "xf16")
 
 #undef FLASHMOE_DEFINE_LARGER
 
-}  // namespace ptx
-}  // namespace flashmoe
+}  // namespace flashmoe::ptx

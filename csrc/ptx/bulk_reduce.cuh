@@ -3,8 +3,7 @@
 
 #include "ptx/memory.cuh"
 
-namespace flashmoe {
-namespace ptx {
+namespace flashmoe::ptx {
 
 // Starts gmem[i] = smem[i]; the rest as of bulk_reduce_add.
 __device__ __forceinline__ void bulk_store(float* gmem, const void* smem, int bytes) {
@@ -23,5 +22,4 @@ __device__ __forceinline__ void bulk_reduce_add(float* gmem, const void* smem, i
                : "memory");
 }
 
-}  // namespace ptx
-}  // namespace flashmoe
+}  // namespace flashmoe::ptx

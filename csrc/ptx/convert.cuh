@@ -4,8 +4,7 @@
 #include "ptx/elements.cuh"
 #include "ptx/types.cuh"
 
-namespace flashmoe {
-namespace ptx {
+namespace flashmoe::ptx {
 
 // Rounds to nearest even; `low` lands in bits 0 to 15, the lower address.
 template <typename Element>
@@ -54,5 +53,4 @@ FLASHMOE_DEFINE_CONVERSIONS(XF16, "xf16")
 #undef FLASHMOE_DEFINE_CONVERSIONS
 #undef FLASHMOE_PACK
 
-}  // namespace ptx
-}  // namespace flashmoe
+}  // namespace flashmoe::ptx

@@ -3,8 +3,7 @@
 
 #include "ptx/memory.cuh"
 
-namespace flashmoe {
-namespace ptx {
+namespace flashmoe::ptx {
 
 // Reads source_bytes (0 or 16) bytes and fills the rest of the 16 with zeros. With 0 nothing is read and gmem may point
 // past the end of its allocation, but it must be 16-byte aligned. Goes past L1 (.cg): a tile is read once a block.
@@ -52,5 +51,4 @@ __device__ __forceinline__ void cp_async_wait() {
   asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
 }
 
-}  // namespace ptx
-}  // namespace flashmoe
+}  // namespace flashmoe::ptx

@@ -3,13 +3,11 @@
 
 #include "ptx/memory.cuh"
 
-namespace flashmoe {
-namespace ptx {
+namespace flashmoe::ptx {
 
 __device__ __forceinline__ void cp_async_4(SmemPointer smem, const void* gmem) {
   asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(smem_address(smem)), "l"(__cvta_generic_to_global(gmem))
                : "memory");
 }
 
-}  // namespace ptx
-}  // namespace flashmoe
+}  // namespace flashmoe::ptx

@@ -5,8 +5,7 @@
 #include "ptx/convert.cuh"
 #include "ptx/wgmma.cuh"
 
-namespace flashmoe {
-namespace ptx {
+namespace flashmoe::ptx {
 
 // Rounds to nearest even, beyond 448 to 448; NaN stays NaN. `low` lands in bits 0 to 7, the lower address.
 #if __CUDA_ARCH__ >= 890
@@ -129,5 +128,4 @@ __device__ __forceinline__ void wgmma_e4m3_n128(float (&d)[64], uint64_t a, uint
 #undef FLASHMOE_EIGHT
 }
 
-}  // namespace ptx
-}  // namespace flashmoe
+}  // namespace flashmoe::ptx

@@ -3,8 +3,7 @@
 
 #include "ptx/types.cuh"
 
-namespace flashmoe {
-namespace ptx {
+namespace flashmoe::ptx {
 
 struct F16 {
   uint16_t bits;
@@ -26,5 +25,4 @@ constexpr bool kIsEither = false;
 template <>
 constexpr bool kIsEither<XF16> = true;
 
-}  // namespace ptx
-}  // namespace flashmoe
+}  // namespace flashmoe::ptx

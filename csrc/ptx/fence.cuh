@@ -3,8 +3,7 @@
 
 #include "ptx/types.cuh"
 
-namespace flashmoe {
-namespace ptx {
+namespace flashmoe::ptx {
 
 // This thread's earlier stores to shared memory become visible to the copy engine and to wgmma. Each writing thread
 // executes it, then a barrier joins them with the thread that issues the asynchronous access.
@@ -12,5 +11,4 @@ __device__ __forceinline__ void fence_proxy_async_shared() {
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }
 
-}  // namespace ptx
-}  // namespace flashmoe
+}  // namespace flashmoe::ptx

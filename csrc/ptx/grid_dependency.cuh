@@ -2,8 +2,7 @@
 // was launched with the attribute may start before the one in front of it in the stream has ended.
 #pragma once
 
-namespace flashmoe {
-namespace ptx {
+namespace flashmoe::ptx {
 
 // In the kernel in front: the dependent one may be scheduled once every block has said so, or has exited.
 __device__ __forceinline__ void grid_launch_dependents() {
@@ -20,5 +19,4 @@ __device__ __forceinline__ void grid_dependency_wait() {
 #endif
 }
 
-}  // namespace ptx
-}  // namespace flashmoe
+}  // namespace flashmoe::ptx

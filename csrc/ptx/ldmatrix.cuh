@@ -5,8 +5,7 @@
 
 #include "ptx/memory.cuh"
 
-namespace flashmoe {
-namespace ptx {
+namespace flashmoe::ptx {
 
 __device__ __forceinline__ void ldmatrix_x4(uint32_t (&r)[4], SmemPointer smem_row) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
@@ -36,5 +35,4 @@ __device__ __forceinline__ void ldmatrix_x2_trans(uint32_t (&r)[2], SmemPointer 
                : "memory");
 }
 
-}  // namespace ptx
-}  // namespace flashmoe
+}  // namespace flashmoe::ptx

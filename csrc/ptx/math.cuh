@@ -3,8 +3,7 @@
 
 #include "ptx/types.cuh"
 
-namespace flashmoe {
-namespace ptx {
+namespace flashmoe::ptx {
 
 __device__ __forceinline__ uint32_t float_bits(float x) { return __float_as_uint(x); }
 
@@ -65,5 +64,4 @@ __device__ __forceinline__ float min_nan(float a, float b) {
   return result;
 }
 
-}  // namespace ptx
-}  // namespace flashmoe
+}  // namespace flashmoe::ptx

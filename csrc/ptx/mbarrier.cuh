@@ -5,8 +5,7 @@
 
 #include "ptx/memory.cuh"
 
-namespace flashmoe {
-namespace ptx {
+namespace flashmoe::ptx {
 
 using Mbarrier = uint64_t;  // 8-byte aligned, shared memory
 
@@ -57,5 +56,4 @@ __device__ __forceinline__ void mbarrier_wait(Mbarrier* barrier, int phase_parit
   }
 }
 
-}  // namespace ptx
-}  // namespace flashmoe
+}  // namespace flashmoe::ptx

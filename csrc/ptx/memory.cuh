@@ -3,8 +3,7 @@
 
 #include "ptx/types.cuh"
 
-namespace flashmoe {
-namespace ptx {
+namespace flashmoe::ptx {
 
 // The block's dynamic shared memory, 1024-byte aligned (what a 128-byte swizzle needs).
 __device__ __forceinline__ unsigned char* dynamic_shared_memory() {
@@ -208,5 +207,4 @@ __device__ __forceinline__ void st_global_128(void* gmem, const uint32_t (&value
                : "memory");
 }
 
-}  // namespace ptx
-}  // namespace flashmoe
+}  // namespace flashmoe::ptx

@@ -7,8 +7,7 @@
 #include "ptx/elements.cuh"
 #include "ptx/types.cuh"
 
-namespace flashmoe {
-namespace ptx {
+namespace flashmoe::ptx {
 
 template <typename Element>
 __device__ __forceinline__ void mma_m16n8k16(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1);
@@ -47,5 +46,4 @@ FLASHMOE_DEFINE_MMA_K8(XF16, "xf16")
 #undef FLASHMOE_DEFINE_MMA_K16
 #undef FLASHMOE_DEFINE_MMA_K8
 
-}  // namespace ptx
-}  // namespace flashmoe
+}  // namespace flashmoe::ptx

@@ -4,8 +4,7 @@
 
 #include "ptx/types.cuh"
 
-namespace flashmoe {
-namespace ptx {
+namespace flashmoe::ptx {
 
 // Waits until *gmem is `value`. What was done before the store of that value is visible afterwards, to TMA copies too.
 __device__ __forceinline__ void semaphore_wait(const int32_t* gmem, int32_t value) {
@@ -22,5 +21,4 @@ __device__ __forceinline__ void semaphore_release(int32_t* gmem, int32_t value) 
   asm volatile("st.release.gpu.global.s32 [%0], %1;" ::"l"(__cvta_generic_to_global(gmem)), "r"(value) : "memory");
 }
 
-}  // namespace ptx
-}  // namespace flashmoe
+}  // namespace flashmoe::ptx

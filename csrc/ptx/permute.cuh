@@ -3,8 +3,7 @@
 
 #include "ptx/types.cuh"
 
-namespace flashmoe {
-namespace ptx {
+namespace flashmoe::ptx {
 
 // Byte i of the result is the byte that hexadecimal digit i of the selector names: 0 to 3 of `low`, 4 to 7 of `high`; with 8
 // added, eight times the top bit of that byte.
@@ -14,5 +13,4 @@ __device__ __forceinline__ uint32_t permute_bytes(uint32_t low, uint32_t high, u
   return result;
 }
 
-}  // namespace ptx
-}  // namespace flashmoe
+}  // namespace flashmoe::ptx

@@ -2,8 +2,7 @@
 // with a register cap at entry, __launch_bounds__(threads, 1), and warns (C7508) when it does not.
 #pragma once
 
-namespace flashmoe {
-namespace ptx {
+namespace flashmoe::ptx {
 
 // Gives up registers: this warp keeps kRegisters (24 to 256, a multiple of 8) per thread.
 template <int kRegisters>
@@ -19,5 +18,4 @@ __device__ __forceinline__ void setmaxnreg_inc() {
   asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kRegisters));
 }
 
-}  // namespace ptx
-}  // namespace flashmoe
+}  // namespace flashmoe::ptx

@@ -3,8 +3,7 @@
 
 #include "ptx/types.cuh"
 
-namespace flashmoe {
-namespace ptx {
+namespace flashmoe::ptx {
 
 // The value of the lane whose index differs from this lane's in the bits of lane_mask.
 __device__ __forceinline__ float shuffle_xor(float value, int lane_mask) {
@@ -67,5 +66,4 @@ __device__ __forceinline__ bool elect_one() {
 }
 #endif
 
-}  // namespace ptx
-}  // namespace flashmoe
+}  // namespace flashmoe::ptx

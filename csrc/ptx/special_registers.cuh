@@ -3,8 +3,7 @@
 
 #include "ptx/types.cuh"
 
-namespace flashmoe {
-namespace ptx {
+namespace flashmoe::ptx {
 
 // Volatile: what is derived from it at the end of a kernel is computed there, not kept in registers from the start.
 __device__ __forceinline__ int block_index() {
@@ -36,5 +35,4 @@ __device__ __forceinline__ int64_t recompute(int64_t x) {
   return x;
 }
 
-}  // namespace ptx
-}  // namespace flashmoe
+}  // namespace flashmoe::ptx

@@ -2,12 +2,10 @@
 // CUtensorMap, declared here so that device code needs no cuda.h). Plain C++: host, NVRTC and emulation read it.
 #pragma once
 
-namespace flashmoe {
-namespace ptx {
+namespace flashmoe::ptx {
 
 struct alignas(64) TensorMap {
   unsigned char opaque[128];
 };
 
-}  // namespace ptx
-}  // namespace flashmoe
+}  // namespace flashmoe::ptx

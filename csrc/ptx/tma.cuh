@@ -6,8 +6,7 @@
 #include "ptx/mbarrier.cuh"
 #include "ptx/tensor_map.h"
 
-namespace flashmoe {
-namespace ptx {
+namespace flashmoe::ptx {
 
 // L2 eviction priority of a copy, as createpolicy.fractional encodes it for the whole access.
 enum class CacheHint : uint64_t {
@@ -73,5 +72,4 @@ __device__ __forceinline__ void tma_store_wait() {
   asm volatile("cp.async.bulk.wait_group %0;" ::"n"(kPending) : "memory");
 }
 
-}  // namespace ptx
-}  // namespace flashmoe
+}  // namespace flashmoe::ptx

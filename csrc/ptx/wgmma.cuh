@@ -14,8 +14,7 @@
 #include "ptx/elements.cuh"
 #include "ptx/memory.cuh"
 
-namespace flashmoe {
-namespace ptx {
+namespace flashmoe::ptx {
 
 // Orders register and shared-memory accesses before the products that follow. One a batch.
 __device__ __forceinline__ void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
@@ -229,5 +228,4 @@ __device__ __forceinline__ void wgmma_rs(float (&d)[kN / 2], uint32_t a0, uint32
 #undef FLASHMOE_DEFINE_WGMMA_TYPE
 #undef FLASHMOE_DEFINE_WGMMA
 
-}  // namespace ptx
-}  // namespace flashmoe
+}  // namespace flashmoe::ptx

@@ -7,8 +7,7 @@
 #include "ptx/e4m3.cuh"
 #include "ptx/wgmma.cuh"
 
-namespace flashmoe {
-namespace ptx {
+namespace flashmoe::ptx {
 
 // Four values as pack_e4m3 rounds them; `first` lands in bits 0 to 7.
 __device__ __forceinline__ uint32_t pack_four_e4m3(float first, float second, float third, float fourth) {
@@ -57,5 +56,4 @@ __device__ __forceinline__ void wgmma_e4m3_rs(float (&d)[kN / 2], uint32_t a0, u
 
 #undef FLASHMOE_EIGHT
 
-}  // namespace ptx
-}  // namespace flashmoe
+}  // namespace flashmoe::ptx

@@ -1,7 +1,5 @@
 """Which targets a build compiles for: FLASHMOE_ARCHS (or FA_ARCHS) = all | native | none | a list such as 90a,80."""
 
-from __future__ import annotations
-
 import ctypes
 from collections.abc import Iterable, Mapping
 

@@ -1,7 +1,5 @@
 """The whole build: tables -> device binaries -> library -> provenance and report."""
 
-from __future__ import annotations
-
 import os
 import sys
 import time

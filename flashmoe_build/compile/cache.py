@@ -1,7 +1,5 @@
 """A content-addressed store of finished compilations, and the include closure that its keys are made of."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

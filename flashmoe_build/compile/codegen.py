@@ -1,7 +1,5 @@
 """Sources generated from the tables: device translation units and the C++ kernel table. Pure: data in, text out."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 

@@ -4,8 +4,6 @@ Targets that share a virtual architecture and a tile share their PTX, as f16 and
 of a compilation's work, runs once for all of them. A cubin is kept under the hash of its PTX: an edit that does not change the PTX assembles nothing.
 """
 
-from __future__ import annotations
-
 import hashlib
 import re
 from collections.abc import Sequence

@@ -6,8 +6,6 @@ depends on the type asserts that it is not XF16 (ptx::kIsEither), and its row sa
 of its own then.
 """
 
-from __future__ import annotations
-
 import re
 from dataclasses import replace
 

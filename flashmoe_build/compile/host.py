@@ -1,7 +1,5 @@
 """Host code: C++ objects, cached by content, linked with the embedded device binaries into libflashmoe.so."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

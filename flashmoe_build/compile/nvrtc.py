@@ -1,7 +1,5 @@
 """The front end: a translation unit to PTX for a virtual architecture, by NVRTC in a process of its own."""
 
-from __future__ import annotations
-
 import marshal
 import subprocess
 import sys

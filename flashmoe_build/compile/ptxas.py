@@ -1,7 +1,5 @@
 """The assembler: PTX to machine code for one GPU architecture, by ptxas."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import tempfile

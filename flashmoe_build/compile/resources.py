@@ -1,7 +1,5 @@
 """What ptxas says of a kernel (registers, stack, spills, warnings), and whether the kernel table allows it."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

@@ -4,8 +4,6 @@ For another platform than this machine's, what runs stays the same: the host com
 and library are of its wheel.
 """
 
-from __future__ import annotations
-
 import hashlib
 import importlib.metadata
 import os

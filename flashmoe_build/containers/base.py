@@ -4,8 +4,6 @@ debootstrap checks the archive's signature against Debian's keyring and every pa
 installed versions are then compared with lockfiles/debian-bookworm.pins: any difference is an error that names the package.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import re

@@ -1,7 +1,5 @@
 """The Docker engine of this machine: its client, its disk, and what a build needs of this machine's network."""
 
-from __future__ import annotations
-
 import shutil
 import subprocess
 from collections.abc import Mapping

@@ -1,7 +1,5 @@
 """``nox -s gpu_test``: runs the test image, by digest, on this machine's GPU. A machine without that GPU fails, it does not skip."""
 
-from __future__ import annotations
-
 import argparse
 import re
 import subprocess

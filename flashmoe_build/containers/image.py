@@ -1,7 +1,5 @@
 """``nox -s image``: builds the Dockerfile's images from the checked-out commit."""
 
-from __future__ import annotations
-
 import argparse
 import os
 import re

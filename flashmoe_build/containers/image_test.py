@@ -1,7 +1,5 @@
 """``nox -s image_test``: runs the built images through the Docker SDK and checks that they behave as documented."""
 
-from __future__ import annotations
-
 import argparse
 import hashlib
 import importlib

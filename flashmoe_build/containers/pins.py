@@ -1,7 +1,5 @@
 """``nox -s image_pins``: writes the current registry digests of the base images into the Dockerfile."""
 
-from __future__ import annotations
-
 import argparse
 import importlib
 import re

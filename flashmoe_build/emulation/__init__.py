@@ -5,8 +5,6 @@
 See docs/emulation.md for what is modelled and what is not.
 """
 
-from __future__ import annotations
-
 from importlib import import_module
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Compiles the machine once and every kernel unit into a shared library of its own, both cached by content."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess

@@ -3,8 +3,6 @@
 A kernel differs when what the emulator would compile of it does: its own source, its numbers, or a file that it includes.
 """
 
-from __future__ import annotations
-
 import subprocess
 import tempfile
 from collections.abc import Iterator, Sequence

@@ -1,7 +1,5 @@
 """``python -m flashmoe_build.emulation``: the suite, or one kernel on one problem for a person who hunts a bug."""
 
-from __future__ import annotations
-
 import argparse
 import os
 import subprocess

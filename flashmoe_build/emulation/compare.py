@@ -1,7 +1,5 @@
 """How a kernel's results are compared with what they must be."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 import torch

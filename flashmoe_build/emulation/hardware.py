@@ -5,8 +5,6 @@ python -m flashmoe_build.emulation.hardware FOLDER [--kernel TEXT]
 python FOLDER/on_gpu.py FOLDER --json agreement.json          on a machine with an sm_90 GPU
 """
 
-from __future__ import annotations
-
 import argparse
 import ctypes
 import shutil

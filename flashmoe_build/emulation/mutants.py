@@ -3,8 +3,6 @@
 python -m flashmoe_build.emulation.mutants [--generated | --by-hand] [--only TEXT] [--json PATH] [--jobs N] [--budget-minutes M]
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import sys

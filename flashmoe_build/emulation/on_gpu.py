@@ -5,8 +5,6 @@ Needs torch and the driver alone, so that it can be carried to a machine without
     python on_gpu.py FOLDER [--json PATH]
 """
 
-from __future__ import annotations
-
 import argparse
 import ctypes
 import json

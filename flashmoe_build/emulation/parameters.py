@@ -4,8 +4,6 @@ The header is plain C: structs of integers, floats, pointers and structs before 
 name, offset, size and type that was read (``layout_checks``), so a header that is read wrongly does not compile.
 """
 
-from __future__ import annotations
-
 import ctypes
 import re
 from collections.abc import Iterator, Mapping, Sequence

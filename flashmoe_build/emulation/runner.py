@@ -4,8 +4,6 @@ An operation's ``emulation`` package holds ``RUNNERS``: for each kernel operatio
 for one of them the launches and the check of the results. Parameters are bound by the names in the C header.
 """
 
-from __future__ import annotations
-
 import argparse
 import ctypes
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence

@@ -1,7 +1,5 @@
 """Runs cases one after another while the next kernels compile; what was found so far is valid at any time."""
 
-from __future__ import annotations
-
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence

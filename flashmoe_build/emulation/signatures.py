@@ -1,7 +1,5 @@
 """Reads the function signatures of the wrapper headers, real and emulated, as text that can be compared."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

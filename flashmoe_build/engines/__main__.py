@@ -7,8 +7,6 @@
 A difference fails with the engine, its version, the class and the parameter.
 """
 
-from __future__ import annotations
-
 import argparse
 import sys
 from collections.abc import Iterator, Sequence

@@ -1,7 +1,5 @@
 """The contract itself: every name of vLLM and SGLang that flashmoe/integrations/ uses."""
 
-from __future__ import annotations
-
 from flashmoe_build.engines.contract import Calls, Clause, Defines, Has, Implements
 
 _OURS = "flashmoe.integrations"

@@ -3,8 +3,6 @@
 An engine's side is a mapping from what a clause names ("module:Class.method") to what was found there, so that a record does as well as sources.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 

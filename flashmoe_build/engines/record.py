@@ -1,7 +1,5 @@
 """recorded.json: what was read of each pinned version, as the tests and the page use it; and the page's table."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Signatures and names in Python sources, read by their syntax trees: nothing is imported or run."""
 
-from __future__ import annotations
-
 import ast
 from collections.abc import Iterator
 from dataclasses import dataclass

@@ -7,8 +7,6 @@ of three. Sustained: more requests than run at a time, of drawn lengths. Long: f
 process of its own, in alternation.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

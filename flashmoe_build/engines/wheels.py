@@ -1,7 +1,5 @@
 """The pinned wheels: downloaded by pip, checked by hash, read as archives, deleted. What the contract names of them is kept under build/engines."""
 
-from __future__ import annotations
-
 import hashlib
 import re
 import shutil

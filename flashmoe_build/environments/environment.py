@@ -7,8 +7,6 @@ source distribution, whose code would run. uv hard-links from its cache, so anot
 no disk.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

@@ -1,7 +1,5 @@
 """Locks between processes, for environments and build folders that two sessions could otherwise write at once."""
 
-from __future__ import annotations
-
 import fcntl
 import time
 from collections.abc import Iterator

@@ -8,8 +8,6 @@ the pinned ones, each installed once.
     python -m flashmoe_build.environments.lock lockfiles/build.txt      # is this interpreter's environment the locked one?
 """
 
-from __future__ import annotations
-
 import re
 import sys
 from collections.abc import Collection, Iterable, Mapping, Sequence

@@ -8,8 +8,6 @@ One file serves CPython 3.10 to 3.12 on x86-64 and AArch64: uv resolves for all 
 ``tool.uv.environments`` in pyproject.toml) and marks the lines that differ. Wheels only, no registry in the output.
 """
 
-from __future__ import annotations
-
 import argparse
 import itertools
 import shutil

@@ -4,8 +4,6 @@ The person's checkout is not touched. Builds share one content cache, so a commi
 the first bad commit, and one report that holds those of that commit and of its last good neighbour.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

@@ -1,7 +1,5 @@
 """``nox -s gate``: runs the steps in order; one table and one report."""
 
-from __future__ import annotations
-
 import argparse
 from pathlib import Path
 

@@ -3,8 +3,6 @@
 Exit code 0: good; 1: bad; 125: this commit cannot be judged (it does not build, or the numbers decide nothing).
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import math

@@ -1,7 +1,5 @@
 """What the baseline's numbers ask for. Pure: a bench report in, checks out."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

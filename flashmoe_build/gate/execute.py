@@ -1,7 +1,5 @@
 """One program with a time limit: what its report says, or why there is none."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import signal

@@ -3,8 +3,6 @@
 One JSON line per run of the gate in ``docs/results/history/<architecture>.jsonl``; ``gate --record`` appends, nothing rewrites.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import subprocess

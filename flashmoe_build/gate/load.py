@@ -3,8 +3,6 @@
 A process of its own, because a library that crashes takes its process with it.
 """
 
-from __future__ import annotations
-
 import argparse
 from pathlib import Path
 

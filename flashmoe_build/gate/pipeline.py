@@ -1,7 +1,5 @@
 """The steps run in order within a time budget, stopped at the first that fails; one report at the end."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import sys

@@ -1,7 +1,5 @@
 """The steps of the gate, in order. Each runs a program that exists anyway and is judged by the report that it writes."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 

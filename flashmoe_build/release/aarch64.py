@@ -6,8 +6,6 @@ that tests call run as they are, for AArch64. It needs root (debootstrap) and ta
 SLOW is left out there: training of a small model, and square problems of 512 rows and more.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import platform

@@ -6,8 +6,6 @@ can install), the wheel under test, and the operator's tests on the CPU. One cel
 rejected with a clear error.
 """
 
-from __future__ import annotations
-
 import argparse
 import hashlib
 import os

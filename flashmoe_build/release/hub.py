@@ -5,8 +5,6 @@ own imports then lead into that folder, and the operators are in ``torch.ops.fla
 a process has one version, the first that it imports, and that an installed flashmoe counts.
 """
 
-from __future__ import annotations
-
 import argparse
 import base64
 import hashlib

@@ -12,8 +12,6 @@ From this machine come the locked packages, checked by hash when they were insta
 for trixie's), both mounted read-only.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import platform

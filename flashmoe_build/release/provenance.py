@@ -1,7 +1,5 @@
 """Which sources, locks and compilers a library came from; written into the wheel as flashmoe/provenance.json."""
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Sequence
 from pathlib import Path

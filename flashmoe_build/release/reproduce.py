@@ -5,8 +5,6 @@ count, file times, the order in which files were created, and cache (the third t
 be varied on this machine is reported as SKIP.
 """
 
-from __future__ import annotations
-
 import argparse
 import hashlib
 import json

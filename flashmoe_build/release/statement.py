@@ -4,8 +4,6 @@
 with the hashes of the lock and without an address: where a file was fetched from says nothing about what it is.
 """
 
-from __future__ import annotations
-
 import argparse
 import hashlib
 import json

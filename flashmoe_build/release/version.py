@@ -6,8 +6,6 @@
 hatch_build.py hands project_version() to hatchling, so every road to a wheel or an sdist gives the same version.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

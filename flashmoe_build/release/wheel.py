@@ -1,7 +1,5 @@
 """The wheel, through hatchling and the hook in hatch_build.py; the same code that `pip wheel .` runs."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Mapping
 from pathlib import Path

@@ -7,8 +7,6 @@ The repository variable GPU_RUNNERS, a JSON list such as ["sm80", "sm90"], says 
 with their name. Those without one are listed as NOT RUN: a job that did nothing never counts as passed.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

@@ -1,7 +1,5 @@
 """A clone of the commit under other conditions: another user, umask and path, files made in another order with other times."""
 
-from __future__ import annotations
-
 import os
 import pwd
 import subprocess

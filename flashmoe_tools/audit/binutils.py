@@ -1,7 +1,5 @@
 """c++filt: demangled names in batches."""
 
-from __future__ import annotations
-
 import shutil
 import subprocess
 from collections.abc import Iterable

@@ -1,7 +1,5 @@
 """``python -m flashmoe audit PATH``: prove the symbols and resources of an extension, ours or foreign."""
 
-from __future__ import annotations
-
 import argparse
 import re
 import sys

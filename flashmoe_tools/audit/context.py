@@ -1,7 +1,5 @@
 """What every check has access to, and helpers to report results."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The device binaries inside an extension of ours: section ``.flashmoe.cubins`` and its index ``.flashmoe.index``."""
 
-from __future__ import annotations
-
 import hashlib
 from dataclasses import dataclass
 from pathlib import Path

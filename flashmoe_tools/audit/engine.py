@@ -1,7 +1,5 @@
 """The audit itself: a path in, one report out. Nothing of what is under audit is imported, loaded or executed."""
 
-from __future__ import annotations
-
 import re
 import tempfile
 import time

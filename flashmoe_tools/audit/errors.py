@@ -1,7 +1,5 @@
 """What stops an audit before its checks. Each kind of unusable input has its own type, and none counts as a pass."""
 
-from __future__ import annotations
-
 from flashmoe.errors import FlashmoeError
 
 

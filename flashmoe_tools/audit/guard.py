@@ -1,7 +1,5 @@
 """The one place where something that cannot be read becomes a finding instead of a traceback."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Iterable
 from typing import Any

@@ -1,7 +1,5 @@
 """What the Python sources of a wheel import, from their syntax trees; nothing is executed."""
 
-from __future__ import annotations
-
 import ast
 import re
 import sys

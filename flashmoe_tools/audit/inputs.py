@@ -1,7 +1,5 @@
 """What is under audit: one shared object, a wheel, or a folder; opened with typed failures, unpacked with limits."""
 
-from __future__ import annotations
-
 import base64
 import hashlib
 import io

@@ -1,7 +1,5 @@
 """Checks on the embedded kernels: the table holds exactly what the file holds, and each can be launched."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 

@@ -1,7 +1,5 @@
 """Whether a kernel can be launched on a GPU at all, and how many of its blocks fit on one multiprocessor."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from flashmoe_tools.smem.occupancy import MAX_THREADS_PER_BLOCK, SCHEDULERS, WARP, block_limits, warp_registers

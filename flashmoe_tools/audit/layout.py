@@ -5,8 +5,6 @@ archive with bytes that only one of them sees holds two different wheels. So the
 directory and its end record have to cover the file without a gap (PKWARE APPNOTE 4.3).
 """
 
-from __future__ import annotations
-
 import struct
 import zipfile
 import zlib

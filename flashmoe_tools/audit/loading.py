@@ -1,7 +1,5 @@
 """Checks on how the loader will treat the file: libraries, version floor, search paths, memory protection."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 from flashmoe_tools.audit.context import Context, failed, listing, passed, skipped, warned

@@ -1,7 +1,5 @@
 """Each undefined symbol of a file, looked up as the loader does it: by name and version, in everything that it brings in."""
 
-from __future__ import annotations
-
 import re
 import sys
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """What a C++ symbol's name says: which project it belongs to, and which other symbols nearly match it."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Whether the package loads the files that the wheel holds: by name, before anything is imported."""
 
-from __future__ import annotations
-
 import ast
 import re
 import sys

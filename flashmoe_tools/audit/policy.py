@@ -1,7 +1,5 @@
 """The audit's rules, read from data/policy.toml."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass

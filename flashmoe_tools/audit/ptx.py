@@ -1,7 +1,5 @@
 """One PTX module, as far as the audit needs it: target, version, entries, and what each entry declares."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import dataclass
 

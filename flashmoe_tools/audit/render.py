@@ -1,7 +1,5 @@
 """The audit's report for people: lines, with colour on a terminal."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TextIO
 

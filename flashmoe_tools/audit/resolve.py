@@ -1,7 +1,5 @@
 """Where a needed library is and what it exports, without loading anything."""
 
-from __future__ import annotations
-
 import os
 import platform
 import re

@@ -1,7 +1,5 @@
 """Checks on what the embedded kernels use: against the table's row, and against every GPU that may load them."""
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 

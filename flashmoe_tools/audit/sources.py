@@ -1,7 +1,5 @@
 """Where a source tree declares or defines a function: for the message about an undefined symbol."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import dataclass
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Checks on names: what is undefined, what belongs to torch, what is exported, what is defined twice."""
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Sequence
 

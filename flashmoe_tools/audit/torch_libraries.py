@@ -4,8 +4,6 @@ The data file is written from a real libtorch by ``python -m flashmoe_tools.audi
 environment that has that torch; add one file per version, never edit an existing one.
 """
 
-from __future__ import annotations
-
 import argparse
 import importlib.metadata
 import importlib.util

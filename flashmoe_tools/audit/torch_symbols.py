@@ -1,7 +1,5 @@
 """Checks on what an extension takes from torch: no C++ symbols; stable C shims that exist in a needed library."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Sequence
 

@@ -1,7 +1,5 @@
 """Checks on a wheel as a whole: do its tag, its RECORD and its provenance match its content."""
 
-from __future__ import annotations
-
 import csv
 import hashlib
 import re

@@ -1,7 +1,5 @@
 """The verdict on what an eager call costs the CPU: our share of SDPA's time, against the bar in thresholds.toml."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any

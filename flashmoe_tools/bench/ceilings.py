@@ -4,8 +4,6 @@ No product is the ceiling of a kernel: libraries are better at some shapes than 
 path for a dtype at all. So several are measured, and a rate is named for the product that reached it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import partial

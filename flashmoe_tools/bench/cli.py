@@ -1,7 +1,5 @@
 """``python -m flashmoe bench``: the command line over suites, sessions, comparisons and the ratchet."""
 
-from __future__ import annotations
-
 import argparse
 import signal
 from dataclasses import replace

@@ -4,8 +4,6 @@ Samples of two runs are not paired. Where both runs timed the same baseline, the
 run's clocks did then cancels. Raw times are compared only where there is no baseline, against a wider margin.
 """
 
-from __future__ import annotations
-
 import math
 import warnings
 from collections import Counter

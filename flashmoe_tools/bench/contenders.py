@@ -1,7 +1,5 @@
 """What contenders are made of; those of an operation are listed in its package (flashmoe_tools/operations/NAME/contenders.py)."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import warnings

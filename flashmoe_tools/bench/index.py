@@ -1,7 +1,5 @@
 """A page for every benchmark report in a folder, and one that lists all reports there, of whatever program."""
 
-from __future__ import annotations
-
 from html import escape
 from pathlib import Path
 from urllib.parse import quote

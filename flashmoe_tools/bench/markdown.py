@@ -1,7 +1,5 @@
 """A bench report as Markdown: short enough for a terminal or a pull request."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 

@@ -11,8 +11,6 @@ they take turns, round by round (but for ``static``), and a ratio is the median 
 8 times the fastest one's time in the first round sits the others out.
 """
 
-from __future__ import annotations
-
 import argparse
 import gc
 import statistics

@@ -1,7 +1,5 @@
 """A bench report as one self-contained HTML page: a chart of ratios and a table of every number; nothing is fetched."""
 
-from __future__ import annotations
-
 import io
 import re
 import shlex

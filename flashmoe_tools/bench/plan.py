@@ -1,7 +1,5 @@
 """How many samples fit, and in which order they are taken. No torch, no clock."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass

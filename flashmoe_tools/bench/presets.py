@@ -1,7 +1,5 @@
 """Presets: what a named GPU can be asked for, applied to a suite."""
 
-from __future__ import annotations
-
 import re
 import sys
 from dataclasses import dataclass, replace

@@ -5,8 +5,6 @@ it by more than ``propose_above``, with its whole interval above the mark, becom
 written beside the file (``*.proposed.toml``), because a person decides when a mark moves.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 from collections.abc import Mapping, Sequence

@@ -1,7 +1,5 @@
 """One cell: inputs, reference, the check of every contender, then interleaved samples of those that passed."""
 
-from __future__ import annotations
-
 import math
 import time
 import zlib

@@ -9,8 +9,6 @@ wall    perf_counter_ns around each call (CPU)
 call    CPU time of an eager call, on a CPU or a GPU: the queue is empty first and never fills
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable
 from typing import Any, Protocol

@@ -1,7 +1,5 @@
 """A whole run: cells in turn, a report that is valid whenever it stops."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import statistics

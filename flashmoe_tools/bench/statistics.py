@@ -6,8 +6,6 @@ the order was drawn, under "no difference" each block's log ratio is as likely p
 does in time. The sign-based test rests on that alone; the bootstrap interval says how large the difference is.
 """
 
-from __future__ import annotations
-
 import inspect
 import math
 import warnings

@@ -1,7 +1,5 @@
 """SIGTERM as Ctrl-C: a long program ends with a report, whoever stops it."""
 
-from __future__ import annotations
-
 import signal
 import threading
 from collections.abc import Iterator

@@ -4,8 +4,6 @@ A summary is a bench report whose cells hold only what cannot be computed from t
 that a summary is rendered, compared and held against marks like the report that it was made of.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any

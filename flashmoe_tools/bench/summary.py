@@ -3,8 +3,6 @@
 Everything here can be computed again from a report's raw samples; ``summarise_cell`` is a pure function of them.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """thresholds.toml as frozen dataclasses."""
 
-from __future__ import annotations
-
 import sys
 from dataclasses import dataclass
 from functools import lru_cache

@@ -1,7 +1,5 @@
 """What may be said about a ratio. Every verdict starts undecided and moves only on evidence, with a reason code."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from enum import Enum
 

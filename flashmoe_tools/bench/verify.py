@@ -1,7 +1,5 @@
 """The correctness rule that a contender must pass before it is timed: its problem's own (flashmoe_tools.operations)."""
 
-from __future__ import annotations
-
 from flashmoe_tools.bench.contenders import Prepared
 from flashmoe_tools.operations import Inputs, Reference, Verification
 

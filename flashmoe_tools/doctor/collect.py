@@ -1,7 +1,5 @@
 """Collects the facts. Does not import torch; each lookup is cheap, and the slow one (the probe) has a time limit."""
 
-from __future__ import annotations
-
 import json
 import platform
 import re

@@ -1,7 +1,5 @@
 """The CUDA driver through ctypes: version and GPUs, without torch and without a CUDA runtime."""
 
-from __future__ import annotations
-
 import ctypes
 from collections.abc import Callable
 from typing import Any

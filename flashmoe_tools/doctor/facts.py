@@ -1,7 +1,5 @@
 """What the doctor knows about a machine, as plain data."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 
 

@@ -1,7 +1,5 @@
 """How the GPUs of this machine reach each other: peer access by the driver, topology by nvidia-smi. Without torch."""
 
-from __future__ import annotations
-
 import ctypes
 import re
 import shutil

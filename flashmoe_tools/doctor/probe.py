@@ -3,8 +3,6 @@
 Run by the doctor in a process of its own that imports from where the doctor's own interpreter does.
 """
 
-from __future__ import annotations
-
 import json
 
 

@@ -1,7 +1,5 @@
 """The verdict on several GPUs. Pure, as all of ``judge``."""
 
-from __future__ import annotations
-
 from flashmoe_tools.doctor.facts import Facts
 from flashmoe_tools.report import Check, Verdict
 

@@ -1,7 +1,5 @@
 """Whether a stranger's package holds our import name: the index has others that install a folder `flashmoe`, too."""
 
-from __future__ import annotations
-
 import sys
 from importlib import metadata
 

@@ -1,7 +1,5 @@
 """The fields of a suite file, each checked and named when it is wrong."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 

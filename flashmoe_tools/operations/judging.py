@@ -1,7 +1,5 @@
 """What the references of the operations share: the verdict on one result and on several gradients."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 

@@ -1,7 +1,5 @@
 """``python -m flashmoe profile``: one case, the numbers that matter, and a diagnosis with the rule that fired."""
 
-from __future__ import annotations
-
 import argparse
 import time
 from collections.abc import Mapping, Sequence

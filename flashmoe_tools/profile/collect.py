@@ -1,7 +1,5 @@
 """One launch under Nsight Compute, after warm-up. The GPU's clocks are not changed."""
 
-from __future__ import annotations
-
 import os
 import re
 import shutil

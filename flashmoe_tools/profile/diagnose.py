@@ -1,7 +1,5 @@
 """Rules over numbers give a diagnosis. Pure."""
 
-from __future__ import annotations
-
 import operator
 import sys
 from collections.abc import Callable, Mapping

@@ -1,7 +1,5 @@
 """Two profiles side by side: which numbers changed, and which rules fire in only one."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any

@@ -1,7 +1,5 @@
 """Reduces Nsight Compute's raw CSV to the few numbers that matter."""
 
-from __future__ import annotations
-
 import csv
 import io
 import re

@@ -1,7 +1,5 @@
 """Without a profiler: what the build's resource table and the benchmark's timings say about one case."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What the profiler launches: warm-up calls of one case, then one more. ``python -m flashmoe_tools.profile.target KEY``."""
 
-from __future__ import annotations
-
 import argparse
 
 from flashmoe.errors import DeviceError

@@ -6,8 +6,6 @@ python -m flashmoe smem --arch sm89 --head-dim 128 --tile 128x64 --stages 2
 python -m flashmoe smem --operation grouped_gemm --arch sm90           # any operation whose formula the tables state
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import re

@@ -4,8 +4,6 @@ Every generated translation unit asserts that the sum equals the kernel's own ``
 drifts from its kernel does not compile.
 """
 
-from __future__ import annotations
-
 import ast
 import operator
 from collections.abc import Mapping

@@ -4,8 +4,6 @@ Limits come from csrc/tables/arch.toml, bytes from the formula in operations.tom
 asserts. Occupancy: CUDA C++ Programming Guide, "Hardware Multithreading" (12.8).
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from types import MappingProxyType

@@ -1,7 +1,5 @@
 """``python -m flashmoe verify FILE.whl``: one line for each thing that was checked, and one for each that was not."""
 
-from __future__ import annotations
-
 import argparse
 import hashlib
 import sys

@@ -1,7 +1,5 @@
 """What a wheel holds and what it says of itself. Everything in it is somebody's claim: read with types, believed nowhere."""
 
-from __future__ import annotations
-
 import hashlib
 import zipfile
 from collections.abc import Callable, Mapping, Sequence

@@ -1,7 +1,5 @@
 """What stops a verification before its checks."""
 
-from __future__ import annotations
-
 from flashmoe.errors import FlashmoeError
 
 

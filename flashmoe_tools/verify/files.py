@@ -1,7 +1,5 @@
 """Every file of a wheel that its commit determines, held against the commit; and no file that a build of it does not make."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath

@@ -4,8 +4,6 @@ A requirement or an entry point that the commit lacks would be installed with th
 no build of ours writes is a difference.
 """
 
-from __future__ import annotations
-
 import re
 import sys
 from collections.abc import Iterable, Mapping

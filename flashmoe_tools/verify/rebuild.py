@@ -1,7 +1,5 @@
 """The commit, built again on this machine, and the given wheel against that."""
 
-from __future__ import annotations
-
 import os
 import platform
 import re

@@ -4,8 +4,6 @@ git finds the clone under the caller's own configuration, which decides whose re
 are then read through an empty repository of ours that borrows the clone's, so that its configuration is nowhere in effect.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess

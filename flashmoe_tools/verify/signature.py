@@ -1,7 +1,5 @@
 """Who signed a wheel: a sigstore bundle, held against the identity that the caller names (extra ``sign``)."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

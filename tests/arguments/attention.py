@@ -1,7 +1,5 @@
 """Valid calls of attention's operators, and the rules that each keeps."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """The rules for the arguments of attention's operators, said once more, in the order in which they are asked."""
 
-from __future__ import annotations
-
 import itertools
 import math
 from typing import Any

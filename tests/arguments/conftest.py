@@ -1,7 +1,5 @@
 """One thread: thousands of calls of a few elements each."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import pytest

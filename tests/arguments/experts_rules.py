@@ -1,7 +1,5 @@
 """The rules for the arguments of a mixture-of-experts layer's operators, said once more, in the order in which they are asked."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Latent attention and linear: valid calls, and the rules said once more. Of latent attention by descriptions alone: its CPU path is Python."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from typing import Any

@@ -6,8 +6,6 @@ of attention.py and experts.py say, to the value. What is taken has the shapes t
 reads nothing behind its tensors, and writes its results alone.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Whether two tensors share memory, by the addresses of their elements: what the operators that write into a caller's tensor refuse."""
 
-from __future__ import annotations
-
 import random
 
 import pytest

@@ -1,7 +1,5 @@
 """What tests of operators share; a test that asks for ``device`` runs on the CPU and on a GPU (tests/conftest.py)."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import pytest

@@ -1,7 +1,5 @@
 """Numbers of rows and keys that tests draw: around the edges of tiles, and keys - rows from -3 to 3."""
 
-from __future__ import annotations
-
 from hypothesis import strategies as st
 
 EDGES = (16, 32, 64, 128, 192, 256)  # of the tiles and blocks of all backends

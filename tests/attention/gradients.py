@@ -1,7 +1,5 @@
 """Gradients by plain PyTorch, and the rule that ours must keep: for each of dq, dk and dv."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable
 

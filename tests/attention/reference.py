@@ -1,7 +1,5 @@
 """What the tests of attention share: problems and references of the operation's package, and the comparison with them."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """ALiBi in every function: against a bias that float64 torch adds, forward and gradients, and what it may not change."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

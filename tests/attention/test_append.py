@@ -1,7 +1,5 @@
 """New keys put into caches: what is refused, and that a refused call leaves its caches as they were."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Gradients: against float64 references, SDPA's own, and finite differences; and what has no gradient says so."""
 
-from __future__ import annotations
-
 import math
 from itertools import product
 

@@ -3,8 +3,6 @@
 On a GPU these are the kernels' tests, of the best family and of those that are forced; on the CPU those of the CPU's kernels.
 """
 
-from __future__ import annotations
-
 import math
 import os
 from collections.abc import Callable

@@ -6,8 +6,6 @@ over several orders of head_dim, which change the order of its sums and nothing 
 the largest gradient.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import pytest

@@ -1,7 +1,5 @@
 """The gradient of an additive mask: against autograd and finite differences in float64, of every broadcast, by every way to it."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any

@@ -1,7 +1,5 @@
 """Wrong arguments: every rule has a typed error with what was found and what to do, with and without memory behind the tensors."""
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """The operator inside torch's machinery: opcheck, compile, export, autocast, fake and meta tensors."""
 
-from __future__ import annotations
-
 import copy
 import io
 import pickle

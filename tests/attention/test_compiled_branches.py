@@ -1,7 +1,5 @@
 """What Python does otherwise where torch.compile follows it has the same results and refuses the same calls."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """Numbers: the grid of shapes and the rule of errors, and by name the lengths at which an index inside a tile was once wrong."""
 
-from __future__ import annotations
-
 from itertools import count, product
 
 import pytest

@@ -1,7 +1,5 @@
 """The same inputs give the same bits: repeats, threads, streams, graphs, devices."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

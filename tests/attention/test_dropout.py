@@ -1,7 +1,5 @@
 """Dropout: the mask by its definition and by statistics, results and gradients of every function against float64, and what replays the mask."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

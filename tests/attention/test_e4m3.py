@@ -1,7 +1,5 @@
 """Caches of float8_e4m3fn: against the same call on the dequantised cache, bit for bit, and against float64; what is unused holds NaN."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Caches of float8_e4m3fn: drawn lengths, pages, heads and scales against attention by definition, in float64."""
 
-from __future__ import annotations
-
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st

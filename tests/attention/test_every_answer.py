@@ -1,7 +1,5 @@
 """What attention's Python answers, whole, at each side of each of its limits and for every kind of input that it tells apart."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 from contextlib import nullcontext

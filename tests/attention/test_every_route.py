@@ -1,7 +1,5 @@
 """Which way a call goes, and why: each reason to leave it to torch, and where the operator without a log-sum-exp serves."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any

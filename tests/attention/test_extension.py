@@ -1,7 +1,5 @@
 """Finding and loading the extension, and what is said when that fails."""
 
-from __future__ import annotations
-
 import importlib.util
 import inspect
 import os

@@ -1,7 +1,5 @@
 """q, k and v of float8_e4m3fn: against the recurrence of the kernels, float64 and the 16-bit kernels; what is unused holds NaN."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

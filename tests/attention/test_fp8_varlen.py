@@ -1,7 +1,5 @@
 """Ragged batches of q, k and v in float8_e4m3fn: against dense calls, bit for bit where products are of 8 bits; what is unused holds NaN."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from typing import Any

@@ -1,7 +1,5 @@
 """Strides, offsets and alignment of the inputs; strides of the output; addresses beyond 2^31 elements."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from itertools import product
 

@@ -1,7 +1,5 @@
 """Which library is loaded: the variable's, the package's, and in a checkout the one of the last build."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

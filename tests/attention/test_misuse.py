@@ -1,7 +1,5 @@
 """What goes wrong in practice: odd tensors, wrong scalars, tracers, forks, environment variables. Nothing wrong is silent."""
 
-from __future__ import annotations
-
 import ctypes
 import re
 from typing import Any

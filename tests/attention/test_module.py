@@ -1,7 +1,5 @@
 """flashmoe.Attention: shapes, names of parameters, numbers against the formula, errors."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

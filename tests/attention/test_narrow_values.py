@@ -1,7 +1,5 @@
 """The kernels of values of at most 128 columns beside keys of 129 to 192 (MLA's prefill and training), where they are chosen."""
 
-from __future__ import annotations
-
 import math
 import os
 

@@ -1,7 +1,5 @@
 """Where only some gradients are needed, the others are not computed; those that are have the bits of the whole call."""
 
-from __future__ import annotations
-
 import os
 from itertools import product
 from typing import Any

@@ -1,7 +1,5 @@
 """``out=`` of attention_varlen and attention_with_kvcache: the bits of a call without it, in the caller's memory; what is no such memory is refused."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """consistent=True: a row has the same bits in every call, whole or in chunks, alone or in a batch, dense, ragged or in pages."""
 
-from __future__ import annotations
-
 import itertools
 import random
 from typing import Any

@@ -1,7 +1,5 @@
 """scaled_dot_product_attention: torch's signature, numbers, shapes and errors; what runs where, and that explain() knows."""
 
-from __future__ import annotations
-
 import inspect
 import math
 from typing import Any

@@ -1,7 +1,5 @@
 """scaled_dot_product_attention against torch's, call by call: the same result, or the same error with the same words."""
 
-from __future__ import annotations
-
 import math
 import re
 import warnings

@@ -1,7 +1,5 @@
 """Two GPUs in one process: the tensors' device decides, whichever is current, and nothing is shared that belongs to one."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

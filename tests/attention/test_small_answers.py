@@ -1,7 +1,5 @@
 """Small answers of attention's Python: what else nothing depends on, or what only an unusual call shows."""
 
-from __future__ import annotations
-
 import errno
 import re
 from contextlib import nullcontext

@@ -1,7 +1,5 @@
 """Few query rows over many keys: several blocks share the keys of a tile, and what they found is added up."""
 
-from __future__ import annotations
-
 from itertools import product
 
 import pytest

@@ -1,7 +1,5 @@
 """A small language model trains with our attention as with torch's."""
 
-from __future__ import annotations
-
 from functools import partial
 
 import pytest

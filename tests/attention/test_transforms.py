@@ -1,7 +1,5 @@
 """torch.func over flashmoe.attention, over scaled_dot_product_attention and over the operator itself: the same rules for all."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Values that break a careless softmax: extremes, NaN and Inf, rows without keys, empty tensors, poisoned memory."""
 
-from __future__ import annotations
-
 import math
 from itertools import product
 

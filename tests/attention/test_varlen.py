@@ -1,7 +1,5 @@
 """Ragged and paged batches, caches, windows, softcap, sinks and masks against float64; what is unused holds NaN."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Ragged, paged and banded attention inside torch's machinery, and what wrong arguments are told."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

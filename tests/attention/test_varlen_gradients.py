@@ -1,7 +1,5 @@
 """Gradients of ragged and banded attention against autograd through the definition, in float64; merging; torch.func."""
 
-from __future__ import annotations
-
 import functools
 import math
 import os

@@ -1,7 +1,5 @@
 """Ragged and paged attention wherever its tensors lie: packed projections, pages of any kind, lengths that the host never sees."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What only the numbers of a ragged or cached call tell, and what its caches and parts may share."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Head dims above 256: what serves them, and what says that it does not."""
 
-from __future__ import annotations
-
 import math
 import os
 from typing import Any

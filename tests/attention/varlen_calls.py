@@ -1,7 +1,5 @@
 """Valid arguments of attention_varlen_forward, by name."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

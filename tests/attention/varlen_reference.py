@@ -1,7 +1,5 @@
 """Ragged and paged problems with windows, softcaps and sinks, held against the operation's definition, sequence by sequence."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from typing import Any

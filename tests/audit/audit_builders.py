@@ -1,7 +1,5 @@
 """Builds what the audit is tested on: small extensions, cubins, wheels. Everything is compiled by the test run itself."""
 
-from __future__ import annotations
-
 import base64
 import ctypes
 import hashlib

@@ -1,7 +1,5 @@
 """Fixtures of the audit's tests: a place to compile, a small kernel table, and a sound library to change."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The command: exit codes, log output, terminal output, JSON."""
 
-from __future__ import annotations
-
 import io
 import json
 import os

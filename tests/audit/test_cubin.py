@@ -1,7 +1,5 @@
 """What is read from cubins and PTX is what NVIDIA's own tools read from the same bytes."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Wheels and names made to exhaust, to forge or to confuse; and output that cannot show them."""
 
-from __future__ import annotations
-
 import io
 import zipfile
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Wheels whose import fails: this interpreter and its loader say so, and the audit has to say it without them."""
 
-from __future__ import annotations
-
 import platform
 import subprocess
 import sys

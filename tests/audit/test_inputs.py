@@ -1,7 +1,5 @@
 """Fails closed: nothing that could not be read is ever a pass, and each kind says what it is."""
 
-from __future__ import annotations
-
 import os
 import struct
 import zipfile

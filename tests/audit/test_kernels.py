@@ -1,7 +1,5 @@
 """Embedded kernels: a dtype or target that is missing, bf16 where there is none, tiles that do not fit, and damaged cubins and index."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Occupancy and limits against numbers worked out by hand from the programming guide."""
 
-from __future__ import annotations
-
 import pytest
 
 from flashmoe_tools.audit.launch import Launch, Need, launchability

@@ -1,7 +1,5 @@
 """Zip archives that hold more than their central directory says, or another thing than it says."""
 
-from __future__ import annotations
-
 import io
 import struct
 import zipfile

@@ -1,7 +1,5 @@
 """What the loader of another machine would refuse."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from audit_builders import EMBED, HOST, ROOT, Row, Workshop, audit, named, only_failure

@@ -1,7 +1,5 @@
 """A shared object whose headers say one thing to the loader and another to a reader of sections."""
 
-from __future__ import annotations
-
 import struct
 import subprocess
 import sys

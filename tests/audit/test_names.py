@@ -1,7 +1,5 @@
 """What a mangled and a demangled name say."""
 
-from __future__ import annotations
-
 import pytest
 
 from flashmoe_tools.audit.binutils import demangle

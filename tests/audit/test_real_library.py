@@ -1,7 +1,5 @@
 """The library of this test session: FLASHMOE_LIBRARY, the installed package's, or the checkout's build/lib."""
 
-from __future__ import annotations
-
 import importlib.util
 import os
 import re

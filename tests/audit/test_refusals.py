@@ -1,7 +1,5 @@
 """Damage and machines that no builder makes: what the audit's readers say of them, each by its own words."""
 
-from __future__ import annotations
-
 import builtins
 import io
 import json

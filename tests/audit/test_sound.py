@@ -1,7 +1,5 @@
 """What must pass passes: our small library, a wheel around it, and real foreign libraries."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Undefined, duplicate and mismatched symbols, and names of another torch: each compiled here, each caught with its own message."""
 
-from __future__ import annotations
-
 import ctypes
 from pathlib import Path
 

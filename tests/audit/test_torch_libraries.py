@@ -1,7 +1,5 @@
 """The data of torch's shims: true of the torch that is installed, and a floor for later ones."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Symbols with a version, libraries that are nowhere, names of no Python: what the loader looks up, the audit looks up."""
 
-from __future__ import annotations
-
 import os
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Wheels: tags, RECORD, the name that the package loads."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

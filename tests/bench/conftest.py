@@ -1,7 +1,5 @@
 """Where the tests find the checkout, and how they start the program."""
 
-from __future__ import annotations
-
 import os
 import sys
 from pathlib import Path

@@ -3,8 +3,6 @@
 python -m tests.bench.figures --runs 2000 --json statistics.json
 """
 
-from __future__ import annotations
-
 import argparse
 from collections import Counter
 from dataclasses import asdict, dataclass

@@ -1,7 +1,5 @@
 """Samples and reports with known truth: what the statistics are told apart by, and what pages are drawn from."""
 
-from __future__ import annotations
-
 import copy
 from functools import lru_cache
 from typing import Any

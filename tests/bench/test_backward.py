@@ -1,7 +1,5 @@
 """The backward pass as an operation of the benchmarks: what a problem states, what its judge refuses, a run on the CPU."""
 
-from __future__ import annotations
-
 import importlib
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The build suite, over a builder that takes no time."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """The CPU time of an eager call: what is sampled, the share of SDPA's, and the verdict against the bar."""
 
-from __future__ import annotations
-
 import math
 import time
 from dataclasses import replace

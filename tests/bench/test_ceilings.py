@@ -1,7 +1,5 @@
 """Ceilings of a machine, of which the times are made up."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest

@@ -1,7 +1,5 @@
 """What the command line makes of its options, without measuring anything."""
 
-from __future__ import annotations
-
 import argparse
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Two reports, and a report against marks: what is called a change, what is not, what fails."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 

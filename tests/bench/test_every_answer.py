@@ -1,7 +1,5 @@
 """What the benchmark's harness answers at each side of each of its limits, and for each thing that can be there or not."""
 
-from __future__ import annotations
-
 import argparse
 from dataclasses import replace
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """What the benchmark answers of marks, cells, runs and readings, at each side of each limit."""
 
-from __future__ import annotations
-
 import inspect
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What only a GPU can show: event and graph timing, forced backends, and a planted slowdown of three percent."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Whole models: which contender is ours, and what counts as the same training."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Whole models: whose turn it is, when rounds end, what is checked before them, and what is printed."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

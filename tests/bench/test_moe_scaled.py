@@ -1,7 +1,5 @@
 """A layer with e4m3 weights as an operation of the benchmarks: what a problem states, both references, what they refuse."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What people read: the page fetches nothing and holds every number; Markdown does, too."""
 
-from __future__ import annotations
-
 import re
 import sys
 from functools import cache

@@ -1,7 +1,5 @@
 """The command line as a person uses it, in a process of its own."""
 
-from __future__ import annotations
-
 import json
 import signal
 import subprocess

@@ -1,7 +1,5 @@
 """What a report says of a case, edge by edge: its checks, marks that may only rise, what is left to do."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What holds for every operation that has a room: its problems are read back, right results pass, wrong ones do not."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

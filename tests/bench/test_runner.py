@@ -1,7 +1,5 @@
 """Runs on the CPU, with contenders made for the purpose: what is timed, what is not, what a stop leaves."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import time

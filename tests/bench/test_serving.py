@@ -1,7 +1,5 @@
 """Serving as an operation of the benchmarks: what a problem counts, right results pass, wrong ones do not."""
 
-from __future__ import annotations
-
 import sys
 from dataclasses import replace
 from types import SimpleNamespace

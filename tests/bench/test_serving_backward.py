@@ -1,7 +1,5 @@
 """The backward pass over ragged batches and scores as an operation: what a problem counts, right gradients pass, wrong ones do not."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

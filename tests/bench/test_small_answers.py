@@ -1,7 +1,5 @@
 """Small answers of the benchmark's harness: an interval that is missing, a clock, a size, a word at its edge."""
 
-from __future__ import annotations
-
 import argparse
 import math
 import time

@@ -1,7 +1,5 @@
 """The statistics against samples with known truth, and against their definitions."""
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Suite files: what they state, and what each mistake in one is answered with."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 from typing import Any

@@ -2,8 +2,6 @@
 
 # ruff: noqa: N802 - the names are NVML's
 
-from __future__ import annotations
-
 import sys
 import time
 from types import ModuleType, SimpleNamespace

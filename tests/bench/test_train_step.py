@@ -1,7 +1,5 @@
 """A training step as an operation of the benchmarks: what a problem states, what its judge refuses, a run on the CPU."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """What the build's tests share: the checkout, and flashmoe_build importable beside the installed flashmoe."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

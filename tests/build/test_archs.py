@@ -1,7 +1,5 @@
 """FLASHMOE_ARCHS: every spelling, and errors that list what is known."""
 
-from __future__ import annotations
-
 import pytest
 
 from flashmoe.errors import BuildError

@@ -1,7 +1,5 @@
 """The cache's key changes with everything that can change the output, and a damaged entry is never used."""
 
-from __future__ import annotations
-
 import errno
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Targets share PTX, and nothing is compiled or assembled that need not be."""
 
-from __future__ import annotations
-
 import shutil
 from dataclasses import replace
 from io import BytesIO

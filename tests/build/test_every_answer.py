@@ -1,7 +1,5 @@
 """What a build answers at each side of each limit and for each thing that can be there or not, with parts made for it."""
 
-from __future__ import annotations
-
 import ctypes
 import hashlib
 from collections.abc import Callable

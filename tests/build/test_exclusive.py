@@ -1,7 +1,5 @@
 """Two sessions in one checkout: the second waits, says so, and goes on."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Precompiled headers save time and change nothing."""
 
-from __future__ import annotations
-
 import dataclasses
 import platform
 import subprocess

@@ -1,7 +1,5 @@
 """How many compilers run at once, and how the queue of them ends."""
 
-from __future__ import annotations
-
 import signal
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """The wheel by every road (this repository's program, plain PEP 517, the sdist), and a build without a network."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

@@ -1,7 +1,5 @@
 """Host code for another machine than this one: which files, which compiler, which names."""
 
-from __future__ import annotations
-
 import platform
 from pathlib import Path
 

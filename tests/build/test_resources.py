@@ -1,7 +1,5 @@
 """The resource check reads ptxas's own words, from real compilations of kernels that break each rule."""
 
-from __future__ import annotations
-
 import dataclasses
 import re
 from collections.abc import Callable

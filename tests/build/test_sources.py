@@ -1,7 +1,5 @@
 """Rules that the device and host sources keep, each one the end of a failure that was met."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The tables are consistent, and a table that is not is refused with the row that is wrong."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest
@@ -169,6 +167,16 @@ def test_damaged_rows(folder: Path, old: str, new: str, message: str) -> None:
         ('tile = ["block_m", "block_n", "stages"]', 'tile = ["block_k"]', "tile 'block_k': known: block_m"),
         ('"share"]', '"share", "more"]', r"cost 5: csrc/host/kernel_table\.h has room for 4"),
         ("needs_cost = true", "needs_cost = 1", "needs_cost 1: bool is needed"),
+        (
+            'like = "attention_forward"',
+            'like = "attention_back"',
+            "attention_varlen_forward: like 'attention_back': known: attention_forward, ",
+        ),
+        (
+            'like = "sm75"',
+            'like = "sm90"',
+            "attention_forward, family, sm80: like 'sm90': known: attention_forward.*sm75",
+        ),
     ],
 )
 def test_damaged_descriptors(folder: Path, old: str, new: str, message: str) -> None:
@@ -178,6 +186,20 @@ def test_damaged_descriptors(folder: Path, old: str, new: str, message: str) -> 
     edit(folder, old, new, DESCRIPTORS)
     with pytest.raises(TableError, match=message):
         load_tables(folder)
+
+
+def test_what_is_like_another_leaves_out_what_that_one_states(folder: Path) -> None:
+    kinds = {(kind.operation, kind.family): kind for kind in load_tables(folder).descriptors}
+    dense, ragged = kinds["attention_forward", "sm80"], kinds["attention_varlen_forward", "sm80"]
+    assert (ragged.header, ragged.tile, ragged.params) == (dense.header, dense.tile, dense.params)
+    assert (ragged.entry, [axis.name for axis in ragged.axes]) == (
+        "flashmoe::attention::sm80::forward_varlen",
+        ["head_dim"],
+    )
+    assert list(ragged.shared_memory) == [*dense.shared_memory, "terms", "tile"]
+    maps = kinds["attention_mask_forward", "sm90"].tensor_maps
+    assert maps is not None
+    assert (maps.names[-1], maps.header) == ("mask", kinds["attention_varlen_forward", "sm90"].tensor_maps.header)  # type: ignore[union-attr]
 
 
 def test_the_order_of_options_is_the_descriptors(folder: Path) -> None:

@@ -1,7 +1,5 @@
 """The command `flashmoe`: its demonstration, its completion, and the name it goes by."""
 
-from __future__ import annotations
-
 import io
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """The command in a hostile folder, with closed streams, with an ASCII terminal, and with options that it does not have."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """The CPU backend alone, and called through ctypes on torch's own thread pool."""
 
-from __future__ import annotations
-
 import ctypes
 import os
 import platform

@@ -1,7 +1,5 @@
 """Comparison with fp64, references computed once for all instruction sets."""
 
-from __future__ import annotations
-
 import math
 from functools import cache
 

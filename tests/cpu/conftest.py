@@ -1,7 +1,5 @@
 """The backend, built once a session, and one run of a test for each instruction set."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 

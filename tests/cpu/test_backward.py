@@ -1,7 +1,5 @@
 """The backward pass by every instruction set: the rule, the same bits for any number of workers, NaN only where it is seen."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 from functools import cache, partial

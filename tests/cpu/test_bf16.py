@@ -1,7 +1,5 @@
 """bf16: weights in fixed point without row maxima, and the groups of rows that must not go that way."""
 
-from __future__ import annotations
-
 import math
 from itertools import product
 

@@ -1,7 +1,5 @@
 """The same bits for any number of workers, threads and repetitions."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import pytest

@@ -1,7 +1,5 @@
 """Every instruction set against fp64: head dims, lengths, masks, grouped heads, strides, extreme values."""
 
-from __future__ import annotations
-
 import math
 from itertools import product
 

@@ -1,7 +1,5 @@
 """Choosing an instruction set, and that none leaks out of its translation unit."""
 
-from __future__ import annotations
-
 import os
 import platform
 import re

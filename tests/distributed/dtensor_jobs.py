@@ -1,7 +1,5 @@
 """What DTensors, parallelize_module and FSDP2 must give: what one process gives. Run by jobs.py."""
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 

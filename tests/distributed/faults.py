@@ -5,8 +5,6 @@
 Prints, as JSON, what the rank's main thread got and how many seconds after the fault.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import signal

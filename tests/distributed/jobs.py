@@ -5,8 +5,6 @@
 Every job leaves FOLDER/JOB-RANK.txt, empty if it passed, with the traceback if not. The last line printed holds the exit codes of the ranks.
 """
 
-from __future__ import annotations
-
 import json
 import multiprocessing
 import os

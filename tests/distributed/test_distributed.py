@@ -1,8 +1,6 @@
 """Several processes against one: attention of a divided sequence, divided experts, DTensor, ranks that fail. Over gloo, and over NCCL
 where there are two GPUs. A group is started once for all of its jobs."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import os

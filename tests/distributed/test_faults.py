@@ -1,7 +1,5 @@
 """Over NCCL too, a rank that ends, stalls or disagrees is an error on every other rank that names it, in time and never a hang."""
 
-from __future__ import annotations
-
 import json
 import re
 import signal

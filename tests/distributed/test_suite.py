@@ -1,7 +1,5 @@
 """The suite of several GPUs, without several processes: what its file may say, what a profile's spans say, how it wants to be started."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from typing import Any

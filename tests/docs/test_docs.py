@@ -1,7 +1,5 @@
 """Generated tables: up to date, and generated from what they claim."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil
@@ -12,7 +10,7 @@ from typing import Any
 import pytest
 
 from flashmoe.errors import ExitCode, ReportError, TableError
-from flashmoe_build import docs, figures, speed
+from flashmoe_build import docs, speed
 from flashmoe_build.links import repository
 from flashmoe_tools.report import Check, Report, Verdict, count, read_report, write_report
 from flashmoe_tools.report import main as report_main
@@ -69,40 +67,6 @@ def test_the_newest_report_of_a_name_counts(tmp_path: Path) -> None:
         speed.aggregates(tmp_path, "x", "flashmoe-sm80")
 
 
-def copy_of_folders(root: Path) -> None:
-    """The folders and packages that the picture of the architecture is drawn from, without what is in them."""
-    for folder in (path for path in ROOT.glob("csrc/**/") if path.is_dir()):
-        (root / folder.relative_to(ROOT)).mkdir(parents=True, exist_ok=True)
-    for name in (
-        path.relative_to(ROOT) for path in (*ROOT.glob("flashmoe*/__init__.py"), *ROOT.glob("csrc/*/kernels.toml"))
-    ):
-        (root / name).parent.mkdir(exist_ok=True)
-        (root / name).touch()
-
-
-def test_the_architecture_names_the_folders_of_the_tree(tmp_path: Path) -> None:
-    copy_of_folders(tmp_path)
-    before = figures.architecture(tmp_path)
-    assert before == figures.architecture(ROOT)
-    for words in ("csrc/{attention,linear,mla,moe}/kernels.toml", "flashmoe, flashmoe_tools", "demo, doctor, audit"):
-        assert f">{words}</text>" in before
-    (tmp_path / "csrc" / "norm" / "host").mkdir(parents=True)
-    (tmp_path / "csrc" / "norm" / "kernels.toml").touch()
-    added = figures.architecture(tmp_path)
-    assert "{attention,linear,mla,moe,norm}/kernels.toml" in added
-    assert re.search(r"csrc/\{[a-z,]*norm\}/host", added)
-    shutil.rmtree(tmp_path / "csrc")
-    with pytest.raises(ReportError, match="found no operations"):
-        figures.architecture(tmp_path)
-
-
-def test_the_architecture_has_no_text_beyond_its_box() -> None:
-    """By the average width of a character, as no font is at hand."""
-    for box in figures.boxes(ROOT):
-        widest = max(len(line) * 6.0 for line in box.lines)
-        assert widest < box.width, box.title
-
-
 def test_cases_newer_than_every_report_leave_a_sentence() -> None:
     assert "does not have these cases" in docs.reported(("case",), [])
     assert docs.reported(("case",), [("8 x 2048",)]).endswith("| 8 x 2048 |")
@@ -121,16 +85,11 @@ def test_a_changed_table_makes_it_stale(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     tables = [path.relative_to(ROOT) for path in table_files(ROOT / "csrc")]
-    for name in {
-        *(Path(name) for name, *_ in (*docs.PARTS, *docs.REPORTED)),
-        *map(Path, (docs.FIGURE, *figures.FIGURES)),
-        *tables,
-    }:
+    for name in {*(Path(name) for name, *_ in (*docs.PARTS, *docs.REPORTED)), Path(docs.FIGURE), *tables}:
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(ROOT / name, tmp_path / name)
     if (ROOT / "docs" / "results").is_dir():
         (tmp_path / "docs" / "results").symlink_to(ROOT / "docs" / "results")
-    copy_of_folders(tmp_path)
     monkeypatch.setattr(docs, "ROOT", tmp_path)
     assert docs.main(["--check"]) == 0
     arch = tmp_path / "csrc" / "tables" / "arch.toml"

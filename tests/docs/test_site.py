@@ -1,7 +1,5 @@
 """The site's pages and the long description: every link works where its reader is. ``nox -s lint`` builds the site itself."""
 
-from __future__ import annotations
-
 import importlib
 import re
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Every Python block of README.md and docs/ runs as it stands, on the CPU, from its own imports to its own end."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

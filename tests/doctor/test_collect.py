@@ -1,7 +1,5 @@
 """The edge: what is read from a driver, a file or a process, including those that misbehave."""
 
-from __future__ import annotations
-
 import ctypes
 import json
 import os

@@ -1,7 +1,5 @@
 """Every failure of a machine, made up: the verdict, what it names and the fix it gives."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

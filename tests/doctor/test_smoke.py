@@ -1,7 +1,5 @@
 """The smoke test must fail on a wrong answer, and on a right one that is not ours."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """One table of environment variables: what any program reads is in it, and what it says of kernels is true."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

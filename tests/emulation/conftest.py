@@ -1,7 +1,5 @@
 """The library of small test kernels, and launching them."""
 
-from __future__ import annotations
-
 import ctypes
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A kernel that differs from the upstream commit is known by its source, and its quick form finds a barrier that is gone."""
 
-from __future__ import annotations
-
 import shutil
 import subprocess
 from pathlib import Path

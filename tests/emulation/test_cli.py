@@ -1,7 +1,5 @@
 """A failure prints the command that repeats it, and that command does."""
 
-from __future__ import annotations
-
 import json
 import shlex
 import subprocess

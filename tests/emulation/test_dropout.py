@@ -1,7 +1,5 @@
 """Dropout on emulated kernels: the mask itself, bit for bit, and that every pair of families has the same."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -1,7 +1,5 @@
 """Caches of 8-bit floats on emulated kernels: the bits are those of the 16-bit kernel on the dequantised cache."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -1,7 +1,5 @@
 """Another project takes csrc/emulation: a copy of the folder, a kernel and a main of their own, g++, and nothing else."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil

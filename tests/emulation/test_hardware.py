@@ -1,7 +1,5 @@
 """What is recorded for the comparison with a GPU: every kernel that it runs, and all that each launch writes."""
 
-from __future__ import annotations
-
 import io
 
 import pytest

@@ -4,8 +4,6 @@ A failing case prints the command that repeats it. Some kernels stand for others
 runs all of them, and CI does so every night.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterable
 

@@ -1,7 +1,5 @@
 """A row's bits of a grouped product do not depend on the tile."""
 
-from __future__ import annotations
-
 import torch
 
 from flashmoe_build.emulation.build import Options

@@ -1,7 +1,5 @@
 """The grouped products with mma.sync: the bits of a row do not depend on the tile."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

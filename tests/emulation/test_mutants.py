@@ -1,7 +1,5 @@
 """The suite finds planted bugs. All of them: ``python -m flashmoe_build.emulation.mutants``."""
 
-from __future__ import annotations
-
 import json
 import multiprocessing
 import sys

@@ -1,7 +1,5 @@
 """Number formats and the arithmetic of the tensor cores, against torch and against exact sums."""
 
-from __future__ import annotations
-
 import ctypes
 from fractions import Fraction
 

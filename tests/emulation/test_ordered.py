@@ -1,7 +1,5 @@
 """Decoding in two kernels has the bits of a prefill, on emulated kernels and scores of any value."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

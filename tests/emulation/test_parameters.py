@@ -1,7 +1,5 @@
 """Parameter structs are read from the C header that declares them, and a header that is read wrongly does not compile."""
 
-from __future__ import annotations
-
 import ctypes
 from pathlib import Path
 

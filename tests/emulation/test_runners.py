@@ -1,7 +1,5 @@
 """Runners are found in the packages of the operations; a kernel operation that none runs is not proved, and stops no other."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

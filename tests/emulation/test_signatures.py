@@ -1,7 +1,5 @@
 """The emulated wrappers stand for the real ones: same headers, same signatures."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Ragged, paged and banded attention on emulated kernels: what the suite's comparison with fp64 would not show."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -1,7 +1,5 @@
 """Every example runs, and holds what it asserts. A process each: they replace functions and register operators."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import warnings

@@ -4,8 +4,6 @@ The same seed gives the same inputs. A finding ends the run with 1 and prints, i
 into tests/fuzz/corpus.json, where the ordinary tests try it from then on.
 """
 
-from __future__ import annotations
-
 import argparse
 import itertools
 import json

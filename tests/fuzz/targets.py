@@ -4,8 +4,6 @@ An input is a value that JSON can hold, so that what was found once is kept in c
 ``check`` raises for a finding: an error that is not typed, or a pass where the zip archive says no.
 """
 
-from __future__ import annotations
-
 import atexit
 import base64
 import hashlib

@@ -1,7 +1,5 @@
 """What fuzzing has found stays found: every input of corpus.json, and a few new ones for each reader."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

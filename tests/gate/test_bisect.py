@@ -1,7 +1,5 @@
 """A planted regression is bisected to its commit, on the CPU, in a small repository made for it."""
 
-from __future__ import annotations
-
 import argparse
 import os
 import subprocess

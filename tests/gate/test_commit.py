@@ -1,7 +1,5 @@
 """What one commit is called, and what the steps of a gate are told, with pipelines and reports made for the purpose."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

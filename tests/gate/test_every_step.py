@@ -1,7 +1,5 @@
 """What the gate answers at each side of each limit and for each thing that can be there or not, with parts made for it."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path

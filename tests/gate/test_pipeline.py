@@ -1,7 +1,5 @@
 """The gate: what stops it, what it says, what it costs. Steps here are tiny programs that write reports."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """The kernel selector, compiled by itself with the real table, so that its choices for every GPU are tested without one."""
 
-from __future__ import annotations
-
 import ctypes
 import subprocess
 import sys

@@ -1,8 +1,6 @@
 """The calls of tests/arguments, on the fake GPUs: what is taken gives the CPU's results, and in any layout the bits of contiguous tensors,
 each number written."""
 
-from __future__ import annotations
-
 import math
 import os
 from collections.abc import Callable, Iterator

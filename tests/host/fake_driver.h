@@ -15,8 +15,7 @@ extern "C" const unsigned char flashmoe_binaries[1] = {0};
 extern "C" const char flashmoe_index[1] = {0};
 extern "C" int32_t aoti_torch_device_type_cuda() { return aoti_torch_device_type_cpu(); }
 
-namespace flashmoe {
-namespace host {
+namespace flashmoe::host {
 namespace {
 
 Device g_gpu;
@@ -110,8 +109,7 @@ CUstream current_stream(int32_t) { return nullptr; }
 ContextGuard::ContextGuard(CUcontext) {}
 ContextGuard::~ContextGuard() = default;
 
-}  // namespace host
-}  // namespace flashmoe
+}  // namespace flashmoe::host
 
 FAKE_EXPORT void fake_missing_kernels(const char* symbols) { flashmoe::host::g_missing = symbols; }
 FAKE_EXPORT const char* fake_log() { return flashmoe::host::g_log.c_str(); }

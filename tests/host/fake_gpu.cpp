@@ -6,8 +6,7 @@
 #include "fake_driver.h"
 #include "host/boxed.h"
 
-namespace flashmoe {
-namespace host {
+namespace flashmoe::host {
 namespace {
 
 bool g_fails = false;
@@ -103,8 +102,7 @@ void boxed_varlen(StableIValue* stack, uint64_t num_arguments, uint64_t num_outp
   stack[1] = give(std::move(outputs.lse));
 }
 
-}  // namespace host
-}  // namespace flashmoe
+}  // namespace flashmoe::host
 
 STABLE_TORCH_LIBRARY_FRAGMENT(flashmoe_fake, library) {
   library.def("forward(Tensor q, Tensor k, Tensor v, float scale, bool causal) -> (Tensor out, Tensor lse)");

@@ -4,8 +4,7 @@
 #include <cstdint>
 #include <cstring>
 
-namespace flashmoe {
-namespace host {
+namespace flashmoe::host {
 
 inline float load(const void* address, int64_t index) {
   const uint32_t bits = static_cast<uint32_t>(static_cast<const uint16_t*>(address)[index]) << 16;
@@ -20,5 +19,4 @@ inline void store(void* address, int64_t index, float value) {
   static_cast<uint16_t*>(address)[index] = static_cast<uint16_t>(bits >> 16);
 }
 
-}  // namespace host
-}  // namespace flashmoe
+}  // namespace flashmoe::host

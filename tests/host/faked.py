@@ -1,8 +1,6 @@
 """An extension with a driver that needs no GPU: how it is compiled, and its tests, in a process of their own because the operators exist
 once in a process."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

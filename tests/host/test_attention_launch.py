@@ -1,8 +1,6 @@
 """What attention's operators launch, backward and of ragged batches too, and what comes out, by a driver without a GPU whose kernels
 are plain loops over the parameters."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from tests.arguments import attention

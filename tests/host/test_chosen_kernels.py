@@ -1,7 +1,5 @@
 """Which kernel serves a problem, over drawn problems: select.cpp against its rules, stated once more from the table alone."""
 
-from __future__ import annotations
-
 import math
 import random
 from dataclasses import dataclass

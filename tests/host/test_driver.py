@@ -1,7 +1,5 @@
 """What is asked of the CUDA driver, and what is told where it refuses: driver.cpp with a libcuda.so.1 made for the purpose."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """Every kernel of attention is chosen for some problem on some GPU: one that never is costs build time and bytes for nothing."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from itertools import product
 from typing import Any

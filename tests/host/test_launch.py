@@ -1,7 +1,5 @@
 """What the forward launches on each GPU, and on which tensors, seen by a driver without a GPU."""
 
-from __future__ import annotations
-
 import ctypes
 import json
 from collections.abc import Callable

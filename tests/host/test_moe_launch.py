@@ -1,8 +1,6 @@
 """What the operators of a mixture-of-experts layer launch on each GPU, on which tensors, and what comes out, by a driver without a
 GPU whose kernels are plain loops over the parameters."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from tests.arguments import experts

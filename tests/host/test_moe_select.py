@@ -1,8 +1,6 @@
 """The kernels of a mixture-of-experts layer: which is chosen, compiled by itself with the real table, so without a GPU. Every kernel
 is chosen for some problem on some GPU: one that never is costs build time and bytes for nothing."""
 
-from __future__ import annotations
-
 import ctypes
 from collections.abc import Callable
 from itertools import product

@@ -1,7 +1,5 @@
 """Where the fused backward kernel begins: exactly at the lengths, heads and rounds that were measured. And what refusals say."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

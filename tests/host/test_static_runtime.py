@@ -4,8 +4,6 @@
 names is written by the wrong facet, and is lost or crashes.
 """
 
-from __future__ import annotations
-
 import ctypes
 import subprocess
 from pathlib import Path

@@ -4,8 +4,6 @@ With ``FLASHMOE_ENGINE_SOURCES`` (build/engines, where ``./nox -s engines`` leav
 selector.py and prefill/base.py take the place of the stand-ins; what these import and do not need here is a mock.
 """
 
-from __future__ import annotations
-
 import ast
 import enum
 import importlib.util

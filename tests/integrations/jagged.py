@@ -1,7 +1,5 @@
 """Ragged problems for torch's own attention: rows with lengths, and the same as jagged nested tensors."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """SGLang for tests that do not have it: what flashmoe.integrations.sglang imports and is given."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from types import ModuleType
 from typing import Any

@@ -4,8 +4,6 @@ Attention is flash_attn's by name, as such an engine imports it: flash_attn_varl
 is there already, and flash_attn_with_kvcache for decoding.
 """
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field

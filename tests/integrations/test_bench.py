@@ -1,7 +1,5 @@
 """The program that times whole models: its ratios, and that it runs, checks and reports."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """The contract with vLLM and SGLang: what was recorded of their pinned versions holds, and each kind of change is found and named."""
 
-from __future__ import annotations
-
 import zipfile
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The comparison of engines that serve the same model; the engines themselves need vLLM (flashmoe_build/engines/serve.py)."""
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path

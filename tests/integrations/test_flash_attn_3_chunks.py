@@ -1,7 +1,5 @@
 """flash_attn 3's attention_chunk, seqused_q and cu_seqlens_k_new, against float32 torch."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

@@ -1,7 +1,5 @@
 """flash_attn 3's qv, and values of more than 256 columns, against float64 torch."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -1,8 +1,6 @@
 """flash_attn's caches and its private functions: what its own tests ask of them (rotary embedding, left padding, another order of the batch,
 pages, windows of any integers), against float32 torch."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

@@ -1,7 +1,5 @@
 """flash_attn 2's names: the grid that its own tests walk (lengths, heads, windows, softcap, packing, caches), against fp32 torch."""
 
-from __future__ import annotations
-
 import importlib.util
 import inspect
 import math

@@ -1,7 +1,5 @@
 """The plugin that runs flash_attn's own test files: a file as theirs are, drawn from and run on the CPU."""
 
-from __future__ import annotations
-
 import itertools
 import os
 import random

@@ -1,7 +1,5 @@
 """Jagged nested tensors in torch's own attention: those of its flash backend run on flashmoe, all others are told with the reason."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """flashmoe's plug-in for SGLang, driven as SGLang drives it: prefill with prefixes, decoding, pages; against float64 torch."""
 
-from __future__ import annotations
-
 import importlib
 from collections.abc import Iterator
 from types import SimpleNamespace

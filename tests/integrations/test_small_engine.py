@@ -1,7 +1,5 @@
 """An engine that imports flash_attn serves on flashmoe: prefix cache, preemption and ragged batches give the logits of whole sequences."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import pytest

@@ -1,7 +1,5 @@
 """torch's own attention functions on flashmoe: what reaches it, what goes on to torch's kernel, and that nothing is left behind."""
 
-from __future__ import annotations
-
 import inspect
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Small random models of transformers: logits and gradients against its own eager attention and experts, and generation."""
 
-from __future__ import annotations
-
 import warnings
 from importlib import import_module
 from inspect import signature

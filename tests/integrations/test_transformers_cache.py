@@ -1,7 +1,5 @@
 """E4m3Cache of transformers' models: the bits of the same cache dequantised, and what it is refused with."""
 
-from __future__ import annotations
-
 import warnings
 from importlib import import_module
 from typing import Any

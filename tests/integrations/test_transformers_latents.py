@@ -1,7 +1,5 @@
 """decode_by_latents: transformers' DeepSeek layers decode by mla_decode, with the tokens and logits that they have without it."""
 
-from __future__ import annotations
-
 from collections import Counter
 from importlib import import_module
 from typing import Any

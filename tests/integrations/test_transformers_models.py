@@ -1,7 +1,5 @@
 """Which models of transformers take attention by name: those that do not call its interface are refused, by the model's name, when they are built."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Quantised checkpoints of transformers, made here, on packed weights: gpt-oss in mxfp4, Qwen3-MoE in e4m3."""
 
-from __future__ import annotations
-
 import json
 from functools import partial
 from importlib import import_module

@@ -3,8 +3,6 @@
 "stand-in" are small classes with vLLM's signatures; versions appear where the run was given vLLM's sources (tests/integrations/engines.py).
 """
 
-from __future__ import annotations
-
 import importlib
 import math
 import sys

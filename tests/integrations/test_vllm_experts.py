@@ -1,7 +1,5 @@
 """vLLM's experts on flashmoe: the kernel's arguments as vLLM's modular kernel gives them, against float64 torch."""
 
-from __future__ import annotations
-
 import importlib
 import math
 from collections.abc import Iterator

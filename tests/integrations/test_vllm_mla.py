@@ -1,7 +1,5 @@
 """Latent attention of vLLM on flashmoe: decoding and prompts against float64, and which class a model with MLA gets."""
 
-from __future__ import annotations
-
 import importlib
 import sys
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """vLLM's fp8 and mxfp4 experts on flashmoe: arguments as vLLM's modular kernel gives them, against the layer on dequantised weights."""
 
-from __future__ import annotations
-
 import importlib
 from collections.abc import Iterator
 from typing import Any

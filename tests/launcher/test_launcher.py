@@ -1,7 +1,5 @@
 """./nox itself, with a fake nox package in a local folder: no network."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess

@@ -1,7 +1,5 @@
 """linear: values and gradients against float64, and the promise: the bits of a row whatever the other rows and the tile."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor, nn

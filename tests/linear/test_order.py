@@ -1,8 +1,6 @@
 """One order of sums: on the emulated machine every kernel that linear can run gives a row the same bits, and a planted bug that changes
 nothing but the order is noticed."""
 
-from __future__ import annotations
-
 import itertools
 from dataclasses import replace
 from functools import lru_cache

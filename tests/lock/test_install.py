@@ -1,7 +1,5 @@
 """Installing from a lock with the real uv, from a folder of tiny wheels: no network."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 import threading

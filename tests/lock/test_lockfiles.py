@@ -1,7 +1,5 @@
 """The committed lock files themselves, and the program that rewrites them."""
 
-from __future__ import annotations
-
 import shutil
 import sys
 from pathlib import Path

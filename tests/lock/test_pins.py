@@ -1,7 +1,5 @@
 """Reading locks, and comparing them with what was asked for and with what is installed."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path

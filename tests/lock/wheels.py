@@ -1,7 +1,5 @@
 """Tiny wheels, written by hand so that the tests need no network and no build backend."""
 
-from __future__ import annotations
-
 import zipfile
 from hashlib import sha256
 from pathlib import Path

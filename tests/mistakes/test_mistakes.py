@@ -4,8 +4,6 @@ A row has what they typed (Python code, a command, a variable), the error and it
 ``python -m tests.mistakes.test_mistakes`` writes what is said now; read the difference before it is committed.
 """
 
-from __future__ import annotations
-
 import os
 import sys
 import warnings

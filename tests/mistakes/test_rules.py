@@ -1,7 +1,5 @@
 """The rules that C++ names: each has a message that says what to do, from values that C++ gives."""
 
-from __future__ import annotations
-
 import re
 import string
 from pathlib import Path

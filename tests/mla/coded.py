@@ -1,7 +1,5 @@
 """The cache of 8-bit floats by its description, for tests: bytes packed with struct, values decoded bit by bit."""
 
-from __future__ import annotations
-
 import math
 import struct
 

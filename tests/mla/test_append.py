@@ -1,7 +1,5 @@
 """flashmoe.mla_append against the format's description: every number, rows by lengths, pages and slots, what is refused."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

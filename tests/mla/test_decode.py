@@ -1,7 +1,5 @@
 """flashmoe.mla_decode against attention by its definition in float64: layouts, lengths, masks, sinks, bits, graphs, errors."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

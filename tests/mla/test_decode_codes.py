@@ -1,7 +1,5 @@
 """flashmoe.mla_decode over a cache of 8-bit floats: the bits of the 16-bit kernel on the dequantised cache, and float64."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

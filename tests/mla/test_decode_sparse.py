@@ -1,7 +1,5 @@
 """flashmoe.mla_decode with indices: attention over the keys that they name, of both caches, and the bits of dense keys so gathered."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

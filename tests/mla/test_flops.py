@@ -1,7 +1,5 @@
 """Operations of latent attention, as torch counts them: 576 columns of q k^T and 512 of P v for each key that memory holds."""
 
-from __future__ import annotations
-
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 

@@ -1,7 +1,5 @@
 """flashmoe.MLA: both forms, chunks and caches against the definition in float64, and against transformers' own layers."""
 
-from __future__ import annotations
-
 from importlib import import_module
 from typing import Any
 

@@ -1,7 +1,5 @@
 """flashmoe.MoE with every kernel replaced by operators of torch: all experts see all tokens, and a weight of 0 drops what was not chosen."""
 
-from __future__ import annotations
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor

@@ -1,7 +1,5 @@
 """The layer's operators, called as the tests need them."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

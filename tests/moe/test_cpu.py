@@ -1,7 +1,5 @@
 """The CPU backend: every dtype, layout, activation and instruction set against the reference, forward and backward."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 from dataclasses import replace

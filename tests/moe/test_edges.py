@@ -1,7 +1,5 @@
 """Small answers of the layer's package: names, operations counted, which GPU has kernels, gradients of nothing."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """flashmoe.fused_moe, topk_route, grouped_mm refuse what they do not take, with a typed error that says what to do."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """The reference's e4m3 numbers: every byte beside torch's, quantisation beside the layer's own, and planted errors that it sees."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest

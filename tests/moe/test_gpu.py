@@ -1,8 +1,6 @@
 """What only a GPU can show: every kernel family at the sizes of real models, the same bits again and again and in any company, memory
 past 2^31 elements, CUDA graphs."""
 
-from __future__ import annotations
-
 import gc
 from collections.abc import Callable, Iterator
 from dataclasses import replace

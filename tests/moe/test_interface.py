@@ -1,7 +1,5 @@
 """flashmoe.fused_moe, topk_route, grouped_mm: what they take, refuse and return, and how torch's machinery sees them."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """flashmoe.MoE against the same module in torch's operators, and what an nn.Module must do."""
 
-from __future__ import annotations
-
 import copy
 import warnings
 from typing import Any

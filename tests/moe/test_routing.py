@@ -1,7 +1,5 @@
 """topk_route and moe_sort against plain PyTorch: choices, weights, counts, gradients, order."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from hypothesis import HealthCheck, example, given, settings

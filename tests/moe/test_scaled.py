@@ -1,7 +1,5 @@
 """flashmoe.fused_moe with float8_e4m3fn weights: results beside fp64 of what the operands stand for, what is refused, torch's machinery."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass, replace
 from typing import Any

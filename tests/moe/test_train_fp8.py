@@ -1,7 +1,5 @@
 """flashmoe.fused_moe(precision="fp8"): results and gradients beside the step by definition in float64, what is refused, torch's machinery."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

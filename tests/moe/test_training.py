@@ -1,7 +1,5 @@
 """A small language model with mixtures of experts trains as with torch's operators."""
 
-from __future__ import annotations
-
 from functools import partial
 
 import pytest

@@ -1,7 +1,5 @@
 """The newcomer's script: which blocks it takes out of the pages, how it runs them, and what it says of one that fails."""
 
-from __future__ import annotations
-
 import os
 import re
 from pathlib import Path

@@ -7,8 +7,7 @@
 #include "host/find_kernels.h"
 #include "host/launch.h"
 
-namespace flashmoe {
-namespace host {
+namespace flashmoe::host {
 namespace {
 
 std::string g_asked;
@@ -51,8 +50,7 @@ CUstream current_stream(int32_t) { return nullptr; }
 ContextGuard::ContextGuard(CUcontext) {}
 ContextGuard::~ContextGuard() = default;
 
-}  // namespace host
-}  // namespace flashmoe
+}  // namespace flashmoe::host
 
 using namespace flashmoe::host;
 

@@ -1,7 +1,5 @@
 """Each public function as the first thing that a process asks of the package: nothing else has loaded the extension for it."""
 
-from __future__ import annotations
-
 import inspect
 import subprocess
 import sys

@@ -1,8 +1,6 @@
 """A new operation is two folders: csrc/NAME with its tables, a kernel and its parameters, and its package. With these it is built,
 audited, launched, emulated, calculated by smem, timed and in the docs, and not one shared source file is touched."""
 
-from __future__ import annotations
-
 import ctypes
 import json
 import re

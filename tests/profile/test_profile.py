@@ -1,7 +1,5 @@
 """Profiles: the profiler's table, the rules over it, what is said without a profiler. ncu itself is a script here."""
 
-from __future__ import annotations
-
 import stat
 import sys
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """A long step is never silent, on a terminal or in a log, and a short one does not chatter."""
 
-from __future__ import annotations
-
 import io
 import re
 import time

@@ -1,7 +1,5 @@
 """A small wheel of ours, sound until a test changes it; nothing is compiled for a device."""
 
-from __future__ import annotations
-
 import json
 import sys
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """What the release tests build: rows, a provenance, a repository. Nothing is compiled for a device."""
 
-from __future__ import annotations
-
 import hashlib
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """`nox -s compat`, without installing a torch: which cells there are, and what a cell's outcome is."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Images, without an engine: what is asked of it, what is read from its answers, and what is said where there is none."""
 
-from __future__ import annotations
-
 import os
 import re
 import shutil

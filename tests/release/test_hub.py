@@ -1,7 +1,5 @@
 """The Hub's layout: what it holds, what its checks find, and the real `kernels` library loading the package under test."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import zipfile

@@ -1,7 +1,5 @@
 """`nox -s reproduce -- --independent`: what another g++ may change, and what nothing may."""
 
-from __future__ import annotations
-
 import platform
 from collections.abc import Callable, Sequence
 from pathlib import Path

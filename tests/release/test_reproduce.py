@@ -1,7 +1,5 @@
 """`nox -s reproduce`: the worlds really differ, and whatever a build takes from its world is found."""
 
-from __future__ import annotations
-
 import functools
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The bill of materials: true to the provenance, valid CycloneDX, the same for the same wheel."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """`python -m flashmoe verify`: each kind of tampering with a wheel is found, and nothing that it says of itself excuses it."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

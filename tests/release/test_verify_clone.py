@@ -1,7 +1,5 @@
 """The clone that `verify` compares a wheel with: nothing of its configuration runs, and a commit is named by its whole hash."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess

@@ -1,7 +1,5 @@
 """`verify --rebuild`: a rebuilt wheel is compared byte for byte, and only another host compiler leaves anything unproved."""
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What `verify` cannot do ends in words that name the reason: git, the commit's files, the bundle."""
 
-from __future__ import annotations
-
 import subprocess
 from collections.abc import Callable
 from pathlib import Path

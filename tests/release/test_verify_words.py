@@ -1,7 +1,5 @@
 """What `verify` says of each thing that can be so or otherwise, where no test of a whole wheel would notice."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from pathlib import Path

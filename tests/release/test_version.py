@@ -1,7 +1,5 @@
 """The version that a build carries, the check of a release's tag, and the statement about what is published."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import shutil

@@ -4,8 +4,6 @@ Sessions are a stand-in that knows their names and leaves the files that they le
 record their call. A job in a container gets a checkout that belongs to another user, as on the forge.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess

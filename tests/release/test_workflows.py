@@ -1,7 +1,5 @@
 """CI's workflows: sessions that exist, pinned actions, a verdict that cannot flatter."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A report goes into what is there: a new file in the place of a file, bytes into everything else."""
 
-from __future__ import annotations
-
 import json
 import os
 import stat

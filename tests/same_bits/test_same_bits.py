@@ -3,8 +3,6 @@
 What is compared is not the sampled tokens' alone but those of the whole vocabulary at every position. Each test prints how many values those were (-rP).
 """
 
-from __future__ import annotations
-
 import copy
 import itertools
 import subprocess

@@ -5,8 +5,6 @@ python tests/sanitizer/programs.py NAME [cuda|cpu]
 Nothing is compared here: the sanitizer judges. test_sanitizer.py runs each program on the CPU, so that none stops before its kernels.
 """
 
-from __future__ import annotations
-
 import itertools
 import sys
 from collections.abc import Callable, Iterator, Sequence

@@ -1,7 +1,5 @@
 """compute-sanitizer's memcheck and synccheck over every operation, on a GPU; anywhere, that the programs reach their end."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess

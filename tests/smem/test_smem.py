@@ -1,7 +1,5 @@
 """The shared-memory calculator: sums, limits, occupancy by hand-computed numbers, and its refusals."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """What a type checker makes of the results that depend on a flag. Checked by `./nox -s lint`, never run."""
 
-from __future__ import annotations
-
 from torch import Tensor
 
 import flashmoe

@@ -7,8 +7,7 @@
 #include "ptx/memory.cuh"
 #include "ptx/special_registers.cuh"
 
-namespace flashmoe {
-namespace attention {
+namespace flashmoe::attention {
 
 template <typename Element_, int kNumWarps_>
 struct AppendSpec {
@@ -88,5 +87,4 @@ __device__ __forceinline__ void append(const AppendParams& params) {
   copy_row(to_gmem, from_gmem, row.is_value ? params.head_dim_v : params.head_dim, params.is_aligned != 0);
 }
 
-}  // namespace attention
-}  // namespace flashmoe
+}  // namespace flashmoe::attention

@@ -6,8 +6,7 @@
 #include "attention/params/e4m3.h"
 #include "ptx/e4m3.cuh"
 
-namespace flashmoe {
-namespace attention {
+namespace flashmoe::attention {
 
 template <typename Spec>
 __device__ __forceinline__ void dequantize_e4m3(const DequantizeParams& params) {
@@ -64,5 +63,4 @@ __device__ __forceinline__ void dequantize_e4m3(const DequantizeParams& params) 
   }
 }
 
-}  // namespace attention
-}  // namespace flashmoe
+}  // namespace flashmoe::attention

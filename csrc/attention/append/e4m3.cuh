@@ -5,8 +5,7 @@
 #include "attention/params/e4m3.h"
 #include "ptx/e4m3.cuh"
 
-namespace flashmoe {
-namespace attention {
+namespace flashmoe::attention {
 
 // Divided in float32, rounded to nearest even; beyond 448 to 448, and NaN stays NaN. One code after the other: any alignment will do.
 template <typename Element>
@@ -35,5 +34,4 @@ __device__ __forceinline__ void append_e4m3(const E4m3AppendParams& cache) {
   quantize_row(to_gmem, from_gmem, row.is_value ? params.head_dim_v : params.head_dim, scale);
 }
 
-}  // namespace attention
-}  // namespace flashmoe
+}  // namespace flashmoe::attention

@@ -12,9 +12,7 @@
 #include "ptx/memory.cuh"
 #include "ptx/special_registers.cuh"
 
-namespace flashmoe {
-namespace attention {
-namespace backward {
+namespace flashmoe::attention::backward {
 
 // A thread block's tile of the mask has kOwnRows rows and kStreamRows keys of one of its matrices. The tiles of the scores that share it, its items,
 // come in ascending order: batch by batch, head by head, and where the mask has one row, or one key, row tile by row tile, or key tile by key
@@ -222,6 +220,4 @@ __device__ __forceinline__ void store_bias_gradient(const BiasGradientParams& pa
     }
 }
 
-}  // namespace backward
-}  // namespace attention
-}  // namespace flashmoe
+}  // namespace flashmoe::attention::backward

@@ -8,9 +8,7 @@
 #include "ptx/memory.cuh"
 #include "ptx/special_registers.cuh"
 
-namespace flashmoe {
-namespace attention {
-namespace backward {
+namespace flashmoe::attention::backward {
 
 template <typename Element_, int kNumWarps_>
 struct RowDotSpec {
@@ -57,6 +55,4 @@ __device__ __forceinline__ void row_dot(const RowDotParams& params) {
   ptx::st_global_float(params.row_dot + index, is_visible ? sum : 0.0f);
 }
 
-}  // namespace backward
-}  // namespace attention
-}  // namespace flashmoe
+}  // namespace flashmoe::attention::backward

@@ -9,9 +9,7 @@
 #include "ptx/memory.cuh"
 #include "ptx/shuffle.cuh"
 
-namespace flashmoe {
-namespace attention {
-namespace backward {
+namespace flashmoe::attention::backward {
 
 // A log-sum-exp in base 2. A row without visible keys gets +inf, so that its P is exp2(finite - inf) = 0.
 __device__ __forceinline__ float in_base_2(float lse) {
@@ -260,6 +258,4 @@ __device__ __forceinline__ void weigh_with_score_mod(const BackwardParams& param
   }
 }
 
-}  // namespace backward
-}  // namespace attention
-}  // namespace flashmoe
+}  // namespace flashmoe::attention::backward

@@ -10,9 +10,7 @@
 #include "ptx/shuffle.cuh"
 #include "ptx/special_registers.cuh"
 
-namespace flashmoe {
-namespace attention {
-namespace backward {
+namespace flashmoe::attention::backward {
 
 // Rows and keys of one sequence, and how many the tensors have room for: gradients of those past the last are zero.
 struct SequenceExtents {
@@ -289,6 +287,4 @@ __device__ __forceinline__ int64_t statistics_row(const BackwardParams& params, 
   return (static_cast<int64_t>(sequence) * params.heads_q + head) * params.seq_q;
 }
 
-}  // namespace backward
-}  // namespace attention
-}  // namespace flashmoe
+}  // namespace flashmoe::attention::backward

@@ -17,9 +17,7 @@
 #include "ptx/shuffle.cuh"
 #include "ptx/special_registers.cuh"
 
-namespace flashmoe {
-namespace attention {
-namespace sm80 {
+namespace flashmoe::attention::sm80 {
 
 // kBlockM rows per block, kBlockN the most splits.
 template <typename Element_, int kHeadDim_, int kBlockM_, int kBlockN_, int kNumStages_, int kNumWarps_>
@@ -88,6 +86,4 @@ __device__ __forceinline__ void combine(const ForwardParams& params) {
   combine_row<Spec>(params, weight, params.out_partial + row * params.head_dim, rows * params.head_dim, out_gmem);
 }
 
-}  // namespace sm80
-}  // namespace attention
-}  // namespace flashmoe
+}  // namespace flashmoe::attention::sm80

@@ -18,8 +18,7 @@
 #include "cpu/amx_tiles.h"
 #include "cpu/rows.h"
 
-namespace flashmoe {
-namespace cpu {
+namespace flashmoe::cpu {
 namespace {
 
 static_assert(kBlockRows == 2 * kTileRows && kBlockRows == kStep, "a row block is two tiles high and a step of keys");
@@ -385,5 +384,4 @@ class AmxForward {
 };
 
 }  // namespace
-}  // namespace cpu
-}  // namespace flashmoe
+}  // namespace flashmoe::cpu

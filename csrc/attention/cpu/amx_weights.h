@@ -16,8 +16,7 @@
 #include "cpu/amx_pack.h"
 #include "cpu/exp2.h"
 
-namespace flashmoe {
-namespace cpu {
+namespace flashmoe::cpu {
 namespace {
 
 // The window of bf16 is -157 <= x < 99; its last unit and first tenth give weights of Inf or NaN, which the output
@@ -176,5 +175,4 @@ inline __m512 sum_rows(__m512 (&rows)[16]) {
 }
 
 }  // namespace
-}  // namespace cpu
-}  // namespace flashmoe
+}  // namespace flashmoe::cpu

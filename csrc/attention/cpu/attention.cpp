@@ -14,8 +14,7 @@
 #include "attention/cpu/kernel.h"
 #include "cpu/isa.h"
 
-namespace flashmoe {
-namespace cpu {
+namespace flashmoe::cpu {
 namespace {
 
 constexpr int32_t kMaxHeadDim = 512;
@@ -218,5 +217,4 @@ void attention_forward_varlen(const attention::ForwardParams& params, ScalarType
           parallel_for, num_threads);
 }
 
-}  // namespace cpu
-}  // namespace flashmoe
+}  // namespace flashmoe::cpu

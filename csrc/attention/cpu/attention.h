@@ -5,8 +5,7 @@
 #include "cpu/scalar_types.h"
 #include "cpu/thread_pool.h"
 
-namespace flashmoe {
-namespace cpu {
+namespace flashmoe::cpu {
 
 // out = softmax(scale * q k^T) v and lse, for any head_dim 1..512, seq_q, seq_k >= 0 and any strides with a
 // contiguous last dimension. Reads of `params`: q, k, v, out, lse, the strides, the sizes and `scale`; the
@@ -22,5 +21,4 @@ void attention_forward(const attention::ForwardParams& params, ScalarType type, 
 void attention_forward_varlen(const attention::ForwardParams& params, ScalarType type,
                               const attention::Dropout* dropout, ParallelFor parallel_for, int num_threads);
 
-}  // namespace cpu
-}  // namespace flashmoe
+}  // namespace flashmoe::cpu

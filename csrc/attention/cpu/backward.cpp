@@ -16,8 +16,7 @@
 #include "attention/cpu/entries.h"
 #include "cpu/isa.h"
 
-namespace flashmoe {
-namespace cpu {
+namespace flashmoe::cpu {
 namespace {
 
 constexpr int32_t kSplitRows = 4 * kBackwardRows;  // of a task that makes dq: so many share a packed block of K and V
@@ -249,5 +248,4 @@ void attention_backward_varlen(const attention::BackwardParams& params, ScalarTy
   compute(whole, &entries, parallel_for, num_threads);
 }
 
-}  // namespace cpu
-}  // namespace flashmoe
+}  // namespace flashmoe::cpu

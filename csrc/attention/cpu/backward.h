@@ -5,8 +5,7 @@
 #include "cpu/scalar_types.h"
 #include "cpu/thread_pool.h"
 
-namespace flashmoe {
-namespace cpu {
+namespace flashmoe::cpu {
 
 // dq, dk and dv of params (see there), for any head_dim 1..512, seq_q, seq_k >= 0 and any strides with a contiguous last
 // dimension. Not used: row_dot, tile_counter, scale_log2. A null dq is not computed, nor are dk and dv where both are
@@ -22,5 +21,4 @@ void attention_backward(const attention::BackwardParams& params, ScalarType type
 void attention_backward_varlen(const attention::BackwardParams& params, ScalarType type,
                                const attention::Dropout* dropout, ParallelFor parallel_for, int num_threads);
 
-}  // namespace cpu
-}  // namespace flashmoe
+}  // namespace flashmoe::cpu

@@ -6,10 +6,8 @@
 
 #include "attention/cpu/backward_simd.h"
 
-namespace flashmoe {
-namespace cpu {
+namespace flashmoe::cpu {
 
 extern const BackwardKernel kBackwardAvx512Kernel = {backward_scratch_bytes, backward_simd};
 
-}  // namespace cpu
-}  // namespace flashmoe
+}  // namespace flashmoe::cpu

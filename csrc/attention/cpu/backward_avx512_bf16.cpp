@@ -8,8 +8,7 @@
 
 #include "attention/cpu/backward_simd.h"
 
-namespace flashmoe {
-namespace cpu {
+namespace flashmoe::cpu {
 namespace {
 
 // The other types have nothing to gain here, and a third of this file's compile time each.
@@ -23,5 +22,4 @@ void run_bf16(const BackwardTask& task, void* memory) {
 
 extern const BackwardKernel kBackwardAvx512Bf16Kernel = {backward_scratch_bytes, run_bf16};
 
-}  // namespace cpu
-}  // namespace flashmoe
+}  // namespace flashmoe::cpu

@@ -14,8 +14,7 @@
 #include "attention/cpu/mask.h"
 #include "cpu/double_lanes.h"
 
-namespace flashmoe {
-namespace cpu {
+namespace flashmoe::cpu {
 namespace {
 
 struct ExactScratch {
@@ -269,5 +268,4 @@ class ExactBackward {
 };
 
 }  // namespace
-}  // namespace cpu
-}  // namespace flashmoe
+}  // namespace flashmoe::cpu

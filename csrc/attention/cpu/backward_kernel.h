@@ -8,8 +8,7 @@
 #include "attention/params/dropout.h"
 #include "cpu/scalar_types.h"
 
-namespace flashmoe {
-namespace cpu {
+namespace flashmoe::cpu {
 
 // Query rows [row_begin, row_end) of query heads [head_begin, head_end) against keys [key_begin, key_end) of one (batch,
 // key head). With dq the keys are all keys; with dk and dv the rows are all rows of all heads that read the key head. Of a
@@ -61,5 +60,4 @@ extern const BackwardKernel kBackwardAvx2Kernel;
 extern const BackwardKernel kBackwardAvx512Kernel;
 extern const BackwardKernel kBackwardAvx512Bf16Kernel;
 
-}  // namespace cpu
-}  // namespace flashmoe
+}  // namespace flashmoe::cpu

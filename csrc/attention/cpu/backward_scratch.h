@@ -9,8 +9,7 @@
 #include "cpu/gemm_strided.h"
 #include "cpu/rows.h"
 
-namespace flashmoe {
-namespace cpu {
+namespace flashmoe::cpu {
 namespace {
 
 constexpr int64_t kScoreStride = kBackwardKeys + 16;  // of scores, from row to row: no power of two
@@ -81,5 +80,4 @@ struct BackwardScratch {
 };
 
 }  // namespace
-}  // namespace cpu
-}  // namespace flashmoe
+}  // namespace flashmoe::cpu

@@ -28,8 +28,7 @@
 #include "cpu/gemm_strided.h"
 #include "cpu/rows.h"
 
-namespace flashmoe {
-namespace cpu {
+namespace flashmoe::cpu {
 namespace {
 
 // Words of dP that are summed at a time, where dP - row_term is a small difference of large sums (a V with a mean): one sum over
@@ -490,5 +489,4 @@ inline size_t backward_scratch_bytes(const BackwardTask& task) {
 }
 
 }  // namespace
-}  // namespace cpu
-}  // namespace flashmoe
+}  // namespace flashmoe::cpu

@@ -5,8 +5,7 @@
 
 #include "attention/params/dropout.h"
 
-namespace flashmoe {
-namespace cpu {
+namespace flashmoe::cpu {
 namespace {
 
 struct PhiloxWords {
@@ -71,5 +70,4 @@ class DropoutFactors {
 };
 
 }  // namespace
-}  // namespace cpu
-}  // namespace flashmoe
+}  // namespace flashmoe::cpu

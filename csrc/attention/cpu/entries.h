@@ -9,8 +9,7 @@
 #include "attention/params/forward.h"
 #include "cpu/scalar_types.h"
 
-namespace flashmoe {
-namespace cpu {
+namespace flashmoe::cpu {
 
 inline size_t element_size(ScalarType type) { return type == ScalarType::kFloat32 ? 4 : 2; }
 
@@ -114,5 +113,4 @@ class EntryOffset {
   const int64_t heads_q_;
 };
 
-}  // namespace cpu
-}  // namespace flashmoe
+}  // namespace flashmoe::cpu

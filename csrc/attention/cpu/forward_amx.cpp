@@ -10,8 +10,7 @@
 #include "attention/cpu/amx_forward.h"
 #include "attention/cpu/forward_few_rows.h"
 
-namespace flashmoe {
-namespace cpu {
+namespace flashmoe::cpu {
 namespace {
 
 template <class T>
@@ -50,5 +49,4 @@ size_t amx_scratch_bytes(ScalarType type, int32_t head_dim, int32_t rows) {
 
 extern const Kernel kAmxKernel = {kBlockRows, amx_scratch_bytes, run_amx};
 
-}  // namespace cpu
-}  // namespace flashmoe
+}  // namespace flashmoe::cpu

@@ -6,10 +6,8 @@
 
 #include "attention/cpu/run_simd.h"
 
-namespace flashmoe {
-namespace cpu {
+namespace flashmoe::cpu {
 
 extern const Kernel kAvx2Kernel = {kBlockRows, simd_scratch_bytes, run_simd};
 
-}  // namespace cpu
-}  // namespace flashmoe
+}  // namespace flashmoe::cpu

@@ -7,10 +7,8 @@
 
 #include "attention/cpu/run_simd.h"
 
-namespace flashmoe {
-namespace cpu {
+namespace flashmoe::cpu {
 
 extern const Kernel kAvx512Kernel = {kBlockRows, simd_scratch_bytes, run_simd};
 
-}  // namespace cpu
-}  // namespace flashmoe
+}  // namespace flashmoe::cpu

@@ -17,8 +17,7 @@
 #include "attention/cpu/softmax.h"
 #include "cpu/rows.h"
 
-namespace flashmoe {
-namespace cpu {
+namespace flashmoe::cpu {
 namespace {
 
 // Keys of one step of the online softmax: scores of a row block (16 KiB with AVX-512) and Q^T stay in the L1 cache.
@@ -490,5 +489,4 @@ void forward_simd(const Task& task, void* memory) {
 }
 
 }  // namespace
-}  // namespace cpu
-}  // namespace flashmoe
+}  // namespace flashmoe::cpu

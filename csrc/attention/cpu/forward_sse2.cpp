@@ -4,10 +4,8 @@
 
 #include "attention/cpu/run_simd.h"
 
-namespace flashmoe {
-namespace cpu {
+namespace flashmoe::cpu {
 
 extern const Kernel kBaselineKernel = {kBlockRows, simd_scratch_bytes, run_simd};
 
-}  // namespace cpu
-}  // namespace flashmoe
+}  // namespace flashmoe::cpu

@@ -8,8 +8,7 @@
 #include "attention/params/dropout.h"
 #include "cpu/scalar_types.h"
 
-namespace flashmoe {
-namespace cpu {
+namespace flashmoe::cpu {
 
 // Rows [row_begin, row_end) of one (batch, query head). Of a ragged or paged batch each entry has parameters of its own, in which
 // it is a batch of one.
@@ -43,5 +42,4 @@ extern const Kernel kAvx2Kernel;
 extern const Kernel kAvx512Kernel;
 extern const Kernel kAmxKernel;
 
-}  // namespace cpu
-}  // namespace flashmoe
+}  // namespace flashmoe::cpu

@@ -9,8 +9,7 @@
 #include "attention/cpu/kernel.h"
 #include "cpu/rows.h"
 
-namespace flashmoe {
-namespace cpu {
+namespace flashmoe::cpu {
 namespace {
 
 // Keys [begin, end); empty ranges have end = 0.
@@ -112,5 +111,4 @@ struct BandMask {
 };
 
 }  // namespace
-}  // namespace cpu
-}  // namespace flashmoe
+}  // namespace flashmoe::cpu

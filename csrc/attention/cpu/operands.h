@@ -5,8 +5,7 @@
 
 #include "attention/cpu/kernel.h"
 
-namespace flashmoe {
-namespace cpu {
+namespace flashmoe::cpu {
 namespace {
 
 // One head's tensors of a task, as the element type.
@@ -50,5 +49,4 @@ inline void find_rows(const T* first, const attention::Strides& stride, const at
 }
 
 }  // namespace
-}  // namespace cpu
-}  // namespace flashmoe
+}  // namespace flashmoe::cpu

@@ -8,8 +8,7 @@
 #include "attention/cpu/forward_few_rows.h"
 #include "attention/cpu/forward_simd.h"
 
-namespace flashmoe {
-namespace cpu {
+namespace flashmoe::cpu {
 namespace {
 
 template <class T>
@@ -37,5 +36,4 @@ inline size_t simd_scratch_bytes(ScalarType, int32_t head_dim, int32_t rows) {
 }
 
 }  // namespace
-}  // namespace cpu
-}  // namespace flashmoe
+}  // namespace flashmoe::cpu

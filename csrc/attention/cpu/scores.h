@@ -10,8 +10,7 @@
 #include "cpu/exp2.h"
 #include "cpu/rows.h"
 
-namespace flashmoe {
-namespace cpu {
+namespace flashmoe::cpu {
 namespace {
 
 // tanh x to within 2 units in the last place: x + x^3 p(x^2) up to |x| = 0.625, minimax in relative error, and from there on
@@ -189,5 +188,4 @@ inline RowStart start_of_row(const attention::ScoreOptions& band, int32_t head, 
 }
 
 }  // namespace
-}  // namespace cpu
-}  // namespace flashmoe
+}  // namespace flashmoe::cpu

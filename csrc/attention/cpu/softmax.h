@@ -12,8 +12,7 @@
 #include "cpu/exp2.h"
 #include "cpu/rows.h"
 
-namespace flashmoe {
-namespace cpu {
+namespace flashmoe::cpu {
 namespace {
 
 constexpr int kBlockVectors = 2;
@@ -145,5 +144,4 @@ inline void store_lse(SoftmaxState state, int32_t rows, Scale scale, float* lse)
 }
 
 }  // namespace
-}  // namespace cpu
-}  // namespace flashmoe
+}  // namespace flashmoe::cpu

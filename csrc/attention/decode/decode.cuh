@@ -21,9 +21,7 @@
 #include "ptx/memory.cuh"
 #include "ptx/special_registers.cuh"
 
-namespace flashmoe {
-namespace attention {
-namespace decode {
+namespace flashmoe::attention::decode {
 
 using mma_sync::Accumulator;
 
@@ -162,7 +160,7 @@ __device__ __forceinline__ void for_each_segment(const ForwardParams& params, At
     if (!is_first) ptx::barrier_sync_block();  // write after read: the warps' results
     attend(segment, plan.use, results);
     finish_segment<Spec>(params, segment, plan.sharing(segment), results);
-    if (plan.use == Use::kOnce && params.unhinted_tiles != 0) plan.use = Use::kOnceOfFew;
+    if (plan.use == Use::kOnce && params.hints != 0) plan.use = Use::kOnceOfFew;
   }
 }
 
@@ -181,6 +179,4 @@ __device__ __forceinline__ void decode(const ForwardParams& params) {
   });
 }
 
-}  // namespace decode
-}  // namespace attention
-}  // namespace flashmoe
+}  // namespace flashmoe::attention::decode

@@ -12,9 +12,7 @@
 #include "ptx/ldmatrix.cuh"
 #include "ptx/shuffle.cuh"
 
-namespace flashmoe {
-namespace attention {
-namespace decode {
+namespace flashmoe::attention::decode {
 
 // kKeepsOrder   1: a product of 16 columns takes them in the tensor's order, for tensor cores that add eight products at a time; 0: in the
 //               order in which ldmatrix gives bytes, for those that add sixteen, to which it is the same.
@@ -475,6 +473,4 @@ __device__ __forceinline__ void decode_e4m3(const E4m3ForwardParams& params) {
   });
 }
 
-}  // namespace decode
-}  // namespace attention
-}  // namespace flashmoe
+}  // namespace flashmoe::attention::decode

@@ -13,9 +13,7 @@
 #include "ptx/special_registers.cuh"
 #include "ptx/tma.cuh"
 
-namespace flashmoe {
-namespace attention {
-namespace decode {
+namespace flashmoe::attention::decode {
 
 // Copies one row of a lane's pass; columns from `columns` on, and rows that are not `valid`, are zeros. With kHasPolicy the second-level
 // cache is told `policy`.
@@ -137,11 +135,10 @@ struct KeyLoader {
       : params(params_),
         sequence(sequence_),
         visible(segment.seen),
-        first_hinted(use == Use::kOften || (kMayBeWhole && use == Use::kOnce && params_.unhinted_tiles == 0)
-                         ? kUnbounded
-                     : use == Use::kOnce ? segment.tile + params_.unhinted_tiles
+        first_hinted(use == Use::kOften || (kMayBeWhole && use == Use::kOnce && params_.hints == 0) ? kUnbounded
+                     : use == Use::kOnce ? segment.tile + params_.hints
                                          : 0),
-        policy(use == Use::kOnceOfFew || params_.unhinted_tiles != 0 ? ptx::evict_first() : ptx::evict_normal()),
+        policy(use == Use::kOnceOfFew || params_.hints != 0 ? ptx::evict_first() : ptx::evict_normal()),
         page_inverse(kMayBeWhole && params_.sequences.block_table != nullptr
                          ? 0xffffffffu / static_cast<uint32_t>(params_.sequences.page_size)
                          : 0) {
@@ -255,6 +252,4 @@ struct KeyLoader {
   }
 };
 
-}  // namespace decode
-}  // namespace attention
-}  // namespace flashmoe
+}  // namespace flashmoe::attention::decode

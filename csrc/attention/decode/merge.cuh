@@ -18,9 +18,7 @@
 #include "ptx/memory.cuh"
 #include "ptx/special_registers.cuh"
 
-namespace flashmoe {
-namespace attention {
-namespace decode {
+namespace flashmoe::attention::decode {
 
 constexpr int kColumns = 4;  // of a row, that one thread adds up
 
@@ -249,6 +247,4 @@ __device__ __forceinline__ void finish_segment(const ForwardParams& params, cons
   });
 }
 
-}  // namespace decode
-}  // namespace attention
-}  // namespace flashmoe
+}  // namespace flashmoe::attention::decode

@@ -20,9 +20,7 @@
 #include "ptx/shuffle.cuh"
 #include "ptx/special_registers.cuh"
 
-namespace flashmoe {
-namespace attention {
-namespace decode {
+namespace flashmoe::attention::decode {
 
 // The share of an item that falls to a block. Key tiles are counted from the sequence's first key.
 struct Segment {
@@ -247,7 +245,7 @@ struct Plan {
   // than shares. (Fewer items than blocks: 3% slower, for the blocks that have one are not one a multiprocessor.)
   __device__ __forceinline__ bool fills_rounds(int items) const {
     const int blocks = ptx::grid_size();
-    const int full_blocks = quotient<Spec>(2 * blocks, params.unhinted_tiles != 0 ? 3 : 5);
+    const int full_blocks = quotient<Spec>(2 * blocks, params.hints != 0 ? 3 : 5);
     // Unsigned: there may be no items.
     const uint32_t full_rounds =
         static_cast<uint32_t>(quotient<Spec>(items - 1, blocks)) * static_cast<uint32_t>(blocks);
@@ -367,6 +365,4 @@ struct Plan {
   }
 };
 
-}  // namespace decode
-}  // namespace attention
-}  // namespace flashmoe
+}  // namespace flashmoe::attention::decode

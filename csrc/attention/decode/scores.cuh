@@ -21,9 +21,7 @@
 #include "ptx/mma.cuh"
 #include "ptx/special_registers.cuh"
 
-namespace flashmoe {
-namespace attention {
-namespace decode {
+namespace flashmoe::attention::decode {
 
 // The scores of one item: a query tile of at most kBlockM rows of one key head of one sequence. Rows are counted as the most that an item has.
 template <int kBlockM, int kTileKeys>
@@ -140,6 +138,4 @@ __device__ __forceinline__ void decode_scores(const ForwardParams& params) {
   while (plan.next(segment)) score_keys<Spec>(params, segment, plan.use);
 }
 
-}  // namespace decode
-}  // namespace attention
-}  // namespace flashmoe
+}  // namespace flashmoe::attention::decode

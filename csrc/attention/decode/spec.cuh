@@ -5,9 +5,7 @@
 #include "ptx/mma.cuh"
 #include "ptx/types.cuh"
 
-namespace flashmoe {
-namespace attention {
-namespace decode {
+namespace flashmoe::attention::decode {
 
 constexpr int kWarpKeys = 16;  // of a key tile; a warp's own
 
@@ -87,6 +85,4 @@ struct DecodeSpec {
   static_assert(kNumThreads % (kHeadDim / 4) == 0, "a thread adds up four columns of a row");
 };
 
-}  // namespace decode
-}  // namespace attention
-}  // namespace flashmoe
+}  // namespace flashmoe::attention::decode

@@ -27,9 +27,7 @@
 #include "ptx/shuffle.cuh"
 #include "ptx/special_registers.cuh"
 
-namespace flashmoe {
-namespace attention {
-namespace decode {
+namespace flashmoe::attention::decode {
 
 // Of the warps that take exponentials `own` of kTeam. In a round each has one block; all of them follow a row's reference through all four, as
 // advance_references does in a prefill (mma_sync/accumulate.cuh).
@@ -289,6 +287,4 @@ __device__ __forceinline__ void decode_values(const ForwardParams& params) {
   }
 }
 
-}  // namespace decode
-}  // namespace attention
-}  // namespace flashmoe
+}  // namespace flashmoe::attention::decode

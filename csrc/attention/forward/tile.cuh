@@ -10,8 +10,7 @@
 #include "ptx/special_registers.cuh"
 #include "ptx/types.cuh"
 
-namespace flashmoe {
-namespace attention {
+namespace flashmoe::attention {
 
 struct QueryTile {
   int batch;
@@ -152,5 +151,4 @@ __device__ __forceinline__ KeyTiles key_tiles_of(const Sequence<kMask>& sequence
   return tiles;
 }
 
-}  // namespace attention
-}  // namespace flashmoe
+}  // namespace flashmoe::attention

@@ -11,8 +11,7 @@
 #include "host/last_kernel.h"
 #include "host/launch.h"
 
-namespace flashmoe {
-namespace attention {
+namespace flashmoe::attention {
 namespace {
 
 // Whether every row of the tensor starts and ends at a multiple of 16 bytes.
@@ -74,5 +73,4 @@ void append_cuda(const AppendArguments& arguments) {
   host::set_last_kernel(kernel.symbol);
 }
 
-}  // namespace attention
-}  // namespace flashmoe
+}  // namespace flashmoe::attention

@@ -7,8 +7,7 @@
 #include <optional>
 #include <utility>
 
-namespace flashmoe {
-namespace attention {
+namespace flashmoe::attention {
 namespace {
 
 using host::describe_device;
@@ -316,5 +315,4 @@ BackwardParams make_backward_params(const ForwardParams& forward, const Backward
   return params;
 }
 
-}  // namespace attention
-}  // namespace flashmoe
+}  // namespace flashmoe::attention

@@ -7,8 +7,7 @@
 #include "attention/params/forward.h"
 #include "host/tensor.h"
 
-namespace flashmoe {
-namespace attention {
+namespace flashmoe::attention {
 
 using host::Tensor;
 
@@ -111,5 +110,4 @@ ForwardParams make_params(const ForwardArguments& arguments, const ForwardOutput
 BackwardParams make_backward_params(const ForwardParams& forward, const BackwardTensors& tensors,
                                     const Gradients& gradients);
 
-}  // namespace attention
-}  // namespace flashmoe
+}  // namespace flashmoe::attention

@@ -6,8 +6,7 @@
 #include "attention/host/varlen_arguments.h"
 #include "attention/params/backward.h"
 
-namespace flashmoe {
-namespace attention {
+namespace flashmoe::attention {
 
 void forward_cpu(const ForwardArguments& arguments, const ForwardOutputs& outputs);
 void forward_cuda(const ForwardArguments& arguments, const ForwardOutputs& outputs);
@@ -23,5 +22,4 @@ void backward_varlen_cuda(const VarlenBackwardArguments& arguments, const Gradie
 void append_cpu(const AppendArguments& arguments);
 void append_cuda(const AppendArguments& arguments);
 
-}  // namespace attention
-}  // namespace flashmoe
+}  // namespace flashmoe::attention

@@ -12,8 +12,7 @@
 #include "host/arguments.h"
 #include "host/copies.h"
 
-namespace flashmoe {
-namespace attention {
+namespace flashmoe::attention {
 namespace {
 
 struct BackwardArguments : BackwardTensors {
@@ -137,11 +136,7 @@ void boxed_backward(StableIValue* stack, uint64_t num_arguments, uint64_t num_ou
   host::Arguments given(stack);
   arguments.dout = given.tensor();
   arguments.dlse = given.optional_tensor();
-  arguments.forward.q = given.tensor();
-  arguments.forward.k = given.tensor();
-  arguments.forward.v = given.tensor();
-  arguments.out = given.tensor();
-  arguments.lse = given.tensor();
+  given.tensors(arguments.forward.q, arguments.forward.k, arguments.forward.v, arguments.out, arguments.lse);
   arguments.forward.scale = given.number();
   arguments.forward.is_causal = given.flag();
   arguments.needs = given.integer();
@@ -156,8 +151,7 @@ void boxed_backward(StableIValue* stack, uint64_t num_arguments, uint64_t num_ou
 }
 
 }  // namespace
-}  // namespace attention
-}  // namespace flashmoe
+}  // namespace flashmoe::attention
 
 STABLE_TORCH_LIBRARY_FRAGMENT(flashmoe, library) {
   // needs: bits, 1 for dq, 2 for dk, 4 for dv; None for the others, and for all where this GPU has no backward kernel. At least

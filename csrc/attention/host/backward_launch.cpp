@@ -2,8 +2,7 @@
 
 #include "attention/params/row_dot.h"
 
-namespace flashmoe {
-namespace attention {
+namespace flashmoe::attention {
 namespace {
 
 // Where no kernel of dq runs. Ragged rows: one batch entry of rows_total.
@@ -64,5 +63,4 @@ void run_split(DropoutBackwardParams launched, const BackwardKernels& kernels, S
   host::set_last_kernel(with_dkv ? dkv.symbol : with_dq ? dq.symbol : "");
 }
 
-}  // namespace attention
-}  // namespace flashmoe
+}  // namespace flashmoe::attention

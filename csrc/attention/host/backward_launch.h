@@ -14,8 +14,7 @@
 #include "host/tile_counters.h"
 #include "host/workspace.h"
 
-namespace flashmoe {
-namespace attention {
+namespace flashmoe::attention {
 
 // The bits of the backward operators' `needs`.
 constexpr int64_t kNeedsDq = 1;
@@ -111,5 +110,4 @@ void run_fused(DropoutBackwardParams launched, const BackwardKernels& kernels, Q
   host::set_last_kernel(fused.symbol);
 }
 
-}  // namespace attention
-}  // namespace flashmoe
+}  // namespace flashmoe::attention

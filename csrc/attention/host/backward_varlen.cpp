@@ -14,8 +14,7 @@
 #include "attention/params/fused_backward.h"
 #include "host/copies.h"
 
-namespace flashmoe {
-namespace attention {
+namespace flashmoe::attention {
 namespace {
 
 BackwardKernels select_kernels(const VarlenArguments& arguments, const host::Device& gpu) {
@@ -189,5 +188,4 @@ void backward_varlen_cuda(const VarlenBackwardArguments& arguments, const Gradie
   give_back(results.dv, gradients.dv);
 }
 
-}  // namespace attention
-}  // namespace flashmoe
+}  // namespace flashmoe::attention

@@ -12,8 +12,7 @@
 #include "host/copies.h"
 #include "host/error.h"
 
-namespace flashmoe {
-namespace attention {
+namespace flashmoe::attention {
 namespace {
 
 // Blocks for each multiprocessor: fewer tiles than these divide their items.
@@ -26,18 +25,10 @@ struct BiasGradientArguments : VarlenBackwardArguments {
 BiasGradientArguments take_bias_gradient(host::Arguments& given) {
   BiasGradientArguments arguments;
   VarlenArguments& forward = arguments.forward;
-  arguments.dout = given.tensor();
-  forward.q = given.tensor();
-  forward.k = given.tensor();
-  forward.v = given.tensor();
-  forward.mask = given.tensor();
-  arguments.lse = given.tensor();
-  arguments.row_dot = given.tensor();
+  given.tensors(arguments.dout, forward.q, forward.k, forward.v, forward.mask, arguments.lse, arguments.row_dot);
   forward.scale = given.number();
-  forward.window_left = given.integer();
-  forward.window_right = given.integer();
-  forward.softcap = given.number();
-  forward.dropout_p = given.number();
+  given.integers(forward.window_left, forward.window_right);
+  given.numbers(forward.softcap, forward.dropout_p);
   forward.rng_state = given.optional_tensor();
   arguments.out = host::alias(arguments.dout);  // not read
   arguments.dlse = host::alias(arguments.row_dot);
@@ -125,8 +116,7 @@ void boxed_bias_gradient(StableIValue* stack, uint64_t num_arguments, uint64_t n
 }
 
 }  // namespace
-}  // namespace attention
-}  // namespace flashmoe
+}  // namespace flashmoe::attention
 
 STABLE_TORCH_LIBRARY_IMPL(flashmoe, CUDA, library) {
   library.impl("_attention_bias_gradient", &flashmoe::attention::boxed_bias_gradient);

@@ -6,8 +6,7 @@
 #include "host/cpu_call.h"
 #include "host/last_kernel.h"
 
-namespace flashmoe {
-namespace attention {
+namespace flashmoe::attention {
 
 void forward_cpu(const ForwardArguments& arguments, const ForwardOutputs& outputs) {
   const char* isa = host::checked_isa();
@@ -79,5 +78,4 @@ void append_cpu(const AppendArguments& arguments) {
   append_rows(arguments, arguments.v_cache, arguments.v_new);
 }
 
-}  // namespace attention
-}  // namespace flashmoe
+}  // namespace flashmoe::attention

@@ -11,8 +11,7 @@
 #include "host/last_kernel.h"
 #include "host/launch.h"
 
-namespace flashmoe {
-namespace attention {
+namespace flashmoe::attention {
 namespace {
 
 using host::describe_sizes;
@@ -251,5 +250,4 @@ void append_e4m3_cuda(const E4m3AppendArguments& arguments) {
   host::set_last_kernel(kernel.symbol);
 }
 
-}  // namespace attention
-}  // namespace flashmoe
+}  // namespace flashmoe::attention

@@ -4,8 +4,7 @@
 #include "attention/host/varlen_arguments.h"
 #include "attention/params/e4m3.h"
 
-namespace flashmoe {
-namespace attention {
+namespace flashmoe::attention {
 
 // What a cache's codes are multiplied by: factor, times a float32 tensor [], [heads_kv], [batch, heads_kv], or of four dimensions that is
 // broadcast to the cache: [batch or 1, heads_kv or 1, 1, 1], of pages [pages or 1, 1, heads_kv or 1, 1].
@@ -69,5 +68,4 @@ void forward_e4m3_cuda(const E4m3Arguments& arguments, const ForwardOutputs& out
 void append_e4m3_cpu(const E4m3AppendArguments& arguments);
 void append_e4m3_cuda(const E4m3AppendArguments& arguments);
 
-}  // namespace attention
-}  // namespace flashmoe
+}  // namespace flashmoe::attention

@@ -8,8 +8,7 @@
 #include "attention/host/e4m3.h"
 #include "host/last_kernel.h"
 
-namespace flashmoe {
-namespace attention {
+namespace flashmoe::attention {
 namespace {
 
 uint32_t bits_of(float value) {
@@ -184,5 +183,4 @@ void append_e4m3_cpu(const E4m3AppendArguments& arguments) {
   append_rows(append, append.v_cache, append.v_new, make_scale(arguments.v_scale, append.has_pages()));
 }
 
-}  // namespace attention
-}  // namespace flashmoe
+}  // namespace flashmoe::attention

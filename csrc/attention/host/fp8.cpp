@@ -16,8 +16,7 @@
 #include "host/tile_counters.h"
 #include "host/workspace.h"
 
-namespace flashmoe {
-namespace attention {
+namespace flashmoe::attention {
 namespace {
 
 using host::describe_dtype;
@@ -223,5 +222,4 @@ void forward_fp8_cuda(const Fp8VarlenArguments& arguments, const ForwardOutputs&
   if (!is_whole) host::copy_unpadded(written.out, outputs.out);
 }
 
-}  // namespace attention
-}  // namespace flashmoe
+}  // namespace flashmoe::attention

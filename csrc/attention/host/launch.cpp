@@ -13,8 +13,7 @@
 #include "host/tile_counters.h"
 #include "host/workspace.h"
 
-namespace flashmoe {
-namespace attention {
+namespace flashmoe::attention {
 namespace {
 
 int64_t ceil_div(int64_t value, int64_t divisor) { return (value + divisor - 1) / divisor; }
@@ -132,5 +131,4 @@ void forward_cuda(const ForwardArguments& arguments, const ForwardOutputs& outpu
   return_outputs(operands, outputs);
 }
 
-}  // namespace attention
-}  // namespace flashmoe
+}  // namespace flashmoe::attention

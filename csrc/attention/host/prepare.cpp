@@ -5,8 +5,7 @@
 
 #include "host/copies.h"
 
-namespace flashmoe {
-namespace attention {
+namespace flashmoe::attention {
 namespace {
 
 bool is_scale_positive(const ForwardArguments& arguments) { return static_cast<float>(arguments.scale) > 0.0F; }
@@ -80,5 +79,4 @@ void return_outputs(const Operands& operands, const ForwardOutputs& outputs) {
   if (is_padded(operands.arguments, outputs)) host::copy_unpadded(operands.outputs.out, outputs.out);
 }
 
-}  // namespace attention
-}  // namespace flashmoe
+}  // namespace flashmoe::attention

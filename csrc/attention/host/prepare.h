@@ -9,8 +9,7 @@
 #include "attention/host/arguments.h"
 #include "host/tensor_map.h"
 
-namespace flashmoe {
-namespace attention {
+namespace flashmoe::attention {
 
 // What a kernel is launched with. It need not be what the caller asked for, as long as the result is the same.
 struct Problem {
@@ -44,5 +43,4 @@ TensorMaps encode(const Maps& maps, Dtype dtype, CUtensorMapL2promotion of_keys 
           CUtensorMap{}};
 }
 
-}  // namespace attention
-}  // namespace flashmoe
+}  // namespace flashmoe::attention

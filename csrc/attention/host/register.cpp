@@ -8,8 +8,7 @@
 #include "host/arguments.h"
 #include "host/last_kernel.h"
 
-namespace flashmoe {
-namespace attention {
+namespace flashmoe::attention {
 namespace {
 
 // The operators of schemas.h.
@@ -78,9 +77,7 @@ ForwardOutputs forward(ForwardArguments& arguments, bool with_lse) {
 
 ForwardArguments take_forward(host::Arguments& given, Operator op) {
   ForwardArguments arguments;
-  arguments.q = given.tensor();
-  arguments.k = given.tensor();
-  arguments.v = given.tensor();
+  given.tensors(arguments.q, arguments.k, arguments.v);
   if (op == Operator::kForward) {
     arguments.scale = given.number();
   } else {
@@ -134,8 +131,7 @@ void register_backend(Library& library) {
 }
 
 }  // namespace
-}  // namespace attention
-}  // namespace flashmoe
+}  // namespace flashmoe::attention
 
 STABLE_TORCH_LIBRARY_FRAGMENT(flashmoe, library) { flashmoe::attention::define_dense(library); }
 

@@ -11,8 +11,7 @@
 #include "host/arguments.h"
 #include "host/last_kernel.h"
 
-namespace flashmoe {
-namespace attention {
+namespace flashmoe::attention {
 namespace {
 
 using host::give;
@@ -57,20 +56,12 @@ void take_dropout(host::Arguments& given, VarlenArguments& arguments) {
 VarlenArguments take_forward(host::Arguments& given, bool has_codes = false, bool has_dropout = false) {
   VarlenArguments arguments;
   arguments.has_codes = has_codes;
-  arguments.q = given.tensor();
-  arguments.k = given.tensor();
-  arguments.v = given.tensor();
-  arguments.cu_seqlens_q = given.optional_tensor();
-  arguments.cu_seqlens_k = given.optional_tensor();
-  arguments.seqused_k = given.optional_tensor();
-  arguments.block_table = given.optional_tensor();
-  arguments.sinks = given.optional_tensor();
-  arguments.mask = given.optional_tensor();
-  arguments.max_seqlen_q = given.integer();
-  arguments.max_seqlen_k = given.integer();
+  given.tensors(arguments.q, arguments.k, arguments.v);
+  given.optional_tensors(arguments.cu_seqlens_q, arguments.cu_seqlens_k, arguments.seqused_k, arguments.block_table,
+                         arguments.sinks, arguments.mask);
+  given.integers(arguments.max_seqlen_q, arguments.max_seqlen_k);
   arguments.scale = given.number();
-  arguments.window_left = given.integer();
-  arguments.window_right = given.integer();
+  given.integers(arguments.window_left, arguments.window_right);
   arguments.softcap = given.number();
   arguments.num_splits = given.integer();
   if (has_dropout) take_dropout(given, arguments);
@@ -81,11 +72,7 @@ VarlenArguments take_forward(host::Arguments& given, bool has_codes = false, boo
 AppendArguments take_append(host::Arguments& given, bool has_codes = false) {
   AppendArguments arguments;
   arguments.has_codes = has_codes;
-  arguments.k_cache = given.tensor();
-  arguments.v_cache = given.tensor();
-  arguments.k_new = given.tensor();
-  arguments.v_new = given.tensor();
-  arguments.cache_seqlens = given.tensor();
+  given.tensors(arguments.k_cache, arguments.v_cache, arguments.k_new, arguments.v_new, arguments.cache_seqlens);
   arguments.block_table = given.optional_tensor();
   check_append_arguments(arguments);
   return arguments;
@@ -93,10 +80,8 @@ AppendArguments take_append(host::Arguments& given, bool has_codes = false) {
 
 template <class Taken>
 void take_scales(host::Arguments& given, Taken& arguments) {
-  arguments.k_scale.values = given.optional_tensor();
-  arguments.v_scale.values = given.optional_tensor();
-  arguments.k_scale.factor = given.number();
-  arguments.v_scale.factor = given.number();
+  given.optional_tensors(arguments.k_scale.values, arguments.v_scale.values);
+  given.numbers(arguments.k_scale.factor, arguments.v_scale.factor);
 }
 
 E4m3Arguments take_e4m3(host::Arguments& given) {
@@ -135,20 +120,14 @@ void take_fp8_rest(host::Arguments& given, Operands& operands, Taken& arguments)
   const bool is_f16 = given.flag();
   operands.dtype = is_f16 ? Dtype::kFloat16 : Dtype::kBFloat16;
   operands.torch_dtype = is_f16 ? aoti_torch_dtype_float16() : aoti_torch_dtype_bfloat16();
-  arguments.q_scale.values = given.optional_tensor();
-  arguments.k_scale.values = given.optional_tensor();
-  arguments.v_scale.values = given.optional_tensor();
-  arguments.q_scale.factor = given.number();
-  arguments.k_scale.factor = given.number();
-  arguments.v_scale.factor = given.number();
+  given.optional_tensors(arguments.q_scale.values, arguments.k_scale.values, arguments.v_scale.values);
+  given.numbers(arguments.q_scale.factor, arguments.k_scale.factor, arguments.v_scale.factor);
   check_fp8(arguments);
 }
 
 Fp8Arguments take_fp8(host::Arguments& given) {
   Fp8Arguments arguments;
-  arguments.forward.q = given.tensor();
-  arguments.forward.k = given.tensor();
-  arguments.forward.v = given.tensor();
+  given.tensors(arguments.forward.q, arguments.forward.k, arguments.forward.v);
   arguments.forward.scale = given.number();
   arguments.forward.is_causal = given.flag();
   take_fp8_rest(given, arguments.forward, arguments);
@@ -159,16 +138,11 @@ Fp8VarlenArguments take_fp8_varlen(host::Arguments& given) {
   Fp8VarlenArguments arguments;
   VarlenArguments& varlen = arguments.varlen;
   varlen.has_code_queries = true;
-  varlen.q = given.tensor();
-  varlen.k = given.tensor();
-  varlen.v = given.tensor();
-  varlen.cu_seqlens_q = given.tensor();
-  varlen.cu_seqlens_k = given.tensor();
+  given.tensors(varlen.q, varlen.k, varlen.v, varlen.cu_seqlens_q, varlen.cu_seqlens_k);
   if (!varlen.cu_seqlens_q.is_given()) host::violate("tensor.missing", {{"name", "cu_seqlens_q"}});
   if (!varlen.cu_seqlens_k.is_given()) host::violate("tensor.missing", {{"name", "cu_seqlens_k"}});
   varlen.seqused_k = given.optional_tensor();
-  varlen.max_seqlen_q = given.integer();
-  varlen.max_seqlen_k = given.integer();
+  given.integers(varlen.max_seqlen_q, varlen.max_seqlen_k);
   varlen.scale = given.number();
   varlen.window_right = given.flag() ? 0 : -1;
   take_fp8_rest(given, varlen, arguments);
@@ -266,21 +240,12 @@ void boxed_backward(StableIValue* stack, uint64_t num_arguments, uint64_t num_ou
   host::Arguments given(stack);
   arguments.dout = given.tensor();
   arguments.dlse = given.optional_tensor();
-  forward.q = given.tensor();
-  forward.k = given.tensor();
-  forward.v = given.tensor();
-  forward.cu_seqlens_q = given.optional_tensor();
-  forward.cu_seqlens_k = given.optional_tensor();
-  forward.seqused_k = given.optional_tensor();
-  forward.sinks = given.optional_tensor();
-  forward.mask = given.optional_tensor();
-  arguments.out = given.tensor();
-  arguments.lse = given.tensor();
-  forward.max_seqlen_q = given.integer();
-  forward.max_seqlen_k = given.integer();
+  given.tensors(forward.q, forward.k, forward.v);
+  given.optional_tensors(forward.cu_seqlens_q, forward.cu_seqlens_k, forward.seqused_k, forward.sinks, forward.mask);
+  given.tensors(arguments.out, arguments.lse);
+  given.integers(forward.max_seqlen_q, forward.max_seqlen_k);
   forward.scale = given.number();
-  forward.window_left = given.integer();
-  forward.window_right = given.integer();
+  given.integers(forward.window_left, forward.window_right);
   forward.softcap = given.number();
   const int64_t needs = given.integer();
   if constexpr (kHasDropout) take_dropout(given, forward);
@@ -380,8 +345,7 @@ void register_backend(Library& library) {
 }
 
 }  // namespace
-}  // namespace attention
-}  // namespace flashmoe
+}  // namespace flashmoe::attention
 
 STABLE_TORCH_LIBRARY_FRAGMENT(flashmoe, library) { flashmoe::attention::define_varlen(library); }
 

@@ -1,8 +1,7 @@
 // The schemas of attention's operators. Apart from what implements them: a test registers them without.
 #pragma once
 
-namespace flashmoe {
-namespace attention {
+namespace flashmoe::attention {
 
 template <class Library>
 void define_dense(Library& library) {
@@ -99,5 +98,4 @@ void define_varlen(Library& library) {
       "Tensor? block_table) -> ()");
 }
 
-}  // namespace attention
-}  // namespace flashmoe
+}  // namespace flashmoe::attention

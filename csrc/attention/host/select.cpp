@@ -12,8 +12,7 @@
 
 #include "host/error.h"
 
-namespace flashmoe {
-namespace attention {
+namespace flashmoe::attention {
 namespace {
 
 // The variants of a tile, by the table's words.
@@ -485,5 +484,4 @@ const Kernel& select_append(const host::KernelRequest& request) {
   return select_first(request, "attention_append", "appending to a cache");
 }
 
-}  // namespace attention
-}  // namespace flashmoe
+}  // namespace flashmoe::attention

@@ -6,8 +6,7 @@
 #include "attention/host/axes.h"
 #include "host/find_kernels.h"
 
-namespace flashmoe {
-namespace attention {
+namespace flashmoe::attention {
 
 using host::Dtype;
 using host::Kernel;
@@ -194,5 +193,4 @@ const Kernel& select_dequantize(const host::KernelRequest& request);
 // Copies of rows, which every family does alike: the first that this GPU has, whichever is forced.
 const Kernel& select_append(const host::KernelRequest& request);
 
-}  // namespace attention
-}  // namespace flashmoe
+}  // namespace flashmoe::attention

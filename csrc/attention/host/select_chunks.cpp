@@ -6,8 +6,7 @@
 
 #include "attention/host/select.h"
 
-namespace flashmoe {
-namespace attention {
+namespace flashmoe::attention {
 namespace {
 
 constexpr const char* kFamily = "sm90";
@@ -155,5 +154,4 @@ bool prefers_folded_rows(const SelectorInput& dense, const Choice& chosen) {
          chunk.microseconds < margin * forward_microseconds(dense, *chosen.forward, chosen.num_splits);
 }
 
-}  // namespace attention
-}  // namespace flashmoe
+}  // namespace flashmoe::attention

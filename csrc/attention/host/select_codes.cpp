@@ -4,8 +4,7 @@
 
 #include "attention/host/select.h"
 
-namespace flashmoe {
-namespace attention {
+namespace flashmoe::attention {
 
 const Kernel& select_e4m3(const host::KernelRequest& request, int32_t head_dim) {
   return select_by_head_dim(request, "attention_decode_e4m3", "", head_dim, "a float8_e4m3fn cache");
@@ -62,5 +61,4 @@ const Kernel& select_dequantize(const host::KernelRequest& request) {
   return select_first(request, "attention_dequantize_e4m3", "many rows over a float8_e4m3fn cache");
 }
 
-}  // namespace attention
-}  // namespace flashmoe
+}  // namespace flashmoe::attention

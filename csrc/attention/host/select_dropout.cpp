@@ -3,8 +3,7 @@
 
 #include "attention/host/select.h"
 
-namespace flashmoe {
-namespace attention {
+namespace flashmoe::attention {
 namespace {
 
 bool is_allowed(const host::KernelRequest& request, const char* family) {
@@ -55,5 +54,4 @@ BackwardKernels select_dropout_backward(const host::KernelRequest& request, int3
   refuse_head_dim(request, "the gradient of dropout", head_dim);
 }
 
-}  // namespace attention
-}  // namespace flashmoe
+}  // namespace flashmoe::attention

@@ -6,8 +6,7 @@
 #include "attention/host/select.h"
 #include "attention/params/ordered.h"
 
-namespace flashmoe {
-namespace attention {
+namespace flashmoe::attention {
 namespace {
 
 int64_t ceil_div(int64_t value, int64_t divisor) { return (value + divisor - 1) / divisor; }
@@ -45,5 +44,4 @@ OrderedDecoding select_ordered_decoding(const VarlenSelectorInput& input) {
   return found;
 }
 
-}  // namespace attention
-}  // namespace flashmoe
+}  // namespace flashmoe::attention

@@ -6,8 +6,7 @@
 #include "attention/host/select.h"
 #include "host/error.h"
 
-namespace flashmoe {
-namespace attention {
+namespace flashmoe::attention {
 namespace {
 
 constexpr int64_t kMinKeysPerSplit = 128;
@@ -52,5 +51,4 @@ Division divide_keys(const VarlenSelectorInput& input, const Kernel& kernel) {
   return division;
 }
 
-}  // namespace attention
-}  // namespace flashmoe
+}  // namespace flashmoe::attention

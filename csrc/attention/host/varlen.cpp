@@ -19,8 +19,7 @@
 #include "host/tile_counters.h"
 #include "host/workspace.h"
 
-namespace flashmoe {
-namespace attention {
+namespace flashmoe::attention {
 namespace {
 
 constexpr int64_t kMostSplits = 64;            // blocks that an item is worth putting together from
@@ -153,7 +152,7 @@ void run_chunk(ForwardParams& params, const Choice& choice, const host::CudaCall
   const int64_t tiles = most_row_blocks(params, kernel.block_m / fold) * params.heads_kv * params.num_splits;
   const int64_t grid = host::grid_for(kernel, tiles, call.gpu);
   const bool is_read_once = codes == nullptr && params.seq_q <= kernel.block_m / fold;
-  params.unhinted_tiles = is_read_once && streams_keys(params, kernel, call.gpu) ? sm90::kReadsKeysOnce : 0;
+  params.hints = is_read_once && streams_keys(params, kernel, call.gpu) ? sm90::kReadsKeysOnce : 0;
   host::TileCounter counter;
   if (tiles > grid) {
     counter = host::tile_counter(call);
@@ -167,7 +166,7 @@ void run_chunk(ForwardParams& params, const Choice& choice, const host::CudaCall
   if (choice.combine != nullptr) {
     partials = allocate_partials(params, rows, call);
     combine_grid = ceil_div(rows, choice.combine->block_m);
-    if (adds_up_early(combine_grid, grid, call.gpu)) params.unhinted_tiles += sm90::kStartsNext;
+    if (adds_up_early(combine_grid, grid, call.gpu)) params.hints += sm90::kStartsNext;
   }
   const sm90::ChunkTensorMaps described = codes == nullptr ? sm90::chunk_tensor_maps(params, kernel.block_n)
                                                            : sm90::coded_chunk_tensor_maps(*codes, kernel.block_n);
@@ -349,7 +348,7 @@ void run_decoding(ForwardParams& params, const Kernel& kernel, int64_t num_split
   const int64_t items = ceil_div(rows_of_head, kernel.block_m) * params.heads_kv * params.batch;
   const int64_t tiles = params.num_splits <= 1 ? items : items * (ceil_div(params.seq_k, kernel.block_n) + 1);
   const int64_t grid = std::min(host::grid_for(kernel, tiles, call.gpu), host::kMaxCounters);
-  params.unhinted_tiles = unhinted_tiles(params, kernel, grid, call.gpu);
+  params.hints = unhinted_tiles(params, kernel, grid, call.gpu);
   host::TileCounter counters;
   host::Workspace workspace;
   if (params.num_splits > 1) {
@@ -372,7 +371,7 @@ void run_ordered_decoding(ForwardParams& params, const OrderedDecoding& kernels,
   const Kernel& scores = *kernels.scores;
   const Kernel& values = *kernels.values;
   params.num_splits = kUnboundedSplits;
-  params.unhinted_tiles = scores.axes[axis::kHeadDim] > 64 ? 1 : 0;
+  params.hints = scores.axes[axis::kHeadDim] > 64 ? 1 : 0;
   const int64_t rows_of_head = static_cast<int64_t>(params.seq_q) * params.score_options.folded_heads;
   const int64_t items = ceil_div(rows_of_head, values.block_m) * params.heads_kv * params.batch;
   const int64_t tiles = items * (ceil_div(params.seq_k, scores.block_n) + 1);
@@ -465,5 +464,4 @@ void forward_varlen_cuda(const VarlenArguments& arguments, const ForwardOutputs&
   if (!is_whole) host::copy_unpadded(padded.out, outputs.out);
 }
 
-}  // namespace attention
-}  // namespace flashmoe
+}  // namespace flashmoe::attention

@@ -6,8 +6,7 @@
 #include "attention/params/e4m3.h"
 #include "host/driver.h"
 
-namespace flashmoe {
-namespace attention {
+namespace flashmoe::attention {
 
 // Whether every entry is known to have one row: dense rows alone say that to the host.
 bool has_one_row_each(const VarlenArguments& arguments);
@@ -42,5 +41,4 @@ void run_chunk(ForwardParams& params, const Choice& choice, const host::CudaCall
 // Row blocks that all entries have together, for one head, at most; the lengths are in device memory.
 int64_t most_row_blocks(const ForwardParams& params, int64_t block_m);
 
-}  // namespace attention
-}  // namespace flashmoe
+}  // namespace flashmoe::attention

@@ -11,8 +11,7 @@
 #include "attention/host/varlen_lengths.h"
 #include "host/copies.h"
 
-namespace flashmoe {
-namespace attention {
+namespace flashmoe::attention {
 namespace {
 
 using host::describe_device;
@@ -292,5 +291,4 @@ void check_append_arguments(AppendArguments& arguments) {
   if (k_new.description() == nullptr) check_append_lengths(arguments);
 }
 
-}  // namespace attention
-}  // namespace flashmoe
+}  // namespace flashmoe::attention

@@ -12,8 +12,7 @@
 #include "attention/params/dropout.h"
 #include "host/find_kernels.h"
 
-namespace flashmoe {
-namespace attention {
+namespace flashmoe::attention {
 
 // As num_splits: a row's bits depend on its query, its visible keys and its options alone (select.h).
 constexpr int64_t kConsistent = -1;
@@ -112,5 +111,4 @@ void check_append_arguments(AppendArguments& arguments);
 // is_aligned: of rows of 16-bit elements.
 AppendParams make_append_params(const AppendArguments& arguments);
 
-}  // namespace attention
-}  // namespace flashmoe
+}  // namespace flashmoe::attention

@@ -4,8 +4,7 @@
 
 #include "host/check_values.h"
 
-namespace flashmoe {
-namespace attention {
+namespace flashmoe::attention {
 namespace {
 
 using host::violate;
@@ -141,5 +140,4 @@ void check_append_lengths(const AppendArguments& arguments) {
   }
 }
 
-}  // namespace attention
-}  // namespace flashmoe
+}  // namespace flashmoe::attention

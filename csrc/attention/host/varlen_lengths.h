@@ -3,8 +3,7 @@
 
 #include "attention/host/varlen_arguments.h"
 
-namespace flashmoe {
-namespace attention {
+namespace flashmoe::attention {
 
 // Throws where lengths do not start at 0, decrease, exceed the tensors or max_seqlen, or where a page is none of the tensor's. Reads what lies on the
 // CPU always; of a GPU only where $FLASHMOE_CHECK_VALUES is 1, which waits for the GPU. Kernels hold such numbers to the
@@ -12,5 +11,4 @@ namespace attention {
 void check_varlen_lengths(const VarlenArguments& arguments);
 void check_append_lengths(const AppendArguments& arguments);
 
-}  // namespace attention
-}  // namespace flashmoe
+}  // namespace flashmoe::attention

@@ -11,8 +11,7 @@
 #include "attention/host/varlen_arguments.h"
 #include "host/copies.h"
 
-namespace flashmoe {
-namespace attention {
+namespace flashmoe::attention {
 namespace {
 
 constexpr double kLog2E = 1.4426950408889634;
@@ -173,5 +172,4 @@ ForwardParams make_varlen_params(const VarlenArguments& arguments, const Forward
   return params;
 }
 
-}  // namespace attention
-}  // namespace flashmoe
+}  // namespace flashmoe::attention

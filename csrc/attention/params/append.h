@@ -3,8 +3,7 @@
 
 #include "attention/params/forward.h"
 
-namespace flashmoe {
-namespace attention {
+namespace flashmoe::attention {
 
 // New key i of sequence b becomes key cache_seqlens[b] + i of its cache. It is dropped where the cache has no room for it, or the block
 // table names no page of the cache. The cache is dense, [batch, heads_kv, room, ...], or pages as Batch says.
@@ -31,5 +30,4 @@ struct AppendParams {
   int32_t is_aligned;  // every row starts and ends at a multiple of 16 bytes
 };
 
-}  // namespace attention
-}  // namespace flashmoe
+}  // namespace flashmoe::attention

@@ -4,8 +4,7 @@
 
 #include "attention/params/forward.h"
 
-namespace flashmoe {
-namespace attention {
+namespace flashmoe::attention {
 
 // Rows from one sequence of a dense batch to the next: stride.batch / stride.row. 0 where rows or keys are ragged. For kernels
 // of MaskKind::kRuntime that load by tensor maps.
@@ -66,5 +65,4 @@ struct BackwardParams {
 //   dv = P^T dout,   dS = P * (dout v^T - row_dot),   dq = scale * dS k,   dk = scale * dS^T q.
 // With a softcap dS is multiplied by 1 - tanh^2, which is 1 - score^2 of ScoreOptions before the mask is added.
 
-}  // namespace attention
-}  // namespace flashmoe
+}  // namespace flashmoe::attention

@@ -3,8 +3,7 @@
 
 #include "attention/params/dropout.h"
 
-namespace flashmoe {
-namespace attention {
+namespace flashmoe::attention {
 
 // The derivative with respect to the scores, after a softcap, is P * (D * dout v^T - row_dot), D that of dropout or 1. Its sum over the
 // dimensions in which the mask has one element is the mask's gradient. backward.row_dot is read; dq, dk and dv are not touched.
@@ -22,5 +21,4 @@ struct BiasGradientParams {
   int32_t is_float;
 };
 
-}  // namespace attention
-}  // namespace flashmoe
+}  // namespace flashmoe::attention

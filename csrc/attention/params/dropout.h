@@ -15,8 +15,7 @@
 #include "attention/params/backward.h"
 #include "attention/params/forward.h"
 
-namespace flashmoe {
-namespace attention {
+namespace flashmoe::attention {
 
 struct Dropout {
   const int64_t* rng_state;  // [2]: seed and offset, where the kernel runs
@@ -36,5 +35,4 @@ struct DropoutBackwardParams {
   Dropout dropout;
 };
 
-}  // namespace attention
-}  // namespace flashmoe
+}  // namespace flashmoe::attention

@@ -4,8 +4,7 @@
 #include "attention/params/append.h"
 #include "attention/params/forward.h"
 
-namespace flashmoe {
-namespace attention {
+namespace flashmoe::attention {
 
 // What a cache's codes are multiplied by: factor * values[index * stride + head * head_stride], index that of the sequence or of the page.
 struct CacheScale {
@@ -84,5 +83,4 @@ struct E4m3AppendParams {
   CacheScale v_scale;
 };
 
-}  // namespace attention
-}  // namespace flashmoe
+}  // namespace flashmoe::attention

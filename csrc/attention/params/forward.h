@@ -9,8 +9,7 @@ using int64_t = long long;
 #include <cstdint>
 #endif
 
-namespace flashmoe {
-namespace attention {
+namespace flashmoe::attention {
 
 // Element strides of a [batch, head, row, head_dim] tensor whose last dimension is contiguous.
 struct Strides {
@@ -104,11 +103,11 @@ struct ForwardParams {
   int32_t head_dim_v;  // of v and out; head_dim for the other kernels, which take it from there
   // 1: a row's bits depend on its query, its visible keys and its options alone. The host has chosen the kernel so; a softcap has one form then.
   int32_t is_consistent;
-  // Decoding of large batches: key tiles that a block reads without a cache hint before it reads evict_first; 0: evict_normal throughout.
-  int32_t unhinted_tiles;
+  // What no result depends on. Decoding of large batches: key tiles that a block reads without a cache hint before it reads evict_first; 0:
+  // evict_normal throughout. Chunks: chunk_words.h.
+  int32_t hints;
   Batch sequences;
   ScoreOptions score_options;
 };
 
-}  // namespace attention
-}  // namespace flashmoe
+}  // namespace flashmoe::attention

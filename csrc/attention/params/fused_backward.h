@@ -3,8 +3,7 @@
 
 #include "attention/params/forward.h"
 
-namespace flashmoe {
-namespace attention {
+namespace flashmoe::attention {
 
 constexpr int32_t kFusedTileKeys = 128;  // of the fused kernel
 constexpr int32_t kDqPartialRows = 64;   // of a partial of dq
@@ -55,5 +54,4 @@ struct VarlenFusedQueryParams {
   float scale;
 };
 
-}  // namespace attention
-}  // namespace flashmoe
+}  // namespace flashmoe::attention

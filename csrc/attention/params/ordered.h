@@ -3,10 +3,8 @@
 
 #include "attention/params/forward.h"
 
-namespace flashmoe {
-namespace attention {
+namespace flashmoe::attention {
 
 constexpr int32_t kValueColumns = 32;  // of the output, of a block
 
-}  // namespace attention
-}  // namespace flashmoe
+}  // namespace flashmoe::attention

@@ -3,8 +3,7 @@
 
 #include "attention/params/forward.h"
 
-namespace flashmoe {
-namespace attention {
+namespace flashmoe::attention {
 
 // Ragged rows are one long sequence.
 struct RowDotParams {
@@ -21,5 +20,4 @@ struct RowDotParams {
   int32_t head_dim;  // of out and dout, a multiple of 8
 };
 
-}  // namespace attention
-}  // namespace flashmoe
+}  // namespace flashmoe::attention

@@ -24,8 +24,7 @@
 #include "moe/host/backends.h"
 #include "moe/host/launch.h"
 
-namespace flashmoe {
-namespace linear {
+namespace flashmoe::linear {
 namespace {
 
 using host::Kernel;
@@ -281,8 +280,7 @@ void boxed_linear(StableIValue* stack, uint64_t num_arguments, uint64_t num_outp
 const host::ArgumentCheck kCheck("_linear", [](host::Arguments& given) { take_arguments(given); });
 
 }  // namespace
-}  // namespace linear
-}  // namespace flashmoe
+}  // namespace flashmoe::linear
 
 STABLE_TORCH_LIBRARY_FRAGMENT(flashmoe, library) {
   // x [rows, k], weight [n, k], bias [n]; tile: -1, or which of the tiles that could compute it (tests and timings).

@@ -7,8 +7,7 @@
 
 #include "moe/params/gemm.h"
 
-namespace flashmoe {
-namespace linear {
+namespace flashmoe::linear {
 
 using moe::Activation;
 using moe::GemmParams;
@@ -25,5 +24,4 @@ struct LinearParams {
   int32_t segments;   // kSegments, or 1
 };
 
-}  // namespace linear
-}  // namespace flashmoe
+}  // namespace flashmoe::linear

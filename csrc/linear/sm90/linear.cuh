@@ -11,9 +11,7 @@
 #include "ptx/atomics.cuh"
 #include "ptx/math.cuh"
 
-namespace flashmoe {
-namespace linear {
-namespace sm90 {
+namespace flashmoe::linear::sm90 {
 
 using moe::Weights;
 
@@ -210,6 +208,4 @@ __device__ __forceinline__ void linear(const LinearParams& params, const ptx::Te
   }
 }
 
-}  // namespace sm90
-}  // namespace linear
-}  // namespace flashmoe
+}  // namespace flashmoe::linear::sm90

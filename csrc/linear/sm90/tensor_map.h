@@ -4,9 +4,7 @@
 #include "linear/params/linear.h"
 #include "moe/grouped_gemm/sm90/tensor_map.h"
 
-namespace flashmoe {
-namespace linear {
-namespace sm90 {
+namespace flashmoe::linear::sm90 {
 
 struct LinearTensorMaps {
   moe::sm90::TensorMapArguments a;
@@ -22,6 +20,4 @@ inline LinearTensorMaps linear_tensor_maps(const LinearParams& params, int block
   return own;
 }
 
-}  // namespace sm90
-}  // namespace linear
-}  // namespace flashmoe
+}  // namespace flashmoe::linear::sm90

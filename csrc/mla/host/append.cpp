@@ -11,8 +11,7 @@
 #include "mla/params/append.h"
 #include "mla/params/decode.h"
 
-namespace flashmoe {
-namespace mla {
+namespace flashmoe::mla {
 namespace {
 
 using host::describe_device;
@@ -104,11 +103,8 @@ AppendParams make_params(const AppendArguments& arguments, const Tensor& latents
 
 AppendArguments take_append(host::Arguments& given) {
   AppendArguments arguments;
-  arguments.latents = given.tensor();
-  arguments.kv_cache = given.tensor();
-  arguments.cache_seqlens = given.optional_tensor();
-  arguments.block_table = given.optional_tensor();
-  arguments.slots = given.optional_tensor();
+  given.tensors(arguments.latents, arguments.kv_cache);
+  given.optional_tensors(arguments.cache_seqlens, arguments.block_table, arguments.slots);
   check_latents(arguments);
   check_cache(arguments);
   check_rows(arguments);
@@ -132,5 +128,4 @@ void append_cuda(const AppendArguments& arguments) {
   host::set_last_kernel(kernel->symbol);
 }
 
-}  // namespace mla
-}  // namespace flashmoe
+}  // namespace flashmoe::mla

@@ -4,8 +4,7 @@
 #include "host/arguments.h"
 #include "host/tensor.h"
 
-namespace flashmoe {
-namespace mla {
+namespace flashmoe::mla {
 
 using host::Dtype;
 using host::Tensor;
@@ -30,5 +29,4 @@ AppendArguments take_append(host::Arguments& given);
 // Of a call with tokens.
 void append_cuda(const AppendArguments& arguments);
 
-}  // namespace mla
-}  // namespace flashmoe
+}  // namespace flashmoe::mla

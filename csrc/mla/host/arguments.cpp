@@ -7,8 +7,7 @@
 #include "mla/host/checks.h"
 #include "mla/params/decode.h"
 
-namespace flashmoe {
-namespace mla {
+namespace flashmoe::mla {
 namespace {
 
 using host::describe_device;
@@ -109,11 +108,8 @@ void check_numbers(const DecodeArguments& arguments) {
 
 DecodeArguments take_decode(host::Arguments& given) {
   DecodeArguments arguments;
-  arguments.q = given.tensor();
-  arguments.kv_cache = given.tensor();
-  arguments.cache_seqlens = given.optional_tensor();
-  arguments.block_table = given.optional_tensor();
-  arguments.sinks = given.optional_tensor();
+  given.tensors(arguments.q, arguments.kv_cache);
+  given.optional_tensors(arguments.cache_seqlens, arguments.block_table, arguments.sinks);
   arguments.scale = given.number();
   arguments.is_causal = given.flag();
   arguments.num_splits = given.integer();
@@ -128,5 +124,4 @@ DecodeArguments take_decode(host::Arguments& given) {
   return arguments;
 }
 
-}  // namespace mla
-}  // namespace flashmoe
+}  // namespace flashmoe::mla

@@ -4,8 +4,7 @@
 #include "host/arguments.h"
 #include "host/tensor.h"
 
-namespace flashmoe {
-namespace mla {
+namespace flashmoe::mla {
 
 using host::Dtype;
 using host::Tensor;
@@ -41,5 +40,4 @@ DecodeArguments take_decode(host::Arguments& given);
 // out [batch, tokens, heads, 512], contiguous, and lse [batch, heads, tokens] of a call with rows.
 void decode_cuda(const DecodeArguments& arguments, const Tensor& out, const Tensor& lse);
 
-}  // namespace mla
-}  // namespace flashmoe
+}  // namespace flashmoe::mla

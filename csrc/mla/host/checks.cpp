@@ -4,8 +4,7 @@
 
 #include "mla/params/codes.h"
 
-namespace flashmoe {
-namespace mla {
+namespace flashmoe::mla {
 
 using host::describe_device;
 using host::describe_dtype;
@@ -68,5 +67,4 @@ void check_page_size(const Tensor& cache) {
   }
 }
 
-}  // namespace mla
-}  // namespace flashmoe
+}  // namespace flashmoe::mla

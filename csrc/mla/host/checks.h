@@ -3,8 +3,7 @@
 
 #include "host/tensor.h"
 
-namespace flashmoe {
-namespace mla {
+namespace flashmoe::mla {
 
 using host::Dtype;
 using host::Tensor;
@@ -26,5 +25,4 @@ void check_coded_cache(const Tensor& cache, bool has_pages, int64_t batch);
 
 void check_page_size(const Tensor& cache);
 
-}  // namespace mla
-}  // namespace flashmoe
+}  // namespace flashmoe::mla

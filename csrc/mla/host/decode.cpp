@@ -13,8 +13,7 @@
 #include "mla/params/decode.h"
 #include "mla/sm90/tensor_map.h"
 
-namespace flashmoe {
-namespace mla {
+namespace flashmoe::mla {
 namespace {
 
 using host::Kernel;
@@ -206,5 +205,4 @@ void decode_cuda(const DecodeArguments& arguments, const Tensor& out, const Tens
   host::set_last_kernel(kernel.symbol);
 }
 
-}  // namespace mla
-}  // namespace flashmoe
+}  // namespace flashmoe::mla

@@ -7,8 +7,7 @@
 #include "mla/host/arguments.h"
 #include "mla/params/decode.h"
 
-namespace flashmoe {
-namespace mla {
+namespace flashmoe::mla {
 namespace {
 
 const host::ArgumentCheck kCheckDecode("mla_decode", [](host::Arguments& given) { take_decode(given); });
@@ -38,8 +37,7 @@ void boxed_append(StableIValue* stack, uint64_t num_arguments, uint64_t num_outp
 }
 
 }  // namespace
-}  // namespace mla
-}  // namespace flashmoe
+}  // namespace flashmoe::mla
 
 STABLE_TORCH_LIBRARY_FRAGMENT(flashmoe, library) {
   library.def(

@@ -10,8 +10,7 @@ using int64_t = long long;
 
 #include "mla/params/codes.h"
 
-namespace flashmoe {
-namespace mla {
+namespace flashmoe::mla {
 
 // Token i of sequence b becomes row slots[b * tokens + i] of all pages, or key cache_seqlens[b] + i of the sequence. It is dropped where there
 // is no such row.
@@ -34,5 +33,4 @@ struct AppendParams {
   int32_t room;  // keys of a sequence
 };
 
-}  // namespace mla
-}  // namespace flashmoe
+}  // namespace flashmoe::mla

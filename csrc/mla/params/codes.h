@@ -1,13 +1,11 @@
 // A key of the cache of 8-bit floats, 656 bytes: 512 codes (e4m3), a float32 scale for each 128 of them, 64 rotary values of 16 bits.
 #pragma once
 
-namespace flashmoe {
-namespace mla {
+namespace flashmoe::mla {
 
 constexpr int kScaleColumns = 128;  // of a scale
 constexpr int kScaleBytesOffset = 512;
 constexpr int kRotaryBytesOffset = kScaleBytesOffset + 512 / kScaleColumns * 4;
 constexpr int kCodedKeyBytes = kRotaryBytesOffset + 64 * 2;
 
-}  // namespace mla
-}  // namespace flashmoe
+}  // namespace flashmoe::mla

@@ -8,8 +8,7 @@ using int64_t = long long;
 #include <cstdint>
 #endif
 
-namespace flashmoe {
-namespace mla {
+namespace flashmoe::mla {
 
 constexpr int kHeadDim = 576;    // of a query and a key: the latent, then the rotary columns
 constexpr int kLatentDim = 512;  // of a value, which is the first columns of its key
@@ -60,5 +59,4 @@ struct DecodeParams {
   float scale_log2;       // scale * log2(e), above zero
 };
 
-}  // namespace mla
-}  // namespace flashmoe
+}  // namespace flashmoe::mla

@@ -21,9 +21,7 @@
 #include "ptx/shuffle.cuh"
 #include "ptx/special_registers.cuh"
 
-namespace flashmoe {
-namespace mla {
-namespace sm80 {
+namespace flashmoe::mla::sm80 {
 
 using attention::mma_sync::RowState;
 
@@ -317,6 +315,4 @@ __device__ __forceinline__ void decode(const DecodeParams& params) {
   }
 }
 
-}  // namespace sm80
-}  // namespace mla
-}  // namespace flashmoe
+}  // namespace flashmoe::mla::sm80

@@ -14,9 +14,7 @@
 #include "ptx/shuffle.cuh"
 #include "ptx/special_registers.cuh"
 
-namespace flashmoe {
-namespace mla {
-namespace sm80 {
+namespace flashmoe::mla::sm80 {
 
 // Page of a sequence's key, a number from the table that is kept within the cache.
 __device__ __forceinline__ int page_of(const DecodeParams& params, int batch, int index) {
@@ -209,6 +207,4 @@ __device__ __forceinline__ void load_query(uint32_t (&Q_rmem)[Spec::kMmaM][Spec:
     }
 }
 
-}  // namespace sm80
-}  // namespace mla
-}  // namespace flashmoe
+}  // namespace flashmoe::mla::sm80

@@ -6,9 +6,7 @@
 #include "ptx/mma.cuh"
 #include "ptx/types.cuh"
 
-namespace flashmoe {
-namespace mla {
-namespace sm80 {
+namespace flashmoe::mla::sm80 {
 
 // Four warps share each group of rows: in Q K^T each adds up a quarter of the head dim (every fourth step of 16 columns), and in P V each
 // has a quarter of the output's columns. Their sums of scores meet in shared memory; every warp then has all scores of its rows, and P in
@@ -56,6 +54,4 @@ struct DecodeSpec {
   static_assert(kNumStages >= 2, "a key block is multiplied while another one loads");
 };
 
-}  // namespace sm80
-}  // namespace mla
-}  // namespace flashmoe
+}  // namespace flashmoe::mla::sm80

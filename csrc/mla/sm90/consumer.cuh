@@ -29,9 +29,7 @@
 #include "ptx/stmatrix.cuh"
 #include "ptx/wgmma.cuh"
 
-namespace flashmoe {
-namespace mla {
-namespace sm90 {
+namespace flashmoe::mla::sm90 {
 
 template <typename Spec>
 struct Consumer {
@@ -430,6 +428,4 @@ struct Consumer {
   }
 };
 
-}  // namespace sm90
-}  // namespace mla
-}  // namespace flashmoe
+}  // namespace flashmoe::mla::sm90

@@ -16,9 +16,7 @@
 #include "ptx/memory.cuh"
 #include "ptx/special_registers.cuh"
 
-namespace flashmoe {
-namespace mla {
-namespace sm90 {
+namespace flashmoe::mla::sm90 {
 
 template <typename Spec>
 struct Converter {
@@ -162,6 +160,4 @@ struct Converter {
   }
 };
 
-}  // namespace sm90
-}  // namespace mla
-}  // namespace flashmoe
+}  // namespace flashmoe::mla::sm90

@@ -17,9 +17,7 @@
 #include "ptx/shuffle.cuh"
 #include "ptx/special_registers.cuh"
 
-namespace flashmoe {
-namespace mla {
-namespace sm90 {
+namespace flashmoe::mla::sm90 {
 
 template <typename Spec>
 __device__ __forceinline__ void init_barriers(const SharedMemory<Spec>& shared) {
@@ -90,6 +88,4 @@ __device__ __forceinline__ void decode(const DecodeParams& params, const ptx::Te
   Consumer<Spec>(params, shared, warpgroup - Spec::kFirstConsumer, row_tile).run(plan);
 }
 
-}  // namespace sm90
-}  // namespace mla
-}  // namespace flashmoe
+}  // namespace flashmoe::mla::sm90

@@ -9,9 +9,7 @@
 #include "ptx/special_registers.cuh"
 #include "ptx/tma.cuh"
 
-namespace flashmoe {
-namespace mla {
-namespace sm90 {
+namespace flashmoe::mla::sm90 {
 
 // Whether a block reaches past the sequence's keys: its tail may hold anything, or lie in pages of nobody.
 template <typename Spec>
@@ -150,6 +148,4 @@ __device__ __forceinline__ void zero_tails(Plan& plan, const SharedMemory<Spec>&
   }
 }
 
-}  // namespace sm90
-}  // namespace mla
-}  // namespace flashmoe
+}  // namespace flashmoe::mla::sm90

@@ -5,9 +5,7 @@
 #include "mla/params/decode.h"
 #include "ptx/mbarrier.cuh"
 
-namespace flashmoe {
-namespace mla {
-namespace sm90 {
+namespace flashmoe::mla::sm90 {
 
 // Slabs of a key block that are loaded and released together: the left half of V, the right half, the rotary columns.
 enum KeyGroup : int { kLeft, kRight, kRotary, kNumGroups };
@@ -136,6 +134,4 @@ struct StageUses {
   }
 };
 
-}  // namespace sm90
-}  // namespace mla
-}  // namespace flashmoe
+}  // namespace flashmoe::mla::sm90

@@ -5,9 +5,7 @@
 #include "mla/params/codes.h"
 #include "mla/params/decode.h"
 
-namespace flashmoe {
-namespace mla {
-namespace sm90 {
+namespace flashmoe::mla::sm90 {
 
 struct DecodeTensorMaps {
   attention::sm90::TensorMapArguments q;
@@ -35,6 +33,4 @@ inline DecodeTensorMaps decode_tensor_maps(const DecodeParams& params, int) {
                                                                 params.num_pages, params.box_rows)};
 }
 
-}  // namespace sm90
-}  // namespace mla
-}  // namespace flashmoe
+}  // namespace flashmoe::mla::sm90

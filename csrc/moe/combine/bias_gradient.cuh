@@ -8,8 +8,7 @@
 #include "moe/combine/combine.cuh"
 #include "ptx/barrier.cuh"
 
-namespace flashmoe {
-namespace moe {
+namespace flashmoe::moe {
 
 constexpr int kBlockColumns = 64;
 constexpr int kOctetLanes = kBlockColumns / kLaneColumns;
@@ -88,5 +87,4 @@ __device__ __forceinline__ void bias_gradient(const BiasGradientParams& params) 
   ptx::st_global_32(d_gmem + pair, pack<Element>(low, high));
 }
 
-}  // namespace moe
-}  // namespace flashmoe
+}  // namespace flashmoe::moe

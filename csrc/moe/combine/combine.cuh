@@ -17,8 +17,7 @@
 #include "ptx/shuffle.cuh"
 #include "ptx/special_registers.cuh"
 
-namespace flashmoe {
-namespace moe {
+namespace flashmoe::moe {
 
 constexpr int kLaneColumns = 8;  // one 16-byte load
 constexpr int kWarpColumns = 32 * kLaneColumns;
@@ -204,5 +203,4 @@ __device__ __forceinline__ void combine_backward(const CombineParams& params) {
   }
 }
 
-}  // namespace moe
-}  // namespace flashmoe
+}  // namespace flashmoe::moe

@@ -9,8 +9,7 @@
 #include "ptx/shuffle.cuh"
 #include "ptx/special_registers.cuh"
 
-namespace flashmoe {
-namespace moe {
+namespace flashmoe::moe {
 
 template <typename Element_, int kNumWarps_>
 struct GatherSpec {
@@ -56,5 +55,4 @@ __device__ __forceinline__ void gather(const GatherParams& params) {
   }
 }
 
-}  // namespace moe
-}  // namespace flashmoe
+}  // namespace flashmoe::moe

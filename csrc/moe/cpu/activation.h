@@ -6,8 +6,7 @@
 #include "cpu/exp2.h"
 #include "moe/params/gemm.h"
 
-namespace flashmoe {
-namespace cpu {
+namespace flashmoe::cpu {
 namespace {
 
 using moe::Activation;
@@ -143,5 +142,4 @@ inline void with_activation(Activation activation, Body body) {
 }
 
 }  // namespace
-}  // namespace cpu
-}  // namespace flashmoe
+}  // namespace flashmoe::cpu

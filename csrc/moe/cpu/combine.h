@@ -5,8 +5,7 @@
 
 #include "moe/cpu/grouped_gemm.h"
 
-namespace flashmoe {
-namespace cpu {
+namespace flashmoe::cpu {
 namespace {
 
 using moe::BiasGradientParams;
@@ -116,5 +115,4 @@ inline void multiply(const GemmTask& task, void* memory) {
 }
 
 }  // namespace
-}  // namespace cpu
-}  // namespace flashmoe
+}  // namespace flashmoe::cpu

@@ -14,8 +14,7 @@
 #include "moe/cpu/activation.h"
 #include "moe/cpu/kernel.h"
 
-namespace flashmoe {
-namespace cpu {
+namespace flashmoe::cpu {
 namespace {
 
 using moe::GemmParams;
@@ -277,5 +276,4 @@ inline void multiply_as(const GemmTask& task, void* memory) {
 inline size_t gemm_scratch_bytes(int32_t rows, int32_t panels) { return GemmScratch(nullptr, rows, panels).bytes; }
 
 }  // namespace
-}  // namespace cpu
-}  // namespace flashmoe
+}  // namespace flashmoe::cpu

@@ -9,8 +9,7 @@
 #include "moe/params/gemm.h"
 #include "moe/params/routing.h"
 
-namespace flashmoe {
-namespace cpu {
+namespace flashmoe::cpu {
 
 enum class MoeProduct { kPlain, kGated, kGatedBackward, kWeightGradient };
 
@@ -46,5 +45,4 @@ extern const MoeKernel kMoeAvx2Kernel;
 extern const MoeKernel kMoeAvx512Kernel;
 extern const MoeKernel kMoeAvx512Bf16Kernel;
 
-}  // namespace cpu
-}  // namespace flashmoe
+}  // namespace flashmoe::cpu

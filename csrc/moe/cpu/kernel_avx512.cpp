@@ -6,11 +6,9 @@
 
 #include "moe/cpu/combine.h"
 
-namespace flashmoe {
-namespace cpu {
+namespace flashmoe::cpu {
 
 extern const MoeKernel kMoeAvx512Kernel = {kPanelColumns, gemm_scratch_bytes, multiply,
                                            combine,       weight_gradients,   bias_gradient};
 
-}  // namespace cpu
-}  // namespace flashmoe
+}  // namespace flashmoe::cpu

@@ -8,8 +8,7 @@
 
 #include "moe/cpu/grouped_gemm.h"
 
-namespace flashmoe {
-namespace cpu {
+namespace flashmoe::cpu {
 namespace {
 
 // Only the product of bf16 has something to gain here; the rest would be compiled a second time.
@@ -32,5 +31,4 @@ void bias_gradient(const moe::BiasGradientParams& params, ScalarType type, int64
 extern const MoeKernel kMoeAvx512Bf16Kernel = {kPanelColumns, gemm_scratch_bytes, multiply_bf16,
                                                combine,       weight_gradients,   bias_gradient};
 
-}  // namespace cpu
-}  // namespace flashmoe
+}  // namespace flashmoe::cpu

@@ -4,11 +4,9 @@
 
 #include "moe/cpu/combine.h"
 
-namespace flashmoe {
-namespace cpu {
+namespace flashmoe::cpu {
 
 extern const MoeKernel kMoeBaselineKernel = {kPanelColumns, gemm_scratch_bytes, multiply,
                                              combine,       weight_gradients,   bias_gradient};
 
-}  // namespace cpu
-}  // namespace flashmoe
+}  // namespace flashmoe::cpu

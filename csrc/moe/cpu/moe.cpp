@@ -13,8 +13,7 @@
 #include "cpu/isa.h"
 #include "moe/params/mxfp4.h"
 
-namespace flashmoe {
-namespace cpu {
+namespace flashmoe::cpu {
 namespace {
 
 // Rows that share a packed panel: packing it then takes 3% of the time, and what a task packs of its rows (280 KiB) stays in
@@ -152,5 +151,4 @@ void moe_bias_gradient(const moe::BiasGradientParams& params, ScalarType type, c
   divide(params.experts, pool, [&](int64_t begin, int64_t end) { kernel.bias_gradient(params, type, begin, end); });
 }
 
-}  // namespace cpu
-}  // namespace flashmoe
+}  // namespace flashmoe::cpu

@@ -8,8 +8,7 @@
 #include "cpu/thread_pool.h"
 #include "moe/cpu/kernel.h"
 
-namespace flashmoe {
-namespace cpu {
+namespace flashmoe::cpu {
 
 struct Pool {
   ParallelFor parallel_for;
@@ -45,5 +44,4 @@ void moe_sort(const moe::SortParams& params);
 // On one thread, too; counts need not be zero before.
 void moe_route(const moe::RouteParams& params);
 
-}  // namespace cpu
-}  // namespace flashmoe
+}  // namespace flashmoe::cpu

@@ -7,8 +7,7 @@
 
 #include "moe/cpu/moe.h"
 
-namespace flashmoe {
-namespace cpu {
+namespace flashmoe::cpu {
 namespace {
 
 using moe::Scalar;
@@ -158,5 +157,4 @@ void moe_route(const moe::RouteParams& params) {
   }
 }
 
-}  // namespace cpu
-}  // namespace flashmoe
+}  // namespace flashmoe::cpu

@@ -17,8 +17,7 @@
 #include "moe/params/gemm.h"
 #include "ptx/math.cuh"
 
-namespace flashmoe {
-namespace moe {
+namespace flashmoe::moe {
 
 constexpr float kClampLimit = 7.0f;
 constexpr float kClampAlpha = 1.702f;
@@ -111,5 +110,4 @@ __device__ __forceinline__ void with_activation(Activation activation, Run run) 
   }
 }
 
-}  // namespace moe
-}  // namespace flashmoe
+}  // namespace flashmoe::moe

@@ -11,8 +11,7 @@
 #include "ptx/permute.cuh"
 #include "ptx/types.cuh"
 
-namespace flashmoe {
-namespace moe {
+namespace flashmoe::moe {
 
 // Any of four scales beyond what one factor can be.
 __device__ __forceinline__ bool has_large_scale(uint32_t scales) { return (scales & 0x80808080u) != 0; }
@@ -81,5 +80,4 @@ struct Mxfp4Scale {
   }
 };
 
-}  // namespace moe
-}  // namespace flashmoe
+}  // namespace flashmoe::moe

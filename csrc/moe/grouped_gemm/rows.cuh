@@ -4,8 +4,7 @@
 #include "moe/params/gemm.h"
 #include "ptx/memory.cuh"
 
-namespace flashmoe {
-namespace moe {
+namespace flashmoe::moe {
 
 // expert: 0 to params.experts; its rows end where those of the next one begin.
 __device__ __forceinline__ int first_row_of(const GemmParams& params, int expert) {
@@ -13,5 +12,4 @@ __device__ __forceinline__ int first_row_of(const GemmParams& params, int expert
   return static_cast<int>(ptx::ld_global_32(params.expert_offsets + expert));
 }
 
-}  // namespace moe
-}  // namespace flashmoe
+}  // namespace flashmoe::moe

@@ -13,8 +13,7 @@
 #include "ptx/shuffle.cuh"
 #include "ptx/special_registers.cuh"
 
-namespace flashmoe {
-namespace moe {
+namespace flashmoe::moe {
 
 // Rows first_row to end_row - 1 belong to the expert; the tile may reach past them. expert < 0 ends the work.
 struct Tile {
@@ -91,5 +90,4 @@ struct ExpertWindow {
   }
 };
 
-}  // namespace moe
-}  // namespace flashmoe
+}  // namespace flashmoe::moe

@@ -1,8 +1,7 @@
 // How the weights of an expert, B [n, k], lie in memory.
 #pragma once
 
-namespace flashmoe {
-namespace moe {
+namespace flashmoe::moe {
 
 enum class Weights {
   kNk,       // [experts, n, k]
@@ -10,5 +9,4 @@ enum class Weights {
   kKnPairs,  // as kKn, the columns of gate and up interleaved
 };
 
-}  // namespace moe
-}  // namespace flashmoe
+}  // namespace flashmoe::moe

@@ -8,8 +8,7 @@
 #include "host/check_values.h"
 #include "host/copies.h"
 
-namespace flashmoe {
-namespace moe {
+namespace flashmoe::moe {
 
 using host::describe_device;
 
@@ -275,5 +274,4 @@ void check_grouped_sizes(const Common& common, int64_t experts, int64_t n, int64
   check_gpu_multiple(common, n, "n");
 }
 
-}  // namespace moe
-}  // namespace flashmoe
+}  // namespace flashmoe::moe

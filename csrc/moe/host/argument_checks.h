@@ -9,8 +9,7 @@
 #include "host/arguments.h"
 #include "moe/host/arguments.h"
 
-namespace flashmoe {
-namespace moe {
+namespace flashmoe::moe {
 
 using host::describe_dtype;
 using host::describe_sizes;
@@ -93,5 +92,4 @@ void check_tokens(LayerArguments& arguments, const First& x);
 // Of a grouped product.
 void check_grouped_sizes(const Common& common, int64_t experts, int64_t n, int64_t k);
 
-}  // namespace moe
-}  // namespace flashmoe
+}  // namespace flashmoe::moe

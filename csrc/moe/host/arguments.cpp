@@ -9,8 +9,7 @@
 #include "host/copies.h"
 #include "moe/host/argument_checks.h"
 
-namespace flashmoe {
-namespace moe {
+namespace flashmoe::moe {
 
 ExpertWeights view_weights(const Tensor& tensor, bool is_transposed) {
   const int64_t* sizes = tensor.sizes();
@@ -51,10 +50,7 @@ LayerArguments take_layer(host::Arguments& given) {
   arguments.w2 = needed.take("w2");
   routing.topk_weights = needed.take("topk_weights");
   routing.ids = needed.take("topk_ids");
-  arguments.b13 = given.optional_tensor();
-  arguments.b2 = given.optional_tensor();
-  routing.expert_map = given.optional_tensor();
-  arguments.shared = given.optional_tensor();
+  given.optional_tensors(arguments.b13, arguments.b2, routing.expert_map, arguments.shared);
   const std::string activation = given.text(), layout = given.text();
   arguments.shape.is_transposed = given.flag();
   arguments.shape.activation = activation_of(activation);
@@ -109,8 +105,7 @@ LayerBackwardArguments take_layer_backward(host::Arguments& given) {
   arguments.x = needed.take("x");
   arguments.w13 = needed.take("w13");
   arguments.w2 = needed.take("w2");
-  arguments.b13 = given.optional_tensor();
-  arguments.b2 = given.optional_tensor();
+  given.optional_tensors(arguments.b13, arguments.b2);
   arguments.preactivation = needed.take("preactivation");
   sorted.expert_offsets = needed.take("expert_offsets");
   sorted.row_slots = needed.take("row_slots");
@@ -208,5 +203,4 @@ Scalar scalar_of(const Tensor& tensor) {
   host::fail(host::ErrorCode::kInternal, "a tensor of ", describe_dtype(dtype), " where its dtype was checked before");
 }
 
-}  // namespace moe
-}  // namespace flashmoe
+}  // namespace flashmoe::moe

@@ -14,8 +14,7 @@
 #include "moe/params/gemm.h"
 #include "moe/params/routing.h"
 
-namespace flashmoe {
-namespace moe {
+namespace flashmoe::moe {
 
 using host::Dtype;
 using host::Tensor;
@@ -242,5 +241,4 @@ void check_blocks(const LayerShape& shape);
 // Of a tensor's elements; only float32, float16, bfloat16, int32 and int64 have one.
 Scalar scalar_of(const Tensor& tensor);
 
-}  // namespace moe
-}  // namespace flashmoe
+}  // namespace flashmoe::moe

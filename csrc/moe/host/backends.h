@@ -4,8 +4,7 @@
 
 #include "moe/host/arguments.h"
 
-namespace flashmoe {
-namespace moe {
+namespace flashmoe::moe {
 
 void route_cpu(const RouteArguments& arguments, const RouteOutputs& outputs);
 void route_cuda(const RouteArguments& arguments, const RouteOutputs& outputs);
@@ -41,5 +40,4 @@ void boxed_scaled_kept(StableIValue* stack, uint64_t num_arguments, uint64_t num
 void boxed_scaled_backward(StableIValue* stack, uint64_t num_arguments, uint64_t num_outputs);
 void boxed_quantize_weights(StableIValue* stack, uint64_t num_arguments, uint64_t num_outputs);
 
-}  // namespace moe
-}  // namespace flashmoe
+}  // namespace flashmoe::moe

@@ -6,8 +6,7 @@
 #include "moe/host/backends.h"
 #include "moe/host/launch.h"
 
-namespace flashmoe {
-namespace moe {
+namespace flashmoe::moe {
 namespace {
 
 // The layer's tensors, as the kernels can load them; weights with n and k swapped: dz = (dout W2) ..., dx = dz W13.
@@ -185,5 +184,4 @@ void layer_backward_cuda(const LayerBackwardArguments& arguments, const LayerGra
   BackwardCall(arguments, gradients).run();
 }
 
-}  // namespace moe
-}  // namespace flashmoe
+}  // namespace flashmoe::moe

@@ -11,8 +11,7 @@
 #include "moe/host/prepare.h"
 #include "moe/params/mxfp4.h"
 
-namespace flashmoe {
-namespace moe {
+namespace flashmoe::moe {
 namespace {
 
 using cpu::MoeProduct;
@@ -254,5 +253,4 @@ void grouped_gradient_cpu(const GroupedGradientArguments& arguments, const Tenso
   call.done();
 }
 
-}  // namespace moe
-}  // namespace flashmoe
+}  // namespace flashmoe::moe

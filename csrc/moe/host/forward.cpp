@@ -8,8 +8,7 @@
 #include "moe/host/backends.h"
 #include "moe/host/launch.h"
 
-namespace flashmoe {
-namespace moe {
+namespace flashmoe::moe {
 namespace {
 
 // For kernels whose tensors' dtypes are parameters.
@@ -142,5 +141,4 @@ void grouped_gradient_cuda(const GroupedGradientArguments& arguments, const Tens
   run_alone(product, call);
 }
 
-}  // namespace moe
-}  // namespace flashmoe
+}  // namespace flashmoe::moe

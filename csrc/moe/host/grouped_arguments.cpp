@@ -1,8 +1,7 @@
 #include "host/copies.h"
 #include "moe/host/argument_checks.h"
 
-namespace flashmoe {
-namespace moe {
+namespace flashmoe::moe {
 namespace {
 
 Common check_grouped_kinds(const Tensor& a, const Tensor& b, const Tensor& offsets) {
@@ -61,5 +60,4 @@ GroupedGradientArguments take_grouped_gradient(host::Arguments& given) {
   return arguments;
 }
 
-}  // namespace moe
-}  // namespace flashmoe
+}  // namespace flashmoe::moe

@@ -5,8 +5,7 @@
 #include "moe/host/sort_plan.h"
 #include "moe/host/tensor_maps.h"
 
-namespace flashmoe {
-namespace moe {
+namespace flashmoe::moe {
 namespace {
 
 GemmParams& gemm_of(GemmParams& params) { return params; }
@@ -89,5 +88,4 @@ void set_early_ids(GemmParams& params, const SortArguments& routing) {
   params.id_bytes = scalar_of(routing.ids) == Scalar::kInt64 ? 8 : 4;
 }
 
-}  // namespace moe
-}  // namespace flashmoe
+}  // namespace flashmoe::moe

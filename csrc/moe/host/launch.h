@@ -21,8 +21,7 @@
 #include "moe/params/mxfp4.h"
 #include "moe/params/scaled.h"
 
-namespace flashmoe {
-namespace moe {
+namespace flashmoe::moe {
 
 // One call's list, with what its kernels share.
 class CallList {
@@ -123,5 +122,4 @@ GroupedGemm make_gemm(Product product, const host::KernelRequest& request, const
 // A gated product for few rows requests weights by the experts of the slots, before the sort has ended.
 void set_early_ids(GemmParams& params, const SortArguments& routing);
 
-}  // namespace moe
-}  // namespace flashmoe
+}  // namespace flashmoe::moe

@@ -5,8 +5,7 @@
 #include "moe/host/backends.h"
 #include "moe/host/launch.h"
 
-namespace flashmoe {
-namespace moe {
+namespace flashmoe::moe {
 namespace {
 
 constexpr int32_t kPackedCapability = 90;  // of the only kernels for packed weights
@@ -106,5 +105,4 @@ void mxfp4_cuda(const Mxfp4Arguments& arguments, const Tensor& out) {
   host::set_last_kernel(gated.kernel().symbol);
 }
 
-}  // namespace moe
-}  // namespace flashmoe
+}  // namespace flashmoe::moe

@@ -4,8 +4,7 @@
 
 #include "host/copies.h"
 
-namespace flashmoe {
-namespace moe {
+namespace flashmoe::moe {
 namespace {
 
 bool is_aligned(const Tensor& tensor) {
@@ -197,5 +196,4 @@ BiasGradientParams bias_gradient_params(const LayerShape& shape, const Sorted& s
   return params;
 }
 
-}  // namespace moe
-}  // namespace flashmoe
+}  // namespace flashmoe::moe

@@ -5,8 +5,7 @@
 #include "moe/host/arguments.h"
 #include "moe/host/select.h"
 
-namespace flashmoe {
-namespace moe {
+namespace flashmoe::moe {
 
 inline int64_t ceil_div(int64_t value, int64_t divisor) { return (value + divisor - 1) / divisor; }
 
@@ -80,5 +79,4 @@ inline bool needs_rows(const LayerBackwardArguments& arguments) {
 }
 inline bool needs_dz(const LayerBackwardArguments& arguments) { return (arguments.needs & ~kNeedB2) != 0; }
 
-}  // namespace moe
-}  // namespace flashmoe
+}  // namespace flashmoe::moe

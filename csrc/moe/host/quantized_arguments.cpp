@@ -6,8 +6,7 @@
 #include "moe/params/mxfp4.h"
 #include "moe/params/scaled.h"
 
-namespace flashmoe {
-namespace moe {
+namespace flashmoe::moe {
 namespace {
 
 void take_weights(Needed& needed, LayerArguments& arguments) {
@@ -89,9 +88,7 @@ ScaledArguments take_scaled(host::Arguments& given) {
   arguments.w13_scale = needed.take("w13_scale");
   arguments.w2_scale = needed.take("w2_scale");
   take_routing(needed, arguments);
-  arguments.x_scale = given.optional_tensor();
-  routing.expert_map = given.optional_tensor();
-  arguments.shared = given.optional_tensor();
+  given.optional_tensors(arguments.x_scale, routing.expert_map, arguments.shared);
   shape.activation = activation_of(given.text());
   needed.check();
   const First x{arguments.x, "x"};
@@ -136,13 +133,9 @@ Mxfp4Arguments take_mxfp4(host::Arguments& given) {
   SortArguments& routing = arguments.routing;
   LayerShape& shape = arguments.shape;
   take_weights(needed, arguments);
-  arguments.w13_scale = given.optional_tensor();
-  arguments.w2_scale = given.optional_tensor();
+  given.optional_tensors(arguments.w13_scale, arguments.w2_scale);
   take_routing(needed, arguments);
-  arguments.b13 = given.optional_tensor();
-  arguments.b2 = given.optional_tensor();
-  routing.expert_map = given.optional_tensor();
-  arguments.shared = given.optional_tensor();
+  given.optional_tensors(arguments.b13, arguments.b2, routing.expert_map, arguments.shared);
   const std::string activation = given.text(), layout = given.text();
   shape.activation = activation_of(activation);
   shape.is_interleaved = is_interleaved_of(layout);
@@ -178,5 +171,4 @@ void check_blocks(const LayerShape& shape) {
   }
 }
 
-}  // namespace moe
-}  // namespace flashmoe
+}  // namespace flashmoe::moe

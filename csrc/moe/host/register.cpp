@@ -8,8 +8,7 @@
 #include "host/last_kernel.h"
 #include "moe/host/backends.h"
 
-namespace flashmoe {
-namespace moe {
+namespace flashmoe::moe {
 namespace {
 
 using host::give;
@@ -289,8 +288,7 @@ void boxed_scaled(StableIValue* stack, uint64_t num_arguments, uint64_t num_outp
   stack[0] = give(std::move(outputs.out));
 }
 
-}  // namespace moe
-}  // namespace flashmoe
+}  // namespace flashmoe::moe
 
 STABLE_TORCH_LIBRARY_FRAGMENT(flashmoe, library) {
   const std::string layer =

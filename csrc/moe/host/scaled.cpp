@@ -8,8 +8,7 @@
 #include "moe/host/launch.h"
 #include "moe/host/scaled.h"
 
-namespace flashmoe {
-namespace moe {
+namespace flashmoe::moe {
 namespace {
 
 // A tensor of e4m3 whose rows the kernels can load, or a copy of it: strides of whole 16 bytes, no dimension that repeats.
@@ -155,5 +154,4 @@ void scaled_cuda(const ScaledArguments& arguments, const LayerOutputs& outputs) 
   host::set_last_kernel(gated.kernel().symbol);
 }
 
-}  // namespace moe
-}  // namespace flashmoe
+}  // namespace flashmoe::moe

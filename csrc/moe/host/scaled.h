@@ -3,8 +3,7 @@
 
 #include "moe/host/launch.h"
 
-namespace flashmoe {
-namespace moe {
+namespace flashmoe::moe {
 
 // The kernel for so many rows, and the weights [experts, n, k], two of which are one element of the kernel's 16-bit type.
 ScaledGemm make_scaled_gemm(Product product, host::KernelRequest request, int64_t slots, int64_t experts,
@@ -12,5 +11,4 @@ ScaledGemm make_scaled_gemm(Product product, host::KernelRequest request, int64_
 
 void set_scaled_operands(ScaledGemmParams& params, const Rows& values, const float* scales, void* d, int64_t d_stride);
 
-}  // namespace moe
-}  // namespace flashmoe
+}  // namespace flashmoe::moe

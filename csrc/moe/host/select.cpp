@@ -7,8 +7,7 @@
 #include <tuple>
 #include <vector>
 
-namespace flashmoe {
-namespace moe {
+namespace flashmoe::moe {
 namespace {
 
 using host::KernelList;
@@ -202,5 +201,4 @@ const Kernel& select_step(const KernelRequest& request, Step step) {
   return *known;
 }
 
-}  // namespace moe
-}  // namespace flashmoe
+}  // namespace flashmoe::moe

@@ -4,8 +4,7 @@
 #include <algorithm>
 #include <cstdint>
 
-namespace flashmoe {
-namespace moe {
+namespace flashmoe::moe {
 
 constexpr int64_t kOneBlockSlots = 1024;  // up to here one block sorts everything
 constexpr int64_t kSortBlockSlots = 256;  // what a block of several takes at least
@@ -23,5 +22,4 @@ inline int64_t sort_workspace(int64_t slots, int64_t experts) {
   return blocks == 1 ? 0 : blocks * experts;
 }
 
-}  // namespace moe
-}  // namespace flashmoe
+}  // namespace flashmoe::moe

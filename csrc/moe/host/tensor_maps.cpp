@@ -7,8 +7,7 @@
 #include "moe/weight_gradient/sm90/scaled_tensor_map.h"
 #include "moe/weight_gradient/sm90/tensor_map.h"
 
-namespace flashmoe {
-namespace moe {
+namespace flashmoe::moe {
 
 // One family has tensor maps, sm90.
 void make_tensor_maps(Product product, const GemmParams& params, const Kernel& kernel, CUtensorMap* maps) {
@@ -105,5 +104,4 @@ void make_tensor_maps(Product product, const Mxfp4GemmParams& params, const Kern
   }
 }
 
-}  // namespace moe
-}  // namespace flashmoe
+}  // namespace flashmoe::moe

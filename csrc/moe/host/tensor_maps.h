@@ -8,13 +8,11 @@
 #include "moe/params/mxfp4.h"
 #include "moe/params/scaled.h"
 
-namespace flashmoe {
-namespace moe {
+namespace flashmoe::moe {
 
 // Writes kernel.num_tensor_maps of them, in the order of operations.toml.
 void make_tensor_maps(Product product, const GemmParams& params, const Kernel& kernel, CUtensorMap* maps);
 void make_tensor_maps(Product product, const ScaledGemmParams& params, const Kernel& kernel, CUtensorMap* maps);
 void make_tensor_maps(Product product, const Mxfp4GemmParams& params, const Kernel& kernel, CUtensorMap* maps);
 
-}  // namespace moe
-}  // namespace flashmoe
+}  // namespace flashmoe::moe

@@ -6,8 +6,7 @@
 #include "moe/host/scaled.h"
 #include "moe/params/training.h"
 
-namespace flashmoe {
-namespace moe {
+namespace flashmoe::moe {
 namespace {
 
 // e4m3 values and their scales in a workspace.
@@ -202,5 +201,4 @@ void quantize_weights_cuda(const QuantizeWeightsArguments& arguments, const Quan
   host::set_last_kernel(kernel.symbol);
 }
 
-}  // namespace moe
-}  // namespace flashmoe
+}  // namespace flashmoe::moe

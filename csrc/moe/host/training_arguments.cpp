@@ -5,8 +5,7 @@
 #include "moe/host/argument_checks.h"
 #include "moe/params/scaled.h"
 
-namespace flashmoe {
-namespace moe {
+namespace flashmoe::moe {
 namespace {
 
 Common bfloat16_of(const Tensor& tensor, const char* name) {
@@ -101,5 +100,4 @@ ScaledBackwardArguments take_scaled_backward(host::Arguments& given) {
   return arguments;
 }
 
-}  // namespace moe
-}  // namespace flashmoe
+}  // namespace flashmoe::moe

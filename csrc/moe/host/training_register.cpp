@@ -8,8 +8,7 @@
 #include "moe/host/backends.h"
 #include "moe/params/scaled.h"
 
-namespace flashmoe {
-namespace moe {
+namespace flashmoe::moe {
 namespace {
 
 using host::give;
@@ -107,8 +106,7 @@ void boxed_quantize_weights(StableIValue* stack, uint64_t num_arguments, uint64_
   }
 }
 
-}  // namespace moe
-}  // namespace flashmoe
+}  // namespace flashmoe::moe
 
 STABLE_TORCH_LIBRARY_FRAGMENT(flashmoe, library) {
   // As _fused_moe_scaled of x in bfloat16; the last five results are what the backward pass needs.

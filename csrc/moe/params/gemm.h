@@ -13,8 +13,7 @@ using int64_t = long long;
 #include <cstdint>
 #endif
 
-namespace flashmoe {
-namespace moe {
+namespace flashmoe::moe {
 
 // What stands between the two products, of a row's gate g and up u.
 enum class Activation : int32_t {
@@ -78,5 +77,4 @@ struct GemmParams {
                        // and up interleaved; else the gate's come first
 };
 
-}  // namespace moe
-}  // namespace flashmoe
+}  // namespace flashmoe::moe

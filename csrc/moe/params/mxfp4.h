@@ -13,8 +13,7 @@
 using uint8_t = unsigned char;
 #endif
 
-namespace flashmoe {
-namespace moe {
+namespace flashmoe::moe {
 
 constexpr int kMxfp4Block = 32;  // weights of a row with one scale
 
@@ -37,5 +36,4 @@ struct Mxfp4GemmParams {
   const uint8_t* b_scale;  // [experts, n, k / 32]
 };
 
-}  // namespace moe
-}  // namespace flashmoe
+}  // namespace flashmoe::moe

@@ -9,8 +9,7 @@ using int64_t = long long;
 #include <cstdint>
 #endif
 
-namespace flashmoe {
-namespace moe {
+namespace flashmoe::moe {
 
 enum class Scoring : int32_t {
   kSoftmax,      // softmax over all experts, then the top k; bias is added for the choice alone
@@ -111,5 +110,4 @@ struct BiasGradientParams {
   int32_t columns;
 };
 
-}  // namespace moe
-}  // namespace flashmoe
+}  // namespace flashmoe::moe

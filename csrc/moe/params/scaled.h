@@ -7,8 +7,7 @@
 
 #include "moe/params/gemm.h"
 
-namespace flashmoe {
-namespace moe {
+namespace flashmoe::moe {
 
 constexpr int kScaleBlock = 128;
 
@@ -43,5 +42,4 @@ struct QuantizeParams {
   int32_t is_early;  // the grid in front neither writes x nor uses the results' memory: it is waited for at the end
 };
 
-}  // namespace moe
-}  // namespace flashmoe
+}  // namespace flashmoe::moe

@@ -8,8 +8,7 @@
 
 #include "moe/params/scaled.h"
 
-namespace flashmoe {
-namespace moe {
+namespace flashmoe::moe {
 
 // Of the expert whose rows begin at `first_row`. Experts never share a block: between two there is at most one that nobody uses.
 constexpr int padded_block(int first_row, int expert) { return first_row / kScaleBlock + expert; }
@@ -69,5 +68,4 @@ struct GatedGradientParams {
   Activation activation;
 };
 
-}  // namespace moe
-}  // namespace flashmoe
+}  // namespace flashmoe::moe

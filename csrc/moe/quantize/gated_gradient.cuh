@@ -6,8 +6,7 @@
 #include "moe/quantize/tile.cuh"
 #include "ptx/grid_dependency.cuh"
 
-namespace flashmoe {
-namespace moe {
+namespace flashmoe::moe {
 
 template <typename Element_, int kNumWarps_>
 struct GatedGradientSpec : TileQuantizeSpec<Element_, kNumWarps_> {
@@ -127,5 +126,4 @@ __device__ __forceinline__ void gated_gradient(const GatedGradientParams& params
   }
 }
 
-}  // namespace moe
-}  // namespace flashmoe
+}  // namespace flashmoe::moe

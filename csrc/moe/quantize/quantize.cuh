@@ -10,8 +10,7 @@
 #include "ptx/shuffle.cuh"
 #include "ptx/special_registers.cuh"
 
-namespace flashmoe {
-namespace moe {
+namespace flashmoe::moe {
 
 template <typename Element_, int kNumWarps_>
 struct QuantizeSpec {
@@ -81,5 +80,4 @@ __device__ __forceinline__ void quantize(const QuantizeParams& params) {
   if (params.is_early != 0) ptx::grid_dependency_wait();  // the next kernel relies on the end of the grid in front, too
 }
 
-}  // namespace moe
-}  // namespace flashmoe
+}  // namespace flashmoe::moe

@@ -3,8 +3,7 @@
 
 #include "ptx/math.cuh"
 
-namespace flashmoe {
-namespace moe {
+namespace flashmoe::moe {
 
 // 1 / x to the nearest float, for x of 2^-126 to 2^126 and infinity: one step of Newton's, whose error is -1 at least where x is infinite.
 __device__ __forceinline__ float reciprocal(float x) {
@@ -22,5 +21,4 @@ struct BlockScale {
       : scale(fmaxf(largest, 7.888609052210118e-31f) * (1.0f / 448.0f)), inverse(reciprocal(scale)) {}  // 2^-100
 };
 
-}  // namespace moe
-}  // namespace flashmoe
+}  // namespace flashmoe::moe

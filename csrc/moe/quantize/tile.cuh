@@ -17,8 +17,7 @@
 #include "ptx/special_registers.cuh"
 #include "ptx/wgmma_e4m3.cuh"
 
-namespace flashmoe {
-namespace moe {
+namespace flashmoe::moe {
 
 template <typename Element_, int kNumWarps_>
 struct TileQuantizeSpec {
@@ -270,5 +269,4 @@ struct QuantizedTile {
   }
 };
 
-}  // namespace moe
-}  // namespace flashmoe
+}  // namespace flashmoe::moe

@@ -5,8 +5,7 @@
 #include "moe/quantize/tile.cuh"
 #include "ptx/grid_dependency.cuh"
 
-namespace flashmoe {
-namespace moe {
+namespace flashmoe::moe {
 
 template <typename Spec>
 __device__ __forceinline__ void quantize_weights(const QuantizeTilesParams& params) {
@@ -88,5 +87,4 @@ __device__ __forceinline__ void quantize_tiles(const QuantizeTilesParams& params
   }
 }
 
-}  // namespace moe
-}  // namespace flashmoe
+}  // namespace flashmoe::moe

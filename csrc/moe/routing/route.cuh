@@ -18,8 +18,7 @@
 #include "ptx/shuffle.cuh"
 #include "ptx/special_registers.cuh"
 
-namespace flashmoe {
-namespace moe {
+namespace flashmoe::moe {
 
 constexpr int kMaxExperts = 1024;
 constexpr float kLog2e = 1.44269504f;
@@ -291,5 +290,4 @@ __device__ __forceinline__ void route(const RouteParams& params) {
   }
 }
 
-}  // namespace moe
-}  // namespace flashmoe
+}  // namespace flashmoe::moe

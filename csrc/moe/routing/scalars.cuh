@@ -6,8 +6,7 @@
 #include "ptx/math.cuh"
 #include "ptx/memory.cuh"
 
-namespace flashmoe {
-namespace moe {
+namespace flashmoe::moe {
 
 // The bits of fp32 element `index`, or of a 16-bit one in the low half.
 __device__ __forceinline__ uint32_t load_bits(const void* gmem, int64_t index, Scalar dtype) {
@@ -21,5 +20,4 @@ __device__ __forceinline__ float float_of_bits(uint32_t bits, Scalar dtype) {
   return ptx::bits_float(bits << 16);
 }
 
-}  // namespace moe
-}  // namespace flashmoe
+}  // namespace flashmoe::moe

@@ -21,8 +21,7 @@
 #include "ptx/shuffle.cuh"
 #include "ptx/special_registers.cuh"
 
-namespace flashmoe {
-namespace moe {
+namespace flashmoe::moe {
 
 template <typename Element_, int kNumWarps_, int kCounts_>
 struct SortSpec {
@@ -388,5 +387,4 @@ __device__ __forceinline__ void sort(const SortParams& params) {
   if constexpr (kStep != SortStep::kCount) clear_rest(params, memory);
 }
 
-}  // namespace moe
-}  // namespace flashmoe
+}  // namespace flashmoe::moe

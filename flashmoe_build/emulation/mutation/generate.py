@@ -4,8 +4,6 @@ All calls that synchronise are among the chosen. Of the other edits as many are 
 function's length asks for, spread over the operators. A name is the file, the function, the operator and a number: it changes when the function does.
 """
 
-from __future__ import annotations
-
 import sys
 import zlib
 from collections import Counter

@@ -1,7 +1,5 @@
 """Runs a mutant's kernels on the emulated machine until something fails."""
 
-from __future__ import annotations
-
 import multiprocessing
 import subprocess
 import tempfile

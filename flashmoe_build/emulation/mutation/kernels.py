@@ -1,7 +1,5 @@
 """Which kernels have to notice a bug in a file: those that include it, the cheapest of each kind."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from functools import lru_cache
 from itertools import takewhile

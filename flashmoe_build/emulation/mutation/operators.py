@@ -3,8 +3,6 @@
 The field's names: statement deletion, operand deletion, relational and arithmetic operator replacement, condition forcing.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Iterator
 from itertools import pairwise

@@ -1,7 +1,5 @@
 """A planted bug: a textual patch of a kernel source, written by hand (TOML) or made by a rule (generate.py)."""
 
-from __future__ import annotations
-
 import hashlib
 import re
 import sys

@@ -6,8 +6,6 @@ Lines that other processes run are not seen, and of a fixture that several tests
 notice a bug all the same.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import shlex

@@ -1,7 +1,5 @@
 """The hunt's record: a report of what each mutant was found as, which a later hunt goes on from."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict

@@ -1,7 +1,5 @@
 """A function of a kernel source as mutation operators see it: statements, binary operations, calls, choices."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass

@@ -4,8 +4,6 @@ The sources are formatted (clang-format): a binary operator has white space on b
 pointer's star and a sign have none. So no grammar is needed to tell them apart, and no parser is a dependency.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass

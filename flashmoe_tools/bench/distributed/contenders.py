@@ -1,7 +1,5 @@
 """What each part times, after it has been checked: flashmoe on several GPUs, on one, and what torch has for it."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial

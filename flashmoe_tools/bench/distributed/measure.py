@@ -1,7 +1,5 @@
 """Calls that all ranks of a group make together: their time, the bytes that leave a rank, their profile."""
 
-from __future__ import annotations
-
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping

@@ -5,8 +5,6 @@ longer of the two counts. Merging partial results and adding up gradients is tra
 time at the tokens that arrive, and rows there and back.
 """
 
-from __future__ import annotations
-
 import argparse
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """How much of the time of messages is hidden behind computation: from the spans of a profile, without torch."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from dataclasses import dataclass
 

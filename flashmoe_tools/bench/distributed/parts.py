@@ -1,7 +1,5 @@
 """The parts of the suite of several GPUs: attention of divided sequences, divided experts."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any

@@ -1,7 +1,5 @@
 """The package ring-flash-attn on our functions: it imports flash_attn, whose names flashmoe.compat gives."""
 
-from __future__ import annotations
-
 import importlib
 import sys
 from types import ModuleType

@@ -1,7 +1,5 @@
 """Runs the suite of several GPUs on this rank; rank 0 has the report."""
 
-from __future__ import annotations
-
 import os
 import time
 from datetime import timedelta

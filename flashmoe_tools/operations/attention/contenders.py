@@ -1,7 +1,5 @@
 """Attention: our operator (each kernel family too), torch's backends forced by name, other libraries."""
 
-from __future__ import annotations
-
 from importlib import import_module
 from typing import Any
 

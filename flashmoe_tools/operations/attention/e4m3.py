@@ -1,7 +1,5 @@
 """Attention in 8-bit floats as the kernels compute it, in float64: what tests and emulated kernels are held against."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 

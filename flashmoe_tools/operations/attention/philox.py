@@ -1,7 +1,5 @@
 """Dropout's mask from its definition (csrc/attention/params/dropout.h), one position after the other, in Python's integers."""
 
-from __future__ import annotations
-
 import math
 from functools import lru_cache
 

@@ -9,8 +9,6 @@ by its own luck: over 80 random problems the ratio of the two maxima was 1 on av
 in the last place, because plain PyTorch can be exact (one key).
 """
 
-from __future__ import annotations
-
 import math
 import zlib
 from dataclasses import dataclass

@@ -4,8 +4,6 @@ The reference is torch's own derivative of attention by definition, in fp32 (fp6
 the rule that the forward pass keeps (attention/reference.py), with its own bound.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace

@@ -1,7 +1,5 @@
 """Attention in 8-bit floats: ours, our 16-bit kernels on the dequantised tensors, FlashAttention-3 and cuDNN where they are installed."""
 
-from __future__ import annotations
-
 from importlib import import_module
 from typing import Any
 

@@ -4,8 +4,6 @@ P has three bits of fraction: a relative error of 2.6% root mean square, which t
 deviation from the mean value. So the rule is one for the root mean square.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass, replace
 

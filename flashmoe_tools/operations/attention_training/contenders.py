@@ -1,7 +1,5 @@
 """The forward pass and then the backward pass, both by autograd, of whoever takes part in the forward pass alone."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 

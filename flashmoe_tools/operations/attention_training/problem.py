@@ -1,7 +1,5 @@
 """Attention in training as a problem: the forward pass, then dq, dk and dv from a gradient of its output."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import ClassVar
 

@@ -1,7 +1,5 @@
 """A step whose bits depend on no other row; beside it our default kernels with cuBLAS, and a batch-invariant stack in Triton."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from importlib import import_module
 

@@ -3,8 +3,6 @@
 One forward pass serves sampling and training; what differs is the function that attends: over a paged cache, or within ragged rows.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, field
 

@@ -4,8 +4,6 @@ max|out - ref| <= 2 max|plain - ref| + 0.01, where ref is the step in float32 by
 same in the problem's dtype.
 """
 
-from __future__ import annotations
-
 import copy
 import math
 import zlib

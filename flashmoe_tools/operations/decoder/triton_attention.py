@@ -2,8 +2,6 @@
 # ruff: noqa: N803 - Triton names what is known at compile time in capitals
 """Batch-invariant attention over pages in Triton, as FlashAttention 2 computes it: keys in blocks of 64 from the first on, no split."""
 
-from __future__ import annotations
-
 import torch
 import triton
 import triton.language as tl

@@ -1,7 +1,5 @@
 """Ours beside torch's linear, which is cuBLAS on a GPU, and beside a product in Triton whose tile is the same for every number of rows."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable
 from importlib import import_module

@@ -3,8 +3,6 @@
 Calls take several copies of the weights in turn: those of one call would stay in the second-level cache, which a model's do not.
 """
 
-from __future__ import annotations
-
 import math
 import zlib
 from dataclasses import dataclass

@@ -2,8 +2,6 @@
 # ruff: noqa: N803 - Triton names what is known at compile time in capitals
 """A batch-invariant product in Triton, as such stacks use: one tile for every number of rows, k in ascending order, no split."""
 
-from __future__ import annotations
-
 import torch
 import triton
 import triton.language as tl

@@ -1,7 +1,5 @@
 """The cache of 8-bit floats in Python's own numbers: what kernels and the CPU are held against, and how problems fill a cache."""
 
-from __future__ import annotations
-
 import math
 
 import torch

@@ -1,7 +1,5 @@
 """Decoding of multi-head latent attention: ours, FlashMLA and FlashAttention-3 on the same pages, and torch's products on dense keys."""
 
-from __future__ import annotations
-
 from importlib import import_module
 
 import torch

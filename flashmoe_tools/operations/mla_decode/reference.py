@@ -3,8 +3,6 @@
 The result is held against float64 on the CPU and float32 elsewhere, by the rule of attention's results (attention/reference.py).
 """
 
-from __future__ import annotations
-
 import math
 import zlib
 from dataclasses import dataclass

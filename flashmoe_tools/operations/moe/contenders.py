@@ -3,8 +3,6 @@
 All start from top-k ids and weights; sorting is inside, the router is not.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from importlib import import_module
 from typing import Any

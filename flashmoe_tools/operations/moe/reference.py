@@ -5,8 +5,6 @@ float32 (float64 on a CPU) and plain the same loop in the problem's dtype by ord
 so few roundings two orders of summing differ by luck.
 """
 
-from __future__ import annotations
-
 import math
 import zlib
 from collections.abc import Callable, Mapping, Sequence

@@ -1,7 +1,5 @@
 """A layer's training step: the forward pass, then what autograd runs for the gradients of x, both weights and the router's."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import torch

@@ -4,8 +4,6 @@ The reference is torch's derivative of the loop over experts in float32 (float64
 weights is a sum over it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 

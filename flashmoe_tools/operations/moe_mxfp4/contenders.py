@@ -1,8 +1,6 @@
 """The layer with mxfp4 weights, as they were and packed, our 16-bit layer with the same weights in bfloat16, and triton_kernels where it
 is installed. torch has no product of 4 bits on this GPU, and its composition would read the number of each expert's rows on the host."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from importlib import import_module

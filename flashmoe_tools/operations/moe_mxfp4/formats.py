@@ -5,8 +5,6 @@ byte, the first in the low four bits. Each 32 codes of a row share an e8m0 scale
 nearest one, ties to even: exact, but infinite from 2^128 on.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

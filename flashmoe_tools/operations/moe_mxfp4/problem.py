@@ -1,7 +1,5 @@
 """The layer with mxfp4 weights as a problem: the sizes of the layer with e4m3 weights, weights of 4 bits."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import ClassVar
 

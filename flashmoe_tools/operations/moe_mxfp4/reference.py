@@ -1,8 +1,6 @@
 """The tensors of a layer with mxfp4 weights: random inputs, and ``moe/reference.py``'s reference and rule for the bfloat16 weights that
 they stand for."""
 
-from __future__ import annotations
-
 import math
 import zlib
 from dataclasses import dataclass

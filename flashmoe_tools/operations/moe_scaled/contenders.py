@@ -4,8 +4,6 @@ torch's grouped product of 8 bits takes one scale for a row, not one for each 12
 bfloat16 in every call. What computes in 16 bits rounds no activation to e4m3; a reference of its own judges it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from itertools import cycle

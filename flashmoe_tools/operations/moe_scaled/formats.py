@@ -9,8 +9,6 @@ the maximum and stays NaN; an infinity makes its whole block NaN. Every step is 
 the float32 result itself: 53 bits hold a product of two of 24 bits, and are enough for a quotient of them.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -2,8 +2,6 @@
 the clock: once, or where a result is judged.
 """
 
-from __future__ import annotations
-
 import json
 from importlib import import_module
 from pathlib import Path

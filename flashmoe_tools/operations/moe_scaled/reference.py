@@ -5,8 +5,6 @@ layer that rounds these to e4m3 too. One that computes in 16 bits with dequantis
 against the layer without these roundings. The products alone (``Products``) are summed up where they are judged.
 """
 
-from __future__ import annotations
-
 import math
 import zlib
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """A layer's training step with e4m3 products: ours, our step in 16 bits, and torch's."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 

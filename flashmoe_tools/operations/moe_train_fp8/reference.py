@@ -6,8 +6,6 @@ whole unit of e4m3 or bfloat16. So a result is held to a relative error of all i
 to 0.07. A contender that computes in 16 bits returns ``SixteenBits`` and is held to the rule of ``moe_backward``.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property

@@ -1,7 +1,5 @@
 """Attention over pages and ragged batches: ours, and what reads the same keys: torch on dense caches, flash-attn on pages."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from importlib import import_module
 from typing import Any

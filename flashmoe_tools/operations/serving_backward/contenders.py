@@ -1,7 +1,5 @@
 """The backward pass alone of attention over ragged batches, windows, softcaps, sinks and masks: what autograd runs for an output."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 

@@ -4,8 +4,6 @@ The reference is torch's derivative of attention by definition, in fp32 (fp64 on
 where there are sinks or a learned mask, dsinks or dmask must keep the rule of the forward pass (attention/reference.py), with a bound of its own.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """A training step with our drop-in and with torch's attention, each eager and compiled."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from importlib import import_module
 from typing import cast

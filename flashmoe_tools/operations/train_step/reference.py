@@ -4,8 +4,6 @@ The gradient of every weight together, as one vector: its relative error against
 torch's own composition of matrix products, may be twice what torch's default attention has in the problem's dtype.
 """
 
-from __future__ import annotations
-
 import math
 import zlib
 from collections.abc import Callable, Sequence

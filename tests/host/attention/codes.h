@@ -7,8 +7,7 @@
 
 #include "attention/params/e4m3.h"
 
-namespace flashmoe {
-namespace attention {
+namespace flashmoe::attention {
 namespace {
 
 // Four bits of exponent, three of fraction; all ones are NaN.
@@ -87,5 +86,4 @@ void transpose(const TransposeParams& p) {
 }
 
 }  // namespace
-}  // namespace attention
-}  // namespace flashmoe
+}  // namespace flashmoe::attention

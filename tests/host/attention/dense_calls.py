@@ -1,7 +1,5 @@
 """A dense call's results and gradients against float64."""
 
-from __future__ import annotations
-
 import math
 
 import torch

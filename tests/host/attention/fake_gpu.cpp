@@ -228,7 +228,7 @@ CUresult launch(CUfunction function, unsigned grid, unsigned, unsigned, bool is_
   }
   const bool has_hints = std::strncmp(kernel.operation, "attention_decode", 16) == 0 ||
                          std::strcmp(kernel.operation, "attention_chunk_forward") == 0;
-  const int unhinted = has_hints ? static_cast<const attention::ForwardParams*>(arguments[0])->unhinted_tiles : -1;
+  const int unhinted = has_hints ? static_cast<const attention::ForwardParams*>(arguments[0])->hints : -1;
   g_log += std::string("{\"symbol\": \"") + kernel.symbol + "\", \"operation\": \"" + kernel.operation +
            "\", \"grid\": " + std::to_string(grid) + ", \"unhinted\": " + std::to_string(unhinted) +
            ", \"is_dependent\": " + (is_dependent ? "true" : "false") + ", \"tensors\": [" + addresses +

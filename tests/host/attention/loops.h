@@ -17,8 +17,7 @@
 #include "codes.h"
 #include "host/kernel_table.h"
 
-namespace flashmoe {
-namespace attention {
+namespace flashmoe::attention {
 namespace {
 
 using host::load;
@@ -465,5 +464,4 @@ void append(const AppendParams& p, const Put& put) {
 }
 
 }  // namespace
-}  // namespace attention
-}  // namespace flashmoe
+}  // namespace flashmoe::attention

@@ -1,8 +1,6 @@
 """Run by tests/host/test_moe_launch.py in a process of its own, whose extension has a driver without a GPU: what the layer's operators
 launch on each GPU, and what comes out."""
 
-from __future__ import annotations
-
 import ctypes
 import json
 import math

@@ -11,10 +11,7 @@
 #include "attention/backward/mma_sync/tile.cuh"
 #include "attention/params/bias_gradient.h"
 
-namespace flashmoe {
-namespace attention {
-namespace backward {
-namespace mma_sync {
+namespace flashmoe::attention::backward::mma_sync {
 
 // The mask's values of a thread's scores, in shared memory: each thread reads what it wrote itself. [pairs / 4][threads][16 bytes] for each
 // 16 rows of the warp. Registers would not last for them.
@@ -132,7 +129,4 @@ __device__ __forceinline__ void bias_gradient(const BiasGradientParams& all) {
   store_bias_gradient<Spec>(all, items, warp.first_row(), sums);
 }
 
-}  // namespace mma_sync
-}  // namespace backward
-}  // namespace attention
-}  // namespace flashmoe
+}  // namespace flashmoe::attention::backward::mma_sync

@@ -5,10 +5,7 @@
 #include "attention/backward/mma_sync/tile.cuh"
 #include "attention/dropout.cuh"
 
-namespace flashmoe {
-namespace attention {
-namespace backward {
-namespace mma_sync {
+namespace flashmoe::attention::backward::mma_sync {
 
 // Empty without dropout.
 template <typename Spec, bool kHasDropout = Spec::kHasDropout>
@@ -58,7 +55,4 @@ struct TileDropout<Spec, true> {
   }
 };
 
-}  // namespace mma_sync
-}  // namespace backward
-}  // namespace attention
-}  // namespace flashmoe
+}  // namespace flashmoe::attention::backward::mma_sync

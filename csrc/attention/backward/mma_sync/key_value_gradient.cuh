@@ -18,10 +18,7 @@
 #include "attention/backward/mma_sync/tile.cuh"
 #include "ptx/shuffle.cuh"
 
-namespace flashmoe {
-namespace attention {
-namespace backward {
-namespace mma_sync {
+namespace flashmoe::attention::backward::mma_sync {
 
 // The shuffle tells the compiler that it is the same in the whole warp, and so its role.
 __device__ __forceinline__ int warp_of_block() { return ptx::shuffle_index(ptx::recompute(ptx::warp_index()), 0); }
@@ -381,7 +378,4 @@ __device__ __forceinline__ void key_value_gradient(const BackwardParams& params)
   }
 }
 
-}  // namespace mma_sync
-}  // namespace backward
-}  // namespace attention
-}  // namespace flashmoe
+}  // namespace flashmoe::attention::backward::mma_sync

@@ -11,10 +11,7 @@
 #include "ptx/math.cuh"
 #include "ptx/memory.cuh"
 
-namespace flashmoe {
-namespace attention {
-namespace backward {
-namespace mma_sync {
+namespace flashmoe::attention::backward::mma_sync {
 
 using attention::mma_sync::columns_first_walk;
 using attention::mma_sync::multiply_probability_value;
@@ -126,7 +123,4 @@ __device__ __forceinline__ void store_gradient(void* tensor, const Strides& stri
   }
 }
 
-}  // namespace mma_sync
-}  // namespace backward
-}  // namespace attention
-}  // namespace flashmoe
+}  // namespace flashmoe::attention::backward::mma_sync

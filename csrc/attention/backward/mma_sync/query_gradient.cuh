@@ -13,10 +13,7 @@
 #include "attention/backward/mma_sync/tile.cuh"
 #include "device/reduce.cuh"
 
-namespace flashmoe {
-namespace attention {
-namespace backward {
-namespace mma_sync {
+namespace flashmoe::attention::backward::mma_sync {
 
 // The statistics of a thread's rows.
 template <typename Spec, MaskKind kMask>
@@ -262,7 +259,4 @@ __device__ __forceinline__ void query_gradient(const BackwardParams& params) {
       row_room(params, tile) - row, params.head_dim, warp, dQ, params.scale, smem + warp.first_row() * Spec::kRowBytes);
 }
 
-}  // namespace mma_sync
-}  // namespace backward
-}  // namespace attention
-}  // namespace flashmoe
+}  // namespace flashmoe::attention::backward::mma_sync

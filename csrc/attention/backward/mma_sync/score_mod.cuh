@@ -5,10 +5,7 @@
 #include "attention/backward/mma_sync/products.cuh"
 #include "attention/backward/mma_sync/tile.cuh"
 
-namespace flashmoe {
-namespace attention {
-namespace backward {
-namespace mma_sync {
+namespace flashmoe::attention::backward::mma_sync {
 
 // A mask tensor's values for a warp's scores of one block. Empty without score modification.
 template <typename Spec, bool kHasScoreMod = Spec::kHasScoreMod>
@@ -95,7 +92,4 @@ struct ScoreModWeights<Spec, true> {
   }
 };
 
-}  // namespace mma_sync
-}  // namespace backward
-}  // namespace attention
-}  // namespace flashmoe
+}  // namespace flashmoe::attention::backward::mma_sync

@@ -11,10 +11,7 @@
 
 #include "ptx/types.cuh"
 
-namespace flashmoe {
-namespace attention {
-namespace backward {
-namespace mma_sync {
+namespace flashmoe::attention::backward::mma_sync {
 
 //   Product_          the family's element type and 16x8x16 product
 //   kOwnRows          rows that a thread block owns
@@ -114,7 +111,4 @@ struct WarpCoordinates {
   __device__ __forceinline__ int column_offset() const { return first_column() * 2; }
 };
 
-}  // namespace mma_sync
-}  // namespace backward
-}  // namespace attention
-}  // namespace flashmoe
+}  // namespace flashmoe::attention::backward::mma_sync

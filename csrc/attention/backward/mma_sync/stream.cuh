@@ -7,10 +7,7 @@
 #include "ptx/math.cuh"
 #include "ptx/memory.cuh"
 
-namespace flashmoe {
-namespace attention {
-namespace backward {
-namespace mma_sync {
+namespace flashmoe::attention::backward::mma_sync {
 
 template <typename Spec>
 struct StreamSource {
@@ -92,7 +89,4 @@ struct StreamSource {
   }
 };
 
-}  // namespace mma_sync
-}  // namespace backward
-}  // namespace attention
-}  // namespace flashmoe
+}  // namespace flashmoe::attention::backward::mma_sync

@@ -11,10 +11,7 @@
 #include "ptx/memory.cuh"
 #include "ptx/special_registers.cuh"
 
-namespace flashmoe {
-namespace attention {
-namespace backward {
-namespace mma_sync {
+namespace flashmoe::attention::backward::mma_sync {
 
 // Rows `row` to row + kOwnRows - 1 of a head: a query head in the kernel of dq, a key head in that of dk and dv.
 struct OwnTile {
@@ -348,7 +345,4 @@ __device__ __forceinline__ KeyRange full_blocks(const BackwardParams& params, co
   return KeyRange{ceil_div(begin, Spec::kStreamRows), end / Spec::kStreamRows};
 }
 
-}  // namespace mma_sync
-}  // namespace backward
-}  // namespace attention
-}  // namespace flashmoe
+}  // namespace flashmoe::attention::backward::mma_sync

@@ -8,10 +8,7 @@
 #include "attention/backward/sm75/spec.cuh"
 #include "attention/backward/sm75/stream.cuh"
 
-namespace flashmoe {
-namespace attention {
-namespace backward {
-namespace sm75 {
+namespace flashmoe::attention::backward::sm75 {
 
 template <typename Spec, MaskKind kMask = MaskKind::kRuntime>
 __device__ __forceinline__ void query_gradient(const BackwardParams& params) {
@@ -40,7 +37,4 @@ __device__ __forceinline__ void bias_gradient(const BiasGradientParams& params) 
   mma_sync::bias_gradient<Spec, Stream<Spec>>(params);
 }
 
-}  // namespace sm75
-}  // namespace backward
-}  // namespace attention
-}  // namespace flashmoe
+}  // namespace flashmoe::attention::backward::sm75

@@ -4,10 +4,7 @@
 #include "attention/backward/mma_sync/spec.cuh"
 #include "ptx/mma.cuh"
 
-namespace flashmoe {
-namespace attention {
-namespace backward {
-namespace sm75 {
+namespace flashmoe::attention::backward::sm75 {
 
 // 16x8x16 in two halves of k: Turing's largest 16-bit product is 16x8x8.
 template <typename Element_>
@@ -73,7 +70,4 @@ struct BiasGradientSpec : QueryGradientSpec<Element, kHeadDim, kBlockM, kBlockN,
   static_assert(BiasGradientSpec::kSharers == 1, "a warp adds up whole rows of the tile");
 };
 
-}  // namespace sm75
-}  // namespace backward
-}  // namespace attention
-}  // namespace flashmoe
+}  // namespace flashmoe::attention::backward::sm75

@@ -5,10 +5,7 @@
 #include "attention/forward/sm75/load.cuh"
 #include "ptx/barrier.cuh"
 
-namespace flashmoe {
-namespace attention {
-namespace backward {
-namespace sm75 {
+namespace flashmoe::attention::backward::sm75 {
 
 // As the sm_80 family's, but nothing is loaded ahead: the accumulators leave no registers for a block on its way.
 template <typename Spec>
@@ -55,7 +52,4 @@ struct Stream : mma_sync::StreamSource<Spec> {
   __device__ __forceinline__ void finish() const {}
 };
 
-}  // namespace sm75
-}  // namespace backward
-}  // namespace attention
-}  // namespace flashmoe
+}  // namespace flashmoe::attention::backward::sm75

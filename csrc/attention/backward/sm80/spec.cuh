@@ -4,10 +4,7 @@
 #include "attention/backward/mma_sync/spec.cuh"
 #include "ptx/mma.cuh"
 
-namespace flashmoe {
-namespace attention {
-namespace backward {
-namespace sm80 {
+namespace flashmoe::attention::backward::sm80 {
 
 template <typename Element_>
 struct Product {
@@ -77,7 +74,4 @@ struct BiasGradientSpec : QueryGradientSpec<Element, kHeadDim, kBlockM, kBlockN,
   static_assert(BiasGradientSpec::kSharers == 1, "a warp adds up whole rows of the tile");
 };
 
-}  // namespace sm80
-}  // namespace backward
-}  // namespace attention
-}  // namespace flashmoe
+}  // namespace flashmoe::attention::backward::sm80

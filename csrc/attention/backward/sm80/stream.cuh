@@ -6,10 +6,7 @@
 #include "ptx/barrier.cuh"
 #include "ptx/cp_async.cuh"
 
-namespace flashmoe {
-namespace attention {
-namespace backward {
-namespace sm80 {
+namespace flashmoe::attention::backward::sm80 {
 
 // Per block: wait_second, what needs the second tensor, wait_first, what needs the first, advance. Both waits join all
 // threads. (With a ring wait_second waits for both.)
@@ -167,7 +164,4 @@ struct Stream : mma_sync::StreamSource<Spec> {
   __device__ __forceinline__ void finish() const { ptx::cp_async_wait<0>(); }
 };
 
-}  // namespace sm80
-}  // namespace backward
-}  // namespace attention
-}  // namespace flashmoe
+}  // namespace flashmoe::attention::backward::sm80

@@ -22,10 +22,7 @@
 #include "ptx/ldmatrix.cuh"
 #include "ptx/register_control.cuh"
 
-namespace flashmoe {
-namespace attention {
-namespace backward {
-namespace sm90 {
+namespace flashmoe::attention::backward::sm90 {
 
 template <typename Element_, int kHeadDim_, int kBlockM, int kBlockN, int kNumWarps, int kSlots_, int kMaskSlots_>
 struct BiasGradientSpec {
@@ -282,7 +279,4 @@ __device__ __forceinline__ void bias_gradient(const BiasGradientParams& params, 
   }
 }
 
-}  // namespace sm90
-}  // namespace backward
-}  // namespace attention
-}  // namespace flashmoe
+}  // namespace flashmoe::attention::backward::sm90

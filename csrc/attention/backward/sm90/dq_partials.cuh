@@ -9,10 +9,7 @@
 #include "attention/params/fused_backward.h"
 #include "device/math.cuh"
 
-namespace flashmoe {
-namespace attention {
-namespace backward {
-namespace sm90 {
+namespace flashmoe::attention::backward::sm90 {
 
 struct DqPartials {
   bool is_ragged;
@@ -34,7 +31,4 @@ __device__ __forceinline__ DqPartials dq_partials(const BackwardParams& params) 
   return DqPartials{params.sequences.cu_seqlens_q != nullptr, params.sequences.rows_total, params.seq_q, params.batch};
 }
 
-}  // namespace sm90
-}  // namespace backward
-}  // namespace attention
-}  // namespace flashmoe
+}  // namespace flashmoe::attention::backward::sm90

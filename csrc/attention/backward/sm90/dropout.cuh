@@ -6,10 +6,7 @@
 #include "attention/backward/sm90/schedule.cuh"
 #include "attention/dropout.cuh"
 
-namespace flashmoe {
-namespace attention {
-namespace backward {
-namespace sm90 {
+namespace flashmoe::attention::backward::sm90 {
 
 // Of a tile. Empty without dropout.
 template <typename Spec, bool kHasDropout = Spec::kHasDropout>
@@ -134,7 +131,4 @@ __device__ __forceinline__ float value_scale(const BackwardParams& params) {
   return 1.0f;
 }
 
-}  // namespace sm90
-}  // namespace backward
-}  // namespace attention
-}  // namespace flashmoe
+}  // namespace flashmoe::attention::backward::sm90

@@ -27,10 +27,7 @@
 #include "ptx/register_control.cuh"
 #include "ptx/ordered_semaphore.cuh"
 
-namespace flashmoe {
-namespace attention {
-namespace backward {
-namespace sm90 {
+namespace flashmoe::attention::backward::sm90 {
 
 // The warpgroup of dq.
 template <typename Spec, MaskKind kMask>
@@ -312,7 +309,4 @@ __device__ __forceinline__ void fused_gradient_dropout(const DropoutBackwardPara
   fused_gradient<Spec>(params.backward, q_map, k_map, v_map, dout_map, dk_map, dv_map);
 }
 
-}  // namespace sm90
-}  // namespace backward
-}  // namespace attention
-}  // namespace flashmoe
+}  // namespace flashmoe::attention::backward::sm90

@@ -8,10 +8,7 @@
 #include "ptx/ldmatrix.cuh"
 #include "ptx/math.cuh"
 
-namespace flashmoe {
-namespace attention {
-namespace backward {
-namespace sm90 {
+namespace flashmoe::attention::backward::sm90 {
 
 // As the spec of dk and dv, with 16 warps: producer and reducing warps, two consumers, the warpgroup of dq; or with 12, without the last.
 //   kIsMasked_   an additive mask's blocks are stages of the ring, too, beside those of Q and dO
@@ -515,7 +512,4 @@ struct FusedConsumer {
   }
 };
 
-}  // namespace sm90
-}  // namespace backward
-}  // namespace attention
-}  // namespace flashmoe
+}  // namespace flashmoe::attention::backward::sm90

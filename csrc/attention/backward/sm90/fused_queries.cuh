@@ -15,10 +15,7 @@
 #include "ptx/special_registers.cuh"
 #include "ptx/ordered_semaphore.cuh"
 
-namespace flashmoe {
-namespace attention {
-namespace backward {
-namespace sm90 {
+namespace flashmoe::attention::backward::sm90 {
 
 template <typename Element_, int kHeadDim_, int kNumWarps_>
 struct FusedQuerySpec {
@@ -238,7 +235,4 @@ __device__ __forceinline__ void varlen_fused_convert(const VarlenFusedQueryParam
   convert_rows<Spec>(params, dq_gmem, partial_gmem, params.width, tiles, thread, row, partial.count);
 }
 
-}  // namespace sm90
-}  // namespace backward
-}  // namespace attention
-}  // namespace flashmoe
+}  // namespace flashmoe::attention::backward::sm90

@@ -18,10 +18,7 @@
 #include "attention/backward/sm90/fused_consumer.cuh"
 #include "ptx/barrier.cuh"
 
-namespace flashmoe {
-namespace attention {
-namespace backward {
-namespace sm90 {
+namespace flashmoe::attention::backward::sm90 {
 
 // Besides the consumers' own named barriers (device/named_barriers.cuh).
 enum class WideBarrier : int {
@@ -227,7 +224,4 @@ struct WideFusedConsumer {
   }
 };
 
-}  // namespace sm90
-}  // namespace backward
-}  // namespace attention
-}  // namespace flashmoe
+}  // namespace flashmoe::attention::backward::sm90

@@ -8,10 +8,7 @@
 #include "attention/backward/score_mod.cuh"
 #include "attention/backward/sm90/products.cuh"
 
-namespace flashmoe {
-namespace attention {
-namespace backward {
-namespace sm90 {
+namespace flashmoe::attention::backward::sm90 {
 
 // The log-sum-exp, or row_dot, of a thread's columns: 8j + 2 * (lane % 4) and the next. Loads queue behind products that
 // the warp has issued and the tensor cores have not begun, so they stand a product ahead of their use.
@@ -456,7 +453,4 @@ struct KeyValueGradientConsumer {
   }
 };
 
-}  // namespace sm90
-}  // namespace backward
-}  // namespace attention
-}  // namespace flashmoe
+}  // namespace flashmoe::attention::backward::sm90

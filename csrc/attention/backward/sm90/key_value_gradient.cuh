@@ -13,10 +13,7 @@
 #include "attention/backward/sm90/shared_key_value_consumer.cuh"
 #include "ptx/register_control.cuh"
 
-namespace flashmoe {
-namespace attention {
-namespace backward {
-namespace sm90 {
+namespace flashmoe::attention::backward::sm90 {
 
 template <typename Spec, MaskKind kMask = MaskKind::kRuntime>
 __device__ __forceinline__ void key_value_gradient(const BackwardParams& params, const ptx::TensorMap& q_map,
@@ -61,7 +58,4 @@ __device__ __forceinline__ void key_value_gradient_dropout(const DropoutBackward
   key_value_gradient<Spec>(params.backward, q_map, k_map, v_map, dout_map, dk_map, dv_map);
 }
 
-}  // namespace sm90
-}  // namespace backward
-}  // namespace attention
-}  // namespace flashmoe
+}  // namespace flashmoe::attention::backward::sm90

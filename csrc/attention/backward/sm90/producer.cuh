@@ -10,10 +10,7 @@
 #include "ptx/shuffle.cuh"
 #include "ptx/tma.cuh"
 
-namespace flashmoe {
-namespace attention {
-namespace backward {
-namespace sm90 {
+namespace flashmoe::attention::backward::sm90 {
 
 // Asks for kStreamRows rows from `row` on, slab by slab. Rows and columns outside the tensor become zeros.
 template <typename Tile, typename Coordinates>
@@ -256,7 +253,4 @@ __device__ __forceinline__ void produce_queries(const BackwardParams& params, co
   if (is_first_lane) end_work<Spec, kMask>(shared, own_parity);
 }
 
-}  // namespace sm90
-}  // namespace backward
-}  // namespace attention
-}  // namespace flashmoe
+}  // namespace flashmoe::attention::backward::sm90

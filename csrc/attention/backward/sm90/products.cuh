@@ -20,10 +20,7 @@
 #include "ptx/tma.cuh"
 #include "ptx/wgmma.cuh"
 
-namespace flashmoe {
-namespace attention {
-namespace backward {
-namespace sm90 {
+namespace flashmoe::attention::backward::sm90 {
 
 // What a block's scores go through.
 //   kPlain     all of them count
@@ -103,7 +100,4 @@ __device__ __forceinline__ void release(ptx::Mbarrier* empty) {
   if (ptx::lane_index() == 0) ptx::mbarrier_arrive(empty);
 }
 
-}  // namespace sm90
-}  // namespace backward
-}  // namespace attention
-}  // namespace flashmoe
+}  // namespace flashmoe::attention::backward::sm90

@@ -16,10 +16,7 @@
 #include "attention/backward/sm90/products.cuh"
 #include "ptx/register_control.cuh"
 
-namespace flashmoe {
-namespace attention {
-namespace backward {
-namespace sm90 {
+namespace flashmoe::attention::backward::sm90 {
 
 // What a thread loads of its two rows before the first product.
 template <typename Spec>
@@ -480,7 +477,4 @@ __device__ __forceinline__ void query_gradient_dropout(const DropoutBackwardPara
   query_gradient<Spec>(params.backward, q_map, k_map, v_map, dout_map, dq_map);
 }
 
-}  // namespace sm90
-}  // namespace backward
-}  // namespace attention
-}  // namespace flashmoe
+}  // namespace flashmoe::attention::backward::sm90

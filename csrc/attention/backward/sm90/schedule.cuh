@@ -8,10 +8,7 @@
 #include "device/math.cuh"
 #include "device/persistent.cuh"
 
-namespace flashmoe {
-namespace attention {
-namespace backward {
-namespace sm90 {
+namespace flashmoe::attention::backward::sm90 {
 
 // kOwnRows rows, from row index * kOwnRows on, of one (batch, head): a query head in the kernel of dq, a key head in the
 // kernel of dk and dv. index < 0 ends the work.
@@ -276,7 +273,4 @@ struct KeySchedule<Spec, kMask, true> {
   }
 };
 
-}  // namespace sm90
-}  // namespace backward
-}  // namespace attention
-}  // namespace flashmoe
+}  // namespace flashmoe::attention::backward::sm90

@@ -7,10 +7,7 @@
 #include "attention/backward/sm90/key_value_consumer.cuh"
 #include "attention/backward/sm90/products.cuh"
 
-namespace flashmoe {
-namespace attention {
-namespace backward {
-namespace sm90 {
+namespace flashmoe::attention::backward::sm90 {
 
 // Named barriers of both warpgroups, 256 threads, besides their own (device/named_barriers.cuh).
 enum class SharedBarrier : int {
@@ -248,7 +245,4 @@ struct KeyGradientConsumer : SharedConsumer<Spec, kMask, KeyGradientConsumer<Spe
   }
 };
 
-}  // namespace sm90
-}  // namespace backward
-}  // namespace attention
-}  // namespace flashmoe
+}  // namespace flashmoe::attention::backward::sm90

@@ -14,10 +14,7 @@
 #include "device/shared_tile.cuh"
 #include "ptx/mbarrier.cuh"
 
-namespace flashmoe {
-namespace attention {
-namespace backward {
-namespace sm90 {
+namespace flashmoe::attention::backward::sm90 {
 
 // Warpgroup 0 produces (it feeds the copy engine), the others compute.
 //   kOwnRows         rows a tile owns
@@ -246,7 +243,4 @@ __device__ __forceinline__ void init_barriers(const SharedMemory<Spec>& shared) 
   ptx::mbarrier_init_fence();
 }
 
-}  // namespace sm90
-}  // namespace backward
-}  // namespace attention
-}  // namespace flashmoe
+}  // namespace flashmoe::attention::backward::sm90

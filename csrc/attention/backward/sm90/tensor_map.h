@@ -8,10 +8,7 @@
 #include "attention/params/dropout.h"
 #include "attention/ragged_tensor_map.h"
 
-namespace flashmoe {
-namespace attention {
-namespace backward {
-namespace sm90 {
+namespace flashmoe::attention::backward::sm90 {
 
 using attention::sm90::kElementBytes;
 using attention::sm90::kSlabColumns;
@@ -159,7 +156,4 @@ inline BiasGradientTensorMaps bias_gradient_tensor_maps(const BiasGradientParams
       mask_map(p.score_options, p.seq_k, p.seq_q, params.heads, params.batches, block_n)};
 }
 
-}  // namespace sm90
-}  // namespace backward
-}  // namespace attention
-}  // namespace flashmoe
+}  // namespace flashmoe::attention::backward::sm90

@@ -5,10 +5,7 @@
 #include "attention/ragged_tensor_map.h"
 #include "ptx/tma.cuh"
 
-namespace flashmoe {
-namespace attention {
-namespace backward {
-namespace sm90 {
+namespace flashmoe::attention::backward::sm90 {
 
 struct DenseCoordinates {
   int head;
@@ -67,7 +64,4 @@ __device__ __forceinline__ RaggedCoordinates keys_stored(int sequence_rows, cons
   return ragged_coordinates(sequence_rows, tile.batch, tile.head, tile.extents.first_key, tile.extents.key_room);
 }
 
-}  // namespace sm90
-}  // namespace backward
-}  // namespace attention
-}  // namespace flashmoe
+}  // namespace flashmoe::attention::backward::sm90

@@ -6,10 +6,7 @@
 #include "attention/backward/sm90/producer.cuh"
 #include "attention/backward/sm90/products.cuh"
 
-namespace flashmoe {
-namespace attention {
-namespace backward {
-namespace sm90 {
+namespace flashmoe::attention::backward::sm90 {
 
 // Tiles by number, for a block that asks for ascending numbers.
 template <typename Spec, bool kOwnsKeys>
@@ -370,7 +367,4 @@ __device__ __forceinline__ void produce_varlen_statistics(const BackwardParams& 
   }
 }
 
-}  // namespace sm90
-}  // namespace backward
-}  // namespace attention
-}  // namespace flashmoe
+}  // namespace flashmoe::attention::backward::sm90

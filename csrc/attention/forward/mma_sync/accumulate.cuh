@@ -12,9 +12,7 @@
 #include "ptx/shuffle.cuh"
 #include "ptx/special_registers.cuh"
 
-namespace flashmoe {
-namespace attention {
-namespace mma_sync {
+namespace flashmoe::attention::mma_sync {
 
 // What a warp carries from key tile to key tile.
 template <typename Spec>
@@ -289,6 +287,4 @@ __device__ __forceinline__ void accumulate_tile(Accumulator<Spec>& accumulator,
   accumulate_tile<Spec, DroppedValues<Spec>>(accumulator, S_rmem, values, scale_log2, is_masked);
 }
 
-}  // namespace mma_sync
-}  // namespace attention
-}  // namespace flashmoe
+}  // namespace flashmoe::attention::mma_sync

@@ -13,9 +13,7 @@
 #include "ptx/barrier.cuh"
 #include "ptx/memory.cuh"
 
-namespace flashmoe {
-namespace attention {
-namespace mma_sync {
+namespace flashmoe::attention::mma_sync {
 
 // warp_smem [kWarpRows, kHeadDim]: the warp's own rows of the Q tile, from its own first column on, which no other warp reads, so that
 // __syncwarp semantics are enough between its last read as Q and the writes here.
@@ -128,6 +126,4 @@ __device__ __forceinline__ void finish_tile(const ForwardParams& params, const Q
   }
 }
 
-}  // namespace mma_sync
-}  // namespace attention
-}  // namespace flashmoe
+}  // namespace flashmoe::attention::mma_sync

@@ -7,9 +7,7 @@
 #include "ptx/ldmatrix.cuh"
 #include "ptx/special_registers.cuh"
 
-namespace flashmoe {
-namespace attention {
-namespace mma_sync {
+namespace flashmoe::attention::mma_sync {
 
 // Where a lane starts in a tile for ldmatrix. Q and V: matrices 0 to 3 are (rows 0-7, left), (rows 8-15, left),
 // (rows 0-7, right), (rows 8-15, right); K: (keys 0-7, left), (keys 0-7, right), (keys 8-15, left), (keys 8-15, right).
@@ -118,6 +116,4 @@ __device__ __forceinline__ void multiply_probability_value(float (&O_rmem)[Spec:
   }
 }
 
-}  // namespace mma_sync
-}  // namespace attention
-}  // namespace flashmoe
+}  // namespace flashmoe::attention::mma_sync

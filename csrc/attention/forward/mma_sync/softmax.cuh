@@ -7,8 +7,7 @@
 
 namespace flashmoe {
 
-namespace attention {
-namespace mma_sync {
+namespace attention::mma_sync {
 
 // Running state of one row: the unscaled score that the exponentials refer to (equal in the quad; attention/softmax.cuh) and this thread's share of
 // the sum of exponentials (added over the quad once, at the end).
@@ -19,6 +18,5 @@ struct RowState {
   __device__ __forceinline__ RowState() : max(ptx::negative_infinity()), sum(0.0f) {}
 };
 
-}  // namespace mma_sync
-}  // namespace attention
+}  // namespace attention::mma_sync
 }  // namespace flashmoe

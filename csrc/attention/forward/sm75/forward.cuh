@@ -17,9 +17,7 @@
 #include "ptx/memory.cuh"
 #include "ptx/special_registers.cuh"
 
-namespace flashmoe {
-namespace attention {
-namespace sm75 {
+namespace flashmoe::attention::sm75 {
 
 using mma_sync::Accumulator;
 using mma_sync::QueryOperand;
@@ -154,6 +152,4 @@ __device__ __forceinline__ void forward_dropout(const DropoutForwardParams& para
   forward<Spec, MaskKind::kRuntime>(params.forward);
 }
 
-}  // namespace sm75
-}  // namespace attention
-}  // namespace flashmoe
+}  // namespace flashmoe::attention::sm75

@@ -8,9 +8,7 @@
 #include "ptx/memory.cuh"
 #include "ptx/special_registers.cuh"
 
-namespace flashmoe {
-namespace attention {
-namespace sm75 {
+namespace flashmoe::attention::sm75 {
 
 // One thread's chunks of a [kRows, kHeadDim] tile; eight neighbouring threads hold 64 columns of a row.
 template <typename Spec, int kRows>
@@ -85,6 +83,4 @@ struct StagedTile {
   }
 };
 
-}  // namespace sm75
-}  // namespace attention
-}  // namespace flashmoe
+}  // namespace flashmoe::attention::sm75

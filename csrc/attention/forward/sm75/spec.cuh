@@ -4,9 +4,7 @@
 #include "ptx/mma.cuh"
 #include "ptx/types.cuh"
 
-namespace flashmoe {
-namespace attention {
-namespace sm75 {
+namespace flashmoe::attention::sm75 {
 
 // kNumStages is 1: without cp.async a tile in flight lives in registers, and 64 KiB hold no second one.
 // kQueryInRegisters as in the sm_80 family. kSplit is not offered.
@@ -69,6 +67,4 @@ struct DropoutForwardSpec
   static constexpr bool kHasDropout = true;
 };
 
-}  // namespace sm75
-}  // namespace attention
-}  // namespace flashmoe
+}  // namespace flashmoe::attention::sm75

@@ -20,9 +20,7 @@
 #include "ptx/memory.cuh"
 #include "ptx/special_registers.cuh"
 
-namespace flashmoe {
-namespace attention {
-namespace sm80 {
+namespace flashmoe::attention::sm80 {
 
 using mma_sync::Accumulator;
 template <typename Spec>
@@ -350,6 +348,4 @@ __device__ __forceinline__ void forward_dropout(const DropoutForwardParams& para
   forward<Spec, MaskKind::kRuntime>(params.forward);
 }
 
-}  // namespace sm80
-}  // namespace attention
-}  // namespace flashmoe
+}  // namespace flashmoe::attention::sm80

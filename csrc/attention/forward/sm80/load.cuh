@@ -7,9 +7,7 @@
 #include "ptx/cp_async.cuh"
 #include "ptx/special_registers.cuh"
 
-namespace flashmoe {
-namespace attention {
-namespace sm80 {
+namespace flashmoe::attention::sm80 {
 
 // One thread's share of the tiles of one tensor (a head's [rows, head_dim] matrix), walked from the first row downwards, or from the last
 // upwards: one running pointer is all the state, since the next tile begins where this one ends.
@@ -118,6 +116,4 @@ __device__ __forceinline__ void load_varlen_tile(ptx::SmemPointer tile_smem, con
   }
 }
 
-}  // namespace sm80
-}  // namespace attention
-}  // namespace flashmoe
+}  // namespace flashmoe::attention::sm80

@@ -5,9 +5,7 @@
 #include "ptx/special_registers.cuh"
 #include "ptx/types.cuh"
 
-namespace flashmoe {
-namespace attention {
-namespace sm80 {
+namespace flashmoe::attention::sm80 {
 
 // kNumStages   1: one buffer each for K and V; the next K loads under softmax and P V, V under Q K^T; two barriers a
 //                 tile. 2 or more: a ring of (K, V) pairs, loaded kNumStages - 1 tiles ahead; one barrier a tile.
@@ -94,6 +92,4 @@ struct DropoutForwardSpec
   static constexpr bool kHasDropout = true;
 };
 
-}  // namespace sm80
-}  // namespace attention
-}  // namespace flashmoe
+}  // namespace flashmoe::attention::sm80

@@ -6,9 +6,7 @@
 #include "ptx/memory.cuh"
 #include "ptx/special_registers.cuh"
 
-namespace flashmoe {
-namespace attention {
-namespace sm80 {
+namespace flashmoe::attention::sm80 {
 
 // Nothing where a warp has its rows to itself. Terms of the next key tile may be published once all warps have passed a barrier behind add().
 template <typename Spec>
@@ -71,6 +69,4 @@ struct ScoreTerms {
   }
 };
 
-}  // namespace sm80
-}  // namespace attention
-}  // namespace flashmoe
+}  // namespace flashmoe::attention::sm80

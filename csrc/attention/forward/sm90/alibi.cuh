@@ -8,9 +8,7 @@
 #include "ptx/math.cuh"
 #include "ptx/special_registers.cuh"
 
-namespace flashmoe {
-namespace attention {
-namespace sm90 {
+namespace flashmoe::attention::sm90 {
 
 // Exponents of P while a row's scores rise: its largest is between 2^-kRisingAhead and 2^kRisingMost. Of float16 what costs no value precision;
 // bfloat16 has the range of float32, of which sums over 2^20 keys and v as small or as large as 2^40 leave this.
@@ -72,6 +70,4 @@ __device__ __forceinline__ RisingRows add_alibi(float (&scores)[kN / 2], const F
   return rising;
 }
 
-}  // namespace sm90
-}  // namespace attention
-}  // namespace flashmoe
+}  // namespace flashmoe::attention::sm90

@@ -32,9 +32,7 @@
 #include "ptx/special_registers.cuh"
 #include "ptx/wgmma.cuh"
 
-namespace flashmoe {
-namespace attention {
-namespace sm90 {
+namespace flashmoe::attention::sm90 {
 
 template <typename Spec, MaskKind kMask>
 struct Consumer {
@@ -509,6 +507,4 @@ struct Consumer {
   }
 };
 
-}  // namespace sm90
-}  // namespace attention
-}  // namespace flashmoe
+}  // namespace flashmoe::attention::sm90

@@ -4,9 +4,7 @@
 #include "attention/dropout.cuh"
 #include "attention/params/forward.h"
 
-namespace flashmoe {
-namespace attention {
-namespace sm90 {
+namespace flashmoe::attention::sm90 {
 
 // Of a thread's two rows of a tile. Empty without dropout.
 template <typename Spec, bool kHasDropout = Spec::kHasDropout>
@@ -42,6 +40,4 @@ struct TileDropout<Spec, true> {
   }
 };
 
-}  // namespace sm90
-}  // namespace attention
-}  // namespace flashmoe
+}  // namespace flashmoe::attention::sm90

@@ -19,9 +19,7 @@
 #include "ptx/stmatrix.cuh"
 #include "ptx/tma.cuh"
 
-namespace flashmoe {
-namespace attention {
-namespace sm90 {
+namespace flashmoe::attention::sm90 {
 
 // The sinks of a thread's two rows times log2(e), -inf for none; row: the first of the two.
 __device__ __forceinline__ void load_sinks(const ForwardParams& params, const Tile<MaskKind::kRuntime>& tile, int row,
@@ -235,6 +233,4 @@ __device__ __forceinline__ void store_tile(const ForwardParams& params, const Sh
   }
 }
 
-}  // namespace sm90
-}  // namespace attention
-}  // namespace flashmoe
+}  // namespace flashmoe::attention::sm90

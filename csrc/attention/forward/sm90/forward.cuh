@@ -17,9 +17,7 @@
 #include "ptx/shuffle.cuh"
 #include "ptx/special_registers.cuh"
 
-namespace flashmoe {
-namespace attention {
-namespace sm90 {
+namespace flashmoe::attention::sm90 {
 
 template <typename Spec>
 __device__ __forceinline__ void init_barriers(const SharedMemory<Spec>& shared) {
@@ -72,6 +70,4 @@ __device__ __forceinline__ void forward(const ForwardParams& params, const ptx::
   }
 }
 
-}  // namespace sm90
-}  // namespace attention
-}  // namespace flashmoe
+}  // namespace flashmoe::attention::sm90

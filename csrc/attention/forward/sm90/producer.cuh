@@ -9,9 +9,7 @@
 #include "ptx/special_registers.cuh"
 #include "ptx/tma.cuh"
 
-namespace flashmoe {
-namespace attention {
-namespace sm90 {
+namespace flashmoe::attention::sm90 {
 
 // One stage of K or V: a tile's rows from `row`, slab by slab. Rows and columns outside the tensor become zeros.
 template <typename Tile>
@@ -97,6 +95,4 @@ __device__ __forceinline__ void produce(const ForwardParams& params, const Share
   }
 }
 
-}  // namespace sm90
-}  // namespace attention
-}  // namespace flashmoe
+}  // namespace flashmoe::attention::sm90

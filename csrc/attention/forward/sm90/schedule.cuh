@@ -8,9 +8,7 @@
 #include "attention/sequences.cuh"
 #include "device/math.cuh"
 
-namespace flashmoe {
-namespace attention {
-namespace sm90 {
+namespace flashmoe::attention::sm90 {
 
 // Key blocks that some of the rows [first_row, end_row) see: the last row sees the last ones. Rows that see no key work on one block, all
 // of it masked: that gives the right result, and no tile needs a path of its own.
@@ -89,6 +87,4 @@ __device__ __forceinline__ Tile<kMask> decode_tile(const ForwardParams& params, 
   return {scheduled.m_block, head - batch * params.heads_q, batch, split};
 }
 
-}  // namespace sm90
-}  // namespace attention
-}  // namespace flashmoe
+}  // namespace flashmoe::attention::sm90

@@ -13,9 +13,7 @@
 #include "ptx/memory.cuh"
 #include "ptx/shuffle.cuh"
 
-namespace flashmoe {
-namespace attention {
-namespace sm90 {
+namespace flashmoe::attention::sm90 {
 
 // score becomes score * factor + value * value_factor; the product is held to the range of float, unless the value is infinite.
 __device__ __forceinline__ void add_mask_value(float& score, float value, float factor, float value_factor) {
@@ -115,6 +113,4 @@ struct MaskReader {
   }
 };
 
-}  // namespace sm90
-}  // namespace attention
-}  // namespace flashmoe
+}  // namespace flashmoe::attention::sm90

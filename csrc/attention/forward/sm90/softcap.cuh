@@ -7,9 +7,7 @@
 #include "ptx/math.cuh"
 #include "ptx/shuffle.cuh"
 
-namespace flashmoe {
-namespace attention {
-namespace sm90 {
+namespace flashmoe::attention::sm90 {
 
 constexpr float kTwoLog2E = 2.8853900817779268f;
 
@@ -270,6 +268,4 @@ __device__ __forceinline__ bool capped_softmax(float (&scores)[kN / 2], RowState
   return moved;
 }
 
-}  // namespace sm90
-}  // namespace attention
-}  // namespace flashmoe
+}  // namespace flashmoe::attention::sm90

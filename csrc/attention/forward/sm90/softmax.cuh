@@ -8,9 +8,7 @@
 #include "ptx/math.cuh"
 #include "ptx/shuffle.cuh"
 
-namespace flashmoe {
-namespace attention {
-namespace sm90 {
+namespace flashmoe::attention::sm90 {
 
 // The two rows of a thread: the maximum of the unscaled scores that the exponentials refer to (equal in the quad) and
 // this thread's share of the sum of exponentials.
@@ -144,6 +142,4 @@ __device__ __forceinline__ bool rising_softmax(float (&scores)[kN / 2], RowState
   return moved;
 }
 
-}  // namespace sm90
-}  // namespace attention
-}  // namespace flashmoe
+}  // namespace flashmoe::attention::sm90

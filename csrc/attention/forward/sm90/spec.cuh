@@ -5,9 +5,7 @@
 #include "device/shared_tile.cuh"
 #include "ptx/mbarrier.cuh"
 
-namespace flashmoe {
-namespace attention {
-namespace sm90 {
+namespace flashmoe::attention::sm90 {
 
 // Warpgroup 0 produces (it feeds the copy engine), warpgroups 1 to kBlockM / 64 consume, 64 rows of Q each.
 //   kNumStages         K tiles, and V tiles, in shared memory
@@ -156,6 +154,4 @@ struct SharedMemory {
   __device__ __forceinline__ ptx::Mbarrier* codes_empty(int slot) const { return next_tile_full(7 + slot); }
 };
 
-}  // namespace sm90
-}  // namespace attention
-}  // namespace flashmoe
+}  // namespace flashmoe::attention::sm90

@@ -14,9 +14,7 @@
 #include "attention/params/forward.h"
 #include "ptx/tensor_map.h"
 
-namespace flashmoe {
-namespace attention {
-namespace sm90 {
+namespace flashmoe::attention::sm90 {
 
 constexpr int kTensorMapRank = 4;
 constexpr int kElementBytes = 2;
@@ -79,6 +77,4 @@ inline ForwardTensorMaps forward_tensor_maps(const ForwardParams& params, int bl
                                                 params.heads_q, params.batch, kWarpgroupRows)};
 }
 
-}  // namespace sm90
-}  // namespace attention
-}  // namespace flashmoe
+}  // namespace flashmoe::attention::sm90

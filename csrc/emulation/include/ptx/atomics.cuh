@@ -4,8 +4,7 @@
 #include "emulation/machine.h"
 #include "ptx/types.cuh"
 
-namespace flashmoe {
-namespace ptx {
+namespace flashmoe::ptx {
 
 using emulation::Site;
 
@@ -18,5 +17,4 @@ __device__ __forceinline__ int32_t atomic_add_global_ordered(int32_t* gmem, int3
   return emulation::atomic_add(gmem, value, site, "atomic_add_global_ordered");
 }
 
-}  // namespace ptx
-}  // namespace flashmoe
+}  // namespace flashmoe::ptx

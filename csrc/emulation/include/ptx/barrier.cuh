@@ -4,8 +4,7 @@
 #include "emulation/machine.h"
 #include "ptx/types.cuh"
 
-namespace flashmoe {
-namespace ptx {
+namespace flashmoe::ptx {
 
 using emulation::Site;
 
@@ -23,5 +22,4 @@ __device__ __forceinline__ void named_barrier_arrive(int id, int threads, Site s
 
 __device__ __forceinline__ void warp_sync(Site site = Site::here()) { emulation::warp_barrier(site, "warp_sync"); }
 
-}  // namespace ptx
-}  // namespace flashmoe
+}  // namespace flashmoe::ptx

@@ -4,8 +4,7 @@
 #include "ptx/convert.cuh"
 #include "ptx/elements.cuh"
 
-namespace flashmoe {
-namespace ptx {
+namespace flashmoe::ptx {
 
 // A float holds the product of two bf16.
 __device__ __forceinline__ uint32_t multiply_bf16x2(uint32_t a, uint32_t b) {
@@ -19,5 +18,4 @@ __device__ __forceinline__ uint32_t larger_magnitudes(uint32_t a, uint32_t b) {
   return pack<Element>(__builtin_fmaxf(left.x, right.x), __builtin_fmaxf(left.y, right.y)) | ((a ^ b) & 0x80008000u);
 }
 
-}  // namespace ptx
-}  // namespace flashmoe
+}  // namespace flashmoe::ptx

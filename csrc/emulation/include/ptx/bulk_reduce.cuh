@@ -3,8 +3,7 @@
 
 #include "ptx/memory.cuh"
 
-namespace flashmoe {
-namespace ptx {
+namespace flashmoe::ptx {
 
 using emulation::Site;
 
@@ -16,5 +15,4 @@ __device__ __forceinline__ void bulk_reduce_add(float* gmem, const void* smem, i
   emulation::bulk_copy(gmem, smem_address(smem, site), static_cast<uint32_t>(bytes), true, site, "bulk_reduce_add");
 }
 
-}  // namespace ptx
-}  // namespace flashmoe
+}  // namespace flashmoe::ptx

@@ -5,8 +5,7 @@
 #include "ptx/element_format.h"
 #include "ptx/types.cuh"
 
-namespace flashmoe {
-namespace ptx {
+namespace flashmoe::ptx {
 
 template <typename Element>
 __device__ __forceinline__ uint32_t pack(float low, float high) {
@@ -20,5 +19,4 @@ __device__ __forceinline__ float2 unpack(uint32_t pair) {
   return float2{Format::value(static_cast<uint16_t>(pair)), Format::value(static_cast<uint16_t>(pair >> 16))};
 }
 
-}  // namespace ptx
-}  // namespace flashmoe
+}  // namespace flashmoe::ptx

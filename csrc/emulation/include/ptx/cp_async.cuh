@@ -3,8 +3,7 @@
 
 #include "ptx/memory.cuh"
 
-namespace flashmoe {
-namespace ptx {
+namespace flashmoe::ptx {
 
 using emulation::Site;
 
@@ -41,5 +40,4 @@ __device__ __forceinline__ void cp_async_wait(Site site = Site::here()) {
   emulation::copy_async_wait(kPending, site, "cp_async_wait");
 }
 
-}  // namespace ptx
-}  // namespace flashmoe
+}  // namespace flashmoe::ptx

@@ -3,8 +3,7 @@
 
 #include "ptx/memory.cuh"
 
-namespace flashmoe {
-namespace ptx {
+namespace flashmoe::ptx {
 
 using emulation::Site;
 
@@ -12,5 +11,4 @@ __device__ __forceinline__ void cp_async_4(SmemPointer smem, const void* gmem, S
   emulation::copy_async(smem.address, gmem, 4, 4, site, "cp_async_4");
 }
 
-}  // namespace ptx
-}  // namespace flashmoe
+}  // namespace flashmoe::ptx

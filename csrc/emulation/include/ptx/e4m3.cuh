@@ -4,8 +4,7 @@
 #include "ptx/convert.cuh"
 #include "ptx/wgmma.cuh"
 
-namespace flashmoe {
-namespace ptx {
+namespace flashmoe::ptx {
 
 __device__ __forceinline__ uint32_t round_to_e4m3(float value) { return emulation::float_to_e4m3(value); }
 
@@ -56,5 +55,4 @@ __device__ __forceinline__ void wgmma_e4m3_n128(float (&d)[64], uint64_t a, uint
                            "wgmma_e4m3_n128");
 }
 
-}  // namespace ptx
-}  // namespace flashmoe
+}  // namespace flashmoe::ptx

@@ -4,8 +4,7 @@
 #include "emulation/numerics.h"
 #include "ptx/elements.cuh"
 
-namespace flashmoe {
-namespace ptx {
+namespace flashmoe::ptx {
 
 // Which 16-bit format an element type names, and its conversions: to bits as the GPU rounds, and to the value.
 template <typename Element>
@@ -25,5 +24,4 @@ struct ElementFormat<BF16> {
   static float value(uint16_t bits) { return emulation::bf16_to_float(bits); }
 };
 
-}  // namespace ptx
-}  // namespace flashmoe
+}  // namespace flashmoe::ptx

@@ -3,8 +3,7 @@
 
 #include "ptx/types.cuh"
 
-namespace flashmoe {
-namespace ptx {
+namespace flashmoe::ptx {
 
 struct F16 {
   uint16_t bits;
@@ -17,5 +16,4 @@ struct BF16 {
 template <typename Element>
 constexpr bool kIsEither = false;
 
-}  // namespace ptx
-}  // namespace flashmoe
+}  // namespace flashmoe::ptx

@@ -4,8 +4,7 @@
 #include "emulation/machine.h"
 #include "ptx/types.cuh"
 
-namespace flashmoe {
-namespace ptx {
+namespace flashmoe::ptx {
 
 using emulation::Site;
 
@@ -13,5 +12,4 @@ __device__ __forceinline__ void fence_proxy_async_shared(Site site = Site::here(
   emulation::fence_proxy_async(site, "fence_proxy_async_shared");
 }
 
-}  // namespace ptx
-}  // namespace flashmoe
+}  // namespace flashmoe::ptx

@@ -5,8 +5,7 @@
 #include "emulation/machine.h"
 #include "ptx/types.cuh"
 
-namespace flashmoe {
-namespace ptx {
+namespace flashmoe::ptx {
 
 using emulation::Site;
 
@@ -17,5 +16,4 @@ __device__ __forceinline__ void grid_dependency_wait(Site site = Site::here()) {
   emulation::grid_dependency_wait();
 }
 
-}  // namespace ptx
-}  // namespace flashmoe
+}  // namespace flashmoe::ptx

@@ -3,8 +3,7 @@
 
 #include "ptx/memory.cuh"
 
-namespace flashmoe {
-namespace ptx {
+namespace flashmoe::ptx {
 
 using emulation::Site;
 
@@ -24,5 +23,4 @@ __device__ __forceinline__ void ldmatrix_x2_trans(uint32_t (&r)[2], SmemPointer 
   emulation::load_matrix(r, smem_row.address, 2, true, site, "ldmatrix_x2_trans");
 }
 
-}  // namespace ptx
-}  // namespace flashmoe
+}  // namespace flashmoe::ptx

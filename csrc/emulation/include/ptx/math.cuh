@@ -4,8 +4,7 @@
 #include "emulation/machine.h"
 #include "ptx/types.cuh"
 
-namespace flashmoe {
-namespace ptx {
+namespace flashmoe::ptx {
 
 __device__ __forceinline__ uint32_t float_bits(float x) { return emulation::float_bits(x); }
 
@@ -44,5 +43,4 @@ __device__ __forceinline__ float max_ftz(float a, float b) {
 
 __device__ __forceinline__ float min_nan(float a, float b) { return __builtin_isnan(a) || a < b ? a : b; }
 
-}  // namespace ptx
-}  // namespace flashmoe
+}  // namespace flashmoe::ptx

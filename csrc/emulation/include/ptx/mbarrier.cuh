@@ -3,8 +3,7 @@
 
 #include "ptx/memory.cuh"
 
-namespace flashmoe {
-namespace ptx {
+namespace flashmoe::ptx {
 
 using emulation::Site;
 
@@ -39,5 +38,4 @@ __device__ __forceinline__ void mbarrier_wait(Mbarrier* barrier, int phase_parit
   }
 }
 
-}  // namespace ptx
-}  // namespace flashmoe
+}  // namespace flashmoe::ptx

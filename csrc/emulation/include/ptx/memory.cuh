@@ -4,8 +4,7 @@
 #include "emulation/machine.h"
 #include "ptx/types.cuh"
 
-namespace flashmoe {
-namespace ptx {
+namespace flashmoe::ptx {
 
 using emulation::Site;
 
@@ -150,5 +149,4 @@ __device__ __forceinline__ void st_global_128(void* gmem, const uint32_t (&value
   emulation::store_global(gmem, value, 16, site, "st_global_128");
 }
 
-}  // namespace ptx
-}  // namespace flashmoe
+}  // namespace flashmoe::ptx

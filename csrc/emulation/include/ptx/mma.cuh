@@ -5,8 +5,7 @@
 #include "ptx/element_format.h"
 #include "ptx/types.cuh"
 
-namespace flashmoe {
-namespace ptx {
+namespace flashmoe::ptx {
 
 using emulation::Site;
 
@@ -25,5 +24,4 @@ __device__ __forceinline__ void mma_m16n8k8(float (&d)[4], uint32_t a0, uint32_t
   emulation::matrix_product(d, a, &b0, 8, ElementFormat<Element>::kFormat, site, "mma_m16n8k8");
 }
 
-}  // namespace ptx
-}  // namespace flashmoe
+}  // namespace flashmoe::ptx

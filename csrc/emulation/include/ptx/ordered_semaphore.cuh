@@ -4,8 +4,7 @@
 #include "emulation/machine.h"
 #include "ptx/types.cuh"
 
-namespace flashmoe {
-namespace ptx {
+namespace flashmoe::ptx {
 
 using emulation::Site;
 
@@ -17,5 +16,4 @@ __device__ __forceinline__ void semaphore_release(int32_t* gmem, int32_t value, 
   emulation::semaphore_release(gmem, value, site, "semaphore_release");
 }
 
-}  // namespace ptx
-}  // namespace flashmoe
+}  // namespace flashmoe::ptx

@@ -4,8 +4,7 @@
 #include "emulation/machine.h"
 #include "ptx/types.cuh"
 
-namespace flashmoe {
-namespace ptx {
+namespace flashmoe::ptx {
 
 using emulation::Site;
 
@@ -21,5 +20,4 @@ __device__ __forceinline__ void setmaxnreg_inc(Site site = Site::here()) {
   emulation::set_max_registers(kRegisters, true, site, "setmaxnreg_inc");
 }
 
-}  // namespace ptx
-}  // namespace flashmoe
+}  // namespace flashmoe::ptx

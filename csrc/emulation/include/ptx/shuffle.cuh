@@ -4,8 +4,7 @@
 #include "emulation/machine.h"
 #include "ptx/types.cuh"
 
-namespace flashmoe {
-namespace ptx {
+namespace flashmoe::ptx {
 
 using emulation::Site;
 
@@ -53,5 +52,4 @@ __device__ __forceinline__ int32_t reduce_add(int32_t value, Site site = Site::h
 
 __device__ __forceinline__ bool elect_one(Site site = Site::here()) { return emulation::elect(site, "elect_one"); }
 
-}  // namespace ptx
-}  // namespace flashmoe
+}  // namespace flashmoe::ptx

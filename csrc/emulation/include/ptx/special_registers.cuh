@@ -4,8 +4,7 @@
 #include "emulation/machine.h"
 #include "ptx/types.cuh"
 
-namespace flashmoe {
-namespace ptx {
+namespace flashmoe::ptx {
 
 __device__ __forceinline__ int thread_index() { return emulation::thread_index(); }
 __device__ __forceinline__ int block_index() { return emulation::block_index(); }
@@ -18,5 +17,4 @@ __device__ __forceinline__ int recompute(int x) { return x; }
 __device__ __forceinline__ uint32_t recompute(uint32_t x) { return x; }
 __device__ __forceinline__ int64_t recompute(int64_t x) { return x; }
 
-}  // namespace ptx
-}  // namespace flashmoe
+}  // namespace flashmoe::ptx

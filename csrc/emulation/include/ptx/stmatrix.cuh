@@ -3,8 +3,7 @@
 
 #include "ptx/memory.cuh"
 
-namespace flashmoe {
-namespace ptx {
+namespace flashmoe::ptx {
 
 using emulation::Site;
 
@@ -12,5 +11,4 @@ __device__ __forceinline__ void stmatrix_x4(void* smem_row, const uint32_t (&r)[
   emulation::store_matrix(smem_address(smem_row, site), r, 4, false, site, "stmatrix_x4");
 }
 
-}  // namespace ptx
-}  // namespace flashmoe
+}  // namespace flashmoe::ptx

@@ -4,8 +4,7 @@
 #include "ptx/mbarrier.cuh"
 #include "ptx/tensor_map.h"
 
-namespace flashmoe {
-namespace ptx {
+namespace flashmoe::ptx {
 
 using emulation::Site;
 
@@ -61,5 +60,4 @@ __device__ __forceinline__ void tma_store_wait(Site site = Site::here()) {
   emulation::tensor_store_wait(kPending, false, site, "tma_store_wait");
 }
 
-}  // namespace ptx
-}  // namespace flashmoe
+}  // namespace flashmoe::ptx

@@ -4,8 +4,7 @@
 #include "ptx/element_format.h"
 #include "ptx/memory.cuh"
 
-namespace flashmoe {
-namespace ptx {
+namespace flashmoe::ptx {
 
 using emulation::Site;
 
@@ -72,5 +71,4 @@ __device__ __forceinline__ void wgmma_rs(float (&d)[kN / 2], uint32_t&& a0, uint
                            site, "wgmma_rs");
 }
 
-}  // namespace ptx
-}  // namespace flashmoe
+}  // namespace flashmoe::ptx

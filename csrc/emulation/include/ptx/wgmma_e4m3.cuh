@@ -4,8 +4,7 @@
 #include "ptx/e4m3.cuh"
 #include "ptx/wgmma.cuh"
 
-namespace flashmoe {
-namespace ptx {
+namespace flashmoe::ptx {
 
 __device__ __forceinline__ uint32_t pack_four_e4m3(float first, float second, float third, float fourth) {
   return pack_e4m3(first, second) | pack_e4m3(third, fourth) << 16;
@@ -22,5 +21,4 @@ __device__ __forceinline__ void wgmma_e4m3_rs(float (&d)[kN / 2], const uint32_t
                            emulation::Format::kE4M3, site, "wgmma_e4m3_rs");
 }
 
-}  // namespace ptx
-}  // namespace flashmoe
+}  // namespace flashmoe::ptx

@@ -12,9 +12,7 @@
 #include "ptx/memory.cuh"
 #include "ptx/special_registers.cuh"
 
-namespace flashmoe {
-namespace moe {
-namespace few_rows {
+namespace flashmoe::moe::few_rows {
 
 // A warp's sums in shared memory. The pitch puts the lanes of a store on 32 banks.
 template <typename Spec>
@@ -151,6 +149,4 @@ __device__ __forceinline__ void store_gated(const GemmParams& params, const Tile
   }
 }
 
-}  // namespace few_rows
-}  // namespace moe
-}  // namespace flashmoe
+}  // namespace flashmoe::moe::few_rows

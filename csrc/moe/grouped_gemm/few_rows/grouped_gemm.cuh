@@ -15,9 +15,7 @@
 #include "ptx/cp_async.cuh"
 #include "ptx/grid_dependency.cuh"
 
-namespace flashmoe {
-namespace moe {
-namespace few_rows {
+namespace flashmoe::moe::few_rows {
 
 // The walk of one tile over k: the two loaders, and where in the ring it stands.
 template <typename Spec, Weights kWeights, bool kIsGated>
@@ -155,6 +153,4 @@ __device__ __forceinline__ void grouped_gemm_gated(const GemmParams& params) {
   multiply_tiles<Spec, kWeights, true>(params);
 }
 
-}  // namespace few_rows
-}  // namespace moe
-}  // namespace flashmoe
+}  // namespace flashmoe::moe::few_rows

@@ -11,9 +11,7 @@
 #include "ptx/memory.cuh"
 #include "ptx/special_registers.cuh"
 
-namespace flashmoe {
-namespace moe {
-namespace few_rows {
+namespace flashmoe::moe::few_rows {
 
 // One thread's share of a tile's weights, from k = 0 upwards. Shared memory: nk [kBlockN, kBlockK], kn [kBlockK, kBlockN].
 template <typename Spec, Weights kWeights, bool kIsGated>
@@ -130,6 +128,4 @@ struct RowLoader {
   }
 };
 
-}  // namespace few_rows
-}  // namespace moe
-}  // namespace flashmoe
+}  // namespace flashmoe::moe::few_rows

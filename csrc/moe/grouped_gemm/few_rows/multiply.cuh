@@ -7,9 +7,7 @@
 #include "ptx/mma.cuh"
 #include "ptx/special_registers.cuh"
 
-namespace flashmoe {
-namespace moe {
-namespace few_rows {
+namespace flashmoe::moe::few_rows {
 
 // A lane holds of each: weight rows lane / 4 and, in [2] and [3], that + 8; rows 2 * (lane % 4) and the next.
 template <typename Spec>
@@ -66,6 +64,4 @@ __device__ __forceinline__ void multiply_stage(Accumulator<Spec>& accumulator, p
   multiply_groups<Spec, kWeights, kGroups>(accumulator, stage_smem);
 }
 
-}  // namespace few_rows
-}  // namespace moe
-}  // namespace flashmoe
+}  // namespace flashmoe::moe::few_rows

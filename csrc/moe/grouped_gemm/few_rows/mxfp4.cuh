@@ -9,9 +9,7 @@
 #include "moe/params/mxfp4.h"
 #include "ptx/shuffle.cuh"
 
-namespace flashmoe {
-namespace moe {
-namespace few_rows {
+namespace flashmoe::moe::few_rows {
 
 // kBlockK weights of a row are kBlockK / 4 elements of two bytes to those that load them.
 template <typename Element, int kBlockM, int kBlockN, int kNumStages_, int kNumWarps, int kBlockK_>
@@ -278,6 +276,4 @@ __device__ __forceinline__ void grouped_gemm_gated_mxfp4(const Mxfp4GemmParams& 
   stream_tiles<Spec, true, Mxfp4Work<Spec, true>>(params);
 }
 
-}  // namespace few_rows
-}  // namespace moe
-}  // namespace flashmoe
+}  // namespace flashmoe::moe::few_rows

@@ -6,9 +6,7 @@
 #include "moe/params/scaled.h"
 #include "ptx/e4m3.cuh"
 
-namespace flashmoe {
-namespace moe {
-namespace few_rows {
+namespace flashmoe::moe::few_rows {
 
 template <typename Element, int kBlockM, int kBlockN, int kNumStages, int kNumWarps, int kBlockK>
 struct ScaledSpec : Spec<Element, kBlockM, kBlockN, kNumStages, kNumWarps, kBlockK> {
@@ -171,6 +169,4 @@ __device__ __forceinline__ void grouped_gemm_gated_scaled(const ScaledGemmParams
   stream_tiles<Spec, true, ScaledWork<Spec, true>>(params);
 }
 
-}  // namespace few_rows
-}  // namespace moe
-}  // namespace flashmoe
+}  // namespace flashmoe::moe::few_rows

@@ -4,9 +4,7 @@
 
 #include "ptx/types.cuh"
 
-namespace flashmoe {
-namespace moe {
-namespace few_rows {
+namespace flashmoe::moe::few_rows {
 
 template <typename Element_, int kBlockM_, int kBlockN_, int kNumStages_, int kNumWarps_, int kBlockK_>
 struct Spec {
@@ -37,6 +35,4 @@ struct Spec {
   static_assert(kNumWarps < 16, "one word per warp");
 };
 
-}  // namespace few_rows
-}  // namespace moe
-}  // namespace flashmoe
+}  // namespace flashmoe::moe::few_rows

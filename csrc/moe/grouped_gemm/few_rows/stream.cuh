@@ -15,9 +15,7 @@
 
 #include "moe/grouped_gemm/few_rows/grouped_gemm.cuh"
 
-namespace flashmoe {
-namespace moe {
-namespace few_rows {
+namespace flashmoe::moe::few_rows {
 
 // Waits until at most `pending` groups of copies are on their way, kMost at most.
 template <int kMost>
@@ -129,6 +127,4 @@ __device__ __forceinline__ void stream_tiles(const typename Work::Params& all) {
   ptx::cp_async_wait<0>();
 }
 
-}  // namespace few_rows
-}  // namespace moe
-}  // namespace flashmoe
+}  // namespace flashmoe::moe::few_rows

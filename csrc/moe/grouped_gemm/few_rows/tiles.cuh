@@ -12,9 +12,7 @@
 #include "ptx/shuffle.cuh"
 #include "ptx/special_registers.cuh"
 
-namespace flashmoe {
-namespace moe {
-namespace few_rows {
+namespace flashmoe::moe::few_rows {
 
 struct Tile {
   int expert;
@@ -151,6 +149,4 @@ __device__ __forceinline__ Tile find_early(const GemmParams& params, int number)
   return Tile{ptx::shuffle_index(expert, lane), 0, 0, ptx::shuffle_index(column_tile, lane) * Spec::kBlockN};
 }
 
-}  // namespace few_rows
-}  // namespace moe
-}  // namespace flashmoe
+}  // namespace flashmoe::moe::few_rows

@@ -9,9 +9,7 @@
 #include "ptx/barrier.cuh"
 #include "ptx/shuffle.cuh"
 
-namespace flashmoe {
-namespace moe {
-namespace mma_sync {
+namespace flashmoe::moe::mma_sync {
 
 // d[d_row + row] = sums (+ bias), for the columns below num_columns. bias: of the expert, or null.
 template <typename Spec>
@@ -128,6 +126,4 @@ __device__ __forceinline__ void store_gradient(const GemmParams& params, const T
   store_row_dots<Spec>(params, tile, dots_smem);
 }
 
-}  // namespace mma_sync
-}  // namespace moe
-}  // namespace flashmoe
+}  // namespace flashmoe::moe::mma_sync

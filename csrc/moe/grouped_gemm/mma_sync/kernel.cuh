@@ -8,9 +8,7 @@
 #include "ptx/memory.cuh"
 #include "ptx/special_registers.cuh"
 
-namespace flashmoe {
-namespace moe {
-namespace mma_sync {
+namespace flashmoe::moe::mma_sync {
 
 // Thread 0 finds the next tile while the first loads of this one are under way. Two slots alternate: the one that is written was
 // last read before the barrier at the end of the tile before.
@@ -80,6 +78,4 @@ __device__ __forceinline__ void run_tiles(const GemmParams& params, Multiply mul
   }
 }
 
-}  // namespace mma_sync
-}  // namespace moe
-}  // namespace flashmoe
+}  // namespace flashmoe::moe::mma_sync

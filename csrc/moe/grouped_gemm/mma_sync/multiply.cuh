@@ -3,9 +3,7 @@
 
 #include "moe/grouped_gemm/mma_sync/tile.cuh"
 
-namespace flashmoe {
-namespace moe {
-namespace mma_sync {
+namespace flashmoe::moe::mma_sync {
 
 // What a warp multiplies in one step: its 16 columns of A and 16 rows of B.
 template <typename Spec>
@@ -56,6 +54,4 @@ struct Accumulator {
   }
 };
 
-}  // namespace mma_sync
-}  // namespace moe
-}  // namespace flashmoe
+}  // namespace flashmoe::moe::mma_sync

@@ -10,9 +10,7 @@
 #include "ptx/shuffle.cuh"
 #include "ptx/special_registers.cuh"
 
-namespace flashmoe {
-namespace moe {
-namespace mma_sync {
+namespace flashmoe::moe::mma_sync {
 
 // Tiles [kRows, kBlockK] of rows that lie anywhere.
 template <typename Spec, int kRows>
@@ -165,6 +163,4 @@ class SummedRowsOperand : public ColumnChunks<Spec, kColumns> {
   static_assert(kBlockK == 32, "a lane holds the slot of one row of a tile");
 };
 
-}  // namespace mma_sync
-}  // namespace moe
-}  // namespace flashmoe
+}  // namespace flashmoe::moe::mma_sync

@@ -8,9 +8,7 @@
 #include "moe/grouped_gemm/weights.cuh"
 #include "moe/params/gemm.h"
 
-namespace flashmoe {
-namespace moe {
-namespace mma_sync {
+namespace flashmoe::moe::mma_sync {
 
 enum class Result { kSums, kActivation, kGradient };
 
@@ -145,6 +143,4 @@ class WeightGradient {
   int column_tiles_;
 };
 
-}  // namespace mma_sync
-}  // namespace moe
-}  // namespace flashmoe
+}  // namespace flashmoe::moe::mma_sync

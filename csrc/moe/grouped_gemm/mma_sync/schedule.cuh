@@ -9,9 +9,7 @@
 #include "ptx/memory.cuh"
 #include "ptx/special_registers.cuh"
 
-namespace flashmoe {
-namespace moe {
-namespace mma_sync {
+namespace flashmoe::moe::mma_sync {
 
 constexpr int kGroupTiles = 16;
 
@@ -96,6 +94,4 @@ class RowTiles {
   int run_experts_;
 };
 
-}  // namespace mma_sync
-}  // namespace moe
-}  // namespace flashmoe
+}  // namespace flashmoe::moe::mma_sync

@@ -4,9 +4,7 @@
 #include "moe/grouped_gemm/mma_sync/schedule.cuh"
 #include "moe/grouped_gemm/mma_sync/tile.cuh"
 
-namespace flashmoe {
-namespace moe {
-namespace mma_sync {
+namespace flashmoe::moe::mma_sync {
 
 // kWarpsN: warps side by side along n; kNumWarps / kWarpsN of them one below the other.
 template <typename Element_, int kBlockM_, int kBlockN_, int kNumStages_, int kNumWarps_, int kWarpsN_>
@@ -45,6 +43,4 @@ struct TileSpec {
   static_assert(kStagingBytes + kWarpsN * kBlockM * 4 <= kRingBytes, "the epilogue works in the ring");
 };
 
-}  // namespace mma_sync
-}  // namespace moe
-}  // namespace flashmoe
+}  // namespace flashmoe::moe::mma_sync

@@ -8,9 +8,7 @@
 #include "ptx/math.cuh"
 #include "ptx/memory.cuh"
 
-namespace flashmoe {
-namespace moe {
-namespace mma_sync {
+namespace flashmoe::moe::mma_sync {
 
 // kColumns of the tile, one row of them a lane; which lanes of the warp hold a row.
 template <typename Spec, int kColumns>
@@ -135,6 +133,4 @@ __device__ __forceinline__ void load_gate_up(float (&gate)[8], float (&up)[8], c
   }
 }
 
-}  // namespace mma_sync
-}  // namespace moe
-}  // namespace flashmoe
+}  // namespace flashmoe::moe::mma_sync

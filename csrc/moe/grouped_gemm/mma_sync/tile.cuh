@@ -9,9 +9,7 @@
 #include "ptx/ldmatrix.cuh"
 #include "ptx/special_registers.cuh"
 
-namespace flashmoe {
-namespace moe {
-namespace mma_sync {
+namespace flashmoe::moe::mma_sync {
 
 constexpr int kBlockK = 32;
 constexpr int kSteps = kBlockK / 16;                  // products of 16 that a tile holds
@@ -51,6 +49,4 @@ struct FragmentWalk {
   }
 };
 
-}  // namespace mma_sync
-}  // namespace moe
-}  // namespace flashmoe
+}  // namespace flashmoe::moe::mma_sync

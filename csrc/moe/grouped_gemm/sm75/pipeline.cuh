@@ -6,9 +6,7 @@
 #include "ptx/barrier.cuh"
 #include "ptx/memory.cuh"
 
-namespace flashmoe {
-namespace moe {
-namespace sm75 {
+namespace flashmoe::moe::sm75 {
 
 // A thread's chunks of one operand's tile.
 template <typename Operand>
@@ -71,6 +69,4 @@ __device__ __forceinline__ void multiply(mma_sync::Operands<A, B>& operands, mma
   }
 }
 
-}  // namespace sm75
-}  // namespace moe
-}  // namespace flashmoe
+}  // namespace flashmoe::moe::sm75

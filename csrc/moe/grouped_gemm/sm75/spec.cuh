@@ -5,9 +5,7 @@
 #include "ptx/mma.cuh"
 #include "ptx/types.cuh"
 
-namespace flashmoe {
-namespace moe {
-namespace sm75 {
+namespace flashmoe::moe::sm75 {
 
 // kNumStages is 2: one tile is multiplied while the next, which came through registers, is stored.
 template <typename Element, int kBlockM, int kBlockN, int kNumStages, int kNumWarps, int kWarpsN>
@@ -21,6 +19,4 @@ struct GemmSpec : mma_sync::TileSpec<Element, kBlockM, kBlockN, kNumStages, kNum
   static_assert(kNumStages == 2, "tiles in flight are in registers, so there is no use for a third stage");
 };
 
-}  // namespace sm75
-}  // namespace moe
-}  // namespace flashmoe
+}  // namespace flashmoe::moe::sm75

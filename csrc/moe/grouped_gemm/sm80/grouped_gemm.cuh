@@ -5,9 +5,7 @@
 #include "moe/grouped_gemm/sm80/pipeline.cuh"
 #include "moe/grouped_gemm/sm80/spec.cuh"
 
-namespace flashmoe {
-namespace moe {
-namespace sm80 {
+namespace flashmoe::moe::sm80 {
 
 template <typename Spec, typename Product>
 __device__ __forceinline__ void run(const GemmParams& params) {
@@ -37,6 +35,4 @@ __device__ __forceinline__ void grouped_gemm_weight_gradient(const GemmParams& p
   run<Spec, mma_sync::WeightGradient<Spec>>(params);
 }
 
-}  // namespace sm80
-}  // namespace moe
-}  // namespace flashmoe
+}  // namespace flashmoe::moe::sm80

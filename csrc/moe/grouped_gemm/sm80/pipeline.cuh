@@ -6,9 +6,7 @@
 #include "ptx/barrier.cuh"
 #include "ptx/cp_async.cuh"
 
-namespace flashmoe {
-namespace moe {
-namespace sm80 {
+namespace flashmoe::moe::sm80 {
 
 using mma_sync::kSteps;
 
@@ -75,6 +73,4 @@ __device__ __forceinline__ void multiply(mma_sync::Operands<A, B>& operands, mma
   }
 }
 
-}  // namespace sm80
-}  // namespace moe
-}  // namespace flashmoe
+}  // namespace flashmoe::moe::sm80

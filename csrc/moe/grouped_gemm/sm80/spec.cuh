@@ -5,9 +5,7 @@
 #include "ptx/mma.cuh"
 #include "ptx/types.cuh"
 
-namespace flashmoe {
-namespace moe {
-namespace sm80 {
+namespace flashmoe::moe::sm80 {
 
 // kNumStages: tiles of A and B in the ring, of which kNumStages - 1 are in flight or whole when one is multiplied.
 template <typename Element, int kBlockM, int kBlockN, int kNumStages, int kNumWarps, int kWarpsN>
@@ -19,6 +17,4 @@ struct GemmSpec : mma_sync::TileSpec<Element, kBlockM, kBlockN, kNumStages, kNum
   static_assert(kNumStages >= 2, "one tile is loaded while another is multiplied");
 };
 
-}  // namespace sm80
-}  // namespace moe
-}  // namespace flashmoe
+}  // namespace flashmoe::moe::sm80

@@ -8,9 +8,7 @@
 #include "moe/grouped_gemm/sm90/mainloop.cuh"
 #include "moe/grouped_gemm/sm90/output_slabs.cuh"
 
-namespace flashmoe {
-namespace moe {
-namespace sm90 {
+namespace flashmoe::moe::sm90 {
 
 // Adds an expert's bias to sums of neighbouring columns; `bias` is at this thread's first, `columns` counts from there.
 template <typename Element, int kAccumulators>
@@ -76,6 +74,4 @@ __device__ __forceinline__ void grouped_gemm(const GemmParams& params, const ptx
                                                         d_map);
 }
 
-}  // namespace sm90
-}  // namespace moe
-}  // namespace flashmoe
+}  // namespace flashmoe::moe::sm90

@@ -8,9 +8,7 @@
 #include "moe/grouped_gemm/activation.cuh"
 #include "moe/grouped_gemm/sm90/grouped_gemm.cuh"
 
-namespace flashmoe {
-namespace moe {
-namespace sm90 {
+namespace flashmoe::moe::sm90 {
 
 // Gate and up of 32 columns side by side into a slab, interleaved to 64 columns: `gate` and `up` are their sums.
 template <typename Element>
@@ -177,6 +175,4 @@ __device__ __forceinline__ void grouped_gemm_gated(const GemmParams& params, con
       params, nullptr, kWeights == Weights::kNk ? b_nk_map : b_kn_map, d_map, preactivation_map);
 }
 
-}  // namespace sm90
-}  // namespace moe
-}  // namespace flashmoe
+}  // namespace flashmoe::moe::sm90

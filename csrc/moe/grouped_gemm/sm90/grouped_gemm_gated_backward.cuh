@@ -17,9 +17,7 @@
 #include "ptx/math.cuh"
 #include "ptx/stmatrix.cuh"
 
-namespace flashmoe {
-namespace moe {
-namespace sm90 {
+namespace flashmoe::moe::sm90 {
 
 // kOutputSlabs: buffers of 64 rows and 64 columns of each consumer. 3: gate, up and activation; z is replaced by its gradient in
 // place. 5: two more for z, so that the next columns of z are on their way while these are computed.
@@ -453,6 +451,4 @@ __device__ __forceinline__ void grouped_gemm_gated_backward(const GemmParams& pa
   }
 }
 
-}  // namespace sm90
-}  // namespace moe
-}  // namespace flashmoe
+}  // namespace flashmoe::moe::sm90

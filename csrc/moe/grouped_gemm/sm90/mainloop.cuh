@@ -13,9 +13,7 @@
 #include "ptx/register_control.cuh"
 #include "ptx/wgmma.cuh"
 
-namespace flashmoe {
-namespace moe {
-namespace sm90 {
+namespace flashmoe::moe::sm90 {
 
 // The products of 64 k of a stage: of each of kBlocks blocks of 64 rows, kRowStride rows apart from `first_row` on, with all columns.
 // Asynchronous.
@@ -175,6 +173,4 @@ __device__ __forceinline__ void run_grouped_gemm(const GemmParams& params, const
   }
 }
 
-}  // namespace sm90
-}  // namespace moe
-}  // namespace flashmoe
+}  // namespace flashmoe::moe::sm90

@@ -12,9 +12,7 @@
 #include "moe/grouped_gemm/sm90/grouped_gemm_gated.cuh"
 #include "moe/params/mxfp4.h"
 
-namespace flashmoe {
-namespace moe {
-namespace sm90 {
+namespace flashmoe::moe::sm90 {
 
 // kAhead: stages of codes, in the bytes behind the barriers.
 template <typename Element, int kBlockM, int kBlockN, int kNumStages, int kNumWarps, int kOutputSlabs, int kAhead_,
@@ -305,6 +303,4 @@ __device__ __forceinline__ void grouped_gemm_gated_mxfp4(const Mxfp4GemmParams& 
   run_mxfp4<Spec, GatedEpilogue<Spec, Weights::kNk>>(params, nullptr, d_map, d_map);
 }
 
-}  // namespace sm90
-}  // namespace moe
-}  // namespace flashmoe
+}  // namespace flashmoe::moe::sm90

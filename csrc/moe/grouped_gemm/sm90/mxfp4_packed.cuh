@@ -18,9 +18,7 @@
 #include "ptx/register_control.cuh"
 #include "ptx/wgmma.cuh"
 
-namespace flashmoe {
-namespace moe {
-namespace sm90 {
+namespace flashmoe::moe::sm90 {
 
 // kBlockM: rows of a; kBlockN: weight rows, 64 for each consumer warpgroup. The names of TileSpec, where they mean the same.
 template <typename Element_, int kBlockM_, int kBlockN_, int kNumStages_, int kNumWarps_, bool kIsGated_>
@@ -398,6 +396,4 @@ __device__ __forceinline__ void grouped_gemm_gated_mxfp4_packed(const Mxfp4GemmP
   run_packed<Spec>(params.gemm, nullptr, b_map);
 }
 
-}  // namespace sm90
-}  // namespace moe
-}  // namespace flashmoe
+}  // namespace flashmoe::moe::sm90

@@ -4,9 +4,7 @@
 #include "moe/grouped_gemm/sm90/tensor_map.h"
 #include "moe/params/mxfp4.h"
 
-namespace flashmoe {
-namespace moe {
-namespace sm90 {
+namespace flashmoe::moe::sm90 {
 
 struct Mxfp4GemmTensorMaps {
   TensorMapArguments a;
@@ -58,6 +56,4 @@ inline Mxfp4PackedGatedGemmTensorMaps mxfp4_packed_gated_gemm_tensor_maps(const 
   return {packed_map(params.gemm, block_n)};
 }
 
-}  // namespace sm90
-}  // namespace moe
-}  // namespace flashmoe
+}  // namespace flashmoe::moe::sm90

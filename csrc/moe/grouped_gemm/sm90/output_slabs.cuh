@@ -11,9 +11,7 @@
 #include "ptx/stmatrix.cuh"
 #include "ptx/tma.cuh"
 
-namespace flashmoe {
-namespace moe {
-namespace sm90 {
+namespace flashmoe::moe::sm90 {
 
 // Where a slab goes: to the map's (column, row, half), or element by element to `gmem`.
 struct SlabTarget {
@@ -98,6 +96,4 @@ __device__ __forceinline__ void write_slab(unsigned char* smem, const float* sum
   }
 }
 
-}  // namespace sm90
-}  // namespace moe
-}  // namespace flashmoe
+}  // namespace flashmoe::moe::sm90

@@ -11,9 +11,7 @@
 #include "ptx/cp_async.cuh"
 #include "ptx/tma.cuh"
 
-namespace flashmoe {
-namespace moe {
-namespace sm90 {
+namespace flashmoe::moe::sm90 {
 
 // Column tiles of the result.
 template <typename Spec>
@@ -208,6 +206,4 @@ __device__ __forceinline__ void produce(const GemmParams& params, const SharedMe
   produce<Spec>(params, shared, warp, loads);
 }
 
-}  // namespace sm90
-}  // namespace moe
-}  // namespace flashmoe
+}  // namespace flashmoe::moe::sm90

@@ -12,9 +12,7 @@
 #include "moe/quantize/scale.cuh"
 #include "ptx/e4m3.cuh"
 
-namespace flashmoe {
-namespace moe {
-namespace sm90 {
+namespace flashmoe::moe::sm90 {
 
 template <typename Element, int kBlockM, int kBlockN, int kNumStages, int kNumWarps, int kOutputSlabs>
 using ScaledGemmSpec = TileSpec<Element, kBlockM, kBlockN, kNumStages, kNumWarps, kOutputSlabs, false, false>;
@@ -418,6 +416,4 @@ __device__ __forceinline__ void grouped_gemm_gated_scaled_kept(const ScaledGemmP
   run_scaled<Spec, ScaledGatedEpilogue<Spec, ptx::TensorMap>>(params, nullptr, b_map, d_map, z_map);
 }
 
-}  // namespace sm90
-}  // namespace moe
-}  // namespace flashmoe
+}  // namespace flashmoe::moe::sm90

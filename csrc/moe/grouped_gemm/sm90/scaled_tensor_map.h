@@ -4,9 +4,7 @@
 #include "moe/grouped_gemm/sm90/tensor_map.h"
 #include "moe/params/scaled.h"
 
-namespace flashmoe {
-namespace moe {
-namespace sm90 {
+namespace flashmoe::moe::sm90 {
 
 struct ScaledGemmTensorMaps {
   TensorMapArguments a;
@@ -42,6 +40,4 @@ inline ScaledKeptGemmTensorMaps scaled_kept_gemm_tensor_maps(const ScaledGemmPar
   return ScaledKeptGemmTensorMaps{maps.b, maps.d, slots_map(gemm.preactivation, gemm.n, gemm.n, gemm)};
 }
 
-}  // namespace sm90
-}  // namespace moe
-}  // namespace flashmoe
+}  // namespace flashmoe::moe::sm90

@@ -6,9 +6,7 @@
 #include "moe/grouped_gemm/weights.cuh"
 #include "ptx/mbarrier.cuh"
 
-namespace flashmoe {
-namespace moe {
-namespace sm90 {
+namespace flashmoe::moe::sm90 {
 
 // Warpgroup 0 produces, warpgroups 1 and 2 multiply: each has 64 of the tile's 128 rows and all columns. Of a tile of 64 rows there is one.
 //   kNumStages     blocks of 64 k of A and B in shared memory
@@ -123,6 +121,4 @@ __device__ __forceinline__ void init_barriers(const SharedMemory<Spec>& shared) 
   ptx::mbarrier_init_fence();
 }
 
-}  // namespace sm90
-}  // namespace moe
-}  // namespace flashmoe
+}  // namespace flashmoe::moe::sm90

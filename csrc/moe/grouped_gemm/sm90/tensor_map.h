@@ -10,9 +10,7 @@
 #include "moe/params/gemm.h"
 #include "ptx/tensor_map.h"
 
-namespace flashmoe {
-namespace moe {
-namespace sm90 {
+namespace flashmoe::moe::sm90 {
 
 constexpr int kTensorMapRank = 4;
 constexpr int kElementBytes = 2;
@@ -114,6 +112,4 @@ inline GatedBackwardTensorMaps gated_backward_tensor_maps(const GemmParams& para
                                  kn_map(params)};
 }
 
-}  // namespace sm90
-}  // namespace moe
-}  // namespace flashmoe
+}  // namespace flashmoe::moe::sm90

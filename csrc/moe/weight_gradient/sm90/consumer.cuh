@@ -8,10 +8,7 @@
 #include "ptx/stmatrix.cuh"
 #include "ptx/wgmma.cuh"
 
-namespace flashmoe {
-namespace moe {
-namespace weight_gradient {
-namespace sm90 {
+namespace flashmoe::moe::weight_gradient::sm90 {
 
 template <typename Spec>
 struct Consumer {
@@ -114,7 +111,4 @@ struct Consumer {
   }
 };
 
-}  // namespace sm90
-}  // namespace weight_gradient
-}  // namespace moe
-}  // namespace flashmoe
+}  // namespace flashmoe::moe::weight_gradient::sm90

@@ -12,10 +12,7 @@
 #include "ptx/special_registers.cuh"
 #include "ptx/tma.cuh"
 
-namespace flashmoe {
-namespace moe {
-namespace weight_gradient {
-namespace sm90 {
+namespace flashmoe::moe::weight_gradient::sm90 {
 
 // One arrival per warp, once all its lanes are here.
 __device__ __forceinline__ void release(ptx::Mbarrier* empty) {
@@ -145,7 +142,4 @@ struct Producer {
   }
 };
 
-}  // namespace sm90
-}  // namespace weight_gradient
-}  // namespace moe
-}  // namespace flashmoe
+}  // namespace flashmoe::moe::weight_gradient::sm90

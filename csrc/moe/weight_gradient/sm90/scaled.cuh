@@ -11,10 +11,7 @@
 #include "moe/grouped_gemm/sm90/scaled.cuh"
 #include "moe/params/training.h"
 
-namespace flashmoe {
-namespace moe {
-namespace weight_gradient {
-namespace sm90 {
+namespace flashmoe::moe::weight_gradient::sm90 {
 
 using moe::sm90::ScaledEpilogue;
 using moe::sm90::ScaledMainloop;
@@ -180,7 +177,4 @@ __device__ __forceinline__ void scaled_weight_gradient(const ScaledGemmParams& p
   }
 }
 
-}  // namespace sm90
-}  // namespace weight_gradient
-}  // namespace moe
-}  // namespace flashmoe
+}  // namespace flashmoe::moe::weight_gradient::sm90

@@ -4,10 +4,7 @@
 #include "moe/grouped_gemm/sm90/tensor_map.h"
 #include "moe/params/training.h"
 
-namespace flashmoe {
-namespace moe {
-namespace weight_gradient {
-namespace sm90 {
+namespace flashmoe::moe::weight_gradient::sm90 {
 
 struct ScaledWeightGradientTensorMaps {
   moe::sm90::TensorMapArguments a;
@@ -27,7 +24,4 @@ inline ScaledWeightGradientTensorMaps scaled_weight_gradient_tensor_maps(const S
       map(gemm.d, gemm.k, static_cast<std::int64_t>(gemm.experts) * gemm.n, gemm.d_stride, kSlab)};
 }
 
-}  // namespace sm90
-}  // namespace weight_gradient
-}  // namespace moe
-}  // namespace flashmoe
+}  // namespace flashmoe::moe::weight_gradient::sm90

@@ -6,10 +6,7 @@
 #include "moe/weight_gradient/sm90/spec.cuh"
 #include "ptx/barrier.cuh"
 
-namespace flashmoe {
-namespace moe {
-namespace weight_gradient {
-namespace sm90 {
+namespace flashmoe::moe::weight_gradient::sm90 {
 
 struct Tile {
   int expert;  // < 0: no more work
@@ -81,7 +78,4 @@ struct Schedule {
   }
 };
 
-}  // namespace sm90
-}  // namespace weight_gradient
-}  // namespace moe
-}  // namespace flashmoe
+}  // namespace flashmoe::moe::weight_gradient::sm90

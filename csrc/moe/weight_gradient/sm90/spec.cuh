@@ -9,10 +9,7 @@
 #include "moe/params/gemm.h"
 #include "ptx/mbarrier.cuh"
 
-namespace flashmoe {
-namespace moe {
-namespace weight_gradient {
-namespace sm90 {
+namespace flashmoe::moe::weight_gradient::sm90 {
 
 // Warpgroup 0 produces, the others compute 64 rows of M each.
 //   kBlockM, kBlockN   columns of a, of b, a tile takes
@@ -107,7 +104,4 @@ __device__ __forceinline__ void init_barriers(const SharedMemory<Spec>& shared) 
   ptx::mbarrier_init_fence();
 }
 
-}  // namespace sm90
-}  // namespace weight_gradient
-}  // namespace moe
-}  // namespace flashmoe
+}  // namespace flashmoe::moe::weight_gradient::sm90

@@ -7,10 +7,7 @@
 #include "moe/grouped_gemm/sm90/tensor_map.h"
 #include "moe/params/gemm.h"
 
-namespace flashmoe {
-namespace moe {
-namespace weight_gradient {
-namespace sm90 {
+namespace flashmoe::moe::weight_gradient::sm90 {
 
 using moe::sm90::TensorMapArguments;
 
@@ -29,7 +26,4 @@ inline WeightGradientTensorMaps weight_gradient_tensor_maps(const GemmParams& pa
                                       {params.experts, params.n * params.d_stride}, kWarpRows, 1)};
 }
 
-}  // namespace sm90
-}  // namespace weight_gradient
-}  // namespace moe
-}  // namespace flashmoe
+}  // namespace flashmoe::moe::weight_gradient::sm90

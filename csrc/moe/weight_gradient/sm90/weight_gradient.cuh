@@ -12,10 +12,7 @@
 #include "ptx/register_control.cuh"
 #include "ptx/shuffle.cuh"
 
-namespace flashmoe {
-namespace moe {
-namespace weight_gradient {
-namespace sm90 {
+namespace flashmoe::moe::weight_gradient::sm90 {
 
 template <typename Spec>
 __device__ __forceinline__ void weight_gradient(const GemmParams& params, const ptx::TensorMap& a_map,
@@ -44,7 +41,4 @@ __device__ __forceinline__ void weight_gradient(const GemmParams& params, const 
   }
 }
 
-}  // namespace sm90
-}  // namespace weight_gradient
-}  // namespace moe
-}  // namespace flashmoe
+}  // namespace flashmoe::moe::weight_gradient::sm90

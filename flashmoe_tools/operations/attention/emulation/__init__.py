@@ -1,7 +1,5 @@
 """The dense attention kernels on the emulated machine."""
 
-from __future__ import annotations
-
 from flashmoe_tools.operations.attention.emulation import combine, e4m3, forward
 
 RUNNERS = {

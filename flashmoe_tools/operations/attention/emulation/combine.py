@@ -1,7 +1,5 @@
 """The kernel that puts the results of splits together, on the emulated machine."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 from dataclasses import replace

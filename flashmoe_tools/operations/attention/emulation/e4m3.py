@@ -1,7 +1,5 @@
 """The kernels of attention in 8-bit floats on the emulated machine: V transposed, and the forward pass that reads it."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace

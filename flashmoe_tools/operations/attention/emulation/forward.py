@@ -1,7 +1,5 @@
 """The dense forward kernels on the emulated machine, whole and split."""
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections.abc import Iterator, Mapping

@@ -8,8 +8,6 @@ The inputs are such that all of it can be followed: integers, so that scores are
 that a product of tensor cores adds one number.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

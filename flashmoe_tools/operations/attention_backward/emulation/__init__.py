@@ -1,7 +1,5 @@
 """The dense backward kernels on the emulated machine."""
 
-from __future__ import annotations
-
 from flashmoe_tools.operations.attention_backward.emulation import backward, fused
 
 RUNNERS = {

@@ -1,7 +1,5 @@
 """The dense backward kernels on the emulated machine: dq's, that of dk and dv, and the one that makes all three."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace

@@ -1,7 +1,5 @@
 """The tiles of linear on the emulated machine: kernels of moe/ in sizes of their own, on the problems of moe/, and those of one matrix."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """The kernels of multi-head latent attention on the emulated machine."""
 
-from __future__ import annotations
-
 from flashmoe_tools.operations.mla_decode.emulation import append, combine, decode
 
 RUNNERS = {"mla_decode": decode.RUNNER, "mla_combine": combine.RUNNER, "mla_append": append.RUNNER}

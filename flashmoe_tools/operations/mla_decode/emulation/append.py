@@ -1,7 +1,5 @@
 """The kernel that writes latents into a cache of 8-bit floats, on the emulated machine, against a quantisation in Python's own numbers."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace

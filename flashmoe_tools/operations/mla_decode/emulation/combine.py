@@ -1,7 +1,5 @@
 """The kernel that puts partial results together, on the emulated machine, from partial results made in fp64."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """The decoding kernels on the emulated machine; what they leave of split sequences is put together here, in fp64."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 from dataclasses import replace

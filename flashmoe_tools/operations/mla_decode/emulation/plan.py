@@ -1,7 +1,5 @@
 """How the key blocks of a batch fall to parts, as csrc/mla/plan.cuh describes it."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 

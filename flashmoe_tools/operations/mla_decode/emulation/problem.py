@@ -1,7 +1,5 @@
 """Decoding problems for the emulated machine: tensors, fp64 reference and the parameters of a launch."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass, replace
 from functools import cached_property

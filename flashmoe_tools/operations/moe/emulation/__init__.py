@@ -1,7 +1,5 @@
 """The kernels of a mixture-of-experts layer on the emulated machine: small problems, checked against fp64."""
 
-from __future__ import annotations
-
 from flashmoe_build.emulation.runner import by_family
 from flashmoe_tools.operations.moe.emulation import by_rows, combine, gemm, routing
 

@@ -3,8 +3,6 @@
 Rows are buffers of their own, so that a chunk past the end of one is out of bounds, and what no row needs is not there at all.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace

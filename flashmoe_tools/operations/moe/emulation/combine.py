@@ -1,7 +1,5 @@
 """Adding up the rows of each token's choices, its backward pass, and gathering rows, on the emulated machine."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass

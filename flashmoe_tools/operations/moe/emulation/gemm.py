@@ -1,7 +1,5 @@
 """The grouped products of family sm90, plain and gated, on the emulated machine."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """One grouped product for an emulated kernel: what it is, the parameters that follow from it, and the fp64 reference."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from typing import Any

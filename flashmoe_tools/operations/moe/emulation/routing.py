@@ -1,7 +1,5 @@
 """Choosing experts and sorting slots by expert on the emulated machine: every path, every tail, and values that show a wrong order."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass

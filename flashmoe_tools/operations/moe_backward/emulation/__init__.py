@@ -1,7 +1,5 @@
 """The backward kernels of a mixture-of-experts layer on the emulated machine."""
 
-from __future__ import annotations
-
 from flashmoe_build.emulation.runner import by_family
 from flashmoe_tools.operations.moe.emulation.by_rows import MMA_SYNC
 from flashmoe_tools.operations.moe_backward.emulation import bias_gradient, gemm

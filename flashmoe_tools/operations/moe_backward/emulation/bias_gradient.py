@@ -1,7 +1,5 @@
 """The gradient of the experts' biases on the emulated machine."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass

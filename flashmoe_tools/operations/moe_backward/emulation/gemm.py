@@ -1,8 +1,6 @@
 """The grouped products of the backward pass of family sm90 on the emulated machine: the weight gradient, and the product that ends in
 the gradient of the activation."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """The kernels of a layer with mxfp4 weights on the emulated machine."""
 
-from __future__ import annotations
-
 from flashmoe_tools.operations.moe_mxfp4.emulation import gemm
 
 RUNNERS = dict.fromkeys(gemm.PRODUCTS, gemm.RUNNER)

@@ -1,7 +1,5 @@
 """The grouped products with mxfp4 weights on the emulated machine, against fp64 of what the operands stand for."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 

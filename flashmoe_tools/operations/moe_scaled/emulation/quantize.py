@@ -1,7 +1,5 @@
 """The kernel that makes e4m3 operands, on the emulated machine, bit for bit against the definition of the format."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """The kernels that train a layer in e4m3 on the emulated machine."""
 
-from __future__ import annotations
-
 from flashmoe_tools.operations.moe_train_fp8.emulation import gemm, quantize
 
 RUNNERS = {

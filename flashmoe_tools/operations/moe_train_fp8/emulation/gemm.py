@@ -1,7 +1,5 @@
 """The weight gradient of e4m3 operands on the emulated machine, against fp64 of what the operands stand for."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from functools import partial
 

@@ -1,8 +1,6 @@
 """Transposed operands on the emulated machine: an expert's rows fill whole blocks of 128, and between two experts there may be a block
 that nobody uses."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from itertools import pairwise
 

@@ -1,8 +1,6 @@
 """The kernels that make operands of products and, transposed, of weight gradients, on the emulated machine: those of given numbers bit
 for bit against the definition of the format, the activation's gradient within the bounds of its exponentials."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any

@@ -1,8 +1,6 @@
 """The kernels of ragged, paged and banded attention on the emulated machine: problem.py (what a problem is), tensors.py (its memory),
 reference.py (fp64), cases.py (the suite of a forward kernel), and a module for each operation."""
 
-from __future__ import annotations
-
 from flashmoe_tools.operations.serving.emulation import append, decode, e4m3, forward, fp8, ordered
 
 RUNNERS = {

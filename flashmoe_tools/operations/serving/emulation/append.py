@@ -1,7 +1,5 @@
 """The kernel that puts new keys and values into a cache, on the emulated machine, against a plain copy."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace

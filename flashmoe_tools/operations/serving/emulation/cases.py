@@ -1,7 +1,5 @@
 """The suite of one kernel for ragged, paged and banded attention: every branch, on problems as small as its tile lets them be."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Iterator
 from dataclasses import replace

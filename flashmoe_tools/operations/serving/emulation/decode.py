@@ -1,7 +1,5 @@
 """The decoding kernels, which put their splits together themselves, on the emulated machine."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """The kernels that read and write caches of 8-bit floats, on the emulated machine."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace

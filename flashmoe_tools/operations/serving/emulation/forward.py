@@ -1,7 +1,5 @@
 """The forward kernels of ragged, paged and banded attention on the emulated machine, and what decoding shares with them."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 from typing import Any
@@ -110,7 +108,7 @@ def values_of(p: VarlenProblem, tensors: Tensors, lse: torch.Tensor, **more: Any
         "lse": output(lse) if p.wants_lse else None,
         "num_splits": p.num_splits,
         "is_consistent": p.is_consistent,
-        "unhinted_tiles": 0,  # no bits depend on it
+        "hints": 0,  # no bits depend on it
         **more,
     }
 

@@ -1,7 +1,5 @@
 """The forward kernels of ragged batches of 8-bit floats on the emulated machine."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any

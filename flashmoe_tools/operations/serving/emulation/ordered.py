@@ -3,8 +3,6 @@
 Each is held to fp64 and, on integers, to the recurrence that every prefill kernel follows bit for bit; so together they give a prefill's bits.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 from dataclasses import replace

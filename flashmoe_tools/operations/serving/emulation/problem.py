@@ -1,7 +1,5 @@
 """What a ragged, paged or banded attention problem is."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Ragged, paged and banded attention in fp64, from the 16-bit tensors that the kernels read."""
 
-from __future__ import annotations
-
 import torch
 
 from flashmoe_build.emulation.compare import UNIT_ROUNDOFF

@@ -4,8 +4,6 @@ NaN stands wherever no row sees a key: past the used keys of a sequence, in page
 rows; and in query rows that belong to no sequence.
 """
 
-from __future__ import annotations
-
 import itertools
 from dataclasses import dataclass
 

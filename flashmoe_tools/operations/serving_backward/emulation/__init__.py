@@ -1,7 +1,5 @@
 """The backward kernels of ragged and banded attention on the emulated machine."""
 
-from __future__ import annotations
-
 from flashmoe_tools.operations.serving_backward.emulation import around_fused, backward, bias
 
 RUNNERS = {

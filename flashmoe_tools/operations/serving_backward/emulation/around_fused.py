@@ -1,7 +1,5 @@
 """The kernels in front of and behind the fused backward kernel of ragged and banded attention, on the emulated machine."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import replace
 

@@ -3,8 +3,6 @@
 NaN stands in every row and key that belongs to no sequence, of dout and the statistics too; their gradients must be zero.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """The kernel of an additive mask's gradient on the emulated machine, with every sum that it makes: over batch, heads, rows and keys."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace

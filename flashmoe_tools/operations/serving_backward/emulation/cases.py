@@ -1,7 +1,5 @@
 """The suite of one backward kernel for ragged and banded attention: every branch, on problems as small as its tile lets them be."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import replace
 

@@ -11,9 +11,7 @@
 #include "attention/params/e4m3.h"
 #include "ptx/wgmma_e4m3.cuh"
 
-namespace flashmoe {
-namespace attention {
-namespace sm90 {
+namespace flashmoe::attention::sm90 {
 
 // The scale of a row of a head in memory, times its factor.
 __device__ __forceinline__ float load_scale(const BlockScale& scale, int batch, int head, int row) {
@@ -241,6 +239,4 @@ struct E4m3Consumer : Consumer<Spec, kMask> {
   static constexpr float kLeastScale = 1e-30f;
 };
 
-}  // namespace sm90
-}  // namespace attention
-}  // namespace flashmoe
+}  // namespace flashmoe::attention::sm90

@@ -7,9 +7,7 @@
 #include "attention/forward/sm90/forward.cuh"
 #include "attention/params/e4m3.h"
 
-namespace flashmoe {
-namespace attention {
-namespace sm90 {
+namespace flashmoe::attention::sm90 {
 
 template <typename Spec, MaskKind kMask>
 __device__ __forceinline__ void forward_e4m3(const E4m3AttentionParams& params, const ptx::TensorMap& q_map,
@@ -40,6 +38,4 @@ __device__ __forceinline__ void forward_e4m3(const E4m3AttentionParams& params, 
   }
 }
 
-}  // namespace sm90
-}  // namespace attention
-}  // namespace flashmoe
+}  // namespace flashmoe::attention::sm90

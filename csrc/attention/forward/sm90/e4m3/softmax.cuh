@@ -6,9 +6,7 @@
 
 #include "attention/forward/sm90/softmax.cuh"
 
-namespace flashmoe {
-namespace attention {
-namespace sm90 {
+namespace flashmoe::attention::sm90 {
 
 // The exponent to base 2 of a block's largest P. e4m3 has normal numbers from 2^-6 to 448.
 constexpr float kTopExponent = 8.0f;
@@ -66,6 +64,4 @@ __device__ __forceinline__ bool block_softmax(float (&scores)[kN / 2], RowState&
   return moved;
 }
 
-}  // namespace sm90
-}  // namespace attention
-}  // namespace flashmoe
+}  // namespace flashmoe::attention::sm90

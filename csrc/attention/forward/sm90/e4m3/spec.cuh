@@ -11,9 +11,7 @@
 #include "device/math.cuh"
 #include "device/shared_tile.cuh"
 
-namespace flashmoe {
-namespace attention {
-namespace sm90 {
+namespace flashmoe::attention::sm90 {
 
 constexpr int kCodesOfRow = 128;  // a tile's row of 128 bytes; of head dim 64 the second half is zeros
 
@@ -61,6 +59,4 @@ template <typename Element, int kHeadDim, int kBlockM, int kBlockN, int kNumStag
 struct E4m3VarlenSpec : SpecOfCodes<VarlenSpec<Element, kHeadDim, kBlockM, kBlockN, 1, kNumWarps, 1, kNumOutputSlabs>,
                                     kNumStages, kPartialColumns> {};
 
-}  // namespace sm90
-}  // namespace attention
-}  // namespace flashmoe
+}  // namespace flashmoe::attention::sm90

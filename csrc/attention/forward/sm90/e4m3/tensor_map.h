@@ -4,9 +4,7 @@
 #include "attention/forward/sm90/tensor_map.h"
 #include "attention/params/e4m3.h"
 
-namespace flashmoe {
-namespace attention {
-namespace sm90 {
+namespace flashmoe::attention::sm90 {
 
 // Of transposed V: [batch, heads_kv, value_blocks, value_rows, keys of a block] codes.
 inline Strides transposed_strides(const E4m3AttentionParams& params, int block_n) {
@@ -33,6 +31,4 @@ inline ForwardTensorMaps e4m3_tensor_maps(const E4m3AttentionParams& params, int
                            kWarpgroupRows)};
 }
 
-}  // namespace sm90
-}  // namespace attention
-}  // namespace flashmoe
+}  // namespace flashmoe::attention::sm90

@@ -15,9 +15,7 @@
 #include "ptx/memory.cuh"
 #include "ptx/special_registers.cuh"
 
-namespace flashmoe {
-namespace attention {
-namespace sm90 {
+namespace flashmoe::attention::sm90 {
 
 template <typename Element_, int kNumWarps_>
 struct TransposeSpec {
@@ -99,6 +97,4 @@ __device__ __forceinline__ void transpose_values(const TransposeParams& params) 
   }
 }
 
-}  // namespace sm90
-}  // namespace attention
-}  // namespace flashmoe
+}  // namespace flashmoe::attention::sm90

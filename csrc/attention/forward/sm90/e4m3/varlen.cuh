@@ -8,9 +8,7 @@
 #include "attention/forward/sm90/varlen/forward.cuh"
 #include "attention/params/e4m3.h"
 
-namespace flashmoe {
-namespace attention {
-namespace sm90 {
+namespace flashmoe::attention::sm90 {
 
 template <typename Spec>
 __device__ __forceinline__ void forward_varlen_e4m3(const E4m3AttentionParams& params, const ptx::TensorMap& q_map,
@@ -20,6 +18,4 @@ __device__ __forceinline__ void forward_varlen_e4m3(const E4m3AttentionParams& p
                                                                                 v_map, out_map);
 }
 
-}  // namespace sm90
-}  // namespace attention
-}  // namespace flashmoe
+}  // namespace flashmoe::attention::sm90

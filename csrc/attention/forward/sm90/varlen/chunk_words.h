@@ -1,13 +1,9 @@
-// What the host tells a chunk's kernel in ForwardParams::unhinted_tiles, which decoding has another use for: a sum of these.
+// What the host tells a chunk's kernel in ForwardParams::hints: a sum of these (in params/forward.h each would be a word of every kernel).
 #pragma once
 
-namespace flashmoe {
-namespace attention {
-namespace sm90 {
+namespace flashmoe::attention::sm90 {
 
 constexpr int kReadsKeysOnce = 1;  // keys are read evict_first; otherwise evict_last
 constexpr int kStartsNext = 2;     // the kernel behind may be scheduled while this one runs
 
-}  // namespace sm90
-}  // namespace attention
-}  // namespace flashmoe
+}  // namespace flashmoe::attention::sm90

@@ -7,9 +7,7 @@
 #include "ptx/math.cuh"
 #include "ptx/memory.cuh"
 
-namespace flashmoe {
-namespace attention {
-namespace sm90 {
+namespace flashmoe::attention::sm90 {
 
 // What the loading thread says of a block of codes.
 struct CodeBlock {
@@ -40,6 +38,4 @@ __device__ __forceinline__ float score_factor(float scale) {
   return is_positive(magnitude) ? magnitude : 1.0f;
 }
 
-}  // namespace sm90
-}  // namespace attention
-}  // namespace flashmoe
+}  // namespace flashmoe::attention::sm90

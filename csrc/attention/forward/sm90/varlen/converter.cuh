@@ -13,9 +13,7 @@
 #include "ptx/memory.cuh"
 #include "ptx/special_registers.cuh"
 
-namespace flashmoe {
-namespace attention {
-namespace sm90 {
+namespace flashmoe::attention::sm90 {
 
 template <typename Spec>
 struct CodeConverter {
@@ -128,6 +126,4 @@ __device__ __forceinline__ void forward_codes(const E4m3ForwardParams& params, c
       params.forward, params.forward, q_map, k_map, v_map, out_map);
 }
 
-}  // namespace sm90
-}  // namespace attention
-}  // namespace flashmoe
+}  // namespace flashmoe::attention::sm90

@@ -14,9 +14,7 @@
 #include "ptx/memory.cuh"
 #include "ptx/special_registers.cuh"
 
-namespace flashmoe {
-namespace attention {
-namespace sm90 {
+namespace flashmoe::attention::sm90 {
 
 // What VarlenTile::head holds of a folded tile.
 struct Folding {
@@ -135,6 +133,4 @@ __device__ __forceinline__ void load_folded_sinks(const ForwardParams& params, c
   }
 }
 
-}  // namespace sm90
-}  // namespace attention
-}  // namespace flashmoe
+}  // namespace flashmoe::attention::sm90

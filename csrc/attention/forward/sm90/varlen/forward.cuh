@@ -12,9 +12,7 @@
 #include "attention/forward/sm90/varlen/spec.cuh"
 #include "ptx/grid_dependency.cuh"
 
-namespace flashmoe {
-namespace attention {
-namespace sm90 {
+namespace flashmoe::attention::sm90 {
 
 // Params: what the consumers take, ForwardParams or what has them as `forward`. Convert: of a warpgroup behind the consumers, where Spec says that
 // there is one.
@@ -54,7 +52,7 @@ __device__ __forceinline__ void run_varlen(const Params& given, const ForwardPar
   if constexpr (Spec::kIsFolded) ptx::grid_dependency_wait();  // or pages, Q, K and V
   ptx::barrier_sync_block();
   if constexpr (Spec::kIsFolded) {
-    if ((params.unhinted_tiles & kStartsNext) != 0) ptx::grid_launch_dependents();
+    if ((params.hints & kStartsNext) != 0) ptx::grid_launch_dependents();
   }
 
   if (warpgroup == 0) {
@@ -104,6 +102,4 @@ __device__ __forceinline__ void forward_dropout(const DropoutForwardParams& para
   forward_varlen<Spec>(params.forward, q_map, k_map, v_map, out_map);
 }
 
-}  // namespace sm90
-}  // namespace attention
-}  // namespace flashmoe
+}  // namespace flashmoe::attention::sm90

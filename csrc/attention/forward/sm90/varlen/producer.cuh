@@ -16,9 +16,7 @@
 #include "ptx/memory.cuh"
 #include "ptx/tma.cuh"
 
-namespace flashmoe {
-namespace attention {
-namespace sm90 {
+namespace flashmoe::attention::sm90 {
 
 template <typename Spec>
 struct VarlenProducer {
@@ -281,7 +279,7 @@ struct VarlenProducer {
   // Keys are read again for the other tiles of a head; those of a kernel of 64 rows are not, and of a chunk the host knows.
   __device__ __forceinline__ void load_tile(const NextTile& next, int slot) {
     if constexpr (Spec::kIsFolded && !Spec::kConvertsCodes) {
-      if ((params.unhinted_tiles & kReadsKeysOnce) != 0) {
+      if ((params.hints & kReadsKeysOnce) != 0) {
         load_tile<ptx::CacheHint::kEvictFirst>(next, slot);
         return;
       }
@@ -312,6 +310,4 @@ struct VarlenProducer {
   }
 };
 
-}  // namespace sm90
-}  // namespace attention
-}  // namespace flashmoe
+}  // namespace flashmoe::attention::sm90

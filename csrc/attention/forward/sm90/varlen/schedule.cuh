@@ -14,8 +14,7 @@
 #include "ptx/special_registers.cuh"
 
 namespace flashmoe {
-namespace attention {
-namespace sm90 {
+namespace attention::sm90 {
 
 using VarlenSequence = Sequence<MaskKind::kRuntime>;
 
@@ -41,8 +40,7 @@ struct Tile<MaskKind::kRuntime> {
   }
 };
 using VarlenTile = Tile<MaskKind::kRuntime>;
-}  // namespace sm90
-}  // namespace attention
+}  // namespace attention::sm90
 
 // As for every tile, without a loop: the compiler keeps a tile in memory until loops are unrolled, and then orders its sums differently.
 __device__ __forceinline__ void publish_tile(unsigned char* slot_smem, const attention::sm90::VarlenTile& tile) {
@@ -61,8 +59,7 @@ __device__ __forceinline__ attention::sm90::VarlenTile read_tile(const unsigned 
   return tile;
 }
 
-namespace attention {
-namespace sm90 {
+namespace attention::sm90 {
 
 // Row blocks of a key head, where the heads of its group are rows: folded.cuh.
 template <typename Spec>
@@ -236,6 +233,5 @@ __device__ __forceinline__ NextTile decode_tile(const ForwardParams& params, Seq
   return NextTile{tile, sequence.key.first, scheduled.head / heads_per_key_head(params), heads, 0};
 }
 
-}  // namespace sm90
-}  // namespace attention
+}  // namespace attention::sm90
 }  // namespace flashmoe

@@ -13,9 +13,7 @@
 #include "ptx/memory.cuh"
 #include "ptx/special_registers.cuh"
 
-namespace flashmoe {
-namespace attention {
-namespace sm90 {
+namespace flashmoe::attention::sm90 {
 
 // The key block of a tile before which the loading thread wants the next tile (device/persistent.cuh).
 __device__ __forceinline__ int draw_block(const KeyRange& blocks) {
@@ -113,6 +111,4 @@ struct TileScheduler {
   }
 };
 
-}  // namespace sm90
-}  // namespace attention
-}  // namespace flashmoe
+}  // namespace flashmoe::attention::sm90

@@ -5,9 +5,7 @@
 #include "attention/forward/sm90/spec.cuh"
 #include "ptx/elements.cuh"
 
-namespace flashmoe {
-namespace attention {
-namespace sm90 {
+namespace flashmoe::attention::sm90 {
 
 template <typename Element_, int kHeadDim_, int kBlockM_, int kBlockN_, int kNumStages_, int kNumWarps_,
           int kNumQueryStages_, int kNumOutputSlabs_, int kScores_ = 0, int kNarrower_ = 0>
@@ -98,6 +96,4 @@ struct CodedChunkSpec
   static_assert(kSharedBytes <= 232448, "sm_90 gives a block at most 227 KiB");
 };
 
-}  // namespace sm90
-}  // namespace attention
-}  // namespace flashmoe
+}  // namespace flashmoe::attention::sm90

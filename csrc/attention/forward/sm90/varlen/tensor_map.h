@@ -5,9 +5,7 @@
 #include "attention/params/dropout.h"
 #include "attention/params/e4m3.h"
 
-namespace flashmoe {
-namespace attention {
-namespace sm90 {
+namespace flashmoe::attention::sm90 {
 
 // Rows of K or V that one box takes from a page: the greatest power of two that divides the page and the kernel's block, at most a
 // block. A box is at least 8 rows, the period of the swizzle; other pages are for kernels without a copy engine.
@@ -95,6 +93,4 @@ inline ChunkTensorMaps coded_chunk_tensor_maps(const E4m3ForwardParams& params, 
   return maps;
 }
 
-}  // namespace sm90
-}  // namespace attention
-}  // namespace flashmoe
+}  // namespace flashmoe::attention::sm90

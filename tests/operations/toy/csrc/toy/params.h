@@ -6,8 +6,7 @@ using int32_t = int;
 #include <cstdint>
 #endif
 
-namespace flashmoe {
-namespace toy {
+namespace flashmoe::toy {
 
 struct ScaleParams {
   const float* x;  // [count]
@@ -16,5 +15,4 @@ struct ScaleParams {
   float scale;
 };
 
-}  // namespace toy
-}  // namespace flashmoe
+}  // namespace flashmoe::toy

@@ -4,8 +4,7 @@
 #include "ptx/special_registers.cuh"
 #include "toy/params.h"
 
-namespace flashmoe {
-namespace toy {
+namespace flashmoe::toy {
 
 template <typename Element, int kPerThread_, int kBlockM_, int kNumWarps, int kStaged>
 struct ScaleSpec {
@@ -30,5 +29,4 @@ __device__ __forceinline__ void scale(const ScaleParams& params) {
   }
 }
 
-}  // namespace toy
-}  // namespace flashmoe
+}  // namespace flashmoe::toy

@@ -1,7 +1,5 @@
 """Two ways to double a number and to negate it."""
 
-from __future__ import annotations
-
 from flashmoe_tools.bench.contenders import Contender, Prepared, always
 
 

@@ -1,7 +1,5 @@
 """Random values, and what they are once scaled: exact in float32."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

@@ -1,7 +1,5 @@
 """The toy's kernels on the emulated machine."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import torch
