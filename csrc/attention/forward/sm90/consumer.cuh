@@ -536,7 +536,7 @@ struct Consumer {
         store_partial<Spec>(params, tile, consumer, output, inverse_sum);
       } else {
         store_tile<Spec>(params, shared, out_map, tile, query.stage, consumer, output, inverse_sum,
-                         part * Spec::kValueDim);
+                         Spec::kValueParts == 1 ? 0 : part * Spec::kValueDim);
       }
       if constexpr (Spec::kHasOutputInQuery && Spec::kNumQueryStages == 2) query.advance();
       if constexpr (Spec::kHasOutputInQuery && Spec::kNumQueryStages == 1) release_stored_query();

@@ -134,7 +134,7 @@ struct SharedMemory {
     return key_full(Spec::kNumStages + stage, part);
   }
   __device__ __forceinline__ ptx::Mbarrier* value_full(int stage) const {
-    return key_full(2 * Spec::kNumStages) + stage;
+    return barrier(2 * Spec::kNumQueryTiles + 2 * Spec::kNumStages * Spec::kKeyParts + stage);
   }
   __device__ __forceinline__ ptx::Mbarrier* value_empty(int stage) const {
     return value_full(Spec::kNumStages + stage);

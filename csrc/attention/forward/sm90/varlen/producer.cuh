@@ -216,7 +216,8 @@ struct VarlenProducer {
     const auto where = source.find_value(block);
     ptx::mbarrier_wait(shared.value_empty(value.stage), value.parity ^ 1);
     ptx::mbarrier_arrive_expect_tx(full, Spec::ValueTile::kBytes);
-    source.load(shared.value(value.stage), v_map, full, where, source.next.part * Spec::kValueDim);
+    source.load(shared.value(value.stage), v_map, full, where,
+                Spec::kValueParts == 1 ? 0 : source.next.part * Spec::kValueDim);
     value.advance();
   }
 
