@@ -172,6 +172,7 @@ struct VarlenProducer {
     if constexpr (Spec::kConvertsCodes) return load_codes(source, k_map, source.find(block), block);
     ptx::Mbarrier* full = shared.key_full(key.stage);
     const auto where = source.find(block);
+    if constexpr (Spec::kKeyParts == 1) ptx::mbarrier_wait(shared.key_empty(key.stage), key.parity ^ 1);
     if constexpr (Spec::kKeyParts > 1) {
 #pragma unroll 1
       for (int part = 0; part < Spec::kKeyParts; ++part) {
@@ -180,11 +181,7 @@ struct VarlenProducer {
         source.load(shared.key_part(key.stage, part), k_map, full + part, where,
                     part * Spec::KeyPart::kNumSlabs * kSlabColumns);
       }
-      key.advance();
-      return;
-    } else {
-    ptx::mbarrier_wait(shared.key_empty(key.stage), key.parity ^ 1);
-    if constexpr (Spec::kStreamsMask) {
+    } else if constexpr (Spec::kStreamsMask) {
       ptx::mbarrier_arrive_expect_tx(full, Spec::KeyTile::kBytes + Spec::kNumConsumers * Spec::MaskTile::kBytes);
       source.load(shared.key(key.stage), k_map, full, where);
       load_mask(source.next.tile, block, full);
@@ -193,7 +190,6 @@ struct VarlenProducer {
       source.load(shared.key(key.stage), k_map, full, where);
     }
     key.advance();
-    }
   }
   // Every warpgroup's rows of the mask of a block. Rows and keys outside become zeros.
   __device__ __forceinline__ void load_mask(const VarlenTile& tile, int block, ptx::Mbarrier* full) const {
