@@ -237,9 +237,13 @@ struct VarlenProducer {
     ptx::Mbarrier* full = shared.query_full(query.stage, consumer);
     ptx::mbarrier_wait(shared.query_empty(query.stage, consumer), query.parity ^ 1);
     const VarlenTile tile = own_tile(consumer, next);
-    VarlenTile published = tile;
-    if constexpr (Spec::kValueParts > 1) published.head = tile.head * Spec::kValueParts + next.part;
-    publish_tile(shared.tile(query.stage, consumer), published);
+    if constexpr (Spec::kValueParts == 1) {
+      publish_tile(shared.tile(query.stage, consumer), tile);
+    } else {
+      VarlenTile with_part = tile;
+      with_part.head = tile.head * Spec::kValueParts + next.part;
+      publish_tile(shared.tile(query.stage, consumer), with_part);
+    }
     const int row = position_of<Spec>(tile, tile.m_block * Spec::kBlockM + consumer * 64);
     if (row >= tile.rows) {
       ptx::mbarrier_arrive(full);
