@@ -44,7 +44,8 @@ struct ForwardSpec {
   static constexpr bool kIsFolded = false;       // of chunks (varlen/folded.cuh)
   static constexpr bool kStreamsMask = false;    // an additive mask's blocks come with K's (varlen/spec.cuh)
   static constexpr int kValueParts = kHeadDim_ > 256 ? kHeadDim_ / kValueDim : 1;
-  static constexpr int kKeyParts = kHeadDim_ > 256 ? 4 : 1;  // of a K tile: columns that are loaded and released together
+  static constexpr int kKeyParts =
+      kHeadDim_ > 256 ? 4 : 1;  // of a K tile: columns that are loaded and released together
 
   static constexpr int kNumConsumers = kBlockM / 64;
   static constexpr int kNumThreads = kNumWarps * 32;
@@ -72,7 +73,7 @@ struct ForwardSpec {
   using OutputTile = SharedTile<64, 64 * kSlabsOfPass>;  // of one warpgroup
   using KeyTile = SharedTile<kBlockN, kHeadDim>;         // one stage of K
   using KeyPart = SharedTile<kBlockN, kHeadDim / kKeyParts>;
-  using ValueTile = SharedTile<kBlockN, kValueDim>;      // and of V
+  using ValueTile = SharedTile<kBlockN, kValueDim>;  // and of V
   static constexpr int kOutputBytes = kNumOutputSlabs == 0 ? 0 : OutputTile::kBytes;
 
   static constexpr int kNumQueryTiles = kNumQueryStages * kNumConsumers;
