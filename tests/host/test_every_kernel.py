@@ -261,10 +261,14 @@ def test_head_dims_above_256_divide_the_keys_of_few_dense_rows(choose: Chooser) 
         {"rows_total": 8},
         {"rows": 17, "batch_invariant": True},
         {"rows": 17, "keys": 1023},
-        {"rows": 65},
         {"rows": 64, "batch": 34},
     ):
         assert chosen(**given) == (name, "sm_90a"), given
+    # Of more rows wgmma's, without score functions, and where bits may depend on it.
+    own = ("flashmoe_attention_varlen_forward_sm90_f16_d512", "sm_90a")
+    assert chosen(rows=65) == chosen(rows=700, rows_total=900) == chosen(rows=65, page_size=8) == own
+    given = ({"consistent": True}, {"batch_invariant": True}, {"has_score_functions": True}, {"page_size": 3})
+    assert all(chosen(rows=700, **one) == (name, "sm_90a") for one in given)
     assert chosen(rows=64, batch=33) == divided(1)
     assert chosen(rows=17) == divided(32)
     # None is there for ALiBi, none on Turing, and the narrower head dims never divide so.

@@ -339,6 +339,7 @@ const Kernel* select_varlen_forward(const VarlenSelectorInput& input) {
         const Kernel* shorter = find(kVariantNames[kM64]);
         if (shorter != nullptr && has_the_bits_of(*shorter, *found)) found = shorter;
       }
+      if (found != nullptr && !serves_wide(input, *found)) continue;
       if (found != nullptr && can_load_pages(*found, input.page_size) && (block_n == 0 || found->block_n == block_n)) {
         return found;
       }

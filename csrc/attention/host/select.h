@@ -95,6 +95,12 @@ int64_t most_row_blocks(int64_t rows, int64_t batch, int64_t rows_total, int64_t
 // Values of at most 128 columns beside keys of 129 to 192 have kernels of their own, without score functions: the variant "v128".
 const Kernel* select_varlen_forward(const VarlenSelectorInput& input);
 
+// Of a kernel of wgmma for head dims above kMaxDenseHeadDim, true for any other: whether it serves the call. It has no score functions, and its sums are not
+// in the order of the other family's, which loads any page and divides keys.
+bool serves_wide(const VarlenSelectorInput& input, const Kernel& kernel);
+// Tiles that such a kernel makes of one: each computes a part of the output's columns.
+int64_t value_parts(const Kernel& kernel);
+
 // Of a kernel that divides a query tile's keys: over how many blocks, and what adds up their partial results.
 struct Division {
   int32_t num_splits = 1;

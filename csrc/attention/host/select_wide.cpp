@@ -25,6 +25,17 @@ void refuse_head_dim(const host::KernelRequest& request, const std::string& what
   host::refuse(request, what + (what.empty() ? "" : ", ") + "head_dim " + std::to_string(head_dim));
 }
 
+int64_t value_parts(const Kernel& kernel) {
+  if (kernel.num_tensor_maps == 0 || kernel.axes[axis::kHeadDim] <= kMaxDenseHeadDim) return 1;
+  return kernel.axes[axis::kHeadDim] / kMaxDenseHeadDim;
+}
+
+bool serves_wide(const VarlenSelectorInput& input, const Kernel& kernel) {
+  constexpr int64_t kMostFewRows = 64;  // tiles of half the rows, and of divided keys
+  if (value_parts(kernel) == 1) return true;
+  return input.rows > kMostFewRows && !input.has_score_functions && !input.is_consistent && !input.is_batch_invariant;
+}
+
 const Kernel* find_divided(const VarlenSelectorInput& input, const Kernel& standard, const host::KernelList& loadable) {
   // Of ragged rows some may belong to no sequence, which the second pass would write.
   if (input.is_consistent || input.has_alibi || input.rows_total != 0) return nullptr;

@@ -54,7 +54,7 @@ VarlenArguments loadable_arguments(const VarlenArguments& arguments, const Kerne
 
 // `launched`: params, or what begins with them.
 void run_tiles(ForwardParams& params, const Kernel& kernel, const host::CudaCall& call, const void* launched) {
-  const int64_t tiles = most_row_blocks(params, kernel.block_m) * params.heads_q;
+  const int64_t tiles = most_row_blocks(params, kernel.block_m) * params.heads_q * value_parts(kernel);
   const int64_t grid = host::grid_for(kernel, tiles, call.gpu);
   host::TileCounter counter;
   if (tiles > grid) {

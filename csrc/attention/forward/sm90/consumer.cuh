@@ -55,6 +55,7 @@ struct Consumer {
   RingPosition<Spec::kNumQueryStages> query;
   const bool is_capped;      // a softcap alone, which is the softmax's
   bool has_output = false;   // a tile went before this one (release_output)
+  int part = 0;              // of the output's columns, where tiles have parts of them
   float scale_log2;          // of what the softmax gets: with an additive mask the scores have it already
   float value_scale = 1.0f;  // of the tile's keys, where they are codes
   float slope = 0.0f;        // of the tile's head: read once, not in every block, which would wait for it
@@ -79,12 +80,14 @@ struct Consumer {
     if (is_first_lane) ptx::mbarrier_arrive(empty);
   }
 
-  __device__ __forceinline__ void wait_key() const { ptx::mbarrier_wait(shared.key_full(key.stage), key.parity); }
+  __device__ __forceinline__ void wait_key() const {
+    if constexpr (Spec::kKeyParts == 1) ptx::mbarrier_wait(shared.key_full(key.stage), key.parity);
+  }
   __device__ __forceinline__ void wait_value() const {
     ptx::mbarrier_wait(shared.value_full(value.stage), value.parity);
   }
   __device__ __forceinline__ void release_key() {
-    release(shared.key_empty(key.stage));
+    release(shared.key_empty(key.stage, Spec::kKeyParts - 1));
     key.advance();
   }
   __device__ __forceinline__ void release_value() {
@@ -97,15 +100,42 @@ struct Consumer {
   }
   // The buffer of the tile before, where the output overwrote Q: once its store has read it.
   __device__ __forceinline__ void release_output() {
-    if constexpr (Spec::kHasOutputInQuery) {
+    if constexpr (Spec::kHasOutputInQuery && Spec::kNumQueryStages == 2) {
       if (ptx::thread_index() % 128 == 0) ptx::tma_store_wait_read<0>();
       if (has_output) release(shared.query_empty(query.stage ^ 1, consumer));
       has_output = true;
     }
   }
 
-  // scores[64 x kBlockN] = Q[64 x kHeadDim] K[kBlockN x kHeadDim]^T; asynchronous.
+  // The same where there is one stage of Q: once the store of this tile has read it.
+  __device__ __forceinline__ void release_stored_query() {
+    if (ptx::thread_index() % 128 == 0) ptx::tma_store_wait_read<0>();
+    ptx::warp_sync();  // all lanes have read it before the first one can release it
+    release_query();
+  }
+
+  // scores[64 x kBlockN] = Q[64 x kHeadDim] K[kBlockN x kHeadDim]^T; asynchronous. Of K in parts it waits for each, and releases all but the last.
   __device__ __forceinline__ void issue_scores(float (&scores)[kScores]) const {
+    if constexpr (Spec::kKeyParts > 1) {
+      constexpr int kSteps = Spec::kHeadDim / 16 / Spec::kKeyParts;
+      const auto of_query = shared.query(query.stage, consumer).k_major();
+      const auto of_key = shared.key(key.stage).k_major();
+#pragma unroll
+      for (int step = 0; step < Spec::kHeadDim / 16; ++step) {
+        if (step % kSteps == 0) {
+          ptx::mbarrier_wait(shared.key_full(key.stage, step / kSteps), key.parity);
+          ptx::wgmma_fence();
+        }
+        ptx::wgmma_ss<Element, Spec::kBlockN, false>(scores, of_query.k_step(step), of_key.k_step(step),
+                                                     step == 0 ? 0 : 1);
+        if (step % kSteps != kSteps - 1) continue;
+        ptx::wgmma_commit();
+        if (step < kSteps) continue;
+        ptx::wgmma_wait<1>();
+        release(shared.key_empty(key.stage, step / kSteps - 1));
+      }
+      return;
+    }
     issue_product<Element, Spec::kHeadDim / 16>(scores, shared.query(query.stage, consumer).k_major(),
                                                 shared.key(key.stage).k_major());
   }
@@ -281,8 +311,12 @@ struct Consumer {
   // between the wait and the release; here nothing else would keep the first lane from releasing a buffer that others
   // still wait for.
   __device__ __forceinline__ void skip_block() {
-    wait_key();
-    ptx::warp_sync();
+#pragma unroll
+    for (int of_key = 0; of_key < Spec::kKeyParts; ++of_key) {
+      ptx::mbarrier_wait(shared.key_full(key.stage, of_key), key.parity);
+      ptx::warp_sync();
+      if (of_key < Spec::kKeyParts - 1) release(shared.key_empty(key.stage, of_key));
+    }
     release_key();
     wait_value();
     ptx::warp_sync();
@@ -434,15 +468,19 @@ struct Consumer {
   __device__ __forceinline__ void run(const ptx::TensorMap& out_map) {
     while (true) {
       ptx::mbarrier_wait(shared.query_full(query.stage, consumer), query.parity);
-      const auto tile = read_tile<Tile<kMask>>(shared.tile(query.stage, consumer));
+      auto tile = read_tile<Tile<kMask>>(shared.tile(query.stage, consumer));
       ptx::warp_sync();  // all lanes have read it before the first one can release it
       if (tile.m_block < 0) break;
+      if constexpr (Spec::kValueParts > 1) {
+        part = tile.head % Spec::kValueParts;
+        tile.head /= Spec::kValueParts;
+      }
       if constexpr (Spec::kConvertsCodes) read_scales(tile);
       const int first_row = position_of<Spec>(tile, tile.m_block * Spec::kBlockM + consumer * 64);
       const KeyRange range = tile.template key_blocks<Spec>(params);
       if (first_row >= tile.num_rows(params)) {
         // Rows past the end: nothing to compute or to store.
-        if constexpr (Spec::kHasOutputInQuery) {
+        if constexpr (Spec::kHasOutputInQuery && Spec::kNumQueryStages == 2) {
           release_output();
           query.advance();
         } else {
@@ -487,7 +525,7 @@ struct Consumer {
       }
       if constexpr (Spec::kIsFolded) {
         store_folded_lse<Spec>(params, tile, consumer, lse);
-      } else {
+      } else if (Spec::kValueParts == 1 || part == 0) {
         store_lse<Spec>(params, tile, consumer, lse);
       }
       if (Spec::kIsFolded && params.num_splits > 1) {
@@ -495,9 +533,11 @@ struct Consumer {
       } else if constexpr (Spec::kIsSplit) {
         store_partial<Spec>(params, tile, consumer, output, inverse_sum);
       } else {
-        store_tile<Spec>(params, shared, out_map, tile, query.stage, consumer, output, inverse_sum);
+        store_tile<Spec>(params, shared, out_map, tile, query.stage, consumer, output, inverse_sum,
+                         Spec::kValueParts == 1 ? 0 : part * Spec::kValueDim);
       }
-      if constexpr (Spec::kHasOutputInQuery) query.advance();
+      if constexpr (Spec::kHasOutputInQuery && Spec::kNumQueryStages == 2) query.advance();
+      if constexpr (Spec::kHasOutputInQuery && Spec::kNumQueryStages == 1) release_stored_query();
       skip_blocks(own.end, range.end);
     }
     // Hazard: the last store still reads the buffer when the block, and with it its shared memory, is gone.

@@ -142,7 +142,7 @@ __device__ __forceinline__ void store_folded_partial(const ForwardParams& params
 // Slabs first_slab on of the warpgroup's rows before the sequence's end, from shared memory: the next sequence's follow.
 template <typename Spec, MaskKind kMask>
 __device__ __forceinline__ void store_tail_rows(const ForwardParams& params, const Tile<kMask>& tile, int first_row,
-                                                typename Spec::OutputTile smem, int first_slab) {
+                                                typename Spec::OutputTile smem, int first_slab, int first_column) {
   using Element = typename Spec::Element;
   const Strides& stride = params.out_stride;
   Element* out_gmem =
@@ -150,7 +150,7 @@ __device__ __forceinline__ void store_tail_rows(const ForwardParams& params, con
   const int chunk = ptx::lane_index() % 8;
 #pragma unroll
   for (int slab = 0; slab < Spec::kSlabsOfPass; ++slab) {
-    const int column = (first_slab + slab) * 64 + chunk * 8;
+    const int column = first_column + (first_slab + slab) * 64 + chunk * 8;
     for (int row = ptx::thread_index() % 128 / 8; row < tile.rows - first_row; row += 16) {
       if (column >= params.head_dim_v) continue;
       uint32_t words[4];
@@ -185,12 +185,12 @@ __device__ __forceinline__ void store_folded_tail_rows(const ForwardParams& para
 }
 
 // Whole 64-row tiles, and those of dense rows, which the copy engine cuts at the tensor's end, go out by the copy engine; the last rows of a
-// ragged sequence by predicated stores.
+// ragged sequence by predicated stores. first_column: of a tile that has part of the output's.
 template <typename Spec, MaskKind kMask>
 __device__ __forceinline__ void store_tile(const ForwardParams& params, const SharedMemory<Spec>& shared,
                                            const ptx::TensorMap& out_map, const Tile<kMask>& tile, int query_stage,
                                            int consumer, const float (&output)[Spec::kValueDim / 2],
-                                           const float (&inverse_sum)[2]) {
+                                           const float (&inverse_sum)[2], int first_column = 0) {
   const auto smem = shared.output(query_stage, consumer);
   const bool is_storing_thread = ptx::thread_index() % 128 == 0;
   const int first_row = position_of<Spec>(tile, tile.m_block * Spec::kBlockM + consumer * 64);
@@ -213,7 +213,7 @@ __device__ __forceinline__ void store_tile(const ForwardParams& params, const Sh
       if constexpr (Spec::kIsFolded) {
         store_folded_tail_rows<Spec>(params, tile, first_row, smem, first_slab);
       } else if constexpr (kMask == MaskKind::kRuntime) {
-        store_tail_rows<Spec>(params, tile, first_row, smem, first_slab);
+        store_tail_rows<Spec>(params, tile, first_row, smem, first_slab, first_column);
       }
     } else if (is_storing_thread) {
 #pragma unroll
@@ -225,7 +225,7 @@ __device__ __forceinline__ void store_tile(const ForwardParams& params, const Sh
                             folding_of(tile).kv_head, is_ragged ? 0 : tile.batch);
           continue;
         }
-        ptx::tma_store_4d(&out_map, smem.slab(slab), (first_slab + slab) * 64, row, tile.head,
+        ptx::tma_store_4d(&out_map, smem.slab(slab), first_column + (first_slab + slab) * 64, row, tile.head,
                           is_ragged ? 0 : tile.batch);
       }
       ptx::tma_store_commit();

@@ -14,7 +14,8 @@ namespace flashmoe::attention::sm90 {
 //                      output overwrites the tile's Q, and the next tile's Q has the other stage (varlen kernels)
 //   kSplit             1: params.num_splits work items share a tile's keys and write fp32 partial results from the
 //                      accumulators; kNumOutputSlabs is 0
-//   kNarrower          columns that V and the output have fewer than Q and K
+//   kNarrower          columns that V and the output have fewer than Q and K; above 256 columns a tile computes so many of the output's,
+//                      and kValueParts tiles, each with scores of its own, all of them
 //   kTileBytes         what the producer tells the consumers of a tile
 //   kSchedulerBytes, kNumSchedulerBarriers   of the producing warps alone (varlen/spec.cuh)
 template <typename Element_, int kHeadDim_, int kBlockM_, int kBlockN_, int kNumStages_, int kNumWarps_,
@@ -40,21 +41,25 @@ struct ForwardSpec {
   static constexpr bool kIsTight = false;        // no register is held for what can be read or computed again
   static constexpr bool kIsFolded = false;       // of chunks (varlen/folded.cuh)
   static constexpr bool kStreamsMask = false;    // an additive mask's blocks come with K's (varlen/spec.cuh)
+  static constexpr int kValueParts = kHeadDim_ > 256 ? kHeadDim_ / kValueDim : 1;
+  static constexpr int kKeyParts =
+      kHeadDim_ > 256 ? 4 : 1;  // of a K tile: columns that are loaded and released together
 
   static constexpr int kNumConsumers = kBlockM / 64;
   static constexpr int kNumThreads = kNumWarps * 32;
   static constexpr int kNumSlabs = kHeadDim / 64;  // 64 columns, 128 bytes: the width of the swizzle
   static constexpr int kNumValueSlabs = kValueDim / 64;
 
-  static_assert(kHeadDim % 64 == 0 && kHeadDim <= 256 && kValueDim % 64 == 0 && kValueDim <= kHeadDim,
+  static_assert(kHeadDim % 64 == 0 && kValueDim <= 256 && kValueDim % 64 == 0 && kValueDim <= kHeadDim,
                 "a tile is cut into 64-column slabs, and wgmma takes N <= 256");
+  static_assert(kHeadDim % (64 * kKeyParts) == 0 && (kValueParts == 1 || kHeadDim % kValueDim == 0), "equal parts");
   static_assert(kBlockM % 64 == 0 && kNumConsumers >= 1 && kNumConsumers <= 4, "a warpgroup owns 64 rows of Q");
   static_assert(kBlockN % 16 == 0 && kBlockN <= 256, "k of P V is 16, and a box has at most 256 rows");
   static_assert(kNumWarps == 4 * (kNumConsumers + 1), "one producer warpgroup and the consumers");
   static_assert(!kIsSplit || kNumOutputSlabs == 0, "partial results do not pass through shared memory");
   static_assert(kNumOutputSlabs == 0 || kNumValueSlabs % kNumOutputSlabs == 0, "the passes of the output are equal");
   static constexpr bool kHasOutputInQuery = !kIsSplit && kNumOutputSlabs == 0;
-  static_assert(!kHasOutputInQuery || kNumQueryStages == 2,
+  static_assert(!kHasOutputInQuery || kNumQueryStages == 2 || kValueParts > 1,
                 "the next tile's Q is loaded while the output occupies this one's buffer");
   static constexpr int kSlabsOfPass = kHasOutputInQuery ? kNumValueSlabs : kNumOutputSlabs;
 
@@ -65,7 +70,8 @@ struct ForwardSpec {
   using QueryTile = SharedTile<64, kHeadDim>;            // of one warpgroup
   using OutputTile = SharedTile<64, 64 * kSlabsOfPass>;  // of one warpgroup
   using KeyTile = SharedTile<kBlockN, kHeadDim>;         // one stage of K
-  using ValueTile = SharedTile<kBlockN, kValueDim>;      // and of V
+  using KeyPart = SharedTile<kBlockN, kHeadDim / kKeyParts>;
+  using ValueTile = SharedTile<kBlockN, kValueDim>;  // and of V
   static constexpr int kOutputBytes = kNumOutputSlabs == 0 ? 0 : OutputTile::kBytes;
 
   static constexpr int kNumQueryTiles = kNumQueryStages * kNumConsumers;
@@ -76,7 +82,7 @@ struct ForwardSpec {
   static constexpr int kTileOffset = kOutputOffset + kNumConsumers * kOutputBytes;
   static constexpr int kSchedulerOffset = kTileOffset + kNumQueryTiles * kTileBytes;
   static constexpr int kBarrierOffset = kSchedulerOffset + kSchedulerBytes_;
-  static constexpr int kNumBarriers = 2 * kNumQueryTiles + 4 * kNumStages + kNumSchedulerBarriers_;
+  static constexpr int kNumBarriers = 2 * kNumQueryTiles + (2 + 2 * kKeyParts) * kNumStages + kNumSchedulerBarriers_;
   static constexpr int kSharedBytes = kBarrierOffset + kNumBarriers * 8;
   static_assert(kSharedBytes <= 232448, "sm_90 gives a block at most 227 KiB");
 };
@@ -98,6 +104,9 @@ struct SharedMemory {
   __device__ __forceinline__ typename Spec::KeyTile key(int stage) const {
     return {base + Spec::kKeyOffset + stage * Spec::KeyTile::kBytes};
   }
+  __device__ __forceinline__ typename Spec::KeyPart key_part(int stage, int part) const {
+    return {key(stage).slab(part * Spec::KeyPart::kNumSlabs)};
+  }
   __device__ __forceinline__ typename Spec::ValueTile value(int stage) const {
     return {base + Spec::kValueOffset + stage * Spec::ValueTile::kBytes};
   }
@@ -117,15 +126,17 @@ struct SharedMemory {
   __device__ __forceinline__ ptx::Mbarrier* query_empty(int stage, int consumer) const {
     return query_full(stage, consumer) + Spec::kNumQueryTiles;
   }
-  __device__ __forceinline__ ptx::Mbarrier* key_full(int stage) const {
-    return barrier(2 * Spec::kNumQueryTiles + stage);
+  __device__ __forceinline__ ptx::Mbarrier* key_full(int stage, int part = 0) const {
+    return barrier(2 * Spec::kNumQueryTiles + stage * Spec::kKeyParts + part);
   }
-  __device__ __forceinline__ ptx::Mbarrier* key_empty(int stage) const { return key_full(Spec::kNumStages + stage); }
+  __device__ __forceinline__ ptx::Mbarrier* key_empty(int stage, int part = 0) const {
+    return key_full(Spec::kNumStages + stage, part);
+  }
   __device__ __forceinline__ ptx::Mbarrier* value_full(int stage) const {
-    return key_full(2 * Spec::kNumStages + stage);
+    return barrier(2 * Spec::kNumQueryTiles + 2 * Spec::kNumStages * Spec::kKeyParts + stage);
   }
   __device__ __forceinline__ ptx::Mbarrier* value_empty(int stage) const {
-    return key_full(3 * Spec::kNumStages + stage);
+    return value_full(Spec::kNumStages + stage);
   }
   // Of the varlen kernels. The producing warps' NextTile (varlen/scheduler.cuh), and: it has been written; the loading thread asks for
   // the one after; the copy engine has written V of a block that ends past the keys.
@@ -133,7 +144,7 @@ struct SharedMemory {
     return base + Spec::kSchedulerOffset + slot * Spec::kNextTileBytes;
   }
   __device__ __forceinline__ ptx::Mbarrier* next_tile_full(int slot) const {
-    return key_full(4 * Spec::kNumStages) + slot;
+    return value_full(2 * Spec::kNumStages) + slot;
   }
   __device__ __forceinline__ ptx::Mbarrier* tail_full(int slot) const { return next_tile_full(2 + slot); }
   __device__ __forceinline__ ptx::Mbarrier* next_tile_wanted() const { return next_tile_full(4); }

@@ -114,8 +114,13 @@ def _with_alibi(problems: Iterator[VarlenProblem]) -> Iterator[VarlenProblem]:
             yield replace(problem, mask=MaskTensor.ALIBI, mask_broadcast=(seed % 2 == 1, False, False), data_seed=seed)
 
 
+def value_parts(unit: Unit) -> int:
+    """Tiles that share the output's columns."""
+    return unit.row.axes["head_dim"] // 256 if unit.row.family == "sm90" and unit.row.axes["head_dim"] > 256 else 1
+
+
 def value_dim(unit: Unit) -> int:
-    return unit.row.axes["head_dim"] - unit.row.options.get("narrower", 0)
+    return (unit.row.axes["head_dim"] - unit.row.options.get("narrower", 0)) * value_parts(unit)
 
 
 def _base(unit: Unit, name: str, rows: tuple[int, ...], keys: tuple[int, ...]) -> VarlenProblem:

@@ -13,7 +13,7 @@ from flashmoe_tools.operations.attention.emulation import recurrence
 from flashmoe_tools.operations.attention.emulation.forward import merge
 from flashmoe_tools.operations.attention.emulation.problem import lse_bound
 from flashmoe_tools.operations.attention.reference import ScoreOptions
-from flashmoe_tools.operations.serving.emulation.cases import MASK, chunks, problems
+from flashmoe_tools.operations.serving.emulation.cases import MASK, chunks, problems, value_parts
 from flashmoe_tools.operations.serving.emulation.problem import (
     LOG2E,
     SPARE_ROWS,
@@ -195,7 +195,7 @@ def trial_on(unit: Unit, p: VarlenProblem, tensors: Tensors) -> Trial:
     heads, rows = (p.heads_kv if p.is_folded else p.heads_q), unit.row.block_m
     if is_chunk:
         heads, rows = p.heads_kv, rows >> (p.group - 1).bit_length()
-    tiles = row_blocks(p, rows) * heads * p.splits
+    tiles = row_blocks(p, rows) * heads * p.splits * value_parts(unit)
     return Trial([Launch(with_dropout(p, "forward", values), tiles)], check, {"out": tensors.out, "lse": lse})
 
 

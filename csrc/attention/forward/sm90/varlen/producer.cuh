@@ -40,10 +40,10 @@ struct VarlenProducer {
   // agree, and chunks of 128 and more rows took 3% to 8% longer.
   template <typename Tile, ptx::CacheHint kHint>
   static __device__ __forceinline__ void load_box(unsigned char* smem, const ptx::TensorMap& map, ptx::Mbarrier* full,
-                                                  int row, int kv_head, int batch) {
+                                                  int row, int kv_head, int batch, int column) {
 #pragma unroll
     for (int slab = 0; slab < Tile::kNumSlabs; ++slab) {
-      ptx::tma_load_4d(smem + slab * Tile::kSlabBytes, &map, full, slab * 64, row, kv_head, batch, kHint);
+      ptx::tma_load_4d(smem + slab * Tile::kSlabBytes, &map, full, column + slab * 64, row, kv_head, batch, kHint);
     }
   }
 
@@ -60,9 +60,10 @@ struct VarlenProducer {
       return (first_value_block(next.first_key, next.tile.batch) + block) * Spec::kHeadDim;
     }
     template <typename Tile>
-    __device__ __forceinline__ void load(Tile tile, const ptx::TensorMap& map, ptx::Mbarrier* full, int row) const {
+    __device__ __forceinline__ void load(Tile tile, const ptx::TensorMap& map, ptx::Mbarrier* full, int row,
+                                         int column = 0) const {
       load_box<Tile, kHint>(tile.smem, map, full, row, next.kv_head,
-                            params.sequences.cu_seqlens_k == nullptr ? next.tile.batch : 0);
+                            params.sequences.cu_seqlens_k == nullptr ? next.tile.batch : 0, column);
     }
   };
 
@@ -123,26 +124,28 @@ struct VarlenProducer {
 
     template <int kNumBoxes, typename Tile>
     __device__ __forceinline__ void load_boxes(unsigned char* smem, const ptx::TensorMap& map, ptx::Mbarrier* full,
-                                               Boxes& boxes) const {
+                                               Boxes& boxes, int column) const {
 #pragma unroll
       for (int box = 0; box < kNumBoxes; ++box) {
-        load_box<Tile, kHint>(smem + box * box_rows * 128, map, full, boxes.row, next.kv_head, boxes.pages[box]);
+        load_box<Tile, kHint>(smem + box * box_rows * 128, map, full, boxes.row, next.kv_head, boxes.pages[box],
+                              column);
         step(boxes.index, boxes.row);
       }
     }
     template <typename Tile>
-    __device__ __forceinline__ void load(Tile tile, const ptx::TensorMap& map, ptx::Mbarrier* full, Boxes boxes) const {
+    __device__ __forceinline__ void load(Tile tile, const ptx::TensorMap& map, ptx::Mbarrier* full, Boxes boxes,
+                                         int column = 0) const {
       if (box_rows == Spec::kBlockN) {
-        load_boxes<1, Tile>(tile.smem, map, full, boxes);
+        load_boxes<1, Tile>(tile.smem, map, full, boxes, column);
       } else if (2 * box_rows == Spec::kBlockN) {
-        load_boxes<2, Tile>(tile.smem, map, full, boxes);
+        load_boxes<2, Tile>(tile.smem, map, full, boxes, column);
       } else {
         const int rows = kBoxes * box_rows;
-        load_boxes<kBoxes, Tile>(tile.smem, map, full, boxes);
+        load_boxes<kBoxes, Tile>(tile.smem, map, full, boxes, column);
         for (int row = rows; row < Spec::kBlockN; row += rows) {
           boxes.key += rows;
           look_up(boxes);
-          load_boxes<kBoxes, Tile>(tile.smem + row * 128, map, full, boxes);
+          load_boxes<kBoxes, Tile>(tile.smem + row * 128, map, full, boxes, column);
         }
       }
     }
@@ -167,8 +170,16 @@ struct VarlenProducer {
     if constexpr (Spec::kConvertsCodes) return load_codes(source, k_map, source.find(block), block);
     ptx::Mbarrier* full = shared.key_full(key.stage);
     const auto where = source.find(block);
-    ptx::mbarrier_wait(shared.key_empty(key.stage), key.parity ^ 1);
-    if constexpr (Spec::kStreamsMask) {
+    if constexpr (Spec::kKeyParts == 1) ptx::mbarrier_wait(shared.key_empty(key.stage), key.parity ^ 1);
+    if constexpr (Spec::kKeyParts > 1) {
+#pragma unroll 1
+      for (int part = 0; part < Spec::kKeyParts; ++part) {
+        ptx::mbarrier_wait(shared.key_empty(key.stage, part), key.parity ^ 1);
+        ptx::mbarrier_arrive_expect_tx(full + part, Spec::KeyPart::kBytes);
+        source.load(shared.key_part(key.stage, part), k_map, full + part, where,
+                    part * Spec::KeyPart::kNumSlabs * kSlabColumns);
+      }
+    } else if constexpr (Spec::kStreamsMask) {
       ptx::mbarrier_arrive_expect_tx(full, Spec::KeyTile::kBytes + Spec::kNumConsumers * Spec::MaskTile::kBytes);
       source.load(shared.key(key.stage), k_map, full, where);
       load_mask(source.next.tile, block, full);
@@ -199,7 +210,8 @@ struct VarlenProducer {
     const auto where = source.find_value(block);
     ptx::mbarrier_wait(shared.value_empty(value.stage), value.parity ^ 1);
     ptx::mbarrier_arrive_expect_tx(full, Spec::ValueTile::kBytes);
-    source.load(shared.value(value.stage), v_map, full, where);
+    source.load(shared.value(value.stage), v_map, full, where,
+                Spec::kValueParts == 1 ? 0 : source.next.part * Spec::kValueDim);
     value.advance();
   }
 
@@ -223,7 +235,13 @@ struct VarlenProducer {
     ptx::Mbarrier* full = shared.query_full(query.stage, consumer);
     ptx::mbarrier_wait(shared.query_empty(query.stage, consumer), query.parity ^ 1);
     const VarlenTile tile = own_tile(consumer, next);
-    publish_tile(shared.tile(query.stage, consumer), tile);
+    if constexpr (Spec::kValueParts == 1) {
+      publish_tile(shared.tile(query.stage, consumer), tile);
+    } else {
+      VarlenTile with_part = tile;
+      with_part.head = tile.head * Spec::kValueParts + next.part;
+      publish_tile(shared.tile(query.stage, consumer), with_part);
+    }
     const int row = position_of<Spec>(tile, tile.m_block * Spec::kBlockM + consumer * 64);
     if (row >= tile.rows) {
       ptx::mbarrier_arrive(full);
@@ -254,6 +272,19 @@ struct VarlenProducer {
     const auto value_barrier = [&](int block) {
       return block == tail_block ? shared.tail_full(slot) : shared.value_full(value.stage);
     };
+    if constexpr (Spec::kKeyParts > 1) {  // one stage: in the order in which the consumers are done with the buffers
+#pragma unroll 1
+      for (int block = range.begin; block <= range.end; ++block) {
+        if (block == draw) ptx::mbarrier_arrive(shared.next_tile_wanted());
+        if (block < range.end) load_key(source, block);
+        if (block > range.begin) {
+          load_value(source, block - 1, value_barrier(block - 1));
+        } else {
+          for (int consumer = 0; consumer < Spec::kNumConsumers; ++consumer) load_query(consumer, next);
+        }
+      }
+      return;
+    }
     if (range.begin == draw) ptx::mbarrier_arrive(shared.next_tile_wanted());
     load_key(source, range.begin);
     load_query(0, next);

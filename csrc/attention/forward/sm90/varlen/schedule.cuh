@@ -136,9 +136,9 @@ class SequenceWalk {
       return folded_row_blocks<Spec>(rows, group()) * params_.heads_kv * params_.num_splits;
     if (rows <= -params_.num_splits) return 0;
     if (SharedTiles<Spec>::serve(params_, rows)) {
-      return SharedTiles<Spec>(heads_, rows).count * params_.heads_kv;
+      return SharedTiles<Spec>(heads_, rows).count * params_.heads_kv * Spec::kValueParts;
     }
-    return ceil_div(rows, Spec::kBlockM) * params_.heads_q;
+    return ceil_div(rows, Spec::kBlockM) * params_.heads_q * Spec::kValueParts;
   }
   __device__ __forceinline__ int tiles_of_sequence(int batch) const {
     return batch < params_.batch ? tiles_of_rows(row_extent(params_, batch).length) : 0;
@@ -197,13 +197,16 @@ struct NextTile {
   int first_key;  // of the sequence, among all keys; 0 with pages
   int kv_head;
   int heads;  // that share the tile, the tile's own and those after it
-  int unused;
+  int part;   // of the output's columns
 };
 
 // Tile `index` of the batch. Where keys end at the diagonal, a sequence's longest tiles come first.
 template <typename Spec>
 __device__ __forceinline__ NextTile decode_tile(const ForwardParams& params, SequenceWalk<Spec>& walk, int index) {
-  const auto found = walk.find(index);
+  auto found = walk.find(index);
+  // Parts of a tile's columns follow one another: they read the same keys at the same time.
+  const int part = found.index % Spec::kValueParts;
+  found.index /= Spec::kValueParts;
   const VarlenSequence sequence(params, found.batch, found.row, found.key);
   const int m_blocks = ceil_div(sequence.rows(), Spec::kBlockM);
   const int group = heads_per_key_head(params);
@@ -230,7 +233,7 @@ __device__ __forceinline__ NextTile decode_tile(const ForwardParams& params, Seq
   const KeyRange blocks = seen_blocks<Spec, MaskKind::kRuntime>(sequence, first_row, first_row + Spec::kBlockM);
   const VarlenTile tile{scheduled.m_block, scheduled.head,  found.batch, sequence.row.first,
                         sequence.rows(),   sequence.keys(), blocks};
-  return NextTile{tile, sequence.key.first, scheduled.head / heads_per_key_head(params), heads, 0};
+  return NextTile{tile, sequence.key.first, scheduled.head / heads_per_key_head(params), heads, part};
 }
 
 }  // namespace attention::sm90
