@@ -249,7 +249,9 @@ def test_every_code(exponent: int, rows: int, dtype: torch.dtype, device: str) -
     values, score = (v.float() * scale).expand(out.shape), codes.float() * 2.0**-5
     assert torch.equal(lse.isnan().cpu(), score.isnan()[:, None, None].expand(lse.shape))
     seen = ~score.isnan()
-    assert torch.allclose(lse.cpu()[seen], score[seen][:, None, None].expand(-1, heads, rows), atol=1e-5, rtol=1e-6)
+    expected_lse = score[seen][:, None, None].expand(-1, heads, rows)
+    # A weight of float16 has 16 bits on the tile unit, which its sum adds as they are.
+    assert torch.allclose(lse.cpu()[seen], expected_lse, atol=2.0**-16, rtol=1e-6)
     expected = values[seen].to(dtype)
     last_bit = 2.0**-24 if dtype is torch.float16 else 0.0  # of subnormal numbers: half of it rounds either way
     assert torch.equal(out.cpu()[seen].isnan(), expected.isnan())

@@ -12,6 +12,8 @@
 #include "../fake_driver.h"
 #include "../fake_memory.h"
 #include "attention/host/schemas.h"
+#include "host/tile_counters.h"
+#include "linear/params/linear.h"
 #include "moe/host/backends.h"
 #include "moe/host/select.h"
 #include "moe/host/sort_plan.h"
@@ -120,6 +122,9 @@ class GemmKernel {
   Memory memory_;
 };
 
+// Of linear's calls these are asked for the choice alone.
+bool is_long(const GemmParams& params) { return int64_t{params.slots} * params.n * params.k > int64_t{1} << 22; }
+
 // Empty: nothing is wrong.
 std::string multiply(const host::Kernel& kernel, const GemmParams& params, Memory memory, int64_t grid) {
   const std::string operation = kernel.operation;
@@ -130,14 +135,17 @@ std::string multiply(const host::Kernel& kernel, const GemmParams& params, Memor
     return "gate and up in turn need kn_pairs, and nothing else does";
   }
   if (params.tile_counter != nullptr && *params.tile_counter != 0) return "the tile counter is not zero";
+  const int32_t of_one[] = {0, params.slots};
+  const int32_t* offsets = params.expert_offsets != nullptr ? params.expert_offsets : of_one;
   int64_t row_tiles = 0;
   for (int64_t expert = 0; expert < params.experts; ++expert) {
-    const int64_t begin = params.expert_offsets[expert], end = params.expert_offsets[expert + 1];
+    const int64_t begin = offsets[expert], end = offsets[expert + 1];
     row_tiles += (end - begin + kernel.block_m - 1) / kernel.block_m;
     if (operation == "grouped_gemm_weight_gradient") {
       run.weight_gradient(expert);
       continue;
     }
+    if (params.expert_offsets == nullptr && is_long(params)) continue;
     for (int64_t row = begin; row < end; ++row) {
       if (operation == "grouped_gemm_gated_backward") {
         run.gated_backward(expert, row);
@@ -255,6 +263,7 @@ std::string multiply_scaled(const host::Kernel& kernel, const ScaledGemmParams& 
   return p.tile_counter != nullptr || grid >= tiles ? "" : "there are more tiles than blocks, and no counter";
 }
 
+#include "fake_linear.h"
 #include "fake_training.h"
 
 void sort(const SortParams& p) {
@@ -351,7 +360,8 @@ std::string factors(const host::Kernel& kernel, void** arguments) {
       text += (text.empty() ? "" : ", ") + std::to_string(value);
     return text;
   }
-  if (operation.rfind("grouped_gemm", 0) != 0) return "";
+  if (operation == "linear_nk") return linear_factors(params_of<linear::LinearParams>(arguments));
+  if (operation.rfind("grouped_gemm", 0) != 0 && operation.rfind("linear", 0) != 0) return "";
   const GemmParams& gemm = operation.find("_scaled") != std::string::npos ? params_of<ScaledGemmParams>(arguments).gemm
                                                                           : params_of<GemmParams>(arguments);
   return std::to_string(reinterpret_cast<uintptr_t>(gemm.a)) + ", " +
@@ -370,7 +380,10 @@ std::string run_kernel(const host::Kernel& kernel, int64_t grid, void** argument
   if (operation.rfind("grouped_gemm", 0) == 0 && operation.find("_mxfp4") != std::string::npos) {
     return multiply_mxfp4(kernel, params_of<Mxfp4GemmParams>(arguments), grid);
   }
-  if (operation.rfind("grouped_gemm", 0) == 0) {  // every kernel but the weight gradient's says how its weights lie
+  if (operation == "linear_nk") {
+    return multiply_linear(kernel, params_of<linear::LinearParams>(arguments), grid, arguments + 1);
+  }
+  if (operation.rfind("grouped_gemm", 0) == 0 || operation.rfind("linear", 0) == 0) {  // every kernel but the weight gradient's says how its weights lie
     return multiply(kernel, params_of<GemmParams>(arguments), static_cast<Memory>(kernel.axes[0]), grid);
   }
   if (operation == "moe_sort") {
