@@ -226,6 +226,18 @@ def test_other_scales_are_closer_to_float64_than_the_dequantised_cache(
 
 
 @either
+@pytest.mark.parametrize("rows", [1, 40, 400])
+def test_a_cache_that_sequences_or_heads_share(rows: int, dtype: torch.dtype, device: str) -> None:
+    """A stride of 0, by each of the kernels: decoding, a chunk's, and after one copy in 16 bits."""
+    q, lengths = torch.randn(2, 8, rows, 64, dtype=dtype, device=device), torch.tensor([1000, 990], dtype=torch.int32)
+    for shape in ((1, 2, 1000, 64), (2, 1, 1000, 64)):
+        k, v = (torch.randn(shape, device=device).to(E4M3).expand(2, 2, 1000, 64) for _ in range(2))
+        given = {"causal": True, "cache_seqlens": lengths.to(device)}
+        out = flashmoe.attention_with_kvcache(q, k, v, **given)
+        assert torch.equal(out, flashmoe.attention_with_kvcache(q, k.contiguous(), v.contiguous(), **given))
+
+
+@either
 @pytest.mark.parametrize("rows", [1, 48])
 @pytest.mark.parametrize("exponent", [-20, -7, 0, 20])
 def test_every_code(exponent: int, rows: int, dtype: torch.dtype, device: str) -> None:

@@ -368,6 +368,39 @@ std::string factors(const host::Kernel& kernel, void** arguments) {
          std::to_string(reinterpret_cast<uintptr_t>(gemm.b));
 }
 
+// The tensor of each map, in the kernel's order.
+std::string check_maps(const host::Kernel& kernel, void** arguments) {
+  const std::string operation = kernel.operation;
+  const auto has = [&](const char* word) { return operation.find(word) != std::string::npos; };
+  if (kernel.num_tensor_maps == 0) return "";
+  const GemmParams& p = has("_scaled")          ? params_of<ScaledGemmParams>(arguments).gemm
+                        : has("_mxfp4")         ? params_of<Mxfp4GemmParams>(arguments).gemm
+                        : has("linear_nk")      ? params_of<linear::LinearParams>(arguments).gemm
+                                                : params_of<GemmParams>(arguments);
+  std::vector<const void*> tensors{p.a, p.b, p.b, p.d};
+  if (has("_packed")) {
+    tensors = has("gated") ? std::vector<const void*>{p.b} : std::vector<const void*>{p.a, p.b};
+  } else if (has("_mxfp4")) {
+    tensors = has("gated") ? std::vector<const void*>{p.d} : std::vector<const void*>{p.a, p.d};
+  } else if (has("weight_gradient") || has("linear_nk") || (has("_scaled") && !has("gated"))) {
+    tensors = {p.a, p.b, p.d};
+  } else if (has("gated_backward")) {
+    tensors = {p.a, p.b, p.b};
+  } else if (has("_scaled")) {
+    tensors = {p.b, p.d, p.preactivation};
+  } else if (has("gated")) {
+    tensors = {p.b, p.b, p.d, p.preactivation};
+  }
+  if (tensors.size() < static_cast<std::size_t>(kernel.num_tensor_maps)) return "more tensor maps than tensors";
+  for (int32_t map = 0; map < kernel.num_tensor_maps; ++map) {
+    const void* tensor = tensors[static_cast<std::size_t>(map)];
+    if (tensor != nullptr && std::memcmp(arguments[1 + map], &tensor, sizeof(void*)) != 0) {
+      return "tensor map " + std::to_string(map) + " is of another tensor";
+    }
+  }
+  return "";
+}
+
 // What the kernel would do; the text of what is wrong, or an empty one.
 std::string run_kernel(const host::Kernel& kernel, int64_t grid, void** arguments) {
   const std::string operation = kernel.operation;
@@ -381,7 +414,7 @@ std::string run_kernel(const host::Kernel& kernel, int64_t grid, void** argument
     return multiply_mxfp4(kernel, params_of<Mxfp4GemmParams>(arguments), grid);
   }
   if (operation == "linear_nk") {
-    return multiply_linear(kernel, params_of<linear::LinearParams>(arguments), grid, arguments + 1);
+    return multiply_linear(kernel, params_of<linear::LinearParams>(arguments), grid);
   }
   if (operation.rfind("grouped_gemm", 0) == 0 || operation.rfind("linear", 0) == 0) {  // every kernel but the weight gradient's says how its weights lie
     return multiply(kernel, params_of<GemmParams>(arguments), static_cast<Memory>(kernel.axes[0]), grid);
@@ -432,10 +465,8 @@ namespace {
 CUresult launch(CUfunction function, unsigned grid, unsigned block, unsigned shared, bool is_dependent,
                 void** arguments) {
   const Kernel& kernel = kernel_of(function);
-  for (int32_t map = 0; map < kernel.num_tensor_maps; ++map) {
-    if (arguments[1 + map] == nullptr) return CUDA_ERROR_INVALID_VALUE;
-  }
-  const std::string problem = moe::run_kernel(kernel, grid, arguments);
+  std::string problem = moe::run_kernel(kernel, grid, arguments);
+  if (problem.empty()) problem = moe::check_maps(kernel, arguments);
   g_log += std::string("{\"symbol\": \"") + kernel.symbol + "\", \"operation\": \"" + kernel.operation +
            "\", \"grid\": " + std::to_string(grid) + ", \"block\": " + std::to_string(block) +
            ", \"shared\": " + std::to_string(shared) + ", \"is_dependent\": " + (is_dependent ? "true" : "false") +

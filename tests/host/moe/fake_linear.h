@@ -7,12 +7,8 @@ std::string linear_factors(const linear::LinearParams& params) {
          (params.partials != nullptr ? "true" : "false");
 }
 
-std::string multiply_linear(const host::Kernel& kernel, const linear::LinearParams& params, int64_t grid, void** maps) {
+std::string multiply_linear(const host::Kernel& kernel, const linear::LinearParams& params, int64_t grid) {
   const GemmParams& p = params.gemm;
-  const void* tensors[] = {p.a, p.b, p.d};
-  for (int map = 0; map < 3; ++map) {
-    if (std::memcmp(maps[map], &tensors[map], sizeof(void*)) != 0) return "a tensor map of another tensor";
-  }
   if (p.expert_offsets != nullptr || p.tile_counter != nullptr) return "experts, or a counter of tiles";
   const int64_t tiles =
       ((p.slots + kernel.block_m - 1) / kernel.block_m) * ((p.n + kernel.block_n - 1) / kernel.block_n);
