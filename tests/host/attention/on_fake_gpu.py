@@ -385,9 +385,12 @@ def test_tensors_are_copied_where_16_bytes_cannot_be_loaded_and_nowhere_else(
 
 
 @pytest.mark.parametrize(
-    ("capability", "rows", "kernel"), [(80, 1, "decode_e4m3"), (80, 33, "dequantize_e4m3"), (90, 40, "chunk_forward_e4m3")]
+    ("capability", "rows", "kernel"),
+    [(80, 1, "decode_e4m3"), (80, 33, "dequantize_e4m3"), (90, 40, "chunk_forward_e4m3")],
 )
-def test_codes_are_copied_where_16_bytes_cannot_be_loaded_and_nowhere_else(capability: int, rows: int, kernel: str) -> None:
+def test_codes_are_copied_where_16_bytes_cannot_be_loaded_and_nowhere_else(
+    capability: int, rows: int, kernel: str
+) -> None:
     """Address and rows in bytes; a cache that sequences or heads share has a stride of 0, and is read where it is."""
     keys, memory = 1000, torch.randn(2**18).to(torch.float8_e4m3fn)
     memory = memory[-memory.data_ptr() % 16 :]

@@ -61,11 +61,12 @@ const char* key_of(const DecodeParams& p, int64_t sequence, int64_t key) {
 std::vector<float> attend(const DecodeParams& p) {
   const int64_t rows = int64_t{p.batch} * p.tokens * p.heads;
   std::vector<float> results(static_cast<size_t>(rows * (kLatentDim + 1)), 0.0F);
-  std::vector<float> values(static_cast<size_t>(p.max_keys) * kHeadDim);  // of a sequence's keys
+  std::vector<float> values;  // of a sequence's keys
   int64_t held = -1;
   for (int64_t row = 0; row < rows; ++row) {
     const int64_t head = row % p.heads, token = row / p.heads % p.tokens, sequence = row / p.heads / p.tokens;
     const int64_t all = p.cache_seqlens != nullptr ? p.cache_seqlens[sequence] : p.max_keys;
+    values.resize(static_cast<size_t>(all * kHeadDim));
     for (int64_t at = 0; held != sequence && at < all * kHeadDim; ++at) {
       const char* key = key_of(p, sequence, at / kHeadDim);
       values[static_cast<size_t>(at)] = key != nullptr ? value_at(p, key, at % kHeadDim) : 0.0F;
@@ -128,7 +129,8 @@ std::string decode(const Kernel& kernel, const DecodeParams& p, int64_t grid, vo
   const int64_t partial_rows = 2 * int64_t{p.parts} * row_tiles * kernel.block_m;
   const auto left = static_cast<int64_t>(malloc_usable_size(p.out_partial)) -
                     4 * static_cast<int64_t>(p.state_partial - p.out_partial);
-  if (p.state_partial - p.out_partial < partial_rows * kLatentDim || left < 8 * partial_rows) return "no room for parts";
+  if (p.state_partial - p.out_partial < partial_rows * kLatentDim || left < 8 * partial_rows)
+    return "no room for parts";
   std::fill_n(p.out_partial, partial_rows * kLatentDim, NAN);
   std::fill_n(p.state_partial, partial_rows * 2, NAN);
   return "";
@@ -188,16 +190,16 @@ CUresult launch(CUfunction function, unsigned grid, unsigned, unsigned, bool is_
   const Kernel& kernel = kernel_of(function);
   const std::string operation = kernel.operation;
   const auto& decoding = *static_cast<const mla::DecodeParams*>(arguments[0]);
-  const void* cache = operation == "mla_append" ? static_cast<const mla::AppendParams*>(arguments[0])->latents
-                                                : decoding.cache;
-  const std::string problem =
-      operation == "mla_append"
-          ? mla::append(kernel, *static_cast<const mla::AppendParams*>(arguments[0]), grid)
-          : operation == "mla_decode" ? mla::decode(kernel, decoding, grid, arguments + 1)
-                                      : mla::combine(kernel, decoding, grid);
-  g_log += std::string("{\"symbol\": \"") + kernel.symbol + "\", \"is_dependent\": " + (is_dependent ? "true" : "false") +
-           ", \"read\": " + std::to_string(reinterpret_cast<uintptr_t>(cache)) + ", \"q\": " +
-           std::to_string(operation == "mla_append" ? 0 : reinterpret_cast<uintptr_t>(decoding.q)) +
+  const void* cache =
+      operation == "mla_append" ? static_cast<const mla::AppendParams*>(arguments[0])->latents : decoding.cache;
+  const std::string problem = operation == "mla_append"
+                                  ? mla::append(kernel, *static_cast<const mla::AppendParams*>(arguments[0]), grid)
+                              : operation == "mla_decode" ? mla::decode(kernel, decoding, grid, arguments + 1)
+                                                          : mla::combine(kernel, decoding, grid);
+  g_log += std::string("{\"symbol\": \"") + kernel.symbol +
+           "\", \"is_dependent\": " + (is_dependent ? "true" : "false") +
+           ", \"read\": " + std::to_string(reinterpret_cast<uintptr_t>(cache)) +
+           ", \"q\": " + std::to_string(operation == "mla_append" ? 0 : reinterpret_cast<uintptr_t>(decoding.q)) +
            ", \"problem\": \"" + problem + "\"}\n";
   return CUDA_SUCCESS;
 }

@@ -59,7 +59,9 @@ def launches() -> list[dict[str, Any]]:
 
 
 MORE = (
-    test_decode.Case((5,) * 40, heads=8, page_size=16),  # more sequences than the lanes of a warp, and than parts of the small GPU
+    test_decode.Case(
+        (5,) * 40, heads=8, page_size=16
+    ),  # more sequences than the lanes of a warp, and than parts of the small GPU
     test_decode.Case((70, 64), heads=16, tokens=2, page_size=64, num_splits=2),
 )
 
@@ -70,7 +72,9 @@ def test_decoding(case: test_decode.Case, capability: int, multiprocessors: int)
     begin(capability, multiprocessors)
     test_decode.check(replace(case, dtype=BF16), "cpu")
     found = launches()
-    assert [launch["symbol"].split("_sm")[0][9:] for launch in found] == ["mla_decode", "mla_combine"][: 1 + (case.num_splits != 1)]
+    assert [launch["symbol"].split("_sm")[0][9:] for launch in found] == ["mla_decode", "mla_combine"][
+        : 1 + (case.num_splits != 1)
+    ]
     assert [launch["is_dependent"] for launch in found] == [capability == 90] * len(found)  # older code does not wait
 
 
@@ -87,7 +91,7 @@ def test_decoding_codes(case: test_decode.Case, capability: int) -> None:
 @pytest.mark.parametrize("case", test_decode_sparse.CASES, ids=str)
 def test_decoding_named_keys(case: test_decode_sparse.Case, has_codes: bool, capability: int) -> None:
     begin(capability)
-    test_decode_sparse.check(replace(case, dtype=BF16, has_codes=has_codes), "cpu")
+    test_decode_sparse.check(replace(case, dtype=BF16, has_codes=has_codes, heads=min(case.heads, 34)), "cpu")
     launches()
 
 
@@ -100,13 +104,26 @@ def test_appending() -> None:
     assert len(launches()) == 3
 
 
-def decoded(rows: int, batch: int = 1, keys: int = 64, *, tokens: int = 1, codes: bool = False, sparse: bool = False, splits: int = 0) -> str:
+def decoded(
+    rows: int,
+    batch: int = 1,
+    keys: int = 64,
+    *,
+    tokens: int = 1,
+    codes: bool = False,
+    sparse: bool = False,
+    splits: int = 0,
+) -> str:
     """The kernel of so many heads over keys that lie in each other's memory and that no row sees."""
     q = torch.zeros(batch, tokens, rows // tokens, 576, dtype=BF16)
     width = KEY_BYTES if codes else 576
     memory = torch.zeros(batch + keys, width, dtype=torch.uint8 if codes else BF16)
     cache = memory.as_strided((batch, keys, width), (width, width, 1))
-    given: dict[str, Any] = {"indices": torch.full((batch, tokens, keys), -1, dtype=torch.int32)} if sparse else {"cache_seqlens": torch.zeros(batch, dtype=torch.int32)}
+    given: dict[str, Any] = (
+        {"indices": torch.full((batch, tokens, keys), -1, dtype=torch.int32)}
+        if sparse
+        else {"cache_seqlens": torch.zeros(batch, dtype=torch.int32)}
+    )
     before = len(launches())
     flashmoe.mla_decode(q, cache, scale=1.0, num_splits=splits, **given)
     return str(launches()[before]["symbol"]).removeprefix("flashmoe_mla_decode_").replace("_bf16", "")
@@ -144,15 +161,27 @@ def test_forced_families_and_refusals(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FLASHMOE_KERNEL", "sm90")
     assert [decoded(rows) for rows in (2, 128)] == [WGMMA, WGMMA]
     begin(80)
-    for options, words in (({}, "multi-head latent attention"), ({"codes": True}, "8-bit"), ({"sparse": True}, "indices")):
+    for options, words in (
+        ({}, "multi-head latent attention"),
+        ({"codes": True}, "8-bit"),
+        ({"sparse": True}, "indices"),
+    ):
         with pytest.raises(flashmoe.errors.FlashmoeError, match=words):
             decoded(8, **options)  # type: ignore[arg-type]
     monkeypatch.delenv("FLASHMOE_KERNEL")
     begin(75)
     with pytest.raises(flashmoe.errors.UnsupportedGpuError):
-        flashmoe.mla_decode(*[torch.zeros(1, 1, 8, 576).half(), torch.zeros(1, 64, 576).half()], scale=1.0, cache_seqlens=torch.zeros(1, dtype=torch.int32))
+        flashmoe.mla_decode(
+            *[torch.zeros(1, 1, 8, 576).half(), torch.zeros(1, 64, 576).half()],
+            scale=1.0,
+            cache_seqlens=torch.zeros(1, dtype=torch.int32),
+        )
     with pytest.raises(flashmoe.errors.UnsupportedGpuError):
-        flashmoe.mla_append(torch.zeros(1, 1, 576).half(), torch.zeros(1, 64, KEY_BYTES, dtype=torch.uint8), cache_seqlens=torch.zeros(1, dtype=torch.int32))
+        flashmoe.mla_append(
+            torch.zeros(1, 1, 576).half(),
+            torch.zeros(1, 64, KEY_BYTES, dtype=torch.uint8),
+            cache_seqlens=torch.zeros(1, dtype=torch.int32),
+        )
 
 
 @pytest.mark.parametrize(("offset", "spare"), [(0, 0), (8, 0), (0, 8), (4, 0), (0, 4)])

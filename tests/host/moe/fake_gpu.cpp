@@ -373,10 +373,10 @@ std::string check_maps(const host::Kernel& kernel, void** arguments) {
   const std::string operation = kernel.operation;
   const auto has = [&](const char* word) { return operation.find(word) != std::string::npos; };
   if (kernel.num_tensor_maps == 0) return "";
-  const GemmParams& p = has("_scaled")          ? params_of<ScaledGemmParams>(arguments).gemm
-                        : has("_mxfp4")         ? params_of<Mxfp4GemmParams>(arguments).gemm
-                        : has("linear_nk")      ? params_of<linear::LinearParams>(arguments).gemm
-                                                : params_of<GemmParams>(arguments);
+  const GemmParams& p = has("_scaled")     ? params_of<ScaledGemmParams>(arguments).gemm
+                        : has("_mxfp4")    ? params_of<Mxfp4GemmParams>(arguments).gemm
+                        : has("linear_nk") ? params_of<linear::LinearParams>(arguments).gemm
+                                           : params_of<GemmParams>(arguments);
   std::vector<const void*> tensors{p.a, p.b, p.b, p.d};
   if (has("_packed")) {
     tensors = has("gated") ? std::vector<const void*>{p.b} : std::vector<const void*>{p.a, p.b};
@@ -416,7 +416,8 @@ std::string run_kernel(const host::Kernel& kernel, int64_t grid, void** argument
   if (operation == "linear_nk") {
     return multiply_linear(kernel, params_of<linear::LinearParams>(arguments), grid);
   }
-  if (operation.rfind("grouped_gemm", 0) == 0 || operation.rfind("linear", 0) == 0) {  // every kernel but the weight gradient's says how its weights lie
+  if (operation.rfind("grouped_gemm", 0) == 0 ||
+      operation.rfind("linear", 0) == 0) {  // every kernel but the weight gradient's says how its weights lie
     return multiply(kernel, params_of<GemmParams>(arguments), static_cast<Memory>(kernel.axes[0]), grid);
   }
   if (operation == "moe_sort") {

@@ -13,7 +13,8 @@ std::string multiply_linear(const host::Kernel& kernel, const linear::LinearPara
   const int64_t tiles =
       ((p.slots + kernel.block_m - 1) / kernel.block_m) * ((p.n + kernel.block_n - 1) / kernel.block_n);
   const int64_t consumers = tiles * (kernel.block_m / 64), blocks = params.partials != nullptr ? params.segments : 1;
-  if (grid != std::min<int64_t>(tiles * blocks, int64_t{host::g_gpu.num_multiprocessors} * kernel.min_blocks)) return "another grid";
+  if (grid != std::min<int64_t>(tiles * blocks, int64_t{host::g_gpu.num_multiprocessors} * kernel.min_blocks))
+    return "another grid";
   if ((params.partials != nullptr) != (params.arrivals != nullptr)) return "partial sums and arrivals go together";
   if (params.partials != nullptr) {
     const int64_t sums = consumers * params.segments * 64 * kernel.block_n;

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 import re
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -128,7 +127,9 @@ def test_factors_are_copied_where_16_bytes_cannot_be_loaded_and_nowhere_else(off
     moved = lies(x, offset, spare), lies(w, offset, spare)
     assert torch.equal(linear(*moved), expected)
     read = launches()[0]["factors"][:2]
-    assert [one == tensor.data_ptr() for one, tensor in zip(read, moved, strict=True)] == [(offset | spare) % 8 == 0] * 2
+    assert [one == tensor.data_ptr() for one, tensor in zip(read, moved, strict=True)] == [
+        (offset | spare) % 8 == 0
+    ] * 2
 
 
 def kernels(capability: int, rows: tuple[int, ...]) -> list[str]:
