@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable
+from functools import wraps
 from typing import Any
 
 from .attention_rules import (
@@ -110,15 +111,27 @@ def _codes(b: int = 2, h: int = 4, kv: int = 2, m: int = 7) -> Call:
     }
 
 
-def _out(make: Callable[..., Call], *sizes: int) -> Callable[[], Call]:
-    return lambda: {"out": t(make()["q"].dtype, *sizes), **make()}
+def _sizes_of_out(c: Call) -> tuple[int, ...]:
+    return (*c["q"].sizes[:-1], c["v"].sizes[-1])
 
 
-def _backward_of(make: Callable[..., Call], sizes: tuple[int, ...], rows: tuple[int, ...]) -> Callable[[], Call]:
-    def made() -> Call:
-        c = make()
+def _out(make: Callable[..., Call]) -> Callable[..., Call]:
+    @wraps(make)  # whose sizes are changed here, too
+    def made(**sizes: int) -> Call:
+        c = make(**sizes)
+        return {"out": t(c["q"].dtype, *_sizes_of_out(c)), **c}
+
+    return made
+
+
+def _backward_of(make: Callable[..., Call]) -> Callable[..., Call]:
+    @wraps(make)
+    def made(**changed: int) -> Call:
+        c = make(**changed)
         names = ("q", "k", "v", "cu_seqlens_q", "cu_seqlens_k", "seqused_k", "sinks", "mask")
         numbers = ("max_seqlen_q", "max_seqlen_k", "scale", "window_left", "window_right", "softcap")
+        sizes = _sizes_of_out(c)
+        rows = sizes[:-1] if c["q"].rank == 4 else (sizes[1], sizes[0])
         results = {"out": t("float32", *sizes), "lse": t("float32", *rows)}
         given = {"grad_out": t("float32", *sizes), "grad_lse": t("float32", *rows), **{name: c[name] for name in names}}
         return {**given, **results, **{name: c[name] for name in numbers}, "needs": 7}
@@ -126,8 +139,8 @@ def _backward_of(make: Callable[..., Call], sizes: tuple[int, ...], rows: tuple[
     return made
 
 
-def _with_dropout(make: Callable[..., Call]) -> Callable[[], Call]:
-    return lambda: {**make(), **_DROPOUT}
+def _with_dropout(make: Callable[..., Call]) -> Callable[..., Call]:
+    return wraps(make)(lambda **sizes: {**make(**sizes), **_DROPOUT})
 
 
 def _append(b: int = 2, kv: int = 2, n: int = 3, d: int = 16, dv: int = 24, room: int = 9) -> Call:
@@ -226,15 +239,15 @@ ROWS: tuple[Row, ...] = (
     ("_flash_attention_drop_in", _drop_in, drop_in),
     *(("attention_varlen_forward", make, varlen) for make in (_masked, _ragged, _used, _pages)),
     *(("_attention_varlen_inference", make, varlen) for make in (_masked, _ragged)),
-    ("_attention_varlen_out", _out(_masked, 2, 4, 5, 24), out),
-    ("_attention_varlen_out", _out(_ragged, 9, 4, 24), out),
+    ("_attention_varlen_out", _out(_masked), out),
+    ("_attention_varlen_out", _out(_ragged), out),
     *(("attention_dropout_forward", _with_dropout(make), varlen) for make in (_masked, _ragged, _pages)),
-    ("_attention_varlen_backward", _backward_of(_masked, (2, 4, 5, 24), (2, 4, 5)), backward),
-    ("_attention_varlen_backward", _backward_of(_ragged, (9, 4, 24), (4, 9)), backward),
-    ("_attention_dropout_backward", _with_dropout(_backward_of(_ragged, (9, 4, 24), (4, 9))), backward),
+    ("_attention_varlen_backward", _backward_of(_masked), backward),
+    ("_attention_varlen_backward", _backward_of(_ragged), backward),
+    ("_attention_dropout_backward", _with_dropout(_backward_of(_ragged)), backward),
     *(("attention_e4m3_forward", make, e4m3) for make in (_codes, _paged_codes)),
     ("_attention_e4m3_inference", _codes, e4m3),
-    ("_attention_e4m3_out", _out(_codes, 2, 4, 5, 16), lambda c, values=None: out(c, values, codes=True)),
+    ("_attention_e4m3_out", _out(_codes), lambda c, values=None: out(c, values, codes=True)),
     *(("attention_append_", make, append) for make in (_append, _append_nothing, _append_pages)),
     *(
         ("attention_append_e4m3_", _append_codes(make), lambda c, values=None: append(c, values, codes=True))

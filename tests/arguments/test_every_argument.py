@@ -180,6 +180,15 @@ def _differences(name: str, call: Call, results: list[Any], what: str) -> list[s
     return wrong
 
 
+@pytest.mark.parametrize("sizes", [(2,), (2, 7), (3, 7), (2, 8), (7, 2), (2, 7, 1), (2, 7, 5), (2, 1, 5, 7, 1)])
+def test_masks_of_other_ranks(sizes: tuple[int, ...]) -> None:
+    """One of padding, [batch, keys], is told how it has to lie."""
+    for number, (_, make, _, _) in enumerate(ROWS):
+        if make is attention._masked:
+            call = {**make(), "mask": attention.t("bool", *sizes)}
+            assert _row(number).wrong("a mask", call) == []
+
+
 def test_every_operator_is_here() -> None:
     """Or has tests of its own; each of them runs on a GPU."""
     _extension.load()

@@ -64,7 +64,7 @@ Driver make_driver() {
     for (std::size_t word = 0; word < count; ++word) reinterpret_cast<unsigned*>(address)[word] = value;
     return CUDA_SUCCESS;
   };
-  // As the driver: 16-byte aligned memory and strides.
+  // As the driver: 16-byte aligned memory and strides, of which 0 is one (a shared cache of codes on an H200).
   calls.cuTensorMapEncodeTiled = [](CUtensorMap* map, CUtensorMapDataType, cuuint32_t rank, void* address,
                                     const cuuint64_t* dims, const cuuint64_t* strides, const cuuint32_t* box,
                                     const cuuint32_t*, CUtensorMapInterleave, CUtensorMapSwizzle,
@@ -72,7 +72,7 @@ Driver make_driver() {
     if (reinterpret_cast<uintptr_t>(address) % 16 != 0) return CUDA_ERROR_INVALID_VALUE;
     for (cuuint32_t axis = 0; axis < rank; ++axis) {
       if (dims[axis] == 0 || box[axis] == 0 || box[axis] > 256) return CUDA_ERROR_INVALID_VALUE;
-      if (axis > 0 && (strides[axis - 1] == 0 || strides[axis - 1] % 16 != 0)) return CUDA_ERROR_INVALID_VALUE;
+      if (axis > 0 && strides[axis - 1] % 16 != 0) return CUDA_ERROR_INVALID_VALUE;
     }
     std::memcpy(map, &address, sizeof(address));
     std::memcpy(reinterpret_cast<char*>(map) + sizeof(address), &promotion, sizeof(promotion));

@@ -5,6 +5,8 @@
 #include "attention/host/backends.h"
 #include "fake_driver.h"
 #include "host/boxed.h"
+#include "host/launch.h"
+#include "host/tile_counters.h"
 
 namespace flashmoe::host {
 namespace {
@@ -120,4 +122,25 @@ FAKE_EXPORT void fake_gpu(int capability, int multiprocessors, int is_capturing,
   using namespace flashmoe::host;
   begin_call(capability, multiprocessors, is_capturing != 0);
   g_fails = fails != 0;
+}
+
+// What a list of so many launches of so many blocks, with so many counters, says; empty: it is launched.
+FAKE_EXPORT const char* fake_list(long long grid, int launches, long long counters) {
+  using namespace flashmoe;
+  static std::string said;
+  const host::KernelTable& table = host::kernel_table();
+  const host::Kernel* kernel = table.kernels;
+  while (kernel->num_tensor_maps > 0) ++kernel;
+  const attention::ForwardParams params{};
+  said.clear();
+  try {
+    const host::CudaCall call(host::device(0));
+    host::tile_counter(call, counters);
+    host::LaunchList list;
+    for (int launch = 0; launch < launches; ++launch) list.add({kernel, grid, &params, nullptr, false});
+    list.run(call);
+  } catch (const std::exception& error) {
+    said = error.what();
+  }
+  return said.c_str();
 }

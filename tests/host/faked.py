@@ -35,13 +35,14 @@ SHARED = (
 )
 
 
-def compile_extension(folder: Path, operation: str, names: Iterable[str]) -> Path:
-    """csrc/OPERATION/host, the files of these names, with the kernel table and fake_gpu.cpp of tests/host/OPERATION."""
+def compile_extension(folder: Path, operation: str, names: Iterable[str], *others: Path) -> Path:
+    """csrc/OPERATION/host, the files of these names, and others, with the kernel table and fake_gpu.cpp of tests/host/OPERATION."""
     return link(
         folder,
         HERE / operation / "fake_gpu.cpp",
         *(CSRC / "host" / f"{name}.cpp" for name in SHARED),
         *(CSRC / operation / "host" / f"{name}.cpp" for name in names),
+        *others,
         CSRC / "cpu" / "isa.cpp",
     )
 
@@ -65,10 +66,11 @@ def link(folder: Path, *sources: Path) -> Path:
     return path
 
 
-def run_tests(library: Path, operation: str, part: ModuleType) -> None:
-    """Those of tests/host/OPERATION/on_fake_gpu.py, with the CPU's results of the part of tests/arguments."""
-    _extension.load()
-    on_the_cpu(part, library.with_name(EXPECTED))
+def run_tests(library: Path, operation: str, part: ModuleType | None = None) -> None:
+    """Those of tests/host/OPERATION/*on_fake_gpu.py, with the CPU's results of the part of tests/arguments."""
+    if part is not None:
+        _extension.load()
+        on_the_cpu(part, library.with_name(EXPECTED))
     options = [
         "-q",
         "-p",
@@ -80,7 +82,7 @@ def run_tests(library: Path, operation: str, part: ModuleType) -> None:
         "--rootdir",
         str(ROOT),
     ]
-    command = [sys.executable, "-m", "pytest", *options, str(HERE / operation / "on_fake_gpu.py")]
+    command = [sys.executable, "-m", "pytest", *options, *map(str, (HERE / operation).glob("*on_fake_gpu.py"))]
     alone = {"FLASHMOE_LIBRARY": str(library), "FLASHMOE_TEST_REPORT": "", "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
     environ = {**os.environ, **alone}
     done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=300, check=False)

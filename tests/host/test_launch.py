@@ -37,6 +37,7 @@ ATTENTION = (
     "varlen_params",
 )
 MULTIPROCESSORS = 132
+MOST_LAUNCHES = 9  # host/launch.h
 
 Launch = dict[str, Any]
 
@@ -289,3 +290,21 @@ def test_without_keys_the_sinks_are_left(run_varlen: VarlenRunner) -> None:
         assert launches == []
         assert not out.any()
         assert lse.tolist() == expected
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ((2**31 - 1, MOST_LAUNCHES, 1024), ""),
+        ((2**31, 1, 1), "needs 2147483648 thread blocks"),
+        ((1, MOST_LAUNCHES + 1, 1), "one too many"),
+        ((1, 1, 1025), "1025 tile counters"),
+    ],
+)
+def test_how_much_a_list_holds(library: ctypes.CDLL, given: tuple[int, int, int], words: str) -> None:
+    library.fake_list.restype = ctypes.c_char_p
+    library.fake_gpu(90, MULTIPROCESSORS, False, False)
+    said = library.fake_list(ctypes.c_longlong(given[0]), given[1], ctypes.c_longlong(given[2])).decode()
+    assert words in said
+    assert bool(words) == bool(said)
+    assert len(library.fake_log().decode().splitlines()) == (0 if words else given[1])

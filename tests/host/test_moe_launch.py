@@ -1,10 +1,10 @@
-"""What the operators of a mixture-of-experts layer launch on each GPU, on which tensors, and what comes out, by a driver without a
+"""What the operators of a mixture-of-experts layer, and linear, launch on each GPU, on which tensors, and what comes out, by a driver without a
 GPU whose kernels are plain loops over the parameters."""
 
 from pathlib import Path
 
 from tests.arguments import experts
-from tests.host.faked import compile_extension, run_tests
+from tests.host.faked import CSRC, compile_extension, run_tests
 
 NAMES = (
     "argument_checks",
@@ -27,4 +27,4 @@ NAMES = (
 
 
 def test_on_a_fake_gpu(tmp_path: Path) -> None:
-    run_tests(compile_extension(tmp_path, "moe", NAMES), "moe", experts)
+    run_tests(compile_extension(tmp_path, "moe", NAMES, CSRC / "linear" / "host" / "linear.cpp"), "moe", experts)

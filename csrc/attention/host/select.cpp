@@ -159,14 +159,14 @@ Choice choose_by_time(const SelectorInput& input, const FamilyKernels& family, c
 // Of a family's tiles with the width of consistent calls, the one with the least time; without costs the first.
 const Kernel* choose_consistent(const SelectorInput& input, const FamilyKernels& family) {
   const Kernel* best = nullptr;
-  double least = 0.0;
+  double shortest = 0.0;
   for (const Variant variant : {kStandard, kShort, kM128, kM64}) {
     const Kernel* kernel = family.tiles[variant];
     if (kernel == nullptr || kernel->block_n != family.consistent_block_n) continue;
     const double time = forward_microseconds(input, *kernel, 1);
-    if (best != nullptr && time >= least) continue;
+    if (best != nullptr && time >= shortest) continue;
     best = kernel;
-    least = time;
+    shortest = time;
   }
   return best;
 }

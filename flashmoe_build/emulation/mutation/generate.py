@@ -46,14 +46,16 @@ class Equivalent:
     why: str
     function: str = ""  # without its struct
     file: str = ""
+    number: int = 0  # of several with the same text in a function, by their names; 0: all
 
     def covers(self, mutant: Mutant) -> bool:
-        _, function, operator, _ = mutant.name.split(":")
+        _, function, operator, number = mutant.name.split(":")
         return (
             operator == self.operator
             and " ".join(mutant.anchor.split()) == self.text
             and self.function in ("", function.rpartition(".")[2])
             and self.file in ("", mutant.file)
+            and self.number in (0, int(number))
         )
 
 

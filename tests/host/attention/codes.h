@@ -11,7 +11,7 @@ namespace flashmoe::attention {
 namespace {
 
 // Four bits of exponent, three of fraction; all ones are NaN.
-float value_of(uint8_t code) {
+inline float value_of(uint8_t code) {
   const int exponent = code >> 3 & 15, fraction = code & 7;
   if ((code & 0x7f) == 0x7f) return NAN;
   const float size = exponent == 0 ? std::ldexp(static_cast<float>(fraction), -9)
@@ -20,7 +20,7 @@ float value_of(uint8_t code) {
 }
 
 // The nearest, of two the even one; the largest for what is larger.
-uint8_t code_of(float value) {
+inline uint8_t code_of(float value) {
   if (std::isnan(value)) return 0x7f;
   uint8_t best = 0;
   const float size = std::min(std::abs(value), value_of(0x7e));
@@ -31,7 +31,7 @@ uint8_t code_of(float value) {
   return std::signbit(value) ? best | 0x80 : best;
 }
 
-float scale_of(const CacheScale& scale, int64_t number, int64_t page, int64_t head) {
+inline float scale_of(const CacheScale& scale, int64_t number, int64_t page, int64_t head) {
   if (scale.values == nullptr) return scale.factor;
   return scale.factor *
          scale.values[(scale.is_of_pages != 0 ? page : number) * scale.stride + head * scale.head_stride];
@@ -64,7 +64,7 @@ int64_t transposed(const E4m3AttentionParams& p, const Sequence& s, int32_t head
   return (block * p.value_rows + column) * kKeysOfBlock + key % kKeysOfBlock;
 }
 
-void transpose(const TransposeParams& p) {
+inline void transpose(const TransposeParams& p) {
   const int32_t* ends = p.sequences.cu_seqlens_k;
   const int32_t batch = ends != nullptr ? 1 : p.batch;
   for (int64_t at = 0; at < int64_t{batch} * p.heads_kv * p.value_blocks * p.value_rows * kKeysOfBlock; ++at) {

@@ -141,6 +141,7 @@ std::string run_kernel(const host::Kernel& kernel, int64_t grid, void** argument
   if (kind == "dequantize_e4m3") {
     const auto& p = *static_cast<const DequantizeParams*>(arguments[0]);
     dequantize(p);
+    g_tensors = {p.k, p.v};
     const int64_t rows = int64_t{p.batch} * p.heads_kv * p.seq_k;
     return text_of(16 * grid * kernel.threads < rows * (p.head_dim + p.head_dim_v), "few threads");
   }

@@ -382,6 +382,30 @@ def test_tensors_are_copied_where_16_bytes_cannot_be_loaded_and_nowhere_else(
                 assert (ours.double() - wanted).abs().max() <= LIMIT * wanted.abs().max()
 
 
+@pytest.mark.parametrize(
+    ("capability", "rows", "kernel"),
+    [(80, 1, "decode_e4m3"), (80, 33, "dequantize_e4m3"), (90, 40, "chunk_forward_e4m3")],
+)
+def test_codes_are_copied_where_16_bytes_cannot_be_loaded_and_nowhere_else(
+    capability: int, rows: int, kernel: str
+) -> None:
+    """Address and rows in bytes; a cache that sequences or heads share has a stride of 0, and is read where it is."""
+    keys, memory = 1000, torch.randn(2**18).to(torch.float8_e4m3fn)
+    memory = memory[-memory.data_ptr() % 16 :]
+    q = torch.randn(2, 8, rows, 16).to(DTYPE)
+    for offset, spare, shared in ((0, 0, ""), (16, 16, ""), (8, 0, ""), (0, 8, ""), (0, 0, "batch"), (16, 0, "head")):
+        shape = (1 if shared == "batch" else 2, 1 if shared == "head" else 2, keys, 16)
+        k, v = (at(memory, offset + start, shape, 16 + spare).expand(2, 2, keys, 16) for start in (0, 2**17))
+        given = {"causal": True, "cache_seqlens": torch.tensor([keys, 990], dtype=torch.int32)}
+        begin(capability)
+        out = flashmoe.attention_with_kvcache(q, k, v, **given)
+        (found,) = (one for one in launches() if one["operation"].endswith(kernel))
+        stays = (offset | spare) % 16 == 0
+        assert [one.data_ptr() in found["tensors"] for one in (k, v)] == [stays] * 2, (offset, spare, shared)
+        expected = flashmoe.attention_with_kvcache(q, k.to(DTYPE), v.to(DTYPE), **given)
+        assert (out - expected).abs().max() <= LIMIT * expected.abs().max()
+
+
 @pytest.mark.parametrize("capability", CAPABILITIES)
 def test_keys_that_all_heads_share(capability: int) -> None:
     """A stride of 0: sm80's kernels read it where it is, a copy engine does not."""
@@ -438,6 +462,19 @@ def test_rows_that_see_no_key(capability: int, kind: str) -> None:
     assert torch.equal(out, torch.zeros_like(out))
     assert torch.equal(lse, torch.full_like(lse, -math.inf) if sinks is None else sinks.view(1, 4, 1).expand(2, 4, 5))
     assert not [name for name in launched() if "forward" in name or "decode" in name]
+
+
+@pytest.mark.parametrize(("rows", "keys"), [(0, 9), (9, 0)])
+def test_gradients_without_rows_or_keys_are_zeros(rows: int, keys: int) -> None:
+    """And nothing is launched."""
+    begin(90)
+    q, k, v = (torch.randn(count, 2, 16, requires_grad=True).to(DTYPE) for count in (rows, keys, keys))
+    ends = [torch.tensor([0, count, count], dtype=torch.int32) for count in (rows, keys)]
+    out = flashmoe.attention_varlen(q, k, v, *ends, rows, keys)
+    before = len(launches())
+    for found in torch.autograd.grad(out, (q, k, v), torch.randn_like(out)):
+        assert torch.equal(found, torch.zeros_like(found))
+    assert len(launches()) == before
 
 
 def test_a_mask_s_gradient_is_of_a_mask_that_was_added() -> None:

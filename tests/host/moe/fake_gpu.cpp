@@ -12,6 +12,8 @@
 #include "../fake_driver.h"
 #include "../fake_memory.h"
 #include "attention/host/schemas.h"
+#include "host/tile_counters.h"
+#include "linear/params/linear.h"
 #include "moe/host/backends.h"
 #include "moe/host/select.h"
 #include "moe/host/sort_plan.h"
@@ -120,6 +122,9 @@ class GemmKernel {
   Memory memory_;
 };
 
+// Of linear's calls these are asked for the choice alone.
+bool is_long(const GemmParams& params) { return int64_t{params.slots} * params.n * params.k > int64_t{1} << 22; }
+
 // Empty: nothing is wrong.
 std::string multiply(const host::Kernel& kernel, const GemmParams& params, Memory memory, int64_t grid) {
   const std::string operation = kernel.operation;
@@ -130,14 +135,17 @@ std::string multiply(const host::Kernel& kernel, const GemmParams& params, Memor
     return "gate and up in turn need kn_pairs, and nothing else does";
   }
   if (params.tile_counter != nullptr && *params.tile_counter != 0) return "the tile counter is not zero";
+  const int32_t of_one[] = {0, params.slots};
+  const int32_t* offsets = params.expert_offsets != nullptr ? params.expert_offsets : of_one;
   int64_t row_tiles = 0;
   for (int64_t expert = 0; expert < params.experts; ++expert) {
-    const int64_t begin = params.expert_offsets[expert], end = params.expert_offsets[expert + 1];
+    const int64_t begin = offsets[expert], end = offsets[expert + 1];
     row_tiles += (end - begin + kernel.block_m - 1) / kernel.block_m;
     if (operation == "grouped_gemm_weight_gradient") {
       run.weight_gradient(expert);
       continue;
     }
+    if (params.expert_offsets == nullptr && is_long(params)) continue;
     for (int64_t row = begin; row < end; ++row) {
       if (operation == "grouped_gemm_gated_backward") {
         run.gated_backward(expert, row);
@@ -255,6 +263,7 @@ std::string multiply_scaled(const host::Kernel& kernel, const ScaledGemmParams& 
   return p.tile_counter != nullptr || grid >= tiles ? "" : "there are more tiles than blocks, and no counter";
 }
 
+#include "fake_linear.h"
 #include "fake_training.h"
 
 void sort(const SortParams& p) {
@@ -351,11 +360,45 @@ std::string factors(const host::Kernel& kernel, void** arguments) {
       text += (text.empty() ? "" : ", ") + std::to_string(value);
     return text;
   }
-  if (operation.rfind("grouped_gemm", 0) != 0) return "";
+  if (operation == "linear_nk") return linear_factors(params_of<linear::LinearParams>(arguments));
+  if (operation.rfind("grouped_gemm", 0) != 0 && operation.rfind("linear", 0) != 0) return "";
   const GemmParams& gemm = operation.find("_scaled") != std::string::npos ? params_of<ScaledGemmParams>(arguments).gemm
                                                                           : params_of<GemmParams>(arguments);
   return std::to_string(reinterpret_cast<uintptr_t>(gemm.a)) + ", " +
          std::to_string(reinterpret_cast<uintptr_t>(gemm.b));
+}
+
+// The tensor of each map, in the kernel's order.
+std::string check_maps(const host::Kernel& kernel, void** arguments) {
+  const std::string operation = kernel.operation;
+  const auto has = [&](const char* word) { return operation.find(word) != std::string::npos; };
+  if (kernel.num_tensor_maps == 0) return "";
+  const GemmParams& p = has("_scaled")     ? params_of<ScaledGemmParams>(arguments).gemm
+                        : has("_mxfp4")    ? params_of<Mxfp4GemmParams>(arguments).gemm
+                        : has("linear_nk") ? params_of<linear::LinearParams>(arguments).gemm
+                                           : params_of<GemmParams>(arguments);
+  std::vector<const void*> tensors{p.a, p.b, p.b, p.d};
+  if (has("_packed")) {
+    tensors = has("gated") ? std::vector<const void*>{p.b} : std::vector<const void*>{p.a, p.b};
+  } else if (has("_mxfp4")) {
+    tensors = has("gated") ? std::vector<const void*>{p.d} : std::vector<const void*>{p.a, p.d};
+  } else if (has("weight_gradient") || has("linear_nk") || (has("_scaled") && !has("gated"))) {
+    tensors = {p.a, p.b, p.d};
+  } else if (has("gated_backward")) {
+    tensors = {p.a, p.b, p.b};
+  } else if (has("_scaled")) {
+    tensors = {p.b, p.d, p.preactivation};
+  } else if (has("gated")) {
+    tensors = {p.b, p.b, p.d, p.preactivation};
+  }
+  if (tensors.size() < static_cast<std::size_t>(kernel.num_tensor_maps)) return "more tensor maps than tensors";
+  for (int32_t map = 0; map < kernel.num_tensor_maps; ++map) {
+    const void* tensor = tensors[static_cast<std::size_t>(map)];
+    if (tensor != nullptr && std::memcmp(arguments[1 + map], &tensor, sizeof(void*)) != 0) {
+      return "tensor map " + std::to_string(map) + " is of another tensor";
+    }
+  }
+  return "";
 }
 
 // What the kernel would do; the text of what is wrong, or an empty one.
@@ -370,7 +413,11 @@ std::string run_kernel(const host::Kernel& kernel, int64_t grid, void** argument
   if (operation.rfind("grouped_gemm", 0) == 0 && operation.find("_mxfp4") != std::string::npos) {
     return multiply_mxfp4(kernel, params_of<Mxfp4GemmParams>(arguments), grid);
   }
-  if (operation.rfind("grouped_gemm", 0) == 0) {  // every kernel but the weight gradient's says how its weights lie
+  if (operation == "linear_nk") {
+    return multiply_linear(kernel, params_of<linear::LinearParams>(arguments), grid);
+  }
+  if (operation.rfind("grouped_gemm", 0) == 0 ||
+      operation.rfind("linear", 0) == 0) {  // every kernel but the weight gradient's says how its weights lie
     return multiply(kernel, params_of<GemmParams>(arguments), static_cast<Memory>(kernel.axes[0]), grid);
   }
   if (operation == "moe_sort") {
@@ -419,10 +466,8 @@ namespace {
 CUresult launch(CUfunction function, unsigned grid, unsigned block, unsigned shared, bool is_dependent,
                 void** arguments) {
   const Kernel& kernel = kernel_of(function);
-  for (int32_t map = 0; map < kernel.num_tensor_maps; ++map) {
-    if (arguments[1 + map] == nullptr) return CUDA_ERROR_INVALID_VALUE;
-  }
-  const std::string problem = moe::run_kernel(kernel, grid, arguments);
+  std::string problem = moe::run_kernel(kernel, grid, arguments);
+  if (problem.empty()) problem = moe::check_maps(kernel, arguments);
   g_log += std::string("{\"symbol\": \"") + kernel.symbol + "\", \"operation\": \"" + kernel.operation +
            "\", \"grid\": " + std::to_string(grid) + ", \"block\": " + std::to_string(block) +
            ", \"shared\": " + std::to_string(shared) + ", \"is_dependent\": " + (is_dependent ? "true" : "false") +

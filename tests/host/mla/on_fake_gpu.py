@@ -1,0 +1,218 @@
+"""Run by tests/host/test_mla_launch.py in a process of its own, whose extension has a driver without a GPU: what latent attention launches on
+each GPU, and what comes out."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import json
+import os
+import warnings
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+import flashmoe
+from flashmoe import operator
+from tests.mla import test_append, test_decode, test_decode_codes, test_decode_sparse
+from tests.mla.coded import KEY_BYTES
+
+LIBRARY = ctypes.CDLL(os.environ["FLASHMOE_LIBRARY"])
+LIBRARY.fake_log.restype = ctypes.c_char_p
+EVERY = operator.find_operators
+NAMES = ("mla_decode", "mla_append_")
+operator.find_operators = lambda: tuple(replace(one, impls={}) for one in EVERY() if one.name in NAMES)
+CUDA = torch._C.DispatchKeySet(torch._C.DispatchKey.CUDA)
+ON_A_GPU = torch.library.Library("flashmoe", "IMPL")
+BF16 = torch.bfloat16
+
+
+@pytest.fixture(scope="session", autouse=True)
+def calls_for_the_cpu_run_the_gpus_path() -> None:
+    assert flashmoe.mla_decode is not None
+    for name in NAMES:
+        overload = getattr(torch.ops.flashmoe, name).default
+        with warnings.catch_warnings(action="ignore"):
+            ON_A_GPU.impl(overload, functools.partial(overload.redispatch, CUDA), "CPU")
+
+
+@pytest.fixture(autouse=True)
+def poisoned_memory() -> Iterator[None]:
+    torch.use_deterministic_algorithms(True)
+    torch.utils.deterministic.fill_uninitialized_memory = True
+    begin()
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+def begin(capability: int = 90, multiprocessors: int = 132) -> None:
+    LIBRARY.fake_gpu(capability, multiprocessors, False)
+
+
+def launches() -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = [json.loads(line) for line in LIBRARY.fake_log().decode().splitlines()]
+    assert [launch for launch in found if launch["problem"]] == []
+    return found
+
+
+MORE = (
+    test_decode.Case(
+        (5,) * 40, heads=8, page_size=16
+    ),  # more sequences than the lanes of a warp, and than parts of the small GPU
+    test_decode.Case((70, 64), heads=16, tokens=2, page_size=64, num_splits=2),
+)
+
+
+@pytest.mark.parametrize(("capability", "multiprocessors"), [(80, 132), (90, 132), (90, 6), (120, 1)])
+@pytest.mark.parametrize("case", [*test_decode.CASES, *MORE], ids=str)
+def test_decoding(case: test_decode.Case, capability: int, multiprocessors: int) -> None:
+    begin(capability, multiprocessors)
+    test_decode.check(replace(case, dtype=BF16), "cpu")
+    found = launches()
+    assert [launch["symbol"].split("_sm")[0][9:] for launch in found] == ["mla_decode", "mla_combine"][
+        : 1 + (case.num_splits != 1)
+    ]
+    assert [launch["is_dependent"] for launch in found] == [capability == 90] * len(found)  # older code does not wait
+
+
+@pytest.mark.parametrize("capability", [80, 90])
+@pytest.mark.parametrize("case", test_decode.CASES[:4], ids=str)
+def test_decoding_codes(case: test_decode.Case, capability: int) -> None:
+    begin(capability)
+    test_decode_codes.check(replace(case, dtype=BF16), "cpu")
+    launches()
+
+
+@pytest.mark.parametrize("capability", [80, 90])
+@pytest.mark.parametrize("has_codes", [False, True])
+@pytest.mark.parametrize("case", test_decode_sparse.CASES, ids=str)
+def test_decoding_named_keys(case: test_decode_sparse.Case, has_codes: bool, capability: int) -> None:
+    begin(capability)
+    test_decode_sparse.check(replace(case, dtype=BF16, has_codes=has_codes, heads=min(case.heads, 34)), "cpu")
+    launches()
+
+
+def test_appending() -> None:
+    test_append.test_pages_behind_the_lengths(BF16, torch.uint8, "cpu")
+    test_append.test_slots_and_a_dense_cache(BF16, "cpu")
+    assert len(launches()) == 3
+    latents, cache = test_append.make(3, 2, BF16), torch.zeros(3, 16, KEY_BYTES, dtype=torch.uint8)
+    flashmoe.mla_append(latents[:, :0], cache, cache_seqlens=torch.zeros(3, dtype=torch.int32))
+    assert len(launches()) == 3
+
+
+def decoded(
+    rows: int,
+    batch: int = 1,
+    keys: int = 64,
+    *,
+    tokens: int = 1,
+    codes: bool = False,
+    sparse: bool = False,
+    splits: int = 0,
+) -> str:
+    """The kernel of so many heads over keys that lie in each other's memory and that no row sees."""
+    q = torch.zeros(batch, tokens, rows // tokens, 576, dtype=BF16)
+    width = KEY_BYTES if codes else 576
+    memory = torch.zeros(batch + keys, width, dtype=torch.uint8 if codes else BF16)
+    cache = memory.as_strided((batch, keys, width), (width, width, 1))
+    given: dict[str, Any] = (
+        {"indices": torch.full((batch, tokens, keys), -1, dtype=torch.int32)}
+        if sparse
+        else {"cache_seqlens": torch.zeros(batch, dtype=torch.int32)}
+    )
+    before = len(launches())
+    flashmoe.mla_decode(q, cache, scale=1.0, num_splits=splits, **given)
+    return str(launches()[before]["symbol"]).removeprefix("flashmoe_mla_decode_").replace("_bf16", "")
+
+
+WGMMA, FEW, MORE_ROWS = "sm90", "sm80", "sm80_m32"
+
+
+def test_which_kernel_decodes() -> None:
+    """docs/kernels/mla.md: on each side of each bound."""
+    for options, most in (
+        ({"keys": 8193}, 8),  # long
+        ({"keys": 8192}, 16),
+        ({"keys": 8192, "batch": 4}, 16),
+        ({"keys": 8192, "batch": 5}, 8),  # many
+        ({"splits": 1}, 8),  # the kernel may not depend on the batch
+        ({"keys": 9000, "codes": True}, 16),
+        ({"sparse": True}, 32),
+        ({"sparse": True, "codes": True, "splits": 1}, 32),
+        ({"keys": 8193, "tokens": 2}, 8),
+    ):
+        words = "_".join(word for word in ("codes", "sparse") if options.get(word))
+        more = f"m32_{words}".rstrip("_")
+        for rows in (2, 8, 16, 32, 34, 128):
+            expected = ("sm90", words) if rows > most else ("sm80", more if rows > 16 else words)
+            assert decoded(rows, **options) == "_".join(filter(None, expected)), (rows, options)  # type: ignore[arg-type]
+    assert decoded(128, keys=0) == MORE_ROWS  # the copy engine needs keys
+    begin(80)
+    assert [decoded(rows) for rows in (16, 18)] == [FEW, MORE_ROWS]
+
+
+def test_forced_families_and_refusals(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FLASHMOE_KERNEL", "sm80")
+    assert [decoded(rows) for rows in (16, 128)] == [FEW, MORE_ROWS]
+    monkeypatch.setenv("FLASHMOE_KERNEL", "sm90")
+    assert [decoded(rows) for rows in (2, 128)] == [WGMMA, WGMMA]
+    begin(80)
+    for options, words in (
+        ({}, "multi-head latent attention"),
+        ({"codes": True}, "8-bit"),
+        ({"sparse": True}, "indices"),
+    ):
+        with pytest.raises(flashmoe.errors.FlashmoeError, match=words):
+            decoded(8, **options)  # type: ignore[arg-type]
+    monkeypatch.delenv("FLASHMOE_KERNEL")
+    begin(75)
+    with pytest.raises(flashmoe.errors.UnsupportedGpuError):
+        flashmoe.mla_decode(
+            *[torch.zeros(1, 1, 8, 576).half(), torch.zeros(1, 64, 576).half()],
+            scale=1.0,
+            cache_seqlens=torch.zeros(1, dtype=torch.int32),
+        )
+    with pytest.raises(flashmoe.errors.UnsupportedGpuError):
+        flashmoe.mla_append(
+            torch.zeros(1, 1, 576).half(),
+            torch.zeros(1, 64, KEY_BYTES, dtype=torch.uint8),
+            cache_seqlens=torch.zeros(1, dtype=torch.int32),
+        )
+
+
+@pytest.mark.parametrize(("offset", "spare"), [(0, 0), (8, 0), (0, 8), (4, 0), (0, 4)])
+def test_what_cannot_be_loaded_is_copied_and_nothing_else(offset: int, spare: int) -> None:
+    """q and a cache of 16 bits, in elements; q's tokens lie at one stride of heads, and of named keys sequences do, too."""
+    q, cache, options = test_decode.make(test_decode.Case((70, 9), heads=4, tokens=2, page_size=0), "cpu")
+    expected = flashmoe.mla_decode(q, cache, **options)
+
+    def lies(tensor: torch.Tensor, apart: int) -> torch.Tensor:
+        memory = torch.zeros(tensor.numel() * 3 + 4096, dtype=BF16)
+        memory = memory[-memory.data_ptr() // 2 % 8 + offset :]
+        strides = [576 + apart]
+        for size in tensor.shape[-2:0:-1]:
+            strides.insert(0, strides[0] * size)
+        moved = memory.as_strided(tensor.shape, (*strides, 1))
+        return moved.copy_(tensor)
+
+    q, cache = lies(q, spare), lies(cache, spare)
+    before = len(launches())
+    assert torch.equal(flashmoe.mla_decode(q, cache, **options), expected)
+    stays = (offset | spare) % 8 == 0
+    launch = launches()[before]
+    assert [launch["q"] == q.data_ptr(), launch["read"] == cache.data_ptr()] == [stays, stays]
+    wide = torch.zeros(2, 2, 9, 576, dtype=BF16)[:, :, :4]
+    wide.copy_(q)
+    before = len(launches())
+    assert torch.equal(flashmoe.mla_decode(wide, cache, **options), expected)  # tokens at another stride than heads
+    assert launches()[before]["q"] != wide.data_ptr()
+    every = torch.arange(140, dtype=torch.int32).view(2, 1, 70).expand(2, 2, 70)
+    for one in (q, torch.cat((q, q), 1)[:, :2]):
+        before = len(launches())
+        flashmoe.mla_decode(one, cache[:, :70], scale=1.0, indices=every % 75)
+        is_even = one is q
+        assert (launches()[before]["q"] == one.data_ptr()) is (stays and is_even)

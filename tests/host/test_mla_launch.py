@@ -1,0 +1,13 @@
+"""What latent attention launches on each GPU, on which tensors, and what comes out, by a driver without a GPU whose kernels are plain loops
+over the parameters."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from tests.host.faked import CSRC, compile_extension, run_tests
+
+
+def test_on_a_fake_gpu(tmp_path: Path) -> None:
+    names = sorted(path.stem for path in (CSRC / "mla" / "host").glob("*.cpp"))
+    run_tests(compile_extension(tmp_path, "mla", names), "mla")
