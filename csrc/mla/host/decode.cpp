@@ -45,6 +45,10 @@ const Kernel& select_decode(const host::KernelRequest& request, const DecodeArgu
       arguments.num_splits != 1 && arguments.max_keys() <= 8192 && arguments.batch() * arguments.max_keys() <= 32768;
   const int64_t few_rows = arguments.is_sparse() ? 32 : arguments.has_codes || is_short ? 16 : 8;
   const bool is_wgmma_wanted = is_mappable(arguments);
+  if (rows <= 32 && is_wgmma_wanted && !arguments.has_codes && !arguments.is_sparse() && request.forced_family == nullptr) {
+    const Kernel* kernel = find(request, "mla_decode_few", "sm90", rows <= 8 ? "m8" : rows <= 16 ? "m16" : "m32");
+    if (kernel != nullptr) return *kernel;
+  }
   std::string wgmma;
   std::string mma_sync = rows > 16 ? "m32" : "";
   for (const char* word : {arguments.has_codes ? "codes" : "", arguments.is_sparse() ? "sparse" : ""}) {
