@@ -42,7 +42,7 @@ struct Consumer {
   float output[Spec::kValueSlabs][kSums];
 
   __device__ __forceinline__ Consumer(const DecodeParams& params_, const SharedMemory<Spec>& shared_)
-      : params(params_), shared(shared_), warp(ptx::warp_index() % Spec::kConsumerWarps) {}
+      : params(params_), shared(shared_), warp(ptx::warp_index()) {}
 
   // Accumulator i belongs to head_of(of_head(i)).
   __device__ __forceinline__ static constexpr int of_head(int i) { return i / 4 * 2 + i % 2; }
@@ -65,7 +65,7 @@ struct Consumer {
     for (int group = 0; group < Spec::kNumGroups; ++group) {
       const typename Spec::GroupTile tile = shared.group(at[group].stage);
       ptx::mbarrier_wait(shared.key_full(at[group].stage), at[group].parity);
-      for (int index = ptx::thread_index() % Spec::kConsumerThreads; index < (Spec::kBlockN - keys) * kRowChunks;
+      for (int index = ptx::thread_index(); index < (Spec::kBlockN - keys) * kRowChunks;
            index += Spec::kConsumerThreads) {
         const int chunk = index % kRowChunks;
         ptx::st_shared_128(tile.chunk(keys + index / kRowChunks, chunk / 8, chunk % 8), zeros);

@@ -23,7 +23,7 @@ __device__ __forceinline__ void decode(const DecodeParams& params, const ptx::Te
                                        const ptx::TensorMap& cache_map) {
   const SharedMemory<Spec> shared{ptx::dynamic_shared_memory()};
   const int warp = ptx::shuffle_index(ptx::warp_index(), 0);  // the same in the whole warp, for the compiler
-  if (warp == 0 && ptx::elect_one()) {
+  if (warp == Spec::kConsumerWarps && ptx::elect_one()) {
     ptx::prefetch_tensor_map(&q_map);
     ptx::prefetch_tensor_map(&cache_map);
     ptx::mbarrier_init(shared.query_full(), 1);
@@ -38,9 +38,8 @@ __device__ __forceinline__ void decode(const DecodeParams& params, const ptx::Te
   ptx::barrier_sync_block();
   ptx::grid_dependency_wait();  // what the kernel in front writes may be lengths, pages, keys or Q
   ptx::grid_launch_dependents();
-  if (warp > 0 && warp < Spec::kConsumerWarps) return;
   Plan plan(params, ptx::block_index());
-  if (warp == 0) {
+  if (warp == Spec::kConsumerWarps) {
     Loader<Spec>{params, shared, q_map, cache_map}.run(plan);
   } else {
     Consumer<Spec>(params, shared).run(plan);

@@ -46,7 +46,7 @@ struct DecodeSpec {
   static_assert(kBlockM % 8 == 0 && kBlockM <= 32, "the output of more heads does not fit a warpgroup's registers");
   static_assert(kNumGroups * kGroupSlabs * kSlabColumns == kHeadDim, "a key block is whole groups");
   static_assert(kNumStages > kNumGroups, "a key block is multiplied while another one loads");
-  static_assert(kNumWarps == 8, "a loading and a multiplying warpgroup");
+  static_assert(kNumWarps == kConsumerWarps + 1, "a warpgroup that multiplies, and a warp that loads");
   static_assert(kSharedBytes <= 232448, "sm_90 gives a block at most 227 KiB");
 };
 
