@@ -149,11 +149,16 @@ void run(const DecodeArguments& arguments, DecodeParams params, const Kernel& ke
   params.block_n_log2 = log2_of(kernel.block_n);
   params.box_rows = sm90::page_box_rows(params.block_table != nullptr, params.page_size, kernel.block_n);
   params.num_splits = arguments.num_splits == 0 ? kNoLimit : static_cast<int32_t>(arguments.num_splits);
-  const bool is_split = params.num_splits != 1;
   // A part for as many blocks as the GPU holds at once; shares shorter than this cost more at their ends than they gain.
   params.least_share = 2;
   const int64_t blocks = int64_t{gpu.num_multiprocessors} * kernel.min_blocks;
-  params.parts = static_cast<int32_t>(is_split ? std::max<int64_t>(1, blocks / row_tiles) : params.batch);
+  const int64_t most_parts = std::max<int64_t>(1, blocks / row_tiles);
+  // Sequences that are equal by the call, about one for each part: the plan would give each a part of its own.
+  const bool is_one_each =
+      params.cache_seqlens == nullptr && params.batch <= most_parts && 17 * int64_t{params.batch} >= 16 * most_parts;
+  if (is_one_each) params.num_splits = 1;
+  const bool is_split = params.num_splits != 1;
+  params.parts = static_cast<int32_t>(is_split ? most_parts : params.batch);
   constexpr int32_t kLanes = 32;  // plan.cuh looks at so many sequences at once
   params.parts_each = is_split && params.batch <= kLanes ? params.parts / params.batch : 0;
   // Where each sequence is in many parts, several warps add up a row.

@@ -35,7 +35,6 @@ struct Consumer {
   const int warp;  // of the warpgroup
   Ring ring;
   int query_parity = 0;
-  int max_parity = 0;
   // Of the thread's heads: maximum of the unscaled scores that exponentials refer to, and its share of the sum.
   float head_max[kHeads];
   float head_sum[kHeads];
@@ -113,7 +112,7 @@ struct Consumer {
       for (int lanes = 4; lanes < 32; lanes *= 2) {
         largest[own] = ptx::max_ftz(largest[own], ptx::shuffle_xor(largest[own], lanes));
       }
-      if (ptx::lane_index() < 4) ptx::st_shared_float(shared.head_max(max_parity, warp, head_of(own)), largest[own]);
+      if (ptx::lane_index() < 4) ptx::st_shared_float(shared.head_max(warp, head_of(own)), largest[own]);
     }
     sync();  // read after write: the warps' maxima; write after read: P of the block before
 #pragma unroll
@@ -121,13 +120,12 @@ struct Consumer {
 #pragma unroll
       for (int other = 0; other < Spec::kConsumerWarps; ++other) {
         uint32_t pair[2];
-        ptx::ld_shared_64(pair, shared.head_max(max_parity, other, head_of(own)));
+        ptx::ld_shared_64(pair, shared.head_max(other, head_of(own)));
         largest[own] = other == 0 ? ptx::bits_float(pair[0]) : ptx::max_ftz(largest[own], ptx::bits_float(pair[0]));
         largest[own + 1] =
             other == 0 ? ptx::bits_float(pair[1]) : ptx::max_ftz(largest[own + 1], ptx::bits_float(pair[1]));
       }
     }
-    max_parity ^= 1;
   }
 
   // The maxima only guard against overflow, so a head's stays until a score would give an exponential over 2^kMaxExponent. Each head

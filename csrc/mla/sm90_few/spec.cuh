@@ -37,8 +37,8 @@ struct DecodeSpec {
   static constexpr int kKeyOffset = 0;
   static constexpr int kQueryOffset = kKeyOffset + kNumStages * GroupTile::kBytes;
   static constexpr int kProbabilityOffset = kQueryOffset + QueryTile::kBytes;
-  static constexpr int kMaxOffset = kProbabilityOffset + ProbabilityTile::kBytes;  // [2][4][kBlockM]: of a warp's keys
-  static constexpr int kSumOffset = kMaxOffset + 2 * kConsumerWarps * kBlockM * 4;  // [4][kBlockM]
+  static constexpr int kMaxOffset = kProbabilityOffset + ProbabilityTile::kBytes;  // [4][kBlockM]: of a warp's keys
+  static constexpr int kSumOffset = kMaxOffset + kConsumerWarps * kBlockM * 4;      // [4][kBlockM]
   static constexpr int kBarrierOffset = kSumOffset + kConsumerWarps * kBlockM * 4;
   static constexpr int kSharedBytes = kBarrierOffset + (2 + 2 * kNumStages) * 8;
 
@@ -66,8 +66,8 @@ struct SharedMemory {
   __device__ __forceinline__ typename Spec::ProbabilityTile probability() const {
     return {base + Spec::kProbabilityOffset};
   }
-  __device__ __forceinline__ ptx::SmemPointer head_max(int parity, int warp, int head) const {
-    return base + Spec::kMaxOffset + ((parity * Spec::kConsumerWarps + warp) * Spec::kBlockM + head) * 4;
+  __device__ __forceinline__ ptx::SmemPointer head_max(int warp, int head) const {
+    return base + Spec::kMaxOffset + (warp * Spec::kBlockM + head) * 4;
   }
   __device__ __forceinline__ ptx::SmemPointer head_sum(int warp, int head) const {
     return base + Spec::kSumOffset + (warp * Spec::kBlockM + head) * 4;
