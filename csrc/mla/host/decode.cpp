@@ -158,7 +158,10 @@ void run(const DecodeArguments& arguments, DecodeParams params, const Kernel& ke
       params.cache_seqlens == nullptr && params.batch <= most_parts && 17 * int64_t{params.batch} >= 16 * most_parts;
   if (is_one_each) params.num_splits = 1;
   const bool is_split = params.num_splits != 1;
-  params.parts = static_cast<int32_t>(is_split ? most_parts : params.batch);
+  // Up to a thirty-second of the parts is left out where equal sequences then are whole parts, or parts whole sequences.
+  const int64_t even_parts = params.batch <= most_parts ? most_parts / params.batch * params.batch : most_parts;
+  const bool is_even = most_parts - even_parts <= most_parts / 32;
+  params.parts = static_cast<int32_t>(!is_split ? params.batch : is_even ? even_parts : most_parts);
   constexpr int32_t kLanes = 32;  // plan.cuh looks at so many sequences at once
   params.parts_each = is_split && params.batch <= kLanes ? params.parts / params.batch : 0;
   // Where each sequence is in many parts, several warps add up a row.

@@ -74,23 +74,30 @@ struct Consumer {
     sync();  // read after write: the zeros
   }
 
+  // Three sums, of slabs in turn: a product that adds to that in front of it would wait for it.
   __device__ __forceinline__ void compute_scores(float (&scores)[kSums], const Ring (&at)[Spec::kNumGroups]) const {
     const auto query = shared.query().k_major();
+    float sums[Spec::kGroupSlabs][kSums];
 #pragma unroll
     for (int group = 0; group < Spec::kNumGroups; ++group) {
       ptx::mbarrier_wait(shared.key_full(at[group].stage), at[group].parity);
       ptx::wgmma_fence();
       const auto key = shared.group(at[group].stage).k_major();
 #pragma unroll
-      for (int step = 0; step < Spec::kGroupSlabs * 4; ++step) {
-        ptx::wgmma_ss<Element, Spec::kBlockM, false>(scores, key.k_step(step),
-                                                     query.k_step(group * Spec::kGroupSlabs * 4 + step),
-                                                     group == 0 && step == 0 ? 0 : 1);
-      }
+      for (int step = 0; step < 4; ++step)
+#pragma unroll
+        for (int slab = 0; slab < Spec::kGroupSlabs; ++slab) {
+          ptx::wgmma_ss<Element, Spec::kBlockM, false>(sums[slab], key.k_step(slab * 4 + step),
+                                                       query.k_step((group * Spec::kGroupSlabs + slab) * 4 + step),
+                                                       group == 0 && step == 0 ? 0 : 1);
+        }
     }
     ptx::wgmma_commit();
     ptx::wgmma_wait<0>();
-    ptx::wgmma_fence_operands(scores);
+#pragma unroll
+    for (int slab = 0; slab < Spec::kGroupSlabs; ++slab) ptx::wgmma_fence_operands(sums[slab]);
+#pragma unroll
+    for (int i = 0; i < kSums; ++i) scores[i] = sums[0][i] + sums[1][i] + sums[2][i];
   }
 
   __device__ __forceinline__ void hide(float (&scores)[kSums], const Segment& segment, int block) const {
@@ -184,17 +191,20 @@ struct Consumer {
 #pragma unroll
     for (int slab = 0; slab < Spec::kValueSlabs; ++slab) ptx::wgmma_fence_operands(output[slab]);
 #pragma unroll
-    for (int slab = 0; slab < Spec::kValueSlabs; ++slab) {
-      if (slab % Spec::kGroupSlabs == 0) ptx::wgmma_fence();
-      const auto tile = shared.group(at[slab / Spec::kGroupSlabs].stage);
-      const MnMajorOperand value{ptx::make_smem_descriptor(tile.slab(slab % Spec::kGroupSlabs),
-                                                           Spec::GroupTile::kSlabBytes, kSwizzleBytes)};
+    for (int group = 0; group < Spec::kNumGroups; ++group) {
+      ptx::wgmma_fence();
+      const auto tile = shared.group(at[group].stage);
 #pragma unroll
-      for (int step = 0; step < Spec::kBlockN / 16; ++step) {
-        ptx::wgmma_ss<Element, Spec::kBlockM, false, true>(output[slab], value.k_step(step), probability.k_step(step),
-                                                           1);
-      }
-      if (slab % Spec::kGroupSlabs == Spec::kGroupSlabs - 1 || slab == Spec::kValueSlabs - 1) ptx::wgmma_commit();
+      for (int step = 0; step < Spec::kBlockN / 16; ++step)
+#pragma unroll
+        for (int slab = 0; slab < Spec::kGroupSlabs; ++slab) {
+          if (group * Spec::kGroupSlabs + slab >= Spec::kValueSlabs) continue;
+          const MnMajorOperand value{
+              ptx::make_smem_descriptor(tile.slab(slab), Spec::GroupTile::kSlabBytes, kSwizzleBytes)};
+          ptx::wgmma_ss<Element, Spec::kBlockM, false, true>(output[group * Spec::kGroupSlabs + slab],
+                                                             value.k_step(step), probability.k_step(step), 1);
+        }
+      ptx::wgmma_commit();
     }
     ptx::wgmma_wait<2>();
     release(shared.key_empty(at[0].stage));
@@ -260,51 +270,49 @@ struct Consumer {
     }
   }
 
-  // A whole sequence's heads are finished; of a part the sums are left for combine.cuh. Lanes of two columns exchange, as in P.
+  // A whole sequence's heads are finished; of a part the sums are left for combine.cuh. As little code as can be: it is run once.
   __device__ __forceinline__ void store(const Segment& segment, int slot) {
     add_sums();
     const int num_rows = params.tokens * params.heads;
-    const bool is_odd = ptx::lane_index() / 4 % 2 != 0;
     const bool is_first = warp == 0 && ptx::lane_index() < 4;
-    const int first_column = thread_row() - (is_odd ? 1 : 0);
+    if (!segment.is_whole()) {
+      float* out_gmem = params.out_partial + partial_tile(partial_row(params, slot, 0, 0), thread_row() / 8 * 8) +
+                        ptx::lane_index() % 4 * 2 * 8 + thread_row() % 8;
 #pragma unroll
-    for (int own = 0; own < kHeads; own += 2) {
-      const int row = head_of(own) + (is_odd ? 1 : 0);  // that this lane stores
-      float factor[2] = {1.0f, 1.0f};
-#pragma unroll
-      for (int c = 0; c < 2; ++c) {
-        const int head = head_of(own + c);
-        const float shift = head_max[own + c] * params.scale_log2;
-        if (segment.is_whole()) {
-          const FinishedRow finished = finish_row(params, min(head, num_rows - 1) % params.heads, shift, head_sum[own + c]);
-          factor[c] = finished.inverse;
-          if (is_first && head < num_rows && params.lse != nullptr) {
-            store_lse(params, segment.batch, head, finished.lse);
-          }
-        } else if (is_first && head < num_rows) {
-          const uint32_t state[2] = {ptx::float_bits(shift), ptx::float_bits(head_sum[own + c])};
+      for (int own = 0; own < kHeads; ++own) {
+        const int head = head_of(own);
+        if (head >= num_rows) continue;
+        if (is_first) {
+          const uint32_t state[2] = {ptx::float_bits(head_max[own] * params.scale_log2),
+                                     ptx::float_bits(head_sum[own])};
           ptx::st_global_64(params.state_partial + partial_row(params, slot, 0, head) * 2, state);
         }
+#pragma unroll
+        for (int slab = 0; slab < Spec::kValueSlabs; ++slab)
+#pragma unroll
+          for (int half = 0; half < 2; ++half) {
+            ptx::st_global_float(out_gmem + own / 2 * (8 * kLatentDim) + own % 2 * 8 + slab * 512 + half * 64,
+                                 output[slab][own / 2 * 4 + half * 2 + own % 2]);
+          }
       }
-      Element* out_gmem = static_cast<Element*>(params.out) +
-                          (static_cast<int64_t>(segment.batch) * num_rows + row) * kLatentDim + first_column;
-      float* partial_gmem = params.out_partial + partial_tile(partial_row(params, slot, 0, own / 2 * 8), 0) +
-                            first_column / 8 * 64 + row % 8 * 8 + first_column % 8;
+      return;
+    }
+    Element* out_gmem = static_cast<Element*>(params.out) + static_cast<int64_t>(segment.batch) * num_rows * kLatentDim +
+                        thread_row();
+#pragma unroll
+    for (int own = 0; own < kHeads; ++own) {
+      const int head = head_of(own);
+      if (head >= num_rows) continue;
+      const FinishedRow finished =
+          finish_row(params, head % params.heads, head_max[own] * params.scale_log2, head_sum[own]);
+      if (is_first && params.lse != nullptr) store_lse(params, segment.batch, head, finished.lse);
 #pragma unroll
       for (int slab = 0; slab < Spec::kValueSlabs; ++slab)
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
-          const int i = own / 2 * 4 + half * 2;
-          uint32_t words[2] = {ptx::float_bits(output[slab][i] * factor[0]),
-                               ptx::float_bits(output[slab][i + 1] * factor[1])};
-          exchange(words[0], words[1], 4);
-          if (row >= num_rows) continue;
-          const int column = slab * kSlabColumns + half * 8;
-          if (segment.is_whole()) {
-            ptx::st_global_32(out_gmem + column, pack<Element>(ptx::bits_float(words[0]), ptx::bits_float(words[1])));
-          } else {
-            ptx::st_global_64(partial_gmem + column * 8, words);
-          }
+          const float value = output[slab][own / 2 * 4 + half * 2 + own % 2] * finished.inverse;
+          ptx::st_global_16(out_gmem + head * kLatentDim + slab * kSlabColumns + half * 8,
+                            static_cast<uint16_t>(pack<Element>(value, value)));
         }
     }
   }
