@@ -79,15 +79,19 @@ struct Loader {
 
   __device__ __forceinline__ void run(Plan& plan) {
     Segment segment;
+    bool is_first = true;
     while (plan.next(segment)) {
       int page = find(segment, segment.begin_block);
+      if (is_first) load_query(segment);  // while the page is on its way
 #pragma unroll 1
       for (int block = segment.begin_block; block < segment.end_block; ++block) {
         const int next_page = find(segment, block + 1);
         load_keys(segment, block, page);
-        if (block == segment.begin_block) load_query(segment);  // behind the keys, whose stages were free before
+        // Behind the keys, whose stages were free before.
+        if (block == segment.begin_block && !is_first) load_query(segment);
         page = next_page;
       }
+      is_first = false;
     }
   }
 };
