@@ -1,6 +1,6 @@
 // Puts together the sequences that several parts share, in an order that the parts alone decide.
 //
-// A warp adds up 16 or 32 columns of 8 rows. Where a sequence may be in many parts, warps_per_sum warps share that: each takes every so many-th part,
+// A warp adds up 16, 32 or 64 columns of 8 rows. Where a sequence may be in many parts, warps_per_sum warps share that: each takes every so many-th part,
 // and their sums meet in shared memory. Grid: for each sequence, or each part where there are fewer (a part begins at most one sequence that
 // others share), equally many blocks, together about as many as the GPU holds at once: each makes the plan, which takes longer than its sums.
 #pragma once
@@ -25,7 +25,7 @@ struct CombineSpec {
   using Element = Element_;
   static constexpr int kNumWarps = kNumWarps_;
   static constexpr int kNumThreads = 32 * kNumWarps;
-  static constexpr int kMostPieces = 2;                          // of a lane, four columns each: of a pair of tiles
+  static constexpr int kMostPieces = 2;  // of a lane where warps share, four columns each: of a pair of tiles
   static constexpr int kSumBytes = 32 * (16 * kMostPieces + 4);  // of a warp: the columns, and the sums of exponentials
   static constexpr int kMaxOffset = kNumWarps * kSumBytes;       // [warp][8]: the largest exponent of its parts
   static constexpr int kSharedBytes = kMaxOffset + kNumWarps * kSumRows * 4;
@@ -90,6 +90,7 @@ __device__ __forceinline__ void combine_unit(const DecodeParams& params, const S
   constexpr int kColumnUnits = kLatentDim / kColumns;
   constexpr int kAtOnce = 16 / kPieces;  // parts whose loads are in flight
   constexpr int kRowLanes = 4;
+  constexpr bool kIsShared = kPieces <= Spec::kMostPieces;
   const int num_rows = params.tokens * params.heads;
   const int lane = ptx::lane_index();
   const int row = unit / kColumnUnits * kSumRows + lane % 16 / 2;
@@ -142,7 +143,7 @@ __device__ __forceinline__ void combine_unit(const DecodeParams& params, const S
   }
   largest = ptx::max_ftz(largest, ptx::shuffle_xor(largest, 1));
   largest = ptx::max_ftz(largest, ptx::shuffle_xor(largest, 16));
-  if (warps > 1) {
+  if (kIsShared && warps > 1) {
     const auto max_smem = [&](int warp) {
       return block_smem + Spec::kMaxOffset + (warp * kSumRows + lane % 16 / 2) * 4;
     };
@@ -176,7 +177,7 @@ __device__ __forceinline__ void combine_unit(const DecodeParams& params, const S
   }
   total.sum += ptx::shuffle_xor(total.sum, 1);
   total.sum += ptx::shuffle_xor(total.sum, 16);
-  if (params.warps_per_sum > 1) {
+  if (kIsShared && warps > 1) {
     const auto sum_smem = [&](int warp, int piece) {  // behind the pieces the sums of exponentials
       return block_smem + warp * Spec::kSumBytes + piece * 512 + lane * (piece < kPieces ? 16 : 4);
     };
@@ -234,15 +235,18 @@ __device__ __forceinline__ void combine(const DecodeParams& params) {
   SplitSequence split;
   int share;
   // The lengths are older than the kernel in front, which has waited for them.
-  if (!find_split(params, index, found, split.first_part, split.last_part, share)) return;
+  const bool is_split = find_split(params, index, found, split.first_part, split.last_part, share);
+  ptx::grid_dependency_wait();  // by all: who waits for this kernel waits for the one in front
+  if (!is_split) return;
   split.batch = found.batch;
   split.first_slot = slot_of(split.first_part, found.position > split.first_part * share);
-  ptx::grid_dependency_wait();
   const int first_block = ptx::block_index() - index * blocks;
   if (params.sum_pieces == 1) {
     combine_units<Spec, 1>(params, split, first_block, blocks);
+  } else if (params.sum_pieces == 2) {
+    combine_units<Spec, 2>(params, split, first_block, blocks);
   } else {
-    combine_units<Spec, Spec::kMostPieces>(params, split, first_block, blocks);
+    combine_units<Spec, 4>(params, split, first_block, blocks);
   }
 }
 
