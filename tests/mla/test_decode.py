@@ -147,7 +147,12 @@ def test_every_family_is_right(family: str, monkeypatch: pytest.MonkeyPatch) -> 
 def test_few_rows_have_a_kernel_of_their_own(num_splits: int) -> None:
     if torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("this GPU has no such kernel")
-    for rows, kernel in ((8, "few_sm90_bf16_m8"), (9, "few_sm90_bf16_m16"), (16, "few_sm90_bf16_m16"), (17, "sm90_bf16")):
+    for rows, kernel in (
+        (8, "few_sm90_bf16_m8"),
+        (9, "few_sm90_bf16_m16"),
+        (16, "few_sm90_bf16_m16"),
+        (17, "sm90_bf16"),
+    ):
         check(Case((4096, 700), heads=rows, page_size=64, num_splits=num_splits), "cuda")
         assert _extension.last_kernel() == f"flashmoe_mla_decode_{kernel}", rows
 

@@ -297,8 +297,8 @@ struct Consumer {
       }
       return;
     }
-    Element* out_gmem = static_cast<Element*>(params.out) + static_cast<int64_t>(segment.batch) * num_rows * kLatentDim +
-                        thread_row();
+    Element* out_gmem =
+        static_cast<Element*>(params.out) + static_cast<int64_t>(segment.batch) * num_rows * kLatentDim + thread_row();
 #pragma unroll
     for (int own = 0; own < kHeads; ++own) {
       const int head = head_of(own);

@@ -38,7 +38,7 @@ struct DecodeSpec {
   static constexpr int kQueryOffset = kKeyOffset + kNumStages * GroupTile::kBytes;
   static constexpr int kProbabilityOffset = kQueryOffset + QueryTile::kBytes;
   static constexpr int kMaxOffset = kProbabilityOffset + ProbabilityTile::kBytes;  // [4][kBlockM]: of a warp's keys
-  static constexpr int kSumOffset = kMaxOffset + kConsumerWarps * kBlockM * 4;      // [4][kBlockM]
+  static constexpr int kSumOffset = kMaxOffset + kConsumerWarps * kBlockM * 4;     // [4][kBlockM]
   static constexpr int kBarrierOffset = kSumOffset + kConsumerWarps * kBlockM * 4;
   static constexpr int kSharedBytes = kBarrierOffset + (2 + 2 * kNumStages) * 8;
 
