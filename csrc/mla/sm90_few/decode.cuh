@@ -1,4 +1,4 @@
-// Decoding of multi-head latent attention for sm_90a, up to 32 rows of a sequence: bound by how many bytes of keys are asked for.
+// Decoding of multi-head latent attention for sm_90a, up to 16 rows of a sequence: bound by how many bytes of keys are asked for.
 //   grid   parts blocks (plan.cuh)
 //   maps   ../sm90/tensor_map.h says how the host builds them
 // Read spec.cuh (what lies where), loader.cuh and consumer.cuh in this order.

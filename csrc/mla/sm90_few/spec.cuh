@@ -43,7 +43,7 @@ struct DecodeSpec {
   static constexpr int kSharedBytes = kBarrierOffset + (2 + 2 * kNumStages) * 8;
 
   static_assert(kBlockN == 64, "keys are the rows of a wgmma");
-  static_assert(kBlockM % 8 == 0 && kBlockM <= 32, "the output of more heads does not fit a warpgroup's registers");
+  static_assert(kBlockM == 8 || kBlockM == 16, "more rows are no faster than in the tile of 64");
   static_assert(kNumGroups * kGroupSlabs * kSlabColumns == kHeadDim, "a key block is whole groups");
   static_assert(kNumStages > kNumGroups, "a key block is multiplied while another one loads");
   static_assert(kNumWarps == kConsumerWarps + 1, "a warpgroup that multiplies, and a warp that loads");
