@@ -1,6 +1,6 @@
 // Puts together the sequences that several parts share, in an order that the parts alone decide.
 //
-// A warp adds up 16, 32 or 64 columns of 8 rows. Where a sequence may be in many parts, warps_per_sum warps share that: each takes every so many-th part,
+// A warp adds up 16 or 32 columns of 8 rows. Where a sequence may be in many parts, warps_per_sum warps share that: each takes every so many-th part,
 // and their sums meet in shared memory. Grid: for each sequence, or each part where there are fewer (a part begins at most one sequence that
 // others share), equally many blocks, together about as many as the GPU holds at once: each makes the plan, which takes longer than its sums.
 #pragma once
@@ -25,7 +25,7 @@ struct CombineSpec {
   using Element = Element_;
   static constexpr int kNumWarps = kNumWarps_;
   static constexpr int kNumThreads = 32 * kNumWarps;
-  static constexpr int kMostPieces = 2;  // of a lane where warps share, four columns each: of a pair of tiles
+  static constexpr int kMostPieces = 2;                          // of a lane, four columns each: of a pair of tiles
   static constexpr int kSumBytes = 32 * (16 * kMostPieces + 4);  // of a warp: the columns, and the sums of exponentials
   static constexpr int kMaxOffset = kNumWarps * kSumBytes;       // [warp][8]: the largest exponent of its parts
   static constexpr int kSharedBytes = kMaxOffset + kNumWarps * kSumRows * 4;
@@ -90,9 +90,9 @@ __device__ __forceinline__ void combine_unit(const DecodeParams& params, const S
   constexpr int kColumnUnits = kLatentDim / kColumns;
   constexpr int kAtOnce = 16 / kPieces;  // parts whose loads are in flight
   constexpr int kRowLanes = 4;
-  constexpr bool kIsShared = kPieces <= Spec::kMostPieces;
   const int num_rows = params.tokens * params.heads;
-  const int lane = ptx::lane_index();
+  // Computed anew for each number of columns: what two of them had in common would be kept in registers, and spilled.
+  const int lane = ptx::recompute(ptx::lane_index());
   const int row = unit / kColumnUnits * kSumRows + lane % 16 / 2;
   const bool exists = row < num_rows;
   const int first_column = unit % kColumnUnits * kColumns;
@@ -100,8 +100,9 @@ __device__ __forceinline__ void combine_unit(const DecodeParams& params, const S
   const int first_part = split.first_part;
   const int last_part = split.last_part;
   const int warps = params.warps_per_sum;
-  const auto row_of = [&](int part, int i) {  // of those at once only the first can be the sequence's first
-    return (i == 0 && part == first_part ? split.first_slot : slot_of(part, false)) * slot_rows + row;
+  // Of a part that is not the sequence's first, which alone may have the later of its slots.
+  const auto row_of = [&](int part) {
+    return (part == first_part ? split.first_slot : slot_of(part, false)) * slot_rows + row;
   };
   // Four lanes share a row: each has the exponents and sums of every fourth part.
   const int lane_of_row = lane % 2 + lane / 16 * 2;
@@ -112,21 +113,23 @@ __device__ __forceinline__ void combine_unit(const DecodeParams& params, const S
     for (int i = 0; i < kAtOnce / kRowLanes; ++i) {
       const int own = part + (i * kRowLanes + lane_of_row) * warps;
       uint32_t state[2] = {ptx::float_bits(ptx::negative_infinity()), 0};
-      if (exists && own <= last_part) ptx::ld_global_64(state, params.state_partial + row_of(own, i) * 2);
+      if (exists && own <= last_part) ptx::ld_global_64(state, params.state_partial + row_of(own) * 2);
       shift[i] = ptx::bits_float(state[0]);
       sum[i] = ptx::bits_float(state[1]);
     }
   };
   float4 out[kAtOnce][kPieces];
+  const int64_t part_bytes = 2 * slot_rows * warps * (kLatentDim * 4);
   const auto load_columns = [&](int part) {
+    const float* out_gmem = params.out_partial + partial_tile(row_of(part) - lane % 16 / 2, first_column) + lane * 4;
 #pragma unroll
     for (int i = 0; i < kAtOnce; ++i) {
-      const int own = part + i * warps;
-      if (!exists || own > last_part) continue;
-      const float* out_gmem =
-          params.out_partial + partial_tile(row_of(own, i) - lane % 16 / 2, first_column) + lane * 4;
+      if (exists && part + i * warps <= last_part) {
 #pragma unroll
-      for (int piece = 0; piece < kPieces; ++piece) out[i][piece] = ptx::ld_global_float4(out_gmem + piece * 128);
+        for (int piece = 0; piece < kPieces; ++piece) out[i][piece] = ptx::ld_global_float4(out_gmem + piece * 128);
+      }
+      if (i == 0) out_gmem -= (row_of(part) - slot_of(part, false) * slot_rows - row) * kLatentDim;
+      out_gmem = ptx::advance_pointer(out_gmem, part_bytes);
     }
   };
   const int first = first_part + member;
@@ -143,7 +146,7 @@ __device__ __forceinline__ void combine_unit(const DecodeParams& params, const S
   }
   largest = ptx::max_ftz(largest, ptx::shuffle_xor(largest, 1));
   largest = ptx::max_ftz(largest, ptx::shuffle_xor(largest, 16));
-  if (kIsShared && warps > 1) {
+  if (warps > 1) {
     const auto max_smem = [&](int warp) {
       return block_smem + Spec::kMaxOffset + (warp * kSumRows + lane % 16 / 2) * 4;
     };
@@ -177,7 +180,7 @@ __device__ __forceinline__ void combine_unit(const DecodeParams& params, const S
   }
   total.sum += ptx::shuffle_xor(total.sum, 1);
   total.sum += ptx::shuffle_xor(total.sum, 16);
-  if (kIsShared && warps > 1) {
+  if (warps > 1) {
     const auto sum_smem = [&](int warp, int piece) {  // behind the pieces the sums of exponentials
       return block_smem + warp * Spec::kSumBytes + piece * 512 + lane * (piece < kPieces ? 16 : 4);
     };
@@ -243,10 +246,8 @@ __device__ __forceinline__ void combine(const DecodeParams& params) {
   const int first_block = ptx::block_index() - index * blocks;
   if (params.sum_pieces == 1) {
     combine_units<Spec, 1>(params, split, first_block, blocks);
-  } else if (params.sum_pieces == 2) {
-    combine_units<Spec, 2>(params, split, first_block, blocks);
   } else {
-    combine_units<Spec, 4>(params, split, first_block, blocks);
+    combine_units<Spec, Spec::kMostPieces>(params, split, first_block, blocks);
   }
 }
 

@@ -198,8 +198,7 @@ void run(const DecodeArguments& arguments, DecodeParams params, const Kernel& ke
     // Blocks beyond those that the GPU holds at once would only make the plan again.
     const int64_t held = std::max<int64_t>(1, int64_t{gpu.num_multiprocessors} * combine.min_blocks / sequences);
     const int64_t units = ceil_div(rows, kSumRows) * (kLatentDim / kSumColumns);
-    // More at once are fewer rounds, less are more warps. Four are for few parts: each takes as many registers.
-    params.sum_pieces = units <= held * sums ? 1 : units <= 2 * held * sums || params.warps_per_sum > 1 ? 2 : 4;
+    params.sum_pieces = units > held * sums ? 2 : 1;  // two are fewer rounds, one more warps
     const int64_t blocks = std::min(ceil_div(units, sums * params.sum_pieces), held);
     list.add({&combine, sequences * blocks, &params, nullptr, /*is_dependent=*/true});
   }

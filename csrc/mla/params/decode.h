@@ -56,7 +56,7 @@ struct DecodeParams {
   int32_t least_share;    // key blocks that a part has at least
   int32_t num_splits;     // parts of a sequence at most; 1: none is split
   int32_t warps_per_sum;  // of combine.cuh: warps that share the sum over a row's parts
-  int32_t sum_pieces;     // of combine.cuh: pairs of tiles that a warp adds up: 1, 2 or 4
+  int32_t sum_pieces;     // of combine.cuh: pairs of tiles that a warp adds up, 1 or 2
   float scale_log2;       // scale * log2(e), above zero
 };
 

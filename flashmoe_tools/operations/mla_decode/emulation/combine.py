@@ -38,7 +38,6 @@ def problems(unit: Unit) -> Iterator[MlaProblem]:
     # Exponents of parts so far apart that only the largest of all will do.
     yield replace(base, name="warps share sums", warps_per_sum=8, magnitude=300.0, data_seed=1)
     yield replace(base, name="one pair of tiles, two warps", warps_per_sum=2, sum_pieces=1, heads=11)
-    yield replace(base, name="four pairs of tiles", sum_pieces=4, heads=11, data_seed=3)
     yield replace(
         base,
         name="tokens, sinks",
