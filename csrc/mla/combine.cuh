@@ -87,76 +87,99 @@ __device__ __forceinline__ void combine_unit(const DecodeParams& params, const S
   using Element = typename Spec::Element;
   constexpr int kColumns = kPieces * kSumColumns;
   constexpr int kColumnUnits = kLatentDim / kColumns;
-  constexpr int kAtOnce = 8;  // parts whose loads are in flight
+  constexpr int kAtOnce = 16 / kPieces;  // parts whose loads are in flight
   constexpr int kRowLanes = 4;
   const int num_rows = params.tokens * params.heads;
-  const int lane = ptx::lane_index();
+  // Computed anew for each number of columns: what two of them had in common would be kept in registers, and spilled.
+  const int lane = ptx::recompute(ptx::lane_index());
   const int row = unit / kColumnUnits * kSumRows + lane % 16 / 2;
   const bool exists = row < num_rows;
   const int first_column = unit % kColumnUnits * kColumns;
   const int64_t slot_rows = static_cast<int64_t>(params.row_tiles) * params.block_m;
   const int first_part = split.first_part;
   const int last_part = split.last_part;
-  const auto row_of = [&](int part, int i) {  // of those at once only the first can be the sequence's first
-    return (i == 0 && part == first_part ? split.first_slot : slot_of(part, false)) * slot_rows + row;
+  const int warps = params.warps_per_sum;
+  // Of a part that is not the sequence's first, which alone may have the later of its slots.
+  const auto row_of = [&](int part) {
+    return (part == first_part ? split.first_slot : slot_of(part, false)) * slot_rows + row;
   };
-  const ptx::SmemPointer block_smem = ptx::dynamic_shared_memory();
-  float largest = ptx::negative_infinity();
-  const int first_of_lane = first_part + member + (lane % 2 + lane / 16 * 2) * params.warps_per_sum;
-  for (int part = first_of_lane; part <= last_part; part += kRowLanes * kAtOnce * params.warps_per_sum) {
-    float shift[kAtOnce];
+  // Four lanes share a row: each has the exponents and sums of every fourth part.
+  const int lane_of_row = lane % 2 + lane / 16 * 2;
+  float shift[kAtOnce / kRowLanes];
+  float sum[kAtOnce / kRowLanes];
+  const auto load_states = [&](int part) {
+#pragma unroll
+    for (int i = 0; i < kAtOnce / kRowLanes; ++i) {
+      const int own = part + (i * kRowLanes + lane_of_row) * warps;
+      uint32_t state[2] = {ptx::float_bits(ptx::negative_infinity()), 0};
+      if (exists && own <= last_part) ptx::ld_global_64(state, params.state_partial + row_of(own) * 2);
+      shift[i] = ptx::bits_float(state[0]);
+      sum[i] = ptx::bits_float(state[1]);
+    }
+  };
+  float4 out[kAtOnce][kPieces];
+  const int64_t part_bytes = 2 * slot_rows * warps * (kLatentDim * 4);
+  const auto load_columns = [&](int part) {
+    const float* out_gmem = params.out_partial + partial_tile(row_of(part) - lane % 16 / 2, first_column) + lane * 4;
 #pragma unroll
     for (int i = 0; i < kAtOnce; ++i) {
-      const int own = part + i * kRowLanes * params.warps_per_sum;
-      shift[i] = exists && own <= last_part ? ptx::ld_global_float(params.state_partial + row_of(own, i) * 2)
-                                            : ptx::negative_infinity();
-    }
+      if (exists && part + i * warps <= last_part) {
 #pragma unroll
-    for (int i = 0; i < kAtOnce; ++i) largest = ptx::max_ftz(largest, shift[i]);
+        for (int piece = 0; piece < kPieces; ++piece) out[i][piece] = ptx::ld_global_float4(out_gmem + piece * 128);
+      }
+      if (i == 0) out_gmem -= (row_of(part) - slot_of(part, false) * slot_rows - row) * kLatentDim;
+      out_gmem = ptx::advance_pointer(out_gmem, part_bytes);
+    }
+  };
+  const int first = first_part + member;
+  load_states(first);
+  load_columns(first);  // in flight beside the exponents, which say how much they weigh
+  const ptx::SmemPointer block_smem = ptx::dynamic_shared_memory();
+  float largest = ptx::negative_infinity();
+  for (int part = first;;) {
+#pragma unroll
+    for (int i = 0; i < kAtOnce / kRowLanes; ++i) largest = ptx::max_ftz(largest, shift[i]);
+    part += kAtOnce * warps;
+    if (part > last_part) break;
+    load_states(part);
   }
   largest = ptx::max_ftz(largest, ptx::shuffle_xor(largest, 1));
   largest = ptx::max_ftz(largest, ptx::shuffle_xor(largest, 16));
-  if (params.warps_per_sum > 1) {
+  if (warps > 1) {
     const auto max_smem = [&](int warp) {
       return block_smem + Spec::kMaxOffset + (warp * kSumRows + lane % 16 / 2) * 4;
     };
     if (lane < 16 && lane % 2 == 0) ptx::st_shared_float(max_smem(ptx::warp_index()), largest);
     ptx::barrier_sync_block();  // read after write: the warps' maxima; write after read: the sums of the unit before
     const int first_warp = ptx::warp_index() - member;
-    for (int other = 0; other < params.warps_per_sum; ++other) {
+    for (int other = 0; other < warps; ++other) {
       largest = ptx::max_ftz(largest, ptx::ld_shared_float(max_smem(first_warp + other)));
     }
   }
   ColumnSum<kPieces> total{};
-  for (int part = first_part + member; exists && part <= last_part; part += kAtOnce * params.warps_per_sum) {
-    float weight[kAtOnce];
+  if (last_part - first_part >= kAtOnce * warps) load_states(first);  // others' have come after them
+  for (int part = first;;) {
+    float weight[kAtOnce / kRowLanes];
 #pragma unroll
-    for (int i = 0; i < kAtOnce; ++i) {
-      const int own = part + i * params.warps_per_sum;
-      if (own > last_part) continue;
-      uint32_t state[2];
-      ptx::ld_global_64(state, params.state_partial + row_of(own, i) * 2);
+    for (int i = 0; i < kAtOnce / kRowLanes; ++i) {
       // -inf: no key seen by any; or NaN alone, which the sums carry.
-      const float shift = ptx::bits_float(state[0]);
-      weight[i] = largest == ptx::negative_infinity() ? 1.0f : ptx::exp2_approx(ptx::sub_rn(shift, largest));
-      total.sum = ptx::fma_rn(weight[i], ptx::bits_float(state[1]), total.sum);
-    }
-    float4 out[kAtOnce][kPieces];
-#pragma unroll
-    for (int i = 0; i < kAtOnce; ++i) {
-      const int own = part + i * params.warps_per_sum;
-      if (own > last_part) continue;
-      const float* out_gmem =
-          params.out_partial + partial_tile(row_of(own, i) - lane % 16 / 2, first_column) + lane * 4;
-#pragma unroll
-      for (int piece = 0; piece < kPieces; ++piece) out[i][piece] = ptx::ld_global_float4(out_gmem + piece * 128);
+      weight[i] = largest == ptx::negative_infinity() ? 1.0f : ptx::exp2_approx(ptx::sub_rn(shift[i], largest));
+      total.sum = ptx::fma_rn(weight[i], sum[i], total.sum);
     }
 #pragma unroll
     for (int i = 0; i < kAtOnce; ++i) {
-      if (part + i * params.warps_per_sum <= last_part) total.add(weight[i], out[i]);
+      const int other = lane % 16 / 2 * 2 + i % 2 + i / 2 % 2 * 16;  // of the row's lanes, that which has the part
+      const float own_weight = ptx::shuffle_index(weight[i / kRowLanes], other);
+      if (exists && part + i * warps <= last_part) total.add(own_weight, out[i]);
     }
+    part += kAtOnce * warps;
+    if (part > last_part) break;
+    load_states(part);
+    load_columns(part);
   }
-  if (params.warps_per_sum > 1) {
+  total.sum += ptx::shuffle_xor(total.sum, 1);
+  total.sum += ptx::shuffle_xor(total.sum, 16);
+  if (warps > 1) {
     const auto sum_smem = [&](int warp, int piece) {  // behind the pieces the sums of exponentials
       return block_smem + warp * Spec::kSumBytes + piece * 512 + lane * (piece < kPieces ? 16 : 4);
     };
@@ -207,16 +230,18 @@ __device__ __forceinline__ void combine_units(const DecodeParams& params, const 
 
 template <typename Spec>
 __device__ __forceinline__ void combine(const DecodeParams& params) {
+  ptx::grid_launch_dependents();
   const int blocks = ptx::grid_size() / min(params.batch, params.parts);  // of a sequence
   const int index = ptx::block_index() / blocks;
   Segment found;
   SplitSequence split;
   int share;
   // The lengths are older than the kernel in front, which has waited for them.
-  if (!find_split(params, index, found, split.first_part, split.last_part, share)) return;
+  const bool is_split = find_split(params, index, found, split.first_part, split.last_part, share);
+  ptx::grid_dependency_wait();  // by all: who waits for this kernel waits for the one in front
+  if (!is_split) return;
   split.batch = found.batch;
   split.first_slot = slot_of(split.first_part, found.position > split.first_part * share);
-  ptx::grid_dependency_wait();
   const int first_block = ptx::block_index() - index * blocks;
   if (params.sum_pieces == 1) {
     combine_units<Spec, 1>(params, split, first_block, blocks);

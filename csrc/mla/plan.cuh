@@ -67,9 +67,9 @@ struct Plan {
   }
 
   // lead: of the row, in front of each sequence's blocks.
-  __device__ __forceinline__ void set_group(int first, int lead = kLead) {
+  __device__ __forceinline__ void set_group(int first, int lead = kLead, bool is_loaded = false) {
     group = first;
-    load_sequence(first + ptx::lane_index());
+    if (!is_loaded) load_sequence(first + ptx::lane_index());
     behind = warp_prefix_sum(blocks > 0 ? blocks + lead : 0);
   }
 
@@ -96,7 +96,9 @@ struct Plan {
       least = static_cast<int>(warp_min(static_cast<uint32_t>(least)));
     }
     // Shares do not begin where sequences do: one of num_splits - 1 shares may meet num_splits parts.
-    const int least_share = max(params.least_share, (most + params.num_splits - 2) / (params.num_splits - 1));
+    const int least_share = most < params.num_splits
+                                ? params.least_share
+                                : max(params.least_share, (most + params.num_splits - 2) / (params.num_splits - 1));
     share = max((total + params.parts - 1) / params.parts, least_share);
     // Equal sequences: so many parts for each, or whole ones, where that makes the longest part at most a sixteenth longer.
     int lead = kLead;
@@ -115,7 +117,7 @@ struct Plan {
       }
     }
     position = part * share;
-    set_group(0, lead);
+    set_group(0, lead, /*is_loaded=*/params.cache_seqlens != nullptr && params.batch <= 32);
   }
 
   // The next segment of the part; false at its end.

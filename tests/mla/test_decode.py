@@ -127,7 +127,7 @@ def test_it_is_attention_over_the_latents(device: str, case: Case) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("family", ["sm80", "sm90"])
+@pytest.mark.parametrize("family", ["", "sm80", "sm90"], ids=["chosen", "sm80", "sm90"])
 def test_every_family_is_right(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """With few rows and many, keys of a part of a tile and of hundreds, in few parts and in as many as there are."""
     if family == "sm90" and torch.cuda.get_device_capability() != (9, 0):
@@ -141,13 +141,18 @@ def test_every_family_is_right(family: str, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @pytest.mark.gpu
-def test_short_calls_of_few_rows_are_for_mma_sync() -> None:
-    """But where a row's bits may not depend on the batch."""
+@pytest.mark.parametrize("num_splits", [0, 1])
+def test_few_rows_have_a_kernel_of_their_own(num_splits: int) -> None:
     if torch.cuda.get_device_capability() != (9, 0):
-        pytest.skip("this GPU has one family")
-    for lengths, num_splits, family in (((4096,), 0, "sm80"), ((16384,), 0, "sm90"), ((4096,), 1, "sm90")):
-        check(Case(lengths, heads=16, page_size=64, num_splits=num_splits), "cuda")
-        assert _extension.last_kernel().startswith(f"flashmoe_mla_decode_{family}_bf16"), lengths
+        pytest.skip("this GPU has no such kernel")
+    for rows, kernel in (
+        (8, "few_sm90_bf16_m8"),
+        (9, "few_sm90_bf16_m16"),
+        (16, "few_sm90_bf16_m16"),
+        (17, "sm90_bf16"),
+    ):
+        check(Case((4096, 700), heads=rows, page_size=64, num_splits=num_splits), "cuda")
+        assert _extension.last_kernel() == f"flashmoe_mla_decode_{kernel}", rows
 
 
 @settings(max_examples=25, deadline=None)
@@ -197,8 +202,9 @@ def test_strided_and_expanded_inputs(device: str) -> None:
 
 
 @pytest.mark.gpu
-def test_bits_repeat_and_do_not_depend_on_the_batch() -> None:
-    case = Case((5000, 63, 1200, 64, 0, 777), heads=128, page_size=64)
+@pytest.mark.parametrize("heads", [8, 16, 128])
+def test_bits_repeat_and_do_not_depend_on_the_batch(heads: int) -> None:
+    case = Case((5000, 63, 1200, 64, 0, 777), heads=heads, page_size=64)
     q, cache, options = make(case, "cuda")
     first = flashmoe.mla_decode(q, cache, **options)
     for _ in range(200):
@@ -212,8 +218,9 @@ def test_bits_repeat_and_do_not_depend_on_the_batch() -> None:
 
 
 @pytest.mark.gpu
-def test_a_graph_is_replayed_with_other_lengths() -> None:
-    q, cache, options = make(Case((900, 640, 33), heads=64, page_size=64), "cuda")
+@pytest.mark.parametrize("heads", [16, 64])
+def test_a_graph_is_replayed_with_other_lengths(heads: int) -> None:
+    q, cache, options = make(Case((900, 640, 33), heads=heads, page_size=64), "cuda")
     flashmoe.mla_decode(q, cache, **options)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):

@@ -20,6 +20,8 @@ using host::Kernel;
 
 constexpr double kLog2E = 1.4426950408889634;
 constexpr int32_t kNoLimit = 1 << 20;  // of the parts of a sequence
+// Keys are read once, and no row of them is a multiple of 256 bytes.
+constexpr CUtensorMapL2promotion kKeyPromotion = CU_TENSOR_MAP_L2_PROMOTION_L2_128B;
 
 int64_t ceil_div(int64_t value, int64_t divisor) { return (value + divisor - 1) / divisor; }
 
@@ -36,14 +38,22 @@ bool is_mappable(const DecodeArguments& arguments) {
   return (cache.sizes()[0] == 1 || cache.strides()[0] > 0) && (cache.sizes()[1] == 1 || cache.strides()[1] > 0);
 }
 
-// Of the families that the GPU has, best first, or of the one that is forced. Few rows leave most of a wgmma tile empty; how few it pays for
-// is measured, but for 17 to 32 rows of indices (docs/kernels/mla.md). Of few and short sequences it never pays, but whose bits must not
-// depend on the batch are not asked how many they are.
+constexpr char kFewRows[] = "mla_decode_few";
+
+bool is_few_rows(const Kernel& kernel) { return std::strcmp(kernel.operation, kFewRows) == 0; }
+
+// The kernel for few rows where the GPU has it, for 16-bit caches; not where a family is forced, whose kernels give the same bits for both
+// caches. Otherwise of the families that the GPU has, best first, or of the one that is forced. Few rows leave most of a wgmma tile empty; how
+// few it pays for is measured, but for 17 to 32 rows of indices (docs/kernels/mla.md).
 const Kernel& select_decode(const host::KernelRequest& request, const DecodeArguments& arguments, int64_t rows) {
-  const bool is_short =
-      arguments.num_splits != 1 && arguments.max_keys() <= 8192 && arguments.batch() * arguments.max_keys() <= 32768;
-  const int64_t few_rows = arguments.is_sparse() ? 32 : arguments.has_codes || is_short ? 16 : 8;
   const bool is_wgmma_wanted = is_mappable(arguments);
+  constexpr int64_t kMostFewRows = 16;
+  if (rows <= kMostFewRows && is_wgmma_wanted && !arguments.has_codes && !arguments.is_sparse() &&
+      request.forced_family == nullptr) {
+    const Kernel* kernel = find(request, kFewRows, "sm90", rows <= 8 ? "m8" : "m16");
+    if (kernel != nullptr) return *kernel;
+  }
+  const int64_t few_rows = arguments.is_sparse() ? 32 : 16;
   std::string wgmma;
   std::string mma_sync = rows > 16 ? "m32" : "";
   for (const char* word : {arguments.has_codes ? "codes" : "", arguments.is_sparse() ? "sparse" : ""}) {
@@ -144,11 +154,19 @@ void run(const DecodeArguments& arguments, DecodeParams params, const Kernel& ke
   params.block_n_log2 = log2_of(kernel.block_n);
   params.box_rows = sm90::page_box_rows(params.block_table != nullptr, params.page_size, kernel.block_n);
   params.num_splits = arguments.num_splits == 0 ? kNoLimit : static_cast<int32_t>(arguments.num_splits);
-  const bool is_split = params.num_splits != 1;
   // A part for as many blocks as the GPU holds at once; shares shorter than this cost more at their ends than they gain.
-  params.least_share = 2;
+  params.least_share = is_few_rows(kernel) ? 1 : 2;
   const int64_t blocks = int64_t{gpu.num_multiprocessors} * kernel.min_blocks;
-  params.parts = static_cast<int32_t>(is_split ? std::max<int64_t>(1, blocks / row_tiles) : params.batch);
+  const int64_t most_parts = std::max<int64_t>(1, blocks / row_tiles);
+  // Sequences that are equal by the call, about one for each part: the plan would give each a part of its own.
+  const bool is_one_each =
+      params.cache_seqlens == nullptr && params.batch <= most_parts && 17 * int64_t{params.batch} >= 16 * most_parts;
+  if (is_one_each) params.num_splits = 1;
+  const bool is_split = params.num_splits != 1;
+  // Up to a thirty-second of the parts is left out where equal sequences then are whole parts, or parts whole sequences.
+  const int64_t even_parts = params.batch <= most_parts ? most_parts / params.batch * params.batch : most_parts;
+  const bool is_even = most_parts - even_parts <= most_parts / 32;
+  params.parts = static_cast<int32_t>(!is_split ? params.batch : is_even ? even_parts : most_parts);
   constexpr int32_t kLanes = 32;  // plan.cuh looks at so many sequences at once
   params.parts_each = is_split && params.batch <= kLanes ? params.parts / params.batch : 0;
   // Where each sequence is in many parts, several warps add up a row.
@@ -169,7 +187,7 @@ void run(const DecodeArguments& arguments, DecodeParams params, const Kernel& ke
   if (kernel.num_tensor_maps > 0) {
     const sm90::DecodeTensorMaps described = sm90::decode_tensor_maps(params, kernel.block_n);
     maps[0] = host::encode_tensor_map(described.q, kernel.dtype, "q");
-    maps[1] = host::encode_tensor_map(described.cache, kernel.dtype, "kv_cache");
+    maps[1] = host::encode_tensor_map(described.cache, kernel.dtype, "kv_cache", kKeyPromotion);
   }
   host::LaunchList list;
   list.add({&kernel, params.parts * row_tiles, &params, maps, /*is_dependent=*/true});

@@ -106,15 +106,18 @@ struct Loader {
 
   __device__ __forceinline__ void run(Plan& plan) {
     Segment segment;
+    bool is_first = true;
     while (plan.next(segment)) {
       const int blocks = segment.end_block - segment.begin_block;
       int page = find(segment, segment.begin_block);
+      if (is_first) load_query(segment);  // while the page is on its way
       for (int index = 0; index < blocks; ++index) {
         const int next_page = find(segment, segment.begin_block + index + 1);
         load_keys(segment, index, page);
-        if (index == 0) load_query(segment);  // behind the keys, whose stage was free before
+        if (index == 0 && !is_first) load_query(segment);  // behind the keys, whose stage was free before
         page = next_page;
       }
+      is_first = false;
       uses.end_segment(blocks);
     }
   }

@@ -28,7 +28,7 @@ inline DecodeTensorMaps decode_tensor_maps(const DecodeParams& params, int) {
   const attention::Strides cache{params.page_stride / values, params.key_stride / values, params.key_stride / values};
   const int key_elements = params.has_codes != 0 ? kCodedKeyBytes / 2 : kHeadDim;
   return DecodeTensorMaps{attention::sm90::tensor_map_arguments(params.q, q, kHeadDim, params.tokens * params.heads, 1,
-                                                                params.batch, attention::sm90::kWarpgroupRows),
+                                                                params.batch, params.block_m),
                           attention::sm90::tensor_map_arguments(params.cache, cache, key_elements, params.page_size, 1,
                                                                 params.num_pages, params.box_rows)};
 }

@@ -21,6 +21,13 @@ from flashmoe_tools.operations.mla_decode.problem import LATENT_DIM
 from flashmoe_tools.tables import Unit
 
 
+def few_rows(unit: Unit) -> Iterator[MlaProblem]:
+    """The same, of no more rows than one tile holds."""
+    for problem in problems(unit):
+        tokens = min(problem.tokens, unit.row.block_m // 3)
+        yield replace(problem, tokens=tokens, heads=min(problem.heads, unit.row.block_m // tokens))
+
+
 def problems(unit: Unit) -> Iterator[MlaProblem]:
     """Parts that begin and end inside sequences; lengths 0; rows that see no key; every page size that boxes differ for."""
     m, n = unit.row.block_m, unit.row.block_n
@@ -96,3 +103,4 @@ def trial(unit: Unit, p: MlaProblem) -> Trial:
 
 
 RUNNER = Runner(problems, trial)
+FEW_ROWS = Runner(few_rows, trial)

@@ -1,0 +1,331 @@
+// The multiplying warpgroup: S^T = K Q^T, softmax over a block's keys, O^T += V^T P^T.
+//
+// Of an accumulator a thread has heads 8j + 2t and the next, t = lane % 4, of rows 16 * warp + lane / 4 and 8 further on: keys of S^T, columns
+// of O^T in each slab. A head's maximum is that of four warps, which meet in shared memory.
+#pragma once
+
+#include "device/convert.cuh"
+#include "device/exchange.cuh"
+#include "device/named_barriers.cuh"
+#include "device/ring.cuh"
+#include "mla/finish.cuh"
+#include "mla/plan.cuh"
+#include "mla/sm90_few/spec.cuh"
+#include "ptx/barrier.cuh"
+#include "ptx/fence.cuh"
+#include "ptx/math.cuh"
+#include "ptx/memory.cuh"
+#include "ptx/shuffle.cuh"
+#include "ptx/special_registers.cuh"
+#include "ptx/wgmma.cuh"
+
+namespace flashmoe {
+namespace mla {
+namespace sm90_few {
+
+template <typename Spec>
+struct Consumer {
+  using Element = typename Spec::Element;
+  using Ring = RingPosition<Spec::kNumStages>;
+  static constexpr int kHeads = Spec::kHeadsOfThread;
+  static constexpr int kSums = Spec::kSums;
+
+  const DecodeParams& params;
+  const SharedMemory<Spec> shared;
+  const int warp;  // of the warpgroup
+  Ring ring;
+  int query_parity = 0;
+  // Of the thread's heads: maximum of the unscaled scores that exponentials refer to, and its share of the sum.
+  float head_max[kHeads];
+  float head_sum[kHeads];
+  float output[Spec::kValueSlabs][kSums];
+
+  __device__ __forceinline__ Consumer(const DecodeParams& params_, const SharedMemory<Spec>& shared_)
+      : params(params_), shared(shared_), warp(ptx::warp_index()) {}
+
+  // Accumulator i belongs to head_of(of_head(i)).
+  __device__ __forceinline__ static constexpr int of_head(int i) { return i / 4 * 2 + i % 2; }
+  __device__ __forceinline__ static int head_of(int own) { return own / 2 * 8 + ptx::lane_index() % 4 * 2 + own % 2; }
+  // The row of accumulators 0 and 1 of each four; the others' is 8 further on.
+  __device__ __forceinline__ int thread_row() const { return warp * 16 + ptx::lane_index() / 4; }
+
+  __device__ __forceinline__ void sync() const {
+    ptx::named_barrier_sync(barrier_id(Barrier::kConsumers), Spec::kConsumerThreads);
+  }
+  __device__ __forceinline__ void release(ptx::Mbarrier* empty) const {
+    if (ptx::lane_index() == 0) ptx::mbarrier_arrive(empty);
+  }
+
+  // Rows from the sequence's last key on become zeros, whatever was loaded: 0 * NaN is NaN.
+  __device__ __forceinline__ void zero_tail(const Ring (&at)[Spec::kNumGroups], int keys) const {
+    constexpr int kRowChunks = Spec::kGroupSlabs * 8;
+    const uint32_t zeros[4] = {0, 0, 0, 0};
+#pragma unroll
+    for (int group = 0; group < Spec::kNumGroups; ++group) {
+      const typename Spec::GroupTile tile = shared.group(at[group].stage);
+      ptx::mbarrier_wait(shared.key_full(at[group].stage), at[group].parity);
+      for (int index = ptx::thread_index(); index < (Spec::kBlockN - keys) * kRowChunks;
+           index += Spec::kConsumerThreads) {
+        const int chunk = index % kRowChunks;
+        ptx::st_shared_128(tile.chunk(keys + index / kRowChunks, chunk / 8, chunk % 8), zeros);
+      }
+    }
+    ptx::fence_proxy_async_shared();
+    sync();  // read after write: the zeros
+  }
+
+  // Three sums, of slabs in turn: a product that adds to that in front of it would wait for it.
+  __device__ __forceinline__ void compute_scores(float (&scores)[kSums], const Ring (&at)[Spec::kNumGroups]) const {
+    const auto query = shared.query().k_major();
+    float sums[Spec::kGroupSlabs][kSums];
+#pragma unroll
+    for (int group = 0; group < Spec::kNumGroups; ++group) {
+      ptx::mbarrier_wait(shared.key_full(at[group].stage), at[group].parity);
+      ptx::wgmma_fence();
+      const auto key = shared.group(at[group].stage).k_major();
+#pragma unroll
+      for (int step = 0; step < 4; ++step)
+#pragma unroll
+        for (int slab = 0; slab < Spec::kGroupSlabs; ++slab) {
+          ptx::wgmma_ss<Element, Spec::kBlockM, false>(sums[slab], key.k_step(slab * 4 + step),
+                                                       query.k_step((group * Spec::kGroupSlabs + slab) * 4 + step),
+                                                       group == 0 && step == 0 ? 0 : 1);
+        }
+    }
+    ptx::wgmma_commit();
+    ptx::wgmma_wait<0>();
+#pragma unroll
+    for (int slab = 0; slab < Spec::kGroupSlabs; ++slab) ptx::wgmma_fence_operands(sums[slab]);
+#pragma unroll
+    for (int i = 0; i < kSums; ++i) scores[i] = sums[0][i] + sums[1][i] + sums[2][i];
+  }
+
+  __device__ __forceinline__ void hide(float (&scores)[kSums], const Segment& segment, int block) const {
+    const int first_key = block * Spec::kBlockN + thread_row();
+#pragma unroll
+    for (int i = 0; i < kSums; ++i) {
+      const int end = visible_end(params, segment.keys, head_of(of_head(i)));
+      if (first_key + i / 2 % 2 * 8 >= end) scores[i] = ptx::negative_infinity();
+    }
+  }
+
+  // The largest score of each head among the block's keys.
+  __device__ __forceinline__ void find_largest(float (&largest)[kHeads], const float (&scores)[kSums]) {
+#pragma unroll
+    for (int own = 0; own < kHeads; ++own) {
+      const int i = own / 2 * 4 + own % 2;
+      largest[own] = ptx::max_ftz(scores[i], scores[i + 2]);
+#pragma unroll
+      for (int lanes = 4; lanes < 32; lanes *= 2) {
+        largest[own] = ptx::max_ftz(largest[own], ptx::shuffle_xor(largest[own], lanes));
+      }
+      if (ptx::lane_index() < 4) ptx::st_shared_float(shared.head_max(warp, head_of(own)), largest[own]);
+    }
+    sync();  // read after write: the warps' maxima; write after read: P of the block before
+#pragma unroll
+    for (int own = 0; own < kHeads; own += 2) {
+#pragma unroll
+      for (int other = 0; other < Spec::kConsumerWarps; ++other) {
+        uint32_t pair[2];
+        ptx::ld_shared_64(pair, shared.head_max(other, head_of(own)));
+        largest[own] = other == 0 ? ptx::bits_float(pair[0]) : ptx::max_ftz(largest[own], ptx::bits_float(pair[0]));
+        largest[own + 1] =
+            other == 0 ? ptx::bits_float(pair[1]) : ptx::max_ftz(largest[own + 1], ptx::bits_float(pair[1]));
+      }
+    }
+  }
+
+  // The maxima only guard against overflow, so a head's stays until a score would give an exponential over 2^kMaxExponent. Each head
+  // decides for itself; what was summed up before refers to the new maximum from here on.
+  __device__ __forceinline__ void advance_max(const float (&largest)[kHeads]) {
+    constexpr float kMaxExponent = 8.0f;
+    float rescale[kHeads];
+    bool changes = false;
+#pragma unroll
+    for (int own = 0; own < kHeads; ++own) {
+      const bool stays = !((largest[own] - head_max[own]) * params.scale_log2 > kMaxExponent);
+      const float now = stays ? head_max[own] : largest[own];
+      // Rounded products on both sides, as the exponentials have them. Before the first key there is nothing to rescale.
+      rescale[own] = stays || head_max[own] == ptx::negative_infinity()
+                         ? 1.0f
+                         : ptx::exp2_approx(ptx::sub_rn(head_max[own] * params.scale_log2, now * params.scale_log2));
+      head_max[own] = now;
+      head_sum[own] *= rescale[own];
+      changes = changes || rescale[own] != 1.0f;
+    }
+    if (!ptx::vote_any(changes)) return;
+#pragma unroll
+    for (int slab = 0; slab < Spec::kValueSlabs; ++slab)
+#pragma unroll
+      for (int i = 0; i < kSums; ++i) output[slab][i] *= rescale[of_head(i)];
+  }
+
+  // P, [heads][keys] in shared memory: lanes of two keys exchange, so that each stores both keys of one head.
+  __device__ __forceinline__ void store_probabilities(float (&scores)[kSums]) {
+    const bool is_odd = ptx::lane_index() / 4 % 2 != 0;
+    const typename Spec::ProbabilityTile tile = shared.probability();
+#pragma unroll
+    for (int i = 0; i < kSums; ++i) {
+      const float now = head_max[of_head(i)];
+      const float shift = (now == ptx::negative_infinity() ? 0.0f : now) * params.scale_log2;
+      scores[i] = ptx::exp2_approx(ptx::fma_rn(scores[i], params.scale_log2, -shift));
+      head_sum[of_head(i)] += scores[i];
+    }
+#pragma unroll
+    for (int i = 0; i < kSums; i += 2) {
+      uint32_t low = ptx::float_bits(scores[i]);
+      uint32_t high = ptx::float_bits(scores[i + 1]);
+      exchange(low, high, 4);
+      const int head = head_of(of_head(i)) + (is_odd ? 1 : 0);
+      const int key = thread_row() - (is_odd ? 1 : 0) + i / 2 % 2 * 8;
+      ptx::st_shared_32(ptx::SmemPointer(tile.chunk(head, 0, key / 8)) + key % 8 * 2,
+                        pack<Element>(ptx::bits_float(low), ptx::bits_float(high)));
+    }
+    ptx::fence_proxy_async_shared();
+    sync();  // read after write: P
+  }
+
+  // O^T += V^T P^T, slab after slab; a group is given back once its slabs have been multiplied.
+  __device__ __forceinline__ void multiply_value(const Ring (&at)[Spec::kNumGroups]) {
+    const auto probability = shared.probability().k_major();
+#pragma unroll
+    for (int slab = 0; slab < Spec::kValueSlabs; ++slab) ptx::wgmma_fence_operands(output[slab]);
+#pragma unroll
+    for (int group = 0; group < Spec::kNumGroups; ++group) {
+      ptx::wgmma_fence();
+      const auto tile = shared.group(at[group].stage);
+#pragma unroll
+      for (int step = 0; step < Spec::kBlockN / 16; ++step)
+#pragma unroll
+        for (int slab = 0; slab < Spec::kGroupSlabs; ++slab) {
+          if (group * Spec::kGroupSlabs + slab >= Spec::kValueSlabs) continue;
+          const MnMajorOperand value{
+              ptx::make_smem_descriptor(tile.slab(slab), Spec::GroupTile::kSlabBytes, kSwizzleBytes)};
+          ptx::wgmma_ss<Element, Spec::kBlockM, false, true>(output[group * Spec::kGroupSlabs + slab],
+                                                             value.k_step(step), probability.k_step(step), 1);
+        }
+      ptx::wgmma_commit();
+    }
+    ptx::wgmma_wait<2>();
+    release(shared.key_empty(at[0].stage));
+    ptx::wgmma_wait<1>();
+    release(shared.key_empty(at[1].stage));
+    ptx::wgmma_wait<0>();
+    release(shared.key_empty(at[2].stage));
+#pragma unroll
+    for (int slab = 0; slab < Spec::kValueSlabs; ++slab) ptx::wgmma_fence_operands(output[slab]);
+  }
+
+  __device__ __forceinline__ void attend(const Segment& segment) {
+#pragma unroll
+    for (int slab = 0; slab < Spec::kValueSlabs; ++slab)
+#pragma unroll
+      for (int i = 0; i < kSums; ++i) output[slab][i] = 0.0f;
+#pragma unroll
+    for (int own = 0; own < kHeads; ++own) {
+      head_max[own] = ptx::negative_infinity();
+      head_sum[own] = 0.0f;
+    }
+    const int seen_by_all = visible_end(params, segment.keys, 0);
+    ptx::mbarrier_wait(shared.query_full(), query_parity);
+    query_parity ^= 1;
+#pragma unroll 1
+    for (int block = segment.begin_block; block < segment.end_block; ++block) {
+      Ring at[Spec::kNumGroups];
+#pragma unroll
+      for (int group = 0; group < Spec::kNumGroups; ++group) {
+        at[group] = ring;
+        ring.advance();
+      }
+      const int keys = segment.keys - block * Spec::kBlockN;
+      if (keys < Spec::kBlockN) zero_tail(at, keys);
+      float scores[kSums];
+      compute_scores(scores, at);
+      if ((block + 1) * Spec::kBlockN > seen_by_all) hide(scores, segment, block);
+      float largest[kHeads];
+      find_largest(largest, scores);
+      advance_max(largest);
+      store_probabilities(scores);
+      multiply_value(at);
+    }
+    release(shared.query_empty());
+  }
+
+  // The sums of exponentials of all warps.
+  __device__ __forceinline__ void add_sums() {
+#pragma unroll
+    for (int own = 0; own < kHeads; ++own) {
+#pragma unroll
+      for (int lanes = 4; lanes < 32; lanes *= 2) head_sum[own] += ptx::shuffle_xor(head_sum[own], lanes);
+      if (ptx::lane_index() < 4) ptx::st_shared_float(shared.head_sum(warp, head_of(own)), head_sum[own]);
+    }
+    sync();  // read after write: the sums
+#pragma unroll
+    for (int own = 0; own < kHeads; ++own) {
+      head_sum[own] = 0.0f;
+#pragma unroll
+      for (int other = 0; other < Spec::kConsumerWarps; ++other) {
+        head_sum[own] += ptx::ld_shared_float(shared.head_sum(other, head_of(own)));
+      }
+    }
+  }
+
+  // A whole sequence's heads are finished; of a part the sums are left for combine.cuh. As little code as can be: it is run once.
+  __device__ __forceinline__ void store(const Segment& segment, int slot) {
+    add_sums();
+    const int num_rows = params.tokens * params.heads;
+    const bool is_first = warp == 0 && ptx::lane_index() < 4;
+    if (!segment.is_whole()) {
+      float* out_gmem = params.out_partial + partial_tile(partial_row(params, slot, 0, 0), thread_row() / 8 * 8) +
+                        ptx::lane_index() % 4 * 2 * 8 + thread_row() % 8;
+#pragma unroll
+      for (int own = 0; own < kHeads; ++own) {
+        const int head = head_of(own);
+        if (head >= num_rows) continue;
+        if (is_first) {
+          const uint32_t state[2] = {ptx::float_bits(head_max[own] * params.scale_log2),
+                                     ptx::float_bits(head_sum[own])};
+          ptx::st_global_64(params.state_partial + partial_row(params, slot, 0, head) * 2, state);
+        }
+#pragma unroll
+        for (int slab = 0; slab < Spec::kValueSlabs; ++slab)
+#pragma unroll
+          for (int half = 0; half < 2; ++half) {
+            ptx::st_global_float(out_gmem + own / 2 * (8 * kLatentDim) + own % 2 * 8 + slab * 512 + half * 64,
+                                 output[slab][own / 2 * 4 + half * 2 + own % 2]);
+          }
+      }
+      return;
+    }
+    Element* out_gmem =
+        static_cast<Element*>(params.out) + static_cast<int64_t>(segment.batch) * num_rows * kLatentDim + thread_row();
+#pragma unroll
+    for (int own = 0; own < kHeads; ++own) {
+      const int head = head_of(own);
+      if (head >= num_rows) continue;
+      const FinishedRow finished =
+          finish_row(params, head % params.heads, head_max[own] * params.scale_log2, head_sum[own]);
+      if (is_first && params.lse != nullptr) store_lse(params, segment.batch, head, finished.lse);
+#pragma unroll
+      for (int slab = 0; slab < Spec::kValueSlabs; ++slab)
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+          const float value = output[slab][own / 2 * 4 + half * 2 + own % 2] * finished.inverse;
+          ptx::st_global_16(out_gmem + head * kLatentDim + slab * kSlabColumns + half * 8,
+                            static_cast<uint16_t>(pack<Element>(value, value)));
+        }
+    }
+  }
+
+  __device__ __forceinline__ void run(Plan& plan) {
+    Segment segment;
+    while (plan.next(segment)) {
+      attend(segment);
+      store(segment, plan.slot(segment));
+    }
+  }
+};
+
+}  // namespace sm90_few
+}  // namespace mla
+}  // namespace flashmoe

@@ -1,0 +1,87 @@
+// The compile-time values of a decoding kernel for few rows, and its shared-memory map.
+#pragma once
+
+#include "device/shared_tile.cuh"
+#include "mla/params/decode.h"
+#include "ptx/mbarrier.cuh"
+#include "ptx/types.cuh"
+
+namespace flashmoe {
+namespace mla {
+namespace sm90_few {
+
+// Products are transposed: keys, and columns of the output, are the 64 rows of a wgmma, and kBlockM heads are its columns, so that nothing
+// is padded. A ring of groups of three slabs (64 keys x 64 columns each) holds as many keys as fit: what bounds few rows is how many bytes are
+// asked for. A key block is three groups: columns 0 to 191, 192 to 383, and 384 to 511 with the rotary ones.
+template <typename Element_, int kBlockM_, int kBlockN_, int kNumStages_, int kNumWarps_>
+struct DecodeSpec {
+  using Element = Element_;
+  static constexpr int kBlockM = kBlockM_;
+  static constexpr int kBlockN = kBlockN_;
+  static constexpr int kNumStages = kNumStages_;  // groups
+  static constexpr int kNumWarps = kNumWarps_;
+  static constexpr int kNumThreads = 32 * kNumWarps;
+  static constexpr int kConsumerWarps = 4;
+  static constexpr int kConsumerThreads = 32 * kConsumerWarps;
+
+  static constexpr int kGroupSlabs = 3;
+  static constexpr int kNumGroups = kHeadDim / kSlabColumns / kGroupSlabs;  // of a key block
+  static constexpr int kValueSlabs = kLatentDim / kSlabColumns;
+  static constexpr int kHeadsOfThread = kBlockM / 4;
+  static constexpr int kSums = kBlockM / 2;  // accumulators of a thread for each 64 rows of a product
+
+  using QueryTile = SharedTile<kBlockM, kHeadDim>;
+  using GroupTile = SharedTile<kBlockN, kGroupSlabs * kSlabColumns>;
+  using ProbabilityTile = SharedTile<kBlockM, kBlockN>;
+
+  static constexpr int kKeyOffset = 0;
+  static constexpr int kQueryOffset = kKeyOffset + kNumStages * GroupTile::kBytes;
+  static constexpr int kProbabilityOffset = kQueryOffset + QueryTile::kBytes;
+  static constexpr int kMaxOffset = kProbabilityOffset + ProbabilityTile::kBytes;  // [4][kBlockM]: of a warp's keys
+  static constexpr int kSumOffset = kMaxOffset + kConsumerWarps * kBlockM * 4;     // [4][kBlockM]
+  static constexpr int kBarrierOffset = kSumOffset + kConsumerWarps * kBlockM * 4;
+  static constexpr int kSharedBytes = kBarrierOffset + (2 + 2 * kNumStages) * 8;
+
+  static_assert(kBlockN == 64, "keys are the rows of a wgmma");
+  static_assert(kBlockM == 8 || kBlockM == 16, "more rows are no faster than in the tile of 64");
+  static_assert(kNumGroups * kGroupSlabs * kSlabColumns == kHeadDim, "a key block is whole groups");
+  static_assert(kNumStages > kNumGroups, "a key block is multiplied while another one loads");
+  static_assert(kNumWarps == kConsumerWarps + 1, "a warpgroup that multiplies, and a warp that loads");
+  static_assert(kSharedBytes <= 232448, "sm_90 gives a block at most 227 KiB");
+};
+
+// Named barriers of the block beside its own.
+enum class Barrier : int {
+  kConsumers = 1,  // 128 threads. Read after write: maxima, P, zeros, sums; write after read: P of the block before
+};
+
+template <typename Spec>
+struct SharedMemory {
+  unsigned char* base;
+
+  __device__ __forceinline__ typename Spec::GroupTile group(int stage) const {
+    return {base + Spec::kKeyOffset + stage * Spec::GroupTile::kBytes};
+  }
+  __device__ __forceinline__ typename Spec::QueryTile query() const { return {base + Spec::kQueryOffset}; }
+  __device__ __forceinline__ typename Spec::ProbabilityTile probability() const {
+    return {base + Spec::kProbabilityOffset};
+  }
+  __device__ __forceinline__ ptx::SmemPointer head_max(int warp, int head) const {
+    return base + Spec::kMaxOffset + (warp * Spec::kBlockM + head) * 4;
+  }
+  __device__ __forceinline__ ptx::SmemPointer head_sum(int warp, int head) const {
+    return base + Spec::kSumOffset + (warp * Spec::kBlockM + head) * 4;
+  }
+  __device__ __forceinline__ ptx::Mbarrier* barrier(int index) const {
+    return reinterpret_cast<ptx::Mbarrier*>(base + Spec::kBarrierOffset) + index;
+  }
+  // full: the copy engine has written it. empty: every consumer warp has read it for the last time.
+  __device__ __forceinline__ ptx::Mbarrier* query_full() const { return barrier(0); }
+  __device__ __forceinline__ ptx::Mbarrier* query_empty() const { return barrier(1); }
+  __device__ __forceinline__ ptx::Mbarrier* key_full(int stage) const { return barrier(2 + stage); }
+  __device__ __forceinline__ ptx::Mbarrier* key_empty(int stage) const { return key_full(Spec::kNumStages + stage); }
+};
+
+}  // namespace sm90_few
+}  // namespace mla
+}  // namespace flashmoe
