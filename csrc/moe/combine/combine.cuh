@@ -100,13 +100,14 @@ __device__ __forceinline__ int choice_row(const CombineParams& params, int64_t t
 template <typename Spec>
 __device__ __forceinline__ void combine(const CombineParams& params) {
   using Element = typename Spec::Element;
-  ptx::grid_dependency_wait();
-  ptx::grid_launch_dependents();
   const TokenWarp warp = token_warp<Spec>(params);
   const int64_t token = warp.token;
+  // What the sort wrote is there: the product in front lets this kernel begin when the one in front of it has ended.
   const int row = choice_row(params, token);
   float weight = 1.0f;
   if (row >= 0 && params.row_weights != nullptr) weight = ptx::ld_global_float(params.row_weights + row);
+  ptx::grid_dependency_wait();
+  ptx::grid_launch_dependents();
   for (int start = warp.index * kWarpColumns; start < params.columns; start += warp.count * kWarpColumns) {
     const int column = start + ptx::lane_index() * kLaneColumns;
     const bool has_columns = column < params.columns;  // a lane without loads the first ones

@@ -9,6 +9,7 @@
 #include "moe/params/gemm.h"
 #include "ptx/barrier.cuh"
 #include "ptx/cp_async.cuh"
+#include "ptx/grid_dependency.cuh"
 #include "ptx/tma.cuh"
 
 namespace flashmoe {
@@ -98,7 +99,8 @@ struct GatheredRows {
   }
 };
 
-// What a warp of the producer does for each tile.
+// What a warp of the producer does for each tile. is_early: nobody has waited for the grid in front yet. It writes A; weights and the
+// offsets of experts are older.
 template <typename Spec, Weights kWeights>
 struct TileLoads {
   const GemmParams& params;
@@ -106,6 +108,7 @@ struct TileLoads {
   const ptx::TensorMap* a_map;  // where rows are not gathered
   const ptx::TensorMap& b_map;
   RingPosition<Spec::kNumStages> at;
+  bool is_early = false;
 
   __device__ __forceinline__ void operator()(const Tile& drawn, int warp) {
     if constexpr (Spec::kGathersA) {
@@ -115,7 +118,8 @@ struct TileLoads {
       // copy whether its lanes agree, which takes longer than the copies of few columns.
       const Tile tile{ptx::shuffle_index(drawn.expert, 0), ptx::shuffle_index(drawn.first_row, 0),
                       ptx::shuffle_index(drawn.end_row, 0), ptx::shuffle_index(drawn.n_block, 0)};
-      for (int k = 0; k < params.k; k += Spec::kBlockK, at.advance()) {
+      int k = is_early ? load_first(tile) : 0;
+      for (; k < params.k; k += Spec::kBlockK, at.advance()) {
         ptx::Mbarrier* full = shared.full(at.stage);
         ptx::mbarrier_wait(shared.empty(at.stage), at.parity ^ 1);
         if (ptx::elect_one()) {
@@ -126,6 +130,28 @@ struct TileLoads {
         ptx::warp_sync();
       }
     }
+  }
+
+  // Fills the ring, or as much of it as the tile has; returns the k behind.
+  __device__ __forceinline__ int load_first(const Tile& tile) {
+    const int stages = minimum(ceil_div(params.k, Spec::kBlockK), Spec::kNumStages);
+    for (int stage = 0; stage < stages; ++stage) {
+      if (ptx::elect_one()) {
+        ptx::mbarrier_arrive_expect_tx(shared.full(stage), Spec::kBBytes + Spec::kABytes);
+        load_weights<Spec, kWeights>(shared.b(stage), b_map, shared.full(stage), tile, stage * Spec::kBlockK);
+      }
+      ptx::warp_sync();
+    }
+    ptx::grid_dependency_wait();
+    ptx::grid_launch_dependents();
+    for (int stage = 0; stage < stages; ++stage, at.advance()) {
+      if (ptx::elect_one()) {
+        load_rows<Spec>(shared.a(stage), *a_map, shared.full(stage), tile, stage * Spec::kBlockK);
+      }
+      ptx::warp_sync();
+    }
+    is_early = false;
+    return stages * Spec::kBlockK;
   }
 
   __device__ __forceinline__ void gather(const Tile& tile, int warp) {
@@ -145,9 +171,10 @@ struct TileLoads {
   }
 };
 
-// The first warp. Whose expert it is publishes the tile.
+// The first warp. Whose expert it is publishes the tile. is_early: until the first tile's loads the tile counter is the grid's in front.
 template <typename Spec, typename Loads>
-__device__ __forceinline__ void draw_tiles(const GemmParams& params, const SharedMemory<Spec>& shared, Loads& loads) {
+__device__ __forceinline__ void draw_tiles(const GemmParams& params, const SharedMemory<Spec>& shared, Loads& loads,
+                                           bool is_early) {
   const bool is_first_lane = ptx::lane_index() == 0;
   const int n_blocks = column_tiles<Spec>(params);
   const int num_tiles = count_row_tiles<Spec::kBlockM>(params) * n_blocks;
@@ -156,7 +183,10 @@ __device__ __forceinline__ void draw_tiles(const GemmParams& params, const Share
   for (int number = ptx::block_index();; slot.advance()) {
     // A tile ahead: a draw's answer arrives while this tile's loads are issued.
     int next_number = 0;
-    if (is_first_lane && number < num_tiles) next_number = next_tile_index(params.tile_counter, num_tiles, number);
+    const auto draw = [&] {
+      if (is_first_lane && number < num_tiles) next_number = next_tile_index(params.tile_counter, num_tiles, number);
+    };
+    if (!is_early) draw();
     ptx::mbarrier_wait(shared.tile_empty(slot.stage), slot.parity ^ 1);
     if (number >= num_tiles) {
       if (is_first_lane) publish_tile(shared.tile(slot.stage), Tile{-1, 0, 0, 0});
@@ -167,6 +197,8 @@ __device__ __forceinline__ void draw_tiles(const GemmParams& params, const Share
     if (is_first_lane) ptx::mbarrier_arrive(shared.tile_full(slot.stage));
     if (number >= num_tiles) break;
     loads(read_tile<Tile>(shared.tile(slot.stage)), 0);
+    if (is_early) draw();
+    is_early = false;
     number = ptx::shuffle_index(next_number, 0);
   }
 }
@@ -185,9 +217,9 @@ __device__ __forceinline__ Taken take_tile(const SharedMemory<Spec>& shared, Rin
 // loads(tile, warp): what a warp does for each tile.
 template <typename Spec, typename Loads>
 __device__ __forceinline__ void produce(const GemmParams& params, const SharedMemory<Spec>& shared, int warp,
-                                        Loads& loads) {
+                                        Loads& loads, bool is_early = false) {
   if (warp == 0) {
-    draw_tiles<Spec>(params, shared, loads);
+    draw_tiles<Spec>(params, shared, loads, is_early);
     return;
   }
   if constexpr (Spec::kProducerWarps > 1) {
@@ -203,9 +235,10 @@ __device__ __forceinline__ void produce(const GemmParams& params, const SharedMe
 
 template <typename Spec, Weights kWeights>
 __device__ __forceinline__ void produce(const GemmParams& params, const SharedMemory<Spec>& shared, int warp,
-                                        const ptx::TensorMap* a_map, const ptx::TensorMap& b_map) {
-  TileLoads<Spec, kWeights> loads{params, shared, a_map, b_map, {}};
-  produce<Spec>(params, shared, warp, loads);
+                                        const ptx::TensorMap* a_map, const ptx::TensorMap& b_map,
+                                        bool is_early = false) {
+  TileLoads<Spec, kWeights> loads{params, shared, a_map, b_map, {}, is_early};
+  produce<Spec>(params, shared, warp, loads, is_early);
 }
 
 }  // namespace sm90
