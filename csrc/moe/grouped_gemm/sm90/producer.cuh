@@ -47,12 +47,14 @@ __device__ __forceinline__ void load_weights(unsigned char* smem, const ptx::Ten
   }
 }
 
-// 64 k of the tile's rows of A, which are neighbours. Rows of the next expert may be among them: their products are not stored.
+// 64 k of the tile's rows of A, 64 rows a slab, which are neighbours. Rows of the next expert may be among them: their products are not
+// stored.
 template <typename Spec>
 __device__ __forceinline__ void load_rows(unsigned char* smem, const ptx::TensorMap& map, ptx::Mbarrier* full,
-                                          const Tile& tile, int k) {
+                                          const Tile& tile, int k, int slabs = Spec::kBlockM / 64) {
 #pragma unroll
   for (int slab = 0; slab < Spec::kBlockM / 64; ++slab) {
+    if (slab >= slabs) break;
     ptx::tma_load_4d(smem + slab * Spec::kSlabBytes, &map, full, k, tile.first_row + slab * 64, 0, 0,
                      ptx::CacheHint::kEvictNormal);
   }
@@ -99,9 +101,10 @@ struct GatheredRows {
   }
 };
 
-// What a warp of the producer does for each tile. is_early: nobody has waited for the grid in front yet. It writes A; weights and the
-// offsets of experts are older.
-template <typename Spec, Weights kWeights>
+// What a warp of the producer does for each tile. kHalves: of a tile with at most 64 rows consumers read no further ones, and these are
+// not loaded (but where rows are gathered: there it spills). is_early: nobody has waited for the grid in front yet. It writes A; weights
+// and the offsets of experts are older.
+template <typename Spec, Weights kWeights, bool kHalves>
 struct TileLoads {
   const GemmParams& params;
   const SharedMemory<Spec> shared;
@@ -118,13 +121,14 @@ struct TileLoads {
       // copy whether its lanes agree, which takes longer than the copies of few columns.
       const Tile tile{ptx::shuffle_index(drawn.expert, 0), ptx::shuffle_index(drawn.first_row, 0),
                       ptx::shuffle_index(drawn.end_row, 0), ptx::shuffle_index(drawn.n_block, 0)};
-      int k = is_early ? load_first(tile) : 0;
+      const int slabs = slabs_of(tile);
+      int k = is_early ? load_first(tile, slabs) : 0;
       for (; k < params.k; k += Spec::kBlockK, at.advance()) {
         ptx::Mbarrier* full = shared.full(at.stage);
         ptx::mbarrier_wait(shared.empty(at.stage), at.parity ^ 1);
         if (ptx::elect_one()) {
-          ptx::mbarrier_arrive_expect_tx(full, Spec::kBBytes + Spec::kABytes);
-          load_rows<Spec>(shared.a(at.stage), *a_map, full, tile, k);
+          ptx::mbarrier_arrive_expect_tx(full, Spec::kBBytes + slabs * Spec::kSlabBytes);
+          load_rows<Spec>(shared.a(at.stage), *a_map, full, tile, k, slabs);
           load_weights<Spec, kWeights>(shared.b(at.stage), b_map, full, tile, k);
         }
         ptx::warp_sync();
@@ -132,12 +136,16 @@ struct TileLoads {
     }
   }
 
+  static __device__ __forceinline__ int slabs_of(const Tile& tile) {
+    return kHalves ? minimum(ceil_div(tile.end_row - tile.first_row, 64), Spec::kBlockM / 64) : Spec::kBlockM / 64;
+  }
+
   // Fills the ring, or as much of it as the tile has; returns the k behind.
-  __device__ __forceinline__ int load_first(const Tile& tile) {
+  __device__ __forceinline__ int load_first(const Tile& tile, int slabs) {
     const int stages = minimum(ceil_div(params.k, Spec::kBlockK), Spec::kNumStages);
     for (int stage = 0; stage < stages; ++stage) {
       if (ptx::elect_one()) {
-        ptx::mbarrier_arrive_expect_tx(shared.full(stage), Spec::kBBytes + Spec::kABytes);
+        ptx::mbarrier_arrive_expect_tx(shared.full(stage), Spec::kBBytes + slabs * Spec::kSlabBytes);
         load_weights<Spec, kWeights>(shared.b(stage), b_map, shared.full(stage), tile, stage * Spec::kBlockK);
       }
       ptx::warp_sync();
@@ -146,7 +154,7 @@ struct TileLoads {
     ptx::grid_launch_dependents();
     for (int stage = 0; stage < stages; ++stage, at.advance()) {
       if (ptx::elect_one()) {
-        load_rows<Spec>(shared.a(stage), *a_map, shared.full(stage), tile, stage * Spec::kBlockK);
+        load_rows<Spec>(shared.a(stage), *a_map, shared.full(stage), tile, stage * Spec::kBlockK, slabs);
       }
       ptx::warp_sync();
     }
@@ -233,11 +241,11 @@ __device__ __forceinline__ void produce(const GemmParams& params, const SharedMe
   }
 }
 
-template <typename Spec, Weights kWeights>
+template <typename Spec, Weights kWeights, bool kHalves = false>
 __device__ __forceinline__ void produce(const GemmParams& params, const SharedMemory<Spec>& shared, int warp,
                                         const ptx::TensorMap* a_map, const ptx::TensorMap& b_map,
                                         bool is_early = false) {
-  TileLoads<Spec, kWeights> loads{params, shared, a_map, b_map, {}, is_early};
+  TileLoads<Spec, kWeights, kHalves> loads{params, shared, a_map, b_map, {}, is_early};
   produce<Spec>(params, shared, warp, loads, is_early);
 }
 
