@@ -93,8 +93,8 @@ void expect_no_reads(Block& block, uint32_t index, const Fiber& fiber, int agent
     fail_conflict(block, index * 4, word.reads[0], added, fiber, agent, writes, false, site, what);
   }
   if (word.spill >= 0 && !block.spilled_reads[static_cast<size_t>(word.spill)].empty()) {
-    fail_conflict(block, index * 4, block.spilled_reads[static_cast<size_t>(word.spill)][0], added, fiber, agent, writes,
-                  false, site, what);
+    fail_conflict(block, index * 4, block.spilled_reads[static_cast<size_t>(word.spill)][0], added, fiber, agent,
+                  writes, false, site, what);
   }
   word.flags = static_cast<uint8_t>(word.flags & ~kAdded);
 }

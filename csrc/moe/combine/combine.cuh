@@ -120,7 +120,8 @@ __device__ __forceinline__ void combine_columns(const CombineParams& params, con
     const Element* shared_gmem = static_cast<const Element*>(params.shared) + warp.token * params.shared_stride;
 #pragma unroll
     for (int i = 0; i < kChunks; ++i)
-      if (params.shared != nullptr && columns[i] < params.columns) ptx::ld_global_128(shared[i], shared_gmem + columns[i]);
+      if (params.shared != nullptr && columns[i] < params.columns)
+        ptx::ld_global_128(shared[i], shared_gmem + columns[i]);
     float sum[kChunks][kLaneColumns];
     sum_choices<Element>(params, columns, row, weight, sum);
 #pragma unroll

@@ -165,7 +165,9 @@ def combine_trial(unit: Unit, p: CombineProblem) -> Trial:
 
     values: dict[str, Any] = {
         "rows": last(inputs.rows, p.top_k * p.columns),
-        "slot_rows": last((inputs.slot_rows + first * (inputs.slot_rows >= 0)).int(), p.top_k, is_early=not is_backward),
+        "slot_rows": last(
+            (inputs.slot_rows + first * (inputs.slot_rows >= 0)).int(), p.top_k, is_early=not is_backward
+        ),
         "out": last(out, p.columns, is_output=True) if p.wants_out else None,
         "out_stride": stride,
         "tokens": tokens,
@@ -181,7 +183,10 @@ def combine_trial(unit: Unit, p: CombineProblem) -> Trial:
             values |= {"bias": in_front(inputs.bias), "expert_offsets": in_front(offsets.int())}
             values["dout"] = last(inputs.dout, p.columns)
     else:
-        values |= {"row_weights": last(inputs.row_weights, p.top_k, is_early=True), "shared": last(inputs.shared, p.columns)}
+        values |= {
+            "row_weights": last(inputs.row_weights, p.top_k, is_early=True),
+            "shared": last(inputs.shared, p.columns),
+        }
 
     def check() -> list[str]:
         ran = slice(p.tokens - 1, None) if is_huge else slice(None)

@@ -134,7 +134,7 @@ def trial(unit: Unit, p: Product) -> Trial:
     z = torch.full((p.slots, p.n if p.operation == KEPT else 0), UNTOUCHED, dtype=torch.bfloat16)
     a, weights, ids = inputs.a.padded(), inputs.weights.padded(), _choices(p, inputs.routing)
     offsets = inputs.routing.offsets
-    is_early = not p.is_gated and (is_few_rows or p.seed % 2 == 0)  # the offsets are older than what the grid in front writes
+    is_early = not p.is_gated and (is_few_rows or p.seed % 2 == 0)  # offsets are older than the grid in front
     # Two values lie in memory as one 16-bit element, which k and the strides of e4m3 tensors count.
     product = {
         **p.sizes(),
