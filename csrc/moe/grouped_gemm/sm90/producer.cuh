@@ -101,47 +101,30 @@ struct GatheredRows {
   }
 };
 
-// What a warp of the producer does for each tile. kHalves: of a tile with at most 64 rows consumers read no further ones, and these are
-// not loaded (but where rows are gathered: there it spills). is_early: nobody has waited for the grid in front yet. It writes A; weights
-// and the offsets of experts are older.
-template <typename Spec, Weights kWeights, bool kHalves>
+// What a warp of the producer does for each tile. kIsScaled: of a tile with at most 64 rows consumers read no further ones, and these are
+// not loaded (but where rows are gathered: there it spills).
+template <typename Spec, Weights kWeights, bool kIsScaled>
 struct TileLoads {
   const GemmParams& params;
   const SharedMemory<Spec> shared;
   const ptx::TensorMap* a_map;  // where rows are not gathered
   const ptx::TensorMap& b_map;
   RingPosition<Spec::kNumStages> at;
-  bool is_early = false;
 
   __device__ __forceinline__ void operator()(const Tile& drawn, int warp) {
     if constexpr (Spec::kGathersA) {
       gather(drawn, warp);
     } else {
-      // All lanes go through the loop, and the shuffles tell the compiler that they have the same tile. In one lane's loop it finds out for each
-      // copy whether its lanes agree, which takes longer than the copies of few columns.
-      const Tile tile{ptx::shuffle_index(drawn.expert, 0), ptx::shuffle_index(drawn.first_row, 0),
-                      ptx::shuffle_index(drawn.end_row, 0), ptx::shuffle_index(drawn.n_block, 0)};
-      const int slabs = slabs_of(tile);
-      int k = is_early ? load_first(tile, slabs) : 0;
-      for (; k < params.k; k += Spec::kBlockK, at.advance()) {
-        ptx::Mbarrier* full = shared.full(at.stage);
-        ptx::mbarrier_wait(shared.empty(at.stage), at.parity ^ 1);
-        if (ptx::elect_one()) {
-          ptx::mbarrier_arrive_expect_tx(full, Spec::kBBytes + slabs * Spec::kSlabBytes);
-          load_rows<Spec>(shared.a(at.stage), *a_map, full, tile, k, slabs);
-          load_weights<Spec, kWeights>(shared.b(at.stage), b_map, full, tile, k);
-        }
-        ptx::warp_sync();
-      }
+      load(same_in_all_lanes(drawn), 0);
     }
   }
 
-  static __device__ __forceinline__ int slabs_of(const Tile& tile) {
-    return kHalves ? minimum(ceil_div(tile.end_row - tile.first_row, 64), Spec::kBlockM / 64) : Spec::kBlockM / 64;
-  }
-
-  // Fills the ring, or as much of it as the tile has; returns the k behind.
-  __device__ __forceinline__ int load_first(const Tile& tile, int slabs) {
+  // The first tile, where nobody has waited for the grid in front yet. It writes A; weights and the offsets of experts are older, and
+  // fill the ring. Returns draw(), which is for after the wait.
+  template <typename Draw>
+  __device__ __forceinline__ int start(const Tile& drawn, Draw draw) {
+    const Tile tile = same_in_all_lanes(drawn);
+    const int slabs = slabs_of(tile);
     const int stages = minimum(ceil_div(params.k, Spec::kBlockK), Spec::kNumStages);
     for (int stage = 0; stage < stages; ++stage) {
       if (ptx::elect_one()) {
@@ -152,14 +135,42 @@ struct TileLoads {
     }
     ptx::grid_dependency_wait();
     ptx::grid_launch_dependents();
+    const int drawn_next = draw();
     for (int stage = 0; stage < stages; ++stage, at.advance()) {
       if (ptx::elect_one()) {
         load_rows<Spec>(shared.a(stage), *a_map, shared.full(stage), tile, stage * Spec::kBlockK, slabs);
       }
       ptx::warp_sync();
     }
-    is_early = false;
-    return stages * Spec::kBlockK;
+    load(tile, stages * Spec::kBlockK);
+    return drawn_next;
+  }
+
+  // All lanes go through the loop, and the shuffles tell the compiler that they have the same tile. In one lane's loop it finds out for each
+  // copy whether its lanes agree, which takes longer than the copies of few columns.
+  static __device__ __forceinline__ Tile same_in_all_lanes(const Tile& drawn) {
+    return Tile{ptx::shuffle_index(drawn.expert, 0), ptx::shuffle_index(drawn.first_row, 0),
+                ptx::shuffle_index(drawn.end_row, 0), ptx::shuffle_index(drawn.n_block, 0)};
+  }
+
+  static __device__ __forceinline__ int slabs_of(const Tile& tile) {
+    if constexpr (!kIsScaled) return Spec::kBlockM / 64;
+    return minimum(ceil_div(tile.end_row - tile.first_row, 64), Spec::kBlockM / 64);
+  }
+
+  // From k = first_k on.
+  __device__ __forceinline__ void load(const Tile& tile, int first_k) {
+    const int slabs = slabs_of(tile);
+    for (int k = first_k; k < params.k; k += Spec::kBlockK, at.advance()) {
+      ptx::Mbarrier* full = shared.full(at.stage);
+      ptx::mbarrier_wait(shared.empty(at.stage), at.parity ^ 1);
+      if (ptx::elect_one()) {
+        ptx::mbarrier_arrive_expect_tx(full, Spec::kBBytes + slabs * Spec::kSlabBytes);
+        load_rows<Spec>(shared.a(at.stage), *a_map, full, tile, k, slabs);
+        load_weights<Spec, kWeights>(shared.b(at.stage), b_map, full, tile, k);
+      }
+      ptx::warp_sync();
+    }
   }
 
   __device__ __forceinline__ void gather(const Tile& tile, int warp) {
@@ -179,8 +190,9 @@ struct TileLoads {
   }
 };
 
-// The first warp. Whose expert it is publishes the tile. is_early: until the first tile's loads the tile counter is the grid's in front.
-template <typename Spec, typename Loads>
+// The first warp. Whose expert it is publishes the tile. kMayStart: loads have start(), and is_early says whether they begin with it;
+// until then the tile counter is the grid's in front.
+template <typename Spec, bool kMayStart, typename Loads>
 __device__ __forceinline__ void draw_tiles(const GemmParams& params, const SharedMemory<Spec>& shared, Loads& loads,
                                            bool is_early) {
   const bool is_first_lane = ptx::lane_index() == 0;
@@ -188,13 +200,23 @@ __device__ __forceinline__ void draw_tiles(const GemmParams& params, const Share
   const int num_tiles = count_row_tiles<Spec::kBlockM>(params) * n_blocks;
   ExpertWindow<Spec::kBlockM> window;
   RingPosition<Spec::kNumTileSlots> slot;
-  for (int number = ptx::block_index();; slot.advance()) {
+  int number = ptx::block_index();
+  const auto draw = [&] { return is_first_lane ? next_tile_index(params.tile_counter, num_tiles, number) : 0; };
+  if constexpr (kMayStart) {
+    if (is_early && number < num_tiles) {
+      if (window.seek(params, n_blocks, number)) {
+        publish_tile(shared.tile(slot.stage), window.tile(n_blocks, number));
+      }
+      ptx::warp_sync();
+      if (is_first_lane) ptx::mbarrier_arrive(shared.tile_full(slot.stage));
+      number = ptx::shuffle_index(loads.start(read_tile<Tile>(shared.tile(slot.stage)), draw), 0);
+      slot.advance();
+    }
+  }
+  for (;; slot.advance()) {
     // A tile ahead: a draw's answer arrives while this tile's loads are issued.
     int next_number = 0;
-    const auto draw = [&] {
-      if (is_first_lane && number < num_tiles) next_number = next_tile_index(params.tile_counter, num_tiles, number);
-    };
-    if (!is_early) draw();
+    if (is_first_lane && number < num_tiles) next_number = next_tile_index(params.tile_counter, num_tiles, number);
     ptx::mbarrier_wait(shared.tile_empty(slot.stage), slot.parity ^ 1);
     if (number >= num_tiles) {
       if (is_first_lane) publish_tile(shared.tile(slot.stage), Tile{-1, 0, 0, 0});
@@ -205,8 +227,6 @@ __device__ __forceinline__ void draw_tiles(const GemmParams& params, const Share
     if (is_first_lane) ptx::mbarrier_arrive(shared.tile_full(slot.stage));
     if (number >= num_tiles) break;
     loads(read_tile<Tile>(shared.tile(slot.stage)), 0);
-    if (is_early) draw();
-    is_early = false;
     number = ptx::shuffle_index(next_number, 0);
   }
 }
@@ -223,11 +243,11 @@ __device__ __forceinline__ Taken take_tile(const SharedMemory<Spec>& shared, Rin
 }
 
 // loads(tile, warp): what a warp does for each tile.
-template <typename Spec, typename Loads>
+template <typename Spec, bool kMayStart = false, typename Loads>
 __device__ __forceinline__ void produce(const GemmParams& params, const SharedMemory<Spec>& shared, int warp,
                                         Loads& loads, bool is_early = false) {
   if (warp == 0) {
-    draw_tiles<Spec>(params, shared, loads, is_early);
+    draw_tiles<Spec, kMayStart>(params, shared, loads, is_early);
     return;
   }
   if constexpr (Spec::kProducerWarps > 1) {
@@ -241,12 +261,12 @@ __device__ __forceinline__ void produce(const GemmParams& params, const SharedMe
   }
 }
 
-template <typename Spec, Weights kWeights, bool kHalves = false>
+template <typename Spec, Weights kWeights, bool kIsScaled = false>
 __device__ __forceinline__ void produce(const GemmParams& params, const SharedMemory<Spec>& shared, int warp,
                                         const ptx::TensorMap* a_map, const ptx::TensorMap& b_map,
                                         bool is_early = false) {
-  TileLoads<Spec, kWeights, kHalves> loads{params, shared, a_map, b_map, {}, is_early};
-  produce<Spec>(params, shared, warp, loads, is_early);
+  TileLoads<Spec, kWeights, kIsScaled> loads{params, shared, a_map, b_map, {}};
+  produce<Spec, kIsScaled && !Spec::kGathersA>(params, shared, warp, loads, is_early);
 }
 
 }  // namespace sm90

@@ -394,7 +394,7 @@ __device__ __forceinline__ void run_scaled(const ScaledGemmParams& params, const
 
   if (warpgroup == 0) {
     ptx::setmaxnreg_dec<Spec::kProducerRegisters>();
-    produce<Spec, Weights::kNk, /*kHalves=*/true>(params.gemm, shared, warp, a_map, b_map, is_early);
+    produce<Spec, Weights::kNk, /*kIsScaled=*/true>(params.gemm, shared, warp, a_map, b_map, is_early);
   } else {
     ptx::setmaxnreg_inc<Spec::kConsumerRegisters>();
     if (is_early) ptx::grid_dependency_wait();
