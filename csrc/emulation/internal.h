@@ -55,7 +55,8 @@ struct Access {
   uint16_t site = 0;
 };
 
-enum WordFlag : uint8_t { kInitialised = 1, kAsyncWrite = 2, kBarrierWord = 4, kWritten = 8 };
+// kAdded: the reads are additions, of which no other access knows yet.
+enum WordFlag : uint8_t { kInitialised = 1, kAsyncWrite = 2, kBarrierWord = 4, kWritten = 8, kAdded = 16 };
 
 // One 4-byte word of shared memory: its last write and the reads since that are not known to be over.
 struct Word {
@@ -306,6 +307,8 @@ void record_read(Block& block, uint32_t offset, uint32_t bytes, const Fiber& fib
                  bool async, const Site& site, const char* what);
 void record_write(Block& block, uint32_t offset, uint32_t bytes, const Fiber& fiber, int agent, uint32_t clock,
                   bool async, const Site& site, const char* what);
+// An addition to one word: other additions need no order.
+void record_addition(Block& block, uint32_t offset, Fiber& fiber, const Site& site, const char* what);
 
 // shared_memory.cpp
 uint32_t shared_offset(const Block& block, uint32_t smem, uint32_t bytes, uint32_t alignment, const Site& site,

@@ -22,6 +22,7 @@ unsigned char* shared_window();
 uint32_t shared_address(const void* smem, const Site& site, const char* what);
 void load_shared(void* to, uint32_t smem, int bytes, const Site& site, const char* what);
 void store_shared(uint32_t smem, const void* from, int bytes, const Site& site, const char* what);
+void add_shared(uint32_t smem, int32_t value, const Site& site, const char* what);
 void load_global(void* to, const void* gmem, int bytes, const Site& site, const char* what);
 void store_global(void* gmem, const void* from, int bytes, const Site& site, const char* what);
 int32_t atomic_add(int32_t* gmem, int32_t value, const Site& site, const char* what);

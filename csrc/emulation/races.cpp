@@ -82,6 +82,22 @@ void add_read(Block& block, Word& word, const Access& access, const Fiber& fiber
   spilled.push_back(access);
 }
 
+// Fails where a read of the word, or an addition to it, may still be under way; `writes`: what this access does.
+void expect_no_reads(Block& block, uint32_t index, const Fiber& fiber, int agent, bool writes, const Site& site,
+                     const char* what) {
+  Word& word = block.words[index];
+  const bool added = (word.flags & kAdded) != 0;
+  prune_reads(block, word, fiber);
+  if (word.read_count != 0) {
+    fail_conflict(block, index * 4, word.reads[0], added, fiber, agent, writes, false, site, what);
+  }
+  if (word.spill >= 0 && !block.spilled_reads[static_cast<size_t>(word.spill)].empty()) {
+    fail_conflict(block, index * 4, block.spilled_reads[static_cast<size_t>(word.spill)][0], added, fiber, agent,
+                  writes, false, site, what);
+  }
+  word.flags = static_cast<uint8_t>(word.flags & ~kAdded);
+}
+
 }  // namespace
 
 uint16_t site_number(const Site& site, const char* what) {
@@ -166,8 +182,22 @@ void record_read(Block& block, uint32_t offset, uint32_t bytes, const Fiber& fib
       fail(FailureKind::kUninitialisedRead, site, what, "%s reads shared byte %u, which nothing has written",
            agent_text(block, agent).c_str(), index * 4);
     }
+    if ((word.flags & kAdded) != 0 && machine.launch.check_races) {
+      expect_no_reads(block, index, fiber, agent, false, site, what);
+    }
     add_read(block, word, access, fiber);
   }
+}
+
+void record_addition(Block& block, uint32_t offset, Fiber& fiber, const Site& site, const char* what) {
+  Word& word = block.words[offset / 4];
+  const bool is_first = (word.flags & kAdded) == 0;
+  if (is_first && machine.launch.check_races) {
+    expect_no_reads(block, offset / 4, fiber, fiber.thread, true, site, what);
+  }
+  word.flags = static_cast<uint8_t>(word.flags & ~kAdded);  // one addition need not be after another
+  record_read(block, offset, 4, fiber, fiber.thread, own_clock(fiber), false, site, what);
+  word.flags |= kAdded;
 }
 
 void record_write(Block& block, uint32_t offset, uint32_t bytes, const Fiber& fiber, int agent, uint32_t clock,
@@ -186,14 +216,7 @@ void record_write(Block& block, uint32_t offset, uint32_t bytes, const Fiber& fi
           fail_conflict(block, index * 4, word.write, true, fiber, agent, true, async, site, what);
         }
       }
-      prune_reads(block, word, fiber);
-      if (word.read_count != 0) {
-        fail_conflict(block, index * 4, word.reads[0], false, fiber, agent, true, false, site, what);
-      }
-      if (word.spill >= 0 && !block.spilled_reads[static_cast<size_t>(word.spill)].empty()) {
-        fail_conflict(block, index * 4, block.spilled_reads[static_cast<size_t>(word.spill)][0], false, fiber, agent,
-                      true, false, site, what);
-      }
+      expect_no_reads(block, index, fiber, agent, true, site, what);
     }
     word.write = access;
     word.flags = static_cast<uint8_t>(kWritten | kInitialised | (async ? kAsyncWrite : 0));

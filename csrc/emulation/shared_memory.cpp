@@ -59,4 +59,16 @@ void store_shared(uint32_t smem, const void* from, int bytes, const Site& site, 
   std::memcpy(fiber.block->shared.data() + offset, from, size);
 }
 
-}  // namespace flashmoe::emulation
+void add_shared(uint32_t smem, int32_t value, const Site& site, const char* what) {
+  maybe_switch();
+  Fiber& fiber = *machine.current;
+  const uint32_t offset = shared_offset(*fiber.block, smem, 4, 4, site, what);
+  record_addition(*fiber.block, offset, fiber, site, what);
+  int32_t sum;
+  std::memcpy(&sum, fiber.block->shared.data() + offset, 4);
+  sum += value;
+  std::memcpy(fiber.block->shared.data() + offset, &sum, 4);
+}
+
+}  // namespace emulation
+}  // namespace flashmoe

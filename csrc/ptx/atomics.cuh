@@ -1,6 +1,7 @@
-// Atomics on global memory.
+// Atomics.
 #pragma once
 
+#include "ptx/memory.cuh"
 #include "ptx/types.cuh"
 
 namespace flashmoe::ptx {
@@ -26,4 +27,10 @@ __device__ __forceinline__ int32_t atomic_add_global_ordered(int32_t* gmem, int3
   return before;
 }
 
-}  // namespace flashmoe::ptx
+// Adds to a word of shared memory; orders nothing else.
+__device__ __forceinline__ void atomic_add_shared(SmemPointer smem, int32_t value) {
+  asm volatile("red.relaxed.cta.shared::cta.add.s32 [%0], %1;" ::"r"(smem.address), "r"(value) : "memory");
+}
+
+}  // namespace ptx
+}  // namespace flashmoe

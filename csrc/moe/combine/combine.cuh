@@ -22,6 +22,7 @@ namespace flashmoe::moe {
 constexpr int kLaneColumns = 8;  // one 16-byte load
 constexpr int kWarpColumns = 32 * kLaneColumns;
 constexpr int kRowsInFlight = 8;
+constexpr int kWideChunks = 2;  // of 256 columns
 
 template <typename Element_, int kNumWarps_>
 struct CombineSpec {
@@ -42,27 +43,35 @@ __device__ __forceinline__ void add_scaled(float (&sum)[kLaneColumns], const uin
   }
 }
 
-// This lane's 8 columns of the sum. rows_gmem: at its first column; row, weight: of choice `lane`, row -1 where there is none.
-template <typename Element>
-__device__ __forceinline__ void sum_choices(const CombineParams& params, const Element* rows_gmem, int row,
-                                            float weight, float (&sum)[kLaneColumns]) {
+// This lane's columns of the sum, 8 in each of kChunks times 256. row, weight: of choice `lane`, row -1 where there is none. Eight rows are
+// in flight, or fewer where each is as much wider.
+template <typename Element, int kChunks>
+__device__ __forceinline__ void sum_choices(const CombineParams& params, const int (&columns)[kChunks], int row,
+                                            float weight, float (&sum)[kChunks][kLaneColumns]) {
+  constexpr int kRows = kRowsInFlight / kChunks;
+  const Element* rows_gmem = static_cast<const Element*>(params.rows);
 #pragma unroll
-  for (int i = 0; i < kLaneColumns; ++i) sum[i] = 0.0f;
-  for (int first = 0; first < params.top_k; first += kRowsInFlight) {
-    uint32_t data[kRowsInFlight][4];
+  for (int i = 0; i < kChunks * kLaneColumns; ++i) sum[i / kLaneColumns][i % kLaneColumns] = 0.0f;
+  for (int first = 0; first < params.top_k; first += kRows) {
+    uint32_t data[kRows][kChunks][4];
     uint32_t loaded = 0;
 #pragma unroll
-    for (int i = 0; i < kRowsInFlight; ++i) {
+    for (int i = 0; i < kRows; ++i) {
       const int choice_row = ptx::shuffle_index(row, first + i);
       if (first + i < params.top_k && choice_row >= 0) {  // the same in all lanes
         loaded |= 1u << i;
-        ptx::ld_global_128(data[i], rows_gmem + static_cast<int64_t>(choice_row) * params.columns);
+        const Element* row_gmem = rows_gmem + static_cast<int64_t>(choice_row) * params.columns;
+#pragma unroll
+        for (int chunk = 0; chunk < kChunks; ++chunk)  // a lane without columns loads the first ones
+          ptx::ld_global_128(data[i][chunk], row_gmem + (columns[chunk] < params.columns ? columns[chunk] : 0));
       }
     }
 #pragma unroll
-    for (int i = 0; i < kRowsInFlight; ++i) {
+    for (int i = 0; i < kRows; ++i) {
       const float choice_weight = ptx::shuffle_index(weight, first + i);
-      if (loaded >> i & 1) add_scaled<Element>(sum, data[i], choice_weight);
+      if (!(loaded >> i & 1)) continue;
+#pragma unroll
+      for (int chunk = 0; chunk < kChunks; ++chunk) add_scaled<Element>(sum[chunk], data[i][chunk], choice_weight);
     }
   }
 }
@@ -96,29 +105,48 @@ __device__ __forceinline__ int choice_row(const CombineParams& params, int64_t t
   return static_cast<int>(ptx::ld_global_32(params.slot_rows + token * params.top_k + lane));
 }
 
+// A warp's columns of a token, kChunks times 256 at once: wide pieces of a row come faster from memory, narrow ones are work for more
+// warps.
+template <typename Element, int kChunks>
+__device__ __forceinline__ void combine_columns(const CombineParams& params, const TokenWarp& warp, int row,
+                                                float weight) {
+  constexpr int kColumns = kChunks * kWarpColumns;
+  for (int start = warp.index * kColumns; start < params.columns; start += warp.count * kColumns) {
+    int columns[kChunks];
+#pragma unroll
+    for (int i = 0; i < kChunks; ++i) columns[i] = start + i * kWarpColumns + ptx::lane_index() * kLaneColumns;
+    uint32_t shared[kChunks][4];
+    const Element* shared_gmem = static_cast<const Element*>(params.shared) + warp.token * params.shared_stride;
+#pragma unroll
+    for (int i = 0; i < kChunks; ++i)
+      if (params.shared != nullptr && columns[i] < params.columns)
+        ptx::ld_global_128(shared[i], shared_gmem + columns[i]);
+    float sum[kChunks][kLaneColumns];
+    sum_choices<Element>(params, columns, row, weight, sum);
+#pragma unroll
+    for (int i = 0; i < kChunks; ++i) {
+      if (columns[i] >= params.columns) continue;
+      if (params.shared != nullptr) add_scaled<Element>(sum[i], shared[i], 1.0f);
+      store_columns(static_cast<Element*>(params.out) + warp.token * params.out_stride + columns[i], sum[i]);
+    }
+  }
+}
+
 template <typename Spec>
 __device__ __forceinline__ void combine(const CombineParams& params) {
   using Element = typename Spec::Element;
-  ptx::grid_dependency_wait();
-  ptx::grid_launch_dependents();
   const TokenWarp warp = token_warp<Spec>(params);
   const int64_t token = warp.token;
+  // What the sort wrote is there: the product in front lets this kernel begin when the one in front of it has ended.
   const int row = choice_row(params, token);
   float weight = 1.0f;
   if (row >= 0 && params.row_weights != nullptr) weight = ptx::ld_global_float(params.row_weights + row);
-  for (int start = warp.index * kWarpColumns; start < params.columns; start += warp.count * kWarpColumns) {
-    const int column = start + ptx::lane_index() * kLaneColumns;
-    const bool has_columns = column < params.columns;  // a lane without loads the first ones
-    uint32_t shared[4];
-    const bool has_shared = has_columns && params.shared != nullptr;
-    if (has_shared) {
-      const Element* shared_gmem = static_cast<const Element*>(params.shared) + token * params.shared_stride;
-      ptx::ld_global_128(shared, shared_gmem + column);
-    }
-    float sum[kLaneColumns];
-    sum_choices(params, static_cast<const Element*>(params.rows) + (has_columns ? column : 0), row, weight, sum);
-    if (has_shared) add_scaled<Element>(sum, shared, 1.0f);
-    if (has_columns) store_columns(static_cast<Element*>(params.out) + token * params.out_stride + column, sum);
+  ptx::grid_dependency_wait();
+  ptx::grid_launch_dependents();
+  if (ptx::grid_size() > params.tokens) {
+    combine_columns<Element, 1>(params, warp, row, weight);
+  } else {
+    combine_columns<Element, kWideChunks>(params, warp, row, weight);
   }
 }
 
@@ -185,11 +213,11 @@ __device__ __forceinline__ void combine_backward(const CombineParams& params) {
   const int row = choice_row(params, token);
   const int columns = params.out != nullptr ? params.columns : 0;
   for (int start = warp.index * kWarpColumns; start < columns; start += warp.count * kWarpColumns) {
-    const int column = start + ptx::lane_index() * kLaneColumns;
-    const bool has_columns = column < columns;
-    float sum[kLaneColumns];
-    sum_choices(params, static_cast<const Element*>(params.rows) + (has_columns ? column : 0), row, 1.0f, sum);
-    if (has_columns) store_columns(static_cast<Element*>(params.out) + token * params.out_stride + column, sum);
+    const int column[1] = {start + ptx::lane_index() * kLaneColumns};
+    float sum[1][kLaneColumns];
+    sum_choices<Element>(params, column, row, 1.0f, sum);
+    if (column[0] >= columns) continue;
+    store_columns(static_cast<Element*>(params.out) + token * params.out_stride + column[0], sum[0]);
   }
   if (params.dweights == nullptr) return;
   for (int choice = warp.index; choice < params.top_k; choice += warp.count) {

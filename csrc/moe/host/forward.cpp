@@ -98,14 +98,14 @@ void layer_cuda(const LayerArguments& arguments, const LayerOutputs& outputs) {
   set_operands(gated.params, token_rows(x, sorted.row_slots), h, shape.intermediate);
   gated.params.bias = data_or_null(b13);
   gated.params.preactivation = data_or_null(outputs.preactivation);
-  set_early_ids(gated.params, arguments.routing);
+  set_early_ids(gated.params, arguments.routing, gpu);
   gated.add(list);
 
   // y = h W2^T + b2, by row.
   set_layer(down.params, shape, sorted);
   set_operands(down.params, sorted_rows(h, shape.intermediate), y, shape.hidden);
   down.params.bias = data_or_null(b2);
-  down.add(list, down.may_follow(gated));
+  down.add(list);
 
   const CombineParams combined = combine_params(shape, sorted, shared, outputs.out, y);
   add_combine(list, combine, combined);

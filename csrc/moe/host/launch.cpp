@@ -81,9 +81,10 @@ GroupedGemm make_gemm(Product product, const host::KernelRequest& request, const
   return gemm;
 }
 
-void set_early_ids(GemmParams& params, const SortArguments& routing) {
-  constexpr int64_t kMostEarlySlots = 32;
-  if (routing.slots > kMostEarlySlots || routing.expert_map.is_given()) return;
+void set_early_ids(GemmParams& params, const SortArguments& routing, const host::Device& gpu) {
+  constexpr int64_t kMostEarlySlots = 1024;
+  constexpr int32_t kFirstToWait = 90;  // before, no kernel begins early
+  if (routing.slots > kMostEarlySlots || routing.expert_map.is_given() || gpu.capability < kFirstToWait) return;
   params.ids = routing.ids.data();
   params.id_bytes = scalar_of(routing.ids) == Scalar::kInt64 ? 8 : 4;
 }

@@ -3,8 +3,9 @@
 //
 // Every kernel waits for the end of the one before it before its first access to what any of the list writes, so each may be
 // scheduled early behind the one before it, whichever it depends on. As that one has waited likewise, all earlier ones of the list
-// have ended: a kernel may write where any of them has read. One exception: a plain product for few rows reads the sort's offsets
-// before it waits, so what stands between the two must not let it begin before the sort has ended (may_follow).
+// have ended: a kernel may write where any of them has read. Exceptions read what the sort wrote before they wait: moe_combine, and plain
+// products for few rows or with is_early (moe/params/scaled.h). A product lets the next kernel begin only when its own wait is over, so
+// the sort has ended by then.
 #pragma once
 
 #include <cuda.h>
@@ -97,11 +98,6 @@ class GroupedProduct {
 
   const Kernel& kernel() const { return *kernel_; }
 
-  // Whether the gated product `front`, which stands right behind the sort, may let this one begin early.
-  bool may_follow(const GroupedProduct& front) const {
-    return !is_for_few_rows(*kernel_) || is_for_few_rows(*front.kernel_);
-  }
-
   void add(CallList& list, bool is_dependent = true);
 
  private:
@@ -120,6 +116,6 @@ GroupedGemm make_gemm(Product product, const host::KernelRequest& request, const
                       int64_t slots, int64_t experts);
 
 // A gated product for few rows requests weights by the experts of the slots, before the sort has ended.
-void set_early_ids(GemmParams& params, const SortArguments& routing);
+void set_early_ids(GemmParams& params, const SortArguments& routing, const host::Device& gpu);
 
 }  // namespace flashmoe::moe

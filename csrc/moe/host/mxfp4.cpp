@@ -91,13 +91,13 @@ void mxfp4_cuda(const Mxfp4Arguments& arguments, const Tensor& out) {
   set_layer(gated.params.gemm, shape, sorted);
   set_operands(gated.params.gemm, token_rows(x, sorted.row_slots), h, shape.intermediate);
   gated.params.gemm.bias = data_or_null(b13);
-  if (is_for_few_rows(gated.kernel())) set_early_ids(gated.params.gemm, arguments.routing);
+  if (is_for_few_rows(gated.kernel())) set_early_ids(gated.params.gemm, arguments.routing, gpu);
   gated.add(list);
 
   set_layer(down.params.gemm, shape, sorted);
   set_operands(down.params.gemm, sorted_rows(h, shape.intermediate), y, shape.hidden);
   down.params.gemm.bias = data_or_null(b2);
-  down.add(list, down.may_follow(gated));
+  down.add(list);
 
   const CombineParams combined = combine_params(shape, sorted, shared, out, y);
   add_combine(list, combine, combined);

@@ -134,7 +134,7 @@ void scaled_cuda(const ScaledArguments& arguments, const LayerOutputs& outputs) 
                       has_few_rows ? shape.intermediate : shape.intermediate / 2);
   gated.params.d_scale = workspace.address<float>(h_scales);
   gated.params.gemm.preactivation = data_or_null(outputs.preactivation);
-  if (has_few_rows) set_early_ids(gated.params.gemm, arguments.routing);
+  if (has_few_rows) set_early_ids(gated.params.gemm, arguments.routing, gpu);
   gated.add(list);
 
   const void* h_values = h_rows;
@@ -146,7 +146,8 @@ void scaled_cuda(const ScaledArguments& arguments, const LayerOutputs& outputs) 
   }
   set_layer(down.params.gemm, shape, sorted);
   set_scaled_operands(down.params, sorted_rows(h_values, shape.intermediate), scales_of_h, y, shape.hidden);
-  down.add(list, down.may_follow(gated));
+  down.params.is_early = 1;
+  down.add(list);
 
   const CombineParams combined = combine_params(shape, sorted, shared, outputs.out, y);
   add_combine(list, combine, combined);

@@ -55,8 +55,8 @@ struct GemmParams {
   // gathers for the gated product alone.
   const int32_t* a_slots;
   const int32_t* b_slots;  // weight_gradient: likewise for b
-  // gated, for few rows: [slots] the experts of at most 32 slots, as the sort was given them, int32 or int64; none outside
-  // [0, experts) has a row. Weights are requested by them before the sort has ended. null: they wait for it.
+  // gated, for few rows: [slots] the experts as the sort was given them, int32 or int64; none outside [0, experts) has a row. Weights
+  // are requested by them before the sort has ended. null: they wait for it.
   const void* ids;
   int32_t*
       tile_counter;  // one zeroed counter for persistent schedules, and zero again at the end; null: a static schedule

@@ -28,6 +28,9 @@ struct ScaledGemmParams {
   const float* b_scale;  // [experts, ceil(n / 128), k blocks]
   float*
       d_scale;  // gated, not for few rows: [slots, n / 2 / 128]; a row without numbers other than 0 has a scale all the same
+  // plain, not for few rows: the grid in front writes a and a_scale alone, and let this one begin when expert_offsets were there: weights
+  // are requested before it has ended.
+  int32_t is_early;
 };
 
 // moe_quantize: values[row] and scales[row] of x[row]; scale = the largest magnitude / 448, of at least 2^-100. Grid: a warp takes two

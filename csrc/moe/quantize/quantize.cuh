@@ -77,7 +77,8 @@ __device__ __forceinline__ void quantize(const QuantizeParams& params) {
     ptx::st_global_64(static_cast<unsigned char*>(params.values) + row * params.columns + column, packed);
     if (lane % 16 == 0) ptx::st_global_float(params.scales + block, scale.scale);
   }
-  if (params.is_early != 0) ptx::grid_dependency_wait();  // the next kernel relies on the end of the grid in front, too
+  // The next kernel relies on the end of the grid in front, too. One block waits for it: the others make room for those behind them.
+  if (params.is_early != 0 && ptx::block_index() == 0) ptx::grid_dependency_wait();
 }
 
 }  // namespace flashmoe::moe

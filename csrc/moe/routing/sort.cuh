@@ -359,11 +359,12 @@ __device__ __forceinline__ void sort(const SortParams& params) {
     for (int i = thread; i < warps * params.experts; i += Spec::kNumThreads) ptx::st_shared_32(memory.count(i), 0);
     ptx::barrier_sync_block();  // zeros before counts
   }
+  Batch batch;
+  // What `count` was given is there: it lets this step begin when it may read that itself.
+  if constexpr (kStep == SortStep::kPlace) load_batch<kStep>(params, last_start(share), share.end, batch);
   ptx::grid_dependency_wait();
   ptx::grid_launch_dependents();
-  Batch batch;
   if constexpr (kStep == SortStep::kPlace) {
-    load_batch<kStep>(params, last_start(share), share.end, batch);
     load_ranks(params, share.end, batch);
     add_block_counts(params, memory);
   } else {

@@ -106,15 +106,13 @@ __device__ __forceinline__ void multiply_tiles(const typename Product::Params& a
   // while a is still being written.
   int number = ptx::block_index();
   bool has_started = false;
-  if constexpr (kIsGated) {
-    if (params.ids != nullptr) {
-      const Tile tile = find_early<Spec>(params, number);
-      has_started = tile.expert >= 0;
-      if (has_started) Stream<Spec, kWeights, kIsGated>(params, tile, ring_smem).start();
-    }
+  if (kIsGated && params.ids == nullptr) ptx::grid_dependency_wait();
+  const TileList<Spec> tiles(params, list_smem, words_smem);
+  if (kIsGated && params.ids != nullptr) {
+    has_started = number < tiles.count;
+    if (has_started) Stream<Spec, kWeights, kIsGated>(params, tiles.find_weights(number), ring_smem).start();
     ptx::grid_dependency_wait();
   }
-  const TileList<Spec> tiles(params, list_smem, words_smem);
   bool has_waited = kIsGated;
   while (number < tiles.count) {
     const Tile tile = tiles.find(number);

@@ -43,17 +43,17 @@ __device__ __forceinline__ void stream_tiles(const typename Work::Params& all) {
   // What may begin early, and why: as in multiply_tiles.
   int number = ptx::block_index();
   bool has_started = false;
-  if constexpr (kIsGated) {
-    if (params.ids != nullptr) {
-      const Tile tile = find_early<Spec>(params, number);
-      has_started = tile.expert >= 0;
-      typename Work::WeightLoads weights = Work::weight_loads(params, tile);
+  if (kIsGated && params.ids == nullptr) ptx::grid_dependency_wait();
+  const TileList<Spec> tiles(params, list_smem, words_smem);
+  if (kIsGated && params.ids != nullptr) {
+    has_started = number < tiles.count;
+    if (has_started) {
+      typename Work::WeightLoads weights = Work::weight_loads(params, tiles.find_weights(number));
       for (int ahead = 0; ahead < kAhead; ++ahead)
-        if (has_started && ahead < stages) weights.load(stage_at(ahead));
+        if (ahead < stages) weights.load(stage_at(ahead));
     }
     ptx::grid_dependency_wait();
   }
-  const TileList<Spec> tiles(params, list_smem, words_smem);
   if (number >= tiles.count) {
     if constexpr (!kIsGated) ptx::grid_dependency_wait();  // the next kernel relies on this one's end
     ptx::cp_async_wait<0>();

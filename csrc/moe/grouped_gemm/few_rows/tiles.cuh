@@ -6,6 +6,7 @@
 #include "device/math.cuh"
 #include "moe/grouped_gemm/rows.cuh"
 #include "moe/params/gemm.h"
+#include "ptx/atomics.cuh"
 #include "ptx/barrier.cuh"
 #include "ptx/math.cuh"
 #include "ptx/memory.cuh"
@@ -32,6 +33,37 @@ __device__ __forceinline__ int warp_prefix_sum(int value) {
   return value;
 }
 
+// The rows of each expert of params.ids, to list_smem. All threads; ends in a barrier.
+template <typename Spec>
+__device__ __forceinline__ void count_ids(const GemmParams& params, ptx::SmemPointer list_smem) {
+  constexpr int kLoads = 8;  // in flight
+  const int thread = ptx::thread_index();
+  for (int expert = thread; expert < params.experts; expert += Spec::kNumThreads)
+    ptx::st_shared_32(list_smem + 4 * expert, 0);
+  ptx::barrier_sync_block();  // zeros before counts
+  for (int start = thread; start < params.slots; start += kLoads * Spec::kNumThreads) {
+    uint32_t id[kLoads][2];
+#pragma unroll
+    for (int i = 0; i < kLoads; ++i) {
+      const int slot = start + i * Spec::kNumThreads;
+      id[i][0] = id[i][1] = 0xffffffffu;
+      if (slot >= params.slots) continue;
+      if (params.id_bytes == 8) {
+        ptx::ld_global_64(id[i], static_cast<const int64_t*>(params.ids) + slot);
+      } else {
+        id[i][0] = ptx::ld_global_32(static_cast<const int32_t*>(params.ids) + slot);
+        id[i][1] = 0;
+      }
+    }
+#pragma unroll
+    for (int i = 0; i < kLoads; ++i)
+      if (id[i][1] == 0 && id[i][0] < static_cast<uint32_t>(params.experts))
+        ptx::atomic_add_shared(list_smem + 4 * static_cast<int>(id[i][0]), 1);
+  }
+  ptx::barrier_sync_block();  // all are counted
+}
+
+// Counts rows by params.ids where there are any, which are there before the sort has ended, else by its offsets.
 template <typename Spec>
 struct TileList {
   const GemmParams& params;
@@ -51,14 +83,18 @@ struct TileList {
     const int experts = ceil_div(params.experts, Spec::kNumThreads);
     const int first = ptx::thread_index() * experts;
     int tiles[kMostExperts + 1];
+    const bool is_early = params.ids != nullptr;
+    if (is_early) count_ids<Spec>(params, list_smem);
 #pragma unroll
     for (int i = 0; i <= kMostExperts; ++i)  // all loads in flight together
-      tiles[i] = i <= experts && first + i <= params.experts ? load_offset(first + i) : 0;
+      tiles[i] = !is_early && i <= experts && first + i <= params.experts ? load_offset(first + i) : 0;
     int sum = 0;
 #pragma unroll
     for (int i = 0; i < kMostExperts; ++i) {
       const bool valid = i < experts && first + i < params.experts;
-      tiles[i] = valid ? ceil_div(tiles[i + 1] - tiles[i], Spec::kBlockM) : 0;
+      int rows = tiles[i + 1] - tiles[i];
+      if (is_early && valid) rows = static_cast<int>(ptx::ld_shared_32(list_smem + 4 * (first + i)));
+      tiles[i] = valid ? ceil_div(rows, Spec::kBlockM) : 0;
       sum += tiles[i];
     }
     const int inclusive = warp_prefix_sum(sum);
@@ -87,6 +123,23 @@ struct TileList {
     return static_cast<int>(ptx::ld_shared_32(list_smem + 4 * expert)) * column_tiles;
   }
 
+  // The expert of tile `number`: the last whose first tile is not past it, one with rows.
+  __device__ __forceinline__ int expert_of(int number) const {
+    int expert = 0;
+#pragma unroll
+    for (int step = Spec::kMaxExperts / 2; step > 0; step /= 2)
+      if (expert + step < params.experts && first_of(expert + step) <= number) expert += step;
+    return expert;
+  }
+
+  // The weights of tile `number`, without its rows: these need the sort.
+  __device__ __forceinline__ Tile find_weights(int number) const {
+    const int expert = expert_of(number);
+    const int end = expert + 1 < params.experts ? first_of(expert + 1) : count;
+    const int row_tiles = (end - first_of(expert)) / column_tiles;
+    return Tile{expert, 0, 0, (number - first_of(expert)) / row_tiles * Spec::kBlockN};
+  }
+
   // number: 0 to count - 1.
   __device__ __forceinline__ Tile find(int number) const {
     if (params.expert_offsets == nullptr) {
@@ -95,10 +148,7 @@ struct TileList {
       const int row = (number - column_tile * row_tiles) * Spec::kBlockM;
       return Tile{0, row, minimum(params.slots - row, Spec::kBlockM), column_tile * Spec::kBlockN};
     }
-    int expert = 0;  // becomes the last whose first tile is not past it: one with rows
-#pragma unroll
-    for (int step = Spec::kMaxExperts / 2; step > 0; step /= 2)
-      if (expert + step < params.experts && first_of(expert + step) <= number) expert += step;
+    const int expert = expert_of(number);
     const int begin = load_offset(expert);
     const int end = load_offset(expert + 1);
     const int row_tiles = ceil_div(end - begin, Spec::kBlockM);
@@ -109,44 +159,6 @@ struct TileList {
   }
 };
 
-// This lane's expert of params.ids, -1: none.
-__device__ __forceinline__ int chosen_expert(const GemmParams& params) {
-  const int lane = ptx::lane_index();
-  if (lane >= params.slots) return -1;
-  uint32_t id[2] = {0, 0};
-  if (params.id_bytes == 8) {
-    ptx::ld_global_64(id, static_cast<const int64_t*>(params.ids) + lane);
-  } else {
-    id[0] = ptx::ld_global_32(static_cast<const int32_t*>(params.ids) + lane);
-  }
-  return id[1] == 0 && id[0] < static_cast<uint32_t>(params.experts) ? static_cast<int>(id[0]) : -1;
-}
-
-// The weights of tile `number` of at most 32 slots, from params.ids: expert and column as TileList will find them; no rows, and
-// expert -1 where there is no such tile. By whole warps.
-template <typename Spec>
-__device__ __forceinline__ Tile find_early(const GemmParams& params, int number) {
-  const int expert = chosen_expert(params);
-  int rows = 0;  // of this lane's expert; a lane in front of which another one has it leaves it to that one
-  bool is_first = expert >= 0;
-  for (int other = 0; other < params.slots; ++other) {
-    const bool is_alike = ptx::shuffle_index(expert, other) == expert;
-    rows += is_alike ? 1 : 0;
-    if (is_alike && other < ptx::lane_index()) is_first = false;
-  }
-  const int row_tiles = is_first ? ceil_div(rows, Spec::kBlockM) : 0;
-  int before = 0;  // row tiles of the experts before this lane's
-  for (int other = 0; other < params.slots; ++other) {
-    const int other_tiles = ptx::shuffle_index(row_tiles, other);
-    if (ptx::shuffle_index(expert, other) < expert) before += other_tiles;
-  }
-  const int column_tiles = ceil_div(params.n, Spec::kBlockN);
-  const int local = number - before * column_tiles;
-  const uint32_t owner = ptx::vote_ballot(local >= 0 && local < row_tiles * column_tiles);
-  if (owner == 0) return Tile{-1, 0, 0, 0};
-  const int lane = ptx::population_count((owner & -owner) - 1);
-  const int column_tile = row_tiles > 0 ? local / row_tiles : 0;
-  return Tile{ptx::shuffle_index(expert, lane), 0, 0, ptx::shuffle_index(column_tile, lane) * Spec::kBlockN};
-}
-
-}  // namespace flashmoe::moe::few_rows
+}  // namespace few_rows
+}  // namespace moe
+}  // namespace flashmoe

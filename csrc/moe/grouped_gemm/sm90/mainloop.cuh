@@ -160,8 +160,8 @@ __device__ __forceinline__ void run_grouped_gemm(const GemmParams& params, const
     init_barriers(shared);
   }
   ptx::barrier_sync_block();
-  ptx::grid_launch_dependents();
   ptx::grid_dependency_wait();
+  ptx::grid_launch_dependents();
 
   if (warpgroup == 0) {
     if constexpr (Spec::kMovesRegisters) ptx::setmaxnreg_dec<Spec::kProducerRegisters>();

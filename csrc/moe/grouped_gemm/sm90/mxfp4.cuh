@@ -277,8 +277,8 @@ __device__ __forceinline__ void run_mxfp4(const Mxfp4GemmParams& params, const p
     init_barriers(shared);
   }
   ptx::barrier_sync_block();
-  ptx::grid_launch_dependents();
   ptx::grid_dependency_wait();
+  ptx::grid_launch_dependents();
 
   if (warpgroup == 0) {
     ptx::setmaxnreg_dec<Spec::kProducerRegisters>();

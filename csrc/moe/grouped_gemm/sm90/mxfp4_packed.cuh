@@ -371,8 +371,8 @@ __device__ __forceinline__ void run_packed(const GemmParams& params, const ptx::
     init_barriers(shared);
   }
   ptx::barrier_sync_block();
-  ptx::grid_launch_dependents();
   ptx::grid_dependency_wait();
+  ptx::grid_launch_dependents();
 
   if (warpgroup == 0) {
     ptx::setmaxnreg_dec<Spec::kProducerRegisters>();

@@ -9,6 +9,7 @@
 #include "moe/params/gemm.h"
 #include "ptx/barrier.cuh"
 #include "ptx/cp_async.cuh"
+#include "ptx/grid_dependency.cuh"
 #include "ptx/tma.cuh"
 
 namespace flashmoe::moe::sm90 {
@@ -44,12 +45,14 @@ __device__ __forceinline__ void load_weights(unsigned char* smem, const ptx::Ten
   }
 }
 
-// 64 k of the tile's rows of A, which are neighbours. Rows of the next expert may be among them: their products are not stored.
+// 64 k of the tile's rows of A, 64 rows a slab, which are neighbours. Rows of the next expert may be among them: their products are not
+// stored.
 template <typename Spec>
 __device__ __forceinline__ void load_rows(unsigned char* smem, const ptx::TensorMap& map, ptx::Mbarrier* full,
-                                          const Tile& tile, int k) {
+                                          const Tile& tile, int k, int slabs = Spec::kBlockM / 64) {
 #pragma unroll
   for (int slab = 0; slab < Spec::kBlockM / 64; ++slab) {
+    if (slab >= slabs) break;
     ptx::tma_load_4d(smem + slab * Spec::kSlabBytes, &map, full, k, tile.first_row + slab * 64, 0, 0,
                      ptx::CacheHint::kEvictNormal);
   }
@@ -96,8 +99,9 @@ struct GatheredRows {
   }
 };
 
-// What a warp of the producer does for each tile.
-template <typename Spec, Weights kWeights>
+// What a warp of the producer does for each tile. kIsScaled: of a tile with at most 64 rows consumers read no further ones, and these are
+// not loaded (but where rows are gathered: there it spills).
+template <typename Spec, Weights kWeights, bool kIsScaled>
 struct TileLoads {
   const GemmParams& params;
   const SharedMemory<Spec> shared;
@@ -109,20 +113,61 @@ struct TileLoads {
     if constexpr (Spec::kGathersA) {
       gather(drawn, warp);
     } else {
-      // All lanes go through the loop, and the shuffles tell the compiler that they have the same tile. In one lane's loop it finds out for each
-      // copy whether its lanes agree, which takes longer than the copies of few columns.
-      const Tile tile{ptx::shuffle_index(drawn.expert, 0), ptx::shuffle_index(drawn.first_row, 0),
-                      ptx::shuffle_index(drawn.end_row, 0), ptx::shuffle_index(drawn.n_block, 0)};
-      for (int k = 0; k < params.k; k += Spec::kBlockK, at.advance()) {
-        ptx::Mbarrier* full = shared.full(at.stage);
-        ptx::mbarrier_wait(shared.empty(at.stage), at.parity ^ 1);
-        if (ptx::elect_one()) {
-          ptx::mbarrier_arrive_expect_tx(full, Spec::kBBytes + Spec::kABytes);
-          load_rows<Spec>(shared.a(at.stage), *a_map, full, tile, k);
-          load_weights<Spec, kWeights>(shared.b(at.stage), b_map, full, tile, k);
-        }
-        ptx::warp_sync();
+      load(same_in_all_lanes(drawn), 0);
+    }
+  }
+
+  // The first tile, where nobody has waited for the grid in front yet. It writes A; weights and the offsets of experts are older, and
+  // fill the ring. Returns draw(), which is for after the wait.
+  template <typename Draw>
+  __device__ __forceinline__ int start(const Tile& drawn, Draw draw) {
+    const Tile tile = same_in_all_lanes(drawn);
+    const int slabs = slabs_of(tile);
+    const int stages = minimum(ceil_div(params.k, Spec::kBlockK), Spec::kNumStages);
+    for (int stage = 0; stage < stages; ++stage) {
+      if (ptx::elect_one()) {
+        ptx::mbarrier_arrive_expect_tx(shared.full(stage), Spec::kBBytes + slabs * Spec::kSlabBytes);
+        load_weights<Spec, kWeights>(shared.b(stage), b_map, shared.full(stage), tile, stage * Spec::kBlockK);
       }
+      ptx::warp_sync();
+    }
+    ptx::grid_dependency_wait();
+    ptx::grid_launch_dependents();
+    const int drawn_next = draw();
+    for (int stage = 0; stage < stages; ++stage, at.advance()) {
+      if (ptx::elect_one()) {
+        load_rows<Spec>(shared.a(stage), *a_map, shared.full(stage), tile, stage * Spec::kBlockK, slabs);
+      }
+      ptx::warp_sync();
+    }
+    load(tile, stages * Spec::kBlockK);
+    return drawn_next;
+  }
+
+  // All lanes go through the loop, and the shuffles tell the compiler that they have the same tile. In one lane's loop it finds out for each
+  // copy whether its lanes agree, which takes longer than the copies of few columns.
+  static __device__ __forceinline__ Tile same_in_all_lanes(const Tile& drawn) {
+    return Tile{ptx::shuffle_index(drawn.expert, 0), ptx::shuffle_index(drawn.first_row, 0),
+                ptx::shuffle_index(drawn.end_row, 0), ptx::shuffle_index(drawn.n_block, 0)};
+  }
+
+  static __device__ __forceinline__ int slabs_of(const Tile& tile) {
+    if constexpr (!kIsScaled) return Spec::kBlockM / 64;
+    return minimum(ceil_div(tile.end_row - tile.first_row, 64), Spec::kBlockM / 64);
+  }
+
+  // From k = first_k on.
+  __device__ __forceinline__ void load(const Tile& tile, int first_k) {
+    const int slabs = slabs_of(tile);
+    for (int k = first_k; k < params.k; k += Spec::kBlockK, at.advance()) {
+      ptx::Mbarrier* full = shared.full(at.stage);
+      ptx::mbarrier_wait(shared.empty(at.stage), at.parity ^ 1);
+      if (ptx::elect_one()) {
+        ptx::mbarrier_arrive_expect_tx(full, Spec::kBBytes + slabs * Spec::kSlabBytes);
+        load_rows<Spec>(shared.a(at.stage), *a_map, full, tile, k, slabs);
+        load_weights<Spec, kWeights>(shared.b(at.stage), b_map, full, tile, k);
+      }
+      ptx::warp_sync();
     }
   }
 
@@ -143,15 +188,30 @@ struct TileLoads {
   }
 };
 
-// The first warp. Whose expert it is publishes the tile.
-template <typename Spec, typename Loads>
-__device__ __forceinline__ void draw_tiles(const GemmParams& params, const SharedMemory<Spec>& shared, Loads& loads) {
+// The first warp. Whose expert it is publishes the tile. kMayStart: loads have start(), and is_early says whether they begin with it;
+// until then the tile counter is the grid's in front.
+template <typename Spec, bool kMayStart, typename Loads>
+__device__ __forceinline__ void draw_tiles(const GemmParams& params, const SharedMemory<Spec>& shared, Loads& loads,
+                                           bool is_early) {
   const bool is_first_lane = ptx::lane_index() == 0;
   const int n_blocks = column_tiles<Spec>(params);
   const int num_tiles = count_row_tiles<Spec::kBlockM>(params) * n_blocks;
   ExpertWindow<Spec::kBlockM> window;
   RingPosition<Spec::kNumTileSlots> slot;
-  for (int number = ptx::block_index();; slot.advance()) {
+  int number = ptx::block_index();
+  const auto draw = [&] { return is_first_lane ? next_tile_index(params.tile_counter, num_tiles, number) : 0; };
+  if constexpr (kMayStart) {
+    if (is_early && number < num_tiles) {
+      if (window.seek(params, n_blocks, number)) {
+        publish_tile(shared.tile(slot.stage), window.tile(n_blocks, number));
+      }
+      ptx::warp_sync();
+      if (is_first_lane) ptx::mbarrier_arrive(shared.tile_full(slot.stage));
+      number = ptx::shuffle_index(loads.start(read_tile<Tile>(shared.tile(slot.stage)), draw), 0);
+      slot.advance();
+    }
+  }
+  for (;; slot.advance()) {
     // A tile ahead: a draw's answer arrives while this tile's loads are issued.
     int next_number = 0;
     if (is_first_lane && number < num_tiles) next_number = next_tile_index(params.tile_counter, num_tiles, number);
@@ -181,11 +241,11 @@ __device__ __forceinline__ Taken take_tile(const SharedMemory<Spec>& shared, Rin
 }
 
 // loads(tile, warp): what a warp does for each tile.
-template <typename Spec, typename Loads>
+template <typename Spec, bool kMayStart = false, typename Loads>
 __device__ __forceinline__ void produce(const GemmParams& params, const SharedMemory<Spec>& shared, int warp,
-                                        Loads& loads) {
+                                        Loads& loads, bool is_early = false) {
   if (warp == 0) {
-    draw_tiles<Spec>(params, shared, loads);
+    draw_tiles<Spec, kMayStart>(params, shared, loads, is_early);
     return;
   }
   if constexpr (Spec::kProducerWarps > 1) {
@@ -199,11 +259,12 @@ __device__ __forceinline__ void produce(const GemmParams& params, const SharedMe
   }
 }
 
-template <typename Spec, Weights kWeights>
+template <typename Spec, Weights kWeights, bool kIsScaled = false>
 __device__ __forceinline__ void produce(const GemmParams& params, const SharedMemory<Spec>& shared, int warp,
-                                        const ptx::TensorMap* a_map, const ptx::TensorMap& b_map) {
-  TileLoads<Spec, kWeights> loads{params, shared, a_map, b_map, {}};
-  produce<Spec>(params, shared, warp, loads);
+                                        const ptx::TensorMap* a_map, const ptx::TensorMap& b_map,
+                                        bool is_early = false) {
+  TileLoads<Spec, kWeights, kIsScaled> loads{params, shared, a_map, b_map, {}};
+  produce<Spec, kIsScaled && !Spec::kGathersA>(params, shared, warp, loads, is_early);
 }
 
 }  // namespace flashmoe::moe::sm90

@@ -384,14 +384,18 @@ __device__ __forceinline__ void run_scaled(const ScaledGemmParams& params, const
     init_barriers(shared);
   }
   ptx::barrier_sync_block();
-  ptx::grid_launch_dependents();
-  ptx::grid_dependency_wait();
+  const bool is_early = !Spec::kGathersA && params.is_early != 0;
+  if (!is_early) {
+    ptx::grid_dependency_wait();
+    ptx::grid_launch_dependents();
+  }
 
   if (warpgroup == 0) {
     ptx::setmaxnreg_dec<Spec::kProducerRegisters>();
-    produce<Spec, Weights::kNk>(params.gemm, shared, warp, a_map, b_map);
+    produce<Spec, Weights::kNk, /*kIsScaled=*/true>(params.gemm, shared, warp, a_map, b_map, is_early);
   } else {
     ptx::setmaxnreg_inc<Spec::kConsumerRegisters>();
+    if (is_early) ptx::grid_dependency_wait();
     const int consumer = warpgroup - 1;
     consume_scaled<Spec>(params, shared, consumer, Epilogue(params, shared, consumer, maps...));
   }

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from flashmoe_build.emulation.compare import DTYPES, UNIT_ROUNDOFF, UNTOUCHED, touched, worst_element
-from flashmoe_build.emulation.runner import Launch, NamedProblem, Runner, Trial, in_front, output
+from flashmoe_build.emulation.runner import Buffer, Launch, NamedProblem, Runner, Trial, in_front, output
 from flashmoe_tools.operations.moe.emulation.routing import NAN, seeded
 from flashmoe_tools.tables import Unit
 
@@ -145,7 +145,9 @@ def expect_dweights(p: CombineProblem, inputs: CombineInputs) -> tuple[torch.Ten
 
 
 def combine_trial(unit: Unit, p: CombineProblem) -> Trial:
-    """Of a problem too large to run whole, tensors are the last part of what there would be, and the last token runs."""
+    """Of a problem too large to run whole, tensors are the last part of what there would be, and the last token runs. Forward, what the
+    sort wrote is there before the grid in front ends.
+    """
     inputs, is_backward = p.inputs(DTYPES[unit.dtype]), unit.row.operation == BACKWARD
     slots, tokens, is_huge = p.tokens * p.top_k, p.huge_tokens or p.tokens, p.huge_tokens is not None
     first = tokens * p.top_k - slots
@@ -153,13 +155,17 @@ def combine_trial(unit: Unit, p: CombineProblem) -> Trial:
     out = torch.full((p.tokens, stride), NAN, dtype=DTYPES[unit.dtype])
     dweights = torch.full((slots,), NAN)
 
-    def last(tensor: torch.Tensor | None, of_each: int, *, is_output: bool = False) -> Any:
+    def last(tensor: torch.Tensor | None, of_each: int, *, is_output: bool = False, is_early: bool = False) -> Any:
         end = of_each * tokens if is_huge else None
-        return output(tensor, end=end) if is_output and tensor is not None else in_front(tensor, end=end)
+        if tensor is not None and (is_output or is_early):
+            return output(tensor, end=end) if is_output else Buffer(tensor, end=end)
+        return in_front(tensor, end=end)
 
     values: dict[str, Any] = {
         "rows": last(inputs.rows, p.top_k * p.columns),
-        "slot_rows": last((inputs.slot_rows + first * (inputs.slot_rows >= 0)).int(), p.top_k),
+        "slot_rows": last(
+            (inputs.slot_rows + first * (inputs.slot_rows >= 0)).int(), p.top_k, is_early=not is_backward
+        ),
         "out": last(out, p.columns, is_output=True) if p.wants_out else None,
         "out_stride": stride,
         "tokens": tokens,
@@ -175,7 +181,10 @@ def combine_trial(unit: Unit, p: CombineProblem) -> Trial:
             values |= {"bias": in_front(inputs.bias), "expert_offsets": in_front(offsets.int())}
             values["dout"] = last(inputs.dout, p.columns)
     else:
-        values |= {"row_weights": last(inputs.row_weights, p.top_k), "shared": last(inputs.shared, p.columns)}
+        values |= {
+            "row_weights": last(inputs.row_weights, p.top_k, is_early=True),
+            "shared": last(inputs.shared, p.columns),
+        }
 
     def check() -> list[str]:
         ran = slice(p.tokens - 1, None) if is_huge else slice(None)

@@ -11,7 +11,7 @@ from flashmoe_tools.operations.moe.reference import activate
 from flashmoe_tools.tables import Unit
 
 DOT_COLUMNS = 128  # kDotColumns of moe/params/gemm.h
-EARLY_SLOTS = 32  # up to which the host gives a gated product for few rows the choices themselves
+EARLY_SLOTS = 32  # up to which problems of a gated product for few rows have the choices themselves; the host: 1024
 EXPONENT_ERROR = 4e-6  # of an activation, for the approximate exponential, relative to what multiplies it
 
 
