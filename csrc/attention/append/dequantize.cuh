@@ -55,11 +55,11 @@ struct Dequantizer {
     const Strides& stride = is_value ? params.v_stride : params.k_stride;
     const CacheScale& of = is_value ? params.v_scale : params.k_scale;
     const int columns = is_value ? params.head_dim_v : params.head_dim;
-    const unsigned char* from_gmem = static_cast<const unsigned char*>(is_value ? params.v : params.k) +
-                                     head * stride.head + part * kCodes;
-    Element* to_gmem =
-        static_cast<Element*>(is_value ? params.v_out : params.k_out) +
-        ((static_cast<int64_t>(batch) * params.heads_kv + head) * params.seq_k + first) * columns + part * kCodes;
+    const unsigned char* from_gmem =
+        static_cast<const unsigned char*>(is_value ? params.v : params.k) + head * stride.head + part * kCodes;
+    Element* to_gmem = static_cast<Element*>(is_value ? params.v_out : params.k_out) +
+                       ((static_cast<int64_t>(batch) * params.heads_kv + head) * params.seq_k + first) * columns +
+                       part * kCodes;
     const auto scale_at = [&](int page) {
       if (of.values == nullptr) return of.factor;
       const int64_t index = of.is_of_pages ? page : batch;

@@ -26,7 +26,7 @@ constexpr int64_t kCopiedKeys = 32;  // that a block of threads copies at a time
 // Every tile of a chunk makes elements of all codes again: beyond so many of a key head one copy is cheaper, however many keys there are. Of bf16 they
 // take twice the instructions.
 constexpr int64_t kMostCodedTiles = 8;
-constexpr int64_t kMostWideCodedTiles = 6;  // of bf16, above head dim 64
+constexpr int64_t kMostWideCodedTiles = 6;              // of bf16, above head dim 64
 constexpr int64_t kMostDequantized = int64_t{1} << 30;  // elements
 constexpr int64_t kWidest = 256;                        // head dim of any kernel for codes
 constexpr int32_t kFirstThatDecodes = 80;               // compute capability that has a kernel for codes
