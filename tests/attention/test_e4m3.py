@@ -177,6 +177,25 @@ def test_many_rows(
 
 
 @either
+@pytest.mark.parametrize(("layout", "kind"), [("pages", "pages"), ("pages", "one"), ("dense", "heads")])
+@pytest.mark.parametrize("head_dim", [128, 80, 256])
+def test_more_rows_than_a_chunk_makes_elements_for(
+    head_dim: int, layout: str, kind: str, dtype: torch.dtype, device: str
+) -> None:
+    """More than eight tiles of a key head: on a GPU by a copy of the cache in 16 bits, with calls of other sizes between."""
+    case = make(layout, kind, dtype, device, rows=300, causal=True, head_dim=head_dim)
+    (of_codes, lse), (of_elements, lse_of_elements) = case.call(has_codes=True), case.call(has_codes=False)
+    for sequences in (slice(0, 1), slice(3, 5), slice(None)):
+        again, _ = case.call(has_codes=True, sequences=sequences)
+        torch.testing.assert_close(again, of_codes[sequences], atol=0.02, rtol=0.0)
+    assert torch.equal(again, of_codes)
+    last_bit = 0.0 if layout == "dense" or device == "cpu" else 2.0**-10 if dtype is torch.float16 else 2.0**-7
+    difference = (of_codes.double() - of_elements.double()).square().mean().sqrt()
+    assert difference <= last_bit * of_elements.double().square().mean().sqrt()
+    assert torch.allclose(lse, lse_of_elements, atol=0.0 if last_bit == 0.0 else 0.02)
+
+
+@either
 @pytest.mark.parametrize("has_page_scales", [False, True])
 def test_many_rows_of_pages_with_less_room_than_max_seqlen_k(
     has_page_scales: bool, dtype: torch.dtype, device: str

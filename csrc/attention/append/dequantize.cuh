@@ -1,66 +1,123 @@
 // A cache of 8-bit floats (e4m3) as one of 16 bits: each sequence's keys and values behind each other, times their scales. Keys past a sequence's
-// end stay unwritten. Grid: a thread for 16 codes of a row, in this order: columns of K, then of V, heads, keys, sequences.
+// end stay unwritten. Grid: any; blocks of threads take units of kUnitKeys keys of a head, in turn, heads first.
 #pragma once
 
 #include "attention/append/append.cuh"
 #include "attention/params/e4m3.h"
+#include "device/math.cuh"
 #include "ptx/e4m3.cuh"
+#include "ptx/grid_dependency.cuh"
 
 namespace flashmoe::attention {
 
 template <typename Spec>
-__device__ __forceinline__ void dequantize_e4m3(const DequantizeParams& params) {
+struct Dequantizer {
   using Element = typename Spec::Element;
-  constexpr int kCodes = 16;
-  const int key_parts = params.head_dim / kCodes;
-  const int parts = key_parts + params.head_dim_v / kCodes;
-  int index = ptx::block_index() * Spec::kNumThreads + ptx::thread_index();
-  int part = index % parts;
-  index /= parts;
-  const int head = index % params.heads_kv;
-  index /= params.heads_kv;
-  const int batch = index / params.seq_k;
-  const int key = index - batch * params.seq_k;
-  if (batch >= params.batch || key >= key_extent(params, batch).length) return;
-  const bool is_value = part >= key_parts;
-  if (is_value) part -= key_parts;
+  static constexpr int kUnitKeys = 32;
+  static constexpr int kCodes = 8;   // of a thread at a time: what a warp stores is one range of 512 bytes
+  static constexpr int kAtOnce = 4;  // that are on their way together
 
-  const Batch& sequences = params.sequences;
-  const Strides& stride = is_value ? params.v_stride : params.k_stride;
-  int place = batch;
-  int row = key;
-  if (sequences.block_table != nullptr) {
-    const int page = key / sequences.page_size;
-    place = load_length(sequences.block_table + batch * sequences.block_table_stride + page);
-    if (place < 0 || place >= sequences.num_pages) place = 0;
-    row = key - page * sequences.page_size;
+  const DequantizeParams& params;
+  const int key_parts;  // of a row of K
+  const int parts;      // and of V
+  const int rows;       // that the threads take at a time
+  const int row;
+  int part;
+  bool is_value;
+
+  __device__ __forceinline__ explicit Dequantizer(const DequantizeParams& params_)
+      : params(params_),
+        key_parts(params_.head_dim / kCodes),
+        parts(key_parts + params_.head_dim_v / kCodes),
+        rows(Spec::kNumThreads / parts),
+        row(ptx::thread_index() / parts),
+        part(ptx::thread_index() - row * parts),
+        is_value(part >= key_parts) {
+    if (is_value) part -= key_parts;
   }
-  const CacheScale& of = is_value ? params.v_scale : params.k_scale;
-  float scale = of.factor;
-  if (of.values != nullptr) {
-    const int64_t of_index = of.is_of_pages ? place : batch;
-    scale *= ptx::ld_global_float(of.values + of_index * of.stride + head * of.head_stride);
+
+  struct Place {
+    int page;  // or sequence
+    int row;
+  };
+  __device__ __forceinline__ Place place_of(int batch, int key) const {
+    const Batch& sequences = params.sequences;
+    if (sequences.block_table == nullptr) return Place{batch, key};
+    const int index = key / sequences.page_size;
+    const int page = load_length(sequences.block_table + batch * sequences.block_table_stride + index);
+    return Place{page >= 0 && page < sequences.num_pages ? page : 0, key - index * sequences.page_size};
   }
-  const unsigned char* from_gmem = static_cast<const unsigned char*>(is_value ? params.v : params.k) +
-                                   place * stride.batch + head * stride.head + row * stride.row + part * kCodes;
-  const int columns = is_value ? params.head_dim_v : params.head_dim;
-  Element* to_gmem = static_cast<Element*>(is_value ? params.v_out : params.k_out) +
-                     ((static_cast<int64_t>(batch) * params.heads_kv + head) * params.seq_k + key) * columns +
-                     part * kCodes;
-  uint32_t codes[4];
-  ptx::ld_global_128(codes, from_gmem);
+
+  // Keys from `first` on, as far as the unit and the sequence have any.
+  __device__ __forceinline__ void convert(int batch, int head, int first, int keys) const {
+    if (first >= keys || row >= rows) return;
+    const Strides& stride = is_value ? params.v_stride : params.k_stride;
+    const CacheScale& of = is_value ? params.v_scale : params.k_scale;
+    const int columns = is_value ? params.head_dim_v : params.head_dim;
+    const unsigned char* from_gmem =
+        static_cast<const unsigned char*>(is_value ? params.v : params.k) + head * stride.head + part * kCodes;
+    Element* to_gmem = static_cast<Element*>(is_value ? params.v_out : params.k_out) +
+                       ((static_cast<int64_t>(batch) * params.heads_kv + head) * params.seq_k + first) * columns +
+                       part * kCodes;
+    const auto scale_at = [&](int page) {
+      if (of.values == nullptr) return of.factor;
+      const int64_t index = of.is_of_pages ? page : batch;
+      return of.factor * ptx::ld_global_float(of.values + index * of.stride + head * of.head_stride);
+    };
+    const auto store = [&](int of_unit, const uint32_t (&codes)[2], float scale) {
+      uint32_t elements[4];
 #pragma unroll
-  for (int half = 0; half < 2; ++half) {
-    uint32_t elements[4];
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      float values[4];
-      ptx::widen_e4m3(values, codes[2 * half + i]);
-      elements[2 * i] = pack<Element>(values[0] * scale, values[1] * scale);
-      elements[2 * i + 1] = pack<Element>(values[2] * scale, values[3] * scale);
+      for (int half = 0; half < 2; ++half) {
+        float values[4];
+        ptx::widen_e4m3(values, codes[half]);
+        elements[2 * half] = pack<Element>(values[0] * scale, values[1] * scale);
+        elements[2 * half + 1] = pack<Element>(values[2] * scale, values[3] * scale);
+      }
+      ptx::st_global_128(to_gmem + of_unit * columns, elements);
+    };
+    const int end = minimum(kUnitKeys, keys - first);
+    if (params.sequences.block_table != nullptr && params.sequences.page_size % kUnitKeys != 0) {
+      for (int of_unit = row; of_unit < end; of_unit += rows) {
+        const Place place = place_of(batch, first + of_unit);
+        uint32_t codes[2];
+        ptx::ld_global_64(codes, from_gmem + place.page * stride.batch + place.row * stride.row);
+        store(of_unit, codes, scale_at(place.page));
+      }
+      return;
     }
-    ptx::st_global_128(to_gmem + half * 8, elements);
+    const Place start = place_of(batch, first);
+    const float scale = scale_at(start.page);
+    from_gmem += start.page * stride.batch + start.row * stride.row;
+    for (int next = row; next < end; next += kAtOnce * rows) {
+      uint32_t codes[kAtOnce][2];
+#pragma unroll
+      for (int i = 0; i < kAtOnce; ++i) {
+        if (next + i * rows < end) ptx::ld_global_64(codes[i], from_gmem + (next + i * rows) * stride.row);
+      }
+#pragma unroll
+      for (int i = 0; i < kAtOnce; ++i) {
+        if (next + i * rows < end) store(next + i * rows, codes[i], scale);
+      }
+    }
   }
+
+  __device__ __forceinline__ void run() const {
+    const int heads = params.batch * params.heads_kv;
+    const int units = ceil_div(params.seq_k, kUnitKeys) * heads;
+    for (int index = ptx::block_index(); index < units; index += ptx::grid_size()) {
+      const int unit = index / heads;
+      const int batch = (index - unit * heads) / params.heads_kv;
+      const int head = index - unit * heads - batch * params.heads_kv;
+      convert(batch, head, unit * kUnitKeys, key_extent(params, batch).length);
+    }
+  }
+};
+
+template <typename Spec>
+__device__ __forceinline__ void dequantize_e4m3(const DequantizeParams& params) {
+  ptx::grid_dependency_wait();
+  ptx::grid_launch_dependents();
+  Dequantizer<Spec>(params).run();
 }
 
 }  // namespace flashmoe::attention

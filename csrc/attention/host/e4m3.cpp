@@ -21,8 +21,11 @@ constexpr int64_t kRowAlignBytes = 16;
 constexpr int64_t kScaledKeys = 16;  // of a page that has a scale: a multiple of a warp's keys
 // The kernel for caches of codes reads a cache again for each 16 rows of a key head: from so many on it is read once, and written in 16 bits.
 constexpr int64_t kManyRows = 128;
-// Every tile of a chunk makes elements of all codes again: beyond so many of a key head one copy is cheaper, however many keys there are.
+constexpr int64_t kCopiedKeys = 32;  // that a block of threads copies at a time
+// Every tile of a chunk makes elements of all codes again: beyond so many of a key head one copy is cheaper, however many keys there are. Of bf16 they
+// take twice the instructions.
 constexpr int64_t kMostCodedTiles = 8;
+constexpr int64_t kMostWideCodedTiles = 6;              // of bf16, above head dim 64
 constexpr int64_t kMostDequantized = int64_t{1} << 30;  // elements
 constexpr int64_t kWidest = 256;                        // head dim of any kernel for codes
 constexpr int32_t kFirstThatDecodes = 80;               // compute capability that has a kernel for codes
@@ -93,11 +96,10 @@ VarlenArguments dequantize(const E4m3Arguments& arguments, const host::Device& g
                                 make_scale(arguments.k_scale, codes.has_pages()),
                                 make_scale(arguments.v_scale, codes.has_pages())};
   const Kernel& kernel = select_dequantize(host::make_request(gpu, codes.dtype));
-  const int64_t parts = (params.head_dim + params.head_dim_v) / kRowAlignBytes;
-  const int64_t threads = parts * params.heads_kv * params.seq_k * params.batch;
+  const int64_t grid = (params.seq_k + kCopiedKeys - 1) / kCopiedKeys * params.heads_kv * params.batch;
   const host::CudaCall call(gpu);
   host::LaunchList list;
-  list.add({&kernel, (threads + kernel.threads - 1) / kernel.threads, &params, nullptr, /*is_dependent=*/false});
+  list.add({&kernel, grid, &params, nullptr, /*is_dependent=*/true});
   list.run(call);
   return wide;
 }
@@ -112,7 +114,8 @@ Choice choose_chunk(const E4m3Arguments& arguments, const host::Device& gpu) {
   const Choice chunk = select_coded_chunk(host::make_request(gpu, varlen.dtype), select_chunk(varlen, gpu));
   if (chunk.forward == nullptr || !can_be_dequantized(varlen)) return chunk;
   const int64_t rows = varlen.max_seqlen_q * (varlen.heads_q() / varlen.heads_kv());
-  return rows <= kMostCodedTiles * chunk.forward->block_m ? chunk : Choice{};
+  const bool is_dear = varlen.dtype == Dtype::kBFloat16 && varlen.head_dim() > 64;
+  return rows <= (is_dear ? kMostWideCodedTiles : kMostCodedTiles) * chunk.forward->block_m ? chunk : Choice{};
 }
 
 }  // namespace

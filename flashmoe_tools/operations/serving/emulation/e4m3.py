@@ -246,6 +246,7 @@ def dequantize_problems(unit: Unit) -> Iterator[E4m3Problem]:
         "pages", unit.dtype, (1,) * 4, (70, 0, 33, 16), 2, 2, 64, 48, keys_layout=Keys.PAGED, page_size=16, slack=5
     )
     yield replace(base, scales=Scales.PAGES, exponents=None)
+    yield replace(base, name="large pages", page_size=32, scales=Scales.PAGES, keys=(70, 0, 33, 32))
     yield replace(base, name="odd pages", page_size=7, scales=Scales.SEQUENCES, heads_kv=1, head_dim=16, head_dim_v=256)
     yield replace(base, name="dense", keys_layout=Keys.DENSE, page_size=0, spare_keys=3, scales=Scales.HEADS)
     yield replace(base, name="every code", scales=Scales.NUMBER, exponents=(-6, -6), has_every_code=True)
@@ -261,7 +262,6 @@ def dequantize_trial(unit: Unit, p: E4m3Problem) -> Trial:
         expected[name] = outs[name].clone()
         for whole, own in zip(expected[name], tensors.sequences, strict=True):
             whole[:, : own[index].shape[1]] = own[index].to(whole.dtype)
-    threads = (p.head_dim + p.head_dim_v) // 16 * p.heads_kv * values["seq_k"] * len(p.keys)
 
     def check() -> list[str]:
         pairs = ((name, out.view(torch.int16), expected[name].view(torch.int16)) for name, out in outs.items())
@@ -269,7 +269,7 @@ def dequantize_trial(unit: Unit, p: E4m3Problem) -> Trial:
 
     given = {name: values[name] for name in named}
     given |= {"k_scale": k_scale.struct, "v_scale": v_scale.struct, **{name: output(out) for name, out in outs.items()}}
-    return Trial([Launch(given, -(-threads // (32 * unit.row.warps)))], check, outs)
+    return Trial([Launch(forward.from_grid_in_front(given), blocks=3)], check, outs)
 
 
 RUNNER = Runner(problems, trial)
