@@ -10,6 +10,7 @@
 #pragma once
 
 #include "attention/forward/sm90/alibi.cuh"
+#include "attention/dropout.cuh"
 #include "attention/forward/sm90/dropout.cuh"
 #include "attention/forward/sm90/epilogue.cuh"
 #include "attention/forward/sm90/schedule.cuh"
@@ -55,6 +56,7 @@ struct Consumer {
   RingPosition<Spec::kNumStages> key;
   RingPosition<Spec::kNumStages> value;
   RingPosition<Spec::kNumQueryStages> query;
+  RingPosition<Spec::kDrawnSlots> drawn;
   const bool is_capped;      // a softcap alone, which is the softmax's
   bool has_output = false;   // a tile went before this one (release_output)
   float scale_log2;          // of what the softmax gets: with an additive mask the scores have it already
@@ -252,7 +254,7 @@ struct Consumer {
   // In: P of key block `block` - 1. Issues S of `block` and O += P V of the block before; out: P of `block`.
   template <typename Policy>
   __device__ __forceinline__ void step(float (&output)[kOutputs], uint32_t (&probabilities)[kProbabilities],
-                                       RowState& rows, const TileDropout<Spec>& dropout, const Tile<kMask>& tile,
+                                       RowState& rows, const Tile<kMask>& tile,
                                        int block, bool is_masked = true) {
     float scores[kScores];
     wait_key();
@@ -260,7 +262,6 @@ struct Consumer {
     issue_scores(scores);
     if constexpr (!kWaitsForBoth) wait_value();
     issue_output(output, probabilities);
-    const auto drawn = dropout.draw(block);
 
     ptx::wgmma_wait<1>();
     ptx::wgmma_fence_operands(scores);
@@ -276,7 +277,7 @@ struct Consumer {
       for (int i = 0; i < kOutputs; ++i) output[i] *= rescale[(i / 2) % 2];
     }
     pack_operand<Element>(probabilities, scores);
-    dropout.drop(probabilities, drawn);
+    BlockDropout<Spec>::drop(probabilities, shared, consumer, drawn);
   }
 
   // Passes over a key block that only rows of other warpgroups see. Elsewhere a product joins the lanes of a warp
@@ -289,6 +290,7 @@ struct Consumer {
     wait_value();
     ptx::warp_sync();
     release_value();
+    if constexpr (Spec::kHasDropout) drawn.advance();
   }
 
   __device__ __forceinline__ void skip_blocks(int begin, int end) {
@@ -321,7 +323,6 @@ struct Consumer {
     const KeyRange full{ceil_div(visible_keys<kMask>(sequence, last_row).begin, Spec::kBlockN),
                         visible_keys<kMask>(sequence, first_row).end / Spec::kBlockN};
     int block = own.begin;
-    const TileDropout<Spec> dropout(params, tile, thread_row(tile));
     if constexpr (Spec::kHasAlibi) {
       slope = alibi_slope(params.score_options, params.score_options.mask_factor, tile.batch, tile.head, 0);
     }
@@ -351,14 +352,14 @@ struct Consumer {
         online_softmax<Spec::kBlockN, true>(scores, rows, rescale, softmax_scale());
       }
       pack_operand<Element>(probabilities, scores);
-      dropout.drop(probabilities, dropout.draw(block));
+      BlockDropout<Spec>::drop(probabilities, shared, consumer, drawn);
     }
 
     // Blocks that need no mask are a loop of their own: inside one loop for both they would be an eighth slower.
     if constexpr (!kIsRuntime) {
       const int plain_end = minimum(own.end, full.end);
-      for (++block; block < plain_end; ++block) step<Plain<false>>(output, probabilities, rows, dropout, tile, block);
-      for (; block < own.end; ++block) step<Plain<true>>(output, probabilities, rows, dropout, tile, block);
+      for (++block; block < plain_end; ++block) step<Plain<false>>(output, probabilities, rows, tile, block);
+      for (; block < own.end; ++block) step<Plain<true>>(output, probabilities, rows, tile, block);
     } else {
       ++block;
       // A window has masked blocks at both ends.
@@ -375,21 +376,21 @@ struct Consumer {
         }
       };
       if constexpr (Spec::kHasAlibi) {
-        steps([&] { step<WithAlibi<true>>(output, probabilities, rows, dropout, tile, block); },
-              [&] { step<WithAlibi<false>>(output, probabilities, rows, dropout, tile, block); });
+        steps([&] { step<WithAlibi<true>>(output, probabilities, rows, tile, block); },
+              [&] { step<WithAlibi<false>>(output, probabilities, rows, tile, block); });
       } else if constexpr (Spec::kStreamsMask) {
         for (; block < own.end; ++block) {
-          step<Streamed>(output, probabilities, rows, dropout, tile, block, needs_mask(full, block));
+          step<Streamed>(output, probabilities, rows, tile, block, needs_mask(full, block));
         }
       } else if constexpr (!Spec::kHasScoreMod) {
-        steps([&] { step<Plain<true>>(output, probabilities, rows, dropout, tile, block); },
-              [&] { step<Plain<false>>(output, probabilities, rows, dropout, tile, block); });
+        steps([&] { step<Plain<true>>(output, probabilities, rows, tile, block); },
+              [&] { step<Plain<false>>(output, probabilities, rows, tile, block); });
       } else if (is_capped) {
-        steps([&] { step<Softcapped<true>>(output, probabilities, rows, dropout, tile, block); },
-              [&] { step<Softcapped<false>>(output, probabilities, rows, dropout, tile, block); });
+        steps([&] { step<Softcapped<true>>(output, probabilities, rows, tile, block); },
+              [&] { step<Softcapped<false>>(output, probabilities, rows, tile, block); });
       } else {
         for (; block < own.end; ++block) {
-          step<Modified>(output, probabilities, rows, dropout, tile, block, needs_mask(full, block));
+          step<Modified>(output, probabilities, rows, tile, block, needs_mask(full, block));
         }
       }
     }

@@ -1,44 +1,42 @@
-// Dropout (../../dropout.cuh) of a warpgroup's P. What a block of keys keeps depends on no score: it is drawn while the tensor cores compute these.
+// Dropout of a warpgroup's P, by what other warps have drawn (varlen/drawer.cuh).
 #pragma once
 
-#include "attention/dropout.cuh"
-#include "attention/params/forward.h"
+#include "attention/forward/sm90/spec.cuh"
+#include "device/ring.cuh"
+#include "ptx/barrier.cuh"
+#include "ptx/memory.cuh"
+#include "ptx/permute.cuh"
+#include "ptx/special_registers.cuh"
 
 namespace flashmoe {
 namespace attention {
 namespace sm90 {
 
-// Of a thread's two rows of a tile. Empty without dropout.
+// Empty without dropout.
 template <typename Spec, bool kHasDropout = Spec::kHasDropout>
-struct TileDropout {
-  struct Block {};
-  template <typename Tile>
-  __device__ __forceinline__ TileDropout(const ForwardParams&, const Tile&, int) {}
-  __device__ __forceinline__ Block draw(int) const { return {}; }
-  __device__ __forceinline__ void drop(uint32_t (&)[Spec::kBlockN / 4], const Block&) const {}
+struct BlockDropout {
+  static __device__ __forceinline__ void drop(uint32_t (&)[Spec::kBlockN / 4], const SharedMemory<Spec>&, int,
+                                              RingPosition<Spec::kDrawnSlots>&) {}
 };
 
 template <typename Spec>
-struct TileDropout<Spec, true> {
-  using Block = KeptPairs<Spec::kBlockN>;
-
-  HeadDropout of_head;
-  int row;  // the first of the two; the other is 8 further on
-
-  template <typename Tile>
-  __device__ __forceinline__ TileDropout(const ForwardParams& params, const Tile& tile, int row_)
-      : of_head(dropout_of(params), tile.head, tile.batch), row(row_) {}
-
-  __device__ __forceinline__ Block draw(int block) const {
-    Block drawn;
-    drawn.draw(of_head, row, block * Spec::kBlockN);
-    return drawn;
-  }
-
+struct BlockDropout<Spec, true> {
   // What is kept is scaled with the output.
-  __device__ __forceinline__ void drop(uint32_t (&probabilities)[Spec::kBlockN / 4], const Block& drawn) const {
+  static __device__ __forceinline__ void drop(uint32_t (&probabilities)[Spec::kBlockN / 4],
+                                              const SharedMemory<Spec>& shared, int consumer,
+                                              RingPosition<Spec::kDrawnSlots>& drawn) {
 #pragma unroll
-    for (int i = 0; i < Spec::kBlockN / 4; ++i) probabilities[i] &= drawn.pair(i).halves();
+    for (int i = 0; i < Spec::kDraws; ++i) {
+      uint32_t selectors[4];
+      ptx::ld_shared_128(selectors, shared.drawn(drawn.stage, consumer, i, ptx::thread_index() % 128));
+#pragma unroll
+      for (int pair = 0; pair < 8; ++pair) {
+        uint32_t& both = probabilities[8 * i + pair];
+        both = ptx::permute_bytes(both, both, selectors[pair / 2] >> (pair % 2 * 16));
+      }
+    }
+    ptx::warp_sync();  // hazard: the first lane releases V, and with it the slot, before the others have read
+    drawn.advance();
   }
 };
 

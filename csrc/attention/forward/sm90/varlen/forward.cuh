@@ -7,6 +7,7 @@
 #pragma once
 
 #include "attention/forward/sm90/forward.cuh"
+#include "attention/forward/sm90/varlen/drawer.cuh"
 #include "attention/forward/sm90/varlen/producer.cuh"
 #include "attention/forward/sm90/varlen/scheduler.cuh"
 #include "attention/forward/sm90/varlen/spec.cuh"
@@ -41,7 +42,8 @@ __device__ __forceinline__ void run_varlen(const Params& given, const ForwardPar
     ptx::prefetch_tensor_map(&v_map);
     ptx::prefetch_tensor_map(&out_map);
 #pragma unroll
-    for (int i = 0; i < 5; ++i) ptx::mbarrier_init(shared.next_tile_full(i), 1);
+    for (int i = 0; i < 4; ++i) ptx::mbarrier_init(shared.next_tile_full(i), 1);
+    ptx::mbarrier_init(shared.next_tile_wanted(), 1 + Spec::kNumDrawers);
     if constexpr (Spec::kConvertsCodes) {
 #pragma unroll
       for (int slot = 0; slot < Spec::kCodeSlots; ++slot) {
@@ -66,6 +68,8 @@ __device__ __forceinline__ void run_varlen(const Params& given, const ForwardPar
       }
     } else if (warp == 1) {
       scheduler.run();
+    } else if constexpr (Spec::kNumDrawers == 2) {
+      Drawer<Spec>(params, shared).run();
     }
     return;
   }
@@ -73,6 +77,13 @@ __device__ __forceinline__ void run_varlen(const Params& given, const ForwardPar
     if (warpgroup > Spec::kNumConsumers) {
       ptx::setmaxnreg_dec<Spec::kConverterRegisters>();
       Convert(params, shared).run();
+      return;
+    }
+  }
+  if constexpr (Spec::kNumDrawers == 4) {
+    if (warpgroup > Spec::kNumConsumers) {
+      ptx::setmaxnreg_dec<Spec::kDrawerRegisters>();
+      Drawer<Spec>(params, shared).run();
       return;
     }
   }

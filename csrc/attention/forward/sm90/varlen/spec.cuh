@@ -30,13 +30,35 @@ struct VarlenSpec : ForwardSpec<Element_, kHeadDim_, kBlockM_, kBlockN_, kNumSta
                                                               : 200;
 };
 
-// Takes DropoutForwardParams. kScores 2: ALiBi, and a softcap before it; otherwise neither softcap nor mask tensor.
-template <typename Element, int kHeadDim, int kBlockM, int kBlockN, int kNumStages, int kNumWarps, int kNumQueryStages,
-          int kNumOutputSlabs, int kScores>
-struct DropoutForwardSpec : VarlenSpec<Element, kHeadDim, kBlockM, kBlockN, kNumStages, kNumWarps, kNumQueryStages,
-                                       kNumOutputSlabs, kScores> {
+// Takes DropoutForwardParams. kScores 2: ALiBi, and a softcap before it; otherwise neither softcap nor mask tensor. kDrawers: warps that draw for the
+// consumers (drawer.cuh), into slots that V's barriers empty and K's fill: a warpgroup behind these, or the idle two of the producing one.
+template <typename Element, int kHeadDim, int kBlockM, int kBlockN, int kNumStages, int kNumWarps_, int kNumQueryStages,
+          int kNumOutputSlabs, int kScores, int kDrawers>
+struct DropoutForwardSpec : VarlenSpec<Element, kHeadDim, kBlockM, kBlockN, kNumStages, kNumWarps_ - kDrawers / 4 * 4,
+                                       kNumQueryStages, kNumOutputSlabs, kScores> {
+  using Base = VarlenSpec<Element, kHeadDim, kBlockM, kBlockN, kNumStages, kNumWarps_ - kDrawers / 4 * 4,
+                          kNumQueryStages, kNumOutputSlabs, kScores>;
   static constexpr bool kHasDropout = true;
   static_assert(kScores != 1, "a softcap or a mask tensor is the sm80 kernels'");
+  static constexpr int kNumWarps = kNumWarps_;
+  static constexpr int kNumThreads = kNumWarps * 32;
+  static constexpr int kNumDrawers = kDrawers;
+  static_assert(kDrawers == 2 || kDrawers == 4, "the producing warps that are idle, or a warpgroup");
+  // Of a warpgroup behind two that compute: 56 + 2 * 200 + 56 = 4 * 128, what the block starts with; behind three 56 + 3 * 120 + 64 = 5 * 96.
+  static constexpr bool kIsBehindThree = Base::kNumConsumers == 3;
+  static constexpr int kProducerRegisters = 56;
+  static constexpr int kDrawerRegisters = kIsBehindThree ? 64 : 56;
+  static constexpr int kConsumerRegisters = kDrawers == 2 ? Base::kConsumerRegisters : kIsBehindThree ? 120 : 200;
+
+  static constexpr int kDrawnSlots = 2;                // of words for a block
+  static constexpr int kDraws = kBlockN / 32;  // of a thread in a block
+  static constexpr int kDrawnBytes = kDraws * 128 * 16;  // of a consumer
+  static constexpr int kDrawnOffset = Base::kTileOffset;
+  static constexpr int kTileOffset = kDrawnOffset + kDrawnSlots * Base::kNumConsumers * kDrawnBytes;
+  static constexpr int kSchedulerOffset = kTileOffset + (Base::kSchedulerOffset - Base::kTileOffset);
+  static constexpr int kBarrierOffset = kTileOffset + (Base::kBarrierOffset - Base::kTileOffset);
+  static constexpr int kSharedBytes = kBarrierOffset + Base::kNumBarriers * 8;
+  static_assert(kSharedBytes <= 232448, "sm_90 gives a block at most 227 KiB");
 };
 
 // An additive mask of dense rows and keys, with an element for each, streamed; without a softcap.

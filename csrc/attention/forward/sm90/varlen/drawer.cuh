@@ -1,0 +1,99 @@
+// The warps that draw what a forward kernel drops, a block or two ahead of the consumers. Each thread draws for those of its number in a consumer (and
+// 64 further, if two warps draw). No consumer waits for the words but at the barrier where it waits for K.
+#pragma once
+
+#include "attention/dropout.cuh"
+#include "attention/forward/sm90/schedule.cuh"
+#include "attention/forward/sm90/spec.cuh"
+#include "attention/forward/sm90/varlen/schedule.cuh"
+#include "device/persistent.cuh"
+#include "device/ring.cuh"
+#include "ptx/barrier.cuh"
+#include "ptx/memory.cuh"
+#include "ptx/special_registers.cuh"
+
+namespace flashmoe {
+namespace attention {
+namespace sm90 {
+
+template <typename Spec>
+struct Drawer {
+  const ForwardParams& params;
+  const SharedMemory<Spec> shared;
+  RingPosition<Spec::kNumStages> key;      // of the block that is drawn
+  RingPosition<Spec::kDrawnSlots> drawn;   // its words'
+  RingPosition<Spec::kNumStages> emptied;  // V of the block whose words these replace
+  int unused = Spec::kDrawnSlots;          // slots
+
+  __device__ __forceinline__ Drawer(const ForwardParams& params_, const SharedMemory<Spec>& shared_)
+      : params(params_), shared(shared_) {}
+
+  // Of a draw's pairs of columns as KeptPair counts them, two a word: what permute_bytes takes of two packed weights to drop them. Digits of a
+  // column that is kept name its bytes, those of a dropped one repeat its sign: no weight is negative.
+  static __device__ __forceinline__ void draw_selectors(const HeadDropout& of_head, const Draw& draw, uint32_t either,
+                                                        uint32_t (&selectors)[4]) {
+    uint32_t words[4];
+    const uint32_t addend = of_head.words_of(draw, words);
+#pragma unroll
+    for (int w = 0; w < 4; ++w) {
+      const uint32_t low = (words[w] & 0x7F7F7F7F) + addend;
+      words[w] = (words[w] & low) | ((words[w] | low) & either);
+    }
+#pragma unroll
+    for (int b = 0; b < 4; ++b) {
+      const uint32_t bytes = ptx::permute_bytes(words[b / 2 * 2], words[b / 2 * 2 + 1], b % 2 == 0 ? 0xD9C8 : 0xFBEA);
+      selectors[b] = (bytes & 0x89898989) ^ 0xBB99BB99;
+    }
+  }
+
+  __device__ __forceinline__ void run() {
+    const uint32_t thread = ptx::thread_index() % (32 * Spec::kNumDrawers);
+    HeadDropout of_head(dropout_of(params), 0, 0);
+    // As kept() has it, but a register.
+    const uint32_t either = ptx::recompute(dropout_of(params).threshold < 128 << 8 ? 0xFFFFFFFFu : 0u);
+    for (int slot = 0, parity = 0;;) {
+      ptx::mbarrier_wait(shared.next_tile_full(slot), parity);
+      const auto tile = read_tile<VarlenTile>(shared.next_tile(slot));
+      ptx::warp_sync();  // all lanes have read it before the first one says so
+      if (tile.m_block < 0) return;
+      if (thread % 32 == 0) ptx::mbarrier_arrive(shared.next_tile_wanted());
+      of_head.head = static_cast<uint32_t>(tile.head);
+      of_head.sequence = static_cast<uint32_t>(tile.batch);
+      const uint32_t of_head_point = of_head.draw(0, 0).point;
+      const int first_row = tile.m_block * Spec::kBlockM;
+      const int consumers = minimum(Spec::kNumConsumers, ceil_div(tile.rows - first_row, 64));
+      for (int block = tile.blocks.begin; block < tile.blocks.end; ++block) {
+        // Hazard: a consumer has yet to read the words that were here.
+        if (unused > 0) {
+          --unused;
+        } else {
+          ptx::mbarrier_wait(shared.value_empty(emptied.stage), emptied.parity);
+          emptied.advance();
+        }
+        for (int consumer = 0; consumer < consumers; ++consumer) {
+          const uint32_t rows = (first_row + consumer * 64) / 2 + thread / 32 * 8 + thread % 32 / 4;
+          const uint32_t keys = block * (Spec::kBlockN / 8) + thread % 4;
+          const Draw first{keys, rows, of_head_point + rows * kRowStep + keys * kKeyStep};
+#pragma unroll
+          for (int warps = 0; warps < 4; warps += Spec::kNumDrawers)
+#pragma unroll
+            for (int i = 0; i < Spec::kDraws; ++i) {
+              uint32_t selectors[4];
+              draw_selectors(of_head, first.further(warps, i), either, selectors);
+              ptx::st_shared_128(shared.drawn(drawn.stage, consumer, i, 32 * warps + thread), selectors);
+            }
+        }
+        ptx::warp_sync();
+        if (thread % 32 == 0) ptx::mbarrier_arrive(shared.key_full(key.stage));
+        key.advance();
+        drawn.advance();
+      }
+      parity ^= slot;
+      slot ^= 1;
+    }
+  }
+};
+
+}  // namespace sm90
+}  // namespace attention
+}  // namespace flashmoe
