@@ -290,7 +290,7 @@ struct Consumer {
     wait_value();
     ptx::warp_sync();
     release_value();
-    if constexpr (Spec::kHasDropout) drawn.advance();
+    BlockDropout<Spec>::skip(shared, drawn);
   }
 
   __device__ __forceinline__ void skip_blocks(int begin, int end) {

@@ -34,8 +34,8 @@ __device__ __forceinline__ void init_barriers(const SharedMemory<Spec>& shared) 
   }
 #pragma unroll
   for (int stage = 0; stage < Spec::kNumStages; ++stage) {
-    // The copy engine's thread, and the warps that draw; or those that make elements of codes.
-    ptx::mbarrier_init(shared.key_full(stage), Spec::kConvertsCodes ? 4 : 1 + Spec::kNumDrawers);
+    // The copy engine's thread, or the warps that make elements of codes.
+    ptx::mbarrier_init(shared.key_full(stage), Spec::kConvertsCodes ? 4 : 1);
     ptx::mbarrier_init(shared.value_full(stage), Spec::kConvertsCodes ? 4 : 1);
     ptx::mbarrier_init(shared.key_empty(stage), Spec::kNumConsumers * kWarpsPerConsumer);
     ptx::mbarrier_init(shared.value_empty(stage), Spec::kNumConsumers * kWarpsPerConsumer);

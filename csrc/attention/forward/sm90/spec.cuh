@@ -152,6 +152,11 @@ struct SharedMemory {
     return base + Own::kDrawnOffset + (slot * Spec::kNumConsumers + consumer) * Own::kDrawnBytes + draw * 2048 +
            thread * 16;
   }
+  // full: the drawers have written the slot. empty: every consumer warp has read its words.
+  __device__ __forceinline__ ptx::Mbarrier* drawn_full(int slot) const { return next_tile_full(5 + slot); }
+  __device__ __forceinline__ ptx::Mbarrier* drawn_empty(int slot) const {
+    return next_tile_full(5 + Spec::kDrawnSlots + slot);
+  }
   // Of kernels over a cache of codes. What the copy engine brings of K and of V (varlen/spec.cuh), and the block that it belongs to.
   template <typename Own = Spec>
   __device__ __forceinline__ typename Own::CodeTile codes(int slot) const {

@@ -1,5 +1,5 @@
 // The warps that draw what a forward kernel drops, a block or two ahead of the consumers. Each thread draws for those of its number in a consumer (and
-// 64 further, if two warps draw). No consumer waits for the words but at the barrier where it waits for K.
+// 64 further, if two warps draw).
 #pragma once
 
 #include "attention/dropout.cuh"
@@ -20,10 +20,7 @@ template <typename Spec>
 struct Drawer {
   const ForwardParams& params;
   const SharedMemory<Spec> shared;
-  RingPosition<Spec::kNumStages> key;      // of the block that is drawn
-  RingPosition<Spec::kDrawnSlots> drawn;   // its words'
-  RingPosition<Spec::kNumStages> emptied;  // V of the block whose words these replace
-  int unused = Spec::kDrawnSlots;          // slots
+  RingPosition<Spec::kDrawnSlots> drawn;
 
   __device__ __forceinline__ Drawer(const ForwardParams& params_, const SharedMemory<Spec>& shared_)
       : params(params_), shared(shared_) {}
@@ -64,12 +61,7 @@ struct Drawer {
       const int consumers = minimum(Spec::kNumConsumers, ceil_div(tile.rows - first_row, 64));
       for (int block = tile.blocks.begin; block < tile.blocks.end; ++block) {
         // Hazard: a consumer has yet to read the words that were here.
-        if (unused > 0) {
-          --unused;
-        } else {
-          ptx::mbarrier_wait(shared.value_empty(emptied.stage), emptied.parity);
-          emptied.advance();
-        }
+        ptx::mbarrier_wait(shared.drawn_empty(drawn.stage), drawn.parity ^ 1);
         for (int consumer = 0; consumer < consumers; ++consumer) {
           const uint32_t rows = (first_row + consumer * 64) / 2 + thread / 32 * 8 + thread % 32 / 4;
           const uint32_t keys = block * (Spec::kBlockN / 8) + thread % 4;
@@ -84,8 +76,7 @@ struct Drawer {
             }
         }
         ptx::warp_sync();
-        if (thread % 32 == 0) ptx::mbarrier_arrive(shared.key_full(key.stage));
-        key.advance();
+        if (thread % 32 == 0) ptx::mbarrier_arrive(shared.drawn_full(drawn.stage));
         drawn.advance();
       }
       parity ^= slot;

@@ -44,6 +44,13 @@ __device__ __forceinline__ void run_varlen(const Params& given, const ForwardPar
 #pragma unroll
     for (int i = 0; i < 4; ++i) ptx::mbarrier_init(shared.next_tile_full(i), 1);
     ptx::mbarrier_init(shared.next_tile_wanted(), 1 + Spec::kNumDrawers);
+    if constexpr (Spec::kHasDropout) {
+#pragma unroll
+      for (int slot = 0; slot < Spec::kDrawnSlots; ++slot) {
+        ptx::mbarrier_init(shared.drawn_full(slot), Spec::kNumDrawers);
+        ptx::mbarrier_init(shared.drawn_empty(slot), 4 * Spec::kNumConsumers);
+      }
+    }
     if constexpr (Spec::kConvertsCodes) {
 #pragma unroll
       for (int slot = 0; slot < Spec::kCodeSlots; ++slot) {

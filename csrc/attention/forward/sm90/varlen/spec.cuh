@@ -31,7 +31,7 @@ struct VarlenSpec : ForwardSpec<Element_, kHeadDim_, kBlockM_, kBlockN_, kNumSta
 };
 
 // Takes DropoutForwardParams. kScores 2: ALiBi, and a softcap before it; otherwise neither softcap nor mask tensor. kDrawers: warps that draw for the
-// consumers (drawer.cuh), into slots that V's barriers empty and K's fill: a warpgroup behind these, or the idle two of the producing one.
+// consumers (drawer.cuh): a warpgroup behind these, or the idle two of the producing one.
 template <typename Element, int kHeadDim, int kBlockM, int kBlockN, int kNumStages, int kNumWarps_, int kNumQueryStages,
           int kNumOutputSlabs, int kScores, int kDrawers>
 struct DropoutForwardSpec : VarlenSpec<Element, kHeadDim, kBlockM, kBlockN, kNumStages, kNumWarps_ - kDrawers / 4 * 4,
@@ -50,14 +50,15 @@ struct DropoutForwardSpec : VarlenSpec<Element, kHeadDim, kBlockM, kBlockN, kNum
   static constexpr int kDrawerRegisters = kIsBehindThree ? 64 : 56;
   static constexpr int kConsumerRegisters = kDrawers == 2 ? Base::kConsumerRegisters : kIsBehindThree ? 120 : 200;
 
-  static constexpr int kDrawnSlots = 2;                // of words for a block
+  static constexpr int kDrawnSlots = kHeadDim == 64 ? 4 : 2;  // of words for a block
   static constexpr int kDraws = kBlockN / 32;  // of a thread in a block
   static constexpr int kDrawnBytes = kDraws * 128 * 16;  // of a consumer
   static constexpr int kDrawnOffset = Base::kTileOffset;
   static constexpr int kTileOffset = kDrawnOffset + kDrawnSlots * Base::kNumConsumers * kDrawnBytes;
   static constexpr int kSchedulerOffset = kTileOffset + (Base::kSchedulerOffset - Base::kTileOffset);
   static constexpr int kBarrierOffset = kTileOffset + (Base::kBarrierOffset - Base::kTileOffset);
-  static constexpr int kSharedBytes = kBarrierOffset + Base::kNumBarriers * 8;
+  static constexpr int kNumBarriers = Base::kNumBarriers + 2 * kDrawnSlots;
+  static constexpr int kSharedBytes = kBarrierOffset + kNumBarriers * 8;
   static_assert(kSharedBytes <= 232448, "sm_90 gives a block at most 227 KiB");
 };
 
