@@ -5,6 +5,7 @@
 #include "attention/backward/sm90/products.cuh"
 #include "attention/backward/sm90/schedule.cuh"
 #include "attention/dropout.cuh"
+#include "device/warpgroup_product.cuh"
 
 namespace flashmoe {
 namespace attention {
@@ -26,44 +27,31 @@ struct TileDropout<Spec, true> {
       : of_head(dropout_of(params), 0, tile.batch) {}
 };
 
-// Of a consumer's 64 keys and kStreamRows queries.
+// Of 64 keys and kStreamRows queries, in the warpgroup that computes their P^T for two.
 template <typename Spec, bool kHasDropout = Spec::kHasDropout>
 struct BlockDropout {
   template <typename Coordinates>
   __device__ __forceinline__ BlockDropout(const TileDropout<Spec>&, const Coordinates&) {}
-  __device__ __forceinline__ void drop_weights(uint32_t (&)[Products<Spec>::kPacked]) const {}
   __device__ __forceinline__ void mark_weights(uint32_t (&)[Products<Spec>::kPacked]) const {}
-  __device__ __forceinline__ float gradient(float gradient, float row_dot, int) const { return gradient - row_dot; }
 };
 
 template <typename Spec>
 struct BlockDropout<Spec, true> {
   static constexpr int kPairs = Spec::kStreamRows / 4;  // of neighbouring columns
   KeptPair kept[kPairs];
-  float scale;
 
   template <typename Coordinates>
-  __device__ __forceinline__ BlockDropout(const TileDropout<Spec>& tile, const Coordinates& coordinates)
-      : scale(tile.of_head.dropout.scale) {
+  __device__ __forceinline__ BlockDropout(const TileDropout<Spec>& tile, const Coordinates& coordinates) {
     HeadDropout own = tile.of_head;
     own.head = static_cast<uint32_t>(coordinates.head);
     visit_by_key<Spec::kStreamRows>(own, coordinates.block * Spec::kStreamRows,
                                     coordinates.first_key + ptx::warp_index() % 4 * 16,
                                     [&](int n, int half, KeptPair pair) { kept[2 * n + half] = pair; });
   }
-  // P^T, which dv's store scales.
-  __device__ __forceinline__ void drop_weights(uint32_t (&packed)[kPairs]) const {
-#pragma unroll
-    for (int i = 0; i < kPairs; ++i) packed[i] &= kept[i].halves();
-  }
   // P^T, made negative where it is dropped (-0 too): what SharedGradient takes.
   __device__ __forceinline__ void mark_weights(uint32_t (&packed)[kPairs]) const {
 #pragma unroll
     for (int i = 0; i < kPairs; ++i) packed[i] |= ~kept[i].halves() & 0x80008000;
-  }
-  // The factor of P in dS. i: of score i.
-  __device__ __forceinline__ float gradient(float gradient, float row_dot, int i) const {
-    return ptx::fma_rn(kept[i / 2].keep(gradient, i % 2), scale, -row_dot);
   }
 };
 
@@ -124,6 +112,130 @@ struct RowDropout<Spec, true> {
   // The factor of P in dS. i: of score i.
   __device__ __forceinline__ float gradient(float gradient, float row_dot, const Block& drawn, int i) const {
     return ptx::fma_rn(drawn.pair(i / 2).keep(gradient, i % 2), of_head.dropout.scale, -row_dot);
+  }
+};
+
+template <typename Spec>
+struct FusedMemory;  // fused_consumer.cuh
+
+// Of the fused kernels: what a block drops comes from warps that do not compute, as selectors for permute_bytes. A thread's are those of queries 0 to
+// 31 of the block, and 4 * 512 bytes further of the others: a word for each of their 16 queries and each of the thread's keys (k, k + 8), of 16 bits for
+// two pairs of neighbouring queries, 8 apart. Digits of a score that is kept name the bytes of its packed P, those of a dropped one repeat its sign: P
+// is not negative. The top digit of a byte says which it is.
+template <typename Spec, bool kHasDropout = Spec::kHasDropout>
+struct FusedDropout {
+  using Product = Products<Spec>;
+  __device__ __forceinline__ FusedDropout(const FusedMemory<Spec>&, const RingPosition<Spec::kFirstStages>&, int) {}
+  __device__ __forceinline__ void skip() const {}
+  __device__ __forceinline__ void pack_weights(uint32_t (&packed)[Product::kPacked],
+                                               const float (&weights)[Product::kScores]) const {
+    pack_operand<typename Spec::Element>(packed, weights);
+  }
+  // dP^T to dS^T.
+  __device__ __forceinline__ void score_gradients(float (&gradients)[Product::kScores],
+                                                  const float (&weights)[Product::kScores],
+                                                  const float (&row_dot)[Product::kColumns]) const {
+#pragma unroll
+    for (int i = 0; i < Product::kScores; ++i) {
+      gradients[i] = weights[i] * (gradients[i] - row_dot[i / 4 * 2 + i % 2]);
+    }
+  }
+};
+
+template <typename Spec>
+struct FusedDropout<Spec, true> {
+  using Product = Products<Spec>;
+  const FusedMemory<Spec>& shared;
+  const RingPosition<Spec::kFirstStages>& at;
+  const unsigned char* mine;
+
+  __device__ __forceinline__ FusedDropout(const FusedMemory<Spec>& shared_, const RingPosition<Spec::kFirstStages>& at_,
+                                          int consumer)
+      : shared(shared_),
+        at(at_),
+        mine(shared.drawn(at.stage, consumer) + ptx::recompute(ptx::thread_index()) % 128 * 16) {}
+  __device__ __forceinline__ void pack_weights(uint32_t (&packed)[Product::kPacked],
+                                               const float (&weights)[Product::kScores]) const {
+    pack_operand<typename Spec::Element>(packed, weights);
+    ptx::mbarrier_wait(shared.drawn_full(at.stage), at.parity);
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      uint32_t selectors[4];
+      ptx::ld_shared_128(selectors, mine + half * 2048);
+#pragma unroll
+      for (int i = 0; i < 8; ++i) {
+        uint32_t& both = packed[8 * half + i];
+        both = ptx::permute_bytes(both, both, selectors[i / 4 * 2 + i % 2] >> (i / 2 % 2 * 16));
+      }
+    }
+  }
+  // dS^T over value_scale(): dk's store multiplies by that, dq's conversion too, and row_dot has been divided.
+  __device__ __forceinline__ void score_gradients(float (&gradients)[Product::kScores],
+                                                  const float (&weights)[Product::kScores],
+                                                  const float (&row_dot)[Product::kColumns]) const {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      uint32_t selectors[4];
+      ptx::ld_shared_128(selectors, mine + half * 2048);
+#pragma unroll
+      for (int j = 0; j < 16; ++j) {
+        const int i = 16 * half + j;
+        const float dropped = weights[i] * -row_dot[i / 4 * 2 + i % 2];
+        const bool is_kept = (selectors[j / 8 * 2 + j / 2 % 2] & 0x80u << (j / 4 % 2 * 16 + j % 2 * 8)) == 0;
+        gradients[i] = is_kept ? ptx::fma_rn(weights[i], gradients[i], dropped) : dropped;
+      }
+    }
+    release(shared.drawn_empty(at.stage));
+  }
+  __device__ __forceinline__ void skip() const {
+    ptx::mbarrier_wait(shared.drawn_full(at.stage), at.parity);
+    release(shared.drawn_empty(at.stage));
+  }
+};
+
+// A warp that draws those words: lane 16 h + 4 m + t what four threads drop, of warps 2 h and 2 h + 1, lanes 8 m + t
+// and 8 m + t + 4.
+template <typename Spec>
+struct FusedDrawer {
+  HeadDropout of_head;
+  uint32_t either;  // of HeadDropout::kept, as a register
+
+  __device__ __forceinline__ explicit FusedDrawer(const BackwardParams& params)
+      : of_head(dropout_of(params), 0, 0),
+        either(ptx::recompute(dropout_of(params).threshold < 128 << 8 ? 0xFFFFFFFFu : 0u)) {}
+
+  // Of 16 queries of a block; smem: of the 64 keys from first_key on.
+  __device__ __forceinline__ void draw(unsigned char* smem, int sequence, int head, int first_key, int block,
+                                       int queries) const {
+    HeadDropout own = of_head;
+    own.head = static_cast<uint32_t>(head);
+    own.sequence = static_cast<uint32_t>(sequence);
+    const int lane = ptx::lane_index();
+    const uint32_t keys = first_key / 8 + lane / 4;
+    const uint32_t rows = block * (Spec::kStreamRows / 2) + queries * 8 + lane % 4 * 2;
+    const uint32_t point = own.draw(0, 0).point + rows * kRowStep + keys * kKeyStep;
+    uint32_t kept[2][4];  // of queries 2 t and 2 t + 1
+#pragma unroll
+    for (int d = 0; d < 2; ++d) {
+      const uint32_t addend = own.words_of(Draw{keys, rows + d, point + d * kRowStep}, kept[d]);
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const uint32_t low = (kept[d][i] & 0x7F7F7F7F) + addend;
+        kept[d][i] = (kept[d][i] & low) | ((kept[d][i] | low) & either);
+      }
+    }
+    unsigned char* first = smem + queries / 2 * 2048 + queries % 2 * 8 +
+                           (lane / 16 * 64 + lane % 16 / 4 * 8 + lane % 4) * 16;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      uint32_t selectors[2];
+#pragma unroll
+      for (int key = 0; key < 2; ++key) {
+        const uint32_t bytes = ptx::permute_bytes(kept[0][i], kept[1][i], key == 0 ? 0xD9C8 : 0xFBEA);
+        selectors[key] = (bytes & 0x89898989) ^ 0xBB99BB99;
+      }
+      ptx::st_shared_64(first + (i / 2 * 32 + i % 2 * 4) * 16, selectors);
+    }
   }
 };
 

@@ -32,6 +32,72 @@ namespace attention {
 namespace backward {
 namespace sm90 {
 
+// What the blocks of a tile drop, drawn one by one, ahead of the consumers, by Spec::kNumDrawers warps: a block has eight parts of 64 keys and 16
+// queries.
+template <typename Spec, bool kDraws = (Spec::kNumDrawers > 0)>
+struct BlocksToDraw {
+  __device__ __forceinline__ explicit BlocksToDraw(const BackwardParams&) {}
+  template <typename Tile>
+  __device__ __forceinline__ void start(const Tile&, int) {}
+  __device__ __forceinline__ void draw_next(const FusedMemory<Spec>&) {}
+};
+template <typename Spec>
+struct BlocksToDraw<Spec, true> {
+  FusedDrawer<Spec> drawer;
+  RingPosition<Spec::kFirstStages> to;
+  int sequence = 0;
+  int first_key = 0;
+  int first_head = 0;
+  int heads = 1;
+  int head = 0;  // of the group
+  int block = 0;
+  int onwards = 1;
+  int left = 0;
+
+  __device__ __forceinline__ explicit BlocksToDraw(const BackwardParams& params) : drawer(params) {}
+  __device__ __forceinline__ void start(const VarlenTile& tile, int heads_) {
+    sequence = tile.batch;
+    first_key = tile.index * Spec::kOwnRows;
+    heads = heads_;
+    first_head = tile.head * heads;
+    head = 0;
+    onwards = tile.is_descending != 0 ? -1 : 1;
+    block = tile.is_descending != 0 ? tile.end_block - 1 : tile.begin_block;
+    left = heads * (tile.end_block - tile.begin_block);
+  }
+  __device__ __forceinline__ void draw_next(const FusedMemory<Spec>& shared) {
+    if (left == 0) return;
+    --left;
+    // Hazard: what was drawn into this stage may still be read.
+    ptx::mbarrier_wait(shared.drawn_empty(to.stage), to.parity ^ 1);
+    for (int part = ptx::warp_index() % Spec::kNumDrawers; part < 8; part += Spec::kNumDrawers) {
+      drawer.draw(shared.drawn(to.stage, part / 4), sequence, first_head + head, first_key + part / 4 * 64, block,
+                  part % 4);
+    }
+    release(shared.drawn_full(to.stage));
+    to.advance();
+    if (++head == heads) {
+      head = 0;
+      block += onwards;
+    }
+  }
+};
+
+// The warp that draws where no warpgroup of dq does.
+template <typename Spec>
+__device__ __forceinline__ void draw_blocks(const BackwardParams& params, const FusedMemory<Spec>& shared) {
+  BlocksToDraw<Spec> blocks(params);
+  for (int parity = 0;; parity ^= 1) {
+    ptx::mbarrier_wait(shared.tile_full(0), parity);
+    const VarlenTile tile = read_tile<VarlenTile>(shared.tile(0));
+    if (tile.index < 0) break;
+    // Hazard: as of the statistics, the next tile is written before every lane has read this one.
+    release(shared.own_empty(0));
+    blocks.start(tile, params.heads_q / params.heads_kv);
+    while (blocks.left > 0) blocks.draw_next(shared);
+  }
+}
+
 // The warpgroup of dq.
 template <typename Spec, MaskKind kMask>
 struct FusedQueries {
@@ -111,10 +177,14 @@ struct FusedQueries {
   // Varlen: with a window, a block may be visible to the second consumer's keys alone, and a tile may have no block.
   __device__ __forceinline__ void run_varlen() {
     const int heads = params.heads_q / params.heads_kv;
+    BlocksToDraw<Spec> to_draw(params);
     for (int parity = 0;; parity ^= 1) {
       ptx::mbarrier_wait(shared.tile_full(0), parity);
       const Tile tile = read_tile<Tile>(shared.tile(0));
       if (tile.index < 0) break;
+      to_draw.start(tile, heads);
+      to_draw.draw_next(shared);
+      to_draw.draw_next(shared);
       ptx::mbarrier_wait(shared.own_full(0), parity);
       ptx::mbarrier_wait(shared.own_full(1), parity);
       // Hazard: the next tile is written before every warp has read this one, as the first consumer waits for these warps only in blocks. Not
@@ -139,6 +209,7 @@ struct FusedQueries {
         int partial_at_block = partial + at_block;
         for (int head = heads; head > 0; --head, partial_at_block += partials) {
           float sums[kSums];
+          to_draw.draw_next(shared);
           ptx::mbarrier_wait(shared.scores_full(at.stage), at.parity);
           if (has_both) {
             multiply<2>(sums);
@@ -264,6 +335,13 @@ __device__ __forceinline__ void fused_gradient(const BackwardParams& params, con
       ptx::mbarrier_init(shared.sums_full(buffer), Spec::kIsWide ? 8 : 4);
       ptx::mbarrier_init(shared.sums_empty(buffer), 1);
     }
+    if constexpr (Spec::kHasDropout) {
+#pragma unroll
+      for (int stage = 0; stage < Spec::kFirstStages; ++stage) {
+        ptx::mbarrier_init(shared.drawn_full(stage), Spec::kNumDrawers);
+        ptx::mbarrier_init(shared.drawn_empty(stage), 4 * Spec::kNumConsumers);
+      }
+    }
     init_barriers(shared);
   };
   const int warp = begin_warp(init, q_map, k_map, v_map, dout_map, dk_map, dv_map);
@@ -282,6 +360,8 @@ __device__ __forceinline__ void fused_gradient(const BackwardParams& params, con
       if constexpr (kMask == MaskKind::kRuntime) produce_varlen_statistics<Spec>(params, shared, 0);
     } else if (warp <= Spec::kSumBuffers && ptx::elect_one()) {
       add_sums(params, shared, warp - 1);
+    } else if constexpr (Spec::kNumDrawers == 1) {
+      if (warp == 2) draw_blocks(params, shared);
     }
   } else if constexpr (Spec::kIsWide) {
     ptx::setmaxnreg_inc<Spec::kConsumerRegisters>();

@@ -54,7 +54,20 @@ using VarlenFusedSpec = FusedSpec<Element, kHeadDim, kBlockM, kBlockN, kNumStage
 // Likewise; takes DropoutBackwardParams.
 template <typename Element, int kHeadDim, int kBlockM, int kBlockN, int kNumStages, int kNumWarps, int kAlibi>
 struct DropoutFusedSpec : VarlenFusedSpec<Element, kHeadDim, kBlockM, kBlockN, kNumStages, kNumWarps, kAlibi> {
+  using Fused = VarlenFusedSpec<Element, kHeadDim, kBlockM, kBlockN, kNumStages, kNumWarps, kAlibi>;
   static constexpr bool kHasDropout = true;
+  // What a block drops is drawn by the warpgroup of dq; where there is none, by the warp of the second buffer of dQ, which there is not then.
+  static constexpr int kNumDrawers = Fused::kIsWide ? 1 : 4;
+  static constexpr int kTileReaders = Fused::kIsWide ? 2 : Fused::kTileReaders;
+  static constexpr int kSumBuffers = Fused::kIsWide ? 1 : 2;
+  static constexpr int kProducerRegisters = Fused::kIsWide ? 24 : Fused::kProducerRegisters;
+  static constexpr int kConsumerRegisters = Fused::kIsWide ? 240 : Fused::kConsumerRegisters;
+  static constexpr int kDrawnBytes = 2 * 4096;  // of a block: both consumers' (FusedDropout)
+  static constexpr int kDrawnOffset = Fused::kQueryOffset + kSumBuffers * Fused::kQueryBytes;
+  static constexpr int kScoreBarrierOffset = kDrawnOffset + kNumStages * kDrawnBytes;
+  static constexpr int kDrawnBarrierOffset = kScoreBarrierOffset + Fused::kQueryBuffers * (4 * 8 + 16);
+  static constexpr int kSharedBytes = kDrawnBarrierOffset + 2 * kNumStages * 8;
+  static_assert(kSharedBytes <= 232448, "sm_90 gives a block at most 227 KiB");
 };
 
 // Likewise, with an additive mask that has an element for each row and key; without a softcap.
@@ -80,6 +93,17 @@ struct FusedMemory : SharedMemory<Spec> {
   // [64 queries][128 keys] of the mask, of the block in first(stage).
   __device__ __forceinline__ typename Spec::MaskTile mask(int stage) const {
     return {base + Spec::kMaskOffset + stage * Spec::kMaskBytes};
+  }
+  // With dropout: of the block in first(stage), FusedDropout's words of `consumer`. They have barriers of their own: what a block drops is needed later
+  // than Q, and its slot is free when dS^T is computed, not when the products with it are done.
+  __device__ __forceinline__ unsigned char* drawn(int stage, int consumer) const {
+    return base + Spec::kDrawnOffset + stage * Spec::kDrawnBytes + consumer * (Spec::kDrawnBytes / 2);
+  }
+  __device__ __forceinline__ ptx::Mbarrier* drawn_full(int stage) const {
+    return reinterpret_cast<ptx::Mbarrier*>(base + Spec::kDrawnBarrierOffset) + stage;
+  }
+  __device__ __forceinline__ ptx::Mbarrier* drawn_empty(int stage) const {
+    return drawn_full(Spec::kFirstStages + stage);
   }
   __device__ __forceinline__ ptx::Mbarrier* scores_full(int buffer) const {
     return reinterpret_cast<ptx::Mbarrier*>(base + Spec::kScoreBarrierOffset) + buffer;
@@ -351,8 +375,7 @@ struct FusedConsumer {
   __device__ __forceinline__ void step(float (&dk)[Product::kOutputs], float (&dv)[Product::kOutputs],
                                        uint32_t (&p_packed)[Product::kPacked], uint32_t (&ds_packed)[Product::kPacked],
                                        uint32_t (&own_k)[kOwn], uint32_t (&own_v)[kOwn],
-                                       const TileDropout<Spec>& tile_dropout, const BlockCoordinates& coordinates,
-                                       bool is_masked) {
+                                       const BlockCoordinates& coordinates, bool is_masked) {
     float scores[Product::kScores];
     float gradients[Product::kScores];  // dP^T, then dS^T
     float lse_log2[Product::kColumns];
@@ -363,9 +386,9 @@ struct FusedConsumer {
     const int statistics =
         kIsVarlen ? ptx::recompute(at.stage * Spec::kStatisticsBytes) : at.stage * Spec::kStatisticsBytes;
     const BlockAlibi<Spec> alibi(params, coordinates);
-    const BlockDropout<Spec> dropout(tile_dropout, coordinates);
     const BlockMask<Spec> mask(shared, at.stage, consumer);
     wait_block();
+    const FusedDropout<Spec> dropout(shared, at, consumer);
     load_columns<Spec>(lse_log2, shared.statistics(0) + statistics);
     issue_product<Element>(scores, own_k, q.k_major());
     // dV and dK of the block before, with S^T behind them: dP^T can have the registers of their P^T and dS^T.
@@ -387,16 +410,12 @@ struct FusedConsumer {
       fused_exponentials<Spec, kMask, false>(params, scores, lse_log2, alibi, mask, coordinates);
     }
     load_columns<Spec>(row_dot, shared.statistics(at.stage) + Spec::kStreamRows * 4);
-    pack_operand<Element>(p_packed, scores);
-    dropout.drop_weights(p_packed);
+    dropout.pack_weights(p_packed, scores);
     issue_product<Element, true>(dv, p_packed, dout.mn_major());
 
     ptx::wgmma_wait<1>();  // dP^T
     ptx::wgmma_fence_operands(gradients);
-#pragma unroll
-    for (int i = 0; i < Product::kScores; ++i) {
-      gradients[i] = scores[i] * dropout.gradient(gradients[i], row_dot[i / 4 * 2 + i % 2], i);
-    }
+    dropout.score_gradients(gradients, scores, row_dot);
     pack_operand<Element>(ds_packed, gradients);
     hand_scores(ds_packed);
     issue_product<Element, true>(dk, ds_packed, q.mn_major());
@@ -406,6 +425,7 @@ struct FusedConsumer {
   // Passes over a block that only keys of the other warpgroup are seen from. It hands over nothing, but advances the ring.
   __device__ __forceinline__ void skip_block() {
     wait_block();
+    FusedDropout<Spec>(shared, at, consumer).skip();
     at.advance();
     release_used();
     ptx::mbarrier_wait(shared.scores_empty(handed.stage), handed.parity ^ 1);
@@ -452,8 +472,7 @@ struct FusedConsumer {
         load_own(own_v, shared.own_second(consumer));
         Product::clear(dk);
         Product::clear(dv);
-        const TileDropout<Spec> dropout(params, tile);
-        const SkippedBlocks skipped = skipped_blocks(tile, range, all, heads);
+          const SkippedBlocks skipped = skipped_blocks(tile, range, all, heads);
         for (int left = is_descending<kMask>(tile) ? skipped.behind : skipped.before; left > 0; --left) skip_block();
         if constexpr (kMask == MaskKind::kRuntime) {
           // As little between two blocks as in the dense kernel: nothing overlaps it.
@@ -466,12 +485,12 @@ struct FusedConsumer {
             const int needs_mask = ptx::recompute(is_full ? 0 : 1);
             int head = heads;
             do {
-              if constexpr (Spec::kHasAlibi || Spec::kHasDropout) {  // the others do not ask for the head
+              if constexpr (Spec::kHasAlibi) {  // the others do not ask for the head
                 const int query_head = (tile.head + 1) * heads - head;
-                step(dk, dv, p_packed, ds_packed, own_k, own_v, dropout,
+                step(dk, dv, p_packed, ds_packed, own_k, own_v,
                      BlockCoordinates{shared.tile(consumer), query_head, first_key, block}, needs_mask != 0);
               } else {
-                step(dk, dv, p_packed, ds_packed, own_k, own_v, dropout, coordinates, needs_mask != 0);
+                step(dk, dv, p_packed, ds_packed, own_k, own_v, coordinates, needs_mask != 0);
               }
             } while (--head > 0);
           }
@@ -480,7 +499,7 @@ struct FusedConsumer {
             const int block = is_descending<kMask>(tile) ? range.begin + range.end - 1 - i : i;
             const BlockCoordinates coordinates{shared.tile(consumer), 0, first_key, block};
             for (int head = 0; head < heads; ++head) {
-              step(dk, dv, p_packed, ds_packed, own_k, own_v, dropout, coordinates,
+              step(dk, dv, p_packed, ds_packed, own_k, own_v, coordinates,
                    is_masked || block < range.full_begin);
             }
           }
@@ -491,7 +510,7 @@ struct FusedConsumer {
         // Hazard: dK and dV take the places of K and V while another warp of the warpgroup still multiplies with them.
         sync_consumer(consumer);
         Product::store_shared(shared.own_second(consumer), dv, value_scale<Spec>(params));
-        Product::store_shared(shared.own_first(consumer), dk, params.scale);
+        Product::store_shared(shared.own_first(consumer), dk, params.scale * value_scale<Spec>(params));
         // Hazard: the copy engine reads before all 64 rows are written and visible to it.
         ptx::fence_proxy_async_shared();
         sync_consumer(consumer);

@@ -112,16 +112,15 @@ struct WideFusedConsumer {
 
   __device__ __forceinline__ void step(float (&dk)[Product::kOutputs], float (&dv)[Product::kOutputs],
                                        uint32_t (&p_packed)[Product::kPacked], uint32_t (&ds_packed)[Product::kPacked],
-                                       const TileDropout<Spec>& tile_dropout, const BlockCoordinates& coordinates,
-                                       bool is_masked) {
+                                       const BlockCoordinates& coordinates, bool is_masked) {
     float scores[Product::kScores];
     float gradients[Product::kScores];  // dP^T, then dS^T
     float lse_log2[Product::kColumns];
     float row_dot[Product::kColumns];
     const BlockAlibi<Spec> alibi(params, coordinates);
-    const BlockDropout<Spec> dropout(tile_dropout, coordinates);
     const BlockMask<Spec> mask(shared, at.stage, consumer);
     wait_block();
+    const FusedDropout<Spec> dropout(shared, at, consumer);
     load_columns<Spec>(lse_log2, shared.statistics(at.stage));
     issue_product<Element, Product::kSteps>(scores, shared.own_first(consumer).k_major(),
                                             shared.first(at.stage).k_major());
@@ -139,15 +138,11 @@ struct WideFusedConsumer {
       fused_exponentials<Spec, kMask, false>(params, scores, lse_log2, alibi, mask, coordinates);
     }
     load_columns<Spec>(row_dot, shared.statistics(at.stage) + Spec::kStreamRows * 4);
-    pack_operand<Element>(p_packed, scores);
-    dropout.drop_weights(p_packed);
+    dropout.pack_weights(p_packed, scores);
 
     ptx::wgmma_wait<0>();  // dP^T
     ptx::wgmma_fence_operands(gradients);
-#pragma unroll
-    for (int i = 0; i < Product::kScores; ++i) {
-      gradients[i] = scores[i] * dropout.gradient(gradients[i], row_dot[i / 4 * 2 + i % 2], i);
-    }
+    dropout.score_gradients(gradients, scores, row_dot);
     pack_operand<Element>(ds_packed, gradients);
     share_scores(ds_packed);
     issue_product<Element, true>(dv, p_packed, shared.second(at.stage).mn_major());
@@ -190,12 +185,11 @@ struct WideFusedConsumer {
       uint32_t ds_packed[Product::kPacked];
       Product::clear(dk);
       Product::clear(dv);
-      const TileDropout<Spec> dropout(params, tile);
       int block = is_descending<kMask>(tile) ? all.end - 1 : all.begin;
       for (int left = all.end - all.begin; left > 0; --left) {
         for (int head = 0; head < heads; ++head) {
           const BlockCoordinates coordinates{shared.tile(consumer), tile.head * heads + head, first_key, block};
-          step(dk, dv, p_packed, ds_packed, dropout, coordinates,
+          step(dk, dv, p_packed, ds_packed, coordinates,
                block < full_begin || (kMask == MaskKind::kRuntime && block >= all.full_end));
         }
         block += direction;
@@ -203,7 +197,7 @@ struct WideFusedConsumer {
       finish_products(dk, dv);
       ptx::named_barrier_sync(barrier_id(WideBarrier::kTileEnd), 256);
       Product::store_shared(shared.own_second(consumer), dv, value_scale<Spec>(params));
-      Product::store_shared(shared.own_first(consumer), dk, params.scale);
+      Product::store_shared(shared.own_first(consumer), dk, params.scale * value_scale<Spec>(params));
       // Hazard: the copy engine reads before all 64 rows are written and visible to it.
       ptx::fence_proxy_async_shared();
       sync_consumer(consumer);
