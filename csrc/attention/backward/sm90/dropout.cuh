@@ -32,6 +32,7 @@ template <typename Spec, bool kHasDropout = Spec::kHasDropout>
 struct BlockDropout {
   template <typename Coordinates>
   __device__ __forceinline__ BlockDropout(const TileDropout<Spec>&, const Coordinates&) {}
+  __device__ __forceinline__ void drop_weights(uint32_t (&)[Products<Spec>::kPacked]) const {}
   __device__ __forceinline__ void mark_weights(uint32_t (&)[Products<Spec>::kPacked]) const {}
 };
 
@@ -47,6 +48,11 @@ struct BlockDropout<Spec, true> {
     visit_by_key<Spec::kStreamRows>(own, coordinates.block * Spec::kStreamRows,
                                     coordinates.first_key + ptx::warp_index() % 4 * 16,
                                     [&](int n, int half, KeptPair pair) { kept[2 * n + half] = pair; });
+  }
+  // P^T, which dv's store scales.
+  __device__ __forceinline__ void drop_weights(uint32_t (&packed)[kPairs]) const {
+#pragma unroll
+    for (int i = 0; i < kPairs; ++i) packed[i] &= kept[i].halves();
   }
   // P^T, made negative where it is dropped (-0 too): what SharedGradient takes.
   __device__ __forceinline__ void mark_weights(uint32_t (&packed)[kPairs]) const {

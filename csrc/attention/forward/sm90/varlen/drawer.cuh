@@ -44,7 +44,10 @@ struct Drawer {
   }
 
   __device__ __forceinline__ void run() {
-    const uint32_t thread = ptx::thread_index() % (32 * Spec::kNumDrawers);
+    constexpr uint32_t kThreads = Spec::kNumDrawers < 4 ? 32 * Spec::kNumDrawers : 128;
+    constexpr int kGroups = Spec::kNumDrawers < 4 ? 1 : Spec::kNumDrawers / 4;
+    const uint32_t thread = ptx::thread_index() % kThreads;
+    const int group = ptx::warp_index() / 4 % kGroups;
     HeadDropout of_head(dropout_of(params), 0, 0);
     // As kept() has it, but a register.
     const uint32_t either = ptx::recompute(dropout_of(params).threshold < 128 << 8 ? 0xFFFFFFFFu : 0u);
@@ -60,6 +63,10 @@ struct Drawer {
       const int first_row = tile.m_block * Spec::kBlockM;
       const int consumers = minimum(Spec::kNumConsumers, ceil_div(tile.rows - first_row, 64));
       for (int block = tile.blocks.begin; block < tile.blocks.end; ++block) {
+        if (kGroups > 1 && drawn.stage % kGroups != group) {  // the other warpgroup's
+          drawn.advance();
+          continue;
+        }
         // Hazard: a consumer has yet to read the words that were here.
         ptx::mbarrier_wait(shared.drawn_empty(drawn.stage), drawn.parity ^ 1);
         for (int consumer = 0; consumer < consumers; ++consumer) {
@@ -68,11 +75,14 @@ struct Drawer {
           const Draw first{keys, rows, of_head_point + rows * kRowStep + keys * kKeyStep};
 #pragma unroll
           for (int warps = 0; warps < 4; warps += Spec::kNumDrawers)
+#pragma unroll 1
+            for (int i = 0; i < Spec::kDraws; i += 2) {  // two at a time: their chains overlap
+              uint32_t selectors[2][4];
 #pragma unroll
-            for (int i = 0; i < Spec::kDraws; ++i) {
-              uint32_t selectors[4];
-              draw_selectors(of_head, first.further(warps, i), either, selectors);
-              ptx::st_shared_128(shared.drawn(drawn.stage, consumer, i, 32 * warps + thread), selectors);
+              for (int d = 0; d < 2; ++d) draw_selectors(of_head, first.further(warps, i + d), either, selectors[d]);
+#pragma unroll
+              for (int d = 0; d < 2; ++d)
+                ptx::st_shared_128(shared.drawn(drawn.stage, consumer, i + d, 32 * warps + thread), selectors[d]);
             }
         }
         ptx::warp_sync();

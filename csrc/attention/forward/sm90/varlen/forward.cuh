@@ -47,7 +47,7 @@ __device__ __forceinline__ void run_varlen(const Params& given, const ForwardPar
     if constexpr (Spec::kHasDropout) {
 #pragma unroll
       for (int slot = 0; slot < Spec::kDrawnSlots; ++slot) {
-        ptx::mbarrier_init(shared.drawn_full(slot), Spec::kNumDrawers);
+        ptx::mbarrier_init(shared.drawn_full(slot), minimum(4, Spec::kNumDrawers));
         ptx::mbarrier_init(shared.drawn_empty(slot), 4 * Spec::kNumConsumers);
       }
     }
@@ -87,7 +87,7 @@ __device__ __forceinline__ void run_varlen(const Params& given, const ForwardPar
       return;
     }
   }
-  if constexpr (Spec::kNumDrawers == 4) {
+  if constexpr (Spec::kNumDrawers >= 4) {
     if (warpgroup > Spec::kNumConsumers) {
       ptx::setmaxnreg_dec<Spec::kDrawerRegisters>();
       Drawer<Spec>(params, shared).run();

@@ -43,12 +43,12 @@ struct DropoutForwardSpec : VarlenSpec<Element, kHeadDim, kBlockM, kBlockN, kNum
   static constexpr int kNumWarps = kNumWarps_;
   static constexpr int kNumThreads = kNumWarps * 32;
   static constexpr int kNumDrawers = kDrawers;
-  static_assert(kDrawers == 2 || kDrawers == 4, "the producing warps that are idle, or a warpgroup");
-  // Of a warpgroup behind two that compute: 56 + 2 * 200 + 56 = 4 * 128, what the block starts with; behind three 56 + 3 * 120 + 64 = 5 * 96.
+  static_assert(kDrawers == 2 || kDrawers == 4 || kDrawers == 8, "the producing warps that are idle, or warpgroups");
+  // Of a warpgroup behind two that compute: 56 + 2 * 200 + 56 = 4 * 128, what the block starts with; two behind three 48 + 3 * 112 + 2 * 48 = 6 * 80.
   static constexpr bool kIsBehindThree = Base::kNumConsumers == 3;
-  static constexpr int kProducerRegisters = 56;
-  static constexpr int kDrawerRegisters = kIsBehindThree ? 64 : 56;
-  static constexpr int kConsumerRegisters = kDrawers == 2 ? Base::kConsumerRegisters : kIsBehindThree ? 120 : 200;
+  static constexpr int kProducerRegisters = kIsBehindThree ? 48 : 56;
+  static constexpr int kDrawerRegisters = kIsBehindThree ? 48 : 56;
+  static constexpr int kConsumerRegisters = kDrawers == 2 ? Base::kConsumerRegisters : kIsBehindThree ? 112 : 200;
 
   static constexpr int kDrawnSlots = kHeadDim == 64 ? 4 : 2;  // of words for a block
   static constexpr int kDraws = kBlockN / 32;  // of a thread in a block
