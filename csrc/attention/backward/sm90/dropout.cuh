@@ -12,8 +12,8 @@ namespace attention {
 namespace backward {
 namespace sm90 {
 
-// Of a tile. Empty without dropout.
-template <typename Spec, bool kHasDropout = Spec::kHasDropout>
+// Of a tile. Empty without dropout, and where others draw.
+template <typename Spec, bool kHasDropout = (Spec::kHasDropout && Spec::kNumDrawers == 0)>
 struct TileDropout {
   template <typename Tile>
   __device__ __forceinline__ TileDropout(const BackwardParams&, const Tile&) {}
@@ -27,7 +27,7 @@ struct TileDropout<Spec, true> {
       : of_head(dropout_of(params), 0, tile.batch) {}
 };
 
-// Of 64 keys and kStreamRows queries, in the warpgroup that computes their P^T for two.
+// Of a consumer's 64 keys and kStreamRows queries, drawn by itself.
 template <typename Spec, bool kHasDropout = Spec::kHasDropout>
 struct BlockDropout {
   template <typename Coordinates>
@@ -124,19 +124,15 @@ struct RowDropout<Spec, true> {
 template <typename Spec>
 struct FusedMemory;  // fused_consumer.cuh
 
-// Of the fused kernels: what a block drops comes from warps that do not compute, as selectors for permute_bytes. A thread's are those of queries 0 to
-// 31 of the block, and 4 * 512 bytes further of the others: a word for each of their 16 queries and each of the thread's keys (k, k + 8), of 16 bits for
-// two pairs of neighbouring queries, 8 apart. Digits of a score that is kept name the bytes of its packed P, those of a dropped one repeat its sign: P
-// is not negative. The top digit of a byte says which it is.
-template <typename Spec, bool kHasDropout = Spec::kHasDropout>
+// Of a block of a fused kernel. dS^T is that over value_scale(), which dk's store and dq's conversion multiply by: row_dot has been divided by it.
+// Empty without dropout.
+template <typename Spec, bool kHasDropout = Spec::kHasDropout, bool kIsDrawn = (Spec::kNumDrawers > 0)>
 struct FusedDropout {
   using Product = Products<Spec>;
-  __device__ __forceinline__ FusedDropout(const FusedMemory<Spec>&, const RingPosition<Spec::kFirstStages>&, int) {}
-  __device__ __forceinline__ void skip() const {}
-  __device__ __forceinline__ void pack_weights(uint32_t (&packed)[Product::kPacked],
-                                               const float (&weights)[Product::kScores]) const {
-    pack_operand<typename Spec::Element>(packed, weights);
-  }
+  template <typename Coordinates>
+  __device__ __forceinline__ FusedDropout(const TileDropout<Spec>&, const Coordinates&, const FusedMemory<Spec>&,
+                                          const RingPosition<Spec::kFirstStages>&, int) {}
+  __device__ __forceinline__ void drop_weights(uint32_t (&)[Product::kPacked]) const {}
   // dP^T to dS^T.
   __device__ __forceinline__ void score_gradients(float (&gradients)[Product::kScores],
                                                   const float (&weights)[Product::kScores],
@@ -148,21 +144,48 @@ struct FusedDropout {
   }
 };
 
+// Here a consumer draws, while the tensor cores compute the block before.
 template <typename Spec>
-struct FusedDropout<Spec, true> {
+struct FusedDropout<Spec, true, false> {
+  using Product = Products<Spec>;
+  BlockDropout<Spec> block;
+
+  template <typename Coordinates>
+  __device__ __forceinline__ FusedDropout(const TileDropout<Spec>& tile, const Coordinates& coordinates,
+                                          const FusedMemory<Spec>&, const RingPosition<Spec::kFirstStages>&, int)
+      : block(tile, coordinates) {}
+  __device__ __forceinline__ void drop_weights(uint32_t (&packed)[Product::kPacked]) const {
+    block.drop_weights(packed);
+  }
+  __device__ __forceinline__ void score_gradients(float (&gradients)[Product::kScores],
+                                                  const float (&weights)[Product::kScores],
+                                                  const float (&row_dot)[Product::kColumns]) const {
+#pragma unroll
+    for (int i = 0; i < Product::kScores; ++i) {
+      gradients[i] = weights[i] * (block.kept[i / 2].keep(gradients[i], i % 2) - row_dot[i / 4 * 2 + i % 2]);
+    }
+  }
+};
+
+// Here the warpgroup of dq has drawn (FusedDrawer): selectors for permute_bytes. A thread's are those of queries 0 to 31 of the block, and 4 * 512
+// bytes further of the others: a word for each of their 16 queries and each of the thread's keys (k, k + 8), of 16 bits for two pairs of neighbouring
+// queries, 8 apart. Digits of a score that is kept name the bytes of its packed P, those of a dropped one repeat its sign: P is not negative. The top
+// digit of a byte says which it is.
+template <typename Spec>
+struct FusedDropout<Spec, true, true> {
   using Product = Products<Spec>;
   const FusedMemory<Spec>& shared;
   const RingPosition<Spec::kFirstStages>& at;
   const unsigned char* mine;
 
-  __device__ __forceinline__ FusedDropout(const FusedMemory<Spec>& shared_, const RingPosition<Spec::kFirstStages>& at_,
-                                          int consumer)
+  template <typename Coordinates>
+  __device__ __forceinline__ FusedDropout(const TileDropout<Spec>&, const Coordinates&,
+                                          const FusedMemory<Spec>& shared_,
+                                          const RingPosition<Spec::kFirstStages>& at_, int consumer)
       : shared(shared_),
         at(at_),
         mine(shared.drawn(at.stage, consumer) + ptx::recompute(ptx::thread_index()) % 128 * 16) {}
-  __device__ __forceinline__ void pack_weights(uint32_t (&packed)[Product::kPacked],
-                                               const float (&weights)[Product::kScores]) const {
-    pack_operand<typename Spec::Element>(packed, weights);
+  __device__ __forceinline__ void drop_weights(uint32_t (&packed)[Product::kPacked]) const {
     ptx::mbarrier_wait(shared.drawn_full(at.stage), at.parity);
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
@@ -175,13 +198,12 @@ struct FusedDropout<Spec, true> {
       }
     }
   }
-  // dS^T over value_scale(): dk's store multiplies by that, dq's conversion too, and row_dot has been divided.
   __device__ __forceinline__ void score_gradients(float (&gradients)[Product::kScores],
                                                   const float (&weights)[Product::kScores],
                                                   const float (&row_dot)[Product::kColumns]) const {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      uint32_t selectors[4];
+      uint32_t selectors[4];  // read again: no registers hold them meanwhile
       ptx::ld_shared_128(selectors, mine + half * 2048);
 #pragma unroll
       for (int j = 0; j < 16; ++j) {
@@ -193,11 +215,16 @@ struct FusedDropout<Spec, true> {
     }
     release(shared.drawn_empty(at.stage));
   }
-  __device__ __forceinline__ void skip() const {
+};
+// Of a block that a consumer passes over.
+template <typename Spec>
+__device__ __forceinline__ void skip_drawn(const FusedMemory<Spec>& shared,
+                                           const RingPosition<Spec::kFirstStages>& at) {
+  if constexpr (Spec::kNumDrawers > 0) {
     ptx::mbarrier_wait(shared.drawn_full(at.stage), at.parity);
     release(shared.drawn_empty(at.stage));
   }
-};
+}
 
 // A warp that draws those words: lane 16 h + 4 m + t what four threads drop, of warps 2 h and 2 h + 1, lanes 8 m + t
 // and 8 m + t + 4.

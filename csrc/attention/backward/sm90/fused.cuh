@@ -32,8 +32,7 @@ namespace attention {
 namespace backward {
 namespace sm90 {
 
-// What the blocks of a tile drop, drawn one by one, ahead of the consumers, by Spec::kNumDrawers warps: a block has eight parts of 64 keys and 16
-// queries.
+// What the blocks of a tile drop, drawn one by one, ahead of the consumers. A block has eight parts of 64 keys and 16 queries, two for each warp.
 template <typename Spec, bool kDraws = (Spec::kNumDrawers > 0)>
 struct BlocksToDraw {
   __device__ __forceinline__ explicit BlocksToDraw(const BackwardParams&) {}
@@ -82,21 +81,6 @@ struct BlocksToDraw<Spec, true> {
     }
   }
 };
-
-// The warp that draws where no warpgroup of dq does.
-template <typename Spec>
-__device__ __forceinline__ void draw_blocks(const BackwardParams& params, const FusedMemory<Spec>& shared) {
-  BlocksToDraw<Spec> blocks(params);
-  for (int parity = 0;; parity ^= 1) {
-    ptx::mbarrier_wait(shared.tile_full(0), parity);
-    const VarlenTile tile = read_tile<VarlenTile>(shared.tile(0));
-    if (tile.index < 0) break;
-    // Hazard: as of the statistics, the next tile is written before every lane has read this one.
-    release(shared.own_empty(0));
-    blocks.start(tile, params.heads_q / params.heads_kv);
-    while (blocks.left > 0) blocks.draw_next(shared);
-  }
-}
 
 // The warpgroup of dq.
 template <typename Spec, MaskKind kMask>
@@ -335,7 +319,7 @@ __device__ __forceinline__ void fused_gradient(const BackwardParams& params, con
       ptx::mbarrier_init(shared.sums_full(buffer), Spec::kIsWide ? 8 : 4);
       ptx::mbarrier_init(shared.sums_empty(buffer), 1);
     }
-    if constexpr (Spec::kHasDropout) {
+    if constexpr (Spec::kNumDrawers > 0) {
 #pragma unroll
       for (int stage = 0; stage < Spec::kFirstStages; ++stage) {
         ptx::mbarrier_init(shared.drawn_full(stage), Spec::kNumDrawers);
@@ -360,8 +344,6 @@ __device__ __forceinline__ void fused_gradient(const BackwardParams& params, con
       if constexpr (kMask == MaskKind::kRuntime) produce_varlen_statistics<Spec>(params, shared, 0);
     } else if (warp <= Spec::kSumBuffers && ptx::elect_one()) {
       add_sums(params, shared, warp - 1);
-    } else if constexpr (Spec::kNumDrawers == 1) {
-      if (warp == 2) draw_blocks(params, shared);
     }
   } else if constexpr (Spec::kIsWide) {
     ptx::setmaxnreg_inc<Spec::kConsumerRegisters>();

@@ -56,17 +56,12 @@ template <typename Element, int kHeadDim, int kBlockM, int kBlockN, int kNumStag
 struct DropoutFusedSpec : VarlenFusedSpec<Element, kHeadDim, kBlockM, kBlockN, kNumStages, kNumWarps, kAlibi> {
   using Fused = VarlenFusedSpec<Element, kHeadDim, kBlockM, kBlockN, kNumStages, kNumWarps, kAlibi>;
   static constexpr bool kHasDropout = true;
-  // What a block drops is drawn by the warpgroup of dq; where there is none, by the warp of the second buffer of dQ, which there is not then.
-  static constexpr int kNumDrawers = Fused::kIsWide ? 1 : 4;
-  static constexpr int kTileReaders = Fused::kIsWide ? 2 : Fused::kTileReaders;
-  static constexpr int kSumBuffers = Fused::kIsWide ? 1 : 2;
-  static constexpr int kProducerRegisters = Fused::kIsWide ? 24 : Fused::kProducerRegisters;
-  static constexpr int kConsumerRegisters = Fused::kIsWide ? 240 : Fused::kConsumerRegisters;
-  static constexpr int kDrawnBytes = 2 * 4096;  // of a block: both consumers' (FusedDropout)
-  static constexpr int kDrawnOffset = Fused::kQueryOffset + kSumBuffers * Fused::kQueryBytes;
+  static constexpr int kNumDrawers = Fused::kIsWide ? 0 : 4;  // the warpgroup of dq, where there is one
+  static constexpr int kDrawnBytes = Fused::kIsWide ? 0 : 2 * 4096;  // of a block: both consumers' (FusedDropout)
+  static constexpr int kDrawnOffset = Fused::kScoreBarrierOffset;
   static constexpr int kScoreBarrierOffset = kDrawnOffset + kNumStages * kDrawnBytes;
   static constexpr int kDrawnBarrierOffset = kScoreBarrierOffset + Fused::kQueryBuffers * (4 * 8 + 16);
-  static constexpr int kSharedBytes = kDrawnBarrierOffset + 2 * kNumStages * 8;
+  static constexpr int kSharedBytes = kDrawnBarrierOffset + (kNumDrawers == 0 ? 0 : 2 * kNumStages * 8);
   static_assert(kSharedBytes <= 232448, "sm_90 gives a block at most 227 KiB");
 };
 
@@ -375,7 +370,8 @@ struct FusedConsumer {
   __device__ __forceinline__ void step(float (&dk)[Product::kOutputs], float (&dv)[Product::kOutputs],
                                        uint32_t (&p_packed)[Product::kPacked], uint32_t (&ds_packed)[Product::kPacked],
                                        uint32_t (&own_k)[kOwn], uint32_t (&own_v)[kOwn],
-                                       const BlockCoordinates& coordinates, bool is_masked) {
+                                       const TileDropout<Spec>& tile_dropout, const BlockCoordinates& coordinates,
+                                       bool is_masked) {
     float scores[Product::kScores];
     float gradients[Product::kScores];  // dP^T, then dS^T
     float lse_log2[Product::kColumns];
@@ -386,9 +382,9 @@ struct FusedConsumer {
     const int statistics =
         kIsVarlen ? ptx::recompute(at.stage * Spec::kStatisticsBytes) : at.stage * Spec::kStatisticsBytes;
     const BlockAlibi<Spec> alibi(params, coordinates);
+    const FusedDropout<Spec> dropout(tile_dropout, coordinates, shared, at, consumer);
     const BlockMask<Spec> mask(shared, at.stage, consumer);
     wait_block();
-    const FusedDropout<Spec> dropout(shared, at, consumer);
     load_columns<Spec>(lse_log2, shared.statistics(0) + statistics);
     issue_product<Element>(scores, own_k, q.k_major());
     // dV and dK of the block before, with S^T behind them: dP^T can have the registers of their P^T and dS^T.
@@ -410,7 +406,8 @@ struct FusedConsumer {
       fused_exponentials<Spec, kMask, false>(params, scores, lse_log2, alibi, mask, coordinates);
     }
     load_columns<Spec>(row_dot, shared.statistics(at.stage) + Spec::kStreamRows * 4);
-    dropout.pack_weights(p_packed, scores);
+    pack_operand<Element>(p_packed, scores);
+    dropout.drop_weights(p_packed);
     issue_product<Element, true>(dv, p_packed, dout.mn_major());
 
     ptx::wgmma_wait<1>();  // dP^T
@@ -425,7 +422,7 @@ struct FusedConsumer {
   // Passes over a block that only keys of the other warpgroup are seen from. It hands over nothing, but advances the ring.
   __device__ __forceinline__ void skip_block() {
     wait_block();
-    FusedDropout<Spec>(shared, at, consumer).skip();
+    skip_drawn<Spec>(shared, at);
     at.advance();
     release_used();
     ptx::mbarrier_wait(shared.scores_empty(handed.stage), handed.parity ^ 1);
@@ -472,7 +469,8 @@ struct FusedConsumer {
         load_own(own_v, shared.own_second(consumer));
         Product::clear(dk);
         Product::clear(dv);
-          const SkippedBlocks skipped = skipped_blocks(tile, range, all, heads);
+        const TileDropout<Spec> dropout(params, tile);
+        const SkippedBlocks skipped = skipped_blocks(tile, range, all, heads);
         for (int left = is_descending<kMask>(tile) ? skipped.behind : skipped.before; left > 0; --left) skip_block();
         if constexpr (kMask == MaskKind::kRuntime) {
           // As little between two blocks as in the dense kernel: nothing overlaps it.
@@ -487,10 +485,10 @@ struct FusedConsumer {
             do {
               if constexpr (Spec::kHasAlibi) {  // the others do not ask for the head
                 const int query_head = (tile.head + 1) * heads - head;
-                step(dk, dv, p_packed, ds_packed, own_k, own_v,
+                step(dk, dv, p_packed, ds_packed, own_k, own_v, dropout,
                      BlockCoordinates{shared.tile(consumer), query_head, first_key, block}, needs_mask != 0);
               } else {
-                step(dk, dv, p_packed, ds_packed, own_k, own_v, coordinates, needs_mask != 0);
+                step(dk, dv, p_packed, ds_packed, own_k, own_v, dropout, coordinates, needs_mask != 0);
               }
             } while (--head > 0);
           }
@@ -499,7 +497,7 @@ struct FusedConsumer {
             const int block = is_descending<kMask>(tile) ? range.begin + range.end - 1 - i : i;
             const BlockCoordinates coordinates{shared.tile(consumer), 0, first_key, block};
             for (int head = 0; head < heads; ++head) {
-              step(dk, dv, p_packed, ds_packed, own_k, own_v, coordinates,
+              step(dk, dv, p_packed, ds_packed, own_k, own_v, dropout, coordinates,
                    is_masked || block < range.full_begin);
             }
           }

@@ -112,15 +112,16 @@ struct WideFusedConsumer {
 
   __device__ __forceinline__ void step(float (&dk)[Product::kOutputs], float (&dv)[Product::kOutputs],
                                        uint32_t (&p_packed)[Product::kPacked], uint32_t (&ds_packed)[Product::kPacked],
-                                       const BlockCoordinates& coordinates, bool is_masked) {
+                                       const TileDropout<Spec>& tile_dropout, const BlockCoordinates& coordinates,
+                                       bool is_masked) {
     float scores[Product::kScores];
     float gradients[Product::kScores];  // dP^T, then dS^T
     float lse_log2[Product::kColumns];
     float row_dot[Product::kColumns];
     const BlockAlibi<Spec> alibi(params, coordinates);
+    const FusedDropout<Spec> dropout(tile_dropout, coordinates, shared, at, consumer);
     const BlockMask<Spec> mask(shared, at.stage, consumer);
     wait_block();
-    const FusedDropout<Spec> dropout(shared, at, consumer);
     load_columns<Spec>(lse_log2, shared.statistics(at.stage));
     issue_product<Element, Product::kSteps>(scores, shared.own_first(consumer).k_major(),
                                             shared.first(at.stage).k_major());
@@ -138,7 +139,8 @@ struct WideFusedConsumer {
       fused_exponentials<Spec, kMask, false>(params, scores, lse_log2, alibi, mask, coordinates);
     }
     load_columns<Spec>(row_dot, shared.statistics(at.stage) + Spec::kStreamRows * 4);
-    dropout.pack_weights(p_packed, scores);
+    pack_operand<Element>(p_packed, scores);
+    dropout.drop_weights(p_packed);
 
     ptx::wgmma_wait<0>();  // dP^T
     ptx::wgmma_fence_operands(gradients);
@@ -185,11 +187,12 @@ struct WideFusedConsumer {
       uint32_t ds_packed[Product::kPacked];
       Product::clear(dk);
       Product::clear(dv);
+      const TileDropout<Spec> dropout(params, tile);
       int block = is_descending<kMask>(tile) ? all.end - 1 : all.begin;
       for (int left = all.end - all.begin; left > 0; --left) {
         for (int head = 0; head < heads; ++head) {
           const BlockCoordinates coordinates{shared.tile(consumer), tile.head * heads + head, first_key, block};
-          step(dk, dv, p_packed, ds_packed, coordinates,
+          step(dk, dv, p_packed, ds_packed, dropout, coordinates,
                block < full_begin || (kMask == MaskKind::kRuntime && block >= all.full_end));
         }
         block += direction;

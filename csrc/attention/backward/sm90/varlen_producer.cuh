@@ -352,7 +352,7 @@ __device__ __forceinline__ void produce_varlen_statistics(const BackwardParams& 
     }
     if (left > 0) statistics.fetch(params, first, tile.extents.row_count, block);
     for (; left > 0; left -= kWarps) {
-      if constexpr (Spec::kNumDrawers > 0) statistics.divide_row_dot(value_scale<Spec>(params));
+      if constexpr (Spec::kHasDropout && Spec::kOrdersReduction) statistics.divide_row_dot(value_scale<Spec>(params));
       // Hazard: the statistics of this stage may still be read.
       ptx::mbarrier_wait(shared.first_empty(at.stage), at.parity ^ 1);
       if constexpr (kPrecomputesOffsets) {

@@ -10,7 +10,6 @@
 #pragma once
 
 #include "attention/forward/sm90/alibi.cuh"
-#include "attention/dropout.cuh"
 #include "attention/forward/sm90/dropout.cuh"
 #include "attention/forward/sm90/epilogue.cuh"
 #include "attention/forward/sm90/schedule.cuh"
@@ -254,7 +253,7 @@ struct Consumer {
   // In: P of key block `block` - 1. Issues S of `block` and O += P V of the block before; out: P of `block`.
   template <typename Policy>
   __device__ __forceinline__ void step(float (&output)[kOutputs], uint32_t (&probabilities)[kProbabilities],
-                                       RowState& rows, const Tile<kMask>& tile,
+                                       RowState& rows, const TileDropout<Spec>& dropout, const Tile<kMask>& tile,
                                        int block, bool is_masked = true) {
     float scores[kScores];
     wait_key();
@@ -262,6 +261,7 @@ struct Consumer {
     issue_scores(scores);
     if constexpr (!kWaitsForBoth) wait_value();
     issue_output(output, probabilities);
+    const auto kept = dropout.draw(block);
 
     ptx::wgmma_wait<1>();
     ptx::wgmma_fence_operands(scores);
@@ -277,7 +277,7 @@ struct Consumer {
       for (int i = 0; i < kOutputs; ++i) output[i] *= rescale[(i / 2) % 2];
     }
     pack_operand<Element>(probabilities, scores);
-    BlockDropout<Spec>::drop(probabilities, shared, consumer, drawn);
+    dropout.drop(probabilities, kept, shared, consumer, drawn);
   }
 
   // Passes over a key block that only rows of other warpgroups see. Elsewhere a product joins the lanes of a warp
@@ -290,7 +290,7 @@ struct Consumer {
     wait_value();
     ptx::warp_sync();
     release_value();
-    BlockDropout<Spec>::skip(shared, drawn);
+    TileDropout<Spec>::skip(shared, drawn);
   }
 
   __device__ __forceinline__ void skip_blocks(int begin, int end) {
@@ -323,6 +323,7 @@ struct Consumer {
     const KeyRange full{ceil_div(visible_keys<kMask>(sequence, last_row).begin, Spec::kBlockN),
                         visible_keys<kMask>(sequence, first_row).end / Spec::kBlockN};
     int block = own.begin;
+    const TileDropout<Spec> dropout(params, tile, thread_row(tile));
     if constexpr (Spec::kHasAlibi) {
       slope = alibi_slope(params.score_options, params.score_options.mask_factor, tile.batch, tile.head, 0);
     }
@@ -352,14 +353,14 @@ struct Consumer {
         online_softmax<Spec::kBlockN, true>(scores, rows, rescale, softmax_scale());
       }
       pack_operand<Element>(probabilities, scores);
-      BlockDropout<Spec>::drop(probabilities, shared, consumer, drawn);
+      dropout.drop(probabilities, dropout.draw(block), shared, consumer, drawn);
     }
 
     // Blocks that need no mask are a loop of their own: inside one loop for both they would be an eighth slower.
     if constexpr (!kIsRuntime) {
       const int plain_end = minimum(own.end, full.end);
-      for (++block; block < plain_end; ++block) step<Plain<false>>(output, probabilities, rows, tile, block);
-      for (; block < own.end; ++block) step<Plain<true>>(output, probabilities, rows, tile, block);
+      for (++block; block < plain_end; ++block) step<Plain<false>>(output, probabilities, rows, dropout, tile, block);
+      for (; block < own.end; ++block) step<Plain<true>>(output, probabilities, rows, dropout, tile, block);
     } else {
       ++block;
       // A window has masked blocks at both ends.
@@ -376,21 +377,21 @@ struct Consumer {
         }
       };
       if constexpr (Spec::kHasAlibi) {
-        steps([&] { step<WithAlibi<true>>(output, probabilities, rows, tile, block); },
-              [&] { step<WithAlibi<false>>(output, probabilities, rows, tile, block); });
+        steps([&] { step<WithAlibi<true>>(output, probabilities, rows, dropout, tile, block); },
+              [&] { step<WithAlibi<false>>(output, probabilities, rows, dropout, tile, block); });
       } else if constexpr (Spec::kStreamsMask) {
         for (; block < own.end; ++block) {
-          step<Streamed>(output, probabilities, rows, tile, block, needs_mask(full, block));
+          step<Streamed>(output, probabilities, rows, dropout, tile, block, needs_mask(full, block));
         }
       } else if constexpr (!Spec::kHasScoreMod) {
-        steps([&] { step<Plain<true>>(output, probabilities, rows, tile, block); },
-              [&] { step<Plain<false>>(output, probabilities, rows, tile, block); });
+        steps([&] { step<Plain<true>>(output, probabilities, rows, dropout, tile, block); },
+              [&] { step<Plain<false>>(output, probabilities, rows, dropout, tile, block); });
       } else if (is_capped) {
-        steps([&] { step<Softcapped<true>>(output, probabilities, rows, tile, block); },
-              [&] { step<Softcapped<false>>(output, probabilities, rows, tile, block); });
+        steps([&] { step<Softcapped<true>>(output, probabilities, rows, dropout, tile, block); },
+              [&] { step<Softcapped<false>>(output, probabilities, rows, dropout, tile, block); });
       } else {
         for (; block < own.end; ++block) {
-          step<Modified>(output, probabilities, rows, tile, block, needs_mask(full, block));
+          step<Modified>(output, probabilities, rows, dropout, tile, block, needs_mask(full, block));
         }
       }
     }

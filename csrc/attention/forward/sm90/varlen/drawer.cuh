@@ -1,5 +1,4 @@
-// The warps that draw what a forward kernel drops, a block or two ahead of the consumers. Each thread draws for those of its number in a consumer (and
-// 64 further, if two warps draw).
+// The warpgroups that draw what a forward kernel drops, some blocks ahead of the consumers. Each thread draws for those of its number in a consumer.
 #pragma once
 
 #include "attention/dropout.cuh"
@@ -44,9 +43,8 @@ struct Drawer {
   }
 
   __device__ __forceinline__ void run() {
-    constexpr uint32_t kThreads = Spec::kNumDrawers < 4 ? 32 * Spec::kNumDrawers : 128;
-    constexpr int kGroups = Spec::kNumDrawers < 4 ? 1 : Spec::kNumDrawers / 4;
-    const uint32_t thread = ptx::thread_index() % kThreads;
+    constexpr int kGroups = Spec::kNumDrawers / 4;  // which take turns
+    const uint32_t thread = ptx::thread_index() % 128;
     const int group = ptx::warp_index() / 4 % kGroups;
     HeadDropout of_head(dropout_of(params), 0, 0);
     // As kept() has it, but a register.
@@ -73,17 +71,15 @@ struct Drawer {
           const uint32_t rows = (first_row + consumer * 64) / 2 + thread / 32 * 8 + thread % 32 / 4;
           const uint32_t keys = block * (Spec::kBlockN / 8) + thread % 4;
           const Draw first{keys, rows, of_head_point + rows * kRowStep + keys * kKeyStep};
-#pragma unroll
-          for (int warps = 0; warps < 4; warps += Spec::kNumDrawers)
 #pragma unroll 1
-            for (int i = 0; i < Spec::kDraws; i += 2) {  // two at a time: their chains overlap
-              uint32_t selectors[2][4];
+          for (int i = 0; i < Spec::kDraws; i += 2) {  // two at a time: their chains overlap
+            uint32_t selectors[2][4];
 #pragma unroll
-              for (int d = 0; d < 2; ++d) draw_selectors(of_head, first.further(warps, i + d), either, selectors[d]);
+            for (int d = 0; d < 2; ++d) draw_selectors(of_head, first.further(0, i + d), either, selectors[d]);
 #pragma unroll
-              for (int d = 0; d < 2; ++d)
-                ptx::st_shared_128(shared.drawn(drawn.stage, consumer, i + d, 32 * warps + thread), selectors[d]);
-            }
+            for (int d = 0; d < 2; ++d)
+              ptx::st_shared_128(shared.drawn(drawn.stage, consumer, i + d, thread), selectors[d]);
+          }
         }
         ptx::warp_sync();
         if (thread % 32 == 0) ptx::mbarrier_arrive(shared.drawn_full(drawn.stage));

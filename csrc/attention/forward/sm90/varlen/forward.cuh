@@ -44,10 +44,10 @@ __device__ __forceinline__ void run_varlen(const Params& given, const ForwardPar
 #pragma unroll
     for (int i = 0; i < 4; ++i) ptx::mbarrier_init(shared.next_tile_full(i), 1);
     ptx::mbarrier_init(shared.next_tile_wanted(), 1 + Spec::kNumDrawers);
-    if constexpr (Spec::kHasDropout) {
+    if constexpr (Spec::kNumDrawers > 0) {
 #pragma unroll
       for (int slot = 0; slot < Spec::kDrawnSlots; ++slot) {
-        ptx::mbarrier_init(shared.drawn_full(slot), minimum(4, Spec::kNumDrawers));
+        ptx::mbarrier_init(shared.drawn_full(slot), 4);
         ptx::mbarrier_init(shared.drawn_empty(slot), 4 * Spec::kNumConsumers);
       }
     }
@@ -75,8 +75,6 @@ __device__ __forceinline__ void run_varlen(const Params& given, const ForwardPar
       }
     } else if (warp == 1) {
       scheduler.run();
-    } else if constexpr (Spec::kNumDrawers == 2) {
-      Drawer<Spec>(params, shared).run();
     }
     return;
   }
@@ -87,7 +85,7 @@ __device__ __forceinline__ void run_varlen(const Params& given, const ForwardPar
       return;
     }
   }
-  if constexpr (Spec::kNumDrawers >= 4) {
+  if constexpr (Spec::kNumDrawers > 0) {
     if (warpgroup > Spec::kNumConsumers) {
       ptx::setmaxnreg_dec<Spec::kDrawerRegisters>();
       Drawer<Spec>(params, shared).run();
