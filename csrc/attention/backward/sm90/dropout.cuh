@@ -132,6 +132,8 @@ struct FusedDropout {
   template <typename Coordinates>
   __device__ __forceinline__ FusedDropout(const TileDropout<Spec>&, const Coordinates&, const FusedMemory<Spec>&,
                                           const RingPosition<Spec::kFirstStages>&, int) {}
+  __device__ __forceinline__ void wait() const {}
+  __device__ __forceinline__ void fetch() {}
   __device__ __forceinline__ void drop_weights(uint32_t (&)[Product::kPacked]) const {}
   // dP^T to dS^T.
   __device__ __forceinline__ void score_gradients(float (&gradients)[Product::kScores],
@@ -154,6 +156,8 @@ struct FusedDropout<Spec, true, false> {
   __device__ __forceinline__ FusedDropout(const TileDropout<Spec>& tile, const Coordinates& coordinates,
                                           const FusedMemory<Spec>&, const RingPosition<Spec::kFirstStages>&, int)
       : block(tile, coordinates) {}
+  __device__ __forceinline__ void wait() const {}
+  __device__ __forceinline__ void fetch() {}
   __device__ __forceinline__ void drop_weights(uint32_t (&packed)[Product::kPacked]) const {
     block.drop_weights(packed);
   }
@@ -177,6 +181,7 @@ struct FusedDropout<Spec, true, true> {
   const FusedMemory<Spec>& shared;
   const RingPosition<Spec::kFirstStages>& at;
   const unsigned char* mine;
+  uint32_t selectors[2][4];
 
   template <typename Coordinates>
   __device__ __forceinline__ FusedDropout(const TileDropout<Spec>&, const Coordinates&,
@@ -185,33 +190,28 @@ struct FusedDropout<Spec, true, true> {
       : shared(shared_),
         at(at_),
         mine(shared.drawn(at.stage, consumer) + ptx::recompute(ptx::thread_index()) % 128 * 16) {}
+  __device__ __forceinline__ void wait() const { ptx::mbarrier_wait(shared.drawn_full(at.stage), at.parity); }
+  // For each use: no registers hold them in between.
+  __device__ __forceinline__ void fetch() {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) ptx::ld_shared_128(selectors[half], mine + half * 2048);
+  }
   __device__ __forceinline__ void drop_weights(uint32_t (&packed)[Product::kPacked]) const {
-    ptx::mbarrier_wait(shared.drawn_full(at.stage), at.parity);
 #pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      uint32_t selectors[4];
-      ptx::ld_shared_128(selectors, mine + half * 2048);
-#pragma unroll
-      for (int i = 0; i < 8; ++i) {
-        uint32_t& both = packed[8 * half + i];
-        both = ptx::permute_bytes(both, both, selectors[i / 4 * 2 + i % 2] >> (i / 2 % 2 * 16));
-      }
+    for (int i = 0; i < 16; ++i) {
+      packed[i] = ptx::permute_bytes(packed[i], packed[i],
+                                     selectors[i / 8][i / 4 % 2 * 2 + i % 2] >> (i / 2 % 2 * 16));
     }
   }
   __device__ __forceinline__ void score_gradients(float (&gradients)[Product::kScores],
                                                   const float (&weights)[Product::kScores],
                                                   const float (&row_dot)[Product::kColumns]) const {
 #pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      uint32_t selectors[4];  // read again: no registers hold them meanwhile
-      ptx::ld_shared_128(selectors, mine + half * 2048);
-#pragma unroll
-      for (int j = 0; j < 16; ++j) {
-        const int i = 16 * half + j;
-        const float dropped = weights[i] * -row_dot[i / 4 * 2 + i % 2];
-        const bool is_kept = (selectors[j / 8 * 2 + j / 2 % 2] & 0x80u << (j / 4 % 2 * 16 + j % 2 * 8)) == 0;
-        gradients[i] = is_kept ? ptx::fma_rn(weights[i], gradients[i], dropped) : dropped;
-      }
+    for (int i = 0; i < 32; ++i) {
+      const float dropped = weights[i] * -row_dot[i / 4 * 2 + i % 2];
+      const uint32_t own = selectors[i / 16][i / 8 % 2 * 2 + i / 2 % 2];
+      const bool is_kept = (own & 0x80u << (i / 4 % 2 * 16 + i % 2 * 8)) == 0;
+      gradients[i] = is_kept ? ptx::fma_rn(weights[i], gradients[i], dropped) : dropped;
     }
     release(shared.drawn_empty(at.stage));
   }

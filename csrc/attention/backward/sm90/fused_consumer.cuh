@@ -382,7 +382,7 @@ struct FusedConsumer {
     const int statistics =
         kIsVarlen ? ptx::recompute(at.stage * Spec::kStatisticsBytes) : at.stage * Spec::kStatisticsBytes;
     const BlockAlibi<Spec> alibi(params, coordinates);
-    const FusedDropout<Spec> dropout(tile_dropout, coordinates, shared, at, consumer);
+    FusedDropout<Spec> dropout(tile_dropout, coordinates, shared, at, consumer);
     const BlockMask<Spec> mask(shared, at.stage, consumer);
     wait_block();
     load_columns<Spec>(lse_log2, shared.statistics(0) + statistics);
@@ -394,6 +394,7 @@ struct FusedConsumer {
     if (used.stage != at.stage) release_used();
     issue_product<Element>(gradients, own_v, dout.k_major());
 
+    dropout.wait();
     ptx::wgmma_wait<1>();  // S^T
     ptx::wgmma_fence_operands(scores);
     if (is_masked) {
@@ -406,10 +407,12 @@ struct FusedConsumer {
       fused_exponentials<Spec, kMask, false>(params, scores, lse_log2, alibi, mask, coordinates);
     }
     load_columns<Spec>(row_dot, shared.statistics(at.stage) + Spec::kStreamRows * 4);
+    dropout.fetch();
     pack_operand<Element>(p_packed, scores);
     dropout.drop_weights(p_packed);
     issue_product<Element, true>(dv, p_packed, dout.mn_major());
 
+    dropout.fetch();
     ptx::wgmma_wait<1>();  // dP^T
     ptx::wgmma_fence_operands(gradients);
     dropout.score_gradients(gradients, scores, row_dot);

@@ -119,7 +119,7 @@ struct WideFusedConsumer {
     float lse_log2[Product::kColumns];
     float row_dot[Product::kColumns];
     const BlockAlibi<Spec> alibi(params, coordinates);
-    const FusedDropout<Spec> dropout(tile_dropout, coordinates, shared, at, consumer);
+    FusedDropout<Spec> dropout(tile_dropout, coordinates, shared, at, consumer);
     const BlockMask<Spec> mask(shared, at.stage, consumer);
     wait_block();
     load_columns<Spec>(lse_log2, shared.statistics(at.stage));
@@ -131,6 +131,7 @@ struct WideFusedConsumer {
     issue_product<Element, Product::kSteps>(gradients, shared.own_second(consumer).k_major(),
                                             shared.second(at.stage).k_major());
 
+    dropout.wait();
     ptx::wgmma_wait<1>();  // S^T
     ptx::wgmma_fence_operands(scores);
     if (is_masked) {
@@ -139,9 +140,11 @@ struct WideFusedConsumer {
       fused_exponentials<Spec, kMask, false>(params, scores, lse_log2, alibi, mask, coordinates);
     }
     load_columns<Spec>(row_dot, shared.statistics(at.stage) + Spec::kStreamRows * 4);
+    dropout.fetch();
     pack_operand<Element>(p_packed, scores);
     dropout.drop_weights(p_packed);
 
+    dropout.fetch();
     ptx::wgmma_wait<0>();  // dP^T
     ptx::wgmma_fence_operands(gradients);
     dropout.score_gradients(gradients, scores, row_dot);

@@ -261,13 +261,14 @@ struct Consumer {
     issue_scores(scores);
     if constexpr (!kWaitsForBoth) wait_value();
     issue_output(output, probabilities);
-    const auto kept = dropout.draw(block);
+    auto kept = dropout.draw(block);
 
     ptx::wgmma_wait<1>();
     ptx::wgmma_fence_operands(scores);
     if constexpr (!Spec::kStreamsMask) release_key();
     float rescale[2];
     const bool moved = Policy::apply(*this, scores, rows, rescale, tile, block, is_masked);
+    dropout.fetch(kept, shared, consumer, drawn);
 
     ptx::wgmma_wait<0>();
     ptx::wgmma_fence_operands(output);
@@ -277,7 +278,7 @@ struct Consumer {
       for (int i = 0; i < kOutputs; ++i) output[i] *= rescale[(i / 2) % 2];
     }
     pack_operand<Element>(probabilities, scores);
-    dropout.drop(probabilities, kept, shared, consumer, drawn);
+    dropout.drop(probabilities, kept, shared, drawn);
   }
 
   // Passes over a key block that only rows of other warpgroups see. Elsewhere a product joins the lanes of a warp
@@ -353,7 +354,9 @@ struct Consumer {
         online_softmax<Spec::kBlockN, true>(scores, rows, rescale, softmax_scale());
       }
       pack_operand<Element>(probabilities, scores);
-      dropout.drop(probabilities, dropout.draw(block), shared, consumer, drawn);
+      auto kept = dropout.draw(block);
+      dropout.fetch(kept, shared, consumer, drawn);
+      dropout.drop(probabilities, kept, shared, drawn);
     }
 
     // Blocks that need no mask are a loop of their own: inside one loop for both they would be an eighth slower.

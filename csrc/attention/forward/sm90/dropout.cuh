@@ -21,7 +21,8 @@ struct TileDropout {
   template <typename Tile>
   __device__ __forceinline__ TileDropout(const ForwardParams&, const Tile&, int) {}
   __device__ __forceinline__ Block draw(int) const { return {}; }
-  __device__ __forceinline__ void drop(uint32_t (&)[Spec::kBlockN / 4], const Block&, const SharedMemory<Spec>&, int,
+  __device__ __forceinline__ void fetch(Block&, const SharedMemory<Spec>&, int, const Slot&) const {}
+  __device__ __forceinline__ void drop(uint32_t (&)[Spec::kBlockN / 4], const Block&, const SharedMemory<Spec>&,
                                        Slot&) const {}
   static __device__ __forceinline__ void skip(const SharedMemory<Spec>&, Slot&) {}
 };
@@ -45,8 +46,9 @@ struct TileDropout<Spec, true, false> {
     drawn.draw(of_head, row, block * Spec::kBlockN);
     return drawn;
   }
+  __device__ __forceinline__ void fetch(Block&, const SharedMemory<Spec>&, int, const Slot&) const {}
   __device__ __forceinline__ void drop(uint32_t (&probabilities)[Spec::kBlockN / 4], const Block& drawn,
-                                       const SharedMemory<Spec>&, int, Slot&) const {
+                                       const SharedMemory<Spec>&, Slot&) const {
 #pragma unroll
     for (int i = 0; i < Spec::kBlockN / 4; ++i) probabilities[i] &= drawn.pair(i).halves();
   }
@@ -57,22 +59,27 @@ struct TileDropout<Spec, true, false> {
 template <typename Spec>
 struct TileDropout<Spec, true, true> {
   using Slot = RingPosition<Spec::kDrawnSlots>;
-  struct Block {};
+  struct Block {
+    uint32_t selectors[Spec::kDraws][4];
+  };
   template <typename Tile>
   __device__ __forceinline__ TileDropout(const ForwardParams&, const Tile&, int) {}
   __device__ __forceinline__ Block draw(int) const { return {}; }
-  __device__ __forceinline__ void drop(uint32_t (&probabilities)[Spec::kBlockN / 4], const Block&,
-                                       const SharedMemory<Spec>& shared, int consumer, Slot& slot) const {
+  // Ahead of a wait, which hides it.
+  __device__ __forceinline__ void fetch(Block& block, const SharedMemory<Spec>& shared, int consumer,
+                                        const Slot& slot) const {
     ptx::mbarrier_wait(shared.drawn_full(slot.stage), slot.parity);
 #pragma unroll
     for (int i = 0; i < Spec::kDraws; ++i) {
-      uint32_t selectors[4];
-      ptx::ld_shared_128(selectors, shared.drawn(slot.stage, consumer, i, ptx::thread_index() % 128));
+      ptx::ld_shared_128(block.selectors[i], shared.drawn(slot.stage, consumer, i, ptx::thread_index() % 128));
+    }
+  }
+  __device__ __forceinline__ void drop(uint32_t (&probabilities)[Spec::kBlockN / 4], const Block& block,
+                                       const SharedMemory<Spec>& shared, Slot& slot) const {
 #pragma unroll
-      for (int pair = 0; pair < 8; ++pair) {
-        uint32_t& both = probabilities[8 * i + pair];
-        both = ptx::permute_bytes(both, both, selectors[pair / 2] >> (pair % 2 * 16));
-      }
+    for (int i = 0; i < Spec::kBlockN / 4; ++i) {
+      uint32_t& both = probabilities[i];
+      both = ptx::permute_bytes(both, both, block.selectors[i / 8][i % 8 / 2] >> (i % 2 * 16));
     }
     release(shared, slot);
   }
