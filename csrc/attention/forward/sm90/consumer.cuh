@@ -55,7 +55,6 @@ struct Consumer {
   RingPosition<Spec::kNumStages> key;
   RingPosition<Spec::kNumStages> value;
   RingPosition<Spec::kNumQueryStages> query;
-  RingPosition<Spec::kDrawnSlots> drawn;
   const bool is_capped;      // a softcap alone, which is the softmax's
   bool has_output = false;   // a tile went before this one (release_output)
   float scale_log2;          // of what the softmax gets: with an additive mask the scores have it already
@@ -261,14 +260,13 @@ struct Consumer {
     issue_scores(scores);
     if constexpr (!kWaitsForBoth) wait_value();
     issue_output(output, probabilities);
-    auto kept = dropout.draw(block);
+    const auto drawn = dropout.draw(block);
 
     ptx::wgmma_wait<1>();
     ptx::wgmma_fence_operands(scores);
     if constexpr (!Spec::kStreamsMask) release_key();
     float rescale[2];
     const bool moved = Policy::apply(*this, scores, rows, rescale, tile, block, is_masked);
-    dropout.fetch(kept, shared, consumer, drawn);
 
     ptx::wgmma_wait<0>();
     ptx::wgmma_fence_operands(output);
@@ -278,7 +276,7 @@ struct Consumer {
       for (int i = 0; i < kOutputs; ++i) output[i] *= rescale[(i / 2) % 2];
     }
     pack_operand<Element>(probabilities, scores);
-    dropout.drop(probabilities, kept, shared, drawn);
+    dropout.drop(probabilities, drawn);
   }
 
   // Passes over a key block that only rows of other warpgroups see. Elsewhere a product joins the lanes of a warp
@@ -291,7 +289,6 @@ struct Consumer {
     wait_value();
     ptx::warp_sync();
     release_value();
-    TileDropout<Spec>::skip(shared, drawn);
   }
 
   __device__ __forceinline__ void skip_blocks(int begin, int end) {
@@ -354,9 +351,7 @@ struct Consumer {
         online_softmax<Spec::kBlockN, true>(scores, rows, rescale, softmax_scale());
       }
       pack_operand<Element>(probabilities, scores);
-      auto kept = dropout.draw(block);
-      dropout.fetch(kept, shared, consumer, drawn);
-      dropout.drop(probabilities, kept, shared, drawn);
+      dropout.drop(probabilities, dropout.draw(block));
     }
 
     // Blocks that need no mask are a loop of their own: inside one loop for both they would be an eighth slower.

@@ -37,8 +37,6 @@ struct ForwardSpec {
   static constexpr bool kHasScoreMod = false;    // ragged kernels may (varlen/spec.cuh)
   static constexpr bool kHasAlibi = false;       // likewise
   static constexpr bool kHasDropout = false;     // likewise
-  static constexpr int kNumDrawers = 0;          // and warps that draw (varlen/drawer.cuh)
-  static constexpr int kDrawnSlots = 1;
   static constexpr bool kHasCodes = false;       // of 8-bit floats (e4m3/spec.cuh)
   static constexpr bool kConvertsCodes = false;  // of a cache of them (varlen/converter.cuh)
   static constexpr bool kIsTight = false;        // no register is held for what can be read or computed again
@@ -145,17 +143,6 @@ struct SharedMemory {
   template <typename Own = Spec>
   __device__ __forceinline__ typename Own::MaskTile mask(int stage, int consumer) const {
     return {base + Own::kMaskOffset + (stage * Spec::kNumConsumers + consumer) * Own::MaskTile::kBytes};
-  }
-  // Of kernels whose drawers say what is dropped: a thread's 16 bytes of draw `draw` of a block that `consumer` computes.
-  template <typename Own = Spec>
-  __device__ __forceinline__ unsigned char* drawn(int slot, int consumer, int draw, int thread) const {
-    return base + Own::kDrawnOffset + (slot * Spec::kNumConsumers + consumer) * Own::kDrawnBytes + draw * 2048 +
-           thread * 16;
-  }
-  // full: the drawers have written the slot. empty: every consumer warp has read its words.
-  __device__ __forceinline__ ptx::Mbarrier* drawn_full(int slot) const { return next_tile_full(5 + slot); }
-  __device__ __forceinline__ ptx::Mbarrier* drawn_empty(int slot) const {
-    return next_tile_full(5 + Spec::kDrawnSlots + slot);
   }
   // Of kernels over a cache of codes. What the copy engine brings of K and of V (varlen/spec.cuh), and the block that it belongs to.
   template <typename Own = Spec>

@@ -7,7 +7,6 @@
 #pragma once
 
 #include "attention/forward/sm90/forward.cuh"
-#include "attention/forward/sm90/varlen/drawer.cuh"
 #include "attention/forward/sm90/varlen/producer.cuh"
 #include "attention/forward/sm90/varlen/scheduler.cuh"
 #include "attention/forward/sm90/varlen/spec.cuh"
@@ -42,15 +41,7 @@ __device__ __forceinline__ void run_varlen(const Params& given, const ForwardPar
     ptx::prefetch_tensor_map(&v_map);
     ptx::prefetch_tensor_map(&out_map);
 #pragma unroll
-    for (int i = 0; i < 4; ++i) ptx::mbarrier_init(shared.next_tile_full(i), 1);
-    ptx::mbarrier_init(shared.next_tile_wanted(), 1 + Spec::kNumDrawers);
-    if constexpr (Spec::kNumDrawers > 0) {
-#pragma unroll
-      for (int slot = 0; slot < Spec::kDrawnSlots; ++slot) {
-        ptx::mbarrier_init(shared.drawn_full(slot), 4);
-        ptx::mbarrier_init(shared.drawn_empty(slot), 4 * Spec::kNumConsumers);
-      }
-    }
+    for (int i = 0; i < 5; ++i) ptx::mbarrier_init(shared.next_tile_full(i), 1);
     if constexpr (Spec::kConvertsCodes) {
 #pragma unroll
       for (int slot = 0; slot < Spec::kCodeSlots; ++slot) {
@@ -82,13 +73,6 @@ __device__ __forceinline__ void run_varlen(const Params& given, const ForwardPar
     if (warpgroup > Spec::kNumConsumers) {
       ptx::setmaxnreg_dec<Spec::kConverterRegisters>();
       Convert(params, shared).run();
-      return;
-    }
-  }
-  if constexpr (Spec::kNumDrawers > 0) {
-    if (warpgroup > Spec::kNumConsumers) {
-      ptx::setmaxnreg_dec<Spec::kDrawerRegisters>();
-      Drawer<Spec>(params, shared).run();
       return;
     }
   }

@@ -30,39 +30,13 @@ struct VarlenSpec : ForwardSpec<Element_, kHeadDim_, kBlockM_, kBlockN_, kNumSta
                                                               : 200;
 };
 
-// Takes DropoutForwardParams. kScores 2: ALiBi, and a softcap before it; otherwise neither softcap nor mask tensor. kDrawers: warps behind the
-// consumers that draw for them (drawer.cuh); 0: they draw themselves.
-template <typename Element, int kHeadDim, int kBlockM, int kBlockN, int kNumStages, int kNumWarps_, int kNumQueryStages,
-          int kNumOutputSlabs, int kScores, int kDrawers>
-struct DropoutForwardSpec : VarlenSpec<Element, kHeadDim, kBlockM, kBlockN, kNumStages, kNumWarps_ - kDrawers,
-                                       kNumQueryStages, kNumOutputSlabs, kScores> {
-  using Base = VarlenSpec<Element, kHeadDim, kBlockM, kBlockN, kNumStages, kNumWarps_ - kDrawers, kNumQueryStages,
-                          kNumOutputSlabs, kScores>;
+// Takes DropoutForwardParams. kScores 2: ALiBi, and a softcap before it; otherwise neither softcap nor mask tensor.
+template <typename Element, int kHeadDim, int kBlockM, int kBlockN, int kNumStages, int kNumWarps, int kNumQueryStages,
+          int kNumOutputSlabs, int kScores>
+struct DropoutForwardSpec : VarlenSpec<Element, kHeadDim, kBlockM, kBlockN, kNumStages, kNumWarps, kNumQueryStages,
+                                       kNumOutputSlabs, kScores> {
   static constexpr bool kHasDropout = true;
   static_assert(kScores != 1, "a softcap or a mask tensor is the sm80 kernels'");
-  static constexpr int kNumWarps = kNumWarps_;
-  static constexpr int kNumThreads = kNumWarps * 32;
-  static constexpr int kNumDrawers = kDrawers;
-  static_assert(kDrawers == 0 || (kDrawers == 4 && Base::kNumConsumers == 2) ||
-                    (kDrawers == 8 && Base::kNumConsumers == 3),
-                "whole warpgroups, whose registers are these");
-  // 56 + 2 * 200 + 56 = 4 * 128, what the block starts with; 48 + 3 * 112 + 2 * 48 = 6 * 80.
-  static constexpr int kDrawerRegisters = kDrawers == 4 ? 56 : 48;
-  static constexpr int kProducerRegisters = kDrawers == 0 ? Base::kProducerRegisters : kDrawerRegisters;
-  static constexpr int kConsumerRegisters = kDrawers == 0   ? Base::kConsumerRegisters
-                                            : kDrawers == 4 ? 200
-                                                            : 112;
-
-  static constexpr int kDrawnSlots = kDrawers == 0 ? 1 : kDrawers / 2;       // of words for a block
-  static constexpr int kDraws = kBlockN / 32;                                // of a thread in a block
-  static constexpr int kDrawnBytes = kDrawers == 0 ? 0 : kDraws * 128 * 16;  // of a consumer
-  static constexpr int kDrawnOffset = Base::kTileOffset;
-  static constexpr int kTileOffset = kDrawnOffset + kDrawnSlots * Base::kNumConsumers * kDrawnBytes;
-  static constexpr int kSchedulerOffset = kTileOffset + (Base::kSchedulerOffset - Base::kTileOffset);
-  static constexpr int kBarrierOffset = kTileOffset + (Base::kBarrierOffset - Base::kTileOffset);
-  static constexpr int kNumBarriers = Base::kNumBarriers + (kDrawers == 0 ? 0 : 2 * kDrawnSlots);
-  static constexpr int kSharedBytes = kBarrierOffset + kNumBarriers * 8;
-  static_assert(kSharedBytes <= 232448, "sm_90 gives a block at most 227 KiB");
 };
 
 // An additive mask of dense rows and keys, with an element for each, streamed; without a softcap.
