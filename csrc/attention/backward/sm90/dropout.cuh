@@ -185,8 +185,8 @@ struct FusedDropout<Spec, true, true> {
 
   template <typename Coordinates>
   __device__ __forceinline__ FusedDropout(const TileDropout<Spec>&, const Coordinates&,
-                                          const FusedMemory<Spec>& shared_,
-                                          const RingPosition<Spec::kFirstStages>& at_, int consumer)
+                                          const FusedMemory<Spec>& shared_, const RingPosition<Spec::kFirstStages>& at_,
+                                          int consumer)
       : shared(shared_),
         at(at_),
         mine(shared.drawn(at.stage, consumer) + ptx::recompute(ptx::thread_index()) % 128 * 16) {}
@@ -199,8 +199,7 @@ struct FusedDropout<Spec, true, true> {
   __device__ __forceinline__ void drop_weights(uint32_t (&packed)[Product::kPacked]) const {
 #pragma unroll
     for (int i = 0; i < 16; ++i) {
-      packed[i] = ptx::permute_bytes(packed[i], packed[i],
-                                     selectors[i / 8][i / 4 % 2 * 2 + i % 2] >> (i / 2 % 2 * 16));
+      packed[i] = ptx::permute_bytes(packed[i], packed[i], selectors[i / 8][i / 4 % 2 * 2 + i % 2] >> (i / 2 % 2 * 16));
     }
   }
   __device__ __forceinline__ void score_gradients(float (&gradients)[Product::kScores],
@@ -257,8 +256,8 @@ struct FusedDrawer {
         kept[d][i] = (kept[d][i] & low) | ((kept[d][i] | low) & either);
       }
     }
-    unsigned char* first = smem + queries / 2 * 2048 + queries % 2 * 8 +
-                           (lane / 16 * 64 + lane % 16 / 4 * 8 + lane % 4) * 16;
+    unsigned char* first =
+        smem + queries / 2 * 2048 + queries % 2 * 8 + (lane / 16 * 64 + lane % 16 / 4 * 8 + lane % 4) * 16;
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       uint32_t selectors[2];

@@ -56,7 +56,7 @@ template <typename Element, int kHeadDim, int kBlockM, int kBlockN, int kNumStag
 struct DropoutFusedSpec : VarlenFusedSpec<Element, kHeadDim, kBlockM, kBlockN, kNumStages, kNumWarps, kAlibi> {
   using Fused = VarlenFusedSpec<Element, kHeadDim, kBlockM, kBlockN, kNumStages, kNumWarps, kAlibi>;
   static constexpr bool kHasDropout = true;
-  static constexpr int kNumDrawers = Fused::kIsWide ? 0 : 4;  // the warpgroup of dq, where there is one
+  static constexpr int kNumDrawers = Fused::kIsWide ? 0 : 4;         // the warpgroup of dq, where there is one
   static constexpr int kDrawnBytes = Fused::kIsWide ? 0 : 2 * 4096;  // of a block: both consumers' (FusedDropout)
   static constexpr int kDrawnOffset = Fused::kScoreBarrierOffset;
   static constexpr int kScoreBarrierOffset = kDrawnOffset + kNumStages * kDrawnBytes;
