@@ -5,6 +5,7 @@
 #include "attention/params/dropout.h"
 #include "ptx/math.cuh"
 #include "ptx/memory.cuh"
+#include "ptx/multiply.cuh"
 #include "ptx/permute.cuh"
 #include "ptx/shuffle.cuh"
 #include "ptx/special_registers.cuh"
@@ -29,12 +30,13 @@ struct PhiloxKey {
 __device__ __forceinline__ void philox(uint32_t (&counter)[4], PhiloxKey key) {
 #pragma unroll
   for (int round = 0; round < 7; ++round) {
-    const uint64_t first = uint64_t{0xD2511F53} * counter[0];
-    const uint64_t second = uint64_t{0xCD9E8D57} * counter[2];
-    counter[0] = static_cast<uint32_t>(second >> 32) ^ counter[1] ^ key.left;
-    counter[1] = static_cast<uint32_t>(second);
-    counter[2] = static_cast<uint32_t>(first >> 32) ^ counter[3] ^ key.right;
-    counter[3] = static_cast<uint32_t>(first);
+    uint32_t first[2], second[2];
+    ptx::multiply_wide(first[0], first[1], counter[0], 0xD2511F53);
+    ptx::multiply_wide(second[0], second[1], counter[2], 0xCD9E8D57);
+    counter[0] = second[1] ^ counter[1] ^ key.left;
+    counter[1] = second[0];
+    counter[2] = first[1] ^ counter[3] ^ key.right;
+    counter[3] = first[0];
     key.left += 0x9E3779B9;
     key.right += 0xBB67AE85;
   }

@@ -70,5 +70,4 @@ void add_shared(uint32_t smem, int32_t value, const Site& site, const char* what
   std::memcpy(fiber.block->shared.data() + offset, &sum, 4);
 }
 
-}  // namespace emulation
-}  // namespace flashmoe
+}  // namespace flashmoe::emulation

@@ -32,5 +32,4 @@ __device__ __forceinline__ void atomic_add_shared(SmemPointer smem, int32_t valu
   asm volatile("red.relaxed.cta.shared::cta.add.s32 [%0], %1;" ::"r"(smem.address), "r"(value) : "memory");
 }
 
-}  // namespace ptx
-}  // namespace flashmoe
+}  // namespace flashmoe::ptx

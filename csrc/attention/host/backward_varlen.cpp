@@ -131,6 +131,7 @@ void run_fused(const DropoutBackwardParams& launched, const BackwardKernels& ker
   queries.rows_total = entries.rows_total;
   queries.head_dim_v = params.head_dim_v;
   queries.width = fused.axes[axis::kHeadDim];
+  if (launched.dropout.rng_state != nullptr) queries.scale *= launched.dropout.scale;  // dS lacks it
   run_fused(launched, kernels, queries, partials * params.heads_q, kDqPartialRows, tiles * params.heads_kv,
             key_value_gradient_maps, gpu);
 }

@@ -97,7 +97,7 @@ bool streams_keys(const ForwardParams& params, const Kernel& kernel, const host:
 }
 
 // At D=64 evict_first costs 1% there.
-int32_t unhinted_tiles(const ForwardParams& params, const Kernel& kernel, int64_t grid, const host::Device& gpu) {
+int32_t hints_of(const ForwardParams& params, const Kernel& kernel, int64_t grid, const host::Device& gpu) {
   const int64_t head_dim = kernel.axes[axis::kHeadDim];
   if (gpu.memory_rate <= kFastMemory || head_dim <= 64) return 0;
   const int64_t key_bytes = int64_t{2} * sizeof(uint16_t) * head_dim;
@@ -348,7 +348,7 @@ void run_decoding(ForwardParams& params, const Kernel& kernel, int64_t num_split
   const int64_t items = ceil_div(rows_of_head, kernel.block_m) * params.heads_kv * params.batch;
   const int64_t tiles = params.num_splits <= 1 ? items : items * (ceil_div(params.seq_k, kernel.block_n) + 1);
   const int64_t grid = std::min(host::grid_for(kernel, tiles, call.gpu), host::kMaxCounters);
-  params.hints = unhinted_tiles(params, kernel, grid, call.gpu);
+  params.hints = hints_of(params, kernel, grid, call.gpu);
   host::TileCounter counters;
   host::Workspace workspace;
   if (params.num_splits > 1) {

@@ -19,9 +19,7 @@
 #include "ptx/special_registers.cuh"
 #include "ptx/wgmma.cuh"
 
-namespace flashmoe {
-namespace mla {
-namespace sm90_few {
+namespace flashmoe::mla::sm90_few {
 
 template <typename Spec>
 struct Consumer {
@@ -326,6 +324,4 @@ struct Consumer {
   }
 };
 
-}  // namespace sm90_few
-}  // namespace mla
-}  // namespace flashmoe
+}  // namespace flashmoe::mla::sm90_few

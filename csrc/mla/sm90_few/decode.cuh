@@ -14,9 +14,7 @@
 #include "ptx/shuffle.cuh"
 #include "ptx/special_registers.cuh"
 
-namespace flashmoe {
-namespace mla {
-namespace sm90_few {
+namespace flashmoe::mla::sm90_few {
 
 template <typename Spec>
 __device__ __forceinline__ void decode(const DecodeParams& params, const ptx::TensorMap& q_map,
@@ -46,6 +44,4 @@ __device__ __forceinline__ void decode(const DecodeParams& params, const ptx::Te
   }
 }
 
-}  // namespace sm90_few
-}  // namespace mla
-}  // namespace flashmoe
+}  // namespace flashmoe::mla::sm90_few

@@ -8,9 +8,7 @@
 #include "ptx/special_registers.cuh"
 #include "ptx/tma.cuh"
 
-namespace flashmoe {
-namespace mla {
-namespace sm90_few {
+namespace flashmoe::mla::sm90_few {
 
 template <typename Spec>
 struct Loader {
@@ -96,6 +94,4 @@ struct Loader {
   }
 };
 
-}  // namespace sm90_few
-}  // namespace mla
-}  // namespace flashmoe
+}  // namespace flashmoe::mla::sm90_few

@@ -6,9 +6,7 @@
 #include "ptx/mbarrier.cuh"
 #include "ptx/types.cuh"
 
-namespace flashmoe {
-namespace mla {
-namespace sm90_few {
+namespace flashmoe::mla::sm90_few {
 
 // Products are transposed: keys, and columns of the output, are the 64 rows of a wgmma, and kBlockM heads are its columns, so that nothing
 // is padded. A ring of groups of three slabs (64 keys x 64 columns each) holds as many keys as fit: what bounds few rows is how many bytes are
@@ -82,6 +80,4 @@ struct SharedMemory {
   __device__ __forceinline__ ptx::Mbarrier* key_empty(int stage) const { return key_full(Spec::kNumStages + stage); }
 };
 
-}  // namespace sm90_few
-}  // namespace mla
-}  // namespace flashmoe
+}  // namespace flashmoe::mla::sm90_few

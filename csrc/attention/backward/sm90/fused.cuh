@@ -29,6 +29,56 @@
 
 namespace flashmoe::attention::backward::sm90 {
 
+// What the blocks of a tile drop, drawn one by one, ahead of the consumers. A block has eight parts of 64 keys and 16 queries, two for each warp.
+template <typename Spec, bool kDraws = (Spec::kNumDrawers > 0)>
+struct BlocksToDraw {
+  __device__ __forceinline__ explicit BlocksToDraw(const BackwardParams&) {}
+  template <typename Tile>
+  __device__ __forceinline__ void start(const Tile&, int) {}
+  __device__ __forceinline__ void draw_next(const FusedMemory<Spec>&) {}
+};
+template <typename Spec>
+struct BlocksToDraw<Spec, true> {
+  FusedDrawer<Spec> drawer;
+  RingPosition<Spec::kFirstStages> to;
+  int sequence = 0;
+  int first_key = 0;
+  int first_head = 0;
+  int heads = 1;
+  int head = 0;  // of the group
+  int block = 0;
+  int onwards = 1;
+  int left = 0;
+
+  __device__ __forceinline__ explicit BlocksToDraw(const BackwardParams& params) : drawer(params) {}
+  __device__ __forceinline__ void start(const VarlenTile& tile, int heads_) {
+    sequence = tile.batch;
+    first_key = tile.index * Spec::kOwnRows;
+    heads = heads_;
+    first_head = tile.head * heads;
+    head = 0;
+    onwards = tile.is_descending != 0 ? -1 : 1;
+    block = tile.is_descending != 0 ? tile.end_block - 1 : tile.begin_block;
+    left = heads * (tile.end_block - tile.begin_block);
+  }
+  __device__ __forceinline__ void draw_next(const FusedMemory<Spec>& shared) {
+    if (left == 0) return;
+    --left;
+    // Hazard: what was drawn into this stage may still be read.
+    ptx::mbarrier_wait(shared.drawn_empty(to.stage), to.parity ^ 1);
+    for (int part = ptx::warp_index() % Spec::kNumDrawers; part < 8; part += Spec::kNumDrawers) {
+      drawer.draw(shared.drawn(to.stage, part / 4), sequence, first_head + head, first_key + part / 4 * 64, block,
+                  part % 4);
+    }
+    release(shared.drawn_full(to.stage));
+    to.advance();
+    if (++head == heads) {
+      head = 0;
+      block += onwards;
+    }
+  }
+};
+
 // The warpgroup of dq.
 template <typename Spec, MaskKind kMask>
 struct FusedQueries {
@@ -108,10 +158,14 @@ struct FusedQueries {
   // Varlen: with a window, a block may be visible to the second consumer's keys alone, and a tile may have no block.
   __device__ __forceinline__ void run_varlen() {
     const int heads = params.heads_q / params.heads_kv;
+    BlocksToDraw<Spec> to_draw(params);
     for (int parity = 0;; parity ^= 1) {
       ptx::mbarrier_wait(shared.tile_full(0), parity);
       const Tile tile = read_tile<Tile>(shared.tile(0));
       if (tile.index < 0) break;
+      to_draw.start(tile, heads);
+      to_draw.draw_next(shared);
+      to_draw.draw_next(shared);
       ptx::mbarrier_wait(shared.own_full(0), parity);
       ptx::mbarrier_wait(shared.own_full(1), parity);
       // Hazard: the next tile is written before every warp has read this one, as the first consumer waits for these warps only in blocks. Not
@@ -136,6 +190,7 @@ struct FusedQueries {
         int partial_at_block = partial + at_block;
         for (int head = heads; head > 0; --head, partial_at_block += partials) {
           float sums[kSums];
+          to_draw.draw_next(shared);
           ptx::mbarrier_wait(shared.scores_full(at.stage), at.parity);
           if (has_both) {
             multiply<2>(sums);
@@ -260,6 +315,13 @@ __device__ __forceinline__ void fused_gradient(const BackwardParams& params, con
       ptx::mbarrier_init(shared.scores_empty(buffer), 4);
       ptx::mbarrier_init(shared.sums_full(buffer), Spec::kIsWide ? 8 : 4);
       ptx::mbarrier_init(shared.sums_empty(buffer), 1);
+    }
+    if constexpr (Spec::kNumDrawers > 0) {
+#pragma unroll
+      for (int stage = 0; stage < Spec::kFirstStages; ++stage) {
+        ptx::mbarrier_init(shared.drawn_full(stage), Spec::kNumDrawers);
+        ptx::mbarrier_init(shared.drawn_empty(stage), 4 * Spec::kNumConsumers);
+      }
     }
     init_barriers(shared);
   };

@@ -51,7 +51,15 @@ using VarlenFusedSpec = FusedSpec<Element, kHeadDim, kBlockM, kBlockN, kNumStage
 // Likewise; takes DropoutBackwardParams.
 template <typename Element, int kHeadDim, int kBlockM, int kBlockN, int kNumStages, int kNumWarps, int kAlibi>
 struct DropoutFusedSpec : VarlenFusedSpec<Element, kHeadDim, kBlockM, kBlockN, kNumStages, kNumWarps, kAlibi> {
+  using Fused = VarlenFusedSpec<Element, kHeadDim, kBlockM, kBlockN, kNumStages, kNumWarps, kAlibi>;
   static constexpr bool kHasDropout = true;
+  static constexpr int kNumDrawers = Fused::kIsWide ? 0 : 4;         // the warpgroup of dq, where there is one
+  static constexpr int kDrawnBytes = Fused::kIsWide ? 0 : 2 * 4096;  // of a block: both consumers' (FusedDropout)
+  static constexpr int kDrawnOffset = Fused::kScoreBarrierOffset;
+  static constexpr int kScoreBarrierOffset = kDrawnOffset + kNumStages * kDrawnBytes;
+  static constexpr int kDrawnBarrierOffset = kScoreBarrierOffset + Fused::kQueryBuffers * (4 * 8 + 16);
+  static constexpr int kSharedBytes = kDrawnBarrierOffset + (kNumDrawers == 0 ? 0 : 2 * kNumStages * 8);
+  static_assert(kSharedBytes <= 232448, "sm_90 gives a block at most 227 KiB");
 };
 
 // Likewise, with an additive mask that has an element for each row and key; without a softcap.
@@ -77,6 +85,17 @@ struct FusedMemory : SharedMemory<Spec> {
   // [64 queries][128 keys] of the mask, of the block in first(stage).
   __device__ __forceinline__ typename Spec::MaskTile mask(int stage) const {
     return {base + Spec::kMaskOffset + stage * Spec::kMaskBytes};
+  }
+  // With dropout: of the block in first(stage), FusedDropout's words of `consumer`. They have barriers of their own: what a block drops is needed later
+  // than Q, and its slot is free when dS^T is computed, not when the products with it are done.
+  __device__ __forceinline__ unsigned char* drawn(int stage, int consumer) const {
+    return base + Spec::kDrawnOffset + stage * Spec::kDrawnBytes + consumer * (Spec::kDrawnBytes / 2);
+  }
+  __device__ __forceinline__ ptx::Mbarrier* drawn_full(int stage) const {
+    return reinterpret_cast<ptx::Mbarrier*>(base + Spec::kDrawnBarrierOffset) + stage;
+  }
+  __device__ __forceinline__ ptx::Mbarrier* drawn_empty(int stage) const {
+    return drawn_full(Spec::kFirstStages + stage);
   }
   __device__ __forceinline__ ptx::Mbarrier* scores_full(int buffer) const {
     return reinterpret_cast<ptx::Mbarrier*>(base + Spec::kScoreBarrierOffset) + buffer;
@@ -360,7 +379,7 @@ struct FusedConsumer {
     const int statistics =
         kIsVarlen ? ptx::recompute(at.stage * Spec::kStatisticsBytes) : at.stage * Spec::kStatisticsBytes;
     const BlockAlibi<Spec> alibi(params, coordinates);
-    const BlockDropout<Spec> dropout(tile_dropout, coordinates);
+    FusedDropout<Spec> dropout(tile_dropout, coordinates, shared, at, consumer);
     const BlockMask<Spec> mask(shared, at.stage, consumer);
     wait_block();
     load_columns<Spec>(lse_log2, shared.statistics(0) + statistics);
@@ -372,6 +391,7 @@ struct FusedConsumer {
     if (used.stage != at.stage) release_used();
     issue_product<Element>(gradients, own_v, dout.k_major());
 
+    dropout.wait();
     ptx::wgmma_wait<1>();  // S^T
     ptx::wgmma_fence_operands(scores);
     if (is_masked) {
@@ -384,16 +404,15 @@ struct FusedConsumer {
       fused_exponentials<Spec, kMask, false>(params, scores, lse_log2, alibi, mask, coordinates);
     }
     load_columns<Spec>(row_dot, shared.statistics(at.stage) + Spec::kStreamRows * 4);
+    dropout.fetch();
     pack_operand<Element>(p_packed, scores);
     dropout.drop_weights(p_packed);
     issue_product<Element, true>(dv, p_packed, dout.mn_major());
 
+    dropout.fetch();
     ptx::wgmma_wait<1>();  // dP^T
     ptx::wgmma_fence_operands(gradients);
-#pragma unroll
-    for (int i = 0; i < Product::kScores; ++i) {
-      gradients[i] = scores[i] * dropout.gradient(gradients[i], row_dot[i / 4 * 2 + i % 2], i);
-    }
+    dropout.score_gradients(gradients, scores, row_dot);
     pack_operand<Element>(ds_packed, gradients);
     hand_scores(ds_packed);
     issue_product<Element, true>(dk, ds_packed, q.mn_major());
@@ -403,6 +422,7 @@ struct FusedConsumer {
   // Passes over a block that only keys of the other warpgroup are seen from. It hands over nothing, but advances the ring.
   __device__ __forceinline__ void skip_block() {
     wait_block();
+    skip_drawn<Spec>(shared, at);
     at.advance();
     release_used();
     ptx::mbarrier_wait(shared.scores_empty(handed.stage), handed.parity ^ 1);
@@ -463,7 +483,7 @@ struct FusedConsumer {
             const int needs_mask = ptx::recompute(is_full ? 0 : 1);
             int head = heads;
             do {
-              if constexpr (Spec::kHasAlibi || Spec::kHasDropout) {  // the others do not ask for the head
+              if constexpr (Spec::kHasAlibi) {  // the others do not ask for the head
                 const int query_head = (tile.head + 1) * heads - head;
                 step(dk, dv, p_packed, ds_packed, own_k, own_v, dropout,
                      BlockCoordinates{shared.tile(consumer), query_head, first_key, block}, needs_mask != 0);
@@ -488,7 +508,7 @@ struct FusedConsumer {
         // Hazard: dK and dV take the places of K and V while another warp of the warpgroup still multiplies with them.
         sync_consumer(consumer);
         Product::store_shared(shared.own_second(consumer), dv, value_scale<Spec>(params));
-        Product::store_shared(shared.own_first(consumer), dk, params.scale);
+        Product::store_shared(shared.own_first(consumer), dk, params.scale * value_scale<Spec>(params));
         // Hazard: the copy engine reads before all 64 rows are written and visible to it.
         ptx::fence_proxy_async_shared();
         sync_consumer(consumer);

@@ -116,7 +116,7 @@ struct WideFusedConsumer {
     float lse_log2[Product::kColumns];
     float row_dot[Product::kColumns];
     const BlockAlibi<Spec> alibi(params, coordinates);
-    const BlockDropout<Spec> dropout(tile_dropout, coordinates);
+    FusedDropout<Spec> dropout(tile_dropout, coordinates, shared, at, consumer);
     const BlockMask<Spec> mask(shared, at.stage, consumer);
     wait_block();
     load_columns<Spec>(lse_log2, shared.statistics(at.stage));
@@ -128,6 +128,7 @@ struct WideFusedConsumer {
     issue_product<Element, Product::kSteps>(gradients, shared.own_second(consumer).k_major(),
                                             shared.second(at.stage).k_major());
 
+    dropout.wait();
     ptx::wgmma_wait<1>();  // S^T
     ptx::wgmma_fence_operands(scores);
     if (is_masked) {
@@ -136,15 +137,14 @@ struct WideFusedConsumer {
       fused_exponentials<Spec, kMask, false>(params, scores, lse_log2, alibi, mask, coordinates);
     }
     load_columns<Spec>(row_dot, shared.statistics(at.stage) + Spec::kStreamRows * 4);
+    dropout.fetch();
     pack_operand<Element>(p_packed, scores);
     dropout.drop_weights(p_packed);
 
+    dropout.fetch();
     ptx::wgmma_wait<0>();  // dP^T
     ptx::wgmma_fence_operands(gradients);
-#pragma unroll
-    for (int i = 0; i < Product::kScores; ++i) {
-      gradients[i] = scores[i] * dropout.gradient(gradients[i], row_dot[i / 4 * 2 + i % 2], i);
-    }
+    dropout.score_gradients(gradients, scores, row_dot);
     pack_operand<Element>(ds_packed, gradients);
     share_scores(ds_packed);
     issue_product<Element, true>(dv, p_packed, shared.second(at.stage).mn_major());
@@ -200,7 +200,7 @@ struct WideFusedConsumer {
       finish_products(dk, dv);
       ptx::named_barrier_sync(barrier_id(WideBarrier::kTileEnd), 256);
       Product::store_shared(shared.own_second(consumer), dv, value_scale<Spec>(params));
-      Product::store_shared(shared.own_first(consumer), dk, params.scale);
+      Product::store_shared(shared.own_first(consumer), dk, params.scale * value_scale<Spec>(params));
       // Hazard: the copy engine reads before all 64 rows are written and visible to it.
       ptx::fence_proxy_async_shared();
       sync_consumer(consumer);

@@ -146,6 +146,11 @@ struct Statistics {
     }
   }
 
+  __device__ __forceinline__ void divide_row_dot(float by) {
+#pragma unroll
+    for (int i = 0; i < kRows; ++i) row_dot[i] *= ptx::rcp_approx(by);
+  }
+
   // A row without visible keys, or past the end, gets +inf: its P is exp2(finite - inf) = 0.
   __device__ __forceinline__ void store(unsigned char* smem) const {
     constexpr float kLog2e = 1.44269504088896340736f;

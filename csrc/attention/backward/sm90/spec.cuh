@@ -47,6 +47,7 @@ struct TileSpec {
   static constexpr bool kHasAlibi = kScores_ == 2;
   static constexpr bool kServesPlain = false;
   static constexpr bool kHasDropout = false;
+  static constexpr int kNumDrawers = 0;            // warps that draw what is dropped: see DropoutFusedSpec
   static constexpr int kMaskBytes = 0;             // of a block of a mask tensor in its stage: see MaskFusedSpec
   static constexpr bool kOrdersReduction = false;  // tiles of a head add to dq in a fixed order: see fused.cuh
   static constexpr int kTileReaders =

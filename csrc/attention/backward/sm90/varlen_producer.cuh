@@ -3,6 +3,7 @@
 // tile is kept in shared memory meanwhile, as there are few registers.
 #pragma once
 
+#include "attention/backward/sm90/dropout.cuh"
 #include "attention/backward/sm90/producer.cuh"
 #include "attention/backward/sm90/products.cuh"
 
@@ -348,6 +349,7 @@ __device__ __forceinline__ void produce_varlen_statistics(const BackwardParams& 
     }
     if (left > 0) statistics.fetch(params, first, tile.extents.row_count, block);
     for (; left > 0; left -= kWarps) {
+      if constexpr (Spec::kHasDropout && Spec::kOrdersReduction) statistics.divide_row_dot(value_scale<Spec>(params));
       // Hazard: the statistics of this stage may still be read.
       ptx::mbarrier_wait(shared.first_empty(at.stage), at.parity ^ 1);
       if constexpr (kPrecomputesOffsets) {

@@ -20,5 +20,4 @@ __device__ __forceinline__ void atomic_add_shared(SmemPointer smem, int32_t valu
   emulation::add_shared(smem.address, value, site, "atomic_add_shared");
 }
 
-}  // namespace ptx
-}  // namespace flashmoe
+}  // namespace flashmoe::ptx

@@ -159,6 +159,4 @@ struct TileList {
   }
 };
 
-}  // namespace few_rows
-}  // namespace moe
-}  // namespace flashmoe
+}  // namespace flashmoe::moe::few_rows

@@ -141,7 +141,7 @@ def trial_on(unit: Unit, p: VarlenProblem, tensors: Tensors, given: Given, expec
 def _wrong_partials(p: VarlenProblem, partials: RaggedPartials, expected: list[Expected]) -> list[str]:
     found: list[str] = []
     for sequence, own in enumerate(expected):
-        dq = p.scale * partials.rows_of(p, sequence)
+        dq = p.scale / (1.0 - p.dropout_p) * partials.rows_of(p, sequence)
         if dq.numel() > 0:
             found += worst_element(f"partials of sequence {sequence}", dq, *own["dq"])
     if not partials.all.ranks.eq(partials.expected_ranks(p)).all():
