@@ -168,7 +168,8 @@ def test_nan_and_zeros_stay_in_their_rows(device: str) -> None:
 def test_a_token_has_its_bits_whatever_else_is_there(
     device: str, tokens: int, experts: int, family: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    layer = make(device, tokens, experts, hidden=384)
+    # Plain products with shorter sums leave the kernel for few rows at an eighth of a row.
+    layer = make(device, tokens, experts, hidden=384, intermediate=512)
     if family:
         monkeypatch.setenv("FLASHMOE_KERNEL", family)  # else a single token may have the kernel for few rows
     out = layer()
