@@ -159,7 +159,8 @@ def all_chosen(select: Selector) -> set[tuple[str, str]]:
                 }
     for bf16 in (False, True):
         names = [name for name in SCALED if bf16 or "gated" not in name]
-        found |= {select.product(90, name, rows, bf16=bf16) for name in names for rows in (ROWS[0], 1, ROWS[-1])}
+        of_tokens = product(names, (ROWS[0], 1 / 16, 1, ROWS[-1]), (256, SHORT, 7168))
+        found |= {select.product(90, name, rows, bf16=bf16, k=k) for name, rows, k in of_tokens}
         found |= {select.step(90, step, bf16=bf16) for step in QUANTIZE}
     found |= {select.product(90, name, rows, bf16=True) for name in (*PACKED, *TRAINED) for rows in ROWS}
     found |= {select.step(90, step, bf16=True) for step in TRAINING_STEPS}

@@ -74,8 +74,8 @@ def test_every_pair_agrees_on_a_sum_in_segments() -> None:
     assert not torch.equal(expected(4), expected(1))
 
 
-LOADS = """load_rows<Spec>(shared.a(at.stage), *a_map, full, tile, k);
-          load_weights<Spec, kWeights>(shared.b(at.stage), b_map, full, tile, k);"""
+LOADS = """load_rows<Spec>(shared.a(at.stage), *a_map, full, tile, k, slabs);
+        load_weights<Spec, kWeights>(shared.b(at.stage), b_map, full, tile, k);"""
 MULTIPLY = """mainloop.multiply(sums, blocks_of(piece.first), own.rows);
     if constexpr (Spec::kHasSegments) {
       for (int segment = piece.first + 1;"""
@@ -94,7 +94,7 @@ PLANTED = [
         "wgmma: blocks of 64 k from the last to the first",
         "moe/grouped_gemm/sm90/producer.cuh",
         LOADS,
-        LOADS.replace("tile, k);", "tile, (params.k - 1) / 64 * 64 - k);"),
+        LOADS.replace("tile, k", "tile, (params.k - 1) / 64 * 64 - k"),
         WIDE,
         GIVEN,
     ),

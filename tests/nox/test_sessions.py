@@ -1,5 +1,7 @@
 """The sessions: what nox lists, what they pass on, and the program that only they use."""
 
+from __future__ import annotations
+
 import ast
 import json
 import os

@@ -142,8 +142,8 @@ std::string run_kernel(const host::Kernel& kernel, int64_t grid, void** argument
     const auto& p = *static_cast<const DequantizeParams*>(arguments[0]);
     dequantize(p);
     g_tensors = {p.k, p.v};
-    const int64_t rows = int64_t{p.batch} * p.heads_kv * p.seq_k;
-    return text_of(16 * grid * kernel.threads < rows * (p.head_dim + p.head_dim_v), "few threads");
+    const int64_t copied = 32;  // keys of a block
+    return text_of(grid != ceil_div(p.seq_k, copied) * p.heads_kv * p.batch, "not a block for each 32 keys of a head");
   }
   if (kind == "append" || kind == "append_e4m3") {
     const auto& p = *static_cast<const AppendParams*>(arguments[0]);

@@ -108,7 +108,9 @@ std::string decode(const Kernel& kernel, const DecodeParams& p, int64_t grid, vo
   if (p.block_m != kernel.block_m || p.row_tiles != row_tiles || 1 << p.block_n_log2 != kernel.block_n)
     return "another tile than the kernel's";
   if (grid != int64_t{p.parts} * row_tiles) return "not a block for each part and tile";
-  if (p.parts != (is_split ? std::max<int64_t>(1, held / row_tiles) : p.batch)) return "other parts than the GPU holds";
+  const int64_t most = std::max<int64_t>(1, held / row_tiles), even = p.batch <= most ? most / p.batch * p.batch : most;
+  const int64_t parts = most - even <= most / 32 ? even : most;  // whole parts for each sequence, or the other way around
+  if (p.parts != (is_split ? parts : p.batch)) return "other parts than the GPU holds";
   if (p.parts_each != (is_split && p.batch <= 32 ? p.parts / p.batch : 0)) return "other parts of a sequence";
   if (p.num_splits < 1 || p.least_share != 2) return "no parts, or shares too short";
   if (!is_aligned(p.q, {2 * p.q_stride_batch, 2 * p.q_stride_row})) return "q cannot be loaded by 16 bytes";
@@ -194,7 +196,7 @@ CUresult launch(CUfunction function, unsigned grid, unsigned, unsigned, bool is_
       operation == "mla_append" ? static_cast<const mla::AppendParams*>(arguments[0])->latents : decoding.cache;
   const std::string problem = operation == "mla_append"
                                   ? mla::append(kernel, *static_cast<const mla::AppendParams*>(arguments[0]), grid)
-                              : operation == "mla_decode" ? mla::decode(kernel, decoding, grid, arguments + 1)
+                              : operation.rfind("mla_decode", 0) == 0 ? mla::decode(kernel, decoding, grid, arguments + 1)
                                                           : mla::combine(kernel, decoding, grid);
   g_log += std::string("{\"symbol\": \"") + kernel.symbol +
            "\", \"is_dependent\": " + (is_dependent ? "true" : "false") +
