@@ -81,7 +81,9 @@ def begin(capability: int, multiprocessors: int = 132) -> None:
 def launches() -> list[dict[str, Any]]:
     """What was launched since the GPU was chosen; nothing was wrong with it."""
     found: list[dict[str, Any]] = [json.loads(line) for line in LIBRARY.fake_log().decode().splitlines()]
-    assert [launch for launch in found if launch["problem"]] == [], [launch["problem"] for launch in found if launch["problem"]]
+    assert [launch for launch in found if launch["problem"]] == [], [
+        launch["problem"] for launch in found if launch["problem"]
+    ]
     return found
 
 

@@ -5,6 +5,7 @@
 #include <malloc.h>
 
 #include <cmath>
+#include <cstring>
 #include <vector>
 
 #include "../attention/codes.h"
@@ -109,10 +110,12 @@ std::string decode(const Kernel& kernel, const DecodeParams& p, int64_t grid, vo
     return "another tile than the kernel's";
   if (grid != int64_t{p.parts} * row_tiles) return "not a block for each part and tile";
   const int64_t most = std::max<int64_t>(1, held / row_tiles), even = p.batch <= most ? most / p.batch * p.batch : most;
-  const int64_t parts = most - even <= most / 32 ? even : most;  // whole parts for each sequence, or the other way around
+  const int64_t parts =
+      most - even <= most / 32 ? even : most;  // whole parts for each sequence, or the other way around
   if (p.parts != (is_split ? parts : p.batch)) return "other parts than the GPU holds";
   if (p.parts_each != (is_split && p.batch <= 32 ? p.parts / p.batch : 0)) return "other parts of a sequence";
-  if (p.num_splits < 1 || p.least_share != 2) return "no parts, or shares too short";
+  const int least_share = std::strcmp(kernel.operation, "mla_decode_few") == 0 ? 1 : 2;
+  if (p.num_splits < 1 || p.least_share != least_share) return "no parts, or shares too short";
   if (!is_aligned(p.q, {2 * p.q_stride_batch, 2 * p.q_stride_row})) return "q cannot be loaded by 16 bytes";
   if (!is_aligned(p.cache, {bytes * p.page_stride, bytes * p.key_stride})) return "keys cannot be loaded by 16 bytes";
   const void* tensors[] = {p.q, p.cache};
@@ -194,10 +197,10 @@ CUresult launch(CUfunction function, unsigned grid, unsigned, unsigned, bool is_
   const auto& decoding = *static_cast<const mla::DecodeParams*>(arguments[0]);
   const void* cache =
       operation == "mla_append" ? static_cast<const mla::AppendParams*>(arguments[0])->latents : decoding.cache;
-  const std::string problem = operation == "mla_append"
-                                  ? mla::append(kernel, *static_cast<const mla::AppendParams*>(arguments[0]), grid)
-                              : operation.rfind("mla_decode", 0) == 0 ? mla::decode(kernel, decoding, grid, arguments + 1)
-                                                          : mla::combine(kernel, decoding, grid);
+  const std::string problem =
+      operation == "mla_append" ? mla::append(kernel, *static_cast<const mla::AppendParams*>(arguments[0]), grid)
+      : operation.rfind("mla_decode", 0) == 0 ? mla::decode(kernel, decoding, grid, arguments + 1)
+                                              : mla::combine(kernel, decoding, grid);
   g_log += std::string("{\"symbol\": \"") + kernel.symbol +
            "\", \"is_dependent\": " + (is_dependent ? "true" : "false") +
            ", \"read\": " + std::to_string(reinterpret_cast<uintptr_t>(cache)) +

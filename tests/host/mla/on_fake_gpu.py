@@ -54,7 +54,9 @@ def begin(capability: int = 90, multiprocessors: int = 132) -> None:
 
 def launches() -> list[dict[str, Any]]:
     found: list[dict[str, Any]] = [json.loads(line) for line in LIBRARY.fake_log().decode().splitlines()]
-    assert [launch for launch in found if launch["problem"]] == [], [launch["problem"] for launch in found if launch["problem"]]
+    assert [launch for launch in found if launch["problem"]] == [], [
+        launch["problem"] for launch in found if launch["problem"]
+    ]
     return found
 
 
@@ -72,9 +74,10 @@ def test_decoding(case: test_decode.Case, capability: int, multiprocessors: int)
     begin(capability, multiprocessors)
     test_decode.check(replace(case, dtype=BF16), "cpu")
     found = launches()
-    assert [launch["symbol"].split("_sm")[0][9:].removesuffix("_few") for launch in found] == ["mla_decode", "mla_combine"][
-        : 1 + (case.num_splits != 1)
-    ]
+    assert [launch["symbol"].split("_sm")[0][9:].removesuffix("_few") for launch in found] == [
+        "mla_decode",
+        "mla_combine",
+    ][: 1 + (case.num_splits != 1)]
     assert [launch["is_dependent"] for launch in found] == [capability == 90] * len(found)  # older code does not wait
 
 
@@ -135,21 +138,23 @@ WGMMA, FEW, MORE_ROWS = "sm90", "sm80", "sm80_m32"
 def test_which_kernel_decodes() -> None:
     """docs/kernels/mla.md: on each side of each bound."""
     for options, most in (
-        ({"keys": 8193}, 8),  # long
-        ({"keys": 8192}, 16),
-        ({"keys": 8192, "batch": 4}, 16),
-        ({"keys": 8192, "batch": 5}, 8),  # many
-        ({"splits": 1}, 8),  # the kernel may not depend on the batch
         ({"keys": 9000, "codes": True}, 16),
         ({"sparse": True}, 32),
         ({"sparse": True, "codes": True, "splits": 1}, 32),
-        ({"keys": 8193, "tokens": 2}, 8),
     ):
         words = "_".join(word for word in ("codes", "sparse") if options.get(word))
-        more = f"m32_{words}".rstrip("_")
         for rows in (2, 8, 16, 32, 34, 128):
-            expected = ("sm90", words) if rows > most else ("sm80", more if rows > 16 else words)
-            assert decoded(rows, **options) == "_".join(filter(None, expected)), (rows, options)  # type: ignore[arg-type]
+            expected = ("sm90", words) if rows > most else ("sm80", f"m32_{words}" if rows > 16 else words)
+            assert decoded(rows, **options) == "_".join(expected), (rows, options)  # type: ignore[arg-type]
+    for options in ({"keys": 8193}, {"keys": 8192, "batch": 5}, {"splits": 1}, {"keys": 8193, "tokens": 2}):
+        for rows, kernel in (
+            (2, "few_sm90_m8"),
+            (8, "few_sm90_m8"),
+            (10, "few_sm90_m16"),
+            (16, "few_sm90_m16"),
+            (18, "sm90"),
+        ):
+            assert decoded(rows, **options) == kernel, (rows, options)
     assert decoded(128, keys=0) == MORE_ROWS  # the copy engine needs keys
     begin(80)
     assert [decoded(rows) for rows in (16, 18)] == [FEW, MORE_ROWS]
