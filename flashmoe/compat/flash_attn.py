@@ -90,9 +90,9 @@ def flash_attn_qkvpacked_func(
 ) -> Result:
     """qkv [B, S, 3, H, D]; all else as :func:`flash_attn_func`."""
     q, k, v = _unpack(qkv, "qkv", 5, 3)
-    scores: tuple[Any, ...] = (dropout_p, softmax_scale, causal, window_size, softcap)
+    options: tuple[Any, ...] = (dropout_p, softmax_scale, causal, window_size, softcap)
     rest: tuple[Any, ...] = (alibi_slopes, deterministic, return_attn_probs)
-    return flash_attn_func(q, k, v, *scores, *rest)
+    return flash_attn_func(q, k, v, *options, *rest)
 
 
 def flash_attn_kvpacked_func(
@@ -109,9 +109,9 @@ def flash_attn_kvpacked_func(
 ) -> Result:
     """q [B, Sq, Hq, D], kv [B, Sk, 2, Hkv, D]; all else as :func:`flash_attn_func`."""
     k, v = _unpack(kv, "kv", 5, 2)
-    scores: tuple[Any, ...] = (dropout_p, softmax_scale, causal, window_size, softcap)
+    options: tuple[Any, ...] = (dropout_p, softmax_scale, causal, window_size, softcap)
     rest: tuple[Any, ...] = (alibi_slopes, deterministic, return_attn_probs)
-    return flash_attn_func(q, k, v, *scores, *rest)
+    return flash_attn_func(q, k, v, *options, *rest)
 
 
 def flash_attn_varlen_func(
@@ -181,9 +181,9 @@ def flash_attn_varlen_qkvpacked_func(
 ) -> Result:
     """qkv [N, 3, H, D]; all else as :func:`flash_attn_varlen_func`."""
     q, k, v = _unpack(qkv, "qkv", 4, 3)
-    scores: tuple[Any, ...] = (dropout_p, softmax_scale, causal, window_size, softcap)
+    options: tuple[Any, ...] = (dropout_p, softmax_scale, causal, window_size, softcap)
     rest: tuple[Any, ...] = (alibi_slopes, deterministic, return_attn_probs)
-    return flash_attn_varlen_func(q, k, v, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, *scores, *rest)
+    return flash_attn_varlen_func(q, k, v, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, *options, *rest)
 
 
 def flash_attn_varlen_kvpacked_func(
@@ -205,9 +205,9 @@ def flash_attn_varlen_kvpacked_func(
     """q [Nq, Hq, D], kv [Nk, 2, Hkv, D]; all else as :func:`flash_attn_varlen_func`."""
     k, v = _unpack(kv, "kv", 4, 2)
     lengths = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
-    scores: tuple[Any, ...] = (dropout_p, softmax_scale, causal, window_size, softcap)
+    options: tuple[Any, ...] = (dropout_p, softmax_scale, causal, window_size, softcap)
     rest: tuple[Any, ...] = (alibi_slopes, deterministic, return_attn_probs)
-    return flash_attn_varlen_func(q, k, v, *lengths, *scores, *rest)
+    return flash_attn_varlen_func(q, k, v, *lengths, *options, *rest)
 
 
 def flash_attn_with_kvcache(
