@@ -81,7 +81,7 @@ EXPERT_BASELINES = {
     "torch-grouped-compiled": "to torch's `grouped_mm`, compiled",
     "torch-grouped": "the same, eager",
     "deepgemm": "to DeepGEMM",
-    "vllm": "to vLLM's Triton kernel",
+    "vllm": "to vLLM's two Triton products",
 }
 
 

@@ -15,6 +15,8 @@ from flashmoe_tools.bench.contenders import default_registry
 from flashmoe_tools.bench.suites import load_suite, parse_suite
 from flashmoe_tools.operations import problem_from_json, problem_from_key
 from flashmoe_tools.operations.fields import SuiteError
+from flashmoe_tools.operations.moe import vllm
+from flashmoe_tools.operations.moe.problem import MoeProblem
 from flashmoe_tools.operations.moe_scaled import formats, peers
 from flashmoe_tools.operations.moe_scaled.problem import MoeScaledProblem
 from flashmoe_tools.operations.moe_scaled.reference import ScaledInputs, ScaledReference
@@ -68,10 +70,11 @@ def test_the_heaviest_kernel_is_the_gated_product_with_scales() -> None:
     assert build_facts(build, SMALL)[0] == symbols[1]
 
 
-def by_expert(a: tuple[Tensor, Tensor], b: tuple[Tensor, Tensor], rows: Tensor, expert: Tensor) -> Tensor:
+def by_expert(a: vllm.Scaled, b: vllm.Scaled, rows: Tensor, expert: Tensor) -> Tensor:
     """a[rows] times each one's expert's weights, float32."""
-    weights = formats.dequantize(*b, formats.BLOCK).float()
-    return torch.einsum("mk,mnk->mn", formats.dequantize(*a).float()[rows], weights[expert.long()])
+    left = a[0] if a[1] is None else formats.dequantize(a[0], a[1])
+    weights = b[0] if b[1] is None else formats.dequantize(b[0], b[1], formats.BLOCK)
+    return torch.einsum("mk,mnk->mn", left.float()[rows], weights.float()[expert.long()])
 
 
 def fake_deep_gemm() -> Any:
@@ -102,19 +105,24 @@ def fake_vllm(folder: Path) -> Any:
 
     (folder / "configs").mkdir()
     tuned = {"BLOCK_SIZE_M": 16, "BLOCK_SIZE_N": 64, "BLOCK_SIZE_K": 128, "GROUP_SIZE_M": 1, "num_warps": 4}
-    name = "E=8,N=128,device_name=NVIDIA_H200,dtype=fp8_w8a8,block_shape=[128,128].json"
-    (folder / "configs" / name).write_text(json.dumps({"8": tuned}))
+    for form in ("", ",dtype=fp8_w8a8,block_shape=[128,128]"):
+        name = f"E=8,N=128,device_name=NVIDIA_H200{form}.json"
+        (folder / "configs" / name).write_text(json.dumps({"8": tuned}))
     return SimpleNamespace(fused_moe_kernel={(grid,): launch for grid in range(99)}, __file__=str(folder / "it.py"))
 
 
+@pytest.fixture
+def _fakes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    modules = {"deep_gemm": fake_deep_gemm(), vllm.MODULE: fake_vllm(tmp_path)}
+    for module in (peers, vllm):
+        monkeypatch.setattr(module, "import_module", lambda wanted: modules.get(wanted) or SimpleNamespace(bfloat16=0))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H200")
+
+
+@pytest.mark.usefixtures("_fakes")
 @pytest.mark.parametrize("tokens", [1, 5])
 @pytest.mark.parametrize("name", ["deepgemm", "vllm"])
-def test_products_alone_are_judged_as_the_layer(
-    name: str, tokens: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    modules = {"deep_gemm": fake_deep_gemm(), peers.VLLM: fake_vllm(tmp_path)}
-    monkeypatch.setattr(peers, "import_module", lambda wanted: modules.get(wanted) or SimpleNamespace(bfloat16=0))
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H200")
+def test_products_alone_are_judged_as_the_layer(name: str, tokens: int) -> None:
     problem = replace(SMALL, tokens=tokens)
     inputs = problem.make_inputs("cpu", 0)
     prepared = default_registry("moe_scaled")[name].prepare(inputs)
@@ -125,3 +133,16 @@ def test_products_alone_are_judged_as_the_layer(
     assert not reference.judge(
         prepared.call() if name == "deepgemm" else [prepared.call() for _ in range(4)][-1]
     ).passed
+
+
+@pytest.mark.usefixtures("_fakes")
+@pytest.mark.parametrize("tokens", [1, 5])
+def test_products_of_sixteen_bits_are_judged_as_the_layer(tokens: int) -> None:
+    problem = MoeProblem("bf16", experts=8, top_k=2, hidden=256, intermediate=128, tokens=tokens)
+    inputs = problem.make_inputs("cpu", 0)
+    prepared, reference = default_registry("moe")["vllm"].prepare(inputs), problem.make_reference(inputs)
+    assert reference.judge(prepared.call()).passed
+    inputs.w2[inputs.topk_ids[0, 0]] *= 2
+    assert not reference.judge(prepared.call()).passed
+    with pytest.raises(ArgumentError, match="bf16"):
+        default_registry("moe")["vllm"].prepare(replace(inputs, x=inputs.x.half()))

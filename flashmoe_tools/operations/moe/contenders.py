@@ -1,16 +1,17 @@
-"""The mixture-of-experts layer: ours, torch's compositions, other libraries' kernels where they are installed.
+"""The mixture-of-experts layer: ours, torch's compositions, vLLM's two products where it is installed.
 
-All start from top-k ids and weights; sorting is inside, the router is not.
+Ours and torch's start from top-k ids and weights; sorting is inside, the router is not.
 """
 
 from collections.abc import Callable
-from importlib import import_module
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 
+from flashmoe.errors import ArgumentError
 from flashmoe_tools.bench.contenders import Contender, Prepared, always, family, flashmoe_available, installed
+from flashmoe_tools.operations.moe import vllm
 from flashmoe_tools.operations.moe.reference import Inputs
 
 FAMILIES = ("sm75", "sm80", "sm90")
@@ -58,14 +59,12 @@ def flashmoe_layer() -> Layer:
     return layer
 
 
-def _vllm() -> Layer:
-    function = import_module("vllm.model_executor.layers.fused_moe").fused_experts
-
-    def call(*arguments: torch.Tensor) -> torch.Tensor:
-        result: torch.Tensor = function(*arguments)
-        return result
-
-    return call
+def _vllm(inputs: Inputs) -> Prepared:
+    if inputs.x.dtype is not torch.bfloat16:
+        msg = f"{inputs.problem.key}: vLLM's products are called in bf16 here"
+        raise ArgumentError(msg)
+    layer = vllm.Layer((inputs.w13, None), (inputs.w2, None), inputs.topk_weights)
+    return vllm.products(inputs.x, layer, (inputs.topk_ids,))
 
 
 def _prepared(make_layer: Callable[[], Layer]) -> Callable[[Inputs], Prepared]:
@@ -94,5 +93,5 @@ def contenders() -> tuple[Contender, ...]:
             for one in FAMILIES
         ),
         *(Contender(name, title, devices, test, _prepared(make)) for name, title, devices, test, make in LAYERS),
-        Contender("vllm", "vLLM Triton", ("cuda",), installed("vllm"), _prepared(_vllm)),
+        Contender("vllm", "vLLM's Triton products alone", ("cuda",), installed(vllm.MODULE), _vllm),
     )

@@ -145,6 +145,22 @@ def compose(
 
 
 @dataclass(frozen=True)
+class Products:
+    """The second product's rows [M, H] of a contender that computes the products alone; ``row`` [T, k]: of each choice."""
+
+    y: torch.Tensor
+    row: torch.Tensor
+    weights: torch.Tensor
+
+    def combined(self) -> torch.Tensor:
+        """[T, H]"""
+        total = torch.zeros(len(self.row), self.y.shape[1], device=self.y.device)
+        for row, weight in zip(self.row.unbind(1), self.weights.unbind(1), strict=True):
+            total += self.y[row].float() * weight[:, None]
+        return total.to(self.y.dtype)
+
+
+@dataclass(frozen=True)
 class Reference:
     """Expected rows of the checked tokens, and the error allowed."""
 
@@ -154,9 +170,10 @@ class Reference:
     tolerance: float
     coverage: float
 
-    def judge(self, result: torch.Tensor, lse: torch.Tensor | None = None) -> Verification:
-        """``result`` is [T, H]."""
+    def judge(self, result: torch.Tensor | Products, lse: torch.Tensor | None = None) -> Verification:
+        """``result`` is [T, H], or the products alone, which are summed up here."""
         del lse
+        result = result.combined() if isinstance(result, Products) else result
         form = (self.problem.tokens, self.problem.hidden), TORCH_DTYPES[self.problem.dtype]
         if text := wrong_form("result", result, form):
             return Verification(False, math.inf, self.tolerance, None, self.coverage, text)

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from flashmoe_tools.bench.contenders import Contender, Prepared, always, flashmoe_available, installed
+from flashmoe_tools.operations.moe import vllm
 from flashmoe_tools.operations.moe.contenders import BOTH, flashmoe_layer, grouped
 from flashmoe_tools.operations.moe_scaled import peers
 from flashmoe_tools.operations.moe_scaled.reference import ScaledInputs, SixteenBits, dequantize
@@ -59,5 +60,5 @@ def contenders() -> tuple[Contender, ...]:
         Contender("flashmoe-bf16", "flashmoe, bf16", BOTH, flashmoe_available, _in_turn(_ours_in_sixteen_bits)),
         Contender("torch-grouped", "torch: dequantise, grouped_mm", BOTH, always, _in_turn(_torch)),
         Contender("deepgemm", "DeepGEMM's products alone", ("cuda",), installed("deep_gemm"), peers.deep_gemm),
-        Contender("vllm", "vLLM's Triton products alone", ("cuda",), installed(peers.VLLM), peers.vllm_triton),
+        Contender("vllm", "vLLM's Triton products alone", ("cuda",), installed(vllm.MODULE), peers.vllm_triton),
     )

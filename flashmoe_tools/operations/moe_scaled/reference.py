@@ -2,7 +2,7 @@
 
 A contender that quantises x and the activation between the products, as ours does, is held against a float32 (float64 on a CPU)
 layer that rounds these to e4m3 too. One that computes in 16 bits with dequantised weights returns ``SixteenBits`` and is held
-against the layer without these roundings. The products alone (``Products``) are summed up where they are judged.
+against the layer without these roundings.
 """
 
 import math
@@ -31,22 +31,6 @@ class SixteenBits:
     """The result [T, H] of a contender whose activations have 16 bits."""
 
     out: torch.Tensor
-
-
-@dataclass(frozen=True)
-class Products:
-    """The second product's rows [M, H] of a contender that computes the products alone; ``row`` [T, k]: of each choice."""
-
-    y: torch.Tensor
-    row: torch.Tensor
-    weights: torch.Tensor
-
-    def combined(self) -> torch.Tensor:
-        """[T, H]"""
-        total = torch.zeros(len(self.row), self.y.shape[1], device=self.y.device)
-        for row, weight in zip(self.row.unbind(1), self.weights.unbind(1), strict=True):
-            total += self.y[row].float() * weight[:, None]
-        return total.to(self.y.dtype)
 
 
 @dataclass(frozen=True)
@@ -156,7 +140,7 @@ class ScaledReference:
     def judge(self, result: Any, lse: torch.Tensor | None = None) -> Verification:
         if isinstance(result, SixteenBits):
             return self.sixteen_bits.judge(result.out, lse)
-        return self.quantized.judge(result.combined() if isinstance(result, Products) else result, lse)
+        return self.quantized.judge(result, lse)
 
 
 def sixteen_bits(problem: MoeScaledProblem) -> MoeProblem:
