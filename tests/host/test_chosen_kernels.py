@@ -114,7 +114,10 @@ def consistent_width(capability: int, dtype: str, head_dim: int, wanted: str = "
 
 
 def combining(capability: int, dtype: str, head_dim: int) -> Kernel | None:
-    return next(filter(None, (find(capability, dtype, "attention_combine", f, "", head_dim) for f in families(capability))), None)
+    return next(
+        filter(None, (find(capability, dtype, "attention_combine", f, "", head_dim) for f in families(capability))),
+        None,
+    )
 
 
 def forward(capability: int, p: dict[str, Any]) -> tuple[Kernel, int] | None:
@@ -336,8 +339,12 @@ def chunk(capability: int, p: dict[str, Any]) -> tuple[str, int]:
 def test_chunks(choose: Any, capability: int) -> None:
     rng = random.Random(capability)
     for _ in range(DRAWS if capability == 90 else DRAWS // 8):
-        keys, group, heads_kv = near(rng, 64, 255, 1024, 2048, 8192, 16384, 100_000), rng.choice((1, 2, 3, 4, 8, 64, 65)), rng.choice((1, 2, 8, 16))
-        given = {
+        keys, group, heads_kv = (
+            near(rng, 64, 255, 1024, 2048, 8192, 16384, 100_000),
+            rng.choice((1, 2, 3, 4, 8, 64, 65)),
+            rng.choice((1, 2, 8, 16)),
+        )
+        given: dict[str, Any] = {
             "rows": near(rng, 1, 2, 4, 12, 16, 64, 128, 500, 8192),
             "keys": keys,
             "batch": rng.choice((1, 1, 2, 4, 64)),
@@ -355,7 +362,13 @@ def test_chunks(choose: Any, capability: int) -> None:
             "group": group,
         }
         dim = near(rng, 8, 64, 128, 192, 255)
-        more = {"head_dim": dim, "heads": heads_kv * group, "alibi": False, "causal": True, "batch_invariant": given["num_splits"] == 1}
+        more: dict[str, Any] = {
+            "head_dim": dim,
+            "heads": heads_kv * group,
+            "alibi": False,
+            "causal": True,
+            "batch_invariant": given["num_splits"] == 1,
+        }
         assert choose.chunk(capability, dim, **given) == chunk(capability, {**given, **more}), (dim, given)
 
 
@@ -364,7 +377,7 @@ def test_few_dense_rows_fold(choose: Any, capability: int) -> None:
     """Where that is faster than the dense kernel by more than the estimates are off."""
     rng = random.Random(capability)
     for _ in range(DRAWS if capability == 90 else DRAWS // 8):
-        p = {
+        p: dict[str, Any] = {
             "head_dim": near(rng, 8, 64, 128, 192, 255),
             "batch": rng.choice((1, 1, 2, 4, 16)),
             "heads_kv": rng.choice((1, 2, 8, 16)),
@@ -377,7 +390,14 @@ def test_few_dense_rows_fold(choose: Any, capability: int) -> None:
             "causal": rng.random() < 0.5,
         }
         same = {"bf16": False, "heads": p["heads_kv"] * p["group"], "seq_q": p["rows"], "seq_k": p["keys"]}
-        ragged = {"head_dim_v": p["head_dim"], "seen": p["keys"], "rows_total": 0, "page_size": 0, "num_splits": 0, "has_score_functions": False}
+        ragged = {
+            "head_dim_v": p["head_dim"],
+            "seen": p["keys"],
+            "rows_total": 0,
+            "page_size": 0,
+            "num_splits": 0,
+            "has_score_functions": False,
+        }
         whole = {**p, **same, **ragged}
         chosen, fastest = forward(capability, whole), fastest_chunk(capability, whole)
         assert chosen is not None
@@ -388,7 +408,9 @@ def test_few_dense_rows_fold(choose: Any, capability: int) -> None:
             wanted = 64 < dim <= 128 and rows <= 8
         else:
             margin = 0.45 if dim > 128 else 0.65
-            wanted = (dim <= 128 and is_decoded(whole)) or (fastest is not None and fastest[0] < margin * microseconds(whole, *chosen))
+            wanted = (dim <= 128 and is_decoded(whole)) or (
+                fastest is not None and fastest[0] < margin * microseconds(whole, *chosen)
+            )
         assert choose.folds(capability, **p) is wanted, p
 
 
@@ -458,9 +480,21 @@ def test_backward(choose: Any, capability: int, causal: bool) -> None:
                 assert list(found) == wanted, (dtype, dim, forced)
 
 
-def is_fused(capability: int, dim: int, causal: bool, batch: int, heads: int, rows: int, keys: int, group: int = 1, has_window: bool = False) -> bool:
+def is_fused(
+    capability: int,
+    dim: int,
+    causal: bool,
+    batch: int,
+    heads: int,
+    rows: int,
+    keys: int,
+    group: int = 1,
+    has_window: bool = False,
+) -> bool:
     """heads: of keys."""
-    fused = find(capability, "bf16", "attention_backward_fused", families(capability)[0], "", dim, "causal" if causal else "full")
+    fused = find(
+        capability, "bf16", "attention_backward_fused", families(capability)[0], "", dim, "causal" if causal else "full"
+    )
     if fused is None or (dim > 64 and has_window):
         return False
     least, least_heads, rounds = (1280 if causal or group > 1 else 1024, 8, 10) if dim > 64 else (1024, 1, 12)
@@ -473,7 +507,11 @@ def test_where_the_fused_form_begins(choose: Any) -> None:
     rng = random.Random(3)
     for _ in range(DRAWS):
         capability, dim, causal = rng.choice((80, 90, 90, 90)), rng.choice((40, 64, 72, 128, 192)), rng.random() < 0.5
-        batch, heads, group = rng.choice((1, 2, 3, 8)), rng.choice((1, 2, 4, 7, 8, 11, 33, 66)), rng.choice((1, 1, 2, 8))
+        batch, heads, group = (
+            rng.choice((1, 2, 3, 8)),
+            rng.choice((1, 2, 4, 7, 8, 11, 33, 66)),
+            rng.choice((1, 1, 2, 8)),
+        )
         rows, keys = (near(rng, 1024, 1280, 1536, 2048, 4096, 16384) for _ in range(2))
         sizes = (capability, dim, causal, batch, heads, rows, keys)
         assert choose.fused(*sizes, group=group) is is_fused(*sizes, group), (*sizes, group)
@@ -483,7 +521,12 @@ def test_where_ragged_batches_have_the_fused_form(choose: Any) -> None:
     """As a batch of equal sequences, as many tokens in ones as long as the longest."""
     rng = random.Random(4)
     for _ in range(DRAWS):
-        dim, causal, bends, heads = rng.choice((64, 72, 128, 256)), rng.random() < 0.5, rng.random() < 0.1, rng.choice((1, 2, 8, 16, 32))
+        dim, causal, bends, heads = (
+            rng.choice((64, 72, 128, 256)),
+            rng.random() < 0.5,
+            rng.random() < 0.1,
+            rng.choice((1, 2, 8, 16, 32)),
+        )
         longest, total = near(rng, 512, 1024, 1280, 2048, 4096, 16384, 1 << 20), near(rng, 900, 4096, 16384, 65536)
         window = rng.choice((1 << 31, 1 << 31, 256, 4096, longest))
         rows, keys = min(longest, total), min(longest, total, window)
