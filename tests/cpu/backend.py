@@ -31,18 +31,19 @@ class Strides(ctypes.Structure):
 
 
 class Params(ctypes.Structure):
-    """flashmoe::attention::ForwardParams."""
+    """flashmoe::attention::ForwardParams, its beginning: shim.cpp has zeros for the rest."""
 
     _fields_ = [
         *[(name, ctypes.c_void_p) for name in ("q", "k", "v", "out", "lse", "out_partial", "lse_partial", "counter")],
         *[(name, Strides) for name in ("q_stride", "k_stride", "v_stride", "out_stride")],
         *[(name, ctypes.c_int32) for name in ("batch", "heads_q", "heads_kv", "seq_q", "seq_k", "head_dim", "splits")],
         *[(name, ctypes.c_float) for name in ("scale", "scale_log2")],
+        *[(name, ctypes.c_int32) for name in ("head_dim_v", "is_consistent")],
     ]
 
 
 class BackwardParams(ctypes.Structure):
-    """flashmoe::attention::BackwardParams."""
+    """flashmoe::attention::BackwardParams, likewise."""
 
     _fields_ = [
         *[(name, ctypes.c_void_p) for name in ("q", "k", "v", "out", "dout", "lse", "dlse", "dq", "dk", "dv")],
@@ -122,7 +123,7 @@ class Backend:
         out: Tensor | None = None,
         **changes: int,
     ) -> tuple[Tensor, Tensor]:
-        """(out, lse). ``out``: where to write, any strides. ``changes``: fields of Params to spoil."""
+        """(out, lse). ``out``: where to write, any strides. ``changes``: fields of Params to set."""
         batch, heads, seq_q, head_dim = q.shape
         out = torch.full_like(q, torch.nan, memory_format=torch.contiguous_format) if out is None else out
         lse = torch.full((batch, heads, seq_q), torch.nan)
@@ -139,6 +140,7 @@ class Backend:
             setattr(params, name, value)
         status = self._library.cpu_forward(
             ctypes.byref(params),
+            ctypes.c_size_t(ctypes.sizeof(params)),
             SCALAR_TYPES[q.dtype],
             int(causal),
             self._parallel_for,
@@ -179,6 +181,7 @@ class Backend:
         )
         status = self._library.cpu_backward(
             ctypes.byref(params),
+            ctypes.c_size_t(ctypes.sizeof(params)),
             SCALAR_TYPES[q.dtype],
             int(causal),
             self._parallel_for,
