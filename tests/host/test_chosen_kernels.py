@@ -338,14 +338,14 @@ def chunk(capability: int, p: dict[str, Any]) -> tuple[str, int]:
 @pytest.mark.parametrize("capability", [80, 90])
 def test_chunks(choose: Any, capability: int) -> None:
     rng = random.Random(capability)
-    for _ in range(DRAWS if capability == 90 else DRAWS // 8):
+    for _ in range(3 * DRAWS if capability == 90 else DRAWS // 8):
         keys, group, heads_kv = (
             near(rng, 64, 255, 1024, 2048, 8192, 16384, 100_000),
             rng.choice((1, 2, 3, 4, 8, 64, 65)),
             rng.choice((1, 2, 8, 16)),
         )
         given: dict[str, Any] = {
-            "rows": near(rng, 1, 2, 4, 12, 16, 64, 128, 500, 8192),
+            "rows": rng.choice((near(rng, 1, 12, 16, 64, 128, 500, 8192), near(rng, max(1, 16 // group)))),
             "keys": keys,
             "batch": rng.choice((1, 1, 2, 4, 64)),
             "rows_total": rng.choice((0, 0, 64, 300, 4000)),
@@ -357,16 +357,16 @@ def test_chunks(choose: Any, capability: int) -> None:
             "forced": rng.choice((None, None, None, None, "sm80", "sm90")),
             "consistent": rng.random() < 0.1,
             "head_dim_v": rng.choice((64, 192, 192)),
+            "causal": rng.random() < 0.7,
             "seen": rng.choice((keys, keys, 100, keys // 3)),
             "heads_kv": heads_kv,
             "group": group,
         }
-        dim = near(rng, 8, 64, 128, 192, 255)
+        dim = rng.choice((64, near(rng, 8, 64, 128, 192, 255)))
         more: dict[str, Any] = {
             "head_dim": dim,
             "heads": heads_kv * group,
             "alibi": False,
-            "causal": True,
             "batch_invariant": given["num_splits"] == 1,
         }
         assert choose.chunk(capability, dim, **given) == chunk(capability, {**given, **more}), (dim, given)
@@ -381,7 +381,7 @@ def test_few_dense_rows_fold(choose: Any, capability: int) -> None:
             "head_dim": near(rng, 8, 64, 128, 192, 255),
             "batch": rng.choice((1, 1, 2, 4, 16)),
             "heads_kv": rng.choice((1, 2, 8, 16)),
-            "group": rng.choice((1, 2, 4, 8, 64)),
+            "group": rng.choice((1, 2, 4, 8, 64, 65)),
             "rows": near(rng, 1, 2, 4, 8, 16, 64),
             "keys": near(rng, 64, 1024, 2048, 4096, 8192, 16384),
             "forced": rng.choice((None, None, None, families(capability)[0])),
@@ -412,6 +412,39 @@ def test_few_dense_rows_fold(choose: Any, capability: int) -> None:
                 fastest is not None and fastest[0] < margin * microseconds(whole, *chosen)
             )
         assert choose.folds(capability, **p) is wanted, p
+
+
+def varlen_backward(capability: int, dtype: str, dim: int, dim_v: int, option: str) -> list[Kernel]:
+    wanted = "scores" if option in ("scores", "streamed") else "v128" if 128 < dim <= 192 and dim_v <= 128 else ""
+    for family in families(capability):
+
+        def of(operation: str, variant: str) -> Kernel | None:
+            return find(capability, dtype, f"attention_{operation}", family, variant, dim)  # noqa: B023
+
+        def own(operation: str) -> Kernel | None:
+            return of(operation, "alibi") if option == "alibi" else of(operation, wanted) or of(operation, "")
+
+        dq, dkv = own("varlen_backward_dq"), own("varlen_backward_dkv")
+        if dq is None or dkv is None:
+            continue
+        fused = own("mask_backward_fused" if option == "streamed" else "varlen_backward_fused")
+        helpers = [of(f"varlen_backward_fused_{helper}", "") for helper in ("prepare", "convert")]
+        has_all = fused is not None and None not in helpers and fused.head_dim == dkv.head_dim
+        return [dq, dkv, *filter(None, (fused, *helpers) if has_all and option != "scores" else ())]
+    return []
+
+
+@pytest.mark.parametrize("capability", CAPABILITIES)
+def test_ragged_backward(choose: Any, capability: int) -> None:
+    for dtype in ("f16", "bf16") if capability >= 80 else ("f16",):
+        for dim, dim_v in ((8, 8), (72, 64), (128, 128), (192, 128), (136, 136), (256, 8), (512, 512)):
+            wanted: list[str] = []
+            for option in ("", "scores", "alibi", "streamed"):
+                kernels = varlen_backward(capability, dtype, dim, dim_v, option)
+                if not kernels:
+                    break
+                wanted += [kernel.symbol for kernel in kernels]
+            assert choose.varlen_backward(capability, dim, dim_v, dtype == "bf16") == wanted, (dtype, dim, dim_v)
 
 
 def test_two_kernels_with_the_bits_of_a_prefill(choose: Any) -> None:
