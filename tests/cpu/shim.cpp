@@ -1,6 +1,5 @@
 // The CPU backend through C functions for ctypes. Errors come back as text.
 #include <cstdio>
-#include <cstring>
 #include <exception>
 
 #include "attention/cpu/attention.h"
@@ -20,38 +19,28 @@ int guarded(Call call, char* message, size_t size) {
   }
 }
 
-// Of a structure whose beginning ctypes gives: zeros behind it, not what lies behind it in memory.
-template <class Params>
-Params whole(const void* params, size_t bytes) {
-  Params result{};
-  std::memcpy(&result, params, bytes);
-  return result;
-}
-
 }  // namespace
 
 extern "C" {
 
-__attribute__((visibility("default"))) int cpu_forward(const void* params, size_t bytes, int type, int causal,
-                                                       flashmoe::cpu::ParallelFor parallel_for, int num_threads,
-                                                       char* message, size_t size) {
+__attribute__((visibility("default"))) int cpu_forward(const flashmoe::attention::ForwardParams* params, int type,
+                                                       int causal, flashmoe::cpu::ParallelFor parallel_for,
+                                                       int num_threads, char* message, size_t size) {
   return guarded(
       [&] {
-        flashmoe::cpu::attention_forward(whole<flashmoe::attention::ForwardParams>(params, bytes),
-                                         static_cast<flashmoe::cpu::ScalarType>(type), causal != 0, parallel_for,
-                                         num_threads);
+        flashmoe::cpu::attention_forward(*params, static_cast<flashmoe::cpu::ScalarType>(type), causal != 0,
+                                         parallel_for, num_threads);
       },
       message, size);
 }
 
-__attribute__((visibility("default"))) int cpu_backward(const void* params, size_t bytes, int type, int causal,
-                                                        flashmoe::cpu::ParallelFor parallel_for, int num_threads,
-                                                        char* message, size_t size) {
+__attribute__((visibility("default"))) int cpu_backward(const flashmoe::attention::BackwardParams* params, int type,
+                                                        int causal, flashmoe::cpu::ParallelFor parallel_for,
+                                                        int num_threads, char* message, size_t size) {
   return guarded(
       [&] {
-        flashmoe::cpu::attention_backward(whole<flashmoe::attention::BackwardParams>(params, bytes),
-                                          static_cast<flashmoe::cpu::ScalarType>(type), causal != 0, parallel_for,
-                                          num_threads);
+        flashmoe::cpu::attention_backward(*params, static_cast<flashmoe::cpu::ScalarType>(type), causal != 0,
+                                          parallel_for, num_threads);
       },
       message, size);
 }
