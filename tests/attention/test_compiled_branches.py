@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import flashmoe
 from flashmoe.errors import FlashmoeError
@@ -105,6 +106,23 @@ def test_the_same_results(
     for one, other in zip(found, expected, strict=True):
         assert one.dtype is other.dtype
         torch.testing.assert_close(one, other, rtol=0, atol=0)
+
+
+class _Full(TorchDispatchMode):
+    """A device without room for any result of ours."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace == "flashmoe":
+            raise torch.OutOfMemoryError("no room")
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(("what", "call", "options"), CALLS, ids=lambda one: one if isinstance(one, str) else "")
+def test_an_error_that_no_rule_explains_is_raised_as_it_is(
+    what: str, call: Callable[..., Answer], options: dict[str, Any]
+) -> None:
+    with _Full(), pytest.raises(torch.OutOfMemoryError, match="no room"):
+        call(**options)
 
 
 WRONG: dict[str, Callable[[], Any]] = {

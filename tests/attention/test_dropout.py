@@ -257,6 +257,19 @@ def test_any_shape_on_the_cpu(
         assert torch.allclose(a.double(), b, atol=2e-4, rtol=2e-4)
 
 
+@pytest.mark.parametrize("rows", [5, 70])
+def test_a_gradient_of_nan_reaches_the_values_that_were_not_dropped(rows: int) -> None:
+    q, k, v = (torch.randn(1, 2, n, 24, requires_grad=True) for n in (rows, 150, 150))
+    out = flashmoe.attention(q, k, v, dropout_p=0.5, rng_state=state_on("cpu"))
+    found = []
+    for value in (1.0, torch.nan):
+        upstream = torch.zeros_like(out)
+        upstream[:, :, 3] = value
+        (gradient,) = torch.autograd.grad(out, v, upstream, retain_graph=True)
+        found.append(gradient)
+    assert torch.equal(found[1].isnan(), found[0] != 0)
+
+
 def test_the_default_generator_decides(device: str) -> None:
     dtype = DTYPES[device][0]
     q, k, v = (torch.randn(1, 2, 64, 64, device=device).to(dtype) for _ in range(3))

@@ -5,6 +5,7 @@ import os
 import platform
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,6 +14,8 @@ from flashmoe_build.compile.cache import Cache
 from flashmoe_build.compile.host import compile_source, is_for, sanitizers
 from flashmoe_build.compile.jobs import run_all
 from flashmoe_build.compile.toolchain import find_toolchain
+from flashmoe_build.emulation.parameters import structure
+from flashmoe_tools.descriptors import Header
 
 ROOT = Path(__file__).resolve().parents[2]
 CSRC = ROOT / "csrc"
@@ -24,33 +27,13 @@ SCALAR_TYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 MESSAGE_BYTES = 1024
 
 
-class Strides(ctypes.Structure):
-    """flashmoe::attention::Strides."""
-
-    _fields_ = [(name, ctypes.c_int64) for name in ("batch", "head", "row")]
+def _structure(name: str, header: str) -> Any:
+    return structure(Header(name, header), [CSRC])
 
 
-class Params(ctypes.Structure):
-    """flashmoe::attention::ForwardParams."""
-
-    _fields_ = [
-        *[(name, ctypes.c_void_p) for name in ("q", "k", "v", "out", "lse", "out_partial", "lse_partial", "counter")],
-        *[(name, Strides) for name in ("q_stride", "k_stride", "v_stride", "out_stride")],
-        *[(name, ctypes.c_int32) for name in ("batch", "heads_q", "heads_kv", "seq_q", "seq_k", "head_dim", "splits")],
-        *[(name, ctypes.c_float) for name in ("scale", "scale_log2")],
-    ]
-
-
-class BackwardParams(ctypes.Structure):
-    """flashmoe::attention::BackwardParams."""
-
-    _fields_ = [
-        *[(name, ctypes.c_void_p) for name in ("q", "k", "v", "out", "dout", "lse", "dlse", "dq", "dk", "dv")],
-        *[(name, ctypes.c_void_p) for name in ("row_dot", "tile_counter")],
-        *[(f"{name}_stride", Strides) for name in ("q", "k", "v", "out", "dout", "dq", "dk", "dv")],
-        *[(name, ctypes.c_int32) for name in ("batch", "heads_q", "heads_kv", "seq_q", "seq_k", "head_dim")],
-        *[(name, ctypes.c_float) for name in ("scale", "scale_log2")],
-    ]
+Params = _structure("ForwardParams", "attention/params/forward.h")
+BackwardParams = _structure("BackwardParams", "attention/params/backward.h")
+STRIDES = dict(Params._fields_)["q_stride"]
 
 
 class BackendError(RuntimeError):
@@ -77,10 +60,22 @@ def build(folder: Path) -> Path:
     return library
 
 
-def _strides(tensor: Tensor) -> Strides:
-    batch, head, row, last = tensor.stride()
-    assert last == 1 or tensor.shape[-1] <= 1
-    return Strides(batch, head, row)
+def _tensors(**tensors: Tensor | None) -> dict[str, Any]:
+    """Members of parameters: addresses and, of four dimensions, strides."""
+    members: dict[str, Any] = {}
+    for name, tensor in tensors.items():
+        if tensor is None:
+            continue
+        members[name] = tensor.data_ptr()
+        if tensor.dim() == 4:
+            assert tensor.stride(3) == 1 or tensor.shape[-1] <= 1
+            members[f"{name}_stride"] = STRIDES(*tensor.stride()[:3])
+    return members
+
+
+def _sizes(q: Tensor, k: Tensor) -> dict[str, int]:
+    names = ("batch", "heads_q", "seq_q", "head_dim", "heads_kv", "seq_k", "head_dim_v")
+    return dict(zip(names, (*q.shape, *k.shape[1:]), strict=True))
 
 
 class Backend:
@@ -122,17 +117,14 @@ class Backend:
         out: Tensor | None = None,
         **changes: int,
     ) -> tuple[Tensor, Tensor]:
-        """(out, lse). ``out``: where to write, any strides. ``changes``: fields of Params to spoil."""
+        """(out, lse). ``out``: where to write, any strides. ``changes``: fields of Params to set."""
         batch, heads, seq_q, head_dim = q.shape
         out = torch.full_like(q, torch.nan, memory_format=torch.contiguous_format) if out is None else out
         lse = torch.full((batch, heads, seq_q), torch.nan)
         params = Params(
-            *(tensor.data_ptr() for tensor in (q, k, v, out, lse)),
-            None,
-            None,
-            None,
-            *(_strides(tensor) for tensor in (q, k, v, out)),
-            *(batch, heads, k.shape[1], seq_q, k.shape[2], head_dim, 1),
+            **_tensors(q=q, k=k, v=v, out=out, lse=lse),
+            **_sizes(q, k),
+            num_splits=1,
             scale=head_dim**-0.5 if scale is None else scale,
         )
         for name, value in changes.items():
@@ -165,16 +157,12 @@ class Backend:
         wanted: tuple[bool, bool, bool] = (True, True, True),
     ) -> list[Tensor]:
         """(dq, dk, dv) in contiguous memory; NaN where a gradient is not ``wanted``."""
-        batch, heads, seq_q, head_dim = q.shape
+        head_dim = q.shape[3]
         gradients = [torch.full(tensor.shape, torch.nan, dtype=tensor.dtype) for tensor in (q, k, v)]
+        dq, dk, dv = (gradient if is_wanted else None for gradient, is_wanted in zip(gradients, wanted, strict=True))
         params = BackwardParams(
-            *(tensor.data_ptr() for tensor in (q, k, v, out, grad_out, lse)),
-            None if grad_lse is None else grad_lse.data_ptr(),
-            *(tensor.data_ptr() if is_wanted else None for tensor, is_wanted in zip(gradients, wanted, strict=True)),
-            None,
-            None,
-            *(_strides(tensor) for tensor in (q, k, v, out, grad_out, *gradients)),
-            *(batch, heads, k.shape[1], seq_q, k.shape[2], head_dim),
+            **_tensors(q=q, k=k, v=v, out=out, dout=grad_out, lse=lse, dlse=grad_lse, dq=dq, dk=dk, dv=dv),
+            **_sizes(q, k),
             scale=head_dim**-0.5 if scale is None else scale,
         )
         status = self._library.cpu_backward(

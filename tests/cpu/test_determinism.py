@@ -47,3 +47,19 @@ def test_repetitions(backend: Backend, threads: int) -> None:
     for _ in range(40):
         out, _ = backend.forward(*inputs, causal=True, threads=threads)
         assert torch.equal(out, first)
+
+
+@pytest.mark.parametrize("seen", [40, 300])
+def test_a_consistent_call_has_the_bits_of_a_row_whatever_is_beside_it(backend: Backend, seen: int) -> None:
+    """A row of large scores, or one of NaN, sends its whole block another way in other calls; few rows and many have one way here."""
+    for dtype in DTYPES:
+        q, k, v = make_inputs(Problem(70, seen, 72, 2, 1), "cpu", dtype)
+        expected = backend.forward(q, k, v, is_consistent=1)
+        for spoiled in (3e4, torch.nan):
+            other = q.clone()
+            other[:, :, 9] = spoiled
+            found = backend.forward(other, k, v, is_consistent=1)
+            few = backend.forward(q[:, :, 33:35].contiguous(), k, v, is_consistent=1)
+            for mine, theirs, alone in zip(found, expected, few, strict=True):
+                assert torch.equal(mine[:, :, 10:], theirs[:, :, 10:]), dtype
+                assert torch.equal(alone, theirs[:, :, 33:35]), dtype

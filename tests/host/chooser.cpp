@@ -80,7 +80,7 @@ extern "C" int choose_varlen(int capability, const char* forced, int is_bf16, in
 }
 
 // Writes "symbol splits second-kernel" of a kernel for chunks in place of the ragged batch's own one, or nothing. sizes: rows and keys of the longest
-// sequence, key heads, query heads of each, batch, rows_total, page size, num_splits, multiprocessors, keys that a row sees.
+// sequence, key heads, query heads of each, batch, rows_total, page size, num_splits, multiprocessors, keys that a row sees, whether it is causal.
 extern "C" void choose_chunk(int capability, const char* forced, int is_bf16, int head_dim, int head_dim_v,
                              const long long* sizes, int has_score_functions, int is_consistent, char* answer,
                              int length) {
@@ -106,7 +106,7 @@ extern "C" void choose_chunk(int capability, const char* forced, int is_bf16, in
   input.longest_rows = sizes[0];
   input.num_splits = sizes[7];
   input.seen_keys = sizes[9];
-  input.is_causal = true;
+  input.is_causal = sizes[10] != 0;
   answer[0] = 0;
   try {
     const attention::Choice found = attention::select_chunk(input, *attention::select_varlen_forward(input));

@@ -62,6 +62,14 @@ def _refusal(
     return answer.value.decode()
 
 
+def varlen_backward(loaded: ctypes.CDLL, capability: int, head_dim: int, head_dim_v: int, bf16: bool) -> list[str]:
+    """Symbols, of a call without options, with a softcap or a mask tensor, with ALiBi, with a mask that is streamed, one after the other."""
+    answer = ctypes.create_string_buffer(4096)
+    loaded.choose_more(capability, None, bf16, head_dim, head_dim_v, answer, len(answer))
+    kinds = ("flashmoe_attention_varlen_backward", "flashmoe_attention_mask_backward")
+    return [symbol for symbol in answer.value.decode().split()[::2] if symbol.startswith(kinds)]
+
+
 def compile_with_table(folder: Path, targets: tuple[str, ...] | None, *sources: Path) -> ctypes.CDLL:
     """A library of these files, the search for a kernel, and the table of the kernels for ``targets``."""
     tables = load_tables()
@@ -200,6 +208,7 @@ def compile_chooser(folder: Path, targets: tuple[str, ...] | None) -> Chooser:
         num_splits: int = 0,
         multiprocessors: int = 132,
         seen: int | None = None,
+        causal: bool = True,
         has_score_functions: bool = False,
         bf16: bool = True,
         forced: str | None = None,
@@ -209,7 +218,8 @@ def compile_chooser(folder: Path, targets: tuple[str, ...] | None) -> Chooser:
         """Symbol and shares of the keys; none of either where the ragged kernel stays, or the decoding one."""
         answer = ctypes.create_string_buffer(4096)
         name = forced.encode() if forced is not None else None
-        lengths = (rows, keys, heads_kv, group, batch, rows_total, page_size, num_splits, multiprocessors, seen or keys)
+        lengths = (rows, keys, heads_kv, group, batch, rows_total, page_size, num_splits, multiprocessors)
+        lengths += (keys if seen is None else seen, causal)
         sizes = (ctypes.c_longlong * len(lengths))(*lengths)
         given = (bf16, head_dim, head_dim_v or head_dim, sizes, has_score_functions, consistent)
         loaded.choose_chunk(capability, name, *given, answer, len(answer))
@@ -249,6 +259,7 @@ def compile_chooser(folder: Path, targets: tuple[str, ...] | None) -> Chooser:
     choose.backward = choose_backward  # type: ignore[attr-defined]
     choose.varlen = choose_varlen  # type: ignore[attr-defined]
     choose.more = choose_more  # type: ignore[attr-defined]
+    choose.varlen_backward = partial(varlen_backward, loaded)  # type: ignore[attr-defined]
     return choose
 
 

@@ -3,7 +3,7 @@
 import math
 import random
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import pytest
@@ -17,7 +17,7 @@ UNITS: dict[tuple[str, str, str, str], list[Unit]] = {}
 for _unit in TABLES.units():
     if _unit.row.operation.startswith("attention_"):
         UNITS.setdefault((_unit.row.operation, _unit.row.family, _unit.row.variant, _unit.dtype), []).append(_unit)
-CAPABILITIES = (75, 80, 86, 89, 90, 100, 120, 130)
+CAPABILITIES = (75, 80, 86, 87, 89, 90, 91, 100, 103, 120, 121, 130)  # of a GPU that the table lacks, too
 FEW_ROWS = 16
 DRAWS = 3000
 
@@ -113,17 +113,22 @@ def consistent_width(capability: int, dtype: str, head_dim: int, wanted: str = "
     return 0
 
 
-def forward(capability: int, p: dict[str, Any]) -> tuple[str, str, int] | None:
-    """Symbol, target and splits; None where nothing serves."""
+def combining(capability: int, dtype: str, head_dim: int) -> Kernel | None:
+    return next(
+        filter(None, (find(capability, dtype, "attention_combine", f, "", head_dim) for f in families(capability))),
+        None,
+    )
+
+
+def forward(capability: int, p: dict[str, Any]) -> tuple[Kernel, int] | None:
+    """With the number of splits; None where nothing serves."""
     dtype, mask, dim = "bf16" if p["bf16"] else "f16", "causal" if p["causal"] else "full", p["head_dim"]
 
     def of(family: str, variant: str) -> Kernel | None:
         return find(capability, dtype, "attention_forward", family, variant, dim, mask)
 
     usable = [f for f in families(capability) if of(f, "") is not None and p["forced"] in (None, f)]
-    combine = next(
-        (k for f in families(capability) if (k := find(capability, dtype, "attention_combine", f, "", dim))), None
-    )
+    combine = combining(capability, dtype, dim)
     if not usable:
         return None
     if p["consistent"]:
@@ -131,7 +136,7 @@ def forward(capability: int, p: dict[str, Any]) -> tuple[str, str, int] | None:
         for family in usable:
             same = [k for v in ("", "short", "m128", "m64") if (k := of(family, v)) and k.row.block_n == width]
             if same:
-                return (*min(same, key=lambda k: microseconds(p, k, 1)).pair, 1)
+                return min(same, key=lambda k: microseconds(p, k, 1)), 1
         return None
     standard = of(usable[0], "")
     assert standard is not None
@@ -143,18 +148,17 @@ def forward(capability: int, p: dict[str, Any]) -> tuple[str, str, int] | None:
             most = min(32, p["multiprocessors"] // tiles(p, split))
             offered += [(split, n) for n in range(2, most + 1) if p["seq_k"] // n >= 128]
         offered = [(k, n) for k, n in offered if k.head_dim == standard.head_dim]
-        chosen, splits = min(offered, key=lambda one: microseconds(p, *one))
-        return *chosen.pair, splits
+        return min(offered, key=lambda one: microseconds(p, *one))
     for family in usable:
         split, small, own = of(family, "split"), of(family, "m64"), of(family, "")
         assert own is not None
         if split is not None and combine is not None and p["seq_k"] >= 1024:
             splits = min(p["multiprocessors"] // tiles(p, split), p["seq_k"] // 128, 16)
             if splits > 1:
-                return *split.pair, splits
+                return split, splits
         if small is not None and tiles(p, own) < p["multiprocessors"]:
-            return *small.pair, 1
-    return *standard.pair, 1
+            return small, 1
+    return standard, 1
 
 
 def near(rng: random.Random, *sizes: int) -> int:
@@ -179,7 +183,7 @@ def test_dense(choose: Any, capability: int) -> None:
         }
         wanted, found = forward(capability, p), asked(choose, capability, p)
         if wanted is not None:
-            assert found == wanted, p
+            assert found == (*wanted[0].pair, wanted[1]), p
             continue
         assert isinstance(found, str), p
         text = f"head_dim {p['head_dim']}" + (", the same bits in every call" if p["consistent"] else "")
@@ -197,12 +201,12 @@ def asked(choose: Any, capability: int, p: dict[str, Any]) -> tuple[str, str, in
     return choice.symbol, choice.target, choice.splits
 
 
-def varlen(capability: int, p: dict[str, Any]) -> tuple[str, str] | None:
+def varlen(capability: int, p: dict[str, Any], multiprocessors: int = 132) -> Kernel | None:
     dtype, dim, rows = "bf16" if p["bf16"] else "f16", p["head_dim"], p["rows"]
     narrow = "v128" if 128 < dim <= 192 and p["head_dim_v"] <= 128 else ""
     wanted = "alibi" if p["alibi"] else "scores" if p["has_score_functions"] else narrow
     width = consistent_width(capability, dtype, dim, wanted) if p["consistent"] else 0
-    is_wide = capability == 90 and rows * p["group"] > 2 * FEW_ROWS and p["batch"] * p["heads_kv"] > 132
+    is_wide = capability == 90 and rows * p["group"] > 2 * FEW_ROWS and p["batch"] * p["heads_kv"] > multiprocessors
     decodes = rows <= FEW_ROWS and not p["consistent"] and (p["batch_invariant"] or not is_wide)
     for operation in (["attention_decode"] if decodes else []) + ["attention_varlen_forward"]:
         for family in families(capability):
@@ -215,14 +219,14 @@ def varlen(capability: int, p: dict[str, Any]) -> tuple[str, str] | None:
                 continue
             shorter = find(capability, dtype, operation, family, "m64", dim)
             loads_maps = bool(maps(found))
-            takes = reads_keys_once if loads_maps else is_shorter
             may = not wanted if loads_maps else not p["alibi"]
-            if may and shorter is not None and takes(p, found, shorter):
-                found = shorter
+            if may and shorter is not None:
+                takes = reads_keys_once if loads_maps else partial(is_shorter, multiprocessors)
+                found = shorter if takes(p, found, shorter) else found
             if loads_maps and p["page_size"] % 8 != 0:
                 continue
             if width in (0, found.row.block_n):
-                return found.pair
+                return found
     return None
 
 
@@ -235,10 +239,10 @@ def row_blocks(p: dict[str, Any], block: int) -> int:
     return min(own, -(-p["rows_total"] // block) + p["batch"]) if p["rows_total"] else own
 
 
-def is_shorter(p: dict[str, Any], kernel: Kernel, shorter: Kernel) -> bool:
+def is_shorter(multiprocessors: int, p: dict[str, Any], kernel: Kernel, shorter: Kernel) -> bool:
     if (shorter.head_dim, shorter.row.block_n) != (kernel.head_dim, kernel.row.block_n):
         return False
-    few = row_blocks(p, kernel.row.block_m) * p["heads"] < 132
+    few = row_blocks(p, kernel.row.block_m) * p["heads"] < multiprocessors
     more_fit = max(p["rows"], p["keys"]) <= 256 and shorter.row.min_blocks > kernel.row.min_blocks
     return p["rows"] <= shorter.row.block_m or few or more_fit
 
@@ -270,12 +274,183 @@ def test_ragged(choose: Any, capability: int) -> None:
             "group": rng.choice((1, 2, 3, 4, 8)),
             "batch_invariant": rng.random() < 0.3,
         }
-        assert choose.varlen(capability, **p) == (varlen(capability, p) or ()), p
+        wanted = varlen(capability, p)
+        assert choose.varlen(capability, **p) == (() if wanted is None else wanted.pair), p
+
+
+def chunk_microseconds(p: dict[str, Any], kernel: Kernel, heads: int, fold: int, splits: int) -> float:
+    """``fold``: rows of a tile that a position takes."""
+    cost, rows, keys, block = kernel.row.cost, p["rows"], p["keys"], kernel.row.block_m
+    sequences = min(p["batch"], -(-p["rows_total"] // rows)) if p["rows_total"] else p["batch"]
+    positions = block // fold
+    items = -(-rows // positions) * sequences * heads * splits
+    busy = -(-min(rows, positions) * fold // 64) * 64
+
+    def time(of: float) -> float:
+        seen = min(max(int(of), 1), p["seen"] + min(rows, positions))
+        return float(seen / splits * (cost["key"] * (0.4 + 0.6 * busy / block)) + cost["ends"])
+
+    causal, longest = p["causal"], time(keys)
+    mean, last = (keys - rows // 2 + kernel.row.block_n // 2, keys - rows + positions) if causal else (keys, keys)
+    filled = items / p["multiprocessors"] * time(mean) + time(last)
+    partials = splits * sequences * rows * p["heads"]
+    extra = cost["split"] + partials * cost["share"] / 1000 if splits > 1 else 0.0
+    return float(max(longest, min(-(-items // p["multiprocessors"]) * longest, filled)) + extra)
+
+
+def fastest_chunk(capability: int, p: dict[str, Any]) -> tuple[float, int, Kernel] | None:
+    """Time, shares of the keys, kernel."""
+    dim, group, dtype = p["head_dim"], p["group"], "bf16" if p["bf16"] else "f16"
+    kernel = find(capability, dtype, "attention_chunk_forward", "sm90", "", dim)
+    is_narrow = 128 < dim <= 192 and p["head_dim_v"] <= 128
+    is_other = p["consistent"] or p["num_splits"] == 1 or p["has_score_functions"] or p["forced"] not in (None, "sm90")
+    if kernel is None or is_narrow or is_other or group > 64 or p["heads_kv"] >= 1 << 16 or p["page_size"] % 8:
+        return None
+    fold, times = 1 << (group - 1).bit_length(), []
+    partial_bytes = (p["rows_total"] or p["rows"] * p["batch"]) * p["heads"] * kernel.head_dim * 4
+    for splits in range(1, min(p["num_splits"] if p["num_splits"] > 1 else 32, 32) + 1):
+        room = p["keys"] // splits >= 256 and splits * partial_bytes <= 1 << 28
+        if splits > 1 and not (room and combining(capability, dtype, dim)):
+            break
+        times.append((chunk_microseconds(p, kernel, p["heads_kv"], fold, splits), splits, kernel))
+    return min(times, key=lambda one: one[:2])
+
+
+def is_decoded(p: dict[str, Any]) -> bool:
+    """Where decoding serves, whether it is the faster way."""
+    rows = p["rows"] * p["group"]
+    few = p["head_dim"] > 64 and rows > 12 and 2048 <= p["keys"] <= 8192 and p["batch"] * p["heads_kv"] <= 16
+    return rows <= (8 if p["head_dim"] > 128 else 16) and not few
+
+
+def chunk(capability: int, p: dict[str, Any]) -> tuple[str, int]:
+    otherwise, fastest = varlen(capability, p, p["multiprocessors"]), fastest_chunk(capability, p)
+    if otherwise is None or fastest is None:
+        return "", 0
+    time, splits, kernel = fastest
+    if otherwise.row.operation == "attention_decode":
+        is_faster = not is_decoded(p)
+    else:
+        is_faster = bool(otherwise.row.cost) and time < 0.955 * chunk_microseconds(p, otherwise, p["heads"], 1, 1)
+    return (kernel.symbol, splits) if is_faster else ("", 0)
+
+
+@pytest.mark.parametrize("capability", [80, 90])
+def test_chunks(choose: Any, capability: int) -> None:
+    rng = random.Random(capability)
+    for _ in range(3 * DRAWS if capability == 90 else DRAWS // 8):
+        keys, group, heads_kv = (
+            near(rng, 64, 255, 1024, 2048, 8192, 16384, 100_000),
+            rng.choice((1, 2, 3, 4, 8, 64, 65)),
+            rng.choice((1, 2, 8, 16)),
+        )
+        given: dict[str, Any] = {
+            "rows": rng.choice((near(rng, 1, 12, 16, 64, 128, 500, 8192), near(rng, max(1, 16 // group)))),
+            "keys": keys,
+            "batch": rng.choice((1, 1, 2, 4, 64)),
+            "rows_total": rng.choice((0, 0, 64, 300, 4000)),
+            "page_size": rng.choice((0, 0, 12, 16)),
+            "num_splits": rng.choice((0, 0, 0, 1, 3, 40)),
+            "multiprocessors": rng.choice((66, 132, 132)),
+            "has_score_functions": rng.random() < 0.1,
+            "bf16": rng.random() < 0.5,
+            "forced": rng.choice((None, None, None, None, "sm80", "sm90")),
+            "consistent": rng.random() < 0.1,
+            "head_dim_v": rng.choice((64, 192, 192)),
+            "causal": rng.random() < 0.7,
+            "seen": rng.choice((keys, keys, 100, keys // 3)),
+            "heads_kv": heads_kv,
+            "group": group,
+        }
+        dim = rng.choice((64, near(rng, 8, 64, 128, 192, 255)))
+        more: dict[str, Any] = {
+            "head_dim": dim,
+            "heads": heads_kv * group,
+            "alibi": False,
+            "batch_invariant": given["num_splits"] == 1,
+        }
+        assert choose.chunk(capability, dim, **given) == chunk(capability, {**given, **more}), (dim, given)
+
+
+@pytest.mark.parametrize("capability", [80, 90])
+def test_few_dense_rows_fold(choose: Any, capability: int) -> None:
+    """Where that is faster than the dense kernel by more than the estimates are off."""
+    rng = random.Random(capability)
+    for _ in range(DRAWS if capability == 90 else DRAWS // 8):
+        p: dict[str, Any] = {
+            "head_dim": near(rng, 8, 64, 128, 192, 255),
+            "batch": rng.choice((1, 1, 2, 4, 16)),
+            "heads_kv": rng.choice((1, 2, 8, 16)),
+            "group": rng.choice((1, 2, 4, 8, 64, 65)),
+            "rows": near(rng, 1, 2, 4, 8, 16, 64),
+            "keys": near(rng, 64, 1024, 2048, 4096, 8192, 16384),
+            "forced": rng.choice((None, None, None, families(capability)[0])),
+            "multiprocessors": rng.choice((66, 132)),
+            "consistent": rng.random() < 0.1,
+            "causal": rng.random() < 0.5,
+        }
+        same = {"bf16": False, "heads": p["heads_kv"] * p["group"], "seq_q": p["rows"], "seq_k": p["keys"]}
+        ragged = {
+            "head_dim_v": p["head_dim"],
+            "seen": p["keys"],
+            "rows_total": 0,
+            "page_size": 0,
+            "num_splits": 0,
+            "has_score_functions": False,
+        }
+        whole = {**p, **same, **ragged}
+        chosen, fastest = forward(capability, whole), fastest_chunk(capability, whole)
+        assert chosen is not None
+        dim, rows = p["head_dim"], p["rows"]
+        if capability != 90 or p["consistent"] or p["forced"] is not None or not 2 <= rows <= 64:
+            wanted = False
+        elif p["group"] == 1:
+            wanted = 64 < dim <= 128 and rows <= 8
+        else:
+            margin = 0.45 if dim > 128 else 0.65
+            wanted = (dim <= 128 and is_decoded(whole)) or (
+                fastest is not None and fastest[0] < margin * microseconds(whole, *chosen)
+            )
+        assert choose.folds(capability, **p) is wanted, p
+
+
+def varlen_backward(capability: int, dtype: str, dim: int, dim_v: int, option: str) -> list[Kernel]:
+    wanted = "scores" if option in ("scores", "streamed") else "v128" if 128 < dim <= 192 and dim_v <= 128 else ""
+    for family in families(capability):
+
+        def of(operation: str, variant: str) -> Kernel | None:
+            return find(capability, dtype, f"attention_{operation}", family, variant, dim)  # noqa: B023
+
+        def own(operation: str) -> Kernel | None:
+            return of(operation, "alibi") if option == "alibi" else of(operation, wanted) or of(operation, "")
+
+        dq, dkv = own("varlen_backward_dq"), own("varlen_backward_dkv")
+        if dq is None or dkv is None:
+            continue
+        fused = own("mask_backward_fused" if option == "streamed" else "varlen_backward_fused")
+        helpers = [of(f"varlen_backward_fused_{helper}", "") for helper in ("prepare", "convert")]
+        has_all = fused is not None and None not in helpers and fused.head_dim == dkv.head_dim
+        return [dq, dkv, *filter(None, (fused, *helpers) if has_all and option != "scores" else ())]
+    return []
+
+
+@pytest.mark.parametrize("capability", CAPABILITIES)
+def test_ragged_backward(choose: Any, capability: int) -> None:
+    for dtype in ("f16", "bf16") if capability >= 80 else ("f16",):
+        for dim, dim_v in ((8, 8), (72, 64), (128, 128), (192, 128), (136, 136), (256, 8), (512, 512)):
+            wanted: list[str] = []
+            for option in ("", "scores", "alibi", "streamed"):
+                kernels = varlen_backward(capability, dtype, dim, dim_v, option)
+                if not kernels:
+                    break
+                wanted += [kernel.symbol for kernel in kernels]
+            assert choose.varlen_backward(capability, dim, dim_v, dtype == "bf16") == wanted, (dtype, dim, dim_v)
 
 
 def test_two_kernels_with_the_bits_of_a_prefill(choose: Any) -> None:
     rng = random.Random(2)
     for _ in range(DRAWS):
+        capability = rng.choice((80, 90, 90, 90, 90, 100))
         p: dict[str, Any] = {
             "rows": rng.choice((1, 4, 8, 9, 16)),
             "keys": near(rng, 64, 4096, 1 << 18, 1 << 21, 1 << 23),
@@ -290,7 +465,7 @@ def test_two_kernels_with_the_bits_of_a_prefill(choose: Any) -> None:
             "multiprocessors": rng.choice((16, 64, 132, 128)),
         }
         dim, dtype = near(rng, 8, 64, 128, 192, 255), "bf16" if p["bf16"] else "f16"
-        pair = [find(90, dtype, f"attention_decode_{of}", "sm90", "", dim) for of in ("scores", "values")]
+        pair = [find(capability, dtype, f"attention_decode_{of}", "sm90", "", dim) for of in ("scores", "values")]
         wanted: tuple[str, ...] = ()
         if pair[0] is not None and pair[1] is not None:
             values = pair[1].row
@@ -302,13 +477,13 @@ def test_two_kernels_with_the_bits_of_a_prefill(choose: Any) -> None:
                 and not p["alibi"]
                 and p["forced"] in (None, "sm90")
                 and p["rows"] <= values.block_m
-                and values.block_n == consistent_width(90, dtype, dim, variant)
+                and values.block_n == consistent_width(capability, dtype, dim, variant)
                 and scores <= 1 << 27
                 and p["batch"] * p["heads"] * (pair[1].head_dim // 32) <= p["multiprocessors"] * values.min_blocks
                 and 4 * p["batch"] * p["heads"] <= 3 * p["multiprocessors"]
             )
             wanted = (pair[0].symbol, pair[1].symbol) if serves else ()
-        assert choose.ordered(90, dim, **p) == wanted, (dim, p)
+        assert choose.ordered(capability, dim, **p) == wanted, (capability, dim, p)
 
 
 @pytest.mark.parametrize("capability", CAPABILITIES)
@@ -338,18 +513,56 @@ def test_backward(choose: Any, capability: int, causal: bool) -> None:
                 assert list(found) == wanted, (dtype, dim, forced)
 
 
+def is_fused(
+    capability: int,
+    dim: int,
+    causal: bool,
+    batch: int,
+    heads: int,
+    rows: int,
+    keys: int,
+    group: int = 1,
+    has_window: bool = False,
+) -> bool:
+    """heads: of keys."""
+    fused = find(
+        capability, "bf16", "attention_backward_fused", families(capability)[0], "", dim, "causal" if causal else "full"
+    )
+    if fused is None or (dim > 64 and has_window):
+        return False
+    least, least_heads, rounds = (1280 if causal or group > 1 else 1024, 8, 10) if dim > 64 else (1024, 1, 12)
+    blocks = -(-keys // fused.row.block_n) * heads * batch
+    is_long, is_full = min(rows, keys) >= least, blocks >= (rounds if keys < 2048 else 3) * 132
+    return is_long and is_full and heads * batch >= least_heads
+
+
 def test_where_the_fused_form_begins(choose: Any) -> None:
     rng = random.Random(3)
     for _ in range(DRAWS):
-        dim, causal = rng.choice((64, 128)), rng.random() < 0.5
-        batch, heads = rng.choice((1, 2, 3, 8)), rng.choice((1, 2, 4, 7, 8, 11, 33, 66))
+        capability, dim, causal = rng.choice((80, 90, 90, 90)), rng.choice((40, 64, 72, 128, 192)), rng.random() < 0.5
+        batch, heads, group = (
+            rng.choice((1, 2, 3, 8)),
+            rng.choice((1, 2, 4, 7, 8, 11, 33, 66)),
+            rng.choice((1, 1, 2, 8)),
+        )
         rows, keys = (near(rng, 1024, 1280, 1536, 2048, 4096, 16384) for _ in range(2))
-        group = rng.choice((1, 1, 2, 8))
-        fused = find(90, "bf16", "attention_backward_fused", "sm90", "", dim, "causal" if causal else "full")
-        assert fused is not None
-        least, least_heads, rounds = (1280 if causal or group > 1 else 1024, 8, 10) if dim > 64 else (1024, 1, 12)
-        blocks = -(-keys // fused.row.block_n) * heads * batch
-        is_long, is_full = min(rows, keys) >= least, blocks >= (rounds if keys < 2048 else 3) * 132
-        wanted = is_long and is_full and heads * batch >= least_heads
-        sizes = (dim, causal, batch, heads, rows, keys)
-        assert choose.fused(90, *sizes, group=group) is wanted, (*sizes, group)
+        sizes = (capability, dim, causal, batch, heads, rows, keys)
+        assert choose.fused(*sizes, group=group) is is_fused(*sizes, group), (*sizes, group)
+
+
+def test_where_ragged_batches_have_the_fused_form(choose: Any) -> None:
+    """As a batch of equal sequences, as many tokens in ones as long as the longest."""
+    rng = random.Random(4)
+    for _ in range(DRAWS):
+        dim, causal, bends, heads = (
+            rng.choice((64, 72, 128, 256)),
+            rng.random() < 0.5,
+            rng.random() < 0.1,
+            rng.choice((1, 2, 8, 16, 32)),
+        )
+        longest, total = near(rng, 512, 1024, 1280, 2048, 4096, 16384, 1 << 20), near(rng, 900, 4096, 16384, 65536)
+        window = rng.choice((1 << 31, 1 << 31, 256, 4096, longest))
+        rows, keys = min(longest, total), min(longest, total, window)
+        wanted = not bends and is_fused(90, dim, causal, total // keys, heads, rows, keys, has_window=window < rows)
+        found = choose.varlen_fused(dim, heads, longest, total, causal=causal, bends=bends, window=window)
+        assert found is wanted, (dim, causal, bends, heads, longest, total, window)

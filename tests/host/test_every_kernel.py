@@ -117,82 +117,6 @@ def test_every_kernel_is_chosen(asked: dict[bool, Chosen]) -> None:
     assert never == [], "drop the row, or change what select.cpp or the row's cost says of it"
 
 
-def test_backward_kernels_are_found_where_they_exist(choose: Chooser) -> None:
-    """Both of one family, the GPU's best or the one that is named, of the smallest head dim that holds the tensor's."""
-    asked: tuple[tuple[int, int, bool, str | None, str, str], ...] = (
-        # capability, head dim, bf16, forced, family, target
-        (90, 72, True, None, "sm90", "sm_90a"),
-        (90, 72, True, "sm80", "sm80", "sm_90a"),
-        (90, 72, False, "sm75", "sm75", "sm_90a"),
-        (75, 72, False, None, "sm75", "sm_75"),
-        (80, 72, True, None, "sm80", "sm_80"),
-        (89, 72, True, None, "sm80", "sm_80"),
-        (120, 72, True, None, "sm80", "sm_120a"),
-        (BEYOND_THE_TABLE, 72, True, None, "sm80", "compute_80"),
-    )
-    for capability, head_dim, bf16, forced, family, target in asked:
-        found = choose.backward(capability, head_dim, causal=True, bf16=bf16, forced=forced)  # type: ignore[attr-defined]
-        word = "bf16" if bf16 else "f16"
-        kinds = ["dq_?_causal", "dkv_?_causal"]
-        if family == "sm90":
-            kinds += ["fused_?_causal", "fused_prepare_?", "fused_convert_?"]
-        name = f"{family}_{word}_d128"
-        symbols = (f"flashmoe_attention_backward_{kind.replace('?', name)}" for kind in kinds)
-        assert found == (*symbols, target)
-    assert choose.backward(90, 257) == ()  # type: ignore[attr-defined]
-    assert choose.backward(90, 64, bf16=True, forced="sm75") == ()  # type: ignore[attr-defined]
-
-
-def test_where_the_fused_backward_kernel_is_chosen(choose: Chooser) -> None:
-    """Head dims up to 128 on Hopper, where a row sees many keys, and there are many tiles for each multiprocessor."""
-    fused = choose.fused  # type: ignore[attr-defined]
-    assert fused(90, 64, False, 4, 32, 4096, 4096)
-    assert fused(90, 40, False, 4, 32, 4096, 4096)
-    assert fused(90, 64, True, 4, 32, 4096, 4096)
-    assert fused(90, 64, True, 1, 16, 4096, 4096)
-    assert not fused(90, 64, True, 1, 8, 4096, 4096), "few tiles"
-    assert fused(90, 64, False, 16, 32, 1024, 1024)
-    assert not fused(90, 64, False, 4, 32, 1024, 1024), "few tiles for so few keys"
-    assert not fused(90, 64, False, 64, 32, 512, 512), "a row sees few keys"
-    assert not fused(90, 64, False, 16, 32, 512, 4096), "all tiles of a head add to few rows"
-    assert not fused(90, 64, False, 1, 2, 4096, 4096), "fewer tiles than multiprocessors"
-    assert fused(90, 128, False, 4, 16, 4096, 4096)
-    assert fused(90, 72, False, 1, 16, 4096, 4096)
-    assert fused(90, 128, False, 8, 16, 2048, 2048)
-    assert fused(90, 128, False, 16, 16, 1024, 1024)
-    assert not fused(90, 128, False, 16, 16, 1024, 1024, group=2), "a tile has few keys for shared gradients"
-    assert fused(90, 128, False, 16, 16, 1280, 1280, group=2)
-    assert not fused(90, 128, False, 10, 16, 1024, 1024), "few tiles for so few keys"
-    assert fused(90, 128, False, 6, 16, 1984, 1984)
-    assert not fused(90, 128, False, 1, 4, 16384, 16384), "its tiles wait for each other"
-    assert fused(90, 128, True, 4, 16, 4096, 4096)
-    assert fused(90, 128, True, 8, 16, 2048, 2048)
-    assert not fused(90, 128, True, 16, 16, 1152, 1152), "a row sees few keys"
-    assert fused(90, 128, True, 13, 16, 1280, 1280)
-    assert not fused(90, 192, False, 4, 16, 4096, 4096), "nor a wider one"
-    assert not fused(80, 64, False, 4, 32, 4096, 4096)
-
-
-def test_where_ragged_batches_have_the_fused_backward_kernel(choose: Chooser) -> None:
-    """As a batch of equal entries, as many tokens in ones as long as the longest."""
-    fused = choose.varlen_fused  # type: ignore[attr-defined]
-    assert fused(64, 32, 2048, 16384)
-    assert fused(64, 32, 14000, 16380)
-    assert not fused(64, 32, 512, 16384), "a row sees few keys"
-    assert not fused(64, 2, 4096, 16384), "few tiles"
-    assert not fused(64, 32, 16384, 16384, window=256), "a row sees few keys"
-    assert not fused(64, 32, 2048, 16384, bends=True), "no kernel for softcaps and masks"
-    assert not fused(64, 32, 1 << 20, 900), "a bound that no entry reaches"
-    assert fused(128, 16, 4096, 16384)
-    assert fused(128, 16, 2048, 16384)
-    assert fused(128, 16, 1024, 16384, causal=False)
-    assert not fused(128, 16, 1024, 16384), "half of its tiles are hidden"
-    assert fused(64, 16, 16384, 16384, window=4096)
-    assert not fused(128, 16, 16384, 16384, window=4096), "tiles wait for each other"
-    assert fused(128, 16, 16384, 16384, window=16384), "a window that hides nothing"
-    assert not fused(256, 16, 4096, 16384)
-
-
 def test_no_sums_of_dq_where_memory_is_short(choose: Chooser, monkeypatch: pytest.MonkeyPatch) -> None:
     for value, is_fused in (("", True), ("0", True), ("1", False)):
         monkeypatch.setenv("FLASHMOE_SPLIT_BACKWARD", value)
@@ -200,40 +124,6 @@ def test_no_sums_of_dq_where_memory_is_short(choose: Chooser, monkeypatch: pytes
     monkeypatch.setenv("FLASHMOE_SPLIT_BACKWARD", "often")
     with pytest.raises(RuntimeError, match="refused"):
         choose.fused(90, 64, True, 4, 32, 4096, 4096)  # type: ignore[attr-defined]
-
-
-def test_pages_of_no_eight_keys_are_not_for_tma(choose: Chooser) -> None:
-    for page_size, serves in ((0, True), (8, True), (48, True), (528, True), (4, False), (3, False), (1, False)):
-        found = choose.varlen(90, 72, rows=100, page_size=page_size, forced="sm90")  # type: ignore[attr-defined]
-        assert found == (("flashmoe_attention_varlen_forward_sm90_f16_d128", "sm_90a") if serves else ())
-
-
-def test_short_entries_have_short_tiles_and_so_have_few(choose: Chooser) -> None:
-    """In the families without a persistent schedule, which share tiles or draw them. Pages and score functions change nothing."""
-    for rows, keys, batch, rows_total, is_short in (
-        (64, 64, 256, 256 * 64, True),
-        (17, 4096, 64, 0, True),
-        (65, 513, 256, 256 * 65, False),
-        (65, 65, 256, 256 * 65, None),
-        (256, 256, 32, 32 * 256, None),
-        (257, 256, 32, 32 * 257, False),
-        (4096, 4096, 8, 16384, False),
-        (512, 1024, 1, 512, True),  # 32 heads of four tiles for 132 multiprocessors
-        (4096, 4096, 1, 300, True),  # no entry is as long as it may be
-        (513, 513, 1, 513, False),
-        (512, 1024, 1, 0, True),
-    ):
-        for head_dim, width in ((64, 64), (72, 128)):
-            sizes = {"rows": rows, "keys": keys, "batch": batch, "rows_total": rows_total}
-            for more in ({}, {"page_size": 3}, {"has_score_functions": True}):
-                found = choose.varlen(80, head_dim, **sizes, **more)  # type: ignore[attr-defined]
-                wins = (
-                    head_dim == 64 if is_short is None else is_short
-                )  # None: where more of the short ones fit a multiprocessor
-                variant = "_m64" if wins else ""
-                assert found == (f"flashmoe_attention_varlen_forward_sm80_f16_d{width}{variant}", "sm_80")
-        assert "sm90" in choose.varlen(90, 64, rows=rows, batch=batch, rows_total=rows_total)[0]  # type: ignore[attr-defined]
-        assert choose.varlen(80, 256, rows=rows)[0].endswith("_d256")  # type: ignore[attr-defined]
 
 
 def test_head_dims_above_256_divide_the_keys_of_few_dense_rows(choose: Chooser) -> None:

@@ -271,10 +271,11 @@ def test_packed_rows_of_gate_and_up_are_neighbours(layout: str) -> None:
         (torch.zeros(2, 64, 32), torch.zeros(2, 64, 2), None, DtypeError, "codes is float32; uint8 is needed"),
         ((2, 96, 32), (2, 96, 2), None, ShapeError, "N and K multiples of 64"),
         ((2, 64, 48), (2, 64, 3), None, ShapeError, "N and K multiples of 64"),
+        ((2, 64, 2, 32), (2, 64, 4), None, ShapeError, r"codes has shape \[2, 64, 2, 32\]"),
         ((2, 64, 32), (2, 64, 1), None, ShapeError, r"scales has shape \[2, 64, 1\] on cpu; \[2, 64, 2\]"),
         ((2, 64, 32), (2, 64, 2), "pairs", ArgumentError, "gated is 'pairs'; supported: None, 'concat', 'interleaved'"),
     ],
-    ids=["dtype", "rows", "k", "scales", "layout"],
+    ids=["dtype", "rows", "k", "blocks", "scales", "layout"],
 )
 def test_what_is_not_packed(codes: Any, scales: Any, gated: Any, error: type[FlashmoeError], message: str) -> None:
     def tensor(given: Any) -> Tensor:

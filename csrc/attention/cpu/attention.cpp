@@ -22,7 +22,7 @@ constexpr int32_t kMaxHeadDim = 512;
 constexpr int32_t kMaxRows = std::numeric_limits<int32_t>::max() - 1024;
 // A tall task packs each block of K and V once for many rows; a low one balances. At 256 rows the packing is under a
 // tenth of the time, and the state of a task (rows x head_dim x 4 bytes, thrice) stays inside a 1 MiB L2 cache.
-constexpr int32_t kMaxTaskRows = 256;
+constexpr int32_t kMaxTaskRows = 256;  // a power of two, as every row_granularity, which is less
 // Fewest tasks a thread should have, where the rows allow it.
 constexpr int64_t kTasksPerThread = 2;
 
@@ -78,7 +78,7 @@ int32_t choose_task_rows(const Problem& problem, const Kernel& kernel, int num_t
   };
   int32_t rows = kMaxTaskRows;
   while (rows > kernel.row_granularity && tasks(rows) < kTasksPerThread * num_threads) rows /= 2;
-  return std::max(rows, kernel.row_granularity);
+  return rows;
 }
 
 struct Plan {

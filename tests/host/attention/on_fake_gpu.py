@@ -500,6 +500,14 @@ def test_consistent_calls_keep_their_options(capability: int, options: dict[str,
     assert (found - expected).abs().max() <= LIMIT
 
 
+def test_few_dense_rows_are_decoded_and_consistent_ones_are_not() -> None:
+    q, k = torch.randn(1, 2, 8, 128).to(DTYPE), torch.randn(1, 2, 40, 128).to(DTYPE)
+    for consistent, kernel in ((False, "decode"), (True, "forward")):
+        begin(90)
+        flashmoe.attention(q, k, k, consistent=consistent)
+        assert launched() == [kernel]
+
+
 @pytest.mark.parametrize("capability", CAPABILITIES)
 @pytest.mark.parametrize("number", range(len(calls.ROWS)), ids=lambda number: calls.ROWS[number][0])
 def test_every_layout_that_is_taken(capability: int, number: int) -> None:

@@ -48,13 +48,32 @@ GateUp columns_of(const GemmParams& params, int64_t column, int64_t intermediate
   return params.is_interleaved != 0 ? GateUp{2 * column, 2 * column + 1} : GateUp{column, intermediate + column};
 }
 
-// activation(gate, up) and its two derivatives; swiglu alone.
+double activation(Activation kind, double gate, double up) {
+  const auto sigmoid = [](double x) { return 1.0 / (1.0 + std::exp(-x)); };
+  switch (kind) {
+    case Activation::kGeglu:
+      return gate * 0.5 * (1.0 + std::erf(gate * std::sqrt(0.5))) * up;
+    case Activation::kGegluTanh:
+      return gate * sigmoid(1.5957691216 * (gate + 0.044715 * gate * gate * gate)) * up;
+    case Activation::kReglu:
+      return std::max(gate, 0.0) * up;
+    case Activation::kClampedSwiglu:
+      gate = std::min(gate, 7.0);
+      return gate * sigmoid(1.702 * gate) * (std::clamp(up, -7.0, 7.0) + 1.0);
+    default:
+      return gate * sigmoid(gate) * up;
+  }
+}
+
+// And its two derivatives, by differences.
 struct Activated {
   float value, by_gate, by_up;
 };
-Activated activate(float gate, float up) {
-  const float s = 1.0F / (1.0F + std::exp(-gate));
-  return {gate * s * up, (s + gate * s * (1.0F - s)) * up, gate * s};
+Activated activate(Activation kind, float gate, float up) {
+  const auto slope = [&](double g, double u) {
+    return static_cast<float>((activation(kind, gate + g, up + u) - activation(kind, gate - g, up - u)) / 2e-4);
+  };
+  return {static_cast<float>(activation(kind, gate, up)), slope(1e-4, 0.0), slope(0.0, 1e-4)};
 }
 
 int64_t row_of(const int32_t* slots, int64_t row, int32_t top_k) { return slots == nullptr ? row : slots[row] / top_k; }
@@ -78,7 +97,7 @@ class GemmKernel {
     for (int64_t column = 0; column < p.n / 2; ++column) {
       const GateUp at = columns_of(p, column, p.n / 2);
       const float gate = product(expert, row, at.gate), up = product(expert, row, at.up);
-      store(p.d, row * p.d_stride + column, activate(gate, up).value);
+      store(p.d, row * p.d_stride + column, activate(p.activation, gate, up).value);
       if (p.preactivation == nullptr) continue;
       store(p.preactivation, row * p.n + at.gate, gate);
       store(p.preactivation, row * p.n + at.up, up);
@@ -89,8 +108,8 @@ class GemmKernel {
     for (int64_t column = 0; column < p.n; ++column) {
       const GateUp at = columns_of(p, column, p.n);
       const float s = product(expert, row, column);
-      const Activated a =
-          activate(load(p.preactivation, row * 2 * p.n + at.gate), load(p.preactivation, row * 2 * p.n + at.up));
+      const Activated a = activate(p.activation, load(p.preactivation, row * 2 * p.n + at.gate),
+                                   load(p.preactivation, row * 2 * p.n + at.up));
       store(p.d, row * p.d_stride + at.gate, p.row_weights[row] * s * a.by_gate);
       store(p.d, row * p.d_stride + at.up, p.row_weights[row] * s * a.by_up);
       store(p.weighted_activation, row * p.n + column, p.row_weights[row] * a.value);
@@ -246,7 +265,7 @@ std::string multiply_scaled(const host::Kernel& kernel, const ScaledGemmParams& 
           store(p.preactivation, row * p.n + column, z[0]);
           store(p.preactivation, row * p.n + columns + column, z[1]);
         }
-        const float h = activate(z[0], z[1]).value;
+        const float h = activate(p.activation, z[0], z[1]).value;
         if (has_few_rows) {
           static_cast<float*>(p.d)[row * p.d_stride + column] = h;
           continue;

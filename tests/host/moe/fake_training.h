@@ -94,8 +94,8 @@ void differentiate(const GatedGradientParams& p) {
   for (int64_t row = 0; row < p.expert_offsets[p.experts]; ++row) {
     for (int64_t column = 0; column < p.columns; ++column) {
       const float s = load(p.s, row * p.columns + column), weight = p.row_weights[row];
-      const auto found =
-          activate(load(p.preactivation, row * both + column), load(p.preactivation, row * both + p.columns + column));
+      const auto found = activate(p.activation, load(p.preactivation, row * both + column),
+                                  load(p.preactivation, row * both + p.columns + column));
       store(dz.data(), row * both + column, weight * s * found.by_gate);
       store(dz.data(), row * both + p.columns + column, weight * s * found.by_up);
       store(active.data(), row * p.columns + column, weight * found.value);

@@ -212,6 +212,14 @@ def test_persistent_kernels_draw_tiles_from_a_zeroed_counter(capturing: bool) ->
         assert gated["grid"] <= MULTIPROCESSORS * 8
 
 
+def test_no_ids_are_read_while_a_graph_is_captured(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FLASHMOE_CHECK_VALUES", "1")
+    run(SMALL, make_inputs(SMALL))
+    begin(capturing=True)
+    with pytest.raises(flashmoe.errors.FlashmoeError, match="while a CUDA graph is captured"):
+        run(SMALL, make_inputs(SMALL))
+
+
 def test_strided_inputs_are_copied_where_a_kernel_cannot_load_them() -> None:
     case = replace(FULL, mapped=False)
     inputs = make_inputs(case)
