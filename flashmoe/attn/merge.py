@@ -86,7 +86,10 @@ class _Merge(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *parts: Tensor) -> tuple[Tensor, Tensor]:
         ctx.save_for_backward(*parts)
-        return merge_attention(*parts)
+        out, lse = merge_attention(*parts)
+        if not (ctx.needs_input_grad[1] or ctx.needs_input_grad[3]):
+            ctx.mark_non_differentiable(lse)
+        return out, lse
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
@@ -94,7 +97,8 @@ class _Merge(torch.autograd.Function):
         wanted = [part for part, needed in zip(parts, ctx.needs_input_grad, strict=True) if needed]
         with torch.enable_grad():
             merged = _merged(*parts)
-        found = iter(torch.autograd.grad(merged, wanted, grads, create_graph=create_graph))
+        count = 1 + merged[1].requires_grad
+        found = iter(torch.autograd.grad(merged[:count], wanted, grads[:count], create_graph=create_graph))
         return tuple(next(found) if needed else None for needed in ctx.needs_input_grad)
 
 

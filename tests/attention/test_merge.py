@@ -94,11 +94,15 @@ def test_the_kernel_has_the_gradients_of_torchs_operations(
     ]
     given = [part.requires_grad_(bool(leaves >> index & 1)) for index, part in enumerate(parts)]
     wanted = [part for part in given if part.requires_grad]
-    upstream = [torch.randn_like(parts[0]), torch.randn_like(parts[1])]
+    upstream = [torch.randn_like(parts[0]).requires_grad_(), torch.randn_like(parts[1]).requires_grad_()]
 
     def gradients(found: tuple[Tensor, Tensor]) -> list[Tensor]:
-        first = torch.autograd.grad(found, wanted, upstream, create_graph=True)
-        second = torch.autograd.grad(sum(one.double().square().sum() for one in first), wanted, allow_unused=True)
+        count = 1 + found[1].requires_grad
+        assert count == 1 + bool(leaves & 0b1010)
+        first = torch.autograd.grad(found[:count], wanted, upstream[:count], create_graph=True)
+        second = torch.autograd.grad(
+            sum(one.double().square().sum() for one in first), [*wanted, *upstream], allow_unused=True
+        )
         return [one for one in (*first, *second) if one is not None]
 
     plain = gradients(merge._merged(*given))
