@@ -522,8 +522,8 @@ def test_results_that_do_not_go_together() -> None:
     assert launched() == []
     wide = torch.zeros(1, 1, 1, 520, dtype=DTYPE), torch.zeros(1, 1, 1)
     for given, says in (
-        ((out.float(), lse, out, lse, out, lse), r"companion_dtype\|name=out_a\|needed=bfloat16"),
-        ((out, lse, out, lse.double(), out, lse), r"companion_dtype\|name=lse_b\|needed=float32"),
+        ((out.float(), lse, out, lse, out, lse), r"companion_dtype\|name=out_a\|found=float32\|needed=bfloat16"),
+        ((out, lse, out, lse.double(), out, lse), r"companion_dtype\|name=lse_b\|found=float64\|needed=float32"),
         ((out, lse, out, lse, out[:, :, :5], lse), r"backward_shape\|name=out\|needed=\[2, 3, 7, 16\]"),
         ((out, lse[:, :2], out, lse, out, lse), r"backward_shape\|name=lse_a\|needed=\[2, 3, 7\]"),
         ((out, lse, out, lse, out, lse[0]), r"companion_rank\|name=lse\|rank=3"),
