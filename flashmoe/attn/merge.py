@@ -47,7 +47,9 @@ def merge_attention(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) 
     if is_grad_enabled() and any(part.requires_grad for part in parts):
         merged: tuple[Tensor, Tensor] = _Merge.apply(*parts)  # type: ignore[no-untyped-call]
         return merged
-    out, lse = torch.empty_like(out_a), torch.empty_like(lse_a, memory_format=torch.contiguous_format)
+    dense = torch.preserve_format if out_a.stride(-1) == 1 else torch.contiguous_format  # of columns beside each other
+    out = torch.empty_like(out_a, memory_format=dense)
+    lse = torch.empty_like(lse_a, memory_format=torch.contiguous_format)
     _call(*parts, out, lse)
     return out, lse
 

@@ -81,11 +81,11 @@ template <typename Spec, bool kIsFloat>
 __device__ __forceinline__ void merge_rows(const MergeParams& params) {
   using Element = typename Spec::Element;
   const int lane = ptx::lane_index(), shift = params.lanes_shift;
-  const int64_t warp = static_cast<int64_t>(ptx::block_index()) * Spec::kNumWarps + ptx::warp_index();
-  const int64_t index = (warp << (5 - shift)) + (lane >> shift);
-  const bool is_row = index < static_cast<int64_t>(params.batch) * params.heads * params.rows;
-  const uint32_t head = static_cast<uint32_t>(index) / params.rows, batch = head / params.heads;
-  const int64_t at[] = {batch, head - batch * params.heads, static_cast<uint32_t>(index) - head * params.rows};
+  const uint32_t warp = ptx::block_index() * Spec::kNumWarps + ptx::warp_index();
+  const uint32_t index = (warp << (5 - shift)) + (lane >> shift);  // the host's rows are fewer than 2^31
+  const uint32_t head = index / params.rows, batch = head / params.heads;
+  const bool is_row = batch < params.batch;
+  const int64_t at[] = {batch, head - batch * params.heads, index - head * params.rows};
   const auto offset = [&](const Strides& stride) {
     return at[0] * stride.batch + at[1] * stride.head + at[2] * stride.row;
   };

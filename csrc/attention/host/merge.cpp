@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <array>
 #include <cstdint>
+#include <limits>
 #include <tuple>
 #include <utility>
 
@@ -62,6 +63,9 @@ MergeArguments take_merge(host::Arguments& given) {
   for (const auto& [tensor, name] :
        {std::pair(&a.lse_a, "lse_a"), std::pair(&a.lse_b, "lse_b"), std::pair(&a.lse, "lse")}) {
     check(*tensor, name, float32, rows.data(), rank - 1);
+  }
+  if (a.batch() * a.heads() * a.rows() > std::numeric_limits<int32_t>::max()) {
+    host::violate("tensor.size", {{"name", "lse_a as one dimension"}, {"sizes", host::describe_sizes(a.lse_a)}});
   }
   if (a.head_dim() < 1 || a.head_dim() > kMaxHeadDim) {
     host::violate("attention.head_dim", {{"name", "out_b"}, {"head_dim", a.head_dim()}, {"most", kMaxHeadDim}});

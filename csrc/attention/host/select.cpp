@@ -409,7 +409,7 @@ bool prefers_fused(const BackwardKernels& kernels, const SelectorInput& problem,
   // Half of the tiles are hidden, or heads share dk and dv: a tile has less work for the same sums.
   const bool has_light_tiles = problem.mask == Mask::kCausal || problem.heads_q != problem.heads_kv;
   const int64_t min_length = is_wide && has_light_tiles ? 1280 : 1024;
-  const int64_t min_heads = is_wide ? 8 : 1;  // key heads of all sequences; fewer were not measured
+  const int64_t min_heads = 1;  // key heads of all sequences; fewer were not measured
   const int64_t min_rounds = problem.seq_k >= 2048 ? 3 : is_wide ? 10 : 12;  // of tiles, one for each multiprocessor
   // 1.7 to 1.9 times as long as the split form with windows of 4096 to 12288 of 16384 keys.
   if (is_wide && problem.has_window) return false;

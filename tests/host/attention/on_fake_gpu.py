@@ -521,7 +521,9 @@ def test_results_that_do_not_go_together() -> None:
     call(*[out[:0], lse[:0]] * 3)
     assert launched() == []
     wide = torch.zeros(1, 1, 1, 520, dtype=DTYPE), torch.zeros(1, 1, 1)
+    many = out[:1, :1, :1].expand(2, 1 << 15, 1 << 15, 16), torch.zeros(1 << 15).expand(2, 1 << 15, -1)
     for given, says in (
+        (many * 3, r"tensor\.size\|name=lse_a as one dimension"),
         ((out.float(), lse, out, lse, out, lse), r"companion_dtype\|name=out_a\|found=float32\|needed=bfloat16"),
         ((out, lse, out, lse.double(), out, lse), r"companion_dtype\|name=lse_b\|found=float64\|needed=float32"),
         ((out, lse, out, lse, out[:, :, :5], lse), r"backward_shape\|name=out\|needed=\[2, 3, 7, 16\]"),

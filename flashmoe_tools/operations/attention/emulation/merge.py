@@ -11,7 +11,7 @@ from flashmoe_build.emulation.runner import STRIDES, Buffer, Launch, NamedProble
 from flashmoe_tools.tables import Unit
 
 NAN = math.nan
-FAR = 2**31 + 64  # elements between sequences: offsets that no 32 bits hold
+FAR = 2**31 + 64  # elements: offsets that no 32 bits hold
 
 
 @dataclass(frozen=True)
@@ -23,7 +23,7 @@ class MergeProblem(NamedProblem):
     is_float: bool = False
     in_place: bool = False
     first: int = 0
-    is_far: bool = False
+    far: int = 0  # of so many leading dimensions FAR is the smallest stride
     heads: int = 3
     rows: int = 13
     data_seed: int = 0
@@ -37,12 +37,18 @@ def problems(unit: Unit) -> Iterator[MergeProblem]:
     yield replace(base, name="float32, in place", head_dim=128, is_float=True, in_place=True, first=5, data_seed=2)
     yield replace(base, name="a warp, in place", head_dim=512, in_place=True, first=1, rows=4, data_seed=3)
     yield replace(base, name="float32", head_dim=80, is_float=True, heads=1, data_seed=4)
-    yield replace(base, name="sequences far apart", head_dim=16, is_far=True, data_seed=5)
-    yield replace(base, name="sums of float32 far apart", is_float=True, in_place=True, is_far=True, data_seed=6)
+    yield replace(base, name="sequences far apart", head_dim=16, far=1, data_seed=5)
+    yield replace(base, name="heads of float32 far apart", is_float=True, in_place=True, far=2, data_seed=6)
+    yield replace(base, name="rows far apart", head_dim=8, far=3, heads=2, rows=3, data_seed=7)
 
 
-def _buffer(tensor: torch.Tensor, is_far: bool, writable: bool) -> Buffer:
-    return Buffer(tensor.flatten(1) if is_far else tensor, writable, row_stride=FAR if is_far else None)
+def _placed(tensor: torch.Tensor, far: int, writable: bool) -> tuple[Buffer, dict[str, int]]:
+    """The memory of [batch, heads, rows, ...], and its strides."""
+    strides = list(tensor.stride()[:3])
+    for axis in range(far):
+        strides[axis] = FAR * math.prod(tensor.shape[axis + 1 : far])
+    memory = tensor.reshape(math.prod(tensor.shape[:far]), -1) if far else tensor
+    return Buffer(memory, writable, row_stride=FAR if far else None), dict(zip(STRIDES, strides, strict=True))
 
 
 def trial(unit: Unit, p: MergeProblem) -> Trial:
@@ -57,7 +63,7 @@ def trial(unit: Unit, p: MergeProblem) -> Trial:
         empty[0, 0, p.first] = True
         one[empty], part[empty] = -math.inf, NAN
     a = parts[0].to(of_sums)
-    a = a if p.is_far else a.transpose(1, 2).contiguous().transpose(1, 2)
+    a = a if p.far else a.transpose(1, 2).contiguous().transpose(1, 2)
     b = parts[1].to(element)
     weights = torch.softmax(torch.stack(lse).double(), 0).nan_to_num(0.0)[..., None]
     terms = [weight * part.double().nan_to_num(0.0) for weight, part in zip(weights, (a, b), strict=True)]
@@ -71,10 +77,9 @@ def trial(unit: Unit, p: MergeProblem) -> Trial:
         tensors |= {"out": out, "lse": total}
     cut = {name: tensor[:, :, p.first :] for name, tensor in tensors.items()}
     written = ("out_a", "lse_a") if p.in_place else ("out", "lse")
-    values = {name: _buffer(tensor, p.is_far, writable=name in written) for name, tensor in cut.items()}
-    strides = {f"{name}_stride": dict(zip(STRIDES, tensor.stride()[:3], strict=True)) for name, tensor in cut.items()}
-    if p.is_far:
-        strides = {name: {**stride, "batch": FAR} for name, stride in strides.items()}
+    placed = {name: _placed(tensor, p.far, name in written) for name, tensor in cut.items()}
+    values = {name: buffer for name, (buffer, _) in placed.items()}
+    strides = {f"{name}_stride": stride for name, (_, stride) in placed.items()}
     shift = max(0, math.ceil(math.log2(p.head_dim / 16)))
     sizes = {"batch": 2, "heads": p.heads, "rows": p.rows - p.first, "head_dim": p.head_dim}
     share = {"out": "out_a", "lse": "lse_a"} if p.in_place else {}
