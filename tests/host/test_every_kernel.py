@@ -164,7 +164,9 @@ def test_where_the_fused_backward_kernel_is_chosen(choose: Chooser) -> None:
     assert fused(90, 128, False, 16, 16, 1280, 1280, group=2)
     assert not fused(90, 128, False, 10, 16, 1024, 1024), "few tiles for so few keys"
     assert fused(90, 128, False, 6, 16, 1984, 1984)
-    assert not fused(90, 128, False, 1, 4, 16384, 16384), "its tiles wait for each other"
+    assert fused(90, 128, False, 1, 4, 16384, 16384), "few heads of many tiles"
+    assert fused(90, 128, True, 1, 1, 65536, 65536, group=8)
+    assert not fused(90, 128, True, 1, 1, 32768, 32768, group=8), "few tiles"
     assert fused(90, 128, True, 4, 16, 4096, 4096)
     assert fused(90, 128, True, 8, 16, 2048, 2048)
     assert not fused(90, 128, True, 16, 16, 1152, 1152), "a row sees few keys"
