@@ -1,17 +1,22 @@
-"""Attention over two sets of keys, from the results over each.
-
-Importing this module imports torch, and nothing compiled.
-"""
+"""Attention over two sets of keys, from the results over each: on a GPU one kernel, elsewhere torch's operations."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, is_grad_enabled
+from torch._C import _are_functorch_transforms_active as transforms_are_active
+from torch.compiler import is_compiling
+from torch.nn import Parameter
 
+from flashmoe import _extension
 from flashmoe.checks import shape_of
 from flashmoe.errors import ArgumentTypeError, DeviceError, DtypeError, ShapeError
+from flashmoe.transforms import has_tangent
+
+_extension.load()
+MAX_HEAD_DIM = 512  # of the kernel
 
 
 def merge_attention(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor]:
@@ -36,6 +41,70 @@ def merge_attention(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) 
         found = ", ".join(shape_of(t) for t in (out_a, lse_a, out_b, lse_b))
         msg = f"out must be [B, H, S, D] with lse [B, H, S], or [N, H, D] with lse [H, N], both parts alike; found {found}"
         raise ShapeError(msg)
+    parts = (out_a, lse_a, out_b, lse_b)
+    if not _has_kernel(*parts) or transforms_are_active() or has_tangent(*parts):
+        return _merged(*parts)
+    if is_grad_enabled() and any(part.requires_grad for part in parts):
+        merged: tuple[Tensor, Tensor] = _Merge.apply(*parts)  # type: ignore[no-untyped-call]
+        return merged
+    dense = torch.preserve_format if out_a.stride(-1) == 1 else torch.contiguous_format  # of columns beside each other
+    out = torch.empty_like(out_a, memory_format=dense)
+    lse = torch.empty_like(lse_a, memory_format=torch.contiguous_format)
+    _call(*parts, out, lse)
+    return out, lse
+
+
+def merge_into(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
+    """:func:`merge_attention` of the four, written to ``out`` and ``lse``. ``out`` may be float32 where ``part`` is not. Without gradients."""
+    if _has_kernel(out, lse, part, part_lse):
+        _call(out, lse, part, part_lse, out, lse)
+        return
+    for old, new in zip((out, lse), _merged(out, lse, part, part_lse), strict=True):
+        old.copy_(new)
+
+
+def _has_kernel(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> bool:
+    """Whether the GPU's kernel serves these parts; a compiler fuses torch's operations itself."""
+    return (
+        out_a.is_cuda
+        and out_b.dtype in (torch.float16, torch.bfloat16)
+        and out_a.dtype in (out_b.dtype, torch.float32)
+        and lse_a.dtype == lse_b.dtype == torch.float32
+        and 1 <= out_a.shape[-1] <= MAX_HEAD_DIM
+        and lse_a.numel() < 2**31
+        and all(type(part) in (Tensor, Parameter) for part in (out_a, lse_a, out_b, lse_b))
+        and not is_compiling()
+    )
+
+
+def _call(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor, out: Tensor, lse: Tensor) -> None:
+    parts = (part if part.stride(-1) == 1 else part.contiguous() for part in (out_a, lse_a, out_b, lse_b))
+    torch.ops.flashmoe._attention_merge.default(*parts, out, lse)
+
+
+class _Merge(torch.autograd.Function):
+    """The kernel forward; the gradient is that of torch's operations, which are computed again."""
+
+    @staticmethod
+    def forward(ctx: Any, *parts: Tensor) -> tuple[Tensor, Tensor]:
+        ctx.save_for_backward(*parts)
+        out, lse = merge_attention(*parts)
+        if not (ctx.needs_input_grad[1] or ctx.needs_input_grad[3]):
+            ctx.mark_non_differentiable(lse)
+        return out, lse
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        parts, create_graph = ctx.saved_tensors, is_grad_enabled()
+        wanted = [part for part, needed in zip(parts, ctx.needs_input_grad, strict=True) if needed]
+        with torch.enable_grad():
+            merged = _merged(*parts)
+        count = 1 + merged[1].requires_grad
+        found = iter(torch.autograd.grad(merged[:count], wanted, grads[:count], create_graph=create_graph))
+        return tuple(next(found) if needed else None for needed in ctx.needs_input_grad)
+
+
+def _merged(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor]:
     # Differences to the larger: -inf - -inf does not arise, and neither weight overflows.
     largest = torch.maximum(lse_a, lse_b).detach()
     largest = torch.where(largest == -torch.inf, 0.0, largest)
@@ -45,7 +114,7 @@ def merge_attention(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) 
     safe = torch.where(is_empty, 1.0, total)
     lse = torch.where(is_empty, -torch.inf, largest + safe.log())
     part_a, part_b = weight_a / safe, weight_b / safe
-    if rank == 3:
+    if out_a.dim() == 3:
         part_a, part_b = part_a.mT, part_b.mT
     # A part of weight 0 may hold anything.
     out = _weighted(out_a, part_a) + _weighted(out_b, part_b)

@@ -152,5 +152,6 @@ OPERATORS = (
         gradient=refusals.refuse_gradient,
     ),
     Operator("attention_append_e4m3_", fake=fake.e4m3_append, flops=lambda *_, **__: 0, vmap=refuse_vmap_append),
+    Operator("_attention_merge", fake=lambda *_: None, flops=lambda *_, **__: 0),
     Operator("attention_append_", fake=fake.append, flops=lambda *_, **__: 0, vmap=refuse_vmap_append),
 )

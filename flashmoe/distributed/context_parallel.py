@@ -22,6 +22,7 @@ from torch.distributed import ProcessGroup
 
 from flashmoe import _extension
 from flashmoe.attn.arguments import check_scalars
+from flashmoe.attn.merge import merge_into
 from flashmoe.distributed.agreement import agree, explained, ranks_of
 from flashmoe.errors import ArgumentError, ShapeError
 
@@ -170,18 +171,6 @@ class Exchange:
         return self.received
 
 
-def merge(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
-    """Add a partial result [B, H, rows, D], or ragged [rows, H, D] with lse [H, rows], to ``out`` and ``lse`` in place, in float32.
-
-    Every row has seen a key before.
-    """
-    total = torch.logaddexp(lse, part_lse)
-    weights = [torch.exp(one - total) for one in (lse, part_lse)]
-    mine, theirs = ((one if out.dim() == 4 else one.mT.contiguous()).unsqueeze(-1) for one in weights)
-    torch.addcmul(out * mine, part, theirs, out=out)
-    lse.copy_(total)
-
-
 def sums_dtype(size: int, dtype: torch.dtype) -> torch.dtype:
     """Where parts of W ranks are added up: two of them are rounded once in their own dtype too."""
     return dtype if size <= 2 else torch.float32
@@ -206,7 +195,7 @@ class _Ring(torch.autograd.Function):
             if number == 0:
                 out, lse = part.to(sums_dtype(size, q.dtype)), part_lse
             else:
-                merge(out[:, :, step.queries], lse[:, :, step.queries], part, part_lse)
+                merge_into(out[:, :, step.queries], lse[:, :, step.queries], part, part_lse)
             if number + 1 < size:
                 pair = exchange.finish()
         out = out.to(q.dtype)

@@ -21,8 +21,9 @@ from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
 from flashmoe.attn.arguments import check_scalars
+from flashmoe.attn.merge import merge_into
 from flashmoe.distributed.agreement import agree, explained, ranks_of
-from flashmoe.distributed.context_parallel import TIMEOUT, Exchange, halves_of_heads, merge, sums_dtype
+from flashmoe.distributed.context_parallel import TIMEOUT, Exchange, halves_of_heads, sums_dtype
 from flashmoe.errors import ArgumentError, ShapeError
 
 CALL = "context_parallel_attention_varlen"
@@ -223,7 +224,7 @@ class _Ring(torch.autograd.Function):
             if number == 0:
                 out, lse = part.to(sums_dtype(plan.size, q.dtype)), part_lse
             else:
-                merge(out, lse, part, part_lse)
+                merge_into(out, lse, part, part_lse)
             if number + 1 < plan.size:
                 pair = exchange.finish()
         out = out.to(q.dtype)

@@ -217,18 +217,19 @@ def _mapped(library: KernelLibrary) -> Iterator[None]:
 
 
 def bind(kind: Any, values: Mapping[str, Any], library: KernelLibrary) -> ctypes.Structure:
-    """The parameter struct, filled by the names of its members. A name that it lacks is a BuildError."""
+    """The parameter struct, filled by the names of its members; one buffer of several names is mapped once. A name that it lacks is a BuildError."""
     members = {name: member for name, member, _ in kind.members}
     if unknown := values.keys() - members:
         msg = f"struct {kind.__name__} has no member {', '.join(sorted(unknown))}; it has: {', '.join(members)}"
         raise BuildError(msg)
     filled: dict[str, Any] = {}
+    mapped: dict[int, int] = {}
     for name, value in values.items():
         if isinstance(value, Mapping):
             filled[name] = bind(members[name], value, library)
         elif isinstance(value, (torch.Tensor, Buffer)):
             buffer = value if isinstance(value, Buffer) else Buffer(value)
-            filled[name] = buffer.map(library, name)
+            filled[name] = mapped[id(buffer)] = mapped.get(id(buffer)) or buffer.map(library, name)
             if (stride := f"{name}_stride") in members and stride not in values:
                 filled[stride] = _stride(members[stride], buffer)
         elif value is not None:

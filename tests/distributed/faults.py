@@ -1,6 +1,6 @@
-"""Ranks that fail over NCCL, on two GPUs: run by test_faults.py, one process a rank.
+"""Ranks that fail over NCCL, a GPU each: run by test_faults.py, one process a rank.
 
-    python faults.py CASE RANK PORT
+    python faults.py CASE RANK SIZE PORT
 
 Prints, as JSON, what the rank's main thread got and how many seconds after the fault.
 """
@@ -44,7 +44,7 @@ def _attention(rows: int = 64) -> None:
 def _experts(*, padded: bool = False) -> Callable[[], Any]:
     device, dtype = torch.device("cuda"), torch.bfloat16
     x, w13, w2 = (torch.randn(*shape, device=device, dtype=dtype) for shape in ((32, 64), (2, 64, 64), (2, 64, 32)))
-    ids = torch.arange(64, dtype=torch.int32, device=device).view(32, 2) % 4
+    ids = torch.arange(64, dtype=torch.int32, device=device).view(32, 2) % (2 * dist.get_world_size())
     weights, layer = torch.ones(32, 2, device=device), ExpertParallel(padded=padded)
     return lambda: layer(x, w13, w2, weights, ids)
 
@@ -104,16 +104,16 @@ def _stalled(rank: int) -> None:
 
 
 def _shape(rank: int) -> None:
-    """One calls with something new, the other does not."""
+    """One calls with something new, the others do not."""
     _attention()
     _now()
-    _attention(64 + 32 * rank)
+    _attention(64 + 32 * (rank == 1))
 
 
 def _shapes(rank: int) -> None:
-    """Both call with something new."""
+    """All call with something new."""
     _now()
-    _attention(64 + 32 * rank)
+    _attention(64 + 32 * (rank == 1))
 
 
 CASES = {
@@ -127,14 +127,14 @@ CASES = {
 }
 
 
-def main(case: str, rank: int, port: int) -> None:
+def main(case: str, rank: int, size: int, port: int) -> None:
     torch.cuda.set_device(rank)
     torch.manual_seed(rank)
     dist.init_process_group(
         "nccl",
         init_method=f"tcp://127.0.0.1:{port}",
         rank=rank,
-        world_size=2,
+        world_size=size,
         timeout=timedelta(seconds=TIMEOUT),
         device_id=torch.device("cuda", rank),
     )
@@ -148,4 +148,4 @@ def main(case: str, rank: int, port: int) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]))
+    main(sys.argv[1], *map(int, sys.argv[2:]))

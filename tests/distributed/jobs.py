@@ -342,6 +342,7 @@ def _suite(rank: int, size: int) -> None:
     assert "without ring-flash-attn: needs GPUs" in text
     assert set(ragged["ms"]) == {"one", "ring"}
     assert {"experts, e4m3", "padded, e4m3"} < set(second["ms"])
+    assert set(second["exchanges"]) == {"dispatch", "combine"}
     off = second["root_mean_squares"]
     assert off["padded"] < 1e-5 < 1e-3 < off["padded, e4m3"] < 0.04
     assert not any("e4m3" in check.found for check in report.checks if check.name.endswith("speed"))

@@ -37,6 +37,8 @@ GROUPS = {
     "four": (4, "cpu", ["attention", "ragged", "experts", "killed"]),
     "eight": (8, "cpu", ["attention", "ragged", "experts_e4m3", "disagreement", "stalled", "absence", "killed"]),
     "two-gpus": (2, "cuda", BOTH),
+    "four-gpus": (4, "cuda", ["attention", "ragged", "experts", "experts_e4m3", "dtensor"]),
+    "eight-gpus": (8, "cuda", ["attention", "ragged", "experts", "experts_e4m3", "dtensor"]),
 }
 LARGE = "eight"  # on two busy processors it takes two minutes, most of it to start
 HAS_PROCESSORS = (os.cpu_count() or 1) >= GROUPS[LARGE][0]
@@ -87,7 +89,7 @@ def test_every_rank_finds_what_one_process_finds(
 ) -> None:
     size, device, _ = GROUPS[group]
     if device == "cuda" and torch.cuda.device_count() < size:
-        pytest.skip("needs two CUDA GPUs")
+        pytest.skip(f"needs {size} CUDA GPUs")
     if group not in finished:
         finished[group] = tmp_path_factory.mktemp(group)
         _run(group, finished[group])

@@ -17,18 +17,20 @@ from distributed.faults import CASES, SLEEP, TIMEOUT
 
 pytestmark = pytest.mark.gpu
 PROGRAM = Path(__file__).parent / "faults.py"
-LIMIT = 60  # seconds, of all cases together
+LIMIT = 60  # seconds, of all cases together, of two ranks
 ENDED = r"rank 1 has ended or is stopped: it gives no sign of life"
-# What each rank must say; None: it is killed.
-SAID: dict[str, tuple[str | None, str | None]] = {
-    "killed": (ENDED, None),
-    "killed_first": (None, r"rank 0(, which holds it,)? has ended or is stopped"),
-    "killed_experts": (ENDED, None),
-    "killed_graph": (ENDED, None),
-    "stalled": (r"rank 1 is stuck elsewhere: it runs, but has begun \d+ exchanges", "rank 1 is stuck elsewhere"),
-    "shape": (r"rank 1 calls .* with q \[1, 2, 96, 64\]", r"rank 1 calls .* with q \[1, 2, 96, 64\]"),
-    "shapes": (r"disagree: q is .* on rank 1", r"disagree: q is .* on rank 0"),
+SIZES = (2, 4, 8)
+FAULTY = {"killed_first": 0}  # the rank; in the other cases 1
+KILLED = {case for case in CASES if case.startswith("killed")}
+# What each other rank must say; and the faulty one where it lives.
+SAID = {
+    **dict.fromkeys(KILLED, ENDED),
+    "killed_first": r"rank 0(, which holds it,)? has ended or is stopped",
+    "stalled": r"rank 1 is stuck elsewhere: it runs, but has begun \d+ exchanges",
+    "shape": r"rank 1 calls .* with q \[1, 2, 96, 64\]",
+    "shapes": r"disagree: q is .* on rank 1",
 }
+OWN = {"stalled": "rank 1 is stuck elsewhere", "shape": SAID["shape"], "shapes": r"disagree: q is .* on rank 0"}
 
 
 @dataclass
@@ -47,11 +49,12 @@ def _port() -> int:
         return int(one.getsockname()[1])
 
 
-@pytest.fixture(scope="module")
-def ended() -> dict[str, list[Ended]]:
+@pytest.fixture(scope="module", params=SIZES)
+def ended(request: pytest.FixtureRequest) -> dict[str, list[Ended]]:
     """All cases at once: most of the time is waiting."""
-    if torch.cuda.device_count() < 2:
-        pytest.skip("needs two CUDA GPUs")
+    size = request.param
+    if torch.cuda.device_count() < size:
+        pytest.skip(f"needs {size} CUDA GPUs")
     begun = time.monotonic()
     started = {}
     for case in CASES:
@@ -59,16 +62,16 @@ def ended() -> dict[str, list[Ended]]:
         port = _port()
         started[case] = [
             subprocess.Popen(
-                [*command, str(rank), str(port)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+                [*command, str(rank), str(size), str(port)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
             )
-            for rank in range(2)
+            for rank in range(size)
         ]
     found: dict[str, list[Ended]] = {}
     for case, processes in started.items():
         found[case] = []
         for process in processes:
             try:
-                said = process.communicate(timeout=max(0.1, LIMIT - (time.monotonic() - begun)))
+                said = process.communicate(timeout=max(0.1, LIMIT * size / 2 - (time.monotonic() - begun)))
                 found[case].append(Ended(process.returncode, *said))
             except subprocess.TimeoutExpired:
                 process.kill()
@@ -78,13 +81,12 @@ def ended() -> dict[str, list[Ended]]:
 
 @pytest.mark.parametrize("case", sorted(CASES))
 def test_every_rank_that_is_left_names_the_one_that_failed(case: str, ended: dict[str, list[Ended]]) -> None:
-    both = "\n".join(map(str, ended[case]))
-    for rank, wanted in enumerate(SAID[case]):
-        one = ended[case][rank]
-        if wanted is None:
-            assert one.code == -signal.SIGKILL, both
+    every, faulty = "\n".join(map(str, ended[case])), FAULTY.get(case, 1)
+    for rank, one in enumerate(ended[case]):
+        if case in KILLED and rank == faulty:
+            assert one.code == -signal.SIGKILL, every
             continue
-        assert one.code == 0, both
+        assert one.code == 0, every
         said = json.loads(one.out)
-        assert re.search(wanted, said["error"]), both
-        assert said["seconds"] < (SLEEP + 2 if case == "stalled" and rank == 1 else TIMEOUT + 1), both
+        assert re.search(OWN[case] if rank == faulty else SAID[case], said["error"]), every
+        assert said["seconds"] < (SLEEP + 2 if case == "stalled" and rank == faulty else TIMEOUT + 1), every

@@ -143,6 +143,7 @@ extern "C" void choose_more(int capability, const char* forced, int is_bf16, int
   answer[0] = 0;
   try {
     add(attention::select_append(request));
+    add(attention::select_first(request, "attention_merge", "merging"));
     add(attention::select_row_dot(request));
     for (const int options : {0, 1, 2, 3}) {  // none, a softcap or mask tensor, ALiBi, a mask tensor that is streamed
       const attention::BackwardKernels both = attention::select_varlen_backward(

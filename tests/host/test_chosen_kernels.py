@@ -530,10 +530,10 @@ def is_fused(
     )
     if fused is None or (dim > 64 and has_window):
         return False
-    least, least_heads, rounds = (1280 if causal or group > 1 else 1024, 8, 10) if dim > 64 else (1024, 1, 12)
+    least, rounds = (1280 if causal or group > 1 else 1024, 10) if dim > 64 else (1024, 12)
     blocks = -(-keys // fused.row.block_n) * heads * batch
     is_long, is_full = min(rows, keys) >= least, blocks >= (rounds if keys < 2048 else 3) * 132
-    return is_long and is_full and heads * batch >= least_heads
+    return is_long and is_full
 
 
 def test_where_the_fused_form_begins(choose: Any) -> None:
@@ -545,7 +545,7 @@ def test_where_the_fused_form_begins(choose: Any) -> None:
             rng.choice((1, 2, 4, 7, 8, 11, 33, 66)),
             rng.choice((1, 1, 2, 8)),
         )
-        rows, keys = (near(rng, 1024, 1280, 1536, 2048, 4096, 16384) for _ in range(2))
+        rows, keys = (near(rng, 1024, 1280, 1536, 2048, 4096, 16384, 65536) for _ in range(2))
         sizes = (capability, dim, causal, batch, heads, rows, keys)
         assert choose.fused(*sizes, group=group) is is_fused(*sizes, group), (*sizes, group)
 

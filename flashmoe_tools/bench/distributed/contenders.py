@@ -21,6 +21,7 @@ from flashmoe.distributed import (
     unshard_ragged,
     unshard_sequence,
 )
+from flashmoe.distributed.expert_parallel import _Exchange, _Return
 from flashmoe.moe.scaled import E4M3
 from flashmoe_tools.bench.distributed.measure import Call, Ranks
 from flashmoe_tools.bench.distributed.parts import AttentionPart, ExpertsPart
@@ -325,18 +326,40 @@ class ExpertsCalls:
     def calls(self) -> Calls:
         return {"one": self.one, "share": self.share, **{name: partial(self.divided, name) for name in self.names}}
 
+    def exchanges(self) -> dict[str, tuple[Call, int]]:
+        """What the padded form sends, apart from the experts, and the bytes of it that leave this rank."""
+        exchange = _Exchange(dist.new_group(), self.ranks.rank, self.ranks.size, False)
+        ids, others = self.ids.int(), self.ranks.size - 1
+        partial_sums = self.x.repeat(self.ranks.size, 1)
+        rows = others * self.x.numel() * self.x.element_size()
+
+        def dispatch() -> Any:
+            found = exchange.gather_rows(self.x, self.weights, ids)
+            exchange.wait()
+            return found
+
+        def combine() -> Any:
+            return _Return.apply(partial_sums, None, exchange)  # type: ignore[no-untyped-call]
+
+        return {"dispatch": (dispatch, rows + others * 8 * ids.numel()), "combine": (combine, rows)}
+
     def graph(self, name: str = "padded") -> Call:
         """A padded form as a CUDA graph."""
-        side = torch.cuda.Stream()
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):
-            for _ in range(2):
-                self.divided(name)
-        torch.cuda.current_stream().wait_stream(side)
-        torch.cuda.synchronize()
-        dist.barrier()
-        torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-            self.divided(name)
-        return graph.replay
+        return captured(partial(self.divided, name))
+
+
+def captured(call: Call) -> Call:
+    """A call of all ranks as a CUDA graph."""
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(2):
+            call()
+    torch.cuda.current_stream().wait_stream(side)
+    torch.cuda.synchronize()
+    dist.barrier()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        call()
+    return graph.replay

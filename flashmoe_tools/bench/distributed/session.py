@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from flashmoe._version import __version__
 from flashmoe.errors import ArgumentError
-from flashmoe_tools.bench.distributed.contenders import CODES, AttentionCalls, ExpertsCalls, RaggedCalls
+from flashmoe_tools.bench.distributed.contenders import CODES, AttentionCalls, ExpertsCalls, RaggedCalls, captured
 from flashmoe_tools.bench.distributed.measure import Ranks, counted, link_rates, median
 from flashmoe_tools.bench.distributed.model import Attention, Rates, context_parallel
 from flashmoe_tools.bench.distributed.parts import AttentionPart, ExpertsPart
@@ -21,6 +21,7 @@ from flashmoe_tools.report import Check, Report, Verdict, host_environment, utc_
 
 LIMIT = {torch.bfloat16: 2e-2, torch.float32: 1e-4}  # of the largest element
 CODES_LIMIT = 0.04  # root mean square of the output's difference to one GPU's, relative to the output's
+EXCHANGES = 1.3  # of the time that the bytes of a dispatch, or of a combine, need at the measured rate
 MODEL = 0.10  # how far the paper model may be from what is measured
 START = "torchrun --standalone --nproc-per-node 2 -m flashmoe bench --suite {name}"
 
@@ -181,6 +182,12 @@ def _experts(
         "bytes_least": least,
         "overlap": ranks.overlap(lambda: calls.divided("experts")),
     }
+    if not part.backward:
+        row["exchanges"] = _exchanges(calls, ranks, repeats, links)
+        of_bytes = {name: found["ms"] / found["bytes_ms"] for name, found in row["exchanges"].items()}
+        word = Verdict.PASS if not part.at_most or max(of_bytes.values()) <= EXCHANGES else Verdict.WARN
+        told = ", ".join(f"{name} {share:.2f}" for name, share in of_bytes.items()) + " of the bytes' time"
+        checks.append(Check(f"{part.key} exchanges", word, told, f"at most {EXCHANGES:g}" if part.at_most else ""))
     if part.codes:
         row["root_mean_squares"] = calls.root_mean_squares()
         worst = max(max(ranks.everywhere(off)) for name, off in row["root_mean_squares"].items() if CODES in name)
@@ -194,6 +201,17 @@ def _experts(
     found = f"{of[best]:.2f} ({best}: {sustained[best]:.3f} ms; experts {sustained['share']:.3f}, rows {travel:.3f}); single {single[best]:.2f}"
     checks.append(Check(f"{part.key} speed", word, found, f"at most {part.at_most:g}" if part.at_most else ""))
     return row, checks
+
+
+def _exchanges(calls: ExpertsCalls, ranks: Ranks, repeats: int, links: dict[str, float]) -> dict[str, dict[str, float]]:
+    """Milliseconds of the padded form's dispatch and combine back to back, as graphs, and of their bytes at the rate of the links."""
+    sent = calls.exchanges()
+    timed = {name: captured(call) if ranks.is_gpu else call for name, (call, _) in sent.items()}
+    medians = {name: median(samples) for name, samples in ranks.interleaved(timed, 4 * repeats).items()}
+    return {
+        name: {"ms": found, "bytes_ms": sent[name][1] / links["all_to_all"] / 1e6}
+        for name, found in ranks.sustained(timed, medians).items()
+    }
 
 
 def as_text(report: Report) -> str:

@@ -145,6 +145,15 @@ std::string run_kernel(const host::Kernel& kernel, int64_t grid, void** argument
     const int64_t copied = 32;  // keys of a block
     return text_of(grid != ceil_div(p.seq_k, copied) * p.heads_kv * p.batch, "not a block for each 32 keys of a head");
   }
+  if (kind == "merge") {
+    const auto& p = *static_cast<const MergeParams*>(arguments[0]);
+    merge(p);
+    if (16 << p.lanes_shift < p.head_dim || p.lanes_shift > 5 || p.head_dim % 8 != 0) return "not the lanes of a row";
+    for (const void* tensor : {p.out_a, p.out_b, static_cast<const void*>(p.out)})
+      if (reinterpret_cast<uintptr_t>(tensor) % 16 != 0) return "rows that no lane can load";
+    const int64_t blocks = ceil_div(int64_t{p.batch} * p.heads * p.rows << p.lanes_shift, kernel.threads);
+    return text_of(grid != blocks, "not as many blocks as the rows need");
+  }
   if (kind == "append" || kind == "append_e4m3") {
     const auto& p = *static_cast<const AppendParams*>(arguments[0]);
     if (grid * (kernel.threads / 32) < int64_t{2} * p.batch * p.new_keys * p.heads_kv) return "fewer warps than rows";

@@ -13,6 +13,7 @@
 #include "attention/params/bias_gradient.h"
 #include "attention/params/e4m3.h"
 #include "attention/params/fused_backward.h"
+#include "attention/params/merge.h"
 #include "attention/params/row_dot.h"
 #include "codes.h"
 #include "host/kernel_table.h"
@@ -460,6 +461,27 @@ void append(const AppendParams& p, const Put& put) {
         copy(p.v_cache, p.v_cache_stride, p.v_new, p.v_new_stride, p.head_dim_v);
       }
     }
+  }
+}
+
+void merge(const MergeParams& p) {
+  const auto read = [&](const void* from, int64_t at) {
+    return p.is_float != 0 ? static_cast<const float*>(from)[at] : load(from, at);
+  };
+  for (int64_t index = 0; index < int64_t{p.batch} * p.heads * p.rows; ++index) {
+    const auto at = [&](const Strides& stride) {
+      return index / p.rows / p.heads * stride.batch + index / p.rows % p.heads * stride.head +
+             index % p.rows * stride.row;
+    };
+    const float lse_a = p.lse_a[at(p.lse_a_stride)], lse_b = p.lse_b[at(p.lse_b_stride)];
+    const float lse = std::max(lse_a, lse_b) + std::log1p(std::exp(-std::abs(lse_a - lse_b)));
+    for (int32_t c = 0; c < p.head_dim; ++c) {
+      const float value = std::exp(lse_a - lse) * read(p.out_a, at(p.out_a_stride) + c) +
+                          std::exp(lse_b - lse) * load(p.out_b, at(p.out_b_stride) + c);
+      const int64_t to = at(p.out_stride) + c;
+      p.is_float != 0 ? void(static_cast<float*>(p.out)[to] = value) : store(p.out, to, value);
+    }
+    p.lse[at(p.lse_stride)] = lse;
   }
 }
 

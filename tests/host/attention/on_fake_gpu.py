@@ -23,7 +23,7 @@ EVERY = operator.find_operators
 # This library has attention's operators; the others are known by name alone.
 operator.find_operators = lambda: tuple(o for o in EVERY() if o.schema or hasattr(torch.ops.flashmoe, o.name))
 
-from flashmoe.attn import bias_gradient, fp8  # noqa: E402
+from flashmoe.attn import bias_gradient, fp8, merge  # noqa: E402
 from flashmoe_tools.operations.attention.reference import ScoreOptions  # noqa: E402
 from tests.arguments import attention as calls  # noqa: E402
 from tests.attention import (  # noqa: E402
@@ -487,6 +487,56 @@ def test_a_mask_s_gradient_is_of_a_mask_that_was_added() -> None:
         with pytest.raises(RuntimeError, match=r"attention\.companion_dtype\|name=attn_mask\|needed=bfloat16\|found="):
             operator_(q, q, q, q, other, rows, rows, 0.25, -1, -1, 0.0, 0.0, None)
     assert operator_(q, q, q, q, mask, rows, rows, 0.25, -1, -1, 0.0, 0.0, None).shape[1:] == mask.shape
+
+
+@pytest.mark.parametrize("dtype", [DTYPE, torch.float32])
+@pytest.mark.parametrize("head_dim", [8, 24, 59, 256, 512])
+@pytest.mark.parametrize("layout", ["dense", "rows", "ragged"])
+def test_two_results_as_one(layout: str, head_dim: int, dtype: torch.dtype) -> None:
+    """In place, into float32 too; of some rows of a tensor, ragged, and of rows that lie on no multiple of 16 bytes."""
+    begin(90)
+    whole = (7, 3, head_dim) if layout == "ragged" else (2, 3, 7, head_dim)
+    rows = whole[:-1] if layout != "ragged" else (3, 7)
+    own = slice(2, None) if layout == "rows" else slice(None)
+    out, part = (torch.randn(whole).to(DTYPE) for _ in range(2))
+    lse, part_lse = torch.randn(rows) * 3, torch.randn(rows) * 3
+    out = out.to(dtype)
+    expected = merge._merged(*(one.double() for one in (out, lse, part, part_lse)))
+    before = out.clone()
+    cut = [one if layout == "ragged" else one[:, :, own] for one in (out, lse, part, part_lse)]
+    torch.ops.flashmoe._attention_merge(*cut, cut[0], cut[1])
+    assert launched() == ["merge"]
+    for mine, wanted in zip((out, lse), expected, strict=True):
+        found, needed = (one if layout == "ragged" else one[:, :, own] for one in (mine, wanted))
+        torch.testing.assert_close(found.double(), needed, rtol=LIMIT, atol=LIMIT)
+    assert layout != "rows" or torch.equal(out[:, :, :2], before[:, :, :2])
+
+
+def test_results_that_do_not_go_together() -> None:
+    begin(90)
+    out, lse = torch.randn(2, 3, 7, 16).to(DTYPE), torch.randn(2, 3, 7)
+    call = torch.ops.flashmoe._attention_merge
+    call(*[out[:, :0], lse[:, :0]] * 3)
+    call(*[out[:, :, :0], lse[:, :, :0]] * 3)
+    call(*[out[:0], lse[:0]] * 3)
+    assert launched() == []
+    wide = torch.zeros(1, 1, 1, 520, dtype=DTYPE), torch.zeros(1, 1, 1)
+    many = out[:1, :1, :1].expand(2, 1 << 15, 1 << 15, 16), torch.zeros(1 << 15).expand(2, 1 << 15, -1)
+    for given, says in (
+        (many * 3, r"tensor\.size\|name=lse_a as one dimension"),
+        ((out.float(), lse, out, lse, out, lse), r"companion_dtype\|name=out_a\|found=float32\|needed=bfloat16"),
+        ((out, lse, out, lse.double(), out, lse), r"companion_dtype\|name=lse_b\|found=float64\|needed=float32"),
+        ((out, lse, out, lse, out[:, :, :5], lse), r"backward_shape\|name=out\|needed=\[2, 3, 7, 16\]"),
+        ((out, lse[:, :2], out, lse, out, lse), r"backward_shape\|name=lse_a\|needed=\[2, 3, 7\]"),
+        ((out, lse, out, lse, out, lse[0]), r"companion_rank\|name=lse\|rank=3"),
+        ((out[0], lse[0], out[0], lse[0], out[0], lse[0]), r"backward_shape\|name=lse_a\|needed=\[7, 3\]"),
+        ((out[0, 0], lse[0, 0]) * 3, "too_few_dimensions"),
+        (wide * 3, r"head_dim\|name=out_b\|head_dim=520\|most=512"),
+        ((out[..., :0], lse) * 3, r"head_dim\|name=out_b\|head_dim=0"),
+        ((out[..., ::2], lse) * 3, r"tensor\.stride\|name=out_b"),
+    ):
+        with pytest.raises(RuntimeError, match=says):
+            call(*given)
 
 
 @pytest.mark.parametrize("capability", CAPABILITIES)
