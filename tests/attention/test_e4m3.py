@@ -196,6 +196,34 @@ def test_more_rows_than_a_chunk_makes_elements_for(
 
 
 @either
+@pytest.mark.parametrize("has_pages", [False, True])
+def test_a_window_of_a_long_cache(has_pages: bool, dtype: torch.dtype, device: str) -> None:
+    """Keys before the window are not copied, nor are pages that the table has dropped: what is in their place does not matter."""
+    generator = torch.Generator().manual_seed(3)
+    q = torch.randn(2, 8, 400, 64, generator=generator).to(device, dtype)
+    lengths, left = torch.tensor([3000, 900], dtype=torch.int32), 500
+    codes = [_quantized(torch.randn(2, 2, 3008, 64, generator=generator)) for _ in range(2)]
+    given = {"cache_seqlens": lengths.to(device), "window": (left, 0)}
+    if has_pages:
+        table = torch.arange(1, 95, dtype=torch.int32).view(2, 47)
+        unused = torch.full((1, 64, 2, 64), NAN_CODE, dtype=torch.uint8).view(E4M3)
+        pages = [one.transpose(1, 2).reshape(94, 64, 2, 64) for one in codes]
+        codes = [torch.cat([one.view(torch.uint8) for one in (unused, own)]).view(E4M3) for own in pages]
+        for sequence, length in enumerate(lengths.tolist()):
+            table[sequence, : (length - 400 - left) // 64] = -1
+        given["block_table"] = table.to(device)
+    codes = [one.to(device) for one in codes]
+    wide = [one.to(dtype) for one in codes]
+    expected = flashmoe.attention_with_kvcache(q, *wide, **given)
+    freed = [torch.full((2, 2, 3008, 64), math.nan, dtype=dtype, device=device) for _ in range(2)]
+    del freed
+    found = flashmoe.attention_with_kvcache(q, *codes, **given)
+    assert not found.isnan().any()
+    last_bit = 0.0 if not has_pages or device == "cpu" else 2.0**-10 if dtype is torch.float16 else 2.0**-7
+    assert (found - expected).double().square().mean().sqrt() <= last_bit * expected.double().square().mean().sqrt()
+
+
+@either
 @pytest.mark.parametrize("has_page_scales", [False, True])
 def test_many_rows_of_pages_with_less_room_than_max_seqlen_k(
     has_page_scales: bool, dtype: torch.dtype, device: str
@@ -258,10 +286,10 @@ def test_a_cache_that_sequences_or_heads_share(rows: int, dtype: torch.dtype, de
 
 
 @either
-@pytest.mark.parametrize("rows", [1, 48])
+@pytest.mark.parametrize("rows", [1, 48, 300])
 @pytest.mark.parametrize("exponent", [-20, -7, 0, 20])
 def test_every_code(exponent: int, rows: int, dtype: torch.dtype, device: str) -> None:
-    """256 sequences of one key, by each of the kernels. Its value is the result, and the log-sum-exp is the score."""
+    """256 sequences of one key, by each of the kernels: decoding, a chunk's, and after a copy. Its value is the result, and the log-sum-exp is the score."""
     codes = torch.arange(256, dtype=torch.uint8).view(E4M3)
     k = torch.zeros(256, 1, 1, 64, dtype=torch.uint8).view(E4M3)
     k.view(torch.uint8)[:, 0, 0, 5] = codes.view(torch.uint8)

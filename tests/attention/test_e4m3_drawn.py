@@ -19,7 +19,7 @@ BANDS = (Band(), Band(causal=True), Band(causal=True, window=(20, 0)), Band(caus
     heads=st.sampled_from([(1, 1), (4, 2), (7, 1), (8, 1)]),
     head_dim=st.sampled_from([16, 64, 96, 128, 256]),
     page_size=st.sampled_from([0, 7, 8, 48, 64]),
-    scales=st.tuples(*[st.sampled_from(["one", "heads", "sequences"])] * 2),
+    scales=st.tuples(*[st.sampled_from(["one", "heads", "sequences", "pages"])] * 2),
     exponent=st.integers(-20, 20),
     band=st.sampled_from(BANDS),
     seed=st.integers(0, 99),
@@ -40,20 +40,25 @@ def test_any_cache(
     rows, most, batch = sizes[0][0], max(keys for _, keys in sizes), len(sizes)
     q = torch.randn(batch, heads[0], rows, head_dim, generator=generator)
     codes = [torch.randn(batch, heads[1], most, head_dim, generator=generator).to(E4M3) for _ in "kv"]
-    shapes = {"one": (1, 1), "heads": (1, heads[1]), "sequences": (batch, heads[1])}
+    pages = -(-most // page_size) if page_size else 1
+    table = torch.randperm(batch * pages, generator=generator).view(batch, pages).to(torch.int32)
+    if not page_size or page_size % 16:  # such pages have no scales
+        scales = tuple("sequences" if kind == "pages" else kind for kind in scales)
+    shapes = {"one": (1, 1, 1), "heads": (1, heads[1], 1), "sequences": (batch, heads[1], 1), "pages": (batch, heads[1], pages)}
     factors = [
         2.0 ** (sign * exponent) * (torch.rand(shapes[kind], generator=generator) + 0.5)
         for kind, sign in zip(scales, (-1, 1), strict=True)
     ]
     q = (q * 2.0**exponent).to(torch.bfloat16)
-    given_scales = [
-        factor.flatten() if kind == "heads" else factor.view(()) if kind == "one" else factor
-        for kind, factor in zip(scales, factors, strict=True)
-    ]
-    caches, table = codes, None
+    given_scales, of_keys = [], []
+    for kind, factor in zip(scales, factors, strict=True):
+        of_pages = torch.empty(batch * pages, 1, heads[1], 1)
+        of_pages[table.flatten().long()] = factor.expand(batch, heads[1], pages).transpose(1, 2).reshape(of_pages.shape)
+        plain = {"one": (), "heads": (heads[1],), "sequences": (batch, heads[1])}
+        given_scales.append(of_pages if kind == "pages" else factor.view(plain[kind]))
+        of_keys.append(factor.repeat_interleave(page_size if kind == "pages" else 1, dim=2).expand(batch, heads[1], -1))
+    caches = codes
     if page_size:
-        pages = -(-most // page_size)
-        table = torch.randperm(batch * pages, generator=generator).view(batch, pages).to(torch.int32)
         caches = []
         for one in codes:
             cache = torch.full((batch * pages, page_size, heads[1], head_dim), 0x7F, dtype=torch.uint8)
@@ -67,7 +72,7 @@ def test_any_cache(
         q.to(device),
         *(one.to(device) for one in caches),
         cache_seqlens=used.to(device),
-        block_table=None if table is None else table.to(device),
+        block_table=table.to(device) if page_size else None,
         k_scale=given_scales[0].to(device),
         v_scale=given_scales[1].to(device),
         causal=band.causal,
@@ -77,10 +82,8 @@ def test_any_cache(
     )
     for sequence, (_, keys) in enumerate(sizes):
         k, v = (
-            (
-                one[sequence, :, :keys].double() * factor.expand(batch, heads[1])[sequence][:, None, None]
-            ).repeat_interleave(heads[0] // heads[1], dim=0)
-            for one, factor in zip(codes, factors, strict=True)
+            (one[sequence, :, :keys].double() * factor[sequence, :, :keys, None]).repeat_interleave(heads[0] // heads[1], dim=0)
+            for one, factor in zip(codes, of_keys, strict=True)
         )
         expected, expected_lse = by_definition(q[sequence].double(), k, v, band)
         error = (out[sequence].double().cpu() - expected).square().mean().sqrt()

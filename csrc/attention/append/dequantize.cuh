@@ -1,5 +1,5 @@
 // A cache of 8-bit floats (e4m3) as one of 16 bits: each sequence's keys and values behind each other, times their scales. Keys past a sequence's
-// end stay unwritten. Grid: any; blocks of threads take units of kUnitKeys keys of a head, in turn, heads first.
+// end, and those that no row's window reaches, stay unwritten. Grid: any; blocks of threads take units of kUnitKeys keys of a head, in turn, heads first.
 #pragma once
 
 #include "attention/append/append.cuh"
@@ -39,13 +39,15 @@ struct Dequantizer {
   struct Place {
     int page;  // or sequence
     int row;
+    bool is_there;  // a window may have left its page behind: its keys are zeros, because a kernel reads whole blocks
   };
   __device__ __forceinline__ Place place_of(int batch, int key) const {
     const Batch& sequences = params.sequences;
-    if (sequences.block_table == nullptr) return Place{batch, key};
+    if (sequences.block_table == nullptr) return Place{batch, key, true};
     const int index = key / sequences.page_size;
     const int page = load_length(sequences.block_table + batch * sequences.block_table_stride + index);
-    return Place{page >= 0 && page < sequences.num_pages ? page : 0, key - index * sequences.page_size};
+    const bool is_there = page >= 0 && page < sequences.num_pages;
+    return Place{is_there ? page : 0, key - index * sequences.page_size, is_there};
   }
 
   // Keys from `first` on, as far as the unit and the sequence have any.
@@ -59,9 +61,10 @@ struct Dequantizer {
     Element* to_gmem = static_cast<Element*>(is_value ? params.v_out : params.k_out) +
                        ((static_cast<int64_t>(batch) * params.heads_kv + head) * params.seq_k + first) * columns +
                        part * kCodes;
-    const auto scale_at = [&](int page) {
+    const auto scale_at = [&](const Place& place) {
+      if (!place.is_there) return 0.0f;
       if (of.values == nullptr) return of.factor;
-      const int64_t index = of.is_of_pages ? page : batch;
+      const int64_t index = of.is_of_pages ? place.page : batch;
       return of.factor * ptx::ld_global_float(of.values + index * of.stride + head * of.head_stride);
     };
     const auto store = [&](int of_unit, const uint32_t (&codes)[2], float scale) {
@@ -79,20 +82,21 @@ struct Dequantizer {
     if (params.sequences.block_table != nullptr && params.sequences.page_size % kUnitKeys != 0) {
       for (int of_unit = row; of_unit < end; of_unit += rows) {
         const Place place = place_of(batch, first + of_unit);
-        uint32_t codes[2];
-        ptx::ld_global_64(codes, from_gmem + place.page * stride.batch + place.row * stride.row);
-        store(of_unit, codes, scale_at(place.page));
+        uint32_t codes[2] = {0, 0};
+        if (place.is_there) ptx::ld_global_64(codes, from_gmem + place.page * stride.batch + place.row * stride.row);
+        store(of_unit, codes, scale_at(place));
       }
       return;
     }
     const Place start = place_of(batch, first);
-    const float scale = scale_at(start.page);
+    const float scale = scale_at(start);
     from_gmem += start.page * stride.batch + start.row * stride.row;
     for (int next = row; next < end; next += kAtOnce * rows) {
-      uint32_t codes[kAtOnce][2];
+      uint32_t codes[kAtOnce][2] = {};
 #pragma unroll
       for (int i = 0; i < kAtOnce; ++i) {
-        if (next + i * rows < end) ptx::ld_global_64(codes[i], from_gmem + (next + i * rows) * stride.row);
+        if (next + i * rows < end && start.is_there)
+          ptx::ld_global_64(codes[i], from_gmem + (next + i * rows) * stride.row);
       }
 #pragma unroll
       for (int i = 0; i < kAtOnce; ++i) {
@@ -103,12 +107,13 @@ struct Dequantizer {
 
   __device__ __forceinline__ void run() const {
     const int heads = params.batch * params.heads_kv;
-    const int units = ceil_div(params.seq_k, kUnitKeys) * heads;
-    for (int index = ptx::block_index(); index < units; index += ptx::grid_size()) {
+    const int of_sequence = ceil_div(params.read_keys, kUnitKeys) + (params.read_keys < params.seq_k);
+    for (int index = ptx::block_index(); index < of_sequence * heads; index += ptx::grid_size()) {
       const int unit = index / heads;
       const int batch = (index - unit * heads) / params.heads_kv;
       const int head = index - unit * heads - batch * params.heads_kv;
-      convert(batch, head, unit * kUnitKeys, key_extent(params, batch).length);
+      const int keys = key_extent(params, batch).length;
+      convert(batch, head, (maximum(0, keys - params.read_keys) / kUnitKeys + unit) * kUnitKeys, keys);
     }
   }
 };

@@ -22,6 +22,7 @@ constexpr int64_t kScaledKeys = 16;  // of a page that has a scale: a multiple o
 // The kernel for caches of codes reads a cache again for each 16 rows of a key head: from so many on it is read once, and written in 16 bits.
 constexpr int64_t kManyRows = 128;
 constexpr int64_t kCopiedKeys = 32;  // that a block of threads copies at a time
+constexpr int64_t kLargestBlock = 256;  // of keys, of any kernel: what it reads begins so many keys before a window at most
 // Every tile of a chunk makes elements of all codes again: beyond so many of a key head one copy is cheaper, however many keys there are. Of bf16 they
 // take twice the instructions.
 constexpr int64_t kMostCodedTiles = 8;
@@ -81,6 +82,8 @@ VarlenArguments dequantize(const E4m3Arguments& arguments, const host::Device& g
   const VarlenArguments read = with_operands(codes, host::alias(codes.q), loadable_codes(codes.k, /*may_repeat=*/true),
                                              loadable_codes(codes.v, /*may_repeat=*/true));
   const ForwardParams from = make_varlen_params(read, ForwardOutputs());
+  const bool has_window = from.score_options.left < kUnbounded;
+  const int64_t seen = has_window ? int64_t{from.seq_q} + from.score_options.left + kLargestBlock : keys;
   const DequantizeParams params{from.k,
                                 from.v,
                                 wide.k.data(),
@@ -90,13 +93,15 @@ VarlenArguments dequantize(const E4m3Arguments& arguments, const host::Device& g
                                 from.batch,
                                 from.heads_kv,
                                 from.seq_k,
+                                static_cast<int32_t>(std::min<int64_t>(seen, from.seq_k)),
                                 from.head_dim,
                                 from.head_dim_v,
                                 from.sequences,
                                 make_scale(arguments.k_scale, codes.has_pages()),
                                 make_scale(arguments.v_scale, codes.has_pages())};
   const Kernel& kernel = select_dequantize(host::make_request(gpu, codes.dtype));
-  const int64_t grid = (params.seq_k + kCopiedKeys - 1) / kCopiedKeys * params.heads_kv * params.batch;
+  const int64_t units = (params.read_keys + kCopiedKeys - 1) / kCopiedKeys + (params.read_keys < params.seq_k);
+  const int64_t grid = units * params.heads_kv * params.batch;
   const host::CudaCall call(gpu);
   host::LaunchList list;
   list.add({&kernel, grid, &params, nullptr, /*is_dependent=*/true});

@@ -69,7 +69,8 @@ struct DequantizeParams {
   int32_t batch;
   int32_t heads_kv;
   int32_t seq_k;
-  int32_t head_dim;  // a multiple of 16, as head_dim_v
+  int32_t read_keys;  // at the end of a sequence, at most seq_k: those before them stay unwritten
+  int32_t head_dim;   // a multiple of 16, as head_dim_v
   int32_t head_dim_v;
   Batch sequences;  // no ragged keys
   CacheScale k_scale;

@@ -143,7 +143,8 @@ std::string run_kernel(const host::Kernel& kernel, int64_t grid, void** argument
     dequantize(p);
     g_tensors = {p.k, p.v};
     const int64_t copied = 32;  // keys of a block
-    return text_of(grid != ceil_div(p.seq_k, copied) * p.heads_kv * p.batch, "not a block for each 32 keys of a head");
+    const int64_t units = ceil_div(p.read_keys, copied) + (p.read_keys < p.seq_k);
+    return text_of(grid != units * p.heads_kv * p.batch, "not a block for each 32 keys of a head");
   }
   if (kind == "merge") {
     const auto& p = *static_cast<const MergeParams*>(arguments[0]);

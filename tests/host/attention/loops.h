@@ -427,6 +427,10 @@ void dequantize(const DequantizeParams& p) {
       const int32_t head = at / s.keys, key = at % s.keys,
                     page = p.sequences.block_table != nullptr ? s.page_of(key) : 0;
       const int64_t row = (int64_t{number} * p.heads_kv + head) * p.seq_k + key;
+      if (key < s.keys - p.read_keys) {
+        store(p.k_out, row * p.head_dim, NAN);
+        continue;
+      }
       for (int32_t c = 0; c < p.head_dim; ++c)
         store(p.k_out, row * p.head_dim + c,
               scaled(p.k, s.of_key(p.k_stride, head, key) + c, p.k_scale, s, head, page));

@@ -240,6 +240,10 @@ def test_codes_are_appended_and_read_by_many_rows() -> None:
     begin(90)
     test_e4m3.test_many_rows("pages", "pages", True, {}, DTYPE, "cpu")
     assert launched().count("dequantize_e4m3") == 1
+    for has_pages in (False, True):
+        begin(90)
+        test_e4m3.test_a_window_of_a_long_cache(has_pages, DTYPE, "cpu")
+        assert launched().count("dequantize_e4m3") == 1
     # Of 1000 keys, which seem to be there, a chunk's kernel reads codes.
     for has_page_scales, of_codes in ((True, 0), (False, 1)):
         begin(90)

@@ -23,6 +23,7 @@ BASE = 0.25  # what values are divided by: the scales are not those of the quant
 LEAST_PAGE = 16  # that has a scale
 NAN_CODE = 0x7F
 FACTOR = 2.0  # beside scales in memory
+COPIED_KEYS = 32  # that a block of threads copies at a time
 
 
 class Scales(str, Enum):
@@ -250,25 +251,30 @@ def dequantize_problems(unit: Unit) -> Iterator[E4m3Problem]:
     yield replace(base, name="odd pages", page_size=7, scales=Scales.SEQUENCES, heads_kv=1, head_dim=16, head_dim_v=256)
     yield replace(base, name="dense", keys_layout=Keys.DENSE, page_size=0, spare_keys=3, scales=Scales.HEADS)
     yield replace(base, name="every code", scales=Scales.NUMBER, exponents=(-6, -6), has_every_code=True)
+    window = replace(base, name="window", keys=(134, 0, 33, 49), left=20, right=0)  # pages before it are gone
+    yield from (window, replace(window, name="window, large pages", page_size=32))
 
 
 def dequantize_trial(unit: Unit, p: E4m3Problem) -> Trial:
     tensors, k_scale, v_scale = quantize(p, build(p))
     values = values_of(p, tensors, torch.empty(0))
+    read_keys = min(values["seq_k"], max(p.rows) + p.left + COPIED_KEYS)
     named = ("k", "v", "k_stride", "v_stride", "batch", "heads_kv", "seq_k", "head_dim", "head_dim_v", "sequences")
     outs, expected = {}, {}
     for index, (name, columns) in enumerate((("k_out", p.head_dim), ("v_out", p.head_dim_v)), start=1):
         outs[name] = torch.full((len(p.keys), p.heads_kv, values["seq_k"], columns), NAN, dtype=DTYPES[p.dtype])
         expected[name] = outs[name].clone()
         for whole, own in zip(expected[name], tensors.sequences, strict=True):
-            whole[:, : own[index].shape[1]] = own[index].to(whole.dtype)
+            keys = own[index].shape[1]
+            begin = max(0, keys - read_keys) // COPIED_KEYS * COPIED_KEYS
+            whole[:, begin:keys] = own[index][:, begin:].to(whole.dtype)
 
     def check() -> list[str]:
         pairs = ((name, out.view(torch.int16), expected[name].view(torch.int16)) for name, out in outs.items())
         return [line for pair in pairs for line in different(*pair)]
 
     given = {name: values[name] for name in named}
-    given |= {"k_scale": k_scale.struct, "v_scale": v_scale.struct, **{name: output(out) for name, out in outs.items()}}
+    given |= {"read_keys": read_keys, "k_scale": k_scale.struct, "v_scale": v_scale.struct, **{name: output(out) for name, out in outs.items()}}
     return Trial([Launch(forward.from_grid_in_front(given), blocks=3)], check, outs)
 
 

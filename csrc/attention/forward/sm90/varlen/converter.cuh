@@ -18,15 +18,15 @@ namespace flashmoe::attention::sm90 {
 template <typename Spec>
 struct CodeConverter {
   using Element = typename Spec::Element;
-  static constexpr int kChunks = Spec::kHeadDim / 16;
-  static constexpr int kAtOnce = 4;
+  static constexpr int kChunks = 4;  // of 16 codes, whose elements fill a row of a slab
+  static_assert(Spec::KeyTile::kBytes == Spec::ValueTile::kBytes, "K and V are converted by the same instructions");
 
   const ForwardParams& params;
   const SharedMemory<Spec> shared;
-  const int row;  // of a block
+  const int row;                // of a block
+  unsigned place[2 * kChunks];  // of each 16 bytes of the thread's row, in a slab
   RingPosition<Spec::kCodeSlots> code;
-  RingPosition<Spec::kNumStages> key;
-  RingPosition<Spec::kNumStages> value;
+  RingPosition<Spec::kNumStages> element;
   // Of the keys of `batch` and `kv_head`: codes & keep ^ flip.
   int batch = -1;
   int kv_head = -1;
@@ -35,7 +35,11 @@ struct CodeConverter {
   bool is_odd = false;  // these change codes
 
   __device__ __forceinline__ CodeConverter(const ForwardParams& params_, const SharedMemory<Spec>& shared_)
-      : params(params_), shared(shared_), row(ptx::thread_index() % 128) {}
+      : params(params_), shared(shared_), row(ptx::thread_index() % 128) {
+    const unsigned of_block = row;
+#pragma unroll
+    for (unsigned i = 0; i < 2 * kChunks; ++i) place[i] = of_block * kSlabRowBytes + (i ^ of_block % 8) * 16;
+  }
 
   __device__ __forceinline__ void read_scale(const CodeBlock& block) {
     if (block.batch == batch && block.kv_head == kv_head) return;
@@ -54,35 +58,36 @@ struct CodeConverter {
     }
   }
 
-  // The next block's, if there is one, to `tile`. Rows that are no keys become zeros.
-  template <bool kIsKey, typename Tile>
-  __device__ __forceinline__ bool convert(Tile tile, ptx::Mbarrier* full, ptx::Mbarrier* empty, int parity) {
+  // K or V of the next block, if there is one. Rows that are no keys become zeros.
+  __device__ __forceinline__ bool convert(bool is_key) {
     ptx::mbarrier_wait(shared.codes_full(code.stage), code.parity);
     const auto block = read_tile<CodeBlock>(shared.code_block(code.stage));
     if (block.keys == CodeBlock::kEnd) return false;
-    if constexpr (kIsKey) read_scale(block);
-    const auto codes_of_block = shared.codes(code.stage);
-    const bool is_whole = block.keys >= Spec::kBlockN && !(kIsKey && is_odd);
-    const bool is_key = row < block.keys;
-    // Several chunks before the first element: a warp that waits for each takes twice as long.
+    if (is_key) read_scale(block);
+    const bool changes = is_key && is_odd;
+    ptx::Mbarrier* full = is_key ? shared.key_full(element.stage) : shared.value_full(element.stage);
+    ptx::mbarrier_wait(is_key ? shared.key_empty(element.stage) : shared.value_empty(element.stage),
+                       element.parity ^ 1);
+    const unsigned char* codes_smem = shared.codes(code.stage).smem;
+    unsigned char* elements_smem = is_key ? shared.key(element.stage).smem : shared.value(element.stage).smem;
+    // A loop for both slabs, as for K and V: of instructions that are not in the cache a warp waits longer than for the jump.
+#pragma unroll 1
+    for (int slab = 0; slab < Spec::kNumSlabs; ++slab, elements_smem += Spec::KeyTile::kSlabBytes) {
+      // All chunks before the first element: a warp that waits for each takes twice as long.
+      uint32_t codes[kChunks][4];
 #pragma unroll
-    for (int first = 0; first < kChunks; first += kAtOnce) {
-      uint32_t codes[kAtOnce][4];
+      for (int chunk = 0; chunk < kChunks; ++chunk)
+        ptx::ld_shared_128(codes[chunk], codes_smem + (place[chunk] ^ slab * (kChunks * 16)));
+      if (block.keys < Spec::kBlockN || changes) {
+        const uint32_t kept = row >= block.keys ? 0 : changes ? keep : 0xffffffffu;
+        const uint32_t flipped = row < block.keys && changes ? flip : 0;
 #pragma unroll
-      for (int chunk = 0; chunk < kAtOnce; ++chunk)
-        ptx::ld_shared_128(codes[chunk], codes_of_block.chunk(row, 0, first + chunk));
-      if (!is_whole) {
+        for (int chunk = 0; chunk < kChunks; ++chunk)
 #pragma unroll
-        for (int chunk = 0; chunk < kAtOnce; ++chunk)
-#pragma unroll
-          for (int i = 0; i < 4; ++i) {
-            if constexpr (kIsKey) codes[chunk][i] = codes[chunk][i] & keep ^ flip;
-            if (!is_key) codes[chunk][i] = 0;
-          }
+          for (int i = 0; i < 4; ++i) codes[chunk][i] = codes[chunk][i] & kept ^ flipped;
       }
-      if (first == 0) ptx::mbarrier_wait(empty, parity ^ 1);
 #pragma unroll
-      for (int chunk = 0; chunk < kAtOnce; ++chunk)
+      for (int chunk = 0; chunk < kChunks; ++chunk)
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
           uint32_t words[4];
@@ -93,7 +98,7 @@ struct CodeConverter {
             words[2 * i] = pairs[0];
             words[2 * i + 1] = pairs[1];
           }
-          ptx::st_shared_128(tile.chunk(row, (first + chunk) / 4, (first + chunk) % 4 * 2 + half), words);
+          ptx::st_shared_128(elements_smem + place[2 * chunk + half], words);
         }
     }
     // Hazard: the tensor cores read the elements before these stores are visible to them.
@@ -108,11 +113,8 @@ struct CodeConverter {
   }
 
   __device__ __forceinline__ void run() {
-    while (convert<true>(shared.key(key.stage), shared.key_full(key.stage), shared.key_empty(key.stage), key.parity)) {
-      key.advance();
-      convert<false>(shared.value(value.stage), shared.value_full(value.stage), shared.value_empty(value.stage),
-                     value.parity);
-      value.advance();
+    for (bool is_key = true; convert(is_key); is_key = !is_key) {
+      if (!is_key) element.advance();
     }
   }
 };
