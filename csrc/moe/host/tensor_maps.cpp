@@ -57,18 +57,21 @@ void make_tensor_maps(Product product, const GemmParams& params, const Kernel& k
   }
 }
 
-// Two e4m3 values are one element of the kernel's 16-bit type.
+// Two e4m3 values are one element of the kernel's 16-bit type. A tile takes 128 bytes of a row of weights at once, and no more is fetched
+// for it: docs/notebook/2026-11-29-experts-few-tokens.md.
 void make_tensor_maps(Product product, const ScaledGemmParams& params, const Kernel& kernel, CUtensorMap* maps) {
-  const auto encode = [&kernel](const auto& description, const char* name) {
-    return host::encode_tensor_map(description, kernel.dtype, name);
+  const auto encode = [&kernel](const auto& description, const char* name,
+                                CUtensorMapL2promotion promotion = CU_TENSOR_MAP_L2_PROMOTION_L2_256B) {
+    return host::encode_tensor_map(description, kernel.dtype, name, promotion);
   };
+  constexpr CUtensorMapL2promotion kOfWeights = CU_TENSOR_MAP_L2_PROMOTION_L2_128B;
   if (product == Product::kScaledGated) {
     const auto from = sm90::scaled_gated_gemm_tensor_maps(params, kernel.block_n);
-    maps[0] = encode(from.b, "w13");
+    maps[0] = encode(from.b, "w13", kOfWeights);
     maps[1] = encode(from.d, "activations");
   } else if (product == Product::kScaledGatedKept) {
     const auto from = sm90::scaled_kept_gemm_tensor_maps(params, kernel.block_n);
-    maps[0] = encode(from.b, "w13");
+    maps[0] = encode(from.b, "w13", kOfWeights);
     maps[1] = encode(from.d, "activations");
     maps[2] = encode(from.preactivation, "preactivation");
   } else if (product == Product::kScaledWeightGradient) {
@@ -79,7 +82,7 @@ void make_tensor_maps(Product product, const ScaledGemmParams& params, const Ker
   } else {
     const auto from = sm90::scaled_gemm_tensor_maps(params, kernel.block_n);
     maps[0] = encode(from.a, "rows");
-    maps[1] = encode(from.b, "w2");
+    maps[1] = encode(from.b, "w2", kOfWeights);
     maps[2] = encode(from.d, "results");
   }
 }

@@ -416,6 +416,12 @@ std::string check_maps(const host::Kernel& kernel, void** arguments) {
     if (tensor != nullptr && std::memcmp(arguments[1 + map], &tensor, sizeof(void*)) != 0) {
       return "tensor map " + std::to_string(map) + " is of another tensor";
     }
+    CUtensorMapL2promotion promotion{};  // behind the address: fake_driver.h
+    std::memcpy(&promotion, static_cast<const char*>(arguments[1 + map]) + sizeof(void*), sizeof promotion);
+    const bool is_narrow = has("_scaled") && !has("weight_gradient") && tensor == p.b;
+    if (promotion != (is_narrow ? CU_TENSOR_MAP_L2_PROMOTION_L2_128B : CU_TENSOR_MAP_L2_PROMOTION_L2_256B)) {
+      return "tensor map " + std::to_string(map) + " fetches another width";
+    }
   }
   return "";
 }
