@@ -200,7 +200,7 @@ def test_a_cache_takes_new_keys_and_is_attended_to(device: str, new: int, paged:
 def test_dropout_and_its_signed_probabilities(device: str) -> None:
     """flash_attn's tests take the mask from the signs of S_dmask: with it the output is that of plain attention."""
     q, k, v = tensors(device, 33, 50, (4, 2))
-    slopes = torch.rand(4, device=q.device)
+    slopes = torch.rand(2, 4, device=q.device)
     options = {"causal": True, "softcap": 20.0, "alibi_slopes": slopes, "return_attn_probs": True}
     torch.manual_seed(1)
     out, lse, signed = flash_attn.flash_attn_func(q, k, v, 0.25, **options)
