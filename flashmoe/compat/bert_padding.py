@@ -52,6 +52,11 @@ def index_first_axis(values: Tensor, indices: Tensor) -> Tensor:
     return values.index_select(0, indices)
 
 
+def index_first_axis_residual(values: Tensor, indices: Tensor) -> tuple[Tensor, Tensor]:
+    """(values[indices], values without their gradient)."""
+    return index_first_axis(values, indices), values.detach()
+
+
 def index_put_first_axis(values: Tensor, indices: Tensor, first_axis_dim: int) -> Tensor:
     """[first_axis_dim, ...] of zeros but for ``values`` [N, ...] at ``indices`` [N], which must differ from each other."""
     zeros = values.new_zeros((first_axis_dim, *values.shape[1:]))

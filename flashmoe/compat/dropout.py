@@ -10,6 +10,8 @@ from torch import Tensor
 from flashmoe.attn import philox
 from flashmoe.attn.dropout import check_probability, draw_state
 
+SCORES_AT_ONCE = 1 << 24
+
 
 def dropout_options(dropout_p: float, q: Tensor) -> dict[str, Any]:
     """flashmoe's keywords, with a state of the call's own; none without dropout."""
@@ -27,16 +29,18 @@ def state_of(dropout: dict[str, Any], q: Tensor) -> Tensor:
 def signed_probabilities(q: Tensor, k: Tensor, options: dict[str, Any], dropout: dict[str, Any]) -> Tensor:
     """S_dmask [B, Hq, Sq, Sk] in q's dtype: exp(score - the row's largest), negative where a key is dropped, 0 where it is hidden.
 
-    q [B, Hq, Sq, D], k [B, Hkv, Sk, D]. By torch operations, for inspection, a sequence after the other: a mask's words take 8 bytes and more of
+    q [B, Hq, Sq, D], k [B, Hkv, Sk, D]. By torch operations, for inspection, some sequences after the others: a mask's words take 8 bytes and more of
     memory for each score.
     """
     batch, heads, rows, _ = q.shape
     keys, slopes = k.shape[2], options["alibi_slopes"]
     result = q.new_empty((batch, heads, rows, keys))
-    for b in range(batch):
-        keep = philox.kept(dropout["rng_state"], dropout["dropout_p"], range(b, b + 1), range(heads), rows, keys)
-        own = {**options, "alibi_slopes": slopes[b] if slopes is not None and slopes.dim() == 2 else slopes}
-        result[b] = _signed(q[b : b + 1], k[b : b + 1], keep, own)[0]
+    step = max(1, SCORES_AT_ONCE // max(1, heads * rows * keys))
+    for b in range(0, batch, step):
+        some = slice(b, min(b + step, batch))
+        keep = philox.kept(dropout["rng_state"], dropout["dropout_p"], range(batch)[some], range(heads), rows, keys)
+        own = {**options, "alibi_slopes": slopes[some] if slopes is not None and slopes.dim() == 2 else slopes}
+        result[some] = _signed(q[some], k[some], keep, own)
     return result
 
 

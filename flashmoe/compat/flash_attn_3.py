@@ -16,6 +16,7 @@ import flashmoe
 from flashmoe.attn.arguments import MAX_GPU_OPTIONS_HEAD_DIM
 from flashmoe.attn.varlen import attend
 from flashmoe.compat import arguments, flash_attn_gpu, latent_query
+from flashmoe.compat.flash_attn_wrapped import maybe_contiguous, round_multiple  # noqa: F401 (others import them from here)
 from flashmoe.compat.kvcache import attend_cache
 from flashmoe.compat.sections import Sections, sections, slices
 from flashmoe.errors import ArgumentError, ShapeError

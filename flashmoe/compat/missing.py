@@ -31,7 +31,9 @@ class MissingParts:
         if not hasattr(sys.modules.get("flash_attn"), _MARK):
             return None
         advice = next((text for known, text in _ADVICE.items() if f"{name}.".startswith(f"{known}.")), "")
-        msg = f"flashmoe.compat has no {name}{': ' + advice if advice else ''}; docs/guides/from-flash-attn.md lists what there is"
+        version = " (flash_attn 2.8's interface)" if top == "flash_attn" else ""
+        words = f": {advice}" if advice else ""
+        msg = f"flashmoe.compat has no {name}{version}{words}; docs/guides/from-flash-attn.md lists what there is"
         raise ModuleNotFoundError(msg, name=name)
 
 

@@ -11,7 +11,14 @@ from torch import Tensor
 
 from flashmoe.errors import ArgumentError, ShapeError
 
-__all__ = ["apply_rotary_emb", "apply_rotary_emb_func"]
+__all__ = [
+    "RotaryEmbedding",
+    "apply_rotary_emb",
+    "apply_rotary_emb_func",
+    "apply_rotary_emb_kv_",
+    "apply_rotary_emb_qkv_",
+    "apply_rotary_emb_torch",
+]
 
 
 def apply_rotary_emb(
@@ -42,6 +49,122 @@ def apply_rotary_emb(
 
 
 apply_rotary_emb_func = apply_rotary_emb  # its older name
+
+
+def apply_rotary_emb_torch(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False) -> Tensor:
+    """:func:`apply_rotary_emb` of x [B, S, H, D] from position 0 on; cos and sin may also be [B, S, R / 2], of each row its own."""
+    if cos.dim() == 2:
+        return apply_rotary_emb(x, cos, sin, interleaved)
+    positions = torch.arange(cos.shape[0] * cos.shape[1], device=x.device).view(cos.shape[:2])
+    return rotate(x, cos.flatten(0, 1), sin.flatten(0, 1), positions[:, : x.shape[1]], interleaved)
+
+
+def apply_rotary_emb_qkv_(
+    qkv: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    cos_k: Tensor | None = None,
+    sin_k: Tensor | None = None,
+    interleaved: bool = False,
+    seqlen_offsets: int | Tensor = 0,
+    num_heads_q: int | None = None,
+) -> Tensor:
+    """Rotate q and k of qkv [B, S, 3, H, D], or [B, S, Hq + 2 Hkv, D] with num_heads_q, in place; returns qkv. cos_k and sin_k: those of k, where
+    they differ. Else as :func:`apply_rotary_emb`."""
+    if qkv.dim() == 5:
+        q, k = qkv[:, :, 0], qkv[:, :, 1]
+    elif num_heads_q is not None and qkv.dim() == 4 and (qkv.shape[2] - num_heads_q) % 2 == 0:
+        q, k, _ = qkv.split((num_heads_q, *[(qkv.shape[2] - num_heads_q) // 2] * 2), 2)
+    else:
+        msg = (
+            f"qkv has shape {list(qkv.shape)} and num_heads_q is {num_heads_q}; needed: [batch, length, 3, heads, head_dim], or "
+            "[batch, length, query heads + 2 * key heads, head_dim] with num_heads_q"
+        )
+        raise ShapeError(msg)
+    apply_rotary_emb(q, cos, sin, interleaved, True, seqlen_offsets)
+    own = (cos if cos_k is None else cos_k, sin if sin_k is None else sin_k)
+    apply_rotary_emb(k, *own, interleaved, True, seqlen_offsets)
+    return qkv
+
+
+def apply_rotary_emb_kv_(
+    kv: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False, seqlen_offsets: int | Tensor = 0
+) -> Tensor:
+    """Rotate k of kv [B, S, 2, H, D] in place; returns kv. Else as :func:`apply_rotary_emb`."""
+    apply_rotary_emb(kv[:, :, 0], cos, sin, interleaved, True, seqlen_offsets)
+    return kv
+
+
+class RotaryEmbedding(torch.nn.Module):
+    """The angles p * base ** (-2 c / dim) of position p and pair c, applied in place.
+
+    scale_base: XPos (Sun et al., A Length-Extrapolatable Transformer): q's pairs are multiplied by z ** ((p - L // 2) / scale_base), k's divided by
+    it, z = (2 c + 0.4 dim) / (1.4 dim), L the length of the tables. The tables grow with the longest call.
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        base: float = 10000.0,
+        interleaved: bool = False,
+        scale_base: float | None = None,
+        device: torch.device | str | None = None,
+    ) -> None:
+        super().__init__()
+        self.dim, self.base, self.interleaved, self.scale_base = dim, float(base), interleaved, scale_base
+        columns = torch.arange(0, dim, 2, device=device, dtype=torch.float32)
+        self.register_buffer("inv_freq", self.base ** (-columns / dim), persistent=False)
+        self.register_buffer(
+            "scale", None if scale_base is None else (columns + 0.4 * dim) / (1.4 * dim), persistent=False
+        )
+        self._seq_len_cached = 0
+        self._cos_cached: Tensor | None = None
+        self._sin_cached: Tensor | None = None
+        self._cos_k_cached: Tensor | None = None  # these two with scale_base alone
+        self._sin_k_cached: Tensor | None = None
+
+    def _update_cos_sin_cache(
+        self, seqlen: int, device: torch.device | None = None, dtype: torch.dtype | None = None
+    ) -> None:
+        known = self._cos_cached
+        if known is not None and seqlen <= self._seq_len_cached and (known.device, known.dtype) == (device, dtype):
+            if not (self.training and known.is_inference()):
+                return
+        self._seq_len_cached = seqlen
+        columns = torch.arange(0, self.dim, 2, device=device, dtype=torch.float32)  # .half() has rounded the buffers
+        position = torch.arange(seqlen, device=device, dtype=torch.float32).unsqueeze(1)
+        angle = position * self.base ** (-columns / self.dim)
+        cos, sin = angle.cos(), angle.sin()
+        if self.scale_base is not None:
+            scale = ((columns + 0.4 * self.dim) / (1.4 * self.dim)) ** ((position - seqlen // 2) / self.scale_base)
+            self._cos_k_cached, self._sin_k_cached = (cos / scale).to(dtype), (sin / scale).to(dtype)
+            cos, sin = cos * scale, sin * scale
+        self._cos_cached, self._sin_cached = cos.to(dtype), sin.to(dtype)
+
+    def forward(
+        self,
+        qkv: Tensor,
+        kv: Tensor | None = None,
+        seqlen_offset: int | Tensor = 0,
+        max_seqlen: int | None = None,
+        num_heads_q: int | None = None,
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """qkv as :func:`apply_rotary_emb_qkv_`, or q [B, S, H, D] with kv [B, S, 2, H, D]. Where seqlen_offset is a tensor [B], max_seqlen is the
+        length that the tables need, unless they have it. Returns what it was given."""
+        if max_seqlen is None and isinstance(seqlen_offset, int):
+            max_seqlen = qkv.shape[1] + seqlen_offset
+        if max_seqlen is not None:
+            self._update_cos_sin_cache(max_seqlen, qkv.device, qkv.dtype)
+        cos, sin = self._cos_cached, self._sin_cached
+        if cos is None or sin is None:
+            msg = "seqlen_offset is a tensor; give max_seqlen, the largest offset and the rows behind it, to the first call"
+            raise ArgumentError(msg)
+        cos_k = cos if self._cos_k_cached is None else self._cos_k_cached
+        sin_k = sin if self._sin_k_cached is None else self._sin_k_cached
+        if kv is None:
+            return apply_rotary_emb_qkv_(qkv, cos, sin, cos_k, sin_k, self.interleaved, seqlen_offset, num_heads_q)
+        q = apply_rotary_emb(qkv, cos, sin, self.interleaved, True, seqlen_offset)
+        return q, apply_rotary_emb_kv_(kv, cos_k, sin_k, self.interleaved, seqlen_offset)
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor, interleaved: bool) -> Tensor:

@@ -155,26 +155,36 @@ def test_drawn(
     check((q, k, v, bias), options, dropout_p)
 
 
-def test_finite_differences() -> None:
-    """Central differences of the definition in float64, element by element, against our float32."""
+@pytest.mark.parametrize("dropout_p", [0.0, 0.3])
+@pytest.mark.parametrize("kind", ["mask", "alibi"])
+def test_finite_differences(kind: str, dropout_p: float) -> None:
+    """Central differences of the definition in float64 against our float32: all elements of the mask's gradient, and 30 of q's, k's and v's."""
     q, k, v = (torch.randn(2, 2, length, 16, dtype=torch.float64) for length in (5, 7, 7))
-    options = ScoreOptions(causal=True, softcap=2.0)
-    bias = torch.randn(1, 2, 5, 7, dtype=torch.float64)
-    upstream = torch.randn(2, 2, 5, 16, dtype=torch.float64)
-    ones = torch.ones(2, 2, 5, 7, dtype=torch.float64)
-
-    def loss(mask: Tensor) -> float:
-        return float((dropped(q, k, v, options, mask, ones)[0] * upstream).sum())
-
-    leaf = bias.float().requires_grad_()
-    out = flashmoe.attention(q.float(), k.float(), v.float(), attn_mask=leaf, causal=True, softcap=2.0)
-    (found,) = torch.autograd.grad(out, leaf, upstream.float())
+    options, upstream = ScoreOptions(causal=True, softcap=2.0), torch.randn(2, 2, 5, 16, dtype=torch.float64)
+    bias, slopes = torch.randn(1, 2, 5, 7, dtype=torch.float64), torch.rand(2, 2, dtype=torch.float64)
+    if kind == "alibi":
+        distance = torch.arange(2, 7).unsqueeze(1) - torch.arange(7)
+        bias = -slopes[..., None, None] * distance.abs()
+    state = state_on("cpu")
+    factors = flashmoe.dropout_mask(state, dropout_p, 2, 2, 5, 7).double() / (1.0 - dropout_p)
+    exact = [q, k, v, *([bias] if kind == "mask" else [])]
+    leaves = [tensor.float().requires_grad_() for tensor in exact]
+    scores: dict[str, Any] = {"attn_mask": leaves[3]} if kind == "mask" else {"alibi_slopes": slopes.float()}
+    drawn: dict[str, Any] = {"dropout_p": dropout_p, "rng_state": state} if dropout_p else {}
+    out = flashmoe.attention(*leaves[:3], **scores, causal=True, softcap=2.0, **drawn)
+    found = torch.autograd.grad(out, leaves, upstream.float())
     step = 1e-5
-    for index in torch.cartesian_prod(*(torch.arange(size) for size in bias.shape)).tolist():
-        moved = torch.zeros_like(bias)
-        moved[tuple(index)] = step
-        slope = (loss(bias + moved) - loss(bias - moved)) / (2 * step)
-        assert abs(found[tuple(index)].item() - slope) < 2e-5
+    for number, tensor in enumerate(exact):
+        indices = torch.cartesian_prod(*(torch.arange(size) for size in tensor.shape))
+        if number < 3:
+            indices = indices[torch.randperm(len(indices))[:30]]
+        for index in map(tuple, indices.tolist()):
+            sides = []
+            for sign in (1, -1):
+                moved = [t.clone() if at == number else t for at, t in enumerate([*exact, bias][:4])]
+                moved[number][index] += sign * step
+                sides.append(float((dropped(*moved[:3], options, moved[3], factors)[0] * upstream).sum()))
+            assert abs(found[number][index].item() - (sides[0] - sides[1]) / (2 * step)) < 2e-5
 
 
 def test_strides_and_expanded_leaves(device: str) -> None:

@@ -128,6 +128,9 @@ def test_padded_batches_unpad_run_and_pad_again(device: str, causal: bool) -> No
     rows, indices, cu, longest, used = bert_padding.unpad_input(q, valid)
     assert (longest, used.tolist(), cu.tolist()) == (40, [40, 17], [0, 40, 57])
     keys, values = (bert_padding.unpad_input(t, valid)[0] for t in (k, v))
+    again_rows, residual = bert_padding.index_first_axis_residual(q.flatten(0, 1).requires_grad_(), indices)
+    assert torch.equal(again_rows, rows)
+    assert again_rows.requires_grad and not residual.requires_grad
     packed = flash_attn.flash_attn_varlen_func(rows, keys, values, cu, cu, longest, longest, causal=causal)
     again = flash_attn.flash_attn_varlen_qkvpacked_func(
         torch.stack((rows, keys, values), 1), cu, longest, causal=causal
@@ -197,7 +200,7 @@ def test_a_cache_takes_new_keys_and_is_attended_to(device: str, new: int, paged:
 def test_dropout_and_its_signed_probabilities(device: str) -> None:
     """flash_attn's tests take the mask from the signs of S_dmask: with it the output is that of plain attention."""
     q, k, v = tensors(device, 33, 50, (4, 2))
-    slopes = torch.rand(4, device=q.device)
+    slopes = torch.rand(2, 4, device=q.device)
     options = {"causal": True, "softcap": 20.0, "alibi_slopes": slopes, "return_attn_probs": True}
     torch.manual_seed(1)
     out, lse, signed = flash_attn.flash_attn_func(q, k, v, 0.25, **options)

@@ -288,13 +288,13 @@ struct Consumer {
     issue_scores(scores);
     if constexpr (!kWaitsForBoth) wait_value();
     issue_output(output, probabilities);
-    const auto drawn = dropout.draw(block);
 
     ptx::wgmma_wait<1>();
     ptx::wgmma_fence_operands(scores);
     if constexpr (!Spec::kStreamsMask) release_key();
     float rescale[2];
     const bool moved = Policy::apply(*this, scores, rows, rescale, tile, block, is_masked);
+    const auto drawn = dropout.draw_early(block);
 
     ptx::wgmma_wait<0>();
     ptx::wgmma_fence_operands(output);
@@ -304,7 +304,7 @@ struct Consumer {
       for (int i = 0; i < kOutputs; ++i) output[i] *= rescale[(i / 2) % 2];
     }
     pack_operand<Element>(probabilities, scores);
-    dropout.drop(probabilities, drawn);
+    dropout.drop(probabilities, block, drawn);
   }
 
   // Passes over a key block that only rows of other warpgroups see. Elsewhere a product joins the lanes of a warp
@@ -383,7 +383,7 @@ struct Consumer {
         online_softmax<Spec::kBlockN, true>(scores, rows, rescale, softmax_scale());
       }
       pack_operand<Element>(probabilities, scores);
-      dropout.drop(probabilities, dropout.draw(block));
+      dropout.drop(probabilities, block);
     }
 
     // Blocks that need no mask are a loop of their own: inside one loop for both they would be an eighth slower.
