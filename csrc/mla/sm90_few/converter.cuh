@@ -1,5 +1,5 @@
-// Warps that make elements of 8-bit floats: each has 16 keys of a block, or shares them with another one. From the codes' stage, where a key
-// is 656 bytes as in the cache, to the groups that the products read.
+// Four warps make elements of 8-bit floats, each of 16 keys of a block, two lanes for each key: from the codes' stage, where a key is 656 bytes
+// as in the cache, to the groups that the products read.
 //
 // Keys 656 bytes apart lie four banks apart, so eight lanes read 16 bytes of eight keys without a conflict.
 #pragma once
@@ -20,23 +20,22 @@ namespace flashmoe::mla::sm90_few {
 template <typename Spec>
 struct Converter {
   using Element = typename Spec::Element;
-  static constexpr int kPieces = 2 * Spec::kConverterWarps / Spec::kCodeStagesOfBlock;  // of a slab's row
-  static constexpr int kCodeChunks = 4 / kPieces;                                       // of a piece, 16 bytes each
-  static constexpr int kChunks = 2 * kCodeChunks;                                       // of the elements
+  static constexpr int kCodeChunks = 2;  // 16 bytes each: half of a slab's row
+  static constexpr int kChunks = 4;      // of its elements
 
   const DecodeParams& params;
   const SharedMemory<Spec> shared;
-  const int key;    // of the block
-  const int piece;  // this lane's
+  const int key;   // of the block
+  const int half;  // of a slab's row
   RingPosition<Spec::kNumStages> ring;
   RingPosition<Spec::kCodeStages> codes;
 
   __device__ __forceinline__ Converter(const DecodeParams& params_, const SharedMemory<Spec>& shared_, int warp)
       : params(params_),
         shared(shared_),
-        key(warp % Spec::kCodeStagesOfBlock * Spec::kStageKeys + ptx::lane_index() % Spec::kStageKeys),
-        piece(warp / Spec::kCodeStagesOfBlock * 2 + ptx::lane_index() / Spec::kStageKeys) {
-    codes.advance_by(warp % Spec::kCodeStagesOfBlock);
+        key(warp * Spec::kStageKeys + ptx::lane_index() % Spec::kStageKeys),
+        half(ptx::lane_index() / Spec::kStageKeys) {
+    codes.advance_by(warp);
   }
 
   // This lane's bytes of a group: codes of its value slabs, and the rotary elements behind the last of them.
@@ -46,8 +45,8 @@ struct Converter {
     for (int slab = 0; slab < Spec::kGroupSlabs; ++slab) {
       const int of_key = group * Spec::kGroupSlabs + slab;
       const bool is_rotary = of_key == Spec::kValueSlabs;
-      const int first = is_rotary ? kRotaryBytesOffset + piece * kChunks * 16
-                                  : of_key * kSlabColumns + piece * kCodeChunks * 16;
+      const int first = is_rotary ? kRotaryBytesOffset + half * kChunks * 16
+                                  : of_key * kSlabColumns + half * kCodeChunks * 16;
 #pragma unroll
       for (int chunk = 0; chunk < (is_rotary ? kChunks : kCodeChunks); ++chunk) {
         ptx::ld_shared_128(bytes[slab][chunk], key_smem + first + chunk * 16);
@@ -74,7 +73,7 @@ struct Converter {
         }
 #pragma unroll
         for (int i = 0; i < 4; ++i) words[i] = exists ? words[i] : 0;
-        ptx::st_shared_128(tile.chunk(key, slab, piece * kChunks + chunk), words);
+        ptx::st_shared_128(tile.chunk(key, slab, half * kChunks + chunk), words);
       }
     }
   }

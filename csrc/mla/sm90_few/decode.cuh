@@ -36,7 +36,7 @@ __device__ __forceinline__ void decode(const DecodeParams& params, const ptx::Te
 #pragma unroll 1
     for (int stage = 0; stage < Spec::kCodeStages; ++stage) {
       ptx::mbarrier_init(shared.codes_full(stage), 1);
-      ptx::mbarrier_init(shared.codes_empty(stage), Spec::kConverterWarps / Spec::kCodeStagesOfBlock);
+      ptx::mbarrier_init(shared.codes_empty(stage), 1);
     }
     ptx::mbarrier_init_fence();
   }

@@ -23,9 +23,9 @@ struct DecodeSpec {
   static constexpr int kNumThreads = 32 * kNumWarps;
   static constexpr int kConsumerWarps = 4;
   static constexpr int kConsumerThreads = 32 * kConsumerWarps;
-  static constexpr int kConverterWarps = kNumWarps - kConsumerWarps - 1;
   static constexpr int kCodeStages = kCodeStages_;
   static constexpr bool kHasCodes = kCodeStages > 0;
+  static constexpr int kConverterWarps = kHasCodes ? 4 : 0;
   static constexpr int kStageKeys = 16;
   static constexpr int kCodeStagesOfBlock = kBlockN / kStageKeys;
 
@@ -53,9 +53,10 @@ struct DecodeSpec {
   static_assert(kBlockM == 8 || kBlockM == 16, "more rows are no faster than in the tile of 64");
   static_assert(kNumGroups * kGroupSlabs * kSlabColumns == kHeadDim, "a key block is whole groups");
   static_assert(kNumStages > kNumGroups, "a key block is multiplied while another one loads");
-  static_assert(kConverterWarps == 0 ? !kHasCodes : kConverterWarps == 4 || kConverterWarps == 8,
-                "a warpgroup that multiplies, a warp that loads, and of codes one or two for 16 keys of a block");
+  static_assert(kNumWarps == kConsumerWarps + 1 + kConverterWarps,
+                "a warpgroup that multiplies, a warp that loads, and of codes one for 16 keys of a block");
   static_assert(!kHasCodes || kCodeStages > kCodeStagesOfBlock, "a key block is converted while another one loads");
+  static_assert(kCodeStages % kCodeStagesOfBlock == 0, "a stage has one warp, which waits for each of its phases");
   static_assert(kSharedBytes <= 232448, "sm_90 gives a block at most 227 KiB");
 };
 
