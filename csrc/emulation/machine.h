@@ -70,6 +70,7 @@ void tensor_store(const void* tensor_map, uint32_t smem, int rank, const int* co
 // Ordered semaphores (ptx/ordered_semaphore.cuh). A polling thread lets others run, and work in flight complete.
 void semaphore_wait(const int32_t* gmem, int32_t value, const Site& site, const char* what);
 void semaphore_release(int32_t* gmem, int32_t value, const Site& site, const char* what);
+void bulk_load(uint32_t smem, const void* gmem, uint32_t bytes, uint32_t barrier, const Site& site, const char* what);
 // A bulk store that adds float32 words to global memory, `bytes` a multiple of 16.
 void bulk_copy(float* gmem, uint32_t smem, uint32_t bytes, bool adds, const Site& site, const char* what);
 void tensor_store_commit(const Site& site, const char* what);

@@ -139,19 +139,32 @@ TensorCopy describe(const void* tensor_map, uint32_t smem, int rank, const int* 
   return copy;
 }
 
-}  // namespace
-
-void prefetch_tensor_map(const void* tensor_map, const Site& site, const char* what) {
-  read_map(tensor_map, site, what);
+// A copy of bytes that follow one another, as one of rows that do.
+TensorCopy describe_bytes(const void* gmem, uint32_t smem, uint32_t bytes, const Site& site, const char* what) {
+  const uint32_t row = bytes % 1024 == 0 ? 1024 : 16;
+  if (bytes == 0 || bytes % 16 != 0 || reinterpret_cast<uint64_t>(gmem) % 16 != 0) {
+    fail(FailureKind::kMisaligned, site, what, "%u bytes at global address %llu; multiples of 16 are needed", bytes,
+         static_cast<unsigned long long>(reinterpret_cast<uint64_t>(gmem)));
+  }
+  TensorCopy copy{};
+  copy.issuer = machine.current;
+  copy.site = site;
+  copy.map.magic = kTensorMapMagic;
+  copy.map.rank = 2;
+  copy.map.element_bytes = sizeof(float);
+  copy.map.address = reinterpret_cast<uint64_t>(gmem);
+  copy.map.dims[0] = copy.map.box[0] = row / sizeof(float);
+  copy.map.dims[1] = copy.map.box[1] = bytes / row;
+  copy.map.strides[0] = row;
+  copy.offset = shared_offset(*machine.current->block, smem, bytes, 16, site, what);
+  return copy;
 }
 
-void tensor_load(uint32_t smem, const void* tensor_map, uint32_t barrier_address, int rank, const int* coordinates,
-                 const Site& site, const char* what) {
-  maybe_switch();
+// Its bytes complete on the barrier.
+void start_load(TensorCopy copy, uint32_t barrier_address, const Site& site, const char* what) {
   Fiber& fiber = *machine.current;
   Block& block = *fiber.block;
   ++machine.statistics.tensor_copies;
-  TensorCopy copy = describe(tensor_map, smem, rank, coordinates, site, what);
   Mbarrier& barrier = find_mbarrier(block, barrier_address, site, what);
   if (!barrier.init_fenced && fiber.view.fenced[barrier.init.agent] < barrier.init.clock) {
     fail(FailureKind::kProxyFenceMissing, site, what,
@@ -168,13 +181,10 @@ void tensor_load(uint32_t smem, const void* tensor_map, uint32_t barrier_address
   enqueue(block, copy);
 }
 
-void tensor_store(const void* tensor_map, uint32_t smem, int rank, const int* coordinates, const Site& site,
-                  const char* what) {
-  maybe_switch();
+void start_store(TensorCopy copy, const Site& site, const char* what) {
   Fiber& fiber = *machine.current;
   Block& block = *fiber.block;
   ++machine.statistics.tensor_copies;
-  TensorCopy copy = describe(tensor_map, smem, rank, coordinates, site, what);
   copy.is_store = true;
   if (fiber.store_agent < 0) fiber.store_agent = add_agent(block, AgentKind::kStores, fiber.thread);
   copy.group = fiber.stores_committed + 1;
@@ -184,34 +194,34 @@ void tensor_store(const void* tensor_map, uint32_t smem, int rank, const int* co
   enqueue(block, copy);
 }
 
+}  // namespace
+
+void prefetch_tensor_map(const void* tensor_map, const Site& site, const char* what) {
+  read_map(tensor_map, site, what);
+}
+
+void tensor_load(uint32_t smem, const void* tensor_map, uint32_t barrier, int rank, const int* coordinates,
+                 const Site& site, const char* what) {
+  maybe_switch();
+  start_load(describe(tensor_map, smem, rank, coordinates, site, what), barrier, site, what);
+}
+
+void tensor_store(const void* tensor_map, uint32_t smem, int rank, const int* coordinates, const Site& site,
+                  const char* what) {
+  maybe_switch();
+  start_store(describe(tensor_map, smem, rank, coordinates, site, what), site, what);
+}
+
+void bulk_load(uint32_t smem, const void* gmem, uint32_t bytes, uint32_t barrier, const Site& site, const char* what) {
+  maybe_switch();
+  start_load(describe_bytes(gmem, smem, bytes, site, what), barrier, site, what);
+}
+
 void bulk_copy(float* gmem, uint32_t smem, uint32_t bytes, bool adds, const Site& site, const char* what) {
   maybe_switch();
-  Fiber& fiber = *machine.current;
-  Block& block = *fiber.block;
-  ++machine.statistics.tensor_copies;
-  const uint32_t row = bytes % 1024 == 0 ? 1024 : 16;
-  if (bytes == 0 || bytes % 16 != 0 || reinterpret_cast<uint64_t>(gmem) % 16 != 0) {
-    fail(FailureKind::kMisaligned, site, what, "%u bytes at global address %llu; multiples of 16 are needed", bytes,
-         static_cast<unsigned long long>(reinterpret_cast<uint64_t>(gmem)));
-  }
-  TensorCopy copy{};
-  copy.issuer = &fiber;
-  copy.site = site;
-  copy.is_store = true;
+  TensorCopy copy = describe_bytes(gmem, smem, bytes, site, what);
   copy.adds = adds;
-  copy.map.magic = kTensorMapMagic;
-  copy.map.rank = 2;
-  copy.map.element_bytes = sizeof(float);
-  copy.map.address = reinterpret_cast<uint64_t>(gmem);
-  copy.map.dims[0] = copy.map.box[0] = row / sizeof(float);
-  copy.map.dims[1] = copy.map.box[1] = bytes / row;
-  copy.map.strides[0] = row;
-  copy.offset = shared_offset(block, smem, bytes, 16, site, what);
-  if (fiber.store_agent < 0) fiber.store_agent = add_agent(block, AgentKind::kStores, fiber.thread);
-  copy.group = fiber.stores_committed + 1;
-  fiber.last_store_group = copy.group;
-  record_read(block, copy.offset, bytes, fiber, fiber.store_agent, copy.group, true, site, what);
-  enqueue(block, copy);
+  start_store(copy, site, what);
 }
 
 void run_tensor_copy(Block& block, TensorCopy copy) {

@@ -60,12 +60,12 @@ def families() -> tuple[str, ...]:
     """Those that the GPU runs; "" without one."""
     if not torch.cuda.is_available():
         return ("",)
-    return ("sm80", "sm90") if torch.cuda.get_device_capability() == (9, 0) else ("sm80",)
+    return ("", "sm80", "sm90") if torch.cuda.get_device_capability() == (9, 0) else ("sm80",)
 
 
 @pytest.fixture(autouse=True, params=families())
 def _one_family(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One family for both caches: others have key blocks of other widths."""
+    """The one that is chosen for both caches, and each by itself."""
     monkeypatch.setenv(FAMILY, request.param)
 
 
@@ -102,6 +102,31 @@ def test_long_sequences_and_many(dtype: torch.dtype) -> None:
     check(Case((20000, 3, 700), heads=128, page_size=64, dtype=dtype), "cuda")
     check(Case(tuple(37 * index for index in range(70)), heads=16, dtype=dtype), "cuda")
     check(Case((9000, 8191, 64), heads=8, page_size=64, dtype=dtype, num_splits=1), "cuda")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("tokens", [1, 2])
+def test_few_rows_of_every_number(tokens: int) -> None:
+    for lengths, page_size in (((4096, 700, 63, 0), 64), ((1025,), 0)):
+        q, cache, options = make(Case(lengths, 16, tokens, page_size), "cuda")
+        coded = code(cache)
+        wide = dequantized(coded, BF16).to("cuda")
+        for heads in range(1, 17):
+            options["num_splits"] = heads % 3
+            of_codes, of_elements = (
+                flashmoe.mla_decode(q[:, :, :heads], held, **options, return_lse=True) for held in (coded, wide)
+            )
+            for one, other in zip(of_codes, of_elements, strict=True):
+                assert torch.equal(one, other), (heads, lengths)
+
+
+@pytest.mark.gpu
+def test_keys_that_lie_apart() -> None:
+    q, cache, options = make(Case((700, 33), heads=8, page_size=64), "cuda")
+    coded = code(cache)
+    spread = torch.full((*coded.shape[:2], KEY_BYTES + 48), 0x7F, dtype=torch.uint8, device="cuda")[..., :KEY_BYTES]
+    spread.copy_(coded)
+    assert torch.equal(flashmoe.mla_decode(q, spread, **options), flashmoe.mla_decode(q, coded, **options))
 
 
 @either

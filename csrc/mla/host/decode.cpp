@@ -42,15 +42,14 @@ constexpr char kFewRows[] = "mla_decode_few";
 
 bool is_few_rows(const Kernel& kernel) { return std::strcmp(kernel.operation, kFewRows) == 0; }
 
-// The kernel for few rows where the GPU has it, for 16-bit caches; not where a family is forced, whose kernels give the same bits for both
-// caches. Otherwise of the families that the GPU has, best first, or of the one that is forced. Few rows leave most of a wgmma tile empty; how
+// The kernel for few rows where the GPU has it; not where a family is forced. Otherwise of the families that the GPU has, best first, or of the one that is forced. Few rows leave most of a wgmma tile empty; how
 // few it pays for is measured, but for 17 to 32 rows of indices (docs/kernels/mla.md).
 const Kernel& select_decode(const host::KernelRequest& request, const DecodeArguments& arguments, int64_t rows) {
   const bool is_wgmma_wanted = is_mappable(arguments);
   constexpr int64_t kMostFewRows = 16;
-  if (rows <= kMostFewRows && is_wgmma_wanted && !arguments.has_codes && !arguments.is_sparse() &&
-      request.forced_family == nullptr) {
-    const Kernel* kernel = find(request, kFewRows, "sm90", rows <= 8 ? "m8" : "m16");
+  if (rows <= kMostFewRows && is_wgmma_wanted && !arguments.is_sparse() && request.forced_family == nullptr) {
+    const char* variant = arguments.has_codes ? (rows <= 8 ? "m8_codes" : "m16_codes") : rows <= 8 ? "m8" : "m16";
+    const Kernel* kernel = find(request, kFewRows, "sm90", variant);
     if (kernel != nullptr) return *kernel;
   }
   const int64_t few_rows = arguments.is_sparse() ? 32 : 16;

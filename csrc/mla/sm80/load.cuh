@@ -1,14 +1,13 @@
 // A block's keys, by cp.async, or by way of registers from 8-bit floats; and a warp's share of Q, in registers.
 #pragma once
 
-#include "device/convert.cuh"
 #include "device/swizzle.cuh"
+#include "mla/dequantize.cuh"
 #include "mla/indices.cuh"
 #include "mla/params/codes.h"
 #include "mla/plan.cuh"
 #include "mla/sm80/spec.cuh"
 #include "ptx/cp_async.cuh"
-#include "ptx/e4m3.cuh"
 #include "ptx/math.cuh"
 #include "ptx/memory.cuh"
 #include "ptx/shuffle.cuh"
@@ -118,7 +117,7 @@ struct KeyLoader : BlockKeys<Spec> {
   __device__ __forceinline__ void land(ptx::SmemPointer) const {}
 };
 
-// The same of 8-bit floats. Codes times scales, in float32, are rounded to elements: those of a 16-bit cache so dequantised.
+// The same of 8-bit floats.
 template <typename Spec>
 struct CodeLoader : BlockKeys<Spec> {
   using Element = typename Spec::Element;
@@ -162,13 +161,7 @@ struct CodeLoader : BlockKeys<Spec> {
       for (int slab = 0; slab < kSlabs; ++slab) {
         const float scale = ptx::bits_float(scales[pass][slab / kSlabsPerScale]);
         uint32_t words[4];
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {
-          float values[4];
-          ptx::widen_e4m3(values, codes[pass][slab][half]);
-          words[2 * half] = pack<Element>(values[0] * scale, values[1] * scale);
-          words[2 * half + 1] = pack<Element>(values[2] * scale, values[3] * scale);
-        }
+        dequantize<Element>(words, codes[pass][slab][0], codes[pass][slab][1], scale);
         ptx::st_shared_128(key_smem + slab * (kSegmentChunks * kChunkBytes), words);
       }
       ptx::st_shared_128(key_smem + kSlabs * (kSegmentChunks * kChunkBytes), rotary[pass]);

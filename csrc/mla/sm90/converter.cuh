@@ -4,13 +4,12 @@
 // on. A warp has 16 keys, two lanes for each key: what a lane writes over is read by its own warp alone.
 #pragma once
 
-#include "device/convert.cuh"
+#include "mla/dequantize.cuh"
 #include "mla/indices.cuh"
 #include "mla/params/codes.h"
 #include "mla/plan.cuh"
 #include "mla/sm90/spec.cuh"
 #include "ptx/barrier.cuh"
-#include "ptx/e4m3.cuh"
 #include "ptx/fence.cuh"
 #include "ptx/math.cuh"
 #include "ptx/memory.cuh"
@@ -88,8 +87,7 @@ struct Converter {
     }
   }
 
-  // Codes times scales, in float32, are rounded to elements: those of a 16-bit cache so dequantised. A key that does not exist becomes zeros.
-  // Codes are read a slab ahead.
+  // A key that does not exist becomes zeros. Codes are read a slab ahead.
   __device__ __forceinline__ void convert(int stage, int parity, int group, const uint32_t (&scales)[4],
                                           bool exists) const {
     wait_landed(stage, group, parity);
@@ -104,13 +102,8 @@ struct Converter {
 #pragma unroll
       for (int chunk = 0; chunk < kChunks; ++chunk) {
         uint32_t words[4];
-#pragma unroll
-        for (int i = 0; i < 2; ++i) {
-          float values[4];
-          ptx::widen_e4m3(values, codes[slab % 2][chunk / 2][chunk % 2 * 2 + i]);
-          words[2 * i] = pack<Element>(values[0] * scale, values[1] * scale);
-          words[2 * i + 1] = pack<Element>(values[2] * scale, values[3] * scale);
-        }
+        const uint32_t (&own)[4] = codes[slab % 2][chunk / 2];
+        dequantize<Element>(words, own[chunk % 2 * 2], own[chunk % 2 * 2 + 1], scale);
         ptx::st_shared_128(shared.key(stage).chunk(key, group * 4 + slab, half * kChunks + chunk), words);
       }
     }

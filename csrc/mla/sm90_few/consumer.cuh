@@ -236,7 +236,7 @@ struct Consumer {
         ring.advance();
       }
       const int keys = segment.keys - block * Spec::kBlockN;
-      if (keys < Spec::kBlockN) zero_tail(at, keys);
+      if (!Spec::kHasCodes && keys < Spec::kBlockN) zero_tail(at, keys);
       float scores[kSums];
       compute_scores(scores, at);
       if ((block + 1) * Spec::kBlockN > seen_by_all) hide(scores, segment, block);

@@ -1,12 +1,14 @@
-// Decoding of multi-head latent attention for sm_90a, up to 16 rows of a sequence: bound by how many bytes of keys are asked for.
+// Decoding of multi-head latent attention for sm_90a, up to 16 rows of a sequence: bound by how many bytes of keys are asked for. Over a cache
+// of 8-bit floats the same products in the same order, so the same bits.
 //   grid   parts blocks (plan.cuh)
 //   maps   ../sm90/tensor_map.h says how the host builds them
-// Read spec.cuh (what lies where), loader.cuh and consumer.cuh in this order.
+// Read spec.cuh (what lies where), loader.cuh, converter.cuh and consumer.cuh in this order.
 #pragma once
 
 #include "mla/params/decode.h"
 #include "mla/plan.cuh"
 #include "mla/sm90_few/consumer.cuh"
+#include "mla/sm90_few/converter.cuh"
 #include "mla/sm90_few/loader.cuh"
 #include "mla/sm90_few/spec.cuh"
 #include "ptx/barrier.cuh"
@@ -23,13 +25,18 @@ __device__ __forceinline__ void decode(const DecodeParams& params, const ptx::Te
   const int warp = ptx::shuffle_index(ptx::warp_index(), 0);  // the same in the whole warp, for the compiler
   if (warp == Spec::kConsumerWarps && ptx::elect_one()) {
     ptx::prefetch_tensor_map(&q_map);
-    ptx::prefetch_tensor_map(&cache_map);
+    if constexpr (!Spec::kHasCodes) ptx::prefetch_tensor_map(&cache_map);
     ptx::mbarrier_init(shared.query_full(), 1);
     ptx::mbarrier_init(shared.query_empty(), Spec::kConsumerWarps);
 #pragma unroll 1
     for (int stage = 0; stage < Spec::kNumStages; ++stage) {
-      ptx::mbarrier_init(shared.key_full(stage), 1);
+      ptx::mbarrier_init(shared.key_full(stage), Spec::kHasCodes ? Spec::kConverterWarps : 1);
       ptx::mbarrier_init(shared.key_empty(stage), Spec::kConsumerWarps);
+    }
+#pragma unroll 1
+    for (int stage = 0; stage < Spec::kCodeStages; ++stage) {
+      ptx::mbarrier_init(shared.codes_full(stage), 1);
+      ptx::mbarrier_init(shared.codes_empty(stage), 1);
     }
     ptx::mbarrier_init_fence();
   }
@@ -39,9 +46,15 @@ __device__ __forceinline__ void decode(const DecodeParams& params, const ptx::Te
   Plan plan(params, ptx::block_index());
   if (warp == Spec::kConsumerWarps) {
     Loader<Spec>{params, shared, q_map, cache_map}.run(plan);
-  } else {
-    Consumer<Spec>(params, shared).run(plan);
+    return;
   }
+  if constexpr (Spec::kHasCodes) {
+    if (warp > Spec::kConsumerWarps) {
+      Converter<Spec>(params, shared, warp - Spec::kConsumerWarps - 1).run(plan);
+      return;
+    }
+  }
+  Consumer<Spec>(params, shared).run(plan);
 }
 
 }  // namespace flashmoe::mla::sm90_few

@@ -1,10 +1,13 @@
-// One warp asks the copy engine for Q and the key blocks, group after group.
+// One warp asks the copy engine for Q and the key blocks, group after group, of codes 16 keys after 16 keys.
 #pragma once
 
 #include "device/ring.cuh"
+#include "mla/params/codes.h"
 #include "mla/plan.cuh"
 #include "mla/sm90_few/spec.cuh"
 #include "ptx/barrier.cuh"
+#include "ptx/bulk_load.cuh"
+#include "ptx/shuffle.cuh"
 #include "ptx/special_registers.cuh"
 #include "ptx/tma.cuh"
 
@@ -16,12 +19,13 @@ struct Loader {
   const SharedMemory<Spec> shared;
   const ptx::TensorMap& q_map;
   const ptx::TensorMap& cache_map;
-  RingPosition<Spec::kNumStages> ring;
+  RingPosition<Spec::kHasCodes ? Spec::kCodeStages : Spec::kNumStages> ring;
   int query_parity = 1;
 
-  // Each lane asks for one box of every slab. The page of this lane's box of a block; -1 where it holds no key.
+  // Each lane asks for one box of every slab; of codes the first four know where 16 keys are. The page of this lane's keys of a block; -1
+  // where there is none.
   __device__ __forceinline__ int find(const Segment& segment, int block) const {
-    const int row = ptx::lane_index() * params.box_rows;
+    const int row = ptx::lane_index() * (Spec::kHasCodes ? Spec::kStageKeys : params.box_rows);
     const int key = block * Spec::kBlockN + row;
     if (row >= Spec::kBlockN || key >= segment.keys || block >= segment.end_block) return -1;
     if (params.block_table == nullptr) return segment.batch;
@@ -60,6 +64,33 @@ struct Loader {
     }
   }
 
+  // Keys of 656 bytes, in one piece where they follow one another; none past the last.
+  __device__ __forceinline__ void load_codes(const Segment& segment, int block, int page) {
+    const bool is_one_piece = params.key_stride == kCodedKeyBytes;
+    const int own = ptx::lane_index() * (is_one_piece ? Spec::kStageKeys : 1);
+#pragma unroll 1
+    for (int part = 0; part < Spec::kCodeStagesOfBlock; ++part) {
+      const int first_key = block * Spec::kBlockN + part * Spec::kStageKeys;
+      const int keys = max(0, min(Spec::kStageKeys, segment.keys - first_key));
+      const int part_page = ptx::shuffle_index(page, part);
+      const int row = params.block_table == nullptr ? first_key
+                                                    : static_cast<int>(static_cast<uint32_t>(first_key) %
+                                                                       static_cast<uint32_t>(params.page_size));
+      ptx::Mbarrier* full = shared.codes_full(ring.stage);
+      ptx::mbarrier_wait(shared.codes_empty(ring.stage), ring.parity ^ 1);
+      ptx::warp_sync();  // no lane still waits when the next phase ends
+      if (ptx::lane_index() == 0) ptx::mbarrier_arrive_expect_tx(full, keys * kCodedKeyBytes);
+      ptx::warp_sync();  // bytes are announced before they arrive
+      if (own < keys) {
+        const auto* key_gmem = static_cast<const unsigned char*>(params.cache) + part_page * params.page_stride +
+                               (row + own) * params.key_stride;
+        ptx::bulk_load(shared.codes(ring.stage) + own * kCodedKeyBytes, key_gmem,
+                       (is_one_piece ? keys : 1) * kCodedKeyBytes, full, ptx::CacheHint::kEvictFirst);
+      }
+      ring.advance();
+    }
+  }
+
   __device__ __forceinline__ void load_query(const Segment& segment) {
     ptx::mbarrier_wait(shared.query_empty(), query_parity);
     query_parity ^= 1;
@@ -84,7 +115,11 @@ struct Loader {
 #pragma unroll 1
       for (int block = segment.begin_block; block < segment.end_block; ++block) {
         const int next_page = find(segment, block + 1);
-        load_keys(segment, block, page);
+        if constexpr (Spec::kHasCodes) {
+          load_codes(segment, block, page);
+        } else {
+          load_keys(segment, block, page);
+        }
         // Behind the keys, whose stages were free before.
         if (block == segment.begin_block && !is_first) load_query(segment);
         page = next_page;

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "device/shared_tile.cuh"
+#include "mla/params/codes.h"
 #include "mla/params/decode.h"
 #include "ptx/mbarrier.cuh"
 #include "ptx/types.cuh"
@@ -11,7 +12,8 @@ namespace flashmoe::mla::sm90_few {
 // Products are transposed: keys, and columns of the output, are the 64 rows of a wgmma, and kBlockM heads are its columns, so that nothing
 // is padded. A ring of groups of three slabs (64 keys x 64 columns each) holds as many keys as fit: what bounds few rows is how many bytes are
 // asked for. A key block is three groups: columns 0 to 191, 192 to 383, and 384 to 511 with the rotary ones.
-template <typename Element_, int kBlockM_, int kBlockN_, int kNumStages_, int kNumWarps_>
+// kCodeStages   stages of 16 keys of a cache of 8-bit floats (params/codes.h), of which converter.cuh makes the groups; 0: a 16-bit cache.
+template <typename Element_, int kBlockM_, int kBlockN_, int kNumStages_, int kNumWarps_, int kCodeStages_>
 struct DecodeSpec {
   using Element = Element_;
   static constexpr int kBlockM = kBlockM_;
@@ -21,6 +23,11 @@ struct DecodeSpec {
   static constexpr int kNumThreads = 32 * kNumWarps;
   static constexpr int kConsumerWarps = 4;
   static constexpr int kConsumerThreads = 32 * kConsumerWarps;
+  static constexpr int kCodeStages = kCodeStages_;
+  static constexpr bool kHasCodes = kCodeStages > 0;
+  static constexpr int kConverterWarps = kHasCodes ? 4 : 0;
+  static constexpr int kStageKeys = 16;
+  static constexpr int kCodeStagesOfBlock = kBlockN / kStageKeys;
 
   static constexpr int kGroupSlabs = 3;
   static constexpr int kNumGroups = kHeadDim / kSlabColumns / kGroupSlabs;  // of a key block
@@ -37,14 +44,19 @@ struct DecodeSpec {
   static constexpr int kProbabilityOffset = kQueryOffset + QueryTile::kBytes;
   static constexpr int kMaxOffset = kProbabilityOffset + ProbabilityTile::kBytes;  // [4][kBlockM]: of a warp's keys
   static constexpr int kSumOffset = kMaxOffset + kConsumerWarps * kBlockM * 4;     // [4][kBlockM]
-  static constexpr int kBarrierOffset = kSumOffset + kConsumerWarps * kBlockM * 4;
-  static constexpr int kSharedBytes = kBarrierOffset + (2 + 2 * kNumStages) * 8;
+  static constexpr int kCodeOffset = kSumOffset + kConsumerWarps * kBlockM * 4;    // [kCodeStages][16][656 bytes]
+  static constexpr int kCodeStageBytes = kStageKeys * kCodedKeyBytes;
+  static constexpr int kBarrierOffset = kCodeOffset + kCodeStages * kCodeStageBytes;
+  static constexpr int kSharedBytes = kBarrierOffset + (2 + 2 * kNumStages + 2 * kCodeStages) * 8;
 
   static_assert(kBlockN == 64, "keys are the rows of a wgmma");
   static_assert(kBlockM == 8 || kBlockM == 16, "more rows are no faster than in the tile of 64");
   static_assert(kNumGroups * kGroupSlabs * kSlabColumns == kHeadDim, "a key block is whole groups");
   static_assert(kNumStages > kNumGroups, "a key block is multiplied while another one loads");
-  static_assert(kNumWarps == kConsumerWarps + 1, "a warpgroup that multiplies, and a warp that loads");
+  static_assert(kNumWarps == kConsumerWarps + 1 + kConverterWarps,
+                "a warpgroup that multiplies, a warp that loads, and of codes one for 16 keys of a block");
+  static_assert(!kHasCodes || kCodeStages > kCodeStagesOfBlock, "a key block is converted while another one loads");
+  static_assert(kCodeStages % kCodeStagesOfBlock == 0, "a stage has one warp, which waits for each of its phases");
   static_assert(kSharedBytes <= 232448, "sm_90 gives a block at most 227 KiB");
 };
 
@@ -73,11 +85,19 @@ struct SharedMemory {
   __device__ __forceinline__ ptx::Mbarrier* barrier(int index) const {
     return reinterpret_cast<ptx::Mbarrier*>(base + Spec::kBarrierOffset) + index;
   }
-  // full: the copy engine has written it. empty: every consumer warp has read it for the last time.
+  // full: the copy engine has written it, of codes the converters. empty: every consumer warp has read it for the last time.
   __device__ __forceinline__ ptx::Mbarrier* query_full() const { return barrier(0); }
   __device__ __forceinline__ ptx::Mbarrier* query_empty() const { return barrier(1); }
   __device__ __forceinline__ ptx::Mbarrier* key_full(int stage) const { return barrier(2 + stage); }
   __device__ __forceinline__ ptx::Mbarrier* key_empty(int stage) const { return key_full(Spec::kNumStages + stage); }
+  // 16 keys as they lie in the cache. full: the copy engine has written them. empty: their converters have read them.
+  __device__ __forceinline__ unsigned char* codes(int stage) const {
+    return base + Spec::kCodeOffset + stage * Spec::kCodeStageBytes;
+  }
+  __device__ __forceinline__ ptx::Mbarrier* codes_full(int stage) const { return key_empty(Spec::kNumStages + stage); }
+  __device__ __forceinline__ ptx::Mbarrier* codes_empty(int stage) const {
+    return codes_full(Spec::kCodeStages + stage);
+  }
 };
 
 }  // namespace flashmoe::mla::sm90_few

@@ -43,6 +43,8 @@ def problems(unit: Unit) -> Iterator[MlaProblem]:
     yield replace(base, name="dense", page_size=0, heads=m + 3, keys=(2 * n + 5, n - 1), parts=3, wants_lse=False)
     yield replace(base, name="one split", num_splits=1, page_size=48, is_causal=False, tokens=2, heads=5)
     yield replace(base, name="large pages", page_size=2 * n, keys=(5 * n + 1,), heads=1, parts=2, magnitude=6.0)
+    if has_codes:
+        yield replace(base, name="keys apart", spare=16, keys=(2 * n + 21, n - 1), parts=3)
     yield replace(base, name="few keys", keys=(1, 2, 3), tokens=3, heads=3, parts=2, has_sinks=True)
     many = tuple(index % 3 * n for index in range(37))
     yield replace(base, name="many", keys=(*many, 3 * n), heads=2, parts=5, data_seed=3)
@@ -90,7 +92,11 @@ def put_together(tensors: Tensors, found: list[Segment], partial: dict[str, torc
 
 
 def trial(unit: Unit, p: MlaProblem) -> Trial:
-    tensors, row = build(p), unit.row
+    return trial_on(unit, build(p))
+
+
+def trial_on(unit: Unit, tensors: Tensors) -> Trial:
+    p, row = tensors.problem, unit.row
     found, partial = plan(p, row.block_n), partial_results(p, row.block_m)
     values = values_of(tensors, row.block_m, row.block_n, partial)
 

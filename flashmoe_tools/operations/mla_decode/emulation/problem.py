@@ -40,6 +40,7 @@ class MlaProblem(NamedProblem):
     sum_pieces: int = 2
     magnitude: float = 1.0  # of q
     has_codes: bool = False  # a cache of 8-bit floats
+    spare: int = 0  # bytes, or elements, between its keys
     topk: int = 0  # indices of each sequence, of which keys[b] name keys; 0: a sequence's own keys
     data_seed: int = 0
 
@@ -113,13 +114,13 @@ def build(p: MlaProblem) -> Tensors:
     kind = torch.uint8 if p.has_codes else dtype
     table = None
     if p.page_size == 0:
-        cache = torch.full((batch, max(p.keys) + 3, width), empty, dtype=kind)
+        cache = torch.full((batch, max(p.keys) + 3, width + p.spare), empty, dtype=kind)[..., :width]
         for own, values in zip(cache, stored, strict=True):
             own[: len(values)] = values
     else:
         counts = [-(-length // p.page_size) for length in p.keys]
         order = torch.randperm(sum(counts) + 2, generator=generator).to(torch.int32)
-        cache = torch.full((len(order), p.page_size, width), empty, dtype=kind)
+        cache = torch.full((len(order), p.page_size, width + p.spare), empty, dtype=kind)[..., :width]
         table = torch.full((batch, max(counts) + 1), GARBAGE_PAGE, dtype=torch.int32)
         table[1::2] = -1
         used = 0

@@ -1,0 +1,39 @@
+"""Few rows over a cache of 8-bit floats: the bits of the same kernel over the dequantised cache."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from flashmoe_build.emulation.build import Options
+from flashmoe_build.emulation.compare import DTYPES
+from flashmoe_build.emulation.machine import Settings
+from flashmoe_build.emulation.runner import execute
+from flashmoe_tools.operations.mla_decode.codes import dequantize
+from flashmoe_tools.operations.mla_decode.emulation.decode import trial_on
+from flashmoe_tools.operations.mla_decode.emulation.problem import MlaProblem, Tensors, build
+from flashmoe_tools.tables import Unit, load_tables
+
+
+def results(unit: Unit, tensors: Tensors) -> list[torch.Tensor]:
+    outcome = execute(unit, trial_on(unit, tensors), Settings(), Options())
+    assert outcome.passed, outcome.explain()
+    return [outcome.results[name].nan_to_num(7.0) for name in ("out", "lse")]
+
+
+@pytest.mark.parametrize("rows", [8, 16])
+def test_the_bits_of_the_dequantised_cache(rows: int) -> None:
+    """One head, some, and as many as the tile holds, of one token and two; lengths from none to several blocks, whole and in parts."""
+    units = {unit.name: unit for unit in load_tables().units(("sm_90a",))}
+    plain, coded = (units[f"mla_decode_few_sm90_f16_m{rows}{suffix}"] for suffix in ("", "_codes"))
+    for heads, tokens, keys, splits in (
+        (1, 2, (130, 0, 64), 32),
+        (rows // 2 - 1, 2, (1, 200), 1),
+        (rows, 1, (64, 15, 333), 32),
+    ):
+        problem = MlaProblem("codes", "f16", keys, heads, tokens, magnitude=3.0, num_splits=splits, has_codes=True)
+        of_codes = build(problem)
+        wide = dequantize(of_codes.cache, DTYPES["f16"])
+        of_elements = replace(build(problem), problem=replace(problem, has_codes=False), cache=wide)
+        for one, other in zip(results(coded, of_codes), results(plain, of_elements), strict=True):
+            assert torch.equal(one, other), problem
