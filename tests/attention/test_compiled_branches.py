@@ -108,6 +108,14 @@ def test_the_same_results(
         torch.testing.assert_close(one, other, rtol=0, atol=0)
 
 
+@pytest.mark.parametrize(("what", "call", "options"), CALLS, ids=lambda one: one if isinstance(one, str) else "")
+def test_the_cpu_hands_nothing_to_torch(
+    monkeypatch: pytest.MonkeyPatch, what: str, call: Callable[..., Answer], options: dict[str, Any]
+) -> None:
+    monkeypatch.setenv("FLASHMOE_FALLBACK", "error")
+    call(**options)
+
+
 class _Full(TorchDispatchMode):
     """A device without room for any result of ours."""
 
