@@ -127,9 +127,13 @@ class RotaryEmbedding(torch.nn.Module):
         self, seqlen: int, device: torch.device | None = None, dtype: torch.dtype | None = None
     ) -> None:
         known = self._cos_cached
-        if known is not None and seqlen <= self._seq_len_cached and (known.device, known.dtype) == (device, dtype):
-            if not (self.training and known.is_inference()):
-                return
+        if (
+            known is not None
+            and seqlen <= self._seq_len_cached
+            and (known.device, known.dtype) == (device, dtype)
+            and not (self.training and known.is_inference())
+        ):
+            return
         self._seq_len_cached = seqlen
         columns = torch.arange(0, self.dim, 2, device=device, dtype=torch.float32)  # .half() has rounded the buffers
         position = torch.arange(seqlen, device=device, dtype=torch.float32).unsqueeze(1)

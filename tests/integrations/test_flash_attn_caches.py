@@ -258,7 +258,9 @@ def test_rotary_of_ragged_rows_its_gradient_and_its_errors() -> None:
 @pytest.mark.parametrize("scale_base", [None, 16.0])
 @pytest.mark.parametrize("interleaved", [False, True])
 def test_rotary_embedding_in_place(device: str, interleaved: bool, scale_base: float | None) -> None:
-    module = rotary.RotaryEmbedding(8, 100.0, interleaved, scale_base, device).half()  # the tables keep float32's angles
+    module = rotary.RotaryEmbedding(
+        8, 100.0, interleaved, scale_base, device
+    ).half()  # the tables keep float32's angles
     qkv = torch.randn(2, 5, 3, 4, 12, device=device)
     column = torch.arange(0, 8, 2, dtype=torch.float64)
     longest = torch.arange(9, dtype=torch.float64).unsqueeze(1)
@@ -268,7 +270,9 @@ def test_rotary_embedding_in_place(device: str, interleaved: bool, scale_base: f
         angle = longest * 100.0 ** (-column / 8)
         factor = torch.ones(9, 4) if scale_base is None else z ** (sign * (longest - length // 2) / scale_base)
         cos, sin = ((table * factor).float().to(device) for table in (angle.cos(), angle.sin()))
-        return torch.stack([turned(row, cos, sin, list(range(o, o + 5)), interleaved) for row, o in zip(x, offsets)])
+        return torch.stack(
+            [turned(row, cos, sin, list(range(o, o + 5)), interleaved) for row, o in zip(x, offsets, strict=False)]
+        )
 
     given = qkv.clone()
     assert module(given, seqlen_offset=2) is given  # tables of 7
@@ -279,11 +283,15 @@ def test_rotary_embedding_in_place(device: str, interleaved: bool, scale_base: f
     q, kv = qkv[:, :, 0].clone(), torch.stack((qkv[:, :, 1, :2], qkv[:, :, 1, 2:]), 2)
     offsets = torch.tensor([1, 4], device=device)
     again = module(q, kv, offsets, max_seqlen=9)
-    assert again[0] is q and again[1] is kv
+    assert again[0] is q
+    assert again[1] is kv
     assert torch.allclose(q, wanted(qkv[:, :, 0], [1, 4], 9, 1), atol=1e-5)
     assert torch.allclose(kv[:, :, 0], wanted(qkv[:, :, 1, :2], [1, 4], 9, -1), atol=1e-5)
     assert torch.equal(module(grouped, seqlen_offset=offsets, num_heads_q=4), torch.cat((q, kv.flatten(2, 3)), 2))
-    rows = torch.stack([module._cos_cached[o : o + 5] for o in (1, 4)]), torch.stack([module._sin_cached[o : o + 5] for o in (1, 4)])
+    rows = (
+        torch.stack([module._cos_cached[o : o + 5] for o in (1, 4)]),
+        torch.stack([module._sin_cached[o : o + 5] for o in (1, 4)]),
+    )
     assert torch.allclose(rotary.apply_rotary_emb_torch(qkv[:, :, 0], *rows, interleaved), q, atol=1e-6)
     with pytest.raises(ShapeError, match=r"qkv has shape \[2, 5, 8, 12\] and num_heads_q is None"):
         module(grouped)

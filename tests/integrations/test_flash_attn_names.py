@@ -130,7 +130,8 @@ def test_padded_batches_unpad_run_and_pad_again(device: str, causal: bool) -> No
     keys, values = (bert_padding.unpad_input(t, valid)[0] for t in (k, v))
     again_rows, residual = bert_padding.index_first_axis_residual(q.flatten(0, 1).requires_grad_(), indices)
     assert torch.equal(again_rows, rows)
-    assert again_rows.requires_grad and not residual.requires_grad
+    assert again_rows.requires_grad
+    assert not residual.requires_grad
     packed = flash_attn.flash_attn_varlen_func(rows, keys, values, cu, cu, longest, longest, causal=causal)
     again = flash_attn.flash_attn_varlen_qkvpacked_func(
         torch.stack((rows, keys, values), 1), cu, longest, causal=causal
