@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import flashmoe
-from flashmoe.errors import FlashmoeError
+from flashmoe.errors import ArgumentError, FlashmoeError
 
 Answer = Tensor | tuple[Tensor, ...]
 
@@ -106,6 +106,18 @@ def test_the_same_results(
     for one, other in zip(found, expected, strict=True):
         assert one.dtype is other.dtype
         torch.testing.assert_close(one, other, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize(("what", "call", "options"), CALLS, ids=lambda one: one if isinstance(one, str) else "")
+def test_what_the_cpu_hands_to_torch(
+    monkeypatch: pytest.MonkeyPatch, what: str, call: Callable[..., Answer], options: dict[str, Any]
+) -> None:
+    monkeypatch.setenv("FLASHMOE_FALLBACK", "error")
+    if options.get("kind") == "scaled":  # which has kernels on GPUs alone
+        with pytest.raises(ArgumentError, match="would run on torch"):
+            call(**options)
+        return
+    call(**options)
 
 
 class _Full(TorchDispatchMode):

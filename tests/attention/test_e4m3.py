@@ -392,6 +392,18 @@ def test_appended_keys_are_attended_to(kind: str, device: str) -> None:
     assert torch.equal(grown, flashmoe.attention_with_kvcache(q, *whole, cache_seqlens=held + 5, **options))
 
 
+def test_one_scale_for_all_pages_goes_with_pages_of_any_size() -> None:
+    q, cache = torch.randn(1, 2, 1, 64, dtype=torch.bfloat16), torch.ones(3, 12, 2, 64).to(E4M3)
+    used = {
+        "cache_seqlens": torch.tensor([30], dtype=torch.int32),
+        "block_table": torch.tensor([[2, 0, 1]], dtype=torch.int32),
+    }
+    out = flashmoe.attention_with_kvcache(q, cache, cache, **used, k_scale=1.0, v_scale=torch.full((1, 1, 1, 1), 2.0))
+    assert torch.equal(out, torch.full_like(out, 2.0))
+    with pytest.raises(ArgumentError, match="found 12"):
+        flashmoe.attention_with_kvcache(q, cache, cache, **used, k_scale=1.0, v_scale=torch.ones(3, 1, 1, 1))
+
+
 @either
 def test_ragged_queries_and_keys(dtype: torch.dtype, device: str) -> None:
     """As attention_varlen takes them: rows of sequences, scales of sequences."""

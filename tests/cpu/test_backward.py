@@ -234,3 +234,15 @@ def test_small_problems_are_exact_in_float32(backend: Backend, seed: int) -> Non
             assert error <= 2.0**-24 * (1 + 1e-4) * wanted.abs().max().item() + 1e-30, (
                 f"d{name}, {EXACT[index]}: {error:.2e}"
             )
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("name", ["k", "v"])
+def test_a_key_that_a_row_does_not_see_does_not_reach_its_gradient(
+    backend: Backend, dtype: torch.dtype, name: str
+) -> None:
+    inputs = dict(zip("qkv", make_inputs(Problem(60, 60, 64, 1, 1), "cpu", dtype), strict=True))
+    inputs[name][:, :, 50] = torch.nan
+    out, lse = backend.forward(**inputs, causal=True)
+    dq, _, _ = backend.backward(torch.ones_like(out), **inputs, out=out, lse=lse, causal=True)
+    assert dq[:, :, :50].isfinite().all()

@@ -1,12 +1,14 @@
 """Every instruction set against fp64: head dims, lengths, masks, grouped heads, strides, extreme values."""
 
 import math
+import mmap
 from itertools import product
 
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from torch import Tensor
 
 from tests.attention.drawn import lengths
 from tests.attention.reference import Problem, make_inputs, plain_attention, tolerance, visible
@@ -250,3 +252,22 @@ def test_no_thread(library: Backend) -> None:
     q, k, v = make_inputs(Problem(5, 5), "cpu", torch.float32)
     with pytest.raises(BackendError, match="num_threads must be at least 1, got 0"):
         library.forward(q, k, v, threads=0)
+
+
+def _far_apart(tensor: Tensor) -> Tensor:
+    """The same elements, rows 2^28 elements apart, in memory of which only what is touched is there."""
+    _, heads, rows, columns = tensor.shape
+    no_reserve, stride = 0x4000, 1 << 28
+    held = mmap.mmap(-1, 2 * rows * stride, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | no_reserve)
+    wide = torch.frombuffer(held, dtype=tensor.dtype).as_strided(tensor.shape, (columns * heads, columns, stride, 1))
+    return wide.copy_(tensor)
+
+
+@pytest.mark.parametrize("rows", [3, 17])
+@pytest.mark.parametrize("name", ["q", "k", "v", "out"])
+def test_offsets_of_more_than_32_bits(backend: Backend, name: str, rows: int) -> None:
+    inputs = dict(zip("qkv", make_inputs(Problem(rows, 17, 40, 2, 2), "cpu", torch.bfloat16), strict=True))
+    expected, _ = backend.forward(**inputs)
+    changed = {name: _far_apart(expected if name == "out" else inputs[name])}
+    found, _ = backend.forward(**{**inputs, **changed})
+    assert torch.equal(found, expected)

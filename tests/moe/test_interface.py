@@ -53,6 +53,7 @@ def test_the_three_operators_give_the_same_bits(case: Case, device: str) -> None
         wide = torch.full((case.tokens, 2 * case.hidden), float("nan"), dtype=case.dtype, device=device)
         out = wide[:, : case.hidden]
         assert call(case, inputs, out=out) is out
+        assert call(case, inputs, out=out.requires_grad_()) is out  # nothing is recorded
     assert recorded.requires_grad
     assert torch.equal(recorded, plain)
     assert torch.equal(plain, out)

@@ -287,6 +287,7 @@ def test_products_of_ragged_codes(name: str, monkeypatch: pytest.MonkeyPatch) ->
         (90, (2, 2, 1, 80, 75, 24, 24), "bhq1", ScoreOptions(scale=-0.2), 0.0),
         (80, (2, 2, 2, 70, 66, 24, 24), "b111", ScoreOptions(), 0.0),
         (90, (2, 4, 2, 33, 40, 24, 24), "qk", ScoreOptions(causal=True), 0.3),
+        (80, (1, 2, 2, 33, 40, 24, 72), "bhqk", ScoreOptions(), 0.0),
     ],
 )
 def test_gradients_of_a_mask(
@@ -301,7 +302,9 @@ def test_gradients_of_a_mask(
     monkeypatch.setattr(bias_gradient, "_on_cpu", bias_gradient._by_kernels)
     begin(capability)
     test_bias_gradient.test_against_autograd("cpu", (sizes, letters, options, dropout_p))
-    assert "bias_gradient" in launched()
+    symbols = [launch["symbol"] for launch in launches() if launch["operation"] == "attention_bias_gradient"]
+    assert all(f"_d{64 if max(sizes[5:]) <= 64 else 128}" in symbol for symbol in symbols)
+    assert symbols
 
 
 @pytest.mark.parametrize(
@@ -314,6 +317,7 @@ def test_gradients_of_a_mask(
         (90, ((2, 2), 33, 60, 16, ScoreOptions(window=(33, 5)), "mask")),
         (90, ((8, 2), 1, 70, 24, ScoreOptions(), "")),
         (90, ((2, 1), 20, 65, 144, ScoreOptions(causal=True), "")),
+        (90, ((1, 1), 520, 530, 16, ScoreOptions(causal=True), "")),  # by the fused form
     ],
 )
 def test_dropout_and_its_gradients(capability: int, case: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -321,6 +325,7 @@ def test_dropout_and_its_gradients(capability: int, case: Any, monkeypatch: pyte
     begin(capability)
     test_dropout.test_dense_attention_and_its_gradients("cpu", case)
     assert "dropout" in launched()[0]
+    assert any("backward_fused" in name for name in launched()) is (case[1] >= 512)
 
 
 @pytest.mark.parametrize("capability", CAPABILITIES)

@@ -60,6 +60,19 @@ def launches() -> list[dict[str, Any]]:
     return found
 
 
+def test_codes_begin_at_a_multiple_of_16_bytes() -> None:
+    q, lengths = torch.randn(2, 1, 16, 576).to(BF16), torch.tensor([3, 16], dtype=torch.int32)
+    for offset in (0, 8):
+        cache = torch.zeros(2 * 16 * KEY_BYTES + 8, dtype=torch.uint8)[offset:][: 2 * 16 * KEY_BYTES].view(
+            2, 16, KEY_BYTES
+        )
+        if offset == 0:
+            flashmoe.mla_decode(q, cache, cache_seqlens=lengths, scale=0.1)
+            continue
+        with pytest.raises(Exception, match=r"coded_alignment|address of 16 n \+ 8"):
+            flashmoe.mla_decode(q, cache, cache_seqlens=lengths, scale=0.1)
+
+
 MORE = (
     test_decode.Case(
         (5,) * 40, heads=8, page_size=16
