@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import flashmoe
-from flashmoe.errors import FlashmoeError
+from flashmoe.errors import ArgumentError, FlashmoeError
 
 Answer = Tensor | tuple[Tensor, ...]
 
@@ -109,10 +109,14 @@ def test_the_same_results(
 
 
 @pytest.mark.parametrize(("what", "call", "options"), CALLS, ids=lambda one: one if isinstance(one, str) else "")
-def test_the_cpu_hands_nothing_to_torch(
+def test_what_the_cpu_hands_to_torch(
     monkeypatch: pytest.MonkeyPatch, what: str, call: Callable[..., Answer], options: dict[str, Any]
 ) -> None:
     monkeypatch.setenv("FLASHMOE_FALLBACK", "error")
+    if options.get("kind") == "scaled":  # which has kernels on GPUs alone
+        with pytest.raises(ArgumentError, match="would run on torch"):
+            call(**options)
+        return
     call(**options)
 
 
