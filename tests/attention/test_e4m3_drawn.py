@@ -44,7 +44,12 @@ def test_any_cache(
     table = torch.randperm(batch * pages, generator=generator).view(batch, pages).to(torch.int32)
     if not page_size or page_size % 16:  # such pages have no scales
         scales = tuple("sequences" if kind == "pages" else kind for kind in scales)
-    shapes = {"one": (1, 1, 1), "heads": (1, heads[1], 1), "sequences": (batch, heads[1], 1), "pages": (batch, heads[1], pages)}
+    shapes = {
+        "one": (1, 1, 1),
+        "heads": (1, heads[1], 1),
+        "sequences": (batch, heads[1], 1),
+        "pages": (batch, heads[1], pages),
+    }
     factors = [
         2.0 ** (sign * exponent) * (torch.rand(shapes[kind], generator=generator) + 0.5)
         for kind, sign in zip(scales, (-1, 1), strict=True)
@@ -82,7 +87,9 @@ def test_any_cache(
     )
     for sequence, (_, keys) in enumerate(sizes):
         k, v = (
-            (one[sequence, :, :keys].double() * factor[sequence, :, :keys, None]).repeat_interleave(heads[0] // heads[1], dim=0)
+            (one[sequence, :, :keys].double() * factor[sequence, :, :keys, None]).repeat_interleave(
+                heads[0] // heads[1], dim=0
+            )
             for one, factor in zip(codes, of_keys, strict=True)
         )
         expected, expected_lse = by_definition(q[sequence].double(), k, v, band)

@@ -274,7 +274,12 @@ def dequantize_trial(unit: Unit, p: E4m3Problem) -> Trial:
         return [line for pair in pairs for line in different(*pair)]
 
     given = {name: values[name] for name in named}
-    given |= {"read_keys": read_keys, "k_scale": k_scale.struct, "v_scale": v_scale.struct, **{name: output(out) for name, out in outs.items()}}
+    given |= {
+        "read_keys": read_keys,
+        "k_scale": k_scale.struct,
+        "v_scale": v_scale.struct,
+        **{name: output(out) for name, out in outs.items()},
+    }
     return Trial([Launch(forward.from_grid_in_front(given), blocks=3)], check, outs)
 
 
