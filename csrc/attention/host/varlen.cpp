@@ -25,7 +25,7 @@ namespace {
 constexpr int64_t kMostSplits = 64;            // blocks that an item is worth putting together from
 constexpr int32_t kUnboundedSplits = 1 << 20;  // of what is not put together
 // What a miss of the L2 fetches of keys and values that few rows read: with 256 bytes an H200 delivers 4.15 TB/s of them, with 128 4.4
-// (docs/notebook/2026-11-29-rows-to-verify.md). Elsewhere it makes no difference, or, to weights, the opposite one.
+// (docs/notebook/2026-11-29-rows-to-verify.md). Elsewhere it makes no difference, or, to 16-bit weights, the opposite one.
 constexpr CUtensorMapL2promotion kKeyPromotion = CU_TENSOR_MAP_L2_PROMOTION_L2_128B;
 
 int64_t ceil_div(int64_t value, int64_t divisor) { return (value + divisor - 1) / divisor; }
