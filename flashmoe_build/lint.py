@@ -53,7 +53,7 @@ def checkers(root: Path, tools: Path) -> tuple[Checker, ...]:
         Checker("docs", (python, "-m", "flashmoe_build.docs", "--check"), "nox -s docs"),
     ]
     if util.find_spec("sphinx"):  # lockfiles/lint.in has it from Python 3.11 on
-        found.append(Checker("site", (python, "-m", "flashmoe_build.site")))
+        found.append(Checker("site", (python, "-m", "flashmoe_build.site", "--check")))
     dockerfiles = sorted(
         str(path.relative_to(root)) for path in [*root.glob("Dockerfile*"), *root.glob("docker/Dockerfile*")]
     )

@@ -26,7 +26,6 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
-from torch.distributed.distributed_c10d import _coalescing_manager
 
 import flashmoe
 from flashmoe.checks import check_flag
@@ -264,13 +263,14 @@ class _Exchange:
 
     def gather_rows(self, x: Tensor, weights: Tensor, ids: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Every rank's (x, weights, ids); there after :meth:`wait`."""
-        # Two tensors, which NCCL sends at once: x goes as it is, and the layer reads whole rows.
+        # Two messages: x goes as it is, and the layer reads whole rows.
         columns = [ids, weights.float().view(torch.int32)]
         codes = scales = x
         if self.has_codes:
             codes, scales = quantize(x)
             columns.append(scales.view(torch.int32))
-        rows, words = self.all_gather(codes, torch.cat(columns, dim=1))
+        rows = self.all_gather(codes)
+        words = self.all_gather(torch.cat(columns, dim=1))
         top_k = ids.shape[1]
         if self.has_codes:
             all_codes, all_scales = rows, words[:, 2 * top_k :].view(torch.float32)
@@ -301,19 +301,12 @@ class _Exchange:
         self.works.append(work)
         return received
 
-    def all_gather(self, *tensors: Tensor) -> list[Tensor]:
+    def all_gather(self, tensor: Tensor) -> Tensor:
         """[W rows, ...] of every rank's [rows, ...]; there after :meth:`wait`."""
-        gathered = [tensor.new_empty((self.size * tensor.shape[0], *tensor.shape[1:])) for tensor in tensors]
-        pairs = [(whole, tensor.contiguous()) for whole, tensor in zip(gathered, tensors, strict=True)]
-        gather = partial(dist.all_gather_into_tensor, group=self.group)
+        gathered = tensor.new_empty((self.size * tensor.shape[0], *tensor.shape[1:]))
         with explained(CALL, self.group):
-            if tensors[0].is_cuda:
-                with _coalescing_manager(self.group, async_ops=True) as together:
-                    for pair in pairs:
-                        gather(*pair)
-                self.works.append(together)
-            else:  # gloo's takes tensors of one dtype
-                self.works += [gather(*pair, async_op=True) for pair in pairs]
+            work = dist.all_gather_into_tensor(gathered, tensor.contiguous(), group=self.group, async_op=True)
+        self.works.append(work)
         return gathered
 
     def wait(self) -> None:
@@ -437,6 +430,6 @@ class _Return(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        (gathered,) = ctx.exchange.all_gather(gradient)
+        gathered = ctx.exchange.all_gather(gradient)
         ctx.exchange.wait()
         return gathered, gradient if ctx.needs_input_grad[1] else None, None
