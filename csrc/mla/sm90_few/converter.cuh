@@ -45,8 +45,8 @@ struct Converter {
     for (int slab = 0; slab < Spec::kGroupSlabs; ++slab) {
       const int of_key = group * Spec::kGroupSlabs + slab;
       const bool is_rotary = of_key == Spec::kValueSlabs;
-      const int first = is_rotary ? kRotaryBytesOffset + half * kChunks * 16
-                                  : of_key * kSlabColumns + half * kCodeChunks * 16;
+      const int first =
+          is_rotary ? kRotaryBytesOffset + half * kChunks * 16 : of_key * kSlabColumns + half * kCodeChunks * 16;
 #pragma unroll
       for (int chunk = 0; chunk < (is_rotary ? kChunks : kCodeChunks); ++chunk) {
         ptx::ld_shared_128(bytes[slab][chunk], key_smem + first + chunk * 16);

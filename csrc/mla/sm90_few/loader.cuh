@@ -73,9 +73,10 @@ struct Loader {
       const int first_key = block * Spec::kBlockN + part * Spec::kStageKeys;
       const int keys = max(0, min(Spec::kStageKeys, segment.keys - first_key));
       const int part_page = ptx::shuffle_index(page, part);
-      const int row = params.block_table == nullptr ? first_key
-                                                    : static_cast<int>(static_cast<uint32_t>(first_key) %
-                                                                       static_cast<uint32_t>(params.page_size));
+      const int row =
+          params.block_table == nullptr
+              ? first_key
+              : static_cast<int>(static_cast<uint32_t>(first_key) % static_cast<uint32_t>(params.page_size));
       ptx::Mbarrier* full = shared.codes_full(ring.stage);
       ptx::mbarrier_wait(shared.codes_empty(ring.stage), ring.parity ^ 1);
       ptx::warp_sync();  // no lane still waits when the next phase ends
