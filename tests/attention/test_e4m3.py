@@ -200,22 +200,22 @@ def test_more_rows_than_a_chunk_makes_elements_for(
 def test_a_window_of_a_long_cache(has_pages: bool, dtype: torch.dtype, device: str) -> None:
     """Keys before the window are not copied, nor are pages that the table has dropped: what is in their place does not matter."""
     generator = torch.Generator().manual_seed(3)
-    q = torch.randn(2, 8, 400, 64, generator=generator).to(device, dtype)
+    q = torch.randn(2, 4, 300, 16, generator=generator).to(device, dtype)
     lengths, left = torch.tensor([3000, 900], dtype=torch.int32), 500
-    codes = [_quantized(torch.randn(2, 2, 3008, 64, generator=generator)) for _ in range(2)]
+    codes = [_quantized(torch.randn(2, 1, 3008, 16, generator=generator)) for _ in range(2)]
     given = {"cache_seqlens": lengths.to(device), "window": (left, 0)}
     if has_pages:
         table = torch.arange(1, 95, dtype=torch.int32).view(2, 47)
-        unused = torch.full((1, 64, 2, 64), NAN_CODE, dtype=torch.uint8).view(E4M3)
-        pages = [one.transpose(1, 2).reshape(94, 64, 2, 64) for one in codes]
+        unused = torch.full((1, 64, 1, 16), NAN_CODE, dtype=torch.uint8).view(E4M3)
+        pages = [one.transpose(1, 2).reshape(94, 64, 1, 16) for one in codes]
         codes = [torch.cat([one.view(torch.uint8) for one in (unused, own)]).view(E4M3) for own in pages]
         for sequence, length in enumerate(lengths.tolist()):
-            table[sequence, : (length - 400 - left) // 64] = -1
+            table[sequence, : (length - 300 - left) // 64] = -1
         given["block_table"] = table.to(device)
     codes = [one.to(device) for one in codes]
     wide = [one.to(dtype) for one in codes]
     expected = flashmoe.attention_with_kvcache(q, *wide, **given)
-    freed = [torch.full((2, 2, 3008, 64), math.nan, dtype=dtype, device=device) for _ in range(2)]
+    freed = [torch.full((2, 1, 3008, 16), math.nan, dtype=dtype, device=device) for _ in range(2)]
     del freed
     found = flashmoe.attention_with_kvcache(q, *codes, **given)
     assert not found.isnan().any()
