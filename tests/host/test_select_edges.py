@@ -10,9 +10,10 @@ MULTIPROCESSORS = 132  # of the fixture's GPU
 @pytest.mark.parametrize(
     ("head_dim", "batch", "heads", "rows", "keys", "is_fused"),
     [
-        (128, 1, 8, 16384, 16384, True),
-        (128, 1, 7, 16384, 16384, False),
-        (128, 2, 4, 16384, 16384, True),
+        (128, 1, 4, 16384, 16384, True),
+        (128, 1, 3, 16384, 16384, False),
+        (128, 2, 2, 16384, 16384, True),
+        (128, 1, 1, 65536, 65536, True),
         (128, 16, 32, 1024, 1024, True),
         (128, 16, 32, 1023, 1024, False),
         (128, 16, 32, 1024, 1023, False),
