@@ -305,7 +305,7 @@ void query_gradient(const BackwardParams& p, const Dropout* dropout, const host:
   });
 }
 
-// `sums`: of the fused kernel, which adds up dq without its scale; null for the kernel of dk and dv alone.
+// `sums`: of the fused kernel, which adds up dq without its scale and dropout's; null for the kernel of dk and dv alone.
 void key_value_gradient(const BackwardParams& p, const Dropout* dropout, const host::Kernel& kernel, float* sums,
                         int64_t rows_of_sums) {
   const int32_t columns_v = width_v(p, kernel), width = kernel.axes[axis::kHeadDim];
@@ -319,6 +319,7 @@ void key_value_gradient(const BackwardParams& p, const Dropout* dropout, const h
     }
   }
   const int32_t group = p.heads_q / p.heads_kv;
+  const float left_out = dropout == nullptr ? p.scale : p.scale * dropout->scale;
   for_heads(p, kernel, [&](const auto& s, int32_t first_head, int32_t head_kv) {
     if (first_head % group != 0) return;
     for (int32_t key = 0; key < s.keys; ++key) {
@@ -335,7 +336,7 @@ void key_value_gradient(const BackwardParams& p, const Dropout* dropout, const h
                                          : (int64_t{s.number_} * p.heads_q + head) * rows_of_sums + row) *
                                   width;
           for (int32_t c = 0; c < p.head_dim; ++c)
-            sum[c] += gradient / p.scale * load(p.k, s.of_key(p.k_stride, head_kv, key) + c);
+            sum[c] += gradient / left_out * load(p.k, s.of_key(p.k_stride, head_kv, key) + c);
         }
       }
       for (int32_t c = 0; c < p.head_dim; ++c) store(p.dk, s.of_key(p.dk_stride, head_kv, key) + c, dk[c]);
