@@ -203,7 +203,7 @@ def test_a_window_of_a_long_cache(has_pages: bool, dtype: torch.dtype, device: s
     q = torch.randn(2, 4, 300, 16, generator=generator).to(device, dtype)
     lengths, left = torch.tensor([3000, 900], dtype=torch.int32), 500
     codes = [_quantized(torch.randn(2, 1, 3008, 16, generator=generator)) for _ in range(2)]
-    given = {"cache_seqlens": lengths.to(device), "window": (left, 0)}
+    given: dict[str, Any] = {"cache_seqlens": lengths.to(device), "window": (left, 0)}
     if has_pages:
         table = torch.arange(1, 95, dtype=torch.int32).view(2, 47)
         unused = torch.full((1, 64, 1, 16), NAN_CODE, dtype=torch.uint8).view(E4M3)

@@ -42,8 +42,8 @@ def test_any_cache(
     codes = [torch.randn(batch, heads[1], most, head_dim, generator=generator).to(E4M3) for _ in "kv"]
     pages = -(-most // page_size) if page_size else 1
     table = torch.randperm(batch * pages, generator=generator).view(batch, pages).to(torch.int32)
-    if not page_size or page_size % 16:  # such pages have no scales
-        scales = tuple("sequences" if kind == "pages" else kind for kind in scales)
+    has_scales = page_size > 0 and page_size % 16 == 0  # of pages
+    kinds = ["sequences" if kind == "pages" and not has_scales else kind for kind in scales]
     shapes = {
         "one": (1, 1, 1),
         "heads": (1, heads[1], 1),
@@ -52,14 +52,14 @@ def test_any_cache(
     }
     factors = [
         2.0 ** (sign * exponent) * (torch.rand(shapes[kind], generator=generator) + 0.5)
-        for kind, sign in zip(scales, (-1, 1), strict=True)
+        for kind, sign in zip(kinds, (-1, 1), strict=True)
     ]
     q = (q * 2.0**exponent).to(torch.bfloat16)
     given_scales, of_keys = [], []
-    for kind, factor in zip(scales, factors, strict=True):
+    for kind, factor in zip(kinds, factors, strict=True):
         of_pages = torch.empty(batch * pages, 1, heads[1], 1)
         of_pages[table.flatten().long()] = factor.expand(batch, heads[1], pages).transpose(1, 2).reshape(of_pages.shape)
-        plain = {"one": (), "heads": (heads[1],), "sequences": (batch, heads[1])}
+        plain: dict[str, tuple[int, ...]] = {"one": (), "heads": (heads[1],), "sequences": (batch, heads[1])}
         given_scales.append(of_pages if kind == "pages" else factor.view(plain[kind]))
         of_keys.append(factor.repeat_interleave(page_size if kind == "pages" else 1, dim=2).expand(batch, heads[1], -1))
     caches = codes
