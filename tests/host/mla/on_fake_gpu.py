@@ -150,21 +150,20 @@ WGMMA, FEW, MORE_ROWS = "sm90", "sm80", "sm80_m32"
 
 def test_which_kernel_decodes() -> None:
     """docs/kernels/mla.md: on each side of each bound."""
-    for options, most in (
-        ({"sparse": True}, 32),
-        ({"sparse": True, "codes": True, "splits": 1}, 32),
-    ):
-        words = "_".join(word for word in ("codes", "sparse") if options.get(word))
+    sparse: tuple[dict[str, Any], ...] = ({"sparse": True}, {"sparse": True, "codes": True, "splits": 1})
+    for options in sparse:
+        words = "codes_sparse" if options.get("codes") else "sparse"
         for rows in (2, 8, 16, 32, 34, 128):
-            expected = ("sm90", words) if rows > most else ("sm80", f"m32_{words}" if rows > 16 else words)
-            assert decoded(rows, **options) == "_".join(expected), (rows, options)  # type: ignore[arg-type]
-    for options in (
+            expected = ("sm90", words) if rows > 32 else ("sm80", f"m32_{words}" if rows > 16 else words)
+            assert decoded(rows, **options) == "_".join(expected), (rows, options)
+    dense: tuple[dict[str, Any], ...] = (
         {"keys": 8193},
         {"keys": 8192, "batch": 5},
         {"splits": 1},
         {"keys": 8193, "tokens": 2},
         {"keys": 9000, "codes": True},
-    ):
+    )
+    for options in dense:
         codes = "_codes" if options.get("codes") else ""
         for rows, kernel in (
             (2, "few_sm90_m8"),
