@@ -272,7 +272,7 @@ def build(out: Path = OUT, sources: Path = SOURCES, is_check: bool = False) -> i
         shutil.rmtree(stale, ignore_errors=True)
     options = settings(repository()) | ({"html_theme": "basic", "html_theme_options": {}} if is_check else {})
     app = Sphinx(str(sources), None, str(out), str(trees), "html", options, status=None, warningiserror=True)
-    app.builder.search = not is_check
+    app.builder.search = not is_check  # type: ignore[attr-defined]  # of the HTML builders
     app.build()
     for page in out.rglob("*.html"):
         page.write_text(breakable(page.read_text(encoding="utf-8")), encoding="utf-8")
