@@ -112,7 +112,8 @@ def _launch(
     language = import_module("triton.language")
     rows, experts, count = aligned
     (values, scales), (b_values, b_scales) = a, b
-    config, block, of_scales = dict(tuned), 0, (0,) * 5
+    config, block = dict(tuned), 0
+    of_scales: tuple[int, ...] = (0,) * 5
     if scales is not None and b_scales is not None:
         block, config["BLOCK_SIZE_K"] = BLOCK, min(tuned["BLOCK_SIZE_K"], BLOCK)
         of_scales = (*scales.stride(), b_scales.stride(0), b_scales.stride(2), b_scales.stride(1))
