@@ -229,7 +229,7 @@ def bind(kind: Any, values: Mapping[str, Any], library: KernelLibrary) -> ctypes
             filled[name] = bind(members[name], value, library)
         elif isinstance(value, (torch.Tensor, Buffer)):
             buffer = value if isinstance(value, Buffer) else Buffer(value)
-            filled[name] = mapped[id(buffer)] = mapped.get(id(buffer)) or buffer.map(library, name)
+            filled[name] = mapped[id(value)] = mapped.get(id(value)) or buffer.map(library, name)
             if (stride := f"{name}_stride") in members and stride not in values:
                 filled[stride] = _stride(members[stride], buffer)
         elif value is not None:
