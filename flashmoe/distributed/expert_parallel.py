@@ -263,14 +263,13 @@ class _Exchange:
 
     def gather_rows(self, x: Tensor, weights: Tensor, ids: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Every rank's (x, weights, ids); there after :meth:`wait`."""
-        # Two messages: x goes as it is, and the layer reads whole rows.
+        # Two tensors, sent at once: x goes as it is, and the layer reads whole rows.
         columns = [ids, weights.float().view(torch.int32)]
         codes = scales = x
         if self.has_codes:
             codes, scales = quantize(x)
             columns.append(scales.view(torch.int32))
-        rows = self.all_gather(codes)
-        words = self.all_gather(torch.cat(columns, dim=1))
+        rows, words = self.all_gather(codes, torch.cat(columns, dim=1))
         top_k = ids.shape[1]
         if self.has_codes:
             all_codes, all_scales = rows, words[:, 2 * top_k :].view(torch.float32)
@@ -301,12 +300,16 @@ class _Exchange:
         self.works.append(work)
         return received
 
-    def all_gather(self, tensor: Tensor) -> Tensor:
-        """[W rows, ...] of every rank's [rows, ...]; there after :meth:`wait`."""
-        gathered = tensor.new_empty((self.size * tensor.shape[0], *tensor.shape[1:]))
+    def all_gather(self, *tensors: Tensor) -> list[Tensor]:
+        """[W rows, ...] of every rank's [rows, ...], for each tensor; there after :meth:`wait`."""
+        own = [tensor.contiguous() for tensor in tensors]
+        gathered = [tensor.new_empty((self.size * tensor.shape[0], *tensor.shape[1:])) for tensor in own]
         with explained(CALL, self.group):
-            work = dist.all_gather_into_tensor(gathered, tensor.contiguous(), group=self.group, async_op=True)
-        self.works.append(work)
+            if own[0].is_cuda:
+                self.works.append(self.group.allgather_into_tensor_coalesced(gathered, own))
+            else:  # gloo coalesces tensors of one dtype alone
+                for whole, part in zip(gathered, own, strict=True):
+                    self.works.append(dist.all_gather_into_tensor(whole, part, group=self.group, async_op=True))
         return gathered
 
     def wait(self) -> None:
@@ -430,6 +433,6 @@ class _Return(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        gathered = ctx.exchange.all_gather(gradient)
+        (gathered,) = ctx.exchange.all_gather(gradient)
         ctx.exchange.wait()
         return gathered, gradient if ctx.needs_input_grad[1] else None, None

@@ -72,12 +72,12 @@ def test_samples_are_the_time_on_the_gpu(sampler: EventSampler | GraphSampler) -
 
         return one
 
-    medians = []
+    fastest = []  # the least: tests beside this one take their slices of the GPU
     for cycles in (CYCLES, 4 * CYCLES):
         prepared = sampler.prepare(call(cycles))
         sampler.slot(prepared, 3)
-        medians.append(sorted(sampler.slot(prepared, 15))[7])
-    assert medians[1] / medians[0] == pytest.approx(4.0, rel=0.1)
+        fastest.append(min(sampler.slot(prepared, 15)))
+    assert fastest[1] / fastest[0] == pytest.approx(4.0, rel=0.1)
 
 
 def test_the_call_is_timed_apart_from_the_gpu() -> None:

@@ -116,10 +116,9 @@ def counted(ranks: Ranks) -> Iterator[Bytes]:
     """Counts the bytes of the exchanges that flashmoe.distributed begins meanwhile."""
     found = Bytes(ranks.size, ranks.rank)
     others = (ranks.size - 1) / ranks.size
-    real = {
-        name: getattr(dist, name)
-        for name in ("batch_isend_irecv", "all_to_all_single", "all_gather_into_tensor", "reduce_scatter_tensor")
-    }
+    names = ("batch_isend_irecv", "all_to_all_single", "all_gather_into_tensor", "reduce_scatter_tensor")
+    together = "allgather_into_tensor_coalesced"
+    real = {name: getattr(dist, name) for name in names} | {together: getattr(dist.ProcessGroup, together)}
 
     def batch(operations: list[Any]) -> Any:
         for operation in operations:
@@ -143,14 +142,20 @@ def counted(ranks: Ranks) -> Iterator[Bytes]:
         found.add(tensor, others)
         return real["reduce_scatter_tensor"](output, tensor, **options)
 
-    replaced: dict[str, Any] = dict(zip(real, (batch, all_to_all, all_gather, reduce_scatter), strict=True))
-    for name, function in replaced.items():
-        setattr(dist, name, function)
+    def all_gather_together(group: Any, outputs: Any, tensors: Any, *options: Any) -> Any:
+        for tensor in tensors:
+            found.add(tensor, ranks.size - 1)
+        return real[together](group, outputs, tensors, *options)
+
+    def put(functions: dict[str, Any]) -> None:
+        for name, function in functions.items():
+            setattr(dist.ProcessGroup if name == together else dist, name, function)
+
+    put(dict(zip(real, (batch, all_to_all, all_gather, reduce_scatter, all_gather_together), strict=True)))
     try:
         yield found
     finally:
-        for name, function in real.items():
-            setattr(dist, name, function)
+        put(real)
 
 
 def link_rates(ranks: Ranks) -> dict[str, float]:
