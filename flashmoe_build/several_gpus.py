@@ -13,13 +13,13 @@ Table = tuple[Sequence[str], list[Sequence[str]]]
 
 
 def newest(root: Path, size: int) -> list[Mapping[str, Any]]:
-    """What the newest reports of so many GPUs say, by the names of their suites."""
-    folders = sorted(root.glob(FOLDERS.format(size=size)))
-    found = sorted(folders[-1].glob("distributed*.json")) if folders else []
+    """What the newest report of each suite of so many GPUs says, by the names of the suites."""
+    pattern = f"{FOLDERS.format(size=size)}/distributed*.json"
+    found = {path.name: path for path in sorted(root.glob(pattern))}
     if not found:
-        msg = f"no report in {FOLDERS.format(size=size)}; write one: bench --suite distributed --summary FILE"
+        msg = f"no report in {pattern}; write one: bench --suite distributed --summary FILE"
         raise ReportError(msg)
-    return [read_report(path).data for path in found]
+    return [read_report(path).data for _, path in sorted(found.items())]
 
 
 def attention_table(root: Path, size: int = 2) -> Table:
