@@ -53,8 +53,7 @@ ENTRYPOINT ["docker/test-entrypoint"]
 FROM toolchain AS runtime
 RUN rm -rf .nox/env/build-* .nox/env/test-* .nox/env/*.lock && \
     find .nox/env/bench-* -name '*.a' -delete && \
-    find .nox/env/bench-* -type d -name include -path '*/site-packages/*' -prune -exec rm -rf {} + && \
-    python3 -m compileall -q -j 0 --invalidation-mode unchecked-hash .nox/env/bench-*/lib
+    find .nox/env/bench-* -type d -name include -path '*/site-packages/*' -prune -exec rm -rf {} +
 
 # ---- bench: `mkdir -p results; docker run --rm [--gpus all] --user "$(id -u):$(id -g)" -v "$PWD/results:/results" flashmoe-bench`
 FROM ${BASE_RUN} AS bench

@@ -1,15 +1,19 @@
 """A content-addressed store of finished compilations, and the include closure that its keys are made of."""
 
+import fcntl
 import hashlib
 import json
 import os
 import re
 import tempfile
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
+
+from flashmoe.errors import BuildError
 
 _INCLUDE = re.compile(r'^\s*#\s*include\s+"([^"]+)"', re.MULTILINE)
 
@@ -73,6 +77,34 @@ class Cache:
         if not isinstance(facts, dict) or facts.get("sha256") != hashlib.sha256(output).hexdigest():
             return None
         return output, facts
+
+    def get(
+        self, key: str, suffix: str, make: Callable[[], tuple[bytes, Mapping[str, Any]]]
+    ) -> tuple[bytes, dict[str, Any], bool]:
+        """The output, its facts, and whether they were there; ``make`` makes what is missing.
+
+        Two builds that want the same at once, as .ci/run's do, make it once: the second waits, and finds it.
+        """
+        known = self.load(key, suffix)
+        if known is not None:
+            return *known, True
+        folder = self.path(key, "").parent
+        folder.mkdir(parents=True, exist_ok=True)
+        held = os.open(folder, os.O_RDONLY)
+        try:
+            with suppress(OSError):  # a file system without locks: it is made twice
+                fcntl.flock(held, fcntl.LOCK_EX)
+            known = self.load(key, suffix)
+            if known is not None:
+                return *known, True
+            self.store(key, suffix, *make())
+            known = self.load(key, suffix)
+        finally:
+            os.close(held)
+        if known is None:
+            msg = f"{self.path(key, suffix)} could not be kept in the cache; is the disk full?"
+            raise BuildError(msg)
+        return *known, False
 
     def store(self, key: str, suffix: str, output: bytes, facts: Mapping[str, Any]) -> None:
         complete = {**facts, "sha256": hashlib.sha256(output).hexdigest()}

@@ -138,17 +138,12 @@ def finish_unit(unit: Unit, ptx: Ptx, *, toolchain: Toolchain, cache: Cache) -> 
     target = unit.target.name
     depends_on = {"ptx": digest, "ptxas": toolchain.ptxas_sha256, "options": ptxas.OPTIONS, "target": target}
     key = content_key("", (), cache.folder, depends_on)
-    known = cache.load(key, ".cubin")
-    cached = known is not None
-    if known is None:
+
+    def assembled() -> tuple[bytes, dict[str, Any]]:
         made = ptxas.assemble(text, unit.name, target, toolchain)
-        facts = {"log": made.log, "seconds": made.seconds, "peak_bytes": made.peak_bytes}
-        cache.store(key, ".cubin", made.cubin, facts)
-        known = cache.load(key, ".cubin")
-    if known is None:
-        msg = f"{unit.binary_name} could not be kept in the cache; is the disk full?"
-        raise BuildError(msg)
-    output, said = known
+        return made.cubin, {"log": made.log, "seconds": made.seconds, "peak_bytes": made.peak_bytes}
+
+    output, said, cached = cache.get(key, ".cubin", assembled)
     return CompiledUnit(
         unit, output, said["sha256"], ptx.log + said["log"], said["seconds"], said["peak_bytes"], cached
     )

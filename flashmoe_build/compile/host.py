@@ -8,6 +8,7 @@ import subprocess
 import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from flashmoe.errors import BuildError
 from flashmoe_build.compile.cache import Cache, content_key, include_closure
@@ -167,19 +168,18 @@ def compile_source(source: Path, *, root: Path, out: Path, toolchain: Toolchain,
     key = content_key(text, includes, csrc, {**facts, "name": source.name})
     target = out / "objects" / _object_name(source)
     target.parent.mkdir(parents=True, exist_ok=True)
-    known = cache.load(key, ".o")
-    if known is None:
-        compiler = [
-            toolchain.cxx,
-            *compile_flags(os.environ, toolchain.cxx_version),
-            *_path_flags(root, out, toolchain),
-        ]
+
+    def made() -> tuple[bytes, dict[str, Any]]:
+        flags = compile_flags(os.environ, toolchain.cxx_version)
+        compiler = [toolchain.cxx, *flags, *_path_flags(root, out, toolchain)]
         given = ["-include", str(_precompile(first, compiler, out=out, facts=facts))] if first else []
         _run([*compiler, *given, "-c", str(source), "-o", str(target)], source.name, cwd=root)
-        cache.store(key, ".o", target.read_bytes(), {})
-    else:
-        target.write_bytes(known[0])
-    return target, known is not None
+        return target.read_bytes(), {}
+
+    output, _, cached = cache.get(key, ".o", made)
+    if cached:
+        target.write_bytes(output)
+    return target, cached
 
 
 def _precompile(header: Path, compiler: Sequence[str], *, out: Path, facts: Mapping[str, object]) -> Path:

@@ -42,17 +42,8 @@ def compile_ptx(source: str, name: str, virtual: str, *, csrc: Path, toolchain: 
         csrc,
         {"options": options, "nvrtc": toolchain.nvrtc_sha256, "headers": toolchain.cuda_headers_version, "name": name},
     )
-    known = cache.load(key, ".ptx")
-    cached = known is not None
-    if known is None:
-        includes = [f"--include-path={csrc}", f"--include-path={toolchain.cuda_include}"]
-        text, facts = _run_worker(source, name, [*options, *includes], toolchain)
-        cache.store(key, ".ptx", text, facts)
-        known = cache.load(key, ".ptx")
-    if known is None:
-        msg = f"the PTX of {name} could not be kept in the cache; is the disk full?"
-        raise BuildError(msg)
-    text, facts = known
+    includes = [f"--include-path={csrc}", f"--include-path={toolchain.cuda_include}"]
+    text, facts, cached = cache.get(key, ".ptx", lambda: _run_worker(source, name, [*options, *includes], toolchain))
     return Ptx(text, facts["sha256"], facts["log"], facts["seconds"], facts["peak_bytes"], cached)
 
 

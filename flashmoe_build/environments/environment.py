@@ -45,11 +45,12 @@ WITHHELD = (
     "UV_TARGET",
     "UV_PREFIX",
 )
-# The tests start many short processes that import torch, which takes about twice as long without bytecode. Compiled is what they
-# import, a quarter of the 13,000 files.
+# Tests and benchmark start processes that import torch, which takes about twice as long without bytecode. Compiled is what they import, a
+# quarter of the 13,000 files.
+BENCH = ("torch", "scipy.stats", "matplotlib.figure", "jinja2", "rich.console")
 IMPORTED = {
-    "test": ("torch", "torch._dynamo", "torch._inductor.compile_fx", "torch.distributed.fsdp", "transformers.trainer", "pytest",
-             "hypothesis", "scipy.stats", "matplotlib.figure", "jinja2", "rich.console"),
+    "bench": BENCH,
+    "test": (*BENCH, "torch._dynamo", "torch._inductor.compile_fx", "torch.distributed.fsdp", "transformers.trainer", "pytest", "hypothesis"),
 }  # fmt: skip
 IMPORT_EACH = """
 import contextlib, importlib, sys
@@ -322,7 +323,7 @@ def foreign_torch(machine: str, root: Path = ROOT) -> Path:
 
 
 def write_bytecode(python: Path, lock: str, environ: Mapping[str, str]) -> None:
-    """For the tests' environment, where Python is told not to keep the bytecode of what it imports (which -I overrules)."""
+    """Where Python is told not to keep the bytecode of what it imports (which -I overrules)."""
     if not (lock in IMPORTED and environ.get("PYTHONDONTWRITEBYTECODE")):
         return
     command = [str(python), "-I", "-c", IMPORT_EACH, *IMPORTED[lock]]

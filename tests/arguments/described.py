@@ -16,6 +16,7 @@ from torch import Tensor
 
 DTYPES = ("float16", "bfloat16", "float32", "float64", "int32", "int64", "uint8", "bool", "float8_e4m3fn")
 HUGE = 2**31  # a size that no kernel counts
+MPROTECT = ctypes.CDLL(None, use_errno=True).mprotect
 
 
 class BrokenError(Exception):
@@ -78,11 +79,7 @@ class T:
         span = (
             1 + sum((size - 1) * stride for size, stride in zip(self.sizes, self.strides, strict=True)) if count else 0
         )
-        drawn = torch.randn(max(count, span), generator=torch.Generator().manual_seed(len(self.sizes) + count))
-        flat = (
-            torch.tensor(self.values)[torch.arange(max(count, span)) % len(self.values)] if self.values else drawn / 3
-        )
-        flat = flat.to(dtype)
+        flat = elements(dtype, max(count, span), self.values, len(self.sizes) + count)
         if not span:
             return flat.as_strided(self.sizes, self.strides)
         memory, protect = _in_front_of_a_wall(span * dtype.itemsize)
@@ -95,6 +92,13 @@ class T:
         return made
 
 
+@lru_cache(maxsize=4096)
+def elements(dtype: torch.dtype, count: int, values: tuple[int, ...], seed: int) -> Tensor:
+    if values:
+        return torch.tensor(values)[torch.arange(count) % len(values)].to(dtype)
+    return (torch.randn(count, generator=torch.Generator().manual_seed(seed)) / 3).to(dtype)
+
+
 def _in_front_of_a_wall(size: int) -> tuple[Tensor, Callable[[int], None]]:
     """As many bytes, each 255, which end where a page without access begins; and what sets the access to them."""
     length = -(-size // mmap.PAGESIZE) * mmap.PAGESIZE
@@ -102,7 +106,7 @@ def _in_front_of_a_wall(size: int) -> tuple[Tensor, Callable[[int], None]]:
     begin = ctypes.addressof(ctypes.c_char.from_buffer(held))
 
     def protect(access: int, first: int = begin, extent: int = length) -> None:
-        status = ctypes.CDLL(None, use_errno=True).mprotect(ctypes.c_void_p(first), ctypes.c_size_t(extent), access)
+        status = MPROTECT(ctypes.c_void_p(first), ctypes.c_size_t(extent), access)
         assert status == 0, ctypes.get_errno()
 
     protect(0, begin + length, mmap.PAGESIZE)

@@ -66,6 +66,8 @@ def test_grid(lengths: tuple[int, int], device: str) -> None:
             heads = HEADS[(index + place + turn) % 3]
             if device == "cpu" and (index + place) % 3 != turn:
                 continue
+            if device == "cpu" and min(lengths) > 512:
+                heads = (2, 1)
             problem = Problem(*lengths, head_dim, *heads, batch=2 if max(lengths) < 256 else 1, causal=causal)
             kind = KINDS[(index + turn) % 3]
             tensors = make_inputs(problem, device, dtype, kind, bshd=index % 4 == 1, seed=index)

@@ -100,7 +100,7 @@ def compare(
         assert (lse.double()[~hidden] - seen).abs().max().item() <= LSE_TOLERANCE * largest
 
 
-def check_ragged(
+def call_ragged(
     ragged: Ragged,
     band: Band,
     device: str,
@@ -109,22 +109,25 @@ def check_ragged(
     with_sinks: bool = False,
     seed: int = 0,
     **options: Any,
-) -> tuple[Tensor, Tensor]:
-    """attention_varlen on the problem, held against the reference; returns (out, lse) of the sequences' tokens."""
-    q, k, v = ragged.tensors(device, dtype, seed)
+) -> tuple[tuple[Tensor, ...], Tensor | None, tuple[Tensor, Tensor]]:
+    """attention_varlen on the problem: (q, k, v), the sinks, and (out, lse) of the sequences' tokens."""
+    tensors = ragged.tensors(device, dtype, seed)
     sinks = torch.linspace(-1, 2, ragged.heads_q, device=device) if with_sinks else None
-    out, lse = flashmoe.attention_varlen(
-        q, k, v, *ragged.cu_seqlens(device), *ragged.longest, sinks=sinks, return_lse=True, **band.options, **options
-    )
+    lengths = *ragged.cu_seqlens(device), *ragged.longest
+    out, lse = flashmoe.attention_varlen(*tensors, *lengths, sinks=sinks, return_lse=True, **band.options, **options)
     tokens = sum(ragged.lengths_q)
     assert out.shape == (tokens + ragged.spare, ragged.heads_q, ragged.head_dim_v)
     assert lse.shape == (ragged.heads_q, tokens + ragged.spare)
     assert (out.dtype, lse.dtype) == (dtype, torch.float32)
-    found = out[:tokens], lse[:, :tokens]
-    if tokens == 0:
-        return found
-    wide = expected(ragged, *(t.double() for t in (q, k, v)), band, sinks)
-    compare(found, wide, expected(ragged, q, k, v, band, sinks)[0], device, ran=ragged.longest[1] > 0)
+    return tensors, sinks, (out[:tokens], lse[:, :tokens])
+
+
+def check_ragged(ragged: Ragged, band: Band, device: str, dtype: torch.dtype, **options: Any) -> tuple[Tensor, Tensor]:
+    """The same, held against the reference; returns (out, lse)."""
+    tensors, sinks, found = call_ragged(ragged, band, device, dtype, **options)
+    if found[0].numel():
+        wide = expected(ragged, *(tensor.double() for tensor in tensors), band, sinks)
+        compare(found, wide, expected(ragged, *tensors, band, sinks)[0], device, ran=ragged.longest[1] > 0)
     return found
 
 

@@ -30,6 +30,7 @@ def session_library() -> Path | None:
     return found
 
 
+@pytest.mark.slow
 def test_library_of_this_session_is_proved() -> None:
     library = session_library()
     if library is None:

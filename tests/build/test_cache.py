@@ -1,10 +1,13 @@
 """The cache's key changes with everything that can change the output, and a damaged entry is never used."""
 
 import errno
+import multiprocessing
+import time
 from pathlib import Path
 
 import pytest
 
+from flashmoe.errors import BuildError
 from flashmoe_build.compile.cache import Cache, content_key, include_closure
 
 SOURCE = '#include "a.cuh"\nint main();\n'
@@ -63,6 +66,40 @@ def test_round_trip(tmp_path: Path) -> None:
     assert loaded is not None
     assert loaded[0] == b"binary"
     assert loaded[1]["log"] == "words"
+
+
+def make_slowly(folder: str, log: str) -> None:
+    def make() -> tuple[bytes, dict[str, str]]:
+        with Path(log).open("a") as stream:
+            stream.write("made\n")
+        time.sleep(0.2)
+        return b"binary", {}
+
+    assert Cache(Path(folder)).get("ab12", ".o", make)[0] == b"binary"
+
+
+def test_what_two_builds_want_is_made_once(tmp_path: Path) -> None:
+    context = multiprocessing.get_context("fork")
+    log = tmp_path / "log"
+    builds = [context.Process(target=make_slowly, args=(str(tmp_path / "cache"), str(log))) for _ in range(3)]
+    for build in builds:
+        build.start()
+    for build in builds:
+        build.join(30)
+    assert [build.exitcode for build in builds] == [0, 0, 0]
+    assert log.read_text() == "made\n"
+
+
+def test_what_failed_is_made_by_the_next(tmp_path: Path) -> None:
+    def fail() -> tuple[bytes, dict[str, str]]:
+        msg = "compiler"
+        raise BuildError(msg)
+
+    cache = Cache(tmp_path)
+    with pytest.raises(BuildError, match="compiler"):
+        cache.get("ab12", ".o", fail)
+    assert cache.get("ab12", ".o", lambda: (b"binary", {}))[2] is False
+    assert cache.get("ab12", ".o", fail)[::2] == (b"binary", True)
 
 
 @pytest.mark.parametrize("damage", [b"", b"binarx", b"binary and more"])

@@ -3,12 +3,15 @@ are plain loops over the parameters."""
 
 from pathlib import Path
 
+import pytest
+
 from tests.arguments import attention
 from tests.host.faked import CSRC, compile_extension, run_tests
 
 ON_THE_CPU = ("cpu", "e4m3_cpu")
 
 
+@pytest.mark.slow
 def test_on_a_fake_gpu(tmp_path: Path) -> None:
     names = sorted(path.stem for path in (CSRC / "attention" / "host").glob("*.cpp"))
     run_tests(

@@ -3,6 +3,8 @@ GPU whose kernels are plain loops over the parameters."""
 
 from pathlib import Path
 
+import pytest
+
 from tests.arguments import experts
 from tests.host.faked import CSRC, compile_extension, run_tests
 
@@ -26,5 +28,6 @@ NAMES = (
 )
 
 
+@pytest.mark.slow
 def test_on_a_fake_gpu(tmp_path: Path) -> None:
     run_tests(compile_extension(tmp_path, "moe", NAMES, CSRC / "linear" / "host" / "linear.cpp"), "moe", experts)

@@ -35,7 +35,7 @@ def test_plain():
 def run(folder: Path, *words: str) -> str:
     path = folder / "test_theirs.py"
     path.write_text(FILE)
-    command = (
+    command = [
         sys.executable,
         "-P",
         "-m",
@@ -46,9 +46,10 @@ def run(folder: Path, *words: str) -> str:
         str(folder),
         "-p",
         "no:cacheprovider",
-    )
-    plugin = ("-p", "flashmoe_tools.flash_attn_tests", "--on-cpu", "-v", *words, str(path))
-    done = subprocess.run([*command, *plugin], capture_output=True, text=True, timeout=300, check=False, cwd=folder)
+    ]
+    command += ["-p", "flashmoe_tools.flash_attn_tests", "--on-cpu", "-v", *words, str(path)]
+    alone = {**os.environ, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False, cwd=folder, env=alone)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
