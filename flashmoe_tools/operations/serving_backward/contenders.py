@@ -11,8 +11,8 @@ from flashmoe_tools.operations.serving.reference import Inputs
 from flashmoe_tools.operations.serving_backward.reference import BackwardInputs
 
 
-def _recorded(prepare: Callable[[Inputs], Prepared]) -> Callable[[BackwardInputs], Prepared]:
-    """The gradients of a forward contender, its own problem's where it computes another one."""
+def _recorded(prepare: Callable[[Inputs], Prepared], *, both: bool) -> Callable[[BackwardInputs], Prepared]:
+    """The gradients of a forward contender, its own problem's where it computes another one; ``both``: after its forward pass."""
 
     def prepare_gradients(inputs: BackwardInputs) -> Prepared:
         leaves = [tensor.detach().requires_grad_() for tensor in inputs.leaves]
@@ -27,7 +27,7 @@ def _recorded(prepare: Callable[[Inputs], Prepared]) -> Callable[[BackwardInputs
             dout = dout.view(inputs.problem.batch, -1, *dout.shape[1:]).transpose(1, 2)
 
         def call() -> tuple[torch.Tensor, ...]:
-            return torch.autograd.grad(out, asked, dout, retain_graph=True)
+            return torch.autograd.grad(prepared.call() if both else out, asked, dout, retain_graph=not both)
 
         if prepared.own is not None and prepared.own.keep is not None:
             return Prepared(call, own=replace(inputs, keep=prepared.own.keep))
@@ -36,9 +36,9 @@ def _recorded(prepare: Callable[[Inputs], Prepared]) -> Callable[[BackwardInputs
     return prepare_gradients
 
 
-def contenders() -> tuple[Contender, ...]:
+def contenders(*, both: bool = False) -> tuple[Contender, ...]:
     """Those of the forward pass under the same names, and ours in the split form."""
-    forward = {one.name: replace(one, prepare=_recorded(one.prepare)) for one in serving.contenders()}
+    forward = {one.name: replace(one, prepare=_recorded(one.prepare, both=both)) for one in serving.contenders()}
     split = setting("FLASHMOE_SPLIT_BACKWARD", "1")
     ours = forward["flashmoe"].prepare
     return (
