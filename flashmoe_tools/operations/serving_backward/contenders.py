@@ -1,11 +1,13 @@
 """The backward pass alone of attention over ragged batches, windows, softcaps, sinks and masks: what autograd runs for an output."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 
 import torch
 
 from flashmoe_tools.bench.contenders import Contender, Prepared, flashmoe_available, setting
+from flashmoe_tools.bench.sampling import capture_stream
 from flashmoe_tools.operations.serving import contenders as serving
 from flashmoe_tools.operations.serving.reference import Inputs
 from flashmoe_tools.operations.serving_backward.reference import BackwardInputs
@@ -19,7 +21,8 @@ def _recorded(prepare: Callable[[Inputs], Prepared], *, both: bool) -> Callable[
         is_learned = inputs.problem.mask == "learned"
         sinks = leaves[3] if len(leaves) > 3 and not is_learned else None
         mask = leaves[3] if is_learned else inputs.mask
-        prepared = prepare(replace(inputs, q=leaves[0], k=leaves[1], v=leaves[2], sinks=sinks, mask=mask))
+        with _on_capture_stream() if both and inputs.q.is_cuda else nullcontext():
+            prepared = prepare(replace(inputs, q=leaves[0], k=leaves[1], v=leaves[2], sinks=sinks, mask=mask))
         asked = leaves if prepared.own is None else leaves[:3]  # without sinks or a mask
         out = prepared.call()
         dout = inputs.dout
@@ -34,6 +37,14 @@ def _recorded(prepare: Callable[[Inputs], Prepared], *, both: bool) -> Callable[
         return Prepared(call, own=prepared.own and inputs.plain)
 
     return prepare_gradients
+
+
+@contextmanager
+def _on_capture_stream() -> Iterator[None]:
+    torch.cuda.synchronize()
+    with torch.cuda.stream(capture_stream()):
+        yield
+    torch.cuda.synchronize()
 
 
 def contenders(*, both: bool = False) -> tuple[Contender, ...]:
