@@ -11,12 +11,8 @@ from flashmoe_tools.bench.contenders import Call
 from flashmoe_tools.operations.attention.reference import ScoreOptions
 
 Modifier = Callable[..., torch.Tensor]
-WIDE = {
-    "BLOCK_M": 64,
-    "BLOCK_N": 32,
-    "num_stages": 1,
-    "num_warps": 8,
-}  # its own tiles of 512 columns fit no shared memory
+# Its own tiles of 512 columns fit no shared memory.
+WIDE = {"BLOCK_M": 64, "BLOCK_N": 32, "num_stages": 1, "num_warps": 8}
 
 
 def attend(
@@ -93,9 +89,8 @@ def compiled(function: Callable[..., torch.Tensor], tensors: tuple[torch.Tensor,
 
     Under ``fullgraph`` neither a graph break nor too many compilations fall back. A backward pass may be run again: no buffer of its own is donated.
     """
-    import_module(
-        "torch._dynamo"
-    ).reset()  # what earlier cases compiled counts towards the limit, and holds their tensors
+    # What earlier cases compiled counts towards the limit, and holds their tensors.
+    import_module("torch._dynamo").reset()
     stats = import_module("torch._dynamo.utils").counters["stats"]
     fast = torch.compile(function, fullgraph=True, dynamic=False)
     before = stats["unique_graphs"]
