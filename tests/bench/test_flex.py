@@ -33,11 +33,12 @@ SCORES = (
 
 
 @pytest.fixture
-def uncompiled(monkeypatch: pytest.MonkeyPatch) -> None:
+def uncompiled(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
     """Its definition by torch operations, on a CPU with gradients too, which its kernels have on GPUs alone."""
     from torch.nn.attention import flex_attention as module
 
-    torch._dynamo.reset()  # it is traced all the same, for captured tensors' gradients
+    monkeypatch.setattr(module, "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG", "gradients" not in request.node.name)
+    torch._dynamo.reset()  # captured tensors have gradients where it is traced
     monkeypatch.setattr(module, "_validate_device", lambda *_: None)
     monkeypatch.setattr(flex, "compiled", lambda function, tensors, named: partial(function, *tensors, **named))
 
