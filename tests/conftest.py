@@ -19,6 +19,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
+LIBRARY = "libflashmoe.so"
 NO_GPU = "needs a CUDA GPU"
 MAX_PROCESSES = 8  # more would only wait for the longest file, a fifth of the suite's time
 # Inductor else compiles and runs a probe of each instruction set that the CPU names, seconds of every process that compiles.
@@ -58,6 +59,16 @@ def pytest_sessionstart(session: pytest.Session) -> None:
     origin = "" if spec is None or spec.origin is None else spec.origin
     if os.environ.get("FLASHMOE_TEST_INSTALLED") == "1" and "site-packages" not in Path(origin).parts:
         pytest.exit(f"the installed flashmoe is meant to be tested, but {origin or 'none'} would be imported", 2)
+    installed = [path for path in sys.path if (Path(path) / "flashmoe" / LIBRARY).is_file()]
+    if origin and installed and not has_library(Path(origin).parent):
+        msg = f"{origin}, a source tree without a built library, would be imported in front of the flashmoe installed in {installed[0]}"
+        pytest.exit(f"{msg}: start from another folder, or with `python -P`", 2)
+
+
+def has_library(package: Path) -> bool:
+    """Whether flashmoe._extension.library_path would find one."""
+    places = (package / LIBRARY, package.parent / "build" / "lib" / LIBRARY)
+    return bool(os.environ.get("FLASHMOE_LIBRARY")) or any(place.is_file() for place in places)
 
 
 class Heartbeat:

@@ -11,6 +11,7 @@ call    CPU time of an eager call, on a CPU or a GPU: the queue is empty first a
 
 import time
 from collections.abc import Callable
+from functools import lru_cache
 from typing import Any, Protocol
 
 import torch
@@ -120,7 +121,7 @@ class GraphSampler:
     untimed = 1
 
     def prepare(self, call: Call) -> tuple[torch.cuda.CUDAGraph, int]:
-        side = _cuda.Stream()
+        side = capture_stream()
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
             call()
@@ -132,7 +133,7 @@ class GraphSampler:
         torch.cuda.synchronize()
         calls = graph_calls(start.elapsed_time(end) / 1e3)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
+        with torch.cuda.graph(graph, stream=side):
             for _ in range(calls):
                 call()
         return graph, calls
@@ -181,6 +182,12 @@ class SustainedSampler:
             samples.append(round(start.elapsed_time(end) * 1e6 / calls / replays))
             self.load.append(watch.load)
         return samples
+
+
+@lru_cache(maxsize=1)
+def capture_stream() -> Any:
+    """On which graphs are captured. Autograd runs a backward pass on the forward pass's stream: views that are made once must be made on this one."""
+    return _cuda.Stream()
 
 
 def graph_calls(call_seconds: float) -> int:

@@ -83,13 +83,15 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> FakeGpu:
             fake.now += self.milliseconds
 
     @contextmanager
-    def graph(target: Graph) -> Iterator[None]:
+    def graph(target: Graph, stream: Any) -> Iterator[None]:
+        assert stream is sampling.capture_stream()
         fake.is_recording, fake.recording = True, []
         yield
         target.milliseconds, fake.is_recording = sum(fake.recording), False
 
     stream = SimpleNamespace(wait_stream=lambda _: fake.log.append("wait for stream"))
-    monkeypatch.setattr(sampling, "_cuda", SimpleNamespace(Event=Event, Stream=lambda: stream))
+    monkeypatch.setattr(sampling, "_cuda", SimpleNamespace(Event=Event))
+    monkeypatch.setattr(sampling, "capture_stream", lambda: stream)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: stream)
     monkeypatch.setattr(torch.cuda, "stream", lambda _: nullcontext())
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: fake.log.append("wait"))

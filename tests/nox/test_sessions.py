@@ -234,3 +234,20 @@ def test_the_checkouts_package_is_not_tested_by_mistake(tmp_path: Path) -> None:
     done = run_pytest(tmp_path, GPU_TEST, FLASHMOE_TEST_INSTALLED="1", PYTHONPATH=str(source.parent))
     assert done.returncode == 2
     assert "the installed flashmoe is meant to be tested" in done.stdout + done.stderr
+
+
+def test_a_source_tree_does_not_stand_in_front_of_an_installed_wheel(tmp_path: Path) -> None:
+    source, installed = (tmp_path / name / "flashmoe" for name in ("source", "site-packages"))
+    for folder in (source, installed):
+        folder.mkdir(parents=True)
+        (folder / "__init__.py").touch()
+    (installed / "libflashmoe.so").touch()
+    path = f"{source.parent}:{installed.parent}"
+    done = run_pytest(tmp_path, "def test_it(): pass\n", PYTHONPATH=path)
+    assert done.returncode == 2
+    assert f"in front of the flashmoe installed in {installed.parent}: start from" in done.stdout + done.stderr
+    library = source.parent / "build" / "lib" / "libflashmoe.so"
+    library.parent.mkdir(parents=True)
+    library.touch()
+    for environ in ({"PYTHONPATH": path}, {"PYTHONPATH": str(installed.parent)}):
+        assert run_pytest(tmp_path, "def test_it(): pass\n", **environ).returncode == 0

@@ -7,7 +7,8 @@ import torch
 
 from flashmoe.errors import ArgumentError
 from flashmoe_tools.bench.contenders import Contender, Prepared, always, family, flashmoe_available, forced, installed
-from flashmoe_tools.operations.attention.reference import Inputs
+from flashmoe_tools.operations import flex
+from flashmoe_tools.operations.attention.reference import Inputs, ScoreOptions
 
 FAMILIES = ("sm75", "sm80", "sm90")
 FA3, FLASH_ATTN_3 = "flash-attn-3", "flash_attn_interface"  # a contender, and the module that loads its operators
@@ -116,6 +117,11 @@ def _flash_attn_3(inputs: Inputs) -> Prepared:
     return Prepared(lambda: fa3_forward(operators, q, k, v, inputs)[0].transpose(1, 2))
 
 
+def _flex_attention(inputs: Inputs) -> Prepared:
+    options = ScoreOptions(inputs.problem.causal, scale=inputs.scale)
+    return Prepared(flex.attend(inputs.q, inputs.k, inputs.v, options))
+
+
 def _sdpa_backend(name: str, backend: str, title: str, devices: tuple[str, ...] = ("cuda",)) -> Contender:
     return Contender(name, title, devices, always, _sdpa, forced(backend))
 
@@ -136,6 +142,7 @@ def contenders() -> tuple[Contender, ...]:
         _sdpa_backend("sdpa-efficient", "EFFICIENT_ATTENTION", "SDPA EFFICIENT"),
         _sdpa_backend("sdpa-math", "MATH", "SDPA MATH", ("cpu", "cuda")),
         Contender("sdpa-cpu", "SDPA CPU", ("cpu",), always, _sdpa),
+        Contender("flex-attention", "FlexAttention", ("cuda",), always, _flex_attention),
         Contender("flash-attn", "flash-attn", ("cuda",), installed("flash_attn"), _flash_attn),
         Contender(FA3, "FA3", ("cuda",), installed(FLASH_ATTN_3), _flash_attn_3),
     )

@@ -8,7 +8,8 @@ import torch
 
 from flashmoe.errors import ArgumentError
 from flashmoe_tools.bench.contenders import Contender, Prepared, always, family, flashmoe_available, forced, installed
-from flashmoe_tools.operations.serving.reference import CODE_SCALE, Inputs
+from flashmoe_tools.operations import flex
+from flashmoe_tools.operations.serving.reference import CODE_SCALE, Inputs, score_options
 
 FAMILIES = ("sm75", "sm80", "sm90")
 FLASH_ATTN_3 = "flash_attn_interface"
@@ -181,6 +182,15 @@ def _sdpa_dropout(inputs: Inputs, q: torch.Tensor, k: torch.Tensor, v: torch.Ten
     return Prepared(call, own=replace(inputs, keep=signed[..., : problem.seq_q, : problem.seq_k] >= 0))
 
 
+def _flex_attention(inputs: Inputs) -> Prepared:
+    problem = inputs.problem
+    if problem.dropout or problem.sinks:
+        msg = f"{problem.describe_scores()[2:] or 'dropout'}: FlexAttention has neither dropout nor sinks"
+        raise ArgumentError(msg)
+    (k, v), q = _dense_caches(inputs), _dense_queries(inputs)
+    return Prepared(flex.attend(q, k, v, score_options(problem), inputs.mask, inputs.slopes))
+
+
 def _flash_options(inputs: Inputs) -> dict[str, Any]:
     """In flash-attn's words, those of plain attention alone where that is all: a build without the others then takes part."""
     problem = inputs.problem
@@ -309,6 +319,7 @@ def contenders() -> tuple[Contender, ...]:
         Contender("sdpa-flash", "SDPA FLASH, dense keys", gpu, always, _sdpa, forced("FLASH_ATTENTION")),
         Contender("sdpa-cudnn", "SDPA CUDNN, dense keys", gpu, always, _sdpa, forced("CUDNN_ATTENTION")),
         Contender("sdpa-efficient", "SDPA EFFICIENT, dense keys", gpu, always, _sdpa, forced("EFFICIENT_ATTENTION")),
+        Contender("flex-attention", "FlexAttention, dense keys", gpu, always, _flex_attention),
         Contender("flash-attn", "flash-attn", gpu, installed("flash_attn"), _flash_attn),
         Contender("flash-attn-3", "FA3", gpu, installed(FLASH_ATTN_3), _flash_attn_3),
         Contender("flash-attn-3-e4m3", "FA3, all in e4m3", gpu, installed(FLASH_ATTN_3), _flash_attn_3_in_8_bits),

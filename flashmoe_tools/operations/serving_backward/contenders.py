@@ -1,25 +1,28 @@
 """The backward pass alone of attention over ragged batches, windows, softcaps, sinks and masks: what autograd runs for an output."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 
 import torch
 
 from flashmoe_tools.bench.contenders import Contender, Prepared, flashmoe_available, setting
+from flashmoe_tools.bench.sampling import capture_stream
 from flashmoe_tools.operations.serving import contenders as serving
 from flashmoe_tools.operations.serving.reference import Inputs
 from flashmoe_tools.operations.serving_backward.reference import BackwardInputs
 
 
-def _recorded(prepare: Callable[[Inputs], Prepared]) -> Callable[[BackwardInputs], Prepared]:
-    """The gradients of a forward contender, its own problem's where it computes another one."""
+def _recorded(prepare: Callable[[Inputs], Prepared], *, both: bool) -> Callable[[BackwardInputs], Prepared]:
+    """The gradients of a forward contender, its own problem's where it computes another one; ``both``: after its forward pass."""
 
     def prepare_gradients(inputs: BackwardInputs) -> Prepared:
         leaves = [tensor.detach().requires_grad_() for tensor in inputs.leaves]
         is_learned = inputs.problem.mask == "learned"
         sinks = leaves[3] if len(leaves) > 3 and not is_learned else None
         mask = leaves[3] if is_learned else inputs.mask
-        prepared = prepare(replace(inputs, q=leaves[0], k=leaves[1], v=leaves[2], sinks=sinks, mask=mask))
+        with _on_capture_stream() if both and inputs.q.is_cuda else nullcontext():
+            prepared = prepare(replace(inputs, q=leaves[0], k=leaves[1], v=leaves[2], sinks=sinks, mask=mask))
         asked = leaves if prepared.own is None else leaves[:3]  # without sinks or a mask
         out = prepared.call()
         dout = inputs.dout
@@ -27,7 +30,7 @@ def _recorded(prepare: Callable[[Inputs], Prepared]) -> Callable[[BackwardInputs
             dout = dout.view(inputs.problem.batch, -1, *dout.shape[1:]).transpose(1, 2)
 
         def call() -> tuple[torch.Tensor, ...]:
-            return torch.autograd.grad(out, asked, dout, retain_graph=True)
+            return torch.autograd.grad(prepared.call() if both else out, asked, dout, retain_graph=not both)
 
         if prepared.own is not None and prepared.own.keep is not None:
             return Prepared(call, own=replace(inputs, keep=prepared.own.keep))
@@ -36,9 +39,17 @@ def _recorded(prepare: Callable[[Inputs], Prepared]) -> Callable[[BackwardInputs
     return prepare_gradients
 
 
-def contenders() -> tuple[Contender, ...]:
+@contextmanager
+def _on_capture_stream() -> Iterator[None]:
+    torch.cuda.synchronize()
+    with torch.cuda.stream(capture_stream()):
+        yield
+    torch.cuda.synchronize()
+
+
+def contenders(*, both: bool = False) -> tuple[Contender, ...]:
     """Those of the forward pass under the same names, and ours in the split form."""
-    forward = {one.name: replace(one, prepare=_recorded(one.prepare)) for one in serving.contenders()}
+    forward = {one.name: replace(one, prepare=_recorded(one.prepare, both=both)) for one in serving.contenders()}
     split = setting("FLASHMOE_SPLIT_BACKWARD", "1")
     ours = forward["flashmoe"].prepare
     return (

@@ -15,6 +15,7 @@ class ServingBackwardProblem(ServingProblem):
 
     operation: ClassVar[str] = "serving_backward"
     word: ClassVar[str] = "backward"
+    products: ClassVar[int] = 5
 
     @property
     def key(self) -> str:
@@ -27,7 +28,7 @@ class ServingBackwardProblem(ServingProblem):
     @property
     def flops(self) -> int:
         """Five products where the forward pass has two: S again, dP, dV, dK and dQ. A learned mask's gradient needs no other."""
-        return super().flops * 5 // 2
+        return super().flops * self.products // 2
 
     @property
     def bytes_moved(self) -> int:
