@@ -207,6 +207,18 @@ def test_scores_far_apart(backend: Backend) -> None:
             compare_lse(lse, expected_lse)
 
 
+@settings(max_examples=12, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.integers(0, 149), st.floats(100.0, 1000.0), st.sampled_from(DTYPES))
+def test_one_key_far_above_the_others(backend: Backend, key: int, score: float, dtype: torch.dtype) -> None:
+    """Wherever it stands in its block: outside of every window of exponents, and the others lose."""
+    q, k, v = make_inputs(Problem(40, 150, 64), "cpu", dtype)
+    q[..., 0], k[..., 0], k[:, :, key] = 8.0, 0.0, 0.0
+    k[:, :, key, 0] = score
+    out, lse = backend.forward(q, k, v)
+    torch.testing.assert_close(out, v[:, :, key : key + 1].expand_as(out), rtol=0.0, atol=1e-6)
+    compare_lse(lse, (q.double() @ k.double().mT / 8.0).logsumexp(-1))
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("seq_q", [2, 130])
 @pytest.mark.parametrize("size", [1e3, 3e4, 1e6, 1e10, 1e15])
