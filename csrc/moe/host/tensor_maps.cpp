@@ -95,7 +95,7 @@ void make_tensor_maps(Product product, const Mxfp4GemmParams& params, const Kern
   if (product == Product::kMxfp4PackedGated) {
     maps[0] = encode(sm90::mxfp4_packed_gated_gemm_tensor_maps(params, kernel.block_n).b, "w13");
   } else if (product == Product::kMxfp4Packed) {
-    const auto from = sm90::mxfp4_packed_gemm_tensor_maps(params, kernel.block_n);
+    const auto from = sm90::mxfp4_packed_gemm_tensor_maps(params, kernel.block_m, kernel.block_n);
     maps[0] = encode(from.a, "rows");
     maps[1] = encode(from.b, "w2");
   } else if (product == Product::kMxfp4Gated) {
