@@ -386,7 +386,7 @@ def test_a_cuda_graph_follows_the_routing() -> None:
         ({"x_scale": (11, 2)}, ArgumentError, "x_scale is given with mxfp4"),
         ({"transposed": True}, ArgumentError, "transposed is given"),
         ({"weights_on_input": True}, ArgumentError, "weights_on_input is given"),
-        ({"precision": "fp8"}, DtypeError, "w13 is uint8; supported with precision='fp8': bfloat16"),
+        ({"precision": "fp8", "b13": None, "b2": None}, ArgumentError, "w13_scale is given with precision='fp8'"),
     ],
     ids=str,
 )
