@@ -101,8 +101,8 @@ struct PackedLoads {
 
   __device__ __forceinline__ void operator()(const Tile& tile, int warp) {
     const int lane = ptx::lane_index();
-    const int width = width_for<Spec>(tile);  // what lies behind the expert's rows is never stored
-    const int boxes = ceil_div(width, Spec::kBoxRows);
+    const int eights = width_for<Spec>(tile) / 8;  // what lies behind the expert's rows is never stored
+    const int boxes = ceil_div(eights, Spec::kBoxRows / 8);
     GatheredRows<Spec> rows;
     if constexpr (Spec::kGathersA) rows.find(params, tile);
     for (int k = 0; k < params.k; k += Spec::kBlockK, at.advance()) {
@@ -124,7 +124,7 @@ struct PackedLoads {
         }
       }
       if constexpr (Spec::kGathersA) {
-        rows.copy(params, shared.a(at.stage), k, width);
+        rows.copy(params, shared.a(at.stage), k, 8 * eights);
         ptx::mbarrier_arrive_cp_async(full);
       }
     }
