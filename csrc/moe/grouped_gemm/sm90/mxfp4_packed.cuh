@@ -31,7 +31,7 @@ struct PackedSpec {
   static constexpr int kNumWarps = kNumWarps_;
   static constexpr int kNumThreads = 32 * kNumWarps;
   static constexpr bool kIsGated = kIsGated_;
-  static constexpr bool kGathersA = kIsGated;
+  static constexpr bool kGathersA = kIsGated && packed_gathers(kBlockM);
 
   static constexpr int kNumConsumers = kBlockN / kMxfp4PackedRows;
   static constexpr int kProducerWarps = kGathersA ? 4 : 1;
@@ -46,8 +46,8 @@ struct PackedSpec {
                 "sums are kBlockM / 2 registers");
 
   // Of what 384 threads of 168, 512 of 128 or 768 of 80 start with.
-  static constexpr int kProducerRegisters = kNumConsumers == 2 ? 88 : kNumConsumers == 3 ? 56 : 40;
-  static constexpr int kConsumerRegisters = kNumConsumers == 2 ? 208 : kNumConsumers == 3 ? 152 : 88;
+  static constexpr int kProducerRegisters = kNumConsumers == 3 ? 56 : 40;
+  static constexpr int kConsumerRegisters = kNumConsumers == 2 ? 232 : kNumConsumers == 3 ? 152 : 88;
 
   using ATile = SharedTile<kBlockM, kBlockK>;
   static constexpr int kBoxRows = packed_box_rows(kBlockM);  // that a copy brings, of those that are not gathered
@@ -395,8 +395,9 @@ __device__ __forceinline__ void grouped_gemm_mxfp4_packed(const Mxfp4GemmParams&
 
 template <typename Spec>
 __device__ __forceinline__ void grouped_gemm_gated_mxfp4_packed(const Mxfp4GemmParams& params,
-                                                                const ptx::TensorMap& b_map) {
-  run_packed<Spec>(params.gemm, nullptr, b_map);
+                                                                const ptx::TensorMap& b_map,
+                                                                const ptx::TensorMap& a_map) {
+  run_packed<Spec>(params.gemm, &a_map, b_map);
 }
 
 }  // namespace flashmoe::moe::sm90

@@ -49,12 +49,4 @@ inline Mxfp4PackedGemmTensorMaps mxfp4_packed_gemm_tensor_maps(const Mxfp4GemmPa
   return {few_rows_map(params.gemm.a, params.gemm, block_m), packed_map(params.gemm, block_n)};
 }
 
-struct Mxfp4PackedGatedGemmTensorMaps {
-  TensorMapArguments b;
-};
-
-inline Mxfp4PackedGatedGemmTensorMaps mxfp4_packed_gated_gemm_tensor_maps(const Mxfp4GemmParams& params, int block_n) {
-  return {packed_map(params.gemm, block_n)};
-}
-
 }  // namespace flashmoe::moe::sm90
