@@ -44,7 +44,7 @@ class TensorMaps:
     names: tuple[str, ...]
     header: str
     describe: str
-    tile: str  # the tile value that `describe` takes after the params
+    tile: str  # the tile values that `describe` takes after the params
 
 
 @dataclass(frozen=True)
@@ -241,7 +241,7 @@ def _tensor_maps(fields: Fields) -> TensorMaps:
         fields.words("names"),
         fields.take("header", str),
         fields.take("describe", str),
-        fields.word("tile", ("block_m", "block_n"), default="block_n"),
+        fields.word("tile", ("block_m", "block_n", "block_m, block_n"), default="block_n"),
     )
     fields.done()
     return found

@@ -202,11 +202,12 @@ def unit_text(unit: Unit, options: Options) -> str:
             "}",
         ]
     if kind.tensor_maps is not None:
-        lines += _encode_maps(kind.params.name, kind.tensor_maps, getattr(unit.row, kind.tensor_maps.tile))
+        tile = ", ".join(str(getattr(unit.row, name)) for name in kind.tensor_maps.tile.split(", "))
+        lines += _encode_maps(kind.params.name, kind.tensor_maps, tile)
     return "\n".join(lines) + "\n"
 
 
-def _encode_maps(params: str, maps: TensorMaps, tile: int) -> list[str]:
+def _encode_maps(params: str, maps: TensorMaps, tile: str) -> list[str]:
     """The host's own description of the maps, encoded as the machine wants it, one after another."""
     return [
         f'#include "{maps.header}"',

@@ -122,6 +122,16 @@ def test_tiles_have_the_bits_of_the_kernel_for_few_rows(tokens: int, monkeypatch
     assert torch.equal(layer()[:8], few)
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("tokens", [8, 39])
+def test_the_kernels_of_compute_capability_8_0_are_as_exact(tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    layer = make("cuda", tokens=tokens, experts=3, top_k=1, hidden=352, intermediate=320, seed=6)
+    expected = layer.in_bfloat16()
+    monkeypatch.setenv("FLASHMOE_KERNEL", "sm80")
+    assert_equal(layer(), expected)
+    assert "_few_rows_sm80" in flashmoe._extension.last_kernel()
+
+
 @pytest.mark.parametrize("which", ["w13", "w2"])
 @pytest.mark.parametrize("repeats", [1, 20], ids=["few rows", "tiles"])
 def test_every_code_times_every_scale(device: str, repeats: int, which: str) -> None:
@@ -386,6 +396,7 @@ def test_a_cuda_graph_follows_the_routing() -> None:
         ({"x_scale": (11, 2)}, ArgumentError, "x_scale is given with mxfp4"),
         ({"transposed": True}, ArgumentError, "transposed is given"),
         ({"weights_on_input": True}, ArgumentError, "weights_on_input is given"),
+        ({"precision": "fp8", "b13": None, "b2": None}, ArgumentError, "w13_scale is given with precision='fp8'"),
     ],
     ids=str,
 )

@@ -79,7 +79,7 @@ void mxfp4_cuda(const Mxfp4Arguments& arguments, const Tensor& out) {
   const host::CudaCall call(gpu);
   const SortedWorkspace own_sorted(workspace, shape.slots, shape.experts);
   const int64_t hidden_rows = workspace.add<uint16_t>(shape.slots * shape.intermediate);
-  const int64_t down_rows = workspace.add<uint16_t>(shape.slots * shape.hidden);
+  const int64_t down_rows = workspace.add<uint16_t>(shape.slots * shape.hidden);  // before that, x's rows in their order
   workspace.allocate(call);
   const Sorted sorted = own_sorted.pointers(workspace);
   void* const h = workspace.address<void>(hidden_rows);
@@ -88,8 +88,21 @@ void mxfp4_cuda(const Mxfp4Arguments& arguments, const Tensor& out) {
   CallList list(call);
   sort.add(list, sorted, workspace);
 
+  Rows rows = token_rows(x, sorted.row_slots);
+  GatherParams gathered{x.data(),
+                        y,
+                        sorted.slot_rows,
+                        rows.stride,
+                        static_cast<int32_t>(shape.tokens),
+                        static_cast<int32_t>(shape.top_k),
+                        static_cast<int32_t>(shape.hidden)};
+  if (arguments.is_packed && !packed_gathers(gated.kernel().block_m)) {
+    const Kernel& gather = select_step(request, Step::kGather);
+    list.add(gather, ceil_div(shape.tokens, gather.threads / 32), &gathered);
+    rows = sorted_rows(y, shape.hidden);
+  }
   set_layer(gated.params.gemm, shape, sorted);
-  set_operands(gated.params.gemm, token_rows(x, sorted.row_slots), h, shape.intermediate);
+  set_operands(gated.params.gemm, rows, h, shape.intermediate);
   gated.params.gemm.bias = data_or_null(b13);
   if (is_for_few_rows(gated.kernel())) set_early_ids(gated.params.gemm, arguments.routing, gpu);
   gated.add(list);

@@ -92,12 +92,11 @@ void make_tensor_maps(Product product, const Mxfp4GemmParams& params, const Kern
   const auto encode = [&kernel](const auto& description, const char* name) {
     return host::encode_tensor_map(description, kernel.dtype, name);
   };
-  if (product == Product::kMxfp4PackedGated) {
-    maps[0] = encode(sm90::mxfp4_packed_gated_gemm_tensor_maps(params, kernel.block_n).b, "w13");
-  } else if (product == Product::kMxfp4Packed) {
-    const auto from = sm90::mxfp4_packed_gemm_tensor_maps(params, kernel.block_n);
-    maps[0] = encode(from.a, "rows");
-    maps[1] = encode(from.b, "w2");
+  if (product == Product::kMxfp4PackedGated || product == Product::kMxfp4Packed) {
+    const auto from = sm90::mxfp4_packed_gemm_tensor_maps(params, kernel.block_m, kernel.block_n);
+    const bool is_gated = product == Product::kMxfp4PackedGated;
+    maps[is_gated ? 1 : 0] = encode(from.a, "rows");
+    maps[is_gated ? 0 : 1] = encode(from.b, is_gated ? "w13" : "w2");
   } else if (product == Product::kMxfp4Gated) {
     maps[0] = encode(sm90::mxfp4_gated_gemm_tensor_maps(params, kernel.block_n).d, "activations");
   } else {

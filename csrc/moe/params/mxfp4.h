@@ -27,6 +27,12 @@ constexpr int kMxfp4PackedCodes = kMxfp4PackedRows * kMxfp4PackedK / 2;         
 constexpr int kMxfp4PackedBytes = kMxfp4PackedCodes + kMxfp4PackedRows * kMxfp4PackedK / kMxfp4Block;  // of a block
 constexpr int kMxfp4PackedLines = kMxfp4PackedBytes / 128;
 
+// Rows of a that a copy brings to a tile of packed weights: an expert may have few rows, but many small copies take longer than their bytes.
+constexpr int packed_box_rows(int block_m) { return block_m < 32 ? 8 : block_m / 4; }
+
+// Whether a gated product of packed weights gathers tokens' rows itself; for larger tiles moe_gather puts them into their order before.
+constexpr bool packed_gathers(int block_m) { return block_m < 256; }
+
 //   grouped_gemm_mxfp4, grouped_gemm_gated_mxfp4   as grouped_gemm and grouped_gemm_gated; no preactivation
 //   the same with _packed                          of packed weights: no strides of b, no b_scale
 //

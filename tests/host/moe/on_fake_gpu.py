@@ -423,6 +423,7 @@ def test_weights_of_4_bits(capability: int, packed: bool, tokens: int, layout: s
         assert torch.equal(layer(), expected)
         found = [launch for launch in launches() if "grouped" in launch["operation"]]
         assert all(("_packed" in launch["operation"]) == packed for launch in found)
+        assert ("moe_gather" in operations()) == (packed and tokens == 150)  # of the tile for many rows alone
         begin(80)
         if packed:
             with pytest.raises(flashmoe.errors.UnsupportedGpuError, match=r"compute capability 8\.0"):

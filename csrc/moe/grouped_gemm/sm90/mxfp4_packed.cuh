@@ -31,7 +31,7 @@ struct PackedSpec {
   static constexpr int kNumWarps = kNumWarps_;
   static constexpr int kNumThreads = 32 * kNumWarps;
   static constexpr bool kIsGated = kIsGated_;
-  static constexpr bool kGathersA = kIsGated;
+  static constexpr bool kGathersA = kIsGated && packed_gathers(kBlockM);
 
   static constexpr int kNumConsumers = kBlockN / kMxfp4PackedRows;
   static constexpr int kProducerWarps = kGathersA ? 4 : 1;
@@ -46,10 +46,12 @@ struct PackedSpec {
                 "sums are kBlockM / 2 registers");
 
   // Of what 384 threads of 168, 512 of 128 or 768 of 80 start with.
-  static constexpr int kProducerRegisters = kNumConsumers == 2 ? 88 : kNumConsumers == 3 ? 56 : 40;
-  static constexpr int kConsumerRegisters = kNumConsumers == 2 ? 208 : kNumConsumers == 3 ? 152 : 88;
+  static constexpr int kProducerRegisters = kNumConsumers == 3 ? 56 : 40;
+  static constexpr int kConsumerRegisters = kNumConsumers == 2 ? 232 : kNumConsumers == 3 ? 152 : 88;
 
   using ATile = SharedTile<kBlockM, kBlockK>;
+  static constexpr int kBoxRows = packed_box_rows(kBlockM);  // that a copy brings, of those that are not gathered
+  static constexpr int kBoxBytes = kBoxRows * kSlabRowBytes;
   static constexpr int kABytes = ATile::kBytes;
   static constexpr int kCodesBytes = kNumConsumers * kMxfp4PackedLines * kSlabRowBytes;  // that arrive
   static constexpr int kBBytes = (kCodesBytes + kSwizzleBytes - 1) / kSwizzleBytes * kSwizzleBytes;
@@ -88,7 +90,7 @@ using PackedGemmSpec = PackedSpec<Element, kBlockM, kBlockN, kNumStages, kNumWar
 template <typename Element, int kBlockM, int kBlockN, int kNumStages, int kNumWarps>
 using PackedGatedGemmSpec = PackedSpec<Element, kBlockM, kBlockN, kNumStages, kNumWarps, true>;
 
-// What each warp of the producer does for a tile: codes and scales by the copy engine; rows of a by it in eights, or gathered.
+// What each warp of the producer does for a tile: codes and scales by the copy engine; rows of a by it in boxes, or gathered.
 template <typename Spec>
 struct PackedLoads {
   const GemmParams& params;
@@ -100,6 +102,7 @@ struct PackedLoads {
   __device__ __forceinline__ void operator()(const Tile& tile, int warp) {
     const int lane = ptx::lane_index();
     const int eights = width_for<Spec>(tile) / 8;  // what lies behind the expert's rows is never stored
+    const int boxes = ceil_div(eights, Spec::kBoxRows / 8);
     GatheredRows<Spec> rows;
     if constexpr (Spec::kGathersA) rows.find(params, tile);
     for (int k = 0; k < params.k; k += Spec::kBlockK, at.advance()) {
@@ -108,15 +111,15 @@ struct PackedLoads {
       if (warp == 0) {
         ptx::warp_sync();  // every lane has seen the stage empty before it can be so again
         if (lane == 0) {
-          ptx::mbarrier_arrive_expect_tx(full, Spec::kCodesBytes + (Spec::kGathersA ? 0 : eights * kSwizzleBytes));
+          ptx::mbarrier_arrive_expect_tx(full, Spec::kCodesBytes + (Spec::kGathersA ? 0 : boxes * Spec::kBoxBytes));
           ptx::tma_load_4d(shared.b(at.stage), &b_map, full, 0, k / Spec::kBlockK * kMxfp4PackedLines,
                            tile.n_block * Spec::kNumConsumers, tile.expert, ptx::CacheHint::kEvictFirst);
         }
         if constexpr (!Spec::kGathersA) {
           ptx::warp_sync();  // the bytes are expected before they arrive
-          if (lane < eights) {
-            ptx::tma_load_4d(shared.a(at.stage) + lane * kSwizzleBytes, a_map, full, k, tile.first_row + 8 * lane, 0, 0,
-                             ptx::CacheHint::kEvictNormal);
+          if (lane < boxes) {
+            ptx::tma_load_4d(shared.a(at.stage) + lane * Spec::kBoxBytes, a_map, full, k,
+                             tile.first_row + lane * Spec::kBoxRows, 0, 0, ptx::CacheHint::kEvictNormal);
           }
         }
       }
@@ -392,8 +395,9 @@ __device__ __forceinline__ void grouped_gemm_mxfp4_packed(const Mxfp4GemmParams&
 
 template <typename Spec>
 __device__ __forceinline__ void grouped_gemm_gated_mxfp4_packed(const Mxfp4GemmParams& params,
-                                                                const ptx::TensorMap& b_map) {
-  run_packed<Spec>(params.gemm, nullptr, b_map);
+                                                                const ptx::TensorMap& b_map,
+                                                                const ptx::TensorMap& a_map) {
+  run_packed<Spec>(params.gemm, &a_map, b_map);
 }
 
 }  // namespace flashmoe::moe::sm90

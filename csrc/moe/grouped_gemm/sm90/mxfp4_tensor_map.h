@@ -26,9 +26,9 @@ inline Mxfp4GatedGemmTensorMaps mxfp4_gated_gemm_tensor_maps(const Mxfp4GemmPara
   return Mxfp4GatedGemmTensorMaps{slots_map(gemm.d, gemm.n / 2, gemm.d_stride, gemm)};
 }
 
-// Rows of a in boxes of 8, as an expert may have few.
-inline TensorMapArguments eights_map(const void* address, const GemmParams& params) {
-  return tensor_map_arguments(address, params.k, {params.slots, params.a_stride}, {1, 0}, {1, 0}, 8, 1);
+inline TensorMapArguments few_rows_map(const void* address, const GemmParams& params, int block_m) {
+  return tensor_map_arguments(address, params.k, {params.slots, params.a_stride}, {1, 0}, {1, 0},
+                              packed_box_rows(block_m), 1);
 }
 
 // Packed weights as lines of 128 bytes, a box a block of each consumer's.
@@ -44,16 +44,9 @@ struct Mxfp4PackedGemmTensorMaps {
   TensorMapArguments b;
 };
 
-inline Mxfp4PackedGemmTensorMaps mxfp4_packed_gemm_tensor_maps(const Mxfp4GemmParams& params, int block_n) {
-  return {eights_map(params.gemm.a, params.gemm), packed_map(params.gemm, block_n)};
-}
-
-struct Mxfp4PackedGatedGemmTensorMaps {
-  TensorMapArguments b;
-};
-
-inline Mxfp4PackedGatedGemmTensorMaps mxfp4_packed_gated_gemm_tensor_maps(const Mxfp4GemmParams& params, int block_n) {
-  return {packed_map(params.gemm, block_n)};
+inline Mxfp4PackedGemmTensorMaps mxfp4_packed_gemm_tensor_maps(const Mxfp4GemmParams& params, int block_m,
+                                                              int block_n) {
+  return {few_rows_map(params.gemm.a, params.gemm, block_m), packed_map(params.gemm, block_n)};
 }
 
 }  // namespace flashmoe::moe::sm90

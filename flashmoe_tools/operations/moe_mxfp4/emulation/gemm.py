@@ -80,7 +80,7 @@ def _packed_problems(unit: Unit) -> Iterator[Mxfp4Product]:
 
     def make(counts: tuple[int, ...], blocks: int, k: int, seed: int, activation: str, **more: object) -> Mxfp4Product:
         word = activation if is_gated else ""
-        named = {"activation": word, "seed": seed, "gathers": is_gated, "top_k": 2, **more}
+        named = {"activation": word, "seed": seed, "gathers": is_gated and m < 256, "top_k": 2, **more}
         return Mxfp4Product(unit.row.operation, unit.dtype, counts, 64 * blocks, k, **named)  # type: ignore[arg-type]
 
     yield make((m + 2, 0, 3), 4, 192, 1, "clamped_swiglu", has_nan=True, has_bias=True, is_interleaved=True, unrouted=5)
