@@ -127,7 +127,7 @@ def test_any_shape(data: st.DataObject) -> None:
 
 
 @both
-@pytest.mark.parametrize("heads", [8, 128])
+@pytest.mark.parametrize("heads", [3, 8, 16, 24, 128])
 @pytest.mark.parametrize("family", families())
 def test_the_bits_of_gathered_keys(
     device: str, family: str, heads: int, has_codes: bool, monkeypatch: pytest.MonkeyPatch

@@ -1,12 +1,15 @@
-// One warp asks the copy engine for Q and the key blocks, group after group, of codes 16 keys after 16 keys.
+// One warp asks the copy engine for Q and the key blocks, group after group, of codes 16 keys after 16 keys. (Elements that indices name come by
+// way of gatherer.cuh.)
 #pragma once
 
 #include "device/ring.cuh"
+#include "mla/indices.cuh"
 #include "mla/params/codes.h"
 #include "mla/plan.cuh"
 #include "mla/sm90_few/spec.cuh"
 #include "ptx/barrier.cuh"
 #include "ptx/bulk_load.cuh"
+#include "ptx/math.cuh"
 #include "ptx/shuffle.cuh"
 #include "ptx/special_registers.cuh"
 #include "ptx/tma.cuh"
@@ -64,6 +67,16 @@ struct Loader {
     }
   }
 
+  // The stage of the next 16 keys is free, and awaits the bytes of so many.
+  __device__ __forceinline__ ptx::Mbarrier* begin_codes(int keys) const {
+    ptx::Mbarrier* full = shared.codes_full(ring.stage);
+    ptx::mbarrier_wait(shared.codes_empty(ring.stage), ring.parity ^ 1);
+    ptx::warp_sync();  // no lane still waits when the next phase ends
+    if (ptx::lane_index() == 0) ptx::mbarrier_arrive_expect_tx(full, keys * kCodedKeyBytes);
+    ptx::warp_sync();  // bytes are announced before they arrive
+    return full;
+  }
+
   // Keys of 656 bytes, in one piece where they follow one another; none past the last.
   __device__ __forceinline__ void load_codes(const Segment& segment, int block, int page) {
     const bool is_one_piece = params.key_stride == kCodedKeyBytes;
@@ -77,16 +90,35 @@ struct Loader {
           params.block_table == nullptr
               ? first_key
               : static_cast<int>(static_cast<uint32_t>(first_key) % static_cast<uint32_t>(params.page_size));
-      ptx::Mbarrier* full = shared.codes_full(ring.stage);
-      ptx::mbarrier_wait(shared.codes_empty(ring.stage), ring.parity ^ 1);
-      ptx::warp_sync();  // no lane still waits when the next phase ends
-      if (ptx::lane_index() == 0) ptx::mbarrier_arrive_expect_tx(full, keys * kCodedKeyBytes);
-      ptx::warp_sync();  // bytes are announced before they arrive
+      ptx::Mbarrier* full = begin_codes(keys);
       if (own < keys) {
         const auto* key_gmem = static_cast<const unsigned char*>(params.cache) + part_page * params.page_stride +
                                (row + own) * params.key_stride;
         ptx::bulk_load(shared.codes(ring.stage) + own * kCodedKeyBytes, key_gmem,
                        (is_one_piece ? keys : 1) * kCodedKeyBytes, full, ptx::CacheHint::kEvictFirst);
+      }
+      ring.advance();
+    }
+  }
+
+  // This lane's indices of a block, 32 keys apart, as rows of all pages; and one copy for each key that they name.
+  __device__ __forceinline__ void find_named(int (&rows)[2], const Segment& segment, int block) const {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      rows[half] = index_of(params, segment, block * Spec::kBlockN + half * 32 + ptx::lane_index());
+    }
+  }
+  __device__ __forceinline__ void load_named(const int (&rows)[2]) {
+    const int own = ptx::lane_index() % Spec::kStageKeys;
+#pragma unroll
+    for (int part = 0; part < Spec::kCodeStagesOfBlock; ++part) {
+      const int row = ptx::shuffle_index(rows[part / 2], part % 2 * Spec::kStageKeys + own);
+      const bool is_named = row >= 0 && ptx::lane_index() < Spec::kStageKeys;
+      ptx::Mbarrier* full = begin_codes(ptx::population_count(ptx::vote_ballot(is_named)));
+      if (is_named) {
+        ptx::bulk_load(shared.codes(ring.stage) + own * kCodedKeyBytes,
+                       static_cast<const unsigned char*>(params.cache) + row_offset(params, row), kCodedKeyBytes, full,
+                       ptx::CacheHint::kEvictNormal);
       }
       ring.advance();
     }
@@ -105,6 +137,24 @@ struct Loader {
       }
     }
     ptx::warp_sync();
+  }
+
+  // Of indices Q, and codes whose indices are read a block ahead.
+  __device__ __forceinline__ void run_named(Plan& plan) {
+    Segment segment;
+    while (plan.next(segment)) {
+      int rows[2] = {-1, -1};
+      if constexpr (Spec::kHasCodes) find_named(rows, segment, segment.begin_block);
+      load_query(segment);
+#pragma unroll 1
+      for (int block = segment.begin_block; Spec::kHasCodes && block < segment.end_block; ++block) {
+        int next_rows[2];
+        find_named(next_rows, segment, block + 1);
+        load_named(rows);
+        rows[0] = next_rows[0];
+        rows[1] = next_rows[1];
+      }
+    }
   }
 
   __device__ __forceinline__ void run(Plan& plan) {
