@@ -3,8 +3,6 @@
 
 #include "mla/plan.cuh"
 #include "ptx/memory.cuh"
-#include "ptx/shuffle.cuh"
-#include "ptx/special_registers.cuh"
 
 namespace flashmoe::mla {
 
@@ -21,44 +19,5 @@ __device__ __forceinline__ int64_t row_offset(const DecodeParams& params, int ro
   const int page = static_cast<int>(static_cast<uint32_t>(row) / static_cast<uint32_t>(params.page_size));
   return page * params.page_stride + (row - page * params.page_size) * params.key_stride;
 }
-
-// A key block of 64 as four warps gather it by cp.async: four passes of 16 rows, of each pass four rows a warp, eight threads for each row of a
-// slab. kValueBytes: of an element of the cache, as its strides count them. thread: of the 128.
-template <int kValueBytes>
-struct GatheredRows {
-  static constexpr int kPassRows = 16;
-  static constexpr int kPasses = 4;
-  static constexpr int kRows = kPassRows * kPasses;
-  static_assert(kPassRows % 8 == 0, "the rows of two passes differ by the period of the swizzle");
-
-  const unsigned char* gmem[kPasses];  // this thread's 16 bytes of the first slab
-  bool exists[kPasses];
-
-  // The row of this thread's first pass.
-  __device__ __forceinline__ static int first_row(int thread) { return thread / 8; }
-
-  // This lane's key of a block, as a row of all pages; the same for two lanes.
-  __device__ __forceinline__ static int find(const DecodeParams& params, const Segment& segment, int block, int thread) {
-    const int lane = ptx::lane_index() % 16;
-    const int key = lane / 4 * kPassRows + thread / 32 * 4 + lane % 4;
-    return block < segment.end_block ? index_of(params, segment, block * kRows + key) : -1;
-  }
-
-  // Where it lies, in bytes; -1: nowhere.
-  __device__ __forceinline__ static int64_t place(const DecodeParams& params, int row) {
-    return row < 0 ? -1 : row_offset(params, row) * kValueBytes;
-  }
-
-  __device__ __forceinline__ GatheredRows(const DecodeParams& params, int64_t place_of_lane) {
-    const int chunk = ptx::thread_index() % 8;
-#pragma unroll
-    for (int pass = 0; pass < kPasses; ++pass) {
-      const auto place = static_cast<int64_t>(
-          ptx::shuffle_index(static_cast<uint64_t>(place_of_lane), pass * 4 + ptx::lane_index() / 8));
-      exists[pass] = place >= 0;
-      gmem[pass] = static_cast<const unsigned char*>(params.cache) + (exists[pass] ? place : 0) + chunk * 16;
-    }
-  }
-};
 
 }  // namespace flashmoe::mla

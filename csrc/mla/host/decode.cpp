@@ -39,8 +39,8 @@ bool has_keys(const DecodeArguments& arguments) {
 Tensor readable_cache(const DecodeArguments& arguments, const Kernel& kernel) {
   const Tensor& cache = arguments.kv_cache;
   if (!arguments.has_codes) return host::loadable(cache, kernel);
-  const bool is_mappable = (cache.sizes()[0] == 1 || cache.strides()[0] > 0) &&
-                           (cache.sizes()[1] == 1 || cache.strides()[1] > 0);
+  const bool is_mappable =
+      (cache.sizes()[0] == 1 || cache.strides()[0] > 0) && (cache.sizes()[1] == 1 || cache.strides()[1] > 0);
   return is_mappable || kernel.num_tensor_maps == 0 ? host::alias(cache) : host::contiguous(cache);
 }
 

@@ -47,7 +47,7 @@ __device__ __forceinline__ void decode(const DecodeParams& params, const ptx::Te
     }
 #pragma unroll 1
     for (int stage = 0; stage < Spec::kCodeStages; ++stage) {
-      ptx::mbarrier_init(shared.codes_full(stage), 1);
+      ptx::mbarrier_init(shared.codes_full(stage), Spec::kIsSparse ? 32 : 1);
       ptx::mbarrier_init(shared.codes_empty(stage), 1);
     }
     ptx::mbarrier_init_fence();

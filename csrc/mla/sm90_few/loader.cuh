@@ -9,7 +9,7 @@
 #include "mla/sm90_few/spec.cuh"
 #include "ptx/barrier.cuh"
 #include "ptx/bulk_load.cuh"
-#include "ptx/math.cuh"
+#include "ptx/cp_async.cuh"
 #include "ptx/shuffle.cuh"
 #include "ptx/special_registers.cuh"
 #include "ptx/tma.cuh"
@@ -67,16 +67,6 @@ struct Loader {
     }
   }
 
-  // The stage of the next 16 keys is free, and awaits the bytes of so many.
-  __device__ __forceinline__ ptx::Mbarrier* begin_codes(int keys) const {
-    ptx::Mbarrier* full = shared.codes_full(ring.stage);
-    ptx::mbarrier_wait(shared.codes_empty(ring.stage), ring.parity ^ 1);
-    ptx::warp_sync();  // no lane still waits when the next phase ends
-    if (ptx::lane_index() == 0) ptx::mbarrier_arrive_expect_tx(full, keys * kCodedKeyBytes);
-    ptx::warp_sync();  // bytes are announced before they arrive
-    return full;
-  }
-
   // Keys of 656 bytes, in one piece where they follow one another; none past the last.
   __device__ __forceinline__ void load_codes(const Segment& segment, int block, int page) {
     const bool is_one_piece = params.key_stride == kCodedKeyBytes;
@@ -90,7 +80,11 @@ struct Loader {
           params.block_table == nullptr
               ? first_key
               : static_cast<int>(static_cast<uint32_t>(first_key) % static_cast<uint32_t>(params.page_size));
-      ptx::Mbarrier* full = begin_codes(keys);
+      ptx::Mbarrier* full = shared.codes_full(ring.stage);
+      ptx::mbarrier_wait(shared.codes_empty(ring.stage), ring.parity ^ 1);
+      ptx::warp_sync();  // no lane still waits when the next phase ends
+      if (ptx::lane_index() == 0) ptx::mbarrier_arrive_expect_tx(full, keys * kCodedKeyBytes);
+      ptx::warp_sync();  // bytes are announced before they arrive
       if (own < keys) {
         const auto* key_gmem = static_cast<const unsigned char*>(params.cache) + part_page * params.page_stride +
                                (row + own) * params.key_stride;
@@ -101,25 +95,34 @@ struct Loader {
     }
   }
 
-  // This lane's indices of a block, 32 keys apart, as rows of all pages; and one copy for each key that they name.
-  __device__ __forceinline__ void find_named(int (&rows)[2], const Segment& segment, int block) const {
+  // Where this lane's two keys of a block lie that indices name, 32 keys apart, in bytes; -1: nowhere.
+  __device__ __forceinline__ void find_named(int64_t (&places)[2], const Segment& segment, int block) const {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      rows[half] = index_of(params, segment, block * Spec::kBlockN + half * 32 + ptx::lane_index());
+      const int row = index_of(params, segment, block * Spec::kBlockN + half * 32 + ptx::lane_index());
+      places[half] = row < 0 ? -1 : row_offset(params, row);
     }
   }
-  __device__ __forceinline__ void load_named(const int (&rows)[2]) {
-    const int own = ptx::lane_index() % Spec::kStageKeys;
-#pragma unroll
+  // By cp.async, 512 bytes of a key at once: the copy engine takes twice as long for as many small copies.
+  __device__ __forceinline__ void load_named(const int64_t (&places)[2]) {
+    constexpr int kTailChunks = (kCodedKeyBytes - 512) / 16;
+    const int chunk = ptx::lane_index() * 16;
+#pragma unroll 1
     for (int part = 0; part < Spec::kCodeStagesOfBlock; ++part) {
-      const int row = ptx::shuffle_index(rows[part / 2], part % 2 * Spec::kStageKeys + own);
-      const bool is_named = row >= 0 && ptx::lane_index() < Spec::kStageKeys;
-      ptx::Mbarrier* full = begin_codes(ptx::population_count(ptx::vote_ballot(is_named)));
-      if (is_named) {
-        ptx::bulk_load(shared.codes(ring.stage) + own * kCodedKeyBytes,
-                       static_cast<const unsigned char*>(params.cache) + row_offset(params, row), kCodedKeyBytes, full,
-                       ptx::CacheHint::kEvictNormal);
+      const auto of_lane = static_cast<uint64_t>(part < 2 ? places[0] : places[1]);
+      ptx::mbarrier_wait(shared.codes_empty(ring.stage), ring.parity ^ 1);
+      unsigned char* key_smem = shared.codes(ring.stage) + chunk;
+#pragma unroll
+      for (int key = 0; key < Spec::kStageKeys; ++key) {
+        const auto place = static_cast<int64_t>(ptx::shuffle_index(of_lane, part % 2 * Spec::kStageKeys + key));
+        if (place < 0) continue;
+        const unsigned char* key_gmem = static_cast<const unsigned char*>(params.cache) + place + chunk;
+        ptx::cp_async_16(key_smem + key * kCodedKeyBytes, key_gmem);
+        if (ptx::lane_index() < kTailChunks) {
+          ptx::cp_async_16(key_smem + key * kCodedKeyBytes + 512, key_gmem + 512);
+        }
       }
+      ptx::mbarrier_arrive_cp_async(shared.codes_full(ring.stage));
       ring.advance();
     }
   }
@@ -143,16 +146,16 @@ struct Loader {
   __device__ __forceinline__ void run_named(Plan& plan) {
     Segment segment;
     while (plan.next(segment)) {
-      int rows[2] = {-1, -1};
-      if constexpr (Spec::kHasCodes) find_named(rows, segment, segment.begin_block);
+      int64_t places[2] = {-1, -1};
+      if constexpr (Spec::kHasCodes) find_named(places, segment, segment.begin_block);
       load_query(segment);
 #pragma unroll 1
       for (int block = segment.begin_block; Spec::kHasCodes && block < segment.end_block; ++block) {
-        int next_rows[2];
-        find_named(next_rows, segment, block + 1);
-        load_named(rows);
-        rows[0] = next_rows[0];
-        rows[1] = next_rows[1];
+        int64_t next[2];
+        find_named(next, segment, block + 1);
+        load_named(places);
+        places[0] = next[0];
+        places[1] = next[1];
       }
     }
   }

@@ -13,7 +13,8 @@ namespace flashmoe::mla::sm90_few {
 // is padded. A ring of groups of three slabs (64 keys x 64 columns each) holds as many keys as fit: what bounds few rows is how many bytes are
 // asked for. A key block is three groups: columns 0 to 191, 192 to 383, and 384 to 511 with the rotary ones.
 // kCodeStages   stages of 16 keys of a cache of 8-bit floats (params/codes.h), of which converter.cuh makes the groups; 0: a 16-bit cache.
-// kIsSparse     1: the keys are those that indices name, which of a 16-bit cache gatherer.cuh gathers by cp.async.
+// kIsSparse     1: the keys are those that indices name, which are gathered by cp.async: of a 16-bit cache by gatherer.cuh,
+//               of codes by the loading warp.
 template <typename Element_, int kBlockM_, int kBlockN_, int kNumStages_, int kNumWarps_, int kCodeStages_,
           int kIsSparse_>
 struct DecodeSpec {
