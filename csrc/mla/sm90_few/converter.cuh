@@ -6,7 +6,6 @@
 
 #include "device/ring.cuh"
 #include "mla/dequantize.cuh"
-#include "mla/indices.cuh"
 #include "mla/params/codes.h"
 #include "mla/plan.cuh"
 #include "mla/sm90_few/spec.cuh"
@@ -110,16 +109,9 @@ struct Converter {
   __device__ __forceinline__ void run(Plan& plan) {
     Segment segment;
     while (plan.next(segment)) {
-      int next = Spec::kIsSparse ? index_of(params, segment, segment.begin_block * Spec::kBlockN + key) : 0;
 #pragma unroll 1
       for (int block = segment.begin_block; block < segment.end_block; ++block) {
-        if constexpr (Spec::kIsSparse) {
-          const bool exists = next >= 0;
-          next = index_of(params, segment, (block + 1) * Spec::kBlockN + key);  // read while this block is converted
-          convert(exists);
-        } else {
-          convert(block * Spec::kBlockN + key < segment.keys);
-        }
+        convert(block * Spec::kBlockN + key < segment.keys);
       }
     }
   }

@@ -19,7 +19,7 @@
 
 namespace flashmoe::mla::sm90_few {
 
-template <typename Spec, bool kIsGathered = Spec::kIsGathered>
+template <typename Spec, bool kIsSparse = Spec::kIsSparse>
 struct HelperOf {
   using Type = Converter<Spec>;
 };
@@ -40,14 +40,14 @@ __device__ __forceinline__ void decode(const DecodeParams& params, const ptx::Te
     ptx::mbarrier_init(shared.query_empty(), Spec::kConsumerWarps);
 #pragma unroll 1
     for (int stage = 0; stage < Spec::kNumStages; ++stage) {
-      ptx::mbarrier_init(shared.key_full(stage), Spec::kIsGathered ? 32 * Spec::kHelperWarps
+      ptx::mbarrier_init(shared.key_full(stage), Spec::kIsSparse   ? 32 * Spec::kHelperWarps
                                                  : Spec::kHasCodes ? Spec::kHelperWarps
                                                                    : 1);
       ptx::mbarrier_init(shared.key_empty(stage), Spec::kConsumerWarps);
     }
 #pragma unroll 1
     for (int stage = 0; stage < Spec::kCodeStages; ++stage) {
-      ptx::mbarrier_init(shared.codes_full(stage), Spec::kIsSparse ? 32 : 1);
+      ptx::mbarrier_init(shared.codes_full(stage), 1);
       ptx::mbarrier_init(shared.codes_empty(stage), 1);
     }
     ptx::mbarrier_init_fence();
@@ -59,7 +59,8 @@ __device__ __forceinline__ void decode(const DecodeParams& params, const ptx::Te
   if (warp == Spec::kConsumerWarps) {
     Loader<Spec> loader{params, shared, q_map, cache_map};
     if constexpr (Spec::kIsSparse) {
-      loader.run_named(plan);
+      Segment segment;
+      while (plan.next(segment)) loader.load_query(segment);
     } else {
       loader.run(plan);
     }

@@ -1,15 +1,13 @@
-// One warp asks the copy engine for Q and the key blocks, group after group, of codes 16 keys after 16 keys. (Elements that indices name come by
-// way of gatherer.cuh.)
+// One warp asks the copy engine for Q and the key blocks, group after group, of codes 16 keys after 16 keys. (Keys that indices name come by way of
+// gatherer.cuh.)
 #pragma once
 
 #include "device/ring.cuh"
-#include "mla/indices.cuh"
 #include "mla/params/codes.h"
 #include "mla/plan.cuh"
 #include "mla/sm90_few/spec.cuh"
 #include "ptx/barrier.cuh"
 #include "ptx/bulk_load.cuh"
-#include "ptx/cp_async.cuh"
 #include "ptx/shuffle.cuh"
 #include "ptx/special_registers.cuh"
 #include "ptx/tma.cuh"
@@ -95,38 +93,6 @@ struct Loader {
     }
   }
 
-  // Where this lane's two keys of a block lie that indices name, 32 keys apart, in bytes; -1: nowhere.
-  __device__ __forceinline__ void find_named(int64_t (&places)[2], const Segment& segment, int block) const {
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const int row = index_of(params, segment, block * Spec::kBlockN + half * 32 + ptx::lane_index());
-      places[half] = row < 0 ? -1 : row_offset(params, row);
-    }
-  }
-  // By cp.async, 512 bytes of a key at once: the copy engine takes twice as long for as many small copies.
-  __device__ __forceinline__ void load_named(const int64_t (&places)[2]) {
-    constexpr int kTailChunks = (kCodedKeyBytes - 512) / 16;
-    const int chunk = ptx::lane_index() * 16;
-#pragma unroll 1
-    for (int part = 0; part < Spec::kCodeStagesOfBlock; ++part) {
-      const auto of_lane = static_cast<uint64_t>(part < 2 ? places[0] : places[1]);
-      ptx::mbarrier_wait(shared.codes_empty(ring.stage), ring.parity ^ 1);
-      unsigned char* key_smem = shared.codes(ring.stage) + chunk;
-#pragma unroll
-      for (int key = 0; key < Spec::kStageKeys; ++key) {
-        const auto place = static_cast<int64_t>(ptx::shuffle_index(of_lane, part % 2 * Spec::kStageKeys + key));
-        if (place < 0) continue;
-        const unsigned char* key_gmem = static_cast<const unsigned char*>(params.cache) + place + chunk;
-        ptx::cp_async_16(key_smem + key * kCodedKeyBytes, key_gmem);
-        if (ptx::lane_index() < kTailChunks) {
-          ptx::cp_async_16(key_smem + key * kCodedKeyBytes + 512, key_gmem + 512);
-        }
-      }
-      ptx::mbarrier_arrive_cp_async(shared.codes_full(ring.stage));
-      ring.advance();
-    }
-  }
-
   __device__ __forceinline__ void load_query(const Segment& segment) {
     ptx::mbarrier_wait(shared.query_empty(), query_parity);
     query_parity ^= 1;
@@ -140,24 +106,6 @@ struct Loader {
       }
     }
     ptx::warp_sync();
-  }
-
-  // Of indices Q, and codes whose indices are read a block ahead.
-  __device__ __forceinline__ void run_named(Plan& plan) {
-    Segment segment;
-    while (plan.next(segment)) {
-      int64_t places[2] = {-1, -1};
-      if constexpr (Spec::kHasCodes) find_named(places, segment, segment.begin_block);
-      load_query(segment);
-#pragma unroll 1
-      for (int block = segment.begin_block; Spec::kHasCodes && block < segment.end_block; ++block) {
-        int64_t next[2];
-        find_named(next, segment, block + 1);
-        load_named(places);
-        places[0] = next[0];
-        places[1] = next[1];
-      }
-    }
   }
 
   __device__ __forceinline__ void run(Plan& plan) {
