@@ -1,4 +1,5 @@
-"""Few rows over a cache of 8-bit floats: the bits of the same kernel over the dequantised cache."""
+"""Few rows over a cache of 8-bit floats, and over keys that indices name: the bits of the same kernel over the dequantised cache, and over the
+named keys one behind the other."""
 
 from dataclasses import replace
 
@@ -14,6 +15,12 @@ from flashmoe_tools.operations.mla_decode.emulation.decode import trial_on
 from flashmoe_tools.operations.mla_decode.emulation.problem import MlaProblem, Tensors, build
 from flashmoe_tools.tables import Unit, load_tables
 
+UNITS = {unit.name: unit for unit in load_tables().units(("sm_90a",))}
+
+
+def few(rows: int, *words: str) -> Unit:
+    return UNITS["_".join((f"mla_decode_few_sm90_f16_m{rows}", *words))]
+
 
 def results(unit: Unit, tensors: Tensors) -> list[torch.Tensor]:
     outcome = execute(unit, trial_on(unit, tensors), Settings(), Options())
@@ -24,8 +31,6 @@ def results(unit: Unit, tensors: Tensors) -> list[torch.Tensor]:
 @pytest.mark.parametrize("rows", [8, 16])
 def test_the_bits_of_the_dequantised_cache(rows: int) -> None:
     """One head, some, and as many as the tile holds, of one token and two; lengths from none to several blocks, whole and in parts."""
-    units = {unit.name: unit for unit in load_tables().units(("sm_90a",))}
-    plain, coded = (units[f"mla_decode_few_sm90_f16_m{rows}{suffix}"] for suffix in ("", "_codes"))
     for heads, tokens, keys, splits in (
         (1, 2, (130, 0, 64), 32),
         (rows // 2 - 1, 2, (1, 200), 1),
@@ -35,5 +40,20 @@ def test_the_bits_of_the_dequantised_cache(rows: int) -> None:
         of_codes = build(problem)
         wide = dequantize(of_codes.cache, DTYPES["f16"])
         of_elements = replace(build(problem), problem=replace(problem, has_codes=False), cache=wide)
-        for one, other in zip(results(coded, of_codes), results(plain, of_elements), strict=True):
+        for one, other in zip(results(few(rows, "codes"), of_codes), results(few(rows), of_elements), strict=True):
             assert torch.equal(one, other), problem
+
+
+@pytest.mark.parametrize("rows", [8, 16])
+def test_the_bits_of_gathered_keys(rows: int) -> None:
+    problem = MlaProblem("named", "f16", (203, 203), rows - 1, is_causal=False, magnitude=3.0, topk=203)
+    named = build(problem)
+    assert named.indices is not None
+    dense = replace(
+        build(replace(problem, topk=0, page_size=0)),
+        q=named.q,
+        keys=named.keys,
+        cache=named.cache.flatten(0, 1)[named.indices.long()],
+    )
+    found = zip(results(few(rows, "sparse"), named), results(few(rows), dense), strict=True)
+    assert all(torch.equal(one, other) for one, other in found)

@@ -129,6 +129,17 @@ def test_keys_that_lie_apart() -> None:
     assert torch.equal(flashmoe.mla_decode(q, spread, **options), flashmoe.mla_decode(q, coded, **options))
 
 
+def test_sequences_that_share_a_memory(device: str) -> None:
+    """A stride of 0, which the copy engine cannot have: the bits of a cache of one's own."""
+    for heads in (8, 40):
+        q, cache, options = make(Case((70, 64), heads=heads, page_size=0), device)
+        shared = code(cache)[:1].expand(2, -1, -1)
+        wide = dequantized(shared, BF16).to(device)
+        for one in (shared.contiguous(), wide, wide[:1].expand(2, -1, -1)):
+            out = flashmoe.mla_decode(q, shared, **options)
+            assert torch.equal(out, flashmoe.mla_decode(q, one, **options)), heads
+
+
 @either
 def test_every_code(dtype: torch.dtype, device: str) -> None:
     """256 sequences of one key, whose value is the result."""

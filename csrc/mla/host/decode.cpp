@@ -30,42 +30,49 @@ const Kernel* find(const host::KernelRequest& request, const char* operation, co
                            host::loadable_kernels(request.capability));
 }
 
-// The copy engine needs keys, and pages in ascending order. (16-bit caches are copied where they are not such.)
-bool is_mappable(const DecodeArguments& arguments) {
+// The copy engine needs keys, and pages in ascending order.
+bool has_keys(const DecodeArguments& arguments) {
+  return arguments.kv_cache.sizes()[0] > 0 && arguments.max_keys() > 0;
+}
+
+// What the kernel reads: the cache itself where it can.
+Tensor readable_cache(const DecodeArguments& arguments, const Kernel& kernel) {
   const Tensor& cache = arguments.kv_cache;
-  if (cache.sizes()[0] == 0 || arguments.max_keys() == 0) return false;
-  if (!arguments.has_codes) return true;
-  return (cache.sizes()[0] == 1 || cache.strides()[0] > 0) && (cache.sizes()[1] == 1 || cache.strides()[1] > 0);
+  if (!arguments.has_codes) return host::loadable(cache, kernel);
+  const bool is_mappable =
+      (cache.sizes()[0] == 1 || cache.strides()[0] > 0) && (cache.sizes()[1] == 1 || cache.strides()[1] > 0);
+  return is_mappable || kernel.num_tensor_maps == 0 ? host::alias(cache) : host::contiguous(cache);
 }
 
 constexpr char kFewRows[] = "mla_decode_few";
 
 bool is_few_rows(const Kernel& kernel) { return std::strcmp(kernel.operation, kFewRows) == 0; }
 
-// The kernel for few rows where the GPU has it; not where a family is forced. Otherwise of the families that the GPU has, best first, or of the one that is forced. Few rows leave most of a wgmma tile empty; how
-// few it pays for is measured, but for 17 to 32 rows of indices (docs/kernels/mla.md).
+// The kernel for few rows where the GPU has it; not where a family is forced. Otherwise of the families that the GPU has, best first, or of the
+// one that is forced. Neither the cache nor indices decide, since their bits are those of dense 16-bit keys; but codes that indices name, with
+// few rows, are faster by mma.sync (docs/kernels/mla.md).
 const Kernel& select_decode(const host::KernelRequest& request, const DecodeArguments& arguments, int64_t rows) {
-  const bool is_wgmma_wanted = is_mappable(arguments);
+  const bool is_wgmma_wanted = has_keys(arguments);
   constexpr int64_t kMostFewRows = 16;
-  if (rows <= kMostFewRows && is_wgmma_wanted && !arguments.is_sparse() && request.forced_family == nullptr) {
-    const char* variant = arguments.has_codes ? (rows <= 8 ? "m8_codes" : "m16_codes") : rows <= 8 ? "m8" : "m16";
-    const Kernel* kernel = find(request, kFewRows, "sm90", variant);
-    if (kernel != nullptr) return *kernel;
-  }
-  const int64_t few_rows = arguments.is_sparse() ? 32 : 16;
+  const bool is_few = rows <= kMostFewRows;
+  std::string few = rows <= 8 ? "m8" : "m16";
   std::string wgmma;
-  std::string mma_sync = rows > 16 ? "m32" : "";
+  std::string mma_sync = is_few ? "" : "m32";
   for (const char* word : {arguments.has_codes ? "codes" : "", arguments.is_sparse() ? "sparse" : ""}) {
-    for (std::string* variant : {&wgmma, &mma_sync}) {
+    for (std::string* variant : {&few, &wgmma, &mma_sync}) {
       if (!variant->empty() && *word != '\0') *variant += '_';
       *variant += word;
     }
   }
+  const bool is_forced = request.forced_family != nullptr;
+  if (is_few && is_wgmma_wanted && !is_forced && !(arguments.has_codes && arguments.is_sparse())) {
+    const Kernel* kernel = find(request, kFewRows, "sm90", few.c_str());
+    if (kernel != nullptr) return *kernel;
+  }
   for (const char* const* family = host::families_of(request.capability); *family != nullptr; ++family) {
-    const bool is_forced = request.forced_family != nullptr;
     if (is_forced && std::strcmp(request.forced_family, *family) != 0) continue;
     const bool is_wgmma = std::strcmp(*family, "sm90") == 0;
-    if (is_wgmma && (!is_wgmma_wanted || (rows <= few_rows && !is_forced))) continue;
+    if (is_wgmma && (!is_wgmma_wanted || (is_few && !is_forced))) continue;
     const Kernel* kernel = find(request, "mla_decode", *family, is_wgmma ? wgmma.c_str() : mma_sync.c_str());
     if (kernel != nullptr) return *kernel;
   }
@@ -213,8 +220,7 @@ void decode_cuda(const DecodeArguments& arguments, const Tensor& out, const Tens
       select_decode(request, arguments, is_sparse ? arguments.heads() : arguments.tokens() * arguments.heads());
   const bool is_loadable = is_loadable_query(arguments.q, kernel) && (!is_sparse || has_even_tokens(arguments.q));
   const Tensor q = is_loadable ? host::alias(arguments.q) : host::padded_copy(arguments.q);
-  const Tensor cache =
-      arguments.has_codes ? host::alias(arguments.kv_cache) : host::loadable(arguments.kv_cache, kernel);
+  const Tensor cache = readable_cache(arguments, kernel);
   DecodeParams params = make_params(arguments, q, cache, out, lse);
   const Tensor indices = is_sparse ? host::contiguous(arguments.indices) : Tensor();
   if (is_sparse) name_keys(params, indices);

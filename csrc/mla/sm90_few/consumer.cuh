@@ -9,6 +9,7 @@
 #include "device/named_barriers.cuh"
 #include "device/ring.cuh"
 #include "mla/finish.cuh"
+#include "mla/indices.cuh"
 #include "mla/plan.cuh"
 #include "mla/sm90_few/spec.cuh"
 #include "ptx/barrier.cuh"
@@ -79,6 +80,7 @@ struct Consumer {
 #pragma unroll
     for (int group = 0; group < Spec::kNumGroups; ++group) {
       ptx::mbarrier_wait(shared.key_full(at[group].stage), at[group].parity);
+      if constexpr (Spec::kIsSparse) ptx::fence_proxy_async_shared();  // written by cp.async
       ptx::wgmma_fence();
       const auto key = shared.group(at[group].stage).k_major();
 #pragma unroll
@@ -104,6 +106,20 @@ struct Consumer {
     for (int i = 0; i < kSums; ++i) {
       const int end = visible_end(params, segment.keys, head_of(of_head(i)));
       if (first_key + i / 2 % 2 * 8 >= end) scores[i] = ptx::negative_infinity();
+    }
+  }
+
+  // Of indices: this thread's two of a block; one that names no key hides its score.
+  __device__ __forceinline__ void find_indices(int (&found)[2], const Segment& segment, int block) const {
+    if constexpr (!Spec::kIsSparse) return;
+    const int key = block * Spec::kBlockN + thread_row();
+    found[0] = index_of(params, segment, key);
+    found[1] = index_of(params, segment, key + 8);
+  }
+  __device__ __forceinline__ static void hide_missing(float (&scores)[kSums], const int (&found)[2]) {
+#pragma unroll
+    for (int i = 0; i < kSums; ++i) {
+      if (found[i / 2 % 2] < 0) scores[i] = ptx::negative_infinity();
     }
   }
 
@@ -227,6 +243,8 @@ struct Consumer {
     const int seen_by_all = visible_end(params, segment.keys, 0);
     ptx::mbarrier_wait(shared.query_full(), query_parity);
     query_parity ^= 1;
+    int indices[2];
+    find_indices(indices, segment, segment.begin_block);
 #pragma unroll 1
     for (int block = segment.begin_block; block < segment.end_block; ++block) {
       Ring at[Spec::kNumGroups];
@@ -236,10 +254,15 @@ struct Consumer {
         ring.advance();
       }
       const int keys = segment.keys - block * Spec::kBlockN;
-      if (!Spec::kHasCodes && keys < Spec::kBlockN) zero_tail(at, keys);
+      if (Spec::kHelperWarps == 0 && keys < Spec::kBlockN) zero_tail(at, keys);
       float scores[kSums];
       compute_scores(scores, at);
-      if ((block + 1) * Spec::kBlockN > seen_by_all) hide(scores, segment, block);
+      if constexpr (Spec::kIsSparse) {
+        hide_missing(scores, indices);
+        find_indices(indices, segment, block + 1);  // read while this block is multiplied
+      } else if ((block + 1) * Spec::kBlockN > seen_by_all) {
+        hide(scores, segment, block);
+      }
       float largest[kHeads];
       find_largest(largest, scores);
       advance_max(largest);

@@ -2,13 +2,14 @@
 // of 8-bit floats the same products in the same order, so the same bits.
 //   grid   parts blocks (plan.cuh)
 //   maps   ../sm90/tensor_map.h says how the host builds them
-// Read spec.cuh (what lies where), loader.cuh, converter.cuh and consumer.cuh in this order.
+// Read spec.cuh (what lies where), loader.cuh, converter.cuh, gatherer.cuh and consumer.cuh in this order.
 #pragma once
 
 #include "mla/params/decode.h"
 #include "mla/plan.cuh"
 #include "mla/sm90_few/consumer.cuh"
 #include "mla/sm90_few/converter.cuh"
+#include "mla/sm90_few/gatherer.cuh"
 #include "mla/sm90_few/loader.cuh"
 #include "mla/sm90_few/spec.cuh"
 #include "ptx/barrier.cuh"
@@ -18,6 +19,15 @@
 
 namespace flashmoe::mla::sm90_few {
 
+template <typename Spec, bool kIsSparse = Spec::kIsSparse>
+struct HelperOf {
+  using Type = Converter<Spec>;
+};
+template <typename Spec>
+struct HelperOf<Spec, true> {
+  using Type = Gatherer<Spec>;
+};
+
 template <typename Spec>
 __device__ __forceinline__ void decode(const DecodeParams& params, const ptx::TensorMap& q_map,
                                        const ptx::TensorMap& cache_map) {
@@ -25,12 +35,14 @@ __device__ __forceinline__ void decode(const DecodeParams& params, const ptx::Te
   const int warp = ptx::shuffle_index(ptx::warp_index(), 0);  // the same in the whole warp, for the compiler
   if (warp == Spec::kConsumerWarps && ptx::elect_one()) {
     ptx::prefetch_tensor_map(&q_map);
-    if constexpr (!Spec::kHasCodes) ptx::prefetch_tensor_map(&cache_map);
+    if constexpr (Spec::kHelperWarps == 0) ptx::prefetch_tensor_map(&cache_map);
     ptx::mbarrier_init(shared.query_full(), 1);
     ptx::mbarrier_init(shared.query_empty(), Spec::kConsumerWarps);
 #pragma unroll 1
     for (int stage = 0; stage < Spec::kNumStages; ++stage) {
-      ptx::mbarrier_init(shared.key_full(stage), Spec::kHasCodes ? Spec::kConverterWarps : 1);
+      ptx::mbarrier_init(shared.key_full(stage), Spec::kIsSparse   ? 32 * Spec::kHelperWarps
+                                                 : Spec::kHasCodes ? Spec::kHelperWarps
+                                                                   : 1);
       ptx::mbarrier_init(shared.key_empty(stage), Spec::kConsumerWarps);
     }
 #pragma unroll 1
@@ -45,12 +57,18 @@ __device__ __forceinline__ void decode(const DecodeParams& params, const ptx::Te
   ptx::grid_launch_dependents();
   Plan plan(params, ptx::block_index());
   if (warp == Spec::kConsumerWarps) {
-    Loader<Spec>{params, shared, q_map, cache_map}.run(plan);
+    Loader<Spec> loader{params, shared, q_map, cache_map};
+    if constexpr (Spec::kIsSparse) {
+      Segment segment;
+      while (plan.next(segment)) loader.load_query(segment);
+    } else {
+      loader.run(plan);
+    }
     return;
   }
-  if constexpr (Spec::kHasCodes) {
+  if constexpr (Spec::kHelperWarps > 0) {
     if (warp > Spec::kConsumerWarps) {
-      Converter<Spec>(params, shared, warp - Spec::kConsumerWarps - 1).run(plan);
+      typename HelperOf<Spec>::Type(params, shared, warp - Spec::kConsumerWarps - 1).run(plan);
       return;
     }
   }

@@ -1,4 +1,5 @@
-// One warp asks the copy engine for Q and the key blocks, group after group, of codes 16 keys after 16 keys.
+// One warp asks the copy engine for Q and the key blocks, group after group, of codes 16 keys after 16 keys. (Keys that indices name come by way of
+// gatherer.cuh.)
 #pragma once
 
 #include "device/ring.cuh"

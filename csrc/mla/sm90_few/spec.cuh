@@ -13,7 +13,9 @@ namespace flashmoe::mla::sm90_few {
 // is padded. A ring of groups of three slabs (64 keys x 64 columns each) holds as many keys as fit: what bounds few rows is how many bytes are
 // asked for. A key block is three groups: columns 0 to 191, 192 to 383, and 384 to 511 with the rotary ones.
 // kCodeStages   stages of 16 keys of a cache of 8-bit floats (params/codes.h), of which converter.cuh makes the groups; 0: a 16-bit cache.
-template <typename Element_, int kBlockM_, int kBlockN_, int kNumStages_, int kNumWarps_, int kCodeStages_>
+// kIsSparse     1: the keys are those of a 16-bit cache that indices name; gatherer.cuh gathers them by cp.async.
+template <typename Element_, int kBlockM_, int kBlockN_, int kNumStages_, int kNumWarps_, int kCodeStages_,
+          int kIsSparse_>
 struct DecodeSpec {
   using Element = Element_;
   static constexpr int kBlockM = kBlockM_;
@@ -25,7 +27,8 @@ struct DecodeSpec {
   static constexpr int kConsumerThreads = 32 * kConsumerWarps;
   static constexpr int kCodeStages = kCodeStages_;
   static constexpr bool kHasCodes = kCodeStages > 0;
-  static constexpr int kConverterWarps = kHasCodes ? 4 : 0;
+  static constexpr bool kIsSparse = kIsSparse_ != 0;
+  static constexpr int kHelperWarps = kHasCodes || kIsSparse ? 4 : 0;  // convert, or gather
   static constexpr int kStageKeys = 16;
   static constexpr int kCodeStagesOfBlock = kBlockN / kStageKeys;
 
@@ -53,8 +56,9 @@ struct DecodeSpec {
   static_assert(kBlockM == 8 || kBlockM == 16, "more rows are no faster than in the tile of 64");
   static_assert(kNumGroups * kGroupSlabs * kSlabColumns == kHeadDim, "a key block is whole groups");
   static_assert(kNumStages > kNumGroups, "a key block is multiplied while another one loads");
-  static_assert(kNumWarps == kConsumerWarps + 1 + kConverterWarps,
-                "a warpgroup that multiplies, a warp that loads, and of codes one for 16 keys of a block");
+  static_assert(!kHasCodes || !kIsSparse, "codes that indices name are faster by mma.sync");
+  static_assert(kNumWarps == kConsumerWarps + 1 + kHelperWarps,
+                "a warpgroup that multiplies, a warp that loads, and of codes or indices one for 16 keys of a block");
   static_assert(!kHasCodes || kCodeStages > kCodeStagesOfBlock, "a key block is converted while another one loads");
   static_assert(kCodeStages % kCodeStagesOfBlock == 0, "a stage has one warp, which waits for each of its phases");
   static_assert(kSharedBytes <= 232448, "sm_90 gives a block at most 227 KiB");
@@ -85,7 +89,7 @@ struct SharedMemory {
   __device__ __forceinline__ ptx::Mbarrier* barrier(int index) const {
     return reinterpret_cast<ptx::Mbarrier*>(base + Spec::kBarrierOffset) + index;
   }
-  // full: the copy engine has written it, of codes the converters. empty: every consumer warp has read it for the last time.
+  // full: the copy engine has written it, of codes the converters, of indices the gatherers. empty: every consumer warp has read it for the last time.
   __device__ __forceinline__ ptx::Mbarrier* query_full() const { return barrier(0); }
   __device__ __forceinline__ ptx::Mbarrier* query_empty() const { return barrier(1); }
   __device__ __forceinline__ ptx::Mbarrier* key_full(int stage) const { return barrier(2 + stage); }

@@ -153,9 +153,9 @@ def test_which_kernel_decodes() -> None:
     sparse: tuple[dict[str, Any], ...] = ({"sparse": True}, {"sparse": True, "codes": True, "splits": 1})
     for options in sparse:
         words = "codes_sparse" if options.get("codes") else "sparse"
-        for rows in (2, 8, 16, 32, 34, 128):
-            expected = ("sm90", words) if rows > 32 else ("sm80", f"m32_{words}" if rows > 16 else words)
-            assert decoded(rows, **options) == "_".join(expected), (rows, options)
+        for rows, kernel in ((2, "few_sm90_m8"), (8, "few_sm90_m8"), (16, "few_sm90_m16"), (18, "sm90"), (128, "sm90")):
+            found = "sm80" if rows <= 16 and options.get("codes") else kernel
+            assert decoded(rows, **options) == f"{found}_{words}", (rows, options)
     dense: tuple[dict[str, Any], ...] = (
         {"keys": 8193},
         {"keys": 8192, "batch": 5},
@@ -174,6 +174,13 @@ def test_which_kernel_decodes() -> None:
         ):
             assert decoded(rows, **options) == kernel + codes, (rows, options)
     assert decoded(128, keys=0) == MORE_ROWS  # the copy engine needs keys
+    shared = torch.zeros(1, 64, KEY_BYTES, dtype=torch.uint8).expand(2, -1, -1)
+    of_none: dict[str, Any] = {"cache_seqlens": torch.zeros(2, dtype=torch.int32), "scale": 1.0}
+    for rows, kernel in ((8, "few_sm90_bf16_m8_codes"), (40, "sm90_bf16_codes")):
+        flashmoe.mla_decode(torch.zeros(2, 1, rows, 576, dtype=BF16), shared, **of_none)
+        first = next(one for one in reversed(launches()) if "decode" in one["symbol"])
+        assert first["symbol"].endswith(kernel), first
+        assert first["read"] != shared.data_ptr()  # the copy engine has no stride of 0
     begin(80)
     assert [decoded(rows) for rows in (16, 18)] == [FEW, MORE_ROWS]
 
