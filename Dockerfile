@@ -49,7 +49,7 @@ LABEL org.opencontainers.image.title="flashmoe-test" \
       org.opencontainers.image.revision="${REVISION}"
 ENTRYPOINT ["docker/test-entrypoint"]
 
-# ---- runtime: the benchmark's environment without what only compilers need, with bytecode (the root may be read-only)
+# ---- runtime: the benchmark's environment without what only compilers need; it has bytecode (the root may be read-only)
 FROM toolchain AS runtime
 RUN rm -rf .nox/env/build-* .nox/env/test-* .nox/env/*.lock && \
     find .nox/env/bench-* -name '*.a' -delete && \

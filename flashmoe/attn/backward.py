@@ -112,10 +112,7 @@ def backward(
     return dq_result.copy_(dq.reshape(q.shape)) if needs_dq else dq_result, dk, dv
 
 
-KERNEL_DTYPES = {
-    "cpu": (torch.float32, torch.float16, torch.bfloat16),
-    "cuda": (torch.float16, torch.bfloat16),
-}
+KERNEL_DTYPES = {"cpu": (torch.float32, torch.float16, torch.bfloat16), "cuda": (torch.float16, torch.bfloat16)}
 
 
 def backward_by_kernels(

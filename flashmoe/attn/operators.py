@@ -103,10 +103,7 @@ OPERATORS = (
         gradient=autograd.refuse_double_backward,
     ),
     Operator(
-        "_attention_dropout_backward",
-        fake=fake.dropout_kernels,
-        flops=flops.dropout_backward_flops,
-        counts_raw=True,
+        "_attention_dropout_backward", fake=fake.dropout_kernels, flops=flops.dropout_backward_flops, counts_raw=True
     ),
     Operator(
         "attention_bias_gradient",

@@ -249,10 +249,7 @@ OBSTACLES: tuple[tuple[Callable[..., str | None], tuple[str, ...]], ...] = (
     ),
     (
         _shape_obstacle,
-        (
-            f"a head dim of 0 or above {MAX_HEAD_DIM}",
-            "batch or head sizes that neither broadcast nor form groups",
-        ),
+        (f"a head dim of 0 or above {MAX_HEAD_DIM}", "batch or head sizes that neither broadcast nor form groups"),
     ),
     (
         _wide_obstacle,
@@ -267,10 +264,7 @@ OBSTACLES: tuple[tuple[Callable[..., str | None], tuple[str, ...]], ...] = (
 SUPPORTED: tuple[tuple[str, str], ...] = (
     (f"float16, bfloat16 (CPU also float32), head dims 1 to {MAX_HEAD_DIM}, `value`'s own included", "flashmoe"),
     ("`attn_mask`, bool or of `query`'s dtype, any broadcast and strides, with its gradient", "flashmoe"),
-    (
-        "`is_causal`, any `Sq` and `Sk`",
-        "flashmoe; `Sq < Sk`: keys past `Sq` are cut off; `Sq > Sk`: two calls, joined",
-    ),
+    ("`is_causal`, any `Sq` and `Sk`", "flashmoe; `Sq < Sk`: keys past `Sq` are cut off; `Sq > Sk`: two calls, joined"),
     ("2-D, 3-D, 5-D and higher; batch or head sizes that broadcast", "flashmoe, as 4-D"),
     ("`enable_gqa` with key heads = value heads dividing the query heads", "flashmoe"),
     ("`dropout_p` below 1", "flashmoe: by the device's generator, but not torch's mask for a seed"),

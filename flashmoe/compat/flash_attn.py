@@ -148,17 +148,7 @@ def flash_attn_varlen_func(
         keys = None
     out: Tensor
     out, lse = flashmoe.attention_varlen(
-        q,
-        k,
-        v,
-        cu_seqlens_q,
-        keys,
-        longest[0],
-        longest[1],
-        **options,
-        **dropout,
-        **paged,
-        return_lse=True,
+        q, k, v, cu_seqlens_q, keys, longest[0], longest[1], **options, **dropout, **paged, return_lse=True
     )
     if not return_attn_probs:
         return out

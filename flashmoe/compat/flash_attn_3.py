@@ -65,14 +65,7 @@ def flash_attn_func(
         )
         options = latent_query.options_of(q, qv, v, options)
         out, lse = latent_query.attend_ragged(
-            q.flatten(0, 1),
-            k.flatten(0, 1),
-            v.flatten(0, 1),
-            qv.flatten(0, 1),
-            rows,
-            keys,
-            options,
-            attention_chunk,
+            q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1), qv.flatten(0, 1), rows, keys, options, attention_chunk
         )
         out, lse = out.unflatten(0, q.shape[:2]), lse.unflatten(1, q.shape[:2]).transpose(0, 1)
         return (out, lse) if return_attn_probs else out

@@ -29,12 +29,7 @@ class Sections(NamedTuple):
 
 
 def sections(
-    starts_q: Tensor,
-    used_q: Tensor | None,
-    starts_k: Tensor,
-    used_k: Tensor | None,
-    max_seqlen_k: int,
-    chunk: int,
+    starts_q: Tensor, used_q: Tensor | None, starts_k: Tensor, used_k: Tensor | None, max_seqlen_k: int, chunk: int
 ) -> Sections:
     """starts_q and starts_k int32 [B + 1]; used_q and used_k int32 [B], None where all rows and keys are used. chunk: 0 for one of all keys."""
     rows, keys = torch.diff(starts_q), torch.diff(starts_k)

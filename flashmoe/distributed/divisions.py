@@ -311,13 +311,7 @@ RULES: Mapping[str, Rule] = MappingProxyType(
             "keep a cache whole along its keys",
         ),
         "_fused_moe": Rule(
-            "fused_moe",
-            _LAYER_AXES,
-            _layer_divisions(_layer_outputs(5)),
-            6,
-            _layer_shapes,
-            _EXPERTS,
-            _prepare_layer,
+            "fused_moe", _LAYER_AXES, _layer_divisions(_layer_outputs(5)), 6, _layer_shapes, _EXPERTS, _prepare_layer
         ),
         "_fused_moe_inference": Rule(
             "fused_moe",

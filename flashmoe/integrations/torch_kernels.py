@@ -70,13 +70,7 @@ def _as_ragged(scale: float, causal: bool) -> tuple[Any, ...]:
 
 
 def _forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    dropout_p: float,
-    scale: float | None,
-    causal: bool,
-    state: Tensor | None = None,
+    q: Tensor, k: Tensor, v: Tensor, dropout_p: float, scale: float | None, causal: bool, state: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     _require_computed(dropout_p, q)
     _require(dropout_p == 0.0 or state is not None, NO_STATE)

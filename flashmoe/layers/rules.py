@@ -6,9 +6,5 @@ from flashmoe.errors import ArgumentError
 from flashmoe.rules import by_error
 
 RULES = by_error(
-    {
-        ArgumentError: {
-            "linear.tile": "tile is {tile}; supported here: -1, which chooses, to {last}; leave it at -1",
-        },
-    }
+    {ArgumentError: {"linear.tile": "tile is {tile}; supported here: -1, which chooses, to {last}; leave it at -1"}}
 )

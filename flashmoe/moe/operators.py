@@ -57,10 +57,7 @@ OPERATORS = (
         impls={"CPU": training.backward},
     ),
     Operator(
-        "_quantize_weights",
-        fake=fake.quantized_weights,
-        flops=fake.no_flops,
-        impls={"CPU": training.quantize_in_torch},
+        "_quantize_weights", fake=fake.quantized_weights, flops=fake.no_flops, impls={"CPU": training.quantize_in_torch}
     ),
     Operator(
         "_fused_moe_mxfp4",

@@ -31,11 +31,7 @@ class TensorCore:
 
 
 # Khattak and Mikaitis, arXiv 2512.07004: A100 and H100. T4 is taken to be like their V100.
-TENSOR_CORES: Mapping[str, TensorCore] = {
-    "t4": TensorCore(4, 0),
-    "a100": TensorCore(8, 1),
-    "h100": TensorCore(16, 2),
-}
+TENSOR_CORES: Mapping[str, TensorCore] = {"t4": TensorCore(4, 0), "a100": TensorCore(8, 1), "h100": TensorCore(16, 2)}
 
 
 class _Launch(ctypes.Structure):

@@ -11,13 +11,7 @@ from typing import Any
 from flashmoe_tools.audit.context import Context, failed, skipped, warned
 from flashmoe_tools.audit.elf import MAX_SYMBOLS, ElfFacts, open_elf, read_bytes, read_elf, section_data
 from flashmoe_tools.audit.embedded import INDEX_SECTION, Binary, read_embedded
-from flashmoe_tools.audit.errors import (
-    AuditError,
-    DamagedWheelError,
-    EmptyInputError,
-    NoBinariesError,
-    UnreadableError,
-)
+from flashmoe_tools.audit.errors import AuditError, DamagedWheelError, EmptyInputError, NoBinariesError, UnreadableError
 from flashmoe_tools.audit.guard import guarded
 from flashmoe_tools.audit.imports import check_imports
 from flashmoe_tools.audit.inputs import OUR_LIBRARY, Wheel, collect, unpack

@@ -27,18 +27,7 @@ TIMINGS = ("events", "graph", "sustained", "wall", "call")
 KINDS = ("operation", "distributed")
 BUILD_COST = "build-cost"  # of a checkout
 MAX_CASES = 4096
-_SUITE_FIELDS = {
-    "schema",
-    "name",
-    "title",
-    "kind",
-    "devices",
-    "contenders",
-    "baseline",
-    "quick",
-    "cases",
-    "parts",
-}
+_SUITE_FIELDS = {"schema", "name", "title", "kind", "devices", "contenders", "baseline", "quick", "cases", "parts"}
 _SUITE_FIELDS |= {"operation", "repeats", "block", "timing", "flush_l2"}
 
 

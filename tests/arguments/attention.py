@@ -102,13 +102,7 @@ def _paged_codes(h: int = 4, kv: int = 2, pages: int = 6, size: int = 16) -> Cal
 
 def _codes(b: int = 2, h: int = 4, kv: int = 2, m: int = 7) -> Call:
     tensors = {"q": t("bfloat16", b, h, 5, 16), "k": t(E4M3, b, kv, m, 16), "v": t(E4M3, b, kv, m, 16)}
-    return {
-        **OPTIONS,
-        **tensors,
-        **_SCALES,
-        "v_scale": t("float32", b, kv),
-        "mask": t("bool", 1, 1, 5, m, values=(1,)),
-    }
+    return {**OPTIONS, **tensors, **_SCALES, "v_scale": t("float32", b, kv), "mask": t("bool", 1, 1, 5, m, values=(1,))}
 
 
 def _sizes_of_out(c: Call) -> tuple[int, ...]:

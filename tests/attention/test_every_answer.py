@@ -12,19 +12,7 @@ from torch import Tensor
 
 import flashmoe
 from flashmoe import fallback, keywords, rules, transforms, variables
-from flashmoe.attn import (
-    api,
-    arguments,
-    autograd,
-    backward,
-    e4m3,
-    flops,
-    fp8,
-    kvcache,
-    module,
-    smoothing,
-    varlen,
-)
+from flashmoe.attn import api, arguments, autograd, backward, e4m3, flops, fp8, kvcache, module, smoothing, varlen
 from flashmoe.attn.arguments import LAYOUT, PAGES, RAGGED
 from flashmoe.errors import (
     ArgumentError,

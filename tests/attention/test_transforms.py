@@ -38,12 +38,7 @@ def _lse(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return flashmoe.attention(q, k, v, return_lse=True)[1]
 
 
-FUNCTIONS: dict[str, Function] = {
-    "attention": _attention,
-    "operator": _operator,
-    "lse": _lse,
-    "sdpa": _sdpa,
-}
+FUNCTIONS: dict[str, Function] = {"attention": _attention, "operator": _operator, "lse": _lse, "sdpa": _sdpa}
 
 
 @pytest.fixture

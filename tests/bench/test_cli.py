@@ -10,12 +10,7 @@ import torch
 from flashmoe.__main__ import main
 from flashmoe.errors import ArgumentError, ExitCode
 from flashmoe_tools.bench import cli
-from flashmoe_tools.bench.cli import (
-    add_arguments,
-    fit_suite,
-    merge,
-    only_cases,
-)
+from flashmoe_tools.bench.cli import add_arguments, fit_suite, merge, only_cases
 from flashmoe_tools.bench.distributed import session
 from flashmoe_tools.bench.suites import Suite, load_suite
 from flashmoe_tools.report import Report, typed_command, write_report

@@ -11,17 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flashmoe.errors import ArgumentError, DeviceError, ExitCode, ExtensionError
-from flashmoe_tools.bench import (
-    cli,
-    compare,
-    contenders,
-    markdown,
-    page,
-    plan,
-    presets,
-    ratchet,
-    session,
-)
+from flashmoe_tools.bench import cli, compare, contenders, markdown, page, plan, presets, ratchet, session
 from flashmoe_tools.bench.statistics import Interval
 from flashmoe_tools.bench.suites import load_suite
 from flashmoe_tools.bench.verdict import Decision, Reason, Speed

@@ -6,14 +6,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from tests.attention.reference import (
-    LSE_TOLERANCE,
-    Problem,
-    make_inputs,
-    plain_attention,
-    reference,
-    tolerance,
-)
+from tests.attention.reference import LSE_TOLERANCE, Problem, make_inputs, plain_attention, reference, tolerance
 
 from .backend import Backend
 

@@ -38,9 +38,7 @@ def test_overlap_counts_messages_that_run_beside_computation() -> None:
 def test_the_suite_has_parts_with_bars() -> None:
     suite = load_suite("distributed")
     assert {part.key for part in suite.quick().parts} < {part.key for part in suite.parts}
-    assert [part.at_least for part in suite.parts if isinstance(part, AttentionPart)] == [
-        *(0.93, 0.93, 0, 0.93, 0),
-    ]
+    assert [part.at_least for part in suite.parts if isinstance(part, AttentionPart)] == [*(0.93, 0.93, 0, 0.93, 0)]
     long = load_suite("distributed-long").parts
     assert {part.at_least for part in long if isinstance(part, AttentionPart)} == {0.93}
     assert {part.at_most for part in suite.parts if isinstance(part, ExpertsPart) and part.tokens >= 4096} == {1.15}

@@ -123,12 +123,7 @@ def compile_chooser(folder: Path, targets: tuple[str, ...] | None) -> Chooser:
         return tuple(answer.value.decode().split())
 
     def choose_more(
-        capability: int,
-        head_dim: int,
-        *,
-        head_dim_v: int | None = None,
-        bf16: bool = False,
-        forced: str | None = None,
+        capability: int, head_dim: int, *, head_dim_v: int | None = None, bf16: bool = False, forced: str | None = None
     ) -> set[tuple[str, str]]:
         """(symbol, target) of the append kernel, of row_dot's, of the backward kernels for ragged and banded attention, of dropout's, and of a mask's
         gradient."""

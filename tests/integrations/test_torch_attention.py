@@ -27,10 +27,7 @@ pytestmark = [  # what torch's compilers say about torch itself
     pytest.mark.filterwarnings("ignore::FutureWarning"),
     pytest.mark.filterwarnings("ignore:.*TensorFloat32:UserWarning"),
 ]
-FORWARD = {
-    "cpu": "flashmoe::flash_attention_forward",
-    "cuda": "flashmoe::flash_attention_forward",
-}
+FORWARD = {"cpu": "flashmoe::flash_attention_forward", "cuda": "flashmoe::flash_attention_forward"}
 
 
 @pytest.fixture(autouse=True)

@@ -126,8 +126,7 @@ def test_padded_batches(device: str, name: str, side: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "cache"),
-    [("Mistral", "dynamic"), ("DeepseekV3", "dynamic"), ("GptOss", "static"), ("Llama", "compiled")],
+    ("name", "cache"), [("Mistral", "dynamic"), ("DeepseekV3", "dynamic"), ("GptOss", "static"), ("Llama", "compiled")]
 )
 def test_generation_gives_the_same_tokens(name: str, cache: str) -> None:
     """In float32, on the CPU: in bfloat16 two tokens of a random model may tie."""

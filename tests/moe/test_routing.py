@@ -64,12 +64,7 @@ def weights_of(
 @example(sizes=(4, 2, 2, 3), with_bias=False, renormalize=False)
 @given(sizes=SIZES, with_bias=st.booleans(), renormalize=st.booleans())
 def test_routing(
-    dtype: torch.dtype,
-    scoring: str,
-    sizes: tuple[int, int, int, int],
-    with_bias: bool,
-    renormalize: bool,
-    device: str,
+    dtype: torch.dtype, scoring: str, sizes: tuple[int, int, int, int], with_bias: bool, renormalize: bool, device: str
 ) -> None:
     """Sizes: groups, experts of each, groups that stay, choices."""
     groups, size, topk_groups, k = sizes

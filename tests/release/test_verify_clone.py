@@ -8,13 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from release_builders import (
-    README,
-    checked,
-    clone_of,
-    git,
-    problems,
-)
+from release_builders import README, checked, clone_of, git, problems
 
 from flashmoe.__main__ import main
 from flashmoe_tools.verify import repository

@@ -5,12 +5,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from release_builders import (
-    KERNEL,
-    clone_of,
-    git,
-    write_sources,
-)
+from release_builders import KERNEL, clone_of, git, write_sources
 
 from flashmoe.errors import ExitCode
 from flashmoe_tools.report import Check, Report, Verdict

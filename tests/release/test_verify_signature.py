@@ -11,9 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from release_builders import (
-    clone_of,
-)
+from release_builders import clone_of
 
 from flashmoe.__main__ import main
 from flashmoe.errors import ExitCode

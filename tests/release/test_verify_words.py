@@ -192,13 +192,7 @@ def test_a_wheel_for_some_targets(monkeypatch: pytest.MonkeyPatch) -> None:
         assert content.Stated(**given, version=version, locks={}, compilers={}, record={}).partial == partial
 
 
-@pytest.mark.parametrize(
-    ("named", "is_there", "is_same"),
-    [
-        ("a.md", 1, 1),
-        (None, 0, 0),
-    ],
-)
+@pytest.mark.parametrize(("named", "is_there", "is_same"), [("a.md", 1, 1), (None, 0, 0)])
 def test_by_which_rule_a_description_is_made(
     monkeypatch: pytest.MonkeyPatch, named: str | None, is_there: int, is_same: int
 ) -> None:
@@ -231,13 +225,7 @@ def test_a_record_of_another_schema() -> None:
         content.read_stated(json.dumps({**right, "schema": "other"}).encode(), "a.whl")
 
 
-@pytest.mark.parametrize(
-    "answer",
-    [
-        b"B blob 1\nx\n",
-        b"A blob 1",
-    ],
-)
+@pytest.mark.parametrize("answer", [b"B blob 1\nx\n", b"A blob 1"])
 def test_an_answer_of_git_that_is_no_file(monkeypatch: pytest.MonkeyPatch, answer: bytes) -> None:
     objects, asked = repository.Objects.__new__(repository.Objects), list[bytes]()
     monkeypatch.setattr(

@@ -152,13 +152,7 @@ def test_a_gpu_without_a_runner_is_not_run_and_no_pass() -> None:
 
 @pytest.mark.parametrize(
     "changes",
-    [
-        {"lint": "failure"},
-        {"test": "skipped"},
-        {"image": "cancelled"},
-        {"gpu": "failure"},
-        {"gpu": "cancelled"},
-    ],
+    [{"lint": "failure"}, {"test": "skipped"}, {"image": "cancelled"}, {"gpu": "failure"}, {"gpu": "cancelled"}],
 )
 def test_anything_else_than_success_fails_the_summary(changes: dict[str, str]) -> None:
     assert judge(results(**changes)).verdict is Verdict.FAIL

@@ -161,12 +161,7 @@ def _extras(softcap: float | None, s_aux: Tensor | None, dropout: float) -> dict
 
 
 def _whole_mask(
-    query: Tensor,
-    key: Tensor,
-    mask: Tensor | None,
-    causal: bool,
-    sliding_window: int | None,
-    cu_seqlens: Tensor | None,
+    query: Tensor, key: Tensor, mask: Tensor | None, causal: bool, sliding_window: int | None, cu_seqlens: Tensor | None
 ) -> Tensor | None:
     """What was left to the kernels, as a mask for SDPA: the lengths in a static cache, a window, the ends of packed sequences."""
     rows, keys = query.shape[2], key.shape[2]

@@ -111,11 +111,7 @@ def _recorded(prepare: Callable[[Inputs], Prepared]) -> Callable[[BackwardInputs
 
 def contenders() -> tuple[Contender, ...]:
     """Ours, and the others of the forward pass under the same names."""
-    direct = {
-        "sdpa-cudnn": _sdpa_cudnn,
-        "sdpa-flash": _sdpa_flash,
-        attention.FA3: _flash_attn_3(deterministic=False),
-    }
+    direct = {"sdpa-cudnn": _sdpa_cudnn, "sdpa-flash": _sdpa_flash, attention.FA3: _flash_attn_3(deterministic=False)}
     others = (
         replace(one, prepare=direct.get(one.name) or _recorded(one.prepare))
         for one in attention.contenders()
