@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -73,18 +74,12 @@ def learned_table(root: Path) -> Table:
     """A learned mask, us, ours and FlexAttention: the backward pass in single calls, then both passes in a CUDA graph."""
     graphs = {problem.key.partition("-")[2]: cell for problem, cell in _serving(root, "masks-train-graph")}
     rows: list[Sequence[str]] = []
-    for problem, cell in _serving(root, "masks-train"):
-        if problem.mask == "learned":
-            both = graphs.get(problem.key.partition("-")[2], {"contenders": {}, "comparisons": {}})
-            sides = ((_time(one, "flashmoe"), _time(one, FLEX), _ratio(one, FLEX)) for one in (cell, both))
-            rows.append(
-                (f"{problem.batch} x {problem.seq_k}", _heads(problem), *(word for side in sides for word in side))
-            )
-    return (
-        "mask",
-        "heads, D",
-        *("backward, called", "Flex", "its to ours", "both, in a graph", "Flex", "its to ours"),
-    ), rows
+    for problem, cell in _serving(root, "masks-train-learned"):
+        both = graphs.get(problem.key.partition("-")[2], {"contenders": {}, "comparisons": {}})
+        sides = ((_time(one, "flashmoe"), _time(one, FLEX), _ratio(one, FLEX)) for one in (cell, both))
+        rows.append((f"{problem.batch} x {problem.seq_k}", _heads(problem), *chain.from_iterable(sides)))
+    names = ("backward, called", "Flex", "its to ours", "both, in a graph", "Flex", "its to ours")
+    return ("mask", "heads, D", *names), rows
 
 
 def _scores(cells: Sequence[tuple[ServingProblem, Cell]], sides: dict[str, str]) -> Table:

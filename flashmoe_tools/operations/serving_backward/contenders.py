@@ -23,8 +23,10 @@ def _recorded(prepare: Callable[[Inputs], Prepared], *, both: bool) -> Callable[
         mask = leaves[3] if is_learned else inputs.mask
         with _on_capture_stream() if both and inputs.q.is_cuda else nullcontext():
             prepared = prepare(replace(inputs, q=leaves[0], k=leaves[1], v=leaves[2], sinks=sinks, mask=mask))
+            out = (
+                prepared.call()
+            )  # kept with both, too: what autograd has for each leaf belongs to this stream as long as it lives
         asked = leaves if prepared.own is None else leaves[:3]  # without sinks or a mask
-        out = prepared.call()
         dout = inputs.dout
         if out.dim() == 4:  # [B, Hq, Sq, D], of a dense call
             dout = dout.view(inputs.problem.batch, -1, *dout.shape[1:]).transpose(1, 2)
@@ -41,6 +43,7 @@ def _recorded(prepare: Callable[[Inputs], Prepared], *, both: bool) -> Callable[
 
 @contextmanager
 def _on_capture_stream() -> Iterator[None]:
+    """A backward pass that is captured must meet no stream but the graph's: views and leaves of the autograd graph remember theirs."""
     torch.cuda.synchronize()
     with torch.cuda.stream(capture_stream()):
         yield
