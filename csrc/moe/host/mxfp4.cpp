@@ -79,7 +79,8 @@ void mxfp4_cuda(const Mxfp4Arguments& arguments, const Tensor& out) {
   const host::CudaCall call(gpu);
   const SortedWorkspace own_sorted(workspace, shape.slots, shape.experts);
   const int64_t hidden_rows = workspace.add<uint16_t>(shape.slots * shape.intermediate);
-  const int64_t down_rows = workspace.add<uint16_t>(shape.slots * shape.hidden);  // before that, x's rows in their order
+  const int64_t down_rows =
+      workspace.add<uint16_t>(shape.slots * shape.hidden);  // before that, x's rows in their order
   workspace.allocate(call);
   const Sorted sorted = own_sorted.pointers(workspace);
   void* const h = workspace.address<void>(hidden_rows);

@@ -398,7 +398,7 @@ std::string check_maps(const host::Kernel& kernel, void** arguments) {
                                            : params_of<GemmParams>(arguments);
   std::vector<const void*> tensors{p.a, p.b, p.b, p.d};
   if (has("_packed")) {
-    tensors = has("gated") ? std::vector<const void*>{p.b} : std::vector<const void*>{p.a, p.b};
+    tensors = has("gated") ? std::vector<const void*>{p.b, p.a} : std::vector<const void*>{p.a, p.b};
   } else if (has("_mxfp4")) {
     tensors = has("gated") ? std::vector<const void*>{p.d} : std::vector<const void*>{p.a, p.d};
   } else if (has("weight_gradient") || has("linear_nk") || (has("_scaled") && !has("gated"))) {

@@ -45,7 +45,7 @@ struct Mxfp4PackedGemmTensorMaps {
 };
 
 inline Mxfp4PackedGemmTensorMaps mxfp4_packed_gemm_tensor_maps(const Mxfp4GemmParams& params, int block_m,
-                                                              int block_n) {
+                                                               int block_n) {
   return {few_rows_map(params.gemm.a, params.gemm, block_m), packed_map(params.gemm, block_n)};
 }
 
