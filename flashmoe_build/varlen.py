@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +13,7 @@ from flashmoe_tools.operations.serving.problem import MIXED, SHORT, ServingProbl
 Cell = dict[str, Any]
 Table = tuple[Sequence[str], list[Sequence[str]]]
 HEADS = ((16, 16), (32, 8))
-CUDNN, FA3, EFFICIENT, FLEX = "sdpa-cudnn", "flash-attn-3", "sdpa-efficient", "flex-attention"
-
-MASKS = {FLEX: "Flex", EFFICIENT: "efficient", CUDNN: "cuDNN"}  # who takes mask tensors
+CUDNN, FA3, EFFICIENT = "sdpa-cudnn", "flash-attn-3", "sdpa-efficient"
 
 
 def ragged_table(root: Path) -> Table:
@@ -57,29 +54,17 @@ def pages_table(root: Path) -> Table:
 
 def scores_table(root: Path) -> Table:
     """Windows, sinks and masks: TFLOP/s of visible work, and ours over what computes without them or the same."""
-    sides = {"flashmoe-plain": "without", "flashmoe-dense": "dense", FA3: "FA3", **MASKS}
+    sides = {"flashmoe-plain": "without", FA3: "FA3", EFFICIENT: "efficient", CUDNN: "cuDNN"}
     cells = [(problem, cell) for problem, cell in _serving(root, "masks") if not problem.softcap]
     return _scores(cells, sides)
 
 
 def backward_scores_table(root: Path) -> Table:
     """The same of the backward pass, with softcaps."""
-    sides = {"flashmoe-plain": "without", "flashmoe-dense": "dense", **MASKS}
+    sides = {"flashmoe-plain": "without", "flashmoe-dense": "dense", EFFICIENT: "efficient", CUDNN: "cuDNN"}
     return _scores(
         [(problem, cell) for problem, cell in _serving(root, "masks-train") if problem != problem.plain], sides
     )
-
-
-def learned_table(root: Path) -> Table:
-    """A learned mask, us, ours and FlexAttention: the backward pass in single calls, then both passes in a CUDA graph."""
-    graphs = {problem.key.partition("-")[2]: cell for problem, cell in _serving(root, "masks-train-graph")}
-    rows: list[Sequence[str]] = []
-    for problem, cell in _serving(root, "masks-train-learned"):
-        both = graphs.get(problem.key.partition("-")[2], {"contenders": {}, "comparisons": {}})
-        sides = ((_time(one, "flashmoe"), _time(one, FLEX), _ratio(one, FLEX)) for one in (cell, both))
-        rows.append((f"{problem.batch} x {problem.seq_k}", _heads(problem), *chain.from_iterable(sides)))
-    names = ("backward, called", "Flex", "its to ours", "both, in a graph", "Flex", "its to ours")
-    return ("mask", "heads, D", *names), rows
 
 
 def _scores(cells: Sequence[tuple[ServingProblem, Cell]], sides: dict[str, str]) -> Table:
