@@ -157,6 +157,7 @@ def changed_tensor(tensor: T) -> Iterator[tuple[str, T | None]]:
         yield "has one dimension less", tensor.with_sizes(tensor.sizes[1:])
         yield "has gaps", replace(tensor, strides=tuple(2 * stride for stride in tensor.strides))
     if tensor.rank > 1:
+        yield "has its first stride one longer", replace(tensor, strides=(tensor.strides[0] + 1, *tensor.strides[1:]))
         last, second = tensor.sizes[-1], tensor.strides[-1]
         transposed = (*contiguous((*tensor.sizes[:-2], last, tensor.sizes[-2]))[:-2], second, tensor.sizes[-2])
         yield "is transposed", replace(tensor, strides=transposed)

@@ -253,6 +253,13 @@ def test_hidden_keys_have_none(device: str) -> None:
     assert found[:, :, 4, :40].any()
 
 
+def test_what_is_on_no_cpu_is_done_by_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bias_gradient, "_by_kernels", lambda given: given.mask)
+    q, mask, lse = (torch.empty(1, 2, 5, *last, device="meta") for last in ((16,), (5,), ()))
+    found = bias_gradient.bias_gradient(q, None, q, q, q, mask, q, lse, 0.25, -1, -1, 0.0, 0.0, None)
+    assert found is mask
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("dim", [64, 128])
 def test_streamed_mask(dim: int, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -79,6 +79,11 @@ def test_functions_raise_typed_errors(device: str) -> None:
     cached: Any = flashmoe.attention_with_kvcache
     cases: list[tuple[Callable[[], Any], Any, str]] = [
         (lambda: varlen(q, k, v, cu_q, None, 9, 9), ArgumentError, "give block_table and seqused_k"),
+        (
+            lambda: varlen(q, k, v, [0, 9], cu_k, 9, 9),
+            ArgumentTypeError,
+            r"an int32 tensor \[sequences \+ 1\]; found list",
+        ),
         (lambda: varlen(q, k, v, cu_q, cu_k, 9, 9, window=(1.5, 0)), ArgumentTypeError, "window"),
         (lambda: varlen(q, k, v, cu_q, cu_k, 9, 9, sinks=cu_q), DtypeError, "sinks"),
         (lambda: varlen(q, k, v, cu_q.to("meta"), cu_k, 9, 9), DeviceError, "cu_seqlens_q"),

@@ -55,8 +55,12 @@ def test_run_path(workshop: Workshop, rows: tuple[Row, ...], tables: Tables) -> 
 
 
 def test_relative_run_path_of_a_foreign_extension_passes(workshop: Workshop) -> None:
-    path = workshop.extension({"bind.cpp": 'extern "C" int PyInit__C() { return 1; }'}, link=["-Wl,-rpath,$ORIGIN/lib"])
-    assert audit(path).verdict is Verdict.PASS
+    path = workshop.extension(
+        {"bind.cpp": 'extern "C" int PyInit__C() { return 1; }'}, link=["-Wl,-rpath,$ORIGIN/lib", "-nostdlib"]
+    )
+    report = audit(path)
+    assert report.verdict is Verdict.PASS
+    assert [check.found for check in report.checks if check.name.endswith("needed libraries")] == ["none"]
 
 
 def test_fixed_run_path_of_a_foreign_extension_is_a_warning(workshop: Workshop) -> None:

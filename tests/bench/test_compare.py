@@ -39,7 +39,11 @@ def test_two_runs_of_one_thing_are_the_same() -> None:
     assert len(report.data["changes"]) == 36
     assert verdicts(report) == {"SAME"}
     assert report.exit_code is ExitCode.OK
-    assert "36 SAME" in compare_markdown(report)
+    text = compare_markdown(report)
+    assert "36 SAME" in text
+    table = [line for line in text.splitlines() if "|" in line]
+    assert len(table) == 36 + 2
+    assert {(line[0], line.count("|"), line[-1]) for line in table} == {("|", 6, "|")}
 
 
 def test_a_slower_machine_alone_is_no_change() -> None:

@@ -262,7 +262,7 @@ def test_an_interruption_keeps_what_was_measured(tmp_path: Path, monkeypatch: py
 def test_a_spent_budget_names_what_was_not_reached() -> None:
     report, _ = run(suite(["one", "base"]), [contender("one", plain), contender("base", plain)], time_budget=1e-3)
     assert report.data["cells"] == []
-    assert "time budget" in report.data["partial"]
+    assert "was used up with 2 cases left" in report.data["partial"]
     assert sum("time budget" in check.found for check in report.checks) == 2
 
 

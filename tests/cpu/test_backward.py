@@ -147,6 +147,24 @@ def test_only_what_is_wanted(backend: Backend) -> None:
             assert torch.equal(found, expected) if is_wanted else found.isnan().all()
 
 
+@pytest.mark.parametrize("far", [0.0, 30.0, 300.0])
+def test_a_log_sum_exp_off_by_its_rounding_is_mended(backend: Backend, far: float) -> None:
+    """Of rows that see a single block of keys P is divided by its sum, whatever float32 has made of a large log-sum-exp."""
+    (grad_out, q, k, v, out, lse), _ = _case(Problem(1100, 100, 16), torch.float32, 0.25, with_lse=False)
+    lane = torch.zeros_like(q[..., :1])
+    lane_k = torch.zeros_like(k[..., :1])
+    q, k, v = torch.cat((q, lane + 1.0), -1), torch.cat((k, lane_k + 4 * far), -1), torch.cat((v, lane_k), -1)
+    grad_out, out = (torch.cat((one, lane), -1) for one in (grad_out, out))
+    run = partial(backend.backward, grad_out, q, k, v, out, scale=0.25)
+    expected = run(lse + far)
+    for off in (0.8, -0.8):
+        for one, other in zip(run(lse + far + off * (8e-6 + 2e-6 * far)), expected, strict=True):
+            limit = (
+                1e-6 * other[..., :-1].abs().max().item()
+            )  # in the last lane, of `far`, a sum of 0 is multiplied by it
+            torch.testing.assert_close(one[..., :-1], other[..., :-1], rtol=0.0, atol=limit)
+
+
 def test_no_rows_or_no_keys(backend: Backend) -> None:
     for seq_q, seq_k in ((0, 70), (70, 0)):
         q, k, v = make_inputs(Problem(seq_q, seq_k, 24, 4, 2), "cpu", torch.float32)

@@ -266,20 +266,23 @@ def test_no_thread(library: Backend) -> None:
         library.forward(q, k, v, threads=0)
 
 
-def _far_apart(tensor: Tensor) -> Tensor:
-    """The same elements, rows 2^28 elements apart, in memory of which only what is touched is there."""
-    _, heads, rows, columns = tensor.shape
-    no_reserve, stride = 0x4000, 1 << 28
-    held = mmap.mmap(-1, 2 * rows * stride, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | no_reserve)
-    wide = torch.frombuffer(held, dtype=tensor.dtype).as_strided(tensor.shape, (columns * heads, columns, stride, 1))
-    return wide.copy_(tensor)
+def _far_apart(tensor: Tensor, axis: int) -> Tensor:
+    """The same elements, of one axis so far apart that the last is 2^32 elements from the first: memory of which what is touched is there."""
+    no_reserve, step, size = 0x4000, tensor.numel(), tensor.shape[axis]
+    strides = list(tensor.contiguous().stride())
+    strides[axis] = -(-(1 << 32) // (size - 1))
+    held = mmap.mmap(
+        -1, 2 * ((size - 1) * strides[axis] + step), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | no_reserve
+    )
+    return torch.frombuffer(held, dtype=tensor.dtype).as_strided(tensor.shape, strides).copy_(tensor)
 
 
 @pytest.mark.parametrize("rows", [3, 17])
 @pytest.mark.parametrize("name", ["q", "k", "v", "out"])
 def test_offsets_of_more_than_32_bits(backend: Backend, name: str, rows: int) -> None:
-    inputs = dict(zip("qkv", make_inputs(Problem(rows, 17, 40, 2, 2), "cpu", torch.bfloat16), strict=True))
+    inputs = dict(zip("qkv", make_inputs(Problem(rows, 17, 40, 2, 2, batch=2), "cpu", torch.bfloat16), strict=True))
     expected, _ = backend.forward(**inputs)
-    changed = {name: _far_apart(expected if name == "out" else inputs[name])}
-    found, _ = backend.forward(**{**inputs, **changed})
-    assert torch.equal(found, expected)
+    for axis in range(3):
+        changed = {name: _far_apart(expected if name == "out" else inputs[name], axis)}
+        found, _ = backend.forward(**{**inputs, **changed})
+        assert torch.equal(found, expected), axis

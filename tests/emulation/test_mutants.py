@@ -195,7 +195,9 @@ def test_sources_that_do_not_compile_anyway_judge_nothing(
 ) -> None:
     monkeypatch.setattr(anywhere, "copy_checkout", lambda target: (target / "rule.py").write_text("a = 1 + 1\n"))
     monkeypatch.setattr(anywhere.Folder, "make", "false")
-    monkeypatch.setattr(anywhere, "folders", lambda: ((anywhere.Folder("rules", ("rule.py",), "", build=True),), {}))
+    monkeypatch.setattr(
+        anywhere, "folders", lambda: ((anywhere.Folder("rules", ("rule.py",), "", build=True),), anywhere.Reasons())
+    )
     assert anywhere.main(["--json", str(tmp_path / "found.json")]) == ExitCode.USAGE
     assert capsys.readouterr().out == "rules: it does not compile without a bug: false\n"
     assert not (tmp_path / "found.json").exists()
@@ -218,7 +220,9 @@ def test_what_reaches_a_bug_is_asked_first_and_what_fails_anyway_is_left_out(
         (target / "test_rule.py").write_text(tests, encoding="utf-8")
 
     monkeypatch.setattr(anywhere, "copy_checkout", copy)
-    monkeypatch.setattr(anywhere, "folders", lambda: ((anywhere.Folder("rules", ("rule.py",), "test_rule.py"),), {}))
+    monkeypatch.setattr(
+        anywhere, "folders", lambda: ((anywhere.Folder("rules", ("rule.py",), "test_rule.py"),), anywhere.Reasons())
+    )
     monkeypatch.setenv("PYTHONPATH", str(Path(anywhere.__file__).parents[3]))
     monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")  # they take a second of each of nine runs
     monkeypatch.setenv("PYTEST_PLUGINS", "xdist.plugin")

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from flashmoe.errors import ArgumentError, ExtensionError, ReportError
+from flashmoe.errors import ArgumentError, ExitCode, ExtensionError, ReportError
 from flashmoe_build.gate import bisect, commit, execute, history, load
 from flashmoe_build.gate.commit import (
     CODES,
@@ -200,6 +200,12 @@ class _Paths:
 
 
 # Programs that are run
+
+
+@pytest.mark.parametrize("module", ["flashmoe_build.gate.commit", "flashmoe_build.gate.load"])
+def test_a_program_ends_with_its_own_code(module: str) -> None:
+    done = subprocess.run([sys.executable, "-m", module, "--nonsense"], capture_output=True, text=True, check=False)
+    assert done.returncode == ExitCode.USAGE, done
 
 
 def test_an_interruption_ends_what_was_started(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -180,6 +180,17 @@ def test_routing_arguments_of_a_wrong_type(changes: dict[str, Any]) -> None:
         flashmoe.topk_route(values.pop("logits"), values.pop("k"), **values)
 
 
+def test_products_of_two_matrices_have_rules_of_their_own() -> None:
+    """Not those of a matrix for each group, which would ask for a third dimension."""
+    ends = torch.tensor([2, 5], dtype=torch.int32)
+    for a, b, needed in (
+        ((16, 5), (6, 8), r"\[5, 8\] \[rows, k\]"),
+        ((5, 16), (2, 8, 8), r"\[2, 16, 8\] \[experts, k, n\]"),
+    ):
+        with pytest.raises(ShapeError, match=f"; {needed} is needed"):
+            flashmoe.grouped_mm(torch.zeros(a), torch.zeros(b), ends)
+
+
 def test_offsets_that_are_no_tensor() -> None:
     with pytest.raises(ArgumentTypeError):
         flashmoe.grouped_mm(torch.zeros(20, 16), torch.zeros(3, 16, 24), [5, 5, 20])  # type: ignore[arg-type]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -404,6 +405,16 @@ def test_refusals(device: str, changes: dict[str, Any], error: type[FlashmoeErro
     layer = make(device)
     with pytest.raises(error, match=message):
         layer(**changed(layer, changes, torch.uint8))
+
+
+@pytest.mark.parametrize(
+    "change", [lambda x: x.float(), lambda x: x[:1], lambda x: x[:, :-1], lambda x: x.T, Tensor.tolist]
+)
+def test_what_is_no_place_for_the_result(device: str, change: Callable[[Tensor], Any]) -> None:
+    """A copy into it would have converted or broadcast the result."""
+    layer = make(device)
+    with pytest.raises(FlashmoeError, match="out"):
+        layer(out=change(torch.empty_like(layer.x)))
 
 
 def test_gradients_are_refused(device: str) -> None:

@@ -212,8 +212,18 @@ class Found:
     note: str = ""  # TIMED_OUT or NOT_COMPILED
 
 
-def folders(table: Path = TABLE) -> tuple[tuple[Folder, ...], Mapping[tuple[str, str], str]]:
-    """The folders, and the reasons of bugs that nothing can notice, by file and description without its line."""
+class Reasons(dict[tuple[str, str], str]):
+    """Why nothing can notice a bug, by file and description without its line: of one bug, or by a rule of many."""
+
+    rules: tuple[Mapping[str, str], ...] = ()
+
+    def __missing__(self, bug: tuple[str, str]) -> str:
+        fits = (rule for rule in self.rules if fnmatchcase(bug[0], rule["file"]) and re.fullmatch(rule["what"], bug[1]))
+        return next(fits, {"why": ""})["why"]
+
+
+def folders(table: Path = TABLE) -> tuple[tuple[Folder, ...], Reasons]:
+    """The folders, and the reasons of bugs that nothing can notice."""
     read = tomllib.loads(table.read_text(encoding="utf-8"))
     rows = [
         Folder(
@@ -226,7 +236,9 @@ def folders(table: Path = TABLE) -> tuple[tuple[Folder, ...], Mapping[tuple[str,
         )
         for row in read["folder"]
     ]
-    return tuple(rows), {(row["file"], row["what"]): row["why"] for row in read.get("equivalent", ())}
+    reasons = Reasons({(row["file"], row["what"]): row["why"] for row in read.get("equivalent", ())})
+    reasons.rules = tuple(read.get("rule", ()))
+    return tuple(rows), reasons
 
 
 def runs_here(path: Path) -> bool:
@@ -383,12 +395,10 @@ class Hunt:
             return status, output.read()
 
 
-def judged(
-    found: Sequence[Found], reasons: Mapping[tuple[str, str], str], begun: Mapping[str, int] = MappingProxyType({})
-) -> Report:
+def judged(found: Sequence[Found], reasons: Reasons, begun: Mapping[str, int] = MappingProxyType({})) -> Report:
     """One check a folder: how many of its bugs that can be noticed were. Survivors are listed with their reasons; what was ``begun``
     and not decided is told."""
-    rows = [Found(**{**asdict(one), "why": reasons.get((one.file, _unplaced(one.what)), "")}) for one in found]
+    rows = [Found(**{**asdict(one), "why": reasons[one.file, _unplaced(one.what)]}) for one in found]
     checks, scores = [], {}
     for name in dict.fromkeys(row.folder for row in rows):
         own = [row for row in rows if row.folder == name]

@@ -114,8 +114,13 @@ std::string run_forward(const std::string& kind, const host::Kernel& kernel, int
     const int64_t tiles = rows * p.heads_q * (kernel.axes[axis::kMask] < 0 ? 1 : std::max(1, p.num_splits));
     if (grid < tiles && (p.tile_counter == nullptr || *p.tile_counter != 0)) return "fewer blocks than tiles";
   }
+  const bool is_streamed = std::strcmp(kernel.operation, kMaskForward) == 0;
+  if (is_streamed && (p.score_options.mask == nullptr || p.score_options.folded_heads != 1))
+    return "no mask of every head";
   forward(p, kernel, beside);
-  return check_maps(arguments, kernel, {p.q, p.k, p.v, p.out});
+  std::vector<const void*> tensors{p.q, p.k, p.v, p.out};
+  if (is_streamed) tensors.push_back(p.score_options.mask);
+  return check_maps(arguments, kernel, tensors);
 }
 
 // What the kernel would do; the text of what is wrong, or an empty one.
@@ -124,10 +129,12 @@ std::string run_kernel(const host::Kernel& kernel, int64_t grid, void** argument
   static int64_t g_rows_of_sums = 0;
   const std::string operation = kernel.operation;
   const bool is_dropout = operation.rfind("attention_dropout_", 0) == 0;
-  const bool is_varlen = operation.rfind("attention_varlen_", 0) == 0 || is_dropout;
-  const std::string kind = operation.substr(std::strlen(is_dropout  ? "attention_dropout_"
-                                                        : is_varlen ? "attention_varlen_"
-                                                                    : "attention_"));
+  const bool is_streamed = operation.rfind("attention_mask_", 0) == 0;
+  const bool is_varlen = operation.rfind("attention_varlen_", 0) == 0 || is_dropout || is_streamed;
+  const std::string kind = operation.substr(std::strlen(is_dropout    ? "attention_dropout_"
+                                                        : is_streamed ? "attention_mask_"
+                                                        : is_varlen   ? "attention_varlen_"
+                                                                      : "attention_"));
   const int32_t width = kernel.axes[axis::kHeadDim];
   if (kind == "combine" || kind.rfind("chunk_forward", 0) == 0 || kind.rfind("forward", 0) == 0 ||
       kind.rfind("decode", 0) == 0)
@@ -216,7 +223,9 @@ std::string run_kernel(const host::Kernel& kernel, int64_t grid, void** argument
     if (is_dropout) g_fused.dropout = static_cast<const DropoutBackwardParams*>(arguments[0])->dropout;
     if (p.tile_counter == nullptr || *p.tile_counter != 0) return "no counter of tiles";
     key_value_gradient(p, is_dropout ? &g_fused.dropout : nullptr, kernel, static_cast<float*>(p.dq), g_rows_of_sums);
-    return check_maps(arguments, kernel, {p.q, p.k, p.v, p.dout, p.dk, p.dv});
+    std::vector<const void*> tensors{p.q, p.k, p.v, p.dout, p.dk, p.dv};
+    if (is_streamed) tensors.push_back(p.score_options.mask);
+    return check_maps(arguments, kernel, tensors);
   } else {
     return "no loops for it";
   }

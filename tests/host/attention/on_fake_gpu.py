@@ -488,6 +488,24 @@ def test_gradients_without_rows_or_keys_are_zeros(rows: int, keys: int) -> None:
     assert len(launches()) == before
 
 
+def test_a_mask_that_is_streamed() -> None:
+    begin(90)
+    shapes = ((2, 514), (1, 520), (1, 520))
+    q, k, v = (torch.randn(1, many, length, 16).to(DTYPE).requires_grad_() for many, length in shapes)
+    mask = torch.randn(1, 1, 514, 520).to(DTYPE)
+    out = flashmoe.attention(q, k, v, attn_mask=mask)
+    found = torch.autograd.grad(out, (q, k, v), out.detach())
+    operations = launched()
+    assert "mask_forward" in operations
+    assert "mask_backward_fused" in operations
+    wide = [one.detach().double().requires_grad_() for one in (q, k, v)]
+    exact = torch.nn.functional.scaled_dot_product_attention(*wide, mask.double(), enable_gqa=True)
+    for one, other in zip(
+        (out, *found), (exact, *torch.autograd.grad(exact, wide, out.detach().double())), strict=True
+    ):
+        assert (one - other).abs().max() <= LIMIT * other.abs().max().clamp(min=1.0)
+
+
 def test_a_mask_s_gradient_is_of_a_mask_that_was_added() -> None:
     begin(90)
     q, mask, rows = torch.randn(1, 2, 5, 16).to(DTYPE), torch.zeros(1, 1, 5, 5).to(DTYPE), torch.zeros(1, 2, 5)
