@@ -56,7 +56,14 @@ struct Access {
 };
 
 // kAdded: the reads are additions, of which no other access knows yet. kLoading: an arrival lets go of it behind a load that may still be under way.
-enum WordFlag : uint8_t { kInitialised = 1, kAsyncWrite = 2, kBarrierWord = 4, kWritten = 8, kAdded = 16, kLoading = 32 };
+enum WordFlag : uint8_t {
+  kInitialised = 1,
+  kAsyncWrite = 2,
+  kBarrierWord = 4,
+  kWritten = 8,
+  kAdded = 16,
+  kLoading = 32
+};
 
 // One 4-byte word of shared memory: its last write and the reads since that are not known to be over.
 struct Word {

@@ -221,7 +221,8 @@ void record_write(Block& block, uint32_t offset, uint32_t bytes, const Fiber& fi
       expect_no_reads(block, index, fiber, agent, true, site, what);
       if (async && (word.flags & kLoading) != 0) {
         fail(FailureKind::kProxyFenceMissing, site, what,
-             "shared byte %u: %s (async proxy) writes what an arrival let go of behind a load, which may still be under way: nothing between the two "
+             "shared byte %u: %s (async proxy) writes what an arrival let go of behind a load, which may still be "
+             "under way: nothing between the two "
              "has used its value, and there is no fence_proxy_async_shared",
              index * 4, agent_text(block, agent).c_str());
       }

@@ -185,7 +185,11 @@ def calls() -> st.SearchStrategy[Call]:
     head_dim = st.sampled_from([16, 24, 64, 80, 128, 192, 256])
     return st.builds(
         Call,
-        sizes=st.lists(st.tuples(st.integers(1, 300), st.integers(1, 700) | st.integers(1, 300) | st.just(2300)), min_size=1, max_size=3),
+        sizes=st.lists(
+            st.tuples(st.integers(1, 300), st.integers(1, 700) | st.integers(1, 300) | st.just(2300)),
+            min_size=1,
+            max_size=3,
+        ),
         is_ragged=st.booleans(),
         heads=st.sampled_from([(1, 1), (4, 2), (7, 1), (8, 2), (8, 1), (16, 1), (3, 3)]),
         head_dims=st.one_of(head_dim.map(lambda size: (size, size)), st.tuples(head_dim, head_dim)),

@@ -27,7 +27,7 @@ constexpr int64_t kLargestBlock = 256;
 // Every tile of a chunk makes elements of all codes again: beyond so many of a key head one copy is cheaper, however many keys there are. Of bf16 they
 // take twice the instructions.
 constexpr int64_t kMostCodedTiles = 8;
-constexpr int64_t kMostWideCodedTiles = 6;              // of bf16, above head dim 64
+constexpr int64_t kMostWideCodedTiles = 6;         // of bf16, above head dim 64
 constexpr int64_t kMostOfPart = int64_t{1} << 30;  // elements of a copy's smallest part
 constexpr int64_t kWidest = 256;                   // head dim of any kernel for codes
 constexpr int32_t kFirstThatDecodes = 80;          // compute capability that has a kernel for codes
@@ -135,8 +135,8 @@ VarlenArguments dequantize(const E4m3Arguments& arguments, const host::Device& g
   // Rows of as many elements as loadable codes have, those behind the head dim zeros.
   const auto empty = [&](int64_t columns) {
     const int64_t sizes[] = {codes.batch(), codes.heads_kv(), keys, columns};
-    const Tensor whole = host::empty({sizes[0], sizes[1], keys, round_up(columns, kRowAlignBytes)},
-                                     codes.torch_dtype, codes.device_type, codes.device_index);
+    const Tensor whole = host::empty({sizes[0], sizes[1], keys, round_up(columns, kRowAlignBytes)}, codes.torch_dtype,
+                                     codes.device_type, codes.device_index);
     return host::view_of(whole, sizes, whole.strides());
   };
   VarlenArguments wide = with_operands(codes, host::alias(codes.q), empty(codes.head_dim()), empty(codes.head_dim_v()));

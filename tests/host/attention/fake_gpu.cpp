@@ -246,9 +246,9 @@ CUresult launch(CUfunction function, unsigned grid, unsigned, unsigned, bool is_
   const int splits = is_forward ? static_cast<const attention::ForwardParams*>(arguments[0])->num_splits : 0;
   const int unhinted = has_hints ? static_cast<const attention::ForwardParams*>(arguments[0])->hints : -1;
   g_log += std::string("{\"symbol\": \"") + kernel.symbol + "\", \"operation\": \"" + kernel.operation +
-           "\", \"grid\": " + std::to_string(grid) + ", \"splits\": " + std::to_string(splits) + ", \"unhinted\": " + std::to_string(unhinted) +
-           ", \"is_dependent\": " + (is_dependent ? "true" : "false") + ", \"tensors\": [" + addresses +
-           "], \"problem\": \"" + problem + "\"}\n";
+           "\", \"grid\": " + std::to_string(grid) + ", \"splits\": " + std::to_string(splits) +
+           ", \"unhinted\": " + std::to_string(unhinted) + ", \"is_dependent\": " + (is_dependent ? "true" : "false") +
+           ", \"tensors\": [" + addresses + "], \"problem\": \"" + problem + "\"}\n";
   return CUDA_SUCCESS;
 }
 

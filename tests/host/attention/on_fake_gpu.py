@@ -12,7 +12,8 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given as drawn
+from hypothesis import settings
 from torch import Tensor
 
 import flashmoe
@@ -260,7 +261,7 @@ def test_codes_are_appended_and_read_by_many_rows() -> None:
 
 
 @settings(max_examples=40, deadline=None, derandomize=True)
-@given(call=test_e4m3_drawn.calls())
+@drawn(call=test_e4m3_drawn.calls())
 def test_codes_take_the_form_of_elements(call: test_e4m3_drawn.Call) -> None:
     """What is launched over codes is what is launched over the dequantised cache, but for what reads codes, or makes elements of them: kernels of
     the same name, which divide the keys alike, on as many blocks."""
@@ -282,9 +283,7 @@ def test_codes_take_the_form_of_elements(call: test_e4m3_drawn.Call) -> None:
 def test_a_large_cache_is_copied_in_parts(is_ragged: bool, kinds: tuple[str, str], page_size: int) -> None:
     """Of sequences, or of one sequence's heads, or of ragged rows heads alone: each has what the whole has."""
     options = ("bhqk", True, True, (-1, 0), 3.0, 0, 5)
-    call = test_e4m3_drawn.Call(
-        [(20, 48), (17, 30), (9, 41)], is_ragged, (6, 3), (16, 24), page_size, kinds, *options
-    )
+    call = test_e4m3_drawn.Call([(20, 48), (17, 30), (9, 41)], is_ragged, (6, 3), (16, 24), page_size, kinds, *options)
     of_head = 48 * (16 + 24)
     begin(90)
     arguments = call.arguments(DTYPE, "cpu", has_codes=True)
