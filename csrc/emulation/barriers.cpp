@@ -258,6 +258,8 @@ void mbarrier_arrive(uint32_t address, int expect_bytes, const Site& site, const
     fail(FailureKind::kMbarrierMisuse, site, what, "more arrivals than the count of the %s",
          state_text(barrier).c_str());
   }
+  for (const uint32_t index : fiber.loads) fiber.block->words[index].flags |= kLoading;
+  fiber.loads.clear();
   release(fiber, barrier.gathered);
   barrier.bytes += expect_bytes;
   --barrier.pending;
@@ -344,6 +346,7 @@ void transaction_complete(Block& block, Mbarrier& barrier, uint32_t bytes, uint3
 
 void fence_proxy_async(const Site&, const char*) {
   Fiber& fiber = *machine.current;
+  fiber.loads.clear();
   for (size_t i = 0; i < fiber.block->agents.size(); ++i) {
     fiber.view.fenced[i] = std::max(fiber.view.fenced[i], fiber.view.seen[i]);
   }

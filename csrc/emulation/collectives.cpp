@@ -35,6 +35,7 @@ void gather(const char* what, const Site& site, void* argument, bool (*action)(W
   if (warp.size != kWarpSize) {
     fail(FailureKind::kDivergentCollective, site, what, "the warp has %d threads; a collective needs 32", warp.size);
   }
+  if (argument != nullptr) fiber.loads.clear();
   warp.arguments[fiber.lane] = argument;
   warp.gathered |= 1u << fiber.lane;
   if (warp.gathered != kFullMask) {

@@ -173,6 +173,7 @@ void store_global(void* gmem, const void* from, int bytes, const Site& site, con
   maybe_switch();
   const uint32_t size = static_cast<uint32_t>(bytes);
   std::memcpy(global_storage(gmem, size, size, true, machine.current, site, what), from, size);
+  machine.current->loads.clear();
 }
 
 int32_t atomic_add(int32_t* gmem, int32_t value, const Site& site, const char* what) {

@@ -55,8 +55,15 @@ struct Access {
   uint16_t site = 0;
 };
 
-// kAdded: the reads are additions, of which no other access knows yet.
-enum WordFlag : uint8_t { kInitialised = 1, kAsyncWrite = 2, kBarrierWord = 4, kWritten = 8, kAdded = 16 };
+// kAdded: the reads are additions, of which no other access knows yet. kLoading: an arrival lets go of it behind a load that may still be under way.
+enum WordFlag : uint8_t {
+  kInitialised = 1,
+  kAsyncWrite = 2,
+  kBarrierWord = 4,
+  kWritten = 8,
+  kAdded = 16,
+  kLoading = 32
+};
 
 // One 4-byte word of shared memory: its last write and the reads since that are not known to be over.
 struct Word {
@@ -108,6 +115,9 @@ struct Fiber {
   uint32_t last_store_group = 0;  // newest group with a store in it
   uint32_t stores_waited = 0;     // groups through here have been waited for
   bool grid_waited = false;       // for the grid in front
+  // Words that the copy engine wrote and this thread has loaded since the last instruction that may have used what it loads: a store, a product, an
+  // exchange between lanes. Until then a load may be under way; a proxy fence waits for it, an arrival does not.
+  std::vector<uint32_t> loads;
 };
 
 struct Warp {

@@ -186,6 +186,8 @@ void record_read(Block& block, uint32_t offset, uint32_t bytes, const Fiber& fib
       expect_no_reads(block, index, fiber, agent, false, site, what);
     }
     add_read(block, word, access, fiber);
+    const bool is_load = block.agents[static_cast<size_t>(agent)].kind == AgentKind::kThread;
+    if (is_load && (word.flags & kAsyncWrite) != 0) block.fibers[static_cast<size_t>(agent)]->loads.push_back(index);
   }
 }
 
@@ -217,6 +219,13 @@ void record_write(Block& block, uint32_t offset, uint32_t bytes, const Fiber& fi
         }
       }
       expect_no_reads(block, index, fiber, agent, true, site, what);
+      if (async && (word.flags & kLoading) != 0) {
+        fail(FailureKind::kProxyFenceMissing, site, what,
+             "shared byte %u: %s (async proxy) writes what an arrival let go of behind a load, which may still be "
+             "under way: nothing between the two "
+             "has used its value, and there is no fence_proxy_async_shared",
+             index * 4, agent_text(block, agent).c_str());
+      }
     }
     word.write = access;
     word.flags = static_cast<uint8_t>(kWritten | kInitialised | (async ? kAsyncWrite : 0));

@@ -56,6 +56,7 @@ void store_shared(uint32_t smem, const void* from, int bytes, const Site& site, 
   const uint32_t size = static_cast<uint32_t>(bytes);
   const uint32_t offset = shared_offset(*fiber.block, smem, size, size, site, what);
   record_write(*fiber.block, offset, size, fiber, fiber.thread, own_clock(fiber), false, site, what);
+  fiber.loads.clear();
   std::memcpy(fiber.block->shared.data() + offset, from, size);
 }
 

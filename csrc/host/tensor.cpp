@@ -45,6 +45,20 @@ Tensor view_of(const Tensor& tensor, int64_t rank, const int64_t* sizes, const i
   return Tensor(handle);
 }
 
+Tensor narrow(const Tensor& tensor, int64_t axis, int64_t first, int64_t count) {
+  const int64_t rank = tensor.dim();
+  const int64_t size = tensor.sizes()[axis];
+  if (size == 1 || count == size) return alias(tensor);
+  std::array<int64_t, kMaxRank> sizes{};
+  std::copy_n(tensor.sizes(), rank, sizes.begin());
+  sizes[static_cast<std::size_t>(axis)] = count;
+  AtenTensorHandle handle = nullptr;
+  check_shim(aoti_torch__reinterpret_tensor(tensor.get(), rank, sizes.data(), tensor.strides(),
+                                            first * tensor.strides()[axis], &handle),
+             "_reinterpret_tensor");
+  return Tensor(handle);
+}
+
 namespace {
 
 int64_t element_bytes(const Tensor& tensor) {

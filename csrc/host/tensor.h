@@ -138,6 +138,9 @@ inline Tensor view_of(const Tensor& tensor, const int64_t* sizes, const int64_t*
   return view_of(tensor, tensor.dim(), sizes, strides);
 }
 
+// `count` indices of an axis from `first` on; of an axis of size 1, which stands for any, the tensor itself.
+Tensor narrow(const Tensor& tensor, int64_t axis, int64_t first, int64_t count);
+
 // Addresses from the first element to the end of the last.
 struct MemoryRange {
   intptr_t begin = 0;

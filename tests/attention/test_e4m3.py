@@ -27,7 +27,8 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "softcap": {"softcap": 5.0},
     "sinks": {"sinks": True},
     "rows": {"rows": 4, "causal": True},
-    "more rows": {"rows": 5, "causal": True, "num_splits": 1},  # than 16 of a key head
+    "more rows": {"rows": 5, "causal": True},  # than 16 of a key head
+    "of one split": {"rows": 5, "causal": True, "num_splits": 1},
 }
 either = pytest.mark.parametrize("dtype", DTYPES, ids=str)
 
@@ -142,17 +143,6 @@ def test_powers_of_two_give_the_bits_of_the_dequantised_cache(
 
 
 @either
-def test_more_rows_than_16_of_a_key_head(dtype: torch.dtype, device: str) -> None:
-    """Where the kernels choose, those of 16 bits may divide keys otherwise than those of a cache of 8 bits."""
-    case = make("pages", "pages", dtype, device, rows=5, causal=True)
-    (of_codes, lse), (of_elements, lse_of_elements) = case.call(has_codes=True), case.call(has_codes=False)
-    last_bit = 2.0**-10 if dtype is torch.float16 else 2.0**-7
-    difference = (of_codes.double() - of_elements.double()).square().mean().sqrt()
-    assert difference <= last_bit * of_elements.double().square().mean().sqrt()
-    assert torch.allclose(lse, lse_of_elements, atol=1e-4)
-
-
-@either
 @pytest.mark.parametrize(
     "options", [{}, {"softcap": 5.0}, {"window": (37, 0)}, {"sinks": True}, {"head_dim": 24}], ids=str
 )
@@ -166,7 +156,7 @@ def test_many_rows(
     case = make(layout, kind, dtype, device, rows=40, causal=True, is_exact=is_exact, **given)
     (of_codes, lse), (of_elements, lse_of_elements) = case.call(has_codes=True), case.call(has_codes=False)
     assert not of_codes.isnan().any()
-    if is_exact and (device == "cpu" or (layout == "dense" and given["head_dim"] == 128)):
+    if is_exact:
         assert torch.equal(of_codes, of_elements)
         assert torch.equal(lse, lse_of_elements)
         return
@@ -189,10 +179,8 @@ def test_more_rows_than_a_chunk_makes_elements_for(
         again, _ = case.call(has_codes=True, sequences=sequences)
         torch.testing.assert_close(again, of_codes[sequences], atol=0.02, rtol=0.0)
     assert torch.equal(again, of_codes)
-    last_bit = 0.0 if layout == "dense" or device == "cpu" else 2.0**-10 if dtype is torch.float16 else 2.0**-7
-    difference = (of_codes.double() - of_elements.double()).square().mean().sqrt()
-    assert difference <= last_bit * of_elements.double().square().mean().sqrt()
-    assert torch.allclose(lse, lse_of_elements, atol=0.0 if last_bit == 0.0 else 0.02)
+    assert torch.equal(of_codes, of_elements)
+    assert torch.equal(lse, lse_of_elements)
 
 
 @either
@@ -219,8 +207,7 @@ def test_a_window_of_a_long_cache(has_pages: bool, dtype: torch.dtype, device: s
     del freed
     found = flashmoe.attention_with_kvcache(q, *codes, **given)
     assert not found.isnan().any()
-    last_bit = 0.0 if not has_pages or device == "cpu" else 2.0**-10 if dtype is torch.float16 else 2.0**-7
-    assert (found - expected).double().square().mean().sqrt() <= last_bit * expected.double().square().mean().sqrt()
+    assert torch.equal(found, expected)
 
 
 @either
@@ -238,8 +225,8 @@ def test_many_rows_of_pages_with_less_room_than_max_seqlen_k(
     if has_page_scales:
         pages["k_scale"] = torch.full((4, 1, 1, 1), 0.5, device=device)
     out, more = (flashmoe.attention_varlen(q, k, v, ends, None, 40, most, **pages) for most in (32, 1000))
-    # Without page scales a chunk's kernel may divide more keys into more shares.
-    torch.testing.assert_close(out, more, atol=0.0 if has_page_scales else 0.02, rtol=0.0)
+    # A chunk's kernel may divide more keys into more shares.
+    torch.testing.assert_close(out, more, atol=0.02, rtol=0.0)
 
 
 @either

@@ -1,8 +1,14 @@
-"""Caches of float8_e4m3fn: drawn lengths, pages, heads and scales against attention by definition, in float64."""
+"""Caches of float8_e4m3fn: drawn lengths, pages, heads and scales against attention by definition, in float64, and bit for bit against the same
+call on the dequantised cache."""
+
+import math
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import Tensor
 
 import flashmoe
 
@@ -97,3 +103,113 @@ def test_any_cache(
         assert error <= 0.01 * v.square().mean().sqrt()
         seen = ~expected_lse.isinf()
         assert torch.allclose(lse[sequence].double().cpu()[seen], expected_lse[seen], atol=0.02, rtol=1e-3)
+
+
+@dataclass(frozen=True)
+class Call:
+    """Over codes whose scales are powers of two, or over their values. ``sizes``: rows and keys of each sequence; dense rows are those of the
+    first. ``page_size`` 0: a dense cache. ``mask``: "", or which of its dimensions are not 1, bool or additive."""
+
+    sizes: list[tuple[int, int]]
+    is_ragged: bool
+    heads: tuple[int, int]
+    head_dims: tuple[int, int]
+    page_size: int
+    kinds: tuple[str, str]
+    mask: str
+    is_bool: bool
+    sinks: bool
+    window: tuple[int, int]
+    softcap: float
+    num_splits: int
+    seed: int
+
+    def arguments(self, dtype: torch.dtype, device: str, *, has_codes: bool) -> list[Any]:
+        generator = torch.Generator().manual_seed(self.seed)
+        (heads, heads_kv), batch, most = self.heads, len(self.sizes), max(keys for _, keys in self.sizes)
+        rows = [own for own, _ in self.sizes] if self.is_ragged else [self.sizes[0][0]] * batch
+        shape = (sum(rows), heads) if self.is_ragged else (batch, heads, rows[0])
+        q = torch.randn(*shape, self.head_dims[0], generator=generator).to(dtype)
+        pages = -(-most // self.page_size) if self.page_size else 1
+        table = torch.randperm(batch * pages, generator=generator).view(batch, pages).int()
+        caches, scales = [], []
+        for kind, head_dim in zip(self.kinds, self.head_dims, strict=True):
+            codes = torch.randn(batch, pages * (self.page_size or most), heads_kv, head_dim, generator=generator)
+            of_pages = kind == "pages" and self.page_size % 16 == 0 and self.page_size > 0
+            sizes = (batch, pages, heads_kv) if of_pages else (batch if kind != "heads" else 1, 1, heads_kv)
+            factor = 2.0 ** torch.randint(-3, 4, sizes, generator=generator).float()
+            values = codes.to(E4M3).float() * factor.repeat_interleave(codes.shape[1] // sizes[1], 1)[..., None]
+            lengths = torch.tensor([keys for _, keys in self.sizes])
+            unused = (torch.arange(codes.shape[1]) >= lengths[:, None])[..., None, None]
+            own = (codes if has_codes else values).masked_fill(unused, math.nan).to(E4M3 if has_codes else dtype)
+            if self.page_size:
+                own = own.view(torch.uint8 if has_codes else torch.int16)
+                paged = torch.empty(batch * pages, self.page_size, heads_kv, head_dim, dtype=own.dtype)
+                paged[table.flatten().long()] = own.view(paged.shape)
+                own = paged.view(E4M3 if has_codes else dtype)
+            else:
+                own = own.transpose(1, 2)
+            if of_pages:
+                placed = torch.empty(batch * pages, 1, heads_kv, 1)
+                placed[table.flatten().long()] = factor.view(placed.shape)
+                factor = placed
+            else:
+                factor = factor[:, 0] if kind != "heads" else factor[0, 0]
+            caches.append(own.to(device))
+            scales.append(factor.to(device))
+        ends = torch.tensor([0, *rows]).cumsum(0).int().to(device) if self.is_ragged else None
+        used = torch.tensor([keys for _, keys in self.sizes], dtype=torch.int32, device=device)
+        room = min(most, pages * self.page_size) if self.page_size else most
+        mask = None
+        if self.mask:
+            full = {"b": batch, "h": heads, "q": max(rows), "k": room}
+            mask = torch.randn([full[axis] if axis in self.mask else 1 for axis in "bhqk"], generator=generator)
+            mask = (mask > -1 if self.is_bool else mask.to(dtype)).to(device)
+        lengths = (ends, None, used, table.to(device) if self.page_size else None)
+        sinks = torch.randn(heads, generator=generator).to(device) if self.sinks else None
+        numbers = (max(rows), room, self.head_dims[0] ** -0.5, *self.window, self.softcap, self.num_splits)
+        return [q.to(device), *caches, *lengths, sinks, mask, *numbers, *((*scales, 1.0, 1.0) if has_codes else ())]
+
+
+def run(arguments: list[Any]) -> tuple[Tensor, Tensor]:
+    operators = torch.ops.flashmoe
+    has_codes = arguments[1].dtype is E4M3
+    with torch.inference_mode():
+        found: tuple[Tensor, Tensor] = (
+            operators.attention_e4m3_forward if has_codes else operators.attention_varlen_forward
+        )(*arguments)
+    return found
+
+
+def calls() -> st.SearchStrategy[Call]:
+    head_dim = st.sampled_from([16, 24, 64, 80, 128, 192, 256])
+    return st.builds(
+        Call,
+        sizes=st.lists(
+            st.tuples(st.integers(1, 300), st.integers(1, 700) | st.integers(1, 300) | st.just(2300)),
+            min_size=1,
+            max_size=3,
+        ),
+        is_ragged=st.booleans(),
+        heads=st.sampled_from([(1, 1), (4, 2), (7, 1), (8, 2), (8, 1), (16, 1), (3, 3)]),
+        head_dims=st.one_of(head_dim.map(lambda size: (size, size)), st.tuples(head_dim, head_dim)),
+        page_size=st.sampled_from([0, 7, 12, 16, 48, 64]),
+        kinds=st.tuples(*[st.sampled_from(["heads", "sequences", "pages"])] * 2),
+        mask=st.sampled_from(["", "", "", "bhqk", "hk", "qk"]),
+        is_bool=st.booleans(),
+        sinks=st.booleans(),
+        window=st.sampled_from([(-1, -1), (-1, 0), (-1, 0), (37, 0), (300, 20)]),
+        softcap=st.sampled_from([0.0, 0.0, 5.0]),
+        num_splits=st.sampled_from([0, 0, 0, 1, 3]),
+        seed=st.integers(0, 99),
+    )
+
+
+@settings(max_examples=40, deadline=None, derandomize=True)
+@given(call=calls(), dtype=st.sampled_from([torch.float16, torch.bfloat16]))
+def test_the_bits_of_the_dequantised_cache(call: Call, dtype: torch.dtype, device: str) -> None:
+    """With every option, for any number of rows: the order of sums is that of the call over 16 bits."""
+    of_codes, of_elements = (run(call.arguments(dtype, device, has_codes=has_codes)) for has_codes in (True, False))
+    for one, other in zip(of_codes, of_elements, strict=True):
+        assert torch.equal(one.nan_to_num(7.0), other.nan_to_num(7.0))
+    assert not of_codes[0].isnan().any()

@@ -359,7 +359,7 @@ def is_right(out: torch.Tensor, expected: torch.Tensor) -> bool:
     return bool(((out.double() - expected).abs() <= unit * expected.abs() + 1e-4).all())
 
 
-@pytest.mark.parametrize("fault", [0, 15])
+@pytest.mark.parametrize("fault", [0, 15, 27])
 @pytest.mark.parametrize(("name", "dtype"), PIPELINES)
 @pytest.mark.parametrize("seed", SEEDS)
 def test_pipeline(machine: Machine, seed: int, name: str, dtype: torch.dtype, fault: int) -> None:
@@ -395,6 +395,7 @@ def test_pipeline(machine: Machine, seed: int, name: str, dtype: torch.dtype, fa
         (23, {"race", "mbarrier_misuse"}),
         (24, {"mbarrier_misuse"}),
         (25, {"operand_touched"}),
+        (26, {"proxy_fence_missing"}),
     ],
 )
 @pytest.mark.parametrize(("name", "dtype"), PIPELINES)

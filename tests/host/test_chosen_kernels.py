@@ -566,3 +566,19 @@ def test_where_ragged_batches_have_the_fused_form(choose: Any) -> None:
         wanted = not bends and is_fused(90, dim, causal, total // keys, heads, rows, keys, has_window=window < rows)
         found = choose.varlen_fused(dim, heads, longest, total, causal=causal, bends=bends, window=window)
         assert found is wanted, (dim, causal, bends, heads, longest, total, window)
+
+
+def test_kernels_over_codes_have_the_tiles_of_those_over_elements() -> None:
+    """So they divide the keys alike, and add in the same order."""
+    for operation in ("attention_decode", "attention_chunk_forward"):
+        tiles: list[dict[Any, set[Any]]] = [{}, {}]
+        for of, name in zip(tiles, (f"{operation}_e4m3", operation), strict=True):
+            for (other, family, variant, dtype), units in UNITS.items():
+                for unit in units if (other, variant) == (name, "") else ():
+                    row = unit.row
+                    key = (family, dtype, row.axes["head_dim"], unit.target.name)
+                    of.setdefault(key, set()).add((row.block_m, row.block_n, row.min_blocks))
+        of_codes, of_elements = tiles
+        assert of_codes
+        for key, tile in of_codes.items():
+            assert tile == of_elements[key], (operation, key)

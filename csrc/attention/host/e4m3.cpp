@@ -27,10 +27,10 @@ constexpr int64_t kLargestBlock = 256;
 // Every tile of a chunk makes elements of all codes again: beyond so many of a key head one copy is cheaper, however many keys there are. Of bf16 they
 // take twice the instructions.
 constexpr int64_t kMostCodedTiles = 8;
-constexpr int64_t kMostWideCodedTiles = 6;              // of bf16, above head dim 64
-constexpr int64_t kMostDequantized = int64_t{1} << 30;  // elements
-constexpr int64_t kWidest = 256;                        // head dim of any kernel for codes
-constexpr int32_t kFirstThatDecodes = 80;               // compute capability that has a kernel for codes
+constexpr int64_t kMostWideCodedTiles = 6;         // of bf16, above head dim 64
+constexpr int64_t kMostOfPart = int64_t{1} << 30;  // elements of a copy's smallest part
+constexpr int64_t kWidest = 256;                   // head dim of any kernel for codes
+constexpr int32_t kFirstThatDecodes = 80;          // compute capability that has a kernel for codes
 
 // Whether rows of codes can be loaded by 16 bytes where they lie.
 bool is_loadable(const Tensor& codes, bool may_repeat) {
@@ -54,27 +54,90 @@ E4m3ForwardParams make_e4m3_params(const E4m3Arguments& arguments, const VarlenA
   return params;
 }
 
-bool can_be_dequantized(const VarlenArguments& arguments) {
-  const int64_t columns = arguments.head_dim() + arguments.head_dim_v();
-  return std::max(arguments.head_dim(), arguments.head_dim_v()) <= kWidest &&
-         arguments.head_dim() % kRowAlignBytes == 0 && arguments.head_dim_v() % kRowAlignBytes == 0 &&
-         !arguments.has_ragged_keys() &&
-         arguments.batch() * arguments.heads_kv() * most_keys(arguments) * columns <= kMostDequantized;
+int64_t round_up(int64_t value, int64_t multiple) { return (value + multiple - 1) / multiple * multiple; }
+
+// Of a cache, sequences and key heads that are copied at a time.
+struct Part {
+  int64_t sequence;
+  int64_t sequences;
+  int64_t head;
+  int64_t heads;
+};
+
+int64_t elements_of_head(const VarlenArguments& arguments) {
+  return most_keys(arguments) * (arguments.head_dim() + arguments.head_dim_v());
 }
 
-// Not where a row's bits may not depend on the rows beside it.
+// The largest part, the first one. Rows of a second pass are those of all sequences where they are ragged, and log-sum-exps are contiguous: so it has
+// all sequences, or one, or all heads.
+Part first_part(const VarlenArguments& arguments) {
+  const int64_t of_head = std::max<int64_t>(1, elements_of_head(arguments));
+  const int64_t heads = arguments.heads_kv();
+  const int64_t fitting = std::clamp<int64_t>(most_copied / (of_head * heads), 1, arguments.batch());
+  const int64_t sequences = arguments.has_ragged_rows() ? arguments.batch() : fitting;
+  return {0, sequences, 0, std::clamp<int64_t>(most_copied / (of_head * sequences), 1, heads)};
+}
+
+bool can_be_dequantized(const VarlenArguments& arguments) {
+  const int64_t least = arguments.has_ragged_rows() ? arguments.batch() : 1;
+  return std::max(arguments.head_dim(), arguments.head_dim_v()) <= kWidest && !arguments.has_ragged_keys() &&
+         least * elements_of_head(arguments) <= kMostOfPart;
+}
+
+// Rows that the decoding kernel would read a cache for too often. Not where a row's bits may not depend on the rows beside it.
 bool has_many_rows(const VarlenArguments& arguments) {
   return arguments.max_seqlen_q * (arguments.heads_q() / arguments.heads_kv()) >= kManyRows &&
-         arguments.num_splits != 1 && !arguments.is_consistent();
+         arguments.num_splits != 1;
+}
+
+ScaleArgument part_of(const ScaleArgument& scale, const Part& part, bool has_pages) {
+  ScaleArgument result{Tensor(), scale.factor};
+  if (!scale.values.is_given()) return result;
+  const int64_t rank = scale.values.dim();
+  result.values = host::alias(scale.values);
+  if (rank == 1) result.values = host::narrow(result.values, 0, part.head, part.heads);
+  if (rank == 2 || (rank == 4 && !has_pages)) {
+    result.values = host::narrow(result.values, 0, part.sequence, part.sequences);
+    result.values = host::narrow(result.values, 1, part.head, part.heads);
+  }
+  if (rank == 4 && has_pages) result.values = host::narrow(result.values, 2, part.head, part.heads);
+  return result;
+}
+
+// The same call on these sequences and heads alone.
+E4m3Arguments part_of(const E4m3Arguments& arguments, const Part& part) {
+  const VarlenArguments& whole = arguments.varlen;
+  const int64_t group = whole.heads_q() / whole.heads_kv();
+  const auto of_sequences = [&](const Tensor& tensor) {
+    return tensor.is_given() ? host::narrow(tensor, 0, part.sequence, part.sequences) : Tensor();
+  };
+  const auto of_heads = [&](const Tensor& tensor, int64_t axis, int64_t heads) {
+    return tensor.is_given() ? host::narrow(tensor, axis, part.head * heads, part.heads * heads) : Tensor();
+  };
+  const auto of_cache = [&](const Tensor& cache) {
+    return whole.has_pages() ? of_heads(cache, 2, 1) : of_heads(of_sequences(cache), 1, 1);
+  };
+  const Tensor q = whole.has_ragged_rows() ? host::alias(whole.q) : of_sequences(whole.q);
+  E4m3Arguments result{with_operands(whole, of_heads(q, 1, group), of_cache(whole.k), of_cache(whole.v)),
+                       part_of(arguments.k_scale, part, whole.has_pages()),
+                       part_of(arguments.v_scale, part, whole.has_pages())};
+  result.varlen.seqused_k = of_sequences(whole.seqused_k);
+  result.varlen.block_table = of_sequences(whole.block_table);
+  result.varlen.sinks = of_heads(whole.sinks, 0, group);
+  result.varlen.mask = of_heads(of_sequences(whole.mask), 1, group);
+  return result;
 }
 
 // The same call on a dense cache of 16 bits.
 VarlenArguments dequantize(const E4m3Arguments& arguments, const host::Device& gpu) {
   const VarlenArguments& codes = arguments.varlen;
   const int64_t keys = most_keys(codes);
+  // Rows of as many elements as loadable codes have, those behind the head dim zeros.
   const auto empty = [&](int64_t columns) {
-    return host::empty({codes.batch(), codes.heads_kv(), keys, columns}, codes.torch_dtype, codes.device_type,
-                       codes.device_index);
+    const int64_t sizes[] = {codes.batch(), codes.heads_kv(), keys, columns};
+    const Tensor whole = host::empty({sizes[0], sizes[1], keys, round_up(columns, kRowAlignBytes)}, codes.torch_dtype,
+                                     codes.device_type, codes.device_index);
+    return host::view_of(whole, sizes, whole.strides());
   };
   VarlenArguments wide = with_operands(codes, host::alias(codes.q), empty(codes.head_dim()), empty(codes.head_dim_v()));
   wide.block_table = Tensor();
@@ -95,8 +158,8 @@ VarlenArguments dequantize(const E4m3Arguments& arguments, const host::Device& g
                                 from.heads_kv,
                                 from.seq_k,
                                 static_cast<int32_t>(std::min<int64_t>(seen, from.seq_k)),
-                                from.head_dim,
-                                from.head_dim_v,
+                                static_cast<int32_t>(round_up(codes.head_dim(), kRowAlignBytes)),
+                                static_cast<int32_t>(round_up(codes.head_dim_v(), kRowAlignBytes)),
                                 from.sequences,
                                 make_scale(arguments.k_scale, codes.has_pages()),
                                 make_scale(arguments.v_scale, codes.has_pages())};
@@ -110,14 +173,68 @@ VarlenArguments dequantize(const E4m3Arguments& arguments, const host::Device& g
   return wide;
 }
 
+// What serves the call over 16 bits, which `chosen` is, on a copy of one part of the cache after the other.
+void forward_copies(const E4m3Arguments& arguments, const ForwardOutputs& outputs, const Chosen& chosen,
+                    const host::Device& gpu) {
+  const VarlenArguments& varlen = arguments.varlen;
+  const int64_t group = varlen.heads_q() / varlen.heads_kv();
+  const bool is_ragged = varlen.has_ragged_rows();
+  const auto result_of = [&](const Tensor& tensor, const Part& part, int64_t head_axis) {
+    if (!tensor.is_given()) return Tensor();
+    const Tensor own = is_ragged ? host::alias(tensor) : host::narrow(tensor, 0, part.sequence, part.sequences);
+    return host::narrow(own, head_axis, part.head * group, part.heads * group);
+  };
+  const Part first = first_part(varlen);
+  Part part = first;
+  for (part.sequence = 0; part.sequence < varlen.batch(); part.sequence += first.sequences) {
+    part.sequences = std::min(first.sequences, varlen.batch() - part.sequence);
+    for (part.head = 0; part.head < varlen.heads_kv(); part.head += first.heads) {
+      part.heads = std::min(first.heads, varlen.heads_kv() - part.head);
+      ForwardOutputs own;
+      own.out = result_of(outputs.out, part, 1);
+      own.lse = result_of(outputs.lse, part, is_ragged ? 0 : 1);
+      run_varlen(dequantize(part_of(arguments, part), gpu), own, chosen, gpu);
+    }
+  }
+}
+
+// By a kernel that reads codes: a chunk's, or where there is none the decoding one.
+void forward_codes(const E4m3Arguments& arguments, const ForwardOutputs& outputs, const Choice& chunk,
+                   int64_t num_splits, const host::Device& gpu) {
+  const VarlenArguments& varlen = arguments.varlen;
+  const auto head_dim = static_cast<int32_t>(std::max(varlen.head_dim(), varlen.head_dim_v()));
+  const Kernel& kernel =
+      chunk.forward != nullptr ? *chunk.forward : select_e4m3(host::make_request(gpu, varlen.dtype), head_dim);
+  const bool is_whole = varlen.head_dim_v() % host::kRowAlignElements == 0;
+  VarlenArguments read =
+      with_operands(varlen, host::loadable(varlen.q, kernel), loadable_codes(varlen.k, /*may_repeat=*/true),
+                    loadable_codes(varlen.v, /*may_repeat=*/true));
+  ForwardOutputs written;
+  written.out = is_whole ? host::alias(outputs.out) : host::empty_like(outputs.out, host::padded_sizes(outputs.out));
+  if (outputs.lse.is_given()) written.lse = host::alias(outputs.lse);
+  E4m3ForwardParams params = make_e4m3_params(arguments, read, written);
+  // Of the output's columns, not of a padded cache's.
+  params.forward.head_dim_v = static_cast<int32_t>(written.out.sizes()[written.out.dim() - 1]);
+  const host::CudaCall call(gpu);
+  if (chunk.forward != nullptr) {
+    run_chunk(params.forward, chunk, call, &params);
+  } else {
+    if (num_splits < 0) params.forward.seq_q = static_cast<int32_t>(kMaxDecodingRows);
+    params.forward.score_options.folded_heads = params.forward.heads_q / params.forward.heads_kv;
+    run_decoding(params.forward, kernel, num_splits, call, &params);
+  }
+  host::set_last_kernel(kernel.symbol);
+  if (!is_whole) host::copy_unpadded(written.out, outputs.out);
+}
+
 // The kernel that serves a chunk over 16 bits, for codes: with its tiles and its shares. Scales are then those of a whole sequence.
-Choice choose_chunk(const E4m3Arguments& arguments, const host::Device& gpu) {
+Choice choose_chunk(const E4m3Arguments& arguments, const Choice& wide, const host::Device& gpu) {
   const VarlenArguments& varlen = arguments.varlen;
   const bool has_page_scales = make_scale(arguments.k_scale, varlen.has_pages()).is_of_pages != 0 ||
                                make_scale(arguments.v_scale, varlen.has_pages()).is_of_pages != 0;
   if (has_page_scales || varlen.head_dim() % kRowAlignBytes != 0 || varlen.head_dim_v() % kRowAlignBytes != 0)
     return {};
-  const Choice chunk = select_coded_chunk(host::make_request(gpu, varlen.dtype), select_chunk(varlen, gpu));
+  const Choice chunk = select_coded_chunk(host::make_request(gpu, varlen.dtype), wide);
   if (chunk.forward == nullptr || !can_be_dequantized(varlen)) return chunk;
   const int64_t rows = varlen.max_seqlen_q * (varlen.heads_q() / varlen.heads_kv());
   const bool is_dear = varlen.dtype == Dtype::kBFloat16 && varlen.head_dim() > 64;
@@ -160,12 +277,14 @@ void check_scale(const ScaleArgument& scale, const char* name, const QueryKeyVal
   }
 }
 
+int64_t most_copied = int64_t{1} << 28;
+
 Tensor loadable_codes(const Tensor& codes, bool may_repeat) {
   if (is_loadable(codes, may_repeat)) return host::alias(codes);
   std::array<int64_t, 4> sizes{};
   std::copy_n(codes.sizes(), codes.dim(), sizes.begin());
   int64_t& columns = sizes[static_cast<std::size_t>(codes.dim() - 1)];
-  columns = (columns + kRowAlignBytes - 1) / kRowAlignBytes * kRowAlignBytes;
+  columns = round_up(columns, kRowAlignBytes);
   Tensor result = host::empty(codes.dim(), sizes.data(), codes.dtype(), codes.device_type(), codes.device_index());
   host::check_shim(aoti_torch_zero_(result.get()), "zero_");
   const Tensor part = host::view_of(result, codes.sizes(), result.strides());
@@ -214,34 +333,21 @@ void forward_e4m3_cuda(const E4m3Arguments& arguments, const ForwardOutputs& out
     fill_without_keys(outputs, varlen.sinks, gpu);
     return;
   }
-  const host::KernelRequest request = host::make_request(gpu, varlen.dtype);
-  const Choice chunk = choose_chunk(arguments, gpu);
-  if (chunk.forward == nullptr && can_be_dequantized(varlen) &&
-      (has_many_rows(varlen) || request.capability < kFirstThatDecodes)) {
-    forward_varlen_cuda(dequantize(arguments, gpu), outputs);
-    return;
+  const bool has_kernel = gpu.capability >= kFirstThatDecodes;
+  // A consistent row has the same bits in any call, and the rows may be few: nothing is copied where codes can be read.
+  if (varlen.is_consistent() && has_kernel) return forward_codes(arguments, outputs, {}, /*num_splits=*/1, gpu);
+  // What the call over 16 bits is served by decides, so that the order of sums is the same.
+  const Chosen wide = choose_varlen(varlen, gpu);
+  const Choice chunk = choose_chunk(arguments, wide.chunk, gpu);
+  const bool is_decoded = has_kernel && wide.is_decoding && !has_many_rows(varlen);
+  if (chunk.forward != nullptr || is_decoded || !can_be_dequantized(varlen))
+    return forward_codes(arguments, outputs, chunk, varlen.num_splits, gpu);
+  Chosen copied = wide;
+  if (has_kernel && wide.of_short != nullptr) {
+    forward_codes(arguments, outputs, {}, /*num_splits=*/-1, gpu);
+    copied.of_short = nullptr;
   }
-  const auto head_dim = static_cast<int32_t>(std::max(varlen.head_dim(), varlen.head_dim_v()));
-  const Kernel& kernel = chunk.forward != nullptr ? *chunk.forward : select_e4m3(request, head_dim);
-  const bool is_whole = varlen.head_dim_v() % host::kRowAlignElements == 0;
-  VarlenArguments read =
-      with_operands(varlen, host::loadable(varlen.q, kernel), loadable_codes(varlen.k, /*may_repeat=*/true),
-                    loadable_codes(varlen.v, /*may_repeat=*/true));
-  ForwardOutputs written;
-  written.out = is_whole ? host::alias(outputs.out) : host::empty_like(outputs.out, host::padded_sizes(outputs.out));
-  if (outputs.lse.is_given()) written.lse = host::alias(outputs.lse);
-  E4m3ForwardParams params = make_e4m3_params(arguments, read, written);
-  // Of the output's columns, not of a padded cache's.
-  params.forward.head_dim_v = static_cast<int32_t>(written.out.sizes()[written.out.dim() - 1]);
-  const host::CudaCall call(gpu);
-  if (chunk.forward != nullptr) {
-    run_chunk(params.forward, chunk, call, &params);
-  } else {
-    params.forward.score_options.folded_heads = params.forward.heads_q / params.forward.heads_kv;
-    run_decoding(params.forward, kernel, read.is_consistent() ? 1 : read.num_splits, call, &params);
-  }
-  host::set_last_kernel(kernel.symbol);
-  if (!is_whole) host::copy_unpadded(written.out, outputs.out);
+  forward_copies(arguments, outputs, copied, gpu);
 }
 
 void append_e4m3_cuda(const E4m3AppendArguments& arguments) {

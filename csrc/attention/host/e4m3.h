@@ -53,6 +53,9 @@ void forward_fp8_cuda(const Fp8VarlenArguments& arguments, const ForwardOutputs&
 // or a copy with rows of whole 16 bytes, zeros behind.
 Tensor loadable_codes(const Tensor& codes, bool may_repeat);
 
+// Elements that a cache is copied to 16 bits in parts of, where it has more: 512 MiB. Tests set it.
+extern int64_t most_copied;
+
 void check_scale(const ScaleArgument& scale, const char* name, const QueryKeyValue& operands, const Tensor& codes,
                  int64_t batch, bool has_pages);
 

@@ -186,17 +186,6 @@ void run_chunk(ForwardParams& params, const Choice& choice, const host::CudaCall
 
 namespace {
 
-// What serves a call: two kernels, or one.
-struct Chosen {
-  OrderedDecoding ordered;
-  const Kernel* kernel;  // its tensors' rules are those of the call
-  bool is_decoding;
-  Division division{};
-  Choice chunk{};  // its first kernel is then `kernel`
-  // Of a batch whose bits may not depend on its longest sequence: the kernel of the short ones, which alone would be decoded.
-  const Kernel* of_short = nullptr;
-};
-
 void run(const VarlenArguments& arguments, const ForwardOutputs& outputs, const Chosen& chosen,
          const host::Device& gpu) {
   const Kernel& kernel = *chosen.kernel;
@@ -223,7 +212,7 @@ void run(const VarlenArguments& arguments, const ForwardOutputs& outputs, const 
     run_divided(params, kernel, chosen.division, call);
   } else {
     ForwardParams few = params;
-    if (chosen.of_short != nullptr) params.num_splits = -static_cast<int32_t>(kMaxDecodingRows);
+    if (chosen.leaves_short) params.num_splits = -static_cast<int32_t>(kMaxDecodingRows);
     run_tiles(params, kernel, call, &params);
     if (chosen.of_short != nullptr) {
       few.seq_q = static_cast<int32_t>(kMaxDecodingRows);
@@ -263,7 +252,9 @@ VarlenSelectorInput selector_input(const VarlenArguments& arguments, const host:
   return input;
 }
 
-Chosen select(const VarlenArguments& arguments, const host::Device& gpu) {
+}  // namespace
+
+Chosen choose_varlen(const VarlenArguments& arguments, const host::Device& gpu) {
   const VarlenSelectorInput input = selector_input(arguments, gpu);
   if (arguments.has_dropout()) {
     const bool alibi = has_alibi(arguments);
@@ -286,10 +277,8 @@ Chosen select(const VarlenArguments& arguments, const host::Device& gpu) {
     of_short = select_varlen_forward(few);
     if (!decodes(of_short)) of_short = nullptr;
   }
-  return {{}, kernel, decodes(kernel), divide_keys(input, *kernel), {}, of_short};
+  return {{}, kernel, decodes(kernel), divide_keys(input, *kernel), {}, of_short, of_short != nullptr};
 }
-
-}  // namespace
 
 void fill_without_keys(const ForwardOutputs& outputs, const Tensor& sinks, const host::Device& gpu) {
   const host::CudaCall call(gpu);
@@ -387,12 +376,6 @@ void run_ordered_decoding(ForwardParams& params, const OrderedDecoding& kernels,
   list.run(call);
 }
 
-Choice select_chunk(const VarlenArguments& arguments, const host::Device& gpu) {
-  const VarlenSelectorInput input = selector_input(arguments, gpu);
-  if (select_ordered_decoding(input).values != nullptr) return {};
-  return select_chunk(input, *select_varlen_forward(input));
-}
-
 int64_t most_row_blocks(const ForwardParams& params, int64_t block_m) {
   return most_row_blocks(params.seq_q, params.batch, params.sequences.rows_total, block_m);
 }
@@ -448,7 +431,11 @@ void forward_varlen_cuda(const VarlenArguments& arguments, const ForwardOutputs&
     fill_without_keys(outputs, arguments.sinks, gpu);
     return;
   }
-  const Chosen chosen = select(arguments, gpu);
+  run_varlen(arguments, outputs, choose_varlen(arguments, gpu), gpu);
+}
+
+void run_varlen(const VarlenArguments& arguments, const ForwardOutputs& outputs, const Chosen& chosen,
+                const host::Device& gpu) {
   const Kernel& kernel = *chosen.kernel;
   const bool is_whole = arguments.head_dim_v() % host::kRowAlignElements == 0;
   if (is_whole && host::is_loadable(arguments.q, kernel) && host::is_loadable(arguments.k, kernel) &&

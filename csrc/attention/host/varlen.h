@@ -33,9 +33,24 @@ void run_decoding(ForwardParams& params, const Kernel& kernel, int64_t num_split
 // The same for a consistent call: the scores, then the values, with a workspace between them.
 void run_ordered_decoding(ForwardParams& params, const OrderedDecoding& kernels, const host::CudaCall& call);
 
-// A chunk's kernel, if one serves the call in 16 bits; and its launch. `codes`: the parameter block that `params` is a part of, where the cache
-// holds codes; null: elements.
-Choice select_chunk(const VarlenArguments& arguments, const host::Device& gpu);
+// What serves a call: two kernels, or one.
+struct Chosen {
+  OrderedDecoding ordered;
+  const Kernel* kernel;  // its tensors' rules are those of the call
+  bool is_decoding;
+  Division division{};
+  Choice chunk{};  // its first kernel is then `kernel`
+  // Of a batch whose bits may not depend on its longest sequence: the kernel of the short ones, which alone would be decoded.
+  const Kernel* of_short = nullptr;
+  bool leaves_short = false;  // the short ones are of_short's, or the caller's
+};
+// By sizes and options alone: q, k and v are not looked at otherwise.
+Chosen choose_varlen(const VarlenArguments& arguments, const host::Device& gpu);
+// With at least one key, whatever the layout is that `chosen` was chosen for.
+void run_varlen(const VarlenArguments& arguments, const ForwardOutputs& outputs, const Chosen& chosen,
+                const host::Device& gpu);
+
+// The launch of a chunk's kernel. `codes`: the parameter block that `params` is a part of, where the cache holds codes; null: elements.
 void run_chunk(ForwardParams& params, const Choice& choice, const host::CudaCall& call, const E4m3ForwardParams* codes);
 
 // Row blocks that all entries have together, for one head, at most; the lengths are in device memory.

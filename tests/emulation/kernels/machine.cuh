@@ -341,7 +341,9 @@ __device__ inline void consume(const PipelineParams& p, unsigned char* smem, Mba
       wgmma_wait<0>();
     }
     wgmma_fence_operands(d);
-    if (kFromRegisters) warp_sync();  // lane 0 arrives for what all lanes read by ldmatrix
+    if (kFromRegisters) warp_sync();                             // lane 0 arrives for what all lanes read by ldmatrix
+    if (lane == 0 && p.fault >= 26) (void)ld_shared_32(a_smem);  // its value is used by nothing
+    if (p.fault == 27) fence_proxy_async_shared();
     if (lane == 0 && p.fault != 13) mbarrier_arrive(empty + stage);
     if (lane == 0 && p.fault == 14) mbarrier_arrive(empty + stage);
   }

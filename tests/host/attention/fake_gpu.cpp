@@ -7,6 +7,7 @@
 #include <cmath>
 #include <cstring>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "../fake_driver.h"
@@ -39,6 +40,7 @@ int64_t tiles(const BackwardParams& p, bool is_runtime, bool of_rows, int32_t bl
 }
 
 std::vector<const void*> g_tensors;  // that the last kernel read and wrote
+bool g_computes = true;              // whether kernels leave results
 
 std::string check_maps(void** arguments, const host::Kernel& kernel, const std::vector<const void*>& tensors) {
   g_tensors = tensors;
@@ -80,7 +82,7 @@ bool is_of_other_scores(const ScoreOptions& options, const host::Kernel& kernel)
 std::string run_forward(const std::string& kind, const host::Kernel& kernel, int64_t grid, void** arguments) {
   const auto& p = *static_cast<const ForwardParams*>(arguments[0]);
   if (kind == "combine") {
-    combine(p);
+    if (g_computes) combine(p);
     return text_of(grid * kernel.block_m < int64_t{p.batch} * p.heads_q * p.seq_q, "fewer blocks than rows");
   }
   if (kind == "decode_scores") return text_of(p.out_partial == nullptr, "no place for scores");
@@ -117,7 +119,7 @@ std::string run_forward(const std::string& kind, const host::Kernel& kernel, int
   const bool is_streamed = std::strcmp(kernel.operation, kMaskForward) == 0;
   if (is_streamed && (p.score_options.mask == nullptr || p.score_options.folded_heads != 1))
     return "no mask of every head";
-  forward(p, kernel, beside);
+  if (g_computes) forward(p, kernel, beside);
   std::vector<const void*> tensors{p.q, p.k, p.v, p.out};
   if (is_streamed) tensors.push_back(p.score_options.mask);
   return check_maps(arguments, kernel, tensors);
@@ -147,7 +149,7 @@ std::string run_kernel(const host::Kernel& kernel, int64_t grid, void** argument
   }
   if (kind == "dequantize_e4m3") {
     const auto& p = *static_cast<const DequantizeParams*>(arguments[0]);
-    dequantize(p);
+    if (g_computes) dequantize(p);
     g_tensors = {p.k, p.v};
     const int64_t copied = 32;  // keys of a block
     const int64_t units = ceil_div(p.read_keys, copied) + (p.read_keys < p.seq_k);
@@ -248,11 +250,14 @@ CUresult launch(CUfunction function, unsigned grid, unsigned, unsigned, bool is_
   }
   const bool has_hints = std::strncmp(kernel.operation, "attention_decode", 16) == 0 ||
                          std::strcmp(kernel.operation, "attention_chunk_forward") == 0;
+  const bool is_forward = std::strstr(kernel.operation, "forward") != nullptr || has_hints ||
+                          std::strcmp(kernel.operation, "attention_combine") == 0;
+  const int splits = is_forward ? static_cast<const attention::ForwardParams*>(arguments[0])->num_splits : 0;
   const int unhinted = has_hints ? static_cast<const attention::ForwardParams*>(arguments[0])->hints : -1;
   g_log += std::string("{\"symbol\": \"") + kernel.symbol + "\", \"operation\": \"" + kernel.operation +
-           "\", \"grid\": " + std::to_string(grid) + ", \"unhinted\": " + std::to_string(unhinted) +
-           ", \"is_dependent\": " + (is_dependent ? "true" : "false") + ", \"tensors\": [" + addresses +
-           "], \"problem\": \"" + problem + "\"}\n";
+           "\", \"grid\": " + std::to_string(grid) + ", \"splits\": " + std::to_string(splits) +
+           ", \"unhinted\": " + std::to_string(unhinted) + ", \"is_dependent\": " + (is_dependent ? "true" : "false") +
+           ", \"tensors\": [" + addresses + "], \"problem\": \"" + problem + "\"}\n";
   return CUDA_SUCCESS;
 }
 
@@ -263,6 +268,11 @@ CUresult launch(CUfunction function, unsigned grid, unsigned, unsigned, bool is_
 FAKE_EXPORT void fake_gpu(int capability, int multiprocessors, int is_capturing) {
   flashmoe::host::begin_call(capability, multiprocessors, is_capturing != 0);
 }
+
+FAKE_EXPORT void fake_computing(int computes) { flashmoe::attention::g_computes = computes != 0; }
+
+// The limit before.
+FAKE_EXPORT int64_t fake_copies(int64_t elements) { return std::exchange(flashmoe::attention::most_copied, elements); }
 
 FAKE_EXPORT void fake_memory(int rate, int l2_bytes) {
   flashmoe::host::g_gpu.memory_rate = rate;

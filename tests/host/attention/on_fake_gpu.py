@@ -12,6 +12,8 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given as drawn
+from hypothesis import settings
 from torch import Tensor
 
 import flashmoe
@@ -19,6 +21,8 @@ from flashmoe import _extension, operator
 
 LIBRARY = ctypes.CDLL(os.environ["FLASHMOE_LIBRARY"])
 LIBRARY.fake_log.restype = ctypes.c_char_p
+LIBRARY.fake_copies.argtypes = [ctypes.c_int64]
+LIBRARY.fake_copies.restype = ctypes.c_int64
 EVERY = operator.find_operators
 # This library has attention's operators; the others are known by name alone.
 operator.find_operators = lambda: tuple(o for o in EVERY() if o.schema or hasattr(torch.ops.flashmoe, o.name))
@@ -30,6 +34,7 @@ from tests.attention import (  # noqa: E402
     test_bias_gradient,
     test_dropout,
     test_e4m3,
+    test_e4m3_drawn,
     test_fp8,
     test_fp8_varlen,
     test_varlen_gradients,
@@ -253,6 +258,43 @@ def test_codes_are_appended_and_read_by_many_rows() -> None:
     begin(75)  # which has no kernel that reads codes
     test_e4m3.make("pages", "pages", torch.float16, "cpu").call(has_codes=True)
     assert launched() == ["dequantize_e4m3", "forward"]
+
+
+@settings(max_examples=40, deadline=None, derandomize=True)
+@drawn(call=test_e4m3_drawn.calls())
+def test_codes_take_the_form_of_elements(call: test_e4m3_drawn.Call) -> None:
+    """What is launched over codes is what is launched over the dequantised cache, but for what reads codes, or makes elements of them: kernels of
+    the same name, which divide the keys alike, on as many blocks."""
+    given = [call.arguments(DTYPE, "cpu", has_codes=has_codes) for has_codes in (True, False)]
+    LIBRARY.fake_computing(0)
+    for capability, multiprocessors in ((80, 108), (90, 132), (90, 16)):
+        forms = []
+        for arguments in given:
+            begin(capability, multiprocessors)
+            test_e4m3_drawn.run(arguments)
+            found = [launch for launch in launches() if "dequantize" not in launch["operation"]]
+            forms.append(sorted((one["symbol"].replace("_e4m3", ""), one["grid"], one["splits"]) for one in found))
+        assert forms[0] == forms[1], capability
+    LIBRARY.fake_computing(1)
+
+
+@pytest.mark.parametrize("is_ragged", [False, True])
+@pytest.mark.parametrize(("kinds", "page_size"), [(("pages", "sequences"), 16), (("heads", "sequences"), 0)])
+def test_a_large_cache_is_copied_in_parts(is_ragged: bool, kinds: tuple[str, str], page_size: int) -> None:
+    """Of sequences, or of one sequence's heads, or of ragged rows heads alone: each has what the whole has."""
+    options = ("bhqk", True, True, (-1, 0), 3.0, 0, 5)
+    call = test_e4m3_drawn.Call([(20, 48), (17, 30), (9, 41)], is_ragged, (6, 3), (16, 24), page_size, kinds, *options)
+    of_head = 48 * (16 + 24)
+    begin(90)
+    arguments = call.arguments(DTYPE, "cpu", has_codes=True)
+    whole = test_e4m3_drawn.run(arguments)
+    for limit, count in ((of_head * 3 * 3, 1), (of_head * 3 * 2, 2), (of_head * 3, 3), (of_head * 2, 6), (1, 9)):
+        before = LIBRARY.fake_copies(limit)
+        begin(90)
+        parts = test_e4m3_drawn.run(arguments)
+        LIBRARY.fake_copies(before)
+        assert launched().count("dequantize_e4m3") == (min(count, 3) if is_ragged else count)
+        assert all(torch.equal(one, other) for one, other in zip(parts, whole, strict=True))
 
 
 @pytest.mark.parametrize(

@@ -212,6 +212,8 @@ struct Consumer {
           add_mask_value(first[1], both.y, params.scale_log2, value_factor);
         }
       }
+      // Hazard: what uses the last values is scheduled behind the arrival, which waits for no load, and the copy engine writes the next mask.
+      ptx::fence_proxy_async_shared();
       ptx::warp_sync();  // all lanes have read it before the first one can release it
       release_key();
     }
