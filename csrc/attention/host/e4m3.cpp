@@ -21,6 +21,7 @@ constexpr int64_t kRowAlignBytes = 16;
 constexpr int64_t kScaledKeys = 16;  // of a page that has a scale: a multiple of a warp's keys
 // The kernel for caches of codes reads a cache again for each 16 rows of a key head: from so many on it is read once, and written in 16 bits.
 constexpr int64_t kManyRows = 128;
+constexpr int64_t kManyChunkRows = 64;  // where a chunk's kernel serves 16 bits, which divides the keys of few rows
 constexpr int64_t kCopiedKeys = 32;  // that a block of threads copies at a time
 // What a kernel reads begins less than this many keys before a window: the largest block of any.
 constexpr int64_t kLargestBlock = 256;
@@ -84,10 +85,11 @@ bool can_be_dequantized(const VarlenArguments& arguments) {
          least * elements_of_head(arguments) <= kMostOfPart;
 }
 
-// Rows that the decoding kernel would read a cache for too often. Not where a row's bits may not depend on the rows beside it.
-bool has_many_rows(const VarlenArguments& arguments) {
-  return arguments.max_seqlen_q * (arguments.heads_q() / arguments.heads_kv()) >= kManyRows &&
-         arguments.num_splits != 1;
+// Whether the decoding kernel, which reads the cache for each 16 rows, takes less time than a copy for `wide`, which serves 16 bits: measured. It then has
+// other bits, if that one does not decode. Not asked where a row's bits may not depend on the rows beside it.
+bool has_few_rows(const VarlenArguments& arguments, const Chosen& wide) {
+  return arguments.max_seqlen_q * (arguments.heads_q() / arguments.heads_kv()) <
+         (wide.chunk.forward != nullptr ? kManyChunkRows : kManyRows);
 }
 
 ScaleArgument part_of(const ScaleArgument& scale, const Part& part, bool has_pages) {
@@ -336,10 +338,10 @@ void forward_e4m3_cuda(const E4m3Arguments& arguments, const ForwardOutputs& out
   const bool has_kernel = gpu.capability >= kFirstThatDecodes;
   // A consistent row has the same bits in any call, and the rows may be few: nothing is copied where codes can be read.
   if (varlen.is_consistent() && has_kernel) return forward_codes(arguments, outputs, {}, /*num_splits=*/1, gpu);
-  // What the call over 16 bits is served by decides, so that the order of sums is the same.
+  // What the call over 16 bits is served by decides, so that the order of sums is the same, but where few rows would wait for a copy.
   const Chosen wide = choose_varlen(varlen, gpu);
   const Choice chunk = choose_chunk(arguments, wide.chunk, gpu);
-  const bool is_decoded = has_kernel && wide.is_decoding && !has_many_rows(varlen);
+  const bool is_decoded = has_kernel && (varlen.num_splits == 1 ? wide.is_decoding : has_few_rows(varlen, wide));
   if (chunk.forward != nullptr || is_decoded || !can_be_dequantized(varlen))
     return forward_codes(arguments, outputs, chunk, varlen.num_splits, gpu);
   Chosen copied = wide;
