@@ -201,6 +201,7 @@ REPORTED: tuple[tuple[str, str, Callable[[Path], tuple[Sequence[str], list[Seque
     ("docs/kernels/attention-varlen.md", "scores", varlen.scores_table),
     ("docs/kernels/attention-varlen.md", "ragged backward", varlen.backward_table),
     ("docs/kernels/attention-varlen.md", "scores backward", varlen.backward_scores_table),
+    ("docs/kernels/attention-bias-gradient.md", "learned masks", varlen.learned_table),
     ("docs/kernels/attention-decode.md", "decoding in graphs", varlen.decode_table),
     ("docs/kernels/attention-decode.md", "decoding by copy bandwidth", varlen.copy_table),
     ("docs/kernels/attention-decode.md", "decoding beside others", varlen.means_table),

@@ -13,7 +13,7 @@ from flashmoe_tools.operations.serving.problem import MIXED, SHORT, ServingProbl
 Cell = dict[str, Any]
 Table = tuple[Sequence[str], list[Sequence[str]]]
 HEADS = ((16, 16), (32, 8))
-CUDNN, FA3, EFFICIENT = "sdpa-cudnn", "flash-attn-3", "sdpa-efficient"
+CUDNN, FA3, EFFICIENT, FLEX = "sdpa-cudnn", "flash-attn-3", "sdpa-efficient", "flex-attention"
 
 
 def ragged_table(root: Path) -> Table:
@@ -65,6 +65,15 @@ def backward_scores_table(root: Path) -> Table:
     return _scores(
         [(problem, cell) for problem, cell in _serving(root, "masks-train") if problem != problem.plain], sides
     )
+
+
+def learned_table(root: Path) -> Table:
+    """A learned mask, us, ours and FlexAttention: forward and backward in a CUDA graph."""
+    rows: list[Sequence[str]] = []
+    for problem, cell in _serving(root, "masks-train-graph"):
+        size = f"{problem.batch} x {problem.seq_k}"
+        rows.append((size, _heads(problem), _time(cell, "flashmoe"), _time(cell, FLEX), _ratio(cell, FLEX)))
+    return ("mask", "heads, D", "us", "FlexAttention", "its time to ours"), rows
 
 
 def _scores(cells: Sequence[tuple[ServingProblem, Cell]], sides: dict[str, str]) -> Table:
