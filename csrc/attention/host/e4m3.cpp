@@ -22,7 +22,7 @@ constexpr int64_t kScaledKeys = 16;  // of a page that has a scale: a multiple o
 // The kernel for caches of codes reads a cache again for each 16 rows of a key head: from so many on it is read once, and written in 16 bits.
 constexpr int64_t kManyRows = 128;
 constexpr int64_t kManyChunkRows = 64;  // where a chunk's kernel serves 16 bits, which divides the keys of few rows
-constexpr int64_t kCopiedKeys = 32;  // that a block of threads copies at a time
+constexpr int64_t kCopiedKeys = 32;     // that a block of threads copies at a time
 // What a kernel reads begins less than this many keys before a window: the largest block of any.
 constexpr int64_t kLargestBlock = 256;
 // Every tile of a chunk makes elements of all codes again: beyond so many of a key head one copy is cheaper, however many keys there are. Of bf16 they

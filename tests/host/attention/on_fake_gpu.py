@@ -284,7 +284,7 @@ def test_codes_take_the_form_of_elements(call: test_e4m3_drawn.Call) -> None:
 @pytest.mark.parametrize(("kinds", "page_size"), [(("pages", "sequences"), 16), (("heads", "sequences"), 0)])
 def test_a_large_cache_is_copied_in_parts(is_ragged: bool, kinds: tuple[str, str], page_size: int) -> None:
     """Of sequences, or of one sequence's heads, or of ragged rows heads alone: each has what the whole has."""
-    options = ("bhqk", True, True, (-1, 0), 3.0, 0, 5)
+    options = ("bhqk", True, True, (-1, 0), 3.0, 1, 5)  # one split: few rows are copied for, too
     call = test_e4m3_drawn.Call([(20, 48), (17, 30), (9, 41)], is_ragged, (6, 3), (16, 24), page_size, kinds, *options)
     of_head = 48 * (16 + 24)
     begin(90)
