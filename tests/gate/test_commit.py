@@ -204,7 +204,9 @@ class _Paths:
 
 @pytest.mark.parametrize("module", ["flashmoe_build.gate.commit", "flashmoe_build.gate.load"])
 def test_a_program_ends_with_its_own_code(module: str) -> None:
-    done = subprocess.run([sys.executable, "-m", module, "--nonsense"], capture_output=True, text=True, check=False)
+    command = [sys.executable, "-m", module, "--nonsense"]
+    root = Path(commit.__file__).parents[2]  # wherever the tests were started
+    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=root)
     assert done.returncode == ExitCode.USAGE, done
 
 
