@@ -191,6 +191,7 @@ REPORTED: tuple[tuple[str, str, Callable[[Path], tuple[Sequence[str], list[Seque
     ("docs/kernels/attention-sm90.md", "forward by case", speed.prefill_rows),
     ("docs/kernels/mla.md", "prefill and training", speed.narrow_rows),
     ("docs/kernels/attention-fp8.md", "prefill in 8 bits", speed.fp8_rows),
+    ("docs/kernels/moe.md", "experts in mxfp4", speed.mxfp4_rows),
     ("docs/kernels/moe.md", "memory of a step", peers.step_memory_table),
     ("docs/kernels/moe.md", "time of a step", peers.step_table),
     ("docs/kernels/moe.md", "other libraries", peers.forward_table),

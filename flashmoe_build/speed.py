@@ -130,6 +130,21 @@ def fp8_rows(root: Path) -> tuple[Sequence[str], list[Sequence[str]]]:
     return header, [(*names, f"{rate:.0f}", *others) for names, rate, others in _by_case(whole, rivals)]
 
 
+def mxfp4_rows(root: Path) -> tuple[Sequence[str], list[Sequence[str]]]:
+    """Packed experts by tokens, us: ours, triton_kernels' and our 16-bit layer's, of layers with 128 and with 32 experts."""
+    sides = {"flashmoe-packed": "ours", "triton-kernels": "triton_kernels", "flashmoe-bf16": "our 16 bits"}
+    _, whole, _ = aggregates(root, "moe-mxfp4", "flashmoe-packed", PREFILL_GPUS)
+    times: dict[int, list[str]] = {}
+    for cell in sorted(whole["data"]["cells"], key=lambda cell: (cell["case"]["tokens"], -cell["case"]["experts"])):
+        found = [cell["contenders"].get(side, {}) for side in sides]
+        times.setdefault(cell["case"]["tokens"], []).extend(
+            f"{side['median_us']:.4g}" if "median_us" in side else "wrong" if "max_error" in side else ""
+            for side in found
+        )
+    header = ("tokens", *(f"{layer}: {name}" for layer in ("120b", "20b") for name in sides.values()))
+    return header, [(f"{tokens}", *row) for tokens, row in times.items()]
+
+
 def _by_case(
     whole: dict[str, Any], rivals: Iterable[str]
 ) -> Iterator[tuple[tuple[str, str, str], float, Sequence[str]]]:

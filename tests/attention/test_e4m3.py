@@ -15,7 +15,7 @@ from flashmoe.attn.e4m3 import split_scale
 from flashmoe.errors import ArgumentError, ArgumentTypeError, DifferentiationError, DtypeError, ShapeError
 
 from .reference import assert_ran_here
-from .test_e4m3_drawn import compare, waits_for_no_copy
+from .test_e4m3_drawn import compare, is_decoded_without_a_copy
 from .varlen_reference import Band, by_definition
 
 E4M3 = torch.float8_e4m3fn
@@ -144,7 +144,7 @@ def test_powers_of_two_give_the_bits_of_the_dequantised_cache(
         found.append(case.call(has_codes=has_codes))
         kernels.append(_extension.last_kernel())
     rows = 4 * options.get("rows", 1)  # of a key head
-    is_without = kind == "pages" and waits_for_no_copy(*kernels, rows, options.get("num_splits", 0))
+    is_without = kind == "pages" and is_decoded_without_a_copy(*kernels, rows, options.get("num_splits", 0))
     compare(*found, has_other_order=is_without)
     assert not any(tensor.isnan().any() for tensor in found[0])
 

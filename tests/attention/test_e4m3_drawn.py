@@ -177,7 +177,7 @@ class Call:
         return [q.to(device), *caches, *lengths, sinks, mask, *numbers, *((*scales, 1.0, 1.0) if has_codes else ())]
 
 
-def waits_for_no_copy(of_codes: str, of_elements: str, rows: int, num_splits: int = 0) -> bool:
+def is_decoded_without_a_copy(of_codes: str, of_elements: str, rows: int, num_splits: int = 0) -> bool:
     """Whether these kernels are those of few ``rows`` of a key head that are decoded over codes and not over 16 bits: a copy would take longer, and
     the bits are others."""
     is_decoded = ["attention_decode" in symbol for symbol in (of_codes, of_elements)] == [True, False]
@@ -236,5 +236,5 @@ def test_the_bits_of_the_dequantised_cache(call: Call, dtype: torch.dtype, devic
     for has_codes in (True, False):
         found.append(run(call.arguments(dtype, device, has_codes=has_codes)))
         kernels.append(_extension.last_kernel())
-    compare(*found, has_other_order=waits_for_no_copy(*kernels, call.rows_of_key_head, call.num_splits))
+    compare(*found, has_other_order=is_decoded_without_a_copy(*kernels, call.rows_of_key_head, call.num_splits))
     assert not found[0][0].isnan().any()

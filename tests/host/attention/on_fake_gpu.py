@@ -275,7 +275,7 @@ def test_codes_take_the_form_of_elements(call: test_e4m3_drawn.Call) -> None:
             found = [launch for launch in launches() if "dequantize" not in launch["operation"]]
             forms.append(sorted((one["symbol"].replace("_e4m3", ""), one["grid"], one["splits"]) for one in found))
         symbols = (" ".join(symbol for symbol, _, _ in form) for form in forms)
-        is_without = test_e4m3_drawn.waits_for_no_copy(*symbols, call.rows_of_key_head, call.num_splits)
+        is_without = test_e4m3_drawn.is_decoded_without_a_copy(*symbols, call.rows_of_key_head, call.num_splits)
         assert forms[0] == forms[1] or is_without, capability
     LIBRARY.fake_computing(1)
 
