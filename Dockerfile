@@ -8,6 +8,10 @@
 
 ARG BASE_BUILD=python:3.12-bookworm@sha256:80f5d259a5969c86f6c92145d572de4a68c68e0edd28d4367dec0fb411b42af3
 ARG BASE_RUN=python:3.12-slim-bookworm@sha256:782412e85d0f0984994c290652577d4018aff08145c85b262bb63dc0c7522254
+ARG COMPILED=scratch
+
+# ---- compiled: units that the build stage need not compile, in the form of its cache. None, but in .ci/images, which withholds a sample.
+FROM ${COMPILED} AS compiled
 
 # ---- base: an unprivileged user and a work folder
 FROM ${BASE_BUILD} AS base
@@ -40,6 +44,8 @@ ARG FLASHMOE_ARCHS=all
 COPY --chown=flashmoe:flashmoe . .
 # Entries are keyed by content and by the compiler's hash; `nox -s reproduce` holds a cached build against one from nothing.
 RUN --mount=type=cache,target=/home/flashmoe/compiled,uid=10001,gid=10001 \
+    --mount=type=bind,from=compiled,target=/home/flashmoe/given \
+    cp -r /home/flashmoe/given/. /home/flashmoe/compiled && \
     FLASHMOE_CACHE_DIR=/home/flashmoe/compiled ./nox -s build symbols && sha256sum dist/*.whl
 
 # ---- test: the suite against the wheel of the build stage

@@ -15,6 +15,7 @@ import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -24,6 +25,7 @@ NO_GPU = "needs a CUDA GPU"
 MAX_PROCESSES = 8  # more would only wait for the longest file, a fifth of the suite's time
 # Inductor else compiles and runs a probe of each instruction set that the CPU names, seconds of every process that compiles.
 os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
+MANY_CASES, DRAW_ONE_OF = 6, 3
 HEARTBEAT_S = float(os.environ.get("FLASHMOE_TEST_HEARTBEAT_S", "20"))
 # flashmoe_build and tests are imported from the checkout; at the end of the path, so that an installed flashmoe wins.
 if str(ROOT) not in sys.path:
@@ -115,12 +117,45 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if draw := os.environ.get("FLASHMOE_DRAW"):
+        left_out = not_drawn(items, draw)
+        items[:] = [item for item in items if item not in left_out]
+        config.hook.pytest_deselected(items=list(left_out))
+        if hasattr(config, "workeroutput"):
+            config.workeroutput["left_out"] = len(left_out)
+        config.stash[LEFT_OUT] = len(left_out)
     if hasattr(config, "workerinput"):  # one of several processes
         items.sort(key=file_order(items))
     gpu_items = [item for item in items if item.get_closest_marker("gpu")]
     if gpu_items and gpu_count() == 0:
         for item in gpu_items:
             item.add_marker(pytest.mark.skip(reason=NO_GPU))
+
+
+def not_drawn(items: list[pytest.Item], draw: str) -> set[pytest.Item]:
+    """Of each test with ``MANY_CASES`` cases or more all but one in ``DRAW_ONE_OF`` (flashmoe_build/draw.py). Cases for which the
+    marker ``together`` gives the same are drawn together. A GPU's tests are never left out."""
+    from flashmoe_build.draw import drawn
+
+    tests = defaultdict[str, dict[str, list[pytest.Item]]](lambda: defaultdict(list))
+    for item in items:
+        case = getattr(item, "callspec", None)
+        if case is not None and not item.get_closest_marker("gpu"):
+            together = item.get_closest_marker("together")
+            name = together.args[0](*(case.params[word] for word in together.args[1:])) if together else item.nodeid
+            tests[item.nodeid.partition("[")[0]][str(name)].append(item)
+    left_out: set[pytest.Item] = set()
+    for cases in tests.values():
+        if len(cases) >= MANY_CASES:
+            taken = drawn(cases, DRAW_ONE_OF, draw)
+            left_out.update(item for name, same in cases.items() if name not in taken for item in same)
+    return left_out
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any, error: object) -> None:
+    """Each process leaves out the same."""
+    node.config.stash[LEFT_OUT] = getattr(node, "workeroutput", {}).get("left_out", 0)
 
 
 def file_order(items: list[pytest.Item]) -> Callable[[pytest.Item], tuple[bool, int, Path]]:
@@ -158,9 +193,12 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, exitstatu
         terminalreporter.write_line(f"GPU: {len(not_run)} tests did not run: this machine has no CUDA GPU")
     elif ran:
         terminalreporter.write_line(f"GPU: {ran} tests ran")
+    left_out = config.stash.get(LEFT_OUT, 0)
+    if left_out:
+        terminalreporter.write_line(f"DRAWN: {left_out} cases are other commits' (FLASHMOE_DRAW); ./nox -s test alone runs all")
     if os.environ.get("FLASHMOE_TEST_REPORT"):
         elapsed = time.monotonic() - config.stash[STARTED]
-        write_report(Path(os.environ["FLASHMOE_TEST_REPORT"]), counts, ran, len(not_run), elapsed)
+        write_report(Path(os.environ["FLASHMOE_TEST_REPORT"]), counts, ran, len(not_run), left_out, elapsed)
 
 
 def skip_reason(report: pytest.TestReport) -> str:
@@ -178,7 +216,7 @@ def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
         session.exitstatus = 1
 
 
-def write_report(path: Path, counts: dict[str, int], gpu_ran: int, gpu_not_run: int, seconds: float) -> None:
+def write_report(path: Path, counts: dict[str, int], gpu_ran: int, gpu_not_run: int, left_out: int, seconds: float) -> None:
     from flashmoe_tools.report import Check, Report, Verdict, host_environment, utc_now
     from flashmoe_tools.report import write_report as write
 
@@ -189,9 +227,10 @@ def write_report(path: Path, counts: dict[str, int], gpu_ran: int, gpu_not_run: 
         Check("tests", verdict, found or "no test ran", "all pass", next_step="nox -s test -- --lf" if bad else ""),
         Check("tests on a GPU", Verdict.PASS if gpu_ran else Verdict.SKIP, f"{gpu_ran} ran, {gpu_not_run} did not"),
     )
-    data = {**counts, "gpu_ran": gpu_ran, "gpu_not_run": gpu_not_run}
+    data = {**counts, "gpu_ran": gpu_ran, "gpu_not_run": gpu_not_run, "left_out": left_out}
     write(path, Report("test", checks, data, host_environment(), ("pytest",), utc_now(), round(seconds, 1)))
 
 
 STARTED = pytest.StashKey[float]()
+LEFT_OUT = pytest.StashKey[int]()
 CAUSES: defaultdict[tuple[str, int, str], list[str]] = defaultdict(list)  # tests by where and how they failed

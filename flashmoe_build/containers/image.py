@@ -4,6 +4,7 @@ import argparse
 import os
 import re
 import subprocess
+import tarfile
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
@@ -14,12 +15,15 @@ from flashmoe._version import __version__
 from flashmoe.errors import BuildError
 from flashmoe_build.containers.base import BASE_TAG
 from flashmoe_build.containers.engine import ca_bundle, engine, require_space
+from flashmoe_build.draw import VARIABLE, drawn
 from flashmoe_build.program import ROOT, Stopwatch, ending, finish, run
 from flashmoe_build.release.version import find_commit
 from flashmoe_tools.report import Check, Report, Verdict
 
 TARGETS = {"test": "flashmoe-test", "bench": "flashmoe-bench"}
 ENVIRONMENTS = {"test": "build test bench", "bench": "build bench"}  # that a target needs; test's layer serves both
+GIVEN = "flashmoe-given:latest"  # the image that holds compiled units of the build outside
+WITHHELD = 8  # one of as many is compiled in the image again; image_test holds the whole wheel against the one outside
 TIME_LIMIT = 3600  # seconds, a stage with nothing cached
 SPACE = 20e9  # bytes that both images need while they are built: 16 GB of layers, measured, plus headroom
 # Settings of this machine's pip, uv and network that a build needs to reach the same packages.
@@ -33,6 +37,29 @@ def network_settings(environment: Mapping[str, str]) -> dict[str, str]:
     return {name: environment[name] for name in NETWORK_VARIABLES if environment.get(name)}
 
 
+def drawn_targets(environment: Mapping[str, str]) -> list[str]:
+    """One image where ``FLASHMOE_DRAW`` is set, else both."""
+    draw = environment.get(VARIABLE)
+    return sorted(drawn(TARGETS, len(TARGETS), draw)) if draw else list(TARGETS)
+
+
+def give(docker: str, cache: Path, draw: str) -> int:
+    """Put the entries of ``cache`` into the image ``GIVEN``, but for one of ``WITHHELD``; returns the number of these."""
+    entries = {path for path in cache.glob("??/*.*") if path.is_file()}
+    withheld = drawn((path.stem for path in entries), WITHHELD, draw)
+    with tempfile.TemporaryFile() as archive:
+        with tarfile.open(fileobj=archive, mode="w") as packed:
+            for path in sorted(entries):
+                if path.stem not in withheld:
+                    entry = packed.gettarinfo(path, str(path.relative_to(cache)))
+                    entry.mode = 0o644
+                    with path.open("rb") as content:
+                        packed.addfile(entry, content)
+        archive.seek(0)
+        subprocess.run([docker, "import", "-", GIVEN], stdin=archive, stdout=subprocess.DEVNULL, check=True, timeout=600)
+    return len(withheld)
+
+
 def build_command(
     docker: str,
     target: str,
@@ -43,6 +70,7 @@ def build_command(
     secrets: Mapping[str, Path],
     network: str,
     environments: str = ENVIRONMENTS["test"],
+    given: str = "",
 ) -> list[str]:
     """The `docker build` call of one target."""
     commit = find_commit(ROOT)
@@ -50,6 +78,8 @@ def build_command(
     arguments |= {"REVISION": commit.commit, "VERSION": __version__, "SOURCE": _origin()}
     if base is not None:
         arguments |= {"BASE_BUILD": base, "BASE_RUN": base}
+    if given:
+        arguments["COMPILED"] = given
     command = [docker, "build", "--target", target, "--tag", f"{TARGETS[target]}:latest"]
     for name, value in arguments.items():
         command += ["--build-arg", f"{name}={value}"]
@@ -78,7 +108,7 @@ def make_context(folder: Path) -> Path:
     return context
 
 
-def build_images(targets: Sequence[str], *, base: str | None, archs: str) -> Report:
+def build_images(targets: Sequence[str], *, base: str | None, archs: str, cache: Path | None = None) -> Report:
     """Build the targets; the report states sizes and seconds."""
     clock = Stopwatch()
     checks: list[Check] = []
@@ -87,6 +117,9 @@ def build_images(targets: Sequence[str], *, base: str | None, archs: str) -> Rep
         print("image    built from HEAD: uncommitted changes are not included", flush=True)
     docker = engine()
     require_space(docker, SPACE)
+    if cache is not None:
+        data["withheld"] = give(docker, cache, os.environ.get(VARIABLE, ""))
+        print(f"image    compiled units are those of {cache}, but for {data['withheld']}", flush=True)
     with tempfile.TemporaryDirectory(prefix="flashmoe-image-") as scratch:
         folder = Path(scratch)
         context, secrets, network = make_context(folder), _secrets(folder), _network(os.environ)
@@ -94,7 +127,7 @@ def build_images(targets: Sequence[str], *, base: str | None, archs: str) -> Rep
             begun = time.monotonic()
             command = build_command(
                 docker, target, context, base=base, archs=archs, secrets=secrets, network=network,
-                environments=ENVIRONMENTS["test" if "test" in targets else target],
+                environments=ENVIRONMENTS["test" if "test" in targets else target], given=GIVEN if cache else "",
             )  # fmt: skip
             run(command, f"image {target}", time_limit=TIME_LIMIT, cwd=ROOT)
             tag = f"{TARGETS[target]}:latest"
@@ -132,14 +165,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         allow_abbrev=False, prog="python -m flashmoe_build.containers.image", description=__doc__
     )
-    parser.add_argument("targets", nargs="*", choices=[*TARGETS, []], default=[], help="default: all")
+    parser.add_argument("targets", nargs="*", choices=[*TARGETS, []], default=[], help="default: both; one, if FLASHMOE_DRAW is set")
     parser.add_argument(
         "--base", help=f"base image for every stage (for example {BASE_TAG}); default: the pinned digests"
     )
     parser.add_argument("--archs", default=os.environ.get("FLASHMOE_ARCHS", "all"))
+    parser.add_argument("--given", type=Path, metavar="CACHE", help="a build's cache, whose units are not compiled again but for some")
     options = parser.parse_args(arguments)
+    targets = options.targets or drawn_targets(os.environ)
     return ending(
-        lambda: finish(build_images(options.targets or list(TARGETS), base=options.base, archs=options.archs)),
+        lambda: finish(build_images(targets, base=options.base, archs=options.archs, cache=options.given)),
         "no image was built",
     )
 

@@ -105,11 +105,15 @@ def test_every_kernel_of_the_table_is_emulated() -> None:
 
 
 @pytest.mark.timeout(1200)  # g++ on every kernel, when nothing is cached
-def test_the_kernels_compile() -> None:
-    units = [kernel.unit for kernel in TAKEN.values()]
+def test_the_kernels_compile(request: pytest.FixtureRequest) -> None:
+    """All kernels whose cases this run has."""
+    items = (item for item in request.session.items if isinstance(item, pytest.Function))
+    cases = [item.callspec.params["case"] for item in items if item.originalname == test_kernel.__name__]
+    units = list({case.kernel.label: case.kernel.unit for case in cases}.values())
     assert len(run_all(units, lambda unit: kernel_library(unit, Options()), jobs())) == len(units)
 
 
+@pytest.mark.together(lambda case: case.kernel.label, "case")
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.identity)
 def test_kernel(case: Case) -> None:
     unit, runner = case.kernel.unit, case.kernel.runner

@@ -9,6 +9,7 @@ import re
 import runpy
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -126,6 +127,38 @@ def run_pytest(
     }  # others take a second of each run
     environ = {**kept, **alone, "PYTHONPATH": package, "CUDA_VISIBLE_DEVICES": "", **environ}
     return subprocess.run(command, cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=240)
+
+
+MANY_CASES = """
+import pytest
+@pytest.mark.parametrize("case", range(12))
+def test_many(case): pass
+@pytest.mark.parametrize("case", range(5))
+def test_few(case): pass
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", range(9))
+def test_gpu(case): pass
+@pytest.mark.together(lambda one: one // 10, "case")
+@pytest.mark.parametrize("case", range(60))
+def test_together(case): pass
+def test_alone(): pass
+"""
+
+
+@pytest.mark.parametrize("processes", ["0", "2"])
+def test_a_draw_takes_a_third_of_the_cases_of_large_tests(tmp_path: Path, processes: str) -> None:
+    report = tmp_path / "report.json"
+    words = ("-vv", "-n", processes, "-W", "ignore::pytest.PytestUnknownMarkWarning")
+    done = run_pytest(tmp_path, MANY_CASES, words, FLASHMOE_DRAW="a", FLASHMOE_TEST_REPORT=str(report))
+    assert done.returncode == 0, done.stdout + done.stderr
+    ran = {*re.findall(r"test_it\.py::(\S+) PASSED", done.stdout), *re.findall(r"PASSED test_it\.py::(\S+)", done.stdout)}
+    counts = Counter(name.partition("[")[0] for name in ran)
+    assert counts == {"test_many": 4, "test_few": 5, "test_together": 20, "test_alone": 1}
+    tens = Counter(int(name[:-1].partition("[")[2]) // 10 for name in ran if name.startswith("test_together"))
+    assert set(tens.values()) == {10}
+    assert "GPU: 9 tests did not run" in done.stdout
+    assert "DRAWN: 48 cases are other commits'" in done.stdout
+    assert json.loads(report.read_text())["data"]["left_out"] == 48
 
 
 NO_GPU = "FLASHMOE_REQUIRE_GPU=1, but this machine has no CUDA GPU"

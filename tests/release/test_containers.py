@@ -5,14 +5,17 @@ import re
 import shutil
 import subprocess
 import sys
+import tarfile
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
 from flashmoe.errors import BuildError, UnsupportedGpuError
+from flashmoe_build.compile.archs import resolve
 from flashmoe_build.containers import base, engine, gpu, image, pins
 from flashmoe_build.containers.image_test import BENCH, TEST, compare_wheels, require_images
+from flashmoe_build.draw import drawn
 from flashmoe_build.program import OutOfReachError
 from flashmoe_tools.report import Verdict
 from flashmoe_tools.tables import load_tables
@@ -57,6 +60,47 @@ def test_the_build_command_carries_secrets_as_secrets(tmp_path: Path) -> None:
     assert command[-4:] == [f"id=index,src={tmp_path / 'index'}", "--network", "host", str(tmp_path)]
 
 
+def test_a_draw_gives_the_image_compiled_units_but_a_sample(tmp_path: Path) -> None:
+    cache, docker, got = tmp_path / "cache", tmp_path / "docker", tmp_path / "got.tar"
+    keys = [f"{number:02x}{number:062x}" for number in range(80)]
+    for key in keys:
+        for suffix in (".cubin", ".json"):
+            path = cache / key[:2] / f"{key}{suffix}"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(key)
+            path.chmod(0o600)  # as the cache writes them: the image's user is another
+    docker.write_text(f'#!/bin/sh\n[ "$*" = "import - {image.GIVEN}" ] && exec cat >"{got}"\n')
+    docker.chmod(0o755)
+    for draw in ("one", "another"):
+        withheld = image.give(str(docker), cache, draw)
+        with tarfile.open(got) as packed:
+            given = {member.name: member.mode for member in packed.getmembers()}
+        assert set(given.values()) == {0o644}
+        assert {f"{name.removesuffix('.cubin')}.json" for name in given if name.endswith(".cubin")} <= given.keys()
+        assert {key for key in keys if f"{key[:2]}/{key}.cubin" not in given} == drawn(keys, image.WITHHELD, draw)
+        assert withheld == len(keys) // image.WITHHELD == len(keys) - len(given) // 2
+    command = image.build_command("docker", "test", tmp_path, base=None, archs="75", secrets={}, network="", given="g")
+    assert "COMPILED=g" in command
+    assert {image.drawn_targets({"FLASHMOE_DRAW": draw})[0] for draw in "abcdef"} == set(image.TARGETS)
+    assert image.drawn_targets({}) == list(image.TARGETS)
+
+
+def test_over_draws_everything_has_its_turn() -> None:
+    names = [f"case {number}" for number in range(100)]
+    parts = {frozenset(drawn(names, 3, f"commit {number}")) for number in range(60)}
+    assert sorted(map(len, parts)) == [33, 33, 34]
+    assert frozenset.union(*parts) == set(names)
+    assert [len(drawn(names[:many], 3, "any")) for many in (0, 1, 2, 3)] == [0, 1, 1, 1]
+
+
+def test_over_commits_ci_compiles_every_target() -> None:
+    script, tables = (ROOT / ".ci" / "run").read_text(), load_tables()
+    (always,), (others,) = re.findall(r"FLASHMOE_ARCHS=([\w,]+),\$", script), re.findall(r"^targets=\((.*)\)", script, re.M)
+    names = [{one.name for one in resolve(f"{always},{other}", tables)} for other in others.split()]
+    assert set.union(*names) == {one.name for one in tables.targets}
+    assert set.intersection(*names) == {"sm_75", "sm_90a"}
+
+
 def test_images_are_there_before_they_are_run() -> None:
     def client(*tags: str) -> SimpleNamespace:
         return SimpleNamespace(images=SimpleNamespace(list=lambda: [SimpleNamespace(tags=[tag]) for tag in tags]))
@@ -64,6 +108,7 @@ def test_images_are_there_before_they_are_run() -> None:
     require_images(client(TEST, BENCH))
     with pytest.raises(BuildError, match=rf"no image {BENCH} on this machine; build them with \./nox -s image"):
         require_images(client(TEST, "other:latest"))
+    require_images(client(TEST), [TEST])
 
 
 def test_what_a_build_needs_of_the_network() -> None:
@@ -98,7 +143,7 @@ def test_the_dockerfile_installs_nothing_from_a_moving_archive() -> None:
     commands = "\n".join(line for line in DOCKERFILE.splitlines() if not line.startswith("#"))
     assert not re.search(r"apt-get|apt |curl|wget|pip install", commands)
     assert re.findall(r"^FROM (\S+)", commands, re.MULTILINE) == [
-        "${BASE_BUILD}", "base", "toolchain", "build", "toolchain", "${BASE_RUN}",
+        "${COMPILED}", "${BASE_BUILD}", "base", "toolchain", "build", "toolchain", "${BASE_RUN}",
     ]  # fmt: skip
     last = commands.rsplit("\nFROM ", 1)[1]
     assert re.search(r"^USER 10001$", last, re.MULTILINE)
