@@ -59,7 +59,11 @@ _TABLE = (
     Variable("FLASHMOE_SANITIZE", "build", "sanitizers of the host code, as address,undefined"),
     Variable("FLASHMOE_REQUIRE_GPU", "test", "1: a test run without a GPU test fails", ("0", "1")),
     Variable("FLASHMOE_TEST_INSTALLED", "test", "1: test the installed package, set by ./nox -s test", ("0", "1")),
-    Variable("FLASHMOE_DRAW", "test", "a text: of each test with many cases a third runs, drawn by it; of two images one is built"),
+    Variable(
+        "FLASHMOE_DRAW",
+        "test",
+        "a text: of each test with many cases a third runs, drawn by it; of two images one is built",
+    ),
     Variable("FLASHMOE_ENGINE_SOURCES", "test", "folder of vLLM's sources that its tests use, build/engines"),
     Variable("FLASHMOE_TEST_REPORT", "test", "file for the report of a test run"),
     Variable("FLASHMOE_TEST_HEARTBEAT_S", "test", "seconds between lines of a silent test run"),

@@ -195,7 +195,9 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, exitstatu
         terminalreporter.write_line(f"GPU: {ran} tests ran")
     left_out = config.stash.get(LEFT_OUT, 0)
     if left_out:
-        terminalreporter.write_line(f"DRAWN: {left_out} cases are other commits' (FLASHMOE_DRAW); ./nox -s test alone runs all")
+        terminalreporter.write_line(
+            f"DRAWN: {left_out} cases are other commits' (FLASHMOE_DRAW); ./nox -s test alone runs all"
+        )
     if os.environ.get("FLASHMOE_TEST_REPORT"):
         elapsed = time.monotonic() - config.stash[STARTED]
         write_report(Path(os.environ["FLASHMOE_TEST_REPORT"]), counts, ran, len(not_run), left_out, elapsed)
@@ -216,7 +218,9 @@ def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
         session.exitstatus = 1
 
 
-def write_report(path: Path, counts: dict[str, int], gpu_ran: int, gpu_not_run: int, left_out: int, seconds: float) -> None:
+def write_report(
+    path: Path, counts: dict[str, int], gpu_ran: int, gpu_not_run: int, left_out: int, seconds: float
+) -> None:
     from flashmoe_tools.report import Check, Report, Verdict, host_environment, utc_now
     from flashmoe_tools.report import write_report as write
 

@@ -56,7 +56,9 @@ def give(docker: str, cache: Path, draw: str) -> int:
                     with path.open("rb") as content:
                         packed.addfile(entry, content)
         archive.seek(0)
-        subprocess.run([docker, "import", "-", GIVEN], stdin=archive, stdout=subprocess.DEVNULL, check=True, timeout=600)
+        subprocess.run(
+            [docker, "import", "-", GIVEN], stdin=archive, stdout=subprocess.DEVNULL, check=True, timeout=600
+        )
     return len(withheld)
 
 
@@ -165,12 +167,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         allow_abbrev=False, prog="python -m flashmoe_build.containers.image", description=__doc__
     )
-    parser.add_argument("targets", nargs="*", choices=[*TARGETS, []], default=[], help="default: both; one, if FLASHMOE_DRAW is set")
+    parser.add_argument(
+        "targets", nargs="*", choices=[*TARGETS, []], default=[], help="default: both; one, if FLASHMOE_DRAW is set"
+    )
     parser.add_argument(
         "--base", help=f"base image for every stage (for example {BASE_TAG}); default: the pinned digests"
     )
     parser.add_argument("--archs", default=os.environ.get("FLASHMOE_ARCHS", "all"))
-    parser.add_argument("--given", type=Path, metavar="CACHE", help="a build's cache, whose units are not compiled again but for some")
+    parser.add_argument(
+        "--given", type=Path, metavar="CACHE", help="a build's cache, whose units are not compiled again but for some"
+    )
     options = parser.parse_args(arguments)
     targets = options.targets or drawn_targets(os.environ)
     return ending(

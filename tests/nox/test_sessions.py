@@ -151,7 +151,10 @@ def test_a_draw_takes_a_third_of_the_cases_of_large_tests(tmp_path: Path, proces
     words = ("-vv", "-n", processes, "-W", "ignore::pytest.PytestUnknownMarkWarning")
     done = run_pytest(tmp_path, MANY_CASES, words, FLASHMOE_DRAW="a", FLASHMOE_TEST_REPORT=str(report))
     assert done.returncode == 0, done.stdout + done.stderr
-    ran = {*re.findall(r"test_it\.py::(\S+) PASSED", done.stdout), *re.findall(r"PASSED test_it\.py::(\S+)", done.stdout)}
+    ran = {
+        *re.findall(r"test_it\.py::(\S+) PASSED", done.stdout),
+        *re.findall(r"PASSED test_it\.py::(\S+)", done.stdout),
+    }
     counts = Counter(name.partition("[")[0] for name in ran)
     assert counts == {"test_many": 4, "test_few": 5, "test_together": 20, "test_alone": 1}
     tens = Counter(int(name[:-1].partition("[")[2]) // 10 for name in ran if name.startswith("test_together"))

@@ -95,7 +95,10 @@ def test_over_draws_everything_has_its_turn() -> None:
 
 def test_over_commits_ci_compiles_every_target() -> None:
     script, tables = (ROOT / ".ci" / "run").read_text(), load_tables()
-    (always,), (others,) = re.findall(r"FLASHMOE_ARCHS=([\w,]+),\$", script), re.findall(r"^targets=\((.*)\)", script, re.M)
+    (always,), (others,) = (
+        re.findall(r"FLASHMOE_ARCHS=([\w,]+),\$", script),
+        re.findall(r"^targets=\((.*)\)", script, re.M),
+    )
     names = [{one.name for one in resolve(f"{always},{other}", tables)} for other in others.split()]
     assert set.union(*names) == {one.name for one in tables.targets}
     assert set.intersection(*names) == {"sm_75", "sm_90a"}
