@@ -1,6 +1,6 @@
-"""Mistakes that newcomers make, each with all that they are told: ``mistakes.toml``, one row each.
+"""Mistakes that newcomers make, each with all that they are told: ``mistakes.toml``, a line each.
 
-A row has what they typed (Python code, a command, a variable), the error and its whole message. After a change of words
+A line has what they typed (Python code, a command, a variable), the error and its whole message. After a change of words
 ``python -m tests.mistakes.test_mistakes`` writes what is said now; read the difference before it is committed.
 """
 
@@ -18,7 +18,9 @@ else:
     import tomli as tomllib
 
 TABLE = Path(__file__).parent / "mistakes.toml"
-ROWS: list[dict[str, str]] = tomllib.loads(TABLE.read_text(encoding="utf-8"))["mistake"]
+TOLD: dict[str, dict[str, str]] = tomllib.loads(TABLE.read_text(encoding="utf-8"))
+KINDS = ("python", "command", "variable")
+ROWS = [(kind, typed, message) for kind in KINDS for typed, message in TOLD[kind].items()]
 GIVEN = """
 import torch, flashmoe
 torch.manual_seed(0)
@@ -76,18 +78,18 @@ def _told_of_variable(setting: str) -> str:
     return ""
 
 
-def told(row: dict[str, str], capsys: Any) -> str:
-    """What a row's typed text is told, up to ``before``: the list behind it grows with every suite and every option."""
+def told(kind: str, typed: str, capsys: Any) -> str:
+    """What is told, up to what the table says it is ``before``: the list behind it grows with every suite and every option."""
     saved = dict(os.environ)
     try:
-        if "python" in row:
-            said = _told_by_python(row["python"])
+        if kind == "python":
+            said = _told_by_python(typed)
         else:
-            said = _told_of_variable(row["variable"]) if "variable" in row else _told_by_command(row["command"], capsys)
+            said = _told_of_variable(typed) if kind == "variable" else _told_by_command(typed, capsys)
     finally:
         for name in set(os.environ) - set(saved):
             del os.environ[name]
-    before = row.get("before", "")
+    before = TOLD["before"].get(typed, "")
     assert before in said
     return said[: said.index(before)] if before else said
 
@@ -104,17 +106,19 @@ def _fresh(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
     uninstall_flash_attn()
 
 
-@pytest.mark.parametrize("row", ROWS, ids=lambda row: next(iter(row.values()))[:70])
-def test_a_mistake_is_told_what_it_is(row: dict[str, str], capsys: Any) -> None:
-    assert told(row, capsys) == row["message"]
+@pytest.mark.parametrize(("kind", "typed", "message"), ROWS, ids=[typed[:70] for _, typed, _ in ROWS])
+def test_a_mistake_is_told_what_it_is(kind: str, typed: str, message: str, capsys: Any) -> None:
+    assert told(kind, typed, capsys) == message
 
 
 def test_nothing_is_twice_and_nothing_is_torchs() -> None:
-    typed = [next(iter(row.values())) for row in ROWS]
-    assert len(typed) == len(set(typed)) >= 97
-    assert all(row["message"] for row in ROWS)
-    untyped = [row for row in ROWS if row["message"].startswith(("TypeError", "KeyError", "IndexError"))]
-    assert all("missing" in row["message"] for row in untyped)  # of an argument that has no default: Python names it
+    every = [typed for _, typed, _ in ROWS]
+    messages = [message for _, _, message in ROWS]
+    assert len(every) == len(set(every)) >= 97
+    assert set(TOLD["before"]) <= set(every)
+    assert all(messages)
+    untyped = [said for said in messages if said.startswith(("TypeError", "KeyError", "IndexError"))]
+    assert all("missing" in said for said in untyped)  # of an argument that has no default: Python names it
 
 
 def _rewrite() -> None:
@@ -125,16 +129,17 @@ def _rewrite() -> None:
 
     from flashmoe.attn import layout
 
-    text = ["# See test_mistakes.py.", ""]
-    for row in ROWS:
+    lines = TABLE.read_text(encoding="utf-8").splitlines()
+    for kind, typed, message in ROWS:
         layout.calls_left = 1
         written = io.StringIO()
         with contextlib.redirect_stderr(written):
-            said = told(row, SimpleNamespace(readouterr=lambda: SimpleNamespace(err=written.getvalue())))  # noqa: B023
-        kind, typed = next(iter(row.items()))
-        text += ["[[mistake]]", f"{kind} = {json.dumps(typed)}", f"message = {json.dumps(said, ensure_ascii=False)}"]
-        text += [f"before = {json.dumps(row['before'])}", ""] if "before" in row else [""]
-    TABLE.write_text("\n".join(text).rstrip("\n") + "\n", encoding="utf-8")
+            said = told(kind, typed, SimpleNamespace(readouterr=lambda: SimpleNamespace(err=written.getvalue())))  # noqa: B023
+        old, new = (
+            " = ".join(json.dumps(word, ensure_ascii=False) for word in (typed, one)) for one in (message, said)
+        )
+        lines[lines.index(old)] = new
+    TABLE.write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":
