@@ -62,7 +62,7 @@ _TABLE = (
     Variable(
         "FLASHMOE_DRAW",
         "test",
-        "a text: of each test with many cases a third runs, drawn by it; of two images one is built",
+        "a text: of each test with many cases a quarter runs, drawn by it; of two images one is built",
     ),
     Variable("FLASHMOE_ENGINE_SOURCES", "test", "folder of vLLM's sources that its tests use, build/engines"),
     Variable("FLASHMOE_TEST_REPORT", "test", "file for the report of a test run"),

@@ -25,7 +25,7 @@ NO_GPU = "needs a CUDA GPU"
 MAX_PROCESSES = 8  # more would only wait for the longest file, a fifth of the suite's time
 # Inductor else compiles and runs a probe of each instruction set that the CPU names, seconds of every process that compiles.
 os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
-MANY_CASES, DRAW_ONE_OF = 6, 3
+MANY_CASES, DRAW_ONE_OF = 6, 4
 HEARTBEAT_S = float(os.environ.get("FLASHMOE_TEST_HEARTBEAT_S", "20"))
 # flashmoe_build and tests are imported from the checkout; at the end of the path, so that an installed flashmoe wins.
 if str(ROOT) not in sys.path:
@@ -134,7 +134,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 def not_drawn(items: list[pytest.Item], draw: str) -> set[pytest.Item]:
     """Of each test with ``MANY_CASES`` cases or more all but one in ``DRAW_ONE_OF`` (flashmoe_build/draw.py). Cases for which the
-    marker ``together`` gives the same are drawn together. A GPU's tests are never left out."""
+    marker ``together`` gives the same are drawn together, and the tests of a file marked ``drawn`` are those of one. A GPU's
+    tests are never left out."""
     from flashmoe_build.draw import drawn
 
     tests = defaultdict[str, dict[str, list[pytest.Item]]](lambda: defaultdict(list))
@@ -144,6 +145,8 @@ def not_drawn(items: list[pytest.Item], draw: str) -> set[pytest.Item]:
             together = item.get_closest_marker("together")
             name = together.args[0](*(case.params[word] for word in together.args[1:])) if together else item.nodeid
             tests[item.nodeid.partition("[")[0]][str(name)].append(item)
+        elif item.get_closest_marker("drawn"):
+            tests[str(item.path)][item.nodeid].append(item)
     left_out: set[pytest.Item] = set()
     for cases in tests.values():
         if len(cases) >= MANY_CASES:

@@ -14,7 +14,7 @@ import pytest
 
 from flashmoe._version import DISTRIBUTION, WHEEL_PREFIX
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.drawn]
 
 CPU_ONLY = {"FLASHMOE_ARCHS": "none"}
 # A change of each that no cache knows; that of the kernel is one of its machine code's, too.
