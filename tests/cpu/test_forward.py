@@ -1,7 +1,6 @@
 """Every instruction set against fp64: head dims, lengths, masks, grouped heads, strides, extreme values."""
 
 import math
-import mmap
 from itertools import product
 
 import pytest
@@ -14,7 +13,7 @@ from tests.attention.drawn import lengths
 from tests.attention.reference import Problem, make_inputs, plain_attention, tolerance, visible
 
 from .backend import Backend, BackendError
-from .checking import DTYPES, check, compare_lse
+from .checking import DTYPES, check, compare_lse, far_apart
 
 HEAD_DIMS = (1, 2, 3, 7, 8, 15, 16, 17, 31, 32, 33, 40, 59, 63, 64, 65, 80, 96, 111, 127, 128, 160, 192, 224, 255, 256)
 LENGTHS = (
@@ -266,23 +265,12 @@ def test_no_thread(library: Backend) -> None:
         library.forward(q, k, v, threads=0)
 
 
-def _far_apart(tensor: Tensor, axis: int) -> Tensor:
-    """The same elements, of one axis so far apart that the last is 2^32 elements from the first: memory of which what is touched is there."""
-    no_reserve, step, size = 0x4000, tensor.numel(), tensor.shape[axis]
-    strides = list(tensor.contiguous().stride())
-    strides[axis] = -(-(1 << 32) // (size - 1))
-    held = mmap.mmap(
-        -1, 2 * ((size - 1) * strides[axis] + step), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | no_reserve
-    )
-    return torch.frombuffer(held, dtype=tensor.dtype).as_strided(tensor.shape, strides).copy_(tensor)
-
-
 @pytest.mark.parametrize("rows", [3, 17])
 @pytest.mark.parametrize("name", ["q", "k", "v", "out"])
 def test_offsets_of_more_than_32_bits(backend: Backend, name: str, rows: int) -> None:
     inputs = dict(zip("qkv", make_inputs(Problem(rows, 17, 40, 2, 2, batch=2), "cpu", torch.bfloat16), strict=True))
     expected, _ = backend.forward(**inputs)
     for axis in range(3):
-        changed = {name: _far_apart(expected if name == "out" else inputs[name], axis)}
+        changed = {name: far_apart(expected if name == "out" else inputs[name], axis)}
         found, _ = backend.forward(**{**inputs, **changed})
         assert torch.equal(found, expected), axis
