@@ -82,6 +82,19 @@ def test_more_members_than_the_short_end_record_counts() -> None:
     assert problem(content) == ""
 
 
+@pytest.mark.parametrize("wrong", [b"PK\6\6", b"PK\6\5", b"PK\5\6", b"xxxx"])
+def test_a_zip64_end_record_begins_as_one(wrong: bytes) -> None:
+    """Behind a directory that the short record states, too: readers that look for the long one differ on what a wrong one is."""
+    content = packed()
+    start, end = directory(content), content[-22:]
+    count, length = struct.unpack_from("<HL", end, 10)
+    long = struct.pack("<4sQ2H2L4Q", wrong, 44, 45, 45, 0, 0, count, count, length, start)
+    whole = content[:-22] + long + struct.pack("<4sLQL", b"PK\6\7", 0, len(content) - 22, 1) + end
+    with io.BytesIO(whole) as stream:
+        told = problem_of_layout(stream, zipfile.ZipFile(io.BytesIO(content)).infolist())
+    assert ("its last bytes are not the end record" in told) is (wrong != b"PK\6\6")
+
+
 SOUND = packed()
 LOCAL = packed({"science/__init__.py": b"import os\n"})[: directory(packed({"science/__init__.py": b"import os\n"}))]
 

@@ -37,6 +37,18 @@ def test_operations_of_layers_in_few_bits() -> None:
     assert fake.no_flops() == 0
 
 
+def test_operations_of_any_gradients() -> None:
+    """The gated half's gradient, which every gradient but the second bias's takes, is one product; then two each of x and w13, one of w2."""
+    products, w2 = {"x": 2, "w13": 2, "w2": 1}, (EXPERTS, HIDDEN, INTERMEDIATE)
+    given: list[Any] = [(TOKENS, HIDDEN), (TOKENS, HIDDEN), (), w2, *[()] * 11]
+    given[4 + 4] = (TOKENS * TOP_K,)
+    for needs in range(1 << len(fake.GRADIENTS)):
+        wanted = {name for bit, name in enumerate(fake.GRADIENTS) if needs >> bit & 1}
+        given[4 + 10] = needs
+        expected = sum(products.get(name, 0) for name in wanted) + (wanted not in ({"b2"}, set()))
+        assert fake.layer_backward_flops(*given) == expected * 2 * TOKENS * TOP_K * HIDDEN * INTERMEDIATE
+
+
 def test_messages_say_what_to_do() -> None:
     """Texts that are put together end with the step that helps."""
     told = {name: rule.message for name, rule in rules.RULES.items()}
