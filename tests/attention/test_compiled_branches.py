@@ -146,6 +146,39 @@ def test_what_the_cpu_hands_to_torch(
     call(**options)
 
 
+class _End(torch.autograd.Function):
+    """A function that hands no gradient on."""
+
+    @staticmethod
+    def forward(ctx: Any, *given: Tensor) -> Tensor:
+        ctx.count = len(given)
+        return sum((one.sum() for one in given), start=torch.zeros(()))
+
+    @staticmethod
+    def backward(ctx: Any, *_: Tensor) -> Any:
+        return (None,) * ctx.count
+
+
+TRAINED: dict[str, Callable[[Tensor], Answer]] = {
+    "dense": lambda x: flashmoe.attention(x, x, x, return_lse=True),
+    "masked": lambda x: flashmoe.attention(x, x, x, softcap=5.0, return_lse=True),
+    "dropout": lambda x: flashmoe.attention(x, x, x, dropout_p=0.5, return_lse=True),
+    "merge": lambda x: flashmoe.merge_attention(x, x[..., 0], x, x[..., 0]),
+    "experts": lambda x: flashmoe.fused_moe(x[0, 0], x.view(1, 64, 64)[:, :32], x.view(1, 64, 64)[..., :16], x[0, 0, :, :1], torch.zeros(16, 1, dtype=torch.int32)),
+    "route": lambda x: flashmoe.topk_route(x[0, 0], 2)[0],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", TRAINED)
+def test_no_gradient_comes_back(what: str) -> None:
+    """What follows hands none on: what came before has none, or zeros, and nothing is computed for it."""
+    x = _random(1, 4, 16, 64, dtype=torch.float32).requires_grad_()
+    answer = TRAINED[what](x)
+    with _Full():
+        _End.apply(*(answer if isinstance(answer, tuple) else (answer,))).backward()
+    assert x.grad is None or not x.grad.any()
+
+
 class _Full(TorchDispatchMode):
     """A device without room for any result of ours."""
 

@@ -389,3 +389,17 @@ def test_flags_that_are_taken() -> None:
     for other in (0, 1, None, "", [], torch.tensor(True)):
         with pytest.raises(ArgumentTypeError, match="causal must be True or False"):
             checks.check_flag("causal", other)
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+def test_which_dtypes_a_layer_takes(autocast: bool) -> None:
+    """Its parameters' own; any where those are no floats, or floats of 8 bits, or where autocast converts."""
+    dtypes = (torch.float32, torch.float64, torch.bfloat16, torch.int8, torch.int32, torch.int64, torch.float8_e4m3fn)
+    for given in dtypes:
+        for kept in (*dtypes, None):
+            weight = object() if kept is None else torch.zeros(1, dtype=kept)
+            free = kept is None or not kept.is_floating_point or kept.itemsize == 1 or autocast or kept is given
+            with torch.autocast("cpu", enabled=autocast):
+                expectation = nullcontext() if free else pytest.raises(DtypeError, match=f"^x is {given} and .* {kept};")
+                with expectation:
+                    checks.check_input_dtype("x", torch.zeros(1, dtype=given), weight)

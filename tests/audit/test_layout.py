@@ -5,6 +5,7 @@ import struct
 import zipfile
 import zlib
 from pathlib import Path
+from random import Random
 
 import pytest
 from hypothesis import given, settings
@@ -80,6 +81,12 @@ def test_more_members_than_the_short_end_record_counts() -> None:
     content = packed({f"m/{number}": b"" for number in range(1 << 16)})
     assert b"PK\6\6" in content[-200:]
     assert problem(content) == ""
+
+
+def test_compressed_data_of_several_reads() -> None:
+    """Of which every read but the last ends with nothing left over and no end."""
+    noise = Random(1).randbytes(300_000)
+    assert problem(packed({**MEMBERS, "science/data": noise}, method=zipfile.ZIP_DEFLATED)) == ""
 
 
 @pytest.mark.parametrize("wrong", [b"PK\6\6", b"PK\6\5", b"PK\5\6", b"xxxx"])
