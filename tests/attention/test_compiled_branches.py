@@ -130,7 +130,9 @@ def test_out_beside_a_transform(monkeypatch: pytest.MonkeyPatch) -> None:
             _beside_a_transform(lambda call=call, given=given, out=out: call(**given, out=out))
         with monkeypatch.context() as patch:
             _compile(patch)
-            assert torch.equal(_beside_a_transform(lambda call=call, given=given, out=out: call(**given, out=out)), expected)
+            assert torch.equal(
+                _beside_a_transform(lambda call=call, given=given, out=out: call(**given, out=out)), expected
+            )
         assert torch.equal(out, expected)
 
 
@@ -164,7 +166,9 @@ TRAINED: dict[str, Callable[[Tensor], Answer]] = {
     "masked": lambda x: flashmoe.attention(x, x, x, softcap=5.0, return_lse=True),
     "dropout": lambda x: flashmoe.attention(x, x, x, dropout_p=0.5, return_lse=True),
     "merge": lambda x: flashmoe.merge_attention(x, x[..., 0], x, x[..., 0]),
-    "experts": lambda x: flashmoe.fused_moe(x[0, 0], x.view(1, 64, 64)[:, :32], x.view(1, 64, 64)[..., :16], x[0, 0, :, :1], torch.zeros(16, 1, dtype=torch.int32)),
+    "experts": lambda x: flashmoe.fused_moe(
+        x[0, 0], x.view(1, 64, 64)[:, :32], x.view(1, 64, 64)[..., :16], x[0, 0, :, :1], torch.zeros(16, 1, dtype=torch.int32)
+    ),
     "route": lambda x: flashmoe.topk_route(x[0, 0], 2)[0],
 }  # fmt: skip
 

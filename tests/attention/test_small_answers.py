@@ -15,7 +15,15 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 import flashmoe
 from flashmoe import __main__, checks, errors, transforms, variables
 from flashmoe.attn import autograd, fp8, kvcache, layout, sdpa, sdpa_dispatch, varlen_backward
-from flashmoe.errors import ArgumentError, ArgumentTypeError, DeviceError, DifferentiationError, DtypeError, FlashmoeError, ShapeError
+from flashmoe.errors import (
+    ArgumentError,
+    ArgumentTypeError,
+    DeviceError,
+    DifferentiationError,
+    DtypeError,
+    FlashmoeError,
+    ShapeError,
+)
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # what torch says about torch itself
 
@@ -400,6 +408,8 @@ def test_which_dtypes_a_layer_takes(autocast: bool) -> None:
             weight = object() if kept is None else torch.zeros(1, dtype=kept)
             free = kept is None or not kept.is_floating_point or kept.itemsize == 1 or autocast or kept is given
             with torch.autocast("cpu", enabled=autocast):
-                expectation = nullcontext() if free else pytest.raises(DtypeError, match=f"^x is {given} and .* {kept};")
+                expectation = (
+                    nullcontext() if free else pytest.raises(DtypeError, match=f"^x is {given} and .* {kept};")
+                )
                 with expectation:
                     checks.check_input_dtype("x", torch.zeros(1, dtype=given), weight)

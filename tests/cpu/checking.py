@@ -52,6 +52,8 @@ def far_apart(tensor: Tensor, axis: int) -> Tensor:
     strides = list(tensor.contiguous().stride())
     strides[axis] = -(-(1 << 32) // (size - 1))
     held = mmap.mmap(
-        -1, tensor.element_size() * ((size - 1) * strides[axis] + step), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | no_reserve
+        -1,
+        tensor.element_size() * ((size - 1) * strides[axis] + step),
+        flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | no_reserve,
     )
     return torch.frombuffer(held, dtype=tensor.dtype).as_strided(tensor.shape, strides).copy_(tensor)

@@ -266,7 +266,9 @@ def test_a_key_that_a_row_does_not_see_does_not_reach_its_gradient(
     assert dq[:, :, :50].isfinite().all()
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)  # whose heads of few scores are computed in double
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.bfloat16], ids=str
+)  # whose heads of few scores are computed in double
 def test_offsets_of_more_than_32_bits(backend: Backend, dtype: torch.dtype) -> None:
     for problem in (Problem(3, 17, 40, 2, 2, batch=2), Problem(70, 150, 40, 2, 2, batch=2)):
         given, _ = _case(problem, dtype, 0.2, with_lse=False)
@@ -277,7 +279,10 @@ def test_offsets_of_more_than_32_bits(backend: Backend, dtype: torch.dtype) -> N
                 assert _same(_run(backend, changed, False, 0.2), expected), (number, axis)
         for number, gradient in enumerate(expected):
             for axis in range(3):
-                into = [far_apart(gradient, axis) if at == number else torch.empty_like(other) for at, other in enumerate(expected)]
+                into = [
+                    far_apart(gradient, axis) if at == number else torch.empty_like(other)
+                    for at, other in enumerate(expected)
+                ]
                 into[number].zero_()
                 grad_out, q, k, v, out, lse = given
                 found = backend.backward(grad_out, q, k, v, out, lse, scale=0.2, gradients=into)

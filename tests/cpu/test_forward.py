@@ -8,7 +8,6 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from torch import Tensor
 
 from tests.attention.drawn import lengths
 from tests.attention.reference import Problem, make_inputs, plain_attention, tolerance, visible
@@ -242,14 +241,22 @@ def test_far_scores(backend: Backend, size: float, seq_q: int, dtype: torch.dtyp
         torch.testing.assert_close(lse.double(), torch.logsumexp(scores, -1), rtol=1e-5, atol=1e-3)
 
 
-RANGES = {"batch": (0, None), "heads_q": (0, None), "seq_q": (0, 2**31 - 1025), "seq_k": (0, 2**31 - 1025), "head_dim": (1, 512)}
+RANGES = {
+    "batch": (0, None),
+    "heads_q": (0, None),
+    "seq_q": (0, 2**31 - 1025),
+    "seq_k": (0, 2**31 - 1025),
+    "head_dim": (1, 512),
+}
 
 
 @pytest.mark.parametrize("name", RANGES)
 def test_sizes_out_of_range(library: Backend, name: str) -> None:
     """One below the least and one above the most are refused; both limits are taken, of no sequence, so that nothing is computed."""
     (least, most), inputs = RANGES[name], make_inputs(Problem(5, 5, 64, 4, 4), "cpu", torch.float32)
-    rule = {"batch": "not be negative", "heads_q": "not be negative", "head_dim": r"be in 1\.\.512"}.get(name, r"be in 0\.\.2\^31-1025")
+    rule = {"batch": "not be negative", "heads_q": "not be negative", "head_dim": r"be in 1\.\.512"}.get(
+        name, r"be in 0\.\.2\^31-1025"
+    )
     for value in (least - 1, -(2**31), *((most + 1, 2**31 - 1) if most else ())):
         with pytest.raises(BackendError, match=f"{name} must {rule}, got {value}$"):
             library.forward(*inputs, **{name: value})
@@ -257,9 +264,15 @@ def test_sizes_out_of_range(library: Backend, name: str) -> None:
         library.forward(*inputs, **{"batch": 0, name: value})
 
 
-@pytest.mark.parametrize(("heads_q", "heads_kv", "fits"), [(4, 3, False), (4, 0, False), (4, -2, False), (0, 0, True), (0, -1, True), (4, 2, True)])
+@pytest.mark.parametrize(
+    ("heads_q", "heads_kv", "fits"),
+    [(4, 3, False), (4, 0, False), (4, -2, False), (0, 0, True), (0, -1, True), (4, 2, True)],
+)
 def test_groups_of_heads(library: Backend, heads_q: int, heads_kv: int, fits: bool) -> None:
-    inputs, heads = make_inputs(Problem(5, 5, 64, 4, 4), "cpu", torch.float32), {"heads_q": heads_q, "heads_kv": heads_kv}
+    inputs, heads = (
+        make_inputs(Problem(5, 5, 64, 4, 4), "cpu", torch.float32),
+        {"heads_q": heads_q, "heads_kv": heads_kv},
+    )
     with nullcontext() if fits else pytest.raises(BackendError, match=f"heads_kv must divide heads_q, got {heads_kv}$"):
         library.forward(*inputs, **heads)
 
