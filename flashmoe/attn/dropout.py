@@ -17,13 +17,14 @@ from torch.compiler import is_compiling
 from flashmoe import _extension
 from flashmoe.attn import arguments, autograd, philox
 from flashmoe.attn.options import Varlen
-from flashmoe.checks import is_number
+from flashmoe.checks import check_size, is_number
 from flashmoe.errors import ArgumentError, ArgumentTypeError, DifferentiationError
 from flashmoe.rules import broken
 from flashmoe.transforms import has_tangent
 
 _extension.load()
 _NAME = "attention_dropout_forward"
+MOST_PROBABILITIES = 1 << 40
 _operator = torch.ops.flashmoe.attention_dropout_forward.default
 
 
@@ -89,8 +90,17 @@ def dropout_mask(rng_state: Tensor, dropout_p: float, batch: int, heads: int, ro
 
     ``rng_state`` is int64 [2], seed and offset, as ``flashmoe.attention`` takes it; of a ragged call ``batch`` counts sequences, and rows and
     keys those of the longest. What is kept there is multiplied by 1 / (1 - dropout_p). For inspection and tests: 8 bytes and more of memory
-    for each probability. Raises ArgumentTypeError or ArgumentError for a probability that no call takes.
+    for each probability. Raises ArgumentTypeError or ArgumentError for a probability, a state or a size that no call takes.
     """
     probability = check_probability(dropout_p)
     check_state(rng_state)
+    if rng_state is None or rng_state.dtype is not torch.int64 or rng_state.shape != (2,):
+        found = "None" if rng_state is None else f"{rng_state.dtype} {list(rng_state.shape)}"
+        msg = f"rng_state must be an int64 tensor [2], seed and offset; found {found}; give the call's own"
+        raise ArgumentError(msg)
+    sizes = {"batch": batch, "heads": heads, "rows": rows, "keys": keys}
+    batch, heads, rows, keys = (check_size(name, size, 0) for name, size in sizes.items())
+    if batch * heads * rows * keys > MOST_PROBABILITIES:
+        msg = f"batch * heads * rows * keys is {batch * heads * rows * keys}; supported: up to 2^40; ask for fewer rows"
+        raise ArgumentError(msg)
     return philox.kept(rng_state, probability, range(batch), range(heads), rows, keys)

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.compiler import is_compiling
 
 from flashmoe import _extension
-from flashmoe.checks import check_flag, has_fx_proxies, trace_call
+from flashmoe.checks import check_flag, check_size, has_fx_proxies, is_number, trace_call
 from flashmoe.errors import ArgumentTypeError, DifferentiationError
 from flashmoe.rules import broken, explain
 from flashmoe.transforms import has_tangent
@@ -112,7 +112,8 @@ def mla_decode(
     tensors = {"q": q, "kv_cache": kv_cache, **optional}
     _check_types(tensors)
     check_flag("causal", causal)
-    if value_dim != VALUE_DIM:
+    check_flag("return_lse", return_lse)
+    if isinstance(value_dim, Tensor) or value_dim != VALUE_DIM:
         rule = "mla.value_dim"
         raise broken(rule, found=value_dim)
     given = (q, kv_cache, *(() if sinks is None else (sinks,)))
@@ -125,6 +126,10 @@ def mla_decode(
     except Exception as error:
         if is_compiling():
             raise
+        if not is_number(scale):
+            msg = f"scale must be a number; found {type(scale).__name__}; use float(scale)"
+            raise ArgumentTypeError(msg) from error
+        check_size("num_splits", num_splits, 0)
         cause = explain(error, "mla_decode", arguments)
         if cause is error:
             raise

@@ -16,6 +16,9 @@ from torch import Tensor
 
 DTYPES = ("float16", "bfloat16", "float32", "float64", "int32", "int64", "uint8", "bool", "float8_e4m3fn")
 HUGE = 2**31  # a size that no kernel counts
+FAR = 2**32  # elements between the first and the last: what no 32 bits hold
+RESERVED = 2**30  # bytes, more than which only what is touched becomes memory
+MAP_NORESERVE = 0x4000
 MPROTECT = ctypes.CDLL(None, use_errno=True).mprotect
 
 
@@ -68,10 +71,16 @@ class T:
     def with_sizes(self, sizes: tuple[int, ...]) -> T:
         return replace(self, sizes=sizes, strides=contiguous(sizes))
 
+    def far(self, axis: int) -> T:
+        """The same elements, those of one axis far apart, by rows of whole 16 bytes."""
+        step = -(-FAR // (self.sizes[axis] - 1) // 64) * 64
+        return replace(self, strides=(*self.strides[:axis], step, *self.strides[axis + 1 :]))
+
     def real(self, is_written: bool = False) -> Tensor:
         """Of these elements in this layout, whatever it is, with NaN between them; the same tensor again unless it is written. The page behind
         its last element has no access, and one that is not written can be read alone: a kernel that does otherwise ends the process."""
-        return self._real.__wrapped__(self, True) if is_written else self._real()
+        is_kept = not is_written and max(self.strides, default=0) < RESERVED
+        return self._real() if is_kept else self._real.__wrapped__(self, is_written)
 
     @lru_cache(maxsize=4096)  # noqa: B019  # descriptions of one test
     def _real(self, is_written: bool = False) -> Tensor:
@@ -79,7 +88,7 @@ class T:
         span = (
             1 + sum((size - 1) * stride for size, stride in zip(self.sizes, self.strides, strict=True)) if count else 0
         )
-        flat = elements(dtype, max(count, span), self.values, len(self.sizes) + count)
+        flat = elements(dtype, max(count, span * (0 in self.strides)), self.values, len(self.sizes) + count)
         if not span:
             return flat.as_strided(self.sizes, self.strides)
         memory, protect = _in_front_of_a_wall(span * dtype.itemsize)
@@ -100,9 +109,9 @@ def elements(dtype: torch.dtype, count: int, values: tuple[int, ...], seed: int)
 
 
 def _in_front_of_a_wall(size: int) -> tuple[Tensor, Callable[[int], None]]:
-    """As many bytes, each 255, which end where a page without access begins; and what sets the access to them."""
+    """As many bytes, each 255 (0 of many), which end where a page without access begins; and what sets the access to them."""
     length = -(-size // mmap.PAGESIZE) * mmap.PAGESIZE
-    held = mmap.mmap(-1, length + mmap.PAGESIZE)
+    held = mmap.mmap(-1, length + mmap.PAGESIZE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_NORESERVE)
     begin = ctypes.addressof(ctypes.c_char.from_buffer(held))
 
     def protect(access: int, first: int = begin, extent: int = length) -> None:
@@ -110,11 +119,14 @@ def _in_front_of_a_wall(size: int) -> tuple[Tensor, Callable[[int], None]]:
         assert status == 0, ctypes.get_errno()
 
     protect(0, begin + length, mmap.PAGESIZE)
-    return torch.frombuffer(held, dtype=torch.uint8, count=size, offset=length - size).fill_(255), protect
+    memory = torch.frombuffer(held, dtype=torch.uint8, count=size, offset=length - size)
+    return memory if size > RESERVED else memory.fill_(255), protect
 
 
 def outside(tensor: Tensor) -> Tensor:
-    """The bytes of its memory that are none of its elements."""
+    """The bytes of its memory that are none of its elements; of far elements none."""
+    if tensor.untyped_storage().nbytes() > RESERVED:
+        return torch.empty(0)
     memory = torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage()).clone()
     memory.view(tensor.dtype).as_strided(tensor.shape, tensor.stride()).zero_()
     return memory

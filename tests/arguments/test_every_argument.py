@@ -152,6 +152,22 @@ def test_two_changes_at_once(number: int) -> None:
     assert not wrong, "\n".join(wrong[:20]) + f"\n{len(wrong)} in all"
 
 
+@EVERY
+def test_elements_far_apart(number: int) -> None:
+    """Each tensor with each of its axes in turn so long that no offset in it fits 32 bits."""
+    _, make, _, _ = ROWS[number]
+    row, call = _row(number), make()
+    far = [
+        (f"{name} is far apart in {axis}", {**call, name: value.far(axis)})
+        for name, value in call.items()
+        if isinstance(value, T)
+        for axis, size in enumerate(value.sizes)
+        if size > 1
+    ]
+    wrong = [why for what, changed in far for why in row.wrong(what, changed)]
+    assert not wrong, "\n".join(wrong[:20]) + f"\n{len(wrong)} in all"
+
+
 def _differences(name: str, call: Call, results: list[Any], what: str) -> list[str]:
     """Of an accepted call: the shapes that a tracer hears of, and the bits that contiguous tensors give."""
     drawn = _real(call)
@@ -164,7 +180,7 @@ def _differences(name: str, call: Call, results: list[Any], what: str) -> list[s
             wrong.append(f"{mine.dtype} {tuple(mine.shape)}; a tracer hears of {told.dtype} {tuple(told.shape)}")
     rtol = 0.02 if name in BY_TORCH else 0.0
     if "expert_offsets" not in what and any(
-        word in what for word in ("gaps", "transposed", "expanded", "a part", "column")
+        word in what for word in ("gaps", "transposed", "expanded", "a part", "column", "far")
     ):
         _, plain = _run(
             name,

@@ -8,12 +8,22 @@ from typing import Any
 
 import pytest
 import torch
+from torch import fx
 from torch.autograd import forward_ad
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 import flashmoe
-from flashmoe import __main__, checks, transforms, variables
+from flashmoe import __main__, checks, errors, transforms, variables
 from flashmoe.attn import autograd, fp8, kvcache, layout, sdpa, sdpa_dispatch, varlen_backward
-from flashmoe.errors import ArgumentError, DeviceError, DifferentiationError, DtypeError, FlashmoeError, ShapeError
+from flashmoe.errors import (
+    ArgumentError,
+    ArgumentTypeError,
+    DeviceError,
+    DifferentiationError,
+    DtypeError,
+    FlashmoeError,
+    ShapeError,
+)
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # what torch says about torch itself
 
@@ -367,3 +377,39 @@ def test_nothing_is_written_into_out_with_a_tangent() -> None:
         tangent = forward_ad.make_dual(q, q)
         with pytest.raises(ArgumentError, match="out"):
             flashmoe.attention_varlen(tangent, q, q, ends, ends, 3, 3, out=torch.empty(3, 1, 8))
+
+
+@pytest.mark.parametrize("number", sorted({errno.ENOSPC, errno.EACCES, errno.ENOENT, errno.EMFILE, errno.ENOMEM}))
+def test_an_error_of_the_machine_is_told_with_what_to_do(number: int) -> None:
+    told = errors.explain_os_error(OSError(number, "what failed", "some/file"))
+    assert told == f"some/file: what failed; {errors._OF_THE_MACHINE[number]}"
+    assert str(errors.explain_os_error(OSError(number, "what failed"))).startswith("writing: what failed; ")
+    assert errors.explain_os_error(OSError(errno.EBADF, "bad descriptor")) is None
+    assert errors.explain_os_error(OSError("without a number")) is None
+
+
+def test_flags_that_are_taken() -> None:
+    """Both truth values, one that a compiler has yet to know, a proxy of torch.fx; and nothing that merely has a truth value."""
+    size = ShapeEnv().create_unbacked_symint()
+    for flag in (True, False, size == 3):
+        checks.check_flag("causal", flag)
+    fx.symbolic_trace(lambda flag: checks.check_flag("causal", flag))
+    for other in (0, 1, None, "", [], torch.tensor(True)):
+        with pytest.raises(ArgumentTypeError, match="causal must be True or False"):
+            checks.check_flag("causal", other)
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+def test_which_dtypes_a_layer_takes(autocast: bool) -> None:
+    """Its parameters' own; any where those are no floats, or floats of 8 bits, or where autocast converts."""
+    dtypes = (torch.float32, torch.float64, torch.bfloat16, torch.int8, torch.int32, torch.int64, torch.float8_e4m3fn)
+    for given in dtypes:
+        for kept in (*dtypes, None):
+            weight = object() if kept is None else torch.zeros(1, dtype=kept)
+            free = kept is None or not kept.is_floating_point or kept.itemsize == 1 or autocast or kept is given
+            with torch.autocast("cpu", enabled=autocast):
+                expectation = (
+                    nullcontext() if free else pytest.raises(DtypeError, match=f"^x is {given} and .* {kept};")
+                )
+                with expectation:
+                    checks.check_input_dtype("x", torch.zeros(1, dtype=given), weight)

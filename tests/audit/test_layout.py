@@ -5,6 +5,7 @@ import struct
 import zipfile
 import zlib
 from pathlib import Path
+from random import Random
 
 import pytest
 from hypothesis import given, settings
@@ -80,6 +81,25 @@ def test_more_members_than_the_short_end_record_counts() -> None:
     content = packed({f"m/{number}": b"" for number in range(1 << 16)})
     assert b"PK\6\6" in content[-200:]
     assert problem(content) == ""
+
+
+def test_compressed_data_of_several_reads() -> None:
+    """Of which every read but the last ends with nothing left over and no end."""
+    noise = Random(1).randbytes(300_000)
+    assert problem(packed({**MEMBERS, "science/data": noise}, method=zipfile.ZIP_DEFLATED)) == ""
+
+
+@pytest.mark.parametrize("wrong", [b"PK\6\6", b"PK\6\5", b"PK\5\6", b"xxxx"])
+def test_a_zip64_end_record_begins_as_one(wrong: bytes) -> None:
+    """Behind a directory that the short record states, too: readers that look for the long one differ on what a wrong one is."""
+    content = packed()
+    start, end = directory(content), content[-22:]
+    count, length = struct.unpack_from("<HL", end, 10)
+    long = struct.pack("<4sQ2H2L4Q", wrong, 44, 45, 45, 0, 0, count, count, length, start)
+    whole = content[:-22] + long + struct.pack("<4sLQL", b"PK\6\7", 0, len(content) - 22, 1) + end
+    with io.BytesIO(whole) as stream:
+        told = problem_of_layout(stream, zipfile.ZipFile(io.BytesIO(content)).infolist())
+    assert ("its last bytes are not the end record" in told) is (wrong != b"PK\6\6")
 
 
 SOUND = packed()

@@ -4,6 +4,7 @@ import ctypes
 import os
 import platform
 import subprocess
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -155,10 +156,11 @@ class Backend:
         grad_lse: Tensor | None = None,
         threads: int = 2,
         wanted: tuple[bool, bool, bool] = (True, True, True),
+        gradients: Sequence[Tensor] = (),
     ) -> list[Tensor]:
-        """(dq, dk, dv) in contiguous memory; NaN where a gradient is not ``wanted``."""
+        """(dq, dk, dv), in contiguous memory where none is given; NaN where a gradient is not ``wanted``."""
         head_dim = q.shape[3]
-        gradients = [torch.full(tensor.shape, torch.nan, dtype=tensor.dtype) for tensor in (q, k, v)]
+        gradients = list(gradients) or [torch.full(x.shape, torch.nan, dtype=x.dtype) for x in (q, k, v)]
         dq, dk, dv = (gradient if is_wanted else None for gradient, is_wanted in zip(gradients, wanted, strict=True))
         params = BackwardParams(
             **_tensors(q=q, k=k, v=v, out=out, dout=grad_out, lse=lse, dlse=grad_lse, dq=dq, dk=dk, dv=dv),

@@ -1,6 +1,7 @@
 """Comparison with fp64, references computed once for all instruction sets."""
 
 import math
+import mmap
 from functools import cache
 
 import torch
@@ -43,3 +44,16 @@ def compare_lse(lse: Tensor, expected: Tensor) -> None:
     if seen.numel() > 0:
         difference = (lse.double()[~hidden] - seen).abs().max().item()
         assert difference <= LSE_TOLERANCE * max(1.0, seen.abs().max().item())
+
+
+def far_apart(tensor: Tensor, axis: int) -> Tensor:
+    """The same elements, of one axis so far apart that the last is 2^32 elements from the first: memory of which what is touched is there."""
+    no_reserve, step, size = 0x4000, tensor.numel(), tensor.shape[axis]
+    strides = list(tensor.contiguous().stride())
+    strides[axis] = -(-(1 << 32) // (size - 1))
+    held = mmap.mmap(
+        -1,
+        tensor.element_size() * ((size - 1) * strides[axis] + step),
+        flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | no_reserve,
+    )
+    return torch.frombuffer(held, dtype=tensor.dtype).as_strided(tensor.shape, strides).copy_(tensor)

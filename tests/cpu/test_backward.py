@@ -15,7 +15,7 @@ from tests.attention.drawn import lengths
 from tests.attention.reference import Problem, make_inputs
 
 from .backend import Backend
-from .checking import DTYPES
+from .checking import DTYPES, far_apart
 
 # Error of the largest gradient's size. bf16: P and dS are rounded too where pairs of bf16 are multiplied.
 LIMITS = {torch.float32: 1e-5, torch.float16: 1.5e-3, torch.bfloat16: 1.2e-2}
@@ -264,3 +264,26 @@ def test_a_key_that_a_row_does_not_see_does_not_reach_its_gradient(
     out, lse = backend.forward(**inputs, causal=True)
     dq, _, _ = backend.backward(torch.ones_like(out), **inputs, out=out, lse=lse, causal=True)
     assert dq[:, :, :50].isfinite().all()
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.bfloat16], ids=str
+)  # whose heads of few scores are computed in double
+def test_offsets_of_more_than_32_bits(backend: Backend, dtype: torch.dtype) -> None:
+    for problem in (Problem(3, 17, 40, 2, 2, batch=2), Problem(70, 150, 40, 2, 2, batch=2)):
+        given, _ = _case(problem, dtype, 0.2, with_lse=False)
+        expected = _run(backend, given, False, 0.2)
+        for number, tensor in enumerate(given[:5]):
+            for axis in range(3):
+                changed = [far_apart(tensor, axis) if at == number else other for at, other in enumerate(given)]
+                assert _same(_run(backend, changed, False, 0.2), expected), (number, axis)
+        for number, gradient in enumerate(expected):
+            for axis in range(3):
+                into = [
+                    far_apart(gradient, axis) if at == number else torch.empty_like(other)
+                    for at, other in enumerate(expected)
+                ]
+                into[number].zero_()
+                grad_out, q, k, v, out, lse = given
+                found = backend.backward(grad_out, q, k, v, out, lse, scale=0.2, gradients=into)
+                assert _same([one.contiguous() for one in found], expected), (number, axis)

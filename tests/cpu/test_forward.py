@@ -1,20 +1,19 @@
 """Every instruction set against fp64: head dims, lengths, masks, grouped heads, strides, extreme values."""
 
 import math
-import mmap
+from contextlib import nullcontext
 from itertools import product
 
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from torch import Tensor
 
 from tests.attention.drawn import lengths
 from tests.attention.reference import Problem, make_inputs, plain_attention, tolerance, visible
 
 from .backend import Backend, BackendError
-from .checking import DTYPES, check, compare_lse
+from .checking import DTYPES, check, compare_lse, far_apart
 
 HEAD_DIMS = (1, 2, 3, 7, 8, 15, 16, 17, 31, 32, 33, 40, 59, 63, 64, 65, 80, 96, 111, 127, 128, 160, 192, 224, 255, 256)
 LENGTHS = (
@@ -242,22 +241,40 @@ def test_far_scores(backend: Backend, size: float, seq_q: int, dtype: torch.dtyp
         torch.testing.assert_close(lse.double(), torch.logsumexp(scores, -1), rtol=1e-5, atol=1e-3)
 
 
+RANGES = {
+    "batch": (0, None),
+    "heads_q": (0, None),
+    "seq_q": (0, 2**31 - 1025),
+    "seq_k": (0, 2**31 - 1025),
+    "head_dim": (1, 512),
+}
+
+
+@pytest.mark.parametrize("name", RANGES)
+def test_sizes_out_of_range(library: Backend, name: str) -> None:
+    """One below the least and one above the most are refused; both limits are taken, of no sequence, so that nothing is computed."""
+    (least, most), inputs = RANGES[name], make_inputs(Problem(5, 5, 64, 4, 4), "cpu", torch.float32)
+    rule = {"batch": "not be negative", "heads_q": "not be negative", "head_dim": r"be in 1\.\.512"}.get(
+        name, r"be in 0\.\.2\^31-1025"
+    )
+    for value in (least - 1, -(2**31), *((most + 1, 2**31 - 1) if most else ())):
+        with pytest.raises(BackendError, match=f"{name} must {rule}, got {value}$"):
+            library.forward(*inputs, **{name: value})
+    for value in (least, *((most,) if most else ())):
+        library.forward(*inputs, **{"batch": 0, name: value})
+
+
 @pytest.mark.parametrize(
-    ("changes", "text"),
-    [
-        ({"head_dim": 0}, "head_dim must be in 1..512, got 0"),
-        ({"head_dim": 513}, "head_dim must be in 1..512, got 513"),
-        ({"heads_kv": 3}, "heads_kv must divide heads_q, got 3"),
-        ({"heads_kv": 0}, "heads_kv must divide heads_q, got 0"),
-        ({"batch": -1}, "batch must not be negative, got -1"),
-        ({"seq_q": -5}, "seq_q must be in"),
-        ({"seq_k": 2**31 - 1}, "seq_k must be in"),
-    ],
+    ("heads_q", "heads_kv", "fits"),
+    [(4, 3, False), (4, 0, False), (4, -2, False), (0, 0, True), (0, -1, True), (4, 2, True)],
 )
-def test_sizes_out_of_range(library: Backend, changes: dict[str, int], text: str) -> None:
-    q, k, v = make_inputs(Problem(5, 5, 64, 4, 4), "cpu", torch.float32)
-    with pytest.raises(BackendError, match=text):
-        library.forward(q, k, v, **changes)
+def test_groups_of_heads(library: Backend, heads_q: int, heads_kv: int, fits: bool) -> None:
+    inputs, heads = (
+        make_inputs(Problem(5, 5, 64, 4, 4), "cpu", torch.float32),
+        {"heads_q": heads_q, "heads_kv": heads_kv},
+    )
+    with nullcontext() if fits else pytest.raises(BackendError, match=f"heads_kv must divide heads_q, got {heads_kv}$"):
+        library.forward(*inputs, **heads)
 
 
 def test_no_thread(library: Backend) -> None:
@@ -266,23 +283,12 @@ def test_no_thread(library: Backend) -> None:
         library.forward(q, k, v, threads=0)
 
 
-def _far_apart(tensor: Tensor, axis: int) -> Tensor:
-    """The same elements, of one axis so far apart that the last is 2^32 elements from the first: memory of which what is touched is there."""
-    no_reserve, step, size = 0x4000, tensor.numel(), tensor.shape[axis]
-    strides = list(tensor.contiguous().stride())
-    strides[axis] = -(-(1 << 32) // (size - 1))
-    held = mmap.mmap(
-        -1, 2 * ((size - 1) * strides[axis] + step), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | no_reserve
-    )
-    return torch.frombuffer(held, dtype=tensor.dtype).as_strided(tensor.shape, strides).copy_(tensor)
-
-
 @pytest.mark.parametrize("rows", [3, 17])
 @pytest.mark.parametrize("name", ["q", "k", "v", "out"])
 def test_offsets_of_more_than_32_bits(backend: Backend, name: str, rows: int) -> None:
     inputs = dict(zip("qkv", make_inputs(Problem(rows, 17, 40, 2, 2, batch=2), "cpu", torch.bfloat16), strict=True))
     expected, _ = backend.forward(**inputs)
     for axis in range(3):
-        changed = {name: _far_apart(expected if name == "out" else inputs[name], axis)}
+        changed = {name: far_apart(expected if name == "out" else inputs[name], axis)}
         found, _ = backend.forward(**{**inputs, **changed})
         assert torch.equal(found, expected), axis

@@ -190,6 +190,22 @@ def test_a_command_judges_bugs_in_python(
     assert anywhere.main(["rule.py", "--oracle", "false"]) == ExitCode.USAGE
 
 
+def test_a_bug_that_nothing_can_notice_is_not_drawn(tmp_path: Path) -> None:
+    (tmp_path / "rule.py").write_text("a = 1 + 1\nb = 2 - 1\n", encoding="utf-8")
+    folder, reasons = anywhere.Folder("rules", ("rule.py",), ""), anywhere.Reasons()
+    reasons["rule.py", "drop-operand: 1 + 1"] = "why"
+    drawn = anywhere.sites_of(tmp_path, folder, 0, 0, reasons)
+    assert [edit.what for _, _, edit in drawn] == ["line 2: drop-operand: 2 - 1"]
+    _, reasons = anywhere.folders()
+    for name, functions in reasons.choices.items():  # each is there, and nothing else goes with it
+        path = anywhere.REPOSITORY / name
+        source = Source(path.read_text(encoding="utf-8"))
+        own = [edit for one in source.functions if one.name in functions for edit in edits(source, one)]
+        assert {one.name for one in source.functions} >= set(functions)
+        assert len(own) > 0
+        assert len(anywhere.edits_of(path)) - len(anywhere.edits_of(path, functions)) == len(own)
+
+
 def test_sources_that_do_not_compile_anyway_judge_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

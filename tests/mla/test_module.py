@@ -219,3 +219,14 @@ def test_gradients_with_a_cache_are_refused() -> None:
 def test_sizes_that_no_kernel_takes(options: dict[str, Any], error: type[FlashmoeError], message: str) -> None:
     with pytest.raises(error, match=message):
         flashmoe.MLA(**{"dim": DIM, "heads": 2, **options})
+
+
+def test_every_option_is_kept() -> None:
+    """A value that is not the default shows in the module, and nowhere else."""
+    sizes = {"dim": 32, "heads": 2, "q_rank": 16, "nope_dim": 64, "value_dim": 64}
+    plain = flashmoe.MLA(**sizes)
+    for option, value in (("scale", 0.25), ("interleaved", False)):
+        other = flashmoe.MLA(**sizes, **{option: value})
+        changed = {name for name, kept in vars(plain).items() if name[0] != "_" and vars(other)[name] != kept}
+        assert (changed, getattr(other, option)) == ({option}, value)
+    assert plain.scale == (64 + 64) ** -0.5

@@ -1,7 +1,7 @@
 """Small answers of the layer's package: names, operations counted, which GPU has kernels, gradients of nothing."""
 
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
@@ -10,6 +10,7 @@ import flashmoe
 import flashmoe.moe
 from flashmoe.errors import ArgumentError, DtypeError, FlashmoeError
 from flashmoe.moe import autograd, fake, rules, scaled
+from flashmoe.moe.options import Activation
 from flashmoe.moe.packed import BLOCK_BYTES, SIDE
 
 TOKENS, TOP_K, HIDDEN, INTERMEDIATE, EXPERTS = 3, 2, 8, 5, 4
@@ -35,6 +36,34 @@ def test_operations_of_layers_in_few_bits() -> None:
     assert fake.mxfp4_flops(*call(fake.Mxfp4Layer, **packed)) == 3 * 2 * TOKENS * TOP_K * (3 * SIDE) * (5 * SIDE)
     assert fake.grouped_flops((7, 5), (3, 5, 11)) == 2 * 7 * 5 * 11
     assert fake.no_flops() == 0
+
+
+def test_operations_of_any_gradients() -> None:
+    """The gated half's gradient, which every gradient but the second bias's takes, is one product; then two each of x and w13, one of w2."""
+    products, w2 = {"x": 2, "w13": 2, "w2": 1}, (EXPERTS, HIDDEN, INTERMEDIATE)
+    given: list[Any] = [(TOKENS, HIDDEN), (TOKENS, HIDDEN), (), w2, *[()] * 11]
+    given[4 + 4] = (TOKENS * TOP_K,)
+    for needs in range(1 << len(fake.GRADIENTS)):
+        wanted = {name for bit, name in enumerate(fake.GRADIENTS) if needs >> bit & 1}
+        given[4 + 10] = needs
+        expected = sum(products.get(name, 0) for name in wanted) + (wanted not in ({"b2"}, set()))
+        assert fake.layer_backward_flops(*given) == expected * 2 * TOKENS * TOP_K * HIDDEN * INTERMEDIATE
+
+
+@pytest.mark.parametrize("activation", get_args(Activation))
+def test_every_activation(activation: str) -> None:
+    """By its formula in float64; the two forms of gelu are 5e-4 apart."""
+    gate, up = torch.linspace(-12, 12, 97, dtype=torch.float64), torch.linspace(9, -9, 97, dtype=torch.float64)
+    tanh = torch.tanh((2 / torch.pi) ** 0.5 * (gate + 0.044715 * gate**3))
+    low = gate.clamp(max=7.0)
+    needed = {
+        "swiglu": gate / (1 + torch.exp(-gate)) * up,
+        "reglu": gate.clamp(min=0) * up,
+        "geglu": 0.5 * gate * (1 + torch.erf(gate / 2**0.5)) * up,
+        "geglu_tanh": 0.5 * gate * (1 + tanh) * up,
+        "clamped_swiglu": low / (1 + torch.exp(-1.702 * low)) * (up.clamp(-7.0, 7.0) + 1),
+    }
+    torch.testing.assert_close(scaled.activate(gate, up, activation), needed[activation], rtol=1e-12, atol=1e-12)
 
 
 def test_messages_say_what_to_do() -> None:

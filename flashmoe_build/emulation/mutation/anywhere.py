@@ -101,13 +101,13 @@ class Planted:
             self.path.write_text(self.bug, encoding="utf-8")
 
 
-def edits_of(path: Path) -> list[Edit]:
-    """Every edit that a rule makes of the file."""
+def edits_of(path: Path, choices: Sequence[str] = ()) -> list[Edit]:
+    """Every edit that a rule makes of the file, but of the C++ functions whose names are ``choices``."""
     text = path.read_text(encoding="utf-8")
     if path.suffix == ".py":
         return list(_python_edits(text))
     source = Source(text)
-    return [edit for function in source.functions for edit in edits(source, function)]
+    return [edit for function in source.functions if function.name not in choices for edit in edits(source, function)]
 
 
 def _python_edits(text: str) -> Iterator[Edit]:
@@ -216,6 +216,7 @@ class Reasons(dict[tuple[str, str], str]):
     """Why nothing can notice a bug, by file and description without its line: of one bug, or by a rule of many."""
 
     rules: tuple[Mapping[str, str], ...] = ()
+    choices: Mapping[str, Sequence[str]] = MappingProxyType({})  # by file, functions that decide about time alone
 
     def __missing__(self, bug: tuple[str, str]) -> str:
         fits = (rule for rule in self.rules if fnmatchcase(bug[0], rule["file"]) and re.fullmatch(rule["what"], bug[1]))
@@ -238,6 +239,7 @@ def folders(table: Path = TABLE) -> tuple[tuple[Folder, ...], Reasons]:
     ]
     reasons = Reasons({(row["file"], row["what"]): row["why"] for row in read.get("equivalent", ())})
     reasons.rules = tuple(read.get("rule", ()))
+    reasons.choices = {row["file"]: row["functions"] for row in read.get("choice", ())}
     return tuple(rows), reasons
 
 
@@ -252,11 +254,12 @@ def runs_here(path: Path) -> bool:
     return is_allowed and all(flag in flags for word, flag in needed.items() if word in words)
 
 
-def sites_of(checkout: Path, folder: Folder, most: int, seed: int) -> list[Site]:
-    """A sample of ``most`` edits of the folder's files that run here (0: all), the same for the same seed."""
+def sites_of(checkout: Path, folder: Folder, most: int, seed: int, reasons: Reasons) -> list[Site]:
+    """A sample of ``most`` edits of the folder's files that run here (0: all) and that something can notice, the same for the same seed."""
     found = {path for pattern in folder.files for path in checkout.glob(pattern) if runs_here(path)}
     names = sorted(str(path.relative_to(checkout)) for path in found)
-    sites = [(folder, name, edit) for name in names for edit in edits_of(checkout / name)]
+    every = ((name, edit) for name in names for edit in edits_of(checkout / name, reasons.choices.get(name, ())))
+    sites = [(folder, name, edit) for name, edit in every if not reasons[name, _unplaced(edit.what)]]
     return random.Random(seed).sample(sites, min(most, len(sites))) if most else sites
 
 
@@ -474,7 +477,7 @@ def main(words: Sequence[str] | None = None) -> int:
         for checkout in checkouts:
             checkout.mkdir()
             copy_checkout(checkout)
-        drawn = [sites_of(checkouts[0], folder, arguments.most, arguments.seed) for folder in chosen]
+        drawn = [sites_of(checkouts[0], folder, arguments.most, arguments.seed, reasons) for folder in chosen]
         turns = chain.from_iterable(zip_longest(*drawn))  # so that a hunt that ends early has been in every folder
         sites = [site for site in turns if site is not None and (site[1], site[2].what) not in done]
         hunt = Hunt(checkouts, arguments.seconds, end, arguments.reached or Path(place))

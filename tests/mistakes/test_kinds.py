@@ -1,0 +1,93 @@
+"""Every argument of every public function as a value of another kind: taken, or refused by a typed error that names the argument."""
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import flashmoe
+from flashmoe.errors import FlashmoeError
+
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
+NO_TENSORS = (None, [[1.0]], 3, "x", object())
+NO_NUMBERS = (None, "x", [1.0], float("nan"), float("inf"), -1, -1.5, 0, True, 2**70, torch.zeros(2), object())
+AS_TORCH = {"scaled_dot_product_attention", "explain"}  # what torch's function raises; a route for anything
+ALSO_TOLD = {("fused_moe", "x_scale"): "w13_scale"}  # which is looked at first
+
+
+def _random(*sizes: int) -> Tensor:
+    return torch.randn(sizes, generator=torch.Generator().manual_seed(len(sizes)))
+
+
+def _ints(*values: int) -> Tensor:
+    return torch.tensor(values, dtype=torch.int32)
+
+
+DENSE = {"q": _random(1, 2, 3, 16), "k": _random(1, 2, 5, 16), "v": _random(1, 2, 5, 16)}
+RAGGED = {"q": _random(3, 2, 16), "k": _random(5, 2, 16), "v": _random(5, 2, 16)}
+LENGTHS = {"cu_seqlens_q": _ints(0, 3), "cu_seqlens_k": _ints(0, 5), "max_seqlen_q": 3, "max_seqlen_k": 5}
+DROPOUT = {"dropout_p": 0.5, "rng_state": torch.tensor((1, 2))}
+CACHE = {"q": DENSE["q"], "k_cache": DENSE["k"].clone(), "v_cache": DENSE["v"].clone(), "cache_seqlens": _ints(4)}
+EXPERTS = {"x": _random(4, 16), "w13": _random(2, 32, 16), "w2": _random(2, 16, 16), "topk_weights": _random(4, 1)}
+CODES = torch.zeros(1, 128, 64, dtype=torch.uint8)
+CALLS: tuple[tuple[str, dict[str, Any]], ...] = (
+    ("attention", DENSE),
+    ("attention", {**DENSE, **DROPOUT}),
+    ("attention_varlen", {**RAGGED, **LENGTHS}),
+    ("attention_varlen", {**RAGGED, **LENGTHS, **DROPOUT}),
+    ("attention_with_kvcache", CACHE),
+    ("attention_with_kvcache", {**CACHE, "k_new": DENSE["k"][:, :, :1], "v_new": DENSE["v"][:, :, :1]}),
+    ("dropout_mask", {**DROPOUT, "batch": 1, "heads": 1, "rows": 2, "keys": 3}),
+    ("fused_moe", {**EXPERTS, "topk_ids": torch.zeros(4, 1, dtype=torch.int32)}),
+    ("grouped_mm", {"a": _random(4, 16), "b": _random(2, 16, 8), "offsets": _ints(2, 4)}),
+    ("linear", {"x": _random(4, 16), "w": _random(8, 16)}),
+    ("merge_attention", {name: _random(1, 2, 3, *((16,) if "out" in name else ())) for name in ("out_a", "lse_a", "out_b", "lse_b")}),
+    ("mla_append", {"latents": _random(1, 2, 576).bfloat16(), "kv_cache": torch.zeros(1, 32, 656).byte(), "cache_seqlens": _ints(3)}),
+    ("mla_decode", {"q": _random(1, 1, 2, 576), "kv_cache": _random(1, 32, 576), "cache_seqlens": _ints(3), "scale": 0.1}),
+    ("pack_mxfp4", {"codes": CODES, "scales": CODES[..., :4]}),
+    ("quantize_weights", {"weights": _random(1, 128, 128).bfloat16()}),
+    ("smooth_keys", {"k": DENSE["k"]}),
+    ("topk_route", {"logits": _random(4, 8), "k": 2}),
+)  # fmt: skip
+
+
+def _parameters(function: Callable[..., Any]) -> dict[str, str]:
+    return {
+        name: str(parameter.annotation)
+        for name, parameter in inspect.signature(function).parameters.items()
+        if "NoReturn" not in str(parameter.annotation)
+    }
+
+
+@pytest.mark.parametrize(("name", "call"), CALLS, ids=lambda value: value if isinstance(value, str) else "")
+def test_values_of_another_kind(name: str, call: dict[str, Any]) -> None:
+    function, wrong = getattr(flashmoe, name), []
+    function(**call)
+    for parameter, kind in _parameters(function).items():
+        is_tensor, is_optional = "Tensor" in kind, "None" in kind
+        for value in NO_TENSORS if is_tensor else NO_NUMBERS:
+            must_raise = is_tensor and not (value is None and is_optional) and not (value == 3 and "float" in kind)
+            try:
+                function(**{**call, parameter: value})
+            except FlashmoeError as error:
+                if parameter not in str(error) and ALSO_TOLD.get((name, parameter), "-") not in str(error):
+                    wrong.append(f"{parameter}={value!r}: {error} does not name it")
+            except Exception as error:  # of any other kind, which is what is looked for
+                wrong.append(f"{parameter}={value!r}: {type(error).__name__}: {error}")
+            else:
+                is_unused = parameter == "rng_state" and "rng_state" not in call
+                wrong += [f"{parameter}={value!r} is taken"] if must_raise and not is_unused else []
+    assert not wrong, "\n".join(wrong)
+
+
+def test_every_public_function_is_here() -> None:
+    every = {
+        name
+        for name in flashmoe.__all__
+        if inspect.isfunction(getattr(flashmoe, name))
+        and any("Tensor" in kind for kind in _parameters(getattr(flashmoe, name)).values())
+    }
+    assert every - {name for name, _ in CALLS} == AS_TORCH
