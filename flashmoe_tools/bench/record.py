@@ -112,9 +112,7 @@ def _contender_check(
         why = "a wrong result is never timed"
         if wrong is Verdict.WARN:
             why, step = f"{why}; ours is right by the same reference", "look for the other library's fault"
-        return Check(
-            title, wrong, outcome["reason"], f"max error at most {outcome['tolerance']:.3g}", why, step
-        )
+        return Check(title, wrong, outcome["reason"], f"max error at most {outcome['tolerance']:.3g}", why, step)
     if name not in record["summaries"]:
         return Check(title, Verdict.SKIP, "no samples", "samples", "stopped before it was timed")
     median = record["summaries"][name]["median_us"]
