@@ -68,7 +68,8 @@ def finite(value: Any) -> Any:
 
 
 def cell_checks(record: Mapping[str, Any], ours: set[str], baseline: str, *, smoke: bool = False) -> list[Check]:
-    """Wrong is FAIL; refused or not measured SKIP; ours slow or memory-hungry WARN; the rest PASS."""
+    """Wrong is FAIL, but WARN of another library's where ours is right; refused or not measured SKIP; ours slow or memory-hungry WARN; the
+    rest PASS."""
     key = record["case"]["key"]
     if smoke:
         return [_smoke_check(key, name, outcome) for name, outcome in record["verification"].items()]
@@ -78,10 +79,14 @@ def cell_checks(record: Mapping[str, Any], ours: set[str], baseline: str, *, smo
         Check(f"{key} {name}", Verdict.SKIP, reason, "a result", "this contender does not take the case")
         for name, reason in record["unsupported"].items()
     ]
-    for name, outcome in record["verification"].items():
+    outcomes = record["verification"]
+    own = [name for name in outcomes if name in ours or name.startswith("flashmoe")]  # our 16 bits beside our 8, too
+    is_judged = bool(own) and all(outcomes[name]["passed"] for name in own)  # by a reference that ours agrees with
+    for name, outcome in outcomes.items():
         warning = _warning(record, name, baseline) if name in ours else ""
         memory = _memory(record, name, baseline) if name in ours else ""
-        checks.append(_contender_check(record, f"{key} {name}", name, outcome, warning, memory))
+        wrong = Verdict.WARN if is_judged and name not in own else Verdict.FAIL
+        checks.append(_contender_check(record, f"{key} {name}", name, outcome, warning, memory, wrong))
     return checks
 
 
@@ -94,17 +99,20 @@ def _smoke_check(key: str, name: str, outcome: Mapping[str, Any]) -> Check:
 
 
 def _contender_check(
-    record: Mapping[str, Any], title: str, name: str, outcome: Mapping[str, Any], warning: str, memory: str
+    record: Mapping[str, Any],
+    title: str,
+    name: str,
+    outcome: Mapping[str, Any],
+    warning: str,
+    memory: str,
+    wrong: Verdict,
 ) -> Check:
     if not outcome["passed"]:
-        return Check(
-            title,
-            Verdict.FAIL,
-            outcome["reason"],
-            f"max error at most {outcome['tolerance']:.3g}",
-            "a wrong result is never timed",
-            "run the correctness tests of this head dim and mask",
-        )
+        step = "run the correctness tests of this head dim and mask"
+        why = "a wrong result is never timed"
+        if wrong is Verdict.WARN:
+            why, step = f"{why}; ours is right by the same reference", "look for the other library's fault"
+        return Check(title, wrong, outcome["reason"], f"max error at most {outcome['tolerance']:.3g}", why, step)
     if name not in record["summaries"]:
         return Check(title, Verdict.SKIP, "no samples", "samples", "stopped before it was timed")
     median = record["summaries"][name]["median_us"]

@@ -128,7 +128,7 @@ def test_markdown_names_every_case_verdict_and_problem() -> None:
     text = bench_markdown(PAGES["latency, partial, one wrong"]())
     assert "PARTIAL: interrupted" in text
     assert "| WRONG |" in text
-    assert "- FAIL f16-d64" in text
+    assert "- WARN f16-d64" in text
     whole = bench_markdown(synthetic_report())
     assert whole.count("bf16-d") >= 36
     assert "36 FASTER" in whole

@@ -58,6 +58,12 @@ def test_what_is_said_of_each_contender() -> None:
     assert told(cell(summaries={"base": {"median_us": 2.0}})) == [("a ours", "SKIP", "no samples"), base]
     wrong = {"passed": False, "max_error": 1.0, "tolerance": 2e-3, "reason": "far off"}
     assert told(cell(verification={"ours": wrong})) == [("a ours", "FAIL", "far off")]
+    right = cell()["verification"]["ours"]
+    other = {"ours": right, "base": wrong}  # of another library
+    assert told(cell(verification=other))[1] == ("a base", "WARN", "far off")
+    for own in ({"ours": wrong}, {"flashmoe-bf16": wrong}):  # or the reference is wrong
+        assert told(cell(verification={**other, **own}))[1] == ("a base", "FAIL", "far off")
+    assert told(cell(verification={"base": wrong})) == [("a base", "FAIL", "far off")]
     smoke = cell(verification={"ours": wrong, "base": cell()["verification"]["base"]})
     assert told(smoke, smoke=True) == [("smoke a ours", "FAIL", "far off"), ("smoke a base", "PASS", "max error 0.001")]
 

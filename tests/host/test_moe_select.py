@@ -163,6 +163,7 @@ def all_chosen(select: Selector) -> set[tuple[str, str]]:
         found |= {select.product(90, name, rows, bf16=bf16, k=k) for name, rows, k in of_tokens}
         found |= {select.step(90, step, bf16=bf16) for step in QUANTIZE}
     found |= {select.product(90, name, rows, bf16=True) for name in (*PACKED, *TRAINED) for rows in ROWS}
+    found |= {select.product(90, name, 8, bf16=True, experts=32, n=2880) for name in PACKED}
     found |= {select.step(90, step, bf16=True) for step in TRAINING_STEPS}
     return found
 
@@ -171,13 +172,40 @@ def test_packed_weights_have_kernels_on_one_gpu(select: Selector) -> None:
     """Of one family: few rows are another tile of it, whichever family is named."""
     for name in PACKED:
         for forced in (None, "sm90"):
-            for rows, tile in ((0.125, "_m32"), (0.25, "_m16"), (8, "_m16"), (16, "_m32")):
-                assert select.product(90, name, rows, bf16=True, forced=forced)[0].endswith(tile)
+            assert select.product(90, name, 8, bf16=True, forced=forced)[0].endswith("_m16")
+            assert select.product(90, name, 16, bf16=True, forced=forced)[0].endswith("_m32")
             assert select.product(90, name, 64, bf16=True, forced=forced)[0].endswith("_m128")
             assert select.product(90, name, 256, bf16=True, forced=forced)[0].endswith("_m256")
         for capability in (80, 89, 100, 120):
             with pytest.raises(RefusedError, match="no kernel"):
                 select.product(capability, name, bf16=True)
+
+
+@pytest.mark.parametrize(
+    ("experts", "tokens", "gated", "plain"),
+    [
+        (32, 1, "m32", "m32"),
+        (32, 2, "m16_wide", "m32"),
+        (32, 4, "m16", "m16"),
+        (32, 8, "m16", "m16"),
+        (32, 32, "m16_wide", "m16_wide"),
+        (32, 64, "m16_wide", "m16_wide"),
+        (32, 128, "m32", "m32"),
+        (128, 1, "m32", "m32"),
+        (128, 2, "m16_wide", "m32"),
+        (128, 4, "m16_wide", "m16_wide"),
+        (128, 8, "m16", "m16"),
+        (128, 32, "m16", "m16"),
+        (128, 64, "m16_wide", "m16"),
+    ],
+)
+def test_packed_tiles_of_gpt_oss_are_those_of_the_shorter_waves(
+    select: Selector, experts: int, tokens: int, gated: str, plain: str
+) -> None:
+    """With 132 multiprocessors; four choices of a token, 5760 and 2880 columns."""
+    for name, n, tile in zip(PACKED, (2880, 5760), (plain, gated), strict=True):
+        found = select.product(90, name, 4 * tokens / experts, bf16=True, experts=experts, n=n, k=2880)
+        assert found[0].endswith(f"bf16_{tile}"), name
 
 
 def test_scaled_products_are_refused_where_there_are_none(select: Selector) -> None:

@@ -188,7 +188,21 @@ def test_packed_weights_have_the_bits_of_the_bfloat16_layer(tokens: int, layout:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("repeats", [1, 12, 40, 130], ids=["m16", "m32", "m128", "m256"])
+@pytest.mark.parametrize("tile", ["m16", "m16_wide"])
+@pytest.mark.parametrize("is_gated", [False, True])
+def test_packed_tiles_of_many_weight_rows_have_those_bits(tile: str, is_gated: bool) -> None:
+    """Of the first product, or of the second: columns enough for waves of tiles. Up to 16 rows an expert, and a few more."""
+    columns = 1920 if tile == "m16" else 2304
+    sizes = {"hidden": 192, "intermediate": columns // 2} if is_gated else {"hidden": columns, "intermediate": 128}
+    layer = make("cuda", tokens=200, experts=64, top_k=2, seed=columns, **sizes)
+    out = layer.packed()()
+    if is_gated and torch.cuda.get_device_properties(0).multi_processor_count == 132:
+        assert flashmoe._extension.last_kernel().endswith(f"bf16_{tile}")
+    assert_equal(out, layer.in_bfloat16())
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("repeats", [1, 12, 40, 130])
 def test_packed_codes_and_scales_of_every_kind(repeats: int) -> None:
     """Random codes and scales, with NaN and infinity: as the kernels for unpacked weights, which meet every code with every scale."""
     layer = make("cuda", 8, 8, 1, 128, 64, seed=9)

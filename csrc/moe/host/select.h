@@ -29,9 +29,9 @@ enum class Product : int32_t {
 enum class Memory : int32_t { kNk, kKn, kKnPairs };
 
 // Indices into Kernel::cost: the most rows an expert for which the tile is the right one, (few rows alone) the least k, and (packed
-// weights alone) the rows below which the tile is right again.
+// weights alone) the time of a wave of tiles.
 namespace cost {
-enum : int32_t { kRows, kLeastK, kFew };
+enum : int32_t { kRows, kLeastK, kWave };
 }
 
 struct ProductInput {
@@ -47,7 +47,7 @@ struct ProductInput {
 
 // Of the kernels for few rows the smallest tile that is made for slots / experts rows; else, of the best family (or the forced
 // one), the smallest such tile, or the largest there is; of tiles for equally many rows the first, unless a later one wastes less
-// of the columns (select.cpp). Throws as host::refuse() says where there is no kernel.
+// of the columns, and of tiles whose waves are timed one whose waves take less (select.cpp). Throws as host::refuse() says where there is no kernel.
 const Kernel& select_product(const ProductInput& input);
 
 bool is_for_few_rows(const Kernel& kernel);

@@ -25,6 +25,15 @@ def _ours(inputs: Mxfp4Inputs, *, weights: str) -> Call:
     return lambda ids: layer(inputs.x, w13, w2, inputs.topk_weights, ids)
 
 
+def _before_zeros(scales: torch.Tensor) -> torch.Tensor:
+    """A copy of swizzled scales in front of zeros: where k is no multiple of 128, the kernel reads 64 bytes behind the last expert's, and
+    takes what it finds times zero, which is NaN where a byte is 255, and the activation's limit behind that."""
+    dense = scales.mT  # [E, n / 32, k]
+    room = dense.new_zeros(dense.numel() + 128)
+    room[: dense.numel()] = dense.flatten()
+    return room[: dense.numel()].view(dense.shape).mT
+
+
 def _triton_kernels(inputs: Mxfp4Inputs) -> Call:
     """As vLLM calls it, its sort (of logits, not of ids) left out: done once for each routing."""
     ogs, tensor = import_module("triton_kernels.matmul_ogs"), import_module("triton_kernels.tensor")
@@ -39,8 +48,9 @@ def _triton_kernels(inputs: Mxfp4Inputs) -> Call:
     def converted(codes: torch.Tensor, scale: torch.Tensor) -> tuple[Any, Any]:
         wrapped = tensor.wrap_torch_tensor(codes.mT, dtype=tensor.FP4)
         weights = tensor.convert_layout(wrapped, values, **value_options)
-        scale = tensor.convert_layout(tensor.wrap_torch_tensor(scale.mT), scales, **scale_options)
-        return weights, ogs.PrecisionConfig(weight_scale=scale)
+        swizzled = tensor.convert_layout(tensor.wrap_torch_tensor(scale.mT), scales, **scale_options)
+        swizzled.storage.data = _before_zeros(swizzled.storage.data)
+        return weights, ogs.PrecisionConfig(weight_scale=swizzled)
 
     (w13, precision13), (w2, precision2) = (
         converted(own.w13, own.w13_scale),

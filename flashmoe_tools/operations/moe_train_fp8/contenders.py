@@ -1,7 +1,9 @@
-"""A layer's training step with e4m3 products: ours, our step in 16 bits, and torch's."""
+"""A layer's training step with e4m3 products: ours, ours with weights quantised before (as when an optimizer's step is followed by several
+parts of a batch), our step in 16 bits, and torch's."""
 
 from collections.abc import Callable
 from functools import partial
+from importlib import import_module
 
 import torch
 
@@ -12,8 +14,11 @@ from flashmoe_tools.operations.moe_scaled.contenders import has_kernels
 from flashmoe_tools.operations.moe_train_fp8.reference import SixteenBits
 
 
-def _ours(inputs: BackwardInputs) -> Prepared:
+def _ours(inputs: BackwardInputs, *, is_quantized: bool = False) -> Prepared:
     layer, leaves = partial(flashmoe_layer(), precision="fp8"), inputs.leaves()
+    if is_quantized:
+        quantize = import_module("flashmoe").quantize_weights
+        layer = partial(layer, quantized=(quantize(inputs.w13), quantize(inputs.w2)))
     return Prepared(lambda: torch.autograd.grad(layer(*leaves, inputs.topk_ids), leaves, inputs.dout))
 
 
@@ -28,6 +33,14 @@ def _sixteen_bits(make_layer: Callable[[], Layer]) -> Callable[[BackwardInputs],
 def contenders() -> tuple[Contender, ...]:
     return (
         Contender("flashmoe", "flashmoe", BOTH, has_kernels, _ours, ours=True),
+        Contender(
+            "flashmoe-quantized",
+            "flashmoe, weights quantised before",
+            BOTH,
+            has_kernels,
+            partial(_ours, is_quantized=True),
+            ours=True,
+        ),
         Contender("flashmoe-bf16", "flashmoe, bf16", BOTH, flashmoe_available, _sixteen_bits(flashmoe_layer)),
         Contender("torch-grouped", "torch: grouped_mm", BOTH, always, _sixteen_bits(lambda: grouped)),
     )

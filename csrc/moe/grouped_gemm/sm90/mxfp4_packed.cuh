@@ -38,16 +38,20 @@ struct PackedSpec {
   static constexpr int kOutputColumns = kIsGated ? kBlockN / 2 : kBlockN;
   static constexpr int kNumTileSlots = 2;
   static constexpr int kFullArrivals = kGathersA ? 1 + 32 * kProducerWarps : 1;
-  static_assert(kNumConsumers == 2 || kNumConsumers == 3 || kNumConsumers == 5, "registers are shared out for these");
+  static_assert(kNumConsumers == 2 || kNumConsumers == 3 || kNumConsumers == 5 || kNumConsumers == 6,
+                "registers are shared out for these");
   static_assert(kNumWarps == 4 * (kNumConsumers + 1), "one producer warpgroup and the consumers");
   static_assert(kBlockM % 16 == 0 && kBlockM <= (kNumConsumers == 2   ? 256
                                                  : kNumConsumers == 3 ? 128
                                                                       : 16),
                 "sums are kBlockM / 2 registers");
 
-  // Of what 384 threads of 168, 512 of 128 or 768 of 80 start with.
+  // Of what 384 threads of 168, 512 of 128, 768 of 80 or 896 of 72 start with.
   static constexpr int kProducerRegisters = kNumConsumers == 3 ? 56 : 40;
-  static constexpr int kConsumerRegisters = kNumConsumers == 2 ? 232 : kNumConsumers == 3 ? 152 : 88;
+  static constexpr int kConsumerRegisters = kNumConsumers == 2   ? 232
+                                            : kNumConsumers == 3 ? 152
+                                            : kNumConsumers == 5 ? 88
+                                                                 : 72;
 
   using ATile = SharedTile<kBlockM, kBlockK>;
   static constexpr int kBoxRows = packed_box_rows(kBlockM);  // that a copy brings, of those that are not gathered
