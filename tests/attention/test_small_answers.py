@@ -413,3 +413,24 @@ def test_which_dtypes_a_layer_takes(autocast: bool) -> None:
                 )
                 with expectation:
                     checks.check_input_dtype("x", torch.zeros(1, dtype=given), weight)
+
+
+def test_scalars_as_they_are_given() -> None:
+    """A whole number is one of any size; False is no probability, though it equals 0."""
+    ends, (q, k, v) = torch.tensor([0, 3], dtype=torch.int32), (torch.randn(3, 2, 16) * 1e-9 for _ in range(3))
+    given = (q, k, v, ends, ends, 3, 3)
+    assert torch.equal(flashmoe.attention_varlen(*given, scale=2**70), flashmoe.attention_varlen(*given, scale=2.0**70))
+    for call in (lambda p: flashmoe.attention_varlen(*given, dropout_p=p), lambda p: flashmoe.attention(*(x[None] for x in (q, k, v)), dropout_p=p)):
+        with pytest.raises(ArgumentTypeError, match="dropout_p must be a number; found bool"):
+            call(False)
+        assert torch.equal(call(0), call(0.0))
+
+
+def test_a_foreign_error_of_an_append_keeps_its_words(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*_: Any) -> None:
+        raise RuntimeError("no memory for seqused_k")
+
+    monkeypatch.setattr(kvcache, "_append", fails)
+    cache = torch.zeros(1, 2, 8, 16)
+    with pytest.raises(RuntimeError, match="^no memory for seqused_k$"):
+        flashmoe.attention_with_kvcache(*[cache[:, :, :1], cache, cache.clone()], *[cache[:, :, :1]] * 2, cache_seqlens=torch.tensor([1], dtype=torch.int32))

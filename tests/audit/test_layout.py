@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from flashmoe_tools.audit import layout
 from flashmoe_tools.audit.errors import AuditError
 from flashmoe_tools.audit.inputs import unpack
 from flashmoe_tools.audit.layout import problem_of_layout
@@ -87,6 +88,26 @@ def test_compressed_data_of_several_reads() -> None:
     """Of which every read but the last ends with nothing left over and no end."""
     noise = Random(1).randbytes(300_000)
     assert problem(packed({**MEMBERS, "science/data": noise}, method=zipfile.ZIP_DEFLATED)) == ""
+
+
+def test_data_that_end_with_a_read_and_more_behind() -> None:
+    """One stored block of as many bytes as are read at once: what is hidden behind it is not in the same read."""
+    text = b"x" * ((1 << 16) - 5)
+    block = b"\1" + struct.pack("<2H", len(text), len(text) ^ 0xFFFF) + text
+    for hidden in (b"", b"hidden"):
+        member = zipfile.ZipInfo("a")
+        member.compress_type, member.compress_size = zipfile.ZIP_DEFLATED, len(block + hidden)
+        assert layout._is_filled(io.BytesIO(block + hidden), 0, member) is (hidden == b"")
+
+
+@pytest.mark.parametrize("at", range(4, 20))
+def test_no_byte_of_the_end_record_can_change(at: int) -> None:
+    """Numbers of disks, counts, the directory's length and place."""
+    content = packed()
+    changed = bytearray(content)
+    changed[len(content) - 22 + at] ^= 1
+    with io.BytesIO(bytes(changed)) as stream:
+        assert problem_of_layout(stream, zipfile.ZipFile(io.BytesIO(content)).infolist()) != ""
 
 
 @pytest.mark.parametrize("wrong", [b"PK\6\6", b"PK\6\5", b"PK\5\6", b"xxxx"])
