@@ -82,11 +82,13 @@ struct Converter {
     }
   }
 
-  // Of indices: where the key of this lane lies, in bytes; -1: nowhere.
-  __device__ __forceinline__ int64_t find(const Segment& segment, int block) const {
-    const int row = block < segment.end_block ? index_of(params, segment, block * Spec::kBlockN + key) : -1;
-    return row < 0 ? -1 : row_offset(params, row);
+  // Of indices: this lane's key of a block, as a row of all pages.
+  __device__ __forceinline__ int find(const Segment& segment, int block) const {
+    return block < segment.end_block ? index_of(params, segment, block * Spec::kBlockN + key) : -1;
   }
+
+  // Where it lies, in bytes; -1: nowhere.
+  __device__ __forceinline__ int64_t locate(int row) const { return row < 0 ? -1 : row_offset(params, row); }
 
   // Asks for the warp's 16 keys of a block: eight lanes for 128 bytes of a key, and one for the last 16 of each.
   __device__ __forceinline__ void gather(int64_t place, const RingPosition<Spec::kCodeStages>& to) const {
@@ -115,8 +117,9 @@ struct Converter {
     ptx::cp_async_commit();
   }
 
-  // A block's keys; those that do not exist become zeros. Codes are read a group ahead. next: of indices, this lane's of two blocks on.
-  __device__ __forceinline__ void convert(bool exists, int64_t next = -1) {
+  // A block's keys; those that do not exist become zeros. Codes are read a group ahead. next: of indices, this lane's key
+  // of two blocks on.
+  __device__ __forceinline__ void convert(bool exists, int next = -1) {
     if constexpr (Spec::kIsSparse) {
       ptx::cp_async_wait<Spec::kCodeStages / Spec::kCodeStagesOfBlock - 1>();
       ptx::warp_sync();
@@ -137,7 +140,7 @@ struct Converter {
       } else {
         ptx::warp_sync();
         if constexpr (Spec::kIsSparse) {
-          gather(next, codes);
+          gather(locate(next), codes);
         } else if (ptx::lane_index() == 0) {
           ptx::mbarrier_arrive(shared.codes_empty(codes.stage));
         }
@@ -155,17 +158,19 @@ struct Converter {
   // Keys are asked for two blocks ahead, their indices three.
   __device__ __forceinline__ void run_sparse(const Segment& segment) {
     static_assert(!Spec::kIsSparse || Spec::kCodeStages == 2 * Spec::kCodeStagesOfBlock, "two stages for each warp");
-    const int64_t first = find(segment, segment.begin_block);
-    const int64_t second = find(segment, segment.begin_block + 1);
     RingPosition<Spec::kCodeStages> ahead = codes;
-    gather(first, ahead);
-    ahead.advance_by(Spec::kCodeStagesOfBlock);
-    gather(second, ahead);
-    bool exists[2] = {first >= 0, second >= 0};
-    int64_t next = find(segment, segment.begin_block + 2);
+    bool exists[2];
+#pragma unroll
+    for (int index = 0; index < 2; ++index) {
+      const int row = find(segment, segment.begin_block + index);
+      exists[index] = row >= 0;
+      gather(locate(row), ahead);
+      ahead.advance_by(Spec::kCodeStagesOfBlock);
+    }
+    int next = find(segment, segment.begin_block + 2);
 #pragma unroll 1
     for (int block = segment.begin_block; block < segment.end_block; ++block) {
-      const int64_t after = find(segment, block + 3);
+      const int after = find(segment, block + 3);
       convert(exists[0], next);
       exists[0] = exists[1];
       exists[1] = next >= 0;
