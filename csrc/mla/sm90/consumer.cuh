@@ -1,10 +1,10 @@
 // A consumer warpgroup: half of the output's columns. Block after block, one of the two has the scores and the softmax, too:
 //
-//   one     S  softmax  O += P V     P, the running maxima and sums go to the other through shared memory
+//   one     S  softmax  O += P V     P and the running maxima go to the other through shared memory
 //   other   wait for P  O += P V
 //
-// It is always the first: a stage is in use for one block at a time, and the other stage loads meanwhile. Scores of two blocks at once, by
-// turns, took 1% to 4% longer. Over codes, which are converted block after block in any case, it is each in turn: 1% to 3% shorter.
+// It is always the first: a stage is in use for one block at a time, and the other stage loads meanwhile. Scores of two blocks at once, by turns,
+// took 1% to 4% longer. Over codes it is each in turn: the first alone took 1% to 3% longer there.
 // Which consumer it is, is no constant: both run the same code, for which a call of few key blocks otherwise waits.
 #pragma once
 
@@ -47,9 +47,11 @@ struct Consumer {
   const bool is_first_lane;
   StageUses uses;
   int query_parity = 0;
-  // The thread's two rows: maximum of the unscaled scores that exponentials refer to, and its share of their sum.
+  // The thread's two rows: maximum of the unscaled scores that exponentials refer to, and its share of the sum over the blocks whose scores are
+  // this consumer's. Even and odd blocks add up apart, as over codes, for the same bits: row_sum has the next block's kind.
   float row_max[2];
   float row_sum[2];
+  float other_sum[2];
 
   __device__ __forceinline__ Consumer(const DecodeParams& params_, const SharedMemory<Spec>& shared_, int consumer_,
                                       int row_tile_)
@@ -115,8 +117,9 @@ struct Consumer {
     ptx::wgmma_fence_operands(output);
   }
 
-  // The rows' maxima become `now`. What was summed up before refers to them from here on: the output is still to be multiplied by `rescale`.
-  __device__ __forceinline__ void advance_max(const float (&now)[2], float (&rescale)[2]) {
+  // The rows' maxima become `now`: what was summed up before refers to them from here on.
+  __device__ __forceinline__ void advance_max(const float (&now)[2], float (&output)[kOutputs]) {
+    float rescale[2];
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       // Rounded products on both sides, as the exponentials have them: a maximum that stays gives exactly 1.
@@ -125,9 +128,8 @@ struct Consumer {
                        : ptx::exp2_approx(ptx::sub_rn(row_max[r] * params.scale_log2, now[r] * params.scale_log2));
       row_max[r] = now[r];
       row_sum[r] *= rescale[r];
+      if constexpr (!Spec::kHasCodes) other_sum[r] *= rescale[r];
     }
-  }
-  __device__ __forceinline__ static void multiply(float (&output)[kOutputs], const float (&rescale)[2]) {
     if (!ptx::vote_any(rescale[0] != 1.0f || rescale[1] != 1.0f)) return;
 #pragma unroll
     for (int i = 0; i < kOutputs; ++i) output[i] *= rescale[(i / 2) % 2];
@@ -178,28 +180,24 @@ struct Consumer {
     }
   }
 
-  // Exponentials of the scores: P, as this consumer's operand.
-  __device__ __forceinline__ void exponentiate(uint32_t (&probabilities)[kScores / 2], float (&scores)[kScores]) {
+  // P of a block: this consumer's operand, and in shared memory for the other one, with the rows' maxima.
+  __device__ __forceinline__ void publish(uint32_t (&probabilities)[kScores / 2], float (&scores)[kScores],
+                                          const float (&now)[2], float (&sum)[2], int index) const {
+    const int stage = index % Spec::kNumStages;
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      const float shift = (row_max[r] == ptx::negative_infinity() ? 0.0f : row_max[r]) * params.scale_log2;
-      float sum = 0.0f;
+      const float shift = (now[r] == ptx::negative_infinity() ? 0.0f : now[r]) * params.scale_log2;
+      sum[r] = 0.0f;
 #pragma unroll
       for (int j = 0; j < kScores / 4; ++j)
 #pragma unroll
         for (int c = 0; c < 2; ++c) {
           float& score = scores[4 * j + 2 * r + c];
           score = ptx::exp2_approx(ptx::fma_rn(score, params.scale_log2, -shift));
-          sum += score;
+          sum[r] += score;
         }
-      row_sum[r] += sum;
     }
     pack_operand<Element>(probabilities, scores);
-  }
-
-  // P, maxima and sums for the other consumer.
-  __device__ __forceinline__ void publish(const uint32_t (&probabilities)[kScores / 2], int index) const {
-    const int stage = index % Spec::kNumStages;
     if constexpr (!Spec::kHasCodes) {
       ptx::mbarrier_wait(shared.probability_empty(stage),
                          uses.parity(index) ^ 1);  // write after read: P two blocks before
@@ -213,11 +211,9 @@ struct Consumer {
       ptx::stmatrix_x4(tile.chunk(warp * 16 + lane % 16, 0, step * 2 + lane / 16), words);
     }
     if (lane % 4 == 0) {
-      ptx::st_shared_float(shared.row_max(stage, thread_row()), row_max[0]);
-      ptx::st_shared_float(shared.row_max(stage, thread_row() + 8), row_max[1]);
+      ptx::st_shared_float(shared.row_max(stage, thread_row()), now[0]);
+      ptx::st_shared_float(shared.row_max(stage, thread_row() + 8), now[1]);
     }
-    const uint32_t sums[2] = {ptx::float_bits(row_sum[0]), ptx::float_bits(row_sum[1])};
-    ptx::st_shared_64(shared.row_sum(stage, warp * 32 + lane), sums);
     ptx::fence_proxy_async_shared();
     ptx::warp_sync();
     release(shared.probability_full(stage));
@@ -230,13 +226,7 @@ struct Consumer {
     ptx::mbarrier_wait(shared.probability_full(stage), uses.parity(index));
     const float now[2] = {ptx::ld_shared_float(shared.row_max(stage, thread_row())),
                           ptx::ld_shared_float(shared.row_max(stage, thread_row() + 8))};
-    float rescale[2];
-    advance_max(now, rescale);
-    multiply(output, rescale);
-    uint32_t sums[2];
-    ptx::ld_shared_64(sums, shared.row_sum(stage, warp * 32 + ptx::lane_index()));
-    row_sum[0] = ptx::bits_float(sums[0]);
-    row_sum[1] = ptx::bits_float(sums[1]);
+    advance_max(now, output);
     const auto probability = shared.probability(stage).k_major();
     ptx::wgmma_fence_operands(output);
     ptx::wgmma_fence();
@@ -249,19 +239,15 @@ struct Consumer {
       }
     ptx::wgmma_commit();
     finish(output);
-    ptx::warp_sync();  // write after read: maxima and sums
+    ptx::warp_sync();  // the maxima have been read
     release_value(index);
     release(Spec::kHasCodes ? shared.key_empty(stage, kRotary) : shared.probability_empty(stage));
   }
 
-  // A block whose scores are this consumer's.
-  __device__ __forceinline__ void add_own(float (&output)[kOutputs], uint32_t (&rotary)[kRotarySteps][4],
-                                          const Segment& segment, int index, int seen_by_all) {
-    float scores[kScores];
-    int found[2];
-    issue_scores(scores, rotary, index);
-    find_indices(found, segment, index);
-    ptx::wgmma_wait<0>();
+  // From the scores of a block to P.
+  __device__ __forceinline__ void weigh(uint32_t (&probabilities)[kScores / 2], float (&scores)[kScores],
+                                        const Segment& segment, int index, int seen_by_all, const int (&found)[2],
+                                        float (&now)[2], float (&sum)[2]) const {
     ptx::wgmma_fence_operands(scores);
     if constexpr (Spec::kHasCodes) {
       ptx::named_barrier_sync(barrier_id(Barrier::kScores, consumer), 128);
@@ -274,14 +260,19 @@ struct Consumer {
     } else if ((block + 1) * Spec::kBlockN > seen_by_all) {
       hide(scores, segment, block);
     }
-    float now[2];
     find_max(scores, now);
-    float rescale[2];
-    advance_max(now, rescale);
-    uint32_t probabilities[kScores / 2];
-    exponentiate(probabilities, scores);
-    publish(probabilities, index);
-    multiply(output, rescale);
+    publish(probabilities, scores, now, sum, index);
+  }
+  // This consumer's half of P V of a block whose scores it had.
+  __device__ __forceinline__ void add_own(float (&output)[kOutputs], uint32_t (&probabilities)[kScores / 2],
+                                          const float (&now)[2], const float (&sum)[2], int index) {
+    advance_max(now, output);
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      const float with_block = row_sum[r] + sum[r];
+      row_sum[r] = Spec::kHasCodes ? with_block : other_sum[r];
+      other_sum[r] = with_block;
+    }
     ptx::wgmma_fence_operands(output);
     ptx::wgmma_fence_operands(probabilities);
     ptx::wgmma_fence();
@@ -302,10 +293,15 @@ struct Consumer {
   __device__ __forceinline__ void attend(const Segment& segment, float (&output)[kOutputs]) {
     const int blocks = segment.end_block - segment.begin_block;
     const int seen_by_all = visible_end(params, segment.keys, row_tile * Spec::kBlockM);
+    ptx::mbarrier_wait(shared.query_full(), query_parity);
+    query_parity ^= 1;
 #pragma unroll
     for (int i = 0; i < kOutputs; ++i) output[i] = 0.0f;
-    row_max[0] = row_max[1] = ptx::negative_infinity();
-    row_sum[0] = row_sum[1] = 0.0f;
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      row_max[r] = ptx::negative_infinity();
+      row_sum[r] = other_sum[r] = 0.0f;
+    }
     if constexpr (!Spec::kHasCodes) {
       if (consumer == 1) {
 #pragma unroll 1
@@ -313,8 +309,6 @@ struct Consumer {
         return;
       }
     }
-    ptx::mbarrier_wait(shared.query_full(), query_parity);
-    query_parity ^= 1;
     uint32_t rotary[kRotarySteps][4];
     if constexpr (!Spec::kHasCodes) {  // P is written over these columns, by each warp over its own rows
       const int lane = ptx::lane_index();
@@ -324,25 +318,45 @@ struct Consumer {
                          shared.query().chunk(warp * 16 + lane % 16, Spec::kRotarySlab, step * 2 + lane / 16));
       }
     }
+    float scores[kScores];
+    uint32_t probabilities[kScores / 2];
+    float now[2];
+    float sum[2];
+    int found[2] = {0, 0};
 #pragma unroll 1
     for (int index = 0; index < blocks; ++index) {
-      if (!Spec::kHasCodes || index % 2 == consumer) {
-        add_own(output, rotary, segment, index, seen_by_all);
-      } else {
+      if (Spec::kHasCodes && index % 2 != consumer) {
         add_other(output, index);
+        continue;
       }
+      issue_scores(scores, rotary, index);
+      find_indices(found, segment, index);
+      ptx::wgmma_wait<0>();
+      weigh(probabilities, scores, segment, index, seen_by_all, found, now, sum);
+      add_own(output, probabilities, now, sum, index);
     }
+  }
+
+  __device__ __forceinline__ void store_sum(int which, const float (&own)[2]) const {
+    const float sum[2] = {quad_sum(own[0]), quad_sum(own[1])};
+    if (ptx::lane_index() % 4 != 0) return;
+    ptx::st_shared_float(shared.row_sum(query_parity, which, thread_row()), sum[0]);
+    ptx::st_shared_float(shared.row_sum(query_parity, which, thread_row() + 8), sum[1]);
   }
 
   // A whole sequence's rows are finished; of a part the sums are left for combine.cuh.
   __device__ __forceinline__ void store(const Segment& segment, int slot, const float (&output)[kOutputs]) const {
     const int num_rows = params.tokens * params.heads;
     const int lane = ptx::lane_index();
+    if (Spec::kHasCodes || consumer == 0) store_sum(consumer, row_sum);
+    if (!Spec::kHasCodes && consumer == 0) store_sum(1, other_sum);
+    ptx::named_barrier_sync(barrier_id(Barrier::kConsumers), 256);
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       const int row_of_tile = thread_row() + 8 * r;
       const int row = row_tile * Spec::kBlockM + row_of_tile;
-      const float total = quad_sum(row_sum[r]);
+      const float total = ptx::ld_shared_float(shared.row_sum(query_parity, 0, row_of_tile)) +
+                          ptx::ld_shared_float(shared.row_sum(query_parity, 1, row_of_tile));
       const float shift = row_max[r] * params.scale_log2;
       const bool exists = row < num_rows;
       const bool is_first = consumer == 0 && lane % 4 == 0 && exists;

@@ -11,7 +11,7 @@ namespace flashmoe::mla::sm90 {
 enum KeyGroup : int { kLeft, kRight, kRotary, kNumGroups };
 
 // Warpgroup 0 loads; the last two consume. The output of 64 rows, 64 x 512 in fp32, does not fit the registers of one warpgroup, so each
-// has half of its columns. A block's scores are of one, P goes to the other through shared memory, and so do the running maxima and sums.
+// has half of its columns. A block's scores are of one, P goes to the other through shared memory, and so do the running maxima.
 // kIsSparse   1: a row's keys are those that indices name, which warpgroup 0 gathers by cp.async (gatherer.cuh).
 // kHasCodes   1: the cache holds 8-bit floats (params/codes.h), which warpgroup 1 makes elements of, in their stage (converter.cuh).
 template <typename Element_, int kBlockM_, int kBlockN_, int kNumStages_, int kNumWarps_, int kHasCodes_,
@@ -53,8 +53,9 @@ struct DecodeSpec {
   static constexpr int kProbabilityOffset = kKeyOffset + kNumStages * KeyTile::kBytes;
   static constexpr int kMaxOffset =
       kProbabilityOffset + (kHasCodes ? 0 : ProbabilityTile::kBytes);  // [2][64]: of the rows, up to the stage's block
-  static constexpr int kSumOffset = kMaxOffset + 2 * kBlockM * 4;      // [2][128 threads][2 rows]: likewise
-  static constexpr int kBarrierOffset = kSumOffset + 2 * 128 * 8;
+  static constexpr int kSumOffset =
+      kMaxOffset + 2 * kBlockM * 4;  // [2][2][64]: of segments by turns, of even and odd blocks
+  static constexpr int kBarrierOffset = kSumOffset + 4 * kBlockM * 4;
   // What threads change before it is multiplied is announced once more: all groups of codes, else blocks with a tail as one.
   static constexpr int kNumFulls =
       kHasCodes ? 2 : kNumGroups;  // rotary columns of codes are announced with the right half
@@ -66,8 +67,9 @@ struct DecodeSpec {
 
 // Named barriers of the block beside its own.
 enum class Barrier : int {
+  kConsumers = 1,  // 256 threads. Read after write: the row sums; the write after next: that they have been read
   kScores =
-      1,  // and 2: 128 threads, of each consumer. Write after read: the rotary columns of its block, over which P is written
+      2,  // and 3: 128 threads, of each consumer. Write after read: the rotary columns of its block, over which P is written
 };
 
 // Pointers into a block's shared memory.
@@ -88,8 +90,8 @@ struct SharedMemory {
   __device__ __forceinline__ ptx::SmemPointer row_max(int stage, int row) const {
     return base + Spec::kMaxOffset + (stage * Spec::kBlockM + row) * 4;
   }
-  __device__ __forceinline__ ptx::SmemPointer row_sum(int stage, int thread) const {
-    return base + Spec::kSumOffset + (stage * 128 + thread) * 8;
+  __device__ __forceinline__ ptx::SmemPointer row_sum(int turn, int which, int row) const {
+    return base + Spec::kSumOffset + ((turn * 2 + which) * Spec::kBlockM + row) * 4;
   }
 
   __device__ __forceinline__ ptx::Mbarrier* barrier(int index) const {
@@ -104,7 +106,7 @@ struct SharedMemory {
   __device__ __forceinline__ ptx::Mbarrier* key_empty(int stage, int group) const {
     return key_full(Spec::kNumStages, stage * kNumGroups + group);
   }
-  // P, maxima and sums of the stage's block: written by one consumer, read by the other for the last time.
+  // P and the row maxima of the stage's block: written by one consumer, read by the other for the last time.
   __device__ __forceinline__ ptx::Mbarrier* probability_full(int stage) const {
     return key_empty(Spec::kNumStages, stage);
   }
