@@ -1,5 +1,5 @@
-"""Few rows over a cache of 8-bit floats, and over keys that indices name: the bits of the same kernel over the dequantised cache, and over the
-named keys one behind the other."""
+"""Hopper's kernels over a cache of 8-bit floats, and over keys that indices name: the bits of the same kernel over the dequantised cache, and
+over the named keys one behind the other."""
 
 from dataclasses import replace
 
@@ -18,8 +18,8 @@ from flashmoe_tools.tables import Unit, load_tables
 UNITS = {unit.name: unit for unit in load_tables().units(("sm_90a",))}
 
 
-def few(rows: int, *words: str) -> Unit:
-    return UNITS["_".join((f"mla_decode_few_sm90_f16_m{rows}", *words))]
+def tile(rows: int, *words: str) -> Unit:
+    return UNITS["_".join(("mla_decode_sm90_f16" if rows == 64 else f"mla_decode_few_sm90_f16_m{rows}", *words))]
 
 
 def results(unit: Unit, tensors: Tensors) -> list[torch.Tensor]:
@@ -28,7 +28,7 @@ def results(unit: Unit, tensors: Tensors) -> list[torch.Tensor]:
     return [outcome.results[name].nan_to_num(7.0) for name in ("out", "lse")]
 
 
-@pytest.mark.parametrize("rows", [8, 16])
+@pytest.mark.parametrize("rows", [8, 16, 64])
 def test_the_bits_of_the_dequantised_cache(rows: int) -> None:
     """One head, some, and as many as the tile holds, of one token and two; lengths from none to several blocks, whole and in parts."""
     for heads, tokens, keys, splits in (
@@ -40,13 +40,16 @@ def test_the_bits_of_the_dequantised_cache(rows: int) -> None:
         of_codes = build(problem)
         wide = dequantize(of_codes.cache, DTYPES["f16"])
         of_elements = replace(build(problem), problem=replace(problem, has_codes=False), cache=wide)
-        for one, other in zip(results(few(rows, "codes"), of_codes), results(few(rows), of_elements), strict=True):
+        for one, other in zip(results(tile(rows, "codes"), of_codes), results(tile(rows), of_elements), strict=True):
             assert torch.equal(one, other), problem
 
 
-@pytest.mark.parametrize("rows", [8, 16])
-def test_the_bits_of_gathered_keys(rows: int) -> None:
-    problem = MlaProblem("named", "f16", (203, 203), rows - 1, is_causal=False, magnitude=3.0, topk=203)
+@pytest.mark.parametrize("words", [(), ("codes",)], ids=["elements", "codes"])
+@pytest.mark.parametrize("rows", [8, 16, 64])
+def test_the_bits_of_gathered_keys(rows: int, words: tuple[str, ...]) -> None:
+    problem = MlaProblem(
+        "named", "f16", (203, 203), rows - 1, is_causal=False, magnitude=3.0, topk=203, has_codes=bool(words)
+    )
     named = build(problem)
     assert named.indices is not None
     dense = replace(
@@ -55,5 +58,5 @@ def test_the_bits_of_gathered_keys(rows: int) -> None:
         keys=named.keys,
         cache=named.cache.flatten(0, 1)[named.indices.long()],
     )
-    found = zip(results(few(rows, "sparse"), named), results(few(rows), dense), strict=True)
+    found = zip(results(tile(rows, *words, "sparse"), named), results(tile(rows, *words), dense), strict=True)
     assert all(torch.equal(one, other) for one, other in found)

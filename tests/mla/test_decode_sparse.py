@@ -132,10 +132,7 @@ def test_any_shape(data: st.DataObject) -> None:
 def test_the_bits_of_gathered_keys(
     device: str, family: str, heads: int, has_codes: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A dense cache of the named keys, in their order; and -1 behind them is a shorter sequence. Codes of up to 16 heads are faster by
-    mma.sync where indices name them, and not where they are dense: there a family is forced."""
-    if family == "" and has_codes and heads <= 16:
-        family = "sm80"
+    """A dense cache of the named keys, in their order; and -1 behind them is a shorter sequence."""
     monkeypatch.setenv("FLASHMOE_KERNEL", family if device == "cuda" else "")
     case = Case(4, heads, topk=200, has_codes=has_codes, missing=0.0)
     q, cache, _, options = make(case, device)
@@ -156,12 +153,10 @@ def test_the_bits_of_gathered_keys(
 
 
 @both
-@pytest.mark.parametrize("heads", [16, 24])
+@pytest.mark.parametrize("heads", [8, 16, 24])
 def test_codes_have_the_bits_of_the_dequantised_cache_and_tokens_of_any_batch(
-    device: str, heads: int, has_codes: bool, monkeypatch: pytest.MonkeyPatch
+    device: str, heads: int, has_codes: bool
 ) -> None:
-    if has_codes and heads <= 16 and device == "cuda":  # else elements run by the kernel for few rows, and codes do not
-        monkeypatch.setenv("FLASHMOE_KERNEL", "sm80")
     case = Case(3, heads, topk=130, tokens=2, has_codes=has_codes, num_splits=1)
     q, cache, wide, options = make(case, device)
     out = flashmoe.mla_decode(q, cache, **options)

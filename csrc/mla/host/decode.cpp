@@ -49,8 +49,7 @@ constexpr char kFewRows[] = "mla_decode_few";
 bool is_few_rows(const Kernel& kernel) { return std::strcmp(kernel.operation, kFewRows) == 0; }
 
 // The kernel for few rows where the GPU has it; not where a family is forced. Otherwise of the families that the GPU has, best first, or of the
-// one that is forced. Neither the cache nor indices decide, since their bits are those of dense 16-bit keys; but codes that indices name, with
-// few rows, are faster by mma.sync (docs/kernels/mla.md).
+// one that is forced. Neither the cache nor indices decide, since their bits are those of dense 16-bit keys.
 const Kernel& select_decode(const host::KernelRequest& request, const DecodeArguments& arguments, int64_t rows) {
   const bool is_wgmma_wanted = has_keys(arguments);
   constexpr int64_t kMostFewRows = 16;
@@ -65,7 +64,7 @@ const Kernel& select_decode(const host::KernelRequest& request, const DecodeArgu
     }
   }
   const bool is_forced = request.forced_family != nullptr;
-  if (is_few && is_wgmma_wanted && !is_forced && !(arguments.has_codes && arguments.is_sparse())) {
+  if (is_few && is_wgmma_wanted && !is_forced) {
     const Kernel* kernel = find(request, kFewRows, "sm90", few.c_str());
     if (kernel != nullptr) return *kernel;
   }

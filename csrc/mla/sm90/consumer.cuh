@@ -1,13 +1,10 @@
-// A consumer warpgroup: half of the output's columns, and the scores of every second key block.
+// A consumer warpgroup: half of the output's columns. Block after block, one of the two has the scores and the softmax, too:
 //
-// For a pair of key blocks the tensor cores get, in this order, the scores of both, and P V of both, each V in two halves. While one warpgroup
-// takes exponentials, the products of the other run. Block a of a pair is the first warpgroup's, b the second's:
+//   one     S  softmax  O += P V     P and the running maxima go to the other through shared memory
+//   other   wait for P  O += P V
 //
-//   first    S(a)  softmax(a)  O += P(a) V(a)   wait for P(b)  O += P(b) V(b)
-//   second   S(b)  wait for P(a)  O += P(a) V(a)  softmax(b)   O += P(b) V(b)
-//
-// Of codes both take block after block: S, softmax and P V of its own, P V of the other's.
-// The running maximum goes from block to block, so a row's result is that of key blocks in their order.
+// It is always the first: a stage is in use for one block at a time, and the other stage loads meanwhile. Scores of two blocks at once, by turns,
+// took 1% to 4% longer. Over codes it is each in turn: the first alone took 1% to 3% longer there.
 // Which consumer it is, is no constant: both run the same code, for which a call of few key blocks otherwise waits.
 #pragma once
 
@@ -44,18 +41,17 @@ struct Consumer {
 
   const DecodeParams& params;
   const SharedMemory<Spec> shared;
-  // 0 or 1: its half of the columns, and which blocks of a segment are its own, the even or the odd ones.
-  const int consumer;
+  const int consumer;  // 0 or 1: its half of the columns
   const int row_tile;
   const int warp;  // of the warpgroup
   const bool is_first_lane;
   StageUses uses;
   int query_parity = 0;
-  int written = 0;  // of P, by this consumer
-  int read = 0;     // of P, by this consumer
-  // The thread's two rows: maximum of the unscaled scores that exponentials refer to, and its share of the sum over its own blocks.
+  // The thread's two rows: maximum of the unscaled scores that exponentials refer to, and its share of the sum over the blocks whose scores are
+  // this consumer's. Even and odd blocks add up apart, as over codes, for the same bits: row_sum has the next block's kind.
   float row_max[2];
   float row_sum[2];
+  float other_sum[2];
 
   __device__ __forceinline__ Consumer(const DecodeParams& params_, const SharedMemory<Spec>& shared_, int consumer_,
                                       int row_tile_)
@@ -132,9 +128,9 @@ struct Consumer {
                        : ptx::exp2_approx(ptx::sub_rn(row_max[r] * params.scale_log2, now[r] * params.scale_log2));
       row_max[r] = now[r];
       row_sum[r] *= rescale[r];
+      if constexpr (!Spec::kHasCodes) other_sum[r] *= rescale[r];
     }
     if (!ptx::vote_any(rescale[0] != 1.0f || rescale[1] != 1.0f)) return;
-    finish(output);  // scores may be in flight: the compiler lets nobody touch sums of an earlier product beside them
 #pragma unroll
     for (int i = 0; i < kOutputs; ++i) output[i] *= rescale[(i / 2) % 2];
   }
@@ -184,9 +180,10 @@ struct Consumer {
     }
   }
 
-  // P of this consumer's block: its own operand, and in shared memory for the other one, with the rows' maxima.
+  // P of a block: this consumer's operand, and in shared memory for the other one, with the rows' maxima.
   __device__ __forceinline__ void publish(uint32_t (&probabilities)[kScores / 2], float (&scores)[kScores],
-                                          const float (&now)[2], float (&sum)[2]) {
+                                          const float (&now)[2], float (&sum)[2], int index) const {
+    const int stage = index % Spec::kNumStages;
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       const float shift = (now[r] == ptx::negative_infinity() ? 0.0f : now[r]) * params.scale_log2;
@@ -202,12 +199,11 @@ struct Consumer {
     }
     pack_operand<Element>(probabilities, scores);
     if constexpr (!Spec::kHasCodes) {
-      ptx::mbarrier_wait(shared.probability_empty(consumer),
-                         written % 2 ^ 1);  // write after read: P two blocks before
+      ptx::mbarrier_wait(shared.probability_empty(stage),
+                         uses.parity(index) ^ 1);  // write after read: P two blocks before
     }
-    ++written;
     const int lane = ptx::lane_index();
-    const typename Spec::ProbabilityTile tile = shared.probability(consumer);
+    const typename Spec::ProbabilityTile tile = shared.probability(stage);
 #pragma unroll
     for (int step = 0; step < Spec::kBlockN / 16; ++step) {
       const uint32_t words[4] = {probabilities[4 * step], probabilities[4 * step + 1], probabilities[4 * step + 2],
@@ -215,25 +211,23 @@ struct Consumer {
       ptx::stmatrix_x4(tile.chunk(warp * 16 + lane % 16, 0, step * 2 + lane / 16), words);
     }
     if (lane % 4 == 0) {
-      ptx::st_shared_float(shared.row_max(consumer, thread_row()), now[0]);
-      ptx::st_shared_float(shared.row_max(consumer, thread_row() + 8), now[1]);
+      ptx::st_shared_float(shared.row_max(stage, thread_row()), now[0]);
+      ptx::st_shared_float(shared.row_max(stage, thread_row() + 8), now[1]);
     }
     ptx::fence_proxy_async_shared();
     ptx::warp_sync();
-    release(shared.probability_full(consumer));
+    release(shared.probability_full(stage));
   }
 
-  // Waits for P of the other consumer's block, and takes over its maxima.
-  __device__ __forceinline__ void wait_other(int index, float (&now)[2]) {
-    const int other = 1 - consumer;
-    wait_key(other, own_group(), uses.parity(index));
-    ptx::mbarrier_wait(shared.probability_full(other), read % 2);
-    ++read;
-    now[0] = ptx::ld_shared_float(shared.row_max(other, thread_row()));
-    now[1] = ptx::ld_shared_float(shared.row_max(other, thread_row() + 8));
-  }
-  __device__ __forceinline__ void issue_other(float (&output)[kOutputs], int index) const {
-    const auto probability = shared.probability(1 - consumer).k_major();
+  // A block whose scores are the other consumer's.
+  __device__ __forceinline__ void add_other(float (&output)[kOutputs], int index) {
+    const int stage = index % Spec::kNumStages;
+    wait_key(stage, own_group(), uses.parity(index));
+    ptx::mbarrier_wait(shared.probability_full(stage), uses.parity(index));
+    const float now[2] = {ptx::ld_shared_float(shared.row_max(stage, thread_row())),
+                          ptx::ld_shared_float(shared.row_max(stage, thread_row() + 8))};
+    advance_max(now, output);
+    const auto probability = shared.probability(stage).k_major();
     ptx::wgmma_fence_operands(output);
     ptx::wgmma_fence();
 #pragma unroll
@@ -244,29 +238,21 @@ struct Consumer {
                                                        value(index, part).k_step(step), 1);
       }
     ptx::wgmma_commit();
-  }
-  __device__ __forceinline__ void release_other(int index) const {
-    release_value(index);
-    release(Spec::kHasCodes ? shared.key_empty(1 - consumer, kRotary) : shared.probability_empty(1 - consumer));
-  }
-
-  __device__ __forceinline__ void add_other(float (&output)[kOutputs], float (&now)[2], int index) {
-    wait_other(index, now);
-    advance_max(now, output);
-    issue_other(output, index);
     finish(output);
-    release_other(index);
+    ptx::warp_sync();  // the maxima have been read
+    release_value(index);
+    release(Spec::kHasCodes ? shared.key_empty(stage, kRotary) : shared.probability_empty(stage));
   }
 
-  // From the scores of this consumer's block to P; the product that reads V of the block before may still run.
+  // From the scores of a block to P.
   __device__ __forceinline__ void weigh(uint32_t (&probabilities)[kScores / 2], float (&scores)[kScores],
                                         const Segment& segment, int index, int seen_by_all, const int (&found)[2],
-                                        float (&now)[2], float (&sum)[2]) {
+                                        float (&now)[2], float (&sum)[2]) const {
     ptx::wgmma_fence_operands(scores);
     if constexpr (Spec::kHasCodes) {
       ptx::named_barrier_sync(barrier_id(Barrier::kScores, consumer), 128);
     } else {
-      release(shared.key_empty(consumer, kRotary));
+      release(shared.key_empty(index % Spec::kNumStages, kRotary));
     }
     const int block = segment.begin_block + index;
     if constexpr (Spec::kIsSparse) {
@@ -275,13 +261,18 @@ struct Consumer {
       hide(scores, segment, block);
     }
     find_max(scores, now);
-    publish(probabilities, scores, now, sum);
+    publish(probabilities, scores, now, sum, index);
   }
+  // This consumer's half of P V of a block whose scores it had.
   __device__ __forceinline__ void add_own(float (&output)[kOutputs], uint32_t (&probabilities)[kScores / 2],
                                           const float (&now)[2], const float (&sum)[2], int index) {
     advance_max(now, output);
-    row_sum[0] += sum[0];
-    row_sum[1] += sum[1];
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      const float with_block = row_sum[r] + sum[r];
+      row_sum[r] = Spec::kHasCodes ? with_block : other_sum[r];
+      other_sum[r] = with_block;
+    }
     ptx::wgmma_fence_operands(output);
     ptx::wgmma_fence_operands(probabilities);
     ptx::wgmma_fence();
@@ -294,6 +285,8 @@ struct Consumer {
                                                        value(index, part).k_step(step), 1);
       }
     ptx::wgmma_commit();
+    finish(output);
+    release_value(index);
   }
 
   // All key blocks of a segment.
@@ -302,8 +295,22 @@ struct Consumer {
     const int seen_by_all = visible_end(params, segment.keys, row_tile * Spec::kBlockM);
     ptx::mbarrier_wait(shared.query_full(), query_parity);
     query_parity ^= 1;
-    uint32_t rotary[kRotarySteps][4];
+#pragma unroll
+    for (int i = 0; i < kOutputs; ++i) output[i] = 0.0f;
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      row_max[r] = ptx::negative_infinity();
+      row_sum[r] = other_sum[r] = 0.0f;
+    }
     if constexpr (!Spec::kHasCodes) {
+      if (consumer == 1) {
+#pragma unroll 1
+        for (int index = 0; index < blocks; ++index) add_other(output, index);
+        return;
+      }
+    }
+    uint32_t rotary[kRotarySteps][4];
+    if constexpr (!Spec::kHasCodes) {  // P is written over these columns, by each warp over its own rows
       const int lane = ptx::lane_index();
 #pragma unroll
       for (int step = 0; step < kRotarySteps; ++step) {
@@ -311,70 +318,45 @@ struct Consumer {
                          shared.query().chunk(warp * 16 + lane % 16, Spec::kRotarySlab, step * 2 + lane / 16));
       }
     }
-    ptx::named_barrier_sync(barrier_id(Barrier::kConsumers),
-                            256);  // P may overwrite these columns, and sums those before
-#pragma unroll
-    for (int i = 0; i < kOutputs; ++i) output[i] = 0.0f;
-    row_max[0] = row_max[1] = ptx::negative_infinity();
-    row_sum[0] = row_sum[1] = 0.0f;
-
     float scores[kScores];
     uint32_t probabilities[kScores / 2];
     float now[2];
     float sum[2];
     int found[2] = {0, 0};
-    if constexpr (Spec::kHasCodes) {  // block after block, as they are converted: a stage is empty the sooner
-      for (int index = 0; index < blocks; ++index) {
-        if (index % 2 == consumer) {
-          issue_scores(scores, rotary, index);
-          find_indices(found, segment, index);
-          ptx::wgmma_wait<0>();
-          weigh(probabilities, scores, segment, index, seen_by_all, found, now, sum);
-          add_own(output, probabilities, now, sum, index);
-          finish(output);
-          release_value(index);
-        } else {
-          add_other(output, now, index);
-        }
-      }
-    } else {
 #pragma unroll 1
-      for (int own = consumer;; own += 2) {
-        const bool is_last = own + 2 >= blocks;
-        if (own < blocks) {
-          issue_scores(scores, rotary, own);
-          find_indices(found, segment, own);
-          if (consumer == 1) add_other(output, now, own - 1);
-          ptx::wgmma_wait<0>();
-          weigh(probabilities, scores, segment, own, seen_by_all, found, now, sum);
-          add_own(output, probabilities, now, sum, own);
-          finish(output);  // before the wait: the copy engine gets this half of V back the sooner
-          release_value(own);
-        }
-        if (consumer == 0 ? own + 1 < blocks : is_last && blocks % 2 == 1) {
-          add_other(output, now, consumer == 0 ? own + 1 : blocks - 1);
-        }
-        if (is_last) return;
+    for (int index = 0; index < blocks; ++index) {
+      if (Spec::kHasCodes && index % 2 != consumer) {
+        add_other(output, index);
+        continue;
       }
+      issue_scores(scores, rotary, index);
+      find_indices(found, segment, index);
+      ptx::wgmma_wait<0>();
+      weigh(probabilities, scores, segment, index, seen_by_all, found, now, sum);
+      add_own(output, probabilities, now, sum, index);
     }
+  }
+
+  __device__ __forceinline__ void store_sum(int which, const float (&own)[2]) const {
+    const float sum[2] = {quad_sum(own[0]), quad_sum(own[1])};
+    if (ptx::lane_index() % 4 != 0) return;
+    ptx::st_shared_float(shared.row_sum(query_parity, which, thread_row()), sum[0]);
+    ptx::st_shared_float(shared.row_sum(query_parity, which, thread_row() + 8), sum[1]);
   }
 
   // A whole sequence's rows are finished; of a part the sums are left for combine.cuh.
   __device__ __forceinline__ void store(const Segment& segment, int slot, const float (&output)[kOutputs]) const {
     const int num_rows = params.tokens * params.heads;
     const int lane = ptx::lane_index();
-    float sum[2] = {quad_sum(row_sum[0]), quad_sum(row_sum[1])};
-    if (lane % 4 == 0) {
-      ptx::st_shared_float(shared.row_sum(consumer, thread_row()), sum[0]);
-      ptx::st_shared_float(shared.row_sum(consumer, thread_row() + 8), sum[1]);
-    }
-    ptx::named_barrier_sync(barrier_id(Barrier::kConsumers), 256);  // read after write: the sums of both
+    if (Spec::kHasCodes || consumer == 0) store_sum(consumer, row_sum);
+    if (!Spec::kHasCodes && consumer == 0) store_sum(1, other_sum);
+    ptx::named_barrier_sync(barrier_id(Barrier::kConsumers), 256);
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       const int row_of_tile = thread_row() + 8 * r;
       const int row = row_tile * Spec::kBlockM + row_of_tile;
-      const float total =
-          ptx::ld_shared_float(shared.row_sum(0, row_of_tile)) + ptx::ld_shared_float(shared.row_sum(1, row_of_tile));
+      const float total = ptx::ld_shared_float(shared.row_sum(query_parity, 0, row_of_tile)) +
+                          ptx::ld_shared_float(shared.row_sum(query_parity, 1, row_of_tile));
       const float shift = row_max[r] * params.scale_log2;
       const bool exists = row < num_rows;
       const bool is_first = consumer == 0 && lane % 4 == 0 && exists;

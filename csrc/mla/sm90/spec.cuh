@@ -11,8 +11,7 @@ namespace flashmoe::mla::sm90 {
 enum KeyGroup : int { kLeft, kRight, kRotary, kNumGroups };
 
 // Warpgroup 0 loads; the last two consume. The output of 64 rows, 64 x 512 in fp32, does not fit the registers of one warpgroup, so each
-// has half of its columns. Scores of even key blocks are the first one's, of odd blocks the second one's; P goes to the other through shared
-// memory, and so does the running maximum, from block to block.
+// has half of its columns. A block's scores are of one, P goes to the other through shared memory, and so do the running maxima.
 // kIsSparse   1: a row's keys are those that indices name, which warpgroup 0 gathers by cp.async (gatherer.cuh).
 // kHasCodes   1: the cache holds 8-bit floats (params/codes.h), which warpgroup 1 makes elements of, in their stage (converter.cuh).
 template <typename Element_, int kBlockM_, int kBlockN_, int kNumStages_, int kNumWarps_, int kHasCodes_,
@@ -33,7 +32,7 @@ struct DecodeSpec {
   static constexpr int kWarpsPerConsumer = 4;
 
   static_assert(kBlockM == 64 && kBlockN == 64, "a warpgroup multiplies 64 rows, and P is one slab of 64 keys");
-  static_assert(kNumStages == 2, "a key block for each consumer; a third does not fit");
+  static_assert(kNumStages == 2, "a third does not fit");
   static_assert(kNumWarps == 4 * kFirstConsumer + kConsumerWarps, "a warpgroup for each role, and two consumers");
 
   static constexpr int kLoaderRegisters = kHasCodes && !kIsSparse ? 32 : 40;
@@ -54,8 +53,9 @@ struct DecodeSpec {
   static constexpr int kProbabilityOffset = kKeyOffset + kNumStages * KeyTile::kBytes;
   static constexpr int kMaxOffset =
       kProbabilityOffset + (kHasCodes ? 0 : ProbabilityTile::kBytes);  // [2][64]: of the rows, up to the stage's block
-  static constexpr int kSumOffset = kMaxOffset + 2 * kBlockM * 4;      // [2][64]: of each consumer
-  static constexpr int kBarrierOffset = kSumOffset + 2 * kBlockM * 4;
+  static constexpr int kSumOffset =
+      kMaxOffset + 2 * kBlockM * 4;  // [2][2][64]: of segments by turns, of even and odd blocks
+  static constexpr int kBarrierOffset = kSumOffset + 4 * kBlockM * 4;
   // What threads change before it is multiplied is announced once more: all groups of codes, else blocks with a tail as one.
   static constexpr int kNumFulls =
       kHasCodes ? 2 : kNumGroups;  // rotary columns of codes are announced with the right half
@@ -67,8 +67,7 @@ struct DecodeSpec {
 
 // Named barriers of the block beside its own.
 enum class Barrier : int {
-  kConsumers =
-      1,  // 256 threads. Write after read: the rotary columns of Q, over which P is written. Read after write: the row sums
+  kConsumers = 1,  // 256 threads. Read after write: the row sums; the write after next: that they have been read
   kScores =
       2,  // and 3: 128 threads, of each consumer. Write after read: the rotary columns of its block, over which P is written
 };
@@ -82,7 +81,7 @@ struct SharedMemory {
   __device__ __forceinline__ typename Spec::KeyTile key(int stage) const {
     return {base + Spec::kKeyOffset + stage * Spec::KeyTile::kBytes};
   }
-  // P of the stage's block. That of odd blocks lies over the rotary columns of Q, which the consumers keep in registers. Of codes, where
+  // P of the stage's block. That of odd blocks lies over the rotary columns of Q, which the first consumer keeps in registers. Of codes, where
   // registers are scarcer, P lies over the rotary columns of its own block.
   __device__ __forceinline__ typename Spec::ProbabilityTile probability(int stage) const {
     if constexpr (Spec::kHasCodes) return {key(stage).slab(Spec::kRotarySlab)};
@@ -91,8 +90,8 @@ struct SharedMemory {
   __device__ __forceinline__ ptx::SmemPointer row_max(int stage, int row) const {
     return base + Spec::kMaxOffset + (stage * Spec::kBlockM + row) * 4;
   }
-  __device__ __forceinline__ ptx::SmemPointer row_sum(int consumer, int row) const {
-    return base + Spec::kSumOffset + (consumer * Spec::kBlockM + row) * 4;
+  __device__ __forceinline__ ptx::SmemPointer row_sum(int turn, int which, int row) const {
+    return base + Spec::kSumOffset + ((turn * 2 + which) * Spec::kBlockM + row) * 4;
   }
 
   __device__ __forceinline__ ptx::Mbarrier* barrier(int index) const {

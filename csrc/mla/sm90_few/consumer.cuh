@@ -80,7 +80,7 @@ struct Consumer {
 #pragma unroll
     for (int group = 0; group < Spec::kNumGroups; ++group) {
       ptx::mbarrier_wait(shared.key_full(at[group].stage), at[group].parity);
-      if constexpr (Spec::kIsSparse) ptx::fence_proxy_async_shared();  // written by cp.async
+      if constexpr (Spec::kIsSparse && !Spec::kHasCodes) ptx::fence_proxy_async_shared();  // written by cp.async
       ptx::wgmma_fence();
       const auto key = shared.group(at[group].stage).k_major();
 #pragma unroll

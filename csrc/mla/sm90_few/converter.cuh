@@ -1,18 +1,22 @@
 // Four warps make elements of 8-bit floats, each of 16 keys of a block, two lanes for each key: from the codes' stage, where a key is 656 bytes
-// as in the cache, to the groups that the products read.
+// as in the cache, to the groups that the products read. Keys that indices name a warp gathers itself by cp.async, two blocks ahead: its stages
+// are its own, and no barrier is between.
 //
 // Keys 656 bytes apart lie four banks apart, so eight lanes read 16 bytes of eight keys without a conflict.
 #pragma once
 
 #include "device/ring.cuh"
 #include "mla/dequantize.cuh"
+#include "mla/indices.cuh"
 #include "mla/params/codes.h"
 #include "mla/plan.cuh"
 #include "mla/sm90_few/spec.cuh"
 #include "ptx/barrier.cuh"
+#include "ptx/cp_async.cuh"
 #include "ptx/fence.cuh"
 #include "ptx/math.cuh"
 #include "ptx/memory.cuh"
+#include "ptx/shuffle.cuh"
 #include "ptx/special_registers.cuh"
 
 namespace flashmoe::mla::sm90_few {
@@ -78,9 +82,50 @@ struct Converter {
     }
   }
 
-  // A block's keys; those that do not exist become zeros. Codes are read a group ahead.
-  __device__ __forceinline__ void convert(bool exists) {
-    ptx::mbarrier_wait(shared.codes_full(codes.stage), codes.parity);
+  // Of indices: this lane's key of a block, as a row of all pages.
+  __device__ __forceinline__ int find(const Segment& segment, int block) const {
+    return block < segment.end_block ? index_of(params, segment, block * Spec::kBlockN + key) : -1;
+  }
+
+  // Where it lies, in bytes; -1: nowhere.
+  __device__ __forceinline__ int64_t locate(int row) const { return row < 0 ? -1 : row_offset(params, row); }
+
+  // Asks for the warp's 16 keys of a block: eight lanes for 128 bytes of a key, and one for the last 16 of each.
+  __device__ __forceinline__ void gather(int64_t place, const RingPosition<Spec::kCodeStages>& to) const {
+    constexpr int kRowLanes = 8;
+    constexpr int kPassKeys = 32 / kRowLanes;
+    constexpr int kPasses = Spec::kStageKeys / kPassKeys;
+    constexpr int kRowChunks = kCodedKeyBytes / 16 / kRowLanes;
+    static_assert(kCodedKeyBytes == (kRowLanes * kRowChunks + 1) * 16, "a chunk is left");
+    const int lane = ptx::lane_index();
+    const auto* cache_gmem = static_cast<const unsigned char*>(params.cache);
+#pragma unroll
+    for (int pass = 0; pass < kPasses; ++pass) {
+      const int row = pass * kPassKeys + lane / kRowLanes;
+      const auto row_place = static_cast<int64_t>(ptx::shuffle_index(static_cast<uint64_t>(place), row));
+      if (row_place < 0) continue;
+#pragma unroll
+      for (int chunk = 0; chunk < kRowChunks; ++chunk) {
+        const int byte = (chunk * kRowLanes + lane % kRowLanes) * 16;
+        ptx::cp_async_16(shared.codes(to.stage) + row * kCodedKeyBytes + byte, cache_gmem + row_place + byte);
+      }
+    }
+    if (lane < Spec::kStageKeys && place >= 0) {
+      constexpr int kLast = kCodedKeyBytes - 16;
+      ptx::cp_async_16(shared.codes(to.stage) + lane * kCodedKeyBytes + kLast, cache_gmem + place + kLast);
+    }
+    ptx::cp_async_commit();
+  }
+
+  // A block's keys; those that do not exist become zeros. Codes are read a group ahead. next: of indices, this lane's key
+  // of two blocks on.
+  __device__ __forceinline__ void convert(bool exists, int next = -1) {
+    if constexpr (Spec::kIsSparse) {
+      ptx::cp_async_wait<Spec::kCodeStages / Spec::kCodeStagesOfBlock - 1>();
+      ptx::warp_sync();
+    } else {
+      ptx::mbarrier_wait(shared.codes_full(codes.stage), codes.parity);
+    }
     const unsigned char* key_smem = shared.codes(codes.stage) + key % Spec::kStageKeys * kCodedKeyBytes;
     uint32_t scales[4] = {0, 0, 0, 0};
     uint32_t bytes[2][Spec::kGroupSlabs][kChunks][4];
@@ -94,7 +139,11 @@ struct Converter {
         if (exists) load(bytes[(group + 1) % 2], key_smem, group + 1);
       } else {
         ptx::warp_sync();
-        if (ptx::lane_index() == 0) ptx::mbarrier_arrive(shared.codes_empty(codes.stage));
+        if constexpr (Spec::kIsSparse) {
+          gather(locate(next), codes);
+        } else if (ptx::lane_index() == 0) {
+          ptx::mbarrier_arrive(shared.codes_empty(codes.stage));
+        }
       }
       ptx::mbarrier_wait(shared.key_empty(ring.stage), ring.parity ^ 1);
       store(bytes[group % 2], scales, group, exists);
@@ -106,12 +155,39 @@ struct Converter {
     codes.advance_by(Spec::kCodeStagesOfBlock);
   }
 
+  // Keys are asked for two blocks ahead, their indices three.
+  __device__ __forceinline__ void run_sparse(const Segment& segment) {
+    static_assert(!Spec::kIsSparse || Spec::kCodeStages == 2 * Spec::kCodeStagesOfBlock, "two stages for each warp");
+    RingPosition<Spec::kCodeStages> ahead = codes;
+    bool exists[2];
+#pragma unroll
+    for (int index = 0; index < 2; ++index) {
+      const int row = find(segment, segment.begin_block + index);
+      exists[index] = row >= 0;
+      gather(locate(row), ahead);
+      ahead.advance_by(Spec::kCodeStagesOfBlock);
+    }
+    int next = find(segment, segment.begin_block + 2);
+#pragma unroll 1
+    for (int block = segment.begin_block; block < segment.end_block; ++block) {
+      const int after = find(segment, block + 3);
+      convert(exists[0], next);
+      exists[0] = exists[1];
+      exists[1] = next >= 0;
+      next = after;
+    }
+  }
+
   __device__ __forceinline__ void run(Plan& plan) {
     Segment segment;
     while (plan.next(segment)) {
+      if constexpr (Spec::kIsSparse) {
+        run_sparse(segment);
+      } else {
 #pragma unroll 1
-      for (int block = segment.begin_block; block < segment.end_block; ++block) {
-        convert(block * Spec::kBlockN + key < segment.keys);
+        for (int block = segment.begin_block; block < segment.end_block; ++block) {
+          convert(block * Spec::kBlockN + key < segment.keys);
+        }
       }
     }
   }

@@ -19,13 +19,13 @@
 
 namespace flashmoe::mla::sm90_few {
 
-template <typename Spec, bool kIsSparse = Spec::kIsSparse>
+template <typename Spec, bool kHasCodes = Spec::kHasCodes>
 struct HelperOf {
-  using Type = Converter<Spec>;
+  using Type = Gatherer<Spec>;
 };
 template <typename Spec>
 struct HelperOf<Spec, true> {
-  using Type = Gatherer<Spec>;
+  using Type = Converter<Spec>;
 };
 
 template <typename Spec>
@@ -40,8 +40,8 @@ __device__ __forceinline__ void decode(const DecodeParams& params, const ptx::Te
     ptx::mbarrier_init(shared.query_empty(), Spec::kConsumerWarps);
 #pragma unroll 1
     for (int stage = 0; stage < Spec::kNumStages; ++stage) {
-      ptx::mbarrier_init(shared.key_full(stage), Spec::kIsSparse   ? 32 * Spec::kHelperWarps
-                                                 : Spec::kHasCodes ? Spec::kHelperWarps
+      ptx::mbarrier_init(shared.key_full(stage), Spec::kHasCodes   ? Spec::kHelperWarps
+                                                 : Spec::kIsSparse ? 32 * Spec::kHelperWarps
                                                                    : 1);
       ptx::mbarrier_init(shared.key_empty(stage), Spec::kConsumerWarps);
     }

@@ -13,7 +13,7 @@ namespace flashmoe::mla::sm90_few {
 // is padded. A ring of groups of three slabs (64 keys x 64 columns each) holds as many keys as fit: what bounds few rows is how many bytes are
 // asked for. A key block is three groups: columns 0 to 191, 192 to 383, and 384 to 511 with the rotary ones.
 // kCodeStages   stages of 16 keys of a cache of 8-bit floats (params/codes.h), of which converter.cuh makes the groups; 0: a 16-bit cache.
-// kIsSparse     1: the keys are those of a 16-bit cache that indices name; gatherer.cuh gathers them by cp.async.
+// kIsSparse     1: the keys are those that indices name, gathered by cp.async: gatherer.cuh, of codes the converting warps themselves.
 template <typename Element_, int kBlockM_, int kBlockN_, int kNumStages_, int kNumWarps_, int kCodeStages_,
           int kIsSparse_>
 struct DecodeSpec {
@@ -56,7 +56,6 @@ struct DecodeSpec {
   static_assert(kBlockM == 8 || kBlockM == 16, "more rows are no faster than in the tile of 64");
   static_assert(kNumGroups * kGroupSlabs * kSlabColumns == kHeadDim, "a key block is whole groups");
   static_assert(kNumStages > kNumGroups, "a key block is multiplied while another one loads");
-  static_assert(!kHasCodes || !kIsSparse, "codes that indices name are faster by mma.sync");
   static_assert(kNumWarps == kConsumerWarps + 1 + kHelperWarps,
                 "a warpgroup that multiplies, a warp that loads, and of codes or indices one for 16 keys of a block");
   static_assert(!kHasCodes || kCodeStages > kCodeStagesOfBlock, "a key block is converted while another one loads");
