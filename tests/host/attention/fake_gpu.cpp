@@ -226,7 +226,12 @@ std::string run_kernel(const host::Kernel& kernel, int64_t grid, void** argument
     if (p.tile_counter == nullptr || *p.tile_counter != 0) return "no counter of tiles";
     key_value_gradient(p, is_dropout ? &g_fused.dropout : nullptr, kernel, static_cast<float*>(p.dq), g_rows_of_sums);
     std::vector<const void*> tensors{p.q, p.k, p.v, p.dout, p.dk, p.dv};
-    if (is_streamed) tensors.push_back(p.score_options.mask);
+    if (is_streamed) {
+      const auto& masked = *static_cast<const MaskBackwardParams*>(arguments[0]);
+      scores_gradient(masked, kernel);
+      tensors.push_back(p.score_options.mask);
+      tensors.push_back(masked.scores_gradient != nullptr ? masked.scores_gradient : p.score_options.mask);
+    }
     return check_maps(arguments, kernel, tensors);
   } else {
     return "no loops for it";

@@ -11,6 +11,7 @@
 #include "attention/host/axes.h"
 #include "attention/params/append.h"
 #include "attention/params/bias_gradient.h"
+#include "attention/params/mask_backward.h"
 #include "attention/params/e4m3.h"
 #include "attention/params/fused_backward.h"
 #include "attention/params/merge.h"
@@ -342,6 +343,20 @@ void key_value_gradient(const BackwardParams& p, const Dropout* dropout, const h
       }
       for (int32_t c = 0; c < p.head_dim; ++c) store(p.dk, s.of_key(p.dk_stride, head_kv, key) + c, dk[c]);
       for (int32_t c = 0; c < columns_v; ++c) store(p.dv, s.of_key(p.dv_stride, head_kv, key) + c, dv[c]);
+    }
+  });
+}
+
+// Of the fused kernel, where its caller needs it.
+void scores_gradient(const MaskBackwardParams& p, const host::Kernel& kernel) {
+  if (p.scores_gradient == nullptr) return;
+  for_heads(p.backward, kernel, [&](const auto& s, int32_t head, int32_t head_kv) {
+    for (int32_t row = 0; row < s.rows; ++row) {
+      for (int32_t key = 0; key < s.keys; ++key) {
+        const int64_t at_row = (int64_t{s.number_} * p.backward.heads_q + head) * s.rows + row;
+        store(p.scores_gradient, at_row * p.scores_gradient_row + key,
+              differentiate(p.backward, nullptr, s, head, head_kv, row, key, p.backward.head_dim_v).of_score);
+      }
     }
   });
 }
