@@ -19,7 +19,7 @@ from torch._functorch.pyfunctorch import retrieve_current_functorch_interpreter
 from torch._subclasses.functional_tensor import FunctorchFunctionalizeAPI
 from torch.autograd import forward_ad
 
-from flashmoe.attn.bias_gradient import BiasGradient
+from flashmoe.attn.bias_gradient import BiasGradient, alone
 from flashmoe.attn.fake import bits
 from flashmoe.attn.options import Dense, DenseBackward, Varlen, VarlenBackward, is_slopes, positions
 from flashmoe.errors import DifferentiationError, FlashmoeError
@@ -226,7 +226,7 @@ def _varlen_gradient(
     elif any(needed):
         gradients = call(*given, *dropout, *saved[_KEPT:])
     if wanted.mask and dropout:
-        gradients = (*(gradients or (None,) * 4), mask_call(*_bias_arguments(given), *dropout, *saved[_KEPT:]))
+        gradients = (*(gradients or (None,) * 4), mask_call(*alone(given, *dropout, *saved[_KEPT:])))
     of_each = zip(("q", "k", "v", "sinks", "mask"), gradients, (*needed, wanted.mask), strict=False)
     found = {name: gradient for name, gradient, need in of_each if need}
     return tuple(found.get(name) for name in Varlen._fields)
@@ -237,12 +237,6 @@ def _check_mask_gradient(given: VarlenBackward) -> None:
         raise DifferentiationError(NO_SLOPES_GRADIENT)
     if any(lengths is not None for lengths in (given.cu_seqlens_q, given.cu_seqlens_k, given.seqused_k)):
         raise DifferentiationError(NO_RAGGED_MASK_GRADIENT)
-
-
-def _bias_arguments(given: VarlenBackward) -> tuple[Any, ...]:
-    """The arguments of ``attention_bias_gradient`` but those of dropout."""
-    tensors = (given.grad_out, given.grad_lse, given.q, given.k, given.v, given.mask, given.out, given.lse)
-    return *tensors, given.scale, given.window_left, given.window_right, given.softcap
 
 
 def _eager(name: str, keep: Callable[..., None], gradient: Callable[..., Gradients]) -> Callable[..., Any]:

@@ -66,9 +66,8 @@ def mask_backward(*arguments: Any) -> tuple[Tensor, ...]:
     """What ``attention_varlen_backward`` gives, and the gradient of an additive mask, which has the same bits whatever else is needed."""
     given = VarlenBackward(*arguments)
     assert given.mask is not None
-    alone = _alone(given)
     if given.out.device.type == "cpu" or 0 in (given.q.numel(), given.k.numel(), given.mask.numel()):
-        return *backward_by_kernels(*arguments), bias_gradient(*alone)
+        return *backward_by_kernels(*arguments), bias_gradient(*alone(given))
     return _mask_backward_by_kernels(given)
 
 
@@ -78,7 +77,7 @@ def _mask_backward_by_kernels(given: VarlenBackward) -> tuple[Tensor, ...]:
         torch.ops.flashmoe._attention_mask_backward.default, given, more=fake.MASK_GRADIENT
     )
     if scores is None:
-        total = _sums(_alone(cast), row_dot)
+        total = _sums(alone(cast), row_dot)
     else:
         shared = [dim for dim in (0, 1) if given.mask.shape[dim] < scores.shape[dim]]
         scores = scores[..., : given.mask.shape[3]]
@@ -86,10 +85,11 @@ def _mask_backward_by_kernels(given: VarlenBackward) -> tuple[Tensor, ...]:
     return *gradients, in_dtype_of(given.mask, total).contiguous()
 
 
-def _alone(given: VarlenBackward) -> BiasGradient:
-    """For the mask's gradient alone, without dropout."""
+def alone(given: VarlenBackward, dropout_p: float = 0.0, rng_state: Tensor | None = None) -> BiasGradient:
+    """For the mask's gradient alone."""
     tensors = (given.grad_out, given.grad_lse, given.q, given.k, given.v, given.mask, given.out, given.lse)
-    return BiasGradient(*tensors, given.scale, given.window_left, given.window_right, given.softcap, 0.0, None)  # type: ignore[arg-type]
+    numbers = (given.scale, given.window_left, given.window_right, given.softcap, dropout_p)
+    return BiasGradient(*tensors, *numbers, rng_state)  # type: ignore[arg-type]
 
 
 def _by_kernels(given: BiasGradient) -> Tensor:
