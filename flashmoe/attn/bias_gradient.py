@@ -73,15 +73,10 @@ def mask_backward(*arguments: Any) -> tuple[Tensor, ...]:
 
 def _mask_backward_by_kernels(given: VarlenBackward) -> tuple[Tensor, ...]:
     assert given.mask is not None
-    gradients, cast, (row_dot, scores) = run(
+    gradients, cast, (row_dot, stored) = run(
         torch.ops.flashmoe._attention_mask_backward.default, given, more=fake.MASK_GRADIENT
     )
-    if scores is None:
-        total = _sums(alone(cast), row_dot)
-    else:
-        shared = [dim for dim in (0, 1) if given.mask.shape[dim] < scores.shape[dim]]
-        scores = scores[..., : given.mask.shape[3]]
-        total = scores.sum(shared, keepdim=True) if shared else scores  # in float32, rounded once
+    total = _sums(alone(cast), row_dot) if stored is None else stored[..., : given.mask.shape[3]]
     return *gradients, in_dtype_of(given.mask, total).contiguous()
 
 

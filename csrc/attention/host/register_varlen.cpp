@@ -268,6 +268,9 @@ void boxed_backward(StableIValue* stack, uint64_t num_arguments, uint64_t num_ou
   }
   host::set_last_kernel("");
   if (!is_empty) Backend::backward(arguments, gradients);
+  if constexpr (kWithMask) {
+    if (stores_scores) gradients.scores = mask_gradient(forward, std::move(gradients.scores));
+  }
   Tensor* const wanted[] = {&gradients.dq, &gradients.dk, &gradients.dv};
   for (int index = 0; index < 3; ++index) {
     stack[index] = (needs >> index & 1) != 0 ? host::give_optional(std::move(*wanted[index])) : host::give_none();

@@ -483,6 +483,10 @@ const Kernel& select_row_dot(const host::KernelRequest& request) {
   return select_first(request, "attention_row_dot", "gradients of keys and values alone");
 }
 
+const Kernel& select_scores_sum(const host::KernelRequest& request) {
+  return select_first(request, "attention_scores_sum", "the gradient of attn_mask");
+}
+
 const Kernel& select_append(const host::KernelRequest& request) {
   return select_first(request, "attention_append", "appending to a cache");
 }

@@ -187,6 +187,10 @@ std::string run_kernel(const host::Kernel& kernel, int64_t grid, void** argument
     const auto& p = *static_cast<const RowDotParams*>(arguments[0]);
     if (grid * kernel.threads < int64_t{4} * p.batch * p.heads * p.rows) return "fewer than four threads for a row";
     row_dots(p);
+  } else if (kind == "scores_sum") {
+    const auto& p = *static_cast<const ScoresSumParams*>(arguments[0]);
+    if (p.size % 8 != 0 || grid * kernel.threads < p.num_sums * p.size / 8) return "fewer threads than elements";
+    scores_sum(p);
   } else if (kind == "bias_gradient") {
     const auto& p = *static_cast<const BiasGradientParams*>(arguments[0]);
     const bool has_dropout = std::strcmp(kernel.variant, "dropout") == 0;

@@ -16,6 +16,7 @@
 #include "attention/params/fused_backward.h"
 #include "attention/params/merge.h"
 #include "attention/params/row_dot.h"
+#include "attention/params/scores_sum.h"
 #include "codes.h"
 #include "host/kernel_table.h"
 
@@ -359,6 +360,16 @@ void scores_gradient(const MaskBackwardParams& p, const host::Kernel& kernel) {
       }
     }
   });
+}
+
+void scores_sum(const ScoresSumParams& p) {
+  for (int64_t at = 0; at < p.num_sums * p.size; ++at) {
+    float sum = 0.0F;
+    for (int64_t i = 0; i < p.count; ++i) {
+      sum += load(p.scores, (at / p.size * p.first + i * p.step) * p.size + at % p.size);
+    }
+    store(p.sums, at, sum);
+  }
 }
 
 // The kernel's block of a folded dimension is the dimension; each sequence and head are of one of the parts.

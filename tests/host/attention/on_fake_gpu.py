@@ -552,28 +552,32 @@ def test_a_mask_that_is_streamed() -> None:
 
 
 @pytest.mark.parametrize(
-    ("heads", "window", "is_split", "stores"),
-    [(2, -1, False, True), (1, -1, False, True), (1, 40, False, False), (2, -1, True, False)],
+    ("heads", "head_dim", "window", "is_split", "stores"),
+    [
+        *((2, 16, -1, False, True), (1, 72, -1, False, True), (1, 16, -1, False, False)),
+        *((2, 16, 40, False, False), (2, 16, -1, True, False)),
+    ],
 )
 def test_a_streamed_mask_s_gradient(
-    heads: int, window: int, is_split: bool, stores: bool, monkeypatch: pytest.MonkeyPatch
+    heads: int, head_dim: int, window: int, is_split: bool, stores: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By the kernel of the other gradients, which run for it alone, too; with a window, or in the split form, by its own."""
+    """By the kernel of the other gradients, which run for it alone, too; with a window, of 64 columns and a shared mask, or in the split form, by its own."""
     begin(90)
     monkeypatch.setenv("FLASHMOE_SPLIT_BACKWARD", str(int(is_split)))
     shapes = ((2, 514), (1, 520), (1, 520))
-    q, k, v = (torch.randn(1, many, length, 16).to(DTYPE) for many, length in shapes)
-    mask, upstream = torch.randn(1, heads, 514, 520).to(DTYPE), torch.randn(1, 2, 514, 16).to(DTYPE)
+    q, k, v = (torch.randn(1, many, length, head_dim).to(DTYPE) for many, length in shapes)
+    mask, upstream = torch.randn(1, heads, 514, 520).to(DTYPE), torch.randn(1, 2, 514, head_dim).to(DTYPE)
     options: dict[str, Any] = {"attn_mask": mask, "window": None if window < 0 else (window, window)}
     out, lse = flashmoe.attention(q, k, v, **options, return_lse=True)
     launches()
-    arguments = (upstream, None, q, k, v, *[None] * 4, mask, out, lse, 514, 520, 0.25, window, window, 0.0)
+    arguments = (upstream, None, q, k, v, *[None] * 4, mask, out, lse, 514, 520, head_dim**-0.5, window, window, 0.0)
     every, alone = (
         bias_gradient._mask_backward_by_kernels(VarlenBackward(*arguments, needs)) for needs in (15, 0)
     )
     operations = launched()
     assert operations.count("mask_backward_fused") == 2 * stores
     assert operations.count("bias_gradient") == 2 * (not stores)
+    assert operations.count("scores_sum") == 2 * (stores and heads == 1)
     assert torch.equal(every[4], alone[4])
     assert [one.numel() for one in alone[:4]] == [0] * 4
     leaves = [one.detach().double().requires_grad_() for one in (q, k, v, mask)]
