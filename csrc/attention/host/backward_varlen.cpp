@@ -97,8 +97,8 @@ std::vector<CUtensorMap> query_gradient_maps(const BackwardParams& params, const
 
 std::vector<CUtensorMap> key_value_gradient_maps(const BackwardParams& params, const Kernel& kernel) {
   if (kernel.num_tensor_maps == 0) return {};
-  return encode_key_value_gradient_maps(
-      backward::sm90::varlen_key_value_gradient_tensor_maps(params, kernel.block_m), kernel.dtype);
+  return encode_key_value_gradient_maps(backward::sm90::varlen_key_value_gradient_tensor_maps(params, kernel.block_m),
+                                        kernel.dtype);
 }
 
 std::vector<CUtensorMap> mask_maps(const MaskBackwardParams& params, const Kernel& kernel) {

@@ -263,8 +263,8 @@ void boxed_backward(StableIValue* stack, uint64_t num_arguments, uint64_t num_ou
       allocate_gradients(arguments, computed, !Backend::kIsCpu && !is_empty, is_empty, Backend::kIsCpu);
   if (stores_scores) {
     const int64_t keys = ceil_div(forward.max_seqlen_k, host::kRowAlignElements) * host::kRowAlignElements;
-    gradients.scores = host::empty({forward.batch(), forward.heads_q(), forward.max_seqlen_q, keys}, forward.torch_dtype,
-                                   forward.device_type, forward.device_index);
+    gradients.scores = host::empty({forward.batch(), forward.heads_q(), forward.max_seqlen_q, keys},
+                                   forward.torch_dtype, forward.device_type, forward.device_index);
   }
   host::set_last_kernel("");
   if (!is_empty) Backend::backward(arguments, gradients);
@@ -371,7 +371,8 @@ STABLE_TORCH_LIBRARY_IMPL(flashmoe, CPU, library) {
 
 STABLE_TORCH_LIBRARY_IMPL(flashmoe, CUDA, library) {
   flashmoe::attention::register_backend<flashmoe::attention::Cuda>(library);
-  library.impl("_attention_mask_backward", &flashmoe::attention::boxed_backward<flashmoe::attention::Cuda, false, true>);
+  library.impl("_attention_mask_backward",
+               &flashmoe::attention::boxed_backward<flashmoe::attention::Cuda, false, true>);
   library.impl("attention_fp8_forward", &flashmoe::attention::boxed_fp8);
   library.impl("attention_fp8_varlen_forward", &flashmoe::attention::boxed_fp8_varlen);
 }

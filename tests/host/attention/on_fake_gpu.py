@@ -571,9 +571,7 @@ def test_a_streamed_mask_s_gradient(
     out, lse = flashmoe.attention(q, k, v, **options, return_lse=True)
     launches()
     arguments = (upstream, None, q, k, v, *[None] * 4, mask, out, lse, 514, 520, head_dim**-0.5, window, window, 0.0)
-    every, alone = (
-        bias_gradient._mask_backward_by_kernels(VarlenBackward(*arguments, needs)) for needs in (15, 0)
-    )
+    every, alone = (bias_gradient._mask_backward_by_kernels(VarlenBackward(*arguments, needs)) for needs in (15, 0))
     operations = launched()
     assert operations.count("mask_backward_fused") == 2 * stores
     assert operations.count("bias_gradient") == 2 * (not stores)

@@ -155,7 +155,8 @@ struct WideFusedConsumer : MaskGradient<Spec, Mask> {
     float sums[kSums];
     issue_sums(sums);
     issue_product<Element, true>(dk, ds_packed, shared.first(at.stage).mn_major());
-    this->store_gradient(shared, at.stage, consumer, head, coordinates.block);  // all have written: see the wait above
+    // All warps of both consumers have written dS: the wait above.
+    this->store_gradient(shared, at.stage, consumer, head, coordinates.block);
     ptx::wgmma_wait<1>();  // dV and dQ
     ptx::wgmma_fence_operands(dv);
     ptx::wgmma_fence_operands(sums);

@@ -163,9 +163,7 @@ def score_gradient(
     return scores.weights * (d_weights - dot), scores.weights * exponent * reach
 
 
-def _wrong_scores(
-    p: VarlenProblem, tensors: Tensors, given: Given, unit: Unit, scores: torch.Tensor
-) -> Iterator[str]:
+def _wrong_scores(p: VarlenProblem, tensors: Tensors, given: Given, unit: Unit, scores: torch.Tensor) -> Iterator[str]:
     """Of dS [batch, heads, rows, keys and what pads them]."""
     for sequence, (rows, keys) in enumerate(zip(p.rows, p.keys, strict=True)):
         if keys == 0:
