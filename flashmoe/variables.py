@@ -30,7 +30,7 @@ _TABLE = (
     Variable(
         "FLASHMOE_SPLIT_BACKWARD",
         "run",
-        "1: gradients without float32 sums of `dq`, on compute capability 9.0: less memory",
+        "1: gradients without float32 sums of `dq`, and of shared masks without up to 1 GiB of the scores', on compute capability 9.0: less memory",
         ("0", "1"),
     ),
     Variable("FLASHMOE_CPU_ISA", "run", "instruction set of the CPU kernels, read at the first call", CPU_ISAS),

@@ -19,7 +19,7 @@ from torch._functorch.pyfunctorch import retrieve_current_functorch_interpreter
 from torch._subclasses.functional_tensor import FunctorchFunctionalizeAPI
 from torch.autograd import forward_ad
 
-from flashmoe.attn.bias_gradient import BiasGradient
+from flashmoe.attn.bias_gradient import BiasGradient, alone
 from flashmoe.attn.fake import bits
 from flashmoe.attn.options import Dense, DenseBackward, Varlen, VarlenBackward, is_slopes, positions
 from flashmoe.errors import DifferentiationError, FlashmoeError
@@ -197,17 +197,18 @@ def _dropout_gradient(
 
 def varlen_gradient(ctx: Any, *grads: Tensor | None) -> Gradients:
     """For the arguments of ``attention_varlen_forward``, None where none is needed. ``grads``: of out and lse."""
-    calls = _operators.attention_varlen_backward.default, _operators.attention_bias_gradient.default
+    calls = _operators.attention_varlen_backward.default, _operators.attention_mask_backward.default
     return _varlen_gradient(*calls, ctx, grads)
 
 
 def _varlen_gradient(
     call: Callable[..., Gradients],
-    bias_call: Callable[..., Tensor],
+    mask_call: Callable[..., Any],
     ctx: Any,
     grads: tuple[Tensor | None, ...],
     dropout: tuple[Any, ...] = (),
 ) -> Gradients:
+    """``mask_call``: ``call`` that gives the mask's gradient, too; with dropout it gives that alone."""
     if grads[0] is None and grads[1] is None:
         return (None,) * len(Varlen._fields)
     if ctx.has_pages:
@@ -217,24 +218,25 @@ def _varlen_gradient(
     needed = (wanted.q, wanted.k, wanted.v, wanted.sinks)
     saved = ctx.saved_tensors  # once: a checkpoint unpacks them once. Of dropout the state is behind the others
     given = VarlenBackward._make((*grads, *saved[:_KEPT], *ctx.numbers, bits(needed)))
-    found: dict[str, Tensor | None] = {}
-    if any(needed):
-        gradients = call(*given, *dropout, *saved[_KEPT:])
-        names = zip(("q", "k", "v", "sinks"), gradients, needed, strict=True)
-        found = {name: gradient for name, gradient, need in names if need}
+    gradients: Gradients = ()
     if wanted.mask:
-        found["mask"] = bias_call(*_bias_arguments(given), *(dropout or (0.0,)), *(saved[_KEPT:] or (None,)))
+        _check_mask_gradient(given)
+    if wanted.mask and not dropout:
+        gradients = mask_call(*given)
+    elif any(needed):
+        gradients = call(*given, *dropout, *saved[_KEPT:])
+    if wanted.mask and dropout:
+        gradients = (*(gradients or (None,) * 4), mask_call(*alone(given, *dropout, *saved[_KEPT:])))
+    of_each = zip(("q", "k", "v", "sinks", "mask"), gradients, (*needed, wanted.mask), strict=False)
+    found = {name: gradient for name, gradient, need in of_each if need}
     return tuple(found.get(name) for name in Varlen._fields)
 
 
-def _bias_arguments(given: VarlenBackward) -> tuple[Any, ...]:
-    """The arguments of ``attention_bias_gradient`` but those of dropout."""
+def _check_mask_gradient(given: VarlenBackward) -> None:
     if is_slopes(given.mask):
         raise DifferentiationError(NO_SLOPES_GRADIENT)
     if any(lengths is not None for lengths in (given.cu_seqlens_q, given.cu_seqlens_k, given.seqused_k)):
         raise DifferentiationError(NO_RAGGED_MASK_GRADIENT)
-    tensors = (given.grad_out, given.grad_lse, given.q, given.k, given.v, given.mask, given.out, given.lse)
-    return *tensors, given.scale, given.window_left, given.window_right, given.softcap
 
 
 def _eager(name: str, keep: Callable[..., None], gradient: Callable[..., Gradients]) -> Callable[..., Any]:
@@ -375,7 +377,7 @@ def _transformed_dense_gradient(ctx: Any, *grads: Tensor | None) -> Gradients:
 
 
 def _transformed_varlen_gradient(ctx: Any, *grads: Tensor | None) -> Gradients:
-    return _varlen_gradient(varlen_backward.apply, bias_gradient.apply, ctx, grads)
+    return _varlen_gradient(varlen_backward.apply, mask_backward.apply, ctx, grads)
 
 
 def _transformed_dropout_gradient(ctx: Any, *grads: Tensor | None) -> Gradients:
@@ -392,7 +394,8 @@ varlen_backward = _transform(
 )
 dense = _transform("flash_attention_forward", Dense._fields, "q k v", "", *_DENSE_FORWARD)
 varlen = _transform("attention_varlen_forward", Varlen._fields, _BATCHED, _WITHOUT_BATCH, *_VARLEN_FORWARD)
-bias_gradient = _transform("attention_bias_gradient", BiasGradient._fields, "q", "mask")  # a call for each
+mask_backward = _transform("attention_mask_backward", VarlenBackward._fields, "q", "mask")  # a call for each
+bias_gradient = _transform("attention_bias_gradient", BiasGradient._fields, "q", "mask")  # likewise
 # A sequence's number in the batch is part of what its mask is made of: each mapped call is one of its own.
 _STATE = ("dropout_p", "rng_state")
 _DROPOUT_FORWARD = (keep_dropout, _transformed_dropout_gradient, NO_FORWARD_MODE)

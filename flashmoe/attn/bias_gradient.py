@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from flashmoe.attn import fake, philox
-from flashmoe.attn.varlen_backward import in_dtype_of, with_positive_scale
+from flashmoe.attn.options import VarlenBackward
+from flashmoe.attn.varlen_backward import backward_by_kernels, in_dtype_of, run, with_positive_scale
 
 SCHEMA = (
     "attention_bias_gradient(Tensor? grad_out, Tensor? grad_lse, Tensor q, Tensor k, Tensor v, Tensor mask, Tensor out, Tensor lse, "
@@ -61,15 +62,44 @@ def bias_gradient(*arguments: Any) -> Tensor:
     return in_dtype_of(given.mask, _on_cpu(cast) if out.device.type == "cpu" else _by_kernels(cast)).contiguous()
 
 
+def mask_backward(*arguments: Any) -> tuple[Tensor, ...]:
+    """What ``attention_varlen_backward`` gives, and the gradient of an additive mask, which has the same bits whatever else is needed."""
+    given = VarlenBackward(*arguments)
+    assert given.mask is not None
+    if given.out.device.type == "cpu" or 0 in (given.q.numel(), given.k.numel(), given.mask.numel()):
+        return *backward_by_kernels(*arguments), bias_gradient(*alone(given))
+    return _mask_backward_by_kernels(given)
+
+
+def _mask_backward_by_kernels(given: VarlenBackward) -> tuple[Tensor, ...]:
+    assert given.mask is not None
+    gradients, cast, (row_dot, stored) = run(
+        torch.ops.flashmoe._attention_mask_backward.default, given, more=fake.MASK_GRADIENT
+    )
+    total = _sums(alone(cast), row_dot) if stored is None else stored[..., : given.mask.shape[3]]
+    return *gradients, in_dtype_of(given.mask, total).contiguous()
+
+
+def alone(given: VarlenBackward, dropout_p: float = 0.0, rng_state: Tensor | None = None) -> BiasGradient:
+    """For the mask's gradient alone."""
+    tensors = (given.grad_out, given.grad_lse, given.q, given.k, given.v, given.mask, given.out, given.lse)
+    numbers = (given.scale, given.window_left, given.window_right, given.softcap, dropout_p)
+    return BiasGradient(*tensors, *numbers, rng_state)  # type: ignore[arg-type]
+
+
 def _by_kernels(given: BiasGradient) -> Tensor:
     operators = torch.ops.flashmoe
-    operands = (given.q, given.k, given.v)
     score_mod = (given.scale, given.window_left, given.window_right, given.softcap)
-    *_, row_dot = operators._attention_varlen_backward.default(
-        *(given.grad_out, given.grad_lse, *operands, *[None] * 5, given.out, given.lse, 0, 0, *score_mod, 0)
-    )
-    sums = operators._attention_bias_gradient.default(
-        *(given.grad_out, *operands, given.mask, given.lse, row_dot, *score_mod, given.dropout_p, given.rng_state)
+    tensors = (given.grad_out, given.grad_lse, given.q, given.k, given.v, *[None] * 5, given.out, given.lse)
+    *_, row_dot = operators._attention_varlen_backward.default(*tensors, 0, 0, *score_mod, 0)
+    return _sums(given, row_dot)
+
+
+def _sums(given: BiasGradient, row_dot: Tensor) -> Tensor:
+    score_mod = (given.scale, given.window_left, given.window_right, given.softcap)
+    sums = torch.ops.flashmoe._attention_bias_gradient.default(
+        *(given.grad_out, given.q, given.k, given.v, given.mask, given.lse, row_dot),
+        *(*score_mod, given.dropout_p, given.rng_state),
     )
     folded = [dim for dim in range(1, 5) if given.mask.shape[dim - 1] == 1 and sums.shape[dim] > 1]
     whole: Tensor = sums if sums.shape[0] == 1 and not folded else sums.sum((0, *folded), keepdim=True)

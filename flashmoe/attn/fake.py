@@ -12,8 +12,10 @@ from torch import Tensor
 from flashmoe.attn.options import DenseBackward, Varlen, VarlenBackward
 from flashmoe.rules import check
 
-# The bits of the backward operators' `needs`: 1 for dq, 2 for dk, 4 for dv, 8 for the sinks of ragged attention. A mask's gradient is an operator of its own.
+# The bits of the backward operators' `needs`: 1 for dq, 2 for dk, 4 for dv, 8 for the sinks of ragged attention; of the kernels' 16 for the
+# gradient of the scores behind a mask.
 ALL_GRADIENTS = 7
+MASK_GRADIENT = 16
 
 
 def forward(*arguments: Any) -> tuple[Tensor, Tensor]:
@@ -128,6 +130,13 @@ def varlen_backward(*arguments: Any) -> tuple[Tensor, ...]:
     return *_gradients(given), given.q.new_empty(heads, dtype=torch.float32)
 
 
+def mask_backward(*arguments: Any) -> tuple[Tensor, ...]:
+    """And the mask's."""
+    mask = VarlenBackward(*arguments).mask
+    assert mask is not None
+    return *varlen_backward(*arguments), mask.new_empty(mask.shape)
+
+
 def bias_gradient(*arguments: Any) -> Tensor:
     """Of ``attention_bias_gradient``: as the mask, contiguous."""
     mask: Tensor = arguments[5]
@@ -145,6 +154,11 @@ def varlen_kernels(*arguments: Any) -> tuple[Tensor | None, ...]:
     needs = given.needs & ALL_GRADIENTS
     gradients = (gradient if needs >> index & 1 else None for index, gradient in enumerate(_gradients(given)))
     return *gradients, torch.empty_like(given.lse) if given.lse.device.type == "cuda" else None
+
+
+def mask_kernels(*arguments: Any) -> tuple[Tensor | None, ...]:
+    """Of ``_attention_mask_backward`` where another kernel makes the mask's gradient."""
+    return *varlen_kernels(*arguments), None
 
 
 def _gradients(given: DenseBackward | VarlenBackward) -> tuple[Tensor, ...]:

@@ -77,6 +77,13 @@ def varlen_backward_flops(*arguments: Any, **_: Any) -> int:
     return int(2 * given.q.shape[1] * _scores(rows, keys) * (of_q * given.q.shape[-1] + of_v * given.v.shape[-1]))
 
 
+def mask_backward_flops(*arguments: Any, **_: Any) -> int:
+    """Likewise; the mask's gradient needs the scores and dP."""
+    given = VarlenBackward(*arguments)
+    count = varlen_backward_flops(*given)
+    return count if given.needs & 3 else count + _product((*given.q.shape[:3], given.v.shape[-1]), given.k.shape)
+
+
 def bias_gradient_flops(*arguments: Any, **_: Any) -> int:
     """The scores again, and dP."""
     q, k, v = arguments[2:5]

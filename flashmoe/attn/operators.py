@@ -84,6 +84,17 @@ OPERATORS = (
     Operator(
         "_attention_varlen_backward", fake=fake.varlen_kernels, flops=flops.varlen_backward_flops, counts_raw=True
     ),
+    Operator(
+        "attention_mask_backward",
+        schema=varlen_backward.MASK_SCHEMA,
+        impls={"CPU": bias_gradient.mask_backward, "CUDA": bias_gradient.mask_backward},
+        fake=fake.mask_backward,
+        flops=flops.mask_backward_flops,
+        counts_raw=True,
+        vmap=autograd.mask_backward.vmap,
+        gradient=autograd.refuse_double_backward,
+    ),
+    Operator("_attention_mask_backward", fake=fake.mask_kernels, flops=flops.mask_backward_flops, counts_raw=True),
     _varlen(
         "attention_dropout_forward",
         fake=fake.dropout_forward,

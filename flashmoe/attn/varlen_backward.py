@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,6 +23,9 @@ SCHEMA = (
 DROPOUT_SCHEMA = SCHEMA.replace("attention_varlen_backward", "attention_dropout_backward").replace(
     "needs=15", "needs, float dropout_p, Tensor rng_state"
 )
+MASK_SCHEMA = SCHEMA.replace("attention_varlen_backward", "attention_mask_backward").replace(
+    "(Tensor, Tensor, Tensor, Tensor)", "(Tensor, Tensor, Tensor, Tensor, Tensor)"
+)
 LEAST_SCALE = 2.0**-126  # a scale below is taken for zero: float32 holds no normal number there
 Gradients = tuple[Tensor, Tensor, Tensor, Tensor]
 
@@ -33,8 +37,22 @@ def backward_by_kernels(*arguments: Any) -> Gradients:
     autocast the forward pass worked in ``out``'s dtype, and so does this. With dropout its probability and ``rng_state`` follow.
     """
     count = len(VarlenBackward._fields)
-    _refuse_wide(VarlenBackward(*arguments[:count]), has_dropout=len(arguments) > count)
-    given, dropout = VarlenBackward(*arguments[:count]), arguments[count:]
+    operators, dropout = torch.ops.flashmoe, arguments[count:]
+    call = operators._attention_dropout_backward if dropout else operators._attention_varlen_backward
+    return run(call.default, VarlenBackward(*arguments[:count]), dropout).gradients
+
+
+class Run(NamedTuple):
+    """What a call of the kernels took and left."""
+
+    gradients: Gradients
+    given: VarlenBackward
+    rest: tuple[Tensor | None, ...]  # row_dot, and what follows it
+
+
+def run(call: Callable[..., Any], given: VarlenBackward, dropout: tuple[Any, ...] = (), more: int = 0) -> Run:
+    """``call``: an operator of the kernels. ``more``: bits for it beside those of dq, dk and dv."""
+    _refuse_wide(given, has_dropout=bool(dropout))
     grad_out, out, lse, needs = given.grad_out, given.out, given.lse, given.needs
     upstream = torch.zeros_like(out) if grad_out is None else grad_out
     if upstream.stride(-1) != 1:
@@ -51,22 +69,22 @@ def backward_by_kernels(*arguments: Any) -> Gradients:
         mask=mask if mask is None or mask.dtype == torch.bool or is_slopes(mask) else mask.to(out.dtype),
         lse=lse.contiguous(),
         scale=scale,
-        needs=needs & fake.ALL_GRADIENTS,
+        needs=needs & fake.ALL_GRADIENTS | more,
     )
-    operators = torch.ops.flashmoe
-    call = operators._attention_dropout_backward if dropout else operators._attention_varlen_backward
-    dq, dk, dv, row_dot = call.default(*kernels, *dropout)
+    dq, dk, dv, *rest = call(*kernels, *dropout)
     if factor != 1.0 and dq is not None:
         dq = -dq if factor else torch.zeros_like(dq)
     if given.sinks is None or not needs & 8:
         dsinks = lse.new_empty(0)
     else:
+        row_dot = rest[0]
         if row_dot is None:
             row_dot = torch.linalg.vecdot(upstream.float(), out.float())
             row_dot = row_dot.mT if given.cu_seqlens_q is not None else row_dot
             row_dot = row_dot if statistic is None else row_dot - statistic
         dsinks = sink_gradient(given.sinks, lse, row_dot, given.cu_seqlens_q)
-    return in_dtype_of(given.q, dq), in_dtype_of(given.k, dk), in_dtype_of(given.v, dv), dsinks
+    gradients = in_dtype_of(given.q, dq), in_dtype_of(given.k, dk), in_dtype_of(given.v, dv), dsinks
+    return Run(gradients, kernels, tuple(rest))
 
 
 def _refuse_wide(given: VarlenBackward, *, has_dropout: bool) -> None:

@@ -250,4 +250,6 @@ ROWS: tuple[Row, ...] = (
     ("attention_fp8_forward", _fp8, lambda c, _=None: fp8(c)),
     ("attention_fp8_varlen_forward", _fp8_varlen, fp8_varlen),
 )
-ELSEWHERE = {"_flash_attention_backward", "_attention_bias_gradient", "_attention_merge"}  # their own tests
+ELSEWHERE = {  # their own tests
+    *("_flash_attention_backward", "_attention_bias_gradient", "_attention_mask_backward", "_attention_merge"),
+}

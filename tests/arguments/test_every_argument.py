@@ -25,6 +25,7 @@ from .described import BrokenError, Call, T, changes, outside, words_of
 # Operators in Python of the same arguments, by those that they call; tests of their own have them.
 IN_PYTHON = {
     "flash_attention_backward", "attention_varlen_backward", "attention_dropout_backward", "attention_bias_gradient",
+    "attention_mask_backward",
 }  # fmt: skip
 KEPT = {"out", "k_cache", "v_cache"}  # arguments that are results
 DESCRIBED_ALONE = {"mla_decode", "mla_append_"}  # in Python on the CPU: tests/mla has them

@@ -99,7 +99,13 @@ LONG = [  # more tiles than multiprocessors
     # dq, dk and dv by one kernel, which streams the mask.
     ((2, 8, 4, 600, 776, 128, 72), "bhqk", ScoreOptions(causal=True), 0.0),
     ((3, 4, 4, 1000, 520, 64, 40), "b1qk", ScoreOptions(window=(300, 5)), 0.0),
+    # The mask's gradient, too, from the scores' where every row sees every key: of all heads and sequences, of some, of a group; rows of 650 keys, whose
+    # mask is copied first.
     ((2, 4, 4, 520, 648, 128, 128), "11qk", ScoreOptions(), 0.0),
+    ((2, 4, 4, 600, 520, 64, 64), "bhqk", ScoreOptions(), 0.0),
+    ((3, 4, 2, 513, 584, 128, 120), "1hqk", ScoreOptions(scale=-0.1), 0.0),
+    ((2, 4, 1, 577, 640, 64, 48), "b1qk", ScoreOptions(), 0.0),
+    ((2, 2, 2, 520, 650, 64, 64), "bhqk", ScoreOptions(), 0.0),
 ]
 
 
@@ -287,7 +293,36 @@ def test_streamed_mask(dim: int, monkeypatch: pytest.MonkeyPatch) -> None:
             for ours, theirs in zip(fused, other, strict=True):
                 assert ours.isfinite().all()
                 assert (ours - theirs).abs().max() <= 2e-2 * theirs.abs().max()
-        assert torch.equal(fused[3], split[3])  # of the same row_dot
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("letters", ["bhqk", "1hqk", "11qk"])
+@pytest.mark.parametrize("dim", [64, 128])
+def test_a_stored_gradient(letters: str, dim: int) -> None:
+    """By the kernel of the other gradients: the same bits on every run, alone and together, and those of their sums in float64, rounded once for each
+    sequence and head, and once more."""
+    sizes = {"b": 3, "h": 4, "q": 700, "k": 584, "1": 1}
+    q, k, v = (make("cuda", torch.bfloat16, 3, 4, length, dim) for length in (700, 584, 584))
+    bias = make("cuda", torch.bfloat16, *(sizes[letter] for letter in letters))
+    upstream = torch.randn_like(q)
+    out = flashmoe.attention(q, k, v, attn_mask=bias)
+
+    leaves = (q, k, v, bias)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA], acc_events=True) as profile:
+        every = torch.autograd.grad(out, leaves, upstream, retain_graph=True)
+        torch.cuda.synchronize()
+    names = " ".join(event.key for event in profile.key_averages())
+    stores = letters == "bhqk" or dim > 64
+    assert "attention_mask_backward_fused" in names
+    assert ("attention_bias_gradient" not in names) == stores
+    assert ("attention_scores_sum" in names) == (stores and letters != "bhqk")
+    for _ in range(20):
+        again = torch.autograd.grad(out, leaves, upstream, retain_graph=True)
+        assert all(map(torch.equal, every, again))
+    assert torch.equal(every[3], torch.autograd.grad(out, bias, upstream)[0])
+    wanted, rounding = wanted_gradients(leaves, upstream, ScoreOptions())
+    error = (every[3] - wanted[3]).abs() - rounding
+    assert error.max().item() <= LIMITS[torch.bfloat16] * wanted[3].abs().max().item()
 
 
 @pytest.mark.gpu
@@ -435,10 +470,11 @@ def test_kernels_take_additive_masks_alone() -> None:
 
 
 @pytest.mark.gpu
-def test_no_tensor_of_the_scores_size() -> None:
-    """A broadcast mask costs its own size, some partial sums of it, and no [B, H, Sq, Sk]."""
+def test_no_tensor_of_the_scores_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A broadcast mask costs its own size, some partial sums of it, and no [B, H, Sq, Sk] where memory is worth more than time, or more than 1 GiB."""
     q, k, v = (make("cuda", torch.bfloat16, 8, 16, 1024, 64).detach() for _ in range(3))
     scores = 8 * 16 * 1024 * 1024 * 2
+    monkeypatch.setenv("FLASHMOE_SPLIT_BACKWARD", "1")
     for shape in ((1, 1, 1024, 1024), (1, 16, 1024, 1024), (8, 1, 1, 1024), (1, 16, 1024, 1)):
         bias = make("cuda", torch.bfloat16, *shape)
         out = flashmoe.attention(q, k, v, attn_mask=bias)

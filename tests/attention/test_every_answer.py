@@ -395,10 +395,10 @@ def test_pages_and_ragged_masks_have_no_gradient() -> None:
     for name in ("cu_seqlens_q", "cu_seqlens_k", "seqused_k"):
         given: Any = autograd.VarlenBackward(**{**none, "mask": ROWS, name: ENDS})  # type: ignore[arg-type]
         with pytest.raises(DifferentiationError, match="has no gradient for a mask"):
-            autograd._bias_arguments(given)
+            autograd._check_mask_gradient(given)
     slopes: Any = autograd.VarlenBackward(**{**none, "mask": torch.zeros(2, 2)})  # type: ignore[arg-type]
     with pytest.raises(FlashmoeError, match="no gradient for alibi_slopes"):
-        autograd._bias_arguments(slopes)
+        autograd._check_mask_gradient(slopes)
 
 
 @pytest.mark.parametrize(("scale", "is_plain"), [(0.5, True), (0.0, False), (-0.5, False)])

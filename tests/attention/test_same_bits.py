@@ -19,6 +19,9 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "window": {"causal": True, "window": (70, -1)},
     "softcap": {"causal": True, "softcap": 20.0},
     "sinks": {"causal": True},
+    "alibi": {"causal": True},
+    "alibi, full": {},
+    "alibi, window, softcap": {"causal": True, "window": (70, -1), "softcap": 20.0},
 }
 HEADS, HEADS_KV = 4, 2
 Result = tuple[torch.Tensor, torch.Tensor]
@@ -59,7 +62,8 @@ def test_a_row_has_the_same_bits_in_every_call(head_dim: int, head_dim_v: int, n
             for length in lengths
         ]
         sinks = torch.linspace(-1, 4, HEADS, device=device) if name == "sinks" else None
-        options = {**OPTIONS[name], "sinks": sinks, "consistent": True, "return_lse": True}
+        slopes = torch.tensor([2.0, -0.3, 0.25, 0.01], device=device) if name.startswith("alibi") else None
+        options = {**OPTIONS[name], "sinks": sinks, "alibi_slopes": slopes, "consistent": True, "return_lse": True}
         q, k, v = sequences[1]
         length = lengths[1]
         whole = flashmoe.attention(q, k, v, **options)

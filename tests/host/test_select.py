@@ -47,6 +47,20 @@ def test_consistent_calls_divide_no_keys_and_have_one_width(choose: Any, gpu: st
 
 
 @pytest.mark.parametrize("gpu", GPUS)
+def test_consistent_calls_with_alibi_have_one_kernel(choose: Any, gpu: str) -> None:
+    """Its references move in each family at blocks of their own, so that pages which the copy engine cannot load are refused."""
+    for head_dim in (64, 80, 128, 256):
+        found = {
+            choose.varlen(GPUS[gpu], head_dim, rows=rows, batch=batch, page_size=page_size, alibi=True, consistent=True)
+            for rows, batch, page_size in product((1, 4, 17, 700, 9000), (1, 300), (0, 8, 16))
+        }
+        assert len(found) == 1, found
+        assert "_alibi" in found.pop()[0]
+        odd = choose.varlen(GPUS[gpu], head_dim, rows=700, page_size=12, alibi=True, consistent=True)
+        assert bool(odd) == (gpu != "sm90")
+
+
+@pytest.mark.parametrize("gpu", GPUS)
 def test_narrow_values_have_the_width_of_wide_ones(choose: Any, gpu: str) -> None:
     """Values of at most 128 columns beside keys of 129 to 192: their kernel where there is one, and one width with those that stand in for it."""
     widths = {(unit.name, unit.target.name): unit.row.block_n for unit in load_tables().units()}

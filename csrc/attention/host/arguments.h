@@ -53,6 +53,7 @@ struct Gradients {
   Tensor dv;
   Tensor
       row_dot;  // as lse: BackwardParams::row_dot, where the caller needs it for the gradient of the sinks. A GPU's alone
+  Tensor scores;  // [batch, heads_q, rows, keys or a few more]: MaskBackwardParams::scores_gradient
 };
 
 // Throws unless q, k and v are tensors of one device and of one dtype that has kernels there; or, of a cache of codes, k and v of

@@ -18,6 +18,10 @@ void forward_varlen_cuda(const VarlenArguments& arguments, const ForwardOutputs&
 // At least one row and one key.
 void backward_varlen_cpu(const VarlenBackwardArguments& arguments, const Gradients& gradients);
 void backward_varlen_cuda(const VarlenBackwardArguments& arguments, const Gradients& gradients);
+// Whether it stores the gradient of the scores behind a mask, which takes all other gradients, too.
+bool stores_scores_gradient(const VarlenBackwardArguments& arguments);
+// From it, that of the mask.
+Tensor mask_gradient(const VarlenArguments& forward, Tensor scores);
 // At least one new key.
 void append_cpu(const AppendArguments& arguments);
 void append_cuda(const AppendArguments& arguments);

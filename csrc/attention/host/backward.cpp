@@ -72,7 +72,8 @@ void run_fused(const BackwardParams& params, const BackwardKernels& kernels, con
   queries.row_keys = is_causal ? params.seq_k - params.seq_q + 1 : params.seq_k;
   const int64_t partials = ceil_div(params.seq_q, fused.block_m) * params.batch * params.heads_q;
   const int64_t tiles = ceil_div(params.seq_k, fused.block_n) * params.batch * params.heads_kv;
-  run_fused({params, Dropout{}}, kernels, queries, partials, fused.block_m, tiles, key_value_gradient_maps, gpu);
+  run_fused(DropoutBackwardParams{params, Dropout{}}, kernels, queries, partials, fused.block_m, tiles,
+            key_value_gradient_maps, gpu);
 }
 
 void run_split(const BackwardParams& params, const BackwardKernels& kernels, const host::Device& gpu) {

@@ -21,6 +21,7 @@ constexpr int64_t kNeedsDq = 1;
 constexpr int64_t kNeedsDk = 2;
 constexpr int64_t kNeedsDv = 4;
 constexpr int64_t kNeedsAll = kNeedsDq | kNeedsDk | kNeedsDv;
+constexpr int64_t kNeedsMask = 16;  // 8: of the sinks, which Python computes
 
 inline int64_t ceil_div(int64_t value, int64_t divisor) { return (value + divisor - 1) / divisor; }
 
@@ -83,10 +84,11 @@ inline void allocate_row_dot(BackwardParams& params, int64_t row_dot, const host
 }
 
 // All three gradients by one kernel, between one that computes row_dot and zeroes the sums of dq, and one that converts these.
-// partials: of all heads, of partial_rows rows each. Kernels without dropout take what `launched` begins with.
-template <class QueryParams>
-void run_fused(DropoutBackwardParams launched, const BackwardKernels& kernels, QueryParams queries, int64_t partials,
-               int64_t partial_rows, int64_t tiles, MakeMaps key_value_gradient_maps, const host::Device& gpu) {
+// partials: of all heads, of partial_rows rows each. A kernel takes `launched`, of dropout or a mask, or the BackwardParams that it begins with.
+template <class Launched, class QueryParams, class MakeFusedMaps>
+void run_fused(Launched launched, const BackwardKernels& kernels, QueryParams queries, int64_t partials,
+               int64_t partial_rows, int64_t tiles, const MakeFusedMaps& key_value_gradient_maps,
+               const host::Device& gpu) {
   BackwardParams& params = launched.backward;
   const Kernel& fused = *kernels.fused;
   const host::CudaCall call(gpu);

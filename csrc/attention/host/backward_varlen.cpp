@@ -12,6 +12,7 @@
 #include "attention/host/backward_launch.h"
 #include "attention/host/select.h"
 #include "attention/params/fused_backward.h"
+#include "attention/params/scores_sum.h"
 #include "host/copies.h"
 
 namespace flashmoe::attention {
@@ -96,11 +97,15 @@ std::vector<CUtensorMap> query_gradient_maps(const BackwardParams& params, const
 
 std::vector<CUtensorMap> key_value_gradient_maps(const BackwardParams& params, const Kernel& kernel) {
   if (kernel.num_tensor_maps == 0) return {};
+  return encode_key_value_gradient_maps(backward::sm90::varlen_key_value_gradient_tensor_maps(params, kernel.block_m),
+                                        kernel.dtype);
+}
+
+std::vector<CUtensorMap> mask_maps(const MaskBackwardParams& params, const Kernel& kernel) {
   const auto maps = backward::sm90::mask_fused_tensor_maps(params, kernel.block_m);
   std::vector<CUtensorMap> encoded = encode_key_value_gradient_maps(maps, kernel.dtype);
-  if (std::strcmp(kernel.operation, "attention_mask_backward_fused") == 0) {
-    encoded.push_back(host::encode_tensor_map(maps.mask, kernel.dtype, "attn_mask"));
-  }
+  encoded.push_back(host::encode_tensor_map(maps.mask, kernel.dtype, "attn_mask"));
+  encoded.push_back(host::encode_tensor_map(maps.scores_gradient, kernel.dtype, "the gradient of attn_mask"));
   return encoded;
 }
 
@@ -117,7 +122,8 @@ void run_split(const DropoutBackwardParams& launched, const BackwardKernels& ker
   run_split(launched, kernels, tiles, params.head_dim_v, query_gradient_maps, key_value_gradient_maps, gpu);
 }
 
-void run_fused(const DropoutBackwardParams& launched, const BackwardKernels& kernels, const host::Device& gpu) {
+void run_fused(const DropoutBackwardParams& launched, const BackwardKernels& kernels, const Tensor& scores,
+               const host::Device& gpu) {
   const BackwardParams& params = launched.backward;
   const Kernel& fused = *kernels.fused;
   const Batch& entries = params.sequences;
@@ -132,8 +138,18 @@ void run_fused(const DropoutBackwardParams& launched, const BackwardKernels& ker
   queries.head_dim_v = params.head_dim_v;
   queries.width = fused.axes[axis::kHeadDim];
   if (launched.dropout.rng_state != nullptr) queries.scale *= launched.dropout.scale;  // dS lacks it
-  run_fused(launched, kernels, queries, partials * params.heads_q, kDqPartialRows, tiles * params.heads_kv,
-            key_value_gradient_maps, gpu);
+  const auto run = [&](const auto& given, const auto& maps) {
+    run_fused(given, kernels, queries, partials * params.heads_q, kDqPartialRows, tiles * params.heads_kv, maps, gpu);
+  };
+  if (std::strcmp(fused.operation, "attention_mask_backward_fused") != 0) return run(launched, key_value_gradient_maps);
+  MaskBackwardParams masked{params, nullptr, 0};
+  if (VarlenArguments::has(scores)) {
+    masked.scores_gradient = scores.data();
+    masked.scores_gradient_row = scores.strides()[2];
+  }
+  run(masked, [&](const BackwardParams& backward, const Kernel& kernel) {
+    return mask_maps({backward, masked.scores_gradient, masked.scores_gradient_row}, kernel);
+  });
 }
 
 SelectorInput make_selector_input(const BackwardParams& params, const host::KernelRequest& request) {
@@ -153,6 +169,13 @@ SelectorInput make_selector_input(const BackwardParams& params, const host::Kern
   return as_equal_sequences(longest, rows_total, keys_total, static_cast<int64_t>(band.left) + band.right + 1);
 }
 
+bool prefers_fused(const BackwardKernels& kernels, const BackwardParams& params, const VarlenArguments& arguments,
+                   const host::Device& gpu) {
+  const bool is_split_slow = arguments.has_dropout() || streams_mask(arguments);
+  return attention::prefers_fused(kernels, make_selector_input(params, host::make_request(gpu, arguments.dtype)),
+                                  is_split_slow);
+}
+
 // Back from a result of another width or order.
 void give_back(const Tensor& from, const Tensor& to) {
   if (!VarlenArguments::has(to)) return;
@@ -160,6 +183,49 @@ void give_back(const Tensor& from, const Tensor& to) {
 }
 
 }  // namespace
+
+bool stores_scores_gradient(const VarlenBackwardArguments& arguments) {
+  constexpr int64_t kMostBytes = int64_t{1} << 30;  // of dS that is summed to a smaller mask
+  const VarlenArguments& forward = arguments.forward;
+  if (forward.has_dropout() || !streams_mask(forward)) return false;
+  const int64_t* mask = forward.mask.sizes();
+  const int64_t bytes = forward.batch() * forward.heads_q() * mask[2] * mask[3] * host::kElementBytes;
+  const bool is_whole = mask[0] == forward.batch() && mask[1] == forward.heads_q();
+  if (!is_whole && bytes > kMostBytes) return false;
+  const BackwardParams params = make_backward_params(make_varlen_params(forward, {}), arguments, {});
+  const bool sees_all = params.score_options.left == kUnbounded && params.score_options.right == kUnbounded;
+  if (!sees_all) return false;  // tiles that no row sees would have to be cleared
+  const host::Device& gpu = host::device(forward.device_index);
+  const BackwardKernels kernels = select_kernels(forward, gpu);
+  // At 64 columns stores cost the fused kernel as much as a kernel for a shared mask takes: 4 x 2048, 16 heads, H200, 148 us of 272.
+  if (!is_whole && kernels.fused != nullptr && kernels.fused->axes[axis::kHeadDim] <= 64) return false;
+  return prefers_fused(kernels, params, forward, gpu);
+}
+
+Tensor mask_gradient(const VarlenArguments& forward, Tensor scores) {
+  const int64_t* mask = forward.mask.sizes();
+  const int64_t* sizes = scores.sizes();
+  if (mask[0] == sizes[0] && mask[1] == sizes[1]) return scores;
+  const host::Device& gpu = host::device(forward.device_index);
+  const Kernel& kernel = select_scores_sum(host::make_request(gpu, forward.dtype));
+  Tensor sums = host::empty({mask[0], mask[1], sizes[2], sizes[3]}, forward.torch_dtype, forward.device_type,
+                            forward.device_index);
+  const bool adds_heads = mask[1] < sizes[1];
+  const int64_t all = sizes[0] * sizes[1], num_sums = mask[0] * mask[1];
+  const ScoresSumParams params{scores.data(),
+                               sums.data(),
+                               sizes[2] * sizes[3],
+                               static_cast<int32_t>(num_sums),
+                               static_cast<int32_t>(all / num_sums),
+                               static_cast<int32_t>(adds_heads ? sizes[1] : 1),
+                               static_cast<int32_t>(adds_heads ? 1 : sizes[1])};
+  const host::CudaCall call(gpu);
+  host::LaunchList list;
+  list.add({&kernel, ceil_div(num_sums * params.size / host::kRowAlignElements, kernel.threads), &params, nullptr,
+            /*is_dependent=*/false});
+  list.run(call);
+  return sums;
+}
 
 void backward_varlen_cuda(const VarlenBackwardArguments& arguments, const Gradients& gradients) {
   const host::Device& gpu = host::device(arguments.forward.device_index);
@@ -175,12 +241,10 @@ void backward_varlen_cuda(const VarlenBackwardArguments& arguments, const Gradie
   BackwardParams params = make_backward_params(make_varlen_params(operands.forward, {}), operands, results);
   params.sequence_rows = sequence_rows(params);
   const bool needs_all = params.dq != nullptr && params.dk != nullptr;
-  const host::KernelRequest request = host::make_request(gpu, operands.forward.dtype);
   const bool has_dropout = operands.forward.has_dropout();
   const DropoutBackwardParams launched{params, has_dropout ? make_dropout(operands.forward) : Dropout{}};
-  const bool is_split_slow = has_dropout || streams_mask(operands.forward);
-  if (needs_all && prefers_fused(kernels, make_selector_input(params, request), is_split_slow)) {
-    run_fused(launched, kernels, gpu);
+  if (needs_all && prefers_fused(kernels, params, operands.forward, gpu)) {
+    run_fused(launched, kernels, gradients.scores, gpu);
   } else {
     run_split(launched, kernels, gpu);
   }

@@ -9,6 +9,7 @@
 #include "attention/host/e4m3.h"
 #include "attention/host/schemas.h"
 #include "host/arguments.h"
+#include "host/copies.h"
 #include "host/last_kernel.h"
 
 namespace flashmoe::attention {
@@ -232,9 +233,10 @@ Gradients allocate_gradients(const VarlenBackwardArguments& arguments, int64_t n
   return gradients;
 }
 
-template <class Backend, bool kHasDropout = false>
+// kWithMask: the gradient of the scores behind a mask, too, where the kernels store it.
+template <class Backend, bool kHasDropout = false, bool kWithMask = false>
 void boxed_backward(StableIValue* stack, uint64_t num_arguments, uint64_t num_outputs) {
-  host::check_counts("attention_varlen backward", num_arguments, kHasDropout ? 21 : 19, num_outputs, 4);
+  host::check_counts("attention_varlen backward", num_arguments, kHasDropout ? 21 : 19, num_outputs, kWithMask ? 5 : 4);
   VarlenBackwardArguments arguments;
   VarlenArguments& forward = arguments.forward;
   host::Arguments given(stack);
@@ -253,17 +255,31 @@ void boxed_backward(StableIValue* stack, uint64_t num_arguments, uint64_t num_ou
   const bool is_empty = !has_rows(forward) || forward.heads_kv() == 0 || forward.max_seqlen_k == 0;
   // The CPU's kernels keep row_dot to themselves; a GPU's give dk and dv together.
   const bool with_dkv = (needs & (kNeedsDk | kNeedsDv)) != 0;
-  const int64_t computed = !Backend::kIsCpu && with_dkv ? needs | kNeedsDk | kNeedsDv : needs;
+  int64_t computed = !Backend::kIsCpu && with_dkv ? needs | kNeedsDk | kNeedsDv : needs;
+  bool stores_scores = false;
+  if constexpr (kWithMask) stores_scores = !is_empty && (needs & kNeedsMask) != 0 && stores_scores_gradient(arguments);
+  if (stores_scores) computed |= kNeedsAll;
   Gradients gradients =
       allocate_gradients(arguments, computed, !Backend::kIsCpu && !is_empty, is_empty, Backend::kIsCpu);
+  if (stores_scores) {
+    const int64_t keys = ceil_div(forward.max_seqlen_k, host::kRowAlignElements) * host::kRowAlignElements;
+    gradients.scores = host::empty({forward.batch(), forward.heads_q(), forward.max_seqlen_q, keys},
+                                   forward.torch_dtype, forward.device_type, forward.device_index);
+  }
   host::set_last_kernel("");
   if (!is_empty) Backend::backward(arguments, gradients);
+  if constexpr (kWithMask) {
+    if (stores_scores) gradients.scores = mask_gradient(forward, std::move(gradients.scores));
+  }
   Tensor* const wanted[] = {&gradients.dq, &gradients.dk, &gradients.dv};
   for (int index = 0; index < 3; ++index) {
     stack[index] = (needs >> index & 1) != 0 ? host::give_optional(std::move(*wanted[index])) : host::give_none();
   }
-  stack[3] =
-      VarlenArguments::has(gradients.row_dot) ? host::give_optional(std::move(gradients.row_dot)) : host::give_none();
+  const auto give_found = [](Tensor& tensor) {
+    return VarlenArguments::has(tensor) ? host::give_optional(std::move(tensor)) : host::give_none();
+  };
+  stack[3] = give_found(gradients.row_dot);
+  if constexpr (kWithMask) stack[4] = give_found(gradients.scores);
 }
 
 template <class Backend>
@@ -355,6 +371,8 @@ STABLE_TORCH_LIBRARY_IMPL(flashmoe, CPU, library) {
 
 STABLE_TORCH_LIBRARY_IMPL(flashmoe, CUDA, library) {
   flashmoe::attention::register_backend<flashmoe::attention::Cuda>(library);
+  library.impl("_attention_mask_backward",
+               &flashmoe::attention::boxed_backward<flashmoe::attention::Cuda, false, true>);
   library.impl("attention_fp8_forward", &flashmoe::attention::boxed_fp8);
   library.impl("attention_fp8_varlen_forward", &flashmoe::attention::boxed_fp8_varlen);
 }

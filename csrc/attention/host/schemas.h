@@ -42,7 +42,14 @@ void define_varlen(Library& library) {
       "cu_seqlens_q, Tensor? cu_seqlens_k, Tensor? seqused_k, Tensor? sinks, Tensor? mask, Tensor out, Tensor lse, "
       "SymInt max_seqlen_q, SymInt max_seqlen_k, float scale, int window_left, int window_right, float softcap, "
       "int needs=7) -> (Tensor? dq, Tensor? dk, Tensor? dv, Tensor? row_dot)");
-  // The same with dropout of the probabilities, by the seed and offset of rng_state, int64 [2]. Without pages.
+  // The same of dense attention with an additive mask, and with bit 16 the mask's gradient, with keys or a few more, where the kernel of the others
+  // stores that of the scores: of full attention in tensors of up to 1 GiB, or as large as the mask. CUDA alone.
+  library.def(
+      "_attention_mask_backward(Tensor grad_out, Tensor? grad_lse, Tensor q, Tensor k, Tensor v, Tensor? "
+      "cu_seqlens_q, Tensor? cu_seqlens_k, Tensor? seqused_k, Tensor? sinks, Tensor? mask, Tensor out, Tensor lse, "
+      "SymInt max_seqlen_q, SymInt max_seqlen_k, float scale, int window_left, int window_right, float softcap, "
+      "int needs) -> (Tensor? dq, Tensor? dk, Tensor? dv, Tensor? row_dot, Tensor? dmask)");
+  // With dropout of the probabilities, by the seed and offset of rng_state, int64 [2]. Without pages.
   library.def(
       "attention_dropout_forward(Tensor q, Tensor k, Tensor v, Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, Tensor? "
       "seqused_k, Tensor? block_table, Tensor? sinks, Tensor? mask, SymInt max_seqlen_q, SymInt max_seqlen_k, "

@@ -319,6 +319,7 @@ const Kernel* select_varlen_forward(const VarlenSelectorInput& input) {
                        : input.has_score_functions ? "scores"
                                                    : values_variant(input.head_dim, input.head_dim_v);
   const int32_t block_n = input.is_consistent ? consistent_block_n(request, input.head_dim, wanted) : 0;
+  bool refuses_pages = false;
   for (const char* operation : operations) {
     if (operation == nullptr) continue;
     for (const char* const* family = host::families_of(request.capability); *family != nullptr; ++family) {
@@ -343,9 +344,12 @@ const Kernel* select_varlen_forward(const VarlenSelectorInput& input) {
       if (found != nullptr && can_load_pages(*found, input.page_size) && (block_n == 0 || found->block_n == block_n)) {
         return found;
       }
+      // ALiBi's references move in another family at other blocks.
+      refuses_pages = found != nullptr && input.has_alibi && input.is_consistent;
+      if (refuses_pages) break;
     }
   }
-  if (input.has_alibi) refuse_head_dim(request, "ALiBi", input.head_dim);
+  if (input.has_alibi && !refuses_pages) refuse_head_dim(request, "ALiBi", input.head_dim);
   const std::string pages = input.page_size > 0 ? ", pages of " + std::to_string(input.page_size) + " keys" : "";
   const char* what = input.is_consistent ? ", the same bits in every call" : "";
   host::refuse(request, "head_dim " + std::to_string(input.head_dim) + pages + what);
@@ -477,6 +481,10 @@ const Kernel& select_first(const host::KernelRequest& request, const char* opera
 
 const Kernel& select_row_dot(const host::KernelRequest& request) {
   return select_first(request, "attention_row_dot", "gradients of keys and values alone");
+}
+
+const Kernel& select_scores_sum(const host::KernelRequest& request) {
+  return select_first(request, "attention_scores_sum", "the gradient of attn_mask");
 }
 
 const Kernel& select_append(const host::KernelRequest& request) {

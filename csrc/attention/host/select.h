@@ -180,6 +180,7 @@ SelectorInput as_equal_sequences(const SelectorInput& longest, int64_t rows_tota
 
 // row_dot alone: the first that this GPU has, whichever family is forced.
 const Kernel& select_row_dot(const host::KernelRequest& request);
+const Kernel& select_scores_sum(const host::KernelRequest& request);
 
 // Of a cache of 8-bit floats, which one kernel reads for any number of rows. Throws as host::refuse() says where there is none.
 const Kernel& select_e4m3(const host::KernelRequest& request, int32_t head_dim);

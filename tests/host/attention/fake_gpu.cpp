@@ -187,6 +187,10 @@ std::string run_kernel(const host::Kernel& kernel, int64_t grid, void** argument
     const auto& p = *static_cast<const RowDotParams*>(arguments[0]);
     if (grid * kernel.threads < int64_t{4} * p.batch * p.heads * p.rows) return "fewer than four threads for a row";
     row_dots(p);
+  } else if (kind == "scores_sum") {
+    const auto& p = *static_cast<const ScoresSumParams*>(arguments[0]);
+    if (p.size % 8 != 0 || grid * kernel.threads < p.num_sums * p.size / 8) return "fewer threads than elements";
+    scores_sum(p);
   } else if (kind == "bias_gradient") {
     const auto& p = *static_cast<const BiasGradientParams*>(arguments[0]);
     const bool has_dropout = std::strcmp(kernel.variant, "dropout") == 0;
@@ -226,7 +230,12 @@ std::string run_kernel(const host::Kernel& kernel, int64_t grid, void** argument
     if (p.tile_counter == nullptr || *p.tile_counter != 0) return "no counter of tiles";
     key_value_gradient(p, is_dropout ? &g_fused.dropout : nullptr, kernel, static_cast<float*>(p.dq), g_rows_of_sums);
     std::vector<const void*> tensors{p.q, p.k, p.v, p.dout, p.dk, p.dv};
-    if (is_streamed) tensors.push_back(p.score_options.mask);
+    if (is_streamed) {
+      const auto& masked = *static_cast<const MaskBackwardParams*>(arguments[0]);
+      scores_gradient(masked, kernel);
+      tensors.push_back(p.score_options.mask);
+      tensors.push_back(masked.scores_gradient != nullptr ? masked.scores_gradient : p.score_options.mask);
+    }
     return check_maps(arguments, kernel, tensors);
   } else {
     return "no loops for it";

@@ -28,6 +28,7 @@ EVERY = operator.find_operators
 operator.find_operators = lambda: tuple(o for o in EVERY() if o.schema or hasattr(torch.ops.flashmoe, o.name))
 
 from flashmoe.attn import bias_gradient, fp8, merge  # noqa: E402
+from flashmoe.attn.options import VarlenBackward  # noqa: E402
 from flashmoe_tools.operations.attention.reference import ScoreOptions  # noqa: E402
 from tests.arguments import attention as calls  # noqa: E402
 from tests.attention import (  # noqa: E402
@@ -547,6 +548,45 @@ def test_a_mask_that_is_streamed() -> None:
     for one, other in zip(
         (out, *found), (exact, *torch.autograd.grad(exact, wide, out.detach().double())), strict=True
     ):
+        assert (one - other).abs().max() <= LIMIT * other.abs().max().clamp(min=1.0)
+
+
+@pytest.mark.parametrize(
+    ("heads", "head_dim", "window", "is_split", "stores"),
+    [
+        *((2, 16, -1, False, True), (1, 72, -1, False, True), (1, 16, -1, False, False)),
+        *((2, 16, 40, False, False), (2, 16, -1, True, False)),
+    ],
+)
+def test_a_streamed_mask_s_gradient(
+    heads: int, head_dim: int, window: int, is_split: bool, stores: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the kernel of the other gradients, which run for it alone, too; with a window, of 64 columns and a shared mask, or in the split form, by its own."""
+    begin(90)
+    monkeypatch.setenv("FLASHMOE_SPLIT_BACKWARD", str(int(is_split)))
+    shapes = ((2, 514), (1, 520), (1, 520))
+    q, k, v = (torch.randn(1, many, length, head_dim).to(DTYPE) for many, length in shapes)
+    mask, upstream = torch.randn(1, heads, 514, 520).to(DTYPE), torch.randn(1, 2, 514, head_dim).to(DTYPE)
+    options: dict[str, Any] = {"attn_mask": mask, "window": None if window < 0 else (window, window)}
+    out, lse = flashmoe.attention(q, k, v, **options, return_lse=True)
+    launches()
+    arguments = (upstream, None, q, k, v, *[None] * 4, mask, out, lse, 514, 520, head_dim**-0.5, window, window, 0.0)
+    every, alone = (bias_gradient._mask_backward_by_kernels(VarlenBackward(*arguments, needs)) for needs in (15, 0))
+    operations = launched()
+    assert operations.count("mask_backward_fused") == 2 * stores
+    assert operations.count("bias_gradient") == 2 * (not stores)
+    assert operations.count("scores_sum") == 2 * (stores and heads == 1)
+    assert torch.equal(every[4], alone[4])
+    assert [one.numel() for one in alone[:4]] == [0] * 4
+    leaves = [one.detach().double().requires_grad_() for one in (q, k, v, mask)]
+    hidden = torch.zeros(514, 520)
+    if window >= 0:
+        distance = torch.arange(520) - torch.arange(514)[:, None] - 6
+        hidden[distance.abs() > window] = -math.inf
+    exact = torch.nn.functional.scaled_dot_product_attention(*leaves[:3], leaves[3] + hidden, enable_gqa=True)
+    wanted = torch.autograd.grad(exact, leaves, upstream.double())
+    for one, other in zip((*every[:3], every[4]), wanted, strict=True):
+        assert one.shape == other.shape
         assert (one - other).abs().max() <= LIMIT * other.abs().max().clamp(min=1.0)
 
 

@@ -281,27 +281,6 @@ __device__ __forceinline__ void add_sums(const BackwardParams& params, const Fus
   }
 }
 
-// An additive mask of dense rows and keys; map: dense, as the mask lies.
-struct StreamedMask {
-  const ptx::TensorMap& map;
-
-  // Of a block of queries the published tile's keys, on the barrier of the block.
-  template <typename Spec>
-  __device__ __forceinline__ void load(const BackwardParams& params, const SharedMemory<Spec>& shared, int stage,
-                                       int row, int head) const {
-    const typename Spec::MaskTile tile = FusedMemory<Spec>{shared.base}.mask(stage);
-    const ScoreOptions& options = params.score_options;
-    const int first_key = static_cast<int>(ptx::ld_shared_32(shared.produced_tile())) * Spec::kOwnRows;
-    const int sequence = static_cast<int>(ptx::ld_shared_32(shared.produced_tile() + 8));
-    const DenseCoordinates at{options.mask_stride_head == 0 ? 0 : head, options.mask_stride_batch == 0 ? 0 : sequence};
-#pragma unroll
-    for (int slab = 0; slab < Spec::MaskTile::kNumSlabs; ++slab) {
-      load_box(tile.slab(slab), map, shared.first_full(stage), first_key + slab * kSlabColumns, row, at,
-               ptx::CacheHint::kEvictNormal);  // heads and sequences may share it
-    }
-  }
-};
-
 template <typename Spec, MaskKind kMask = MaskKind::kRuntime, typename Mask = NoMask>
 __device__ __forceinline__ void fused_gradient(const BackwardParams& params, const ptx::TensorMap& q_map,
                                                const ptx::TensorMap& k_map, const ptx::TensorMap& v_map,
@@ -344,22 +323,24 @@ __device__ __forceinline__ void fused_gradient(const BackwardParams& params, con
     }
   } else if constexpr (Spec::kIsWide) {
     ptx::setmaxnreg_inc<Spec::kConsumerRegisters>();
-    WideFusedConsumer<Spec, kMask>(params, shared, warpgroup - 1).run(dk_map, dv_map);
+    WideFusedConsumer<Spec, kMask, Mask>(params, shared, warpgroup - 1, mask).run(dk_map, dv_map);
   } else if (warpgroup == 3) {
     ptx::setmaxnreg_dec<Spec::kQueryRegisters>();
     FusedQueries<Spec, kMask>(params, shared).run();
   } else {
     ptx::setmaxnreg_inc<Spec::kConsumerRegisters>();
-    FusedConsumer<Spec, kMask>(params, shared, warpgroup - 1).run(dk_map, dv_map);
+    FusedConsumer<Spec, kMask, Mask>(params, shared, warpgroup - 1, mask).run(dk_map, dv_map);
   }
 }
 
 template <typename Spec>
-__device__ __forceinline__ void fused_gradient_mask(const BackwardParams& params, const ptx::TensorMap& q_map,
+__device__ __forceinline__ void fused_gradient_mask(const MaskBackwardParams& params, const ptx::TensorMap& q_map,
                                                     const ptx::TensorMap& k_map, const ptx::TensorMap& v_map,
                                                     const ptx::TensorMap& dout_map, const ptx::TensorMap& dk_map,
-                                                    const ptx::TensorMap& dv_map, const ptx::TensorMap& mask_map) {
-  fused_gradient<Spec>(params, q_map, k_map, v_map, dout_map, dk_map, dv_map, StreamedMask{mask_map});
+                                                    const ptx::TensorMap& dv_map, const ptx::TensorMap& mask_map,
+                                                    const ptx::TensorMap& gradient_map) {
+  fused_gradient<Spec>(params.backward, q_map, k_map, v_map, dout_map, dk_map, dv_map,
+                       StreamedMask{params, mask_map, gradient_map});
 }
 
 template <typename Spec>

@@ -5,8 +5,10 @@
 #include "attention/backward/sm90/dropout.cuh"
 #include "attention/backward/sm90/key_value_consumer.cuh"
 #include "attention/params/fused_backward.h"
+#include "attention/params/mask_backward.h"
 #include "ptx/ldmatrix.cuh"
 #include "ptx/math.cuh"
+#include "ptx/stmatrix_trans.cuh"
 
 namespace flashmoe::attention::backward::sm90 {
 
@@ -203,7 +205,7 @@ struct BlockMask {
 template <typename Spec>
 struct BlockMask<Spec, true> {
   using Element = typename Spec::Element;
-  const unsigned char* lane_smem;  // the lane's eight keys, of the first of its queries
+  unsigned char* lane_smem;  // the lane's eight keys, of the first of its queries
 
   __device__ __forceinline__ BlockMask(const FusedMemory<Spec>& shared, int stage, int consumer) {
     const int lane = ptx::recompute(ptx::lane_index());  // no address lives through the loop
@@ -231,6 +233,82 @@ struct BlockMask<Spec, true> {
         }
       }
     }
+  }
+};
+
+// An additive mask of dense rows and keys; map: dense, as the mask lies. gradient_map: of dS, of every sequence and head, where it is wanted.
+struct StreamedMask {
+  const MaskBackwardParams& launched;
+  const ptx::TensorMap& map;
+  const ptx::TensorMap& gradient_map;
+
+  __device__ __forceinline__ bool has_gradient() const { return launched.scores_gradient != nullptr; }
+
+  // Of a block of queries the published tile's keys, on the barrier of the block.
+  template <typename Spec>
+  __device__ __forceinline__ void load(const BackwardParams& params, const SharedMemory<Spec>& shared, int stage,
+                                       int row, int head) const {
+    const typename Spec::MaskTile tile = FusedMemory<Spec>{shared.base}.mask(stage);
+    const ScoreOptions& options = params.score_options;
+    const int first_key = static_cast<int>(ptx::ld_shared_32(shared.produced_tile())) * Spec::kOwnRows;
+    const int sequence = static_cast<int>(ptx::ld_shared_32(shared.produced_tile() + 8));
+    const DenseCoordinates at{options.mask_stride_head == 0 ? 0 : head, options.mask_stride_batch == 0 ? 0 : sequence};
+#pragma unroll
+    for (int slab = 0; slab < Spec::MaskTile::kNumSlabs; ++slab) {
+      load_box(tile.slab(slab), map, shared.first_full(stage), first_key + slab * kSlabColumns, row, at,
+               ptx::CacheHint::kEvictNormal);  // heads and sequences may share it
+    }
+  }
+};
+
+// dS of a block where the mask has a gradient: in the stage it takes the mask's place, a warp's 16 keys by that warp, which alone has read them.
+// Empty without a mask; a consumer's base, so that it takes no room there.
+template <typename Spec, typename Mask>
+struct MaskGradient {
+  __device__ __forceinline__ explicit MaskGradient(const Mask&) {}
+  __device__ __forceinline__ void put_gradient(const FusedMemory<Spec>&, int, int,
+                                               const uint32_t (&)[Products<Spec>::kPacked]) const {}
+  __device__ __forceinline__ void sync_gradient(int) const {}
+  __device__ __forceinline__ void store_gradient(const FusedMemory<Spec>&, int, int, int, int) const {}
+  __device__ __forceinline__ void wait_read() const {}
+};
+template <typename Spec>
+struct MaskGradient<Spec, StreamedMask> {
+  const StreamedMask& mask;
+
+  __device__ __forceinline__ explicit MaskGradient(const StreamedMask& mask_) : mask(mask_) {}
+
+  // packed: dS^T, as an operand. Whoever calls it orders it before the copy engine's reads.
+  __device__ __forceinline__ void put_gradient(const FusedMemory<Spec>& shared, int stage, int consumer,
+                                               const uint32_t (&packed)[Products<Spec>::kPacked]) const {
+    if (!mask.has_gradient()) return;
+    unsigned char* lane_smem = BlockMask<Spec>(shared, stage, consumer).lane_smem;
+#pragma unroll
+    for (int step = 0; step < Spec::kStreamRows / 16; ++step) {
+      const uint32_t words[4] = {packed[4 * step], packed[4 * step + 1], packed[4 * step + 2], packed[4 * step + 3]};
+      ptx::stmatrix_x4_trans(lane_smem + step * 16 * kSlabRowBytes, words);
+    }
+  }
+  // Hazard: the copy engine reads before all warps of the consumer have written.
+  __device__ __forceinline__ void sync_gradient(int consumer) const {
+    if (mask.has_gradient()) sync_consumer(consumer);
+  }
+  // head: of the tile's group. All else is read from the tile's record: no register holds it through the block.
+  __device__ __forceinline__ void store_gradient(const FusedMemory<Spec>& shared, int stage, int consumer, int head,
+                                                 int block) const {
+    if (!mask.has_gradient() || ptx::thread_index() % 128 != 0) return;
+    uint32_t tile[4];  // of a VarlenTile
+    ptx::ld_shared_128(tile, shared.tile(consumer));
+    const BackwardParams& params = mask.launched.backward;
+    const int first_key = static_cast<int>(tile[0]) * Spec::kOwnRows + consumer * 64;
+    const int query_head = static_cast<int>(tile[1]) * (params.heads_q / params.heads_kv) + head;
+    store_box(mask.gradient_map, shared.mask(stage).slab(consumer), first_key, block * Spec::kStreamRows,
+              DenseCoordinates{query_head, static_cast<int>(tile[2])});
+    ptx::tma_store_commit();
+  }
+  // Before the stage is released. Hazard: the next block's mask overwrites dS while it is read.
+  __device__ __forceinline__ void wait_read() const {
+    if (mask.has_gradient() && ptx::thread_index() % 128 == 0) ptx::tma_store_wait_read<0>();
   }
 };
 
@@ -282,8 +360,8 @@ __device__ __forceinline__ void fused_exponentials(const BackwardParams& params,
   }
 }
 
-template <typename Spec, MaskKind kMask>
-struct FusedConsumer {
+template <typename Spec, MaskKind kMask, typename Mask>
+struct FusedConsumer : MaskGradient<Spec, Mask> {
   using Product = Products<Spec>;
   using Element = typename Spec::Element;
   using Tile = MaskTile<kMask>;
@@ -298,10 +376,11 @@ struct FusedConsumer {
   RingPosition<Spec::kQueryBuffers> handed;
 
   __device__ __forceinline__ FusedConsumer(const BackwardParams& params_, const FusedMemory<Spec>& shared_,
-                                           int consumer_)
-      : params(params_), shared(shared_), consumer(consumer_) {}
+                                           int consumer_, const Mask& mask)
+      : MaskGradient<Spec, Mask>(mask), params(params_), shared(shared_), consumer(consumer_) {}
 
   __device__ __forceinline__ void release_used() {
+    this->wait_read();
     release(shared.first_empty(used.stage));
     used.advance();
   }
@@ -414,8 +493,11 @@ struct FusedConsumer {
     ptx::wgmma_fence_operands(gradients);
     dropout.score_gradients(gradients, scores, row_dot);
     pack_operand<Element>(ds_packed, gradients);
+    this->put_gradient(shared, at.stage, consumer, ds_packed);
     hand_scores(ds_packed);
     issue_product<Element, true>(dk, ds_packed, q.mn_major());
+    this->sync_gradient(consumer);
+    this->store_gradient(shared, at.stage, consumer, coordinates.head, coordinates.block);
     at.advance();
   }
 
@@ -483,7 +565,10 @@ struct FusedConsumer {
             const int needs_mask = ptx::recompute(is_full ? 0 : 1);
             int head = heads;
             do {
-              if constexpr (Spec::kHasAlibi) {  // the others do not ask for the head
+              if constexpr (Spec::kMaskBytes > 0) {
+                step(dk, dv, p_packed, ds_packed, own_k, own_v, dropout,
+                     BlockCoordinates{shared.tile(consumer), heads - head, first_key, block}, needs_mask != 0);
+              } else if constexpr (Spec::kHasAlibi) {  // the others do not ask for the head
                 const int query_head = (tile.head + 1) * heads - head;
                 step(dk, dv, p_packed, ds_packed, own_k, own_v, dropout,
                      BlockCoordinates{shared.tile(consumer), query_head, first_key, block}, needs_mask != 0);

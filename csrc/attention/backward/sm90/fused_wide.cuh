@@ -26,8 +26,8 @@ enum class WideBarrier : int {
       8,  // both consumers' 256 threads. Hazard: dK and dV take the places of K and V, which dQ's products of both still read
 };
 
-template <typename Spec, MaskKind kMask>
-struct WideFusedConsumer {
+template <typename Spec, MaskKind kMask, typename Mask>
+struct WideFusedConsumer : MaskGradient<Spec, Mask> {
   using Element = typename Spec::Element;
   using Product = Products<Spec>;
   using Tile = MaskTile<kMask>;
@@ -45,10 +45,11 @@ struct WideFusedConsumer {
   __device__ __forceinline__ int sums_parity() const { return Spec::kSumBuffers == 1 ? handed.stage : handed.parity; }
 
   __device__ __forceinline__ WideFusedConsumer(const BackwardParams& params_, const FusedMemory<Spec>& shared_,
-                                               int consumer_)
-      : params(params_), shared(shared_), consumer(consumer_) {}
+                                               int consumer_, const Mask& mask)
+      : MaskGradient<Spec, Mask>(mask), params(params_), shared(shared_), consumer(consumer_) {}
 
   __device__ __forceinline__ void release_used() {
+    this->wait_read();
     release(shared.first_empty(used.stage));
     used.advance();
   }
@@ -110,7 +111,7 @@ struct WideFusedConsumer {
   __device__ __forceinline__ void step(float (&dk)[Product::kOutputs], float (&dv)[Product::kOutputs],
                                        uint32_t (&p_packed)[Product::kPacked], uint32_t (&ds_packed)[Product::kPacked],
                                        const TileDropout<Spec>& tile_dropout, const BlockCoordinates& coordinates,
-                                       bool is_masked) {
+                                       int head, bool is_masked) {
     float scores[Product::kScores];
     float gradients[Product::kScores];  // dP^T, then dS^T
     float lse_log2[Product::kColumns];
@@ -146,6 +147,7 @@ struct WideFusedConsumer {
     ptx::wgmma_fence_operands(gradients);
     dropout.score_gradients(gradients, scores, row_dot);
     pack_operand<Element>(ds_packed, gradients);
+    this->put_gradient(shared, at.stage, consumer, ds_packed);
     share_scores(ds_packed);
     issue_product<Element, true>(dv, p_packed, shared.second(at.stage).mn_major());
     // Hazard: the product reads the other consumer's dS before it is written.
@@ -153,6 +155,8 @@ struct WideFusedConsumer {
     float sums[kSums];
     issue_sums(sums);
     issue_product<Element, true>(dk, ds_packed, shared.first(at.stage).mn_major());
+    // All warps of both consumers have written dS: the wait above.
+    this->store_gradient(shared, at.stage, consumer, head, coordinates.block);
     ptx::wgmma_wait<1>();  // dV and dQ
     ptx::wgmma_fence_operands(dv);
     ptx::wgmma_fence_operands(sums);
@@ -192,7 +196,7 @@ struct WideFusedConsumer {
       for (int left = all.end - all.begin; left > 0; --left) {
         for (int head = 0; head < heads; ++head) {
           const BlockCoordinates coordinates{shared.tile(consumer), tile.head * heads + head, first_key, block};
-          step(dk, dv, p_packed, ds_packed, dropout, coordinates,
+          step(dk, dv, p_packed, ds_packed, dropout, coordinates, head,
                block < full_begin || (kMask == MaskKind::kRuntime && block >= all.full_end));
         }
         block += direction;

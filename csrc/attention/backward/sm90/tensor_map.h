@@ -6,6 +6,7 @@
 #include "attention/params/backward.h"
 #include "attention/params/bias_gradient.h"
 #include "attention/params/dropout.h"
+#include "attention/params/mask_backward.h"
 #include "attention/ragged_tensor_map.h"
 
 namespace flashmoe::attention::backward::sm90 {
@@ -134,9 +135,17 @@ inline VarlenQueryGradientTensorMaps varlen_query_gradient_tensor_maps(const Dro
 
 struct MaskFusedTensorMaps : VarlenKeyValueGradientTensorMaps {
   TensorMapArguments mask;
+  TensorMapArguments scores_gradient;  // without one, the mask's
 };
-inline MaskFusedTensorMaps mask_fused_tensor_maps(const BackwardParams& params, int block_m) {
-  return MaskFusedTensorMaps{varlen_key_value_gradient_tensor_maps(params, block_m), mask_map(params, block_m)};
+inline MaskFusedTensorMaps mask_fused_tensor_maps(const MaskBackwardParams& params, int block_m) {
+  const BackwardParams& p = params.backward;
+  TensorMapArguments gradient = mask_map(p, block_m);
+  if (params.scores_gradient != nullptr) {
+    const int64_t head = p.seq_q * params.scores_gradient_row;
+    gradient = tensor_map_arguments(params.scores_gradient, Strides{p.heads_q * head, head, params.scores_gradient_row},
+                                    p.seq_k, p.seq_q, p.heads_q, p.batch, block_m);
+  }
+  return MaskFusedTensorMaps{varlen_key_value_gradient_tensor_maps(p, block_m), mask_map(p, block_m), gradient};
 }
 
 // Dense. Boxes of block_n rows, which are as many as block_m.

@@ -4,17 +4,17 @@ NaN stands in every row and key that belongs to no sequence, of dout and the sta
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from flashmoe_build.emulation.compare import Expected, touched, worst_element
+from flashmoe_build.emulation.compare import UNIT_ROUNDOFF, Expected, touched, worst_element
 from flashmoe_build.emulation.runner import Buffer, Launch, Runner, Trial, counter, output
 from flashmoe_tools.operations.attention_backward.emulation.backward import shares_weights
 from flashmoe_tools.operations.serving.emulation.forward import sizes, strides, with_dropout, with_loadable_mask
-from flashmoe_tools.operations.serving.emulation.problem import SPARE_ROWS, Keys, Rows, VarlenProblem
+from flashmoe_tools.operations.serving.emulation.problem import SPARE_ROWS, UNBOUNDED, Keys, Rows, VarlenProblem
 from flashmoe_tools.operations.serving.emulation.reference import attend
 from flashmoe_tools.operations.serving.emulation.tensors import NAN, Tensors, build
 from flashmoe_tools.operations.serving_backward.emulation.cases import DROPOUT_FUSED, FUSED, MASK_FUSED, problems
@@ -131,11 +131,48 @@ def trial_on(unit: Unit, p: VarlenProblem, tensors: Tensors, given: Given, expec
             "dq_stride": {"batch": 0, "head": 0, "row": 0},
         }
 
+    scores = None
+    if unit.row.operation == MASK_FUSED:
+        row = math.ceil(p.most_keys / 8) * 8
+        if not p.has_sinks:  # one problem is without a gradient of the mask
+            scores = torch.full((len(p.rows), p.heads_q, p.most_rows, row), NAN, dtype=tensors.q.dtype)
+            if p.right < UNBOUNDED or min(p.keys) < p.most_keys:
+                scores[..., : p.most_keys] = 0.0  # tiles may be passed over
+        gradient = None if scores is None else output(scores)
+        values = {"backward": values, "scores_gradient": gradient, "scores_gradient_row": row}
+
     def check() -> list[str]:
         wrong = [text for name, found in results.items() for text in disagreements(p, tensors, name, found, expected)]
+        if scores is not None:
+            wrong += _wrong_scores(p, tensors, given, unit, scores)
         return wrong if partials is None else wrong + _wrong_partials(p, partials, expected)
 
-    return Trial([Launch(with_dropout(p, "backward", values), blocks_of(p, unit))], check, results)
+    compared = results if scores is None else {**results, "scores": scores}
+    return Trial([Launch(with_dropout(p, "backward", values), blocks_of(p, unit))], check, compared)
+
+
+def score_gradient(
+    p: VarlenProblem, tensors: Tensors, given: Given, sequence: int, unit: Unit
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """dS and the bound of its error [heads, rows, keys]: as of the other gradients, but that nothing is rounded to the type."""
+    scores, _ = attend(p, tensors, sequence)
+    dout, dot = given.dout[sequence].double(), given.row_dot[sequence].double()[..., None]
+    d_weights = scores.factors * (dout @ scores.v.mT)
+    reach = scores.factors * (dout.abs() @ scores.v.abs().mT) + dot.abs()
+    exponent = 3e-5 + SCORE_UNIT[unit.row.family] * scores.magnitude
+    return scores.weights * (d_weights - dot), scores.weights * exponent * reach
+
+
+def _wrong_scores(p: VarlenProblem, tensors: Tensors, given: Given, unit: Unit, scores: torch.Tensor) -> Iterator[str]:
+    """Of dS [batch, heads, rows, keys and what pads them]."""
+    for sequence, (rows, keys) in enumerate(zip(p.rows, p.keys, strict=True)):
+        if keys == 0:
+            continue
+        value, bound = score_gradient(p, tensors, given, sequence, unit)
+        own = scores[sequence, :, :rows, :keys]
+        bound = bound + UNIT_ROUNDOFF[p.dtype] * value.abs() + 1e-6
+        yield from worst_element(f"dS of sequence {sequence}", own, value, bound)
+    yield from touched("what is behind the keys of dS", scores[..., p.most_keys :], NAN)
 
 
 def _wrong_partials(p: VarlenProblem, partials: RaggedPartials, expected: list[Expected]) -> list[str]:

@@ -12,9 +12,8 @@ from flashmoe_build.emulation.runner import Launch, Runner, Trial, output
 from flashmoe_tools.operations.attention import philox
 from flashmoe_tools.operations.serving.emulation.forward import sizes, strides, with_loadable_mask
 from flashmoe_tools.operations.serving.emulation.problem import Keys, MaskTensor, Rows, VarlenProblem
-from flashmoe_tools.operations.serving.emulation.reference import attend
 from flashmoe_tools.operations.serving.emulation.tensors import NAN, build
-from flashmoe_tools.operations.serving_backward.emulation.backward import SCORE_UNIT, expect
+from flashmoe_tools.operations.serving_backward.emulation.backward import SCORE_UNIT, expect, score_gradient
 from flashmoe_tools.tables import Unit
 
 OPERATION = "attention_bias_gradient"
@@ -95,7 +94,7 @@ def trial(unit: Unit, p: BiasProblem) -> Trial:
         "folds_keys": int(p.folds_keys),
         "is_float": int(p.is_float),
     }
-    expected = [_score_gradient(p, tensors, given, sequence, unit) for sequence in range(len(p.rows))]
+    expected = [score_gradient(p, tensors, given, sequence, unit) for sequence in range(len(p.rows))]
     value, bound = (_folded(torch.stack(tensors_of), shape, (m, n)) for tensors_of in zip(*expected, strict=True))
     if not p.is_float:
         bound = bound + UNIT_ROUNDOFF[p.dtype] * value.abs()
@@ -106,18 +105,6 @@ def trial(unit: Unit, p: BiasProblem) -> Trial:
     parts = math.ceil(shape[3] / m) * math.ceil(shape[4] / n) * p.splits * batches * heads
     blocks = min(parts, 3) if unit.row.family == "sm90" else parts  # fewer than tiles: each has several
     return Trial([Launch(values, blocks)], check, {"sums": sums})
-
-
-def _score_gradient(
-    p: BiasProblem, tensors: Any, given: Any, sequence: int, unit: Unit
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """dS and the bound of its error [heads, rows, keys]: as of the other gradients, but that nothing is rounded to the type."""
-    scores, _ = attend(p, tensors, sequence)
-    dout, dot = given.dout[sequence].double(), given.row_dot[sequence].double()[..., None]
-    d_weights = scores.factors * (dout @ scores.v.mT)
-    reach = scores.factors * (dout.abs() @ scores.v.abs().mT) + dot.abs()
-    exponent = 3e-5 + SCORE_UNIT[unit.row.family] * scores.magnitude
-    return scores.weights * (d_weights - dot), scores.weights * exponent * reach
 
 
 def _folded(tensor: torch.Tensor, shape: tuple[int, ...], block: tuple[int, int]) -> torch.Tensor:
