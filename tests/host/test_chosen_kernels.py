@@ -301,9 +301,11 @@ def chunk_microseconds(p: dict[str, Any], kernel: Kernel, heads: int, fold: int,
 def fastest_chunk(capability: int, p: dict[str, Any]) -> tuple[float, int, Kernel] | None:
     """Time, shares of the keys, kernel."""
     dim, group, dtype = p["head_dim"], p["group"], "bf16" if p["bf16"] else "f16"
-    kernel = find(capability, dtype, "attention_chunk_forward", "sm90", "", dim)
+    is_scored = p["has_score_functions"]
+    kernel = find(capability, dtype, "attention_chunk_forward", "sm90", "scores" if is_scored else "", dim)
     is_narrow = 128 < dim <= 192 and p["head_dim_v"] <= 128
-    is_other = p["consistent"] or p["num_splits"] == 1 or p["has_score_functions"] or p["forced"] not in (None, "sm90")
+    is_many = is_scored and (p["rows"] * group > 127 or (group == 1 and p["keys"] < 512))
+    is_other = p["consistent"] or p["num_splits"] == 1 or is_many or p["forced"] not in (None, "sm90")
     if kernel is None or is_narrow or is_other or group > 64 or p["heads_kv"] >= 1 << 16 or p["page_size"] % 8:
         return None
     fold, times = 1 << (group - 1).bit_length(), []
@@ -329,9 +331,9 @@ def chunk(capability: int, p: dict[str, Any]) -> tuple[str, int]:
         return "", 0
     time, splits, kernel = fastest
     if otherwise.row.operation == "attention_decode":
-        is_faster = not is_decoded(p)
+        is_faster = not (p["has_score_functions"] or is_decoded(p))
     else:
-        is_faster = bool(otherwise.row.cost) and time < 0.955 * chunk_microseconds(p, otherwise, p["heads"], 1, 1)
+        is_faster = p["has_score_functions"] or bool(otherwise.row.cost) and time < 0.955 * chunk_microseconds(p, otherwise, p["heads"], 1, 1)
     return (kernel.symbol, splits) if is_faster else ("", 0)
 
 
@@ -352,7 +354,7 @@ def test_chunks(choose: Any, capability: int) -> None:
             "page_size": rng.choice((0, 0, 12, 16)),
             "num_splits": rng.choice((0, 0, 0, 1, 3, 40)),
             "multiprocessors": rng.choice((66, 132, 132)),
-            "has_score_functions": rng.random() < 0.1,
+            "has_score_functions": rng.random() < 0.2,
             "bf16": rng.random() < 0.5,
             "forced": rng.choice((None, None, None, None, "sm80", "sm90")),
             "consistent": rng.random() < 0.1,
@@ -574,9 +576,9 @@ def test_kernels_over_codes_have_the_tiles_of_those_over_elements() -> None:
         tiles: list[dict[Any, set[Any]]] = [{}, {}]
         for of, name in zip(tiles, (f"{operation}_e4m3", operation), strict=True):
             for (other, family, variant, dtype), units in UNITS.items():
-                for unit in units if (other, variant) == (name, "") else ():
+                for unit in units if other == name and variant in ("", "scores") else ():
                     row = unit.row
-                    key = (family, dtype, row.axes["head_dim"], unit.target.name)
+                    key = (family, variant, dtype, row.axes["head_dim"], unit.target.name)
                     of.setdefault(key, set()).add((row.block_m, row.block_n, row.min_blocks))
         of_codes, of_elements = tiles
         assert of_codes

@@ -19,16 +19,15 @@ using host::violate;
 
 constexpr int64_t kRowAlignBytes = 16;
 constexpr int64_t kScaledKeys = 16;  // of a page that has a scale: a multiple of a warp's keys
-// The kernel for caches of codes reads a cache again for each 16 rows of a key head: from so many on it is read once, and written in 16 bits.
-constexpr int64_t kManyRows = 128;
-constexpr int64_t kManyChunkRows = 64;  // where a chunk's kernel serves 16 bits, which divides the keys of few rows
-constexpr int64_t kCopiedKeys = 32;     // that a block of threads copies at a time
+constexpr int64_t kCopiedKeys = 32;  // that a block of threads copies at a time
 // What a kernel reads begins less than this many keys before a window: the largest block of any.
 constexpr int64_t kLargestBlock = 256;
 // Every tile of a chunk makes elements of all codes again: beyond so many of a key head one copy is cheaper, however many keys there are. Of bf16 they
 // take twice the instructions.
 constexpr int64_t kMostCodedTiles = 8;
-constexpr int64_t kMostWideCodedTiles = 6;         // of bf16, above head dim 64
+constexpr int64_t kMostWideCodedTiles = 6;  // of bf16, above head dim 64
+constexpr int64_t kMostScaledTiles =
+    2;  // where pages have scales, which takes twice the instructions of bf16 in both types
 constexpr int64_t kMostOfPart = int64_t{1} << 30;  // elements of a copy's smallest part
 constexpr int64_t kWidest = 256;                   // head dim of any kernel for codes
 constexpr int32_t kFirstThatDecodes = 80;          // compute capability that has a kernel for codes
@@ -83,13 +82,6 @@ bool can_be_dequantized(const VarlenArguments& arguments) {
   const int64_t least = arguments.has_ragged_rows() ? arguments.batch() : 1;
   return std::max(arguments.head_dim(), arguments.head_dim_v()) <= kWidest && !arguments.has_ragged_keys() &&
          least * elements_of_head(arguments) <= kMostOfPart;
-}
-
-// Whether the decoding kernel, which reads the cache for each 16 rows, takes less time than a copy for `wide`, which serves 16 bits: measured. It then has
-// other bits, if that one does not decode. Not asked where a row's bits may not depend on the rows beside it.
-bool has_few_rows(const VarlenArguments& arguments, const Chosen& wide) {
-  return arguments.max_seqlen_q * (arguments.heads_q() / arguments.heads_kv()) <
-         (wide.chunk.forward != nullptr ? kManyChunkRows : kManyRows);
 }
 
 ScaleArgument part_of(const ScaleArgument& scale, const Part& part, bool has_pages) {
@@ -229,18 +221,18 @@ void forward_codes(const E4m3Arguments& arguments, const ForwardOutputs& outputs
   if (!is_whole) host::copy_unpadded(written.out, outputs.out);
 }
 
-// The kernel that serves a chunk over 16 bits, for codes: with its tiles and its shares. Scales are then those of a whole sequence.
+// The kernel that serves a chunk over 16 bits, for codes: with its tiles and its shares.
 Choice choose_chunk(const E4m3Arguments& arguments, const Choice& wide, const host::Device& gpu) {
   const VarlenArguments& varlen = arguments.varlen;
-  const bool has_page_scales = make_scale(arguments.k_scale, varlen.has_pages()).is_of_pages != 0 ||
-                               make_scale(arguments.v_scale, varlen.has_pages()).is_of_pages != 0;
-  if (has_page_scales || varlen.head_dim() % kRowAlignBytes != 0 || varlen.head_dim_v() % kRowAlignBytes != 0)
-    return {};
+  if (varlen.head_dim() % kRowAlignBytes != 0 || varlen.head_dim_v() % kRowAlignBytes != 0) return {};
   const Choice chunk = select_coded_chunk(host::make_request(gpu, varlen.dtype), wide);
   if (chunk.forward == nullptr || !can_be_dequantized(varlen)) return chunk;
   const int64_t rows = varlen.max_seqlen_q * (varlen.heads_q() / varlen.heads_kv());
   const bool is_dear = varlen.dtype == Dtype::kBFloat16 && varlen.head_dim() > 64;
-  return rows <= (is_dear ? kMostWideCodedTiles : kMostCodedTiles) * chunk.forward->block_m ? chunk : Choice{};
+  const bool is_scaled = make_scale(arguments.k_scale, varlen.has_pages()).is_of_pages != 0 ||
+                         make_scale(arguments.v_scale, varlen.has_pages()).is_of_pages != 0;
+  const int64_t most = is_scaled ? kMostScaledTiles : is_dear ? kMostWideCodedTiles : kMostCodedTiles;
+  return rows <= most * chunk.forward->block_m ? chunk : Choice{};
 }
 
 }  // namespace
@@ -338,11 +330,10 @@ void forward_e4m3_cuda(const E4m3Arguments& arguments, const ForwardOutputs& out
   const bool has_kernel = gpu.capability >= kFirstThatDecodes;
   // A consistent row has the same bits in any call, and the rows may be few: nothing is copied where codes can be read.
   if (varlen.is_consistent() && has_kernel) return forward_codes(arguments, outputs, {}, /*num_splits=*/1, gpu);
-  // What the call over 16 bits is served by decides, so that the order of sums is the same, but where few rows would wait for a copy.
+  // What the call over 16 bits is served by decides, so that the order of sums is the same.
   const Chosen wide = choose_varlen(varlen, gpu);
   const Choice chunk = choose_chunk(arguments, wide.chunk, gpu);
-  const bool is_decoded = has_kernel && (varlen.num_splits == 1 ? wide.is_decoding : has_few_rows(varlen, wide));
-  if (chunk.forward != nullptr || is_decoded || !can_be_dequantized(varlen))
+  if (chunk.forward != nullptr || (has_kernel && wide.is_decoding) || !can_be_dequantized(varlen))
     return forward_codes(arguments, outputs, chunk, varlen.num_splits, gpu);
   Chosen copied = wide;
   if (has_kernel && wide.of_short != nullptr) {

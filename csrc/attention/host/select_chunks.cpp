@@ -33,6 +33,10 @@ constexpr double kMargin = 0.955;
 constexpr double kDenseMargin = 0.65;
 constexpr double kWideDenseMargin = 0.45;
 constexpr int32_t kWide = 128;  // head dims above
+// With a softcap or a mask tensor: where the ragged kernels, of which a tile has one head's rows, are mostly empty. (A dense mask of more rows is streamed.)
+constexpr int64_t kMostScoredRows = 127;
+constexpr int64_t kLeastScoredKeys =
+    512;  // of heads that share no keys: 32 x 100 rows over 100 keys take 1.13 of the time, over 512 0.96
 
 int64_t ceil_div(int64_t value, int64_t divisor) { return (value + divisor - 1) / divisor; }
 
@@ -86,14 +90,17 @@ bool is_decoded_faster(const VarlenSelectorInput& input) {
 
 TimedChoice fastest_chunk(const VarlenSelectorInput& input) {
   const host::KernelRequest& request = input.request;
-  if (input.is_consistent || input.is_batch_invariant || input.has_score_functions || input.has_alibi) return {};
+  if (input.is_consistent || input.is_batch_invariant || input.has_alibi) return {};
+  if (input.has_score_functions && input.rows_of_key_head > kMostScoredRows) return {};
+  if (input.has_score_functions && input.heads_q == input.heads_kv && input.keys < kLeastScoredKeys) return {};
   if (request.forced_family != nullptr && std::strcmp(request.forced_family, kFamily) != 0) return {};
   if (*values_variant(input.head_dim, input.head_dim_v) != '\0') return {};
   const int64_t group = input.heads_q / input.heads_kv;
   if (group > kMostGroup || input.heads_kv >= kMostKeyHeads || input.longest_rows > kMostRows) return {};
   const host::KernelList& loadable = host::loadable_kernels(request.capability);
-  const Kernel* kernel = host::find_kernel({"attention_chunk_forward", kFamily, "", request.dtype, {input.head_dim}},
-                                           axis::kHeadDim, loadable);
+  const char* variant = input.has_score_functions ? "scores" : "";
+  const Kernel* kernel = host::find_kernel(
+      {"attention_chunk_forward", kFamily, variant, request.dtype, {input.head_dim}}, axis::kHeadDim, loadable);
   if (kernel == nullptr || !can_load_pages(*kernel, input.page_size)) return {};
   const Kernel* combine = find_combine(request, input.head_dim);
   const int64_t fold = rows_of_position(group);
@@ -118,9 +125,9 @@ bool decodes(const Kernel& kernel) { return std::strcmp(kernel.operation, "atten
 }  // namespace
 
 Choice select_chunk(const VarlenSelectorInput& input, const Kernel& otherwise) {
-  if (decodes(otherwise) && is_decoded_faster(input)) return {};
+  if (decodes(otherwise) && (input.has_score_functions || is_decoded_faster(input))) return {};
   const TimedChoice chunk = fastest_chunk(input);
-  if (chunk.choice.forward == nullptr || decodes(otherwise)) return chunk.choice;
+  if (chunk.choice.forward == nullptr || decodes(otherwise) || input.has_score_functions) return chunk.choice;
   // Without a cost (of the sm80 family, for pages that no copy engine loads) there is nothing to compare with.
   if (!otherwise.has_cost) return {};
   const double limit = kMargin * estimate(input, otherwise, input.heads_q, 1, 1);

@@ -12,10 +12,13 @@ const Kernel& select_e4m3(const host::KernelRequest& request, int32_t head_dim) 
 
 Choice select_coded_chunk(const host::KernelRequest& request, const Choice& chunk) {
   if (chunk.forward == nullptr) return {};
-  const Kernel* kernel = host::find_kernel(
-      {"attention_chunk_forward_e4m3", chunk.forward->family, "", request.dtype, {chunk.forward->axes[axis::kHeadDim]}},
-      axis::kHeadDim, host::loadable_kernels(request.capability));
-  if (kernel == nullptr || kernel->block_n != chunk.forward->block_n) return {};
+  const Kernel* kernel = host::find_kernel({"attention_chunk_forward_e4m3",
+                                            chunk.forward->family,
+                                            chunk.forward->variant,
+                                            request.dtype,
+                                            {chunk.forward->axes[axis::kHeadDim]}},
+                                           axis::kHeadDim, host::loadable_kernels(request.capability));
+  if (kernel == nullptr) return {};
   return {kernel, chunk.combine, chunk.num_splits};
 }
 

@@ -74,7 +74,8 @@ std::string check_partials(const ForwardParams& p, const host::Kernel& kernel, i
 bool is_of_other_scores(const ScoreOptions& options, const host::Kernel& kernel) {
   const bool has_alibi = options.mask != nullptr && options.mask_type == MaskTensor::kAlibi;
   const bool bends = options.score_factor != 0.0F || (options.mask != nullptr && !has_alibi);
-  const bool is_apart = kernel.num_tensor_maps > 0 && std::strncmp(kernel.operation, "attention_varlen_", 17) == 0;
+  const bool is_apart = std::strncmp(kernel.operation, "attention_chunk_", 16) == 0 ||
+                        (kernel.num_tensor_maps > 0 && std::strncmp(kernel.operation, "attention_varlen_", 17) == 0);
   return has_alibi != (std::strcmp(kernel.variant, "alibi") == 0) ||
          (is_apart && bends != (std::strcmp(kernel.variant, "scores") == 0));
 }
@@ -100,7 +101,7 @@ std::string run_forward(const std::string& kind, const host::Kernel& kernel, int
       (kernel.axes[axis::kMask] < 0 && std::strcmp(kernel.variant, "v128") != 0 &&
        p.head_dim_v > kernel.axes[axis::kHeadDim]))
     return "a kernel for narrower heads";
-  if (kind == "forward" && kernel.axes[axis::kMask] < 0 && is_of_other_scores(p.score_options, kernel))
+  if ((kind == "forward" || is_chunk) && kernel.axes[axis::kMask] < 0 && is_of_other_scores(p.score_options, kernel))
     return "a kernel of other scores";
   if (is_chunk) {
     if (p.score_options.folded_heads != 1) return "heads are the kernel's to fold";

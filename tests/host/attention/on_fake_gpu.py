@@ -245,17 +245,17 @@ def test_codes_are_appended_and_read_by_many_rows() -> None:
     assert launched()[0] == "append_e4m3"
     begin(90)
     test_e4m3.test_many_rows("pages", "pages", True, {}, DTYPE, "cpu")
-    assert launched().count("dequantize_e4m3") == 1
+    assert launched().count("chunk_forward_e4m3") == 1
     for has_pages in (False, True):
         begin(90)
         test_e4m3.test_a_window_of_a_long_cache(has_pages, DTYPE, "cpu")
         assert launched().count("dequantize_e4m3") == 1
     # Of 1000 keys, which seem to be there, a chunk's kernel reads codes.
-    for has_page_scales, of_codes in ((True, 0), (False, 1)):
+    for has_page_scales in (True, False):
         begin(90)
         test_e4m3.test_many_rows_of_pages_with_less_room_than_max_seqlen_k(has_page_scales, DTYPE, "cpu")
-        assert launched().count("chunk_forward_e4m3") == of_codes
-        assert launched().count("dequantize_e4m3") == 2 - of_codes
+        assert launched().count("chunk_forward_e4m3") == 1
+        assert launched().count("dequantize_e4m3") == 1
     begin(75)  # which has no kernel that reads codes
     test_e4m3.make("pages", "pages", torch.float16, "cpu").call(has_codes=True)
     assert launched() == ["dequantize_e4m3", "forward"]
@@ -265,7 +265,7 @@ def test_codes_are_appended_and_read_by_many_rows() -> None:
 @drawn(call=test_e4m3_drawn.calls())
 def test_codes_take_the_form_of_elements(call: test_e4m3_drawn.Call) -> None:
     """What is launched over codes is what is launched over the dequantised cache, but for what reads codes, or makes elements of them: kernels of
-    the same name, which divide the keys alike, on as many blocks; but for few rows that wait for no copy."""
+    the same name, which divide the keys alike, on as many blocks."""
     given = [call.arguments(DTYPE, "cpu", has_codes=has_codes) for has_codes in (True, False)]
     LIBRARY.fake_computing(0)
     for capability, multiprocessors in ((80, 108), (90, 132), (90, 16)):
@@ -275,9 +275,7 @@ def test_codes_take_the_form_of_elements(call: test_e4m3_drawn.Call) -> None:
             test_e4m3_drawn.run(arguments)
             found = [launch for launch in launches() if "dequantize" not in launch["operation"]]
             forms.append(sorted((one["symbol"].replace("_e4m3", ""), one["grid"], one["splits"]) for one in found))
-        symbols = (" ".join(symbol for symbol, _, _ in form) for form in forms)
-        is_without = test_e4m3_drawn.is_decoded_without_a_copy(*symbols, call.rows_of_key_head, call.num_splits)
-        assert forms[0] == forms[1] or is_without, capability
+        assert forms[0] == forms[1], capability
     LIBRARY.fake_computing(1)
 
 
@@ -285,7 +283,7 @@ def test_codes_take_the_form_of_elements(call: test_e4m3_drawn.Call) -> None:
 @pytest.mark.parametrize(("kinds", "page_size"), [(("pages", "sequences"), 16), (("heads", "sequences"), 0)])
 def test_a_large_cache_is_copied_in_parts(is_ragged: bool, kinds: tuple[str, str], page_size: int) -> None:
     """Of sequences, or of one sequence's heads, or of ragged rows heads alone: each has what the whole has."""
-    options = ("bhqk", True, True, (-1, 0), 3.0, 1, 5)  # one split: few rows are copied for, too
+    options = ("bhqk", True, True, (-1, 0), 3.0, 1, 5)  # one split: no chunk's kernel
     call = test_e4m3_drawn.Call([(20, 48), (17, 30), (9, 41)], is_ragged, (6, 3), (16, 24), page_size, kinds, *options)
     of_head = 48 * (16 + 24)
     begin(90)
@@ -440,7 +438,7 @@ def test_tensors_are_copied_where_16_bytes_cannot_be_loaded_and_nowhere_else(
 
 @pytest.mark.parametrize(
     ("capability", "rows", "kernel"),
-    [(80, 1, "decode_e4m3"), (80, 33, "dequantize_e4m3"), (90, 40, "chunk_forward_e4m3")],
+    [(80, 1, "decode_e4m3"), (80, 5, "dequantize_e4m3"), (90, 40, "chunk_forward_e4m3")],
 )
 def test_codes_are_copied_where_16_bytes_cannot_be_loaded_and_nowhere_else(
     capability: int, rows: int, kernel: str

@@ -28,6 +28,7 @@
 #include "device/ring.cuh"
 #include "device/warpgroup_product.cuh"
 #include "ptx/barrier.cuh"
+#include "ptx/elements.cuh"
 #include "ptx/ldmatrix.cuh"
 #include "ptx/special_registers.cuh"
 #include "ptx/wgmma.cuh"
@@ -45,6 +46,9 @@ struct Consumer {
   // warpgroup, it costs nothing and what it delays is hidden: 1% faster.
   static constexpr bool kWaitsForBoth = Spec::kHeadDim == 64 && Spec::kNumConsumers < 4;
   static constexpr bool kIsRuntime = kMask == MaskKind::kRuntime;
+  // A softcap alone is the softmax's, but in chunks: its loops would make the kernel 1.6 times as long and spill, and few rows wait for keys.
+  static constexpr bool kCapsInSoftmax = Spec::kHasScoreMod && !Spec::kIsFolded;
+  static_assert(!kCapsInSoftmax || !ptx::kIsEither<Element>, "it depends on the type's range (softcap.cuh)");
 
   const ForwardParams& params;
   const SharedMemory<Spec> shared;
@@ -58,6 +62,7 @@ struct Consumer {
   int part = 0;              // of the output's columns, where tiles have parts of them
   float scale_log2;          // of what the softmax gets: with an additive mask the scores have it already
   float value_scale = 1.0f;  // of the tile's keys, where they are codes
+  float key_factor = 1.0f;   // likewise, in front of a softcap or a mask tensor; elsewhere in scale_log2
   float slope = 0.0f;        // of the tile's head: read once, not in every block, which would wait for it
 
   __device__ __forceinline__ Consumer(const ForwardParams& params_, const SharedMemory<Spec>& shared_, int consumer_)
@@ -65,8 +70,7 @@ struct Consumer {
         shared(shared_),
         consumer(consumer_),
         is_first_lane(ptx::lane_index() == 0),
-        is_capped(Spec::kHasScoreMod && params_.score_options.mask_type == MaskTensor::kNone &&
-                  params_.is_consistent == 0),
+        is_capped(kCapsInSoftmax && params_.score_options.mask_type == MaskTensor::kNone && params_.is_consistent == 0),
         scale_log2(Spec::kStreamsMask ||
                            (Spec::kHasScoreMod && params_.score_options.mask_type == MaskTensor::kAdditive)
                        ? 1.0f
@@ -143,7 +147,24 @@ struct Consumer {
   // output[64 x kValueDim] += P[64 x kBlockN] V[kBlockN x kValueDim]; asynchronous.
   __device__ __forceinline__ void issue_output(float (&output)[kOutputs],
                                                uint32_t (&probabilities)[kProbabilities]) const {
-    issue_product<Element, true>(output, probabilities, shared.value(value.stage).mn_major());
+    const auto tile = shared.value(value.stage);
+    if constexpr (Spec::kNumWarps > 12 && Spec::kValueDim == 256) {
+      // 512 threads begin with 128 registers each, and an instruction that names 128 sums needs more: two of 128 columns.
+      const auto upper = SharedTile<Spec::kBlockN, 128>{tile.slab(2)}.mn_major();
+      auto& halves = reinterpret_cast<float (&)[2][kOutputs / 2]>(output);
+      ptx::wgmma_fence_operands(output);
+      ptx::wgmma_fence_operands(probabilities);
+      ptx::wgmma_fence();
+#pragma unroll
+      for (int step = 0; step < kProbabilities / 4; ++step) {
+        uint32_t* const p = &probabilities[4 * step];
+        ptx::wgmma_rs<Element, 128, true>(halves[0], p[0], p[1], p[2], p[3], tile.mn_major().k_step(step), 1);
+        ptx::wgmma_rs<Element, 128, true>(halves[1], p[0], p[1], p[2], p[3], upper.k_step(step), 1);
+      }
+      ptx::wgmma_commit();
+      return;
+    }
+    issue_product<Element, true>(output, probabilities, tile.mn_major());
   }
 
   // The first of a thread's two rows of the tile's sequence; the other is 8 further on.
@@ -171,6 +192,13 @@ struct Consumer {
     }
   }
 
+  __device__ __forceinline__ void scale_scores(float (&scores)[kScores]) const {
+    if constexpr (Spec::kConvertsCodes && Spec::kHasScoreMod) {
+#pragma unroll
+      for (int i = 0; i < kScores; ++i) scores[i] *= key_factor;
+    }
+  }
+
   __device__ __forceinline__ void cap_scores(float (&scores)[kScores]) const {
     if (params.score_options.score_factor <= 0.0f) return;
 #pragma unroll
@@ -183,7 +211,7 @@ struct Consumer {
     cap_scores(scores);
     if (options.mask_type == MaskTensor::kNone) return;
     const int first_key = block * Spec::kBlockN + ptx::lane_index() % 4 * 2;
-    const MaskReader<Element> reader(options, tile, first_key, (block + 1) * Spec::kBlockN);
+    const MaskReader<Element, Spec::kIsFolded> reader(options, tile, first_key, (block + 1) * Spec::kBlockN);
     const int row = thread_row(tile);
     if (options.mask_type == MaskTensor::kBool) {
       reader.template hide<Spec::kBlockN>(scores, row);
@@ -253,6 +281,7 @@ struct Consumer {
     static __device__ __forceinline__ bool apply(const Consumer& to, float (&scores)[kScores], RowState& rows,
                                                  float (&rescale)[2], const Tile<kMask>& tile, int block,
                                                  bool is_masked) {
+      to.scale_scores(scores);
       to.modify_scores(scores, tile, block);
       if (is_masked) to.mask_block(scores, tile, block);
       return online_softmax<Spec::kBlockN, true>(scores, rows, rescale, to.scale_log2);
@@ -371,6 +400,7 @@ struct Consumer {
       release_output();
       add_streamed_mask(scores);
       if constexpr (Spec::kHasScoreMod) {
+        scale_scores(scores);
         if (!is_capped) modify_scores(scores, tile, block);
       }
       RisingRows rising{};
@@ -379,8 +409,7 @@ struct Consumer {
       if constexpr (Spec::kHasAlibi) {
         rising_softmax<Spec::kBlockN, true>(scores, rows, rescale, scale_log2, rising);
       } else if (is_capped) {
-        if constexpr (Spec::kHasScoreMod)
-          capped_softmax<Element, Spec::kBlockN, true>(scores, rows, rescale, softcap());
+        if constexpr (kCapsInSoftmax) capped_softmax<Element, Spec::kBlockN, true>(scores, rows, rescale, softcap());
       } else {
         online_softmax<Spec::kBlockN, true>(scores, rows, rescale, softmax_scale());
       }
@@ -419,8 +448,10 @@ struct Consumer {
         steps([&] { step<Plain<true>>(output, probabilities, rows, dropout, tile, block); },
               [&] { step<Plain<false>>(output, probabilities, rows, dropout, tile, block); });
       } else if (is_capped) {
-        steps([&] { step<Softcapped<true>>(output, probabilities, rows, dropout, tile, block); },
-              [&] { step<Softcapped<false>>(output, probabilities, rows, dropout, tile, block); });
+        if constexpr (kCapsInSoftmax) {
+          steps([&] { step<Softcapped<true>>(output, probabilities, rows, dropout, tile, block); },
+                [&] { step<Softcapped<false>>(output, probabilities, rows, dropout, tile, block); });
+        }
       } else {
         for (; block < own.end; ++block) {
           step<Modified>(output, probabilities, rows, dropout, tile, block, needs_mask(full, block));
@@ -463,7 +494,12 @@ struct Consumer {
   // Of codes.
   __device__ __forceinline__ void read_scales(const Tile<kMask>& tile) {
     const int kv_head = folding_of(tile).kv_head;
-    scale_log2 = params.scale_log2 * score_factor(scale_of(of_codes(params).k_scale, tile.batch, kv_head));
+    const float factor = score_factor(scale_of(of_codes(params).k_scale, tile.batch, kv_head));
+    if constexpr (Spec::kHasScoreMod) {
+      key_factor = factor;
+    } else {
+      scale_log2 = params.scale_log2 * factor;
+    }
     value_scale = scale_of(of_codes(params).v_scale, tile.batch, kv_head);
   }
 
@@ -491,7 +527,7 @@ struct Consumer {
         skip_blocks(range.begin, range.end);
         continue;
       }
-      if constexpr (Spec::kHasScoreMod) {
+      if constexpr (kCapsInSoftmax) {
         if (is_capped) clear_query_tail(tile, first_row);
       }
       float output[kOutputs];
@@ -514,7 +550,7 @@ struct Consumer {
         const float shift = is_capped ? softcap().exponent_of_max(rows.max[r]) : rows.max[r] * softmax_scale();
         const FinishedRow finished = kIsRuntime ? finish_row(shift, sum, sink_log2[r]) : finish_row(shift, sum);
         inverse_sum[r] = finished.inverse;
-        if constexpr (Spec::kHasScoreMod && kHasRangeOfFloat<Element>) {
+        if constexpr (kCapsInSoftmax && kHasRangeOfFloat<Element>) {
           // Nothing makes a lone key's P a power of two: what it is multiplied by has the error that it is rounded by.
           const KeyRange seen = visible_keys(tile.sequence(params), position_of<Spec>(tile, thread_row(tile) + 8 * r));
           if (is_capped && seen.end - seen.begin == 1) {

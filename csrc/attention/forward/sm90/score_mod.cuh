@@ -7,6 +7,7 @@
 #include "device/math.cuh"
 #include "device/reduce.cuh"
 #include "attention/forward/sm90/softmax.cuh"
+#include "attention/forward/sm90/varlen/folded.cuh"
 #include "attention/forward/sm90/varlen/schedule.cuh"
 #include "attention/forward/sm90/softcap.cuh"
 #include "ptx/math.cuh"
@@ -24,7 +25,7 @@ __device__ __forceinline__ void add_mask_value(float& score, float value, float 
 
 // Where a mask tensor has the scores of this thread: two rows, of keys two neighbours in every eight from first_key on. Row by row, so
 // that only one row's loads wait in registers.
-template <typename Element>
+template <typename Element, bool kIsFolded>
 struct MaskReader {
   const ScoreOptions& options;
   const VarlenTile& tile;
@@ -47,10 +48,22 @@ struct MaskReader {
     return options.mask_stride_key == 1 && ((strides | address) & 1) == 0;
   }
 
+  __device__ __forceinline__ FoldedRow find(int row) const {
+    if constexpr (kIsFolded) return folded_row(tile, row);
+    return FoldedRow{tile.head, row, row < tile.rows};
+  }
+  // Of heads and rows that are none the last.
+  __device__ __forceinline__ FoldedRow find_last(int row) const {
+    if constexpr (!kIsFolded) return find(minimum(row, tile.rows - 1));
+    const Folding folding = folding_of(tile);
+    FoldedRow at = find(minimum(row, (tile.rows << folding.shift) - 1));
+    at.head = minimum(at.head, (folding.kv_head + 1) * folding.group - 1);
+    return at;
+  }
   template <int kBytes>
-  __device__ __forceinline__ const unsigned char* row_of(int row) const {
-    const int64_t offset = tile.batch * options.mask_stride_batch + tile.head * options.mask_stride_head +
-                           row * options.mask_stride_row + first_key * options.mask_stride_key;
+  __device__ __forceinline__ const unsigned char* row_of(const FoldedRow& at) const {
+    const int64_t offset = tile.batch * options.mask_stride_batch + at.head * options.mask_stride_head +
+                           at.position * options.mask_stride_row + first_key * options.mask_stride_key;
     return static_cast<const unsigned char*>(options.mask) + ptx::recompute(offset) * kBytes;
   }
 
@@ -64,8 +77,9 @@ struct MaskReader {
   __device__ __forceinline__ void hide(float (&scores)[kN / 2], int first_row) const {
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      if (first_row + 8 * r >= tile.rows) continue;
-      const unsigned char* gmem = row_of<1>(first_row + 8 * r);
+      const FoldedRow at = find(first_row + 8 * r);
+      if (!at.is_there) continue;
+      const unsigned char* gmem = row_of<1>(at);
 #pragma unroll
       for (int j = 0; j < kN / 8; ++j) {
 #pragma unroll
@@ -84,7 +98,7 @@ struct MaskReader {
     const auto sum = [&](float& score, float value) { add_mask_value(score, value, factor, value_factor); };
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      const unsigned char* gmem = row_of<2>(minimum(first_row + 8 * r, tile.rows - 1));
+      const unsigned char* gmem = row_of<2>(find_last(first_row + 8 * r));
       if (is_paired) {
         uint32_t pairs[kN / 8];
 #pragma unroll

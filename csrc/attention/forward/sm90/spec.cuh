@@ -59,8 +59,6 @@ struct ForwardSpec {
   static_assert(!kIsSplit || kNumOutputSlabs == 0, "partial results do not pass through shared memory");
   static_assert(kNumOutputSlabs == 0 || kNumValueSlabs % kNumOutputSlabs == 0, "the passes of the output are equal");
   static constexpr bool kHasOutputInQuery = !kIsSplit && kNumOutputSlabs == 0;
-  static_assert(!kHasOutputInQuery || kNumQueryStages == 2 || kValueParts > 1,
-                "the next tile's Q is loaded while the output occupies this one's buffer");
   static constexpr int kSlabsOfPass = kHasOutputInQuery ? kNumValueSlabs : kNumOutputSlabs;
 
   // Registers per thread, multiples of 8; 128 * (producer + consumers * consumer) <= 65536.

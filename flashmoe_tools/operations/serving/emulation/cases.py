@@ -3,6 +3,7 @@
 import random
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
 from flashmoe_tools.operations.serving.emulation.problem import (
     UNBOUNDED,
@@ -209,12 +210,22 @@ def _prefill(unit: Unit) -> Iterator[VarlenProblem]:
 
 
 LEAST_SHARE = 256  # keys, kLeastShare
+SCORES: tuple[dict[str, Any], ...] = (
+    {"softcap": 7.0, "magnitude": 3.0},
+    {"mask": MaskTensor.ADDITIVE, "mask_broadcast": (False, False, False)},
+    {"mask": MaskTensor.BOOL, "mask_broadcast": (False, True, False)},
+    {"softcap": 30.0},
+    {"softcap": 9.0, "mask": MaskTensor.ADDITIVE, "mask_broadcast": (True, False, False)},
+)
 
 
 def chunks(unit: Unit) -> Iterator[VarlenProblem]:
     """The heads of a group as rows of a tile, groups of all kinds; keys whole, and in shares that some tiles have fewer of."""
     for seed, problem in enumerate(_chunks(unit)):
-        yield replace(problem, data_seed=seed)
+        if not unit.row.options.get("scores"):
+            yield replace(problem, data_seed=seed)
+        elif not problem.is_exact:
+            yield replace(problem, data_seed=seed, **SCORES[seed % len(SCORES)])
 
 
 def _chunks(unit: Unit) -> Iterator[VarlenProblem]:

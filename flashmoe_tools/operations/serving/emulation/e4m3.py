@@ -12,7 +12,7 @@ from flashmoe_build.emulation.compare import DTYPES, different
 from flashmoe_build.emulation.runner import Launch, Runner, Trial, output
 from flashmoe_tools.operations.serving.emulation import append, decode, forward
 from flashmoe_tools.operations.serving.emulation.append import AppendProblem
-from flashmoe_tools.operations.serving.emulation.cases import chunks
+from flashmoe_tools.operations.serving.emulation.cases import LEAST_SHARE, chunks
 from flashmoe_tools.operations.serving.emulation.forward import values_of
 from flashmoe_tools.operations.serving.emulation.problem import Keys, VarlenProblem
 from flashmoe_tools.operations.serving.emulation.tensors import NAN, Tensors, build
@@ -104,18 +104,25 @@ def problems(unit: Unit) -> Iterator[E4m3Problem]:
 
 
 def coded_chunks(unit: Unit) -> Iterator[E4m3Problem]:
-    """Those of the kernel over 16 bits, with every kind of scale but pages' own; every code, and scales of every sign."""
+    """Those of the kernel over 16 bits, with every kind of scale; every code, and scales of every sign."""
     n, dim = unit.row.block_n, unit.row.axes["head_dim"]
     every = [E4m3Problem(**{one.name: getattr(p, one.name) for one in fields(p)}) for p in chunks(unit)]
     for index, problem in enumerate(every):
         if problem.head_dim != problem.head_dim_v:  # rows of whole 16 bytes
             problem = replace(problem, head_dim=dim // 2 + 16, head_dim_v=dim // 2 - 16)
         kind = (Scales.NUMBER, Scales.HEADS, Scales.SEQUENCES)[index % 3]
+        if problem.keys_layout is Keys.PAGED and problem.page_size % LEAST_PAGE == 0:
+            kind = Scales.PAGES
         yield replace(problem, scales=kind, exponents=(-2, -2) if problem.is_exact else problem.exponents)
     base = replace(every[1], splits=1, keys=(2 * n + 9, n, 5, 1), data_seed=70)
     yield replace(base, name="every code", scales=Scales.HEADS, exponents=(-6, -6), has_every_code=True)
     yield replace(base, name="any scales", scales=Scales.SEQUENCES, exponents=None)
     yield replace(base, name="signs", scales=Scales.HEADS, has_signs=True)
+    # Several blocks of a share, one page or many to a block; a window that has dropped pages.
+    paged = replace(base, name="page scales", scales=Scales.PAGES, keys_layout=Keys.PAGED, page_size=48)
+    yield replace(paged, keys=(5 * n + 9, 2 * n, 5, 1))
+    yield replace(paged, name="page scales, window", keys=(5 * n + 9, n, 5, 1), page_size=16, left=n + 70, right=0)
+    yield replace(paged, name="page scales, shares", keys=(6 * LEAST_SHARE + 9, 2 * n, 5, 1), splits=2, has_signs=True)
 
 
 def _scale(p: E4m3Problem, pages: int, generator: torch.Generator) -> Scale:

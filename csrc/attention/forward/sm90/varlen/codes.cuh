@@ -15,7 +15,7 @@ struct CodeBlock {
   int keys;                                // of the sequence, from the block's first on
   int batch;
   int kv_head;
-  int unused;
+  int first;  // key of the block
 };
 
 // The parameters of a kernel over codes begin with those of one over elements.
@@ -23,7 +23,9 @@ __device__ __forceinline__ const E4m3ForwardParams& of_codes(const ForwardParams
   return reinterpret_cast<const E4m3ForwardParams&>(params);
 }
 
+// Of a sequence. Scales of pages are in the elements.
 __device__ __forceinline__ float scale_of(const CacheScale& scale, int batch, int kv_head) {
+  if (scale.is_of_pages) return 1.0f;
   if (scale.values == nullptr) return scale.factor;
   return scale.factor * ptx::ld_global_float(scale.values + batch * scale.stride + kv_head * scale.head_stride);
 }

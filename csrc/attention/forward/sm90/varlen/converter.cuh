@@ -1,7 +1,8 @@
 // Chunks over a cache of 8-bit floats (e4m3): the copy engine brings codes, and a warpgroup makes the elements of them that a kernel over 16 bits
-// would have loaded, exactly. Scales are the consumers' business: that of keys multiplies the scores, that of values the output.
+// would have loaded, exactly. Scales of a sequence are the consumers' business: that of keys multiplies the scores, that of values the output.
+// Those of pages go into the elements, which are rounded as those of a copy are (append/dequantize.cuh).
 //
-// A thread has a row of each block: K, then V, and so on.
+// A thread has a row of each block, or of its slab of 128 columns: K, then V, and so on.
 #pragma once
 
 #include "attention/forward/sm90/varlen/codes.cuh"
@@ -24,6 +25,7 @@ struct CodeConverter {
   const ForwardParams& params;
   const SharedMemory<Spec> shared;
   const int row;                // of a block
+  const int code_slab;          // of its codes
   unsigned place[2 * kChunks];  // of each 16 bytes of the thread's row, in a slab
   RingPosition<Spec::kCodeSlots> code;
   RingPosition<Spec::kNumStages> element;
@@ -33,16 +35,29 @@ struct CodeConverter {
   uint32_t keep = 0xffffffffu;
   uint32_t flip = 0;
   bool is_odd = false;  // these change codes
+  // Of pages that have scales, those of the row's key. They are asked for while the block before is converted: the number of its page in front of K,
+  // the scales in front of V.
+  struct PageScales {
+    float key;
+    float value;
+  };
+  PageScales scales = {1.0f, 1.0f};
+  PageScales next_scales = {1.0f, 1.0f};
+  int next_page = kNoPage;
+  int next_first = -1;  // key of the block that they are for
+  static constexpr int kNoPage = -1;
 
   __device__ __forceinline__ CodeConverter(const ForwardParams& params_, const SharedMemory<Spec>& shared_)
-      : params(params_), shared(shared_), row(ptx::thread_index() % 128) {
+      : params(params_),
+        shared(shared_),
+        row(ptx::thread_index() % Spec::kBlockN),
+        code_slab(ptx::thread_index() % 128 / Spec::kBlockN) {
     const unsigned of_block = row;
 #pragma unroll
     for (unsigned i = 0; i < 2 * kChunks; ++i) place[i] = of_block * kSlabRowBytes + (i ^ of_block % 8) * 16;
   }
 
   __device__ __forceinline__ void read_scale(const CodeBlock& block) {
-    if (block.batch == batch && block.kv_head == kv_head) return;
     batch = block.batch;
     kv_head = block.kv_head;
     const float scale = scale_of(of_codes(params).k_scale, batch, kv_head);
@@ -58,21 +73,39 @@ struct CodeConverter {
     }
   }
 
-  // K or V of the next block, if there is one. Rows that are no keys become zeros.
-  __device__ __forceinline__ bool convert(bool is_key) {
-    ptx::mbarrier_wait(shared.codes_full(code.stage), code.parity);
-    const auto block = read_tile<CodeBlock>(shared.code_block(code.stage));
-    if (block.keys == CodeBlock::kEnd) return false;
-    if (is_key) read_scale(block);
-    const bool changes = is_key && is_odd;
-    ptx::Mbarrier* full = is_key ? shared.key_full(element.stage) : shared.value_full(element.stage);
-    ptx::mbarrier_wait(is_key ? shared.key_empty(element.stage) : shared.value_empty(element.stage),
-                       element.parity ^ 1);
-    const unsigned char* codes_smem = shared.codes(code.stage).smem;
-    unsigned char* elements_smem = is_key ? shared.key(element.stage).smem : shared.value(element.stage).smem;
+  // What the table says of the page that holds the row's key of a block that begins at `first`.
+  __device__ __forceinline__ int find_page(const CodeBlock& block, int first) const {
+    if (first + row >= block.first + block.keys) return kNoPage;
+    const Batch& sequences = params.sequences;
+    return load_length(sequences.block_table + block.batch * sequences.block_table_stride +
+                       (first + row) / sequences.page_size);
+  }
+  // Of a page that is not there, whose codes are zeros, zero.
+  __device__ __forceinline__ PageScales find_scales(int page) const {
+    const auto find = [&](const CacheScale& scale) {
+      if (!scale.is_of_pages) return 1.0f;
+      if (page < 0 || page >= params.sequences.num_pages) return 0.0f;
+      return scale.factor * ptx::ld_global_float(scale.values + page * scale.stride + kv_head * scale.head_stride);
+    };
+    return PageScales{find(of_codes(params).k_scale), find(of_codes(params).v_scale)};
+  }
+  __device__ __forceinline__ void look_ahead(const CodeBlock& block, bool is_key, bool is_new) {
+    if (is_key) {
+      scales = is_new || block.first != next_first ? find_scales(find_page(block, block.first)) : next_scales;
+      next_first = block.first + Spec::kBlockN;
+      next_page = find_page(block, next_first);
+    } else {
+      next_scales = find_scales(next_page);
+    }
+  }
+
+  // A row's elements. kOfPages: multiplied by `scale`, which is one where only the other tensor has scales of pages.
+  template <bool kOfPages>
+  __device__ __forceinline__ void convert_row(const CodeBlock& block, const unsigned char* codes_smem,
+                                              unsigned char* elements_smem, bool changes, float scale) const {
     // A loop for both slabs, as for K and V: of instructions that are not in the cache a warp waits longer than for the jump.
 #pragma unroll 1
-    for (int slab = 0; slab < Spec::kNumSlabs; ++slab, elements_smem += Spec::KeyTile::kSlabBytes) {
+    for (int slab = 0; slab < Spec::kNumSlabs / Spec::kCodeSlabs; ++slab, elements_smem += Spec::KeyTile::kSlabBytes) {
       // All chunks before the first element: a warp that waits for each takes twice as long.
       uint32_t codes[kChunks][4];
 #pragma unroll
@@ -93,14 +126,40 @@ struct CodeConverter {
           uint32_t words[4];
 #pragma unroll
           for (int i = 0; i < 2; ++i) {
+            const uint32_t four = codes[chunk][2 * half + i];
             uint32_t pairs[2];
-            ptx::unpack_e4m3<Element>(pairs, codes[chunk][2 * half + i]);
+            if constexpr (kOfPages) {
+              float values[4];
+              ptx::widen_e4m3(values, four);
+              pairs[0] = pack<Element>(values[0] * scale, values[1] * scale);
+              pairs[1] = pack<Element>(values[2] * scale, values[3] * scale);
+            } else {
+              ptx::unpack_e4m3<Element>(pairs, four);
+            }
             words[2 * i] = pairs[0];
             words[2 * i + 1] = pairs[1];
           }
           ptx::st_shared_128(elements_smem + place[2 * chunk + half], words);
         }
     }
+  }
+
+  // K or V of the next block, if there is one. Rows that are no keys become zeros.
+  template <bool kOfPages>
+  __device__ __forceinline__ bool convert(bool is_key) {
+    ptx::mbarrier_wait(shared.codes_full(code.stage), code.parity);
+    const auto block = read_tile<CodeBlock>(shared.code_block(code.stage));
+    if (block.keys == CodeBlock::kEnd) return false;
+    const bool is_new = is_key && (block.batch != batch || block.kv_head != kv_head);
+    if (is_new) read_scale(block);
+    if constexpr (kOfPages) look_ahead(block, is_key, is_new);
+    const bool changes = is_key && is_odd;
+    ptx::Mbarrier* full = is_key ? shared.key_full(element.stage) : shared.value_full(element.stage);
+    ptx::mbarrier_wait(is_key ? shared.key_empty(element.stage) : shared.value_empty(element.stage),
+                       element.parity ^ 1);
+    const unsigned char* codes_smem = shared.codes(code.stage).slab(code_slab);
+    const auto tile = is_key ? shared.key(element.stage) : shared.value(element.stage);
+    convert_row<kOfPages>(block, codes_smem, tile.slab(2 * code_slab), changes, is_key ? scales.key : scales.value);
     // Hazard: the tensor cores read the elements before these stores are visible to them.
     ptx::fence_proxy_async_shared();
     ptx::warp_sync();
@@ -112,9 +171,18 @@ struct CodeConverter {
     return true;
   }
 
-  __device__ __forceinline__ void run() {
-    for (bool is_key = true; convert(is_key); is_key = !is_key) {
+  template <bool kOfPages>
+  __device__ __forceinline__ void run_loop() {
+    for (bool is_key = true; convert<kOfPages>(is_key); is_key = !is_key) {
       if (!is_key) element.advance();
+    }
+  }
+  // Two loops: the instructions of one that others lie between take 3% longer.
+  __device__ __forceinline__ void run() {
+    if ((of_codes(params).k_scale.is_of_pages | of_codes(params).v_scale.is_of_pages) != 0) {
+      run_loop<true>();
+    } else {
+      run_loop<false>();
     }
   }
 };

@@ -159,7 +159,7 @@ struct VarlenProducer {
     ptx::mbarrier_wait(shared.codes_empty(code.stage), code.parity ^ 1);
     const VarlenTile& tile = source.next.tile;
     publish_tile(shared.code_block(code.stage),
-                 CodeBlock{tile.keys - block * Spec::kBlockN, tile.batch, source.next.kv_head, 0});
+                 CodeBlock{tile.keys - block * Spec::kBlockN, tile.batch, source.next.kv_head, block * Spec::kBlockN});
     ptx::mbarrier_arrive_expect_tx(full, Spec::CodeTile::kBytes);
     source.load(shared.codes(code.stage), map, full, where);
     code.advance();

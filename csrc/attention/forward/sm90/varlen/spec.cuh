@@ -3,7 +3,6 @@
 #pragma once
 
 #include "attention/forward/sm90/spec.cuh"
-#include "ptx/elements.cuh"
 
 namespace flashmoe::attention::sm90 {
 
@@ -14,7 +13,6 @@ struct VarlenSpec : ForwardSpec<Element_, kHeadDim_, kBlockM_, kBlockN_, kNumSta
   // Scores pass through a softcap or a mask tensor; without, a kernel has neither the code nor the registers for them.
   static constexpr bool kHasScoreMod = kScores_ == 1;
   static constexpr bool kHasAlibi = kScores_ == 2;  // and a softcap before it
-  static_assert(!kHasScoreMod || !ptx::kIsEither<Element_>, "a softcap depends on the type's range (softcap.cuh)");
   static constexpr int kNextTileBytes = 48;
   // Registers per thread, as in ForwardSpec. Three warpgroups that compute, or two, leave the scheduling warp what it needs.
   static constexpr int kConsumers = kBlockM_ / 64;
@@ -57,9 +55,9 @@ struct MaskForwardSpec
 // Chunks: few rows over many keys. The heads of a group are rows of a tile, and params.num_splits shares of a tile's keys are items of their own
 // (folded.cuh).
 template <typename Element, int kHeadDim, int kBlockM, int kBlockN, int kNumStages, int kNumWarps, int kNumQueryStages,
-          int kNumOutputSlabs>
-struct ChunkSpec
-    : VarlenSpec<Element, kHeadDim, kBlockM, kBlockN, kNumStages, kNumWarps, kNumQueryStages, kNumOutputSlabs> {
+          int kNumOutputSlabs, int kScores>
+struct ChunkSpec : VarlenSpec<Element, kHeadDim, kBlockM, kBlockN, kNumStages, kNumWarps, kNumQueryStages,
+                              kNumOutputSlabs, kScores> {
   static constexpr bool kIsFolded = true;
   // The scheduling warp finds shares, too, and two warpgroups that compute need less than all of the rest.
   static_assert(kBlockM == 128, "registers for two warpgroups that compute");
@@ -69,20 +67,22 @@ struct ChunkSpec
 
 // Chunks over a cache of 8-bit floats: one more warpgroup makes elements of K and V, which arrive as codes (converter.cuh).
 template <typename Element, int kHeadDim, int kBlockM, int kBlockN, int kNumStages, int kNumWarps_, int kNumQueryStages,
-          int kNumOutputSlabs>
-struct CodedChunkSpec
-    : ChunkSpec<Element, kHeadDim, kBlockM, kBlockN, kNumStages, kNumWarps_ - 4, kNumQueryStages, kNumOutputSlabs> {
-  using Base =
-      ChunkSpec<Element, kHeadDim, kBlockM, kBlockN, kNumStages, kNumWarps_ - 4, kNumQueryStages, kNumOutputSlabs>;
+          int kNumOutputSlabs, int kScores>
+struct CodedChunkSpec : ChunkSpec<Element, kHeadDim, kBlockM, kBlockN, kNumStages, kNumWarps_ - 4, kNumQueryStages,
+                                  kNumOutputSlabs, kScores> {
+  using Base = ChunkSpec<Element, kHeadDim, kBlockM, kBlockN, kNumStages, kNumWarps_ - 4, kNumQueryStages,
+                         kNumOutputSlabs, kScores>;
   static constexpr bool kConvertsCodes = true;
   static constexpr int kNumWarps = kNumWarps_;
   static constexpr int kNumThreads = kNumWarps * 32;
-  static constexpr int kProducerRegisters = 72;
-  static constexpr int kConverterRegisters = 56;  // 72 + 2 * 192 + 56 = 4 * 128
-  static constexpr int kConsumerRegisters = 192;
+  // 72 + 2 * 192 + 56 = 4 * 128; 128 sums of a computing thread need more.
+  static constexpr int kProducerRegisters = kHeadDim == 256 ? 56 : 72;
+  static constexpr int kConverterRegisters = 56;
+  static constexpr int kConsumerRegisters = kHeadDim == 256 ? 200 : 192;
 
-  // Of K and of V: rows of 128 bytes, two codes an element of the copy engine's. Of head dim 64 the second half is zeros.
-  using CodeTile = SharedTile<kBlockN, kSlabColumns>;
+  // Of K and of V: slabs of 128 bytes a row, two codes an element of the copy engine's. Of head dim 64 the second half is zeros.
+  static constexpr int kCodeSlabs = (kHeadDim + 127) / 128;
+  using CodeTile = SharedTile<kBlockN, kCodeSlabs * kSlabColumns>;
   static constexpr int kCodeSlots = 2;
   static constexpr int kCodeOffset = Base::kTileOffset;
   static constexpr int kTileOffset = kCodeOffset + kCodeSlots * CodeTile::kBytes;
@@ -91,8 +91,7 @@ struct CodedChunkSpec
   static constexpr int kBarrierOffset = kCodeBlockOffset + kCodeSlots * 16;
   static constexpr int kNumBarriers = Base::kNumBarriers + 2 * kCodeSlots;
   static constexpr int kSharedBytes = kBarrierOffset + kNumBarriers * 8;
-  static_assert(kHeadDim <= 128, "a row of codes is 128 bytes");
-  static_assert(kBlockN == 128, "a thread of the warpgroup converts a row");
+  static_assert(kBlockN * kCodeSlabs == 128, "a thread of the warpgroup converts a row of a slab");
   static_assert(kSharedBytes <= 232448, "sm_90 gives a block at most 227 KiB");
 };
 
