@@ -436,7 +436,7 @@ def test_a_foreign_error_of_an_append_keeps_its_words(monkeypatch: pytest.Monkey
 
     monkeypatch.setattr(kvcache, "_append", fails)
     cache = torch.zeros(1, 2, 8, 16)
-    with pytest.raises(RuntimeError, match="^no memory for seqused_k$"):
+    with pytest.raises(RuntimeError, match=r"^no memory for seqused_k$"):
         flashmoe.attention_with_kvcache(
             *[cache[:, :, :1], cache, cache.clone()],
             *[cache[:, :, :1]] * 2,
