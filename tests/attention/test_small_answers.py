@@ -11,6 +11,7 @@ import torch
 from torch import fx
 from torch.autograd import forward_ad
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
+from torch.utils.flop_counter import FlopCounterMode
 
 import flashmoe
 from flashmoe import __main__, checks, errors, transforms, variables
@@ -420,7 +421,10 @@ def test_scalars_as_they_are_given() -> None:
     ends, (q, k, v) = torch.tensor([0, 3], dtype=torch.int32), (torch.randn(3, 2, 16) * 1e-9 for _ in range(3))
     given = (q, k, v, ends, ends, 3, 3)
     assert torch.equal(flashmoe.attention_varlen(*given, scale=2**70), flashmoe.attention_varlen(*given, scale=2.0**70))
-    for call in (lambda p: flashmoe.attention_varlen(*given, dropout_p=p), lambda p: flashmoe.attention(*(x[None] for x in (q, k, v)), dropout_p=p)):
+    for call in (
+        lambda p: flashmoe.attention_varlen(*given, dropout_p=p),
+        lambda p: flashmoe.attention(*(x[None] for x in (q, k, v)), dropout_p=p),
+    ):
         with pytest.raises(ArgumentTypeError, match="dropout_p must be a number; found bool"):
             call(False)
         assert torch.equal(call(0), call(0.0))
@@ -432,5 +436,17 @@ def test_a_foreign_error_of_an_append_keeps_its_words(monkeypatch: pytest.Monkey
 
     monkeypatch.setattr(kvcache, "_append", fails)
     cache = torch.zeros(1, 2, 8, 16)
-    with pytest.raises(RuntimeError, match="^no memory for seqused_k$"):
-        flashmoe.attention_with_kvcache(*[cache[:, :, :1], cache, cache.clone()], *[cache[:, :, :1]] * 2, cache_seqlens=torch.tensor([1], dtype=torch.int32))
+    with pytest.raises(RuntimeError, match=r"^no memory for seqused_k$"):
+        flashmoe.attention_with_kvcache(
+            *[cache[:, :, :1], cache, cache.clone()],
+            *[cache[:, :, :1]] * 2,
+            cache_seqlens=torch.tensor([1], dtype=torch.int32),
+        )
+
+
+def test_operations_of_values_of_another_width() -> None:
+    ends_q, ends_k = (torch.tensor([0, rows], dtype=torch.int32) for rows in (3, 5))
+    q, k, v = torch.randn(3, 2, 16), torch.randn(5, 2, 16), torch.randn(5, 2, 24)
+    with FlopCounterMode(display=False) as counter:
+        flashmoe.attention_varlen(q, k, v, ends_q, ends_k, 3, 5)
+    assert counter.get_total_flops() == 2 * 2 * 3 * 5 * (16 + 24)

@@ -1,5 +1,6 @@
 """flashmoe.mla_append against the format's description: every number, rows by lengths, pages and slots, what is refused."""
 
+import importlib
 from typing import Any
 
 import pytest
@@ -170,3 +171,15 @@ def test_it_compiles_whole(device: str) -> None:
         (latents, caches[0], lengths, None, None),
         test_utils=("test_schema", "test_faketensor"),
     )
+
+
+def test_what_the_extension_says_is_worded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU, where C++ looks at the arguments and names a rule."""
+
+    def fails(*_: Any) -> None:
+        raise RuntimeError("flashmoe:mla.append_table|")
+
+    monkeypatch.setattr(importlib.import_module("flashmoe.mla.append"), "_append", fails)
+    cache = torch.zeros(1, 16, 656, dtype=torch.uint8)
+    with pytest.raises(FlashmoeError):
+        flashmoe.mla_append(torch.zeros(1, 1, 576).bfloat16(), cache, cache_seqlens=torch.zeros(1, dtype=torch.int32))
