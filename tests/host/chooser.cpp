@@ -152,7 +152,9 @@ extern "C" void choose_more(int capability, const char* forced, int is_bf16, int
         if (kernel == nullptr || (both.fused == nullptr && kernel != both.dq && kernel != both.dkv)) continue;
         add(*kernel);
       }
-      if (options == 3 && both.fused != nullptr) add(attention::select_scores_sum(request));
+      if (options != 3 || both.fused == nullptr) continue;
+      add(attention::select_storing(request, *both.fused));
+      add(attention::select_scores_sum(request));
     }
     const attention::VarlenSelectorInput masked{request, head_dim, head_dim_v, 0, 4096, 4096, 32, 8, 0, true};
     const host::Kernel* streaming = attention::find_mask_forward(masked, *attention::select_varlen_forward(masked));

@@ -138,18 +138,24 @@ void run_fused(const DropoutBackwardParams& launched, const BackwardKernels& ker
   queries.head_dim_v = params.head_dim_v;
   queries.width = fused.axes[axis::kHeadDim];
   if (launched.dropout.rng_state != nullptr) queries.scale *= launched.dropout.scale;  // dS lacks it
-  const auto run = [&](const auto& given, const auto& maps) {
-    run_fused(given, kernels, queries, partials * params.heads_q, kDqPartialRows, tiles * params.heads_kv, maps, gpu);
+  const auto run = [&](const auto& given, const auto& maps, const BackwardKernels& used) {
+    run_fused(given, used, queries, partials * params.heads_q, kDqPartialRows, tiles * params.heads_kv, maps, gpu);
   };
-  if (std::strcmp(fused.operation, "attention_mask_backward_fused") != 0) return run(launched, key_value_gradient_maps);
+  if (std::strcmp(fused.operation, "attention_mask_backward_fused") != 0)
+    return run(launched, key_value_gradient_maps, kernels);
   MaskBackwardParams masked{params, nullptr, 0};
+  BackwardKernels used = kernels;
   if (VarlenArguments::has(scores)) {
+    used.fused = &select_storing(host::make_request(gpu, fused.dtype), fused);
     masked.scores_gradient = scores.data();
     masked.scores_gradient_row = scores.strides()[2];
   }
-  run(masked, [&](const BackwardParams& backward, const Kernel& kernel) {
-    return mask_maps({backward, masked.scores_gradient, masked.scores_gradient_row}, kernel);
-  });
+  run(
+      masked,
+      [&](const BackwardParams& backward, const Kernel& kernel) {
+        return mask_maps({backward, masked.scores_gradient, masked.scores_gradient_row}, kernel);
+      },
+      used);
 }
 
 SelectorInput make_selector_input(const BackwardParams& params, const host::KernelRequest& request) {

@@ -483,6 +483,14 @@ const Kernel& select_row_dot(const host::KernelRequest& request) {
   return select_first(request, "attention_row_dot", "gradients of keys and values alone");
 }
 
+const Kernel& select_storing(const host::KernelRequest& request, const Kernel& fused) {
+  const Kernel* storing =
+      host::find_kernel({fused.operation, fused.family, "gradient", fused.dtype, {fused.axes[axis::kHeadDim]}},
+                        axis::kHeadDim, host::loadable_kernels(request.capability));
+  if (storing == nullptr) host::refuse(request, "the gradient of attn_mask");
+  return *storing;
+}
+
 const Kernel& select_scores_sum(const host::KernelRequest& request) {
   return select_first(request, "attention_scores_sum", "the gradient of attn_mask");
 }

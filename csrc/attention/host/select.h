@@ -180,6 +180,8 @@ SelectorInput as_equal_sequences(const SelectorInput& longest, int64_t rows_tota
 
 // row_dot alone: the first that this GPU has, whichever family is forced.
 const Kernel& select_row_dot(const host::KernelRequest& request);
+// The kernel of a streamed mask that stores its gradient, in place of the one that does not.
+const Kernel& select_storing(const host::KernelRequest& request, const Kernel& fused);
 const Kernel& select_scores_sum(const host::KernelRequest& request);
 
 // Of a cache of 8-bit floats, which one kernel reads for any number of rows. Throws as host::refuse() says where there is none.

@@ -233,6 +233,8 @@ std::string run_kernel(const host::Kernel& kernel, int64_t grid, void** argument
     std::vector<const void*> tensors{p.q, p.k, p.v, p.dout, p.dk, p.dv};
     if (is_streamed) {
       const auto& masked = *static_cast<const MaskBackwardParams*>(arguments[0]);
+      if ((masked.scores_gradient != nullptr) != (std::strcmp(kernel.variant, "gradient") == 0))
+        return "not its kernel";
       scores_gradient(masked, kernel);
       tensors.push_back(p.score_options.mask);
       tensors.push_back(masked.scores_gradient != nullptr ? masked.scores_gradient : p.score_options.mask);

@@ -18,6 +18,7 @@ template <typename Element, int kHeadDim, int kBlockM, int kBlockN, int kNumStag
           bool kIsVarlen_ = false, int kAlibi_ = 0, bool kIsMasked_ = false>
 struct FusedSpec : KeyValueGradientSpec<Element, kHeadDim, kBlockM, kBlockN, kNumStages, 12, 0, 0, kIsVarlen_> {
   using Base = KeyValueGradientSpec<Element, kHeadDim, kBlockM, kBlockN, kNumStages, 12, 0, 0, kIsVarlen_>;
+  static constexpr bool kStoresGradient = false;
   static constexpr bool kHasAlibi = kAlibi_ != 0;   // without a softcap, unlike in the split form
   static constexpr bool kIsWide = kHeadDim == 128;  // no warpgroup of dq: the consumers do its work (fused_wide.cuh)
   static_assert(kHeadDim <= 128, "dk and dv of more columns need more registers than there are");
@@ -64,9 +65,11 @@ struct DropoutFusedSpec : VarlenFusedSpec<Element, kHeadDim, kBlockM, kBlockN, k
   static_assert(kSharedBytes <= 232448, "sm_90 gives a block at most 227 KiB");
 };
 
-// Likewise, with an additive mask that has an element for each row and key; without a softcap.
-template <typename Element, int kHeadDim, int kBlockM, int kBlockN, int kNumStages, int kNumWarps>
-using MaskFusedSpec = FusedSpec<Element, kHeadDim, kBlockM, kBlockN, kNumStages, kNumWarps, true, 0, true>;
+// Likewise, with an additive mask that has an element for each row and key; without a softcap. kGradient_: the mask's gradient is stored.
+template <typename Element, int kHeadDim, int kBlockM, int kBlockN, int kNumStages, int kNumWarps, int kGradient_>
+struct MaskFusedSpec : FusedSpec<Element, kHeadDim, kBlockM, kBlockN, kNumStages, kNumWarps, true, 0, true> {
+  static constexpr bool kStoresGradient = kGradient_ != 0;
+};
 
 template <typename Spec>
 struct FusedMemory : SharedMemory<Spec> {
@@ -236,13 +239,11 @@ struct BlockMask<Spec, true> {
   }
 };
 
-// An additive mask of dense rows and keys; map: dense, as the mask lies. gradient_map: of dS, of every sequence and head, where it is wanted.
+// An additive mask of dense rows and keys; map: dense, as the mask lies. gradient_map: of dS, of every sequence and head, where it is stored.
 struct StreamedMask {
   const MaskBackwardParams& launched;
   const ptx::TensorMap& map;
   const ptx::TensorMap& gradient_map;
-
-  __device__ __forceinline__ bool has_gradient() const { return launched.scores_gradient != nullptr; }
 
   // Of a block of queries the published tile's keys, on the barrier of the block.
   template <typename Spec>
@@ -261,9 +262,9 @@ struct StreamedMask {
   }
 };
 
-// dS of a block where the mask has a gradient: in the stage it takes the mask's place, a warp's 16 keys by that warp, which alone has read them.
-// Empty without a mask; a consumer's base, so that it takes no room there.
-template <typename Spec, typename Mask>
+// dS of a block where it is stored: in the stage it takes the mask's place, a warp's 16 keys by that warp, which alone has read them. Empty
+// otherwise; a consumer's base, so that it takes no room there.
+template <typename Spec, typename Mask, bool kStores = Spec::kStoresGradient>
 struct MaskGradient {
   __device__ __forceinline__ explicit MaskGradient(const Mask&) {}
   __device__ __forceinline__ void put_gradient(const FusedMemory<Spec>&, int, int,
@@ -273,7 +274,7 @@ struct MaskGradient {
   __device__ __forceinline__ void wait_read() const {}
 };
 template <typename Spec>
-struct MaskGradient<Spec, StreamedMask> {
+struct MaskGradient<Spec, StreamedMask, true> {
   const StreamedMask& mask;
 
   __device__ __forceinline__ explicit MaskGradient(const StreamedMask& mask_) : mask(mask_) {}
@@ -281,7 +282,6 @@ struct MaskGradient<Spec, StreamedMask> {
   // packed: dS^T, as an operand. Whoever calls it orders it before the copy engine's reads.
   __device__ __forceinline__ void put_gradient(const FusedMemory<Spec>& shared, int stage, int consumer,
                                                const uint32_t (&packed)[Products<Spec>::kPacked]) const {
-    if (!mask.has_gradient()) return;
     unsigned char* lane_smem = BlockMask<Spec>(shared, stage, consumer).lane_smem;
 #pragma unroll
     for (int step = 0; step < Spec::kStreamRows / 16; ++step) {
@@ -291,12 +291,12 @@ struct MaskGradient<Spec, StreamedMask> {
   }
   // Hazard: the copy engine reads before all warps of the consumer have written.
   __device__ __forceinline__ void sync_gradient(int consumer) const {
-    if (mask.has_gradient()) sync_consumer(consumer);
+    sync_consumer(consumer);
   }
   // head: of the tile's group. All else is read from the tile's record: no register holds it through the block.
   __device__ __forceinline__ void store_gradient(const FusedMemory<Spec>& shared, int stage, int consumer, int head,
                                                  int block) const {
-    if (!mask.has_gradient() || ptx::thread_index() % 128 != 0) return;
+    if (ptx::thread_index() % 128 != 0) return;
     uint32_t tile[4];  // of a VarlenTile
     ptx::ld_shared_128(tile, shared.tile(consumer));
     const BackwardParams& params = mask.launched.backward;
@@ -308,7 +308,7 @@ struct MaskGradient<Spec, StreamedMask> {
   }
   // Before the stage is released. Hazard: the next block's mask overwrites dS while it is read.
   __device__ __forceinline__ void wait_read() const {
-    if (mask.has_gradient() && ptx::thread_index() % 128 == 0) ptx::tma_store_wait_read<0>();
+    if (ptx::thread_index() % 128 == 0) ptx::tma_store_wait_read<0>();
   }
 };
 
@@ -565,7 +565,7 @@ struct FusedConsumer : MaskGradient<Spec, Mask> {
             const int needs_mask = ptx::recompute(is_full ? 0 : 1);
             int head = heads;
             do {
-              if constexpr (Spec::kMaskBytes > 0) {
+              if constexpr (Spec::kStoresGradient) {
                 step(dk, dv, p_packed, ds_packed, own_k, own_v, dropout,
                      BlockCoordinates{shared.tile(consumer), heads - head, first_key, block}, needs_mask != 0);
               } else if constexpr (Spec::kHasAlibi) {  // the others do not ask for the head

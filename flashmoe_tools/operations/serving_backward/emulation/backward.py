@@ -134,7 +134,7 @@ def trial_on(unit: Unit, p: VarlenProblem, tensors: Tensors, given: Given, expec
     scores = None
     if unit.row.operation == MASK_FUSED:
         row = math.ceil(p.most_keys / 8) * 8
-        if not p.has_sinks:  # one problem is without a gradient of the mask
+        if unit.row.options["gradient"]:
             scores = torch.full((len(p.rows), p.heads_q, p.most_rows, row), NAN, dtype=tensors.q.dtype)
             if p.right < UNBOUNDED or min(p.keys) < p.most_keys:
                 scores[..., : p.most_keys] = 0.0  # tiles may be passed over
