@@ -333,7 +333,9 @@ def chunk(capability: int, p: dict[str, Any]) -> tuple[str, int]:
     if otherwise.row.operation == "attention_decode":
         is_faster = not (p["has_score_functions"] or is_decoded(p))
     else:
-        is_faster = p["has_score_functions"] or bool(otherwise.row.cost) and time < 0.955 * chunk_microseconds(p, otherwise, p["heads"], 1, 1)
+        is_faster = p["has_score_functions"] or (
+            bool(otherwise.row.cost) and time < 0.955 * chunk_microseconds(p, otherwise, p["heads"], 1, 1)
+        )
     return (kernel.symbol, splits) if is_faster else ("", 0)
 
 
