@@ -76,7 +76,11 @@ def _mask_backward_by_kernels(given: VarlenBackward) -> tuple[Tensor, ...]:
     gradients, cast, (row_dot, stored) = run(
         torch.ops.flashmoe._attention_mask_backward.default, given, more=fake.MASK_GRADIENT
     )
-    total = _sums(alone(cast), row_dot) if stored is None else stored[..., : given.mask.shape[3]]
+    if stored is None:
+        assert row_dot is not None
+        total = _sums(alone(cast), row_dot)
+    else:
+        total = stored[..., : given.mask.shape[3]]
     return *gradients, in_dtype_of(given.mask, total).contiguous()
 
 

@@ -94,8 +94,9 @@ def dropout_mask(rng_state: Tensor, dropout_p: float, batch: int, heads: int, ro
     """
     probability = check_probability(dropout_p)
     check_state(rng_state)
-    if rng_state is None or rng_state.dtype is not torch.int64 or rng_state.shape != (2,):
-        found = "None" if rng_state is None else f"{rng_state.dtype} {list(rng_state.shape)}"
+    state: Any = rng_state
+    if state is None or state.dtype is not torch.int64 or state.shape != (2,):
+        found = "None" if state is None else f"{state.dtype} {list(state.shape)}"
         msg = f"rng_state must be an int64 tensor [2], seed and offset; found {found}; give the call's own"
         raise ArgumentError(msg)
     sizes = {"batch": batch, "heads": heads, "rows": rows, "keys": keys}

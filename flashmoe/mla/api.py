@@ -113,7 +113,8 @@ def mla_decode(
     _check_types(tensors)
     check_flag("causal", causal)
     check_flag("return_lse", return_lse)
-    if isinstance(value_dim, Tensor) or value_dim != VALUE_DIM:
+    wanted: Any = value_dim
+    if isinstance(wanted, Tensor) or wanted != VALUE_DIM:
         rule = "mla.value_dim"
         raise broken(rule, found=value_dim)
     given = (q, kv_cache, *(() if sinks is None else (sinks,)))

@@ -319,7 +319,7 @@ const Kernel* select_varlen_forward(const VarlenSelectorInput& input) {
                        : input.has_score_functions ? "scores"
                                                    : values_variant(input.head_dim, input.head_dim_v);
   const int32_t block_n = input.is_consistent ? consistent_block_n(request, input.head_dim, wanted) : 0;
-  bool refuses_pages = false;
+  bool has_other_bits = false;
   for (const char* operation : operations) {
     if (operation == nullptr) continue;
     for (const char* const* family = host::families_of(request.capability); *family != nullptr; ++family) {
@@ -344,12 +344,17 @@ const Kernel* select_varlen_forward(const VarlenSelectorInput& input) {
       if (found != nullptr && can_load_pages(*found, input.page_size) && (block_n == 0 || found->block_n == block_n)) {
         return found;
       }
-      // ALiBi's references move in another family at other blocks.
-      refuses_pages = found != nullptr && input.has_alibi && input.is_consistent;
-      if (refuses_pages) break;
+      has_other_bits |= found != nullptr && input.is_consistent;
+      if (has_other_bits && input.has_alibi) break;  // its references move in another family at other blocks
     }
   }
-  if (input.has_alibi && !refuses_pages) refuse_head_dim(request, "ALiBi", input.head_dim);
+  if (has_other_bits && input.page_size > 0 && request.forced_family == nullptr) {
+    fail(ErrorCode::kArgument, "consistent=True with ", input.has_alibi ? "ALiBi" : "a softcap or a mask",
+         ", head_dim ", input.head_dim, " and pages of ", input.page_size, " keys: no kernel of compute capability ",
+         request.capability / 10, ".", request.capability % 10,
+         " has the bits of other calls; use pages of a multiple of 8 keys, or consistent=False");
+  }
+  if (input.has_alibi && !has_other_bits) refuse_head_dim(request, "ALiBi", input.head_dim);
   const std::string pages = input.page_size > 0 ? ", pages of " + std::to_string(input.page_size) + " keys" : "";
   const char* what = input.is_consistent ? ", the same bits in every call" : "";
   host::refuse(request, "head_dim " + std::to_string(input.head_dim) + pages + what);

@@ -290,9 +290,7 @@ struct MaskGradient<Spec, StreamedMask, true> {
     }
   }
   // Hazard: the copy engine reads before all warps of the consumer have written.
-  __device__ __forceinline__ void sync_gradient(int consumer) const {
-    sync_consumer(consumer);
-  }
+  __device__ __forceinline__ void sync_gradient(int consumer) const { sync_consumer(consumer); }
   // head: of the tile's group. All else is read from the tile's record: no register holds it through the block.
   __device__ __forceinline__ void store_gradient(const FusedMemory<Spec>& shared, int stage, int consumer, int head,
                                                  int block) const {
