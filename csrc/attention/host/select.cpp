@@ -349,10 +349,10 @@ const Kernel* select_varlen_forward(const VarlenSelectorInput& input) {
     }
   }
   if (has_other_bits && input.page_size > 0 && request.forced_family == nullptr) {
-    fail(ErrorCode::kArgument, "consistent=True with ", input.has_alibi ? "ALiBi" : "a softcap or a mask",
-         ", head_dim ", input.head_dim, " and pages of ", input.page_size, " keys: no kernel of compute capability ",
-         request.capability / 10, ".", request.capability % 10,
-         " has the bits of other calls; use pages of a multiple of 8 keys, or consistent=False");
+    host::fail(host::ErrorCode::kArgument, "consistent=True with ", input.has_alibi ? "ALiBi" : "a softcap or a mask",
+               ", head_dim ", input.head_dim, " and pages of ", input.page_size,
+               " keys: no kernel of compute capability ", request.capability / 10, ".", request.capability % 10,
+               " has the bits of other calls; use pages of a multiple of 8 keys, or consistent=False");
   }
   if (input.has_alibi && !has_other_bits) refuse_head_dim(request, "ALiBi", input.head_dim);
   const std::string pages = input.page_size > 0 ? ", pages of " + std::to_string(input.page_size) + " keys" : "";
