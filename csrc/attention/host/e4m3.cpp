@@ -26,6 +26,7 @@ constexpr int64_t kLargestBlock = 256;
 // take twice the instructions.
 constexpr int64_t kMostCodedTiles = 8;
 constexpr int64_t kMostWideCodedTiles = 6;  // of bf16, above head dim 64
+constexpr int64_t kMostTallCodedTiles = 3;  // above head dim 128
 constexpr int64_t kMostScaledTiles =
     2;  // where pages have scales, which takes twice the instructions of bf16 in both types
 constexpr int64_t kMostOfPart = int64_t{1} << 30;  // elements of a copy's smallest part
@@ -231,7 +232,11 @@ Choice choose_chunk(const E4m3Arguments& arguments, const Choice& wide, const ho
   const bool is_dear = varlen.dtype == Dtype::kBFloat16 && varlen.head_dim() > 64;
   const bool is_scaled = make_scale(arguments.k_scale, varlen.has_pages()).is_of_pages != 0 ||
                          make_scale(arguments.v_scale, varlen.has_pages()).is_of_pages != 0;
-  const int64_t most = is_scaled ? kMostScaledTiles : is_dear ? kMostWideCodedTiles : kMostCodedTiles;
+  const bool is_tall = varlen.head_dim() > 128;
+  const int64_t most = is_scaled ? kMostScaledTiles
+                       : is_tall ? kMostTallCodedTiles
+                       : is_dear ? kMostWideCodedTiles
+                                 : kMostCodedTiles;
   return rows <= most * chunk.forward->block_m ? chunk : Choice{};
 }
 

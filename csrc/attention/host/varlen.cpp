@@ -230,12 +230,12 @@ VarlenSelectorInput selector_input(const VarlenArguments& arguments, const host:
   input.head_dim = static_cast<int32_t>(std::max(arguments.head_dim(), arguments.head_dim_v()));
   input.head_dim_v = static_cast<int32_t>(arguments.head_dim_v());
   input.page_size = arguments.has_pages() ? static_cast<int32_t>(arguments.k.sizes()[1]) : 0;
-  // One row each of more heads than a chunk's tile holds counts as one row, so that few of them are decoded: H200, D=64, 8 sequences of 4096 keys, 71 heads
-  // on one, 51 us as rows of a ragged tile.
+  // One row each of more heads than a chunk's tile holds counts as one row where it is decoded, as two rows are: by few sequences, and wherever bits
+  // must not depend on their number. H200, D=64, 4096 keys, 71 heads on one, 8 and 64 sequences: decoded 18 and 87 us, as rows of a ragged tile 51 and 54.
   constexpr int64_t kMostFoldedHeads = 64;
+  const bool has_many = 4 * arguments.batch() * arguments.heads_kv() > gpu.num_multiprocessors;
   const bool is_folded =
-      has_one_row_each(arguments) &&
-      (group <= kMostFoldedHeads || arguments.batch() * arguments.heads_kv() > gpu.num_multiprocessors);
+      has_one_row_each(arguments) && (group <= kMostFoldedHeads || (has_many && arguments.num_splits != 1));
   input.rows = is_folded ? group : arguments.max_seqlen_q;
   input.keys = arguments.max_seqlen_k;
   input.heads = is_folded ? arguments.heads_kv() : arguments.heads_q();

@@ -279,6 +279,39 @@ def test_codes_take_the_form_of_elements(call: test_e4m3_drawn.Call) -> None:
     LIBRARY.fake_computing(1)
 
 
+@pytest.mark.parametrize(
+    ("heads", "rows", "head_dim", "batch", "num_splits", "of_codes", "of_elements"),
+    [
+        ((71, 1), 1, 64, 33, 0, ["decode_e4m3"], ["decode"]),
+        ((71, 1), 1, 64, 34, 0, ["dequantize_e4m3", "forward"], ["forward"]),
+        ((71, 1), 1, 64, 34, 1, ["decode_e4m3"], ["decode"]),
+        ((64, 1), 1, 64, 2, 1, ["dequantize_e4m3", "forward"], ["forward"]),
+        ((2, 1), 192, 256, 1, 0, ["chunk_forward_e4m3"], ["chunk_forward"]),
+        ((2, 1), 193, 256, 1, 0, ["dequantize_e4m3", "chunk_forward"], ["chunk_forward"]),
+    ],
+)
+def test_where_codes_are_copied(
+    heads: tuple[int, int],
+    rows: int,
+    head_dim: int,
+    batch: int,
+    num_splits: int,
+    of_codes: list[str],
+    of_elements: list[str],
+) -> None:
+    """One row of more than 64 heads is decoded by few sequences, and by any where bits must not depend on their number; three tiles of a chunk at
+    head dim 256 are the most that read codes."""
+    q = torch.zeros(batch, heads[0], rows, head_dim, dtype=DTYPE)
+    cache = torch.zeros(batch, heads[1], 4096, head_dim, dtype=torch.uint8).view(torch.float8_e4m3fn)
+    lengths = torch.full((batch,), 4096, dtype=torch.int32)
+    LIBRARY.fake_computing(0)
+    for keys, wanted in ((cache, of_codes), (cache.to(DTYPE), of_elements)):
+        begin(90)
+        flashmoe.attention_with_kvcache(q, keys, keys, cache_seqlens=lengths, causal=True, num_splits=num_splits)
+        assert [name for name in launched() if "combine" not in name and "merge" not in name] == wanted
+    LIBRARY.fake_computing(1)
+
+
 @pytest.mark.parametrize("is_ragged", [False, True])
 @pytest.mark.parametrize(("kinds", "page_size"), [(("pages", "sequences"), 16), (("heads", "sequences"), 0)])
 def test_a_large_cache_is_copied_in_parts(is_ragged: bool, kinds: tuple[str, str], page_size: int) -> None:
