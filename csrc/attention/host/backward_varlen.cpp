@@ -192,6 +192,9 @@ void give_back(const Tensor& from, const Tensor& to) {
 
 bool stores_scores_gradient(const VarlenBackwardArguments& arguments) {
   constexpr int64_t kMostBytes = int64_t{1} << 30;  // of dS that is summed to a smaller mask
+  // At up to 64 columns stores cost the fused kernel as much as a kernel for a shared mask takes (4 x 2048, 16 heads, H200: 148 us of 272), but
+  // where that one is short of work.
+  constexpr int64_t kMostNarrowBytes = int64_t{1} << 27;
   const VarlenArguments& forward = arguments.forward;
   if (forward.has_dropout() || !streams_mask(forward)) return false;
   const int64_t* mask = forward.mask.sizes();
@@ -203,8 +206,8 @@ bool stores_scores_gradient(const VarlenBackwardArguments& arguments) {
   if (!sees_all) return false;  // tiles that no row sees would have to be cleared
   const host::Device& gpu = host::device(forward.device_index);
   const BackwardKernels kernels = select_kernels(forward, gpu);
-  // At 64 columns stores cost the fused kernel as much as a kernel for a shared mask takes: 4 x 2048, 16 heads, H200, 148 us of 272.
-  if (!is_whole && kernels.fused != nullptr && kernels.fused->axes[axis::kHeadDim] <= 64) return false;
+  const bool is_narrow = kernels.fused != nullptr && kernels.fused->axes[axis::kHeadDim] <= 64;
+  if (!is_whole && is_narrow && bytes > kMostNarrowBytes) return false;
   return prefers_fused(kernels, params, forward, gpu);
 }
 

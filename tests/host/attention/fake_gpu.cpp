@@ -187,18 +187,18 @@ std::string run_kernel(const host::Kernel& kernel, int64_t grid, void** argument
   } else if (kind == "row_dot") {
     const auto& p = *static_cast<const RowDotParams*>(arguments[0]);
     if (grid * kernel.threads < int64_t{4} * p.batch * p.heads * p.rows) return "fewer than four threads for a row";
-    row_dots(p);
+    if (g_computes) row_dots(p);
   } else if (kind == "scores_sum") {
     const auto& p = *static_cast<const ScoresSumParams*>(arguments[0]);
     if (p.size % 8 != 0 || grid * kernel.threads < p.num_sums * p.size / 8) return "fewer threads than elements";
-    scores_sum(p);
+    if (g_computes) scores_sum(p);
   } else if (kind == "bias_gradient") {
     const auto& p = *static_cast<const BiasGradientParams*>(arguments[0]);
     const bool has_dropout = std::strcmp(kernel.variant, "dropout") == 0;
     const int64_t tiles = ceil_div(p.rows, kernel.block_m) * ceil_div(p.keys, kernel.block_n);
     const int64_t parts = tiles * p.splits * p.batches * p.heads;
     if (kernel.is_persistent ? grid > parts || grid < 1 : grid != parts) return "not a block for each part";
-    bias_gradient(p, has_dropout ? &p.launched.dropout : nullptr, kernel);
+    if (g_computes) bias_gradient(p, has_dropout ? &p.launched.dropout : nullptr, kernel);
   } else if (kind == "backward_dq" || kind == "backward_dkv") {
     const auto& p = *static_cast<const BackwardParams*>(arguments[0]);
     const Dropout* dropout = is_dropout ? &static_cast<const DropoutBackwardParams*>(arguments[0])->dropout : nullptr;
@@ -216,7 +216,7 @@ std::string run_kernel(const host::Kernel& kernel, int64_t grid, void** argument
       const int64_t rows = rows_of_sums(p) * (ragged_rows(p) > 0 ? 1 : p.batch);
       if (grid < rows / kDqPartialRows * p.heads && !is_varlen) return "fewer blocks than partials";
       g_rows_of_sums = rows_of_sums(p);
-      kind == "backward_fused_prepare" ? prepare(p, columns) : convert(p, columns);
+      if (g_computes) kind == "backward_fused_prepare" ? prepare(p, columns) : convert(p, columns);
       return "";
     };
     if (is_varlen) {
@@ -229,13 +229,14 @@ std::string run_kernel(const host::Kernel& kernel, int64_t grid, void** argument
     g_fused.backward = *static_cast<const BackwardParams*>(arguments[0]);
     if (is_dropout) g_fused.dropout = static_cast<const DropoutBackwardParams*>(arguments[0])->dropout;
     if (p.tile_counter == nullptr || *p.tile_counter != 0) return "no counter of tiles";
-    key_value_gradient(p, is_dropout ? &g_fused.dropout : nullptr, kernel, static_cast<float*>(p.dq), g_rows_of_sums);
+    if (g_computes)
+      key_value_gradient(p, is_dropout ? &g_fused.dropout : nullptr, kernel, static_cast<float*>(p.dq), g_rows_of_sums);
     std::vector<const void*> tensors{p.q, p.k, p.v, p.dout, p.dk, p.dv};
     if (is_streamed) {
       const auto& masked = *static_cast<const MaskBackwardParams*>(arguments[0]);
       if ((masked.scores_gradient != nullptr) != (std::strcmp(kernel.variant, "gradient") == 0))
         return "not its kernel";
-      scores_gradient(masked, kernel);
+      if (g_computes) scores_gradient(masked, kernel);
       tensors.push_back(p.score_options.mask);
       tensors.push_back(masked.scores_gradient != nullptr ? masked.scores_gradient : p.score_options.mask);
     }

@@ -582,17 +582,32 @@ def test_a_mask_that_is_streamed() -> None:
         assert (one - other).abs().max() <= LIMIT * other.abs().max().clamp(min=1.0)
 
 
+@pytest.mark.parametrize(("head_dim", "heads", "stores"), [(64, 252, True), (64, 253, False), (65, 253, True)])
+def test_a_shared_mask_s_gradient_of_64_columns_is_stored_up_to_128_mib(
+    head_dim: int, heads: int, stores: bool
+) -> None:
+    q, k = (torch.zeros(1, heads, length, head_dim, dtype=DTYPE) for length in (512, 520))
+    mask = torch.zeros(1, 1, 512, 520, dtype=DTYPE)
+    LIBRARY.fake_computing(0)
+    begin(90)
+    lse = torch.zeros(1, heads, 512)
+    arguments = (q, None, q, k, k, *[None] * 4, mask, q, lse, 512, 520, head_dim**-0.5, -1, -1, 0.0)
+    bias_gradient._mask_backward_by_kernels(VarlenBackward(*arguments, 15))
+    LIBRARY.fake_computing(1)
+    assert ("scores_sum" in launched(), "bias_gradient" in launched()) == (stores, not stores)
+
+
 @pytest.mark.parametrize(
     ("heads", "head_dim", "window", "is_split", "stores"),
     [
-        *((2, 16, -1, False, True), (1, 72, -1, False, True), (1, 16, -1, False, False)),
+        *((2, 16, -1, False, True), (1, 72, -1, False, True), (1, 16, -1, False, True)),
         *((2, 16, 40, False, False), (2, 16, -1, True, False)),
     ],
 )
 def test_a_streamed_mask_s_gradient(
     heads: int, head_dim: int, window: int, is_split: bool, stores: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By the kernel of the other gradients, which run for it alone, too; with a window, of 64 columns and a shared mask, or in the split form, by its own."""
+    """By the kernel of the other gradients, which run for it alone, too; with a window or in the split form by its own."""
     begin(90)
     monkeypatch.setenv("FLASHMOE_SPLIT_BACKWARD", str(int(is_split)))
     shapes = ((2, 514), (1, 520), (1, 520))
