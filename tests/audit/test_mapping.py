@@ -66,6 +66,14 @@ def segment(kind: str, field: int, value: int) -> Edit:
     return edit
 
 
+def section_size(name: str, change: int) -> Edit:
+    def edit(content: bytearray, elf: ELFFile) -> None:
+        place = elf["e_shoff"] + elf["e_shentsize"] * elf.get_section_index(name) + 32
+        struct.pack_into("<Q", content, place, elf.get_section_by_name(name)["sh_size"] + change)
+
+    return edit
+
+
 DAMAGE: dict[str, tuple[Edit, str]] = {
     "ELF version": (header(20, 9), "another version or ABI"),
     "ABI": (header(8, 8), "another version or ABI"),
@@ -89,6 +97,8 @@ DAMAGE: dict[str, tuple[Edit, str]] = {
     "hash bucket": (word(".gnu.hash", 24, 0x7FFF), ".gnu.hash"),
     "version's hash": (word(".gnu.version_r", 16, 5), "another hash for GLIBC"),
     "version without a name": (word(".gnu.version", 2, 77, "<H"), "versions without a name"),
+    "a symbol without a version": (section_size(".gnu.version", -2), "a table inside cannot be read"),
+    "a version without a symbol": (section_size(".gnu.version", 2), "a table inside cannot be read"),
 }
 # What glibc reads past: it depends on the memory behind, on the loader's age, or on the symbol that is asked for.
 UNNOTICED = {
@@ -97,6 +107,8 @@ UNNOTICED = {
     "relocation symbol",
     "hash bucket",
     "version without a name",
+    "a symbol without a version",
+    "a version without a symbol",
 }
 
 

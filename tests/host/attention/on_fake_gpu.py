@@ -3,6 +3,7 @@ operators launch on each GPU, and what comes out."""
 
 import ctypes
 import functools
+import itertools
 import json
 import math
 import os
@@ -261,6 +262,33 @@ def test_codes_are_appended_and_read_by_many_rows() -> None:
     assert launched() == ["dequantize_e4m3", "forward"]
 
 
+@pytest.mark.parametrize("kind", ["heads", "sequences", "pages"])
+def test_appended_codes_have_their_own_scales(kind: str) -> None:
+    new, caches = torch.randn(2, 2, 5, 64).to(DTYPE), [torch.zeros(4, 16, 2, 64).to(test_e4m3.E4M3) for _ in range(2)]
+    table, held = torch.tensor([[2, 0], [3, 1]], dtype=torch.int32), torch.tensor([14, 3], dtype=torch.int32)
+    scale = torch.rand({"heads": (2,), "sequences": (2, 2), "pages": (4, 1, 2, 1)}[kind]) + 0.5
+    begin(90)
+    given: dict[str, Any] = {"cache_seqlens": held, "block_table": table, "k_scale": scale, "v_scale": scale}
+    flashmoe.attention_with_kvcache(new[:, :, :1], *caches, new, new, **given)
+    assert launched()[0] == "append_e4m3"
+    for index, key in itertools.product(range(2), range(5)):
+        place = int(held[index]) + key
+        page = int(table[index, place // 16])
+        own = scale if kind == "heads" else scale[index if kind == "sequences" else page].flatten()
+        expected = (new[index, :, key].float() / own[:, None]).to(test_e4m3.E4M3)
+        for cache in caches:
+            assert torch.equal(cache[page, place % 16].float(), expected.float())
+
+
+@pytest.mark.parametrize(("capability", "kernels"), [(75, ["dequantize_e4m3", "forward"]), (80, ["decode_e4m3"])])
+def test_consistent_codes_are_copied_where_no_kernel_reads_them(capability: int, kernels: list[str]) -> None:
+    q, lengths = torch.randn(2, 4, 1, 64).half(), torch.tensor([30, 9], dtype=torch.int32)
+    k = torch.randn(2, 2, 30, 64).to(test_e4m3.E4M3)
+    begin(capability)
+    flashmoe.attention_with_kvcache(q, k, k, cache_seqlens=lengths, consistent=True)
+    assert launched() == kernels
+
+
 @settings(max_examples=40, deadline=None, derandomize=True)
 @drawn(call=test_e4m3_drawn.calls())
 def test_codes_take_the_form_of_elements(call: test_e4m3_drawn.Call) -> None:
@@ -347,6 +375,22 @@ def test_products_of_codes(shape: tuple[int, ...], scales: int, causal: bool, mo
     test_fp8.test_the_recurrence(shape, scales, causal, "cpu")
     assert launched() == ["transpose_e4m3", "forward_e4m3"]
     assert ("_blocks_" in launches()[1]["symbol"]) is (scales >= 3 and shape[-1] <= 64)  # the 256 rows have none
+
+
+@pytest.mark.parametrize("of_blocks", ["q", "k", "v"])
+def test_one_scale_of_blocks_is_enough(of_blocks: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """For the kernel that reads them; each of the others is of the whole tensor."""
+    monkeypatch.setattr(fp8, "_has_kernel", lambda device: True)
+    codes = {name: torch.randn(1, 2, 130, 64).to(torch.float8_e4m3fn) for name in ("q", "k", "v")}
+    scales: dict[str, Any] = {f"{name}_scale": 0.5 for name in codes}
+    scales[f"{of_blocks}_scale"] = torch.rand(1, 2, 2) + 0.5
+    begin(90)
+    found = flashmoe.attention(*codes.values(), **scales)
+    assert "_blocks_" in launches()[1]["symbol"]
+    rows = scales[f"{of_blocks}_scale"].repeat_interleave(128, 2)[:, :, :130, None]
+    wide = [one.float() * (rows if name == of_blocks else 0.5) for name, one in codes.items()]
+    expected = torch.nn.functional.scaled_dot_product_attention(*wide)
+    assert (found.float() - expected).abs().max() <= 2**-4 * expected.abs().max()
 
 
 @pytest.mark.parametrize("name", test_fp8_varlen.BATCHES)
@@ -713,6 +757,16 @@ def test_few_dense_rows_are_decoded_and_consistent_ones_are_not() -> None:
         begin(90)
         flashmoe.attention(q, k, k, consistent=consistent)
         assert launched() == [kernel]
+
+
+@pytest.mark.parametrize(
+    ("heads", "keys", "decodes"), [(16, 512, True), (17, 512, False), (16, 511, False), (1, 512, True)]
+)
+def test_one_dense_row_is_decoded_up_to_16_heads_of_a_key_head(heads: int, keys: int, decodes: bool) -> None:
+    q, k = torch.randn(1, heads, 1, 128).to(DTYPE), torch.randn(1, 1, keys, 128).to(DTYPE)
+    begin(90)
+    flashmoe.attention(q, k, k)
+    assert [one["symbol"].split("_sm")[1][:2] for one in launches() if "decode" in one["symbol"]] == ["80"] * decodes
 
 
 @pytest.mark.parametrize("capability", CAPABILITIES)

@@ -184,6 +184,25 @@ def test_which_kernel_decodes() -> None:
     assert [decoded(rows) for rows in (16, 18)] == [FEW, MORE_ROWS]
 
 
+def test_a_cache_of_2_to_the_31_keys() -> None:
+    """Which lie 16 bytes apart: the largest number of a slot names a key."""
+    pages, page_size, columns = 2**16, 2**15, 576
+    cache = torch.ones(8 * (pages + page_size) + columns, dtype=BF16).as_strided((pages, page_size, columns), (8, 8, 1))
+    q, indices = torch.ones(1, 1, 18, columns, dtype=BF16), torch.tensor([[[0, 2**31 - 2]]], dtype=torch.int32)
+    assert (flashmoe.mla_decode(q, cache, scale=1e-3, indices=indices) == 1).all()
+    launches()
+
+
+@pytest.mark.parametrize("multiprocessors", [1, 6, 132])
+@pytest.mark.parametrize("rows", [2, 8, 10, 128])
+def test_the_blocks_that_add_parts_up(rows: int, multiprocessors: int) -> None:
+    """Enough for all pieces of the sums, by the driver's own count: more sequences, fewer warps for a sum."""
+    begin(90, multiprocessors)
+    for batch in (1, 2, 5, 11, 40):
+        decoded(rows, batch)
+    assert any("mla_combine" in one["symbol"] for one in launches())
+
+
 def test_forced_families_and_refusals(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FLASHMOE_KERNEL", "sm80")
     assert [decoded(rows) for rows in (16, 128)] == [FEW, MORE_ROWS]
