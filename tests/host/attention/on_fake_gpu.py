@@ -751,6 +751,19 @@ def test_consistent_calls_keep_their_options(capability: int, options: dict[str,
     assert (found - expected).abs().max() <= LIMIT
 
 
+@pytest.mark.parametrize(
+    ("options", "says"), [({"alibi_slopes": torch.ones(2)}, "ALiBi"), ({"softcap": 2.0}, "a softcap or a mask")]
+)
+def test_consistent_calls_over_pages_that_no_kernel_with_their_bits_reads(options: dict[str, Any], says: str) -> None:
+    q, cache = torch.randn(1, 2, 40, 64).to(DTYPE), torch.randn(5, 12, 2, 64).to(DTYPE)
+    given: dict[str, Any] = {"cache_seqlens": torch.tensor([50], dtype=torch.int32), "consistent": True}
+    given["block_table"] = torch.arange(5, dtype=torch.int32)[None]
+    begin(90)
+    text = rf"consistent=True with {says}, head_dim 64 and pages of 12 keys: .* use pages of a multiple of 8 keys"
+    with pytest.raises(flashmoe.errors.ArgumentError, match=text):
+        flashmoe.attention_with_kvcache(q, cache, cache, **given, **options)
+
+
 def test_few_dense_rows_are_decoded_and_consistent_ones_are_not() -> None:
     q, k = torch.randn(1, 2, 8, 128).to(DTYPE), torch.randn(1, 2, 40, 128).to(DTYPE)
     for consistent, kernel in ((False, "decode"), (True, "forward")):
