@@ -66,8 +66,18 @@ def varlen_kernels(
     folded = choose.varlen(capability, head_dim, rows=4, heads=8, heads_kv=8, consistent=True, **given)  # type: ignore[attr-defined]
     ordered = choose.ordered(capability, head_dim, **given)  # type: ignore[attr-defined]
     chunk = choose.chunk(capability, head_dim, head_dim_v=head_dim_v, bf16=bf16, forced=forced, rows=128, keys=8192)  # type: ignore[attr-defined]
+    scored = choose.chunk(
+        capability,
+        head_dim,
+        head_dim_v=head_dim_v,
+        bf16=bf16,
+        forced=forced,
+        rows=8,
+        keys=8192,
+        has_score_functions=True,
+    )  # type: ignore[attr-defined]
     more: Chosen = choose.more(capability, head_dim, head_dim_v=head_dim_v, bf16=bf16, forced=forced)  # type: ignore[attr-defined]
-    ordered = (*ordered, *chunk[:1]) if chunk[0] else ordered
+    ordered = (*ordered, *(one[0] for one in (chunk, scored) if one[0]))
     chosen = {pair for words in (*asked, folded) for pair in (words[:2], words[2:4]) if pair}
     return more | chosen | {(symbol, "sm_90a") for symbol in ordered}
 

@@ -56,7 +56,8 @@ def test_the_versions_line_is_all_that_changes() -> None:
 
 
 @pytest.fixture
-def checkout(clone: Path, tmp_path: Path) -> Path:
+def checkout(clone: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.delenv("FLASHMOE_ARCHS", raising=False)
     return Path(shutil.copytree(clone, tmp_path / "clone"))
 
 

@@ -150,13 +150,22 @@ const Kernel* with_less_waste(const Kernel* kernel, const std::vector<const Kern
   return best;
 }
 
+// By squares. std::pow is a symbol of glibc 2.29.
+double power(double base, int64_t exponent) {
+  double result = 1.0;
+  for (; exponent > 0; exponent /= 2, base *= base) {
+    if (exponent % 2 == 1) result *= base;
+  }
+  return result;
+}
+
 // `kernel`, or one for as many rows an expert whose waves, of a tile for each multiprocessor, take less by 3%: more than the times of two
 // waves can be told apart by. Counted are the tiles of the experts that so many choices fall on when they are drawn.
 const Kernel* with_shorter_waves(const Kernel* kernel, const std::vector<const Kernel*>& tiles,
                                  const ProductInput& input, double rows) {
   constexpr double kLess = 0.97;
   const double experts = static_cast<double>(input.experts);
-  const double chosen = std::ceil(experts * (1.0 - std::pow(1.0 - 1.0 / experts, static_cast<double>(input.slots))));
+  const double chosen = std::ceil(experts * (1.0 - power(1.0 - 1.0 / experts, input.slots)));
   const auto waves_time = [&](const Kernel& tile) {
     const double count = chosen * static_cast<double>(up_to_multiple(input.n, tile.block_n) / tile.block_n);
     return std::ceil(count / input.request.num_multiprocessors) * tile.cost[cost::kWave];
