@@ -72,7 +72,7 @@ def varlen_kernels(
         head_dim_v=head_dim_v,
         bf16=bf16,
         forced=forced,
-        rows=8,
+        rows=20,
         keys=8192,
         has_score_functions=True,
     )  # type: ignore[attr-defined]
