@@ -223,10 +223,11 @@ def varlen(capability: int, p: dict[str, Any], multiprocessors: int = 132) -> Ke
             if may and shorter is not None:
                 takes = reads_keys_once if loads_maps else partial(is_shorter, multiprocessors)
                 found = shorter if takes(p, found, shorter) else found
-            if loads_maps and p["page_size"] % 8 != 0:
-                continue
-            if width in (0, found.row.block_n):
+            serves = not loads_maps or p["page_size"] % 8 == 0
+            if serves and width in (0, found.row.block_n):
                 return found
+            if p["alibi"] and p["consistent"]:
+                return None  # another family has other bits
     return None
 
 
@@ -434,7 +435,8 @@ def varlen_backward(capability: int, dtype: str, dim: int, dim_v: int, option: s
         fused = own("mask_backward_fused" if option == "streamed" else "varlen_backward_fused")
         helpers = [of(f"varlen_backward_fused_{helper}", "") for helper in ("prepare", "convert")]
         has_all = fused is not None and None not in helpers and fused.head_dim == dkv.head_dim
-        return [dq, dkv, *filter(None, (fused, *helpers) if has_all and option != "scores" else ())]
+        storing = of("mask_backward_fused", "gradient") if option == "streamed" else None
+        return [dq, dkv, *filter(None, (fused, *helpers, storing) if has_all and option != "scores" else ())]
     return []
 
 
