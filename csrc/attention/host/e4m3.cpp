@@ -27,8 +27,7 @@ constexpr int64_t kLargestBlock = 256;
 constexpr int64_t kMostCodedTiles = 8;
 constexpr int64_t kMostWideCodedTiles = 6;  // of bf16, above head dim 64
 constexpr int64_t kMostTallCodedTiles = 3;  // above head dim 128
-constexpr int64_t kMostScaledTiles =
-    2;  // where pages have scales, which takes twice the instructions of bf16 in both types
+constexpr int64_t kMostScaledTiles = 2;     // where pages have scales, by which elements are multiplied in float32
 constexpr int64_t kMostOfPart = int64_t{1} << 30;  // elements of a copy's smallest part
 constexpr int64_t kWidest = 256;                   // head dim of any kernel for codes
 constexpr int32_t kFirstThatDecodes = 80;          // compute capability that has a kernel for codes

@@ -4,8 +4,7 @@
 //   other   wait for P  O += P V
 //
 // It is always the first: a stage is in use for one block at a time, and the other stage loads meanwhile. Scores of two blocks at once, by turns,
-// took 1% to 4% longer. Over codes it is each in turn: the first alone took 1% to 3% longer there.
-// Which consumer it is, is no constant: both run the same code, for which a call of few key blocks otherwise waits.
+// took 1% to 4% longer. Over codes it is each in turn, and both run the same code: the first alone took 1% to 3% longer there.
 #pragma once
 
 #include "device/convert.cuh"
