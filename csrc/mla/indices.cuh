@@ -22,12 +22,6 @@ __device__ __forceinline__ int64_t row_offset(const DecodeParams& params, int ro
   return page * params.page_stride + (row - page * params.page_size) * params.key_stride;
 }
 
-// The same in bytes; -1: nowhere.
-template <int kElementBytes>
-__device__ __forceinline__ int64_t place_of(const DecodeParams& params, int row) {
-  return row < 0 ? -1 : row_offset(params, row) * kElementBytes;
-}
-
 // Four warps gather the rows of a key block by cp.async, 16 keys at a time, eight threads for each row of a slab. Where a thread reads: its chunk of
 // 16 bytes, of one key in each pass.
 template <int kBlockN, int kElementBytes>
@@ -40,14 +34,13 @@ struct GatheredRows {
   bool exists[kPasses];
 
   // place_of_lane: of the key that find gave this lane.
-  __device__ __forceinline__ GatheredRows(const DecodeParams& params, int64_t place_of_lane) {
+  __device__ __forceinline__ GatheredRows(const DecodeParams& params, int64_t place_of_lane, int chunk) {
 #pragma unroll
     for (int pass = 0; pass < kPasses; ++pass) {
       const auto place = static_cast<int64_t>(
           ptx::shuffle_index(static_cast<uint64_t>(place_of_lane), pass * 4 + ptx::lane_index() / 8));
       exists[pass] = place >= 0;
-      gmem[pass] =
-          static_cast<const unsigned char*>(params.cache) + (exists[pass] ? place : 0) + ptx::thread_index() % 8 * 16;
+      gmem[pass] = static_cast<const unsigned char*>(params.cache) + (exists[pass] ? place : 0) + chunk * 16;
     }
   }
 
@@ -58,19 +51,9 @@ struct GatheredRows {
     return block < segment.end_block ? index_of(params, segment, block * kBlockN + key) : -1;
   }
 
-  // load(rows, index) for each key block of a segment. Indices are read two blocks ahead, and what they mean is computed a block ahead.
-  template <typename Load>
-  __device__ __forceinline__ static void gather(const DecodeParams& params, const Segment& segment, int warp,
-                                                const Load& load) {
-    int64_t own = place_of<kElementBytes>(params, find(params, segment, segment.begin_block, warp));
-    int next = find(params, segment, segment.begin_block + 1, warp);
-    const int blocks = segment.end_block - segment.begin_block;
-#pragma unroll 1
-    for (int index = 0; index < blocks; ++index) {
-      load(GatheredRows(params, own), index);
-      own = place_of<kElementBytes>(params, next);
-      next = find(params, segment, segment.begin_block + index + 2, warp);
-    }
+  // Where a row lies, in bytes; -1: nowhere.
+  __device__ __forceinline__ static int64_t place(const DecodeParams& params, int row) {
+    return row < 0 ? -1 : row_offset(params, row) * kElementBytes;
   }
 };
 

@@ -153,6 +153,10 @@ def test_few_rows_have_a_kernel_of_their_own(num_splits: int) -> None:
     ):
         check(Case((4096, 700), heads=rows, page_size=64, num_splits=num_splits), "cuda")
         assert _extension.last_kernel() == f"flashmoe_mla_decode_{kernel}", rows
+    for rows in (17, 32, 33):
+        check(Case((1100, 700), heads=rows, page_size=64, sinks=True, num_splits=num_splits), "cuda")
+        kernel = "few_sm90_bf16_m16" if rows < 33 and num_splits != 1 else "sm90_bf16"
+        assert _extension.last_kernel() == f"flashmoe_mla_decode_{kernel}", rows
 
 
 @settings(max_examples=25, deadline=None)
@@ -202,7 +206,7 @@ def test_strided_and_expanded_inputs(device: str) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("heads", [8, 16, 128])
+@pytest.mark.parametrize("heads", [8, 16, 32, 128])
 def test_bits_repeat_and_do_not_depend_on_the_batch(heads: int) -> None:
     case = Case((5000, 63, 1200, 64, 0, 777), heads=heads, page_size=64)
     q, cache, options = make(case, "cuda")

@@ -48,9 +48,18 @@ constexpr char kFewRows[] = "mla_decode_few";
 
 bool is_few_rows(const Kernel& kernel) { return std::strcmp(kernel.operation, kFewRows) == 0; }
 
+// Up to 32 rows as two tiles of 16, where a block of the grid then has one key block at most. Not with one split, whose bits are those of any batch.
+bool is_in_two_tiles(const DecodeArguments& arguments, int64_t rows, int64_t num_multiprocessors) {
+  constexpr int64_t kBlockN = 64;
+  const int64_t sequences = arguments.batch() * (arguments.is_sparse() ? arguments.tokens() : 1);
+  return rows <= 32 && arguments.num_splits != 1 &&
+         2 * sequences * ceil_div(arguments.max_keys(), kBlockN) <= num_multiprocessors;
+}
+
 // The kernel for few rows where the GPU has it; not where a family is forced. Otherwise of the families that the GPU has, best first, or of the
 // one that is forced. Neither the cache nor indices decide, since their bits are those of dense 16-bit keys.
-const Kernel& select_decode(const host::KernelRequest& request, const DecodeArguments& arguments, int64_t rows) {
+const Kernel& select_decode(const host::KernelRequest& request, const DecodeArguments& arguments, int64_t rows,
+                            int64_t num_multiprocessors) {
   const bool is_wgmma_wanted = has_keys(arguments);
   constexpr int64_t kMostFewRows = 16;
   const bool is_few = rows <= kMostFewRows;
@@ -64,7 +73,7 @@ const Kernel& select_decode(const host::KernelRequest& request, const DecodeArgu
     }
   }
   const bool is_forced = request.forced_family != nullptr;
-  if (is_few && is_wgmma_wanted && !is_forced) {
+  if (is_wgmma_wanted && !is_forced && (is_few || is_in_two_tiles(arguments, rows, num_multiprocessors))) {
     const Kernel* kernel = find(request, kFewRows, "sm90", few.c_str());
     if (kernel != nullptr) return *kernel;
   }
@@ -203,7 +212,8 @@ void run(const DecodeArguments& arguments, DecodeParams params, const Kernel& ke
     const int64_t held = std::max<int64_t>(1, int64_t{gpu.num_multiprocessors} * combine.min_blocks / sequences);
     const int64_t units = ceil_div(rows, kSumRows) * (kLatentDim / kSumColumns);
     params.sum_pieces = units > held * sums ? 2 : 1;  // two are fewer rounds, one more warps
-    const int64_t blocks = std::min(ceil_div(units, sums * params.sum_pieces), held);
+    // A whole number: units are a multiple of 32, and what divides them is a power of two up to 16.
+    const int64_t blocks = std::min(units / (sums * params.sum_pieces), held);
     list.add({&combine, sequences * blocks, &params, nullptr, /*is_dependent=*/true});
   }
   list.run(call);
@@ -215,8 +225,8 @@ void decode_cuda(const DecodeArguments& arguments, const Tensor& out, const Tens
   const host::Device& gpu = host::device(arguments.q.device_index());
   const host::KernelRequest request = host::make_request(gpu, arguments.dtype);
   const bool is_sparse = arguments.is_sparse();
-  const Kernel& kernel =
-      select_decode(request, arguments, is_sparse ? arguments.heads() : arguments.tokens() * arguments.heads());
+  const int64_t rows = is_sparse ? arguments.heads() : arguments.tokens() * arguments.heads();
+  const Kernel& kernel = select_decode(request, arguments, rows, gpu.num_multiprocessors);
   const bool is_loadable = is_loadable_query(arguments.q, kernel) && (!is_sparse || has_even_tokens(arguments.q));
   const Tensor q = is_loadable ? host::alias(arguments.q) : host::padded_copy(arguments.q);
   const Tensor cache = readable_cache(arguments, kernel);

@@ -19,10 +19,13 @@ struct Gatherer {
   Loader<Spec> loader;  // of Q
   StageUses uses;
 
-  __device__ __forceinline__ void load_keys(const Rows& rows, int index) const {
+  __device__ __forceinline__ void load_keys(int64_t place_of_lane, int index) const {
     const SharedMemory<Spec>& shared = loader.shared;
     const int stage = index % Spec::kNumStages;
-    unsigned char* first_smem = shared.key(stage).chunk(ptx::thread_index() / 8, 0, ptx::thread_index() % 8);
+    const typename Spec::KeyTile tile = shared.key(stage);
+    const int chunk = ptx::thread_index() % 8;
+    unsigned char* first_smem = tile.chunk(ptx::thread_index() / 8, 0, chunk);
+    const Rows rows(loader.params, place_of_lane, chunk);
 #pragma unroll
     for (int group = 0; group < kNumGroups; ++group) {
       ptx::mbarrier_wait(shared.key_empty(stage, group), uses.parity(index) ^ 1);
@@ -40,14 +43,25 @@ struct Gatherer {
     }
   }
 
+  __device__ __forceinline__ int find(const Segment& segment, int block) const {
+    return Rows::find(loader.params, segment, block, ptx::warp_index());
+  }
+
+  // The indices of a block are read two blocks ahead, and what they mean is computed a block ahead.
   __device__ __forceinline__ void run(Plan& plan) {
     Segment segment;
     while (plan.next(segment)) {
-      Rows::gather(loader.params, segment, ptx::warp_index(), [&](const Rows& rows, int index) {
-        load_keys(rows, index);
+      const int blocks = segment.end_block - segment.begin_block;
+      int64_t own = Rows::place(loader.params, find(segment, segment.begin_block));
+      int next = find(segment, segment.begin_block + 1);
+#pragma unroll 1
+      for (int index = 0; index < blocks; ++index) {
+        load_keys(own, index);
         if (index == 0 && ptx::warp_index() == 0) loader.load_query(segment);
-      });
-      uses.end_segment(segment.end_block - segment.begin_block);
+        own = Rows::place(loader.params, next);
+        next = find(segment, segment.begin_block + index + 2);
+      }
+      uses.end_segment(blocks);
     }
   }
 };

@@ -31,6 +31,7 @@ struct Consumer {
 
   const DecodeParams& params;
   const SharedMemory<Spec> shared;
+  const int row_tile;
   const int warp;  // of the warpgroup
   Ring ring;
   int query_parity = 0;
@@ -39,8 +40,8 @@ struct Consumer {
   float head_sum[kHeads];
   float output[Spec::kValueSlabs][kSums];
 
-  __device__ __forceinline__ Consumer(const DecodeParams& params_, const SharedMemory<Spec>& shared_)
-      : params(params_), shared(shared_), warp(ptx::warp_index()) {}
+  __device__ __forceinline__ Consumer(const DecodeParams& params_, const SharedMemory<Spec>& shared_, int row_tile_)
+      : params(params_), shared(shared_), row_tile(row_tile_), warp(ptx::warp_index()) {}
 
   // Accumulator i belongs to head_of(of_head(i)).
   __device__ __forceinline__ static constexpr int of_head(int i) { return i / 4 * 2 + i % 2; }
@@ -104,7 +105,7 @@ struct Consumer {
     const int first_key = block * Spec::kBlockN + thread_row();
 #pragma unroll
     for (int i = 0; i < kSums; ++i) {
-      const int end = visible_end(params, segment.keys, head_of(of_head(i)));
+      const int end = visible_end(params, segment.keys, row_tile * Spec::kBlockM + head_of(of_head(i)));
       if (first_key + i / 2 % 2 * 8 >= end) scores[i] = ptx::negative_infinity();
     }
   }
@@ -295,18 +296,20 @@ struct Consumer {
   __device__ __forceinline__ void store(const Segment& segment, int slot) {
     add_sums();
     const int num_rows = params.tokens * params.heads;
+    const int first_row = row_tile * Spec::kBlockM;
     const bool is_first = warp == 0 && ptx::lane_index() < 4;
     if (!segment.is_whole()) {
-      float* out_gmem = params.out_partial + partial_tile(partial_row(params, slot, 0, 0), thread_row() / 8 * 8) +
+      float* out_gmem = params.out_partial +
+                        partial_tile(partial_row(params, slot, row_tile, 0), thread_row() / 8 * 8) +
                         ptx::lane_index() % 4 * 2 * 8 + thread_row() % 8;
 #pragma unroll
       for (int own = 0; own < kHeads; ++own) {
         const int head = head_of(own);
-        if (head >= num_rows) continue;
+        if (first_row + head >= num_rows) continue;
         if (is_first) {
           const uint32_t state[2] = {ptx::float_bits(head_max[own] * params.scale_log2),
                                      ptx::float_bits(head_sum[own])};
-          ptx::st_global_64(params.state_partial + partial_row(params, slot, 0, head) * 2, state);
+          ptx::st_global_64(params.state_partial + partial_row(params, slot, row_tile, head) * 2, state);
         }
 #pragma unroll
         for (int slab = 0; slab < Spec::kValueSlabs; ++slab)
@@ -322,17 +325,17 @@ struct Consumer {
         static_cast<Element*>(params.out) + static_cast<int64_t>(segment.batch) * num_rows * kLatentDim + thread_row();
 #pragma unroll
     for (int own = 0; own < kHeads; ++own) {
-      const int head = head_of(own);
-      if (head >= num_rows) continue;
+      const int row = first_row + head_of(own);
+      if (row >= num_rows) continue;
       const FinishedRow finished =
-          finish_row(params, head % params.heads, head_max[own] * params.scale_log2, head_sum[own]);
-      if (is_first && params.lse != nullptr) store_lse(params, segment.batch, head, finished.lse);
+          finish_row(params, row % params.heads, head_max[own] * params.scale_log2, head_sum[own]);
+      if (is_first && params.lse != nullptr) store_lse(params, segment.batch, row, finished.lse);
 #pragma unroll
       for (int slab = 0; slab < Spec::kValueSlabs; ++slab)
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
           const float value = output[slab][own / 2 * 4 + half * 2 + own % 2] * finished.inverse;
-          ptx::st_global_16(out_gmem + head * kLatentDim + slab * kSlabColumns + half * 8,
+          ptx::st_global_16(out_gmem + row * kLatentDim + slab * kSlabColumns + half * 8,
                             static_cast<uint16_t>(pack<Element>(value, value)));
         }
     }

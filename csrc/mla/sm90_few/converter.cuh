@@ -87,6 +87,9 @@ struct Converter {
     return block < segment.end_block ? index_of(params, segment, block * Spec::kBlockN + key) : -1;
   }
 
+  // Where it lies, in bytes; -1: nowhere.
+  __device__ __forceinline__ int64_t locate(int row) const { return row < 0 ? -1 : row_offset(params, row); }
+
   // Asks for the warp's 16 keys of a block: eight lanes for 128 bytes of a key, and one for the last 16 of each.
   __device__ __forceinline__ void gather(int64_t place, const RingPosition<Spec::kCodeStages>& to) const {
     constexpr int kRowLanes = 8;
@@ -137,7 +140,7 @@ struct Converter {
       } else {
         ptx::warp_sync();
         if constexpr (Spec::kIsSparse) {
-          gather(place_of<1>(params, next), codes);
+          gather(locate(next), codes);
         } else if (ptx::lane_index() == 0) {
           ptx::mbarrier_arrive(shared.codes_empty(codes.stage));
         }
@@ -161,7 +164,7 @@ struct Converter {
     for (int index = 0; index < 2; ++index) {
       const int row = find(segment, segment.begin_block + index);
       exists[index] = row >= 0;
-      gather(place_of<1>(params, row), ahead);
+      gather(locate(row), ahead);
       ahead.advance_by(Spec::kCodeStagesOfBlock);
     }
     int next = find(segment, segment.begin_block + 2);

@@ -1,6 +1,6 @@
 // Decoding of multi-head latent attention for sm_90a, up to 16 rows of a sequence: bound by how many bytes of keys are asked for. Over a cache
 // of 8-bit floats the same products in the same order, so the same bits.
-//   grid   parts blocks (plan.cuh)
+//   grid   parts blocks (plan.cuh) for each tile of rows, one tile behind the other
 //   maps   ../sm90/tensor_map.h says how the host builds them
 // Read spec.cuh (what lies where), loader.cuh, converter.cuh, gatherer.cuh and consumer.cuh in this order.
 #pragma once
@@ -55,9 +55,10 @@ __device__ __forceinline__ void decode(const DecodeParams& params, const ptx::Te
   ptx::barrier_sync_block();
   ptx::grid_dependency_wait();  // what the kernel in front writes may be lengths, pages, keys or Q
   ptx::grid_launch_dependents();
-  Plan plan(params, ptx::block_index());
+  const int row_tile = Spec::kRowTiles == 1 || ptx::block_index() < params.parts ? 0 : 1;
+  Plan plan(params, ptx::block_index() - row_tile * params.parts);
   if (warp == Spec::kConsumerWarps) {
-    Loader<Spec> loader{params, shared, q_map, cache_map};
+    Loader<Spec> loader{params, shared, q_map, cache_map, row_tile};
     if constexpr (Spec::kIsSparse) {
       Segment segment;
       while (plan.next(segment)) loader.load_query(segment);
@@ -72,7 +73,7 @@ __device__ __forceinline__ void decode(const DecodeParams& params, const ptx::Te
       return;
     }
   }
-  Consumer<Spec>(params, shared).run(plan);
+  Consumer<Spec>(params, shared, row_tile).run(plan);
 }
 
 }  // namespace flashmoe::mla::sm90_few

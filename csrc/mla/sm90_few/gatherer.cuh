@@ -24,11 +24,12 @@ struct Gatherer {
   __device__ __forceinline__ Gatherer(const DecodeParams& params_, const SharedMemory<Spec>& shared_, int warp_)
       : params(params_), shared(shared_), warp(warp_) {}
 
-  __device__ __forceinline__ void load_keys(const Rows& rows) {
+  __device__ __forceinline__ void load_keys(int64_t place_of_lane) {
+    const int chunk = ptx::lane_index() % 8;
+    const Rows rows(params, place_of_lane, chunk);
 #pragma unroll
     for (int group = 0; group < Spec::kNumGroups; ++group) {
-      unsigned char* first_smem =
-          shared.group(ring.stage).chunk(warp * 4 + ptx::lane_index() / 8, 0, ptx::lane_index() % 8);
+      unsigned char* first_smem = shared.group(ring.stage).chunk(warp * 4 + ptx::lane_index() / 8, 0, chunk);
       ptx::mbarrier_wait(shared.key_empty(ring.stage), ring.parity ^ 1);
 #pragma unroll
       for (int pass = 0; pass < Rows::kPasses; ++pass)
@@ -43,10 +44,18 @@ struct Gatherer {
     }
   }
 
+  // The indices of a block are read two blocks ahead, and what they mean is computed a block ahead.
   __device__ __forceinline__ void run(Plan& plan) {
     Segment segment;
     while (plan.next(segment)) {
-      Rows::gather(params, segment, warp, [&](const Rows& rows, int) { load_keys(rows); });
+      int64_t own = Rows::place(params, Rows::find(params, segment, segment.begin_block, warp));
+      int next = Rows::find(params, segment, segment.begin_block + 1, warp);
+#pragma unroll 1
+      for (int block = segment.begin_block; block < segment.end_block; ++block) {
+        load_keys(own);
+        own = Rows::place(params, next);
+        next = Rows::find(params, segment, block + 2, warp);
+      }
     }
   }
 };

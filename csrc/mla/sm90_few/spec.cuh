@@ -19,6 +19,7 @@ template <typename Element_, int kBlockM_, int kBlockN_, int kNumStages_, int kN
 struct DecodeSpec {
   using Element = Element_;
   static constexpr int kBlockM = kBlockM_;
+  static constexpr int kRowTiles = kBlockM == 16 ? 2 : 1;  // of a sequence, at most: 32 rows over few keys are two
   static constexpr int kBlockN = kBlockN_;
   static constexpr int kNumStages = kNumStages_;  // groups
   static constexpr int kNumWarps = kNumWarps_;

@@ -153,8 +153,10 @@ def test_which_kernel_decodes() -> None:
     sparse: tuple[dict[str, Any], ...] = ({"sparse": True}, {"sparse": True, "codes": True, "splits": 1})
     for options in sparse:
         words = "codes_sparse" if options.get("codes") else "sparse"
-        for rows, kernel in ((2, "few_sm90_m8"), (8, "few_sm90_m8"), (16, "few_sm90_m16"), (18, "sm90"), (128, "sm90")):
+        for rows, kernel in ((2, "few_sm90_m8"), (8, "few_sm90_m8"), (16, "few_sm90_m16"), (128, "sm90")):
             assert decoded(rows, **options) == f"{kernel}_{words}", (rows, options)
+        one = "sm90" if options.get("splits") else "few_sm90_m16"
+        assert decoded(18, **options) == f"{one}_{words}"
     dense: tuple[dict[str, Any], ...] = (
         {"keys": 8193},
         {"keys": 8192, "batch": 5},
@@ -172,6 +174,20 @@ def test_which_kernel_decodes() -> None:
             (18, "sm90"),
         ):
             assert decoded(rows, **options) == kernel + codes, (rows, options)
+    two_tiles: tuple[tuple[int, dict[str, Any], str], ...] = (
+        (18, {}, "few_sm90_m16"),
+        (32, {"keys": 66 * 64}, "few_sm90_m16"),
+        (32, {"keys": 22 * 64, "batch": 3, "codes": True}, "few_sm90_m16_codes"),
+        (32, {"keys": 64, "batch": 33, "tokens": 2}, "few_sm90_m16"),
+        (32, {"keys": 64, "batch": 33, "tokens": 2, "splits": 2}, "few_sm90_m16"),
+        (32, {"keys": 66 * 64 + 1}, "sm90"),
+        (32, {"splits": 1}, "sm90"),
+        (34, {}, "sm90"),
+    )
+    for rows, options, kernel in two_tiles:
+        assert decoded(rows, **options) == kernel, (rows, options)
+    for batch, kernel in ((33, "few_sm90_m16_sparse"), (34, "sm90_sparse")):
+        assert decoded(48, batch, tokens=2, sparse=True) == kernel  # of 24 heads: each token is a sequence
     assert decoded(128, keys=0) == MORE_ROWS  # the copy engine needs keys
     shared = torch.zeros(1, 64, KEY_BYTES, dtype=torch.uint8).expand(2, -1, -1)
     of_none: dict[str, Any] = {"cache_seqlens": torch.zeros(2, dtype=torch.int32), "scale": 1.0}

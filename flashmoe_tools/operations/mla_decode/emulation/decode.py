@@ -22,10 +22,11 @@ from flashmoe_tools.tables import Unit
 
 
 def few_rows(unit: Unit) -> Iterator[MlaProblem]:
-    """The same, of no more rows than one tile holds."""
+    """The same, of no more rows than one tile holds, or two where the kernel has them."""
+    most = 32 if unit.row.block_m == 16 else unit.row.block_m
     for problem in problems(unit):
         tokens = min(problem.tokens, unit.row.block_m // 3)
-        yield replace(problem, tokens=tokens, heads=min(problem.heads, unit.row.block_m // tokens))
+        yield replace(problem, tokens=tokens, heads=min(problem.heads, most // tokens))
 
 
 def problems(unit: Unit) -> Iterator[MlaProblem]:
