@@ -1,4 +1,4 @@
-// Decoding of multi-head latent attention for sm_90a, up to 16 rows of a sequence: bound by how many bytes of keys are asked for. Over a cache
+// Decoding of multi-head latent attention for sm_90a, up to 16 rows of a sequence, or 32 as two tiles: bound by how many bytes of keys are asked for. Over a cache
 // of 8-bit floats the same products in the same order, so the same bits.
 //   grid   parts blocks (plan.cuh) for each tile of rows, one tile behind the other
 //   maps   ../sm90/tensor_map.h says how the host builds them
