@@ -31,7 +31,6 @@ struct Consumer {
 
   const DecodeParams& params;
   const SharedMemory<Spec> shared;
-  const int row_tile;
   const int warp;  // of the warpgroup
   Ring ring;
   int query_parity = 0;
@@ -40,8 +39,8 @@ struct Consumer {
   float head_sum[kHeads];
   float output[Spec::kValueSlabs][kSums];
 
-  __device__ __forceinline__ Consumer(const DecodeParams& params_, const SharedMemory<Spec>& shared_, int row_tile_)
-      : params(params_), shared(shared_), row_tile(row_tile_), warp(ptx::warp_index()) {}
+  __device__ __forceinline__ Consumer(const DecodeParams& params_, const SharedMemory<Spec>& shared_)
+      : params(params_), shared(shared_), warp(ptx::warp_index()) {}
 
   // Accumulator i belongs to head_of(of_head(i)).
   __device__ __forceinline__ static constexpr int of_head(int i) { return i / 4 * 2 + i % 2; }
@@ -103,9 +102,10 @@ struct Consumer {
 
   __device__ __forceinline__ void hide(float (&scores)[kSums], const Segment& segment, int block) const {
     const int first_key = block * Spec::kBlockN + thread_row();
+    const int first_row = row_tile_of<Spec>(params) * Spec::kBlockM;
 #pragma unroll
     for (int i = 0; i < kSums; ++i) {
-      const int end = visible_end(params, segment.keys, row_tile * Spec::kBlockM + head_of(of_head(i)));
+      const int end = visible_end(params, segment.keys, first_row + head_of(of_head(i)));
       if (first_key + i / 2 % 2 * 8 >= end) scores[i] = ptx::negative_infinity();
     }
   }
@@ -296,6 +296,7 @@ struct Consumer {
   __device__ __forceinline__ void store(const Segment& segment, int slot) {
     add_sums();
     const int num_rows = params.tokens * params.heads;
+    const int row_tile = row_tile_of<Spec>(params);
     const int first_row = row_tile * Spec::kBlockM;
     const bool is_first = warp == 0 && ptx::lane_index() < 4;
     if (!segment.is_whole()) {

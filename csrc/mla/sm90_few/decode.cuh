@@ -55,10 +55,9 @@ __device__ __forceinline__ void decode(const DecodeParams& params, const ptx::Te
   ptx::barrier_sync_block();
   ptx::grid_dependency_wait();  // what the kernel in front writes may be lengths, pages, keys or Q
   ptx::grid_launch_dependents();
-  const int row_tile = Spec::kRowTiles == 1 || ptx::block_index() < params.parts ? 0 : 1;
-  Plan plan(params, ptx::block_index() - row_tile * params.parts);
+  Plan plan(params, ptx::block_index() - row_tile_of<Spec>(params) * params.parts);
   if (warp == Spec::kConsumerWarps) {
-    Loader<Spec> loader{params, shared, q_map, cache_map, row_tile};
+    Loader<Spec> loader{params, shared, q_map, cache_map};
     if constexpr (Spec::kIsSparse) {
       Segment segment;
       while (plan.next(segment)) loader.load_query(segment);
@@ -73,7 +72,7 @@ __device__ __forceinline__ void decode(const DecodeParams& params, const ptx::Te
       return;
     }
   }
-  Consumer<Spec>(params, shared, row_tile).run(plan);
+  Consumer<Spec>(params, shared).run(plan);
 }
 
 }  // namespace flashmoe::mla::sm90_few

@@ -20,7 +20,6 @@ struct Loader {
   const SharedMemory<Spec> shared;
   const ptx::TensorMap& q_map;
   const ptx::TensorMap& cache_map;
-  const int row_tile;
   RingPosition<Spec::kHasCodes ? Spec::kCodeStages : Spec::kNumStages> ring;
   int query_parity = 1;
 
@@ -103,7 +102,7 @@ struct Loader {
 #pragma unroll 1
       for (int slab = 0; slab < Spec::QueryTile::kNumSlabs; ++slab) {
         ptx::tma_load_4d(shared.query().slab(slab), &q_map, shared.query_full(), slab * kSlabColumns,
-                         row_tile * Spec::kBlockM, 0, segment.batch, ptx::CacheHint::kEvictNormal);
+                         row_tile_of<Spec>(params) * Spec::kBlockM, 0, segment.batch, ptx::CacheHint::kEvictNormal);
       }
     }
     ptx::warp_sync();

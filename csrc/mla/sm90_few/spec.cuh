@@ -5,6 +5,7 @@
 #include "mla/params/codes.h"
 #include "mla/params/decode.h"
 #include "ptx/mbarrier.cuh"
+#include "ptx/special_registers.cuh"
 #include "ptx/types.cuh"
 
 namespace flashmoe::mla::sm90_few {
@@ -63,6 +64,12 @@ struct DecodeSpec {
   static_assert(kCodeStages % kCodeStagesOfBlock == 0, "a stage has one warp, which waits for each of its phases");
   static_assert(kSharedBytes <= 232448, "sm_90 gives a block at most 227 KiB");
 };
+
+// Of the block's rows: the blocks of one tile stand behind those of the other.
+template <typename Spec>
+__device__ __forceinline__ int row_tile_of(const DecodeParams& params) {
+  return Spec::kRowTiles == 1 || ptx::block_index() < params.parts ? 0 : 1;
+}
 
 // Named barriers of the block beside its own.
 enum class Barrier : int {
