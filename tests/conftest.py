@@ -28,6 +28,25 @@ MAX_PROCESSES = 8  # more would only wait for the longest file, a fifth of the s
 # Inductor else compiles and runs a probe of each instruction set that the CPU names, seconds of every process that compiles.
 os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
 MANY_CASES, DRAW_ONE_OF = 6, 4
+# Folders whose files are drawn: their tests are of tools, which no kernel, operator or engine runs through.
+TOOLS = (
+    *(
+        "audit",
+        "bench",
+        "build",
+        "command",
+        "docs",
+        "doctor",
+        "fuzz",
+        "gate",
+        "launcher",
+        "lock",
+        "mistakes",
+        "nox",
+        "profile",
+    ),
+    *("progress", "release", "report", "sanitizer", "smem"),
+)
 HEARTBEAT_S = float(os.environ.get("FLASHMOE_TEST_HEARTBEAT_S", "20"))
 # flashmoe_build and tests are imported from the checkout; at the end of the path, so that an installed flashmoe wins.
 if str(ROOT) not in sys.path:
@@ -111,8 +130,8 @@ def pytest_configure(config: pytest.Config) -> None:
     if getattr(config, "workerinput", {}).get("workerid", "")[-1:] in [*"13579"] and len(config.args) == 1:
         # pytest rewrites each file's assertions, a third of the collection, and keeps the bytecode: two processes that begin at either
         # end rewrite half of the files each. file_order gives both the same order again.
-        folders = (path for path in Path(config.args[0]).glob("[a-z]*/") if path.is_dir())
-        config.args = sorted(map(str, folders), reverse=True) or config.args
+        inside = (path for path in Path(config.args[0]).glob("[a-z]*") if path.is_dir() or path.match("test_*.py"))
+        config.args = sorted(map(str, inside), reverse=True) or config.args
     config.stash[LEFT_OUT] = Counter()
     if draw := os.environ.get("FLASHMOE_DRAW"):
         config.pluginmanager.register(Draw(draw, config.stash[LEFT_OUT]), "draw")
@@ -130,10 +149,23 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 class Draw:
     """Of each test with ``MANY_CASES`` cases or more all but one in ``DRAW_ONE_OF`` are left out (flashmoe_build/draw.py). Cases for which
     the marker ``together`` gives the same are drawn together, and the tests of a file marked ``drawn`` are those of one. A GPU's
-    cases are kept; where there is none, one of each test, and the others are counted."""
+    cases are kept; where there is none, one of each test, and the others are counted. Of the files of ``TOOLS`` as many are drawn."""
 
     def __init__(self, draw: str, counts: Counter[str]) -> None:
+        from flashmoe_build.draw import drawn
+
         self.draw, self.counts = draw, counts
+        folder = Path(__file__).parent
+        files = {str(path.relative_to(folder)) for tool in TOOLS for path in (folder / tool).glob("test_*.py")}
+        # Another draw than that of the cases, with which each file would always meet the same quarter of its own.
+        self.ignored = {folder / name for name in files - drawn(files, DRAW_ONE_OF, f"files, {draw}")}
+
+    def pytest_ignore_collect(self, collection_path: Path) -> bool | None:
+        """Before a module is imported. pytest asks for none that the command names."""
+        if collection_path not in self.ignored:
+            return None
+        self.counts["files"] += 1
+        return True
 
     def taken(self, names: set[str]) -> set[str]:
         from flashmoe_build.draw import drawn
@@ -235,7 +267,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, exitstatu
         terminalreporter.write_line(f"GPU: {ran} tests ran")
     if left_out:
         terminalreporter.write_line(
-            f"DRAWN: {left_out} cases are other commits' (FLASHMOE_DRAW); ./nox -s test alone runs all"
+            f"DRAWN: {left_out} cases and {counted['files']} files are other commits' (FLASHMOE_DRAW); ./nox -s test alone runs all"
         )
     if os.environ.get("FLASHMOE_TEST_REPORT"):
         elapsed = time.monotonic() - config.stash[STARTED]
