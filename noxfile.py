@@ -202,6 +202,7 @@ def test(session: nox.Session) -> None:
         arguments = ["-n", "auto", "--dist", "loadfile", "--no-loadscope-reorder", *arguments, str(ROOT / "tests")]
     environ = {
         "FLASHMOE_TEST_INSTALLED": "1",
+        "PYTHONDONTWRITEBYTECODE": "",  # the processes share the files that one of them has rewritten
         # Spinning threads make a busy machine ten times slower; nothing is timed here.
         "OMP_WAIT_POLICY": os.environ.get("OMP_WAIT_POLICY", "passive"),
         "FLASHMOE_TEST_REPORT": str(REPORTS / "test.json"),

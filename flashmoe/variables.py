@@ -62,7 +62,7 @@ _TABLE = (
     Variable(
         "FLASHMOE_DRAW",
         "test",
-        "a text: of each test with many cases a quarter runs, drawn by it; of two images one is built",
+        "a text: a quarter of the cases of large tests and of the tools' test files run, drawn by it; of two images one is built",
     ),
     Variable("FLASHMOE_ENGINE_SOURCES", "test", "folder of vLLM's sources that its tests use, build/engines"),
     Variable("FLASHMOE_TEST_REPORT", "test", "file for the report of a test run"),

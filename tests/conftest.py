@@ -5,7 +5,9 @@ checkout's ``flashmoe`` instead stop at once. ``FLASHMOE_REQUIRE_GPU=1`` makes a
 """
 
 import ctypes
+import functools
 import importlib.util
+import itertools
 import os
 import re
 import signal
@@ -26,12 +28,32 @@ MAX_PROCESSES = 8  # more would only wait for the longest file, a fifth of the s
 # Inductor else compiles and runs a probe of each instruction set that the CPU names, seconds of every process that compiles.
 os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
 MANY_CASES, DRAW_ONE_OF = 6, 4
+# Folders whose files are drawn: their tests are of tools, which no kernel, operator or engine runs through.
+TOOLS = (
+    *(
+        "audit",
+        "bench",
+        "build",
+        "command",
+        "docs",
+        "doctor",
+        "fuzz",
+        "gate",
+        "launcher",
+        "lock",
+        "mistakes",
+        "nox",
+        "profile",
+    ),
+    *("progress", "release", "report", "sanitizer", "smem"),
+)
 HEARTBEAT_S = float(os.environ.get("FLASHMOE_TEST_HEARTBEAT_S", "20"))
 # flashmoe_build and tests are imported from the checkout; at the end of the path, so that an installed flashmoe wins.
 if str(ROOT) not in sys.path:
     sys.path.append(str(ROOT))
 
 
+@functools.cache
 def gpu_count() -> int:
     try:
         ctypes.CDLL("libcuda.so.1")
@@ -105,6 +127,14 @@ class Heartbeat:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    if getattr(config, "workerinput", {}).get("workerid", "")[-1:] in [*"13579"] and len(config.args) == 1:
+        # pytest rewrites each file's assertions, a third of the collection, and keeps the bytecode: two processes that begin at either
+        # end rewrite half of the files each. file_order gives both the same order again.
+        inside = (path for path in Path(config.args[0]).glob("[a-z]*") if path.is_dir() or path.match("test_*.py"))
+        config.args = sorted(map(str, inside), reverse=True) or config.args
+    config.stash[LEFT_OUT] = Counter()
+    if draw := os.environ.get("FLASHMOE_DRAW"):
+        config.pluginmanager.register(Draw(draw, config.stash[LEFT_OUT]), "draw")
     if config.getoption("dist", default="no") == "no":  # who spreads the tests over processes runs none
         config.pluginmanager.register(Heartbeat(), "heartbeat")
 
@@ -116,14 +146,74 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         metafunc.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)], scope="session")
 
 
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    if draw := os.environ.get("FLASHMOE_DRAW"):
-        left_out = not_drawn(items, draw)
-        items[:] = [item for item in items if item not in left_out]
-        config.hook.pytest_deselected(items=list(left_out))
+class Draw:
+    """Of each test with ``MANY_CASES`` cases or more all but one in ``DRAW_ONE_OF`` are left out (flashmoe_build/draw.py). Cases for which
+    the marker ``together`` gives the same are drawn together, and the tests of a file marked ``drawn`` are those of one. A GPU's
+    cases are kept; where there is none, one of each test, and the others are counted. Of the files of ``TOOLS`` as many are drawn."""
+
+    def __init__(self, draw: str, counts: Counter[str]) -> None:
+        from flashmoe_build.draw import drawn
+
+        self.draw, self.counts = draw, counts
+        folder = Path(__file__).parent
+        files = {str(path.relative_to(folder)) for tool in TOOLS for path in (folder / tool).glob("test_*.py")}
+        # Another draw than that of the cases, with which each file would always meet the same quarter of its own.
+        self.ignored = {folder / name for name in files - drawn(files, DRAW_ONE_OF, f"files, {draw}")}
+
+    def pytest_ignore_collect(self, collection_path: Path) -> bool | None:
+        """Before a module is imported. pytest asks for none that the command names."""
+        if collection_path not in self.ignored:
+            return None
+        self.counts["files"] += 1
+        return True
+
+    def taken(self, names: set[str]) -> set[str]:
+        from flashmoe_build.draw import drawn
+
+        return drawn(names, DRAW_ONE_OF, self.draw) if len(names) >= MANY_CASES else names
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> Iterator[None]:
+        """Before pytest makes items, which take a millisecond of each process."""
+        yield
+        test, calls = metafunc.definition, metafunc._calls
+        together = test.get_closest_marker("together")
+        gpu, names = [], {}
+        for call in calls:
+            if test.get_closest_marker("gpu") or any(mark.name == "gpu" for mark in call.marks):
+                gpu.append(call)
+            elif together:
+                names[call.id] = str(together.args[0](*(call.params[word] for word in together.args[1:])))
+            else:
+                names[call.id] = f"{test.nodeid}[{call.id}]"
+        taken = self.taken(set(names.values()))
+        out_of_reach = (
+            [] if gpu_count() else gpu[len(gpu) == len(calls) :]
+        )  # of no case at all pytest makes a test without parameters
+        others = [call for call in calls if call.id in names and names[call.id] not in taken]
+        self.counts.update(drawn=len(others), gpu=len(out_of_reach))
+        left_out = {call.id for call in [*others, *out_of_reach]}
+        calls[:] = [call for call in calls if call.id not in left_out]
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_collection_modifyitems(self, config: pytest.Config, items: list[pytest.Item]) -> None:
+        files = defaultdict[Path, set[str]](set)
+        for item in items:
+            if item.get_closest_marker("drawn") and not hasattr(item, "callspec"):
+                files[item.path].add(item.nodeid)
+        left_out = {name for names in files.values() for name in names - self.taken(names)}
+        items[:] = [item for item in items if item.nodeid not in left_out]
+        self.counts["drawn"] += len(left_out)
         if hasattr(config, "workeroutput"):
-            config.workeroutput["left_out"] = len(left_out)
-        config.stash[LEFT_OUT] = len(left_out)
+            config.workeroutput["left_out"] = dict(self.counts)
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_itemcollected(item: pytest.Item) -> None:
+    item.stash[PLACE] = next(PLACES)
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if hasattr(config, "workerinput"):  # one of several processes
         items.sort(key=file_order(items))
     gpu_items = [item for item in items if item.get_closest_marker("gpu")]
@@ -132,40 +222,17 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(pytest.mark.skip(reason=NO_GPU))
 
 
-def not_drawn(items: list[pytest.Item], draw: str) -> set[pytest.Item]:
-    """Of each test with ``MANY_CASES`` cases or more all but one in ``DRAW_ONE_OF`` (flashmoe_build/draw.py). Cases for which the
-    marker ``together`` gives the same are drawn together, and the tests of a file marked ``drawn`` are those of one. A GPU's
-    tests are never left out."""
-    from flashmoe_build.draw import drawn
-
-    tests = defaultdict[str, dict[str, list[pytest.Item]]](lambda: defaultdict(list))
-    for item in items:
-        case = getattr(item, "callspec", None)
-        if case is not None and not item.get_closest_marker("gpu"):
-            together = item.get_closest_marker("together")
-            name = together.args[0](*(case.params[word] for word in together.args[1:])) if together else item.nodeid
-            tests[item.nodeid.partition("[")[0]][str(name)].append(item)
-        elif item.get_closest_marker("drawn"):
-            tests[str(item.path)][item.nodeid].append(item)
-    left_out: set[pytest.Item] = set()
-    for cases in tests.values():
-        if len(cases) >= MANY_CASES:
-            taken = drawn(cases, DRAW_ONE_OF, draw)
-            left_out.update(item for name, same in cases.items() if name not in taken for item in same)
-    return left_out
-
-
 @pytest.hookimpl(optionalhook=True)
 def pytest_testnodedown(node: Any, error: object) -> None:
     """Each process leaves out the same."""
-    node.config.stash[LEFT_OUT] = getattr(node, "workeroutput", {}).get("left_out", 0)
+    node.config.stash[LEFT_OUT] = Counter(getattr(node, "workeroutput", {}).get("left_out", {}))
 
 
-def file_order(items: list[pytest.Item]) -> Callable[[pytest.Item], tuple[bool, int, Path]]:
+def file_order(items: list[pytest.Item]) -> Callable[[pytest.Item], tuple[bool, int, Path, int]]:
     """Files with a slow test, then the others by their number of tests: none that is long is begun when the other processes end."""
     sizes = Counter(item.path for item in items)
     slow = {item.path for item in items if item.get_closest_marker("slow")}
-    return lambda item: (item.path not in slow, -sizes[item.path], item.path)
+    return lambda item: (item.path not in slow, -sizes[item.path], item.path, item.stash[PLACE])
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -192,18 +259,19 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, exitstatu
     for nodes in CAUSES.values():
         if len(nodes) > 1:
             terminalreporter.write_line(f"{len(nodes)} failures of one cause: {nodes[0]}")
-    if not_run:
-        terminalreporter.write_line(f"GPU: {len(not_run)} tests did not run: this machine has no CUDA GPU")
+    counted = config.stash[LEFT_OUT]
+    left_out, without_gpu = counted["drawn"], len(not_run) + counted["gpu"]
+    if without_gpu:
+        terminalreporter.write_line(f"GPU: {without_gpu} tests did not run: this machine has no CUDA GPU")
     elif ran:
         terminalreporter.write_line(f"GPU: {ran} tests ran")
-    left_out = config.stash.get(LEFT_OUT, 0)
     if left_out:
         terminalreporter.write_line(
-            f"DRAWN: {left_out} cases are other commits' (FLASHMOE_DRAW); ./nox -s test alone runs all"
+            f"DRAWN: {left_out} cases and {counted['files']} files are other commits' (FLASHMOE_DRAW); ./nox -s test alone runs all"
         )
     if os.environ.get("FLASHMOE_TEST_REPORT"):
         elapsed = time.monotonic() - config.stash[STARTED]
-        write_report(Path(os.environ["FLASHMOE_TEST_REPORT"]), counts, ran, len(not_run), left_out, elapsed)
+        write_report(Path(os.environ["FLASHMOE_TEST_REPORT"]), counts, ran, without_gpu, left_out, elapsed)
 
 
 def skip_reason(report: pytest.TestReport) -> str:
@@ -239,5 +307,6 @@ def write_report(
 
 
 STARTED = pytest.StashKey[float]()
-LEFT_OUT = pytest.StashKey[int]()
+LEFT_OUT = pytest.StashKey[Counter[str]]()  # cases by why they were left out: "drawn", "gpu"
+PLACE, PLACES = pytest.StashKey[int](), itertools.count()  # in which order the items of a file stand there
 CAUSES: defaultdict[tuple[str, int, str], list[str]] = defaultdict(list)  # tests by where and how they failed

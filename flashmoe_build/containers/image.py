@@ -74,7 +74,7 @@ def build_command(
     environments: str = ENVIRONMENTS["test"],
     given: str = "",
 ) -> list[str]:
-    """The `docker build` call of one target."""
+    """The `docker build` call of one target, or of the stage ``toolchain``, which stays in the engine's cache alone."""
     commit = find_commit(ROOT)
     arguments = {"FLASHMOE_ARCHS": archs, "ENVIRONMENTS": environments}
     arguments |= {"REVISION": commit.commit, "VERSION": __version__, "SOURCE": _origin()}
@@ -82,7 +82,8 @@ def build_command(
         arguments |= {"BASE_BUILD": base, "BASE_RUN": base}
     if given:
         arguments["COMPILED"] = given
-    command = [docker, "build", "--target", target, "--tag", f"{TARGETS[target]}:latest"]
+    command = [docker, "build", "--target", target]
+    command += ["--tag", f"{TARGETS[target]}:latest"] if target in TARGETS else ["--output", "type=cacheonly"]
     for name, value in arguments.items():
         command += ["--build-arg", f"{name}={value}"]
     for name, path in secrets.items():
@@ -110,8 +111,10 @@ def make_context(folder: Path) -> Path:
     return context
 
 
-def build_images(targets: Sequence[str], *, base: str | None, archs: str, cache: Path | None = None) -> Report:
-    """Build the targets; the report states sizes and seconds."""
+def build_images(
+    targets: Sequence[str], *, base: str | None, archs: str, cache: Path | None = None, stage: str = ""
+) -> Report:
+    """Build the targets, or of them that stage; the report states sizes and seconds."""
     clock = Stopwatch()
     checks: list[Check] = []
     data: dict[str, Any] = {}
@@ -125,13 +128,16 @@ def build_images(targets: Sequence[str], *, base: str | None, archs: str, cache:
     with tempfile.TemporaryDirectory(prefix="flashmoe-image-") as scratch:
         folder = Path(scratch)
         context, secrets, network = make_context(folder), _secrets(folder), _network(os.environ)
-        for target in targets:
+        for target in [stage] if stage else targets:
             begun = time.monotonic()
             command = build_command(
                 docker, target, context, base=base, archs=archs, secrets=secrets, network=network,
-                environments=ENVIRONMENTS["test" if "test" in targets else target], given=GIVEN if cache else "",
+                environments=ENVIRONMENTS["test" if "test" in targets else "bench"], given=GIVEN if cache else "",
             )  # fmt: skip
             run(command, f"image {target}", time_limit=TIME_LIMIT, cwd=ROOT)
+            if stage:
+                checks.append(Check(f"stage {stage}", Verdict.PASS, found=f"{time.monotonic() - begun:.0f} s"))
+                continue
             tag = f"{TARGETS[target]}:latest"
             size = int(subprocess.check_output([docker, "image", "inspect", "-f", "{{.Size}}", tag], text=True))
             seconds = round(time.monotonic() - begun, 1)
@@ -177,10 +183,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--given", type=Path, metavar="CACHE", help="a build's cache, whose units are not compiled again but for some"
     )
+    parser.add_argument(
+        "--environments", dest="stage", action="store_const", const="toolchain", default="",
+        help="only the locked environments, which a later call finds in the engine's cache",
+    )  # fmt: skip
     options = parser.parse_args(arguments)
     targets = options.targets or drawn_targets(os.environ)
     return ending(
-        lambda: finish(build_images(targets, base=options.base, archs=options.archs, cache=options.given)),
+        lambda: finish(
+            build_images(targets, base=options.base, archs=options.archs, cache=options.given, stage=options.stage)
+        ),
         "no image was built",
     )
 

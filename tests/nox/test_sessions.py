@@ -148,20 +148,28 @@ def test_alone(): pass
 @pytest.mark.parametrize("processes", ["0", "2"])
 def test_a_draw_takes_a_quarter_of_the_cases_of_large_tests(tmp_path: Path, processes: str) -> None:
     report = tmp_path / "report.json"
-    words = ("-vv", "-n", processes, "-W", "ignore::pytest.PytestUnknownMarkWarning")
+    for number in range(8):
+        (tmp_path / "bench").mkdir(exist_ok=True)
+        (tmp_path / "bench" / f"test_{number}.py").write_text("def test_of_a_tool(): pass\n", encoding="utf-8")
+    words = ("-vv", "-n", processes, "--import-mode=importlib", "-W", "ignore::pytest.PytestUnknownMarkWarning")
     done = run_pytest(tmp_path, MANY_CASES, words, FLASHMOE_DRAW="a", FLASHMOE_TEST_REPORT=str(report))
     assert done.returncode == 0, done.stdout + done.stderr
     ran = {
-        *re.findall(r"test_it\.py::(\S+) PASSED", done.stdout),
-        *re.findall(r"PASSED test_it\.py::(\S+)", done.stdout),
+        *re.findall(r"(\S+\.py::\S+) PASSED", done.stdout),
+        *re.findall(r"PASSED (\S+\.py::\S+)", done.stdout),
     }
-    counts = Counter(name.partition("[")[0] for name in ran)
-    assert counts == {"test_many": 3, "test_few": 5, "test_together": 20, "test_alone": 1}
-    tens = Counter(int(name[:-1].partition("[")[2]) // 10 for name in ran if name.startswith("test_together"))
+    counts = Counter(name.partition("::")[2].partition("[")[0] for name in ran)
+    assert counts == {"test_many": 3, "test_few": 5, "test_together": 20, "test_alone": 1, "test_of_a_tool": 2}
+    tens = Counter(int(name[:-1].partition("[")[2]) // 10 for name in ran if "test_together" in name)
     assert set(tens.values()) == {10}
     assert "GPU: 9 tests did not run" in done.stdout
-    assert "DRAWN: 69 cases are other commits'" in done.stdout
-    assert json.loads(report.read_text())["data"]["left_out"] == 69
+    assert "DRAWN: 69 cases and 6 files are other commits'" in done.stdout
+    data = json.loads(report.read_text())["data"]
+    assert (data["left_out"], data["gpu_not_run"], data["skipped"]) == (
+        69,
+        9,
+        1,
+    )  # one of those for a GPU is a test here
 
 
 NO_GPU = "FLASHMOE_REQUIRE_GPU=1, but this machine has no CUDA GPU"

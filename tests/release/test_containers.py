@@ -6,6 +6,7 @@ import shutil
 import subprocess
 import sys
 import tarfile
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -58,6 +59,10 @@ def test_the_build_command_carries_secrets_as_secrets(tmp_path: Path) -> None:
     assert "ENVIRONMENTS=build test bench" in arguments
     assert not [word for word in arguments if "INDEX" in word or "PROXY" in word]
     assert command[-4:] == [f"id=index,src={tmp_path / 'index'}", "--network", "host", str(tmp_path)]
+    stage = image.build_command("docker", "toolchain", tmp_path, base="b:1", archs="90a", secrets={}, network="")
+    assert stage[:6] == ["docker", "build", "--target", "toolchain", "--output", "type=cacheonly"]
+    # What the stage's layers depend on is the same: the later build finds them.
+    assert stage[6:-1] == command[6 : 6 + len(stage[6:-1])]
 
 
 def test_a_draw_gives_the_image_compiled_units_but_a_sample(tmp_path: Path) -> None:
@@ -234,6 +239,19 @@ esac
 """
 
 
+def fake_programs(folder: Path, refuses: str = "") -> Path:
+    """.ci/images in ``folder`` with an engine that refuses that; returns the file that holds the engine's number."""
+    started, script = folder / "started", (ROOT / ".ci" / "images").read_text().replace("/usr/bin/docker", "docker")
+    start = "echo no iptables; exit 1" if refuses == "start" else f"echo $$ >{started}; exec sleep 60"
+    programs = {"docker": DOCKER.format(started=started, refuses=refuses), "dockerd": f"#!/bin/sh\n{start}\n"}
+    programs |= dict.fromkeys(("debootstrap", "id"), "#!/bin/sh\necho 0\n") | {"ci/images": script}
+    for name, text in programs.items():
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_text(text)
+        (folder / name).chmod(0o755)
+    return started
+
+
 @pytest.mark.parametrize(
     ("refuses", "said"),
     [
@@ -244,14 +262,7 @@ esac
 )
 def test_an_engine_that_cannot_run_anything_is_not_run(tmp_path: Path, refuses: str, said: str) -> None:
     """What a container without privileges and a chroot that is no mount point give. The engine that was started is ended."""
-    started, script = tmp_path / "started", (ROOT / ".ci" / "images").read_text().replace("/usr/bin/docker", "docker")
-    start = "echo no iptables; exit 1" if refuses == "start" else f"echo $$ >{started}; exec sleep 60"
-    programs = {"docker": DOCKER.format(started=started, refuses=refuses), "dockerd": f"#!/bin/sh\n{start}\n"}
-    programs |= dict.fromkeys(("debootstrap", "id"), "#!/bin/sh\necho 0\n") | {"ci/images": script}
-    for name, text in programs.items():
-        (tmp_path / name).parent.mkdir(exist_ok=True)
-        (tmp_path / name).write_text(text)
-        (tmp_path / name).chmod(0o755)
+    started = fake_programs(tmp_path, refuses)
     environ = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}"}
     done = subprocess.run([tmp_path / "ci/images"], env=environ, capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stderr) == (3, "")
@@ -260,6 +271,34 @@ def test_an_engine_that_cannot_run_anything_is_not_run(tmp_path: Path, refuses: 
         with pytest.raises(ProcessLookupError):
             os.kill(int(started.read_text()), 0)
     assert not (tmp_path / "build" / "docker").exists()
+
+
+def test_compiled_units_are_taken_when_the_build_has_made_them(tmp_path: Path) -> None:
+    fake_programs(tmp_path)
+    calls, built = tmp_path / "calls", tmp_path / "built"
+    (tmp_path / "nox").write_text(
+        f'#!/bin/sh\necho "$@" >>{calls}; mkdir -p build/reports; echo 1 >build/reports/$2.json\n'
+    )
+    (tmp_path / "nox").chmod(0o755)
+    environ = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    base = "-s image -- {}--base flashmoe-base:bookworm{}"
+    first = ["-s base_image", base.format("--environments ", "")]
+    with subprocess.Popen([tmp_path / "ci/images", built], env=environ, stdout=subprocess.DEVNULL) as process:
+        try:
+            while not calls.exists() or len(calls.read_text().splitlines()) < 2:
+                assert process.poll() is None
+            time.sleep(1.5)
+            assert calls.read_text().splitlines() == first
+            (tmp_path / "build" / "cache").mkdir()
+            built.touch()
+            assert process.wait(60) == 0
+        finally:
+            process.terminate()
+    last = [base.format("", " --given build/cache"), "-s image_test -- tests/attention/test_extension.py"]
+    assert [line.partition(" tests/attention/test_checks")[0] for line in calls.read_text().splitlines()] == [
+        *first,
+        *last,
+    ]
 
 
 def test_too_little_disk_is_said_before_anything_is_built(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
