@@ -62,12 +62,10 @@ def _ours_ragged(inputs: Fp8Inputs) -> Prepared:
     _refuse_block_scales(inputs)
     p, dtype, attention_varlen = inputs.problem, inputs.dequantized.q.dtype, flashmoe.attention_varlen
     q, k, v, rows, keys = _ragged(inputs)
-    most = (p.seq_q, p.seq_k)
+    options: dict[str, Any] = {"scale": inputs.scale, "out_dtype": dtype, **inputs.scales}
 
     def call() -> torch.Tensor:
-        out: torch.Tensor = attention_varlen(
-            q, k, v, rows, keys, *most, causal=p.causal, scale=inputs.scale, out_dtype=dtype, **inputs.scales
-        )
+        out: torch.Tensor = attention_varlen(q, k, v, rows, keys, p.seq_q, p.seq_k, causal=p.causal, **options)
         return out.view(p.batch, p.seq_q, p.heads_q, p.head_dim).transpose(1, 2)
 
     return Prepared(call)
@@ -84,7 +82,9 @@ def _flash_attn_3(inputs: Fp8Inputs) -> Prepared:
     q, k, v, rows, keys = _ragged(inputs)
     one = torch.ones(p.batch, p.heads_kv, device=q.device)
     scales = {f"{name}_descale": inputs.scales.get(f"{name}_scale", one) for name in "qkv"}
-    scales["q_descale"] = scales["q_descale"][:, :: scales["q_descale"].shape[1] // p.heads_kv].contiguous()  # of key heads
+    scales["q_descale"] = scales["q_descale"][
+        :, :: scales["q_descale"].shape[1] // p.heads_kv
+    ].contiguous()  # of key heads
 
     def call() -> torch.Tensor:
         out: torch.Tensor = function(

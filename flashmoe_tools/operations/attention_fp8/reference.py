@@ -5,7 +5,7 @@ deviation from the mean value. So the rule is one for the root mean square.
 """
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 
@@ -54,7 +54,7 @@ def make_inputs(problem: Fp8Problem, device: str, seed: int) -> Fp8Inputs:
     codes = {name: (one / of_rows[name] if scales else one).to(E4M3) for name, one in given.items()}
     values = {name: (one.float() * of_rows[name] if scales else one).to(made.q.dtype) for name, one in codes.items()}
     named = {f"{name}_scale": one[..., 0] if problem.scales == "heads" else one for name, one in scales.items()}
-    return Fp8Inputs(problem, **codes, dequantized=replace(made, **values), scales=named, of_rows=of_rows)
+    return Fp8Inputs(problem, **codes, dequantized=wide.Inputs(made.problem, **values), scales=named, of_rows=of_rows)
 
 
 def _rows(problem: Fp8Problem, name: str) -> int:

@@ -197,7 +197,8 @@ struct E4m3Consumer : Consumer<Spec, kMask> {
     const float* k_gmem;
     const float* v_gmem;
   };
-  static __device__ __forceinline__ const float* scales_from(const BlockScale& scale, int batch, int kv_head, int block) {
+  static __device__ __forceinline__ const float* scales_from(const BlockScale& scale, int batch, int kv_head,
+                                                             int block) {
     if (scale.block_shift == 0) return nullptr;
     const int64_t row = int64_t{block} * Spec::kBlockN >> scale.block_shift;
     return scale.values + (batch * scale.stride + kv_head * scale.head_stride + row * scale.block_stride);
