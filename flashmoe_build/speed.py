@@ -122,12 +122,14 @@ def prefill_rows(root: Path) -> tuple[Sequence[str], list[Sequence[str]]]:
 def fp8_rows(root: Path) -> tuple[Sequence[str], list[Sequence[str]]]:
     """Every case of prefill in 8 bits; none where no report has them."""
     rivals = {"flashmoe-16-bit": "16 bits", "flash-attn-3": "FlashAttention-3"}
-    header = ("D", "mask", "S", "TFLOP/s", *rivals.values(), *(f"to {name}" for name in rivals.values()))
+    header = ("D", "mask", "S", "scales", "TFLOP/s", *rivals.values(), *(f"to {name}" for name in rivals.values()))
     gpus = [gpu for gpu in PREFILL_GPUS if any(root.glob(f"{REPORTS.format(gpu=gpu)}/prefill-fp8.json"))]
     if not gpus:
         return header, []
     _, whole, _ = aggregates(root, "prefill-fp8", gpus=gpus)
-    return header, [(*names, f"{rate:.0f}", *others) for names, rate, others in _by_case(whole, rivals)]
+    scales = [cell["case"].get("scales", "none") for cell in whole["data"]["cells"]]
+    cases = zip(scales, _by_case(whole, rivals), strict=True)
+    return header, [(*names, scale, f"{rate:.0f}", *others) for scale, (names, rate, others) in cases]
 
 
 def mxfp4_rows(root: Path) -> tuple[Sequence[str], list[Sequence[str]]]:

@@ -96,8 +96,8 @@ RULES = by_error(
             "memory of its own",
             "attention.out_overlap": "out shares memory with {name}, which would change while it is read; give it memory of its own",
             "attention.scale": "scale must be finite in float32; found {scale}; the default is 1 / sqrt(head_dim)",
-            "attention.e4m3_alibi": "alibi_slopes with keys of torch.float8_e4m3fn; no kernel has both; dequantise k and v, or leave "
-            "the slopes out",
+            "attention.e4m3_alibi": "alibi_slopes with keys of torch.float8_e4m3fn run on a copy of them in 16 bits, of dense keys or pages, and of "
+            "at most 2 GiB for one key head of a ragged batch; dequantise k and v, or leave the slopes out",
             "attention.e4m3_page_scales": "{name} has a scale for each page, so pages must be a multiple of {multiple} keys; found "
             "{page_size}; use larger pages, or one scale for a sequence's keys",
             "attention.dropout_p": "dropout_p must be from 0 up to, but not including, 1; found {found}; it is the share of "

@@ -295,7 +295,8 @@ def scale_values(c: Call, name: str, cache: T, batch: int, q: T) -> None:
 
 
 def cache_scales(c: Call, q: T, batch: int) -> None:
-    need(not c["mask"] or c["mask"].rank == 4, "attention.e4m3_alibi")
+    is_alibi = c["mask"] and c["mask"].rank == 2
+    need(not is_alibi or c["cu_seqlens_k"] is None, "attention.e4m3_alibi")
     scale_values(c, "k_scale", c["k"], batch, q)
     scale_values(c, "v_scale", c["v"], batch, q)
 

@@ -108,7 +108,7 @@ def test_any_cache(
 @dataclass(frozen=True)
 class Call:
     """Over codes whose scales are powers of two, or over their values. ``sizes``: rows and keys of each sequence; dense rows are those of the
-    first. ``page_size`` 0: a dense cache. ``mask``: "", or which of its dimensions are not 1, bool or additive."""
+    first. ``page_size`` 0: a dense cache. ``mask``: "", which of its dimensions are not 1, bool or additive, or "slopes" of ALiBi."""
 
     sizes: list[tuple[int, int]]
     is_ragged: bool
@@ -161,7 +161,9 @@ class Call:
         used = torch.tensor([keys for _, keys in self.sizes], dtype=torch.int32, device=device)
         room = min(most, pages * self.page_size) if self.page_size else most
         mask = None
-        if self.mask:
+        if self.mask == "slopes":
+            mask = torch.rand(batch, heads, generator=generator).to(device)
+        elif self.mask:
             full = {"b": batch, "h": heads, "q": max(rows), "k": room}
             mask = torch.randn([full[axis] if axis in self.mask else 1 for axis in "bhqk"], generator=generator)
             mask = (mask > -1 if self.is_bool else mask.to(dtype)).to(device)
@@ -195,7 +197,7 @@ def calls() -> st.SearchStrategy[Call]:
         head_dims=st.one_of(head_dim.map(lambda size: (size, size)), st.tuples(head_dim, head_dim)),
         page_size=st.sampled_from([0, 7, 12, 16, 48, 64]),
         kinds=st.tuples(*[st.sampled_from(["heads", "sequences", "pages"])] * 2),
-        mask=st.sampled_from(["", "", "", "bhqk", "hk", "qk"]),
+        mask=st.sampled_from(["", "", "", "bhqk", "hk", "qk", "slopes"]),
         is_bool=st.booleans(),
         sinks=st.booleans(),
         window=st.sampled_from([(-1, -1), (-1, 0), (-1, 0), (37, 0), (300, 20)]),

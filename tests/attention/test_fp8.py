@@ -196,6 +196,21 @@ def test_equal_scales_of_blocks_are_one_scale(kind: int, causal: bool, device: s
     assert all(torch.equal(one, other) for one, other in zip(blocks, whole, strict=True))
 
 
+@either
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_scales_of_blocks_of_queries_alone(head_dim: int, causal: bool, device: str) -> None:
+    """Powers of two: as codes that are as much larger."""
+    q, k, v = (one.codes.to(device) for one in draw((1, 4, 2, 400, 333, head_dim)))
+    scale = 2.0 ** torch.randint(-1, 2, (1, 4, 7), device=device).float()
+    q = (q.float() * 0.125).to(E4M3)
+    larger = (q.float() * scale.repeat_interleave(64, 2)[:, :, :400, None]).to(E4M3)
+    small = q.float().abs() < 2**-5  # of which halves may be rounded
+    q, larger = (one.float().masked_fill(small, 0.0).to(E4M3) for one in (q, larger))
+    found = flashmoe.attention(q, k, v, causal=causal, q_scale=scale, return_lse=True)
+    wanted = flashmoe.attention(larger, k, v, causal=causal, return_lse=True)
+    assert all(torch.equal(one, other) for one, other in zip(found, wanted, strict=True))
+
+
 def test_retrieval_among_many_keys(device: str) -> None:
     """One key for each query stands out of the noise by half of all weight: 8 bits find the values that 16 bits find."""
     keys = 131072 if device != "cpu" else 8192

@@ -207,7 +207,12 @@ def varlen(capability: int, p: dict[str, Any], multiprocessors: int = 132) -> Ke
     wanted = "alibi" if p["alibi"] else "scores" if p["has_score_functions"] else narrow
     width = consistent_width(capability, dtype, dim, wanted) if p["consistent"] else 0
     is_wide = capability == 90 and rows * p["group"] > 2 * FEW_ROWS and p["batch"] * p["heads_kv"] > multiprocessors
-    decodes = rows <= FEW_ROWS and not p["consistent"] and (p["batch_invariant"] or not is_wide)
+    decodes = p["batch_invariant"] or not is_wide
+    if rows > FEW_ROWS:  # of ragged tiles that leave multiprocessors idle, where there are no chunks
+        has_chunks = capability == 90 and p["forced"] in (None, "sm90")
+        few = rows * p["group"] <= 127 and p["keys"] >= 1024 and 2 * p["batch"] * p["heads"] <= multiprocessors
+        decodes = few and not has_chunks and not p["batch_invariant"]
+    decodes = decodes and not p["consistent"]
     for operation in (["attention_decode"] if decodes else []) + ["attention_varlen_forward"]:
         for family in families(capability):
             if p["forced"] not in (None, family):

@@ -292,7 +292,7 @@ Tensor loadable_codes(const Tensor& codes, bool may_repeat) {
 
 void check_e4m3_scales(const E4m3Arguments& arguments) {
   const VarlenArguments& varlen = arguments.varlen;
-  if (varlen.mask.is_given() && varlen.mask.dim() != 4) violate("attention.e4m3_alibi");
+  if (has_alibi(varlen) && varlen.has_ragged_keys()) violate("attention.e4m3_alibi");
   check_scale(arguments.k_scale, "k_scale", varlen, varlen.k, varlen.batch(), varlen.has_pages());
   check_scale(arguments.v_scale, "v_scale", varlen, varlen.v, varlen.batch(), varlen.has_pages());
 }
@@ -331,12 +331,13 @@ void forward_e4m3_cuda(const E4m3Arguments& arguments, const ForwardOutputs& out
     fill_without_keys(outputs, varlen.sinks, gpu);
     return;
   }
-  const bool has_kernel = gpu.capability >= kFirstThatDecodes;
+  const bool has_kernel = gpu.capability >= kFirstThatDecodes && !has_alibi(varlen);
   // A consistent row has the same bits in any call, and the rows may be few: nothing is copied where codes can be read.
   if (varlen.is_consistent() && has_kernel) return forward_codes(arguments, outputs, {}, /*num_splits=*/1, gpu);
   // What the call over 16 bits is served by decides, so that the order of sums is the same.
   const Chosen wide = choose_varlen(varlen, gpu);
   const Choice chunk = choose_chunk(arguments, wide.chunk, gpu);
+  if (has_alibi(varlen) && !can_be_dequantized(varlen)) violate("attention.e4m3_alibi");
   if (chunk.forward != nullptr || (has_kernel && wide.is_decoding) || !can_be_dequantized(varlen))
     return forward_codes(arguments, outputs, chunk, varlen.num_splits, gpu);
   Chosen copied = wide;

@@ -170,7 +170,7 @@ void forward_fp8_cuda(const Fp8Arguments& arguments, const ForwardOutputs& outpu
     return scale.values.is_given() && scale.values.dim() == 3;
   };
   const bool has_block_scales =
-      is_of_blocks(arguments.q_scale) || is_of_blocks(arguments.k_scale) || is_of_blocks(arguments.v_scale);
+      is_of_blocks(arguments.k_scale) || is_of_blocks(arguments.v_scale);  // a tile has one of q
   const Fp8Kernels kernels = select_fp8(host::make_request(gpu, given.dtype), mask, head_dim, has_block_scales);
   ForwardArguments read;
   read.q = loadable_codes(given.q, /*may_repeat=*/false);

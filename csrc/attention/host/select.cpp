@@ -301,10 +301,22 @@ const Kernel& select_by_head_dim(const host::KernelRequest& request, const char*
 
 namespace {
 
+// Rows that are decoded where ragged tiles, which divide no keys, would leave half of the multiprocessors idle for as long as all keys take; where
+// compute capability 9.0 has chunks, these serve.
+bool leaves_idle(const VarlenSelectorInput& input) {
+  constexpr int64_t kMostRows = 127, kLeastKeys = 1024;
+  const char* forced = input.request.forced_family;
+  const bool has_chunks = input.request.capability == kMeasuredCapability &&
+                          (forced == nullptr || std::strcmp(forced, host::families_of(kMeasuredCapability)[0]) == 0);
+  return !has_chunks && !input.is_batch_invariant && input.rows_of_key_head <= kMostRows && input.keys >= kLeastKeys &&
+         2 * input.batch * input.heads <= input.request.num_multiprocessors;
+}
+
 // A decoding tile has 16 rows, those of all heads of a group, and keys are read again for the next. Measured on an H200, 32 heads on 8: 8 rows of
 // 64 sequences of 8192 keys 629 us, by tiles of one to three heads 938; 16 rows 1161 and 922, of 8 sequences 133 and 168.
 bool is_decoding(const VarlenSelectorInput& input) {
-  if (input.rows > kMaxDecodingRows || input.is_consistent) return false;
+  if (input.is_consistent) return false;
+  if (input.rows > kMaxDecodingRows) return leaves_idle(input);
   const bool is_wide = input.rows_of_key_head > 2 * kMaxDecodingRows && input.request.capability == kMeasuredCapability;
   return !is_wide || input.is_batch_invariant || input.batch * input.heads_kv <= input.request.num_multiprocessors;
 }

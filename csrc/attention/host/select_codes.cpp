@@ -24,19 +24,12 @@ Choice select_coded_chunk(const host::KernelRequest& request, const Choice& chun
 
 namespace {
 
-// `variant`: one that need not be there for every head dim.
-Fp8Kernels find_fp8(const host::KernelRequest& request, host::KernelName name, const char* variant, int32_t head_dim) {
+Fp8Kernels find_fp8(const host::KernelRequest& request, host::KernelName name, int32_t head_dim) {
   const host::KernelList& loadable = host::loadable_kernels(request.capability);
   const bool is_allowed = request.forced_family == nullptr || std::strcmp(request.forced_family, "sm90") == 0;
   Fp8Kernels kernels;
   if (is_allowed) {
     kernels.forward = host::find_kernel(name, axis::kHeadDim, loadable);
-    name.variant = variant;
-    const Kernel* wanted = host::find_kernel(name, axis::kHeadDim, loadable);
-    const auto dim_of = [](const Kernel& kernel) { return kernel.axes[axis::kHeadDim]; };
-    if (wanted != nullptr && kernels.forward != nullptr && dim_of(*wanted) == dim_of(*kernels.forward)) {
-      kernels.forward = wanted;
-    }
     kernels.transpose =
         host::find_kernel({"attention_transpose_e4m3", "sm90", "", Dtype::kFloat16, {}}, host::kNoAxis, loadable);
   }
@@ -47,13 +40,14 @@ Fp8Kernels find_fp8(const host::KernelRequest& request, host::KernelName name, c
 }  // namespace
 
 Fp8Kernels select_fp8(const host::KernelRequest& request, Mask mask, int32_t head_dim, bool has_block_scales) {
+  const char* variant = has_block_scales ? "blocks" : "";
   return find_fp8(request,
-                  {"attention_forward_e4m3", "sm90", "", request.dtype, {head_dim, static_cast<int32_t>(mask)}},
-                  has_block_scales ? "blocks" : "", head_dim);
+                  {"attention_forward_e4m3", "sm90", variant, request.dtype, {head_dim, static_cast<int32_t>(mask)}},
+                  head_dim);
 }
 
 Fp8Kernels select_fp8_varlen(const host::KernelRequest& request, int32_t head_dim) {
-  return find_fp8(request, {"attention_varlen_forward_e4m3", "sm90", "", request.dtype, {head_dim}}, "", head_dim);
+  return find_fp8(request, {"attention_varlen_forward_e4m3", "sm90", "", request.dtype, {head_dim}}, head_dim);
 }
 
 const Kernel& select_e4m3_append(const host::KernelRequest& request) {

@@ -28,7 +28,8 @@ def _attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, **o
 
 def _ours(inputs: Fp8Inputs) -> Prepared:
     dtype = inputs.dequantized.q.dtype
-    return _attend(inputs.q, inputs.k, inputs.v, inputs.problem.causal, scale=inputs.scale, out_dtype=dtype)
+    options = {"scale": inputs.scale, "out_dtype": dtype, **inputs.scales}
+    return _attend(inputs.q, inputs.k, inputs.v, inputs.problem.causal, **options)
 
 
 def _ours_in_16_bits(inputs: Fp8Inputs) -> Prepared:
@@ -49,17 +50,22 @@ def _ragged(inputs: Fp8Inputs) -> tuple[torch.Tensor, ...]:
     return (*tensors, *ends)
 
 
+def _refuse_block_scales(inputs: Fp8Inputs) -> None:
+    if inputs.problem.scales.startswith("blocks"):
+        msg = f"{inputs.problem.key}: it has no scales of blocks"
+        raise ArgumentError(msg)
+
+
 def _ours_ragged(inputs: Fp8Inputs) -> Prepared:
     import flashmoe
 
+    _refuse_block_scales(inputs)
     p, dtype, attention_varlen = inputs.problem, inputs.dequantized.q.dtype, flashmoe.attention_varlen
     q, k, v, rows, keys = _ragged(inputs)
-    most = (p.seq_q, p.seq_k)
+    options: dict[str, Any] = {"scale": inputs.scale, "out_dtype": dtype, **inputs.scales}
 
     def call() -> torch.Tensor:
-        out: torch.Tensor = attention_varlen(
-            q, k, v, rows, keys, *most, causal=p.causal, scale=inputs.scale, out_dtype=dtype
-        )
+        out: torch.Tensor = attention_varlen(q, k, v, rows, keys, p.seq_q, p.seq_k, causal=p.causal, **options)
         return out.view(p.batch, p.seq_q, p.heads_q, p.head_dim).transpose(1, 2)
 
     return Prepared(call)
@@ -72,9 +78,13 @@ def _flash_attn_3(inputs: Fp8Inputs) -> Prepared:
     if inputs.dequantized.q.dtype is not torch.bfloat16:
         msg = f"{p.key}: its result of e4m3 is bfloat16"
         raise ArgumentError(msg)
+    _refuse_block_scales(inputs)
     q, k, v, rows, keys = _ragged(inputs)
     one = torch.ones(p.batch, p.heads_kv, device=q.device)
-    scales = {f"{name}_descale": one for name in "qkv"}
+    scales = {f"{name}_descale": inputs.scales.get(f"{name}_scale", one) for name in "qkv"}
+    scales["q_descale"] = scales["q_descale"][
+        :, :: scales["q_descale"].shape[1] // p.heads_kv
+    ].contiguous()  # of key heads
 
     def call() -> torch.Tensor:
         out: torch.Tensor = function(

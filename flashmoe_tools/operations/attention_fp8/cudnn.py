@@ -30,6 +30,9 @@ def prepare(inputs: Fp8Inputs) -> Prepared:
     if p.causal and p.seq_q != p.seq_k:
         msg = f"{p.key}: its causal mask begins at the first key; give as many rows as keys"
         raise ArgumentError(msg)
+    if p.scales != "none":
+        msg = f"{p.key}: on compute capability 9.0 its scales are those of whole tensors"
+        raise ArgumentError(msg)
     cudnn = import_module(MODULE)
     codes, number = cudnn.data_type.FP8_E4M3, cudnn.data_type.FLOAT
     handle = cudnn.create_handle()

@@ -1,4 +1,4 @@
-"""Attention in 8-bit floats as a problem: the sizes of the 16-bit one, whose dtype is the output's."""
+"""Attention in 8-bit floats as a problem: the sizes of the 16-bit one, whose dtype is the output's, and what has a scale."""
 
 from __future__ import annotations
 
@@ -7,26 +7,30 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from flashmoe.errors import ArgumentError
+from flashmoe_tools.operations import fields
 from flashmoe_tools.operations.attention.problem import AttentionProblem
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
 _PREFIX = "e4m3-"
+# What q, k and v have scales of: nothing (values are rounded as they are), each head of a sequence, or each block of so many rows. V has none of 64.
+SCALES = ("none", "heads", "blocks64", "blocks128")
 
 
 @dataclass(frozen=True)
 class Fp8Problem(AttentionProblem):
     operation: ClassVar[str] = "attention_fp8"
     heaviest_kernel: ClassVar[str] = "attention_forward_e4m3"
+    scales: str = "none"
 
     @property
     def key(self) -> str:
-        return f"{_PREFIX}{super().key}"
+        return f"{_PREFIX}{super().key}" + ("" if self.scales == "none" else f"-{self.scales}")
 
     @property
     def title(self) -> str:
-        return f"e4m3 to {super().title}"
+        return f"e4m3 to {super().title}" + ("" if self.scales == "none" else f", scales of {self.scales}")
 
     @property
     def bytes_moved(self) -> int:
@@ -36,11 +40,14 @@ class Fp8Problem(AttentionProblem):
 
     @classmethod
     def from_key(cls, key: str) -> Self:
-        """Such as e4m3-bf16-d128-causal-b1-h64kv8-s4096."""
+        """Such as e4m3-bf16-d128-causal-b1-h64kv8-s4096, or -blocks128 behind it."""
         if not key.startswith(_PREFIX):
             msg = f"{key!r} names no case of {cls.operation}; one is written as {cls.smallest().key}"
             raise ArgumentError(msg)
-        return cls(**asdict(AttentionProblem.from_key(key.removeprefix(_PREFIX))))
+        wide, _, scales = key.removeprefix(_PREFIX).rpartition("-")
+        if scales not in SCALES[1:]:
+            wide, scales = key.removeprefix(_PREFIX), "none"
+        return cls(**asdict(AttentionProblem.from_key(wide)), scales=scales)
 
     @classmethod
     def smallest(cls) -> Self:
@@ -48,7 +55,14 @@ class Fp8Problem(AttentionProblem):
 
     @classmethod
     def expand(cls, row: Mapping[str, Any], where: str) -> Iterator[Self]:
-        return (cls(**asdict(found)) for found in AttentionProblem.expand(row, where))
+        wide = {name: value for name, value in row.items() if name != "scales"}
+        axis = [fields.choice(one, SCALES, where, "scales") for one in fields.axis(row.get("scales", "none"))]
+        for found in AttentionProblem.expand(wide, where):
+            for scales in axis:
+                if scales.startswith("blocks"):  # whole ones
+                    fields.divide(found.seq_q, 128, where, "seq", "128")
+                    fields.divide(found.seq_k, 128, where, "seq", "128")
+                yield cls(**asdict(found), scales=scales)
 
 
 PROBLEM = Fp8Problem

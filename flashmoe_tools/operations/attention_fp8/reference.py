@@ -5,7 +5,7 @@ deviation from the mean value. So the rule is one for the root mean square.
 """
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 
@@ -22,17 +22,25 @@ ROUNDED = 0.027  # likewise, what rounding a result itself to three bits of frac
 
 @dataclass(frozen=True)
 class Fp8Inputs:
-    """q [B, Hq, Sq, D], k and v [B, Hkv, Sk, D] in float8_e4m3fn, and the same in the output's dtype."""
+    """q [B, Hq, Sq, D], k and v [B, Hkv, Sk, D] in float8_e4m3fn, what they stand for in the output's dtype, and their scales as
+    attention takes them, none where all are one. Query heads of one key head share theirs, as FlashAttention 3 has them."""
 
     problem: Fp8Problem
     q: torch.Tensor
     k: torch.Tensor
     v: torch.Tensor
     dequantized: wide.Inputs
+    scales: dict[str, torch.Tensor]  # q_scale, k_scale, v_scale: [B, H] or [B, H, blocks], float32
+    of_rows: dict[str, torch.Tensor]  # q, k, v: the same for each row, [B, H, S, 1]
 
     @property
     def scale(self) -> float:
         return self.problem.scale
+
+    def pick(self, name: str, pairs: tuple[tuple[int, int], ...], dtype: torch.dtype) -> torch.Tensor:
+        """[pairs, S, D] of q, k or v: what the codes stand for."""
+        values = wide.pick(getattr(self, name).to(dtype), pairs)
+        return values * wide.pick(self.of_rows[name], pairs).to(dtype) if self.scales else values
 
     def poison(self) -> None:
         self.dequantized.poison()
@@ -40,9 +48,28 @@ class Fp8Inputs:
 
 def make_inputs(problem: Fp8Problem, device: str, seed: int) -> Fp8Inputs:
     made = wide.make_inputs(problem, device, seed)
-    q, k, v = (tensor.to(E4M3) for tensor in (made.q, made.k, made.v))
-    wide_q, wide_k, wide_v = (tensor.to(made.q.dtype) for tensor in (q, k, v))
-    return Fp8Inputs(problem, q, k, v, replace(made, q=wide_q, k=wide_k, v=wide_v))
+    given = {"q": made.q, "k": made.k, "v": made.v}
+    scales = {name: _scale(one, problem, name) for name, one in given.items() if problem.scales != "none"}
+    of_rows = {name: scale.repeat_interleave(_rows(problem, name), 2)[..., None] for name, scale in scales.items()}
+    codes = {name: (one / of_rows[name] if scales else one).to(E4M3) for name, one in given.items()}
+    values = {name: (one.float() * of_rows[name] if scales else one).to(made.q.dtype) for name, one in codes.items()}
+    named = {f"{name}_scale": one[..., 0] if problem.scales == "heads" else one for name, one in scales.items()}
+    return Fp8Inputs(problem, **codes, dequantized=wide.Inputs(made.problem, **values), scales=named, of_rows=of_rows)
+
+
+def _rows(problem: Fp8Problem, name: str) -> int:
+    """Of a tensor, how many rows share a scale."""
+    if problem.scales == "heads":
+        return problem.seq_q if name == "q" else problem.seq_k
+    return 128 if name == "v" else int(problem.scales.removeprefix("blocks"))
+
+
+def _scale(values: torch.Tensor, problem: Fp8Problem, name: str) -> torch.Tensor:
+    """[B, H, blocks] of [B, H, S, D]: what takes the largest magnitude of each block, of all heads of a key head, to the largest code."""
+    batch, heads, _, columns = values.shape
+    group = heads // problem.heads_kv
+    blocks = values.float().abs().view(batch, problem.heads_kv, group, -1, _rows(problem, name), columns)
+    return blocks.amax((2, 4, 5)).repeat_interleave(group, 1) / torch.finfo(E4M3).max
 
 
 @dataclass(frozen=True)
@@ -88,6 +115,6 @@ def make_reference(inputs: Fp8Inputs) -> Fp8Reference:
     for start in range(0, len(pairs), chunk):
         some = pairs[start : start + chunk]
         shared = tuple((b, h // group) for b, h in some)
-        q, k, v = (wide.pick(t.to(high), of) for t, of in ((inputs.q, some), (inputs.k, shared), (inputs.v, shared)))
+        q, k, v = (inputs.pick(name, of, high) for name, of in (("q", some), ("k", shared), ("v", shared)))
         outs.append(wide.attend(q, k, v, options)[0])
     return Fp8Reference(problem, pairs, torch.cat(outs), len(pairs) / (problem.batch * problem.heads_q))

@@ -148,11 +148,33 @@ def test_where_codes_are_copied(
     LIBRARY.fake_computing(1)
 
 
+@pytest.mark.parametrize(("capability", "num_splits"), [(80, 0), (90, 0), (90, 1), (90, -1)])  # -1: consistent
+@pytest.mark.parametrize("rows", [1, 40])
+def test_codes_with_slopes_are_copied(rows: int, capability: int, num_splits: int) -> None:
+    """ALiBi, which no kernel over codes has. What is too large for a copy is refused before anything runs."""
+    options = ("slopes", True, True, (-1, 0), 3.0, num_splits, 5)
+    call = test_e4m3_drawn.Call([(rows, 90), (1, 41)], True, (4, 2), (64, 64), 16, ("pages", "heads"), *options)
+    results, names = [], []
+    for has_codes in (True, False):
+        begin(capability)
+        results.append(test_e4m3_drawn.run(call.arguments(DTYPE, "cpu", has_codes=has_codes)))
+        names.append(launched())
+    assert names[0] == ["dequantize_e4m3", *names[1]]
+    assert all(torch.equal(one, other) for one, other in zip(*results, strict=True))
+    arguments = call.arguments(DTYPE, "cpu", has_codes=True)
+    pages = torch.zeros(2, 1 << 19, dtype=torch.int32)
+    begin(capability)
+    with pytest.raises(RuntimeError, match="e4m3_alibi"):
+        test_e4m3_drawn.run([*arguments[:6], pages, *arguments[7:10], 1 << 23, *arguments[11:]])
+    assert launched() == []
+
+
+@pytest.mark.parametrize("mask", ["bhqk", "slopes"])
 @pytest.mark.parametrize("is_ragged", [False, True])
 @pytest.mark.parametrize(("kinds", "page_size"), [(("pages", "sequences"), 16), (("heads", "sequences"), 0)])
-def test_a_large_cache_is_copied_in_parts(is_ragged: bool, kinds: tuple[str, str], page_size: int) -> None:
+def test_a_large_cache_is_copied_in_parts(is_ragged: bool, kinds: tuple[str, str], page_size: int, mask: str) -> None:
     """Of sequences, or of one sequence's heads, or of ragged rows heads alone: each has what the whole has."""
-    options = ("bhqk", True, True, (-1, 0), 3.0, 1, 5)  # one split: no chunk's kernel
+    options = (mask, True, True, (-1, 0), 3.0, 1, 5)  # one split: no chunk's kernel
     call = test_e4m3_drawn.Call([(20, 48), (17, 30), (9, 41)], is_ragged, (6, 3), (16, 24), page_size, kinds, *options)
     of_head = 48 * (16 + 24)
     begin(90)
@@ -182,19 +204,19 @@ def test_products_of_codes(shape: tuple[int, ...], scales: int, causal: bool, mo
     begin(90)
     test_fp8.test_the_recurrence(shape, scales, causal, "cpu")
     assert launched() == ["transpose_e4m3", "forward_e4m3"]
-    assert ("_blocks_" in launches()[1]["symbol"]) is (scales >= 3 and shape[-1] <= 64)  # the 256 rows have none
+    assert ("_blocks_" in launches()[1]["symbol"]) is (scales >= 3)
 
 
 @pytest.mark.parametrize("of_blocks", ["q", "k", "v"])
 def test_one_scale_of_blocks_is_enough(of_blocks: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """For the kernel that reads them; each of the others is of the whole tensor."""
+    """Each of the others is of the whole tensor. Those of queries, of which a tile's rows have one, need no kernel of their own."""
     monkeypatch.setattr(fp8, "_has_kernel", lambda device: True)
     codes = {name: torch.randn(1, 2, 130, 64).to(torch.float8_e4m3fn) for name in ("q", "k", "v")}
     scales: dict[str, Any] = {f"{name}_scale": 0.5 for name in codes}
     scales[f"{of_blocks}_scale"] = torch.rand(1, 2, 2) + 0.5
     begin(90)
     found = flashmoe.attention(*codes.values(), **scales)
-    assert "_blocks_" in launches()[1]["symbol"]
+    assert ("_blocks_" in launches()[1]["symbol"]) is (of_blocks != "q")
     rows = scales[f"{of_blocks}_scale"].repeat_interleave(128, 2)[:, :, :130, None]
     wide = [one.float() * (rows if name == of_blocks else 0.5) for name, one in codes.items()]
     expected = torch.nn.functional.scaled_dot_product_attention(*wide)

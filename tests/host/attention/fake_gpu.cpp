@@ -70,10 +70,11 @@ std::string check_partials(const ForwardParams& p, const host::Kernel& kernel, i
                  "idle multiprocessors");
 }
 
-// Kernels with tensor maps bend scores, by a softcap or a mask, in a variant of their own; all have one for the slopes of ALiBi.
+// Kernels with tensor maps bend scores, by a softcap or a mask, in a variant of their own; all have one for the slopes of ALiBi,
+// with a softcap or without.
 bool is_of_other_scores(const ScoreOptions& options, const host::Kernel& kernel) {
   const bool has_alibi = options.mask != nullptr && options.mask_type == MaskTensor::kAlibi;
-  const bool bends = options.score_factor != 0.0F || (options.mask != nullptr && !has_alibi);
+  const bool bends = !has_alibi && (options.score_factor != 0.0F || options.mask != nullptr);
   const bool is_apart = std::strncmp(kernel.operation, "attention_chunk_", 16) == 0 ||
                         (kernel.num_tensor_maps > 0 && std::strncmp(kernel.operation, "attention_varlen_", 17) == 0);
   return has_alibi != (std::strcmp(kernel.variant, "alibi") == 0) ||

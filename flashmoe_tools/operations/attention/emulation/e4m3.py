@@ -22,7 +22,6 @@ from flashmoe_tools.tables import Unit
 
 NAN = float("nan")
 NAN_CODE = 0x7F
-WITHOUT_BLOCKS = 256  # rows of a tile that has no loops for scales of blocks (E4m3Spec)
 
 
 @dataclass(frozen=True)
@@ -61,6 +60,8 @@ def problems(unit: Unit) -> Iterator[E4m3Problem]:
         (m + 9, m + 9 * n + 21, dim, 2, 1, 1, Layout.BHSD, Values.SHIFTED, 0),
         (*drawn_lengths(unit), dim, 1, 1, 1, Layout.BHSD, Values.NORMAL, 0),
     )
+    if unit.row.options["block_scales"]:  # the rest is what the kernel without them does
+        sizes = sizes[:2]
     for causal in (mask == "causal" for mask in unit.row.words["mask"]):
         for index, (seq_q, seq_k, columns, heads, key_heads, batch, layout, values, scales) in enumerate(sizes):
             shape = Shape(batch, heads, key_heads, seq_q, seq_k, columns)
@@ -68,7 +69,7 @@ def problems(unit: Unit) -> Iterator[E4m3Problem]:
             yield replace(problem, wants_lse=index != 1, has_counter=index != 5)
         shape = Shape(1, 1, 1, 40, 2 * n, dim)
         yield E4m3Problem(shape, unit.dtype, causal, data_seed=20, has_every_code=True)
-        if m == WITHOUT_BLOCKS:
+        if not unit.row.options["block_scales"]:
             continue
         for block_rows, seq_q, seq_k in (
             (BLOCK, m + 70, 3 * n + 7),

@@ -16,13 +16,16 @@ namespace flashmoe::attention::sm90 {
 constexpr int kCodesOfRow = 128;  // a tile's row of 128 bytes; of head dim 64 the second half is zeros
 
 // Base: of a 16-bit kernel of one stage, dense or ragged (below).
-template <typename Base, int kNumStages_, int kPartialColumns_>
+// kBlockScales: 1 for calls in which blocks of rows have scales. Four warpgroups have no registers for them, and no ragged call has any.
+template <typename Base, int kNumStages_, int kPartialColumns_, int kBlockScales = 0>
 struct SpecOfCodes : Base {
   static constexpr int kNumStages = kNumStages_;
   static constexpr bool kHasCodes = true;
   static constexpr bool kIsTight = Base::kConsumerRegisters < 160;
-  // Scales of blocks of keys, which have loops of their own: four warpgroups have no registers for these, and no ragged call has any.
-  static constexpr bool kHasBlockScales = !kIsTight && Base::kTileBytes == sizeof(Tile<MaskKind::kFull>);
+  static constexpr bool kHasBlockScales = kBlockScales != 0;
+  static_assert(!kHasBlockScales || !kIsTight, "112 registers hold no scales");
+  static constexpr bool kKeepsLoops =
+      !kHasBlockScales && !kIsTight && Base::kTileBytes == sizeof(Tile<MaskKind::kFull>);
   static constexpr int kHeadDim = Base::kHeadDim;
   static constexpr int kBlockN = Base::kBlockN;
   static_assert(kBlockN == kTransposedKeys,
@@ -49,14 +52,14 @@ struct SpecOfCodes : Base {
 };
 
 template <typename Element, int kHeadDim, int kBlockM, int kBlockN, int kNumStages, int kNumWarps, int kNumOutputSlabs,
-          int kPartialColumns>
+          int kPartialColumns, int kBlockScales>
 struct E4m3Spec : SpecOfCodes<ForwardSpec<Element, kHeadDim, kBlockM, kBlockN, 1, kNumWarps, 1, kNumOutputSlabs>,
-                              kNumStages, kPartialColumns> {};
+                              kNumStages, kPartialColumns, kBlockScales> {};
 
 // Ragged batches: tiles that the scheduling warp finds, as of 16 bits.
 template <typename Element, int kHeadDim, int kBlockM, int kBlockN, int kNumStages, int kNumWarps, int kNumOutputSlabs,
-          int kPartialColumns>
+          int kPartialColumns, int kBlockScales>
 struct E4m3VarlenSpec : SpecOfCodes<VarlenSpec<Element, kHeadDim, kBlockM, kBlockN, 1, kNumWarps, 1, kNumOutputSlabs>,
-                                    kNumStages, kPartialColumns> {};
+                                    kNumStages, kPartialColumns, kBlockScales> {};
 
 }  // namespace flashmoe::attention::sm90
