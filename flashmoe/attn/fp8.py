@@ -169,8 +169,6 @@ def _call(operator: Callable[..., tuple[Tensor, Tensor]], name: str, every: tupl
     try:
         out, lse = operator(*every)
     except Exception as error:
-        if is_compiling():
-            raise
         cause = explain(error, name, every)
         if cause is error:
             raise

@@ -34,17 +34,12 @@ def _flops(
     return 2 * batch * tokens * heads * keys * (head_dim + LATENT_DIM)
 
 
-def _is_cast(argument: Any) -> bool:
-    """Not a cache of 8-bit floats."""
-    return argument is not None and not codes.has_codes(argument)
-
-
 def _fake_append(*arguments: Any) -> None:
     check("mla_append_", arguments)
 
 
 OPERATORS = (
-    Operator("mla_decode", fake=_fake, flops=_flops, autocast=2, is_cast=_is_cast, impls={"CPU": cpu.decode}),
+    Operator("mla_decode", fake=_fake, flops=_flops, autocast=2, impls={"CPU": cpu.decode}),
     Operator(
         "mla_append_",
         fake=_fake_append,

@@ -1,6 +1,7 @@
 """Small answers of attention's Python: what else nothing depends on, or what only an unusual call shows."""
 
 import errno
+import math
 import re
 from contextlib import nullcontext
 from types import SimpleNamespace
@@ -15,7 +16,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import flashmoe
 from flashmoe import __main__, checks, errors, transforms, variables
-from flashmoe.attn import autograd, fp8, kvcache, layout, sdpa, sdpa_dispatch, varlen_backward
+from flashmoe.attn import autograd, dropout, fp8, kvcache, layout, sdpa, sdpa_dispatch, varlen_backward
 from flashmoe.errors import (
     ArgumentError,
     ArgumentTypeError,
@@ -450,3 +451,42 @@ def test_operations_of_values_of_another_width() -> None:
     with FlopCounterMode(display=False) as counter:
         flashmoe.attention_varlen(q, k, v, ends_q, ends_k, 3, 5)
     assert counter.get_total_flops() == 2 * 2 * 3 * 5 * (16 + 24)
+
+
+def test_how_large_a_mask_of_dropout_may_be(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dropout, "MOST_PROBABILITIES", 24)
+    state = torch.tensor((1, 2))
+    assert flashmoe.dropout_mask(state, 0.5, 1, 2, 3, 4).shape == (1, 2, 3, 4)
+    for sizes in ((2, 2, 3, 4), (1, 5, 1, 5), (25, 1, 1, 1), (1, 1, 1, 25)):
+        with pytest.raises(ArgumentError, match=rf"keys is {math.prod(sizes)}; supported"):
+            flashmoe.dropout_mask(state, 0.5, *sizes)
+    for wrong, found in ((None, "None"), (state.int(), r"torch.int32 \[2\]"), (state[:1], r"torch.int64 \[1\]")):
+        with pytest.raises(ArgumentError, match=f"found {found}; give"):
+            flashmoe.dropout_mask(wrong, 0.5, 1, 2, 3, 4)  # type: ignore[arg-type]
+
+
+def test_calls_that_were_accepted_are_forgotten_when_they_are_many(monkeypatch: pytest.MonkeyPatch) -> None:
+    accepted: set[Any] = set()
+    monkeypatch.setattr(kvcache, "_accepted", accepted)
+    monkeypatch.setattr(kvcache, "_MOST_ACCEPTED", 2)
+    kept = []
+    for heads in (1, 2, 3, 3, 1):
+        cache = torch.zeros(1, heads, 8, 16)
+        rows = [cache[:, :, :1].clone() for _ in range(3)]
+        lengths = torch.tensor([1], dtype=torch.int32)
+        flashmoe.attention_with_kvcache(rows[0], cache, cache.clone(), *rows[1:], cache_seqlens=lengths)
+        kept.append(len(accepted))
+    assert kept == [1, 2, 1, 1, 2]
+
+
+def test_a_tracer_is_not_warned_about_layouts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whose sizes are tensors: to look at them would warn of a trace that holds for these alone."""
+    monkeypatch.setattr(layout, "calls_left", 16)
+    torch.jit.trace(lambda q: layout.look_at(q, q) or q + 1, torch.zeros(1, 64, 8, 16))
+
+
+@pytest.mark.parametrize("sizes", [(), (3,), (3, 0), (3, 1, 0)])
+def test_the_scale_of_a_query_without_columns(sizes: tuple[int, ...]) -> None:
+    ends = torch.tensor([0, 3], dtype=torch.int32)
+    with pytest.raises(ShapeError, match="^q must|head_dim"):
+        flashmoe.attention_varlen(torch.zeros(sizes), *[torch.zeros(3, 1, 8)] * 2, ends, ends, 3, 3)
