@@ -161,6 +161,7 @@ def hidden_in_a_member() -> bytes:
         (hidden_in_a_member(), "its compressed data end before the next member begins"),
         (moved(SOUND, 0, LOCAL), "byte 0 should begin member 'science/_C.so'"),
         (LOCAL + SOUND, "its last bytes are not the end record"),
+        (SOUND.replace(b"PK\3\4", b"PK\3\5", 1), "there is no local header"),
         (moved(SOUND, directory(SOUND), LOCAL), "its members end at byte"),
         (SOUND + b"PK", "its last bytes are not the end record"),
         (SOUND[:-2] + b"\1\0x", "its last bytes are not the end record"),
