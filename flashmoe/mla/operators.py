@@ -23,7 +23,9 @@ def _fake(q: Tensor, kv_cache: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
     return q.new_empty(batch, tokens, heads, LATENT_DIM), q.new_empty(batch, heads, tokens, dtype=torch.float32)
 
 
-def _flops(q: Sequence[int], kv_cache: Sequence[int], _: Any, block_table: Sequence[int] | None, *rest: Any, **__: Any) -> int:
+def _flops(
+    q: Sequence[int], kv_cache: Sequence[int], _: Any, block_table: Sequence[int] | None, *rest: Any, **__: Any
+) -> int:
     """Of shapes, as if each sequence filled its memory, or its indices named keys: q k^T over 576 columns, P v over 512."""
     batch, tokens, heads, head_dim = q
     *_, indices = rest

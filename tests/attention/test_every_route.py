@@ -264,7 +264,9 @@ def test_where_a_gradient_has_a_function_of_its_own(monkeypatch: pytest.MonkeyPa
             given[how] = torch.nn.Parameter(given[how])
         if how == "traced":
             rest = {other: value for other, value in given.items() if other != asks}
-            torch.jit.trace(lambda x, asks=asks, rest=rest: function(**rest, **{asks: x}), given[asks], check_trace=False)
+            torch.jit.trace(
+                lambda x, asks=asks, rest=rest: function(**rest, **{asks: x}), given[asks], check_trace=False
+            )
         else:
             modes = {"mode": FlopCounterMode(display=False), "autocast": torch.autocast("cpu", torch.bfloat16)}
             with modes.get(how, nullcontext()):

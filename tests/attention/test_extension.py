@@ -343,7 +343,11 @@ def test_an_operator_that_the_library_lacks(monkeypatch: pytest.MonkeyPatch, sch
 
 
 def test_texts_of_the_library(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_extension, "_c_interface", lambda: SimpleNamespace(flashmoe_last_kernel=lambda: None, flashmoe_cpu_isa=lambda: b""))
+    monkeypatch.setattr(
+        _extension,
+        "_c_interface",
+        lambda: SimpleNamespace(flashmoe_last_kernel=lambda: None, flashmoe_cpu_isa=lambda: b""),
+    )
     assert _extension.last_kernel() == ""
     with pytest.raises(ArgumentError, match="FLASHMOE_CPU_ISA is None: unknown"):
         _extension.cpu_isa()

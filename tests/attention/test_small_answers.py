@@ -488,5 +488,5 @@ def test_a_tracer_is_not_warned_about_layouts(monkeypatch: pytest.MonkeyPatch) -
 @pytest.mark.parametrize("sizes", [(), (3,), (3, 0), (3, 1, 0)])
 def test_the_scale_of_a_query_without_columns(sizes: tuple[int, ...]) -> None:
     ends = torch.tensor([0, 3], dtype=torch.int32)
-    with pytest.raises(ShapeError, match="^q must|head_dim"):
+    with pytest.raises(ShapeError, match=r"^q must|head_dim"):
         flashmoe.attention_varlen(torch.zeros(sizes), *[torch.zeros(3, 1, 8)] * 2, ends, ends, 3, 3)

@@ -114,7 +114,7 @@ def _called(name: str, call: dict[str, Any]) -> tuple[Tensor, ...]:
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # what torch says about torch itself
-@pytest.mark.parametrize(("name", "call"), (*CALLS, *MORE), ids=lambda value: value if isinstance(value, str) else "")
+@pytest.mark.parametrize(("name", "call"), [*CALLS, *MORE], ids=lambda value: value if isinstance(value, str) else "")
 def test_derivatives_that_are_asked_for(name: str, call: dict[str, Any]) -> None:
     """Of each tensor alone: one comes back, or is refused; and without gradients the call is what it was."""
     expected = _called(name, call)
@@ -137,7 +137,9 @@ def test_derivatives_that_are_asked_for(name: str, call: dict[str, Any]) -> None
             except DifferentiationError:
                 continue
             assert name not in REFUSE_GRADIENTS
-            assert name in WITHOUT_GRADIENTS or any(forward_ad.unpack_dual(one).tangent is not None for one in answers), argument
+            assert name in WITHOUT_GRADIENTS or any(
+                forward_ad.unpack_dual(one).tangent is not None for one in answers
+            ), argument
 
 
 @pytest.mark.parametrize(("name", "call"), CALLS, ids=lambda value: value if isinstance(value, str) else "")
@@ -162,8 +164,11 @@ def test_tensors_without_dimensions(name: str, call: dict[str, Any]) -> None:
 
 
 TRACED = {
-    "attention": ("q", "k", "v"), "attention_varlen": ("q", "cu_seqlens_q"), "attention_with_kvcache": ("q", "cache_seqlens"),
-    "mla_decode": ("q", "kv_cache", "cache_seqlens"), "scaled_dot_product_attention": ("query", "key", "value"),
+    "attention": ("q", "k", "v"),
+    "attention_varlen": ("q", "cu_seqlens_q"),
+    "attention_with_kvcache": ("q", "cache_seqlens"),
+    "mla_decode": ("q", "kv_cache", "cache_seqlens"),
+    "scaled_dot_product_attention": ("query", "key", "value"),
 }
 TORCH = {"query": DENSE["q"], "key": DENSE["k"], "value": DENSE["v"]}  # fmt: skip
 

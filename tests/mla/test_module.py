@@ -215,7 +215,9 @@ def test_whose_gradient_a_cache_refuses() -> None:
 
 @pytest.mark.parametrize("absorbed", [None, False, True])
 @pytest.mark.parametrize(("tokens", "has_cache"), [(4, True), (5, True), (4, False), (5, False)])
-def test_which_form_is_taken(monkeypatch: pytest.MonkeyPatch, tokens: int, has_cache: bool, absorbed: bool | None) -> None:
+def test_which_form_is_taken(
+    monkeypatch: pytest.MonkeyPatch, tokens: int, has_cache: bool, absorbed: bool | None
+) -> None:
     monkeypatch.setattr("flashmoe.mla.module.MOST_ABSORBED", 4)
     module, taken = make(), list[str]()
     for name in ("_attend_absorbed", "_attend_expanded"):
