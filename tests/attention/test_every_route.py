@@ -13,8 +13,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import flashmoe
 from flashmoe.attn import (
-    autograd,
     api,
+    autograd,
     backward,
     dropout,
     e4m3,
