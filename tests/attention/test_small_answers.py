@@ -1,6 +1,7 @@
 """Small answers of attention's Python: what else nothing depends on, or what only an unusual call shows."""
 
 import errno
+import itertools
 import math
 import re
 from contextlib import nullcontext
@@ -10,13 +11,14 @@ from typing import Any
 import pytest
 import torch
 from torch import fx
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd import forward_ad
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils.flop_counter import FlopCounterMode
 
 import flashmoe
 from flashmoe import __main__, checks, errors, transforms, variables
-from flashmoe.attn import autograd, dropout, fp8, kvcache, layout, sdpa, sdpa_dispatch, varlen_backward
+from flashmoe.attn import autograd, dropout, fake, fp8, kvcache, layout, sdpa, sdpa_dispatch, varlen_backward
 from flashmoe.errors import (
     ArgumentError,
     ArgumentTypeError,
@@ -490,3 +492,29 @@ def test_the_scale_of_a_query_without_columns(sizes: tuple[int, ...]) -> None:
     ends = torch.tensor([0, 3], dtype=torch.int32)
     with pytest.raises(ShapeError, match=r"^q must|head_dim"):
         flashmoe.attention_varlen(torch.zeros(sizes), *[torch.zeros(3, 1, 8)] * 2, ends, ends, 3, 3)
+
+
+@pytest.mark.parametrize("needs", range(16))
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_what_a_tracer_hears_of_gradients(device: str, needs: int) -> None:
+    """Each where it is needed; row_dot of GPUs alone; the sinks' where there are sinks."""
+    with FakeTensorMode():
+        q, k, lse = (torch.empty(sizes, device=device) for sizes in ((2, 4, 3, 8), (2, 2, 5, 8), (2, 4, 3)))
+        for sinks in (None, torch.empty(4, device=device)):
+            given = (q, None, q, k, k, None, None, None, sinks, None, q, lse, 0, 0, 1.0, -1, -1, 0.0, needs)
+            *gradients, row_dot = fake.varlen_kernels(*given)
+            shapes = [None if one is None else one.shape for one in gradients]
+            assert shapes == [one.shape if needs >> at & 1 else None for at, one in enumerate((q, k, k))]
+            assert (row_dot is None) is (device == "cpu")
+            *gradients, of_sinks = fake.varlen_backward(*given)
+            assert [one.dim() == 4 for one in gradients] == [bool(needs >> at & 1) for at in range(3)]
+            assert of_sinks.shape == (4 if sinks is not None and needs & 8 else 0,)
+
+
+def test_what_one_call_of_the_operator_answers() -> None:
+    """Of scaled_dot_product_attention: as torch's own words for shapes say it."""
+    sizes = [(2, 4, 3, 8), (1, 4, 3, 8), (2, 2, 3, 8), (2, 4, 5, 8), (4, 3, 8), (1, 2, 4, 3, 8)]
+    for q, k, causal, gqa in itertools.product(sizes, sizes, (False, True), (False, True)):
+        is_square = not causal or q[-2] == k[-2]
+        fits = len(q) == len(k) == 4 and q[0] == k[0] and (q[1] == k[1] or gqa) and is_square
+        assert fake.matches_sdpa(q, k, causal, gqa) is fits
