@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import fx
+from torch import Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd import forward_ad
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
@@ -18,7 +18,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import flashmoe
 from flashmoe import __main__, checks, errors, transforms, variables
-from flashmoe.attn import autograd, dropout, fake, fp8, kvcache, layout, sdpa, sdpa_dispatch, varlen_backward
+from flashmoe.attn import autograd, backward, dropout, fake, fp8, kvcache, layout, sdpa, sdpa_dispatch, varlen_backward
 from flashmoe.errors import (
     ArgumentError,
     ArgumentTypeError,
@@ -518,3 +518,60 @@ def test_what_one_call_of_the_operator_answers() -> None:
         is_square = not causal or q[-2] == k[-2]
         fits = len(q) == len(k) == 4 and q[0] == k[0] and (q[1] == k[1] or gqa) and is_square
         assert fake.matches_sdpa(q, k, causal, gqa) is fits
+
+
+@pytest.mark.parametrize("has_products", [False, True])
+@pytest.mark.parametrize("ragged", [False, True])
+def test_products_of_rows_that_the_kernels_left(ragged: bool, has_products: bool) -> None:
+    """The sinks' gradient is made of them; where there are none, of the upstream gradient and the result."""
+    q = torch.randn((5, 2, 8) if ragged else (1, 2, 5, 8))
+    ends = torch.tensor([0, 5], dtype=torch.int32) if ragged else None
+    lse, sinks, grad_lse, products = (torch.randn(sizes) for sizes in (q.shape[:-1], (2,), q.shape[:-1], q.shape[:-1]))
+    lse, grad_lse, products = (one.mT.contiguous() if ragged else one for one in (lse, grad_lse, products))
+    given = varlen_backward.VarlenBackward(q, grad_lse, q, q, q, ends, ends, None, sinks, None, q, lse, 5, 5, 1.0, -1, -1, 0.0, 8)
+    found = varlen_backward.run(lambda *_: (None, None, None, products if has_products else None), given)
+    if not has_products:
+        products = (q * q).sum(-1)
+        products = (products.mT if ragged else products) - grad_lse
+    rows = (sinks[:, None] - lse).exp() * products
+    torch.testing.assert_close(found.gradients[3], -rows.sum(-1) if ragged else -rows.sum((0, 2)))
+    assert [one.shape for one in found.gradients[:3]] == [(0,)] * 3
+
+
+def test_the_first_calls_are_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
+    q = torch.zeros(1, 64, 2, 8)
+    monkeypatch.setattr(layout, "calls_left", 0)
+    flashmoe.attention(q, q, q)
+    assert layout.calls_left == 0
+    monkeypatch.setattr(layout, "calls_left", 1)
+    with pytest.warns(UserWarning, match="64 heads of 2 rows"):
+        flashmoe.attention(q, q, q)
+
+
+@pytest.mark.parametrize("found", range(8))
+@pytest.mark.parametrize("kind", ["float32", "bfloat16", "float64", "no rows", "no keys", "wide values"])
+def test_who_computes_a_gradient(monkeypatch: pytest.MonkeyPatch, kind: str, found: int) -> None:
+    """The kernels, of what they have; where they have nothing, torch's operations."""
+    dtype = getattr(torch, kind) if hasattr(torch, kind) else torch.float32
+    q, k = torch.randn(1, 2, 0 if kind == "no rows" else 3, 8), torch.randn(1, 2, 0 if kind == "no keys" else 5, 8)
+    v, used = k[..., :4] if kind == "wide values" else k, list[str]()
+    q, k, v = (one.to(dtype) for one in (q, k, v))
+    out, lse = torch.randn_like(q[..., : v.shape[-1]]), torch.zeros(q.shape[:3])
+
+    def kernels(*given: Any) -> tuple[Tensor | None, ...]:
+        used.append("kernels")
+        return tuple(torch.full_like(one, 3.0) if found >> at & 1 else None for at, one in enumerate((q, k, v)))
+
+    def other(*given: Any) -> tuple[Tensor, ...]:
+        used.append("ragged")
+        return q, k, v, lse
+
+    monkeypatch.setattr(torch.ops.flashmoe, "_flash_attention_backward", SimpleNamespace(default=kernels))
+    monkeypatch.setattr(varlen_backward, "backward_by_kernels", other)
+    given = (torch.randn_like(out), None, q, k, v, out, lse, 0.5, False)
+    gradients = backward.backward_by_kernels(*given)
+    assert used == {"wide values": ["ragged"], "float32": ["kernels"], "bfloat16": ["kernels"]}.get(kind, [])
+    if used == ["kernels"] and found:
+        assert [one.dim() == 4 and bool((one == 3.0).all()) for one in gradients] == [bool(found >> at & 1) for at in range(3)]
+    elif used != ["ragged"]:
+        assert all(torch.equal(one, two) for one, two in zip(gradients, backward.backward(*given), strict=True))
