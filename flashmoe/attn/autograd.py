@@ -248,7 +248,7 @@ def _eager(name: str, keep: Callable[..., None], gradient: Callable[..., Gradien
         return output
 
     def backward(ctx: Any, *grads: Tensor | None) -> Gradients:
-        if is_grad_enabled() or transforms_are_active() or num_dispatch_modes() > 0:
+        if is_grad_enabled() or transforms_are_active():
             return gradient(ctx, *grads)
         with torch._C._AutoDispatchBelowAutograd():
             return gradient(ctx, *grads)

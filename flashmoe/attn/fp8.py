@@ -104,6 +104,10 @@ def attend_varlen(
     arguments.check_scalars(scale, causal, return_lse, options["consistent"])
     dtype, factor, parts = _prepared(tensors, scales, out_dtype, scale)
     cu_seqlens_q, cu_seqlens_k, seqused_k, *most = lengths
+    longest_q, longest_k = map(arguments.as_integer, most)
+    arguments.check_numbers(longest_q, longest_k, -1, -1, 0.0, 0)
+    for name, tensor in (("cu_seqlens_k", cu_seqlens_k), ("seqused_k", seqused_k)) if not is_compiling() else ():
+        arguments.check_optional_tensor(name, tensor)
     given = {"seqused_k": seqused_k, "causal": causal, "scale": factor, "return_lse": return_lse, **options}
     if options["block_table"] is not None:
         of_keys = {"k_scale": scales[1], "v_scale": scales[2]}

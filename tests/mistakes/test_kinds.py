@@ -28,6 +28,7 @@ def _ints(*values: int) -> Tensor:
     return torch.tensor(values, dtype=torch.int32)
 
 
+E4M3 = torch.float8_e4m3fn
 DENSE = {"q": _random(1, 2, 3, 16), "k": _random(1, 2, 5, 16), "v": _random(1, 2, 5, 16)}
 RAGGED = {"q": _random(3, 2, 16), "k": _random(5, 2, 16), "v": _random(5, 2, 16)}
 LENGTHS = {"cu_seqlens_q": _ints(0, 3), "cu_seqlens_k": _ints(0, 5), "max_seqlen_q": 3, "max_seqlen_k": 5}
@@ -38,10 +39,13 @@ CODES = torch.zeros(1, 128, 64, dtype=torch.uint8)
 CALLS: tuple[tuple[str, dict[str, Any]], ...] = (
     ("attention", DENSE),
     ("attention", {**DENSE, **DROPOUT}),
+    ("attention", {**{name: one.to(E4M3) for name, one in DENSE.items()}, "q_scale": 0.5}),
     ("attention_varlen", {**RAGGED, **LENGTHS}),
+    ("attention_varlen", {**{name: one.to(E4M3) for name, one in RAGGED.items()}, **LENGTHS, "q_scale": 0.5}),
     ("attention_varlen", {**RAGGED, **LENGTHS, **DROPOUT}),
     ("attention_with_kvcache", CACHE),
     ("attention_with_kvcache", {**CACHE, "k_new": DENSE["k"][:, :, :1], "v_new": DENSE["v"][:, :, :1]}),
+    ("attention_with_kvcache", {**{name: one.to(E4M3) if "cache" in name and "_s" not in name else one for name, one in CACHE.items()}, "q": DENSE["q"].bfloat16()}),
     ("dropout_mask", {**DROPOUT, "batch": 1, "heads": 1, "rows": 2, "keys": 3}),
     ("fused_moe", {**EXPERTS, "topk_ids": torch.zeros(4, 1, dtype=torch.int32)}),
     ("grouped_mm", {"a": _random(4, 16), "b": _random(2, 16, 8), "offsets": _ints(2, 4)}),
@@ -192,3 +196,20 @@ def test_torch_fx_records_one_call(name: str, call: dict[str, Any]) -> None:
         program = fx.symbolic_trace(_of_one(name, copies, argument))
         assert [node.target for node in program.graph.nodes if node.op == "call_function"] == [getattr(flashmoe, name)]
         assert torch.equal(program(call[argument]), expected[0])
+
+
+@pytest.mark.parametrize(
+    ("name", "call"),
+    [(name, call) for name, call in (*CALLS, *MORE) if name != "pack_mxfp4"],  # which is for a checkpoint's tensors
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_each_call_compiles_whole(name: str, call: dict[str, Any]) -> None:
+    torch._dynamo.reset()
+    tensors = {one: value for one, value in call.items() if isinstance(value, Tensor)}
+    rest = {one: value for one, value in call.items() if one not in tensors}
+    function = getattr(flashmoe, name)
+    compiled = torch.compile(lambda given: function(**given, **rest), fullgraph=True, backend="eager")
+    copies = {one: value.clone() for one, value in tensors.items()}
+    expected, found = _called(name, call), compiled(copies)
+    for one, other in zip(found if isinstance(found, tuple) else (found,), expected, strict=True):
+        assert one is None is other or torch.equal(one, other)
