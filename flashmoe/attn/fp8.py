@@ -103,9 +103,9 @@ def attend_varlen(
         raise ArgumentError(msg)
     arguments.check_scalars(scale, causal, return_lse, options["consistent"])
     dtype, factor, parts = _prepared(tensors, scales, out_dtype, scale)
-    cu_seqlens_q, cu_seqlens_k, seqused_k, *most = lengths
-    longest_q, longest_k = map(arguments.as_integer, most)
-    arguments.check_numbers(longest_q, longest_k, -1, -1, 0.0, 0)
+    cu_seqlens_q, cu_seqlens_k, seqused_k = lengths[:3]
+    most = tuple(map(arguments.as_integer, lengths[3:]))
+    arguments.check_numbers(*most, -1, -1, 0.0, 0)
     for name, tensor in (("cu_seqlens_k", cu_seqlens_k), ("seqused_k", seqused_k)) if not is_compiling() else ():
         arguments.check_optional_tensor(name, tensor)
     given = {"seqused_k": seqused_k, "causal": causal, "scale": factor, "return_lse": return_lse, **options}
@@ -114,7 +114,7 @@ def attend_varlen(
         wide_q = _dequantize_tokens("q_scale", q, *parts[0], cu_seqlens_q, dtype)
         return attention(wide_q, k, v, cu_seqlens_q, cu_seqlens_k, *most, **given, **of_keys)
     values, factors = zip(*parts, strict=True)
-    every = (*tensors, *lengths, factor, causal, dtype is torch.float16, *values, *factors)
+    every = (*tensors, *lengths[:3], *most, factor, causal, dtype is torch.float16, *values, *factors)
     is_plain = all(_is_default(options[name]) for name in _SCORE_OPTIONS)
     if is_plain and factor > 0.0 and _has_kernel(q.device) and not _is_differentiated(*tensors, *scales):
         return _call(_varlen_operator, VARLEN_OPERATOR, every, return_lse)
