@@ -104,7 +104,7 @@ def attend_varlen(
     arguments.check_scalars(scale, causal, return_lse, options["consistent"])
     dtype, factor, parts = _prepared(tensors, scales, out_dtype, scale)
     cu_seqlens_q, cu_seqlens_k, seqused_k = lengths[:3]
-    most = tuple(map(arguments.as_integer, lengths[3:]))
+    most = arguments.as_integer(lengths[3]), arguments.as_integer(lengths[4])
     arguments.check_numbers(*most, -1, -1, 0.0, 0)
     for name, tensor in (("cu_seqlens_k", cu_seqlens_k), ("seqused_k", seqused_k)) if not is_compiling() else ():
         arguments.check_optional_tensor(name, tensor)

@@ -171,7 +171,10 @@ def test_what_the_kernel_merges(monkeypatch: pytest.MonkeyPatch, change: dict[st
         monkeypatch.setattr(merge, "Tensor", Part)
     monkeypatch.setattr(merge, "is_compiling", lambda: change.get("is_compiling", False))
     rows, half = (1, 1, change.get("rows", 3)), torch.float16
-    outs = [Part((*rows, change.get("dim", 64)), change.get(f"dtype_{one}", half), change.get("is_cuda", True)) for one in "ab"]
+    outs = [
+        Part((*rows, change.get("dim", 64)), change.get(f"dtype_{one}", half), change.get("is_cuda", True))
+        for one in "ab"
+    ]
     lses = [Part(rows, change.get(f"lse_{one}", torch.float32)) for one in "ab"]
     assert merge._has_kernel(outs[0], lses[0], outs[1], lses[1]) is has_kernel  # type: ignore[arg-type]
 
@@ -198,7 +201,10 @@ def test_which_way_parts_are_merged(monkeypatch: pytest.MonkeyPatch, how: str, o
         found = [one[0] for one in torch.func.vmap(flashmoe.merge_attention)(*(part[None] for part in parts))]
     elif how == "tangent":
         with forward_ad.dual_level():
-            found = [forward_ad.unpack_dual(one).primal for one in flashmoe.merge_attention(forward_ad.make_dual(out, out), *parts[1:])]
+            found = [
+                forward_ad.unpack_dual(one).primal
+                for one in flashmoe.merge_attention(forward_ad.make_dual(out, out), *parts[1:])
+            ]
     else:
         asked = out if how == "plain" else out.detach().requires_grad_()
         with torch.set_grad_enabled(how == "gradient"):
@@ -218,6 +224,8 @@ def test_a_part_is_merged_into_another(monkeypatch: pytest.MonkeyPatch, has_kern
     expected = merge._merged(*(part.clone() for part in parts))
     merge.merge_into(*parts)
     if has_kernel:
-        assert [all(one is other for one, other in zip(given, (*parts, *parts[:2]), strict=True)) for given in used] == [True]
+        assert [
+            all(one is other for one, other in zip(given, (*parts, *parts[:2]), strict=True)) for given in used
+        ] == [True]
     else:
         torch.testing.assert_close(parts[:2], list(expected))

@@ -45,7 +45,7 @@ CALLS: tuple[tuple[str, dict[str, Any]], ...] = (
     ("attention_varlen", {**RAGGED, **LENGTHS, **DROPOUT}),
     ("attention_with_kvcache", CACHE),
     ("attention_with_kvcache", {**CACHE, "k_new": DENSE["k"][:, :, :1], "v_new": DENSE["v"][:, :, :1]}),
-    ("attention_with_kvcache", {**{name: one.to(E4M3) if "cache" in name and "_s" not in name else one for name, one in CACHE.items()}, "q": DENSE["q"].bfloat16()}),
+    ("attention_with_kvcache", {**CACHE, "q": DENSE["q"].bfloat16(), "k_cache": DENSE["k"].to(E4M3), "v_cache": DENSE["v"].to(E4M3)}),
     ("dropout_mask", {**DROPOUT, "batch": 1, "heads": 1, "rows": 2, "keys": 3}),
     ("fused_moe", {**EXPERTS, "topk_ids": torch.zeros(4, 1, dtype=torch.int32)}),
     ("grouped_mm", {"a": _random(4, 16), "b": _random(2, 16, 8), "offsets": _ints(2, 4)}),
@@ -150,7 +150,9 @@ def test_derivatives_that_are_asked_for(name: str, call: dict[str, Any]) -> None
 def test_what_is_neither_true_nor_false(name: str, call: dict[str, Any]) -> None:
     """Is no flag, and a truth value no number."""
     for parameter, kind in _parameters(getattr(flashmoe, name)).items():
-        wrong = (0, 1, None, "", torch.tensor(data=True)) if kind == "bool" else (True, False) * (name != "mla_decode")  # which takes either
+        wrong = (
+            (0, 1, None, "", torch.tensor(data=True)) if kind == "bool" else (True, False) * (name != "mla_decode")
+        )  # which takes either
         for value in wrong if kind.removesuffix(" | None") in ("bool", "float", "int") else ():
             with pytest.raises(FlashmoeError, match=rf"^{parameter} "):
                 _called(name, {**call, parameter: value})
