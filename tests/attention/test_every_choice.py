@@ -27,7 +27,7 @@ from flashmoe.attn import (
     options,
     varlen_backward,
 )
-from flashmoe.errors import ArgumentError, ShapeError
+from flashmoe.errors import ArgumentError, DifferentiationError, ShapeError
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # what torch says about torch itself
 
@@ -310,3 +310,15 @@ def test_what_does_not_go_together() -> None:
     codes = rows.to(torch.float8_e4m3fn)
     with pytest.raises(ArgumentError, match=r"dropout_p with keys of torch\.float8_e4m3fn"):
         flashmoe.attention_varlen(rows, codes, codes, ends, ends, 3, 3, dropout_p=0.5)
+
+
+def test_what_operators_refuse_that_are_called_by_name() -> None:
+    q, ends = torch.zeros(3, 2, 16).bfloat16().requires_grad_(), torch.tensor([0, 3], dtype=torch.int32)
+    k = q.detach().to(torch.float8_e4m3fn)
+    rest = (ends, ends, *[None] * 4, 3, 3, 0.25, -1, -1, 0.0, 0)
+    of_codes = torch.ops.flashmoe.attention_e4m3_forward(q, k, k, *rest, None, None, 1.0, 1.0)[0]
+    with pytest.raises(DifferentiationError, match="float8_e4m3fn cache has no gradient"):
+        of_codes.sum().backward()
+    rows = q.detach()
+    with pytest.raises(ArgumentError, match="out= is written in place"):
+        torch.func.vmap(lambda out: torch.ops.flashmoe._attention_varlen_out(out, rows, rows, rows, *rest))(rows[None])
