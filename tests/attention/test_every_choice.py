@@ -25,9 +25,10 @@ from flashmoe.attn import (
     layout,
     merge,
     options,
+    sdpa_dispatch,
     varlen_backward,
 )
-from flashmoe.errors import ArgumentError, DifferentiationError, ShapeError
+from flashmoe.errors import ArgumentError, DifferentiationError, FlashmoeError, ShapeError
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # what torch says about torch itself
 
@@ -322,3 +323,32 @@ def test_what_operators_refuse_that_are_called_by_name() -> None:
     rows = q.detach()
     with pytest.raises(ArgumentError, match="out= is written in place"):
         torch.func.vmap(lambda out: torch.ops.flashmoe._attention_varlen_out(out, rows, rows, rows, *rest))(rows[None])
+
+
+def test_a_cache_stays_as_it_is_where_what_follows_is_refused() -> None:
+    """By attention alone: the new keys themselves are right."""
+    cache, new = torch.zeros(1, 2, 8, 16), torch.ones(1, 2, 1, 16)
+    for wrong in ({"sinks": torch.zeros(3)}, {"softcap": -1.0}, {"num_splits": 99}, {"window": (-2, 0)}):
+        with pytest.raises(FlashmoeError):
+            flashmoe.attention_with_kvcache(
+                new, cache, cache.clone(), new, new, cache_seqlens=torch.zeros(1).int(), **wrong
+            )  # type: ignore[call-overload]
+        assert not cache.any()
+
+
+def test_out_and_a_probability_that_is_no_float() -> None:
+    q, ends = torch.zeros(3, 2, 16), torch.tensor([0, 3], dtype=torch.int32)
+    for probability in (0, False, 0.5):
+        with pytest.raises(ArgumentError, match="out= and dropout_p are both given"):
+            flashmoe.attention_varlen(q, q, q, ends, ends, 3, 3, dropout_p=probability, out=q.clone())
+
+
+def test_a_route_for_jagged_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which has no say where something else is in the way."""
+    route = sdpa_dispatch.Route(sdpa_dispatch.Path.FLASHMOE, "jagged")
+    rows = torch.nested.nested_tensor([torch.zeros(2, 3, 8)], layout=torch.jagged)
+    assert flashmoe.explain(rows, rows, rows).reason == sdpa_dispatch.NESTED
+    monkeypatch.setattr(sdpa_dispatch, "jagged_route", lambda *_: route)
+    assert flashmoe.explain(rows, rows, rows) is route
+    assert flashmoe.explain(rows, rows, rows, None, 2.0).reason == sdpa_dispatch.WRONG_DROPOUT
+    assert flashmoe.explain(rows, rows, torch.zeros(1, 2, 3, 8)).reason == sdpa_dispatch.NESTED

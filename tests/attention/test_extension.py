@@ -17,7 +17,7 @@ import pytest
 import torch
 
 import flashmoe
-from flashmoe import _extension
+from flashmoe import _extension, _version
 from flashmoe.errors import ArgumentError, ExtensionError, TorchVersionError
 from tests.own_process import run_python
 
@@ -351,3 +351,18 @@ def test_texts_of_the_library(monkeypatch: pytest.MonkeyPatch) -> None:
     assert _extension.last_kernel() == ""
     with pytest.raises(ArgumentError, match="FLASHMOE_CPU_ISA is None: unknown"):
         _extension.cpu_isa()
+
+
+def test_whose_version_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """That of the torch which is imported."""
+    monkeypatch.setitem(sys.modules, "torch", SimpleNamespace(__version__="9.8.7"))  # type: ignore[arg-type]
+    assert _extension.torch_version() == "9.8.7"
+
+
+def test_which_wheels_are_ours() -> None:
+    names = (
+        "flashmoe_kernels-1.0-py3-none-any.whl",
+        "flashmoe_kernels_more-1.0-py3-none-any.whl",
+        "flashmoe-1.0-py3-none-any.whl",
+    )
+    assert [name.startswith(_version.WHEEL_PREFIX) for name in names] == [True, False, False]
