@@ -91,7 +91,11 @@ def _beside_a_transform(call: Callable[[], Answer]) -> Answer:
 
 BOTH = ({}, {"return_lse": True})
 CALLS: list[tuple[str, Callable[..., Answer], dict[str, Any]]] = [
-    *[("dense", _dense, {**more, **both}) for both in BOTH for more in ({}, {"causal": True}, {"scale": 0.3}, {"softcap": 5.0})],
+    *[
+        ("dense", _dense, {**more, **both})
+        for both in BOTH
+        for more in ({}, {"causal": True}, {"scale": 0.3}, {"softcap": 5.0})
+    ],
     *[("dropout", call, {"dropout_p": 0.5, **both}) for both in BOTH for call in (_dense, _ragged)],
     *[("ragged", _ragged, {**more, **both}) for both in BOTH for more in ({}, {"window": (2, 0)})],
     *[("cached", _cached, {"codes": codes, **both}) for both in BOTH for codes in (False, True)],
