@@ -30,7 +30,7 @@ def _no() -> bool:
 def has_fx_proxies(*inputs: Any) -> bool:
     """Whether torch.fx proxies are among the inputs: no tensors, but torch functions take them."""
     for x in inputs:  # noqa: SIM110, a generator would cost a microsecond
-        if type(x) is not Tensor and not isinstance(x, Tensor) and hasattr(type(x), "__torch_function__"):
+        if not isinstance(x, Tensor) and hasattr(type(x), "__torch_function__"):
             return True
     return False
 

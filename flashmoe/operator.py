@@ -66,8 +66,7 @@ def _register(operator: Operator, library: torch.library.Library) -> None:
     if operator.vmap is not None:
         torch.library.register_vmap(name, operator.vmap, lib=library)
     if operator.gradient is not None:
-        keep = operator.setup_context or keep_nothing
-        torch.library.register_autograd(name, operator.gradient, setup_context=keep, lib=library)
+        torch.library.register_autograd(name, operator.gradient, setup_context=operator.setup_context, lib=library)
     for device_type, key in _AUTOCAST_KEYS if operator.autocast else ():
         library.impl(operator.name, _autocast_rule(operator, device_type, key), key)
     register_flop_formula(getattr(torch.ops.flashmoe, operator.name), get_raw=operator.counts_raw)(operator.flops)

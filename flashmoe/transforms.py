@@ -29,11 +29,11 @@ def autocasted(*tensors: Any) -> tuple[Any, ...]:
     return tuple(t.to(autocast_dtype(t, device_type, target)) if isinstance(t, Tensor) else t for t in tensors)
 
 
-def has_tangent(*tensors: Tensor) -> bool:
-    """Whether a forward-mode derivative is being computed through one of the tensors."""
+def has_tangent(*tensors: Tensor | None) -> bool:
+    """Whether a forward-mode derivative is being computed through one of the tensors that are there."""
     if forward_ad._current_level < 0:  # no dual level is open; the usual case, decided in 0.1 us
         return False
-    return any(forward_ad.unpack_dual(tensor).tangent is not None for tensor in tensors)
+    return any(tensor is not None and forward_ad.unpack_dual(tensor).tangent is not None for tensor in tensors)
 
 
 def function_under_transforms(

@@ -181,15 +181,14 @@ def attention(
     has_tensor = attn_mask is not None or sinks is not None or alibi_slopes is not None
     has_dropout = type(dropout_p) is not float or dropout_p != 0.0
     if has_tensor or consistent or has_dropout or window is not None or type(softcap) is not float or softcap != 0.0:
-        if not type(q) is type(k) is type(v) is Tensor and not is_compiling() and has_fx_proxies(q, k, v):
+        if has_fx_proxies(q, k, v):
             traced: Tensor = trace_call(attention, **_named(locals()))
             return traced
-        mask = None if attn_mask is None else _expand_mask(attn_mask, q, k)
         return varlen.attend(
             q,
             k,
             v,
-            mask=mask,
+            mask=_expand_mask(attn_mask, q, k),
             alibi_slopes=alibi_slopes,
             causal=causal,
             scale=scale,

@@ -17,12 +17,11 @@ from torch._C import _len_torch_dispatch_stack as num_dispatch_modes
 from torch._C._functorch import TransformType
 from torch._functorch.pyfunctorch import retrieve_current_functorch_interpreter
 from torch._subclasses.functional_tensor import FunctorchFunctionalizeAPI
-from torch.autograd import forward_ad
 
 from flashmoe.attn.bias_gradient import BiasGradient, alone
 from flashmoe.attn.fake import bits
 from flashmoe.attn.options import Dense, DenseBackward, Varlen, VarlenBackward, is_slopes, positions
-from flashmoe.errors import DifferentiationError, FlashmoeError
+from flashmoe.errors import DifferentiationError
 from flashmoe.operator import keep_nothing
 from flashmoe.rules import translate
 from flashmoe.transforms import function_under_transforms, has_tangent, merge_batches, split_batch
@@ -80,7 +79,7 @@ def dense_forward(q: Tensor, k: Tensor, v: Tensor, scale: float | None, causal: 
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     if transforms_are_active():
         return dense_under_transforms(q, k, v, scale, causal)
-    if forward_ad._current_level >= 0 and has_tangent(q, k, v):
+    if has_tangent(q, k, v):
         raise DifferentiationError(NO_FORWARD_MODE)
     if is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
         # A mode or torch.jit.trace must see the operator, not what is in the rule.
@@ -105,7 +104,7 @@ def dense_rule(keyset: Any, q: Tensor, k: Tensor, v: Tensor, scale: float, causa
         return _below_autograd(keyset, q, k, v, scale, causal)
     except RuntimeError as error:
         typed = translate(error)
-        if typed is None or isinstance(error, FlashmoeError):
+        if typed is None:
             raise
         raise typed from error
 
@@ -249,7 +248,7 @@ def _eager(name: str, keep: Callable[..., None], gradient: Callable[..., Gradien
         return output
 
     def backward(ctx: Any, *grads: Tensor | None) -> Gradients:
-        if is_grad_enabled() or transforms_are_active() or num_dispatch_modes() > 0:
+        if is_grad_enabled() or transforms_are_active():
             return gradient(ctx, *grads)
         with torch._C._AutoDispatchBelowAutograd():
             return gradient(ctx, *grads)

@@ -78,7 +78,7 @@ def backward(
     row_term = _row_term(grad_out, grad_lse, out, lse, work).reshape(grouped)
     safe_lse = lse.to(work).masked_fill(lse == -math.inf, math.inf).reshape(grouped)
 
-    dq = torch.zeros((*grouped, head_dim) if needs_dq else 0, dtype=work, device=q.device)
+    dq = torch.zeros((*grouped, head_dim), dtype=work, device=q.device)
     block = BLOCKS[q.device.type]
     row_step = rows_per_block(batch * heads_q, min(block.keys, seq_k), block)
     for key_start in range(0, seq_k, block.keys):

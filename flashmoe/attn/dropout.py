@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._C import _are_functorch_transforms_active as transforms_are_active
-from torch.autograd import forward_ad
 from torch.compiler import is_compiling
 
 from flashmoe import _extension
@@ -68,7 +67,7 @@ def attend(given: Varlen, dropout_p: float, rng_state: Tensor | None, return_lse
             result = autograd.dropout_under_transforms(*call)
         else:
             tensors = (given.q, given.k, given.v, given.sinks, given.mask)
-            if forward_ad._current_level >= 0 and has_tangent(*(tensor for tensor in tensors if tensor is not None)):
+            if has_tangent(*tensors):
                 raise DifferentiationError(autograd.NO_FORWARD_MODE)
             is_eager = autograd.needs_gradient(*tensors) and autograd.is_eager(given)
             result = (autograd.eager_dropout if is_eager else _operator)(*call)

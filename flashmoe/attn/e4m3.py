@@ -85,8 +85,6 @@ def append(cache: tuple[Any, ...], k_scale: Scale, v_scale: Scale) -> None:
     try:
         _append_operator(*every)
     except Exception as error:
-        if is_compiling():
-            raise
         cause = explain(error, "attention_append_e4m3_", every)
         if cause is error:
             raise

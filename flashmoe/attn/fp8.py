@@ -103,14 +103,18 @@ def attend_varlen(
         raise ArgumentError(msg)
     arguments.check_scalars(scale, causal, return_lse, options["consistent"])
     dtype, factor, parts = _prepared(tensors, scales, out_dtype, scale)
-    cu_seqlens_q, cu_seqlens_k, seqused_k, *most = lengths
+    cu_seqlens_q, cu_seqlens_k, seqused_k = lengths[:3]
+    most = arguments.as_integer(lengths[3]), arguments.as_integer(lengths[4])
+    arguments.check_numbers(*most, -1, -1, 0.0, 0)
+    for name, tensor in (("cu_seqlens_k", cu_seqlens_k), ("seqused_k", seqused_k)) if not is_compiling() else ():
+        arguments.check_optional_tensor(name, tensor)
     given = {"seqused_k": seqused_k, "causal": causal, "scale": factor, "return_lse": return_lse, **options}
     if options["block_table"] is not None:
         of_keys = {"k_scale": scales[1], "v_scale": scales[2]}
         wide_q = _dequantize_tokens("q_scale", q, *parts[0], cu_seqlens_q, dtype)
         return attention(wide_q, k, v, cu_seqlens_q, cu_seqlens_k, *most, **given, **of_keys)
     values, factors = zip(*parts, strict=True)
-    every = (*tensors, *lengths, factor, causal, dtype is torch.float16, *values, *factors)
+    every = (*tensors, *lengths[:3], *most, factor, causal, dtype is torch.float16, *values, *factors)
     is_plain = all(_is_default(options[name]) for name in _SCORE_OPTIONS)
     if is_plain and factor > 0.0 and _has_kernel(q.device) and not _is_differentiated(*tensors, *scales):
         return _call(_varlen_operator, VARLEN_OPERATOR, every, return_lse)
@@ -169,8 +173,6 @@ def _call(operator: Callable[..., tuple[Tensor, Tensor]], name: str, every: tupl
     try:
         out, lse = operator(*every)
     except Exception as error:
-        if is_compiling():
-            raise
         cause = explain(error, name, every)
         if cause is error:
             raise

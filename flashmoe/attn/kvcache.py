@@ -267,8 +267,6 @@ def append_checked(*given: Any) -> None:
     try:
         _append(*given)
     except Exception as error:
-        if is_compiling():
-            raise
         cause = arguments.explain_append(error, *given)
         if cause is error and transforms_are_active() and not isinstance(error, FlashmoeError):
             cause = ArgumentError(NO_TRANSFORM_APPENDS)

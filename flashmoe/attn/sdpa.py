@@ -161,6 +161,4 @@ def _lead(tensor: Tensor) -> torch.Size:
 def _merge(tensor: Tensor, batch: torch.Size, heads: int) -> Tensor:
     """[..., H, S, D] to [prod(batch), heads, S, D]."""
     expanded = tensor.expand(*batch, heads, *tensor.shape[-2:])
-    if len(batch) == 1:
-        return expanded
     return expanded.unsqueeze(0) if len(batch) == 0 else expanded.flatten(0, -4)

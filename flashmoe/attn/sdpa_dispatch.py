@@ -81,7 +81,7 @@ jagged_route: Callable[..., Route] | None = None
 
 def are_jagged(*tensors: Any) -> bool:
     """Whether all are nested tensors of torch's jagged layout."""
-    return all(isinstance(x, Tensor) and x.is_nested and x.layout is torch.jagged for x in tensors)
+    return all(isinstance(x, Tensor) and x.layout is torch.jagged for x in tensors)
 
 
 def find_obstacle(
@@ -96,7 +96,7 @@ def find_obstacle(
 
 
 def _dropout_obstacle(query: Any, key: Any, value: Any, attn_mask: Any, dropout_p: Any, *_: Any) -> str | None:
-    is_probability = is_number(dropout_p) and not isinstance(dropout_p, bool) and 0.0 <= dropout_p < 1.0
+    is_probability = is_number(dropout_p) and 0.0 <= dropout_p < 1.0
     return None if is_probability or dropout_p == 0.0 else WRONG_DROPOUT
 
 

@@ -12,7 +12,6 @@ from torch import Tensor, is_grad_enabled
 from torch._C import _are_functorch_transforms_active as transforms_are_active
 from torch._C import _is_tracing as is_tracing
 from torch._C import _len_torch_dispatch_stack as num_dispatch_modes
-from torch.autograd import forward_ad
 from torch.compiler import is_compiling
 
 from flashmoe import _extension, keywords
@@ -386,7 +385,7 @@ def _call(given: Varlen, return_lse: bool) -> Tensor | tuple[Tensor, Tensor]:
         result = autograd.varlen_under_transforms(*given)
         return result if return_lse else result[0]
     tensors = (given.q, given.k, given.v, given.sinks, given.mask)
-    if forward_ad._current_level >= 0 and has_tangent(*(tensor for tensor in tensors if tensor is not None)):
+    if has_tangent(*tensors):
         raise DifferentiationError(autograd.NO_FORWARD_MODE)
     needs_gradient = autograd.needs_gradient(*tensors)
     if not (return_lse or needs_gradient or num_dispatch_modes() > 0 or is_tracing()):

@@ -6,7 +6,6 @@ from typing import Any, Literal, overload
 
 import torch
 from torch import Tensor
-from torch.compiler import is_compiling
 
 from flashmoe import _extension
 from flashmoe.checks import check_flag, check_size, has_fx_proxies, is_number, trace_call
@@ -125,8 +124,6 @@ def mla_decode(
     try:
         out, lse = _decode(*arguments)
     except Exception as error:
-        if is_compiling():
-            raise
         if not is_number(scale):
             msg = f"scale must be a number; found {type(scale).__name__}; use float(scale)"
             raise ArgumentTypeError(msg) from error

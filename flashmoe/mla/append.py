@@ -5,7 +5,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 from torch._C import _are_functorch_transforms_active as transforms_are_active
-from torch.compiler import is_compiling
 
 from flashmoe import _extension
 from flashmoe.attn.operators import NO_TRANSFORM_APPENDS
@@ -60,8 +59,6 @@ def mla_append(
     try:
         _append(*given)
     except Exception as error:
-        if is_compiling():
-            raise
         cause = explain(error, "mla_append_", given)
         if cause is error and transforms_are_active() and not isinstance(error, FlashmoeError):
             cause = ArgumentError(NO_TRANSFORM_APPENDS)

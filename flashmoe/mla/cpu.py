@@ -73,8 +73,6 @@ def _attend(
     terms = scores
     if sinks is not None:
         terms = torch.cat([scores, sinks[None, :, None].expand(tokens, heads, 1)], dim=-1)
-    if terms.shape[-1] == 0:
-        return q.new_zeros(tokens, heads, LATENT_DIM), torch.full((heads, tokens), -torch.inf)
     total = torch.logsumexp(terms, dim=-1, keepdim=True)
     weights = torch.exp(scores - torch.where(total == -torch.inf, 0.0, total))
     return (weights @ keys[:, :LATENT_DIM]).to(q.dtype), total.squeeze(-1).mT

@@ -28,15 +28,10 @@ def _flops(
 ) -> int:
     """Of shapes, as if each sequence filled its memory, or its indices named keys: q k^T over 576 columns, P v over 512."""
     batch, tokens, heads, head_dim = q
-    indices = rest[-1] if rest else None
+    *_, indices = rest
     own = kv_cache[1] if block_table is None else block_table[1] * kv_cache[1]
     keys = own if indices is None else int(indices[2])
     return 2 * batch * tokens * heads * keys * (head_dim + LATENT_DIM)
-
-
-def _is_cast(argument: Any) -> bool:
-    """Not a cache of 8-bit floats."""
-    return argument is not None and not codes.has_codes(argument)
 
 
 def _fake_append(*arguments: Any) -> None:
@@ -44,7 +39,7 @@ def _fake_append(*arguments: Any) -> None:
 
 
 OPERATORS = (
-    Operator("mla_decode", fake=_fake, flops=_flops, autocast=2, is_cast=_is_cast, impls={"CPU": cpu.decode}),
+    Operator("mla_decode", fake=_fake, flops=_flops, autocast=2, impls={"CPU": cpu.decode}),
     Operator(
         "mla_append_",
         fake=_fake_append,

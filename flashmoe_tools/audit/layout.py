@@ -24,7 +24,8 @@ _PIECE = 1 << 16
 
 
 def problem_of_layout(stream: BinaryIO, members: list[zipfile.ZipInfo]) -> str:
-    """The first place where the archive and its central directory disagree, or an empty text."""
+    """The first place where the archive, which zipfile opens, and its central directory disagree, or an empty text. A record that the file's
+    end cuts raises struct.error."""
     size = stream.seek(0, 2)
     start, end = _directory(stream, size)
     if start is None:
@@ -62,12 +63,12 @@ def _take(stream: BinaryIO, at: int, size: int) -> bytes:
 def _directory(stream: BinaryIO, size: int) -> tuple[int | None, int]:
     """Where the central directory begins and ends, None where the file does not end with its end record alone."""
     record = _take(stream, max(0, size - _END.size), _END.size)
-    if len(record) < _END.size or not record.startswith(b"PK\5\6"):
+    if not record.startswith(b"PK\5\6"):
         return None, 0
     _, disk, first, here, count, length, start, comment = _END.unpack(record)
     end = size - _END.size
     locator = _take(stream, max(0, end - _LOCATOR.size), _LOCATOR.size)
-    if locator.startswith(b"PK\6\7") and len(locator) == _LOCATOR.size:
+    if locator.startswith(b"PK\6\7"):
         _, disk, place, _ = _LOCATOR.unpack(locator)
         record = _take(stream, place, _END64.size)
         if place + _END64.size != end - _LOCATOR.size or not record.startswith(b"PK\6\6"):
@@ -84,7 +85,7 @@ def _directory(stream: BinaryIO, size: int) -> tuple[int | None, int]:
 def _local(stream: BinaryIO, at: int, member: zipfile.ZipInfo) -> tuple[int, str]:
     """Where the member ends, and how its local header differs from the central one."""
     header = _take(stream, at, _LOCAL.size)
-    if len(header) < _LOCAL.size or not header.startswith(b"PK\3\4"):
+    if not header.startswith(b"PK\3\4"):
         return 0, "there is no local header where the central directory places it"
     _, _, flags, method, _, _, crc, packed, size, name, extra = _LOCAL.unpack(header)
     behind = _take(stream, at + _LOCAL.size, name + extra)

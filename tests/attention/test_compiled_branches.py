@@ -49,6 +49,11 @@ def _of_codes(ragged: bool = False, **options: Any) -> Answer:
     return flashmoe.attention_varlen(q, k, v, ends, ends, 4, 4, **scales, **options)
 
 
+def _by_name(**_: Any) -> Answer:
+    """As a compiler's program calls it: through the dispatcher."""
+    return torch.ops.flashmoe.flash_attention_forward(*(_random(2, 2, 5, 64) for _ in range(3)), 0.1, True)
+
+
 def _latents(**options: Any) -> Answer:
     lengths = torch.tensor([4, 8], dtype=torch.int32)
     cache = torch.zeros(2, 8, 656, dtype=torch.uint8)
@@ -86,7 +91,11 @@ def _beside_a_transform(call: Callable[[], Answer]) -> Answer:
 
 BOTH = ({}, {"return_lse": True})
 CALLS: list[tuple[str, Callable[..., Answer], dict[str, Any]]] = [
-    *[("dense", _dense, {**more, **both}) for both in BOTH for more in ({}, {"causal": True}, {"softcap": 5.0})],
+    *[
+        ("dense", _dense, {**more, **both})
+        for both in BOTH
+        for more in ({}, {"causal": True}, {"scale": 0.3}, {"softcap": 5.0})
+    ],
     *[("dropout", call, {"dropout_p": 0.5, **both}) for both in BOTH for call in (_dense, _ragged)],
     *[("ragged", _ragged, {**more, **both}) for both in BOTH for more in ({}, {"window": (2, 0)})],
     *[("cached", _cached, {"codes": codes, **both}) for both in BOTH for codes in (False, True)],
@@ -94,6 +103,7 @@ CALLS: list[tuple[str, Callable[..., Answer], dict[str, Any]]] = [
     *[("latents", _latents, both) for both in BOTH],
     *[("experts", _experts, {"kind": kind}) for kind in ("plain", "scaled", "mxfp4")],
     ("linear", lambda: flashmoe.linear(_random(5, 64), _random(32, 64)), {}),
+    ("operator", _by_name, {"return_lse": True}),
 ]
 
 
@@ -196,8 +206,9 @@ class _Full(TorchDispatchMode):
 def test_an_error_that_no_rule_explains_is_raised_as_it_is(
     what: str, call: Callable[..., Answer], options: dict[str, Any]
 ) -> None:
-    with _Full(), pytest.raises(torch.OutOfMemoryError, match="no room"):
+    with _Full(), pytest.raises(torch.OutOfMemoryError, match="no room") as caught:
         call(**options)
+    assert caught.value.__cause__ is None
 
 
 WRONG: dict[str, Callable[[], Any]] = {

@@ -1,17 +1,20 @@
 """Which way a call goes, and why: each reason to leave it to torch, and where the operator without a log-sum-exp serves."""
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 from torch.autograd import forward_ad
 from torch.utils.flop_counter import FlopCounterMode
 
 import flashmoe
 from flashmoe.attn import (
     api,
+    autograd,
     backward,
     dropout,
     e4m3,
@@ -231,6 +234,45 @@ def test_where_the_operator_without_a_log_sum_exp_serves(monkeypatch: pytest.Mon
         or (kind == "codes" and how in ("mode", "traced"))
     )
     assert bool(used) is serves
+
+
+TRAINED: dict[str, tuple[str, Callable[..., Any], dict[str, Any]]] = {
+    "dense": ("EagerForward", flashmoe.attention, dict.fromkeys("qkv", ROWS)),
+    "ragged": ("eager_varlen", flashmoe.attention, {**dict.fromkeys("qkv", ROWS), "sinks": torch.zeros(3), "attn_mask": torch.zeros(4, 4)}),
+    "dropped": ("eager_dropout", flashmoe.attention, {**dict.fromkeys("qkv", ROWS), "sinks": torch.zeros(3), "attn_mask": torch.zeros(4, 4), "dropout_p": 0.5}),
+}  # fmt: skip
+
+
+@pytest.mark.filterwarnings("ignore")  # what torch's tracer says of a trace
+@pytest.mark.parametrize("kind", TRAINED)
+@pytest.mark.parametrize("how", ["plain", "mode", "traced", "autocast", "q", "k", "v"])
+def test_where_a_gradient_has_a_function_of_its_own(monkeypatch: pytest.MonkeyPatch, kind: str, how: str) -> None:
+    """Whichever tensor asks for one; a mode, a tracer, autocast and what is derived from a tensor need the dispatcher."""
+    name, function, call = TRAINED[kind]
+    used: list[str] = []
+    own = getattr(autograd, name)
+
+    def spy(*given: Any) -> Any:
+        used.append(name)
+        return (own.apply if kind == "dense" else own)(*given)
+
+    monkeypatch.setattr(autograd, name, SimpleNamespace(apply=spy) if kind == "dense" else spy)
+    for asks in [one for one, value in call.items() if isinstance(value, Tensor)]:
+        used.clear()
+        given = {**call, asks: call[asks].clone().requires_grad_()}
+        if how in "qkv":
+            given[how] = torch.nn.Parameter(given[how])
+        if how == "traced":
+            rest = {other: value for other, value in given.items() if other != asks}
+            torch.jit.trace(
+                lambda x, asks=asks, rest=rest: function(**rest, **{asks: x}), given[asks], check_trace=False
+            )
+        else:
+            modes = {"mode": FlopCounterMode(display=False), "autocast": torch.autocast("cpu", torch.bfloat16)}
+            with modes.get(how, nullcontext()):
+                function(**given)
+        serves = how == "plain" or (kind == "dense" and how not in ("mode", "traced"))
+        assert bool(used) is serves, asks
 
 
 FAILING: dict[str, tuple[Any, str, Callable[..., Any], dict[str, Any]]] = {

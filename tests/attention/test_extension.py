@@ -8,13 +8,16 @@ import subprocess
 import sys
 import tempfile
 import threading
+from contextlib import nullcontext
 from importlib import metadata
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
 
 import flashmoe
-from flashmoe import _extension
+from flashmoe import _extension, _version
 from flashmoe.errors import ArgumentError, ExtensionError, TorchVersionError
 from tests.own_process import run_python
 
@@ -291,3 +294,75 @@ def test_no_module_hides_a_function() -> None:
         assert name == "__version__" or importlib.util.find_spec(f"flashmoe.{name}") is None, name
     importlib.import_module("flashmoe.attn.varlen")
     assert inspect.isfunction(flashmoe.attention)
+
+
+@pytest.mark.parametrize("cause", [None, OSError("file too short")])
+def test_whose_words_are_explained(monkeypatch: pytest.MonkeyPatch, cause: OSError | None) -> None:
+    """Those of the loader, which some versions of torch wrap in their own."""
+    wrapped = RuntimeError("undefined symbol: of_torch")
+    wrapped.__cause__ = cause
+
+    def fail(_: object) -> None:
+        raise wrapped
+
+    monkeypatch.setattr(torch.ops, "load_library", fail)
+    with pytest.raises(ExtensionError, match="undefined symbol: of_torch" if cause is None else r"\(file too short\)"):
+        _extension._load_library(Path("lib.so"))
+
+
+def test_a_torch_that_cannot_be_imported(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "torch", None)
+    with pytest.raises(ExtensionError, match="installed but cannot be imported"):
+        _extension._load_library(Path("lib.so"))
+
+
+def test_a_thread_that_waits_finds_the_library_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    loaded = _extension.load()
+    monkeypatch.setattr(_extension, "_loaded", None)
+    monkeypatch.setattr(_extension, "_load_library", lambda _: pytest.fail("loaded twice"))
+    found: list[Path] = []
+    with _extension._lock:
+        thread = threading.Thread(target=lambda: found.append(_extension.load()))
+        thread.start()
+        thread.join(0.2)
+        assert not found
+        _extension._loaded = loaded
+    thread.join()
+    assert found == [loaded]
+
+
+@pytest.mark.parametrize("schema", ["", "nothing() -> Tensor"])
+def test_an_operator_that_the_library_lacks(monkeypatch: pytest.MonkeyPatch, schema: str) -> None:
+    """Unless it is written in Python."""
+    operators, registered = (SimpleNamespace(name="nothing_of_ours", schema=schema),), []
+    monkeypatch.setattr("flashmoe.operator.find_operators", lambda: operators)
+    monkeypatch.setattr("flashmoe.operator.register", registered.append)
+    with nullcontext() if schema else pytest.raises(ExtensionError, match="flashmoe::nothing_of_ours"):
+        _extension._register_operators(Path("lib.so"))
+    assert registered == ([operators] if schema else [])
+
+
+def test_texts_of_the_library(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        _extension,
+        "_c_interface",
+        lambda: SimpleNamespace(flashmoe_last_kernel=lambda: None, flashmoe_cpu_isa=lambda: b""),
+    )
+    assert _extension.last_kernel() == ""
+    with pytest.raises(ArgumentError, match="FLASHMOE_CPU_ISA is None: unknown"):
+        _extension.cpu_isa()
+
+
+def test_whose_version_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """That of the torch which is imported."""
+    monkeypatch.setitem(sys.modules, "torch", SimpleNamespace(__version__="9.8.7"))  # type: ignore[arg-type]
+    assert _extension.torch_version() == "9.8.7"
+
+
+def test_which_wheels_are_ours() -> None:
+    names = (
+        "flashmoe_kernels-1.0-py3-none-any.whl",
+        "flashmoe_kernels_more-1.0-py3-none-any.whl",
+        "flashmoe-1.0-py3-none-any.whl",
+    )
+    assert [name.startswith(_version.WHEEL_PREFIX) for name in names] == [True, False, False]

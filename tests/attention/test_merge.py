@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 import flashmoe
 from flashmoe import _extension
@@ -144,3 +145,87 @@ def test_what_the_kernel_leaves_to_torch(change: str) -> None:
     }
     found = calls.get(change, flashmoe.merge_attention)(*parts)
     _check(tuple(one[0] if change == "vmap" else one for one in found), parts)
+
+
+class Part:
+    """What looks like a tensor to the rule for the kernel."""
+
+    def __init__(self, shape: tuple[int, ...], dtype: torch.dtype, is_cuda: bool = True) -> None:
+        self.shape, self.dtype, self.is_cuda = shape, dtype, is_cuda
+
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+
+@pytest.mark.parametrize(
+    ("change", "has_kernel"),
+    [
+        ({}, True), ({"dtype_a": torch.float32}, True), ({"dtype_a": torch.bfloat16}, False), ({"dtype_a": torch.float64}, False),
+        ({"dtype_a": torch.float32, "dtype_b": torch.float32}, False), ({"is_cuda": False}, False), ({"lse_a": torch.float64}, False),
+        ({"lse_b": torch.float64}, False), ({"dim": 0}, False), ({"dim": 1}, True), ({"dim": 512}, True), ({"dim": 513}, False),
+        ({"rows": 2**31 - 1}, True), ({"rows": 2**31}, False), ({"kind": "other"}, False), ({"is_compiling": True}, False),
+    ],
+)  # fmt: skip
+def test_what_the_kernel_merges(monkeypatch: pytest.MonkeyPatch, change: dict[str, Any], has_kernel: bool) -> None:
+    if change.get("kind") != "other":
+        monkeypatch.setattr(merge, "Tensor", Part)
+    monkeypatch.setattr(merge, "is_compiling", lambda: change.get("is_compiling", False))
+    rows, half = (1, 1, change.get("rows", 3)), torch.float16
+    outs = [
+        Part((*rows, change.get("dim", 64)), change.get(f"dtype_{one}", half), change.get("is_cuda", True))
+        for one in "ab"
+    ]
+    lses = [Part(rows, change.get(f"lse_{one}", torch.float32)) for one in "ab"]
+    assert merge._has_kernel(outs[0], lses[0], outs[1], lses[1]) is has_kernel  # type: ignore[arg-type]
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # what torch says about torch itself
+@pytest.mark.parametrize("order", [(0, 1, 2, 3), (0, 2, 1, 3), (0, 1, 3, 2)])
+@pytest.mark.parametrize("how", ["plain", "no_grad", "gradient", "mapped", "tangent"])
+def test_which_way_parts_are_merged(monkeypatch: pytest.MonkeyPatch, how: str, order: tuple[int, ...]) -> None:
+    """By the kernel, by its function of autograd, or where torch has to see it by torch's operations; in out_a's order of memory."""
+    used: list[Tensor] = []
+
+    def call(*given: Tensor) -> None:
+        used.append(given[4])
+        for one, new in zip(given[4:], merge._merged(*given[:4]), strict=True):
+            one.copy_(new)
+
+    monkeypatch.setattr(merge, "_has_kernel", lambda *_: True)
+    monkeypatch.setattr(merge, "_call", call)
+    back = sorted(range(4), key=order.__getitem__)
+    out = torch.randn([(2, 3, 4, 8)[axis] for axis in order]).permute(back)
+    parts = (out, torch.randn(2, 3, 4), torch.randn(2, 3, 4, 8), torch.randn(2, 3, 4))
+    expected = merge._merged(*parts)
+    if how == "mapped":
+        found = [one[0] for one in torch.func.vmap(flashmoe.merge_attention)(*(part[None] for part in parts))]
+    elif how == "tangent":
+        with forward_ad.dual_level():
+            found = [
+                forward_ad.unpack_dual(one).primal
+                for one in flashmoe.merge_attention(forward_ad.make_dual(out, out), *parts[1:])
+            ]
+    else:
+        asked = out if how == "plain" else out.detach().requires_grad_()
+        with torch.set_grad_enabled(how == "gradient"):
+            found = list(flashmoe.merge_attention(asked, *parts[1:]))
+        assert found[0].requires_grad is (how == "gradient")
+        assert found[0].stride() == (out.stride() if order[3] == 3 else torch.empty(out.shape).stride())
+    assert len(used) == (how not in ("mapped", "tangent"))
+    torch.testing.assert_close(found, list(expected))
+
+
+@pytest.mark.parametrize("has_kernel", [False, True])
+def test_a_part_is_merged_into_another(monkeypatch: pytest.MonkeyPatch, has_kernel: bool) -> None:
+    monkeypatch.setattr(merge, "_has_kernel", lambda *_: has_kernel)
+    used: list[tuple[Tensor, ...]] = []
+    monkeypatch.setattr(merge, "_call", lambda *given: used.append(given))
+    parts = [torch.randn(2, 3, 4, 8), torch.randn(2, 3, 4), torch.randn(2, 3, 4, 8), torch.randn(2, 3, 4)]
+    expected = merge._merged(*(part.clone() for part in parts))
+    merge.merge_into(*parts)
+    if has_kernel:
+        assert [
+            all(one is other for one, other in zip(given, (*parts, *parts[:2]), strict=True)) for given in used
+        ] == [True]
+    else:
+        torch.testing.assert_close(parts[:2], list(expected))

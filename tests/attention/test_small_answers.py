@@ -288,7 +288,15 @@ def test_a_value_that_a_variable_cannot_have() -> None:
         ArgumentError, match=f"FLASHMOE_KERNEL is 'sm7'; supported: ({supported}), .*; correct it, or unset it"
     ):
         variables.check_variables({"FLASHMOE_KERNEL": "sm7"})
-    variables.check_variables({"FLASHMOE_KERNEL": "", "FLASHMOE_CPU_ISA": "sm7", "FLASHMOE_CXX": "sm7", "OTHER": "sm7"})
+    variables.check_variables(
+        {
+            "FLASHMOE_REQUIRE_GPU": "sm7",
+            "FLASHMOE_KERNEL": "",
+            "FLASHMOE_CPU_ISA": "sm7",
+            "FLASHMOE_CXX": "sm7",
+            "OTHER": "sm7",
+        }
+    )
 
 
 @pytest.mark.parametrize(
@@ -356,6 +364,7 @@ def test_what_the_operator_gets_under_autocast() -> None:
     given = [torch.zeros(1, device=device) for device in ("cpu", "meta")]
     assert transforms.autocasted(given[0], None, 3) == (given[0], None, 3)
     with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert transforms.autocasted("text", given[0])[1].dtype is torch.bfloat16
         cast, *others = transforms.autocasted(given[0], None, 3)
         assert (cast.dtype, others) == (torch.bfloat16, [None, 3])
         assert transforms.autocasted(given[1], given[0]) == (given[1], given[0])

@@ -100,9 +100,9 @@ def test_data_that_end_with_a_read_and_more_behind() -> None:
         assert layout._is_filled(io.BytesIO(block + hidden), 0, member) is (hidden == b"")
 
 
-@pytest.mark.parametrize("at", range(4, 20))
+@pytest.mark.parametrize("at", range(4, 22))
 def test_no_byte_of_the_end_record_can_change(at: int) -> None:
-    """Numbers of disks, counts, the directory's length and place."""
+    """Numbers of disks, counts, the directory's length and place, the length of a comment."""
     content = packed()
     changed = bytearray(content)
     changed[len(content) - 22 + at] ^= 1
@@ -161,6 +161,7 @@ def hidden_in_a_member() -> bytes:
         (hidden_in_a_member(), "its compressed data end before the next member begins"),
         (moved(SOUND, 0, LOCAL), "byte 0 should begin member 'science/_C.so'"),
         (LOCAL + SOUND, "its last bytes are not the end record"),
+        (SOUND.replace(b"PK\3\4", b"PK\3\5", 1), "there is no local header"),
         (moved(SOUND, directory(SOUND), LOCAL), "its members end at byte"),
         (SOUND + b"PK", "its last bytes are not the end record"),
         (SOUND[:-2] + b"\1\0x", "its last bytes are not the end record"),

@@ -1,15 +1,17 @@
 """Every argument of every public function as a value of another kind: taken, or refused by a typed error that names the argument."""
 
 import inspect
+import re
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, fx
+from torch.autograd import forward_ad
 
 import flashmoe
-from flashmoe.errors import FlashmoeError
+from flashmoe.errors import DifferentiationError, FlashmoeError
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 NO_TENSORS = (None, [[1.0]], 3, "x", object())
@@ -26,6 +28,7 @@ def _ints(*values: int) -> Tensor:
     return torch.tensor(values, dtype=torch.int32)
 
 
+E4M3 = torch.float8_e4m3fn
 DENSE = {"q": _random(1, 2, 3, 16), "k": _random(1, 2, 5, 16), "v": _random(1, 2, 5, 16)}
 RAGGED = {"q": _random(3, 2, 16), "k": _random(5, 2, 16), "v": _random(5, 2, 16)}
 LENGTHS = {"cu_seqlens_q": _ints(0, 3), "cu_seqlens_k": _ints(0, 5), "max_seqlen_q": 3, "max_seqlen_k": 5}
@@ -36,10 +39,13 @@ CODES = torch.zeros(1, 128, 64, dtype=torch.uint8)
 CALLS: tuple[tuple[str, dict[str, Any]], ...] = (
     ("attention", DENSE),
     ("attention", {**DENSE, **DROPOUT}),
+    ("attention", {**{name: one.to(E4M3) for name, one in DENSE.items()}, "q_scale": 0.5}),
     ("attention_varlen", {**RAGGED, **LENGTHS}),
+    ("attention_varlen", {**{name: one.to(E4M3) for name, one in RAGGED.items()}, **LENGTHS, "q_scale": 0.5}),
     ("attention_varlen", {**RAGGED, **LENGTHS, **DROPOUT}),
     ("attention_with_kvcache", CACHE),
     ("attention_with_kvcache", {**CACHE, "k_new": DENSE["k"][:, :, :1], "v_new": DENSE["v"][:, :, :1]}),
+    ("attention_with_kvcache", {**CACHE, "q": DENSE["q"].bfloat16(), "k_cache": DENSE["k"].to(E4M3), "v_cache": DENSE["v"].to(E4M3)}),
     ("dropout_mask", {**DROPOUT, "batch": 1, "heads": 1, "rows": 2, "keys": 3}),
     ("fused_moe", {**EXPERTS, "topk_ids": torch.zeros(4, 1, dtype=torch.int32)}),
     ("grouped_mm", {"a": _random(4, 16), "b": _random(2, 16, 8), "offsets": _ints(2, 4)}),
@@ -91,3 +97,121 @@ def test_every_public_function_is_here() -> None:
         and any("Tensor" in kind for kind in _parameters(getattr(flashmoe, name)).values())
     }
     assert every - {name for name, _ in CALLS} == AS_TORCH
+
+
+REFUSE_GRADIENTS = {"attention_with_kvcache", "mla_append", "mla_decode"}
+WITHOUT_GRADIENTS = {"quantize_weights"}
+MORE: tuple[tuple[str, dict[str, Any]], ...] = (
+    ("attention", {**DENSE, "attn_mask": _random(3, 5), "sinks": _random(2)}),
+    ("attention", {**DENSE, **DROPOUT, "attn_mask": _random(3, 5), "sinks": _random(2)}),
+    ("attention_varlen", {**RAGGED, **LENGTHS, "sinks": _random(2)}),
+    ("attention_varlen", {**RAGGED, **LENGTHS, **DROPOUT, "sinks": _random(2)}),
+    ("attention_with_kvcache", {**CACHE, "sinks": _random(2)}),
+    ("mla_decode", {"q": _random(1, 1, 2, 576), "kv_cache": _random(1, 32, 576), "cache_seqlens": _ints(3), "scale": 0.1, "sinks": _random(2)}),
+)  # fmt: skip
+
+
+def _called(name: str, call: dict[str, Any]) -> tuple[Tensor, ...]:
+    copies = {one: value.clone() if one in ("k_cache", "v_cache", "kv_cache") else value for one, value in call.items()}
+    answer = getattr(flashmoe, name)(**copies)
+    return answer if isinstance(answer, tuple) else (answer,)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # what torch says about torch itself
+@pytest.mark.parametrize(("name", "call"), [*CALLS, *MORE], ids=lambda value: value if isinstance(value, str) else "")
+def test_derivatives_that_are_asked_for(name: str, call: dict[str, Any]) -> None:
+    """Of each tensor alone: one comes back, or is refused; and without gradients the call is what it was."""
+    expected = _called(name, call)
+    for argument, value in call.items():
+        if not isinstance(value, Tensor) or not value.is_floating_point():
+            continue
+        asked = {**call, argument: value.detach().requires_grad_()}
+        with torch.no_grad():
+            for one, other in zip(_called(name, asked), expected, strict=True):
+                assert one is None is other or (torch.equal(one, other) and not one.requires_grad), argument
+        if name in REFUSE_GRADIENTS:
+            with pytest.raises(DifferentiationError, match="has no gradient"):
+                _called(name, asked)
+        elif name not in WITHOUT_GRADIENTS:
+            assert any(one.requires_grad for one in _called(name, asked)), argument
+        with forward_ad.dual_level():
+            dual = {**call, argument: forward_ad.make_dual(value, torch.ones_like(value))}
+            try:
+                answers = _called(name, dual)
+            except DifferentiationError:
+                continue
+            assert name not in REFUSE_GRADIENTS
+            assert name in WITHOUT_GRADIENTS or any(
+                forward_ad.unpack_dual(one).tangent is not None for one in answers
+            ), argument
+
+
+@pytest.mark.parametrize(("name", "call"), CALLS, ids=lambda value: value if isinstance(value, str) else "")
+def test_what_is_neither_true_nor_false(name: str, call: dict[str, Any]) -> None:
+    """Is no flag, and a truth value no number."""
+    for parameter, kind in _parameters(getattr(flashmoe, name)).items():
+        wrong = (
+            (0, 1, None, "", torch.tensor(data=True)) if kind == "bool" else (True, False) * (name != "mla_decode")
+        )  # which takes either
+        for value in wrong if kind.removesuffix(" | None") in ("bool", "float", "int") else ():
+            with pytest.raises(FlashmoeError, match=rf"^{parameter} "):
+                _called(name, {**call, parameter: value})
+
+
+@pytest.mark.parametrize(("name", "call"), CALLS, ids=lambda value: value if isinstance(value, str) else "")
+def test_tensors_without_dimensions(name: str, call: dict[str, Any]) -> None:
+    """Each in turn: refused by a typed error, but for what one number may stand for."""
+    for argument, kind in _parameters(getattr(flashmoe, name)).items():
+        if "Tensor" in kind:
+            dtype = call[argument].dtype if isinstance(call.get(argument), Tensor) else torch.float32
+            try:
+                _called(name, {**call, argument: torch.zeros((), dtype=dtype)})
+            except FlashmoeError:
+                continue
+            assert re.search("scale|mask|slopes|rng_state", argument), argument
+
+
+TRACED = {
+    "attention": ("q", "k", "v"),
+    "attention_varlen": ("q", "cu_seqlens_q"),
+    "attention_with_kvcache": ("q", "cache_seqlens"),
+    "mla_decode": ("q", "kv_cache", "cache_seqlens"),
+    "scaled_dot_product_attention": ("query", "key", "value"),
+}
+TORCH = {"query": DENSE["q"], "key": DENSE["k"], "value": DENSE["v"]}  # fmt: skip
+
+
+def _of_one(name: str, call: dict[str, Any], argument: str) -> Callable[[Any], Any]:
+    return lambda one: getattr(flashmoe, name)(**call, **{argument: one})
+
+
+@pytest.mark.parametrize(
+    ("name", "call"),
+    [(name, call) for name, call in (*CALLS, *MORE, ("scaled_dot_product_attention", TORCH)) if name in TRACED],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_torch_fx_records_one_call(name: str, call: dict[str, Any]) -> None:
+    """With each tensor alone as what the tracer knows."""
+    expected = _called(name, call)
+    for argument in TRACED[name]:
+        copies = {one: value.clone() if "cache" in one else value for one, value in call.items() if one != argument}
+        program = fx.symbolic_trace(_of_one(name, copies, argument))
+        assert [node.target for node in program.graph.nodes if node.op == "call_function"] == [getattr(flashmoe, name)]
+        assert torch.equal(program(call[argument]), expected[0])
+
+
+@pytest.mark.parametrize(
+    ("name", "call"),
+    [(name, call) for name, call in (*CALLS, *MORE) if name != "pack_mxfp4"],  # which is for a checkpoint's tensors
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_each_call_compiles_whole(name: str, call: dict[str, Any]) -> None:
+    torch._dynamo.reset()
+    tensors = {one: value for one, value in call.items() if isinstance(value, Tensor)}
+    rest = {one: value for one, value in call.items() if one not in tensors}
+    function = getattr(flashmoe, name)
+    compiled = torch.compile(lambda given: function(**given, **rest), fullgraph=True, backend="eager")
+    copies = {one: value.clone() for one, value in tensors.items()}
+    expected, found = _called(name, call), compiled(copies)
+    for one, other in zip(found if isinstance(found, tuple) else (found,), expected, strict=True):
+        assert one is None is other or torch.equal(one, other)

@@ -203,6 +203,41 @@ def test_gradients_with_a_cache_are_refused() -> None:
         module(X, absorbed=True)
 
 
+def test_whose_gradient_a_cache_refuses() -> None:
+    """The input's or the parameters', where one is recorded."""
+    frozen, rows = make(), X.clone().requires_grad_()
+    for module, x in ((frozen, rows), (make().requires_grad_(), X)):
+        with pytest.raises(DifferentiationError, match="a cache is for inference"):
+            module(x, CACHE.clone(), LENGTHS)
+        with torch.no_grad():
+            assert module(x, CACHE.clone(), LENGTHS).equal(frozen(X, CACHE.clone(), LENGTHS))
+
+
+@pytest.mark.parametrize("absorbed", [None, False, True])
+@pytest.mark.parametrize(("tokens", "has_cache"), [(4, True), (5, True), (4, False), (5, False)])
+def test_which_form_is_taken(
+    monkeypatch: pytest.MonkeyPatch, tokens: int, has_cache: bool, absorbed: bool | None
+) -> None:
+    monkeypatch.setattr("flashmoe.mla.module.MOST_ABSORBED", 4)
+    module, taken = make(), list[str]()
+    for name in ("_attend_absorbed", "_attend_expanded"):
+        way = getattr(module, name)
+        monkeypatch.setattr(module, name, lambda *given, name=name, way=way: taken.append(name) or way(*given))
+    module(torch.zeros(2, tokens, DIM), *((CACHE.clone(), LENGTHS) if has_cache else ()), absorbed=absorbed)
+    is_absorbed = has_cache and tokens == 4 if absorbed is None else absorbed
+    assert taken == ["_attend_absorbed" if is_absorbed else "_attend_expanded"]
+
+
+@pytest.mark.parametrize("absorbed", [False, True])
+def test_a_batch_of_none(absorbed: bool) -> None:
+    assert make()(X[:0], CACHE[:0], LENGTHS[:0], absorbed=absorbed).shape == (0, 3, DIM)
+
+
+def test_the_largest_sizes() -> None:
+    module = flashmoe.MLA(8, 128, nope_dim=192, value_dim=256, device="meta")
+    assert module.o_proj.weight.shape == (8, 128 * 256)
+
+
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [
