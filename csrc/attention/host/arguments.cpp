@@ -111,7 +111,7 @@ void check_layout(const Tensor& tensor, const char* name, const Layout& layout) 
   if (*std::max_element(sizes, sizes + rank) > std::numeric_limits<int32_t>::max()) {
     violate("tensor.size", {{"name", name}, {"sizes", describe_sizes(tensor)}});
   }
-  if (sizes[rank - 1] > 1) check_last_stride(tensor, name);
+  check_last_stride(tensor, name);
 }
 
 void check_last_stride(const Tensor& tensor, const char* name) {

@@ -449,6 +449,10 @@ def test_weights_of_4_bits_are_copied_where_16_bytes_cannot_be_loaded(shift: int
     read = [launch["factors"][1] for launch in launches() if "grouped" in launch["operation"]]
     for at, one in zip(read, (w13, w2), strict=True):
         assert (at == one.data_ptr()) == (one.data_ptr() % 16 == one.stride(1) % 16 == one.stride(0) % 16 == 0)
+    shared = layer.w13[:1].expand_as(layer.w13)  # a stride of 0
+    begin()
+    assert torch.equal(layer(w13=shared), layer(w13=shared.contiguous()))
+    assert next(launch for launch in launches() if "grouped" in launch["operation"])["factors"][1] != shared.data_ptr()
 
 
 @pytest.mark.parametrize("capability", [80, 90])
