@@ -102,7 +102,8 @@ std::string run_forward(const std::string& kind, const host::Kernel& kernel, int
     if (g_computes) combine(p);
     return text_of(grid != ceil_div(int64_t{p.batch} * p.heads_q * p.seq_q, kernel.block_m), "another grid");
   }
-  const int64_t items = ceil_div(int64_t{p.seq_q} * p.score_options.folded_heads, kernel.block_m) * p.heads_kv * p.batch;
+  const int64_t items =
+      ceil_div(int64_t{p.seq_q} * p.score_options.folded_heads, kernel.block_m) * p.heads_kv * p.batch;
   if (kind == "decode_scores") {
     const int64_t tiles = items * (ceil_div(p.seq_k, kernel.block_n) + 1);
     return text_of(p.out_partial == nullptr || grid != grid_of(kernel, tiles), "no place for scores, or another grid");
@@ -302,7 +303,8 @@ CUresult launch(CUfunction function, unsigned grid, unsigned, unsigned, bool is_
   g_log += std::string("{\"symbol\": \"") + kernel.symbol + "\", \"operation\": \"" + kernel.operation +
            "\", \"grid\": " + std::to_string(grid) + ", \"splits\": " + std::to_string(splits) +
            ", \"unhinted\": " + std::to_string(unhinted) + ", \"is_dependent\": " + (is_dependent ? "true" : "false") +
-           ", \"waits\": " + (waits ? "true" : "false") + ", \"tensors\": [" + addresses + "], \"problem\": \"" + problem + "\"}\n";
+           ", \"waits\": " + (waits ? "true" : "false") + ", \"tensors\": [" + addresses + "], \"problem\": \"" +
+           problem + "\"}\n";
   return CUDA_SUCCESS;
 }
 

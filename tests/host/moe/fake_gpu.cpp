@@ -147,7 +147,8 @@ int64_t ceil_div(int64_t value, int64_t divisor) { return (value + divisor - 1) 
 std::string check_tiles(const host::Kernel& kernel, const GemmParams& p, int64_t grid) {
   const bool is_gradient = std::strstr(kernel.operation, "weight_gradient") != nullptr;
   const int64_t broken = p.expert_offsets != nullptr ? std::min(p.experts, p.slots) : 0;
-  const int64_t row_tiles = is_gradient ? p.experts * ceil_div(p.n, kernel.block_m) : ceil_div(p.slots, kernel.block_m) + broken;
+  const int64_t row_tiles =
+      is_gradient ? p.experts * ceil_div(p.n, kernel.block_m) : ceil_div(p.slots, kernel.block_m) + broken;
   const int64_t tiles = row_tiles * ceil_div(is_gradient ? p.k : p.n, kernel.block_n);
   if (grid != host::grid_of(kernel, tiles)) return "another grid";
   if ((tiles > grid) != (p.tile_counter != nullptr)) return "a counter of tiles that are not drawn, or none";
@@ -457,7 +458,8 @@ std::string run_kernel(const host::Kernel& kernel, int64_t grid, void** argument
   } else if (operation == "moe_combine" || operation == "moe_combine_backward") {
     const auto& params = params_of<CombineParams>(arguments);
     const bool is_shared_out = params.tokens <= host::g_gpu.num_multiprocessors;
-    if (grid != params.tokens * (is_shared_out ? ceil_div(params.columns, 8 * kernel.threads) : 1)) return "another grid";
+    if (grid != params.tokens * (is_shared_out ? ceil_div(params.columns, 8 * kernel.threads) : 1))
+      return "another grid";
     operation == "moe_combine" ? combine(params) : combine_backward(params);
   } else if (operation == "moe_bias_gradient") {
     const auto& params = params_of<BiasGradientParams>(arguments);
@@ -469,17 +471,20 @@ std::string run_kernel(const host::Kernel& kernel, int64_t grid, void** argument
     gather(params);
   } else if (operation == "moe_quantize") {
     const auto& params = params_of<QuantizeParams>(arguments);
-    if (grid != ceil_div(int64_t{params.rows} * params.columns / kScaleBlock, kernel.threads / 16)) return "another grid";
+    if (grid != ceil_div(int64_t{params.rows} * params.columns / kScaleBlock, kernel.threads / 16))
+      return "another grid";
     quantize(params, kernel.dtype == Dtype::kFloat32);
   } else if (operation == "moe_quantize_tiles") {
     const auto& params = params_of<QuantizeTilesParams>(arguments);
     const auto source = static_cast<TileSource>(kernel.axes[0]);
-    const int64_t rows = source == TileSource::kWeights ? int64_t{params.experts} * params.rows : params.transposed_stride;
+    const int64_t rows =
+        source == TileSource::kWeights ? int64_t{params.experts} * params.rows : params.transposed_stride;
     if (grid != rows / kScaleBlock * (params.columns / kScaleBlock)) return "not a block for each tile";
     quantize_tiles(params, source);
   } else if (operation == "moe_gated_gradient") {
     const auto& params = params_of<GatedGradientParams>(arguments);
-    if (grid != params.transposed_stride / kScaleBlock * (params.columns / kScaleBlock)) return "not a block for each tile";
+    if (grid != params.transposed_stride / kScaleBlock * (params.columns / kScaleBlock))
+      return "not a block for each tile";
     differentiate(params);
   } else if (operation != "moe_route") {
     return "no loops for it";
