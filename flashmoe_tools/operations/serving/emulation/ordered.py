@@ -51,7 +51,7 @@ def problems(unit: Unit) -> Iterator[VarlenProblem]:
         # Of the second slice of the values' columns a part.
         replace(ragged, name="rows", rows=(18, 5), keys=(2 * n + 7, n), left=3 * n // 2, head_dim_v=dim // 2 + 8),
         # Keys whose weight is beyond 16 bits of another's.
-        replace(one, name="far scores", heads_q=3, magnitude=5.0),
+        replace(one, name="far scores", heads_q=3, magnitude=30.0),
         replace(ragged, name="no rows", rows=(0, 0), keys=(n, 3), slack=2),
     )
     for seed, problem in enumerate(every):
