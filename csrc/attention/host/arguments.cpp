@@ -134,7 +134,7 @@ void check_heads(const QueryKeyValue& operands, int64_t heads_kv) {
   if (heads_kv == 0 ? heads_q != 0 : heads_q % heads_kv != 0) {
     const Tensor &q = operands.q, &k = operands.k;
     const bool is_dense = q.dim() == 4 && k.dim() == 4 && k.sizes()[1] == heads_kv;
-    const int64_t length_q = is_dense ? q.sizes()[2] : 0, length_k = is_dense ? k.sizes()[2] : 0;
+    const int64_t length_q = q.sizes()[2], length_k = is_dense ? k.sizes()[2] : 0;
     const bool fits_transposed = heads_q < heads_kv && length_k > 0 && length_q >= length_k && length_q % length_k == 0;
     violate(fits_transposed ? "attention.transposed_heads" : "attention.heads", {{"q", heads_q}, {"k", heads_kv}});
   }
