@@ -91,7 +91,7 @@ class T:
         flat = elements(dtype, max(count, span * (0 in self.strides)), self.values, len(self.sizes) + count)
         if not span:
             return flat.as_strided(self.sizes, self.strides)
-        memory, protect = _in_front_of_a_wall(span * dtype.itemsize)
+        memory, protect = in_front_of_a_wall(span * dtype.itemsize)
         made = memory.view(dtype).as_strided(self.sizes, self.strides)
         if 0 in self.strides:
             memory.view(dtype).copy_(flat[:span])
@@ -108,7 +108,7 @@ def elements(dtype: torch.dtype, count: int, values: tuple[int, ...], seed: int)
     return (torch.randn(count, generator=torch.Generator().manual_seed(seed)) / 3).to(dtype)
 
 
-def _in_front_of_a_wall(size: int) -> tuple[Tensor, Callable[[int], None]]:
+def in_front_of_a_wall(size: int) -> tuple[Tensor, Callable[[int], None]]:
     """As many bytes, each 255 (0 of many), which end where a page without access begins; and what sets the access to them."""
     length = -(-size // mmap.PAGESIZE) * mmap.PAGESIZE
     held = mmap.mmap(-1, length + mmap.PAGESIZE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_NORESERVE)

@@ -7,6 +7,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
+from tests.arguments.described import in_front_of_a_wall
 from tests.attention.reference import LSE_TOLERANCE, Problem, make_inputs, plain_attention, reference, tolerance
 
 from .backend import Backend
@@ -57,3 +58,9 @@ def far_apart(tensor: Tensor, axis: int) -> Tensor:
         flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | no_reserve,
     )
     return torch.frombuffer(held, dtype=tensor.dtype).as_strided(tensor.shape, strides).copy_(tensor)
+
+
+def before_a_wall(tensor: Tensor) -> Tensor:
+    """The same contiguous elements, the last in front of a page without access."""
+    memory, _ = in_front_of_a_wall(tensor.numel() * tensor.element_size())
+    return memory.view(tensor.dtype).view(tensor.shape).copy_(tensor)

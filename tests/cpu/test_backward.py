@@ -15,7 +15,8 @@ from tests.attention.drawn import lengths
 from tests.attention.reference import Problem, make_inputs
 
 from .backend import Backend
-from .checking import DTYPES, far_apart
+from .checking import DTYPES, before_a_wall, far_apart
+from .test_forward import SMALL
 
 # Error of the largest gradient's size. bf16: P and dS are rounded too where pairs of bf16 are multiplied.
 LIMITS = {torch.float32: 1e-5, torch.float16: 1.5e-3, torch.bfloat16: 1.2e-2}
@@ -287,3 +288,22 @@ def test_offsets_of_more_than_32_bits(backend: Backend, dtype: torch.dtype) -> N
                 grad_out, q, k, v, out, lse = given
                 found = backend.backward(grad_out, q, k, v, out, lse, scale=0.2, gradients=into)
                 assert _same([one.contiguous() for one in found], expected), (number, axis)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_nothing_is_touched_behind_the_last_element(backend: Backend, dtype: torch.dtype) -> None:
+    """Whatever form: in double, by one task or by several, alone or with other gradients."""
+    for sizes in (*SMALL, (300, 290, 24, 1)):
+        for causal in (False, True):
+            problem = Problem(*sizes, 1, causal=causal)
+            inputs, _ = _case(problem, dtype, problem.head_dim**-0.5, with_lse=True)
+            inputs = [one.contiguous() for one in inputs]
+            walled = [before_a_wall(one) for one in inputs]
+            for wanted in ((True, True, True), (True, False, False), (False, True, False), (False, False, True)):
+                kinds: list[list[Tensor]] = []
+                for grad_out, q, k, v, out, lse, grad_lse in (inputs, walled):
+                    empty = [torch.full(one.shape, math.nan, dtype=dtype) for one in (q, k, v)]
+                    given = {"gradients": [before_a_wall(one) for one in empty], "grad_lse": grad_lse}
+                    call = partial(backend.backward, grad_out, q, k, v, out, lse, causal=causal, wanted=wanted)
+                    kinds.append(call(**given))
+                assert _same(*kinds)

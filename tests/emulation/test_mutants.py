@@ -95,6 +95,12 @@ def test_rules_make_what_they_say() -> None:
     assert not any(
         edit[0] == "boundary" and "kSteps" in edit[1] for edit in made
     )  # loops over registers keep their end
+    text = "int most(int a, int b) { return a > b ? a : b; }\nint one(int a, int b) { return a > b ? a : 0; }\n"
+    largest, other = (
+        [edit.what for edit in edits(Source(text), function) if edit.operator == "boundary"]
+        for function in Source(text).functions
+    )
+    assert (largest, len(other)) == ([], 1)  # of two equal numbers either is the largest
 
 
 def test_generated_names_are_unique_and_every_one_applies(monkeypatch: pytest.MonkeyPatch) -> None:

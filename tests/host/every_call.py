@@ -74,7 +74,9 @@ def has_rows_of_no_sequence(call: Call, ints: dict[str, list[int]]) -> bool:
     )
 
 
-def results(name: str, call: Call, contiguous: bool) -> list[Tensor]:
+def results(
+    name: str, call: Call, contiguous: bool, watch: Callable[[list[Tensor]], None] = lambda results: None
+) -> list[Tensor]:
     given = [value.real(is_written=True) if isinstance(value, T) else value for value in call.values()]
     if contiguous:
         whole = torch.contiguous_format
@@ -83,6 +85,7 @@ def results(name: str, call: Call, contiguous: bool) -> list[Tensor]:
         found = getattr(torch.ops.flashmoe, name)(*given)
     listed = list(found) if isinstance(found, tuple) else [found]
     listed += [value for one, value in zip(call, given, strict=True) if one in RESULTS and "grad_out" not in call]
+    watch([value for value in listed if isinstance(value, Tensor)])
     return [value.float() for value in listed if isinstance(value, Tensor)]
 
 
@@ -109,20 +112,23 @@ def given_by_the_cpu() -> dict[str, list[Tensor]]:
     return found
 
 
-def differences(number: int, part: Any, layouts_alone: bool) -> list[str]:
+def differences(
+    number: int, part: Any, layouts_alone: bool, watch: Callable[[list[Tensor]], None] = lambda results: None
+) -> list[str]:
+    """``watch`` is told the results of each call as it returns."""
     name, make, rule = part.ROWS[number]
     wrong, known = [], given_by_the_cpu()
     for what, call in accepted(name, make, rule, part):
         is_layout = any(word in what for word in LAYOUTS)
         if layouts_alone and not is_layout:
             continue
-        found, told = results(name, call, False), f"{name}, {what}"
+        found, told = results(name, call, False, watch), f"{name}, {what}"
         wrong += [f"{told}: not every number is written" for one in found if one.isnan().any()]
         for one, other in zip(found, known.get(f"{number}, {what}", ()), strict=False):
             if one.shape != other.shape or not is_close(one, other):
                 wrong.append(f"{told}: {tuple(one.shape)}, not the results of the CPU")
         if is_layout:
-            plain = results(name, call, True)
+            plain = results(name, call, True, watch)
             wrong += [f"{told}: not the bits of contiguous tensors" for one, other in zip(found, plain, strict=True)
                       if not torch.equal(one.nan_to_num(), other.nan_to_num())]  # fmt: skip
     return wrong

@@ -1,13 +1,14 @@
 // A driver without a GPU: "CUDA" memory is the CPU's, and a launch is what the file that includes this makes of it. For one file of a library.
 #pragma once
 
+#include <algorithm>
 #include <cstring>
 #include <deque>
 #include <string>
 #include <vector>
 
 #include "host/driver.h"
-#include "host/kernel_table.h"
+#include "host/find_kernels.h"
 
 #define FAKE_EXPORT extern "C" __attribute__((visibility("default")))
 
@@ -23,12 +24,18 @@ bool g_is_capturing = false;
 std::string g_log;      // one JSON object a line
 std::string g_missing;  // part of the symbols that no module has
 
+// Of this GPU: kernels for others have the same symbol.
 const Kernel& kernel_of(CUfunction function) {
-  const KernelTable& table = kernel_table();
-  for (int32_t index = 0; index < table.num_kernels; ++index) {
-    if (table.kernels[index].symbol == reinterpret_cast<const char*>(function)) return table.kernels[index];
+  for (const Kernel* kernel : loadable_kernels(g_gpu.capability)) {
+    if (kernel->symbol == reinterpret_cast<const char*>(function)) return *kernel;
   }
   fail(ErrorCode::kInternal, "a function that was not loaded");
+}
+
+// A block for each tile, or of a persistent kernel as many as the GPU holds.
+inline int64_t grid_of(const Kernel& kernel, int64_t tiles) {
+  const int64_t held = int64_t{g_gpu.num_multiprocessors} * kernel.min_blocks;
+  return kernel.is_persistent ? std::min(tiles, held) : tiles;
 }
 
 CUresult launch(CUfunction function, unsigned grid, unsigned block, unsigned shared, bool is_dependent,

@@ -331,8 +331,8 @@ def is_decoded(p: dict[str, Any]) -> bool:
     return rows <= (8 if p["head_dim"] > 128 else 16) and not few
 
 
-def chunk(capability: int, p: dict[str, Any]) -> tuple[str, int]:
-    otherwise, fastest = varlen(capability, p, p["multiprocessors"]), fastest_chunk(capability, p)
+def chunk(capability: int, p: dict[str, Any], otherwise: Kernel | None) -> tuple[str, int]:
+    fastest = fastest_chunk(capability, p)
     if otherwise is None or fastest is None:
         return "", 0
     time, splits, kernel = fastest
@@ -379,7 +379,22 @@ def test_chunks(choose: Any, capability: int) -> None:
             "alibi": False,
             "batch_invariant": given["num_splits"] == 1,
         }
-        assert choose.chunk(capability, dim, **given) == chunk(capability, {**given, **more}), (dim, given)
+        whole = {**given, **more}
+        wanted = chunk(capability, whole, varlen(capability, whole, given["multiprocessors"]))
+        assert choose.chunk(capability, dim, **given) == wanted, (dim, given)
+
+
+def folds(capability: int, p: dict[str, Any], chosen: tuple[Kernel, int]) -> bool:
+    """Whether few dense rows are left to the ragged kernels."""
+    dim, rows, fastest = p["head_dim"], p["rows"], fastest_chunk(capability, p)
+    if capability != 90 or p["consistent"] or p["forced"] is not None or not 2 <= rows <= 64:
+        return False
+    if p["group"] == 1:
+        return bool(64 < dim <= 128 and rows <= 8)
+    if dim <= 128 and is_decoded(p):
+        return True
+    margin = 0.45 if dim > 128 else 0.65
+    return fastest is not None and fastest[0] < margin * microseconds(p, *chosen)
 
 
 @pytest.mark.parametrize("capability", [80, 90])
@@ -409,19 +424,9 @@ def test_few_dense_rows_fold(choose: Any, capability: int) -> None:
             "has_score_functions": False,
         }
         whole = {**p, **same, **ragged}
-        chosen, fastest = forward(capability, whole), fastest_chunk(capability, whole)
+        chosen = forward(capability, whole)
         assert chosen is not None
-        dim, rows = p["head_dim"], p["rows"]
-        if capability != 90 or p["consistent"] or p["forced"] is not None or not 2 <= rows <= 64:
-            wanted = False
-        elif p["group"] == 1:
-            wanted = 64 < dim <= 128 and rows <= 8
-        else:
-            margin = 0.45 if dim > 128 else 0.65
-            wanted = (dim <= 128 and is_decoded(whole)) or (
-                fastest is not None and fastest[0] < margin * microseconds(whole, *chosen)
-            )
-        assert choose.folds(capability, **p) is wanted, p
+        assert choose.folds(capability, **p) is folds(capability, whole, chosen), p
 
 
 def varlen_backward(capability: int, dtype: str, dim: int, dim_v: int, option: str) -> list[Kernel]:
@@ -458,6 +463,28 @@ def test_ragged_backward(choose: Any, capability: int) -> None:
             assert choose.varlen_backward(capability, dim, dim_v, dtype == "bf16") == wanted, (dtype, dim, dim_v)
 
 
+def ordered(capability: int, dim: int, p: dict[str, Any]) -> tuple[str, ...]:
+    """The symbols of the two kernels; ``rows``: of a key head."""
+    dtype = "bf16" if p["bf16"] else "f16"
+    scores, values = (find(capability, dtype, f"attention_decode_{of}", "sm90", "", dim) for of in ("scores", "values"))
+    if scores is None or values is None:
+        return ()
+    row, tiles = values.row, p["batch"] * p["heads"]
+    variant = "v128" if 128 < dim <= 192 and p["head_dim_v"] <= 128 else ""
+    serves = (
+        p["consistent"]
+        and not p["has_score_functions"]
+        and not p["alibi"]
+        and p["forced"] in (None, "sm90")
+        and p["rows"] <= row.block_m
+        and row.block_n == consistent_width(capability, dtype, dim, variant)
+        and tiles * p["rows"] * -(-p["keys"] // row.block_n) * row.block_n <= 1 << 27
+        and tiles * (values.head_dim // 32) <= p["multiprocessors"] * row.min_blocks
+        and 4 * tiles <= 3 * p["multiprocessors"]
+    )
+    return (scores.symbol, values.symbol) if serves else ()
+
+
 def test_two_kernels_with_the_bits_of_a_prefill(choose: Any) -> None:
     rng = random.Random(2)
     for _ in range(DRAWS):
@@ -475,25 +502,8 @@ def test_two_kernels_with_the_bits_of_a_prefill(choose: Any) -> None:
             "head_dim_v": rng.choice((8, 64, 128, 129)),
             "multiprocessors": rng.choice((16, 64, 132, 128)),
         }
-        dim, dtype = near(rng, 8, 64, 128, 192, 255), "bf16" if p["bf16"] else "f16"
-        pair = [find(capability, dtype, f"attention_decode_{of}", "sm90", "", dim) for of in ("scores", "values")]
-        wanted: tuple[str, ...] = ()
-        if pair[0] is not None and pair[1] is not None:
-            values = pair[1].row
-            variant = "v128" if 128 < dim <= 192 and p["head_dim_v"] <= 128 else ""
-            scores = p["batch"] * p["heads"] * p["rows"] * -(-p["keys"] // values.block_n) * values.block_n
-            serves = (
-                p["consistent"]
-                and not p["has_score_functions"]
-                and not p["alibi"]
-                and p["forced"] in (None, "sm90")
-                and p["rows"] <= values.block_m
-                and values.block_n == consistent_width(capability, dtype, dim, variant)
-                and scores <= 1 << 27
-                and p["batch"] * p["heads"] * (pair[1].head_dim // 32) <= p["multiprocessors"] * values.min_blocks
-                and 4 * p["batch"] * p["heads"] <= 3 * p["multiprocessors"]
-            )
-            wanted = (pair[0].symbol, pair[1].symbol) if serves else ()
+        dim = near(rng, 8, 64, 128, 192, 255)
+        wanted = ordered(capability, dim, p)
         assert choose.ordered(capability, dim, **p) == wanted, (capability, dim, p)
 
 

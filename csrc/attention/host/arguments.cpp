@@ -111,7 +111,7 @@ void check_layout(const Tensor& tensor, const char* name, const Layout& layout) 
   if (*std::max_element(sizes, sizes + rank) > std::numeric_limits<int32_t>::max()) {
     violate("tensor.size", {{"name", name}, {"sizes", describe_sizes(tensor)}});
   }
-  if (sizes[rank - 1] > 1) check_last_stride(tensor, name);
+  check_last_stride(tensor, name);
 }
 
 void check_last_stride(const Tensor& tensor, const char* name) {
@@ -134,7 +134,7 @@ void check_heads(const QueryKeyValue& operands, int64_t heads_kv) {
   if (heads_kv == 0 ? heads_q != 0 : heads_q % heads_kv != 0) {
     const Tensor &q = operands.q, &k = operands.k;
     const bool is_dense = q.dim() == 4 && k.dim() == 4 && k.sizes()[1] == heads_kv;
-    const int64_t length_q = is_dense ? q.sizes()[2] : 0, length_k = is_dense ? k.sizes()[2] : 0;
+    const int64_t length_q = q.sizes()[2], length_k = is_dense ? k.sizes()[2] : 0;
     const bool fits_transposed = heads_q < heads_kv && length_k > 0 && length_q >= length_k && length_q % length_k == 0;
     violate(fits_transposed ? "attention.transposed_heads" : "attention.heads", {{"q", heads_q}, {"k", heads_kv}});
   }

@@ -10,12 +10,12 @@ from flashmoe_build.emulation.build import CSRC, Options, unit_text
 from flashmoe_build.emulation.cases import Kernel, kernels
 from flashmoe_tools.tables import load_tables
 
-WEIGHTS = {"operation": 9, "scores": 4}  # of what a kernel adds to those before it; else 1
+WEIGHTS = {"operation": 9, "scores": 4, "warp_rows": 4}  # of what a kernel adds to those before it; else 1
 
 
 @lru_cache(maxsize=1)
 def _variants() -> tuple[tuple[Kernel, frozenset[str]], ...]:
-    """One kernel of each operation, family, set of options and masks, the smallest, with the files that it includes."""
+    """One kernel of each operation, family, tile, set of options and masks, the smallest, with the files that it includes."""
     headers: dict[str, frozenset[str]] = {}
     found: dict[tuple[object, ...], tuple[Kernel, frozenset[str]]] = {}
     for kernel in kernels(load_tables()):
@@ -24,7 +24,7 @@ def _variants() -> tuple[tuple[Kernel, frozenset[str]], ...]:
         if header not in headers:
             closure = include_closure(unit_text(kernel.unit, Options()), (CSRC,))
             headers[header] = frozenset(path.relative_to(CSRC).as_posix() for path in closure if CSRC in path.parents)
-        key = (row.operation, row.family, *_features(kernel), row.block_m)
+        key = tuple(_features(kernel))
         found.setdefault(key, (kernel, headers[header]))
     return tuple(found.values())
 
@@ -65,6 +65,7 @@ def _features(kernel: Kernel) -> Iterator[tuple[str, object]]:
     row = kernel.unit.row
     yield "operation", row.operation
     yield "family", row.family
+    yield from (("block_m", row.block_m), ("block_n", row.block_n), ("warp_rows", 32 * row.block_m // row.threads))
     yield from row.axes.items()
     yield from row.options.items()
     for name, values in row.words.items():

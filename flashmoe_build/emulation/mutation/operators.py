@@ -101,9 +101,17 @@ def shift_boundary(site: Site) -> Iterator[Edit]:
             begin, end = site.left_of(index), site.right_of(index)
             is_loop = site.words[end] == ";" and site.words[index - 2] == ";"
             over_registers = (is_loop and site.words[index + 1].isdigit()) or is_constant(site, index + 1, end)
-            if (is_loop and over_registers and site.words[index - 6] == "int") or is_constant(site, begin, end):
+            is_counted = is_loop and over_registers and site.words[index - 6] == "int"
+            if is_counted or is_constant(site, begin, end) or _is_of_extremes(site, begin, index, end):
                 continue
             yield site.edit("boundary", begin, end, site.with_operator(index, other), 1)
+
+
+def _is_of_extremes(site: Site, begin: int, index: int, end: int) -> bool:
+    """``a > b ? a : b``: of two equal numbers either is the largest."""
+    sides = [list(site.words[begin:index]), list(site.words[index + 1 : end])]
+    rest = list(site.words[end : end + sum(map(len, sides)) + 2])
+    return any(rest == ["?", *one, ":", *other] for one, other in (sides, sides[::-1]))
 
 
 def drop_operand(site: Site) -> Iterator[Edit]:

@@ -67,7 +67,7 @@ def test_codes_are_appended_and_read_by_many_rows() -> None:
         assert launched().count("dequantize_e4m3") == 1
     begin(75)  # which has no kernel that reads codes
     test_e4m3.make("pages", "pages", torch.float16, "cpu").call(has_codes=True)
-    assert launched() == ["dequantize_e4m3", "forward"]
+    assert launched("f16") == ["dequantize_e4m3", "forward"]
 
 
 @pytest.mark.parametrize("kind", ["heads", "sequences", "pages"])
@@ -94,7 +94,7 @@ def test_consistent_codes_are_copied_where_no_kernel_reads_them(capability: int,
     k = torch.randn(2, 2, 30, 64).to(test_e4m3.E4M3)
     begin(capability)
     flashmoe.attention_with_kvcache(q, k, k, cache_seqlens=lengths, consistent=True)
-    assert launched() == kernels
+    assert launched("f16") == kernels
 
 
 @settings(max_examples=40, deadline=None, derandomize=True)
@@ -122,8 +122,9 @@ def test_codes_take_the_form_of_elements(call: test_e4m3_drawn.Call) -> None:
         ((71, 1), 1, 64, 34, 0, ["dequantize_e4m3", "forward"], ["forward"]),
         ((71, 1), 1, 64, 34, 1, ["decode_e4m3"], ["decode"]),
         ((64, 1), 1, 64, 2, 1, ["dequantize_e4m3", "forward"], ["forward"]),
-        ((2, 1), 192, 256, 1, 0, ["chunk_forward_e4m3"], ["chunk_forward"]),
-        ((2, 1), 193, 256, 1, 0, ["dequantize_e4m3", "chunk_forward"], ["chunk_forward"]),
+        ((4, 2), 192, 256, 1, 0, ["chunk_forward_e4m3"], ["chunk_forward"]),
+        ((4, 2), 193, 256, 1, 0, ["dequantize_e4m3", "chunk_forward"], ["chunk_forward"]),
+        ((4, 2), 40, 24, 1, 0, ["dequantize_e4m3", "chunk_forward"], ["chunk_forward"]),
     ],
 )
 def test_where_codes_are_copied(
@@ -136,7 +137,7 @@ def test_where_codes_are_copied(
     of_elements: list[str],
 ) -> None:
     """One row of more than 64 heads is decoded by few sequences, and by any where bits must not depend on their number; three tiles of a chunk at
-    head dim 256 are the most that read codes."""
+    head dim 256 are the most that read codes, and rows of whole 16 bytes."""
     q = torch.zeros(batch, heads[0], rows, head_dim, dtype=DTYPE)
     cache = torch.zeros(batch, heads[1], 4096, head_dim, dtype=torch.uint8).view(torch.float8_e4m3fn)
     lengths = torch.full((batch,), 4096, dtype=torch.int32)
@@ -167,6 +168,19 @@ def test_codes_with_slopes_are_copied(rows: int, capability: int, num_splits: in
     with pytest.raises(RuntimeError, match="e4m3_alibi"):
         test_e4m3_drawn.run([*arguments[:6], pages, *arguments[7:10], 1 << 23, *arguments[11:]])
     assert launched() == []
+
+
+@pytest.mark.parametrize("of_pages", ["k_scale", "v_scale"])
+@pytest.mark.parametrize(("rows", "reads_codes"), [(128, True), (129, False)])
+def test_chunks_over_pages_with_scales(of_pages: str, rows: int, reads_codes: bool) -> None:
+    """Two tiles of 128 rows are the most that read codes, whichever of the two has a scale for each page."""
+    q, codes = torch.zeros(1, 4, rows, 64, dtype=DTYPE), torch.zeros(300, 16, 2, 64, dtype=torch.float8_e4m3fn)
+    given = {"cache_seqlens": torch.tensor([4096], dtype=torch.int32), "block_table": torch.zeros(1, 256).int()}
+    LIBRARY.fake_computing(0)
+    begin(90)
+    flashmoe.attention_with_kvcache(q, codes, codes, **given, causal=True, **{of_pages: torch.ones(300, 1, 1, 1)})
+    LIBRARY.fake_computing(1)
+    assert launched()[:1] == ["chunk_forward_e4m3" if reads_codes else "dequantize_e4m3"]
 
 
 @pytest.mark.parametrize("mask", ["bhqk", "slopes"])
@@ -205,6 +219,20 @@ def test_products_of_codes(shape: tuple[int, ...], scales: int, causal: bool, mo
     test_fp8.test_the_recurrence(shape, scales, causal, "cpu")
     assert launched() == ["transpose_e4m3", "forward_e4m3"]
     assert ("_blocks_" in launches()[1]["symbol"]) is (scales >= 3)
+
+
+@pytest.mark.parametrize("name", ["q", "k", "v"])
+def test_products_of_codes_that_repeat(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """V is transposed from where it is; a copy engine reads the others."""
+    monkeypatch.setattr(fp8, "_has_kernel", lambda device: True)
+    codes = {one: torch.randn(1, 2, 130, 64).to(torch.float8_e4m3fn) for one in ("q", "k", "v")}
+    codes[name] = codes[name][:, :1].expand(1, 2, 130, 64)
+    begin(90)
+    flashmoe.attention(*codes.values())
+    transpose, product = launches()
+    assert (codes[name].data_ptr() in transpose["tensors"] + product["tensors"]) is (name == "v")
+    begin(90)
+    flashmoe.attention(*(one.contiguous() for one in codes.values()))
 
 
 @pytest.mark.parametrize("of_blocks", ["q", "k", "v"])

@@ -13,6 +13,7 @@
 #include "../fake_driver.h"
 #include "attention/host/backends.h"
 #include "attention/host/e4m3.h"
+#include "host/tile_counters.h"
 #include "loops.h"
 
 namespace flashmoe {
@@ -29,14 +30,22 @@ void append_e4m3_cpu(const E4m3AppendArguments&) {}
 
 namespace {
 
-// Blocks of a head that tiles of `block` need, over all sequences.
-int64_t tiles(const BackwardParams& p, bool is_runtime, bool of_rows, int32_t block) {
-  int64_t count = 0;
-  for (int32_t number = 0; number < p.batch; ++number) {
-    const Sequence<BackwardParams> sequence(p, number, is_runtime, false);
-    count += ceil_div(of_rows ? sequence.rows : sequence.keys, block);
-  }
-  return count * (of_rows ? p.heads_q : p.heads_kv);
+using host::grid_of;
+
+// Of all sequences: where only the GPU knows their lengths, each may have one tile that is broken.
+int64_t row_blocks(const ForwardParams& p, const host::Kernel& kernel, int64_t block) {
+  const int64_t dense = ceil_div(p.seq_q, block) * p.batch, total = p.sequences.rows_total;
+  return kernel.axes[axis::kMask] >= 0 || total == 0 ? dense : std::min(dense, ceil_div(total, block) + p.batch);
+}
+
+// Of a backward kernel; a ragged tensor's rows in front of all sequences and behind them are cleared by tiles of their own.
+int64_t tiles(const BackwardParams& p, bool is_runtime, bool of_rows, int32_t block, bool draws_all) {
+  const Batch& entries = p.sequences;
+  const int64_t heads = of_rows ? p.heads_q : p.heads_kv, total = of_rows ? entries.rows_total : entries.keys_total;
+  const int64_t dense = ceil_div(of_rows ? p.seq_q : p.seq_k, block) * p.batch;
+  if (!is_runtime || (of_rows ? entries.cu_seqlens_q : entries.cu_seqlens_k) == nullptr) return dense * heads;
+  const int64_t ragged = ceil_div(total, block) + p.batch + 2;
+  return heads * (draws_all ? ragged : std::min(ragged, dense + kClearingSlots));
 }
 
 std::vector<const void*> g_tensors;  // that the last kernel read and wrote
@@ -64,10 +73,17 @@ std::string check_partials(const ForwardParams& p, const host::Kernel& kernel, i
   if (p.lse_partial - p.out_partial < floats) return "partial results that overlap";
   std::fill_n(p.out_partial, floats, NAN);
   std::fill_n(p.lse_partial, 2 * rows, NAN);
+  return "";
+}
+
+// As many as there are rows of a key head, and blocks of keys where several share them.
+std::string check_decoding(const ForwardParams& p, const host::Kernel& kernel, int64_t grid) {
+  if (p.heads_q != p.heads_kv * p.score_options.folded_heads) return "rows of other heads";
   const int64_t rows_of_head = int64_t{p.seq_q} * p.score_options.folded_heads;
-  return text_of(grid < std::min<int64_t>(host::g_gpu.num_multiprocessors,
-                                          ceil_div(rows_of_head, kernel.block_m) * p.heads_kv * p.batch),
-                 "idle multiprocessors");
+  const int64_t items = ceil_div(rows_of_head, kernel.block_m) * p.heads_kv * p.batch;
+  const int64_t tiles = p.num_splits <= 1 ? items : items * (ceil_div(p.seq_k, kernel.block_n) + 1);
+  if (grid != std::min(grid_of(kernel, tiles), host::kMaxCounters)) return "another grid";
+  return check_partials(p, kernel, grid);
 }
 
 // Kernels with tensor maps bend scores, by a softcap or a mask, in a variant of their own; all have one for the slopes of ALiBi,
@@ -85,9 +101,15 @@ std::string run_forward(const std::string& kind, const host::Kernel& kernel, int
   const auto& p = *static_cast<const ForwardParams*>(arguments[0]);
   if (kind == "combine") {
     if (g_computes) combine(p);
-    return text_of(grid * kernel.block_m < int64_t{p.batch} * p.heads_q * p.seq_q, "fewer blocks than rows");
+    return text_of(grid != ceil_div(int64_t{p.batch} * p.heads_q * p.seq_q, kernel.block_m), "another grid");
   }
-  if (kind == "decode_scores") return text_of(p.out_partial == nullptr, "no place for scores");
+  const int64_t items =
+      ceil_div(int64_t{p.seq_q} * p.score_options.folded_heads, kernel.block_m) * p.heads_kv * p.batch;
+  if (kind == "decode_scores") {
+    const int64_t tiles = items * (ceil_div(p.seq_k, kernel.block_n) + 1);
+    return text_of(p.out_partial == nullptr || grid != grid_of(kernel, tiles), "no place for scores, or another grid");
+  }
+  if (kind == "decode_values" && grid != items * (kernel.axes[axis::kHeadDim] / 32)) return "another grid";
   Beside beside;
   const bool is_dropout = std::strncmp(kernel.operation, "attention_dropout", 17) == 0;
   if (is_dropout) beside.dropout = &static_cast<const DropoutForwardParams*>(arguments[0])->dropout;
@@ -96,7 +118,7 @@ std::string run_forward(const std::string& kind, const host::Kernel& kernel, int
     beside.cache = static_cast<const E4m3ForwardParams*>(arguments[0]);
   if (kind == "forward_e4m3") beside.codes = static_cast<const E4m3AttentionParams*>(arguments[0]);
   const bool decodes = kind == "decode" || kind == "decode_e4m3";
-  const std::string wrong = decodes ? check_partials(p, kernel, grid) : "";
+  const std::string wrong = decodes ? check_decoding(p, kernel, grid) : "";
   if (!wrong.empty()) return wrong;
   if (p.head_dim > kernel.axes[axis::kHeadDim] ||
       (kernel.axes[axis::kMask] < 0 && std::strcmp(kernel.variant, "v128") != 0 &&
@@ -104,19 +126,20 @@ std::string run_forward(const std::string& kind, const host::Kernel& kernel, int
     return "a kernel for narrower heads";
   if ((kind == "forward" || is_chunk) && kernel.axes[axis::kMask] < 0 && is_of_other_scores(p.score_options, kernel))
     return "a kernel of other scores";
+  const int32_t width = kernel.axes[axis::kHeadDim];
+  const int64_t parts = kernel.num_tensor_maps > 0 && width > 256 ? width / 256 : 1;  // of a wide head's values
+  const int64_t splits = std::strcmp(kernel.variant, "split") == 0 ? p.num_splits : 1;
+  int64_t tiles = row_blocks(p, kernel, kernel.block_m) * p.heads_q * parts * splits;
   if (is_chunk) {
     if (p.score_options.folded_heads != 1) return "heads are the kernel's to fold";
     int32_t fold = 1;
     while (fold < p.heads_q / p.heads_kv) fold *= 2;
-    const int64_t rows = p.sequences.cu_seqlens_q != nullptr ? p.sequences.rows_total : int64_t{p.batch} * p.seq_q;
-    const int64_t tiles = ceil_div(rows * fold, kernel.block_m) * p.heads_kv * p.num_splits;
-    if (grid < tiles && (p.tile_counter == nullptr || *p.tile_counter != 0)) return "fewer blocks than tiles";
-  } else if (!decodes && kind != "decode_values") {
-    const int64_t rows = kernel.axes[axis::kMask] < 0 && p.sequences.cu_seqlens_q != nullptr
-                             ? ceil_div(p.sequences.rows_total, kernel.block_m)
-                             : ceil_div(p.seq_q, kernel.block_m) * p.batch;
-    const int64_t tiles = rows * p.heads_q * (kernel.axes[axis::kMask] < 0 ? 1 : std::max(1, p.num_splits));
-    if (grid < tiles && (p.tile_counter == nullptr || *p.tile_counter != 0)) return "fewer blocks than tiles";
+    tiles = row_blocks(p, kernel, kernel.block_m / fold) * p.heads_kv * p.num_splits;
+  }
+  if (!decodes && kind != "decode_values") {
+    if (grid != grid_of(kernel, tiles)) return "another grid";
+    if ((tiles > grid) != (p.tile_counter != nullptr)) return "a counter of tiles that are not drawn, or none";
+    if (p.tile_counter != nullptr && *p.tile_counter != 0) return "a counter that is not zero";
   }
   const bool is_streamed = std::strcmp(kernel.operation, kMaskForward) == 0;
   if (is_streamed && (p.score_options.mask == nullptr || p.score_options.folded_heads != 1))
@@ -146,6 +169,7 @@ std::string run_kernel(const host::Kernel& kernel, int64_t grid, void** argument
   if (kind == "transpose_e4m3") {
     const auto& p = *static_cast<const TransposeParams*>(arguments[0]);
     transpose(p);
+    g_tensors = {p.v};
     const int64_t heads = (p.sequences.cu_seqlens_k != nullptr ? int64_t{1} : p.batch) * p.heads_kv;
     return text_of(grid * kernel.threads < heads * p.value_blocks * p.value_rows, "few threads");
   }
@@ -168,7 +192,8 @@ std::string run_kernel(const host::Kernel& kernel, int64_t grid, void** argument
   }
   if (kind == "append" || kind == "append_e4m3") {
     const auto& p = *static_cast<const AppendParams*>(arguments[0]);
-    if (grid * (kernel.threads / 32) < int64_t{2} * p.batch * p.new_keys * p.heads_kv) return "fewer warps than rows";
+    const int64_t rows = int64_t{2} * p.batch * p.new_keys * p.heads_kv;
+    if (grid != ceil_div(rows, kernel.threads / 32)) return "not a warp for each row";
     bool is_aligned = p.head_dim % 8 == 0 && p.head_dim_v % 8 == 0;
     for (const void* tensor :
          {static_cast<const void*>(p.k_cache), static_cast<const void*>(p.v_cache), p.k_new, p.v_new})
@@ -187,26 +212,32 @@ std::string run_kernel(const host::Kernel& kernel, int64_t grid, void** argument
     });
   } else if (kind == "row_dot") {
     const auto& p = *static_cast<const RowDotParams*>(arguments[0]);
-    if (grid * kernel.threads < int64_t{4} * p.batch * p.heads * p.rows) return "fewer than four threads for a row";
+    if (grid != ceil_div(int64_t{p.batch} * p.heads * p.rows, kernel.threads / 4)) return "not four threads for a row";
     if (g_computes) row_dots(p);
   } else if (kind == "scores_sum") {
     const auto& p = *static_cast<const ScoresSumParams*>(arguments[0]);
-    if (p.size % 8 != 0 || grid * kernel.threads < p.num_sums * p.size / 8) return "fewer threads than elements";
+    if (p.size % 8 != 0 || grid != ceil_div(p.num_sums * p.size / 8, kernel.threads)) return "another grid";
     if (g_computes) scores_sum(p);
   } else if (kind == "bias_gradient") {
     const auto& p = *static_cast<const BiasGradientParams*>(arguments[0]);
     const bool has_dropout = std::strcmp(kernel.variant, "dropout") == 0;
     const int64_t tiles = ceil_div(p.rows, kernel.block_m) * ceil_div(p.keys, kernel.block_n);
-    const int64_t parts = tiles * p.splits * p.batches * p.heads;
-    if (kernel.is_persistent ? grid > parts || grid < 1 : grid != parts) return "not a block for each part";
+    const int64_t sums = tiles * p.batches * p.heads;
+    const BackwardParams& of = p.launched.backward;
+    const int64_t items = of.batch / p.batches * (of.heads_q / p.heads) *
+                          (p.folds_rows != 0 ? ceil_div(of.seq_q, kernel.block_m) : 1) *
+                          (p.folds_keys != 0 ? ceil_div(of.seq_k, kernel.block_n) : 1);
+    if (p.splits != std::clamp<int64_t>(4 * host::g_gpu.num_multiprocessors / sums, 1, items)) return "other splits";
+    if ((p.is_float != 0) != (p.splits > 1 || p.folds_rows != 0 || p.folds_keys != 0)) return "sums of another type";
+    if (grid != grid_of(kernel, sums * p.splits)) return "not a block for each part";
     if (g_computes) bias_gradient(p, has_dropout ? &p.launched.dropout : nullptr, kernel);
   } else if (kind == "backward_dq" || kind == "backward_dkv") {
     const auto& p = *static_cast<const BackwardParams*>(arguments[0]);
     const Dropout* dropout = is_dropout ? &static_cast<const DropoutBackwardParams*>(arguments[0])->dropout : nullptr;
     const bool is_dq = kind == "backward_dq";
     if (std::max(p.head_dim, width_v(p, kernel)) > width) return "a kernel for narrower heads";
-    if (!kernel.is_persistent && grid < tiles(p, is_varlen, is_dq, is_dq ? kernel.block_m : kernel.block_n))
-      return "fewer blocks than tiles";
+    const int32_t block = is_dq ? kernel.block_m : kernel.block_n;
+    if (grid != grid_of(kernel, tiles(p, is_varlen, is_dq, block, kernel.is_persistent))) return "another grid";
     if (kernel.is_persistent && (p.tile_counter == nullptr || *p.tile_counter != 0)) return "no counter of tiles";
     if (is_varlen && is_of_other_scores(p.score_options, kernel)) return "a kernel of other scores";
     is_dq ? query_gradient(p, dropout, kernel) : key_value_gradient(p, dropout, kernel, nullptr, 0);
@@ -215,7 +246,7 @@ std::string run_kernel(const host::Kernel& kernel, int64_t grid, void** argument
   } else if (kind == "backward_fused_prepare" || kind == "backward_fused_convert") {
     const auto run = [&](const auto& p, int64_t columns) {
       const int64_t rows = rows_of_sums(p) * (ragged_rows(p) > 0 ? 1 : p.batch);
-      if (grid < rows / kDqPartialRows * p.heads && !is_varlen) return "fewer blocks than partials";
+      if (grid != rows / kDqPartialRows * p.heads) return "not a block for each partial";
       g_rows_of_sums = rows_of_sums(p);
       if (g_computes) kind == "backward_fused_prepare" ? prepare(p, columns) : convert(p, columns);
       return "";
@@ -230,6 +261,7 @@ std::string run_kernel(const host::Kernel& kernel, int64_t grid, void** argument
     g_fused.backward = *static_cast<const BackwardParams*>(arguments[0]);
     if (is_dropout) g_fused.dropout = static_cast<const DropoutBackwardParams*>(arguments[0])->dropout;
     if (p.tile_counter == nullptr || *p.tile_counter != 0) return "no counter of tiles";
+    if (grid != grid_of(kernel, tiles(p, is_varlen, false, kernel.block_n, true))) return "another grid";
     if (g_computes)
       key_value_gradient(p, is_dropout ? &g_fused.dropout : nullptr, kernel, static_cast<float*>(p.dq), g_rows_of_sums);
     std::vector<const void*> tensors{p.q, p.k, p.v, p.dout, p.dk, p.dv};
@@ -267,11 +299,13 @@ CUresult launch(CUfunction function, unsigned grid, unsigned, unsigned, bool is_
   const bool is_forward = std::strstr(kernel.operation, "forward") != nullptr || has_hints ||
                           std::strcmp(kernel.operation, "attention_combine") == 0;
   const int splits = is_forward ? static_cast<const attention::ForwardParams*>(arguments[0])->num_splits : 0;
+  const bool waits = kernel_table().binaries[static_cast<std::size_t>(kernel.binary)].virtual_capability >= 90;
   const int unhinted = has_hints ? static_cast<const attention::ForwardParams*>(arguments[0])->hints : -1;
   g_log += std::string("{\"symbol\": \"") + kernel.symbol + "\", \"operation\": \"" + kernel.operation +
            "\", \"grid\": " + std::to_string(grid) + ", \"splits\": " + std::to_string(splits) +
            ", \"unhinted\": " + std::to_string(unhinted) + ", \"is_dependent\": " + (is_dependent ? "true" : "false") +
-           ", \"tensors\": [" + addresses + "], \"problem\": \"" + problem + "\"}\n";
+           ", \"waits\": " + (waits ? "true" : "false") + ", \"tensors\": [" + addresses + "], \"problem\": \"" +
+           problem + "\"}\n";
   return CUDA_SUCCESS;
 }
 

@@ -56,8 +56,10 @@ class Sequence {
                              0,          MaskTensor::kNone,          1};
   }
 
+  // A page that is not there, whose keys no row sees, is the first.
   int32_t page_of(int32_t key) const {
-    return batch_.block_table[number_ * batch_.block_table_stride + key / batch_.page_size];
+    const int32_t page = batch_.block_table[number_ * batch_.block_table_stride + key / batch_.page_size];
+    return page >= 0 && page < batch_.num_pages ? page : 0;
   }
   int64_t of_row(const Strides& stride, int32_t head, int32_t row) const {
     const int64_t first = batch_.cu_seqlens_q != nullptr ? first_row_ * stride.row : number_ * stride.batch;

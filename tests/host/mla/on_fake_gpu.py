@@ -16,7 +16,7 @@ import pytest
 import torch
 
 import flashmoe
-from flashmoe import operator
+from flashmoe import _extension, operator
 from tests.mla import test_append, test_decode, test_decode_codes, test_decode_sparse
 from tests.mla.coded import KEY_BYTES
 
@@ -54,9 +54,9 @@ def begin(capability: int = 90, multiprocessors: int = 132) -> None:
 
 def launches() -> list[dict[str, Any]]:
     found: list[dict[str, Any]] = [json.loads(line) for line in LIBRARY.fake_log().decode().splitlines()]
-    assert [launch for launch in found if launch["problem"]] == [], [
-        launch["problem"] for launch in found if launch["problem"]
-    ]
+    for launch in found:
+        assert launch["problem"] == "", launch
+        assert "_bf16" in launch["symbol"], launch
     return found
 
 
@@ -92,6 +92,7 @@ def test_decoding(case: test_decode.Case, capability: int, multiprocessors: int)
         "mla_combine",
     ][: 1 + (case.num_splits != 1)]
     assert [launch["is_dependent"] for launch in found] == [capability == 90] * len(found)  # older code does not wait
+    assert _extension.last_kernel() == found[0]["symbol"]
 
 
 @pytest.mark.parametrize("capability", [80, 90])
@@ -115,9 +116,21 @@ def test_appending() -> None:
     test_append.test_pages_behind_the_lengths(BF16, torch.uint8, "cpu")
     test_append.test_slots_and_a_dense_cache(BF16, "cpu")
     assert len(launches()) == 3
+    assert not any(launch["is_dependent"] for launch in launches())
+    assert _extension.last_kernel() == launches()[2]["symbol"]
     latents, cache = test_append.make(3, 2, BF16), torch.zeros(3, 16, KEY_BYTES, dtype=torch.uint8)
     flashmoe.mla_append(latents[:, :0], cache, cache_seqlens=torch.zeros(3, dtype=torch.int32))
     assert len(launches()) == 3
+
+
+@pytest.mark.parametrize(("batch", "tokens"), [(0, 1), (2, 0)])
+def test_nothing_is_launched_without_sequences_or_tokens(batch: int, tokens: int) -> None:
+    q, lengths = torch.zeros(batch, tokens, 8, 576, dtype=BF16), torch.zeros(batch, dtype=torch.int32)
+    torch.ops.flashmoe.mla_decode(q, torch.zeros(batch, 16, 576, dtype=BF16), lengths, None, None, 1.0, False, 0, None)
+    assert _extension.last_kernel() == ""
+    codes = torch.zeros(batch, 16, KEY_BYTES, dtype=torch.uint8)
+    torch.ops.flashmoe.mla_append_(q[:, :, 0], codes, lengths, None, None)
+    assert launches() == []
 
 
 def decoded(

@@ -141,6 +141,20 @@ class GemmKernel {
   Memory memory_;
 };
 
+int64_t ceil_div(int64_t value, int64_t divisor) { return (value + divisor - 1) / divisor; }
+
+// As if each expert had one more tile of rows than full ones, and one sum for each tile of a gradient; a counter where blocks draw tiles.
+std::string check_tiles(const host::Kernel& kernel, const GemmParams& p, int64_t grid) {
+  const bool is_gradient = std::strstr(kernel.operation, "weight_gradient") != nullptr;
+  const int64_t broken = p.expert_offsets != nullptr ? std::min(p.experts, p.slots) : 0;
+  const int64_t row_tiles =
+      is_gradient ? p.experts * ceil_div(p.n, kernel.block_m) : ceil_div(p.slots, kernel.block_m) + broken;
+  const int64_t tiles = row_tiles * ceil_div(is_gradient ? p.k : p.n, kernel.block_n);
+  if (grid != host::grid_of(kernel, tiles)) return "another grid";
+  if ((tiles > grid) != (p.tile_counter != nullptr)) return "a counter of tiles that are not drawn, or none";
+  return p.tile_counter != nullptr && *p.tile_counter != 0 ? "the tile counter is not zero" : "";
+}
+
 // Of linear's calls these are asked for the choice alone.
 bool is_long(const GemmParams& params) { return int64_t{params.slots} * params.n * params.k > int64_t{1} << 22; }
 
@@ -153,13 +167,10 @@ std::string multiply(const host::Kernel& kernel, const GemmParams& params, Memor
   if (is_gated && (memory == Memory::kKnPairs) != (memory != Memory::kNk && params.is_interleaved != 0)) {
     return "gate and up in turn need kn_pairs, and nothing else does";
   }
-  if (params.tile_counter != nullptr && *params.tile_counter != 0) return "the tile counter is not zero";
   const int32_t of_one[] = {0, params.slots};
   const int32_t* offsets = params.expert_offsets != nullptr ? params.expert_offsets : of_one;
-  int64_t row_tiles = 0;
   for (int64_t expert = 0; expert < params.experts; ++expert) {
     const int64_t begin = offsets[expert], end = offsets[expert + 1];
-    row_tiles += (end - begin + kernel.block_m - 1) / kernel.block_m;
     if (operation == "grouped_gemm_weight_gradient") {
       run.weight_gradient(expert);
       continue;
@@ -175,10 +186,7 @@ std::string multiply(const host::Kernel& kernel, const GemmParams& params, Memor
       }
     }
   }
-  const int64_t tiles = row_tiles * ((params.n + kernel.block_n - 1) / kernel.block_n);
-  const bool has_every_tile =
-      operation == "grouped_gemm_weight_gradient" || params.tile_counter != nullptr || grid >= tiles;
-  return has_every_tile ? "" : "there are more tiles than blocks, and no counter";
+  return check_tiles(kernel, params, grid);
 }
 
 #include "fake_mxfp4.h"
@@ -238,11 +246,8 @@ std::string multiply_scaled(const host::Kernel& kernel, const ScaledGemmParams& 
   const bool is_gated = operation.find("gated") != std::string::npos;
   const bool has_few_rows = operation.find("few_rows") != std::string::npos;
   const int64_t blocks = 2 * p.k / kScaleBlock, columns = is_gated ? p.n / 2 : p.n;
-  if (p.tile_counter != nullptr && *p.tile_counter != 0) return "the tile counter is not zero";
-  int64_t row_tiles = 0;
   for (int64_t expert = 0; expert < p.experts; ++expert) {
     const int64_t begin = p.expert_offsets[expert], end = p.expert_offsets[expert + 1];
-    row_tiles += (end - begin + kernel.block_m - 1) / kernel.block_m;
     for (int64_t row = begin; row < end; ++row) {
       const int64_t a_row = row_of(p.a_slots, row, p.top_k);
       const auto product = [&](int64_t n) {
@@ -278,8 +283,7 @@ std::string multiply_scaled(const host::Kernel& kernel, const ScaledGemmParams& 
       }
     }
   }
-  const int64_t tiles = row_tiles * ((p.n + kernel.block_n - 1) / kernel.block_n);
-  return p.tile_counter != nullptr || grid >= tiles ? "" : "there are more tiles than blocks, and no counter";
+  return check_tiles(kernel, p, grid);
 }
 
 #include "fake_linear.h"
@@ -453,18 +457,35 @@ std::string run_kernel(const host::Kernel& kernel, int64_t grid, void** argument
     if (step != SortStep::kCount) sort(params);
   } else if (operation == "moe_combine" || operation == "moe_combine_backward") {
     const auto& params = params_of<CombineParams>(arguments);
-    if (grid % params.tokens != 0) return "no whole number of blocks a token";
+    const bool is_shared_out = params.tokens <= host::g_gpu.num_multiprocessors;
+    if (grid != params.tokens * (is_shared_out ? ceil_div(params.columns, 8 * kernel.threads) : 1))
+      return "another grid";
     operation == "moe_combine" ? combine(params) : combine_backward(params);
   } else if (operation == "moe_bias_gradient") {
-    bias_gradient(params_of<BiasGradientParams>(arguments));
+    const auto& params = params_of<BiasGradientParams>(arguments);
+    if (grid != params.experts * ceil_div(params.columns, 64)) return "another grid";
+    bias_gradient(params);
   } else if (operation == "moe_gather") {
-    gather(params_of<GatherParams>(arguments));
+    const auto& params = params_of<GatherParams>(arguments);
+    if (grid != ceil_div(params.tokens, kernel.threads / 32)) return "another grid";
+    gather(params);
   } else if (operation == "moe_quantize") {
-    quantize(params_of<QuantizeParams>(arguments), kernel.dtype == Dtype::kFloat32);
+    const auto& params = params_of<QuantizeParams>(arguments);
+    if (grid != ceil_div(int64_t{params.rows} * params.columns / kScaleBlock, kernel.threads / 16))
+      return "another grid";
+    quantize(params, kernel.dtype == Dtype::kFloat32);
   } else if (operation == "moe_quantize_tiles") {
-    quantize_tiles(params_of<QuantizeTilesParams>(arguments), static_cast<TileSource>(kernel.axes[0]));
+    const auto& params = params_of<QuantizeTilesParams>(arguments);
+    const auto source = static_cast<TileSource>(kernel.axes[0]);
+    const int64_t rows =
+        source == TileSource::kWeights ? int64_t{params.experts} * params.rows : params.transposed_stride;
+    if (grid != rows / kScaleBlock * (params.columns / kScaleBlock)) return "not a block for each tile";
+    quantize_tiles(params, source);
   } else if (operation == "moe_gated_gradient") {
-    differentiate(params_of<GatedGradientParams>(arguments));
+    const auto& params = params_of<GatedGradientParams>(arguments);
+    if (grid != params.transposed_stride / kScaleBlock * (params.columns / kScaleBlock))
+      return "not a block for each tile";
+    differentiate(params);
   } else if (operation != "moe_route") {
     return "no loops for it";
   }

@@ -3,7 +3,6 @@
 
 std::string multiply_weight_gradient(const host::Kernel& kernel, const ScaledGemmParams& params, int64_t grid) {
   const GemmParams& p = params.gemm;
-  if (p.tile_counter != nullptr && *p.tile_counter != 0) return "the tile counter is not zero";
   const int64_t padded = 2 * p.a_stride;
   for (int64_t expert = 0; expert < p.experts; ++expert) {
     const int32_t begin = p.expert_offsets[expert], count = p.expert_offsets[expert + 1] - begin;
@@ -20,8 +19,7 @@ std::string multiply_weight_gradient(const host::Kernel& kernel, const ScaledGem
       }
     }
   }
-  const int64_t tiles = p.experts * (p.n / kernel.block_m) * ((p.k + kernel.block_n - 1) / kernel.block_n);
-  return p.tile_counter != nullptr || grid >= tiles ? "" : "there are more tiles than blocks, and no counter";
+  return check_tiles(kernel, p, grid);
 }
 
 using Number = std::function<float(int64_t row, int64_t column)>;

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 import flashmoe
-from flashmoe import operator
+from flashmoe import _extension, operator
 from flashmoe.moe import training
 from flashmoe.moe.scaled import quantize
 from tests.arguments import experts as calls
@@ -24,6 +24,7 @@ from tests.moe.reference import Case, compare, compare_all, expect, make_inputs
 from tests.moe.test_mxfp4 import make as make_mxfp4
 
 MULTIPROCESSORS = 132
+OF_ANY_DTYPE = ("moe_route", "moe_sort", "moe_quantize")  # of float32, or of dtypes that are parameters
 SORTED_BY_SEVERAL = 4096  # slots: sort_plan.h
 SMALL = Case(7, dtype=torch.bfloat16, hidden=32, intermediate=24)
 FULL = replace(SMALL, biases=True, shared=True, mapped=True, sentinels=True)
@@ -55,7 +56,9 @@ def begin(capability: int = 90, *, capturing: bool = False) -> None:
 def launches() -> list[dict[str, Any]]:
     """What has been launched since the GPU was chosen; nothing was wrong with it."""
     found = [json.loads(line) for line in LIBRARY.fake_log().decode().splitlines()]
-    assert [launch for launch in found if launch["problem"]] == []
+    for launch in found:
+        assert launch["problem"] == "", launch
+        assert "_bf16" in launch["symbol"] or launch["operation"] in OF_ANY_DTYPE, launch
     return found
 
 
@@ -446,6 +449,10 @@ def test_weights_of_4_bits_are_copied_where_16_bytes_cannot_be_loaded(shift: int
     read = [launch["factors"][1] for launch in launches() if "grouped" in launch["operation"]]
     for at, one in zip(read, (w13, w2), strict=True):
         assert (at == one.data_ptr()) == (one.data_ptr() % 16 == one.stride(1) % 16 == one.stride(0) % 16 == 0)
+    shared = layer.w13[:1].expand_as(layer.w13)  # a stride of 0
+    begin()
+    assert torch.equal(layer(w13=shared), layer(w13=shared.contiguous()))
+    assert next(launch for launch in launches() if "grouped" in launch["operation"])["factors"][1] != shared.data_ptr()
 
 
 @pytest.mark.parametrize("capability", [80, 90])
@@ -458,5 +465,14 @@ def test_every_layout_that_is_taken(capability: int, number: int) -> None:
     )
     if is_other or "quantize" in name or ("scale" in name and capability < 90):
         return  # no operators of the extension's, no loops or long ones, or no kernels
-    assert differences(number, calls, layouts_alone=capability == 80) == []
-    launches()
+
+    def watch(results: list[Tensor]) -> None:
+        """Of one call: without results nothing is launched, and the last kernel has the name of one that was."""
+        symbols = [launch["symbol"] for launch in launches()]
+        assert not symbols or any(one.numel() for one in results)
+        has_product = "grouped" in "".join(symbols)  # the gradient of a bias alone names no kernel
+        assert not has_product or _extension.last_kernel() in symbols
+        assert symbols or _extension.last_kernel() == ""
+        begin(capability)
+
+    assert differences(number, calls, layouts_alone=capability == 80, watch=watch) == []

@@ -48,7 +48,10 @@ def problems(unit: Unit) -> Iterator[VarlenProblem]:
         replace(
             one, name="equal", rows=(1,) * 3, keys=(2 * n,) * 3, keys_layout=Keys.DENSE, page_size=0, has_sinks=True
         ),
-        replace(ragged, name="rows", rows=(18, 5), keys=(2 * n + 7, n), left=3 * n // 2),
+        # Of the second slice of the values' columns a part.
+        replace(ragged, name="rows", rows=(18, 5), keys=(2 * n + 7, n), left=3 * n // 2, head_dim_v=dim // 2 + 8),
+        # Keys whose weight is beyond 16 bits of another's.
+        replace(one, name="far scores", heads_q=3, magnitude=30.0),
         replace(ragged, name="no rows", rows=(0, 0), keys=(n, 3), slack=2),
     )
     for seed, problem in enumerate(every):

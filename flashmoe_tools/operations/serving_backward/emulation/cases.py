@@ -74,8 +74,8 @@ def _problems(unit: Unit) -> Iterator[VarlenProblem]:
     yield replace(window, left=n // 2 + 3, right=5, has_sinks=True)
     narrow = base("narrow window", (m + 70, 3), (n, 9))
     yield replace(narrow, left=1, right=0, has_sinks=True, has_counter=False)
-    # A window that some blocks lie inside of.
-    yield replace(base("wide window", (m + 9,), (m + 5 * n,)), left=3 * max(n, 64) + 7, right=0, heads_q=1)
+    # A window that blocks lie inside of, as many as loops with lookahead go round twice for.
+    yield replace(base("wide window", (m + 9,), (m + 8 * n,)), left=6 * max(n, 64) + 7, right=0, heads_q=1)
     # Keys that no query sees, in front of the window, for whole tiles; a group of three.
     yield replace(base("unseen keys", (5, 1), (2 * n + 70, n + 1)), left=3, right=0, heads_q=3)
     # More rows than keys, with a sink: rows without a key have it alone.
