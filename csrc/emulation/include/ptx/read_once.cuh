@@ -7,7 +7,9 @@ namespace flashmoe::ptx {
 
 using emulation::Site;
 
-__device__ __forceinline__ void ld_global_128(uint32_t (&value)[4], const void* gmem, CachePolicy, Site site = Site::here()) {
+__device__ __forceinline__ void ld_global_128(uint32_t (&value)[4], const void* gmem, CachePolicy policy,
+                                              Site site = Site::here()) {
+  static_cast<void>(policy);
   emulation::load_global(value, gmem, 16, site, "ld_global_128");
 }
 
