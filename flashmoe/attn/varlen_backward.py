@@ -70,9 +70,12 @@ def run(call: Callable[..., Any], given: VarlenBackward, dropout: tuple[Any, ...
         mask if mask is None or mask.dtype == torch.bool or is_slopes(mask) else _cast(mask, out),
         out,
         lse.contiguous(),
-        *given[12:14],
+        given.max_seqlen_q,
+        given.max_seqlen_k,
         scale,
-        *given[15:18],
+        given.window_left,
+        given.window_right,
+        given.softcap,
         needs & fake.ALL_GRADIENTS | more,
     )
     dq, dk, dv, *rest = call(*kernels, *dropout)

@@ -274,7 +274,8 @@ void boxed_backward(StableIValue* stack, uint64_t num_arguments, uint64_t num_ou
     return VarlenArguments::has(tensor) ? host::give_optional(std::move(tensor)) : host::give_none();
   };
   stack[3] = give_found(gradients.row_dot);
-  if constexpr (kWithMask) stack[4] = give_found(VarlenArguments::has(gradients.mask) ? gradients.mask : gradients.scores);
+  if constexpr (kWithMask)
+    stack[4] = give_found(VarlenArguments::has(gradients.mask) ? gradients.mask : gradients.scores);
 }
 
 template <class Backend>
