@@ -170,7 +170,7 @@ void run_fused(const DropoutBackwardParams& launched, const BackwardKernels& ker
       sum_params = scores_sum_params(gradients);
       const Kernel& kernel = select_scores_sum(request);
       const int64_t lanes = sum_params.num_sums * sum_params.size / host::kRowAlignElements;
-      sum = {&kernel, ceil_div(lanes, kernel.threads), &sum_params, nullptr, /*is_dependent=*/false};
+      sum = {&kernel, ceil_div(lanes, kScoresSumChunks * kernel.threads), &sum_params, nullptr, /*is_dependent=*/false};
     }
   }
   run(
