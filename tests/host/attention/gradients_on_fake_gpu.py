@@ -169,12 +169,14 @@ def test_gradients_without_rows_or_keys_are_zeros(rows: int, keys: int) -> None:
     assert len(launches()) == before
 
 
-def test_a_mask_that_is_streamed() -> None:
-    begin(90)
-    shapes = ((2, 514), (1, 520), (1, 520))
+@pytest.mark.parametrize(("rows", "multiprocessors", "is_taller"), [(514, 132, False), (512, 1, True)])
+def test_a_mask_that_is_streamed(rows: int, multiprocessors: int, is_taller: bool) -> None:
+    begin(90, multiprocessors)
+    shapes = ((2, rows), (1, 520), (1, 520))
     q, k, v = (torch.randn(1, many, length, 16).to(DTYPE).requires_grad_() for many, length in shapes)
-    mask = torch.randn(1, 1, 514, 520).to(DTYPE)
+    mask = torch.randn(1, 1, rows, 520).to(DTYPE)
     out = flashmoe.attention(q, k, v, attn_mask=mask)
+    assert [launch["symbol"].endswith("m256") for launch in launches()] == [is_taller]
     found = torch.autograd.grad(out, (q, k, v), out.detach())
     operations = launched()
     assert "mask_forward" in operations
