@@ -203,12 +203,12 @@ extern "C" void choose_more(int capability, const char* forced, int is_bf16, int
 }
 
 // Writes the symbol of the kernel that streams a mask, or nothing. sizes: rows, keys, heads, batch, multiprocessors.
-extern "C" void choose_mask_forward(int capability, const char* forced, int is_bf16, int head_dim, const long long* sizes,
-                                    char* answer, int length) {
+extern "C" void choose_mask_forward(int capability, const char* forced, int is_bf16, int head_dim,
+                                    const long long* sizes, char* answer, int length) {
   const host::KernelRequest request{capability, static_cast<int>(sizes[4]), "a GPU", forced,
                                     is_bf16 ? host::Dtype::kBFloat16 : host::Dtype::kFloat16};
-  const attention::VarlenSelectorInput masked{request,  head_dim, head_dim, 0, sizes[0], sizes[1],
-                                              sizes[2], sizes[3], 0,        true};
+  const attention::VarlenSelectorInput masked{request,  head_dim, head_dim, 0, sizes[0],
+                                              sizes[1], sizes[2], sizes[3], 0, true};
   answer[0] = 0;
   try {
     const host::Kernel* found = attention::find_mask_forward(masked, *attention::select_varlen_forward(masked));

@@ -451,8 +451,8 @@ const Kernel* find_mask_forward(const VarlenSelectorInput& input, const Kernel& 
     const int64_t tiles = ceil_div(input.rows, kernel.block_m) * input.heads * input.batch;
     return ceil_div(tiles, input.request.num_multiprocessors) * kernel.block_m;
   };
-  const Kernel* taller = host::find_kernel({kMaskForward, otherwise.family, "m256", input.request.dtype, {input.head_dim}},
-                                           axis::kHeadDim, loadable);
+  const Kernel* taller = host::find_kernel(
+      {kMaskForward, otherwise.family, "m256", input.request.dtype, {input.head_dim}}, axis::kHeadDim, loadable);
   const bool is_taller = taller != nullptr && taller->axes[axis::kHeadDim] == own->axes[axis::kHeadDim];
   return is_taller && rounds(*taller) < rounds(*own) ? taller : own;
 }

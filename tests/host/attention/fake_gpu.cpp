@@ -190,7 +190,8 @@ std::string run_kernel(const host::Kernel& kernel, int64_t grid, void** argument
     if (g_computes) row_dots(p);
   } else if (kind == "scores_sum") {
     const auto& p = *static_cast<const ScoresSumParams*>(arguments[0]);
-    if (p.size % 8 != 0 || grid * kernel.threads * kScoresSumChunks < p.num_sums * p.size / 8) return "fewer threads than elements";
+    if (p.size % 8 != 0 || grid * kernel.threads * kScoresSumChunks < p.num_sums * p.size / 8)
+      return "fewer threads than elements";
     if (g_computes) scores_sum(p);
   } else if (kind == "bias_gradient") {
     const auto& p = *static_cast<const BiasGradientParams*>(arguments[0]);

@@ -260,9 +260,7 @@ struct Consumer {
         if (has_huge_values(values)) {
           add([&](float& score, float value) { add_mask_value(score, value, params.scale_log2, value_factor); });
         } else {  // the same bits
-          add([&](float& score, float value) {
-            score = ptx::fma_rn(score, params.scale_log2, value * value_factor);
-          });
+          add([&](float& score, float value) { score = ptx::fma_rn(score, params.scale_log2, value * value_factor); });
         }
       }
       // Hazard: what uses the last values is scheduled behind the arrival, which waits for no load, and the copy engine writes the next mask.
