@@ -334,6 +334,9 @@ def test_streamed_forward(dim: int, letters: str) -> None:
     q = torch.randn(2, 4, 530, dim, device="cuda", dtype=torch.bfloat16)
     k, v = (torch.randn(2, 2, 648, dim, device="cuda", dtype=torch.bfloat16) for _ in range(2))
     bias = torch.randn(*(sizes[letter] for letter in letters), device="cuda", dtype=torch.bfloat16)
+    lowest = torch.finfo(bias.dtype).min  # its product with log2(e) is no float
+    bias[..., 30:40] = lowest
+    bias[:, :, 9] = lowest
     bias[..., 90:200] = -torch.inf
     bias[:, :, 7] = -torch.inf
     high = reference_dtype(q.device)
@@ -349,6 +352,8 @@ def test_streamed_forward(dim: int, letters: str) -> None:
     assert not out[:, :, 7].any()
     seen = wanted_lse.isfinite()
     assert torch.equal(seen, lse.isfinite())
+    assert (lse[:, :, 9] < -1e38).all()
+    seen[:, :, 9] = False
     assert (lse[seen] - wanted_lse[seen]).abs().max() <= 2e-3
 
 

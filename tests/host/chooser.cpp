@@ -156,9 +156,11 @@ extern "C" void choose_more(int capability, const char* forced, int is_bf16, int
       add(attention::select_storing(request, *both.fused));
       add(attention::select_scores_sum(request));
     }
-    const attention::VarlenSelectorInput masked{request, head_dim, head_dim_v, 0, 4096, 4096, 32, 8, 0, true};
-    const host::Kernel* streaming = attention::find_mask_forward(masked, *attention::select_varlen_forward(masked));
-    if (streaming != nullptr) add(*streaming);
+    for (const int rows : {576, 4096}) {
+      const attention::VarlenSelectorInput masked{request, head_dim, head_dim_v, 0, rows, 4096, 32, 8, 0, true};
+      const host::Kernel* streaming = attention::find_mask_forward(masked, *attention::select_varlen_forward(masked));
+      if (streaming != nullptr) add(*streaming);
+    }
     add(attention::select_e4m3_append(request));
     add(attention::select_dequantize(request));
     add(attention::select_e4m3(request, head_dim));  // which Turing has not
@@ -197,6 +199,21 @@ extern "C" void choose_more(int capability, const char* forced, int is_bf16, int
     if (std::strcmp(kernel->operation, "attention_chunk_forward") != 0 || kernel->dtype != request.dtype) continue;
     const attention::Choice coded = attention::select_coded_chunk(request, {kernel, nullptr, 1});
     if (coded.forward != nullptr) add(*coded.forward);
+  }
+}
+
+// Writes the symbol of the kernel that streams a mask, or nothing. sizes: rows, keys, heads, batch, multiprocessors.
+extern "C" void choose_mask_forward(int capability, const char* forced, int is_bf16, int head_dim,
+                                    const long long* sizes, char* answer, int length) {
+  const host::KernelRequest request{capability, static_cast<int>(sizes[4]), "a GPU", forced,
+                                    is_bf16 ? host::Dtype::kBFloat16 : host::Dtype::kFloat16};
+  const attention::VarlenSelectorInput masked{request,  head_dim, head_dim, 0, sizes[0],
+                                              sizes[1], sizes[2], sizes[3], 0, true};
+  answer[0] = 0;
+  try {
+    const host::Kernel* found = attention::find_mask_forward(masked, *attention::select_varlen_forward(masked));
+    if (found != nullptr) std::snprintf(answer, length, "%s", found->symbol);
+  } catch (const std::exception&) {  // a family that this GPU or type has not
   }
 }
 

@@ -70,6 +70,15 @@ def varlen_backward(loaded: ctypes.CDLL, capability: int, head_dim: int, head_di
     return [symbol for symbol in answer.value.decode().split()[::2] if symbol.startswith(kinds)]
 
 
+def mask_forward(loaded: ctypes.CDLL, capability: int, head_dim: int, *, bf16: bool, forced: str | None, **sizes: int) -> str:
+    """The symbol of the kernel that streams a mask, or an empty one. ``sizes``: rows, keys, heads, batch, multiprocessors."""
+    answer = ctypes.create_string_buffer(256)
+    name = forced.encode() if forced is not None else None
+    numbers = (ctypes.c_longlong * 5)(*(sizes[of] for of in ("rows", "keys", "heads", "batch", "multiprocessors")))
+    loaded.choose_mask_forward(capability, name, bf16, head_dim, numbers, answer, len(answer))
+    return answer.value.decode()
+
+
 def compile_with_table(folder: Path, targets: tuple[str, ...] | None, *sources: Path) -> ctypes.CDLL:
     """A library of these files, the search for a kernel, and the table of the kernels for ``targets``."""
     tables = load_tables()
@@ -255,6 +264,7 @@ def compile_chooser(folder: Path, targets: tuple[str, ...] | None) -> Chooser:
     choose.varlen = choose_varlen  # type: ignore[attr-defined]
     choose.more = choose_more  # type: ignore[attr-defined]
     choose.varlen_backward = partial(varlen_backward, loaded)  # type: ignore[attr-defined]
+    choose.mask_forward = partial(mask_forward, loaded)  # type: ignore[attr-defined]
     return choose
 
 

@@ -485,6 +485,46 @@ def ordered(capability: int, dim: int, p: dict[str, Any]) -> tuple[str, ...]:
     return (scores.symbol, values.symbol) if serves else ()
 
 
+def test_streamed_masks(choose: Any) -> None:
+    """Tiles of 256 rows where the busiest multiprocessor goes through fewer rows with them."""
+    rng = random.Random(3)
+    variants: set[str] = set()
+    for _ in range(DRAWS):
+        capability = rng.choice((80, 90, 90, 90, 90, 100))
+        dim, dtype = near(rng, 8, 64, 128, 192), rng.choice(("f16", "bf16"))
+        sizes = {
+            "rows": near(rng, 512, 576, 768, 1024, 2048, 4096),
+            "keys": near(rng, 512, 4096),
+            "heads": rng.choice((1, 8, 12, 16, 32)),
+            "batch": rng.choice((1, 2, 4, 8, 16)),
+            "multiprocessors": rng.choice((16, 132, 132, 132)),
+        }
+        forced = rng.choice((None, None, *families(capability)))
+        is_streamed = capability == 90 and forced in (None, "sm90") and dim <= 128 and min(sizes["rows"], sizes["keys"]) >= 512
+        wanted = ""
+        if is_streamed:
+            found = [find(capability, dtype, "attention_mask_forward", "sm90", variant, dim) for variant in ("", "m256")]
+            own, taller = found
+            assert own is not None
+            best = own
+            if taller is not None and taller.head_dim == own.head_dim:
+                busiest = [
+                    kernel.row.block_m
+                    * math.ceil(
+                        math.ceil(sizes["rows"] / kernel.row.block_m)
+                        * sizes["heads"]
+                        * sizes["batch"]
+                        / sizes["multiprocessors"]
+                    )
+                    for kernel in (own, taller)
+                ]
+                best = taller if busiest[1] < busiest[0] else own
+            wanted = best.symbol
+            variants.add(best.row.variant)
+        assert choose.mask_forward(capability, dim, bf16=dtype == "bf16", forced=forced, **sizes) == wanted, sizes
+    assert variants == {"", "m256"}
+
+
 def test_two_kernels_with_the_bits_of_a_prefill(choose: Any) -> None:
     rng = random.Random(2)
     for _ in range(DRAWS):

@@ -54,6 +54,7 @@ struct Gradients {
   Tensor
       row_dot;  // as lse: BackwardParams::row_dot, where the caller needs it for the gradient of the sinks. A GPU's alone
   Tensor scores;  // [batch, heads_q, rows, keys or a few more]: MaskBackwardParams::scores_gradient
+  Tensor mask;    // their sums, [batch or 1, heads_q or 1, as scores], where the mask has fewer matrices
 };
 
 // Throws unless q, k and v are tensors of one device and of one dtype that has kernels there; or, of a cache of codes, k and v of

@@ -20,8 +20,8 @@ void backward_varlen_cpu(const VarlenBackwardArguments& arguments, const Gradien
 void backward_varlen_cuda(const VarlenBackwardArguments& arguments, const Gradients& gradients);
 // Whether it stores the gradient of the scores behind a mask, which takes all other gradients, too.
 bool stores_scores_gradient(const VarlenBackwardArguments& arguments);
-// From it, that of the mask.
-Tensor mask_gradient(const VarlenArguments& forward, Tensor scores);
+// Memory for it, and for its sums where the mask has fewer matrices.
+void allocate_mask_gradient(const VarlenArguments& forward, Gradients& gradients);
 // At least one new key.
 void append_cpu(const AppendArguments& arguments);
 void append_cuda(const AppendArguments& arguments);

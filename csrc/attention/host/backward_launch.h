@@ -85,10 +85,11 @@ inline void allocate_row_dot(BackwardParams& params, int64_t row_dot, const host
 
 // All three gradients by one kernel, between one that computes row_dot and zeroes the sums of dq, and one that converts these.
 // partials: of all heads, of partial_rows rows each. A kernel takes `launched`, of dropout or a mask, or the BackwardParams that it begins with.
+// `next`, where it has a kernel, runs directly behind the fused one.
 template <class Launched, class QueryParams, class MakeFusedMaps>
 void run_fused(Launched launched, const BackwardKernels& kernels, QueryParams queries, int64_t partials,
                int64_t partial_rows, int64_t tiles, const MakeFusedMaps& key_value_gradient_maps,
-               const host::Device& gpu) {
+               const host::Device& gpu, const host::Launch& next = {}) {
   BackwardParams& params = launched.backward;
   const Kernel& fused = *kernels.fused;
   const host::CudaCall call(gpu);
@@ -107,6 +108,7 @@ void run_fused(Launched launched, const BackwardKernels& kernels, QueryParams qu
   host::LaunchList list;
   list.add({kernels.prepare, partials, &queries, nullptr, /*is_dependent=*/false});
   list.add({&fused, host::grid_for(fused, tiles, gpu), &launched, maps.data(), /*is_dependent=*/false});
+  if (next.kernel != nullptr) list.add(next);
   list.add({kernels.convert, partials, &queries, nullptr, /*is_dependent=*/false});
   list.run(call);
   host::set_last_kernel(fused.symbol);

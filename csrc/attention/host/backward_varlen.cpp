@@ -122,7 +122,21 @@ void run_split(const DropoutBackwardParams& launched, const BackwardKernels& ker
   run_split(launched, kernels, tiles, params.head_dim_v, query_gradient_maps, key_value_gradient_maps, gpu);
 }
 
-void run_fused(const DropoutBackwardParams& launched, const BackwardKernels& kernels, const Tensor& scores,
+ScoresSumParams scores_sum_params(const Gradients& gradients) {
+  const int64_t* sizes = gradients.scores.sizes();
+  const int64_t* mask = gradients.mask.sizes();
+  const bool adds_heads = mask[1] < sizes[1];
+  const int64_t all = sizes[0] * sizes[1], num_sums = mask[0] * mask[1];
+  return {gradients.scores.data(),
+          gradients.mask.data(),
+          sizes[2] * sizes[3],
+          static_cast<int32_t>(num_sums),
+          static_cast<int32_t>(all / num_sums),
+          static_cast<int32_t>(adds_heads ? sizes[1] : 1),
+          static_cast<int32_t>(adds_heads ? 1 : sizes[1])};
+}
+
+void run_fused(const DropoutBackwardParams& launched, const BackwardKernels& kernels, const Gradients& gradients,
                const host::Device& gpu) {
   const BackwardParams& params = launched.backward;
   const Kernel& fused = *kernels.fused;
@@ -138,17 +152,26 @@ void run_fused(const DropoutBackwardParams& launched, const BackwardKernels& ker
   queries.head_dim_v = params.head_dim_v;
   queries.width = fused.axes[axis::kHeadDim];
   if (launched.dropout.rng_state != nullptr) queries.scale *= launched.dropout.scale;  // dS lacks it
+  host::Launch sum;
   const auto run = [&](const auto& given, const auto& maps, const BackwardKernels& used) {
-    run_fused(given, used, queries, partials * params.heads_q, kDqPartialRows, tiles * params.heads_kv, maps, gpu);
+    run_fused(given, used, queries, partials * params.heads_q, kDqPartialRows, tiles * params.heads_kv, maps, gpu, sum);
   };
   if (std::strcmp(fused.operation, "attention_mask_backward_fused") != 0)
     return run(launched, key_value_gradient_maps, kernels);
   MaskBackwardParams masked{params, nullptr, 0};
   BackwardKernels used = kernels;
-  if (VarlenArguments::has(scores)) {
-    used.fused = &select_storing(host::make_request(gpu, fused.dtype), fused);
-    masked.scores_gradient = scores.data();
-    masked.scores_gradient_row = scores.strides()[2];
+  ScoresSumParams sum_params;
+  if (VarlenArguments::has(gradients.scores)) {
+    const host::KernelRequest request = host::make_request(gpu, fused.dtype);
+    used.fused = &select_storing(request, fused);
+    masked.scores_gradient = gradients.scores.data();
+    masked.scores_gradient_row = gradients.scores.strides()[2];
+    if (VarlenArguments::has(gradients.mask)) {
+      sum_params = scores_sum_params(gradients);
+      const Kernel& kernel = select_scores_sum(request);
+      const int64_t lanes = sum_params.num_sums * sum_params.size / host::kRowAlignElements;
+      sum = {&kernel, ceil_div(lanes, kScoresSumChunks * kernel.threads), &sum_params, nullptr, /*is_dependent=*/false};
+    }
   }
   run(
       masked,
@@ -211,29 +234,15 @@ bool stores_scores_gradient(const VarlenBackwardArguments& arguments) {
   return prefers_fused(kernels, params, forward, gpu);
 }
 
-Tensor mask_gradient(const VarlenArguments& forward, Tensor scores) {
+void allocate_mask_gradient(const VarlenArguments& forward, Gradients& gradients) {
   const int64_t* mask = forward.mask.sizes();
-  const int64_t* sizes = scores.sizes();
-  if (mask[0] == sizes[0] && mask[1] == sizes[1]) return scores;
-  const host::Device& gpu = host::device(forward.device_index);
-  const Kernel& kernel = select_scores_sum(host::make_request(gpu, forward.dtype));
-  Tensor sums = host::empty({mask[0], mask[1], sizes[2], sizes[3]}, forward.torch_dtype, forward.device_type,
-                            forward.device_index);
-  const bool adds_heads = mask[1] < sizes[1];
-  const int64_t all = sizes[0] * sizes[1], num_sums = mask[0] * mask[1];
-  const ScoresSumParams params{scores.data(),
-                               sums.data(),
-                               sizes[2] * sizes[3],
-                               static_cast<int32_t>(num_sums),
-                               static_cast<int32_t>(all / num_sums),
-                               static_cast<int32_t>(adds_heads ? sizes[1] : 1),
-                               static_cast<int32_t>(adds_heads ? 1 : sizes[1])};
-  const host::CudaCall call(gpu);
-  host::LaunchList list;
-  list.add({&kernel, ceil_div(num_sums * params.size / host::kRowAlignElements, kernel.threads), &params, nullptr,
-            /*is_dependent=*/false});
-  list.run(call);
-  return sums;
+  const int64_t keys = ceil_div(forward.max_seqlen_k, host::kRowAlignElements) * host::kRowAlignElements;
+  const auto matrices = [&](int64_t batch, int64_t heads) {
+    return host::empty({batch, heads, forward.max_seqlen_q, keys}, forward.torch_dtype, forward.device_type,
+                       forward.device_index);
+  };
+  gradients.scores = matrices(forward.batch(), forward.heads_q());
+  if (mask[0] < forward.batch() || mask[1] < forward.heads_q()) gradients.mask = matrices(mask[0], mask[1]);
 }
 
 void backward_varlen_cuda(const VarlenBackwardArguments& arguments, const Gradients& gradients) {
@@ -253,7 +262,7 @@ void backward_varlen_cuda(const VarlenBackwardArguments& arguments, const Gradie
   const bool has_dropout = operands.forward.has_dropout();
   const DropoutBackwardParams launched{params, has_dropout ? make_dropout(operands.forward) : Dropout{}};
   if (needs_all && prefers_fused(kernels, params, operands.forward, gpu)) {
-    run_fused(launched, kernels, gradients.scores, gpu);
+    run_fused(launched, kernels, gradients, gpu);
   } else {
     run_split(launched, kernels, gpu);
   }

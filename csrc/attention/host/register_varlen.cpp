@@ -261,16 +261,11 @@ void boxed_backward(StableIValue* stack, uint64_t num_arguments, uint64_t num_ou
   if (stores_scores) computed |= kNeedsAll;
   Gradients gradients =
       allocate_gradients(arguments, computed, !Backend::kIsCpu && !is_empty, is_empty, Backend::kIsCpu);
-  if (stores_scores) {
-    const int64_t keys = ceil_div(forward.max_seqlen_k, host::kRowAlignElements) * host::kRowAlignElements;
-    gradients.scores = host::empty({forward.batch(), forward.heads_q(), forward.max_seqlen_q, keys},
-                                   forward.torch_dtype, forward.device_type, forward.device_index);
+  if constexpr (kWithMask) {
+    if (stores_scores) allocate_mask_gradient(forward, gradients);
   }
   host::set_last_kernel("");
   if (!is_empty) Backend::backward(arguments, gradients);
-  if constexpr (kWithMask) {
-    if (stores_scores) gradients.scores = mask_gradient(forward, std::move(gradients.scores));
-  }
   Tensor* const wanted[] = {&gradients.dq, &gradients.dk, &gradients.dv};
   for (int index = 0; index < 3; ++index) {
     stack[index] = (needs >> index & 1) != 0 ? host::give_optional(std::move(*wanted[index])) : host::give_none();
@@ -279,7 +274,8 @@ void boxed_backward(StableIValue* stack, uint64_t num_arguments, uint64_t num_ou
     return VarlenArguments::has(tensor) ? host::give_optional(std::move(tensor)) : host::give_none();
   };
   stack[3] = give_found(gradients.row_dot);
-  if constexpr (kWithMask) stack[4] = give_found(gradients.scores);
+  if constexpr (kWithMask)
+    stack[4] = give_found(VarlenArguments::has(gradients.mask) ? gradients.mask : gradients.scores);
 }
 
 template <class Backend>

@@ -457,7 +457,16 @@ const Kernel* find_mask_forward(const VarlenSelectorInput& input, const Kernel& 
   const Kernel* own = host::find_kernel({kMaskForward, otherwise.family, "", input.request.dtype, {input.head_dim}},
                                         axis::kHeadDim, loadable);
   const bool is_as_wide = own != nullptr && own->axes[axis::kHeadDim] == otherwise.axes[axis::kHeadDim];
-  return is_as_wide ? own : nullptr;
+  if (!is_as_wide) return nullptr;
+  // The rows that the busiest multiprocessor goes through, of whole tiles.
+  const auto rounds = [&](const Kernel& kernel) {
+    const int64_t tiles = ceil_div(input.rows, kernel.block_m) * input.heads * input.batch;
+    return ceil_div(tiles, input.request.num_multiprocessors) * kernel.block_m;
+  };
+  const Kernel* taller = host::find_kernel(
+      {kMaskForward, otherwise.family, "m256", input.request.dtype, {input.head_dim}}, axis::kHeadDim, loadable);
+  const bool is_taller = taller != nullptr && taller->axes[axis::kHeadDim] == own->axes[axis::kHeadDim];
+  return is_taller && rounds(*taller) < rounds(*own) ? taller : own;
 }
 
 BackwardKernels select_varlen_backward(const host::KernelRequest& request, int32_t head_dim, int32_t head_dim_v,

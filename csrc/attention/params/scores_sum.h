@@ -5,6 +5,8 @@
 
 namespace flashmoe::attention {
 
+constexpr int32_t kScoresSumChunks = 2;  // of eight elements, of a thread
+
 // sums[i] = scores[i * first] + scores[i * first + step] + ..., `count` matrices of `size` elements, a multiple of eight, in float32.
 struct ScoresSumParams {
   const void* scores;

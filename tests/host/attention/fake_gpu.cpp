@@ -216,7 +216,8 @@ std::string run_kernel(const host::Kernel& kernel, int64_t grid, void** argument
     if (g_computes) row_dots(p);
   } else if (kind == "scores_sum") {
     const auto& p = *static_cast<const ScoresSumParams*>(arguments[0]);
-    if (p.size % 8 != 0 || grid != ceil_div(p.num_sums * p.size / 8, kernel.threads)) return "another grid";
+    const int64_t chunks = p.num_sums * p.size / 8;
+    if (p.size % 8 != 0 || grid != ceil_div(chunks, int64_t{kernel.threads} * kScoresSumChunks)) return "another grid";
     if (g_computes) scores_sum(p);
   } else if (kind == "bias_gradient") {
     const auto& p = *static_cast<const BiasGradientParams*>(arguments[0]);

@@ -169,12 +169,14 @@ def test_gradients_without_rows_or_keys_are_zeros(rows: int, keys: int) -> None:
     assert len(launches()) == before
 
 
-def test_a_mask_that_is_streamed() -> None:
-    begin(90)
-    shapes = ((2, 514), (1, 520), (1, 520))
+@pytest.mark.parametrize(("rows", "multiprocessors", "is_taller"), [(514, 132, False), (512, 1, True)])
+def test_a_mask_that_is_streamed(rows: int, multiprocessors: int, is_taller: bool) -> None:
+    begin(90, multiprocessors)
+    shapes = ((2, rows), (1, 520), (1, 520))
     q, k, v = (torch.randn(1, many, length, 16).to(DTYPE).requires_grad_() for many, length in shapes)
-    mask = torch.randn(1, 1, 514, 520).to(DTYPE)
+    mask = torch.randn(1, 1, rows, 520).to(DTYPE)
     out = flashmoe.attention(q, k, v, attn_mask=mask)
+    assert [launch["symbol"].endswith("m256") for launch in launches()] == [is_taller]
     found = torch.autograd.grad(out, (q, k, v), out.detach())
     operations = launched()
     assert "mask_forward" in operations
@@ -227,6 +229,8 @@ def test_a_streamed_mask_s_gradient(
     assert operations.count("mask_backward_fused") == (2 if stores else int(window < 0 and not is_split))
     assert operations.count("bias_gradient") == 2 * (not stores)
     assert operations.count("scores_sum") == 2 * (stores and heads == 1)
+    behind = ["scores_sum"] if stores and heads == 1 else []  # while dS is in the cache
+    assert not stores or operations[-2 - len(behind) :] == ["mask_backward_fused", *behind, "backward_fused_convert"]
     assert torch.equal(every[4], alone[4])
     assert [one.numel() for one in alone[:4]] == [0] * 4
     leaves = [one.detach().double().requires_grad_() for one in (q, k, v, mask)]

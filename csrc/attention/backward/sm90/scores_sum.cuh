@@ -1,10 +1,13 @@
-// The gradient of a mask that sequences or heads share, from the scores' (MaskBackwardParams): matrices added in ascending order, in float32.
-// Grid: a thread for every eight elements of the sums.
+// The gradient of a mask that sequences or heads share, from the scores' (MaskBackwardParams): matrices added in float32, the last one first, as the
+// second-level cache has those that the fused kernel stored last. What is read makes room first.
+// Grid: kScoresSumChunks chunks of a block's threads, each thread with eight elements of the sums. With one chunk 16 matrices of 512 rows and 12 heads
+// would be 1.5 rounds of blocks, and the second would find the cache swept.
 #pragma once
 
 #include "attention/params/scores_sum.h"
 #include "device/convert.cuh"
 #include "ptx/memory.cuh"
+#include "ptx/read_once.cuh"
 #include "ptx/special_registers.cuh"
 
 namespace flashmoe::attention::backward::sm90 {
@@ -19,28 +22,44 @@ struct ScoresSumSpec {
 template <typename Spec>
 __device__ __forceinline__ void scores_sum(const ScoresSumParams& params) {
   using Element = typename Spec::Element;
-  const int64_t at = (static_cast<int64_t>(ptx::block_index()) * Spec::kNumThreads + ptx::thread_index()) * 8;
-  const int64_t number = at / params.size;
-  if (number >= params.num_sums) return;
-  const Element* scores_gmem =
-      static_cast<const Element*>(params.scores) + number * params.first * params.size + (at - number * params.size);
-  const int64_t step = params.step * params.size;
-  float2 sums[4] = {};
-#pragma unroll 4
-  for (int i = 0; i < params.count; ++i) {
-    uint32_t words[4];
-    ptx::ld_global_128(words, scores_gmem + i * step);
+  int64_t at[kScoresSumChunks];
+  const Element* scores_gmem[kScoresSumChunks];
 #pragma unroll
-    for (int w = 0; w < 4; ++w) {
-      const float2 pair = unpack<Element>(words[w]);
-      sums[w].x += pair.x;
-      sums[w].y += pair.y;
+  for (int c = 0; c < kScoresSumChunks; ++c) {
+    const int64_t chunk = static_cast<int64_t>(ptx::block_index()) * kScoresSumChunks + c;
+    at[c] = (chunk * Spec::kNumThreads + ptx::thread_index()) * 8;
+    const int64_t number = at[c] / params.size;
+    const bool is_inside = number < params.num_sums;
+    scores_gmem[c] = !is_inside ? nullptr
+                                : static_cast<const Element*>(params.scores) + number * params.first * params.size +
+                                      (at[c] - number * params.size);
+  }
+  const int64_t step = params.step * params.size;
+  const ptx::CachePolicy policy = ptx::evict_first();
+  float2 sums[kScoresSumChunks][4] = {};
+#pragma unroll 4
+  for (int i = params.count - 1; i >= 0; --i) {
+#pragma unroll
+    for (int c = 0; c < kScoresSumChunks; ++c) {
+      if (scores_gmem[c] == nullptr) continue;
+      uint32_t words[4];
+      ptx::ld_global_128(words, scores_gmem[c] + i * step, policy);
+#pragma unroll
+      for (int w = 0; w < 4; ++w) {
+        const float2 pair = unpack<Element>(words[w]);
+        sums[c][w].x += pair.x;
+        sums[c][w].y += pair.y;
+      }
     }
   }
-  uint32_t words[4];
 #pragma unroll
-  for (int w = 0; w < 4; ++w) words[w] = pack<Element>(sums[w].x, sums[w].y);
-  ptx::st_global_128(static_cast<Element*>(params.sums) + at, words);
+  for (int c = 0; c < kScoresSumChunks; ++c) {
+    if (scores_gmem[c] == nullptr) continue;
+    uint32_t words[4];
+#pragma unroll
+    for (int w = 0; w < 4; ++w) words[w] = pack<Element>(sums[c][w].x, sums[c][w].y);
+    ptx::st_global_128(static_cast<Element*>(params.sums) + at[c], words);
+  }
 }
 
 }  // namespace flashmoe::attention::backward::sm90

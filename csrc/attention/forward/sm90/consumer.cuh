@@ -30,10 +30,21 @@
 #include "ptx/barrier.cuh"
 #include "ptx/elements.cuh"
 #include "ptx/ldmatrix.cuh"
+#include "ptx/pairs.cuh"
 #include "ptx/special_registers.cuh"
 #include "ptx/wgmma.cuh"
 
 namespace flashmoe::attention::sm90 {
+
+// Whether a warp has a mask value whose product with log2(e) may leave the range of float: finite and at most -2^127, in bfloat16 0xff00 to
+// 0xff7f. With 0x80 added those are the largest numbers of 16 bits, as infinity and NaN go round. In float16 they are NaN.
+template <int kSteps>
+__device__ __forceinline__ bool has_huge_values(const uint32_t (&values)[kSteps][4]) {
+  uint32_t most = 0;
+#pragma unroll
+  for (int i = 0; i < 4 * kSteps; ++i) most = ptx::max_of_sum_u16x2(values[i / 4][i % 4], 0x00800080u, most);
+  return ptx::vote_any((most & 0xffffu) >= 0xff80u || most >= 0xff800000u);
+}
 
 template <typename Spec, MaskKind kMask>
 struct Consumer {
@@ -228,16 +239,28 @@ struct Consumer {
       const auto tile = shared.mask(key.stage, consumer);
       const int lane = ptx::lane_index();
       const int row = ptx::warp_index() % 4 * 16 + lane % 16;
+      constexpr int kSteps = 2;  // of 16 keys, together: all four of a block spill at D=128
 #pragma unroll
-      for (int step = 0; step < Spec::kBlockN / 16; ++step) {
-        uint32_t values[4];  // of 8 keys the first 8 rows, and the other 8; of the next 8 keys
-        ptx::ldmatrix_x4(values, tile.chunk(row, step / 4, step % 4 * 2 + lane / 16));
+      for (int first_step = 0; first_step < Spec::kBlockN / 16; first_step += kSteps) {
+        uint32_t values[kSteps][4];  // of 8 keys the first 8 rows, and the other 8; of the next 8 keys
 #pragma unroll
-        for (int pair = 0; pair < 4; ++pair) {
-          const float2 both = unpack<Element>(values[pair]);
-          float* first = &scores[8 * step + pair / 2 * 4 + pair % 2 * 2];
-          add_mask_value(first[0], both.x, params.scale_log2, value_factor);
-          add_mask_value(first[1], both.y, params.scale_log2, value_factor);
+        for (int i = 0; i < kSteps; ++i) {
+          const int step = first_step + i;
+          ptx::ldmatrix_x4(values[i], tile.chunk(row, step / 4, step % 4 * 2 + lane / 16));
+        }
+        const auto add = [&](const auto& sum) {
+#pragma unroll
+          for (int i = 0; i < 4 * kSteps; ++i) {
+            const float2 both = unpack<Element>(values[i / 4][i % 4]);
+            float* first = &scores[8 * (first_step + i / 4) + i % 4 / 2 * 4 + i % 2 * 2];
+            sum(first[0], both.x);
+            sum(first[1], both.y);
+          }
+        };
+        if (has_huge_values(values)) {
+          add([&](float& score, float value) { add_mask_value(score, value, params.scale_log2, value_factor); });
+        } else {  // the same bits
+          add([&](float& score, float value) { score = ptx::fma_rn(score, params.scale_log2, value * value_factor); });
         }
       }
       // Hazard: what uses the last values is scheduled behind the arrival, which waits for no load, and the copy engine writes the next mask.

@@ -83,7 +83,9 @@ def streamed_masks(unit: Unit, few: tuple[str, ...]) -> Iterator[VarlenProblem]:
     found = [
         replace(base("ragged", (m + 3,) * 2, (2 * n + 9,) * 2), right=0),
         replace(short, head_dim=dim // 2 + 8, head_dim_v=dim // 2 - 8, mask_broadcast=(True, False, False)),
-        replace(window, left=70, right=3, has_sinks=True, heads_kv=1, mask_broadcast=(False, True, False)),
+        replace(
+            window, left=70, right=3, has_sinks=True, heads_kv=1, mask_broadcast=(False, True, False), has_lowest=True
+        ),
         replace(base("dense", (m + 3,) * 3, (n, n + 1, 0)), heads_q=4, mask_broadcast=(True, True, False)),
     ]
     for seed, problem in enumerate(found):
