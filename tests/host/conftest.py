@@ -70,7 +70,9 @@ def varlen_backward(loaded: ctypes.CDLL, capability: int, head_dim: int, head_di
     return [symbol for symbol in answer.value.decode().split()[::2] if symbol.startswith(kinds)]
 
 
-def mask_forward(loaded: ctypes.CDLL, capability: int, head_dim: int, *, bf16: bool, forced: str | None, **sizes: int) -> str:
+def mask_forward(
+    loaded: ctypes.CDLL, capability: int, head_dim: int, *, bf16: bool, forced: str | None, **sizes: int
+) -> str:
     """The symbol of the kernel that streams a mask, or an empty one. ``sizes``: rows, keys, heads, batch, multiprocessors."""
     answer = ctypes.create_string_buffer(256)
     name = forced.encode() if forced is not None else None

@@ -500,10 +500,14 @@ def test_streamed_masks(choose: Any) -> None:
             "multiprocessors": rng.choice((16, 132, 132, 132)),
         }
         forced = rng.choice((None, None, *families(capability)))
-        is_streamed = capability == 90 and forced in (None, "sm90") and dim <= 128 and min(sizes["rows"], sizes["keys"]) >= 512
+        is_streamed = (
+            capability == 90 and forced in (None, "sm90") and dim <= 128 and min(sizes["rows"], sizes["keys"]) >= 512
+        )
         wanted = ""
         if is_streamed:
-            found = [find(capability, dtype, "attention_mask_forward", "sm90", variant, dim) for variant in ("", "m256")]
+            found = [
+                find(capability, dtype, "attention_mask_forward", "sm90", variant, dim) for variant in ("", "m256")
+            ]
             own, taller = found
             assert own is not None
             best = own
