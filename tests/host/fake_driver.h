@@ -14,7 +14,10 @@
 
 extern "C" const unsigned char flashmoe_binaries[1] = {0};
 extern "C" const char flashmoe_index[1] = {0};
-extern "C" int32_t aoti_torch_device_type_cuda() { return aoti_torch_device_type_cpu(); }
+// The CPU's tensors are the GPU's here; what asks whether a tensor is the CPU's hears no where `g_is_gpu_alone`.
+static bool g_is_gpu_alone = false;
+extern "C" int32_t aoti_torch_device_type_cuda() { return 0; }
+extern "C" int32_t aoti_torch_device_type_cpu() { return g_is_gpu_alone ? 1 : 0; }
 
 namespace flashmoe::host {
 namespace {
@@ -23,6 +26,7 @@ Device g_gpu;
 bool g_is_capturing = false;
 std::string g_log;      // one JSON object a line
 std::string g_missing;  // part of the symbols that no module has
+bool g_refuses_maps = false;
 
 // Of this GPU: kernels for others have the same symbol.
 const Kernel& kernel_of(CUfunction function) {
@@ -76,7 +80,7 @@ Driver make_driver() {
                                     const cuuint64_t* dims, const cuuint64_t* strides, const cuuint32_t* box,
                                     const cuuint32_t*, CUtensorMapInterleave, CUtensorMapSwizzle,
                                     CUtensorMapL2promotion promotion, CUtensorMapFloatOOBfill) {
-    if (reinterpret_cast<uintptr_t>(address) % 16 != 0) return CUDA_ERROR_INVALID_VALUE;
+    if (g_refuses_maps || reinterpret_cast<uintptr_t>(address) % 16 != 0) return CUDA_ERROR_INVALID_VALUE;
     for (cuuint32_t axis = 0; axis < rank; ++axis) {
       if (dims[axis] == 0 || box[axis] == 0 || box[axis] > 256) return CUDA_ERROR_INVALID_VALUE;
       if (axis > 0 && strides[axis - 1] % 16 != 0) return CUDA_ERROR_INVALID_VALUE;
@@ -119,4 +123,6 @@ ContextGuard::~ContextGuard() = default;
 }  // namespace flashmoe::host
 
 FAKE_EXPORT void fake_missing_kernels(const char* symbols) { flashmoe::host::g_missing = symbols; }
+FAKE_EXPORT void fake_refused_maps(int refuses) { flashmoe::host::g_refuses_maps = refuses != 0; }
+FAKE_EXPORT void fake_gpu_alone(int is_alone) { g_is_gpu_alone = is_alone != 0; }
 FAKE_EXPORT const char* fake_log() { return flashmoe::host::g_log.c_str(); }

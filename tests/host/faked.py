@@ -85,6 +85,6 @@ def run_tests(library: Path, operation: str, part: ModuleType | None = None) -> 
     command = [sys.executable, "-m", "pytest", *options, *map(str, (HERE / operation).glob("*on_fake_gpu.py"))]
     alone = {"FLASHMOE_LIBRARY": str(library), "FLASHMOE_TEST_REPORT": "", "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
     environ = {**os.environ, **alone}
-    done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=300, check=False)
+    done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=900, check=False)
     assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-2000:]
     assert " passed" in done.stdout

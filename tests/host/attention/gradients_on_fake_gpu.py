@@ -130,7 +130,7 @@ def test_dropout_and_its_gradients(capability: int, case: Any, monkeypatch: pyte
 
 
 @pytest.mark.parametrize("capability", CAPABILITIES)
-@pytest.mark.parametrize("kind", ["dense", "softcap", "sinks", "codes", "pages"])
+@pytest.mark.parametrize("kind", ["dense", "softcap", "sinks", "codes", "pages", "no page", "no token"])
 def test_rows_that_see_no_key(capability: int, kind: str) -> None:
     """Without any key there is no kernel of attention to launch: zeros, and what the sinks alone add up to."""
     if kind == "codes" and capability < 90:
@@ -143,7 +143,12 @@ def test_rows_that_see_no_key(capability: int, kind: str) -> None:
     if kind == "pages":
         k = torch.empty(0, 16, 2, 16, dtype=DTYPE)
         lengths[2:] = torch.zeros(2, dtype=torch.int32), torch.zeros(2, 0, dtype=torch.int32)
-    numbers = (5, 0, 0.25, -1, -1, 3.0 if kind == "softcap" else 0.0, 0)
+    if kind == "no page":  # of one that a sequence may have
+        k = torch.empty(0, 16, 2, 16, dtype=DTYPE)
+        lengths[2:] = torch.zeros(2, dtype=torch.int32), torch.zeros(2, 1, dtype=torch.int32)
+    if kind == "no token":
+        k, lengths[1] = torch.empty(0, 2, 16, dtype=DTYPE), torch.zeros(3, dtype=torch.int32)
+    numbers = (5, 16 if kind.startswith("no ") else 0, 0.25, -1, -1, 3.0 if kind == "softcap" else 0.0, 0)
     operators = torch.ops.flashmoe
     if kind == "dense":
         out, lse = operators.flash_attention_forward(q, k, k, 0.25, False)
@@ -154,6 +159,30 @@ def test_rows_that_see_no_key(capability: int, kind: str) -> None:
     assert torch.equal(out, torch.zeros_like(out))
     assert torch.equal(lse, torch.full_like(lse, -math.inf) if sinks is None else sinks.view(1, 4, 1).expand(2, 4, 5))
     assert not [name for name in launched() if "forward" in name or "decode" in name]
+
+
+@pytest.mark.parametrize("is_ragged", [False, True])
+@pytest.mark.parametrize("needs", range(1, 8))
+def test_gradients_that_nobody_needs_have_no_memory(needs: int, is_ragged: bool) -> None:
+    """Unless a kernel gives them beside one that is needed."""
+    shapes = ((1, 70, 4, 16), (1, 45, 2, 16)) if not is_ragged else ((70, 4, 16), (45, 2, 16))
+    q, k = (torch.zeros(shape, dtype=DTYPE) for shape in shapes)
+    begin(80)
+    LIBRARY.fake_computing(0)
+    operators = torch.ops.flashmoe
+    with torch.profiler.profile(profile_memory=True, acc_events=True) as profile:
+        if is_ragged:
+            ends = [torch.tensor([0, count], dtype=torch.int32) for count in (70, 45)]
+            lse = torch.zeros(4, 70)
+            operators._attention_varlen_backward(
+                q, None, q, k, k, *ends, None, None, None, q, lse, 70, 45, 0.25, -1, -1, 0.0, needs
+            )
+        else:
+            q, k = q.transpose(1, 2), k.transpose(1, 2)
+            operators._flash_attention_backward(q, None, q, k, k, q, torch.zeros(1, 4, 70), 0.25, False, needs)
+    LIBRARY.fake_computing(1)
+    taken = [event.nbytes() for event in profile.profiler.kineto_results.events() if event.name() == "[memory]"]
+    assert (taken.count(2 * q.numel()), taken.count(2 * k.numel())) == (needs & 1, 2 * (needs & 6 != 0))
 
 
 @pytest.mark.parametrize(("rows", "keys"), [(0, 9), (9, 0)])

@@ -271,6 +271,32 @@ def test_lengths_are_looked_at_where_that_is_asked_for(monkeypatch: pytest.Monke
                 flashmoe.attention_varlen(q, q, q, lengths, lengths, 9, 9)
 
 
+def test_lengths_of_a_gpu_are_not_looked_at_unasked() -> None:
+    """A look would wait for the GPU."""
+    q, ends = torch.randn(9, 2, 16).to(DTYPE), torch.tensor([0, 6, 5, 9], dtype=torch.int32)
+    begin(90)
+    LIBRARY.fake_computing(0)
+    LIBRARY.fake_gpu_alone(1)
+    try:
+        torch.ops.flashmoe.attention_varlen_forward(q, q, q, ends, ends, *[None] * 4, 9, 9, 0.25, -1, -1, 0.0, 0)
+    finally:
+        LIBRARY.fake_gpu_alone(0)
+        LIBRARY.fake_computing(1)
+    assert launched()
+
+
+def test_a_map_that_the_driver_refuses_is_told_in_numbers() -> None:
+    q, k = torch.zeros(2, 3, 700, 128, dtype=DTYPE), torch.zeros(2, 3, 640, 128, dtype=DTYPE)
+    begin(90)
+    LIBRARY.fake_refused_maps(1)
+    sizes, strides = r"sizes \[2, 3, 700, 128\]", r"byte strides \[537600, 179200, 256\]"
+    try:
+        with pytest.raises(RuntimeError, match=rf"{sizes}, {strides}, box \[\d+, 64\]"):
+            torch.ops.flashmoe.flash_attention_forward(q, k, k, 0.25, False)
+    finally:
+        LIBRARY.fake_refused_maps(0)
+
+
 @pytest.mark.parametrize("dtype", [DTYPE, torch.float32])
 @pytest.mark.parametrize("head_dim", [8, 24, 59, 256, 512])
 @pytest.mark.parametrize("layout", ["dense", "rows", "ragged"])

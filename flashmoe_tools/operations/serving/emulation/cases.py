@@ -51,7 +51,8 @@ def problems(unit: Unit) -> Iterator[VarlenProblem]:
         return
     is_split = bool(unit.row.options.get("split"))
     functions = unit.row.options.get("scores")
-    for seed, problem in enumerate(_decoding(unit) if is_split else (*_prefill(unit), *_decoding(unit))):
+    whole = (*_prefill(unit), *_decoding(unit), _falling(unit))
+    for seed, problem in enumerate(_decoding(unit) if is_split else whole):
         if functions is not None and problem.has_score_functions != bool(functions):
             continue
         is_wide = unit.row.axes["head_dim"] > 64
@@ -209,6 +210,14 @@ def _prefill(unit: Unit) -> Iterator[VarlenProblem]:
     yield short
     # With a mask tensor they do not.
     yield replace(short, name="unshared tiles", mask=MaskTensor.ADDITIVE, mask_broadcast=(False, False, False))
+
+
+def _falling(unit: Unit) -> VarlenProblem:
+    """Rows with keys in two blocks, few in each: scores of one sign alone, so that a row's maximum is far below that of the block before where
+    another row's is far above."""
+    n = unit.row.block_n
+    problem = replace(_base(unit, "falling scores", (24, 20), (n + 16, n + 16)), heads_q=6, heads_kv=6)
+    return replace(problem, softcap=60.0, magnitude=400.0, left=4, right=0)
 
 
 LEAST_SHARE = 256  # keys, kLeastShare

@@ -17,7 +17,7 @@ BLOCKS = 19  # of the grid: shares end inside items, and items inside shares; mo
 FEW = ("decode", "divided", "shared by all", "lowest mask")
 ONE = ("decode",)
 SMALLEST = 64  # head dim
-MANY = 40  # sequences: more than a warp has lanes
+MANY = 70  # sequences: more than twice the lanes of a warp
 
 
 def problems(unit: Unit) -> Iterator[VarlenProblem]:
@@ -58,7 +58,16 @@ def problems(unit: Unit) -> Iterator[VarlenProblem]:
         replace(few, name="mask", rows=(3, 3), keys=(n + 9, 2 * n), rows_layout=Rows.DENSE, mask=MaskTensor.BOOL),
         replace(one, name="additive mask", rows=(1, 1), keys=(n + 9, 3), keys_layout=Keys.DENSE, page_size=0),
         replace(one, name="lowest mask", rows=(1, 1), keys=(n + 9, 3), keys_layout=Keys.DENSE, page_size=0),
-        replace(few, name="many", rows=many, keys=(*(3 * rows for rows in many[:-1]), n + 9), right=0, heads_q=1),
+        replace(
+            few,
+            name="many",
+            rows=many,
+            keys=(*(3 * rows for rows in many[:-1]), n + 9),
+            right=0,
+            heads_q=1,
+            keys_layout=Keys.PAGED,
+            page_size=16,
+        ),
         # More blocks than are added at once, the first of which has another item's end, too.
         replace(one, name="shared by most", rows=(1, 1), keys=(n, 35 * n - 3)),
         replace(few, name="no rows", rows=(0, 0, 0), keys=(n, 0, 5), slack=2),
@@ -68,12 +77,15 @@ def problems(unit: Unit) -> Iterator[VarlenProblem]:
         ),
         # Whole items, and sequences without rows in front of the ones that a block finds.
         replace(few, name="many, one split", rows=many, keys=many, heads_q=1, splits=1),
-        # Equal sequences without an array of lengths, in parts; sinks, since sequences lie as heads do.
+        # Equal sequences without an array of lengths, in parts; sinks, since sequences lie as heads do. Of as many sequences as a warp has lanes
+        # the items would not be whole either.
         replace(
             one,
             name="equal, in parts",
-            rows=(1,) * 3,
-            keys=(9 * n,) * 3,
+            rows=(1,) * 2,
+            heads_q=12,
+            heads_kv=3,
+            keys=(9 * n,) * 2,
             keys_layout=Keys.DENSE,
             page_size=0,
             has_sinks=True,
