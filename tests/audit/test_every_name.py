@@ -8,17 +8,20 @@ from typing import Any
 import pytest
 from test_every_check import _context, _elf, _symbol, told
 
-from flashmoe_tools.audit import (  # fmt: skip
+from flashmoe_tools.audit import (
     context,
     loading,
     lookup,
     names,
     package,
     render,
+    resolve,
+    sources,
     symbols,
     torch_libraries,
     torch_symbols,
 )
+from flashmoe_tools.audit.elf import Search
 from flashmoe_tools.audit.torch_libraries import InstalledTorch, Shims
 from flashmoe_tools.report import Check, Report, Verdict
 
@@ -220,7 +223,59 @@ def test_the_file_that_is_meant() -> None:
         assert "nothing in the wheel is called `_D`" in package._lost_check("a.py", 1, "_D", idle).why
 
 
+# Libraries and sources
+
+
+def test_what_a_file_brings_in(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Breadth first; RPATH holds for all below, RUNPATH, where there is one, for the library's own needs alone."""
+    torch = InstalledTorch("2.10.0", {"t.so": Path("/torch/t.so")})
+    needs = {"a.so": ("b.so", "gone.so"), "t.so": ("c.so",), "b.so": ("a.so", "d.so")}
+    paths = {"a.so": Search(("/ra",)), "t.so": Search(("/unused",), ("/rt",))}
+    asked: list[tuple[str, tuple[str, ...]]] = []
+
+    def find(_: Any, soname: str, folders: Any) -> Path | None:
+        asked.append((soname, tuple(map(str, folders))))
+        return torch.libraries.get(soname) or (None if soname in ("n.so", "gone.so") else Path("/lib", soname))
+
+    def provided(path: Path) -> Any:
+        return SimpleNamespace(needed=needs.get(path.name, ()), search=paths.get(path.name, Search()))
+
+    monkeypatch.setattr(resolve.Resolver, "find", find)
+    monkeypatch.setattr(resolve, "provided", provided)
+    resolver = resolve.Resolver(torch, named={"n.so": Path("/wheel/n.so"), "a.so": Path("/wheel/a.so")})
+    found = resolver.closure(Path("/x/_C.so"), ("a.so", "t.so", "n.so"), Search((), ("/run",)))
+    assert list(found.libraries) == ["a.so", "t.so", "n.so", "b.so", "c.so", "d.so"]
+    assert (found.absent, found.from_torch, found.from_sources) == ({"gone.so": "a.so"}, ("t.so",), ("n.so",))
+    assert asked == [*((name, ("/run",)) for name in ("a.so", "t.so", "n.so")),
+                     ("b.so", ("/ra",)), ("gone.so", ("/ra",)), ("c.so", ("/rt",)), ("d.so", ("/ra",))]  # fmt: skip
+    lent = resolver.closure(Path("/x/_C.so"), ("t.so",), Search(("/torch",)))
+    assert (lent.from_torch, asked[-1]) == ((), ("c.so", ("/rt",)))
+
+
+@pytest.mark.parametrize(("text", "kinds"), [
+    ("int f();", [False]), ("int f() { return 1; }", [True]), ("return f();", []), ("// int f();\n", []), ("x = f(1);", []), ("int gf();", []), ("a.f();", []),
+    ("/* int f(); */ int f(int (*)(int), int) {", [True]), ("template <> int a::f<int>(int);", [False]), ("int f(", []),
+    ("#define X\nint* f();", [False]), ("f(1);", []),
+])  # fmt: skip
+def test_where_a_source_names_a_function(tmp_path: Path, text: str, kinds: list[bool]) -> None:
+    for name in ("a.cpp", "a.txt"):
+        (tmp_path / name).write_text("\n" + text)
+    found = sources.find_mentions(tmp_path, "f")
+    line = 2 + text.startswith("#")
+    assert found == tuple(sources.Mention(f"{tmp_path.name}/a.cpp:{line}", kind) for kind in kinds)
+
+
 # Reports
+
+
+def test_long_lists() -> None:
+    """The worst of those that are only counted is their verdict."""
+    assert [context.listing("abc", limit) for limit in (2, 3)] == ["a, b and 1 more", "a, b, c"]
+    rows = [Check(f"a: {at}", Verdict.WARN) for at in range(22)]
+    assert context.limited(rows[:20]) == rows[:20]
+    for last in (Verdict.WARN, Verdict.FAIL):
+        found = context.limited([*rows[:21], Check("b", last)])
+        assert (found[:20], len(found), found[20].name, found[20].verdict) == (rows[:20], 21, "a: 2 more", last)
 
 
 def test_tables_of_kernels() -> None:

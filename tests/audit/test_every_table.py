@@ -223,26 +223,12 @@ def test_entries_of_a_ptx_module() -> None:
 
 
 def test_a_block_that_does_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each limit is the last number that passes, and no second reason is given for the first one."""
-    gpu = load_tables().gpu("sm80")
-
-    def problems(blocks: int = 1, **need: Any) -> list[str]:
-        monkeypatch.setattr(launch, "block_limits", lambda *_, **__: [SimpleNamespace(blocks=blocks, resource="threads")])  # fmt: skip
-        sizes = {"registers": 32, "threads": 128, "smem_static": 0, "smem_dynamic": 0, "local_memory": 0, **need}
-        row = launch.launchability(launch.Need("k", "k", "sm_80", **sizes), gpu, smem_static_limit=49152, registers_limit=255)  # fmt: skip
-        return [words.split(", ")[0] for words in row.problems]
-
-    most = gpu.smem_per_block_optin
-    assert problems() == problems(threads=1024) == problems(registers=None) == problems(registers=255) == problems(smem_static=49152) == []  # fmt: skip
-    assert problems(smem_dynamic=most) == problems(smem_static=8, smem_dynamic=most - 8) == []
-    assert problems(smem_static=8, smem_dynamic=most - 7) == [f"{most + 1} bytes of shared memory per block"]
-    assert problems(smem_static=49153) == ["49153 bytes of static shared memory"]
-    assert problems(threads=1025) == ["1025 threads per block"]
-    assert problems(registers=256) == ["256 registers per thread"]
-    assert problems(registers=64, threads=1024) == []
-    assert problems(registers=72, threads=1024) == [f"72 registers x 1024 threads take {72 * 1024} registers"]
-    assert problems(0) == [f"no block fits on a multiprocessor of {gpu.name}"]
-    assert problems(0, threads=1025) == ["1025 threads per block"]
+    """By a limit of the multiprocessor alone; no second reason is given beside a first one."""
+    monkeypatch.setattr(launch, "block_limits", lambda *_, **__: [SimpleNamespace(blocks=0, resource="threads")])
+    for threads, told in ((128, "no block fits on a multiprocessor of sm80, by its threads"), (1025, "1025 threads per block, the limit is 1024")):  # fmt: skip
+        need = launch.Need("k", "k", "sm_80", 32, threads, 0, 0, 0)
+        row = launch.launchability(need, load_tables().gpu("sm80"), smem_static_limit=49152, registers_limit=255)
+        assert row.problems == (told,)
 
 
 # Files
