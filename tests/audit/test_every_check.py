@@ -1,5 +1,6 @@
 """What each check says of each fault alone, on facts that are made up: no compiler, no library."""
 
+import importlib.util
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -284,6 +285,16 @@ def test_what_a_library_gives(version: str, defined: frozenset[str], gives: bool
     library = Provided(frozenset({"f"}), (), {"f": frozenset({"V"})}, defined)
     assert library.gives(_symbol("f", False, version=version)) is gives
     assert not library.gives(_symbol("g", False, version=version))
+
+
+def test_a_library_gives_what_it_exports() -> None:
+    """Not what it wants itself."""
+    spec = importlib.util.find_spec("torch")
+    path = next(Path(str(spec and spec.origin)).parent.glob("_C.*.so"))
+    facts, given = elf.read_elf(path), elf.exported_names(path)
+    assert given == {symbol.name for symbol in facts.exported}
+    assert "PyInit__C" in given
+    assert not given & {symbol.name for symbol in facts.undefined}
 
 
 def test_a_symbol_of_a_version_is_not_found_in_the_file_itself() -> None:
