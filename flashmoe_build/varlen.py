@@ -61,7 +61,7 @@ def scores_table(root: Path) -> Table:
 
 def backward_scores_table(root: Path) -> Table:
     """The same of the backward pass, with softcaps."""
-    sides = {"flashmoe-plain": "without", "flashmoe-dense": "dense", EFFICIENT: "efficient", CUDNN: "cuDNN"}
+    sides = {"flashmoe-plain": "without", FLEX: "FlexAttention", EFFICIENT: "efficient"}
     return _scores(
         [(problem, cell) for problem, cell in _serving(root, "masks-train") if problem != problem.plain], sides
     )
