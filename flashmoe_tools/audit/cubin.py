@@ -145,10 +145,10 @@ def _attributes(data: bytes) -> Iterator[tuple[int, bytes]]:
 
 
 def _by_function(data: bytes) -> dict[int, dict[int, int]]:
-    """Symbol index -> {attribute: value} for the attributes that name a function."""
+    """Symbol index -> {attribute: value} for the attributes that name a function, all of which have 8 bytes."""
     found: dict[int, dict[int, int]] = {}
     for number, value in _attributes(data):
-        if number in (_REGISTERS, _FRAME_SIZE, _MIN_STACK) and len(value) == 8:
+        if len(value) == 8:
             index, amount = struct.unpack("<II", value)
             found.setdefault(index, {})[number] = amount
     return found

@@ -9,12 +9,13 @@ from typing import Any
 
 import pytest
 
-from flashmoe_tools.audit import binutils, elf, engine, imports, loading, lookup, package, symbols, wheels
+from flashmoe_tools.audit import binutils, elf, engine, imports, kernels, loading, lookup, package, symbols, wheels
 from flashmoe_tools.audit.cubin import CubinFacts, KernelFacts
 from flashmoe_tools.audit.elf import ElfFacts, Provided, Search, Symbol
 from flashmoe_tools.audit.embedded import Binary
 from flashmoe_tools.audit.errors import NotElfError
 from flashmoe_tools.audit.policy import load_policy
+from flashmoe_tools.audit.ptx import PtxEntry, PtxFacts
 from flashmoe_tools.audit.resources import MAX_PARAM_BYTES, check_launches, check_parameters, check_resources, launches
 from flashmoe_tools.report import Check
 from flashmoe_tools.tables import load_tables
@@ -89,6 +90,30 @@ def test_parameters() -> None:
     assert told(check_parameters(two, EXPECTED)) == [
         ("FAIL", name, "16 bytes in k_full (sm_80); 24 bytes in k_full (sm_90a)")
     ]
+
+    ptx = replace(BINARY, target="ptx", facts=PtxFacts("sm_80", "8.7", (PtxEntry("k_ptx", 0, 0, 0, 24, False),)))
+    assert told(check_parameters([BINARY, ptx], EXPECTED)) == [
+        ("FAIL", name, "16 bytes in k_full (sm_80); 24 bytes in k_ptx (ptx)")
+    ]
+
+
+def test_entries() -> None:
+    """What a binary holds is listed; one that cannot be read holds nothing, and is judged by another check."""
+
+    def found(binary: Binary, *stated: str) -> Told:
+        unit: Any = SimpleNamespace(entries=tuple(("f16", symbol) for symbol in stated))
+        return told(kernels._check_entries([binary], {("k", "sm_80"): unit}))
+
+    unread, empty = replace(BINARY, facts=None), replace(BINARY, entries=("k",), facts=CubinFacts("sm_80", (), ()))
+    assert found(BINARY, "k_full") == [("PASS", "kernel entries", "1 symbols, each in its binary")]
+    assert found(replace(BINARY, entries=("k",)), "k") == [
+        ("FAIL", "missing entry: k", "k.sm_80 holds k_full"),
+        ("FAIL", "entry outside the table: k_full", "k_full in k.sm_80"),
+    ]
+    assert found(empty, "k") == [("FAIL", "missing entry: k", "k.sm_80 holds nothing")]
+    assert found(BINARY, "k_full", "k")[1:] == [("FAIL", "index entries: k.sm_80", "k_full")]
+    assert found(unread, "k") == [("PASS", "kernel entries", "0 symbols, each in its binary")]
+    assert unread.symbols == frozenset()
 
 
 def test_launches_of_what_is_known() -> None:
@@ -240,7 +265,10 @@ def test_exports() -> None:
     assert told(symbols.check_exports(_context(False, dynamic=(_symbol("g"), _symbol("f"))))) == [
         ("PASS", "exports", "2: f, g")
     ]
-    assert told(symbols.check_exports(_context(False))) == [("WARN", "exports", "nothing is exported")]
+    nothing = [("WARN", "exports", "nothing is exported")]
+    unseen = (_symbol("f", binding="local"), replace(_symbol("g"), hidden=True), _symbol("h", defined=False))
+    assert told(symbols.check_exports(_context(False))) == nothing
+    assert told(symbols.check_exports(_context(False, dynamic=unseen))) == nothing
 
 
 def test_duplicates() -> None:

@@ -10,6 +10,7 @@ from test_every_check import _context, _elf, _symbol, told
 
 from flashmoe_tools.audit import (
     context,
+    engine,
     loading,
     lookup,
     names,
@@ -22,6 +23,8 @@ from flashmoe_tools.audit import (
     torch_symbols,
 )
 from flashmoe_tools.audit.elf import Search
+from flashmoe_tools.audit.embedded import INDEX_SECTION
+from flashmoe_tools.audit.kernels import KernelAudit
 from flashmoe_tools.audit.torch_libraries import InstalledTorch, Shims
 from flashmoe_tools.report import Check, Report, Verdict
 
@@ -250,6 +253,54 @@ def test_what_a_file_brings_in(monkeypatch: pytest.MonkeyPatch) -> None:
                      ("b.so", ("/ra",)), ("gone.so", ("/ra",)), ("c.so", ("/rt",)), ("d.so", ("/ra",))]  # fmt: skip
     lent = resolver.closure(Path("/x/_C.so"), ("t.so",), Search(("/torch",)))
     assert (lent.from_torch, asked[-1]) == ((), ("c.so", ("/rt",)))
+
+
+@pytest.mark.parametrize(
+    ("ours", "installed", "asked", "version"),
+    [
+        (True, "9.9", None, engine.OUR_TORCH_VERSION),
+        (True, "9.9", "9.8", "9.8"),
+        (False, "9.9", None, "9.9"),
+        (False, None, None, engine.OUR_TORCH_VERSION),
+    ],
+)
+def test_what_a_library_is_judged_by(
+    monkeypatch: pytest.MonkeyPatch, ours: bool, installed: str | None, asked: str | None, version: str
+) -> None:
+    """Ours by the torch that we build with, whichever is installed, and by our tables where none are given."""
+    seen: list[Any] = []
+
+    def look(context: Any) -> tuple[Check, ...]:
+        seen.append(context.torch_version)
+        return ()
+
+    def embedded(*given: Any) -> Any:
+        seen.append(given[2])
+        return KernelAudit((), ()), ()
+
+    made: dict[str, Any] = {
+        "read_elf": lambda _: _elf(sections=(INDEX_SECTION,) * ours),
+        "installed_torch": lambda: InstalledTorch(installed, {}) if installed else None,
+        "read_only_strings": lambda _: (),
+        "check_symbols": look,
+        "check_run_time_names": lambda *_: (),
+        "check_loading": lambda _: (),
+        "audit_embedded": embedded,
+        "load_tables": lambda: "our tables",
+    }
+    for name, value in made.items():
+        monkeypatch.setattr(engine, name, value)
+    for tables in (None, "other tables"):
+        seen.clear()
+        engine.audit_library("a", Path("a.so"), engine.Options(asked), tables)  # type: ignore[arg-type]
+        assert seen == [version, *([tables or "our tables"] if ours else [])]
+
+
+def test_the_folder_of_python(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where Python says that its library is; where it says nothing, its own folder."""
+    for said, folder in (("/python/lib", "/python/lib"), (None, resolve.sys.base_prefix)):
+        monkeypatch.setattr(resolve.sysconfig, "get_config_var", {"LIBDIR": said}.get)
+        assert resolve.python_folder() == Path(folder)
 
 
 @pytest.mark.parametrize(("text", "kinds"), [

@@ -1,13 +1,14 @@
 """What the audit reads out of a file's tables, each fault alone and each limit on both sides, on tables that are made up."""
 
 import struct
+import zipfile
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from flashmoe_tools.audit import cubin, elf, launch, layout, lookup_tables, mapping
+from flashmoe_tools.audit import cubin, elf, inputs, launch, layout, lookup_tables, mapping
 from flashmoe_tools.audit.errors import EmbeddedError, UnreadableError
 from flashmoe_tools.audit.ptx import PtxEntry, read_ptx
 from flashmoe_tools.tables import load_tables
@@ -177,6 +178,24 @@ def test_hash_tables() -> None:
     assert [lookup_tables.elf_hash(name) for name in (b"", b"GLIBC_2.2.5", b"GLIBC_2.17")] == [0, 0x09691A75, 0x06969197]  # fmt: skip
 
 
+class Versions(Section):
+    def iter_versions(self) -> Any:
+        return self["rows"]
+
+
+@pytest.mark.parametrize("name", [".gnu.version_r", ".gnu.version_d"])
+@pytest.mark.parametrize(("version", "change", "is_right"), [(1, 0, True), (2, 0, False), (1, 1, False)])
+def test_versions_of_symbols(name: str, version: int, change: int, is_right: bool) -> None:
+    """Those asked of a library, and those that it gives."""
+    value = lookup_tables.elf_hash(b"V_1") ^ change
+    entry = {"vn_version": version} if name.endswith("r") else {"vd_version": version, "vd_hash": value, "vd_ndx": 2}
+    table = Versions(name, rows=[(entry, [Named("V_1", vna_hash=value, vna_other=0x8002)])])
+    bound = Section(".gnu.version", struct.pack("<4H", 0, 1, 2, 0x8002))
+    said = f"{name} is of another version, or has another hash for V_1"
+    assert list(lookup_tables._versions(_file(table, bound))) == ([] if is_right else [said])
+    assert list(lookup_tables._versions(_file(bound))) == [".gnu.version has 1 versions without a name"]
+
+
 # Device code
 
 
@@ -232,6 +251,17 @@ def test_a_block_that_does_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 # Files
+
+
+@pytest.mark.parametrize(("size", "packed", "told"), [
+    (inputs.RATIO_FROM, 0, False), (inputs.RATIO_FROM + 1, 0, True), (20_000_000, 100_000, False), (20_000_001, 100_000, True),
+    (inputs.MAX_UNPACKED, inputs.MAX_UNPACKED, False), (inputs.MAX_UNPACKED + 1, inputs.MAX_UNPACKED, True),
+])  # fmt: skip
+def test_how_far_a_wheel_may_unpack(size: int, packed: int, told: bool) -> None:
+    member = zipfile.ZipInfo("a")
+    member.file_size, member.compress_size = size, packed
+    assert bool(inputs._problem_together([member])) is told
+    assert bool(inputs._problem_of_each([member])) is (told and size <= inputs.MAX_UNPACKED)
 
 
 def test_forms_of_a_data_descriptor() -> None:
