@@ -444,6 +444,18 @@ def test_ragged_queries_and_keys(dtype: torch.dtype, device: str) -> None:
         flashmoe.attention_varlen(q, k, v, *lengths, alibi_slopes=torch.ones(4, device=device))
 
 
+def test_a_scale_of_a_sequence_without_keys_changes_nothing() -> None:
+    """On the CPU, where inexact scales take another way; keys behind the last sequence are nobody's."""
+    generator = torch.Generator().manual_seed(6)
+    q = torch.randn(12, 4, 64, generator=generator).half()
+    k, v = (torch.randn(90, 2, 64, generator=generator).to(E4M3) for _ in range(2))
+    cu_q, cu_k = (torch.tensor(ends, dtype=torch.int32) for ends in ((0, 9, 12), (0, 40, 40)))
+    scale = torch.tensor([[0.5, 0.25], [0.3, 0.7]])
+    got = flashmoe.attention_varlen(q, k, v, cu_q, cu_k, 9, 40, k_scale=scale, v_scale=scale)
+    alone = flashmoe.attention_varlen(q[:9], k, v, cu_q[:2], cu_k[:2], 9, 40, k_scale=scale[:1], v_scale=scale[:1])
+    assert torch.equal(got[:9], alone)
+
+
 @either
 def test_a_sequence_has_its_bits_in_any_batch(dtype: torch.dtype, device: str) -> None:
     case = make("pages", "pages", dtype, device, is_exact=False, num_splits=1)

@@ -25,6 +25,7 @@ class BiasGradientProblem(NamedProblem):
     gathered: bool = False
     has_weights: bool = False
     huge_rows: int | None = None  # of a
+    is_tight: bool = False  # a ends with the last column of the last row that is read
 
 
 def problems(_: Unit) -> Iterator[BiasGradientProblem]:
@@ -32,13 +33,14 @@ def problems(_: Unit) -> Iterator[BiasGradientProblem]:
     yield BiasGradientProblem("gathered", (40, 0, 300), 64, 3, gathered=True, has_weights=True)
     yield BiasGradientProblem("narrow", (1, 0), 8, 2, gathered=True)
     yield BiasGradientProblem("far", (9, 0, 40), 72, 4, gathered=True, has_weights=True, huge_rows=2**27)
+    yield BiasGradientProblem("tight", (3, 0, 2), 72, is_tight=True)
 
 
 def trial(unit: Unit, p: BiasGradientProblem) -> Trial:
     generator, dtype = torch.Generator().manual_seed(p.columns * 7919 + 31), DTYPES[unit.dtype]
     rows, experts = sum(p.counts), len(p.counts)
-    tokens = rows + 2
-    a = torch.randn(tokens, p.columns + 8, generator=generator) + 0.25
+    tokens = rows + (0 if p.is_tight else 2)
+    a = torch.randn(tokens, p.columns + (0 if p.is_tight else 8), generator=generator) + 0.25
     sources = torch.randint(0, tokens, (rows,), generator=generator) if p.gathered else torch.arange(rows)
     unused = torch.ones(tokens, dtype=torch.bool)
     unused[sources] = False

@@ -108,6 +108,8 @@ def _problems(unit: Unit) -> Iterator[VarlenProblem]:
         yield replace(short, right=0, spare_keys=n // 2 + 1)
         pairs = base("equal slots, two tiles", (2 * m, 2 * m - 1, m + 5, 2 * m), (2 * n, n - 1, 2 * n - 1, 2 * n))
         yield replace(pairs, heads_q=3, heads_kv=3)
+        # Bounds past what the second-level cache holds: heads in sections, several tiles of each.
+        yield replace(base("long bounds", (2 * m + 5, 3, m), (2 * n + 5, 9, n)), right=0, slack=1 << 20)
     # Tiles that add in order: the last head of the one long sequence descends, the others ascend.
     if unit.row.operation == FUSED:
         both = base("both directions", (n + 9, 3, m), (2 * n + 5, 3, n))
