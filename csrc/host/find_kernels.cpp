@@ -3,8 +3,8 @@
 #include <algorithm>
 #include <cstdlib>
 #include <cstring>
+#include <map>
 #include <sstream>
-#include <unordered_map>
 
 #include "host/error.h"
 
@@ -48,7 +48,7 @@ KernelList find_loadable(int32_t capability) {
 struct Known {
   int32_t capability = 0;
   KernelList kernels;
-  std::unordered_map<std::string, const Kernel*> answers;
+  std::map<std::string, const Kernel*> answers;  // not unordered: its buckets ask for a symbol of GLIBCXX_3.4.29
 };
 
 Known& known() {

@@ -256,7 +256,7 @@ def test_masks_of_heads_that_form_groups() -> None:
 @pytest.mark.parametrize("has_dropout", [False, True])
 def test_a_gradient_of_wide_heads_is_refused_on_a_gpu(has_dropout: bool) -> None:
     class OnGpu:
-        device = SimpleNamespace(type="cuda")
+        is_cuda = True
 
         def __init__(self, head_dim: int) -> None:
             self.shape = (1, 1, 1, head_dim)
