@@ -213,7 +213,7 @@ def test_every_operator_is_here() -> None:
         schema.name.removeprefix("flashmoe::")
         for schema in torch._C._jit_get_all_schemas()
         if schema.name.startswith("flashmoe::")
-    }
+    } - {"toy_double"}  # test_extension.py's, where this process has run it
     assert every - {row[0] for row in ROWS} == {*IN_PYTHON, *attention.ELSEWHERE, *experts.ELSEWHERE}
     named = [f"flashmoe::{name}" for name in sorted(every)]
     without = [name for name in named if not torch._C._dispatch_has_kernel_for_dispatch_key(name, "CUDA")]
