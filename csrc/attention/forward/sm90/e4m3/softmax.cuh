@@ -13,6 +13,23 @@ constexpr float kTopExponent = 8.0f;
 // The row's reference moves where a block's maximum is past it by so many powers of two: sums in float32 have room for that.
 constexpr float kFarthest = 48.0f;
 
+// Where a block's largest scores move references. Returns whether any lane of the warp has one that does.
+__device__ __forceinline__ bool move_references(RowState& rows, float (&rescale)[2], float scale_log2,
+                                                const float (&largest)[2], const bool (&moves)[2]) {
+  const bool moved = ptx::vote_any(moves[0] || moves[1]);
+  if (moved) {
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      rescale[r] = 1.0f;
+      if (!moves[r]) continue;
+      rescale[r] = ptx::exp2_approx(ptx::sub_rn(rows.max[r] * scale_log2, largest[r] * scale_log2));
+      rows.max[r] = largest[r];
+      rows.sum[r] *= rescale[r];
+    }
+  }
+  return moved;
+}
+
 // Replaces the scores s by 2^(s * scale_log2 - the block's largest + kTopExponent), and adds them to the sums, in units of rows.max, with the
 // block's factor. Returns whether (in any lane of the warp) a reference moved: then what was added before is multiplied by `rescale`.
 //
@@ -32,17 +49,7 @@ __device__ __forceinline__ bool block_softmax(float (&scores)[kN / 2], RowState&
     largest[r] = quad_max(largest[r]);
     moves[r] = (largest[r] - rows.max[r]) * scale_log2 > kFarthest;
   }
-  const bool moved = ptx::vote_any(moves[0] || moves[1]);
-  if (moved) {
-#pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      rescale[r] = 1.0f;
-      if (!moves[r]) continue;
-      rescale[r] = ptx::exp2_approx(ptx::sub_rn(rows.max[r] * scale_log2, largest[r] * scale_log2));
-      rows.max[r] = largest[r];
-      rows.sum[r] *= rescale[r];
-    }
-  }
+  const bool moved = move_references(rows, rescale, scale_log2, largest, moves);
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
     const bool is_empty = kMayBeEmpty && largest[r] == ptx::negative_infinity();
@@ -94,17 +101,7 @@ __device__ __forceinline__ bool scaled_block_softmax(float (&scores)[kN / 2], Ro
     largest[r] = quad_max(largest[r]);
     moves[r] = (largest[r] - rows.max[r]) * scale_log2 > kFarthest;
   }
-  const bool moved = ptx::vote_any(moves[0] || moves[1]);
-  if (moved) {
-#pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      rescale[r] = 1.0f;
-      if (!moves[r]) continue;
-      rescale[r] = ptx::exp2_approx(ptx::sub_rn(rows.max[r] * scale_log2, largest[r] * scale_log2));
-      rows.max[r] = largest[r];
-      rows.sum[r] *= rescale[r];
-    }
-  }
+  const bool moved = move_references(rows, rescale, scale_log2, largest, moves);
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
     const bool is_empty = kMayBeEmpty && largest[r] == ptx::negative_infinity();
