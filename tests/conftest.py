@@ -187,9 +187,8 @@ class Draw:
             else:
                 names[call.id] = f"{test.nodeid}[{call.id}]"
         taken = self.taken(set(names.values()))
-        out_of_reach = (
-            [] if gpu_count() else gpu[len(gpu) == len(calls) :]
-        )  # of no case at all pytest makes a test without parameters
+        staying = 1 if len(gpu) == len(calls) else 0  # of no case at all pytest makes a test without parameters
+        out_of_reach = [] if gpu_count() else gpu[staying:]
         others = [call for call in calls if call.id in names and names[call.id] not in taken]
         self.counts.update(drawn=len(others), gpu=len(out_of_reach))
         left_out = {call.id for call in [*others, *out_of_reach]}

@@ -226,17 +226,15 @@ class Reasons(dict[tuple[str, str], str]):
 def folders(table: Path = TABLE) -> tuple[tuple[Folder, ...], Reasons]:
     """The folders, and the reasons of bugs that nothing can notice."""
     read = tomllib.loads(table.read_text(encoding="utf-8"))
-    rows = [
-        Folder(
-            row["name"],
-            tuple(row["files"]),
-            row["tests"],
-            row.get("library", False),
-            row.get("build", False),
-            tuple(row.get("judges", {}).items()),
+    rows = []
+    for row in read["folder"]:
+        tests, *judges = (
+            f"{one} {row.get('everywhere', '')}".strip() for one in (row["tests"], *row.get("judges", {}).values())
         )
-        for row in read["folder"]
-    ]
+        own = tuple(zip(row.get("judges", {}), judges, strict=True))
+        rows.append(
+            Folder(row["name"], tuple(row["files"]), tests, row.get("library", False), row.get("build", False), own)
+        )
     reasons = Reasons({(row["file"], row["what"]): row["why"] for row in read.get("equivalent", ())})
     reasons.rules = tuple(read.get("rule", ()))
     reasons.choices = {row["file"]: row["functions"] for row in read.get("choice", ())}
