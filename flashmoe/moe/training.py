@@ -208,7 +208,8 @@ def quantize_in_torch(weights: Tensor) -> tuple[Tensor, ...]:
     check("_quantize_weights", (weights,))
     values, scales = zip(*(_quantize_tiles(one) for one in weights.unbind()), strict=True)
     both = torch.stack(values), torch.stack(scales)
-    return (*both, *(one.mT.contiguous() for one in both))
+    # Never views: a single scale's transpose is contiguous as it is.
+    return (*both, *(one.mT.clone(memory_format=torch.contiguous_format) for one in both))
 
 
 def _quantize_tiles(x: Tensor) -> tuple[Tensor, Tensor]:

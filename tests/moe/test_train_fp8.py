@@ -153,6 +153,13 @@ def test_quantised_weights_are_those_of_the_definition(device: str) -> None:
         assert torch.equal(found.transposed_scales[expert].cpu(), scales.mT)
 
 
+@pytest.mark.parametrize("shape", [(1, 128, 128), (2, 128, 128), (2, 128, 256)])
+def test_no_two_quantised_tensors_share_memory(device: str, shape: tuple[int, ...]) -> None:
+    """A single scale's transpose is contiguous as it is. torch refuses views among an operator's results, from 2.12 on."""
+    found = flashmoe.quantize_weights(torch.randn(shape, device=device, dtype=torch.bfloat16))
+    assert len({one.untyped_storage().data_ptr() for one in found}) == 4
+
+
 def test_weights_quantised_once_for_several_calls(device: str) -> None:
     given = Step(device)
     once = tuple(flashmoe.quantize_weights(w) for w in (given.w13, given.w2))
