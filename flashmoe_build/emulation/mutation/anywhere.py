@@ -47,11 +47,7 @@ from flashmoe_build.emulation.mutation.operators import edits
 from flashmoe_build.emulation.mutation.site import Edit
 from flashmoe_build.emulation.mutation.source import Source
 from flashmoe_tools.report import Check, Report, Verdict, host_environment, read_report, utc_now, write_report
-
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
+from flashmoe_tools.toml import tomllib
 
 TABLE = Path(__file__).with_name("folders.toml")
 NEEDED = 0.9  # of the bugs of each folder

@@ -2,18 +2,13 @@
 
 import hashlib
 import re
-import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from flashmoe.errors import TableError
 from flashmoe_build.emulation.build import CACHE, CSRC, REPOSITORY
-
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
+from flashmoe_tools.toml import tomllib
 
 BY_HAND = tuple(
     sorted(
