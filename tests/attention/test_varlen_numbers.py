@@ -59,7 +59,7 @@ def test_wrong_numbers(name: str, device: str, monkeypatch: pytest.MonkeyPatch) 
     layout, change, words = NUMBERS[name]
     arguments = layout(device)
     arguments.update(change(device))
-    if device != "cpu":  # unchecked they are held to the tensors: no fault, and what comes next is right
+    if device != "cpu":  # unchecked they are clamped to the tensors: no fault, and what comes next is right
         call_operator(**arguments)
         torch.cuda.synchronize()
     monkeypatch.setenv("FLASHMOE_CHECK_VALUES", "1")
