@@ -10,14 +10,11 @@ from torch import Tensor
 import flashmoe
 from flashmoe.errors import ArgumentError, ArgumentTypeError, DeviceError, DtypeError, FlashmoeError, ShapeError
 from flashmoe.rules import translate
+from tests.torch_warnings import COMPILED
 
 from .varlen_calls import NAMES, banded, call_operator, ints, paged, ragged
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
-    pytest.mark.filterwarnings("ignore::FutureWarning"),
-    pytest.mark.filterwarnings("ignore:.*TensorFloat32:UserWarning"),
-]
+pytestmark = COMPILED
 
 # What only the numbers tell: on a GPU with FLASHMOE_CHECK_VALUES=1.
 NUMBERS: dict[str, tuple[Callable[[str], dict[str, Any]], Callable[[str], dict[str, Any]], str]] = {
