@@ -88,7 +88,7 @@ def smoothed(losses: list[float]) -> list[float]:
 
 
 def draw(runs: dict[str, list[float]]) -> str:
-    """An SVG: a line a run, grey bfloat16, red e4m3."""
+    """An SVG: one line per run, grey bfloat16, red e4m3."""
     curves = {name: smoothed(losses)[1:] for name, losses in runs.items()}
     low, high = min(map(min, curves.values())), max(map(max, curves.values()))
     lines = []

@@ -4,17 +4,13 @@
 in build/lib.
 """
 
-import sys
 from pathlib import Path
 from typing import Any
 
 from hatchling import build as hatchling
 from hatchling.build import build_editable, build_sdist, build_wheel, get_requires_for_build_sdist
 
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
+from flashmoe_tools.toml import tomllib
 
 __all__ = [
     "build_editable",

@@ -15,7 +15,7 @@ from pathlib import Path
 from flashmoe.attn import sdpa_dispatch
 from flashmoe.errors import FlashmoeError, TableError
 from flashmoe.variables import VARIABLES, Variable
-from flashmoe_build import model_sweep, peers, several_gpus, speed, varlen
+from flashmoe_build import model_sweep, several_gpus, speed, varlen
 from flashmoe_build.engines import record
 from flashmoe_tools.descriptors import KernelRow
 from flashmoe_tools.tables import Gpu, Tables, load_tables
@@ -192,10 +192,6 @@ REPORTED: tuple[tuple[str, str, Callable[[Path], tuple[Sequence[str], list[Seque
     ("docs/kernels/mla.md", "prefill and training", speed.narrow_rows),
     ("docs/kernels/attention-fp8.md", "prefill in 8 bits", speed.fp8_rows),
     ("docs/kernels/moe.md", "experts in mxfp4", speed.mxfp4_rows),
-    ("docs/kernels/moe.md", "memory of a step", peers.step_memory_table),
-    ("docs/kernels/moe.md", "time of a step", peers.step_table),
-    ("docs/kernels/moe.md", "other libraries", peers.forward_table),
-    ("docs/kernels/moe.md", "skewed routing", peers.skew_table),
     ("docs/kernels/attention-varlen.md", "ragged prefill", varlen.ragged_table),
     ("docs/kernels/attention-varlen.md", "ragged head dims", varlen.head_dim_table),
     ("docs/kernels/attention-varlen.md", "prefill from pages", varlen.pages_table),

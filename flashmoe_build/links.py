@@ -1,14 +1,9 @@
 """The repository's address, and what the package knows of a page's links."""
 
-import sys
 from pathlib import Path
 
 from flashmoe_tools.links import absolute, rewrite
-
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
+from flashmoe_tools.toml import tomllib
 
 __all__ = ["ROOT", "absolute", "repository", "rewrite"]
 

@@ -180,19 +180,24 @@ def line_of(row: dict[str, Any]) -> str:
 
 
 def table(root: Path = ROOT) -> tuple[Sequence[str], list[Sequence[str]]]:
-    """The newest report as rows for the page: what runs on flashmoe, then what does not and why."""
+    """The newest report by what runs on flashmoe, and by why the rest does not; of each model that runs, the difference."""
     path = max(root.glob(REPORTS), default=None)
     data = json.loads(path.read_text(encoding="utf-8"))["data"] if path else {"models": {}}
-    rows: list[Sequence[str]]
-    rows = [(kind, *line.split("|")) for kind, line in data["models"].items()]
-    rows.sort(key=lambda row: (row[1] == "no", "experts" not in row[1], row[0]))
-    untried = [row[0] for row in rows if row[3].startswith(TOO_LARGE)]
-    rows = [(*row[:3], row[3].partition(" (")[0]) for row in rows if row[0] not in untried]
-    if untried:
-        rows.append(
-            (f"{len(untried)} more", "not tried", "", f"the sweep cannot make them small: {', '.join(untried)}")
-        )
-    return ("model", "runs on flashmoe", "difference", "why not"), rows
+    groups: dict[tuple[str, str], list[tuple[str, str]]] = {}
+    for kind, line in data["models"].items():
+        runs, difference, why = line.split("|")
+        is_tried = not why.startswith(TOO_LARGE)
+        told = why.partition(" (")[0] if is_tried else "the sweep cannot make them small"
+        groups.setdefault((runs if is_tried else "not tried", told), []).append((kind, difference))
+    order = sorted(
+        groups, key=lambda group: (group[0] in ("no", "not tried"), group[0] == "not tried", -len(groups[group]))
+    )
+    rows = [
+        (runs, f"{len(groups[runs, why])}", ", ".join(sorted(kind for kind, _ in groups[runs, why])),
+         max((difference for _, difference in groups[runs, why]), key=lambda one: float(one or 0)), why)
+        for runs, why in order
+    ]  # fmt: skip
+    return ("runs on flashmoe", "models", "which", "largest difference", "why not"), [*rows]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -74,6 +74,7 @@ class Descriptor:
     tensor_maps: TensorMaps | None
     needs_cost: bool
     shared_memory: Mapping[str, str]
+    virtual: Mapping[str, str]  # by target, where the family's virtual architecture would lack an instruction
 
     @property
     def numbers(self) -> tuple[Axis, ...]:
@@ -104,7 +105,7 @@ class KernelRow:
     cost: Mapping[str, float]  # empty: not chosen by cost
     why: str
     allow: Mapping[str, str]
-    virtual: Mapping[str, str]  # by target, where the family's virtual architecture would lack an instruction
+    virtual: Mapping[str, str]  # the descriptor's, and what the row states of its own
     by_dtype: str  # why the code depends on which 16-bit type it computes with; empty: it does not
 
     @property
@@ -211,6 +212,7 @@ def _descriptor(operation: str, family: str, fields: Fields, shared: Mapping[str
         tensor_maps=_tensor_maps(maps) if maps is not None else None,
         needs_cost=fields.take("needs_cost", bool, default=False),
         shared_memory=fields.table("shared_memory", optional=True).every(str),
+        virtual=fields.table("virtual", optional=True).every(str),
         **shared,
     )
     fields.done()
@@ -317,7 +319,7 @@ def _row(fields: Fields, kind: Descriptor) -> KernelRow:
         cost=MappingProxyType({name: cost.take(name, float) for name in kind.cost} if "cost" in fields else {}),
         why=fields.take("why", str),
         allow=fields.table("allow", optional=True).every(str),
-        virtual=fields.table("virtual", optional=True).every(str),
+        virtual={**kind.virtual, **fields.table("virtual", optional=True).every(str)},
         by_dtype=fields.take("by_dtype", str, default=""),
     )
     for part in (size, options, cost, fields):

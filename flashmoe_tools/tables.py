@@ -5,7 +5,6 @@ installed package has the same files in ``flashmoe/_tables/``. Everything that m
 to compile, audit, shared-memory numbers, docs) reads them through this module.
 """
 
-import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
@@ -17,11 +16,7 @@ import flashmoe
 from flashmoe.errors import TableError
 from flashmoe_tools.descriptors import Descriptor, KernelRow, read_operations, read_rows
 from flashmoe_tools.fields import Fields
-
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
+from flashmoe_tools.toml import tomllib
 
 ARCH = "tables/arch.toml"
 OPERATIONS, KERNELS = "operations.toml", "kernels.toml"  # in the folder of each operation

@@ -116,7 +116,7 @@ def _merged(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple
     part_a, part_b = weight_a / safe, weight_b / safe
     if out_a.dim() == 3:
         part_a, part_b = part_a.mT, part_b.mT
-    # A part of weight 0 may hold anything.
+    # What a part of weight 0 contains is ignored.
     out = _weighted(out_a, part_a) + _weighted(out_b, part_b)
     return out.to(out_a.dtype), lse
 

@@ -92,7 +92,7 @@ def mla_decode(
 
     Returns:
         out [B, Sq, H, 512], to be multiplied by each head's value projection; with ``return_lse`` also lse [B, H, Sq] in float32. A row
-        without keys has out 0 and lse -inf. Memory past the lengths may hold anything.
+        without keys has out 0 and lse -inf. Memory past the lengths is ignored.
 
     Raises:
         ShapeError, DtypeError, DeviceError, ArgumentError, ArgumentTypeError: the message names the value, what is supported, what to do.

@@ -16,11 +16,7 @@ from flashmoe_build.engines.contract import Clause, Defines, Found, Has, number_
 from flashmoe_build.engines.signatures import abstract_methods, names, signature
 from flashmoe_build.program import ROOT, OutOfReachError
 from flashmoe_tools.progress import Progress
-
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
+from flashmoe_tools.toml import tomllib
 
 PINS = Path(__file__).with_name("wheels.toml")
 KEPT = ROOT / "build" / "engines"

@@ -19,11 +19,7 @@ from flashmoe.errors import ExitCode, ReportError
 from flashmoe_build.program import ROOT, Stopwatch, ending, finish
 from flashmoe_tools.report import Check, Report, Verdict
 from flashmoe_tools.tables import load_tables
-
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
+from flashmoe_tools.toml import tomllib
 
 MARKS = ROOT / "docs" / "results"
 CI = ROOT / ".github" / "workflows" / "ci.yml"

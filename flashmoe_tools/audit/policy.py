@@ -1,17 +1,12 @@
 """The audit's rules, read from data/policy.toml."""
 
-import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 
 from flashmoe.errors import TableError
-
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
+from flashmoe_tools.toml import tomllib
 
 DATA = Path(__file__).resolve().parent / "data"
 

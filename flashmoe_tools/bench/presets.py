@@ -1,18 +1,13 @@
 """Presets: what a named GPU can be asked for, applied to a suite."""
 
 import re
-import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from flashmoe_tools.bench.suites import Suite
 from flashmoe_tools.operations import Problem
 from flashmoe_tools.operations.fields import SuiteError
-
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
+from flashmoe_tools.toml import tomllib
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,6 @@ written beside the file (``*.proposed.toml``), because a person decides when a m
 """
 
 import json
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -16,11 +15,7 @@ from flashmoe.errors import ReportError
 from flashmoe_tools.bench.record import QUIET
 from flashmoe_tools.bench.thresholds import RatchetThresholds, load_thresholds
 from flashmoe_tools.report import Check, Report, Verdict, overall
-
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
+from flashmoe_tools.toml import tomllib
 
 SCHEMA = 1
 

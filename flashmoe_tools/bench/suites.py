@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -14,11 +13,7 @@ from typing import Any
 from flashmoe_tools.bench.distributed.parts import Part, parse_parts
 from flashmoe_tools.operations import DEFAULT_OPERATION, Problem, fields, operations, packages, problem_type
 from flashmoe_tools.operations.fields import SuiteError
-
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
+from flashmoe_tools.toml import tomllib
 
 SCHEMA = 1
 SUITE_FOLDER = Path(__file__).resolve().parent / "suites"  # of no single operation

@@ -1,14 +1,10 @@
 """thresholds.toml as frozen dataclasses."""
 
-import sys
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
+from flashmoe_tools.toml import tomllib
 
 
 @dataclass(frozen=True)

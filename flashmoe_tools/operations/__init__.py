@@ -12,6 +12,7 @@ A package is found by being there; no other file lists operations.
 from __future__ import annotations
 
 import pkgutil
+import re
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from importlib import import_module
@@ -109,6 +110,15 @@ class RoomProblem:
     @classmethod
     def from_json(cls, row: Mapping[str, Any]) -> Self:
         return cls(**{name: value for name, value in row.items() if name not in ("key", "operation")})
+
+    @classmethod
+    def read_key(cls, pattern: re.Pattern[str], key: str, example: str) -> re.Match[str]:
+        """The parts of a key; one that is not written as ``example`` is an ArgumentError."""
+        match = pattern.fullmatch(key)
+        if match is None or match["dtype"] not in DTYPE_BYTES:
+            msg = f"{key!r} names no case; one is written as {example}"
+            raise ArgumentError(msg)
+        return match
 
     def make_inputs(self, device: str, seed: int) -> Any:
         """Fresh random tensors; torch is needed from here on."""

@@ -1,7 +1,6 @@
 """Rules over numbers give a diagnosis. Pure."""
 
 import operator
-import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
@@ -9,11 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from flashmoe.errors import ArgumentError
-
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
+from flashmoe_tools.toml import tomllib
 
 OPERATORS: Mapping[str, Callable[[float, float], bool]] = {"<": operator.lt, ">": operator.gt, "=": operator.eq}
 

@@ -3,7 +3,6 @@
 import csv
 import io
 import re
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -11,11 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from flashmoe.errors import ReportError
-
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
+from flashmoe_tools.toml import tomllib
 
 STALL = re.compile(r"^smsp__average_warps_issue_stalled_(\w+)_per_issue_active\.ratio$")
 TIME_UNITS = {

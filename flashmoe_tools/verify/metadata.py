@@ -5,18 +5,13 @@ no build of ours writes is a difference.
 """
 
 import re
-import sys
 from collections.abc import Iterable, Mapping
 from email.parser import Parser
 from fnmatch import fnmatch, fnmatchcase
 from pathlib import PurePosixPath
 from typing import Any
 
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
-
+from flashmoe_tools.toml import tomllib
 from flashmoe_tools.verify.errors import VerifyError
 
 CORE = "2.5"  # what hatchling writes unless it is asked for another

@@ -14,6 +14,7 @@ from torch.nn.functional import scaled_dot_product_attention as torch_attention
 
 import flashmoe
 from flashmoe.errors import DeviceError, DtypeError, ShapeError
+from tests.torch_warnings import COMPILED
 
 from .reference import DTYPES, Problem, make_inputs
 
@@ -25,11 +26,7 @@ CASES = {
     "no keys": {"seq_k": 0},
     "no queries": {"seq_q": 0},
 }
-pytestmark = [  # what torch's compilers say about torch itself
-    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
-    pytest.mark.filterwarnings("ignore::FutureWarning"),
-    pytest.mark.filterwarnings("ignore:.*TensorFloat32:UserWarning"),
-]
+pytestmark = COMPILED
 
 
 @pytest.fixture(autouse=True)

@@ -16,15 +16,11 @@ from torch.nn.functional import scaled_dot_product_attention as torch_attention
 import flashmoe
 from flashmoe import _extension
 from flashmoe.errors import DeviceError
+from tests.torch_warnings import COMPILED
 
 from .reference import DTYPES, Problem, assert_ran_here, check_attention, make_inputs
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.filterwarnings("ignore::DeprecationWarning"),  # what torch's compilers say about torch itself
-    pytest.mark.filterwarnings("ignore::FutureWarning"),
-    pytest.mark.filterwarnings("ignore:.*TensorFloat32:UserWarning"),
-]
+pytestmark = [pytest.mark.gpu, *COMPILED]
 NOT_ENOUGH = "needs two CUDA GPUs"
 FIRST, SECOND = "cuda:0", "cuda:1"
 # Several kernels: padded copies, one tile a block, more tiles than blocks (they are drawn from a counter), partial results.

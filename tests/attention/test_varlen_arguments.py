@@ -15,15 +15,12 @@ from flashmoe.attn.arguments import explain_varlen
 from flashmoe.attn.options import Varlen
 from flashmoe.errors import ArgumentError, FlashmoeError
 from flashmoe.rules import check, translate
+from tests.torch_warnings import COMPILED
 
 from .varlen_calls import SIZES, banded, call_operator, ints, paged, ragged
 from .varlen_reference import Ragged
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
-    pytest.mark.filterwarnings("ignore::FutureWarning"),
-    pytest.mark.filterwarnings("ignore:.*TensorFloat32:UserWarning"),
-]
+pytestmark = COMPILED
 
 LAYOUTS = {"ragged": ragged, "banded": banded, "paged": paged}
 every_layout = pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)

@@ -253,7 +253,7 @@ def test_merging_parts_is_the_whole(device: str) -> None:
 
 
 def test_merging_nothing() -> None:
-    """Rows that neither part sees stay empty; a part of no weight may hold anything; ragged results too."""
+    """Rows that neither part sees stay empty; a part of no weight is ignored; ragged results too."""
     out = torch.randn(6, 2, 8)
     lse = torch.randn(2, 6)
     nothing = torch.full((2, 6), -math.inf)

@@ -10,14 +10,11 @@ from torch import Tensor
 import flashmoe
 from flashmoe.errors import ArgumentError, ArgumentTypeError, DeviceError, DtypeError, FlashmoeError, ShapeError
 from flashmoe.rules import translate
+from tests.torch_warnings import COMPILED
 
 from .varlen_calls import NAMES, banded, call_operator, ints, paged, ragged
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
-    pytest.mark.filterwarnings("ignore::FutureWarning"),
-    pytest.mark.filterwarnings("ignore:.*TensorFloat32:UserWarning"),
-]
+pytestmark = COMPILED
 
 # What only the numbers tell: on a GPU with FLASHMOE_CHECK_VALUES=1.
 NUMBERS: dict[str, tuple[Callable[[str], dict[str, Any]], Callable[[str], dict[str, Any]], str]] = {
@@ -59,7 +56,7 @@ def test_wrong_numbers(name: str, device: str, monkeypatch: pytest.MonkeyPatch) 
     layout, change, words = NUMBERS[name]
     arguments = layout(device)
     arguments.update(change(device))
-    if device != "cpu":  # unchecked they are held to the tensors: no fault, and what comes next is right
+    if device != "cpu":  # unchecked they are clamped to the tensors: no fault, and what comes next is right
         call_operator(**arguments)
         torch.cuda.synchronize()
     monkeypatch.setenv("FLASHMOE_CHECK_VALUES", "1")

@@ -17,13 +17,12 @@ import flashmoe
 from flashmoe.attn.sdpa_dispatch import Path
 from flashmoe.errors import ArgumentError
 from flashmoe.integrations import torch_attention
+from tests.torch_warnings import COMPILED
 
 from .jagged import RAGGED_FORWARD, jagged, operators, ragged
 
-pytestmark = [  # what torch's compilers and nested tensors say about torch itself
-    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
-    pytest.mark.filterwarnings("ignore::FutureWarning"),
-    pytest.mark.filterwarnings("ignore:.*TensorFloat32:UserWarning"),
+pytestmark = [
+    *COMPILED,
     pytest.mark.filterwarnings("ignore:.*nested tensors is in prototype stage:UserWarning"),
     pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning"),
 ]

@@ -19,14 +19,11 @@ import flashmoe
 from flashmoe.attn.dropout import draw_state
 from flashmoe.errors import ArgumentError
 from flashmoe.integrations import torch_attention
+from tests.torch_warnings import COMPILED
 
 from .jagged import LENGTHS, RAGGED_FORWARD, jagged, operators, ragged
 
-pytestmark = [  # what torch's compilers say about torch itself
-    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
-    pytest.mark.filterwarnings("ignore::FutureWarning"),
-    pytest.mark.filterwarnings("ignore:.*TensorFloat32:UserWarning"),
-]
+pytestmark = COMPILED
 FORWARD = {"cpu": "flashmoe::flash_attention_forward", "cuda": "flashmoe::flash_attention_forward"}
 
 

@@ -15,15 +15,12 @@ from flashmoe import _extension
 from flashmoe.errors import ArgumentError
 from flashmoe.integrations import transformers as integration
 from flashmoe.integrations.transformers import NAME, PAGED_NAME, recognise_gate, register
+from tests.torch_warnings import WHOLE_MODELS
 
 transformers = pytest.importorskip("transformers")
 ALL_ATTENTION_FUNCTIONS = import_module("transformers.modeling_utils").ALL_ATTENTION_FUNCTIONS
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
-    pytest.mark.filterwarnings("ignore::FutureWarning"),
-    pytest.mark.filterwarnings("ignore::UserWarning"),
-]
+pytestmark = WHOLE_MODELS
 SIZES = {
     "vocab_size": 64,
     "hidden_size": 64,

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from flashmoe.errors import ArgumentError, DtypeError
 from flashmoe.integrations.transformers import NAME
+from tests.torch_warnings import WHOLE_MODELS
 
 from .test_transformers import build, use
 
@@ -17,11 +18,7 @@ transformers = pytest.importorskip("transformers")
 cache = pytest.importorskip("flashmoe.integrations.transformers.cache")
 layers = pytest.importorskip("transformers.cache_utils")
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
-    pytest.mark.filterwarnings("ignore::FutureWarning"),
-    pytest.mark.filterwarnings("ignore::UserWarning"),
-]
+pytestmark = WHOLE_MODELS
 DEEPSEEK = "transformers.models.deepseek_v3.modeling_deepseek_v3"
 GREEDY = {
     "max_new_tokens": 8,

@@ -11,16 +11,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from flashmoe.errors import ArgumentError
 from flashmoe.integrations.transformers import decode_by_latents
+from tests.torch_warnings import WHOLE_MODELS
 
 from .test_transformers import MODELS, build, use
 
 transformers = pytest.importorskip("transformers")
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
-    pytest.mark.filterwarnings("ignore::FutureWarning"),
-    pytest.mark.filterwarnings("ignore::UserWarning"),
-]
+pytestmark = WHOLE_MODELS
 FAMILIES = ("DeepseekV2", "DeepseekV3", "Glm4MoeLite")
 GREEDY = {
     "max_new_tokens": 6,

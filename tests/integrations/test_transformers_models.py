@@ -9,14 +9,11 @@ from torch import nn
 from flashmoe.errors import ArgumentError
 from flashmoe.integrations.transformers import NAME, register
 from flashmoe.integrations.transformers.models import obstacle
+from tests.torch_warnings import WHOLE_MODELS
 
 transformers = pytest.importorskip("transformers")
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
-    pytest.mark.filterwarnings("ignore::FutureWarning"),
-    pytest.mark.filterwarnings("ignore::UserWarning"),
-]
+pytestmark = WHOLE_MODELS
 LAYERS = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 64}
 IMAGES = {**LAYERS, "image_size": 32, "patch_size": 8}
 WORDS = {"vocab_size": 64, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 1}

@@ -18,15 +18,12 @@ from flashmoe.integrations.transformers.experts import Mxfp4Experts, experts_for
 from flashmoe_tools.operations.moe_mxfp4 import formats
 from flashmoe_tools.operations.moe_scaled import reference as scaled
 from tests.integrations import engines
+from tests.torch_warnings import WHOLE_MODELS
 
 transformers = pytest.importorskip("transformers")
 safetensors = pytest.importorskip("safetensors.torch")
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
-    pytest.mark.filterwarnings("ignore::FutureWarning"),
-    pytest.mark.filterwarnings("ignore::UserWarning"),
-]
+pytestmark = WHOLE_MODELS
 TOKENS = {"vocab_size": 64, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "max_position_embeddings": 128}
 HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 2, "num_experts_per_tok": 2}
 SIZES: dict[str, dict[str, Any]] = {

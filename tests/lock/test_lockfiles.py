@@ -1,7 +1,6 @@
 """The committed lock files themselves, and the program that rewrites them."""
 
 import shutil
-import sys
 from pathlib import Path
 
 import pytest
@@ -10,11 +9,7 @@ from packaging.requirements import Requirement
 from flashmoe._version import DISTRIBUTION
 from flashmoe_build.environments.lock import logical_lines, marker_environment, parse_lock, read_inputs, read_lock
 from flashmoe_build.environments.relock import ORDER, changes, check, main
-
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
+from flashmoe_tools.toml import tomllib
 
 ROOT = Path(__file__).resolve().parents[2]
 LOCKS = ROOT / "lockfiles"

@@ -12,10 +12,7 @@ from typing import Any
 
 import pytest
 
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
+from flashmoe_tools.toml import tomllib
 
 TABLE = Path(__file__).parent / "mistakes.toml"
 TOLD: dict[str, dict[str, str]] = tomllib.loads(TABLE.read_text(encoding="utf-8"))

@@ -14,14 +14,13 @@ from torch.utils.flop_counter import FlopCounterMode
 import flashmoe
 from flashmoe.errors import ArgumentError, DifferentiationError
 from flashmoe.moe import options
+from tests.torch_warnings import COMPILED
 
 from .layer import FULL, SMALL, call, leaf_names, run
 from .reference import Case, Inputs, compare, expect, local_experts, make_inputs
 
-pytestmark = [  # what torch's compilers say about torch itself
-    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
-    pytest.mark.filterwarnings("ignore::FutureWarning"),
-    pytest.mark.filterwarnings("ignore:.*TensorFloat32:UserWarning"),
+pytestmark = [
+    *COMPILED,
     pytest.mark.filterwarnings("ignore:There is a performance drop:UserWarning"),
 ]
 

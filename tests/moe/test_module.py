@@ -11,14 +11,11 @@ from torch import Tensor
 import flashmoe
 from flashmoe.errors import ArgumentError, ArgumentTypeError, DtypeError, ShapeError
 from flashmoe.moe.module import load_balancing_loss
+from tests.torch_warnings import COMPILED
 
 from .composed import ComposedMoE
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
-    pytest.mark.filterwarnings("ignore::FutureWarning"),
-    pytest.mark.filterwarnings("ignore:.*TensorFloat32:UserWarning"),
-]
+pytestmark = COMPILED
 KINDS: dict[str, dict[str, Any]] = {
     "plain": {},
     "mixtral": {"scoring": "topk_softmax"},

@@ -16,12 +16,9 @@ from flashmoe.moe import scaled
 from flashmoe_tools.operations.moe_scaled import formats
 from flashmoe_tools.operations.moe_scaled.reference import compose, rounded
 from tests.moe.layer import changed, check_that_a_graph_follows_the_routing
+from tests.torch_warnings import COMPILED
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
-    pytest.mark.filterwarnings("ignore::FutureWarning"),
-    pytest.mark.filterwarnings("ignore:.*TensorFloat32:UserWarning"),
-]
+pytestmark = COMPILED
 E4M3, NAN, BLOCK = torch.float8_e4m3fn, formats.NAN, formats.BLOCK
 
 

@@ -8,6 +8,7 @@
 
 #include "attention/host/select.h"
 #include "attention/params/dropout.h"
+#include "host/ceil_div.h"
 #include "host/last_kernel.h"
 #include "host/launch.h"
 #include "host/tensor_map.h"
@@ -22,8 +23,6 @@ constexpr int64_t kNeedsDk = 2;
 constexpr int64_t kNeedsDv = 4;
 constexpr int64_t kNeedsAll = kNeedsDq | kNeedsDk | kNeedsDv;
 constexpr int64_t kNeedsMask = 16;  // 8: of the sinks, which Python computes
-
-inline int64_t ceil_div(int64_t value, int64_t divisor) { return (value + divisor - 1) / divisor; }
 
 // Of dense attention, whose row_dot nobody asks for.
 inline int64_t num_rows(const BackwardParams& params) {

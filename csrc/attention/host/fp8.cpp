@@ -10,6 +10,7 @@
 #include "attention/host/prepare.h"
 #include "attention/host/select.h"
 #include "attention/host/varlen.h"
+#include "host/ceil_div.h"
 #include "host/copies.h"
 #include "host/last_kernel.h"
 #include "host/launch.h"
@@ -22,8 +23,6 @@ namespace {
 using host::describe_dtype;
 using host::describe_sizes;
 using host::violate;
-
-int64_t ceil_div(int64_t value, int64_t divisor) { return (value + divisor - 1) / divisor; }
 
 constexpr int64_t kSmallBlock = 64, kLargeBlock = 128;  // rows that have a scale
 

@@ -8,6 +8,7 @@
 #include "attention/host/prepare.h"
 #include "attention/host/select.h"
 #include "attention/host/varlen.h"
+#include "host/ceil_div.h"
 #include "host/copies.h"
 #include "host/last_kernel.h"
 #include "host/tile_counters.h"
@@ -15,8 +16,6 @@
 
 namespace flashmoe::attention {
 namespace {
-
-int64_t ceil_div(int64_t value, int64_t divisor) { return (value + divisor - 1) / divisor; }
 
 // One query position, whose heads are rows.
 VarlenSelectorInput as_decoding(const SelectorInput& input) {

@@ -5,6 +5,7 @@
 #include <cstring>
 
 #include "attention/host/select.h"
+#include "host/ceil_div.h"
 
 namespace flashmoe::attention {
 namespace {
@@ -37,8 +38,6 @@ constexpr int32_t kWide = 128;  // head dims above
 constexpr int64_t kMostScoredRows = 127;
 constexpr int64_t kLeastScoredKeys =
     512;  // of heads that share no keys: 32 x 100 rows over 100 keys take 1.13 of the time, over 512 0.96
-
-int64_t ceil_div(int64_t value, int64_t divisor) { return (value + divisor - 1) / divisor; }
 
 // Rows of a tile that a position takes.
 int64_t rows_of_position(int64_t group) {

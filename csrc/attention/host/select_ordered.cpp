@@ -5,14 +5,9 @@
 
 #include "attention/host/select.h"
 #include "attention/params/ordered.h"
+#include "host/ceil_div.h"
 
 namespace flashmoe::attention {
-namespace {
-
-int64_t ceil_div(int64_t value, int64_t divisor) { return (value + divisor - 1) / divisor; }
-
-}  // namespace
-
 int64_t count_scores(const Kernel& values, int64_t batch, int64_t heads_kv, int64_t rows, int64_t keys) {
   const int64_t row_blocks = ceil_div(rows, values.block_m);
   const int64_t rows_of_item = std::min<int64_t>(rows, values.block_m);

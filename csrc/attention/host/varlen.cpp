@@ -12,6 +12,7 @@
 #include "attention/host/prepare.h"
 #include "attention/host/select.h"
 #include "attention/params/ordered.h"
+#include "host/ceil_div.h"
 #include "host/copies.h"
 #include "host/last_kernel.h"
 #include "host/launch.h"
@@ -27,8 +28,6 @@ constexpr int32_t kUnboundedSplits = 1 << 20;  // of what is not put together
 // What a miss of the L2 fetches of keys and values that few rows read: with 256 bytes an H200 delivers 4.15 TB/s of them, with 128 4.4
 // (docs/notebook/2026-11-29-rows-to-verify.md). Elsewhere it makes no difference, or, to 16-bit weights, the opposite one.
 constexpr CUtensorMapL2promotion kKeyPromotion = CU_TENSOR_MAP_L2_PROMOTION_L2_128B;
-
-int64_t ceil_div(int64_t value, int64_t divisor) { return (value + divisor - 1) / divisor; }
 
 bool has_keys(const VarlenArguments& arguments) {
   return arguments.max_seqlen_k > 0 && arguments.k.sizes()[0] > 0;  // of all entries, or pages

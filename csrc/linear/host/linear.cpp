@@ -29,7 +29,6 @@ namespace {
 
 using host::Kernel;
 using host::Tensor;
-using moe::ceil_div;
 using moe::check_kind;
 using moe::check_sizes;
 using moe::data_or_null;

@@ -4,6 +4,7 @@
 #include <limits>
 #include <string>
 
+#include "host/ceil_div.h"
 #include "host/copies.h"
 #include "host/last_kernel.h"
 #include "host/launch.h"
@@ -22,8 +23,6 @@ constexpr double kLog2E = 1.4426950408889634;
 constexpr int32_t kNoLimit = 1 << 20;  // of the parts of a sequence
 // Keys are read once, and no row of them is a multiple of 256 bytes.
 constexpr CUtensorMapL2promotion kKeyPromotion = CU_TENSOR_MAP_L2_PROMOTION_L2_128B;
-
-int64_t ceil_div(int64_t value, int64_t divisor) { return (value + divisor - 1) / divisor; }
 
 const Kernel* find(const host::KernelRequest& request, const char* operation, const char* family, const char* variant) {
   return host::find_kernel({operation, family, variant, request.dtype, {}}, host::kNoAxis,

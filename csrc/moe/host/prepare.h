@@ -2,12 +2,11 @@
 // parameter blocks.
 #pragma once
 
+#include "host/ceil_div.h"
 #include "moe/host/arguments.h"
 #include "moe/host/select.h"
 
 namespace flashmoe::moe {
-
-inline int64_t ceil_div(int64_t value, int64_t divisor) { return (value + divisor - 1) / divisor; }
 
 // The address that a kernel gets; null for no tensor.
 inline void* data_or_null(const Tensor& tensor) { return tensor.is_given() ? tensor.data() : nullptr; }

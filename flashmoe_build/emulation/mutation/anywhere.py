@@ -47,11 +47,7 @@ from flashmoe_build.emulation.mutation.operators import edits
 from flashmoe_build.emulation.mutation.site import Edit
 from flashmoe_build.emulation.mutation.source import Source
 from flashmoe_tools.report import Check, Report, Verdict, host_environment, read_report, utc_now, write_report
-
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
+from flashmoe_tools.toml import tomllib
 
 TABLE = Path(__file__).with_name("folders.toml")
 NEEDED = 0.9  # of the bugs of each folder
@@ -215,12 +211,12 @@ class Found:
 class Reasons(dict[tuple[str, str], str]):
     """Why nothing can notice a bug, by file and description without its line: of one bug, or by a rule of many."""
 
-    rules: tuple[Mapping[str, str], ...] = ()
+    rules: tuple[tuple[str, str, str], ...] = ()  # files, what as a regular expression, why
     choices: Mapping[str, Sequence[str]] = MappingProxyType({})  # by file, functions that decide about time alone
 
     def __missing__(self, bug: tuple[str, str]) -> str:
-        fits = (rule for rule in self.rules if fnmatchcase(bug[0], rule["file"]) and re.fullmatch(rule["what"], bug[1]))
-        return next(fits, {"why": ""})["why"]
+        fits = (why for files, what, why in self.rules if fnmatchcase(bug[0], files) and re.fullmatch(what, bug[1]))
+        return next(fits, "")
 
 
 def folders(table: Path = TABLE) -> tuple[tuple[Folder, ...], Reasons]:
@@ -235,8 +231,8 @@ def folders(table: Path = TABLE) -> tuple[tuple[Folder, ...], Reasons]:
         rows.append(
             Folder(row["name"], tuple(row["files"]), tests, row.get("library", False), row.get("build", False), own)
         )
-    reasons = Reasons({(row["file"], row["what"]): row["why"] for row in read.get("equivalent", ())})
-    reasons.rules = tuple(read.get("rule", ()))
+    reasons = Reasons({(file, what): why for file, rows in read["equivalent"].items() for what, why in rows})
+    reasons.rules = tuple((file, what, why) for file, rows in read["rule"].items() for what, why in rows)
     reasons.choices = {row["file"]: row["functions"] for row in read.get("choice", ())}
     return tuple(rows), reasons
 

@@ -4,7 +4,6 @@ All calls that synchronise are among the chosen. Of the other edits as many are 
 function's length asks for, spread over the operators. A name is the file, the function, the operator and a number: it changes when the function does.
 """
 
-import sys
 import zlib
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -20,11 +19,7 @@ from flashmoe_build.emulation.mutation.operators import edits
 from flashmoe_build.emulation.mutation.planted import Mutant
 from flashmoe_build.emulation.mutation.site import Edit
 from flashmoe_build.emulation.mutation.source import Source
-
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
+from flashmoe_tools.toml import tomllib
 
 TABLE = Path(__file__).with_name("generated.toml")
 TOKENS_PER_EDIT = 200  # of a file's functions, for the edits that are not of synchronisation

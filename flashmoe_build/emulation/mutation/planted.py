@@ -2,18 +2,13 @@
 
 import hashlib
 import re
-import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from flashmoe.errors import TableError
 from flashmoe_build.emulation.build import CACHE, CSRC, REPOSITORY
-
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
+from flashmoe_tools.toml import tomllib
 
 BY_HAND = tuple(
     sorted(
@@ -55,17 +50,18 @@ class Mutant:
 
 
 def load_mutants(paths: Sequence[Path] = BY_HAND) -> tuple[Mutant, ...]:
-    """The bugs written by hand: in each table, by source file, as [what, anchor, replacement] or, with more to say, as a table; the file's
+    """The bugs written by hand: in each table, by source file, as [what, anchor, replacement] and, with more to say, a table; the file's
     kernels are those of every bug that names none."""
     return tuple(mutant for path in paths for mutant in _load(path))
 
 
 def _load(path: Path) -> Iterator[Mutant]:
-    for file in tomllib.loads(path.read_text(encoding="utf-8"))["file"]:
-        for name, bug in file["bug"].items():
-            stated = dict(zip(("what", "anchor", "replacement"), bug, strict=True)) if isinstance(bug, list) else bug
-            kernels = tuple(stated.get("kernels", file["kernels"]))
-            yield Mutant(name, **{**stated, "file": file["path"], "kernels": kernels})
+    for file, parts in tomllib.loads(path.read_text(encoding="utf-8")).items():
+        for part in parts:
+            kernels = part.pop("kernels")
+            for name, (what, anchor, replacement, *more) in part.items():
+                stated = {"kernels": kernels, **(more[0] if more else {})}
+                yield Mutant(name, what, file, anchor, replacement, **{**stated, "kernels": tuple(stated["kernels"])})
 
 
 def anchor_pattern(anchor: str) -> re.Pattern[str]:

@@ -7,7 +7,6 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
-from flashmoe.errors import ArgumentError
 from flashmoe_tools.operations import DTYPE_BYTES, RoomProblem
 from flashmoe_tools.operations.attention.grid import expand_row
 
@@ -94,12 +93,7 @@ class AttentionProblem(RoomProblem):
     @classmethod
     def from_key(cls, key: str) -> AttentionProblem:
         """The problem that a report calls ``key``, such as bf16-d128-causal-b4-h16-s4096."""
-        match = _KEY.fullmatch(key)
-        if match is None or match["dtype"] not in DTYPE_BYTES:
-            msg = (
-                f"{key!r} names no case; one is written as bf16-d128-causal-b4-h16-s4096, or -h32kv8-q1k8192 at its end"
-            )
-            raise ArgumentError(msg)
+        match = cls.read_key(_KEY, key, "bf16-d128-causal-b4-h16-s4096, or -h32kv8-q1k8192 at its end")
         heads = int(match["h"])
         seq_q, seq_k = (int(match["s"]),) * 2 if match["s"] else (int(match["q"]), int(match["k"]))
         return cls(

@@ -8,7 +8,6 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
-from flashmoe.errors import ArgumentError
 from flashmoe_tools.operations import DTYPE_BYTES, RoomProblem, fields
 
 _SIZES = ("layers", "width", "heads", "heads_kv", "head_dim", "ffn", "vocabulary", "batch", "keys", "rows")
@@ -68,10 +67,7 @@ class DecoderProblem(RoomProblem):
     @classmethod
     def from_key(cls, key: str) -> DecoderProblem:
         """The problem that a report calls ``key``, such as decoder-bf16-l8-w1024-h16kv8d128-f3072-v8192-b64-n2048-r1."""
-        match = _KEY.fullmatch(key)
-        if match is None or match["dtype"] not in DTYPE_BYTES:
-            msg = f"{key!r} names no case; one is written as decoder-bf16-l8-w1024-h16kv8d128-f3072-v8192-b64-n2048-r1"
-            raise ArgumentError(msg)
+        match = cls.read_key(_KEY, key, "decoder-bf16-l8-w1024-h16kv8d128-f3072-v8192-b64-n2048-r1")
         return cls(match["dtype"], **{name: int(match[name]) for name in _SIZES})
 
     @classmethod

@@ -8,7 +8,6 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
-from flashmoe.errors import ArgumentError
 from flashmoe_tools.operations import DTYPE_BYTES, RoomProblem, fields
 
 _KEY = re.compile(r"linear-(?P<dtype>\w+)-n(?P<columns>\d+)k(?P<inner>\d+)-r(?P<rows>\d+)")
@@ -47,10 +46,7 @@ class LinearProblem(RoomProblem):
     @classmethod
     def from_key(cls, key: str) -> LinearProblem:
         """The problem that a report calls ``key``, such as linear-bf16-n4096k4096-r64."""
-        match = _KEY.fullmatch(key)
-        if match is None or match["dtype"] not in DTYPE_BYTES:
-            msg = f"{key!r} names no case; one is written as linear-bf16-n4096k4096-r64"
-            raise ArgumentError(msg)
+        match = cls.read_key(_KEY, key, "linear-bf16-n4096k4096-r64")
         return cls(match["dtype"], **{name: int(match[name]) for name in _SIZES})
 
     @classmethod

@@ -74,10 +74,7 @@ class MlaDecodeProblem(RoomProblem):
     @classmethod
     def from_key(cls, key: str) -> MlaDecodeProblem:
         """Such as mla-bf16-h128-b64-q1k8192-p64."""
-        match = _KEY.fullmatch(key)
-        if match is None or match["dtype"] not in DTYPE_BYTES:
-            msg = f"{key!r} names no case; one is written as {cls.smallest().key}"
-            raise ArgumentError(msg)
+        match = cls.read_key(_KEY, key, cls.smallest().key)
         cache = CACHES[match["fp8"] is not None]
         heads, batch, tokens, keys, page_size = (int(match[name]) for name in "hbqkp")
         return cls(match["dtype"], heads, batch, tokens, keys, page_size, cache, int(match["top"] or 0))

@@ -4,6 +4,7 @@ Ours and torch's start from top-k ids and weights; sorting is inside, the router
 """
 
 from collections.abc import Callable
+from itertools import cycle
 from typing import Any
 
 import torch
@@ -72,6 +73,16 @@ def _prepared(make_layer: Callable[[], Layer]) -> Callable[[Inputs], Prepared]:
         layer = make_layer()
         arguments: tuple[Any, ...] = (inputs.x, inputs.w13, inputs.w2, inputs.topk_weights, inputs.topk_ids)
         return Prepared(lambda: layer(*arguments))
+
+    return prepare
+
+
+def in_turn(bind: Callable[[Any], Callable[[torch.Tensor], Any]]) -> Callable[[Any], Prepared]:
+    """Of inputs with several routings each call takes the next."""
+
+    def prepare(inputs: Any) -> Prepared:
+        layer, ids = bind(inputs), cycle(inputs.routings)
+        return Prepared(lambda: layer(next(ids)))
 
     return prepare
 

@@ -8,7 +8,6 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
-from flashmoe.errors import ArgumentError
 from flashmoe_tools.operations import DTYPE_BYTES, RoomProblem, fields
 
 ROUTINGS = ("uniform", "zipf", "hot")
@@ -73,10 +72,7 @@ class MoeProblem(RoomProblem):
     @classmethod
     def from_key(cls, key: str) -> MoeProblem:
         """The problem that a report calls ``key``, such as bf16-e128k8-h2048i768-t512."""
-        match = _KEY.fullmatch(key)
-        if match is None or match["dtype"] not in DTYPE_BYTES:
-            msg = f"{key!r} names no case; one is written as bf16-e128k8-h2048i768-t512, or -zipf or -hot at its end"
-            raise ArgumentError(msg)
+        match = cls.read_key(_KEY, key, "bf16-e128k8-h2048i768-t512, or -zipf or -hot at its end")
         sizes = {name: int(match[name]) for name in _SIZES}
         return cls(dtype=match["dtype"], routing=match["routing"] or "uniform", **sizes)
 

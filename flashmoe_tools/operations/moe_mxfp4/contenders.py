@@ -4,13 +4,12 @@ is installed. torch has no product of 4 bits on this GPU, and its composition wo
 from collections.abc import Callable
 from functools import partial
 from importlib import import_module
-from itertools import cycle
 from typing import Any
 
 import torch
 
-from flashmoe_tools.bench.contenders import Contender, Prepared, flashmoe_available, installed
-from flashmoe_tools.operations.moe.contenders import BOTH, flashmoe_layer
+from flashmoe_tools.bench.contenders import Contender, flashmoe_available, installed
+from flashmoe_tools.operations.moe.contenders import BOTH, flashmoe_layer, in_turn
 from flashmoe_tools.operations.moe_mxfp4.reference import ACTIVATION, LAYOUT, Mxfp4Inputs
 
 Call = Callable[[torch.Tensor], Any]
@@ -75,24 +74,12 @@ def _triton_kernels(inputs: Mxfp4Inputs) -> Call:
     return layer
 
 
-def _in_turn(bind: Callable[[Mxfp4Inputs], Call]) -> Callable[[Mxfp4Inputs], Prepared]:
-    """Each call takes the next routing."""
-
-    def prepare(inputs: Mxfp4Inputs) -> Prepared:
-        layer, ids = bind(inputs), cycle(inputs.routings)
-        return Prepared(lambda: layer(next(ids)))
-
-    return prepare
-
-
 def contenders() -> tuple[Contender, ...]:
     ours, packed = partial(_ours, weights="codes"), partial(_ours, weights="packed")
     in_sixteen_bits = partial(_ours, weights="dequantized")
     return (
-        Contender("flashmoe", "flashmoe", BOTH, flashmoe_available, _in_turn(ours), ours=True),
-        Contender("flashmoe-packed", "flashmoe, packed", ("cuda",), flashmoe_available, _in_turn(packed), ours=True),
-        Contender("flashmoe-bf16", "flashmoe, bf16", BOTH, flashmoe_available, _in_turn(in_sixteen_bits)),
-        Contender(
-            "triton-kernels", "triton_kernels", ("cuda",), installed("triton_kernels"), _in_turn(_triton_kernels)
-        ),
+        Contender("flashmoe", "flashmoe", BOTH, flashmoe_available, in_turn(ours), ours=True),
+        Contender("flashmoe-packed", "flashmoe, packed", ("cuda",), flashmoe_available, in_turn(packed), ours=True),
+        Contender("flashmoe-bf16", "flashmoe, bf16", BOTH, flashmoe_available, in_turn(in_sixteen_bits)),
+        Contender("triton-kernels", "triton_kernels", ("cuda",), installed("triton_kernels"), in_turn(_triton_kernels)),
     )

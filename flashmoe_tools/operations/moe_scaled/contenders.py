@@ -6,14 +6,13 @@ bfloat16 in every call. What computes in 16 bits rounds no activation to e4m3; a
 
 from collections.abc import Callable
 from functools import partial
-from itertools import cycle
 from typing import Any
 
 import torch
 
-from flashmoe_tools.bench.contenders import Contender, Prepared, always, flashmoe_available, installed
+from flashmoe_tools.bench.contenders import Contender, always, flashmoe_available, installed
 from flashmoe_tools.operations.moe import vllm
-from flashmoe_tools.operations.moe.contenders import BOTH, flashmoe_layer, grouped
+from flashmoe_tools.operations.moe.contenders import BOTH, flashmoe_layer, grouped, in_turn
 from flashmoe_tools.operations.moe_scaled import peers
 from flashmoe_tools.operations.moe_scaled.reference import ScaledInputs, SixteenBits, dequantize
 
@@ -38,16 +37,6 @@ def _torch(inputs: ScaledInputs) -> Callable[[torch.Tensor], Any]:
     return call
 
 
-def _in_turn(bind: Callable[[ScaledInputs], Callable[[torch.Tensor], Any]]) -> Callable[[ScaledInputs], Prepared]:
-    """Each call takes the next routing."""
-
-    def prepare(inputs: ScaledInputs) -> Prepared:
-        layer, ids = bind(inputs), cycle(inputs.routings)
-        return Prepared(lambda: layer(next(ids)))
-
-    return prepare
-
-
 def has_kernels(device: str) -> str:
     if device == "cuda" and torch.cuda.get_device_capability() != (9, 0):
         return "the kernels are for GPUs of compute capability 9.0"
@@ -56,9 +45,9 @@ def has_kernels(device: str) -> str:
 
 def contenders() -> tuple[Contender, ...]:
     return (
-        Contender("flashmoe", "flashmoe", BOTH, has_kernels, _in_turn(_ours), ours=True),
-        Contender("flashmoe-bf16", "flashmoe, bf16", BOTH, flashmoe_available, _in_turn(_ours_in_sixteen_bits)),
-        Contender("torch-grouped", "torch: dequantise, grouped_mm", BOTH, always, _in_turn(_torch)),
+        Contender("flashmoe", "flashmoe", BOTH, has_kernels, in_turn(_ours), ours=True),
+        Contender("flashmoe-bf16", "flashmoe, bf16", BOTH, flashmoe_available, in_turn(_ours_in_sixteen_bits)),
+        Contender("torch-grouped", "torch: dequantise, grouped_mm", BOTH, always, in_turn(_torch)),
         Contender("deepgemm", "DeepGEMM's products alone", ("cuda",), installed("deep_gemm"), peers.deep_gemm),
         Contender("vllm", "vLLM's Triton products alone", ("cuda",), installed(vllm.MODULE), peers.vllm_triton),
     )

@@ -9,7 +9,6 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
-from flashmoe.errors import ArgumentError
 from flashmoe_tools.operations import DTYPE_BYTES, RoomProblem, fields
 
 SHORT = {"one": 512, "one34": 34}  # keys of the other sequences where one is long
@@ -181,10 +180,7 @@ class ServingProblem(RoomProblem):
     @classmethod
     def from_key(cls, key: str) -> ServingProblem:
         """The problem that a report calls ``key``, such as serve-bf16-d128-causal-b8-h32kv8-q1k8192-p16."""
-        match = _KEY.fullmatch(key)
-        if match is None or match["dtype"] not in DTYPE_BYTES:
-            msg = f"{key!r} names no case; one is written as serve-bf16-d128-causal-b8-h32kv8-q1k8192-p16, or with -ramp behind"
-            raise ArgumentError(msg)
+        match = cls.read_key(_KEY, key, "serve-bf16-d128-causal-b8-h32kv8-q1k8192-p16, or with -ramp behind")
         d, h, kv, b, q, k, p = (int(match[name] or 0) for name in ("d", "h", "kv", "b", "q", "k", "p"))
         w, cap, sd = (int(match[name] or 0) for name in ("w", "cap", "sd"))
         return cls(

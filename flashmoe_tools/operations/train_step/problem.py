@@ -8,7 +8,6 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
-from flashmoe.errors import ArgumentError
 from flashmoe_tools.operations import DTYPE_BYTES, RoomProblem, fields
 
 _SIZES = ("layers", "width", "heads", "heads_kv", "ffn", "vocabulary", "batch", "seq")
@@ -77,10 +76,7 @@ class TrainStepProblem(RoomProblem):
     @classmethod
     def from_key(cls, key: str) -> TrainStepProblem:
         """The problem that a report calls ``key``, such as step-bf16-l8-w2048-h16kv4-f5632-v32000-b2-s4096."""
-        match = _KEY.fullmatch(key)
-        if match is None or match["dtype"] not in DTYPE_BYTES:
-            msg = f"{key!r} names no case; one is written as step-bf16-l8-w2048-h16kv4-f5632-v32000-b2-s4096"
-            raise ArgumentError(msg)
+        match = cls.read_key(_KEY, key, "step-bf16-l8-w2048-h16kv4-f5632-v32000-b2-s4096")
         return cls(match["dtype"], **{name: int(match[name]) for name in _SIZES})
 
     @classmethod

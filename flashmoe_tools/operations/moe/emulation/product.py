@@ -125,6 +125,12 @@ class Routing:
         rows = torch.arange(p.rows)
         return self.row_slots[: p.rows].long() // p.top_k if p.gathers else rows
 
+    def choices(self, p: Product) -> torch.Tensor:
+        """The expert of each slot, of those without a row none of the layer's; of one type or the other."""
+        ids = torch.full((p.slots,), -1 if p.seed % 2 else len(p.counts))
+        ids[self.row_slots[: p.rows].long()] = p.experts_of_rows()
+        return ids if p.seed % 2 else ids.int()
+
 
 def route(p: Product, generator: torch.Generator) -> Routing:
     """Slots for the rows at random, ascending inside an expert."""

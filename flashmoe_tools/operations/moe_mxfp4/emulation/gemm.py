@@ -127,13 +127,6 @@ def make_inputs(p: Mxfp4Product) -> Inputs:
     return Inputs(routing, a.bfloat16(), codes, scales, bias)
 
 
-def _choices(p: Product, routing: Routing) -> torch.Tensor:
-    """The expert of each slot, of those without a row none of the layer's; of one type or the other."""
-    ids = torch.full((p.slots,), -1 if p.seed % 2 else len(p.counts))
-    ids[routing.row_slots[: p.rows].long()] = p.experts_of_rows()
-    return ids if p.seed % 2 else ids.int()
-
-
 def trial(unit: Unit, p: Mxfp4Product) -> Trial:
     inputs, is_few_rows = make_inputs(p), p.operation.endswith("few_rows")
     out = torch.full((p.slots, p.width + 8), UNTOUCHED, dtype=torch.bfloat16)
@@ -144,7 +137,7 @@ def trial(unit: Unit, p: Mxfp4Product) -> Trial:
         codes = pack_mxfp4(inputs.codes, inputs.scales, gated=layout if p.is_gated else None).flatten(2)
     else:
         codes = torch.nn.functional.pad(inputs.codes, (0, PADDING), value=0x77)
-    offsets, ids = inputs.routing.offsets, _choices(p, inputs.routing)
+    offsets, ids = inputs.routing.offsets, inputs.routing.choices(p)
     product = {
         **p.sizes(),
         "a": in_front(a),

@@ -106,13 +106,6 @@ def make_inputs(p: Product) -> Inputs:
     return Inputs(routing, a, weights)
 
 
-def _choices(p: Product, routing: Routing) -> torch.Tensor:
-    """The expert of each slot, of those without a row none of the layer's; of one type or the other."""
-    ids = torch.full((p.slots,), -1 if p.seed % 2 else len(p.counts))
-    ids[routing.row_slots[: p.rows].long()] = p.experts_of_rows()
-    return ids if p.seed % 2 else ids.int()
-
-
 def _wrong_quantised(sums: Sums, found: Scaled) -> list[str]:
     """Of rows of the activation: each block's scale, and every value within half a unit of its last place."""
     value, bound = sums
@@ -132,7 +125,7 @@ def trial(unit: Unit, p: Product) -> Trial:
     out = torch.full((p.slots, p.width + (PADDING if makes_e4m3 else 8)), int(UNTOUCHED), dtype=dtype)
     out_scale = torch.full((p.slots, p.width // BLOCK), UNTOUCHED)
     z = torch.full((p.slots, p.n if p.operation == KEPT else 0), UNTOUCHED, dtype=torch.bfloat16)
-    a, weights, ids = inputs.a.padded(), inputs.weights.padded(), _choices(p, inputs.routing)
+    a, weights, ids = inputs.a.padded(), inputs.weights.padded(), inputs.routing.choices(p)
     offsets = inputs.routing.offsets
     is_early = not p.is_gated and (is_few_rows or p.seed % 2 == 0)  # offsets are older than the grid in front
     # Two values lie in memory as one 16-bit element, which k and the strides of e4m3 tensors count.

@@ -1,0 +1,10 @@
+#pragma once
+
+#include <cstdint>
+
+namespace flashmoe {
+
+// The quotient, rounded up, of two numbers that are not negative.
+inline int64_t ceil_div(int64_t value, int64_t divisor) { return (value + divisor - 1) / divisor; }
+
+}  // namespace flashmoe
