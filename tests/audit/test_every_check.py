@@ -410,7 +410,7 @@ def test_modules_that_a_source_asks_for() -> None:
     sources = {
         "p/__init__.py": "from . import _C\nfrom . import _D\n",
         "p/d.py": "def _D(): pass\n",
-        "p/large.py": None,
+        "p/large.py": "",
     }
     wheel: Any = SimpleNamespace(names=tuple(sources), metadata={"METADATA": ""}, sources=sources)
     assert package._lost(wheel, ["p/_E.so"]) == [("p/__init__.py", 1, "_C")]
