@@ -131,10 +131,7 @@ def _init_checks(wheel: Wheel, facts: Mapping[str, ElfFacts]) -> list[Check]:
         inits = sorted(s.name for s in elf.exported if s.name.startswith("PyInit_"))
         named = {init.removeprefix("PyInit_") for init in inits}
         quoted = any(
-            f"{quote}{word}{quote}" in text
-            for text in wheel.sources.values()
-            for word in named
-            for quote in "'\""
+            f"{quote}{word}{quote}" in text for text in wheel.sources.values() for word in named for quote in "'\""
         )
         if (
             inits and stem not in named and not quoted
