@@ -1,6 +1,7 @@
 """What is read out of symbol tables, wheels, folders and sources that are made up: each choice both ways, each limit on both sides."""
 
 import io
+import json
 import struct
 import zipfile
 from pathlib import Path
@@ -24,6 +25,10 @@ from flashmoe_tools.audit import (
     package,
     resolve,
     sources,
+    symbols,
+    torch_libraries,
+    torch_symbols,
+    wheels,
 )
 from flashmoe_tools.audit.elf import Search, Symbol
 from flashmoe_tools.audit.errors import AuditError, NoBinariesError
@@ -551,8 +556,6 @@ def test_streams_of_hashes() -> None:
 
 
 def test_what_is_said_of_a_needed_shim(monkeypatch: pytest.MonkeyPatch) -> None:
-    from flashmoe_tools.audit import torch_symbols
-
     monkeypatch.setattr(
         torch_symbols,
         "shims_for",
@@ -561,3 +564,112 @@ def test_what_is_said_of_a_needed_shim(monkeypatch: pytest.MonkeyPatch) -> None:
     assert told(torch_symbols.check_shims(_wants("aoti_torch_a"))) == [
         ("FAIL", "shim library: libtorch_cpu.so", "needed: nothing")
     ]
+
+
+def _of(header: str, *members: str, platform: str = "linux_x86_64", python: str = "cp311-cp311", **more: Any) -> Any:
+    path = Path(f"a-1-{python}-{platform}.whl")
+    return SimpleNamespace(path=path, names=members, metadata={"WHEEL": header}, **more)
+
+
+@pytest.mark.parametrize(("stated", "expected"), [
+    (("1.0",), None), ((" 1.0 ",), None), (("1.1",), ("WARN", "1.1")), (("2.0",), ("FAIL", "2.0")), ((), ("FAIL", "no Wheel-Version")), (("1.0", "1.0"),
+    ("FAIL", "1.0, 1.0")),
+    (("1.1", "1.1"), ("FAIL", "1.1, 1.1")), (("1.x",), ("FAIL", "1.x")),
+])  # fmt: skip
+def test_versions_of_the_format(stated: tuple[str, ...], expected: tuple[str, str] | None) -> None:
+    found = told(wheels.check_versions(_of("".join(f"Wheel-Version: {value}\n" for value in stated))))
+    assert [(verdict, words) for verdict, _, words in found] == ([expected] if expected else [])
+
+
+@pytest.mark.parametrize(("platform", "python", "header", "machine", "symbol", "words"), [
+    ("linux_x86_64", "cp311-cp311", "", "x86_64", "PyList_New", []),
+    ("linux_x86_64", "cp311-cp311", "Tag: cp310-cp311-linux_x86_64\n", "x86_64", "f", ["file name: "]),
+    ("any", "py3-none", "", "x86_64", "f", ["any, Root-Is-Purelib None"]), ("any", "py3-none", "", "aarch64", "f", ["any, Root-Is-Purelib None"]),
+    ("linux_x86_64", "py3-none", "Root-Is-Purelib: True\n", "x86_64", "f", ["true, with linux_x86_64"]),
+    ("linux_x86_64", "py3-none", "Root-Is-Purelib: false\n", "x86_64", "f", []),
+    ("linux_x86_64", "py3-none", "", "aarch64", "f", ["linux_x86_64, but p/_C.so is for aarch64"]),
+    ("linux_x86_64", "py3-none", "", "x86_64", "PyList_New", ["py3-none, but it uses PyList_New"]),
+    ("linux_x86_64", "py3-none", "", "x86_64", "Pylon", []), ("linux_x86_64", "cp311-abi3", "", "x86_64", "_PyList_New", []),
+])  # fmt: skip
+def test_tags_of_a_wheel(platform: str, python: str, header: str, machine: str, symbol: str, words: list[str]) -> None:
+    stated = header if "Tag" in header else f"Tag: {python}-{platform}\n{header}"
+    facts = {"p/_C.so": _elf(machine=machine, dynamic=(_symbol(symbol, False),))}
+    found = told(wheels.check_tag(_of(stated, platform=platform, python=python), facts))
+    assert [line for word, (_, _, line) in zip(words, found, strict=len(words) > 0) if word not in line] == []
+    assert words or found == [("PASS", "wheel tag", f"{python}-{platform}")]
+    (wrong,) = told(wheels.check_tag(SimpleNamespace(path=Path("a.whl"), metadata={"WHEEL": ""}), {}))  # type: ignore[arg-type]
+    assert wrong == ("FAIL", "wheel tag", "a.whl")
+
+
+@pytest.mark.parametrize(("members", "words"), [
+    (("p/a.py", "p/b.py"), []), (("a-1.data/purelib/p/a.py", "p/b.py"), []), (("a-1.data/purelib/p/a.py", "p/a.py"), ["installed twice: p/a.py"]),
+    (("a-1.data/other/a",), ["data folder"]),
+    (("a-1.data/purelib/",), ["data folder"]), (("p/x.data/y",), []),
+    (("a-1.data/data/lib/python3.11/site-packages/p/a.py", "p/a.py"), ["installed twice: p/a.py"]),
+    (("a-1.data/scripts/p/a.py", "p/a.py"), []), (("a-1.data/x", "a-1.data/platlib/b", "b"), ["data folder", "installed twice: b"]),
+])  # fmt: skip
+def test_places_of_members(members: tuple[str, ...], words: list[str]) -> None:
+    assert [name for _, name, _ in told(wheels.check_places(_of("", *members)))] == words
+
+
+@pytest.mark.parametrize(("lines", "found"), [
+    ("a,sha256=x,1\nRECORD,,\n", ""), ("a,sha256=x,\nRECORD,,\n", ""), ("a,sha256=x,1\n\nRECORD,,\n", ""), ("a,sha256=y,1\nRECORD,,\n", "a"),
+    ("a,,1\nRECORD,,\n", "a (no sha256)"),
+    ("a,md5=x,1\nRECORD,,\n", "a (no sha256)"), ("RECORD,,\n", "a (not in RECORD)"), ("a,sha256=x,2\nRECORD,,\n", "a (2 bytes stated, 1 held)"),
+    ("a,sha256=x,1\nRECORD,,\nb,,\n", "b (missing)"),
+    ("a,sha256=x,1\na,sha256=x,1\nRECORD,,\n", "a (2 lines)"), ("a,sha256=x,1\nRECORD,,\nb\n", "b (not path, hash and size)"),
+    ("a,sha256=x,1\nRECORD,sha256=z,\n", "RECORD"),
+])  # fmt: skip
+def test_lines_of_the_record(lines: str, found: str) -> None:
+    wheel = _of("", "a", "RECORD", digests={"a": "x", "RECORD": "y"}, sizes={"a": 1, "RECORD": 2})
+    wheel.metadata["RECORD"] = lines
+    expected = (
+        ("FAIL", "wheel record", f"differs: {found}")
+        if found
+        else ("PASS", "wheel record", "2 members, every sha256 matches")
+    )
+    assert told(wheels.check_record(wheel)) == [expected]
+
+
+def test_names_of_inputs(tmp_path: Path) -> None:
+    """As they were given; an audit of nothing takes no minute."""
+    (tmp_path / "link.so").symlink_to("gone")
+    report = engine.audit(tmp_path / "link.so")
+    assert (report.data["path"], report.seconds < 60) == ("link.so", True)
+    (tmp_path / "a.o").mkdir()
+    for folder in (tmp_path, tmp_path / "gone"):
+        with pytest.raises(AuditError, match="holds no object file"):
+            engine.read_objects(folder)
+
+
+def test_symbol_tables_and_other_pythons(monkeypatch: pytest.MonkeyPatch) -> None:
+    table = symbols.check_symbol_table
+    rows = [(True, (), "PASS"), (False, (), "PASS"), (True, None, "FAIL"), (False, None, "WARN")]
+    assert [told(table(_context(ours, static=static)))[0][0] for ours, static, _ in rows] == [
+        verdict for *_, verdict in rows
+    ]
+    monkeypatch.setattr(lookup, "python_exports", frozenset)
+    for path, version, step in (
+        ("a.so", lookup.here(), "audit with a complete Python"),
+        ("a.cpython-399-x.so", "3.99", "audit with Python 3.99"),
+    ):
+        check = symbols.check_undefined(_wants("PyB", path=Path(path)))[1]
+        assert (check.expected, check.next_step) == (f"names that Python {version} exports", step)
+
+
+def test_data_of_the_shims(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of each library its own, of both the processor's."""
+    exports = {"c": {"aoti_torch_b", "aoti_torch_a", "f"}, "g": {"aoti_torch_a", "aoti_torch_c"}}
+    torch = InstalledTorch("2.10.0+cpu", {"libtorch_cpu.so": Path("c"), "libtorch_cuda.so": Path("g")})
+    monkeypatch.setattr(torch_libraries, "installed_torch", lambda: torch)
+    monkeypatch.setattr(torch_libraries, "exported_names", lambda path: exports[path.name])
+    path = torch_libraries.write_data(tmp_path)
+    shims = {"libtorch_cpu.so": "aoti_torch_a aoti_torch_b", "libtorch_cuda.so": "aoti_torch_c"}
+    held = {"schema": torch_libraries.SCHEMA, "torch": "2.10.0", "shims": shims}
+    assert (path.name, path.read_text()) == ("torch_shims_2.10.0.json", json.dumps(held, indent=1) + "\n")
+    monkeypatch.setattr(torch_libraries, "DATA", tmp_path)
+    assert torch_libraries.shim_data("2.10.1").library == {
+        "aoti_torch_a": "libtorch_cpu.so",
+        "aoti_torch_b": "libtorch_cpu.so",
+        "aoti_torch_c": "libtorch_cuda.so",
+    }
