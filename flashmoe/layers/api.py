@@ -40,7 +40,7 @@ def linear(x: Tensor, w: Tensor, bias: Tensor | None = None) -> Tensor:
         if x.dim() == 0:
             msg = "x has shape []; [..., K] is needed; reshape it"
             raise ShapeError(msg)
-        rows = x.reshape(-1, x.shape[-1])
+        rows = x.flatten(0, -2) if x.dim() > 2 else x.unsqueeze(0)
     if is_compiling():
         out = call_linear(rows, w, bias)
     else:

@@ -101,7 +101,7 @@ def read_objects(folder: Path | None) -> tuple[ElfFacts, ...]:
     """Every object file under ``folder``; raises EmptyInputError when there is none."""
     if folder is None:
         return ()
-    paths = sorted(p for p in folder.rglob("*.o") if p.is_file()) if folder.is_dir() else []
+    paths = sorted(p for p in folder.rglob("*.o") if p.is_file())
     if not paths:
         msg = f"{folder} holds no object file (*.o), so duplicate definitions cannot be looked for"
         raise EmptyInputError(msg, "give the folder that the compiler wrote its .o files to (build/objects)")

@@ -46,7 +46,7 @@ def _parsed(wheel: Wheel) -> tuple[dict[str, ast.Module], dict[str, str]]:
     trees, broken = {}, {}
     for source, text in wheel.sources.items():
         on_the_way = installed_name(source) in above
-        if text is None or not (on_the_way or any(stem in text for stem in stems)):
+        if not (on_the_way or any(stem in text for stem in stems)):
             continue
         try:
             with warnings.catch_warnings():
@@ -69,7 +69,7 @@ def _modules(source: str, statements: list[ast.stmt]) -> Iterator[str]:
             yield from (alias.name for alias in statement.names)
         elif isinstance(statement, ast.ImportFrom):
             base = package[: len(package) - statement.level + 1] if statement.level else []
-            full = [*base, *((statement.module or "").split(".") if statement.module else [])]
+            full = [*base, *(statement.module.split(".") if statement.module else [])]
             yield ".".join(full)
             yield from (".".join([*full, alias.name]) for alias in statement.names)
 
@@ -142,11 +142,7 @@ def _torch_checks(wheel: Wheel, trees: Mapping[str, ast.Module], closures: Mappi
     for member, closure in closures.items():
         module, lent = module_of(member), closure.from_torch
         users = {s: names for s, tree in trees.items() if module in (names := list(_modules(s, tree.body)))}
-        if (
-            not lent
-            or not users
-            or any(_imports_torch(text or "") for s, text in wheel.sources.items() if s not in users)
-        ):
+        if not lent or any(_imports_torch(text) for source, text in wheel.sources.items() if source not in users):
             continue
         late = [source for source, names in users.items() if not _is_before(names, module)]
         if late:

@@ -34,7 +34,7 @@ class Wheel:
     root: Path
     names: tuple[str, ...]
     extensions: tuple[str, ...]
-    sources: Mapping[str, str | None] = field(repr=False)  # None: larger than MAX_SOURCE, not read
+    sources: Mapping[str, str] = field(repr=False)  # empty: larger than MAX_SOURCE, not read
     metadata: Mapping[str, str] = field(repr=False)  # the text files of .dist-info, by file name
     other: Mapping[str, bytes] = field(repr=False)  # JSON and TOML data files, by member name
     digests: Mapping[str, str] = field(repr=False)  # sha256 of each member, as RECORD writes it
@@ -44,7 +44,7 @@ class Wheel:
     def named_libraries(self) -> dict[str, Path]:
         """Shared objects in the wheel, by their file names, that some source names and so may load before they are needed."""
         files = {PurePosixPath(member).name: self.root / member for member in self.extensions}
-        texts = [text for text in self.sources.values() if text and ".so" in text]
+        texts = [text for text in self.sources.values() if ".so" in text]
         return {name: path for name, path in files.items() if any(name in text for text in texts)}
 
     @property
@@ -171,7 +171,7 @@ def _read(path: Path, archive: zipfile.ZipFile, members: list[zipfile.ZipInfo], 
         digests[name] = _copy(archive, member, root / name if name in extensions else None, kept)
         data = kept.getvalue() if kept is not None else b""
         if place.suffix == ".py":
-            sources[name] = data.decode("utf-8", "replace") if kept is not None else None
+            sources[name] = data.decode("utf-8", "replace")
         elif _is_metadata(place):
             metadata[place.name] = data.decode("utf-8", "replace")
         if place.suffix in (".json", ".toml") and kept is not None:

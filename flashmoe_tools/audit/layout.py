@@ -139,10 +139,9 @@ def _is_filled(stream: BinaryIO, at: int, member: zipfile.ZipInfo) -> bool:
         return True  # stored data do not end themselves: a reader from the start refuses them
     stream.seek(at)
     reader, left = zlib.decompressobj(-15), member.compress_size
-    while left and not reader.eof:
-        given = stream.read(min(_PIECE, left))
+    while not reader.eof and (given := stream.read(min(_PIECE, left))):
         left -= len(given)
-        while given and not reader.eof:
+        while given:
             reader.decompress(given, _PIECE)
             given = reader.unconsumed_tail
     return reader.eof and not reader.unused_data and not left

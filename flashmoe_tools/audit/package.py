@@ -61,8 +61,7 @@ def _mentioned(wheel: Wheel) -> set[str]:
     """Extensions whose module or file name stands in some source, wherever it stands."""
     names = {member: PurePosixPath(member).name for member in wheel.extensions}
     words = {member: (name, name.split(".", 1)[0]) for member, name in names.items()}
-    texts = [text for text in wheel.sources.values() if text]
-    return {member for member in words if any(word in text for word in words[member] for text in texts)}
+    return {m for m in words if any(word in text for word in words[m] for text in wheel.sources.values())}
 
 
 def _lost(wheel: Wheel, idle: Sequence[str]) -> list[tuple[str, int, str]]:
@@ -77,18 +76,18 @@ def _lost(wheel: Wheel, idle: Sequence[str]) -> list[tuple[str, int, str]]:
     }
     stated = Parser().parsestr(wheel.metadata["METADATA"]).get_all("Requires-Dist", [])
     required = {re.split(r"[^A-Za-z0-9_.]", str(line).strip())[0].replace(".", "_").lower() for line in stated} - {""}
-    defined = {next(filter(None, found)) for text in wheel.sources.values() for found in _DEFINED.findall(text or "")}
+    defined = {next(filter(None, found)) for text in wheel.sources.values() for found in _DEFINED.findall(text)}
     lost: dict[str, tuple[str, int, str]] = {}
     for source, text in wheel.sources.items():
-        for match in _ASKED.finditer(text or ""):
+        for match in _ASKED.finditer(text):
             what = next(filter(None, match.groups()))
             origin = re.match(r"from\s+(\w+)", match[0])
             lent = any(what.lstrip("_").lower().startswith(name) for name in required)  # cffi has _cffi_backend
             standard = {what, origin[1] if origin else what} & sys.stdlib_module_names
             sought = ".so." in what  # by the loader, as libcuda.so.1
             is_there = what in held or what in defined or standard or lent or sought
-            if not is_there and not _is_prose(text or "", match.start()):
-                lost.setdefault(what, (source, (text or "").count("\n", 0, match.start()) + 1, what))
+            if not is_there and not _is_prose(text, match.start()):
+                lost.setdefault(what, (source, text.count("\n", 0, match.start()) + 1, what))
     return list(lost.values())
 
 
@@ -104,7 +103,7 @@ def _is_prose(text: str, place: int) -> bool:
         return False  # of Python that cannot be read, the check of sources tells
     line = text.count("\n", 0, place) + 1
     strings = (node for node in ast.walk(tree) if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant))
-    return any(node.lineno <= line <= (node.end_lineno or 0) for node in strings)
+    return any(node.lineno <= line <= node.end_lineno for node in strings)  # type: ignore[operator]
 
 
 def _lost_check(source: str, line: int, what: str, idle: Sequence[str]) -> Check:
@@ -132,10 +131,7 @@ def _init_checks(wheel: Wheel, facts: Mapping[str, ElfFacts]) -> list[Check]:
         inits = sorted(s.name for s in elf.exported if s.name.startswith("PyInit_"))
         named = {init.removeprefix("PyInit_") for init in inits}
         quoted = any(
-            f"{quote}{word}{quote}" in (text or "")
-            for text in wheel.sources.values()
-            for word in named
-            for quote in "'\""
+            f"{quote}{word}{quote}" in text for text in wheel.sources.values() for word in named for quote in "'\""
         )
         if (
             inits and stem not in named and not quoted

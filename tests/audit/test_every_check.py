@@ -185,10 +185,12 @@ ITSELF, FLOOR, F = (
     "version floor",
     Symbol("f", False, "global", False, 0, "GLIBC_2.99"),
 )
+HIGHEST = f"GLIBC_{load_policy().versions['GLIBC']}"
 NOTHING = "nothing; thread-local storage needs no place fixed at start"
 LOADING: tuple[tuple[Callable[[Any], Any], bool, dict[str, Any], Told], ...] = (
     (loading.check_needed, True, {"needed": TORCH}, [("PASS", "needed libraries", "libtorch_cpu.so")]),
     (loading.check_needed, True, {}, [("FAIL", "needed libraries: libtorch_cpu.so", "DT_NEEDED is empty")]),
+    (loading.check_needed, True, {"needed": ("libc.so.6",)}, [("FAIL", "needed libraries: libtorch_cpu.so", "libc.so.6")]),
     (loading.check_needed, True, {"needed": (*TORCH, "libx.so")}, [("FAIL", "needed libraries: libx.so", "libx.so")]),
     (loading.check_needed, False, {"needed": ("libx.so",)}, [("PASS", "needed libraries", "libx.so")]),
     (loading.check_needed, False, {}, [("PASS", "needed libraries", "none")]),
@@ -214,6 +216,9 @@ LOADING: tuple[tuple[Callable[[Any], Any], bool, dict[str, Any], Told], ...] = (
     *[(loading.check_versions, True, {"versions": {"libc.so.6": (f"GLIBC_{word}",)}}, [("FAIL", f"{FLOOR}: GLIBC_{word}", f"GLIBC_{word} {ITSELF}")])
       for word in ("PRIVATE", "ABI_DT_RELR")],
     (loading.check_versions, True, {"versions": {"libx.so": ("OTHER_99.9", "OTHER_PRIVATE", "GLIBC_TUNABLE")}}, [("PASS", FLOOR, "")]),
+    (loading.check_versions, True, {"versions": {"libc.so.6": (HIGHEST,)}}, [("PASS", FLOOR, HIGHEST)]),
+    (loading.check_versions, True, {"has_packed_relocations": True, "versions": {"libc.so.6": ("GLIBC_ABI_DT_RELR",)}},
+     [("FAIL", f"{FLOOR}: GLIBC_ABI_DT_RELR", f"GLIBC_ABI_DT_RELR {ITSELF}")]),
     (loading.check_versions, True, {"has_packed_relocations": True}, [("FAIL", f"{FLOOR}: DT_RELR", "packed relocations, and no version that says so")]),
 )  # fmt: skip
 
@@ -222,6 +227,12 @@ LOADING: tuple[tuple[Callable[[Any], Any], bool, dict[str, Any], Told], ...] = (
 def test_how_the_loader_treats_it(case: Any) -> None:
     check, ours, facts, found = case
     assert told(check(_context(ours, **facts))) == found
+
+
+def test_who_binds_a_newer_version() -> None:
+    for dynamic, who in (((), "it"), ((F,), "f")):
+        (check,) = loading.check_versions(_context(versions={"libc.so.6": ("GLIBC_2.99",)}, dynamic=dynamic))
+        assert f"whose headers bind {who} to GLIBC_2.99" in check.why
 
 
 @pytest.mark.parametrize("place", ["path", "member", "folder", "nowhere"])
@@ -410,7 +421,7 @@ def test_modules_that_a_source_asks_for() -> None:
     sources = {
         "p/__init__.py": "from . import _C\nfrom . import _D\n",
         "p/d.py": "def _D(): pass\n",
-        "p/large.py": None,
+        "p/large.py": "",
     }
     wheel: Any = SimpleNamespace(names=tuple(sources), metadata={"METADATA": ""}, sources=sources)
     assert package._lost(wheel, ["p/_E.so"]) == [("p/__init__.py", 1, "_C")]

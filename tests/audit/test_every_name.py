@@ -105,6 +105,7 @@ def test_where_a_missing_name_may_be(tmp_path: Path) -> None:
     for text, words in (
         ("int f();", "is declared in src/a.cpp:1 and called"),
         ("int f() {}", "is defined in src/a.cpp:1, but"),
+        ("int f();\nint f() {}", "is defined in src/a.cpp:2, but"),
         ("int a = g(f());", "declared and called"),
     ):
         (tmp_path / "src").mkdir(exist_ok=True)
@@ -271,7 +272,7 @@ def test_what_a_library_is_judged_by(
     seen: list[Any] = []
 
     def look(context: Any) -> tuple[Check, ...]:
-        seen.append(context.torch_version)
+        seen.append((context.torch_version, context.source))
         return ()
 
     def embedded(*given: Any) -> Any:
@@ -287,13 +288,15 @@ def test_what_a_library_is_judged_by(
         "check_loading": lambda _: (),
         "audit_embedded": embedded,
         "load_tables": lambda: "our tables",
+        "default_source": lambda _: "csrc",
     }
     for name, value in made.items():
         monkeypatch.setattr(engine, name, value)
     for tables in (None, "other tables"):
         seen.clear()
-        engine.audit_library("a", Path("a.so"), engine.Options(asked), tables)  # type: ignore[arg-type]
-        assert seen == [version, *([tables or "our tables"] if ours else [])]
+        source = Path("src") if tables else None
+        engine.audit_library("a", Path("a.so"), engine.Options(asked, source=source), tables)  # type: ignore[arg-type]
+        assert seen == [(version, source or ("csrc" if ours else None)), *([tables or "our tables"] if ours else [])]
 
 
 def test_the_folder_of_python(monkeypatch: pytest.MonkeyPatch) -> None:

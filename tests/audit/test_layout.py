@@ -100,6 +100,64 @@ def test_data_that_end_with_a_read_and_more_behind() -> None:
         assert layout._is_filled(io.BytesIO(block + hidden), 0, member) is (hidden == b"")
 
 
+def test_data_that_do_not_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In what the member claims, or in the file at all, as a stored block does that is longer: a reader that waits for more waits for ever."""
+    block = b"\1" + struct.pack("<2H", 9, 9 ^ 0xFFFF) + b"123456789"
+    member = zipfile.ZipInfo("a")
+    member.compress_type = zipfile.ZIP_DEFLATED
+    for content, claimed, is_filled in (
+        (block, 14, True),
+        (block, 13, False),
+        (block[:-1], 14, False),
+        (block[:-1], 999, False),
+        (block, 15, False),
+    ):
+        member.compress_size = claimed
+        assert layout._is_filled(io.BytesIO(content), 0, member) is is_filled
+
+    def refuse(*_: object) -> bool:
+        raise AssertionError
+
+    monkeypatch.setattr(layout, "_is_filled", refuse)  # of sizes that stand before the data no reader goes by the data
+    assert problem(packed(method=zipfile.ZIP_DEFLATED)) == ""
+
+
+def test_names_fields_and_comments_of_members() -> None:
+    """A name without the flag for UTF-8 is one of code page 437; folders are empty."""
+    target, stamp = io.BytesIO(), struct.pack("<2H4s", 0x5455, 4, b"time") + struct.pack("<2H", 7, 0)
+    with zipfile.ZipFile(target, "w") as archive:
+        for name in (*MEMBERS, "science/größe", "science/aa.txt", "science/folder/"):
+            row = zipfile.ZipInfo(name)
+            row.extra, row.comment = stamp, b"of the member"
+            archive.writestr(row, b"" if name.endswith("/") else b"content")
+    content = target.getvalue()
+    assert problem(content) == problem(content.replace(b"science/aa.txt", b"science/\x81\xe1.txt")) == ""
+    assert list(layout._fields(stamp)) == [(0x5455, b"time"), (7, b"")]
+    assert list(layout._fields(stamp[:3])) == []
+
+
+@pytest.mark.parametrize(
+    ("at", "told"),
+    [
+        (6, "another name, other flags"),
+        (8, "another name, other flags"),
+        (14, "another size"),
+        (18, "another size"),
+        (22, "another size"),
+    ],
+)
+@pytest.mark.parametrize("stream", [io.BytesIO, Unseekable], ids=["sizes", "descriptors"])
+def test_fields_of_a_local_header(stream: type[io.BytesIO], at: int, told: str) -> None:
+    """Of a member with a descriptor its sizes and checksum may stand before it, too, if they are right."""
+    content = bytearray(packed(stream=stream()))
+    start = directory(bytes(content))
+    right = content[start + at + 2 : start + at + 6] if at >= 14 else content[at : at + 2]
+    content[at : at + len(right)] = right
+    assert problem(bytes(content)) == ""
+    content[at] ^= 2
+    assert told in problem(bytes(content))
+
+
 @pytest.mark.parametrize("at", range(4, 22))
 def test_no_byte_of_the_end_record_can_change(at: int) -> None:
     """Numbers of disks, counts, the directory's length and place, the length of a comment."""
@@ -116,11 +174,12 @@ def test_a_zip64_end_record_begins_as_one(wrong: bytes) -> None:
     content = packed()
     start, end = directory(content), content[-22:]
     count, length = struct.unpack_from("<HL", end, 10)
-    long = struct.pack("<4sQ2H2L4Q", wrong, 44, 45, 45, 0, 0, count, count, length, start)
-    whole = content[:-22] + long + struct.pack("<4sLQL", b"PK\6\7", 0, len(content) - 22, 1) + end
-    with io.BytesIO(whole) as stream:
-        told = problem_of_layout(stream, zipfile.ZipFile(io.BytesIO(content)).infolist())
-    assert ("its last bytes are not the end record" in told) is (wrong != b"PK\6\6")
+    for rest, gap, is_right in ((44, b"", True), (45, b"", False), (44, b"gap", False)):
+        long = struct.pack("<4sQ2H2L4Q", wrong, rest, 45, 45, 0, 0, count, count, length, start) + gap
+        whole = content[:-22] + long + struct.pack("<4sLQL", b"PK\6\7", 0, len(content) - 22, 1) + end
+        with io.BytesIO(whole) as stream:
+            told = problem_of_layout(stream, zipfile.ZipFile(io.BytesIO(content)).infolist())
+        assert ("its last bytes are not the end record" in told) is not (is_right and wrong == b"PK\6\6")
 
 
 SOUND = packed()

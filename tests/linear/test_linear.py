@@ -117,7 +117,14 @@ def test_strides_empty_and_transforms(device: str) -> None:
     wide[:, 3:67] = x
     assert torch.equal(flashmoe.linear(wide[:, 3:67], w, bias), expected)
     assert torch.equal(flashmoe.linear(x.mT.contiguous().mT, w, bias), expected)
-    assert flashmoe.linear(x[:0], w, bias).shape == (0, 40)
+    for shape in ((0, 64), (2, 0, 64), (0, 3, 64)):
+        given = [one.detach().requires_grad_() for one in (x.new_empty(shape), w, bias)]
+        out = flashmoe.linear(*given)
+        assert out.shape == (*shape[:-1], 40)
+        assert not any(one.any() for one in torch.autograd.grad(out.sum(), given))
+    for shape in ((0,), (12, 0), (0, 0), (3, 0, 0)):
+        with pytest.raises(ShapeError, match="k is 0"):
+            flashmoe.linear(x.new_empty(shape), w[:, :0], bias)
     assert torch.equal(flashmoe.linear(x[0], w, bias), expected[0])
     assert torch.equal(torch.vmap(flashmoe.linear, (0, None, None))(x.view(3, 4, 64), w, bias).view(12, 40), expected)
     jacobian = torch.func.grad(lambda one: flashmoe.linear(one, w, bias).sum().float())(x)
