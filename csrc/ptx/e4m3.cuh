@@ -40,34 +40,43 @@ struct E4M3 {
   unsigned char bits;
 };
 
-// Four values, that of bits 0 to 7 first, as two pairs of 16-bit elements; exact, and NaN stays NaN. Below compute capability 8.9 there is no
-// such instruction; bf16, which has none anywhere, goes by way of f16 (flashmoe_build/compile/elements.py).
+// Four of the eight bytes of (high, low), which hexadecimal digit i of the selector names for byte i: 0 to 3 of `low`, 4 to 7 of `high`.
+__device__ __forceinline__ uint32_t select_bytes(uint32_t low, uint32_t high, uint32_t selector) {
+  uint32_t bytes;
+  asm("prmt.b32 %0, %1, %2, %3;" : "=r"(bytes) : "r"(low), "r"(high), "r"(selector));
+  return bytes;
+}
+
+// Four values as two pairs of 16-bit elements; exact, and NaN stays NaN. unpack_e4m3: bytes 0 and 1, then 2 and 3. unpack_alternate_e4m3: bytes 0
+// and 2, then 1 and 3, which is what takes fewer instructions below compute capability 8.9. What the build writes for bf16, and for `unpack`, for
+// which there is no instruction: flashmoe_build/compile/elements.py.
 template <typename Element>
 __device__ __forceinline__ void unpack_e4m3(uint32_t (&pairs)[2], uint32_t codes);
 
+template <typename Element>
+__device__ __forceinline__ void unpack_alternate_e4m3(uint32_t (&pairs)[2], uint32_t codes);
+
 #if __CUDA_ARCH__ >= 890
-#define FLASHMOE_UNPACK_E4M3(type)                                                                                 \
-  asm("{\n\t.reg .b16 low, high;\n\tmov.b32 {low, high}, %2;\n\tcvt.rn." type "x2.e4m3x2 %0, low;\n\tcvt.rn." type \
-      "x2.e4m3x2 %1, high;\n\t}"                                                                                   \
-      : "=r"(pairs[0]), "=r"(pairs[1])                                                                             \
-      : "r"(codes))
+#define FLASHMOE_NATIVE unpack_e4m3
+#define FLASHMOE_DERIVED unpack_alternate_e4m3
+#define FLASHMOE_UNPACK_E4M3(type)                                                                             \
+  "{\n\t.reg .b16 low, high;\n\tmov.b32 {low, high}, %2;\n\tcvt.rn." type "x2.e4m3x2 %0, low;\n\tcvt.rn." type \
+  "x2.e4m3x2 %1, high;\n\t}"
 #else
-// Above a float's fraction the seven bits are the value times 2^-120, subnormal or not; all seven set are NaN.
-__device__ __forceinline__ float widen_e4m3(uint32_t byte) {
-  const uint32_t magnitude = byte & 0x7fu;
-  const float value = __uint_as_float((byte & 0x80u) << 24 | magnitude << 20) * 0x1p120f;
-  return magnitude == 0x7fu ? __uint_as_float(0x7fffffffu) : value;
-}
-#define FLASHMOE_UNPACK_E4M3(type)                                                     \
-  pairs[0] = pack<Element>(widen_e4m3(codes & 0xffu), widen_e4m3(codes >> 8 & 0xffu)); \
-  pairs[1] = pack<Element>(widen_e4m3(codes >> 16 & 0xffu), widen_e4m3(codes >> 24 & 0xffu))
+#define FLASHMOE_NATIVE unpack_alternate_e4m3
+#define FLASHMOE_DERIVED unpack_e4m3
+#define FLASHMOE_UNPACK_E4M3(type) "unpack." type "x2.e4m3x4 %0, %1, %2;"
 #endif
 
-#define FLASHMOE_DEFINE_UNPACK(Element_, type)                                                  \
-  template <>                                                                                   \
-  __device__ __forceinline__ void unpack_e4m3<Element_>(uint32_t (&pairs)[2], uint32_t codes) { \
-    using Element [[maybe_unused]] = Element_;                                                  \
-    FLASHMOE_UNPACK_E4M3(type);                                                                 \
+#define FLASHMOE_DEFINE_UNPACK(Element, type)                                                          \
+  template <>                                                                                          \
+  __device__ __forceinline__ void FLASHMOE_NATIVE<Element>(uint32_t (&pairs)[2], uint32_t codes) {     \
+    asm(FLASHMOE_UNPACK_E4M3(type) : "=r"(pairs[0]), "=r"(pairs[1]) : "r"(codes));                     \
+  }                                                                                                    \
+                                                                                                       \
+  template <>                                                                                          \
+  __device__ __forceinline__ void FLASHMOE_DERIVED<Element>(uint32_t (&pairs)[2], uint32_t codes) {    \
+    FLASHMOE_NATIVE<Element>(pairs, select_bytes(codes, 0, 0x3120));                                   \
   }
 
 FLASHMOE_DEFINE_UNPACK(F16, "f16")
@@ -76,10 +85,11 @@ FLASHMOE_DEFINE_UNPACK(XF16, "xf16")
 
 #undef FLASHMOE_DEFINE_UNPACK
 #undef FLASHMOE_UNPACK_E4M3
+#undef FLASHMOE_DERIVED
+#undef FLASHMOE_NATIVE
 
 // The same as floats.
 __device__ __forceinline__ void widen_e4m3(float (&values)[4], uint32_t codes) {
-#if __CUDA_ARCH__ >= 890
   uint32_t pairs[2];
   unpack_e4m3<F16>(pairs, codes);
 #pragma unroll
@@ -88,17 +98,6 @@ __device__ __forceinline__ void widen_e4m3(float (&values)[4], uint32_t codes) {
     values[2 * i] = pair.x;
     values[2 * i + 1] = pair.y;
   }
-#else
-#pragma unroll
-  for (int i = 0; i < 4; ++i) values[i] = widen_e4m3(codes >> 8 * i & 0xffu);
-#endif
-}
-
-// Four of the eight bytes of (high, low), which hexadecimal digit i of the selector names for byte i: 0 to 3 of `low`, 4 to 7 of `high`.
-__device__ __forceinline__ uint32_t select_bytes(uint32_t low, uint32_t high, uint32_t selector) {
-  uint32_t bytes;
-  asm("prmt.b32 %0, %1, %2, %3;" : "=r"(bytes) : "r"(low), "r"(high), "r"(selector));
-  return bytes;
 }
 
 // d += a * b, 16x32 by 32x8. Registers as in mma.cuh's m16n8k16, each with four values where there it has two.

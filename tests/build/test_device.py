@@ -1,11 +1,13 @@
 """Targets share PTX, and nothing is compiled or assembled that need not be."""
 
+import re
 import shutil
 from dataclasses import replace
 from io import BytesIO
 from pathlib import Path
 
 import pytest
+import torch
 from elftools.elf.elffile import ELFFile
 
 from flashmoe.errors import BuildError, TableError
@@ -130,6 +132,53 @@ def test_bf16_is_widened_without_the_instruction_of_9_0() -> None:
     moved = b"\tmov.b32 %f1, {0, %rs2};\n\tcvt.rn.bf16x2.f32 %r1, %f1, %f2;\n"
     assert with_dtype(widen, "bf16", "compute_80") == moved
     assert with_dtype(plain, "bf16", "compute_80") == moved
+
+
+def run_ptx(text: str, dtype: torch.dtype, registers: dict[str, torch.Tensor]) -> None:
+    """The few instructions of a conversion by bits, on words in int64."""
+    some = next(iter(registers.values()))
+
+    def halves(word: torch.Tensor) -> torch.Tensor:
+        return torch.stack((word & 0xFFFF, word >> 16)).int().short().view(dtype)
+
+    def fused(*words: torch.Tensor) -> torch.Tensor:
+        x, y, z = (halves(word).double() for word in words)
+        low, high = (x * y + z).to(dtype).view(torch.int16).long() & 0xFFFF
+        return low | high << 16
+
+    run = {
+        "mov.b32": lambda a: a,
+        "and.b32": lambda a, b: a & b,
+        "shr.b32": lambda a, b: a >> b,
+        "shl.b32": lambda a, b: a << b & 0xFFFFFFFF,
+        "lop3.b32": lambda a, b, c, table: (a & c) | (b & ~c) if table[0] == 0xE4 else a * 0,
+        f"fma.rn.{'f16' if dtype == torch.float16 else 'bf16'}x2": fused,
+    }
+    for line in re.findall(r"[^{};]+(?=;)", text):
+        name, _, words = line.strip().partition(" ")
+        if name == ".reg":
+            continue
+        out, *given = (word.strip() for word in words.split(","))
+        registers[out] = run[name](
+            *(registers[w] if w in registers else torch.full_like(some, int(w, 0)) for w in given)
+        )
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_every_pair_of_codes_becomes_its_elements_by_bits(dtype: torch.dtype) -> None:
+    """Below 8.9, beside every code in the next byte; a sign of zero and NaN are kept."""
+    first, second = torch.arange(65536).div(256, rounding_mode="floor"), torch.arange(65536) % 256
+    swapped = [second, first, 255 - first, second ^ first]
+    registers = {"%r7": swapped[0] | swapped[1] << 8 | swapped[2] << 16 | swapped[3] << 24}
+    name = {torch.float16: "f16", torch.bfloat16: "bf16"}[dtype]
+    text = with_dtype(b"\tunpack.xf16x2.e4m3x4 %r1, %r2, %r7;\n", name, "compute_80")
+    run_ptx(text.decode(), dtype, registers)
+    for out, codes in (("%r1", swapped[0::2]), ("%r2", swapped[1::2])):
+        for half, code in enumerate(codes):
+            wanted = code.byte().view(torch.float8_e4m3fn).to(dtype)
+            found = (registers[out] >> 16 * half & 0xFFFF).int().short().view(dtype)
+            assert torch.equal(found.isnan(), wanted.isnan())
+            assert torch.equal(found.view(torch.int16)[~wanted.isnan()], wanted.view(torch.int16)[~wanted.isnan()])
 
 
 def test_code_that_depends_on_the_type_does_not_compile_for_either(tmp_path: Path, root: Path) -> None:

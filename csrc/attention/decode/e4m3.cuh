@@ -264,7 +264,6 @@ struct CodeValues {
   template <typename Operand>
   __device__ __forceinline__ static void multiply_codes(float (&O_rmem)[1][Spec::kMmaD][4], const uint32_t (&P_rmem)[4],
                                                         ptx::SmemPointer lane_smem) {
-    constexpr uint32_t kEvenThenOdd = 0x3120;
 #pragma unroll
     for (int step = 0; step < Spec::kHeadDim / 32; ++step) {
       uint32_t codes[4];  // keys 0 to 7 and 8 to 15 of 16 columns, then of the next 16
@@ -272,8 +271,8 @@ struct CodeValues {
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
         uint32_t first[2], last[2];  // keys: of the even column, of the odd one
-        ptx::unpack_e4m3<Operand>(first, ptx::select_bytes(codes[2 * i], 0, kEvenThenOdd));
-        ptx::unpack_e4m3<Operand>(last, ptx::select_bytes(codes[2 * i + 1], 0, kEvenThenOdd));
+        ptx::unpack_alternate_e4m3<Operand>(first, codes[2 * i]);
+        ptx::unpack_alternate_e4m3<Operand>(last, codes[2 * i + 1]);
 #pragma unroll
         for (int odd = 0; odd < 2; ++odd) {
           float (&block)[4] = O_rmem[0][4 * step + 2 * i + odd];
@@ -417,9 +416,9 @@ struct E4m3Loader : KeyLoader<Spec, Words::kByUse> {
         for (int n = 0; n < Spec::kMmaN; ++n) {
           const ptx::SmemPointer chunk_smem = K_smem + (Tile::offset(n * 8 + lane / 4, k) + lane % 4 / 2 * 4);
           uint32_t b[2];
-          ptx::unpack_e4m3<Element>(b,
-                                    ptx::select_bytes(ptx::ld_shared_32(chunk_smem), ptx::ld_shared_32(chunk_smem + 8),
-                                                      lane % 2 == 0 ? 0x5410 : 0x7632));
+          ptx::unpack_alternate_e4m3<Element>(
+              b, ptx::select_bytes(ptx::ld_shared_32(chunk_smem), ptx::ld_shared_32(chunk_smem + 8),
+                                   lane % 2 == 0 ? 0x5140 : 0x7362));
           Spec::multiply(S_rmem[0][n], a[0], b[0], b[1]);
         }
       }

@@ -8,10 +8,6 @@ namespace flashmoe::ptx {
 
 __device__ __forceinline__ uint32_t round_to_e4m3(float value) { return emulation::float_to_e4m3(value); }
 
-__device__ __forceinline__ float widen_e4m3(uint32_t byte) {
-  return emulation::e4m3_to_float(static_cast<uint8_t>(byte));
-}
-
 __device__ __forceinline__ uint32_t pack_e4m3(float low, float high) {
   return emulation::float_to_e4m3(low) | static_cast<uint32_t>(emulation::float_to_e4m3(high)) << 8;
 }
@@ -20,6 +16,13 @@ struct E4M3 {
   unsigned char bits;
 };
 
+__device__ __forceinline__ uint32_t select_bytes(uint32_t low, uint32_t high, uint32_t selector) {
+  const uint64_t all = static_cast<uint64_t>(high) << 32 | low;
+  uint32_t bytes = 0;
+  for (int i = 0; i < 4; ++i) bytes |= static_cast<uint32_t>(all >> 8 * (selector >> 4 * i & 7) & 0xff) << 8 * i;
+  return bytes;
+}
+
 template <typename Element>
 __device__ __forceinline__ void unpack_e4m3(uint32_t (&pairs)[2], uint32_t codes) {
   const auto value = [&](int byte) { return emulation::e4m3_to_float(static_cast<uint8_t>(codes >> 8 * byte)); };
@@ -27,15 +30,13 @@ __device__ __forceinline__ void unpack_e4m3(uint32_t (&pairs)[2], uint32_t codes
   pairs[1] = pack<Element>(value(2), value(3));
 }
 
-__device__ __forceinline__ void widen_e4m3(float (&values)[4], uint32_t codes) {
-  for (int i = 0; i < 4; ++i) values[i] = emulation::e4m3_to_float(static_cast<uint8_t>(codes >> 8 * i));
+template <typename Element>
+__device__ __forceinline__ void unpack_alternate_e4m3(uint32_t (&pairs)[2], uint32_t codes) {
+  unpack_e4m3<Element>(pairs, select_bytes(codes, 0, 0x3120));
 }
 
-__device__ __forceinline__ uint32_t select_bytes(uint32_t low, uint32_t high, uint32_t selector) {
-  const uint64_t all = static_cast<uint64_t>(high) << 32 | low;
-  uint32_t bytes = 0;
-  for (int i = 0; i < 4; ++i) bytes |= static_cast<uint32_t>(all >> 8 * (selector >> 4 * i & 7) & 0xff) << 8 * i;
-  return bytes;
+__device__ __forceinline__ void widen_e4m3(float (&values)[4], uint32_t codes) {
+  for (int i = 0; i < 4; ++i) values[i] = emulation::e4m3_to_float(static_cast<uint8_t>(codes >> 8 * i));
 }
 
 __device__ __forceinline__ void st_global_e4m3(void* gmem, uint32_t code, Site site = Site::here()) {
