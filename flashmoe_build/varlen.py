@@ -54,7 +54,7 @@ def pages_table(root: Path) -> Table:
 
 def scores_table(root: Path) -> Table:
     """Windows, sinks and masks: TFLOP/s of visible work, and ours over what computes without them or the same."""
-    sides = {"flashmoe-plain": "without", FA3: "FA3", EFFICIENT: "efficient", CUDNN: "cuDNN"}
+    sides = {"flashmoe-plain": "without", FA3: "FA3", FLEX: "FlexAttention", EFFICIENT: "efficient", CUDNN: "cuDNN"}
     cells = [(problem, cell) for problem, cell in _serving(root, "masks") if not problem.softcap]
     return _scores(cells, sides)
 

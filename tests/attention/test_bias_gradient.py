@@ -357,6 +357,39 @@ def test_streamed_forward(dim: int, letters: str) -> None:
     assert (lse[seen] - wanted_lse[seen]).abs().max() <= 2e-3
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(("letters", "keys"), [("b1qk", 645), ("11qk", 648), ("b11k", 645), ("11q1", 648), ("bhqk", 648)])
+def test_long_bool_masks(letters: str, keys: int, dtype: torch.dtype) -> None:
+    """Those that four heads or sequences share have the bits of additive ones of 0 and -inf, in rows that a copy engine can load."""
+    sizes = {"b": 2, "h": 4, "q": 530, "k": keys, "1": 1}
+    q = make("cuda", dtype, 2, 4, 530, 64)
+    k, v = (make("cuda", dtype, 2, 2, keys, 64) for _ in range(2))
+    upstream = torch.randn_like(q)
+    mask = torch.rand([sizes[letter] for letter in letters], device="cuda") > 0.4
+    if letters != "b11k":
+        mask[:, :, 7] = False
+
+    def computed(mask: Tensor, **options: Any) -> tuple[Tensor, ...]:
+        out, lse = flashmoe.attention(q, k, v, attn_mask=mask, return_lse=True, **options)
+        return out, lse, *torch.autograd.grad(out, (q, k, v), upstream)
+
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA], acc_events=True) as profile:
+        found = computed(mask)
+        torch.cuda.synchronize()
+    names = " ".join(event.key for event in profile.key_averages())
+    for kernel in ("attention_mask_forward", "attention_mask_backward_fused"):
+        assert (kernel in names) == (letters != "bhqk")
+    for ours, again, theirs in zip(found, computed(mask), computed(mask, consistent=True), strict=True):
+        assert torch.equal(ours, again)
+        assert (ours - theirs)[theirs.isfinite()].abs().max() <= 2e-2 * theirs[theirs.isfinite()].abs().max()
+        assert torch.equal(ours.isfinite(), theirs.isfinite())
+    wide = torch.zeros(*mask.expand(*mask.shape[:2], 530, keys).shape[:3], 648, device="cuda", dtype=dtype)
+    wide[..., :keys] = mask.to(dtype).log()
+    same = computed(wide[..., :keys])
+    assert letters == "bhqk" or all(map(torch.equal, found, same))
+
+
 def test_empty(device: str) -> None:
     for batch, rows, keys in ((0, 5, 5), (2, 0, 5), (2, 5, 0)):
         dtype = DTYPES[device][0]

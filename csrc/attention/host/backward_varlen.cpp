@@ -27,6 +27,8 @@ BackwardKernels select_kernels(const VarlenArguments& arguments, const host::Dev
                                 has_alibi(arguments), streams_mask(arguments));
 }
 
+bool is_streaming(const Kernel& fused) { return std::strcmp(fused.operation, "attention_mask_backward_fused") == 0; }
+
 // Tensor maps take dense entries for rows of one long tensor: an entry begins a whole number of rows behind the one before. And
 // they need a row stride where there is but one row, too.
 bool has_whole_entries(const Tensor& tensor, const Kernel& kernel) {
@@ -156,7 +158,7 @@ void run_fused(const DropoutBackwardParams& launched, const BackwardKernels& ker
   const auto run = [&](const auto& given, const auto& maps, const BackwardKernels& used) {
     run_fused(given, used, queries, partials * params.heads_q, kDqPartialRows, tiles * params.heads_kv, maps, gpu, sum);
   };
-  if (std::strcmp(fused.operation, "attention_mask_backward_fused") != 0)
+  if (!is_streaming(fused))
     return run(launched, key_value_gradient_maps, kernels);
   MaskBackwardParams masked{params, nullptr, 0};
   BackwardKernels used = kernels;
@@ -250,7 +252,7 @@ void backward_varlen_cuda(const VarlenBackwardArguments& arguments, const Gradie
   const BackwardKernels kernels = select_kernels(arguments.forward, gpu);
   const Kernel& strictest =
       kernels.fused != nullptr ? *kernels.fused : *kernels.dq;  // what a copy engine can load, the others can
-  const VarlenBackwardArguments operands = loadable_arguments(arguments, strictest);
+  VarlenBackwardArguments operands = loadable_arguments(arguments, strictest);
   Gradients results;
   results.dq = result(gradients.dq, strictest);
   results.dk = result(gradients.dk, strictest);
@@ -260,11 +262,15 @@ void backward_varlen_cuda(const VarlenBackwardArguments& arguments, const Gradie
   params.sequence_rows = sequence_rows(params);
   const bool needs_all = params.dq != nullptr && params.dk != nullptr;
   const bool has_dropout = operands.forward.has_dropout();
-  const DropoutBackwardParams launched{params, has_dropout ? make_dropout(operands.forward) : Dropout{}};
+  const Dropout dropout = has_dropout ? make_dropout(operands.forward) : Dropout{};
   if (needs_all && prefers_fused(kernels, params, operands.forward, gpu)) {
-    run_fused(launched, kernels, gradients, gpu);
+    if (is_streaming(*kernels.fused)) {
+      operands.forward.mask = streamed_mask(operands.forward);
+      params.score_options = make_varlen_params(operands.forward, {}).score_options;
+    }
+    run_fused({params, dropout}, kernels, gradients, gpu);
   } else {
-    run_split(launched, kernels, gpu);
+    run_split({params, dropout}, kernels, gpu);
   }
   give_back(results.dq, gradients.dq);
   give_back(results.dk, gradients.dk);

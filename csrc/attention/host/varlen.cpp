@@ -45,10 +45,14 @@ void copy(const Tensor& from, const Tensor& to) {
   host::check_shim(aoti_torch_copy_(to.get(), from.get(), /*non_blocking=*/0), "copy_");
 }
 
+bool is_streaming(const Kernel& kernel) { return std::strcmp(kernel.operation, kMaskForward) == 0; }
+
 // The same tensors again, except those that the kernel cannot load where they lie.
 VarlenArguments loadable_arguments(const VarlenArguments& arguments, const Kernel& kernel) {
-  return with_operands(arguments, host::loadable(arguments.q, kernel), host::loadable(arguments.k, kernel),
-                       host::loadable(arguments.v, kernel));
+  VarlenArguments result = with_operands(arguments, host::loadable(arguments.q, kernel),
+                                         host::loadable(arguments.k, kernel), host::loadable(arguments.v, kernel));
+  if (is_streaming(kernel)) result.mask = streamed_mask(arguments);
+  return result;
 }
 
 // `launched`: params, or what begins with them.
@@ -64,7 +68,7 @@ void run_tiles(ForwardParams& params, const Kernel& kernel, const host::CudaCall
   if (kernel.num_tensor_maps > 0) {
     const sm90::MaskForwardTensorMaps described = sm90::mask_forward_tensor_maps(params, kernel.block_n);
     maps = encode(described, kernel.dtype, kKeyPromotion);
-    if (std::strcmp(kernel.operation, kMaskForward) == 0) {
+    if (is_streaming(kernel)) {
       maps[4] = host::encode_tensor_map(described.mask, kernel.dtype, "attn_mask");
     }
   }
@@ -270,8 +274,8 @@ Chosen choose_varlen(const VarlenArguments& arguments, const host::Device& gpu) 
   const Kernel* kernel = select_varlen_forward(input);
   const Choice chunk = select_chunk(input, *kernel);
   if (chunk.forward != nullptr) return {{}, chunk.forward, false, {}, chunk};
-  const Kernel* streaming =
-      streams_mask(arguments) && arguments.num_splits == 0 ? find_mask_forward(input, *kernel) : nullptr;
+  const bool may_stream = arguments.num_splits == 0 && !input.is_consistent && streams_mask(arguments);
+  const Kernel* streaming = may_stream ? find_mask_forward(input, *kernel) : nullptr;
   if (streaming != nullptr) return {{}, streaming, false};
   const auto decodes = [](const Kernel* found) { return std::strcmp(found->operation, "attention_decode") == 0; };
   const Kernel* of_short = nullptr;
@@ -442,8 +446,8 @@ void run_varlen(const VarlenArguments& arguments, const ForwardOutputs& outputs,
                 const host::Device& gpu) {
   const Kernel& kernel = *chosen.kernel;
   const bool is_whole = arguments.head_dim_v() % host::kRowAlignElements == 0;
-  if (is_whole && host::is_loadable(arguments.q, kernel) && host::is_loadable(arguments.k, kernel) &&
-      host::is_loadable(arguments.v, kernel)) {
+  if (is_whole && !is_streaming(kernel) && host::is_loadable(arguments.q, kernel) &&
+      host::is_loadable(arguments.k, kernel) && host::is_loadable(arguments.v, kernel)) {
     run(arguments, outputs, chosen, gpu);
     return;
   }

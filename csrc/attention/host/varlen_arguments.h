@@ -77,8 +77,11 @@ void make_scale_positive(VarlenArguments& arguments);
 bool has_softcap(const VarlenArguments& arguments);
 // mask is float32 of two dimensions: [batch, heads_q].
 bool has_alibi(const VarlenArguments& arguments);
-// Whether the one score modification is an additive mask of dense rows and keys, with an element for each, that a tensor map describes.
+// Whether the one score modification is an additive mask of dense rows and keys, with an element for each, that a tensor map describes, or is worth
+// making from a bool one.
 bool streams_mask(const VarlenArguments& arguments);
+// That mask: the caller's, or 0 and -inf in q's type, made anew.
+Tensor streamed_mask(const VarlenArguments& arguments);
 
 // The most keys that a sequence can have: max_seqlen_k, or what there is room for.
 int32_t most_keys(const VarlenArguments& arguments);

@@ -24,6 +24,8 @@ const int32_t* ints_of(const Tensor& tensor) {
   return VarlenArguments::has(tensor) ? static_cast<const int32_t*>(tensor.data()) : nullptr;
 }
 
+bool is_bool(const Tensor& mask) { return mask.dtype() == aoti_torch_dtype_bool(); }
+
 Batch make_batch(const VarlenArguments& arguments) {
   Batch batch{};
   batch.cu_seqlens_q = ints_of(arguments.cu_seqlens_q);
@@ -62,11 +64,38 @@ ScoreOptions make_band(const VarlenArguments& arguments) {
       band.mask_stride_head = stride(1);
       band.mask_stride_row = stride(2);
       band.mask_stride_key = stride(3);
-      band.mask_type = arguments.mask.dtype() == aoti_torch_dtype_bool() ? MaskTensor::kBool : MaskTensor::kAdditive;
+      band.mask_type = is_bool(arguments.mask) ? MaskTensor::kBool : MaskTensor::kAdditive;
     }
   }
   band.folded_heads = 1;
   return band;
+}
+
+// A mask's own matrices of all rows and keys: sequences and heads that share one count once.
+struct OwnMatrices {
+  int64_t sizes[4];
+  int64_t strides[4];
+
+  explicit OwnMatrices(const VarlenArguments& arguments)
+      : sizes{1, 1, arguments.max_seqlen_q, arguments.max_seqlen_k}, strides{} {
+    for (int axis = 0; axis < 4; ++axis) {
+      const int64_t size = arguments.mask.sizes()[axis], stride = arguments.mask.strides()[axis];
+      if (size == 1 || stride == 0) continue;
+      sizes[axis] = size;
+      strides[axis] = stride;
+    }
+  }
+  int64_t count() const { return sizes[0] * sizes[1]; }
+};
+
+// H200, 16 heads of 2048 rows, what a mask takes to be made and the call in all: of each of 4 sequences 57 us, forward 258 for 519 (D=64) and 330 for 586
+// (D=128), backward 469 for 998 and 745 for 1392; of each head of each sequence 830 us, forward 1037 for 594, backward 1269 for 1076.
+bool is_made_additive(const VarlenArguments& arguments) {
+  constexpr int64_t kMostBytes = int64_t{1} << 30;
+  constexpr int64_t kMinShares = 4;  // heads and sequences to a matrix
+  const OwnMatrices own(arguments);
+  return own.count() * own.sizes[2] * own.sizes[3] * host::kElementBytes <= kMostBytes &&
+         own.count() * kMinShares <= arguments.batch() * arguments.heads_q();
 }
 
 int32_t rows_of(const VarlenArguments& arguments) {
@@ -135,16 +164,30 @@ bool has_alibi(const VarlenArguments& arguments) {
 bool streams_mask(const VarlenArguments& arguments) {
   const Tensor& mask = arguments.mask;
   if (!VarlenArguments::has(mask) || has_alibi(arguments) || has_softcap(arguments) || mask.dim() != 4) return false;
-  if (mask.dtype() != arguments.torch_dtype || VarlenArguments::has(arguments.cu_seqlens_q) ||
-      VarlenArguments::has(arguments.cu_seqlens_k)) {
-    return false;
-  }
+  if (VarlenArguments::has(arguments.cu_seqlens_q) || VarlenArguments::has(arguments.cu_seqlens_k)) return false;
+  if (is_bool(mask)) return is_made_additive(arguments);
   const int64_t *sizes = mask.sizes(), *strides = mask.strides();
   const auto is_aligned = [](int64_t stride) { return stride >= 0 && stride % host::kRowAlignElements == 0; };
   return sizes[2] == arguments.max_seqlen_q && sizes[3] == arguments.max_seqlen_k && strides[3] == 1 &&
          strides[2] > 0 && is_aligned(strides[2]) && (sizes[1] == 1 || is_aligned(strides[1])) &&
          (sizes[0] == 1 || is_aligned(strides[0])) &&
          reinterpret_cast<uintptr_t>(mask.data()) % (2 * host::kRowAlignElements) == 0;
+}
+
+Tensor streamed_mask(const VarlenArguments& arguments) {
+  const Tensor& mask = arguments.mask;
+  if (!is_bool(mask)) return host::alias(mask);
+  const OwnMatrices own(arguments);
+  const int64_t keys = (own.sizes[3] + host::kRowAlignElements - 1) / host::kRowAlignElements * host::kRowAlignElements;
+  const Tensor padded = host::empty({own.sizes[0], own.sizes[1], own.sizes[2], keys}, arguments.torch_dtype,
+                                    arguments.device_type, arguments.device_index);
+  Tensor made = host::view_of(padded, own.sizes, padded.strides());
+  // The logarithms of 1 and 0.
+  StableIValue stack[2] = {torch::stable::detail::from(host::view_of(mask, 4, own.sizes, own.strides).release()),
+                           torch::stable::detail::from(host::alias(made).release())};
+  host::check_shim(torch_call_dispatcher("aten::log", "out", stack, TORCH_ABI_VERSION), "log");
+  const Tensor returned(torch::stable::detail::to<AtenTensorHandle>(stack[0]));
+  return made;
 }
 
 bool has_softcap(const VarlenArguments& arguments) {

@@ -198,12 +198,16 @@ def test_gradients_without_rows_or_keys_are_zeros(rows: int, keys: int) -> None:
     assert len(launches()) == before
 
 
-@pytest.mark.parametrize(("rows", "multiprocessors", "is_taller"), [(514, 132, False), (512, 1, True)])
-def test_a_mask_that_is_streamed(rows: int, multiprocessors: int, is_taller: bool) -> None:
+@pytest.mark.parametrize(
+    ("rows", "multiprocessors", "is_taller", "is_bool"),
+    [(514, 132, False, False), (512, 1, True, False), (514, 132, False, True), (512, 1, True, True)],
+)
+def test_a_mask_that_is_streamed(rows: int, multiprocessors: int, is_taller: bool, is_bool: bool) -> None:
     begin(90, multiprocessors)
-    shapes = ((2, rows), (1, 520), (1, 520))
+    shapes = ((4, rows), (1, 520), (1, 520))
     q, k, v = (torch.randn(1, many, length, 16).to(DTYPE).requires_grad_() for many, length in shapes)
-    mask = torch.randn(1, 1, rows, 520).to(DTYPE)
+    mask = torch.randn(1, 1, rows, 520)
+    mask = mask > 0 if is_bool else mask.to(DTYPE)
     out = flashmoe.attention(q, k, v, attn_mask=mask)
     assert [launch["symbol"].endswith("m256") for launch in launches()] == [is_taller]
     found = torch.autograd.grad(out, (q, k, v), out.detach())
@@ -211,11 +215,56 @@ def test_a_mask_that_is_streamed(rows: int, multiprocessors: int, is_taller: boo
     assert "mask_forward" in operations
     assert "mask_backward_fused" in operations
     wide = [one.detach().double().requires_grad_() for one in (q, k, v)]
-    exact = torch.nn.functional.scaled_dot_product_attention(*wide, mask.double(), enable_gqa=True)
+    wide_mask = mask if is_bool else mask.double()
+    exact = torch.nn.functional.scaled_dot_product_attention(*wide, wide_mask, enable_gqa=True)
     for one, other in zip(
         (out, *found), (exact, *torch.autograd.grad(exact, wide, out.detach().double())), strict=True
     ):
         assert (one - other).abs().max() <= LIMIT * other.abs().max().clamp(min=1.0)
+
+
+@pytest.mark.parametrize(
+    ("shape", "options", "streams"),
+    [
+        *(((1, 1, 512, 515), {}, True), ((2, 1, 512, 515), {}, True), ((1, 1, 1, 515), {}, True)),
+        ((2, 1, 512, 515), {"heads": 3}, False),
+        *(((1, 1, 512, 1), {}, True), ((1, 4, 512, 515), {}, False), ((2, 4, 512, 515), {}, False)),
+        *(((2, 1, 512, 515), {"softcap": 3.0}, False), ((2, 1, 512, 515), {"window": (300, 20)}, True)),
+        *(((2, 1, 512, 515), {"consistent": True}, False), ((2, 1, 512, 515), "FLASHMOE_CONSISTENT", False)),
+    ],
+    ids=str,
+)
+def test_a_bool_mask_is_streamed_where_four_heads_or_sequences_share_it(
+    shape: tuple[int, ...], options: Any, streams: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As one of 0 and -inf with whole rows; expanded or not, of bytes that are neither 0 nor 1, with rows that see nothing."""
+    begin(90)
+    if isinstance(options, str):
+        monkeypatch.setenv(options, "1")
+        options = {}
+    options = dict(options)
+    heads = options.pop("heads", 4)
+    q, k, v = (torch.randn(2, many, length, 16).to(DTYPE) for many, length in ((heads, 512), (1, 515), (1, 515)))
+    mask = torch.randint(0, 3, shape, dtype=torch.uint8)
+    if shape[2] > 1 and shape[3] > 1:
+        mask[..., 7, :] = 0
+    mask = mask.view(torch.bool)
+    bits = mask.view(torch.uint8) != 0  # read as it is
+    out, lse = flashmoe.attention(q, k, v, attn_mask=mask, return_lse=True, **options)
+    assert ("mask_forward" in launched()) == streams
+    same = flashmoe.attention(q, k, v, attn_mask=bits, return_lse=True, consistent=True, window=options.get("window"))
+    launches()
+    if "softcap" not in options:
+        torch.testing.assert_close((out, lse), same, rtol=1e-2, atol=1e-2)
+
+
+def test_no_additive_mask_of_more_than_a_gibibyte_is_made() -> None:
+    begin(90)
+    LIBRARY.fake_computing(0)
+    q, k = torch.zeros(1, 4, 1 << 15, 16, dtype=DTYPE), torch.zeros(1, 1, (1 << 14) + 1, 16, dtype=DTYPE)
+    flashmoe.attention(q, k, k, attn_mask=torch.ones(1, 1, 1, 1, dtype=torch.bool))
+    LIBRARY.fake_computing(1)
+    assert "mask_forward" not in launched()
 
 
 @pytest.mark.parametrize(("head_dim", "heads", "stores"), [(64, 252, True), (64, 253, False), (65, 253, True)])

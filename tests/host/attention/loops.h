@@ -84,8 +84,9 @@ class Sequence {
   }
   bool sees(int32_t head, int32_t row, int32_t key) const {
     if (distance(row, key) < -int64_t{options.left} || distance(row, key) > options.right) return false;
-    return options.mask_type != MaskTensor::kBool ||
-           static_cast<const uint8_t*>(options.mask)[of_mask(head, row, key)] != 0;
+    const int64_t at = of_mask(head, row, key);
+    if (options.mask_type == MaskTensor::kAdditive) return load(options.mask, at) != -INFINITY;
+    return options.mask_type != MaskTensor::kBool || static_cast<const uint8_t*>(options.mask)[at] != 0;
   }
   // Of a product of a query and a key: the natural exponent, and the slope of the softcap.
   float score(float product, int32_t head, int32_t row, int32_t key, float& slope) const {
