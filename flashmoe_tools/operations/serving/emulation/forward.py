@@ -7,10 +7,11 @@ from typing import Any
 import torch
 
 from flashmoe_build.emulation.compare import touched, worst_element
-from flashmoe_build.emulation.runner import Launch, Runner, Trial, counter, in_front, output
+from flashmoe_build.emulation.runner import Buffer, Launch, Runner, Trial, counter, in_front, output
 from flashmoe_tools.operations.attention import philox
 from flashmoe_tools.operations.attention.emulation import recurrence
 from flashmoe_tools.operations.attention.emulation.forward import merge
+from flashmoe_tools.operations.attention.emulation.merge import FAR
 from flashmoe_tools.operations.attention.emulation.problem import lse_bound
 from flashmoe_tools.operations.attention.reference import ScoreOptions
 from flashmoe_tools.operations.serving.emulation.cases import MASK, chunks, problems, value_parts
@@ -44,7 +45,12 @@ def strides(p: VarlenProblem, tensor: torch.Tensor, *, is_query: bool) -> dict[s
 
 def score_options(p: VarlenProblem, tensors: Tensors) -> dict[str, Any]:
     """What scores go through."""
+    mask: torch.Tensor | Buffer | None = tensors.mask
     batch, head, row, key = (0, 0, 0, 0) if tensors.mask is None else (*tensors.mask.stride(), 0, 0)[:4]
+    if p.mask is MaskTensor.ALIBI and tensors.mask is not None:  # slopes so far apart that no 32 bits hold their offsets
+        own = tensors.mask[:1] if p.mask_broadcast[0] else tensors.mask
+        mask, head = Buffer(own[..., None].contiguous(), row_stride=FAR), FAR
+        batch = 0 if p.mask_broadcast[0] else FAR * p.heads_q
     if p.is_folded:
         head, row = head * p.group, head
     factors = (p.scale / p.softcap, 1.0 / p.softcap) if p.softcap > 0 else (0.0, 1.0 / p.scale)
@@ -54,7 +60,7 @@ def score_options(p: VarlenProblem, tensors: Tensors) -> dict[str, Any]:
         "score_factor": factors[0],
         "mask_factor": factors[1],
         "sinks": tensors.sinks,
-        "mask": tensors.mask,
+        "mask": mask,
         "mask_stride_batch": batch,
         "mask_stride_head": head,
         "mask_stride_row": row,
