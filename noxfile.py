@@ -159,36 +159,6 @@ def bench(session: nox.Session) -> None:
 
 
 @nox.session
-def smem(session: nox.Session) -> None:
-    """Show what a kernel tile costs in shared memory, and on which GPU it fits (-- --help)."""
-    program(session, locked(session, "test"), "flashmoe", "smem", *session.posargs)
-
-
-@nox.session
-def gate(session: nox.Session) -> None:
-    """Run every step from the environment to the baseline and stop at the first failure (-- --budget-minutes 15 --rate 0.60)."""
-    program(session, locked(session, "test"), "flashmoe", "gate", *session.posargs)
-
-
-@nox.session
-def profile(session: nox.Session) -> None:
-    """Show where a kernel spends its time (-- --case KEY, -- --compare A.json B.json)."""
-    program(session, locked(session, "test"), "flashmoe", "profile", *session.posargs)
-
-
-@nox.session
-def bisect(session: nox.Session) -> None:
-    """Find the first commit that fails a gate (-- GOOD BAD --gate symbols|correctness|speed)."""
-    program(session, locked(session, "test"), "flashmoe", "bisect", *session.posargs)
-
-
-@nox.session
-def history(session: nox.Session) -> None:
-    """Show what the gate found for each recorded commit, and the last known good."""
-    program(session, locked(session, "test"), "flashmoe", "history", *session.posargs)
-
-
-@nox.session
 def test(session: nox.Session) -> None:
     """Build if needed, install the wheel, run the tests against it (-- pytest's arguments: -n 0 for one process, --cov for coverage)."""
     python = installed(session, wheel_file(session))
@@ -237,12 +207,6 @@ def test_aarch64(session: nox.Session) -> None:
 
 
 @nox.session
-def fuzz(session: nox.Session) -> None:
-    """Give damaged inputs to the readers of the audit (-- --seconds 60 --seed 7)."""
-    program(session, locked(session, "test"), "tests.fuzz", *session.posargs)
-
-
-@nox.session
 def emulate(session: nox.Session) -> None:
     """Run the CUDA kernels on the CPU (-- --kernel sm90 --seeds 8; -- --changed; docs/emulation.md)."""
     os.environ.setdefault(
@@ -265,39 +229,9 @@ def mutants(session: nox.Session) -> None:
 
 
 @nox.session
-def sanitize(session: nox.Session) -> None:
-    """Run the CPU tests with AddressSanitizer and UBSan in host code and CPU backend (-- --sample; -- tests/cpu/...)."""
-    program(session, locked(session, "test"), "flashmoe_build.sanitize", *session.posargs)
-
-
-@nox.session
-def lint(session: nox.Session) -> None:
-    """Check sources, types, shell scripts, locks and generated text."""
-    program(session, locked(session, "lint"), "flashmoe_build.lint", *session.posargs)
-
-
-@nox.session
 def lock(session: nox.Session) -> None:
     """Rewrite lockfiles/*.txt and list what changed (-- --upgrade, -- --check)."""
     program(session, sys.executable, "flashmoe_build.environments.relock", *session.posargs)
-
-
-@nox.session
-def docs(session: nox.Session) -> None:
-    """Write the generated tables of README.md and docs/ (-- --check)."""
-    program(session, locked(session, "build"), "flashmoe_build.docs", *session.posargs)
-
-
-@nox.session
-def site(session: nox.Session) -> None:
-    """Build the documentation as a site, in build/site; links are checked (Python 3.11 or newer)."""
-    program(session, locked(session, "lint"), "flashmoe_build.site", *session.posargs)
-
-
-@nox.session
-def newcomer(session: nox.Session) -> None:
-    """Follow README and the guides on a clean machine, by commands cut out of them (-- --here: for the CPU, with this machine's caches)."""
-    program(session, locked(session, "test"), "flashmoe_build.newcomer", *session.posargs)
 
 
 @nox.session
@@ -353,18 +287,6 @@ def image_test(session: nox.Session) -> None:
 
 
 @nox.session
-def gpu_test(session: nox.Session) -> None:
-    """Run the test image, by digest, on this machine's GPU (-- --gpu sm90 --image NAME@sha256:...)."""
-    program(session, locked(session, "build"), "flashmoe_build.containers.gpu", *session.posargs)
-
-
-@nox.session
-def workflows(session: nox.Session) -> None:
-    """Check that CI's summary waits for every job (-- --check; -- --marked: the GPUs that have a runner and marks)."""
-    program(session, locked(session, "container"), "flashmoe_build.release.workflows", *session.posargs)
-
-
-@nox.session
 def ci_summary(session: nox.Session) -> None:
     """CI's last job: the verdict over all other jobs, from NEEDS."""
     program(session, locked(session, "container"), "flashmoe_build.release.workflows", "--summary")
@@ -376,24 +298,6 @@ def verify(session: nox.Session) -> None:
     named = asks_for_help(session) or any(word.endswith(".whl") for word in session.posargs)
     wheel = [] if named else [newest_wheel(session)]
     program(session, locked(session, "build"), "flashmoe", "verify", *wheel, *session.posargs)
-
-
-@nox.session
-def version(session: nox.Session) -> None:
-    """Print the version that a build carries now (-- --tag v0.1.0: fail unless that is its release)."""
-    program(session, locked(session, "build"), "flashmoe_build.release.version", *session.posargs)
-
-
-@nox.session
-def statement(session: nox.Session) -> None:
-    """Write the provenance of everything in dist/ as an in-toto statement: build/provenance.intoto.json."""
-    program(session, locked(session, "build"), "flashmoe_build.release.statement", *session.posargs)
-
-
-@nox.session
-def reproduce(session: nox.Session) -> None:
-    """Build HEAD three times under different conditions and compare every byte (-- --archs 90a; -- --independent)."""
-    program(session, locked(session, "build"), "flashmoe_build.release.reproduce", *session.posargs)
 
 
 @nox.session
@@ -413,12 +317,49 @@ def compat(session: nox.Session) -> None:
 
 
 @nox.session
-def models(session: nox.Session) -> None:
-    """Every causal language model of transformers, made small, on flashmoe beside transformers' eager code: docs/guides/models.md."""
-    program(session, locked(session, "test"), "flashmoe_build.model_sweep", *session.posargs)
-
-
-@nox.session
 def engines(session: nox.Session) -> None:
     """Hold the pinned wheels of vLLM and SGLang against what our plug-ins call and implement (-- --newest; -- --record)."""
     program_that_may_not_run(session, sys.executable, "flashmoe_build.engines", *session.posargs)
+
+
+# Sessions that hand their arguments to one program: its environment, module and first word, and what it does.
+PROGRAMS = {
+    "smem": ("test flashmoe smem", "Show what a kernel tile costs in shared memory, and on which GPU it fits (-- --help)."),
+    "gate": ("test flashmoe gate", "Run every step from the environment to the baseline and stop at the first failure (-- --budget-minutes 15 --rate 0.60)."),
+    "profile": ("test flashmoe profile", "Show where a kernel spends its time (-- --case KEY, -- --compare A.json B.json)."),
+    "bisect": ("test flashmoe bisect", "Find the first commit that fails a gate (-- GOOD BAD --gate symbols|correctness|speed)."),
+    "history": ("test flashmoe history", "Show what the gate found for each recorded commit, and the last known good."),
+    "fuzz": ("test tests.fuzz", "Give damaged inputs to the readers of the audit (-- --seconds 60 --seed 7)."),
+    "sanitize": ("test flashmoe_build.sanitize",
+        "Run the CPU tests with AddressSanitizer and UBSan in host code and CPU backend (-- --sample; -- tests/cpu/...)."),
+    "lint": ("lint flashmoe_build.lint", "Check sources, types, shell scripts, locks and generated text."),
+    "docs": ("build flashmoe_build.docs", "Write the generated tables of README.md and docs/ (-- --check)."),
+    "site": ("lint flashmoe_build.site", "Build the documentation as a site, in build/site; links are checked (Python 3.11 or newer)."),
+    "newcomer": ("test flashmoe_build.newcomer",
+        "Follow README and the guides on a clean machine, by commands cut out of them (-- --here: for the CPU, with this machine's caches)."),
+    "gpu_test": ("build flashmoe_build.containers.gpu", "Run the test image, by digest, on this machine's GPU (-- --gpu sm90 --image NAME@sha256:...)."),
+    "workflows": ("container flashmoe_build.release.workflows",
+        "Check that CI's summary waits for every job (-- --check; -- --marked: the GPUs that have a runner and marks)."),
+    "version": ("build flashmoe_build.release.version", "Print the version that a build carries now (-- --tag v0.1.0: fail unless that is its release)."),
+    "statement": ("build flashmoe_build.release.statement",
+        "Write the provenance of everything in dist/ as an in-toto statement: build/provenance.intoto.json."),
+    "reproduce": ("build flashmoe_build.release.reproduce",
+        "Build HEAD three times under different conditions and compare every byte (-- --archs 90a; -- --independent)."),
+    "models": ("test flashmoe_build.model_sweep",
+        "Every causal language model of transformers, made small, on flashmoe beside transformers' eager code: docs/guides/models.md."),
+}  # fmt: skip
+
+
+def hand_to(name: str) -> None:
+    words, what = PROGRAMS[name]
+    kind, *command = words.split()
+
+    def run(session: nox.Session) -> None:
+        program(session, locked(session, kind), *command, *session.posargs)
+
+    run.__name__, run.__doc__ = name, what
+    nox.session(run)
+
+
+for _name in PROGRAMS:
+    hand_to(_name)

@@ -30,23 +30,9 @@ os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
 MANY_CASES, DRAW_ONE_OF = 6, 4
 # Folders whose files are drawn: their tests are of tools, which no kernel, operator or engine runs through.
 TOOLS = (
-    *(
-        "audit",
-        "bench",
-        "build",
-        "command",
-        "docs",
-        "doctor",
-        "fuzz",
-        "gate",
-        "launcher",
-        "lock",
-        "mistakes",
-        "nox",
-        "profile",
-    ),
-    *("progress", "release", "report", "sanitizer", "smem"),
-)
+    "audit", "bench", "build", "command", "docs", "doctor", "fuzz", "gate", "launcher", "lock", "mistakes", "nox", "profile", "progress", "release", "report",
+    "sanitizer", "smem",
+)  # fmt: skip
 HEARTBEAT_S = float(os.environ.get("FLASHMOE_TEST_HEARTBEAT_S", "20"))
 # flashmoe_build and tests are imported from the checkout; at the end of the path, so that an installed flashmoe wins.
 if str(ROOT) not in sys.path:

@@ -31,8 +31,6 @@ from flashmoe_tools.operations.fields import SuiteError
 from flashmoe_tools.report import Check, Report, Verdict
 from tests.bench.synthetic import synthetic_report
 
-# How many samples
-
 # Marks
 
 

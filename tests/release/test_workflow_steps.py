@@ -13,9 +13,10 @@ from typing import Any
 import pytest
 import yaml
 
+from tests.nox_sessions import SESSIONS
+
 ROOT = Path(__file__).resolve().parents[2]
 WORKFLOWS = sorted((ROOT / ".github" / "workflows").glob("*.yml"))
-SESSIONS = re.findall(r"^@nox\.session.*\ndef (\w+)\(", (ROOT / "noxfile.py").read_text(), re.MULTILINE)
 JOBS = [
     (path.name, name)
     for path in WORKFLOWS

@@ -1,4 +1,4 @@
-"""Run by tests/host/test_attention_launch.py as on_fake_gpu.py is: what drawn calls launch, against the rules of test_chosen_kernels.py. Nothing
+"""Run by tests/host/test_attention_launch.py as on_fake_gpu.py is: what drawn calls launch, against the rules of kernel_rules.py. Nothing
 is computed; tensors lie in each other's memory."""
 
 import random
@@ -20,7 +20,7 @@ from tests.host.attention.on_fake_gpu import (  # noqa: F401
 )
 
 # isort: on
-from tests.host import test_chosen_kernels as rules
+from tests.host import kernel_rules as rules
 from tests.host.attention.dense_calls import DTYPE
 
 MEMORY = torch.zeros(1 << 24, dtype=DTYPE)
