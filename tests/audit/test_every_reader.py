@@ -21,6 +21,7 @@ from flashmoe_tools.audit import (
     inputs,
     kernels,
     lookup,
+    lookup_tables,
     names,
     package,
     resolve,
@@ -75,6 +76,14 @@ def test_symbols_of_a_table() -> None:
     assert [(s.library, s.version) for s in found] == [("a", "V_2"), ("b", "V_3"), ("b", "V_3"), ("", "")]
     assert list(elf._symbols(Linked(bound), _dynsym(*rows, name=".symtab"), {2: ("a", "V_2")})) == expected
     assert next(elf._symbols(Linked(), _dynsym(_row(1), _row(1, 3)), {})).binding == "binding 3"
+
+
+@pytest.mark.parametrize(("place", "is_right"), [(0, True), (7, False), (256, False)])
+def test_a_hash_table_of_no_names(place: int, is_right: bool) -> None:
+    """Right where every symbol is wanted, by the number of its section."""
+    table = Section(".gnu.hash", struct.pack("<4IQI", 1, 1, 1, 5, 0, 0))
+    file: Any = Linked(_dynsym(_row(0, 0, place=0), _row(1, place=place)), table)
+    assert (list(lookup_tables.problems_of_lookup(file)) == []) is is_right
 
 
 @pytest.mark.parametrize("defines", [False, True])

@@ -226,6 +226,8 @@ def test_kernels_of_a_cubin(reserved: bool, static: int, held: int) -> None:
     facts = cubin._facts(_file(*sections, e_ident={"EI_ABIVERSION": 8}, e_flags=0x5A08))
     assert (facts.arch, facts.functions) == ("sm_90a", ("inner", "k"))
     assert facts.kernels == (cubin.KernelFacts("k", 40, 16, 3, held, 192, 300, 7),)
+    bare = cubin._facts(_file(Symbols(".symtab"), e_ident={"EI_ABIVERSION": 8}, e_flags=0x5A08))
+    assert (bare.kernels, bare.functions) == ((), ("inner", "k"))
     with pytest.raises(EmbeddedError, match="runs 1 bytes over its section"):
         list(cubin._attributes(own[:4] + own[4:15]))
     assert list(cubin._attributes(own[:16] + b"abc")) == [(5, own[4:16])]
