@@ -121,6 +121,7 @@ def test_where_a_missing_name_may_be(tmp_path: Path) -> None:
         ("<int>", "<int>"),
         ("virtual thunk to a::f()", "a::f"),
         ("typeinfo name for A", "A"),
+        ("void a<int>::g<b<c>>(d)", "a::g"),
     ],
 )
 def test_what_is_left_of_a_name(name: str, expected: str) -> None:
@@ -180,6 +181,8 @@ def test_the_torch_that_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch_libraries, "exported_names", lambda _: frozenset({"aoti_torch_of_here", "f"}))
     assert torch_libraries.shims_for("2.10.0+cu128").library == {"aoti_torch_of_here": "libtorch_cuda.so"}
     assert "aoti_torch_of_here" not in torch_libraries.shims_for("2.10.1").library
+    monkeypatch.setattr(torch_libraries, "installed_torch", lambda: None)
+    assert "aoti_torch_get_dim" in torch_libraries.shims_for("2.10.0").library
     monkeypatch.undo()
     for spec in (None, SimpleNamespace(submodule_search_locations=None)):
         monkeypatch.setattr(torch_libraries.importlib.util, "find_spec", lambda _, spec=spec: spec)
@@ -324,6 +327,10 @@ def test_where_a_source_names_a_function(tmp_path: Path, text: str, kinds: list[
 
 def test_long_lists() -> None:
     """The worst of those that are only counted is their verdict."""
+    told_why = [
+        context.failed("a", found="", expected="", why="W.", cause=cause, next_step="").why for cause in ("", "C")
+    ]
+    assert told_why == ["W.", "W. Cause: C"]
     assert [context.listing("abc", limit) for limit in (2, 3)] == ["a, b and 1 more", "a, b, c"]
     rows = [Check(f"a: {at}", Verdict.WARN) for at in range(22)]
     assert context.limited(rows[:20]) == rows[:20]

@@ -504,7 +504,7 @@ def test_sources_on_the_way_to_an_extension(texts: dict[str, str], broken: list[
 @pytest.mark.parametrize(("text", "metadata", "lost"), [
     ("from . import _D", "", True), ("from . import _C", "", False), ("from . import _D\n_D = 1", "", False), ("from . import _D\n_D: int = 1", "", False),
     ("import _thread", "", False), ("from os import _D", "", False), ("from . import _cffi_backend", "Requires-Dist: cffi>=1\n", False),
-    ("from . import _cffi_backend", "Requires-Dist: x\n", True),
+    ("from . import _cffi_backend", "Requires-Dist: x\n", True), ("from . import _D", "Requires-Dist: \n", True),
     ("CDLL('libx.so.1')", "", False), ("CDLL('libx.so')", "", True), ("# CDLL('libx.so')", "", False), ("'''\nCDLL('libx.so')\n'''", "", False),
     ("a = '''\nCDLL('libx.so')\n'''", "", True),
     ("'''\n'''\nCDLL('libx.so')", "", True), ("x = (\nCDLL('libx.so')", "", True),
@@ -558,9 +558,9 @@ def test_streams_of_hashes() -> None:
     with zipfile.ZipFile(io.BytesIO(), "w") as archive:
         archive.writestr("a", b"abc")
         member = archive.getinfo("a")
-        assert inputs._copy(archive, member, None, None) == "ungWv48Bz-pBQUDeXa4iI7ADYaOWF3qctBD_YfIAFa0"
+        assert inputs._copy(archive, member, None) == "ungWv48Bz-pBQUDeXa4iI7ADYaOWF3qctBD_YfIAFa0"
         kept = io.BytesIO()
-        inputs._copy(archive, member, None, kept)
+        inputs._copy(archive, member, kept)
         assert kept.getvalue() == b"abc"
 
 
