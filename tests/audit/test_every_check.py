@@ -104,6 +104,8 @@ def test_entries() -> None:
         unit: Any = SimpleNamespace(entries=tuple(("f16", symbol) for symbol in stated))
         return told(kernels._check_entries([binary], {("k", "sm_80"): unit}))
 
+    ptx = replace(BINARY, facts=PtxFacts("sm_80", "8.7", (PtxEntry("k_full", 0, 0, 0, 0, False),)))
+    assert found(ptx, "k_full") == found(BINARY, "k_full")
     unread, empty = replace(BINARY, facts=None), replace(BINARY, entries=("k",), facts=CubinFacts("sm_80", (), ()))
     assert found(BINARY, "k_full") == [("PASS", "kernel entries", "1 symbols, each in its binary")]
     assert found(replace(BINARY, entries=("k",)), "k") == [

@@ -210,6 +210,7 @@ def test_a_floor_is_judged_by_the_tag_where_it_states_one() -> None:
     (("p/_C.so",), "x = 1", (), "WARN", "no import and no load_library names p/_C.so"),
     (("p/libx.so",), "x = 1", ("libx.so",), "PASS", "p/libx.so: named in the sources, or needed by another library"),
     (("fast.so",), "x = 1", (), "PASS", "fast.so: modules that are imported by their own names"),
+    (("p/fast.so",), "x = 1", (), "WARN", "no import and no load_library names p/fast.so"),
     (("_fast.so",), "x = 1", (), "WARN", "no import and no load_library names _fast.so"),
     (("libfast.so",), "", (), "WARN", "no import and no load_library names libfast.so"),
     (("p/_C.so",), "import p._D", (), "FAIL", "p/a.py:1 loads module `_D`; the wheel holds p/_C.so"),

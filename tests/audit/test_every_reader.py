@@ -170,6 +170,34 @@ def test_places_in_the_section(offset: int, size: int, words: str) -> None:
         embedded._check_place("k", "so", offset, size, content)
 
 
+def test_rows_of_the_index(monkeypatch: pytest.MonkeyPatch) -> None:
+    for kind in ("cubin", "ptx"):
+        monkeypatch.setattr(embedded, f"read_{kind}", lambda content, label, kind=kind: (kind, content, label))
+    row = {"name": "k", "sha256": "s", "entries": ["e"], "smem_dynamic": 3, "threads": 4, "size": 2}
+    rows = [
+        {**row, "target": "sm_80", "kind": "cubin", "offset": 0},
+        {**row, "target": "t", "kind": "ptx", "offset": 16},
+    ]
+
+    def parsed(schema: str, given: list[Any]) -> Any:
+        content = json.dumps({"schema": schema, "binaries": given}).encode()
+        return embedded.parse_index(content + bytes(3), b"ab" + bytes(14) + b"cdef")
+
+    found = parsed("flashmoe.index/1", rows)
+    assert [binary.facts for binary in found] == [("cubin", b"ab", "k.sm_80"), ("ptx", b"cd", "k.t")]
+    assert {(b.sha256, b.entries, b.smem_dynamic, b.threads, b.error) for b in found} == {("s", ("e",), 3, 4, None)}
+    (bad,) = parsed("flashmoe.index/1", [{**rows[0], "size": 21}])
+    assert (bad.facts, "with 21 bytes" in str(bad.error)) == (None, True)
+    wrong: list[tuple[str, list[Any], str]] = [
+        ("flashmoe.index/2", rows, "has schema"),
+        ("flashmoe.index/1", [], "is empty"),
+        ("flashmoe.index/1", [{}], "cannot be read"),
+    ]
+    for schema, given, words in wrong:
+        with pytest.raises(AuditError, match=f"the index.* {words}"):
+            parsed(schema, given)
+
+
 @pytest.mark.parametrize(
     ("lost", "words"), [((), ""), ((0,), "flashmoe.index"), ((1,), "flashmoe.cubins"), ((0, 1), "flashmoe.index")]
 )
@@ -322,6 +350,18 @@ def test_where_a_library_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(resolve.Resolver, "find", lambda _, soname, __: asked.append(soname))
     closure = without.closure(tmp_path / "a.so", ("gone.so", "gone.so"), Search())
     assert (asked, closure.absent) == (["gone.so"], {"gone.so": "a.so"})
+
+
+def test_libraries_that_the_loader_knows(monkeypatch: pytest.MonkeyPatch) -> None:
+    output = "2 libs found\n\ta.so (libc6,x86-64) => /1/a.so\n\ta.so (libc6) => /2/a.so\n\tb.so (libc5) => /b.so\n"
+    for program, run, found in (
+        ("ldconfig", lambda *_, **__: SimpleNamespace(stdout=output), {"a.so": (Path("/1/a.so"), Path("/2/a.so"))}),
+        (None, lambda *_, **__: SimpleNamespace(stdout=output), {}),
+        ("gone/ldconfig", resolve.subprocess.run, {}),
+    ):
+        monkeypatch.setattr(resolve.shutil, "which", lambda *_, program=program, **__: program)
+        monkeypatch.setattr(resolve.subprocess, "run", run)
+        assert resolve.loader_cache.__wrapped__() == found
 
 
 @pytest.mark.parametrize(("named", "is_there", "exports", "found"), [
