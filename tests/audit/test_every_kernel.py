@@ -16,8 +16,6 @@ from flashmoe_tools.audit.ptx import PtxEntry, PtxFacts
 from flashmoe_tools.report import Check
 from flashmoe_tools.tables import Target, load_tables
 
-# The set of kernels
-
 
 @dataclass(frozen=True)
 class _Unit:

@@ -25,8 +25,6 @@ from flashmoe_tools.audit import (
 from flashmoe_tools.audit.errors import AuditError
 from flashmoe_tools.audit.torch_libraries import InstalledTorch
 
-# Wheels
-
 
 def _wheel(tmp_path: Path, members: dict[str, bytes]) -> inputs.Wheel:
     path = tmp_path / "a-1-py3-none-any.whl"
