@@ -18,7 +18,7 @@ def demangle(names: Iterable[str]) -> dict[str, str]:
         return {**result, **{name: f"{name} (mangled: c++filt is not installed)" for name in mangled}}
     run = subprocess.run(
         [tool],
-        input="\n".join(mangled) + "\n",
+        input="\n".join(mangled),
         capture_output=True,
         text=True,
         check=False,

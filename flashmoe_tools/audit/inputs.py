@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path, PurePosixPath
+from typing import BinaryIO
 
 from flashmoe._version import WHEEL_PREFIX
 from flashmoe_tools.audit.errors import AuditError, DamagedWheelError, EmptyInputError, UnreadableError
@@ -168,7 +169,12 @@ def _read(path: Path, archive: zipfile.ZipFile, members: list[zipfile.ZipInfo], 
         if budget < 0:
             msg = f"{path.name} holds more than {MAX_TEXT} bytes of Python, JSON and TOML, more than an audit reads"
             raise DamagedWheelError(msg, "audit the shared objects in it, unpacked")
-        digests[name] = _copy(archive, member, root / name if name in extensions else None, kept)
+        if name in extensions:
+            (root / name).parent.mkdir(parents=True, exist_ok=True)
+            with (root / name).open("wb") as copy:
+                digests[name] = _copy(archive, member, copy)
+        else:
+            digests[name] = _copy(archive, member, kept)
         data = kept.getvalue() if kept is not None else b""
         if place.suffix == ".py":
             sources[name] = data.decode("utf-8", "replace")
@@ -192,16 +198,12 @@ def _is_text(place: PurePosixPath) -> bool:
     return place.suffix in (".py", ".json", ".toml")
 
 
-def _copy(archive: zipfile.ZipFile, member: zipfile.ZipInfo, target: Path | None, kept: io.BytesIO | None) -> str:
+def _copy(archive: zipfile.ZipFile, member: zipfile.ZipInfo, copy: BinaryIO | None) -> str:
     """Read one member to its end, which checks its CRC; returns its sha256 as RECORD writes it."""
     digest = hashlib.sha256()
-    if target is not None:
-        target.parent.mkdir(parents=True, exist_ok=True)
-    with archive.open(member) as stream, target.open("wb") if target is not None else io.BytesIO() as copy:
+    with archive.open(member) as stream:
         while piece := stream.read(PIECE):
             digest.update(piece)
-            if target is not None:
+            if copy is not None:
                 copy.write(piece)
-            if kept is not None:
-                kept.write(piece)
     return base64.urlsafe_b64encode(digest.digest()).rstrip(b"=").decode()

@@ -22,7 +22,9 @@ def problems_of_lookup(elf: ELFFile) -> Iterator[str]:
     offsets = [int.from_bytes(data[at : at + 4], "little") for at in range(0, len(data), _SYMBOL)]
     if table is not None and table["sh_size"]:
         names = [strings[at : strings.index(b"\0", at)] for at in offsets]
-        is_empty = not any(data[at + 6] or data[at + 7] for at in range(0, len(data), _SYMBOL))  # all are undefined
+        is_empty = not any(
+            byte for at in range(0, len(data), _SYMBOL) for byte in data[at + 6 : at + 8]
+        )  # all are undefined
         yield from _hashes(table.data(), [] if is_empty else names)
     yield from _versions(elf)
 

@@ -117,12 +117,9 @@ def explain(missing: str, defined: Iterable[str]) -> NearMiss | None:
 def template_arguments(demangled: str) -> str:
     """The text between the last balanced angle brackets before the parameters; "" if it is not a template."""
     head = qualified_name(demangled).rsplit("::", 1)[-1]
-    start = demangled.find(f"{head}<")
-    if start < 0:
-        return ""
-    depth, begin = 0, start + len(head)
-    for index in range(begin, len(demangled)):
-        depth += {"<": 1, ">": -1}.get(demangled[index], 0)
+    behind, depth = demangled.partition(f"{head}<")[2], 1
+    for index, letter in enumerate(behind):
+        depth += {"<": 1, ">": -1}.get(letter, 0)
         if depth == 0:
-            return demangled[begin + 1 : index]
+            return behind[:index]
     return ""

@@ -96,7 +96,7 @@ def _block(text: str, opening: int) -> str:
     for index in range(opening, len(text)):
         depth += {"{": 1, "}": -1}.get(text[index], 0)
         if depth == 0:
-            return text[opening : index + 1]
+            return text[opening:index]
     return text[opening:]
 
 

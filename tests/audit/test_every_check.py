@@ -104,6 +104,8 @@ def test_entries() -> None:
         unit: Any = SimpleNamespace(entries=tuple(("f16", symbol) for symbol in stated))
         return told(kernels._check_entries([binary], {("k", "sm_80"): unit}))
 
+    ptx = replace(BINARY, facts=PtxFacts("sm_80", "8.7", (PtxEntry("k_full", 0, 0, 0, 0, False),)))
+    assert found(ptx, "k_full") == found(BINARY, "k_full")
     unread, empty = replace(BINARY, facts=None), replace(BINARY, entries=("k",), facts=CubinFacts("sm_80", (), ()))
     assert found(BINARY, "k_full") == [("PASS", "kernel entries", "1 symbols, each in its binary")]
     assert found(replace(BINARY, entries=("k",)), "k") == [
@@ -121,6 +123,12 @@ def test_launches_of_what_is_known() -> None:
     rows = list(launches([BINARY, replace(BINARY, target="sm_99")], tables))
     assert [row.gpu for row in rows] == list(tables.target("sm_80").gpus)
     assert told(check_launches(rows))[0][2].startswith(f"{len(rows)} kernel and GPU pairs")
+    ptx = replace(BINARY, facts=PtxFacts("sm_80", "8.7", (PtxEntry("k_ptx", 8, 4, 96, 16, False),)))
+    assert [(row.need.registers, row.need.smem_static, row.need.local_memory) for row in launches([ptx], tables)] == [
+        (None, 8, 4)
+    ] * len(rows)
+    assert told(check_resources([ptx], EXPECTED))[0] == ("FAIL", "launch bounds: k_ptx", "at most 96 threads (sm_80)")
+    assert list(launches([replace(BINARY, facts=None)], tables)) == []
     bad = list(launches([_with(registers=300)], tables))
     assert {(verdict, name) for verdict, name, _ in told(check_launches(bad))} == {
         ("FAIL", f"not launchable: k_full on {row.gpu}") for row in bad

@@ -121,6 +121,7 @@ def test_where_a_missing_name_may_be(tmp_path: Path) -> None:
         ("<int>", "<int>"),
         ("virtual thunk to a::f()", "a::f"),
         ("typeinfo name for A", "A"),
+        ("void a<int>::g<b<c>>(d)", "a::g"),
     ],
 )
 def test_what_is_left_of_a_name(name: str, expected: str) -> None:
@@ -180,6 +181,8 @@ def test_the_torch_that_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch_libraries, "exported_names", lambda _: frozenset({"aoti_torch_of_here", "f"}))
     assert torch_libraries.shims_for("2.10.0+cu128").library == {"aoti_torch_of_here": "libtorch_cuda.so"}
     assert "aoti_torch_of_here" not in torch_libraries.shims_for("2.10.1").library
+    monkeypatch.setattr(torch_libraries, "installed_torch", lambda: None)
+    assert "aoti_torch_get_dim" in torch_libraries.shims_for("2.10.0").library
     monkeypatch.undo()
     for spec in (None, SimpleNamespace(submodule_search_locations=None)):
         monkeypatch.setattr(torch_libraries.importlib.util, "find_spec", lambda _, spec=spec: spec)
@@ -207,6 +210,7 @@ def test_a_floor_is_judged_by_the_tag_where_it_states_one() -> None:
     (("p/_C.so",), "x = 1", (), "WARN", "no import and no load_library names p/_C.so"),
     (("p/libx.so",), "x = 1", ("libx.so",), "PASS", "p/libx.so: named in the sources, or needed by another library"),
     (("fast.so",), "x = 1", (), "PASS", "fast.so: modules that are imported by their own names"),
+    (("p/fast.so",), "x = 1", (), "WARN", "no import and no load_library names p/fast.so"),
     (("_fast.so",), "x = 1", (), "WARN", "no import and no load_library names _fast.so"),
     (("libfast.so",), "", (), "WARN", "no import and no load_library names libfast.so"),
     (("p/_C.so",), "import p._D", (), "FAIL", "p/a.py:1 loads module `_D`; the wheel holds p/_C.so"),
@@ -324,6 +328,10 @@ def test_where_a_source_names_a_function(tmp_path: Path, text: str, kinds: list[
 
 def test_long_lists() -> None:
     """The worst of those that are only counted is their verdict."""
+    told_why = [
+        context.failed("a", found="", expected="", why="W.", cause=cause, next_step="").why for cause in ("", "C")
+    ]
+    assert told_why == ["W.", "W. Cause: C"]
     assert [context.listing("abc", limit) for limit in (2, 3)] == ["a, b and 1 more", "a, b, c"]
     rows = [Check(f"a: {at}", Verdict.WARN) for at in range(22)]
     assert context.limited(rows[:20]) == rows[:20]

@@ -226,6 +226,18 @@ def test_kernels_of_a_cubin(reserved: bool, static: int, held: int) -> None:
     facts = cubin._facts(_file(*sections, e_ident={"EI_ABIVERSION": 8}, e_flags=0x5A08))
     assert (facts.arch, facts.functions) == ("sm_90a", ("inner", "k"))
     assert facts.kernels == (cubin.KernelFacts("k", 40, 16, 3, held, 192, 300, 7),)
+    assert [cubin.architecture(abi, flags) for abi in (7, 8) for flags in (0x850, 0x5A08)] == [
+        "sm_80a",
+        "sm_8a",
+        "sm_8",
+        "sm_90a",
+    ]
+    assert [cubin.architecture(7, 0x150), cubin.architecture(8, 0x5000)] == ["sm_80", "sm_80"]
+    for abi in (6, 9):
+        with pytest.raises(EmbeddedError, match=f"ELF ABI version {abi}; this audit reads 7 and 8"):
+            cubin.architecture(abi, 0)
+    bare = cubin._facts(_file(Symbols(".symtab"), e_ident={"EI_ABIVERSION": 8}, e_flags=0x5A08))
+    assert (bare.kernels, bare.functions) == ((), ("inner", "k"))
     with pytest.raises(EmbeddedError, match="runs 1 bytes over its section"):
         list(cubin._attributes(own[:4] + own[4:15]))
     assert list(cubin._attributes(own[:16] + b"abc")) == [(5, own[4:16])]

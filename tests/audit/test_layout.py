@@ -94,10 +94,11 @@ def test_data_that_end_with_a_read_and_more_behind() -> None:
     """One stored block of as many bytes as are read at once: what is hidden behind it is not in the same read."""
     text = b"x" * ((1 << 16) - 5)
     block = b"\1" + struct.pack("<2H", len(text), len(text) ^ 0xFFFF) + text
-    for hidden in (b"", b"hidden"):
-        member = zipfile.ZipInfo("a")
+    for hidden in (b"", b"hidden", block):
+        member, stream = zipfile.ZipInfo("a"), io.BytesIO(block + hidden)
         member.compress_type, member.compress_size = zipfile.ZIP_DEFLATED, len(block + hidden)
-        assert layout._is_filled(io.BytesIO(block + hidden), 0, member) is (hidden == b"")
+        assert layout._is_filled(stream, 0, member) is (hidden == b"")
+        assert stream.tell() == len(block)
 
 
 def test_data_that_do_not_end(monkeypatch: pytest.MonkeyPatch) -> None:
