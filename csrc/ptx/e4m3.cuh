@@ -68,15 +68,15 @@ __device__ __forceinline__ void unpack_alternate_e4m3(uint32_t (&pairs)[2], uint
 #define FLASHMOE_UNPACK_E4M3(type) "unpack." type "x2.e4m3x4 %0, %1, %2;"
 #endif
 
-#define FLASHMOE_DEFINE_UNPACK(Element, type)                                                          \
-  template <>                                                                                          \
-  __device__ __forceinline__ void FLASHMOE_NATIVE<Element>(uint32_t (&pairs)[2], uint32_t codes) {     \
-    asm(FLASHMOE_UNPACK_E4M3(type) : "=r"(pairs[0]), "=r"(pairs[1]) : "r"(codes));                     \
-  }                                                                                                    \
-                                                                                                       \
-  template <>                                                                                          \
-  __device__ __forceinline__ void FLASHMOE_DERIVED<Element>(uint32_t (&pairs)[2], uint32_t codes) {    \
-    FLASHMOE_NATIVE<Element>(pairs, select_bytes(codes, 0, 0x3120));                                   \
+#define FLASHMOE_DEFINE_UNPACK(Element, type)                                                       \
+  template <>                                                                                       \
+  __device__ __forceinline__ void FLASHMOE_NATIVE<Element>(uint32_t (&pairs)[2], uint32_t codes) {  \
+    asm(FLASHMOE_UNPACK_E4M3(type) : "=r"(pairs[0]), "=r"(pairs[1]) : "r"(codes));                  \
+  }                                                                                                 \
+                                                                                                    \
+  template <>                                                                                       \
+  __device__ __forceinline__ void FLASHMOE_DERIVED<Element>(uint32_t (&pairs)[2], uint32_t codes) { \
+    FLASHMOE_NATIVE<Element>(pairs, select_bytes(codes, 0, 0x3120));                                \
   }
 
 FLASHMOE_DEFINE_UNPACK(F16, "f16")

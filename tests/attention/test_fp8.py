@@ -23,6 +23,7 @@ SHAPES = (  # batch, heads, key heads, rows, keys, head dim
     (1, 8, 1, 1, 500, 128),
     (2, 2, 1, 70, 5, 64),
     (1, 3, 1, 129, 400, 80),
+    (1, 2, 1, 70, 2400, 64),
 )
 BLOCKS = {3: 128, 4: 64}  # kinds of scales, rows of a block
 either = pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
@@ -209,6 +210,21 @@ def test_scales_of_blocks_of_queries_alone(head_dim: int, causal: bool, device: 
     found = flashmoe.attention(q, k, v, causal=causal, q_scale=scale, return_lse=True)
     wanted = flashmoe.attention(larger, k, v, causal=causal, return_lse=True)
     assert all(torch.equal(one, other) for one, other in zip(found, wanted, strict=True))
+
+
+@pytest.mark.parametrize("scale", [math.nan, -1.0])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_rows_that_see_keys_of_no_scale_are_nan(head_dim: int, scale: float, device: str) -> None:
+    if scale < 0 and not has_products_of_8_bits(device):
+        pytest.skip("keys that are multiplied may have scales below zero")
+    codes = [one.codes.to(device) for one in draw((1, 4, 2, 384, 384, head_dim))]
+    scales = torch.ones(1, 2, 3, device=device)
+    good = flashmoe.attention(*codes, causal=True, k_scale=scales, return_lse=True)
+    scales[..., 2] = scale
+    found = flashmoe.attention(*codes, causal=True, k_scale=scales, return_lse=True)
+    for one, wanted in zip(found, good, strict=True):
+        assert torch.equal(one[:, :, :256], wanted[:, :, :256])
+        assert one[:, :, 256:].isnan().all()
 
 
 def test_retrieval_among_many_keys(device: str) -> None:

@@ -26,16 +26,19 @@ NAN_CODE = 0x7F
 
 @dataclass(frozen=True)
 class E4m3Problem(Problem):
-    """``scales``: how many dimensions those in memory have, 3: of blocks of ``block_rows``; every code: of all three tensors, NaN apart."""
+    """``scales``: how many dimensions those in memory have, 3: of blocks of ``block_rows``; every code: of all three tensors, NaN apart. NaN scale: of
+    the last block of keys."""
 
     scales: int = 0
     block_rows: int = BLOCK
     has_every_code: bool = False
+    has_nan_scale: bool = False
 
     @property
     def name(self) -> str:
         scales = f"{self.scales}" if self.scales < 3 else f"-of-{self.block_rows}"
-        return f"{super().name}-scales{scales}" + ("-codes" if self.has_every_code else "")
+        words = ("-codes" if self.has_every_code else "") + ("-nan" if self.has_nan_scale else "")
+        return f"{super().name}-scales{scales}{words}"
 
     @property
     def command_words(self) -> str:
@@ -78,6 +81,11 @@ def problems(unit: Unit) -> Iterator[E4m3Problem]:
         ):
             shape = Shape(2, 2, 1, seq_q, seq_k, dim)
             yield E4m3Problem(shape, unit.dtype, causal, data_seed=21, scales=3, block_rows=block_rows)
+        # More blocks than lanes have scales of; and rows that do not see the NaN, where the mask is causal.
+        shape = Shape(1, 1, 1, 40, 17 * n + 70, dim)
+        yield E4m3Problem(shape, unit.dtype, causal, data_seed=22, scales=3, block_rows=BLOCK // 2)
+        shape = Shape(1, 1, 1, 2 * n, 2 * n, dim)
+        yield E4m3Problem(shape, unit.dtype, causal, data_seed=23, scales=3, has_nan_scale=True)
 
 
 def quantize(p: E4m3Problem, tensor: torch.Tensor, generator: torch.Generator, block_rows: int = BLOCK) -> Codes:
@@ -123,6 +131,8 @@ def trial(unit: Unit, p: E4m3Problem) -> Trial:
     inputs = make_inputs(replace(p, dtype="bf16"))
     block_rows = {"q": p.block_rows, "k": p.block_rows, "v": BLOCK}  # where scales are those of blocks
     q, k, v = (quantize(p, getattr(inputs, name), generator, rows) for name, rows in block_rows.items())
+    if p.has_nan_scale:
+        k.scale[..., -BLOCK:] = NAN
     rows = unit.row.axes["head_dim"]
     v_rows = transposed(v.codes, rows)
     out = p.laid_out(torch.full(inputs.q.shape, NAN, dtype=DTYPES[p.dtype]))

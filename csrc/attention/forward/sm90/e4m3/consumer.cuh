@@ -192,37 +192,38 @@ struct E4m3Consumer : Consumer<Spec, kMask> {
     for (; block < end; ++block) attend_block<true, kHasBlocks>(output, rows, scale_log2, tile, block);
   }
 
-  // Of a tile's key head the scales of the next block of keys, and of its values. Null where no block has any.
+  // Of a tile's key head the scales of kScaleBlocks blocks of keys, without their factors: a lane has that of 64 keys, and that of a block's values.
+  static constexpr int kScaleBlocks = 16;
   struct BlockScales {
     const float* k_gmem;
     const float* v_gmem;
+    int end;  // of the blocks that the tile sees
+    int first;
+    float of_keys;
+    float of_values;
+    float least;  // of keys: where it is below zero the tile is NaN
   };
-  static __device__ __forceinline__ const float* scales_from(const BlockScale& scale, int batch, int kv_head,
-                                                             int block) {
-    if (scale.block_shift == 0) return nullptr;
-    const int64_t row = int64_t{block} * Spec::kBlockN >> scale.block_shift;
-    return scale.values + (batch * scale.stride + kv_head * scale.head_stride + row * scale.block_stride);
+  static __device__ __forceinline__ const float* scales_of_head(const BlockScale& scale, int batch, int kv_head) {
+    return scale.block_shift == 0 ? nullptr : scale.values + (batch * scale.stride + kv_head * scale.head_stride);
   }
-
-  // Those of each 64 keys as loaded: a product here would wait for them. They are used behind the scores.
-  __device__ __forceinline__ void load_scales(float (&scales)[kKeyScales], BlockScales& of, int block) const {
-    const BlockScale& scale = codes.k_scale;
-    scales[0] = scales[1] = 1.0f;
-    if (of.k_gmem == nullptr) return;
-    const int64_t step = scale.block_shift == 6 ? scale.block_stride : 0;
-    const bool has_more = block * Spec::kBlockN + 64 < this->params.seq_k;
-    scales[0] = ptx::ld_global_float(of.k_gmem);
-    scales[1] = ptx::ld_global_float(of.k_gmem + (has_more ? step : 0));
-    of.k_gmem += step + scale.block_stride;
-  }
-  // A scale below zero makes NaN.
-  __device__ __forceinline__ void finish_scales(float (&scales)[kKeyScales]) const {
-    const float factor = codes.k_scale.block_shift == 0 ? 1.0f : codes.k_scale.factor;
-#pragma unroll
-    for (int i = 0; i < kKeyScales; ++i) {
-      const float scale = scales[i] * factor;
-      scales[i] = scale < 0.0f ? ptx::bits_float(0x7fffffffu) : scale;
+  // Asked for in front of the scores: what uses them is behind those.
+  __device__ __forceinline__ void load_scales(BlockScales& of, int block) const {
+    const BlockScale &k = codes.k_scale, &v = codes.v_scale;
+    const int lane = ptx::lane_index();
+    const int end = minimum(of.end * Spec::kBlockN, this->params.seq_k);
+    const int key = block * Spec::kBlockN + lane * 64, value = (block + lane) * Spec::kBlockN;
+    of.first = block;
+    of.of_keys = of.of_values = 1.0f;
+    if (of.k_gmem != nullptr && key < end) {
+      of.of_keys = ptx::ld_global_float(of.k_gmem + (key >> k.block_shift) * k.block_stride);
     }
+    if (of.v_gmem != nullptr && value < end) {
+      of.of_values = ptx::ld_global_float(of.v_gmem + (value >> v.block_shift) * v.block_stride);
+    }
+  }
+  // What the loops leave to the tile. Of kernels without such loops 1, as they had it when they were timed.
+  static __device__ __forceinline__ float factor_of_blocks(const BlockScale& scale) {
+    return Spec::kHasBlockScales ? scale.factor : 1.0f;
   }
 
   template <bool kIsMasked>
@@ -232,23 +233,26 @@ struct E4m3Consumer : Consumer<Spec, kMask> {
     float factor[2];
     {
       float scores[kScores];
-      float key_scales[kKeyScales];
-      load_scales(key_scales, of, block);
+      if (block == of.first + kScaleBlocks) load_scales(of, block);
       compute_scores(scores);
-      finish_scales(key_scales);
+      constexpr float kLeastFactor = 1e-37f;  // of a scale of zero: hidden scores stay -inf
+      of.least = ptx::min_nan(of.least, of.of_keys);
+      const float own_factor = ptx::max_ftz(of.of_keys * scale_log2, kLeastFactor);
+      float factors[kKeyScales];  // of scores, to exponents
+#pragma unroll
+      for (int i = 0; i < kKeyScales; ++i) {
+        factors[i] = ptx::shuffle_index(own_factor, (block - of.first) * kKeyScales + i);
+      }
       if constexpr (kIsMasked) this->mask_block(scores, Spec::kIsTight ? read_own_tile() : tile, block);
       float rescale[2];
-      if (scaled_block_softmax<Spec::kBlockN, kIsMasked>(scores, rows, factor, rescale, scale_log2, key_scales)) {
+      if (scaled_block_softmax<Spec::kBlockN, kIsMasked>(scores, rows, factor, rescale, factors)) {
         rescale_output(output, rescale);
       }
       pack_probabilities(probabilities, scores);
     }
-    if (of.v_gmem != nullptr) {
-      const float scale = codes.v_scale.factor * ptx::ld_global_float(of.v_gmem);
-      factor[0] *= scale;
-      factor[1] *= scale;
-      of.v_gmem += codes.v_scale.block_stride;
-    }
+    const float of_values = ptx::shuffle_index(of.of_values, block - of.first);
+    factor[0] *= of_values;
+    factor[1] *= of_values;
     add_values(output, probabilities, factor);
   }
 
@@ -272,7 +276,8 @@ struct E4m3Consumer : Consumer<Spec, kMask> {
       }
       int kv_head = tile.head / heads_per_key_head(params);
       // Positive scales keep the maximum of the products that of the scores. Of zero the scores are zero, and those of hidden keys stay -inf.
-      const float key_scale = codes.k_scale.block_shift == 0 ? load_scale(codes.k_scale, tile.batch, kv_head, 0) : 1.0f;
+      const float key_scale = codes.k_scale.block_shift == 0 ? load_scale(codes.k_scale, tile.batch, kv_head, 0)
+                                                             : factor_of_blocks(codes.k_scale);
       const float scale = load_scale(codes.q_scale, tile.batch, tile.head, first_row) * key_scale * params.scale_log2;
       const float scale_log2 = scale == 0.0f ? kLeastScale : scale < 0.0f ? ptx::bits_float(0x7fffffffu) : scale;
       float output[kOutputs];
@@ -282,11 +287,16 @@ struct E4m3Consumer : Consumer<Spec, kMask> {
       const KeyRange own = this->own_blocks(tile.sequence(params), first_row, range);
       const int plain_end = minimum(own.end, visible_keys<kMask>(tile.sequence(params), first_row).end / Spec::kBlockN);
       if constexpr (Spec::kHasBlockScales) {
-        BlockScales of{scales_from(codes.k_scale, tile.batch, kv_head, own.begin),
-                       scales_from(codes.v_scale, tile.batch, kv_head, own.begin)};
+        BlockScales of;
+        of.k_gmem = scales_of_head(codes.k_scale, tile.batch, kv_head);
+        of.v_gmem = scales_of_head(codes.v_scale, tile.batch, kv_head);
+        of.end = own.end;
+        of.least = 0.0f;
+        load_scales(of, own.begin);
         int block = own.begin;
         for (; block < plain_end; ++block) attend_scaled_block<false>(output, rows, scale_log2, tile, of, block);
         for (; block < own.end; ++block) attend_scaled_block<true>(output, rows, scale_log2, tile, of, block);
+        if (ptx::vote_any(!(of.least * scale_log2 >= 0.0f))) rows.sum[0] = rows.sum[1] = ptx::bits_float(0x7fffffffu);
       } else if (!Spec::kKeepsLoops || (codes.k_scale.block_shift | codes.v_scale.block_shift) == 0) {
         attend_blocks<false>(output, rows, scale_log2, tile, own.begin, plain_end, own.end);
       } else {
@@ -301,13 +311,15 @@ struct E4m3Consumer : Consumer<Spec, kMask> {
       }
       this->release_query();
 
-      const float v_scale = codes.v_scale.block_shift == 0 ? load_scale(codes.v_scale, tile.batch, kv_head, 0) : 1.0f;
+      const float v_scale = codes.v_scale.block_shift == 0 ? load_scale(codes.v_scale, tile.batch, kv_head, 0)
+                                                           : factor_of_blocks(codes.v_scale);
       float inverse_sum[2];
       float lse[2];
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
         const FinishedRow finished =
-            finish_row(ptx::sub_rn(rows.max[r] * scale_log2, kTopExponent), quad_sum(rows.sum[r]));
+            finish_row(ptx::sub_rn(rows.max[r] * (Spec::kHasBlockScales ? 1.0f : scale_log2), kTopExponent),
+                       quad_sum(rows.sum[r]));
         inverse_sum[r] = finished.inverse * v_scale;
         lse[r] = finished.lse;
       }

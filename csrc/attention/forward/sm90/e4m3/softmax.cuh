@@ -71,19 +71,11 @@ __device__ __forceinline__ bool block_softmax(float (&scores)[kN / 2], RowState&
   return moved;
 }
 
-// The same where scores of each 64 keys count key_scales times, not below zero, or NaN, which comes through, too. A function of its own: one for both made the
+// The same where scores of each 64 keys have a factor of their own, above zero: rows.max counts exponents here. A function of its own: one for both made the
 // loops without scales spill.
 template <int kN, bool kMayBeEmpty>
 __device__ __forceinline__ bool scaled_block_softmax(float (&scores)[kN / 2], RowState& rows, float (&factor)[2],
-                                                     float (&rescale)[2], float scale_log2,
-                                                     const float (&key_scales)[kN / 64]) {
-  constexpr float kLeastFactor = 1e-37f;  // of a scale of zero: hidden scores stay -inf
-  float factors[kN / 64];                 // of scores, to exponents
-#pragma unroll
-  for (int i = 0; i < kN / 64; ++i) {
-    const float product = key_scales[i] * scale_log2;
-    factors[i] = product == 0.0f ? kLeastFactor : product;
-  }
+                                                     float (&rescale)[2], const float (&factors)[kN / 64]) {
   float largest[2];
   bool moves[2];
 #pragma unroll
@@ -96,17 +88,17 @@ __device__ __forceinline__ bool scaled_block_softmax(float (&scores)[kN / 2], Ro
       for (int j = 8 * i; j < 8 * i + 8; ++j) {
         own = ptx::max_ftz(own, ptx::max_ftz(scores[4 * j + 2 * r], scores[4 * j + 2 * r + 1]));
       }
-      largest[r] = ptx::max_ftz(largest[r], own * key_scales[i]);
+      largest[r] = ptx::max_ftz(largest[r], own * factors[i]);
     }
     largest[r] = quad_max(largest[r]);
-    moves[r] = (largest[r] - rows.max[r]) * scale_log2 > kFarthest;
+    moves[r] = largest[r] - rows.max[r] > kFarthest;
   }
-  const bool moved = move_references(rows, rescale, scale_log2, largest, moves);
+  const bool moved = move_references(rows, rescale, 1.0f, largest, moves);
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
     const bool is_empty = kMayBeEmpty && largest[r] == ptx::negative_infinity();
-    const float top = (is_empty ? 0.0f : largest[r]) * scale_log2;
-    factor[r] = is_empty ? 0.0f : ptx::exp2_approx(ptx::sub_rn(top, rows.max[r] * scale_log2));
+    const float top = is_empty ? 0.0f : largest[r];
+    factor[r] = is_empty ? 0.0f : ptx::exp2_approx(ptx::sub_rn(top, rows.max[r]));
     const float shift = ptx::sub_rn(top, kTopExponent);
     float sum[2] = {0.0f, 0.0f};
 #pragma unroll
