@@ -359,7 +359,9 @@ def test_streamed_forward(dim: int, letters: str) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
-@pytest.mark.parametrize(("letters", "keys"), [("b1qk", 645), ("11qk", 648), ("b11k", 645), ("11q1", 648), ("bhqk", 648)])
+@pytest.mark.parametrize(
+    ("letters", "keys"), [("b1qk", 645), ("11qk", 648), ("b11k", 645), ("11q1", 648), ("bhqk", 648)]
+)
 def test_long_bool_masks(letters: str, keys: int, dtype: torch.dtype) -> None:
     """Those that four heads or sequences share have the bits of additive ones of 0 and -inf, in rows that a copy engine can load."""
     sizes = {"b": 2, "h": 4, "q": 530, "k": keys, "1": 1}

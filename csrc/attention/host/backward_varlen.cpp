@@ -158,8 +158,7 @@ void run_fused(const DropoutBackwardParams& launched, const BackwardKernels& ker
   const auto run = [&](const auto& given, const auto& maps, const BackwardKernels& used) {
     run_fused(given, used, queries, partials * params.heads_q, kDqPartialRows, tiles * params.heads_kv, maps, gpu, sum);
   };
-  if (!is_streaming(fused))
-    return run(launched, key_value_gradient_maps, kernels);
+  if (!is_streaming(fused)) return run(launched, key_value_gradient_maps, kernels);
   MaskBackwardParams masked{params, nullptr, 0};
   BackwardKernels used = kernels;
   ScoresSumParams sum_params;

@@ -86,6 +86,10 @@ std::string check_decoding(const ForwardParams& p, const host::Kernel& kernel, i
   return check_partials(p, kernel, grid);
 }
 
+bool is_additive_of_every_head(const ScoreOptions& options) {
+  return options.mask != nullptr && options.mask_type == MaskTensor::kAdditive && options.folded_heads == 1;
+}
+
 // Kernels with tensor maps bend scores, by a softcap or a mask, in a variant of their own; all have one for the slopes of ALiBi,
 // with a softcap or without.
 bool is_of_other_scores(const ScoreOptions& options, const host::Kernel& kernel) {
@@ -142,8 +146,7 @@ std::string run_forward(const std::string& kind, const host::Kernel& kernel, int
     if (p.tile_counter != nullptr && *p.tile_counter != 0) return "a counter that is not zero";
   }
   const bool is_streamed = std::strcmp(kernel.operation, kMaskForward) == 0;
-  if (is_streamed && (p.score_options.mask == nullptr || p.score_options.folded_heads != 1))
-    return "no mask of every head";
+  if (is_streamed && !is_additive_of_every_head(p.score_options)) return "no additive mask of every head";
   if (g_computes) forward(p, kernel, beside);
   std::vector<const void*> tensors{p.q, p.k, p.v, p.out};
   if (is_streamed) tensors.push_back(p.score_options.mask);
@@ -267,6 +270,7 @@ std::string run_kernel(const host::Kernel& kernel, int64_t grid, void** argument
       key_value_gradient(p, is_dropout ? &g_fused.dropout : nullptr, kernel, static_cast<float*>(p.dq), g_rows_of_sums);
     std::vector<const void*> tensors{p.q, p.k, p.v, p.dout, p.dk, p.dv};
     if (is_streamed) {
+      if (!is_additive_of_every_head(p.score_options)) return "no additive mask of every head";
       const auto& masked = *static_cast<const MaskBackwardParams*>(arguments[0]);
       if ((masked.scores_gradient != nullptr) != (std::strcmp(kernel.variant, "gradient") == 0))
         return "not its kernel";
