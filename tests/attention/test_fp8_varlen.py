@@ -233,10 +233,13 @@ def test_gradients_are_those_of_the_dequantised_tensors(device: str) -> None:
     assert torch.allclose(v_scale.grad[:, 0], parts / v_scale.detach()[:, 0], rtol=0.02, atol=0.05)
 
 
-def test_no_key_at_all(device: str) -> None:
+@pytest.mark.parametrize("tokens", [0, 3])
+def test_no_key_at_all(tokens: int, device: str) -> None:
+    """Without tokens, or with some that belong to no sequence."""
     q = torch.zeros(3, 2, 64, device=device).to(E4M3)
+    k = q[:tokens]
     ends_q, ends_k = (torch.tensor(ends, dtype=torch.int32, device=device) for ends in ((0, 2, 3), (0, 0, 0)))
-    out, lse = flashmoe.attention_varlen(q, q[:0], q[:0], ends_q, ends_k, 2, 0, return_lse=True)
+    out, lse = flashmoe.attention_varlen(q, k, k, ends_q, ends_k, 2, 0, return_lse=True)
     assert (out == 0).all()
     assert (lse == -math.inf).all()
 

@@ -220,10 +220,10 @@ extern "C" void choose_mask_forward(int capability, const char* forced, int is_b
 // What a choice, by its place in the test's list, says where nothing serves it. flags: ALiBi (1), consistent, or a mask of one row (2).
 extern "C" void refusal(int which, const char* forced, int head_dim, int page_size, int flags, char* answer,
                         int length) {
-  const host::KernelRequest request{80, 132, "a GPU", forced, host::Dtype::kFloat16};
-  const bool has_alibi = (flags & 1) != 0, is_consistent = (flags & 2) != 0;
-  const attention::VarlenSelectorInput varlen{request, head_dim, head_dim, page_size, 64,        4096,
-                                              8,       4,        0,        false,     has_alibi, is_consistent};
+  const bool has_alibi = (flags & 1) != 0, is_consistent = (flags & 2) != 0, has_softcap = (flags & 4) != 0;
+  const host::KernelRequest request{has_softcap ? 90 : 80, 132, "a GPU", forced, host::Dtype::kFloat16};
+  const attention::VarlenSelectorInput varlen{request, head_dim, head_dim, page_size,   64,        4096,
+                                              8,       4,        0,        has_softcap, has_alibi, is_consistent};
   const attention::SelectorInput dense{request, attention::Mask::kFull, head_dim, 4, 8, 8, 64, 64,
                                        false,   is_consistent};
   answer[0] = 0;

@@ -45,6 +45,12 @@ inline int64_t grid_of(const Kernel& kernel, int64_t tiles) {
 CUresult launch(CUfunction function, unsigned grid, unsigned block, unsigned shared, bool is_dependent,
                 void** arguments);
 
+// As the driver: no grid without blocks.
+CUresult launch_some(CUfunction function, unsigned grid, unsigned block, unsigned shared, bool is_dependent,
+                     void** arguments) {
+  return grid == 0 ? CUDA_ERROR_INVALID_VALUE : launch(function, grid, block, shared, is_dependent, arguments);
+}
+
 Driver make_driver() {
   Driver calls;
   calls.cuThreadExchangeStreamCaptureMode = [](CUstreamCaptureMode*) { return CUDA_SUCCESS; };
@@ -63,6 +69,7 @@ Driver make_driver() {
     return CUDA_SUCCESS;
   };
   calls.cuMemAlloc = [](CUdeviceptr* memory, std::size_t bytes) {
+    if (bytes == 0) return CUDA_ERROR_INVALID_VALUE;
     static std::deque<std::vector<char>> allocations;
     *memory = reinterpret_cast<CUdeviceptr>(allocations.emplace_back(bytes).data());
     return CUDA_SUCCESS;
@@ -75,7 +82,7 @@ Driver make_driver() {
     for (std::size_t word = 0; word < count; ++word) reinterpret_cast<unsigned*>(address)[word] = value;
     return CUDA_SUCCESS;
   };
-  // As the driver: 16-byte aligned memory and strides, of which 0 is one (a shared cache of codes on an H200).
+  // As the driver: 16-byte aligned memory and strides, of which 0 is one (a shared cache of codes on an H200), and sizes and strides within limits.
   calls.cuTensorMapEncodeTiled = [](CUtensorMap* map, CUtensorMapDataType, cuuint32_t rank, void* address,
                                     const cuuint64_t* dims, const cuuint64_t* strides, const cuuint32_t* box,
                                     const cuuint32_t*, CUtensorMapInterleave, CUtensorMapSwizzle,
@@ -83,7 +90,8 @@ Driver make_driver() {
     if (g_refuses_maps || reinterpret_cast<uintptr_t>(address) % 16 != 0) return CUDA_ERROR_INVALID_VALUE;
     for (cuuint32_t axis = 0; axis < rank; ++axis) {
       if (dims[axis] == 0 || box[axis] == 0 || box[axis] > 256) return CUDA_ERROR_INVALID_VALUE;
-      if (axis > 0 && strides[axis - 1] % 16 != 0) return CUDA_ERROR_INVALID_VALUE;
+      if (dims[axis] > cuuint64_t{1} << 32) return CUDA_ERROR_INVALID_VALUE;
+      if (axis > 0 && (strides[axis - 1] % 16 != 0 || strides[axis - 1] >> 40 != 0)) return CUDA_ERROR_INVALID_VALUE;
     }
     std::memcpy(map, &address, sizeof(address));
     std::memcpy(reinterpret_cast<char*>(map) + sizeof(address), &promotion, sizeof(promotion));
@@ -91,10 +99,10 @@ Driver make_driver() {
   };
   calls.cuLaunchKernel = [](CUfunction function, unsigned grid, unsigned, unsigned, unsigned block, unsigned, unsigned,
                             unsigned shared, CUstream, void** arguments,
-                            void**) { return launch(function, grid, block, shared, false, arguments); };
+                            void**) { return launch_some(function, grid, block, shared, false, arguments); };
   calls.cuLaunchKernelEx = [](const CUlaunchConfig* config, CUfunction function, void** arguments, void**) {
-    return launch(function, config->gridDimX, config->blockDimX, config->sharedMemBytes,
-                  config->attrs[0].value.programmaticStreamSerializationAllowed == 1, arguments);
+    return launch_some(function, config->gridDimX, config->blockDimX, config->sharedMemBytes,
+                       config->attrs[0].value.programmaticStreamSerializationAllowed == 1, arguments);
   };
   return calls;
 }

@@ -155,3 +155,10 @@ def test_what_has_no_kernel_is_named(choose_of_hopper_build: Any, which: int, gi
             f"flashmoe:attention.wide|what={head}|head_dim=257|most=256|"
         )
         assert "no kernel for a GPU" in choose_of_hopper_build.refusal(which, **{**given, "head_dim": 256})
+
+
+def test_a_family_that_is_named_is_what_lacks_the_bits(choose: Any) -> None:
+    """Another one may have them, so nothing is said of all kernels of the GPU."""
+    told = choose.refusal(1, forced="sm90", page_size=12, flags=6)
+    beginning = "flashmoe:argument: FLASHMOE_KERNEL=sm90: this family has no kernel for float16, head_dim 64"
+    assert told.startswith(f"{beginning}, pages of 12 keys, the same bits in every call on a GPU")

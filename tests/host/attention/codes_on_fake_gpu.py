@@ -259,6 +259,14 @@ def test_products_of_ragged_codes(name: str, monkeypatch: pytest.MonkeyPatch) ->
     assert launched() == ["transpose_e4m3", "forward_e4m3"]
 
 
+@pytest.mark.parametrize("tokens", [0, 3])
+def test_ragged_codes_without_a_key_launch_nothing(tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fp8, "_has_kernel", lambda device: True)
+    begin(90)
+    test_fp8_varlen.test_no_key_at_all(tokens, "cpu")
+    assert launched() == []
+
+
 @pytest.mark.parametrize(
     ("capability", "rows", "kernel"),
     [(80, 1, "decode_e4m3"), (80, 33, "dequantize_e4m3"), (90, 40, "chunk_forward_e4m3")],

@@ -47,7 +47,7 @@ def score_options(p: VarlenProblem, tensors: Tensors) -> dict[str, Any]:
     """What scores go through."""
     mask: torch.Tensor | Buffer | None = tensors.mask
     batch, head, row, key = (0, 0, 0, 0) if tensors.mask is None else (*tensors.mask.stride(), 0, 0)[:4]
-    if p.mask is MaskTensor.ALIBI and tensors.mask is not None:  # slopes so far apart that no 32 bits hold their offsets
+    if p.mask is MaskTensor.ALIBI and tensors.mask is not None:  # slopes so far apart that 32 bits hold no offset
         own = tensors.mask[:1] if p.mask_broadcast[0] else tensors.mask
         mask, head = Buffer(own[..., None].contiguous(), row_stride=FAR), FAR
         batch = 0 if p.mask_broadcast[0] else FAR * p.heads_q
