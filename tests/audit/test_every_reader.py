@@ -121,6 +121,14 @@ def test_files_that_the_loader_passes_over(tmp_path: Path, start: bytes, is_righ
     assert found == (tmp_path / "b" / "c.so" if is_right else None)
 
 
+def test_folders_to_search() -> None:
+    """RPATH is without effect beside a RUNPATH; empty parts are none."""
+    origin, here = Path("/o"), "$ORIGIN/a:${ORIGIN}::/b"
+    found = (Path("/o/a"), Path("/o"), Path("/b"))
+    assert [Search(*paths).folders(origin) for paths in (((here,),), ((), (here,)), (("/c",), (here,)), ((here, "$ORIGINAL"),))] == [
+        (found, ()), ((), found), ((), found), ((*found, Path("$ORIGINAL")), ())]  # fmt: skip
+
+
 def test_sections_that_the_file_cuts() -> None:
     for size, kind, is_right in ((3, "SHT_PROGBITS", True), (4, "SHT_PROGBITS", False), (4, "SHT_NOBITS", True)):
         file: Any = Elf(Section("a", b"123", sh_size=size, sh_type=kind))
