@@ -76,6 +76,7 @@ def test_a_hash_table_of_no_names(place: int, is_right: bool) -> None:
     table = Section(".gnu.hash", struct.pack("<4IQI", 1, 1, 1, 5, 0, 0))
     file: Any = Linked(_dynsym(_row(0, 0, place=0), _row(1, place=place)), table)
     assert (list(lookup_tables.problems_of_lookup(file)) == []) is is_right
+    assert list(lookup_tables.problems_of_lookup(cast("Any", Linked(_dynsym(_row(1)), Section(".gnu.hash"))))) == []
 
 
 @pytest.mark.parametrize("defines", [False, True])

@@ -171,6 +171,14 @@ def test_hash_tables() -> None:
     assert list(lookup_tables._hashes(_hash_table(table, 2, 2, (0,)), table)) == [f".gnu.hash does not lead to {name.decode()}" for name in names]  # fmt: skip
     for words, last in ((3, None), (1, 2)):
         assert "symbols" in next(lookup_tables._hashes(_hash_table(table, 2, 2, (every,) * words, last), table))
+    assert list(lookup_tables._hashes(_hash_table(table, 2, 2, (every, every)), table)) == []
+    for at, name in zip(
+        (32, 36, 40), names, strict=True
+    ):  # a hash in the chain, and whether it is the last of its bucket
+        for bit in (1, 2):
+            damaged = bytearray(_hash_table(table, 2, 2, (every,)))
+            damaged[at] ^= bit
+            assert list(lookup_tables._hashes(bytes(damaged), table)) == [f".gnu.hash does not lead to {name.decode()}"]
     for at in (28, 24):  # a bucket of its own
         damaged = bytearray(_hash_table(table, 2, 2, (every,)))
         damaged[at] ^= 1
