@@ -391,7 +391,7 @@ def _provided(path: Path, _changed: int, _size: int) -> Provided:
             table, strings = section.data(), elf.get_section(section["sh_link"]).data()
             tags = _dynamic_tags(elf)
             defined = _versions_defined(elf)
-            bound = elf.get_section_by_name(".gnu.version") if defined else None
+            bound = elf.get_section_by_name(".gnu.version")
             indices = struct.unpack(f"<{len(table) // _SYMBOL.size}H", bound.data()) if bound is not None else ()
         names: set[str] = set()
         versions: dict[str, set[str]] = {}

@@ -12,6 +12,7 @@ from test_every_name import _wants
 from test_every_table import Elf, Named, Section
 
 from flashmoe_tools.audit import (
+    cubin,
     elf,
     embedded,
     engine,
@@ -75,6 +76,7 @@ def test_a_hash_table_of_no_names(place: int, is_right: bool) -> None:
     table = Section(".gnu.hash", struct.pack("<4IQI", 1, 1, 1, 5, 0, 0))
     file: Any = Linked(_dynsym(_row(0, 0, place=0), _row(1, place=place)), table)
     assert (list(lookup_tables.problems_of_lookup(file)) == []) is is_right
+    assert list(lookup_tables.problems_of_lookup(cast("Any", Linked(_dynsym(_row(1)), Section(".gnu.hash"))))) == []
 
 
 @pytest.mark.parametrize("defines", [False, True])
@@ -119,6 +121,32 @@ def test_files_that_the_loader_passes_over(tmp_path: Path, start: bytes, is_righ
     (tmp_path / "b" / "c.so").write_bytes(start)
     found = resolve.Resolver(None, "x86_64").find("c.so", (tmp_path / "a", tmp_path / "b"))
     assert found == (tmp_path / "b" / "c.so" if is_right else None)
+
+
+def test_files_of_another_form(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Code of the processor where a cubin is, a shared object without a dynamic section, tables that cannot be read, no ELF file at all."""
+    held: Any = Elf(e_machine="EM_X86_64")
+    monkeypatch.setattr(cubin, "open_elf", lambda *_: held)
+    with pytest.raises(AuditError, match="k is an ELF file for EM_X86_64, not device code"):
+        cubin.read_cubin(b"", "k")
+    held["e_machine"] = "EM_CUDA"
+    with pytest.raises(AuditError, match="k: a table inside cannot be read"):
+        cubin.read_cubin(b"", "k")
+    with pytest.raises(AuditError, match=r"has no \.dynamic section"):
+        elf._dynamic_tags(held)
+    with pytest.raises(AuditError, match="k is not an ELF file: it is text"):
+        elf.open_elf(b"text", "k")
+    (tmp_path / "a.so").write_text("text")
+    with pytest.raises(AuditError, match=r"cannot read the dynamic symbols of a\.so"):
+        elf.provided(tmp_path / "a.so")
+
+
+def test_folders_to_search() -> None:
+    """RPATH is without effect beside a RUNPATH; empty parts are none."""
+    origin, here = Path("/o"), "$ORIGIN/a:${ORIGIN}::/b"
+    found = (Path("/o/a"), Path("/o"), Path("/b"))
+    assert [Search(*paths).folders(origin) for paths in (((here,),), ((), (here,)), (("/c",), (here,)), ((here, "$ORIGINAL"),))] == [
+        (found, ()), ((), found), ((), found), ((*found, Path("$ORIGINAL")), ())]  # fmt: skip
 
 
 def test_sections_that_the_file_cuts() -> None:

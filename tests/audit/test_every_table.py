@@ -171,6 +171,14 @@ def test_hash_tables() -> None:
     assert list(lookup_tables._hashes(_hash_table(table, 2, 2, (0,)), table)) == [f".gnu.hash does not lead to {name.decode()}" for name in names]  # fmt: skip
     for words, last in ((3, None), (1, 2)):
         assert "symbols" in next(lookup_tables._hashes(_hash_table(table, 2, 2, (every,) * words, last), table))
+    assert list(lookup_tables._hashes(_hash_table(table, 2, 2, (every, every)), table)) == []
+    for at, name in zip(
+        (32, 36, 40), names, strict=True
+    ):  # a hash in the chain, and whether it is the last of its bucket
+        for bit in (1, 2):
+            damaged = bytearray(_hash_table(table, 2, 2, (every,)))
+            damaged[at] ^= bit
+            assert list(lookup_tables._hashes(bytes(damaged), table)) == [f".gnu.hash does not lead to {name.decode()}"]
     for at in (28, 24):  # a bucket of its own
         damaged = bytearray(_hash_table(table, 2, 2, (every,)))
         damaged[at] ^= 1
@@ -189,7 +197,8 @@ def test_versions_of_symbols(name: str, version: int, change: int, is_right: boo
     """Those asked of a library, and those that it gives."""
     value = lookup_tables.elf_hash(b"V_1") ^ change
     entry = {"vn_version": version} if name.endswith("r") else {"vd_version": version, "vd_hash": value, "vd_ndx": 2}
-    table = Versions(name, rows=[(entry, [Named("V_1", vna_hash=value, vna_other=0x8002)])])
+    asked = {"vna_hash": value, "vna_other": 0x8002} if name.endswith("r") else {}
+    table = Versions(name, rows=[(entry, [Named("V_1", **asked)])])
     bound = Section(".gnu.version", struct.pack("<4H", 0, 1, 2, 0x8002))
     said = f"{name} is of another version, or has another hash for V_1"
     assert list(lookup_tables._versions(_file(table, bound))) == ([] if is_right else [said])
@@ -246,8 +255,8 @@ def test_kernels_of_a_cubin(reserved: bool, static: int, held: int) -> None:
 def test_entries_of_a_ptx_module() -> None:
     head = ".version 8.7\n.target sm_80\n.visible .entry b(.param .b8 a, .param .align 16 .b8 p[24], .param .u64 q)"
     body = "{\n .shared .align 4 .f32 s[4][8];\n .local .b8 d[12];\n .shared .u8 one;\n {\n fma.rn.bf16x2 a, b, c;\n }\n }"  # fmt: skip
-    text = f"{head} .maxntid 32, 4 {body}\n.entry a() {{ }}\n"
-    assert read_ptx(text.encode() + b"\0", "x").entries == (PtxEntry("a", 0, 0, 0, 0, False), PtxEntry("b", 129, 12, 128, 48, True))  # fmt: skip
+    text = f"{head} .maxntid 32, 4 {body}\n.entry a() {{\n .shared .b8 z;\n}}\n"
+    assert read_ptx(text.encode() + b"\0", "x").entries == (PtxEntry("a", 1, 0, 0, 0, False), PtxEntry("b", 129, 12, 128, 48, True))  # fmt: skip
     for bad in (b"\xff", b".version 8.7", b".target sm_80"):
         with pytest.raises(EmbeddedError, match="x is not PTX"):
             read_ptx(bad, "x")
