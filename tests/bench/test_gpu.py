@@ -72,13 +72,17 @@ def test_samples_are_the_time_on_the_gpu(sampler: EventSampler | GraphSampler) -
 
         return one
 
-    # The least, as tests beside this one take their slices of the GPU: a graph's 10 ms span several.
-    fastest = []
-    for cycles in (CYCLES, 4 * CYCLES):
-        prepared = sampler.prepare(call(cycles))
-        sampler.slot(prepared, 3)
-        fastest.append(min(sampler.slot(prepared, 15)))
-    assert fastest[1] / fastest[0] == pytest.approx(4.0, rel=0.1 if isinstance(sampler, EventSampler) else 0.4)
+    # The least, until it is that of both: tests beside this one take their slices of the GPU, and a graph's 10 ms span several.
+    expected = pytest.approx(4.0, rel=0.1 if isinstance(sampler, EventSampler) else 0.4)
+    prepared = [sampler.prepare(call(cycles)) for cycles in (CYCLES, 4 * CYCLES)]
+    samples: tuple[list[float], list[float]] = ([], [])
+    for _ in range(20):
+        for one, found in zip(prepared, samples, strict=True):
+            found.extend(sampler.slot(one, 8))
+        ratio = min(samples[1]) / min(samples[0])
+        if ratio == expected:
+            break
+    assert ratio == expected
 
 
 def test_the_call_is_timed_apart_from_the_gpu() -> None:
