@@ -23,7 +23,7 @@ from tests.host.attention.on_fake_gpu import (  # noqa: F401
 # isort: on
 import flashmoe
 from flashmoe.attn import fp8
-from tests.attention import test_e4m3, test_e4m3_drawn, test_fp8, test_fp8_varlen
+from tests.attention import test_e4m3, test_e4m3_codes, test_e4m3_drawn, test_fp8, test_fp8_varlen
 from tests.host.attention.dense_calls import DTYPE, LIMIT
 
 
@@ -50,7 +50,7 @@ def test_caches_of_codes(layout: str, kind: str, head_dim: int, name: str) -> No
 
 def test_codes_are_appended_and_read_by_many_rows() -> None:
     begin(90)
-    test_e4m3.test_appending_rounds_every_number(3.0, DTYPE, "cpu")
+    test_e4m3_codes.test_appending_rounds_every_number(3.0, DTYPE, "cpu")
     assert launched()[0] == "append_e4m3"
     begin(90)
     test_e4m3.test_many_rows("pages", "pages", True, {}, DTYPE, "cpu")

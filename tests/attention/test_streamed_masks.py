@@ -1,0 +1,140 @@
+"""Masks that kernels stream on Hopper: long rows, forward and backward, stored gradients, and bool masks made additive."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import flashmoe
+from flashmoe_tools.operations.attention.reference import ScoreOptions
+
+from .reference import reference_dtype
+from .test_bias_gradient import LIMITS, make, wanted_gradients
+from .test_dropout import dropped
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dim", [64, 128])
+def test_streamed_mask(dim: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Long rows: -inf in blocks and whole rows, near the lowest number, any scale's sign; the split form agrees, and a mask that no copy engine loads."""
+    q, k, v = (make("cuda", torch.bfloat16, 2, 4, 640, dim) for _ in range(3))
+    bias = torch.randn(2, 4, 640, 640, device="cuda", dtype=torch.bfloat16)
+    bias[..., 100:250] = -torch.inf
+    bias[:, :, 130:140] = -torch.inf
+    bias[:, :, 5, 300:] = torch.finfo(torch.bfloat16).min
+    bias.requires_grad_()
+    upstream = torch.randn_like(q)
+
+    def gradients(mask: Tensor, scale: float) -> tuple[Tensor, ...]:
+        out = flashmoe.attention(q, k, v, attn_mask=mask, scale=scale)
+        return torch.autograd.grad(out, (q, k, v, bias), upstream)
+
+    for scale in (dim**-0.5, -0.1):
+        fused = gradients(bias, scale)
+        assert all(map(torch.equal, fused, gradients(bias, scale)))
+        shifted = torch.nn.functional.pad(bias, (1, 1))[..., 1:-1]
+        monkeypatch.setenv("FLASHMOE_SPLIT_BACKWARD", "1")
+        split = gradients(bias, scale)
+        monkeypatch.delenv("FLASHMOE_SPLIT_BACKWARD")
+        for other in (split, gradients(shifted, scale)):
+            for ours, theirs in zip(fused, other, strict=True):
+                assert ours.isfinite().all()
+                assert (ours - theirs).abs().max() <= 2e-2 * theirs.abs().max()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("letters", ["bhqk", "1hqk", "11qk"])
+@pytest.mark.parametrize("dim", [64, 128])
+def test_a_stored_gradient(letters: str, dim: int) -> None:
+    """By the kernel of the other gradients: the same bits on every run, alone and together, and those of their sums in float64, rounded once for each
+    sequence and head, and once more."""
+    sizes = {"b": 3, "h": 4, "q": 700, "k": 584, "1": 1}
+    q, k, v = (make("cuda", torch.bfloat16, 3, 4, length, dim) for length in (700, 584, 584))
+    bias = make("cuda", torch.bfloat16, *(sizes[letter] for letter in letters))
+    upstream = torch.randn_like(q)
+    out = flashmoe.attention(q, k, v, attn_mask=bias)
+
+    leaves = (q, k, v, bias)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA], acc_events=True) as profile:
+        every = torch.autograd.grad(out, leaves, upstream, retain_graph=True)
+        torch.cuda.synchronize()
+    names = " ".join(event.key for event in profile.key_averages())
+    assert "attention_mask_backward_fused" in names
+    assert "attention_bias_gradient" not in names
+    assert ("attention_scores_sum" in names) == (letters != "bhqk")
+    for _ in range(20):
+        again = torch.autograd.grad(out, leaves, upstream, retain_graph=True)
+        assert all(map(torch.equal, every, again))
+    assert torch.equal(every[3], torch.autograd.grad(out, bias, upstream)[0])
+    wanted, rounding = wanted_gradients(leaves, upstream, ScoreOptions())
+    error = (every[3] - wanted[3]).abs() - rounding
+    assert error.max().item() <= LIMITS[torch.bfloat16] * wanted[3].abs().max().item()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dim", [40, 64, 128])
+@pytest.mark.parametrize("letters", ["bhqk", "1hqk", "b1qk", "11qk"])
+def test_streamed_forward(dim: int, letters: str) -> None:
+    """out and lse of long rows, against the definition and beside the kernel of consistent calls, which loads the mask itself."""
+    sizes = {"b": 2, "h": 4, "q": 530, "k": 648, "1": 1}
+    options = ScoreOptions(causal=letters == "1hqk", window=(200, 40) if letters == "b1qk" else None)
+    q = torch.randn(2, 4, 530, dim, device="cuda", dtype=torch.bfloat16)
+    k, v = (torch.randn(2, 2, 648, dim, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    bias = torch.randn(*(sizes[letter] for letter in letters), device="cuda", dtype=torch.bfloat16)
+    lowest = torch.finfo(bias.dtype).min  # its product with log2(e) is no float
+    bias[..., 30:40] = lowest
+    bias[:, :, 9] = lowest
+    bias[..., 90:200] = -torch.inf
+    bias[:, :, 7] = -torch.inf
+    high = reference_dtype(q.device)
+    ones = torch.ones(2, 4, 530, 648, device="cuda", dtype=high)
+    wanted, wanted_lse = dropped(q.to(high), k.to(high), v.to(high), options, bias.to(high), ones)
+    given = {"attn_mask": bias, "causal": options.causal, "window": options.window, "return_lse": True}
+    out, lse = flashmoe.attention(q, k, v, **given)
+    again, _ = flashmoe.attention(q, k, v, **given)
+    other, _ = flashmoe.attention(q, k, v, **given, consistent=True)
+    assert torch.equal(out, again)
+    assert (out - wanted).abs().max() <= LIMITS[q.dtype]
+    assert (out.float() - other.float()).abs().max() <= LIMITS[q.dtype]
+    assert not out[:, :, 7].any()
+    seen = wanted_lse.isfinite()
+    assert torch.equal(seen, lse.isfinite())
+    assert (lse[:, :, 9] < -1e38).all()
+    seen[:, :, 9] = False
+    assert (lse[seen] - wanted_lse[seen]).abs().max() <= 2e-3
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    ("letters", "keys"), [("b1qk", 645), ("11qk", 648), ("b11k", 645), ("11q1", 648), ("bhqk", 648)]
+)
+def test_long_bool_masks(letters: str, keys: int, dtype: torch.dtype) -> None:
+    """Those that four heads or sequences share have the bits of additive ones of 0 and -inf, in rows that a copy engine can load."""
+    sizes = {"b": 2, "h": 4, "q": 530, "k": keys, "1": 1}
+    q = make("cuda", dtype, 2, 4, 530, 64)
+    k, v = (make("cuda", dtype, 2, 2, keys, 64) for _ in range(2))
+    upstream = torch.randn_like(q)
+    mask = torch.rand([sizes[letter] for letter in letters], device="cuda") > 0.4
+    if letters != "b11k":
+        mask[:, :, 7] = False
+
+    def computed(mask: Tensor, **options: Any) -> tuple[Tensor, ...]:
+        out, lse = flashmoe.attention(q, k, v, attn_mask=mask, return_lse=True, **options)
+        return out, lse, *torch.autograd.grad(out, (q, k, v), upstream)
+
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA], acc_events=True) as profile:
+        found = computed(mask)
+        torch.cuda.synchronize()
+    names = " ".join(event.key for event in profile.key_averages())
+    for kernel in ("attention_mask_forward", "attention_mask_backward_fused"):
+        assert (kernel in names) == (letters != "bhqk")
+    for ours, again, theirs in zip(found, computed(mask), computed(mask, consistent=True), strict=True):
+        assert torch.equal(ours, again)
+        assert (ours - theirs)[theirs.isfinite()].abs().max() <= 2e-2 * theirs[theirs.isfinite()].abs().max()
+        assert torch.equal(ours.isfinite(), theirs.isfinite())
+    wide = torch.zeros(*mask.expand(*mask.shape[:2], 530, keys).shape[:3], 648, device="cuda", dtype=dtype)
+    wide[..., :keys] = mask.to(dtype).log()
+    same = computed(wide[..., :keys])
+    assert letters == "bhqk" or all(map(torch.equal, found, same))
