@@ -155,7 +155,7 @@ def test_quantised_weights_are_those_of_the_definition(device: str) -> None:
 
 @pytest.mark.parametrize("shape", [(1, 128, 128), (2, 128, 128), (2, 128, 256)])
 def test_no_two_quantised_tensors_share_memory(device: str, shape: tuple[int, ...]) -> None:
-    """A single scale's transpose is contiguous as it is. torch refuses views among an operator's results, from 2.12 on."""
+    """A single scale's transpose is contiguous as it is. torch from 2.11 on warns of results of an operator that share memory."""
     found = flashmoe.quantize_weights(torch.randn(shape, device=device, dtype=torch.bfloat16))
     assert len({one.untyped_storage().data_ptr() for one in found}) == 4
 
