@@ -37,7 +37,7 @@ CORE = (
     "tests/attention/test_extension.py",
     "tests/attention/test_checks.py",
     "tests/attention/test_compile.py",
-    "tests/moe/test_train_fp8.py",  # several results of one operator: torch from 2.11 on warns if they share memory
+    "tests/moe/test_train_fp8.py",  # experts, compiled: operators of several results
 )
 # The last of 4.x; one of 5.x that looks no experts up by name; the last but one to take foreign names for continuous batching.
 # The lock has the newest.
