@@ -244,18 +244,20 @@ def test_a_bool_mask_is_streamed_where_four_heads_or_sequences_share_it(
         options = {}
     options = dict(options)
     heads = options.pop("heads", 4)
-    q, k, v = (torch.randn(shape[0], many, length, 16).to(DTYPE) for many, length in ((heads, 512), (1, 515), (1, 515)))
+    q, k, v = (torch.randn(shape[0], many, length, 8).to(DTYPE) for many, length in ((heads, 512), (1, 515), (1, 515)))
     mask = torch.randint(0, 3, shape, dtype=torch.uint8)
     if shape[2] > 1 and shape[3] > 1:
         mask[..., 7, :] = 0
     mask = mask.view(torch.bool)
     bits = mask.view(torch.uint8) != 0  # read as it is
-    out, lse = flashmoe.attention(q, k, v, attn_mask=mask, return_lse=True, **options)
+    LIBRARY.fake_computing(int(streams))
+    found = flashmoe.attention(q, k, v, attn_mask=mask, return_lse=True, **options)
+    LIBRARY.fake_computing(1)
     assert ("mask_forward" in launched()) == streams
-    same = flashmoe.attention(q, k, v, attn_mask=bits, return_lse=True, consistent=True, window=options.get("window"))
+    if streams:
+        same = flashmoe.attention(q, k, v, attn_mask=bits, return_lse=True, consistent=True, **options)
+        torch.testing.assert_close(found, same, rtol=1e-2, atol=1e-2)
     launches()
-    if "softcap" not in options:
-        torch.testing.assert_close((out, lse), same, rtol=1e-2, atol=1e-2)
 
 
 def test_no_additive_mask_of_more_than_a_gibibyte_is_made() -> None:
