@@ -57,7 +57,7 @@ def judge(case: Case, outcome: Verification, kernel: str) -> Check:
     """PASS when the numbers are right and one of our kernels produced them."""
     expected = f"error at most {outcome.tolerance:.1e}, LSE within {LSE_TOLERANCE:g}"
     found = f"error {outcome.max_error:.1e}, LSE {outcome.lse_error or 0.0:.1e}, by {kernel or 'no kernel of ours'}"
-    is_ours = kernel.startswith("cpu:" if case.device == "cpu" else "flashmoe_attention_forward")
+    is_ours = kernel.startswith("cpu:" if case.device == "cpu" else "flashmoe_attention_")  # few rows are decoded
     if outcome.passed and is_ours:
         return Check(case.name, Verdict.PASS, found, expected)
     found = "; ".join(filter(None, (found, outcome.reason)))

@@ -15,11 +15,18 @@ CASE = smoke.Case("cpu", "float16", 65, causal=True)
 RIGHT = Verification(passed=True, max_error=1e-4, tolerance=1e-3, lse_error=1e-6, coverage=1.0)
 CPU_KERNEL = "cpu:avx2"
 GPU_KERNEL = "flashmoe_attention_forward_sm80_f16_d64_causal"
+FEW_ROWS_KERNEL = "flashmoe_attention_decode_sm80_f16_d64"
 
 
 def test_right_and_ours() -> None:
     assert smoke.judge(CASE, RIGHT, CPU_KERNEL).verdict is Verdict.PASS
-    assert smoke.judge(replace(CASE, device="cuda"), RIGHT, GPU_KERNEL).verdict is Verdict.PASS
+    for kernel in (GPU_KERNEL, FEW_ROWS_KERNEL):
+        assert smoke.judge(replace(CASE, device="cuda"), RIGHT, kernel).verdict is Verdict.PASS
+
+
+def test_another_operations_kernel_is_none_of_attentions() -> None:
+    kernel = "flashmoe_grouped_gemm_sm80_f16"
+    assert smoke.judge(replace(CASE, device="cuda"), RIGHT, kernel).verdict is Verdict.FAIL
 
 
 @pytest.mark.parametrize(("passed", "kernel"), [(False, CPU_KERNEL), (True, ""), (True, GPU_KERNEL)])
@@ -97,3 +104,11 @@ def test_one_line_a_group_and_every_failure() -> None:
 def test_the_program_runs_the_installed_extension(capsys: pytest.CaptureFixture[str]) -> None:
     assert smoke.main(["--quick"]) == 0
     assert "smoke PASS" in capsys.readouterr().out
+
+
+@pytest.mark.gpu
+def test_the_whole_program_passes_on_a_gpu(capsys: pytest.CaptureFixture[str]) -> None:
+    status = smoke.main([])
+    printed = capsys.readouterr().out
+    assert status == 0, printed
+    assert "cuda float16: 16 of 16" in printed
