@@ -11,7 +11,7 @@
 namespace flashmoe::cpu {
 namespace {
 
-// The other types would gain nothing here, and each would add a third to this file's compile time.
+// The other types would gain nothing here, and each would take a third of this file's compile time.
 void run_bf16(const BackwardTask& task, void* memory) {
   if (task.type != ScalarType::kBFloat16) return kBackwardAvx512Kernel.run(task, memory);
   if (task.is_exact && ExactBackward(task, memory).run()) return;
