@@ -31,7 +31,7 @@ class BlockMask {
   KeyRange keys_of_all(int32_t) const { return keys_of(0); }
   // Keys that any of `rows` rows sees: no other scores are needed.
   KeyRange keys_of_any(int32_t rows) const { return keys_of(rows - 1); }
-  // The first row that sees the key; all later rows see it too. At most 0 if all rows see it, past the last row if none.
+  // The first row that sees the key; all later rows see it too. At most 0 if all rows do, past the last if none does.
   int32_t first_row(int32_t key) const { return clamp(key + 1 - first_end_, -1, INT32_MAX); }
 
  private:
