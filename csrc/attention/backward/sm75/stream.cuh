@@ -39,7 +39,7 @@ struct Stream : mma_sync::StreamSource<Spec> {
     copy<Spec::kStreamRows>(second(), this->second_gmem(), this->second_stride().row, row, this->rows(),
                             this->second_columns());
     if constexpr (Spec::kStreamsQueries) this->store_statistic(0, this->fetch_statistic());
-    ptx::barrier_sync_block();  // this block has arrived, and so have the own rows
+    ptx::barrier_sync_block();  // this one is whole, and so are the own rows
     Source::advance();
   }
   __device__ __forceinline__ void wait_first() const {}
