@@ -282,8 +282,8 @@ struct TileFinder {
   }
 };
 
-// The index of the first row of `head` of a sequence in the log-sum-exp, its gradient and row_dot: [batch, heads_q,
-// seq_q], or [heads_q, rows_total].
+// The index of the first row of `head` of a sequence in the log-sum-exp, its gradient and row_dot:
+// [batch, heads_q, seq_q], or [heads_q, rows_total].
 __device__ __forceinline__ int64_t statistics_row(const BackwardParams& params, int sequence, int head, int first_row) {
   if (params.sequences.cu_seqlens_q != nullptr) {
     return static_cast<int64_t>(head) * params.sequences.rows_total + first_row;

@@ -271,8 +271,8 @@ class Backward {
   }
 
   // Corrects P and the row terms of rows that see no key outside this block: there P sums to 1, except for rounding,
-  // and the row term is the mean of dP weighted by P. If the sum is not 1, lse and out cover more keys than these (this
-  // is a part of a split sequence), and nothing is corrected.
+  // and the row term is the mean of dP weighted by P. If the sum is not 1, lse and out cover more keys than these
+  // (this is a part of a split sequence), and nothing is corrected.
   template <class BlockMaskOf>
   void mend_rows(BlockMaskOf mask, int32_t head, int32_t row, int32_t rows, int32_t columns) const {
     float p[kBackwardKeys];

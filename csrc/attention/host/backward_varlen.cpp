@@ -216,8 +216,8 @@ void give_back(const Tensor& from, const Tensor& to) {
 
 bool stores_scores_gradient(const VarlenBackwardArguments& arguments) {
   constexpr int64_t kMostBytes = int64_t{1} << 30;  // of dS, if it is summed to a smaller mask
-  // At up to 64 columns these stores cost the fused kernel as much time as a separate kernel for a shared mask takes (4
-  // x 2048, 16 heads, H200: 148 us of 272), except where that kernel has too little work.
+  // At up to 64 columns these stores cost the fused kernel as much time as a separate kernel for a shared mask takes
+  // (4 x 2048, 16 heads, H200: 148 us of 272), except where that kernel has too little work.
   constexpr int64_t kMostNarrowBytes = int64_t{1} << 27;
   const VarlenArguments& forward = arguments.forward;
   if (forward.has_dropout() || !streams_mask(forward)) return false;

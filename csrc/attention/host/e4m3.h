@@ -8,8 +8,8 @@
 namespace flashmoe::attention {
 
 // A cache's codes are multiplied by factor, and by a float32 tensor [], [heads_kv], [batch, heads_kv], or with four
-// dimensions that is broadcast to the cache: [batch or 1, heads_kv or 1, 1, 1]; for pages [pages or 1, 1, heads_kv or
-// 1, 1].
+// dimensions that is broadcast to the cache: [batch or 1, heads_kv or 1, 1, 1]; for pages
+// [pages or 1, 1, heads_kv or 1, 1].
 struct ScaleArgument {
   Tensor values;  // not given: only factor
   double factor = 1.0;

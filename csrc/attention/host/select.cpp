@@ -70,8 +70,8 @@ int64_t query_tiles(const SelectorInput& input, const Kernel& kernel) {
 
 // Measured on an H100, 64-row query tiles, D = 64 and 128, 8 to 128 tiles, 512 to 8192 keys: below 1024 keys the second
 // pass costs more than the idle multiprocessors. Above, the best number of splits is one block per multiprocessor, at
-// most 16, with at least 128 keys per block. With one tile per multiprocessor, splitting gains at most 10% (4096 keys
-// and more) or loses.
+// most 16, with at least 128 keys per block. With one tile per multiprocessor, splitting gains at most 10%
+// (4096 keys and more) or loses.
 constexpr int64_t kMinKeysToSplit = 1024;
 constexpr int64_t kMinKeysPerSplit = 128;
 constexpr int64_t kMaxSplits = 16;  // the combining warp could reduce 32

@@ -111,8 +111,8 @@ int32_t hints_of(const ForwardParams& params, const Kernel& kernel, int64_t grid
 }
 
 // Whether an early start of the combine kernel, with `blocks` blocks, pays off: 3% to 6% for one sequence of 2048 keys.
-// It starts on the free multiprocessors, and if these are few, all of its blocks may land on them (1 x 8192: 15.4 us
-// and 19.3).
+// It starts on the free multiprocessors, and if these are few, all of its blocks may land on them
+// (1 x 8192: 15.4 us and 19.3).
 bool adds_up_early(int64_t blocks, int64_t grid, const host::Device& gpu) {
   constexpr int64_t kResident = 16;  // combine blocks per multiprocessor
   const int64_t free = gpu.num_multiprocessors - grid;

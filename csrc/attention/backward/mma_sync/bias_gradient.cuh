@@ -14,8 +14,8 @@
 
 namespace flashmoe::attention::backward::mma_sync {
 
-// The mask's values of a thread's scores, in shared memory: each thread reads only what it wrote. [pairs /
-// 4][threads][16 bytes] for each 16 rows of the warp. There are not enough registers for them.
+// The mask's values of a thread's scores, in shared memory: each thread reads only what it wrote.
+// [pairs / 4][threads][16 bytes] for each 16 rows of the warp. There are not enough registers for them.
 template <typename Spec>
 struct KeptMask {
   ptx::SmemPointer thread_smem;

@@ -69,9 +69,9 @@ struct RowStatistics {
   }
 };
 
-// Turns scores into P. Masked ones are set to zero after the exponential: a key past the end scores 0, and exp2(0 -
-// lse) may be anything up to inf. `first_key`: of the warp's slice of the block; `row`: the warp's first. kIsFull: none
-// is masked.
+// Turns scores into P. Masked ones are set to zero after the exponential: a key past the end scores 0, and
+// exp2(0 - lse) may be anything up to inf. `first_key`: of the warp's slice of the block; `row`: the warp's first.
+// kIsFull: none is masked.
 template <typename Spec, MaskKind kMask, bool kIsFull>
 __device__ __forceinline__ void query_weights(const BackwardParams& params, Scores<Spec>& scores,
                                               const RowStatistics<Spec, kMask>& rows, const MaskTile<kMask>& tile,

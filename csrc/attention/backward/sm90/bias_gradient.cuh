@@ -5,8 +5,8 @@
 //   maps     built by the host with bias_gradient_tensor_maps
 //
 // The producer loads an item's (Q, K), then its (dO, V), into the slots of one ring, and the mask once per tile. A
-// consumer issues both products of an item, S = Q K^T and dP = dO V^T, and computes P while dP runs: sum += P * (dP -
-// row_dot).
+// consumer issues both products of an item, S = Q K^T and dP = dO V^T, and computes P while dP runs:
+// sum += P * (dP - row_dot).
 //
 // | barrier            | arrivals per phase        | hazard it closes                                             |
 // |--------------------|---------------------------|--------------------------------------------------------------|

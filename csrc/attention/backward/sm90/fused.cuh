@@ -5,7 +5,7 @@
 // block.
 //   before   fused_prepare: row_dot, zeroed semaphores     after   fused_convert: converts the partials to dq
 //   params.dq   [batch, heads_q, ceil(seq_q / 64)] partials of 64 rows, in the order of FusedQueries::hand_over; then
-//   one semaphore per partial, the number of tiles that have added to it
+//               one semaphore per partial, the number of tiles that have added to it
 //   grid, maps, counter   as for the dk, dv kernel
 //
 // The reduction is ordered: tiles of a head add to a partial by rank, each once the semaphore has reached its rank, so
@@ -13,12 +13,12 @@
 // drawn before it, so there is no deadlock. If query heads share a key head, a block of each comes before the next
 // block of the first. There are two orders, and a Tile stores which one it has (KeySchedule):
 //   ascending    the tiles of the last keys come first, and queries ascend. Under a causal mask a tile begins at its
-//   diagonal, so if it starts together with the others of its head, it reaches every partial after those of lower rank,
-//   and need not wait. But the longest tiles come last
+//                diagonal, so if it starts together with the others of its head, it reaches every partial after those
+//                of lower rank, and need not wait. But the longest tiles come last
 //   descending   the tiles of the first keys, the longest, come first, and queries descend, so that all begin at the
-//   same block: each must begin a little after the previous one. Only under a causal mask: for the last section of
-//   heads, whose tiles begin one by one as the longest tiles of the previous section end, so that none waits and short
-//   ones fill the end; and for grouped heads
+//                same block: each must begin a little after the previous one. Only under a causal mask: for the last
+//                section of heads, whose tiles begin one by one as the longest tiles of the previous section end, so
+//                that none waits and short ones fill the end; and for grouped heads
 #pragma once
 
 #include "attention/backward/sm90/varlen_producer.cuh"

@@ -140,8 +140,8 @@ struct QueryGradientConsumer {
     }
   }
 
-  // Turns scores into P. Masked ones are set to zero after the exponential: a key past the end scores 0, and exp2(0 -
-  // lse) may be anything up to inf.
+  // Turns scores into P. Masked ones are set to zero after the exponential: a key past the end scores 0, and
+  // exp2(0 - lse) may be anything up to inf.
   template <Scores kScores>
   __device__ __forceinline__ void exponentials(float (&scores)[Product::kScores], const Tile& tile, int block) const {
     KeyRange visible[2] = {{0, 0}, {0, 0}};
@@ -216,8 +216,8 @@ struct QueryGradientConsumer {
     key.advance();
   }
 
-  // A block with lookahead. In flight at the start, in this order: S of this block, dQ of the previous block (if there
-  // is one), dP of this block; at the end: S of the next block, dQ, dP of the next block.
+  // A block with lookahead. In flight at the start, in this order: S of this block, dQ of the previous block
+  // (if there is one), dP of this block; at the end: S of the next block, dQ, dP of the next block.
   template <bool kIsMasked, bool kIsFirst, bool kIsLast>
   __device__ __forceinline__ void step_ahead(float (&dq)[Product::kOutputs], float (&scores)[Product::kScores],
                                              float (&next_scores)[Product::kScores],

@@ -17,7 +17,7 @@ enum class SharedBarrier : int {
 
 // Common to both warpgroups: the order of tiles, heads and blocks, and the epilogue. `Derived` computes the gradient:
 //   step<kScores>(output, packed, dropout, coordinates)   one block; may leave its last product in flight; dropout: a
-//   Derived::OfTile
+//                                                         Derived::OfTile
 //   finish(output)                                    waits for that, and releases what it reads
 template <typename Spec, MaskKind kMask, typename Derived>
 struct SharedConsumer {

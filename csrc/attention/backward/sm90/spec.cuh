@@ -23,11 +23,11 @@ namespace flashmoe::attention::backward::sm90 {
 //   kSecondStages    blocks of the second
 //   kHasStatistics   the log-sum-exp and row_dot of each row of the stream are streamed too
 //   kIsPaired        the two tensors of a block share the barriers of the first: one wait and one arrival fewer per
-//   block
+//                    block
 //   kSharesRows      two warpgroups own the same 64 rows: one computes P and dv, the other dP and dk
 //   kIsVarlen        for MaskKind::kRuntime: a tile carries its sequence's extents
 //   kScores          varlen, 1: a softcap or a mask tensor comes before the softmax (kHasScoreMod); 2: a softcap or
-//   ALiBi
+//                    ALiBi
 //   kNarrower        number of columns by which the second pair is narrower than the first
 template <typename Element_, int kHeadDim_, int kOwnRows_, int kStreamRows_, int kFirstStages_, int kSecondStages_,
           int kNumWarps_, bool kHasStatistics_, bool kSharesRows_, bool kIsPaired_, bool kIsVarlen_, int kScores_,
@@ -124,7 +124,7 @@ struct QueryGradientSpec
 // the tile.
 //   kLookahead_          as above
 //   kStartsFromRowDot_   dP starts from -row_dot, and dS = P dP. Head dim 128: causal 5% to 7% faster, full 2% slower;
-//   head dim 64: up to 4% slower
+//                        head dim 64: up to 4% slower
 template <typename Element, int kHeadDim, int kBlockM, int kBlockN, int kNumStages, int kNumWarps, int kLookahead_,
           int kStartsFromRowDot_, bool kIsVarlen_ = false, int kScores_ = 0, int kNarrower_ = 0>
 struct KeyValueGradientSpec : TileSpec<Element, kHeadDim, kBlockN, kBlockM, kNumStages, kNumStages, kNumWarps, true,
@@ -188,9 +188,9 @@ struct SharedMemory {
   __device__ __forceinline__ typename Spec::StreamSecondTile second(int stage) const {
     return {base + Spec::kSecondOffset + stage * Spec::StreamSecondTile::kBytes};
   }
-  // [2][kStreamRows] fp32: log-sum-exp in base 2 (+inf for a row whose P is zero), then row_dot (negated if
-  // kStartsFromRowDot), in the order of statistics_index. For the block in first(stage), guarded by the same two
-  // barriers.
+  // [2][kStreamRows] fp32: log-sum-exp in base 2 (+inf for a row whose P is zero), then row_dot
+  // (negated if kStartsFromRowDot), in the order of statistics_index. For the block in first(stage), guarded by the
+  // same two barriers.
   __device__ __forceinline__ unsigned char* statistics(int stage) const {
     return base + Spec::kStatisticsOffset + stage * Spec::kStatisticsBytes;
   }
