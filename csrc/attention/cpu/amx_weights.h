@@ -127,8 +127,7 @@ inline bool scores_to_weights(const float* scores, float scale_log2, BlockMask m
   const __m512i table = _mm512_load_si512(kCorrection.entry), table_end = _mm512_load_si512(kCorrection.entry + 64);
   const __m512i low_to_high = _mm512_set4_epi32(0x0d0c0000, 0x09080000, 0x05040000, 0x01000000);
   constexpr __mmask64 kHighWords = 0xccccccccccccccccu, kLowBytes = 0x5555555555555555u;
-  __m512i outside_low = _mm512_setzero_si512(), outside_high = outside_low;  // one dependency chain would be the
-                                                                             // slowest part
+  __m512i outside_low = _mm512_setzero_si512(), outside_high = outside_low;  // one chain would be the slowest part
 #pragma GCC unroll 16
   for (int32_t row = 0; row < kRowsAtOnce; ++row) {
     const float* s = scores + row * kStep;

@@ -22,8 +22,8 @@ constexpr int32_t kMaxHeadDim = 512;
 // So that the end of a block of rows or keys also fits an int32_t.
 constexpr int32_t kMaxRows = std::numeric_limits<int32_t>::max() - 1024;
 // A tall task packs each block of K and V once for many rows; short tasks balance the load better. At 256 rows the
-// packing takes less than a tenth of the time, and the state of a task (three times rows x head_dim x 4 bytes) fits a 1
-// MiB L2 cache.
+// packing takes less than a tenth of the time, and the state of a task (three times rows x head_dim x 4 bytes) fits
+// a 1 MiB L2 cache.
 constexpr int32_t kMaxTaskRows = 256;  // a power of two, like every row_granularity, and larger
 // The fewest tasks per thread, if there are enough rows.
 constexpr int64_t kTasksPerThread = 2;

@@ -74,7 +74,7 @@ class ExactBackward {
   }
 
  private:
-  // The exact scale of which the parameters hold the float: for the usual scale more digits are known.
+  // The scale in double: 1 / sqrt(head_dim) in full precision if the parameters hold the float of that.
   static double scale_of(const attention::BackwardParams& params) {
     const double usual = 1.0 / std::sqrt(static_cast<double>(params.head_dim));
     return static_cast<float>(usual) == params.scale ? usual : static_cast<double>(params.scale);

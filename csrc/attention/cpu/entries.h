@@ -49,7 +49,7 @@ int64_t statistic_stride(const Params& params) {
   return params.sequences.cu_seqlens_q == nullptr ? params.seq_q : params.sequences.rows_total;
 }
 
-// Whether the kernels for a full or a causal mask would compute something else.
+// Whether the kernels for a full or a causal mask would give a different result.
 template <class Params>
 bool needs_band(const Params& params) {
   const attention::ScoreOptions& band = params.score_options;

@@ -84,9 +84,10 @@ inline void allocate_row_dot(BackwardParams& params, int64_t row_dot, const host
   if (params.row_dot == nullptr) params.row_dot = workspace.address<float>(row_dot);
 }
 
-// All three gradients from one kernel. The kernel before it computes row_dot and zeroes the sums of dq; the kernel
-// after it converts these sums. partials: of all heads, partial_rows rows each. A kernel takes `launched`, for dropout
-// or a mask, or the BackwardParams at its start. `next`, if it has a kernel, runs directly after the fused one.
+// All three gradients from one kernel. The kernel before it computes row_dot and zeroes the semaphores of dq's
+// partials; the kernel after it converts the partials to dq. partials: of all heads, partial_rows rows each. A kernel
+// takes `launched`, for dropout or a mask, or the BackwardParams at its start. `next`, if it has a kernel, runs right
+// after the fused one.
 template <class Launched, class QueryParams, class MakeFusedMaps>
 void run_fused(Launched launched, const BackwardKernels& kernels, QueryParams queries, int64_t partials,
                int64_t partial_rows, int64_t tiles, const MakeFusedMaps& key_value_gradient_maps,
@@ -99,7 +100,7 @@ void run_fused(Launched launched, const BackwardKernels& kernels, QueryParams qu
   host::Workspace workspace;
   const int64_t row_dot = workspace.add<float>(params.row_dot == nullptr ? num_rows(params) : 0);
   const int64_t sums =
-      workspace.add<float>(partials * (partial_rows * fused.axes[axis::kHeadDim] + 1));  // plus one rank per partial
+      workspace.add<float>(partials * (partial_rows * fused.axes[axis::kHeadDim] + 1));  // and a semaphore each
   workspace.allocate(call);
   allocate_row_dot(params, row_dot, workspace);
   queries.row_dot = params.row_dot;

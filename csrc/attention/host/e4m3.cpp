@@ -18,8 +18,7 @@ using host::describe_sizes;
 using host::violate;
 
 constexpr int64_t kRowAlignBytes = 16;
-constexpr int64_t kScaledKeys = 16;  // a page with its own scale has a multiple of this many keys, which is a multiple
-                                     // of a warp's keys
+constexpr int64_t kScaledKeys = 16;  // page sizes with scales are a multiple of this, and so of a warp's keys
 constexpr int64_t kCopiedKeys = 32;  // copied at a time by a thread block
 // A kernel may read up to this many keys before a window: the largest block of any kernel.
 constexpr int64_t kLargestBlock = 256;

@@ -27,8 +27,7 @@ float float_of(uint32_t bits) {
 float decode(uint32_t code) {
   const uint32_t sign = (code & 0x80U) << 24, magnitude = code & 0x7fU;
   if (magnitude == 0x7fU) return float_of(sign | 0x7fc00000U);
-  return float_of(sign | magnitude << 20) * 0x1p120F;  // moves the three mantissa bits to the top of a float's
-                                                       // twenty-three
+  return float_of(sign | magnitude << 20) * 0x1p120F;  // the three mantissa bits become the top ones of a float
 }
 
 // Rounds to nearest even; values beyond 448 become 448, NaN becomes 0x7f.

@@ -45,8 +45,7 @@ struct Choice {
 };
 
 // Kernels of one family: dq also computes row_dot, and dkv computes dk and dv from row_dot. If the family has them,
-// `fused` computes all three gradients: `prepare` runs before it and zeroes its sums, `convert` runs after it and
-// converts them.
+// `fused` computes all three gradients: `prepare` runs before it, and `convert` after it turns its fp32 sums into dq.
 struct BackwardKernels {
   const Kernel* dq = nullptr;
   const Kernel* dkv = nullptr;

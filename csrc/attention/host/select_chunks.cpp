@@ -21,8 +21,8 @@ constexpr int64_t kMostKeyHeads = int64_t{1} << 16;
 // Rows of a decoding tile. Measured on an H200, 64 sequences of 8192 keys, 32 heads on 8: 4 rows 484 us, and 8, for
 // which it reads the keys twice, 629.
 constexpr int64_t kDecodingRows = 16;
-// Head dim 256, 32 heads on 8, us by decoding and as a chunk: 4 rows of 4096 keys 37 and 17, of 16384 60 and 45, 16 x
-// 1024 51 and 40.
+// Head dim 256, 32 heads on 8, us by decoding and as a chunk: 4 rows of 4096 keys 37 and 17, of 16384 60 and 45,
+// 16 x 1024 51 and 40.
 constexpr int64_t kWideDecodingRows = 8;
 // Head dim 128, one or two sequences of 8 key heads with 13 to 16 rows each, us by decoding and as a chunk: 1 x 4096
 // 15.4 and 13.6, 2 x 4096 16.2 and 14.9; 2 x 1024 11.7 and 12.5, 2 x 16384 41 and 42, 4 x 4096 26 and 27.

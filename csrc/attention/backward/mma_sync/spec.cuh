@@ -17,8 +17,8 @@ namespace flashmoe::attention::backward::mma_sync {
 //   kNumStages        blocks of the stream in shared memory
 //   kWarpRows         16 or 32. A fragment read from shared memory as the right operand is used for kWarpRows / 16
 //                     products
-//   kRoles            2: half of the warps compute the scores and dv, the other half dP and dk, each for all rows. 1:
-//                     every warp computes everything for its rows
+//   kRoles            2: half of the warps compute the scores and dv, the other half dP and dk, each for all rows.
+//                     1: every warp computes everything for its rows
 //   kStreamsQueries   the stream is Q and dO of a group's heads, with two statistics per row
 //   kIsVarlen         for MaskKind::kRuntime
 //   kScores           varlen, 1: with a softcap or a mask tensor (kHasScoreMod); 2: with a softcap or ALiBi

@@ -130,15 +130,13 @@ struct Stream : mma_sync::StreamSource<Spec> {
   __device__ __forceinline__ void wait_second() {
     if constexpr (kStages == 1) {
       ptx::cp_async_wait<0>();
-      ptx::barrier_sync_block();  // the second tensor has arrived; all warps are done with the first one of the
-                                  // previous block
+      ptx::barrier_sync_block();  // second tensor has arrived; all warps are done with the previous block's first
       load_first(this->next_block + 1, 0);
       ptx::cp_async_commit();
     } else {
       store_last_statistic();
       ptx::cp_async_wait<kStages - 2>();
-      ptx::barrier_sync_block();  // this block has arrived; all warps are done with the previous one, whose buffers
-                                  // refill
+      ptx::barrier_sync_block();  // this block has arrived; all warps are done with the last one, whose buffers refill
       if (this->has_next()) load_next();
       ptx::cp_async_commit();
     }

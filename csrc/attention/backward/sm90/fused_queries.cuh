@@ -144,7 +144,7 @@ struct PartialRows {
   int head;
   int sequence;   // -1: the rows belong to none
   int first_row;  // in a dense tensor from the sequence's first row, in a ragged one from the tensor's
-  int count;      // at most 64; 0 for a partial without a sequence
+  int count;      // at most 64; 0 for an unused partial
   int used;       // those of them before row `rows` of the sequence
 };
 

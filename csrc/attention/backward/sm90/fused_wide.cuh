@@ -13,7 +13,7 @@
 // dQ uses the registers of dP^T. ptxas serialises the products
 //   - if two loops meet with products in flight (C7512): so one loop handles blocks with and without a mask
 //   - if an accumulator is read whose product was issued in the previous iteration, after a wait that leaves others in
-//   flight (C7514): dK is the only one, and is not read
+//     flight (C7514): dK is the only one, and is not read
 #pragma once
 
 #include "attention/backward/sm90/fused_consumer.cuh"

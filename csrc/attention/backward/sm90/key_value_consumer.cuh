@@ -240,8 +240,7 @@ struct KeyValueGradientConsumer {
       begin_scores(next_scores);
     }
 
-    ptx::wgmma_wait<1>();  // dP^T, and dK of the previous block. With 2, dV also in flight, there are not enough
-                           // registers
+    ptx::wgmma_wait<1>();  // dP^T, and dK of the previous block. With 2 (dV in flight) there are too few registers
     ptx::wgmma_fence_operands(gradients);
     if constexpr (!kIsFirst) release_used();
 #pragma unroll

@@ -252,8 +252,7 @@ struct KeySchedule<Spec, kMask, true> {
 
   __device__ __forceinline__ Tile tile(int number) const {
     constexpr bool kIsCausal = kMask == MaskKind::kCausal;
-    const int heads = ptx::recompute(params.heads_kv);  // this and what follows is recomputed: no register lives from
-                                                        // tile to tile
+    const int heads = ptx::recompute(params.heads_kv);  // like what follows: no register lives from tile to tile
     const int tiles = ceil_div(ptx::recompute(params.seq_k), Spec::kOwnRows);
     const int all_heads = heads * params.batch;
     const int seq_q = ptx::recompute(params.seq_q);

@@ -174,9 +174,7 @@ struct ValueGradientConsumer : SharedConsumer<Spec, kMask, ValueGradientConsumer
     // dV overwrites K, dK overwrites V: only the storing warpgroup has read it.
     const typename Spec::OwnSecondTile output{shared.own_first(0).smem};
     Base::run_tiles(dv_map, params.sequence_rows.dv, output, 0, value_scale<Spec>(params));
-    ptx::named_barrier_sync(barrier_id(SharedBarrier::kProbabilitiesEmpty),
-                            256);  // pairs with the other warpgroup's last
-                                   // arrival
+    ptx::named_barrier_sync(barrier_id(SharedBarrier::kProbabilitiesEmpty), 256);  // pairs with the last arrival
   }
 };
 

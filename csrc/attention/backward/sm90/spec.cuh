@@ -108,8 +108,8 @@ struct TileSpec {
 };
 
 // A tile of kBlockM rows of Q; blocks of kBlockN keys. kNumStages blocks of K, kValueStages of V.
-// kLookahead_   the next block's scores are issued before this block's dS is computed: needs registers for another 64 x
-// kBlockN
+//   kLookahead_   the next block's scores are issued before this block's dS is computed: needs registers for another
+//                 64 x kBlockN
 template <typename Element, int kHeadDim, int kBlockM, int kBlockN, int kNumStages, int kNumWarps, int kValueStages,
           int kLookahead_, bool kIsVarlen_ = false, int kScores_ = 0, int kNarrower_ = 0>
 struct QueryGradientSpec
