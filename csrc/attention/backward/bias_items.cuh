@@ -63,7 +63,7 @@ struct BiasItems {
     item.head = own.head + take(shared_heads);
     item.batch = own.batch + index;
     if constexpr (!Spec::kFolds) {
-      if (!is_seen()) left = 0;  // nor is any other
+      if (!is_seen()) left = 0;  // then no item is seen
     } else if (!is_seen()) {
       advance();
     }

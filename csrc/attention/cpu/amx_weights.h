@@ -120,7 +120,7 @@ inline bool scores_to_weights(const float* scores, float scale_log2, BlockMask m
 }
 template <bool kMasked>
 inline bool scores_to_weights(const float* scores, float scale_log2, BlockMask mask, BFloat16*, uint16_t* weights) {
-  constexpr float kMagic = 0x1.8p23f;  // the bits of kMagic + n, 0 <= n < 2^16, are its own and n below
+  constexpr float kMagic = 0x1.8p23f;  // kMagic + n, 0 <= n < 2^16, has the bits of kMagic and n in the low ones
   const __m512i magic = _mm512_castps_si512(Vector::broadcast(kMagic));
   const __m512 scale = Vector::broadcast(scale_log2 * kFractions);
   const __m512 offset = Vector::broadcast(kMagic + kWindowLow * kFractions + kHalfUnit);

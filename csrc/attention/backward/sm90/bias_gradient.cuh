@@ -10,9 +10,9 @@
 //
 // | barrier            | arrivals per phase        | hazard it closes                                             |
 // |--------------------|---------------------------|--------------------------------------------------------------|
-// | full (slot)        | the producer, the bytes   | a pair of tensors is read before it is there                 |
+// | full (slot)        | the producer, the bytes   | a pair of tensors is read before it has arrived              |
 // | empty (slot)       | the consumers' 8 warps    | the next pair overwrites one that a product still reads      |
-// | mask_full (slot)   | the producer, the bytes   | the mask's tile is read before it is there                   |
+// | mask_full (slot)   | the producer, the bytes   | the mask's tile is read before it has arrived                |
 // | mask_empty (slot)  | the consumers' 8 warps    | the next tile's mask overwrites one that a warp still reads  |
 #pragma once
 

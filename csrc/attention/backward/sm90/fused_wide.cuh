@@ -3,9 +3,9 @@
 // and dK of this block at the end:
 //
 //   issue S^T;  wait for that dK, release its Q and dO;  issue dP^T
-//   wait for S^T;  P^T;  wait for dP^T;  dS^T;  it goes to shared memory
+//   wait for S^T;  P^T;  wait for dP^T;  dS^T;  store it to shared memory
 //   issue dV += P^T dO;  wait for the other consumer's dS^T;  issue dQ's columns = dS K;  issue dK += dS^T Q
-//   wait for dV and dQ, which goes to the warp that adds
+//   wait for dV and dQ;  pass dQ to the reducing warp
 //
 // dV is issued after dS^T: a warp that issues a product stalls until the tensor cores have begun it, which would delay
 // dS^T, and the other consumer needs that.
