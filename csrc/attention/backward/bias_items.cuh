@@ -1,5 +1,5 @@
-// What the kernels of an additive mask's gradient share, whatever multiplies: which tiles of the scores a tile of the mask adds up, what
-// turns them into P, and where the sums go.
+// Shared by the kernels for an additive mask's gradient, with wgmma or mma.sync: which tiles of the scores a tile of
+// the mask sums up, how scores become P, and where the sums are stored.
 #pragma once
 
 #include "attention/backward/score_mod.cuh"
@@ -14,19 +14,20 @@
 
 namespace flashmoe::attention::backward {
 
-// A thread block's tile of the mask has kOwnRows rows and kStreamRows keys of one of its matrices. The tiles of the scores that share it, its items,
-// come in ascending order: batch by batch, head by head, and where the mask has one row, or one key, row tile by row tile, or key tile by key
-// tile. Nobody else adds to the tile, so that its bits are the same on every run.
+// A thread block's tile of the mask has kOwnRows rows and kStreamRows keys of one of its matrices. The tiles of the
+// scores that share it, its items, come in ascending order: batch by batch, head by head, and if the mask has one row,
+// or one key, row tile by row tile, or key tile by key tile. No other block adds to the tile, so its bits are the same
+// on every run.
 
 // A tile of the scores.
 struct BiasItem {
   int batch;
-  int head;  // of the queries
+  int head;  // of q
   int row;   // the first
-  int key;   // likewise
+  int key;   // the first
 };
 
-// The tile of the mask that this thread block owns, and the items that share it, one after the other.
+// The tile of the mask that this thread block owns, and the items that share it, in order.
 template <typename Spec>
 struct BiasItems {
   const BackwardParams& params;
@@ -36,7 +37,7 @@ struct BiasItems {
   BiasItem item;
   int left;  // items of this block from `item` on
 
-  // index: of the tile, the parts of its sum among the tiles.
+  // index: over row tiles, key tiles, heads and batches of the mask, then splits, the first varying fastest.
   __device__ __forceinline__ BiasItems(const BiasGradientParams& all_, int index)
       : params(all_.launched.backward), all(all_) {
     const int row_tiles = ceil_div(params.seq_q, Spec::kOwnRows);
@@ -62,7 +63,7 @@ struct BiasItems {
     item.head = own.head + take(shared_heads);
     item.batch = own.batch + index;
     if constexpr (!Spec::kFolds) {
-      if (!is_seen()) left = 0;  // nor is any other
+      if (!is_seen()) left = 0;  // then no item is seen
     } else if (!is_seen()) {
       advance();
     }
@@ -78,13 +79,13 @@ struct BiasItems {
   __device__ __forceinline__ KeyRange visible(int row) const {
     return window_keys(params.score_options, extents(), row);
   }
-  // Whether some row of the item sees some key.
+  // Whether any row of the item sees any key of it.
   __device__ __forceinline__ bool is_seen() const {
     const int last_row = min(item.row + Spec::kOwnRows, params.seq_q) - 1;
     return visible(item.row).begin < item.key + Spec::kStreamRows && visible(last_row).end > item.key;
   }
 
-  // To the next item that is seen.
+  // Advances to the next item that is seen.
   __device__ __forceinline__ void advance() {
     do {
       --left;
@@ -99,11 +100,11 @@ struct BiasItems {
   }
 };
 
-// Of a thread, in the accumulators' layout of both wgmma and mma.sync.
+// A thread's scores, in the accumulator layout of both wgmma and mma.sync.
 template <typename Spec>
 using BiasScores = float[Spec::kMmaM][Spec::kMmaN][4];
 
-// The statistics of a thread's rows, as they lie in memory: nothing waits for them before they are needed.
+// The statistics of a thread's rows, unconverted: nothing waits for the loads before the values are needed.
 template <typename Spec>
 struct BiasStatistics {
   float lse[Spec::kMmaM][2];
@@ -127,8 +128,8 @@ struct BiasStatistics {
   }
 };
 
-// Scores to P. row, key: the warp's first. mask.read(values, m, four): the mask's values of four pairs of the thread's scores, pairs 4 * four and on
-// of its 16 rows m.
+// Turns scores into P. row, key: the warp's first. mask.read(values, m, four): the mask's values of four pairs of the
+// thread's scores, pairs 4 * four and on of its 16 rows m.
 template <typename Spec, typename Mask>
 __device__ __forceinline__ void bias_weights(const BackwardParams& params, BiasScores<Spec>& scores, const Mask& mask,
                                              const BiasStatistics<Spec>& statistics, const BiasItems<Spec>& items,
@@ -182,7 +183,7 @@ __device__ __forceinline__ void bias_weights(const BackwardParams& params, BiasS
     }
 }
 
-// The sums of a warp, whose rows begin at warp_row of the tile, to their place.
+// Stores the sums of a warp, whose rows begin at warp_row of the tile.
 template <typename Spec>
 __device__ __forceinline__ void store_bias_gradient(const BiasGradientParams& params, const BiasItems<Spec>& items,
                                                     int warp_row, const BiasScores<Spec>& sums) {
@@ -210,7 +211,7 @@ __device__ __forceinline__ void store_bias_gradient(const BiasGradientParams& pa
         if (params.is_float != 0) {
           ptx::st_global_float(sum_gmem + n * 8, pair[0]);
           if (left > 1) ptx::st_global_float(sum_gmem + n * 8 + 1, pair[1]);
-        } else if (params.keys % 2 == 0) {  // a pair lies at a multiple of four bytes
+        } else if (params.keys % 2 == 0) {  // pairs are aligned to four bytes
           ptx::st_global_32(element_gmem + n * 8, packed);
         } else {
           ptx::st_global_16(element_gmem + n * 8, static_cast<uint16_t>(packed));

@@ -1,5 +1,6 @@
-// row_dot alone, for callers who want dk and dv but no dq: rowsum(dout * out) - dlse of each row, in the order of sums of the kernels
-// of dq, whose bits it has. Of every family, dense and ragged. Grid: a quad of lanes for every row.
+// Only row_dot, for callers who need dk and dv but not dq: rowsum(dout * out) - dlse of each row, summed in the same
+// order as in the dq kernels, so the bits are the same. For every family, dense and ragged. Grid: a quad of lanes per
+// row.
 #pragma once
 
 #include "attention/params/row_dot.h"
@@ -14,7 +15,7 @@ template <typename Element_, int kNumWarps_>
 struct RowDotSpec {
   using Element = Element_;
   static constexpr int kNumThreads = 32 * kNumWarps_;
-  static constexpr int kRows = kNumThreads / 4;  // of a block
+  static constexpr int kRows = kNumThreads / 4;  // per block
   static constexpr int kSharedBytes = 0;
   static_assert(sizeof(Element) == 2, "rows are read by 16 bytes of eight elements");
 };
@@ -25,7 +26,7 @@ __device__ __forceinline__ void row_dot(const RowDotParams& params) {
   const int thread = ptx::thread_index();
   const int64_t number = static_cast<int64_t>(ptx::block_index()) * Spec::kRows + thread / 4;  // [batch, heads, rows]
   const bool is_inside = number < static_cast<int64_t>(params.batch) * params.heads * params.rows;
-  const int64_t index = is_inside ? number : 0;  // the quad's sum needs all of a warp's lanes
+  const int64_t index = is_inside ? number : 0;  // the quad's sum needs all lanes of a warp
   const int64_t head = index / params.rows;      // over batch and heads
   const int64_t batch = head / params.heads;
   const auto row_of = [&](const void* tensor, const Strides& stride) {

@@ -1,6 +1,7 @@
-// Score modification (a softcap, a mask tensor) of a block's scores, in both kernels of every family. A thread has two rows of scores,
-// r = 0 and 1, eight apart, and of each row pairs of neighbouring columns, 8j and 8j + 1 from its first: pair 2j + r. This is the
-// accumulator layout of wgmma and, for 16 rows of a warp, of mma.sync.
+// Score modification (a softcap, a mask tensor) of a block's scores, for the dq kernels and the dk, dv kernels of every
+// family. A thread holds two rows of scores, r = 0 and 1, eight apart, and in each row pairs of neighbouring columns,
+// 8j and 8j + 1 from its first: pair 2j + r. This is the accumulator layout of wgmma and, for 16 rows per warp, of
+// mma.sync.
 #pragma once
 
 #include "attention/masks.cuh"
@@ -11,15 +12,16 @@
 
 namespace flashmoe::attention::backward {
 
-// A log-sum-exp in base 2. A row without visible keys gets +inf, so that its P is exp2(finite - inf) = 0.
+// A log-sum-exp in base 2. For a row without visible keys +inf, so that its P is exp2(finite - inf) = 0.
 __device__ __forceinline__ float in_base_2(float lse) {
   return lse == ptx::negative_infinity() ? -ptx::negative_infinity() : lse * kLog2E;
 }
 
 template <typename Spec>
-constexpr int kScorePairs = Spec::kStreamRows / 4;  // of a thread
+constexpr int kScorePairs = Spec::kStreamRows / 4;  // per thread
 
-// Values of a mask tensor for a thread's pairs of scores, 16 bits each; of a boolean one 0 or -inf. With ALiBi what they are computed from.
+// Values of a mask tensor for a thread's pairs of scores, 16 bits each; 0 or -inf for a boolean one. With ALiBi the
+// numbers from which they are computed.
 template <typename Spec, bool kHasAlibi = Spec::kHasAlibi>
 struct MaskValuesOf {
   using Type = uint32_t[kScorePairs<Spec>];
@@ -31,12 +33,13 @@ struct MaskValuesOf<Spec, true> {
 template <typename Spec>
 using MaskValues = typename MaskValuesOf<Spec>::Type;
 
-// Where those values are. Rows and columns are those of the scores: rows are queries in the kernel of dq, keys in that of dk and dv.
+// The address of those values. Rows and columns are those of the scores: rows are queries in the dq kernel, keys in the
+// dk, dv kernel.
 struct MaskPointer {
-  const unsigned char* first;  // of the thread's first score
+  const unsigned char* first;  // the value of the thread's first score
   int64_t row_stride;          // elements
   int64_t column_stride;
-  int columns[2];  // left in the tensor from the thread's first on, for each of its two rows
+  int columns[2];  // in the tensor, from the thread's first on, for each of its two rows
 
   // rows, columns: of the tensor; row, column: the thread's first
   __device__ __forceinline__ MaskPointer(const ScoreOptions& options, int sequence, int head, int64_t row_stride_,
@@ -50,8 +53,8 @@ struct MaskPointer {
   }
 };
 
-// A thread's ALiBi, as exponents to base 2, from the same numbers: the distance of row and column has either sign. Tiles of no sequence have
-// no rows, and no slope.
+// A thread's ALiBi, as exponents to base 2, from the same arguments: the distance of row and column has either sign.
+// Tiles of no sequence have no rows, and slope 0.
 struct AlibiSource : Alibi {
   __device__ __forceinline__ AlibiSource(const ScoreOptions& options, int sequence, int head, int64_t, int64_t, int row,
                                          int rows, int column, int columns)
@@ -69,7 +72,7 @@ struct MaskSourceOf<Spec, true> {
 template <typename Spec>
 using MaskSource = typename MaskSourceOf<Spec>::Type;
 
-// Two elements as a pair; kBytes 1: of a boolean mask.
+// Two elements as a pair; kBytes 1: elements of a boolean mask.
 template <typename Element, int kBytes>
 __device__ __forceinline__ uint32_t mask_pair(uint32_t low, uint32_t high) {
   if constexpr (kBytes == 2) return low | high << 16;
@@ -82,7 +85,7 @@ __device__ __forceinline__ uint32_t load_mask_element(const unsigned char* gmem)
   return kBytes == 1 ? ptx::ld_global_8(gmem) : ptx::ld_global_16(gmem);
 }
 
-// Pairs of neighbours in memory (dq, with keys side by side), at an even address.
+// Pairs of neighbours in memory (dq, if keys are adjacent), at an even address.
 template <typename Spec, int kBytes>
 __device__ __forceinline__ void load_mask_pairs(MaskValues<Spec>& values, const MaskPointer& mask) {
   using Element = typename Spec::Element;
@@ -101,7 +104,7 @@ __device__ __forceinline__ void load_mask_pairs(MaskValues<Spec>& values, const 
   }
 }
 
-// Rows side by side in memory (dk and dv, with keys side by side).
+// Rows adjacent in memory (dk and dv, if keys are adjacent).
 template <typename Spec, int kBytes>
 __device__ __forceinline__ void load_mask_columns(MaskValues<Spec>& values, const MaskPointer& mask) {
   using Element = typename Spec::Element;
@@ -119,7 +122,7 @@ __device__ __forceinline__ void load_mask_columns(MaskValues<Spec>& values, cons
   }
 }
 
-// Any strides, and tails. Elements outside the tensor are 0: the visible range excludes them.
+// Any strides, and tails. Elements outside the tensor become 0: the visible range excludes them.
 template <typename Spec, int kBytes>
 __device__ __forceinline__ void load_mask_anyhow(MaskValues<Spec>& values, const MaskPointer& mask) {
   using Element = typename Spec::Element;
@@ -140,7 +143,7 @@ __device__ __forceinline__ void load_mask_anyhow(MaskValues<Spec>& values, const
 
 template <typename Spec, int kBytes>
 __device__ __forceinline__ void load_mask_elements(MaskValues<Spec>& values, const MaskPointer& mask) {
-  constexpr int kColumns = Spec::kStreamRows - 6;  // the last pair ends there
+  constexpr int kColumns = Spec::kStreamRows - 6;  // the end of the last pair
   const bool is_whole = mask.columns[0] >= kColumns && mask.columns[1] >= kColumns;
   const bool is_even =
       (reinterpret_cast<uint64_t>(mask.first) | static_cast<uint64_t>(mask.row_stride * kBytes)) % (2 * kBytes) == 0;
@@ -154,7 +157,7 @@ __device__ __forceinline__ void load_mask_elements(MaskValues<Spec>& values, con
   load_mask_anyhow<Spec, kBytes>(values, mask);
 }
 
-// Zeros without a mask tensor.
+// Zeros if there is no mask tensor.
 template <typename Spec, typename MakeMask>
 __device__ __forceinline__ void load_mask(MaskValues<Spec>& values, const ScoreOptions& options, MakeMask make_mask) {
   if constexpr (Spec::kHasAlibi) {
@@ -168,7 +171,7 @@ __device__ __forceinline__ void load_mask(MaskValues<Spec>& values, const ScoreO
 }
 
 // How the softcap's tanh is computed.
-//   kSeries   by a series, absolute error 3e-7 up to kSeriesEnd; uses no special-function unit
+//   kSeries   with a polynomial, absolute error 3e-7 up to kSeriesEnd; uses no special-function unit
 enum class Softcap { kNone, kSeries, kExact };
 
 constexpr float kSeriesEnd = 0.75f;
@@ -185,8 +188,9 @@ __device__ __forceinline__ float softcapped_score(const ScoreOptions& options, f
   return x * ptx::fma_rn(sum, square, 1.0f);
 }
 
-// Replaces scores by the factor of dP - row_dot in dS: P, times the softcap's derivative 1 - tanh^2 if there is one. packed: P alone,
-// if kPacks. lse_log2(i): of score i; visible: columns of each row, counted from the thread's first.
+// Replaces scores by the factor of dP - row_dot in dS: P, times the softcap's derivative 1 - tanh^2 if there is one.
+// packed: P without that factor, if kPacks. lse_log2(i): of score i; visible: columns of each row, counted from the
+// thread's first.
 template <typename Spec, Softcap kSoftcap, bool kIsPlain, bool kPacks, typename LseLog2>
 __device__ __forceinline__ void weigh(const BackwardParams& params, float (&scores)[2 * kScorePairs<Spec>],
                                       uint32_t (&packed)[kScorePairs<Spec>], const MaskValues<Spec>& values,
@@ -204,7 +208,8 @@ __device__ __forceinline__ void weigh(const BackwardParams& params, float (&scor
       if constexpr (Spec::kHasAlibi) {
         exponent = values.add(exponent, i % 2, i / 2 * 8 + c);
       } else if constexpr (!kIsPlain) {
-        // P is at most 1, but for scores near the lowest float, as additive masks produce them, the difference is rounding error.
+        // P is at most 1, but for scores near the lowest float, which additive masks produce, the difference is only
+        // rounding error.
         exponent = min(ptx::fma_rn(c == 0 ? value.x : value.y, kLog2E, exponent), 0.0f);
       }
       probability[c] = ptx::exp2_approx(exponent);
@@ -219,13 +224,14 @@ __device__ __forceinline__ void weigh(const BackwardParams& params, float (&scor
   }
 }
 
-// Whether blocks that every row sees whole are plain.
+// Whether blocks of which every row sees all columns are plain.
 template <typename Spec>
 __device__ __forceinline__ bool has_plain_blocks(const ScoreOptions& options) {
   return Spec::kHasAlibi || options.mask_type == MaskTensor::kNone;
 }
 
-// is_plain: neither a mask tensor (ALiBi does not count) nor a limited range. see(visible): computes `visible`, called only where it matters.
+// is_plain: neither a mask tensor (ALiBi does not count) nor a limited range. see(visible): computes `visible`, called
+// only if needed.
 template <typename Spec, bool kPacks, typename LseLog2, typename See>
 __device__ __forceinline__ void weigh_with_score_mod(const BackwardParams& params,
                                                      float (&scores)[2 * kScorePairs<Spec>],

@@ -1,5 +1,5 @@
-// The sequences of a batch, dense or ragged, and the tiles of rows or keys that each has, for kernels of MaskKind::kRuntime. The lengths
-// are in device memory; the host does not know them.
+// The sequences of a batch, dense or ragged, and the tiles of rows or keys of each, for kernels of MaskKind::kRuntime.
+// The lengths are in device memory; the host does not know them.
 #pragma once
 
 #include "attention/masks.cuh"
@@ -12,7 +12,8 @@
 
 namespace flashmoe::attention::backward {
 
-// Rows and keys of one sequence, and how many the tensors have room for: gradients of those past the last are zero.
+// Rows and keys of one sequence, and the number that the tensors have room for: gradients past row_count or key_count
+// are zero.
 struct SequenceExtents {
   int row_count;
   int key_count;
@@ -25,8 +26,9 @@ struct SequenceExtents {
   __device__ __forceinline__ int keys() const { return key_count; }
 };
 
-// The rows (dq), or the keys that there is room for (dk and dv), whose gradient is written for a sequence. Two extra sequences cover
-// what belongs to none in a ragged tensor: `batch` the rows or keys after the last sequence, `batch` + 1 those before the first.
+// The rows (dq), or the keys including unused ones (dk and dv), whose gradient is written for a sequence. In a ragged
+// tensor two extra sequences cover the rows or keys that belong to no sequence: `batch` those after the last sequence,
+// `batch` + 1 those before the first.
 template <bool kOwnsKeys>
 __device__ __forceinline__ Extent own_extent(const BackwardParams& params, int sequence) {
   const int32_t* cu_seqlens = kOwnsKeys ? params.sequences.cu_seqlens_k : params.sequences.cu_seqlens_q;
@@ -60,7 +62,7 @@ struct SequenceTile {
   int head;
 };
 
-// How many heads' streams fit the L2 cache together. kFittingRows: stream rows, over all heads, that fit it.
+// The number of heads whose streams fit the L2 cache together. kFittingRows: stream rows, over all heads, that fit it.
 template <bool kOwnsKeys, int kFittingRows>
 __device__ __forceinline__ int fitting_heads(const BackwardParams& params) {
   const int group = params.heads_q / params.heads_kv;
@@ -68,7 +70,8 @@ __device__ __forceinline__ int fitting_heads(const BackwardParams& params) {
                    : max(1, kFittingRows / max(1, params.seq_k)) * group;
 }
 
-// In sections of heads; within one, tiles with the longest streams (under a causal mask) first: the last rows, or the first keys.
+// Orders tiles in sections of heads; within a section, tiles with the longest streams (under a causal mask) first: the
+// last rows, or the first keys.
 template <bool kOwnsKeys>
 __device__ __forceinline__ SequenceTile tile_in_sections(int sequence, int tiles_of_head, int number, int heads,
                                                          int section_heads) {
@@ -88,8 +91,8 @@ __device__ __forceinline__ SequenceTile tile_of_sequence(const BackwardParams& p
                                      min(heads, fitting_heads<kOwnsKeys, kFittingRows>(params)));
 }
 
-// The first slot of a sequence. A sequence has one slot for each block of own rows, or one more; this needs no sum over the sequences
-// before it. Rows before the first sequence have the slots from 0 on.
+// The first slot of a sequence. A sequence has one slot per block of own rows, or one more; this needs no sum over the
+// sequences before it. Rows before the first sequence have the slots from 0 on.
 template <int kOwnRows, bool kOwnsKeys>
 __device__ __forceinline__ int first_slot(const BackwardParams& params, int sequence) {
   const int row = load_length((kOwnsKeys ? params.sequences.cu_seqlens_k : params.sequences.cu_seqlens_q) + sequence);
@@ -97,8 +100,8 @@ __device__ __forceinline__ int first_slot(const BackwardParams& params, int sequ
          1;
 }
 
-// The last sequence whose slots begin at `slot` or before, by a 32-way search; -1 before all. Sequence `batch` stands for the rows
-// after the last one.
+// The last sequence whose slots begin at `slot` or before, by a 32-way search; -1 if there is none. Sequence `batch`
+// means the rows after the last one.
 template <int kOwnRows, bool kOwnsKeys>
 __device__ __forceinline__ int sequence_of_slot(const BackwardParams& params, int slot) {
   const int lane = ptx::lane_index();
@@ -122,11 +125,11 @@ __device__ __forceinline__ int tiles_of_longest(const BackwardParams& params) {
   return ceil_div(kOwnsKeys ? params.seq_k : params.seq_q, kOwnRows);
 }
 
-// The tile of thread block `number`; an index past the sequence's last tile where it has none. A negative sequence: the block clears
-// share `index` of the kClearingSlots shares of a head's stray rows.
+// The tile of thread block `number`; the index is past the sequence's last tile if the block has no tile. If `sequence`
+// is negative, the block clears share `index` of the kClearingSlots shares of a head's stray rows.
 //
-// If every sequence gets as many slots as the longest, which the host chooses where that grid is smaller, the search is a division.
-// Otherwise a sequence has the slots from first_slot on.
+// If every sequence gets as many slots as the longest, which the host chooses if that grid is smaller, the search is a
+// division. Otherwise a sequence has the slots from first_slot on.
 template <int kOwnRows, bool kOwnsKeys, int kFittingRows>
 __device__ __forceinline__ SequenceTile tile_of_slot(const BackwardParams& params, int number) {
   const int heads = kOwnsKeys ? params.heads_kv : params.heads_q;
@@ -157,22 +160,22 @@ __device__ __forceinline__ SequenceTile tile_of_slot(const BackwardParams& param
   }
   const int64_t rows_of_stream = kOwnsKeys ? static_cast<int64_t>(params.seq_q) * params.heads_q
                                            : static_cast<int64_t>(params.seq_k) * params.heads_kv;
-  if (rows_of_stream <= kFittingRows) {  // as below where all heads are one section, without its divisions
+  if (rows_of_stream <= kFittingRows) {  // as below if all heads are one section, without its divisions
     return SequenceTile{sequence, max(0, kOwnsKeys ? slot - begin : end - 1 - slot), number - slot * heads};
   }
   return tile_of_sequence<kOwnsKeys, kFittingRows>(params, sequence, max(1, end - begin),
                                                    max(0, number - begin * heads));
 }
 
-// Finds tiles by number: sequence by sequence, in each as `tile_of_sequence` orders them. The lanes of a warp hold 32 sequences at a
-// time; all lanes take part in every call.
+// Finds tiles by number: sequence by sequence, within a sequence in the order of `tile_of_sequence`. The lanes of a
+// warp hold 32 sequences at a time; all lanes must take part in every call.
 template <int kOwnRows, bool kOwnsKeys>
 struct TileFinder {
   const BackwardParams& params;
   const int heads;
   int first_sequence = 0;  // of the 32
   int first_tile = 0;      // of that sequence
-  int end;                 // prefix sum: tiles per head of this lane's sequence and of those of the lanes before
+  int end;                 // prefix sum: tiles per head of this lane's sequence and of those in the lanes before
 
   __device__ __forceinline__ explicit TileFinder(const BackwardParams& params_)
       : params(params_), heads(kOwnsKeys ? params_.heads_kv : params_.heads_q) {
@@ -200,7 +203,7 @@ struct TileFinder {
     }
   }
 
-  // Of all sequences and heads.
+  // The number of tiles of all sequences and heads.
   __device__ __forceinline__ int count() const {
     int sum = 0;
     for (int sequence = ptx::lane_index(); sequence < num_sequences(params); sequence += 32) sum += tiles_of(sequence);
@@ -222,8 +225,8 @@ struct TileFinder {
     return ptx::population_count(ptx::vote_ballot(first_tile + end * heads <= number));
   }
 
-  // `number` is at least that of the call before, and less than count(). kFittingRows: stream rows that fit the L2 cache. kMayMix and
-  // mixes: neighbouring sequences whose streams fit it together form one section.
+  // `number` is at least that of the previous call, and less than count(). kFittingRows: stream rows that fit the L2
+  // cache. If kMayMix and mixes, neighbouring sequences whose streams fit it together form one section.
   template <int kFittingRows, bool kMayMix = false>
   __device__ __forceinline__ SequenceTile find(int number, bool mixes = false) {
     const int lane = lane_of(number);
@@ -238,7 +241,8 @@ struct TileFinder {
                                                      number - first_tile - tiles_before * heads);
   }
 
-  // As find, in sections of `section_heads` heads of one sequence, or of several sequences with as many heads together.
+  // As find, in sections of `section_heads` heads of one sequence, or of several sequences with that many heads
+  // together.
   __device__ __forceinline__ SequenceTile find_in_sections(int number, int section_heads) {
     const int lane = lane_of(number);
     const int before = ptx::shuffle_index(end, max(0, lane - 1));
@@ -249,8 +253,8 @@ struct TileFinder {
                                        heads, section_heads);
   }
 
-  // In the section of `sequences` neighbouring lanes that includes `lane`: for falling n, the tiles that are n-th from the first (dq) or
-  // from the last (dk and dv) of their sequence, over all sequences and heads that have one.
+  // Orders the section of `sequences` neighbouring lanes that includes `lane`: for falling n, the n-th tiles from the
+  // start (dq) or from the end (dk and dv) of their sequence, over all sequences and heads that have one.
   __device__ __forceinline__ SequenceTile tile_of_section(int lane, int sequences, int number) const {
     const int own_lane = ptx::lane_index();
     const int first_lane = lane / sequences * sequences;
@@ -278,8 +282,8 @@ struct TileFinder {
   }
 };
 
-// The first row of `head` of a sequence in the log-sum-exp, its gradient and row_dot: [batch, heads_q, seq_q], or
-// [heads_q, rows_total].
+// The index of the first row of `head` of a sequence in the log-sum-exp, its gradient and row_dot:
+// [batch, heads_q, seq_q], or [heads_q, rows_total].
 __device__ __forceinline__ int64_t statistics_row(const BackwardParams& params, int sequence, int head, int first_row) {
   if (params.sequences.cu_seqlens_q != nullptr) {
     return static_cast<int64_t>(head) * params.sequences.rows_total + first_row;

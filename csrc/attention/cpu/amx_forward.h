@@ -1,10 +1,10 @@
-// One task of a 16-bit type on the tile unit. Query rows are tile rows and keys lie in the lanes (S = Q K^T, O = P V),
+// One task of a 16-bit type on the tile unit. Query rows are tile rows and keys are in the lanes (S = Q K^T, O = P V),
 // unlike in forward_simd.h. Without row maxima (amx_weights.h) a row's keys may come in any order: so K and V are
 // packed a few blocks of 32 columns at a time (32 keys, or 32 of head_dim), and all row blocks use them while they are
 // in the L1 cache. Include after vector_avx512.h. Internal linkage.
 //
-// The work is a sequence of products of 32 x 32 elements. What vectors do with each, its epilogue, runs between the
-// instructions of the next product: the processor works on both at once when they are some hundred instructions apart.
+// The work is a sequence of products of 32 x 32 elements. The vector work on a product, its epilogue, runs between the
+// instructions of the next product: the processor overlaps the two if they are a few hundred instructions apart.
 #pragma once
 
 #include <cstdint>
@@ -23,11 +23,11 @@ namespace {
 
 static_assert(kBlockRows == 2 * kTileRows && kBlockRows == kStep, "a row block is two tiles high and a step of keys");
 
-// Keys of one pass over the blocks of K and then of V. With more, the sums of products come and go less often; the
-// weights of a task (256 KiB a plane) have to fit the L2 cache.
+// Keys per pass over the blocks of K and then of V. With more keys the sums of products are loaded and stored less
+// often, but the weights of a task (256 KiB per plane) have to fit the L2 cache.
 constexpr int32_t kPassKeys = 512;
 constexpr int32_t kPassSteps = kPassKeys / kStep;
-// Q and the weights are read once for so many column blocks.
+// Column blocks per read of Q and of the weights.
 template <int kPlanes>
 constexpr int32_t kColumnBlocksAtOnce = 2 / kPlanes;
 
@@ -42,11 +42,11 @@ struct AmxScratch {
   uint16_t* weights;  // [row_blocks][kPassSteps][planes][32, 32]
   uint16_t* ones;     // a tile
   float* sum;         // [row_blocks, 32]
-  float* zero;        // [32], the maxima that are not subtracted
-  float* exact_sum;   // [row_blocks, 32, 16], where the log-sum-exp is wanted of bf16
-  float* out;         // [row_blocks][padded_dim / 32][32, 32], where there are several passes
-  uint16_t* q;        // [row_blocks][planes][32, padded_dim], where Q is not used as it lies
-  T* whole;           // [32, padded_dim], where K or V is not
+  float* zero;        // [32], zeros: the maxima, which are not subtracted
+  float* exact_sum;   // [row_blocks, 32, 16], for bf16 if the log-sum-exp is needed
+  float* out;         // [row_blocks][padded_dim / 32][32, 32], if there are several passes
+  uint16_t* q;        // [row_blocks][planes][32, padded_dim], if Q is not used in place
+  T* whole;           // [32, padded_dim], if K or V is not used in place
   size_t bytes;
 
   static int64_t column_block_words(int32_t padded_dim) {
@@ -85,7 +85,7 @@ class AmxForward {
         scale_log2_(params_.scale * kLog2E),
         scratch_(memory, row_blocks_, padded_dim_) {}
 
-  // Returns a bit for each row block that is not done: scores outside the window, or an output that is not all finite.
+  // Returns a bit for each row block that was given up: scores outside the window, or output that is not finite.
   uint32_t run() {
     for (int32_t i = 0; i < 2 * kTileWords; ++i) scratch_.ones[i] = 0x3f80;
     memset(scratch_.sum, 0, static_cast<size_t>(row_blocks_) * kBlockRows * sizeof(float));
@@ -108,14 +108,14 @@ class AmxForward {
  private:
   static constexpr int kPlanes = kPlanesOf<T>;
   static constexpr int32_t kAtOnce = kColumnBlocksAtOnce<kPlanes>;
-  // What the last plane pair would add to the scores of fp16 is seen in the log-sum-exp of large ones.
+  // For fp16 the last plane pair is needed for the scores: without it the log-sum-exp of large scores would be off.
   static constexpr int kScorePairs = kPlanes * kPlanes, kOutputPairs = kPlanes == 1 ? 1 : 3;
 
   bool sums_exactly() const { return kPlanes == 1 && operands_.lse != nullptr; }
 
   int32_t first_row(int32_t block) const { return task_.row_begin + block * kBlockRows; }
   int32_t height(int32_t block) const { return clamp(task_.row_end - first_row(block), 0, kBlockRows); }
-  // Keys that any of 32 rows from the block's first on would see: also of a block that is cut short by the task's end.
+  // Keys that any of 32 rows from the block's first on would see, even if the task's end cuts the block short.
   int32_t visible_end(int32_t block) const { return mask_.keys(first_row(block), kBlockRows).end; }
   bool is_given_up(int32_t block) const { return (given_up_ >> block & 1) != 0; }
   bool is_all_given_up() const { return given_up_ == (uint64_t{1} << row_blocks_) - 1; }
@@ -130,17 +130,17 @@ class AmxForward {
     int32_t k_blocks;  // of 32 keys
     int32_t v_blocks;  // of 32 of head_dim
   };
-  // Steps of 32 keys of the pass that any row of the block sees.
+  // Steps of 32 keys in the pass that any row of the block sees.
   int32_t visible_steps(const Pass& pass, int32_t block) const {
     return steps_of(clamp(int64_t{visible_end(block)} - pass.begin, 0, pass.keys));
   }
   bool is_last(const Pass& pass, int32_t block) const { return visible_end(block) <= pass.begin + kPassKeys; }
-  // Whether the row block sees a key of a block of K.
+  // Whether the row block sees a key of the block of K.
   bool takes_part(const Pass& pass, int32_t block, int32_t k_block) const {
     return !is_given_up(block) && k_block < visible_steps(pass, block);
   }
 
-  // A column block of K or V, of which kAtOnce are packed.
+  // The buffer of a column block of K or V; kAtOnce of them are packed at a time.
   uint32_t* packed_columns(int32_t column_block) const {
     return scratch_.columns + column_block % kAtOnce * AmxScratch<T>::column_block_words(padded_dim_);
   }
@@ -178,7 +178,7 @@ class AmxForward {
     }
     for (int32_t block = 0; block < row_blocks_; ++block) {
       if (!takes_part(pass, block, 0)) continue;
-      if (epilogue_ == Epilogue::kWeights && row_block_ == block) drain(pass);  // its last weights are not yet made
+      if (epilogue_ == Epilogue::kWeights && row_block_ == block) drain(pass);  // its last weights are not yet computed
       run_product<0>(pass, Epilogue::kSums, block, 0, next_product(), weights_operand(block), scratch_.ones,
                      visible_steps(pass, block), nullptr);
     }
@@ -220,7 +220,7 @@ class AmxForward {
     return {weights(block, 0), kTileBytesPerRow, kPlanes * kStepBytes, kStepBytes};
   }
 
-  // Two buffers for products, in turn.
+  // Alternates between two buffers for products.
   float* next_product() {
     is_odd_ = !is_odd_;
     return scratch_.product + (is_odd_ ? kProductFloats : 0);
@@ -228,8 +228,8 @@ class AmxForward {
 
   enum class Epilogue { kNone, kWeights, kSums, kOutput };
 
-  // The product of a and b, on top of `before` if that is not null, by kPairs plane pairs, or the sums of a's rows if
-  // that is 0; and the epilogue of the product before. A call of its own would cost a tenth of the time.
+  // Computes the product of a and b, added to `before` if that is not null, with kPairs plane pairs; or the row sums of
+  // a if kPairs is 0. Also runs the epilogue of the previous product. Not inlined, it would cost a tenth of the time.
   template <int kPairs, class Right>
   inline __attribute__((always_inline)) void run_product(const Pass& pass, Epilogue epilogue, int32_t block,
                                                          int32_t column_block, float* product, const LeftOperand& a,
@@ -274,7 +274,7 @@ class AmxForward {
     epilogue_ = Epilogue::kNone;
   }
 
-  // For rows [row, row + kRowsAtOnce) of a product; sums are all done with row 0.
+  // For rows [row, row + kRowsAtOnce) of a product; kSums does all rows at row 0.
   inline __attribute__((always_inline)) void run_epilogue(const Pass& pass, int32_t row) {
     switch (epilogue_) {
       case Epilogue::kWeights:
@@ -305,7 +305,7 @@ class AmxForward {
     }
   }
 
-  // Adds the product's first column to the sums; after the last keys writes lse and inverts the sums.
+  // Adds the product's first column to the sums; after the last keys stores lse and inverts the sums.
   void add_sums(const Pass& pass) {
     float* sum = scratch_.sum + row_block_ * kBlockRows;
     const __m512i rows = _mm512_slli_epi32(_mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15), 5);
@@ -360,7 +360,7 @@ class AmxForward {
     }
   }
 
-  static constexpr int32_t kMostRowBlocks = 32;  // as given_up_ has bits
+  static constexpr int32_t kMostRowBlocks = 32;  // the number of bits in given_up_
 
   const Task& task_;
   const attention::ForwardParams& params_;
@@ -369,17 +369,17 @@ class AmxForward {
   const int32_t head_dim_;
   const int32_t padded_dim_;
   const int32_t row_blocks_;
-  // Whole steps, so that what a row block's last step holds does not depend on the task's height.
+  // A multiple of kStep, so that the content of a row block's last step does not depend on the task's height.
   const int32_t key_end_;
   const float scale_log2_;
   const AmxScratch<T> scratch_;
   uint32_t given_up_ = 0;
-  // The last product, whose epilogue has not run.
+  // The last product, whose epilogue has not run yet.
   Epilogue epilogue_ = Epilogue::kNone;
   int32_t row_block_ = 0;
   int32_t column_block_ = 0;
   float* product_ = nullptr;
-  bool is_odd_ = false;  // which buffer is next
+  bool is_odd_ = false;  // selects the next buffer
   LeftOperand q_[kMostRowBlocks];
 };
 

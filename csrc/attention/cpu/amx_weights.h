@@ -1,12 +1,13 @@
-// Scores to weights of the softmax, as left operands of the tile unit. Include after vector_avx512.h. Internal linkage.
+// Turns scores into softmax weights, as left operands of the tile unit. Include after vector_avx512.h. Internal
+// linkage.
 //
 // No maximum is subtracted: it would cancel when the output is divided by the sum of the same weights, and bf16 has the
-// exponents of fp32, so only the range of x = score * scale * log2(e) needs looking at. Where an x is outside the
-// window or NaN, or all weights of a row are very small, the row block is left to forward_simd.h.
+// exponents of fp32, so only the range of x = score * scale * log2(e) must be checked. If an x is outside the window or
+// NaN, or all weights of a row are very small, the row block is left to forward_simd.h.
 //
-// fp16: a weight is 2^x in two planes. bf16: a weight is 2^(x + 30), in 16-bit fixed point, 32 to a vector. x in 1/256
-// is a word of 8 bits of exponent and 8 of fraction f; with 2^f - 1 - f added, which a table gives by the first 7 bits
-// of f, and rounded to 7 bits of fraction it is the weight.
+// fp16: a weight is 2^x in two planes. bf16: a weight is 2^(x + 30), computed in 16-bit fixed point, 32 per vector: x
+// in units of 1/256 is a word with 8 bits of exponent and 8 of fraction f; adding 2^f - 1 - f, from a table indexed by
+// the first 7 bits of f, and rounding to 7 bits of fraction gives the weight.
 #pragma once
 
 #include <cstdint>
@@ -19,20 +20,20 @@
 namespace flashmoe::cpu {
 namespace {
 
-// The window of bf16 is -157 <= x < 99; its last unit and first tenth give weights of Inf or NaN, which the output
-// shows.
+// The window of bf16 is -157 <= x < 99; x in its last unit or first tenth gives a weight of Inf or NaN, which shows in
+// the output.
 constexpr int kWindowLow = 157;
-// That of fp16 has no lower end: 2^-127 and below is 0.
+// The window of fp16 has no lower end: 2^-127 and below is 0.
 constexpr float kWindowHigh = 126.0f;
-// The tile unit takes weights and products below 2^-126 for 0. That is of no account where a row's sum is at least this
+// The tile unit flushes weights and products below 2^-126 to 0. This does not matter if a row's sum is at least this
 // times the number of keys, unless V is below 2^-76.
 constexpr float kLeastSumOfKey = 0x1p-50f;
 constexpr int kFractions = 256;
 constexpr int kCells = 128;
 constexpr int kCellFractions = kFractions / kCells;
-constexpr int kHalfUnit = 1;  // of bf16, whose fraction has a bit less than the words
+constexpr int kHalfUnit = 1;  // of bf16, whose fraction has one bit less than the words
 
-// 2^f for |f| <= 1, when compiling.
+// 2^f for |f| <= 1, at compile time.
 constexpr double exp2_series(double f) {
   double term = 1.0, sum = 1.0;
   for (int i = 1; i < 24; ++i) {
@@ -42,12 +43,12 @@ constexpr double exp2_series(double f) {
   return sum;
 }
 
-// Entry i: 1 + f - 2^f in 1/256, for the words that have i in the first bits of their fraction; of all integers the one
-// that leaves the least square error of the weights. The words hold kHalfUnit more than x.
+// Entry i: 1 + f - 2^f in units of 1/256, for the words whose fraction starts with the bits of i; the integer with the
+// least square error of the weights. The words hold kHalfUnit more than x.
 struct Correction {
   alignas(64) uint8_t entry[kCells] = {};
 
-  // Of a weight of fraction `word`, relative.
+  // Squared relative error of the weight of fraction `word`.
   static constexpr double square_error(int word, int correction) {
     const int shifted = word - correction + 2 * kFractions;  // positive
     const int rounded = shifted / 2 - kFractions;            // in 1/128; below 0 the exponent is one less
@@ -71,7 +72,8 @@ struct Correction {
 };
 constexpr Correction kCorrection;
 
-// Entry n: the words of keys 0..n-1 of 32. Word 2 i is key i, word 2 i + 1 key i + 16: the pairs of V (amx_pack.h).
+// Entry n: the mask of the words of keys 0..n-1 of 32. Word 2 i is key i, word 2 i + 1 is key i + 16: the pairs of V
+// (amx_pack.h).
 struct FirstKeys {
   uint32_t words[kStep + 1] = {};
 
@@ -83,10 +85,10 @@ struct FirstKeys {
 };
 constexpr FirstKeys kFirstKeys;
 
-constexpr int32_t kRowsAtOnce = 16;  // of a block of 32, so that two products can have vector work each behind them
+constexpr int32_t kRowsAtOnce = 16;  // of a block of 32, so that each of two products can overlap with vector work
 
-// x = 2^(score * scale_log2) of 32 keys, 0 where the mask hides one; returns the greater of `largest` and the
-// exponents, but not a NaN.
+// x = 2^(score * scale_log2) of 32 keys, 0 if the mask hides one; returns the larger of `largest` and the exponents,
+// ignoring NaN.
 template <bool kMasked, int kDegree>
 inline __m512 exact_weights(const float* scores, __m512 scale_log2, KeyRange visible, __m512 largest, __m512 (&x)[2]) {
   const __m512 hidden = Vector::broadcast(kMinusInfinity);
@@ -100,8 +102,8 @@ inline __m512 exact_weights(const float* scores, __m512 scale_log2, KeyRange vis
   return largest;
 }
 
-// Weights [planes][32 rows, 32 keys], of which this makes kRowsAtOnce rows, of as many rows of scores; the mask's rows
-// are these. Returns whether all x were inside the window; in fp16 a NaN is not seen, but makes a weight of NaN.
+// Computes kRowsAtOnce rows of the weights [planes][32 rows, 32 keys], from as many rows of scores; the mask's rows are
+// these. Returns whether all x were inside the window; for fp16 a NaN is not detected, but gives a NaN weight.
 template <bool kMasked>
 inline bool scores_to_weights(const float* scores, float scale_log2, BlockMask mask, Half*, uint16_t* weights) {
   const __m512 scale = Vector::broadcast(scale_log2), limit = Vector::broadcast(kWindowHigh);
@@ -118,7 +120,7 @@ inline bool scores_to_weights(const float* scores, float scale_log2, BlockMask m
 }
 template <bool kMasked>
 inline bool scores_to_weights(const float* scores, float scale_log2, BlockMask mask, BFloat16*, uint16_t* weights) {
-  constexpr float kMagic = 0x1.8p23f;  // the bits of kMagic + n, 0 <= n < 2^16, are its own and n below
+  constexpr float kMagic = 0x1.8p23f;  // kMagic + n, 0 <= n < 2^16, has the bits of kMagic and n in the low ones
   const __m512i magic = _mm512_castps_si512(Vector::broadcast(kMagic));
   const __m512 scale = Vector::broadcast(scale_log2 * kFractions);
   const __m512 offset = Vector::broadcast(kMagic + kWindowLow * kFractions + kHalfUnit);
@@ -145,8 +147,8 @@ inline bool scores_to_weights(const float* scores, float scale_log2, BlockMask m
   return _mm512_test_epi32_mask(_mm512_or_si512(outside_low, outside_high), upper) == 0;
 }
 
-// Adds 2^x of scores [16 rows, 32 keys] to sums [16, 16]: where the log-sum-exp is wanted, the sum of weights rounded
-// to bf16 would not do.
+// Adds 2^x of scores [16 rows, 32 keys] to sums [16, 16]. Used for the log-sum-exp, for which the sum of weights
+// rounded to bf16 is not exact enough.
 inline void add_exact_weights(const float* scores, float scale_log2, BlockMask mask, float* sums) {
   const __m512 scale = Vector::broadcast(scale_log2);
   for (int32_t row = 0; row < kRowsAtOnce; ++row, sums += Vector::kWidth) {
@@ -156,7 +158,7 @@ inline void add_exact_weights(const float* scores, float scale_log2, BlockMask m
   }
 }
 
-// Lane i: the sum of rows[i]'s lanes. Halves the vectors' number four times, folding two into one.
+// Lane i: the sum of rows[i]'s lanes. Four times folds two vectors into one.
 inline __m512 sum_rows(__m512 (&rows)[16]) {
   __m512 t[8], u[4];
 #pragma GCC unroll 8

@@ -1,4 +1,5 @@
-// Cuts the problem into tasks (batch x query head x block of rows) and hands them to the threads of the caller's pool.
+// Divides the problem into tasks (batch x query head x block of rows) and runs them on the threads of the caller's
+// pool.
 #include "attention/cpu/attention.h"
 
 #include <algorithm>
@@ -18,12 +19,13 @@ namespace flashmoe::cpu {
 namespace {
 
 constexpr int32_t kMaxHeadDim = 512;
-// So that the end of a block of rows or keys is an int32_t too.
+// So that the end of a block of rows or keys also fits an int32_t.
 constexpr int32_t kMaxRows = std::numeric_limits<int32_t>::max() - 1024;
-// A tall task packs each block of K and V once for many rows; a low one balances. At 256 rows the packing is under a
-// tenth of the time, and the state of a task (rows x head_dim x 4 bytes, thrice) stays inside a 1 MiB L2 cache.
-constexpr int32_t kMaxTaskRows = 256;  // a power of two, as every row_granularity, which is less
-// Fewest tasks a thread should have, where the rows allow it.
+// A tall task packs each block of K and V once for many rows; short tasks balance the load better. At 256 rows the
+// packing takes less than a tenth of the time, and the state of a task (three times rows x head_dim x 4 bytes) fits
+// a 1 MiB L2 cache.
+constexpr int32_t kMaxTaskRows = 256;  // a power of two, like every row_granularity, and larger
+// The fewest tasks per thread, if there are enough rows.
 constexpr int64_t kTasksPerThread = 2;
 
 void check(bool condition, const char* what, int64_t value) {
@@ -52,7 +54,7 @@ const Kernel& kernel_of(Isa isa) {
 
 int32_t divide_up(int32_t a, int32_t b) { return a / b + (a % b != 0); }
 
-// What is computed: a dense batch, or entries with parameters of their own.
+// The whole problem: a dense batch, or sequences with their own parameters.
 struct Problem {
   const attention::ForwardParams& params;
   ScalarType type;
@@ -92,8 +94,8 @@ struct Plan {
         threads(std::min<int64_t>(num_threads, heads * row_tasks)),
         queues(heads, row_tasks, threads) {}
 
-  // The longest tasks of a causal problem (the last rows) come first, so that no thread starts one when the others end.
-  // False where a short entry has no such task.
+  // The longest tasks of a causal problem (the last rows) come first, so that no thread starts one when the others
+  // finish. Returns false if a short sequence has no such task.
   bool make_task(TaskQueues::Task position, Task* task) const {
     const auto entry = static_cast<int32_t>(position.group / params.heads_q);
     task->params = &problem.of_entry(entry);
@@ -118,14 +120,14 @@ struct Plan {
   const attention::ForwardParams& params;
   const Kernel& kernel;
   const int32_t task_rows;
-  const int32_t row_tasks;  // of one head, of the longest entry
+  const int32_t row_tasks;  // per head, of the longest sequence
   const int64_t heads;      // batch * heads_q
   const int64_t threads;
   TaskQueues queues;
   std::atomic<bool> out_of_memory{false};
 };
 
-// Body of the parallel loop. Each index of [begin, end) is a thread, which takes tasks until none is left. It must not
+// Body of the parallel loop. Each index in [begin, end) is a thread, which takes tasks until none is left. It must not
 // throw: the pool may be C code.
 void work(int64_t begin, int64_t, void* context) noexcept {
   Plan& plan = *static_cast<Plan*>(context);
@@ -144,7 +146,7 @@ void work(int64_t begin, int64_t, void* context) noexcept {
   }
 }
 
-// No key at all: every row is fully masked.
+// Without keys every row is fully masked.
 void fill_empty(const attention::ForwardParams& params, ScalarType type) {
   const size_t size = element_size(type);
   const int64_t heads = int64_t{params.batch} * params.heads_q;
@@ -167,7 +169,7 @@ void compute(const Problem& problem, ParallelFor parallel_for, int num_threads) 
   } else {
     parallel_for(0, plan.threads, 1, work, &plan);
   }
-  // Without memory a thread leaves its tasks to the others; only when none could work is anything left undone.
+  // A thread without memory leaves its tasks to the others; tasks remain only if no thread had memory.
   if (plan.out_of_memory && !plan.queues.all_taken()) throw std::bad_alloc();
 }
 

@@ -1,4 +1,4 @@
-// Attention forward on the CPU: what the host's operator calls.
+// Attention forward on the CPU: the functions that the host's operator calls.
 #pragma once
 
 #include "attention/params/dropout.h"
@@ -7,17 +7,17 @@
 
 namespace flashmoe::cpu {
 
-// out = softmax(scale * q k^T) v and lse, for any head_dim 1..512, seq_q, seq_k >= 0 and any strides with a
-// contiguous last dimension. Reads of `params`: q, k, v, out, lse, the strides, the sizes and `scale`; the
-// split and schedule fields are not used; a null lse is not written. Rows that see no key get out = 0, lse = -inf. NaN
-// and Inf propagate as in a plain softmax, from the keys that a row can see. The result does not depend on num_threads,
-// bit for bit.
-// num_threads: how many threads to divide the work over (parallel_for's width); at least 1.
-// Throws std::invalid_argument for sizes outside of the above, std::bad_alloc.
+// out = softmax(scale * q k^T) v and lse, for any head_dim 1..512, seq_q, seq_k >= 0 and any strides with a contiguous
+// last dimension. Reads from `params`: q, k, v, out, lse, the strides, the sizes and `scale`; the split and schedule
+// fields are not used. A null lse is not written. Rows that see no key get out = 0, lse = -inf. NaN and Inf in keys
+// that a row sees propagate as in a plain softmax. The result is the same bit for bit for any num_threads.
+// num_threads: the number of threads to divide the work over (parallel_for's width); at least 1.
+// Throws std::invalid_argument for sizes outside these ranges, and std::bad_alloc.
 void attention_forward(const attention::ForwardParams& params, ScalarType type, bool causal, ParallelFor parallel_for,
                        int num_threads);
 
-// The same of params' entries and band, with head_dim_v: whatever MaskKind::kRuntime means. folded_heads must be 1. dropout: null for none.
+// The same for the sequences and band of `params`, with head_dim_v: everything that MaskKind::kRuntime means.
+// folded_heads must be 1. dropout: null for none.
 void attention_forward_varlen(const attention::ForwardParams& params, ScalarType type,
                               const attention::Dropout* dropout, ParallelFor parallel_for, int num_threads);
 

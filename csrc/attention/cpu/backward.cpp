@@ -1,8 +1,9 @@
-// Cuts the backward pass into tasks and hands them to the threads of the caller's pool.
+// Divides the backward pass into tasks and runs them on the threads of the caller's pool.
 //
-// Fused: a task is a (batch, key head) and makes all three gradients in one pass, with dq in fp32 in its scratch memory: five
-// products a block. With too few of them for the threads it is split: some tasks make dk and dv of a block of keys (four
-// products), others dq of some rows (three). Both add the same blocks in the same order, so the bits are the same.
+// Fused: a task is a (batch, key head) and computes all three gradients in one pass, with dq in fp32 in its scratch
+// memory: five products per block. If there are too few such tasks for the threads, the pass is split: some tasks
+// compute dk and dv of a block of keys (four products), others dq of some rows (three). Both add the same blocks in the
+// same order, so the bits are the same.
 #include "attention/cpu/backward.h"
 
 #include <algorithm>
@@ -19,7 +20,7 @@
 namespace flashmoe::cpu {
 namespace {
 
-constexpr int32_t kSplitRows = 4 * kBackwardRows;  // of a task that makes dq: so many share a packed block of K and V
+constexpr int32_t kSplitRows = 4 * kBackwardRows;  // rows of a dq task, which share a packed block of K and V
 constexpr size_t kKeptBytes = size_t{8} << 20;     // scratch memory that a thread keeps for its next call
 
 const BackwardKernel& kernel_in_use() {
@@ -50,14 +51,14 @@ struct BackwardPlan {
         threads(std::min<int64_t>(num_threads, heads_kv * head_tasks)),
         queues(heads_kv, head_tasks, threads) {}
 
-  // Products a block, times the blocks that the busiest thread gets.
+  // Products per block, times the blocks of the busiest thread.
   bool is_fused_faster(int num_threads) const {
     const int64_t rounds = (heads_kv + num_threads - 1) / num_threads;
     const int64_t fused = whole.with_dq ? (whole.with_dkv ? 5 : 3) : 4;
     const int64_t split = whole.with_dq && whole.with_dkv ? 7 : fused;
     return rounds * fused * num_threads <= split * heads_kv && !is_one_too_long(fused, split, num_threads);
   }
-  // Whether the fused task of the longest entry would outlast the others.
+  // Whether the fused task of the longest sequence would outlast the others.
   bool is_one_too_long(int64_t fused, int64_t split, int num_threads) const {
     if (entries == nullptr) return false;
     int64_t longest = 0, sum = 0;
@@ -69,7 +70,8 @@ struct BackwardPlan {
     return longest * fused * num_threads > sum * params.heads_kv * split;
   }
 
-  // Of a causal problem the longest tasks come first: the first keys, the last rows. False where a short entry has no such task.
+  // In a causal problem the longest tasks come first: the first keys, the last rows. Returns false if a short sequence
+  // has no such task.
   bool make_task(TaskQueues::Task position, BackwardTask* result) const {
     BackwardTask& task = *result = whole;
     const auto batch = static_cast<int32_t>(position.group / params.heads_kv);
@@ -105,7 +107,7 @@ struct BackwardPlan {
     return true;
   }
 
-  // No task needs more than a fused one of the most rows has, or than one of dq and one of dk and dv.
+  // No task needs more than the fused task with the most rows, or than one dq task and one dk, dv task.
   size_t scratch_bytes() const {
     BackwardTask task = whole;
     task.head_end = is_fused ? group : 1;
@@ -118,7 +120,8 @@ struct BackwardPlan {
     return whole.type == ScalarType::kFloat32 && !whole.is_band && rows <= kMostExactRows && rows * sizes.seq_k > 0 &&
            rows * sizes.seq_k <= kMostExactScores;
   }
-  // Whether a key head, which may be, is computed in double. What it hangs on is the same for all tasks of the head.
+  // Whether a key head for which may_be_exact() holds is computed in double. The inputs of this choice are the same for
+  // all tasks of the head.
   bool is_exact(const BackwardTask& head) const {
     const attention::BackwardParams& sizes = *head.params;
     if (sizes.seq_k > kBackwardKeys || int64_t{group} * sizes.seq_q * sizes.seq_k < kExactScores) return true;
@@ -130,7 +133,7 @@ struct BackwardPlan {
     }
     return false;
   }
-  // Of those key heads that may be computed in double, the one that needs the most.
+  // The largest need of any key head that may be computed in double.
   size_t most_exact_bytes() const {
     size_t most = 0;
     for (size_t i = 0; i < (entries == nullptr ? 1 : entries->size()); ++i) {
@@ -149,19 +152,19 @@ struct BackwardPlan {
   const Entries* entries;
   const attention::BackwardParams& params;
   const BackwardKernel& kernel;
-  const int32_t group;     // query heads of a key head
+  const int32_t group;     // query heads per key head
   const int64_t heads_kv;  // batch * heads_kv
   const bool is_fused;
-  const int32_t key_tasks;   // of one key head, where it is split
-  const int32_t row_tasks;   // of one query head, where it is split
-  const int64_t head_tasks;  // of one key head
-  const size_t exact_bytes;  // of scratch memory, where a key head may be computed in double
+  const int32_t key_tasks;   // per key head, if split
+  const int32_t row_tasks;   // per query head, if split
+  const int64_t head_tasks;  // per key head
+  const size_t exact_bytes;  // scratch memory if a key head may be computed in double
   const int64_t threads;
   TaskQueues queues;
   std::atomic<bool> out_of_memory{false};
 };
 
-// As the forward pass's: each index of [begin, end) is a thread, which takes tasks until none is left.
+// As in the forward pass: each index in [begin, end) is a thread, which takes tasks until none is left.
 void work(int64_t begin, int64_t, void* context) noexcept {
   BackwardPlan& plan = *static_cast<BackwardPlan*>(context);
   thread_local Scratch kept;
@@ -193,7 +196,7 @@ void compute(BackwardTask whole, const Entries* entries, ParallelFor parallel_fo
   } else if (plan.threads > 1) {
     parallel_for(0, plan.threads, 1, work, &plan);
   }
-  // Without memory a thread leaves its tasks to the others; only when none could work is anything left undone.
+  // A thread without memory leaves its tasks to the others; tasks remain only if no thread had memory.
   if (plan.out_of_memory && !plan.queues.all_taken()) throw std::bad_alloc();
 }
 

@@ -1,5 +1,5 @@
-// The backward kernel of avx512_bf16, which multiplies pairs of bf16. The target comes before the intrinsics' header; nothing but the table entry may
-// leave the translation unit.
+// The backward kernel of avx512_bf16, which multiplies pairs of bf16. The target comes before the intrinsics' header;
+// only the table entry may be visible outside the translation unit.
 #pragma GCC target("avx2,fma,f16c,avx512f,avx512bw,avx512dq,avx512vl,avx512bf16")
 
 #include "cpu/vector_avx512.h"
@@ -11,7 +11,7 @@
 namespace flashmoe::cpu {
 namespace {
 
-// The other types have nothing to gain here, and a third of this file's compile time each.
+// The other types would gain nothing here, and each would take a third of this file's compile time.
 void run_bf16(const BackwardTask& task, void* memory) {
   if (task.type != ScalarType::kBFloat16) return kBackwardAvx512Kernel.run(task, memory);
   if (task.is_exact && ExactBackward(task, memory).run()) return;

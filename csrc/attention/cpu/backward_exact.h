@@ -1,9 +1,10 @@
-// Attention's backward pass of a small fp32 problem, all of it in double: one (batch, key head). Include after a vector_*.h.
-// Internal linkage.
+// Attention's backward pass of a small fp32 problem, entirely in double: one (batch, key head). Include after a
+// vector_*.h. Internal linkage.
 //
-// Where a gradient has few numbers, or one row of large scores has all of it, its error is that of one or two roundings of fp32,
-// and plain PyTorch's may be none by luck. Here S, P and the mean of dP by P are made anew, so that neither lse nor out, both
-// rounded to fp32, counts. Rows are those of all query heads that read the key head, one head after the other.
+// If a gradient has few elements, or comes from one row of large scores, its error is that of one or two fp32
+// roundings, and plain PyTorch may by luck have none. Here S, P and the P-weighted mean of dP are recomputed, so that
+// lse and out, both rounded to fp32, do not matter. Rows are those of all query heads that read the key head, one head
+// after the other.
 #pragma once
 
 #include <algorithm>
@@ -18,15 +19,15 @@ namespace flashmoe::cpu {
 namespace {
 
 struct ExactScratch {
-  int32_t rows;   // whole tiles
-  int64_t keys;   // whole tiles
-  int64_t dim;    // the same of the larger head_dim
+  int32_t rows;   // rounded up to whole tiles
+  int64_t keys;   // rounded up to whole tiles
+  int64_t dim;    // the larger head_dim, rounded up to whole tiles
   double* q;      // [rows, dim]
   double* dout;   // the same
   double* dq;     // the same
   double* p;      // [rows, keys]: S, then P
   double* ds;     // the same: dP, then dS
-  double* block;  // of K and V in turn: [dim, kBackwardKeys], then K as [kBackwardKeys, dim], then their gradients
+  double* block;  // K, then V, as [dim, kBackwardKeys]; then K as [kBackwardKeys, dim]; then their gradients
   size_t bytes;
 
   ExactScratch(void* base, const BackwardTask& task) {
@@ -55,7 +56,7 @@ class ExactBackward {
         rows_((task.head_end - task.head_begin) * params_.seq_q),
         scale_(scale_of(params_)) {}
 
-  // False, and nothing is stored, where a number is not finite: what a row does not see is multiplied by zero here.
+  // Returns false and stores nothing if a number is not finite, because hidden keys are multiplied by zero here.
   bool run() {
     if (!load_rows(params_.q, params_.q_stride, params_.head_dim, s_.q)) return false;
     if (!load_rows(params_.dout, params_.dout_stride, task_.head_dim_v, s_.dout)) return false;
@@ -73,7 +74,7 @@ class ExactBackward {
   }
 
  private:
-  // The number whose float the parameters have: of the usual scale more digits are known.
+  // The scale in double: 1 / sqrt(head_dim) in full precision if the parameters hold the float of that.
   static double scale_of(const attention::BackwardParams& params) {
     const double usual = 1.0 / std::sqrt(static_cast<double>(params.head_dim));
     return static_cast<float>(usual) == params.scale ? usual : static_cast<double>(params.scale);
@@ -95,7 +96,7 @@ class ExactBackward {
   }
 
   static DoubleMatrix tile(double* data, int64_t stride, int32_t row) { return {data + row * stride, stride, 1}; }
-  // Keys from the first on that the row sees; that any row of a tile sees.
+  // The number of leading keys that the row sees; that any row of a tile sees.
   int32_t seen_by(int32_t row) const {
     return row < rows_ ? mask_.block(row % params_.seq_q, 0, params_.seq_k).keys_of(0).end : 0;
   }
@@ -107,7 +108,7 @@ class ExactBackward {
   int32_t dim_columns(int32_t dim) const { return round_up(dim, kDoubleTileColumns); }
   int32_t block_keys(int32_t key) const { return clamp(int64_t{params_.seq_k} - key, 0, kBackwardKeys); }
 
-  // All rows as doubles, and zeros behind them. Whether they are finite.
+  // Loads all rows as doubles, padded with zeros. Returns whether they are finite.
   bool load_rows(const void* tensor, attention::Strides stride, int32_t dim, double* to) const {
     double check = 0.0;  // a sum of 0 * x, which is not 0 for NaN and Inf
     for (int32_t row = 0; row < s_.rows; ++row, to += s_.dim) {
@@ -129,7 +130,7 @@ class ExactBackward {
     for (int32_t i = 0; i < count; ++i) to[i] = static_cast<float>(from[i] * factor);
   }
 
-  // S and dP of all rows and a block of keys. Whether K and V are finite.
+  // S and dP of all rows and a block of keys. Returns whether K and V are finite.
   bool score(int32_t key) {
     const int32_t keys = round_up(block_keys(key), kDoubleTileColumns);
     const DoubleMatrix block_t = {s_.block, kBackwardKeys, 1};
@@ -146,7 +147,7 @@ class ExactBackward {
     multiply_rows(s_.dout, block_t, task_.head_dim_v, key, keys, s_.ds);
     return true;
   }
-  // Of keys that no row of a tile sees nothing is computed.
+  // Skips keys that no row of a tile sees.
   void multiply_rows(double* left, DoubleMatrix block_t, int32_t dim, int32_t key, int32_t keys, double* to) const {
     for (int32_t row = 0; row < s_.rows; row += kDoubleTileRows) {
       const int32_t seen = clamp(seen_by_tile(row) - key, 0, keys);
@@ -163,8 +164,9 @@ class ExactBackward {
     return check == 0.0;
   }
 
-  // S and dP of a row to P and dS. Where the sum of P by lse is not 1, but for what the forward pass rounded, lse and out are of more
-  // keys than these (a part of a divided sequence) and count. False where lse is NaN or +inf.
+  // Turns S and dP of a row into P and dS. If the sum of P computed from lse is not 1, within the forward pass's
+  // rounding, lse and out cover more keys than these (this is a part of a split sequence) and are used. Returns false
+  // if lse is NaN or +inf.
   bool weigh(int32_t row) const {
     double* p = s_.p + row * s_.keys;
     double* ds = s_.ds + row * s_.keys;
@@ -179,7 +181,8 @@ class ExactBackward {
     for (int64_t key = count == 0 ? 0 : end; key < s_.keys; ++key) p[key] = 0.0;
     for (int64_t key = count; key < s_.keys; ++key) ds[key] = 0.0;
     if (count == 0) return true;
-    // dP is counted from that of the heaviest key: of a key that has nearly all of the weight the rest is not what is left of sums.
+    // dP is taken relative to that of the heaviest key: if one key has nearly all of the weight, its dS is then not a
+    // difference of large sums.
     const double pivot = ds[std::max_element(p, p + end) - p];
     Double weights = {}, products = {};
     for (int32_t key = 0; key < count; key += kDoubles) {
@@ -204,7 +207,8 @@ class ExactBackward {
     for (int i = 0; i < kDoubles; ++i) sum += x[i];
     return sum;
   }
-  // How far from 1 the sum of P may be by the forward pass's rounding: of lse, and of the scores, whose terms may cancel.
+  // How far from 1 the sum of P may be because of the forward pass's rounding: of lse, and of the scores, whose terms
+  // may cancel.
   double rounding_of(int32_t row, double lse) const {
     const double* q = s_.q + row * s_.dim;
     double square = 0.0;
@@ -219,7 +223,7 @@ class ExactBackward {
     return sum;
   }
 
-  // What a block of keys gives to dQ, and its dK and dV.
+  // Adds a block of keys to dQ, and computes its dK and dV.
   void add_keys(int32_t key) const {
     const int32_t keys = block_keys(key);
     if (task_.with_dq) {
@@ -240,7 +244,7 @@ class ExactBackward {
       store_keys(key, keys, task_.head_dim_v, 1.0, params_.dv, params_.dv_stride);
     }
   }
-  // The block = the transpose of scores, times rows: of each head those that see the tile's first key, or a later one.
+  // block = scores^T * rows; per head, only the rows that see the tile's first key or a later one.
   void multiply_keys(double* scores, double* rows, int32_t key, int32_t keys, int32_t dim) const {
     for (int32_t i = 0; i < keys; i += kDoubleTileRows) {
       const int32_t first = clamp(mask_.block(0, 0, params_.seq_k).first_row(key + i), 0, params_.seq_q);
@@ -264,7 +268,7 @@ class ExactBackward {
   const ExactScratch s_;
   const int32_t rows_;
   const double scale_;
-  double largest_key_ = 0.0;  // the square of its length
+  double largest_key_ = 0.0;  // the squared norm of the longest key
 };
 
 }  // namespace

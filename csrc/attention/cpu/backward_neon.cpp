@@ -1,4 +1,4 @@
-// The backward kernel that every AArch64 runs.
+// The backward kernel for every AArch64.
 
 #include "cpu/vector_neon.h"
 

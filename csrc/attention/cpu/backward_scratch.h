@@ -12,13 +12,13 @@
 namespace flashmoe::cpu {
 namespace {
 
-constexpr int64_t kScoreStride = kBackwardKeys + 16;  // of scores, from row to row: no power of two
+constexpr int64_t kScoreStride = kBackwardKeys + 16;  // of scores, between rows: not a power of two
 
-// Where a task's pieces lie in its scratch memory. "rows" has words along a row, "columns" has a word for each column, of one
-// row or of two: with words of one element both are the same memory.
+// The layout of a task's scratch memory. "rows" arrays have words along a row; "columns" arrays have one word per
+// column, of one row or of two. With words of one element both are the same memory.
 template <class T>
 struct BackwardScratch {
-  int64_t dim_stride;    // of anything with head_dim columns
+  int64_t dim_stride;    // of every array with head_dim columns
   int64_t packed_words;  // of the larger head_dim, in k_t and v_t
   float* q_rows;         // [rows, head_dim]
   float* q_columns;      // the same
@@ -27,7 +27,7 @@ struct BackwardScratch {
   float* k_t;            // [pair of vectors of keys, words of head_dim, kPairColumns]
   float* v_t;            // the same
   float* k_columns;      // [keys, head_dim]
-  float* scores;         // [rows, keys]: S, and P in its place where a word is an element
+  float* scores;         // [rows, keys]: S, and P in its place if a word is one element
   float* dscores;        // the same: dP, dS
   float* p_columns;      // [rows, keys]
   float* ds_columns;     // the same
@@ -35,14 +35,14 @@ struct BackwardScratch {
   float* dk;             // [keys, head_dim] fp32 sums
   float* dv;             // the same
   float* dq;             // [heads, rows, head_dim] of the task: fp32 sums
-  float* lse;            // [rows]; +inf of a row that sees no key, so that its P is 0
+  float* lse;            // [rows]; +inf for a row that sees no key, so that its P is 0
   float* row_term;       // [rows]
-  float* row_rest;       // [rows]: what the row term was rounded by, where that is known; else 0
-  float* correction;     // [rows]: the same of minus lse, in base 2
-  float* row_terms;      // [heads, rows] of the task: all of them, from the first block of keys on
-  float* square;         // as score_row needs it
-  float* slopes;         // [rows, keys], of a softcap
-  float* factors;        // [rows, keys], of dropout
+  float* row_rest;       // [rows]: the rounding error of the row term, if known; otherwise 0
+  float* correction;     // [rows]: the rounding error of -lse, in base 2, if known; otherwise 0
+  float* row_terms;      // [heads, rows] of the task: all row terms, from the first block of keys on
+  float* square;         // scratch of score_row
+  float* slopes;         // [rows, keys], for a softcap
+  float* factors;        // [rows, keys], for dropout
   size_t bytes;
 
   BackwardScratch(void* base, const BackwardTask& task) {

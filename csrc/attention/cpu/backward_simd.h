@@ -1,16 +1,18 @@
 // Attention's backward pass, one task with vector instructions. Include after a vector_*.h. Internal linkage.
 //
-// For each block of keys K and V are packed once; then for each block of query rows, with keys in the lanes,
+// Each block of keys K and V is packed once; then for each block of query rows, with keys in the lanes,
 //   S = Q K^T,   P = e^(S * scale - lse),   dP = dO V^T,   dS = P * (dP - row_term),
 //   dV += P^T dO,   dK += dS^T Q,   dQ += dS K,
-// where row_term = rowsum(dO * O) - dlse; dQ and dK are multiplied by the scale when they are stored. Left operands are read
-// element by element and may lie in either order, so that P and dS are nowhere transposed. Operands are words (gemm_pack.h):
-// fp32, or pairs of bf16 where the processor multiplies such; P and dS are then rounded to bf16, as torch rounds them.
+// where row_term = rowsum(dO * O) - dlse; dQ and dK are multiplied by the scale when they are stored. Left operands are
+// read element by element, in either memory order, so that P and dS are never transposed. Operands are words
+// (gemm_pack.h): fp32, or pairs of bf16 if the processor multiplies such pairs; P and dS are then rounded to bf16, as
+// torch rounds them.
 //
-// A large lse is rounded by more than P may be off by. So of fp32 S has the bits that the forward pass took lse from, product
-// and difference are rounded each, and dO * O is summed in the order of dO V^T: of a key that has all of the weight P is exactly
-// 1 and dS exactly 0. Where a row's keys are one block, P is divided by its sum, and the row term is the mean of dP by P with what
-// the mean was rounded by: without lse's rounding and O's, with few keys that is most of the error.
+// The rounding of a large lse exceeds the error that P may have. So for fp32, S has the same bits as in the forward
+// pass that computed lse, product and difference are rounded separately, and dO * O is summed in the order of dO V^T:
+// for a key that has all of the weight P is exactly 1 and dS exactly 0. If a row's keys are one block, P is divided by
+// its sum, and the row term is the mean of dP weighted by P, plus that mean's own rounding error. This avoids the
+// rounding of lse and O, which is most of the error if there are few keys.
 #pragma once
 
 #include <cmath>
@@ -31,13 +33,13 @@
 namespace flashmoe::cpu {
 namespace {
 
-// Words of dP that are summed at a time, where dP - row_term is a small difference of large sums (a V with a mean): one sum over
-// 256 was off by up to 4 times what torch's was. Of few rows, among which there may be one such difference alone, sums over 64
-// were off by up to 18 times as much, and over 32 by 3.
+// Words of dP per partial sum. dP - row_term may be a small difference of large sums (if V has a mean): the error of
+// one sum over 256 was up to 4 times torch's. With few rows there may be only one such difference: the error of sums
+// over 64 was up to 18 times torch's, over 32 up to 3 times.
 constexpr int32_t kSumWords = 64;
 constexpr int32_t kRowsOfShortSums = 16;
 
-// MaskOf: Mask, or BandMask, with which all of a band counts.
+// MaskOf: Mask, or BandMask, which applies all options of a band.
 template <class T, class MaskOf>
 class Backward {
  public:
@@ -86,7 +88,7 @@ class Backward {
   using Word =
       std::conditional_t<kElements == 2, T, float>;  // all words of one element are multiplied by the same code
 
-  // Where the log-sum-exp of a row is, and its gradient.
+  // Index of a row's log-sum-exp and of its gradient.
   int64_t statistic(int32_t head, int32_t row) const {
     return (int64_t{task_.batch} * params_.heads_q + head) * task_.lse_stride + row;
   }
@@ -102,7 +104,7 @@ class Backward {
     return static_cast<const T*>(tensor) + task_.batch * stride.batch + head * stride.head + row * stride.row;
   }
 
-  // Sums of `rows` rows to the tensor's, from `row` on; none where nobody wants them.
+  // Stores the sums of `rows` rows to the tensor, from `row` on; nothing if the tensor is null.
   void store(const float* sums, int32_t rows, int32_t dim, float factor, void* tensor, attention::Strides stride,
              int32_t head, int32_t row) const {
     if (tensor == nullptr) return;
@@ -136,7 +138,8 @@ class Backward {
     }
   }
 
-  // sums[i] = a[i] . b[i], added in the order of add_block's dP. The blocks' scores are not there yet: their memory is used.
+  // sums[i] = a[i] . b[i], added in the order of add_block's dP. Uses the memory of the blocks' scores, which are not
+  // computed yet.
   void multiply_rows(const T* const* a, const T* const* b, int32_t rows, float* sums) const {
     const int32_t dim_words = word_count<T>(dim_v_);
     for (int32_t i = 0; i < rows; i += Vector::kWidth) {
@@ -156,8 +159,8 @@ class Backward {
     }
   }
 
-  // rowsum(dO * O) - dlse of each row. Every row that sees a key of this task sees one of the first block, unless a band hides
-  // that from it.
+  // rowsum(dO * O) - dlse of each row. Every row that sees a key of this task sees one in the first block, unless a
+  // band hides it.
   void find_row_terms(const T* const* dout, int32_t head, int32_t row, int32_t rows) const {
     float* kept = s_.row_terms + int64_t{head - task_.head_begin} * task_rows() + row - task_.row_begin;
     if (MaskOf::kIsBand || key_ == task_.key_begin) {
@@ -170,7 +173,7 @@ class Backward {
     memcpy(s_.row_term, kept, static_cast<size_t>(rows) * sizeof(float));
   }
 
-  // Q, dO and the two numbers of each row. A word's second row past the last is zero.
+  // Q, dO, and lse and row term of each row. If the last word has only one row, its second row is zero.
   void pack_query_rows(int32_t head, int32_t row, int32_t rows) const {
     const T *q[kBackwardRows], *dout[kBackwardRows];
     for (int32_t i = 0; i < rows; ++i) {
@@ -194,7 +197,7 @@ class Backward {
     s_.lse[rows] = s_.row_term[rows] = s_.row_rest[rows] = s_.correction[rows] = 0.0f;
   }
 
-  // c = a b, of K or V transposed, in sums of `part` words.
+  // c = a b, with b = K or V transposed, in partial sums of `part` words.
   void multiply_parts(const float* a, int32_t rows, const float* b, int32_t words, int32_t part, int32_t columns,
                       float* c) const {
     for (int32_t word = 0; word < words; word += part) {
@@ -204,7 +207,7 @@ class Backward {
     }
   }
 
-  // S as the forward pass computes it for few rows of fp32, whose sums it takes in another order.
+  // S as the forward pass computes it for few fp32 rows, which it sums in another order.
   void score_by_row(int32_t rows, int32_t columns) const {
     const StridedRows<float> k{s_.k_columns, s_.dim_stride};
     for (int32_t i = 0; i < rows; ++i) {
@@ -214,7 +217,7 @@ class Backward {
     }
   }
 
-  // The contributions of `rows` query rows and this block of keys to one another.
+  // The contributions of `rows` query rows and this block of keys to each other.
   void add_block(int32_t head, int32_t row, int32_t rows) const {
     const auto mask = mask_.block(row, key_, keys_);
     const int32_t keys = mask.keys_of_any(rows).end;
@@ -267,9 +270,9 @@ class Backward {
     return Vector::fma(difference, Vector::broadcast(kLog2E), Vector::broadcast(s_.correction[row]));
   }
 
-  // Mends P and the row terms of rows that see no key outside of this block: P's sum is 1 then, but for rounding, and the row terms
-  // are the mean of dP by P. Where the sum is not 1, lse and out are of more keys than these (a part of a divided sequence), and
-  // nothing is mended.
+  // Corrects P and the row terms of rows that see no key outside this block: there P sums to 1, except for rounding,
+  // and the row term is the mean of dP weighted by P. If the sum is not 1, lse and out cover more keys than these
+  // (this is a part of a split sequence), and nothing is corrected.
   template <class BlockMaskOf>
   void mend_rows(BlockMaskOf mask, int32_t head, int32_t row, int32_t rows, int32_t columns) const {
     float p[kBackwardKeys];
@@ -300,7 +303,7 @@ class Backward {
           kLog2E * excess * (0.5f * excess - 1.0f);  // -log2 of the sum, to the third power of the excess
     }
   }
-  // The sum of p * (dscores - mean): what the mean was rounded by.
+  // The sum of p * (dscores - mean): the rounding error of the mean.
   float mean_difference(const float* p, const float* dscores, KeyRange seen, int32_t columns, float mean) const {
     Vector::Float sum = Vector::zero();
     for (int32_t column = 0; column < columns; column += Vector::kWidth) {
@@ -310,12 +313,12 @@ class Backward {
     return sum_of_lanes(sum);
   }
 
-  // Zeros from the last seen key on, where operands may hold NaN.
+  // Zeros from the end of the seen keys on, where operands may hold NaN.
   static Vector::Float seen_of(const float* dscores, int32_t column, KeyRange seen) {
     return Vector::from_lane(seen.end - column, Vector::zero(), Vector::load(dscores + column));
   }
 
-  // Whether a band's block can be multiplied: all of S and dP are finite.
+  // Whether a band's block can be multiplied as a whole: S and dP are finite.
   bool are_finite(int32_t rows, int32_t columns) const {
     Vector::Float sum = Vector::zero();  // of 0 * x, which is not 0 for NaN and Inf
     for (int32_t row = 0; row < rows; ++row) {
@@ -336,7 +339,8 @@ class Backward {
     }
   }
 
-  // The contributions of a band's block key by key, without those that a row does not see: they may hold NaN. Slow.
+  // Adds the contributions of a band's block key by key, skipping keys that a row does not see: they may hold NaN.
+  // Slow.
   void add_seen_keys(int32_t head, int32_t row, int32_t rows, BandBlockMask mask) const {
     constexpr int32_t kMaxPadded = 512 + Vector::kWidth;
     float q[kMaxPadded], dout[kMaxPadded], k[kMaxPadded], lanes[Vector::kWidth];
@@ -369,7 +373,7 @@ class Backward {
   }
 
   bool has_dropout() const { return MaskOf::kIsBand && task_.dropout != nullptr; }
-  // The factors of this block, and dP times these. Columns past the keys are zero.
+  // Computes the factors of this block and multiplies dP by them. Columns past the keys are zero.
   void drop_gradients(int32_t head, int32_t row, int32_t rows, int32_t keys, int32_t columns) const {
     DropoutFactors(*task_.dropout, task_.sequence, head).fill(row, rows, key_, keys, kScoreStride, 1, s_.factors);
     for (int32_t i = 0; i < rows; ++i) {
@@ -381,8 +385,9 @@ class Backward {
 
   bool has_softcap() const { return MaskOf::kIsBand && params_.score_options.score_factor > 0.0f; }
 
-  // S and dP to P and dS, zero where a row does not see a key. Whether all of those hidden scores were finite: else an
-  // operand holds NaN or Inf that must not be multiplied by the zero. A band's scores have been looked at before.
+  // Turns S and dP into P and dS, zero where a row does not see a key. Returns whether all of those hidden scores were
+  // finite: otherwise an operand holds NaN or Inf that must not be multiplied by the zero. A band's scores have been
+  // checked before.
   template <class BlockMaskOf>
   bool weigh(BlockMaskOf mask, int32_t rows, int32_t columns) const {
     Vector::Float hidden = Vector::zero();  // sum of 0 * x, which is not 0 for NaN and Inf
@@ -457,11 +462,11 @@ class Backward {
   const int32_t dim_;
   const int32_t dim_v_;
   const Vector::Float scale_;
-  const int32_t sum_words_;  // of dP, at a time
+  const int32_t sum_words_;  // words of dP per partial sum
   const bool scores_by_row_;
   const bool is_one_block_;
-  int32_t key_ = 0;   // the block of keys: the first
-  int32_t keys_ = 0;  // and how many
+  int32_t key_ = 0;   // the first key of the block
+  int32_t keys_ = 0;  // and the number of its keys
 };
 
 template <class T>

@@ -1,4 +1,4 @@
-// The backward kernel that every x86-64 runs.
+// The backward kernel for every x86-64.
 
 #include "cpu/vector_sse2.h"
 

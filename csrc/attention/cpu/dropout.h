@@ -1,4 +1,5 @@
-// Dropout on the CPU: the factors of a block of probabilities (attention/params/dropout.h says what they depend on). Internal linkage.
+// Dropout on the CPU: the factors of a block of probabilities (attention/params/dropout.h lists what they depend on).
+// Internal linkage.
 #pragma once
 
 #include <cstdint>
@@ -38,7 +39,7 @@ class DropoutFactors {
     start_ = words.word[2] + head_ * 0xA0F2EC75 + sequence_ * 0x89E18285;
   }
 
-  // factors[i * row_stride + j * key_stride] of row + i and key + j, for i < rows and j < keys.
+  // factors[i * row_stride + j * key_stride] for row + i and key + j, i < rows and j < keys.
   void fill(int32_t row, int32_t rows, int32_t key, int32_t keys, int64_t row_stride, int64_t key_stride,
             float* factors) const {
     for (int64_t own_row = row / 16 * 16; own_row < int64_t{row} + rows; own_row += own_row % 8 == 7 ? 9 : 1) {
@@ -66,7 +67,7 @@ class DropoutFactors {
   const uint32_t head_;
   uint32_t key0_;
   uint32_t key1_;
-  uint32_t start_;  // of the lattice, for the sequence and head
+  uint32_t start_;  // of the lattice, for this sequence and head
 };
 
 }  // namespace

@@ -1,5 +1,5 @@
-// A ragged, paged or banded batch as the kernels see it: each entry a batch of one, with parameters of its own. For the
-// dispatchers, which are compiled once.
+// A ragged, paged or banded batch as the kernels see it: each sequence is a batch of one, with its own parameters. For
+// the dispatchers, which are compiled once.
 #pragma once
 
 #include <algorithm>
@@ -24,7 +24,7 @@ inline Extent extent_of(const int32_t* cu_seqlens, int32_t entry, int32_t total,
   return {first, std::min(end - first, most)};
 }
 
-// With Params: ForwardParams or BackwardParams.
+// Params: ForwardParams or BackwardParams.
 template <class Params>
 Extent row_extent(const Params& params, int32_t entry) {
   const attention::Batch& entries = params.sequences;
@@ -43,13 +43,13 @@ Extent key_extent(const Params& params, int32_t entry) {
   return keys;
 }
 
-// From head to head of the log-sum-exp and its like.
+// Stride between heads of the log-sum-exp and tensors like it.
 template <class Params>
 int64_t statistic_stride(const Params& params) {
   return params.sequences.cu_seqlens_q == nullptr ? params.seq_q : params.sequences.rows_total;
 }
 
-// Whether kernels for a full or a causal mask compute something else.
+// Whether the kernels for a full or a causal mask would give a different result.
 template <class Params>
 bool needs_band(const Params& params) {
   const attention::ScoreOptions& band = params.score_options;
@@ -58,7 +58,7 @@ bool needs_band(const Params& params) {
          band.mask_type != attention::MaskTensor::kNone || params.sequences.block_table != nullptr;
 }
 
-// Moves pointers to the first row, or key, of an entry.
+// Moves pointers to the first row, or key, of a sequence.
 class EntryOffset {
  public:
   template <class Params>
@@ -74,7 +74,7 @@ class EntryOffset {
   Extent rows() const { return rows_; }
   Extent keys() const { return keys_; }
 
-  // Ragged tensors have no batch: their strides' batch is 0. Pages stay where they are.
+  // Ragged tensors have no batch dimension: their batch stride is 0. Pointers to pages are not moved.
   template <class Pointer>
   Pointer row(Pointer tensor, const attention::Strides& stride) const {
     return advance(tensor, (entry_ * stride.batch + rows_.first * stride.row) * size_);

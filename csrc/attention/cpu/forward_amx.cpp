@@ -1,8 +1,9 @@
-// The amx kernel: bf16 and fp16 on the tile unit; fp32, few rows, bands, unequal head dims, consistent calls and what amx_forward.h gives up
-// by avx512's kernel, with vectors. docs/kernels/cpu.md has the measurements.
+// The amx kernel: bf16 and fp16 on the tile unit. fp32, few rows, bands, unequal head dims, consistent calls and the
+// row blocks that amx_forward.h gives up run on avx512's kernel, with vectors. docs/kernels/cpu.md has the
+// measurements.
 //
 // The target is set here, not by compiler flags, so that all host files are compiled alike; it must come before the
-// intrinsics' header. Nothing but this kernel's table entry may leave the translation unit.
+// intrinsics' header. Only this kernel's table entry may be visible outside the translation unit.
 #pragma GCC target("avx2,fma,f16c,avx512f,avx512bw,avx512dq,avx512vl,avx512vbmi,avx512bf16,amx-tile,amx-bf16")
 
 #include "cpu/vector_avx512.h"
@@ -29,7 +30,8 @@ void forward_amx(const Task& task, void* memory) {
 
 void run_amx(const Task& task, void* memory) {
   const bool is_plain = !task.is_band && task.head_dim_v == task.params->head_dim;
-  // A block of rows that gives up does so for all of them, so consistent calls have vectors throughout.
+  // A block of rows is given up as a whole, so a row's bits would depend on its neighbours: consistent calls use
+  // vectors throughout.
   if (task.type == ScalarType::kFloat32 || has_few_rows(*task.params) || !is_plain || task.params->is_consistent != 0) {
     return kAvx512Kernel.run(task, memory);
   }

@@ -1,6 +1,6 @@
 // Attention forward of one head with very few query rows (decoding), one row at a time, head_dim in the lanes: K and V
-// are read as they lie, and no lane is idle. With rows in the lanes (forward_simd.h) a single query would use one lane
-// of kBlockRows. Include after a vector_*.h. Internal linkage.
+// are read in place, and no lane is idle. With rows in the lanes (forward_simd.h) a single query would use one lane of
+// kBlockRows. Include after a vector_*.h. Internal linkage.
 #pragma once
 
 #include <cstdint>
@@ -17,11 +17,11 @@
 namespace flashmoe::cpu {
 namespace {
 
-// At 4 rows this took 0.6 of the time of rows in the lanes (seq_k = 2048, head_dim 64, AVX-512; bf16 with AMX: 1.1), at
-// 8 rows about as long.
+// At 4 rows this took 0.6 times as long as rows in the lanes (seq_k = 2048, head_dim 64, AVX-512; bf16 with AMX: 1.1),
+// at 8 rows about as long.
 constexpr int32_t kFewRows = 4;
 
-// It adds in another order: consistent calls have rows in the lanes, however few.
+// This path sums in another order: consistent calls keep rows in the lanes, however few there are.
 inline bool has_few_rows(const attention::ForwardParams& params) {
   return params.seq_q <= kFewRows && params.is_consistent == 0;
 }
@@ -31,8 +31,8 @@ struct FewRowsScratch {
   float* out;     // [kFewRows, padded_dim]
   float* scores;  // [kBlockKeys]
   float* square;  // [2][kWidth, kWidth]
-  float* k;       // [kBlockKeys, padded_dim], where K is not whole vectors
-  float* v;       // the same of V
+  float* k;       // [kBlockKeys, padded_dim], if rows of K are not whole vectors
+  float* v;       // the same for V
   size_t bytes;
 
   FewRowsScratch(void* base, int32_t padded_dim) {
@@ -64,7 +64,7 @@ inline float sum_of_lanes(Vector::Float x) {
   return lanes[0];
 }
 
-// Rows of K or V of one block of keys: a stride apart, or each where it is.
+// Rows of K or V in one block of keys: at a fixed stride, or at separate addresses.
 template <class T>
 struct StridedRows {
   const T* first;
@@ -77,7 +77,7 @@ struct FoundRows {
   const T* operator[](int32_t row) const { return rows[row]; }
 };
 
-// scores[i] = q . k[i] for i < keys, -inf from there to the next whole vector. q: [padded_dim], k: [keys, padded_dim],
+// scores[i] = q . k[i] for i < keys, and -inf after that up to a whole vector. q: [padded_dim], k: [keys, padded_dim],
 // square: [2][kWidth, kWidth].
 template <class Rows>
 inline void score_row(const float* q, Rows k, int32_t keys, int32_t padded_dim, float* square, float* scores) {
@@ -167,7 +167,7 @@ inline void add_all_values(const float* weights, Rows v, int32_t keys, int32_t p
   for (; dim < padded_dim; dim += Vector::kWidth) add_values<1>(weights, v, dim, keys, alpha, out);
 }
 
-// One task of up to kFewRows rows. MaskOf: Mask, or BandMask, with which all of a band counts.
+// One task of up to kFewRows rows. MaskOf: Mask, or BandMask, which applies all options of a band.
 template <class T, class MaskOf>
 class FewRowsForward {
  public:
@@ -212,7 +212,7 @@ class FewRowsForward {
   }
 
  private:
-  // Where a row is no whole number of vectors, it is converted.
+  // Rows that are not a whole number of vectors are converted.
   void add_keys(int32_t rows, int32_t key, int32_t keys) {
     if constexpr (MaskOf::kIsBand) {
       const T *k[kBlockKeys], *v[kBlockKeys];
@@ -267,7 +267,7 @@ class FewRowsForward {
       score_function_.apply(task_.row_begin + row, key + seen.begin, count, s_.scores, nullptr);
       for (int32_t i = count; i < round_up(count, Vector::kWidth); ++i) s_.scores[i] = kMinusInfinity;
       const float alpha = weigh_row<ExpDegree<T>::value>(s_.scores, count, scale_.log2, &states_[row]);
-      const U* shown[kBlockKeys];  // V of hidden keys may hold NaN, so it is not multiplied by their zeros
+      const U* shown[kBlockKeys];  // V of hidden keys may hold NaN, so it is not multiplied by their zero weights
       const U* const* values = v + seen.begin;
       if (score_function_.has_mask()) {
         count = drop_hidden(s_.scores, values, count, shown);
@@ -277,7 +277,7 @@ class FewRowsForward {
     }
   }
 
-  // Moves the weights that are not zero to the front, and their rows to `shown`; returns their number.
+  // Moves the nonzero weights to the front, and their rows to `shown`; returns their number.
   template <class U>
   static int32_t drop_hidden(float* weights, const U* const* rows, int32_t count, const U** shown) {
     int32_t left = 0;

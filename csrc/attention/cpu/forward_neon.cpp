@@ -1,4 +1,4 @@
-// The kernel that every AArch64 runs.
+// The kernel for every AArch64.
 
 #include "cpu/vector_neon.h"
 

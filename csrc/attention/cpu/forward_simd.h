@@ -1,8 +1,8 @@
 // Attention forward of one task with vector instructions. Include after a vector_*.h. Internal linkage.
 //
 // Everything is transposed: S^T = K Q^T and O^T += V^T P^T, with query rows in the lanes. Then the vector operand is
-// Q^T (packed once a task) or P^T (as the softmax leaves it), and the elements of K and V are broadcast from where they
-// are: fp32 K and V need no packing at all, 16-bit ones only a conversion a block. Rejected: lanes over keys, which
+// Q^T (packed once per task) or P^T (as the softmax leaves it), and the elements of K and V are broadcast from where
+// they are: fp32 K and V need no packing, 16-bit ones only one conversion per block. Rejected: lanes over keys, which
 // needs K packed and transposed for every task, and reductions across lanes in the softmax.
 #pragma once
 
@@ -20,7 +20,7 @@
 namespace flashmoe::cpu {
 namespace {
 
-// Keys of one step of the online softmax: scores of a row block (16 KiB with AVX-512) and Q^T stay in the L1 cache.
+// Keys per step of the online softmax: the scores of a row block (16 KiB with AVX-512) and Q^T stay in the L1 cache.
 constexpr int32_t kBlockKeys = 128;
 
 // scores_t[r, rows] = sum_d k[r, d] q_t[d, rows] for r < kRows.
@@ -32,7 +32,7 @@ void scores_tile(const float* q_t, const float* k, int64_t k_stride, int32_t hea
 #pragma GCC unroll 2
     for (int c = 0; c < kBlockVectors; ++c) sum[r][c] = Vector::zero();
   }
-  // Four rows a pointer: x86 addresses p, p + stride, p + 2 stride without further registers.
+  // Four rows per pointer: x86 addresses p, p + stride, p + 2 stride without further registers.
   const float* rows[(kRows + 3) / 4];
 #pragma GCC unroll 4
   for (int i = 0; i < (kRows + 3) / 4; ++i) rows[i] = k + 4 * i * k_stride;
@@ -94,7 +94,7 @@ void output_tile(const float* p_t, const float* v, int64_t v_stride, int32_t key
   }
 }
 
-// Calls the tile of the given height. The recursion ends at kRows = 1: heights are 1..kMaxTileRows.
+// Calls the tile function of the given height, 1..kMaxTileRows. The recursion ends at kRows = 1.
 template <int kRows = Vector::kMaxTileRows>
 inline void scores_tile_of(int32_t rows, const float* q_t, const float* k, int64_t k_stride, int32_t head_dim,
                            float* scores_t) {
@@ -110,7 +110,7 @@ inline void output_tile_of(int32_t rows, const float* p_t, const float* v, int64
 }
 
 // Divides `count` rows into the fewest tiles, of heights that differ by at most one: a tile of 4 after five of 12 would
-// wait for its own additions.
+// stall on the latency of its additions.
 inline int32_t tile_count(int32_t count) { return (count + Vector::kMaxTileRows - 1) / Vector::kMaxTileRows; }
 
 // scores_t [keys, rows] of k [keys, head_dim].
@@ -124,7 +124,7 @@ inline void compute_scores(const float* q_t, const float* k, int64_t k_stride, i
   }
 }
 
-// The same of at most kFewKeys keys, in short sums. The rows of scores_t behind them are used.
+// The same for at most kFewKeys keys, in short sums. Uses the rows of scores_t after them as scratch.
 inline void compute_few_scores(const float* q_t, const float* k, int64_t k_stride, int32_t keys, int32_t head_dim,
                                float* scores_t) {
   float* part_t = scores_t + int64_t{kFewKeys} * kBlockRows;
@@ -162,8 +162,8 @@ inline bool rows_are_finite(const float* rows, int64_t stride, int32_t count, in
   return tail == 0.0f && !Vector::any_differs(sum, Vector::zero());
 }
 
-// As accumulate_output, but a key that the mask hides from a row leaves it alone, where 0 * V would make NaN of
-// Inf or NaN in V. For blocks on the diagonal that hold such: slow.
+// As accumulate_output, but a key that the mask hides from a row does not change that row; 0 * V would turn Inf or NaN
+// in V into NaN. For blocks on the diagonal with such values; slow.
 inline void accumulate_visible_output(const float* p_t, const float* v, int64_t v_stride, BlockMask mask,
                                       int32_t head_dim, const float* alpha, float* out_t) {
   const KeyRange any = mask.keys_of_any(kBlockRows), all = mask.keys_of_all(kBlockRows);
@@ -182,7 +182,7 @@ inline void accumulate_visible_output(const float* p_t, const float* v, int64_t 
   }
 }
 
-// The same where a band hides keys: a weight of 0 leaves the row alone. Slow, too.
+// The same for keys that a band hides: a weight of 0 does not change the row. Also slow.
 inline void accumulate_weighted_output(const float* p_t, const float* v, int64_t v_stride, int32_t keys,
                                        int32_t head_dim, const float* alpha, float* out_t) {
   accumulate_output(p_t, v, v_stride, 0, head_dim, alpha, out_t);
@@ -225,7 +225,7 @@ inline void softmax_in_place(float* scores_t, int32_t keys, float scale_log2, So
   }
 }
 
-// Multiplies weights by their factors; what is dropped becomes 0 even of a NaN.
+// Multiplies weights by their factors; dropped ones become 0, even a NaN.
 inline void drop(float* weights, const float* factors, int64_t count) {
   for (int64_t i = 0; i < count; i += Vector::kWidth) {
     const Vector::Float factor = Vector::load(factors + i);
@@ -255,8 +255,8 @@ inline void pack_row_block(const T* q, int64_t row_stride, int32_t rows, int32_t
   }
 }
 
-// out_t [padded_dim, rows], times 1/sum, -> out [rows, head_dim] and lse [rows], which may be null. buffer:
-// [kBlockRows, padded_dim].
+// Multiplies out_t [padded_dim, rows] by 1/sum and stores it to out [rows, head_dim]; also stores lse [rows], which may
+// be null. buffer: [kBlockRows, padded_dim].
 template <class T>
 inline void store_row_block(const float* out_t, SoftmaxState state, int32_t rows, Scale scale, int32_t head_dim,
                             int32_t padded_dim, float* buffer, T* out, int64_t row_stride, float* lse) {
@@ -274,7 +274,7 @@ inline void store_row_block(const float* out_t, SoftmaxState state, int32_t rows
   store_lse(state, rows, scale, lse);
 }
 
-// Where a task's pieces lie in its scratch memory.
+// The layout of a task's scratch memory.
 struct SimdScratch {
   float* q_t;       // [row_blocks, padded_dim, rows]
   float* out_t;     // [row_blocks, padded_dim, rows]
@@ -320,14 +320,15 @@ inline void convert_rows(const T* src, int64_t stride, int32_t rows, int32_t hea
   }
 }
 
-// A block of K or V as fp32 rows: converted into `buffer`, or where it is.
+// A block of K or V as fp32 rows: converted into `buffer`, or in place.
 template <class T>
 inline Fp32Rows fp32_rows(const T* src, int64_t stride, int32_t rows, int32_t head_dim, int32_t padded_dim, bool,
                           float* buffer) {
   convert_rows(src, stride, rows, head_dim, padded_dim, buffer);
   return {buffer, padded_dim};
 }
-// Rows far apart are copied when several row blocks read them: each lies in a page and cache set of its own.
+// Rows with a large stride are copied if several row blocks read them: each is on its own page and in its own cache
+// set.
 inline Fp32Rows fp32_rows(const float* src, int64_t stride, int32_t rows, int32_t head_dim, int32_t padded_dim,
                           bool read_often, float* buffer) {
   if (stride == head_dim || !read_often) return {src, stride};
@@ -335,7 +336,7 @@ inline Fp32Rows fp32_rows(const float* src, int64_t stride, int32_t rows, int32_
   return {buffer, padded_dim};
 }
 
-// A block of K or V that may lie in pages: as it lies, where its rows are a stride apart, or gathered.
+// A block of K or V that may be paged: in place if its rows have one stride, otherwise gathered.
 template <class T>
 inline Fp32Rows block_rows(const T* first, const attention::Strides& stride, const attention::Batch& entries,
                            int32_t key, int32_t keys, int32_t head_dim, int32_t padded_dim, bool read_often,
@@ -350,7 +351,7 @@ inline Fp32Rows block_rows(const T* first, const attention::Strides& stride, con
   return {buffer, padded_dim};
 }
 
-// One task. MaskOf: Mask, or BandMask, with which all of a band counts.
+// One task. MaskOf: Mask, or BandMask, which applies all options of a band.
 template <class T, class MaskOf>
 class SimdForward {
  public:
@@ -381,7 +382,7 @@ class SimdForward {
            static_cast<size_t>(row_blocks_) * static_cast<size_t>(padded_dim_v_) * kBlockRows * sizeof(float));
 
     const KeyRange seen = mask_.keys(task_.row_begin, task_.row_end - task_.row_begin);
-    // Blocks of keys are the same for all row blocks, whatever task they are in.
+    // Blocks of keys are the same for all row blocks, whatever their task.
     for (int32_t key = seen.begin / kBlockKeys * kBlockKeys; key < seen.end; key += kBlockKeys) {
       add_keys(key, clamp(int64_t{seen.end} - key, 0, kBlockKeys));
     }

@@ -1,4 +1,4 @@
-// The kernel that every x86-64 runs.
+// The kernel for every x86-64.
 
 #include "cpu/vector_sse2.h"
 

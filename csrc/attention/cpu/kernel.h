@@ -1,5 +1,5 @@
-// What the dispatcher and the per-instruction-set translation units share. Plain data and declarations only: an inline
-// function here would be compiled once with AVX-512 and once without, and the linker would keep either one.
+// Shared by the dispatcher and the translation units of the instruction sets. Plain data and declarations only: an
+// inline function here would be compiled both with and without AVX-512, and the linker would keep either copy.
 #pragma once
 
 #include <cstddef>
@@ -10,8 +10,8 @@
 
 namespace flashmoe::cpu {
 
-// Rows [row_begin, row_end) of one (batch, query head). Of a ragged or paged batch each entry has parameters of its own, in which
-// it is a batch of one.
+// Rows [row_begin, row_end) of one (batch, query head). In a ragged or paged batch each sequence has its own
+// parameters, in which it is a batch of one.
 struct Task {
   const attention::ForwardParams* params;
   ScalarType type;
@@ -21,18 +21,18 @@ struct Task {
   int32_t row_begin;  // a multiple of Kernel::row_granularity
   int32_t row_end;
   int32_t head_dim_v;
-  int64_t lse_stride;                 // from head to head
-  bool is_band;                       // params' band and pages count, instead of `causal`
-  const attention::Dropout* dropout;  // null: none; else is_band
-  int32_t sequence;                   // of the batch, whatever `batch` is
+  int64_t lse_stride;                 // between heads
+  bool is_band;                       // use params' band and pages instead of `causal`
+  const attention::Dropout* dropout;  // null: none; otherwise is_band is set
+  int32_t sequence;                   // index in the batch, whatever `batch` is
 };
 
 // One instruction set's implementation.
 struct Kernel {
-  // A row's result depends on the keys it sees and on its position inside its block of this many rows, never on
-  // which other blocks are in the task: so the dispatcher may choose any multiple as the task's height.
+  // A row's result depends on the keys it sees and on its position inside its block of this many rows, never on the
+  // other blocks of the task: so the dispatcher may choose any multiple as the task's height.
   int32_t row_granularity;
-  // Bytes of scratch memory that a task of `rows` rows needs, 64-byte aligned; head_dim is the larger of the two.
+  // Bytes of scratch memory for a task of `rows` rows, 64-byte aligned; head_dim is the larger of the two.
   size_t (*scratch_bytes)(ScalarType type, int32_t head_dim, int32_t rows);
   void (*run)(const Task& task, void* scratch);
 };

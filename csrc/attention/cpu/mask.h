@@ -1,7 +1,7 @@
 // The mask rule of the CPU kernels: which keys a query row sees. Include after a vector_*.h. Internal linkage.
 //
-// Causal masks are aligned bottom right: key j is visible to row i when j <= i + seq_k - seq_q. A band's keys begin and end
-// at a distance of that diagonal. Both kinds answer the same questions, and nothing outside of this file knows the rules.
+// Causal masks are aligned bottom right: key j is visible to row i if j <= i + seq_k - seq_q. A band's keys begin and
+// end at a distance from that diagonal. Both kinds have the same interface, and only this file knows the rules.
 #pragma once
 
 #include <cstdint>
@@ -12,25 +12,26 @@
 namespace flashmoe::cpu {
 namespace {
 
-// Keys [begin, end); empty ranges have end = 0.
+// Keys [begin, end); an empty range has end = 0.
 struct KeyRange {
   int32_t begin;
   int32_t end;
 };
 
-// A block of rows against a block of keys, both counted from the block's first.
+// A block of rows against a block of keys, both numbered from the block's first.
 class BlockMask {
  public:
-  // first_end: keys of the block that row 0 sees, were it long enough in both directions; each row sees one more.
+  // first_end: keys of the block that row 0 sees, if the block were unbounded in both directions; each further row sees
+  // one more.
   BlockMask(int64_t first_end, int32_t keys) : first_end_(first_end), keys_(keys) {}
 
   // Keys that the row sees.
   KeyRange keys_of(int32_t row) const { return {0, clamp(first_end_ + row, 0, keys_)}; }
-  // Keys that all of `rows` rows see: outside of them scores must be masked.
+  // Keys that all of `rows` rows see: scores outside this range must be masked.
   KeyRange keys_of_all(int32_t) const { return keys_of(0); }
-  // Keys that any of `rows` rows sees: the others need no scores.
+  // Keys that any of `rows` rows sees: no other scores are needed.
   KeyRange keys_of_any(int32_t rows) const { return keys_of(rows - 1); }
-  // The first row that sees the key, and with it all later ones; below 0 or past the last row where the mask is whole.
+  // The first row that sees the key; all later rows see it too. At most 0 if all rows do, past the last if none does.
   int32_t first_row(int32_t key) const { return clamp(key + 1 - first_end_, -1, INT32_MAX); }
 
  private:
@@ -38,10 +39,11 @@ class BlockMask {
   int32_t keys_;
 };
 
-// The same of a band, in which rows also cease to see keys: each row's range begins and ends one key after the last row's.
+// The same for a band, in which rows also stop seeing keys: each row's range begins and ends one key after the previous
+// row's.
 class BandBlockMask {
  public:
-  // first_begin, first_end: keys of the block that row 0 sees, were it long enough in both directions.
+  // first_begin, first_end: keys of the block that row 0 sees, if the block were unbounded in both directions.
   BandBlockMask(int64_t first_begin, int64_t first_end, int32_t keys)
       : first_begin_(first_begin), first_end_(first_end), keys_(keys) {}
 
@@ -53,9 +55,9 @@ class BandBlockMask {
   }
   KeyRange keys_of_any(int32_t rows) const { return range(0, rows - 1); }
   int32_t first_row(int32_t key) const { return clamp(key + 1 - first_end_, -1, INT32_MAX); }
-  // The row after the last that sees the key.
+  // The row after the last one that sees the key.
   int32_t end_row(int32_t key) const { return clamp(key + 1 - first_begin_, -1, INT32_MAX); }
-  // Only keys [begin, end) of the block.
+  // Restricted to keys [begin, end) of the block.
   BandBlockMask part(KeyRange keys) const {
     return {first_begin_ - keys.begin, first_end_ - keys.begin, keys.end - keys.begin};
   }

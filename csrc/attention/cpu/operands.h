@@ -1,4 +1,4 @@
-// One head's tensors, and the factors of the scores. Include after a vector_*.h. Internal linkage.
+// One head's tensors. Include after a vector_*.h. Internal linkage.
 #pragma once
 
 #include <cstdint>
@@ -8,14 +8,14 @@
 namespace flashmoe::cpu {
 namespace {
 
-// One head's tensors of a task, as the element type.
+// One head's tensors of a task, with their element type.
 template <class T>
 struct Operands {
   const T* q;  // row 0 of the head
   const T* k;
   const T* v;
   T* out;
-  float* lse;  // row 0, or null if nobody wants it
+  float* lse;  // row 0, or null if not needed
 
   float* lse_row(int64_t row) const { return lse == nullptr ? nullptr : lse + row; }
 
@@ -32,7 +32,8 @@ struct Operands {
   }
 };
 
-// rows[i]: key + i of a head's K or V, which may lie in pages. `first`: the head's key 0, or that of page 0.
+// Sets rows[i] to the address of key + i of a head's K or V, which may be paged. `first`: the head's key 0, or that of
+// page 0.
 template <class T>
 inline void find_rows(const T* first, const attention::Strides& stride, const attention::Batch& entries, int32_t key,
                       int32_t keys, const T** rows) {

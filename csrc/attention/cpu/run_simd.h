@@ -1,5 +1,5 @@
-// The two functions of a Kernel table entry, for the instruction sets that have vectors only. Include after a
-// vector_*.h. Internal linkage.
+// The two functions of a Kernel table entry, for instruction sets that have only vectors. Include after a vector_*.h.
+// Internal linkage.
 #pragma once
 
 #include <cstddef>

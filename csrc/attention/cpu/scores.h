@@ -1,5 +1,6 @@
-// What a band makes of scores before the softmax (attention::ScoreOptions): softcap, then the mask tensor or ALiBi. Where the mask tensor is
-// -inf, or false, a score is -inf whatever it was, NaN included. Include after a vector_*.h. Internal linkage.
+// Applies a band's options to the scores before the softmax (attention::ScoreOptions): softcap, then the mask tensor or
+// ALiBi. If the mask tensor is -inf, or false, the score becomes -inf, even if it was NaN. Include after a vector_*.h.
+// Internal linkage.
 #pragma once
 
 #include <cstdint>
@@ -13,8 +14,8 @@
 namespace flashmoe::cpu {
 namespace {
 
-// tanh x to within 2 units in the last place: x + x^3 p(x^2) up to |x| = 0.625, minimax in relative error, and from there on
-// (1 - e) / (1 + e) of e = exp(-2 |x|).
+// tanh x to within 2 ulp: x + x^3 p(x^2) up to |x| = 0.625, minimax in relative error, and above that (1 - e) / (1 + e)
+// with e = exp(-2 |x|).
 inline Vector::Float tanh_of(Vector::Float x) {
   static constexpr float kCoefficients[] = {-5.7049863e-3f, 2.0639087e-2f, -5.3739715e-2f, 1.3331442e-1f,
                                             -3.3333282e-1f};
@@ -30,22 +31,22 @@ inline Vector::Float tanh_of(Vector::Float x) {
   const Vector::Float large = Vector::div(Vector::sub(one, e), Vector::add(one, e));
   const Vector::Float signed_large = Vector::where_equal(magnitude, x, large, Vector::sub(Vector::zero(), large));
   const Vector::Float limit = Vector::broadcast(0.625f);
-  return Vector::where_equal(Vector::max(magnitude, limit), limit, small, signed_large);  // a NaN makes the limit
+  return Vector::where_equal(Vector::max(magnitude, limit), limit, small, signed_large);  // a NaN becomes the limit
 }
 
-// Of one query head. T: the mask tensor's type where it is additive.
+// For one query head. T: the mask tensor's type if it is additive.
 template <class T>
 class ScoreFunction {
  public:
-  // diagonal: keys less rows of the sequence.
+  // diagonal: the sequence's number of keys minus its number of rows.
   ScoreFunction(const attention::ScoreOptions& band, int32_t head, int64_t diagonal)
       : band_(band), head_(head), diagonal_(diagonal) {}
 
   bool has_softcap() const { return band_.score_factor > 0.0f; }
   bool has_mask() const { return band_.mask_type != attention::MaskTensor::kNone; }
 
-  // scores[i] of `row` and key + i, for i < keys; whole vectors are changed. slopes, which may be null: what the softcap's
-  // derivative multiplies the gradients by.
+  // Changes scores[i] of `row` and key + i, for i < keys, in whole vectors. slopes, which may be null, gets the
+  // softcap's derivative, by which gradients are multiplied.
   void apply(int64_t row, int32_t key, int32_t keys, float* scores, float* slopes) const {
     if (has_softcap()) {
       const Vector::Float one = Vector::broadcast(1.0f);
@@ -67,7 +68,7 @@ class ScoreFunction {
     }
   }
 
-  // The same of a block of `rows` rows, the lanes of scores_t [keys, block_rows]. values: [block_rows, kChunk].
+  // The same for a block of `rows` rows, the lanes of scores_t [keys, block_rows]. values: [block_rows, kChunk].
   void apply_transposed(int64_t row, int32_t rows, int32_t block_rows, int32_t key, int32_t keys, float* scores_t,
                         float* values) const {
     if (has_softcap()) {
@@ -90,8 +91,8 @@ class ScoreFunction {
     }
   }
 
-  static constexpr int32_t kChunk = 128;      // keys whose mask values are at hand
-  static constexpr float kMostSlope = 1e29f;  // as the GPU's: any distance times this is a float
+  static constexpr int32_t kChunk = 128;      // keys whose mask values are loaded at a time
+  static constexpr float kMostSlope = 1e29f;  // as on the GPU: any distance times this is a finite float
 
  private:
   Vector::Float cap(Vector::Float score) const {
@@ -103,7 +104,8 @@ class ScoreFunction {
     return Vector::where_equal(value, hidden, hidden, Vector::add(score, value));
   }
 
-  // values[i] of the row and key + i, times mask_factor, for i < keys <= kChunk; zeros up to a whole vector.
+  // values[i] = the mask value of the row and key + i, times mask_factor, for i < keys <= kChunk; zeros up to a whole
+  // vector.
   void load_values(int64_t row, int32_t key, int32_t keys, float* values) const {
     const int64_t at = head_ * band_.mask_stride_head + row * band_.mask_stride_row + key * band_.mask_stride_key;
     const int64_t stride = band_.mask_stride_key;
@@ -148,7 +150,7 @@ class ScoreFunction {
     }
   }
 
-  // values: [rows, kChunk]. Lanes past the last row get numbers that nobody reads.
+  // values: [rows, kChunk]. Lanes past the last row get unused numbers.
   static void add_own(const float* values, int32_t keys, int32_t rows, int32_t block_rows, float* scores_t) {
     float square[Vector::kWidth * Vector::kWidth];
     for (int32_t lane = 0; lane < block_rows && lane < rows; lane += Vector::kWidth) {
@@ -169,15 +171,15 @@ class ScoreFunction {
   const int64_t diagonal_;
 };
 
-// The factors of a band's scores. Its scale is above zero; a softcap takes the scale's place. Without one they are those of a call without a
-// band, to the bit.
+// The factors of a band's scores. Its scale is above zero; with a softcap, the cap takes the place of the scale.
+// Without softcap they are bit for bit those of a call without a band.
 template <class Params>
 inline Scale scale_of_band(const Params& params) {
   if (params.score_options.score_factor <= 0.0f) return make_scale(params.scale);
   return {1.0f, params.scale_log2 / kLog2E, params.scale_log2};
 }
 
-// What a row's running maximum and sum start from: the sink, which is one more score of no value, or no score yet.
+// A row's running maximum and sum start from the sink, which is one more score without a value, or from no score.
 struct RowStart {
   float max;  // as SoftmaxState's, unscaled
   float sum;

@@ -2,7 +2,7 @@
 // no reduction across lanes. Include after a vector_*.h. Internal linkage.
 //
 // Notation, shared with forward_simd.h: a row block is kBlockRows query rows, one lane each. Arrays "over the row
-// block" have kBlockRows floats a row; scores_t is [keys, rows], transposed.
+// block" have kBlockRows floats per row; scores_t is [keys, rows], transposed.
 #pragma once
 
 #include <cstdint>
@@ -19,8 +19,9 @@ constexpr int kBlockVectors = 2;
 constexpr int kBlockRows = kBlockVectors * Vector::kWidth;
 inline int32_t row_block_count(int32_t rows) { return (rows + kBlockRows - 1) / kBlockRows; }
 
-// With few keys a score's rounding is most of an fp32 gradient's error, and there may be one row in a problem that has any: q . k is
-// then added up in sums of kShortSum products. One sum was off by up to 5 times what torch's product was.
+// With few keys a score's rounding is most of an fp32 gradient's error, and only one row of the problem may have any
+// gradient. So q . k is summed in groups of kShortSum products: the error of one single sum was up to 5 times that of
+// torch's product.
 constexpr int32_t kFewKeys = 16;
 constexpr int32_t kShortSum = 16;
 template <class T>
@@ -44,14 +45,14 @@ inline Scale make_scale(float scale) {
   return scale < 0.0f ? Scale{-1.0f, -scale, -scale * kLog2E} : Scale{1.0f, scale, scale * kLog2E};
 }
 
-// The running state of a row block, over the row block.
+// The running state of a row block; the arrays are over the row block.
 struct SoftmaxState {
   float* max;    // of the scores so far, unscaled; -inf before any key
   float* sum;    // of 2^((score - max) * scale_log2)
-  float* alpha;  // what the sum and the output so far must be multiplied by for the new maximum
+  float* alpha;  // factor of the sum and the output so far, for the new maximum
 };
 
-// Writes -inf where the mask hides a key of keys_of_any(). scores_t: [keys, rows].
+// Writes -inf to the masked keys of keys_of_any(). scores_t: [keys, rows].
 inline void mask_scores(float* scores_t, BlockMask mask) {
   const Vector::Float hidden = Vector::broadcast(kMinusInfinity);
   const int32_t end = mask.keys_of_any(kBlockRows).end;
@@ -64,7 +65,7 @@ inline void mask_scores(float* scores_t, BlockMask mask) {
   }
 }
 
-// The same of a band's block, which is all keys of keys_of_any().
+// The same for a band's block, reduced to the keys of keys_of_any().
 inline void mask_scores(float* scores_t, BandBlockMask mask) {
   const Vector::Float hidden = Vector::broadcast(kMinusInfinity);
   const KeyRange any = mask.keys_of_any(kBlockRows), all = mask.keys_of_all(kBlockRows);
@@ -80,9 +81,11 @@ inline void mask_scores(float* scores_t, BandBlockMask mask) {
   }
 }
 
-// Takes the block's maxima into the state and sets alpha. scores_t: [keys, rows]; scale_log2 > 0. Column c only.
-// Returns the number to subtract from the scores: the new maximum, or 0 while that is -inf (nothing visible yet), so that
-// -inf - -inf does not arise. Subtracted before the multiplication, which leaves 0 of the maximum itself at any magnitude.
+// Updates the running maximum with the block's and sets alpha, for vector column c only. scores_t: [keys, rows];
+// scale_log2 > 0.
+// Returns the number to subtract from the scores: the new maximum, or 0 while that is -inf (nothing visible yet), so
+// that -inf - -inf does not occur. It is subtracted before the multiplication, so that the maximum itself gives exactly
+// 0 at any magnitude.
 inline Vector::Float update_max(const float* scores_t, int32_t keys, float scale_log2, SoftmaxState state, int c) {
   const float* s = scores_t + c * Vector::kWidth;
   Vector::Float m0 = Vector::broadcast(kMinusInfinity), m1 = m0;
@@ -115,13 +118,14 @@ inline void set_state(SoftmaxState state, float max, float sum) {
   }
 }
 
-// 1 / sum, or 0 for rows that saw no key (their sum is exactly 0: any key's maximum contributes 1, a NaN gives NaN).
+// 1 / sum, or 0 for rows that saw no key (their sum is exactly 0: the maximum of any key contributes 1, a NaN gives
+// NaN).
 inline Vector::Float inverse_sum(SoftmaxState state, int c) {
   const Vector::Float sum = Vector::load(state.sum + c * Vector::kWidth);
   return Vector::where_equal(sum, Vector::zero(), Vector::zero(), Vector::div(Vector::broadcast(1.0f), sum));
 }
 
-// x, a float or a vector, which the compiler may not join with what comes after into one operation of one rounding.
+// x, a float or a vector. The compiler may not fuse it with what follows into one operation with one rounding.
 template <class F>
 inline F rounded(F x) {
 #if defined(__x86_64__)
@@ -132,9 +136,9 @@ inline F rounded(F x) {
   return x;
 }
 
-// lse of the block's first `rows` rows, natural logarithm; none if lse is null. score * scale of the maximum is rounded first,
-// as the backward pass rounds it: what was lost there cancels, and a key that has all of the weight gets exactly 1. logf: the
-// double function's newest version needs a newer glibc than the oldest that the wheel runs on.
+// lse of the block's first `rows` rows, natural logarithm; nothing if lse is null. The scaled maximum is rounded first,
+// as the backward pass rounds it: the rounding errors cancel, and a key that has all of the weight gets exactly 1.
+// logf: the newest version of the double function needs a newer glibc than the oldest that the wheel runs on.
 inline void store_lse(SoftmaxState state, int32_t rows, Scale scale, float* lse) {
   if (lse == nullptr) return;
   for (int32_t row = 0; row < rows; ++row) {

@@ -1,4 +1,4 @@
-// New keys and values into a cache, on a GPU.
+// Appends new keys and values to a cache on a GPU.
 
 #include <algorithm>
 #include <cstdint>

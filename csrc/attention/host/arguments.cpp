@@ -18,7 +18,7 @@ using host::violate;
 constexpr double kLog2E = 1.4426950408889634;
 constexpr double kMaxScale = std::numeric_limits<float>::max() / kLog2E;
 
-// The element type, where attention has kernels for it on that kind of device.
+// The element type, if attention has kernels for it on that kind of device.
 Dtype supported_dtype(const QueryKeyValue& operands) {
   const bool is_cuda = operands.device_type == aoti_torch_device_type_cuda();
   const std::optional<Dtype> dtype = host::dtype_of(operands.torch_dtype);
@@ -146,7 +146,7 @@ void check_batch(int64_t of_q, int64_t of_k) {
 
 namespace {
 
-// torch counts a tensor without elements as contiguous, whatever its strides.
+// torch treats a tensor without elements as contiguous, whatever its strides.
 bool has_elements(const Tensor& tensor) {
   return std::all_of(tensor.sizes(), tensor.sizes() + tensor.dim(), [](int64_t size) { return size != 0; });
 }
@@ -219,7 +219,7 @@ void check_arguments(ForwardArguments& arguments) {
     violate("attention.key_value_sizes", {{"k", describe_sizes(k)}, {"v", describe_sizes(v)}});
   }
   check_batch(arguments.q.sizes()[0], k_sizes[0]);
-  // In float32 what Python's head_dim ** -0.5 is, for all of them; std::pow would need GLIBC_2.29.
+  // In float32 this equals Python's head_dim ** -0.5 for every head_dim; std::pow would need GLIBC_2.29.
   if (arguments.has_default_scale) {
     arguments.scale = 1.0 / std::sqrt(static_cast<double>(arguments.q.sizes()[3]));
   }

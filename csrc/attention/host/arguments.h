@@ -1,5 +1,5 @@
-// Checks of the forward operators' arguments, and the parameter block made from them. Each rule stands here alone: a check throws the
-// rule's name and the values, and flashmoe/attn/rules.py says in words what is wrong.
+// Checks of the forward operators' arguments, and the parameter block made from them. Each rule is checked only here:
+// a check throws the rule's name and the values, and flashmoe/attn/rules.py has the words that explain what is wrong.
 #pragma once
 
 #include "attention/host/select.h"
@@ -11,7 +11,7 @@ namespace flashmoe::attention {
 
 using host::Tensor;
 
-// What every operator attends with; check_operands sets all but the tensors.
+// Operands common to all operators; check_operands sets everything except the tensors.
 struct QueryKeyValue {
   Tensor q;
   Tensor k;
@@ -31,36 +31,35 @@ struct ForwardArguments : QueryKeyValue {
 };
 
 struct ForwardOutputs {
-  Tensor out;  // as q, with v's head_dim; contiguous where ragged, else q's order of strides
+  Tensor out;  // as q, with v's head_dim; contiguous if ragged, otherwise with q's order of strides
   Tensor
-      lse;  // [batch, heads_q, seq_q], or [heads_q, tokens] of ragged rows; fp32, contiguous; not given where nobody wants it
+      lse;  // [batch, heads_q, seq_q], or [heads_q, tokens] for ragged rows; fp32, contiguous; not given if not needed
 };
 
-// What a backward pass takes beside the operands.
+// What a backward pass takes in addition to the operands.
 struct BackwardTensors {
-  Tensor out;   // of the forward pass; q's sizes with v's head_dim, its last dimension contiguous
-  Tensor dout;  // as out: its gradient
-  Tensor lse;   // [batch, heads_q, seq_q], or [heads_q, tokens] of ragged rows; float32, contiguous
-  Tensor dlse;  // as lse: its gradient; not given where there is none
+  Tensor out;   // from the forward pass; q's sizes with v's head_dim, last dimension contiguous
+  Tensor dout;  // gradient of out: same shape, last dimension contiguous
+  Tensor lse;   // [batch, heads_q, seq_q], or [heads_q, tokens] for ragged rows; float32, contiguous
+  Tensor dlse;  // gradient of lse: same shape, contiguous; not given if there is none
 };
 
-// Allocated by the operator; not given where nobody needs one, but the kernels of dk and dv give both. Of ragged attention on the CPU zero
-// where rows or keys may belong to no sequence (ragged tensors, seqused_k): its kernels write what belongs to one. A GPU's kernels write
-// zeros to the rest, too.
+// Allocated by the operator; not given if not needed, but the kernels of dk and dv compute both. Ragged attention on
+// the CPU: zeroed if rows or keys may belong to no sequence (ragged tensors, seqused_k), because its kernels write only
+// what belongs to one. GPU kernels write zeros to the rest themselves.
 struct Gradients {
   Tensor dq;
   Tensor dk;
   Tensor dv;
-  Tensor
-      row_dot;  // as lse: BackwardParams::row_dot, where the caller needs it for the gradient of the sinks. A GPU's alone
-  Tensor scores;  // [batch, heads_q, rows, keys or a few more]: MaskBackwardParams::scores_gradient
-  Tensor mask;    // their sums, [batch or 1, heads_q or 1, as scores], where the mask has fewer matrices
+  Tensor row_dot;  // as lse: BackwardParams::row_dot, if the caller needs it for the gradient of the sinks. GPU only
+  Tensor scores;   // [batch, heads_q, rows, keys or a few more]: MaskBackwardParams::scores_gradient
+  Tensor mask;     // their sums, [batch or 1, heads_q or 1, as scores], if the mask has fewer matrices
 };
 
-// Throws unless q, k and v are tensors of one device and of one dtype that has kernels there; or, of a cache of codes, k and v of
-// float8_e4m3fn and q of 16 bits.
+// Throws unless q, k and v are on one device and have one dtype with kernels there; or, for a cache of codes, unless k
+// and v are float8_e4m3fn and q has 16 bits.
 void check_operands(QueryKeyValue& operands, bool has_codes = false);
-void check_places(QueryKeyValue& operands);  // tensors of one device, whatever their dtypes
+void check_places(QueryKeyValue& operands);  // on one device, whatever their dtypes
 
 struct Layout {
   const char* text;
@@ -72,43 +71,43 @@ constexpr Layout kDenseLayout{"[batch, heads, length, head_dim]", 4};
 void check_layout(const Tensor& tensor, const char* name, const Layout& layout);
 void check_last_stride(const Tensor& tensor, const char* name);
 
-// One head_dim for q and k, 1 to kMaxHeadDim for q and v, and a number of query heads that heads_kv divides.
+// q and k share one head_dim, q and v have 1 to kMaxHeadDim, and heads_kv divides the number of query heads.
 void check_heads(const QueryKeyValue& operands, int64_t heads_kv);
 
-// A tensor that goes with q: on its device, of this type and rank, its last dimension contiguous.
+// A tensor that accompanies q: on its device, with this dtype and rank, last dimension contiguous.
 void check_companion(const Tensor& tensor, const char* name, const QueryKeyValue& operands, int32_t dtype,
                      int64_t rank);
 void check_device(const Tensor& tensor, const char* name, const QueryKeyValue& operands);
 
-// `sizes`: of out, with q's rank.
+// `sizes`: those of out, with q's rank.
 void check_backward_tensors(const BackwardTensors& tensors, const QueryKeyValue& operands, const int64_t* sizes);
 
 void check_batch(int64_t of_q, int64_t of_k);
 void check_scale(double scale);
 
-// Throws the first rule that the arguments break.
+// Throws for the first rule that the arguments break.
 void check_arguments(ForwardArguments& arguments);
 
-// Kernels hold scale * log2(e) in float32. False for NaN, too.
+// Kernels hold scale * log2(e) in float32. False for NaN too.
 bool is_possible_scale(double scale);
 
-// Uninitialised, of these sizes: dense, with the tensor's order of dimensions, as torch's empty_like gives it; contiguous where
-// the tensor overlaps itself.
+// Uninitialised, with these sizes: dense, in the tensor's order of dimensions, as torch's empty_like; contiguous if the
+// tensor overlaps itself.
 Tensor dense_like(const Tensor& tensor, const int64_t* sizes, int32_t torch_dtype);
 
 // Uninitialised outputs of the right shape, dtype and device.
 ForwardOutputs allocate_outputs(const QueryKeyValue& operands, bool with_lse);
 
-// In elements, of a tensor of rows or keys: dense, ragged or pages.
+// In elements, for a tensor of rows or keys: dense, ragged or pages.
 Strides strides_of(const Tensor& tensor, bool is_paged = false);
 
-// What all kernels take of the operands and outputs; scale stays 0. Outputs may be empty.
+// The operands and outputs as all kernels take them; scale stays 0. Outputs may be empty.
 ForwardParams make_operand_params(const QueryKeyValue& operands, const ForwardOutputs& outputs, bool is_paged);
 
-// Sizes, strides and pointers; no split, no counter. Outputs may be empty.
+// Sizes, strides and pointers; num_splits 1, no tile counter. Outputs may be empty.
 ForwardParams make_params(const ForwardArguments& arguments, const ForwardOutputs& outputs);
 
-// All of the parameters but tile_counter, of dense and ragged attention. `forward`: with empty outputs.
+// All parameters except tile_counter, for dense and ragged attention. `forward`: made with empty outputs.
 BackwardParams make_backward_params(const ForwardParams& forward, const BackwardTensors& tensors,
                                     const Gradients& gradients);
 

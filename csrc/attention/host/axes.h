@@ -1,4 +1,4 @@
-// Names for what the kernel table says of attention's kernels, in the order of csrc/attention/operations.toml, which the
+// Names for the columns of attention's kernel table, in the order of csrc/attention/operations.toml, which the
 // generated kernel table asserts.
 #pragma once
 
@@ -12,11 +12,12 @@ namespace axis {
 enum : int32_t { kHeadDim, kMask };
 }
 
-// Value of the axis kMask; kernels of the combining pass have none.
+// Value of the axis kMask; combine kernels have none.
 enum class Mask : int32_t { kCausal, kFull };
 
-// Index into Kernel::cost: microseconds of an H100, of a block for a whole tile by a key and at its ends; and of a kernel that
-// divides a tile's keys, those of the partial results and the second pass, and by share.
+// Index into Kernel::cost, in microseconds on an H100: a block's time per key for a whole tile, and its time at the
+// start and end; for a kernel that splits a tile's keys, also the time of the partial results and the second pass, and
+// the time per split (for chunks per 1000 partial rows).
 namespace cost {
 enum : int32_t { kKey, kEnds, kSplit, kShare };
 }

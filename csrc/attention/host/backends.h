@@ -1,5 +1,5 @@
-// The two backends of the operators; of the dense backward pass the CPU's. Arguments are checked, outputs allocated and not
-// empty.
+// The two backends of the operators; for the dense backward pass only the CPU's. Arguments are checked, outputs are
+// allocated and not empty.
 #pragma once
 
 #include "attention/host/arguments.h"
@@ -15,14 +15,15 @@ void backward_cpu(const BackwardParams& params, const ForwardArguments& argument
 // Ragged, paged and banded attention: at least one sequence, row and head; max_seqlen_k may be 0.
 void forward_varlen_cpu(const VarlenArguments& arguments, const ForwardOutputs& outputs);
 void forward_varlen_cuda(const VarlenArguments& arguments, const ForwardOutputs& outputs);
-// At least one row and one key.
+// Needs at least one row and one key.
 void backward_varlen_cpu(const VarlenBackwardArguments& arguments, const Gradients& gradients);
 void backward_varlen_cuda(const VarlenBackwardArguments& arguments, const Gradients& gradients);
-// Whether it stores the gradient of the scores behind a mask, which takes all other gradients, too.
+// Returns whether the backward pass stores the gradient of the scores behind a mask; it then computes all other
+// gradients too.
 bool stores_scores_gradient(const VarlenBackwardArguments& arguments);
-// Memory for it, and for its sums where the mask has fewer matrices.
+// Allocates memory for it, and for its sums if the mask has fewer matrices.
 void allocate_mask_gradient(const VarlenArguments& forward, Gradients& gradients);
-// At least one new key.
+// Needs at least one new key.
 void append_cpu(const AppendArguments& arguments);
 void append_cuda(const AppendArguments& arguments);
 

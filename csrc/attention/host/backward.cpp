@@ -1,4 +1,5 @@
-// The backward pass: its operator as torch knows it; on a GPU which kernels, on what, and the list that is launched.
+// The backward pass of dense attention: its torch operator, and for a GPU the selection of the kernels and their
+// launches.
 
 #include <optional>
 #include <utility>
@@ -23,7 +24,7 @@ struct BackwardArguments : BackwardTensors {
   bool needs_dkv() const { return (needs & (kNeedsDk | kNeedsDv)) != 0; }
 };
 
-// The same problem on tensors that the kernels can load. Both kernels ask for the same.
+// The same problem on tensors that the kernels can load. Both kernels have the same requirements.
 BackwardArguments make_loadable(const BackwardArguments& arguments, const Kernel& kernel) {
   BackwardArguments copied;
   copied.forward.q = host::loadable(arguments.forward.q, kernel);
@@ -40,7 +41,7 @@ BackwardArguments make_loadable(const BackwardArguments& arguments, const Kernel
   return copied;
 }
 
-// In the layout of what they are gradients of, so that the operations behind them need no copies.
+// With the same layout as the tensors they are gradients of, so that the operations that follow need no copies.
 Gradients allocate_gradients(const ForwardArguments& forward, bool with_dq, bool with_dk, bool with_dv) {
   Gradients gradients;
   if (with_dq) gradients.dq = dense_like(forward.q, forward.q.sizes(), forward.q.dtype());
@@ -155,8 +156,8 @@ void boxed_backward(StableIValue* stack, uint64_t num_arguments, uint64_t num_ou
 }  // namespace flashmoe::attention
 
 STABLE_TORCH_LIBRARY_FRAGMENT(flashmoe, library) {
-  // needs: bits, 1 for dq, 2 for dk, 4 for dv; None for the others, and for all where this GPU has no backward kernel. At least
-  // one row and one key are needed.
+  // needs: bits, 1 for dq, 2 for dk, 4 for dv; None for the others, and for all if this GPU has no backward kernel.
+  // Needs at least one row and one key.
   library.def(
       "_flash_attention_backward(Tensor grad_out, Tensor? grad_lse, Tensor q, Tensor k, Tensor v, Tensor out, Tensor "
       "lse, float scale, bool causal, int needs=7) -> (Tensor?, Tensor?, Tensor?)");

@@ -5,7 +5,7 @@
 namespace flashmoe::attention {
 namespace {
 
-// Where no kernel of dq runs. Ragged rows: one batch entry of rows_total.
+// For a launch without the dq kernel. Ragged rows: one batch entry of rows_total rows.
 RowDotParams make_row_dot_params(const BackwardParams& params, int32_t head_dim) {
   const bool is_ragged = params.sequences.cu_seqlens_q != nullptr;
   return {params.out,
@@ -35,7 +35,7 @@ void run_split(DropoutBackwardParams launched, const BackwardKernels& kernels, S
   const host::CudaCall call(gpu);
   host::TileCounter counter;
   if (dq.is_persistent || dkv.is_persistent) {
-    counter = host::tile_counter(call);  // one for both, which follow each other
+    counter = host::tile_counter(call);  // one for both, which run one after the other
     params.tile_counter = counter.address;
   }
   host::Workspace workspace;

@@ -1,4 +1,5 @@
-// What the backward passes of dense and of ragged attention share: which gradients are wanted, and the two forms of launching them.
+// Shared by the backward passes of dense and of ragged attention: which gradients are needed, and the two ways to
+// launch them.
 #pragma once
 
 #include <cuda.h>
@@ -24,12 +25,12 @@ constexpr int64_t kNeedsDv = 4;
 constexpr int64_t kNeedsAll = kNeedsDq | kNeedsDk | kNeedsDv;
 constexpr int64_t kNeedsMask = 16;  // 8: of the sinks, which Python computes
 
-// Of dense attention, whose row_dot nobody asks for.
+// For dense attention, where the caller never asks for row_dot.
 inline int64_t num_rows(const BackwardParams& params) {
   return static_cast<int64_t>(params.batch) * params.heads_q * params.seq_q;
 }
 
-// What FusedQueryParams and VarlenFusedQueryParams have in common; sums come later.
+// The fields that FusedQueryParams and VarlenFusedQueryParams have in common; `sums` is set later.
 template <class QueryParams>
 QueryParams fused_query_params(const BackwardParams& params) {
   QueryParams queries{};
@@ -50,7 +51,8 @@ QueryParams fused_query_params(const BackwardParams& params) {
   return queries;
 }
 
-// What a kernel takes after its parameters; none outside the sm90 family. Dense and ragged attention describe the same tensors.
+// The tensor maps that a kernel takes after its parameters; none outside the sm90 family. Dense and ragged attention
+// describe the same tensors.
 using MakeMaps = std::vector<CUtensorMap> (*)(const BackwardParams& params, const Kernel& kernel);
 
 template <class Maps>
@@ -67,24 +69,25 @@ std::vector<CUtensorMap> encode_key_value_gradient_maps(const Maps& maps, Dtype 
           encode(maps.dout, "grad_out"), encode(maps.dk, "dk"), encode(maps.dv, "dv")};
 }
 
-// The form of two kernels. params has dq or null, dk and dv or null: a kernel runs where its gradient is needed; without dq a small
-// kernel gives row_dot. Tiles: of all heads.
+// The split form: two kernels. params.dq may be null, and so may dk and dv together: a kernel runs only if its gradient
+// is needed; without dq a small kernel computes row_dot. Tiles: summed over all heads.
 struct SplitTiles {
   int64_t dq;
   int64_t dkv;
 };
-// Kernels without dropout take what `launched` begins with.
+// Kernels without dropout take the BackwardParams at the start of `launched`.
 void run_split(DropoutBackwardParams launched, const BackwardKernels& kernels, SplitTiles tiles, int32_t head_dim_v,
                MakeMaps query_gradient_maps, MakeMaps key_value_gradient_maps, const host::Device& gpu);
 
-// Memory for row_dot where the caller wants none of it; it lives as long as `workspace`.
+// Memory for row_dot if the caller does not ask for it; it lives as long as `workspace`.
 inline void allocate_row_dot(BackwardParams& params, int64_t row_dot, const host::Workspace& workspace) {
   if (params.row_dot == nullptr) params.row_dot = workspace.address<float>(row_dot);
 }
 
-// All three gradients by one kernel, between one that computes row_dot and zeroes the sums of dq, and one that converts these.
-// partials: of all heads, of partial_rows rows each. A kernel takes `launched`, of dropout or a mask, or the BackwardParams that it begins with.
-// `next`, where it has a kernel, runs directly behind the fused one.
+// All three gradients from one kernel. The kernel before it computes row_dot and zeroes the semaphores of dq's
+// partials; the kernel after it converts the partials to dq. partials: of all heads, partial_rows rows each. A kernel
+// takes `launched`, for dropout or a mask, or the BackwardParams at its start. `next`, if it has a kernel, runs right
+// after the fused one.
 template <class Launched, class QueryParams, class MakeFusedMaps>
 void run_fused(Launched launched, const BackwardKernels& kernels, QueryParams queries, int64_t partials,
                int64_t partial_rows, int64_t tiles, const MakeFusedMaps& key_value_gradient_maps,
@@ -97,7 +100,7 @@ void run_fused(Launched launched, const BackwardKernels& kernels, QueryParams qu
   host::Workspace workspace;
   const int64_t row_dot = workspace.add<float>(params.row_dot == nullptr ? num_rows(params) : 0);
   const int64_t sums =
-      workspace.add<float>(partials * (partial_rows * fused.axes[axis::kHeadDim] + 1));  // and a rank for each
+      workspace.add<float>(partials * (partial_rows * fused.axes[axis::kHeadDim] + 1));  // and a semaphore each
   workspace.allocate(call);
   allocate_row_dot(params, row_dot, workspace);
   queries.row_dot = params.row_dot;

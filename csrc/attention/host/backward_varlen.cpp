@@ -1,5 +1,5 @@
-// The backward pass of ragged and banded attention on a GPU: which kernels, on what, and the two launches. Nothing here reads device
-// memory: grids are sized for the most tiles that there can be.
+// The backward pass of ragged and banded attention on a GPU: selects the kernels and launches them, split or fused.
+// Nothing here reads device memory: grids are sized for the most tiles possible.
 
 #include <algorithm>
 #include <cstring>
@@ -29,8 +29,8 @@ BackwardKernels select_kernels(const VarlenArguments& arguments, const host::Dev
 
 bool is_streaming(const Kernel& fused) { return std::strcmp(fused.operation, "attention_mask_backward_fused") == 0; }
 
-// Tensor maps take dense entries for rows of one long tensor: an entry begins a whole number of rows behind the one before. And
-// they need a row stride where there is but one row, too.
+// Tensor maps treat dense sequences as rows of one long tensor, so each sequence must begin a whole number of rows
+// after the previous one. They need a row stride even if there is only one row.
 bool has_whole_entries(const Tensor& tensor, const Kernel& kernel) {
   if (kernel.num_tensor_maps == 0) return true;
   const bool is_ragged = tensor.dim() == 3;
@@ -44,7 +44,7 @@ Tensor operand(const Tensor& tensor, const Kernel& kernel) {
                                                                                 : host::padded_copy(tensor);
 }
 
-// A gradient where the kernels can store it: the caller's tensor, or one at the width of whole 16-byte pieces.
+// A gradient tensor that the kernels can store to: the caller's, or one padded to rows of whole 16 bytes.
 Tensor result(const Tensor& tensor, const Kernel& kernel) {
   if (!VarlenArguments::has(tensor)) return Tensor();
   return host::is_loadable(tensor, kernel) && has_whole_entries(tensor, kernel)
@@ -64,7 +64,7 @@ VarlenBackwardArguments loadable_arguments(const VarlenBackwardArguments& argume
   return copied;
 }
 
-// For tensor maps, whose operands have been copied where all rows are one (the gradient of a mean over them).
+// For tensor maps, whose operands have been copied if all their rows are one (the gradient of a mean over them).
 int32_t rows_between_entries(const Strides& strides) {
   return strides.batch == 0 || strides.row == 0 ? 0 : static_cast<int32_t>(strides.batch / strides.row);
 }
@@ -76,14 +76,14 @@ SequenceRows sequence_rows(const BackwardParams& params) {
           rows_between_entries(params.dv_stride)};
 }
 
-// Tiles of a head: of each entry the last one may be broken. In a ragged tensor what belongs to no entry, in front and behind, counts
-// for two more.
+// Tiles per head: the last tile of each sequence may be partial. In a ragged tensor the rows before the first and after
+// the last sequence count for two more.
 int64_t most_tiles(bool is_ragged, int64_t total, int64_t longest, int64_t entries, int64_t block) {
   return is_ragged ? ceil_div(total, block) + entries + 2 : ceil_div(longest, block) * entries;
 }
 
-// Of one block a tile, fewer where all entries are short: each has as many as the longest, whatever its own length. Kernels tell by the
-// grid which it is.
+// For one block per tile; fewer if all sequences are short: then each has as many tiles as the longest, whatever its
+// own length. Kernels can tell from the grid which layout it is.
 int64_t most_blocks(bool is_ragged, int64_t total, int64_t longest, int64_t entries, int64_t block,
                     bool is_persistent) {
   const int64_t tiles = most_tiles(is_ragged, total, longest, entries, block);
@@ -143,7 +143,7 @@ void run_fused(const DropoutBackwardParams& launched, const BackwardKernels& ker
   const BackwardParams& params = launched.backward;
   const Kernel& fused = *kernels.fused;
   const Batch& entries = params.sequences;
-  // As attention/backward/sm90/dq_partials.cuh numbers them.
+  // Numbered as in attention/backward/sm90/dq_partials.cuh.
   const int64_t partials = entries.cu_seqlens_q != nullptr ? entries.rows_total / kDqPartialRows + params.batch + 2
                                                            : ceil_div(params.seq_q, kDqPartialRows) * params.batch;
   const int64_t tiles =
@@ -153,7 +153,7 @@ void run_fused(const DropoutBackwardParams& launched, const BackwardKernels& ker
   queries.rows_total = entries.rows_total;
   queries.head_dim_v = params.head_dim_v;
   queries.width = fused.axes[axis::kHeadDim];
-  if (launched.dropout.rng_state != nullptr) queries.scale *= launched.dropout.scale;  // dS lacks it
+  if (launched.dropout.rng_state != nullptr) queries.scale *= launched.dropout.scale;  // dS lacks this factor
   host::Launch sum;
   const auto run = [&](const auto& given, const auto& maps, const BackwardKernels& used) {
     run_fused(given, used, queries, partials * params.heads_q, kDqPartialRows, tiles * params.heads_kv, maps, gpu, sum);
@@ -206,7 +206,7 @@ bool prefers_fused(const BackwardKernels& kernels, const BackwardParams& params,
                                   is_split_slow);
 }
 
-// Back from a result of another width or order.
+// Copies back a result that has another width or order.
 void give_back(const Tensor& from, const Tensor& to) {
   if (!VarlenArguments::has(to)) return;
   if (from.data() != to.data()) host::copy_unpadded(from, to);
@@ -215,9 +215,9 @@ void give_back(const Tensor& from, const Tensor& to) {
 }  // namespace
 
 bool stores_scores_gradient(const VarlenBackwardArguments& arguments) {
-  constexpr int64_t kMostBytes = int64_t{1} << 30;  // of dS that is summed to a smaller mask
-  // At up to 64 columns stores cost the fused kernel as much as a kernel for a shared mask takes (4 x 2048, 16 heads, H200: 148 us of 272), but
-  // where that one is short of work.
+  constexpr int64_t kMostBytes = int64_t{1} << 30;  // of dS, if it is summed to a smaller mask
+  // At up to 64 columns these stores cost the fused kernel as much time as a separate kernel for a shared mask takes
+  // (4 x 2048, 16 heads, H200: 148 us of 272), except where that kernel has too little work.
   constexpr int64_t kMostNarrowBytes = int64_t{1} << 27;
   const VarlenArguments& forward = arguments.forward;
   if (forward.has_dropout() || !streams_mask(forward)) return false;
@@ -250,7 +250,7 @@ void backward_varlen_cuda(const VarlenBackwardArguments& arguments, const Gradie
   const host::Device& gpu = host::device(arguments.forward.device_index);
   const BackwardKernels kernels = select_kernels(arguments.forward, gpu);
   const Kernel& strictest =
-      kernels.fused != nullptr ? *kernels.fused : *kernels.dq;  // what a copy engine can load, the others can
+      kernels.fused != nullptr ? *kernels.fused : *kernels.dq;  // a tensor that TMA can load, the others can load too
   VarlenBackwardArguments operands = loadable_arguments(arguments, strictest);
   Gradients results;
   results.dq = result(gradients.dq, strictest);

@@ -1,4 +1,4 @@
-// The gradient of an additive mask on a GPU, from what the backward pass left: which kernel, on what, and the launch.
+// The gradient of an additive mask on a GPU, from the results of the backward pass: selects the kernel and launches it.
 
 #include <algorithm>
 #include <utility>
@@ -15,7 +15,7 @@
 namespace flashmoe::attention {
 namespace {
 
-// Blocks for each multiprocessor: fewer tiles than these divide their items.
+// Blocks per multiprocessor: if there are fewer tiles than this, the items of a tile are split.
 constexpr int64_t kMinBlocks = 4;
 
 struct BiasGradientArguments : VarlenBackwardArguments {
@@ -41,7 +41,7 @@ BiasGradientArguments take_bias_gradient(host::Arguments& given) {
   return arguments;
 }
 
-// All but the tensors' memory.
+// All parameters except the tensors' memory.
 BiasGradientParams make_bias_params(const VarlenArguments& forward, const Kernel& kernel, const host::Device& gpu) {
   const int64_t* mask = forward.mask.sizes();
   const int64_t rows = forward.max_seqlen_q, keys = forward.max_seqlen_k;

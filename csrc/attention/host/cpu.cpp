@@ -43,7 +43,7 @@ void backward_varlen_cpu(const VarlenBackwardArguments& arguments, const Gradien
 
 namespace {
 
-// One cache and what goes into it: rows of head_dim elements.
+// Copies the new rows of head_dim elements into one cache.
 void append_rows(const AppendArguments& arguments, const Tensor& cache, const Tensor& added) {
   const bool is_paged = arguments.has_pages();
   const Strides to = strides_of(cache, is_paged), from = strides_of(added);
@@ -72,7 +72,7 @@ void append_rows(const AppendArguments& arguments, const Tensor& cache, const Te
 
 }  // namespace
 
-// The lengths and pages are checked: on the CPU they always are.
+// Lengths and pages are already checked: on the CPU they always are.
 void append_cpu(const AppendArguments& arguments) {
   append_rows(arguments, arguments.k_cache, arguments.k_new);
   append_rows(arguments, arguments.v_cache, arguments.v_new);

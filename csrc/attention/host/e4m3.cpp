@@ -18,21 +18,21 @@ using host::describe_sizes;
 using host::violate;
 
 constexpr int64_t kRowAlignBytes = 16;
-constexpr int64_t kScaledKeys = 16;  // of a page that has a scale: a multiple of a warp's keys
-constexpr int64_t kCopiedKeys = 32;  // that a block of threads copies at a time
-// What a kernel reads begins less than this many keys before a window: the largest block of any.
+constexpr int64_t kScaledKeys = 16;  // page sizes with scales are a multiple of this, and so of a warp's keys
+constexpr int64_t kCopiedKeys = 32;  // copied at a time by a thread block
+// A kernel may read up to this many keys before a window: the largest block of any kernel.
 constexpr int64_t kLargestBlock = 256;
-// Every tile of a chunk makes elements of all codes again: beyond so many of a key head one copy is cheaper, however many keys there are. Of bf16 they
-// take twice the instructions.
+// Every tile of a chunk converts all codes again: with more tiles per key head than this, one copy is cheaper, however
+// many keys there are. Converting to bf16 takes twice the instructions.
 constexpr int64_t kMostCodedTiles = 8;
-constexpr int64_t kMostWideCodedTiles = 6;  // of bf16, above head dim 64
-constexpr int64_t kMostTallCodedTiles = 3;  // above head dim 128
-constexpr int64_t kMostScaledTiles = 2;     // where pages have scales, by which elements are multiplied in float32
-constexpr int64_t kMostOfPart = int64_t{1} << 30;  // elements of a copy's smallest part
-constexpr int64_t kWidest = 256;                   // head dim of any kernel for codes
-constexpr int32_t kFirstThatDecodes = 80;          // compute capability that has a kernel for codes
+constexpr int64_t kMostWideCodedTiles = 6;         // for bf16 above head dim 64
+constexpr int64_t kMostTallCodedTiles = 3;         // above head dim 128
+constexpr int64_t kMostScaledTiles = 2;            // if pages have scales, by which elements are multiplied in float32
+constexpr int64_t kMostOfPart = int64_t{1} << 30;  // elements of the smallest part that can be copied
+constexpr int64_t kWidest = 256;                   // the largest head dim of any kernel for codes
+constexpr int32_t kFirstThatDecodes = 80;          // lowest compute capability with a kernel for codes
 
-// Whether rows of codes can be loaded by 16 bytes where they lie.
+// Whether rows of codes can be loaded in place, 16 bytes at a time.
 bool is_loadable(const Tensor& codes, bool may_repeat) {
   const int64_t last = codes.dim() - 1;
   if (reinterpret_cast<std::uintptr_t>(codes.data()) % kRowAlignBytes != 0) return false;
@@ -56,7 +56,7 @@ E4m3ForwardParams make_e4m3_params(const E4m3Arguments& arguments, const VarlenA
 
 int64_t round_up(int64_t value, int64_t multiple) { return (value + multiple - 1) / multiple * multiple; }
 
-// Of a cache, sequences and key heads that are copied at a time.
+// The sequences and key heads of a cache that are copied at a time.
 struct Part {
   int64_t sequence;
   int64_t sequences;
@@ -68,8 +68,8 @@ int64_t elements_of_head(const VarlenArguments& arguments) {
   return most_keys(arguments) * (arguments.head_dim() + arguments.head_dim_v());
 }
 
-// The largest part, the first one. Rows of a second pass are those of all sequences where they are ragged, and log-sum-exps are contiguous: so it has
-// all sequences, or one, or all heads.
+// The first part, which is the largest. A combine kernel's rows are those of all sequences if they are ragged, and
+// log-sum-exps are contiguous: so a part has all sequences, or one, or all heads.
 Part first_part(const VarlenArguments& arguments) {
   const int64_t of_head = std::max<int64_t>(1, elements_of_head(arguments));
   const int64_t heads = arguments.heads_kv();
@@ -98,7 +98,7 @@ ScaleArgument part_of(const ScaleArgument& scale, const Part& part, bool has_pag
   return result;
 }
 
-// The same call on these sequences and heads alone.
+// The same call for only these sequences and heads.
 E4m3Arguments part_of(const E4m3Arguments& arguments, const Part& part) {
   const VarlenArguments& whole = arguments.varlen;
   const int64_t group = whole.heads_q() / whole.heads_kv();
@@ -122,11 +122,11 @@ E4m3Arguments part_of(const E4m3Arguments& arguments, const Part& part) {
   return result;
 }
 
-// The same call on a dense cache of 16 bits.
+// The same call on a dense 16-bit cache.
 VarlenArguments dequantize(const E4m3Arguments& arguments, const host::Device& gpu) {
   const VarlenArguments& codes = arguments.varlen;
   const int64_t keys = most_keys(codes);
-  // Rows of as many elements as loadable codes have, those behind the head dim zeros.
+  // Rows have as many elements as loadable codes have; those beyond the head dim are zero.
   const auto empty = [&](int64_t columns) {
     const int64_t sizes[] = {codes.batch(), codes.heads_kv(), keys, columns};
     const Tensor whole = host::empty({sizes[0], sizes[1], keys, round_up(columns, kRowAlignBytes)}, codes.torch_dtype,
@@ -167,7 +167,7 @@ VarlenArguments dequantize(const E4m3Arguments& arguments, const host::Device& g
   return wide;
 }
 
-// What serves the call over 16 bits, which `chosen` is, on a copy of one part of the cache after the other.
+// Runs the kernels `chosen` for a 16-bit cache on copies of the cache, one part after the other.
 void forward_copies(const E4m3Arguments& arguments, const ForwardOutputs& outputs, const Chosen& chosen,
                     const host::Device& gpu) {
   const VarlenArguments& varlen = arguments.varlen;
@@ -192,7 +192,7 @@ void forward_copies(const E4m3Arguments& arguments, const ForwardOutputs& output
   }
 }
 
-// By a kernel that reads codes: a chunk's, or where there is none the decoding one.
+// Runs a kernel that reads codes: the chunk kernel, or the decoding kernel if there is none.
 void forward_codes(const E4m3Arguments& arguments, const ForwardOutputs& outputs, const Choice& chunk,
                    int64_t num_splits, const host::Device& gpu) {
   const VarlenArguments& varlen = arguments.varlen;
@@ -207,7 +207,7 @@ void forward_codes(const E4m3Arguments& arguments, const ForwardOutputs& outputs
   written.out = is_whole ? host::alias(outputs.out) : host::empty_like(outputs.out, host::padded_sizes(outputs.out));
   if (outputs.lse.is_given()) written.lse = host::alias(outputs.lse);
   E4m3ForwardParams params = make_e4m3_params(arguments, read, written);
-  // Of the output's columns, not of a padded cache's.
+  // The output's columns, not those of a padded cache.
   params.forward.head_dim_v = static_cast<int32_t>(written.out.sizes()[written.out.dim() - 1]);
   const host::CudaCall call(gpu);
   if (chunk.forward != nullptr) {
@@ -221,7 +221,7 @@ void forward_codes(const E4m3Arguments& arguments, const ForwardOutputs& outputs
   if (!is_whole) host::copy_unpadded(written.out, outputs.out);
 }
 
-// The kernel that serves a chunk over 16 bits, for codes: with its tiles and its shares.
+// The chunk kernel for codes that matches `wide`, the choice for a 16-bit cache, with its tiles and splits.
 Choice choose_chunk(const E4m3Arguments& arguments, const Choice& wide, const host::Device& gpu) {
   const VarlenArguments& varlen = arguments.varlen;
   if (varlen.head_dim() % kRowAlignBytes != 0 || varlen.head_dim_v() % kRowAlignBytes != 0) return {};
@@ -332,9 +332,10 @@ void forward_e4m3_cuda(const E4m3Arguments& arguments, const ForwardOutputs& out
     return;
   }
   const bool has_kernel = gpu.capability >= kFirstThatDecodes && !has_alibi(varlen);
-  // A consistent row has the same bits in any call, and the rows may be few: nothing is copied where codes can be read.
+  // A consistent row has the same bits in any call, and the rows may be few: nothing is copied if a kernel can read
+  // codes.
   if (varlen.is_consistent() && has_kernel) return forward_codes(arguments, outputs, {}, /*num_splits=*/1, gpu);
-  // What the call over 16 bits is served by decides, so that the order of sums is the same.
+  // The kernels for the same call on a 16-bit cache decide, so that the order of sums is the same.
   const Chosen wide = choose_varlen(varlen, gpu);
   const Choice chunk = choose_chunk(arguments, wide.chunk, gpu);
   if (has_alibi(varlen) && !can_be_dequantized(varlen)) violate("attention.e4m3_alibi");

@@ -1,5 +1,6 @@
-// Caches of 8-bit floats on the CPU: codes become a cache of 16-bit elements where every scale is a power of two with which that is exact,
-// and the kernels of those run; else one of float32, with queries of float32. Each call converts the keys that it reads.
+// Caches of 8-bit floats on the CPU. If every scale is a power of two with which this is exact, the codes are converted
+// to a cache of 16-bit elements, and the kernels for that type run; otherwise to float32, with float32 queries. Each
+// call converts the keys that it reads.
 
 #include <array>
 #include <cstring>
@@ -26,16 +27,16 @@ float float_of(uint32_t bits) {
 float decode(uint32_t code) {
   const uint32_t sign = (code & 0x80U) << 24, magnitude = code & 0x7fU;
   if (magnitude == 0x7fU) return float_of(sign | 0x7fc00000U);
-  return float_of(sign | magnitude << 20) * 0x1p120F;  // the fraction's three bits above a float's twenty
+  return float_of(sign | magnitude << 20) * 0x1p120F;  // the three mantissa bits become the top ones of a float
 }
 
-// To nearest even; beyond 448 to 448, NaN to 0x7f.
+// Rounds to nearest even; values beyond 448 become 448, NaN becomes 0x7f.
 uint8_t encode(float value) {
   const uint32_t bits = bits_of(value), magnitude = bits & 0x7fffffffU;
   const auto sign = static_cast<uint8_t>(bits >> 24 & 0x80U);
   if (magnitude > 0x7f800000U) return 0x7f;
   if (magnitude >= 0x43e00000U) return sign | 0x7e;  // 448
-  // Below 2^-6 codes are multiples of 2^-9, which is what a float of this size has for a last bit.
+  // Below 2^-6 codes are multiples of 2^-9, the last bit of a float of the size of kShift.
   constexpr float kShift = 0x1p14F;
   if (magnitude < 0x3c800000U)
     return sign | static_cast<uint8_t>(bits_of(float_of(magnitude) + kShift) - bits_of(kShift));
@@ -47,7 +48,7 @@ float scale_at(const CacheScale& scale, int64_t index, int64_t head) {
                                  : scale.factor * scale.values[index * scale.stride + head * scale.head_stride];
 }
 
-// Whether codes times the scale are elements of the type: float16 has 2^-24 to 2^15, bfloat16 far more.
+// Whether every code times the scale is exact in the type: float16 has 2^-24 to 2^15, bfloat16 far more.
 bool is_exact(float scale, Dtype dtype) {
   const uint32_t bits = bits_of(scale);
   const auto exponent = static_cast<int32_t>(bits >> 23) - 127;
@@ -55,8 +56,8 @@ bool is_exact(float scale, Dtype dtype) {
   return (bits & 0x807fffffU) == 0 && exponent >= least && exponent <= most;
 }
 
-// Calls with the index of a scale and of a row, head by head, for each key of each sequence that the lengths name: the row's number along
-// the axis of `strides.batch`, and along that of `strides.row`.
+// Calls function(scale index, index along the axis of `strides.batch`, index along the axis of `strides.row`) for each
+// key that the lengths cover, sequence by sequence.
 template <class Function>
 void for_each_key(const ForwardParams& params, Function function) {
   const Batch& sequences = params.sequences;
@@ -72,7 +73,7 @@ void for_each_key(const ForwardParams& params, Function function) {
         function(sequence, sequence, first + key);
         continue;
       }
-      // Pages in front of a window may be nobody's.
+      // The table may have no valid page for keys before a window.
       const int64_t page = sequences.block_table[sequence * sequences.block_table_stride + key / sequences.page_size];
       if (page >= 0 && page < sequences.num_pages) function(sequence, page, key % sequences.page_size);
     }
@@ -84,7 +85,8 @@ struct Dequantized {
   bool is_exact = true;
 };
 
-// As `cache`, a code's value times its scale; keys that no length names are left as they are.
+// Has the sizes of `cache`; each element is a code's value times its scale. Keys that no length covers are left
+// uninitialised.
 Dequantized dequantize(const Tensor& cache, const Strides& stride, const CacheScale& scale, const ForwardParams& params,
                        const VarlenArguments& arguments) {
   static const std::array<float, 256> kValues = [] {
@@ -176,7 +178,7 @@ void append_rows(const AppendArguments& arguments, const Tensor& cache, const Te
 
 }  // namespace
 
-// The lengths and pages are checked: on the CPU they always are.
+// Lengths and pages are already checked: on the CPU they always are.
 void append_e4m3_cpu(const E4m3AppendArguments& arguments) {
   const AppendArguments& append = arguments.append;
   append_rows(append, append.k_cache, append.k_new, make_scale(arguments.k_scale, append.has_pages()));

@@ -1,4 +1,4 @@
-// Attention whose q, k and v are 8-bit floats, on a GPU: V transposed, then the kernel that reads it.
+// Attention with q, k and v in 8-bit floats on a GPU: transposes V, then runs the kernel that reads it.
 
 #include <algorithm>
 #include <array>
@@ -24,7 +24,7 @@ using host::describe_dtype;
 using host::describe_sizes;
 using host::violate;
 
-constexpr int64_t kSmallBlock = 64, kLargeBlock = 128;  // rows that have a scale
+constexpr int64_t kSmallBlock = 64, kLargeBlock = 128;  // rows per scale
 
 BlockScale make_block_scale(const ScaleArgument& scale, const Tensor& codes) {
   const CacheScale of_heads = make_scale(scale, /*has_pages=*/false);
@@ -39,7 +39,7 @@ BlockScale make_block_scale(const ScaleArgument& scale, const Tensor& codes) {
   return result;
 }
 
-// Of a tensor, its heads, or, [batch, heads, blocks], of blocks of 128 rows, or of least_block.
+// A scale per tensor, per head, or, [batch, heads, blocks], per block of 128 or of least_block rows.
 void check_fp8_scale(const ScaleArgument& scale, const char* name, const ForwardArguments& forward, const Tensor& codes,
                      int64_t least_block) {
   const int64_t* sizes = codes.sizes();
@@ -88,7 +88,7 @@ void check_fp8_dtypes(const QueryKeyValue& operands) {
           {{"q", describe_dtype(q.dtype())}, {"k", describe_dtype(k.dtype())}, {"v", describe_dtype(v.dtype())}});
 }
 
-// forward.v and head_dim_v are V's, before it is transposed; the output's columns are `columns`.
+// forward.v and head_dim_v describe V before the transpose; the output has `columns` columns.
 void run(E4m3AttentionParams& params, const Fp8Kernels& kernels, int64_t columns, const host::Device& gpu) {
   const Kernel& kernel = *kernels.forward;
   ForwardParams& forward = params.forward;
@@ -117,7 +117,7 @@ void run(E4m3AttentionParams& params, const Fp8Kernels& kernels, int64_t columns
     forward.tile_counter = counter.address;
   }
   const TensorMaps maps = encode(sm90::e4m3_tensor_maps(params, kernel.block_n), kernel.dtype);
-  // A thread has four columns of 32 keys.
+  // A thread transposes four columns of 32 keys.
   const int64_t threads = kv_heads * params.value_blocks * (kernel.block_n / 32) * (params.value_rows / 4);
   host::LaunchList list;
   list.add({kernels.transpose, ceil_div(threads, kernels.transpose->threads), &transpose, nullptr,
@@ -127,7 +127,7 @@ void run(E4m3AttentionParams& params, const Fp8Kernels& kernels, int64_t columns
   host::set_last_kernel(kernel.symbol);
 }
 
-// The outputs as kernels write them, and back.
+// The outputs that kernels write: padded if the head dim is not a multiple of 16 bytes.
 ForwardOutputs writable(const ForwardOutputs& outputs, bool is_whole) {
   ForwardOutputs written;
   written.out = is_whole ? host::alias(outputs.out) : host::empty_like(outputs.out, host::padded_sizes(outputs.out));
@@ -169,7 +169,7 @@ void forward_fp8_cuda(const Fp8Arguments& arguments, const ForwardOutputs& outpu
     return scale.values.is_given() && scale.values.dim() == 3;
   };
   const bool has_block_scales =
-      is_of_blocks(arguments.k_scale) || is_of_blocks(arguments.v_scale);  // a tile has one of q
+      is_of_blocks(arguments.k_scale) || is_of_blocks(arguments.v_scale);  // a tile has only one scale of q
   const Fp8Kernels kernels = select_fp8(host::make_request(gpu, given.dtype), mask, head_dim, has_block_scales);
   ForwardArguments read;
   read.q = loadable_codes(given.q, /*may_repeat=*/false);

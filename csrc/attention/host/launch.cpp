@@ -1,4 +1,4 @@
-// The forward on a GPU: which kernel, on what, and the list that is launched.
+// The forward pass on a GPU: selects the kernels and launches them.
 
 #include "host/launch.h"
 
@@ -17,7 +17,7 @@
 namespace flashmoe::attention {
 namespace {
 
-// One query position, whose heads are rows.
+// One query position, with the heads as rows.
 VarlenSelectorInput as_decoding(const SelectorInput& input) {
   VarlenSelectorInput decoding{};
   decoding.request = input.request;
@@ -66,7 +66,7 @@ host::Workspace allocate_partials(ForwardParams& params, int64_t rows, const hos
   return workspace;
 }
 
-// The forward kernel, and behind a split one the combining pass.
+// The forward kernel, followed by the combine kernel if the keys are split.
 void run(const Problem& problem, const Choice& choice, const host::Device& gpu) {
   ForwardParams params = problem.params;
   const Kernel& kernel = *choice.forward;

@@ -1,4 +1,5 @@
-// Attention over two sets of keys on a GPU, from the results over each: checks and the launch. The CPU's is flashmoe/attn/merge.py.
+// Merges attention over two sets of keys on a GPU, from the results for each: checks and the launch. The CPU version is
+// flashmoe/attn/merge.py.
 
 #include <algorithm>
 #include <array>
@@ -22,7 +23,7 @@ constexpr int64_t kLaneColumns = 16;
 
 struct MergeArguments {
   Tensor out_a, lse_a, out_b, lse_b, out, lse;  // [B, H, S, D] and [B, H, S], or [N, H, D] and [H, N]
-  Dtype dtype = Dtype::kFloat16;                // of out_b; of out_a and out too, unless these are float32
+  Dtype dtype = Dtype::kFloat16;                // of out_b; also of out_a and out, unless these are float32
 
   bool is_ragged() const { return out_b.dim() == 3; }
   int64_t size(int64_t axis) const { return out_b.sizes()[axis]; }
@@ -73,7 +74,7 @@ MergeArguments take_merge(host::Arguments& given) {
   return a;
 }
 
-// Of a log-sum-exp, which has no columns: its last dimension is that of rows.
+// A log-sum-exp has no columns: its last dimension is the rows.
 Strides row_strides(const Tensor& lse) {
   const int64_t* strides = lse.strides();
   return lse.dim() == 2 ? Strides{0, strides[0], strides[1]} : Strides{strides[0], strides[1], strides[2]};

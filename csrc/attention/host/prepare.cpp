@@ -10,8 +10,9 @@ namespace {
 
 bool is_scale_positive(const ForwardArguments& arguments) { return static_cast<float>(arguments.scale) > 0.0F; }
 
-// Kernels find the maximum of a row of q k^T before they scale it, which is the maximum after scaling only for a positive
-// scale. So a negative one moves its sign into the copied q; for zero, q becomes q - q: zero, or NaN where q is not finite.
+// Kernels find the maximum of a row of q k^T before they scale it; that is the maximum after scaling only if the scale
+// is positive. So the sign of a negative scale moves into the copied q; for a scale of zero, q becomes q - q: zero, or
+// NaN where q is not finite.
 void make_scale_positive(ForwardArguments& arguments) {
   if (arguments.scale < 0.0) {
     StableIValue stack[1] = {torch::stable::detail::from(host::alias(arguments.q).release())};
@@ -27,7 +28,7 @@ void make_scale_positive(ForwardArguments& arguments) {
   }
 }
 
-// A head_dim that is no whole number of 16-byte pieces pads all three inputs alike, and the output with them.
+// A head_dim that is not a multiple of 16 bytes pads all three inputs alike, and the output with them.
 bool is_padded(const ForwardArguments& copied, const ForwardOutputs& outputs) {
   return copied.q.sizes()[3] != outputs.out.sizes()[3];
 }

@@ -1,4 +1,5 @@
-// From the operator's arguments to what a kernel can work on: the parameter block, copies of what it cannot load, tensor maps.
+// Turns the operator's arguments into what a kernel can work on: the parameter block, copies of tensors that it cannot
+// load, tensor maps.
 #pragma once
 
 #include <cuda.h>
@@ -11,30 +12,30 @@
 
 namespace flashmoe::attention {
 
-// What a kernel is launched with. It need not be what the caller asked for, as long as the result is the same.
+// What a kernel is launched with. It may differ from the caller's request, as long as the result is the same.
 struct Problem {
   ForwardParams params;
   Mask mask;
 };
 
-// A single query row sees every key, so with grouped heads the query heads of one key head serve as the rows of one
-// tile: its keys are read once instead of once a query head.
+// A single query row sees every key, so with grouped heads the query heads of one key head become the rows of one tile:
+// its keys are read once instead of once per query head.
 Problem make_problem(const ForwardArguments& arguments, const ForwardOutputs& outputs);
 
-// Whether the kernel can work on these tensors where they lie, with this scale.
+// Returns whether the kernel can use these tensors without copies, and this scale.
 bool runs_in_place(const ForwardArguments& arguments, const Kernel& kernel);
 
-// The same problem on tensors that the kernel can load, with a scale that it can use.
+// The same problem on tensors that the kernel can load, with a scale that it supports.
 struct Operands {
   ForwardArguments arguments;
   ForwardOutputs outputs;
 };
 Operands make_operands(const ForwardArguments& arguments, const ForwardOutputs& outputs, const Kernel& kernel);
 
-// Copies the output to where the caller wants it, unless it was written there.
+// Copies the output to the caller's tensor, unless it was written there.
 void return_outputs(const Operands& operands, const ForwardOutputs& outputs);
 
-// Of q, k, v and the output; a kernel that streams a mask has its map behind them.
+// For q, k, v and the output; a kernel that streams a mask has the mask's map after them.
 using TensorMaps = std::array<CUtensorMap, 5>;
 template <class Maps>
 TensorMaps encode(const Maps& maps, Dtype dtype, CUtensorMapL2promotion of_keys = CU_TENSOR_MAP_L2_PROMOTION_L2_256B) {

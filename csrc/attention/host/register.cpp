@@ -1,4 +1,4 @@
-// Attention's operators, as torch knows them.
+// Registers attention's operators with torch.
 
 #include <cmath>
 #include <utility>
@@ -22,7 +22,8 @@ struct Cuda {
   static constexpr auto forward_varlen = &forward_varlen_cuda;
 };
 
-// Whether scaled_dot_product_attention means what our operator does: four dimensions, nothing to broadcast, a square mask.
+// Returns whether scaled_dot_product_attention means the same as our operator: four dimensions, nothing to broadcast, a
+// square mask.
 bool matches_sdpa(const ForwardArguments& arguments, bool enable_gqa) {
   const Tensor& q = arguments.q;
   const Tensor& k = arguments.k;
@@ -33,14 +34,14 @@ bool matches_sdpa(const ForwardArguments& arguments, bool enable_gqa) {
          (!arguments.is_causal || q_sizes[2] == k_sizes[2]);
 }
 
-// Values with a head_dim of their own are the other kernels' business: decided here alone.
+// Values with another head_dim run on the ragged kernels: decided only here.
 bool has_other_values(const ForwardArguments& arguments) {
   const Tensor& q = arguments.q;
   const Tensor& v = arguments.v;
   return q.is_defined() && v.is_defined() && q.dim() == 4 && v.dim() == 4 && q.sizes()[3] != v.sizes()[3];
 }
 
-// The same call of the operator whose values may be wider or narrower than its keys.
+// The same call of the ragged operator, whose values may be wider or narrower than its keys.
 VarlenArguments as_varlen(ForwardArguments& arguments) {
   VarlenArguments varlen;
   varlen.scale =

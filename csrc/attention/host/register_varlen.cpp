@@ -1,4 +1,4 @@
-// The operators of ragged, paged and banded attention, as torch knows them.
+// Registers the operators of ragged, paged and banded attention with torch.
 
 #include <algorithm>
 #include <limits>
@@ -40,7 +40,7 @@ bool has_rows(const VarlenArguments& arguments) {
   return arguments.batch() > 0 && arguments.heads_q() > 0 && arguments.rows_total() > 0 && arguments.max_seqlen_q > 0;
 }
 
-// Rows of no sequence, on the CPU: as rows that see no key.
+// On the CPU: rows of no sequence get the result of rows that see no key.
 void fill_on_cpu(const ForwardOutputs& outputs) {
   zero(outputs.out);
   if (!VarlenArguments::has(outputs.lse)) return;
@@ -115,7 +115,7 @@ E4m3Arguments take_e4m3_into(host::Arguments& given, Tensor& out) {
   return arguments;
 }
 
-// From the output's type on.
+// Takes the arguments from the output's type on.
 template <class Operands, class Taken>
 void take_fp8_rest(host::Arguments& given, Operands& operands, Taken& arguments) {
   const bool is_f16 = given.flag();
@@ -171,7 +171,7 @@ const host::ArgumentCheck kCheckE4m3("attention_e4m3_forward", [](host::Argument
 const host::ArgumentCheck kCheckE4m3Append("attention_append_e4m3_",
                                            [](host::Arguments& given) { take_e4m3_append(given); });
 
-// Allocated, or a caller's: then without lse.
+// The outputs may be allocated here, or be the caller's, which has no lse.
 template <class Backend>
 void compute(VarlenArguments& arguments, const ForwardOutputs& outputs) {
   host::set_last_kernel("");
@@ -215,11 +215,11 @@ Tensor gradient_of(const Tensor& tensor, bool is_partial) {
   return gradient;
 }
 
-// needs: the gradients' bits.
+// needs: bits of the gradients.
 Gradients allocate_gradients(const VarlenBackwardArguments& arguments, int64_t needs, bool with_row_dot, bool is_empty,
                              bool is_cpu) {
   const VarlenArguments& forward = arguments.forward;
-  // The GPUs' kernels write zeros themselves where rows or keys belong to no entry.
+  // GPU kernels themselves write zeros for rows and keys that belong to no sequence.
   const bool has_other_rows = is_cpu && forward.has_ragged_rows();
   const bool has_other_keys = is_cpu && (forward.has_ragged_keys() || VarlenArguments::has(forward.seqused_k));
   Gradients gradients;
@@ -233,7 +233,7 @@ Gradients allocate_gradients(const VarlenBackwardArguments& arguments, int64_t n
   return gradients;
 }
 
-// kWithMask: the gradient of the scores behind a mask, too, where the kernels store it.
+// kWithMask: also returns the gradient of the scores behind a mask, if the kernels store it.
 template <class Backend, bool kHasDropout = false, bool kWithMask = false>
 void boxed_backward(StableIValue* stack, uint64_t num_arguments, uint64_t num_outputs) {
   host::check_counts("attention_varlen backward", num_arguments, kHasDropout ? 21 : 19, num_outputs, kWithMask ? 5 : 4);
@@ -253,7 +253,7 @@ void boxed_backward(StableIValue* stack, uint64_t num_arguments, uint64_t num_ou
   if constexpr (kHasDropout) take_dropout(given, forward);
   check_varlen_backward_arguments(arguments);
   const bool is_empty = !has_rows(forward) || forward.heads_kv() == 0 || forward.max_seqlen_k == 0;
-  // The CPU's kernels keep row_dot to themselves; a GPU's give dk and dv together.
+  // The CPU's kernels do not return row_dot; a GPU's compute dk and dv together.
   const bool with_dkv = (needs & (kNeedsDk | kNeedsDv)) != 0;
   int64_t computed = !Backend::kIsCpu && with_dkv ? needs | kNeedsDk | kNeedsDv : needs;
   bool stores_scores = false;

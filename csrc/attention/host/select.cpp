@@ -16,22 +16,22 @@
 namespace flashmoe::attention {
 namespace {
 
-// The variants of a tile, by the table's words.
+// The variants of a tile, as the kernel table names them.
 enum Variant : std::size_t {
   kStandard,
   kShort,  // for short sequences
   kM128,   // for the last wave
   kM64,    // for fewer query tiles than multiprocessors
-  kSplit,  // the keys of a query tile divided over several blocks
+  kSplit,  // the keys of a query tile split over several blocks
   kNumVariants
 };
 constexpr std::array<const char*, kNumVariants> kVariantNames{"", "short", "m128", "m64", "split"};
 
-// One family's kernels for a dtype, mask and head dim; null where it has none, except kStandard.
+// One family's kernels for a dtype, mask and head dim; null if it has none, except kStandard.
 struct FamilyKernels {
   const char* family;
   std::array<const Kernel*, kNumVariants> tiles;
-  const Kernel* combine;  // adds up the partial results of kSplit
+  const Kernel* combine;  // reduces the partial results of kSplit
   int32_t consistent_block_n;
 };
 
@@ -40,7 +40,7 @@ using AllowedFamilies = std::array<const FamilyKernels*, std::extent_v<decltype(
 
 int32_t head_dim_of(const Kernel& kernel) { return kernel.axes[axis::kHeadDim]; }
 
-// The smallest kernel whose head_dim holds the tensor's.
+// The smallest kernel that holds the tensor's head_dim.
 const Kernel* find_forward(const SelectorInput& input, const char* family, const char* variant,
                            const host::KernelList& kernels) {
   const auto mask = static_cast<int32_t>(input.mask);
@@ -48,7 +48,7 @@ const Kernel* find_forward(const SelectorInput& input, const char* family, const
                            axis::kHeadDim, kernels);
 }
 
-// The families that serve (capability, dtype, mask, head_dim) of `input`; the rest of it is not looked at.
+// The families with kernels for `input`'s capability, dtype, mask and head_dim; its other fields are not read.
 FamilyList resolve_families(const SelectorInput& input) {
   const host::KernelList& kernels = host::loadable_kernels(input.request.capability);
   const Kernel* combine = find_combine(input.request, input.head_dim);
@@ -68,16 +68,18 @@ int64_t query_tiles(const SelectorInput& input, const Kernel& kernel) {
   return ceil_div(input.seq_q, kernel.block_m) * input.heads_q * input.batch;
 }
 
-// Measured on an H100, 64-row query tiles, D = 64 and 128, 8 to 128 tiles, 512 to 8192 keys: below 1024 keys the second pass
-// costs more than the idle multiprocessors; the best number of splits is then one block for each of them, at most 16, and
-// at least 128 keys a block. With a tile for every multiprocessor splitting gains 10% at most (4096 keys and more) or loses.
+// Measured on an H100, 64-row query tiles, D = 64 and 128, 8 to 128 tiles, 512 to 8192 keys: below 1024 keys the second
+// pass costs more than the idle multiprocessors. Above, the best number of splits is one block per multiprocessor, at
+// most 16, with at least 128 keys per block. With one tile per multiprocessor, splitting gains at most 10%
+// (4096 keys and more) or loses.
 constexpr int64_t kMinKeysToSplit = 1024;
 constexpr int64_t kMinKeysPerSplit = 128;
-constexpr int64_t kMaxSplits = 16;  // the combining warp would take 32
+constexpr int64_t kMaxSplits = 16;  // the combining warp could reduce 32
 constexpr int64_t kWarpgroupRows = 64;
-constexpr int64_t kMaxShares = 32;  // one for each lane of the combining warp
+constexpr int64_t kMaxShares = 32;  // one per lane of the combining warp
 
-// How many blocks should share the keys of one query tile so that all multiprocessors have work; 1 for not at all.
+// The number of blocks that should share the keys of one query tile so that all multiprocessors have work; 1 for no
+// split.
 int64_t wanted_splits(const SelectorInput& input, const Kernel& split) {
   if (input.seq_k < kMinKeysToSplit) return 1;
   const int64_t by_machine = input.request.num_multiprocessors / query_tiles(input, split);
@@ -104,7 +106,7 @@ Choice choose_for_few_tiles(const SelectorInput& input, const FamilyKernels& fam
 double forward_microseconds(const SelectorInput& input, const Kernel& kernel, int64_t splits) {
   namespace cost = attention::cost;
   if (!kernel.has_cost) return std::numeric_limits<double>::infinity();
-  // Of the computing warps those with rows to work on share what the tensor cores and the exponential units give.
+  // The computing warpgroups that have rows share the throughput of the tensor cores and the exponential units.
   const auto tile_time = [&](int64_t keys, int64_t rows) {
     const double busy = static_cast<double>(ceil_div(rows, kWarpgroupRows) * kWarpgroupRows) / kernel.block_m;
     return static_cast<double>(keys) / static_cast<double>(splits) * kernel.cost[cost::kKey] * (0.4 + 0.6 * busy) +
@@ -118,7 +120,7 @@ double forward_microseconds(const SelectorInput& input, const Kernel& kernel, in
   const double extra =
       splits > 1 ? kernel.cost[cost::kSplit] + static_cast<double>(splits) * kernel.cost[cost::kShare] : 0.0;
   if (input.mask != Mask::kCausal) return std::ceil(items / processors) * tile_time(input.seq_k, first_rows) + extra;
-  // The longest tiles come first, so that short ones fill the end. Half a block of keys of each tile is masked.
+  // The longest tiles come first, so that short ones fill the end. Half a block of keys per tile is masked.
   const auto visible = [&input](int64_t rows) {
     return std::clamp<int64_t>(input.seq_k - input.seq_q + rows, 1, input.seq_k);
   };
@@ -133,7 +135,8 @@ double forward_microseconds(const SelectorInput& input, const Kernel& kernel, in
 
 namespace {
 
-// Among the tiles of a family whose rows state a cost, and the 64-row tile of the family behind it, the one with the least time.
+// The fastest by estimate of: the tiles of a family whose table rows state a cost, and the 64-row tile of the next
+// family.
 Choice choose_by_time(const SelectorInput& input, const FamilyKernels& family, const FamilyKernels* next) {
   Choice best{family.tiles[kStandard], nullptr, 1};
   double least = forward_microseconds(input, *family.tiles[kStandard], 1);
@@ -155,7 +158,8 @@ Choice choose_by_time(const SelectorInput& input, const FamilyKernels& family, c
   return best;
 }
 
-// Of a family's tiles with the width of consistent calls, the one with the least time; without costs the first.
+// The fastest by estimate of a family's tiles with the block width of consistent calls; the first if no costs are
+// stated.
 const Kernel* choose_consistent(const SelectorInput& input, const FamilyKernels& family) {
   const Kernel* best = nullptr;
   double shortest = 0.0;
@@ -170,9 +174,9 @@ const Kernel* choose_consistent(const SelectorInput& input, const FamilyKernels&
   return best;
 }
 
-// resolve_families, remembered: looking through the whole table takes longer than the rest of the selection.
+// Cached resolve_families: searching the whole table takes longer than the rest of the selection.
 const FamilyList& families_for(const SelectorInput& input) {
-  constexpr int64_t kGranularity = 8;  // kernels differ at multiples of this head_dim only
+  constexpr int64_t kGranularity = 8;  // kernels differ only at multiples of this head_dim
   constexpr int64_t kHeadDims = kMaxDenseHeadDim / kGranularity + 1;
   struct Memory {
     int32_t capability = 0;
@@ -262,19 +266,19 @@ int64_t most_row_blocks(int64_t rows, int64_t batch, int64_t rows_total, int64_t
 
 namespace {
 
-// Bits must not depend on which of the two a batch has.
+// The bits must not depend on which of the two kernels a batch runs on.
 bool has_the_bits_of(const Kernel& kernel, const Kernel& other) {
   return kernel.axes[axis::kHeadDim] == other.axes[axis::kHeadDim] && kernel.block_n == other.block_n;
 }
 
-// All rows of a key head in one tile of 64, of which a multiprocessor holds more. Measured on an H200 for consistent calls, 32 heads on 8, 64 sequences:
-// D=64, 4096 keys 213 -> 169 us, D=128, 2048 keys 148 -> 143.
+// All rows of a key head in one 64-row tile, of which a multiprocessor holds more. Measured on an H200 for consistent
+// calls, 32 heads on 8, 64 sequences: D=64, 4096 keys 213 -> 169 us, D=128, 2048 keys 148 -> 143.
 bool reads_keys_once(const VarlenSelectorInput& input) {
   return input.is_consistent && input.heads == input.heads_kv && input.rows <= kWarpgroupRows;
 }
 
-// Tiles of half the rows. On an H100 they win where sequences have no more rows, where there are fewer tiles than multiprocessors, and, if more of
-// them fit a multiprocessor, where what a block starts and ends with counts for more than its loop.
+// Tiles with half the rows. On an H100 they win if sequences have no more rows than that, if there are fewer tiles than
+// multiprocessors, or, if more of them fit on a multiprocessor, if a block's start and end cost more than its loop.
 bool prefers_shorter(const VarlenSelectorInput& input, const Kernel& kernel, const Kernel& shorter) {
   constexpr int64_t kMostShortKeys = 256;
   if (!has_the_bits_of(shorter, kernel)) return false;
@@ -300,8 +304,8 @@ const Kernel& select_by_head_dim(const host::KernelRequest& request, const char*
 
 namespace {
 
-// Rows that are decoded where ragged tiles, which divide no keys, would leave half of the multiprocessors idle for as long as all keys take; where
-// compute capability 9.0 has chunks, these serve.
+// Rows to decode because ragged tiles, which do not split keys, would leave half of the multiprocessors idle for the
+// time of all keys. Compute capability 9.0 runs these rows on chunk kernels instead.
 bool leaves_idle(const VarlenSelectorInput& input) {
   constexpr int64_t kMostRows = 127, kLeastKeys = 1024;
   const char* forced = input.request.forced_family;
@@ -311,8 +315,9 @@ bool leaves_idle(const VarlenSelectorInput& input) {
          2 * input.batch * input.heads <= input.request.num_multiprocessors;
 }
 
-// A decoding tile has 16 rows, those of all heads of a group, and keys are read again for the next. Measured on an H200, 32 heads on 8: 8 rows of
-// 64 sequences of 8192 keys 629 us, by tiles of one to three heads 938; 16 rows 1161 and 922, of 8 sequences 133 and 168.
+// A decoding tile has 16 rows, over all heads of a group, and every further tile reads the keys again. Measured on an
+// H200, 32 heads on 8: 8 rows of 64 sequences of 8192 keys 629 us, with tiles of one to three heads 938; 16 rows 1161
+// and 922, of 8 sequences 133 and 168.
 bool is_decoding(const VarlenSelectorInput& input) {
   if (input.is_consistent) return false;
   if (input.rows > kMaxDecodingRows) return leaves_idle(input);
@@ -339,7 +344,8 @@ const Kernel* select_varlen_forward(const VarlenSelectorInput& input) {
         return host::find_kernel({operation, *family, variant, request.dtype, {input.head_dim}}, axis::kHeadDim,
                                  loadable);
       };
-      // A family that has kernels of their own for score functions, or for narrow values, does without them in the others.
+      // A family with separate kernels for score functions or narrow values has no support for these in its other
+      // kernels.
       const Kernel* found = find(wanted);
       if (found == nullptr && !input.has_alibi) found = find("");
       if (found != nullptr && found->num_tensor_maps == 0 && !input.has_alibi) {
@@ -356,7 +362,7 @@ const Kernel* select_varlen_forward(const VarlenSelectorInput& input) {
         return found;
       }
       has_other_bits |= found != nullptr && input.is_consistent;
-      if (has_other_bits && input.has_alibi) break;  // its references move in another family at other blocks
+      if (has_other_bits && input.has_alibi) break;  // in another family ALiBi's reference maxima move at other blocks
     }
   }
   if (has_other_bits && input.page_size > 0 && request.forced_family == nullptr) {
@@ -372,7 +378,7 @@ const Kernel* select_varlen_forward(const VarlenSelectorInput& input) {
 }
 
 const Kernel* select_decoding(const SelectorInput& input) {
-  // Measured on an H100 alone; below these keys one pass over them is as fast.
+  // Measured only on an H100; with fewer keys one pass over them is as fast.
   constexpr int64_t kMinKeys = 512;
   constexpr const char* kFamily = "sm80";
   const host::KernelRequest& request = input.request;
@@ -391,7 +397,7 @@ const Kernel* find_mask_forward(const VarlenSelectorInput& input, const Kernel& 
                                         axis::kHeadDim, loadable);
   const bool is_as_wide = own != nullptr && own->axes[axis::kHeadDim] == otherwise.axes[axis::kHeadDim];
   if (!is_as_wide) return nullptr;
-  // The rows that the busiest multiprocessor goes through, of whole tiles.
+  // The rows that the busiest multiprocessor processes, in whole tiles.
   const auto rounds = [&](const Kernel& kernel) {
     const int64_t tiles = ceil_div(input.rows, kernel.block_m) * input.heads * input.batch;
     return ceil_div(tiles, input.request.num_multiprocessors) * kernel.block_m;

@@ -1,4 +1,4 @@
-// Which of attention's kernels serves a problem on a GPU. Pure: numbers in, a choice or an explained refusal out.
+// Chooses the attention kernel for a problem on a GPU. Pure: numbers in, a choice or an explained refusal out.
 #pragma once
 
 #include <string>
@@ -12,26 +12,26 @@ using host::Dtype;
 using host::Kernel;
 
 constexpr int64_t kMaxHeadDim = 512;
-// Of dense kernels, and of every GPU kernel but attention_varlen_forward.
+// For dense kernels and every GPU kernel except attention_varlen_forward.
 constexpr int64_t kMaxDenseHeadDim = 256;
-constexpr int64_t kMaxDecodingRows = 16;  // of a sequence
+constexpr int64_t kMaxDecodingRows = 16;  // per sequence
 constexpr int32_t kMeasuredCapability = 90;
 
 struct SelectorInput {
   host::KernelRequest request;
   Mask mask;
-  int32_t head_dim;  // the tensor's, 1 to kMaxDenseHeadDim
+  int32_t head_dim;  // of the tensor, 1 to kMaxDenseHeadDim
   int64_t batch;
   int64_t heads_q;
   int64_t heads_kv;
   int64_t seq_q;
   int64_t seq_k;
-  bool has_window = false;  // seq_k is then what a row sees of more keys
+  bool has_window = false;  // seq_k is then the number of keys that a row sees, of more
   bool is_consistent = false;
 };
 
-// Few rows of a consistent call, whose keys are divided for their scores alone: two kernels that leave the bits of the ragged one. Nulls where that
-// is as fast, or nothing else serves the call.
+// Few rows of a consistent call: two kernels that give the same bits as the ragged kernel. The keys are split only for
+// the scores. Null if the ragged kernel is as fast, or if no other kernel can run the call.
 struct OrderedDecoding {
   const Kernel* scores = nullptr;
   const Kernel* values = nullptr;
@@ -39,13 +39,13 @@ struct OrderedDecoding {
 
 struct Choice {
   const Kernel* forward = nullptr;
-  const Kernel* combine = nullptr;  // adds up the partial results when num_splits > 1
+  const Kernel* combine = nullptr;  // reduces the partial results if num_splits > 1
   int32_t num_splits = 1;
-  OrderedDecoding ordered{};  // forward is then its second kernel
+  OrderedDecoding ordered{};  // then forward is its second kernel
 };
 
-// The kernels of one family: the first gives dq and row_dot, the second dk and dv from row_dot. Or, where a family has them, one
-// gives all three, between one that prepares its sums and one that converts them.
+// Kernels of one family: dq also computes row_dot, and dkv computes dk and dv from row_dot. If the family has them,
+// `fused` computes all three gradients: `prepare` runs before it, and `convert` after it turns its fp32 sums into dq.
 struct BackwardKernels {
   const Kernel* dq = nullptr;
   const Kernel* dkv = nullptr;
@@ -54,152 +54,162 @@ struct BackwardKernels {
   const Kernel* convert = nullptr;
 };
 
-// Of ragged, paged and banded attention. What no host knows, the lengths of the sequences, plays no part.
+// For ragged, paged and banded attention. The lengths of the sequences play no part: the host does not know them.
 struct VarlenSelectorInput {
   host::KernelRequest request;
   int32_t head_dim;    // the larger of the two
-  int32_t head_dim_v;  // of values
+  int32_t head_dim_v;  // of v
   int32_t page_size;   // 0 without pages
-  int64_t rows;        // of the longest sequence and a head, heads that share keys counted as rows where they are
+  int64_t rows;        // per head of the longest sequence; if query heads are folded, their rows count too
   int64_t keys;        // of the longest sequence
-  int64_t heads;       // those that are not rows
+  int64_t heads;       // not counting heads that are folded into rows
   int64_t batch;
-  int64_t rows_total;        // of ragged rows; otherwise 0
+  int64_t rows_total;        // of ragged rows; 0 otherwise
   bool has_score_functions;  // a softcap or a mask tensor
   bool has_alibi = false;
   bool is_consistent = false;
   int64_t heads_kv = 1;
-  int64_t rows_of_key_head = 1;     // of the longest sequence, those of all query heads that share it
-  bool is_batch_invariant = false;  // num_splits of 1: the kernel must not depend on how many sequences there are
+  int64_t rows_of_key_head = 1;     // of the longest sequence, summed over the query heads that share a key head
+  bool is_batch_invariant = false;  // num_splits of 1: the kernel must not depend on the number of sequences
   int64_t heads_q = 1;
-  int64_t longest_rows = 1;  // of the longest sequence: positions
-  int64_t seen_keys = 0;     // that a row sees at most
-  int64_t num_splits = 0;    // above 1: the most shares of a sequence's keys
+  int64_t longest_rows = 1;  // query positions of the longest sequence
+  int64_t seen_keys = 0;     // the most keys that a row sees
+  int64_t num_splits = 0;    // above 1: the most splits of a sequence's keys
   bool is_causal = false;    // the right bound is the diagonal
 };
 
-// Consistent calls: a row's bits depend on its query, its visible keys and its options alone. All forward kernels take a row's keys from the first on
-// and rescale by its own scores, so what is left is the width of a key block, which is the ragged kernel's of the GPU's first family, and that no
-// keys are divided: such a call has no decoding and no split kernels.
+// Consistent calls: a row's bits depend only on its query, its visible keys and its options. All forward kernels read a
+// row's keys from the first on and rescale by the row's own scores. So it is enough to fix the width of a key block, to
+// that of the ragged kernel of the GPU's first family, and not to split the keys: a consistent call never runs a
+// decoding or a split kernel.
 
-// The width of a consistent call: of the GPU's first family with ragged kernels, whichever family is forced; of the variant `wanted` where that has one.
-// 0 where there is none.
+// Key block width of a consistent call: that of the GPU's first family with ragged kernels, whichever family is forced,
+// and of its variant `wanted` if it has one. 0 if there is none.
 int32_t consistent_block_n(const host::KernelRequest& request, int32_t head_dim, const char* wanted);
-// The variant for values narrower than keys, or none; it has head dim 192.
+// The variant for values narrower than keys, which has head dim 192; "" if it does not apply.
 const char* values_variant(int32_t head_dim, int32_t head_dim_v);
 
-// Row blocks of a head, at most: of each sequence the last one may be broken.
+// The most row blocks per head: the last block of each sequence may be partial.
 int64_t most_row_blocks(int64_t rows, int64_t batch, int64_t rows_total, int64_t block_m);
 
-// Few rows are a decoding kernel's, whatever the family.
-// Values of at most 128 columns beside keys of 129 to 192 have kernels of their own, without score functions: the variant "v128".
+// Few rows run on a decoding kernel, whatever the family. Values of at most 128 columns with keys of 129 to 192 columns
+// have the variant "v128", unless there are score functions.
 const Kernel* select_varlen_forward(const VarlenSelectorInput& input);
 
-// Of a kernel of wgmma for head dims above kMaxDenseHeadDim, true for any other: whether it serves the call. It has no score functions, and its sums are not
-// in the order of the other family's, which loads any page and divides keys.
+// Returns whether a wgmma kernel for head dims above kMaxDenseHeadDim can run the call; true for any other kernel. Such
+// a kernel has no score functions, and it does not sum in the order of the other family, which loads any page and
+// splits keys.
 bool serves_wide(const VarlenSelectorInput& input, const Kernel& kernel);
-// Tiles that such a kernel makes of one: each computes a part of the output's columns.
+// The number of tiles that such a kernel makes of one: each computes some of the output's columns.
 int64_t value_parts(const Kernel& kernel);
 
-// Of a kernel that divides a query tile's keys: over how many blocks, and what adds up their partial results.
+// For a kernel that splits a query tile's keys: the number of splits, and the kernel that reduces their partial
+// results.
 struct Division {
   int32_t num_splits = 1;
-  const Kernel* combine = nullptr;  // null: `kernel` divides nothing
+  const Kernel* combine = nullptr;  // null: `kernel` splits nothing
 };
 Division divide_keys(const VarlenSelectorInput& input, const Kernel& kernel);
 
-// The kernel of `operation` in the variant "split" that is as wide as `standard`, where few dense rows meet many keys; otherwise null.
+// The "split" variant of `operation` with the same width as `standard`, for few dense rows over many keys; null
+// otherwise.
 const Kernel* find_divided(const VarlenSelectorInput& input, const Kernel& standard, const host::KernelList& loadable);
 
-// host::refuse; a head dim above kMaxDenseHeadDim, which `what` has on no GPU, is named as the reason.
+// host::refuse. No GPU has `what` for head dims above kMaxDenseHeadDim; the message then names that as the reason.
 [[noreturn]] void refuse_head_dim(const host::KernelRequest& request, const std::string& what, int64_t head_dim);
 
-// The best family's kernel of an operation that needs no further choice.
+// The best family's kernel for an operation that needs no further choice.
 const Kernel& select_by_head_dim(const host::KernelRequest& request, const char* operation, const char* variant,
                                  int32_t head_dim, const char* what);
-// Of an operation without axes, which every family computes alike.
+// For an operation without axes, which every family computes alike.
 const Kernel& select_first(const host::KernelRequest& request, const char* operation, const char* what);
 
-// A kernel for few rows over many keys in place of `otherwise`, which select_varlen_forward has chosen, where it is faster; a null otherwise.
+// A kernel for few rows over many keys to use instead of `otherwise`, the choice of select_varlen_forward, if it is
+// faster; an empty choice otherwise.
 Choice select_chunk(const VarlenSelectorInput& input, const Kernel& otherwise);
-// Whether a dense problem of few rows is faster as a ragged one, whose kernels have the query heads that share keys as rows of one tile, than by
-// `chosen`, which select_forward gave for it. That kernel serves it then, too.
+// Returns whether a dense problem with few rows is faster on the ragged kernels, which fold the query heads that share
+// keys into the rows of one tile, than on `chosen`, the choice of select_forward. If true, the ragged kernels can run
+// it.
 bool prefers_folded_rows(const SelectorInput& dense, const Choice& chosen);
-// Time of a dense kernel on a GPU that runs sm90's, in microseconds of an H100, by the cost that its row states; infinite without.
+// Estimated time of a dense kernel in microseconds on an H100, from the cost in its table row, for GPUs that run the
+// sm90 kernels; infinite if the row has no cost.
 double forward_microseconds(const SelectorInput& input, const Kernel& kernel, int64_t splits);
 
-// The second pass of split attention. Partial results look alike in all families, so one combine kernel serves them all: the
-// table has it under the family sm80 alone, and a GPU whose list names that family runs it behind the split kernels of every
-// other family of its list. Null where there is none.
+// The second pass of split attention. All families write partial results in the same layout, so one combine kernel
+// reads them all: the table lists it only under the family sm80, and a GPU whose list names that family runs it after
+// the split kernels of every other family. Null if there is none.
 const Kernel* find_combine(const host::KernelRequest& request, int32_t head_dim);
 
-// A copy engine's box of a page has as many rows as the greatest power of two that divides the page, and at least eight.
+// A TMA box of a page has as many rows as the largest power of two that divides the page size, and at least eight.
 bool can_load_pages(const Kernel& kernel, int32_t page_size);
 
 OrderedDecoding select_ordered_decoding(const VarlenSelectorInput& input);
-// Of the scores between the two kernels, for all sequences: the floats. rows: of a key head, those of all query heads that share it.
+// The number of floats for the scores passed between the two kernels, for all sequences. rows: per key head, over all
+// query heads that share it.
 int64_t count_scores(const Kernel& values, int64_t batch, int64_t heads_kv, int64_t rows, int64_t keys);
 
-// Of dropout, dense or ragged: the first family that has it. has_score_mod: a softcap or a mask tensor, without ALiBi, which the sm90 kernels do
-// not have. Throws as host::refuse() says where none has.
+// For dropout, dense or ragged: the first family that has it. has_score_mod: a softcap or a mask tensor, not ALiBi; the
+// sm90 kernels do not support these. Throws host::refuse() if no kernel has it.
 const Kernel& select_dropout_forward(const host::KernelRequest& request, int32_t head_dim, bool has_score_mod,
                                      bool has_alibi);
 
-// Of a dense problem with one query position, whose heads are rows: the decoding kernel; null where another one is faster, or there is none.
+// For a dense problem with one query position, whose heads are folded into rows: the decoding kernel; null if another
+// kernel is faster or there is none.
 const Kernel* select_decoding(const SelectorInput& input);
 
-// Throws as host::refuse() says where no kernel serves the problem.
+// Throws host::refuse() if no kernel can run the problem.
 Choice select_forward(const SelectorInput& input);
 
-// The best family with both kernels; none where this GPU, or the forced family, has no backward kernels.
+// The best family with both kernels; empty if this GPU or the forced family has no backward kernels.
 BackwardKernels select_backward(const host::KernelRequest& request, Mask mask, int32_t head_dim);
 
-// Whether the fused kernel is there and faster, where all three gradients are needed. Never where $FLASHMOE_SPLIT_BACKWARD is 1. is_split_slow:
-// of dropout, where the split form is another family's, and of masks.
+// Returns whether the fused kernel exists and is faster, when all three gradients are needed. Always false if
+// $FLASHMOE_SPLIT_BACKWARD is 1. is_split_slow: for dropout, whose split kernels are another family's, and for masks.
 bool prefers_fused(const BackwardKernels& kernels, const SelectorInput& problem, bool is_split_slow = false);
 
-// The same of ragged and banded attention. Throws as host::refuse() says where there are none.
-// head_dim: the larger of the two. has_score_mod: a softcap, or a mask tensor; some families have kernels of their own for that. All have them for ALiBi, which is none.
-// streams_mask: the one score modification is a mask tensor that a copy engine can load.
+// The same for ragged and banded attention. Throws host::refuse() if there are none.
+// head_dim: the larger of the two. has_score_mod: a softcap or a mask tensor; some families have separate kernels for
+// these. ALiBi does not count as one: all families have separate kernels for it. streams_mask: the only score
+// modification is a mask tensor that TMA can load.
 BackwardKernels select_varlen_backward(const host::KernelRequest& request, int32_t head_dim, int32_t head_dim_v,
                                        bool has_score_mod, bool has_alibi, bool streams_mask = false);
-// And of dropout, with or without either.
+// The same for dropout, with or without a score modification or ALiBi.
 BackwardKernels select_dropout_backward(const host::KernelRequest& request, int32_t head_dim, bool has_score_mod,
                                         bool has_alibi);
-// The forward kernel that streams a mask in place of `otherwise`, which select_varlen_forward has chosen; null where there is none of its family.
+// The forward kernel that streams a mask, of the family of `otherwise`, which select_varlen_forward chose; null if
+// there is none.
 constexpr const char* kMaskForward = "attention_mask_forward";
 const Kernel* find_mask_forward(const VarlenSelectorInput& input, const Kernel& otherwise);
-// Of the gradient of an additive mask. Throws likewise.
-// folds: the mask has one row, or one key.
+// For the gradient of an additive mask. Throws host::refuse() if there is none. folds: the mask has one row or one key.
 const Kernel& select_bias_gradient(const host::KernelRequest& request, int32_t head_dim, bool has_dropout, bool folds);
 
-// The batch of equal sequences that a ragged one is judged by, as no host knows its lengths: as many tokens, in sequences as long as the longest, whose
-// rows see at most visible_keys.
+// The batch of equal sequences that stands for a ragged one in the choice of kernels, since the host does not know the
+// lengths: the same number of tokens, in sequences as long as the longest, whose rows see at most visible_keys.
 SelectorInput as_equal_sequences(const SelectorInput& longest, int64_t rows_total, int64_t keys_total,
                                  int64_t visible_keys);
 
-// row_dot alone: the first that this GPU has, whichever family is forced.
+// Only row_dot: the first kernel that this GPU has, whichever family is forced.
 const Kernel& select_row_dot(const host::KernelRequest& request);
-// The kernel of a streamed mask that stores its gradient, in place of the one that does not.
+// The streamed-mask kernel that stores the gradient of the scores, in place of `fused`, which does not.
 const Kernel& select_storing(const host::KernelRequest& request, const Kernel& fused);
 const Kernel& select_scores_sum(const host::KernelRequest& request);
 
-// Of a cache of 8-bit floats, which one kernel reads for any number of rows. Throws as host::refuse() says where there is none.
+// For a float8_e4m3fn cache: one kernel for any number of rows. Throws host::refuse() if there is none.
 const Kernel& select_e4m3(const host::KernelRequest& request, int32_t head_dim);
-// The kernel over codes of a chunk that is so served over elements; none where there is no such kernel.
+// The chunk kernel for codes that matches `chunk`, a choice for 16-bit elements; empty if there is none.
 Choice select_coded_chunk(const host::KernelRequest& request, const Choice& chunk);
-// Of q, k and v of 8-bit floats: a kernel, and the one in front of it.
+// For q, k and v in float8_e4m3fn: the kernel, and the one that runs before it.
 struct Fp8Kernels {
   const Kernel* forward = nullptr;
   const Kernel* transpose = nullptr;
 };
-// Throws as host::refuse() says where there are none. mask: of dense tensors; the kernels of ragged ones have every mask.
+// Throws host::refuse() if there are none. mask: for dense tensors; the kernels for ragged ones support every mask.
 Fp8Kernels select_fp8(const host::KernelRequest& request, Mask mask, int32_t head_dim, bool has_block_scales);
 Fp8Kernels select_fp8_varlen(const host::KernelRequest& request, int32_t head_dim);
 const Kernel& select_e4m3_append(const host::KernelRequest& request);
 const Kernel& select_dequantize(const host::KernelRequest& request);
 
-// Copies of rows, which every family does alike: the first that this GPU has, whichever is forced.
+// Copies rows, which every family does alike: the first kernel that this GPU has, whichever family is forced.
 const Kernel& select_append(const host::KernelRequest& request);
 
 }  // namespace flashmoe::attention

@@ -1,4 +1,4 @@
-// Which kernels compute the gradients of dense and ragged attention, and of a mask.
+// Selects the kernels for the gradients of dense and ragged attention, and of a mask.
 #include <algorithm>
 #include <cstring>
 
@@ -9,7 +9,8 @@
 namespace flashmoe::attention {
 namespace {
 
-// What the split kernels of dropout, sm80's up to 128 columns, and those of masks take twice as long for.
+// From this length on the split kernels of dropout (sm80's up to 128 columns) and of masks take twice as long as the
+// fused one.
 constexpr int64_t kMinFusedSlowSplit = 512;
 
 }  // namespace
@@ -38,16 +39,17 @@ BackwardKernels select_backward(const host::KernelRequest& request, Mask mask, i
 }
 
 bool prefers_fused(const BackwardKernels& kernels, const SelectorInput& problem, bool is_split_slow) {
-  // Measured on an H100, all of head dim 128 on an H200. Of short sequences its float32 sums cost as much as the two products that
-  // it saves; queries for few tiles of them would make all tiles of a head wait. One key head is as good as many, where it has the tiles.
-  // $FLASHMOE_SPLIT_BACKWARD: where memory is worth more than time.
+  // Measured on an H100, all of head dim 128 on an H200. For short sequences the float32 sums cost as much as the two
+  // products that the fused kernel saves; with few query tiles all tiles of a head would wait for each other. One key
+  // head is as good as many, if it has enough tiles.
+  // $FLASHMOE_SPLIT_BACKWARD: for users to whom memory is worth more than time.
   if (kernels.fused == nullptr || host::is_switched_on("FLASHMOE_SPLIT_BACKWARD")) return false;
   const bool is_wide = kernels.fused->axes[axis::kHeadDim] > 64;
-  // Half of the tiles are hidden, or heads share dk and dv: a tile has less work for the same sums.
+  // If half of the tiles are hidden, or heads share dk and dv, a tile has less work for the same sums.
   const bool has_light_tiles = problem.mask == Mask::kCausal || problem.heads_q != problem.heads_kv;
   const int64_t min_length = is_wide && has_light_tiles ? 1280 : 1024;
-  const int64_t min_rounds = problem.seq_k >= 2048 ? 3 : is_wide ? 10 : 12;  // of tiles, one for each multiprocessor
-  // 1.7 to 1.9 times as long as the split form with windows of 4096 to 12288 of 16384 keys.
+  const int64_t min_rounds = problem.seq_k >= 2048 ? 3 : is_wide ? 10 : 12;  // of tiles, one per multiprocessor
+  // The fused kernel takes 1.7 to 1.9 times as long as the split kernels with windows of 4096 to 12288 of 16384 keys.
   if (is_wide && problem.has_window) return false;
   if (is_split_slow) return std::min(problem.seq_q, problem.seq_k) >= kMinFusedSlowSplit;
   if (problem.seq_q < min_length || problem.seq_k < min_length) return false;

@@ -1,4 +1,5 @@
-// Chunks: when a kernel whose tiles hold all heads of a group, and whose keys several blocks may share, serves a ragged call, and in how many shares.
+// Chunk kernels hold all heads of a group in one tile, and several blocks may split the keys. Decides when they run a
+// ragged call, and with how many splits.
 
 #include <algorithm>
 #include <cmath>
@@ -11,42 +12,47 @@ namespace flashmoe::attention {
 namespace {
 
 constexpr const char* kFamily = "sm90";
-constexpr int64_t kMostShares = 32;  // one for each lane of the combining warp
+constexpr int64_t kMostShares = 32;  // one per lane of the combining warp
 constexpr int64_t kLeastShare = 256;
 constexpr int64_t kMostPartialBytes = int64_t{1} << 28;
 constexpr int64_t kMostGroup = 64;  // the rows of a warpgroup
 constexpr int64_t kMostRows = int64_t{1} << 24;
 constexpr int64_t kMostKeyHeads = int64_t{1} << 16;
-// Of a decoding tile. Measured on an H200, 64 sequences of 8192 keys, 32 heads on 8: 4 rows 484 us, and 8, whose keys it reads twice, 629.
+// Rows of a decoding tile. Measured on an H200, 64 sequences of 8192 keys, 32 heads on 8: 4 rows 484 us, and 8, for
+// which it reads the keys twice, 629.
 constexpr int64_t kDecodingRows = 16;
-// Head dim 256, 32 heads on 8, us by decoding and as a chunk: 4 rows of 4096 keys 37 and 17, of 16384 60 and 45, 16 x 1024 51 and 40.
+// Head dim 256, 32 heads on 8, us by decoding and as a chunk: 4 rows of 4096 keys 37 and 17, of 16384 60 and 45,
+// 16 x 1024 51 and 40.
 constexpr int64_t kWideDecodingRows = 8;
-// Head dim 128, one or two sequences of 8 key heads, 13 to 16 rows of each: 1 x 4096 15.4 and 13.6, 2 x 4096 16.2 and 14.9; 2 x 1024 11.7 and 12.5,
-// 2 x 16384 41 and 42, 4 x 4096 26 and 27.
+// Head dim 128, one or two sequences of 8 key heads with 13 to 16 rows each, us by decoding and as a chunk: 1 x 4096
+// 15.4 and 13.6, 2 x 4096 16.2 and 14.9; 2 x 1024 11.7 and 12.5, 2 x 16384 41 and 42, 4 x 4096 26 and 27.
 constexpr int64_t kFewRows = 12;
 constexpr int64_t kFewKeyHeads = 16;
 constexpr int64_t kFewKeys = 2048;
 constexpr int64_t kManyKeys = 8192;
-// What the estimates below are off by, so that no call gets slower by them.
+// The error of the estimates below: with this margin they make no call slower.
 constexpr double kMargin = 0.955;
-// Dense kernels are less slow than estimated where their tiles are mostly empty. Of 183 dense problems with grouped heads and 2 to 64 rows, measured on
-// an H200, those that these margins select are 1.02 to 5 times as fast as ragged ones.
+// Dense kernels are less slow than estimated if their tiles are mostly empty. Of 183 dense problems with grouped heads
+// and 2 to 64 rows, measured on an H200, those that these margins select are 1.02 to 5 times as fast as with the dense
+// kernels.
 constexpr double kDenseMargin = 0.65;
 constexpr double kWideDenseMargin = 0.45;
-constexpr int32_t kWide = 128;  // head dims above
-// With a softcap or a mask tensor: where the ragged kernels, of which a tile has one head's rows, are mostly empty. (A dense mask of more rows is streamed.)
+constexpr int32_t kWide = 128;  // for head dims above this
+// With a softcap or a mask tensor: only where the ragged kernels, whose tiles hold one head's rows, are mostly empty.
+// (A dense mask with more rows is streamed.)
 constexpr int64_t kMostScoredRows = 127;
 constexpr int64_t kLeastScoredKeys =
-    512;  // of heads that share no keys: 32 x 100 rows over 100 keys take 1.13 of the time, over 512 0.96
+    512;  // if heads share no keys: 32 x 100 rows over 100 keys take 1.13 times as long, over 512 0.96
 
-// Rows of a tile that a position takes.
+// Tile rows per query position.
 int64_t rows_of_position(int64_t group) {
   int64_t rows = 1;
   while (rows < group) rows *= 2;
   return rows;
 }
 
-// Microseconds by the cost that the kernel's row states, of as many equal sequences as the rows are; `fold`: rows of a tile for each position.
+// Microseconds, from the cost in the kernel's table row, for as many equal sequences as the rows make; `fold`: tile
+// rows per query position.
 double estimate(const VarlenSelectorInput& input, const Kernel& kernel, int64_t heads, int64_t fold, int64_t splits) {
   namespace cost = attention::cost;
   constexpr int64_t kWarpgroupRows = 64;
@@ -79,7 +85,7 @@ struct TimedChoice {
   double microseconds = 0.0;
 };
 
-// Whether decoding, which serves the call, is the faster one.
+// Whether decoding is faster than a chunk, for a call that the decoding kernels can run.
 bool is_decoded_faster(const VarlenSelectorInput& input) {
   if (input.rows_of_key_head > (input.head_dim > kWide ? kWideDecodingRows : kDecodingRows)) return false;
   const bool is_short = input.head_dim > 64 && input.rows_of_key_head > kFewRows && input.keys >= kFewKeys &&
@@ -127,14 +133,15 @@ Choice select_chunk(const VarlenSelectorInput& input, const Kernel& otherwise) {
   if (decodes(otherwise) && (input.has_score_functions || is_decoded_faster(input))) return {};
   const TimedChoice chunk = fastest_chunk(input);
   if (chunk.choice.forward == nullptr || decodes(otherwise) || input.has_score_functions) return chunk.choice;
-  // Without a cost (of the sm80 family, for pages that no copy engine loads) there is nothing to compare with.
+  // Without a cost (sm80 kernels, for pages that TMA cannot load) there is nothing to compare with.
   if (!otherwise.has_cost) return {};
   const double limit = kMargin * estimate(input, otherwise, input.heads_q, 1, 1);
   return chunk.microseconds < limit ? chunk.choice : Choice{};
 }
 
 bool prefers_folded_rows(const SelectorInput& dense, const Choice& chosen) {
-  // Head dim 128, heads that share no keys, us: 2 to 8 rows 9 to 25% faster by decoding; at 64 and 256 from 36% faster to 17% slower.
+  // Head dim 128, heads that share no keys: 2 to 8 rows are 9 to 25% faster by decoding; at 64 and 256 from 36% faster
+  // to 17% slower.
   constexpr int64_t kUngroupedRows = 8;
   constexpr int64_t kMostFoldedRows = 64;
   const int64_t group = dense.heads_q / dense.heads_kv;

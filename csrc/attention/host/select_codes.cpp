@@ -1,4 +1,4 @@
-// Kernels of 8-bit floats: caches of them, and products.
+// Kernels for float8_e4m3fn: caches, and attention with q, k and v in 8 bits.
 
 #include <cstring>
 

@@ -39,11 +39,11 @@ BackwardKernels select_dropout_backward(const host::KernelRequest& request, int3
     BackwardKernels kernels{find("attention_dropout_backward_dq", *family, variant),
                             find("attention_dropout_backward_dkv", *family, variant)};
     if (kernels.dq == nullptr || kernels.dkv == nullptr) continue;
-    // Those of wgmma serve wide heads, without a softcap or a mask tensor.
+    // The wgmma kernels run wide heads, without a softcap or a mask tensor.
     const bool is_wgmma = kernels.dq->num_tensor_maps != 0;
     if (is_wgmma && (has_score_mod || head_dim <= kernels.dq->axes[axis::kHeadDim] / 2)) continue;
     if (has_score_mod || has_alibi || request.forced_family != nullptr) return kernels;
-    // The fused form is that of the GPU's first family, whose kernels in front and behind serve it too.
+    // The fused kernel is that of the GPU's first family, whose prepare and convert kernels it uses.
     const Kernel* fused = find("attention_dropout_backward_fused", *families, "");
     kernels.prepare = find("attention_varlen_backward_fused_prepare", *families, "");
     kernels.convert = find("attention_varlen_backward_fused_convert", *families, "");

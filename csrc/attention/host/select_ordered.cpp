@@ -1,4 +1,4 @@
-// Decoding with the bits of a prefill: when two kernels, of which the first divides the keys, serve a consistent call.
+// Decoding with the bits of a prefill: when two kernels, of which the first splits the keys, run a consistent call.
 
 #include <algorithm>
 #include <cstring>
@@ -30,8 +30,9 @@ OrderedDecoding select_ordered_decoding(const VarlenSelectorInput& input) {
   if (found.values->block_n != consistent_block_n(request, input.head_dim, wanted)) return {};
   if (count_scores(*found.values, input.batch, input.heads_kv, input.rows_of_key_head, input.keys) > kMostScores)
     return {};
-  // Measured on an H200: faster where all blocks of the second kernel run at once, but where the ragged kernel has a tile for nearly every
-  // multiprocessor (head dim 64; us, 12 sequences of 8 key heads and 2048 keys 27, 28; 16 sequences 32, 28).
+  // Measured on an H200: faster if all blocks of the second kernel run at once, except where the ragged kernel has a
+  // tile for nearly every multiprocessor (head dim 64; us, ordered and ragged: 12 sequences of 8 key heads and 2048
+  // keys 27, 28; 16 sequences 32, 28).
   const int64_t tiles = input.batch * input.heads_kv;
   const int64_t blocks = tiles * (found.values->axes[axis::kHeadDim] / kValueColumns);
   if (blocks > found.values->min_blocks * request.num_multiprocessors) return {};

@@ -1,4 +1,4 @@
-// Head dims above those of the dense kernels, and few rows whose keys are divided over several blocks.
+// Head dims above those of the dense kernels, and few rows whose keys are split over several blocks.
 
 #include <algorithm>
 #include <string>
@@ -10,7 +10,7 @@ namespace flashmoe::attention {
 namespace {
 
 constexpr int64_t kMinKeysPerSplit = 128;
-constexpr int64_t kMaxSplits = 32;  // one for each lane of the combining warp
+constexpr int64_t kMaxSplits = 32;  // one per lane of the combining warp
 
 int64_t tiles_of(const VarlenSelectorInput& input, const Kernel& kernel) {
   return most_row_blocks(input.rows, input.batch, input.rows_total, kernel.block_m) * input.heads;
@@ -31,19 +31,20 @@ int64_t value_parts(const Kernel& kernel) {
 }
 
 bool serves_wide(const VarlenSelectorInput& input, const Kernel& kernel) {
-  constexpr int64_t kMostFewRows = 64;  // tiles of half the rows, and of divided keys
+  constexpr int64_t kMostFewRows = 64;  // up to here tiles with half the rows, or with split keys, run
   if (value_parts(kernel) == 1) return true;
   return input.rows > kMostFewRows && !input.has_score_functions && !input.is_consistent && !input.is_batch_invariant;
 }
 
 const Kernel* find_divided(const VarlenSelectorInput& input, const Kernel& standard, const host::KernelList& loadable) {
-  // Of ragged rows some may belong to no sequence, which the second pass would write.
+  // Some ragged rows may belong to no sequence, and the second pass would write them.
   if (input.is_consistent || input.has_alibi || input.rows_total != 0) return nullptr;
   const Kernel* divided = host::find_kernel(
       {standard.operation, standard.family, "split", input.request.dtype, {input.head_dim}}, axis::kHeadDim, loadable);
   if (divided == nullptr || divided->axes[axis::kHeadDim] != standard.axes[axis::kHeadDim]) return nullptr;
   if (input.rows <= divided->block_m) return divided;
-  // More rows in several of its tiles, each of which reads the keys, where the standard tiles would leave most of the GPU idle.
+  // With more rows, several of its tiles each read the keys; worthwhile if the standard tiles would leave most of the
+  // GPU idle.
   constexpr int64_t kMinKeys = 1024;
   const bool is_idle = 4 * tiles_of(input, standard) <= input.request.num_multiprocessors;
   return !input.is_batch_invariant && input.rows <= standard.block_m && input.keys >= kMinKeys && is_idle ? divided

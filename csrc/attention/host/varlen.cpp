@@ -1,5 +1,5 @@
-// The forward of ragged, paged and banded attention on a GPU. Nothing here reads device memory: lengths, offsets and page numbers are the
-// kernels' business, and grids are sized for the most that there can be.
+// The forward pass of ragged, paged and banded attention on a GPU. Nothing here reads device memory: the kernels read
+// lengths, offsets and page numbers, and grids are sized for the largest possible batch.
 
 #include "attention/host/varlen.h"
 
@@ -23,17 +23,18 @@
 namespace flashmoe::attention {
 namespace {
 
-constexpr int64_t kMostSplits = 64;            // blocks that an item is worth putting together from
-constexpr int32_t kUnboundedSplits = 1 << 20;  // of what is not put together
-// What a miss of the L2 fetches of keys and values that few rows read: with 256 bytes an H200 delivers 4.15 TB/s of them, with 128 4.4
-// (docs/notebook/2026-11-29-rows-to-verify.md). Elsewhere it makes no difference, or, to 16-bit weights, the opposite one.
+constexpr int64_t kMostSplits = 64;            // more blocks per item are not worth combining
+constexpr int32_t kUnboundedSplits = 1 << 20;  // if nothing is combined
+// L2 fetch size for keys and values that few rows read: with 256 bytes per miss an H200 delivers 4.15 TB/s of them,
+// with 128 bytes 4.4 (docs/notebook/2026-11-29-rows-to-verify.md). Elsewhere it makes no difference, or, for 16-bit
+// weights, the opposite one.
 constexpr CUtensorMapL2promotion kKeyPromotion = CU_TENSOR_MAP_L2_PROMOTION_L2_128B;
 
 bool has_keys(const VarlenArguments& arguments) {
-  return arguments.max_seqlen_k > 0 && arguments.k.sizes()[0] > 0;  // of all entries, or pages
+  return arguments.max_seqlen_k > 0 && arguments.k.sizes()[0] > 0;  // of all sequences, or pages
 }
 
-// Another view on the same memory, of the same rank or not.
+// Another view of the same memory, possibly with another rank.
 Tensor view_as(const Tensor& tensor, int64_t rank, const int64_t* sizes, const int64_t* strides) {
   AtenTensorHandle handle = nullptr;
   host::check_shim(aoti_torch__reinterpret_tensor(tensor.get(), rank, sizes, strides, 0, &handle),
@@ -47,7 +48,7 @@ void copy(const Tensor& from, const Tensor& to) {
 
 bool is_streaming(const Kernel& kernel) { return std::strcmp(kernel.operation, kMaskForward) == 0; }
 
-// The same tensors again, except those that the kernel cannot load where they lie.
+// The same tensors, with copies of those that the kernel cannot load in place.
 VarlenArguments loadable_arguments(const VarlenArguments& arguments, const Kernel& kernel) {
   VarlenArguments result = with_operands(arguments, host::loadable(arguments.q, kernel),
                                          host::loadable(arguments.k, kernel), host::loadable(arguments.v, kernel));
@@ -55,7 +56,7 @@ VarlenArguments loadable_arguments(const VarlenArguments& arguments, const Kerne
   return result;
 }
 
-// `launched`: params, or what begins with them.
+// `launched`: params, or a block that begins with them.
 void run_tiles(ForwardParams& params, const Kernel& kernel, const host::CudaCall& call, const void* launched) {
   const int64_t tiles = most_row_blocks(params, kernel.block_m) * params.heads_q * value_parts(kernel);
   const int64_t grid = host::grid_for(kernel, tiles, call.gpu);
@@ -77,29 +78,30 @@ void run_tiles(ForwardParams& params, const Kernel& kernel, const host::CudaCall
   list.run(call);
 }
 
-// Of a GPU's memory, bytes per ns. An H100's has 3352, an H200's 4916. Of 1 to 2 GB of keys read to be evicted first an H200 decodes 2% to 6%
-// faster (64 sequences of 8192 keys, pages of 256: 518 to 490 us), an H100 up to 4% slower.
+// Memory bandwidth in bytes per ns: an H100 has 3352, an H200 4916. With 1 to 2 GB of keys loaded as evict-first, an
+// H200 decodes 2% to 6% faster (64 sequences of 8192 keys, pages of 256: 518 to 490 us), an H100 up to 4% slower.
 constexpr int32_t kFastMemory = 4000;
-// Lines that other kernels have written stay in the L2 while keys that are read evict-first replace only each other, and cost 5% of any batch. So blocks
-// begin without a hint, until together they have read this many times the L2's size. For batches of at most six times that, writing the lines back costs what it gains.
+// Lines that other kernels have written stay in the L2 while keys loaded as evict-first replace only each other; this
+// costs 5% for any batch. So blocks start without a hint, until together they have read kRefills times the L2's size.
+// For batches of at most kFewRefills times that size, writing the lines back costs what it gains.
 constexpr int64_t kRefills = 2;
 constexpr int64_t kFewRefills = 6;
 
-// K and V, if all sequences are as long.
+// Bytes of K and V if all sequences are as long as the longest.
 int64_t bytes_of_keys(const ForwardParams& params, const Kernel& kernel) {
   const int64_t key_bytes = int64_t{2} * sizeof(uint16_t) * kernel.axes[axis::kHeadDim];
   return key_bytes * params.seq_k * params.heads_kv * params.batch;
 }
 
-// Whether keys of a chunk that one tile reads make room for each other: 1% to 11% faster where they are 0.67 to 4.5 times the L2's size, up to 2%
-// slower above, and 1% to 8% where they fit it.
+// Whether a chunk's keys, each read by one tile, should replace each other in the L2 (evict-first): 1% to 11% faster if
+// they are 0.67 to 4.5 times the L2's size, up to 2% slower above that, and 1% to 8% slower if they fit.
 bool streams_keys(const ForwardParams& params, const Kernel& kernel, const host::Device& gpu) {
   if (gpu.memory_rate <= kFastMemory || kernel.axes[axis::kHeadDim] <= 64) return false;
   const int64_t bytes = bytes_of_keys(params, kernel);
   return 5 * bytes > 3 * int64_t{gpu.l2_bytes} && bytes <= kFewRefills * gpu.l2_bytes;
 }
 
-// At D=64 evict_first costs 1% there.
+// At D=64 evict_first costs 1%.
 int32_t hints_of(const ForwardParams& params, const Kernel& kernel, int64_t grid, const host::Device& gpu) {
   const int64_t head_dim = kernel.axes[axis::kHeadDim];
   if (gpu.memory_rate <= kFastMemory || head_dim <= 64) return 0;
@@ -108,16 +110,17 @@ int32_t hints_of(const ForwardParams& params, const Kernel& kernel, int64_t grid
   return static_cast<int32_t>(ceil_div(kRefills * gpu.l2_bytes, grid * kernel.block_n * key_bytes));
 }
 
-// Whether the kernel that adds up shares, of `blocks` blocks, gains by its early start: 3% to 6% for one sequence of 2048 keys. It begins on the
-// multiprocessors that are free, and where these are few, all of its blocks may meet there (1 x 8192: 15.4 us and 19.3).
+// Whether an early start of the combine kernel, with `blocks` blocks, pays off: 3% to 6% for one sequence of 2048 keys.
+// It starts on the free multiprocessors, and if these are few, all of its blocks may land on them
+// (1 x 8192: 15.4 us and 19.3).
 bool adds_up_early(int64_t blocks, int64_t grid, const host::Device& gpu) {
-  constexpr int64_t kResident = 16;  // of its blocks on a multiprocessor
+  constexpr int64_t kResident = 16;  // combine blocks per multiprocessor
   const int64_t free = gpu.num_multiprocessors - grid;
   return free > 0 &&
          std::min(kResident, ceil_div(blocks, free)) <= 2 * ceil_div(blocks, int64_t{gpu.num_multiprocessors});
 }
 
-// Memory for params.num_splits partial results of `rows` rows, which a second pass adds up.
+// Memory for params.num_splits partial results of `rows` rows, which a second pass reduces.
 host::Workspace allocate_partials(ForwardParams& params, int64_t rows, const host::CudaCall& call) {
   host::Workspace partials;
   const int64_t out = partials.add<float>(params.num_splits * rows * params.head_dim_v);
@@ -128,7 +131,7 @@ host::Workspace allocate_partials(ForwardParams& params, int64_t rows, const hos
   return partials;
 }
 
-// Each split of each tile, and the sum of the splits. Rows are dense.
+// Runs the splits of each tile, then the combine kernel. Rows are dense.
 void run_divided(ForwardParams& params, const Kernel& kernel, const Division& division, const host::CudaCall& call) {
   params.num_splits = division.num_splits;
   const int64_t rows = static_cast<int64_t>(params.batch) * params.heads_q * params.seq_q;
@@ -144,8 +147,9 @@ void run_divided(ForwardParams& params, const Kernel& kernel, const Division& di
 
 }  // namespace
 
-// Few rows over many keys. A position's heads are rows of a tile, which the kernel and its tensor maps see to. With num_splits above 1 its results
-// are partial, numbered as rows of the log-sum-exp are: for the second kernel ragged rows are one sequence.
+// Few rows over many keys. The heads of a position are rows of a tile; the kernel and its tensor maps arrange that.
+// With num_splits above 1 its results are partial, with rows numbered like those of the log-sum-exp: for the combine
+// kernel, ragged rows are one sequence.
 void run_chunk(ForwardParams& params, const Choice& choice, const host::CudaCall& call,
                const E4m3ForwardParams* codes) {
   const Kernel& kernel = *choice.forward;
@@ -195,7 +199,7 @@ void run(const VarlenArguments& arguments, const ForwardOutputs& outputs, const 
   const bool is_decoding = chosen.is_decoding;
   ForwardParams params = make_varlen_params(arguments, outputs);
   const host::CudaCall call(gpu);
-  // Of folded heads each row would have a slope of its own.
+  // ALiBi does not fold: each row of folded heads would have its own slope.
   if (is_decoding) {
     params.score_options.folded_heads = params.heads_q / params.heads_kv;
   } else if (chosen.chunk.forward == nullptr && has_one_row_each(arguments) && !has_alibi(arguments) &&
@@ -233,8 +237,9 @@ VarlenSelectorInput selector_input(const VarlenArguments& arguments, const host:
   input.head_dim = static_cast<int32_t>(std::max(arguments.head_dim(), arguments.head_dim_v()));
   input.head_dim_v = static_cast<int32_t>(arguments.head_dim_v());
   input.page_size = arguments.has_pages() ? static_cast<int32_t>(arguments.k.sizes()[1]) : 0;
-  // One row each of more heads than a chunk's tile holds counts as one row where it is decoded, as two rows are: by few sequences, and wherever bits
-  // must not depend on their number. H200, D=64, 4096 keys, 71 heads on one, 8 and 64 sequences: decoded 18 and 87 us, as rows of a ragged tile 51 and 54.
+  // Decoding counts one row per sequence as one row, as it does two rows, even with more heads than a chunk's tile
+  // holds: for few sequences, and whenever the bits must not depend on their number. H200, D=64, 4096 keys, 71 heads on
+  // one, 8 and 64 sequences: decoded 18 and 87 us, as rows of a ragged tile 51 and 54.
   constexpr int64_t kMostFoldedHeads = 64;
   const bool has_many = 4 * arguments.batch() * arguments.heads_kv() > gpu.num_multiprocessors;
   const bool is_folded =
@@ -308,7 +313,7 @@ void fill_without_keys(const ForwardOutputs& outputs, const Tensor& sinks, const
 }
 
 bool has_one_row_each(const VarlenArguments& arguments) {
-  // Of ragged rows only the GPU knows which entries have one and which have none.
+  // For ragged rows only the GPU knows which sequences have one row and which have none.
   return !arguments.has_ragged_rows() && arguments.max_seqlen_q == 1;
 }
 
@@ -337,7 +342,8 @@ void describe_as_band(ForwardParams& params) {
   params.score_options.folded_heads = 1;
 }
 
-// Partial results: two of each block, the end of one item and the beginning of another. Its counters are zero again at the end.
+// Each block has up to two partial results: the end of one item and the start of another. The counters are zero again
+// at the end.
 void run_decoding(ForwardParams& params, const Kernel& kernel, int64_t num_splits, const host::CudaCall& call,
                   const void* launched) {
   params.num_splits = static_cast<int32_t>(num_splits == 0 ? kMostSplits : num_splits);
@@ -358,7 +364,7 @@ void run_decoding(ForwardParams& params, const Kernel& kernel, int64_t num_split
     counters = host::tile_counter(call, grid);
     params.tile_counter = counters.address;
   }
-  // On whatever runs in front: the kernel waits for its end before the first access to memory.
+  // May overlap the kernel before it in the stream: the kernel waits for its end before its first access to memory.
   host::LaunchList list;
   list.add({&kernel, grid, launched == nullptr ? &params : launched, nullptr, /*is_dependent=*/true});
   list.run(call);
@@ -388,7 +394,8 @@ int64_t most_row_blocks(const ForwardParams& params, int64_t block_m) {
   return most_row_blocks(params.seq_q, params.batch, params.sequences.rows_total, block_m);
 }
 
-// Whether the dense kernels, which are faster, compute the same. Few rows fold better here.
+// Whether the dense kernels, which are faster, compute the same result. Few rows stay here, where their heads fold
+// better.
 bool is_plain(const VarlenArguments& arguments) {
   for (const Tensor* tensor : {&arguments.cu_seqlens_q, &arguments.cu_seqlens_k, &arguments.seqused_k,
                                &arguments.block_table, &arguments.sinks, &arguments.mask}) {

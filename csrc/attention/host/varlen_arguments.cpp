@@ -21,13 +21,13 @@ using host::violate;
 
 constexpr int64_t kMaxLength = (int64_t{1} << 30) - 1;  // the kernels add windows and lengths in 32 bits
 constexpr int64_t kMaxSplits = 32;
-// Kernels know tanh to within 7e-7, which the softcap multiplies.
+// The kernels' tanh has an error of up to 7e-7, which the softcap multiplies.
 constexpr double kMaxSoftcap = 4096.0;
-constexpr std::uintptr_t kOutAlign = 16;  // bytes, of what the kernels store at once
+constexpr std::uintptr_t kOutAlign = 16;  // bytes that the kernels store at once
 constexpr Layout kRaggedLayout{"[tokens, heads, head_dim]", 3};
 constexpr Layout kPageLayout{"[pages, page_size, heads, head_dim]", 4};
 
-// `rule`: that of a first dimension that is not `length`.
+// `rule`: the rule that is broken if the first dimension is not `length`.
 void check_length(const Tensor& tensor, const char* rule, int64_t length) {
   if (tensor.sizes()[0] != length) violate(rule, {{"found", tensor.sizes()[0]}, {"needed", length}});
 }
@@ -137,7 +137,7 @@ void check_scores(const VarlenArguments& arguments) {
   }
 }
 
-// New keys of two sequences or heads would lie on each other.
+// New keys of two sequences or heads would overwrite each other.
 void check_not_expanded(const Tensor& cache, const char* name) {
   for (int64_t axis = 0; axis < cache.dim(); ++axis) {
     if (cache.sizes()[axis] > 1 && cache.strides()[axis] == 0) {
@@ -147,8 +147,8 @@ void check_not_expanded(const Tensor& cache, const char* name) {
   }
 }
 
-// Rows are copied in any order. Values that lie in their keys (v is a part of k) are the same in caches and new rows, or the last to
-// be written would stay.
+// Rows are copied in any order. If values share memory with their keys (v is a part of k) in the caches, they must in
+// the new rows too, or the last row written would win.
 void check_apart(const AppendArguments& arguments) {
   struct Memory {
     explicit Memory(const Tensor& of, const char* its_name) : tensor(of), name(its_name), range(memory_range(of)) {}
@@ -252,7 +252,7 @@ void check_append_arguments(AppendArguments& arguments) {
              {"cache_device", describe_device(first)}});
   }
   if (!arguments.cache_seqlens.is_given()) violate("tensor.missing", {{"name", "cache_seqlens"}});
-  // k_new stands for a dense q of as many heads: the rules are the same.
+  // k_new takes the place of a dense q with the same number of heads: the rules are the same.
   VarlenArguments cache;
   cache.q = host::alias(k_new);
   cache.k = host::alias(k_cache);

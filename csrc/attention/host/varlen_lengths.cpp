@@ -13,7 +13,7 @@ bool is_check_wanted(int32_t device_type, int32_t device_index) {
   return device_type == aoti_torch_device_type_cpu() || host::are_values_checked(device_type, device_index);
 }
 
-// An int32 tensor's numbers, in the CPU's memory.
+// An int32 tensor's values, in CPU memory.
 class Numbers {
  public:
   explicit Numbers(const Tensor& tensor) {
@@ -65,14 +65,14 @@ int64_t room_of_pages(const VarlenArguments& arguments) {
   return arguments.block_table.sizes()[1] * arguments.k.sizes()[1];
 }
 
-// Keys that a sequence may have.
+// The capacity of a sequence in keys.
 int64_t room_of(const VarlenArguments& arguments, const Numbers& cu_seqlens_k, int64_t sequence) {
   if (cu_seqlens_k.are_there()) return cu_seqlens_k[sequence + 1] - cu_seqlens_k[sequence];
   if (!arguments.has_pages()) return arguments.max_seqlen_k;
   return std::min(arguments.max_seqlen_k, room_of_pages(arguments));
 }
 
-// The first of a sequence's `used` keys that some row sees: pages in front of a window may have gone to others.
+// The first of a sequence's `used` keys that some row sees; pages before a window may belong to other sequences.
 int64_t first_seen(const VarlenArguments& arguments, const Numbers& cu_seqlens_q, int64_t sequence, int64_t used) {
   if (arguments.window_left < 0) return 0;
   const int64_t rows =

@@ -1,6 +1,7 @@
-// The gradient of an additive mask with mma.sync: a thread block adds up one tile of the mask (bias_items.cuh).
+// The gradient of an additive mask with mma.sync: a thread block sums up one tile of the mask (bias_items.cuh).
 //
-// A warp's item: S = Q K^T; dP = dO V^T; sum += P * (dP - row_dot). Two buffers, (Q, K) and (dO, V): one loads while the other is read.
+// Per item a warp computes S = Q K^T; dP = dO V^T; sum += P * (dP - row_dot). Two buffers, (Q, K) and (dO, V): one
+// loads while the other is read.
 #pragma once
 
 #include "attention/backward/bias_items.cuh"
@@ -13,8 +14,8 @@
 
 namespace flashmoe::attention::backward::mma_sync {
 
-// The mask's values of a thread's scores, in shared memory: each thread reads what it wrote itself. [pairs / 4][threads][16 bytes] for each
-// 16 rows of the warp. Registers would not last for them.
+// The mask's values of a thread's scores, in shared memory: each thread reads only what it wrote.
+// [pairs / 4][threads][16 bytes] for each 16 rows of the warp. There are not enough registers for them.
 template <typename Spec>
 struct KeptMask {
   ptx::SmemPointer thread_smem;
@@ -96,7 +97,7 @@ __device__ __forceinline__ void bias_gradient(const BiasGradientParams& all) {
     const BiasItem item = items.item;
     const int row = item.row + warp.first_row();
     Stream::wait();
-    ptx::barrier_sync_block();  // Q and K are whole; all warps are done with dO and V of the item before
+    ptx::barrier_sync_block();  // Q and K have arrived; all warps are done with dO and V of the previous item
     load(false);
     Scores<Spec> scores;
     multiply_query_key<Spec>(scores, Q, K_smem);
@@ -104,11 +105,11 @@ __device__ __forceinline__ void bias_gradient(const BiasGradientParams& all) {
     const BiasStatistics<Spec> own = statistics;
     items.advance();
     Stream::wait();
-    ptx::barrier_sync_block();  // dO and V are whole; all warps are done with Q and K
+    ptx::barrier_sync_block();  // dO and V have arrived; all warps are done with Q and K
     if (items.left > 0) {
       load(true);
       statistics.load(params, items.item, items.item.row + warp.first_row());
-      if (all.folds_rows != 0 || all.folds_keys != 0) load_mask();  // else the same for every item
+      if (all.folds_rows != 0 || all.folds_keys != 0) load_mask();  // otherwise the same for every item
     }
     Scores<Spec> gradients;
     multiply_query_key<Spec>(gradients, dO, V_smem);

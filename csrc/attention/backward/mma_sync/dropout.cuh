@@ -1,4 +1,4 @@
-// Dropout (../../dropout.cuh) of a warp's P and dP, in both kernels.
+// Dropout (../../dropout.cuh) of a warp's P and dP, in the dq kernel and the dk, dv kernel.
 #pragma once
 
 #include "attention/backward/mma_sync/products.cuh"
@@ -16,12 +16,12 @@ struct TileDropout {
 
 template <typename Spec>
 struct TileDropout<Spec, true> {
-  HeadDropout of_head;  // dk and dv: of any, until they ask for another
+  HeadDropout of_head;  // dk and dv: visit_keys() replaces its head
 
   __device__ __forceinline__ TileDropout(const BackwardParams& params, const VarlenTile& tile)
       : of_head(dropout_of(params), tile.head, tile.batch) {}
 
-  // dq: dP times its factors. row, first_key: of the warp's first.
+  // dq: multiplies dP by its factors. row, first_key: the warp's first.
   __device__ __forceinline__ void drop(Scores<Spec>& gradients, int row, int first_key) const {
 #pragma unroll
     for (int m = 0; m < Spec::kMmaM; ++m) {
@@ -31,7 +31,7 @@ struct TileDropout<Spec, true> {
     }
   }
 
-  // dk and dv: visit(m, n, half, pair) of S^T.
+  // dk and dv: calls visit(m, n, half, pair) for S^T.
   template <typename Visit>
   __device__ __forceinline__ void visit_keys(int head, int key, int first_row, Visit visit) const {
     HeadDropout own = of_head;
@@ -49,7 +49,7 @@ struct TileDropout<Spec, true> {
       gradient = pair.keep(gradient, c) * of_head.dropout.scale;
     }
   }
-  // P, which dv's store scales.
+  // P; the store of dv applies the scale.
   static __device__ __forceinline__ void drop_weights(Operand<Spec>& operand, int m, int n, int half, KeptPair pair) {
     operand[n / 2][m][n % 2 * 2 + half] &= pair.halves();
   }

@@ -1,13 +1,13 @@
-// The kernel of dk and dv. A thread block owns kOwnRows keys; Q and dO of every head of the group stream past, head by head,
-// in each from the last block down to the first with a query that sees a key. It runs after the kernel of dq, which writes
-// row_dot. The heads of a group are added up in registers, in their order.
+// The kernel of dk and dv. A thread block owns kOwnRows keys; Q and dO of every head of the group stream past, head by
+// head, in each from the last block down to the first with a query that sees a key. It runs after the dq kernel, which
+// writes row_dot. The heads of a group are summed in registers, in order.
 //
 // With one role a warp computes both gradients of its keys. At D=64 they fit its registers for 32 keys.
 //
-// With two, a warp of the first computes S^T = K Q^T, P^T, dV += P^T dO; a warp of the second dP^T = V dO^T, dS^T, dK += dS^T Q.
-// Both take the same way through the code, with Q and dO exchanged. One of them holds one gradient, so there are registers
-// for 32 keys, and a fragment of the stream is read half as often as by a warp that computes both. P^T passes from one role
-// to the other in shared memory.
+// With two roles, a warp of the first computes S^T = K Q^T, P^T, dV += P^T dO; a warp of the second dP^T = V dO^T,
+// dS^T, dK += dS^T Q. Both run the same code, with Q and dO exchanged. Each holds only one gradient, so there are
+// registers for 32 keys, and a fragment of the stream is read half as often as by a warp that computes both. P^T passes
+// from one role to the other in shared memory.
 #pragma once
 
 #include "attention/backward/mma_sync/dropout.cuh"
@@ -20,10 +20,10 @@
 
 namespace flashmoe::attention::backward::mma_sync {
 
-// The shuffle tells the compiler that it is the same in the whole warp, and so its role.
+// The shuffle tells the compiler that the index, and so the role, is the same in the whole warp.
 __device__ __forceinline__ int warp_of_block() { return ptx::shuffle_index(ptx::recompute(ptx::warp_index()), 0); }
 
-// Two statistics, of columns 8 n + 2 * (lane % 4) and the next of a warp's slice.
+// Two statistics, those of columns 8 n + 2 * (lane % 4) and the next one in a warp's slice.
 __device__ __forceinline__ void load_columns(float (&columns)[2], ptx::SmemPointer slice_smem, int n) {
   uint32_t bits[2];
   ptx::ld_shared_64(bits, slice_smem + (n * 32 + ptx::lane_index() % 4 * 8));
@@ -31,7 +31,8 @@ __device__ __forceinline__ void load_columns(float (&columns)[2], ptx::SmemPoint
   columns[1] = __uint_as_float(bits[1]);
 }
 
-// Whether all keys of a warp are seen up to the last query of its slice of a block. Keys past the last are seen by none.
+// Whether all keys of a warp are seen up to the last query of its slice of a block. Keys past the last are seen by
+// none.
 template <typename Spec>
 __device__ __forceinline__ bool is_whole_end(const BackwardParams& params, const VarlenTile& tile, int key,
                                              int first_row) {
@@ -44,9 +45,9 @@ __device__ __forceinline__ bool is_whole_end(const BackwardParams&, const OwnTil
   return true;
 }
 
-// scores (S^T) to P^T. The log-sum-exp of a column is +inf where the query is past the end or sees no key. `key`: the warp's
-// first; `first_row`: the first query of the warp's slice of the block. Keys past the end are rows of their own, never stored.
-// kIsFull: none is masked.
+// Turns scores (S^T) into P^T. The log-sum-exp of a column is +inf if the query is past the end or sees no key. `key`:
+// the warp's first; `first_row`: the first query of the warp's slice of the block. Keys past the end only affect their
+// own rows, which are never stored. kIsFull: none is masked.
 template <typename Spec, MaskKind kMask, bool kIsFull>
 __device__ __forceinline__ void key_weights(const BackwardParams& params, Scores<Spec>& scores,
                                             ptx::SmemPointer lse_smem, const MaskTile<kMask>& tile, int key,
@@ -72,7 +73,7 @@ __device__ __forceinline__ void key_weights(const BackwardParams& params, Scores
   for (int m = 0; m < Spec::kMmaM; ++m)
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      // Leading columns that do not see this thread's key, from the thread's first column.
+      // The leading columns that do not see this thread's key, counted from the thread's first column.
       const KeyRange visible = visible_rows<kMask>(params, lengths, key + m * 16 + half * 8 + lane / 4);
       const int unseen = visible.begin - first_row - lane % 4 * 2;
       const int end = visible.end - first_row - lane % 4 * 2;
@@ -85,7 +86,8 @@ __device__ __forceinline__ void key_weights(const BackwardParams& params, Scores
     }
 }
 
-// scores to P^T, packed, and the scores to P^T's factor in dS^T, which differs from it under score modification.
+// Turns scores into P^T, packed, and the scores themselves into the factor of dP - row_dot in dS^T, which differs from
+// P^T under score modification.
 template <typename Spec, MaskKind kMask, bool kIsFull>
 __device__ __forceinline__ void weigh_keys(const BackwardParams& params, Scores<Spec>& scores, Operand<Spec>& operand,
                                            const ScoreModWeights<Spec>& score_mod, ptx::SmemPointer lse_smem,
@@ -101,7 +103,7 @@ __device__ __forceinline__ void weigh_keys(const BackwardParams& params, Scores<
   }
 }
 
-// dP^T to dS^T, as a left operand.
+// Turns dP^T into dS^T, as a left operand.
 template <typename Spec>
 __device__ __forceinline__ void score_gradients(Operand<Spec>& dS, Scores<Spec>& gradients, const GroupOperand<Spec>& P,
                                                 const WarpCoordinates<Spec>& warp, ptx::SmemPointer row_dot_smem) {
@@ -138,7 +140,8 @@ __device__ __forceinline__ void load_key_rows(const BackwardParams& params, cons
                    params.v_stride.row, tile.row, keys, value_columns<kMask>(params));
 }
 
-// gradient: dV, or dK. smem: K [kOwnRows, kHeadDim], V, then Spec's map.
+// gradient: dV, or dK. smem: K [kOwnRows, kHeadDim], V, then the layout in Spec. Returns false if this block has no
+// tile.
 template <typename Spec, typename Stream, MaskKind kMask>
 __device__ __forceinline__ bool sum_over_queries(const BackwardParams& params, Gradient<Spec>& gradient,
                                                  ptx::SmemPointer smem) {
@@ -163,7 +166,7 @@ __device__ __forceinline__ bool sum_over_queries(const BackwardParams& params, G
   const GroupOperand<Spec> shared(smem, warp, is_value ? 0 : Spec::kNumOperands - 1);  // P, or dS
   const int key = tile.row + warp.first_row();
   const TileDropout<Spec> dropout(params, tile);
-  // The first query that sees a key of the group. Varlen kernels skip no block.
+  // The first query that sees a key of the group. Varlen kernels do not skip blocks.
   const int group_row =
       kMask == MaskKind::kRuntime ? 0 : visible_rows<kMask>(params, lengths_of(params, tile), key).begin;
   constexpr int kGroupThreads = 2 * Spec::kSharers * 32;
@@ -199,7 +202,7 @@ __device__ __forceinline__ bool sum_over_queries(const BackwardParams& params, G
             dropout.drop_weights(operand, m, n, half, pair);
           });
         }
-        // Hazard: P is read before it is written. (It is overwritten a block later, behind the stream's barrier.)
+        // Hazard: P is read before it is written. (It is overwritten one block later, after the stream's barrier.)
         if constexpr (Spec::kSharers == 1) {
           ptx::named_barrier_arrive(1 + warp.group, kGroupThreads);
         } else {
@@ -211,7 +214,7 @@ __device__ __forceinline__ bool sum_over_queries(const BackwardParams& params, G
             dropout.drop_gradient(scores[m][n], half, pair);
           });
         }
-        ptx::named_barrier_sync(1 + warp.group, kGroupThreads);  // P is whole
+        ptx::named_barrier_sync(1 + warp.group, kGroupThreads);  // P has been written
         score_gradients<Spec>(operand, scores, P, warp, statistics + Spec::kStreamRows * 4);
         if constexpr (Spec::kSharers > 1) {
           shared.store(warp, operand);
@@ -231,7 +234,7 @@ __device__ __forceinline__ bool sum_over_queries(const BackwardParams& params, G
   return true;
 }
 
-// dK and dV of one block. key: the warp's first; is_seen (varlen): some query of the block sees some of its keys.
+// dK and dV from one block. key: the warp's first; is_seen (varlen): some query of the block sees some of its keys.
 template <typename Spec, typename Stream, MaskKind kMask, bool kIsFull>
 __device__ __forceinline__ void add_queries(const BackwardParams& params, Gradient<Spec>& dK, Gradient<Spec>& dV,
                                             Stream& stream, const QueryOperand<Spec>& K, const QueryOperand<Spec>& V,
@@ -243,7 +246,7 @@ __device__ __forceinline__ void add_queries(const BackwardParams& params, Gradie
   if (kMask == MaskKind::kRuntime
           ? is_seen
           : kMask != MaskKind::kCausal ||
-                diagonal_row(Lengths{params}, key) < block_row + Spec::kStreamRows) {  // else all keys are unseen
+                diagonal_row(Lengths{params}, key) < block_row + Spec::kStreamRows) {  // otherwise no key is seen
     const ptx::SmemPointer Q_smem = stream.first();
     const ptx::SmemPointer dO_smem = stream.second();
     Scores<Spec> scores;     // S^T, then P^T
@@ -315,7 +318,7 @@ __device__ __forceinline__ bool sum_both_over_queries(const BackwardParams& para
     }
   };
   if constexpr (kMask == MaskKind::kRuntime && !Spec::kHasScoreMod) {
-    // Blocks without a mask have a loop of their own, as in the kernel of dq.
+    // Blocks without a mask have their own loop, as in the dq kernel.
     const KeyRange full = full_blocks<Spec>(params, tile);
     for (; left > 0; next()) {
       for (; left > 0 && block >= full.begin && block < full.end; next()) {
@@ -337,7 +340,7 @@ __device__ __forceinline__ bool sum_both_over_queries(const BackwardParams& para
   return true;
 }
 
-// Through the shared memory of the group's own rows.
+// Stores through the shared memory of the group's own rows.
 template <typename Spec, MaskKind kMask>
 __device__ __forceinline__ void store_key_rows(const BackwardParams& params, const MaskTile<kMask>& tile,
                                                const WarpCoordinates<Spec>& warp, bool is_value,
@@ -361,8 +364,8 @@ __device__ __forceinline__ void key_value_gradient(const BackwardParams& params)
     if (!sum_both_over_queries<Spec, Stream, kMask>(params, dK, dV, smem)) return;
     const MaskTile<kMask> tile = end_tile<Spec, kMask>(params, smem);
     const WarpCoordinates<Spec> warp(ptx::recompute(ptx::warp_index()));
-    ptx::warp_sync();  // Hazard: a gradient takes the place of K or V while another lane of the warp still reads it.
-    // Hazard: the same, while K or V is on its way: keys that no query sees have no block, and no barrier in it.
+    ptx::warp_sync();  // Hazard: a gradient overwrites K or V while another lane of the warp still reads it.
+    // Hazard: the same while K or V is still being loaded: keys that no query sees have no block, and so no barrier.
     if constexpr (kMask == MaskKind::kRuntime) ptx::barrier_sync_block();
     store_key_rows<Spec, kMask>(params, tile, warp, /*is_value=*/true, dV, smem + Spec::kOwnBytes);
     store_key_rows<Spec, kMask>(params, tile, warp, /*is_value=*/false, dK, smem);
@@ -372,7 +375,7 @@ __device__ __forceinline__ void key_value_gradient(const BackwardParams& params)
     const MaskTile<kMask> tile = end_tile<Spec, kMask>(params, smem);
     const WarpCoordinates<Spec> warp(warp_of_block());
     const bool is_value = warp.role == 0;
-    // Hazard: a gradient takes the place of K or V while a sharing warp still multiplies with it.
+    // Hazard: a gradient overwrites K or V while a sharing warp still multiplies with it.
     ptx::barrier_sync_block();
     store_key_rows<Spec, kMask>(params, tile, warp, is_value, gradient, smem + (is_value ? 0 : Spec::kOwnBytes));
   }

@@ -1,4 +1,4 @@
-// What a warp of either kernel does besides the products of forward/mma_sync/multiply.cuh: P and dS as left operands, in
+// Used by both kernels in addition to the products of forward/mma_sync/multiply.cuh: P and dS as left operands, in
 // registers or through shared memory, and the store of a gradient.
 #pragma once
 
@@ -46,7 +46,7 @@ __device__ __forceinline__ void make_operand(Operand<Spec>& operand, const Score
       probability_operand<Spec>(operand[step][m], scores[m][2 * step], scores[m][2 * step + 1]);
 }
 
-// A group's P or dS of one block: [kStreamRows / 16][kMmaM][32 lanes][16 bytes], each lane's registers side by side.
+// A group's P or dS of one block: [kStreamRows / 16][kMmaM][32 lanes][16 bytes], the registers of a lane adjacent.
 template <typename Spec>
 struct GroupOperand {
   ptx::SmemPointer lane_smem;
@@ -67,8 +67,8 @@ struct GroupOperand {
   }
 };
 
-// gradient += operand stream, over all rows of the block: [kWarpRows, kWarpColumns]. The operand's other half comes from the
-// sharing warp; then all of it is read from shared memory.
+// gradient += operand stream, over all rows of the block: [kWarpRows, kWarpColumns]. With a sharing warp, which
+// computes the other half of the operand, all of it is read from shared memory.
 template <typename Spec>
 __device__ __forceinline__ void accumulate(Gradient<Spec>& gradient, const Operand<Spec>& operand,
                                            const GroupOperand<Spec>& shared, ptx::SmemPointer stream_smem) {
@@ -86,8 +86,8 @@ __device__ __forceinline__ void accumulate(Gradient<Spec>& gradient, const Opera
   }
 }
 
-// gradient * factor to global memory, through the group's own rows in `group_smem`, which are not read any more. `rows`:
-// how many rows from the group's first exist. A lane stores 16 bytes, eight lanes 64 columns of a row.
+// Stores gradient * factor to global memory, through the group's own rows in `group_smem`, which are no longer read.
+// `rows`: the number of valid rows from the group's first. A lane stores 16 bytes, eight lanes 64 columns of a row.
 template <typename Spec>
 __device__ __forceinline__ void store_gradient(void* tensor, const Strides& stride, int64_t first, int rows,
                                                int head_dim, const WarpCoordinates<Spec>& warp,
@@ -106,7 +106,7 @@ __device__ __forceinline__ void store_gradient(void* tensor, const Strides& stri
         ptx::st_shared_32(group_smem + (swizzled_offset<Spec::kHeadDim>(row, first_chunk + d) + lane % 4 * 4),
                           pack<Element>(gradient[m][d][2 * half] * factor, gradient[m][d][2 * half + 1] * factor));
       }
-  ptx::warp_sync();  // read after write: the rows were put together by all lanes
+  ptx::warp_sync();  // read after write: each row was written by several lanes
   Element* gmem = static_cast<Element*>(tensor) + first;
 #pragma unroll
   for (int pass = 0; pass < Spec::kWarpRows / 4; ++pass) {

@@ -1,8 +1,9 @@
-// The kernel of dq, and of row_dot. A thread block owns kOwnRows rows of Q and dO; K and V stream past, from the last block
+// The kernel of dq and row_dot. A thread block owns kOwnRows rows of Q and dO; K and V stream past, from the last block
 // that a row sees down to the first.
 //
-// A warp's block: dP = dO V^T; S = Q K^T; dS = P * (dP - row_dot); dQ += dS K. The accumulators of dS are its left operand.
-// Two warps that share rows compute dS of half of the keys each, exchange them, and add to half of the columns each.
+// Per block a warp computes dP = dO V^T; S = Q K^T; dS = P * (dP - row_dot); dQ += dS K. The accumulators of dS are its
+// left operand. Two warps that share rows compute dS of half of the keys each, exchange them, and add to half of the
+// columns each.
 #pragma once
 
 #include "attention/backward/mma_sync/dropout.cuh"
@@ -18,11 +19,11 @@ namespace flashmoe::attention::backward::mma_sync {
 // The statistics of a thread's rows.
 template <typename Spec, MaskKind kMask>
 struct RowStatistics {
-  float lse_log2[Spec::kMmaM][2];  // +inf where P is to be zero
+  float lse_log2[Spec::kMmaM][2];  // +inf if P is to be zero
   float row_dot[Spec::kMmaM][2];
 
-  // row_dot from global memory: of a row, a lane of its quad adds up every fourth chunk of 16 bytes. The first of the sharing
-  // warps stores it for the kernel of dk and dv.
+  // Computes row_dot from global memory: each lane of a row's quad sums every fourth chunk of 16 bytes. The first of
+  // the sharing warps stores it for the dk, dv kernel.
   __device__ __forceinline__ RowStatistics(const BackwardParams& params, const MaskTile<kMask>& tile,
                                            const WarpCoordinates<Spec>& warp) {
     using Element = typename Spec::Element;
@@ -68,8 +69,9 @@ struct RowStatistics {
   }
 };
 
-// scores to P. Masked ones are set to zero after the exponential: a key past the end scores 0, and exp2(0 - lse) may be
-// anything up to inf. `first_key`: of the warp's slice of the block; `row`: the warp's first. kIsFull: none is masked.
+// Turns scores into P. Masked ones are set to zero after the exponential: a key past the end scores 0, and
+// exp2(0 - lse) may be anything up to inf. `first_key`: of the warp's slice of the block; `row`: the warp's first.
+// kIsFull: none is masked.
 template <typename Spec, MaskKind kMask, bool kIsFull>
 __device__ __forceinline__ void query_weights(const BackwardParams& params, Scores<Spec>& scores,
                                               const RowStatistics<Spec, kMask>& rows, const MaskTile<kMask>& tile,
@@ -111,7 +113,7 @@ __device__ __forceinline__ void query_weights(const BackwardParams& params, Scor
     }
 }
 
-// dP to dS, as a left operand. scores: P.
+// Turns dP into dS, as a left operand. scores: P.
 template <typename Spec, MaskKind kMask>
 __device__ __forceinline__ void score_gradients(Operand<Spec>& dS, Scores<Spec>& gradients, const Scores<Spec>& scores,
                                                 const RowStatistics<Spec, kMask>& rows) {
@@ -131,14 +133,14 @@ __device__ __forceinline__ void add_products(Gradient<Spec>& dQ, const Operand<S
                                              ptx::SmemPointer K_smem) {
   if constexpr (Spec::kSharers > 1) {
     shared.store(warp, dS);
-    // Hazard: a warp reads the other's half of dS before it is written. (It is overwritten a block later, behind the
+    // Hazard: a warp reads the other's half of dS before it is written. (It is overwritten one block later, after the
     // stream's barrier.)
     ptx::named_barrier_sync(1 + warp.group, Spec::kSharers * 32);
   }
   accumulate<Spec>(dQ, dS, shared, K_smem + warp.column_offset());
 }
 
-// Varlen: dQ += dS K of one block. row: the group's first; is_seen: by some of its rows.
+// Varlen: dQ += dS K for one block. row: the group's first; is_seen: some of its rows see some of the block.
 template <typename Spec, typename Stream, bool kIsFull>
 __device__ __forceinline__ void add_keys(const BackwardParams& params, Gradient<Spec>& dQ, Stream& stream,
                                          const QueryOperand<Spec>& Q, const QueryOperand<Spec>& dO,
@@ -171,7 +173,7 @@ __device__ __forceinline__ void add_keys(const BackwardParams& params, Gradient<
   stream.advance();
 }
 
-// smem: Q [kOwnRows, kHeadDim], dO, then Spec's map. False: this block has no tile.
+// smem: Q [kOwnRows, kHeadDim], dO, then the layout in Spec. Returns false if this block has no tile.
 template <typename Spec, typename Stream, MaskKind kMask>
 __device__ __forceinline__ bool sum_over_keys(const BackwardParams& params, Gradient<Spec>& dQ, ptx::SmemPointer smem) {
   using Element = typename Spec::Element;
@@ -203,7 +205,7 @@ __device__ __forceinline__ bool sum_over_keys(const BackwardParams& params, Grad
   const TileDropout<Spec> dropout(params, tile);
   clear<Spec>(dQ);
   if constexpr (kMask == MaskKind::kRuntime) {
-    // Blocks without a mask have a loop of their own inside that of the others, which lie on both sides of them.
+    // Blocks without a mask have their own loop inside the loop of the others, which are on both sides of them.
     const KeyRange full = Spec::kHasScoreMod ? KeyRange{0, 0} : full_blocks<Spec>(params, tile);
     for (int block = range.end - 1; block >= range.begin; --block) {
       if constexpr (!Spec::kHasScoreMod) {
@@ -217,10 +219,11 @@ __device__ __forceinline__ bool sum_over_keys(const BackwardParams& params, Grad
                                     block >= seen.begin && block < seen.end);
     }
   } else {
-    // Not by add_keys: the machine code of D=128 and 256 would change.
+    // Does not call add_keys: the machine code for D=128 and 256 would change.
     for (int block = range.end - 1; block >= range.begin; --block) {
       const int block_key = block * Spec::kStreamRows;
-      // By the group's last row, if by any. A group whose rows see nothing of the block only joins the others' barriers.
+      // Decided by the group's last row, which sees the block if any row does. A group that sees nothing of the block
+      // only joins the barriers.
       const bool is_seen =
           kMask != MaskKind::kCausal || block_key <= diagonal_key(Lengths{params}, row + Spec::kWarpRows - 1);
       Scores<Spec> gradients;  // dP, then dS
@@ -248,11 +251,11 @@ __device__ __forceinline__ void query_gradient(const BackwardParams& params) {
   const ptx::SmemPointer smem = ptx::dynamic_shared_memory();
   Gradient<Spec> dQ;
   if (!sum_over_keys<Spec, Stream, kMask>(params, dQ, smem)) return;
-  // Located again, or saved: no register holds through the loop what only the epilogue needs.
+  // The tile is located again, or was saved: no register holds through the loop what only the epilogue needs.
   const MaskTile<kMask> tile = end_tile<Spec, kMask>(params, smem);
   const WarpCoordinates<Spec> warp(ptx::recompute(ptx::warp_index()));
   const int row = tile.row + warp.first_row();
-  // Hazard: dQ takes the place of Q while a sharing warp still multiplies with it, or while Q is still on its way.
+  // Hazard: dQ overwrites Q while a sharing warp still multiplies with it, or while Q is still being loaded.
   ptx::barrier_sync_block();
   store_gradient<Spec>(
       params.dq, params.dq_stride, row_offset(params.dq_stride, tile, tile.head) + row * params.dq_stride.row,

@@ -1,4 +1,4 @@
-// Softcap and mask tensors (../score_mod.cuh) for a warp of kMmaM times 16 rows.
+// Softcap and mask tensors (../score_mod.cuh) for a warp with 16 * kMmaM rows.
 #pragma once
 
 #include "attention/backward/score_mod.cuh"
@@ -15,7 +15,7 @@ template <typename Spec>
 struct ScoreModWeights<Spec, true> {
   MaskValues<Spec> values[Spec::kMmaM];
 
-  // own: the warp's first row, or key, in the sequence; first: of the block.
+  // own: the warp's first row, or key, in the sequence; first: that of the block.
   __device__ __forceinline__ void load_mask(const BackwardParams& params, const VarlenTile& tile, int head, int own,
                                             int first) {
     const ScoreOptions& options = params.score_options;
@@ -34,7 +34,7 @@ struct ScoreModWeights<Spec, true> {
     }
   }
 
-  // dq: scores to P times the derivative of the softcap.
+  // dq: turns scores into P times the derivative of the softcap.
   __device__ __forceinline__ void weigh_keys(const BackwardParams& params, Scores<Spec>& scores,
                                              const float (&lse_log2)[Spec::kMmaM][2], const VarlenTile& tile, int row,
                                              int first_key) const {
@@ -49,7 +49,7 @@ struct ScoreModWeights<Spec, true> {
     }
   }
 
-  // dk and dv: the same for S^T, and P^T alone as an operand. lse_log2: of the thread's columns.
+  // dk and dv: the same for S^T; operand gets P^T without the derivative. lse_log2: of the thread's columns.
   __device__ __forceinline__ void weigh_rows(const BackwardParams& params, Scores<Spec>& scores, Operand<Spec>& operand,
                                              const float (&lse_log2)[Spec::kMmaN][2], const VarlenTile& tile, int key,
                                              int first_row) const {
@@ -68,7 +68,7 @@ struct ScoreModWeights<Spec, true> {
   }
 
  private:
-  // see(row): columns of the sequence that a row of the scores sees.
+  // see(row): the columns of the sequence that a row of the scores sees.
   template <bool kPacks, typename LseLog2, typename See>
   __device__ __forceinline__ void weigh(const BackwardParams& params, Scores<Spec>& scores, int m,
                                         uint32_t (&packed)[kScorePairs<Spec>], bool sees_all, int own, int first,

@@ -1,10 +1,8 @@
-// What the specs of both kernels and of both families have in common.
+// Shared by the specs of the dq kernels and the dk, dv kernels of both families.
 //
-// A group of warps owns kWarpRows rows: of Q and dO in the kernel of dq, of K and V in the kernel of dk and dv. The rows of
-// the other two tensors stream past in blocks. "First" is the pair whose product are the scores, Q and K; "second" the pair
-// whose product is dP, dO and V.
-//
-//                        own rows (first, second)     stream (first, second)
+// A group of warps owns kWarpRows rows: of Q and dO in the dq kernel, of K and V in the dk, dv kernel. The rows of the
+// other two tensors stream past in blocks. "First" is the pair whose product gives the scores, Q and K; "second" the
+// pair whose product gives dP, dO and V.
 //   query_gradient       Q, dO                        K, V
 //   key_value_gradient   K, V                         Q, dO
 #pragma once
@@ -17,16 +15,17 @@ namespace flashmoe::attention::backward::mma_sync {
 //   kOwnRows          rows that a thread block owns
 //   kStreamRows       rows of one block of the stream
 //   kNumStages        blocks of the stream in shared memory
-//   kWarpRows         16 or 32. A fragment read from shared memory as the right operand serves kWarpRows / 16 products
-//   kRoles            2: one half of the warps computes the scores and dv, the other dP and dk, each for all rows. 1: every warp
-//                     all of it for its rows
-//   kStreamsQueries   the stream is Q and dO of a group's heads, with two statistics of each row
-//   kIsVarlen           of MaskKind::kRuntime
+//   kWarpRows         16 or 32. A fragment read from shared memory as the right operand is used for kWarpRows / 16
+//                     products
+//   kRoles            2: half of the warps compute the scores and dv, the other half dP and dk, each for all rows.
+//                     1: every warp computes everything for its rows
+//   kStreamsQueries   the stream is Q and dO of a group's heads, with two statistics per row
+//   kIsVarlen         for MaskKind::kRuntime
 //   kScores           varlen, 1: with a softcap or a mask tensor (kHasScoreMod); 2: with a softcap or ALiBi
-//   kServesPlain      without them, too: the family's only varlen kernel
-//   kOwnInRegisters   a warp holds the own rows that it multiplies with in registers; else it reads them for every block
-// kSharers warps of one role divide a group's work: each takes a slice of a block's rows for the scores, and a slice of the
-// gradient's columns.
+//   kServesPlain      also without them: the family's only varlen kernel
+//   kOwnInRegisters   a warp holds its own rows as operands in registers; otherwise it reads them for every block
+// kSharers warps of one role divide a group's work: each takes a slice of a block's rows for the scores, and a slice of
+// the gradient's columns.
 template <typename Product_, int kHeadDim_, int kOwnRows_, int kStreamRows_, int kNumStages_, int kNumWarps_,
           int kWarpRows_, int kRoles_, bool kStreamsQueries_, bool kOwnInRegisters_, bool kIsVarlen_ = false,
           int kScores_ = 0, bool kServesPlain_ = false>
@@ -41,13 +40,13 @@ struct TileSpec {
   static constexpr int kWarpRows = kWarpRows_;
   static constexpr int kRoles = kRoles_;
   static constexpr bool kStreamsQueries = kStreamsQueries_;
-  static constexpr bool kHasStatistics = kStreamsQueries_;  // as score_mod.cuh calls it
+  static constexpr bool kHasStatistics = kStreamsQueries_;  // the name in score_mod.cuh
   static constexpr bool kIsVarlen = kIsVarlen_;
   static constexpr bool kHasScoreMod = kScores_ != 0;
   static constexpr bool kHasAlibi = kScores_ == 2;
   static constexpr bool kServesPlain = kServesPlain_;
   static constexpr bool kHasDropout = false;
-  static constexpr bool kQueryInRegisters = kOwnInRegisters_;  // as forward/mma_sync/multiply.cuh calls it
+  static constexpr bool kQueryInRegisters = kOwnInRegisters_;  // the name in forward/mma_sync/multiply.cuh
 
   static constexpr int kNumThreads = 32 * kNumWarps;
   static constexpr int kNumGroups = kOwnRows / kWarpRows;
@@ -55,19 +54,20 @@ struct TileSpec {
   static constexpr int kSharers = kRoleWarps / kNumGroups;
   static constexpr int kWarpStreamRows = kStreamRows / kSharers;
   static constexpr int kWarpColumns = kHeadDim / kSharers;
-  static constexpr int kMmaM = kWarpRows / 16;       // 16-row blocks of a warp
+  static constexpr int kMmaM = kWarpRows / 16;       // 16-row blocks per warp
   static constexpr int kMmaN = kWarpStreamRows / 8;  // 8-column blocks of its scores
   static constexpr int kMmaD = kWarpColumns / 8;     // 8-column blocks of its gradient
 
   // Bytes.
   static constexpr int kRowBytes = kHeadDim * static_cast<int>(sizeof(Element));
-  static constexpr int kOwnBytes = kOwnRows * kRowBytes;        // of one tensor; reused for a gradient
-  static constexpr int kStreamBytes = kStreamRows * kRowBytes;  // of one tensor, one stage
+  static constexpr int kOwnBytes = kOwnRows * kRowBytes;        // per tensor; reused for a gradient
+  static constexpr int kStreamBytes = kStreamRows * kRowBytes;  // per tensor and stage
   static constexpr int kGroupOperandBytes = kWarpRows * kStreamRows * static_cast<int>(sizeof(Element));
   static constexpr int kOperandBytes = kNumGroups * kGroupOperandBytes;  // P or dS of a block
-  // P passes from one role to the other; dS, and P too, to the warps that divide the columns.
+  // With two roles P passes from one role to the other; with two sharers dS, and P too, passes to the warp that
+  // computes the other columns.
   static constexpr int kNumOperands = (kRoles == 2 ? 1 : 0) + (kSharers > 1 ? 1 : 0);
-  static constexpr int kStatisticsBytes = kStreamsQueries ? 2 * kStreamRows * 4 : 0;  // of one stage
+  static constexpr int kStatisticsBytes = kStreamsQueries ? 2 * kStreamRows * 4 : 0;  // per stage
 
   static constexpr int kStreamOffset = 2 * kOwnBytes;
   static constexpr int kOperandOffset = kStreamOffset + 2 * kNumStages * kStreamBytes;
@@ -97,7 +97,7 @@ struct TileSpec {
 // This warp's share of the tile.
 template <typename Spec>
 struct WarpCoordinates {
-  int role;   // 0: scores and dv, 1: dP and dk; 0 where there is but one
+  int role;   // 0: scores and dv, 1: dP and dk; 0 if there is only one role
   int group;  // of rows
   int slice;  // of the stream's rows and of the columns
 

@@ -1,5 +1,5 @@
-// Where the blocks of the stream lie in global and in shared memory, and in which order they come: head by head, in each
-// from the last block down to the first. How they are loaded is the family's business (its stream.cuh).
+// The location of the stream's blocks in global and in shared memory, and their order: head by head, in each from the
+// last block down to the first. How they are loaded depends on the family (its stream.cuh).
 #pragma once
 
 #include "attention/backward/mma_sync/tile.cuh"
@@ -70,8 +70,8 @@ struct StreamSource {
     return smem + (Spec::kStatisticsOffset + stage * Spec::kStatisticsBytes);
   }
 
-  // This thread's statistic of the next block: of the first kStreamRows threads the log-sum-exp of a row, of as many others
-  // its row_dot.
+  // This thread's statistic of the next block: the first kStreamRows threads fetch the log-sum-exp of a row, the next
+  // kStreamRows threads its row_dot.
   __device__ __forceinline__ float fetch_statistic() const {
     const int thread = ptx::recompute(ptx::thread_index());
     const int row = next_block * Spec::kStreamRows + thread % Spec::kStreamRows;

@@ -13,7 +13,7 @@
 
 namespace flashmoe::attention::backward::mma_sync {
 
-// Rows `row` to row + kOwnRows - 1 of a head: a query head in the kernel of dq, a key head in that of dk and dv.
+// Rows `row` to row + kOwnRows - 1 of a head: a query head in the dq kernel, a key head in the dk, dv kernel.
 struct OwnTile {
   int batch;
   int head;
@@ -28,7 +28,7 @@ struct VarlenTile {
   SequenceExtents extents;
 };
 constexpr int kNoTile = -1;
-constexpr int kClearsStrays = -2;  // row: which share of them
+constexpr int kClearsStrays = -2;  // row: the index of this block's share of them
 
 template <MaskKind kMask>
 struct TileOfMask {
@@ -54,7 +54,7 @@ __device__ __forceinline__ const SequenceExtents& lengths_of(const BackwardParam
   return tile.extents;
 }
 
-// Rows and keys of a tile's sequence that have a gradient: as many as the tensors hold.
+// Rows and keys of a tile's sequence that have a gradient: all that the tensors hold.
 __device__ __forceinline__ int row_room(const BackwardParams& params, const OwnTile&) { return params.seq_q; }
 __device__ __forceinline__ int row_room(const BackwardParams&, const VarlenTile& tile) { return tile.extents.row_room; }
 __device__ __forceinline__ int key_room(const BackwardParams& params, const OwnTile&) { return params.seq_k; }
@@ -95,7 +95,7 @@ __device__ __forceinline__ KeyRange visible_keys(const BackwardParams& params, c
   return KeyRange{0, max(0, min(params.seq_k, diagonal_key(Lengths{params}, row + 1)))};
 }
 
-// Queries that see key `key`. Without a window every key is seen by the last query. Keys past the last are seen by none.
+// Queries that see key `key`. Without a window the last query sees every key. Keys past the last are seen by none.
 template <MaskKind kMask, typename LengthsType>
 __device__ __forceinline__ KeyRange visible_rows(const BackwardParams& params, const LengthsType& lengths, int key) {
   if constexpr (kMask == MaskKind::kRuntime) {
@@ -176,7 +176,7 @@ __device__ __forceinline__ SequenceExtents extents_at_once(const BackwardParams&
   return extents;
 }
 
-// Varlen: as many blocks as there can be tiles; every warp finds the tile of its block, if there is one.
+// Varlen: the grid has one block per possible tile; every warp finds the tile of its block, if there is one.
 template <typename Spec, MaskKind kMask>
 __device__ __forceinline__ MaskTile<kMask> locate_tile(const BackwardParams& params) {
   if constexpr (kMask == MaskKind::kRuntime) {
@@ -193,7 +193,8 @@ __device__ __forceinline__ MaskTile<kMask> locate_tile(const BackwardParams& par
   }
 }
 
-// Zeros into rows of a head of a gradient: the share of `tile`, a block that clears strays. Rows count from the tensor's first.
+// Writes zeros to this block's share of rows of a head of a gradient; `tile` is that of a block that clears strays.
+// Rows count from the tensor's first.
 template <typename Spec>
 __device__ __forceinline__ void clear_rows(void* tensor, const Strides& stride, const VarlenTile& tile, int columns,
                                            const Extent& rows) {
@@ -209,7 +210,7 @@ __device__ __forceinline__ void clear_rows(void* tensor, const Strides& stride, 
     ptx::st_global_128(gmem + row * stride.row, {0, 0, 0, 0});
   }
 }
-// The same of all gradients that the kernel makes.
+// The same for all gradients that the kernel computes.
 template <typename Spec>
 __device__ __forceinline__ void clear_own_rows(const BackwardParams& params, const VarlenTile& tile,
                                                const Extent& rows) {
@@ -227,8 +228,8 @@ __device__ __forceinline__ void clear_own_rows(const BackwardParams& params, con
   }
 }
 
-// Clears strays: in a grid of equal slots, gradients of rows that are in no block's tile are zero. Those are before the first sequence,
-// after the last, and past the maximum length in a sequence that cu_seqlens makes longer.
+// Clears strays: in a grid of equal slots no block's tile has the gradients of some rows, which must be zero: those
+// before the first sequence, after the last, and past the maximum length in a sequence that cu_seqlens makes longer.
 template <typename Spec>
 __device__ __forceinline__ void clear_strays(const BackwardParams& params, const VarlenTile& tile) {
   constexpr bool kOwnsKeys = Spec::kStreamsQueries;
@@ -249,8 +250,8 @@ __device__ __forceinline__ void clear_strays(const BackwardParams& params, const
   }
 }
 
-// Saves what the epilogue needs of a varlen tile: finding it again would cost 3% of the time of short sequences. (sm75 has no shared
-// memory left for it.)
+// Saves what the epilogue needs from a varlen tile: finding it again would cost 3% of the time of short sequences.
+// (sm75 has no shared memory left for it.)
 template <typename Spec, MaskKind kMask>
 __device__ __forceinline__ void store_tile(ptx::SmemPointer block_smem, const MaskTile<kMask>& tile) {
   if constexpr (Spec::kIsVarlen && !Spec::kServesPlain) {
@@ -266,7 +267,8 @@ __device__ __forceinline__ void store_tile(ptx::SmemPointer block_smem, const Ma
     ptx::warp_sync();  // read after write
   }
 }
-// The tile for the epilogue, so that no register holds it through the loop; of its extents only the own rows' are valid.
+// The tile for the epilogue, so that no register holds it through the loop; in its extents only those of the own rows
+// are valid.
 template <typename Spec, MaskKind kMask>
 __device__ __forceinline__ MaskTile<kMask> end_tile(const BackwardParams& params, ptx::SmemPointer block_smem) {
   if constexpr (Spec::kIsVarlen && !Spec::kServesPlain) {
@@ -318,7 +320,8 @@ __device__ __forceinline__ StreamRange stream_range(const BackwardParams& params
   }
 }
 
-// Of them those that some of a warp's rows, or keys, from `row` on sees: [begin, end). None where it has none.
+// The blocks of stream_range() that some of a warp's rows, or keys, from `row` on sees: [begin, end). Empty if it has
+// no rows.
 template <typename Spec>
 __device__ __forceinline__ KeyRange seen_blocks(const BackwardParams& params, const VarlenTile& tile, int row) {
   const int own_rows = Spec::kStreamsQueries ? tile.extents.keys() : tile.extents.rows();
@@ -331,7 +334,7 @@ __device__ __forceinline__ KeyRange seen_blocks(const BackwardParams& params, co
   return KeyRange{visible(row).begin / Spec::kStreamRows, ceil_div(visible(last_row).end, Spec::kStreamRows)};
 }
 
-// Of them those that need no mask, [begin, end): every row of the tile sees all of each.
+// The blocks of stream_range() that need no mask, [begin, end): every row of the tile sees all of each.
 template <typename Spec>
 __device__ __forceinline__ KeyRange full_blocks(const BackwardParams& params, const VarlenTile& tile) {
   const auto visible = [&](int row) {

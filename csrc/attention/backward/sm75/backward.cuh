@@ -1,5 +1,5 @@
-// The kernels of dq, and of dk and dv, with mma.m16n8k8 for Turing, in fp16. Without a mask the tile is a sequence's, and its lengths
-// and score options are known at run time.
+// The dq kernel and the dk, dv kernel with mma.m16n8k8 for Turing, in fp16. With the default kMask a tile belongs to a
+// sequence, and its lengths and score options are known at run time.
 #pragma once
 
 #include "attention/backward/mma_sync/bias_gradient.cuh"

@@ -1,4 +1,4 @@
-// Compile-time description of the backward kernels of Turing; the shared-memory map is mma_sync/spec.cuh's.
+// Compile-time description of the backward kernels for Turing; the shared-memory layout is that of mma_sync/spec.cuh.
 #pragma once
 
 #include "attention/backward/mma_sync/spec.cuh"
@@ -35,7 +35,7 @@ struct KeyValueGradientSpec : mma_sync::TileSpec<Product<Element>, kHeadDim, kBl
   static_assert(KeyValueGradientSpec::kSharedBytes <= 65536, "a Turing multiprocessor has 64 KiB of shared memory");
 };
 
-// For MaskKind::kRuntime: one kernel with or without a softcap or a mask tensor.
+// For MaskKind::kRuntime: the same kernel with and without a softcap or a mask tensor.
 template <typename Element, int kHeadDim, int kBlockM, int kBlockN, int kNumStages, int kNumWarps, int kWarpRows,
           int kAlibi>
 using VarlenQueryGradientSpec =
@@ -45,7 +45,7 @@ template <typename Element, int kHeadDim, int kBlockM, int kBlockN, int kNumStag
 using VarlenKeyValueGradientSpec =
     KeyValueGradientSpec<Element, kHeadDim, kBlockM, kBlockN, kNumStages, kNumWarps, kWarpRows, true, 1 + kAlibi>;
 
-// With dropout: take DropoutBackwardParams.
+// With dropout: these take DropoutBackwardParams.
 template <typename Element, int kHeadDim, int kBlockM, int kBlockN, int kNumStages, int kNumWarps, int kWarpRows,
           int kAlibi>
 struct DropoutQueryGradientSpec
@@ -63,7 +63,7 @@ struct DropoutKeyValueGradientSpec
 template <typename Element, int kHeadDim, int kBlockM, int kBlockN, int kNumWarps, int kWarpRows, int kDropout>
 struct BiasGradientSpec : QueryGradientSpec<Element, kHeadDim, kBlockM, kBlockN, 1, kNumWarps, kWarpRows, true, 1> {
   static constexpr bool kHasDropout = kDropout != 0;
-  static constexpr bool kFolds = true;  // serves masks of one row, or one key, too
+  static constexpr bool kFolds = true;  // supports masks of one row, or one key, too
   static constexpr bool kServesPlain = false;
   static constexpr int kMaskOffset = BiasGradientSpec::kStatisticsOffset;
   static constexpr int kSharedBytes = kMaskOffset + kBlockM * kBlockN * 2;

@@ -1,4 +1,4 @@
-// The stream without cp.async: a block passes through registers once all warps are done with the one before.
+// The stream without cp.async: a block is loaded through registers once all warps are done with the previous one.
 #pragma once
 
 #include "attention/backward/mma_sync/stream.cuh"
@@ -7,7 +7,7 @@
 
 namespace flashmoe::attention::backward::sm75 {
 
-// As the sm_80 family's, but nothing is loaded ahead: the accumulators leave no registers for a block on its way.
+// Like the sm_80 family's, but nothing is loaded ahead: the accumulators leave no registers for a block in flight.
 template <typename Spec>
 struct Stream : mma_sync::StreamSource<Spec> {
   using Source = mma_sync::StreamSource<Spec>;
@@ -32,7 +32,7 @@ struct Stream : mma_sync::StreamSource<Spec> {
   __device__ __forceinline__ void start() const {}
 
   __device__ __forceinline__ void wait_second() {
-    ptx::barrier_sync_block();  // all warps are done with the block before
+    ptx::barrier_sync_block();  // all warps are done with the previous block
     const int row = this->next_block * Spec::kStreamRows;
     copy<Spec::kStreamRows>(first(), this->first_gmem(), this->first_stride().row, row, this->rows(),
                             this->params.head_dim);

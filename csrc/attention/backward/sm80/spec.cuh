@@ -1,4 +1,5 @@
-// Compile-time description of the backward kernels of the sm_80 family; the shared-memory map is mma_sync/spec.cuh's.
+// Compile-time description of the backward kernels of the sm_80 family; the shared-memory layout is that of
+// mma_sync/spec.cuh.
 #pragma once
 
 #include "attention/backward/mma_sync/spec.cuh"
@@ -15,8 +16,8 @@ struct Product {
   }
 };
 
-// kBlockM rows of Q and dO; blocks of kBlockN keys. kNumStages 1: one buffer each for K and V; the next V loads under
-// S = Q K^T and dQ += dS K, the next K under dP = dO V^T; two barriers per block. 2 or more: a ring of pairs, loaded
+// kBlockM rows of Q and dO; blocks of kBlockN keys. kNumStages 1: one buffer each for K and V; the next V loads during
+// S = Q K^T and dQ += dS K, the next K during dP = dO V^T; two barriers per block. 2 or more: a ring of pairs, loaded
 // kNumStages - 1 blocks ahead; one barrier per block.
 template <typename Element, int kHeadDim, int kBlockM, int kBlockN, int kNumStages, int kNumWarps, int kWarpRows,
           int kOwnInRegisters, bool kIsVarlen = false, int kScores = 0>
@@ -49,7 +50,8 @@ using VarlenKeyValueGradientSpec =
     VarlenSpec<KeyValueGradientSpec<Element, kHeadDim, kBlockM, kBlockN, kNumStages, kNumWarps, kWarpRows,
                                     kOwnInRegisters, kNumRoles, true, kScores>>;
 
-// With dropout: take DropoutBackwardParams. kScores 1: with or without a softcap or a mask tensor; 2: a softcap or ALiBi.
+// With dropout: these take DropoutBackwardParams. kScores 1: with or without a softcap or a mask tensor; 2: a softcap
+// or ALiBi.
 template <typename Element, int kHeadDim, int kBlockM, int kBlockN, int kNumStages, int kNumWarps, int kWarpRows,
           int kOwnInRegisters, int kScores>
 struct DropoutQueryGradientSpec : VarlenQueryGradientSpec<Element, kHeadDim, kBlockM, kBlockN, kNumStages, kNumWarps,
@@ -68,7 +70,7 @@ struct DropoutKeyValueGradientSpec
 template <typename Element, int kHeadDim, int kBlockM, int kBlockN, int kNumWarps, int kWarpRows, int kDropout>
 struct BiasGradientSpec : QueryGradientSpec<Element, kHeadDim, kBlockM, kBlockN, 1, kNumWarps, kWarpRows, 0, true, 1> {
   static constexpr bool kHasDropout = kDropout != 0;
-  static constexpr bool kFolds = true;  // serves masks of one row, or one key, too
+  static constexpr bool kFolds = true;  // supports masks of one row, or one key, too
   static constexpr int kMaskOffset = BiasGradientSpec::kStatisticsOffset;
   static constexpr int kSharedBytes = kMaskOffset + kBlockM * kBlockN * 2;
   static_assert(BiasGradientSpec::kSharers == 1, "a warp adds up whole rows of the tile");

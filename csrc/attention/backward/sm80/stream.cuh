@@ -1,4 +1,4 @@
-// The stream by cp.async.
+// The stream with cp.async.
 #pragma once
 
 #include "attention/backward/mma_sync/stream.cuh"
@@ -8,8 +8,8 @@
 
 namespace flashmoe::attention::backward::sm80 {
 
-// Per block: wait_second, what needs the second tensor, wait_first, what needs the first, advance. Both waits join all
-// threads. (With a ring wait_second waits for both.)
+// Per block: wait_second, work on the second tensor, wait_first, work on the first, advance. Both waits synchronise all
+// threads. (With a ring, wait_second waits for both tensors.)
 template <typename Spec>
 struct Stream : mma_sync::StreamSource<Spec> {
   using Source = mma_sync::StreamSource<Spec>;
@@ -17,9 +17,9 @@ struct Stream : mma_sync::StreamSource<Spec> {
   using Loader = attention::sm80::TileLoader<Spec, /*kIsAscending=*/false>;
   static constexpr int kStages = Spec::kNumStages;
 
-  int stage = 0;             // where the current block lies
-  int load_stage = 0;        // where the next one goes
-  int statistic_stage = -1;  // where this thread's last statistic belongs, if it has not been stored
+  int stage = 0;             // of the current block
+  int load_stage = 0;        // of the next block to load
+  int statistic_stage = -1;  // of this thread's last statistic, if it has not been stored yet
   float statistic = 0.0f;
   // Varlen, where a sequence's offsets take more registers: the running pointers of the loaders.
   const Element* next_first = nullptr;
@@ -31,7 +31,7 @@ struct Stream : mma_sync::StreamSource<Spec> {
     if constexpr (Spec::kIsVarlen) begin_head();
   }
 
-  // The next block is a head's last.
+  // For when the next block is the last of a head.
   __device__ __forceinline__ void begin_head() {
     const int end_row = (this->next_block + 1) * Spec::kStreamRows;
     next_first = Loader(this->first_gmem(), this->first_stride().row, end_row).next_gmem;
@@ -48,7 +48,7 @@ struct Stream : mma_sync::StreamSource<Spec> {
   static __device__ __forceinline__ void commit() { ptx::cp_async_commit(); }
   static __device__ __forceinline__ void wait() { ptx::cp_async_wait<0>(); }
 
-  // Starts the copy of the rows that the thread block owns; it belongs to the stream's first group.
+  // Starts the copy of the rows that the thread block owns; it belongs to the stream's first commit group.
   static __device__ __forceinline__ void load_own(ptx::SmemPointer smem, const Element* head_gmem, int64_t row_stride,
                                                   int row, int rows, int head_dim) {
     copy<Spec::kOwnRows>(smem, head_gmem, row_stride, row, rows, head_dim);
@@ -121,7 +121,7 @@ struct Stream : mma_sync::StreamSource<Spec> {
     }
   }
 
-  // The own rows are whole.
+  // Waits until the own rows have arrived.
   __device__ __forceinline__ void wait_own() const {
     ptx::cp_async_wait<kStages == 1 ? 0 : kStages - 2>();
     ptx::barrier_sync_block();
@@ -130,13 +130,13 @@ struct Stream : mma_sync::StreamSource<Spec> {
   __device__ __forceinline__ void wait_second() {
     if constexpr (kStages == 1) {
       ptx::cp_async_wait<0>();
-      ptx::barrier_sync_block();  // the second is whole; all warps are done with the first of the block before
+      ptx::barrier_sync_block();  // second tensor has arrived; all warps are done with the previous block's first
       load_first(this->next_block + 1, 0);
       ptx::cp_async_commit();
     } else {
       store_last_statistic();
       ptx::cp_async_wait<kStages - 2>();
-      ptx::barrier_sync_block();  // this block is whole; all warps are done with the one before, whose buffers refill
+      ptx::barrier_sync_block();  // this block has arrived; all warps are done with the last one, whose buffers refill
       if (this->has_next()) load_next();
       ptx::cp_async_commit();
     }
@@ -145,7 +145,7 @@ struct Stream : mma_sync::StreamSource<Spec> {
   __device__ __forceinline__ void wait_first() {
     if constexpr (kStages == 1) {
       ptx::cp_async_wait<0>();
-      ptx::barrier_sync_block();  // the first is whole; all warps are done with the second
+      ptx::barrier_sync_block();  // the first tensor has arrived; all warps are done with the second
       if (this->has_next()) {
         load_second(this->next_block, 0);
         Source::advance();

@@ -1,16 +1,18 @@
-// The gradient of an additive mask with wgmma and TMA, of masks with an element for each row and each key. Tiles of 128 rows and 128 keys of the
-// mask, one after another (bias_items.cuh); a consumer warpgroup has 64 rows of a tile.
+// The gradient of an additive mask with wgmma and TMA, for masks with an element for each row and each key. Tiles are
+// 128 rows and 128 keys of the mask, processed one after another (bias_items.cuh); a consumer warpgroup has 64 rows of
+// a tile.
 //   grid     min(tiles, multiprocessors) blocks
-//   maps     bias_gradient_tensor_maps says how the host builds them
+//   maps     built by the host with bias_gradient_tensor_maps
 //
-// The producer loads an item's (Q, K), then its (dO, V), into the slots of one ring, and once per tile the mask. A consumer issues both products
-// of an item, S = Q K^T and dP = dO V^T, and computes P while dP is under way: sum += P * (dP - row_dot).
+// The producer loads an item's (Q, K), then its (dO, V), into the slots of one ring, and the mask once per tile. A
+// consumer issues both products of an item, S = Q K^T and dP = dO V^T, and computes P while dP runs:
+// sum += P * (dP - row_dot).
 //
 // | barrier            | arrivals per phase        | hazard it closes                                             |
 // |--------------------|---------------------------|--------------------------------------------------------------|
-// | full (slot)        | the producer, the bytes   | a pair of tensors is read before it is there                 |
+// | full (slot)        | the producer, the bytes   | a pair of tensors is read before it has arrived              |
 // | empty (slot)       | the consumers' 8 warps    | the next pair overwrites one that a product still reads      |
-// | mask_full (slot)   | the producer, the bytes   | the mask's tile is read before it is there                   |
+// | mask_full (slot)   | the producer, the bytes   | the mask's tile is read before it has arrived                |
 // | mask_empty (slot)  | the consumers' 8 warps    | the next tile's mask overwrites one that a warp still reads  |
 #pragma once
 
@@ -28,8 +30,8 @@ template <typename Element_, int kHeadDim_, int kBlockM, int kBlockN, int kNumWa
 struct BiasGradientSpec {
   using Element = Element_;
   static constexpr int kHeadDim = kHeadDim_;
-  static constexpr int kOwnRows = kBlockM;     // of the queries
-  static constexpr int kStreamRows = kBlockN;  // of the keys
+  static constexpr int kOwnRows = kBlockM;     // queries
+  static constexpr int kStreamRows = kBlockN;  // keys
   static constexpr int kSlots = kSlots_;
   static constexpr int kMaskSlots = kMaskSlots_;
   static constexpr int kNumThreads = 32 * kNumWarps;
@@ -87,7 +89,7 @@ __device__ __forceinline__ void for_each_tile(const BiasGradientParams& params, 
   }
 }
 
-// One thread.
+// Runs on one thread.
 template <typename Spec>
 __device__ __forceinline__ void produce_items(const BiasGradientParams& params, const BiasMemory<Spec>& shared,
                                               const ptx::TensorMap& q_map, const ptx::TensorMap& k_map,
@@ -126,7 +128,7 @@ __device__ __forceinline__ void produce_items(const BiasGradientParams& params, 
   });
 }
 
-// The mask's values of a warp's 16 rows, in its tile of shared memory.
+// The mask's values of a warp's 16 rows, from the mask's tile in shared memory.
 template <typename Spec>
 struct SharedMask {
   typename Spec::MaskTile tile;
@@ -137,7 +139,8 @@ struct SharedMask {
   }
 };
 
-// store_bias_gradient of elements in rows of a multiple of eight: a lane stores eight of them at a time.
+// store_bias_gradient for 16-bit elements, if the number of keys is a multiple of eight: a lane stores eight of them at
+// a time.
 template <typename Spec>
 __device__ __forceinline__ void store_chunks(const BiasGradientParams& params, const BiasItems<Spec>& items,
                                              int warp_row, const BiasScores<Spec>& sums) {
@@ -167,13 +170,13 @@ __device__ __forceinline__ void store_chunks(const BiasGradientParams& params, c
 template <typename Spec>
 struct BiasConsumer {
   using Element = typename Spec::Element;
-  static constexpr int kScores = Spec::kStreamRows / 2;  // accumulators of a thread
+  static constexpr int kScores = Spec::kStreamRows / 2;  // accumulators per thread
   static constexpr int kSteps = Spec::kHeadDim / 16;
 
   const BiasGradientParams& params;
   const BiasMemory<Spec> shared;
   const int consumer;
-  const int warp_row;  // the warp's first of the tile
+  const int warp_row;  // the warp's first row in the tile
   RingPosition<Spec::kSlots> at;
   RingPosition<Spec::kSlots> used;  // the oldest that has not been released
   RingPosition<Spec::kMaskSlots> mask;
@@ -185,7 +188,7 @@ struct BiasConsumer {
   static __device__ __forceinline__ float (&flat(BiasScores<Spec>& scores))
       [kScores] { return reinterpret_cast<float (&)[kScores]>(scores); }
 
-  // products[64 x kStreamRows] = the consumer's rows of the next slot, times its keys; asynchronous.
+  // Issues products[64 x kStreamRows] = the consumer's rows of the next slot, times its keys; asynchronous.
   __device__ __forceinline__ void issue(BiasScores<Spec>& products) {
     ptx::mbarrier_wait(shared.full(at.stage), at.parity);
     const typename Spec::OperandTile rows{shared.rows(at.stage).row(consumer * 64, 0)};
@@ -236,7 +239,7 @@ struct BiasConsumer {
         release(shared.mask_empty(mask.stage));
         mask.advance();
       }
-      // Computed again: no register holds it through the loop.
+      // Recomputed: no register holds it through the loop.
       const BiasItems<Spec> stored(params, ptx::recompute(number));
       if (params.is_float == 0 && params.keys % 8 == 0) {
         store_chunks<Spec>(params, stored, warp_row, sums);

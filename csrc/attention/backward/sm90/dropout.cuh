@@ -1,5 +1,5 @@
-// Dropout (../../dropout.cuh) of a consumer's P^T and dP^T. What a block of queries keeps depends on no score: it is drawn while the tensor cores
-// compute these.
+// Dropout (../../dropout.cuh) of a consumer's P^T and dP^T. Which scores of a block are kept does not depend on them:
+// it is drawn while the tensor cores compute the scores.
 #pragma once
 
 #include "attention/backward/sm90/products.cuh"
@@ -9,7 +9,7 @@
 
 namespace flashmoe::attention::backward::sm90 {
 
-// Of a tile. Empty without dropout, and where others draw.
+// Dropout of a tile. Empty without dropout, or if other warps draw.
 template <typename Spec, bool kHasDropout = (Spec::kHasDropout && Spec::kNumDrawers == 0)>
 struct TileDropout {
   template <typename Tile>
@@ -17,14 +17,14 @@ struct TileDropout {
 };
 template <typename Spec>
 struct TileDropout<Spec, true> {
-  HeadDropout of_head;  // of any, until a block asks for another
+  HeadDropout of_head;  // its head is replaced for each block
 
   template <typename Tile>
   __device__ __forceinline__ TileDropout(const BackwardParams& params, const Tile& tile)
       : of_head(dropout_of(params), 0, tile.batch) {}
 };
 
-// Of a consumer's 64 keys and kStreamRows queries, drawn by itself.
+// Dropout of a block, a consumer's 64 keys and kStreamRows queries, drawn by the consumer.
 template <typename Spec, bool kHasDropout = Spec::kHasDropout>
 struct BlockDropout {
   template <typename Coordinates>
@@ -46,19 +46,19 @@ struct BlockDropout<Spec, true> {
                                     coordinates.first_key + ptx::warp_index() % 4 * 16,
                                     [&](int n, int half, KeptPair pair) { kept[2 * n + half] = pair; });
   }
-  // P^T, which dv's store scales.
+  // P^T; the store of dv applies the scale.
   __device__ __forceinline__ void drop_weights(uint32_t (&packed)[kPairs]) const {
 #pragma unroll
     for (int i = 0; i < kPairs; ++i) packed[i] &= kept[i].halves();
   }
-  // P^T, made negative where it is dropped (-0 too): what SharedGradient takes.
+  // Makes P^T negative where it is dropped (-0 too), as SharedGradient expects.
   __device__ __forceinline__ void mark_weights(uint32_t (&packed)[kPairs]) const {
 #pragma unroll
     for (int i = 0; i < kPairs; ++i) packed[i] |= ~kept[i].halves() & 0x80008000;
   }
 };
 
-// Of a block's dS^T in the warpgroup that gets P^T from the other one.
+// Computes dS^T of a block in the warpgroup that receives P^T from the other one.
 template <typename Spec, bool kHasDropout = Spec::kHasDropout>
 struct SharedGradient {
   __device__ __forceinline__ SharedGradient(const BackwardParams&) {}
@@ -67,7 +67,7 @@ struct SharedGradient {
     return probability * (gradient - row_dot);
   }
 };
-// dS^T over value_scale(), which dk's store multiplies by.
+// dS^T divided by value_scale(); the store of dk multiplies by it.
 template <typename Spec>
 struct SharedGradient<Spec, true> {
   float inverse_scale;
@@ -78,13 +78,13 @@ struct SharedGradient<Spec, true> {
 #pragma unroll
     for (float& row_dot : row_dots) row_dot *= inverse_scale;
   }
-  // marked: as mark_weights has it.
+  // marked: as written by mark_weights.
   __device__ __forceinline__ float operator()(float marked, float gradient, float row_dot) const {
     return ptx::fma_rn(max(marked, 0.0f), gradient, -(fabsf(marked) * row_dot));
   }
 };
 
-// Of a tile of dq's: its two rows a thread. Empty without dropout.
+// Dropout of a dq tile, for a thread's two rows. Empty without dropout.
 template <typename Spec, bool kHasDropout = Spec::kHasDropout>
 struct RowDropout {
   struct Block {};
@@ -112,7 +112,7 @@ struct RowDropout<Spec, true> {
     drawn.draw(of_head, row, block * Spec::kStreamRows);
     return drawn;
   }
-  // The factor of P in dS. i: of score i.
+  // Returns the factor of P in dS. i: the index of the score.
   __device__ __forceinline__ float gradient(float gradient, float row_dot, const Block& drawn, int i) const {
     return ptx::fma_rn(drawn.pair(i / 2).keep(gradient, i % 2), of_head.dropout.scale, -row_dot);
   }
@@ -121,8 +121,8 @@ struct RowDropout<Spec, true> {
 template <typename Spec>
 struct FusedMemory;  // fused_consumer.cuh
 
-// Of a block of a fused kernel. dS^T is that over value_scale(), which dk's store and dq's conversion multiply by: row_dot has been divided by it.
-// Empty without dropout.
+// Dropout of a block in a fused kernel. dS^T is divided by value_scale(), by which the store of dk and the conversion
+// of dq multiply; row_dot has already been divided by it. Empty without dropout.
 template <typename Spec, bool kHasDropout = Spec::kHasDropout, bool kIsDrawn = (Spec::kNumDrawers > 0)>
 struct FusedDropout {
   using Product = Products<Spec>;
@@ -132,7 +132,7 @@ struct FusedDropout {
   __device__ __forceinline__ void wait() const {}
   __device__ __forceinline__ void fetch() {}
   __device__ __forceinline__ void drop_weights(uint32_t (&)[Product::kPacked]) const {}
-  // dP^T to dS^T.
+  // Turns dP^T into dS^T.
   __device__ __forceinline__ void score_gradients(float (&gradients)[Product::kScores],
                                                   const float (&weights)[Product::kScores],
                                                   const float (&row_dot)[Product::kColumns]) const {
@@ -143,7 +143,7 @@ struct FusedDropout {
   }
 };
 
-// Here a consumer draws, while the tensor cores compute the block before.
+// A consumer draws, while the tensor cores compute the previous block.
 template <typename Spec>
 struct FusedDropout<Spec, true, false> {
   using Product = Products<Spec>;
@@ -168,10 +168,11 @@ struct FusedDropout<Spec, true, false> {
   }
 };
 
-// Here the warpgroup of dq has drawn (FusedDrawer): selectors for permute_bytes. A thread's are those of queries 0 to 31 of the block, and 4 * 512
-// bytes further of the others: a word for each of their 16 queries and each of the thread's keys (k, k + 8), of 16 bits for two pairs of neighbouring
-// queries, 8 apart. Digits of a score that is kept name the bytes of its packed P, those of a dropped one repeat its sign: P is not negative. The top
-// digit of a byte says which it is.
+// The dq warpgroup has drawn (FusedDrawer): selectors for permute_bytes. A thread's selectors for queries 0 to 31 of
+// the block are at `mine`, those for the others 4 * 512 bytes further: a word for each 16 queries and each of the
+// thread's keys (k, k + 8), with 16 bits for two pairs of neighbouring queries, 8 apart. The digits of a kept score
+// select the bytes of its packed P, those of a dropped one replicate its sign: P is not negative. The top digit of a
+// byte tells which it is.
 template <typename Spec>
 struct FusedDropout<Spec, true, true> {
   using Product = Products<Spec>;
@@ -188,7 +189,7 @@ struct FusedDropout<Spec, true, true> {
         at(at_),
         mine(shared.drawn(at.stage, consumer) + ptx::recompute(ptx::thread_index()) % 128 * 16) {}
   __device__ __forceinline__ void wait() const { ptx::mbarrier_wait(shared.drawn_full(at.stage), at.parity); }
-  // For each use: no registers hold them in between.
+  // Called before each use, so that no registers hold the selectors in between.
   __device__ __forceinline__ void fetch() {
 #pragma unroll
     for (int half = 0; half < 2; ++half) ptx::ld_shared_128(selectors[half], mine + half * 2048);
@@ -212,7 +213,7 @@ struct FusedDropout<Spec, true, true> {
     release(shared.drawn_empty(at.stage));
   }
 };
-// Of a block that a consumer passes over.
+// For a block that a consumer skips.
 template <typename Spec>
 __device__ __forceinline__ void skip_drawn(const FusedMemory<Spec>& shared,
                                            const RingPosition<Spec::kFirstStages>& at) {
@@ -222,8 +223,8 @@ __device__ __forceinline__ void skip_drawn(const FusedMemory<Spec>& shared,
   }
 }
 
-// A warp that draws those words: lane 16 h + 4 m + t what four threads drop, of warps 2 h and 2 h + 1, lanes 8 m + t
-// and 8 m + t + 4.
+// A warp that draws those words: lane 16 h + 4 m + t draws for four threads, lanes 8 m + t and 8 m + t + 4 of warps 2 h
+// and 2 h + 1.
 template <typename Spec>
 struct FusedDrawer {
   HeadDropout of_head;
@@ -233,7 +234,7 @@ struct FusedDrawer {
       : of_head(dropout_of(params), 0, 0),
         either(ptx::recompute(dropout_of(params).threshold < 128 << 8 ? 0xFFFFFFFFu : 0u)) {}
 
-  // Of 16 queries of a block; smem: of the 64 keys from first_key on.
+  // Draws for 16 queries of a block; smem: the words for the 64 keys from first_key on.
   __device__ __forceinline__ void draw(unsigned char* smem, int sequence, int head, int first_key, int block,
                                        int queries) const {
     HeadDropout own = of_head;
@@ -268,7 +269,7 @@ struct FusedDrawer {
   }
 };
 
-// What dv is multiplied by at its end.
+// The factor that dv is multiplied by when it is stored.
 template <typename Spec>
 __device__ __forceinline__ float value_scale(const BackwardParams& params) {
   if constexpr (Spec::kHasDropout) return dropout_of(params).scale;

@@ -1,22 +1,24 @@
-// dq, dk and dv in one kernel: five products per block instead of the seven of two kernels, and one exponential instead of two. A tile is
-// 128 keys; Q and dO stream past it as in the kernel of dk and dv, whose producer this is. dS^T of both consumers passes through
-// shared memory to a warpgroup of its own, which multiplies dQ = dS K of the block; two more warps add it to fp32 partials in global
-// memory by TMA reductions. The consumers never wait for another block.
-//   before   fused_prepare: row_dot, zeroed semaphores     after   fused_convert: the partials to dq
-//   params.dq   [batch, heads_q, ceil(seq_q / 64)] partials of 64 rows, in the order of FusedQueries::hand_over; then a semaphore for
-//               each partial, the number of tiles that have added to it
-//   grid, maps, counter   as of the kernel of dk and dv
+// dq, dk and dv in one kernel: five products per block instead of the seven of two kernels, and one exponential instead
+// of two. A tile is 128 keys; Q and dO stream past it as in the dk, dv kernel, whose producer is used here. dS^T of
+// both consumers passes through shared memory to a separate warpgroup, which multiplies dQ = dS K of the block; two
+// more warps add it to fp32 partials in global memory with TMA reductions. The consumers never wait for another thread
+// block.
+//   before   fused_prepare: row_dot, zeroed semaphores     after   fused_convert: converts the partials to dq
+//   params.dq   [batch, heads_q, ceil(seq_q / 64)] partials of 64 rows, in the order of FusedQueries::hand_over; then
+//               one semaphore per partial, the number of tiles that have added to it
+//   grid, maps, counter   as for the dk, dv kernel
 //
-// The reduction is ordered: tiles of a head add to a partial by rank, each once the semaphore has reached its rank, so that the bits are the
-// same on every run. A tile waits only for tiles with smaller numbers, which running blocks have drawn before it, so there is no deadlock.
-// Of query heads that share a key head, a block of each comes before the next block of the first. There are two orders, and a Tile says
-// which it has (KeySchedule):
-//   ascending    the tiles of the last keys come first, and queries ascend. Under a causal mask a tile begins at its diagonal, so one that
-//                starts with the others of its head reaches every partial after those of lower rank, and need not wait. But the longest
-//                tiles come last
-//   descending   the tiles of the first keys, the longest, come first, and queries descend, so that all begin at the same block: each has
-//                to begin a little after the one before it. Under a causal mask only: for the last section of heads, whose tiles begin one
-//                by one as the longest of the section before end, so that none waits and short ones fill the end; and for grouped heads
+// The reduction is ordered: tiles of a head add to a partial by rank, each once the semaphore has reached its rank, so
+// that the bits are the same on every run. A tile waits only for tiles with smaller numbers, which running blocks have
+// drawn before it, so there is no deadlock. If query heads share a key head, a block of each comes before the next
+// block of the first. There are two orders, and a Tile stores which one it has (KeySchedule):
+//   ascending    the tiles of the last keys come first, and queries ascend. Under a causal mask a tile begins at its
+//                diagonal, so if it starts together with the others of its head, it reaches every partial after those
+//                of lower rank, and need not wait. But the longest tiles come last
+//   descending   the tiles of the first keys, the longest, come first, and queries descend, so that all begin at the
+//                same block: each must begin a little after the previous one. Only under a causal mask: for the last
+//                section of heads, whose tiles begin one by one as the longest tiles of the previous section end, so
+//                that none waits and short ones fill the end; and for grouped heads
 #pragma once
 
 #include "attention/backward/sm90/varlen_producer.cuh"
@@ -29,7 +31,8 @@
 
 namespace flashmoe::attention::backward::sm90 {
 
-// What the blocks of a tile drop, drawn one by one, ahead of the consumers. A block has eight parts of 64 keys and 16 queries, two for each warp.
+// Draws which scores of a tile's blocks are dropped, block by block, ahead of the consumers. A block has eight parts of
+// 64 keys and 16 queries, two per warp.
 template <typename Spec, bool kDraws = (Spec::kNumDrawers > 0)>
 struct BlocksToDraw {
   __device__ __forceinline__ explicit BlocksToDraw(const BackwardParams&) {}
@@ -45,7 +48,7 @@ struct BlocksToDraw<Spec, true> {
   int first_key = 0;
   int first_head = 0;
   int heads = 1;
-  int head = 0;  // of the group
+  int head = 0;  // within the group
   int block = 0;
   int onwards = 1;
   int left = 0;
@@ -79,7 +82,7 @@ struct BlocksToDraw<Spec, true> {
   }
 };
 
-// The warpgroup of dq.
+// The dq warpgroup.
 template <typename Spec, MaskKind kMask>
 struct FusedQueries {
   using Element = typename Spec::Element;
@@ -88,7 +91,7 @@ struct FusedQueries {
 
   const BackwardParams& params;
   const FusedMemory<Spec> shared;
-  RingPosition<Spec::kQueryBuffers> at;  // of dS^T, and of what is added
+  RingPosition<Spec::kQueryBuffers> at;  // of dS^T, and of the sums
 
   __device__ __forceinline__ FusedQueries(const BackwardParams& params_, const FusedMemory<Spec>& shared_)
       : params(params_), shared(shared_) {}
@@ -103,10 +106,10 @@ struct FusedQueries {
     ptx::wgmma_fence_operands(sums);
   }
 
-  // To the warp that adds: [kHeadDim / 8][128 threads][4], where thread 32 w + 4 g + t has at j, of the rows 16 w + g and that + 8, the
-  // columns 8 j + 2 t and the next.
+  // Passes the sums to the reducing warp: [kHeadDim / 8][128 threads][4], where thread 32 w + 4 g + t has at j, for the
+  // rows 16 w + g and that + 8, the columns 8 j + 2 t and the next.
   __device__ __forceinline__ void hand_over(const float (&sums)[kSums], int partial, int rank) {
-    // Hazard: the buffer is still read by the sum of two blocks ago.
+    // Hazard: the reduction of two blocks ago still reads the buffer.
     ptx::mbarrier_wait(shared.sums_empty(at.stage), at.parity ^ 1);
     unsigned char* mine = shared.query_sums(at.stage) + ptx::thread_index() % 128 * 16;
 #pragma unroll
@@ -115,7 +118,7 @@ struct FusedQueries {
                                  ptx::float_bits(sums[4 * j + 2]), ptx::float_bits(sums[4 * j + 3])};
       ptx::st_shared_128(mine + j * 2048, words);
     }
-    // Hazard: the copy engine reads before all is written and visible to it.
+    // Hazard: TMA reads before all is written and visible to it.
     ptx::fence_proxy_async_shared();
     pass(partial, rank);
   }
@@ -146,7 +149,7 @@ struct FusedQueries {
     MnMajorOperand scores;
     __device__ __forceinline__ uint64_t k_step(int step) const { return scores.k_step(4 + step); }
   };
-  // sums[64 x kHeadDim] = dS[64 x 64] K[64 x kHeadDim] of the second consumer's keys alone.
+  // sums[64 x kHeadDim] = dS[64 x 64] K[64 x kHeadDim], for only the second consumer's keys.
   __device__ __forceinline__ void multiply_second(float (&sums)[kSums]) const {
     const HalfOperand scores{shared.score_operand(at.stage)};
     const MnMajorOperand keys = shared.own_first(1).mn_major();
@@ -155,7 +158,7 @@ struct FusedQueries {
     ptx::wgmma_fence_operands(sums);
   }
 
-  // Varlen: with a window, a block may be visible to the second consumer's keys alone, and a tile may have no block.
+  // Varlen: with a window, a block may see only the second consumer's keys, and a tile may have no block.
   __device__ __forceinline__ void run_varlen() {
     const int heads = params.heads_q / params.heads_kv;
     BlocksToDraw<Spec> to_draw(params);
@@ -168,15 +171,16 @@ struct FusedQueries {
       to_draw.draw_next(shared);
       ptx::mbarrier_wait(shared.own_full(0), parity);
       ptx::mbarrier_wait(shared.own_full(1), parity);
-      // Hazard: the next tile is written before every warp has read this one, as the first consumer waits for these warps only in blocks. Not
-      // released after the blocks: the next tile's rows would wait for this one's last reduction.
+      // Hazard: the next tile is written before every warp has read this one, because the first consumer waits for
+      // these warps only within blocks. Not released after the blocks: the next tile's rows would then wait for this
+      // one's last reduction.
       release(shared.own_empty(0));
       const int first_key = tile.index * Spec::kOwnRows;
       const BlockRange first = query_blocks<Spec, kMask>(params, tile, first_key, first_key + 64);
       const BlockRange second = query_blocks<Spec, kMask>(params, tile, first_key + 64, first_key + 128);
       const int partials = first_partial(params, tile, 1) - first_partial(params, tile, 0);
       const int partial = first_partial(params, tile, tile.head * heads);
-      // Blocks that both consumers' keys are seen from.
+      // Blocks that see keys of both consumers.
       const int both_begin = maximum(first.begin, second.begin);
       const int num_both = maximum(0, minimum(first.end, second.end) - both_begin);
       const bool descends = is_descending<kMask>(tile);
@@ -248,8 +252,8 @@ struct FusedQueries {
   }
 };
 
-// One thread per buffer: adds its content to the partial in global memory once the semaphore has reached this tile's rank. Rank 0 stores,
-// so the partials need no zeroing.
+// One thread per buffer: adds its content to the partial in global memory once the semaphore has reached this tile's
+// rank. Rank 0 stores, so the partials need no zeroing.
 template <typename Spec>
 __device__ __forceinline__ void add_sums(const BackwardParams& params, const FusedMemory<Spec>& shared, int buffer) {
   float* sums_gmem = static_cast<float*>(params.dq);

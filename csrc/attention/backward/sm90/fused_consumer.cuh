@@ -1,4 +1,5 @@
-// The fused kernel's (fused.cuh) spec, shared memory and consumers: each computes dk and dv of 64 keys, and hands dS^T on.
+// The fused kernel's (fused.cuh) spec, shared memory and consumers: each computes dk and dv of 64 keys, and passes dS^T
+// on.
 #pragma once
 
 #include "attention/backward/sm90/dq_partials.cuh"
@@ -12,28 +13,29 @@
 
 namespace flashmoe::attention::backward::sm90 {
 
-// As the spec of dk and dv, with 16 warps: producer and reducing warps, two consumers, the warpgroup of dq; or with 12, without the last.
-//   kIsMasked_   an additive mask's blocks are stages of the ring, too, beside those of Q and dO
+// Like the spec of dk and dv, with 16 warps: producer and reducing warps, two consumers, the dq warpgroup; or with 12,
+// without the last.
+//   kIsMasked_   the ring's stages also hold an additive mask's blocks, next to those of Q and dO
 template <typename Element, int kHeadDim, int kBlockM, int kBlockN, int kNumStages, int kNumWarps_,
           bool kIsVarlen_ = false, int kAlibi_ = 0, bool kIsMasked_ = false>
 struct FusedSpec : KeyValueGradientSpec<Element, kHeadDim, kBlockM, kBlockN, kNumStages, 12, 0, 0, kIsVarlen_> {
   using Base = KeyValueGradientSpec<Element, kHeadDim, kBlockM, kBlockN, kNumStages, 12, 0, 0, kIsVarlen_>;
   static constexpr bool kStoresGradient = false;
-  static constexpr bool kHasAlibi = kAlibi_ != 0;   // without a softcap, unlike in the split form
-  static constexpr bool kIsWide = kHeadDim == 128;  // no warpgroup of dq: the consumers do its work (fused_wide.cuh)
+  static constexpr bool kHasAlibi = kAlibi_ != 0;   // without a softcap, unlike in the split kernels
+  static constexpr bool kIsWide = kHeadDim == 128;  // no dq warpgroup: the consumers do its work (fused_wide.cuh)
   static_assert(kHeadDim <= 128, "dk and dv of more columns need more registers than there are");
   static_assert(kNumWarps_ == (kIsWide ? 12 : 16) && kBlockM == 64 && kBlockN == kFusedTileKeys,
                 "two consumers of 64 keys, dQ of one product's 64 rows");
   static constexpr int kNumThreads = 32 * kNumWarps_;
   static constexpr bool kOrdersReduction = true;
-  static constexpr int kTileReaders = !kIsVarlen_ ? 0 : kIsWide ? 1 : 5;  // of the statistics; of dq
-  static constexpr int kSectionHeads = kIsWide ? 16 : 0;        // eight tiles of each at work on 132 multiprocessors
+  static constexpr int kTileReaders = !kIsVarlen_ ? 0 : kIsWide ? 1 : 5;  // the statistics warp; the four dq warps
+  static constexpr int kSectionHeads = kIsWide ? 16 : 0;        // eight tiles of each in flight on 132 multiprocessors
   static constexpr int kProducerRegisters = kIsWide ? 24 : 32;  // 128 * (32 + 2 * 208 + 64) = 65536
   static constexpr int kConsumerRegisters = kIsWide ? 240 : 208;
   static constexpr int kQueryRegisters = 64;
 
-  static constexpr int kQueryBuffers = 2;                            // of dS^T, and of dQ:
-  static constexpr int kSumBuffers = kIsMasked_ && kIsWide ? 1 : 2;  // a mask takes the second one's place
+  static constexpr int kQueryBuffers = 2;                            // of dS^T
+  static constexpr int kSumBuffers = kIsMasked_ && kIsWide ? 1 : 2;  // of dQ; a mask takes the place of the second
   using ScoreTile = SharedTile<kBlockN, kBlockM>;                    // dS^T of a block
   static constexpr int kScoreBytes = ScoreTile::kBytes;
   static constexpr int kQueryBytes = kBlockM * kHeadDim * 4;  // dQ of a block
@@ -51,13 +53,13 @@ struct FusedSpec : KeyValueGradientSpec<Element, kHeadDim, kBlockM, kBlockN, kNu
 template <typename Element, int kHeadDim, int kBlockM, int kBlockN, int kNumStages, int kNumWarps, int kAlibi>
 using VarlenFusedSpec = FusedSpec<Element, kHeadDim, kBlockM, kBlockN, kNumStages, kNumWarps, true, kAlibi>;
 
-// Likewise; takes DropoutBackwardParams.
+// The same with dropout; takes DropoutBackwardParams.
 template <typename Element, int kHeadDim, int kBlockM, int kBlockN, int kNumStages, int kNumWarps, int kAlibi>
 struct DropoutFusedSpec : VarlenFusedSpec<Element, kHeadDim, kBlockM, kBlockN, kNumStages, kNumWarps, kAlibi> {
   using Fused = VarlenFusedSpec<Element, kHeadDim, kBlockM, kBlockN, kNumStages, kNumWarps, kAlibi>;
   static constexpr bool kHasDropout = true;
-  static constexpr int kNumDrawers = Fused::kIsWide ? 0 : 4;         // the warpgroup of dq, where there is one
-  static constexpr int kDrawnBytes = Fused::kIsWide ? 0 : 2 * 4096;  // of a block: both consumers' (FusedDropout)
+  static constexpr int kNumDrawers = Fused::kIsWide ? 0 : 4;         // the dq warpgroup, if there is one
+  static constexpr int kDrawnBytes = Fused::kIsWide ? 0 : 2 * 4096;  // per block: of both consumers (FusedDropout)
   static constexpr int kDrawnOffset = Fused::kScoreBarrierOffset;
   static constexpr int kScoreBarrierOffset = kDrawnOffset + kNumStages * kDrawnBytes;
   static constexpr int kDrawnBarrierOffset = kScoreBarrierOffset + Fused::kQueryBuffers * (4 * 8 + 16);
@@ -65,7 +67,8 @@ struct DropoutFusedSpec : VarlenFusedSpec<Element, kHeadDim, kBlockM, kBlockN, k
   static_assert(kSharedBytes <= 232448, "sm_90 gives a block at most 227 KiB");
 };
 
-// Likewise, with an additive mask that has an element for each row and key; without a softcap. kGradient_: the mask's gradient is stored.
+// The same with an additive mask that has an element for each row and key; without a softcap. kGradient_: the mask's
+// gradient is stored.
 template <typename Element, int kHeadDim, int kBlockM, int kBlockN, int kNumStages, int kNumWarps, int kGradient_>
 struct MaskFusedSpec : FusedSpec<Element, kHeadDim, kBlockM, kBlockN, kNumStages, kNumWarps, true, 0, true> {
   static constexpr bool kStoresGradient = kGradient_ != 0;
@@ -75,7 +78,7 @@ template <typename Spec>
 struct FusedMemory : SharedMemory<Spec> {
   using SharedMemory<Spec>::base;
 
-  // dS^T, [128 keys][64 queries], each consumer's half.
+  // dS^T, [128 keys][64 queries], half from each consumer.
   __device__ __forceinline__ typename Spec::ScoreTile scores(int buffer) const {
     return {base + Spec::kScoreOffset + buffer * Spec::kScoreBytes};
   }
@@ -87,12 +90,12 @@ struct FusedMemory : SharedMemory<Spec> {
   __device__ __forceinline__ unsigned char* query_sums(int buffer) const {
     return base + Spec::kQueryOffset + buffer * Spec::kQueryBytes;
   }
-  // [64 queries][128 keys] of the mask, of the block in first(stage).
+  // [64 queries][128 keys] of the mask, for the block in first(stage).
   __device__ __forceinline__ typename Spec::MaskTile mask(int stage) const {
     return {base + Spec::kMaskOffset + stage * Spec::kMaskBytes};
   }
-  // With dropout: of the block in first(stage), FusedDropout's words of `consumer`. They have barriers of their own: what a block drops is needed later
-  // than Q, and its slot is free when dS^T is computed, not when the products with it are done.
+  // With dropout: FusedDropout's words of `consumer` for the block in first(stage). They have separate barriers: the
+  // words are needed later than Q, and their slot is free once dS^T is computed, before the products with it are done.
   __device__ __forceinline__ unsigned char* drawn(int stage, int consumer) const {
     return base + Spec::kDrawnOffset + stage * Spec::kDrawnBytes + consumer * (Spec::kDrawnBytes / 2);
   }
@@ -114,13 +117,14 @@ struct FusedMemory : SharedMemory<Spec> {
   __device__ __forceinline__ ptx::Mbarrier* sums_empty(int buffer) const {
     return scores_full(3 * Spec::kQueryBuffers + buffer);
   }
-  // The number of the partial that query_sums(buffer) belongs to, or -1, and this tile's rank in it; guarded by the same barriers.
+  // The number of the partial that query_sums(buffer) belongs to, or -1, and this tile's rank in it; guarded by the
+  // same barriers.
   __device__ __forceinline__ unsigned char* partial_record(int buffer) const {
     return base + Spec::kScoreBarrierOffset + Spec::kQueryBuffers * 4 * 8 + 16 * buffer;
   }
 };
 
-// K of both consumers' own tiles, from a slab on, as the right operand of dQ = dS K: four steps of k for each.
+// K of both consumers' own tiles, from a slab on, as the right operand of dQ = dS K: four k steps for each.
 template <typename Spec>
 struct TileKeys {
   static constexpr bool kIsTransposed = true;
@@ -141,7 +145,7 @@ __device__ __forceinline__ bool has_missing_keys(const BackwardParams&, const Va
   return first_key + 64 > tile.extents.key_count;
 }
 
-// Blocks of a tile's heads that only the other consumer's keys are seen from, before and after a consumer's own range.
+// Blocks of a tile's heads that see only the other consumer's keys, before and after a consumer's own range.
 struct SkippedBlocks {
   int before;
   int behind;
@@ -165,20 +169,21 @@ __device__ __forceinline__ int first_partial(const BackwardParams& params, const
   return head * partials.count() + partials.first(tile.batch, tile.extents.first_row);
 }
 
-// The tile of the last keys that a row of block `block`, which sees some, sees.
+// The tile of the last keys that any row of block `block` sees; the block must see some.
 template <typename Spec, MaskKind kMask>
 __device__ __forceinline__ int last_tile(const BackwardParams& params, int block) {
   const int end_key = visible_keys<kMask>(params, Lengths{params}, (block + 1) * Spec::kStreamRows - 1).end;
   return static_cast<int>(static_cast<uint32_t>(end_key - 1) / Spec::kOwnRows);
 }
 
-// How many tiles add to a partial before this one.
+// The number of tiles that add to a partial before this one.
 template <typename Spec, MaskKind kMask>
 __device__ __forceinline__ int reduction_rank(const BackwardParams& params, const Tile& tile, int block) {
   return is_descending<kMask>(tile) ? tile.index : last_tile<Spec, kMask>(params, block) - tile.index;
 }
-// Varlen: tiles whose query_blocks include the block add to it, up to the last tile that its last row sees; that row may be past the
-// sequence's end, as blocks are counted whole. Descending tiles have no window that would exclude earlier tiles.
+// Varlen: tiles whose query_blocks include the block add to it, up to the last tile that its last row sees; that row
+// may be past the sequence's end, because blocks are counted whole. Descending tiles have no window that would exclude
+// earlier tiles.
 template <typename Spec, MaskKind kMask>
 __device__ __forceinline__ int reduction_rank(const BackwardParams& params, const VarlenTile& tile, int block) {
   if (is_descending<kMask>(tile)) return tile.index;
@@ -187,7 +192,7 @@ __device__ __forceinline__ int reduction_rank(const BackwardParams& params, cons
   return (minimum(end_key, tile.extents.keys()) - 1) / Spec::kOwnRows - tile.index;
 }
 
-// A block's ALiBi, read ahead of its scores. Empty without.
+// A block's ALiBi, read before its scores. Empty without ALiBi.
 template <typename Spec, bool kHasAlibi = Spec::kHasAlibi>
 struct BlockAlibi {
   __device__ __forceinline__ BlockAlibi(const BackwardParams&, const BlockCoordinates&) {}
@@ -196,11 +201,11 @@ template <typename Spec>
 struct BlockAlibi<Spec, true> : Alibi {
   __device__ __forceinline__ BlockAlibi(const BackwardParams& params, const BlockCoordinates& coordinates)
       : Alibi(mask_pointer<Spec>(params, coordinates)) {
-    slope *= params.score_options.mask_factor / kLog2E;  // to the scores, which the exponentials scale
+    slope *= params.score_options.mask_factor / kLog2E;  // in units of the scores, which exponentials() scales
   }
 };
 
-// Of a stage's mask a consumer's 64 keys; empty without a mask.
+// A consumer's 64 keys of a stage's mask; empty without a mask.
 template <typename Spec, bool kHasMask = (Spec::kMaskBytes > 0)>
 struct BlockMask {
   __device__ __forceinline__ BlockMask(const FusedMemory<Spec>&, int, int) {}
@@ -208,7 +213,7 @@ struct BlockMask {
 template <typename Spec>
 struct BlockMask<Spec, true> {
   using Element = typename Spec::Element;
-  unsigned char* lane_smem;  // the lane's eight keys, of the first of its queries
+  unsigned char* lane_smem;  // the lane's eight keys, for the first of its queries
 
   __device__ __forceinline__ BlockMask(const FusedMemory<Spec>& shared, int stage, int consumer) {
     const int lane = ptx::recompute(ptx::lane_index());  // no address lives through the loop
@@ -216,12 +221,12 @@ struct BlockMask<Spec, true> {
     const int chunk = ptx::warp_index() % 4 * 2 + lane / 8 % 2;
     lane_smem = shared.mask(stage).slab(consumer) + query * kSlabRowBytes + (chunk ^ (query % 8)) * 16;
   }
-  // scores (S^T) to P^T of all keys and queries.
+  // Turns scores (S^T) into P^T for all keys and queries.
   __device__ __forceinline__ void weigh(const BackwardParams& params, float (&scores)[Spec::kStreamRows / 2],
                                         const float (&lse_log2)[Spec::kStreamRows / 4]) const {
 #pragma unroll
     for (int step = 0; step < Spec::kStreamRows / 16; ++step) {
-      uint32_t values[4];  // of 8 queries the first 8 keys, and the other 8; of the next 8 queries
+      uint32_t values[4];  // for 8 queries the first 8 keys, and the other 8; then for the next 8 queries
       ptx::ldmatrix_x4_trans(values, lane_smem + step * 16 * kSlabRowBytes);
 #pragma unroll
       for (int pair = 0; pair < 4; ++pair) {
@@ -231,7 +236,7 @@ struct BlockMask<Spec, true> {
         for (int c = 0; c < 2; ++c) {
           float& score = scores[first + c];
           const float exponent = ptx::fma_rn(score, params.scale_log2, -lse_log2[first / 4 * 2 + c]);
-          // P is at most 1, but for scores near the lowest float the difference is rounding error.
+          // P is at most 1, but for scores near the lowest float the difference is only rounding error.
           score = ptx::exp2_approx(min(ptx::fma_rn(c == 0 ? value.x : value.y, kLog2E, exponent), 0.0f));
         }
       }
@@ -239,13 +244,14 @@ struct BlockMask<Spec, true> {
   }
 };
 
-// An additive mask of dense rows and keys; map: dense, as the mask lies. gradient_map: of dS, of every sequence and head, where it is stored.
+// An additive mask of dense rows and keys; map: a dense map of the mask. gradient_map: of dS for every sequence and
+// head, if it is stored.
 struct StreamedMask {
   const MaskBackwardParams& launched;
   const ptx::TensorMap& map;
   const ptx::TensorMap& gradient_map;
 
-  // Of a block of queries the published tile's keys, on the barrier of the block.
+  // Loads the mask of a block of queries and the published tile's keys, on the barrier of the block.
   template <typename Spec>
   __device__ __forceinline__ void load(const BackwardParams& params, const SharedMemory<Spec>& shared, int stage,
                                        int row, int head) const {
@@ -262,8 +268,8 @@ struct StreamedMask {
   }
 };
 
-// dS of a block where it is stored: in the stage it takes the mask's place, a warp's 16 keys by that warp, which alone has read them. Empty
-// otherwise; a consumer's base, so that it takes no room there.
+// Stores dS of a block, if required: in the stage it overwrites the mask, each warp its own 16 keys, which only that
+// warp has read. Empty otherwise; a base class of the consumer, so that it takes no space there.
 template <typename Spec, typename Mask, bool kStores = Spec::kStoresGradient>
 struct MaskGradient {
   __device__ __forceinline__ explicit MaskGradient(const Mask&) {}
@@ -279,7 +285,7 @@ struct MaskGradient<Spec, StreamedMask, true> {
 
   __device__ __forceinline__ explicit MaskGradient(const StreamedMask& mask_) : mask(mask_) {}
 
-  // packed: dS^T, as an operand. Whoever calls it orders it before the copy engine's reads.
+  // packed: dS^T, as an operand. The caller must order it before the TMA reads.
   __device__ __forceinline__ void put_gradient(const FusedMemory<Spec>& shared, int stage, int consumer,
                                                const uint32_t (&packed)[Products<Spec>::kPacked]) const {
     unsigned char* lane_smem = BlockMask<Spec>(shared, stage, consumer).lane_smem;
@@ -289,9 +295,10 @@ struct MaskGradient<Spec, StreamedMask, true> {
       ptx::stmatrix_x4_trans(lane_smem + step * 16 * kSlabRowBytes, words);
     }
   }
-  // Hazard: the copy engine reads before all warps of the consumer have written.
+  // Hazard: TMA reads before all warps of the consumer have written.
   __device__ __forceinline__ void sync_gradient(int consumer) const { sync_consumer(consumer); }
-  // head: of the tile's group. All else is read from the tile's record: no register holds it through the block.
+  // head: within the tile's group. Everything else is read from the tile's record: no register holds it through the
+  // block.
   __device__ __forceinline__ void store_gradient(const FusedMemory<Spec>& shared, int stage, int consumer, int head,
                                                  int block) const {
     if (ptx::thread_index() % 128 != 0) return;
@@ -304,13 +311,14 @@ struct MaskGradient<Spec, StreamedMask, true> {
               DenseCoordinates{query_head, static_cast<int>(tile[2])});
     ptx::tma_store_commit();
   }
-  // Before the stage is released. Hazard: the next block's mask overwrites dS while it is read.
+  // Called before the stage is released. Hazard: the next block's mask overwrites dS while it is read.
   __device__ __forceinline__ void wait_read() const {
     if (ptx::thread_index() % 128 == 0) ptx::tma_store_wait_read<0>();
   }
 };
 
-// scores (S^T) to P^T. Unlike in the kernel of dk and dv, a key past the last must have P 0: its dS is a factor of dQ.
+// Turns scores (S^T) into P^T. Unlike in the dk, dv kernel, a key past the last must have P = 0, because its dS is a
+// factor of dQ.
 template <typename Spec, MaskKind kMask, bool kIsMasked>
 __device__ __forceinline__ void fused_exponentials(const BackwardParams& params, float (&scores)[Spec::kStreamRows / 2],
                                                    const float (&lse_log2)[Spec::kStreamRows / 4],
@@ -384,7 +392,8 @@ struct FusedConsumer : MaskGradient<Spec, Mask> {
   }
   __device__ __forceinline__ void wait_block() const { ptx::mbarrier_wait(shared.first_full(at.stage), at.parity); }
 
-  // The current block of Q, or of dO, as a right operand. Varlen: its descriptor is computed where this is made; dense: where it is used.
+  // The current block of Q, or of dO, as a right operand. Varlen: its descriptor is computed in the constructor; dense:
+  // at each use.
   template <bool kIsSecond>
   struct StreamBlock {
     const FusedConsumer& owner;
@@ -408,7 +417,8 @@ struct FusedConsumer : MaskGradient<Spec, Mask> {
     }
   };
 
-  // The own rows in registers, as the left operand of S^T and dP^T: what the products read from shared memory bounds this kernel.
+  // The own rows in registers, as the left operand of S^T and dP^T: the products' shared-memory reads limit this
+  // kernel.
   static __device__ __forceinline__ void load_own(uint32_t (&own)[kOwn], const typename Spec::OwnTile& tile) {
     const int lane = ptx::lane_index();
     const int row = ptx::warp_index() % 4 * 16 + lane % 16;
@@ -421,7 +431,7 @@ struct FusedConsumer : MaskGradient<Spec, Mask> {
     }
   }
 
-  // dS^T to the warpgroup of dq, once it has done with what the buffer held.
+  // Passes dS^T to the dq warpgroup, once that has finished with the buffer's previous content.
   __device__ __forceinline__ void hand_scores(const uint32_t (&packed)[Product::kPacked]) {
     ptx::mbarrier_wait(shared.scores_empty(handed.stage), handed.parity ^ 1);
     const int lane = ptx::lane_index();
@@ -450,7 +460,8 @@ struct FusedConsumer : MaskGradient<Spec, Mask> {
     float gradients[Product::kScores];  // dP^T, then dS^T
     float lse_log2[Product::kColumns];
     float row_dot[Product::kColumns];
-    // Varlen: computed ahead of the wait, over which ptxas moves nothing: otherwise the first product would be issued later.
+    // Varlen: computed before the wait, across which ptxas moves nothing: otherwise the first product would be issued
+    // later.
     const StreamBlock<false> q(*this);
     const StreamBlock<true> dout(*this);
     const int statistics =
@@ -461,7 +472,7 @@ struct FusedConsumer : MaskGradient<Spec, Mask> {
     wait_block();
     load_columns<Spec>(lse_log2, shared.statistics(0) + statistics);
     issue_product<Element>(scores, own_k, q.k_major());
-    // dV and dK of the block before, with S^T behind them: dP^T can have the registers of their P^T and dS^T.
+    // dV and dK of the previous block, before S^T: dP^T can then use the registers of their P^T and dS^T.
     ptx::wgmma_wait<1>();
     ptx::wgmma_fence_operands(dv);
     ptx::wgmma_fence_operands(dk);
@@ -472,7 +483,7 @@ struct FusedConsumer : MaskGradient<Spec, Mask> {
     ptx::wgmma_wait<1>();  // S^T
     ptx::wgmma_fence_operands(scores);
     if (is_masked) {
-      // Varlen: what follows from the block is computed here, not ahead of the branch for every block.
+      // Varlen: values that depend on the block are computed here, not before the branch for every block.
       const int block = kIsVarlen ? ptx::recompute(coordinates.block) : coordinates.block;
       fused_exponentials<Spec, kMask, true>(
           params, scores, lse_log2, alibi, mask,
@@ -499,7 +510,7 @@ struct FusedConsumer : MaskGradient<Spec, Mask> {
     at.advance();
   }
 
-  // Passes over a block that only keys of the other warpgroup are seen from. It hands over nothing, but advances the ring.
+  // Skips a block that sees only keys of the other warpgroup. It passes on nothing, but advances the ring.
   __device__ __forceinline__ void skip_block() {
     wait_block();
     skip_drawn<Spec>(shared, at);
@@ -516,7 +527,7 @@ struct FusedConsumer : MaskGradient<Spec, Mask> {
     if (used.stage != at.stage) release_used();
   }
 
-  // Hazard: dK takes the place of K while dq's warpgroup still multiplies with it.
+  // Hazard: dK overwrites K while the dq warpgroup still multiplies with it.
   __device__ __forceinline__ void wait_for_query_products() const {
     RingPosition<Spec::kQueryBuffers> buffer = handed;  // the oldest of all of them
 #pragma unroll
@@ -553,7 +564,7 @@ struct FusedConsumer : MaskGradient<Spec, Mask> {
         const SkippedBlocks skipped = skipped_blocks(tile, range, all, heads);
         for (int left = is_descending<kMask>(tile) ? skipped.behind : skipped.before; left > 0; --left) skip_block();
         if constexpr (kMask == MaskKind::kRuntime) {
-          // As little between two blocks as in the dense kernel: nothing overlaps it.
+          // Keep as little code between two blocks as in the dense kernel: nothing overlaps it.
           const int onwards = is_descending<kMask>(tile) ? -1 : 1;
           const int num_full = is_masked ? 0 : maximum(0, range.full_end - range.full_begin);
           int block = is_descending<kMask>(tile) ? range.end - 1 : range.begin;
@@ -566,7 +577,7 @@ struct FusedConsumer : MaskGradient<Spec, Mask> {
               if constexpr (Spec::kStoresGradient) {
                 step(dk, dv, p_packed, ds_packed, own_k, own_v, dropout,
                      BlockCoordinates{shared.tile(consumer), heads - head, first_key, block}, needs_mask != 0);
-              } else if constexpr (Spec::kHasAlibi) {  // the others do not ask for the head
+              } else if constexpr (Spec::kHasAlibi) {  // the others do not use the head
                 const int query_head = (tile.head + 1) * heads - head;
                 step(dk, dv, p_packed, ds_packed, own_k, own_v, dropout,
                      BlockCoordinates{shared.tile(consumer), query_head, first_key, block}, needs_mask != 0);
@@ -588,11 +599,11 @@ struct FusedConsumer : MaskGradient<Spec, Mask> {
         finish_products(dk, dv);
         for (int left = is_descending<kMask>(tile) ? skipped.before : skipped.behind; left > 0; --left) skip_block();
         wait_for_query_products();
-        // Hazard: dK and dV take the places of K and V while another warp of the warpgroup still multiplies with them.
+        // Hazard: dK and dV overwrite K and V while another warp of the warpgroup still multiplies with them.
         sync_consumer(consumer);
         Product::store_shared(shared.own_second(consumer), dv, value_scale<Spec>(params));
         Product::store_shared(shared.own_first(consumer), dk, params.scale * value_scale<Spec>(params));
-        // Hazard: the copy engine reads before all 64 rows are written and visible to it.
+        // Hazard: TMA reads before all 64 rows are written and visible to it.
         ptx::fence_proxy_async_shared();
         sync_consumer(consumer);
         if (ptx::thread_index() % 128 == 0) {
@@ -608,7 +619,7 @@ struct FusedConsumer : MaskGradient<Spec, Mask> {
       } else {
         // Keys past the end: nothing to compute or to store.
         for (int left = heads * (all.end - all.begin); left > 0; --left) skip_block();
-        sync_consumer(consumer);  // every warp has read the tile's number
+        sync_consumer(consumer);  // every warp has read the tile's record
       }
       if (ptx::thread_index() % 128 == 0) ptx::mbarrier_arrive(shared.own_empty(consumer));
     }

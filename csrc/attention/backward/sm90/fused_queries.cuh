@@ -1,4 +1,5 @@
-// What runs before and after the fused backward kernel. Before: row_dot, and zeroed semaphores. After: the partials to dq.
+// The kernels before and after the fused backward kernel. Before: computes row_dot and zeroes the semaphores. After:
+// converts the partials to dq.
 #pragma once
 
 #include "attention/backward/sm90/dq_partials.cuh"
@@ -33,7 +34,7 @@ __device__ __forceinline__ int32_t* semaphore_of_partial(const FusedQueryParams&
   return reinterpret_cast<int32_t*>(params.sums + partials * 64 * Spec::kHeadDim) + ptx::block_index();
 }
 
-// Of a quad's row, if it is inside: out * dout, over as many columns.
+// For a quad's row, if it is inside: the sum of out * dout over `columns` columns.
 template <typename Spec>
 __device__ __forceinline__ float sum_of_products(const typename Spec::Element* out_gmem,
                                                  const typename Spec::Element* dout_gmem, bool is_inside, int columns) {
@@ -58,7 +59,7 @@ __device__ __forceinline__ float sum_of_products(const typename Spec::Element* o
   return quad_sum(sum);
 }
 
-// One thread block per partial of 64 rows of one head; a quad has a row at a time, as in the kernel of dq.
+// One thread block per partial of 64 rows of one head; a quad processes one row at a time, as in the dq kernel.
 template <typename Spec>
 __device__ __forceinline__ void fused_prepare(const FusedQueryParams& params) {
   using Element = typename Spec::Element;
@@ -87,7 +88,8 @@ __device__ __forceinline__ void fused_prepare(const FusedQueryParams& params) {
   }
 }
 
-// A thread's elements of a partial of `width` columns, scaled, to its rows, `row` (at dq_gmem) and that + 8, where they are less than `rows`.
+// Converts a thread's elements of a partial of `width` columns, scales and stores them to its rows, `row` (at dq_gmem)
+// and `row` + 8, if these are less than `rows`.
 template <typename Spec, typename Params>
 __device__ __forceinline__ void convert_rows(const Params& params, typename Spec::Element* dq_gmem,
                                              const float* partial_gmem, int width, int tiles, int thread, int row,
@@ -114,8 +116,8 @@ __device__ __forceinline__ void convert_rows(const Params& params, typename Spec
   }
 }
 
-// One thread block per partial: see FusedQueries::hand_over. Rows that see no key have no sums: zeros. It may be launched while the
-// fused kernel's last tiles run: it converts a partial once all its tiles have added.
+// One thread block per partial: see FusedQueries::hand_over. Rows that see no key have no sums: zeros are stored. May
+// run while the fused kernel's last tiles run: it converts a partial once all its tiles have added to it.
 template <typename Spec>
 __device__ __forceinline__ void fused_convert(const FusedQueryParams& params) {
   using Element = typename Spec::Element;
@@ -133,20 +135,20 @@ __device__ __forceinline__ void fused_convert(const FusedQueryParams& params) {
   if (thread == 0) ptx::semaphore_wait(semaphore_of_partial<Spec>(params), tiles);
   ptx::barrier_sync_block();
   convert_rows<Spec>(params, dq_gmem, partial_gmem, Spec::kHeadDim, tiles, thread, row, params.rows);
-  // A grid that waits for this kernel relies on dk and dv, too.
+  // A grid that waits for this kernel also relies on dk and dv.
   if (ptx::block_index() == ptx::grid_size() - 1) ptx::grid_dependency_wait();
 }
 
 // The rows of a block's partial, varlen.
 struct PartialRows {
   int head;
-  int sequence;   // -1: they belong to none
-  int first_row;  // of a sequence's in a dense tensor, of all in a ragged one
-  int count;      // at most 64; 0 in partials that no sequence has
-  int used;       // of them, those before the sequence's row `rows`
+  int sequence;   // -1: the rows belong to none
+  int first_row;  // in a dense tensor from the sequence's first row, in a ragged one from the tensor's
+  int count;      // at most 64; 0 for an unused partial
+  int used;       // those of them before row `rows` of the sequence
 };
 
-// Every warp searches: among the ranges of dq_partials.cuh, the last whose partials begin no later.
+// Every warp searches the ranges of dq_partials.cuh for the last one whose partials begin no later than this one.
 __device__ __forceinline__ PartialRows rows_of_partial(const VarlenFusedQueryParams& params) {
   const DqPartials partials{params.cu_seqlens_q != nullptr, params.rows_total, params.rows, params.batch};
   const int head = static_cast<int>(ptx::block_index() / partials.count());
@@ -219,7 +221,7 @@ __device__ __forceinline__ void varlen_fused_prepare(const VarlenFusedQueryParam
   }
 }
 
-// Runs after the fused kernel, not beside it. Partials that no tile has added to have no sums: zeros.
+// Runs after the fused kernel, not concurrently. Partials that no tile has added to have no sums: zeros are stored.
 template <typename Spec>
 __device__ __forceinline__ void varlen_fused_convert(const VarlenFusedQueryParams& params) {
   using Element = typename Spec::Element;

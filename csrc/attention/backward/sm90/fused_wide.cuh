@@ -1,18 +1,19 @@
-// The consumers of the fused kernel at head dim 128: each computes dk and dv of 64 keys, and half of dQ's columns, as there are no registers
-// for a warpgroup of dq. Its block, with dK of the block before in flight at the beginning, as dK of this block is at the end:
+// The consumers of the fused kernel at head dim 128: each computes dk and dv of 64 keys, and half of dQ's columns,
+// because there are no registers for a dq warpgroup. Per block, with dK of the previous block in flight at the start,
+// and dK of this block at the end:
 //
 //   issue S^T;  wait for that dK, release its Q and dO;  issue dP^T
-//   wait for S^T;  P^T;  wait for dP^T;  dS^T;  it goes to shared memory
+//   wait for S^T;  P^T;  wait for dP^T;  dS^T;  store it to shared memory
 //   issue dV += P^T dO;  wait for the other consumer's dS^T;  issue dQ's columns = dS K;  issue dK += dS^T Q
-//   wait for dV and dQ, which goes to the warp that adds
+//   wait for dV and dQ;  pass dQ to the reducing warp
 //
-// dV waits for dS^T: a warp that issues a product stands until the tensor cores have begun it, and dS^T, which the other consumer needs,
-// would stand with it.
+// dV is issued after dS^T: a warp that issues a product stalls until the tensor cores have begun it, which would delay
+// dS^T, and the other consumer needs that.
 //
-// dQ has the registers of dP^T. ptxas serialises the products
-//   - where two loops meet with products in flight (C7512): so one loop has blocks with and without a mask
-//   - where an accumulator is read whose product was issued in the iteration before, after a wait that leaves others in flight (C7514): dK is
-//     the only one, and is not read
+// dQ uses the registers of dP^T. ptxas serialises the products
+//   - if two loops meet with products in flight (C7512): so one loop handles blocks with and without a mask
+//   - if an accumulator is read whose product was issued in the previous iteration, after a wait that leaves others in
+//     flight (C7514): dK is the only one, and is not read
 #pragma once
 
 #include "attention/backward/sm90/fused_consumer.cuh"
@@ -20,10 +21,10 @@
 
 namespace flashmoe::attention::backward::sm90 {
 
-// Besides the consumers' own named barriers (device/named_barriers.cuh).
+// In addition to the consumers' own named barriers (device/named_barriers.cuh).
 enum class WideBarrier : int {
   kTileEnd =
-      8,  // both consumers' 256 threads. Hazard: dK and dV take the places of K and V, which dQ's products of both still read
+      8,  // both consumers' 256 threads. Hazard: dK and dV overwrite K and V, which dQ's products of both still read
 };
 
 template <typename Spec, MaskKind kMask, typename Mask>
@@ -38,9 +39,9 @@ struct WideFusedConsumer : MaskGradient<Spec, Mask> {
   const int consumer;  // 0 or 1
   RingPosition<Spec::kFirstStages> at;
   RingPosition<Spec::kFirstStages> used;     // the oldest that has not been released: `at`, or one behind
-  RingPosition<Spec::kQueryBuffers> handed;  // of dS^T, and of what is added
+  RingPosition<Spec::kQueryBuffers> handed;  // of dS^T, and of the sums
 
-  // Of what is added where it has one buffer: it turns with each block, as the stage of two does.
+  // Buffer and parity of the sums. With one buffer the parity flips with every block, as the stage does with two.
   __device__ __forceinline__ int sums_stage() const { return Spec::kSumBuffers == 1 ? 0 : handed.stage; }
   __device__ __forceinline__ int sums_parity() const { return Spec::kSumBuffers == 1 ? handed.stage : handed.parity; }
 
@@ -55,8 +56,9 @@ struct WideFusedConsumer : MaskGradient<Spec, Mask> {
   }
   __device__ __forceinline__ void wait_block() const { ptx::mbarrier_wait(shared.first_full(at.stage), at.parity); }
 
-  // dS^T of this consumer's keys, for both. The products that read the buffer two blocks ago are done: this consumer has waited for its own,
-  // and the other one for its before it handed over dS^T of the block before, which this one has waited for.
+  // Writes dS^T of this consumer's keys, for both consumers. The products that read the buffer two blocks ago are done:
+  // this consumer has waited for its own, and the other one for its own before it published dS^T of the previous block,
+  // which this one has waited for.
   __device__ __forceinline__ void share_scores(const uint32_t (&packed)[Product::kPacked]) {
     const int lane = ptx::recompute(ptx::lane_index());  // no address lives through the loop
     const int row = ptx::warp_index() % 4 * 16 + lane % 16;
@@ -71,16 +73,16 @@ struct WideFusedConsumer : MaskGradient<Spec, Mask> {
     release(shared.scores_full(handed.stage));
   }
 
-  // sums[64 x 64] = dS[64 x 128] K[128 x 64], of this consumer's columns; asynchronous.
+  // Issues sums[64 x 64] = dS[64 x 128] K[128 x 64], for this consumer's columns; asynchronous.
   __device__ __forceinline__ void issue_sums(float (&sums)[kSums]) const {
     const MnMajorOperand scores = shared.score_operand(handed.stage);
     const TileKeys<Spec> keys(shared.own_first(0).slab(consumer));
     issue_product<Element, 8>(sums, scores, keys);
   }
 
-  // To the reducing warp: this consumer's half of a partial, in the order of FusedQueries::hand_over.
+  // Passes this consumer's half of a partial to the reducing warp, in the order of FusedQueries::hand_over.
   __device__ __forceinline__ void hand_over(const float (&sums)[kSums], const BlockCoordinates& coordinates) {
-    // Hazard: the buffer is still read by the sum before it.
+    // Hazard: the previous sum's reduction still reads the buffer.
     ptx::mbarrier_wait(shared.sums_empty(sums_stage()), sums_parity() ^ 1);
     const int thread = ptx::recompute(ptx::thread_index()) % 128;
     unsigned char* mine = shared.query_sums(sums_stage()) + consumer * (Spec::kQueryBytes / 2) + thread * 16;
@@ -90,7 +92,7 @@ struct WideFusedConsumer : MaskGradient<Spec, Mask> {
                                  ptx::float_bits(sums[4 * j + 2]), ptx::float_bits(sums[4 * j + 3])};
       ptx::st_shared_128(mine + j * 2048, words);
     }
-    // Hazard: the copy engine reads before all is written and visible to it.
+    // Hazard: TMA reads before all is written and visible to it.
     ptx::fence_proxy_async_shared();
     if (consumer == 0 && thread == 0) {
       const Tile tile = read_tile<Tile>(coordinates.tile_smem);
@@ -123,7 +125,7 @@ struct WideFusedConsumer : MaskGradient<Spec, Mask> {
     load_columns<Spec>(lse_log2, shared.statistics(at.stage));
     issue_product<Element, Product::kSteps>(scores, shared.own_first(consumer).k_major(),
                                             shared.first(at.stage).k_major());
-    ptx::wgmma_wait<1>();  // dK of the block before
+    ptx::wgmma_wait<1>();  // dK of the previous block
     ptx::wgmma_fence_operands(dk);
     if (used.stage != at.stage) release_used();
     issue_product<Element, Product::kSteps>(gradients, shared.own_second(consumer).k_major(),
@@ -155,7 +157,7 @@ struct WideFusedConsumer : MaskGradient<Spec, Mask> {
     float sums[kSums];
     issue_sums(sums);
     issue_product<Element, true>(dk, ds_packed, shared.first(at.stage).mn_major());
-    // All warps of both consumers have written dS: the wait above.
+    // The wait above ensures that all warps of both consumers have written dS.
     this->store_gradient(shared, at.stage, consumer, head, coordinates.block);
     ptx::wgmma_wait<1>();  // dV and dQ
     ptx::wgmma_fence_operands(dv);
@@ -182,7 +184,8 @@ struct WideFusedConsumer : MaskGradient<Spec, Mask> {
       const int tile_key = tile.index * Spec::kOwnRows;
       const int first_key = tile_key + consumer * 64;
       const BlockRange all = query_blocks<Spec, kMask>(params, tile, tile_key, tile_key + Spec::kOwnRows);
-      // All blocks before it need a mask: where keys are missing, all of them. Varlen: also those from all.full_end on.
+      // All blocks before full_begin need a mask: if keys are missing, all blocks. Varlen: also those from all.full_end
+      // on.
       const int full_begin = has_missing_keys(params, tile, first_key) ? all.end : all.full_begin;
       const int direction = is_descending<kMask>(tile) ? -1 : 1;
       float dk[Product::kOutputs];
@@ -205,7 +208,7 @@ struct WideFusedConsumer : MaskGradient<Spec, Mask> {
       ptx::named_barrier_sync(barrier_id(WideBarrier::kTileEnd), 256);
       Product::store_shared(shared.own_second(consumer), dv, value_scale<Spec>(params));
       Product::store_shared(shared.own_first(consumer), dk, params.scale * value_scale<Spec>(params));
-      // Hazard: the copy engine reads before all 64 rows are written and visible to it.
+      // Hazard: TMA reads before all 64 rows are written and visible to it.
       ptx::fence_proxy_async_shared();
       sync_consumer(consumer);
       if (ptx::thread_index() % 128 == 0) {

@@ -1,7 +1,7 @@
-// A consumer warpgroup of the kernel of dk and dv that computes both for 64 keys.
+// A consumer warpgroup of the dk, dv kernel that computes both gradients for 64 keys.
 //
-// Its block: issue S^T = K Q^T and dP^T = V dO^T; P^T while dP^T is under way; issue dV += P^T dO; dS^T while that is
-// under way; issue dK += dS^T Q, which the next block's S^T and dP^T follow without a wait. P^T and dS^T are never
+// Per block: issue S^T = K Q^T and dP^T = V dO^T; compute P^T while dP^T runs; issue dV += P^T dO; compute dS^T while
+// that runs; issue dK += dS^T Q, which the next block's S^T and dP^T follow without a wait. P^T and dS^T are never
 // stored: the accumulator layout is the operand layout.
 #pragma once
 
@@ -10,8 +10,8 @@
 
 namespace flashmoe::attention::backward::sm90 {
 
-// The log-sum-exp, or row_dot, of a thread's columns: 8j + 2 * (lane % 4) and the next. Loads queue behind products that
-// the warp has issued and the tensor cores have not begun, so they stand a product ahead of their use.
+// The log-sum-exp, or row_dot, of a thread's columns: 8j + 2 * (lane % 4) and the next. Loads queue behind products
+// that the warp has issued and the tensor cores have not begun, so they are placed one product before their use.
 template <typename Spec>
 __device__ __forceinline__ void load_columns(float (&columns)[Spec::kStreamRows / 4], const unsigned char* smem) {
   const unsigned char* mine = smem + ptx::lane_index() % 4 * 16;
@@ -25,7 +25,7 @@ __device__ __forceinline__ void load_columns(float (&columns)[Spec::kStreamRows 
   }
 }
 
-// What dP^T starts from: -row_dot of each column.
+// The initial value of dP^T: -row_dot of each column.
 template <typename Spec>
 __device__ __forceinline__ void load_negative_row_dots(float (&gradients)[Spec::kStreamRows / 2],
                                                        const unsigned char* row_dot_smem) {
@@ -36,8 +36,8 @@ __device__ __forceinline__ void load_negative_row_dots(float (&gradients)[Spec::
   ptx::wgmma_fence_operands(gradients);
 }
 
-// What the scores of a thread's two keys need besides the statistics: the tile, in shared memory, the query head, the block's
-// coordinates.
+// What the scores of a thread's two keys need in addition to the statistics: the tile in shared memory, the query head,
+// and the block's coordinates.
 struct BlockCoordinates {
   const unsigned char* tile_smem;
   int head;
@@ -60,7 +60,7 @@ __device__ __forceinline__ void visible_columns(KeyRange (&visible)[2], const Ba
   }
 }
 
-// scores (S^T) to P^T. The log-sum-exp of a column is +inf where the row of Q is past the end or sees no key.
+// Turns scores (S^T) into P^T. The log-sum-exp of a column is +inf if the row of Q is past the end or sees no key.
 template <typename Spec, MaskKind kMask, bool kIsMasked>
 __device__ __forceinline__ void exponentials(const BackwardParams& params, float (&scores)[Spec::kStreamRows / 2],
                                              const float (&lse_log2)[Spec::kStreamRows / 4],
@@ -78,7 +78,8 @@ __device__ __forceinline__ void exponentials(const BackwardParams& params, float
   }
 }
 
-// With score modification: P^T, packed, and the scores to its factor in dS^T.
+// With score modification: turns scores into P^T, packed, and the scores themselves into the factor of dP - row_dot in
+// dS^T.
 template <typename Spec>
 __device__ __forceinline__ void weigh_varlen(const BackwardParams& params, float (&scores)[Spec::kStreamRows / 2],
                                              uint32_t (&packed)[Spec::kStreamRows / 4], const MaskValues<Spec>& values,
@@ -136,7 +137,8 @@ struct KeyValueGradientConsumer {
         gradients, shared.own_second(consumer).k_major(), shared.second(at.stage).k_major());
   }
 
-  // As step() without the registers for S^T beside dP^T: dS^T takes P^T as it is packed for dV. Nothing is in flight at its ends.
+  // Like step(), without registers for both S^T and dP^T: dS^T uses P^T as it is packed for dV. Nothing is in flight at
+  // either end.
   template <Scores kScores>
   __device__ __forceinline__ void step_tight(float (&dk)[Product::kOutputs], float (&dv)[Product::kValueOutputs],
                                              uint32_t (&p_packed)[Product::kPacked],
@@ -165,7 +167,7 @@ struct KeyValueGradientConsumer {
     }
     issue_product<Element, true>(dk, ds_packed, shared.first(at.stage).mn_major());
     at.advance();
-    finish_products(dk, dv);  // with a product under way where loops meet, ptxas finds too few registers
+    finish_products(dk, dv);  // with a product in flight where loops meet, ptxas runs out of registers
   }
 
   template <Scores kScores>
@@ -180,7 +182,7 @@ struct KeyValueGradientConsumer {
     wait_block();
     load_columns<Spec>(lse_log2, shared.statistics(at.stage));
     begin_scores(scores);
-    // dV and dK of the block before, with S^T behind them: dP^T can have the registers of their P^T and dS^T.
+    // dV and dK of the previous block, before S^T: dP^T can then use the registers of their P^T and dS^T.
     ptx::wgmma_wait<1>();
     ptx::wgmma_fence_operands(dv);
     ptx::wgmma_fence_operands(dk);
@@ -214,8 +216,9 @@ struct KeyValueGradientConsumer {
     at.advance();
   }
 
-  // A block with lookahead. In flight at the beginning, in this order: dV of the block before, S^T of this block, dK of the
-  // block before, dP^T of this block (no dV and dK for the first); at the end the same, a block further, or nothing.
+  // A block with lookahead. In flight at the start, in this order: dV of the previous block, S^T of this block, dK of
+  // the previous block, dP^T of this block (no dV and dK for the first); at the end the same, one block further, or
+  // nothing.
   template <bool kIsMasked, bool kIsFirst, bool kIsLast>
   __device__ __forceinline__ void step_ahead(float (&dk)[Product::kOutputs], float (&dv)[Product::kValueOutputs],
                                              float (&scores)[Product::kScores], float (&next_scores)[Product::kScores],
@@ -224,7 +227,7 @@ struct KeyValueGradientConsumer {
                                              uint32_t (&ds_packed)[Product::kPacked], const Coordinates& coordinates) {
     const typename Spec::StreamTile q = shared.first(at.stage);
     const unsigned char* row_dot_smem = shared.statistics(at.stage) + Spec::kStreamRows * 4;
-    ptx::wgmma_wait<kIsFirst ? 1 : 2>();  // S^T, and dV of the block before
+    ptx::wgmma_wait<kIsFirst ? 1 : 2>();  // S^T, and dV of the previous block
     ptx::wgmma_fence_operands(scores);
     exponentials<Spec, kMask, kIsMasked>(params, scores, lse_log2, coordinates);
     float row_dot[Product::kColumns];
@@ -237,7 +240,7 @@ struct KeyValueGradientConsumer {
       begin_scores(next_scores);
     }
 
-    ptx::wgmma_wait<1>();  // dP^T, and dK of the block before. With 2, dV under way as well, registers do not suffice
+    ptx::wgmma_wait<1>();  // dP^T, and dK of the previous block. With 2 (dV in flight) there are too few registers
     ptx::wgmma_fence_operands(gradients);
     if constexpr (!kIsFirst) release_used();
 #pragma unroll
@@ -257,7 +260,7 @@ struct KeyValueGradientConsumer {
     }
   }
 
-  // The blocks of one head with lookahead; which of two register sets holds the scores is known to the compiler.
+  // The blocks of one head with lookahead; the compiler knows which of two register sets holds the scores.
   __device__ __forceinline__ void compute_ahead(const BlockRange& range, float (&dk)[Product::kOutputs],
                                                 float (&dv)[Product::kValueOutputs],
                                                 uint32_t (&p_packed)[Product::kPacked],
@@ -357,7 +360,7 @@ struct KeyValueGradientConsumer {
     }
   }
 
-  // Passes over a block that only keys of other warpgroups are seen from.
+  // Skips a block that sees only keys of other warpgroups.
   __device__ __forceinline__ void skip_block() {
     wait_block();
     at.advance();
@@ -371,7 +374,8 @@ struct KeyValueGradientConsumer {
     if (used.stage != at.stage) release_used();
   }
 
-  // Varlen: query head `head` of the group. The tile is read for each head, and again: no register holds it through the loop.
+  // Varlen: query head `head` of the group. The tile is read for each head, and again after it: no register holds it
+  // through the loop.
   __device__ __forceinline__ void compute_varlen_head(float (&dk)[Product::kOutputs],
                                                       float (&dv)[Product::kValueOutputs],
                                                       uint32_t (&p_packed)[Product::kPacked],
@@ -424,11 +428,11 @@ struct KeyValueGradientConsumer {
           }
         }
         finish_products(dk, dv);
-        // Hazard: dK and dV take the places of K and V while another warp of the warpgroup still multiplies with them.
+        // Hazard: dK and dV overwrite K and V while another warp of the warpgroup still multiplies with them.
         sync_consumer(consumer);
         Product::store_shared(shared.own_second(consumer), dv, 1.0f);
         Product::store_shared(shared.own_first(consumer), dk, params.scale);
-        // Hazard: the copy engine reads before all 64 rows are written and visible to it.
+        // Hazard: TMA reads before all 64 rows are written and visible to it.
         ptx::fence_proxy_async_shared();
         sync_consumer(consumer);
         if (ptx::thread_index() % 128 == 0) {
@@ -446,7 +450,7 @@ struct KeyValueGradientConsumer {
         for (int head = 0; head < heads; ++head) {
           for (int block = all.begin; block < all.end; ++block) skip_block();
         }
-        sync_consumer(consumer);  // every warp has read the tile's number
+        sync_consumer(consumer);  // every warp has read the tile's record
       }
       if (ptx::thread_index() % 128 == 0) ptx::mbarrier_arrive(shared.own_empty(consumer));
     }

@@ -1,10 +1,10 @@
-// The kernel of dk and dv. A tile is kBlockN keys; Q and dO of every head of the group stream past it, from the first
-// block with a query that sees a key (the masked ones are the first) to the last. It runs after the kernel of dq, which
-// writes row_dot.
+// The dk, dv kernel. A tile is kBlockN keys; Q and dO of every head of the group stream past it, from the first block
+// with a query that sees a key (masked blocks come first) to the last. It runs after the dq kernel, which writes
+// row_dot.
 //   grid     min(tiles, multiprocessors) blocks; tiles = ceil(seq_k / kBlockN) * heads_kv * batch
-//   maps     tensor_map.h says how the host builds them
+//   maps     built by the host with tensor_map.h
 //   counter  params.tile_counter is 0 at launch, and 0 again at the end
-// The heads of a group are added up by the one block that owns the keys, in their order.
+// The heads of a group are summed, in order, by the one block that owns the keys.
 #pragma once
 
 #include "attention/backward/sm90/varlen_producer.cuh"

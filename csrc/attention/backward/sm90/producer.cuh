@@ -1,4 +1,4 @@
-// The producers: what feeds the copy engine, and hands tiles to the consumers.
+// The producers: they issue the TMA loads, and pass tiles to the consumers.
 #pragma once
 
 #include "attention/backward/sm90/tile_coordinates.cuh"
@@ -12,7 +12,7 @@
 
 namespace flashmoe::attention::backward::sm90 {
 
-// Asks for kStreamRows rows from `row` on, slab by slab. Rows and columns outside the tensor become zeros.
+// Loads kStreamRows rows from `row` on, slab by slab. Rows and columns outside the tensor become zeros.
 template <typename Tile, typename Coordinates>
 __device__ __forceinline__ void copy_stream(const Tile& tile, const ptx::TensorMap& map, ptx::Mbarrier* full, int row,
                                             const Coordinates& coordinates) {
@@ -22,7 +22,7 @@ __device__ __forceinline__ void copy_stream(const Tile& tile, const ptx::TensorM
   }
 }
 
-// A block of one tensor, once its buffer is free.
+// Loads a block of one tensor, once its buffer is free.
 template <typename Tile, typename Coordinates>
 __device__ __forceinline__ void load_stream(const Tile& tile, const ptx::TensorMap& map, ptx::Mbarrier* full,
                                             ptx::Mbarrier* empty, int parity, int row, const Coordinates& coordinates) {
@@ -31,7 +31,7 @@ __device__ __forceinline__ void load_stream(const Tile& tile, const ptx::TensorM
   copy_stream(tile, map, full, row, coordinates);
 }
 
-// A block of both, the first one's before the second's.
+// Loads a block of both tensors, the first one before the second.
 template <typename Spec, typename Coordinates>
 __device__ __forceinline__ void load_block(const SharedMemory<Spec>& shared,
                                            const RingPosition<Spec::kFirstStages>& first,
@@ -52,7 +52,7 @@ __device__ __forceinline__ void load_block(const SharedMemory<Spec>& shared,
   }
 }
 
-// The 64 rows of both tensors that own tile `own` holds, and the tile they belong to.
+// Loads the 64 rows of both tensors for own tile `own`, and publishes the tile they belong to.
 template <typename Spec, typename TileType, typename Coordinates>
 __device__ __forceinline__ void load_own(const SharedMemory<Spec>& shared, const ptx::TensorMap& first_map,
                                          const ptx::TensorMap& second_map, int own, int parity, const TileType& tile,
@@ -85,8 +85,8 @@ __device__ __forceinline__ void end_work(const SharedMemory<Spec>& shared, int p
   }
 }
 
-// Of the kernel of dq; one thread. Per tile, with key blocks n-1 down to 0: K(n-1), V(n-1), then Q and dO of every
-// warpgroup, then K(j), V(j) downwards.
+// For the dq kernel; runs on one thread. Per tile, with key blocks n-1 down to 0: K(n-1), V(n-1), then Q and dO of
+// every warpgroup, then K(j), V(j) downwards.
 template <typename Spec, MaskKind kMask>
 __device__ __forceinline__ void produce_keys(const BackwardParams& params, const SharedMemory<Spec>& shared,
                                              const ptx::TensorMap& q_map, const ptx::TensorMap& k_map,
@@ -131,7 +131,7 @@ struct Statistics {
   float lse[kRows];
   float row_dot[kRows];
 
-  // first: of the head's rows among all; rows: how many it has.
+  // first: index of the head's first row among all rows; rows: the number of its rows.
   __device__ __forceinline__ void fetch(const BackwardParams& params, int64_t first, int rows, int block) {
 #pragma unroll
     for (int i = 0; i < kRows; ++i) {
@@ -165,12 +165,13 @@ struct Statistics {
   }
 };
 
-// The number of a block's first tile, and the next. With an ordered reduction all tiles are drawn from the counter: then only running
-// blocks hold tiles, and a tile waits only for tiles drawn earlier, by blocks that are running too.
+// The number of a block's first tile, and the next. With an ordered reduction all tiles are drawn from the counter:
+// then only running blocks hold tiles, and a tile waits only for tiles drawn earlier, by blocks that are running too.
 template <typename Spec>
 __device__ __forceinline__ int draw_tile(int32_t* const& counter_gmem, int num_tiles) {
   const int drawn = ptx::atomic_add_global(counter_gmem, 1);
-  // Every block draws until it gets a number past the end: zero again for the next launch.
+  // Every block draws until it gets a number past the end; the last draw resets the counter to zero for the next
+  // launch.
   if (drawn == num_tiles + ptx::grid_size() - 1) ptx::st_global_32(counter_gmem, 0);
   return drawn;
 }
@@ -186,8 +187,9 @@ __device__ __forceinline__ int next_tile(int32_t* const& counter_gmem, int num_t
   return next_tile_index(counter_gmem, num_tiles, number);
 }
 
-// Of the kernel of dk and dv; one warp: its first lane feeds the copy engine, all lanes the statistics. Per tile, for
-// each query head of the group, with query blocks b up to n-1: Q(b), dO(b), then (once per tile) K and V of every warpgroup.
+// For the dk, dv kernel; runs on one warp: its first lane issues the TMA loads, all lanes load the statistics. Per
+// tile, for each query head of the group, with query blocks b up to n-1: Q(b), dO(b), then (once per tile) K and V of
+// every warpgroup.
 template <typename Spec, MaskKind kMask>
 __device__ __forceinline__ void produce_queries(const BackwardParams& params, const SharedMemory<Spec>& shared,
                                                 const ptx::TensorMap& q_map, const ptx::TensorMap& k_map,
@@ -198,7 +200,7 @@ __device__ __forceinline__ void produce_queries(const BackwardParams& params, co
   const int num_tiles = schedule.num_tiles();
   const int end_block = ceil_div(params.seq_q, Spec::kStreamRows);
   const bool is_first_lane = ptx::lane_index() == 0;
-  RingPosition<Spec::kFirstStages> at;  // both rings have as many stages
+  RingPosition<Spec::kFirstStages> at;  // both rings have the same number of stages
   int own_parity = 0;
   Statistics<Spec> statistics;
   constexpr bool kInterleavesHeads = Spec::kOrdersReduction;  // a block of each head of the group, then the next block
@@ -235,7 +237,8 @@ __device__ __forceinline__ void produce_queries(const BackwardParams& params, co
         }
       }
       own_is_loaded = true;
-      // Hazard: the statistics of this stage may still be read; the first lane has waited for that, the others have not.
+      // Hazard: the statistics of this stage may still be read; the first lane has waited for that, the others have
+      // not.
       ptx::warp_sync();
       statistics.store(shared.statistics(at.stage));
       ptx::mbarrier_arrive(shared.first_full(at.stage));

@@ -1,7 +1,7 @@
-// What the consumers share: the two kinds of product, releases, the store of a gradient.
+// Shared by the consumers: the two kinds of product, releases, the store of a gradient.
 //
-// Layouts of a thread (ptx/wgmma.cuh): two rows, r = 0 and 1 (16 * warp + g and that + 8, g = lane / 4), in elements
-// 4j + 2r and the next: columns 8j + 2 * (lane % 4) and the next.
+// A thread's accumulator layout (ptx/wgmma.cuh): two rows, r = 0 and 1 (16 * warp + g and that + 8, g = lane / 4), in
+// elements 4j + 2r and the next: columns 8j + 2 * (lane % 4) and the next.
 #pragma once
 
 #include "attention/backward/sm90/tile_coordinates.cuh"
@@ -22,9 +22,9 @@
 
 namespace flashmoe::attention::backward::sm90 {
 
-// What a block's scores go through.
-//   kPlain     all of them count
-//   kMasked    a range of each row's or key's does
+// The masking of a block's scores.
+//   kPlain     none
+//   kMasked    only a range of each row or key is visible
 enum class Scores { kPlain, kMasked };
 
 template <typename Spec>
@@ -36,7 +36,7 @@ struct Products {
   static constexpr int kOutputs = Spec::kHeadDim / 2;        // of dq and dk
   static constexpr int kValueOutputs = Spec::kValueDim / 2;  // of dv
   static constexpr int kSteps = Spec::kHeadDim / 16;         // of a product whose k is the head dim: scores
-  static constexpr int kValueSteps = Spec::kValueDim / 16;   // and dP
+  static constexpr int kValueSteps = Spec::kValueDim / 16;   // the same for dP
 
   template <int kSums>
   static __device__ __forceinline__ void clear(float (&output)[kSums]) {
@@ -44,7 +44,7 @@ struct Products {
     for (int i = 0; i < kSums; ++i) output[i] = 0.0f;
   }
 
-  // output * factor as 16-bit elements. One stmatrix stores the 16 rows of the warp and 16 columns.
+  // Stores output * factor as 16-bit elements. One stmatrix stores the 16 rows of the warp and 16 columns.
   template <typename Tile, int kSums>
   static __device__ __forceinline__ void store_shared(const Tile& tile, const float (&output)[kSums], float factor) {
     static_assert(Tile::kBytes == 64 * 2 * kSums * 2, "64 rows of as many columns");
@@ -72,7 +72,7 @@ struct Products {
   }
 };
 
-// Compile-time answers for a generic lambda.
+// Compile-time booleans for a generic lambda.
 struct Yes {
   static constexpr bool value = true;
 };
@@ -80,7 +80,8 @@ struct No {
   static constexpr bool value = false;
 };
 
-// How every kernel here begins: one thread has the maps fetched and the barriers initialised. The warp.
+// The prologue of every kernel here: one thread prefetches the maps and initialises the barriers. Returns the warp
+// index.
 template <typename InitBarriers, typename... Maps>
 __device__ __forceinline__ int begin_warp(InitBarriers init, const Maps&... maps) {
   // The shuffle tells the compiler that the role is the same in the whole warp.
@@ -93,8 +94,8 @@ __device__ __forceinline__ int begin_warp(InitBarriers init, const Maps&... maps
   return warp;
 }
 
-// One arrival per warp: its wgmma_wait ensures that its share of the product has read the buffer; the warp barrier, that
-// every lane has read what it loads itself before the first lane arrives.
+// One arrival per warp: its wgmma_wait ensures that its share of the product has read the buffer; the warp barrier
+// ensures that every lane has read what it loads itself before the first lane arrives.
 __device__ __forceinline__ void release(ptx::Mbarrier* empty) {
   ptx::warp_sync();
   if (ptx::lane_index() == 0) ptx::mbarrier_arrive(empty);

@@ -1,12 +1,13 @@
-// The kernel of dq, and of row_dot. A tile is kBlockM rows of Q and dO; K and V stream past it, from the last block that
-// a row sees to the first (the masked ones are the last, so that the loop over full blocks ends the tile).
+// The kernel of dq and row_dot. A tile is kBlockM rows of Q and dO; K and V stream past it, from the last block that a
+// row sees to the first (masked blocks come first, so that the loop over full blocks ends the tile).
 //   grid     min(tiles, multiprocessors) blocks; tiles = ceil(seq_q / kBlockM) * heads_q * batch
-//   maps     tensor_map.h says how the host builds them
+//   maps     built by the host with tensor_map.h
 //   counter  params.tile_counter is 0 at launch, and 0 again at the end
 //
-// A warpgroup's block: issue S = Q K^T and dP = dO V^T; P while dP is under way; dS; issue dQ += dS K, which the next
-// block's S and dP follow without a wait. With lookahead, S of the next block is issued before dS, so that the tensor cores
-// have work of this warpgroup all the time. dS is never stored: the accumulator layout is the operand layout.
+// Per block a warpgroup issues S = Q K^T and dP = dO V^T; computes P while dP runs; computes dS; issues dQ += dS K,
+// which the next block's S and dP follow without a wait. With lookahead, S of the next block is issued before dS, so
+// that the tensor cores always have work from this warpgroup. dS is never stored: the accumulator layout is the operand
+// layout.
 #pragma once
 
 #include "attention/backward/score_mod.cuh"
@@ -18,7 +19,7 @@
 
 namespace flashmoe::attention::backward::sm90 {
 
-// What a thread loads of its two rows before the first product.
+// A thread's loads for its two rows, issued before the first product.
 template <typename Spec>
 struct RowLoads {
   static constexpr int kChunks = Spec::kValueDim / 32;  // of 16 bytes, per lane and row
@@ -43,7 +44,7 @@ struct QueryGradientConsumer {
   RingPosition<Spec::kFirstStages> key;
   RingPosition<Spec::kFirstStages> used_key;  // the oldest that has not been released
   RingPosition<Spec::kSecondStages> value;
-  float lse_log2[2];  // of this thread's rows; +inf where P is to be zero
+  float lse_log2[2];  // of this thread's rows; +inf if P is to be zero
   float row_dot[2];
 
   __device__ __forceinline__ QueryGradientConsumer(const BackwardParams& params_, const SharedMemory<Spec>& shared_,
@@ -66,8 +67,8 @@ struct QueryGradientConsumer {
     return tile.index * Spec::kOwnRows + consumer * 64;
   }
 
-  // Starts the loads of this thread's two rows: the log-sum-exp, and 16-byte chunks of dO and O, of which the quad has one
-  // row's. Rows past the end read nothing.
+  // Starts the loads of this thread's two rows: the log-sum-exp, and 16-byte chunks of dO and O; a quad holds the
+  // chunks of one row. Rows past the end read nothing.
   __device__ __forceinline__ void fetch_rows(RowLoads& loads, const Tile& tile) const {
     const int lane = ptx::lane_index();
 #pragma unroll
@@ -127,7 +128,7 @@ struct QueryGradientConsumer {
     }
   }
 
-  // The keys that this thread's two rows see, as columns from its first of a block.
+  // The keys that this thread's two rows see, as columns counted from its first column in the block.
   __device__ __forceinline__ void visible_columns(KeyRange (&visible)[2], const Tile& tile, int block) const {
     const int row = first_row(tile) + ptx::warp_index() % 4 * 16 + ptx::lane_index() / 4;
     const int first_key = block * Spec::kStreamRows + ptx::lane_index() % 4 * 2;
@@ -139,8 +140,8 @@ struct QueryGradientConsumer {
     }
   }
 
-  // scores to P. Masked ones are set to zero after the exponential: a key past the end scores 0, and exp2(0 - lse) may be
-  // anything up to inf.
+  // Turns scores into P. Masked ones are set to zero after the exponential: a key past the end scores 0, and
+  // exp2(0 - lse) may be anything up to inf.
   template <Scores kScores>
   __device__ __forceinline__ void exponentials(float (&scores)[Product::kScores], const Tile& tile, int block) const {
     KeyRange visible[2] = {{0, 0}, {0, 0}};
@@ -175,7 +176,7 @@ struct QueryGradientConsumer {
                                                  shared.second(value.stage).k_major());
   }
 
-  // gradients: dP to dS.
+  // Turns gradients from dP into dS.
   template <typename Dropped = RowDropout<Spec, false>>
   __device__ __forceinline__ void multiply(float (&gradients)[Product::kScores],
                                            const float (&probabilities)[Product::kScores], const Dropped& dropout = {},
@@ -186,7 +187,7 @@ struct QueryGradientConsumer {
     }
   }
 
-  // A block by itself. In flight at the beginning: dQ of the block before, if there is one; at the end: dQ.
+  // A block without lookahead. In flight at the start: dQ of the previous block, if there is one; at the end: dQ.
   template <Scores kScores, bool kIsFirst>
   __device__ __forceinline__ void step(float (&dq)[Product::kOutputs], uint32_t (&packed)[Product::kPacked],
                                        const RowLoads& loads, const OfTile& dropout, const Tile& tile, int block) {
@@ -197,12 +198,12 @@ struct QueryGradientConsumer {
     if constexpr (kIsFirst) finish_rows(loads, tile);
 
     const typename OfTile::Block drawn = dropout.draw(block);
-    ptx::wgmma_wait<1>();  // S; and dQ of the block before
+    ptx::wgmma_wait<1>();  // S; and dQ of the previous block
     ptx::wgmma_fence_operands(scores);
     if constexpr (!kIsFirst) release_key();
     exponentials<kScores>(scores, tile, block);
-    // This phase has ended; but ptxas moves no exponential over the branch, and else it puts them all behind the wait for
-    // dP, which is to run beside them.
+    // This phase has already completed, but ptxas does not move exponentials across the branch. Without it ptxas moves
+    // them all after the wait for dP, with which they should overlap.
     ptx::mbarrier_wait(shared.first_full(key.stage), key.parity);
 
     ptx::wgmma_wait<0>();
@@ -215,8 +216,8 @@ struct QueryGradientConsumer {
     key.advance();
   }
 
-  // A block with lookahead. In flight at the beginning, in this order: S of this block, dQ of the block before (if there
-  // is one), dP of this block; at the end: S of the next block, dQ, dP of the next block.
+  // A block with lookahead. In flight at the start, in this order: S of this block, dQ of the previous block
+  // (if there is one), dP of this block; at the end: S of the next block, dQ, dP of the next block.
   template <bool kIsMasked, bool kIsFirst, bool kIsLast>
   __device__ __forceinline__ void step_ahead(float (&dq)[Product::kOutputs], float (&scores)[Product::kScores],
                                              float (&next_scores)[Product::kScores],
@@ -244,7 +245,7 @@ struct QueryGradientConsumer {
     }
   }
 
-  // Passes over a key block that only rows of other warpgroups see.
+  // Skips a key block that only rows of other warpgroups see.
   __device__ __forceinline__ void skip_block() {
     ptx::mbarrier_wait(shared.first_full(key.stage), key.parity);
     key.advance();
@@ -253,7 +254,7 @@ struct QueryGradientConsumer {
     release_value();
   }
 
-  // The blocks own_end - 1 down to 0 with lookahead; which of two register sets holds the scores is known to the compiler.
+  // The blocks own_end - 1 down to 0 with lookahead; the compiler knows which of two register sets holds the scores.
   __device__ __forceinline__ void compute_ahead(const Tile& tile, int own_end, const RowLoads& loads,
                                                 float (&dq)[Product::kOutputs], uint32_t (&packed)[Product::kPacked]) {
     float even[Product::kScores];
@@ -276,8 +277,8 @@ struct QueryGradientConsumer {
     step_ahead<false, false, true>(dq, odd, even, gradients, packed, tile, block);
   }
 
-  // Varlen: the blocks from `block` down to `begin`, none of which needs a mask, with lookahead: two or more, and not the tile's
-  // first. Nothing is in flight at either end; the last key is not released.
+  // Varlen: the blocks from `block` down to `begin`, none of which needs a mask, with lookahead: two or more, and not
+  // the tile's first. Nothing is in flight at either end; the last key block is not released.
   __device__ __forceinline__ void compute_varlen_ahead(const Tile& tile, int& block, int begin,
                                                        float (&dq)[Product::kOutputs],
                                                        uint32_t (&packed)[Product::kPacked]) {
@@ -302,8 +303,8 @@ struct QueryGradientConsumer {
     step(No{}, Yes{}, even, odd);
   }
 
-  // Varlen, with lookahead where no block needs a mask. A masked block ends with a wait: with its product in flight where
-  // loops meet, ptxas finds too few registers.
+  // Varlen, with lookahead for blocks that need no mask. A masked block ends with a wait: with its product in flight
+  // where loops meet, ptxas runs out of registers.
   __device__ __forceinline__ void compute_varlen_blocks(const Tile& tile, const BlockRange& range,
                                                         const RowLoads& loads, float (&dq)[Product::kOutputs],
                                                         uint32_t (&packed)[Product::kPacked]) {
@@ -324,8 +325,8 @@ struct QueryGradientConsumer {
     }
   }
 
-  // Varlen, block by block. Blocks without a mask have a loop of their own: in a common loop the compiler merges the ends of both, and
-  // sinks exponentials below the wait for dP.
+  // Varlen, block by block. Blocks without a mask have a separate loop: in a common loop the compiler merges the ends
+  // of both, and moves exponentials after the wait for dP.
   __device__ __forceinline__ void compute_varlen(const Tile& tile, const BlockRange& range, const RowLoads& loads,
                                                  const OfTile& dropout, float (&dq)[Product::kOutputs],
                                                  uint32_t (&packed)[Product::kPacked]) {
@@ -352,7 +353,7 @@ struct QueryGradientConsumer {
       load_mask<Spec>(values, params.score_options, [&] { return mask_pointer(tile, block); });
       begin_scores(scores);
       begin_gradients(gradients);
-      ptx::wgmma_wait<1>();  // S; and dQ of the block before
+      ptx::wgmma_wait<1>();  // S; and dQ of the previous block
       ptx::wgmma_fence_operands(scores);
       if (block != range.end - 1) release_key();
       const bool is_plain =
@@ -423,10 +424,10 @@ struct QueryGradientConsumer {
               read_tile<Tile>(shared.tile(consumer)).begin_block;  // read again: no register holds it through the loop
           for (end = range.begin; end > begin; --end) skip_block();
         }
-        // Hazard: dQ takes the place of Q while another warp of the warpgroup still multiplies with it.
+        // Hazard: dQ overwrites Q while another warp of the warpgroup still multiplies with it.
         sync_consumer(consumer);
         Product::store_shared(shared.own_first(consumer), dq, params.scale);
-        // Hazard: the copy engine reads before all 64 rows are written and visible to it.
+        // Hazard: TMA reads before all 64 rows are written and visible to it.
         ptx::fence_proxy_async_shared();
         sync_consumer(consumer);
         if (is_storing_thread) {
@@ -441,7 +442,7 @@ struct QueryGradientConsumer {
         // Rows past the end: nothing to compute or to store.
         for (; end > all.begin; --end) skip_block();
         ptx::mbarrier_wait(shared.own_full(consumer), parity);
-        sync_consumer(consumer);  // every warp has read the tile's number
+        sync_consumer(consumer);  // every warp has read the tile's record
       }
       if (is_storing_thread) ptx::mbarrier_arrive(shared.own_empty(consumer));
     }

@@ -1,4 +1,4 @@
-// Which tile a block works on, and which blocks of the stream a tile sees.
+// Which tile a thread block works on, and which blocks of the stream a tile sees.
 #pragma once
 
 #include "attention/backward/sequence_tiles.cuh"
@@ -10,17 +10,18 @@
 
 namespace flashmoe::attention::backward::sm90 {
 
-// kOwnRows rows, from row index * kOwnRows on, of one (batch, head): a query head in the kernel of dq, a key head in the
-// kernel of dk and dv. index < 0 ends the work.
+// kOwnRows rows, from row index * kOwnRows on, of one (batch, head): a query head in the dq kernel, a key head in the
+// dk, dv kernel. index < 0 ends the work.
 struct Tile {
   int index;
   int head;
   int batch;
   int is_descending =
-      0;  // with an ordered reduction: queries from the last block to the first. 16 bytes in shared memory
+      0;  // with an ordered reduction: queries go from the last block to the first. 16 bytes in shared memory
 };
 
-// A tile of a sequence, dense or ragged, with what the consumers need of the sequence: they read no lengths. 48 bytes.
+// A tile of a sequence, dense or ragged, with the sequence's values that consumers need, so that they read no lengths.
+// 48 bytes.
 struct VarlenTile {
   int index;
   int head;
@@ -28,7 +29,7 @@ struct VarlenTile {
   int begin_block;  // of the stream
   SequenceExtents extents;
   int end_block;
-  int is_descending = 0;  // as of a Tile
+  int is_descending = 0;  // as in Tile
 };
 
 template <MaskKind kMask>
@@ -55,7 +56,8 @@ __device__ __forceinline__ const SequenceExtents& lengths_of(const BackwardParam
   return tile.extents;
 }
 
-// Lengths alone, read from a VarlenTile in shared memory where a block needs a mask, so that consumers hold no register for them.
+// Only the lengths, read from a VarlenTile in shared memory when a block needs a mask, so that consumers hold no
+// registers for them.
 struct VarlenLengths {
   int row_count;
   int key_count;
@@ -75,7 +77,7 @@ __device__ __forceinline__ auto lengths_in(const BackwardParams& params, const u
   }
 }
 
-// Rows and keys of a tile's sequence that have a gradient: as many as the tensors hold.
+// Rows and keys of a tile's sequence that have a gradient: all that the tensors hold.
 __device__ __forceinline__ int row_room(const BackwardParams& params, const Tile&) { return params.seq_q; }
 __device__ __forceinline__ int row_room(const BackwardParams&, const VarlenTile& tile) { return tile.extents.row_room; }
 __device__ __forceinline__ int key_room(const BackwardParams& params, const Tile&) { return params.seq_k; }
@@ -97,8 +99,8 @@ struct BlockRange {
   int end;
 };
 
-// Key blocks that some of the rows first_row to end_row - 1 sees: the last row sees the last ones, the first row the first.
-// Rows that see no key work on one block, all of it masked: that gives zeros, and no tile needs a path of its own.
+// Key blocks that some of the rows first_row to end_row - 1 sees: the last row sees the last ones, the first row the
+// first. Rows that see no key work on one fully masked block: that gives zeros, and no tile needs its own code path.
 template <typename Spec, MaskKind kMask, typename TileType>
 __device__ __forceinline__ BlockRange key_blocks(const BackwardParams& params, const TileType& tile, int first_row,
                                                  int end_row) {
@@ -111,7 +113,7 @@ __device__ __forceinline__ BlockRange key_blocks(const BackwardParams& params, c
   return BlockRange{begin, ceil_div(last.begin, Spec::kStreamRows), maximum(begin, first.end / Spec::kStreamRows), end};
 }
 
-// Queries that see key `key`. Without a window every key is seen by the last query. Keys past the last are seen by none.
+// Queries that see key `key`. Without a window the last query sees every key. Keys past the last are seen by none.
 template <MaskKind kMask, typename LengthsType>
 __device__ __forceinline__ KeyRange visible_rows(const BackwardParams& params, const LengthsType& lengths, int key) {
   if constexpr (kMask == MaskKind::kRuntime) {
@@ -122,7 +124,7 @@ __device__ __forceinline__ KeyRange visible_rows(const BackwardParams& params, c
   return KeyRange{maximum(0, diagonal_row(Lengths{params}, key)), params.seq_q};
 }
 
-// Query blocks of one head that some of the keys first_key to end_key - 1 is seen from; none for keys past the last.
+// Query blocks of one head that see some of the keys first_key to end_key - 1; none for keys past the last.
 template <typename Spec, MaskKind kMask, typename TileType>
 __device__ __forceinline__ BlockRange query_blocks(const BackwardParams& params, const TileType& tile, int first_key,
                                                    int end_key) {
@@ -135,13 +137,14 @@ __device__ __forceinline__ BlockRange query_blocks(const BackwardParams& params,
   const int end = ceil_div(last.end, Spec::kStreamRows);
   if constexpr (kMask != MaskKind::kRuntime) return BlockRange{begin, full_begin, end, end};
   if (first_key >= keys) return BlockRange{0, 0, 0, 0};
-  // Queries past the end need no mask: their log-sum-exp is +inf. Keys past the end that have room do: their gradient is stored.
+  // Queries past the end need no mask: their log-sum-exp is +inf. Keys past the end but inside the tensor do: their
+  // gradient is stored.
   int full_end = first.end == lengths_of(params, tile).rows() ? end : first.end / Spec::kStreamRows;
   if (end_key > keys && keys < key_room(params, tile)) full_end = begin;
   return BlockRange{begin, minimum(full_begin, end), maximum(begin, full_end), maximum(begin, end)};
 }
 
-// The blocks that some row or key of a tile sees: a VarlenTile says it.
+// The blocks that some row or key of a tile sees: a VarlenTile holds them.
 template <typename Compute>
 __device__ __forceinline__ BlockRange tile_blocks(const Tile&, Compute compute) {
   return compute();
@@ -151,7 +154,8 @@ __device__ __forceinline__ BlockRange tile_blocks(const VarlenTile& tile, Comput
   return BlockRange{tile.begin_block, 0, 0, tile.end_block};
 }
 
-// The first row of query head `head` of a tile's sequence, among all rows of the log-sum-exp and of row_dot.
+// The index of the first row of query head `head` of a tile's sequence among all rows of the log-sum-exp and of
+// row_dot.
 __device__ __forceinline__ int64_t first_statistic(const BackwardParams& params, const Tile& tile, int head) {
   return (static_cast<int64_t>(tile.batch) * params.heads_q + head) * params.seq_q;
 }
@@ -167,10 +171,10 @@ __device__ __forceinline__ int64_t row_offset(const Strides& stride, const Varle
   return tile.batch * stride.batch + head * stride.head + tile.extents.first_row * stride.row;
 }
 
-// How the tiles of a launch are numbered.
-//   kDescending   a causal tile is the longer, the larger its index (dq), or the smaller (dk and dv)
-// Full: the tiles of a head one after another, so that blocks at work share the head's stream. Causal: sections of heads
-// whose streams together fit the L2 cache; inside a section the longest tiles of all heads first, so that short
+// The numbering of the tiles of a launch.
+//   kDescending   a causal tile is longer the larger its index is (dq), or the smaller it is (dk and dv)
+// Full: the tiles of a head one after another, so that the running blocks share the head's stream. Causal: sections of
+// heads whose streams together fit the L2 cache; inside a section the longest tiles of all heads first, so that short
 // ones fill the end.
 template <typename Spec, MaskKind kMask, bool kDescending>
 struct Schedule {
@@ -218,23 +222,25 @@ __device__ __forceinline__ bool is_descending(const VarlenTile& tile) {
   return tile.is_descending != 0;
 }
 
-// The tiles of keys.
+// The order of key tiles.
 template <typename Spec, MaskKind kMask, bool kOrdersReduction>
 struct KeySchedule : Schedule<Spec, kMask, false> {
   using Schedule<Spec, kMask, false>::Schedule;
 };
 
-// Key heads of a section, where query heads share them: as many as have two tiles for each multiprocessor, so that the tiles of a head go
-// through its long stream together, and with the longest tiles first the sections overlap; without a mask four, as all tiles take as long.
+// Key heads per section if query heads share them: enough for two tiles per thread block, so that the tiles of a head
+// read its long stream at the same time, and, with the longest tiles first, the sections overlap; without a mask four,
+// because all tiles take equally long.
 template <bool kIsCausal>
 __device__ __forceinline__ int grouped_section_heads(int tiles_per_head) {
   constexpr int kTilesPerBlock = kIsCausal ? 2 : 4;
   return kTilesPerBlock * ptx::grid_size() / maximum(1, tiles_per_head);
 }
 
-// With an ordered reduction: see fused.cuh for the orders. Neighbours are of different heads where they can be, as under a causal mask, so that
-// few wait; but of so few heads that Q, dO and the partials of dq stay in the L2 cache. Measured: 12 MB of Q and dO, 16 of long
-// sequences; at head dim 128 without a mask sections of kSectionHeads.
+// With an ordered reduction; fused.cuh describes the orders. Neighbouring tiles belong to different heads if possible,
+// as under a causal mask, so that few wait; but a section has so few heads that Q, dO and the partials of dq stay in
+// the L2 cache. Measured: 12 MB of Q and dO, 16 for long sequences; at head dim 128 without a mask sections of
+// kSectionHeads.
 template <typename Spec, MaskKind kMask>
 struct KeySchedule<Spec, kMask, true> {
   const BackwardParams& params;
@@ -246,7 +252,7 @@ struct KeySchedule<Spec, kMask, true> {
 
   __device__ __forceinline__ Tile tile(int number) const {
     constexpr bool kIsCausal = kMask == MaskKind::kCausal;
-    const int heads = ptx::recompute(params.heads_kv);  // and all that follows: no register lives from tile to tile
+    const int heads = ptx::recompute(params.heads_kv);  // like what follows: no register lives from tile to tile
     const int tiles = ceil_div(ptx::recompute(params.seq_k), Spec::kOwnRows);
     const int all_heads = heads * params.batch;
     const int seq_q = ptx::recompute(params.seq_q);
@@ -260,7 +266,7 @@ struct KeySchedule<Spec, kMask, true> {
     }
     if (kIsCausal && !all_descending) section_heads = minimum(section_heads, all_heads / 2);
     section_heads = maximum(1, minimum(section_heads, all_heads));
-    const int last_section = all_heads / section_heads - 1;  // it takes the heads that are left, too
+    const int last_section = all_heads / section_heads - 1;  // also takes the remaining heads
     const int section = minimum(number / (section_heads * tiles), last_section);
     const int first_head = section * section_heads;
     if (section == last_section) section_heads = all_heads - first_head;

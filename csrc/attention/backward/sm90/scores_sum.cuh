@@ -1,7 +1,9 @@
-// The gradient of a mask that sequences or heads share, from the scores' (MaskBackwardParams): matrices added in float32, the last one first, as the
-// second-level cache has those that the fused kernel stored last. What is read makes room first.
-// Grid: kScoresSumChunks chunks of a block's threads, each thread with eight elements of the sums. With one chunk 16 matrices of 512 rows and 12 heads
-// would be 1.5 rounds of blocks, and the second would find the cache swept.
+// The gradient of a mask that sequences or heads share, from that of the scores (MaskBackwardParams): matrices are
+// added in float32, the last one first, because the L2 cache holds those that the fused kernel stored last. They are
+// loaded as evict-first.
+// Grid: a thread block has kScoresSumChunks chunks, in each of which every thread has eight elements of the sums. With
+// one chunk, 16 matrices of 512 rows and 12 heads would take 1.5 waves of blocks, and the second wave would find the
+// cache overwritten.
 #pragma once
 
 #include "attention/params/scores_sum.h"

@@ -1,6 +1,6 @@
-// The two consumer warpgroups of the kernel of dk and dv where 64 x kHeadDim accumulators of both gradients are too many
-// for one: both own the same 64 keys. One computes P^T = exp(K Q^T - lse) and dV += P^T dO, and hands P^T on, as 16-bit
-// elements through shared memory; the other computes dP^T = V dO^T, dS^T and dK += dS^T Q.
+// The two consumer warpgroups of the dk, dv kernel if 64 x kHeadDim accumulators of both gradients are too many for one
+// warpgroup: both own the same 64 keys. One computes P^T = exp(K Q^T - lse) and dV += P^T dO, and passes P^T on, as
+// 16-bit elements through shared memory; the other computes dP^T = V dO^T, dS^T and dK += dS^T Q.
 #pragma once
 
 #include "attention/backward/sm90/dropout.cuh"
@@ -9,14 +9,15 @@
 
 namespace flashmoe::attention::backward::sm90 {
 
-// Named barriers of both warpgroups, 256 threads, besides their own (device/named_barriers.cuh).
+// Named barriers of both warpgroups, 256 threads, in addition to their own (device/named_barriers.cuh).
 enum class SharedBarrier : int {
   kProbabilitiesFull = 8,   // hazard: P^T is read before the other warpgroup has written it
-  kProbabilitiesEmpty = 9,  // hazard: P^T is overwritten while the other warpgroup still reads the last block's
+  kProbabilitiesEmpty = 9,  // hazard: P^T is overwritten while the other warpgroup still reads the previous block's
 };
 
-// What both warpgroups do: the order of tiles, heads and blocks, and the way out. `Derived` computes the gradient:
-//   step<kScores>(output, packed, dropout, coordinates)   one block; may leave its last product under way; dropout: a Derived::OfTile
+// Common to both warpgroups: the order of tiles, heads and blocks, and the epilogue. `Derived` computes the gradient:
+//   step<kScores>(output, packed, dropout, coordinates)   one block; may leave its last product in flight; dropout: a
+//                                                         Derived::OfTile
 //   finish(output)                                    waits for that, and releases what it reads
 template <typename Spec, MaskKind kMask, typename Derived>
 struct SharedConsumer {
@@ -29,13 +30,13 @@ struct SharedConsumer {
   const BackwardParams& params;
   const SharedMemory<Spec> shared;
   RingPosition<Spec::kFirstStages> at;
-  RingPosition<Spec::kFirstStages> used;  // the oldest whose last product is under way, if has_used
+  RingPosition<Spec::kFirstStages> used;  // the oldest whose last product is in flight, if has_used
   bool has_used = false;
 
   __device__ __forceinline__ SharedConsumer(const BackwardParams& params_, const SharedMemory<Spec>& shared_)
       : params(params_), shared(shared_) {}
 
-  // sequence_rows: of the gradient.
+  // sequence_rows: that of the gradient.
   template <typename OutputTile>
   __device__ __forceinline__ void run_tiles(const ptx::TensorMap& map, int sequence_rows, const OutputTile& output_tile,
                                             int consumer, float factor) {
@@ -76,10 +77,10 @@ struct SharedConsumer {
         }
       }
       derived.finish(output);
-      // Hazard: the gradient takes the place of K or V while another warp of the warpgroup still multiplies with it.
+      // Hazard: the gradient overwrites K or V while another warp of the warpgroup still multiplies with it.
       sync_consumer(consumer);
       Product::store_shared(output_tile, output, factor);
-      // Hazard: the copy engine reads before all 64 rows are written and visible to it.
+      // Hazard: TMA reads before all 64 rows are written and visible to it.
       ptx::fence_proxy_async_shared();
       sync_consumer(consumer);
       if (is_storing_thread) {
@@ -113,18 +114,19 @@ struct ValueGradientConsumer : SharedConsumer<Spec, kMask, ValueGradientConsumer
     }
   }
 
-  // With score modification the other warpgroup gets P^T times the derivative: it needs no more. With dropout, P^T with marks.
+  // With score modification the other warpgroup gets P^T times the derivative, which is all it needs. With dropout it
+  // gets P^T with marks.
   template <Scores kScores>
   __device__ __forceinline__ void step(float (&dv)[kOutputs], uint32_t (&packed)[Product::kPacked],
                                        const OfTile& tile_dropout, const Coordinates& coordinates) {
     float scores[Product::kScores];
-    // Drawn while dV of the block before runs: ptxas moves nothing over the wait.
+    // Drawn while dV of the previous block runs: ptxas moves nothing across the wait.
     const BlockDropout<Spec> dropout(tile_dropout, coordinates);
     ptx::mbarrier_wait(shared.first_full(at.stage), at.parity);
     float lse_log2[Product::kColumns];
     load_columns<Spec>(lse_log2, shared.statistics(at.stage));
     issue_product<Element, Product::kSteps>(scores, shared.own_first(0).k_major(), shared.first(at.stage).k_major());
-    ptx::wgmma_wait<0>();  // S^T; and dV of the block before
+    ptx::wgmma_wait<0>();  // S^T; and dV of the previous block
     ptx::wgmma_fence_operands(scores);
     release_used();
     has_used = true;
@@ -169,10 +171,10 @@ struct ValueGradientConsumer : SharedConsumer<Spec, kMask, ValueGradientConsumer
   }
 
   __device__ __forceinline__ void run(const ptx::TensorMap& dv_map) {
-    // dV in K's place, dK in V's: each has been read by this warpgroup alone.
+    // dV overwrites K, dK overwrites V: only the storing warpgroup has read it.
     const typename Spec::OwnSecondTile output{shared.own_first(0).smem};
     Base::run_tiles(dv_map, params.sequence_rows.dv, output, 0, value_scale<Spec>(params));
-    ptx::named_barrier_sync(barrier_id(SharedBarrier::kProbabilitiesEmpty), 256);  // the arrival that is left over
+    ptx::named_barrier_sync(barrier_id(SharedBarrier::kProbabilitiesEmpty), 256);  // pairs with the last arrival
   }
 };
 
@@ -183,7 +185,7 @@ struct KeyGradientConsumer : SharedConsumer<Spec, kMask, KeyGradientConsumer<Spe
   using Element = typename Spec::Element;
   using Base::at, Base::used, Base::has_used, Base::params, Base::shared;
   using typename Base::Coordinates;
-  using OfTile = TileDropout<Spec, false>;  // what is dropped comes with P^T
+  using OfTile = TileDropout<Spec, false>;  // which scores are dropped comes with P^T
   static constexpr int kOutputs = Product::kOutputs;
 
   __device__ __forceinline__ KeyGradientConsumer(const BackwardParams& params_, const SharedMemory<Spec>& shared_)
@@ -208,7 +210,7 @@ struct KeyGradientConsumer : SharedConsumer<Spec, kMask, KeyGradientConsumer<Spe
     ptx::mbarrier_wait(shared.second_full(at.stage), at.parity);
     issue_product<Element, Product::kValueSteps>(gradients, shared.own_second(0).k_major(),
                                                  shared.second(at.stage).k_major());
-    ptx::wgmma_wait<0>();  // dP^T; and dK of the block before
+    ptx::wgmma_wait<0>();  // dP^T; and dK of the previous block
     ptx::wgmma_fence_operands(gradients);
     release_used();
     has_used = true;

@@ -1,8 +1,8 @@
-// The compile-time values of the sm90 backward kernels and their shared-memory map.
+// The compile-time values of the sm90 backward kernels and their shared-memory layout.
 //
-// Both kernels have one form. A warpgroup owns 64 rows: of Q and dO in the kernel of dq, of K and V in the kernel of dk
-// and dv. The rows of the other two tensors stream past it in blocks. "First" is the pair whose product are the scores,
-// Q and K; "second" the pair whose product is dP, dO and V.
+// The dq kernel and the dk, dv kernel have the same form. A warpgroup owns 64 rows: of Q and dO in the dq kernel, of K
+// and V in the dk, dv kernel. The rows of the other two tensors stream past it in blocks. "First" is the pair whose
+// product gives the scores, Q and K; "second" the pair whose product gives dP, dO and V.
 //
 //                        own rows (first, second)     stream (first, second)
 //   query_gradient       Q, dO                        K, V
@@ -16,17 +16,19 @@
 
 namespace flashmoe::attention::backward::sm90 {
 
-// Warpgroup 0 produces (it feeds the copy engine), the others compute.
-//   kOwnRows         rows a tile owns
+// Warpgroup 0 is the producer (it issues the TMA loads), the others compute.
+//   kOwnRows         rows that a tile owns
 //   kStreamRows      rows of one block of the stream
 //   kFirstStages     blocks of the first stream tensor in shared memory
 //   kSecondStages    blocks of the second
 //   kHasStatistics   the log-sum-exp and row_dot of each row of the stream are streamed too
-//   kIsPaired        the two tensors of a block share the barriers of the first: one wait and one arrival fewer per block
+//   kIsPaired        the two tensors of a block share the barriers of the first: one wait and one arrival fewer per
+//                    block
 //   kSharesRows      two warpgroups own the same 64 rows: one computes P and dv, the other dP and dk
-//   kIsVarlen          of MaskKind::kRuntime: a tile carries its sequence's extents
-//   kScores          varlen, 1: a softcap or a mask tensor comes before the softmax (kHasScoreMod); 2: a softcap or ALiBi
-//   kNarrower        columns that the second pair has fewer than the first
+//   kIsVarlen        for MaskKind::kRuntime: a tile carries its sequence's extents
+//   kScores          varlen, 1: a softcap or a mask tensor comes before the softmax (kHasScoreMod); 2: a softcap or
+//                    ALiBi
+//   kNarrower        number of columns by which the second pair is narrower than the first
 template <typename Element_, int kHeadDim_, int kOwnRows_, int kStreamRows_, int kFirstStages_, int kSecondStages_,
           int kNumWarps_, bool kHasStatistics_, bool kSharesRows_, bool kIsPaired_, bool kIsVarlen_, int kScores_,
           int kNarrower_>
@@ -47,11 +49,11 @@ struct TileSpec {
   static constexpr bool kHasAlibi = kScores_ == 2;
   static constexpr bool kServesPlain = false;
   static constexpr bool kHasDropout = false;
-  static constexpr int kNumDrawers = 0;            // warps that draw what is dropped: see DropoutFusedSpec
-  static constexpr int kMaskBytes = 0;             // of a block of a mask tensor in its stage: see MaskFusedSpec
+  static constexpr int kNumDrawers = 0;            // warps that draw which scores are dropped: see DropoutFusedSpec
+  static constexpr int kMaskBytes = 0;             // of a block of a mask tensor in a stage: see MaskFusedSpec
   static constexpr bool kOrdersReduction = false;  // tiles of a head add to dq in a fixed order: see fused.cuh
   static constexpr int kTileReaders =
-      kIsVarlen_ && kHasStatistics_ ? 2 : 0;  // warps beside the consumers that read the first own tile's record
+      kIsVarlen_ && kHasStatistics_ ? 2 : 0;  // warps other than the consumers that read the first own tile's record
 
   static constexpr int kNumOwnTiles = kOwnRows / 64;
   static constexpr int kNumConsumers = kSharesRows ? 2 : kNumOwnTiles;
@@ -71,11 +73,12 @@ struct TileSpec {
   static_assert(!kIsPaired || kFirstStages == kSecondStages, "a stage is one of both");
   static_assert(kFirstStages >= 2, "a block of the first is released once the next block's scores have been issued");
 
-  // A consumer that computes dk and dv of 128 columns, or of 64 with lookahead, or dq of 256, takes all registers that there are.
+  // A consumer that computes dk and dv of 128 columns, or of 64 with lookahead, or dq of 256, needs all available
+  // registers.
   static constexpr bool kIsFull =
       kHasStatistics ? !kSharesRows && (kHeadDim == 128 || !kHasScoreMod) && kStreamRows == 64 : kHeadDim == 256;
-  // Registers per thread, multiples of 8; 128 * (producer + consumers * consumer) <= 65536, and at most what a launch of as many
-  // threads gets.
+  // Registers per thread, multiples of 8; 128 * (producer + consumers * consumer) <= 65536, and at most what a launch
+  // with this number of threads gets.
   static constexpr int kProducerRegisters = kNumConsumers == 3      ? (kIsVarlen ? 56 : 32)
                                             : kIsVarlen && !kIsFull ? 56
                                                                     : 24;
@@ -85,8 +88,8 @@ struct TileSpec {
 
   // Bytes.
   static constexpr int kOwnBytes = OwnTile::kBytes;
-  static constexpr int kOwnSecondBytes = kSharesRows ? kOwnBytes : OwnSecondTile::kBytes;  // dk takes V's place
-  static constexpr int kStatisticsBytes = kHasStatistics ? 2 * kStreamRows * 4 : 0;        // of one block
+  static constexpr int kOwnSecondBytes = kSharesRows ? kOwnBytes : OwnSecondTile::kBytes;  // dk overwrites V
+  static constexpr int kStatisticsBytes = kHasStatistics ? 2 * kStreamRows * 4 : 0;        // per block
   static constexpr int kProbabilityBytes =
       kSharesRows ? 64 * kStreamRows * 2 : 0;  // P, from one warpgroup to the other
 
@@ -96,7 +99,7 @@ struct TileSpec {
   static constexpr int kProbabilityOffset = kSecondOffset + kSecondStages * StreamSecondTile::kBytes;
   static constexpr int kStatisticsOffset = kProbabilityOffset + kProbabilityBytes;
   static constexpr int kTileBytes = kIsVarlen ? 48 : 16;                       // Tile, VarlenTile
-  static constexpr int kProducerBytes = kIsVarlen ? kTileBytes + 32 * 16 : 0;  // the producer's own notes
+  static constexpr int kProducerBytes = kIsVarlen ? kTileBytes + 32 * 16 : 0;  // the producer's own state
   static constexpr int kTileOffset = kStatisticsOffset + kFirstStages * kStatisticsBytes;
   static constexpr int kBarrierOffset = kTileOffset + kNumOwnTiles * kTileBytes + kProducerBytes;
   static constexpr int kNumBarriers = 3 * kNumOwnTiles + 2 * (kFirstStages + (kIsPaired ? 0 : kSecondStages));
@@ -105,7 +108,8 @@ struct TileSpec {
 };
 
 // A tile of kBlockM rows of Q; blocks of kBlockN keys. kNumStages blocks of K, kValueStages of V.
-//   kLookahead_   the next block's scores are issued before this block's dS is computed: registers for another 64 x kBlockN
+//   kLookahead_   the next block's scores are issued before this block's dS is computed: needs registers for another
+//                 64 x kBlockN
 template <typename Element, int kHeadDim, int kBlockM, int kBlockN, int kNumStages, int kNumWarps, int kValueStages,
           int kLookahead_, bool kIsVarlen_ = false, int kScores_ = 0, int kNarrower_ = 0>
 struct QueryGradientSpec
@@ -116,7 +120,8 @@ struct QueryGradientSpec
   static_assert(!kLookahead || kBlockN >= 64, "of a warpgroup's blocks at most two need a mask");
 };
 
-// A tile of kBlockN keys; blocks of kBlockM rows of Q and dO, kNumStages of each. kBlockN 64: the warpgroups share it.
+// A tile of kBlockN keys; blocks of kBlockM rows of Q and dO, kNumStages of each. With kBlockN 64 the warpgroups share
+// the tile.
 //   kLookahead_          as above
 //   kStartsFromRowDot_   dP starts from -row_dot, and dS = P dP. Head dim 128: causal 5% to 7% faster, full 2% slower;
 //                        head dim 64: up to 4% slower
@@ -126,7 +131,8 @@ struct KeyValueGradientSpec : TileSpec<Element, kHeadDim, kBlockN, kBlockM, kNum
                                        kBlockN == 64, kBlockN != 64, kIsVarlen_, kScores_, kNarrower_> {
   static constexpr bool kLookahead = kLookahead_ != 0;
   static constexpr bool kStartsFromRowDot = kStartsFromRowDot_ != 0;
-  // With dk and dv of a warpgroup's keys there are no registers for S^T beside dP^T: one follows the other.
+  // With dk and dv of a warpgroup's keys there are no registers for both S^T and dP^T: they are computed one after the
+  // other.
   static constexpr bool kIsTight = kBlockN != 64 && 2 * kHeadDim - kNarrower_ > 256;
   static_assert(!kIsTight || (kStartsFromRowDot && kScores_ == 0), "nor for row_dot, or a mask's values");
   static_assert(!kStartsFromRowDot || (!kLookahead && kBlockN > 64), "no gain was found there");
@@ -144,7 +150,7 @@ template <typename Element, int kHeadDim, int kBlockM, int kBlockN, int kNumStag
 using VarlenKeyValueGradientSpec = KeyValueGradientSpec<Element, kHeadDim, kBlockM, kBlockN, kNumStages, kNumWarps,
                                                         kLookahead, kStartsFromRowDot, true, kScores, kNarrower>;
 
-// Likewise; take DropoutBackwardParams.
+// The same with dropout: these take DropoutBackwardParams.
 template <typename Element, int kHeadDim, int kBlockM, int kBlockN, int kNumStages, int kNumWarps, int kValueStages>
 struct DropoutQueryGradientSpec
     : QueryGradientSpec<Element, kHeadDim, kBlockM, kBlockN, kNumStages, kNumWarps, kValueStages, 0, true> {
@@ -159,8 +165,8 @@ struct DropoutKeyValueGradientSpec
   static_assert(kBlockN == 64, "only the form whose warpgroups share their keys has it");
 };
 
-// Where row `row` of a block lies among its statistics: a lane's four columns of 16, 2t, 2t + 1, 2t + 8 and 2t + 9 with
-// t = lane % 4, side by side for one 16-byte load.
+// The position of row `row` of a block among its statistics: the four columns of a lane, 2t, 2t + 1, 2t + 8 and 2t + 9
+// of every 16 with t = lane % 4, are adjacent for one 16-byte load.
 __device__ __forceinline__ int statistics_index(int row) {
   return row / 16 * 16 + row % 8 / 2 * 4 + row % 16 / 8 * 2 + row % 2;
 }
@@ -182,8 +188,9 @@ struct SharedMemory {
   __device__ __forceinline__ typename Spec::StreamSecondTile second(int stage) const {
     return {base + Spec::kSecondOffset + stage * Spec::StreamSecondTile::kBytes};
   }
-  // [2][kStreamRows] fp32: log-sum-exp in base 2 (+inf for a row whose P is zero), then row_dot (negative where
-  // kStartsFromRowDot), in the order of statistics_index. Of the block in first(stage), guarded by the same two barriers.
+  // [2][kStreamRows] fp32: log-sum-exp in base 2 (+inf for a row whose P is zero), then row_dot
+  // (negated if kStartsFromRowDot), in the order of statistics_index. For the block in first(stage), guarded by the
+  // same two barriers.
   __device__ __forceinline__ unsigned char* statistics(int stage) const {
     return base + Spec::kStatisticsOffset + stage * Spec::kStatisticsBytes;
   }
@@ -194,17 +201,17 @@ struct SharedMemory {
     return base + Spec::kTileOffset + tile * Spec::kTileBytes;
   }
 
-  // Varlen: the producer's own notes, its current tile and 16 bytes of its finder per lane.
+  // Varlen: the producer's own state, its current tile and 16 bytes of its finder per lane.
   __device__ __forceinline__ unsigned char* produced_tile() const { return tile(Spec::kNumOwnTiles); }
   __device__ __forceinline__ unsigned char* finder() const { return tile(Spec::kNumOwnTiles + 1); }
 
   __device__ __forceinline__ ptx::Mbarrier* barrier(int index) const {
     return reinterpret_cast<ptx::Mbarrier*>(base + Spec::kBarrierOffset) + index;
   }
-  // full: the copy engine has written the buffers. empty: every consumer has read them for the last time.
+  // full: TMA has written the buffers. empty: every consumer has read them for the last time.
   __device__ __forceinline__ ptx::Mbarrier* own_full(int tile) const { return barrier(tile); }
   __device__ __forceinline__ ptx::Mbarrier* own_empty(int tile) const { return barrier(Spec::kNumOwnTiles + tile); }
-  // The tile's number is there, ahead of its rows.
+  // The tile's record is written; its rows follow.
   __device__ __forceinline__ ptx::Mbarrier* tile_full(int tile) const { return barrier(2 * Spec::kNumOwnTiles + tile); }
   __device__ __forceinline__ ptx::Mbarrier* first_full(int stage) const {
     return barrier(3 * Spec::kNumOwnTiles + stage);

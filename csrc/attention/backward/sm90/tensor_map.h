@@ -1,5 +1,5 @@
-// What the host passes to cuTensorMapEncodeTiled for the tensor maps of the sm90 backward kernels; the call is that of the
-// forward pass (attention/forward/sm90/tensor_map.h). Plain C++.
+// Arguments of cuTensorMapEncodeTiled for the tensor maps of the sm90 backward kernels; the host makes the call as for
+// the forward pass (attention/forward/sm90/tensor_map.h). Plain C++.
 #pragma once
 
 #include "attention/forward/sm90/tensor_map.h"
@@ -35,7 +35,7 @@ struct KeyValueGradientTensorMaps {
   TensorMapArguments dv;
 };
 
-// Rows of Q's kind (Q, dO, dq) and of K's kind (K, V, dk, dv), box_rows of them in a box.
+// Tensors with query rows (Q, dO, dq) or with keys (K, V, dk, dv), box_rows of them per box.
 inline TensorMapArguments query_map(const BackwardParams& params, const void* address, const Strides& strides,
                                     int box_rows) {
   return tensor_map_arguments(address, strides, params.head_dim, params.seq_q, params.heads_q, params.batch, box_rows);
@@ -45,7 +45,7 @@ inline TensorMapArguments key_map(const BackwardParams& params, const void* addr
   return tensor_map_arguments(address, strides, params.head_dim, params.seq_k, params.heads_kv, params.batch, box_rows);
 }
 
-// block_n: keys of a block of the stream.
+// block_n: keys per block of the stream.
 inline QueryGradientTensorMaps query_gradient_tensor_maps(const BackwardParams& params, int block_n) {
   return QueryGradientTensorMaps{query_map(params, params.q, params.q_stride, kWarpgroupRows),
                                  key_map(params, params.k, params.k_stride, block_n),
@@ -54,7 +54,7 @@ inline QueryGradientTensorMaps query_gradient_tensor_maps(const BackwardParams& 
                                  query_map(params, params.dq, params.dq_stride, kWarpgroupRows)};
 }
 
-// block_m: queries of a block of the stream.
+// block_m: queries per block of the stream.
 inline KeyValueGradientTensorMaps key_value_gradient_tensor_maps(const BackwardParams& params, int block_m) {
   return KeyValueGradientTensorMaps{query_map(params, params.q, params.q_stride, block_m),
                                     key_map(params, params.k, params.k_stride, kWarpgroupRows),
@@ -64,7 +64,7 @@ inline KeyValueGradientTensorMaps key_value_gradient_tensor_maps(const BackwardP
                                     key_map(params, params.dv, params.dv_stride, kWarpgroupRows)};
 }
 
-// Of MaskKind::kRuntime: ragged maps (attention/ragged_tensor_map.h). Preconditions beyond those of the others: a stride between
+// For MaskKind::kRuntime: ragged maps (attention/ragged_tensor_map.h). Additional preconditions: the stride between
 // sequences is a multiple of that between rows, which is below 2^34 elements.
 struct RaggedTensorMapArguments {
   void* address;
@@ -135,7 +135,7 @@ inline VarlenQueryGradientTensorMaps varlen_query_gradient_tensor_maps(const Dro
 
 struct MaskFusedTensorMaps : VarlenKeyValueGradientTensorMaps {
   TensorMapArguments mask;
-  TensorMapArguments scores_gradient;  // without one, the mask's
+  TensorMapArguments scores_gradient;  // if there is none, the mask's
 };
 inline MaskFusedTensorMaps mask_fused_tensor_maps(const MaskBackwardParams& params, int block_m) {
   const BackwardParams& p = params.backward;
@@ -148,7 +148,7 @@ inline MaskFusedTensorMaps mask_fused_tensor_maps(const MaskBackwardParams& para
   return MaskFusedTensorMaps{varlen_key_value_gradient_tensor_maps(p, block_m), mask_map(p, block_m), gradient};
 }
 
-// Dense. Boxes of block_n rows, which are as many as block_m.
+// Dense. Boxes of block_n rows, which equals block_m.
 struct BiasGradientTensorMaps {
   TensorMapArguments q;
   TensorMapArguments k;

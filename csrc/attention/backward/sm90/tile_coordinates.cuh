@@ -32,13 +32,14 @@ __device__ __forceinline__ void store_box(const ptx::TensorMap& map, const void*
                     kRaggedRows);
 }
 
-// `length` rows of a sequence of a tensor, from row `first` on; sequence_rows: of that tensor.
+// `length` rows of a sequence of a tensor, from row `first` on; sequence_rows: that of the tensor.
 __device__ __forceinline__ RaggedCoordinates ragged_coordinates(int sequence_rows, int sequence, int head, int first,
                                                                 int length) {
   return RaggedCoordinates{head, length, first + sequence * sequence_rows + length};
 }
 
-// _read: rows past the sequence's last read as zeros. _stored, of a gradient: rows past the sequence's room are not written.
+// _read: rows past the sequence's last read as zeros. _stored, for a gradient: rows that the tensor has no room for are
+// not written.
 __device__ __forceinline__ DenseCoordinates rows_read(int, const Tile& tile, int head) {
   return DenseCoordinates{head, tile.batch};
 }

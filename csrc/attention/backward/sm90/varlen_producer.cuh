@@ -1,6 +1,6 @@
-// The producers of MaskKind::kRuntime: one warp, which finds its tiles by the lengths in device memory. One elected lane issues the TMA
-// loads (elected, so that the compiler knows it is one lane: otherwise every load becomes a loop over lanes). What is needed once per
-// tile is kept in shared memory meanwhile, as there are few registers.
+// The producers for MaskKind::kRuntime: one warp, which finds its tiles from the lengths in device memory. One elected
+// lane issues the TMA loads (elected, so that the compiler knows it is one lane: otherwise every load becomes a loop
+// over lanes). Values that are needed once per tile are kept in shared memory, because there are few registers.
 #pragma once
 
 #include "attention/backward/sm90/dropout.cuh"
@@ -9,12 +9,13 @@
 
 namespace flashmoe::attention::backward::sm90 {
 
-// Tiles by number, for a block that asks for ascending numbers.
+// Tiles by number, for a block that requests ascending numbers.
 template <typename Spec, bool kOwnsKeys>
 struct VarlenSchedule {
   static constexpr int kSectionRows = (32 << 20) / (2 * (Spec::kHeadDim + Spec::kValueDim));
-  // Up to so many tiles per block, sequences share sections where tiles differ in length: otherwise the last sequence's longest tile
-  // would begin too late. With more tiles sharing costs up to 10%, as fewer concurrent tiles share a stream.
+  // With up to this many tiles per block, sequences share sections if tiles differ in length: otherwise the last
+  // sequence's longest tile would begin too late. With more tiles sharing costs up to 10%, because fewer concurrent
+  // tiles share a stream.
   static constexpr int kFewRounds = 5;
   using Finder = TileFinder<Spec::kOwnRows, kOwnsKeys>;
 
@@ -29,10 +30,11 @@ struct VarlenSchedule {
     store_finder(finder, !Spec::kOrdersReduction || has_growing_rows() ? num_tiles : ~num_tiles);
   }
 
-  // The orders of fused.cuh, in sections of about the size used for dense batches; all heads of a sequence are treated alike. Tiles of the
-  // sequences [first_sequence, end_sequence) and heads from first_head on are descending: those of one section, of all, or of none.
+  // The orders of fused.cuh, in sections of about the size used for dense batches; all heads of a sequence are treated
+  // alike. Tiles of the sequences [first_sequence, end_sequence) and heads from first_head on are descending: those of
+  // one section, of all, or of none.
   struct Order {
-    int section_heads;  // of a sequence, or twice its heads and more: of as many sequences
+    int section_heads;  // within a sequence; if at least twice its heads, over several sequences
     int first_sequence;
     int end_sequence;
     int first_head;
@@ -53,14 +55,14 @@ struct VarlenSchedule {
       limit = maximum(1, section_rows / maximum(1, params.seq_q));
     }
     if (has_both) {
-      // If all sequences had the maximum length, there would be as many.
+      // The number of sequences if all had the maximum length.
       const int sequences = params.sequences.cu_seqlens_k == nullptr
                                 ? params.batch
                                 : maximum(1, params.sequences.keys_total / maximum(1, params.seq_k));
       limit = minimum(limit, maximum(1, heads * minimum(sequences, limit) / 2));
     }
     if (limit >= 2 * heads) return limit;
-    // With few key heads and long streams, rather somewhat more than the limit than fewer.
+    // With few key heads and long streams, exceed the limit slightly rather than use smaller sections.
     const int sections = group > 1 ? maximum(1, (heads + limit / 2) / limit) : ceil_div(heads, limit);
     return ceil_div(heads, sections);
   }
@@ -77,7 +79,7 @@ struct VarlenSchedule {
     if (params.heads_q > heads) {
       order.end_sequence = num_sequences(params);
     } else if (order.section_heads >= 2 * heads) {
-      const int sequences = order.section_heads / heads;  // of a section, among a warp's 32
+      const int sequences = order.section_heads / heads;  // per section, among a warp's 32
       order.first_sequence = last_long - last_long % 32 % sequences;
       order.end_sequence = minimum(order.first_sequence + sequences, last_long / 32 * 32 + 32);
     } else {
@@ -106,7 +108,8 @@ struct VarlenSchedule {
                  static_cast<int>(words[3])};
   }
 
-  // False if cu_seqlens is not monotonic: overlapping sequences would share partials of dq, and disturb each other's reduction ranks.
+  // Returns false if cu_seqlens is not monotonic: overlapping sequences would share partials of dq and corrupt each
+  // other's reduction ranks.
   __device__ __forceinline__ bool has_growing_rows() const {
     const int32_t* cu_seqlens = params.sequences.cu_seqlens_q;
     bool falls = false;
@@ -116,7 +119,7 @@ struct VarlenSchedule {
     return ptx::vote_ballot(falls) == 0;
   }
 
-  // Each lane's own words.
+  // The words of this lane.
   __device__ __forceinline__ unsigned char* words() const { return shared.finder() + ptx::lane_index() * 16; }
   __device__ __forceinline__ void store_finder(const Finder& finder, int num_tiles) const {
     const uint32_t stored[4] = {static_cast<uint32_t>(finder.first_sequence), static_cast<uint32_t>(finder.first_tile),
@@ -128,7 +131,7 @@ struct VarlenSchedule {
     return Spec::kOrdersReduction && stored < 0 ? ~stored : stored;
   }
 
-  // index < 0 past the last tile.
+  // The index is negative past the last tile.
   __device__ __forceinline__ VarlenTile tile(int number) const {
     uint32_t stored[4];
     ptx::ld_shared_128(stored, words());
@@ -167,7 +170,7 @@ struct VarlenSchedule {
   }
 };
 
-// The own rows of every warpgroup, of the published tile.
+// Loads the own rows of every warpgroup, for the published tile.
 template <typename Spec, bool kOwnsKeys>
 __device__ __forceinline__ void load_noted(const BackwardParams& params, const SharedMemory<Spec>& shared,
                                            const ptx::TensorMap& first_map, const ptx::TensorMap& second_map,
@@ -183,7 +186,7 @@ __device__ __forceinline__ void load_noted(const BackwardParams& params, const S
   }
 }
 
-// Of the kernel of dq, in the order of produce_keys.
+// For the dq kernel, in the order of produce_keys.
 template <typename Spec>
 __device__ __forceinline__ void produce_varlen_keys(const BackwardParams& params, const SharedMemory<Spec>& shared,
                                                     const ptx::TensorMap& q_map, const ptx::TensorMap& k_map,
@@ -227,15 +230,15 @@ struct NoMask {
   __device__ __forceinline__ void load(const BackwardParams&, const SharedMemory<Spec>&, int, int, int) const {}
 };
 
-// Of the kernel of dk and dv, in the order of produce_queries; the statistics are another warp's. Keys that no query sees have no
-// block.
+// For the dk, dv kernel, in the order of produce_queries; another warp loads the statistics. Keys that no query sees
+// have no block.
 template <typename Spec, typename Mask = NoMask>
 __device__ __forceinline__ void produce_varlen_queries(const BackwardParams& params, const SharedMemory<Spec>& shared,
                                                        const ptx::TensorMap& q_map, const ptx::TensorMap& k_map,
                                                        const ptx::TensorMap& v_map, const ptx::TensorMap& dout_map,
                                                        const Mask& mask = {}) {
   const VarlenSchedule<Spec, true> schedule(params, shared);
-  RingPosition<Spec::kFirstStages> at;  // both rings have as many stages
+  RingPosition<Spec::kFirstStages> at;  // both rings have the same number of stages
   int own_parity = 0;
 
   for (int number = first_tile<Spec>(params.tile_counter, schedule.num_tiles());; own_parity ^= 1) {
@@ -300,8 +303,9 @@ __device__ __forceinline__ void store_statistics(const Statistics<Spec>& statist
   }
 }
 
-// A warp that streams the statistics of the blocks that produce_varlen_queries loads: of all, or, as one of two warps (`warp` 0 and 1), of
-// every second one, so that the first two of a tile are fetched at once. It reads the tile record as the consumers do.
+// A warp that streams the statistics of the blocks that produce_varlen_queries loads: of all blocks, or, as one of two
+// warps (`warp` 0 and 1), of every second block, so that the first two of a tile are fetched at once. It reads the tile
+// record as the consumers do.
 template <typename Spec>
 __device__ __forceinline__ void produce_varlen_statistics(const BackwardParams& params,
                                                           const SharedMemory<Spec>& shared, int warp) {
@@ -315,14 +319,14 @@ __device__ __forceinline__ void produce_varlen_statistics(const BackwardParams& 
     for (int i = 0; i < Statistics<Spec>::kRows; ++i) offsets[i] = 4 * statistics_index(i * 32 + ptx::lane_index());
   }
   const int group = params.heads_q / params.heads_kv;
-  [[maybe_unused]] int to_pass = warp;  // blocks of the other warp before the next of this one
+  [[maybe_unused]] int to_pass = warp;  // blocks of the other warp before this warp's next one
   if (warp > 0) at.advance();
   for (int parity = 0;; parity ^= 1) {
     ptx::mbarrier_wait(shared.tile_full(0), parity);
     const VarlenTile tile = read_tile<VarlenTile>(shared.tile(0));
     if (tile.index < 0) break;
-    // Hazard: the next tile is written before every lane has read this one: consumers of a tile without blocks wait for no
-    // statistics.
+    // Hazard: the next tile is written before every lane has read this one: consumers of a tile without blocks wait for
+    // no statistics.
     release(shared.own_empty(0));
     int64_t first = first_statistic(params, tile, tile.head * group);
     const int64_t head_rows = first_statistic(params, tile, tile.head * group + 1) - first;
@@ -331,7 +335,7 @@ __device__ __forceinline__ void produce_varlen_statistics(const BackwardParams& 
     int block = is_descending ? tile.end_block - 1 : tile.begin_block;
     int heads_left = group;
     int left = group * (tile.end_block - tile.begin_block);
-    const auto pass = [&] {  // to the next block
+    const auto pass = [&] {  // advances to the next block
       if constexpr (Spec::kOrdersReduction) {
         first += --heads_left > 0 ? head_rows : back_to_first;
         if (heads_left == 0) {
