@@ -42,7 +42,7 @@ float scaled(const void* codes, int64_t at, const CacheScale& scale, const Seque
   return value_of(static_cast<const uint8_t*>(codes)[at]) * scale_of(scale, s.number_, page, head);
 }
 
-// A row's value, if its block has a scale.
+// A row's value; its block may have a scale.
 template <class Sequence>
 float scaled(const void* codes, int64_t at, const BlockScale& scale, const Sequence& s, int32_t head, int32_t row) {
   const int64_t block = scale.block_shift != 0 ? row >> scale.block_shift : 0;

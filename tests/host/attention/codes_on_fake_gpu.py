@@ -102,7 +102,7 @@ def test_consistent_codes_are_copied_where_no_kernel_reads_them(capability: int,
 def test_codes_take_the_form_of_elements(call: test_e4m3_drawn.Call) -> None:
     """Codes launch the kernels of the dequantised cache: of the same names, dividing the keys alike, on as many blocks.
 
-    Except for kernels that read codes, or convert them to elements."""
+    Only the kernels that read codes, or convert them to elements, differ."""
     given = [call.arguments(DTYPE, "cpu", has_codes=has_codes) for has_codes in (True, False)]
     LIBRARY.fake_computing(0)
     for capability, multiprocessors in ((80, 108), (90, 132), (90, 16)):

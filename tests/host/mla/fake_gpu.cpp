@@ -1,5 +1,4 @@
-// Latent attention on a driver without a GPU: plain loops over launch parameters, in bf16. A launch's errors are
-// logged.
+// Latent attention on a driver without a GPU: plain loops over launch parameters, in bf16. Launch errors are logged.
 #include <torch/csrc/stable/library.h>
 
 #include <malloc.h>

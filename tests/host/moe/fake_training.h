@@ -24,8 +24,7 @@ std::string multiply_weight_gradient(const host::Kernel& kernel, const ScaledGem
 
 using Number = std::function<float(int64_t row, int64_t column)>;
 
-// Writes [columns][stride] of an expert's rows from `first` on, in blocks from `block` on; a scale per 128 x `width`
-// tile.
+// Writes [columns][stride] of an expert's rows from `first` on, in blocks from `block` on; a scale per 128 x width.
 void transpose(const Number& number, int32_t first, int32_t count, int64_t block, int64_t columns, int64_t width,
                void* values, int64_t stride, float* scales) {
   for (int64_t start = 0; start < count; start += kScaleBlock, ++block) {
