@@ -1,9 +1,9 @@
-// Rows of a 16-bit tensor as operands of the tile unit, and its products as rows. Include after vector_avx512.h.
-// Internal linkage.
+// Packs rows of a 16-bit tensor as operands of the AMX tiles, and their products as rows. Include after
+// vector_avx512.h. Internal linkage.
 //
-// A tile row of a right operand holds pairs of the summed dimension. bf16 is packed without arithmetic: neighbours are
-// a pair where that is the dimension of a row, elements i and i + 16 of a step where it runs over rows. fp16 is cut
-// into planes, and i and i + 16 are a pair in both, which two vectors give without a shuffle.
+// A tile row of a right operand holds pairs along the summed dimension. bf16 is packed without arithmetic: if that
+// dimension is the one within a row, neighbours form a pair; if it runs over rows, elements i and i + 16 of a step.
+// fp16 is split into planes, and i and i + 16 form a pair in both cases, which two vectors give without a shuffle.
 #pragma once
 
 #include <cstdint>
@@ -21,7 +21,7 @@ struct WholeRows {
   int64_t stride;
 };
 
-// src [rows, dim] as [32, padded_dim], zero past the ends: where it is if it is whole there, else a copy in `buffer`.
+// src [rows, dim] as [32, padded_dim], zero past the ends: in place if it is whole there, else a copy in `buffer`.
 template <class T>
 inline WholeRows<T> make_whole(const T* src, int64_t stride, int32_t rows, int32_t dim, int32_t padded_dim, T* buffer) {
   if (rows == kStep && dim == padded_dim) return {src, stride};
@@ -32,8 +32,8 @@ inline WholeRows<T> make_whole(const T* src, int64_t stride, int32_t rows, int32
   return {buffer, padded_dim};
 }
 
-// Two values a lane to one word a lane and plane: plane i's 8 bits of `low` in the low half, of `high` in the high one.
-// The planes' sum is the value, rounded in the second.
+// Two values per lane to one word per lane and plane: plane i's 8 bits of `low` in the low half, of `high` in the high
+// half. The sum of the planes is the value, rounded in the second plane.
 inline void split_pair(__m512 low, __m512 high, __m512i (&words)[2]) {
   const __m512i upper = _mm512_set1_epi32(static_cast<int32_t>(0xffff0000u)), half = _mm512_set1_epi32(0x8000);
   constexpr int kSelect = 0xca;  // first ? second : third, bit by bit
@@ -46,7 +46,7 @@ inline void split_pair(__m512 low, __m512 high, __m512i (&words)[2]) {
   words[1] = _mm512_ternarylogic_epi32(upper, high_rest, _mm512_srli_epi32(low_rest, 16), kSelect);
 }
 
-// A left operand [32, padded_dim]: bf16 as it lies, if whole.
+// A left operand [32, padded_dim]: bf16 in place, if it is whole.
 inline LeftOperand pack_left(const BFloat16* src, int64_t stride, int32_t rows, int32_t dim, int32_t padded_dim,
                              BFloat16*, uint16_t* packed) {
   const WholeRows<BFloat16> whole = make_whole(src, stride, rows, dim, padded_dim, reinterpret_cast<BFloat16*>(packed));
@@ -79,7 +79,7 @@ inline __attribute__((always_inline)) __m512i load_quarters(const BFloat16* p, i
 }
 
 // 32 elements of each of 32 rows -> a step of a right operand whose columns are the rows: a transpose. In bf16 the
-// loads do its coarse half, since shuffles have one port.
+// loads do its coarse half, because shuffles have only one port.
 inline __attribute__((always_inline)) void pack_transposed(const BFloat16* rows, int64_t stride, uint32_t* step) {
   for (int half = 0; half < 2; ++half, rows += kTileRows * stride) {
     const BFloat16* src = rows;
@@ -97,7 +97,7 @@ inline __attribute__((always_inline)) void pack_transposed(const BFloat16* rows,
     }
   }
 }
-// Transposed as fp32, then cut into planes.
+// Transposed as fp32, then split into planes.
 inline void pack_transposed(const Half* rows, int64_t stride, uint32_t* step) {
   for (int tile = 0; tile < 2; ++tile, rows += kTileRows * stride, step += kTileWords) {
     __m512i low[16], high[16];
@@ -118,7 +118,7 @@ inline void pack_transposed(const Half* rows, int64_t stride, uint32_t* step) {
 }
 
 // 32 columns of 32 rows -> a step of a right operand, which sums over the rows. In bf16 the first tile holds the even
-// columns, the second the odd ones, which take one shuffle each; store_output puts them in order.
+// columns and the second the odd ones, for one shuffle each; store_output restores their order.
 inline void pack_rows(const BFloat16* rows, int64_t stride, uint32_t* step) {
   const __m512i low_to_high = _mm512_set4_epi32(0x0d0c0000, 0x09080000, 0x05040000, 0x01000000);
   const __m512i high_to_low = _mm512_set4_epi32(0x00000f0e, 0x00000b0a, 0x00000706, 0x00000302);
@@ -143,8 +143,8 @@ inline void pack_rows(const Half* rows, int64_t stride, uint32_t* step) {
   }
 }
 
-// product [rows, 32], columns as pack_rows has them, times a factor a row -> out [rows, columns], no more than 32.
-// Returns NaN or Inf if any part is. Ties are rounded away from zero in bf16.
+// product [rows, 32], columns in the order of pack_rows, times a factor per row -> out [rows, columns], columns <= 32.
+// Returns NaN or Inf if any element is. Ties are rounded away from zero in bf16.
 inline __m512 store_output(const float* product, const float* factors, int32_t rows, int32_t columns, int64_t out_row,
                            BFloat16* out) {
   const __m512i high_to_low = _mm512_set4_epi32(0x00000f0e, 0x00000b0a, 0x00000706, 0x00000302);

@@ -1,7 +1,7 @@
-// The tile unit (AMX): its configuration, operands in planes of bf16, and products of 32 x 32 elements. Include after
+// AMX tiles: configuration, operands in planes of bf16, and products of 32 x 32 elements. Include after
 // vector_avx512.h. Internal linkage.
 //
-// The unit multiplies bf16 and adds in fp32. bf16 tensors are operands as they are, one plane; fp16 ones are cut into
+// AMX multiplies bf16 and adds in fp32. bf16 tensors are operands as they are, one plane; fp16 tensors are split into
 // two planes of 8 significant bits, x = x0 + x1, exactly, and the products of planes are added.
 #pragma once
 
@@ -20,7 +20,7 @@ constexpr int32_t kStep = 32;                     // elements of the summed dime
 constexpr int32_t kBlockColumns = 2 * kTileRows;  // of a right operand and of a product
 constexpr int64_t kProductFloats = int64_t{2} * kTileRows * kBlockColumns;
 constexpr int64_t kProductRowBytes = kBlockColumns * sizeof(float);
-constexpr int64_t kStepBytes = 2 * kTileBytes;  // of one plane: two tiles of an operand
+constexpr int64_t kStepBytes = 2 * kTileBytes;  // per plane: two tiles of an operand
 
 template <class T>
 constexpr int kPlanesOf = 0;
@@ -29,8 +29,8 @@ constexpr int kPlanesOf<BFloat16> = 1;
 template <>
 constexpr int kPlanesOf<Half> = 2;
 
-// Plane pairs to multiply, in the order that loads fewest tiles: of two planes all four or, where 2^-16 of the result
-// is of no account, the first three; of one plane the second alone.
+// Plane pairs to multiply, in the order that loads the fewest tiles: with two planes all four or, if 2^-16 of the
+// result does not matter, the first three; with one plane only the second.
 struct PlanePair {
   int a;
   int b;
@@ -48,8 +48,8 @@ struct alignas(64) TileConfig {
   uint8_t rows[16] = {};
 };
 
-// All eight tiles 16 x 64 bytes; whoever uses tiles next configures its own. (A guard object would bring exception
-// tables into a translation unit that throws nothing.)
+// All eight tiles as 16 x 64 bytes; other code that uses tiles configures its own. (A guard object would bring
+// exception tables into a translation unit that throws nothing.)
 inline void configure_tiles() {
   TileConfig config;
   for (int tile = 0; tile < 8; ++tile) {
@@ -60,8 +60,7 @@ inline void configure_tiles() {
   _tile_loadconfig(&config);
 }
 
-// 32 rows, in steps of 32 elements. Distances in bytes: from a row to the next, from a step to the next, from a plane
-// to the next.
+// 32 rows, in steps of 32 elements. Distances in bytes: between rows, between steps, between planes.
 struct LeftOperand {
   const void* data;
   int64_t row;
@@ -120,8 +119,8 @@ inline void add_products(const LeftOperand& a, const uint32_t* b, int32_t begin,
   }
 }
 
-// Adds the sums of the rows of steps [begin, end) of a to tiles 0 and 2, in every column, by a product with ones: the
-// vector unit's dot product of bf16 takes two cycles. ones: a tile.
+// Adds the sums of the rows of steps [begin, end) of a to tiles 0 and 2, in every column, as a product with ones,
+// because the vector unit's dot product of bf16 takes two cycles. ones: a tile.
 template <int kPlanes>
 inline void add_row_sums(const LeftOperand& a, const uint16_t* ones, int32_t begin, int32_t end) {
   _tile_loadd(6, ones, kTileBytesPerRow);

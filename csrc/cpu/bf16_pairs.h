@@ -1,5 +1,5 @@
-// Products of pairs of bf16, for a translation unit whose target has AVX512_BF16. Include after vector_avx512.h. Internal
-// linkage. (A macro cannot choose: g++ 12 defines none for a target that a pragma sets.)
+// Products of pairs of bf16, for a translation unit whose target has AVX512_BF16. Include after vector_avx512.h.
+// Internal linkage. (A macro cannot choose: g++ 12 defines none for a target that a pragma sets.)
 #pragma once
 
 #include "cpu/gemm_pack.h"

@@ -1,5 +1,5 @@
-// Vectors of doubles, as wide as those of floats, in the compiler's own vector types: one text for every instruction set. Include
-// after a vector_*.h. Internal linkage.
+// Vectors of doubles, as wide as those of floats, in the compiler's own vector types: one source for every instruction
+// set. Include after a vector_*.h. Internal linkage.
 #pragma once
 
 #include <cstdint>
@@ -49,8 +49,8 @@ struct DoubleMatrix {
   int64_t column_stride;
 };
 
-// c [rows, columns] = a [rows, words] b [words, columns], or added to it, where `rows` is one tile's and columns are whole tiles. b's
-// and c's columns are adjacent.
+// c [rows, columns] = a [rows, words] b [words, columns], or added to it; `rows` are those of one tile, columns are
+// whole tiles. The columns of b and c are adjacent.
 inline void multiply_tiles(DoubleMatrix a, DoubleMatrix b, int32_t words, int32_t columns, bool is_added,
                            DoubleMatrix c) {
   for (int32_t column = 0; column < columns; column += kDoubleTileColumns) {

@@ -6,12 +6,12 @@
 namespace flashmoe::cpu {
 namespace {
 
-// Degree of the polynomial: the result needs no more digits than the type it will be multiplied in.
+// Degree of the polynomial: the result needs no more digits than the type that it is multiplied in.
 constexpr int kExpDegreeFull = 6;   // relative error of the polynomial 2.0e-9, of the whole below 1.2e-7
 constexpr int kExpDegree16Bit = 4;  // 2.9e-6; half a unit in the last place of fp16 is 2.4e-4
 
 // t = 2^t for t <= 0 or barely above (rounding), with 2^0 = 1 exactly and 2^-inf = 0; NaN stays NaN. The polynomial is
-// 1 + f q(f), minimax in relative error on [-1/2, 1/2]. Step by step over kCount vectors: one vector's chain of
+// 1 + f q(f), minimax in relative error on [-1/2, 1/2]. Step by step over kCount vectors, because one vector's chain of
 // operations is longer than a processor looks ahead.
 template <int kDegree, int kCount>
 inline void exp2_of(Vector::Float (&t)[kCount]) {

@@ -1,8 +1,8 @@
 // Operands of the matrix products in gemm_tile.h, packed. Include after a vector_*.h. Internal linkage.
 //
-// A word is 32 bits along the summed dimension: one element as fp32, or two bf16 where the processor multiplies pairs of
+// A word is 32 bits along the summed dimension: one element as fp32, or two bf16 if the processor multiplies pairs of
 // them (bf16_pairs.h), the first in the low half. Operands are given as pointers to their rows, so that rows may be
-// gathered. What lies past an end is packed as zeros.
+// gathered. Elements past an end are packed as zeros.
 #pragma once
 
 #include <cstdint>
@@ -16,22 +16,22 @@ namespace {
 template <class T>
 struct Words {
   static constexpr int kElements = 1;
-  // sum + a * b; of words of two elements, sum + a.low * b.low + a.high * b.high.
+  // sum + a * b; for words of two elements, sum + a.low * b.low + a.high * b.high.
   static Vector::Float multiply_add(Vector::Float a, Vector::Float b, Vector::Float sum) {
     return Vector::fma(a, b, sum);
   }
   // The words of a row's next elements.
   static Vector::Float load(const T* row) { return Vector::load(row); }
-  // One word of each of the next columns: of `row`, and of `next` where a word holds two elements (null: zeros).
+  // One word of each of the next columns: from `row`, and from `next` if a word holds two elements (null: zeros).
   static Vector::Float load_columns(const T* row, const T*) { return Vector::load(row); }
-  // The same of columns that are there as fp32: `second` is the next row's.
+  // The same for columns that are already fp32: `second` is the next row's.
   static Vector::Float of_columns(Vector::Float first, Vector::Float) { return first; }
 };
 
 template <class T>
 constexpr int kWordElements = Words<T>::kElements;
 template <class T>
-constexpr int kVectorElements = Vector::kWidth * kWordElements<T>;  // of a vector of words
+constexpr int kVectorElements = Vector::kWidth * kWordElements<T>;  // elements per vector of words
 
 template <class T>
 inline int32_t word_count(int32_t elements) {
@@ -73,7 +73,7 @@ inline void pack_rows(const T* const* rows, int32_t row_count, int64_t offset, i
   }
 }
 
-// dst[word][lane]: `elements` from rows[lane] + offset on, of up to a vector's width of rows; whole squares are written.
+// dst[word][lane]: `elements` from rows[lane] + offset on, of up to a vector's width of rows; writes whole squares.
 template <class T>
 inline void pack_transposed(const T* const* rows, int32_t row_count, int64_t offset, int32_t elements, float* dst,
                             int64_t dst_stride) {
@@ -99,7 +99,7 @@ inline void pack_columns(const T* const* rows, int32_t row_count, int64_t offset
   }
 }
 
-// dst[lane][word] of the same: a left operand whose columns become its rows.
+// dst[lane][word] of the same columns: a left operand whose columns become its rows.
 template <class T>
 inline void pack_columns_as_rows(const T* const* rows, int32_t row_count, int64_t offset, int32_t lanes, float* dst,
                                  int64_t dst_stride) {

@@ -1,5 +1,5 @@
-// Products of small operands that lie in a cache, either of them with any strides. Include after a vector_*.h. Internal
-// linkage. An element is one sum over the words in ascending order from zero, then added to what was there.
+// Products of small operands that are in a cache, with any strides. Include after a vector_*.h. Internal linkage. An
+// element is one sum over the words in ascending order from zero, then added to what was there.
 #pragma once
 
 #include <cstdint>
@@ -10,7 +10,7 @@ namespace flashmoe::cpu {
 namespace {
 
 constexpr int kPairVectors = 2;
-constexpr int32_t kPairColumns = kPairVectors * Vector::kWidth;  // of one pass over the rows
+constexpr int32_t kPairColumns = kPairVectors * Vector::kWidth;  // per pass over the rows
 
 // Words of the left operand, [row][word]: strides in words, one of them 1 or neither.
 struct Left {
@@ -35,7 +35,7 @@ void multiply_strided_tile(Left a, const float* b, int64_t b_stride, int32_t wor
 #pragma GCC unroll 2
     for (int v = 0; v < kPairVectors; ++v) sum[r][v] = Vector::zero();
   }
-  // Four rows a pointer: x86 addresses p, p + stride, p + 2 stride without further registers.
+  // Four rows per pointer: x86 addresses p, p + stride, p + 2 stride without further registers.
   const float* rows[(kRows + 3) / 4];
 #pragma GCC unroll 4
   for (int i = 0; i < (kRows + 3) / 4; ++i) rows[i] = a.data + 4 * i * a.row_stride;
@@ -72,8 +72,8 @@ inline void multiply_strided_tile_of(int32_t rows, Left a, const float* b, int64
   return multiply_strided_tile_of<T, (kRows > 1 ? kRows - 1 : 1)>(rows, a, b, b_stride, words, is_added, c, c_stride);
 }
 
-// c [rows, columns] (+)= a [rows, words] b [words, columns]; columns is a multiple of kPairColumns. Tiles' heights differ by
-// at most one: a tile of 4 after five of 12 would wait for its own additions.
+// c [rows, columns] (+)= a [rows, words] b [words, columns]; columns is a multiple of kPairColumns. The heights of
+// tiles differ by at most one: a tile of 4 after five of 12 would wait for its own additions.
 template <class T>
 inline void multiply_strided(Left a, int32_t rows, Right b, int32_t words, int32_t columns, bool is_added, float* c,
                              int64_t c_stride) {

@@ -1,8 +1,8 @@
-// Products of packed operands, a tile of rows and two vectors of columns at a time. Include after a vector_*.h. Internal
-// linkage.
+// Products of packed operands, a tile of rows and two vectors of columns at a time. Include after a vector_*.h.
+// Internal linkage.
 //
-// An element is summed in blocks of kBlockWords words along the summed dimension, each in ascending order from zero, and
-// the blocks' sums are added in ascending order: its bits depend on neither the tile nor anything else in the product.
+// An element is summed in blocks of kBlockWords words along the summed dimension, each in ascending order from zero,
+// and the blocks' sums are added in ascending order: its bits depend on nothing else in the product, nor on the tile.
 #pragma once
 
 #include <cstdint>
@@ -14,10 +14,10 @@ namespace {
 
 constexpr int kPanelVectors = 2;
 constexpr int32_t kPanelColumns = kPanelVectors * Vector::kWidth;
-// A panel of the right operand (32 KiB with AVX-512) stays in the L1 and L2 caches while the rows pass by. Half of it, which
-// would fit an L1 cache, was 3% slower on Zen 4: sums are loaded and stored once for each panel.
+// A panel of the right operand (32 KiB with AVX-512) stays in the L1 and L2 caches while the rows pass by. Half of it,
+// which would fit an L1 cache, was 3% slower on Zen 4: sums are loaded and stored once per panel.
 constexpr int32_t kBlockWords = 256;
-// From a row of the left operand to the next: constant, so that a tile's rows need one register; no multiple of 4 KiB.
+// Distance between rows of the left operand: constant, so that a tile's rows need one register; no multiple of 4 KiB.
 constexpr int64_t kLeftStride = kBlockWords + 16;
 
 template <class T>

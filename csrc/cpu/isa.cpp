@@ -22,7 +22,7 @@ bool has_baseline() { return true; }
 constexpr uint64_t kXcr0Avx = 0x6;         // SSE, AVX
 constexpr uint64_t kXcr0Avx512 = 0xe6;     // and opmask, upper halves, upper registers
 constexpr uint64_t kXcr0Amx = 0x60000;     // TILECFG, TILEDATA
-constexpr int kArchReqXcompPerm = 0x1023;  // arch_prctl: Linux grants TILEDATA to a process that asks
+constexpr int kArchReqXcompPerm = 0x1023;  // arch_prctl: Linux grants TILEDATA to a process that requests it
 constexpr int kXfeatureTileData = 18;
 
 uint64_t xcr0() {
@@ -38,7 +38,7 @@ bool os_saves(uint64_t states) { return (xcr0() & states) == states; }
 
 bool has_avx2() {
   unsigned eax = 0, ebx = 0, ecx = 0, edx = 0;
-  constexpr unsigned kF16c = 1u << 29;  // __builtin_cpu_supports knows "f16c" from g++ 12 on only
+  constexpr unsigned kF16c = 1u << 29;  // __builtin_cpu_supports knows "f16c" only from g++ 12 on
   return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __get_cpuid(1, &eax, &ebx, &ecx, &edx) &&
          (ecx & kF16c) && os_saves(kXcr0Avx);
 }
@@ -48,7 +48,7 @@ bool has_avx512() {
          __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl") && os_saves(kXcr0Avx512);
 }
 
-bool has_avx512_bf16() {  // __builtin_cpu_supports knows it from g++ 12 on only
+bool has_avx512_bf16() {  // __builtin_cpu_supports knows it only from g++ 12 on
   unsigned eax = 0, ebx = 0, ecx = 0, edx = 0;
   constexpr unsigned kAvx512Bf16 = 1u << 5;  // leaf 7, subleaf 1, eax
   return has_avx512() && __get_cpuid_count(7, 1, &eax, &ebx, &ecx, &edx) && (eax & kAvx512Bf16);
@@ -85,7 +85,7 @@ constexpr std::array<Candidate, kIsaCount> kCandidates = {{
 
 const char* name_of(Isa isa) { return kCandidates[static_cast<size_t>(isa)].name; }
 
-// Which of them this machine can run; each includes the ones before it.
+// The instruction sets that this machine can run; each includes the ones before it.
 struct Supported {
   int count = 0;
   std::string names;
@@ -126,7 +126,7 @@ Isa current_isa() {
   int selected = g_selected.load(std::memory_order_acquire);
   if (selected == kNotSelected) {
     const int isa = static_cast<int>(default_isa());
-    // Another thread may have come first, or set_isa: its selection stands.
+    // Another thread, or set_isa, may have come first: its selection is kept.
     if (g_selected.compare_exchange_strong(selected, isa)) selected = isa;
   }
   return static_cast<Isa>(selected);

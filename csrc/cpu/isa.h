@@ -3,8 +3,8 @@
 
 namespace flashmoe::cpu {
 
-// Narrowest first. The first is what every processor of the architecture has. FLASHMOE_CPU_KERNELS takes one kernel for each
-// instruction set of x86-64, and leaves those that this architecture has.
+// Narrowest first. The first is what every processor of the architecture has. FLASHMOE_CPU_KERNELS takes one kernel per
+// instruction set of x86-64, and keeps those that this architecture has.
 #if defined(__x86_64__)
 enum class Isa { kBaseline, kAvx2, kAvx512, kAvx512Bf16, kAmx };
 constexpr int kIsaCount = 5;

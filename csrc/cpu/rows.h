@@ -1,4 +1,4 @@
-// Rows of a tensor to fp32 and back, and pieces of the scratch memory. Include after a vector_*.h. Internal linkage.
+// Converts rows of a tensor to fp32 and back; hands out scratch memory. Include after a vector_*.h. Internal linkage.
 #pragma once
 
 #include <cstddef>
@@ -49,7 +49,7 @@ inline void transpose(const float* src, int64_t src_stride, float* dst, int64_t 
   Vector::transpose([=](int i) { return Vector::load(src + i * src_stride); }, dst, dst_stride);
 }
 
-// Hands out 64-byte aligned pieces of the scratch memory; with a null base it only counts.
+// Hands out 64-byte aligned buffers in the scratch memory; with a null base it only counts.
 class Arena {
  public:
   explicit Arena(void* base) : base_(static_cast<unsigned char*>(base)) {}

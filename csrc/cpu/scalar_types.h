@@ -1,4 +1,4 @@
-// The element types. The 16-bit ones are storage only: conversions are each instruction set's own (vector_*.h).
+// The element types. The 16-bit ones are storage only: each instruction set has its own conversions (vector_*.h).
 #pragma once
 
 #include <cstdint>

@@ -1,4 +1,4 @@
-// How an operation's work is spread over the caller's thread pool. For the dispatchers, which are compiled once.
+// Distributes an operation's work over the caller's thread pool. For the dispatchers, which are compiled once.
 #pragma once
 
 #include <algorithm>
@@ -41,16 +41,16 @@ class Scratch {
   size_t size_ = 0;
 };
 
-// `groups` x `group_tasks` tasks, where the tasks of a group read the same data (a head's K and V). Each thread has a
-// queue of some groups, starts with it and then helps with the others': so one core reads a group's data as a rule, the
-// same one in every call, whose cache may hold them. A queue hands out task 0 of its groups first.
+// `groups` x `group_tasks` tasks, where the tasks of a group read the same data (a head's K and V). Each thread starts
+// with its own queue of some groups, then helps with the others: a group's data are usually read by one core, the same
+// one in every call, whose cache may still hold them. A queue hands out task 0 of all its groups first.
 class TaskQueues {
  public:
   struct Task {
     int64_t group;
     int64_t index;  // in its group
   };
-  // A thread's way through the queues.
+  // A thread's position in the queues.
   struct Cursor {
     int64_t own;
     int64_t drained;  // queues that it found empty

@@ -22,7 +22,7 @@ struct Vector {
   static Float mul(Float a, Float b) { return _mm256_mul_ps(a, b); }
   static Float div(Float a, Float b) { return _mm256_div_ps(a, b); }
   static Float fma(Float a, Float b, Float c) { return _mm256_fmadd_ps(a, b, c); }
-  // b where either is NaN.
+  // b if either is NaN.
   static Float max(Float a, Float b) { return _mm256_max_ps(a, b); }
   // yes where a == b, else no.
   static Float where_equal(Float a, Float b, Float yes, Float no) {

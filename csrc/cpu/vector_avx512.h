@@ -27,7 +27,7 @@ struct Vector {
   static Float mul(Float a, Float b) { return _mm512_mul_ps(a, b); }
   static Float div(Float a, Float b) { return _mm512_div_ps(a, b); }
   static Float fma(Float a, Float b, Float c) { return _mm512_fmadd_ps(a, b, c); }
-  // b where either is NaN.
+  // b if either is NaN.
   static Float max(Float a, Float b) { return _mm512_max_ps(a, b); }
   // yes where a == b, else no.
   static Float where_equal(Float a, Float b, Float yes, Float no) {
@@ -76,7 +76,7 @@ struct Vector {
     _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm512_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT));
   }
 
-  // rows[j][i] = rows[i][j], 16 x 16 of 32-bit elements. (Called, it would take its rows through memory: twice the time.)
+  // rows[j][i] = rows[i][j], 16 x 16 of 32-bit elements. (A call would pass the rows through memory: twice the time.)
   static inline __attribute__((always_inline)) void transpose(__m512i (&rows)[16]) {
     __m512i t[16];
 #pragma GCC unroll 8

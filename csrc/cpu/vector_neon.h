@@ -1,5 +1,5 @@
-// Four floats, NEON with fused multiply-add: what every AArch64 has. Internal linkage, as all that is compiled for one
-// instruction set.
+// Four floats, NEON with fused multiply-add, which every AArch64 has. Internal linkage, like everything that is
+// compiled for one instruction set.
 #pragma once
 
 #include <arm_neon.h>
@@ -23,7 +23,7 @@ struct Vector {
   static Float mul(Float a, Float b) { return vmulq_f32(a, b); }
   static Float div(Float a, Float b) { return vdivq_f32(a, b); }
   static Float fma(Float a, Float b, Float c) { return vfmaq_f32(c, a, b); }
-  // b where either is NaN. (The instruction for a maximum gives NaN.)
+  // b if either is NaN. (The instruction for a maximum gives NaN.)
   static Float max(Float a, Float b) { return vbslq_f32(vcgtq_f32(a, b), a, b); }
   // yes where a == b, else no.
   static Float where_equal(Float a, Float b, Float yes, Float no) { return vbslq_f32(vceqq_f32(a, b), yes, no); }

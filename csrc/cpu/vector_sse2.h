@@ -1,4 +1,4 @@
-// Four floats, SSE2 only: what every x86-64 has. Internal linkage, as all that is compiled for one instruction set.
+// Four floats, SSE2 only, which every x86-64 has. Internal linkage, like everything compiled for one instruction set.
 #pragma once
 
 #include <emmintrin.h>
@@ -22,7 +22,7 @@ struct Vector {
   static Float mul(Float a, Float b) { return _mm_mul_ps(a, b); }
   static Float div(Float a, Float b) { return _mm_div_ps(a, b); }
   static Float fma(Float a, Float b, Float c) { return _mm_add_ps(_mm_mul_ps(a, b), c); }
-  // b where either is NaN.
+  // b if either is NaN.
   static Float max(Float a, Float b) { return _mm_max_ps(a, b); }
   static Float select(__m128 mask, Float yes, Float no) {
     return _mm_or_ps(_mm_and_ps(mask, yes), _mm_andnot_ps(mask, no));

@@ -1,4 +1,4 @@
-// Words that lanes of a quad hold in columns become rows, for wider stores.
+// Transposes words that the lanes of a quad hold in columns into rows, for wider stores.
 #pragma once
 
 #include "ptx/shuffle.cuh"
@@ -6,8 +6,8 @@
 
 namespace flashmoe {
 
-// Two lanes that differ in lane_bit transpose their 2 x 2 words: the lane without the bit has the partner's `low` as its `high` then, the
-// other one the partner's `high` as its `low`.
+// Two lanes that differ in lane_bit transpose their 2 x 2 words: afterwards the lane without the bit has the partner's
+// `low` as its `high`, the other lane the partner's `high` as its `low`.
 __device__ __forceinline__ void exchange(uint32_t& low, uint32_t& high, int lane_bit) {
   const bool has_bit = (ptx::lane_index() & lane_bit) != 0;
   const uint32_t received = ptx::shuffle_xor(has_bit ? low : high, lane_bit);

@@ -5,7 +5,8 @@ namespace flashmoe {
 
 __device__ __forceinline__ int ceil_div(int a, int b) { return (a + b - 1) / b; }
 
-// Selects, where CUDA's min and max are instructions from the start: the sm90 kernels' machine code depends on it.
+// Compiled to selects, unlike CUDA's min and max, which are instructions from the start: the sm90 kernels' machine code
+// depends on it.
 __device__ __forceinline__ int minimum(int a, int b) { return a < b ? a : b; }
 __device__ __forceinline__ int maximum(int a, int b) { return a > b ? a : b; }
 

@@ -1,7 +1,8 @@
-// The named barriers of a thread block: 16 in hardware, numbered, 0 the whole block's (ptx::barrier_sync_block).
+// The named barriers of a thread block: 16 in hardware; number 0 is the whole block's (ptx::barrier_sync_block).
 //
-// A kernel gives names to those that it uses itself: an enum class in its spec, and beside each name how many threads it joins and which hazard
-// it closes. ptx::named_barrier_sync(barrier_id(Barrier::kName), threads), so that the emulator names the line of the kernel.
+// A kernel names its own barriers in an enum class in its spec, and says how many threads each joins and which hazard
+// it closes. Call ptx::named_barrier_sync(barrier_id(Barrier::kName), threads) directly, so that the emulator reports
+// the kernel's line.
 #pragma once
 
 #include "ptx/barrier.cuh"
@@ -11,16 +12,16 @@ namespace flashmoe {
 // Barriers of every kernel with consumer warpgroups.
 enum class NamedBarrier : int {
   kBlock = 0,
-  kConsumer = 1,  // and as many after it as there are consumers: the 128 threads of each (sync_consumer)
+  kConsumer = 1,  // first of one barrier per consumer, for its 128 threads (sync_consumer)
 };
 
-// Where a name stands for several barriers, side by side: the one of `index`.
+// The barrier's number; `index` for a name that stands for several adjacent barriers.
 template <typename Barrier>
 __device__ __forceinline__ constexpr int barrier_id(Barrier barrier, int index = 0) {
   return static_cast<int>(barrier) + index;
 }
 
-// Joins the 128 threads of one consumer warpgroup: all of them write, through shared memory, what one of them hands to the copy engine.
+// Joins the 128 threads of one consumer warpgroup: all of them write to shared memory what one of them passes to TMA.
 __device__ __forceinline__ void sync_consumer(int consumer) {
   ptx::named_barrier_sync(barrier_id(NamedBarrier::kConsumer, consumer), 128);
 }

@@ -11,10 +11,10 @@ namespace flashmoe {
 
 // The tile after `index` of this block; num_tiles or more ends its work.
 //
-// Without a counter, rounds of one tile per block, back and forth: a block that had the longest tile of a round gets the
-// shortest of the next. With one (zero at launch), blocks draw from it. Every block draws until it gets a number past
-// the end, num_tiles draws in all, and the one that draws the last puts the counter back to zero for the next launch.
-// (By reference: the kernel's parameter is loaded only where it is needed.)
+// Without a counter: rounds of one tile per block, back and forth, so that a block with the longest tile of a round
+// gets the shortest of the next. With a counter (zero at launch), blocks draw from it. Every block draws until it gets
+// a number past the end, num_tiles draws in all, and the last draw resets the counter for the next launch. (By
+// reference: the kernel's parameter is loaded only where it is needed.)
 __device__ __forceinline__ int next_tile_index(int32_t* const& counter_gmem, int num_tiles, int index) {
   const int blocks = ptx::grid_size();
   if (num_tiles <= blocks) return num_tiles;
@@ -24,12 +24,12 @@ __device__ __forceinline__ int next_tile_index(int32_t* const& counter_gmem, int
   return drawn + blocks;
 }
 
-// Where tiles differ in length, a block draws its next one when so many blocks of the stream are left to ask for: late, for who
-// draws at its tile's start takes a long tile that others, done sooner, could begin; but not at the end, where the next tile's
-// loads would wait for the answer.
+// If tiles differ in length, a block draws its next tile when this many blocks of its stream are left to load. A
+// draw at the tile's start could take a long tile that blocks done sooner could begin; at the end, the next tile's
+// loads would wait for the draw.
 constexpr int kDrawAhead = 3;
 
-// A tile's coordinates, 16 bytes or a multiple, through shared memory; the barriers of `slot_smem` are the kernel's.
+// Passes a tile's coordinates, a multiple of 16 bytes, through shared memory; the kernel guards `slot_smem`.
 template <typename Tile>
 __device__ __forceinline__ void publish_tile(unsigned char* slot_smem, const Tile& tile) {
   static_assert(sizeof(Tile) % 16 == 0, "a tile passes through shared memory in 16-byte stores");

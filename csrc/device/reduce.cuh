@@ -29,7 +29,7 @@ __device__ __forceinline__ float warp_sum(float value) {
   return value;
 }
 
-// The sum of the lanes up to this one.
+// Inclusive prefix sum over the lanes.
 __device__ __forceinline__ int warp_prefix_sum(int value) {
   const int lane = ptx::lane_index();
 #pragma unroll

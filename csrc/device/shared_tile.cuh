@@ -1,7 +1,7 @@
-// A tile of 16-bit elements in shared memory in the 128-byte swizzle, as the copy engine writes it and wgmma reads it.
+// A tile of 16-bit elements in shared memory in the 128-byte swizzle, as TMA writes it and wgmma reads it.
 //
-// Slabs of 64 columns follow one another. In a slab a row is 128 bytes, 8 chunks of 16, and chunk c of row r is stored at c ^ (r % 8).
-// (Tiles for mma.sync, whose rows are not cut into slabs: swizzle.cuh.)
+// Slabs of 64 columns follow one another. In a slab a row is 128 bytes, 8 chunks of 16, and chunk c of row r is stored
+// at c ^ (r % 8). (Tiles for mma.sync, whose rows are not cut into slabs: swizzle.cuh.)
 #pragma once
 
 #include "ptx/wgmma.cuh"
@@ -12,8 +12,8 @@ constexpr int kSlabColumns = 64;
 constexpr int kSlabRowBytes = 128;
 constexpr int kSwizzleBytes = 1024;  // the period of the swizzle: 8 rows
 
-// An operand whose k runs along its rows, which are M or N of the product: "K-major". k_step: where the 32 bytes of k of a step begin (16
-// elements of 16 bits, 32 of 8), from row `first_row` on, a multiple of 8.
+// A K-major operand: k runs along its rows, which are M or N of the product. k_step: where the 32 bytes of k of a step
+// begin (16 elements of 16 bits, 32 of 8), from row `first_row` on, a multiple of 8.
 template <int kRows>
 struct KMajorOperand {
   static constexpr bool kIsTransposed = false;
@@ -25,7 +25,7 @@ struct KMajorOperand {
   }
 };
 
-// An operand whose k runs down its rows, and M or N along them: "MN-major", which wgmma calls transposed. A step is 16 rows.
+// An MN-major operand, which wgmma calls transposed: k runs down its rows, and M or N along them. A step is 16 rows.
 struct MnMajorOperand {
   static constexpr bool kIsTransposed = true;
   uint64_t descriptor;

@@ -1,8 +1,8 @@
 // The layout of a [rows, head_dim] tile of 16-bit elements in shared memory.
 //
 // A row is head_dim / 8 chunks of 16 bytes, stored one after another; within each group of eight chunks (64 columns,
-// 128 bytes, all banks once) chunk c of row r lies at position c ^ (r % 8). Eight consecutive rows of one column chunk,
-// which is what ldmatrix reads in one phase, so fall on eight different groups of four banks.
+// 128 bytes, all banks once) chunk c of row r is at position c ^ (r % 8). Eight consecutive rows of one column chunk,
+// which ldmatrix reads in one phase, are therefore in eight different groups of four banks.
 #pragma once
 
 #include "ptx/memory.cuh"

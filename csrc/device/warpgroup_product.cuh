@@ -1,5 +1,5 @@
-// Products of a warpgroup (wgmma), of operands that know their layout. Each call is one group: asynchronous until the wgmma_wait that
-// covers it, and wgmma_fence_operands of its sums. N is twice the number of a thread's sums; k is 16 per step.
+// Products of a warpgroup (wgmma); the operands know their layout. Each call is one wgmma group, asynchronous until the
+// wgmma_wait that covers it, and wgmma_fence_operands on its sums. N is twice a thread's sums; k is 16 per step.
 #pragma once
 
 #include "device/convert.cuh"
@@ -8,7 +8,7 @@
 
 namespace flashmoe {
 
-// sums[64 x N] = A B, or += where kAdds. A and B: KMajorOperand or MnMajorOperand.
+// sums[64 x N] = A B, or += with kAdds. A and B: KMajorOperand or MnMajorOperand.
 template <typename Element, int kSteps, bool kAdds = false, int kSums, typename A, typename B>
 __device__ __forceinline__ void issue_product(float (&sums)[kSums], const A& a, const B& b) {
   if constexpr (kAdds) ptx::wgmma_fence_operands(sums);
@@ -35,7 +35,7 @@ __device__ __forceinline__ void issue_product(float (&sums)[kSums], uint32_t (&a
   ptx::wgmma_commit();
 }
 
-// Sums as the A of the next product: the accumulator layout is the operand layout, and step j takes column blocks 2j and 2j + 1.
+// Sums as A of the next product: the accumulator layout is the operand layout; step j takes column blocks 2j, 2j + 1.
 template <typename Element, int kPacked>
 __device__ __forceinline__ void pack_operand(uint32_t (&a)[kPacked], const float (&sums)[2 * kPacked]) {
 #pragma unroll

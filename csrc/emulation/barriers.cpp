@@ -1,4 +1,4 @@
-// Barriers of the block, warp barriers, mbarriers, and cp.async, whose groups are waited for in the same way.
+// Block barriers, warp barriers, mbarriers, and cp.async, whose groups are waited for in the same way.
 #include <algorithm>
 #include <cstring>
 
@@ -8,7 +8,7 @@ namespace flashmoe::emulation {
 
 namespace {
 
-// What the thread knows goes into the view that others will take over; its next accesses get a newer clock.
+// Joins what the thread knows into the view that others will take over; its next accesses get a newer clock.
 void release(Fiber& fiber, View& into) {
   fiber.view.passed[static_cast<size_t>(fiber.thread)] = own_clock(fiber);
   into.join(fiber.view, fiber.block->agents.size());
@@ -33,7 +33,7 @@ void barrier(int id, int threads, bool waits, const Site& site, const char* what
   if (barrier.arrived == 0) {
     barrier.expected = expected;
     barrier.first_site = site;
-    barrier.gathered.reset(block.agent_capacity);  // another round says nothing of who came to this one only
+    barrier.gathered.reset(block.agent_capacity);  // what threads of an earlier round knew does not count in this one
   } else if (barrier.expected != expected) {
     fail(FailureKind::kBarrierMisuse, site, what, "barrier %d expects %d threads here and %d at %s:%d", id, expected,
          barrier.expected, barrier.first_site.file, barrier.first_site.line);
@@ -165,8 +165,8 @@ namespace {
 
 constexpr int kMaxTransactionBytes = (1 << 20) - 1;
 
-// A parity names every other phase. Phase n may end only when every thread that waits for phase n - 1 has done so: a late
-// one would take n - 1 for unfinished and wait for n + 1.
+// A parity names every other phase. Phase n may end only when every thread that waits for phase n - 1 has done so: a
+// late thread would take n - 1 for unfinished and wait for n + 1.
 void check_waits(const Mbarrier& barrier, const Site& site, const char* what) {
   for (const Access& wait : barrier.waits) {
     if (barrier.gathered.seen[wait.agent] >= wait.clock || barrier.gathered.passed[wait.agent] >= wait.clock) continue;
@@ -302,8 +302,8 @@ bool mbarrier_try_wait(uint32_t address, int phase_parity, const Site& site, con
   return false;
 }
 
-// Arrivals in the order in which the thread asked for them, as far as its copies are over. They make the copies visible, and
-// nothing else that the thread did.
+// Makes the arrivals whose copies are complete, in the order in which the thread requested them. They make the copies
+// visible, and nothing else that the thread did.
 void make_due_arrivals(Fiber& fiber) {
   constexpr const char* kWhat = "mbarrier_arrive_cp_async";
   while (!fiber.copy_arrivals.empty()) {
@@ -350,7 +350,7 @@ void fence_proxy_async(const Site&, const char*) {
   for (size_t i = 0; i < fiber.block->agents.size(); ++i) {
     fiber.view.fenced[i] = std::max(fiber.view.fenced[i], fiber.view.seen[i]);
   }
-  ++own_clock(fiber);  // what this thread writes after the fence is not behind it
+  ++own_clock(fiber);  // the fence does not cover what this thread writes after it
 }
 
 void check_at_exit(Block& block) {

@@ -1,4 +1,4 @@
-// What the 32 lanes of a warp do together: shuffles, votes, ldmatrix, stmatrix, mma, setmaxnreg.
+// Warp collectives: shuffles, votes, ldmatrix, stmatrix, mma, setmaxnreg.
 #include <algorithm>
 #include <cstring>
 
@@ -8,7 +8,7 @@ namespace flashmoe::emulation {
 
 namespace {
 
-// Every lane knows now how far the others have come; nothing is said of their memory accesses.
+// Every lane now knows how far the others have come, but nothing about their memory accesses.
 void note_passed(Warp& warp) {
   for (Fiber* lane : warp.lanes) {
     for (const Fiber* other : warp.lanes) {
@@ -51,7 +51,7 @@ void gather(const char* what, const Site& site, void* argument, bool (*action)(W
   warp.gathered = 0;
   note_passed(warp);
   const bool finished = action(warp);
-  machine.current = &fiber;  // actions speak for one lane after the other
+  machine.current = &fiber;  // actions set it to one lane after the other
   for (Fiber* lane : warp.lanes) {
     if (lane == &fiber) continue;
     if (finished) wake(*lane);
@@ -155,13 +155,13 @@ constexpr int kRows = 8;
 
 uint16_t half_of(uint32_t word, int index) { return static_cast<uint16_t>(word >> 16 * index); }
 
-// Value `index` of a word: of two, or of four that have 8 bits.
+// Value `index` of a word that holds two values, or four of 8 bits.
 float value_of(Format format, uint32_t word, int index) {
   if (format == Format::kE4M3) return e4m3_to_float(static_cast<uint8_t>(word >> 8 * index));
   return element_to_float(format, half_of(word, index));
 }
 
-// Where element (row, column) of an 8x8 matrix lies in the registers: lane and half.
+// Position of element (row, column) of an 8x8 matrix in the registers: lane and half.
 void register_place(bool transposed, int row, int column, int& lane, int& half) {
   const int major = transposed ? column : row, minor = transposed ? row : column;
   lane = major * 4 + minor / 2;
@@ -243,7 +243,7 @@ void matrix_product(float* d, const uint32_t* a, const uint32_t* b, int k, Forma
     const ProductArguments common = argument_of<ProductArguments>(warp, 0);
     float d_tile[16 * 8], a_tile[16 * 32], b_tile[32 * 8];
     const int depth = common.k;
-    const int values = common.format == Format::kE4M3 ? 4 : 2;  // of a register
+    const int values = common.format == Format::kE4M3 ? 4 : 2;  // per register
     for (int lane = 0; lane < kWarpSize; ++lane) {
       const ProductArguments& mine = argument_of<ProductArguments>(warp, lane);
       const int g = lane / 4, t = lane % 4;
@@ -287,7 +287,7 @@ void set_registers(Block& block, Warp& warp, int registers) {
   warp.registers = registers;
 }
 
-// Gives waiting warps what they asked for, as far as the pool goes.
+// Gives waiting warps the registers that they requested, as far as the pool allows.
 void serve_waiting(Block& block) {
   for (const auto& warp : block.warps) {
     const int wanted = warp->registers_wanted;

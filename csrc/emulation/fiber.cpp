@@ -10,7 +10,7 @@
 #include <sanitizer/common_interface_defs.h>
 #endif
 
-// The callee-saved registers of the ABI go on the old stack, then the stacks change place.
+// Pushes the ABI's callee-saved registers onto the old stack, then switches to the new stack.
 #if defined(__x86_64__)
 extern "C" void flashmoe_emulation_switch(void** save, void* load);
 asm(R"(

@@ -1,14 +1,14 @@
-// Threads of a kernel as fibers: own stacks, switched by hand, all on one thread of the machine that runs them.
+// Threads of a kernel as fibers: each has its own stack, and all run on one host thread, which switches between them.
 #pragma once
 
 #include <cstddef>
 
 namespace flashmoe::emulation {
 
-// A place to switch to: the stack pointer, with the callee-saved registers on the stack below it.
+// A suspended fiber: the stack pointer; the callee-saved registers are on its stack.
 struct Context {
   void* stack_pointer = nullptr;
-  // For AddressSanitizer, which must be told of every switch.
+  // For AddressSanitizer, which must be notified of every switch.
   void* sanitizer_stack = nullptr;
   const void* stack_bottom = nullptr;
   size_t stack_bytes = 0;
@@ -20,7 +20,7 @@ void prepare(Context& context, unsigned char* stack, size_t bytes, void (*functi
 // Saves the running context in `from` and continues `to`.
 void switch_context(Context& from, Context& to);
 
-// Call first after every arrival in a context (prepare's function, and the code after switch_context does it itself).
+// Must be the first call after every switch into a context: prepare's function makes it, switch_context does so itself.
 void arrived(Context& context);
 
 // Memory for stacks, each with an inaccessible page below it.

@@ -1,4 +1,4 @@
-// Global memory: address space without memory behind it, the buffers in it, what they hold and who wrote it.
+// Global memory: reserved address space without memory, the buffers in it, what they hold and who wrote it.
 #include <sys/mman.h>
 
 #include <algorithm>

@@ -1,4 +1,4 @@
-// The machine's own state: launch, blocks, warps, threads, clocks and shadow memory. Included by the .cpp files only.
+// The machine's state: launch, blocks, warps, threads, clocks and shadow memory. Included by the .cpp files only.
 #pragma once
 
 #include <csetjmp>
@@ -20,8 +20,8 @@ constexpr uint32_t kFullMask = 0xffffffffu;
 constexpr int kMaxBlockThreads = 1024;
 constexpr size_t kStackBytes = 256 * 1024;
 constexpr uint32_t kSharedWindowBytes = 256 * 1024;
-// Shared addresses start past what the driver keeps on sm_80 and later, so that a kernel that takes 0 for the start of
-// its dynamic shared memory is found out.
+// Shared addresses start past what the driver reserves on sm_80 and later, so that a kernel that takes 0 for the start
+// of its dynamic shared memory is detected.
 constexpr uint32_t kSharedReserved = 1024;
 constexpr unsigned char kPoison = 0xff;  // NaN in every format used
 
@@ -30,11 +30,11 @@ struct Warp;
 struct Fiber;
 
 // ---- happens-before ------------------------------------------------------------------------------------------------
-// An agent is something that accesses memory in an order of its own: a thread, the cp.async copies of a thread, the
-// copies that complete on an mbarrier, the products of a warpgroup, the bulk stores of a thread. Each counts its own
-// clock. A view says, for every agent, up to which clock its accesses are known to be over (`seen`), up to which clock
-// they are also behind a generic-to-async proxy fence (`fenced`), and how far a thread has certainly come in its program
-// (`passed`: what is seen, and what a warp collective tells of its lanes without ordering memory).
+// An agent is something that accesses memory in its own order: a thread, the cp.async copies of a thread, the copies
+// that complete on an mbarrier, the products of a warpgroup, the bulk stores of a thread. Each has its own clock. A
+// view says, for every agent, up to which clock its accesses are known to be complete (`seen`), up to which clock they
+// are also covered by a generic-to-async proxy fence (`fenced`), and how far a thread has certainly come in its program
+// (`passed`: what is seen, and what a warp collective reveals about its lanes without ordering memory).
 enum class AgentKind : uint8_t { kThread, kCopies, kMbarrier, kProducts, kStores };
 
 struct Agent {
@@ -55,7 +55,8 @@ struct Access {
   uint16_t site = 0;
 };
 
-// kAdded: the reads are additions, of which no other access knows yet. kLoading: an arrival lets go of it behind a load that may still be under way.
+// kAdded: the reads are additions that nothing orders before other accesses yet. kLoading: an arrival released the word
+// after a load that may still be under way.
 enum WordFlag : uint8_t {
   kInitialised = 1,
   kAsyncWrite = 2,
@@ -65,7 +66,7 @@ enum WordFlag : uint8_t {
   kLoading = 32
 };
 
-// One 4-byte word of shared memory: its last write and the reads since that are not known to be over.
+// One 4-byte word of shared memory: its last write and the reads since then that are not known to be complete.
 struct Word {
   static constexpr int kInlineReads = 6;
   Access write;
@@ -85,10 +86,10 @@ struct Copy {  // a cp.async in flight
   uint8_t bytes, source_bytes;
 };
 
-struct CopyArrival {  // at an mbarrier, due when the thread's copies through that group are over
+struct CopyArrival {  // at an mbarrier, due when the thread's copies through that group are complete
   uint32_t group;
   size_t mbarrier;
-  std::vector<uint32_t> passed;  // what the thread had passed when it asked for the arrival
+  std::vector<uint32_t> passed;  // what the thread had passed when it requested the arrival
   Site site;
 };
 
@@ -114,9 +115,10 @@ struct Fiber {
   uint32_t stores_committed = 0;
   uint32_t last_store_group = 0;  // newest group with a store in it
   uint32_t stores_waited = 0;     // groups through here have been waited for
-  bool grid_waited = false;       // for the grid in front
-  // Words that the copy engine wrote and this thread has loaded since the last instruction that may have used what it loads: a store, a product, an
-  // exchange between lanes. Until then a load may be under way; a proxy fence waits for it, an arrival does not.
+  bool grid_waited = false;       // for the preceding grid
+  // Words written by TMA that this thread has loaded since its last instruction that may have used a loaded value: a
+  // store, a product, an exchange between lanes. Until then a load may be under way; a proxy fence waits for it, an
+  // arrival does not.
   std::vector<uint32_t> loads;
 };
 
@@ -126,7 +128,7 @@ struct Warp {
   Fiber* lanes[kWarpSize] = {};
   uint32_t ready = 0;
   int size = 0;
-  // the collective that gathers
+  // the collective whose lanes are being gathered
   uint32_t gathered = 0;
   const char* collective = nullptr;
   Site collective_site{};
@@ -155,7 +157,7 @@ struct Mbarrier {
   uint32_t offset = 0;
   int arrivals = 0;
   int pending = 0;
-  int64_t bytes = 0;   // announced and not yet in; negative while copies are ahead of the announcement
+  int64_t bytes = 0;   // announced but not yet arrived; negative while copies are ahead of the announcement
   uint32_t phase = 0;  // completed phases
   uint16_t agent = 0;
   bool init_fenced = false;
@@ -179,7 +181,7 @@ constexpr uint32_t kTensorMapMagic = 0x7a3b19c5;
 
 struct TensorCopy {  // some rows of a box
   bool is_store;
-  bool adds;  // a store that adds float32 words;
+  bool adds;  // a store that adds float32 words
   Fiber* issuer;
   TensorMapContent map;
   int coordinates[5];
@@ -202,7 +204,7 @@ struct Accumulator {  // a warp's share of a wgmma accumulator while products ar
 struct ProductPart {
   bool arrived = false;
   std::shared_ptr<Accumulator> accumulator;
-  // When A comes from registers, by lane: [32][4] values, and where they lie (null: values without a place).
+  // If A comes from registers, by lane: [32][4] values, and their addresses (null: temporaries).
   std::vector<uint32_t> a;
   std::vector<const uint32_t*> a_places;
 };
@@ -252,7 +254,7 @@ struct Buffer {
   uint64_t bytes;
   unsigned char* storage;
   bool writable;
-  bool of_grid_in_front;  // that grid may still write it: nothing may touch it before the wait for that grid
+  bool of_grid_in_front;  // the preceding grid may still write it: nothing may touch it before the wait for that grid
   std::string name;
   std::vector<uint8_t> initialised;  // per byte; empty when all of it is
   std::vector<uint64_t> writer;      // per byte: (block * kMaxBlockThreads + thread + 1) << 32 | clock
@@ -303,7 +305,7 @@ extern Machine machine;
     __attribute__((format(printf, 4, 5)));
 void block_current(const char* what, const Site& site);
 void wake(Fiber& fiber);
-void let_others_run();  // and something in flight complete: of a thread that polls
+void let_others_run();  // and completes something in flight; for a thread that polls
 void maybe_switch();    // at a seeded random moment, lets others run
 std::string run_launch(const Launch& launch);
 
@@ -312,7 +314,7 @@ uint16_t site_number(const Site& site, const char* what);
 std::string site_text(uint16_t number);
 std::string agent_text(const Block& block, int agent);
 int add_agent(Block& block, AgentKind kind, int owner);
-// Checks an access against the accesses before it, as `fiber` knows them, and records it for `agent` at `clock`.
+// Checks an access against earlier accesses, as `fiber` knows them, and records it for `agent` at `clock`.
 void record_read(Block& block, uint32_t offset, uint32_t bytes, const Fiber& fiber, int agent, uint32_t clock,
                  bool async, const Site& site, const char* what);
 void record_write(Block& block, uint32_t offset, uint32_t bytes, const Fiber& fiber, int agent, uint32_t clock,
@@ -337,7 +339,7 @@ void expect_from_grid_in_front(uint64_t address);
 void clear_buffers();
 bool in_windows(const void* address);
 
-// Own clock of a thread; raised after every release.
+// A thread's own clock; incremented after every release.
 inline uint32_t& own_clock(Fiber& fiber) { return fiber.view.seen[static_cast<size_t>(fiber.thread)]; }
 
 // barriers.cpp, tensor.cpp, wgmma.cpp: work in flight

@@ -1,5 +1,5 @@
-// What the emulated instruction wrappers (include/ptx/) call. Every function works for the thread that runs now.
-// `what` is the wrapper's name, for reports.
+// What the emulated instruction wrappers (include/ptx/) call. Every function acts for the current thread. `what` is the
+// wrapper's name, for reports.
 #pragma once
 
 #include <cstddef>
@@ -16,8 +16,8 @@ int block_index();
 int block_size();
 int grid_size();
 
-// Memory. The pointers that a kernel holds lead into address space without memory behind it, so an access that goes past
-// these functions stops with a report too. `smem` and `barrier` are shared addresses, as shared_address gives them.
+// Memory. The pointers that a kernel holds point into address space without memory, so that an access that bypasses
+// these functions is reported, too. `smem` and `barrier` are shared addresses, as returned by shared_address.
 unsigned char* shared_window();
 uint32_t shared_address(const void* smem, const Site& site, const char* what);
 void load_shared(void* to, uint32_t smem, int bytes, const Site& site, const char* what);
@@ -27,7 +27,7 @@ void load_global(void* to, const void* gmem, int bytes, const Site& site, const 
 void store_global(void* gmem, const void* from, int bytes, const Site& site, const char* what);
 int32_t atomic_add(int32_t* gmem, int32_t value, const Site& site, const char* what);
 
-// Programmatic dependent launch: after this the thread may touch what the grid in front writes.
+// Programmatic dependent launch: after this the thread may touch what the preceding grid writes.
 void grid_dependency_wait();
 
 // Barriers.
@@ -54,12 +54,12 @@ void copy_async(uint32_t smem, const void* gmem, int bytes, int source_bytes, co
 void copy_async_commit(const Site& site, const char* what);
 void copy_async_wait(int pending, const Site& site, const char* what);
 
-// mbarrier and the copy engine. `tensor_map` points to the 128 bytes that emulation_encode_tensor_map wrote.
+// mbarrier and TMA. `tensor_map` points to the 128 bytes that emulation_encode_tensor_map wrote.
 void mbarrier_init(uint32_t barrier, int arrivals, const Site& site, const char* what);
 void mbarrier_init_fence(const Site& site, const char* what);
 void mbarrier_arrive(uint32_t barrier, int expect_bytes, const Site& site, const char* what);
 void mbarrier_arrive_copies(uint32_t barrier, const Site& site,
-                            const char* what);  // once the thread's cp.async are over
+                            const char* what);  // once the thread's cp.async are complete
 bool mbarrier_try_wait(uint32_t barrier, int phase_parity, const Site& site, const char* what);
 void fence_proxy_async(const Site& site, const char* what);
 void prefetch_tensor_map(const void* tensor_map, const Site& site, const char* what);
@@ -71,7 +71,7 @@ void tensor_store(const void* tensor_map, uint32_t smem, int rank, const int* co
 void semaphore_wait(const int32_t* gmem, int32_t value, const Site& site, const char* what);
 void semaphore_release(int32_t* gmem, int32_t value, const Site& site, const char* what);
 void bulk_load(uint32_t smem, const void* gmem, uint32_t bytes, uint32_t barrier, const Site& site, const char* what);
-// A bulk store that adds float32 words to global memory, `bytes` a multiple of 16.
+// A bulk store to global memory, or with `adds` an addition of float32 words; `bytes` is a multiple of 16.
 void bulk_copy(float* gmem, uint32_t smem, uint32_t bytes, bool adds, const Site& site, const char* what);
 void tensor_store_commit(const Site& site, const char* what);
 void tensor_store_wait(int pending, bool only_reads, const Site& site, const char* what);

@@ -17,8 +17,8 @@ std::vector<float> f16_table() {
   return table;
 }
 
-// 2^exponent of the value, exponents below those of normal numbers counting as the smallest; 0 for 0. Infinities and NaN
-// need no alignment: they pass through the sum as they are.
+// 2^exponent of the value; exponents below those of normal numbers count as the smallest; 0 for 0. Infinities and NaN
+// need no alignment: they pass through the sum unchanged.
 inline double exponent_power(double value, double smallest) {
   uint64_t bits;
   std::memcpy(&bits, &value, 8);
@@ -51,7 +51,7 @@ typedef double Lanes __attribute__((vector_size(8 * kLanes)));
 typedef int64_t Bits __attribute__((vector_size(8 * kLanes)));
 constexpr Bits kExponent = Bits{} + 0x7ff0000000000000ll, kSign = Bits{} + static_cast<int64_t>(1ull << 63);
 
-// Below 2^52, which quotients by the largest one's quantum are unless something infinite takes part.
+// For values below 2^52, which quotients by the largest value's quantum are unless something infinite takes part.
 inline __attribute__((always_inline)) Lanes truncated(Lanes value) {
   const Lanes size = reinterpret_cast<Lanes>(reinterpret_cast<Bits>(value) & ~kSign);
   Lanes whole = (size + 0x1p52) - 0x1p52;

@@ -88,7 +88,7 @@ inline float flush_to_zero(float value) {
   return (float_bits(value) & 0x7f800000u) == 0 ? bits_float(float_bits(value) & 0x80000000u) : value;
 }
 
-// Of a 16-bit format.
+// For a 16-bit format.
 float element_to_float(Format format, uint16_t bits);
 
 // How a generation of tensor cores adds: `block` products and the accumulator are aligned to the largest exponent among
@@ -99,8 +99,8 @@ struct TensorCore {
   int extra_bits;
 };
 
-// Of 8-bit operands Hopper's keep 13 bits behind the largest product's leading one: what the kernels' sums over 128 of k, each
-// added to an fp32 sum outside the tensor cores, are for.
+// With 8-bit operands Hopper keeps 13 bits below the leading one of the largest product. That is why the kernels sum
+// over 128 of k, and add each sum to an fp32 sum outside the tensor cores.
 constexpr TensorCore kHopperE4M3{32, -10};
 
 // d[rows][columns] += a[rows][k] * b[k][columns]; rows a multiple of 4, columns of 8, k of 8, at most 32.

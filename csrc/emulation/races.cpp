@@ -1,4 +1,4 @@
-// The race detector: what has accessed each word of shared memory, as whom, and what a thread knows of it.
+// The race detector: what has accessed each word of shared memory, as which agent, and what a thread knows about it.
 #include <string>
 #include <unordered_map>
 
@@ -39,7 +39,7 @@ bool over(const Fiber& fiber, const Access& access, bool fenced) {
        agent_text(block, agent).c_str(), now_verb, access_text(block, before).c_str(), before_verb);
 }
 
-// Drops the reads that are known to be over and returns how many remain; `out` gets a pointer to the first.
+// Drops the reads that are known to be complete.
 void prune_reads(Block& block, Word& word, const Fiber& fiber) {
   int kept = 0;
   for (int i = 0; i < word.read_count; ++i) {
@@ -82,7 +82,7 @@ void add_read(Block& block, Word& word, const Access& access, const Fiber& fiber
   spilled.push_back(access);
 }
 
-// Fails where a read of the word, or an addition to it, may still be under way; `writes`: what this access does.
+// Fails if a read of the word, or an addition to it, may still be under way; `writes`: whether this access writes.
 void expect_no_reads(Block& block, uint32_t index, const Fiber& fiber, int agent, bool writes, const Site& site,
                      const char* what) {
   Word& word = block.words[index];
@@ -150,7 +150,7 @@ int add_agent(Block& block, AgentKind kind, int owner) {
   return static_cast<int>(block.agents.size() - 1);
 }
 
-// The larger of each pair. Two pointers: among six, a compiler cannot tell what overlaps, and uses no vectors.
+// The larger of each pair. Two pointers only: among six, a compiler cannot tell what overlaps, and uses no vectors.
 #if defined(__x86_64__) && !defined(FLASHMOE_EMULATION_SANITIZE)
 __attribute__((target_clones("avx512f", "avx2", "default")))  // SSE2 has no maximum of unsigned words
 #endif
@@ -197,7 +197,7 @@ void record_addition(Block& block, uint32_t offset, Fiber& fiber, const Site& si
   if (is_first && machine.launch.check_races) {
     expect_no_reads(block, offset / 4, fiber, fiber.thread, true, site, what);
   }
-  word.flags = static_cast<uint8_t>(word.flags & ~kAdded);  // one addition need not be after another
+  word.flags = static_cast<uint8_t>(word.flags & ~kAdded);  // additions need no order among themselves
   record_read(block, offset, 4, fiber, fiber.thread, own_clock(fiber), false, site, what);
   word.flags |= kAdded;
 }

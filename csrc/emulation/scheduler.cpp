@@ -83,7 +83,7 @@ std::unique_ptr<Block> make_block(int index, unsigned char* stacks) {
   return block;
 }
 
-// One group of threads that wait for the same thing, as text.
+// The threads of a block as text, grouped by what they wait for.
 std::string waiting_threads(const Block& block) {
   std::map<std::string, std::vector<int>> groups;
   for (const auto& fiber : block.fibers) {
@@ -139,7 +139,7 @@ Warp* pick_warp() {
   return ready.empty() ? nullptr : ready[machine.random.below(static_cast<uint32_t>(ready.size()))];
 }
 
-// Lets each ready lane run until it waits, gives way or ends, starting with a random one.
+// Lets each ready lane run until it waits, yields or ends, starting with a random one.
 void run_warp(Warp& warp) {
   const uint32_t first = machine.random.below(kWarpSize);
   for (uint32_t i = 0; i < kWarpSize; ++i) {
@@ -229,7 +229,7 @@ void on_fault(int signal, siginfo_t* info, void*) {
   sigaction(signal, &standard, nullptr);
 }
 
-// Time that this thread has spent computing: what a run costs does not depend on what else the machine does.
+// CPU time of this thread: what a run costs does not depend on what else the machine does.
 double processor_seconds() {
   timespec now{};
   clock_gettime(CLOCK_THREAD_CPUTIME_ID, &now);

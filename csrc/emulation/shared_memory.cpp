@@ -1,4 +1,4 @@
-// Shared memory: where it lies, bounds, alignment, loads and stores.
+// Shared memory: addresses, bounds, alignment, loads and stores.
 #include <cstring>
 
 #include "emulation/internal.h"
@@ -7,7 +7,7 @@ namespace flashmoe::emulation {
 
 unsigned char* shared_window() {
   static unsigned char* const window = [] {
-    // 1024-byte aligned, as the dynamic shared memory of a kernel that asks for it.
+    // 1024-byte aligned, like the dynamic shared memory of a kernel that requests it.
     return reserve_window(2 * kSharedWindowBytes) + kSharedWindowBytes / 2;
   }();
   return window;

@@ -1,4 +1,4 @@
-// The copy engine: tensor maps, loads that complete on an mbarrier, stores in bulk groups.
+// TMA: tensor maps, loads that complete on an mbarrier, stores in bulk groups.
 #include <algorithm>
 #include <cstring>
 
@@ -30,8 +30,8 @@ int box_rows(const TensorMapContent& map) {
   return rows;
 }
 
-// Where the 16-byte chunk at `address` of the box lies once swizzled: address bits 4 to 6 (128 bytes; fewer for the
-// narrower modes) are xored with bits 7 to 9 of the shared address itself.
+// Swizzled address of the 16-byte chunk at `address` of the box: address bits 4 to 6 (128 bytes; fewer for the narrower
+// modes) are xored with bits 7 to 9 of the shared address itself.
 uint32_t swizzled(uint32_t address, uint32_t swizzle_bytes) {
   const uint32_t mask = swizzle_bytes == 0 ? 0 : swizzle_bytes / kChunk - 1;
   return address ^ ((address >> 7 & mask) << 4);
@@ -77,7 +77,7 @@ void load_row(Block& block, const TensorCopy& copy, int row) {
   }
 }
 
-// Sums are read and written in one piece, in any order: no write that races, but memory that something has written before.
+// Words are added atomically, in any order: such a write does not race, but needs memory that has been written.
 void add_words(const TensorCopy& copy, const void* gmem, const unsigned char* words, uint32_t bytes) {
   unsigned char* sums = global_storage(gmem, bytes, 16, false, copy.issuer, copy.site, "bulk_reduce_add");
   for (uint32_t at = 0; at < bytes; at += sizeof(float)) {
@@ -106,7 +106,7 @@ void store_row(Block& block, const TensorCopy& copy, int row) {
   std::memcpy(to, staged + span.begin * map.element_bytes, size);
 }
 
-// Hands the rows of a box to the engine in one to three pieces.
+// Enqueues the rows of a box as one to three copies.
 void enqueue(Block& block, TensorCopy copy) {
   const int rows = box_rows(copy.map);
   const int pieces = std::min(rows, 1 + static_cast<int>(machine.random.below(3)));
@@ -139,7 +139,7 @@ TensorCopy describe(const void* tensor_map, uint32_t smem, int rank, const int* 
   return copy;
 }
 
-// A copy of bytes that follow one another, as one of rows that do.
+// Describes a copy of contiguous bytes as one of contiguous rows.
 TensorCopy describe_bytes(const void* gmem, uint32_t smem, uint32_t bytes, const Site& site, const char* what) {
   const uint32_t row = bytes % 1024 == 0 ? 1024 : 16;
   if (bytes == 0 || bytes % 16 != 0 || reinterpret_cast<uint64_t>(gmem) % 16 != 0) {
@@ -160,7 +160,7 @@ TensorCopy describe_bytes(const void* gmem, uint32_t smem, uint32_t bytes, const
   return copy;
 }
 
-// Its bytes complete on the barrier.
+// Starts a load whose bytes complete on the barrier.
 void start_load(TensorCopy copy, uint32_t barrier_address, const Site& site, const char* what) {
   Fiber& fiber = *machine.current;
   Block& block = *fiber.block;

@@ -1,9 +1,9 @@
 // wgmma: descriptors, products in flight per warpgroup, and accumulators that hold nothing useful until the wait.
 //
-// Each warp of a warpgroup hands in its part on its own; a product runs, in issue order, at a seeded moment after its
-// fourth part came in, and at the latest when a wait covers it. From the issue to that wait the accumulator registers
-// hold a NaN pattern; finding anything else there at the end is a failure. A from registers is taken at the issue, and
-// finding other values in those registers at the wait is a failure too.
+// Each warp of a warpgroup issues its quarter separately; a product runs, in issue order, at a seeded moment after its
+// fourth quarter arrived, and at the latest when a wait covers it. Between the issue and that wait the accumulator
+// registers hold a NaN pattern; finding anything else there at the end is a failure. A from registers is read at the
+// issue, and finding other values in those registers at the wait is a failure too.
 #include <algorithm>
 #include <cmath>
 #include <cstring>
@@ -15,7 +15,7 @@ namespace flashmoe::emulation {
 namespace {
 
 constexpr int kWarps = 4;
-constexpr int kDepth = 16;  // of 16-bit elements; of 8-bit ones it is 32, in as many bytes
+constexpr int kDepth = 16;  // for 16-bit elements; for 8-bit ones it is 32, in as many bytes
 constexpr int kWarpRows = 16;
 constexpr uint32_t kAccumulatorPoison = 0x7fa5dead;
 
@@ -57,7 +57,7 @@ uint32_t chunk_offset(const Operand& operand, bool k_major, int row, int chunk, 
   return (physical ^ ((physical >> 7 & operand.xor_mask) << 4)) - kSharedReserved;
 }
 
-// Chunks of one operand tile: `rows` x `chunks` (see chunk_offset).
+// Visits the chunks of one operand tile: `rows` x `chunks` (see chunk_offset).
 template <typename Visit>
 void for_each_chunk(const Operand& operand, bool k_major, int row_begin, int row_end, int chunks, const Block& block,
                     const Site& site, const char* what, Visit visit) {
@@ -68,7 +68,7 @@ void for_each_chunk(const Operand& operand, bool k_major, int row_begin, int row
   }
 }
 
-// Of the 16 rows of A that warp `part` multiplies; transposed, chunks are counted from its first.
+// The same for the 16 rows of A that warp `part` multiplies; if transposed, chunks are counted from its first.
 template <typename Visit>
 void for_each_chunk_of_a(uint64_t descriptor, bool transposed, int part, const Block& block, const Site& site,
                          const char* what, Visit visit) {
@@ -111,8 +111,8 @@ struct ProductArguments {
   const char* what;
 };
 
-// The accumulator of this warp's lanes: the one in flight when the registers are the same, otherwise a new one that
-// takes their values and leaves poison.
+// The accumulator of this warp's lanes: the one in flight if the registers are the same, otherwise a new one that takes
+// their values and leaves poison.
 std::shared_ptr<Accumulator> take_accumulator(Warp& warp, Warpgroup& group, int columns, const ProductArguments& mine) {
   const int part = warp.index % kWarps;
   float* first = static_cast<ProductArguments*>(warp.arguments[0])->d;
@@ -236,7 +236,7 @@ bool execute_next(Block& block, Warpgroup& group) {
   return true;
 }
 
-// Ends the wait of a warp for the groups through `through`, or says that parts of them are still missing.
+// Ends a warp's wait for the groups through `through`; returns false if products of theirs are not fully issued.
 bool try_finish_wait(Warp& warp, uint32_t through) {
   Block& block = *warp.block;
   Warpgroup& group = warpgroup_of(warp);
@@ -298,7 +298,7 @@ void check_same(const Product& product, const ProductArguments& mine, uint32_t g
   }
 }
 
-// Checks, for the reading warp, that what the product reads is there, and notes the reads.
+// Checks, for the reading warp, that what the product reads is there, and records the reads.
 void record_operands(Warp& warp, const ProductArguments& mine, uint32_t clock) {
   Block& block = *warp.block;
   Warpgroup& group = warpgroup_of(warp);

@@ -1,5 +1,5 @@
-// The arguments of one operator call, taken one after the other in the order of its schema: from torch's stack, or, where a tracer asks
-// whether a call is allowed, from their description in text. Both ways run the same checks, so a rule stands once.
+// The arguments of one operator call, read in the order of its schema: from torch's stack or, when a tracer asks
+// whether a call is allowed, from a description in text. Both run the same checks, so each rule is written once.
 //
 //   ForwardArguments take_forward(host::Arguments& given) { ... given.tensor() ... given.number() ...; check(...); return ...; }
 //   boxed function:   host::Arguments given(stack);  const ForwardArguments arguments = take_forward(given);
@@ -16,7 +16,7 @@
 
 namespace flashmoe::host {
 
-// One argument in each line: "tensor DTYPE DEVICE RANK SIZES... STRIDES...", "none", "value NUMBER" or "text WORDS".
+// One argument per line: "tensor DTYPE DEVICE RANK SIZES... STRIDES...", "none", "value NUMBER" or "text WORDS".
 class Description {
  public:
   explicit Description(std::string text) : text_(std::move(text)) {}
@@ -45,7 +45,7 @@ class Arguments {
   std::optional<double> optional_number() {
     return described_ == nullptr ? take<std::optional<double>>(*stack_++) : described_->number();
   }
-  // Several of a kind, one after the other.
+  // Several arguments of one kind, in order.
   template <class... T>
   void tensors(T&... taken) {
     ((taken = tensor()), ...);
@@ -69,7 +69,7 @@ class Arguments {
   Description* described_ = nullptr;
 };
 
-// Registered under an operator's name, for flashmoe_check: takes the arguments and throws at the first rule that they break.
+// Registered under an operator's name, for flashmoe_check: reads the arguments and throws on the first broken rule.
 class ArgumentCheck {
  public:
   using Function = void (*)(Arguments& given);
@@ -80,7 +80,7 @@ class ArgumentCheck {
   const ArgumentCheck* next;
 };
 
-// "", or why the operator would refuse these arguments, as violate() words it.
+// Returns "", or why the operator would refuse these arguments, in the format of violate().
 std::string check_description(const char* name, const char* description);
 
 }  // namespace flashmoe::host

@@ -1,5 +1,6 @@
-// Boxed calls, in which torch's dispatcher runs an operator: the stack holds the arguments on entry, whose tensors we then own, and
-// the owned results on return. An operation registers its functions itself (STABLE_TORCH_LIBRARY_FRAGMENT, _IMPL).
+// Boxed calls, by which torch's dispatcher runs an operator: on entry the stack holds the arguments, whose tensors we
+// then own, and on return the owned results. An operation registers its functions itself
+// (STABLE_TORCH_LIBRARY_FRAGMENT, _IMPL).
 #pragma once
 
 #include <torch/csrc/stable/library.h>
@@ -13,7 +14,7 @@
 
 namespace flashmoe::host {
 
-// Throws where a schema and the function registered for it differ. `name`: of the operation.
+// Throws if a schema and the function registered for it differ. `name`: the operation's.
 inline void check_counts(const char* name, uint64_t num_arguments, uint64_t arguments_registered, uint64_t num_outputs,
                          uint64_t outputs_registered) {
   if (num_arguments == arguments_registered && num_outputs == outputs_registered) return;
@@ -27,7 +28,7 @@ T take(StableIValue argument) {
   return torch::stable::detail::to<T>(argument);
 }
 
-// An argument by text. torch's own conversion to std::string leaks it, and needs GLIBCXX_3.4.26.
+// A text argument. torch's own conversion to std::string leaks it, and needs GLIBCXX_3.4.26.
 inline std::string take_text(StableIValue argument) {
   const auto handle = take<StringHandle>(argument);
   std::size_t length = 0;
@@ -41,7 +42,7 @@ inline std::string take_text(StableIValue argument) {
 
 inline Tensor take_tensor(StableIValue argument) { return Tensor(take<AtenTensorHandle>(argument)); }
 
-// Of an argument declared as Tensor?: a null handle for None.
+// For an argument declared as Tensor?: a null handle for None.
 inline Tensor take_optional_tensor(StableIValue argument) {
   return Tensor(take<std::optional<AtenTensorHandle>>(argument).value_or(nullptr));
 }

@@ -4,7 +4,7 @@
 
 namespace flashmoe {
 
-// The quotient, rounded up, of two numbers that are not negative.
+// The quotient of two non-negative numbers, rounded up.
 inline int64_t ceil_div(int64_t value, int64_t divisor) { return (value + divisor - 1) / divisor; }
 
 }  // namespace flashmoe

@@ -41,7 +41,7 @@ Driver load_driver() {
 #undef FLASHMOE_DRIVER_LOAD
   loaded.cuTensorMapEncodeTiled =
       reinterpret_cast<decltype(loaded.cuTensorMapEncodeTiled)>(dlsym(library, "cuTensorMapEncodeTiled"));
-  // Used for dependent launches alone, which CUDA graphs cannot hold before 12.3.
+  // Used only for dependent launches, which CUDA graphs cannot hold before 12.3.
   constexpr int kGraphsHoldDependentLaunches = 12030;
   int version = 0;
   if (loaded.cuDriverGetVersion(&version) == CUDA_SUCCESS && version >= kGraphsHoldDependentLaunches) {
@@ -56,7 +56,7 @@ int32_t attribute(CUdevice handle, CUdevice_attribute which, const char* what) {
   return value;
 }
 
-// Two transfers per clock. Only a choice of cache hints rests on it: a driver that refuses to say it is no error.
+// Two transfers per clock. Only cache hints depend on it, so a driver that does not report it is no error.
 int32_t memory_rate(CUdevice handle) {
   int khz = 0, bits = 0;
   const auto ask = driver().cuDeviceGetAttribute;

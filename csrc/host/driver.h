@@ -1,4 +1,4 @@
-// The CUDA driver API, found at run time in libcuda.so.1. Every call is checked, and a failure names what was asked.
+// The CUDA driver API, found at run time in libcuda.so.1. Every call is checked; an error names it and its purpose.
 #pragma once
 
 #include <cuda.h>
@@ -10,7 +10,7 @@
 
 namespace flashmoe::host {
 
-// Entry points by the names under which libcuda exports their present versions.
+// Entry points, with the names under which libcuda exports their current versions.
 #define FLASHMOE_DRIVER_CALLS(call)                                                                                   \
   call(cuInit, "cuInit") call(cuDriverGetVersion, "cuDriverGetVersion") call(cuGetErrorName, "cuGetErrorName")        \
       call(cuGetErrorString, "cuGetErrorString") call(cuDeviceGet, "cuDeviceGet")                                     \
@@ -56,8 +56,8 @@ class ContextGuard {
   bool pushed_ = false;
 };
 
-// Lets this thread do what CUDA forbids while a stream is being captured in the global mode, and what cannot disturb that: load a
-// kernel, allocate memory.
+// Allows this thread what CUDA forbids while a stream is being captured in the global mode, but cannot disturb the
+// capture: loading a kernel, allocating memory.
 class RelaxedCapture {
  public:
   explicit RelaxedCapture(const char* before) {
@@ -80,7 +80,7 @@ struct Device {
   int32_t num_multiprocessors = 0;
   int32_t shared_bytes_optin = 0;
   int32_t l2_bytes = 0;
-  int32_t memory_rate = 0;  // bytes per ns, by the memory's clock and bus; 0: the driver does not say
+  int32_t memory_rate = 0;  // bytes per ns, from the memory's clock and bus width; 0: not reported by the driver
   std::string name;
 };
 
@@ -90,8 +90,8 @@ const Device& device(int32_t index);
 // torch's current stream on the device.
 CUstream current_stream(int32_t device_index);
 
-// What the work of one operator call on a GPU needs for as long as it is being queued: the context, current on this thread,
-// and the stream to queue it on.
+// What one operator call on a GPU needs while its work is being queued: the context, current on this thread, and the
+// stream to queue it on.
 struct CudaCall {
   explicit CudaCall(const Device& device) : gpu(device), guard(device.context), stream(current_stream(device.index)) {}
   const Device& gpu;
@@ -99,7 +99,7 @@ struct CudaCall {
   const CUstream stream;
 };
 
-// Fill `count` bytes, or 32-bit words, on the stream; `context` says in an error what they are.
+// Fills `count` bytes, or 32-bit words, on the stream; `context` names them in an error.
 template <typename... Context>
 void fill_bytes(void* address, unsigned char value, int64_t count, CUstream stream, const Context&... context) {
   check_driver(

@@ -1,6 +1,6 @@
-// Errors that the Python side turns into typed exceptions. A rule for arguments that a call breaks is thrown as
-// `flashmoe:<rule>|name=value|...`: C++ decides, flashmoe/rules.py and the rules of each operation explain. What goes wrong with
-// the machine (driver, memory) is `flashmoe:<code>: <message>`.
+// Errors that the Python side turns into typed exceptions. A broken rule for arguments is thrown as
+// `flashmoe:<rule>|name=value|...`: C++ decides, flashmoe/rules.py and the rules of each operation explain. A failure
+// of the machine (driver, memory) is `flashmoe:<code>: <message>`.
 #pragma once
 
 #include <initializer_list>
@@ -45,7 +45,7 @@ template <typename... Parts>
   throw std::runtime_error(text.str());
 }
 
-// A value of a broken rule, by the name that the rule's explanation has for it.
+// A value of a broken rule, under the name that the rule's explanation uses.
 struct Value {
   Value(const char* its_name, std::string its_text) : name(its_name), text(std::move(its_text)) {}
   Value(const char* its_name, const char* its_text) : name(its_name), text(its_text) {}
@@ -66,7 +66,7 @@ struct Value {
   for (const Value& value : values) {
     text += value.name;
     text += '=';
-    for (const char c : value.text) {  // what separates values, as in a URL
+    for (const char c : value.text) {  // separators are escaped, as in a URL
       if (c == '|' || c == '%' || c == '\n') {
         text += c == '|' ? "%7C" : c == '%' ? "%25" : "%0A";
       } else {

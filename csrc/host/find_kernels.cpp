@@ -43,12 +43,12 @@ KernelList find_loadable(int32_t capability) {
   return best;
 }
 
-// Of the capability that a thread asked for last: its kernels, and what find_kernel has answered from them. A look through all takes 2 to 3 us, and a
-// backward call asks up to 15 times.
+// The capability that a thread requested last, its kernels, and find_kernel's answers from them. A search through all
+// takes 2 to 3 us, and a backward call makes up to 15.
 struct Known {
   int32_t capability = 0;
   KernelList kernels;
-  std::map<std::string, const Kernel*> answers;  // not unordered: its buckets ask for a symbol of GLIBCXX_3.4.29
+  std::map<std::string, const Kernel*> answers;  // not unordered: its buckets need a symbol of GLIBCXX_3.4.29
 };
 
 Known& known() {
@@ -85,7 +85,7 @@ const Kernel* look_through(const KernelName& name, int32_t size_axis, const Kern
   return best;
 }
 
-// Each text once, separated by commas, in the order of `count` calls of text_of(index).
+// The distinct texts of text_of(0) to text_of(count - 1), in order, separated by commas.
 template <class TextOf>
 std::string joined(int32_t count, const TextOf& text_of) {
   std::ostringstream text{std::ios_base::out};  // the default constructor needs GLIBCXX_3.4.26

@@ -21,7 +21,7 @@ void check_launch(CUresult result, const char* call, const Kernel& kernel, int64
                kernel.shared_bytes, " bytes of dynamic shared memory");
 }
 
-// By what the code was compiled from, not by the GPU: PTX for an older one, assembled for a newer one, does not wait.
+// Depends on the code's target, not on the GPU: PTX for an older one, assembled for a newer one, does not wait.
 bool can_depend(const Kernel& kernel) {
   constexpr int32_t kFirstToWait = 90;
   const DeviceBinary& binary = kernel_table().binaries[static_cast<std::size_t>(kernel.binary)];
@@ -78,7 +78,7 @@ void LaunchList::add(const Launch& launch) {
 }
 
 void LaunchList::run(const CudaCall& call) const {
-  for (std::size_t index = 0; index < size_; ++index) {  // so that nothing runs if one of them cannot
+  for (std::size_t index = 0; index < size_; ++index) {  // first, so that nothing runs if one of them cannot
     check_grid(launches_[index].grid);
     load_kernel(*launches_[index].kernel, call.gpu);
   }

@@ -12,14 +12,14 @@
 
 namespace flashmoe::host {
 
-// One kernel of a list. What it points to need only live until run() returns.
+// One kernel of a list. Its pointers must stay valid until run() returns.
 struct Launch {
   const Kernel* kernel = nullptr;
   int64_t grid = 0;              // thread blocks, one dimension
   const void* params = nullptr;  // the kernel's parameter block
   const CUtensorMap* tensor_maps =
       nullptr;  // kernel->num_tensor_maps of them, in the order of the operation's descriptor
-  // The kernel begins with ptx::grid_dependency_wait() and stands directly behind the one that it depends on: where GPU and
+  // The kernel begins with ptx::grid_dependency_wait() and directly follows the one that it depends on: if GPU and
   // driver can, it is scheduled before that one has ended.
   bool is_dependent = false;
 };
@@ -28,8 +28,7 @@ class LaunchList {
  public:
   void add(const Launch& launch);
 
-  // Loads all kernels, then launches them in the order in which they were added; an error names kernel, grid, block, shared
-  // memory.
+  // Loads all kernels, then launches them in order; an error names kernel, grid, block and shared memory.
   void run(const CudaCall& call) const;
 
  private:
@@ -38,8 +37,8 @@ class LaunchList {
   std::size_t size_ = 0;
 };
 
-// Thread blocks for `tiles`: one each, or for a persistent kernel as many as the GPU holds at once. If these are fewer than the
-// tiles, the kernel needs a tile counter (host/tile_counters.h).
+// Thread blocks for `tiles`: one per tile, or for a persistent kernel at most as many as the GPU holds at once. If that
+// is fewer than the tiles, the kernel needs a tile counter (host/tile_counters.h).
 int64_t grid_for(const Kernel& kernel, int64_t tiles, const Device& gpu);
 
 // What selection on this GPU starts from; reads FLASHMOE_KERNEL.

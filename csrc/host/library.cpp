@@ -1,5 +1,5 @@
-// The C functions of this library that Python reads through ctypes. Operators are not exported: each operation registers its own
-// with torch (host/register.cpp in its folder), so that another one changes nothing here.
+// The C functions of this library that Python reads through ctypes. Operators are not exported: each operation
+// registers its own with torch (host/register.cpp in its folder), so a new one changes nothing here.
 
 #include <exception>
 
@@ -16,7 +16,7 @@ FLASHMOE_EXPORT const char* flashmoe_last_kernel() { return flashmoe::host::last
 // The JSON index of the embedded device binaries, as in the section .flashmoe.index.
 FLASHMOE_EXPORT const char* flashmoe_index_json() { return flashmoe::host::embedded_index(); }
 
-// The instruction set that the CPU backend uses; "" when FLASHMOE_CPU_ISA names one that this machine or this build lacks.
+// The CPU backend's instruction set; "" if FLASHMOE_CPU_ISA names one that this machine or this build lacks.
 FLASHMOE_EXPORT const char* flashmoe_cpu_isa() {
   try {
     return flashmoe::cpu::selected_isa();
@@ -35,8 +35,8 @@ FLASHMOE_EXPORT int flashmoe_set_cpu_isa(const char* name) {
   }
 }
 
-// "", or why `op` (an operator's name) would refuse the arguments that host::Arguments reads from `description`. Valid until this
-// thread's next call.
+// "", or why `op` (an operator's name) would refuse the arguments that host::Arguments reads from `description`. Valid
+// until this thread's next call.
 FLASHMOE_EXPORT const char* flashmoe_check(const char* op, const char* description) {
   thread_local std::string text;
   text = flashmoe::host::check_description(op, description);

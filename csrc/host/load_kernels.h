@@ -1,4 +1,4 @@
-// Loading embedded kernels onto a GPU, each when it is first needed.
+// Loads embedded kernels onto a GPU, each on first use.
 #pragma once
 
 #include <cuda.h>

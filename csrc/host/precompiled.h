@@ -1,5 +1,6 @@
-// The headers of others that take most host files half of their compilation: the build parses them once and gives them to every
-// file first. A file still includes what it needs. (No `#pragma once`: g++ takes this for a main file, and warns.)
+// Standard, CUDA and torch headers that take half of the compilation of most host files: the build parses them once and
+// includes them in every file first. A file still includes what it needs. (No `#pragma once`: g++ treats this as a main
+// file, and warns.)
 
 #include <algorithm>
 #include <memory>

@@ -75,18 +75,18 @@ bool have_equal_strides(const Tensor& a, const Tensor& b) {
   return true;
 }
 
-// One axis of two tensors of equal strides: `steps` from an element of the first to one of the second are -before to after.
+// One axis of two tensors of equal strides: from an element of the first to one of the second, -before to after steps.
 struct Axis {
   int64_t stride;
   int64_t before;
   int64_t after;
 };
 
-// Whether some steps along the axes, of descending stride, go `distance` elements.
+// Whether some number of steps along the axes, in descending order of stride, covers `distance` elements.
 bool is_reachable(int64_t distance, const Axis* axis, const Axis* end) {
   if (axis == end)
-    return true;  // nothing is left: the axis before has seen to it, and single elements meet in one place
-  int64_t rest_before = 0, rest_after = 0;  // how far the further axes go
+    return true;  // nothing is left: the axis before covered it all, or single elements are in the same place
+  int64_t rest_before = 0, rest_after = 0;  // how far the remaining axes reach
   for (const Axis* rest = axis + 1; rest != end; ++rest) {
     rest_before += rest->before * rest->stride;
     rest_after += rest->after * rest->stride;
@@ -98,7 +98,7 @@ bool is_reachable(int64_t distance, const Axis* axis, const Axis* end) {
     if (left < -rest_before) break;
     if (left > rest_after) continue;
     if (is_reachable(left, axis + 1, end)) return true;
-    if (++tried == 4) return true;  // a tensor that overlaps itself: not followed any further
+    if (++tried == 4) return true;  // a tensor that overlaps itself: assume that it does, without searching on
   }
   return false;
 }

@@ -1,5 +1,5 @@
-// An owning tensor handle over torch's C shims. torch::stable::Tensor is not used: it holds a std::shared_ptr, whose
-// reference count pulls in __libc_single_threaded (GLIBC_2.32), above the manylinux_2_28 floor; and this one is cheaper.
+// An owning tensor handle over torch's C shims. torch::stable::Tensor costs more, and the reference count of its
+// std::shared_ptr pulls in __libc_single_threaded (GLIBC_2.32), above the manylinux_2_28 floor.
 #pragma once
 
 #include <torch/csrc/inductor/aoti_torch/c/shim.h>
@@ -17,14 +17,14 @@
 
 namespace flashmoe::host {
 
-// A shim reports failure by a code alone, after torch has written the reason to stderr.
+// A shim reports failure only by a code, after torch has written the reason to stderr.
 inline void check_shim(AOTITorchError status, const char* what) {
   if (status != AOTI_TORCH_SUCCESS) {
     fail(ErrorCode::kInternal, "torch's ", what, " failed; torch wrote the reason to standard error");
   }
 }
 
-// What a tracer knows of a tensor that has no memory: enough to check arguments (see host/arguments.h).
+// What a tracer knows about a tensor without memory: enough to check arguments (see host/arguments.h).
 struct TensorDescription {
   std::vector<int64_t> sizes;
   std::vector<int64_t> strides;
@@ -57,10 +57,10 @@ class Tensor {
 
   // False for an optional tensor that is None.
   bool is_given() const { return handle_ != nullptr || description_ != nullptr; }
-  // Without memory: neither data() nor any operation of torch may be asked of it.
+  // Not null for a tensor without memory: neither data() nor any operation of torch may be called on it.
   const TensorDescription* description() const { return description_; }
 
-  bool is_defined() const {  // false for a None that torch passed on as a tensor, and without one
+  bool is_defined() const {  // false for a None that torch passed as a tensor, and if not given
     if (!is_given()) return false;
     if (description_ != nullptr) return true;
     bool value = false;
@@ -132,19 +132,19 @@ Tensor empty(std::initializer_list<int64_t> sizes, int32_t dtype, int32_t device
 // A second handle on the same tensor.
 Tensor alias(const Tensor& tensor);
 
-// The tensor's memory from its first element on, seen with these sizes and strides: `rank` of each, or tensor.dim().
+// A view of the tensor's memory from its first element on; `rank`, or tensor.dim(), sizes and strides.
 Tensor view_of(const Tensor& tensor, int64_t rank, const int64_t* sizes, const int64_t* strides);
 inline Tensor view_of(const Tensor& tensor, const int64_t* sizes, const int64_t* strides) {
   return view_of(tensor, tensor.dim(), sizes, strides);
 }
 
-// `count` indices of an axis from `first` on; of an axis of size 1, which stands for any, the tensor itself.
+// `count` indices of an axis from `first` on; if the axis has size 1, which broadcasts, the tensor itself.
 Tensor narrow(const Tensor& tensor, int64_t axis, int64_t first, int64_t count);
 
 // Addresses from the first element to the end of the last.
 struct MemoryRange {
   intptr_t begin = 0;
-  intptr_t end = 0;  // begin without elements
+  intptr_t end = 0;  // begin if there are no elements
 
   bool meets(const MemoryRange& other) const {
     return begin < other.end && other.begin < end && begin < end && other.begin < other.end;
@@ -152,14 +152,14 @@ struct MemoryRange {
 };
 MemoryRange memory_range(const Tensor& tensor);
 
-// Whether both have the same elements: of equal sizes, where each is held against the other.
+// Whether both have the same elements, for tensors of equal sizes.
 bool is_same_memory(const Tensor& a, const Tensor& b);
 
-// Whether an element of one lies in the memory of the other: exact for tensors of equal strides, else of all between a tensor's first
-// and last element.
+// Whether an element of one is in the memory of the other: exact for tensors of equal strides, otherwise by the whole
+// range from a tensor's first to its last element.
 bool may_overlap(const Tensor& a, const Tensor& b);
 
-// The type by the kernel table's name; nothing for one that no kernel has.
+// The kernel table's type; nothing if no kernel has it.
 std::optional<Dtype> dtype_of(int32_t torch_dtype);
 
 // For error messages: "[2, 8, 128, 64]", "float64", "cuda:1".

@@ -7,7 +7,7 @@
 namespace flashmoe::host {
 namespace {
 
-// Written outermost first, as torch writes sizes.
+// Prints values outermost first, as torch prints sizes.
 template <class Number>
 struct Reversed {
   const Number* values;
@@ -18,7 +18,7 @@ struct Reversed {
   }
 };
 
-// Without the leading axes of which a box has one element.
+// The rank without the leading axes along which a box has one element.
 int32_t box_rank(const uint32_t* box, int32_t rank) {
   while (rank > 2 && box[rank - 1] == 1) --rank;
   return rank;

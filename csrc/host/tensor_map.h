@@ -1,5 +1,6 @@
-// Tensor maps: what TMA loads and stores go by. An operation describes each in a plain struct beside the kernel that takes it
-// (address, dims, strides_bytes, box, element_strides, innermost first); these functions make the driver's object from it.
+// Tensor maps, which describe tensors to TMA. An operation describes each in a plain struct beside the kernel that
+// takes it (address, dims, strides_bytes, box, element_strides, innermost first); these functions make the driver's
+// object from it.
 #pragma once
 
 #include <cuda.h>
@@ -11,10 +12,10 @@
 
 namespace flashmoe::host {
 
-// Calls cuTensorMapEncodeTiled with a 128-byte swizzle; throws code `driver` when the driver is older than 12.0. `name`: of the
-// tensor, for error messages. `promotion`: what a miss of the second-level cache fetches: 256 bytes is best for weights (a
-// layer of Mixtral with 32 tokens takes 353 us, with 128 bytes 379), and not for keys that are read once (attention/host/varlen.cpp) or for
-// weights in e4m3 (moe/host/tensor_maps.cpp).
+// Calls cuTensorMapEncodeTiled with a 128-byte swizzle; throws code `driver` if the driver is older than 12.0. `name`:
+// the tensor's, for error messages. `promotion`: how much an L2 miss fetches. 256 bytes is best for weights (a layer of
+// Mixtral with 32 tokens takes 353 us, with 128 bytes 379), but not for keys that are read once
+// (attention/host/varlen.cpp) or for e4m3 weights (moe/host/tensor_maps.cpp).
 CUtensorMap encode_tensor_map(Dtype dtype, int32_t rank, void* address, const uint64_t* dims,
                               const uint64_t* strides_bytes, const uint32_t* box, const uint32_t* element_strides,
                               const char* name, CUtensorMapL2promotion promotion = CU_TENSOR_MAP_L2_PROMOTION_L2_256B);

@@ -7,7 +7,7 @@
 namespace flashmoe::host {
 namespace {
 
-constexpr int64_t kPoolCounters = 1 << 20;  // of one allocation
+constexpr int64_t kPoolCounters = 1 << 20;  // per allocation
 constexpr int64_t kLineCounters = 32;       // 128 bytes: blocks of different launches poll different lines
 
 struct Pool {
@@ -21,8 +21,8 @@ void clear(int32_t* counters, int64_t count, CUstream stream) {
   fill_words(counters, 0, count, stream, count, " tile counters");
 }
 
-// Counters that stay whose they are until the process ends: of a stream (which the process keeps, too), or of a captured graph, whose end
-// nobody tells.
+// Counters keep their owner until the process ends: a stream (which the process keeps, too), or a captured graph, whose
+// end is not reported.
 class CounterPools {
  public:
   int32_t* of_stream(const StreamKey& key) {
@@ -37,7 +37,7 @@ class CounterPools {
     return fresh;
   }
 
-  // Null where no call that was not captured has made a pool, or captured ones have used it up.
+  // Null if no uncaptured call has made a pool, or captured calls have used it up.
   int32_t* of_capture(int32_t device_index, int64_t count) {
     const std::lock_guard<std::mutex> lock(mutex_);
     Pool& pool = pools_[device_index];
@@ -53,8 +53,8 @@ class CounterPools {
     return taken;
   }
 
-  // Not from torch's allocator: while torch.compile warms up what it will replay as a graph, that gives memory of the graph's own, and
-  // refuses a tensor that lives longer.
+  // Not from torch's allocator: while torch.compile warms up what it will replay as a graph, that allocator returns
+  // memory of the graph's own pool, and refuses a tensor that lives longer.
   static void refill(Pool& pool, const StreamKey& key) {
     CUdeviceptr memory = 0;
     {
@@ -82,7 +82,7 @@ CounterPools& counter_pools() {
 bool is_capturing(CUstream stream) {
   CUstreamCaptureStatus status = CU_STREAM_CAPTURE_STATUS_NONE;
   const CUresult result = driver().cuStreamIsCapturing(stream, &status);
-  // The legacy stream cannot be captured; asked while another stream is, the driver answers with this error.
+  // The legacy stream cannot be captured; queried while another stream is, the driver returns this error.
   if (result == CUDA_ERROR_STREAM_CAPTURE_IMPLICIT) return false;
   check_driver(result, "cuStreamIsCapturing", "before a launch");
   return status != CU_STREAM_CAPTURE_STATUS_NONE;

@@ -9,10 +9,10 @@
 
 namespace flashmoe::host {
 
-// Whether what is queued on the stream becomes part of a CUDA graph.
+// Whether work queued on the stream becomes part of a CUDA graph.
 bool is_capturing(CUstream stream);
 
-// What keeps a launch's counters alive; empty for those that live as long as the process.
+// The address of a launch's counters, and what keeps them alive: nothing for those that live as long as the process.
 struct TileCounter {
   int32_t* address = nullptr;
   Tensor owner;
@@ -20,10 +20,11 @@ struct TileCounter {
 
 constexpr int64_t kMaxCounters = 1024;
 
-// `count` zeroed counters, one behind the other, for the kernels of one call. Launches on one stream follow each other (a dependent one
-// draws after its wait), so a stream has its counters for good, cleared once. A call that is being captured gets its own: replays may run
-// beside whatever the stream does by then. They come out of memory that an earlier call, not captured, has cleared on its own
-// stream, whose work a capture waits for before it begins; where there is none left, they are cleared in the graph.
+// `count` adjacent zeroed counters for the kernels of one call. Launches on one stream follow each other (a dependent
+// one draws after its wait), so a stream keeps its counters, which are cleared once. A captured call gets its own,
+// because replays may run beside whatever the stream does by then. They come from memory that an earlier, uncaptured
+// call has cleared on its own stream, whose work a capture waits for before it begins; if none is left, they are
+// cleared in the graph.
 TileCounter tile_counter(const CudaCall& call, int64_t count = 1);
 
 }  // namespace flashmoe::host

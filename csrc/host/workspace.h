@@ -1,5 +1,5 @@
-// Scratch memory of one operator call: add() each piece, allocate(), then take the pieces' addresses. One allocation serves them
-// all, since each costs the calling thread about a microsecond.
+// Scratch memory of one operator call: add() each buffer, allocate(), then take the buffers' addresses. One allocation
+// serves all, because each costs the calling thread about a microsecond.
 #pragma once
 
 #include <cstdint>
@@ -19,8 +19,8 @@ class Workspace {
     return offset;
   }
 
-  // From torch's allocator, for the call's stream. The memory goes back when this object does: what is queued on the stream by
-  // then may still use it, because the allocator gives it out again in stream order.
+  // From torch's allocator, for the call's stream. The memory is returned with this object: what is queued on the
+  // stream by then may still use it, because the allocator reuses it in stream order.
   void allocate(const CudaCall& call) {
     memory_ = empty({bytes_}, aoti_torch_dtype_uint8(), aoti_torch_device_type_cuda(), call.gpu.index);
     address_ = static_cast<char*>(memory_.data());

@@ -1,6 +1,7 @@
-// Writes latents into a cache of 8-bit floats (params/codes.h). Grid: a warp for every token.
+// Writes latents into an FP8 cache (params/codes.h). Grid: one warp per token.
 //
-// A scale is the least power of two, from 1e-4 on, that keeps its 128 values within 448: a reader's products by it are exact.
+// A scale is the smallest power of two that is at least 1e-4 and keeps its 128 values within 448: a reader's products
+// by it are exact.
 #pragma once
 
 #include "device/convert.cuh"
@@ -20,11 +21,11 @@ struct AppendSpec {
   static constexpr int kNumThreads = 32 * kNumWarps;
   static constexpr int kSharedBytes = 0;
   static constexpr int kLaneColumns = 512 / 32;
-  static constexpr int kScaleLanes = kScaleColumns / kLaneColumns;  // that share a scale
+  static constexpr int kScaleLanes = kScaleColumns / kLaneColumns;  // lanes that share a scale
   static_assert(sizeof(Element) == 2, "rotary columns are copied as 16 bits");
 };
 
-// Bytes from the cache's first to a token's row; negative where there is none.
+// Byte offset from the start of the cache to a token's row; negative if there is no such row.
 __device__ __forceinline__ int64_t coded_row_offset(const AppendParams& params, int batch, int token) {
   if (params.slots != nullptr) {
     uint32_t words[2];
@@ -35,7 +36,7 @@ __device__ __forceinline__ int64_t coded_row_offset(const AppendParams& params, 
     return page * params.page_stride + (slot - page * params.page_size) * params.key_stride;
   }
   const int held = static_cast<int>(ptx::ld_global_32(params.cache_seqlens + batch));
-  if (held > params.room) return -1;  // and no sum that overflows
+  if (held > params.room) return -1;  // also keeps held + token from overflowing
   const int key = held + token;
   if (key < 0 || key >= params.room) return -1;
   if (params.block_table == nullptr) return batch * params.page_stride + key * params.key_stride;
@@ -45,7 +46,7 @@ __device__ __forceinline__ int64_t coded_row_offset(const AppendParams& params, 
   return page * params.page_stride + (key - index * params.page_size) * params.key_stride;
 }
 
-// Of values of which `most` is the largest magnitude. An infinity keeps the scale finite, and becomes the largest code.
+// most: the largest magnitude of the values. An infinity keeps the scale finite, and becomes the largest code.
 __device__ __forceinline__ float power_of_two_scale(float most) {
   constexpr int kFraction = 0x7fffff, kLargest = 254 << 23;
   const uint32_t wanted = ptx::float_bits(ptx::max_ftz(most / 448.0f, 1e-4f));

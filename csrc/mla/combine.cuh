@@ -1,8 +1,9 @@
-// Puts together the sequences that several parts share, in an order that the parts alone decide.
+// Merges the partial results of sequences that span several parts, in an order that depends only on the parts.
 //
-// A warp adds up 16 or 32 columns of 8 rows. Where a sequence may be in many parts, warps_per_sum warps share that: each takes every so many-th part,
-// and their sums meet in shared memory. Grid: for each sequence, or each part where there are fewer (a part begins at most one sequence that
-// others share), equally many blocks, together about as many as the GPU holds at once: each makes the plan, which takes longer than its sums.
+// A warp sums 16 or 32 columns of 8 rows. If a sequence can span many parts, warps_per_sum warps share that sum: each
+// takes every warps_per_sum-th part, and their sums are added through shared memory. Grid: equally many blocks per
+// sequence, or per part if there are fewer parts (a part begins at most one sequence that continues in others); in
+// total about as many as the GPU holds at once, because each block makes the plan, which takes longer than its sums.
 #pragma once
 
 #include "device/convert.cuh"
@@ -18,14 +19,14 @@
 
 namespace flashmoe::mla {
 
-// kBlockM: the units of work of a thread block, a warp for each: a sum, or a share of it.
+// kBlockM: units of work per thread block, one warp each. A unit is a sum, or one warp's share of it.
 template <typename Element_, int kBlockM_, int kNumWarps_>
 struct CombineSpec {
   using Element = Element_;
   static constexpr int kNumWarps = kNumWarps_;
   static constexpr int kNumThreads = 32 * kNumWarps;
-  static constexpr int kMostPieces = 2;                          // of a lane, four columns each: of a pair of tiles
-  static constexpr int kSumBytes = 32 * (16 * kMostPieces + 4);  // of a warp: the columns, and the sums of exponentials
+  static constexpr int kMostPieces = 2;                          // per lane, four columns each; one per pair of tiles
+  static constexpr int kSumBytes = 32 * (16 * kMostPieces + 4);  // per warp: the columns and the sums of exponentials
   static constexpr int kMaxOffset = kNumWarps * kSumBytes;       // [warp][8]: the largest exponent of its parts
   static constexpr int kSharedBytes = kMaxOffset + kNumWarps * kSumRows * 4;
   static_assert(kBlockM_ == kNumWarps, "a warp for each unit");
@@ -48,7 +49,7 @@ struct ColumnSum {
   }
 };
 
-// The sequence that a block puts together: it begins in first_part and ends in last_part. False where it lies in one part alone.
+// Finds the sequence that a block merges, from first_part to last_part. Returns false if one part holds it.
 __device__ __forceinline__ bool find_split(const DecodeParams& params, int index, Segment& found, int& first_part,
                                            int& last_part, int& share) {
   if (params.batch <= params.parts) {
@@ -79,8 +80,8 @@ struct SplitSequence {
   int first_slot;
 };
 
-// One unit: 8 rows of 16 columns for each piece, or a share of their sum. Of each pair of tiles a lane has half a row. Past the last unit a
-// warp only meets the others.
+// One unit: 8 rows of 16 columns per piece, or one warp's share of their sum. In each pair of tiles a lane has half a
+// row of one tile. Warps past the last unit only take part in the barriers.
 template <typename Spec, int kPieces>
 __device__ __forceinline__ void combine_unit(const DecodeParams& params, const SplitSequence& split, int unit,
                                              int member) {
@@ -90,7 +91,7 @@ __device__ __forceinline__ void combine_unit(const DecodeParams& params, const S
   constexpr int kAtOnce = 16 / kPieces;  // parts whose loads are in flight
   constexpr int kRowLanes = 4;
   const int num_rows = params.tokens * params.heads;
-  // Computed anew for each number of columns: what two of them had in common would be kept in registers, and spilled.
+  // Recomputed for each number of columns: values common to both instantiations would stay in registers, and spill.
   const int lane = ptx::recompute(ptx::lane_index());
   const int row = unit / kColumnUnits * kSumRows + lane % 16 / 2;
   const bool exists = row < num_rows;
@@ -99,11 +100,11 @@ __device__ __forceinline__ void combine_unit(const DecodeParams& params, const S
   const int first_part = split.first_part;
   const int last_part = split.last_part;
   const int warps = params.warps_per_sum;
-  // Of a part that is not the sequence's first, which alone may have the later of its slots.
+  // This lane's row in a part's partial results. Only the sequence's first part can have the later of its slots.
   const auto row_of = [&](int part) {
     return (part == first_part ? split.first_slot : slot_of(part, false)) * slot_rows + row;
   };
-  // Four lanes share a row: each has the exponents and sums of every fourth part.
+  // Four lanes share a row: each loads the exponents and sums of every fourth part.
   const int lane_of_row = lane % 2 + lane / 16 * 2;
   float shift[kAtOnce / kRowLanes];
   float sum[kAtOnce / kRowLanes];
@@ -133,7 +134,7 @@ __device__ __forceinline__ void combine_unit(const DecodeParams& params, const S
   };
   const int first = first_part + member;
   load_states(first);
-  load_columns(first);  // in flight beside the exponents, which say how much they weigh
+  load_columns(first);  // in flight together with the exponents that weight them
   const ptx::SmemPointer block_smem = ptx::dynamic_shared_memory();
   float largest = ptx::negative_infinity();
   for (int part = first;;) {
@@ -150,25 +151,25 @@ __device__ __forceinline__ void combine_unit(const DecodeParams& params, const S
       return block_smem + Spec::kMaxOffset + (warp * kSumRows + lane % 16 / 2) * 4;
     };
     if (lane < 16 && lane % 2 == 0) ptx::st_shared_float(max_smem(ptx::warp_index()), largest);
-    ptx::barrier_sync_block();  // read after write: the warps' maxima; write after read: the sums of the unit before
+    ptx::barrier_sync_block();  // read after write: the warps' maxima; write after read: the previous unit's sums
     const int first_warp = ptx::warp_index() - member;
     for (int other = 0; other < warps; ++other) {
       largest = ptx::max_ftz(largest, ptx::ld_shared_float(max_smem(first_warp + other)));
     }
   }
   ColumnSum<kPieces> total{};
-  if (last_part - first_part >= kAtOnce * warps) load_states(first);  // others' have come after them
+  if (last_part - first_part >= kAtOnce * warps) load_states(first);  // the loop left a later batch in the registers
   for (int part = first;;) {
     float weight[kAtOnce / kRowLanes];
 #pragma unroll
     for (int i = 0; i < kAtOnce / kRowLanes; ++i) {
-      // -inf: no key seen by any; or NaN alone, which the sums carry.
+      // -inf: no part has seen a key; or only NaN, which the sums carry.
       weight[i] = largest == ptx::negative_infinity() ? 1.0f : ptx::exp2_approx(ptx::sub_rn(shift[i], largest));
       total.sum = ptx::fma_rn(weight[i], sum[i], total.sum);
     }
 #pragma unroll
     for (int i = 0; i < kAtOnce; ++i) {
-      const int other = lane % 16 / 2 * 2 + i % 2 + i / 2 % 2 * 16;  // of the row's lanes, that which has the part
+      const int other = lane % 16 / 2 * 2 + i % 2 + i / 2 % 2 * 16;  // the lane of this row that has the part's weight
       const float own_weight = ptx::shuffle_index(weight[i / kRowLanes], other);
       if (exists && part + i * warps <= last_part) total.add(own_weight, out[i]);
     }
@@ -180,7 +181,7 @@ __device__ __forceinline__ void combine_unit(const DecodeParams& params, const S
   total.sum += ptx::shuffle_xor(total.sum, 1);
   total.sum += ptx::shuffle_xor(total.sum, 16);
   if (warps > 1) {
-    const auto sum_smem = [&](int warp, int piece) {  // behind the pieces the sums of exponentials
+    const auto sum_smem = [&](int warp, int piece) {  // the sums of exponentials follow the pieces
       return block_smem + warp * Spec::kSumBytes + piece * 512 + lane * (piece < kPieces ? 16 : 4);
     };
 #pragma unroll
@@ -215,11 +216,11 @@ __device__ __forceinline__ void combine_unit(const DecodeParams& params, const S
   }
 }
 
-// A block has the units of one sequence, from its own on every so many-th: the plan is made once for all.
+// The blocks of a sequence take its units in strides, so that each block makes the plan only once.
 template <typename Spec, int kPieces>
 __device__ __forceinline__ void combine_units(const DecodeParams& params, const SplitSequence& split, int first_block,
                                               int blocks) {
-  const int sums = Spec::kNumWarps / params.warps_per_sum;  // of a block at once
+  const int sums = Spec::kNumWarps / params.warps_per_sum;  // per block at once
   const int member = ptx::warp_index() % params.warps_per_sum;
   const int units = (params.tokens * params.heads + kSumRows - 1) / kSumRows * (kLatentDim / (kPieces * kSumColumns));
 #pragma unroll 1
@@ -231,14 +232,14 @@ __device__ __forceinline__ void combine_units(const DecodeParams& params, const 
 template <typename Spec>
 __device__ __forceinline__ void combine(const DecodeParams& params) {
   ptx::grid_launch_dependents();
-  const int blocks = ptx::grid_size() / min(params.batch, params.parts);  // of a sequence
+  const int blocks = ptx::grid_size() / min(params.batch, params.parts);  // per sequence
   const int index = ptx::block_index() / blocks;
   Segment found;
   SplitSequence split;
   int share;
-  // The lengths are older than the kernel in front, which has waited for them.
+  // The lengths can be read before the wait: the preceding kernel waited for them before it let this one start.
   const bool is_split = find_split(params, index, found, split.first_part, split.last_part, share);
-  ptx::grid_dependency_wait();  // by all: who waits for this kernel waits for the one in front
+  ptx::grid_dependency_wait();  // in every block: a kernel that waits for this one thereby waits for the preceding one
   if (!is_split) return;
   split.batch = found.batch;
   split.first_slot = slot_of(split.first_part, found.position > split.first_part * share);

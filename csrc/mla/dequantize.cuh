@@ -1,4 +1,4 @@
-// From 8-bit floats to 16-bit elements: those of a 16-bit cache so dequantised.
+// Converts 8-bit floats to 16-bit elements, the same that a 16-bit cache of the dequantised values holds.
 #pragma once
 
 #include "device/convert.cuh"

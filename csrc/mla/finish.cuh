@@ -1,4 +1,4 @@
-// The end of a row: its sums over keys become an output and a log-sum-exp.
+// Finishes a row: its sums over keys become an output and a log-sum-exp.
 #pragma once
 
 #include "mla/params/decode.h"
@@ -7,20 +7,20 @@
 
 namespace flashmoe::mla {
 
-// inverse: what the sums over keys are multiplied by; lse: the natural logarithm of the sum of exponentials.
+// inverse: the factor for the sums over keys; lse: the natural logarithm of the sum of exponentials.
 struct FinishedRow {
   float inverse;
   float lse;
 };
 
-// sum: over keys of 2^(exponent - shift); shift is -inf where no key was seen. A head's sink is one term more.
+// sum: over keys of 2^(exponent - shift); shift is -inf if no key was seen. A head's sink is one more term.
 __device__ __forceinline__ FinishedRow finish_row(const DecodeParams& params, int head, float shift, float sum) {
   constexpr float kLog2E = 1.44269504088896341f;
   constexpr float kLn2 = 0.693147180559945309f;
   const float sink =
       params.sinks == nullptr ? ptx::negative_infinity() : ptx::ld_global_float(params.sinks + head) * kLog2E;
   const float largest = ptx::max_ftz(shift, sink);
-  if (largest == ptx::negative_infinity()) {  // no term, or NaN alone, which the sum holds
+  if (largest == ptx::negative_infinity()) {  // no term, or only NaN, which the sum holds
     return FinishedRow{sum == 0.0f ? 0.0f : 1.0f / sum, sum == 0.0f ? largest : sum};
   }
   const float factor = ptx::exp2_approx(ptx::sub_rn(shift, largest));

@@ -1,4 +1,4 @@
-// Keys that indices name: rows of all pages, page * page_size + offset.
+// Keys selected by indices: rows among all pages, page * page_size + offset.
 #pragma once
 
 #include "mla/plan.cuh"
@@ -8,7 +8,7 @@
 
 namespace flashmoe::mla {
 
-// The row that index `key` of a segment's sequence names; -1 where it names none.
+// The row that index `key` of a segment's sequence selects; -1 if it selects none.
 __device__ __forceinline__ int index_of(const DecodeParams& params, const Segment& segment, int key) {
   if (key >= segment.keys) return -1;
   const int index =
@@ -16,14 +16,14 @@ __device__ __forceinline__ int index_of(const DecodeParams& params, const Segmen
   return index >= 0 && index < params.num_slots ? index : -1;
 }
 
-// Where a row lies in the cache: elements, of codes bytes.
+// Offset of a row in the cache: in elements, in an FP8 cache in bytes.
 __device__ __forceinline__ int64_t row_offset(const DecodeParams& params, int row) {
   const int page = static_cast<int>(static_cast<uint32_t>(row) / static_cast<uint32_t>(params.page_size));
   return page * params.page_stride + (row - page * params.page_size) * params.key_stride;
 }
 
-// Four warps gather the rows of a key block by cp.async, 16 keys at a time, eight threads for each row of a slab. Where a thread reads: its chunk of
-// 16 bytes, of one key in each pass.
+// Four warps gather the rows of a key block by cp.async, 16 keys per pass, eight threads per row of a slab. gmem: where
+// this thread reads its 16-byte chunk, of one key in each pass.
 template <int kBlockN, int kElementBytes>
 struct GatheredRows {
   static constexpr int kPassRows = 16;
@@ -33,7 +33,7 @@ struct GatheredRows {
   const unsigned char* gmem[kPasses];
   bool exists[kPasses];
 
-  // place_of_lane: of the key that find gave this lane.
+  // place_of_lane: byte offset of the key that find() returned for this lane.
   __device__ __forceinline__ GatheredRows(const DecodeParams& params, int64_t place_of_lane, int chunk) {
 #pragma unroll
     for (int pass = 0; pass < kPasses; ++pass) {
@@ -44,14 +44,15 @@ struct GatheredRows {
     }
   }
 
-  // A warp has four keys of each pass. This lane's of a block, as a row of all pages; the same for two lanes.
+  // A warp has four keys of each pass. Returns this lane's key of a block, a row among all pages, the same in two
+  // lanes.
   __device__ __forceinline__ static int find(const DecodeParams& params, const Segment& segment, int block, int warp) {
     const int lane = ptx::lane_index() % 16;
     const int key = lane / 4 * kPassRows + warp * 4 + lane % 4;
     return block < segment.end_block ? index_of(params, segment, block * kBlockN + key) : -1;
   }
 
-  // Where a row lies, in bytes; -1: nowhere.
+  // Byte offset of a row; -1 if there is none.
   __device__ __forceinline__ static int64_t place(const DecodeParams& params, int row) {
     return row < 0 ? -1 : row_offset(params, row) * kElementBytes;
   }

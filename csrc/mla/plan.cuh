@@ -1,11 +1,12 @@
 // How the key blocks of a batch are divided over the blocks of a decoding kernel, from the lengths in device memory.
 //
-// The key blocks of all sequences stand in one row, and every part takes an equal share of it: the end of one sequence, whole sequences, and
-// the beginning of another. Equal sequences are cut alike, where that makes no share much longer: a part then has keys of one alone. Thread
-// block `row_tile + row_tiles * part` computes a part for one tile of rows, so that the tiles of a sequence read its keys at the same time.
-// What several parts share is put together by combine.cuh, which makes the same plan.
+// The key blocks of all sequences are laid end to end, and every part takes an equal share: the end of one sequence,
+// whole sequences, and the beginning of another. Equal sequences are cut alike if that makes no share much longer: a
+// part then has keys of one sequence, or whole sequences. Thread block `row_tile + row_tiles * part` computes a part
+// for one tile of rows, so that the tiles of a sequence read its keys at the same time. combine.cuh makes the same plan
+// and merges the sequences that span several parts.
 //
-// Every warp makes the plan for itself; sequences are looked at 32 at a time, one per lane.
+// Every warp makes the plan for itself, looking at 32 sequences at a time, one per lane.
 #pragma once
 
 #include "device/reduce.cuh"
@@ -17,42 +18,42 @@
 
 namespace flashmoe::mla {
 
-// The key blocks of a sequence that fall to a part.
+// The key blocks of a sequence that belong to a part.
 struct Segment {
   int batch;
   int keys;  // of the sequence
   int begin_block;
   int end_block;
   int num_blocks;  // of the sequence, at least one
-  int position;    // of begin_block in the row of all; unused where sequences are not split
+  int position;    // of begin_block among all key blocks; unused if sequences are not split
 
   __device__ __forceinline__ bool is_whole() const { return begin_block == 0 && end_block == num_blocks; }
 };
 
-// Keys that a row sees: those before the end.
+// The end of the keys that a row sees.
 __device__ __forceinline__ int visible_end(const DecodeParams& params, int keys, int row) {
   if (params.is_causal == 0) return keys;
   const int token = static_cast<int>(static_cast<uint32_t>(row) / static_cast<uint32_t>(params.heads));
   return keys - (params.tokens - 1 - token);
 }
 
-// Of a part that ends one sequence and begins another, each has its own partial results.
+// A part can end one sequence and begin another: each has its own slot for partial results.
 __device__ __forceinline__ int slot_of(int part, bool is_later) { return 2 * part + (is_later ? 1 : 0); }
 
 struct Plan {
-  // What a sequence costs a part beside its key blocks, in key blocks: Q, and the output.
+  // What a sequence costs a part besides its key blocks, in key blocks: Q, and the output.
   static constexpr int kLead = 2;
 
   const DecodeParams& params;
   const int part;
-  int share;     // blocks of a part
-  int position;  // of the row of all blocks: where the next segment begins
-  int group;     // sequences group to group + 31 are in the lanes
+  int share;     // key blocks per part
+  int position;  // among all key blocks: where the next segment begins
+  int group;     // the lanes have sequences group to group + 31
   int group_position;
   // Of this lane's sequence:
   int keys;
   int blocks;
-  int behind;  // of the row from group_position on, where the sequence ends
+  int behind;  // where the sequence ends, counted from group_position
 
   __device__ __forceinline__ void load_sequence(int batch) {
     keys = 0;
@@ -66,7 +67,7 @@ struct Plan {
         max(1, (keys + (1 << params.block_n_log2) - 1) >> params.block_n_log2);  // rows without keys have an output
   }
 
-  // lead: of the row, in front of each sequence's blocks.
+  // lead: added to each sequence's key blocks, in front of them.
   __device__ __forceinline__ void set_group(int first, int lead = kLead, bool is_loaded = false) {
     group = first;
     if (!is_loaded) load_sequence(first + ptx::lane_index());
@@ -95,12 +96,12 @@ struct Plan {
       most = static_cast<int>(warp_max(static_cast<uint32_t>(most)));
       least = static_cast<int>(warp_min(static_cast<uint32_t>(least)));
     }
-    // Shares do not begin where sequences do: one of num_splits - 1 shares may meet num_splits parts.
+    // Shares do not begin where sequences do: a sequence of num_splits - 1 shares may span num_splits parts.
     const int least_share = most < params.num_splits
                                 ? params.least_share
                                 : max(params.least_share, (most + params.num_splits - 2) / (params.num_splits - 1));
     share = max((total + params.parts - 1) / params.parts, least_share);
-    // Equal sequences: so many parts for each, or whole ones, where that makes the longest part at most a sixteenth longer.
+    // Equal sequences: whole parts for each, or whole sequences per part, if no part becomes more than 1/16 longer.
     int lead = kLead;
     if (least == most) {
       int item = most + kLead;
@@ -120,7 +121,7 @@ struct Plan {
     set_group(0, lead, /*is_loaded=*/params.cache_seqlens != nullptr && params.batch <= 32);
   }
 
-  // The next segment of the part; false at its end.
+  // Finds the next segment of the part; returns false at its end.
   __device__ __forceinline__ bool next(Segment& segment) {
     const int end = (part + 1) * share;
     if (position >= end) return false;
@@ -137,7 +138,7 @@ struct Plan {
       set_group(group + 32);
       reached = ptx::vote_ballot(group_position + behind > position);
     }
-    const int lane = ptx::population_count(~reached & (reached - 1));  // the first that reaches past it
+    const int lane = ptx::population_count(~reached & (reached - 1));  // the first sequence that ends past position
     set_segment(segment, lane);
     const int first = segment.position;
     position = max(position, first);
@@ -149,7 +150,7 @@ struct Plan {
     return true;
   }
 
-  // All key blocks of a sequence, wherever they fall.
+  // Finds all key blocks of a sequence, in whichever parts they are.
   __device__ __forceinline__ void find(int batch, Segment& segment) {
     while (batch >= group + 32) {
       group_position += ptx::shuffle_index(behind, 31);
@@ -159,7 +160,7 @@ struct Plan {
     segment.end_block = segment.num_blocks;
   }
 
-  // The sequence of a lane, from its first block on.
+  // Sets the segment to a lane's sequence, from its first block on.
   __device__ __forceinline__ void set_segment(Segment& segment, int lane) const {
     segment.batch = group + lane;
     segment.keys = ptx::shuffle_index(keys, lane);
@@ -173,12 +174,12 @@ struct Plan {
   }
 };
 
-// Where the partial results of a row tile lie: rows of 2, and of 512 in tiles of 8 x 8. The row tiles of a slot stand one behind the other.
+// Row of the partial results: states are rows of 2, outputs rows of 512 in 8 x 8 tiles; a slot's row tiles adjoin.
 __device__ __forceinline__ int64_t partial_row(const DecodeParams& params, int slot, int row_tile, int row) {
   return (static_cast<int64_t>(slot) * params.row_tiles + row_tile) * params.block_m + row;
 }
 
-// The tile that begins at a row and a column. A warp holds it of its product, two columns in each lane: 256 bytes one behind the other.
+// Offset of the 8 x 8 tile at a row and a column. A warp's product has two of its columns per lane: 256 adjacent bytes.
 __device__ __forceinline__ int64_t partial_tile(int64_t partial_row, int column) {
   return partial_row * kLatentDim + column * kSumRows;
 }

@@ -16,8 +16,8 @@ __device__ __forceinline__ int32_t atomic_add_global(int32_t* gmem, int32_t valu
   return before;
 }
 
-// The same; what this thread, and those that a barrier joined it with, did before is seen by whoever finds the count, and what others
-// counted after doing is seen by what follows.
+// The same with acquire and release: a thread that reads this count sees what this thread, and those joined with it by
+// a barrier, did before; and what follows here sees what others did before they counted.
 __device__ __forceinline__ int32_t atomic_add_global_ordered(int32_t* gmem, int32_t value) {
   int32_t before;
   asm volatile("atom.acq_rel.gpu.global.add.s32 %0, [%1], %2;"

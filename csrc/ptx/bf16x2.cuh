@@ -6,14 +6,14 @@
 
 namespace flashmoe::ptx {
 
-// Both halves' products, each rounded once; subnormals stay.
+// The products of both halves, each rounded once; subnormals are kept.
 __device__ __forceinline__ uint32_t multiply_bf16x2(uint32_t a, uint32_t b) {
   uint32_t product;
   asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(product) : "r"(a), "r"(b), "r"(0x80008000u));  // + (-0): a * b itself
   return product;
 }
 
-// Of both halves, the larger magnitude, negative where one alone of a and b is (sm_86 on); a NaN loses against a number.
+// The larger magnitude of each half, negative if exactly one of a and b is (sm_86 on); a number wins over a NaN.
 template <typename Element>
 __device__ __forceinline__ uint32_t larger_magnitudes(uint32_t a, uint32_t b);
 

@@ -10,7 +10,7 @@ namespace flashmoe::ptx {
 template <typename Element>
 __device__ __forceinline__ uint32_t pack(float low, float high);
 
-// The inverse: x is what lies in bits 0 to 15.
+// The inverse: x comes from bits 0 to 15.
 template <typename Element>
 __device__ __forceinline__ float2 unpack(uint32_t pair);
 
@@ -28,7 +28,8 @@ struct alignas(4) Halves {
       : "f"(low), "f"(high))
 #endif
 
-// cvt.f32.bf16 is an instruction from 9.0 on; in PTX for less the build writes another (flashmoe_build/compile/elements.py).
+// cvt.f32.bf16 is an instruction from 9.0 on; for older targets the build writes another
+// (flashmoe_build/compile/elements.py).
 #define FLASHMOE_DEFINE_CONVERSIONS(Element, type)                           \
   template <>                                                                \
   __device__ __forceinline__ uint32_t pack<Element>(float low, float high) { \

@@ -6,7 +6,7 @@
 namespace flashmoe::ptx {
 
 // Reads source_bytes (0 or 16) bytes and fills the rest of the 16 with zeros. With 0 nothing is read and gmem may point
-// past the end of its allocation, but it must be 16-byte aligned. Goes past L1 (.cg): a tile is read once a block.
+// past the end of its allocation, but it must be 16-byte aligned. Bypasses L1 (.cg): a tile is read once per block.
 __device__ __forceinline__ void cp_async_16(SmemPointer smem, const void* gmem, int source_bytes) {
   asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(smem_address(smem)),
                "l"(__cvta_generic_to_global(gmem)), "r"(source_bytes)
@@ -19,7 +19,7 @@ __device__ __forceinline__ void cp_async_16(SmemPointer smem, const void* gmem) 
                : "memory");
 }
 
-// Which lines of the second-level cache make room first, for a whole access. None is not the same as evict_normal.
+// Which lines of the L2 cache are evicted first, for a whole access. No policy is not the same as evict_normal.
 struct CachePolicy {
   uint64_t bits;
 };

@@ -1,5 +1,6 @@
-// 8-bit floats with 4 bits of exponent and 3 of fraction (e4m3fn: no infinity, largest 448, NaN 0x7f and 0xff): conversion and
-// products (sm_90a; mma from sm_89 on). wgmma.cuh says how the 64xN accumulator lies in registers, and what stands around the products.
+// 8-bit floats with 4 bits of exponent and 3 of fraction (e4m3fn: no infinity, largest 448, NaN 0x7f and 0xff):
+// conversion and products (sm_90a; mma from sm_89 on). wgmma.cuh describes the registers of the 64xN accumulator, and
+// what must surround the products.
 #pragma once
 
 #include "ptx/convert.cuh"
@@ -7,7 +8,7 @@
 
 namespace flashmoe::ptx {
 
-// Rounds to nearest even, beyond 448 to 448; NaN stays NaN. `low` lands in bits 0 to 7, the lower address.
+// Rounds to nearest even, saturates at 448; NaN stays NaN. `low` lands in bits 0 to 7, the lower address.
 #if __CUDA_ARCH__ >= 890
 __device__ __forceinline__ uint32_t pack_e4m3(float low, float high) {
   uint16_t pair;
@@ -30,7 +31,7 @@ __device__ __forceinline__ uint32_t pack_e4m3(float low, float high) {
 }
 #endif
 
-// The code in bits 0 to 7 alone.
+// Stores only the code in bits 0 to 7.
 __device__ __forceinline__ void st_global_e4m3(void* gmem, uint32_t code) {
   asm volatile("st.global.b8 [%0], %1;" ::"l"(__cvta_generic_to_global(gmem)), "r"(code) : "memory");
 }
@@ -40,16 +41,16 @@ struct E4M3 {
   unsigned char bits;
 };
 
-// Four of the eight bytes of (high, low), which hexadecimal digit i of the selector names for byte i: 0 to 3 of `low`, 4 to 7 of `high`.
+// Four of the eight bytes of (high, low): hex digit i of the selector names byte i, 0 to 3 of `low`, 4 to 7 of `high`.
 __device__ __forceinline__ uint32_t select_bytes(uint32_t low, uint32_t high, uint32_t selector) {
   uint32_t bytes;
   asm("prmt.b32 %0, %1, %2, %3;" : "=r"(bytes) : "r"(low), "r"(high), "r"(selector));
   return bytes;
 }
 
-// Four values as two pairs of 16-bit elements; exact, and NaN stays NaN. unpack_e4m3: bytes 0 and 1, then 2 and 3. unpack_alternate_e4m3: bytes 0
-// and 2, then 1 and 3, which is what takes fewer instructions below compute capability 8.9. What the build writes for bf16, and for `unpack`, for
-// which there is no instruction: flashmoe_build/compile/elements.py.
+// Four values as two pairs of 16-bit elements; exact, and NaN stays NaN. unpack_e4m3: bytes 0 and 1, then 2 and 3.
+// unpack_alternate_e4m3: bytes 0 and 2, then 1 and 3, which takes fewer instructions below compute capability 8.9. For
+// what the build writes for bf16, and for `unpack`, which is no instruction, see flashmoe_build/compile/elements.py.
 template <typename Element>
 __device__ __forceinline__ void unpack_e4m3(uint32_t (&pairs)[2], uint32_t codes);
 
@@ -100,7 +101,7 @@ __device__ __forceinline__ void widen_e4m3(float (&values)[4], uint32_t codes) {
   }
 }
 
-// d += a * b, 16x32 by 32x8. Registers as in mma.cuh's m16n8k16, each with four values where there it has two.
+// d += a * b, 16x32 by 32x8. Registers as in mma.cuh's m16n8k16, each with four values instead of two.
 __device__ __forceinline__ void mma_m16n8k32_e4m3(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
   asm("mma.sync.aligned.m16n8k32.row.col.f32.e4m3.e4m3.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, "
       "%3};"

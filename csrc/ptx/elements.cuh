@@ -1,4 +1,5 @@
-// The 16-bit floating-point types that kernels are templates of. They name a number format and hold its bits; arithmetic is in fp32.
+// The 16-bit floating-point types that kernels are templated on. They name a number format and hold its bits;
+// arithmetic is in fp32.
 #pragma once
 
 #include "ptx/types.cuh"
@@ -13,13 +14,13 @@ struct BF16 {
   uint16_t bits;
 };
 
-// Either of the two: where an instruction names the type, its PTX says `xf16`, and the build writes `f16` and `bf16` there
-// (flashmoe_build/compile/elements.py). One run of NVRTC serves both.
+// Either of the two: where an instruction names the type, its PTX says `xf16`, which the build replaces with `f16` and
+// `bf16` (flashmoe_build/compile/elements.py). One run of NVRTC serves both.
 struct XF16 {
   uint16_t bits;
 };
 
-// Whether it is open which type that is: for the assertions of code that depends on it.
+// Whether the type is still open: for the assertions of code that depends on it.
 template <typename Element>
 constexpr bool kIsEither = false;
 template <>

@@ -1,6 +1,6 @@
 // ldmatrix: 8x8 matrices of 16-bit elements from shared memory. Lane l passes the address of row l % 8 of matrix l / 8
-// (16-byte aligned, 16 bytes long); the x2 forms read the addresses of lanes 0 to 15 only. Lane l receives in r[i], of
-// matrix i, the elements (row l / 4, columns 2 * (l % 4) and the next); with .trans, of the transposed matrix.
+// (16-byte aligned, 16 bytes long); the x2 forms read the addresses of lanes 0 to 15 only. Lane l receives in r[i] the
+// elements (row l / 4, columns 2 * (l % 4) and the next) of matrix i; with .trans, of the transposed matrix.
 #pragma once
 
 #include "ptx/memory.cuh"

@@ -1,4 +1,4 @@
-// Arithmetic where one PTX instruction is meant. The approximations flush subnormals to zero (.ftz).
+// Arithmetic that must be one specific PTX instruction. The approximations flush subnormals to zero (.ftz).
 #pragma once
 
 #include "ptx/types.cuh"
@@ -9,7 +9,7 @@ __device__ __forceinline__ uint32_t float_bits(float x) { return __float_as_uint
 
 __device__ __forceinline__ float bits_float(uint32_t bits) { return __uint_as_float(bits); }
 
-// How many bits are set.
+// The number of bits that are set.
 __device__ __forceinline__ int population_count(uint32_t bits) { return __popc(bits); }
 
 // NVRTC has no constant expression for it.
@@ -36,7 +36,7 @@ __device__ __forceinline__ float rcp_approx(float x) {
   return result;
 }
 
-// a - b, of what a and b are once rounded: in a plain difference a product may lose its rounding to an fma.
+// a - b of the rounded a and b: in a plain difference a product may be fused into an fma and lose its rounding.
 __device__ __forceinline__ float sub_rn(float a, float b) {
   float result;
   asm("sub.rn.ftz.f32 %0, %1, %2;" : "=f"(result) : "f"(a), "f"(b));
@@ -50,14 +50,14 @@ __device__ __forceinline__ float fma_rn(float a, float b, float c) {
   return result;
 }
 
-// The larger of the two; a NaN loses against a number (the row sum carries it instead).
+// The larger of the two; a number wins over a NaN (the row sum carries the NaN instead).
 __device__ __forceinline__ float max_ftz(float a, float b) {
   float result;
   asm("max.ftz.f32 %0, %1, %2;" : "=f"(result) : "f"(a), "f"(b));
   return result;
 }
 
-// The smaller of the two; NaN where one is.
+// The smaller of the two; NaN if either is.
 __device__ __forceinline__ float min_nan(float a, float b) {
   float result;
   asm("min.NaN.f32 %0, %1, %2;" : "=f"(result) : "f"(a), "f"(b));

@@ -13,7 +13,7 @@ __device__ __forceinline__ void mbarrier_init(Mbarrier* barrier, int arrivals) {
   asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(smem_address(barrier)), "r"(arrivals) : "memory");
 }
 
-// Makes this thread's mbarrier_init visible to the copy engine; a block barrier must follow for the other threads.
+// Makes this thread's mbarrier_init visible to TMA; a block barrier must follow for the other threads.
 __device__ __forceinline__ void mbarrier_init_fence() {
   asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
 }
@@ -23,15 +23,15 @@ __device__ __forceinline__ void mbarrier_arrive(Mbarrier* barrier) {
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(smem_address(barrier)) : "memory");
 }
 
-// One arrival that also announces `bytes` of copy-engine writes: the phase waits for them too.
+// One arrival that also announces `bytes` of TMA writes: the phase waits for them too.
 __device__ __forceinline__ void mbarrier_arrive_expect_tx(Mbarrier* barrier, int bytes) {
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(smem_address(barrier)), "r"(bytes)
                : "memory");
 }
 
-// One arrival, made once every cp.async that this thread has started before has written its bytes; who waits for the phase
-// sees them. (noinc: it is one of the arrivals given to init.) wgmma and the copy engine need fence_proxy_async_shared()
-// after the wait, as cp.async writes like ordinary stores.
+// One arrival, made once every cp.async that this thread has started before has written its bytes; threads that wait
+// for the phase see them. (noinc: it is one of the arrivals given to init.) wgmma and TMA need
+// fence_proxy_async_shared() after the wait, because cp.async writes like ordinary stores.
 __device__ __forceinline__ void mbarrier_arrive_cp_async(Mbarrier* barrier) {
   asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(smem_address(barrier)) : "memory");
 }

@@ -38,8 +38,8 @@ struct SmemPointer {
 
 __device__ __forceinline__ uint32_t smem_address(SmemPointer smem) { return smem.address; }
 
-// gmem + bytes, as an addition that the compiler cannot merge with others: in a chain of them one pointer lives instead
-// of one for every link.
+// gmem + bytes, as an addition that the compiler cannot merge with others: a chain of them keeps one pointer alive
+// instead of one per link.
 template <typename T>
 __device__ __forceinline__ const T* advance_pointer(const T* gmem, int64_t bytes) {
   const T* moved;
@@ -100,7 +100,7 @@ __device__ __forceinline__ void st_shared_128(SmemPointer smem, const uint32_t (
                : "memory");
 }
 
-// Asks the second-level cache for the line, without a register that waits. Any address will do.
+// Prefetches the line into the L2 cache; no register waits for it. Any address will do.
 __device__ __forceinline__ void prefetch_global(const void* gmem) {
   asm volatile("prefetch.global.L2 [%0];" ::"l"(__cvta_generic_to_global(gmem)));
 }
@@ -118,7 +118,7 @@ __device__ __forceinline__ uint16_t ld_global_16(const void* gmem) {
   return value;
 }
 
-// Zero where `is_read` is false, and no access.
+// Returns zero without an access if `is_read` is false.
 __device__ __forceinline__ uint32_t ld_global_8_if(const void* gmem, bool is_read) {
   uint32_t value;
   asm volatile(

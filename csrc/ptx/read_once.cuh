@@ -1,4 +1,4 @@
-// Loads of what nothing reads again.
+// Loads of data that nothing reads again.
 #pragma once
 
 #include "ptx/cp_async.cuh"

@@ -40,7 +40,7 @@ __device__ __forceinline__ bool vote_any(bool predicate) { return __any_sync(0xf
 
 __device__ __forceinline__ bool vote_all(bool predicate) { return __all_sync(0xffffffffu, predicate) != 0; }
 
-// The lanes where it is true, a bit each.
+// A mask of the lanes in which it is true.
 __device__ __forceinline__ uint32_t vote_ballot(bool predicate) { return __ballot_sync(0xffffffffu, predicate); }
 
 #if __CUDA_ARCH__ >= 800

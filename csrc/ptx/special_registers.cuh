@@ -5,7 +5,7 @@
 
 namespace flashmoe::ptx {
 
-// Volatile: what is derived from it at the end of a kernel is computed there, not kept in registers from the start.
+// Volatile, so that what the end of a kernel derives from it is computed there, not kept in registers from the start.
 __device__ __forceinline__ int block_index() {
   int index;
   asm volatile("mov.u32 %0, %%ctaid.x;" : "=r"(index));
@@ -18,8 +18,8 @@ __device__ __forceinline__ int grid_size() { return static_cast<int>(gridDim.x);
 __device__ __forceinline__ int lane_index() { return thread_index() % 32; }
 __device__ __forceinline__ int warp_index() { return thread_index() / 32; }
 
-// x itself, hidden from the optimiser: what is derived from it is computed where it is used, once a loop iteration, and
-// holds no register in between.
+// x itself, hidden from the optimiser: values derived from it are computed where they are used, once per loop
+// iteration, and hold no register in between.
 __device__ __forceinline__ int recompute(int x) {
   asm volatile("" : "+r"(x));
   return x;

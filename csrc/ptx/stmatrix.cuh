@@ -1,5 +1,6 @@
 // stmatrix: the inverse of ldmatrix (sm_90). Four 8x8 matrices of 16-bit elements to shared memory: lane l passes the
-// 16-byte address of row l % 8 of matrix l / 8, and in r[i], of matrix i, (row l / 4, columns 2 * (l % 4) and the next).
+// 16-byte address of row l % 8 of matrix l / 8, and in r[i] the elements (row l / 4, columns 2 * (l % 4) and the next)
+// of matrix i.
 #pragma once
 
 #include "ptx/memory.cuh"

@@ -1,5 +1,5 @@
-// stmatrix of transposed matrices: lane l passes in r[i], of matrix i, (rows 2 * (l % 4) and the next, column l / 4). Apart from stmatrix.cuh, which
-// most sm90 kernels include.
+// stmatrix of transposed matrices: lane l passes in r[i] the elements (rows 2 * (l % 4) and the next, column l / 4) of
+// matrix i. Separate from stmatrix.cuh, which most sm90 kernels include.
 #pragma once
 
 #include "ptx/memory.cuh"

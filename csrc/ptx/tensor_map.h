@@ -1,5 +1,5 @@
-// The 128 bytes that describe a tensor to the copy engine, as cuTensorMapEncodeTiled writes them (the driver's
-// CUtensorMap, declared here so that device code needs no cuda.h). Plain C++: host, NVRTC and emulation read it.
+// The 128 bytes that describe a tensor to TMA, as cuTensorMapEncodeTiled writes them (the driver's CUtensorMap,
+// declared here so that device code needs no cuda.h). Plain C++: host, NVRTC and emulation read it.
 #pragma once
 
 namespace flashmoe::ptx {

@@ -1,6 +1,6 @@
-// Tensor copies by the copy engine (sm_90): one thread moves a box of a tensor that a TensorMap describes. Coordinates
-// are element indices, innermost dimension first. Elements outside the tensor read as the map's fill (zero here) and are
-// not written. Shared addresses: 128-byte aligned, 1024-byte with the 128-byte swizzle.
+// TMA (sm_90): one thread copies a box of a tensor that a TensorMap describes. Coordinates are element indices,
+// innermost dimension first. Elements outside the tensor read as the map's fill (zero here) and are not written. Shared
+// addresses: 128-byte aligned, 1024-byte with the 128-byte swizzle.
 #pragma once
 
 #include "ptx/mbarrier.cuh"

@@ -16,7 +16,7 @@
 
 namespace flashmoe::ptx {
 
-// Orders register and shared-memory accesses before the products that follow. One a batch.
+// Orders register and shared-memory accesses before the products that follow. One per batch.
 __device__ __forceinline__ void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 
 // Closes the group of the products issued since the last call.
@@ -41,9 +41,9 @@ __device__ __forceinline__ void wgmma_fence_operands(uint32_t (&a)[kCount]) {
   for (int i = 0; i < kCount; ++i) asm volatile("" : "+r"(a[i])::"memory");
 }
 
-// Descriptor of an operand in shared memory in the 128-byte swizzle, as the copy engine writes it: rows of 64 16-bit
-// elements (128 bytes), 16-byte chunk c of row r stored at c ^ (r % 8). `smem` points into the first row, at most 127
-// bytes from its start; the slab it lies in is 1024-byte aligned.
+// Descriptor of an operand in shared memory in the 128-byte swizzle, as TMA writes it: rows of 64 16-bit elements (128
+// bytes), 16-byte chunk c of row r stored at c ^ (r % 8). `smem` points into the first row, at most 127 bytes from its
+// start; the slab that contains it is 1024-byte aligned.
 //   stride_bytes   from one group of 8 rows to the next (1024 when rows are adjacent)
 //   leading_bytes  operands with k across rows ("transposed"): from one 64-column slab to the next; otherwise unused
 __device__ __forceinline__ uint64_t make_smem_descriptor(const void* smem, int leading_bytes, int stride_bytes) {
@@ -54,8 +54,8 @@ __device__ __forceinline__ uint64_t make_smem_descriptor(const void* smem, int l
   return descriptor | kSwizzle128 << 62;
 }
 
-// The same operand `bytes` (a multiple of 16) further on. The sum stays in the low word; the moves, and not a 64-bit addition,
-// make the compiler see that, which matters: the tensor cores wait for descriptors.
+// The same operand `bytes` (a multiple of 16) further on. The sum stays in the low word; the moves show that to the
+// compiler, unlike a 64-bit addition. It matters, because the tensor cores wait for descriptors.
 __device__ __forceinline__ uint64_t advance_smem_descriptor(uint64_t descriptor, int bytes) {
   uint32_t low, high;
   uint64_t result;
@@ -65,8 +65,8 @@ __device__ __forceinline__ uint64_t advance_smem_descriptor(uint64_t descriptor,
   return result;
 }
 
-// d = a * b (scale_d == 0) or d += a * b (scale_d == 1). A: K-major (64 rows of k); kTransposeA, 16 rows of 64. B: K-major
-// (kN rows of k); kTransposeB, 16 rows of kN.
+// d = a * b (scale_d == 0) or d += a * b (scale_d == 1). A: K-major (64 rows of k); kTransposeA, 16 rows of 64. B:
+// K-major (kN rows of k); kTransposeB, 16 rows of kN.
 template <typename Element, int kN, bool kTransposeB>
 struct Wgmma;
 

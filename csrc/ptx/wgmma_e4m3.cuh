@@ -1,6 +1,6 @@
-// wgmma of 8-bit floats with A in registers (sm_90a); wgmma.cuh says how the 64xN accumulator lies and what stands around the products.
+// wgmma of 8-bit floats, A in registers (sm_90a); wgmma.cuh describes the accumulator and what must surround products.
 //
-// A of warp w (of 4), lane l, with g = l / 4 and t = l % 4, four values in a word:
+// A of warp w (of 4), lane l, with g = l / 4 and t = l % 4, four values per word:
 //   a[0], a[1] = rows 16w + g and 16w + g + 8, k 4t to 4t + 3;   a[2], a[3] = the same rows, k 4t + 16 to 4t + 19
 #pragma once
 

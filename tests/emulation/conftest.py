@@ -1,4 +1,4 @@
-"""The library of small test kernels, and launching them."""
+"""Builds the library of small test kernels, and launches them."""
 
 import ctypes
 from collections.abc import Iterator
@@ -16,7 +16,7 @@ BARRIER_OFFSET = 2 * 2 * 64 * 128 + 64 * 128
 
 @pytest.fixture(autouse=True, scope="module")
 def one_thread() -> Iterator[None]:
-    """References of thousands of small problems."""
+    """For references of thousands of small problems."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield

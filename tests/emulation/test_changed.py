@@ -1,4 +1,4 @@
-"""A kernel that differs from the upstream commit is known by its source, and its quick form finds a barrier that is gone."""
+"""A kernel that differs from the upstream commit is found by its source, and its quick run finds a removed barrier."""
 
 import shutil
 import subprocess
@@ -89,7 +89,7 @@ def test_there_is_one_variant_for_each_way_through_a_source() -> None:
 def test_the_quick_form_finds_a_barrier_that_is_gone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """As the gate runs it, on the kernels with the ring of buffers that the barrier closes; the second run has nothing new."""
+    """As the gate runs it, on the kernels whose ring of buffers needs that barrier; the second run has nothing new."""
     options = no_barrier()
     chosen = matching(load_tables(), "attention_forward_sm80_f16_d64")
     monkeypatch.setattr(cli, "find_changes", lambda against: Changes("abc (upstream)", chosen))

@@ -54,7 +54,7 @@ def test_a_planted_bug_is_found_and_its_command_printed(capsys: pytest.CaptureFi
     assert failed
     firsts = [alike[0] for alike in runs.failures.values()]
     assert sum(map(len, runs.failures.values())) == len(failed)
-    for case in failed:  # of each kind the first, whole
+    for case in failed:  # the first of each kind in full
         assert (f"FAIL {case.identity}\n" in printed) == (case in firsts)
     command = f"repeat: {interpreter()} {failed[0].command().removeprefix('python ')}\n"
     assert command in printed
@@ -87,7 +87,7 @@ def test_many_seeds_keep_every_failure() -> None:
 
 
 def outcome(kind: str = "", line: int = 7) -> Any:
-    """What came of a run, as far as a summary looks at it."""
+    """The outcome of a run, as far as a summary looks at it."""
     failure = SimpleNamespace(kind=kind, file="tile.cuh", line=line) if kind else None
     report = SimpleNamespace(failure=failure, statistics={}, seconds=0.0)
     return SimpleNamespace(passed=not kind, report=report, explain=lambda: f"{kind} whole")

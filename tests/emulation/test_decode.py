@@ -32,7 +32,7 @@ def test_whichever_block_is_last_adds_up_the_same() -> None:
 
 
 def test_unshared_results_do_not_depend_on_the_batch() -> None:
-    """num_splits=1: sequences behind a sequence change neither its output nor its log-sum-exp."""
+    """num_splits=1: later sequences change neither a sequence's output nor its log-sum-exp."""
     unit, problems = kernel()
     problem = replace(problems["one split"], data_seed=3)
     tensors = build(problem)
@@ -51,7 +51,7 @@ def test_equal_sequences_are_whole_unless_they_share_pages(is_shared: bool) -> N
     equal = problems["equal"]
     equal = replace(equal, keys=tuple(2 * keys for keys in equal.keys), keys_layout=Keys.PAGED, page_size=16)
     results = []
-    for splits in (1, 32):  # the first: whole items, whatever they are
+    for splits in (1, 32):  # the first: whole items in any case
         problem = replace(equal, splits=splits)
         tensors = build(problem)
         if is_shared:

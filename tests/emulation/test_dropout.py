@@ -1,4 +1,4 @@
-"""Dropout on emulated kernels: the mask itself, bit for bit, and that every pair of families has the same."""
+"""Dropout on emulated kernels: the mask itself, bit for bit, and that all families have the same."""
 
 from dataclasses import replace
 
@@ -38,7 +38,7 @@ def wanted(sequence: int) -> torch.Tensor:
 @pytest.mark.parametrize("family", ["sm90", *FAMILIES])
 @pytest.mark.parametrize("dim", [64, 128, 256])
 def test_the_forward_kernel_drops_the_mask(family: str, dim: int) -> None:
-    """Of queries of zero and values that are the identity the output is the mask, whatever the tile."""
+    """With queries of zero and the identity as values the output is the mask, whatever the tile."""
     unit = named(f"attention_dropout_forward_{family}_f16_d{dim}")
     problem = replace(PROBLEM, head_dim=dim, head_dim_v=dim)
     tensors = build(problem)
@@ -56,7 +56,7 @@ BACKWARD = [(family, dim) for family in FAMILIES for dim in (64, 128, 256)] + [(
 
 @pytest.mark.parametrize(("family", "dim"), BACKWARD)
 def test_the_backward_kernel_drops_the_same(family: str, dim: int) -> None:
-    """Likewise dv, where dout is the identity: of the last head, the other's dout being zero."""
+    """The same for dv, with the identity as dout: of the last head, because the other's dout is zero."""
     kind = "fused" if (family, dim) in (("sm90", 64), ("sm90", 128)) else "dkv"
     unit = named(f"attention_dropout_backward_{kind}_{family}_f16_d{dim}")
     problem = replace(PROBLEM, head_dim=dim, head_dim_v=dim, has_counter=family == "sm90")

@@ -22,7 +22,7 @@ def _unit(name: str, target: str) -> Unit:
     "name", ["decode", "window", "page scales, window", "far page scales", "every code", "wide scores"]
 )
 def test_powers_of_two_give_the_bits_of_the_16_bit_kernel(name: str, target: str, core: str, dtype: str) -> None:
-    """In the tensor's order of columns where eight products are added at once, in that of the bytes where sixteen are."""
+    """In the tensor's column order if eight products are added at once, in the order of the bytes if sixteen are."""
     unit = _unit(f"attention_decode_e4m3_sm80_{dtype}_d64", target)
     found = {problem.name: problem for problem in e4m3.problems(_unit("attention_decode_e4m3_sm80_f16_d64", "sm_80"))}
     problem = replace(

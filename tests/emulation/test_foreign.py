@@ -1,4 +1,4 @@
-"""Another project takes csrc/emulation: a copy of the folder, a kernel and a main of their own, g++, and nothing else."""
+"""Another project uses csrc/emulation: a copy of the folder, its own kernel and main, g++, and nothing else."""
 
 import json
 import re
@@ -85,7 +85,7 @@ def test_a_foreign_bug_is_reported(project: Path, bug: int, kinds: set[str], wra
 
 
 def test_the_folder_names_nothing_outside_itself() -> None:
-    """No file of csrc/emulation includes one of the project's that is not in the folder."""
+    """No file of csrc/emulation includes a file of the project from outside the folder."""
     root = CSRC / "emulation"
     for path in [p for p in root.rglob("*") if p.suffix in (".h", ".cpp", ".cuh")]:
         for name in re.findall(r'#include "([^"]+)"', path.read_text(encoding="utf-8")):

@@ -1,4 +1,4 @@
-"""What is recorded for the comparison with a GPU: every kernel that it runs, and all that each launch writes."""
+"""What is recorded for the comparison with a GPU: every kernel run there, and everything that each launch writes."""
 
 import io
 

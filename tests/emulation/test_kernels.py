@@ -1,7 +1,8 @@
-"""The kernels of the table, on the CPU: the edges of their own tiles, both masks, every memory layout.
+"""The kernels of the table, on the CPU: the edges of their tiles, both masks, every memory layout.
 
-A failing case prints the command that repeats it. Some kernels stand for others here (``taken``, ``of_other_sizes``), and the tiles of a
-family share its problems (``meets``); ``./nox -s emulate`` runs all of them on all, and CI does so every night.
+A failing case prints the command that repeats it. Some kernels represent others here (``taken``, ``of_other_sizes``),
+and the tiles of a family share its problems (``meets``); ``./nox -s emulate`` runs all of them on all, as CI does every
+night.
 """
 
 from collections import Counter, defaultdict
@@ -22,8 +23,10 @@ from flashmoe_tools.tables import load_tables
 
 
 def taken() -> dict[str, Kernel]:
-    """By label. A kernel in bf16 is its row's in f16 with another conversion: the first of an operation's family stands for those of
-    its other tiles, except where the row says that the code depends on the type, or a planted bug is to be noticed by that one."""
+    """The kernels to run, by label.
+
+    A kernel in bf16 is its row's in f16 with another conversion: the first of an operation's family represents those of
+    its other tiles, unless the row says that the code depends on the dtype, or a planted bug names that kernel."""
     planted = {name for mutant in load_mutants() for name in mutant.kernels}
     chosen, seen = {}, set()
     for kernel in kernels(load_tables()):
@@ -38,8 +41,9 @@ def taken() -> dict[str, Kernel]:
 
 
 def of_other_sizes(chosen: dict[str, Kernel]) -> dict[str, int]:
-    """Labels of tiles that differ by their sizes or target alone from one in ``ways``, and that no planted bug names, each with its place
-    among those of its family: the first meets one problem of ``FEW_OF``, the others are left to the night."""
+    """Labels of tiles that differ from one in ``ways`` only by sizes or target, and that no planted bug names.
+
+    Each with its index in its family: the first runs every ``FEW_OF``-th problem, the others only run at night."""
     planted = {name for mutant in load_mutants() for name in mutant.kernels}
     ways = {kernel.label for kernel in variants(tuple(chosen.values()))}
     seen: set[str] = set()
@@ -60,8 +64,10 @@ def family_of(kernel: Kernel) -> tuple[str, str]:
 
 
 def meets(case: Case) -> bool:
-    """Whether the kernel meets the problem here. Tiles of a family that have as many problems share them where those are many: each
-    meets every second, by turns, so that each is met by one of the tiles."""
+    """Whether the kernel runs the problem here.
+
+    Tiles of a family that have equally many problems share them if there are many: each runs every second one,
+    alternating, so that each problem is run by one of the tiles."""
     label = case.kernel.label
     if label in FEW:
         return case.seed % FEW_OF == 0
@@ -73,7 +79,7 @@ def sharing(kernel: Kernel) -> tuple[tuple[str, str], int]:
     return family_of(kernel), PROBLEMS[kernel.label]
 
 
-MANY = 8  # problems of a kernel
+MANY = 8  # problems per kernel
 EVERY = list(suite(load_tables()))
 PROBLEMS = Counter(case.kernel.label for case in EVERY)
 CHOSEN = taken()
@@ -84,7 +90,7 @@ for kernel in TAKEN.values():
     if kernel.label not in FEW and not is_repeated(kernel.unit) and PROBLEMS[kernel.label] >= MANY:
         ALIKE[sharing(kernel)].append(kernel.label)
 CASES = [case for case in EVERY if case.kernel.label in TAKEN and meets(case)]
-# The first of each operation of each family: it is also seen that its results are compared.
+# The first case of each operation of each family also checks that its results are compared.
 FIRST = {(case.kernel.unit.row.operation, case.kernel.unit.row.family): case.identity for case in reversed(CASES)}
 
 
@@ -98,7 +104,7 @@ def test_every_kernel_of_the_table_is_emulated() -> None:
     assert kinds(case.kernel for case in CASES) == kinds(every)
     assert {case.kernel.label for case in CASES} == TAKEN.keys()
     assert all(kernel.unit.dtype == "bf16" for kernel in every if kernel.label not in CHOSEN)
-    # Of the tiles that are not of a mere other size every problem of theirs is met.
+    # Every problem of the tiles that are not merely another size is run.
     ways = [case for case in EVERY if case.kernel.label in TAKEN and case.kernel.label not in FEW]
     met = {(*sharing(case.kernel), case.seed) for case in CASES}
     assert met >= {(*sharing(case.kernel), case.seed) for case in ways}
@@ -106,7 +112,7 @@ def test_every_kernel_of_the_table_is_emulated() -> None:
 
 @pytest.mark.timeout(1200)  # g++ on every kernel, when nothing is cached
 def test_the_kernels_compile(request: pytest.FixtureRequest) -> None:
-    """All kernels whose cases this run has."""
+    """All kernels of the cases in this run."""
     items = (item for item in request.session.items if isinstance(item, pytest.Function))
     cases = [item.callspec.params["case"] for item in items if item.originalname == test_kernel.__name__]
     units = list({case.kernel.label: case.kernel.unit for case in cases}.values())
@@ -127,7 +133,7 @@ def test_kernel(case: Case) -> None:
 
 
 def assert_results_are_compared(trial: Trial, before: dict[str, Tensor]) -> None:
-    """Whatever the launch has written is wrong once it is something else."""
+    """The check fails if anything that the launch has written is changed."""
     compared = 0
     for name, tensor in trial.results.items():
         written = (tensor != before[name]) & tensor.isfinite() if tensor.is_floating_point() else tensor != before[name]
@@ -143,11 +149,11 @@ def assert_results_are_compared(trial: Trial, before: dict[str, Tensor]) -> None
 
 @pytest.mark.parametrize("policy", [AsyncPolicy.LAZY, AsyncPolicy.EAGER, AsyncPolicy.RANDOM])
 def test_timing_does_not_change_a_bit(policy: AsyncPolicy) -> None:
-    """Whatever the interleaving and the moment at which copies land, the same inputs give the same bits."""
+    """Whatever the interleaving and the time at which copies complete, the same inputs give the same bits."""
     dense = [case for case in CASES if "varlen" not in case.kernel.label and "append" not in case.kernel.label]
     first_of_each = {
         case.kernel.unit.row.family: case for case in reversed(dense)
-    }  # others leave NaN where nothing is theirs
+    }  # others leave NaN where they write nothing
     for case in first_of_each.values():
         outcomes = [run_case(case, Options(), policy=policy, seed=seed) for seed in (101, 202, 303)]
         assert all(outcome.passed for outcome in outcomes)

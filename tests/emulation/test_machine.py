@@ -1,4 +1,4 @@
-"""Each instruction of the emulated machine does what it should, and each wrong use of it is a failure of the right kind."""
+"""Each instruction of the emulated machine does what it should, and each misuse is a failure of the right kind."""
 
 from __future__ import annotations
 
@@ -153,7 +153,7 @@ TILES, COPY_THREADS = 5, 64
 
 
 def copy_ring(machine: Machine, fault: int, seed: int) -> tuple[LaunchReport, torch.Tensor, torch.Tensor]:
-    given = words(TILES * COPY_THREADS * 4 - 2)  # the last 8 bytes are not there
+    given = words(TILES * COPY_THREADS * 4 - 2)  # the last 8 bytes do not exist
     out = torch.zeros(TILES * COPY_THREADS * 4, dtype=torch.int32)
     report, _ = machine.run(
         "copy_ring",
@@ -197,7 +197,7 @@ def test_copy_ring_faults(machine: Machine, seed: int, fault: int, kinds: set[st
     ("fault", "kinds"),
     [
         (0, {"none"}),
-        (1, {"race", "uninitialised_read"}),  # nobody waits
+        (1, {"race", "uninitialised_read"}),  # no wait
         (2, {"race", "uninitialised_read"}),  # an arrival that does not wait for the copies
         (3, {"race", "mbarrier_misuse"}),  # more arrivals than the barrier counts
         (4, {"race", "uninitialised_read"}),  # a copy after the arrival
@@ -302,7 +302,7 @@ def test_registers(machine: Machine, fault: int, kind: str) -> None:
 
 @pytest.mark.parametrize("fault", [0, 1, 2])
 def test_a_late_lane_may_miss_a_phase(machine: Machine, fault: int) -> None:
-    """Without a barrier of the warp, lane 0 lets the next phase go by before lane 31 has polled."""
+    """Without a warp barrier, lane 0 lets the next phase pass before lane 31 has polled."""
     for seed in SEEDS:
         out = torch.zeros(32, dtype=torch.int32)
         report, _ = machine.run(
@@ -340,7 +340,7 @@ def test_endless_kernel(machine: Machine) -> None:
     assert failure_kind(report) == "step_limit"
 
 
-# ---- mbarrier, copy engine, wgmma ----------------------------------------------------------------------------------
+# ---- mbarrier, TMA, wgmma ------------------------------------------------------------------------------------------
 PIPELINES = [("pipeline_f16", torch.float16), ("pipeline_bf16_registers", torch.bfloat16)]
 
 

@@ -1,5 +1,6 @@
-"""Hopper's kernels over a cache of 8-bit floats, and over keys that indices name: the bits of the same kernel over the dequantised cache, and
-over the named keys one behind the other."""
+"""Hopper's kernels over a cache of 8-bit floats, and over keys that indices select.
+
+They have the bits of the same kernel over the dequantised cache, and over the selected keys in contiguous memory."""
 
 from dataclasses import replace
 
@@ -30,7 +31,7 @@ def results(unit: Unit, tensors: Tensors) -> list[torch.Tensor]:
 
 @pytest.mark.parametrize("rows", [8, 16, 64])
 def test_the_bits_of_the_dequantised_cache(rows: int) -> None:
-    """One head, some, and as many as the tile holds, of one token and two; lengths from none to several blocks, whole and in parts."""
+    """One, some and all heads of a tile; one and two tokens; lengths from none to several blocks, whole and split."""
     for heads, tokens, keys, splits in (
         (1, 2, (130, 0, 64), 32),
         (rows // 2 - 1, 2, (1, 200), 1),

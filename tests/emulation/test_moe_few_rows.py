@@ -1,4 +1,4 @@
-"""A row's bits of a grouped product do not depend on the tile."""
+"""The bits of a row of a grouped product do not depend on the tile."""
 
 import torch
 

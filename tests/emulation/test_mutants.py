@@ -22,7 +22,7 @@ from flashmoe_tools.tables import load_tables
 
 BY_HAND = load_mutants()
 UNITS = {unit.name: unit.row.family for unit in load_tables().units()}
-FAST, ROWS = [mutant for mutant in BY_HAND if mutant.fast], generate.fast()  # to make the rows' takes seconds
+FAST, ROWS = [mutant for mutant in BY_HAND if mutant.fast], generate.fast()  # making the rows' mutants takes seconds
 SOURCE = """
 namespace flashmoe {
 template <typename Spec>
@@ -112,7 +112,7 @@ def test_generated_names_are_unique_and_every_one_applies(monkeypatch: pytest.Mo
     for mutant in chosen:
         assert patched(mutant)
         assert mutant.kernels
-    monkeypatch.setattr(generate, "equivalents", tuple)  # of a short file all that are chosen may be equivalent
+    monkeypatch.setattr(generate, "equivalents", tuple)  # in a short file all that are chosen may be equivalent
     assert {mutant.file for mutant in generate.generated.__wrapped__()} >= {mutant.file for mutant in every}
 
 
@@ -185,7 +185,7 @@ def test_a_hunt_goes_on_from_its_report_where_the_patch_is_the_same(tmp_path: Pa
 def test_a_command_judges_bugs_in_python(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The judge sees that a check is gone, not that its limit has moved."""
+    """The judge notices that a check is gone, but not that its limit has moved."""
     source = "def check(rows):\n    if rows < 0 and rows != -1:\n        raise ValueError(rows)\n"
 
     def copy(target: Path) -> None:
@@ -210,7 +210,7 @@ def test_a_bug_that_nothing_can_notice_is_not_drawn(tmp_path: Path) -> None:
     drawn = anywhere.sites_of(tmp_path, folder, 0, 0, reasons)
     assert [edit.what for _, _, edit in drawn] == ["line 2: drop-operand: 2 - 1"]
     _, reasons = anywhere.folders()
-    for name, functions in reasons.choices.items():  # each is there, and nothing else goes with it
+    for name, functions in reasons.choices.items():  # each exists, and leaving it out leaves out nothing else
         path = anywhere.REPOSITORY / name
         source = Source(path.read_text(encoding="utf-8"))
         own = [edit for one in source.functions if one.name in functions for edit in edits(source, one)]

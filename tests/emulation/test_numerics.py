@@ -57,7 +57,7 @@ def test_widening_is_exact(numerics: ctypes.CDLL) -> None:
 
 
 def cut(value: Fraction, unit: Fraction) -> Fraction:
-    """Toward zero, to a multiple of ``unit``."""
+    """Truncates toward zero, to a multiple of ``unit``."""
     whole = abs(value) // unit
     return (whole if value >= 0 else -whole) * unit
 

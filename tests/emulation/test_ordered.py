@@ -45,7 +45,7 @@ def bits(
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_bits_are_those_of_the_ragged_kernel(kind: str) -> None:
-    """Scores so large that references move; every layout; windows; sinks."""
+    """Scores so large that the softmax references move; every layout; windows; sinks."""
     named = {problem.name: problem for problem in ordered.problems(units("f16_d64")[1])}
     dtype, dim = kind.split("_d")
     for name in ("decode", "ragged", "equal"):

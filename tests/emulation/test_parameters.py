@@ -1,4 +1,4 @@
-"""Parameter structs are read from the C header that declares them, and a header that is read wrongly does not compile."""
+"""Parameter structs are read from the C header that declares them, and a header that is misread does not compile."""
 
 import ctypes
 from pathlib import Path

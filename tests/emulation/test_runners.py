@@ -1,4 +1,4 @@
-"""Runners are found in the packages of the operations; a kernel operation that none runs is not proved, and stops no other."""
+"""Runners are found in the packages of the operations; an operation without one is not proved, and stops no other."""
 
 import json
 from pathlib import Path
@@ -35,7 +35,7 @@ def without_quantize(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("without_quantize")
 def test_an_operation_without_a_runner_is_a_row_that_fails(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """And the others run."""
+    """The others still run."""
     assert {case.identity for case in suite(load_tables(), QUANTIZE)} == {f"{QUANTIZE}-not emulated-seed0"}
     report = tmp_path / "report.json"
     others = list(suite(load_tables(), "moe_gather"))
@@ -72,7 +72,7 @@ def test_a_member_that_the_header_lacks_is_named() -> None:
 
 
 def test_a_counter_that_is_left_is_wrong() -> None:
-    """A launch that is to leave its buffer at zero, and does not."""
+    """A launch that should leave its buffer at zero, but does not."""
     (kernel,) = matching(load_tables(), QUANTIZE)
     case = next(case for case in suite(load_tables(), QUANTIZE) if case.problem.name == "r5-c384")
     assert run_case(case, Options()).passed

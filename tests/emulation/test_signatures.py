@@ -1,4 +1,4 @@
-"""The emulated wrappers stand for the real ones: same headers, same signatures."""
+"""The emulated wrappers match the real ones: same headers, same signatures."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""Ragged, paged and banded attention on emulated kernels: what the suite's comparison with fp64 would not show."""
+"""Ragged, paged and windowed attention on emulated kernels: what the suite's comparison with fp64 would not show."""
 
 from dataclasses import replace
 
@@ -29,7 +29,7 @@ def sm90(variant: str = "") -> Unit:
 
 
 def launched(unit: Unit, trial: Trial) -> Outcome:
-    """Without a check of the results: lengths may lie."""
+    """Does not check the results, because lengths may be wrong."""
     outcome = execute(unit, replace(trial, check=list), Settings(), Options())
     assert outcome.passed, outcome.explain()
     return outcome
@@ -59,12 +59,12 @@ def test_a_sequence_has_the_bits_of_a_dense_call_where_the_tile_is_the_same(name
     assert tensors.cu_seqlens_q is not None
     rows = slice(int(tensors.cu_seqlens_q[1]), int(tensors.cu_seqlens_q[2]))
     assert torch.equal(tensors.out[rows].transpose(0, 1), alone["out"][0])
-    close = 0.0 if dense.row.family == "sm90" else 2.0**-22  # of a band's last step, where a sink would join
+    close = 0.0 if dense.row.family == "sm90" else 2.0**-22  # the ragged kernel's last step would add a sink
     torch.testing.assert_close(results["lse"][:, rows], alone["lse"][0], rtol=close, atol=0.0)
 
 
 def test_a_result_does_not_depend_on_the_rows_that_follow_it() -> None:
-    """Rows of a tile past a sequence's end are the next sequence's: they may not move the maximum of its own."""
+    """Rows of a tile past a sequence's end belong to the next sequence: they must not move the sequence's maximum."""
     problem = VarlenProblem("neighbours", "f16", (70, 20, 5), (210, 150, 9), 2, 1, 64, 64, softcap=4.0)
     problem = replace(problem, magnitude=0.3)
     outs = []
@@ -89,7 +89,7 @@ def test_heads_that_share_a_tile_have_the_bits_of_heads_that_do_not() -> None:
     cu_q, cu_k = tensors.cu_seqlens_q, tensors.cu_seqlens_k
     assert cu_q is not None
     assert cu_k is not None
-    for index in range(3):  # too few tiles alone
+    for index in range(3):  # too few tiles when run separately
         one = replace(problem, rows=problem.rows[index : index + 1], keys=problem.keys[index : index + 1])
         own = replace(tensors, cu_seqlens_q=cu_q[index:].clone(), cu_seqlens_k=cu_k[index:].clone())
         results = launched(sm90(), trial_on(sm90(), one, own)).results
@@ -99,7 +99,7 @@ def test_heads_that_share_a_tile_have_the_bits_of_heads_that_do_not() -> None:
 
 
 def test_lengths_that_lie_stay_inside_the_tensors() -> None:
-    """cu_seqlens that decrease, pass either end, or hold more rows than max_seqlen_q: wrong rows at most, no other memory."""
+    """cu_seqlens that decrease, pass an end, or hold more than max_seqlen_q rows: at most wrong rows, no other memory."""
     problem = VarlenProblem("wrong", "f16", (20, 30, 5), (40, 33, 9), 2, 1, 64, 64)
     for wrong in LIES:
         tensors = build(problem)
@@ -110,7 +110,7 @@ def test_lengths_that_lie_stay_inside_the_tensors() -> None:
 
 
 def test_rows_in_front_of_the_first_sequence_have_slots_and_no_tile() -> None:
-    """sm80 finds a tile by its slot. Those before the first sequence's count backwards, into rows that are nobody's."""
+    """sm80 finds a tile by its slot. Those before the first sequence count backwards, into rows of no sequence."""
     unit = next(unit for unit in load_tables().units() if unit.name == "attention_varlen_forward_sm80_f16_d64")
     problem = VarlenProblem("front", "f16", (150, 20, 5), (9, 7, 3), 1, 1, 64, 64)
     tensors = build(problem)
@@ -123,7 +123,7 @@ def test_rows_in_front_of_the_first_sequence_have_slots_and_no_tile() -> None:
 
 
 def test_tiles_that_add_in_order_do_not_wait_for_ever_where_lengths_lie() -> None:
-    """Sequences whose rows overlap would count each other's tiles: then no row has a gradient."""
+    """Sequences whose rows overlap would count each other's tiles: in that case no row has a gradient."""
     unit = next(unit for unit in load_tables().units() if unit.name == "attention_varlen_backward_fused_sm90_f16_d64")
     problem = VarlenProblem("wrong", "f16", (20, 30, 5), (40, 33, 9), 2, 1, 64, 64, right=0)
     for wrong in (*LIES, [0, 40, 0, 40]):

@@ -1,4 +1,4 @@
-// What the tests ask of the kernel selector, through ctypes.
+// C functions through which the tests call the kernel selector, by ctypes.
 
 #include <cstdio>
 #include <cstring>
@@ -43,7 +43,7 @@ extern "C" int choose(int capability, int multiprocessors, const char* forced, i
   }
 }
 
-// Whether the same problem, which a kernel serves, is left to the ragged kernels; sizes as above.
+// Whether the same problem, which a dense kernel can run, is left to the ragged kernels; sizes as above.
 extern "C" int prefers_folded(int capability, int multiprocessors, const char* forced, int is_bf16, int is_causal,
                               int head_dim, const long long* sizes) {
   const attention::SelectorInput input =
@@ -51,10 +51,10 @@ extern "C" int prefers_folded(int capability, int multiprocessors, const char* f
   return attention::prefers_folded_rows(input, attention::select_forward(input)) ? 1 : 0;
 }
 
-// Writes "symbol target" of the kernel for ragged, paged and banded attention, or the error's text; returns 0 or 1; where it divides keys, those of
-// the kernel that adds up, and the number of splits, too. sizes: rows
-// and keys of the longest sequence, heads, batch, rows_total, whether the call is consistent, whether it has slopes of ALiBi, head_dim_v, key heads,
-// rows of a key head, whether num_splits is 1.
+// Writes "symbol target" of the kernel for ragged, paged and windowed attention, or the error's text; returns 0 or 1.
+// If it divides keys, also those of the combine kernel and the number of splits. sizes: rows and keys of the longest
+// sequence, heads, batch, rows_total, whether the call is consistent, whether it has ALiBi slopes, head_dim_v, key
+// heads, rows per key head, whether num_splits is 1.
 extern "C" int choose_varlen(int capability, const char* forced, int is_bf16, int head_dim, int page_size,
                              const long long* sizes, int has_score_functions, char* answer, int length) {
   const host::KernelRequest request{capability, 132, "a GPU", forced,
@@ -79,8 +79,9 @@ extern "C" int choose_varlen(int capability, const char* forced, int is_bf16, in
   }
 }
 
-// Writes "symbol splits second-kernel" of a kernel for chunks in place of the ragged batch's own one, or nothing. sizes: rows and keys of the longest
-// sequence, key heads, query heads of each, batch, rows_total, page size, num_splits, multiprocessors, keys that a row sees, whether it is causal.
+// Writes "symbol splits second-kernel" of a chunk kernel that replaces the ragged batch's kernel, or nothing. sizes:
+// rows and keys of the longest sequence, key heads, query heads per key head, batch, rows_total, page size, num_splits,
+// multiprocessors, keys that a row sees, whether it is causal.
 extern "C" void choose_chunk(int capability, const char* forced, int is_bf16, int head_dim, int head_dim_v,
                              const long long* sizes, int has_score_functions, int is_consistent, char* answer,
                              int length) {
@@ -113,11 +114,12 @@ extern "C" void choose_chunk(int capability, const char* forced, int is_bf16, in
     if (found.forward == nullptr) return;
     std::snprintf(answer, length, "%s %d %s", found.forward->symbol, found.num_splits,
                   found.combine == nullptr ? "" : found.combine->symbol);
-  } catch (const std::exception&) {  // nothing serves the call: choose_varlen says why
+  } catch (const std::exception&) {  // no kernel can run the call: choose_varlen says why
   }
 }
 
-// Writes the symbols of the two kernels that decode with the bits of a prefill, or nothing; sizes as above, and multiprocessors.
+// Writes the symbols of the two kernels that decode with the bits of a prefill, or nothing; sizes as for choose_varlen
+// up to head_dim_v, then multiprocessors.
 extern "C" void choose_ordered(int capability, const char* forced, int is_bf16, int head_dim, const long long* sizes,
                                int has_score_functions, char* answer, int length) {
   const host::KernelRequest request{capability, static_cast<int>(sizes[8]), "a GPU", forced,
@@ -129,8 +131,8 @@ extern "C" void choose_ordered(int capability, const char* forced, int is_bf16, 
   if (found.values != nullptr) std::snprintf(answer, length, "%s %s", found.scores->symbol, found.values->symbol);
 }
 
-// Writes the symbols of the append kernel, of row_dot's, of the backward kernels for ragged and banded attention, of dropout's, of a
-// mask's gradient and of e4m3, each before its target.
+// Writes the symbols of the kernels for append, row_dot, the backward of ragged and windowed attention, dropout, a
+// mask's gradient and e4m3, each before its target.
 extern "C" void choose_more(int capability, const char* forced, int is_bf16, int head_dim, int head_dim_v, char* answer,
                             int length) {
   const host::KernelRequest request{capability, 132, "a GPU", forced,
@@ -163,8 +165,8 @@ extern "C" void choose_more(int capability, const char* forced, int is_bf16, int
     }
     add(attention::select_e4m3_append(request));
     add(attention::select_dequantize(request));
-    add(attention::select_e4m3(request, head_dim));  // which Turing has not
-  } catch (const std::exception&) {                  // what there is stands in the answer
+    add(attention::select_e4m3(request, head_dim));  // Turing has none
+  } catch (const std::exception&) {                  // the answer holds what was found before
   }
   try {
     enum { kPlain, kScoreMod, kAlibi };
@@ -213,11 +215,12 @@ extern "C" void choose_mask_forward(int capability, const char* forced, int is_b
   try {
     const host::Kernel* found = attention::find_mask_forward(masked, *attention::select_varlen_forward(masked));
     if (found != nullptr) std::snprintf(answer, length, "%s", found->symbol);
-  } catch (const std::exception&) {  // a family that this GPU or type has not
+  } catch (const std::exception&) {  // a family that this GPU or dtype lacks
   }
 }
 
-// What a choice, by its place in the test's list, says where nothing serves it. flags: ALiBi (1), consistent, or a mask of one row (2).
+// The error of a selector, by its index in the test's list, if no kernel fits. flags: ALiBi (1), consistent, or a mask
+// of one row (2), softcap (4).
 extern "C" void refusal(int which, const char* forced, int head_dim, int page_size, int flags, char* answer,
                         int length) {
   const bool has_alibi = (flags & 1) != 0, is_consistent = (flags & 2) != 0, has_softcap = (flags & 4) != 0;
@@ -270,7 +273,8 @@ extern "C" void refusal(int which, const char* forced, int head_dim, int page_si
   }
 }
 
-// Whether a GPU of 132 multiprocessors runs the fused backward kernel; -1 where that is refused. sizes: batch, heads_kv, seq_q, seq_k, query heads of a key head.
+// Whether a GPU with 132 multiprocessors runs the fused backward kernel; -1 if that is refused. sizes: batch, heads_kv,
+// seq_q, seq_k, query heads per key head.
 extern "C" int prefers_fused(int capability, int head_dim, int is_causal, const long long* sizes) {
   const attention::Mask mask = is_causal ? attention::Mask::kCausal : attention::Mask::kFull;
   const host::KernelRequest request{capability, 132, "a GPU", nullptr, host::Dtype::kBFloat16};
@@ -283,7 +287,7 @@ extern "C" int prefers_fused(int capability, int head_dim, int is_causal, const 
   }
 }
 
-// The same of a ragged batch. sizes: heads_kv, longest_q, longest_k, rows_total, keys_total, visible_keys.
+// The same for a ragged batch. sizes: heads_kv, longest_q, longest_k, rows_total, keys_total, visible_keys.
 extern "C" int prefers_varlen_fused(int head_dim, int is_causal, int has_score_mod, const long long* sizes) {
   const attention::Mask mask = is_causal ? attention::Mask::kCausal : attention::Mask::kFull;
   const host::KernelRequest request{90, 132, "a GPU", nullptr, host::Dtype::kBFloat16};

@@ -1,4 +1,4 @@
-"""The kernel selector, compiled by itself with the real table, so that its choices for every GPU are tested without one."""
+"""Compiles the kernel selector with the real table, so that its choices for every GPU are tested without one."""
 
 import ctypes
 import subprocess
@@ -27,7 +27,7 @@ class Choice:
 
 
 class RefusedError(Exception):
-    """The selector's error, by its text."""
+    """The selector's error text."""
 
 
 Chooser = Callable[..., Choice]
@@ -63,7 +63,7 @@ def _refusal(
 
 
 def varlen_backward(loaded: ctypes.CDLL, capability: int, head_dim: int, head_dim_v: int, bf16: bool) -> list[str]:
-    """Symbols, of a call without options, with a softcap or a mask tensor, with ALiBi, with a mask that is streamed, one after the other."""
+    """Symbols: without options, with a softcap or mask tensor, with ALiBi, with a streamed mask, in this order."""
     answer = ctypes.create_string_buffer(4096)
     loaded.choose_more(capability, None, bf16, head_dim, head_dim_v, answer, len(answer))
     kinds = ("flashmoe_attention_varlen_backward", "flashmoe_attention_mask_backward")
@@ -73,7 +73,7 @@ def varlen_backward(loaded: ctypes.CDLL, capability: int, head_dim: int, head_di
 def mask_forward(
     loaded: ctypes.CDLL, capability: int, head_dim: int, *, bf16: bool, forced: str | None, **sizes: int
 ) -> str:
-    """The symbol of the kernel that streams a mask, or an empty one. ``sizes``: rows, keys, heads, batch, multiprocessors."""
+    """The symbol of the kernel that streams a mask, or "". ``sizes``: rows, keys, heads, batch, multiprocessors."""
     answer = ctypes.create_string_buffer(256)
     name = forced.encode() if forced is not None else None
     numbers = (ctypes.c_longlong * 5)(*(sizes[of] for of in ("rows", "keys", "heads", "batch", "multiprocessors")))
@@ -82,7 +82,7 @@ def mask_forward(
 
 
 def compile_with_table(folder: Path, targets: tuple[str, ...] | None, *sources: Path) -> ctypes.CDLL:
-    """A library of these files, the search for a kernel, and the table of the kernels for ``targets``."""
+    """A library of these files, the search for a kernel, and the kernel table for ``targets``."""
     tables = load_tables()
     placed = [PlacedBinary(unit, 0, 0, "") for unit in tables.units(targets)]
     (folder / "table.cpp").write_text(kernel_table_source(tables, placed))
@@ -126,8 +126,7 @@ def compile_chooser(folder: Path, targets: tuple[str, ...] | None) -> Chooser:
     def choose_backward(
         capability: int, head_dim: int, *, causal: bool = False, bf16: bool = False, forced: str | None = None
     ) -> tuple[str, ...]:
-        """Symbols of dq's and dkv's kernels, of the fused one and its two helpers where there are some, and their target; empty where
-        there are none."""
+        """Symbols of the dq and dkv kernels, the fused one and its two helpers if any, and the target; () if none."""
         answer = ctypes.create_string_buffer(4096)
         name = forced.encode() if forced is not None else None
         loaded.choose_backward(capability, name, bf16, causal, head_dim, answer, len(answer))
@@ -136,8 +135,7 @@ def compile_chooser(folder: Path, targets: tuple[str, ...] | None) -> Chooser:
     def choose_more(
         capability: int, head_dim: int, *, head_dim_v: int | None = None, bf16: bool = False, forced: str | None = None
     ) -> set[tuple[str, str]]:
-        """(symbol, target) of the append kernel, of row_dot's, of the backward kernels for ragged and banded attention, of dropout's, and of a mask's
-        gradient."""
+        """(symbol, target) of each kernel that choose_more of chooser.cpp writes."""
         answer = ctypes.create_string_buffer(4096)
         name = forced.encode() if forced is not None else None
         loaded.choose_more(capability, name, bf16, head_dim, head_dim_v or head_dim, answer, len(answer))
@@ -164,8 +162,9 @@ def compile_chooser(folder: Path, targets: tuple[str, ...] | None) -> Chooser:
         group: int = 1,
         batch_invariant: bool = False,
     ) -> tuple[str, ...]:
-        """Symbol and target, where keys are divided also those of the kernel that adds up and the number of splits; empty where none serves.
-        group: the query heads of a key head."""
+        """Symbol and target; if keys are divided, also the combine kernel's and the number of splits; () if none fits.
+
+        group: the query heads per key head."""
         answer = ctypes.create_string_buffer(4096)
         name = forced.encode() if forced is not None else None
         lengths = (rows, keys, heads, batch, rows_total, consistent, alibi, head_dim_v or head_dim)
@@ -192,7 +191,7 @@ def compile_chooser(folder: Path, targets: tuple[str, ...] | None) -> Chooser:
         head_dim_v: int | None = None,
         multiprocessors: int = 132,
     ) -> tuple[str, ...]:
-        """Symbols of the two kernels; empty where another one serves."""
+        """Symbols of the two kernels; () if another kernel runs the call."""
         answer = ctypes.create_string_buffer(4096)
         name = forced.encode() if forced is not None else None
         lengths = (rows, keys, heads, batch, 0, consistent, alibi, head_dim_v or head_dim, multiprocessors)
@@ -221,7 +220,7 @@ def compile_chooser(folder: Path, targets: tuple[str, ...] | None) -> Chooser:
         consistent: bool = False,
         head_dim_v: int | None = None,
     ) -> tuple[str, int]:
-        """Symbol and shares of the keys; none of either where the ragged kernel stays, or the decoding one."""
+        """Symbol and number of splits; ("", 0) if the ragged or the decoding kernel stays."""
         answer = ctypes.create_string_buffer(4096)
         name = forced.encode() if forced is not None else None
         lengths = (rows, keys, heads_kv, group, batch, rows_total, page_size, num_splits, multiprocessors)
@@ -232,7 +231,7 @@ def compile_chooser(folder: Path, targets: tuple[str, ...] | None) -> Chooser:
         words = answer.value.decode().split()
         if not words:
             return "", 0
-        assert (len(words) == 3) == (int(words[1]) > 1)  # shares have a second kernel
+        assert (len(words) == 3) == (int(words[1]) > 1)  # splits have a second kernel
         return words[0], int(words[1])
 
     def prefers_fused(capability: int, head_dim: int, causal: bool, *sizes: int, group: int = 1) -> bool:
@@ -252,7 +251,7 @@ def compile_chooser(folder: Path, targets: tuple[str, ...] | None) -> Chooser:
         bends: bool = False,
         window: int = 1 << 31,
     ) -> bool:
-        """Of a ragged batch whose rows are its keys."""
+        """For a ragged batch with as many rows as keys."""
         sizes = (ctypes.c_longlong * 6)(heads, longest, longest, total, total, window)
         return bool(loaded.prefers_varlen_fused(head_dim, causal, bends, sizes))
 

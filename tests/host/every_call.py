@@ -1,5 +1,6 @@
-"""The calls of tests/arguments, on the fake GPUs: what is taken gives the CPU's results, and in any layout the bits of contiguous tensors,
-each number written."""
+"""The calls of tests/arguments, on the fake GPUs.
+
+Accepted calls give the CPU's results, and in any layout the bits of contiguous tensors; every element is written."""
 
 import math
 import os
@@ -14,11 +15,12 @@ from torch import Tensor
 
 from tests.arguments.described import BrokenError, Call, T, changes
 
-EXPECTED = "expected.pt"  # beside the library: what the CPU gives
+EXPECTED = "expected.pt"  # beside the library: the CPU's results
 LIMIT = 2e-2  # of the largest element of a result
 MOST_ELEMENTS = 10**5
-# What the loops have no kernel for, or read where no kernel does: wide heads, float16, pages that are nobody's, scores near a float's ends;
-# and ids of experts that are not there, whose rows nobody writes, or rows that are of nobody.
+# Calls that the loops have no kernel for, or in which they read what no kernel reads: wide heads, float16, pages that
+# no sequence owns, scores near a float's limits; and ids of experts that do not exist, whose rows are not written, or
+# rows of none.
 BEYOND = (
     *("d is 512", "dv is 512", "block_table is (", "scale is 2.35", "scale is -2.35", "scale is 1.17"),
     *("experts is 1", "expert_offsets is expanded", "slot_rows is expanded", "row_slots is expanded"),
@@ -29,7 +31,7 @@ RESULTS = {"out", "k_cache", "v_cache"}
 
 
 def in_16_bits(call: Call) -> Call:
-    """What kernels of a GPU take."""
+    """As the kernels of a GPU take them."""
 
     def changed(name: str, value: Any) -> Any:
         is_slopes = name == "mask" and isinstance(value, T) and value.rank == 2
@@ -43,7 +45,7 @@ def in_16_bits(call: Call) -> Call:
 
 
 def accepted(name: str, make: Callable[..., Call], rule: Callable[..., Any], part: Any) -> Iterator[tuple[str, Call]]:
-    """Of small tensors, by the rules of either device; what the loops that stand for kernels can read."""
+    """Calls with small tensors that the rules of both devices accept and that the loops can read."""
     arguments = getattr(torch.ops.flashmoe, name).default._schema.arguments
     required = [one.name for one in arguments if "Optional" not in str(one.type)]
     for what, call in changes(lambda **sizes: in_16_bits(make(**sizes)), part.SIZES, part.NUMBERS, of=make):
@@ -67,7 +69,7 @@ def accepted(name: str, make: Callable[..., Call], rule: Callable[..., Any], par
 
 
 def has_rows_of_no_sequence(call: Call, ints: dict[str, list[int]]) -> bool:
-    """A GPU's kernels leave them undefined."""
+    """A GPU's kernels leave such rows undefined."""
     return any(
         ends in ints and isinstance(call[of], T) and ints[ends][-1] < call[of].sizes[0]
         for of, ends in (("q", "cu_seqlens_q"), ("k", "cu_seqlens_k"))
@@ -115,7 +117,7 @@ def given_by_the_cpu() -> dict[str, list[Tensor]]:
 def differences(
     number: int, part: Any, layouts_alone: bool, watch: Callable[[list[Tensor]], None] = lambda results: None
 ) -> list[str]:
-    """``watch`` is told the results of each call as it returns."""
+    """``watch`` receives the results of each call as it returns."""
     name, make, rule = part.ROWS[number]
     wrong, known = [], given_by_the_cpu()
     for what, call in accepted(name, make, rule, part):

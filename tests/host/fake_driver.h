@@ -1,4 +1,5 @@
-// A driver without a GPU: "CUDA" memory is the CPU's, and a launch is what the file that includes this makes of it. For one file of a library.
+// A driver without a GPU: "CUDA" memory is the CPU's, and the including file defines what a launch does. For one file
+// of a library.
 #pragma once
 
 #include <algorithm>
@@ -14,7 +15,7 @@
 
 extern "C" const unsigned char flashmoe_binaries[1] = {0};
 extern "C" const char flashmoe_index[1] = {0};
-// The CPU's tensors are the GPU's here; what asks whether a tensor is the CPU's hears no where `g_is_gpu_alone`.
+// CPU tensors are the GPU's here; with `g_is_gpu_alone` no tensor is reported as the CPU's.
 static bool g_is_gpu_alone = false;
 extern "C" int32_t aoti_torch_device_type_cuda() { return 0; }
 extern "C" int32_t aoti_torch_device_type_cpu() { return g_is_gpu_alone ? 1 : 0; }
@@ -24,11 +25,11 @@ namespace {
 
 Device g_gpu;
 bool g_is_capturing = false;
-std::string g_log;      // one JSON object a line
-std::string g_missing;  // part of the symbols that no module has
+std::string g_log;      // one JSON object per line
+std::string g_missing;  // part of the symbols that are not found in any module
 bool g_refuses_maps = false;
 
-// Of this GPU: kernels for others have the same symbol.
+// Among this GPU's kernels: those for others have the same symbols.
 const Kernel& kernel_of(CUfunction function) {
   for (const Kernel* kernel : loadable_kernels(g_gpu.capability)) {
     if (kernel->symbol == reinterpret_cast<const char*>(function)) return *kernel;
@@ -36,7 +37,7 @@ const Kernel& kernel_of(CUfunction function) {
   fail(ErrorCode::kInternal, "a function that was not loaded");
 }
 
-// A block for each tile, or of a persistent kernel as many as the GPU holds.
+// One block per tile, or for a persistent kernel at most as many as the GPU holds.
 inline int64_t grid_of(const Kernel& kernel, int64_t tiles) {
   const int64_t held = int64_t{g_gpu.num_multiprocessors} * kernel.min_blocks;
   return kernel.is_persistent ? std::min(tiles, held) : tiles;
@@ -45,7 +46,7 @@ inline int64_t grid_of(const Kernel& kernel, int64_t tiles) {
 CUresult launch(CUfunction function, unsigned grid, unsigned block, unsigned shared, bool is_dependent,
                 void** arguments);
 
-// As the driver: no grid without blocks.
+// Like the driver: no grid without blocks.
 CUresult launch_some(CUfunction function, unsigned grid, unsigned block, unsigned shared, bool is_dependent,
                      void** arguments) {
   return grid == 0 ? CUDA_ERROR_INVALID_VALUE : launch(function, grid, block, shared, is_dependent, arguments);
@@ -82,7 +83,8 @@ Driver make_driver() {
     for (std::size_t word = 0; word < count; ++word) reinterpret_cast<unsigned*>(address)[word] = value;
     return CUDA_SUCCESS;
   };
-  // As the driver: 16-byte aligned memory and strides, of which 0 is one (a shared cache of codes on an H200), and sizes and strides within limits.
+  // Like the driver: 16-byte aligned memory and strides, where 0 is allowed (a shared cache of codes on an H200), and
+  // sizes and strides within limits.
   calls.cuTensorMapEncodeTiled = [](CUtensorMap* map, CUtensorMapDataType, cuuint32_t rank, void* address,
                                     const cuuint64_t* dims, const cuuint64_t* strides, const cuuint32_t* box,
                                     const cuuint32_t*, CUtensorMapInterleave, CUtensorMapSwizzle,
@@ -107,7 +109,7 @@ Driver make_driver() {
   return calls;
 }
 
-// Begins a call on a GPU of this kind: nothing has been launched.
+// Begins a call on such a GPU, with an empty log.
 void begin_call(int capability, int multiprocessors, bool is_capturing) {
   g_gpu.capability = capability;
   g_gpu.num_multiprocessors = multiprocessors;

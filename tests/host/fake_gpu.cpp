@@ -1,5 +1,5 @@
-// The forward's CUDA path on a driver without a GPU, which writes down what it is asked to launch. "CUDA" memory is the CPU's, so
-// that torch's copies are real; a "kernel" fills its output with ones.
+// The forward's CUDA path on a driver without a GPU, which logs what it is asked to launch. "CUDA" memory is the CPU's,
+// so that torch's copies are real; a "kernel" fills its output with ones.
 #include <torch/csrc/stable/library.h>
 
 #include "attention/host/backends.h"
@@ -124,7 +124,7 @@ FAKE_EXPORT void fake_gpu(int capability, int multiprocessors, int is_capturing,
   g_fails = fails != 0;
 }
 
-// What a list of so many launches of so many blocks, with so many counters, says; empty: it is launched.
+// The error of a list of this many launches of this many blocks with this many counters; empty if it is launched.
 FAKE_EXPORT const char* fake_list(long long grid, int launches, long long counters) {
   using namespace flashmoe;
   static std::string said;

@@ -1,4 +1,4 @@
-// Elements of "device" memory, in bfloat16, as the loops that stand for kernels read and write them.
+// Elements of "device" memory, in bfloat16, as the loops that replace kernels read and write them.
 #pragma once
 
 #include <cstdint>

@@ -1,5 +1,6 @@
-"""An extension with a driver that needs no GPU: how it is compiled, and its tests, in a process of their own because the operators exist
-once in a process."""
+"""Compiles an extension with a driver that needs no GPU, and runs its tests.
+
+In a separate process, because operators exist once per process."""
 
 import os
 import subprocess
@@ -36,7 +37,7 @@ SHARED = (
 
 
 def compile_extension(folder: Path, operation: str, names: Iterable[str], *others: Path) -> Path:
-    """csrc/OPERATION/host, the files of these names, and others, with the kernel table and fake_gpu.cpp of tests/host/OPERATION."""
+    """Links these files of csrc/OPERATION/host and ``others`` with fake_gpu.cpp of tests/host/OPERATION."""
     return link(
         folder,
         HERE / operation / "fake_gpu.cpp",
@@ -48,7 +49,7 @@ def compile_extension(folder: Path, operation: str, names: Iterable[str], *other
 
 
 def link(folder: Path, *sources: Path) -> Path:
-    """A library of these files and the whole kernel table; objects are made as the build makes them, and come from its cache."""
+    """A library of these files and the whole kernel table; objects are compiled as by the build, through its cache."""
     tables, toolchain = load_tables(), find_toolchain()
     cache = Cache(Path(os.environ.get("FLASHMOE_CACHE_DIR") or ROOT / "build" / "cache"))
     placed = [PlacedBinary(unit, 0, 0, "") for unit in tables.units()]
@@ -60,14 +61,14 @@ def link(folder: Path, *sources: Path) -> Path:
     objects = run_all([folder / "table.cpp", *sources], compiled, jobs=2)
     torch_library = [f"-L{toolchain.torch_library}", "-Wl,--allow-shlib-undefined", "-ltorch_cpu"]
     path = folder / "libflashmoe.so"
-    own = ("-shared", "-Wl,-Bsymbolic", "-Wl,--exclude-libs,ALL")  # as the build: a static C++ runtime is nobody else's
+    own = ("-shared", "-Wl,-Bsymbolic", "-Wl,--exclude-libs,ALL")  # as in the build: a static C++ runtime stays private
     command = [toolchain.cxx, *own, *sanitizers(os.environ), *map(str, objects), *torch_library]
     subprocess.run([*command, "-o", str(path)], check=True, timeout=300)
     return path
 
 
 def run_tests(library: Path, operation: str, part: ModuleType | None = None) -> None:
-    """Those of tests/host/OPERATION/*on_fake_gpu.py, with the CPU's results of the part of tests/arguments."""
+    """Runs tests/host/OPERATION/*on_fake_gpu.py, with the CPU's results of ``part`` of tests/arguments."""
     if part is not None:
         _extension.load()
         on_the_cpu(part, library.with_name(EXPECTED))

@@ -1,4 +1,6 @@
-"""The rules by which attention's kernels are chosen, stated once more from the table alone: what select.cpp and its neighbours are held to."""
+"""The rules by which attention's kernels are chosen, written a second time, from the table only.
+
+select.cpp and its neighbours are tested against them."""
 
 import math
 import random
@@ -34,7 +36,7 @@ class Kernel:
 
 
 def _rank(target: Target, capability: int) -> tuple[bool, bool, int, bool] | None:
-    """Machine code for this GPU, then of an older minor version, then PTX; None where the GPU cannot load it."""
+    """Ranks machine code for this GPU, then for an older minor version, then PTX; None if the GPU cannot load it."""
     own = 10 * target.capability[0] + target.capability[1]
     if target.is_ptx:
         loads = capability >= own
@@ -55,7 +57,7 @@ def families(capability: int) -> tuple[str, ...]:
 def find(
     capability: int, dtype: str, operation: str, family: str, variant: str, head_dim: int, mask: str | None = None
 ) -> Kernel | None:
-    """Of the least head dim that holds the tensor's."""
+    """The kernel of the smallest head dim that holds the tensor's."""
     best: dict[tuple[int, str], tuple[Any, Kernel]] = {}
     for unit in UNITS.get((operation, family, variant, dtype), ()):
         row, rank = unit.row, _rank(unit.target, capability)
@@ -117,7 +119,7 @@ def combining(capability: int, dtype: str, head_dim: int) -> Kernel | None:
 
 
 def forward(capability: int, p: dict[str, Any]) -> tuple[Kernel, int] | None:
-    """With the number of splits; None where nothing serves."""
+    """The kernel and the number of splits; None if no kernel can run it."""
     dtype, mask, dim = "bf16" if p["bf16"] else "f16", "causal" if p["causal"] else "full", p["head_dim"]
 
     def of(family: str, variant: str) -> Kernel | None:
@@ -168,7 +170,7 @@ def varlen(capability: int, p: dict[str, Any], multiprocessors: int = 132) -> Ke
     width = consistent_width(capability, dtype, dim, wanted) if p["consistent"] else 0
     is_wide = capability == 90 and rows * p["group"] > 2 * FEW_ROWS and p["batch"] * p["heads_kv"] > multiprocessors
     decodes = p["batch_invariant"] or not is_wide
-    if rows > FEW_ROWS:  # of ragged tiles that leave multiprocessors idle, where there are no chunks
+    if rows > FEW_ROWS:  # if ragged tiles leave multiprocessors idle and there are no chunk kernels
         has_chunks = capability == 90 and p["forced"] in (None, "sm90")
         few = rows * p["group"] <= 127 and p["keys"] >= 1024 and 2 * p["batch"] * p["heads"] <= multiprocessors
         decodes = few and not has_chunks and not p["batch_invariant"]
@@ -219,7 +221,7 @@ def reads_keys_once(p: dict[str, Any], kernel: Kernel, shorter: Kernel) -> bool:
 
 
 def chunk_microseconds(p: dict[str, Any], kernel: Kernel, heads: int, fold: int, splits: int) -> float:
-    """``fold``: rows of a tile that a position takes."""
+    """``fold``: rows of a tile per position."""
     cost, rows, keys, block = kernel.row.cost, p["rows"], p["keys"], kernel.row.block_m
     sequences = min(p["batch"], -(-p["rows_total"] // rows)) if p["rows_total"] else p["batch"]
     positions = block // fold
@@ -239,7 +241,7 @@ def chunk_microseconds(p: dict[str, Any], kernel: Kernel, heads: int, fold: int,
 
 
 def fastest_chunk(capability: int, p: dict[str, Any]) -> tuple[float, int, Kernel] | None:
-    """Time, shares of the keys, kernel."""
+    """Time, number of splits, kernel."""
     dim, group, dtype = p["head_dim"], p["group"], "bf16" if p["bf16"] else "f16"
     is_scored = p["has_score_functions"]
     kernel = find(capability, dtype, "attention_chunk_forward", "sm90", "scores" if is_scored else "", dim)
@@ -259,7 +261,7 @@ def fastest_chunk(capability: int, p: dict[str, Any]) -> tuple[float, int, Kerne
 
 
 def is_decoded(p: dict[str, Any]) -> bool:
-    """Where decoding serves, whether it is the faster way."""
+    """Whether decoding is the faster way, if a kernel decodes."""
     rows = p["rows"] * p["group"]
     few = p["head_dim"] > 64 and rows > 12 and 2048 <= p["keys"] <= 8192 and p["batch"] * p["heads_kv"] <= 16
     return rows <= (8 if p["head_dim"] > 128 else 16) and not few
@@ -314,7 +316,7 @@ def varlen_backward(capability: int, dtype: str, dim: int, dim_v: int, option: s
 
 
 def ordered(capability: int, dim: int, p: dict[str, Any]) -> tuple[str, ...]:
-    """The symbols of the two kernels; ``rows``: of a key head."""
+    """The symbols of the two kernels; ``rows``: per key head."""
     dtype = "bf16" if p["bf16"] else "f16"
     scores, values = (find(capability, dtype, f"attention_decode_{of}", "sm90", "", dim) for of in ("scores", "values"))
     if scores is None or values is None:
@@ -346,7 +348,7 @@ def is_fused(
     group: int = 1,
     has_window: bool = False,
 ) -> bool:
-    """heads: of keys."""
+    """heads: key heads."""
     fused = find(
         capability, "bf16", "attention_backward_fused", families(capability)[0], "", dim, "causal" if causal else "full"
     )

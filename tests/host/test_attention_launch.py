@@ -1,5 +1,6 @@
-"""What attention's operators launch, backward and of ragged batches too, and what comes out, by a driver without a GPU whose kernels
-are plain loops over the parameters."""
+"""What attention's operators launch, and their results, backward and ragged too.
+
+On a driver without a GPU, whose kernels are plain loops over their parameters."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""Which kernel serves a problem, over drawn problems: select.cpp and its neighbours against the rules of kernel_rules.py."""
+"""Which kernel runs a problem, for random problems: select.cpp and its neighbours against kernel_rules.py."""
 
 import math
 import random
@@ -21,7 +21,7 @@ from tests.host.kernel_rules import (
 )
 
 DRAWS = 3000
-CAPABILITIES = (75, 80, 86, 87, 89, 90, 91, 100, 103, 120, 121, 130)  # of a GPU that the table lacks, too
+CAPABILITIES = (75, 80, 86, 87, 89, 90, 91, 100, 103, 120, 121, 130)  # includes GPUs that the table lacks
 
 
 @pytest.mark.parametrize("capability", CAPABILITIES)
@@ -50,7 +50,7 @@ def test_dense(choose: Any, capability: int) -> None:
 
 
 def asked(choose: Any, capability: int, p: dict[str, Any]) -> tuple[str, str, int] | str:
-    """Or the refusal's text."""
+    """The choice, or the refusal's text."""
     try:
         choice = choose(capability, **p)
     except Exception as error:
@@ -127,7 +127,7 @@ def test_chunks(choose: Any, capability: int) -> None:
 
 @pytest.mark.parametrize("capability", [80, 90])
 def test_few_dense_rows_fold(choose: Any, capability: int) -> None:
-    """Where that is faster than the dense kernel by more than the estimates are off."""
+    """If that is faster than the dense kernel by more than the error of the estimates."""
     rng = random.Random(capability)
     for _ in range(DRAWS if capability == 90 else DRAWS // 8):
         p: dict[str, Any] = {
@@ -171,7 +171,7 @@ def test_ragged_backward(choose: Any, capability: int) -> None:
 
 
 def test_streamed_masks(choose: Any) -> None:
-    """Tiles of 256 rows where the busiest multiprocessor goes through fewer rows with them."""
+    """Tiles of 256 rows if the busiest multiprocessor then computes fewer rows."""
     rng = random.Random(3)
     variants: set[str] = set()
     for _ in range(DRAWS):
@@ -278,7 +278,7 @@ def test_where_the_fused_form_begins(choose: Any) -> None:
 
 
 def test_where_ragged_batches_have_the_fused_form(choose: Any) -> None:
-    """As a batch of equal sequences, as many tokens in ones as long as the longest."""
+    """Like a batch of equal sequences: as many tokens, in sequences as long as the longest."""
     rng = random.Random(4)
     for _ in range(DRAWS):
         dim, causal, bends, heads = (
@@ -296,7 +296,7 @@ def test_where_ragged_batches_have_the_fused_form(choose: Any) -> None:
 
 
 def test_kernels_over_codes_have_the_tiles_of_those_over_elements() -> None:
-    """So they divide the keys alike, and add in the same order."""
+    """So that they divide the keys alike, and add in the same order."""
     for operation in ("attention_decode", "attention_chunk_forward"):
         tiles: list[dict[Any, set[Any]]] = [{}, {}]
         for of, name in zip(tiles, (f"{operation}_e4m3", operation), strict=True):

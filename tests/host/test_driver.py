@@ -1,4 +1,4 @@
-"""What is asked of the CUDA driver, and what is told where it refuses: driver.cpp with a libcuda.so.1 made for the purpose."""
+"""What driver.cpp requests of the CUDA driver, and its errors, with a libcuda.so.1 made for the purpose."""
 
 import json
 import os
@@ -14,7 +14,7 @@ from flashmoe_build.compile.host import compile_source
 from flashmoe_build.compile.toolchain import find_toolchain
 from tests.host.faked import CSRC, ROOT
 
-RATE = 2 * 2_619_000 * 5120 // 8 // 1_000_000  # bytes per ns: two transfers a clock in kHz, bits of the bus
+RATE = 2 * 2_619_000 * 5120 // 8 // 1_000_000  # bytes per ns: two transfers per clock in kHz, bus width in bits
 LIBCUDA = r"""
 #include <cstdlib>
 #include <cstring>
@@ -224,7 +224,7 @@ def test_a_driver_that_is_too_old_or_not_there(ask: Asker) -> None:
     told = "libcuda.so.1 has no cuInit; the driver is too old: CUDA 11.0 or newer is needed"
     assert ask(("newer", 0), place="old", torch="")[0] == f"flashmoe:driver: {told}"
     found = ask(("newer", 0), place="none", torch="")[0]
-    if found != "maps dependent":  # where this machine has no driver
+    if found != "maps dependent":  # this machine has no driver
         assert found.startswith(
             "flashmoe:driver: the CUDA driver library libcuda.so.1 cannot be loaded (libcuda.so.1: "
         )

@@ -1,4 +1,4 @@
-"""Every kernel of attention is chosen for some problem on some GPU: one that never is costs build time and bytes for nothing."""
+"""Every kernel of attention is chosen for some problem on some GPU: one that never is costs build time and bytes."""
 
 from collections.abc import Callable
 from itertools import product
@@ -12,7 +12,7 @@ Chooser = Callable[..., Any]
 Chosen = set[tuple[str, str]]  # symbol and target
 TABLES = load_tables()
 UNITS = [unit for unit in TABLES.units() if unit.row.operation.startswith("attention_")]
-BEYOND_THE_TABLE = 130  # the capability of a GPU made later, which loads the PTX
+BEYOND_THE_TABLE = 130  # the capability of a later GPU, which loads the PTX
 CAPABILITIES = {10 * gpu.compute_capability[0] + gpu.compute_capability[1]: gpu for gpu in TABLES.gpus}
 SIZES = (  # batch, heads, seq_q, seq_k
     (8, 16, 8192, 8192),  # many query tiles
@@ -39,7 +39,7 @@ def families(capability: int) -> tuple[str, ...]:
 
 
 def loads_best(unit: Unit) -> int:
-    """The capability that no other target serves better."""
+    """The capability for which no other target is better."""
     major, minor = unit.target.capability
     return BEYOND_THE_TABLE if unit.target.is_ptx else 10 * major + minor
 
@@ -47,7 +47,7 @@ def loads_best(unit: Unit) -> int:
 def varlen_kernels(
     choose: Chooser, capability: int, head_dim: int, head_dim_v: int, bf16: bool, forced: str | None
 ) -> Chosen:
-    """Of ragged, paged and banded attention: many rows, with score functions too, pages that TMA cannot load, few rows, decoding."""
+    """Ragged, paged, windowed attention: many rows, score options, pages that TMA cannot load, few rows, decoding."""
     asked = (
         choose.varlen(  # type: ignore[attr-defined]
             capability,
@@ -116,7 +116,7 @@ def asked(choose: Chooser) -> dict[bool, Chosen]:
 
 
 def test_every_kernel_is_chosen(asked: dict[bool, Chosen]) -> None:
-    """Without being named, where its family is the GPU's best; by name where it only stands in, and for comparison."""
+    """Without being named if its family is the GPU's best; by name if it is only a fallback, and for comparison."""
     never = [
         f"{entry.symbol} for {unit.target.name} ({unit.row.source})"
         for unit in UNITS
@@ -155,7 +155,7 @@ def test_head_dims_above_256_divide_the_keys_of_few_dense_rows(choose: Chooser) 
     assert chosen(page_size=3, has_score_functions=True) == divided(32)
     assert chosen(batch_invariant=True) == divided(1)
     assert chosen(head_dim_v=64)[2].endswith("_d256")
-    # What may not be divided, or need not be.
+    # Cases that may not be divided, or need not be.
     for given in (
         {"consistent": True},
         {"rows_total": 8},
@@ -164,21 +164,21 @@ def test_head_dims_above_256_divide_the_keys_of_few_dense_rows(choose: Chooser) 
         {"rows": 64, "batch": 34},
     ):
         assert chosen(**given) == (name, "sm_90a"), given
-    # Of more rows wgmma's, without score functions, and where bits may depend on it.
+    # More rows run on wgmma, without score functions, and if the call's bits may depend on it.
     own = ("flashmoe_attention_varlen_forward_sm90_f16_d512", "sm_90a")
     assert chosen(rows=65) == chosen(rows=700, rows_total=900) == chosen(rows=65, page_size=8) == own
     given = ({"consistent": True}, {"batch_invariant": True}, {"has_score_functions": True}, {"page_size": 3})
     assert all(chosen(rows=700, **one) == (name, "sm_90a") for one in given)
     assert chosen(rows=64, batch=33) == divided(1)
     assert chosen(rows=17) == divided(32)
-    # None is there for ALiBi, none on Turing, and the narrower head dims never divide so.
+    # There is none for ALiBi and none on Turing, and narrower head dims are never divided in this way.
     assert chosen(alibi=True) == ()
     assert choose.varlen(75, 320, rows=8) == ()  # type: ignore[attr-defined]
     assert choose.varlen(80, 256, rows=64, heads=1, batch=1)[0].endswith("_d256")  # type: ignore[attr-defined]
 
 
 def test_short_tiles_have_the_keys_of_the_others() -> None:
-    """Which of them a batch has depends on the other entries; the bits of an entry must not."""
+    """The tile of a batch depends on its other sequences; the bits of a sequence must not."""
     ragged = [unit for unit in UNITS if unit.row.operation == "attention_varlen_forward"]
     keys = {(unit.name, unit.target.name): unit.row.block_n for unit in ragged}
     short = [unit for unit in ragged if unit.row.variant == "m64"]
@@ -188,8 +188,10 @@ def test_short_tiles_have_the_keys_of_the_others() -> None:
 
 
 def test_dropout_and_a_mask_s_gradient_run_on_the_best_family_that_has_them(choose: Chooser) -> None:
-    """Hopper's is sm80, but for forward passes without a mask tensor or a softcap alone, and without ALiBi the fused backward form and that of more
-    than 128 columns; sm90 named has no other."""
+    """On Hopper that is sm80, with exceptions on sm90, which has no other kernels if it is named.
+
+    The exceptions: forward passes without a mask tensor or softcap; without ALiBi also the fused backward form and
+    the backward form of more than 128 columns."""
     for capability, forced, family, target in (
         (90, None, "sm80", "sm_90a"),
         (90, "sm75", "sm75", "sm_90a"),

@@ -1,4 +1,4 @@
-"""What the forward launches on each GPU, and on which tensors, seen by a driver without a GPU."""
+"""What the forward launches on each GPU, and on which tensors, on a driver without a GPU."""
 
 import ctypes
 import json
@@ -79,7 +79,7 @@ def tensor(*sizes: int) -> Tensor:
 
 @pytest.mark.parametrize("capturing", [False, True])
 def test_one_persistent_kernel_draws_its_tiles_from_a_counter(run: Runner, capturing: bool) -> None:
-    """One for all calls of a stream; each captured call has its own, because graphs may run at once."""
+    """All calls of a stream share one; each captured call has its own, because graphs may run at once."""
     q = tensor(2, 64, 1024, 64)
     counters = set()
     for _ in range(2):
@@ -104,7 +104,7 @@ def test_a_kernel_with_a_block_for_every_tile_gets_no_counter(run: Runner) -> No
 
 @pytest.mark.parametrize(("gpu", "family", "is_dependent"), [(90, "sm90", True), (80, "sm80", False)])
 def test_split_keys_are_added_up_by_a_second_kernel(run: Runner, gpu: int, family: str, is_dependent: bool) -> None:
-    """One combine kernel, the sm80 family's, behind the split kernels of both; dependent where its code waits."""
+    """One combine kernel, the sm80 family's, follows the split kernels of both; dependent if its code waits."""
     rows = 12  # fewer are decoded
     _, _, (forward, combine) = run(tensor(1, 8, rows, 128), tensor(1, 8, 8192, 128), gpu=gpu)
     assert forward["symbol"] == f"flashmoe_attention_forward_{family}_f16_d128_split_full"
@@ -114,7 +114,7 @@ def test_split_keys_are_added_up_by_a_second_kernel(run: Runner, gpu: int, famil
     assert forward["has_partials"]
     assert combine["has_partials"]
     assert (forward["is_dependent"], combine["is_dependent"]) == (False, is_dependent)
-    assert combine["grid"] == 8 * rows // 4  # of four warps, a row each
+    assert combine["grid"] == 8 * rows // 4  # blocks of four warps, one row each
 
 
 def test_a_head_dim_of_no_whole_pieces_is_padded_and_the_output_copied_back(run: Runner) -> None:
@@ -140,7 +140,7 @@ def test_only_tma_needs_a_copy_of_an_expanded_tensor(run: Runner) -> None:
     ("offset", "stride"), [(0, 64), (8, 64), (1, 64), (4, 64), (7, 72), (0, 68), (0, 65), (16, 80)]
 )
 def test_what_a_16_byte_load_cannot_reach_is_copied(run: Runner, offset: int, stride: int) -> None:
-    """Address and row stride count in elements of two bytes: eight of them are a load."""
+    """Address and row stride in elements of two bytes: eight of them are one load."""
     memory = tensor(offset + 2 * 64 * stride)
     q = memory[offset:].as_strided((1, 2, 64, 64), (2 * 64 * stride, 64 * stride, stride, 1), offset)
     for gpu in (80, 90):
@@ -195,7 +195,7 @@ VarlenRunner = Callable[..., tuple[Tensor, Tensor, list[Launch]]]
 
 @pytest.fixture
 def run_varlen(library: ctypes.CDLL) -> VarlenRunner:
-    """Calls the forward of ragged, paged and banded attention; returns out, lse and what was launched."""
+    """Calls the forward of ragged, paged and windowed attention; returns out, lse and what was launched."""
 
     def call(
         q: Tensor, k: Tensor, most: tuple[int, int], *, gpu: int = 90, v: Tensor | None = None, **given: Tensor
@@ -213,7 +213,7 @@ def ints(*values: int) -> Tensor:
 
 
 def paged(page: int, pages: int = 64, heads: int = 2, head_dim: int = 64) -> tuple[Tensor, dict[str, Tensor]]:
-    """K, with what names the pages of two entries."""
+    """K, and the arguments that give the pages of two sequences."""
     table = torch.arange(pages, dtype=torch.int32).view(2, -1)
     return tensor(pages, page, heads, head_dim), {"seqused_k": ints(90, 7), "block_table": table}
 

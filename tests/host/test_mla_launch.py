@@ -1,5 +1,6 @@
-"""What latent attention launches on each GPU, on which tensors, and what comes out, by a driver without a GPU whose kernels are plain loops
-over the parameters."""
+"""What latent attention launches on each GPU, on which tensors, and its results.
+
+On a driver without a GPU, whose kernels are plain loops over their parameters."""
 
 from __future__ import annotations
 

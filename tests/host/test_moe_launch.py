@@ -1,5 +1,6 @@
-"""What the operators of a mixture-of-experts layer, and linear, launch on each GPU, on which tensors, and what comes out, by a driver without a
-GPU whose kernels are plain loops over the parameters."""
+"""What a mixture-of-experts layer and linear launch on each GPU, on which tensors, and their results.
+
+On a driver without a GPU, whose kernels are plain loops over their parameters."""
 
 from pathlib import Path
 

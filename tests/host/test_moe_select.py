@@ -1,5 +1,6 @@
-"""The kernels of a mixture-of-experts layer: which is chosen, compiled by itself with the real table, so without a GPU. Every kernel
-is chosen for some problem on some GPU: one that never is costs build time and bytes for nothing."""
+"""The choice of kernels for a mixture-of-experts layer, compiled separately with the real table, so without a GPU.
+
+Every kernel is chosen for some problem on some GPU: one that never is only costs build time and bytes."""
 
 import ctypes
 from collections.abc import Callable
@@ -14,20 +15,20 @@ from tests.host.conftest import compile_with_table
 ROOT = Path(__file__).resolve().parents[2]
 TABLES = load_tables()
 UNITS = [unit for unit in TABLES.units() if unit.row.operation.startswith(("moe_", "grouped_gemm"))]
-BEYOND_THE_TABLE = 130  # the capability of a GPU made later, which loads the PTX
+BEYOND_THE_TABLE = 130  # the capability of a later GPU, which loads the PTX
 CAPABILITIES = {10 * gpu.compute_capability[0] + gpu.compute_capability[1]: gpu for gpu in TABLES.gpus}
 PRODUCTS = ("grouped_gemm", "grouped_gemm_gated", "grouped_gemm_gated_backward", "grouped_gemm_weight_gradient")
-SCALED = ("grouped_gemm_scaled", "grouped_gemm_gated_scaled")  # for compute capability 9.0; gated as bf16 alone
+SCALED = ("grouped_gemm_scaled", "grouped_gemm_gated_scaled")  # for compute capability 9.0; gated only as bf16
 MXFP4 = ("grouped_gemm_mxfp4", "grouped_gemm_gated_mxfp4")  # from compute capability 8.0 on, bf16
 PACKED = ("grouped_gemm_mxfp4_packed", "grouped_gemm_gated_mxfp4_packed")  # for compute capability 9.0, bf16
-TRAINED = ("grouped_gemm_weight_gradient_scaled", "grouped_gemm_gated_scaled_kept")  # likewise
+TRAINED = ("grouped_gemm_weight_gradient_scaled", "grouped_gemm_gated_scaled_kept")  # for compute capability 9.0, bf16
 MEMORIES = ("nk", "kn", "kn_pairs")
 STEPS, QUANTIZE = 8, (8, 9)  # the latter for compute capability 9.0
-TRAINING_STEPS = range(10, 14)  # likewise, bf16
+TRAINING_STEPS = range(10, 14)  # for compute capability 9.0, bf16
 SHORT, LONG = 2048, 4096  # k
 SIZES = ((SHORT, SHORT), (SHORT, LONG), (2880, 2880))  # (n, k)
 EXPERTS = 128
-ROWS = (0.0625, 1, 4, 8, 16, 32, 64, 128, 512, 2048, 1 << 20)  # an expert
+ROWS = (0.0625, 1, 4, 8, 16, 32, 64, 128, 512, 2048, 1 << 20)  # per expert
 
 HARNESS = """
 #include <cstdio>
@@ -77,7 +78,7 @@ extern "C" int choose_step(int capability, const char* forced, int is_bf16, int 
 
 
 class RefusedError(Exception):
-    """The selector's error, by its text."""
+    """The selector's error text."""
 
 
 class Selector:
@@ -132,7 +133,7 @@ def select(tmp_path_factory: pytest.TempPathFactory) -> Selector:
 
 
 def loads_best(unit: Unit) -> int:
-    """The capability that no other target serves better."""
+    """The capability for which no other target is better."""
     major, minor = unit.target.capability
     return BEYOND_THE_TABLE if unit.target.is_ptx else 10 * major + minor
 
@@ -169,7 +170,7 @@ def all_chosen(select: Selector) -> set[tuple[str, str]]:
 
 
 def test_packed_weights_have_kernels_on_one_gpu(select: Selector) -> None:
-    """Of one family: few rows are another tile of it, whichever family is named."""
+    """Of one family: few rows run on another of its tiles, whichever family is named."""
     for name in PACKED:
         for forced in (None, "sm90"):
             assert select.product(90, name, 8, bf16=True, forced=forced)[0].endswith("_m16")
@@ -202,7 +203,7 @@ def test_packed_weights_have_kernels_on_one_gpu(select: Selector) -> None:
 def test_packed_tiles_of_gpt_oss_are_those_of_the_shorter_waves(
     select: Selector, experts: int, tokens: int, gated: str, plain: str
 ) -> None:
-    """With 132 multiprocessors; four choices of a token, 5760 and 2880 columns."""
+    """With 132 multiprocessors; four experts per token, 5760 and 2880 columns."""
     for name, n, tile in zip(PACKED, (2880, 5760), (plain, gated), strict=True):
         found = select.product(90, name, 4 * tokens / experts, bf16=True, experts=experts, n=n, k=2880)
         assert found[0].endswith(f"bf16_{tile}"), name
@@ -214,7 +215,7 @@ def test_scaled_products_are_refused_where_there_are_none(select: Selector) -> N
 
 
 def test_every_kernel_is_chosen(select: Selector) -> None:
-    """Without being named, or by name. What is around the products exists for the GPUs that have nothing better alone."""
+    """Without being named, or by name. Kernels around the products exist only for the GPUs that have nothing better."""
     asked = all_chosen(select)
     never = [
         f"{entry.symbol} for {unit.target.name} ({unit.row.source})"
@@ -228,7 +229,7 @@ def test_every_kernel_is_chosen(select: Selector) -> None:
 
 @pytest.mark.parametrize("capability", [75, 80, 90])
 def test_tiles_grow_with_the_rows_of_an_expert(select: Selector, capability: int) -> None:
-    """A tile serves a range of rows: once left it does not come back."""
+    """A tile is used for one range of rows: once left, it does not come back."""
     for name in PRODUCTS:
         chosen = [select.product(capability, name, rows) for rows in ROWS]
         changes = [symbol for index, symbol in enumerate(chosen) if index == 0 or chosen[index - 1] != symbol]
@@ -246,7 +247,7 @@ def test_few_rows_have_kernels_of_their_own(select: Selector) -> None:
 
 
 def test_few_rows_end_where_a_large_tile_is_as_fast(select: Selector) -> None:
-    """On an H100, measured, at four rows an expert, whichever family computes the rest; on other GPUs at forty."""
+    """On an H100, as measured, at four rows per expert, whichever family computes the rest; on other GPUs at forty."""
     for name in ("grouped_gemm", "grouped_gemm_gated"):
         for forced, family in ((None, "sm90"), ("sm80", "sm80")):
             assert select.product(90, name, 4, forced=forced)[0].endswith("_m8_nk")
@@ -264,7 +265,7 @@ def test_few_long_rows_have_a_deeper_tile(select: Selector) -> None:
 
 
 def test_columns_that_a_tile_does_not_divide_have_one_that_does(select: Selector) -> None:
-    """gpt-oss: 2880 columns are 15 of 192, and 12 of 256 with one that is a quarter full."""
+    """gpt-oss: 2880 columns are 15 tiles of 192, or 12 of 256, one of which is a quarter full."""
     for rows, n, k, tile in (
         (1024, 2880, 2880, "_n192_nk"),
         (1023, 2880, 2880, "_bf16_nk"),

@@ -1,4 +1,4 @@
-"""Which kernel each GPU gets, and what it is told when there is none."""
+"""Which kernel each GPU gets, and the error if there is none."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ GPUS = {gpu.name: 10 * gpu.compute_capability[0] + gpu.compute_capability[1] for
 
 @pytest.mark.parametrize("gpu", GPUS)
 def test_consistent_calls_divide_no_keys_and_have_one_width(choose: Any, gpu: str) -> None:
-    """Whatever the sizes, dense or ragged, in pages or not: a head dim's kernels have key blocks of one width, and none is for decoding."""
+    """For all sizes, dense or ragged, paged or not: a head dim's key blocks have one width, and no kernel decodes."""
     tables = load_tables()
     widths = {(unit.name, unit.target.name): unit.row.block_n for unit in tables.units()}
 
@@ -48,7 +48,7 @@ def test_consistent_calls_divide_no_keys_and_have_one_width(choose: Any, gpu: st
 
 @pytest.mark.parametrize("gpu", GPUS)
 def test_consistent_calls_with_alibi_have_one_kernel(choose: Any, gpu: str) -> None:
-    """Its references move in each family at blocks of their own, so that pages which the copy engine cannot load are refused."""
+    """Each family moves the softmax reference at its own blocks, so pages that TMA cannot load are refused."""
     for head_dim in (64, 80, 128, 256):
         found = {
             choose.varlen(GPUS[gpu], head_dim, rows=rows, batch=batch, page_size=page_size, alibi=True, consistent=True)
@@ -62,7 +62,7 @@ def test_consistent_calls_with_alibi_have_one_kernel(choose: Any, gpu: str) -> N
 
 @pytest.mark.parametrize("gpu", GPUS)
 def test_narrow_values_have_the_width_of_wide_ones(choose: Any, gpu: str) -> None:
-    """Values of at most 128 columns beside keys of 129 to 192: their kernel where there is one, and one width with those that stand in for it."""
+    """Values of up to 128 columns, keys of 129 to 192: their own kernel if there is one, with its fallbacks' width."""
     widths = {(unit.name, unit.target.name): unit.row.block_n for unit in load_tables().units()}
     for head_dim, head_dim_v, is_narrow in (
         (192, 128, True),
@@ -121,7 +121,7 @@ def test_forced_family_that_does_not_run_here(choose: Chooser) -> None:
         choose(90, forced="sm75", bf16=True)
 
 
-# (choice by its number, further arguments, what has no kernel)
+# (number of the choice, further arguments, what has no kernel)
 REFUSALS = (
     (0, {}, "head_dim 64"),
     (0, {"flags": 2}, "head_dim 64, the same bits in every call"),
@@ -145,7 +145,7 @@ REFUSALS = (
 
 @pytest.mark.parametrize(("which", "given", "what"), REFUSALS, ids=[what for _, _, what in REFUSALS])
 def test_what_has_no_kernel_is_named(choose_of_hopper_build: Any, which: int, given: dict[str, int], what: str) -> None:
-    """Of a family that the environment names, in a build that has none for the GPU; past the dense kernels' head dims by the rule for those."""
+    """For a named family that the build lacks for the GPU; past the dense kernels' head dims by the rule for those."""
     told = choose_of_hopper_build.refusal(which, forced="sm90", **given)
     beginning = "flashmoe:argument: FLASHMOE_KERNEL=sm90: this family has no kernel for float16"
     assert told == f"{beginning}, {what} on a GPU (compute capability 8.0); unset it or name another family"
@@ -158,7 +158,7 @@ def test_what_has_no_kernel_is_named(choose_of_hopper_build: Any, which: int, gi
 
 
 def test_a_family_that_is_named_is_what_lacks_the_bits(choose: Any) -> None:
-    """Another one may have them, so nothing is said of all kernels of the GPU."""
+    """Another family may have them, so nothing is said about all kernels of the GPU."""
     told = choose.refusal(1, forced="sm90", page_size=12, flags=6)
     beginning = "flashmoe:argument: FLASHMOE_KERNEL=sm90: this family has no kernel for float16, head_dim 64"
     assert told.startswith(f"{beginning}, pages of 12 keys, the same bits in every call on a GPU")

@@ -1,7 +1,7 @@
-"""A machine whose g++ has libstdc++ as an archive alone puts a copy into our library, beside torch's in the same process.
+"""If g++ has libstdc++ only as an archive, our library contains a copy, beside torch's in the same process.
 
-``std::num_put::id`` and its like are unique in a process, locales are not: with symbols of the archive visible to others, a number that an error
-names is written by the wrong facet, and is lost or crashes.
+``std::num_put::id`` and the like are unique in a process, locales are not: if the archive's symbols are visible to
+others, the wrong facet writes a number in an error, which is lost or crashes.
 """
 
 import ctypes
@@ -29,7 +29,7 @@ extern "C" __attribute__((visibility("default"))) const char* text(long number) 
 
 @pytest.mark.parametrize("runtime", ["-shared-libgcc", "-static-libstdc++"])
 def test_numbers_in_errors_are_written_by_the_librarys_own_runtime(tmp_path: Path, runtime: str) -> None:
-    assert torch.__version__  # whose libstdc++ is in the process first
+    assert torch.__version__  # loads its libstdc++ first
     (tmp_path / "text.cpp").write_text(SOURCE)
     path, flags = tmp_path / "text.so", [flag for flag in LINK_FLAGS if not flag.startswith("-Wl,-soname")]
     command = [find_toolchain().cxx, *COMMON_FLAGS, *flags, runtime, str(tmp_path / "text.cpp"), "-o", str(path)]

@@ -1,4 +1,4 @@
-// Writing latents into a cache of 8-bit floats: arguments, checks and the launch.
+// Writing latents into an FP8 cache: arguments, checks and the launch.
 #pragma once
 
 #include "host/arguments.h"
@@ -9,7 +9,7 @@ namespace flashmoe::mla {
 using host::Dtype;
 using host::Tensor;
 
-// A tensor that was not given has a null handle. Rows are named by slots, or by the lengths.
+// A tensor that was not given has a null handle. Rows are given by slots or by cache_seqlens.
 struct AppendArguments {
   Tensor latents;        // [batch, tokens, 576]
   Tensor kv_cache;       // [pages, page_size, 656] with slots or block_table, else [batch, keys, 656]
@@ -23,10 +23,10 @@ struct AppendArguments {
   bool has_pages() const { return slots.is_given() || block_table.is_given(); }
 };
 
-// Takes the operator's arguments; throws the first rule that they break.
+// Reads and checks the operator's arguments; throws on the first broken rule.
 AppendArguments take_append(host::Arguments& given);
 
-// Of a call with tokens.
+// Requires at least one token.
 void append_cuda(const AppendArguments& arguments);
 
 }  // namespace flashmoe::mla

@@ -35,7 +35,7 @@ void check_cache(const DecodeArguments& arguments) {
   if (arguments.block_table.is_given()) check_page_size(cache);
 }
 
-// Keys are named by indices, or are those of each sequence.
+// Indices select the keys, or each sequence has its own.
 void check_keys(const DecodeArguments& arguments) {
   const Tensor& q = arguments.q;
   const int32_t int32 = aoti_torch_dtype_int32();

@@ -12,14 +12,14 @@ using host::Tensor;
 // A tensor that was not given has a null handle.
 struct DecodeArguments {
   Tensor q;              // [batch, tokens, heads, 576]
-  Tensor kv_cache;       // [pages, page_size, 576] with block_table, else [batch, keys, 576]; of 8-bit floats 656 bytes
+  Tensor kv_cache;       // [pages, page_size, 576] with block_table, else [batch, keys, 576]; FP8: 656 bytes per key
   Tensor cache_seqlens;  // [batch] int32, contiguous; not given with indices
   Tensor block_table;    // [batch, pages] int32, last dimension contiguous
   Tensor sinks;          // [heads] float32, contiguous
-  Tensor indices;        // [batch, tokens, keys] int32, of rows of all pages; -1 is nothing
+  Tensor indices;        // [batch, tokens, keys] int32: rows among all pages; -1: no key
   double scale = 0.0;
   bool is_causal = true;
-  int64_t num_splits = 0;         // 0: the kernels' choice; 1: each row's result is the same in any batch
+  int64_t num_splits = 0;         // 0: the kernels choose; 1: each row's result is the same in any batch
   Dtype dtype = Dtype::kFloat16;  // of q
   bool has_codes = false;         // kv_cache holds 8-bit floats
 
@@ -27,17 +27,17 @@ struct DecodeArguments {
   int64_t tokens() const { return q.sizes()[1]; }
   int64_t heads() const { return q.sizes()[2]; }
   bool is_sparse() const { return indices.is_given(); }
-  // Keys that a sequence's memory holds, or that indices name for a token.
+  // Keys that a sequence's memory can hold, or indices per token.
   int64_t max_keys() const {
     if (is_sparse()) return indices.sizes()[2];
     return kv_cache.sizes()[1] * (block_table.is_given() ? block_table.sizes()[1] : 1);
   }
 };
 
-// Takes the operator's arguments; throws the first rule that they break.
+// Reads and checks the operator's arguments; throws on the first broken rule.
 DecodeArguments take_decode(host::Arguments& given);
 
-// out [batch, tokens, heads, 512], contiguous, and lse [batch, heads, tokens] of a call with rows.
+// Writes out [batch, tokens, heads, 512], contiguous, and lse [batch, heads, tokens]. Requires at least one row.
 void decode_cuda(const DecodeArguments& arguments, const Tensor& out, const Tensor& lse);
 
 }  // namespace flashmoe::mla

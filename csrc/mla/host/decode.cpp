@@ -1,4 +1,4 @@
-// Decoding on a GPU: which kernel, on what, and the list that is launched. Nothing here reads device memory.
+// Decoding on a GPU: selects the kernel, prepares tensors, builds the launch list. Nothing here reads device memory.
 #include <algorithm>
 #include <cstring>
 #include <limits>
@@ -20,8 +20,8 @@ namespace {
 using host::Kernel;
 
 constexpr double kLog2E = 1.4426950408889634;
-constexpr int32_t kNoLimit = 1 << 20;  // of the parts of a sequence
-// Keys are read once, and no row of them is a multiple of 256 bytes.
+constexpr int32_t kNoLimit = 1 << 20;  // on the parts of a sequence
+// Keys are read once, and the size of a key is not a multiple of 256 bytes.
 constexpr CUtensorMapL2promotion kKeyPromotion = CU_TENSOR_MAP_L2_PROMOTION_L2_128B;
 
 const Kernel* find(const host::KernelRequest& request, const char* operation, const char* family, const char* variant) {
@@ -29,12 +29,12 @@ const Kernel* find(const host::KernelRequest& request, const char* operation, co
                            host::loadable_kernels(request.capability));
 }
 
-// The copy engine needs keys, and pages in ascending order.
+// TMA needs at least one key.
 bool has_keys(const DecodeArguments& arguments) {
   return arguments.kv_cache.sizes()[0] > 0 && arguments.max_keys() > 0;
 }
 
-// What the kernel reads: the cache itself where it can.
+// What the kernel reads: the cache itself if possible. TMA needs pages in ascending order.
 Tensor readable_cache(const DecodeArguments& arguments, const Kernel& kernel) {
   const Tensor& cache = arguments.kv_cache;
   if (!arguments.has_codes) return host::loadable(cache, kernel);
@@ -47,7 +47,8 @@ constexpr char kFewRows[] = "mla_decode_few";
 
 bool is_few_rows(const Kernel& kernel) { return std::strcmp(kernel.operation, kFewRows) == 0; }
 
-// Up to 32 rows as two tiles of 16, where a block of the grid then has one key block at most. Not with one split, whose bits are those of any batch.
+// Whether up to 32 rows run as two tiles of 16: if each block of the grid then has at most one key block. Not with one
+// split, whose bits are the same in any batch.
 bool is_in_two_tiles(const DecodeArguments& arguments, int64_t rows, int64_t num_multiprocessors) {
   constexpr int64_t kBlockN = 64;
   const int64_t sequences = arguments.batch() * (arguments.is_sparse() ? arguments.tokens() : 1);
@@ -55,8 +56,8 @@ bool is_in_two_tiles(const DecodeArguments& arguments, int64_t rows, int64_t num
          2 * sequences * ceil_div(arguments.max_keys(), kBlockN) <= num_multiprocessors;
 }
 
-// The kernel for few rows where the GPU has it; not where a family is forced. Otherwise of the families that the GPU has, best first, or of the
-// one that is forced. Neither the cache nor indices decide, since their bits are those of dense 16-bit keys.
+// The kernel for few rows if the GPU has it and no family is forced. Otherwise the best family that the GPU has, or the
+// forced one. Neither the cache's format nor indices affect that: their bits are those of dense 16-bit keys.
 const Kernel& select_decode(const host::KernelRequest& request, const DecodeArguments& arguments, int64_t rows,
                             int64_t num_multiprocessors) {
   const bool is_wgmma_wanted = has_keys(arguments);
@@ -94,13 +95,13 @@ const Kernel& select_combine(const host::KernelRequest& request) {
   return *kernel;
 }
 
-// Rows of a sequence lie at one stride, 16 bytes of each at a time.
+// Whether all rows of a sequence have one stride and can be loaded 16 bytes at a time.
 bool is_loadable_query(const Tensor& q, const Kernel& kernel) {
   const int64_t* strides = q.strides();
   return host::is_loadable(q, kernel) && (q.sizes()[1] == 1 || strides[1] == q.sizes()[2] * strides[2]);
 }
 
-// All tokens lie at one stride.
+// Whether all tokens have one stride.
 bool has_even_tokens(const Tensor& q) {
   const int64_t *sizes = q.sizes(), *strides = q.strides();
   const int64_t token = sizes[2] * strides[2];
@@ -140,7 +141,7 @@ DecodeParams make_params(const DecodeArguments& arguments, const Tensor& q, cons
   return params;
 }
 
-// Every token becomes a sequence, whose keys its indices name.
+// Every token becomes a sequence, whose keys its indices select.
 void name_keys(DecodeParams& params, const Tensor& indices) {
   params.indices = static_cast<const int32_t*>(indices.data());
   params.num_slots = static_cast<int32_t>(
@@ -167,22 +168,22 @@ void run(const DecodeArguments& arguments, DecodeParams params, const Kernel& ke
   params.block_n_log2 = log2_of(kernel.block_n);
   params.box_rows = sm90::page_box_rows(params.block_table != nullptr, params.page_size, kernel.block_n);
   params.num_splits = arguments.num_splits == 0 ? kNoLimit : static_cast<int32_t>(arguments.num_splits);
-  // A part for as many blocks as the GPU holds at once; shares shorter than this cost more at their ends than they gain.
+  // As many parts as the GPU holds blocks at once. Shares below least_share cost more at their ends than they gain.
   params.least_share = is_few_rows(kernel) ? 1 : 2;
   const int64_t blocks = int64_t{gpu.num_multiprocessors} * kernel.min_blocks;
   const int64_t most_parts = std::max<int64_t>(1, blocks / row_tiles);
-  // Sequences that are equal by the call, about one for each part: the plan would give each a part of its own.
+  // Without lengths all sequences are equal. With about one per part, the plan would give each its own part.
   const bool is_one_each =
       params.cache_seqlens == nullptr && params.batch <= most_parts && 17 * int64_t{params.batch} >= 16 * most_parts;
   if (is_one_each) params.num_splits = 1;
   const bool is_split = params.num_splits != 1;
-  // Up to a thirty-second of the parts is left out where equal sequences then are whole parts, or parts whole sequences.
+  // Leaves up to 1/32 of the parts unused if equal sequences then have whole parts, or parts whole sequences.
   const int64_t even_parts = params.batch <= most_parts ? most_parts / params.batch * params.batch : most_parts;
   const bool is_even = most_parts - even_parts <= most_parts / 32;
   params.parts = static_cast<int32_t>(!is_split ? params.batch : is_even ? even_parts : most_parts);
-  constexpr int32_t kLanes = 32;  // plan.cuh looks at so many sequences at once
+  constexpr int32_t kLanes = 32;  // plan.cuh looks at this many sequences at once
   params.parts_each = is_split && params.batch <= kLanes ? params.parts / params.batch : 0;
-  // Where each sequence is in many parts, several warps add up a row.
+  // If each sequence is in many parts, several warps add up a row.
   constexpr int64_t kManyParts = 24;
   params.warps_per_sum = params.parts >= kManyParts * params.batch ? combine.block_m : 1;
 
@@ -205,13 +206,13 @@ void run(const DecodeArguments& arguments, DecodeParams params, const Kernel& ke
   host::LaunchList list;
   list.add({&kernel, params.parts * row_tiles, &params, maps, /*is_dependent=*/true});
   if (is_split) {
-    const int64_t sums = combine.block_m / params.warps_per_sum;  // of a block at once
+    const int64_t sums = combine.block_m / params.warps_per_sum;  // per block at once
     const int64_t sequences = std::min<int64_t>(params.batch, params.parts);
-    // Blocks beyond those that the GPU holds at once would only make the plan again.
+    // More blocks than the GPU holds at once would only make the plan again.
     const int64_t held = std::max<int64_t>(1, int64_t{gpu.num_multiprocessors} * combine.min_blocks / sequences);
     const int64_t units = ceil_div(rows, kSumRows) * (kLatentDim / kSumColumns);
-    params.sum_pieces = units > held * sums ? 2 : 1;  // two are fewer rounds, one more warps
-    // A whole number: units are a multiple of 32, and what divides them is a power of two up to 16.
+    params.sum_pieces = units > held * sums ? 2 : 1;  // 2: fewer rounds; 1: more warps
+    // Divides evenly: units are a multiple of 32, and the divisor is a power of two up to 16.
     const int64_t blocks = std::min(units / (sums * params.sum_pieces), held);
     list.add({&combine, sequences * blocks, &params, nullptr, /*is_dependent=*/true});
   }

@@ -1,4 +1,4 @@
-// The operators of multi-head latent attention, as torch knows them. On the CPU flashmoe/mla/ computes them.
+// Registers the operators of multi-head latent attention with torch. On the CPU flashmoe/mla/ computes them.
 #include <utility>
 
 #include "host/boxed.h"

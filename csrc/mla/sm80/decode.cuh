@@ -1,6 +1,6 @@
 // Decoding of multi-head latent attention with mma.sync: any number of heads and query tokens, any page size.
 //   grid   row_tiles * parts blocks (plan.cuh)
-// Key blocks ascend from key 0 in blocks of kBlockN; a row's rescaling looks at that row alone.
+// Key blocks of kBlockN keys ascend from key 0; a row's rescaling depends on that row only.
 #pragma once
 
 #include "attention/forward/mma_sync/softmax.cuh"
@@ -25,8 +25,8 @@ namespace flashmoe::mla::sm80 {
 
 using attention::mma_sync::RowState;
 
-// Moves the row's reference where its scores ask for it. Returns what O must be multiplied by, and in `shift` what
-// exp2(score * scale_log2 - shift) subtracts. block_max: of this thread's columns.
+// Moves the row's reference if its scores require it. Returns the factor for O; shift: what
+// exp2(score * scale_log2 - shift) subtracts. block_max: over this thread's columns.
 __device__ __forceinline__ float advance_reference(RowState& row, float block_max, float scale_log2, float& shift) {
   const float largest = quad_max(ptx::max_ftz(row.max, block_max));
   const float next = attention::reference_stays(largest, row.max, scale_log2) ? row.max : largest;
@@ -35,7 +35,7 @@ __device__ __forceinline__ float advance_reference(RowState& row, float block_ma
   // The old exponentials refer to the rounded product: a reference that stays gives exactly 1.
   const float rescale = ptx::exp2_approx(ptx::sub_rn(row.max * scale_log2, shift));
   row.max = next;
-  row.sum = ptx::fma_rn(row.sum, rescale, 0.0f);  // not contracted with what is added
+  row.sum = ptx::fma_rn(row.sum, rescale, 0.0f);  // an fma, so that the product is not contracted with a later addition
   return rescale;
 }
 
@@ -59,13 +59,13 @@ struct Warp {
         column_warp(ptx::warp_index() % Spec::kColumnWarps),
         row_warp(ptx::warp_index() / Spec::kColumnWarps) {}
 
-  // The warp's first row, of the sequence.
+  // The warp's first row in the sequence.
   __device__ __forceinline__ int first_row() const { return row_tile * Spec::kBlockM + row_warp * Spec::kWarpRows; }
   __device__ __forceinline__ ptx::SmemPointer scores_of(int warp) const {
     return block_smem + (Spec::kScoreOffset + warp * Spec::kWarpScoreBytes) + ptx::lane_index() * 16;
   }
 
-  // Leaves Q K^T over this warp's columns in shared memory, in the accumulators' own order.
+  // Stores Q K^T over this warp's columns to shared memory, in accumulator order.
   __device__ __forceinline__ void share_scores(const uint32_t (&Q_rmem)[Spec::kMmaM][Spec::kSteps][4],
                                                ptx::SmemPointer K_smem) const {
     float S_rmem[Spec::kMmaM][Spec::kMmaN][4];
@@ -102,7 +102,7 @@ struct Warp {
       }
   }
 
-  // The scores of 16 rows: the sums of the four warps, in their order.
+  // The scores of 16 rows: the sums of the four warps, in warp order.
   __device__ __forceinline__ void gather_scores(float (&S_rmem)[Spec::kMmaN][4], int m) const {
 #pragma unroll
     for (int n = 0; n < Spec::kMmaN; ++n) {
@@ -131,7 +131,7 @@ struct Warp {
     }
   }
 
-  // Of indices: keys that are none.
+  // Sparse: hides indices that select no key.
   __device__ __forceinline__ static void hide_missing(float (&S_rmem)[Spec::kMmaN][4], uint32_t present) {
     const uint32_t of_thread = present >> ptx::lane_index() % 4 * 2;
 #pragma unroll
@@ -212,7 +212,7 @@ struct Warp {
     const auto land = [&](int block, int stage) {
       if (block < segment.end_block) loader.land(block_smem + stage * Spec::kStageBytes);
     };
-    ptx::barrier_sync_block();  // write after read: the ring of the segment before
+    ptx::barrier_sync_block();  // write after read: the ring of the previous segment
 #pragma unroll 1
     for (int ahead = 0; ahead < Spec::kNumStages - 1; ++ahead) {
       issue(segment.begin_block + ahead, ahead);
@@ -220,7 +220,7 @@ struct Warp {
     }
     uint32_t Q_rmem[Spec::kMmaM][Spec::kSteps][4];
     load_query<Spec>(Q_rmem, params, segment.batch, first_row(), column_warp);
-    // Blocks from here on hide keys from some row of the tile.
+    // Keys from here on are hidden from some row of the tile.
     const int seen_by_all = visible_end(params, segment.keys, row_tile * Spec::kBlockM);
 
     int stage = 0;
@@ -230,7 +230,7 @@ struct Warp {
       const int refilled = stage == 0 ? Spec::kNumStages - 1 : stage - 1;
       loader.wait();
       ptx::
-          barrier_sync_block();  // the block is whole; all are done with the stage that refills, and with the scores before
+          barrier_sync_block();  // the block has arrived; all have finished the stage to refill and the previous scores
       issue(block + Spec::kNumStages - 1, refilled);
       share_scores(Q_rmem, K_smem);
       const int index = Spec::kIsSparse ? sparse_index(params, segment, block) : 0;
@@ -255,7 +255,7 @@ struct Warp {
     loader.wait_all();
   }
 
-  // A whole sequence's rows are finished; of a part the sums are left for combine.cuh.
+  // Finishes the rows of a whole sequence; leaves the sums of a split one to combine.cuh.
   __device__ __forceinline__ void store(const Segment& segment, int slot) const {
     const int lane = ptx::lane_index();
     const int num_rows = params.tokens * params.heads;
@@ -282,7 +282,7 @@ struct Warp {
           }
           continue;
         }
-        // Recomputed: registers are scarce in the loop of codes.
+        // Recomputed: registers are scarce in the loop of the FP8 kernel.
         const int own = ptx::recompute(lane);
         const int64_t first = partial_row(params, slot, row_tile, row_warp * Spec::kWarpRows + m * 16 + half * 8);
         if (is_first) {
@@ -303,7 +303,7 @@ struct Warp {
 
 template <typename Spec>
 __device__ __forceinline__ void decode(const DecodeParams& params) {
-  ptx::grid_dependency_wait();  // what the kernel in front writes may be lengths, pages, keys or Q
+  ptx::grid_dependency_wait();  // the preceding kernel may write lengths, pages, keys or Q
   ptx::grid_launch_dependents();
   const int part = ptx::block_index() / params.row_tiles;
   Plan plan(params, part);

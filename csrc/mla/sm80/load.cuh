@@ -1,4 +1,4 @@
-// A block's keys, by cp.async, or by way of registers from 8-bit floats; and a warp's share of Q, in registers.
+// Loads a block's keys, by cp.async or, from an FP8 cache, through registers; and a warp's share of Q into registers.
 #pragma once
 
 #include "device/swizzle.cuh"
@@ -15,37 +15,37 @@
 
 namespace flashmoe::mla::sm80 {
 
-// Page of a sequence's key, a number from the table that is kept within the cache.
+// Page `index` of a sequence, from the block table, clamped to the cache.
 __device__ __forceinline__ int page_of(const DecodeParams& params, int batch, int index) {
   if (params.block_table == nullptr) return batch;
   const int32_t* page_gmem = params.block_table + batch * params.block_table_stride + index;
   return max(0, min(params.num_pages - 1, static_cast<int>(ptx::ld_global_32(page_gmem))));
 }
 
-// The index of this lane's key of a block; -1 where there is none.
+// The index of this lane's key in a block; -1 if there is none.
 __device__ __forceinline__ int sparse_index(const DecodeParams& params, const Segment& segment, int block) {
   return index_of(params, segment, block * 32 + ptx::lane_index());
 }
 
-// This thread's keys of a block, one of each pass; eight threads share a key.
+// This thread's keys of a block, one per pass; eight threads share a key.
 template <typename Spec>
 struct BlockKeys {
   const DecodeParams& params;
   const Segment& segment;
-  // Where they lie, in elements, of codes in bytes; negative: a zero in their place.
+  // Their offsets, in elements, in an FP8 cache in bytes; negative: zeros instead of a key.
   int64_t offset[Spec::kPasses];
-  int slot[Spec::kPasses];  // in their place, of indices: rows of all pages
+  int slot[Spec::kPasses];  // sparse: used instead of offset; rows among all pages
 
   __device__ __forceinline__ BlockKeys(const DecodeParams& params_, const Segment& segment_)
       : params(params_), segment(segment_) {}
 
-  // This thread's 16 bytes of each 64 columns of its first key.
+  // Where this thread stores 16 bytes of each 64 columns of its first key.
   __device__ __forceinline__ static ptx::SmemPointer thread_smem(ptx::SmemPointer stage_smem) {
     const int thread = ptx::thread_index();
     return stage_smem + swizzled_offset<kHeadDim>(thread / kSegmentChunks, thread % kSegmentChunks);
   }
 
-  // Asks for the pages of a block's keys, some time before its load.
+  // Looks up the pages of a block's keys, some time before they are loaded.
   __device__ __forceinline__ void find(int block) {
     if constexpr (Spec::kIsSparse) {
       find_indices(block);
@@ -74,7 +74,7 @@ struct BlockKeys {
     }
   }
 
-  // Of an index the offset is computed as late as this: it takes more registers.
+  // Sparse: the offset is computed only here, because it takes more registers than the index.
   __device__ __forceinline__ int64_t offset_of(int pass) const {
     if constexpr (!Spec::kIsSparse) {
       return offset[pass];
@@ -84,15 +84,15 @@ struct BlockKeys {
   }
 };
 
-// One key block of a segment after the other: find() names its keys, issue() reads them, wait() and land() see to it that they are in
-// shared memory.
+// Loads the key blocks of a segment in order: find() locates the keys, issue() reads them, wait() and land() make sure
+// that they are in shared memory.
 template <typename Spec>
 struct KeyLoader : BlockKeys<Spec> {
   using Element = typename Spec::Element;
   using BlockKeys<Spec>::BlockKeys;
   using BlockKeys<Spec>::params;
 
-  // Keys past the sequence's become zeros, whatever the cache holds there: 0 * NaN is NaN.
+  // Keys past the end of the sequence become zeros, whatever the cache holds there: 0 * NaN is NaN.
   __device__ __forceinline__ void issue(ptx::SmemPointer stage_smem) const {
     const int thread = ptx::thread_index();
     const ptx::SmemPointer thread_smem = this->thread_smem(stage_smem);
@@ -117,7 +117,7 @@ struct KeyLoader : BlockKeys<Spec> {
   __device__ __forceinline__ void land(ptx::SmemPointer) const {}
 };
 
-// The same of 8-bit floats.
+// The same for an FP8 cache.
 template <typename Spec>
 struct CodeLoader : BlockKeys<Spec> {
   using Element = typename Spec::Element;
@@ -178,8 +178,8 @@ struct LoaderOf<Spec, true> {
   using Type = CodeLoader<Spec>;
 };
 
-// A warp's columns of its rows of Q, as A operands: step j is columns 64 j + 16 * column_warp on. Rows past the last are that one again:
-// nobody stores what becomes of them.
+// A warp's columns of its rows of Q, as A operands: step j has the 16 columns from 64 j + 16 * column_warp on. Rows
+// past the last one repeat it; their results are not stored.
 template <typename Spec>
 __device__ __forceinline__ void load_query(uint32_t (&Q_rmem)[Spec::kMmaM][Spec::kSteps][4], const DecodeParams& params,
                                            int batch, int first_row, int column_warp) {

@@ -8,11 +8,11 @@
 
 namespace flashmoe::mla::sm80 {
 
-// Four warps share each group of rows: in Q K^T each adds up a quarter of the head dim (every fourth step of 16 columns), and in P V each
-// has a quarter of the output's columns. Their sums of scores meet in shared memory; every warp then has all scores of its rows, and P in
-// registers. A key block is K and V at once.
-// kIsSparse   1: a row's keys are those that indices name.
-// kHasCodes   1: the cache holds 8-bit floats (params/codes.h), which become elements on their way to shared memory.
+// Four warps share each group of rows: in Q K^T each sums a quarter of the head dim (every fourth step of 16 columns),
+// and in P V each has a quarter of the output's columns. Their partial scores are added through shared memory; every
+// warp then has all scores of its rows, and P in registers. A key block is both K and V.
+// kIsSparse   1: indices select a row's keys.
+// kHasCodes   1: the cache is FP8 (params/codes.h) and is converted to elements on the way to shared memory.
 template <typename Element_, int kBlockM_, int kBlockN_, int kNumStages_, int kNumWarps_, int kHasCodes_,
           int kIsSparse_>
 struct DecodeSpec {
@@ -31,14 +31,14 @@ struct DecodeSpec {
   static constexpr int kWarpRows = kBlockM / kRowWarps;
   static constexpr int kMmaM = kWarpRows / 16;
   static constexpr int kMmaN = kBlockN / 8;
-  static constexpr int kSteps = kHeadDim / 16 / kColumnWarps;     // of Q K^T, of a warp
+  static constexpr int kSteps = kHeadDim / 16 / kColumnWarps;     // of Q K^T, per warp
   static constexpr int kWarpColumns = kLatentDim / kColumnWarps;  // of the output
   static constexpr int kMmaD = kWarpColumns / 8;
 
   static constexpr int kRowBytes = kHeadDim * static_cast<int>(sizeof(Element));
   static constexpr int kStageBytes = kBlockN * kRowBytes;
   static constexpr int kScoreOffset = kNumStages * kStageBytes;
-  static constexpr int kWarpScoreBytes = kMmaM * kMmaN * 32 * 16;  // float4 of each lane: conflict-free
+  static constexpr int kWarpScoreBytes = kMmaM * kMmaN * 32 * 16;  // a float4 per lane: conflict-free
   static constexpr int kSharedBytes = kScoreOffset + kNumWarps * kWarpScoreBytes;
 
   static constexpr int kRowsPerPass = kNumThreads / kSegmentChunks;  // eight threads load 64 columns of a key

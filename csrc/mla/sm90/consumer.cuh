@@ -1,10 +1,11 @@
-// A consumer warpgroup: half of the output's columns. Block after block, one of the two has the scores and the softmax, too:
+// A consumer warpgroup: half of the output's columns. For each block one of the two also has the scores and softmax:
 //
 //   one     S  softmax  O += P V     P and the running maxima go to the other through shared memory
 //   other   wait for P  O += P V
 //
-// It is always the first: a stage is in use for one block at a time, and the other stage loads meanwhile. Scores of two blocks at once, by turns,
-// took 1% to 4% longer. Over codes it is each in turn, and both run the same code: the first alone took 1% to 3% longer there.
+// It is always the first: a stage is in use for one block at a time, and the other stage loads meanwhile. Alternating,
+// with scores of two blocks at once, took 1% to 4% longer. With an FP8 cache the two alternate and run the same code:
+// always the first took 1% to 3% longer there.
 #pragma once
 
 #include "device/convert.cuh"
@@ -35,19 +36,20 @@ struct Consumer {
   static constexpr int kPartOutputs = kOutputs / Spec::kValueParts;
   static constexpr int kValueSteps = Spec::kBlockN / 16;
   static constexpr int kRotarySteps = 4;
-  // Words that lanes of a quad exchange for stores of 16 bytes; of codes, where registers are scarce, none.
+  // Words that the lanes of a quad exchange for 16-byte stores; with FP8, where registers are scarce, no exchange.
   static constexpr int kGathered = Spec::kHasCodes ? 1 : 4;
 
   const DecodeParams& params;
   const SharedMemory<Spec> shared;
   const int consumer;  // 0 or 1: its half of the columns
   const int row_tile;
-  const int warp;  // of the warpgroup
+  const int warp;  // in the warpgroup
   const bool is_first_lane;
   StageUses uses;
   int query_parity = 0;
-  // The thread's two rows: maximum of the unscaled scores that exponentials refer to, and its share of the sum over the blocks whose scores are
-  // this consumer's. Even and odd blocks add up apart, as over codes, for the same bits: row_sum has the next block's kind.
+  // The thread's two rows: maximum of the unscaled scores that exponentials refer to, and this thread's share of the
+  // sum over the blocks whose scores this consumer computes. Even and odd blocks are summed separately, as with FP8,
+  // for the same bits: row_sum has the parity of the next block.
   float row_max[2];
   float row_sum[2];
   float other_sum[2];
@@ -61,12 +63,12 @@ struct Consumer {
         warp(ptx::warp_index() % 4),
         is_first_lane(ptx::lane_index() == 0) {}
 
-  // The first of the thread's two rows of the tile; the other is 8 further on.
+  // The first of the thread's two rows of the tile; the other is 8 rows below.
   __device__ __forceinline__ int thread_row() const { return warp * 16 + ptx::lane_index() / 4; }
 
   __device__ __forceinline__ int own_group() const { return consumer == 0 ? kLeft : kRight; }
 
-  // One arrival per warp: its wgmma_wait says that its own share of the product has read the buffer.
+  // One arrival per warp: after its wgmma_wait, its own share of the product has read the buffer.
   __device__ __forceinline__ void release(ptx::Mbarrier* empty) const {
     if (is_first_lane) ptx::mbarrier_arrive(empty);
   }
@@ -116,14 +118,14 @@ struct Consumer {
     ptx::wgmma_fence_operands(output);
   }
 
-  // The rows' maxima become `now`: what was summed up before refers to them from here on.
+  // Sets the rows' maxima to `now` and rescales what has been summed so far.
   __device__ __forceinline__ void advance_max(const float (&now)[2], float (&output)[kOutputs]) {
     float rescale[2];
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      // Rounded products on both sides, as the exponentials have them: a maximum that stays gives exactly 1.
+      // Both products are rounded, as in the exponentials: a maximum that stays gives exactly 1.
       rescale[r] = now[r] == row_max[r] || row_max[r] == ptx::negative_infinity()
-                       ? 1.0f  // or nothing has been summed up
+                       ? 1.0f  // or nothing has been summed yet
                        : ptx::exp2_approx(ptx::sub_rn(row_max[r] * params.scale_log2, now[r] * params.scale_log2));
       row_max[r] = now[r];
       row_sum[r] *= rescale[r];
@@ -145,7 +147,7 @@ struct Consumer {
     }
   }
 
-  // Of indices: this lane's two of a block, and which of them name no key.
+  // Sparse: this lane's two indices of a block. hide_missing hides the keys of those that select none.
   __device__ __forceinline__ void find_indices(int (&found)[2], const Segment& segment, int index) const {
     if constexpr (!Spec::kIsSparse) return;
     const int key = (segment.begin_block + index) * Spec::kBlockN + ptx::lane_index();
@@ -163,8 +165,9 @@ struct Consumer {
     }
   }
 
-  // The maxima with a block's scores. They only guard against overflow, so a row's stays until a score would give an exponential over
-  // 2^kMaxExponent: P up to 2^8 is as exact as P up to 1, and the output is rarely rescaled. Each row decides for itself.
+  // The row maxima including a block's scores. They only guard against overflow, so a row keeps its maximum until an
+  // exponential would exceed 2^kMaxExponent: P up to 2^8 is as exact as P up to 1, and the output is rarely rescaled.
+  // Each row decides for itself.
   __device__ __forceinline__ void find_max(const float (&scores)[kScores], float (&now)[2]) const {
     constexpr float kMaxExponent = 8.0f;
 #pragma unroll
@@ -179,7 +182,7 @@ struct Consumer {
     }
   }
 
-  // P of a block: this consumer's operand, and in shared memory for the other one, with the rows' maxima.
+  // P of a block: as this consumer's operand, and in shared memory for the other one, with the row maxima.
   __device__ __forceinline__ void publish(uint32_t (&probabilities)[kScores / 2], float (&scores)[kScores],
                                           const float (&now)[2], float (&sum)[2], int index) const {
     const int stage = index % Spec::kNumStages;
@@ -218,7 +221,7 @@ struct Consumer {
     release(shared.probability_full(stage));
   }
 
-  // A block whose scores are the other consumer's.
+  // A block whose scores the other consumer computes.
   __device__ __forceinline__ void add_other(float (&output)[kOutputs], int index) {
     const int stage = index % Spec::kNumStages;
     wait_key(stage, own_group(), uses.parity(index));
@@ -262,7 +265,7 @@ struct Consumer {
     find_max(scores, now);
     publish(probabilities, scores, now, sum, index);
   }
-  // This consumer's half of P V of a block whose scores it had.
+  // This consumer's half of P V for a block whose scores it computed.
   __device__ __forceinline__ void add_own(float (&output)[kOutputs], uint32_t (&probabilities)[kScores / 2],
                                           const float (&now)[2], const float (&sum)[2], int index) {
     advance_max(now, output);
@@ -343,7 +346,7 @@ struct Consumer {
     ptx::st_shared_float(shared.row_sum(query_parity, which, thread_row() + 8), sum[1]);
   }
 
-  // A whole sequence's rows are finished; of a part the sums are left for combine.cuh.
+  // Finishes the rows of a whole sequence; leaves the sums of a split one to combine.cuh.
   __device__ __forceinline__ void store(const Segment& segment, int slot, const float (&output)[kOutputs]) const {
     const int num_rows = params.tokens * params.heads;
     const int lane = ptx::lane_index();

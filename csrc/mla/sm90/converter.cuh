@@ -1,7 +1,7 @@
-// Four warps make elements of the 8-bit floats of a key block, in the stage where the copy engine has put them.
+// Four warps convert the 8-bit floats of a key block to elements, in the stage where TMA has put them.
 //
-// A group of 256 columns has four slabs; its codes are in the last two, 128 columns in each. Slab after slab becomes elements, from the first
-// on. A warp has 16 keys, two lanes for each key: what a lane writes over is read by its own warp alone.
+// A group of 256 columns has four slabs; its codes are in the last two, 128 columns in each. The slabs are converted in
+// order, from the first on. A warp has 16 keys, two lanes per key: what a lane overwrites is read only by its own warp.
 #pragma once
 
 #include "mla/dequantize.cuh"
@@ -34,7 +34,7 @@ struct Converter {
         key(ptx::warp_index() % 4 * 16 + ptx::lane_index() % 16),
         half(ptx::lane_index() / 16) {}
 
-  // Where the key of a block is: its page, of an index its row of all pages; -1 where there is no key.
+  // Where a block's key is: its page, or with indices its row among all pages; -1 if there is no key.
   __device__ __forceinline__ int find(const Segment& segment, int block) const {
     const int own = block * Spec::kBlockN + key;
     if constexpr (Spec::kIsSparse) return block < segment.end_block ? index_of(params, segment, own) : -1;
@@ -45,7 +45,7 @@ struct Converter {
     return max(0, min(params.num_pages - 1, static_cast<int>(ptx::ld_global_32(page_gmem))));
   }
 
-  // The key's four scales; zero where there is no key.
+  // The key's four scales; zero if there is no key.
   __device__ __forceinline__ void load_scales(uint32_t (&scales)[4], int block, int page) const {
 #pragma unroll
     for (int i = 0; i < 4; ++i) scales[i] = 0;
@@ -55,26 +55,27 @@ struct Converter {
       ptx::ld_global_128(scales, scales_gmem + row_offset(params, page));
       return;
     }
-    // A dense cache is one page.
+    // Without a block table each sequence is one page.
     const auto row =
         static_cast<int>(static_cast<uint32_t>(block * Spec::kBlockN + key) % static_cast<uint32_t>(params.page_size));
     ptx::ld_global_128(scales, scales_gmem + page * params.page_stride + row * params.key_stride);
   }
 
-  // Codes are there; and so is the room of what they become, of which the arrival of a cp.async says nothing.
+  // Waits for the codes and, if they are gathered, for the room that they are converted into: the arrival of a cp.async
+  // does not imply it.
   __device__ __forceinline__ void wait_landed(int stage, int group, int parity) const {
     if constexpr (Spec::kIsSparse) ptx::mbarrier_wait(shared.key_empty(stage, group), parity ^ 1);
     ptx::mbarrier_wait(shared.landed(stage, group), parity);
   }
 
-  // What this warp has written is there for the products.
+  // Makes what this warp has written visible to the products.
   __device__ __forceinline__ void announce(int stage, int group) const {
     ptx::fence_proxy_async_shared();
     ptx::warp_sync();
     if (ptx::lane_index() == 0) ptx::mbarrier_arrive(shared.key_full(stage, group));
   }
 
-  // This lane's codes of a slab of elements; zeros where there is no key.
+  // This lane's codes for a slab of elements; zeros if there is no key.
   __device__ __forceinline__ void load_codes(uint32_t (&codes)[2][4], int stage, int group, int slab,
                                              bool exists) const {
 #pragma unroll
@@ -87,7 +88,7 @@ struct Converter {
     }
   }
 
-  // A key that does not exist becomes zeros. Codes are read a slab ahead.
+  // Missing keys become zeros. Codes are read one slab ahead.
   __device__ __forceinline__ void convert(int stage, int parity, int group, const uint32_t (&scales)[4],
                                           bool exists) const {
     wait_landed(stage, group, parity);
@@ -109,7 +110,7 @@ struct Converter {
     }
   }
 
-  // The rotary columns are elements as they are.
+  // The rotary columns already are elements.
   __device__ __forceinline__ void pass_rotary(int stage, int parity, bool exists) const {
     wait_landed(stage, kRotary, parity);
     if (!exists) {
@@ -121,7 +122,7 @@ struct Converter {
     }
   }
 
-  // Scales are asked for a block ahead, their page two.
+  // Scales are loaded one block ahead, their page two.
   __device__ __forceinline__ void run(Plan& plan) {
     Segment segment;
     while (plan.next(segment)) {

@@ -1,7 +1,8 @@
-// Decoding of multi-head latent attention for sm_90a: TMA, wgmma, one loading and two consumer warpgroups, of codes a converting one.
+// Decoding of multi-head latent attention for sm_90a: TMA, wgmma, one loading, two consumer, with FP8 one converting
+// warpgroup.
 //   grid   row_tiles * parts blocks (plan.cuh)
 //   maps   tensor_map.h says how the host builds them
-// Read spec.cuh (what lies where), loader.cuh, converter.cuh and consumer.cuh in this order.
+// Read spec.cuh (memory layout), loader.cuh, converter.cuh and consumer.cuh in this order.
 #pragma once
 
 #include "mla/params/decode.h"
@@ -33,7 +34,7 @@ __device__ __forceinline__ void init_barriers(const SharedMemory<Spec>& shared) 
     }
 #pragma unroll
     for (int group = 0; group < kNumGroups; ++group) {
-      // The half of V that a consumer reads is read last by it: for the scores, its P has been waited for.
+      // The last reader of half of V is the consumer that multiplies it: it has waited for P, so the scores are done.
       ptx::mbarrier_init(shared.key_empty(stage, group), Spec::kWarpsPerConsumer);
     }
 #pragma unroll
@@ -59,7 +60,7 @@ __device__ __forceinline__ void decode(const DecodeParams& params, const ptx::Te
     init_barriers(shared);
   }
   ptx::barrier_sync_block();
-  ptx::grid_dependency_wait();  // what the kernel in front writes may be lengths, pages, keys or Q
+  ptx::grid_dependency_wait();  // the preceding kernel may write lengths, pages, keys or Q
   ptx::grid_launch_dependents();
   const int part = ptx::block_index() / params.row_tiles;
   const int row_tile = ptx::block_index() - part * params.row_tiles;

@@ -1,4 +1,4 @@
-// Where indices name the keys. What names no key becomes zeros; of codes the converters see to that.
+// Gathers the keys that indices select. Indices that select none give zeros; with FP8 the converters write those.
 #pragma once
 
 #include "device/shared_tile.cuh"
@@ -16,7 +16,7 @@ template <typename Spec>
 struct Gatherer {
   using Rows = GatheredRows<Spec::kBlockN, Spec::kHasCodes ? 1 : 2>;
 
-  Loader<Spec> loader;  // of Q
+  Loader<Spec> loader;  // loads Q
   StageUses uses;
 
   __device__ __forceinline__ void load_keys(int64_t place_of_lane, int index) const {
@@ -47,7 +47,7 @@ struct Gatherer {
     return Rows::find(loader.params, segment, block, ptx::warp_index());
   }
 
-  // The indices of a block are read two blocks ahead, and what they mean is computed a block ahead.
+  // A block's indices are read two blocks ahead and turned into offsets one block ahead.
   __device__ __forceinline__ void run(Plan& plan) {
     Segment segment;
     while (plan.next(segment)) {

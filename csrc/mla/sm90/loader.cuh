@@ -1,4 +1,5 @@
-// One warp asks the copy engine for Q and the key blocks; of 16-bit caches another puts zeros behind a sequence's last key.
+// One warp issues the TMA loads of Q and the key blocks; with a 16-bit cache another one writes zeros after a
+// sequence's last key.
 #pragma once
 
 #include "mla/params/codes.h"
@@ -11,7 +12,7 @@
 
 namespace flashmoe::mla::sm90 {
 
-// Whether a block reaches past the sequence's keys: its tail may hold anything, or lie in pages of nobody.
+// Whether a block reaches past the sequence's keys: its tail may hold anything, or be in pages that no sequence owns.
 template <typename Spec>
 __device__ __forceinline__ bool has_tail(const Segment& segment, int block) {
   return (block + 1) * Spec::kBlockN > segment.keys;
@@ -27,7 +28,7 @@ struct Loader {
   StageUses uses;
   int query_parity = 1;
 
-  // Each lane asks for one box of every slab. The page of this lane's box of a block; -1 where it holds no key.
+  // Each lane loads one box of every slab. Returns the page of this lane's box of a block; -1 if it holds no key.
   __device__ __forceinline__ int find(const Segment& segment, int block) const {
     const int row = ptx::lane_index() * params.box_rows;
     const int key = block * Spec::kBlockN + row;
@@ -38,8 +39,8 @@ struct Loader {
     return max(0, min(params.num_pages - 1, static_cast<int>(ptx::ld_global_32(page_gmem))));
   }
 
-  // Where a box lands, and the first of its columns, counted in 16 bits. Codes take half of the slabs that they become: the right ones, from
-  // where the converters can make elements of the left slabs first.
+  // The slab a box is loaded into, and its first column, counted in 16 bits. Codes take half of the slabs that they
+  // become: the right ones, so that the converters can write the left slabs first.
   __device__ __forceinline__ static constexpr int boxes_of(int group) {
     return group == kRotary ? 1 : Spec::kHasCodes ? 2 : 4;
   }
@@ -58,12 +59,12 @@ struct Loader {
     const int key = first_key + ptx::lane_index() * params.box_rows;
     const bool is_tail = !Spec::kHasCodes && has_tail<Spec>(segment, segment.begin_block + index);
     const int boxes =
-        (min(Spec::kBlockN, segment.keys - first_key) + params.box_rows - 1) / params.box_rows;  // with a key
+        (min(Spec::kBlockN, segment.keys - first_key) + params.box_rows - 1) / params.box_rows;  // boxes with a key
     const typename Spec::KeyTile tile = shared.key(stage);
     const int page_key = params.block_table == nullptr
                              ? key
                              : static_cast<int>(static_cast<uint32_t>(key) % static_cast<uint32_t>(params.page_size));
-    // A block with a tail is announced as one, once all of its stage is empty: the zeroing warp writes to all of it.
+    // A block with a tail is announced as a whole, once its stage is empty: the zeroing warp writes to all of it.
     for (int group = 0; is_tail && group < kNumGroups; ++group) {
       ptx::mbarrier_wait(shared.key_empty(stage, group), parity ^ 1);
     }
@@ -110,11 +111,11 @@ struct Loader {
     while (plan.next(segment)) {
       const int blocks = segment.end_block - segment.begin_block;
       int page = find(segment, segment.begin_block);
-      if (is_first) load_query(segment);  // while the page is on its way
+      if (is_first) load_query(segment);  // while the page number is being loaded
       for (int index = 0; index < blocks; ++index) {
         const int next_page = find(segment, segment.begin_block + index + 1);
         load_keys(segment, index, page);
-        if (index == 0 && !is_first) load_query(segment);  // behind the keys, whose stage was free before
+        if (index == 0 && !is_first) load_query(segment);  // after the keys, whose stage became free earlier
         page = next_page;
       }
       is_first = false;
@@ -123,7 +124,7 @@ struct Loader {
   }
 };
 
-// Rows from the sequence's last key on become zeros, whatever was loaded: 0 * NaN is NaN.
+// Rows after the sequence's last key become zeros, whatever was loaded: 0 * NaN is NaN.
 template <typename Spec>
 __device__ __forceinline__ void zero_tails(Plan& plan, const SharedMemory<Spec>& shared) {
   int even_tails = 0;

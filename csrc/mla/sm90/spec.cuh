@@ -10,10 +10,11 @@ namespace flashmoe::mla::sm90 {
 // Slabs of a key block that are loaded and released together: the left half of V, the right half, the rotary columns.
 enum KeyGroup : int { kLeft, kRight, kRotary, kNumGroups };
 
-// Warpgroup 0 loads; the last two consume. The output of 64 rows, 64 x 512 in fp32, does not fit the registers of one warpgroup, so each
-// has half of its columns. A block's scores are of one, P goes to the other through shared memory, and so do the running maxima.
-// kIsSparse   1: a row's keys are those that indices name, which warpgroup 0 gathers by cp.async (gatherer.cuh).
-// kHasCodes   1: the cache holds 8-bit floats (params/codes.h), which warpgroup 1 makes elements of, in their stage (converter.cuh).
+// Warpgroup 0 loads; the last two consume. The output of 64 rows, 64 x 512 in fp32, does not fit in the registers of
+// one warpgroup, so each has half of its columns. One of them computes a block's scores and passes P and the running
+// maxima to the other through shared memory.
+// kIsSparse   1: indices select a row's keys, which warpgroup 0 gathers by cp.async (gatherer.cuh).
+// kHasCodes   1: the cache is FP8 (params/codes.h); warpgroup 1 converts it within its stage (converter.cuh).
 template <typename Element_, int kBlockM_, int kBlockN_, int kNumStages_, int kNumWarps_, int kHasCodes_,
           int kIsSparse_>
 struct DecodeSpec {
@@ -44,19 +45,20 @@ struct DecodeSpec {
   using ProbabilityTile = SharedTile<kBlockM, kBlockN>;
   static constexpr int kNumSlabs = KeyTile::kNumSlabs;
   static constexpr int kRotarySlab = kLatentDim / kSlabColumns;
-  static constexpr int kOutputs = kLatentDim / 2 / 2;  // accumulators of a thread: half of the columns
-  // Products that these are computed by: one with 128 accumulators needs more registers than 16 warps are launched with.
+  static constexpr int kOutputs = kLatentDim / 2 / 2;  // accumulators per thread: half of the columns
+  // Products per half of V: one with 128 accumulators needs more registers than 16 warps are launched with.
   static constexpr int kValueParts = kHasCodes ? 2 : 1;
 
   static constexpr int kQueryOffset = 0;
   static constexpr int kKeyOffset = kQueryOffset + QueryTile::kBytes;
   static constexpr int kProbabilityOffset = kKeyOffset + kNumStages * KeyTile::kBytes;
   static constexpr int kMaxOffset =
-      kProbabilityOffset + (kHasCodes ? 0 : ProbabilityTile::kBytes);  // [2][64]: of the rows, up to the stage's block
+      kProbabilityOffset + (kHasCodes ? 0 : ProbabilityTile::kBytes);  // [2][64]: row maxima up to the stage's block
   static constexpr int kSumOffset =
-      kMaxOffset + 2 * kBlockM * 4;  // [2][2][64]: of segments by turns, of even and odd blocks
+      kMaxOffset + 2 * kBlockM * 4;  // [2][2][64]: alternating segments, even and odd blocks
   static constexpr int kBarrierOffset = kSumOffset + 4 * kBlockM * 4;
-  // What threads change before it is multiplied is announced once more: all groups of codes, else blocks with a tail as one.
+  // Data that threads change before it is multiplied is announced a second time: with FP8 every group, otherwise blocks
+  // with a tail, as a whole.
   static constexpr int kNumFulls =
       kHasCodes ? 2 : kNumGroups;  // rotary columns of codes are announced with the right half
   static constexpr int kLandings = kHasCodes ? kNumGroups : 1;
@@ -65,11 +67,11 @@ struct DecodeSpec {
   static_assert(kSharedBytes <= 232448, "sm_90 gives a block at most 227 KiB");
 };
 
-// Named barriers of the block beside its own.
+// Named barriers besides number 0.
 enum class Barrier : int {
-  kConsumers = 1,  // 256 threads. Read after write: the row sums; the write after next: that they have been read
+  kConsumers = 1,  // 256 threads. Read after write: the row sums; write after read: those two segments before
   kScores =
-      2,  // and 3: 128 threads, of each consumer. Write after read: the rotary columns of its block, over which P is written
+      2,  // and 3: 128 threads, per consumer. Write after read: its block's rotary columns, over which P is written
 };
 
 // Pointers into a block's shared memory.
@@ -81,8 +83,8 @@ struct SharedMemory {
   __device__ __forceinline__ typename Spec::KeyTile key(int stage) const {
     return {base + Spec::kKeyOffset + stage * Spec::KeyTile::kBytes};
   }
-  // P of the stage's block. That of odd blocks lies over the rotary columns of Q, which the first consumer keeps in registers. Of codes, where
-  // registers are scarcer, P lies over the rotary columns of its own block.
+  // P of the stage's block. P of odd blocks overlaps the rotary columns of Q, which the first consumer keeps in
+  // registers. With FP8, where registers are scarcer, P overlaps the rotary columns of its own block.
   __device__ __forceinline__ typename Spec::ProbabilityTile probability(int stage) const {
     if constexpr (Spec::kHasCodes) return {key(stage).slab(Spec::kRotarySlab)};
     return {stage == 0 ? base + Spec::kProbabilityOffset : query().slab(Spec::kRotarySlab)};
@@ -97,7 +99,7 @@ struct SharedMemory {
   __device__ __forceinline__ ptx::Mbarrier* barrier(int index) const {
     return reinterpret_cast<ptx::Mbarrier*>(base + Spec::kBarrierOffset) + index;
   }
-  // full: the copy engine has written it, of codes the converters. empty: every warp that reads it has done so for the last time.
+  // full: written by TMA, or with FP8 by the converters. empty: read for the last time by every warp that reads it.
   __device__ __forceinline__ ptx::Mbarrier* query_full() const { return barrier(0); }
   __device__ __forceinline__ ptx::Mbarrier* query_empty() const { return barrier(1); }
   __device__ __forceinline__ ptx::Mbarrier* key_full(int stage, int group) const {
@@ -106,26 +108,25 @@ struct SharedMemory {
   __device__ __forceinline__ ptx::Mbarrier* key_empty(int stage, int group) const {
     return key_full(Spec::kNumStages, stage * kNumGroups + group);
   }
-  // P and the row maxima of the stage's block: written by one consumer, read by the other for the last time.
+  // P and the row maxima of the stage's block: full when one consumer has written them, empty when the other read them.
   __device__ __forceinline__ ptx::Mbarrier* probability_full(int stage) const {
     return key_empty(Spec::kNumStages, stage);
   }
   __device__ __forceinline__ ptx::Mbarrier* probability_empty(int stage) const {
     return probability_full(Spec::kNumStages + stage);
   }
-  // The copy engine has written a group of codes, or a block that ends past the keys: the converters, or the zeroing warp, then say that it
-  // is full.
+  // TMA has written a group of codes, or a block that ends past the keys; converters or zeroing warp signal key_full.
   __device__ __forceinline__ ptx::Mbarrier* landed(int stage, int group = 0) const {
     return probability_full(2 * Spec::kNumStages + stage * Spec::kLandings + group);
   }
 };
 
-// How often each stage has been used before the present segment, whose first block takes stage 0.
+// How often each stage was used before the current segment, whose first block takes stage 0.
 struct StageUses {
   int even = 0;
   int odd = 0;
 
-  // Of block `index` of the segment.
+  // For block `index` of the segment.
   __device__ __forceinline__ int parity(int index) const { return ((index % 2 == 0 ? even : odd) + index / 2) % 2; }
   __device__ __forceinline__ void end_segment(int blocks) {
     even += (blocks + 1) / 2;

@@ -1,4 +1,4 @@
-// What the host passes to cuTensorMapEncodeTiled for the tensor maps of the sm90 kernels. Plain C++; see attention/forward/sm90/tensor_map.h.
+// What the host passes to cuTensorMapEncodeTiled. Plain C++; see attention/forward/sm90/tensor_map.h.
 #pragma once
 
 #include "attention/forward/sm90/tensor_map.h"
@@ -12,19 +12,18 @@ struct DecodeTensorMaps {
   attention::sm90::TensorMapArguments cache;
 };
 
-// Keys that one box takes from a page: the greatest power of two that divides the page, at most a key block. A sequence without a table is
-// one page, past whose end a box reads zeros.
+// Keys per box: the greatest power of two that divides the page, at most a key block. Without a block table a sequence
+// is one page, past whose end a box reads zeros.
 inline int page_box_rows(bool has_pages, int page_size, int block_n) {
   if (!has_pages) return block_n;
   const int both = page_size | block_n;
   return both & -both;
 }
 
-// params.box_rows: page_box_rows of the kernel's block.
-// Codes are moved two at a time, as if 16-bit elements.
+// params.box_rows: page_box_rows of the kernel's block. Codes are loaded in pairs, as if they were 16-bit elements.
 inline DecodeTensorMaps decode_tensor_maps(const DecodeParams& params, int) {
   const attention::Strides q{params.q_stride_batch, params.q_stride_row, params.q_stride_row};
-  const int values = params.has_codes != 0 ? 2 : 1;  // of 16 bits
+  const int values = params.has_codes != 0 ? 2 : 1;  // per 16 bits
   const attention::Strides cache{params.page_stride / values, params.key_stride / values, params.key_stride / values};
   const int key_elements = params.has_codes != 0 ? kCodedKeyBytes / 2 : kHeadDim;
   return DecodeTensorMaps{attention::sm90::tensor_map_arguments(params.q, q, kHeadDim, params.tokens * params.heads, 1,

@@ -1,7 +1,8 @@
 // The multiplying warpgroup: S^T = K Q^T, softmax over a block's keys, O^T += V^T P^T.
 //
-// Of an accumulator a thread has heads 8j + 2t and the next, t = lane % 4, of rows 16 * warp + lane / 4 and 8 further on: keys of S^T, columns
-// of O^T in each slab. A head's maximum is that of four warps, which meet in shared memory.
+// A thread's accumulators are heads 8j + 2t and 8j + 2t + 1, t = lane % 4, of rows 16 * warp + lane / 4 and 8 below.
+// The rows are keys in S^T, and columns of a slab in O^T. A head's maximum is that of four warps, which exchange theirs
+// through shared memory.
 #pragma once
 
 #include "device/convert.cuh"
@@ -31,10 +32,11 @@ struct Consumer {
 
   const DecodeParams& params;
   const SharedMemory<Spec> shared;
-  const int warp;  // of the warpgroup
+  const int warp;  // in the warpgroup
   Ring ring;
   int query_parity = 0;
-  // Of the thread's heads: maximum of the unscaled scores that exponentials refer to, and its share of the sum.
+  // Per head of the thread: maximum of the unscaled scores that exponentials refer to, and the thread's share of the
+  // sum.
   float head_max[kHeads];
   float head_sum[kHeads];
   float output[Spec::kValueSlabs][kSums];
@@ -45,7 +47,7 @@ struct Consumer {
   // Accumulator i belongs to head_of(of_head(i)).
   __device__ __forceinline__ static constexpr int of_head(int i) { return i / 4 * 2 + i % 2; }
   __device__ __forceinline__ static int head_of(int own) { return own / 2 * 8 + ptx::lane_index() % 4 * 2 + own % 2; }
-  // The row of accumulators 0 and 1 of each four; the others' is 8 further on.
+  // The row of accumulators 0 and 1 of each four; that of 2 and 3 is 8 rows below.
   __device__ __forceinline__ int thread_row() const { return warp * 16 + ptx::lane_index() / 4; }
 
   __device__ __forceinline__ void sync() const {
@@ -55,7 +57,7 @@ struct Consumer {
     if (ptx::lane_index() == 0) ptx::mbarrier_arrive(empty);
   }
 
-  // Rows from the sequence's last key on become zeros, whatever was loaded: 0 * NaN is NaN.
+  // Rows after the sequence's last key become zeros, whatever was loaded: 0 * NaN is NaN.
   __device__ __forceinline__ void zero_tail(const Ring (&at)[Spec::kNumGroups], int keys) const {
     constexpr int kRowChunks = Spec::kGroupSlabs * 8;
     const uint32_t zeros[4] = {0, 0, 0, 0};
@@ -73,7 +75,7 @@ struct Consumer {
     sync();  // read after write: the zeros
   }
 
-  // Three sums, of slabs in turn: a product that adds to that in front of it would wait for it.
+  // Three accumulators, for the slabs in turn: a product that adds to the one before would wait for it.
   __device__ __forceinline__ void compute_scores(float (&scores)[kSums], const Ring (&at)[Spec::kNumGroups]) const {
     const auto query = shared.query().k_major();
     float sums[Spec::kGroupSlabs][kSums];
@@ -110,7 +112,7 @@ struct Consumer {
     }
   }
 
-  // Of indices: this thread's two of a block; one that names no key hides its score.
+  // Sparse: this thread's two indices of a block; an index that selects no key hides its score.
   __device__ __forceinline__ void find_indices(int (&found)[2], const Segment& segment, int block) const {
     if constexpr (!Spec::kIsSparse) return;
     const int key = block * Spec::kBlockN + thread_row();
@@ -150,8 +152,8 @@ struct Consumer {
     }
   }
 
-  // The maxima only guard against overflow, so a head's stays until a score would give an exponential over 2^kMaxExponent. Each head
-  // decides for itself; what was summed up before refers to the new maximum from here on.
+  // The maxima only guard against overflow, so a head keeps its maximum until an exponential would exceed
+  // 2^kMaxExponent. Each head decides for itself; what has been summed so far is rescaled to the new maximum.
   __device__ __forceinline__ void advance_max(const float (&largest)[kHeads]) {
     constexpr float kMaxExponent = 8.0f;
     float rescale[kHeads];
@@ -160,7 +162,7 @@ struct Consumer {
     for (int own = 0; own < kHeads; ++own) {
       const bool stays = !((largest[own] - head_max[own]) * params.scale_log2 > kMaxExponent);
       const float now = stays ? head_max[own] : largest[own];
-      // Rounded products on both sides, as the exponentials have them. Before the first key there is nothing to rescale.
+      // Both products are rounded, as in the exponentials. Before the first key there is nothing to rescale.
       rescale[own] = stays || head_max[own] == ptx::negative_infinity()
                          ? 1.0f
                          : ptx::exp2_approx(ptx::sub_rn(head_max[own] * params.scale_log2, now * params.scale_log2));
@@ -175,7 +177,7 @@ struct Consumer {
       for (int i = 0; i < kSums; ++i) output[slab][i] *= rescale[of_head(i)];
   }
 
-  // P, [heads][keys] in shared memory: lanes of two keys exchange, so that each stores both keys of one head.
+  // P, [heads][keys] in shared memory: lanes of adjacent keys exchange, so that each stores both keys of one head.
   __device__ __forceinline__ void store_probabilities(float (&scores)[kSums]) {
     const bool is_odd = ptx::lane_index() / 4 % 2 != 0;
     const typename Spec::ProbabilityTile tile = shared.probability();
@@ -200,7 +202,7 @@ struct Consumer {
     sync();  // read after write: P
   }
 
-  // O^T += V^T P^T, slab after slab; a group is given back once its slabs have been multiplied.
+  // O^T += V^T P^T, slab by slab; a group is released once its slabs have been multiplied.
   __device__ __forceinline__ void multiply_value(const Ring (&at)[Spec::kNumGroups]) {
     const auto probability = shared.probability().k_major();
 #pragma unroll
@@ -273,7 +275,7 @@ struct Consumer {
     release(shared.query_empty());
   }
 
-  // The sums of exponentials of all warps.
+  // Adds up the warps' sums of exponentials.
   __device__ __forceinline__ void add_sums() {
 #pragma unroll
     for (int own = 0; own < kHeads; ++own) {
@@ -292,7 +294,8 @@ struct Consumer {
     }
   }
 
-  // A whole sequence's heads are finished; of a part the sums are left for combine.cuh. As little code as can be: it is run once.
+  // Finishes the heads of a whole sequence; leaves the sums of a split one to combine.cuh. Short, as it runs once per
+  // segment.
   __device__ __forceinline__ void store(const Segment& segment, int slot) {
     add_sums();
     const int num_rows = params.tokens * params.heads;

@@ -1,8 +1,8 @@
-// Four warps make elements of 8-bit floats, each of 16 keys of a block, two lanes for each key: from the codes' stage, where a key is 656 bytes
-// as in the cache, to the groups that the products read. Keys that indices name a warp gathers itself by cp.async, two blocks ahead: its stages
-// are its own, and no barrier is between.
+// Four warps convert 8-bit floats to elements, 16 keys of a block each, two lanes per key: from the codes' stage, where
+// a key is 656 bytes as in the cache, to the groups that the products read. Keys that indices select are gathered by
+// the converting warp itself by cp.async, two blocks ahead: its stages are private, so they need no barrier.
 //
-// Keys 656 bytes apart lie four banks apart, so eight lanes read 16 bytes of eight keys without a conflict.
+// Keys 656 bytes apart are four banks apart, so eight lanes read 16 bytes of eight keys without a conflict.
 #pragma once
 
 #include "device/ring.cuh"
@@ -25,7 +25,7 @@ template <typename Spec>
 struct Converter {
   using Element = typename Spec::Element;
   static constexpr int kCodeChunks = 2;  // 16 bytes each: half of a slab's row
-  static constexpr int kChunks = 4;      // of its elements
+  static constexpr int kChunks = 4;      // of elements
 
   const DecodeParams& params;
   const SharedMemory<Spec> shared;
@@ -42,7 +42,7 @@ struct Converter {
     codes.advance_by(warp);
   }
 
-  // This lane's bytes of a group: codes of its value slabs, and the rotary elements behind the last of them.
+  // This lane's bytes of a group: codes of its value slabs, and the rotary elements after the last of them.
   __device__ __forceinline__ void load(uint32_t (&bytes)[Spec::kGroupSlabs][kChunks][4], const unsigned char* key_smem,
                                        int group) const {
 #pragma unroll
@@ -82,15 +82,16 @@ struct Converter {
     }
   }
 
-  // Of indices: this lane's key of a block, as a row of all pages.
+  // Sparse: this lane's key of a block, as a row among all pages.
   __device__ __forceinline__ int find(const Segment& segment, int block) const {
     return block < segment.end_block ? index_of(params, segment, block * Spec::kBlockN + key) : -1;
   }
 
-  // Where it lies, in bytes; -1: nowhere.
+  // Byte offset of a row; -1 if there is none.
   __device__ __forceinline__ int64_t locate(int row) const { return row < 0 ? -1 : row_offset(params, row); }
 
-  // Asks for the warp's 16 keys of a block: eight lanes for 128 bytes of a key, and one for the last 16 of each.
+  // Loads the warp's 16 keys of a block: eight lanes per 128 bytes of a key, and one lane per key for its last 16
+  // bytes.
   __device__ __forceinline__ void gather(int64_t place, const RingPosition<Spec::kCodeStages>& to) const {
     constexpr int kRowLanes = 8;
     constexpr int kPassKeys = 32 / kRowLanes;
@@ -117,8 +118,8 @@ struct Converter {
     ptx::cp_async_commit();
   }
 
-  // A block's keys; those that do not exist become zeros. Codes are read a group ahead. next: of indices, this lane's key
-  // of two blocks on.
+  // Converts a block's keys; missing keys become zeros. Codes are read one group ahead. next: if sparse, this lane's
+  // key two blocks ahead.
   __device__ __forceinline__ void convert(bool exists, int next = -1) {
     if constexpr (Spec::kIsSparse) {
       ptx::cp_async_wait<Spec::kCodeStages / Spec::kCodeStagesOfBlock - 1>();
@@ -155,7 +156,7 @@ struct Converter {
     codes.advance_by(Spec::kCodeStagesOfBlock);
   }
 
-  // Keys are asked for two blocks ahead, their indices three.
+  // Keys are loaded two blocks ahead, their indices three.
   __device__ __forceinline__ void run_sparse(const Segment& segment) {
     static_assert(!Spec::kIsSparse || Spec::kCodeStages == 2 * Spec::kCodeStagesOfBlock, "two stages for each warp");
     RingPosition<Spec::kCodeStages> ahead = codes;

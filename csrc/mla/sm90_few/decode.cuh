@@ -1,8 +1,8 @@
-// Decoding of multi-head latent attention for sm_90a, up to 16 rows of a sequence, or 32 as two tiles: bound by how many bytes of keys are asked for. Over a cache
-// of 8-bit floats the same products in the same order, so the same bits.
-//   grid   parts blocks (plan.cuh) for each tile of rows, one tile behind the other
+// Decoding of multi-head latent attention for sm_90a, up to 16 rows of a sequence, or 32 as two tiles: bound by how
+// many bytes of keys are in flight. With an FP8 cache, the same products in the same order, so the same bits.
+//   grid   parts blocks (plan.cuh) for each tile of rows, all blocks of the first tile before those of the second
 //   maps   ../sm90/tensor_map.h says how the host builds them
-// Read spec.cuh (what lies where), loader.cuh, converter.cuh, gatherer.cuh and consumer.cuh in this order.
+// Read spec.cuh (memory layout), loader.cuh, converter.cuh, gatherer.cuh and consumer.cuh in this order.
 #pragma once
 
 #include "mla/params/decode.h"
@@ -32,7 +32,7 @@ template <typename Spec>
 __device__ __forceinline__ void decode(const DecodeParams& params, const ptx::TensorMap& q_map,
                                        const ptx::TensorMap& cache_map) {
   const SharedMemory<Spec> shared{ptx::dynamic_shared_memory()};
-  const int warp = ptx::shuffle_index(ptx::warp_index(), 0);  // the same in the whole warp, for the compiler
+  const int warp = ptx::shuffle_index(ptx::warp_index(), 0);  // tells the compiler that it is uniform in the warp
   if (warp == Spec::kConsumerWarps && ptx::elect_one()) {
     ptx::prefetch_tensor_map(&q_map);
     if constexpr (Spec::kHelperWarps == 0) ptx::prefetch_tensor_map(&cache_map);
@@ -53,7 +53,7 @@ __device__ __forceinline__ void decode(const DecodeParams& params, const ptx::Te
     ptx::mbarrier_init_fence();
   }
   ptx::barrier_sync_block();
-  ptx::grid_dependency_wait();  // what the kernel in front writes may be lengths, pages, keys or Q
+  ptx::grid_dependency_wait();  // the preceding kernel may write lengths, pages, keys or Q
   ptx::grid_launch_dependents();
   Plan plan(params, ptx::block_index() - row_tile_of<Spec>(params) * params.parts);
   if (warp == Spec::kConsumerWarps) {

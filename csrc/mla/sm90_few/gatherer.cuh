@@ -1,4 +1,4 @@
-// Where indices name the keys of a 16-bit cache. What names no key becomes zeros.
+// Gathers the keys of a 16-bit cache that indices select. Indices that select none give zeros.
 #pragma once
 
 #include "device/ring.cuh"
@@ -18,7 +18,7 @@ struct Gatherer {
 
   const DecodeParams& params;
   const SharedMemory<Spec> shared;
-  const int warp;  // of the gathering ones
+  const int warp;  // among the gathering warps
   RingPosition<Spec::kNumStages> ring;
 
   __device__ __forceinline__ Gatherer(const DecodeParams& params_, const SharedMemory<Spec>& shared_, int warp_)
@@ -44,7 +44,7 @@ struct Gatherer {
     }
   }
 
-  // The indices of a block are read two blocks ahead, and what they mean is computed a block ahead.
+  // A block's indices are read two blocks ahead and turned into offsets one block ahead.
   __device__ __forceinline__ void run(Plan& plan) {
     Segment segment;
     while (plan.next(segment)) {

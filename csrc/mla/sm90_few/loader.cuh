@@ -1,5 +1,5 @@
-// One warp asks the copy engine for Q and the key blocks, group after group, of codes 16 keys after 16 keys. (Keys that indices name come by way of
-// gatherer.cuh.)
+// One warp issues the TMA loads of Q and the key blocks, group by group; with FP8, bulk loads of 16 keys at a time.
+// (Keys that indices select are loaded by gatherer.cuh and converter.cuh.)
 #pragma once
 
 #include "device/ring.cuh"
@@ -23,8 +23,8 @@ struct Loader {
   RingPosition<Spec::kHasCodes ? Spec::kCodeStages : Spec::kNumStages> ring;
   int query_parity = 1;
 
-  // Each lane asks for one box of every slab; of codes the first four know where 16 keys are. The page of this lane's keys of a block; -1
-  // where there is none.
+  // Each lane loads one box of every slab; with FP8 the first four lanes have the pages of 16 keys each. Returns the
+  // page of this lane's keys of a block; -1 if there are none.
   __device__ __forceinline__ int find(const Segment& segment, int block) const {
     const int row = ptx::lane_index() * (Spec::kHasCodes ? Spec::kStageKeys : params.box_rows);
     const int key = block * Spec::kBlockN + row;
@@ -40,7 +40,7 @@ struct Loader {
     const int row = ptx::lane_index() * params.box_rows;
     const int key = first_key + row;
     const int boxes =
-        (min(Spec::kBlockN, segment.keys - first_key) + params.box_rows - 1) / params.box_rows;  // with a key
+        (min(Spec::kBlockN, segment.keys - first_key) + params.box_rows - 1) / params.box_rows;  // boxes with a key
     const int page_key = params.block_table == nullptr
                              ? key
                              : static_cast<int>(static_cast<uint32_t>(key) % static_cast<uint32_t>(params.page_size));
@@ -65,7 +65,7 @@ struct Loader {
     }
   }
 
-  // Keys of 656 bytes, in one piece where they follow one another; none past the last.
+  // Keys of 656 bytes, in one copy if they are contiguous; none past the last.
   __device__ __forceinline__ void load_codes(const Segment& segment, int block, int page) {
     const bool is_one_piece = params.key_stride == kCodedKeyBytes;
     const int own = ptx::lane_index() * (is_one_piece ? Spec::kStageKeys : 1);
@@ -113,7 +113,7 @@ struct Loader {
     bool is_first = true;
     while (plan.next(segment)) {
       int page = find(segment, segment.begin_block);
-      if (is_first) load_query(segment);  // while the page is on its way
+      if (is_first) load_query(segment);  // while the page number is being loaded
 #pragma unroll 1
       for (int block = segment.begin_block; block < segment.end_block; ++block) {
         const int next_page = find(segment, block + 1);
@@ -122,7 +122,7 @@ struct Loader {
         } else {
           load_keys(segment, block, page);
         }
-        // Behind the keys, whose stages were free before.
+        // After the keys, whose stages became free earlier.
         if (block == segment.begin_block && !is_first) load_query(segment);
         page = next_page;
       }

@@ -10,17 +10,18 @@
 
 namespace flashmoe::mla::sm90_few {
 
-// Products are transposed: keys, and columns of the output, are the 64 rows of a wgmma, and kBlockM heads are its columns, so that nothing
-// is padded. A ring of groups of three slabs (64 keys x 64 columns each) holds as many keys as fit: what bounds few rows is how many bytes are
-// asked for. A key block is three groups: columns 0 to 191, 192 to 383, and 384 to 511 with the rotary ones.
-// kCodeStages   stages of 16 keys of a cache of 8-bit floats (params/codes.h), of which converter.cuh makes the groups; 0: a 16-bit cache.
-// kIsSparse     1: the keys are those that indices name, gathered by cp.async: gatherer.cuh, of codes the converting warps themselves.
+// Products are transposed: keys, and columns of the output, are the 64 rows of a wgmma, and kBlockM heads are its
+// columns, so that nothing is padded. A ring of groups of three slabs (64 keys x 64 columns each) holds as many keys as
+// fit, because few rows are bound by the bytes in flight. A key block is three groups: columns 0 to 191, 192 to 383,
+// and 384 to 511 with the rotary ones.
+// kCodeStages   stages of 16 keys of an FP8 cache (params/codes.h), which converter.cuh converts; 0: a 16-bit cache.
+// kIsSparse     1: indices select the keys, gathered by cp.async: by gatherer.cuh, with FP8 by the converting warps.
 template <typename Element_, int kBlockM_, int kBlockN_, int kNumStages_, int kNumWarps_, int kCodeStages_,
           int kIsSparse_>
 struct DecodeSpec {
   using Element = Element_;
   static constexpr int kBlockM = kBlockM_;
-  static constexpr int kRowTiles = kBlockM == 16 ? 2 : 1;  // of a sequence, at most: 32 rows over few keys are two
+  static constexpr int kRowTiles = kBlockM == 16 ? 2 : 1;  // per sequence, at most: 32 rows over few keys are two
   static constexpr int kBlockN = kBlockN_;
   static constexpr int kNumStages = kNumStages_;  // groups
   static constexpr int kNumWarps = kNumWarps_;
@@ -35,10 +36,10 @@ struct DecodeSpec {
   static constexpr int kCodeStagesOfBlock = kBlockN / kStageKeys;
 
   static constexpr int kGroupSlabs = 3;
-  static constexpr int kNumGroups = kHeadDim / kSlabColumns / kGroupSlabs;  // of a key block
+  static constexpr int kNumGroups = kHeadDim / kSlabColumns / kGroupSlabs;  // per key block
   static constexpr int kValueSlabs = kLatentDim / kSlabColumns;
   static constexpr int kHeadsOfThread = kBlockM / 4;
-  static constexpr int kSums = kBlockM / 2;  // accumulators of a thread for each 64 rows of a product
+  static constexpr int kSums = kBlockM / 2;  // accumulators per thread for each 64 rows of a product
 
   using QueryTile = SharedTile<kBlockM, kHeadDim>;
   using GroupTile = SharedTile<kBlockN, kGroupSlabs * kSlabColumns>;
@@ -47,7 +48,7 @@ struct DecodeSpec {
   static constexpr int kKeyOffset = 0;
   static constexpr int kQueryOffset = kKeyOffset + kNumStages * GroupTile::kBytes;
   static constexpr int kProbabilityOffset = kQueryOffset + QueryTile::kBytes;
-  static constexpr int kMaxOffset = kProbabilityOffset + ProbabilityTile::kBytes;  // [4][kBlockM]: of a warp's keys
+  static constexpr int kMaxOffset = kProbabilityOffset + ProbabilityTile::kBytes;  // [4][kBlockM]: over a warp's keys
   static constexpr int kSumOffset = kMaxOffset + kConsumerWarps * kBlockM * 4;     // [4][kBlockM]
   static constexpr int kCodeOffset = kSumOffset + kConsumerWarps * kBlockM * 4;    // [kCodeStages][16][656 bytes]
   static constexpr int kCodeStageBytes = kStageKeys * kCodedKeyBytes;
@@ -65,13 +66,13 @@ struct DecodeSpec {
   static_assert(kSharedBytes <= 232448, "sm_90 gives a block at most 227 KiB");
 };
 
-// Of the block's rows: the blocks of one tile stand behind those of the other.
+// The row tile of this block: the blocks of the second tile follow those of the first.
 template <typename Spec>
 __device__ __forceinline__ int row_tile_of(const DecodeParams& params) {
   return Spec::kRowTiles == 1 || ptx::block_index() < params.parts ? 0 : 1;
 }
 
-// Named barriers of the block beside its own.
+// Named barriers besides number 0.
 enum class Barrier : int {
   kConsumers = 1,  // 128 threads. Read after write: maxima, P, zeros, sums; write after read: P of the block before
 };
@@ -96,12 +97,13 @@ struct SharedMemory {
   __device__ __forceinline__ ptx::Mbarrier* barrier(int index) const {
     return reinterpret_cast<ptx::Mbarrier*>(base + Spec::kBarrierOffset) + index;
   }
-  // full: the copy engine has written it, of codes the converters, of indices the gatherers. empty: every consumer warp has read it for the last time.
+  // full: written by TMA, with FP8 by the converters, with indices by the gatherers. empty: every consumer warp has
+  // read it for the last time.
   __device__ __forceinline__ ptx::Mbarrier* query_full() const { return barrier(0); }
   __device__ __forceinline__ ptx::Mbarrier* query_empty() const { return barrier(1); }
   __device__ __forceinline__ ptx::Mbarrier* key_full(int stage) const { return barrier(2 + stage); }
   __device__ __forceinline__ ptx::Mbarrier* key_empty(int stage) const { return key_full(Spec::kNumStages + stage); }
-  // 16 keys as they lie in the cache. full: the copy engine has written them. empty: their converters have read them.
+  // 16 keys as they are in the cache. full: TMA has written them. empty: their converters have read them.
   __device__ __forceinline__ unsigned char* codes(int stage) const {
     return base + Spec::kCodeOffset + stage * Spec::kCodeStageBytes;
   }

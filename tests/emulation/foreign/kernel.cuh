@@ -1,6 +1,6 @@
-// A kernel of another project: C[16][8] = A[16][K] B[8][K]^T, fp16 in, fp32 out, K = 16 * tiles. Four warps take tiles in turn,
-// by cp.async, ldmatrix and mma, and add up their parts through shared memory. It knows the wrappers and nothing else of the
-// project that the emulation comes from. BUG plants one.
+// A kernel of another project: C[16][8] = A[16][K] B[8][K]^T, fp16 in, fp32 out, K = 16 * tiles. Four warps take tiles
+// in turn, by cp.async, ldmatrix and mma, and add their partial sums through shared memory. It uses the wrappers and
+// nothing else of the project that the emulation comes from. BUG selects a planted bug.
 #pragma once
 
 #include "ptx/elements.cuh"
@@ -34,7 +34,7 @@ constexpr int kSharedBytes = kSumOffset + kWarps * 128 * 4;
 
 __device__ inline void multiply(const Params& p, unsigned char* smem, float (&d)[4]) {
   const int lane = lane_index();
-  const int last = p.tiles + (BUG == 4 ? 1 : 0);  // a tile that is not there
+  const int last = p.tiles + (BUG == 4 ? 1 : 0);  // a tile that does not exist
   for (int tile = warp_index(); tile < last; tile += kWarps) {
     cp_async_16(smem + 16 * lane, p.a + tile * 256 + 8 * lane, 16);
     if (lane < 16) cp_async_16(smem + 512 + 16 * lane, p.b + tile * 128 + 8 * lane, 16);
@@ -56,7 +56,7 @@ __device__ inline void add_up(const Params& p, unsigned char* smem, const float 
     const int row = lane / 4 + i / 2 * 8, column = lane % 4 * 2 + i % 2;
     st_shared_float(sums + warp_index() * 128 + row * 8 + column, d[i]);
   }
-  if (BUG != 3) barrier_sync_block();  // all warps' parts
+  if (BUG != 3) barrier_sync_block();  // all warps' partial sums
   float sum = 0.0f;
   for (int warp = 0; warp < kWarps; ++warp) sum += ld_shared_float(sums + warp * 128 + thread);
   st_global_float(p.c + thread, sum);

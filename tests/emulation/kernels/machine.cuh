@@ -1,5 +1,5 @@
-// Small kernels that use every emulated instruction once, rightly when fault is 0 and in one wrong way for each other
-// number. They are written as the project's kernels are: memory through csrc/ptx alone.
+// Small kernels that use every emulated instruction once, correctly if fault is 0 and in a different wrong way for
+// every other number. Like the project's kernels, they access memory only through csrc/ptx.
 #pragma once
 
 #include "ptx/atomics.cuh"
@@ -61,7 +61,7 @@ __device__ inline void exchange(const Params& p) {
   st_global_32(out, value + 1);
 }
 
-// Inside one warp: 16 bytes per lane to shared memory, another lane's back; a barrier of the warp is what orders them.
+// Inside one warp: 16 bytes per lane to shared memory, another lane's back; only a warp barrier orders them.
 __device__ inline void warp_exchange(const Params& p) {
   unsigned char* smem = dynamic_shared_memory();
   const int lane = lane_index();
@@ -92,8 +92,8 @@ __device__ inline void collectives(const Params& p) {
   st_global_32(p.out + 4 * (32 + lane), static_cast<uint32_t>(any + all + from));
 }
 
-// out[lane]: the lanes whose lane % 5 is 2; out[32 + lane]: the largest of numbers that lane 9 has, and how many bits it has;
-// out[64 + lane]: the sum of lane - 20.
+// out[lane]: the lanes with lane % 5 == 2; out[32 + lane]: the largest number, which lane 9 has, plus its number of set
+// bits; out[64 + lane]: the sum of lane - 20.
 __device__ inline void matches(const Params& p) {
   const int lane = lane_index();
   st_global_32(p.out + 4 * lane, vote_ballot(lane % 5 == 2));
@@ -103,7 +103,7 @@ __device__ inline void matches(const Params& p) {
 }
 
 // ---- cp.async ------------------------------------------------------------------------------------------------------
-// Copies `size` tiles of 16 bytes per thread through a ring of two buffers; the last 16 bytes are half filled with zeros.
+// Copies `size` tiles of 16 bytes per thread through a ring of two buffers; half of the last 16 bytes are zeros.
 __device__ inline void copy_ring(const Params& p) {
   unsigned char* smem = dynamic_shared_memory();
   const int tile_bytes = 16 * block_size(), thread = thread_index(), tiles = p.size;
@@ -127,7 +127,7 @@ __device__ inline void copy_ring(const Params& p) {
   }
 }
 
-// Two tiles of 16 bytes per thread from warp 0, which arrives once they are there, to warp 1.
+// Two tiles of 16 bytes per thread from warp 0, which arrives once they are complete, to warp 1.
 __device__ inline void copy_arrivals(const Params& p) {
   unsigned char* smem = dynamic_shared_memory();
   Mbarrier* full = reinterpret_cast<Mbarrier*>(smem + 1024);
@@ -206,8 +206,8 @@ __device__ inline void named_barriers(const Params& p) {
   }
 }
 
-// Warp 0 writes, all four warps meet, warp 2 reads. With fault 1 warps 0 and 1 meet, and later (as a relaxed atomic tells)
-// warps 2 and 3 at the same barrier: that says nothing to warp 2 of what warp 0 wrote.
+// Warp 0 writes, all four warps meet, warp 2 reads. With fault 1 warps 0 and 1 meet, and later (after a relaxed atomic)
+// warps 2 and 3 at the same barrier: that tells warp 2 nothing about what warp 0 wrote.
 __device__ inline void barrier_rounds(const Params& p) {
   unsigned char* smem = dynamic_shared_memory();
   const int lane = lane_index();
@@ -221,7 +221,7 @@ __device__ inline void barrier_rounds(const Params& p) {
   if (warp_index() == 2) st_global_32(p.out + 4 * lane, ld_shared_32(smem + 4 * (31 - lane)));
 }
 
-// One thread fills, a warp empties, `size` rounds, with nothing but mbarriers. One lane arrives for its warp, so the others'
+// One thread fills, a warp empties, `size` rounds, with only mbarriers. One lane arrives for its warp, so the others'
 // waits must come before.
 __device__ inline void phases(const Params& p) {
   Mbarrier* full = reinterpret_cast<Mbarrier*>(dynamic_shared_memory());
@@ -258,7 +258,7 @@ __device__ inline void registers(const Params& p) {
   if (thread_index() == 0) st_global_32(p.out, 1);
 }
 
-// A dependent launch, whose input the grid in front writes. Each thread that touches it waits.
+// A dependent launch, whose input the preceding grid writes. Each thread that touches it waits.
 __device__ inline void dependent(const Params& p) {
   if (p.fault != 1 && (p.fault != 2 || lane_index() != 9)) grid_dependency_wait();
   st_global_32(p.out + 4 * thread_index(), ld_global_32(p.in + 4 * thread_index()));
@@ -275,7 +275,7 @@ __device__ inline void draw(const Params& p) {
   }
 }
 
-// ---- the copy engine and wgmma -------------------------------------------------------------------------------------
+// ---- TMA and wgmma -------------------------------------------------------------------------------------------------
 // out[64][64] = sum over `size` tiles of A_t[64][64] B_t[64][64]: warpgroup 0 loads A and B by TMA into a ring of two
 // stages, warpgroup 1 multiplies, and stores by stmatrix and TMA. B is [k][n] ("transposed" for wgmma).
 struct PipelineParams {
@@ -342,7 +342,7 @@ __device__ inline void consume(const PipelineParams& p, unsigned char* smem, Mba
     }
     wgmma_fence_operands(d);
     if (kFromRegisters) warp_sync();                             // lane 0 arrives for what all lanes read by ldmatrix
-    if (lane == 0 && p.fault >= 26) (void)ld_shared_32(a_smem);  // its value is used by nothing
+    if (lane == 0 && p.fault >= 26) (void)ld_shared_32(a_smem);  // nothing uses its value
     if (p.fault == 27) fence_proxy_async_shared();
     if (lane == 0 && p.fault != 13) mbarrier_arrive(empty + stage);
     if (lane == 0 && p.fault == 14) mbarrier_arrive(empty + stage);

@@ -29,7 +29,7 @@ __device__ inline uint32_t pair(const unsigned char* base, int columns, int row,
   return ld_global_32(at(base, 2 * (row * columns + column)));
 }
 
-// One warp a block: d = a b + c, m16n8k16 (kDepth 16) or m16n8k8. b is [n][k] here, so that a fragment is one load.
+// One warp per block: d = a b + c, m16n8k16 (kDepth 16) or m16n8k8. b is [n][k] here, so that a fragment is one load.
 template <typename Element, int kDepth>
 __device__ inline void multiply(const Params& p) {
   const int lane = lane_index(), g = lane / 4, t = lane % 4;
@@ -49,7 +49,7 @@ __device__ inline void multiply(const Params& p) {
   }
 }
 
-// One warpgroup a block: d[64][64] = a[64][16] b + c, A from registers, b [n][k] in shared memory, 128-byte swizzle.
+// One warpgroup per block: d[64][64] = a[64][16] b + c, A from registers, b [n][k] in shared memory, 128-byte swizzle.
 template <typename Element>
 __device__ inline void warpgroup_multiply(const Params& p) {
   unsigned char* smem = dynamic_shared_memory();  // [64 n][64 k], of which k < 16 is used

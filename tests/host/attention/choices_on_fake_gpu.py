@@ -1,5 +1,6 @@
-"""Run by tests/host/test_attention_launch.py as on_fake_gpu.py is: what drawn calls launch, against the rules of kernel_rules.py. Nothing
-is computed; tensors lie in each other's memory."""
+"""Compares the kernels that random calls launch with the rules of kernel_rules.py.
+
+Run by tests/host/test_attention_launch.py, like on_fake_gpu.py. Nothing is computed; the tensors share memory."""
 
 import random
 from collections.abc import Iterator
@@ -60,7 +61,7 @@ def draw(rng: random.Random) -> dict[str, Any]:
 
 
 def call(c: dict[str, Any]) -> None:
-    """The operator for any kind of lengths."""
+    """Calls the operator for any kind of lengths."""
     batch, heads, heads_kv, rows, keys = c["batch"], c["heads_kv"] * c["group"], c["heads_kv"], c["rows"], c["keys"]
     widths, lengths, table = (c["head_dim"], c["head_dim_v"]), None, None
     ends: list[Tensor | None] = [None, None]
@@ -83,7 +84,7 @@ def call(c: dict[str, Any]) -> None:
 
 
 def wanted(capability: int, c: dict[str, Any]) -> list[str] | None:
-    """The symbols of what is launched; None where nothing serves the call."""
+    """Returns the symbols of the kernels that are launched; None if no kernel can run the call."""
     group, rows, keys, many = c["group"], c["rows"], c["keys"], c["multiprocessors"]
     is_ragged, consistent, scored = c["form"] == "ragged", c["num_splits"] == CONSISTENT, c["kind"] not in ("", "alibi")
     has_many = 4 * c["batch"] * c["heads_kv"] > many
@@ -118,7 +119,7 @@ def wanted(capability: int, c: dict[str, Any]) -> list[str] | None:
         return None
     operation = kernel.row.operation
     if p["alibi"]:
-        symbol, shares = "", 0  # which no chunk's kernel has
+        symbol, shares = "", 0  # no chunk kernel has it
     else:
         symbol, shares = rules.chunk(capability, {**p, **same_heads}, kernel)
     if symbol:

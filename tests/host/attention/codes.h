@@ -1,4 +1,4 @@
-// float8_e4m3fn as the loops that stand for kernels read and write it, and what its codes are multiplied by.
+// float8_e4m3fn as the loops that replace kernels read and write it, and the scales of its codes.
 #pragma once
 
 #include <algorithm>
@@ -19,7 +19,7 @@ inline float value_of(uint8_t code) {
   return (code & 0x80) != 0 ? -size : size;
 }
 
-// The nearest, of two the even one; the largest for what is larger.
+// The nearest code, ties to even; the largest one for larger values.
 inline uint8_t code_of(float value) {
   if (std::isnan(value)) return 0x7f;
   uint8_t best = 0;
@@ -42,7 +42,7 @@ float scaled(const void* codes, int64_t at, const CacheScale& scale, const Seque
   return value_of(static_cast<const uint8_t*>(codes)[at]) * scale_of(scale, s.number_, page, head);
 }
 
-// Of a row of a block that has a scale.
+// A row's value; its block may have a scale.
 template <class Sequence>
 float scaled(const void* codes, int64_t at, const BlockScale& scale, const Sequence& s, int32_t head, int32_t row) {
   const int64_t block = scale.block_shift != 0 ? row >> scale.block_shift : 0;
@@ -57,7 +57,7 @@ constexpr int64_t kKeysOfBlock = 128;
 
 template <class Sequence>
 int64_t transposed(const E4m3AttentionParams& p, const Sequence& s, int32_t head, int32_t key, int32_t column) {
-  const int32_t* ends = p.forward.sequences.cu_seqlens_k;  // ragged: blocks of one sequence after the other
+  const int32_t* ends = p.forward.sequences.cu_seqlens_k;  // ragged: the blocks of one sequence follow those of another
   const int64_t all_heads = ends != nullptr ? head : int64_t{s.number_} * p.forward.heads_kv + head;
   const int64_t first = ends != nullptr ? ends[s.number_] / kKeysOfBlock + s.number_ : 0;
   const int64_t block = all_heads * p.value_blocks + first + key / kKeysOfBlock;

@@ -1,4 +1,4 @@
-"""Run by tests/host/test_attention_launch.py as on_fake_gpu.py is: caches and products of 8-bit floats."""
+"""Caches and products of 8-bit floats; run by tests/host/test_attention_launch.py, like on_fake_gpu.py."""
 
 import itertools
 from typing import Any
@@ -39,7 +39,7 @@ from tests.host.attention.dense_calls import DTYPE, LIMIT
     ],
 )
 def test_caches_of_codes(layout: str, kind: str, head_dim: int, name: str) -> None:
-    """As the CPU's own test: the bits of the dequantised cache, where scales are powers of two."""
+    """Like the CPU's own test: the bits of the dequantised cache if scales are powers of two."""
     begin(90)
     case = test_e4m3.make(layout, kind, DTYPE, "cpu", head_dim=head_dim, **test_e4m3.OPTIONS[name])
     for found, wanted in zip(case.call(has_codes=True), case.call(has_codes=False), strict=True):
@@ -59,7 +59,7 @@ def test_codes_are_appended_and_read_by_many_rows() -> None:
         begin(90)
         test_e4m3.test_a_window_of_a_long_cache(has_pages, DTYPE, "cpu")
         assert launched().count("dequantize_e4m3") == 1
-    # Of 1000 keys, which seem to be there, a chunk's kernel reads codes.
+    # With an apparent 1000 keys a chunk kernel reads codes.
     for has_page_scales in (True, False):
         begin(90)
         test_e4m3.test_many_rows_of_pages_with_less_room_than_max_seqlen_k(has_page_scales, DTYPE, "cpu")
@@ -100,8 +100,9 @@ def test_consistent_codes_are_copied_where_no_kernel_reads_them(capability: int,
 @settings(max_examples=40, deadline=None, derandomize=True)
 @drawn(call=test_e4m3_drawn.calls())
 def test_codes_take_the_form_of_elements(call: test_e4m3_drawn.Call) -> None:
-    """What is launched over codes is what is launched over the dequantised cache, but for what reads codes, or makes elements of them: kernels of
-    the same name, which divide the keys alike, on as many blocks."""
+    """Codes launch the kernels of the dequantised cache: of the same names, dividing the keys alike, on as many blocks.
+
+    Only the kernels that read codes, or convert them to elements, differ."""
     given = [call.arguments(DTYPE, "cpu", has_codes=has_codes) for has_codes in (True, False)]
     LIBRARY.fake_computing(0)
     for capability, multiprocessors in ((80, 108), (90, 132), (90, 16)):
@@ -136,8 +137,9 @@ def test_where_codes_are_copied(
     of_codes: list[str],
     of_elements: list[str],
 ) -> None:
-    """One row of more than 64 heads is decoded by few sequences, and by any where bits must not depend on their number; three tiles of a chunk at
-    head dim 256 are the most that read codes, and rows of whole 16 bytes."""
+    """One row of more than 64 heads is decoded if sequences are few, or if bits must not depend on their number.
+
+    At head dim 256 chunks of at most three tiles read codes, and only rows of whole 16 bytes."""
     q = torch.zeros(batch, heads[0], rows, head_dim, dtype=DTYPE)
     cache = torch.zeros(batch, heads[1], 4096, head_dim, dtype=torch.uint8).view(torch.float8_e4m3fn)
     lengths = torch.full((batch,), 4096, dtype=torch.int32)
@@ -152,7 +154,7 @@ def test_where_codes_are_copied(
 @pytest.mark.parametrize(("capability", "num_splits"), [(80, 0), (90, 0), (90, 1), (90, -1)])  # -1: consistent
 @pytest.mark.parametrize("rows", [1, 40])
 def test_codes_with_slopes_are_copied(rows: int, capability: int, num_splits: int) -> None:
-    """ALiBi, which no kernel over codes has. What is too large for a copy is refused before anything runs."""
+    """No kernel over codes has ALiBi. A cache that is too large for a copy is refused before anything runs."""
     options = ("slopes", True, True, (-1, 0), 3.0, num_splits, 5)
     call = test_e4m3_drawn.Call([(rows, 90), (1, 41)], True, (4, 2), (64, 64), 16, ("pages", "heads"), *options)
     results, names = [], []
@@ -173,7 +175,7 @@ def test_codes_with_slopes_are_copied(rows: int, capability: int, num_splits: in
 @pytest.mark.parametrize("of_pages", ["k_scale", "v_scale"])
 @pytest.mark.parametrize(("rows", "reads_codes"), [(128, True), (129, False)])
 def test_chunks_over_pages_with_scales(of_pages: str, rows: int, reads_codes: bool) -> None:
-    """Two tiles of 128 rows are the most that read codes, whichever of the two has a scale for each page."""
+    """At most two tiles of 128 rows read codes, whichever of K and V has a scale per page."""
     q, codes = torch.zeros(1, 4, rows, 64, dtype=DTYPE), torch.zeros(300, 16, 2, 64, dtype=torch.float8_e4m3fn)
     given = {"cache_seqlens": torch.tensor([4096], dtype=torch.int32), "block_table": torch.zeros(1, 256).int()}
     LIBRARY.fake_computing(0)
@@ -187,8 +189,8 @@ def test_chunks_over_pages_with_scales(of_pages: str, rows: int, reads_codes: bo
 @pytest.mark.parametrize("is_ragged", [False, True])
 @pytest.mark.parametrize(("kinds", "page_size"), [(("pages", "sequences"), 16), (("heads", "sequences"), 0)])
 def test_a_large_cache_is_copied_in_parts(is_ragged: bool, kinds: tuple[str, str], page_size: int, mask: str) -> None:
-    """Of sequences, or of one sequence's heads, or of ragged rows heads alone: each has what the whole has."""
-    options = (mask, True, True, (-1, 0), 3.0, 1, 5)  # one split: no chunk's kernel
+    """In parts of sequences, of one sequence's heads, or for ragged rows only of heads: each gives the same result."""
+    options = (mask, True, True, (-1, 0), 3.0, 1, 5)  # one split: no chunk kernel
     call = test_e4m3_drawn.Call([(20, 48), (17, 30), (9, 41)], is_ragged, (6, 3), (16, 24), page_size, kinds, *options)
     of_head = 48 * (16 + 24)
     begin(90)
@@ -223,7 +225,7 @@ def test_products_of_codes(shape: tuple[int, ...], scales: int, causal: bool, mo
 
 @pytest.mark.parametrize("name", ["q", "k", "v"])
 def test_products_of_codes_that_repeat(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """V is transposed from where it is; a copy engine reads the others."""
+    """V is transposed without a copy; TMA reads the others, which need one."""
     monkeypatch.setattr(fp8, "_has_kernel", lambda device: True)
     codes = {one: torch.randn(1, 2, 130, 64).to(torch.float8_e4m3fn) for one in ("q", "k", "v")}
     codes[name] = codes[name][:, :1].expand(1, 2, 130, 64)
@@ -237,7 +239,7 @@ def test_products_of_codes_that_repeat(name: str, monkeypatch: pytest.MonkeyPatc
 
 @pytest.mark.parametrize("of_blocks", ["q", "k", "v"])
 def test_one_scale_of_blocks_is_enough(of_blocks: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each of the others is of the whole tensor. Those of queries, of which a tile's rows have one, need no kernel of their own."""
+    """The others have one scale per tensor. Query scales, one for all rows of a tile, need no separate kernel."""
     monkeypatch.setattr(fp8, "_has_kernel", lambda device: True)
     codes = {name: torch.randn(1, 2, 130, 64).to(torch.float8_e4m3fn) for name in ("q", "k", "v")}
     scales: dict[str, Any] = {f"{name}_scale": 0.5 for name in codes}
@@ -274,7 +276,7 @@ def test_ragged_codes_without_a_key_launch_nothing(tokens: int, monkeypatch: pyt
 def test_codes_are_copied_where_16_bytes_cannot_be_loaded_and_nowhere_else(
     capability: int, rows: int, kernel: str
 ) -> None:
-    """Address and rows in bytes; a cache that sequences or heads share has a stride of 0, and is read where it is."""
+    """Address and row length in bytes; a cache shared by sequences or heads has a stride of 0, and is read in place."""
     keys, memory = 1000, torch.randn(2**18).to(torch.float8_e4m3fn)
     memory = memory[-memory.data_ptr() % 16 :]
     q = torch.randn(2, 8, rows, 16).to(DTYPE)

@@ -1,4 +1,4 @@
-"""A dense call's results and gradients against float64."""
+"""Compares a dense call's results and gradients with float64."""
 
 import math
 
@@ -14,7 +14,7 @@ LIMIT = 2e-2  # of the largest gradient, as in tests/attention/test_varlen_gradi
 
 
 def tensors(problem: Problem, layout: str) -> list[Tensor]:
-    """q, k, v and the output's gradient; "bshd": seen through a transpose."""
+    """q, k, v and the output's gradient; "bshd": as transposed views."""
     shapes = [(problem.heads_q, problem.seq_q), (problem.heads_kv, problem.seq_k)]
     order = (shapes[0], shapes[1], shapes[1], shapes[0])
     if layout == "bshd":

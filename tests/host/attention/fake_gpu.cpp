@@ -1,6 +1,5 @@
-// The extension on a driver without a GPU. "CUDA" memory is the CPU's; a "kernel" is a few
-// plain loops over the parameters that it was launched with, in bf16, so that results can be compared, and what was launched is
-// written down.
+// The extension on a driver without a GPU. "CUDA" memory is the CPU's; a "kernel" is a few plain loops over its launch
+// parameters, in bf16, so that results can be compared; every launch is logged.
 #include <torch/csrc/stable/library.h>
 
 #include <algorithm>
@@ -19,7 +18,7 @@
 namespace flashmoe {
 namespace attention {
 
-// Not called.
+// Never called.
 void forward_cpu(const ForwardArguments&, const ForwardOutputs&) {}
 void backward_cpu(const BackwardParams&, const ForwardArguments&) {}
 void forward_varlen_cpu(const VarlenArguments&, const ForwardOutputs&) {}
@@ -32,13 +31,13 @@ namespace {
 
 using host::grid_of;
 
-// Of all sequences: where only the GPU knows their lengths, each may have one tile that is broken.
+// Over all sequences: if only the GPU knows their lengths, each may have one partial tile.
 int64_t row_blocks(const ForwardParams& p, const host::Kernel& kernel, int64_t block) {
   const int64_t dense = ceil_div(p.seq_q, block) * p.batch, total = p.sequences.rows_total;
   return kernel.axes[axis::kMask] >= 0 || total == 0 ? dense : std::min(dense, ceil_div(total, block) + p.batch);
 }
 
-// Of a backward kernel; a ragged tensor's rows in front of all sequences and behind them are cleared by tiles of their own.
+// Tiles of a backward kernel; separate tiles clear a ragged tensor's rows before the first and after the last sequence.
 int64_t tiles(const BackwardParams& p, bool is_runtime, bool of_rows, int32_t block, bool draws_all) {
   const Batch& entries = p.sequences;
   const int64_t heads = of_rows ? p.heads_q : p.heads_kv, total = of_rows ? entries.rows_total : entries.keys_total;
@@ -48,8 +47,8 @@ int64_t tiles(const BackwardParams& p, bool is_runtime, bool of_rows, int32_t bl
   return heads * (draws_all ? ragged : std::min(ragged, dense + kClearingSlots));
 }
 
-std::vector<const void*> g_tensors;  // that the last kernel read and wrote
-bool g_computes = true;              // whether kernels leave results
+std::vector<const void*> g_tensors;  // tensors that the last kernel read and wrote
+bool g_computes = true;              // whether kernels write results
 
 std::string check_maps(void** arguments, const host::Kernel& kernel, const std::vector<const void*>& tensors) {
   g_tensors = tensors;
@@ -62,7 +61,7 @@ std::string check_maps(void** arguments, const host::Kernel& kernel, const std::
 
 std::string text_of(bool is_wrong, const char* what) { return is_wrong ? what : ""; }
 
-// Of a decoding kernel, which has a counter for each block and two partial results, or none.
+// A decoding kernel has a counter and two partial results for each block, or none.
 std::string check_partials(const ForwardParams& p, const host::Kernel& kernel, int64_t grid) {
   if (std::abs(p.num_splits) == 1)
     return text_of(p.out_partial != nullptr || p.tile_counter != nullptr, "partial results of one");
@@ -76,7 +75,7 @@ std::string check_partials(const ForwardParams& p, const host::Kernel& kernel, i
   return "";
 }
 
-// As many as there are rows of a key head, and blocks of keys where several share them.
+// The grid has the tiles of a key head's rows, and blocks of keys if several share a tile.
 std::string check_decoding(const ForwardParams& p, const host::Kernel& kernel, int64_t grid) {
   if (p.heads_q != p.heads_kv * p.score_options.folded_heads) return "rows of other heads";
   const int64_t rows_of_head = int64_t{p.seq_q} * p.score_options.folded_heads;
@@ -90,8 +89,8 @@ bool is_additive_of_every_head(const ScoreOptions& options) {
   return options.mask != nullptr && options.mask_type == MaskTensor::kAdditive && options.folded_heads == 1;
 }
 
-// Kernels with tensor maps bend scores, by a softcap or a mask, in a variant of their own; all have one for the slopes of ALiBi,
-// with a softcap or without.
+// Kernels with tensor maps apply a softcap or a mask in a separate variant; all kernels have a variant for ALiBi
+// slopes, with or without a softcap.
 bool is_of_other_scores(const ScoreOptions& options, const host::Kernel& kernel) {
   const bool has_alibi = options.mask != nullptr && options.mask_type == MaskTensor::kAlibi;
   const bool bends = !has_alibi && (options.score_factor != 0.0F || options.mask != nullptr);
@@ -153,7 +152,7 @@ std::string run_forward(const std::string& kind, const host::Kernel& kernel, int
   return check_maps(arguments, kernel, tensors);
 }
 
-// What the kernel would do; the text of what is wrong, or an empty one.
+// Does what the kernel would do; returns what is wrong, or an empty text.
 std::string run_kernel(const host::Kernel& kernel, int64_t grid, void** arguments) {
   static DropoutBackwardParams g_fused;  // between the kernels of the fused form
   static int64_t g_rows_of_sums = 0;
@@ -180,7 +179,7 @@ std::string run_kernel(const host::Kernel& kernel, int64_t grid, void** argument
     const auto& p = *static_cast<const DequantizeParams*>(arguments[0]);
     if (g_computes) dequantize(p);
     g_tensors = {p.k, p.v};
-    const int64_t copied = 32;  // keys of a block
+    const int64_t copied = 32;  // keys per block
     const int64_t units = ceil_div(p.read_keys, copied) + (p.read_keys < p.seq_k);
     return text_of(grid != units * p.heads_kv * p.batch, "not a block for each 32 keys of a head");
   }
@@ -324,7 +323,7 @@ FAKE_EXPORT void fake_gpu(int capability, int multiprocessors, int is_capturing)
 
 FAKE_EXPORT void fake_computing(int computes) { flashmoe::attention::g_computes = computes != 0; }
 
-// The limit before.
+// Returns the previous limit.
 FAKE_EXPORT int64_t fake_copies(int64_t elements) { return std::exchange(flashmoe::attention::most_copied, elements); }
 
 FAKE_EXPORT void fake_memory(int rate, int l2_bytes) {

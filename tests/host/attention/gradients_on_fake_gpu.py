@@ -1,4 +1,4 @@
-"""Run by tests/host/test_attention_launch.py as on_fake_gpu.py is: gradients."""
+"""Gradients; run by tests/host/test_attention_launch.py, like on_fake_gpu.py."""
 
 import math
 from typing import Any
@@ -41,7 +41,7 @@ def test_kernels_of_other_gradients_do_not_run(capability: int, needs: int) -> N
 
 
 def test_nothing_runs_if_one_of_the_kernels_cannot() -> None:
-    """Of a width that no other test here has: a kernel that was loaded once is not asked for again."""
+    """With a width that no other test here has, because a kernel that was loaded once is not loaded again."""
     begin(80)
     q, k, v, grad_out = tensors(Problem(20, 20, 256), "bhsd")
     out, lse = flashmoe.attention(q, k, v, return_lse=True)
@@ -132,7 +132,7 @@ def test_dropout_and_its_gradients(capability: int, case: Any, monkeypatch: pyte
 @pytest.mark.parametrize("capability", CAPABILITIES)
 @pytest.mark.parametrize("kind", ["dense", "softcap", "sinks", "codes", "pages", "no page", "no token"])
 def test_rows_that_see_no_key(capability: int, kind: str) -> None:
-    """Without any key there is no kernel of attention to launch: zeros, and what the sinks alone add up to."""
+    """Without any key no attention kernel is launched: zeros, and the log-sum-exp of the sinks only."""
     if kind == "codes" and capability < 90:
         capability = 89
     begin(capability)
@@ -143,7 +143,7 @@ def test_rows_that_see_no_key(capability: int, kind: str) -> None:
     if kind == "pages":
         k = torch.empty(0, 16, 2, 16, dtype=DTYPE)
         lengths[2:] = torch.zeros(2, dtype=torch.int32), torch.zeros(2, 0, dtype=torch.int32)
-    if kind == "no page":  # of one that a sequence may have
+    if kind == "no page":  # a sequence may have one page, but there is none
         k = torch.empty(0, 16, 2, 16, dtype=DTYPE)
         lengths[2:] = torch.zeros(2, dtype=torch.int32), torch.zeros(2, 1, dtype=torch.int32)
     if kind == "no token":
@@ -164,7 +164,7 @@ def test_rows_that_see_no_key(capability: int, kind: str) -> None:
 @pytest.mark.parametrize("is_ragged", [False, True])
 @pytest.mark.parametrize("needs", range(1, 8))
 def test_gradients_that_nobody_needs_have_no_memory(needs: int, is_ragged: bool) -> None:
-    """Unless a kernel gives them beside one that is needed."""
+    """Unless a kernel computes them together with one that is needed."""
     shapes = ((1, 70, 4, 16), (1, 45, 2, 16)) if not is_ragged else ((70, 4, 16), (45, 2, 16))
     q, k = (torch.zeros(shape, dtype=DTYPE) for shape in shapes)
     begin(80)
@@ -237,7 +237,7 @@ def test_a_mask_that_is_streamed(rows: int, multiprocessors: int, is_taller: boo
 def test_a_bool_mask_is_streamed_where_four_heads_or_sequences_share_it(
     shape: tuple[int, ...], options: Any, streams: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As one of 0 and -inf with whole rows; expanded or not, of bytes that are neither 0 nor 1, with rows that see nothing."""
+    """As an additive mask of 0 and -inf with whole rows: expanded or not, bytes above 1, rows that see nothing."""
     begin(90)
     if isinstance(options, str):
         monkeypatch.setenv(options, "1")
@@ -294,7 +294,7 @@ def test_a_shared_mask_s_gradient_of_64_columns_is_stored_up_to_128_mib(
 def test_a_streamed_mask_s_gradient(
     heads: int, head_dim: int, window: int, is_split: bool, stores: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By the kernel of the other gradients, which run for it alone, too; with a window or in the split form by its own."""
+    """By the kernel of the other gradients, even if none is needed; with a window or in the split form by its own."""
     begin(90)
     monkeypatch.setenv("FLASHMOE_SPLIT_BACKWARD", str(int(is_split)))
     shapes = ((2, 514), (1, 520), (1, 520))

@@ -1,4 +1,4 @@
-// What attention's kernels compute, as plain loops over the parameters that they are launched with.
+// What attention's kernels compute, as plain loops over their launch parameters.
 #pragma once
 
 #include <algorithm>
@@ -30,7 +30,7 @@ constexpr float kLn2 = 0.69314718F;
 
 int64_t ceil_div(int64_t value, int64_t divisor) { return (value + divisor - 1) / divisor; }
 
-// Rows and keys of one sequence, and where they lie.
+// Rows and keys of one sequence, and their addresses.
 template <class Params>
 class Sequence {
  public:
@@ -56,7 +56,7 @@ class Sequence {
                              0,          MaskTensor::kNone,          1};
   }
 
-  // A page that is not there, whose keys no row sees, is the first.
+  // A page that does not exist, whose keys no row sees, reads as the first.
   int32_t page_of(int32_t key) const {
     const int32_t page = batch_.block_table[number_ * batch_.block_table_stride + key / batch_.page_size];
     return page >= 0 && page < batch_.num_pages ? page : 0;
@@ -72,7 +72,7 @@ class Sequence {
     const int64_t first = batch_.cu_seqlens_k != nullptr ? first_key_ * stride.row : number_ * stride.batch;
     return first + head * stride.head + key * stride.row;
   }
-  // Of lse, dlse and row_dot.
+  // Index into lse, dlse and row_dot.
   int64_t statistic(int32_t head, int32_t row) const {
     if (batch_.cu_seqlens_q != nullptr) return int64_t{head} * batch_.rows_total + first_row_ + row;
     return (int64_t{number_} * p.heads_q + head) * p.seq_q + row;
@@ -88,7 +88,7 @@ class Sequence {
     if (options.mask_type == MaskTensor::kAdditive) return load(options.mask, at) != -INFINITY;
     return options.mask_type != MaskTensor::kBool || static_cast<const uint8_t*>(options.mask)[at] != 0;
   }
-  // Of a product of a query and a key: the natural exponent, and the slope of the softcap.
+  // For a product of a query and a key: the natural exponent, and the slope of the softcap.
   float score(float product, int32_t head, int32_t row, int32_t key, float& slope) const {
     slope = 1.0F;
     if (options.score_factor > 0) {
@@ -109,7 +109,7 @@ class Sequence {
   int32_t number_;
   int32_t rows;
   int32_t keys;
-  int32_t rows_there = 0;  // of ragged rows, also past seq_q
+  int32_t rows_there = 0;  // rows of a ragged sequence, also past seq_q
   ScoreOptions options{};
 
  private:
@@ -136,21 +136,21 @@ void for_heads(const Params& params, const host::Kernel& kernel, Body body) {
   for (int32_t number = 0; number < params.batch; ++number) {
     Sequence<Params> sequence(params, number, is_runtime, is_causal);
     if (std::strncmp(kernel.operation, "attention_decode", std::strlen("attention_decode")) == 0)
-      sequence.options.folded_heads = 1;  // in the kernel alone
+      sequence.options.folded_heads = 1;  // only inside the kernel
     for (int32_t head = 0; head < params.heads_q; ++head) {
       body(sequence, head, head / (params.heads_q / params.heads_kv));
     }
   }
 }
 
-// What a kept probability is multiplied by; 0 where it is dropped.
+// The factor of a kept probability; 0 if it is dropped.
 float kept(const Dropout* dropout, int32_t number, int32_t head, int32_t row, int32_t key) {
   float factor = 1.0F;
   if (dropout != nullptr) cpu::DropoutFactors(*dropout, number, head).fill(row, 1, key, 1, 1, 1, &factor);
   return factor;
 }
 
-// What else a forward kernel is launched with: dropout, a cache of codes, or codes in all three, of which V is transposed.
+// Further launch parameters of a forward kernel: dropout, a cache of codes, or codes in Q, K and transposed V.
 struct Beside {
   const Dropout* dropout = nullptr;
   const E4m3ForwardParams* cache = nullptr;
@@ -160,7 +160,7 @@ struct Beside {
 void forward(const ForwardParams& p, const host::Kernel& kernel, const Beside& beside) {
   const bool is_runtime = kernel.axes[axis::kMask] < 0;
   const int32_t head_dim_v = is_runtime || beside.codes != nullptr ? p.head_dim_v : p.head_dim;
-  const bool is_second = p.num_splits == -1;  // of the two kernels that a batch is divided between
+  const bool is_second = p.num_splits == -1;                              // of the two kernels that share a batch
   if (is_runtime && p.sequences.cu_seqlens_q != nullptr && !is_second) {  // rows of no sequence
     for (int64_t row = 0; row < p.sequences.rows_total; ++row) {
       for (int32_t head = 0; head < p.heads_q; ++head) {
@@ -170,7 +170,7 @@ void forward(const ForwardParams& p, const host::Kernel& kernel, const Beside& b
       }
     }
   }
-  // A decoding kernel adds its shares up itself.
+  // A decoding kernel adds up its splits itself.
   const bool is_divided = p.num_splits > 1 && std::strncmp(kernel.operation, "attention_decode", 16) != 0;
   const int32_t splits = is_divided ? p.num_splits : 1;
   const int64_t rows_of_share =
@@ -239,7 +239,7 @@ void forward(const ForwardParams& p, const host::Kernel& kernel, const Beside& b
   });
 }
 
-// Behind a forward kernel whose keys were divided.
+// Follows a forward kernel whose keys were divided.
 void combine(const ForwardParams& p) {
   const int64_t rows = int64_t{p.batch} * p.heads_q * p.seq_q;
   for (int64_t at = 0; at < rows; ++at) {
@@ -265,7 +265,7 @@ int32_t width_v(const BackwardParams& p, const host::Kernel& kernel) {
   return kernel.axes[axis::kMask] < 0 ? p.head_dim_v : p.head_dim;
 }
 
-// P with its dropout, the gradient of the score behind a softcap, and that of the product of query and key.
+// P with its dropout, the gradient of the score after a softcap, and that of the product of query and key.
 struct Derivatives {
   float weight = 0.0F;
   float of_score = 0.0F;
@@ -311,7 +311,7 @@ void query_gradient(const BackwardParams& p, const Dropout* dropout, const host:
   });
 }
 
-// `sums`: of the fused kernel, which adds up dq without its scales; null for the kernel of dk and dv alone.
+// `sums`: of the fused kernel, which adds up dq without its scales; null for the kernel of only dk and dv.
 void key_value_gradient(const BackwardParams& p, const Dropout* dropout, const host::Kernel& kernel, float* sums,
                         int64_t rows_of_sums) {
   const int32_t columns_v = width_v(p, kernel), width = kernel.axes[axis::kHeadDim];
@@ -351,7 +351,7 @@ void key_value_gradient(const BackwardParams& p, const Dropout* dropout, const h
   });
 }
 
-// Of the fused kernel, where its caller needs it.
+// Written by the fused kernel if its caller needs it.
 void scores_gradient(const MaskBackwardParams& p, const host::Kernel& kernel) {
   if (p.scores_gradient == nullptr) return;
   for_heads(p.backward, kernel, [&](const auto& s, int32_t head, int32_t head_kv) {
@@ -375,7 +375,7 @@ void scores_sum(const ScoresSumParams& p) {
   }
 }
 
-// The kernel's block of a folded dimension is the dimension; each sequence and head are of one of the parts.
+// In a folded dimension the kernel's block is the whole dimension; each sequence and head belongs to one of the parts.
 void bias_gradient(const BiasGradientParams& p, const Dropout* dropout, const host::Kernel& kernel) {
   const BackwardParams& backward = p.launched.backward;
   std::vector<float> sums(int64_t{p.splits} * p.batches * p.heads * p.rows * p.keys, 0.0F);
@@ -422,7 +422,7 @@ int32_t ragged_rows(const VarlenFusedQueryParams& p) { return p.cu_seqlens_q != 
 int32_t columns_of_out(const FusedQueryParams& p) { return p.head_dim; }
 int32_t columns_of_out(const VarlenFusedQueryParams& p) { return p.head_dim_v; }
 
-// row_dot and zeroed sums; dq's scale and the way back from the sums.
+// prepare: row_dot and zeroed sums; convert: from the sums to dq, with its scale.
 template <class Params>
 void prepare(const Params& p, int64_t width) {
   const int32_t ragged = ragged_rows(p);

@@ -1,5 +1,6 @@
-"""Run by tests/host/test_attention_launch.py in a process of its own, whose extension has a driver without a GPU: what attention's
-operators launch on each GPU, and what comes out."""
+"""What attention's operators launch on each GPU, and their results.
+
+Run by tests/host/test_attention_launch.py in a separate process, whose extension has a driver without a GPU."""
 
 import ctypes
 import functools
@@ -22,7 +23,7 @@ LIBRARY.fake_log.restype = ctypes.c_char_p
 LIBRARY.fake_copies.argtypes = [ctypes.c_int64]
 LIBRARY.fake_copies.restype = ctypes.c_int64
 EVERY = operator.find_operators
-# This library has attention's operators; the others are known by name alone.
+# This library has attention's operators; only the names of the others are known.
 operator.find_operators = lambda: tuple(o for o in EVERY() if o.schema or hasattr(torch.ops.flashmoe, o.name))
 
 from flashmoe.attn import merge  # noqa: E402
@@ -44,7 +45,7 @@ from tests.host.every_call import differences  # noqa: E402
 CUDA = torch._C.DispatchKeySet(torch._C.DispatchKey.CUDA)
 ON_A_GPU = torch.library.Library("flashmoe", "IMPL")
 CAPABILITIES = (80, 90)
-# What begins before its predecessor has ended, where it is compiled to wait for that; the others are not.
+# Operations that begin before the preceding one has ended, if they are compiled to wait for it; the others do not.
 EARLY = ("decode", "decode_e4m3", "decode_scores", "decode_values", "chunk_forward", "chunk_forward_e4m3")
 EARLY += ("combine", "dequantize_e4m3", "forward_e4m3")
 
@@ -73,7 +74,7 @@ def _run_the_gpus_path() -> None:
 
 @pytest.fixture(autouse=True)
 def poisoned_memory(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Every tensor that is made without values is NaN, or the largest integer."""
+    """Fills uninitialised tensors with NaN, or the largest integer."""
     torch.use_deterministic_algorithms(True)
     torch.utils.deterministic.fill_uninitialized_memory = True
     torch.manual_seed(1)
@@ -88,7 +89,7 @@ def begin(capability: int, multiprocessors: int = 132) -> None:
 
 
 def launches(dtype: str = "bf16") -> list[dict[str, Any]]:
-    """What was launched since the GPU was chosen; nothing was wrong with it."""
+    """Returns what was launched since the GPU was chosen; fails if anything was wrong with it."""
     found: list[dict[str, Any]] = [json.loads(line) for line in LIBRARY.fake_log().decode().splitlines()]
     for launch in found:
         assert launch["problem"] == "", launch
@@ -103,7 +104,7 @@ def operation_of(launch: dict[str, Any]) -> str:
 
 
 def launched(dtype: str = "bf16") -> list[str]:
-    """The operations."""
+    """Returns the operations that were launched."""
     return [operation_of(launch) for launch in launches(dtype)]
 
 
@@ -119,7 +120,7 @@ def test_dense(capability: int, causal: bool, layout: str, heads: int, kv_heads:
 @pytest.mark.parametrize(("capability", "with_sinks"), [(80, True), (90, False)])
 @pytest.mark.parametrize("band", test_varlen_gradients.BANDS, ids=str)
 def test_ragged(capability: int, band: Band, with_sinks: bool) -> None:
-    """Head dims of their own, spare tokens, sequences without rows or keys."""
+    """Different head dims, spare tokens, sequences without rows or keys."""
     begin(capability)
     ragged = Ragged((65, 1, 0, 13), (65, 9, 4, 31), 4, 2, 64, 40, spare=3)
     check_ragged(ragged, band, "cpu", DTYPE, with_sinks=with_sinks, num_splits=1)
@@ -138,7 +139,7 @@ def test_ragged(capability: int, band: Band, with_sinks: bool) -> None:
     ids=str,
 )
 def test_chunks(ragged: Ragged, multiprocessors: int, expected: list[str]) -> None:
-    """Few rows, whose keys one block or several read; with sinks, and rows that see no key; more tiles than blocks."""
+    """Few rows, whose keys one or several blocks read; with sinks, rows that see no key, more tiles than blocks."""
     begin(90, multiprocessors)
     check_ragged(ragged, Band(causal=True), "cpu", DTYPE, with_sinks=True, num_splits=0)
     assert launched() == expected
@@ -146,7 +147,7 @@ def test_chunks(ragged: Ragged, multiprocessors: int, expected: list[str]) -> No
 
 @pytest.mark.parametrize("capability", CAPABILITIES)
 def test_one_split_divides_a_batch_as_its_sequences_alone_would_be(capability: int) -> None:
-    """Those of up to 16 rows are decoded, whatever the longest has."""
+    """Sequences of up to 16 rows are decoded, whatever the longest one has."""
     begin(capability)
     ragged = Ragged((65, 16, 0, 3, 17), (65, 90, 4, 31, 17), 4, 2, 64, 40, spare=3)
     check_ragged(ragged, Band(causal=True), "cpu", DTYPE, with_sinks=True, num_splits=1)
@@ -161,7 +162,7 @@ def test_one_split_divides_a_batch_as_its_sequences_alone_would_be(capability: i
 def test_new_keys_go_behind_the_lengths(
     capability: int, page_size: int, head_dim: int, spare: int, offset: int
 ) -> None:
-    """Into a dense cache or pages; those of the last sequence fill it. New rows lie apart, or begin anywhere."""
+    """Into a dense cache or pages, which the last sequence's keys fill. New rows have gaps, or begin anywhere."""
     begin(capability)
     lengths = torch.tensor([5, 0, 29], dtype=torch.int32)
     own = (3, 2, 3, head_dim)
@@ -195,7 +196,7 @@ def test_divided_keys(capability: int, heads: tuple[int, int], rows: int, keys: 
 
 
 def at(memory: Tensor, offset: int, shape: tuple[int, ...], row: int) -> Tensor:
-    """Of ``memory`` from an element on, rows ``row`` elements apart."""
+    """A view of ``memory`` from an element on, with rows ``row`` elements apart."""
     strides = [row * math.prod(shape[axis + 1 : -1]) for axis in range(len(shape) - 1)]
     return memory[offset:].as_strided(shape, (*strides, 1))
 
@@ -205,7 +206,7 @@ def at(memory: Tensor, offset: int, shape: tuple[int, ...], row: int) -> Tensor:
 def test_tensors_are_copied_where_16_bytes_cannot_be_loaded_and_nowhere_else(
     capability: int, head_dim: int, head_dim_v: int
 ) -> None:
-    """Forward, ragged and dense, and backward: address, rows and columns in elements of two bytes."""
+    """Forward, dense and ragged, and backward: addresses, rows and columns in elements of two bytes."""
     for offset, spare in ((0, 0), (8, 0), (4, 0), (0, 8), (0, 4)):
         memory = torch.randn(2**17).to(DTYPE)
         q = at(memory, offset, (2, 2, 30, head_dim), head_dim + spare)
@@ -242,7 +243,7 @@ def test_tensors_are_copied_where_16_bytes_cannot_be_loaded_and_nowhere_else(
 
 @pytest.mark.parametrize("capability", CAPABILITIES)
 def test_keys_that_all_heads_share(capability: int) -> None:
-    """A stride of 0: sm80's kernels read it where it is, a copy engine does not."""
+    """A stride of 0: the sm80 kernels read it in place, TMA does not."""
     begin(capability)
     q, grad_out = (torch.randn(2, 4, 65, 16).to(DTYPE) for _ in range(2))
     k, v = (torch.randn(2, 1, 70, 16).to(DTYPE).expand(2, 4, 70, 16) for _ in range(2))
@@ -272,7 +273,7 @@ def test_lengths_are_looked_at_where_that_is_asked_for(monkeypatch: pytest.Monke
 
 
 def test_lengths_of_a_gpu_are_not_looked_at_unasked() -> None:
-    """A look would wait for the GPU."""
+    """Reading them would wait for the GPU."""
     q, ends = torch.randn(9, 2, 16).to(DTYPE), torch.tensor([0, 6, 5, 9], dtype=torch.int32)
     begin(90)
     LIBRARY.fake_computing(0)
@@ -301,7 +302,7 @@ def test_a_map_that_the_driver_refuses_is_told_in_numbers() -> None:
 @pytest.mark.parametrize("head_dim", [8, 24, 59, 256, 512])
 @pytest.mark.parametrize("layout", ["dense", "rows", "ragged"])
 def test_two_results_as_one(layout: str, head_dim: int, dtype: torch.dtype) -> None:
-    """In place, into float32 too; of some rows of a tensor, ragged, and of rows that lie on no multiple of 16 bytes."""
+    """In place, into float32 too; some rows of a tensor, ragged, and rows that are not aligned to 16 bytes."""
     begin(90)
     whole = (7, 3, head_dim) if layout == "ragged" else (2, 3, 7, head_dim)
     rows = whole[:-1] if layout != "ragged" else (3, 7)
@@ -396,7 +397,7 @@ def test_every_layout_that_is_taken(capability: int, number: int) -> None:
     name = calls.ROWS[number][0]
 
     def watch(results: list[Tensor]) -> None:
-        """Of one call: without results nothing is launched, and the last kernel has the name of one that was."""
+        """After one call: without results nothing is launched; the last kernel is one that was launched."""
         symbols = [launch["symbol"] for launch in launches("f16" if "fp8" in name else "bf16")]
         assert not symbols or any(one.numel() for one in results)
         if "row_dot" not in "".join(symbols[-1:]) and (symbols or name.endswith("_forward")):
@@ -413,7 +414,7 @@ def test_every_layout_that_is_taken(capability: int, number: int) -> None:
     ("rate", "l2_bytes"), [(4000, 1 << 20), (4001, 1 << 20), (4001, 1 << 14), (4001, 1 << 10), (4001, 170_667)]
 )
 def test_the_first_tiles_of_decoding_are_read_without_a_hint(rate: int, l2_bytes: int, head_dim: int) -> None:
-    """On fast memory, wide heads: until the blocks have read twice the L2; one tile of a batch of at most six times the L2."""
+    """On fast memory, wide heads: until blocks have read twice the L2; one tile if a batch is at most six L2."""
     batch, heads, keys = 2, 2, 1000
     q, k = torch.randn(batch, heads, 1, head_dim).to(DTYPE), torch.randn(batch, heads, keys, head_dim).to(DTYPE)
     begin(90)
@@ -442,7 +443,7 @@ def test_the_first_tiles_of_decoding_are_read_without_a_hint(rate: int, l2_bytes
 def test_keys_of_a_chunk_that_one_tile_reads_make_room_for_each_other(
     rate: int, l2_bytes: int, rows: int, expected: int
 ) -> None:
-    """On fast memory, where they are between three fifths of the L2 and six times as much: 2 048 000 bytes here; a tile has 32 rows of four heads."""
+    """On fast memory, if they (2 048 000 bytes) are 3/5 to six times the L2; a tile is 32 rows of four heads."""
     q, k = torch.randn(2, 8, rows, 128).to(DTYPE), torch.randn(2, 2, 1000, 128).to(DTYPE)
     begin(90)
     LIBRARY.fake_memory(rate, l2_bytes)
@@ -454,7 +455,7 @@ def test_keys_of_a_chunk_that_one_tile_reads_make_room_for_each_other(
 
 @pytest.mark.parametrize(("multiprocessors", "rows", "expected"), [(132, 8, 2), (13, 8, 0), (13, 32, 2), (12, 32, 0)])
 def test_the_sum_of_a_chunk_starts_early_where_it_has_room(multiprocessors: int, rows: int, expected: int) -> None:
-    """Of 1000 keys in three shares, which two key heads of two sequences have; its blocks add up four rows."""
+    """1000 keys in three splits, for two key heads of two sequences; each block of the sum adds up four rows."""
     q, k = torch.randn(2, 8, rows, 128).to(DTYPE), torch.randn(2, 2, 1000, 128).to(DTYPE)
     begin(90, multiprocessors)
     flashmoe.attention_with_kvcache(q, k, k, cache_seqlens=torch.full((2,), 1000, dtype=torch.int32), causal=True)

@@ -1,5 +1,4 @@
-// Latent attention on a driver without a GPU: plain loops over what the kernels are launched with, in bf16. What is wrong with a launch is
-// written down.
+// Latent attention on a driver without a GPU: plain loops over launch parameters, in bf16. Launch errors are logged.
 #include <torch/csrc/stable/library.h>
 
 #include <malloc.h>
@@ -22,7 +21,7 @@ using host::Kernel;
 using host::load;
 using host::store;
 
-std::vector<float> g_results;  // of a decoding kernel whose sequences are split, for the one that adds up
+std::vector<float> g_results;  // of a decoding kernel whose sequences are split, for the combine kernel
 
 int64_t ceil_div(int64_t value, int64_t divisor) { return (value + divisor - 1) / divisor; }
 bool is_aligned(const void* address, std::initializer_list<int64_t> strides) {
@@ -37,12 +36,12 @@ float value_at(const DecodeParams& p, const char* key, int64_t column) {
   float scale;
   std::memcpy(&scale, key + kScaleBytesOffset + column / kScaleColumns * 4, 4);
   const float value = attention::value_of(static_cast<uint8_t>(key[column])) * scale;
-  uint16_t rounded;  // as the dequantised cache
+  uint16_t rounded;  // as in the dequantised cache
   store(&rounded, 0, value);
   return load(&rounded, 0);
 }
 
-// Null: nobody's.
+// Null if there is no such key.
 const char* key_of(const DecodeParams& p, int64_t sequence, int64_t key) {
   int64_t page = sequence, row = key;
   if (p.indices != nullptr) {

@@ -1,5 +1,6 @@
-"""Run by tests/host/test_mla_launch.py in a process of its own, whose extension has a driver without a GPU: what latent attention launches on
-each GPU, and what comes out."""
+"""What latent attention launches on each GPU, and its results.
+
+Run by tests/host/test_mla_launch.py in a separate process, whose extension has a driver without a GPU."""
 
 from __future__ import annotations
 
@@ -143,7 +144,7 @@ def decoded(
     sparse: bool = False,
     splits: int = 0,
 ) -> str:
-    """The kernel of so many heads over keys that lie in each other's memory and that no row sees."""
+    """The kernel for this many rows over keys that overlap in memory and that no row sees."""
     q = torch.zeros(batch, tokens, rows // tokens, 576, dtype=BF16)
     width = KEY_BYTES if codes else 576
     memory = torch.zeros(batch + keys, width, dtype=torch.uint8 if codes else BF16)
@@ -162,7 +163,7 @@ WGMMA, FEW, MORE_ROWS = "sm90", "sm80", "sm80_m32"
 
 
 def test_which_kernel_decodes() -> None:
-    """docs/kernels/mla.md: on each side of each bound."""
+    """docs/kernels/mla.md: both sides of each bound."""
     sparse: tuple[dict[str, Any], ...] = ({"sparse": True}, {"sparse": True, "codes": True, "splits": 1})
     for options in sparse:
         words = "codes_sparse" if options.get("codes") else "sparse"
@@ -201,20 +202,20 @@ def test_which_kernel_decodes() -> None:
         assert decoded(rows, **options) == kernel, (rows, options)
     for batch, kernel in ((33, "few_sm90_m16_sparse"), (34, "sm90_sparse")):
         assert decoded(48, batch, tokens=2, sparse=True) == kernel  # of 24 heads: each token is a sequence
-    assert decoded(128, keys=0) == MORE_ROWS  # the copy engine needs keys
+    assert decoded(128, keys=0) == MORE_ROWS  # TMA needs keys
     shared = torch.zeros(1, 64, KEY_BYTES, dtype=torch.uint8).expand(2, -1, -1)
     of_none: dict[str, Any] = {"cache_seqlens": torch.zeros(2, dtype=torch.int32), "scale": 1.0}
     for rows, kernel in ((8, "few_sm90_bf16_m8_codes"), (40, "sm90_bf16_codes")):
         flashmoe.mla_decode(torch.zeros(2, 1, rows, 576, dtype=BF16), shared, **of_none)
         first = next(one for one in reversed(launches()) if "decode" in one["symbol"])
         assert first["symbol"].endswith(kernel), first
-        assert first["read"] != shared.data_ptr()  # the copy engine has no stride of 0
+        assert first["read"] != shared.data_ptr()  # TMA has no stride of 0
     begin(80)
     assert [decoded(rows) for rows in (16, 18)] == [FEW, MORE_ROWS]
 
 
 def test_a_cache_of_2_to_the_31_keys() -> None:
-    """Which lie 16 bytes apart: the largest number of a slot names a key."""
+    """Keys are 16 bytes apart; the largest slot number selects a key."""
     pages, page_size, columns = 2**16, 2**15, 576
     cache = torch.ones(8 * (pages + page_size) + columns, dtype=BF16).as_strided((pages, page_size, columns), (8, 8, 1))
     q, indices = torch.ones(1, 1, 18, columns, dtype=BF16), torch.tensor([[[0, 2**31 - 2]]], dtype=torch.int32)
@@ -225,7 +226,7 @@ def test_a_cache_of_2_to_the_31_keys() -> None:
 @pytest.mark.parametrize("multiprocessors", [1, 6, 132])
 @pytest.mark.parametrize("rows", [2, 8, 10, 128])
 def test_the_blocks_that_add_parts_up(rows: int, multiprocessors: int) -> None:
-    """Enough for all pieces of the sums, by the driver's own count: more sequences, fewer warps for a sum."""
+    """Enough for all units of the sums, as the fake driver counts them; with more sequences, fewer warps per sum."""
     begin(90, multiprocessors)
     for batch in (1, 2, 5, 11, 40):
         decoded(rows, batch)
@@ -263,7 +264,7 @@ def test_forced_families_and_refusals(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize(("offset", "spare"), [(0, 0), (8, 0), (0, 8), (4, 0), (0, 4)])
 def test_what_cannot_be_loaded_is_copied_and_nothing_else(offset: int, spare: int) -> None:
-    """q and a cache of 16 bits, in elements; q's tokens lie at one stride of heads, and of named keys sequences do, too."""
+    """q and a 16-bit cache, in elements; q's tokens have one stride of heads, and with indices so do sequences."""
     q, cache, options = test_decode.make(test_decode.Case((70, 9), heads=4, tokens=2, page_size=0), "cpu")
     expected = flashmoe.mla_decode(q, cache, **options)
 

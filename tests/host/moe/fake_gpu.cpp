@@ -1,6 +1,5 @@
-// The extension on a driver without a GPU. "CUDA" memory is the CPU's; calls for the CPU run the GPU's path; a "kernel" is a few
-// plain loops over the parameters that it was launched with, in bf16, so that results can be compared, and what was launched is
-// written down.
+// The extension on a driver without a GPU. "CUDA" memory is the CPU's; calls for the CPU run the GPU's path; a "kernel"
+// is a few plain loops over its launch parameters, in bf16, so that results can be compared; every launch is logged.
 #include <torch/csrc/stable/library.h>
 
 #include <algorithm>
@@ -65,7 +64,7 @@ double activation(Activation kind, double gate, double up) {
   }
 }
 
-// And its two derivatives, by differences.
+// The activation and its two derivatives, by differences.
 struct Activated {
   float value, by_gate, by_up;
 };
@@ -143,7 +142,7 @@ class GemmKernel {
 
 int64_t ceil_div(int64_t value, int64_t divisor) { return (value + divisor - 1) / divisor; }
 
-// As if each expert had one more tile of rows than full ones, and one sum for each tile of a gradient; a counter where blocks draw tiles.
+// As if each expert had one more tile than full ones, and one sum per gradient tile; a counter if blocks draw tiles.
 std::string check_tiles(const host::Kernel& kernel, const GemmParams& p, int64_t grid) {
   const bool is_gradient = std::strstr(kernel.operation, "weight_gradient") != nullptr;
   const int64_t broken = p.expert_offsets != nullptr ? std::min(p.experts, p.slots) : 0;
@@ -155,10 +154,10 @@ std::string check_tiles(const host::Kernel& kernel, const GemmParams& p, int64_t
   return p.tile_counter != nullptr && *p.tile_counter != 0 ? "the tile counter is not zero" : "";
 }
 
-// Of linear's calls these are asked for the choice alone.
+// Calls of linear that only test the choice of a kernel.
 bool is_long(const GemmParams& params) { return int64_t{params.slots} * params.n * params.k > int64_t{1} << 22; }
 
-// Empty: nothing is wrong.
+// Returns what is wrong, or an empty text.
 std::string multiply(const host::Kernel& kernel, const GemmParams& params, Memory memory, int64_t grid) {
   const std::string operation = kernel.operation;
   const GemmKernel run(params, memory);
@@ -278,7 +277,7 @@ const Params& params_of(void** arguments) {
   return *static_cast<const Params*>(arguments[0]);
 }
 
-// Addresses of the two factors of a grouped product, or what routing is told, as text; none of another kernel.
+// Addresses of the two factors of a grouped product, or the parameters of routing, as text; empty for other kernels.
 std::string factors(const host::Kernel& kernel, void** arguments) {
   const std::string operation = kernel.operation;
   if (operation == "moe_route") {
@@ -327,7 +326,7 @@ std::string check_maps(const host::Kernel& kernel, void** arguments) {
     if (tensor != nullptr && std::memcmp(arguments[1 + map], &tensor, sizeof(void*)) != 0) {
       return "tensor map " + std::to_string(map) + " is of another tensor";
     }
-    CUtensorMapL2promotion promotion{};  // behind the address: fake_driver.h
+    CUtensorMapL2promotion promotion{};  // after the address: fake_driver.h
     std::memcpy(&promotion, static_cast<const char*>(arguments[1 + map]) + sizeof(void*), sizeof promotion);
     const bool is_narrow = has("_scaled") && !has("weight_gradient") && tensor == p.b;
     if (promotion != (is_narrow ? CU_TENSOR_MAP_L2_PROMOTION_L2_128B : CU_TENSOR_MAP_L2_PROMOTION_L2_256B)) {
@@ -337,7 +336,7 @@ std::string check_maps(const host::Kernel& kernel, void** arguments) {
   return "";
 }
 
-// What the kernel would do; the text of what is wrong, or an empty one.
+// Does what the kernel would do; returns what is wrong, or an empty text.
 std::string run_kernel(const host::Kernel& kernel, int64_t grid, void** arguments) {
   const std::string operation = kernel.operation;
   if (operation == "grouped_gemm_weight_gradient_scaled") {
@@ -353,7 +352,7 @@ std::string run_kernel(const host::Kernel& kernel, int64_t grid, void** argument
     return multiply_linear(kernel, params_of<linear::LinearParams>(arguments), grid);
   }
   if (operation.rfind("grouped_gemm", 0) == 0 ||
-      operation.rfind("linear", 0) == 0) {  // every kernel but the weight gradient's says how its weights lie
+      operation.rfind("linear", 0) == 0) {  // axes[0]: the layout of the weights, except for the weight gradient
     return multiply(kernel, params_of<GemmParams>(arguments), static_cast<Memory>(kernel.axes[0]), grid);
   }
   if (operation == "moe_sort") {
@@ -433,7 +432,7 @@ CUresult launch(CUfunction function, unsigned grid, unsigned block, unsigned sha
 }  // namespace host
 }  // namespace flashmoe
 
-// Attention's operators are known by name alone.
+// Only the names of attention's operators are known.
 STABLE_TORCH_LIBRARY_FRAGMENT(flashmoe, library) {
   flashmoe::attention::define_dense(library);
   flashmoe::attention::define_varlen(library);

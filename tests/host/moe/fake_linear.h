@@ -1,4 +1,4 @@
-// The kernel of linear with sums in segments, as plain loops. Part of fake_gpu.cpp.
+// Linear's kernel that sums in segments, as plain loops. Included by fake_gpu.cpp.
 #include <malloc.h>
 
 std::string linear_factors(const linear::LinearParams& params) {

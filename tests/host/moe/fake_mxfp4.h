@@ -1,13 +1,14 @@
-// Loops for weights of 4 bits, inside fake_gpu.cpp.
+// Loops for 4-bit weights, included by fake_gpu.cpp.
 #pragma once
 
-// The row of w13 that is the packed one's: eight of gate and the same eight of up lie in turn.
+// The row of w13 that a packed row holds: eight rows of gate alternate with the same eight of up.
 int64_t unpacked_row(int64_t row, int64_t rows, bool is_interleaved) {
   const int64_t column = row / 16 * 8 + row % 8, is_up = row / 8 % 2;
   return is_interleaved ? 2 * column + is_up : is_up * (rows / 2) + column;
 }
 
-// Packed weights as these loops read them: codes of a block of 64 by 64 by row, then its scales. The CPU's operator has none.
+// Packed weights as these loops read them: the codes of a 64 x 64 block by row, then its scales. The CPU's operator has
+// no packed weights.
 bool g_packs = false;
 Tensor pack(const Tensor& codes, const Tensor& scales, bool is_gated, bool is_interleaved) {
   const int64_t n = codes.sizes()[1], k = 2 * codes.sizes()[2], rows = codes.sizes()[0] * n;
@@ -25,7 +26,7 @@ Tensor pack(const Tensor& codes, const Tensor& scales, bool is_gated, bool is_in
   return made;
 }
 
-// Weights of 4 bits as bf16.
+// Multiplies by 4-bit weights, converted to bf16.
 std::string multiply_mxfp4(const host::Kernel& kernel, const Mxfp4GemmParams& params, int64_t grid) {
   constexpr float kNumbers[] = {0.0F, 0.5F, 1.0F, 1.5F, 2.0F, 3.0F, 4.0F, 6.0F};
   const std::string operation = kernel.operation;

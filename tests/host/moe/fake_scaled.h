@@ -1,7 +1,7 @@
-// Products with scales and quantisation, as loops; a part of fake_gpu.cpp, whose helpers it uses.
+// Products with scales, and quantisation, as loops; included by fake_gpu.cpp, whose helpers it uses.
 #pragma once
 
-// By code.
+// The value of each code.
 const std::vector<float>& e4m3_numbers() {
   static const std::vector<float> numbers = [] {
     std::vector<float> made;
@@ -20,7 +20,7 @@ float load_e4m3(const void* address, int64_t index) {
   return e4m3_numbers()[static_cast<const uint8_t*>(address)[index]];
 }
 
-// The nearest values, and their block's scale.
+// Stores the nearest values; returns their block's scale.
 float store_e4m3(void* address, int64_t index, const std::vector<float>& block) {
   float largest = 0.0F;
   for (const float value : block) largest = std::max(largest, std::fabs(value));

@@ -1,4 +1,4 @@
-// The kernels that train a layer in e4m3, as loops; a part of fake_gpu.cpp, whose helpers it uses.
+// The kernels that train a layer in e4m3, as loops; included by fake_gpu.cpp, whose helpers it uses.
 #pragma once
 
 std::string multiply_weight_gradient(const host::Kernel& kernel, const ScaledGemmParams& params, int64_t grid) {
@@ -24,7 +24,7 @@ std::string multiply_weight_gradient(const host::Kernel& kernel, const ScaledGem
 
 using Number = std::function<float(int64_t row, int64_t column)>;
 
-// [columns][stride] of an expert's rows from `first` on, in blocks from `block` on; a scale for 128 rows of `width` columns.
+// Writes [columns][stride] of an expert's rows from `first` on, in blocks from `block` on; a scale per 128 x width.
 void transpose(const Number& number, int32_t first, int32_t count, int64_t block, int64_t columns, int64_t width,
                void* values, int64_t stride, float* scales) {
   for (int64_t start = 0; start < count; start += kScaleBlock, ++block) {
@@ -45,7 +45,7 @@ void transpose(const Number& number, int32_t first, int32_t count, int64_t block
   }
 }
 
-// values [.][columns], a scale for 128 of a row.
+// Writes values [.][columns], one scale per 128 of a row.
 void quantize_row(const Number& number, int64_t row, int64_t columns, void* values, float* scales) {
   for (int64_t column = 0; column < columns; column += kScaleBlock) {
     std::vector<float> block;
@@ -62,7 +62,7 @@ void quantize_tiles(const QuantizeTilesParams& p, TileSource source) {
         return load(p.x, expert * size + row * p.columns + column);
       };
       const auto transposed = [&](int64_t row, int64_t column) { return weight(column, row); };
-      // By columns of the transpose, its rows lie as the weights' do.
+      // The columns of the transpose are the rows of the weights.
       std::vector<float> scales(blocks);
       transpose(weight, 0, p.rows, 0, p.columns, kScaleBlock, static_cast<uint8_t*>(p.transposed) + expert * size,
                 p.rows, scales.data());

@@ -1,4 +1,6 @@
-"""Run by tests/host/test_moe_launch.py as on_fake_gpu.py is: which tile linear takes, what it is launched with, and what comes out."""
+"""The tile that linear takes, its launch and its results.
+
+Run by tests/host/test_moe_launch.py, like on_fake_gpu.py."""
 
 from __future__ import annotations
 
@@ -25,12 +27,12 @@ def linear(x: Tensor, w: Tensor, bias: Tensor | None = None, tile: int = -1) -> 
 
 
 def factor(rows: int, columns: int) -> Tensor:
-    """Rows in each other's memory, of which nothing is read."""
+    """Rows that overlap in memory, of which nothing is read."""
     return MEMORY.as_strided((rows, columns), (min(columns, (MEMORY.numel() - columns) // rows // 8 * 8), 1))
 
 
 def launched(rows: int, n: int, k: int, *, capability: int = 90) -> tuple[str, int]:
-    """The kernel, with + where each segment has a block, and how many segments there are."""
+    """The kernel, with + if each segment has a block, and the number of segments."""
     begin(capability)
     torch.utils.deterministic.fill_uninitialized_memory = False
     linear(factor(rows, k), factor(n, k))
@@ -68,7 +70,7 @@ def test_chosen_tiles(sizes: tuple[int, int]) -> None:
 
 
 def test_what_every_choice_keeps() -> None:
-    """How many chains a sum is, and so a row's bits, follows from the weights; segments have blocks in one wave alone."""
+    """A sum's number of segments, and so a row's bits, depends on the weights; segments get blocks in one wave only."""
     rng, seen = random.Random(38), set()
     for _ in range(600):
         n, k = (8 * rng.randint(1, 2 ** rng.randint(1, 11)) for _ in range(2))
@@ -93,7 +95,7 @@ def test_what_every_choice_keeps() -> None:
 @pytest.mark.parametrize(("n", "k"), [(72, 4096), (72, 40)])
 @pytest.mark.parametrize("transposed", [False, True])
 def test_every_tile(n: int, k: int, transposed: bool) -> None:
-    """The results of each, by its number; and the numbers that there are not."""
+    """The results of each tile, by its number; and numbers that do not exist."""
     x, bias = torch.randn(9, k).bfloat16(), torch.randn(n).bfloat16()
     w = torch.randn(n, k).bfloat16() / k**0.5
     expected = torch.nn.functional.linear(x.float(), w.float(), bias.float())
@@ -137,7 +139,7 @@ def kernels(capability: int, rows: tuple[int, ...]) -> list[str]:
 
 
 def test_other_gpus_and_forced_families(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without wgmma the grouped product's kernels, and no segments; a forced family keeps the segments where it has their kernels."""
+    """Without wgmma: the grouped product's kernels, no segments. A forced family keeps them if it has their kernels."""
     assert all(name.startswith("grouped_gemm_") for name in kernels(120, (9, 300)))
     assert launched(1, 4096, 4096, capability=80)[0].endswith(FEW)
     assert launched(9, 1280, 8192, capability=80)[1] == 1

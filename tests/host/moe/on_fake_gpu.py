@@ -1,5 +1,6 @@
-"""Run by tests/host/test_moe_launch.py in a process of its own, whose extension has a driver without a GPU: what the layer's operators
-launch on each GPU, and what comes out."""
+"""What the layer's operators launch on each GPU, and their results.
+
+Run by tests/host/test_moe_launch.py in a separate process, whose extension has a driver without a GPU."""
 
 import ctypes
 import json
@@ -24,15 +25,15 @@ from tests.moe.reference import Case, compare, compare_all, expect, make_inputs
 from tests.moe.test_mxfp4 import make as make_mxfp4
 
 MULTIPROCESSORS = 132
-OF_ANY_DTYPE = ("moe_route", "moe_sort", "moe_quantize")  # of float32, or of dtypes that are parameters
+OF_ANY_DTYPE = ("moe_route", "moe_sort", "moe_quantize")  # float32, or dtypes passed as parameters
 SORTED_BY_SEVERAL = 4096  # slots: sort_plan.h
 SMALL = Case(7, dtype=torch.bfloat16, hidden=32, intermediate=24)
 FULL = replace(SMALL, biases=True, shared=True, mapped=True, sentinels=True)
 LIBRARY = ctypes.CDLL(os.environ["FLASHMOE_LIBRARY"])
 LIBRARY.fake_log.restype = ctypes.c_char_p
 EVERY = operator.find_operators
-# This library has the layer's operators, and attention's by name.
-# What torch computes elsewhere the library does for the CPU, too.
+# This library has the layer's operators, and attention's by name. What torch computes elsewhere, the library computes
+# for the CPU, too.
 operator.find_operators = lambda: tuple(
     o if o.schema else replace(o, impls={}) for o in EVERY() if o.schema or hasattr(torch.ops.flashmoe, o.name)
 )
@@ -40,7 +41,7 @@ operator.find_operators = lambda: tuple(
 
 @pytest.fixture(autouse=True)
 def poisoned_memory() -> Iterator[None]:
-    """Every tensor that is made without values is NaN, or the largest integer."""
+    """Fills uninitialised tensors with NaN, or the largest integer."""
     torch.use_deterministic_algorithms(True)
     torch.utils.deterministic.fill_uninitialized_memory = True
     assert flashmoe.fused_moe is not None
@@ -54,7 +55,7 @@ def begin(capability: int = 90, *, capturing: bool = False) -> None:
 
 
 def launches() -> list[dict[str, Any]]:
-    """What has been launched since the GPU was chosen; nothing was wrong with it."""
+    """Returns what was launched since the GPU was chosen; fails if anything was wrong with it."""
     found = [json.loads(line) for line in LIBRARY.fake_log().decode().splitlines()]
     for launch in found:
         assert launch["problem"] == "", launch
@@ -71,7 +72,7 @@ def operations() -> list[str]:
 @pytest.mark.parametrize("transposed", [False, True])
 @pytest.mark.parametrize("views", [False, True], ids=["dense", "views"])
 def test_results(capability: int, layout: str, transposed: bool, views: bool) -> None:
-    """Forward and every gradient; weights may be views of memory that lies the other way round."""
+    """Forward and every gradient; weights may be views of transposed memory."""
     activation = ("swiglu", "clamped_swiglu", "geglu", "geglu_tanh")[2 * views + transposed]
     case = replace(FULL, layout=layout, transposed=transposed, activation=activation)
     inputs = make_inputs(case)
@@ -109,7 +110,7 @@ def test_few_tokens_share_their_columns_out_among_blocks(tokens: int, blocks: in
 
 
 def test_a_product_for_few_rows_does_not_begin_before_the_sort_has_ended() -> None:
-    """Behind any gated product but one for few rows it begins when that has ended."""
+    """After a gated product that is not for few rows, it begins when that has ended."""
     for tokens in (1, 8, 30, 60, 120, 250):
         begin()
         case = replace(SMALL, tokens=tokens, hidden=8, intermediate=8)
@@ -163,7 +164,7 @@ ALL = [
     ],
 )
 def test_order_of_the_backward(needs: int, expected: list[str]) -> None:
-    """Only what the gradients that are wanted need."""
+    """Only what the requested gradients need."""
     case = replace(FULL, tokens=400, hidden=16, intermediate=8)
     inputs = make_inputs(case)
     kept = forward(case, inputs)
@@ -175,7 +176,7 @@ def test_order_of_the_backward(needs: int, expected: list[str]) -> None:
 
 
 def test_a_gradient_in_the_place_of_the_preactivation() -> None:
-    """Which of the gradients are wanted decides where what is temporary stands; the results are the same bits."""
+    """The requested gradients decide where temporaries are stored; the results have the same bits."""
     case = replace(FULL, tokens=60, hidden=16, intermediate=8)
     inputs = make_inputs(case)
     kept = forward(case, inputs)
@@ -207,7 +208,7 @@ def backward(
 
 @pytest.mark.parametrize("capturing", [False, True])
 def test_persistent_kernels_draw_tiles_from_a_zeroed_counter(capturing: bool) -> None:
-    """More tiles than the GPU holds blocks at once; the fake kernels look at the counter."""
+    """More tiles than the GPU holds blocks at once; the fake kernels check the counter."""
     case = replace(SMALL, tokens=2048, experts=2, top_k=1, hidden=8, intermediate=512)
     for _ in range(2):
         begin(capturing=capturing)
@@ -264,7 +265,7 @@ def test_routing_is_one_kernel() -> None:
     _, _, counts = flashmoe.topk_route(logits, 8, return_counts=True)
     (route,) = launches()
     assert (route["operation"], route["grid"]) == ("moe_route", 250)
-    assert counts.tolist() == [0] * 128  # zeroed for the kernel, which is none here
+    assert counts.tolist() == [0] * 128  # zeroed for the kernel, which does nothing here
     begin()
     flashmoe.topk_route(torch.randn(100_000, 8), 2)
     assert launches()[0]["grid"] == 8 * MULTIPROCESSORS
@@ -273,7 +274,7 @@ def test_routing_is_one_kernel() -> None:
 @pytest.mark.parametrize("tokens", [1, 7], ids=["few rows", "more"])
 @pytest.mark.parametrize("x_is_quantised", [False, True])
 def test_the_layer_with_scaled_weights(x_is_quantised: bool, tokens: int) -> None:
-    """By the kernels' loops and by torch; weights lie as a view, an id and x's rows out of the way."""
+    """By the kernels' loops and by torch; weights are views, an id is out of range, x is strided."""
     x, w13, w2 = torch.randn(tokens, 256).bfloat16(), torch.randn(3, 512, 256) * 80, torch.randn(3, 256, 256) * 80
     w13, w2 = (torch.nn.functional.pad(w, (0, 16)).to(torch.float8_e4m3fn)[..., :256] for w in (w13, w2))
     scales = torch.rand(3, 4, 2) * 1e-3, torch.rand(3, 2, 2).mT * 1e-3
@@ -310,7 +311,7 @@ def test_no_rows_are_no_product() -> None:
 
 
 def lies(values: Tensor, offset: int, spare: int) -> Tensor:
-    """The same values from an element of their memory on, rows ``spare`` elements apart."""
+    """The same values from an offset in their memory, with gaps of ``spare`` elements between rows."""
     *batch, rows, columns = values.shape
     memory = torch.zeros(offset + math.prod(batch) * rows * (columns + spare) + 64, dtype=values.dtype)
     memory = memory[(-memory.data_ptr() // values.element_size()) % 64 :]
@@ -326,7 +327,7 @@ def lies(values: Tensor, offset: int, spare: int) -> Tensor:
     ("offset", "spare"), [(0, 0), (16, 0), (0, 16), (8, 0), (0, 8), (4, 0), (0, 4), (1, 0), (0, 1)]
 )
 def test_factors_are_copied_where_16_bytes_cannot_be_loaded_and_nowhere_else(offset: int, spare: int) -> None:
-    """x and both weights, of 16 bits and of 8 with scales; the results are those of factors that lie well."""
+    """x and both weights, of 16 bits, and of 8 with scales; the results are those of aligned factors."""
     case = replace(SMALL, biases=False)
     inputs = make_inputs(case)
     plain, names = run(case, inputs), ("x", "w13", "w2")
@@ -354,7 +355,7 @@ def test_factors_are_copied_where_16_bytes_cannot_be_loaded_and_nowhere_else(off
 
 @pytest.mark.parametrize("needed", ["x", "w13", "w2", "topk_weights", "everything"])
 def test_a_step_with_e4m3_products(needed: str) -> None:
-    """By the kernels' loops, whose scales and so roundings are others, and by torch; what nobody needs is not launched."""
+    """By the kernels' loops, whose scales and thus roundings differ, and by torch; nothing unneeded is launched."""
     x, dout = torch.randn(9, 128).bfloat16(), torch.randn(9, 128).bfloat16()
     w13, w2 = (torch.randn(3, *shape).mul(0.1).bfloat16() for shape in ((256, 128), (128, 128)))
     ids, weights = torch.tensor([[0, 2], [2, 0], [9, 2]]).repeat(3, 1), torch.rand(9, 2)
@@ -415,7 +416,7 @@ def test_a_gpu_without_kernels_refuses() -> None:
 @pytest.mark.parametrize("tokens", [1, 11, 150])
 @pytest.mark.parametrize(("capability", "packed"), [(80, False), (90, False), (90, True), (120, False)])
 def test_weights_of_4_bits(capability: int, packed: bool, tokens: int, layout: str) -> None:
-    """The bits of the same layer with 16-bit weights."""
+    """The same bits as the layer with 16-bit weights."""
     sizes = {"hidden": 128, "intermediate": 64} if packed else {"hidden": 96, "intermediate": 32}
     layer = make_mxfp4("cpu", tokens, activation="swiglu", layout=layout, **sizes)
     layer = replace(layer, shared=torch.randn(tokens, sizes["hidden"]).bfloat16())
@@ -427,7 +428,7 @@ def test_weights_of_4_bits(capability: int, packed: bool, tokens: int, layout: s
         assert torch.equal(layer(), expected)
         found = [launch for launch in launches() if "grouped" in launch["operation"]]
         assert all(("_packed" in launch["operation"]) == packed for launch in found)
-        assert ("moe_gather" in operations()) == (packed and tokens == 150)  # of the tile for many rows alone
+        assert ("moe_gather" in operations()) == (packed and tokens == 150)  # only for the tile of many rows
         begin(80)
         if packed:
             with pytest.raises(flashmoe.errors.UnsupportedGpuError, match=r"compute capability 8\.0"):
@@ -438,7 +439,7 @@ def test_weights_of_4_bits(capability: int, packed: bool, tokens: int, layout: s
 
 @pytest.mark.parametrize(("shift", "gap"), [(0, 0), (1, 0), (16, 0), (0, 8), (0, 16)])
 def test_weights_of_4_bits_are_copied_where_16_bytes_cannot_be_loaded(shift: int, gap: int) -> None:
-    """shift: bytes before the first; gap: bytes behind each row."""
+    """shift: bytes before the first element; gap: bytes after each row."""
     layer = make_mxfp4("cpu", 11, activation="swiglu", hidden=96, intermediate=32)
     expected = layer()
     wide = [torch.cat((one, one.new_zeros(*one.shape[:2], gap)), -1) for one in (layer.w13, layer.w2)]
@@ -464,10 +465,10 @@ def test_every_layout_that_is_taken(capability: int, number: int) -> None:
         name.endswith(("_torch", "_scaled_out", "_mxfp4_out", "_route")) or calls.ROWS[number][1] is calls._packed
     )
     if is_other or "quantize" in name or ("scale" in name and capability < 90):
-        return  # no operators of the extension's, no loops or long ones, or no kernels
+        return  # not the extension's operators, no loops or slow ones, or no kernels
 
     def watch(results: list[Tensor]) -> None:
-        """Of one call: without results nothing is launched, and the last kernel has the name of one that was."""
+        """After one call: without results nothing is launched; the last kernel is one that was launched."""
         symbols = [launch["symbol"] for launch in launches()]
         assert not symbols or any(one.numel() for one in results)
         has_product = "grouped" in "".join(symbols)  # the gradient of a bias alone names no kernel

@@ -1,7 +1,7 @@
-// The CUDA words of a kernel source, for g++. Force-included before every emulated translation unit.
+// The CUDA keywords and built-ins of a kernel source, for g++. Force-included before every emulated translation unit.
 #pragma once
 
-#define _GLIBCXX_INCLUDE_NEXT_C_HEADERS  // C's math.h alone: <cmath> takes a sixth of a unit's compile time
+#define _GLIBCXX_INCLUDE_NEXT_C_HEADERS  // C's math.h only: <cmath> takes a sixth of a unit's compile time
 #include <math.h>
 #undef _GLIBCXX_INCLUDE_NEXT_C_HEADERS
 #include <cstdint>
@@ -14,7 +14,7 @@
 #define __shared__
 #define __constant__ const
 #define __grid_constant__
-#define __forceinline__ inline  // a function that is not copied to each caller is compiled once: half of the time
+#define __forceinline__ inline  // a function that is not copied into each caller is compiled once: half of the time
 #define __noinline__ __attribute__((noinline))
 #define __launch_bounds__(...)
 #define __align__(bytes) __attribute__((aligned(bytes)))

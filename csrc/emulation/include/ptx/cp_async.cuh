@@ -1,4 +1,4 @@
-// Emulated: the signatures of csrc/ptx/cp_async.cuh plus the call site; a test holds the two against each other.
+// Emulated: the signatures of csrc/ptx/cp_async.cuh plus the call site; a test compares the two.
 #pragma once
 
 #include "ptx/memory.cuh"
@@ -16,7 +16,7 @@ __device__ __forceinline__ void cp_async_16(SmemPointer smem, const void* gmem, 
   emulation::copy_async(smem.address, gmem, 16, 16, site, "cp_async_16");
 }
 
-// What the caches keep is not emulated.
+// Caching is not emulated.
 struct CachePolicy {
   uint64_t bits;
 };

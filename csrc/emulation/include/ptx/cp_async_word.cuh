@@ -1,4 +1,4 @@
-// Emulated: the signatures of csrc/ptx/cp_async_word.cuh plus the call site; a test holds the two against each other.
+// Emulated: the signatures of csrc/ptx/cp_async_word.cuh plus the call site; a test compares the two.
 #pragma once
 
 #include "ptx/memory.cuh"

@@ -1,4 +1,4 @@
-// Element type of a kernel template to number format.
+// Maps the element type of a kernel template to a number format.
 #pragma once
 
 #include "emulation/numerics.h"
@@ -6,7 +6,7 @@
 
 namespace flashmoe::ptx {
 
-// Which 16-bit format an element type names, and its conversions: to bits as the GPU rounds, and to the value.
+// The 16-bit format that an element type names, and its conversions: to bits, rounded like the GPU, and to the value.
 template <typename Element>
 struct ElementFormat;
 

@@ -1,4 +1,4 @@
-// Emulated: the types of csrc/ptx/elements.cuh. Kernels are compiled for each of them by itself.
+// Emulated: the types of csrc/ptx/elements.cuh. Kernels are compiled for each of them separately.
 #pragma once
 
 #include "ptx/types.cuh"

@@ -1,5 +1,5 @@
-// Emulated: the signatures of csrc/ptx/grid_dependency.cuh plus the call site; a test holds the two against each other.
-// One launch runs at a time here. The machine knows which buffers the grid in front writes, and that a thread has waited.
+// Emulated: the signatures of csrc/ptx/grid_dependency.cuh plus the call site; a test compares the two.
+// One launch runs at a time here. The machine knows what the preceding grid writes, and whether a thread has waited.
 #pragma once
 
 #include "emulation/machine.h"

@@ -1,4 +1,4 @@
-// Emulated: the signatures of csrc/ptx/math.cuh; none needs a call site; a test holds the two against each other.
+// Emulated: the signatures of csrc/ptx/math.cuh; none needs a call site; a test compares the two.
 #pragma once
 
 #include "emulation/machine.h"
@@ -14,8 +14,8 @@ __device__ __forceinline__ int population_count(uint32_t bits) { return __builti
 
 __device__ __forceinline__ float negative_infinity() { return emulation::bits_float(0xff800000u); }
 
-// The approximations of the GPU are within 2 units in the last place of these (rounded from double); they are not equal
-// to them bit for bit.
+// The approximations of the GPU are within 2 units in the last place of these (rounded from double), but not equal to
+// them bit for bit.
 __device__ __forceinline__ float exp2_approx(float x) {
   return emulation::flush_to_zero(static_cast<float>(__builtin_exp2(static_cast<double>(emulation::flush_to_zero(x)))));
 }

@@ -1,4 +1,4 @@
-// Emulated: the signatures of csrc/ptx/pairs.cuh; a test holds the two against each other.
+// Emulated: the signatures of csrc/ptx/pairs.cuh; a test compares the two.
 #pragma once
 
 #include "ptx/types.cuh"

@@ -1,4 +1,4 @@
-// Emulated: the signatures of csrc/ptx/wgmma.cuh plus the call site; a test holds the two against each other.
+// Emulated: the signatures of csrc/ptx/wgmma.cuh plus the call site; a test compares the two.
 #pragma once
 
 #include "ptx/element_format.h"
@@ -51,8 +51,8 @@ __device__ __forceinline__ void wgmma_ss(float (&d)[kN / 2], uint64_t a, uint64_
                            ElementFormat<Element>::kFormat, site, "wgmma_ss");
 }
 
-// By reference, where the real one takes values: the tensor cores read the registers until the wait, so the machine looks
-// whether the kernel leaves them alone. Values without a place of their own, or not side by side, are taken as they are.
+// By reference, unlike the real one: the tensor cores read the registers until the wait, so the machine checks that the
+// kernel does not change them. Temporaries, and values that are not adjacent, are copied instead.
 template <typename Element, int kN, bool kTransposeB>
 __device__ __forceinline__ void wgmma_rs(float (&d)[kN / 2], const uint32_t& a0, const uint32_t& a1, const uint32_t& a2,
                                          const uint32_t& a3, uint64_t b, int scale_d, Site site = Site::here()) {

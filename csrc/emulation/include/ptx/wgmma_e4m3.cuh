@@ -1,4 +1,4 @@
-// Emulated: the signatures of csrc/ptx/wgmma_e4m3.cuh plus the call site; a test holds the two against each other.
+// Emulated: the signatures of csrc/ptx/wgmma_e4m3.cuh plus the call site; a test compares the two.
 #pragma once
 
 #include "ptx/e4m3.cuh"
@@ -10,7 +10,7 @@ __device__ __forceinline__ uint32_t pack_four_e4m3(float first, float second, fl
   return pack_e4m3(first, second) | pack_e4m3(third, fourth) << 16;
 }
 
-// By reference, as wgmma_rs of wgmma.cuh.
+// By reference, like wgmma_rs of wgmma.cuh.
 template <int kN>
 __device__ __forceinline__ void wgmma_e4m3_rs(float (&d)[kN / 2], const uint32_t& a0, const uint32_t& a1,
                                               const uint32_t& a2, const uint32_t& a3, uint64_t b, int scale_d,
