@@ -51,7 +51,7 @@ struct Tile {
 using Tiles = std::vector<Tile>;
 
 // The number of segments of the sum over k, each one chain of products. It depends only on the weights. Few columns
-// give few tiles, and a long chain takes its latency, whatever runs beside it.
+// give few tiles, and a long chain takes its latency, whatever else runs.
 int64_t segments_of(int64_t n, int64_t k) { return n <= 2048 && k >= 4096 ? kSegments : 1; }
 
 // Every tile that can compute the product on this GPU, whether or not it is ever chosen; for a sum in segments, the

@@ -19,7 +19,7 @@ using moe::Weights;
 
 template <typename Element, int kBlockM, int kBlockN, int kNumStages, int kNumWarps, int kOutputSlabs>
 struct Spec : moe::sm90::GemmSpec<Element, kBlockM, kBlockN, kNumStages, kNumWarps, kOutputSlabs> {
-  // Wider tiles have no registers for a second set of sums and only serve undivided sums.
+  // Wider tiles have no registers for a second set of sums and are only for undivided sums.
   static constexpr bool kHasSegments = kBlockN <= 160;
 };
 

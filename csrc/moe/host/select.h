@@ -54,7 +54,8 @@ const Kernel& select_product(const ProductInput& input);
 
 bool is_for_few_rows(const Kernel& kernel);
 
-// The kernels around the products. They exist in one form for all GPUs that can run them, so a forced family does not matter.
+// The kernels around the products. They exist in one form for all GPUs that can run them, so a forced family does not
+// matter.
 enum class Step : int32_t {
   kRoute,
   kSortOne,

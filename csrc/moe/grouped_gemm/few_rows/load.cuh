@@ -13,7 +13,8 @@
 
 namespace flashmoe::moe::few_rows {
 
-// One thread's share of a tile's weights, from k = 0 upwards. Shared memory: nk [kBlockN, kBlockK], kn [kBlockK, kBlockN].
+// One thread's share of a tile's weights, from k = 0 upwards. Shared memory: nk [kBlockN, kBlockK], kn
+// [kBlockK, kBlockN].
 template <typename Spec, Weights kWeights, bool kIsGated>
 struct WeightLoader {
   using Element = typename Spec::Element;

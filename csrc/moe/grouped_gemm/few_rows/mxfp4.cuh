@@ -93,7 +93,7 @@ struct PermutedRows {
 
   struct Pending {
     uint32_t words[kPasses][4];
-    ptx::SmemPointer rows_smem;  // where they go
+    ptx::SmemPointer rows_smem;  // where to store them
     int count = 0;
 
     __device__ __forceinline__ void store() {

@@ -1,4 +1,4 @@
-// The four products: their tiles, the operands of a tile, and what its sums are stored as.
+// The four products: their tiles, and the operands and the epilogue of a tile.
 #pragma once
 
 #include "device/math.cuh"

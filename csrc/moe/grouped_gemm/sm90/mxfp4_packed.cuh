@@ -48,7 +48,8 @@ struct PackedSpec {
                                                                       : 16),
                 "sums are kBlockM / 2 registers");
 
-  // Redistributes what the threads start with: 384 of 168, 512 of 128, 768 of 80 or 896 of 72.
+  // Redistributes the registers that the threads start with: 384 threads with 168 each, 512 with 128, 768 with 80 or
+  // 896 with 72.
   static constexpr int kProducerRegisters = kNumConsumers == 3 ? 56 : 40;
   static constexpr int kConsumerRegisters = kNumConsumers == 2   ? 232
                                             : kNumConsumers == 3 ? 152

@@ -43,7 +43,7 @@ struct OutputSlabs {
   // Stores `rows` of the 64 rows. is_whole: all 64 columns, or those up to the tensor's last.
   __device__ __forceinline__ void store(const SlabTarget& to, int row, int rows, int column, bool is_whole = true) {
     const unsigned char* smem = shared.output(consumer, slab);
-    // Hazard: nobody may read before all 64 rows are written and visible.
+    // Hazard: no reader may begin before all 64 rows are written and visible.
     ptx::fence_proxy_async_shared();
     sync_consumer(consumer);
     if (rows >= 64 && is_whole) {

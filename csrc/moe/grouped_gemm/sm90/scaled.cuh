@@ -93,9 +93,8 @@ struct Scales {
 
 // Named barriers of both consumers, 256 threads, in addition to those of device/named_barriers.cuh.
 enum class ScaledBarrier : int {
-  kLargest =
-      3,  // hazard: the other's largest magnitudes are read before they are written, or overwritten before they are read
-  kOrder = 4,  // and 5: consumer 0 or 1 may issue products
+  kLargest = 3,  // hazard: the other's maxima are read before they are written, or overwritten before they are read
+  kOrder = 4,    // and 5: consumer 0 or 1 may issue products
 };
 
 template <typename Spec>

@@ -1,4 +1,4 @@
-// What the host passes to cuTensorMapEncodeTiled for the tensor maps of the sm90 grouped products; the call is that of attention's
+// Arguments of cuTensorMapEncodeTiled for the tensor maps of the sm90 grouped products; the call is that of attention's
 // forward pass (attention/forward/sm90/tensor_map.h). Plain C++.
 //
 // The weights have two maps, one per memory layout (the axis `weights`); a kernel uses one of them, but the parameters

@@ -61,8 +61,8 @@ struct Consumer {
     if (rows > 0) release(shared.empty(used.stage));
   }
 
-  // Each warp stores its own 16 rows, slab by slab, without waiting for other warps. The map cuts off what is past n
-  // and k.
+  // Each warp stores its own 16 rows, slab by slab, without waiting for other warps. The tensor map clips what is past
+  // n and k.
   __device__ __forceinline__ void store(const float (&sums)[kAccumulators], const Tile& tile) const {
     const int lane = ptx::lane_index();
     const int warp = ptx::warp_index() % 4;
