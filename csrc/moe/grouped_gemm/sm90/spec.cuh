@@ -66,11 +66,11 @@ struct TileSpec {
   static_assert(kSharedBytes <= 232448, "sm_90 gives a block at most 227 KiB");
 };
 
-// d = A B: A by the copy engine.
+// d = A B, with A loaded by TMA.
 template <typename Element, int kBlockM, int kBlockN, int kNumStages, int kNumWarps, int kOutputSlabs>
 using GemmSpec = TileSpec<Element, kBlockM, kBlockN, kNumStages, kNumWarps, kOutputSlabs, false, false>;
 
-// d = activation(A B): gathered rows of A.
+// d = activation(A B), with gathered rows of A.
 template <typename Element, int kBlockM, int kBlockN, int kNumStages, int kNumWarps, int kOutputSlabs>
 using GatedGemmSpec = TileSpec<Element, kBlockM, kBlockN, kNumStages, kNumWarps, kOutputSlabs, true, true>;
 
