@@ -1,6 +1,7 @@
-// y = x W^T + b: the grouped product with one expert, or kernels of its own made of the same parts. The bits of a row depend on the row, W and b
-// alone: in every tile the sum over k is one chain of products of 16 k in ascending order, or, of few columns and a long sum, as many chains as
-// W's sizes say (params/linear.h). So which tile runs may follow the number of rows.
+// y = x W^T + b: the grouped product with one expert, or linear's own kernels built from the same parts. The bits of a
+// row depend only on the row, W and b: in every tile the sum over k is one chain of products of 16 k in ascending order
+// or, for few columns and a long sum, as many chains as W's sizes determine (params/linear.h). So the tile may be
+// chosen by the number of rows.
 
 #include <algorithm>
 #include <array>
@@ -42,18 +43,19 @@ bool is_operation(const Kernel& kernel, const char* name) { return std::strcmp(k
 
 bool is_own(const Kernel& kernel) { return is_operation(kernel, "linear_nk"); }
 
-// A way to compute the product. is_divided: each segment of a tile's sum over k has a block of its own.
+// A way to compute the product. is_divided: each segment of a tile's sum over k has its own block.
 struct Tile {
   const Kernel* kernel;
   bool is_divided;
 };
 using Tiles = std::vector<Tile>;
 
-// How many segments the sum over k has, each one chain of products: a matter of the weights alone. Few columns are few tiles, and a long
-// chain takes its latency, whatever runs beside it.
+// The number of segments of the sum over k, each one chain of products. It depends only on the weights. Few columns
+// give few tiles, and a long chain takes its latency, whatever else runs.
 int64_t segments_of(int64_t n, int64_t k) { return n <= 2048 && k >= 4096 ? kSegments : 1; }
 
-// Every tile that can compute the product on this GPU, whether or not it is ever chosen: of sums in segments those that know of them.
+// Every tile that can compute the product on this GPU, whether or not it is ever chosen; for a sum in segments, the
+// tiles that support them.
 const Tiles& tiles_for(const host::KernelRequest& request, moe::Memory memory, bool has_segments) {
   constexpr int32_t kMostColumns = 160;  // of linear/sm90/linear.cuh
   thread_local std::map<std::tuple<int32_t, host::Dtype, moe::Memory, bool>, Tiles> remembered;
@@ -84,7 +86,8 @@ struct Problem {
   const Tiles& all_tiles() const { return tiles_for(request, memory, segments > 1); }
 };
 
-// The sums of weights [n, k] on a GPU with wgmma are divided, whatever computes them; those of another forced family, and of other GPUs, are not.
+// Sums over weights [n, k] on a GPU with wgmma are divided, whichever tile computes them; with another forced family,
+// and on other GPUs, they are not.
 Problem problem_of(const host::KernelRequest& request, moe::Memory memory, int64_t rows, int64_t n, int64_t k) {
   Problem problem{request, memory, rows, n, k, segments_of(n, k)};
   const bool is_other = request.forced_family != nullptr && std::strcmp(request.forced_family, "sm90") != 0;
@@ -95,20 +98,20 @@ Problem problem_of(const host::KernelRequest& request, moe::Memory memory, int64
 // Blocks that share a tile.
 int64_t blocks_of(const Problem& problem, const Tile& tile) { return tile.is_divided ? problem.segments : 1; }
 
-// Warpgroups that multiply, each with partial sums and a counter of its own.
+// Consumer warpgroups, each with its own partial sums and counter.
 int64_t consumers_of(const Kernel& kernel) { return kernel.block_m / 64; }
 
-// Clocks, about, that a tile with wgmma takes for all rows on an H200. A multiprocessor computes its tiles one after the other, while all
-// of them read x and the weights from the second-level cache.
+// The approximate clocks that a wgmma tile takes for all rows on an H200. A multiprocessor computes its tiles one after
+// another, while all multiprocessors read x and the weights from L2.
 double clocks(const Problem& problem, const Tile& tile) {
-  constexpr double kBytesOfOne = 64, kBytesOfAll = 8000;  // a clock
-  constexpr double kStart = 1750;                         // of a tile: its first loads, its last stores
+  constexpr double kBytesOfOne = 64, kBytesOfAll = 8000;  // bytes per clock
+  constexpr double kStart = 1750;                         // per tile: its first loads, its last stores
   const Kernel& kernel = *tile.kernel;
   const double columns = kernel.block_n;
   const auto blocks = static_cast<double>(blocks_of(problem, tile));
   const double tiles = static_cast<double>(problem.tiles(kernel)) * blocks;
   const double waves = std::ceil(tiles / static_cast<double>(problem.request.num_multiprocessors));
-  // Of 16 k.
+  // Per 16 k.
   const double bytes = 32 * (static_cast<double>(std::min<int64_t>(problem.rows, kernel.block_m)) + columns);
   const double products = kernel.block_m > 64 ? 1.2 * columns : std::max(0.65 * columns, 16 + 0.25 * columns);
   const double step = std::max(waves * std::max(products, bytes / kBytesOfOne), tiles * bytes / kBytesOfAll);
@@ -121,7 +124,7 @@ bool is_one_wave(const Problem& problem, const Tile& tile) {
   return problem.tiles(*tile.kernel) * blocks_of(problem, tile) <= problem.request.num_multiprocessors;
 }
 
-// The narrowest such tile of at most 64 rows; null: there is none.
+// The narrowest 64-row tile of linear_nk that fits in one wave; null if there is none.
 const Tile* one_wave(const Problem& problem, const Tiles& tiles) {
   const Tile* best = nullptr;
   for (const Tile& tile : tiles) {
@@ -139,7 +142,7 @@ Tile choose(const Problem& problem) {
   Tiles wide;
   const Tile* few = nullptr;
   bool has_own = false;
-  // mma.sync is slower than the copy engine where columns are many.
+  // With many columns mma.sync is slower than the kernels that load by TMA.
   const bool is_narrow = n < 128 * static_cast<int64_t>(problem.request.num_multiprocessors);
   if (problem.request.forced_family == nullptr || problem.segments > 1) {
     for (const Tile& tile : problem.all_tiles()) {
@@ -157,7 +160,7 @@ Tile choose(const Problem& problem) {
   }
   const Tile* only = rows <= 64 ? one_wave(problem, wide) : nullptr;
   if (only != nullptr) return *only;
-  // Divided tiles of more than one wave wait for each other: 768 rows, N = 2048, K = 8192 62 us, undivided 45.
+  // Divided tiles of more than one wave wait for each other: 768 rows, N = 2048, K = 8192 take 62 us, undivided 45.
   const auto cost = [&](const Tile& one) {
     const bool waits = one.is_divided && !is_one_wave(problem, one);
     return waits || one.kernel->block_n < 64 ? std::numeric_limits<double>::max() : clocks(problem, one);
@@ -165,7 +168,7 @@ Tile choose(const Problem& problem) {
   return *std::min_element(wide.begin(), wide.end(), [&](const Tile& a, const Tile& b) { return cost(a) < cost(b); });
 }
 
-// A kernel of linear/sm90/.
+// Runs a kernel of linear/sm90/.
 void run_own(const host::CudaCall& call, const Problem& problem, const Tile& tile, const moe::GemmParams& gemm) {
   const Kernel& kernel = *tile.kernel;
   LinearParams params{};
@@ -282,7 +285,7 @@ const host::ArgumentCheck kCheck("_linear", [](host::Arguments& given) { take_ar
 }  // namespace flashmoe::linear
 
 STABLE_TORCH_LIBRARY_FRAGMENT(flashmoe, library) {
-  // x [rows, k], weight [n, k], bias [n]; tile: -1, or which of the tiles that could compute it (tests and timings).
+  // x [rows, k], weight [n, k], bias [n]; tile: -1, or the index of a tile that can compute it (tests and timings).
   library.def("_linear(Tensor x, Tensor weight, Tensor? bias, int tile) -> Tensor");
 }
 

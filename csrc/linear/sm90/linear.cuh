@@ -1,8 +1,10 @@
-// y = x W^T (+ bias) of one matrix W [n, k] for sm_90a, from the parts of moe/'s grouped products (moe/grouped_gemm/sm90): TMA, wgmma, one
-// producer and one or two consumer warpgroups.
-//   grid     as many blocks as the GPU holds, or pieces; a piece is a tile, or one segment of its sum over k (params/linear.h)
+// y = x W^T (+ bias) of one matrix W [n, k] for sm_90a, built from moe/'s grouped products (moe/grouped_gemm/sm90):
+// TMA, wgmma, one producer and one or two consumer warpgroups.
+//   grid     min(blocks that the GPU holds, pieces); a piece is a tile, or one segment of its sum over k
+//            (params/linear.h)
 //   maps     tensor_map.h
-// Pieces of a launch are equally long: no counter, and each warp knows which are its block's.
+// All pieces of a launch are equally long: there is no tile counter, and each warp computes which pieces are its
+// block's.
 #pragma once
 
 #include "device/persistent.cuh"
@@ -17,7 +19,7 @@ using moe::Weights;
 
 template <typename Element, int kBlockM, int kBlockN, int kNumStages, int kNumWarps, int kOutputSlabs>
 struct Spec : moe::sm90::GemmSpec<Element, kBlockM, kBlockN, kNumStages, kNumWarps, kOutputSlabs> {
-  // Wider tiles have no registers for a second set of sums, and are for sums that are not divided.
+  // Wider tiles have no registers for a second set of sums and are only for undivided sums.
   static constexpr bool kHasSegments = kBlockN <= 160;
 };
 
@@ -34,7 +36,7 @@ struct Pieces {
   const LinearParams& params;
   const int blocks;    // of 64 k
   const int n_blocks;  // of columns
-  const int segments;  // of a tile
+  const int segments;  // per tile
   const int of_tile;
   const int count;
   int number;
@@ -61,7 +63,7 @@ struct Pieces {
     return Piece{matrix.tile(n_blocks, index), index, first, of_tile > 1 ? first + 1 : segments};
   }
 
-  // Its first block of k; that of `segments` is the number of blocks.
+  // The first block of k of a segment; that of `segments` is the number of blocks.
   __device__ __forceinline__ int start(int segment) const { return segment * blocks / segments; }
 };
 
@@ -70,7 +72,7 @@ __device__ __forceinline__ void produce(const LinearParams& params, const moe::s
                                         const ptx::TensorMap& a_map, const ptx::TensorMap& b_map) {
   RingPosition<Spec::kNumStages> at;
   const int bytes = Spec::kBBytes + Spec::kBlockM / 64 * minimum(params.gemm.slots, 64) * kSlabRowBytes;
-  // Weights that no other tile reads leave first.
+  // Weights that no other tile reads are evicted first.
   const ptx::CacheHint hint =
       params.gemm.slots <= Spec::kBlockM ? ptx::CacheHint::kEvictFirst : ptx::CacheHint::kEvictNormal;
   for (Pieces<Spec> pieces(params); pieces.has_next();) {
@@ -92,8 +94,8 @@ __device__ __forceinline__ void produce(const LinearParams& params, const moe::s
   }
 }
 
-// A consumer's sums of one segment of a tile become those of all, in the block that finds the others' there: the last one to ask. False in the
-// others.
+// Adds the sums of all segments of a consumer's tile, in the block that arrives last. Returns false in the other
+// blocks, which only store theirs.
 template <typename Spec>
 __device__ __forceinline__ bool add_segments(const LinearParams& params, const moe::sm90::SharedMemory<Spec>& shared,
                                              int consumer, const Piece& piece, int rows,
@@ -102,8 +104,8 @@ __device__ __forceinline__ bool add_segments(const LinearParams& params, const m
   const int thread = ptx::thread_index() % 128;
   const int own = piece.index * Spec::kNumConsumers + consumer;
   float* own_gmem = params.partials + static_cast<int64_t>(own) * params.segments * kSegmentSums + thread * 4;
-  // The shuffle tells the compiler that a warp's lanes stay together: else it keeps no position in the ring, nor any descriptor, in a uniform
-  // register (nor does it where a tile's number may come of an atomic).
+  // The shuffle tells the compiler that a warp's lanes stay together; otherwise it keeps neither the ring position nor
+  // any descriptor in a uniform register (nor does it if a tile's number may come from an atomic).
   const bool has_rows = ptx::shuffle_index(thread / 32, 0) * 16 < rows;
   if (has_rows) {
 #pragma unroll
@@ -124,7 +126,8 @@ __device__ __forceinline__ bool add_segments(const LinearParams& params, const m
   sync_consumer(consumer);  // read after write: the answer
   if (ptx::ld_shared_32(answer_smem) == 0) return false;
   if (!has_rows) return true;
-  // Of four sums after the others, not of a segment: so the loads of all segments are on their way together.
+  // Four sums over all segments at a time, not segment by segment, so that the loads of all segments are in flight
+  // together.
 #pragma unroll
   for (int i = 0; i < Spec::kAccumulators; i += 4) {
 #pragma unroll
@@ -138,7 +141,8 @@ __device__ __forceinline__ bool add_segments(const LinearParams& params, const m
   return true;
 }
 
-// A box of fewer than 64 rows leaves the rest of a stage as it is: zeros, once, while the first boxes are on their way.
+// A box of fewer than 64 rows leaves the rest of a stage unwritten: it is zeroed once, while the first boxes are in
+// flight.
 template <typename Spec>
 __device__ __forceinline__ void clear_absent_rows(const LinearParams& params,
                                                   const moe::sm90::SharedMemory<Spec>& shared, int consumer) {

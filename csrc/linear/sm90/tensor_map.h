@@ -1,4 +1,4 @@
-// What the host passes to cuTensorMapEncodeTiled for the sm90 kernels of linear. Plain C++.
+// Arguments of cuTensorMapEncodeTiled for the sm90 kernels of linear. Plain C++.
 #pragma once
 
 #include "linear/params/linear.h"
@@ -12,7 +12,7 @@ struct LinearTensorMaps {
   moe::sm90::TensorMapArguments d;
 };
 
-// Of fewer than 64 rows a box of a has as many: the copy engine is slow at rows that do not exist.
+// With fewer than 64 rows, a box of a has only that many: TMA is slow at rows that do not exist.
 inline LinearTensorMaps linear_tensor_maps(const LinearParams& params, int block_n) {
   const auto maps = moe::sm90::gemm_tensor_maps(params.gemm, block_n);
   LinearTensorMaps own{maps.a, maps.b_nk, maps.d};

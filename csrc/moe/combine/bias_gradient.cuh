@@ -1,8 +1,9 @@
 // The gradient of an expert's bias: the weighted sum of its rows.
 //
-// A block takes 64 columns of one expert: 8 lanes side by side, each 8 columns (128 bytes of a row), and 4 * warps such octets below each
-// other. An octet adds every so-manieth of the expert's rows, in their order; then the octets' sums are added, in theirs. So the order
-// depends on the number of rows alone. With every token in k experts there are still k * columns / 64 blocks at work.
+// A block sums 64 columns of one expert. Eight lanes (an octet) read 8 columns each, 128 bytes of a row; a block has 4
+// * warps octets. Each octet sums every (4 * warps)-th row of the expert, in order; then the octets' sums are added, in
+// order. So the order depends only on the number of rows. If every token chooses the same k experts, k * columns / 64
+// blocks still have work.
 #pragma once
 
 #include "moe/combine/combine.cuh"
@@ -22,7 +23,7 @@ struct BiasGradientSpec {
   static constexpr int kSharedBytes = kOctets * kBlockColumns * 4;  // [octet][column]
 };
 
-// sum += the octet's rows of [begin, end).
+// sum += this octet's rows of [begin, end).
 template <typename Spec>
 __device__ __forceinline__ void add_rows(const BiasGradientParams& params, const typename Spec::Element* a_gmem,
                                          int begin, int end, bool has_columns, float (&sum)[kLaneColumns]) {
@@ -73,9 +74,9 @@ __device__ __forceinline__ void bias_gradient(const BiasGradientParams& params) 
   const ptx::SmemPointer sums_smem = ptx::dynamic_shared_memory();
   const ptx::SmemPointer own_smem = sums_smem + 4 * kLaneColumns * thread;
   for (int i = 0; i < kLaneColumns; ++i) ptx::st_shared_float(own_smem + 4 * i, sum[i]);
-  ptx::barrier_sync_block();  // all octets' sums are there
+  ptx::barrier_sync_block();  // all octets' sums are written
 
-  const int pair = first_column + 2 * thread;  // a thread two columns
+  const int pair = first_column + 2 * thread;  // two columns per thread
   if (thread >= kBlockColumns / 2 || pair >= params.columns) return;
   float low = 0.0f, high = 0.0f;
   for (int octet = 0; octet < Spec::kOctets; ++octet) {

@@ -1,11 +1,11 @@
-// Adds up the rows of each token's choices.
+// Sums the rows of each token's choices.
 //
 //   moe_combine            out[t] = sum over choices of row_weights[row] * rows[row], + shared[t]
 //   moe_combine_backward   dx[t] = sum over choices of rows[row], and dweights
 //
-// fp32, the choices in their order. Grid: one block per token, or for few tokens several, among whose warps the columns are dealt out. A warp
-// takes 256 columns at a time, a lane 8 of them: 16-byte loads, eight rows in flight. Lane i knows the row of choice i, so there are at
-// most 32.
+// Sums are fp32, over the choices in their order. Grid: one block per token or, with few tokens, several that share the
+// token's columns among their warps. A warp takes 256 columns at a time, 8 per lane: 16-byte loads, eight rows in
+// flight. Lane i holds the row of choice i, so there are at most 32 choices.
 #pragma once
 
 #include "device/convert.cuh"
@@ -22,7 +22,7 @@ namespace flashmoe::moe {
 constexpr int kLaneColumns = 8;  // one 16-byte load
 constexpr int kWarpColumns = 32 * kLaneColumns;
 constexpr int kRowsInFlight = 8;
-constexpr int kWideChunks = 2;  // of 256 columns
+constexpr int kWideChunks = 2;  // chunks of 256 columns
 
 template <typename Element_, int kNumWarps_>
 struct CombineSpec {
@@ -43,8 +43,8 @@ __device__ __forceinline__ void add_scaled(float (&sum)[kLaneColumns], const uin
   }
 }
 
-// This lane's columns of the sum, 8 in each of kChunks times 256. row, weight: of choice `lane`, row -1 where there is none. Eight rows are
-// in flight, or fewer where each is as much wider.
+// Sums this lane's columns, 8 in each of kChunks chunks of 256. row, weight: those of choice `lane`; row is -1 if there
+// is none. Eight rows are in flight, or eight / kChunks of wider ones.
 template <typename Element, int kChunks>
 __device__ __forceinline__ void sum_choices(const CombineParams& params, const int (&columns)[kChunks], int row,
                                             float weight, float (&sum)[kChunks][kLaneColumns]) {
@@ -62,7 +62,7 @@ __device__ __forceinline__ void sum_choices(const CombineParams& params, const i
         loaded |= 1u << i;
         const Element* row_gmem = rows_gmem + static_cast<int64_t>(choice_row) * params.columns;
 #pragma unroll
-        for (int chunk = 0; chunk < kChunks; ++chunk)  // a lane without columns loads the first ones
+        for (int chunk = 0; chunk < kChunks; ++chunk)  // lanes past the last column load the first ones
           ptx::ld_global_128(data[i][chunk], row_gmem + (columns[chunk] < params.columns ? columns[chunk] : 0));
       }
     }
@@ -84,7 +84,7 @@ __device__ __forceinline__ void store_columns(Element* out_gmem, const float (&s
   ptx::st_global_128(out_gmem, packed);
 }
 
-// Which token this warp is at work for, and which of its warps it is.
+// The token of this warp, and the warp's index and count among the token's warps.
 struct TokenWarp {
   int64_t token;
   int index, count;
@@ -92,21 +92,21 @@ struct TokenWarp {
 
 template <typename Spec>
 __device__ __forceinline__ TokenWarp token_warp(const CombineParams& params) {
-  const int blocks = ptx::grid_size() / params.tokens;  // of a token
+  const int blocks = ptx::grid_size() / params.tokens;  // per token
   const int token = ptx::block_index() / blocks;
   const int block = ptx::block_index() - token * blocks;
   return {token, block * Spec::kNumWarps + ptx::warp_index(), blocks * Spec::kNumWarps};
 }
 
-// The row of this lane's choice, -1: none.
+// The row of this lane's choice, or -1.
 __device__ __forceinline__ int choice_row(const CombineParams& params, int64_t token) {
   const int lane = ptx::lane_index();
   if (lane >= params.top_k) return -1;
   return static_cast<int>(ptx::ld_global_32(params.slot_rows + token * params.top_k + lane));
 }
 
-// A warp's columns of a token, kChunks times 256 at once: wide pieces of a row come faster from memory, narrow ones are work for more
-// warps.
+// Combines a warp's columns of a token, kChunks * 256 at a time: wide chunks of a row load faster, narrow ones give
+// work to more warps.
 template <typename Element, int kChunks>
 __device__ __forceinline__ void combine_columns(const CombineParams& params, const TokenWarp& warp, int row,
                                                 float weight) {
@@ -137,7 +137,8 @@ __device__ __forceinline__ void combine(const CombineParams& params) {
   using Element = typename Spec::Element;
   const TokenWarp warp = token_warp<Spec>(params);
   const int64_t token = warp.token;
-  // What the sort wrote is there: the product in front lets this kernel begin when the one in front of it has ended.
+  // What the sort wrote may be read before the wait: the previous product starts this kernel only when the kernel
+  // before it has ended.
   const int row = choice_row(params, token);
   float weight = 1.0f;
   if (row >= 0 && params.row_weights != nullptr) weight = ptx::ld_global_float(params.row_weights + row);
@@ -150,7 +151,8 @@ __device__ __forceinline__ void combine(const CombineParams& params) {
   }
 }
 
-// The expert whose rows `row` is among: the last whose first row is not past it. Two steps, by 32 of at most 1024 experts.
+// The expert that owns `row`: the last one whose first row is not past it. Two steps of a 32-way search over at most
+// 1024 experts.
 __device__ __forceinline__ int expert_of_row(const CombineParams& params, int row) {
   int first = 0;
 #pragma unroll 1
@@ -166,7 +168,7 @@ __device__ __forceinline__ int expert_of_row(const CombineParams& params, int ro
 // dout[token] . b2[expert], the same in all lanes.
 template <typename Element>
 __device__ __forceinline__ float bias_dot(const CombineParams& params, int64_t token, int row) {
-  constexpr int kLoads = 4;  // of each in flight
+  constexpr int kLoads = 4;  // loads of each operand in flight
   const int64_t expert = expert_of_row(params, row);
   const Element* dout_gmem = static_cast<const Element*>(params.dout) + token * params.dout_stride;
   const Element* bias_gmem = static_cast<const Element*>(params.bias) + expert * params.columns;
@@ -191,7 +193,7 @@ __device__ __forceinline__ float bias_dot(const CombineParams& params, int64_t t
   return warp_sum(sum);
 }
 
-// The sum over tiles of row_dots[tile][row], in their order; the same in all lanes.
+// Sums row_dots[tile][row] over the tiles, in their order; the result is the same in all lanes.
 __device__ __forceinline__ float sum_dots(const CombineParams& params, int row) {
   const int64_t slots = static_cast<int64_t>(params.tokens) * params.top_k;
   float sum = 0.0f;
@@ -221,7 +223,7 @@ __device__ __forceinline__ void combine_backward(const CombineParams& params) {
   }
   if (params.dweights == nullptr) return;
   for (int choice = warp.index; choice < params.top_k; choice += warp.count) {
-    const int dot_row = ptx::shuffle_index(row, choice);  // one for the whole warp
+    const int dot_row = ptx::shuffle_index(row, choice);  // the same in the whole warp
     float dot = 0.0f;
     if (dot_row >= 0) {
       dot = sum_dots(params, dot_row);

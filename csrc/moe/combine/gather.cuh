@@ -1,5 +1,6 @@
-// Puts the rows of tokens into the order of the sorted slots: rows[slot_rows[slot]] = a[slot / top_k]. Rows past the experts' last
-// are left alone: no product stores what comes of them. Grid: one warp per token, so that a token is read once for all its choices.
+// Copies tokens' rows into the order of the sorted slots: rows[slot_rows[slot]] = a[slot / top_k]. Rows past the
+// experts' last one are not written: no product stores what it computes from them. Grid: one warp per token, so that a
+// token is read once for all its choices.
 #pragma once
 
 #include "device/convert.cuh"
@@ -21,12 +22,12 @@ struct GatherSpec {
   static constexpr int kChunksInFlight = 4;
 };
 
-// A lane takes every 32nd chunk of 16 bytes, kChunksInFlight of them at a time. Lane i knows the row of choice i.
+// Each lane copies every 32nd chunk of 16 bytes, kChunksInFlight at a time. Lane i holds the row of choice i.
 template <typename Spec>
 __device__ __forceinline__ void gather(const GatherParams& params) {
   using Element = typename Spec::Element;
   constexpr int kStep = 32 * Spec::kChunkElements;
-  // Hazard: the grid in front may still read what `rows` held before.
+  // Hazard: the previous grid may still read the old contents of `rows`.
   ptx::grid_dependency_wait();
   ptx::grid_launch_dependents();
   const int token = ptx::block_index() * Spec::kNumWarps + ptx::warp_index();

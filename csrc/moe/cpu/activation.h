@@ -1,4 +1,5 @@
-// What stands between the two products of the layer, and its derivatives. Include after a vector_*.h. Internal linkage.
+// The activation between the two products of the layer, and its derivatives. Include after a vector_*.h. Internal
+// linkage.
 #pragma once
 
 #include <type_traits>
@@ -14,7 +15,7 @@ using moe::Activation;
 constexpr float kLog2E = 1.4426950408889634f;
 
 inline Vector::Float negate(Vector::Float x) { return Vector::sub(Vector::zero(), x); }
-inline Vector::Float absolute(Vector::Float x) { return Vector::max(negate(x), x); }  // NaN stays, here and below
+inline Vector::Float absolute(Vector::Float x) { return Vector::max(negate(x), x); }  // NaN propagates, here and below
 inline Vector::Float at_most(float limit, Vector::Float x) {
   return negate(Vector::max(Vector::broadcast(-limit), negate(x)));
 }
@@ -23,13 +24,13 @@ inline Vector::Float at_least(float limit, Vector::Float x) { return Vector::max
 inline Vector::Float exp_negative(Vector::Float x) {
   return exp2<kExpDegreeFull>(Vector::mul(x, Vector::broadcast(kLog2E)));
 }
-// yes where x >= 0, else (NaN too) no.
+// Selects yes where x >= 0, else (also for NaN) no.
 inline Vector::Float where_positive(Vector::Float x, Vector::Float yes, Vector::Float no) {
   return Vector::where_equal(Vector::max(x, Vector::zero()), x, yes, no);
 }
 
-// s = 1 / (1 + e^-x) and 1 - s, small values of both in full precision: as a difference from 1 the rest would have the rounding
-// of 1, and the slopes below multiply it with up to 20.
+// s = 1 / (1 + e^-x) and 1 - s, small values of both in full precision: computed as a difference from 1, the rest would
+// have the rounding of 1, and the slopes below multiply it by up to 20.
 struct Sigmoid {
   Vector::Float share;
   Vector::Float rest;
@@ -78,7 +79,7 @@ inline Gate gelu_tanh(Vector::Float g) {
   return {value, Vector::fma(Vector::mul(value, s.rest), slope, s.share)};
 }
 
-// 0 at 0, as torch has it.
+// 0 at 0, as in torch.
 inline Gate relu(Vector::Float g) {
   const Vector::Float value = Vector::max(Vector::zero(), g);
   return {value, Vector::where_equal(value, Vector::zero(), Vector::zero(), Vector::broadcast(1.0f))};
@@ -110,7 +111,7 @@ struct Derivatives {
   Vector::Float up;
 };
 
-// A clamped value has a derivative of 0, one at the limit that of the inside, as torch has it.
+// A clamped value has derivative 0; a value at the limit has the derivative of the inside, as in torch.
 template <Activation kActivation>
 inline Derivatives differentiate(Vector::Float g, Vector::Float u) {
   if constexpr (kActivation == Activation::kClampedSwiglu) {
@@ -124,7 +125,7 @@ inline Derivatives differentiate(Vector::Float g, Vector::Float u) {
   return {Vector::mul(gate.value, u), Vector::mul(gate.slope, u), gate.value};
 }
 
-// Calls body with the activation as a constant.
+// Calls body with the activation as a compile-time constant.
 template <class Body>
 inline void with_activation(Activation activation, Body body) {
   switch (activation) {

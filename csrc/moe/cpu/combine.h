@@ -1,4 +1,4 @@
-// What adds up rows: of a token's choices, and of an expert's. Include after a vector_*.h. Internal linkage.
+// Sums of rows: over a token's choices, and over an expert's rows. Include after a vector_*.h. Internal linkage.
 #pragma once
 
 #include <cstdint>
@@ -37,7 +37,7 @@ inline void combine_as(const CombineParams& params, int64_t begin, int64_t end) 
   }
 }
 
-// The gradient of a slot's weight; see CombineParams.
+// The gradients of the slots' weights; see CombineParams.
 template <class T>
 inline void weight_gradients_as(const CombineParams& params, int64_t begin, int64_t end) {
   for (int64_t slot = begin * params.top_k; slot < end * params.top_k; ++slot) {

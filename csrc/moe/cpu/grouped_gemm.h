@@ -1,8 +1,9 @@
 // One task of a grouped matrix product. Include after a vector_*.h. Internal linkage.
 //
-// The task's rows are packed once, then block by block each panel of the weights, which all rows use while it is in the
-// caches. With few rows the time is that of reading the weights, each once and in the order of memory: so many blocks of the
-// summed dimension as kLeftFloats allow are packed of the rows, and a panel goes through them all.
+// The task's rows are packed once; then, block by block, each panel of the weights is packed and used for all rows
+// while it is in the caches. With few rows the time is that of reading the weights, each once and in memory order: as
+// many blocks of the summed dimension as kLeftFloats allows are packed from the rows, and a panel is multiplied with
+// all of them.
 #pragma once
 
 #include <cstddef>
@@ -20,9 +21,9 @@ namespace {
 using moe::GemmParams;
 
 constexpr int32_t kMaxBlockElements = 2 * kBlockWords;
-constexpr int64_t kLeftFloats = 80 * 1024;  // 320 KiB, of the L2 cache
+constexpr int64_t kLeftFloats = 80 * 1024;  // 320 KiB, in the L2 cache
 
-// The two vectors of a panel: column of B and how many are there.
+// The two vectors of a panel: their first column of B and how many columns exist.
 struct Panel {
   int32_t first[kPanelVectors];
   int32_t count[kPanelVectors];
@@ -43,19 +44,19 @@ struct Panel {
 };
 
 struct GemmScratch {
-  int64_t a_block;    // floats of a packed block of rows
-  int32_t blocks;     // that are packed at once
+  int64_t a_block;    // floats per packed block of rows
+  int32_t blocks;     // packed at once
   float* a;           // [blocks][rows, kLeftStride]
   float* b;           // [kBlockWords, kPanelColumns]
   float* c;           // [panels][rows, kPanelColumns]
-  const void** rows;  // of the left operand; weight_gradient: those of a block
+  const void** rows;  // of the left operand; weight_gradient: of one block
   size_t bytes;
 
   GemmScratch(void* memory, int32_t row_count, int32_t panels) {
     Arena arena(memory);
     a_block = round_up(row_count, Vector::kWidth) * kLeftStride;
     blocks = a_block < kLeftFloats ? static_cast<int32_t>(kLeftFloats / a_block) : 1;
-    a = arena.take<float>(a_block < kLeftFloats ? kLeftFloats : a_block);  // no less for fewer rows
+    a = arena.take<float>(a_block < kLeftFloats ? kLeftFloats : a_block);  // at least this, even for few rows
     b = arena.take<float>(int64_t{kBlockWords} * kPanelColumns);
     c = arena.take<float>(int64_t{panels} * row_count * kPanelColumns);
     rows = arena.take<const void*>(row_count > kMaxBlockElements ? row_count : kMaxBlockElements);
@@ -63,7 +64,7 @@ struct GemmScratch {
   }
 };
 
-// rows[i]: row begin + i of a matrix, whose rows the slots choose if there are any.
+// rows[i]: row begin + i of a matrix or, if slots are given, the row of that slot's token.
 template <class T>
 inline void point_at_rows(const void* base, int64_t stride, const int32_t* slots, int32_t top_k, int32_t begin,
                           int32_t count, const T** rows) {
@@ -73,7 +74,7 @@ inline void point_at_rows(const void* base, int64_t stride, const int32_t* slots
   }
 }
 
-// A value of each lane, only those in the first `count` of memory.
+// Loads a vector of which only the first `count` lanes are in memory.
 template <class T>
 inline Vector::Float load_some(const T* src, int32_t count) {
   if (count >= Vector::kWidth) return Vector::load(src);
@@ -89,7 +90,7 @@ inline void store_some(T* dst, int32_t count, Vector::Float x) {
   if (count > 0) memcpy(dst, tail, static_cast<size_t>(count) * sizeof(T));
 }
 
-// Two vectors of gates and ups in turn to one of each, and back.
+// Two vectors of alternating gates and ups to one of each; join() does the reverse.
 inline void separate(Vector::Float (&x)[kPanelVectors]) {
   float pairs[kPanelColumns], parts[kPanelColumns];
   for (int v = 0; v < kPanelVectors; ++v) Vector::store(pairs + v * Vector::kWidth, x[v]);
@@ -109,7 +110,7 @@ inline void join(Vector::Float (&x)[kPanelVectors]) {
   for (int v = 0; v < kPanelVectors; ++v) x[v] = Vector::load(pairs + v * Vector::kWidth);
 }
 
-// Where c's row goes: d[row] = c (+ bias).
+// Stores c: d[row] = c (+ bias).
 template <class T>
 inline void store_plain(const GemmTask& task, const Panel& panel, const float* c) {
   const GemmParams& params = *task.params;
@@ -128,7 +129,7 @@ inline void store_plain(const GemmTask& task, const Panel& panel, const float* c
   }
 }
 
-// d[row] = activation(c + bias), preactivation[row] = c + bias if wanted.
+// d[row] = activation(c + bias), preactivation[row] = c + bias if requested.
 template <class T, Activation kActivation>
 inline void store_gated(const GemmTask& task, const Panel& panel, int32_t index, const float* c) {
   const GemmParams& params = *task.params;
@@ -153,7 +154,7 @@ inline void store_gated(const GemmTask& task, const Panel& panel, int32_t index,
   }
 }
 
-// c is s: the gradient of the activation, but for the row's weight. See GemmParams.
+// c is s: the gradient of the activation before multiplication by the row's weight. See GemmParams.
 template <class T, Activation kActivation>
 inline void store_gated_backward(const GemmTask& task, const Panel& panel, int32_t index, const float* c) {
   const GemmParams& params = *task.params;
@@ -200,7 +201,7 @@ inline void finish_panel(const GemmTask& task, const Panel& panel, int32_t index
   }
 }
 
-// Block [k0, k0 + elements) of the task's rows, and of a panel of the right operand.
+// Packs block [k0, k0 + elements) of the task's rows; pack_right: of a panel of the right operand.
 template <class T>
 inline void pack_left(const GemmTask& task, const T** rows, int32_t k0, int32_t elements, float* a) {
   const GemmParams& params = *task.params;

@@ -1,5 +1,6 @@
-// What the dispatcher and the per-instruction-set translation units of this folder share. Plain data and declarations only:
-// an inline function here would be compiled once with AVX-512 and once without, and the linker would keep either one.
+// Shared by the dispatcher and the per-instruction-set translation units of this folder. Plain data and declarations
+// only: an inline function here would be compiled once with AVX-512 and once without, and the linker would keep either
+// one.
 #pragma once
 
 #include <cstddef>
@@ -13,30 +14,30 @@ namespace flashmoe::cpu {
 
 enum class MoeProduct { kPlain, kGated, kGatedBackward, kWeightGradient };
 
-// A piece of one expert's product. Panels are the columns that one pass of the micro-kernel makes; those of a gated product
-// hold as many gates as ups.
+// A part of one expert's product. A panel is the columns that one pass of the micro-kernel computes; in a gated product
+// it has as many gates as ups.
 struct GemmTask {
   const moe::GemmParams* params;
   MoeProduct product;
   ScalarType type;
   bool is_kn;  // weights [experts, k, n], else [experts, n, k]
   int32_t expert;
-  int32_t row_begin;  // rows of the result: sorted slots, or of weight_gradient elements of n
+  int32_t row_begin;  // rows of the result: sorted slots; weight_gradient: elements of n
   int32_t row_end;
   int32_t panel_begin;
   int32_t panel_end;
 };
 
-// One instruction set's implementation. No result depends on how the work is cut into tasks.
+// One instruction set's implementation. No result depends on how the work is divided into tasks.
 struct MoeKernel {
   int32_t panel_columns;
   // Bytes of scratch memory, 64-byte aligned, that a task of that many rows and panels needs.
   size_t (*scratch_bytes)(int32_t rows, int32_t panels);
   void (*multiply)(const GemmTask& task, void* scratch);
-  // Of tokens [begin, end): the rows of moe_combine and of moe_combine_backward, and the latter's dweights.
+  // For tokens [begin, end): the rows of moe_combine and of moe_combine_backward, and the latter's dweights.
   void (*combine)(const moe::CombineParams& params, ScalarType type, int64_t begin, int64_t end);
   void (*weight_gradients)(const moe::CombineParams& params, ScalarType type, int64_t begin, int64_t end);
-  // Of experts [begin, end).
+  // For experts [begin, end).
   void (*bias_gradient)(const moe::BiasGradientParams& params, ScalarType type, int64_t begin, int64_t end);
 };
 

@@ -1,5 +1,5 @@
-// The kernels of the instruction set avx2. The target comes before the intrinsics' header; nothing but the
-// table entry may leave the translation unit.
+// Kernels for the instruction set avx2. The target pragma comes before the intrinsics' header; only the table entry may
+// leave the translation unit.
 #pragma GCC target("avx2,fma,f16c")
 
 #include "cpu/vector_avx2.h"

@@ -1,5 +1,5 @@
-// The kernels of the instruction set avx512. The target comes before the intrinsics' header; nothing but the
-// table entry may leave the translation unit.
+// Kernels for the instruction set avx512. The target pragma comes before the intrinsics' header; only the table entry
+// may leave the translation unit.
 #pragma GCC target("avx2,fma,f16c,avx512f,avx512bw,avx512dq,avx512vl")
 
 #include "cpu/vector_avx512.h"

@@ -1,5 +1,5 @@
-// The kernels of the instruction set avx512_bf16, which multiplies pairs of bf16. The target comes before the intrinsics' header; nothing but the
-// table entry may leave the translation unit.
+// Kernels for the instruction set avx512_bf16, which multiplies pairs of bf16. The target pragma comes before the
+// intrinsics' header; only the table entry may leave the translation unit.
 #pragma GCC target("avx2,fma,f16c,avx512f,avx512bw,avx512dq,avx512vl,avx512bf16")
 
 #include "cpu/vector_avx512.h"
@@ -11,7 +11,7 @@
 namespace flashmoe::cpu {
 namespace {
 
-// Only the product of bf16 has something to gain here; the rest would be compiled a second time.
+// Only the bf16 product gains anything here; the rest would be compiled a second time.
 void multiply_bf16(const GemmTask& task, void* memory) {
   if (task.type != ScalarType::kBFloat16) return kMoeAvx512Kernel.multiply(task, memory);
   multiply_as<BFloat16>(task, memory);

@@ -1,4 +1,4 @@
-// The kernels of the instruction set that every AArch64 has. Nothing but the table entry may leave the translation unit.
+// Kernels for the instruction set that every AArch64 CPU has. Only the table entry may leave the translation unit.
 
 #include "cpu/vector_neon.h"
 

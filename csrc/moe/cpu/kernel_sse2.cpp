@@ -1,4 +1,4 @@
-// The kernels of the instruction set that every x86-64 has. Nothing but the table entry may leave the translation unit.
+// Kernels for the instruction set that every x86-64 CPU has. Only the table entry may leave the translation unit.
 
 #include "cpu/vector_sse2.h"
 

@@ -1,4 +1,4 @@
-// Cuts products into tasks (expert x rows x panels of columns) and hands them to the threads of the caller's pool.
+// Divides products into tasks (expert x rows x panels of columns) and runs them on the caller's thread pool.
 #include "moe/cpu/moe.h"
 
 #include <algorithm>
@@ -16,10 +16,10 @@
 namespace flashmoe::cpu {
 namespace {
 
-// Rows that share a packed panel: packing it then takes 3% of the time, and what a task packs of its rows (280 KiB) stays in
-// the L2 cache beside the sums.
+// Rows that share a packed panel: packing it then takes 3% of the time, and a task's packed rows (280 KiB) stay in the
+// L2 cache beside the sums.
 constexpr int32_t kMaxTaskRows = 264;
-// Columns of a task, at most: so many sums of its rows (528 KiB) are kept between blocks of the summed dimension.
+// Most columns of a task: the sums of its rows for that many (528 KiB) are kept between blocks of the summed dimension.
 constexpr int32_t kMaxTaskColumns = 512;
 constexpr int64_t kTasksPerThread = 4;
 
@@ -49,7 +49,7 @@ struct GemmPlan {
   int32_t panels = 0;
 };
 
-// Tasks of about equal size, as wide as can be: what a task packs of its rows serves all of its columns.
+// Tasks of about equal size, as wide as possible: a task's packed rows are used for all of its columns.
 GemmPlan plan_tasks(const GemmTask& whole, const MoeKernel& kernel, int num_threads) {
   const moe::GemmParams& params = *whole.params;
   const bool is_gradient = whole.product == MoeProduct::kWeightGradient;
@@ -106,7 +106,7 @@ void moe_multiply(const moe::GemmParams& params, MoeProduct product, ScalarType 
       out_of_memory = true;
     }
   });
-  // Without memory a thread leaves its tasks to the others; only when none could work is anything left undone.
+  // A thread without memory leaves its tasks to the others; only if no thread could work is anything left undone.
   if (out_of_memory && next < count) throw std::bad_alloc();
 }
 
@@ -126,7 +126,7 @@ void moe_expand_mxfp4(const Mxfp4Weights& expert, const Pool& pool) {
           const float number = kNumbers[code % 8] * power;
           uint32_t bits;
           memcpy(&bits, &number, sizeof(bits));
-          // Two bits of mantissa, of subnormals too: nothing is cut off.
+          // Two bits of mantissa, also for subnormals: truncation loses nothing.
           by_code[code] = static_cast<uint16_t>(bits >> 16 | (code >= 8 ? 0x8000U : 0U));
         }
         for (int byte = 0; byte < moe::kMxfp4Block / 2; ++byte) {

@@ -1,5 +1,6 @@
-// A mixture-of-experts layer on the CPU, step by step: the functions take the parameters of the GPU's kernels (moe/params),
-// all memory the CPU's. Nothing depends on the number of threads, bit for bit, nor a row's result on the other rows.
+// A mixture-of-experts layer on the CPU, step by step: the functions take the parameters of the GPU's kernels
+// (moe/params), with all memory on the CPU. Bit for bit, nothing depends on the number of threads, and a row's result
+// does not depend on the other rows.
 #pragma once
 
 #include <cstdint>
@@ -16,10 +17,10 @@ struct Pool {
 };
 
 // One of the four products of GemmParams; any n, k, strides. Throws std::bad_alloc.
-// is_kn: weights [experts, k, n]; with is_interleaved the columns of gate and up are in turn in either order.
+// is_kn: weights [experts, k, n]; with is_interleaved the columns of gate and up alternate in both layouts.
 void moe_multiply(const moe::GemmParams& params, MoeProduct product, ScalarType type, bool is_kn, const Pool& pool);
 
-// bf16 [n, k] of one expert's weights of 4 bits (moe/params/mxfp4.h).
+// One expert's 4-bit weights (moe/params/mxfp4.h), expanded to bf16 [n, k].
 struct Mxfp4Weights {
   const uint8_t* codes;   // [n, k / 2]
   int64_t codes_stride;   // bytes
@@ -30,18 +31,18 @@ struct Mxfp4Weights {
 };
 void moe_expand_mxfp4(const Mxfp4Weights& expert, const Pool& pool);
 
-// The columns that one of kGatedBackward's row_dots sums over.
+// The columns that one element of kGatedBackward's row_dots sums over.
 int32_t moe_dot_columns();
 
-// out and, where dweights is given, the gradient of the slots' weights; see CombineParams.
+// out and, if dweights is given, the gradient of the slots' weights; see CombineParams.
 void moe_combine(const moe::CombineParams& params, ScalarType type, const Pool& pool);
 
 void moe_bias_gradient(const moe::BiasGradientParams& params, ScalarType type, const Pool& pool);
 
-// Stable counting sort of slots by expert; on one thread, as it is memory traffic of a few bytes a slot.
+// Stable counting sort of slots by expert; on one thread, because it only moves a few bytes per slot.
 void moe_sort(const moe::SortParams& params);
 
-// On one thread, too; counts need not be zero before.
+// Also on one thread; counts need not be zeroed before.
 void moe_route(const moe::RouteParams& params);
 
 }  // namespace flashmoe::cpu

@@ -36,7 +36,7 @@ int64_t load_id(const void* data, Scalar type, int64_t index) {
   return type == Scalar::kInt32 ? static_cast<const int32_t*>(data)[index] : static_cast<const int64_t*>(data)[index];
 }
 
-// The expert of this layer that a slot goes to, or -1.
+// The expert of this layer for a slot, or -1.
 int32_t expert_of(const moe::SortParams& params, int64_t slot) {
   const int64_t id = load_id(params.ids, params.ids_dtype, slot);
   if (id < 0 || id >= params.ids_end) return -1;
@@ -44,7 +44,7 @@ int32_t expert_of(const moe::SortParams& params, int64_t slot) {
   return expert >= 0 && expert < params.experts ? static_cast<int32_t>(expert) : -1;
 }
 
-// The larger score first, the lower id among equals; NaN counts as the largest, as in torch.topk.
+// The larger score first, ties by the lower id; NaN counts as the largest, as in torch.topk.
 bool comes_before(const float* scores, int32_t a, int32_t b) {
   const float x = scores[a], y = scores[b];
   if (std::isnan(x) || std::isnan(y)) return std::isnan(x) && (!std::isnan(y) || a < b);
@@ -71,8 +71,8 @@ void softmax(float* x, int32_t count) {
   for (int32_t i = 0; i < count; ++i) x[i] /= sum;
 }
 
-// Experts outside of the best groups get a choice score of -inf. A group counts by the sum of its two largest scores where scoring
-// is sigmoid, else by its largest.
+// Sets the choice scores of experts outside the best groups to -inf. A group's score is the sum of its two largest
+// scores if the scoring is sigmoid, else its largest.
 void keep_best_groups(const moe::RouteParams& params, RouteScratch* scratch) {
   const int32_t size = params.experts / params.groups;
   const bool has_two = params.scoring == Scoring::kSigmoid && size > 1;

@@ -1,6 +1,6 @@
-// What stands between the two products: a row's activation from gate g and up u, and its gradient. fp32 in, fp32 out.
+// The activation between the two products, computed from a row's gate g and up u, and its gradient. fp32 in, fp32 out.
 //
-// Every activation is gate_value(g) * up_factor(u). A NaN in g or u stays one: limits are compared so that it passes.
+// Every activation is gate_value(g) * up_factor(u). A NaN in g or u stays NaN: limits are compared so that it passes.
 //
 //                   gate_value v                      its slope v'                                  up_factor
 //   swiglu          g s, s = sigmoid(g)               s + v (1 - s)                                 u
@@ -11,7 +11,8 @@
 //   clamped_swiglu  h s, h = min(g, 7),               (s + 1.702 v (1 - s)) where g <= 7, else 0    1 + u clamped to [-7, 7],
 //                   s = sigmoid(1.702 h)                                                            slope 1 within
 //
-// A clamp passes the gradient at its limits and max(g, 0) none at 0, as in PyTorch. (1 + tanh p) / 2 is sigmoid(2 p).
+// A clamp passes the gradient at its limits, and max(g, 0) passes none at 0, as in PyTorch. (1 + tanh p) / 2 =
+// sigmoid(2 p).
 #pragma once
 
 #include "moe/params/gemm.h"
@@ -27,7 +28,7 @@ __device__ __forceinline__ float sigmoid(float x) {
   return ptx::rcp_approx(1.0f + ptx::exp2_approx(-kLog2e * x));
 }
 
-// The activation at one (g, u), and its derivatives by both.
+// The activation at one (g, u) and its derivatives with respect to both.
 struct ActivationGradient {
   float value;
   float by_gate;
@@ -36,7 +37,7 @@ struct ActivationGradient {
 
 template <Activation kActivation>
 struct Activate {
-  // v, and v' if it is asked for.
+  // v and, if requested, v'.
   template <bool kWithSlope>
   static __device__ __forceinline__ void gate(float g, float& value, float& slope) {
     if constexpr (kActivation == Activation::kReglu) {
@@ -55,7 +56,7 @@ struct Activate {
       const float share = sigmoid(kLinear * (g + kCubic * g * g * g));
       value = g * share;
       if constexpr (kWithSlope) {
-        // Far out 1 - share and share are zero, and the square of g may be inf there.
+        // For large |g| bend is 0, because 1 - share or share is, and the square of g may be inf.
         const float bend = value * (1.0f - share);
         slope = bend == 0.0f ? share : share + bend * kLinear * (1.0f + 3.0f * kCubic * g * g);
       }
@@ -93,7 +94,7 @@ struct Activate {
   }
 };
 
-// Calls run(Activate<...>()) for the activation that the parameters name: a branch around a loop, not inside it.
+// Calls run(Activate<...>()) for `activation`: a branch around a loop, not inside it.
 template <typename Run>
 __device__ __forceinline__ void with_activation(Activation activation, Run run) {
   switch (activation) {

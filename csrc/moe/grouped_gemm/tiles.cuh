@@ -1,9 +1,9 @@
-// Which tile of which expert a number means. There is no list of tiles in memory: a warp walks over the experts, one a lane, as
-// the numbers that its block gets only rise.
+// Maps tile numbers to experts and tiles. There is no list of tiles in memory: a warp walks over the experts, one per
+// lane, because a block's tile numbers only increase.
 //
-// Numbers go through the experts in order. Inside an expert they go through groups of row tiles, inside a group through the
-// columns, and there through the group's rows: blocks that run at the same time share the weights of a few column tiles and the
-// rows of a group, and both stay in the second-level cache.
+// Tile numbers run over the experts in order; within an expert over groups of row tiles; within a group over the column
+// tiles and, innermost, over the group's row tiles. So blocks that run at the same time share the weights of a few
+// column tiles and the rows of a group, and both stay in L2.
 #pragma once
 
 #include "device/math.cuh"
@@ -15,7 +15,7 @@
 
 namespace flashmoe::moe {
 
-// Rows first_row to end_row - 1 belong to the expert; the tile may reach past them. expert < 0 ends the work.
+// Rows first_row to end_row - 1 belong to the expert; the tile may reach past them. expert < 0: no more work.
 struct Tile {
   int expert;
   int first_row;
@@ -23,7 +23,7 @@ struct Tile {
   int n_block;
 };
 
-// Tiles of kBlockM rows, over all experts. By a whole warp.
+// Number of tiles of kBlockM rows over all experts. Called by a whole warp.
 template <int kBlockM>
 __device__ __forceinline__ int count_row_tiles(const GemmParams& params) {
   uint32_t tiles = 0;
@@ -37,7 +37,7 @@ __device__ __forceinline__ int count_row_tiles(const GemmParams& params) {
   return static_cast<int>(tiles);
 }
 
-// 32 experts, one a lane; none before the first seek.
+// 32 experts, one per lane; none before the first seek.
 template <int kBlockM>
 struct ExpertWindow {
   static constexpr int kGroupTiles = 2048 / kBlockM;
@@ -51,7 +51,7 @@ struct ExpertWindow {
 
   __device__ __forceinline__ ExpertWindow() : expert(ptx::lane_index() - 32) {}
 
-  // The next 32 experts.
+  // Moves on to the next 32 experts.
   __device__ __forceinline__ void advance(const GemmParams& params) {
     const int lane = ptx::lane_index();
     expert += 32;
@@ -61,7 +61,7 @@ struct ExpertWindow {
       end_row = first_row_of(params, expert + 1);
     }
     tiles = ceil_div(end_row - first_row, kBlockM);
-    int through = tiles;  // of the lanes up to this one
+    int through = tiles;  // tiles of the lanes up to this one
 #pragma unroll
     for (int distance = 1; distance < 32; distance *= 2) {
       const int others = ptx::shuffle_index(through, lane - distance);
@@ -71,14 +71,15 @@ struct ExpertWindow {
     end_tile += ptx::shuffle_index(through, 31);
   }
 
-  // Moves on to the experts of tile `number`, which exists, and returns whether it is one of this lane's expert. By a whole warp.
+  // Moves on to the experts of tile `number`, which must exist, and returns whether it belongs to this lane's expert.
+  // Called by a whole warp.
   __device__ __forceinline__ bool seek(const GemmParams& params, int n_blocks, int number) {
     const int row_tile = number / n_blocks;
     while (row_tile >= end_tile) advance(params);
     return row_tile >= before && row_tile < before + tiles;
   }
 
-  // Tile `number` of the schedule, which is one of this lane's expert.
+  // Tile `number` of the schedule, which must belong to this lane's expert.
   __device__ __forceinline__ Tile tile(int n_blocks, int number) const {
     const int index = number - before * n_blocks;
     const int first_tile = index / (kGroupTiles * n_blocks) * kGroupTiles;

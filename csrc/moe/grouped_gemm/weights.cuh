@@ -1,4 +1,4 @@
-// How the weights of an expert, B [n, k], lie in memory.
+// Memory layouts of an expert's weights, B [n, k].
 #pragma once
 
 namespace flashmoe::moe {
@@ -6,7 +6,7 @@ namespace flashmoe::moe {
 enum class Weights {
   kNk,       // [experts, n, k]
   kKn,       // [experts, k, n]
-  kKnPairs,  // as kKn, the columns of gate and up interleaved
+  kKnPairs,  // as kKn, with the columns of gate and up interleaved
 };
 
 }  // namespace flashmoe::moe

@@ -108,7 +108,7 @@ void make_weights_contiguous(Tensor& tensor) {
 
 namespace {
 
-// The position of `word` among those that the argument may be.
+// The index of `word` among the words that the argument allows.
 template <std::size_t kCount>
 int32_t index_of(const std::string& word, const char* name, const char* const (&words)[kCount]) {
   const auto* const found = std::find(std::begin(words), std::end(words), word);
@@ -138,7 +138,7 @@ Scoring scoring_of(const std::string& word) {
 
 namespace {
 
-// An id outside of the experts contributes nothing, which is what padding wants and a wrong router too.
+// An id outside the experts contributes nothing. Padding wants that; a wrong router would go unnoticed.
 void check_ids(const SortArguments& arguments) {
   if (arguments.expert_map.is_given() || arguments.ids.description() != nullptr) return;
   if (!host::are_values_checked(arguments.ids.device_type(), arguments.ids.device_index())) return;
@@ -199,7 +199,7 @@ void check_weights(LayerShape& shape, const Common& common, const Tensor& x, Ten
   check_experts(shape.experts, "moe.experts");
   check_size(shape.hidden, "the hidden size");
   check_size(shape.intermediate, "the intermediate size", kMaxSize / 2);
-  // `hidden_axis`: of weights that are not transposed.
+  // `hidden_axis`: for weights that are not transposed.
   const auto check = [&](const Tensor& weights, const char* name, int64_t rows, int64_t columns, int hidden_axis,
                          const char* axes) {
     const int64_t* sizes = weights.sizes();
@@ -220,7 +220,7 @@ void check_weights(LayerShape& shape, const Common& common, const Tensor& x, Ten
   check(w2, "w2", shape.hidden, shape.intermediate, 1, w2_axes);
   const int64_t rows = w13.sizes()[transposed ? 2 : 1];
   if (rows != 2 * shape.intermediate && w13.sizes()[0] == shape.experts &&
-      w13.sizes()[transposed ? 1 : 2] == shape.hidden) {  // which of the two is wrong cannot be known
+      w13.sizes()[transposed ? 1 : 2] == shape.hidden) {  // which of the two is wrong is unknown
     violate("moe.intermediate", {{"w13", describe_sizes(w13)},
                                  {"w2", describe_sizes(w2)},
                                  {"rows", rows},

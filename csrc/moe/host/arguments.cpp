@@ -14,7 +14,7 @@ namespace flashmoe::moe {
 ExpertWeights view_weights(const Tensor& tensor, bool is_transposed) {
   const int64_t* sizes = tensor.sizes();
   const int64_t* strides = tensor.strides();
-  // A dimension of one element may have any stride: it counts as contiguous where the other one is not.
+  // A dimension of one element may have any stride: it counts as contiguous if the other one is not.
   const bool last = strides[2] == 1 || (sizes[2] == 1 && strides[1] != 1);
   const bool second = strides[1] == 1 || (sizes[1] == 1 && !last);
   ExpertWeights view;
@@ -89,7 +89,8 @@ void check_out(const LayerArguments& arguments, const Tensor& out) {
   if (arguments.shape.tokens > 0 && (!has_rows || (is_cuda(arguments.common) && !is_aligned))) {
     violate("moe.out_strides", {{"strides", host::describe_strides(out)}});
   }
-  // Written when all but `shared` has been read; each element of that is read just before its address is written.
+  // out is written when everything but `shared` has been read; each element of `shared` is read just before its address
+  // is written.
   const Tensor& shared = arguments.shared;
   if (has_memory && shared.is_given() && !host::is_same_memory(out, shared) && host::may_overlap(out, shared)) {
     violate("moe.out_overlap");

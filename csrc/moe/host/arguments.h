@@ -1,9 +1,10 @@
-// What the operators of a mixture-of-experts layer are given and give back, and the only place that decides whether they take it: a
-// broken rule is thrown by its name, which flashmoe/moe/rules.py explains.
+// Arguments and results of the operators of a mixture-of-experts layer, and the only place that validates them: a
+// violated rule is thrown by its name, which flashmoe/moe/rules.py explains.
 //
-// In what take_...() returns, and so in every backend: tensors are on one device; x, shared, out and the other matrices of tokens have a
-// contiguous last dimension and any stride between rows (0 for an expanded one); weights have a contiguous last or second-last
-// dimension, as ExpertWeights says, and otherwise any strides; everything else is contiguous. What was not has been copied.
+// In what take_...() returns, and so in every backend: tensors are on one device; x, shared, out and the other matrices
+// of tokens have a contiguous last dimension and any stride between rows (0 if expanded); weights have a contiguous
+// last or second-last dimension, as ExpertWeights says, and otherwise any strides; everything else is contiguous.
+// Tensors that were not like this have been copied.
 #pragma once
 
 #include <cstdint>
@@ -23,7 +24,7 @@ constexpr int64_t kMaxExperts = 1024;
 constexpr int64_t kMaxTopK = 32;
 constexpr int64_t kMaxGroups = 32;
 
-// What each operator's tensors share.
+// Common to all tensors of an operator.
 struct Common {
   Dtype dtype = Dtype::kFloat32;  // of x, the weights, biases and the output
   int32_t torch_dtype = 0;
@@ -31,8 +32,8 @@ struct Common {
   int32_t device_index = 0;
 };
 
-// Weights of all experts, seen as [experts, n, k] of a product d[row, n] = sum over k of a[row, k] * weights[e, n, k], whatever their
-// strides. One of stride_n and stride_k is 1.
+// Weights of all experts, viewed as [experts, n, k] of a product d[row, n] = sum over k of a[row, k] *
+// weights[e, n, k], whatever their strides. One of stride_n and stride_k is 1.
 struct ExpertWeights {
   const void* data = nullptr;
   int64_t experts = 0;
@@ -53,11 +54,11 @@ inline ExpertWeights swapped(const ExpertWeights& weights) {
   return other;
 }
 
-// w13 as [experts, 2 * intermediate, hidden], w2 as [experts, hidden, intermediate]; `is_transposed`: the tensor has the last two
-// dimensions swapped.
+// Views w13 as [experts, 2 * intermediate, hidden] and w2 as [experts, hidden, intermediate]; `is_transposed`: the
+// tensor has the last two dimensions swapped.
 ExpertWeights view_weights(const Tensor& tensor, bool is_transposed);
 
-// Tokens, sizes and what the layer computes, of both passes. slots = tokens * top_k is below 2^31.
+// Tokens, sizes and what the layer computes, for both passes. slots = tokens * top_k is below 2^31.
 struct LayerShape {
   int64_t tokens = 0;
   int64_t hidden = 0;
@@ -74,7 +75,7 @@ struct SortArguments {
   Common common;        // dtype: of topk_weights; float32 or a 16-bit type
   Tensor ids;           // [tokens, top_k] or any other shape, int32 or int64
   Tensor topk_weights;  // of ids' shape
-  Tensor expert_map;    // [ids_end] int32; may be none: is_given()
+  Tensor expert_map;    // [ids_end] int32; optional: is_given()
   int64_t slots = 0;
   int64_t experts = 0;
   int64_t ids_end = 0;  // ids outside [0, ids_end) have no expert: expert_map's size, or experts
@@ -93,7 +94,7 @@ struct LayerArguments {
   Tensor x;       // [tokens, hidden]
   Tensor w13;     // [experts, 2 * intermediate, hidden]; see view_weights
   Tensor w2;      // [experts, hidden, intermediate]
-  Tensor b13;     // [experts, 2 * intermediate], in the order of w13's rows; may be none, as b2 and shared
+  Tensor b13;     // [experts, 2 * intermediate], in the order of w13's rows; optional, as b2 and shared
   Tensor b2;      // [experts, hidden]
   Tensor shared;  // [tokens, hidden]
   SortArguments routing;
@@ -103,11 +104,12 @@ struct LayerArguments {
 struct ScaledArguments : LayerArguments {
   Tensor w13_scale;  // [experts, ceil(2 * intermediate / 128), ceil(hidden / 128)] float32
   Tensor w2_scale;   // [experts, ceil(hidden / 128), ceil(intermediate / 128)] float32
-  Tensor x_scale;    // [tokens, ceil(hidden / 128)] float32, of x in e4m3; none: x has 16 bits
+  Tensor x_scale;    // [tokens, ceil(hidden / 128)] float32, for x in e4m3; not given: x has 16 bits
 };
 
-// With weights of 4 bits: w13 uint8 [experts, 2 * intermediate, hidden / 2], w2 [experts, hidden, intermediate / 2]; or packed,
-// [experts, 2 * intermediate / 64, hidden / 64, kMxfp4PackedBytes] and [experts, hidden / 64, intermediate / 64, ...], with no scales.
+// With 4-bit weights: w13 uint8 [experts, 2 * intermediate, hidden / 2], w2 [experts, hidden, intermediate / 2]; or
+// packed, [experts, 2 * intermediate / 64, hidden / 64, kMxfp4PackedBytes] and
+// [experts, hidden / 64, intermediate / 64, ...], without scales.
 struct Mxfp4Arguments : LayerArguments {
   bool is_packed = false;
   Tensor w13_scale;  // [experts, 2 * intermediate, hidden / 32] uint8
@@ -116,14 +118,14 @@ struct Mxfp4Arguments : LayerArguments {
 
 struct LayerOutputs {
   Tensor out;  // [tokens, hidden]
-  // For a backward pass; none: the backend has its own.
+  // For a backward pass; not given: the backend uses its own memory.
   Tensor preactivation;  // [slots, 2 * intermediate], by row; rows past the last are undefined
   SortOutputs sorted;
 
   bool is_for_backward() const { return preactivation.is_given(); }
 };
 
-// Bits of `needs`, and the order of the gradients.
+// Bits of `needs`, in the order of the gradients.
 enum Gradient : int64_t { kNeedX = 1, kNeedW13 = 2, kNeedW2 = 4, kNeedWeights = 8, kNeedB13 = 16, kNeedB2 = 32 };
 
 struct LayerBackwardArguments {
@@ -133,15 +135,15 @@ struct LayerBackwardArguments {
   Tensor x;
   Tensor w13;
   Tensor w2;
-  Tensor b13;            // only its presence counts
+  Tensor b13;            // only its presence matters
   Tensor b2;             // enters the gradient of topk_weights
   Tensor preactivation;  // as the forward pass wrote it
   SortOutputs sorted;
   int64_t needs = 0;      // bits of Gradient
-  bool consumes = false;  // its gradient may overwrite the preactivation
+  bool consumes = false;  // the preactivation may be overwritten by its gradient
 };
 
-// None for those that are not needed.
+// Gradients that are not needed are not given.
 struct LayerGradients {
   Tensor dx;        // [tokens, hidden]
   Tensor dw13;      // w13's shape, contiguous
@@ -151,7 +153,7 @@ struct LayerGradients {
   Tensor db2;       // [experts, hidden]
 };
 
-// Of a layer with e4m3 weights, made of 16-bit ones: transposed, as its products take them.
+// For a layer with e4m3 weights made from 16-bit ones; the weights are transposed, as the backward products take them.
 struct ScaledBackwardArguments {
   Common common;
   LayerShape shape;
@@ -171,7 +173,7 @@ struct QuantizeWeightsArguments {
   Tensor weights;  // [experts, n, k], contiguous
 };
 
-// e4m3 values and float32 scales, of blocks of 128 by 128; then the same of the transpose.
+// e4m3 values and float32 scales, for blocks of 128 by 128; then the same for the transpose.
 struct QuantizedWeights {
   Tensor values;             // [experts, n, k]
   Tensor scales;             // [experts, n / 128, k / 128]
@@ -182,7 +184,7 @@ struct QuantizedWeights {
 struct RouteArguments {
   Common common;  // dtype: of logits
   Tensor logits;  // [tokens, experts], last dimension contiguous
-  Tensor bias;    // [experts] float32; may be none
+  Tensor bias;    // [experts] float32; optional
   int64_t tokens = 0;
   int64_t experts = 0;
   int64_t top_k = 0;
@@ -199,14 +201,14 @@ struct RouteOutputs {
   Tensor counts;   // [experts] int32
 };
 
-// out[row] = a[row] b[e]; rows past the last offset give zeros.
+// out[row] = a[row] b[e]; rows past the last offset become zeros.
 struct GroupedArguments {
   Common common;
   Tensor a;         // [rows, k]
-  ExpertWeights b;  // as [experts, n, k]; of the tensor [experts, k, n]
-  Tensor b_owner;   // that tensor
-  Tensor offsets;   // [experts] int32, the end of each expert's rows, ascending; none: of one expert, all rows
-  Tensor bias;      // [experts, n]; may be none
+  ExpertWeights b;  // as [experts, n, k]; the tensor is [experts, k, n]
+  Tensor b_owner;   // the tensor
+  Tensor offsets;   // [experts] int32, the end of each expert's rows, ascending; not given: one expert has all rows
+  Tensor bias;      // [experts, n]; optional
   int64_t rows = 0;
 };
 
@@ -220,8 +222,8 @@ struct GroupedGradientArguments {
   int64_t experts = 0;
 };
 
-// Each takes an operator's arguments in the order of its schema and throws at the first rule that they break; fills in what the
-// structs hold beside the tensors, and copies what must be contiguous.
+// Each takes an operator's arguments in the order of its schema and throws at the first violated rule; fills in the
+// structs' other members, and copies what must be contiguous.
 RouteArguments take_route(host::Arguments& given);
 SortArguments take_sort(host::Arguments& given);
 LayerArguments take_layer(host::Arguments& given);
@@ -233,12 +235,12 @@ Mxfp4Arguments take_mxfp4(host::Arguments& given);
 ScaledBackwardArguments take_scaled_backward(host::Arguments& given);
 QuantizeWeightsArguments take_quantize_weights(host::Arguments& given);
 
-// Of the caller's own output.
+// For an output that the caller passes.
 void check_out(const LayerArguments& arguments, const Tensor& out);
-// What the kernels for e4m3 need beyond take_scaled: whole blocks.
+// What the e4m3 kernels need in addition to take_scaled: whole blocks.
 void check_blocks(const LayerShape& shape);
 
-// Of a tensor's elements; only float32, float16, bfloat16, int32 and int64 have one.
+// The Scalar of a tensor's dtype: float32, float16, bfloat16, int32 or int64.
 Scalar scalar_of(const Tensor& tensor);
 
 }  // namespace flashmoe::moe

@@ -1,5 +1,5 @@
-// The two backends of the operators. Arguments are checked, and there is at least one slot, token or row. Outputs have been
-// allocated, are uninitialised and are written completely; those that are not given are not needed.
+// The two backends of the operators. Arguments are checked, and there is at least one slot, token or row. Outputs are
+// allocated, uninitialised, and are written completely; outputs that are not given are not needed.
 #pragma once
 
 #include "moe/host/arguments.h"
@@ -26,12 +26,12 @@ void grouped_cuda(const GroupedArguments& arguments, const Tensor& out);
 void grouped_gradient_cpu(const GroupedGradientArguments& arguments, const Tensor& out);
 void grouped_gradient_cuda(const GroupedGradientArguments& arguments, const Tensor& out);
 
-// On GPUs alone.
+// GPU only.
 void scaled_cuda(const ScaledArguments& arguments, const LayerOutputs& outputs);
 void scaled_backward_cuda(const ScaledBackwardArguments& arguments, const LayerGradients& gradients);
 void quantize_weights_cuda(const QuantizeWeightsArguments& arguments, const QuantizedWeights& outputs);
 
-// Weights of 4 bits.
+// 4-bit weights.
 void mxfp4_cpu(Mxfp4Arguments arguments, const Tensor& out);
 void mxfp4_cuda(const Mxfp4Arguments& arguments, const Tensor& out);
 

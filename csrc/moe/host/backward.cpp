@@ -1,4 +1,4 @@
-// The backward pass of the layer on a GPU: which kernels, on what, and the list that is launched.
+// The layer's backward pass on a GPU: selects the kernels, prepares their operands and launches them as one list.
 
 #include <optional>
 
@@ -9,7 +9,8 @@
 namespace flashmoe::moe {
 namespace {
 
-// The layer's tensors, as the kernels can load them; weights with n and k swapped: dz = (dout W2) ..., dx = dz W13.
+// The layer's tensors in a form that the kernels can load. Weights have n and k swapped: dz = (dout W2) ..., dx = dz
+// W13.
 struct BackwardOperands {
   Tensor dout;
   Tensor x;
@@ -85,8 +86,9 @@ BackwardCall::BackwardCall(const LayerBackwardArguments& arguments, const LayerG
   if (gradients.dw13.is_given()) dw13_.emplace(product(Product::kWeightGradient, sizes_of(gradients.dw13)));
 }
 
-// Of the temporaries only the rows always have memory of their own. The gradient of the preactivation overwrites it if it may.
-// The weighted activation and the dots have been read before the last product writes dw13: where they fit they use its memory.
+// Of the temporaries, only the rows always have their own memory. The gradient of the preactivation overwrites it if it
+// may. The weighted activation and the dots are read before the last product writes dw13: they use its memory if they
+// fit.
 void BackwardCall::allocate() {
   if (!gated_.has_value()) return;
   const int64_t dot_tiles = ceil_div(shape_.intermediate, kDotColumns);
@@ -107,7 +109,7 @@ void BackwardCall::allocate() {
   rows_ = workspace_.address<void>(rows);
 }
 
-// A product that multiplies rows in place is faster by more than it takes to gather them.
+// Multiplying rows in place saves more time than gathering them takes.
 void BackwardCall::add_gather(GatherParams& params, const Tensor& tokens) {
   const Kernel& kernel = select_step(request_, Step::kGather);
   params.a = tokens.data();

@@ -16,7 +16,7 @@ namespace {
 
 using cpu::MoeProduct;
 
-// What each call on the CPU begins and ends with.
+// The start and the end of each call on the CPU.
 class CpuCall {
  public:
   explicit CpuCall(const Common& common)
@@ -24,7 +24,7 @@ class CpuCall {
 
   const cpu::Pool& pool() const { return pool_; }
   cpu::ScalarType type() const { return host::scalar_type(common_.dtype); }
-  // Uninitialised, of the call's dtype or of another one.
+  // Uninitialised, with the call's dtype or another one.
   Tensor rows(int64_t count, int64_t columns) const { return empty({count, columns}, common_.torch_dtype); }
   Tensor weights(int64_t experts, int64_t n, int64_t k) const { return empty({experts, n, k}, common_.torch_dtype); }
   Tensor ints(int64_t count) const { return empty({count}, aoti_torch_dtype_int32()); }
@@ -47,7 +47,7 @@ class CpuCall {
 
 bool is_kn(const ExpertWeights& weights) { return memory_of(weights, /*is_paired=*/false) != Memory::kNk; }
 
-// The product of `a` and the weights, to be completed.
+// The product of `a` and the weights; the caller fills in the rest.
 GemmParams make_product(const LayerShape& shape, const Sorted& sorted, const Rows& a, const ExpertWeights& weights,
                         const Tensor& d) {
   GemmParams params{};
@@ -78,7 +78,7 @@ void compute_layer(const CpuCall& call, const LayerArguments& arguments, const S
   cpu::moe_combine(combine_params(shape, sorted, arguments.shared, outputs.out, rows.data()), call.type(), call.pool());
 }
 
-// One backward pass: dz and the weighted activation first, from which all but db2 follow.
+// One backward pass: first dz and the weighted activation, from which all gradients but db2 follow.
 class Backward {
  public:
   Backward(const CpuCall& call, const LayerBackwardArguments& arguments, const LayerGradients& gradients)
@@ -152,7 +152,7 @@ class Backward {
   Tensor row_dots_;             // [dot_tiles][slots]
 };
 
-// [experts + 1] offsets of the ends that grouped_mm takes: ascending and inside of [0, rows].
+// [experts + 1] offsets from the ends passed to grouped_mm, which must be ascending and inside [0, rows].
 Tensor offsets_of_ends(const CpuCall& call, const Tensor& ends, int64_t experts, int64_t rows) {
   Tensor offsets = call.ints(experts + 1);
   int32_t* values = static_cast<int32_t*>(offsets.data());
@@ -194,7 +194,7 @@ void layer_cpu(const LayerArguments& arguments, const LayerOutputs& outputs) {
   call.done();
 }
 
-// Nothing is written, and so no memory taken, of weights of experts without a row.
+// Weights of experts without rows are not written, so they take no memory.
 void mxfp4_cpu(Mxfp4Arguments arguments, const Tensor& out) {
   const CpuCall call(arguments.common);
   const LayerShape& shape = arguments.shape;

@@ -1,4 +1,4 @@
-// The forward operators on a GPU: which kernels, on what, and the list that is launched.
+// The forward operators on a GPU: select the kernels, prepare their operands and launch them as one list.
 
 #include <torch/csrc/inductor/aoti_torch/c/shim.h>
 
@@ -11,10 +11,10 @@
 namespace flashmoe::moe {
 namespace {
 
-// For kernels whose tensors' dtypes are parameters.
+// For kernels that take the dtypes of their tensors as parameters.
 host::KernelRequest request_without_dtype(const host::Device& gpu) { return host::make_request(gpu, Dtype::kFloat32); }
 
-// One grouped product alone.
+// Runs a single grouped product.
 void run_alone(GroupedGemm& product, const host::CudaCall& call) {
   CallList list(call);
   product.add(list, /*is_dependent=*/false);
@@ -22,7 +22,7 @@ void run_alone(GroupedGemm& product, const host::CudaCall& call) {
   host::set_last_kernel(product.kernel().symbol);
 }
 
-// [experts + 1] int32: 0, then the ends that the operator was given.
+// [experts + 1] int32: 0, then the ends passed to the operator.
 Tensor make_expert_offsets(const Tensor& ends, int64_t experts, const host::CudaCall& call) {
   Tensor offsets = host::empty({experts + 1}, aoti_torch_dtype_int32(), aoti_torch_device_type_cuda(), call.gpu.index);
   host::fill_words(offsets.data(), 0, 1, call.stream, "first offset");
@@ -38,7 +38,7 @@ Tensor make_expert_offsets(const Tensor& ends, int64_t experts, const host::Cuda
 }  // namespace
 
 void route_cuda(const RouteArguments& arguments, const RouteOutputs& outputs) {
-  constexpr int64_t kTokensPerBlock = 4;  // one warp each, for as long as there are fewer than blocks
+  constexpr int64_t kTokensPerBlock = 4;  // one warp per token, up to the number of blocks below
   constexpr int64_t kBlocksPerMultiprocessor = 8;
   const host::Device& gpu = host::device(arguments.common.device_index);
   const Kernel& kernel = select_step(request_without_dtype(gpu), Step::kRoute);
@@ -93,7 +93,7 @@ void layer_cuda(const LayerArguments& arguments, const LayerOutputs& outputs) {
   CallList list(call);
   sort.add(list, sorted, workspace);
 
-  // h = activation(x W13^T + b13), by row; before the activation as well for a backward pass.
+  // h = activation(x W13^T + b13), by row; for a backward pass the values before the activation as well.
   set_layer(gated.params, shape, sorted);
   set_operands(gated.params, token_rows(x, sorted.row_slots), h, shape.intermediate);
   gated.params.bias = data_or_null(b13);
@@ -122,7 +122,7 @@ void grouped_cuda(const GroupedArguments& arguments, const Tensor& out) {
       make_gemm(Product::kPlain, request, b.view, /*is_paired=*/false, arguments.rows, b.view.experts);
   const host::CudaCall call(gpu);
   const Tensor offsets = make_expert_offsets(arguments.offsets, b.view.experts, call);
-  // Rows past the last offset belong to no expert; which those are only the device knows.
+  // Rows past the last offset belong to no expert; only the device knows which ones these are.
   host::fill_bytes(out.data(), 0, arguments.rows * b.view.n * static_cast<int64_t>(sizeof(uint16_t)), call.stream,
                    "output of ", arguments.rows, " rows");
   set_grouped(product.params, arguments, a, static_cast<const int32_t*>(offsets.data()), out);

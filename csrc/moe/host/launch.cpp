@@ -12,7 +12,8 @@ GemmParams& gemm_of(GemmParams& params) { return params; }
 GemmParams& gemm_of(ScaledGemmParams& params) { return params.gemm; }
 GemmParams& gemm_of(Mxfp4GemmParams& params) { return params.gemm; }
 
-// The device alone knows how many rows each expert has: as if each had one more tile of rows than a full one.
+// An upper bound, because only the device knows how many rows each expert has: one more row tile per expert than full
+// ones.
 int64_t bound_on_tiles(Product product, const GemmParams& params, const Kernel& kernel) {
   const bool is_gradient = product == Product::kWeightGradient || product == Product::kScaledWeightGradient;
   const int64_t columns = ceil_div(is_gradient ? params.k : params.n, kernel.block_n);
@@ -35,7 +36,7 @@ Sorted SortedWorkspace::pointers(const host::Workspace& workspace) const {
 }
 
 void add_combine(CallList& list, const Kernel& kernel, const CombineParams& params, bool is_dependent) {
-  const int64_t columns_at_once = 8 * kernel.threads;  // of a block
+  const int64_t columns_at_once = 8 * kernel.threads;  // per block
   const bool is_shared_out = params.tokens <= list.call().gpu.num_multiprocessors;
   list.add(kernel, params.tokens * (is_shared_out ? ceil_div(params.columns, columns_at_once) : 1), &params,
            is_dependent);
@@ -83,7 +84,7 @@ GroupedGemm make_gemm(Product product, const host::KernelRequest& request, const
 
 void set_early_ids(GemmParams& params, const SortArguments& routing, const host::Device& gpu) {
   constexpr int64_t kMostEarlySlots = 1024;
-  constexpr int32_t kFirstToWait = 90;  // before, no kernel begins early
+  constexpr int32_t kFirstToWait = 90;  // on older GPUs no kernel begins early
   if (routing.slots > kMostEarlySlots || routing.expert_map.is_given() || gpu.capability < kFirstToWait) return;
   params.ids = routing.ids.data();
   params.id_bytes = scalar_of(routing.ids) == Scalar::kInt64 ? 8 : 4;

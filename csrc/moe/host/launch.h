@@ -1,11 +1,12 @@
-// What lists of kernels are made of: each object prepares one kernel, or the sort's two, and adds it to a list. It must live until
-// the list has run.
+// Building blocks for lists of kernels: each object prepares one kernel, or the sort's two, and adds it to a list. It
+// must live until the list has run.
 //
-// Every kernel waits for the end of the one before it before its first access to what any of the list writes, so each may be
-// scheduled early behind the one before it, whichever it depends on. As that one has waited likewise, all earlier ones of the list
-// have ended: a kernel may write where any of them has read. Exceptions read what the sort wrote before they wait: moe_combine, and plain
-// products for few rows or with is_early (moe/params/scaled.h). A product lets the next kernel begin only when its own wait is over, so
-// the sort has ended by then.
+// Every kernel waits for the end of the previous one before its first access to anything that the list writes, so each
+// may be launched early behind the previous one, whichever one it depends on. The previous one has waited in the same
+// way, so all earlier kernels of the list have ended: a kernel may write where any of them has read. Exceptions, which
+// read what the sort wrote before they wait: moe_combine, and plain products for few rows or with is_early
+// (moe/params/scaled.h). A product lets the next kernel begin only when its own wait is over, so the sort has ended by
+// then.
 #pragma once
 
 #include <cuda.h>
@@ -24,7 +25,7 @@
 
 namespace flashmoe::moe {
 
-// One call's list, with what its kernels share.
+// One call's list, and what its kernels share.
 class CallList {
  public:
   explicit CallList(const host::CudaCall& call) : call_(call) {}
@@ -36,7 +37,7 @@ class CallList {
     list_.add({&kernel, grid, params, maps, is_dependent});
     is_empty_ = false;
   }
-  // Of a persistent kernel with more tiles than the GPU holds; taken on first use.
+  // For a persistent kernel with more tiles than the GPU holds; acquired on first use.
   int32_t* tile_counter() {
     if (!counter_.has_value()) counter_ = host::tile_counter(call_);
     return counter_->address;
@@ -50,7 +51,7 @@ class CallList {
   bool is_empty_ = true;
 };
 
-// The sort's results among the other temporaries of a call.
+// The sort's results, among the other temporaries of a call.
 class SortedWorkspace {
  public:
   SortedWorkspace(host::Workspace& workspace, int64_t slots, int64_t experts);
@@ -60,14 +61,14 @@ class SortedWorkspace {
   int64_t expert_offsets_, row_slots_, slot_rows_, row_weights_;
 };
 
-// moe_combine or moe_combine_backward. Few tokens share a token's columns out among blocks.
+// moe_combine or moe_combine_backward. With few tokens, several blocks share a token's columns.
 void add_combine(CallList& list, const Kernel& kernel, const CombineParams& params, bool is_dependent = true);
 
 class SortKernels {
  public:
   // Adds its own temporary to `workspace`.
   SortKernels(const SortArguments& arguments, const host::KernelRequest& request, host::Workspace& workspace);
-  // Once the workspace is allocated.
+  // Call after the workspace is allocated.
   void add(CallList& list, const Sorted& sorted, const host::Workspace& workspace);
 
   const char* symbol() const { return kernels_[0]->symbol; }
@@ -80,7 +81,7 @@ class SortKernels {
   std::array<const Kernel*, 2> kernels_{};
 };
 
-// Of a gradient of weights [experts, n, k] the sizes, by which its kernel is chosen.
+// The sizes of a weight gradient [experts, n, k], by which its kernel is chosen.
 inline ExpertWeights sizes_of(const Tensor& gradient) {
   ExpertWeights sizes;
   sizes.n = gradient.sizes()[1];
@@ -88,13 +89,13 @@ inline ExpertWeights sizes_of(const Tensor& gradient) {
   return sizes;
 }
 
-// One product of each expert's rows. `Params`: GemmParams, ScaledGemmParams of e4m3 operands, or Mxfp4GemmParams.
+// One product of each expert's rows. `Params`: GemmParams, ScaledGemmParams for e4m3 operands, or Mxfp4GemmParams.
 template <class Params>
 class GroupedProduct {
  public:
   GroupedProduct(Product product, const Kernel& kernel) : product_(product), kernel_(&kernel) {}
 
-  Params params{};  // to be filled in, but for tile_counter
+  Params params{};  // to be filled in, except tile_counter
 
   const Kernel& kernel() const { return *kernel_; }
 
@@ -111,11 +112,11 @@ using GroupedGemm = GroupedProduct<GemmParams>;
 using ScaledGemm = GroupedProduct<ScaledGemmParams>;
 using Mxfp4Gemm = GroupedProduct<Mxfp4GemmParams>;
 
-// With its kernel for so many rows at most, and its weights; of a weight gradient's only the sizes count.
+// Chooses the kernel for at most `slots` rows and sets the weights; for a weight gradient only the sizes matter.
 GroupedGemm make_gemm(Product product, const host::KernelRequest& request, const ExpertWeights& weights, bool is_paired,
                       int64_t slots, int64_t experts);
 
-// A gated product for few rows requests weights by the experts of the slots, before the sort has ended.
+// Lets a gated product for few rows request weights by the experts of the slots before the sort has ended.
 void set_early_ids(GemmParams& params, const SortArguments& routing, const host::Device& gpu);
 
 }  // namespace flashmoe::moe

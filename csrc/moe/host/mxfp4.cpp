@@ -1,4 +1,4 @@
-// The layer with weights of 4 bits on a GPU: the list that is launched.
+// The layer with 4-bit weights on a GPU, launched as one list.
 
 #include "host/copies.h"
 #include "host/last_kernel.h"
@@ -8,10 +8,10 @@
 namespace flashmoe::moe {
 namespace {
 
-constexpr int32_t kPackedCapability = 90;  // of the only kernels for packed weights
-constexpr int64_t kElementBytes = 2;       // of what the kernels' loads count, four weights
+constexpr int32_t kPackedCapability = 90;  // the only one with kernels for packed weights
+constexpr int64_t kElementBytes = 2;       // per element that the kernels' loads count, four weights
 
-// Rows of packed weights that start at 16 bytes, or a copy of them.
+// Codes whose rows are 16-byte aligned, or a copy of them.
 Tensor loadable_codes(const Tensor& tensor) {
   bool is_loadable = reinterpret_cast<uintptr_t>(tensor.data()) % 16 == 0;
   for (int axis = 0; axis < 2; ++axis) {
@@ -21,7 +21,7 @@ Tensor loadable_codes(const Tensor& tensor) {
   return is_loadable ? host::alias(tensor) : host::padded_copy(tensor);
 }
 
-// Packed weights, contiguous, at 16 bytes, or a copy of them.
+// Packed weights, contiguous and 16-byte aligned, or a copy of them.
 Tensor loadable_packed(const Tensor& tensor) {
   const bool is_aligned = reinterpret_cast<uintptr_t>(tensor.data()) % 16 == 0;
   return is_aligned ? host::alias(tensor) : host::padded_copy(tensor);
@@ -79,8 +79,7 @@ void mxfp4_cuda(const Mxfp4Arguments& arguments, const Tensor& out) {
   const host::CudaCall call(gpu);
   const SortedWorkspace own_sorted(workspace, shape.slots, shape.experts);
   const int64_t hidden_rows = workspace.add<uint16_t>(shape.slots * shape.intermediate);
-  const int64_t down_rows =
-      workspace.add<uint16_t>(shape.slots * shape.hidden);  // before that, x's rows in their order
+  const int64_t down_rows = workspace.add<uint16_t>(shape.slots * shape.hidden);  // first used for x's gathered rows
   workspace.allocate(call);
   const Sorted sorted = own_sorted.pointers(workspace);
   void* const h = workspace.address<void>(hidden_rows);

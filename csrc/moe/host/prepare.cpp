@@ -12,7 +12,7 @@ bool is_aligned(const Tensor& tensor) {
   return reinterpret_cast<uintptr_t>(tensor.data()) % kAlignBytes == 0;
 }
 
-// Of a dimension of more than one element: a multiple of 16 bytes, and not 0, which TMA cannot describe.
+// For a dimension of more than one element: a multiple of 16 bytes, and not 0, which TMA cannot describe.
 bool is_loadable_stride(int64_t size, int64_t stride) {
   return size <= 1 || (stride > 0 && stride % host::kRowAlignElements == 0);
 }
@@ -142,7 +142,7 @@ SortParams sort_params(const SortArguments& arguments, const Sorted& sorted) {
 
 namespace {
 
-// What both directions combine.
+// Common to both directions.
 CombineParams make_combine(const LayerShape& shape, const Sorted& sorted, const Tensor& out, const void* rows) {
   CombineParams params{};
   params.rows = rows;

@@ -59,7 +59,7 @@ void check_codes(Mxfp4Arguments& arguments, const First& x) {
   make_contiguous(arguments.w2_scale);
 }
 
-// As flashmoe.pack_mxfp4 gives them.
+// As flashmoe.pack_mxfp4 returns them.
 void check_packed(Mxfp4Arguments& arguments, const First& x) {
   LayerShape& shape = arguments.shape;
   constexpr const char* kAxes13 = "[experts, 2 * intermediate / 64, hidden / 64, 2176]";

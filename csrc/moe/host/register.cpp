@@ -1,4 +1,4 @@
-// The operators of a mixture-of-experts layer, as torch knows them.
+// Registers the operators of a mixture-of-experts layer with torch.
 
 #include <string>
 #include <utility>
@@ -42,7 +42,7 @@ Tensor empty_ints(const Common& common, std::initializer_list<int64_t> sizes) {
 Tensor empty_floats(const Common& common, std::initializer_list<int64_t> sizes) {
   return empty_on(common, sizes, aoti_torch_dtype_float32());
 }
-// Of the layer's dtype.
+// With the layer's dtype.
 Tensor empty_rows(const Common& common, std::initializer_list<int64_t> sizes) {
   return empty_on(common, sizes, common.torch_dtype);
 }
@@ -97,7 +97,7 @@ void boxed_sort(StableIValue* stack, uint64_t num_arguments, uint64_t num_output
   give_sorted(stack, std::move(sorted));
 }
 
-constexpr uint64_t kLayerArguments = 12;  // that the forward operators share
+constexpr uint64_t kLayerArguments = 12;  // shared by the forward operators
 
 template <class Backend>
 void run_layer(const LayerArguments& arguments, const LayerOutputs& outputs) {
@@ -183,7 +183,7 @@ void boxed_layer_backward(StableIValue* stack, uint64_t num_arguments, uint64_t 
   host::set_last_kernel("");
   if (arguments.shape.slots > 0) {
     if (arguments.needs != 0) Backend::layer_backward(arguments, gradients);
-  } else {  // nothing is added up
+  } else {  // sums over no rows
     for (const Tensor* sum : {&gradients.dw13, &gradients.dw2, &gradients.db13, &gradients.db2}) zero(*sum);
   }
   for (Tensor* gradient :
@@ -229,7 +229,7 @@ void boxed_grouped_gradient(StableIValue* stack, uint64_t num_arguments, uint64_
   stack[0] = give(std::move(out));
 }
 
-// For tracers.
+// Argument checks for tracers.
 template <auto kTake>
 void take_only(host::Arguments& given) {
   kTake(given);
@@ -248,12 +248,12 @@ const host::ArgumentCheck kChecks[] = {
     {"_fused_moe_scaled", [](host::Arguments& given) { check_blocks(take_scaled(given).shape); }},
     {"_fused_moe_scaled_torch", take_only<take_scaled>},
     {"_fused_moe_mxfp4", take_only<take_mxfp4>},
-    {"_fused_moe_mxfp4_out",  // as the next
+    {"_fused_moe_mxfp4_out",  // as the next one
      [](host::Arguments& given) {
        const Tensor out = given.tensor();
        check_out(take_mxfp4(given), out);
      }},
-    {"_fused_moe_scaled_out",  // no operator: what fused_moe writes a result of torch's to
+    {"_fused_moe_scaled_out",  // not an operator: checks the out to which fused_moe copies its result
      [](host::Arguments& given) {
        const Tensor out = given.tensor();
        check_out(take_scaled(given), out);
@@ -309,25 +309,25 @@ STABLE_TORCH_LIBRARY_FRAGMENT(flashmoe, library) {
   const std::string sort =
       "moe_sort(Tensor ids, Tensor topk_weights, Tensor? expert_map, int experts) -> (" + sorted + ")";
   library.def(sort.c_str());
-  // The last five results are what the backward pass needs, and have size 0 where keep is false.
+  // The last five results are for the backward pass, and have size 0 if keep is false.
   library.def(("_fused_moe(" + layer + ", bool keep) -> (Tensor out, Tensor preactivation, " + sorted + ")").c_str());
-  // Called where no gradient can be needed: one result, and no rule of autograd in Python.
+  // Called when no gradient can be needed: one result, and no autograd rule in Python.
   library.def(("_fused_moe_inference(" + layer + ") -> Tensor").c_str());
   library.def(("_fused_moe_out(Tensor(a!) out, " + layer + ") -> ()").c_str());
   // needs: bit i for gradient i; None for the others. The gradient of shared is grad_out.
   library.def(backward("_fused_moe_backward", "Tensor").c_str());
-  // The same; what it leaves in preactivation has no meaning.
+  // The same; it overwrites preactivation with values that have no meaning.
   library.def(backward("_fused_moe_backward_consuming", "Tensor(a!)").c_str());
-  // a [M, K], b [E, K, N], offsets [E]: the end of each expert's rows; rows past the last end give zeros. [M, N].
+  // a [M, K], b [E, K, N], offsets [E]: the end of each expert's rows; rows past the last end become zeros. [M, N].
   library.def("grouped_mm(Tensor a, Tensor b, Tensor offsets) -> Tensor");
-  // a [N, M], b [M, K], offsets [E]: of each expert's columns of a and rows of b the product, [E, N, K].
+  // a [N, M], b [M, K], offsets [E]: for each expert the product of its columns of a and rows of b, [E, N, K].
   library.def("_grouped_mm_2d2d(Tensor a, Tensor b, Tensor offsets) -> Tensor");
-  // e2m1 weights, two in a byte, with a power of two for each 32 of a row.
+  // e2m1 weights, two per byte, with a power of two per 32 of a row.
   library.def(
       "_fused_moe_mxfp4(Tensor x, Tensor w13, Tensor w2, Tensor? w13_scale, Tensor? w2_scale, Tensor topk_weights, "
       "Tensor "
       "topk_ids, Tensor? b13, Tensor? b2, Tensor? expert_map, Tensor? shared, str activation, str layout) -> Tensor");
-  // e4m3 weights with a scale for each 128 by 128 of them; on GPUs alone.
+  // e4m3 weights with one scale per 128 by 128 of them; GPU only.
   library.def(
       "_fused_moe_scaled(Tensor x, Tensor w13, Tensor w2, Tensor w13_scale, Tensor w2_scale, Tensor topk_weights, "
       "Tensor "

@@ -1,5 +1,5 @@
-// The layer with e4m3 weights that have a scale for each 128 by 128 of them, on a GPU: the list that is launched. flashmoe/moe/scaled.py
-// computes the layer where there is no kernel.
+// The layer with e4m3 weights and one scale per 128 by 128 of them, on a GPU, launched as one list.
+// flashmoe/moe/scaled.py computes the layer if there is no kernel.
 #include <optional>
 
 #include "host/copies.h"
@@ -11,7 +11,8 @@
 namespace flashmoe::moe {
 namespace {
 
-// A tensor of e4m3 whose rows the kernels can load, or a copy of it: strides of whole 16 bytes, no dimension that repeats.
+// An e4m3 tensor whose rows the kernels can load, or a copy of it: strides are multiples of 16 bytes, and no dimension
+// repeats.
 Tensor loadable_e4m3(const Tensor& tensor) {
   const int64_t last = tensor.dim() - 1;
   bool is_loadable = reinterpret_cast<uintptr_t>(tensor.data()) % 16 == 0 && tensor.strides()[last] == 1;
@@ -22,7 +23,7 @@ Tensor loadable_e4m3(const Tensor& tensor) {
   return is_loadable ? host::alias(tensor) : host::padded_copy(tensor);
 }
 
-// 16-bit rows that the kernels can load; none stays none.
+// 16-bit rows that the kernels can load; if no tensor is given, none is returned.
 Tensor loadable_tokens(const Tensor& tensor) {
   if (!tensor.is_given() || tensor.strides()[1] == 1) return loadable_rows(tensor);
   return host::contiguous(tensor);
@@ -39,7 +40,7 @@ class QuantizeRows {
     params_.columns = static_cast<int32_t>(columns);
   }
 
-  // is_early: what comes before it in the list does not write x.
+  // is_early: the previous kernel of the list does not write x.
   void add(CallList& list, const host::Workspace& workspace, const void* x, int64_t stride, bool is_early) {
     params_.x = x;
     params_.x_stride = stride;
@@ -50,7 +51,7 @@ class QuantizeRows {
     list.add(kernel_, ceil_div(blocks, kernel_.threads / 16), &params_);
   }
 
-  // After add.
+  // Valid after add.
   const void* values() const { return params_.values; }
   const float* scales() const { return params_.scales; }
 
@@ -65,7 +66,7 @@ class QuantizeRows {
 
 ScaledGemm make_scaled_gemm(Product product, host::KernelRequest request, int64_t slots, int64_t experts,
                             const Tensor& weights, const Tensor& scales) {
-  // The kernel of the gated product has no tensor in 16 bits: it is in the table as bf16.
+  // The gated product's kernel has no 16-bit tensor: the table lists it as bf16.
   if (product != Product::kScaled) request.dtype = Dtype::kBFloat16;
   const int64_t* sizes = weights.sizes();
   ScaledGemm made(product, select_product({request, product, Memory::kNk, slots, experts, sizes[1], sizes[2]}));
@@ -100,7 +101,7 @@ void scaled_cuda(const ScaledArguments& arguments, const LayerOutputs& outputs) 
   ScaledGemm gated = make_scaled_gemm(gated_product, request, shape.slots, shape.experts, w13, arguments.w13_scale);
   ScaledGemm down = make_scaled_gemm(Product::kScaled, request, shape.slots, shape.experts, w2, arguments.w2_scale);
   const Kernel& combine = select_step(request, Step::kCombine);
-  const bool has_few_rows = is_for_few_rows(gated.kernel());  // then h comes as float32
+  const bool has_few_rows = is_for_few_rows(gated.kernel());  // then h is float32
 
   const host::CudaCall call(gpu);
   std::optional<SortedWorkspace> own_sorted;

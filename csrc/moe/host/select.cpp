@@ -17,12 +17,12 @@ using host::KernelRequest;
 constexpr int32_t kNumProducts = 12;
 constexpr int32_t kNumSteps = 14;
 
-// By Product.
+// Indexed by Product.
 struct ProductName {
   const char* operation;
-  const char* few_rows;  // null: there is none
+  const char* few_rows;  // null: none
   bool has_memory;
-  const char* words;  // for a refusal
+  const char* words;  // for error messages
 };
 constexpr std::array<ProductName, kNumProducts> kProducts{
     {{"grouped_gemm", "grouped_gemm_few_rows", true, "a grouped matrix product"},
@@ -41,11 +41,11 @@ constexpr std::array<ProductName, kNumProducts> kProducts{
      {"grouped_gemm_gated_scaled_kept", nullptr, false,
       "a gated grouped matrix product of float8_e4m3fn for training"}}};
 
-// By Step.
+// Indexed by Step.
 struct StepName {
   const char* operation;
-  int32_t word;    // of the axis `step`; host::kNoAxis where there is no axis
-  bool has_dtype;  // else its tensors' dtypes are parameters, and the table has it once, as float32
+  int32_t word;    // on the operation's axis; host::kNoAxis if it has none
+  bool has_dtype;  // else its tensors' dtypes are parameters, and the table lists it once, as float32
   const char* words;
 };
 constexpr std::array<StepName, kNumSteps> kSteps{
@@ -85,7 +85,7 @@ std::vector<const Kernel*> find_tiles(const char* operation, const char* family,
       found.push_back(kernel);
     }
   }
-  // A family whose tiles were compiled for this GPU has all that are meant for it: PTX stands in where none was.
+  // If a family has tiles compiled for this GPU, only those are meant for it: PTX replaces them if there are none.
   const auto is_ptx = [](const Kernel* kernel) { return host::kernel_table().binaries[kernel->binary].is_ptx; };
   if (!std::all_of(found.begin(), found.end(), is_ptx)) {
     found.erase(std::remove_if(found.begin(), found.end(), is_ptx), found.end());
@@ -109,7 +109,7 @@ FamilyList resolve_families(const ProductInput& input) {
   return result;
 }
 
-// resolve_families, remembered: looking through the whole table takes longer than the rest of the selection.
+// resolve_families, cached: searching the whole table takes longer than the rest of the selection.
 const FamilyList& families_for(const ProductInput& input) {
   thread_local std::map<std::tuple<int32_t, host::Dtype, Product, Memory>, FamilyList> remembered;
   const auto key = std::tuple(input.request.capability, input.request.dtype, input.product, input.memory);
@@ -117,7 +117,7 @@ const FamilyList& families_for(const ProductInput& input) {
   return found != remembered.end() ? found->second : remembered.emplace(key, resolve_families(input)).first->second;
 }
 
-// The smallest tile for so many rows of such length; null where none is large enough.
+// The smallest tile for that many rows and that k; null if none is large enough.
 const Kernel* sufficient(const std::vector<const Kernel*>& tiles, double rows, int64_t k) {
   for (const Kernel* kernel : tiles) {
     if (rows <= rows_of(*kernel) && static_cast<double>(k) >= kernel->cost[cost::kLeastK]) return kernel;
@@ -127,15 +127,15 @@ const Kernel* sufficient(const std::vector<const Kernel*>& tiles, double rows, i
 
 int64_t up_to_multiple(int64_t size, int32_t block) { return (size + block - 1) / block * block; }
 
-// How much of the result a tile computes: whole blocks of columns, of a weight gradient also of rows.
+// How much of the result a tile computes: whole blocks of columns and, for a weight gradient, of rows.
 double computed(const Kernel& kernel, const ProductInput& input) {
   if (input.product != Product::kWeightGradient) return static_cast<double>(up_to_multiple(input.n, kernel.block_n));
   return static_cast<double>(up_to_multiple(input.n, kernel.block_m)) *
          static_cast<double>(up_to_multiple(input.k, kernel.block_n));
 }
 
-// `kernel`, or one for as many rows an expert that computes less by a twentieth. Of those that are taller the rows must be many:
-// an expert's last tile is half empty on average.
+// `kernel`, or one for equally many rows per expert that computes at least a twentieth less. A taller one needs many
+// rows: an expert's last tile is half empty on average.
 const Kernel* with_less_waste(const Kernel* kernel, const std::vector<const Kernel*>& tiles, const ProductInput& input,
                               double rows) {
   constexpr double kLess = 0.95;
@@ -150,7 +150,7 @@ const Kernel* with_less_waste(const Kernel* kernel, const std::vector<const Kern
   return best;
 }
 
-// By squares. std::pow is a symbol of glibc 2.29.
+// By squaring. std::pow is a symbol of glibc 2.29.
 double power(double base, int64_t exponent) {
   double result = 1.0;
   for (; exponent > 0; exponent /= 2, base *= base) {
@@ -159,8 +159,9 @@ double power(double base, int64_t exponent) {
   return result;
 }
 
-// `kernel`, or one for as many rows an expert whose waves, of a tile for each multiprocessor, take less by 3%: more than the times of two
-// waves can be told apart by. Counted are the tiles of the experts that so many choices fall on when they are drawn.
+// `kernel`, or another tile for this many rows per expert whose waves, of one tile per multiprocessor, take at least 3%
+// less time: smaller differences between two wave times cannot be told apart. Counts the tiles of the experts that
+// would be chosen if the slots drew them at random.
 const Kernel* with_shorter_waves(const Kernel* kernel, const std::vector<const Kernel*>& tiles,
                                  const ProductInput& input, double rows) {
   constexpr double kLess = 0.97;

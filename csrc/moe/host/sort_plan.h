@@ -6,8 +6,8 @@
 
 namespace flashmoe::moe {
 
-constexpr int64_t kOneBlockSlots = 1024;  // up to here one block sorts everything
-constexpr int64_t kSortBlockSlots = 256;  // what a block of several takes at least
+constexpr int64_t kOneBlockSlots = 1024;  // up to this many, one block sorts everything
+constexpr int64_t kSortBlockSlots = 256;  // least slots per block if there are several
 constexpr int64_t kMostSortBlocks = 128;  // each block adds up the counts of all others
 
 // 1: launch the step one. More: launch count, then place, with this grid.

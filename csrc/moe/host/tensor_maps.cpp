@@ -9,7 +9,7 @@
 
 namespace flashmoe::moe {
 
-// One family has tensor maps, sm90.
+// Only the family sm90 has tensor maps.
 void make_tensor_maps(Product product, const GemmParams& params, const Kernel& kernel, CUtensorMap* maps) {
   const auto encode = [&kernel](const auto& description, const char* name) {
     return host::encode_tensor_map(description, kernel.dtype, name);
@@ -53,12 +53,12 @@ void make_tensor_maps(Product product, const GemmParams& params, const Kernel& k
     case Product::kMxfp4PackedGated:
     case Product::kScaledWeightGradient:
     case Product::kScaledGatedKept:
-      return;  // below
+      return;  // handled below
   }
 }
 
-// Two e4m3 values are one element of the kernel's 16-bit type. A tile takes 128 bytes of a row of weights at once, and no more is fetched
-// for it: docs/notebook/2026-11-29-experts-few-tokens.md.
+// Two e4m3 values are one element of the kernel's 16-bit type. A tile takes 128 bytes of a weight row at a time, and L2
+// promotion fetches no more than that: docs/notebook/2026-11-29-experts-few-tokens.md.
 void make_tensor_maps(Product product, const ScaledGemmParams& params, const Kernel& kernel, CUtensorMap* maps) {
   const auto encode = [&kernel](const auto& description, const char* name,
                                 CUtensorMapL2promotion promotion = CU_TENSOR_MAP_L2_PROMOTION_L2_256B) {
@@ -87,7 +87,7 @@ void make_tensor_maps(Product product, const ScaledGemmParams& params, const Ker
   }
 }
 
-// Weights of 4 bits are copied by threads, unless they are packed.
+// Threads copy 4-bit weights, unless they are packed.
 void make_tensor_maps(Product product, const Mxfp4GemmParams& params, const Kernel& kernel, CUtensorMap* maps) {
   const auto encode = [&kernel](const auto& description, const char* name) {
     return host::encode_tensor_map(description, kernel.dtype, name);

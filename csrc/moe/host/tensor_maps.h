@@ -1,4 +1,4 @@
-// The tensor maps of the products' kernels, described beside each kernel.
+// The tensor maps of the products' kernels; each is described next to its kernel.
 #pragma once
 
 #include <cuda.h>

@@ -1,4 +1,4 @@
-// The backward pass of a layer in e4m3, and its weights from 16-bit ones, on a GPU: the lists that are launched.
+// The backward pass of a layer in e4m3, and the conversion of its weights from 16 bits, on a GPU, launched as lists.
 #include <optional>
 
 #include "host/last_kernel.h"
@@ -38,7 +38,7 @@ class ScaledBackwardCall {
  private:
   bool needs_rows() const { return (arguments_.needs & (kNeedX | kNeedWeights)) != 0; }
   int64_t padded() const { return blocks_ * kScaleBlock; }
-  // One scale for a row's 128 values; for 128 rows of a column; for 128 rows of 128 columns.
+  // One scale per 128 values of a row; per 128 rows of a column; per 128 rows by 128 columns.
   Operand rows_operand(int64_t columns) {
     return {workspace_, shape_.slots * columns, shape_.slots * columns / kScaleBlock};
   }
@@ -94,7 +94,7 @@ class ScaledBackwardCall {
   const host::KernelRequest request_;
   const Tensor dout_, x_;
   const Sorted sorted_;
-  const int64_t blocks_;  // padded
+  const int64_t blocks_;  // padded blocks
   const host::CudaCall call_;
   CallList list_;
   host::Workspace workspace_;
@@ -114,7 +114,7 @@ void ScaledBackwardCall::run() {
   const Operand dout = rows_operand(hidden), dz = rows_operand(2 * inner);
   const Operand dout_columns = columns_operand(hidden), dz_columns = columns_operand(2 * inner);
   const Operand active = tiles_operand(inner);
-  const Operand& x = dout_columns;  // dw2 has been computed when x is converted
+  const Operand& x = dout_columns;  // the memory is free: dw2 has been computed when x is converted
   const int64_t s = workspace_.add<uint16_t>(shape_.slots * inner);
   const int64_t dx_rows = workspace_.add<uint16_t>(shape_.slots * hidden);
   const int64_t dots = workspace_.add<float>(shape_.slots * inner / kScaleBlock);

@@ -1,4 +1,4 @@
-// What the operators that train a layer in e4m3 are given.
+// Arguments of the operators that train a layer in e4m3.
 #include <string>
 #include <utility>
 

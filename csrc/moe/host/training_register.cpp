@@ -1,4 +1,4 @@
-// The operators that train a layer in e4m3, as torch knows them; on GPUs alone.
+// Registers the operators that train a layer in e4m3 with torch; GPU only.
 #include <utility>
 
 #include "host/arguments.h"
@@ -29,7 +29,7 @@ ScaledArguments take_scaled_kept(host::Arguments& given) {
   return arguments;
 }
 
-// For tracers.
+// Argument checks for tracers.
 const host::ArgumentCheck kChecks[] = {
     {"_fused_moe_scaled_kept", [](host::Arguments& given) { take_scaled_kept(given); }},
     {"_fused_moe_scaled_backward", [](host::Arguments& given) { take_scaled_backward(given); }},
@@ -80,7 +80,7 @@ void boxed_scaled_backward(StableIValue* stack, uint64_t num_arguments, uint64_t
   host::set_last_kernel("");
   if (shape.slots > 0) {
     if (arguments.needs != 0) scaled_backward_cuda(arguments, gradients);
-  } else {  // nothing is added up
+  } else {  // sums over no rows
     zero(gradients.dw13);
     zero(gradients.dw2);
   }
@@ -109,17 +109,17 @@ void boxed_quantize_weights(StableIValue* stack, uint64_t num_arguments, uint64_
 }  // namespace flashmoe::moe
 
 STABLE_TORCH_LIBRARY_FRAGMENT(flashmoe, library) {
-  // As _fused_moe_scaled of x in bfloat16; the last five results are what the backward pass needs.
+  // As _fused_moe_scaled with x in bfloat16; the last five results are for the backward pass.
   library.def(
       "_fused_moe_scaled_kept(Tensor x, Tensor w13, Tensor w2, Tensor w13_scale, Tensor w2_scale, Tensor topk_weights, "
       "Tensor topk_ids, Tensor? x_scale, Tensor? expert_map, Tensor? shared, str activation) -> (Tensor out, Tensor "
       "preactivation, Tensor expert_offsets, Tensor row_slots, Tensor slot_rows, Tensor row_weights)");
-  // Weights transposed. needs: bit i for gradient i; None for the others.
+  // Weights are transposed. needs: bit i for gradient i; None for the others.
   library.def(
       "_fused_moe_scaled_backward(Tensor grad_out, Tensor x, Tensor w13, Tensor w2, Tensor w13_scale, Tensor w2_scale, "
       "Tensor preactivation, Tensor expert_offsets, Tensor row_slots, Tensor slot_rows, Tensor row_weights, str "
       "activation, int needs) -> (Tensor? dx, Tensor? dw13, Tensor? dw2, Tensor? dtopk_weights)");
-  // e4m3 values and scales of blocks of 128 by 128, and the same of the transpose.
+  // e4m3 values and scales of blocks of 128 by 128, and the same for the transpose.
   library.def(
       "_quantize_weights(Tensor weights) -> (Tensor values, Tensor scales, Tensor transposed, Tensor "
       "transposed_scales)");

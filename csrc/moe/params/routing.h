@@ -1,5 +1,5 @@
-// What the host passes to the kernels around the grouped matrix products: choosing experts, sorting by expert, adding up. Plain C
-// types only, as in gemm.h, which says what slots and rows are.
+// Parameters that the host passes to the kernels around the grouped matrix products: choosing experts, sorting by
+// expert, combining. Plain C types only, as in gemm.h, which defines slots and rows.
 #pragma once
 
 #ifdef __CUDACC_RTC__
@@ -12,47 +12,48 @@ using int64_t = long long;
 namespace flashmoe::moe {
 
 enum class Scoring : int32_t {
-  kSoftmax,      // softmax over all experts, then the top k; bias is added for the choice alone
+  kSoftmax,      // softmax over all experts, then the top k; the bias only affects the choice
   kTopkSoftmax,  // the top k logits (+ bias), then softmax over them
-  kSigmoid,      // sigmoid of each logit; bias is added for the choice alone
+  kSigmoid,      // sigmoid of each logit; the bias only affects the choice
 };
 
-enum class Scalar : int32_t { kFloat32, kFloat16, kBFloat16, kInt32, kInt64 };  // of tensors whose dtype is free
+enum class Scalar : int32_t { kFloat32, kFloat16, kBFloat16, kInt32, kInt64 };  // of tensors whose dtype is a parameter
 
-// moe_route: the top k experts of each token, the largest first, the lower id first among equals; a NaN is the largest, as in
-// torch.topk. Groups stay by the sum of their two largest scores (+ bias) where scoring is sigmoid (DeepSeek-V3), else by their
-// largest (DeepSeek-V2). At most 1024 experts, 32 choices and 32 groups; the groups that stay hold at least top_k experts.
+// moe_route: the top k experts of each token, largest first, ties by the lower id; a NaN counts as the largest, as in
+// torch.topk. Groups of experts are kept by the sum of their two largest scores (+ bias) if the scoring is sigmoid
+// (DeepSeek-V3), else by their largest score (DeepSeek-V2). At most 1024 experts, 32 choices and 32 groups; the kept
+// groups hold at least top_k experts.
 struct RouteParams {
   const void* logits;  // [tokens, experts]
   const float* bias;   // [experts]; null: none
   float* weights;      // [tokens, top_k]
   int32_t* ids;        // [tokens, top_k]
-  int32_t* counts;     // [experts], how many tokens chose it; zeroed by the host
+  int32_t* counts;     // [experts], how many tokens chose each expert; zeroed by the host
   int64_t logits_stride;
   Scalar logits_dtype;
   Scoring scoring;
   int32_t tokens;
   int32_t experts;
   int32_t top_k;
-  int32_t groups;       // experts are in this many groups of equal size; 1: no groups
-  int32_t topk_groups;  // of which so many stay
-  int32_t renormalize;  // weights are divided by their sum
-  float scale;          // and multiplied by this
+  int32_t groups;       // number of groups of equal size that the experts are in; 1: no groups
+  int32_t topk_groups;  // groups that are kept
+  int32_t renormalize;  // divide the weights by their sum
+  float scale;          // then multiply them by this
 };
 
-enum class SortStep : int32_t { kOne, kCount, kPlace };  // in the order of the axis `step` of operations.toml
+enum class SortStep : int32_t { kOne, kCount, kPlace };  // as in the axis `step` of operations.toml
 
-// moe_sort: stable counting sort of slots by expert, at most 1024. One launch of one block (step one), or two: each block counts
-// its share (count), then places it with the same grid (place).
+// moe_sort: stable counting sort of slots by expert, for at most 1024 experts. One launch of one block (step one), or
+// two launches with the same grid: each block counts its share of the slots (count), then places it (place).
 struct SortParams {
-  const void* ids;            // [slots], int32 or int64; outside [0, ids_end): no expert
+  const void* ids;            // [slots], int32 or int64; ids outside [0, ids_end): no expert
   const void* topk_weights;   // [slots], fp32, fp16 or bf16
-  const int32_t* expert_map;  // [ids_end] expert of this layer, or outside [0, experts) for none; null: the id itself
+  const int32_t* expert_map;  // [ids_end] expert of this layer, outside [0, experts): none; null: the id itself
   int32_t* expert_offsets;    // [experts + 1], written
   int32_t* row_slots;         // [slots], by row, written; -1 past the last row
   int32_t* slot_rows;         // [slots], by slot, written; -1: no expert
   float* row_weights;         // [slots], by row, written; 0 past the last row
-  int32_t* block_counts;      // [blocks][experts] workspace of count and place
+  int32_t* block_counts;      // [blocks][experts], workspace of count and place
   Scalar ids_dtype;
   Scalar weights_dtype;
   int32_t slots;
@@ -61,16 +62,17 @@ struct SortParams {
 };
 
 // moe_combine: out[t] = shared[t] + sum over choices, in their order, of row_weights[row] * rows[row], in fp32.
-// moe_combine_backward: dx[t] = sum over choices of rows[row]; dweights[slot] = sum over tiles, in order, of row_dots[tile][row],
-// plus, where b2 needs a gradient, dout[t] . b2[expert]. Grid: a multiple of the tokens; at most 32 choices.
+// moe_combine_backward: dx[t] = sum over choices of rows[row]; dweights[slot] = sum over tiles, in order, of
+// row_dots[tile][row], plus dout[t] . b2[expert] if b2 is given. Grid: a multiple of the number of tokens; at most 32
+// choices.
 struct CombineParams {
   const void* rows;               // [slots, columns], by row
   const void* shared;             // [tokens, columns]; null: none
-  void* out;                      // [tokens, columns]; backward: null: not wanted
+  void* out;                      // [tokens, columns]; backward: null: not requested
   const float* row_weights;       // [slots], by row; null: 1
-  const int32_t* slot_rows;       // [slots]; -1: nothing
+  const int32_t* slot_rows;       // [slots]; -1: no row
   const float* row_dots;          // backward: [dot_tiles][slots]
-  float* dweights;                // backward: [slots], written; 0 where the slot has no row; null: not wanted
+  float* dweights;                // backward: [slots], written; 0 if the slot has no row; null: not requested
   const void* bias;               // backward: b2 [experts, columns]; null: none
   const void* dout;               // backward, with bias: [tokens, columns]
   const int32_t* expert_offsets;  // backward, with bias: [experts + 1]
@@ -84,8 +86,8 @@ struct CombineParams {
   int32_t dot_tiles;
 };
 
-// moe_gather: rows[slot_rows[slot]] = a[slot / top_k]; rows past those that experts have are left alone. One warp per token; at most
-// 32 choices.
+// moe_gather: rows[slot_rows[slot]] = a[slot / top_k]; rows past the experts' last one are not written. One warp per
+// token; at most 32 choices.
 struct GatherParams {
   const void* a;             // [tokens, columns]
   void* rows;                // [slots, columns]
@@ -96,8 +98,8 @@ struct GatherParams {
   int32_t columns;  // a multiple of 8
 };
 
-// moe_bias_gradient: d[e] = sum over e's rows of row_weights[row] * a[a_row], in fp32 and in an order that depends on the number
-// of e's rows alone, rounded once. Grid: experts * ceil(columns / 64).
+// moe_bias_gradient: d[e] = sum over e's rows of row_weights[row] * a[a_row], in fp32, in an order that depends only on
+// the number of e's rows, rounded once. Grid: experts * ceil(columns / 64).
 struct BiasGradientParams {
   const void* a;                  // [tokens or slots, columns]
   void* d;                        // [experts, columns]

@@ -1,4 +1,5 @@
-// moe_gated_gradient: from the activation's gradient to that of gate and up, as e4m3 operands of the products that follow.
+// moe_gated_gradient: turns the activation's gradient into those of gate and up, as e4m3 operands of the following
+// products.
 #pragma once
 
 #include "device/math.cuh"
@@ -16,21 +17,23 @@ struct GatedGradientSpec : TileQuantizeSpec<Element_, kNumWarps_> {
   static constexpr int kSharedBytes = kPartsOffset + 2 * kPartBytes;
 };
 
-// Where a thread keeps a row of a tile until the one before it has left the registers: 0, the gradient of up; 1, the weighted activation.
+// Where a thread keeps a row of the gradient of up (part 0) or of the weighted activation (part 1) until the previous
+// tile has left the registers.
 template <typename Spec>
 __device__ __forceinline__ unsigned char* place_of(int part, int row) {
   return ptx::dynamic_shared_memory() + Spec::kPartsOffset + part * Spec::kPartBytes +
          (row * Spec::kNumThreads + ptx::thread_index()) * 16;
 }
 
-// The thread's part of the gradients of gate and up and of the weighted activation; of rows past the expert's last, zeros.
+// Computes the thread's elements of the gradients of gate and up and of the weighted activation; zeros for rows past
+// the expert's last.
 template <typename Spec>
 __device__ __forceinline__ void differentiate(const GatedGradientParams& params, const TileRows& at, int column,
                                               QuantizedTile<Spec>& gate) {
   using Element = typename Spec::Element;
   constexpr int kLoads = 2;  // rows in flight
   const int lane = ptx::lane_index();
-  // A lane of 16 that have sums of two rows gives one away.
+  // Each of 16 lanes has sums of two rows: it keeps one and exchanges the other with the lane `lanes` away.
   const auto halve = [&](float even, float odd, int lanes) {
     const bool keeps_odd = (lane & lanes) != 0;
     return (keeps_odd ? odd : even) + ptx::shuffle_xor(keeps_odd ? even : odd, lanes);
@@ -42,7 +45,7 @@ __device__ __forceinline__ void differentiate(const GatedGradientParams& params,
       uint32_t gates[kLoads][4], ups[kLoads][4], slopes[kLoads][4];
       float weights[kLoads], sums[kLoads];
 #pragma unroll
-      for (int i = 0; i < kLoads; ++i) {  // a row that is none loads the last one
+      for (int i = 0; i < kLoads; ++i) {  // rows past the last one load the last one
         const int64_t row = at.first + minimum(gate.group * 8 + start + i, at.count - 1);
         const auto* z = static_cast<const Element*>(params.preactivation) + row * 2 * params.columns + column;
         ptx::ld_global_128(gates[i], z);
@@ -87,7 +90,7 @@ __device__ __forceinline__ void differentiate(const GatedGradientParams& params,
 template <typename Spec>
 __device__ __forceinline__ void gated_gradient(const GatedGradientParams& params) {
   ptx::grid_launch_dependents();
-  // Hazard: the product in front may still write s.
+  // Hazard: the previous product may still write s.
   ptx::grid_dependency_wait();
   const int column_blocks = params.columns / kScaleBlock;
   const int column_block = ptx::block_index() % column_blocks;

@@ -1,4 +1,5 @@
-// e4m3 values and scales of rows of 16-bit or float32 numbers: 16 lanes take a block of 128 values, eight each.
+// Converts rows of 16-bit or float32 numbers to e4m3 values and scales: 16 lanes per block of 128 values, eight values
+// each.
 #pragma once
 
 #include "device/convert.cuh"
@@ -48,14 +49,14 @@ template <typename Spec>
 __device__ __forceinline__ void quantize(const QuantizeParams& params) {
   using Element = typename Spec::Element;
   ptx::grid_launch_dependents();
-  // Hazard: the grid in front may still write x.
+  // Hazard: the previous grid may still write x.
   if (params.is_early == 0) ptx::grid_dependency_wait();
-  const int blocks = params.columns / kScaleBlock;  // of a row
+  const int blocks = params.columns / kScaleBlock;  // per row
   const int64_t count = static_cast<int64_t>(params.rows) * blocks;
   const int lane = ptx::lane_index();
   const int64_t block =
       (static_cast<int64_t>(ptx::block_index()) * Spec::kNumWarps + ptx::warp_index()) * 2 + lane / 16;
-  const bool is_valid = block < count;  // the other half of the warp may have a block: shuffles are for all
+  const bool is_valid = block < count;  // no return: the warp's other half may have a block; shuffles need all lanes
   const int64_t row = is_valid ? block / blocks : 0;
   const int column = (is_valid ? static_cast<int>(block - row * blocks) : 0) * kScaleBlock + lane % 16 * 8;
   float values[8];
@@ -77,7 +78,8 @@ __device__ __forceinline__ void quantize(const QuantizeParams& params) {
     ptx::st_global_64(static_cast<unsigned char*>(params.values) + row * params.columns + column, packed);
     if (lane % 16 == 0) ptx::st_global_float(params.scales + block, scale.scale);
   }
-  // The next kernel relies on the end of the grid in front, too. One block waits for it: the others make room for those behind them.
+  // The next kernel also relies on the end of the previous grid. One block waits for it; the others exit to make room
+  // for later blocks.
   if (params.is_early != 0 && ptx::block_index() == 0) ptx::grid_dependency_wait();
 }
 

@@ -5,14 +5,15 @@
 
 namespace flashmoe::moe {
 
-// 1 / x to the nearest float, for x of 2^-126 to 2^126 and infinity: one step of Newton's, whose error is -1 at least where x is infinite.
+// 1 / x to the nearest float, for x of 2^-126 to 2^126 and infinity: one Newton step. For infinite x its error term is
+// NaN, which fmaxf replaces by -1.
 __device__ __forceinline__ float reciprocal(float x) {
   const float first = ptx::rcp_approx(x);
   return ptx::fma_rn(first, fmaxf(ptx::fma_rn(-x, first, 1.0f), -1.0f), first);
 }
 
-// e4m3's largest number is 448. Of a block of zeros, too, the scale and its inverse are finite. A NaN does not enter the maximum
-// and stays itself; an infinity makes all of its block NaN.
+// The largest e4m3 number is 448. The scale and its inverse are finite even for a block of zeros. The maximum ignores a
+// NaN, which stays NaN; an infinity makes its whole block NaN.
 struct BlockScale {
   float scale;
   float inverse;

@@ -1,8 +1,9 @@
-// A tile of 128 rows by 128 columns of 16-bit elements in the registers of 256 threads, and its way to e4m3: by rows, and transposed.
+// A tile of 128 rows by 128 columns of 16-bit elements in the registers of 256 threads, and its conversion to e4m3, by
+// rows and transposed.
 //
-// Thread t has rows 8 (t / 16) to 8 (t / 16) + 7 of columns 8 (t % 16) to 8 (t % 16) + 7. Its eight rows of a column are eight
-// neighbouring bytes of the transpose, which passes through shared memory [128 columns][128 bytes]: unit u of eight bytes of column c
-// lies at u ^ (c / 8), so that neither side's accesses meet in a bank.
+// Thread t holds rows 8 (t / 16) to 8 (t / 16) + 7 of columns 8 (t % 16) to 8 (t % 16) + 7. Its eight rows of a column
+// are eight neighbouring bytes of the transpose, which passes through shared memory [128 columns][128 bytes]: the
+// eight-byte unit u of column c is stored at u ^ (c / 8), so that neither writes nor reads have bank conflicts.
 #pragma once
 
 #include "device/convert.cuh"
@@ -29,14 +30,14 @@ struct TileQuantizeSpec {
   static_assert(kNumThreads == 256, "a thread has eight rows of eight columns");
 };
 
-// The tile's place among an expert's rows.
+// A tile's position among the rows of an expert.
 struct TileRows {
-  int first;  // row
+  int first;  // first row
   int count;  // 128 or fewer; 0: nothing to do
-  int block;  // padded
+  int block;  // padded block
 };
 
-// By a whole warp: the expert whose padded blocks `block` is among, by 32 of at most 1024 experts at a time.
+// Finds the expert that owns padded block `block`. Called by a whole warp: a 32-way search over at most 1024 experts.
 __device__ __forceinline__ TileRows rows_of_block(const int32_t* expert_offsets, int experts, int block) {
   int first = 0;
 #pragma unroll 1
@@ -70,17 +71,17 @@ struct QuantizedTile {
     return column % 2 == 0 ? pair.x : pair.y;
   }
 
-  // Their signs mean nothing.
+  // The larger magnitudes of two pairs; their signs are meaningless.
   static __device__ __forceinline__ uint32_t larger(uint32_t a, uint32_t b) {
     return ptx::larger_magnitudes<Element>(a, b);
   }
 
-  // Of the row's even and odd columns among the thread's.
+  // The largest magnitudes among the thread's even and odd columns of the row.
   __device__ __forceinline__ uint32_t largest_of_row(int row) const {
     return larger(larger(words[row][0], words[row][1]), larger(words[row][2], words[row][3]));
   }
 
-  // Of all 128 by 128. Contains a barrier; the next use of the maxima needs another.
+  // The largest magnitude of the whole tile. Contains a barrier; the next use of the maxima needs another.
   __device__ __forceinline__ float largest_of_tile() const {
     uint32_t largest = largest_of_row(0);
 #pragma unroll
@@ -100,7 +101,7 @@ struct QuantizedTile {
     return fmaxf(fabsf(pair.x), fabsf(pair.y));
   }
 
-  // Of each of the thread's columns over all 128 rows; likewise.
+  // The largest magnitude of each of the thread's columns over all 128 rows. Barriers as in largest_of_tile.
   __device__ __forceinline__ void largest_of_columns(uint32_t (&largest)[4]) const {
     unsigned char* maxima = smem + Spec::kMaximaOffset + chunk * 16;
     const auto with_other_group = [&] {
@@ -126,13 +127,14 @@ struct QuantizedTile {
     with_other_group();
   }
 
-  // The row, among its group's eight, whose scale the lane computes; and the first lane of the group that computes a row's.
+  // row_of_lane: the row, among its group's eight, whose scale the lane computes. lane_of_row: the first of the group's
+  // lanes that compute a row's scale.
   static __device__ __forceinline__ int row_of_lane(int lane) { return lane / 8 % 2 * 4 + lane / 4 % 2 * 2 + lane % 2; }
   static __device__ __forceinline__ int lane_of_row(int row) { return row / 4 * 8 + row / 2 % 2 * 4 + row % 2; }
 
-  // A lane gives half of its rows away with each exchange, until two are left.
+  // With each exchange a lane gives away half of its rows, until two are left.
   __device__ __forceinline__ BlockScale scale_of_row() const {
-    uint32_t largest[4];  // of rows 2 i and 2 i + 1
+    uint32_t largest[4];  // rows 2 i and 2 i + 1
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       const uint32_t even = largest_of_row(2 * i), odd = largest_of_row(2 * i + 1);
@@ -171,7 +173,8 @@ struct QuantizedTile {
     }
   }
 
-  // The tile's first `rows` rows, each with a scale of its own. values, scales: of the tile's first row and column.
+  // Stores the tile's first `rows` rows with one scale per row. values, scales: those of the tile's first row and
+  // column.
   __device__ __forceinline__ void store_rows(unsigned char* values, int64_t stride, float* scales, int64_t scale_stride,
                                              int rows) const {
     const BlockScale own = scale_of_row();
@@ -188,8 +191,8 @@ struct QuantizedTile {
     }
   }
 
-  // codes_of(codes, column): the eight rows of one of the thread's columns. gmem: the first row of the tile's first column. Contains a
-  // barrier, and relies on one since the last call.
+  // codes_of(codes, column): converts the eight rows of one of the thread's columns. gmem: the first row of the tile's
+  // first column. Contains a barrier, and needs one since the previous call.
   template <typename CodesOf>
   __device__ __forceinline__ void store_transposed(unsigned char* gmem, int64_t stride, CodesOf codes_of) const {
 #pragma unroll
@@ -213,14 +216,14 @@ struct QuantizedTile {
     }
   }
 
-  // One scale for the tile.
+  // Stores the transpose with one scale for the tile.
   __device__ __forceinline__ BlockScale store_transposed_tile(unsigned char* gmem, int64_t stride) const {
     const BlockScale scale(largest_of_tile());
     store_transposed(gmem, stride, [&](auto& codes, int column) { quantize_column(codes, column, scale.inverse); });
     return scale;
   }
 
-  // The same, and the tile itself: values are converted once, and their bytes transposed.
+  // The same, and stores the tile itself: values are converted once, and their bytes are transposed.
   __device__ __forceinline__ BlockScale store_tile(unsigned char* values, int64_t values_stride, unsigned char* gmem,
                                                    int64_t stride) const {
     const BlockScale scale(largest_of_tile());
@@ -235,7 +238,7 @@ struct QuantizedTile {
         ptx::st_global_64(values + (group * 8 + row) * values_stride + chunk * 8, rows[i]);
       }
 #pragma unroll
-      for (int half = 0; half < 2; ++half) {  // of four rows, four columns
+      for (int half = 0; half < 2; ++half) {  // four columns of four rows
 #pragma unroll
         for (int two = 0; two < 2; ++two) {
           const uint32_t selector = two == 0 ? 0x5140 : 0x7362;
@@ -253,7 +256,7 @@ struct QuantizedTile {
     return scale;
   }
 
-  // A scale for each column; scales: of the tile's first column.
+  // Stores the transpose with one scale per column; scales: that of the tile's first column.
   __device__ __forceinline__ void store_transposed_columns(unsigned char* gmem, int64_t stride, float* scales) const {
     uint32_t largest[4];
     largest_of_columns(largest);

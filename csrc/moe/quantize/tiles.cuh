@@ -1,4 +1,5 @@
-// moe_quantize_tiles: 16-bit weights, tokens or their gradients as e4m3 operands of products and, transposed, of weight gradients.
+// moe_quantize_tiles: converts 16-bit weights, tokens or their gradients to e4m3 operands of products and, transposed,
+// of weight gradients.
 #pragma once
 
 #include "device/math.cuh"
@@ -15,7 +16,7 @@ __device__ __forceinline__ void quantize_weights(const QuantizeTilesParams& para
   const int row_block = index / column_blocks % row_blocks;
   const int64_t expert = index / column_blocks / row_blocks;
   QuantizedTile<Spec> tile;
-  const int64_t weights = static_cast<int64_t>(params.rows) * params.columns;  // of an expert
+  const int64_t weights = static_cast<int64_t>(params.rows) * params.columns;  // per expert
   const int64_t first = expert * weights + static_cast<int64_t>(row_block) * kScaleBlock * params.columns +
                         column_block * kScaleBlock;  // of the tile
   const auto* x = static_cast<const typename Spec::Element*>(params.x) + first + tile.chunk * 8;
@@ -38,7 +39,7 @@ __device__ __forceinline__ void quantize_weights(const QuantizeTilesParams& para
 template <typename Spec, TileSource kSource>
 __device__ __forceinline__ void quantize_tiles(const QuantizeTilesParams& params) {
   ptx::grid_launch_dependents();
-  // Hazard: the grid in front may still write x or the rows' order, or read what these results overwrite.
+  // Hazard: the previous grid may still write x or row_slots, or read what these results overwrite.
   ptx::grid_dependency_wait();
   if constexpr (kSource == TileSource::kWeights) {
     quantize_weights<Spec>(params);
@@ -50,7 +51,7 @@ __device__ __forceinline__ void quantize_tiles(const QuantizeTilesParams& params
     const int column = column_block * kScaleBlock;
     QuantizedTile<Spec> tile;
     const int own_row =
-        minimum(tile.group * 8 + ptx::lane_index() % 8, at.count - 1);  // a row that is none loads the last one
+        minimum(tile.group * 8 + ptx::lane_index() % 8, at.count - 1);  // rows past the last one load the last one
     const int token = static_cast<int>(ptx::ld_global_32(params.row_slots + at.first + own_row)) / params.top_k;
     const auto* x = static_cast<const typename Spec::Element*>(params.x) + column + tile.chunk * 8;
 #pragma unroll

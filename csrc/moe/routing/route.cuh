@@ -1,8 +1,10 @@
-// The router: scores of a token's experts, the choice of top_k of them, their weights, and how many tokens chose each expert.
+// The router: scores a token's experts, chooses top_k of them, computes their weights, and counts how many tokens chose
+// each expert.
 //
-// One warp per token. Lane l holds the experts l, l + 32, ..., as unsigned keys in the order of what decides the choice; key 0 is no
-// expert. Each choice is two reductions over the warp: of the keys, then of the indices that have the largest. Lane i holds choice
-// i, so there are at most 32. Grid: any number of blocks, warps take the tokens cyclically.
+// One warp per token. Lane l holds experts l, l + 32, ... as unsigned keys ordered like the values that decide the
+// choice; key 0 means no expert. Each choice is two reductions over the warp: of the keys, then of the indices that
+// have the largest key. Lane i holds choice i, so there are at most 32 choices. Grid: any number of blocks; warps take
+// tokens cyclically.
 #pragma once
 
 #include "device/math.cuh"
@@ -22,7 +24,7 @@ namespace flashmoe::moe {
 
 constexpr int kMaxExperts = 1024;
 constexpr float kLog2e = 1.44269504f;
-constexpr float kSmallestSum = 1e-20f;  // of weights that are all 0: DeepSeek-V3's, lost in any other sum
+constexpr float kSmallestSum = 1e-20f;  // for weights that are all 0: DeepSeek-V3's value, lost in any other sum
 
 template <typename Element_, int kNumWarps_>
 struct RouteSpec {
@@ -32,7 +34,8 @@ struct RouteSpec {
   static constexpr int kSharedBytes = kNumWarps * kMaxExperts * 4;  // each warp's counts
 };
 
-// Greater keys for greater floats, and none is 0; a NaN has the largest. -0 is below 0: whoever has zeros of both signs adds 0.
+// Larger floats have larger keys; no key is 0 and NaN has the largest. -0 is below 0: callers with zeros of both signs
+// add 0.
 __device__ __forceinline__ uint32_t order_key(float x) {
   if (x != x) return 0xffffffffu;
   const uint32_t bits = ptx::float_bits(x);
@@ -48,14 +51,14 @@ struct Best {
   int index;
 };
 
-// Of the lanes' candidates the largest key, and the lowest index among those that have it.
+// The largest key among the lanes' candidates, and the lowest index among the lanes that have it.
 __device__ __forceinline__ Best warp_best(uint32_t key, int index) {
   const uint32_t largest = warp_max(key);
   const uint32_t lowest = warp_min(key == largest ? static_cast<uint32_t>(index) : 0xffffffffu);
   return {largest, static_cast<int>(lowest)};
 }
 
-// The best expert of all. Of a lane's the first, which is its lowest, wins among equals.
+// The best expert of all. Among equal keys of a lane the first wins, which has the lowest index.
 template <int kPerLane>
 __device__ __forceinline__ Best best_of_all(const uint32_t (&keys)[kPerLane]) {
   uint32_t key = keys[0];
@@ -87,17 +90,17 @@ __device__ __forceinline__ TwoKeys best_two(const uint32_t (&keys)[kPerLane], in
   }
   const uint32_t largest = warp_max(first);
   const uint32_t lanes = ptx::vote_ballot(first == largest);
-  const bool has_largest = (lanes & (0u - lanes)) >> lane & 1;  // the first lane of those
+  const bool has_largest = (lanes & (0u - lanes)) >> lane & 1;  // the first lane that has it
   return {largest, warp_max(has_largest ? second : first)};
 }
 
-// Experts of the groups that do not stay get key 0.
+// Sets the keys of experts in dropped groups to 0.
 template <int kPerLane>
 __device__ __forceinline__ void drop_groups(const RouteParams& params, uint32_t (&keys)[kPerLane]) {
   const int lane = ptx::lane_index();
   const int group_size = params.experts / params.groups;
   const bool adds_two = params.scoring == Scoring::kSigmoid && group_size > 1;
-  uint32_t group_key = 0;  // lane g: of group g
+  uint32_t group_key = 0;  // lane g: key of group g
 #pragma unroll 1
   for (int group = 0; group < params.groups; ++group) {
     const TwoKeys best = best_two(keys, group * group_size, group_size);
@@ -109,7 +112,7 @@ __device__ __forceinline__ void drop_groups(const RouteParams& params, uint32_t 
 #pragma unroll 1
   for (int i = 0; i < params.topk_groups; ++i) {
     const uint32_t lanes = ptx::vote_ballot(group_key == warp_max(group_key));
-    const uint32_t group = lanes & (0u - lanes);  // its bit; the first among equals
+    const uint32_t group = lanes & (0u - lanes);  // as a bit; the first among equals
     selected |= group;
     if (group >> lane & 1) group_key = 0;
   }
@@ -134,7 +137,7 @@ struct Softmax {
   }
 };
 
-// logits: their bits.
+// logits: raw bits.
 template <int kPerLane>
 __device__ __forceinline__ Softmax softmax_over(const uint32_t (&logits)[kPerLane], int experts) {
   float largest = ptx::negative_infinity(), sum = 0.0f;
@@ -154,12 +157,12 @@ __device__ __forceinline__ Softmax softmax_over(const uint32_t (&logits)[kPerLan
   return {largest, 1.0f / warp_sum(sum)};
 }
 
-// Turns the bits of logits into keys of what decides the choice. Softmax and sigmoid rise with the logit, so without bias and
-// groups the logits decide: scores that round to the same number do not make a tie.
+// Turns the bits of logits into the keys that decide the choice. Softmax and sigmoid increase with the logit, so
+// without bias and groups the logits decide: scores that round to the same number do not make a tie.
 template <int kPerLane>
 __device__ __forceinline__ void make_keys(const RouteParams& params, const Softmax& softmax,
                                           uint32_t (&keys)[kPerLane]) {
-  constexpr int kLoads = 4;  // of the bias in flight
+  constexpr int kLoads = 4;  // loads of the bias in flight
   const bool by_score = params.bias != nullptr || params.groups > 1;
 #pragma unroll
   for (int start = 0; start < kPerLane; start += kLoads) {
@@ -180,7 +183,7 @@ __device__ __forceinline__ void make_keys(const RouteParams& params, const Softm
   }
 }
 
-// The weight of this lane's choice; lanes without one give 0.
+// The weight of this lane's choice; 0 in lanes without one.
 __device__ __forceinline__ float choice_weight(const RouteParams& params, const Softmax& softmax, int64_t row,
                                                int expert, bool has_choice) {
   float weight = 0.0f;
@@ -202,7 +205,7 @@ __device__ __forceinline__ float choice_weight(const RouteParams& params, const 
   return weight * params.scale;
 }
 
-// The bits of this lane's logits as floats.
+// The bits of this lane's logits, converted to float.
 template <int kPerLane>
 __device__ __forceinline__ void load_logits(const RouteParams& params, int64_t row, uint32_t (&logits)[kPerLane]) {
   if (params.logits_dtype == Scalar::kFloat32) {
@@ -224,12 +227,12 @@ __device__ __forceinline__ void load_logits(const RouteParams& params, int64_t r
   }
 }
 
-// counts_smem: this warp's.
+// counts_smem: the counts of this warp.
 template <int kPerLane>
 __device__ __forceinline__ void route_token(const RouteParams& params, int64_t token, ptx::SmemPointer counts_smem) {
   const int lane = ptx::lane_index();
   const int64_t row = token * params.logits_stride;
-  uint32_t keys[kPerLane];  // at first the bits of logits
+  uint32_t keys[kPerLane];  // at first the bits of the logits
   load_logits(params, row, keys);
   Softmax softmax{0.0f, 1.0f};
   if (params.scoring == Scoring::kSoftmax) softmax = softmax_over(keys, params.experts);
@@ -250,7 +253,7 @@ __device__ __forceinline__ void route_token(const RouteParams& params, int64_t t
   if (has_choice) {
     ptx::st_global_float(params.weights + token * params.top_k + lane, weight);
     ptx::st_global_32(params.ids + token * params.top_k + lane, static_cast<uint32_t>(expert));
-    // A token's choices differ, so no two lanes meet here.
+    // A token's choices differ, so no two lanes update the same count.
     const ptx::SmemPointer count_smem = counts_smem + 4 * expert;
     ptx::st_shared_32(count_smem, ptx::ld_shared_32(count_smem) + 1);
   }
@@ -285,7 +288,7 @@ __device__ __forceinline__ void route(const RouteParams& params) {
   for (int expert = ptx::thread_index(); expert < params.experts; expert += Spec::kNumThreads) {
     uint32_t count = 0;
     for (int i = 0; i < Spec::kNumWarps; ++i) count += ptx::ld_shared_32(block_smem + 4 * (kMaxExperts * i + expert));
-    // Integers: the order of blocks changes nothing.
+    // Integer sums: the order of blocks does not matter.
     if (count != 0) ptx::atomic_add_global(params.counts + expert, static_cast<int32_t>(count));
   }
 }

@@ -1,4 +1,5 @@
-// Reading tensors whose dtype is known at run time: bits first, so that many loads are in flight before one is converted.
+// Reads tensors whose dtype is known only at run time: raw bits first, so that many loads are in flight before the
+// first conversion.
 #pragma once
 
 #include "moe/params/routing.h"
@@ -8,7 +9,7 @@
 
 namespace flashmoe::moe {
 
-// The bits of fp32 element `index`, or of a 16-bit one in the low half.
+// The bits of element `index`: fp32, or 16 bits in the low half.
 __device__ __forceinline__ uint32_t load_bits(const void* gmem, int64_t index, Scalar dtype) {
   if (dtype == Scalar::kFloat32) return ptx::ld_global_32(static_cast<const float*>(gmem) + index);
   return ptx::ld_global_16(static_cast<const uint16_t*>(gmem) + index);

@@ -1,14 +1,16 @@
-// Stable counting sort of slots by expert, without atomics: the order of rows depends on the ids alone.
+// Stable counting sort of slots by expert, without atomics: the order of rows depends only on the ids.
 //
-// The slots are cut into one share a block, and a block's into one share a warp, in their order. A warp ranks its share 32 slots at a
-// time: lanes with the same expert find each other by ballots on the bits of the expert, and the first of them adds for all. A slot's
-// row is the first row of its expert, plus the expert's slots in earlier blocks, in earlier warps, and before it in the warp's share.
+// The slots are divided, in order, into one share per block, and a block's share into one per warp. A warp ranks its
+// share 32 slots at a time: lanes with the same expert find each other by ballots on the bits of the expert, and the
+// first of them updates the count for all. A slot's row is the first row of its expert, plus the expert's slots in
+// earlier blocks, in earlier warps, and before it in the warp's share.
 //
-//   one     grid 1: all of it in one block
-//   count   grid B: block_counts[b][e]; slot_rows: how many of the expert's slots are before this one in the block
-//   place   the same grid: adds up the counts of all blocks, and of those before it, then places
+//   one     grid 1: everything in one block
+//   count   grid B: writes block_counts[b][e]; slot_rows: how many of the expert's slots precede this one in the block
+//   place   the same grid: sums the counts of all blocks, and of the blocks before it, then places
 //
-// A warp's last 128 slots stay in registers between ranking and placing; the ranks of earlier ones wait in slot_rows.
+// A warp's last 128 slots stay in registers between ranking and placing; the ranks of earlier ones are kept in
+// slot_rows.
 #pragma once
 
 #include "device/math.cuh"
@@ -34,35 +36,35 @@ struct SortSpec {
   static_assert(kCounts >= kNumThreads, "one warp's counts of all experts");
 };
 
-constexpr int kBatch = 4;       // 32 slots each
-constexpr int kWarpSlots = 64;  // of a warp at least: fewer warps are fewer counts to add up
-constexpr int kMostLoads = 16;  // of counts in flight
+constexpr int kBatch = 4;       // groups of 32 slots
+constexpr int kWarpSlots = 64;  // least slots of a warp: fewer warps have fewer counts to add up
+constexpr int kMostLoads = 16;  // loads of counts in flight
 
 // A range of slots.
 struct Share {
   int64_t begin, end;
 };
 
-// 128 slots of a warp, four of them this lane's.
+// 128 slots of a warp, four per lane.
 struct Batch {
   int64_t first;             // this lane's first slot; the next ones are 32 apart
-  int experts[kBatch];       // -1: none, or past the share's end
+  int experts[kBatch];       // -1: none, or past the end of the share
   uint32_t weights[kBatch];  // their bits
-  int ranks[kBatch];         // how many of the expert's slots are before this one
+  int ranks[kBatch];         // how many of the expert's slots precede this one
 };
 
 template <typename Spec>
 struct SortMemory {
   ptx::SmemPointer start = ptx::dynamic_shared_memory();
 
-  // counts: how often (warp, expert) occurs so far, later in all warps before.
+  // counts: occurrences of (warp, expert) so far; later, those in all earlier warps.
   __device__ __forceinline__ ptx::SmemPointer count(int index) const { return start + 4 * index; }
-  // Parts of sums over blocks: of all, and of those before this one.
+  // Partial sums over blocks: over all blocks, and over those before this one.
   __device__ __forceinline__ ptx::SmemPointer partial_total(int i) const { return start + 4 * (Spec::kCounts + i); }
   __device__ __forceinline__ ptx::SmemPointer partial_before(int i) const {
     return partial_total(Spec::kNumThreads + i);
   }
-  // Of an expert in this block; where its first partial sum was.
+  // First row of an expert in this block; replaces its first partial sum.
   __device__ __forceinline__ ptx::SmemPointer first_row(int expert) const { return partial_total(expert); }
   __device__ __forceinline__ ptx::SmemPointer warp_total(int warp) const {
     return partial_total(2 * Spec::kNumThreads + warp);
@@ -70,7 +72,7 @@ struct SortMemory {
   __device__ __forceinline__ ptx::SmemPointer num_rows() const { return warp_total(32); }
 };
 
-// Share `index` of `shares` of a range, in steps of 32 slots.
+// Share `index` of `shares` of a range, in multiples of 32 slots.
 __device__ __forceinline__ Share share_of(Share whole, int shares, int index) {
   const uint32_t size = static_cast<uint32_t>(whole.end - whole.begin);
   const int64_t slots = (static_cast<int64_t>((size + shares - 1) / shares) + 31) / 32 * 32;
@@ -78,7 +80,7 @@ __device__ __forceinline__ Share share_of(Share whole, int shares, int index) {
   return {begin < whole.end ? begin : whole.end, end < whole.end ? end : whole.end};
 }
 
-// The experts of slots first, first + 32, ...; -1: none.
+// The experts of slots first, first + 32, ..., or -1 for none.
 __device__ __forceinline__ void load_experts(const SortParams& params, int64_t first, int64_t end,
                                              int (&experts)[kBatch]) {
   uint32_t id[kBatch][2];
@@ -91,7 +93,7 @@ __device__ __forceinline__ void load_experts(const SortParams& params, int64_t f
       ptx::ld_global_64(id[i], static_cast<const int64_t*>(params.ids) + slot);
     } else {
       id[i][0] = ptx::ld_global_32(static_cast<const int32_t*>(params.ids) + slot);
-      id[i][1] = 0;  // a negative one is past any end as an unsigned number
+      id[i][1] = 0;  // as an unsigned number, a negative id is past any end
     }
   }
 #pragma unroll
@@ -112,7 +114,7 @@ __device__ __forceinline__ int lanes_before(uint32_t lanes) {
   return ptx::population_count(lanes & ((1u << ptx::lane_index()) - 1));
 }
 
-// The lanes that have this lane's expert, a bit each; match.any takes a step for every different expert.
+// The lanes that have this lane's expert, as bits. match.any would take one step per distinct expert.
 __device__ __forceinline__ void lanes_alike(const int (&experts)[kBatch], int num_experts, uint32_t (&lanes)[kBatch]) {
 #pragma unroll
   for (int i = 0; i < kBatch; ++i) lanes[i] = ptx::vote_ballot(experts[i] >= 0);
@@ -127,7 +129,7 @@ __device__ __forceinline__ void lanes_alike(const int (&experts)[kBatch], int nu
   }
 }
 
-// Where the last batch of a share starts.
+// The start of a share's last batch.
 __device__ __forceinline__ int64_t last_start(Share share) {
   return share.begin + maximum(static_cast<int>(share.end - share.begin) - 1, 0) / (32 * kBatch) * (32 * kBatch);
 }
@@ -152,7 +154,7 @@ __device__ __forceinline__ void load_ranks(const SortParams& params, int64_t end
   }
 }
 
-// Writes a number for each slot of the batch that has an expert, of the others -1.
+// Writes rows[i] for the batch's slots that have an expert, -1 for the others.
 __device__ __forceinline__ void store_slot_rows(const SortParams& params, int64_t end, const Batch& batch,
                                                 const int (&rows)[kBatch]) {
 #pragma unroll
@@ -181,7 +183,7 @@ __device__ __forceinline__ void rank_batch(const SortParams& params, const SortM
   }
 }
 
-// Ranks the warp's share; `batch`: the last one.
+// Ranks the warp's share; leaves its last batch in `batch`.
 template <typename Spec, SortStep kStep>
 __device__ __forceinline__ void rank_share(const SortParams& params, Share share, const SortMemory<Spec>& memory,
                                            int first_count, Batch& batch) {
@@ -194,7 +196,7 @@ __device__ __forceinline__ void rank_share(const SortParams& params, Share share
   }
 }
 
-// From ranks follow rows, or in step `count` ranks in the block.
+// Turns ranks into rows or, in step `count`, into ranks within the block.
 template <typename Spec, SortStep kStep>
 __device__ __forceinline__ void place_batch(const SortParams& params, int64_t end, const SortMemory<Spec>& memory,
                                             int first_count, const Batch& batch) {
@@ -217,7 +219,7 @@ __device__ __forceinline__ void place_batch(const SortParams& params, int64_t en
   }
 }
 
-// `batch`: the last of the share; the others are read again.
+// `batch`: the last one of the share; the others are read again.
 template <typename Spec, SortStep kStep>
 __device__ __forceinline__ void place_share(const SortParams& params, Share share, const SortMemory<Spec>& memory,
                                             int first_count, Batch& batch) {
@@ -231,7 +233,7 @@ __device__ __forceinline__ void place_share(const SortParams& params, Share shar
   }
 }
 
-// Parts of the sums over block_counts: thread t adds those of expert t % experts of every so-manieth block.
+// Partial sums over block_counts: thread t sums those of expert t % experts over every `shares`-th block.
 template <typename Spec>
 __device__ __forceinline__ void add_block_counts(const SortParams& params, const SortMemory<Spec>& memory) {
   const int blocks = ptx::grid_size(), shares = Spec::kNumThreads / params.experts;
@@ -279,7 +281,7 @@ __device__ __forceinline__ int block_exclusive_sum(int value, const SortMemory<S
   return (warp > 0 ? warps_before : 0) + inclusive - value;
 }
 
-// Turns a thread's expert's counts of warps into those of the warps before; returns their sum.
+// Replaces the per-warp counts of the thread's expert by the sums over earlier warps; returns their total.
 template <typename Spec>
 __device__ __forceinline__ int add_warp_counts(const SortParams& params, const SortMemory<Spec>& memory, int warps) {
   constexpr int kLoads = 8;  // in flight
@@ -301,7 +303,7 @@ __device__ __forceinline__ int add_warp_counts(const SortParams& params, const S
   return before;
 }
 
-// The sums over blocks that add_block_counts has left as partial sums.
+// Adds the partial sums that add_block_counts left.
 template <typename Spec>
 __device__ __forceinline__ void add_parts(const SortParams& params, const SortMemory<Spec>& memory, int& total,
                                           int& before) {
@@ -312,7 +314,8 @@ __device__ __forceinline__ void add_parts(const SortParams& params, const SortMe
   }
 }
 
-// First rows of experts, a thread an expert that has `total` rows, `before` of them in earlier blocks; writes expert_offsets.
+// Computes the experts' first rows, one expert per thread: `total` rows, `before` of them in earlier blocks. Writes
+// expert_offsets.
 template <typename Spec>
 __device__ __forceinline__ void store_first_rows(const SortParams& params, const SortMemory<Spec>& memory, int total,
                                                  int before) {
@@ -327,7 +330,7 @@ __device__ __forceinline__ void store_first_rows(const SortParams& params, const
   if (is_last) ptx::st_global_32(params.expert_offsets + params.experts, static_cast<uint32_t>(offset + total));
 }
 
-// What has no expert leaves rows without a slot behind the last one.
+// Clears the rows past the last one: there are some if slots have no expert.
 template <typename Spec>
 __device__ __forceinline__ void clear_rest(const SortParams& params, const SortMemory<Spec>& memory) {
   const int64_t num_rows = static_cast<int>(ptx::ld_shared_32(memory.num_rows()));
@@ -348,7 +351,7 @@ __device__ __forceinline__ void sort(const SortParams& params) {
   const int most_warps = minimum(Spec::kNumWarps, Spec::kCounts / params.experts);
   const int warp_slots = maximum(static_cast<int>(share_of(block, most_warps, 0).end - block.begin), kWarpSlots);
   const int block_slots = static_cast<int>(block.end - block.begin);
-  const int warps = (block_slots + warp_slots - 1) / warp_slots;  // that have any
+  const int warps = (block_slots + warp_slots - 1) / warp_slots;  // warps that have slots
   const int first_count = warp * params.experts;
   Share share{0, 0};
   if (warp < warps) {
@@ -360,7 +363,7 @@ __device__ __forceinline__ void sort(const SortParams& params) {
     ptx::barrier_sync_block();  // zeros before counts
   }
   Batch batch;
-  // What `count` was given is there: it lets this step begin when it may read that itself.
+  // The inputs of `count` may be read before the wait: `count` starts this step only when it may read them itself.
   if constexpr (kStep == SortStep::kPlace) load_batch<kStep>(params, last_start(share), share.end, batch);
   ptx::grid_dependency_wait();
   ptx::grid_launch_dependents();
@@ -383,7 +386,7 @@ __device__ __forceinline__ void sort(const SortParams& params) {
   } else {
     store_first_rows(params, memory, total, before);
   }
-  ptx::barrier_sync_block();  // all warps' first rows are there
+  ptx::barrier_sync_block();  // all first rows are written
   if (warp < warps) place_share<Spec, kStep>(params, share, memory, first_count, batch);
   if constexpr (kStep != SortStep::kCount) clear_rest(params, memory);
 }

@@ -1,5 +1,5 @@
-// From accumulators to rows of d: bias, activation, rounding, stores of 16 bytes. A lane's accumulators are single columns of two
-// rows, so a warp passes them through shared memory, as floats [kBlockM, 16 * kFragments] of its own.
+// From accumulators to rows of d: bias, activation, rounding, 16-byte stores. A lane's accumulators are single columns
+// of two rows, so each warp passes them through its part of shared memory, as floats [kBlockM, 16 * kFragments].
 #pragma once
 
 #include "device/convert.cuh"
@@ -14,7 +14,7 @@
 
 namespace flashmoe::moe::few_rows {
 
-// A warp's sums in shared memory. The pitch puts the lanes of a store on 32 banks.
+// A warp's sums in shared memory. The pitch puts a store's lanes on 32 different banks.
 template <typename Spec>
 struct WarpSums {
   static constexpr int kPitchBytes = (16 * Spec::kFragments + 4) * 4;
@@ -36,10 +36,10 @@ struct WarpSums {
         for (int j = 0; j < 4; ++j)
           ptx::st_shared_float(lane_smem + ((8 * group + j % 2) * kPitchBytes + (16 * i + j / 2 * 8) * 4),
                                accumulator[i][group][j]);
-    ptx::warp_sync();  // all lanes' sums are there
+    ptx::warp_sync();  // all lanes' sums are written
   }
 
-  // Eight columns of a row.
+  // Loads eight columns of a row.
   __device__ __forceinline__ void get(float (&sums)[8], int row, int column) const {
     const ptx::SmemPointer at_smem = sums_smem + (row * kPitchBytes + column * 4);
 #pragma unroll
@@ -83,7 +83,7 @@ template <typename Spec>
 __device__ __forceinline__ void store_plain(const GemmParams& params, const Tile& tile,
                                             const WarpSums<Spec>& warp_sums) {
   using Element = typename Spec::Element;
-  constexpr int kChunks = 2 * Spec::kFragments;  // of a row, 8 columns each
+  constexpr int kChunks = 2 * Spec::kFragments;  // per row, 8 columns each
   for (int item = ptx::lane_index(); item < tile.rows * kChunks; item += 32) {
     const int row = item / kChunks;
     const int within = item % kChunks * 8;
@@ -96,7 +96,7 @@ __device__ __forceinline__ void store_plain(const GemmParams& params, const Tile
   }
 }
 
-// Eight gates and eight ups to interleaved pairs of both, and back.
+// Eight gates and eight ups to interleaved pairs; separate() does the reverse.
 __device__ __forceinline__ void interleave(float (&pairs)[2][8], const float (&halves)[2][8]) {
 #pragma unroll
   for (int i = 0; i < 16; ++i) pairs[i / 8][i % 8] = halves[i % 2][i / 2];
@@ -107,7 +107,8 @@ __device__ __forceinline__ void separate(float (&halves)[2][8], const float (&pa
   for (int i = 0; i < 16; ++i) halves[i % 2][i / 2] = pairs[i / 8][i % 8];
 }
 
-// z in the order of the weights' rows: adds the bias, stores z if it is wanted. `column` of z[0]; z[1] is `distance` further.
+// z in the order of the weights' rows: adds the bias and stores z if requested. `column`: that of z[0]; z[1] is
+// `distance` further on.
 template <typename Element>
 __device__ __forceinline__ void finish_preactivation(float (&z)[2][8], const GemmParams& params, int expert,
                                                      int64_t row, int column, int distance) {

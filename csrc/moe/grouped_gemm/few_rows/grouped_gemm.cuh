@@ -1,7 +1,7 @@
-// Grouped matrix products for few rows an expert: sm_80 and every later GPU.
+// Grouped matrix products for few rows per expert, on sm_80 and every later GPU.
 //
-// Time is that of streaming the weights, so nothing but the depth of the stream matters: several blocks a multiprocessor, each
-// with a ring of cp.async stages, and tiles of one block at a time. Blocks draw tiles until there are none.
+// The time is that of streaming the weights, so only the depth of the stream matters: several blocks per
+// multiprocessor, each with a ring of cp.async stages and one tile at a time. Blocks take tiles until none are left.
 #pragma once
 
 #include "device/persistent.cuh"
@@ -17,11 +17,11 @@
 
 namespace flashmoe::moe::few_rows {
 
-// The walk of one tile over k: the two loaders, and where in the ring it stands.
+// One tile's walk over k: its loaders, and the ring of stages.
 template <typename Spec, Weights kWeights, bool kIsGated>
 struct Stream {
   const ptx::SmemPointer ring_smem;  // [kNumStages] of weights, then rows
-  const int stages;                  // that k takes
+  const int stages;                  // stages that k takes
   WeightLoader<Spec, kWeights, kIsGated> weights;
 
   __device__ __forceinline__ Stream(const GemmParams& params, const Tile& tile, ptx::SmemPointer ring)
@@ -29,20 +29,21 @@ struct Stream {
 
   __device__ __forceinline__ ptx::SmemPointer at(int stage) const { return ring_smem + stage * Spec::kStageBytes; }
 
-  // The first stages of weights; their rows may come later, as one group of copies with rows of stage 0.
+  // Loads the first stages of weights. Their rows may be loaded later: the copies then join the group of stage 0's
+  // rows.
   __device__ __forceinline__ void start() {
 #pragma unroll
     for (int ahead = 0; ahead < Spec::kNumStages - 1; ++ahead)
       if (ahead < stages) weights.load(at(ahead));
   }
 
-  // Another stream has started this one's weights.
+  // Another stream has already started this one's weights.
   __device__ __forceinline__ void take_over() {
     for (int ahead = 0; ahead < Spec::kNumStages - 1; ++ahead)
       if (ahead < stages) weights.advance();
   }
 
-  // multiply(sums, stage in shared memory, its number, rows): the products of a whole stage.
+  // multiply(sums, stage in shared memory, its index, rows): the products of one stage.
   template <typename Multiply>
   __device__ __forceinline__ void accumulate(const GemmParams& params, const Tile& tile, Accumulator<Spec>& accumulator,
                                              Multiply multiply) {
@@ -56,7 +57,7 @@ struct Stream {
     int refilled = Spec::kNumStages - 1;
     for (int step = 0; step < stages; ++step) {
       ptx::cp_async_wait<Spec::kNumStages - 2>();
-      ptx::barrier_sync_block();  // this stage is whole; all warps are done with the one before, which refills
+      ptx::barrier_sync_block();  // this stage is complete; all warps are done with the one before, which is refilled
       if (step + Spec::kNumStages - 1 < stages) {
         weights.load(at(refilled));
         rows.load(at(refilled) + Spec::kWeightBytes);
@@ -101,9 +102,9 @@ __device__ __forceinline__ void multiply_tiles(const typename Product::Params& a
   const ptx::SmemPointer words_smem = list_smem + Spec::kListBytes;
   const ptx::SmemPointer next_smem = words_smem + 4 * Spec::kNumWarps;
 
-  // In front of a gated product stands what sorts the rows: of few slots the first weights come while it still works. In front of
-  // a plain one stands another product, which began when the sort had ended: the offsets are there, and the first weights come
-  // while a is still being written.
+  // A gated product follows the sort: with few slots the first weights are loaded while the sort still runs. A plain
+  // product follows another product, which started when the sort had ended: the offsets are written, and the first
+  // weights are loaded while a is still being written.
   int number = ptx::block_index();
   bool has_started = false;
   if (kIsGated && params.ids == nullptr) ptx::grid_dependency_wait();
@@ -126,18 +127,18 @@ __device__ __forceinline__ void multiply_tiles(const typename Product::Params& a
     if (!has_waited) ptx::grid_dependency_wait();
     has_waited = true;
     ptx::grid_launch_dependents();
-    if (ptx::thread_index() == 0)  // the tile after this one; the counter is the kernel's in front until that has ended
+    if (ptx::thread_index() == 0)  // the tile after this one; until the previous kernel has ended, the counter is its
       ptx::st_shared_32(next_smem, next_tile_index(params.tile_counter, tiles.count, number));
 
     Accumulator<Spec> accumulator = {};
     Product::accumulate(all, stream, tile, accumulator);
-    ptx::barrier_sync_block();  // all warps are done with the ring; the next number is there
+    ptx::barrier_sync_block();  // all warps are done with the ring; the next number is written
     number = ptx::ld_shared_32(next_smem);
     const WarpSums<Spec> sums(ring_smem, accumulator);
     Product::store(all, tile, sums);
-    ptx::barrier_sync_block();  // the ring refills; the next number may be replaced
+    ptx::barrier_sync_block();  // the ring may be refilled; the next number may be replaced
   }
-  if (!has_waited) ptx::grid_dependency_wait();  // a block without tiles: the next kernel relies on its end
+  if (!has_waited) ptx::grid_dependency_wait();  // also in a block without tiles: the next kernel relies on its end
   ptx::cp_async_wait<0>();
 }
 

@@ -1,6 +1,6 @@
-// Global to shared memory by cp.async, 16 bytes per thread. In shared memory 16 neighbouring weight rows (columns, in kn) are one
-// fragment; of gate and up together a fragment is 8 of the gate's and the 8 of up's that belong to them, except in kn_pairs, where
-// they stay interleaved: 16 bytes of memory are not split.
+// Global to shared memory by cp.async, 16 bytes per thread. In shared memory 16 neighbouring weight rows
+// (columns, in kn) are one fragment. With gate and up, a fragment is 8 rows of gate and the matching 8 of up, except in
+// kn_pairs, where they stay interleaved because 16 bytes of memory are not split.
 #pragma once
 
 #include "device/swizzle.cuh"
@@ -13,12 +13,13 @@
 
 namespace flashmoe::moe::few_rows {
 
-// One thread's share of a tile's weights, from k = 0 upwards. Shared memory: nk [kBlockN, kBlockK], kn [kBlockK, kBlockN].
+// One thread's share of a tile's weights, from k = 0 upwards. Shared memory: nk [kBlockN, kBlockK], kn
+// [kBlockK, kBlockN].
 template <typename Spec, Weights kWeights, bool kIsGated>
 struct WeightLoader {
   using Element = typename Spec::Element;
   static constexpr bool kIsNk = kWeights == Weights::kNk;
-  static constexpr int kColumns = kIsNk ? Spec::kBlockK : Spec::kBlockN;  // of a row of shared memory
+  static constexpr int kColumns = kIsNk ? Spec::kBlockK : Spec::kBlockN;  // of a row in shared memory
   static constexpr int kRows = kIsNk ? Spec::kBlockN : Spec::kBlockK;
   static constexpr int kPitch = kColumns * 2 + Spec::kPadding;
   static constexpr int kChunks = kColumns / kChunkElements;
@@ -29,10 +30,10 @@ struct WeightLoader {
 
   const Element* next_gmem;  // this thread's chunk in pass 0 of the next stage
   int64_t stage_stride;      // elements
-  int64_t pass_stride;       // nk: of 16 rows, where a pass has 8
-  int64_t half_stride;       // from the first 8 rows of a fragment to the others
-  int left;                  // what is left of k from that chunk on
-  int valid;   // kn: whether the column exists; nk: how many of the tile's weight rows do, from this one on
+  int64_t pass_stride;       // nk: of 16 rows if a pass has 8
+  int64_t half_stride;       // from the first 8 rows of a fragment to the other 8
+  int left;                  // k that is left from that chunk on
+  int valid;   // kn: whether the column exists; nk: how many of the tile's weight rows exist, from this one on
   int offset;  // of the chunk in shared memory
 
   __device__ __forceinline__ WeightLoader(const GemmParams& params, const Tile& tile)
@@ -42,7 +43,7 @@ struct WeightLoader {
   __device__ __forceinline__ WeightLoader(const GemmParams& params, const Tile& tile, int k) {
     const int chunk = ptx::thread_index() % kChunks;
     const int row = ptx::thread_index() / kChunks;
-    const int tile_row = kIsNk ? row : chunk * kChunkElements;  // among the tile's weight rows
+    const int tile_row = kIsNk ? row : chunk * kChunkElements;  // within the tile's weight rows
     const bool is_split = kIsGated && (kWeights == Weights::kKn || (kIsNk && params.is_interleaved == 0));
     const int64_t half = is_split ? params.n / 2 : kIsGated && kIsNk ? 1 : 8;  // weight rows
     const int fragment_rows = is_split ? 8 : 16;
@@ -80,8 +81,8 @@ struct WeightLoader {
   }
 };
 
-// One thread's share of a tile's rows of a, from k = 0 upwards, to [kBlockM, kBlockK]. The groups of 8 rows that
-// are multiplied are filled, with zeros past the last row.
+// One thread's share of a tile's rows of a, from k = 0 upwards, copied to [kBlockM, kBlockK]. Fills the groups of 8
+// rows that are multiplied, with zeros past the last row.
 template <typename Spec>
 struct RowLoader {
   using Element = typename Spec::Element;
@@ -92,7 +93,7 @@ struct RowLoader {
 
   const Element* row_gmem[kPasses];  // this thread's chunk at k = 0
   int k = 0;                         // of the next stage
-  int left;                          // what is left of k from that chunk on
+  int left;                          // k that is left from that chunk on
   int rows;                          // of the tile, from this thread's first one on
   int padded_rows;
   int offset;  // of the chunk in shared memory

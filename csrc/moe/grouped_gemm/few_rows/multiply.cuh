@@ -1,4 +1,4 @@
-// A warp's products of one stage: its fragments of weights, [16, kBlockK] each, by the groups of 8 rows of a.
+// A warp's products of one stage: its fragments of weights, [16, kBlockK] each, with the groups of 8 rows of a.
 #pragma once
 
 #include "device/swizzle.cuh"
@@ -9,12 +9,13 @@
 
 namespace flashmoe::moe::few_rows {
 
-// A lane holds of each: weight rows lane / 4 and, in [2] and [3], that + 8; rows 2 * (lane % 4) and the next.
+// Per fragment and group a lane holds weight rows lane / 4 and, in [2] and [3], lane / 4 + 8; rows 2 * (lane % 4) and
+// the next.
 template <typename Spec>
 using Accumulator = float[Spec::kFragments][Spec::kGroups][4];
 
-// A fragment's 16 columns of k as the A operand. Matrices 0 to 3: (rows 0-7, k 0-7), (rows 8-15, k 0-7), (rows 0-7, k 8-15), (rows
-// 8-15, k 8-15); in kn, where k runs down shared memory, each is transposed on its way.
+// Loads a fragment's 16 columns of k as the A operand. Matrices 0 to 3: (rows 0-7, k 0-7), (rows 8-15, k 0-7), (rows
+// 0-7, k 8-15), (rows 8-15, k 8-15); in kn, where k runs down shared memory, the load transposes each.
 template <typename Spec, Weights kWeights>
 __device__ __forceinline__ void load_fragment(uint32_t (&a)[4], ptx::SmemPointer weights_smem, int fragment, int step) {
   const int lane = ptx::lane_index();
@@ -26,7 +27,7 @@ __device__ __forceinline__ void load_fragment(uint32_t (&a)[4], ptx::SmemPointer
   }
 }
 
-// The first kGroups groups of rows. Sums go up k in steps of 16, whatever the tile.
+// Multiplies the first kGroups groups of rows. Sums run up k in steps of 16, whatever the tile.
 template <typename Spec, Weights kWeights, int kGroups>
 __device__ __forceinline__ void multiply_groups(Accumulator<Spec>& accumulator, ptx::SmemPointer stage_smem) {
   const int lane = ptx::lane_index();
@@ -53,8 +54,8 @@ __device__ __forceinline__ void multiply_groups(Accumulator<Spec>& accumulator, 
   }
 }
 
-// A stage without a branch between its products: those of one group wait for each other, and there are few warps. So there is one
-// copy of it for each number of groups, kGroups at most, in steps of kGroupStep.
+// The products of a stage, without a branch between them: products of one group wait for each other, and there are few
+// warps. So there is one copy of this code per number of groups, up to kGroups in steps of kGroupStep.
 template <typename Spec, Weights kWeights, int kGroups = Spec::kGroups>
 __device__ __forceinline__ void multiply_stage(Accumulator<Spec>& accumulator, ptx::SmemPointer stage_smem, int rows) {
   constexpr int kFewer = kGroups - Spec::kGroupStep;

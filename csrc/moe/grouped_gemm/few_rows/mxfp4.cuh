@@ -1,7 +1,8 @@
-// Products of 16-bit rows with weights of 4 bits, for few rows an expert. A lane makes its operands of whole words of a weight row:
-// eight codes, of which it takes two. Which two is free inside the eight, as long as rows agree: those that lie at the same place of
-// both halves of the word, t and t + 4, are one shift away. So rows come to shared memory with the columns of each eight in the order
-// 0 4 1 5 2 6 3 7. Sums are those of 16-bit weights: tensor cores add at least eight products at once.
+// Products of 16-bit rows with 4-bit weights, for few rows per expert. A lane makes its operands from whole words of a
+// weight row, each of eight codes, of which it uses two. Which two is free within the eight, as long as the rows of `a`
+// use the same two: codes t and t + 4, at the same position of the word's two halves, are one shift away. So rows are
+// stored to shared memory with the columns of each eight in the order 0 4 1 5 2 6 3 7. The sums are those of 16-bit
+// weights, because tensor cores add at least eight products at once.
 #pragma once
 
 #include "moe/grouped_gemm/few_rows/stream.cuh"
@@ -11,10 +12,10 @@
 
 namespace flashmoe::moe::few_rows {
 
-// kBlockK weights of a row are kBlockK / 4 elements of two bytes to those that load them.
+// To the loaders, a row's kBlockK weights are kBlockK / 4 elements of two bytes.
 template <typename Element, int kBlockM, int kBlockN, int kNumStages_, int kNumWarps, int kBlockK_>
 struct Mxfp4Spec : Spec<Element, kBlockM, kBlockN, kNumStages_, kNumWarps, kBlockK_> {
-  // Rows lie 16 bytes further apart than they are long: as free of conflicts as a swizzle, whose addresses would have to be computed.
+  // Rows are padded by 16 bytes: as free of bank conflicts as a swizzle, whose addresses would have to be computed.
   static constexpr int kPadding = 16;
   struct Packed : Spec<Element, kBlockM, kBlockN, kNumStages_, kNumWarps, kBlockK_ / 4> {
     static constexpr int kPadding = Mxfp4Spec::kPadding;
@@ -27,7 +28,7 @@ struct Mxfp4Spec : Spec<Element, kBlockM, kBlockN, kNumStages_, kNumWarps, kBloc
                                       kNumWarps * kBlockM * (16 * Packed::kFragments + 4) * 4;
 };
 
-// The tile's row of weights that is row `within` of the tile, or one that exists.
+// The weight row for row `within` of the tile; past the end, a row that exists.
 template <bool kIsGated>
 __device__ __forceinline__ int weight_row(const GemmParams& params, const Tile& tile, int within) {
   if constexpr (!kIsGated) return minimum(tile.column + within, params.n - 1);
@@ -37,16 +38,16 @@ __device__ __forceinline__ int weight_row(const GemmParams& params, const Tile& 
   return params.is_interleaved != 0 ? 2 * own + is_up : is_up * half + own;
 }
 
-// The scales of a warp's weight rows, of one stage after the other: of rows lane / 4 and that + 8 of each fragment a lane holds those
-// of two blocks, for the four lanes that share the rows.
+// The scales of a warp's weight rows, one stage at a time. For rows lane / 4 and lane / 4 + 8 of each fragment a lane
+// holds the scales of two blocks, for the four lanes that share the rows.
 template <typename Spec, bool kIsGated>
 struct Mxfp4Scales {
-  static constexpr int kBlocks = Spec::kBlockK / kMxfp4Block;  // of a stage
+  static constexpr int kBlocks = Spec::kBlockK / kMxfp4Block;  // per stage
   static_assert(kBlocks == 8, "two a lane");
 
   const uint8_t* row_gmem[Spec::kFragments][2];
   int blocks;                            // of k
-  uint32_t own[Spec::kFragments][2][2];  // [row][block], a byte each
+  uint32_t own[Spec::kFragments][2][2];  // [row][block], one byte each
 
   __device__ __forceinline__ Mxfp4Scales(const Mxfp4GemmParams& params, const Tile& tile)
       : blocks(params.gemm.k / kMxfp4Block) {
@@ -61,7 +62,7 @@ struct Mxfp4Scales {
       }
   }
 
-  // Past the last block of k, where both operands are zeros, that of the last.
+  // Past the last block of k, where both operands are zeros, loads the last block's scale.
   __device__ __forceinline__ void load(int stage) {
 #pragma unroll
     for (int b = 0; b < 2; ++b) {
@@ -80,8 +81,8 @@ struct Mxfp4Scales {
   }
 };
 
-// A thread's share of a tile's rows of a, permuted as above, from k = 0 upwards, to [kBlockM, kBlockK]. They pass through registers: those
-// of a stage are requested with its weights, and stored a step later.
+// A thread's share of a tile's rows of a, permuted as above, from k = 0 upwards, copied to [kBlockM, kBlockK]. They
+// pass through registers: a stage's rows are requested with its weights and stored one step later.
 template <typename Spec>
 struct PermutedRows {
   using Element = typename Spec::Element;
@@ -92,7 +93,7 @@ struct PermutedRows {
 
   struct Pending {
     uint32_t words[kPasses][4];
-    ptx::SmemPointer rows_smem;  // null: nothing is pending
+    ptx::SmemPointer rows_smem;  // where to store them
     int count = 0;
 
     __device__ __forceinline__ void store() {
@@ -113,9 +114,9 @@ struct PermutedRows {
 
   const Element* row_gmem[kPasses];  // this thread's chunk at k = 0
   int k = 0;                         // of the next stage
-  int left;                          // what is left of k from that chunk on
+  int left;                          // k that is left from that chunk on
   int rows;                          // of the tile, from this thread's first one on
-  int passes;                        // until the groups of 8 rows that are multiplied are filled
+  int passes;                        // that fill the groups of 8 rows that are multiplied
 
   __device__ __forceinline__ PermutedRows(const GemmParams& params, const Tile& tile) {
     constexpr int kRowsPerPass = Spec::kNumThreads / kChunks;
@@ -136,7 +137,7 @@ struct PermutedRows {
     }
   }
 
-  // The next stage's, for rows_smem.
+  // Requests the next stage's rows, to be stored at rows_smem.
   __device__ __forceinline__ void request(Pending& pending, ptx::SmemPointer rows_smem) {
     constexpr int kRowsPerPass = Spec::kNumThreads / kChunks;
 #pragma unroll
@@ -164,7 +165,7 @@ struct Mxfp4Work {
   using WeightLoads = WeightLoader<typename Spec::Packed, Weights::kNk, kIsGated>;
   using Rows = PermutedRows<Spec>;
   using Pending = typename Rows::Pending;
-  // Stored between two barriers in front of those that read.
+  // Rows are stored between two barriers, ahead of the step that reads them.
   static_assert(Spec::kNumStages >= 3, "a stage's rows are stored a step after its weights are requested");
 
   Tile tile;
@@ -181,14 +182,14 @@ struct Mxfp4Work {
   }
 
   __device__ __forceinline__ void load(ptx::SmemPointer stage_smem, Pending& pending) {
-    pending.store();  // of another load of this step
+    pending.store();  // from another load of this step
     weights.load(stage_smem);
     rows.request(pending, stage_smem + Spec::kWeightBytes);
     ++issued;
   }
 
-  // 32 of k: the warp's fragments of weights as A operands, by kGroups groups of 8 rows. words: of the scales of the block and its
-  // neighbour, `byte` 0 or 1.
+  // A block of 32 k: the warp's fragments of weights as A operands, with kGroups groups of 8 rows. words: the scales of
+  // the block and its neighbour.
   template <bool kIsLarge, int kGroups>
   static __device__ __forceinline__ void multiply_block(Accumulator<Spec>& accumulator, ptx::SmemPointer stage_smem,
                                                         int block, const uint32_t (&words)[Spec::kFragments]) {

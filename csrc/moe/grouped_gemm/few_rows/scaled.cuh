@@ -1,5 +1,5 @@
-// Products of e4m3 operands with scales, for few rows an expert. To loads and layouts two values are one element of 16 bits, so only
-// the product of a stage, its scales and gated's results are other than those of 16-bit operands.
+// Products of e4m3 operands with scales, for few rows per expert. Loads and layouts treat two values as one 16-bit
+// element, so only a stage's products, its scales and the gated result differ from 16-bit operands.
 #pragma once
 
 #include "moe/grouped_gemm/few_rows/stream.cuh"
@@ -14,11 +14,11 @@ struct ScaledSpec : Spec<Element, kBlockM, kBlockN, kNumStages, kNumWarps, kBloc
   static constexpr int kSharedBytes = Tiles::kSharedBytes + kNumWarps * WarpSums<Tiles>::kBytes;
 };
 
-// The scales that a lane needs for one stage after the other: of its two rows of a, neighbours, and of the weights' rows lane / 4
-// and that + 8, which in gated are of gate and up.
+// The scales that a lane needs, one stage at a time: those of its two neighbouring rows of a, and those of weight rows
+// lane / 4 and lane / 4 + 8, which are gate and up in the gated product.
 template <typename Spec, bool kIsGated>
 struct StageScales {
-  static constexpr int kBlocks = 2 * Spec::kBlockK / kScaleBlock;  // of a stage
+  static constexpr int kBlocks = 2 * Spec::kBlockK / kScaleBlock;  // per stage
   static_assert(Spec::kGroups == 1, "two rows a lane");
   static_assert(kScaleBlock % Spec::kBlockN == 0,
                 "a tile's weight rows are of one block, or one of gate and one of up");
@@ -46,7 +46,7 @@ struct StageScales {
     weight_gmem[1] = weight_gmem[0] + (kIsGated ? static_cast<int64_t>(count / 2) * blocks : 0);
   }
 
-  // Past the last block of k, where the operands are zeros, those of the last.
+  // Past the last block of k, where the operands are zeros, loads the last block's scales.
   __device__ __forceinline__ void load(int stage) {
 #pragma unroll
     for (int block = 0; block < kBlocks; ++block) {
@@ -60,7 +60,8 @@ struct StageScales {
   }
 };
 
-// One block of k: 128 values of each operand, from pair `first` of 64 values on. Sums go up k in steps of 32, from zero.
+// One block of k: 128 values of each operand, as two runs of 64 values, from number `first` on. Sums start from zero
+// and run up k in steps of 32.
 template <typename Spec>
 __device__ __forceinline__ void multiply_block(Accumulator<Spec>& partial, ptx::SmemPointer stage_smem, int first) {
   const int lane = ptx::lane_index();
@@ -81,7 +82,7 @@ __device__ __forceinline__ void multiply_block(Accumulator<Spec>& partial, ptx::
   }
 }
 
-// Eight columns of h in float32: their scale needs all 128 of a block, which several tiles have.
+// Stores eight columns of h in float32: their scale needs all 128 columns of a block, which several tiles compute.
 template <typename Spec, typename Act>
 __device__ __forceinline__ void store_activation(const GemmParams& params, const Tile& tile,
                                                  const WarpSums<Spec>& warp_sums, Act) {
@@ -103,7 +104,7 @@ __device__ __forceinline__ void store_activation(const GemmParams& params, const
   }
 }
 
-// A tile on its way: what is still to be loaded of it, and its scales.
+// A tile in progress: what is still to be loaded, and its scales.
 template <typename Spec, bool kIsGated>
 struct ScaledWork {
   using Params = ScaledGemmParams;

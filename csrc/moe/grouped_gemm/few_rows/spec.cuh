@@ -1,5 +1,6 @@
-// Grouped products where experts have few rows (decode). The weights are the M side of the product (16 of their rows a fragment),
-// rows of a the N side (8 a fragment): a tile is kBlockN weight rows, streamed once over k, by up to kBlockM rows of one expert.
+// Grouped products for few rows per expert (decode). The weights are the M side of the product (16 weight rows per
+// fragment), rows of a the N side (8 per fragment): a tile is kBlockN weight rows, streamed once over k, by up to
+// kBlockM rows of one expert.
 #pragma once
 
 #include "ptx/types.cuh"
@@ -10,17 +11,17 @@ template <typename Element_, int kBlockM_, int kBlockN_, int kNumStages_, int kN
 struct Spec {
   using Element = Element_;
   static constexpr int kBlockM = kBlockM_;  // rows of a
-  static constexpr int kBlockN = kBlockN_;  // weight rows: of gate and up together, where there are both
-  static constexpr int kBlockK = kBlockK_;  // of a stage
+  static constexpr int kBlockN = kBlockN_;  // weight rows; gate and up counted together
+  static constexpr int kBlockK = kBlockK_;  // per stage
   static constexpr int kNumStages = kNumStages_;
   static constexpr int kNumWarps = kNumWarps_;
   static constexpr int kNumThreads = 32 * kNumWarps;
 
-  static constexpr int kFragments = kBlockN / (16 * kNumWarps);  // of a warp, 16 weight rows each
-  static constexpr int kGroups = kBlockM / 8;                    // of rows
-  static constexpr int kGroupStep = kGroups % 2 == 0 ? 2 : 1;  // as many more groups are filled and multiplied at once
-  static constexpr int kPadding = 0;  // bytes behind each weight row of nk in shared memory, in place of the swizzle
-  static constexpr int kWeightBytes = kBlockN * kBlockK * 2;  // of a stage; the rows follow
+  static constexpr int kFragments = kBlockN / (16 * kNumWarps);  // per warp, 16 weight rows each
+  static constexpr int kGroups = kBlockM / 8;                    // of 8 rows
+  static constexpr int kGroupStep = kGroups % 2 == 0 ? 2 : 1;  // groups are filled and multiplied in multiples of this
+  static constexpr int kPadding = 0;  // bytes after each weight row of nk in shared memory, instead of the swizzle
+  static constexpr int kWeightBytes = kBlockN * kBlockK * 2;  // per stage; the rows follow
   static constexpr int kStageBytes = kWeightBytes + kBlockM * kBlockK * 2;
 
   static constexpr int kMaxExperts = 1024;

@@ -1,23 +1,25 @@
-// Tiles whose stages are one stream, for weights of 8 and of 4 bits: a tile of half as many bytes, or a quarter, would leave the ring
-// empty between tiles too often. While one tile's last stages are multiplied the next one's first are on their way, and sums have memory
-// of their own.
+// Runs tiles whose stages form one continuous stream, for 8-bit and 4-bit weights: with half or a quarter of the bytes
+// per tile, the ring would be empty between tiles too often. While one tile's last stages are multiplied, the next
+// one's first are loaded, so the sums have their own shared memory.
 //
-// `Work`, a tile on its way, has
-//   Params, gemm(params)                 what the kernel is given, and the product's sizes in it
-//   Work(params, tile)                   without a load
-//   weights, rows                        loaders: load(stage's memory), of weights also advance()
+// `Work`, a tile in progress, has
+//   Params                               the kernel's parameters, with the product's sizes in `gemm`
+//   WeightLoads, weight_loads(params, tile)
+//                                        the loader of weights without the rest
+//   Work(params, tile)                   starts no copies
+//   weights, rows                        loaders: load(stage's memory); weights also have advance()
 //   scales                               of a stage: load(stage)
-//   load(stage's memory, pending)        weights and rows of the next stage; issued counts them
-//   Pending                              what load() may leave undone: store() ends it
+//   load(stage's memory, pending)        loads weights and rows of the next stage; issued counts the stages
+//   Pending                              what load() may leave unfinished: store() finishes it
 //   multiply(sums, stage's memory, step, stages)
-//   store(params, sums)                  the results
+//   store(params, sums)                  stores the results
 #pragma once
 
 #include "moe/grouped_gemm/few_rows/grouped_gemm.cuh"
 
 namespace flashmoe::moe::few_rows {
 
-// Waits until at most `pending` groups of copies are on their way, kMost at most.
+// Waits until at most `pending` groups of copies are in flight, and no more than kMost.
 template <int kMost>
 __device__ __forceinline__ void wait_for_copies(int pending) {
   if constexpr (kMost == 0) {
@@ -40,7 +42,7 @@ __device__ __forceinline__ void stream_tiles(const typename Work::Params& all) {
   const int stages = ceil_div(params.k, Spec::kBlockK);
   const auto stage_at = [ring_smem](int stage) { return ring_smem + stage * Spec::kStageBytes; };
 
-  // What may begin early, and why: as in multiply_tiles.
+  // What may begin early, and why: see multiply_tiles.
   int number = ptx::block_index();
   bool has_started = false;
   if (kIsGated && params.ids == nullptr) ptx::grid_dependency_wait();
@@ -77,8 +79,8 @@ __device__ __forceinline__ void stream_tiles(const typename Work::Params& all) {
   }
   work.scales.load(0);
 
-  // Each step commits one group, so the stage that is multiplied is whole once started - 1 groups are left: of a tile with fewer
-  // stages than the ring has, the next tile's first stage comes with this one's first step.
+  // Each step commits one group, so the stage being multiplied is complete once at most started - 1 groups are pending:
+  // if a tile has fewer stages than the ring, the next tile's first stage is loaded in this one's first step.
   typename Work::Pending pending;
   const auto after = [](int stage) { return stage == Spec::kNumStages - 1 ? 0 : stage + 1; };
   int current = 0, filled = started % Spec::kNumStages, held = started, word = 0;  // held: stages in the ring
@@ -87,7 +89,7 @@ __device__ __forceinline__ void stream_tiles(const typename Work::Params& all) {
       ptx::st_shared_32(next_smem + 4 * word, next_tile_index(params.tile_counter, tiles.count, number));
     pending.store();
     wait_for_copies<kAhead - 1>(started - 1);
-    // The first stage is whole; all warps are done with the one before; the next number is there.
+    // The first stage is complete; all warps are done with the one before; the next number is written.
     ptx::barrier_sync_block();
     number = ptx::ld_shared_32(next_smem + 4 * word);
     word ^= 1;
@@ -102,7 +104,7 @@ __device__ __forceinline__ void stream_tiles(const typename Work::Params& all) {
       if (step > 0) {
         pending.store();
         wait_for_copies<kAhead - 1>(started - 1);
-        ptx::barrier_sync_block();  // this stage is whole; all warps are done with the one before, which refills
+        ptx::barrier_sync_block();  // this stage is complete; all warps are done with the one before, which is refilled
       }
       for (; held < Spec::kNumStages; ++held) {
         if (work.issued < stages) {

@@ -1,6 +1,6 @@
-// The tiles of a launch. Only the device knows how many rows each expert has, so every block counts at its start the tiles of rows
-// before each expert; numbers of tiles then go expert by expert, and in an expert over the tiles of rows first: those that share
-// weights run side by side and read them from L2 but once from memory.
+// The tiles of a launch. Only the device knows how many rows each expert has, so every block starts by counting the row
+// tiles before each expert. Tile numbers run over the experts in order and, within an expert, over its row tiles first:
+// tiles that share weights run side by side, so the weights are read from memory once and otherwise from L2.
 #pragma once
 
 #include "device/math.cuh"
@@ -17,12 +17,12 @@ namespace flashmoe::moe::few_rows {
 
 struct Tile {
   int expert;
-  int row;     // the first one
+  int row;     // first row
   int rows;    // 1 to kBlockM
-  int column;  // the first weight row: of z, where there are gate and up
+  int column;  // first weight row: of z, if there are gate and up
 };
 
-// The sum over the lanes up to this one.
+// The inclusive prefix sum over the lanes.
 __device__ __forceinline__ int warp_prefix_sum(int value) {
   const int lane = ptx::lane_index();
 #pragma unroll
@@ -33,7 +33,7 @@ __device__ __forceinline__ int warp_prefix_sum(int value) {
   return value;
 }
 
-// The rows of each expert of params.ids, to list_smem. All threads; ends in a barrier.
+// Counts the rows of each expert in params.ids, to list_smem. Called by all threads; ends with a barrier.
 template <typename Spec>
 __device__ __forceinline__ void count_ids(const GemmParams& params, ptx::SmemPointer list_smem) {
   constexpr int kLoads = 8;  // in flight
@@ -60,18 +60,18 @@ __device__ __forceinline__ void count_ids(const GemmParams& params, ptx::SmemPoi
       if (id[i][1] == 0 && id[i][0] < static_cast<uint32_t>(params.experts))
         ptx::atomic_add_shared(list_smem + 4 * static_cast<int>(id[i][0]), 1);
   }
-  ptx::barrier_sync_block();  // all are counted
+  ptx::barrier_sync_block();  // all ids are counted
 }
 
-// Counts rows by params.ids where there are any, which are there before the sort has ended, else by its offsets.
+// Counts rows by params.ids if given, which can be read before the sort has ended, else by its offsets.
 template <typename Spec>
 struct TileList {
   const GemmParams& params;
-  const ptx::SmemPointer list_smem;  // [experts]: tiles of rows before each expert
+  const ptx::SmemPointer list_smem;  // [experts]: row tiles before each expert
   const int column_tiles;
   int count;
 
-  // All threads; list_smem: kListBytes, words_smem: a word for each warp.
+  // Called by all threads; list_smem: kListBytes, words_smem: one word per warp.
   __device__ __forceinline__ TileList(const GemmParams& params_, ptx::SmemPointer list, ptx::SmemPointer words_smem)
       : params(params_), list_smem(list), column_tiles(ceil_div(params_.n, Spec::kBlockN)) {
     if (params.expert_offsets == nullptr) {  // one matrix: nothing to look up
@@ -79,14 +79,14 @@ struct TileList {
       return;
     }
     constexpr int kMostExperts =
-        (Spec::kMaxExperts + Spec::kNumThreads - 1) / Spec::kNumThreads;  // of a thread: neighbours
+        (Spec::kMaxExperts + Spec::kNumThreads - 1) / Spec::kNumThreads;  // per thread, neighbours
     const int experts = ceil_div(params.experts, Spec::kNumThreads);
     const int first = ptx::thread_index() * experts;
     int tiles[kMostExperts + 1];
     const bool is_early = params.ids != nullptr;
     if (is_early) count_ids<Spec>(params, list_smem);
 #pragma unroll
-    for (int i = 0; i <= kMostExperts; ++i)  // all loads in flight together
+    for (int i = 0; i <= kMostExperts; ++i)  // all loads are in flight together
       tiles[i] = !is_early && i <= experts && first + i <= params.experts ? load_offset(first + i) : 0;
     int sum = 0;
 #pragma unroll
@@ -99,7 +99,7 @@ struct TileList {
     }
     const int inclusive = warp_prefix_sum(sum);
     if (ptx::lane_index() == 31) ptx::st_shared_32(words_smem + 4 * ptx::warp_index(), inclusive);
-    ptx::barrier_sync_block();  // every warp's sum is there
+    ptx::barrier_sync_block();  // every warp's sum is written
     int before = inclusive - sum;
     int total = 0;
 #pragma unroll
@@ -114,7 +114,7 @@ struct TileList {
       before += tiles[i];
     }
     count = total * column_tiles;
-    ptx::barrier_sync_block();  // the list is whole
+    ptx::barrier_sync_block();  // the list is complete
   }
 
   __device__ __forceinline__ int load_offset(int expert) const { return first_row_of(params, expert); }
@@ -123,7 +123,7 @@ struct TileList {
     return static_cast<int>(ptx::ld_shared_32(list_smem + 4 * expert)) * column_tiles;
   }
 
-  // The expert of tile `number`: the last whose first tile is not past it, one with rows.
+  // The expert of tile `number`: the last one whose first tile is not past it, so one with rows.
   __device__ __forceinline__ int expert_of(int number) const {
     int expert = 0;
 #pragma unroll
@@ -132,7 +132,7 @@ struct TileList {
     return expert;
   }
 
-  // The weights of tile `number`, without its rows: these need the sort.
+  // The weights of tile `number`, without its rows, which need the sort.
   __device__ __forceinline__ Tile find_weights(int number) const {
     const int expert = expert_of(number);
     const int end = expert + 1 < params.experts ? first_of(expert + 1) : count;

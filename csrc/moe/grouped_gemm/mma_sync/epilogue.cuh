@@ -1,4 +1,4 @@
-// What becomes of a tile's sums: stored as they are, through the activation, or through its gradient.
+// Epilogues: a tile's sums are stored as they are, through the activation, or through its gradient.
 #pragma once
 
 #include "device/math.cuh"
@@ -11,7 +11,7 @@
 
 namespace flashmoe::moe::mma_sync {
 
-// d[d_row + row] = sums (+ bias), for the columns below num_columns. bias: of the expert, or null.
+// d[d_row + row] = sums (+ bias), for the columns below num_columns. bias: that of the expert, or null.
 template <typename Spec>
 __device__ __forceinline__ void store_sums(const GemmParams& params, const Tile& tile, int64_t d_row, int num_columns,
                                            const void* bias, const Accumulator<Spec>& sums,
@@ -30,8 +30,8 @@ __device__ __forceinline__ void store_sums(const GemmParams& params, const Tile&
   });
 }
 
-// Of z's tile, whose columns are gate and up interleaved by eight, or (kPairs) one by one. d = activation(z), from the fp32 sums; z
-// itself in the order of the weights' rows.
+// For a tile of z, whose columns are gate and up interleaved by eights or (kPairs) one by one: stores d =
+// activation(z), from the fp32 sums, and z itself in the order of the weights' rows.
 template <typename Spec, bool kPairs>
 __device__ __forceinline__ void store_activation(const GemmParams& params, const Tile& tile,
                                                  const Accumulator<Spec>& sums, ptx::SmemPointer staging_smem) {
@@ -66,8 +66,8 @@ __device__ __forceinline__ void store_activation(const GemmParams& params, const
   });
 }
 
-// Adds a row's shares of the warps that lie side by side, in pairs, so that the order does not depend on the width of a warp's
-// tile. dots_smem [warps side by side][kBlockM].
+// Adds a row's partial dots of the warps that are side by side, pairwise, so that the order does not depend on the
+// width of a warp's tile. dots_smem: [warps side by side][kBlockM].
 template <typename Spec>
 __device__ __forceinline__ void store_row_dots(const GemmParams& params, const Tile& tile, ptx::SmemPointer dots_smem) {
   const int row = ptx::thread_index();
@@ -84,7 +84,7 @@ __device__ __forceinline__ void store_row_dots(const GemmParams& params, const T
                        shares[0]);
 }
 
-// sums: s = dout w2, the gradient of the activation but for the row's weight.
+// sums: s = dout w2, the gradient of the activation before multiplication by the row's weight.
 template <typename Spec>
 __device__ __forceinline__ void store_gradient(const GemmParams& params, const Tile& tile,
                                                const Accumulator<Spec>& sums, ptx::SmemPointer staging_smem) {
@@ -122,7 +122,7 @@ __device__ __forceinline__ void store_gradient(const GemmParams& params, const T
     if (ptx::lane_index() % Lanes::kLanes == 0)
       ptx::st_shared_float(dots_smem + (Spec::warp_column() / Spec::kWarpColumns * Spec::kBlockM + row) * 4, dot);
   });
-  ptx::barrier_sync_block();  // read after write: the other warps' shares
+  ptx::barrier_sync_block();  // read after write: the other warps' partial dots
   store_row_dots<Spec>(params, tile, dots_smem);
 }
 

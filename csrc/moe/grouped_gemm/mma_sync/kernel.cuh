@@ -1,4 +1,4 @@
-// One block's work: tile after tile of a product. multiply is the family's way through the sum.
+// The loop of one block over the tiles of a product. multiply: the family's way to compute the sum.
 #pragma once
 
 #include "device/persistent.cuh"
@@ -10,8 +10,8 @@
 
 namespace flashmoe::moe::mma_sync {
 
-// Thread 0 finds the next tile while the first loads of this one are under way. Two slots alternate: the one that is written was
-// last read before the barrier at the end of the tile before.
+// Thread 0 finds the next tile while the first loads of this one are in flight. Two slots alternate: the slot being
+// written was last read before the barrier at the end of the previous tile.
 template <typename Product>
 class TileSequence {
  public:
@@ -22,7 +22,7 @@ class TileSequence {
         num_tiles_(product.num_tiles()),
         index_(ptx::block_index()) {
     if (ptx::thread_index() == 0) publish();
-    ptx::barrier_sync_block();  // the first tile is there
+    ptx::barrier_sync_block();  // the first tile is written
   }
 
   __device__ __forceinline__ Tile take() {
@@ -55,22 +55,22 @@ class TileSequence {
   const Product& product_;
   ptx::SmemPointer next_smem_;
   int num_tiles_;
-  int index_;  // thread 0's alone moves on
+  int index_;  // only thread 0's advances
 };
 
-// Shared memory: the ring of tiles, which the epilogue takes over; two slots for the next tile; the table of row tiles.
+// Shared memory: the ring of tiles, which the epilogue reuses; two slots for the next tile; the table of row tiles.
 template <typename Spec, typename Product, typename Multiply>
 __device__ __forceinline__ void run_tiles(const GemmParams& params, Multiply multiply) {
   const ptx::SmemPointer ring_smem = ptx::dynamic_shared_memory();
   const ptx::SmemPointer slots_smem = ring_smem + Spec::kRingBytes;
-  ptx::grid_dependency_wait();  // rows, offsets and the tile counter are the work of the kernels in front
+  ptx::grid_dependency_wait();  // rows, offsets and the tile counter are written by earlier kernels
   const Product product(params, slots_smem + 2 * TileSequence<Product>::kSlotBytes);
   TileSequence<Product> sequence(params, product, slots_smem);
   for (Tile tile = sequence.take(); tile.expert >= 0; tile = sequence.take()) {
     Accumulator<Spec> sums;
     {
       auto operands = product.operands(tile);
-      // Leaves the ring free, and has a barrier also where there is nothing to add.
+      // Leaves the ring free, and contains a barrier even if there is nothing to add.
       multiply(operands, sums, ring_smem, [&] { sequence.find_next(); });
     }
     product.finish(tile, sums, ring_smem);

@@ -5,7 +5,7 @@
 
 namespace flashmoe::moe::mma_sync {
 
-// What a warp multiplies in one step: its 16 columns of A and 16 rows of B.
+// A warp's operands of one k step: its 16 columns of A and 16 rows of B.
 template <typename Spec>
 struct Fragments {
   uint32_t a[Spec::kMmaM][4];

@@ -1,6 +1,6 @@
-// Which chunks of global memory a thread brings into an operand's tiles, one tile after another along the sum.
+// Chooses the chunks of global memory that a thread copies to an operand's tiles, one tile after another along the sum.
 //
-// visit(take) calls take(pass, gmem, valid) for each of the thread's kPasses chunks of the next tile; a chunk that is not valid
+// visit(take) calls take(pass, gmem, valid) for each of the thread's kPasses chunks of the next tile; an invalid chunk
 // becomes zeros, and its address is not read. Chunk `pass` belongs at smem_offset(pass).
 #pragma once
 
@@ -12,7 +12,7 @@
 
 namespace flashmoe::moe::mma_sync {
 
-// Tiles [kRows, kBlockK] of rows that lie anywhere.
+// Tiles [kRows, kBlockK] of rows at arbitrary addresses.
 template <typename Spec, int kRows>
 class RowsOperand {
  public:
@@ -22,7 +22,7 @@ class RowsOperand {
   static constexpr int kPasses = kRows / kRowsPerPass;
   static_assert(kPasses * kRowsPerPass == kRows, "a pass must end with the tile");
 
-  // row_of(r): where row r of the tile starts, [k]; rows that do not count may be any that can be read.
+  // row_of(r): the start of row r of the tile, [k]; for rows that do not count, any readable row.
   template <typename RowOf>
   __device__ __forceinline__ RowsOperand(int k, RowOf row_of) {
     const int thread = ptx::thread_index();
@@ -53,7 +53,7 @@ class RowsOperand {
   int left_;  // elements from the chunk to the row's end
 };
 
-// What the two forms below share: tiles [kBlockK, kColumns] of columns that lie side by side, chunk by chunk.
+// Shared by the two operands below: tiles [kBlockK, kColumns] of neighbouring columns, chunk by chunk.
 template <typename Spec, int kColumns>
 struct ColumnChunks {
   static constexpr bool kIsMn = true;
@@ -70,7 +70,7 @@ struct ColumnChunks {
   }
 };
 
-// Rows one stride apart: weights [k, n].
+// Rows at a constant stride: weights [k, n].
 template <typename Spec, int kColumns>
 class ColumnsOperand : public ColumnChunks<Spec, kColumns> {
  public:
@@ -97,14 +97,14 @@ class ColumnsOperand : public ColumnChunks<Spec, kColumns> {
   int left_;  // rows from the thread's first to the end
 };
 
-// The rows of an expert, which are summed over: each is a row of the tensor by itself, or that of its slot's token.
+// The rows of an expert, which are summed over: row i is row i of the tensor, or the row of its slot's token.
 template <typename Spec, int kColumns>
 class SummedRowsOperand : public ColumnChunks<Spec, kColumns> {
  public:
   using Element = typename Spec::Element;
   using Chunks = ColumnChunks<Spec, kColumns>;
 
-  // column_gmem: the thread's chunk in row 0 of the tensor; first_row, rows: of the expert.
+  // column_gmem: the thread's chunk in row 0 of the tensor; first_row, rows: those of the expert.
   __device__ __forceinline__ SummedRowsOperand(const Element* column_gmem, int64_t stride, bool has_column,
                                                const int32_t* slots, int top_k, int first_row, int rows)
       : column_gmem_(column_gmem),
@@ -117,7 +117,7 @@ class SummedRowsOperand : public ColumnChunks<Spec, kColumns> {
     fetch_slot();
   }
 
-  // Rows past the end of the expert are the next one's: zeros in their place, since 0 * NaN is NaN.
+  // Rows past the expert's end belong to the next one and are replaced by zeros, since 0 * NaN is NaN.
   template <typename Take>
   __device__ __forceinline__ void visit(Take take) {
     if (slots_ == nullptr) {
@@ -128,7 +128,7 @@ class SummedRowsOperand : public ColumnChunks<Spec, kColumns> {
         return chunk_gmem;
       });
     } else {
-      const int token = slot_ / top_k_;  // of the tile's row number `lane`
+      const int token = slot_ / top_k_;  // for the tile's row `lane`
       visit_rows(take, [&](int row) { return column_gmem_ + ptx::shuffle_index(token, row) * stride_; });
     }
     row_ += kBlockK;
@@ -145,7 +145,7 @@ class SummedRowsOperand : public ColumnChunks<Spec, kColumns> {
     }
   }
 
-  // One tile ahead, and divided when it is used: a division right after the load would wait for it.
+  // One tile ahead, and divided only when it is used: a division right after the load would wait for it.
   __device__ __forceinline__ void fetch_slot() {
     const int row = row_ + ptx::lane_index();
     slot_ = slots_ != nullptr && row < end_row_ ? static_cast<int>(ptx::ld_global_32(slots_ + row)) : 0;
@@ -155,7 +155,7 @@ class SummedRowsOperand : public ColumnChunks<Spec, kColumns> {
   const int32_t* slots_;
   int64_t stride_;
   int top_k_;
-  int row_;  // the next tile's first
+  int row_;  // first row of the next tile
   int end_row_;
   int slot_;  // of row row_ + lane
   bool has_column_;

@@ -1,4 +1,4 @@
-// The four products: which tiles there are, which operands a tile has, what becomes of its sums.
+// The four products: their tiles, and the operands and the epilogue of a tile.
 #pragma once
 
 #include "device/math.cuh"
@@ -20,8 +20,8 @@ struct Operands {
   int steps;
 };
 
-// The weights' own column (row of [n, k] weights) for column `column` of all tiles of a gated product: eight of gate and eight of
-// up interleaved. Past the end: the last eight of each.
+// The weights' column (row of [n, k] weights) for column `column` of a gated product's tiles, which interleave eight of
+// gate and eight of up. Past the end: the last eight of each.
 __device__ __forceinline__ int gated_column(const GemmParams& params, int column) {
   const int width = params.n / 2;
   const int own = minimum(column / 16 * 8, width - 8) + column % 8;
@@ -118,7 +118,7 @@ class WeightGradient {
     return tile;
   }
 
-  // An expert without rows has no step: its sums are zeros.
+  // An expert without rows has no steps: its sums are zeros.
   __device__ __forceinline__ auto operands(const Tile& tile) const {
     const int first_row = static_cast<int>(ptx::ld_global_32(params_.expert_offsets + tile.expert));
     const int rows = static_cast<int>(ptx::ld_global_32(params_.expert_offsets + tile.expert + 1)) - first_row;

@@ -1,5 +1,6 @@
-// Tiles of a grouped product, which only the device can count: experts in order, of each its row tiles in groups of
-// kGroupTiles, of each group the column tiles, and the rows of the group innermost: blocks that run at a time share both operands in L2.
+// The tiles of a grouped product, which only the device can count: experts in order; within an expert, groups of
+// kGroupTiles row tiles; within a group, the column tiles, with the group's row tiles innermost, so that concurrent
+// blocks share both operands in L2.
 #pragma once
 
 #include "device/math.cuh"
@@ -13,7 +14,8 @@ namespace flashmoe::moe::mma_sync {
 
 constexpr int kGroupTiles = 16;
 
-// One tile: rows `row` to row + rows - 1 (of the tile's kBlockM, those that count), and the columns of number column_tile.
+// One tile: rows `row` to row + rows - 1 (those of the tile's kBlockM that belong to the expert), and column tile
+// column_tile.
 struct Tile {
   int expert;
   int row;
@@ -31,15 +33,16 @@ __device__ __forceinline__ void locate_in_expert(int index, int row_tiles, int c
   row_tile = group * kGroupTiles + within - column_tile * size;
 }
 
-// Finds row tiles by a table in shared memory: how many there are before each of kRuns runs of experts. 64 words instead of one
-// per expert, so that two blocks with three stages fit the 100 KiB of sm_86; the walk inside a run is short.
+// Finds row tiles with a table in shared memory: the number of row tiles before each of kRuns runs of experts. 64 words
+// instead of one per expert, so that two blocks with three stages fit in the 100 KiB of sm_86; the walk within a run is
+// short.
 template <int kBlockM>
 class RowTiles {
  public:
   static constexpr int kRuns = 64;
   static constexpr int kSharedBytes = (kRuns + 1) * 4;
 
-  // Every thread of the block calls it; there are at least kRuns of them.
+  // Called by every thread of the block; there are at least kRuns of them.
   __device__ __forceinline__ RowTiles(const GemmParams& params, ptx::SmemPointer table_smem)
       : params_(params), table_smem_(table_smem), run_experts_(ceil_div(params.experts, kRuns)) {
     const int thread = ptx::thread_index();
@@ -53,9 +56,9 @@ class RowTiles {
     int before = 0;
     if (thread <= kRuns)
       for (int run = 0; run < thread; ++run) before += static_cast<int>(ptx::ld_shared_32(table_smem + run * 4));
-    ptx::barrier_sync_block();  // counts have been read, sums take their place
+    ptx::barrier_sync_block();  // counts have been read; sums replace them
     if (thread <= kRuns) ptx::st_shared_32(table_smem + thread * 4, before);
-    ptx::barrier_sync_block();  // sums are there
+    ptx::barrier_sync_block();  // sums are written
   }
 
   __device__ __forceinline__ int count() const { return before(kRuns); }

@@ -1,4 +1,4 @@
-// What the specs of both families say alike: how a block's tile is divided among its warps, and its shared memory.
+// Common to the specs of both families: how a block's tile is divided among its warps, and its shared memory.
 #pragma once
 
 #include "moe/grouped_gemm/mma_sync/schedule.cuh"
@@ -6,7 +6,7 @@
 
 namespace flashmoe::moe::mma_sync {
 
-// kWarpsN: warps side by side along n; kNumWarps / kWarpsN of them one below the other.
+// kWarpsN: warps side by side along n; kNumWarps / kWarpsN warps are stacked along m.
 template <typename Element_, int kBlockM_, int kBlockN_, int kNumStages_, int kNumWarps_, int kWarpsN_>
 struct TileSpec {
   using Element = Element_;
@@ -25,8 +25,8 @@ struct TileSpec {
   static constexpr int kBBytes = kBlockN * kBlockK * static_cast<int>(sizeof(Element));
   static constexpr int kStageBytes = kABytes + kBBytes;
   static constexpr int kRingBytes = kNumStages * kStageBytes;
-  // Of the epilogue, in the ring: 16 rows of fp32 a warp, 32 bytes more than the columns take (eight banks), and the shares of
-  // row_dots.
+  // The epilogue's memory, in the ring: 16 rows of fp32 per warp, each padded by 32 bytes (eight banks), and the
+  // partial dots of row_dots.
   static constexpr int kStagingRowBytes = kWarpColumns * 4 + 32;
   static constexpr int kWarpStagingBytes = 16 * kStagingRowBytes;
   static constexpr int kStagingBytes = kNumWarps * kWarpStagingBytes;

@@ -1,5 +1,6 @@
-// The way of a warp's sums to the epilogue: 16 rows at a time through shared memory, so that a lane gets neighbouring columns of
-// one row, reads and writes 16 bytes of global memory, and the code of an epilogue stands once instead of once for every register.
+// Passes a warp's sums to the epilogue: 16 rows at a time through shared memory, so that a lane gets neighbouring
+// columns of one row and accesses 16 bytes of global memory at once, and so that the epilogue's code exists once
+// instead of once per register.
 #pragma once
 
 #include "device/convert.cuh"
@@ -10,10 +11,10 @@
 
 namespace flashmoe::moe::mma_sync {
 
-// kColumns of the tile, one row of them a lane; which lanes of the warp hold a row.
+// Each lane holds kColumns columns of one row of the tile; says which lanes of the warp share a row.
 template <typename Spec, int kColumns>
 struct LaneColumns {
-  static constexpr int kLanes = Spec::kWarpColumns / kColumns;  // of a row
+  static constexpr int kLanes = Spec::kWarpColumns / kColumns;  // per row
   static constexpr int kRows = 32 / kLanes;                     // of the warp at a time
   static constexpr int kPasses = 16 / kRows;
   static_assert(kPasses * kRows == 16, "passes end with the 16 rows");
@@ -24,7 +25,8 @@ struct LaneColumns {
   }
 };
 
-// take(row of the tile, its sums in the lane's kColumns columns). staging_smem: of the block, and free; every lane calls take.
+// Calls take(row of the tile, its sums in the lane's kColumns columns). staging_smem: that of the block, free. Every
+// lane calls take.
 template <int kColumns, typename Spec, typename Take>
 __device__ __forceinline__ void for_each_row(const Accumulator<Spec>& sums, ptx::SmemPointer staging_smem, Take take) {
   using Lanes = LaneColumns<Spec, kColumns>;
@@ -32,10 +34,10 @@ __device__ __forceinline__ void for_each_row(const Accumulator<Spec>& sums, ptx:
   const ptx::SmemPointer warp_smem = staging_smem + ptx::warp_index() * Spec::kWarpStagingBytes;
 #pragma unroll 1
   for (int m = 0; m < Spec::kMmaM; ++m) {
-    ptx::warp_sync();  // write after read: the 16 rows before
+    ptx::warp_sync();  // write after read: the previous 16 rows
 #pragma unroll
     for (int known = 0; known < Spec::kMmaM; ++known) {
-      if (known != m) continue;  // an index of registers must be known when compiling
+      if (known != m) continue;  // register indices must be compile-time constants
 #pragma unroll
       for (int n = 0; n < Spec::kMmaN; ++n)
 #pragma unroll
@@ -46,7 +48,7 @@ __device__ __forceinline__ void for_each_row(const Accumulator<Spec>& sums, ptx:
           ptx::st_shared_64(warp_smem + offset, pair);
         }
     }
-    ptx::warp_sync();  // read after write: a row was put together by four lanes
+    ptx::warp_sync();  // read after write: four lanes wrote each row
 #pragma unroll 1
     for (int pass = 0; pass < Lanes::kPasses; ++pass) {
       const int row = pass * Lanes::kRows + Lanes::row();
@@ -87,7 +89,7 @@ __device__ __forceinline__ void load_eight(float* values, const Element* gmem) {
   }
 }
 
-// Sixteen values (gate, up), (gate, up), ... and eight of each.
+// Eight gates and eight ups to pairs (gate, up); separate() does the reverse.
 __device__ __forceinline__ void interleave(float (&pairs)[16], const float (&gate)[8], const float (&up)[8]) {
 #pragma unroll
   for (int i = 0; i < 8; ++i) {
@@ -104,7 +106,7 @@ __device__ __forceinline__ void separate(float (&gate)[8], float (&up)[8], const
   }
 }
 
-// Eight of gate and of up at column `column` of a row of both, [2 * width], in either order.
+// Stores eight of gate and of up at column `column` of a row of both, [2 * width], in either layout.
 template <typename Element>
 __device__ __forceinline__ void store_gate_up(Element* row_gmem, int column, int width, bool is_interleaved,
                                               const float (&gate)[8], const float (&up)[8]) {

@@ -1,7 +1,8 @@
 // Operand tiles in shared memory, 16-bit elements in chunks of 16 bytes, and how a warp reads its fragments from them.
 //
-// Along k (kMn false):  [rows, kBlockK = 32], 64 bytes a row; chunk c of row r lies at c ^ (r / 2 % 4), so that the eight rows of
-//                       an ldmatrix phase fall on eight different groups of four banks.
+// Along k (kMn false):  [rows, kBlockK = 32], 64 bytes per row; chunk c of row r is stored at c ^ (r / 2 % 4), so that
+// the
+//                       eight rows of an ldmatrix phase fall on eight different groups of four banks.
 // Across k (kMn true):  [kBlockK, columns], the layout of device/swizzle.cuh; read with .trans.
 #pragma once
 
@@ -12,8 +13,8 @@
 namespace flashmoe::moe::mma_sync {
 
 constexpr int kBlockK = 32;
-constexpr int kSteps = kBlockK / 16;                  // products of 16 that a tile holds
-constexpr int kRowChunks = kBlockK / kChunkElements;  // of a row along k
+constexpr int kSteps = kBlockK / 16;                  // 16-k products per tile
+constexpr int kRowChunks = kBlockK / kChunkElements;  // per row along k
 constexpr int kRowBytes = kRowChunks * kChunkBytes;
 
 __device__ __forceinline__ constexpr int row_offset(int row, int chunk) {
@@ -22,9 +23,9 @@ __device__ __forceinline__ constexpr int row_offset(int row, int chunk) {
 
 enum class Side { kA, kB };
 
-// A lane's addresses in an operand's tile of kExtent rows of A, or columns of B. ldmatrix.x4 fetches 16 of them by 16 of k; its
-// four matrices stand in the order that mma wants: of A, (first 8, k 0-7), (last 8, k 0-7), (first 8, k 8-15), (last 8, k 8-15);
-// of B, both k halves of the first 8, then of the last 8.
+// A lane's addresses in an operand's tile of kExtent rows of A or columns of B. ldmatrix.x4 loads 16 of them by 16 of
+// k, its four matrices in the order that mma expects: for A, (first 8, k 0-7), (last 8, k 0-7), (first 8, k 8-15),
+// (last 8, k 8-15); for B, both k halves of the first 8, then of the last 8.
 template <Side kSide, bool kMn, int kExtent>
 struct FragmentWalk {
   int start;  // bytes from the tile's start
@@ -38,7 +39,8 @@ struct FragmentWalk {
         kMn ? swizzled_offset<kExtent>(row, warp_first / kChunkElements + chunk) : row_offset(warp_first + row, chunk);
   }
 
-  // Rows or columns 16 * block to 16 * block + 15 of the warp, step `step` of k. A tile starts at a multiple of 128 bytes.
+  // Loads rows or columns 16 * block to 16 * block + 15 of the warp at k step `step`. A tile must start at a multiple
+  // of 128 bytes.
   __device__ __forceinline__ void load(uint32_t (&r)[4], ptx::SmemPointer tile_smem, int block, int step) const {
     if constexpr (kMn) {
       const ptx::SmemPointer row_smem = (tile_smem + start) ^ (block % 4 * (2 * kChunkBytes));

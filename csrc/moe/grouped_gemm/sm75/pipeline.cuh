@@ -1,4 +1,4 @@
-// The sum of a tile without cp.async: the next tile is on its way into registers while this one is multiplied.
+// The sum of a tile without cp.async: the next tile is loaded into registers while this one is multiplied.
 #pragma once
 
 #include "moe/grouped_gemm/mma_sync/multiply.cuh"
@@ -28,7 +28,7 @@ struct StagedTile {
   }
 };
 
-// while_loading(): what the block can do until the first tiles are there.
+// while_loading(): work that the block can do until the first tiles have arrived.
 template <typename Spec, typename A, typename B, typename WhileLoading>
 __device__ __forceinline__ void multiply(mma_sync::Operands<A, B>& operands, mma_sync::Accumulator<Spec>& sums,
                                          ptx::SmemPointer ring_smem, WhileLoading while_loading) {
@@ -36,7 +36,7 @@ __device__ __forceinline__ void multiply(mma_sync::Operands<A, B>& operands, mma
   const mma_sync::StageReader<Spec, A::kIsMn, B::kIsMn> reader;
   StagedTile<A> a_staged;
   StagedTile<B> b_staged;
-  int offset = 0;  // of the stage that is multiplied
+  int offset = 0;  // of the stage being multiplied
   if (steps > 0) {
     a_staged.fetch(operands.a);
     b_staged.fetch(operands.b);
@@ -46,7 +46,7 @@ __device__ __forceinline__ void multiply(mma_sync::Operands<A, B>& operands, mma
     a_staged.store(ring_smem);
     b_staged.store(ring_smem + Spec::kABytes);
   }
-  ptx::barrier_sync_block();  // stage 0 is whole
+  ptx::barrier_sync_block();  // stage 0 is complete
 #pragma unroll 1
   for (int step = 0; step < steps; ++step) {
     const bool has_next = step + 1 < steps;
@@ -61,11 +61,11 @@ __device__ __forceinline__ void multiply(mma_sync::Operands<A, B>& operands, mma
       sums.add_product(fragments);
     }
     offset = Spec::kStageBytes - offset;
-    if (has_next) {  // the other stage is free since the last barrier
+    if (has_next) {  // the other stage has been free since the last barrier
       a_staged.store(ring_smem + offset);
       b_staged.store(ring_smem + offset + Spec::kABytes);
     }
-    ptx::barrier_sync_block();  // the next stage is whole, and all warps have read this one
+    ptx::barrier_sync_block();  // the next stage is complete, and all warps have read this one
   }
 }
 

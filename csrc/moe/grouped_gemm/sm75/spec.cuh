@@ -1,4 +1,4 @@
-// Compile-time description of one grouped product's kernel for Turing: mma.m16n8k8, fp16.
+// Compile-time description of a grouped product's kernel for Turing: mma.m16n8k8, fp16.
 #pragma once
 
 #include "moe/grouped_gemm/mma_sync/spec.cuh"
@@ -7,7 +7,7 @@
 
 namespace flashmoe::moe::sm75 {
 
-// kNumStages is 2: one tile is multiplied while the next, which came through registers, is stored.
+// kNumStages is 2: one tile is multiplied while the next, loaded through registers, is stored.
 template <typename Element, int kBlockM, int kBlockN, int kNumStages, int kNumWarps, int kWarpsN>
 struct GemmSpec : mma_sync::TileSpec<Element, kBlockM, kBlockN, kNumStages, kNumWarps, kWarpsN> {
   // 16x8x16 in two halves of k: Turing's largest 16-bit product is 16x8x8.

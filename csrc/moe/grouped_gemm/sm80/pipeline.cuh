@@ -1,4 +1,4 @@
-// The sum of a tile with cp.async: a ring of stages, and the fragments of a step read one step ahead of their product.
+// The sum of a tile with cp.async: a ring of stages, and a step's fragments read one step ahead of their product.
 #pragma once
 
 #include "moe/grouped_gemm/mma_sync/multiply.cuh"
@@ -23,7 +23,7 @@ __device__ __forceinline__ void load_stage(mma_sync::Operands<A, B>& operands, p
   load_operand(operands.b, stage_smem + Spec::kABytes);
 }
 
-// The stages of the ring, one after another.
+// A position in the ring of stages.
 template <typename Spec>
 struct Ring {
   int offset = 0;
@@ -34,7 +34,7 @@ struct Ring {
   }
 };
 
-// while_loading(): what the block can do until the first tiles are there.
+// while_loading(): work that the block can do until the first tiles have arrived.
 template <typename Spec, typename A, typename B, typename WhileLoading>
 __device__ __forceinline__ void multiply(mma_sync::Operands<A, B>& operands, mma_sync::Accumulator<Spec>& sums,
                                          ptx::SmemPointer ring_smem, WhileLoading while_loading) {
@@ -49,12 +49,12 @@ __device__ __forceinline__ void multiply(mma_sync::Operands<A, B>& operands, mma
   const mma_sync::StageReader<Spec, A::kIsMn, B::kIsMn> reader;
   mma_sync::Fragments<Spec> fragments[2];
   ptx::cp_async_wait<kAhead - 1>();
-  ptx::barrier_sync_block();  // stage 0 is whole: everybody's copies
+  ptx::barrier_sync_block();  // stage 0 is complete: all threads' copies
   Ring<Spec> reading, writing{kAhead * Spec::kStageBytes};
   if (steps > 0) reader.read(fragments[0], ring_smem, 0);
 #pragma unroll 1
   for (int step = 0; step < steps; ++step) {
-    // Free since the last barrier: its fragments had been read before it.
+    // Free since the last barrier, before which its fragments were read.
     if (step + kAhead < steps) load_stage<Spec>(operands, ring_smem + writing.offset);
     ptx::cp_async_commit();
     writing.advance();
@@ -64,7 +64,7 @@ __device__ __forceinline__ void multiply(mma_sync::Operands<A, B>& operands, mma
         reader.read(fragments[(k_step + 1) % 2], ring_smem + reading.offset, k_step + 1);
       } else {
         ptx::cp_async_wait<kAhead - 1>();
-        ptx::barrier_sync_block();  // the next stage is whole, and all warps have read this one
+        ptx::barrier_sync_block();  // the next stage is complete, and all warps have read this one
         reading.advance();
         if (step + 1 < steps) reader.read(fragments[(k_step + 1) % 2], ring_smem + reading.offset, 0);
       }

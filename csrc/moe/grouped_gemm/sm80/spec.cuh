@@ -1,4 +1,4 @@
-// Compile-time description of one grouped product's kernel of the sm_80 family.
+// Compile-time description of a grouped product's kernel of the sm_80 family.
 #pragma once
 
 #include "moe/grouped_gemm/mma_sync/spec.cuh"
@@ -7,7 +7,7 @@
 
 namespace flashmoe::moe::sm80 {
 
-// kNumStages: tiles of A and B in the ring, of which kNumStages - 1 are in flight or whole when one is multiplied.
+// kNumStages: tiles of A and B in the ring, of which kNumStages - 1 are in flight or complete while one is multiplied.
 template <typename Element, int kBlockM, int kBlockN, int kNumStages, int kNumWarps, int kWarpsN>
 struct GemmSpec : mma_sync::TileSpec<Element, kBlockM, kBlockN, kNumStages, kNumWarps, kWarpsN> {
   static __device__ __forceinline__ void multiply(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {

@@ -1,8 +1,9 @@
 // d[row] = a[row] B_e (+ bias_e) for sm_90a: TMA, wgmma, one producer and two consumer warpgroups, a persistent grid.
 //   grid     min(multiprocessors, bound) blocks, bound = (ceil(slots / kBlockM) + min(experts, slots)) * column tiles
-//   maps     tensor_map.h says how the host builds them
+//   maps     built by the host as tensor_map.h describes
 //   counter  params.tile_counter is 0 at launch, and 0 again at the end; null means a static schedule
-// Read ../tiles.cuh (which tile), producer.cuh (loads), mainloop.cuh (products and the frame), output_slabs.cuh in this order.
+// Read in this order: ../tiles.cuh (tile schedule), producer.cuh (loads), mainloop.cuh (products and the frame),
+// output_slabs.cuh (stores).
 #pragma once
 
 #include "moe/grouped_gemm/sm90/mainloop.cuh"
@@ -10,7 +11,8 @@
 
 namespace flashmoe::moe::sm90 {
 
-// Adds an expert's bias to sums of neighbouring columns; `bias` is at this thread's first, `columns` counts from there.
+// Adds an expert's bias to sums of neighbouring columns; `bias` points at this thread's first one, `columns` counts
+// from there.
 template <typename Element, int kAccumulators>
 __device__ __forceinline__ void add_bias(float (&sums)[kAccumulators], const Element* bias, int columns) {
   uint32_t pairs[kAccumulators / 4];
@@ -37,7 +39,7 @@ struct PlainEpilogue {
                                            const ptx::TensorMap& d_map_)
       : params(params_), d_map(d_map_), slabs(shared, consumer) {}
 
-  // Two columns a sum, from own.column on.
+  // Stores 2 * kSums columns, from own.column on.
   template <int kSums>
   __device__ __forceinline__ void store(const WarpgroupTile<Spec>& own, float (&sums)[kSums]) {
     if (params.bias != nullptr) {
@@ -45,7 +47,7 @@ struct PlainEpilogue {
       add_bias(sums, static_cast<const Element*>(params.bias) + static_cast<int64_t>(own.expert) * params.n + column,
                params.n - column);
     }
-    // Of the last slab of a tile that is no whole ones wide only the tile's own columns leave.
+    // If a tile is not a whole number of slabs wide, only its own columns of the last slab are stored.
     constexpr int kPart = kSums % 32;
     const int end = kPart == 0 ? params.n : minimum(params.n, own.column + Spec::kBlockN);
     const SlabTarget to{d_map, params.d, params.d_stride, end, 0};

@@ -1,8 +1,8 @@
-// z = a[token(row)] B_e (+ bias_e), d[row] = activation(z), preactivation[row] = z if wanted, for sm_90a: as grouped_gemm.cuh, but
-// the producer gathers the rows of A, and a tile's columns are those of gate and up.
+// z = a[token(row)] B_e (+ bias_e), d[row] = activation(z), preactivation[row] = z if requested, for sm_90a: as
+// grouped_gemm.cuh, but the producer gathers the rows of A, and a tile's columns are those of gate and up.
 //
-// Which sums of a thread are gate and up of one column: nk and kn, sums 64s + i and 64s + 32 + i (of 128 columns of B the first
-// 64 are gate); kKnPairs, sums 2i and 2i + 1.
+// Which of a thread's sums are gate and up of one column: with nk and kn, sums 64s + i and 64s + 32 + i (the first 64
+// of every 128 columns of B are gate); with kKnPairs, sums 2i and 2i + 1.
 #pragma once
 
 #include "moe/grouped_gemm/activation.cuh"
@@ -10,7 +10,7 @@
 
 namespace flashmoe::moe::sm90 {
 
-// Gate and up of 32 columns side by side into a slab, interleaved to 64 columns: `gate` and `up` are their sums.
+// Writes gate and up of 32 neighbouring columns to a slab, interleaved to 64 columns: `gate` and `up` are their sums.
 template <typename Element>
 __device__ __forceinline__ void write_interleaved_slab(unsigned char* smem, const float* gate, const float* up) {
   const int lane = ptx::lane_index();
@@ -27,8 +27,8 @@ __device__ __forceinline__ void write_interleaved_slab(unsigned char* smem, cons
   }
 }
 
-// 64 columns, of which this thread has in sums 4j + 2r column 4j + lane % 4, into a slab: lanes pair up, so that each has two
-// neighbouring columns.
+// Writes 64 columns to a slab. This thread has column 4j + lane % 4 in sums 4j + 2r; lanes pair up, so that each has
+// two neighbouring columns.
 template <typename Element>
 __device__ __forceinline__ void write_paired_slab(unsigned char* smem, const float* sums) {
   const int lane = ptx::lane_index();
@@ -62,12 +62,12 @@ struct GatedEpilogue {
 
   __device__ __forceinline__ int columns() const { return params.n / 2; }
 
-  // The expert's bias of gate and up where they are not neighbours in a thread.
+  // Adds the expert's bias of gate and up when they are not neighbours in a thread.
   __device__ __forceinline__ void add_bias_of_halves(float* sums, const Element* bias, int column) const {
 #pragma unroll
     for (int j = 0; j < 8; ++j) {
       const int at = column + 8 * j + ptx::lane_index() % 4 * 2;
-      uint32_t words[2] = {0, 0};  // gate, up of the two columns; or both of the first, both of the second
+      uint32_t words[2] = {0, 0};  // gate, up of the two columns; interleaved: both of the first, both of the second
       if (at < columns()) {
         if (params.is_interleaved != 0) {
           ptx::ld_global_64(words, bias + 2 * at);
@@ -104,7 +104,7 @@ struct GatedEpilogue {
     }
   }
 
-  // Two slabs for each 64 columns of the result.
+  // Two slabs per 64 columns of the result.
   template <int kSums>
   __device__ __forceinline__ void store_preactivation(const WarpgroupTile<Spec>& own, const float (&sums)[kSums]) {
     const bool is_interleaved = kIsPaired || params.is_interleaved != 0;
@@ -131,7 +131,7 @@ struct GatedEpilogue {
     }
   }
 
-  // The activation takes the place of gate.
+  // The activation replaces gate.
   template <int kSums>
   __device__ __forceinline__ void activate(float (&sums)[kSums]) const {
     with_activation(params.activation, [&](auto activation) {
@@ -143,7 +143,7 @@ struct GatedEpilogue {
     });
   }
 
-  // One column of the result for four sums, in slabs of 64, from own.column on.
+  // Stores kSums columns of the result, in slabs of 64, from own.column on.
   template <int kSums>
   __device__ __forceinline__ void store(const WarpgroupTile<Spec>& own, float (&sums)[kSums]) {
     if (params.bias != nullptr) add_biases(own, sums);

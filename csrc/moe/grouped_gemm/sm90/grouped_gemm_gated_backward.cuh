@@ -1,12 +1,15 @@
 // s = a[row] B_e for sm_90a, and what follows from it: with z = (g, u) read from the preactivation, w the row's weight,
-//   d[row] = w s times the activation's derivatives by g and u, in the columns of z;  weighted_activation[row] = w activation(z);
+//   d[row] = w s times the activation's derivatives by g and u, in the columns of z;
+//   weighted_activation[row] = w activation(z);
 //   row_dots[128 columns][row] = sum over these columns of activation(z) s.
 //
-// The epilogue reads two and writes three elements of memory for each sum. So in tiles of 128 columns each consumer warpgroup has
-// a tile to itself, every other one of the block: while one computes its epilogue, the other one's products run. Tiles of 256
-// columns, which read less for each product, are for both, 64 rows each, and z is on its way while the products run.
+// For each sum the epilogue reads two elements of memory and writes three. So with tiles of 128 columns the two
+// consumer warpgroups take alternate tiles of the block: while one runs its epilogue, the other's products run. Tiles
+// of 256 columns, which read less per product, are shared by both consumers, 64 rows each, and z is loaded while the
+// products run.
 //   grid, counter   as grouped_gemm.cuh
-// Loads, schedule and tiles are grouped_gemm.cuh's. Rows of the next expert, or past the last, are multiplied too and not stored.
+// Loads, schedule and tiles are those of grouped_gemm.cuh. Rows of the next expert, or past the last, are multiplied
+// too but not stored.
 #pragma once
 
 #include "device/convert.cuh"
@@ -19,24 +22,25 @@
 
 namespace flashmoe::moe::sm90 {
 
-// kOutputSlabs: buffers of 64 rows and 64 columns of each consumer. 3: gate, up and activation; z is replaced by its gradient in
-// place. 5: two more for z, so that the next columns of z are on their way while these are computed.
+// kOutputSlabs: buffers of 64 rows and 64 columns per consumer. 3: gate, up and activation; the gradient replaces z in
+// place. 5: two more for z, so that the next columns of z are loaded while these are computed.
 template <typename Element, int kBlockM, int kBlockN, int kNumStages, int kNumWarps, int kOutputSlabs>
 struct GatedBackwardSpec : TileSpec<Element, kBlockM, kBlockN, kNumStages, kNumWarps, kOutputSlabs, false, false> {
   using Base = TileSpec<Element, kBlockM, kBlockN, kNumStages, kNumWarps, kOutputSlabs, false, false>;
   static constexpr bool kFetchesAhead = kOutputSlabs == 5;
-  static constexpr bool kIsPingpong = kBlockN == 128;     // the consumers have every other tile, not half of each
-  static constexpr int kRowBlocks = kIsPingpong ? 2 : 1;  // of 64 rows, of a consumer in a tile
-  static constexpr int kColumnSlabs = kBlockN / 64;       // of a tile
-  static constexpr int kAccumulators = kBlockN / 2;       // of a thread, for each 64 rows
+  static constexpr bool kIsPingpong = kBlockN == 128;     // the consumers take alternate tiles, not half of each
+  static constexpr int kRowBlocks = kIsPingpong ? 2 : 1;  // of 64 rows, per consumer and tile
+  static constexpr int kColumnSlabs = kBlockN / 64;       // per tile
+  static constexpr int kAccumulators = kBlockN / 2;       // per thread, for each 64 rows
   static constexpr int kSharedBytes = Base::kSharedBytes + 2 * 8;
   static_assert(kBlockM == 128 && (kBlockN == 128 || kBlockN == 256), "a consumer has 128 accumulators per thread");
   static_assert(kOutputSlabs == 3 || kOutputSlabs == 5, "gate, up, activation, and z where it is fetched ahead");
   static_assert(kSharedBytes <= 232448, "sm_90 gives a block at most 227 KiB");
 };
 
-// The other consumer has waited for every stage of its tile: those that follow are this one's. A wait names only the parity of
-// a phase, so no warp may wait for a stage before the stages in front have been waited for.
+// Completes when the other consumer has waited for every stage of its tile: the stages that follow belong to this
+// consumer. A wait names only the parity of a phase, so no warp may wait for a stage before the earlier stages have
+// been waited for.
 template <typename Spec>
 __device__ __forceinline__ ptx::Mbarrier* order_barrier(const SharedMemory<Spec>& shared, int consumer) {
   return shared.barrier(Spec::kNumBarriers + consumer);
@@ -61,7 +65,7 @@ __device__ __forceinline__ void init_pingpong_barriers(const SharedMemory<Spec>&
   ptx::mbarrier_init_fence();
 }
 
-// Products of a tile of 128 rows by one warpgroup.
+// One warpgroup's products of a tile of 128 rows.
 template <typename Spec, Weights kWeights>
 struct TileProducts {
   const SharedMemory<Spec> shared;
@@ -72,7 +76,7 @@ struct TileProducts {
   __device__ __forceinline__ TileProducts(const SharedMemory<Spec>& shared_, int consumer_)
       : shared(shared_), consumer(consumer_), order_parity(consumer_ == 0 ? 1 : 0) {}
 
-  // Passes over the stages of the other one's tile.
+  // Skips the stages of the other consumer's tile.
   __device__ __forceinline__ void skip(int blocks) {
     const int passed = at.stage + blocks;
     at.parity ^= passed / Spec::kNumStages % 2;
@@ -111,20 +115,20 @@ struct TileProducts {
   }
 };
 
-// The epilogue of one warp, subtile by subtile: 16 rows and 64 columns, of which it has the sums of one 64-row block. Global
-// memory is read and written 128 bytes of a row at a time, by eight lanes; shared memory, which the warp has to itself, turns
-// that into the layout of the sums. Buffers: [16 rows][64 columns], swizzled.
+// A warp's epilogue, subtile by subtile: its 16 rows of a 64-row block by 64 columns. Global memory is read and written
+// 128 bytes of a row at a time, by eight lanes; the warp's own shared memory converts this to the layout of the sums.
+// Buffers: [16 rows][64 columns], swizzled.
 template <typename Spec>
 struct BackwardEpilogue {
   using Element = typename Spec::Element;
   static constexpr int kSubtiles = Spec::kRowBlocks * Spec::kColumnSlabs;
-  static constexpr int kSums = 16;  // of a thread, of half a subtile: 32 columns
+  static constexpr int kSums = 16;  // per thread, for half a subtile: 32 columns
   static constexpr int kDotSlabs = kDotColumns / 64;
 
   const GemmParams& params;
-  unsigned char* const smem;  // of this warp, in the consumer's first buffer
-  const int matrix_offset;    // in a buffer: this lane's row of 16 columns for ldmatrix and stmatrix
-  const int row_in_tile;      // the warp's first
+  unsigned char* const smem;  // this warp's part of the consumer's first buffer
+  const int matrix_offset;    // in a buffer: this lane's row of 16 columns, for ldmatrix and stmatrix
+  const int row_in_tile;      // the warp's first row
   Tile tile;
 
   __device__ __forceinline__ BackwardEpilogue(const GemmParams& params_, const SharedMemory<Spec>& shared, int consumer)
@@ -134,14 +138,14 @@ struct BackwardEpilogue {
         row_in_tile((Spec::kIsPingpong ? 0 : consumer * 64) + ptx::warp_index() % 4 * 16) {}
 
   __device__ __forceinline__ unsigned char* buffer(int index) const { return smem + index * Spec::kSlabBytes; }
-  // Of z: gate then up, or, interleaved, the first and the second 64 of the subtile's 128 columns.
+  // The buffers of z: gate then up or, interleaved, the first and the second 64 of the subtile's 128 columns.
   static constexpr int kFirstZ = Spec::kFetchesAhead ? 3 : 0;
   __device__ __forceinline__ unsigned char* z(int half) const { return buffer(kFirstZ + half); }
 
   __device__ __forceinline__ int row(int subtile) const {
     return tile.first_row + subtile / Spec::kColumnSlabs * 64 + row_in_tile;
   }
-  // The first of the two rows, 8 apart, that a lane has sums of.
+  // The first of the lane's two rows, which are 8 apart.
   __device__ __forceinline__ int lane_row(int subtile) const { return row(subtile) + static_cast<int>(lane() / 4); }
   __device__ __forceinline__ int column(int subtile) const {
     return tile.n_block * Spec::kBlockN + subtile % Spec::kColumnSlabs * 64;
@@ -149,29 +153,29 @@ struct BackwardEpilogue {
   __device__ __forceinline__ bool exists(int subtile) const {
     return subtile < kSubtiles && row(subtile) < tile.end_row && column(subtile) < params.n;
   }
-  // Where the halves of a subtile's columns begin among the columns of z.
+  // The column of z at which half `half` of a subtile's columns begins.
   __device__ __forceinline__ int z_column(int subtile, int half) const {
     return params.is_interleaved != 0 ? 2 * column(subtile) + half * 64 : half * params.n + column(subtile);
   }
-  // How many of a half's 64 columns there are, or more.
+  // How many of a half's 64 columns exist; may be more than 64.
   __device__ __forceinline__ int z_columns(int subtile, int half) const {
     return params.is_interleaved != 0 ? 2 * params.n - z_column(subtile, half) : params.n - column(subtile);
   }
 
-  // Computed where it is used: what follows from it would hold registers.
+  // Recomputed where it is used: values derived from it would occupy registers.
   static __device__ __forceinline__ uint32_t lane() { return ptx::recompute(static_cast<uint32_t>(ptx::lane_index())); }
   static __device__ __forceinline__ int swizzled(uint32_t at_row, uint32_t chunk) {
     return static_cast<int>(at_row * 128 + (chunk ^ at_row % 8) * 16);
   }
 
-  // What a lane copies of 16 rows by 64 columns: 16 bytes of rows `row`, + 4, + 8 and + 12, eight lanes a row.
+  // A lane's copies of 16 rows by 64 columns: 16 bytes of rows `row`, + 4, + 8 and + 12, eight lanes per row.
   struct Copies {
     int row, column;
-    int at;  // in a buffer
+    int at;  // offset in a buffer
 
     __device__ __forceinline__ explicit Copies(uint32_t lane)
         : row(lane / 8), column(lane % 8 * 8), at(swizzled(lane / 8, lane % 8)) {}
-    // 4 rows further bit 2 of the swizzled chunk changes.
+    // Every 4 rows, bit 2 of the swizzled chunk changes.
     __device__ __forceinline__ int offset_of(int i) const { return (at ^ i % 2 * 64) + i * 512; }
   };
 
@@ -194,7 +198,7 @@ struct BackwardEpilogue {
     ptx::cp_async_commit();
   }
 
-  // Stores 64 columns of a subtile, or those of them that there are.
+  // Stores 64 columns of a subtile, or those that exist.
   __device__ __forceinline__ void store(int index, void* to, int64_t stride, int first_row, int first_column,
                                         int columns) const {
     const Copies own(lane());
@@ -217,14 +221,15 @@ struct BackwardEpilogue {
   __device__ __forceinline__ unsigned char* matrix(int index, int step) const {
     return buffer(index) + (matrix_offset ^ step * 32);
   }
-  // Where the interleaved gate and up of a thread's two neighbouring columns are: pair i of a step as the sums have it.
+  // Offset of a thread's interleaved gate and up for two neighbouring columns: pair i of a step, in the order of the
+  // sums.
   static __device__ __forceinline__ int interleaved_offset(int step, int i) {
     const int block = 2 * step + i / 2;  // of 8 columns, 16 of z
     return block / 4 * Spec::kSlabBytes + swizzled(lane() / 4 + 8 * (i % 2), block % 4 * 2 + lane() % 4 / 2) +
            static_cast<int>(lane() % 2 * 8);
   }
 
-  // 16 columns of z as pairs of a row: rows g and g + 8 of the first eight columns, then of the others.
+  // Loads 16 columns of z as pairs within a row: rows g and g + 8 of the first eight columns, then of the others.
   __device__ __forceinline__ void load_z(uint32_t (&gate)[4], uint32_t (&up)[4], int step) const {
     if (params.is_interleaved == 0) {
       ptx::ldmatrix_x4(gate, matrix(kFirstZ, step));
@@ -252,7 +257,8 @@ struct BackwardEpilogue {
     }
   }
 
-  // z of 32 columns, in shared memory, to its gradient and the activation there. `dots` are added up in the columns' order.
+  // Replaces 32 columns of z in shared memory by its gradient and writes the activation. Adds to `dots` in the order of
+  // the columns.
   template <typename Function>
   __device__ __forceinline__ void compute(Function, const float (&sums)[kSums], const float (&weights)[2],
                                           float (&dots)[2], int first_step, int columns) const {
@@ -271,20 +277,21 @@ struct BackwardEpilogue {
         gate[i] = pack<Element>(weight * first * one.by_gate, weight * second * other.by_gate);
         up[i] = pack<Element>(weight * first * one.by_up, weight * second * other.by_up);
         active[i] = pack<Element>(weight * one.value, weight * other.value);
-        // Past the last column s is 0 or, of an infinite row, NaN.
+        // Past the last column s is 0 or, in an infinite row, NaN.
         if (step * 16 + i / 2 * 8 < columns) {
           dots[i % 2] = ptx::fma_rn(one.value, first, dots[i % 2]);
           dots[i % 2] = ptx::fma_rn(other.value, second, dots[i % 2]);
         }
       }
-      // Hazard: where z is replaced in place, another lane still reads it.
+      // Hazard: another lane may still read the z that is replaced in place.
       ptx::warp_sync();
       store_gradient(gate, up, step);
       ptx::stmatrix_x4(matrix(2, step), active);
     }
   }
 
-  // The sums of half a subtile, number `half` of all. It is known at run time only, so that there is one copy of what follows.
+  // Copies the sums of half-subtile number `half`, which is known only at run time, so that there is one copy of the
+  // code that follows.
   static __device__ __forceinline__ void take(float (&of_half)[kSums],
                                               const float (&sums)[Spec::kRowBlocks][Spec::kAccumulators], int half) {
     constexpr int kHalves = 2 * Spec::kColumnSlabs;  // of 64 rows
@@ -311,7 +318,7 @@ struct BackwardEpilogue {
     store(2, params.weighted_activation, params.n, row(subtile), column(subtile), params.n - column(subtile));
   }
 
-  // The next subtile that has rows and columns, or kParts.
+  // The next subtile that has rows and columns, or kSubtiles.
   __device__ __forceinline__ int next(int subtile) const {
     do {
       ++subtile;
@@ -334,7 +341,7 @@ struct BackwardEpilogue {
       }
       if (subtile % kDotSlabs == 0) dots[0] = dots[1] = 0.0f;
       ptx::cp_async_wait<0>();
-      ptx::warp_sync();  // z is there, of all lanes
+      ptx::warp_sync();  // z has arrived, for all lanes
 #pragma unroll 1
       for (int half = 0; half < 2; ++half) {
         float of_half[kSums];
@@ -343,13 +350,13 @@ struct BackwardEpilogue {
           compute(function, of_half, weights, dots, 2 * half, params.n - column(subtile));
         });
       }
-      ptx::warp_sync();  // z has been read; what replaces it, or stands beside it, is there
+      ptx::warp_sync();  // z has been read; what replaces it or is stored beside it is written
       const int following = next(subtile);
       if (Spec::kFetchesAhead && following < kSubtiles) fetch(following);
       finish_subtile(subtile);
       if constexpr (!Spec::kFetchesAhead) {
-        // Hazard: the next z overwrites what another lane still stores. (Otherwise what is computed from it would, and the
-        // wait for z stands in front of that.)
+        // Hazard: the next z overwrites what another lane still stores. (With kFetchesAhead, only what is computed from
+        // the next z would, and the wait for that z comes first.)
         ptx::warp_sync();
         if (following < kSubtiles) fetch(following);
       }

@@ -1,5 +1,6 @@
-// A consumer warpgroup: the products of its rows of each tile, each followed by an epilogue; and the frame of the kernels.
-// Of 256 rows a consumer has two blocks of 64, of which the other consumer's first lies in between: both have work in a tail.
+// A consumer warpgroup: the products of its rows of each tile, each followed by an epilogue; and the frame of the
+// kernels. In a tile of 256 rows a consumer has two blocks of 64 rows, with the other consumer's first block between
+// them, so that both have work in a partial tile.
 //
 // The sum over k is one chain of products of 16 k each, in ascending order: a row's bits depend on nothing else.
 #pragma once
@@ -15,8 +16,8 @@
 
 namespace flashmoe::moe::sm90 {
 
-// The products of 64 k of a stage: of each of kBlocks blocks of 64 rows, kRowStride rows apart from `first_row` on, with all columns.
-// Asynchronous.
+// Issues the products of 64 k of a stage, asynchronously: kBlocks blocks of 64 rows, kRowStride rows apart, from
+// `first_row` on, with all columns.
 template <typename Spec, Weights kWeights, int kRowStride, int kBlocks, int kAllBlocks>
 __device__ __forceinline__ void issue_stage(float (&sums)[kAllBlocks][Spec::kAccumulators],
                                             const SharedMemory<Spec>& shared, int stage, int first_row, bool is_first) {
@@ -62,7 +63,8 @@ struct Mainloop {
     if constexpr (Spec::kGathersA) ptx::fence_proxy_async_shared();
   }
 
-  // One batch of products is in flight while the next is issued; a stage is released when the batch after it has been.
+  // One batch of products is in flight while the next is issued; a stage is released after the next batch has been
+  // issued.
   template <int kBlocks>
   __device__ __forceinline__ void multiply(Sums& sums, int blocks) {
     wait_full();
@@ -83,7 +85,7 @@ struct Mainloop {
     release(before);
   }
 
-  // `rows`: of the expert, from this consumer's first on. There are no products of a second block without a row.
+  // `rows`: those of the expert, from this consumer's first one on. A second block without rows is not multiplied.
   __device__ __forceinline__ void multiply(Sums& sums, int blocks, int rows) {
     if (Spec::kRowBlocks == 1 || rows > 64 * Spec::kNumConsumers) {
       multiply<Spec::kRowBlocks>(sums, blocks);
@@ -92,7 +94,7 @@ struct Mainloop {
     }
   }
 
-  // Passes over a tile of which this consumer has no row.
+  // Skips a tile in which this consumer has no rows.
   __device__ __forceinline__ void skip(int blocks) {
     for (int block = 0; block < blocks; ++block, at.advance()) {
       ptx::mbarrier_wait(shared.full(at.stage), at.parity);
@@ -102,13 +104,13 @@ struct Mainloop {
   }
 };
 
-// A consumer's rows of a tile, in the result.
+// A consumer's part of a tile, in the result.
 template <typename Spec>
 struct WarpgroupTile {
   int expert;
   int row;     // first
   int rows;    // that belong to the expert, at least one; 64 or more: all
-  int column;  // first; of kIsGated the first of gate
+  int column;  // first; if kIsGated, the first of gate
 };
 
 template <typename Spec>
@@ -143,8 +145,8 @@ __device__ __forceinline__ void consume(const GemmParams& params, const SharedMe
   epilogue.finish();
 }
 
-// The whole kernel. a_map: null where rows are gathered. Epilogue: made of (params, shared, consumer, maps...); store(tile, sums)
-// takes the sums of a WarpgroupTile, finish() ends its work.
+// The whole kernel. a_map: null if rows are gathered. Epilogue: constructed from (params, shared, consumer, maps...);
+// store(tile, sums) stores the sums of a WarpgroupTile, finish() completes its work.
 template <typename Spec, Weights kWeights, typename Epilogue, typename... Maps>
 __device__ __forceinline__ void run_grouped_gemm(const GemmParams& params, const ptx::TensorMap* a_map,
                                                  const ptx::TensorMap& b_map, const Maps&... maps) {

@@ -1,11 +1,14 @@
-// Grouped products of 16-bit rows with weights of 4 bits, plain and gated, for sm_90a: schedule, rows and stores of the 16-bit products.
-// The producer's four warps copy codes to shared memory, make bf16 of them (../mxfp4.cuh) and write the stage of B that TMA would: wgmma
-// takes one operand from registers, which would be the rows of C^T, and its sums would then have tokens side by side.
+// Grouped products of 16-bit rows with 4-bit weights, plain and gated, for sm_90a: schedule, rows and stores are those
+// of the 16-bit products. The producer's four warps copy codes to shared memory, convert them to bf16 (../mxfp4.cuh)
+// and write the stage of B that TMA would write. The alternative, weights in registers: wgmma takes only one operand
+// from registers, which would be the rows of C^T, and its sums would then have neighbouring tokens instead of
+// neighbouring columns.
 //
-// Each thread converts what it has copied itself, so a stage of codes is free when it has; and as many are on their way as shared memory
-// holds.
-// Of a tile with at most 64 rows both consumers take these rows, 128 of the weights' rows each: where experts have few rows, weights are
-// the bound, and the tensor cores' time is halved. A row's bits depend on k alone, as in mainloop.cuh.
+// Each thread converts what it has copied itself, so a stage of codes is free once it has done so, and as many stages
+// are in flight as shared memory holds.
+// For a tile with at most 64 rows both consumers take these rows, with 128 of the weight rows each: with few rows per
+// expert the weights are the bottleneck, and the tensor cores' time is halved. A row's bits depend only on k, as in
+// mainloop.cuh.
 #pragma once
 
 #include "moe/grouped_gemm/mxfp4.cuh"
@@ -14,7 +17,7 @@
 
 namespace flashmoe::moe::sm90 {
 
-// kAhead: stages of codes, in the bytes behind the barriers.
+// kAhead: stages of codes, in the bytes after the barriers.
 template <typename Element, int kBlockM, int kBlockN, int kNumStages, int kNumWarps, int kOutputSlabs, int kAhead_,
           bool kIsGated, bool kGathersA_>
 struct Mxfp4Spec : TileSpec<Element, kBlockM, kBlockN, kNumStages, kNumWarps, kOutputSlabs, kIsGated, kGathersA_> {
@@ -22,13 +25,13 @@ struct Mxfp4Spec : TileSpec<Element, kBlockM, kBlockN, kNumStages, kNumWarps, kO
   static constexpr int kAhead = kAhead_;
   static constexpr int kProducerWarps = 4;
   static constexpr int kProducerThreads = 32 * kProducerWarps;
-  // Every producer thread's weights; its copies of rows, or the copy engine's bytes of them.
+  // Each producer thread's weights, plus its copies of rows or TMA's bytes of them.
   static constexpr int kFullArrivals = kProducerThreads + (kGathersA_ ? kProducerThreads : 1);
   static constexpr int kProducerRegisters = 120;
   static constexpr int kConsumerRegisters = 192;
-  // Pieces of 16 bytes, a scale's codes: two of a row and stage.
-  static constexpr int kPieces = kBlockN * 2 / kProducerThreads;  // of a thread
-  static constexpr int kCodesBytes = kBlockN * 32;                // of a stage
+  // Pieces of 16 bytes, the codes of one scale: two per row and stage.
+  static constexpr int kPieces = kBlockN * 2 / kProducerThreads;  // per thread
+  static constexpr int kCodesBytes = kBlockN * 32;                // per stage
   static constexpr int kCodesOffset = Tile::kSharedBytes;
   static constexpr int kCodesBarrierOffset = kCodesOffset + kAhead * kCodesBytes;
   static constexpr int kSharedBytes = kCodesBarrierOffset + kAhead * 8;
@@ -43,7 +46,7 @@ template <typename Element, int kBlockM, int kBlockN, int kNumStages, int kNumWa
 using Mxfp4GatedGemmSpec =
     Mxfp4Spec<Element, kBlockM, kBlockN, kNumStages, kNumWarps, kOutputSlabs, kAhead, true, true>;
 
-// The row of weights that is row `within` of the tile's B, or one that exists; is_there: which of the two.
+// The weight row for row `within` of the tile's B or, past the end, one that exists; is_there: whether it exists.
 template <typename Spec>
 __device__ __forceinline__ int weight_row(const GemmParams& params, const Tile& tile, int within, bool& is_there) {
   const int column = tile.n_block * Spec::kOutputColumns;
@@ -58,12 +61,12 @@ __device__ __forceinline__ int weight_row(const GemmParams& params, const Tile& 
   return params.is_interleaved != 0 ? 2 * found + is_up : is_up * half + found;
 }
 
-// A thread's pieces of a tile's weights, one stage after the other: of each 64 rows one.
+// A thread's pieces of a tile's weights, one stage at a time: one of every 64 rows.
 template <typename Spec>
 struct Codes {
   const unsigned char* code_gmem[Spec::kPieces];
   const uint8_t* scale_gmem[Spec::kPieces];
-  uint32_t valid;                     // bit i: piece i is of a row that exists
+  uint32_t valid;                     // bit i: the row of piece i exists
   uint32_t scales[2][Spec::kPieces];  // of the next stage and the one after it
   int copied;                         // stages
   int blocks;                         // of k, each with a scale
@@ -87,14 +90,14 @@ struct Codes {
     load_scales(1, scales[1]);
   }
 
-  // Past the end of k, where codes are zeros, the last scale.
+  // Past the end of k, where codes are zeros, loads the last scale.
   __device__ __forceinline__ void load_scales(int stage, uint32_t (&to)[Spec::kPieces]) const {
     const int block = minimum(2 * stage + ptx::thread_index() % 2, blocks - 1);
 #pragma unroll
     for (int i = 0; i < Spec::kPieces; ++i) to[i] = ptx::ld_global_8(scale_gmem[i] + block);
   }
 
-  // The next stage's codes to `codes_smem`: zeros where there are none.
+  // Copies the next stage's codes to `codes_smem`, zeros past the end.
   __device__ __forceinline__ void copy(ptx::SmemPointer codes_smem) {
     const uint32_t present = 2 * copied + ptx::thread_index() % 2 < blocks ? valid : 0;
 #pragma unroll
@@ -124,7 +127,7 @@ struct Codes {
     }
   }
 
-  // The next stage of B.
+  // Writes the next stage of B.
   __device__ __forceinline__ void write(int stage, ptx::SmemPointer codes_smem, ptx::SmemPointer b_smem) {
     bool is_large = false;
 #pragma unroll
@@ -140,20 +143,20 @@ struct Codes {
   }
 };
 
-// A stage of codes is there.
+// Completes when a stage of codes has arrived.
 template <typename Spec>
 __device__ __forceinline__ ptx::Mbarrier* codes_full(const SharedMemory<Spec>& shared, int slot) {
   return reinterpret_cast<ptx::Mbarrier*>(shared.base + Spec::kCodesBarrierOffset) + slot;
 }
 
-// What each warp of the producer does for a tile.
+// The work of each producer warp for a tile.
 template <typename Spec>
 struct Mxfp4Loads {
   const Mxfp4GemmParams& params;
   const SharedMemory<Spec> shared;
-  const ptx::TensorMap* a_map;  // where rows are not gathered
+  const ptx::TensorMap* a_map;  // null if rows are gathered
   RingPosition<Spec::kNumStages> at;
-  RingPosition<Spec::kAhead> filled, next;  // of codes: where copies go, where the next stage's are
+  RingPosition<Spec::kAhead> filled, next;  // of codes: where copies go, and where the next stage's are
 
   __device__ __forceinline__ ptx::SmemPointer codes(int slot) const {
     return ptx::SmemPointer(shared.base + Spec::kCodesOffset + slot * Spec::kCodesBytes);
@@ -179,7 +182,7 @@ struct Mxfp4Loads {
       ptx::mbarrier_wait(shared.empty(at.stage), at.parity ^ 1);
       if constexpr (Spec::kGathersA) {
         rows.copy(gemm, shared.a(at.stage), k);
-        ptx::mbarrier_arrive_cp_async(full);  // in front of the codes' copies, which it would wait for, too
+        ptx::mbarrier_arrive_cp_async(full);  // before the codes' copies, or it would wait for them, too
       } else if (is_issuer) {
         ptx::mbarrier_arrive_expect_tx(full, Spec::kABytes);
         load_rows<Spec>(shared.a(at.stage), *a_map, full, tile, k);
@@ -200,7 +203,7 @@ struct Mxfp4Mainloop {
 
   __device__ __forceinline__ Mxfp4Mainloop(const SharedMemory<Spec>& shared, int consumer) : frame(shared, consumer) {}
 
-  // Four products of the 64 rows of `slab` by kHalves times 128 columns, from those of `first_half` on.
+  // Four products of the 64 rows of `slab` with kHalves * 128 columns, from half `first_half` on.
   template <int kHalves>
   __device__ __forceinline__ void issue(float (&sums)[kHalves * 64], int slab, int first_half, bool is_first) const {
     const int stage = frame.at.stage;
@@ -215,7 +218,7 @@ struct Mxfp4Mainloop {
     ptx::wgmma_commit();
   }
 
-  // As Mainloop::multiply.
+  // See Mainloop::multiply.
   template <int kHalves>
   __device__ __forceinline__ void multiply(float (&sums)[kHalves * 64], int slab, int first_half, int blocks) {
     frame.wait_full();
@@ -260,7 +263,7 @@ __device__ __forceinline__ void consume_mxfp4(const GemmParams& params, const Sh
   epilogue.finish();
 }
 
-// As run_grouped_gemm. Epilogue: made of (params, shared, consumer, maps...).
+// See run_grouped_gemm. Epilogue: constructed from (params, shared, consumer, maps...).
 template <typename Spec, typename Epilogue, typename... Maps>
 __device__ __forceinline__ void run_mxfp4(const Mxfp4GemmParams& params, const ptx::TensorMap* a_map,
                                           const Maps&... maps) {
@@ -297,7 +300,7 @@ __device__ __forceinline__ void grouped_gemm_mxfp4(const Mxfp4GemmParams& params
   run_mxfp4<Spec, PlainEpilogue<Spec>>(params, &a_map, d_map);
 }
 
-// No preactivation is wanted: its map is never used.
+// No preactivation is requested, so its map is never used.
 template <typename Spec>
 __device__ __forceinline__ void grouped_gemm_gated_mxfp4(const Mxfp4GemmParams& params, const ptx::TensorMap& d_map) {
   run_mxfp4<Spec, GatedEpilogue<Spec, Weights::kNk>>(params, nullptr, d_map, d_map);

@@ -1,9 +1,10 @@
-// Grouped products of 16-bit rows with weights of 4 bits that were packed for this kernel (params/mxfp4.h), plain and gated, for
-// sm_90a. The result is computed transposed: a consumer's 64 weight rows are the M side of wgmma, whose A comes from registers, so the
-// bf16 weights that a thread makes of its codes never go through shared memory. Rows of a are N, as many as an expert has: 8 to kBlockM.
+// Grouped products of 16-bit rows with 4-bit weights packed for this kernel (params/mxfp4.h), plain and gated, for
+// sm_90a. The result is computed transposed: a consumer's 64 weight rows are the M side of wgmma, whose A comes from
+// registers, so the bf16 weights that a thread makes from its codes never pass through shared memory. Rows of a are N,
+// as many as the expert has: 8 to kBlockM.
 //
-// A product is in flight while the codes of the next 64 k become weights: two sets of A registers in turn. The sum over k is one chain
-// of products of 16 k each, in ascending order, as in mainloop.cuh: the same bits.
+// A product is in flight while the codes of the next 64 k are converted: two sets of A registers alternate. The sum
+// over k is one chain of products of 16 k each, in ascending order, as in mainloop.cuh: the same bits.
 #pragma once
 
 #include "device/shared_tile.cuh"
@@ -20,7 +21,8 @@
 
 namespace flashmoe::moe::sm90 {
 
-// kBlockM: rows of a; kBlockN: weight rows, 64 for each consumer warpgroup. The names of TileSpec, where they mean the same.
+// kBlockM: rows of a; kBlockN: weight rows, 64 per consumer warpgroup. Names are those of TileSpec where they mean the
+// same.
 template <typename Element_, int kBlockM_, int kBlockN_, int kNumStages_, int kNumWarps_, bool kIsGated_>
 struct PackedSpec {
   using Element = Element_;
@@ -46,7 +48,8 @@ struct PackedSpec {
                                                                       : 16),
                 "sums are kBlockM / 2 registers");
 
-  // Of what 384 threads of 168, 512 of 128, 768 of 80 or 896 of 72 start with.
+  // Redistributes the registers that the threads start with: 384 threads with 168 each, 512 with 128, 768 with 80 or
+  // 896 with 72.
   static constexpr int kProducerRegisters = kNumConsumers == 3 ? 56 : 40;
   static constexpr int kConsumerRegisters = kNumConsumers == 2   ? 232
                                             : kNumConsumers == 3 ? 152
@@ -54,12 +57,12 @@ struct PackedSpec {
                                                                  : 72;
 
   using ATile = SharedTile<kBlockM, kBlockK>;
-  static constexpr int kBoxRows = packed_box_rows(kBlockM);  // that a copy brings, of those that are not gathered
+  static constexpr int kBoxRows = packed_box_rows(kBlockM);  // per copy, of rows that are not gathered
   static constexpr int kBoxBytes = kBoxRows * kSlabRowBytes;
   static constexpr int kABytes = ATile::kBytes;
   static constexpr int kCodesBytes = kNumConsumers * kMxfp4PackedLines * kSlabRowBytes;  // that arrive
   static constexpr int kBBytes = (kCodesBytes + kSwizzleBytes - 1) / kSwizzleBytes * kSwizzleBytes;
-  // Results on their way: 32 rows of a warp's own columns, and 16 bytes that keep wider rows on different banks.
+  // Staging of results: 32 rows of a warp's own columns; wider rows have 16 bytes of padding, for different banks.
   static constexpr int kWarpColumns = kIsGated ? 8 : 16;
   static constexpr int kPitch = kIsGated ? 16 : 48;  // bytes
   static constexpr int kWarpBytes = 32 * kPitch;
@@ -73,7 +76,7 @@ struct PackedSpec {
   static_assert(kSharedBytes <= 232448, "sm_90 gives a block at most 227 KiB");
 };
 
-// Widths of the product: how many rows of a it takes. The next one after kN.
+// Widths of the product: how many rows of a it takes. Returns the next one after `width`.
 template <typename Spec>
 __device__ __forceinline__ constexpr int next_width(int width) {
   return width < 64 || Spec::kBlockM == 256 ? 2 * width : width + 32;
@@ -81,7 +84,7 @@ __device__ __forceinline__ constexpr int next_width(int width) {
 template <typename Spec>
 constexpr int kLeastWidth = Spec::kBlockM <= 32 ? 8 : 32;
 
-// The least that holds a tile's rows.
+// The smallest width that holds a tile's rows.
 template <typename Spec>
 __device__ __forceinline__ int width_for(const Tile& tile) {
   int width = kLeastWidth<Spec>;
@@ -94,18 +97,18 @@ using PackedGemmSpec = PackedSpec<Element, kBlockM, kBlockN, kNumStages, kNumWar
 template <typename Element, int kBlockM, int kBlockN, int kNumStages, int kNumWarps>
 using PackedGatedGemmSpec = PackedSpec<Element, kBlockM, kBlockN, kNumStages, kNumWarps, true>;
 
-// What each warp of the producer does for a tile: codes and scales by the copy engine; rows of a by it in boxes, or gathered.
+// The work of each producer warp for a tile: codes and scales by TMA; rows of a by TMA in boxes, or gathered.
 template <typename Spec>
 struct PackedLoads {
   const GemmParams& params;
   const SharedMemory<Spec> shared;
-  const ptx::TensorMap* a_map;  // where rows are not gathered
+  const ptx::TensorMap* a_map;  // null if rows are gathered
   const ptx::TensorMap& b_map;
   RingPosition<Spec::kNumStages> at;
 
   __device__ __forceinline__ void operator()(const Tile& tile, int warp) {
     const int lane = ptx::lane_index();
-    const int eights = width_for<Spec>(tile) / 8;  // what lies behind the expert's rows is never stored
+    const int eights = width_for<Spec>(tile) / 8;  // what is past the expert's rows is never stored
     const int boxes = ceil_div(eights, Spec::kBoxRows / 8);
     GatheredRows<Spec> rows;
     if constexpr (Spec::kGathersA) rows.find(params, tile);
@@ -113,7 +116,7 @@ struct PackedLoads {
       ptx::Mbarrier* full = shared.full(at.stage);
       ptx::mbarrier_wait(shared.empty(at.stage), at.parity ^ 1);
       if (warp == 0) {
-        ptx::warp_sync();  // every lane has seen the stage empty before it can be so again
+        ptx::warp_sync();  // every lane has seen the stage empty before it can be empty again
         if (lane == 0) {
           ptx::mbarrier_arrive_expect_tx(full, Spec::kCodesBytes + (Spec::kGathersA ? 0 : boxes * Spec::kBoxBytes));
           ptx::tma_load_4d(shared.b(at.stage), &b_map, full, 0, k / Spec::kBlockK * kMxfp4PackedLines,
@@ -135,7 +138,7 @@ struct PackedLoads {
   }
 };
 
-// Where a consumer's thread finds its codes and scales in a stage.
+// Addresses of a consumer thread's codes and scales in a stage.
 struct PackedPlaces {
   ptx::SmemPointer codes;   // in stage 0, four words
   ptx::SmemPointer scales;  // one word
@@ -144,15 +147,15 @@ struct PackedPlaces {
       : codes(b_smem + place(consumer, ptx::thread_index() % 128 * 16)),
         scales(b_smem + place(consumer, kMxfp4PackedCodes + ptx::thread_index() % 128 / 4 * 4)) {}
 
-  // Of a byte of a block, as the copy engine swizzles it.
+  // Offset of a byte of a block, as TMA swizzles it.
   static __device__ __forceinline__ int place(int consumer, int byte) {
     const int line = consumer * kMxfp4PackedLines + byte / kSlabRowBytes, within = byte % kSlabRowBytes;
     return line * kSlabRowBytes + (within / 16 ^ line % 8) * 16 + within % 16;
   }
 };
 
-// A thread's 32 weights of a block as A of four products, [k step][register]. scales: a byte each, of its rows' first 32 k, then of
-// their second ones.
+// A thread's 32 weights of a block as A of four products, [k step][register]. scales: one byte each, of its two rows'
+// first 32 k, then of their second 32.
 __device__ __forceinline__ void convert_packed(uint32_t (&a)[16], const uint32_t (&words)[4], uint32_t scales) {
   const bool is_large = ptx::vote_ballot(has_large_scale(scales)) != 0;
   uint32_t first = scales;
@@ -198,17 +201,17 @@ struct PackedConsumer {
     if (ptx::lane_index() == 0) ptx::mbarrier_arrive(shared.empty(stage));
   }
 
-  // The weights of the next stage.
+  // Converts the weights of the next stage.
   __device__ __forceinline__ void convert(uint32_t (&a)[16]) const {
     ptx::mbarrier_wait(shared.full(at.stage), at.parity);
-    // Rows came by cp.async. Here, as it takes long, and the stage before is still being multiplied.
+    // For rows copied by cp.async. Here because it takes long, and the previous stage is still being multiplied.
     if constexpr (Spec::kGathersA) ptx::fence_proxy_async_shared();
     uint32_t words[4];
     ptx::ld_shared_128(words, places.codes + at.stage * Spec::kBBytes);
     convert_packed(a, words, ptx::ld_shared_32(places.scales + at.stage * Spec::kBBytes));
   }
 
-  // The products of that stage, asynchronous.
+  // Issues that stage's products, asynchronously.
   template <int kN>
   __device__ __forceinline__ void issue(float (&sums)[kN / 2], uint32_t (&a)[16], bool is_first) const {
     const auto rows = typename Spec::ATile{shared.a(at.stage)}.k_major();
@@ -222,7 +225,8 @@ struct PackedConsumer {
     ptx::wgmma_commit();
   }
 
-  // While a stage is multiplied the next one's codes become weights; the other consumers' products fill the tensor cores in between.
+  // While a stage is multiplied, the next one's codes are converted; the other consumers' products keep the tensor
+  // cores busy in between.
   template <int kN>
   __device__ __forceinline__ void multiply(float (&sums)[kN / 2]) {
     const int blocks = ceil_div(params.k, Spec::kBlockK);
@@ -261,8 +265,9 @@ struct PackedConsumer {
     }
   }
 
-  // Lanes 4 apart have neighbouring columns of the same two rows, a word a row (two columns, 8 apart): each keeps the row of its own
-  // parity and gets the other lane's word of it. pairs: neighbouring columns, then those 8 further on.
+  // Lanes 4 apart have neighbouring columns of the same two rows, one word per row (two columns, 8 apart): each keeps
+  // the row of its own parity and receives the other lane's word of that row. pairs: neighbouring columns, then those 8
+  // further on.
   static __device__ __forceinline__ void exchange(uint32_t (&pairs)[2], uint32_t first, uint32_t second) {
     const bool is_odd = ptx::lane_index() / 4 % 2 != 0;
     const uint32_t kept = is_odd ? second : first;
@@ -272,7 +277,7 @@ struct PackedConsumer {
     pairs[1] = ptx::permute_bytes(left, right, 0x7632u);
   }
 
-  // The sums of a warp's 16 weight rows by kN rows of a, as rows of d.
+  // Stores the sums of a warp's 16 weight rows by kN rows of a, as rows of d.
   template <int kN, typename Finish>
   __device__ __forceinline__ void store(const Tile& tile, float (&sums)[kN / 2], int first_column, Finish finish) {
     using Element = typename Spec::Element;
@@ -280,7 +285,7 @@ struct PackedConsumer {
     const ptx::SmemPointer buffer =
         ptx::SmemPointer(shared.base + Spec::kOutputOffset) + (4 * consumer + warp) * Spec::kWarpBytes;
     const ptx::SmemPointer own = buffer + (lane % 4 * 2 + lane / 4 % 2) * Spec::kPitch + lane / 8 * 4;
-    constexpr int kChunks = Spec::kWarpColumns / 8;  // of 16 bytes, of a row
+    constexpr int kChunks = Spec::kWarpColumns / 8;  // of 16 bytes, per row
     constexpr int kRows = kN < 32 ? kN : 32;         // at a time
     const int rows = minimum(tile.end_row - tile.first_row, kN);
     Element* const d = static_cast<Element*>(params.d) + tile.first_row * params.d_stride + first_column;
@@ -294,7 +299,7 @@ struct PackedConsumer {
         for (int chunk = 0; chunk < kChunks; ++chunk)
           ptx::st_shared_32(own + (8 * i * Spec::kPitch + chunk * 16), pairs[chunk]);
       }
-      ptx::warp_sync();  // all lanes' columns are there
+      ptx::warp_sync();  // all lanes' columns are written
 #pragma unroll
       for (int item = 0; item < kRows * kChunks; item += 32) {
         const int row = (item + lane) / kChunks, chunk = (item + lane) % kChunks;
@@ -310,12 +315,12 @@ struct PackedConsumer {
 
   __device__ __forceinline__ float bias_at(int expert, int column) const {
     using Element = typename Spec::Element;
-    if (params.bias == nullptr) return -0.0f;  // what leaves -0 as it is, too
+    if (params.bias == nullptr) return -0.0f;  // added to -0, it leaves -0
     const Element* bias = static_cast<const Element*>(params.bias) + static_cast<int64_t>(expert) * params.n + column;
     return ptx::unpack<Element>(ptx::ld_global_16(bias)).x;
   }
 
-  // A tile of at most kN rows.
+  // Computes a tile of at most kN rows.
   template <int kN>
   __device__ __forceinline__ void compute(const Tile& tile) {
     using Element = typename Spec::Element;
@@ -346,7 +351,7 @@ struct PackedConsumer {
     }
   }
 
-  // The width is kN, or a larger one.
+  // Computes the tile with width kN, or a larger one if it has more rows.
   template <int kN>
   __device__ __forceinline__ void choose(const Tile& tile) {
     if constexpr (kN < Spec::kBlockM) {

@@ -1,4 +1,4 @@
-// The tensor maps of the products with weights of 4 bits (tensor_map.h). Plain C++.
+// Tensor maps of the products with 4-bit weights; see tensor_map.h. Plain C++.
 #pragma once
 
 #include "moe/grouped_gemm/sm90/tensor_map.h"
@@ -31,7 +31,7 @@ inline TensorMapArguments few_rows_map(const void* address, const GemmParams& pa
                               packed_box_rows(block_m), 1);
 }
 
-// Packed weights as lines of 128 bytes, a box a block of each consumer's.
+// Packed weights as lines of 128 bytes; a box is one block per consumer.
 inline TensorMapArguments packed_map(const GemmParams& params, int block_n) {
   const std::int64_t lines = params.k / kMxfp4PackedK * kMxfp4PackedLines;
   const std::int64_t blocks = (params.n + kMxfp4PackedRows - 1) / kMxfp4PackedRows;

@@ -1,4 +1,4 @@
-// How results leave: [64 rows][64 columns] at a time through shared memory, whole ones by the copy engine.
+// Results are stored through shared memory, [64 rows][64 columns] at a time, whole slabs by TMA.
 #pragma once
 
 #include "device/convert.cuh"
@@ -13,16 +13,16 @@
 
 namespace flashmoe::moe::sm90 {
 
-// Where a slab goes: to the map's (column, row, half), or element by element to `gmem`.
+// The destination of a slab: (column, row, half) of the map, or element by element at `gmem`.
 struct SlabTarget {
   const ptx::TensorMap& map;
-  void* gmem;      // the tensor, or the half of it
-  int64_t stride;  // elements from a row to the next
-  int columns;     // of the tensor, or of the half
+  void* gmem;      // the tensor, or one half of it
+  int64_t stride;  // elements from one row to the next
+  int columns;     // of the tensor, or of one half
   int half;
 };
 
-// The output buffers of a consumer warpgroup, used cyclically. acquire, write, store.
+// The output buffers of a consumer warpgroup, used cyclically: acquire, write, store.
 template <typename Spec>
 struct OutputSlabs {
   const SharedMemory<Spec>& shared;
@@ -34,16 +34,16 @@ struct OutputSlabs {
       : shared(shared_), consumer(consumer_), is_storing_thread(ptx::thread_index() % 128 == 0) {}
 
   __device__ __forceinline__ unsigned char* acquire() const {
-    // Hazard: the store that had the buffer last still reads it; its thread waits for it.
+    // Hazard: the last store from this buffer may still read it; the thread that issued the store waits for it.
     if (is_storing_thread) ptx::tma_store_wait_read<Spec::kOutputSlabs - 1>();
     sync_consumer(consumer);
     return shared.output(consumer, slab);
   }
 
-  // `rows` of the 64 are stored. is_whole: all 64 columns, or those up to the tensor's last.
+  // Stores `rows` of the 64 rows. is_whole: all 64 columns, or those up to the tensor's last.
   __device__ __forceinline__ void store(const SlabTarget& to, int row, int rows, int column, bool is_whole = true) {
     const unsigned char* smem = shared.output(consumer, slab);
-    // Hazard: others read before all 64 rows are written and visible to them.
+    // Hazard: no reader may begin before all 64 rows are written and visible.
     ptx::fence_proxy_async_shared();
     sync_consumer(consumer);
     if (rows >= 64 && is_whole) {
@@ -51,12 +51,12 @@ struct OutputSlabs {
     } else {
       store_rows(smem, to, row, rows, column);
     }
-    // One group per slab, with or without a store in it: acquire counts them.
+    // One group per slab, even if it contains no store: acquire counts groups.
     if (is_storing_thread) ptx::tma_store_commit();
     slab = slab + 1 == Spec::kOutputSlabs ? 0 : slab + 1;
   }
 
-  // The first `rows` rows, 16 bytes at a time: the rows after them are another expert's.
+  // Stores the first `rows` rows, 16 bytes at a time: the rows after them belong to another expert.
   __device__ __forceinline__ void store_rows(const unsigned char* smem, const SlabTarget& to, int row, int rows,
                                              int column) const {
     const int thread = ptx::thread_index() % 128;
@@ -74,13 +74,13 @@ struct OutputSlabs {
   }
 
   __device__ __forceinline__ void finish() const {
-    // Hazard: the last store still reads the buffer when the block, and with it its shared memory, is gone.
+    // Hazard: the last store may still read the buffer; the block's shared memory is gone when the block ends.
     if (is_storing_thread) ptx::tma_store_wait_read<0>();
   }
 };
 
-// 64 columns of sums, or fewer, as 16-bit elements into a slab, 128-byte swizzle: 16-byte chunk c of row r is stored at c ^ (r % 8). One
-// stmatrix stores the 16 rows of the warp and 16 columns.
+// Writes 64 or fewer columns of sums as 16-bit elements to a slab with 128-byte swizzle: 16-byte chunk c of row r is
+// stored at c ^ (r % 8). One stmatrix stores the warp's 16 rows by 16 columns.
 template <typename Element, int kSums = 32>
 __device__ __forceinline__ void write_slab(unsigned char* smem, const float* sums) {
   const int lane = ptx::lane_index();

@@ -1,5 +1,5 @@
-// The producer warpgroup: its first warp draws tiles, hands them to everybody and feeds the copy engine; where rows of A are
-// gathered, its four warps copy them.
+// The producer warpgroup: its first warp takes tiles, publishes them to all warps and issues TMA loads; if rows of A
+// are gathered, its four warps copy them.
 #pragma once
 
 #include "device/persistent.cuh"
@@ -14,13 +14,13 @@
 
 namespace flashmoe::moe::sm90 {
 
-// Column tiles of the result.
+// The number of column tiles of the result.
 template <typename Spec>
 __device__ __forceinline__ int column_tiles(const GemmParams& params) {
   return ceil_div(Spec::kIsGated ? params.n / 2 : params.n, Spec::kOutputColumns);
 }
 
-// 64 k of the tile's weights, from `k` on. What lies outside an expert's weights becomes zeros.
+// Loads 64 k of the tile's weights, from `k` on. What is outside an expert's weights becomes zeros.
 template <typename Spec, Weights kWeights>
 __device__ __forceinline__ void load_weights(unsigned char* smem, const ptx::TensorMap& map, ptx::Mbarrier* full,
                                              const Tile& tile, int k) {
@@ -45,8 +45,8 @@ __device__ __forceinline__ void load_weights(unsigned char* smem, const ptx::Ten
   }
 }
 
-// 64 k of the tile's rows of A, 64 rows a slab, which are neighbours. Rows of the next expert may be among them: their products are not
-// stored.
+// Loads 64 k of the tile's rows of A, which are contiguous, 64 rows per slab. Rows of the next expert may be among
+// them: their products are not stored.
 template <typename Spec>
 __device__ __forceinline__ void load_rows(unsigned char* smem, const ptx::TensorMap& map, ptx::Mbarrier* full,
                                           const Tile& tile, int k, int slabs = Spec::kBlockM / 64) {
@@ -58,13 +58,13 @@ __device__ __forceinline__ void load_rows(unsigned char* smem, const ptx::Tensor
   }
 }
 
-// The rows of A that a thread of the producer copies: of every 16 one, and of each 64 k one chunk of 16 bytes, so that eight
+// The rows of A that a producer thread copies: one of every 16, and one 16-byte chunk of each 64 k, so that eight
 // neighbouring threads read 128 bytes of a row.
 template <typename Spec>
 struct GatheredRows {
   static constexpr int kRows = Spec::kBlockM / 16;
   const unsigned char* row_gmem[kRows];  // at this thread's chunk
-  uint32_t valid;                        // bit i: row i is one of the expert's
+  uint32_t valid;                        // bit i: row i belongs to the expert
 
   __device__ __forceinline__ void find(const GemmParams& params, const Tile& tile) {
     const int thread = ptx::thread_index();
@@ -84,7 +84,7 @@ struct GatheredRows {
     }
   }
 
-  // The next 64 k, from `k` on, of the first `rows` rows at least. What lies outside becomes zeros.
+  // Copies the next 64 k, from `k` on, of at least the first `rows` rows. What is outside becomes zeros.
   __device__ __forceinline__ void copy(const GemmParams& params, unsigned char* smem, int k, int rows = Spec::kBlockM) {
     const int thread = ptx::thread_index();
     const int row = thread / 8;
@@ -99,13 +99,13 @@ struct GatheredRows {
   }
 };
 
-// What a warp of the producer does for each tile. kIsScaled: of a tile with at most 64 rows consumers read no further ones, and these are
-// not loaded (but where rows are gathered: there it spills).
+// The work of each producer warp for a tile. kIsScaled: of a tile with at most 64 rows the consumers read only those
+// rows, so the others are not loaded (except when rows are gathered: there this spills).
 template <typename Spec, Weights kWeights, bool kIsScaled>
 struct TileLoads {
   const GemmParams& params;
   const SharedMemory<Spec> shared;
-  const ptx::TensorMap* a_map;  // where rows are not gathered
+  const ptx::TensorMap* a_map;  // null if rows are gathered
   const ptx::TensorMap& b_map;
   RingPosition<Spec::kNumStages> at;
 
@@ -117,8 +117,8 @@ struct TileLoads {
     }
   }
 
-  // The first tile, where nobody has waited for the grid in front yet. It writes A; weights and the offsets of experts are older, and
-  // fill the ring. Returns draw(), which is for after the wait.
+  // The first tile, before any wait for the previous grid. That grid writes A; weights and the experts' offsets are
+  // older, and weights fill the ring. Returns draw(), which must follow the wait.
   template <typename Draw>
   __device__ __forceinline__ int start(const Tile& drawn, Draw draw) {
     const Tile tile = same_in_all_lanes(drawn);
@@ -144,8 +144,8 @@ struct TileLoads {
     return drawn_next;
   }
 
-  // All lanes go through the loop, and the shuffles tell the compiler that they have the same tile. In one lane's loop it finds out for each
-  // copy whether its lanes agree, which takes longer than the copies of few columns.
+  // All lanes run the loop, and the shuffles tell the compiler that they have the same tile. In a loop of one lane the
+  // compiled code checks at each copy whether its lanes agree, which takes longer than the copies of few columns.
   static __device__ __forceinline__ Tile same_in_all_lanes(const Tile& drawn) {
     return Tile{ptx::shuffle_index(drawn.expert, 0), ptx::shuffle_index(drawn.first_row, 0),
                 ptx::shuffle_index(drawn.end_row, 0), ptx::shuffle_index(drawn.n_block, 0)};
@@ -156,7 +156,7 @@ struct TileLoads {
     return minimum(ceil_div(tile.end_row - tile.first_row, 64), Spec::kBlockM / 64);
   }
 
-  // From k = first_k on.
+  // Loads from k = first_k on.
   __device__ __forceinline__ void load(const Tile& tile, int first_k) {
     const int slabs = slabs_of(tile);
     for (int k = first_k; k < params.k; k += Spec::kBlockK, at.advance()) {
@@ -188,8 +188,8 @@ struct TileLoads {
   }
 };
 
-// The first warp. Whose expert it is publishes the tile. kMayStart: loads have start(), and is_early says whether they begin with it;
-// until then the tile counter is the grid's in front.
+// The loop of the first warp. The lane whose expert owns the tile publishes it. kMayStart: loads have start(), and
+// is_early says whether they begin with it; until then the tile counter belongs to the previous grid.
 template <typename Spec, bool kMayStart, typename Loads>
 __device__ __forceinline__ void draw_tiles(const GemmParams& params, const SharedMemory<Spec>& shared, Loads& loads,
                                            bool is_early) {
@@ -212,7 +212,7 @@ __device__ __forceinline__ void draw_tiles(const GemmParams& params, const Share
     }
   }
   for (;; slot.advance()) {
-    // A tile ahead: a draw's answer arrives while this tile's loads are issued.
+    // One tile ahead: the counter's answer arrives while this tile's loads are issued.
     int next_number = 0;
     if (is_first_lane && number < num_tiles) next_number = next_tile_index(params.tile_counter, num_tiles, number);
     ptx::mbarrier_wait(shared.tile_empty(slot.stage), slot.parity ^ 1);
@@ -229,7 +229,7 @@ __device__ __forceinline__ void draw_tiles(const GemmParams& params, const Share
   }
 }
 
-// A reader of the tiles: a warp. Returns the next tile.
+// Called by a warp that reads the tiles. Returns the next tile.
 template <typename Spec, typename Taken = Tile>
 __device__ __forceinline__ Taken take_tile(const SharedMemory<Spec>& shared, RingPosition<Spec::kNumTileSlots>& slot) {
   ptx::mbarrier_wait(shared.tile_full(slot.stage), slot.parity);
@@ -240,7 +240,7 @@ __device__ __forceinline__ Taken take_tile(const SharedMemory<Spec>& shared, Rin
   return tile;
 }
 
-// loads(tile, warp): what a warp does for each tile.
+// loads(tile, warp): a warp's work for each tile.
 template <typename Spec, bool kMayStart = false, typename Loads>
 __device__ __forceinline__ void produce(const GemmParams& params, const SharedMemory<Spec>& shared, int warp,
                                         Loads& loads, bool is_early = false) {

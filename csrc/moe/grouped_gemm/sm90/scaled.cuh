@@ -1,10 +1,11 @@
-// Grouped products of e4m3 operands with scales, plain and gated, for sm_90a: producer, schedule and stores of the 16-bit products,
-// to which two values are one element; a stage's 128 bytes of a row are one block of scales.
+// Grouped products of e4m3 operands with scales, plain and gated, for sm_90a: producer, schedule and stores are those
+// of the 16-bit products, to which two values are one element; a stage's 128 bytes of a row are one scale block.
 //
-// Tensor cores add the 128 k of a block; that partial sum times both scales is added to fp32 sums. Its 128 columns at a time are 64
-// registers, so that sums and partial sums fit; the other consumer's products fill the tensor cores meanwhile. Of a tile with at most
-// 64 rows both consumers take these rows, 128 of the weights' rows each: where weights are the bound, they are read as fast as they
-// come. A row's bits depend on k alone, as in mainloop.cuh.
+// Tensor cores sum the 128 k of a block; that partial sum times both scales is added to fp32 sums. Partial sums are
+// computed for 128 columns at a time, 64 registers, so that sums and partial sums fit; the other consumer's products
+// keep the tensor cores busy meanwhile. For a tile with at most 64 rows both consumers take these rows, with 128 of the
+// weight rows each: when weights are the bottleneck, they are read as fast as they arrive. A row's bits depend only on
+// k, as in mainloop.cuh.
 #pragma once
 
 #include "moe/grouped_gemm/sm90/grouped_gemm_gated.cuh"
@@ -17,7 +18,7 @@ namespace flashmoe::moe::sm90 {
 template <typename Element, int kBlockM, int kBlockN, int kNumStages, int kNumWarps, int kOutputSlabs>
 using ScaledGemmSpec = TileSpec<Element, kBlockM, kBlockN, kNumStages, kNumWarps, kOutputSlabs, false, false>;
 
-// Behind the barriers the largest magnitudes of 64 rows that each consumer has seen.
+// After the barriers: the largest magnitudes of 64 rows, as found by each consumer.
 template <typename Element, int kBlockM, int kBlockN, int kNumStages, int kNumWarps, int kOutputSlabs>
 struct ScaledGatedGemmSpec : TileSpec<Element, kBlockM, kBlockN, kNumStages, kNumWarps, kOutputSlabs, true, true> {
   using Tile = TileSpec<Element, kBlockM, kBlockN, kNumStages, kNumWarps, kOutputSlabs, true, true>;
@@ -25,11 +26,11 @@ struct ScaledGatedGemmSpec : TileSpec<Element, kBlockM, kBlockN, kNumStages, kNu
   static constexpr int kSharedBytes = kLargestOffset + Tile::kNumConsumers * 64 * 4;
 };
 
-// The rows and weights' scales of a tile that a consumer has.
+// A consumer's part of a tile: its rows, and which halves of the columns.
 template <typename Spec>
 struct ScaledTile {
   WarpgroupTile<Spec> own;
-  int first_half;  // 0, or 1 where only the second 128 columns are this consumer's
+  int first_half;  // 0, or 1 if only the second 128 columns are this consumer's
   bool is_halved;  // both consumers have the same 64 rows, and 128 columns each
 
   __device__ __forceinline__ ScaledTile(const Tile& tile, int consumer) {
@@ -39,15 +40,15 @@ struct ScaledTile {
   }
 };
 
-// The scales that a thread needs, one block of k after the other: of its two rows, 8 apart, and of the weights' two blocks of rows:
-// gate and up, or 128 columns from `first_half` on and the 128 behind them. Found while the tile before is finished: the slots first,
-// which are waited for where the scales of their tokens are.
+// The scales that a thread needs, one block of k at a time: those of its two rows, 8 apart, and of two blocks of weight
+// rows: gate and up, or the 128 columns from `first_half` on and the 128 after them. Found while the previous tile is
+// finished: first the slots, which are waited for only when their tokens' scales are loaded.
 template <typename Spec>
 struct Scales {
   const float* row_gmem[2];
   const float* weight_gmem[2];
   int at[2];       // a row, or its slot
-  bool is_row[2];  // the row is one of the expert's
+  bool is_row[2];  // whether the row belongs to the expert
   float row[2];
   float weight[2];
 
@@ -61,7 +62,7 @@ struct Scales {
     }
   }
 
-  // After find: the first block's.
+  // After find: loads the first block's scales.
   __device__ __forceinline__ void load_first(const ScaledGemmParams& params, const WarpgroupTile<Spec>& own, int blocks,
                                              int first_half) {
     const GemmParams& gemm = params.gemm;
@@ -71,7 +72,7 @@ struct Scales {
       row_gmem[r] = params.a_scale + static_cast<int64_t>(scaled_row) * blocks;
     }
     const int count = ceil_div(gemm.n, kScaleBlock);
-    // Of a tile's last 128 columns there may be none.
+    // A tile may lack its last 128 columns.
     const int first =
         Spec::kIsGated ? own.column / kScaleBlock : minimum(own.column / kScaleBlock + first_half, count - 1);
     const int second = Spec::kIsGated ? first + count / 2 : minimum(first + 1, count - 1);
@@ -90,23 +91,22 @@ struct Scales {
   }
 };
 
-// Named barriers of both consumers, 256 threads, besides their own (device/named_barriers.cuh).
+// Named barriers of both consumers, 256 threads, in addition to those of device/named_barriers.cuh.
 enum class ScaledBarrier : int {
-  kLargest =
-      3,  // hazard: the other's largest magnitudes are read before they are written, or overwritten before they are read
-  kOrder = 4,  // and 5: the consumer, 0 or 1, that may issue products
+  kLargest = 3,  // hazard: the other's maxima are read before they are written, or overwritten before they are read
+  kOrder = 4,    // and 5: consumer 0 or 1 may issue products
 };
 
 template <typename Spec>
 struct ScaledMainloop {
-  static constexpr int kPartial = 64;  // registers of 128 columns
+  static constexpr int kPartial = 64;  // registers for 128 columns
   static_assert(Spec::kAccumulators == 2 * kPartial, "two halves of 128 columns");
 
   Mainloop<Spec, Weights::kNk> frame;
 
   __device__ __forceinline__ ScaledMainloop(const SharedMemory<Spec>& shared, int consumer) : frame(shared, consumer) {}
 
-  // Four products of 64 rows by 128 columns by 32 k.
+  // Issues four products of 64 rows by 128 columns by 32 k.
   __device__ __forceinline__ void issue(float (&partial)[kPartial], int slab, int half) const {
     const int stage = frame.at.stage;
     const auto a = typename Spec::ATile{frame.shared.a(stage) + slab * Spec::kSlabBytes}.k_major();
@@ -120,9 +120,9 @@ struct ScaledMainloop {
     ptx::wgmma_commit();
   }
 
-  // The sums of the 64 rows of `slab`: kHalves times 128 columns, from those of `first_half` on. Two halves: the other consumer
-  // multiplies its rows of the tile, and they issue products alternately. Otherwise both may wait for their products, and then both
-  // add up, while the tensor cores idle.
+  // The sums of the 64 rows of `slab` with kHalves * 128 columns, from half `first_half` on. With two halves the other
+  // consumer multiplies its own rows of the tile, and the consumers issue products alternately. Otherwise both could
+  // wait for their products and then both add, while the tensor cores idle.
   template <int kHalves, typename BlockScales>
   __device__ __forceinline__ void multiply(float (&sums)[kHalves * kPartial], BlockScales& scales, int slab,
                                            int first_half, int blocks) {
@@ -152,7 +152,7 @@ struct ScaledMainloop {
         if (half == kHalves - 1) frame.release(frame.at.stage);
 #pragma unroll
         for (int j = 0; j < kPartial; ++j) {
-          // Sixteen with one factor follow each other: it is read once.
+          // Sixteen in a row have the same factor: it is read once.
           const int columns = j / 32, row = j / 16 % 2, i = columns * 32 + j % 16 / 2 * 4 + row * 2 + j % 2;
           const float factor = factors[row][Spec::kIsGated ? columns : half];
           sums[half * kPartial + i] = ptx::fma_rn(partial[i], factor, sums[half * kPartial + i]);
@@ -163,8 +163,8 @@ struct ScaledMainloop {
   }
 };
 
-// Of kChunks times 16 columns of the result, in e4m3, this thread has of each row the pairs 4j + lane % 4: `pair(j)`, j below
-// 2 * kChunks, two values in 16 bits. As write_paired_slab.
+// Writes kChunks * 16 columns of the result in e4m3. This thread has, of each row, the pairs 4j + lane % 4: `pair(j)`,
+// j below 2 * kChunks, two values in 16 bits. Lanes pair up as in write_paired_slab.
 template <int kChunks, typename Pair>
 __device__ __forceinline__ void write_e4m3_row(unsigned char* row_smem, int row, Pair pair) {
   const int lane = ptx::lane_index();
@@ -178,7 +178,7 @@ __device__ __forceinline__ void write_e4m3_row(unsigned char* row_smem, int row,
   }
 }
 
-// 16-bit results of kHalves times 128 columns, from those of `first_half` on.
+// Stores 16-bit results of kHalves * 128 columns, from half `first_half` on.
 template <typename Spec>
 struct ScaledEpilogue {
   using Element = typename Spec::Element;
@@ -211,8 +211,8 @@ struct ScaledEpilogue {
   __device__ __forceinline__ void finish() const { slabs.finish(); }
 };
 
-// activation(z) of kHalves times 64 columns, from those of `first_half` on, as e4m3 with a scale for each row and 128 columns; before it,
-// where there is a map for it, z.
+// Stores activation(z) of kHalves * 64 columns, from half `first_half` on, as e4m3 with one scale per row and 128
+// columns; before it z, if there is a map for it.
 template <typename Spec, typename... PreactivationMap>
 struct ScaledGatedEpilogue {
   static constexpr bool kKeepsPreactivation = sizeof...(PreactivationMap) == 1;
@@ -231,7 +231,7 @@ struct ScaledGatedEpilogue {
     return first;
   }
 
-  // Two slabs for each 64 columns: of gate and of up.
+  // Two slabs per 64 columns: gate and up.
   template <int kHalves>
   __device__ __forceinline__ void store_preactivation(const WarpgroupTile<Spec>& own, const float (&sums)[kHalves * 64],
                                                       int first_half) {
@@ -256,7 +256,7 @@ struct ScaledGatedEpilogue {
     });
   }
 
-  // Of the thread's two rows, over all 128 columns.
+  // The largest magnitudes of the thread's two rows, over all 128 columns.
   template <int kHalves>
   __device__ __forceinline__ void find_largest(float (&largest)[2], const float (&sums)[kHalves * 64], int row) const {
 #pragma unroll
@@ -276,10 +276,10 @@ struct ScaledGatedEpilogue {
         ptx::st_shared_float(mine, largest[0]);
         ptx::st_shared_float(mine + 8, largest[1]);
       }
-      ptx::named_barrier_sync(barrier_id(ScaledBarrier::kLargest), 256);  // the other's are there
+      ptx::named_barrier_sync(barrier_id(ScaledBarrier::kLargest), 256);  // the other consumer's are written
 #pragma unroll
       for (int r = 0; r < 2; ++r) largest[r] = fmaxf(largest[r], ptx::ld_shared_float(other + 8 * r));
-      ptx::named_barrier_sync(barrier_id(ScaledBarrier::kLargest), 256);  // the other has read this one's
+      ptx::named_barrier_sync(barrier_id(ScaledBarrier::kLargest), 256);  // the other consumer has read this one's
     }
   }
 
@@ -309,7 +309,7 @@ struct ScaledGatedEpilogue {
             scale.scale);
       }
     }
-    // A box of TMA has all 128 columns: half of them is left to the threads, as if the result ended behind it.
+    // A TMA box has all 128 columns: a half is stored by the threads, as if the result ended after it.
     const int first = (own.column + 64 * first_half) / 2;
     const SlabTarget to{d_map, params.gemm.d, params.gemm.d_stride, kHalves == 2 ? columns / 2 : first + 32, 0};
     if constexpr (kHalves == 2) {
@@ -330,7 +330,7 @@ struct Halves {
   static constexpr int kValue = kHalves;
 };
 
-// Takes a tile before the one that it has multiplied is stored, so that the new tile's scales are on their way.
+// Takes the next tile before the finished one is stored, so that the next tile's scales are already being loaded.
 template <typename Spec, typename Epilogue>
 __device__ __forceinline__ void consume_scaled(const ScaledGemmParams& params, const SharedMemory<Spec>& shared,
                                                int consumer, Epilogue epilogue) {
@@ -339,7 +339,7 @@ __device__ __forceinline__ void consume_scaled(const ScaledGemmParams& params, c
   RingPosition<Spec::kNumTileSlots> slot;
   Scales<Spec> scales;
   Tile next = take_tile<Spec>(shared, slot);
-  // Of `next`, where there is one.
+  // For `next`, if there is one.
   const auto find_scales = [&] {
     if (next.expert >= 0) scales.find(params, ScaledTile<Spec>(next, consumer).own);
   };
@@ -369,7 +369,7 @@ __device__ __forceinline__ void consume_scaled(const ScaledGemmParams& params, c
   epilogue.finish();
 }
 
-// As run_grouped_gemm. Epilogue: made of (params, shared, consumer, maps...).
+// See run_grouped_gemm. Epilogue: constructed from (params, shared, consumer, maps...).
 template <typename Spec, typename Epilogue, typename... Maps>
 __device__ __forceinline__ void run_scaled(const ScaledGemmParams& params, const ptx::TensorMap* a_map,
                                            const ptx::TensorMap& b_map, const Maps&... maps) {

@@ -1,4 +1,4 @@
-// The tensor maps of the products of e4m3 operands (tensor_map.h), whose elements are pairs of values. Plain C++.
+// Tensor maps of the products of e4m3 operands; see tensor_map.h. Their elements are pairs of values. Plain C++.
 #pragma once
 
 #include "moe/grouped_gemm/sm90/tensor_map.h"

@@ -8,12 +8,13 @@
 
 namespace flashmoe::moe::sm90 {
 
-// Warpgroup 0 produces, warpgroups 1 and 2 multiply: each has 64 of the tile's 128 rows and all columns. Of a tile of 64 rows there is one.
+// Warpgroup 0 is the producer, warpgroups 1 and 2 multiply: each has 64 of the tile's 128 rows and all columns. A tile
+// of 64 rows has one consumer.
 //   kNumStages     blocks of 64 k of A and B in shared memory
-//   kOutputSlabs   [64 rows][64 columns] buffers of each consumer, through which results leave
-//   kIsGated       the columns are 64 of gate and the same 64 of up interleaved (kKnPairs: single columns interleaved); of kBlockN
-//                  columns come kBlockN / 2
-//   kGathersA      the rows of A are not neighbours: the producer copies them one by one
+//   kOutputSlabs   [64 rows][64 columns] buffers per consumer, through which results are stored
+//   kIsGated       the columns are 64 of gate and the same 64 of up alternately (kKnPairs: single columns interleaved);
+//                  kBlockN columns give kBlockN / 2 of the result
+//   kGathersA      the rows of A are not contiguous: the producer copies them one by one
 template <typename Element_, int kBlockM_, int kBlockN_, int kNumStages_, int kNumWarps_, int kOutputSlabs_,
           bool kIsGated_, bool kGathersA_>
 struct TileSpec {
@@ -30,11 +31,11 @@ struct TileSpec {
   static constexpr int kNumThreads = kNumWarps * 32;
   static constexpr int kNumConsumers = kBlockM == 64 ? 1 : 2;
   static constexpr int kProducerWarps = kGathersA ? 4 : 1;                 // that work
-  static constexpr int kRowBlocks = kBlockM / 64 / kNumConsumers;          // of 64 rows, of a consumer
-  static constexpr int kAccumulators = kBlockN / 2;                        // of a thread, for each 64 rows
-  static constexpr int kOutputColumns = kIsGated ? kBlockN / 2 : kBlockN;  // of a tile
+  static constexpr int kRowBlocks = kBlockM / 64 / kNumConsumers;          // of 64 rows, per consumer
+  static constexpr int kAccumulators = kBlockN / 2;                        // per thread, for each 64 rows
+  static constexpr int kOutputColumns = kIsGated ? kBlockN / 2 : kBlockN;  // per tile
   static constexpr int kNumTileSlots = 2;
-  // At a stage's barrier: the copy engine's bytes, and the copies of each producer thread.
+  // Arrivals at a stage's full barrier: TMA's bytes, and the copies of each producer thread.
   static constexpr int kFullArrivals = kGathersA ? 1 + 32 * kProducerWarps : 1;
 
   static_assert(kBlockM == 64 * kNumConsumers || kBlockM == 128 * kNumConsumers, "a consumer has 64 rows, or twice 64");
@@ -42,7 +43,8 @@ struct TileSpec {
                 "columns leave in slabs of 64, the last of which may be a part of one");
   static_assert(kNumWarps == 4 * (kNumConsumers + 1), "one producer warpgroup and the consumers");
 
-  // 256 threads have enough without. Registers per thread, multiples of 8; 128 * (producer + consumers * consumer) <= 64512, what 384 threads of 168 start with.
+  // Registers per thread, multiples of 8; 128 * (producer + consumers * consumer) <= 64512, what 384 threads of 168
+  // start with. 256 threads have enough without moving any.
   static constexpr bool kMovesRegisters = kNumConsumers > 1;
   static constexpr int kProducerRegisters = kGathersA ? 56 : kRowBlocks == 2 ? 24 : 40;
   static constexpr int kConsumerRegisters = kGathersA ? 224 : kRowBlocks == 2 ? 240 : 232;
@@ -64,11 +66,11 @@ struct TileSpec {
   static_assert(kSharedBytes <= 232448, "sm_90 gives a block at most 227 KiB");
 };
 
-// d = A B: A by the copy engine.
+// d = A B, with A loaded by TMA.
 template <typename Element, int kBlockM, int kBlockN, int kNumStages, int kNumWarps, int kOutputSlabs>
 using GemmSpec = TileSpec<Element, kBlockM, kBlockN, kNumStages, kNumWarps, kOutputSlabs, false, false>;
 
-// d = activation(A B): gathered rows of A.
+// d = activation(A B), with gathered rows of A.
 template <typename Element, int kBlockM, int kBlockN, int kNumStages, int kNumWarps, int kOutputSlabs>
 using GatedGemmSpec = TileSpec<Element, kBlockM, kBlockN, kNumStages, kNumWarps, kOutputSlabs, true, true>;
 
@@ -95,10 +97,10 @@ struct SharedMemory {
   __device__ __forceinline__ ptx::Mbarrier* barrier(int index) const {
     return reinterpret_cast<ptx::Mbarrier*>(base + Spec::kBarrierOffset) + index;
   }
-  // full: the stage's A and B are there. empty: every consumer warp has multiplied with them.
+  // full: the stage's A and B have arrived. empty: every consumer warp has multiplied with them.
   __device__ __forceinline__ ptx::Mbarrier* full(int stage) const { return barrier(stage); }
   __device__ __forceinline__ ptx::Mbarrier* empty(int stage) const { return barrier(Spec::kNumStages + stage); }
-  // full: the tile stands in the slot. empty: everybody has read it.
+  // full: the tile is in the slot. empty: all warps have read it.
   __device__ __forceinline__ ptx::Mbarrier* tile_full(int slot) const { return barrier(2 * Spec::kNumStages + slot); }
   __device__ __forceinline__ ptx::Mbarrier* tile_empty(int slot) const {
     return barrier(2 * Spec::kNumStages + Spec::kNumTileSlots + slot);

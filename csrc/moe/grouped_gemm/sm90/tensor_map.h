@@ -1,8 +1,8 @@
-// What the host passes to cuTensorMapEncodeTiled for the tensor maps of the sm90 grouped products; the call is that of attention's
+// Arguments of cuTensorMapEncodeTiled for the tensor maps of the sm90 grouped products; the call is that of attention's
 // forward pass (attention/forward/sm90/tensor_map.h). Plain C++.
 //
-// The weights have two maps, one for each way they may lie in memory (the axis `weights`); a kernel uses one of them, but the
-// parameters do not say which.
+// The weights have two maps, one per memory layout (the axis `weights`); a kernel uses one of them, but the parameters
+// do not say which.
 #pragma once
 
 #include <cstdint>
@@ -50,7 +50,7 @@ inline TensorMapArguments slots_map(const void* address, std::int64_t columns, s
   return tensor_map_arguments(address, columns, {params.slots, stride}, {1, 0}, {1, 0}, kSlab, 1);
 }
 
-// The columns of gate and of up as two halves of 64 columns each in a box, or, where they are interleaved, as one matrix.
+// The columns of gate and of up as two halves, 64 columns of each per box, or as one matrix if they are interleaved.
 inline TensorMapArguments halves_map(const void* address, const GemmParams& params) {
   if (params.is_interleaved != 0) return slots_map(address, params.n, params.n, params);
   return tensor_map_arguments(address, params.n / 2, {params.slots, params.n}, {2, params.n / 2}, {1, 0}, kSlab, 1);
@@ -85,8 +85,8 @@ struct GatedGemmTensorMaps {
   TensorMapArguments preactivation;
 };
 
-// Of the weights a box has 64 rows (nk) or columns (kn) of gate and the same of up; where columns are interleaved, 64 of them.
-// Without a preactivation its map is that of d's first columns, which is unused.
+// A box of weights has 64 rows (nk) or columns (kn) of gate and the same of up; of interleaved columns it has 64.
+// Without a preactivation its map is that of d's first columns, and unused.
 inline GatedGemmTensorMaps gated_gemm_tensor_maps(const GemmParams& params, int /*block_n*/) {
   const std::int64_t half = params.n / 2;
   const bool is_interleaved = params.is_interleaved != 0;

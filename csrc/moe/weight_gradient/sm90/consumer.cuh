@@ -32,7 +32,8 @@ struct Consumer {
     issue_product<Element, Spec::kStageRows / 16, true>(sums, a, b);
   }
 
-  // Before its first products a consumer lets the first one go ahead: it waits for rows that it needs later. The distance stays.
+  // Before its first products each other consumer lets consumer 0 run ahead, by waiting for rows that it needs only
+  // later. The distance stays.
   __device__ __forceinline__ void fall_behind(int rows) const {
     if (Spec::kLead > 0 && consumer > 0) {
       ptx::mbarrier_wait(shared.full(minimum(Spec::kLead, ceil_div(rows, Spec::kStageRows) - 1)), 0);
@@ -46,7 +47,7 @@ struct Consumer {
 #pragma unroll 1
     for (int done = 0; done < rows; done += Spec::kStageRows) {
       ptx::mbarrier_wait(shared.full(at.stage), at.parity);
-      // What cp.async has written becomes visible to wgmma.
+      // Makes what cp.async has written visible to wgmma.
       ptx::fence_proxy_async_shared();
       issue(sums);
       at.advance();
@@ -60,7 +61,8 @@ struct Consumer {
     if (rows > 0) release(shared.empty(used.stage));
   }
 
-  // Each warp sends its own 16 rows, slab by slab: no warp waits for another. The map cuts off what lies past n and k.
+  // Each warp stores its own 16 rows, slab by slab, without waiting for other warps. The tensor map clips what is past
+  // n and k.
   __device__ __forceinline__ void store(const float (&sums)[kAccumulators], const Tile& tile) const {
     const int lane = ptx::lane_index();
     const int warp = ptx::warp_index() % 4;
@@ -68,7 +70,7 @@ struct Consumer {
 #pragma unroll
     for (int slab = 0; slab < Spec::kBlockN / 64; ++slab) {
       unsigned char* smem = shared.output(consumer, slab % Spec::kOutputSlabs) + warp * 16 * 128;
-      // Hazard: the copy engine still reads what this buffer held before.
+      // Hazard: TMA may still read the previous contents of this buffer.
       if (lane == 0) ptx::tma_store_wait_read<Spec::kOutputSlabs - 1>();
       ptx::warp_sync();
 #pragma unroll
@@ -79,7 +81,7 @@ struct Consumer {
         const int chunk = step * 2 + lane / 16;
         ptx::stmatrix_x4(smem + row * 128 + (chunk ^ (row % 8)) * 16, words);
       }
-      // Hazard: the copy engine reads before every lane's share is written and visible to it.
+      // Hazard: TMA must not read before every lane's share is written and visible to it.
       ptx::fence_proxy_async_shared();
       ptx::warp_sync();
       if (lane == 0) {

@@ -1,7 +1,8 @@
-// The producer warpgroup: draws tiles and brings the rows of both operands.
+// The producer warpgroup: takes tiles and loads the rows of both operands.
 //
-// Full stages come by the copy engine. The last stage of an expert may not be full: what follows in memory are rows of the next
-// expert, and 0 times a NaN among them would be NaN. So that stage comes by cp.async, which writes zeros for rows past the end.
+// Full stages are loaded by TMA. An expert's last stage may not be full: the rows that follow in memory are the next
+// expert's, and 0 times a NaN among them would be NaN. So that stage is loaded by cp.async, which writes zeros for rows
+// past the end.
 #pragma once
 
 #include "moe/weight_gradient/sm90/schedule.cuh"
@@ -14,19 +15,19 @@
 
 namespace flashmoe::moe::weight_gradient::sm90 {
 
-// One arrival per warp, once all its lanes are here.
+// One arrival per warp, once all its lanes have reached this point.
 __device__ __forceinline__ void release(ptx::Mbarrier* empty) {
   ptx::warp_sync();
   if (ptx::lane_index() == 0) ptx::mbarrier_arrive(empty);
 }
 
-// What of a stage one thread copies: in rows `row`, row + 16, + 32 and + 48, one 16-byte chunk of each of kSlabs slabs. Eight
-// lanes copy the 128 bytes that a slab has of a row.
+// The part of a stage that one thread copies: in rows `row`, row + 16, + 32 and + 48, one 16-byte chunk of each of
+// kSlabs slabs. Eight lanes copy the 128 bytes that a slab has of a row.
 template <int kSlabs>
 struct RowCopies {
   const unsigned char* gmem;  // the thread's chunk of the tile's first slab, in row 0 of the tensor
   int64_t stride_bytes;
-  int columns;  // those left from the chunk on: slab s has the chunk where 64 s is less
+  int columns;  // columns left from the chunk on: slab s has the chunk if 64 s is less
 
   static __device__ __forceinline__ int row() { return ptx::thread_index() / 8; }
   static __device__ __forceinline__ int chunk() { return ptx::thread_index() % 8; }
@@ -38,7 +39,7 @@ struct RowCopies {
     columns = num_columns - column;
   }
 
-  // The stage of the `left` rows at `first`.
+  // Copies the stage of the `left` rows that start at row `first`.
   __device__ __forceinline__ void copy(unsigned char* smem, int first, int left) const {
     ptx::SmemPointer to = ptx::SmemPointer(smem) + (row() * 128 + (chunk() ^ (row() % 8)) * 16);
 #pragma unroll
@@ -69,7 +70,7 @@ struct Producer {
                                       const ptx::TensorMap& a_map_, const ptx::TensorMap& b_map_)
       : params(params_), shared(shared_), a_map(a_map_), b_map(b_map_) {}
 
-  // Hazard: some warp may still read the tile that this one replaces in its slot.
+  // Hazard: some warp may still read the tile that this one overwrites.
   __device__ __forceinline__ void publish(const RingPosition<Spec::kTileSlots>& slot, const Tile& tile) const {
     ptx::mbarrier_wait(shared.tile_empty(slot.stage), slot.parity ^ 1);
     publish_tile(shared.tile(slot.stage), tile);
@@ -86,7 +87,7 @@ struct Producer {
     }
   }
 
-  // draw(rows left) is called ahead of each stage.
+  // Calls draw(rows left) before each stage.
   template <typename Draw>
   __device__ __forceinline__ void load_tile(const Tile& tile, Draw draw) {
     const int a_column = tile.m_tile() * Spec::kBlockM;
@@ -126,8 +127,9 @@ struct Producer {
       release(shared.tile_empty(slot.stage));
       slot.advance();
       if (tile.expert < 0) return;
-      // Late: who draws at the start of a long tile takes one that others, done sooner, could begin. But not at the end, where
-      // the next tile's loads would wait for the answer.
+      // The next tile is taken late: a block that takes it at the start of a long tile holds up a tile that others,
+      // done sooner, could begin. But not at the very end, when the next tile's loads would wait for the counter's
+      // answer.
       constexpr int kDrawAheadRows = 3 * Spec::kStageRows;
       bool draws = is_drawing_thread;
       const auto draw = [&](int rows_left) {
@@ -136,7 +138,7 @@ struct Producer {
         draws = false;
       };
       load_tile(tile, draw);
-      draw(0);  // of an expert without rows
+      draw(0);  // for an expert without rows
       if (is_drawing_thread) publish(slot, number < num_tiles ? schedule.tile(number) : Tile{-1, 0, 0, 0});
     }
   }

@@ -1,11 +1,12 @@
-// d[e] = sum over e's rows of a[row]^T b[row] for e4m3 operands that lie transposed (moe/params/training.h), for sm_90a: stages, products
-// and stores of the grouped products with scales, to which an expert's padded rows are k.
+// d[e] = sum over e's rows of a[row]^T b[row] for transposed e4m3 operands (moe/params/training.h), for sm_90a. Stages,
+// products and stores are those of the grouped products with scales, with an expert's padded rows as k.
 //
 //   grid     min(tiles, multiprocessors) blocks; tiles = experts * ceil(n / kBlockM) * ceil(k / kBlockN)
 //   counter  params.gemm.tile_counter is 0 at launch, and 0 again at the end
 //
-// a has a scale for 128 rows of a column, b one for 128 rows of 128 columns. Every tile has all its 128 rows of d: n is a multiple of 128.
-// One block adds up a tile over all the expert's rows in their order: the bits do not depend on the grid.
+// a has one scale per 128 rows of a column, b one per 128 rows of 128 columns. Every tile has all its 128 rows of d: n
+// is a multiple of 128. One block sums a tile over all of the expert's rows in order: the bits do not depend on the
+// grid.
 #pragma once
 
 #include "moe/grouped_gemm/sm90/scaled.cuh"
@@ -24,14 +25,15 @@ using ScaledWeightGradientSpec =
 struct ScaledTile {
   int expert;  // < 0: no more work
   int first_block;
-  int blocks;       // of the expert's rows; 0: its gradient is zeros
+  int blocks;       // blocks of the expert's rows; 0: its gradient is zero
   int coordinates;  // m tile * 65536 + n tile
 
   __device__ __forceinline__ int m_tile() const { return coordinates >> 16; }
   __device__ __forceinline__ int n_tile() const { return coordinates & 0xffff; }
 };
 
-// The scales that a thread needs, one block of rows after the other: of its two columns of a, 8 apart, and of two blocks of columns of b.
+// The scales that a thread needs, one block of rows at a time: of its two columns of a, 8 apart, and of two blocks of
+// columns of b.
 template <typename Spec>
 struct GradientScales {
   const float* row_gmem;
@@ -50,7 +52,7 @@ struct GradientScales {
     const float* of_block = params.b_scale + tile.first_block * weight_step;
     const int first = tile.n_tile() * (Spec::kBlockN / kScaleBlock);
     weight_gmem[0] = of_block + first;
-    weight_gmem[1] = of_block + minimum(first + 1, count - 1);  // of a tile's last 128 columns there may be none
+    weight_gmem[1] = of_block + minimum(first + 1, count - 1);  // a tile may lack its last 128 columns
   }
 
   __device__ __forceinline__ void load(int block) {
@@ -70,8 +72,8 @@ struct ScaledProducer {
   const ptx::TensorMap& b_map;
   RingPosition<Spec::kNumStages> at;
 
-  // Experts one after another; of one, sections of so many m tiles, all n tiles of a section before the next: the blocks at work share
-  // rows of both operands.
+  // Experts one after another; within one, sections of kSection m tiles, all n tiles of a section before the next
+  // section, so that concurrent blocks share rows of both operands.
   __device__ __forceinline__ ScaledTile tile(int m_tiles, int n_tiles, int number) const {
     constexpr int kSection = 8;
     const int expert = number / (m_tiles * n_tiles);
@@ -102,17 +104,17 @@ struct ScaledProducer {
     }
   }
 
-  // By one thread.
+  // Called by one thread.
   __device__ __forceinline__ void run() {
     const int m_tiles = ceil_div(params.n, Spec::kBlockM), n_tiles = ceil_div(params.k, Spec::kBlockN);
     const int num_tiles = m_tiles * n_tiles * params.experts;
     RingPosition<Spec::kNumTileSlots> slot;
     for (int number = ptx::block_index();; slot.advance()) {
       const bool is_end = number >= num_tiles;
-      // A tile ahead: a draw's answer arrives while this tile's loads are issued.
+      // One tile ahead: the counter's answer arrives while this tile's loads are issued.
       const int next = is_end ? number : next_tile_index(params.tile_counter, num_tiles, number);
       const ScaledTile found = is_end ? ScaledTile{-1, 0, 0, 0} : tile(m_tiles, n_tiles, number);
-      // Hazard: some warp may still read the tile that this one replaces in its slot.
+      // Hazard: some warp may still read the tile that this one overwrites.
       ptx::mbarrier_wait(shared.tile_empty(slot.stage), slot.parity ^ 1);
       publish_tile(shared.tile(slot.stage), found);
       ptx::mbarrier_arrive(shared.tile_full(slot.stage));

@@ -1,4 +1,4 @@
-// The tensor maps of the weight gradient of e4m3 operands, as moe/grouped_gemm/sm90/tensor_map.h. Plain C++.
+// Tensor maps of the weight gradient of e4m3 operands; see moe/grouped_gemm/sm90/tensor_map.h. Plain C++.
 #pragma once
 
 #include "moe/grouped_gemm/sm90/tensor_map.h"
@@ -9,7 +9,7 @@ namespace flashmoe::moe::weight_gradient::sm90 {
 struct ScaledWeightGradientTensorMaps {
   moe::sm90::TensorMapArguments a;
   moe::sm90::TensorMapArguments b;
-  moe::sm90::TensorMapArguments d;  // the rows of all experts one after another
+  moe::sm90::TensorMapArguments d;  // the rows of all experts, one expert after another
 };
 
 inline ScaledWeightGradientTensorMaps scaled_weight_gradient_tensor_maps(const ScaledGemmParams& params, int block_n) {

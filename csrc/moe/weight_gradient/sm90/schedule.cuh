@@ -1,4 +1,4 @@
-// Which tile a block works on: experts one after another, the one with the most rows first, so that short tiles fill the end.
+// The tile schedule: experts one after another, those with the most rows first, so that short tiles fill the end.
 #pragma once
 
 #include "device/math.cuh"
@@ -18,7 +18,7 @@ struct Tile {
   __device__ __forceinline__ int n_tile() const { return coordinates & 0xffff; }
 };
 
-// The order of experts into shared memory; all threads of the block. Ends with a barrier.
+// Writes the order of experts to shared memory. Called by all threads of the block; ends with a barrier.
 template <typename Spec>
 __device__ __forceinline__ void sort_experts(const GemmParams& params, const SharedMemory<Spec>& shared) {
   const int experts = params.experts;
@@ -44,8 +44,8 @@ __device__ __forceinline__ void sort_experts(const GemmParams& params, const Sha
 
 template <typename Spec>
 struct Schedule {
-  // An expert's tiles in sections of so many m tiles, all n tiles of a section before the next: the blocks at work share rows
-  // of both operands.
+  // An expert's tiles are visited in sections of kSection m tiles, all n tiles of a section before the next section, so
+  // that concurrent blocks share rows of both operands.
   static constexpr int kSection = 8;
 
   const GemmParams& params;

@@ -1,8 +1,8 @@
 // The compile-time values of the sm90 weight-gradient kernel and its shared-memory map.
 //
-// As a matrix product: M runs over the columns of a (params.n), N over those of b (params.k), and what is summed over are the
-// rows of one expert, 64 a stage. Both operands lie in shared memory as in global memory, rows of 64-column slabs, so both
-// are "transposed" operands of wgmma.
+// As a matrix product: M runs over the columns of a (params.n), N over those of b (params.k), and the sum over the rows
+// of one expert, 64 per stage. Both operands are stored in shared memory as in global memory, as rows of 64-column
+// slabs, so both are "transposed" operands of wgmma.
 #pragma once
 
 #include "device/ring.cuh"
@@ -11,10 +11,10 @@
 
 namespace flashmoe::moe::weight_gradient::sm90 {
 
-// Warpgroup 0 produces, the others compute 64 rows of M each.
-//   kBlockM, kBlockN   columns of a, of b, a tile takes
+// Warpgroup 0 is the producer; each of the others computes 64 rows of M.
+//   kBlockM, kBlockN   columns of a and of b per tile
 //   kNumStages         stages of 64 rows of both
-//   kOutputSlabs       buffers of 64 columns that a consumer's result leaves through
+//   kOutputSlabs       64-column buffers through which a consumer stores its result
 //   kLead              stages by which the first consumer is ahead of the others: while it stores, they still multiply
 template <typename Element_, int kBlockM_, int kBlockN_, int kNumStages_, int kNumWarps_, int kOutputSlabs_, int kLead_>
 struct WeightGradientSpec {
@@ -31,7 +31,7 @@ struct WeightGradientSpec {
   static constexpr int kNumThreads = kNumWarps * 32;
   static constexpr int kProducerThreads = 128;
   static constexpr int kTileSlots = 4;
-  static constexpr int kSortedExperts = 256;  // so many or fewer are taken longest first
+  static constexpr int kSortedExperts = 256;  // up to this many are taken longest first
 
   static_assert(kBlockM % 64 == 0 && kNumConsumers >= 2 && kNumConsumers <= 3, "a warpgroup computes 64 rows");
   static_assert(kBlockN % 64 == 0 && kBlockN <= 256, "a tile is cut into 64-column slabs, and wgmma takes N <= 256");
@@ -40,16 +40,16 @@ struct WeightGradientSpec {
   static_assert(kLead < kNumStages, "the stages between the consumers are in shared memory");
   static_assert(kOutputSlabs >= 1 && kOutputSlabs <= kBlockN / 64, "a buffer of 64 columns each");
 
-  // Registers a thread, multiples of 8; 128 * (producer + consumers * consumer) <= 65536.
+  // Registers per thread, multiples of 8; 128 * (producer + consumers * consumer) <= 65536.
   static constexpr int kProducerRegisters = kNumConsumers == 3 ? 56 : 72;
   static constexpr int kConsumerRegisters = kNumConsumers == 3 ? 152 : 216;
 
   // Bytes. Every slab starts at a multiple of 1024, the period of the 128-byte swizzle.
   static constexpr int kSlabBytes = kStageRows * 128;
-  static constexpr int kABytes = kBlockM / 64 * kSlabBytes;  // of one stage
+  static constexpr int kABytes = kBlockM / 64 * kSlabBytes;  // per stage
   static constexpr int kBBytes = kBlockN / 64 * kSlabBytes;
   static constexpr int kStageBytes = kABytes + kBBytes;
-  static constexpr int kOutputBytes = kOutputSlabs * kSlabBytes;  // of one consumer
+  static constexpr int kOutputBytes = kOutputSlabs * kSlabBytes;  // per consumer
 
   static constexpr int kOutputOffset = kNumStages * kStageBytes;
   static constexpr int kOrderOffset = kOutputOffset + kNumConsumers * kOutputBytes;
@@ -67,14 +67,14 @@ struct SharedMemory {
   // [kBlockM / 64 or kBlockN / 64 slabs][64 rows][64 columns], swizzled.
   __device__ __forceinline__ unsigned char* a(int stage) const { return base + stage * Spec::kStageBytes; }
   __device__ __forceinline__ unsigned char* b(int stage) const { return a(stage) + Spec::kABytes; }
-  // [64 rows][64 columns], swizzled; each warp has 16 of the rows to itself.
+  // [64 rows][64 columns], swizzled; 16 of the rows per warp.
   __device__ __forceinline__ unsigned char* output(int consumer, int slab) const {
     return base + Spec::kOutputOffset + consumer * Spec::kOutputBytes + slab * Spec::kSlabBytes;
   }
-  // [kSortedExperts] int32: experts, those with the most rows first; and the rows of each, by expert.
+  // [kSortedExperts] int32: the experts, those with the most rows first; then the number of rows of each, by expert.
   __device__ __forceinline__ unsigned char* order() const { return base + Spec::kOrderOffset; }
   __device__ __forceinline__ unsigned char* lengths() const { return order() + Spec::kSortedExperts * 4; }
-  // The tiles that the producer has drawn (schedule.cuh).
+  // The tiles that the producer has taken (schedule.cuh).
   __device__ __forceinline__ unsigned char* tile(int slot) const { return base + Spec::kTileOffset + slot * 16; }
 
   __device__ __forceinline__ ptx::Mbarrier* barrier(int index) const {
@@ -92,7 +92,7 @@ template <typename Spec>
 __device__ __forceinline__ void init_barriers(const SharedMemory<Spec>& shared) {
 #pragma unroll
   for (int stage = 0; stage < Spec::kNumStages; ++stage) {
-    // Each producer thread once its copies are over, and one for the bytes that the copy engine brings.
+    // One arrival per producer thread when its copies are done, and one for the bytes that TMA copies.
     ptx::mbarrier_init(shared.full(stage), Spec::kProducerThreads + 1);
     ptx::mbarrier_init(shared.empty(stage), 4 * Spec::kNumConsumers);
   }

@@ -1,4 +1,4 @@
-// What the host passes to cuTensorMapEncodeTiled for the tensor maps of the sm90 weight-gradient kernel, as in
+// Arguments of cuTensorMapEncodeTiled for the tensor maps of the sm90 weight-gradient kernel; see
 // moe/grouped_gemm/sm90/tensor_map.h. Plain C++.
 #pragma once
 
@@ -18,7 +18,7 @@ struct WeightGradientTensorMaps {
 };
 
 inline WeightGradientTensorMaps weight_gradient_tensor_maps(const GemmParams& params, int /*block_n*/) {
-  constexpr int kWarpRows = 16;  // of d, that a warp stores at a time
+  constexpr int kWarpRows = 16;  // rows of d that a warp stores at a time
   return WeightGradientTensorMaps{
       moe::sm90::slots_map(params.a, params.n, params.a_stride, params),
       moe::sm90::slots_map(params.b, params.k, params.b_stride, params),

@@ -1,9 +1,9 @@
 // d[e] = sum over e's rows of a[row]^T b[row], [n, k]; zeros for an expert without rows.
-//   grid     min(tiles, multiprocessors) blocks; tiles = experts * ceil(n / kBlockM) * ceil(k / kBlockN), of which each block
-//            draws one after another
-//   maps     tensor_map.h says how the host builds them
+//   grid     min(tiles, multiprocessors) blocks; tiles = experts * ceil(n / kBlockM) * ceil(k / kBlockN); each block
+//            takes one tile after another
+//   maps     built by the host as tensor_map.h describes
 //   counter  params.tile_counter is 0 at launch, and 0 again at the end
-// One block adds up a tile over all the expert's rows in their order: the bits do not depend on the grid.
+// One block sums a tile over all of the expert's rows in order: the bits do not depend on the grid.
 #pragma once
 
 #include "moe/weight_gradient/sm90/consumer.cuh"
