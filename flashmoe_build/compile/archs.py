@@ -67,7 +67,7 @@ def _serving_gpu(word: str, tables: Tables) -> set[str]:
 
 
 def _serving(capability: tuple[int, int], tables: Tables) -> set[str]:
-    """The best target for a GPU, and the best fallback for each kernel that has no row for that target."""
+    """The best target for a GPU, and the best fallback for each kernel that is not compiled for that target."""
     best = _best_for("{}{}".format(*capability), tables)
     targets: dict[tuple[str, str, tuple[int, ...]], set[Target]] = {}
     for unit in tables.units():

@@ -1,5 +1,5 @@
-"""Records emulated launches of every kernel that an H100 runs, with their cubins, for replay on a GPU (on_gpu.py), to measure
-how well the two agree.
+"""Records emulated launches of the forward and combine kernels that an H100 runs, with their cubins, for replay on a GPU
+(on_gpu.py), to measure how well the two agree.
 
 python -m flashmoe_build.emulation.hardware FOLDER [--kernel TEXT]
 python FOLDER/on_gpu.py FOLDER --json agreement.json          on a machine with an sm_90 GPU

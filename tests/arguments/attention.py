@@ -110,7 +110,7 @@ def _sizes_of_out(c: Call) -> tuple[int, ...]:
 
 
 def _out(make: Callable[..., Call]) -> Callable[..., Call]:
-    @wraps(make)  # it has the size parameters that callers change
+    @wraps(make)  # callers see and change the same sizes
     def made(**sizes: int) -> Call:
         c = make(**sizes)
         return {"out": t(c["q"].dtype, *_sizes_of_out(c)), **c}

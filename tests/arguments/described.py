@@ -72,7 +72,7 @@ class T:
         return replace(self, sizes=sizes, strides=contiguous(sizes))
 
     def far(self, axis: int) -> T:
-        """The same elements with those of one axis far apart, at a multiple of 64 elements."""
+        """The same elements, with those of one axis far apart; rows stay aligned to 16 bytes."""
         step = -(-FAR // (self.sizes[axis] - 1) // 64) * 64
         return replace(self, strides=(*self.strides[:axis], step, *self.strides[axis + 1 :]))
 
