@@ -75,7 +75,7 @@ def test_a_library_built_elsewhere_skips_the_build(tmp_path: Path) -> None:
 
 
 def test_the_environment_of_a_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In a checkout its package and its library come first, except for the steps that build them."""
+    """In a checkout its package comes first, and its library, which the steps before it is built do not get."""
     monkeypatch.delenv("PYTHONPATH", raising=False)
     made = pipeline(tmp_path)
     told = {name: made._environment(step(name)) for name in ("build", "environment", "import")}

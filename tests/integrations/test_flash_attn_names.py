@@ -83,7 +83,7 @@ def test_packed_forms_give_the_same_bits(device: str) -> None:
         flash_attn.flash_attn_qkvpacked_func(torch.stack((q, k), 2))
 
 
-# flash_attn 2.8's documented interface: the last parameters of all its functions except the one for caches.
+# flash_attn 2.8's documented interface: these options, and what precedes them in every function except the one for caches.
 OPTIONS = "dropout_p softmax_scale causal window_size softcap alibi_slopes deterministic return_attn_probs"
 LENGTH_NAMES = "cu_seqlens_q cu_seqlens_k max_seqlen_q max_seqlen_k"
 SIGNATURES = {
