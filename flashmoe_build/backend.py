@@ -37,4 +37,4 @@ def get_requires_for_build_wheel(config_settings: dict[str, Any] | None = None) 
 def get_requires_for_build_editable(config_settings: dict[str, Any] | None = None) -> list[str]:
     return hatchling.get_requires_for_build_wheel(
         config_settings
-    )  # without the library that only links to several folders need
+    )  # except the library needed only for links to several folders

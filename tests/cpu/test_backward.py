@@ -215,8 +215,8 @@ def test_a_key_with_all_of_the_weight_is_exact(backend: Backend, seq_q: int, seq
 EXACT = (
     (1, 33, 1, 1.0, 0.0, False),  # one number in dq
     (5, 247, 111, 10.0, 2.0, False),  # an lse of hundreds, rounded
-    (4, 141, 160, 10.0, 0.0, True),  # gradients that are what cancellation leaves
-    (193, 56, 224, 7.0, 0.0, True),  # gradients are what is left after cancellation
+    (4, 141, 160, 10.0, 0.0, True),  # gradients are what is left after cancellation
+    (193, 56, 224, 7.0, 0.0, True),  # one block of keys; scores of hundreds, rounded
     (33, 156, 32, 1.0, 2.0, False),  # dP is a small difference of large sums
     (173, 2, 1, 1.0, 0.0, False),
     (79, 1, 96, 10.0, 0.0, False),  # dq and dk are 0

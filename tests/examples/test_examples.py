@@ -47,5 +47,5 @@ def test_each_is_in_the_list_and_short() -> None:
         assert f"[{notebook.name}](notebooks/{notebook.name})" in listed
     for example in EXAMPLES:
         assert f"[{example.name}]({example.name})" in listed
-        most = {"train_fp8.py": 140, "model_families.py": 145}.get(example.name, 90)  # losses; routing compared
+        most = {"train_fp8.py": 140, "model_families.py": 145}.get(example.name, 90)  # plots losses; compares routing
         assert len(example.read_text(encoding="utf-8").splitlines()) <= most, example.name
