@@ -1,4 +1,4 @@
-"""The sessions. Each prepares an environment and calls one program, which does the work.
+"""The nox sessions. Each prepares an environment and calls the one program that does the work.
 
 ./nox                    emulation of what changed, build, symbols, smoke, baseline; ends with one table
 ./nox -s test            build, install the wheel, run the tests against it
@@ -45,13 +45,13 @@ def locked(session: nox.Session, name: str) -> str:
 
 
 def program(session: nox.Session, python: str, module: str, *arguments: str | Path) -> None:
-    """Run one module from the checkout. After Ctrl-C it has time to write what it found; nox alone would give it 0.3 s."""
+    """Run one module from the checkout. After Ctrl-C it has time to write its results; nox by default allows 0.3 s."""
     words = (python, "-m", module, *map(str, arguments))
     session.run(*words, external=True, interrupt_timeout=INTERRUPT_SECONDS, terminate_timeout=INTERRUPT_SECONDS)
 
 
 def wheel_file(session: nox.Session) -> Path:
-    """The wheel under test: ``FLASHMOE_WHEEL``, or one built now (seconds, when nothing changed)."""
+    """The wheel under test: ``FLASHMOE_WHEEL``, or one built now (seconds if nothing changed)."""
     given = os.environ.get(WHEEL_VARIABLE)
     if given:
         path = Path(session.invoked_from, given).resolve()
@@ -70,7 +70,7 @@ def newest_wheel(session: nox.Session) -> Path:
 
 
 def installed(session: nox.Session, wheel: Path) -> str:
-    """The test environment's interpreter, with this wheel in it."""
+    """The interpreter of the test environment, with this wheel installed."""
     python = locked(session, "test")
     try:
         environment.install_wheel(Path(python), wheel)
@@ -80,14 +80,14 @@ def installed(session: nox.Session, wheel: Path) -> str:
 
 
 def outside(name: str) -> Path:
-    """A folder to run the installed package from, where the checkout's flashmoe/ cannot take its place."""
+    """A folder to run the installed package from, where the checkout's flashmoe/ cannot shadow it."""
     folder = ROOT / "build" / "run" / name
     folder.mkdir(parents=True, exist_ok=True)
     return folder
 
 
 def asks_for_help(session: nox.Session) -> bool:
-    """Help needs no wheel."""
+    """Whether the session is called for help, which needs no wheel."""
     return bool({"-h", "--help"} & set(session.posargs))
 
 
@@ -98,12 +98,12 @@ def run_build(session: nox.Session, arguments: Sequence[str] = ()) -> None:
         environment.foreign_torch(target)
     program(
         session, python, "flashmoe_build.environments.lock", "lockfiles/build.txt"
-    )  # sees what PYTHONPATH adds, too
+    )  # also sees packages from PYTHONPATH
     program(session, python, "flashmoe_build", *arguments)
 
 
 def absolute_paths(arguments: Sequence[str]) -> list[str]:
-    """Test paths of the command line, made independent of the folder that pytest runs in."""
+    """Test paths from the command line, made independent of the folder in which pytest runs."""
     return [
         str(ROOT / word) if (ROOT / word.split("::")[0]).exists() and word[0] not in "-/" else word
         for word in arguments
@@ -150,7 +150,7 @@ def bench(session: nox.Session) -> None:
     if asks_for_help(session):
         program(session, locked(session, "test"), "flashmoe", *words)
         return
-    if "build-cost" in words:  # of the checkout, which it builds
+    if "build-cost" in words:  # builds the checkout
         program(session, locked(session, "test"), "flashmoe_build.build_cost", *words[1:])
         return
     python = installed(session, newest_wheel(session))
@@ -160,10 +160,10 @@ def bench(session: nox.Session) -> None:
 
 @nox.session
 def test(session: nox.Session) -> None:
-    """Build if needed, install the wheel, run the tests against it (-- pytest's arguments: -n 0 for one process, --cov for coverage)."""
+    """Build if needed, install the wheel, run the tests against it (-- pytest arguments: -n 0 for one process, --cov for coverage)."""
     python = installed(session, wheel_file(session))
     arguments = absolute_paths([word for word in session.posargs if word != "--cov"])
-    coverage = (  # doubles the time of what is Python
+    coverage = (  # doubles the time of Python code
         *("--cov=flashmoe", "--cov=flashmoe_build", "--cov=flashmoe_tools", f"--cov-config={ROOT / 'pyproject.toml'}"),
         *(f"--cov-report=json:{ROOT / 'build' / 'coverage' / 'coverage.json'}", "--cov-report=term:skip-covered"),
     )
@@ -172,7 +172,7 @@ def test(session: nox.Session) -> None:
         arguments = ["-n", "auto", "--dist", "loadfile", "--no-loadscope-reorder", *arguments, str(ROOT / "tests")]
     environ = {
         "FLASHMOE_TEST_INSTALLED": "1",
-        "PYTHONDONTWRITEBYTECODE": "",  # the processes share the files that one of them has rewritten
+        "PYTHONDONTWRITEBYTECODE": "",  # processes share the files that one of them has rewritten
         # Spinning threads make a busy machine ten times slower; nothing is timed here.
         "OMP_WAIT_POLICY": os.environ.get("OMP_WAIT_POLICY", "passive"),
         "FLASHMOE_TEST_REPORT": str(REPORTS / "test.json"),
@@ -190,7 +190,7 @@ def test(session: nox.Session) -> None:
 
 @nox.session
 def flash_attn_tests(session: nox.Session) -> None:
-    """Run a test file of flash_attn, which you give, on our names (-- PATH --draw 400 --draw-seed 7 -n 12; --on-cpu)."""
+    """Run a flash_attn test file that you supply on our functions (-- PATH --draw 400 --draw-seed 7 -n 12; --on-cpu)."""
     python = installed(session, wheel_file(session))
     words = [
         str(Path(session.invoked_from, word).resolve()) if word.endswith(".py") else word for word in session.posargs
@@ -223,7 +223,7 @@ def emulate(session: nox.Session) -> None:
 
 @nox.session
 def mutants(session: nox.Session) -> None:
-    """Plant bugs in host code, the CPU backend, Python and tools, and see which the tests notice (-- --folder NAME --most 50)."""
+    """Plant bugs in host code, the CPU backend, Python and tools, and report which the tests notice (-- --folder NAME --most 50)."""
     report = ("--json", REPORTS / "mutants.json")
     program(session, locked(session, "test"), "flashmoe_build.emulation.mutation.anywhere", *report, *session.posargs)
 
@@ -251,7 +251,7 @@ def environments(session: nox.Session) -> None:
 
 
 def program_that_may_not_run(session: nox.Session, python: str, module: str, *arguments: str | Path) -> None:
-    """Run a program that exits with 3 and writes no report if this machine lacks what it needs."""
+    """Run a program that exits with 3 and writes no report if this machine lacks something it needs."""
     report = REPORTS / f"{session.name}.json"
     report.unlink(missing_ok=True)
     words = ("-m", module, *map(str, arguments))
@@ -302,7 +302,7 @@ def verify(session: nox.Session) -> None:
 
 @nox.session
 def hub(session: nox.Session) -> None:
-    """Lay the newest wheel out as a Hugging Face kernels repository, in build/hub; load it and check it there."""
+    """Write the newest wheel as a Hugging Face kernels repository to build/hub; load it and check it there."""
     named = asks_for_help(session) or any(word.endswith(".whl") for word in session.posargs)
     wheel = [] if named else [newest_wheel(session)]
     words: tuple[str | Path, ...] = ("--json", REPORTS / "hub.json", *session.posargs)
@@ -318,11 +318,11 @@ def compat(session: nox.Session) -> None:
 
 @nox.session
 def engines(session: nox.Session) -> None:
-    """Hold the pinned wheels of vLLM and SGLang against what our plug-ins call and implement (-- --newest; -- --record)."""
+    """Compare the pinned wheels of vLLM and SGLang with what our plug-ins call and implement (-- --newest; -- --record)."""
     program_that_may_not_run(session, sys.executable, "flashmoe_build.engines", *session.posargs)
 
 
-# Sessions that hand their arguments to one program: its environment, module and first word, and what it does.
+# Sessions that pass their arguments to one program: its environment, module and first word, and what it does.
 PROGRAMS = {
     "smem": ("test flashmoe smem", "Show what a kernel tile costs in shared memory, and on which GPU it fits (-- --help)."),
     "gate": ("test flashmoe gate", "Run every step from the environment to the baseline and stop at the first failure (-- --budget-minutes 15 --rate 0.60)."),

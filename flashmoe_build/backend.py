@@ -1,7 +1,7 @@
-"""The PEP 517 backend: hatchling's, which asks for compilers and torch only where something is compiled.
+"""The PEP 517 backend: hatchling's, except that it requests compilers and torch only when something is compiled.
 
-``pip install -e .`` therefore takes seconds: it links the checkout's package, which loads the library that ``./nox -s build`` leaves
-in build/lib.
+``pip install -e .`` therefore takes seconds: it links the checkout's package, which loads the library that ``./nox -s build`` puts
+into build/lib.
 """
 
 from pathlib import Path
@@ -25,7 +25,7 @@ ROOT = Path(__file__).resolve().parents[1]
 
 
 def compile_requirements(root: Path = ROOT) -> list[str]:
-    """What compiling needs beside the backend itself, from pyproject.toml."""
+    """Requirements for compiling, in addition to the backend itself, from pyproject.toml."""
     project = tomllib.loads((root / "pyproject.toml").read_text(encoding="utf-8"))
     return list(project["tool"]["flashmoe"]["compile-requires"])
 
@@ -37,4 +37,4 @@ def get_requires_for_build_wheel(config_settings: dict[str, Any] | None = None) 
 def get_requires_for_build_editable(config_settings: dict[str, Any] | None = None) -> list[str]:
     return hatchling.get_requires_for_build_wheel(
         config_settings
-    )  # without the library that only links to several folders need
+    )  # except the library needed only for links to several folders

@@ -1,4 +1,4 @@
-"""What a build costs: wall time, units, and the peak memory of the largest process of the build.
+"""What a build costs: wall time, number of units, and the peak memory of its largest process.
 
 ./nox -s bench -- --suite build-cost
 """
@@ -31,7 +31,7 @@ from flashmoe_tools.report import (
 
 ROOT = Path(__file__).resolve().parent.parent
 TIME_LIMIT_SECONDS = 1800.0
-# What the project asks of its build on four cores: from nothing, after one touched kernel file, and per process.
+# Limits for a build on four cores: seconds from nothing, seconds after one touched kernel file, bytes per process.
 COLD_SECONDS = 120.0
 TOUCHED_SECONDS = 15.0
 PROCESS_BYTES = 1.5e9
@@ -41,7 +41,7 @@ PROCESS_BYTES = 1.5e9
 class BuildCase:
     """One build to time: the targets, and a file to touch first (empty: build from nothing).
 
-    ``replace`` is what the touch does: (old, new) text, the old text standing in the file once. Without it a comment is added.
+    ``replace`` is what the touch does: (old, new) text; the old text must occur in the file exactly once. Without it a comment is added.
     """
 
     archs: str
@@ -55,8 +55,8 @@ class BuildCase:
         return f"build-{self.archs}-{'edit' if self.replace else 'touch'}-{Path(self.touch).stem}"
 
 
-# From nothing, after a comment was added to a kernel file that most units include, and after an instruction was (a barrier:
-# nothing else changes).
+# Builds from nothing, after a comment was added to a kernel file that most units include, and after an instruction was added to it
+# (a barrier: nothing else changes).
 INCLUDED = "csrc/attention/forward/sm80/forward.cuh"
 CASES = (
     BuildCase("all"),
@@ -66,7 +66,7 @@ CASES = (
 
 
 def measure_builds(cases: Sequence[BuildCase], command: tuple[str, ...]) -> Report:
-    """Runs each build in one scratch folder, in order, so that a touched build finds the cold one's cache."""
+    """Runs each build in the same scratch folder, in order, so that a touched build finds the cold one's cache."""
     started, clock = utc_now(), time.monotonic()
     rows: list[dict[str, Any]] = []
     checks: list[Check] = []
@@ -85,7 +85,7 @@ def measure_builds(cases: Sequence[BuildCase], command: tuple[str, ...]) -> Repo
 
 
 def _copy_tree(root: Path, target: Path) -> None:
-    """The sources alone: a build in place would take the cache of the checkout, and leave its own there."""
+    """Copies only the sources: a build in place would use the checkout's cache and leave its output there."""
     target.mkdir()
     for name in ("csrc", "flashmoe", "flashmoe_build", "flashmoe_tools", "lockfiles"):
         if (root / name).is_dir():
@@ -128,7 +128,7 @@ def _touch(path: Path, case: BuildCase) -> None:
         msg = f"the build case touches {case.touch}, which does not exist"
         raise ArgumentError(msg)
     text = path.read_text(encoding="utf-8")
-    # A content cache does not see a new time stamp: the content must change.
+    # The cache is keyed by content and ignores time stamps, so the content must change.
     old, new = case.replace or (text, text + "\n// touched\n")
     if text.count(old) != 1:
         msg = f"the build case replaces {old!r}, which stands {text.count(old)} times in {case.touch}; give a text that stands once"
@@ -137,7 +137,7 @@ def _touch(path: Path, case: BuildCase) -> None:
 
 
 def _wheel(source: Path, case: BuildCase) -> dict[str, Any]:
-    """Size of the wheel with these targets and the seconds that packing it takes, once everything is compiled."""
+    """Size of the wheel for these targets, and the seconds that packing it takes once everything is compiled."""
     argv = [sys.executable, "-m", "flashmoe_build", "--out", "build", "--dist", "dist", "--archs", case.archs]
     seconds, code, tail, _ = _run(argv, source)
     sizes = [path.stat().st_size for path in (source / "dist").glob("*.whl")]
@@ -161,7 +161,7 @@ def _judge(case: BuildCase, row: Mapping[str, Any]) -> Check:
     return Check(case.key, word, found, f"{limit:g} s and {PROCESS_BYTES / 1e9:g} GB per process on 4 cores")
 
 
-# Runs the build as its only child, so that the largest child is the build's and nobody else's.
+# Runs the build as its only child, so that the largest child process belongs to the build.
 MEASURE = """
 import resource, subprocess, sys
 code = subprocess.run(sys.argv[2:]).returncode
@@ -176,7 +176,7 @@ def _run(argv: Sequence[str], folder: Path) -> tuple[float, int, str, int]:
     begin = time.monotonic()
     told = folder / "largest-process"
     try:
-        environment = {**os.environ, "FLASHMOE_CACHE_DIR": str(folder / "build" / "cache")}  # not one that is warm
+        environment = {**os.environ, "FLASHMOE_CACHE_DIR": str(folder / "build" / "cache")}  # not a warm one
         done = subprocess.run(
             [sys.executable, "-c", MEASURE, str(told), *argv],
             env=environment,

@@ -1,4 +1,4 @@
-"""The commands that only a checkout has: flashmoe/__main__.py offers them where this module can be imported."""
+"""Commands that exist only in a checkout; flashmoe/__main__.py offers them when it can import this module."""
 
 COMMANDS = {
     "gate": (

@@ -1,9 +1,9 @@
-"""Writes the tables of README.md and docs/ that csrc/, flashmoe/attn/sdpa_dispatch.py and the reports in docs/results determine.
+"""Writes the tables of README.md and docs/ from csrc/, flashmoe/attn/sdpa_dispatch.py and the reports in docs/results.
 
     python -m flashmoe_build.docs            # write
     python -m flashmoe_build.docs --check    # fail if a table is not what its source says
 
-A generated part lies between ``<!-- generated: NAME -->`` and ``<!-- end: NAME -->``; the rest of a file is left alone.
+A generated part is enclosed by ``<!-- generated: NAME -->`` and ``<!-- end: NAME -->``; the rest of a file is not touched.
 """
 
 import argparse
@@ -32,7 +32,7 @@ def markdown(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 
 def gpu_table(tables: Tables) -> str:
-    """Per GPU: which family runs, from which machine code, for which dtypes and head dims."""
+    """Per GPU: which kernel family runs, from which machine code, for which dtypes and head dims."""
     header = ("GPU", "compute capability", "kernels (best first)", "machine code", "fp16 head dims", "bf16 head dims")
     return markdown(header, [gpu_row(tables, gpu) for gpu in tables.gpus])
 
@@ -99,7 +99,7 @@ def tile_text(row: KernelRow) -> str:
 
 
 def reasons(tables: Tables) -> str:
-    """Why each tile is what it is, and what the resource check lets pass there."""
+    """Why each tile was chosen, and what the resource check allows there."""
     lines = []
     for row in tables.kernels:
         numbers = (f"{axis.prefix}{row.axes[axis.name]}" for axis in row.descriptor.numbers)
@@ -121,7 +121,7 @@ which each unit asserts. A head dim between those listed runs in the next larger
 
 
 def kernel_page(tables: Tables) -> str:
-    """A page of the site, not of the tree: kernels.toml says the same to whoever has the sources."""
+    """A page of the site that is not in the tree: with the sources at hand, kernels.toml says the same."""
     operations = list(dict.fromkeys(row.operation for row in tables.kernels))
     parts = [f"## {operation}\n\n{row_table(tables, operation)}" for operation in operations]
     return "\n\n".join([KERNEL_PAGE, *parts, "## Why these tiles", reasons(tables)]) + "\n"
@@ -134,7 +134,7 @@ def target_table(tables: Tables) -> str:
 
 
 def sdpa_table(_: Tables) -> str:
-    """What ``flashmoe.scaled_dot_product_attention`` runs where, from the rules that decide it."""
+    """What ``flashmoe.scaled_dot_product_attention`` runs in which case, from the rules that decide it."""
     rows = [
         *sdpa_dispatch.SUPPORTED,
         *((asked, "torch") for _, rows in sdpa_dispatch.OBSTACLES for asked in rows),
@@ -148,7 +148,7 @@ def sdpa_table(_: Tables) -> str:
 
 
 def variable_table(when: Collection[str], tables: Tables) -> str:
-    """The environment variables of these programs, from the table that doctor shows too."""
+    """The environment variables of these programs, from the table that doctor also shows."""
     rows = [
         (f"`{one.name}`", ", ".join(f"`{value}`" for value in values_of(one)), one.meaning)
         for one in VARIABLES.values()
@@ -158,12 +158,12 @@ def variable_table(when: Collection[str], tables: Tables) -> str:
 
 
 def values_of(variable: Variable) -> tuple[str, ...]:
-    """Of the instruction sets those of every machine: this table is the same wherever it is written."""
+    """The variable's values; for instruction sets those of all machines, so that the table does not depend on where it is written."""
     return ISAS if variable.name == "FLASHMOE_CPU_ISA" else variable.values
 
 
 def engine_table(_: Tables) -> str:
-    """Which versions of the engines the plug-ins' contract holds in, from what ./nox -s engines recorded."""
+    """The engine versions in which the plug-ins' contract holds, from the record of ./nox -s engines."""
     return markdown(*record.table())
 
 
@@ -176,7 +176,7 @@ PARTS: tuple[tuple[str, str, Callable[[Tables], str]], ...] = (
     ("docs/integrations.md", "engines", engine_table),
     ("docs/build.md", "variables", partial(variable_table, ("build", "test"))),
 )
-# The same of parts that reports in docs/results say, which an sdist is without: header and rows, from the root.
+# The parts made from reports in docs/results, which an sdist does not contain; the writer returns header and rows, given the root.
 REPORTED: tuple[tuple[str, str, Callable[[Path], tuple[Sequence[str], list[Sequence[str]]]]], ...] = (
     ("README.md", "headline", speed.headline_rows),
     ("docs/guides/models.md", "models", model_sweep.table),
@@ -209,7 +209,7 @@ FIGURE = "docs/forward.svg"
 
 
 def reported(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A table, or a sentence where the newest report is older than the cases that it would show."""
+    """A table, or a sentence if the newest report is older than the cases that the table would show."""
     return markdown(header, rows) if rows else "The newest report does not have these cases yet."
 
 

@@ -1,4 +1,4 @@
-"""What .ci/run takes of that which CI's workflow runs whole: drawn by the commit, so that over commits every part has its turn.
+"""Draws the sample that .ci/run takes of what CI's workflow runs in full. It depends on the commit, so that over commits everything runs.
 
 ``FLASHMOE_DRAW`` is any text; .ci/run sets the commit. Without it everything runs.
 """
@@ -14,6 +14,6 @@ def number(text: str) -> int:
 
 
 def drawn(names: Iterable[str], of: int, draw: str) -> set[str]:
-    """One of ``of`` of the names, at least one of any. Each draw takes one of ``of`` parts, which have no name in common."""
+    """One in ``of`` of the names, and at least one. For one ``of`` the draws divide the names into ``of`` disjoint samples."""
     ordered = sorted(set(names), key=number)
     return set(ordered[number(draw) % min(of, len(ordered)) :: of]) if ordered else set()

@@ -1,4 +1,4 @@
-"""The repository's address, and what the package knows of a page's links."""
+"""The repository's address, and the package's handling of a page's links."""
 
 from pathlib import Path
 

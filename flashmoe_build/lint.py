@@ -1,4 +1,4 @@
-"""Every checker, as many at once as there are cores, all of them even when one fails; one line each at the end.
+"""Runs every checker, as many at once as there are cores, all of them even if one fails; prints one line each at the end.
 
 nox -s lint                 # all
 nox -s lint -- mypy ruff    # some
@@ -20,7 +20,7 @@ from flashmoe_tools.report import Check, Report, Verdict, host_environment, utc_
 
 ROOT = Path(__file__).resolve().parent.parent
 TIMEOUT_S = 300
-# Files that a platform reads, by the name of their schema in check-jsonschema.
+# Files in formats defined by a platform, by the name of their schema in check-jsonschema.
 SCHEMAS = {
     "github-workflows": ".github/workflows/*.yml",
     "github-issue-forms": ".github/ISSUE_TEMPLATE/*.yml",
@@ -32,7 +32,7 @@ FORMAT_CXX = "git ls-files '*.h' '*.cuh' '*.cpp' | xargs .nox/env/lint-*/bin/cla
 
 @dataclass(frozen=True)
 class Checker:
-    """A command, what it looks at, and the command that mends what it finds (empty: by hand)."""
+    """A command, what it checks, and the command that fixes its findings (empty: by hand)."""
 
     name: str
     command: tuple[str, ...]
@@ -40,7 +40,7 @@ class Checker:
 
 
 def checkers(root: Path, tools: Path) -> tuple[Checker, ...]:
-    """The checkers that have something to look at in ``root``; ``tools`` is the environment's bin folder."""
+    """The checkers with files to check in ``root``; ``tools`` is the environment's bin folder."""
     python = str(tools / "python")
     scripts = [str(path.relative_to(root)) for path in shell_scripts(root)]
     found = [
@@ -52,7 +52,7 @@ def checkers(root: Path, tools: Path) -> tuple[Checker, ...]:
         Checker("lock", (python, "-m", "flashmoe_build.environments.relock", "--check"), "nox -s lock"),
         Checker("docs", (python, "-m", "flashmoe_build.docs", "--check"), "nox -s docs"),
     ]
-    if util.find_spec("sphinx"):  # lockfiles/lint.in has it from Python 3.11 on
+    if util.find_spec("sphinx"):  # in lockfiles/lint.in for Python 3.11 and newer
         found.append(Checker("site", (python, "-m", "flashmoe_build.site", "--check")))
     dockerfiles = sorted(
         str(path.relative_to(root)) for path in [*root.glob("Dockerfile*"), *root.glob("docker/Dockerfile*")]
@@ -65,7 +65,7 @@ def checkers(root: Path, tools: Path) -> tuple[Checker, ...]:
             files = sorted(str(path.relative_to(root)) for path in root.glob(pattern) if path.name != "config.yml")
             command = (str(tools / "check-jsonschema"), "--builtin-schema", f"vendor.{name}", *files)
             found.append(Checker(f"schema {name}", command))
-        actionlint = shutil.which("actionlint")  # has no wheel that a lock could name; used where a person installed it
+        actionlint = shutil.which("actionlint")  # has no wheel that could be locked; used if installed
         if actionlint:
             found.append(Checker("actionlint", (actionlint,)))
     return tuple(found)
@@ -78,7 +78,7 @@ def cxx_sources(root: Path) -> list[str]:
 
 
 def shell_scripts(root: Path) -> Iterable[Path]:
-    """The launcher, CI's script, and every tracked place that may hold more."""
+    """The launcher, CI's script, and tracked files in folders that may contain more."""
     candidates = [root / "nox", *sorted((root / ".ci").glob("*"), reverse=True), *sorted((root / "docker").glob("*"))]
     for path in candidates:
         if path.is_file() and path.read_bytes()[:2] == b"#!" and b"sh" in path.read_bytes().split(b"\n", 1)[0]:
@@ -86,7 +86,7 @@ def shell_scripts(root: Path) -> Iterable[Path]:
 
 
 def run_checker(checker: Checker, root: Path) -> Check:
-    """Run one checker, and print what it said when it is done."""
+    """Run one checker, and print its output when it is done."""
     words = " ".join(Path(word).name if word.startswith("/") else word for word in checker.command)
     try:
         done = subprocess.run(
@@ -117,7 +117,7 @@ def main(arguments: Sequence[str]) -> int:
         return ExitCode.USAGE
     started, clock = utc_now(), time.monotonic()
     chosen = [checker for checker in known if not arguments or checker.name in arguments]
-    with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:  # as many programs at once as there are cores
+    with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:  # one program per core
         checks = tuple(pool.map(lambda checker: run_checker(checker, ROOT), chosen))
     report = Report(
         "lint", checks, {}, host_environment(), ("lint", *arguments), started, round(time.monotonic() - clock, 1)

@@ -1,7 +1,7 @@
-"""``./nox -s models``, after a build: every causal language model of the installed transformers, made small, with random weights.
+"""``./nox -s models``, after a build: every causal language model in the installed transformers, shrunk, with random weights.
 
-Each one's logits with flashmoe's attention (and experts, where it has any) are held against transformers' eager code, in float32 on the
-CPU, and the operators that ran are counted: a model that did not reach flashmoe is no PASS. docs/guides/models.md shows the report.
+Each model's logits with flashmoe's attention (and experts, if it has any) are compared with transformers' eager code, in float32 on the
+CPU, and the operators that ran are counted: a model that did not reach flashmoe does not PASS. docs/guides/models.md shows the report.
 """
 
 import argparse
@@ -25,8 +25,8 @@ TOO_LARGE = "cannot be made small here"
 REPORTS = "docs/results/*-cpu/models.json"
 LIMIT_S = 90
 MOST_PARAMETERS = 20e6
-TOLERANCE = 2e-4  # of logits whose deviation is about 1
-# Sizes under all names that configurations have for them; a configuration takes those that it knows.
+TOLERANCE = 2e-4  # for logits with a standard deviation of about 1
+# Sizes under all names that configurations use; a configuration takes the ones it has.
 SMALL: dict[str, Any] = {
     **dict.fromkeys(("vocab_size", "max_position_embeddings", "n_positions", "n_ctx", "max_seq_len", "n_words"), 128),
     **dict.fromkeys(("hidden_size", "n_embd", "d_model", "embed_dim", "dim", "word_embed_proj_dim", "embedding_size", "emb_dim"), 64),
@@ -63,17 +63,17 @@ def at_most(seconds: int) -> Iterator[None]:
 
 
 def small(config_class: Any) -> dict[str, Any]:
-    """What makes a configuration small, and those inside of it: of text, of images."""
+    """Arguments that shrink a configuration and the ones nested in it (text, images)."""
     from transformers import CONFIG_MAPPING
 
     known = config_class().to_dict()
     given = {name: value for name, value in SMALL.items() if name in known}
-    if known.get("kv_lora_rank"):  # of latent attention every head has its own, and what is rotated is the head's width
+    if known.get("kv_lora_rank"):  # latent attention: one KV head per query head, and head_dim is the rotated part
         given |= {"num_key_value_heads": SMALL["num_attention_heads"]} | (
             {"head_dim": SMALL["qk_rope_head_dim"]} if "head_dim" in known else {}
         )
     if isinstance(known.get("layer_types"), list):
-        given["layer_types"] = known["layer_types"][-2:]  # the last of a period is the full one
+        given["layer_types"] = known["layer_types"][-2:]  # the last layer of a period has full attention
     for name, inner in getattr(config_class, "sub_configs", {}).items():
         if isinstance(known.get(name), dict):
             kind = known[name].get("model_type", "")
@@ -84,7 +84,7 @@ def small(config_class: Any) -> dict[str, Any]:
 
 
 def small_model(config_class: Any) -> Any:
-    """A model of two layers. Raises what transformers raises, and ValueError for one that stays large."""
+    """A model of two layers. Raises whatever transformers raises, and ValueError for a model that stays large."""
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -104,7 +104,7 @@ def small_model(config_class: Any) -> Any:
 
 
 def compare(model: Any, tokens: Any, eager: Any) -> tuple[float, Counter[str], str]:
-    """The largest difference of logits to eager code, how often each of our operators ran, and why experts did not."""
+    """The largest difference of logits to eager code, how often each of our operators ran, and why experts did not run."""
     import torch
     from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -127,7 +127,7 @@ def compare(model: Any, tokens: Any, eager: Any) -> tuple[float, Counter[str], s
         try:
             with Count():
                 ours = model(tokens, use_cache=False).logits
-        except ArgumentError as error:  # experts that fused_moe does not compute
+        except ArgumentError as error:  # experts that fused_moe does not support
             refused = str(error).partition(";")[0]
             ran.clear()
             model.set_experts_implementation("eager")
@@ -172,7 +172,7 @@ def judge(kind: str) -> tuple[Check, dict[str, Any]]:
 
 
 def line_of(row: dict[str, Any]) -> str:
-    """What ran, the difference, and why something did not: a row of the page, as the report holds it."""
+    """What ran, the difference, and why something did not run: a row of the page, as stored in the report."""
     runs = ", ".join(part for part in ("attention", "experts") if row.get(part))
     is_equal = bool(runs) and row["difference"] <= TOLERANCE
     why = row.get("why", "" if is_equal else "differs from eager code").replace("|", "/")
@@ -180,7 +180,7 @@ def line_of(row: dict[str, Any]) -> str:
 
 
 def table(root: Path = ROOT) -> tuple[Sequence[str], list[Sequence[str]]]:
-    """The newest report by what runs on flashmoe, and by why the rest does not; of each model that runs, the difference."""
+    """The newest report, grouped by what runs on flashmoe and by why the rest does not; for each group the largest difference."""
     path = max(root.glob(REPORTS), default=None)
     data = json.loads(path.read_text(encoding="utf-8"))["data"] if path else {"models": {}}
     groups: dict[tuple[str, str], list[tuple[str, str]]] = {}
@@ -218,7 +218,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for check in checks:
         print(f"{check.verdict} {check.name}: {check.found}")
     groups = [[one for one in checks if one.verdict is verdict] for verdict in (Verdict.PASS, Verdict.SKIP)]
-    summary = [Check("families", group[0].verdict, f"{len(group)}") for group in groups if group]  # the rows name them
+    summary = [Check("families", group[0].verdict, f"{len(group)}") for group in groups if group]  # listed by rows
     summary += [check for check in checks if check.verdict is Verdict.FAIL]
     report = clock.report(
         "models",

@@ -1,11 +1,11 @@
-"""``./nox -s newcomer``: README and the guides followed to the letter on a clean machine, by a script that copies nothing from them.
+"""``./nox -s newcomer``: follows README and the guides to the letter on a clean machine, by running their own code blocks.
 
-Each ```bash block of these pages is run as it stands, in one folder and one shell's environment, then each ```python block. The address
-of the repository leads to this checkout (git's ``insteadOf``), HOME is an empty folder, and ``pip`` and ``python`` are those of a fresh
-virtual environment. Ends with one line for each block, and fails where one failed or the time is over.
+Each ```bash block of these pages is run as written, in one folder and one shell's environment, then each ```python block. The address
+of the repository is redirected to this checkout (git's ``insteadOf``), HOME is an empty folder, and ``pip`` and ``python`` come from a new
+virtual environment. Prints one line per block, and fails if a block failed or the time limit was reached.
 
-    --limit MINUTES   20 by default, of which the downloads are the network's
-    --here            build for the CPU alone, with this machine's caches and packages: minutes, to try the pages
+    --limit MINUTES   20 by default; downloads depend on the network
+    --here            build for the CPU only, with this machine's caches and packages: minutes, to test the pages
 """
 
 import argparse
@@ -32,7 +32,7 @@ TAIL = 400
 
 @dataclass(frozen=True)
 class Block:
-    """One block of a page; ``folder``: where it is run, in which a ``cd`` of an earlier one left the reader."""
+    """One block of a page; ``folder``: where to run it, after any ``cd`` in earlier blocks."""
 
     page: str
     number: int
@@ -51,7 +51,7 @@ def blocks(root: Path, pages: Sequence[str] = PAGES) -> Iterator[Block]:
 
 
 def environment(folder: Path, root: Path, *, here: bool) -> dict[str, str]:
-    """What a newcomer's shell has. git finds this checkout at the address that the pages name."""
+    """The environment of a newcomer's shell. git finds this checkout at the address that the pages name."""
     source = re.search(r'^Source = "(.*)"$', (root / "pyproject.toml").read_text(encoding="utf-8"), re.MULTILINE)
     address = source[1] if source else ""
     kept = {name: value for name, value in os.environ.items() if name in KEPT}
@@ -70,11 +70,11 @@ def environment(folder: Path, root: Path, *, here: bool) -> dict[str, str]:
 
 
 def follow(root: Path, folder: Path, limit: float, *, here: bool) -> list[Check]:
-    """Run every block in its page's order; what follows a failed one is not run."""
+    """Run every block in page order; after a failure the rest is not run."""
     (folder / "home").mkdir()
     venv = [sys.executable, "-m", "venv", *(["--system-site-packages"] if here else []), str(folder / "venv")]
     subprocess.run(venv, check=True, timeout=120)
-    if here:  # a virtual environment of one sees the base's packages alone
+    if here:  # a venv made from a venv sees only the base's packages
         _see_packages_of_this(folder / "venv")
     variables, where, end = environment(folder, root, here=here), folder, time.monotonic() + limit
     checks: list[Check] = []
@@ -97,7 +97,7 @@ def _see_packages_of_this(venv: Path) -> None:
 
 
 def run_block(block: Block, where: Path, variables: Mapping[str, str], limit: float) -> tuple[str, Path]:
-    """What went wrong, empty if nothing did, and the folder in which the shell ended."""
+    """What went wrong (empty if nothing did), and the shell's last working directory."""
     if limit <= 0:
         return "the time was over before it", where
     script = f"{block.text}\npwd >&3\n" if block.kind == "bash" else ""

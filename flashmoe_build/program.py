@@ -1,4 +1,4 @@
-"""What the programs of a checkout share: running others, reports, and errors that end in one line and an exit code."""
+"""Shared by the programs of a checkout: running commands, reports, and errors that become one line and an exit code."""
 
 import os
 import subprocess
@@ -17,11 +17,11 @@ REPORTS = ROOT / "build" / "reports"
 
 
 class OutOfReachError(BuildError):
-    """This machine lacks what is needed (an engine, root, disk, an archive): nothing was done, nothing failed."""
+    """This machine lacks something (an engine, root, disk space, an archive): nothing was done and nothing failed."""
 
 
 class Stopwatch:
-    """Started when it is made; makes the report of what was done since then."""
+    """Starts on construction; makes the report of what was done since then."""
 
     def __init__(self) -> None:
         self.started, self._begin = utc_now(), time.monotonic()
@@ -31,7 +31,7 @@ class Stopwatch:
         return round(time.monotonic() - self._begin, 1)
 
     def report(self, kind: str, checks: Sequence[Check], data: Mapping[str, Any] | None = None) -> Report:
-        words = (Path(word).name if "/" in word else word for word in sys.argv[1:])  # no path of this machine
+        words = (Path(word).name if "/" in word else word for word in sys.argv[1:])  # no absolute path of this machine
         environment = host_environment()
         return Report(kind, tuple(checks), data or {}, environment, tuple(words), self.started, self.seconds)
 
@@ -43,7 +43,7 @@ def finish(report: Report) -> ExitCode:
 
 
 def ending(work: Callable[[], int], nothing: str = "nothing was checked") -> int:
-    """The exit code of ``work``. Its errors become one line, which for a machine that lacks something begins with ``nothing``."""
+    """The exit code of ``work``. Errors become one line, which starts with ``nothing`` if this machine lacks something."""
     try:
         return int(work())
     except OutOfReachError as error:
@@ -63,7 +63,7 @@ def run(
     environment: Mapping[str, str] | None = None,
     umask: int = -1,
 ) -> str:
-    """Run with every output line shown as progress; returns the output. Raises BuildError with the end of it on failure."""
+    """Run with every output line shown as progress; returns the output. On failure raises BuildError with the end of it."""
     variables = {**(environment or os.environ), "DOCKER_BUILDKIT": "1", "BUILDKIT_PROGRESS": "plain"}
     lines: list[str] = []
     started = time.monotonic()

@@ -1,4 +1,4 @@
-"""The tables of docs/distributed.md, from the newest reports of the suites of several GPUs."""
+"""The tables of docs/distributed.md, from the newest reports of the multi-GPU suites."""
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -7,13 +7,13 @@ from typing import Any
 from flashmoe.errors import ReportError
 from flashmoe_tools.report import read_report
 
-FOLDERS = "docs/results/*-x{size}"  # for each day and machine, so that the last is the newest
+FOLDERS = "docs/results/*-x{size}"  # one folder per day and machine, so that the last is the newest
 CODES = "e4m3"
 Table = tuple[Sequence[str], list[Sequence[str]]]
 
 
 def newest(root: Path, size: int) -> list[Mapping[str, Any]]:
-    """What the newest report of each suite of so many GPUs says, by the names of the suites."""
+    """The data of the newest report of each suite for this many GPUs, ordered by suite name."""
     pattern = f"{FOLDERS.format(size=size)}/distributed*.json"
     found = {path.name: path for path in sorted(root.glob(pattern))}
     if not found:
@@ -23,13 +23,13 @@ def newest(root: Path, size: int) -> list[Mapping[str, Any]]:
 
 
 def attention_table(root: Path, size: int = 2) -> Table:
-    """Milliseconds back to back, and the share of linear speedup back to back and of single calls."""
+    """Back-to-back milliseconds, and the share of linear speedup for back-to-back and for single calls."""
     header = ("rows, heads", "one GPU", "ring", "all_gather", "torch", "ring-flash-attn", "of linear", "single calls")
     return header, [_attention(row, size) for row in _parts(root, size, "attention")]
 
 
 def experts_table(root: Path, size: int = 2) -> Table:
-    """Milliseconds back to back, and the best form's share of computation and rows."""
+    """Back-to-back milliseconds, and the best form's share of the time for computation and sending rows."""
     header = (
         "layer",
         "its own experts",
@@ -44,7 +44,7 @@ def experts_table(root: Path, size: int = 2) -> Table:
 
 
 def codes_table(root: Path) -> Table:
-    """Milliseconds back to back with 16 bits and with codes, and how far the output is from one GPU's."""
+    """Back-to-back milliseconds with 16 bits and with e4m3 codes, and how far the output differs from one GPU's."""
     header = (
         "layer",
         *(f"{form}{codes}" for form in ("by sizes", "padded", "in a graph") for codes in ("", ", e4m3")),

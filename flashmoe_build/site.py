@@ -1,7 +1,7 @@
-"""``nox -s site``: the documentation as a site with a search, in build/site. A link that leads nowhere is an error.
+"""``nox -s site``: builds the documentation as a searchable site in build/site. A broken link is an error.
 
-The pages are those of the repository. Here their links are resolved: to a page of the site, to a file of the repository, or to
-nothing, which fails. Sphinx then checks every page and heading that is linked to. Links to other sites are not followed.
+The pages are those of the repository. Their links are resolved here: to a page of the site, to a file of the repository, or to
+nothing, which is an error. Sphinx then checks every linked page and heading. Links to other sites are not followed.
 """
 
 import argparse
@@ -33,7 +33,7 @@ ROOT_PAGES = {
     "SECURITY.md": "security.md",
     "examples/README.md": "examples.md",
 }
-# The navigation: a caption, then its pages. A page that is missing here, or here alone, is an error of Sphinx.
+# The navigation: a caption, then its pages. Sphinx reports a page that is missing here or that exists only here.
 NAVIGATION: Mapping[str, Sequence[str]] = {
     "Use": (
         "install",
@@ -117,7 +117,7 @@ FUNCTIONS = {
     "Errors": ("flashmoe.errors",),
 }
 MODULES = ("flashmoe.errors",)
-# What a signature has for the sake of messages or of type checkers alone.
+# Parameters that exist only for error messages or type checkers.
 _FOR_MESSAGES = re.compile(r"    \*\*?(?:misspelt|misplaced): NoReturn,\n")
 _CELL = re.compile(r"<t[dh]\b.*?</t[dh]>", re.DOTALL)
 _CODE = re.compile(r'(?<=<span class="pre">)[^<]{13,}')  # shorter names fit any column
@@ -126,13 +126,13 @@ _OVERLOAD = re.compile(r"@overload\ndef .*?(?=\n(?:@overload\n|def |class |# ))"
 
 
 def pages(root: Path = ROOT) -> dict[str, str]:
-    """Path in the repository -> path in the site, of every page."""
+    """Maps every page's path in the repository to its path in the site."""
     found = sorted(path.relative_to(root / "docs").as_posix() for path in (root / "docs").rglob("*.md"))
     return {**ROOT_PAGES, **{f"docs/{name}": name for name in found if not name.startswith("results/")}}
 
 
 def place(text: str, page: str, site: Mapping[str, str], home: str, root: Path = ROOT) -> str:
-    """The text of ``page`` with links that work where the site has it. Raises BuildError for one that leads nowhere."""
+    """The text of ``page`` with its links changed to work in the site. Raises BuildError for a broken link."""
     folder = posixpath.dirname(page)
 
     def change(target: str) -> str:
@@ -158,7 +158,7 @@ def navigation() -> str:
 
 
 def reference() -> str:
-    """The Python interface, from the docstrings; read from the sources, so that nothing has to be built or imported."""
+    """The Python interface, from the docstrings; read from the sources, so that nothing must be built or imported."""
     parts = ["# Python reference", "Each is found as `flashmoe.NAME` as well; [the API](api.md) says how they behave."]
     for title, names in FUNCTIONS.items():
         parts.append(f"## {title}")
@@ -171,7 +171,7 @@ def reference() -> str:
 
 
 def command_page() -> str:
-    """What ``--help`` of every command prints."""
+    """The output of ``--help`` for every command."""
     parts = ["# The command", "`flashmoe COMMAND`, or `python -m flashmoe COMMAND`. What `--help` prints:"]
     for name, (_, summary) in all_commands().items():
         (commands,) = (one for one in make_parser({name})._actions if isinstance(one, argparse._SubParsersAction))
@@ -197,7 +197,7 @@ def write_sources(folder: Path) -> None:
 
 
 def write_package(folder: Path) -> None:
-    """The package as its reference shows it: one signature for a function, with the defaults, and no argument that none should give."""
+    """The package as the reference shows it: one signature per function, with defaults, without parameters that nobody should pass."""
     shutil.rmtree(folder, ignore_errors=True)
     for path in sorted((ROOT / "flashmoe").rglob("*.py")):
         text = _OVERLOAD.sub("", path.read_text(encoding="utf-8"))
@@ -208,7 +208,7 @@ def write_package(folder: Path) -> None:
 
 
 class _ThirdParty(set[str]):
-    """The modules whose imports astroid does not follow: torch's were three quarters of the site's time."""
+    """Modules whose imports astroid does not follow: following torch's took three quarters of the site's time."""
 
     def __contains__(self, name: object) -> bool:
         return str(name).partition(".")[0] not in ("flashmoe", *sys.stdlib_module_names)
@@ -222,7 +222,7 @@ def settings(home: str) -> dict[str, Any]:
         "html_title": f"flashmoe {__version__}",
         "html_theme": "furo",
         "html_theme_options": {"source_repository": home, "footer_icons": []},
-        "html_domain_indices": False,  # of modules: there is one
+        "html_domain_indices": False,  # an index of modules: there is only one
         "html_copy_source": False,
         "html_show_copyright": False,
         "extensions": ["myst_parser", "sphinx.ext.napoleon", "autoapi.extension"],
@@ -247,7 +247,7 @@ def settings(home: str) -> dict[str, Any]:
 
 
 def breakable(page: str) -> str:
-    """The HTML of a page whose code in tables may break behind punctuation: a name that is cut anywhere is hard to read."""
+    """The page's HTML with line breaks allowed after punctuation in table code: a name broken anywhere is hard to read."""
 
     def soften(cell: re.Match[str]) -> str:
         return _CODE.sub(lambda code: _BREAK.sub(r"\g<0><wbr>", code[0]), cell[0])
@@ -256,8 +256,8 @@ def breakable(page: str) -> str:
 
 
 def build(out: Path = OUT, sources: Path = SOURCES, is_check: bool = False) -> int:
-    """Returns 0, or 1 after Sphinx has printed what is wrong. A check is without the navigation on every page and the search, two fifths
-    of the time, which no page decides."""
+    """Returns 0, or 1 after Sphinx has printed what is wrong. A check skips the search and the navigation on every page, two fifths
+    of the time, which no page affects."""
     try:
         from astroid.manager import AstroidManager
         from sphinx.application import Sphinx
@@ -268,11 +268,11 @@ def build(out: Path = OUT, sources: Path = SOURCES, is_check: bool = False) -> i
     write_sources(sources)
     write_package(PACKAGE)
     trees = sources.with_name("site-trees")
-    for stale in (out, trees):  # a page that is gone must not stay
+    for stale in (out, trees):  # removed pages must not stay
         shutil.rmtree(stale, ignore_errors=True)
     options = settings(repository()) | ({"html_theme": "basic", "html_theme_options": {}} if is_check else {})
     app = Sphinx(str(sources), None, str(out), str(trees), "html", options, status=None, warningiserror=True)
-    app.builder.search = not is_check  # type: ignore[attr-defined]  # of the HTML builders
+    app.builder.search = not is_check  # type: ignore[attr-defined]  # only HTML builders have it
     app.build()
     for page in out.rglob("*.html"):
         page.write_text(breakable(page.read_text(encoding="utf-8")), encoding="utf-8")

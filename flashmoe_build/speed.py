@@ -1,4 +1,4 @@
-"""How fast, in README.md and docs/: rows of this file, numbers of the newest reports under docs/results."""
+"""The speed tables in README.md and docs/: rows from this file, numbers from the newest reports in docs/results."""
 
 import json
 import os
@@ -11,14 +11,14 @@ from typing import Any
 
 from flashmoe.errors import ReportError
 
-REPORTS = "docs/results/*-{gpu}/bench"  # a folder for each day, so that the last of a name is the newest
+REPORTS = "docs/results/*-{gpu}/bench"  # one folder per day, so that the last of a name is the newest
 GPUS = {"h100": "H100", "h200": "H200"}
-PREFILL_GPUS = ("h200", "h100")  # of which the table by case and the figure show the first that has a report
+PREFILL_GPUS = ("h200", "h100")  # the table by case and the figure show the first of these that has a report
 
 
 @dataclass(frozen=True)
 class Line:
-    """What a row is called, and whose numbers it shows: a report's name and a contender in it."""
+    """A row's title and the source of its numbers: a report's name and a contender in it."""
 
     title: str
     report: str
@@ -80,7 +80,7 @@ CACHE_BASELINES = {
     "sdpa-cudnn": "to cuDNN",
     "torch": "to torch",
 }
-# Peers by the names that suites in 8 bits have for them.
+# Peers' names in the 8-bit suites.
 PEERS = {"flash-attn-3-e4m3": "flash-attn-3", "cudnn": "sdpa-cudnn"}
 EXPERT_BASELINES = {
     "torch-grouped-compiled": "to torch's `grouped_mm`, compiled",
@@ -120,7 +120,7 @@ def prefill_rows(root: Path) -> tuple[Sequence[str], list[Sequence[str]]]:
 
 
 def fp8_rows(root: Path) -> tuple[Sequence[str], list[Sequence[str]]]:
-    """Every case of prefill in 8 bits; none where no report has them."""
+    """Every case of prefill in 8 bits; no rows without a report."""
     rivals = {"flashmoe-16-bit": "16 bits", "flash-attn-3": "FlashAttention-3"}
     header = ("D", "mask", "S", "scales", "TFLOP/s", *rivals.values(), *(f"to {name}" for name in rivals.values()))
     gpus = [gpu for gpu in PREFILL_GPUS if any(root.glob(f"{REPORTS.format(gpu=gpu)}/prefill-fp8.json"))]
@@ -133,7 +133,7 @@ def fp8_rows(root: Path) -> tuple[Sequence[str], list[Sequence[str]]]:
 
 
 def mxfp4_rows(root: Path) -> tuple[Sequence[str], list[Sequence[str]]]:
-    """Packed experts by tokens, us: ours, triton_kernels' and our 16-bit layer's, of layers with 128 and with 32 experts."""
+    """Packed experts by number of tokens, us: ours, triton_kernels' and our 16-bit layer's, for layers with 128 and with 32 experts."""
     sides = {"flashmoe-packed": "ours", "triton-kernels": "triton_kernels", "flashmoe-bf16": "our 16 bits"}
     _, whole, _ = aggregates(root, "moe-mxfp4", "flashmoe-packed", PREFILL_GPUS)
     times: dict[int, list[str]] = {}
@@ -150,7 +150,7 @@ def mxfp4_rows(root: Path) -> tuple[Sequence[str], list[Sequence[str]]]:
 def _by_case(
     whole: dict[str, Any], rivals: Iterable[str]
 ) -> Iterator[tuple[tuple[str, str, str], float, Sequence[str]]]:
-    """D, mask and S; ours in TFLOP/s; the rivals', and ratios to them."""
+    """D, mask and S; our TFLOP/s; the rivals' TFLOP/s, and our speed relative to theirs."""
     for cell in whole["data"]["cells"]:
         case, times = cell["case"], {name: side["median_us"] for name, side in cell["contenders"].items()}
         operations = 4 * case["batch"] * case["heads_q"] * case["seq_q"] * case["seq_k"] * case["head_dim"]
@@ -163,7 +163,7 @@ def _by_case(
 
 
 def narrow_rows(root: Path) -> tuple[Sequence[str], list[Sequence[str]]]:
-    """TFLOP/s of each side where values have fewer columns than keys, and ratios; no rows without a report."""
+    """TFLOP/s of each side for values with fewer columns than keys, and ratios; no rows without a report."""
     rivals = {"sdpa-cudnn": "cuDNN", "flash-attn-3": "FlashAttention-3"}
     header = ("pass", "mask", "S", "TFLOP/s", *rivals.values(), *(f"to {name}" for name in rivals.values()))
     rows: list[Sequence[str]] = []
@@ -186,7 +186,7 @@ def narrow_rows(root: Path) -> tuple[Sequence[str], list[Sequence[str]]]:
 
 
 COLOURS = {"flashmoe": "#2f6fde", "flash-attn-3": "#e08a2e", "sdpa-cudnn": "#76b041"}
-_BAR, _HEIGHT, _BASE = 18, 200, 240  # pixels: width of a bar, height of _FULL, where bars stand
+_BAR, _HEIGHT, _BASE = 18, 200, 240  # pixels: width of a bar, height of _FULL, y of the base line
 _FULL = 800.0  # TFLOP/s
 
 
@@ -227,8 +227,8 @@ Found = tuple[Path, dict[str, Any], dict[str, Any]]
 
 
 def aggregates(root: Path, report: str, subject: str = "flashmoe", gpus: Sequence[str] = tuple(GPUS)) -> Found:
-    """The newest report of that name with that contender, of the first of ``gpus`` that has one: its file, the whole of it, aggregates
-    by baseline."""
+    """The newest report of that name with that contender, for the first of ``gpus`` that has one: its file, its full content, and its
+    aggregates by baseline."""
     paths = (sorted(root.glob(f"{REPORTS.format(gpu=gpu)}/{report}.json"), reverse=True) for gpu in gpus)
     for path in chain.from_iterable(paths):
         whole = _read(path)
@@ -241,7 +241,7 @@ def aggregates(root: Path, report: str, subject: str = "flashmoe", gpus: Sequenc
 
 
 def gpu_of(report: Path) -> str:
-    """A key of GPUS, by the name of its day's folder."""
+    """The key of GPUS, from the name of the report's day folder."""
     return report.parents[1].name.rsplit("-", 1)[1]
 
 
@@ -254,7 +254,7 @@ def _read(path: Path) -> dict[str, Any]:
 def _rows(
     root: Path, lines: Sequence[Line], baselines: dict[str, str], folder: Path
 ) -> tuple[Sequence[str], list[Sequence[str]]]:
-    """Links lead from a page in ``folder``."""
+    """Header and rows; links are relative to a page in ``folder``."""
     header = ("geometric mean and worst case", "GPU", "cases", *baselines.values(), "measured")
     rows: list[Sequence[str]] = []
     for line in lines:
@@ -268,7 +268,7 @@ def row_cells(root: Path, line: Line, baselines: Sequence[str], folder: Path, gp
     found = {PEERS.get(name, name): row for name, row in found.items()}
     ran = max(row["cells"] for name, row in found.items() if name in baselines)
     planned = whole["data"]["suite"]["cases"]
-    commit = whole["environment"].get("commit", "")[:7]  # reports have one since 2026-11-22
+    commit = whole["environment"].get("commit", "")[:7]  # in reports since 2026-11-22
     day = f"[{whole['started'][:10]}]({os.path.relpath(path, folder)})"
     return (
         line.title,
@@ -280,7 +280,7 @@ def row_cells(root: Path, line: Line, baselines: Sequence[str], folder: Path, gp
 
 
 def ratio(row: dict[str, Any] | None) -> str:
-    """Mean and worst case; of one case the one number; empty where the contender did not take part."""
+    """Mean and worst case; a single number for one case; empty if the contender did not run."""
     if row is None:
         return ""
     mean, worst = f"{row['geometric_mean']:.2f}", f"{row['worst']:.2f}"

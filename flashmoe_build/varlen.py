@@ -1,4 +1,4 @@
-"""Tables of docs/kernels/attention-varlen.md: rows of this file, numbers of the newest reports under docs/results."""
+"""Tables of docs/kernels/attention-varlen.md: rows from this file, numbers from the newest reports in docs/results."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -17,7 +17,7 @@ CUDNN, FA3, EFFICIENT, FLEX = "sdpa-cudnn", "flash-attn-3", "sdpa-efficient", "f
 
 
 def ragged_table(root: Path) -> Table:
-    """TFLOP/s of causal prefill at D=128 by lengths: ours, our dense kernel's and FA3's, each with our speed over its."""
+    """TFLOP/s of causal prefill at D=128 by lengths: ours, our dense kernel and FA3, the latter two each with our relative speed."""
     rows: dict[str, dict[tuple[int, int], list[str]]] = {}
     for problem, cell in _serving(root, "ragged"):
         if problem.head_dim == 128 and problem.causal and not problem.page_size:
@@ -29,7 +29,7 @@ def ragged_table(root: Path) -> Table:
 
 
 def head_dim_table(root: Path) -> Table:
-    """TFLOP/s of ours and of the dense kernel, 16 heads, by lengths and head dim."""
+    """TFLOP/s of our ragged and our dense kernel, 16 heads, by lengths and head dim."""
     rows: dict[str, dict[int, str]] = {}
     for problem, cell in _serving(root, "ragged"):
         if problem.heads_q == 16 and not problem.page_size:
@@ -53,14 +53,14 @@ def pages_table(root: Path) -> Table:
 
 
 def scores_table(root: Path) -> Table:
-    """Windows, sinks and masks: TFLOP/s of visible work, and ours over what computes without them or the same."""
+    """Windows, sinks and masks: TFLOP/s of visible work, and our speed relative to kernels that compute the same or no such option."""
     sides = {"flashmoe-plain": "without", FA3: "FA3", FLEX: "FlexAttention", EFFICIENT: "efficient", CUDNN: "cuDNN"}
     cells = [(problem, cell) for problem, cell in _serving(root, "masks") if not problem.softcap]
     return _scores(cells, sides)
 
 
 def backward_scores_table(root: Path) -> Table:
-    """The same of the backward pass, with softcaps."""
+    """The same for the backward pass, with softcaps."""
     sides = {"flashmoe-plain": "without", FLEX: "FlexAttention", EFFICIENT: "efficient"}
     return _scores(
         [(problem, cell) for problem, cell in _serving(root, "masks-train") if problem != problem.plain], sides
@@ -92,7 +92,7 @@ def _dtype(problem: ServingProblem) -> str:
 
 
 def decode_table(root: Path) -> Table:
-    """Decoding in CUDA graphs, us: ours, FA3 on the same pages, cuDNN on dense caches, and how ours compares."""
+    """Decoding in CUDA graphs, us: ours, FA3 on the same pages, cuDNN on dense caches, and our time relative to theirs."""
     rows: list[Sequence[str]] = []
     for problem, cell in _serving(root, "serving-graph"):
         times = (_time(cell, side) for side in ("flashmoe", FA3, "flashmoe-dense", CUDNN))
@@ -103,7 +103,7 @@ def decode_table(root: Path) -> Table:
 
 
 def copy_table(root: Path) -> Table:
-    """Decoding from pages, 32 heads on 8: percent of the copy bandwidth, over the page sizes, by sequences and keys."""
+    """Decoding from pages, 32 heads on 8: percent of the copy bandwidth as a range over page sizes, by sequences and keys."""
     _, whole, _ = aggregates(root, "serving", gpus=GPUS)
     copy = whole["data"]["ceilings"]["copy_gbps"]
     found: dict[int, dict[int, list[float]]] = {}
@@ -117,13 +117,13 @@ def copy_table(root: Path) -> Table:
 
 
 def _range(values: Sequence[float]) -> str:
-    """Least and largest, or the one number that both round to."""
+    """Smallest and largest, or a single number if both round to it."""
     bounds = sorted({f"{min(values):.0f}", f"{max(values):.0f}"}, key=int) if values else []
     return " to ".join(bounds)
 
 
 def shared_table(root: Path) -> Table:
-    """Decoding where all sequences have the same pages, us, and the keys that the kernel takes in, counted for each sequence."""
+    """Decoding if all sequences share the same pages: us, and the kernel's rate of keys, counted once per sequence."""
     rows: list[Sequence[str]] = []
     for problem, cell in _serving(root, "serving"):
         if problem.spread == "shared":
@@ -134,7 +134,7 @@ def shared_table(root: Path) -> Table:
 
 
 def means_table(root: Path) -> Table:
-    """Geometric means of the decoding suites and their worst cases."""
+    """Geometric means and worst cases of the decoding suites."""
     sides = {"sdpa-flash": "to SDPA FLASH", CUDNN: "to cuDNN", FA3: "to FA3"}
     rows: list[Sequence[str]] = []
     for report in ("serving", "serving-graph", "decode"):
@@ -144,7 +144,7 @@ def means_table(root: Path) -> Table:
 
 
 def backward_table(root: Path) -> Table:
-    """Our ragged backward pass: its time over that of a dense call, in brackets over that of dense kernels of the same form."""
+    """Our ragged backward pass: its time relative to a dense call, and in brackets relative to dense kernels of the same form."""
     rows: dict[str, dict[int, str]] = {}
     for cell in _cells(root, "ragged-train", "flashmoe-ragged"):
         call, split = (_time_ratio(cell, f"flashmoe-dense{form}", "flashmoe-ragged") for form in ("", "-split"))
@@ -179,7 +179,7 @@ def _serving(root: Path, report: str) -> Iterator[tuple[ServingProblem, Cell]]:
 
 
 def _rate(cell: Cell, side: str) -> str:
-    """TFLOP/s of the problem that the contender computes; empty where it was not timed."""
+    """TFLOP/s of the problem that the contender computes; empty if it was not timed."""
     found = cell["contenders"].get(side, {})
     if "median_us" not in found:
         return ""
@@ -199,13 +199,13 @@ def _ratio(cell: Cell, base: str) -> str:
 
 
 def _time_ratio(cell: Cell, base: str, subject: str = "flashmoe") -> str:
-    """Our time over the other's: one over the ratio of speeds."""
+    """Our time divided by the other's: the reciprocal of the ratio of speeds."""
     found = cell["comparisons"].get(f"{subject} / {base}")
     return f"{1 / found['ratio']:.2f}" if found else ""
 
 
 def _with_ratio(cell: Cell, side: str) -> str:
-    """The other's TFLOP/s, and our speed over its."""
+    """The other's TFLOP/s, and our relative speed."""
     return f"{_rate(cell, side)}, {_ratio(cell, side)}" if _ratio(cell, side) else ""
 
 
@@ -224,7 +224,7 @@ def _lengths(problem: ServingProblem) -> str:
 
 
 def _keys(problem: ServingProblem) -> str:
-    """A batch of caches in words: 8 x 2048, or what its lengths are."""
+    """A batch of caches in words: 8 x 2048, or a description of its lengths."""
     if problem.spread == "ramp":
         return f"{problem.batch} of {problem.lengths_k[0]} to {problem.seq_k}"
     if problem.spread in SHORT:

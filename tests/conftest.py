@@ -1,7 +1,7 @@
-"""What every test run shares: which flashmoe is under test, GPU tests counted when they cannot run, one report.
+"""Shared by every test run: which flashmoe is tested, GPU tests counted if they cannot run, one report.
 
-Under ``nox -s test`` the installed wheel is tested; ``FLASHMOE_TEST_INSTALLED=1`` makes a run that would import the
-checkout's ``flashmoe`` instead stop at once. ``FLASHMOE_REQUIRE_GPU=1`` makes a run in which no GPU test ran a failure.
+Under ``nox -s test`` the installed wheel is tested; ``FLASHMOE_TEST_INSTALLED=1`` stops a run at once that would import the
+checkout's ``flashmoe`` instead. ``FLASHMOE_REQUIRE_GPU=1`` makes a run fail in which no GPU test ran.
 """
 
 import ctypes
@@ -25,16 +25,16 @@ ROOT = Path(__file__).resolve().parent.parent
 LIBRARY = "libflashmoe.so"
 NO_GPU = "needs a CUDA GPU"
 MAX_PROCESSES = 8  # more would only wait for the longest file, a fifth of the suite's time
-# Inductor else compiles and runs a probe of each instruction set that the CPU names, seconds of every process that compiles.
+# Otherwise Inductor compiles and runs a probe of each instruction set that the CPU has, which costs every compiling process seconds.
 os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
 MANY_CASES, DRAW_ONE_OF = 6, 4
-# Folders whose files are drawn: their tests are of tools, which no kernel, operator or engine runs through.
+# Folders from which only a sample of the files runs: they test tools, which kernels, operators and engines do not use.
 TOOLS = (
     "audit", "bench", "build", "command", "docs", "doctor", "fuzz", "gate", "launcher", "lock", "mistakes", "nox", "profile", "progress", "release", "report",
     "sanitizer", "smem",
 )  # fmt: skip
 HEARTBEAT_S = float(os.environ.get("FLASHMOE_TEST_HEARTBEAT_S", "20"))
-# flashmoe_build and tests are imported from the checkout; at the end of the path, so that an installed flashmoe wins.
+# flashmoe_build and tests are imported from the checkout; it comes last in the path, so that an installed flashmoe takes precedence.
 if str(ROOT) not in sys.path:
     sys.path.append(str(ROOT))
 
@@ -50,13 +50,13 @@ def gpu_count() -> int:
     return torch.cuda.device_count() if torch.cuda.is_available() else 0
 
 
-@pytest.hookimpl(optionalhook=True)  # of pytest-xdist, which a machine with a GPU may lack
+@pytest.hookimpl(optionalhook=True)  # from pytest-xdist, which may be missing on a machine with a GPU
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
-    """What ``-n auto`` means: one process where a GPU is timed, else one a core, as far as memory goes."""
+    """The meaning of ``-n auto``: one process if there is a GPU to time, else one per core, as memory allows."""
     from flashmoe_build.compile.jobs import job_count
 
     processes = 1 if gpu_count() else min(job_count(os.environ), MAX_PROCESSES)
-    return processes if processes > 1 else 0  # 0: this one
+    return processes if processes > 1 else 0  # 0: this process only
 
 
 def pytest_sessionstart(session: pytest.Session) -> None:
@@ -76,16 +76,16 @@ def pytest_sessionstart(session: pytest.Session) -> None:
 
 
 def has_library(package: Path) -> bool:
-    """Whether flashmoe._extension.library_path would find one."""
+    """Whether flashmoe._extension.library_path would find a library."""
     places = (package / LIBRARY, package.parent / "build" / "lib" / LIBRARY)
     return bool(os.environ.get("FLASHMOE_LIBRARY")) or any(place.is_file() for place in places)
 
 
 class Heartbeat:
-    """Names the test that runs for long (a compiler, a build), so that no run is silent for over 30 s."""
+    """Prints the name of a test that runs for long (a compiler, a build), so that no run is silent for over 30 s."""
 
     def __init__(self) -> None:
-        self._out = os.dup(sys.stderr.fileno())  # while nothing is captured; a test's own output is
+        self._out = os.dup(sys.stderr.fileno())  # before pytest captures output, which includes a test's
         self._running = ("the collection of the tests", time.monotonic())
         self._end = threading.Event()
         threading.Thread(target=self._beat, name="heartbeat", daemon=True).start()
@@ -114,28 +114,28 @@ class Heartbeat:
 
 def pytest_configure(config: pytest.Config) -> None:
     if getattr(config, "workerinput", {}).get("workerid", "")[-1:] in [*"13579"] and len(config.args) == 1:
-        # pytest rewrites each file's assertions, a third of the collection, and keeps the bytecode: two processes that begin at either
-        # end rewrite half of the files each. file_order gives both the same order again.
+        # pytest rewrites each file's assertions, a third of the collection time, and keeps the bytecode: two processes that start at opposite
+        # ends rewrite half of the files each. file_order then gives both the same order.
         inside = (path for path in Path(config.args[0]).glob("[a-z]*") if path.is_dir() or path.match("test_*.py"))
         config.args = sorted(map(str, inside), reverse=True) or config.args
     config.stash[LEFT_OUT] = Counter()
     if draw := os.environ.get("FLASHMOE_DRAW"):
         config.pluginmanager.register(Draw(draw, config.stash[LEFT_OUT]), "draw")
-    if config.getoption("dist", default="no") == "no":  # who spreads the tests over processes runs none
+    if config.getoption("dist", default="no") == "no":  # the process that distributes tests runs none
         config.pluginmanager.register(Heartbeat(), "heartbeat")
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """A test that asks for ``device`` and names none runs on the CPU and, marked gpu, on a GPU."""
+    """A test that takes ``device`` and does not parametrize it runs on the CPU and, marked gpu, on a GPU."""
     own = " ".join(str(mark.args[0]) for mark in metafunc.definition.iter_markers("parametrize"))
     if "device" in metafunc.fixturenames and "device" not in own:
         metafunc.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)], scope="session")
 
 
 class Draw:
-    """Of each test with ``MANY_CASES`` cases or more all but one in ``DRAW_ONE_OF`` are left out (flashmoe_build/draw.py). Cases for which
-    the marker ``together`` gives the same are drawn together, and the tests of a file marked ``drawn`` are those of one. A GPU's
-    cases are kept; where there is none, one of each test, and the others are counted. Of the files of ``TOOLS`` as many are drawn."""
+    """Runs a random sample (flashmoe_build/draw.py): one in ``DRAW_ONE_OF`` of the cases of each test with ``MANY_CASES`` or more. Cases with
+    the same value of the marker ``together`` are sampled together, and the tests of a file marked ``drawn`` are sampled as if they were cases.
+    GPU cases all run; without a GPU one of each test stays, and the others are counted. The files of ``TOOLS`` are sampled at the same rate."""
 
     def __init__(self, draw: str, counts: Counter[str]) -> None:
         from flashmoe_build.draw import drawn
@@ -143,11 +143,11 @@ class Draw:
         self.draw, self.counts = draw, counts
         folder = Path(__file__).parent
         files = {str(path.relative_to(folder)) for tool in TOOLS for path in (folder / tool).glob("test_*.py")}
-        # Another draw than that of the cases, with which each file would always meet the same quarter of its own.
+        # Uses another draw than the cases, otherwise each file would always run the same quarter of its cases.
         self.ignored = {folder / name for name in files - drawn(files, DRAW_ONE_OF, f"files, {draw}")}
 
     def pytest_ignore_collect(self, collection_path: Path) -> bool | None:
-        """Before a module is imported. pytest asks for none that the command names."""
+        """Runs before a module is imported. pytest does not call it for files named on the command line."""
         if collection_path not in self.ignored:
             return None
         self.counts["files"] += 1
@@ -160,7 +160,7 @@ class Draw:
 
     @pytest.hookimpl(wrapper=True)
     def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> Iterator[None]:
-        """Before pytest makes items, which take a millisecond of each process."""
+        """Runs before pytest creates items, each of which costs every process a millisecond."""
         yield
         test, calls = metafunc.definition, metafunc._calls
         together = test.get_closest_marker("together")
@@ -173,7 +173,7 @@ class Draw:
             else:
                 names[call.id] = f"{test.nodeid}[{call.id}]"
         taken = self.taken(set(names.values()))
-        staying = 1 if len(gpu) == len(calls) else 0  # of no case at all pytest makes a test without parameters
+        staying = 1 if len(gpu) == len(calls) else 0  # without any case pytest would make a test without parameters
         out_of_reach = [] if gpu_count() else gpu[staying:]
         others = [call for call in calls if call.id in names and names[call.id] not in taken]
         self.counts.update(drawn=len(others), gpu=len(out_of_reach))
@@ -209,12 +209,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_testnodedown(node: Any, error: object) -> None:
-    """Each process leaves out the same."""
+    """Every process leaves out the same tests."""
     node.config.stash[LEFT_OUT] = Counter(getattr(node, "workeroutput", {}).get("left_out", {}))
 
 
 def file_order(items: list[pytest.Item]) -> Callable[[pytest.Item], tuple[bool, int, Path, int]]:
-    """Files with a slow test, then the others by their number of tests: none that is long is begun when the other processes end."""
+    """Files with a slow test first, then the others by their number of tests, so that no long file starts when the other processes end."""
     sizes = Counter(item.path for item in items)
     slow = {item.path for item in items if item.get_closest_marker("slow")}
     return lambda item: (item.path not in slow, -sizes[item.path], item.path, item.stash[PLACE])
@@ -222,7 +222,7 @@ def file_order(items: list[pytest.Item]) -> Callable[[pytest.Item], tuple[bool, 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
-    """Of failures of one cause the first is printed whole, the others in a line: sixty of one cause are one to read."""
+    """Prints the first of several failures with the same cause in full, and one line for each of the others."""
     crash = getattr(report.longrepr, "reprcrash", None)
     if not report.failed or crash is None:
         return
@@ -260,14 +260,14 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, exitstatu
 
 
 def skip_reason(report: pytest.TestReport) -> str:
-    """Without the file and line in front, so that equal reasons are counted together."""
+    """The reason without file and line, so that equal reasons are counted together."""
     longrepr = report.longrepr
     text = longrepr[2] if isinstance(longrepr, tuple) else str(longrepr)
     return text.removeprefix("Skipped: ")
 
 
 def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
-    if hasattr(session.config, "workerinput"):  # the process that spread the tests says it, once
+    if hasattr(session.config, "workerinput"):  # only the process that distributes tests reports it
         return
     if os.environ.get("FLASHMOE_REQUIRE_GPU") == "1" and exitstatus == 0 and gpu_count() == 0:
         print("\nFLASHMOE_REQUIRE_GPU=1, but this machine has no CUDA GPU: no GPU test ran", file=sys.stderr)
@@ -292,6 +292,6 @@ def write_report(
 
 
 STARTED = pytest.StashKey[float]()
-LEFT_OUT = pytest.StashKey[Counter[str]]()  # cases by why they were left out: "drawn", "gpu"
-PLACE, PLACES = pytest.StashKey[int](), itertools.count()  # in which order the items of a file stand there
-CAUSES: defaultdict[tuple[str, int, str], list[str]] = defaultdict(list)  # tests by where and how they failed
+LEFT_OUT = pytest.StashKey[Counter[str]]()  # cases by the reason why they were left out: "drawn", "gpu"
+PLACE, PLACES = pytest.StashKey[int](), itertools.count()  # position of an item in its file
+CAUSES: defaultdict[tuple[str, int, str], list[str]] = defaultdict(list)  # tests by place and message of failure

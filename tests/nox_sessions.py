@@ -1,4 +1,4 @@
-"""The names of noxfile.py's sessions, those of its table of programs among them, without running nox."""
+"""The names of noxfile.py's sessions, including those in its table of programs, without running nox."""
 
 import re
 from pathlib import Path

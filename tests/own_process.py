@@ -1,7 +1,7 @@
-"""Code in a process of its own that has imported torch and nothing else: forked from one that waits for such work.
+"""Runs code in a separate process that has only imported torch: forked from one that waits for such work.
 
-An interpreter that imports torch takes two seconds before its first line; a fork of one that has takes milliseconds. Code that is about the
-import of torch itself or the end of a process needs a whole interpreter, and so does what uses a GPU.
+Importing torch takes an interpreter two seconds; a fork of a process that has imported it takes milliseconds. Code that tests the
+import of torch or the end of a process needs a complete interpreter, and so does code that uses a GPU.
 """
 
 import atexit
@@ -22,7 +22,7 @@ from pathlib import Path
 def run_python(
     *words: str, environ: Mapping[str, str] | None = None, folder: Path | None = None, timeout: float = 200
 ) -> subprocess.CompletedProcess[str]:
-    """What ``python -P WORDS`` would do: ``-c CODE`` or a file, and arguments. ``environ``: added to this process's own."""
+    """Equivalent to ``python -P WORDS``: ``-c CODE`` or a file, and arguments. ``environ``: added to this process's environment."""
     server = _server()
     assert server.stdin is not None
     assert server.stdout is not None
@@ -41,17 +41,17 @@ def run_python(
 
 @cache
 def _server() -> subprocess.Popen[bytes]:
-    """It ends with this process, which holds the other end of its input."""
+    """The server ends with this process, which holds the other end of its input."""
     import flashmoe
 
-    packages = str(Path(flashmoe.__file__).resolve().parents[1])  # behind the installed ones
+    packages = str(Path(flashmoe.__file__).resolve().parents[1])  # after the installed ones
     command = [sys.executable, "-P", __file__, packages]
     pipe = subprocess.PIPE
     return subprocess.Popen(command, bufsize=0, stdin=pipe, stdout=pipe, start_new_session=True)
 
 
 def _serve() -> list[str]:
-    """Returns in a child, with its words; the parent ends where its input does."""
+    """Returns in a child, with its arguments; the parent exits when its input ends."""
     import torch  # noqa: F401
 
     while line := sys.stdin.readline():
@@ -69,7 +69,7 @@ def _serve() -> list[str]:
 
 
 def _run(words: list[str]) -> object:
-    """What the process exits with."""
+    """The exit status of the process."""
     if words[:2] == ["-W", "error"]:
         warnings.simplefilter("error")
         del words[:2]
@@ -94,4 +94,4 @@ if __name__ == "__main__":
         print(status, file=sys.stderr)
     atexit._run_exitfuncs()
     sys.stdout.flush()
-    os._exit(1 if isinstance(status, str) else int(status or 0))  # to take torch down would be most of the time
+    os._exit(1 if isinstance(status, str) else int(status or 0))  # shutting torch down would take most of the time

@@ -1,4 +1,4 @@
-"""What torch and transformers say about torch itself, which no test here asks about: marks of files whose tests compile, or run whole models."""
+"""Warnings of torch and transformers about themselves, which no test here is about: marks for files whose tests compile, or run whole models."""
 
 import pytest
 

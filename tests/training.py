@@ -1,4 +1,4 @@
-"""A small language model that trains on the Python language reference: as with torch's operators, and the same bits when it trains again."""
+"""A small language model that trains on the Python language reference: compared with torch operators, with the same bits in a second run."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -16,8 +16,8 @@ LAST = 20  # steps whose mean loss is compared
 
 @contextmanager
 def deterministic_torch() -> Iterator[None]:
-    """The other operations of the model, the embedding's gradient among them, are not so by default on a GPU."""
-    torch.use_deterministic_algorithms(True, warn_only=True)  # cuBLAS wants an environment variable, and warns
+    """The model's other operations, such as the embedding's gradient, are not deterministic by default on a GPU."""
+    torch.use_deterministic_algorithms(True, warn_only=True)  # cuBLAS requires an environment variable, and warns
     yield
     torch.use_deterministic_algorithms(False)
 
@@ -31,7 +31,7 @@ def train(
     attention: Attention,
     further: Callable[[Decoder], Tensor | float] = lambda model: 0.0,
 ) -> Tensor:
-    """The language model's loss at every step; it trains on that and on what is ``further``."""
+    """The language model's loss at every step; the optimiser minimises it plus ``further``."""
     torch.manual_seed(seed)
     model = make()
     with torch.no_grad():
@@ -54,12 +54,12 @@ def train(
 
 
 def assert_learns_alike(theirs: Callable[[int], Tensor], ours: Callable[[int], Tensor]) -> None:
-    """By the losses of a seed: ours fall, end where theirs do, and are the same again."""
+    """Compares the losses of a seed: ours fall, end where theirs do, and are the same in a second run."""
     with deterministic_torch():
         expected = torch.stack([theirs(seed)[-LAST:].mean() for seed in range(3)])
         curves = [ours(seed) for seed in range(3)]
         again = ours(0)
-    assert all(curve[-LAST:].mean() < 0.75 * curve[0] for curve in curves)  # it learns at all
+    assert all(curve[-LAST:].mean() < 0.75 * curve[0] for curve in curves)  # the model learns
     finals = torch.stack([curve[-LAST:].mean() for curve in curves])
     spread = expected.max() - expected.min()
     assert bool(((finals - expected).abs() <= spread).all()), (finals, expected)

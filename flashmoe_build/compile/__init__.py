@@ -1,1 +1,1 @@
-"""From the tables to a wheel's library: generated sources, NVRTC, ptxas, g++, the cache."""
+"""From the tables to a wheel's library: generated sources, NVRTC, ptxas, g++ and the cache."""

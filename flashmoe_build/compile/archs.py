@@ -1,4 +1,4 @@
-"""Which targets a build compiles for: FLASHMOE_ARCHS (or FA_ARCHS) = all | native | none | a list such as 90a,80."""
+"""The targets that a build compiles for: FLASHMOE_ARCHS (or FA_ARCHS) = all | native | none | a list such as 90a,80."""
 
 import ctypes
 from collections.abc import Iterable, Mapping
@@ -12,7 +12,7 @@ _CAPABILITY_MINOR = 76
 
 
 def requested(environment: Mapping[str, str], argument: str | None) -> str:
-    """The request of the command line, else of the environment, else ``all``."""
+    """The request from the command line, else from the environment, else ``all``."""
     if argument:
         return argument
     for variable in VARIABLES:
@@ -22,7 +22,7 @@ def requested(environment: Mapping[str, str], argument: str | None) -> str:
 
 
 def resolve(request: str, tables: Tables) -> tuple[Target, ...]:
-    """Targets named by ``request``, in table order. Raises BuildError for a name that the table lacks."""
+    """Targets named by ``request``, in table order. Raises BuildError for a name that is not in the table."""
     words = [word for word in request.replace(";", ",").replace(" ", ",").split(",") if word]
     if words == ["all"]:
         return tables.targets
@@ -50,7 +50,7 @@ def _named(word: str, tables: Tables) -> Target:
             return target
     if plain in {
         "".join(map(str, gpu.compute_capability)) for gpu in tables.gpus
-    }:  # 90: its machine code is arch-specific in the table; 89: that for 8.6 serves it
+    }:  # 90: its machine code is arch-specific in the table; 89 runs the machine code for 8.6
         return _best_for(plain, tables)
     if word.lower() in ("all", "native", "none"):
         msg = f"FLASHMOE_ARCHS: unknown target {word!r}; write {word.lower()} in small letters and alone, or leave it out of the list"
@@ -60,14 +60,14 @@ def _named(word: str, tables: Tables) -> Target:
 
 
 def _serving_gpu(word: str, tables: Tables) -> set[str]:
-    """What a GPU needs whose compute capability ``word`` states; nothing for the name of a target."""
+    """Names of the targets needed by a GPU of the compute capability in ``word``; empty if ``word`` names a target."""
     plain = word.removeprefix("sm_").removeprefix("sm").replace(".", "")
     known = (gpu.compute_capability for gpu in tables.gpus)
     return next((_serving(capability, tables) for capability in known if plain == "{}{}".format(*capability)), set())
 
 
 def _serving(capability: tuple[int, int], tables: Tables) -> set[str]:
-    """The best target for a GPU, and the best other one for each kernel that the table does not have for that."""
+    """The best target for a GPU, and the best fallback for each kernel that is not compiled for that target."""
     best = _best_for("{}{}".format(*capability), tables)
     targets: dict[tuple[str, str, tuple[int, ...]], set[Target]] = {}
     for unit in tables.units():
@@ -88,7 +88,7 @@ def _best_for(word: str, tables: Tables) -> Target:
 
 
 def _loadable(targets: Iterable[Target], capability: tuple[int, int]) -> Target | None:
-    """Of those that a GPU can load the best: its own machine code, that of an older one of its major version, PTX."""
+    """The best target that a GPU can load: machine code for it, else for an older GPU of its major version, else PTX."""
     known = tuple(targets)
     exact = [t for t in known if not t.is_ptx and t.capability == capability]
     same_major = [
@@ -104,7 +104,7 @@ def _loadable(targets: Iterable[Target], capability: tuple[int, int]) -> Target 
 
 
 def native_capabilities() -> list[tuple[int, int]]:
-    """Compute capabilities of this machine's GPUs, from the driver; raises BuildError where there is none."""
+    """Compute capabilities of this machine's GPUs, from the driver; raises BuildError if there is none."""
     try:
         driver = ctypes.CDLL("libcuda.so.1")
     except OSError as error:

@@ -27,7 +27,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 @dataclass(frozen=True)
 class Built:
-    """Paths of what a build left behind."""
+    """Paths of a build's outputs."""
 
     library: Path
     provenance: Path
@@ -46,14 +46,14 @@ def build(out: Path, *, archs: str | None = None, root: Path = ROOT) -> Built:
             msg = f"no kernels.toml has a kernel for {target.name}; add a row, or drop the target from FLASHMOE_ARCHS"
             raise BuildError(msg)
     jobs = job_count(os.environ)
-    # Sessions compare the whole environment; `pip wheel .` and a plain call run in one that somebody else made.
+    # Sessions compare the whole environment; `pip wheel .` and direct calls run in an environment that the user made.
     verify_environment(root / "lockfiles" / "build.txt", names=PINNED_DISTRIBUTIONS)
     toolchain = find_toolchain(chosen_platform(os.environ))
     _announce(targets, len(units), jobs, toolchain)
     out = out.resolve()
     hold_until_exit(out / "build.lock")
     cache = Cache(Path(os.environ.get("FLASHMOE_CACHE_DIR") or out / "cache"))
-    # A folder that cannot be written is reported before the first compilation.
+    # Report a folder that cannot be written before the first compilation.
     cache.path("00", "").parent.mkdir(parents=True, exist_ok=True)
     device = compile_units(units, root=root, toolchain=toolchain, cache=cache, jobs=jobs, tables=tables)
     device_seconds = time.monotonic() - clock

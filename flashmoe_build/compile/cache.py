@@ -1,4 +1,4 @@
-"""A content-addressed store of finished compilations, and the include closure that its keys are made of."""
+"""A content-addressed store of finished compilations, and the include closure that goes into its keys."""
 
 import fcntl
 import hashlib
@@ -60,7 +60,7 @@ def content_key(text: str, files: Iterable[Path], base: Path, facts: Mapping[str
 
 @dataclass(frozen=True)
 class Cache:
-    """Files by key; an entry is complete or absent, also when two builds write it at once."""
+    """Files by key. An entry is either complete or absent, even when two builds write it at once."""
 
     folder: Path
 
@@ -68,7 +68,7 @@ class Cache:
         return self.folder / key[:2] / f"{key}{suffix}"
 
     def load(self, key: str, suffix: str) -> tuple[bytes, dict[str, Any]] | None:
-        """The stored output and its facts; None when absent or damaged (it is then made again)."""
+        """The stored output and its facts; None if absent or damaged (it is then rebuilt)."""
         try:
             output = self.path(key, suffix).read_bytes()
             facts = json.loads(self.path(key, ".json").read_text(encoding="utf-8"))
@@ -81,9 +81,9 @@ class Cache:
     def get(
         self, key: str, suffix: str, make: Callable[[], tuple[bytes, Mapping[str, Any]]]
     ) -> tuple[bytes, dict[str, Any], bool]:
-        """The output, its facts, and whether they were there; ``make`` makes what is missing.
+        """The output, its facts, and whether it was cached; ``make`` produces a missing one.
 
-        Two builds that want the same at once, as .ci/run's do, make it once: the second waits, and finds it.
+        Two concurrent builds that need the same output, as in .ci/run, make it once: the second waits and then finds it.
         """
         known = self.load(key, suffix)
         if known is not None:
@@ -92,7 +92,7 @@ class Cache:
         folder.mkdir(parents=True, exist_ok=True)
         held = os.open(folder, os.O_RDONLY)
         try:
-            with suppress(OSError):  # a file system without locks: it is made twice
+            with suppress(OSError):  # a file system without locks: both builds make it
                 fcntl.flock(held, fcntl.LOCK_EX)
             known = self.load(key, suffix)
             if known is not None:
@@ -118,6 +118,6 @@ class Cache:
             with os.fdopen(handle, "wb") as stream:
                 stream.write(content)
             Path(temporary).replace(path)
-        except BaseException:  # a full disk, Ctrl-C: half a file would stay, and nobody would ever read it
+        except BaseException:  # a full disk, Ctrl-C: otherwise half a file would remain, which nothing reads
             Path(temporary).unlink(missing_ok=True)
             raise

@@ -18,7 +18,7 @@ CPP_DTYPES: Mapping[str, str] = {"f16": "Dtype::kFloat16", "bf16": "Dtype::kBFlo
 
 @dataclass(frozen=True)
 class PlacedBinary:
-    """One device binary and where it lies in the embedded blob."""
+    """One device binary and its position in the embedded blob."""
 
     unit: Unit
     offset: int
@@ -72,7 +72,7 @@ def _entry(kind: Descriptor, min_blocks: int, entry: Entry) -> list[str]:
 
 
 def index_json(placed: Sequence[PlacedBinary]) -> dict[str, object]:
-    """What the section .flashmoe.index states about the blob."""
+    """The content of the section .flashmoe.index, which describes the blob."""
     return {
         "schema": "flashmoe.index/1",
         "binaries": [
@@ -141,7 +141,7 @@ def kernel_table_source(tables: Tables, placed: Sequence[PlacedBinary]) -> str:
 
 
 def _enum_checks(kind: Descriptor) -> list[str]:
-    """Assertions that the host's names for axes, their words and cost values stand in the descriptor's order."""
+    """Static assertions that the host's enums for axes, axis words and cost values are in the descriptor's order."""
     if kind.enums is None:
         return []
     space, problem = kind.enums.name, f'"{kind.enums.header} and operations.toml differ"'
@@ -202,7 +202,7 @@ def _quoted(words: Iterable[str]) -> list[str]:
 
 
 def embed_source(blob: str, index: str) -> str:
-    """Assembly that places the blob and its index into sections of their own."""
+    """Assembly that puts the blob and its index into separate sections."""
     return f"""\
     .section .flashmoe.cubins,"a",@progbits
     .balign 64

@@ -1,7 +1,7 @@
 """Device code: translation unit -> PTX (NVRTC) -> machine code (ptxas), cached by content, checked against the table.
 
-Targets that share a virtual architecture and a tile share their PTX, as f16 and bf16 do (elements.py), and the optimiser, half
-of a compilation's work, runs once for all of them. A cubin is kept under the hash of its PTX: an edit that does not change the PTX assembles nothing.
+Targets that share a virtual architecture and a tile share their PTX, as do f16 and bf16 (elements.py), so that the optimiser, half
+of a compilation's work, runs once for all of them. Cubins are keyed by the hash of their PTX: an edit that does not change the PTX reassembles nothing.
 """
 
 import hashlib
@@ -26,7 +26,7 @@ from flashmoe_tools.tables import Tables, Unit
 
 @dataclass(frozen=True)
 class CompiledUnit:
-    """One finished device binary and what its last step cost and said; of a PTX target that step is NVRTC's."""
+    """One finished device binary, with the cost and the log of its last step (for a PTX target, NVRTC)."""
 
     unit: Unit
     output: bytes
@@ -51,19 +51,19 @@ class CompiledUnit:
 
 @dataclass(frozen=True)
 class DeviceCode:
-    """Every unit's binary, in the order asked for, and the PTX that they were made from."""
+    """Every unit's binary, in the requested order, and the PTX that they were made from."""
 
     units: tuple[CompiledUnit, ...]
     ptx: tuple[Ptx, ...]
 
     @property
     def peak_bytes(self) -> int:
-        """Of the largest compiler process, of those whose outputs came from the cache too."""
+        """Peak memory of the largest compiler process, including those whose outputs came from the cache."""
         return max([*(item.peak_bytes for item in self.units), *(item.peak_bytes for item in self.ptx)], default=0)
 
     @property
     def fresh_seconds(self) -> float:
-        """Process seconds of what was not in the cache."""
+        """Process seconds spent on outputs that were not in the cache."""
         machine_code = (item for item in self.units if not item.unit.target.is_ptx and not item.cached)
         return sum(item.seconds for item in machine_code) + sum(item.seconds for item in self.ptx if not item.cached)
 
@@ -108,7 +108,7 @@ def _check(done: CompiledUnit, tables: Tables) -> None:
 
 
 def compile_front_end(unit: Unit, *, root: Path, toolchain: Toolchain, cache: Cache) -> Ptx:
-    """The PTX that the unit's is written from: of either 16-bit type where one serves both."""
+    """The PTX that the unit is made from, shared by both 16-bit types if the unit allows it."""
     front = front_end(unit)
     try:
         return nvrtc.compile_ptx(
@@ -124,13 +124,13 @@ def compile_front_end(unit: Unit, *, root: Path, toolchain: Toolchain, cache: Ca
 
 
 def compile_unit(unit: Unit, *, root: Path, toolchain: Toolchain, cache: Cache) -> CompiledUnit:
-    """One unit by itself."""
+    """Compiles a single unit."""
     ptx = compile_front_end(unit, root=root, toolchain=toolchain, cache=cache)
     return finish_unit(unit, ptx, toolchain=toolchain, cache=cache)
 
 
 def finish_unit(unit: Unit, ptx: Ptx, *, toolchain: Toolchain, cache: Cache) -> CompiledUnit:
-    """The unit's binary from ``compile_front_end``'s PTX: the PTX of its type for a PTX target, else what ptxas makes of it."""
+    """The unit's binary from ``compile_front_end``'s PTX: for a PTX target the PTX of its type, else the cubin that ptxas makes of it."""
     text = with_dtype(ptx.text, unit.dtype, unit.virtual)
     digest = hashlib.sha256(text).hexdigest()
     if unit.target.is_ptx:

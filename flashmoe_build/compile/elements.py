@@ -1,9 +1,9 @@
-"""One PTX for both 16-bit types: NVRTC compiles a kernel of ptx::XF16 (csrc/ptx/elements.cuh), whose instructions and symbols say
-``xf16``, and ``f16`` and ``bf16`` are written there afterwards.
+"""One PTX for both 16-bit types: NVRTC compiles a kernel for ptx::XF16 (csrc/ptx/elements.cuh), whose instructions and symbols contain
+``xf16``, which is then replaced by ``f16`` or ``bf16``.
 
-The optimiser, most of NVRTC's work, sees instructions that name the type as opaque text, and does the same for either. Code that
-depends on the type asserts that it is not XF16 (ptx::kIsEither), and its row says so in the table (``by_dtype``): each type has PTX
-of its own then.
+The optimiser, most of NVRTC's work, treats instructions that name the type as opaque text, so it does the same for either. Code that
+depends on the type asserts that it is not XF16 (ptx::kIsEither), and its row says so in the table (``by_dtype``); each type then
+gets separate PTX.
 """
 
 import re
@@ -14,16 +14,16 @@ from flashmoe_tools.tables import Target, Unit
 EITHER = "xf16"
 SHARED = ("f16", "bf16")
 _WIDENS_BF16 = (9, 0)  # the first compute capability that has cvt.f32.bf16
-# e4m3 to bf16, for which there is no instruction: by way of f16 and the upper halves of floats, all of which hold every value of e4m3, and NaN.
+# There is no instruction for e4m3 to bf16. Convert to f16, widen to floats and take their upper halves: all of these hold every e4m3 value, and NaN.
 _UNPACK = re.compile(rb"\bcvt\.rn\.bf16x2\.e4m3x2\s+(%?\w+),\s*(%?\w+)\s*;")
 _BY_F16 = (
     rb"{ .reg .b32 half2, x, y; .reg .b16 half_x, half_y; cvt.rn.f16x2.e4m3x2 half2, \2; mov.b32 {half_x, half_y}, half2; "
     rb"cvt.f32.f16 x, half_x; cvt.f32.f16 y, half_y; prmt.b32 \1, x, y, 0x7632; }"
 )
-# Four codes below 8.9: bytes 0 and 2, and bytes 1 and 3, in the upper bits of halves, whose value then is theirs by a power of two, subnormal or not. NaN
-# would be 480: times what 448 still bears that is infinite, and an infinity times zero is NaN.
+# Four codes at once below 8.9: bytes 0 and 2, and bytes 1 and 3, are moved to the upper bits of halves, which a power of two then scales to their value,
+# subnormal or not. NaN would become 480: a factor that keeps 448 finite makes it infinite, and adding infinity times zero gives NaN.
 _UNPACK_BITS = re.compile(rb"\bunpack\.(\w+)x2\.e4m3x4\s+(%?\w+),\s*(%?\w+),\s*(%?\w+)\s*;")
-_BY_BITS = {  # shift of the odd bytes and of the even ones, the bits of a code but its sign, the power of two, and what makes 480 infinite
+_BY_BITS = {  # right shift of the odd bytes, left shift of the even ones, mask of a code without its sign, power of two, factor that makes 480 infinite
     b"f16": (1, 7, 0x3F80, 0x5C00, 0x5890),
     b"bf16": (4, 4, 0x07F0, 0x7B80, 0x7B10),
 }
@@ -31,7 +31,7 @@ _WIDEN = re.compile(rb"\bcvt\.f32\.bf16\s+(%?\w+),\s*(%?\w+)\s*;")
 
 
 def front_end(unit: Unit) -> Unit:
-    """What NVRTC compiles for ``unit``: the same for f16 and bf16, unless the row says why not."""
+    """What NVRTC compiles for ``unit``: the same for f16 and bf16, unless the row rules it out."""
     return replace(unit, dtype=EITHER) if unit.dtype in SHARED and not unit.row.by_dtype else unit
 
 
@@ -39,7 +39,7 @@ def _unpack_by_bits(found: re.Match[bytes]) -> bytes:
     dtype, even, odd, codes = found.groups()
     right, left, *halves = _BY_BITS[dtype]
     mask, power, limit, nothing = (f"{half * 0x10001:#010x}" for half in (*halves, 0x8000))
-    pick = f"{mask}, 0xe4"  # lop3: the first operand's bits of the mask, the others of the second one
+    pick = f"{mask}, 0xe4"  # lop3: bits of the mask from the first operand, the others from the second
     lines = [
         ".reg .b32 sign, even, odd, large, power, limit, nothing, zero",
         f"mov.b32 power, {power}",
@@ -66,7 +66,7 @@ def _unpack_by_bits(found: re.Match[bytes]) -> bytes:
 
 
 def with_dtype(ptx: bytes, dtype: str, virtual: str) -> bytes:
-    """The PTX of one type, from what NVRTC made of ``front_end`` for the architecture ``virtual``."""
+    """The PTX of one type, from NVRTC's output for ``front_end`` and the architecture ``virtual``."""
     written = ptx.replace(EITHER.encode(), dtype.encode())
     written = _UNPACK_BITS.sub(_unpack_by_bits, _UNPACK.sub(_BY_F16, written))
     if dtype == "bf16" and Target(virtual, ()).capability < _WIDENS_BF16:

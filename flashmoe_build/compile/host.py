@@ -21,13 +21,13 @@ from flashmoe_tools.tables import Tables
 
 TORCH_TARGET_VERSION = "0x020a000000000000"  # 2.10.0, the first release with a versioned stable ABI
 LIBRARY_NAME = "libflashmoe.so"
-ALIGNMENT = 64  # of each embedded binary, bytes
+ALIGNMENT = 64  # bytes, of each embedded binary
 HOST_TIME_LIMIT = 600  # seconds
-NEWEST_STRICT_GXX = 12  # whose warnings are errors
+NEWEST_STRICT_GXX = 12  # the newest major version of g++ whose warnings are errors
 COMMON_FLAGS = (
     "-std=c++17",
     "-O3",
-    "-fno-ipa-cp-clone",  # took a third of the CPU backward kernels' compilation, and made nothing faster
+    "-fno-ipa-cp-clone",  # took a third of the CPU backward kernels' compile time and made nothing faster
     "-fPIC",
     "-fvisibility=hidden",
     "-fvisibility-inlines-hidden",
@@ -45,9 +45,9 @@ SANITIZED = (
     "-fno-sanitize-recover=all",
     "-fno-omit-frame-pointer",
     "-g1",
-    "-O1",  # the slow half of a sanitized compilation is the optimiser's
+    "-O1",  # the optimiser is the slow half of a sanitized compilation
     "-U_FORTIFY_SOURCE",
-    "-Wno-error",  # the sanitizers' own code warns of variables that it might leave uninitialised
+    "-Wno-error",  # the sanitizers' instrumentation triggers warnings about maybe-uninitialised variables
 )
 PRECOMPILED = "host/precompiled.h"
 _PRECOMPILING = threading.Lock()
@@ -65,19 +65,19 @@ LINK_FLAGS = (
 
 
 def sanitizers(environ: Mapping[str, str]) -> tuple[str, ...]:
-    """Flags for compiler and linker where FLASHMOE_SANITIZE names sanitizers, as ``address,undefined``; else none."""
+    """Compiler and linker flags if FLASHMOE_SANITIZE names sanitizers, such as ``address,undefined``; else none."""
     names = environ.get("FLASHMOE_SANITIZE", "")
     return (f"-fsanitize={names}",) if names else ()
 
 
 def compile_flags(environ: Mapping[str, str], cxx_version: str) -> tuple[str, ...]:
-    """What every host file is compiled with. Newer compilers than CI's warn of more, as g++ 13 of references that do not dangle."""
+    """Flags for every host file. Compilers newer than CI's warn more: g++ 13, for example, of references that do not dangle."""
     lenient = ("-Wno-error",) if int(cxx_version.split(".")[0]) > NEWEST_STRICT_GXX else ()
     return (*COMMON_FLAGS, *lenient, *((*sanitizers(environ), *SANITIZED) if sanitizers(environ) else ()))
 
 
 def is_for(source: Path, platform: str) -> bool:
-    """Whether a C++ file is compiled for ``platform``: the CPU backend's are named for their instruction set, a pragma inside."""
+    """Whether a C++ file is compiled for ``platform``: CPU backend files are named for their instruction set, which a pragma inside selects."""
     return not any(_is_kernel(source, names) for other, names in INSTRUCTION_SETS.items() if other != platform)
 
 
@@ -93,7 +93,7 @@ def host_sources(root: Path, generated: Path, platform: str) -> list[Path]:
 
 
 def place(units: Sequence[CompiledUnit]) -> tuple[bytes, list[PlacedBinary]]:
-    """The blob of all device binaries, and where each lies."""
+    """The blob of all device binaries, and the position of each."""
     blob = bytearray()
     placed = []
     for item in units:
@@ -143,7 +143,7 @@ def _object_name(source: Path) -> str:
 
 
 def _drop_stale_objects(folder: Path, sources: Sequence[Path]) -> None:
-    """Objects of sources that are gone, which the audit would otherwise take for part of the library."""
+    """Removes objects whose source is gone, which the audit would otherwise take for part of the library."""
     wanted = {_object_name(source) for source in sources}
     for path in folder.glob("*.o"):
         if path.name not in wanted:
@@ -151,11 +151,11 @@ def _drop_stale_objects(folder: Path, sources: Sequence[Path]) -> None:
 
 
 def compile_source(source: Path, *, root: Path, out: Path, toolchain: Toolchain, cache: Cache) -> tuple[Path, bool]:
-    """The object of one C++ file, in ``out``/objects, and whether the cache had it."""
+    """The object of one C++ file, in ``out``/objects, and whether it was in the cache."""
     csrc = root / "csrc"
     text = source.read_text(encoding="utf-8")
     includes = include_closure(text, [csrc], source.parent)
-    # Not a kernel of the CPU backend: its target must be set before the first header.
+    # Kernels of the CPU backend cannot use it: they must set their target before the first header.
     first = None if _is_kernel(source, INSTRUCTION_SETS[toolchain.platform]) else csrc / PRECOMPILED
     facts = {
         "flags": compile_flags(os.environ, toolchain.cxx_version),
@@ -183,7 +183,7 @@ def compile_source(source: Path, *, root: Path, out: Path, toolchain: Toolchain,
 
 
 def _precompile(header: Path, compiler: Sequence[str], *, out: Path, facts: Mapping[str, object]) -> Path:
-    """A copy of ``header`` that g++ finds in its compiled form, made by whoever needs it first."""
+    """A copy of ``header`` that g++ finds in precompiled form; the first caller that needs it makes it."""
     text = header.read_text(encoding="utf-8")
     folder = out / "precompiled" / hashlib.sha256(json.dumps([compiler, facts]).encode()).hexdigest()[:16]
     copy, compiled = folder / header.name, folder / f"{header.name}.gch"
@@ -218,7 +218,7 @@ def _link(
     temporary = library.with_suffix(".tmp")
     torch = [f"-L{toolchain.torch_library}", "-Wl,--allow-shlib-undefined", "-ltorch_cpu"]
     exports = ("-Xlinker", f"--version-script={root / 'csrc' / 'host' / 'exports.map'}")  # -Wl would split at a comma
-    checkers = sanitizers(os.environ)  # their symbols are in a library that is preloaded
+    checkers = sanitizers(os.environ)  # their symbols come from a preloaded library
     flags = [*(flag for flag in LINK_FLAGS if not checkers or flag != "-Wl,--no-undefined"), *checkers]
     command = [toolchain.cxx, *flags, *exports, *map(str, objects), str(embedded), *torch, "-o", str(temporary)]
     _run(command, LIBRARY_NAME, cwd=out)

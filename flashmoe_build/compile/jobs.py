@@ -1,4 +1,4 @@
-"""How many compilations run at once, and running them."""
+"""How many compilations run at once, and the pool that runs them."""
 
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -13,15 +13,15 @@ Result = TypeVar("Result")
 Key = TypeVar("Key")
 Middle = TypeVar("Middle")
 
-MEMORY_PER_JOB = 1_500_000_000  # bytes; the bar that a compilation must stay under, so the worst case to plan for
+MEMORY_PER_JOB = 1_500_000_000  # bytes: the limit that a compilation must stay under, so the worst case to plan for
 
-# The device compilers allocate 60 to 130 MB in small pieces. With huge pages, and a heap that grows by 64 MiB, they have a twentieth
-# of the page faults, and took 4.7% less time over 20 units. What they write is the same. Another libc ignores it.
+# The device compilers allocate 60 to 130 MB in small blocks. With huge pages and a heap that grows by 64 MiB they have a twentieth
+# of the page faults and took 4.7% less time over 20 units, with the same output. Other libcs ignore this.
 HEAP = "glibc.malloc.hugetlb=1:glibc.malloc.top_pad=67108864:glibc.malloc.mmap_threshold=1073741824"
 
 
 def job_count(environment: Mapping[str, str]) -> int:
-    """MAX_JOBS, else as many as cores and free memory allow."""
+    """MAX_JOBS, else as many as the cores and the free memory allow."""
     wanted = environment.get("MAX_JOBS", "")
     if wanted:
         if not wanted.isdecimal() or int(wanted) < 1:
@@ -32,12 +32,12 @@ def job_count(environment: Mapping[str, str]) -> int:
 
 
 def device_compiler_environment() -> dict[str, str]:
-    """This process's environment, with the heap that a device compiler works best with."""
+    """This process's environment, with heap settings for the device compilers."""
     return {"GLIBC_TUNABLES": HEAP, **os.environ}
 
 
 def available_memory() -> int:
-    """Bytes that can be had without swapping, from /proc/meminfo and the cgroup's own limit."""
+    """Bytes available without swapping, from /proc/meminfo and the cgroup limit."""
     available = 0
     for line in Path("/proc/meminfo").read_text(encoding="ascii").splitlines():
         if line.startswith("MemAvailable:"):
@@ -51,12 +51,12 @@ def available_memory() -> int:
 
 
 def run_all(items: Iterable[Item], work: Callable[[Item], Result], jobs: int) -> list[Result]:
-    """``work`` over ``items``, ``jobs`` at a time, results in order; the first failure stops what has not begun."""
+    """``work`` over ``items``, ``jobs`` at a time, results in order; after the first failure nothing more is started."""
     with ThreadPoolExecutor(max_workers=jobs) as pool:
         futures: list[Future[Result]] = [pool.submit(work, item) for item in items]
         try:
             wait(futures, return_when=FIRST_EXCEPTION)
-        except BaseException:  # Ctrl-C: leaving the pool would first work off the whole queue
+        except BaseException:  # Ctrl-C: leaving the pool would first process the whole queue
             pool.shutdown(wait=False, cancel_futures=True)
             raise
         for future in futures:
@@ -73,9 +73,9 @@ def run_staged(
     second: Callable[[Item, Middle], Result],
     jobs: int,
 ) -> tuple[list[Middle], list[Result]]:
-    """``first`` over the keys, then ``second`` over each key's items with what ``first`` made of the key, ``jobs`` at a time.
+    """``first`` over the keys, then ``second`` over each key's items with the result of ``first`` for that key, ``jobs`` at a time.
 
-    An item waits for its own key alone. The first failure stops what has not begun.
+    An item waits only for its own key. After the first failure nothing more is started.
     """
     with ThreadPoolExecutor(max_workers=jobs) as pool:
         firsts = {pool.submit(first, key): key for key in groups}

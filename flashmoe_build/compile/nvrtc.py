@@ -1,4 +1,4 @@
-"""The front end: a translation unit to PTX for a virtual architecture, by NVRTC in a process of its own."""
+"""The front end: compiles a translation unit to PTX for a virtual architecture with NVRTC, in a separate process."""
 
 import marshal
 import subprocess
@@ -18,7 +18,7 @@ TIME_LIMIT = 600  # seconds
 
 @dataclass(frozen=True)
 class Ptx:
-    """PTX, what NVRTC said, and what making it cost."""
+    """PTX, NVRTC's log, and what the compilation cost."""
 
     text: bytes
     sha256: str
@@ -34,7 +34,7 @@ def options_for(virtual: str) -> list[str]:
 
 
 def compile_ptx(source: str, name: str, virtual: str, *, csrc: Path, toolchain: Toolchain, cache: Cache) -> Ptx:
-    """The PTX of ``source``, from the cache if nothing that it depends on has changed. Raises BuildError."""
+    """The PTX of ``source``, from the cache if none of its inputs has changed. Raises BuildError."""
     options = options_for(virtual)
     key = content_key(
         source,

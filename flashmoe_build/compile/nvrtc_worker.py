@@ -1,8 +1,8 @@
-"""One NVRTC compilation in a process of its own, so that its memory is measured and returned.
+"""One NVRTC compilation in a separate process, so that its memory can be measured and is returned.
 
 Reads a job on standard input: {"library", "source", "name", "options"}; writes an answer on standard output:
-{"status", "log", "output" (the PTX), "seconds", "peak_bytes"}. Both by marshal, which is in the interpreter: a build starts
-hundreds of these processes, and importing json and typing took as long as all else that precedes the compilation.
+{"status", "log", "output" (the PTX), "seconds", "peak_bytes"}. Both use marshal, which is built into the interpreter: a build starts
+hundreds of these processes, and importing json and typing took as long as everything else before the compilation.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The assembler: PTX to machine code for one GPU architecture, by ptxas."""
+"""The assembler: PTX to machine code for one GPU architecture, with ptxas."""
 
 import os
 import subprocess
@@ -14,13 +14,13 @@ from flashmoe_build.compile.jobs import device_compiler_environment
 from flashmoe_build.compile.toolchain import Toolchain
 
 TIME_LIMIT = 600  # seconds
-# Resources of each kernel into the log, and a warning for each spill and each use of local memory.
+# Log each kernel's resources, and warn of each spill and each use of local memory.
 OPTIONS = ("-v", "-warn-spills", "-warn-lmem-usage")
 
 
 @dataclass(frozen=True)
 class Assembled:
-    """A cubin, what ptxas said, and what making it cost."""
+    """A cubin, ptxas's log, and what the assembly cost."""
 
     cubin: bytes
     log: str
@@ -29,7 +29,7 @@ class Assembled:
 
 
 def assemble(ptx: bytes, name: str, target: str, toolchain: Toolchain) -> Assembled:
-    """``ptx`` as a cubin for ``target`` (``sm_90a``). Raises BuildError with ptxas's words."""
+    """``ptx`` as a cubin for ``target`` (``sm_90a``). Raises BuildError with ptxas's message."""
     started = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="flashmoe-ptxas-") as folder:
         given, made = Path(folder) / "unit.ptx", Path(folder) / "unit.cubin"
@@ -45,7 +45,7 @@ def assemble(ptx: bytes, name: str, target: str, toolchain: Toolchain) -> Assemb
 
 
 def _run(command: Sequence[str], folder: str) -> tuple[int, str, int]:
-    """(exit status, what it printed, its peak resident bytes); a process that takes too long is killed."""
+    """(exit status, output, peak resident bytes); a process that takes too long is killed."""
     with tempfile.TemporaryFile(dir=folder) as log:
         process = subprocess.Popen(
             command, env=device_compiler_environment(), stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT
@@ -53,7 +53,7 @@ def _run(command: Sequence[str], folder: str) -> tuple[int, str, int]:
         watch = threading.Timer(TIME_LIMIT, process.kill)
         watch.start()
         try:
-            _, status, usage = os.wait4(process.pid, 0)  # what subprocess does not give: this one child's usage
+            _, status, usage = os.wait4(process.pid, 0)  # subprocess reports no usage per child
         finally:
             watch.cancel()
         process.returncode = os.waitstatus_to_exitcode(status)

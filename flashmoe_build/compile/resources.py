@@ -1,4 +1,4 @@
-"""What ptxas says of a kernel (registers, stack, spills, warnings), and whether the kernel table allows it."""
+"""What ptxas reports about a kernel (registers, stack, spills, warnings), and whether the kernel table allows it."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -11,7 +11,7 @@ _FRAME = re.compile(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) b
 _USED = re.compile(r"Used (\d+) registers")
 _STATIC = re.compile(r"(\d+) bytes smem")
 _WGMMA = re.compile(r"C75\d\d|wgmma.*serializ", re.IGNORECASE)
-# What -warn-lmem-usage and -warn-spills say once more, in words: of the same kind, so that one allowance covers both.
+# -warn-lmem-usage and -warn-spills repeat the numbers as warnings; they count as the same kind, so that one allowance covers both.
 _SAME_IN_WORDS = {"local_memory": "Local memory used for function", "spill": "Registers are spilled to local memory"}
 _HARMLESS = re.compile(
     r"^\s*$|ptxas info|bytes stack frame|Used \d+ registers|Compile time|Function properties|bytes gmem"
@@ -39,7 +39,7 @@ class Finding:
 
 
 def parse_log(log: str) -> tuple[Resources, ...]:
-    """Resources of each entry function in a ``-v`` log, in its order."""
+    """Resources of each entry function in a ``-v`` log, in log order."""
     found: list[Resources] = []
     for part in re.split(r"(?=ptxas info\s*: Compiling entry function)", log):
         entry, frame, used = _ENTRY.search(part), _FRAME.search(part), _USED.search(part)
@@ -52,7 +52,7 @@ def parse_log(log: str) -> tuple[Resources, ...]:
 
 
 def findings(unit: Unit, log: str, tables: Tables) -> tuple[Finding, ...]:
-    """Everything that fails the build for this unit; empty is good. PTX units carry no resources to look at."""
+    """Everything that fails the build for this unit; empty is good. PTX units have no resources to check."""
     problems = [*_warnings(log)]
     if not unit.target.is_ptx:
         resources = parse_log(log)
@@ -102,7 +102,7 @@ def _limits(unit: Unit, item: Resources, tables: Tables) -> list[Finding]:
 
 
 def _allocated_registers(per_thread: int) -> int:
-    """Registers are given to a warp in units of 256, that is 8 per thread (CUDA occupancy calculator, 7.5 to 12.0)."""
+    """Registers per thread as allocated: in units of 256 per warp, that is 8 per thread (CUDA occupancy calculator, 7.5 to 12.0)."""
     return -(-per_thread // 8) * 8
 
 

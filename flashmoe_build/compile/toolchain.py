@@ -1,7 +1,7 @@
-"""Finds the locked compiler, headers and torch in the running environment, and the machine's g++.
+"""Finds the locked compiler, headers and torch in the running environment, and this machine's g++.
 
-For another platform than this machine's, what runs stays the same: the host compiler is g++ for that platform, and torch's headers
-and library are of its wheel.
+A build for another platform uses the same tools, except that the host compiler is g++ for that platform and torch's headers
+and library come from that platform's wheel.
 """
 
 import hashlib
@@ -30,7 +30,7 @@ PLATFORMS = ("x86_64", "aarch64")
 
 @dataclass(frozen=True)
 class Toolchain:
-    """Paths are of this machine; versions and hashes are what a report or a wheel may state."""
+    """Paths are on this machine; versions and hashes may go into a report or a wheel."""
 
     nvrtc_library: Path
     nvrtc_version: str
@@ -49,7 +49,7 @@ class Toolchain:
 
 
 def chosen_platform(environ: Mapping[str, str]) -> str:
-    """What the host code is compiled for: FLASHMOE_PLATFORM, else this machine. Raises BuildError for one that is not supported."""
+    """The platform of the host code: FLASHMOE_PLATFORM, else this machine's. Raises BuildError for an unsupported one."""
     chosen = environ.get(PLATFORM_VARIABLE) or platform.machine()
     if chosen not in PLATFORMS:
         msg = f"no host code for {chosen}; {PLATFORM_VARIABLE} (or --platform) is one of {', '.join(PLATFORMS)}"
@@ -58,13 +58,13 @@ def chosen_platform(environ: Mapping[str, str]) -> str:
 
 
 def is_foreign(target: str) -> bool:
-    """Whether what is compiled for ``target`` cannot run here."""
+    """Whether code compiled for ``target`` cannot run on this machine."""
     return target != platform.machine()
 
 
 @lru_cache(maxsize=1)
 def find_toolchain(target: str = platform.machine()) -> Toolchain:
-    """The toolchain of this environment for one of PLATFORMS; raises BuildError that names the part which is missing."""
+    """The toolchain of this environment for one of PLATFORMS; raises BuildError naming what is missing."""
     nvrtc = _file(NVRTC_DISTRIBUTION, "libnvrtc.so.12")
     ptxas = _file(PTXAS_DISTRIBUTION, "ptxas")
     cuda = _file(HEADERS_DISTRIBUTION, "cuda_fp16.h")

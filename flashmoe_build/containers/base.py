@@ -24,7 +24,7 @@ PACKAGES = ("python3", "python3-venv", "g++", "git", "ca-certificates", "binutil
 KEYRING = Path("/usr/share/keyrings/debian-archive-keyring.gpg")
 BASE_TAG = f"flashmoe-base:{SUITE}"
 TIME_LIMIT = 1200  # seconds
-# Files that depend on this machine or the time: Docker gives every container its own name and resolver; the rest are logs and caches.
+# Files that depend on this machine or the time: Docker sets each container's host name and resolver; the rest are logs and caches.
 LEFT_OUT = ("./proc/*", "./sys/*", "./dev/*", "./etc/hostname", "./etc/resolv.conf", "./etc/machine-id", "./var/log/*",
             "./var/cache/*", "./tmp/*", "*.pyc")  # fmt: skip
 EPOCH = "1686355200"  # SOURCE_DATE_EPOCH of account files: bookworm's release
@@ -65,7 +65,7 @@ def judged(output: str) -> BuildError:
 
 
 def bootstrap(folder: Path, *, suite: str = SUITE, packages: Sequence[str] = PACKAGES, arch: str = "") -> None:
-    """Unpack and configure the packages in ``folder``; needs root. Those of another ``arch`` are only unpacked: nothing of it runs."""
+    """Unpack and configure the packages in ``folder``; needs root. Packages of another ``arch`` are only unpacked: none of their code runs."""
     if os.geteuid() != 0:
         msg = "unpacking a base needs root (debootstrap makes devices and users); run this session as root"
         raise OutOfReachError(msg)
@@ -77,7 +77,7 @@ def bootstrap(folder: Path, *, suite: str = SUITE, packages: Sequence[str] = PAC
     command += [f"--include={','.join(packages)}", suite, str(folder)]
     command += [os.environ["FLASHMOE_DEBIAN_MIRROR"]] if os.environ.get("FLASHMOE_DEBIAN_MIRROR") else []
     try:
-        # unsafe-io: no fsync for each unpacked file of a folder that is packed and thrown away
+        # unsafe-io: no fsync per unpacked file, because the folder is packed and then deleted
         environment = {**os.environ, "SOURCE_DATE_EPOCH": EPOCH, "DPKG_FORCE": "unsafe-io"}
         run(command, "debootstrap", time_limit=TIME_LIMIT, environment=environment)
     except BuildError as error:
@@ -120,7 +120,7 @@ def make(*, update: bool) -> Report:
 
 def _import(docker: str, folder: Path) -> str:
     """The layer's digest. Its files carry no times and nothing from this machine, so the same packages give the same layer. An
-    image that already has this layer is kept, and what was built on it stays in the engine's cache.
+    existing image with this layer is kept, so that whatever was built on it stays in the engine's cache.
     """
     archive = folder.with_suffix(".tar")
     tar = ["tar", "--sort=name", "--mtime=@0", "--numeric-owner", *(f"--exclude={name}" for name in LEFT_OUT)]

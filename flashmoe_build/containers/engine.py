@@ -1,4 +1,4 @@
-"""The Docker engine of this machine: its client, its disk, and what a build needs of this machine's network."""
+"""This machine's Docker engine: its client, its disk, and the network settings that a build needs."""
 
 import shutil
 import subprocess
@@ -11,7 +11,7 @@ CA_VARIABLES = ("PIP_CERT", "SSL_CERT_FILE", "REQUESTS_CA_BUNDLE")
 
 
 def docker_program() -> str:
-    """The docker client; raises OutOfReachError with how to get one."""
+    """The docker client; raises OutOfReachError that says how to get one."""
     for candidate in ("/usr/bin/docker", shutil.which("docker") or ""):  # a distribution's client matches its daemon
         if candidate and Path(candidate).exists():
             return candidate
@@ -20,7 +20,7 @@ def docker_program() -> str:
 
 
 def engine() -> str:
-    """The docker client of a running engine. Raises OutOfReachError where none answers."""
+    """The docker client of a running engine. Raises OutOfReachError if none answers."""
     docker = docker_program()
     if not _info(docker, "{{.ServerVersion}}"):
         msg = (
@@ -38,7 +38,7 @@ def _info(docker: str, template: str) -> str:
 
 
 def require_space(docker: str, needed: float) -> None:
-    """Raise OutOfReachError if the engine's disk has less than ``needed`` bytes free (when the disk is one of this machine)."""
+    """Raise OutOfReachError if the engine's disk has less than ``needed`` bytes free (if it is a disk of this machine)."""
     root = Path(_info(docker, "{{.DockerRootDir}}") or "/nonexistent")
     if root.is_dir() and shutil.disk_usage(root).free < needed:
         msg = (

@@ -1,4 +1,4 @@
-"""``nox -s gpu_test``: runs the test image, by digest, on this machine's GPU. A machine without that GPU fails, it does not skip."""
+"""``nox -s gpu_test``: runs the test image, by digest, on this machine's GPU. Without that GPU it fails; it does not skip."""
 
 import argparse
 import re
@@ -25,7 +25,7 @@ def find_gpu(name: str, gpus: Sequence[Gpu]) -> Gpu:
 
 
 def check_capability(gpu: Gpu, answer: str) -> None:
-    """Raise UnsupportedGpuError unless nvidia-smi's answer has a GPU of this architecture."""
+    """Raise UnsupportedGpuError unless nvidia-smi reports a GPU of this architecture."""
     found = [line.strip() for line in answer.splitlines() if line.strip()]
     wanted = ".".join(map(str, gpu.compute_capability))
     if wanted not in found:
@@ -36,7 +36,7 @@ def check_capability(gpu: Gpu, answer: str) -> None:
 
 
 def command_of(docker: str, image: str, arguments: Sequence[str]) -> list[str]:
-    """Raises UnsupportedGpuError for an image that is not named by digest: a tag can move between two jobs."""
+    """The `docker run` call. Raises UnsupportedGpuError for an image not named by digest: a tag can move between two jobs."""
     if BY_DIGEST.fullmatch(image) is None:
         msg = f"--image {image!r}: name the image by digest (name@sha256:...)"
         raise UnsupportedGpuError(msg)

@@ -21,10 +21,10 @@ from flashmoe_build.release.version import find_commit
 from flashmoe_tools.report import Check, Report, Verdict
 
 TARGETS = {"test": "flashmoe-test", "bench": "flashmoe-bench"}
-ENVIRONMENTS = {"test": "build test bench", "bench": "build bench"}  # that a target needs; test's layer serves both
-GIVEN = "flashmoe-given:latest"  # the image that holds compiled units of the build outside
-WITHHELD = 8  # one of as many is compiled in the image again; image_test holds the whole wheel against the one outside
-TIME_LIMIT = 3600  # seconds, a stage with nothing cached
+ENVIRONMENTS = {"test": "build test bench", "bench": "build bench"}  # needed by each target; both share test's layer
+GIVEN = "flashmoe-given:latest"  # the image that holds units compiled by the build outside
+WITHHELD = 8  # one in this many units is compiled again in the image; image_test compares the whole wheel with the one built outside
+TIME_LIMIT = 3600  # seconds, for a stage with nothing cached
 SPACE = 20e9  # bytes that both images need while they are built: 16 GB of layers, measured, plus headroom
 # Settings of this machine's pip, uv and network that a build needs to reach the same packages.
 NETWORK_VARIABLES = (
@@ -38,13 +38,13 @@ def network_settings(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def drawn_targets(environment: Mapping[str, str]) -> list[str]:
-    """One image where ``FLASHMOE_DRAW`` is set, else both."""
+    """One image if ``FLASHMOE_DRAW`` is set, else both."""
     draw = environment.get(VARIABLE)
     return sorted(drawn(TARGETS, len(TARGETS), draw)) if draw else list(TARGETS)
 
 
 def give(docker: str, cache: Path, draw: str) -> int:
-    """Put the entries of ``cache`` into the image ``GIVEN``, but for one of ``WITHHELD``; returns the number of these."""
+    """Put the entries of ``cache`` into the image ``GIVEN``, except one in ``WITHHELD``; returns the number left out."""
     entries = {path for path in cache.glob("??/*.*") if path.is_file()}
     withheld = drawn((path.stem for path in entries), WITHHELD, draw)
     with tempfile.TemporaryFile() as archive:
@@ -74,7 +74,7 @@ def build_command(
     environments: str = ENVIRONMENTS["test"],
     given: str = "",
 ) -> list[str]:
-    """The `docker build` call of one target, or of the stage ``toolchain``, which stays in the engine's cache alone."""
+    """The `docker build` call of one target, or of the stage ``toolchain``, which exists only in the engine's cache."""
     commit = find_commit(ROOT)
     arguments = {"FLASHMOE_ARCHS": archs, "ENVIRONMENTS": environments}
     arguments |= {"REVISION": commit.commit, "VERSION": __version__, "SOURCE": _origin()}
@@ -101,7 +101,7 @@ def _origin() -> str:
 
 
 def make_context(folder: Path) -> Path:
-    """A fresh clone of HEAD: uncommitted changes cannot get in, and file modes do not depend on a umask."""
+    """A fresh clone of HEAD: it contains no uncommitted changes, and file modes do not depend on a umask."""
     context = folder / "context"
     command = ["git", "-c", "safe.directory=*", "clone", "-q", "--depth", "1", f"file://{ROOT}", str(context)]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300, umask=0o022)
@@ -114,7 +114,7 @@ def make_context(folder: Path) -> Path:
 def build_images(
     targets: Sequence[str], *, base: str | None, archs: str, cache: Path | None = None, stage: str = ""
 ) -> Report:
-    """Build the targets, or of them that stage; the report states sizes and seconds."""
+    """Build the targets, or only their stage ``stage``; the report states sizes and seconds."""
     clock = Stopwatch()
     checks: list[Check] = []
     data: dict[str, Any] = {}
@@ -163,7 +163,7 @@ def _secrets(folder: Path) -> dict[str, Path]:
 
 
 def _network(environment: Mapping[str, str]) -> str:
-    """The requested network; by default the host's if an index or a proxy is on the host itself."""
+    """The requested network; by default the host's if an index or a proxy runs on the host."""
     chosen = environment.get("FLASHMOE_DOCKER_NETWORK", "")
     local = any(re.search(r"//(localhost|127\.)", value) for value in network_settings(environment).values())
     return chosen or ("host" if local else "")

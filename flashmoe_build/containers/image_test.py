@@ -21,7 +21,7 @@ from flashmoe_build.program import ROOT, Stopwatch, ending, finish, run
 from flashmoe_tools.progress import Progress
 from flashmoe_tools.report import Check, Report, Verdict
 
-RUN_LIMIT = 1800  # seconds of one container
+RUN_LIMIT = 1800  # seconds, for one container
 QUICK = ("--device", "cpu", "--suite", "smoke", "--quick")
 TEST = f"{TARGETS['test']}:latest"
 BENCH = f"{TARGETS['bench']}:latest"
@@ -51,7 +51,7 @@ class Images:
 
 
 def require_images(client: Any, wanted: Sequence[str] = (TEST, BENCH)) -> None:
-    """Raises BuildError where the engine does not have the images."""
+    """Raises BuildError if the engine lacks one of the images."""
     there = {tag for image in client.images.list() for tag in image.tags}
     missing = [name for name in wanted if name not in there]
     if missing:
@@ -60,7 +60,7 @@ def require_images(client: Any, wanted: Sequence[str] = (TEST, BENCH)) -> None:
 
 
 def wheel_inside(images: Images, image: str) -> tuple[str, dict[str, Any]]:
-    """sha256 and provenance of the wheel in one of the images."""
+    """sha256 and provenance of the wheel inside an image."""
     folder = "dist" if image == TEST else "/opt/flashmoe/dist"
     script = (
         f"import glob, hashlib, zipfile; name, = glob.glob('{folder}/*.whl'); record = 'flashmoe/provenance.json'; "
@@ -72,7 +72,7 @@ def wheel_inside(images: Images, image: str) -> tuple[str, dict[str, Any]]:
 
 
 def wheel_outside(python: Path, targets: Sequence[str], scratch: Path) -> tuple[str, dict[str, Any]]:
-    """The same of a wheel that this machine builds from a fresh clone of HEAD. Device code comes from the cache if it is there."""
+    """sha256 and provenance of a wheel that this machine builds from a fresh clone of HEAD. Device code comes from the cache if present."""
     context = make_context(scratch)
     environment = {key: value for key, value in os.environ.items() if key not in (*VARIABLES, "SOURCE_DATE_EPOCH")}
     environment |= {"FLASHMOE_ARCHS": ",".join(targets), "FLASHMOE_CACHE_DIR": str(ROOT / "build" / "cache")}
@@ -90,7 +90,7 @@ def wheel_outside(python: Path, targets: Sequence[str], scratch: Path) -> tuple[
 
 
 def compare_wheels(inside: tuple[str, Mapping[str, Any]], outside: tuple[str, Mapping[str, Any]]) -> list[Check]:
-    """Device binaries must be the same for any host compiler; the whole wheel must be, if the host compiler is the same."""
+    """Device binaries must be the same with any host compiler; the whole wheel must be if the host compiler is the same."""
     (digest, record), (other_digest, other) = inside, outside
     if record["commit"] != other["commit"]:
         found = f"the image is of commit {record['commit'][:12]}, this checkout of {other['commit'][:12]}"
@@ -160,7 +160,7 @@ def check_unwritable(images: Images) -> Check:
 
 
 def check_sigterm(images: Images) -> Check:
-    """Stopped midway: no half-written file, and the files that exist can be read."""
+    """Stopped midway it leaves no half-written file, and the files that exist can be read."""
     with tempfile.TemporaryDirectory() as results:
         Path(results).chmod(0o777)
         container = images.client.containers.run(

@@ -53,7 +53,7 @@ def rewrite(text: str, digest_of: Callable[[str], str]) -> tuple[str, list[str]]
 
 
 def registry_digest(image: str) -> str:
-    """The digest of a tag, asked through the engine. Raises OutOfReachError if the registry cannot be reached."""
+    """The digest of a tag, queried through the engine. Raises OutOfReachError if the registry cannot be reached."""
     docker = importlib.import_module("docker")  # by name: a type checker would resolve it to the folder docker/
     try:
         return str(docker.from_env(timeout=60).images.get_registry_data(image).id)
@@ -70,7 +70,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def look_up(*, check: bool) -> Report:
-    """Ask the registries; with ``check`` a tag that has moved on fails, else its new digest is written."""
+    """Query the registries; with ``check`` a tag that has moved fails, else its new digest is written."""
     engine()
     text, changes = rewrite(DOCKERFILE.read_text(encoding="utf-8"), registry_digest)
     if changes and not check:

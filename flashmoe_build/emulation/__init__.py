@@ -12,7 +12,7 @@ from flashmoe_tools import operations
 
 
 def _open_packages() -> None:
-    """The operations of an installed wheel have no ``emulation/``: theirs is this checkout's."""
+    """The operations of an installed wheel have no ``emulation/``: use this checkout's."""
     here = Path(__file__).resolve().parents[2] / "flashmoe_tools" / "operations"
     for name in operations.packages():
         package = import_module(f"{operations.__name__}.{name}")

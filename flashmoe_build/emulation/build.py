@@ -1,4 +1,4 @@
-"""Compiles the machine once and every kernel unit into a shared library of its own, both cached by content."""
+"""Compiles the emulated machine once and each kernel unit into a separate shared library, both cached by content."""
 
 import os
 import shutil
@@ -21,8 +21,8 @@ CSRC = REPOSITORY / "csrc"
 CACHE = REPOSITORY / "build" / "emulation"
 COMPILE_SECONDS = 300
 
-# Kernel arithmetic is not contracted into fused multiply-adds here; NVRTC contracts by default. Kernels that mean one
-# write fma_rn. Uninitialised locals hold a pattern (about -1.7e38 as a float).
+# Kernel arithmetic is not contracted into fused multiply-adds here; NVRTC contracts by default. Kernels that need an FMA
+# call fma_rn. Uninitialised locals hold a pattern (about -1.7e38 as a float).
 COMMON_FLAGS = (
     "-std=c++17",
     "-fPIC",
@@ -30,18 +30,18 @@ COMMON_FLAGS = (
     "-ffp-contract=off",
     "-Wno-unknown-pragmas",
 )
-# Call sites are named relative to the repository. No part of a key: what one checkout has compiled serves another.
+# Call sites are named relative to the repository. Not part of any key: checkouts share what one of them has compiled.
 PREFIX_MAP = f"-fmacro-prefix-map={REPOSITORY}/="
-# -Og compiles in half of -O2's time, and a run takes as long: nearly all of it is in the machine, which is compiled with -O3.
+# -Og compiles in half of -O2's time and a run takes as long: almost all of it is in the machine, which is compiled with -O3.
 KERNEL_LEVEL = "-Og"
-# gdb has a kernel's lines and frames, which -g1 holds; more takes longer to compile, and that of the machine to link.
+# -g1 gives gdb a kernel's lines and frames; more would slow down compiling, and linking the machine.
 # Neither kernels nor the machine throw; without landing pads a kernel compiles in nine tenths of the time.
 KERNEL_FLAGS = ("-g1", "-fno-var-tracking", "-fno-math-errno", "-fno-exceptions", "-include", "emulation/prelude.h")
-# Indices of register arrays, overflow and shifts of ints trap; the machine reports them.
+# Out-of-range indices of register arrays, and int overflows and shifts, trap; the machine reports them.
 TRAP_FLAGS = ("-fsanitize=bounds,signed-integer-overflow,shift", "-fsanitize-undefined-trap-on-error")
 DIVISION_FLAG = "-fsanitize=integer-divide-by-zero"
 POISON_FLAG = (
-    "-ftrivial-auto-var-init=pattern"  # g++ 12 and later; with 11, locals hold what the stack happened to have
+    "-ftrivial-auto-var-init=pattern"  # g++ 12 and later; with g++ 11, locals hold whatever happened to be on the stack
 )
 MACHINE_FLAGS = ("-O3", "-fno-math-errno", "-fno-trapping-math", "-Wall", "-Wextra", "-Wno-psabi")
 _MACHINE_LOCK = threading.Lock()
@@ -51,7 +51,7 @@ MAP_BYTES = 128  # of an encoded tensor map; also the width of the swizzle
 @dataclass(frozen=True)
 class Options:
     """How to compile. ``sanitize``: "", "address", "undefined" or both with a comma. ``overlay``: a folder whose files
-    stand in for those of csrc (changed kernels)."""
+    replace those of csrc (changed kernels)."""
 
     sanitize: str = ""
     overlay: Path | None = None
@@ -70,7 +70,7 @@ class Options:
 
 
 def jobs() -> int:
-    """Compilations and test processes at once: MAX_JOBS, else at most two."""
+    """Number of concurrent compilations and test processes: MAX_JOBS, else at most two."""
     return job_count(os.environ) if os.environ.get("MAX_JOBS") else min(2, job_count(os.environ))
 
 
@@ -88,7 +88,7 @@ def compiler() -> tuple[str, str]:
 
 @lru_cache(maxsize=1)
 def poison_flags() -> tuple[str, ...]:
-    """POISON_FLAG where the compiler knows it."""
+    """POISON_FLAG if the compiler supports it."""
     command = [compiler()[0], POISON_FLAG, "-fsyntax-only", "-x", "c++", "/dev/null"]
     known = subprocess.run(command, check=False, capture_output=True).returncode == 0
     return (POISON_FLAG,) if known else ()
@@ -96,7 +96,7 @@ def poison_flags() -> tuple[str, ...]:
 
 @lru_cache(maxsize=1)
 def trap_flags() -> tuple[str, ...]:
-    """TRAP_FLAGS, and a check of divisors where the processor gives 0 for a division by zero: x86 traps by itself."""
+    """TRAP_FLAGS, plus a check of divisors on processors where dividing by zero gives 0: x86 traps by itself."""
     machine = subprocess.run([compiler()[0], "-dumpmachine"], check=True, capture_output=True, text=True).stdout
     return (*TRAP_FLAGS, DIVISION_FLAG) if machine.startswith("aarch64") else TRAP_FLAGS
 
@@ -112,7 +112,7 @@ def _run(command: list[str], what: str) -> None:
 
 
 def _publish(command: list[str], output: Path, what: str) -> Path:
-    """Runs ``command`` with ``-o`` a temporary name, then moves the result in place: half a file is never found."""
+    """Runs ``command`` with ``-o`` a temporary name, then moves the result into place, so that no half-written file is found."""
     output.parent.mkdir(parents=True, exist_ok=True)
     temporary = output.with_name(f".{output.name}.{os.getpid()}.{threading.get_ident()}")
     _run([*command, "-o", str(temporary)], what)
@@ -133,13 +133,13 @@ def machine_objects(options: Options) -> tuple[Path, ...]:
             _publish([path, *flags, PREFIX_MAP, f"-I{CSRC}", "-c", str(source)], output, source.name)
         return output
 
-    with _MACHINE_LOCK:  # the second of two kernels finds the objects that the first has made
+    with _MACHINE_LOCK:  # of two concurrent kernels the second finds the objects that the first made
         return tuple(run_all(sorted((CSRC / "emulation").glob("*.cpp")), compile_one, jobs()))
 
 
 @dataclass(frozen=True)
 class _Job:
-    """One library to be: its file, named by the content of all that goes into it, and how it is compiled."""
+    """One library to compile: its file, named by the hash of everything that goes into it, and the compile settings."""
 
     name: str
     text: str
@@ -174,7 +174,7 @@ def _job(name: str, text: str, arch: str, options: Options) -> _Job:
 
 
 def library(name: str, text: str, arch: str, options: Options) -> Path:
-    """A shared library of one translation unit and the machine. ``arch``: sm90, what the unit is compiled for."""
+    """A shared library of one translation unit and the machine. ``arch``: what the unit is compiled for, such as sm90."""
     return _compiled(_job(name, text, arch, options))
 
 
@@ -188,7 +188,7 @@ def _compiled(job: _Job) -> Path:
 
 
 def unit_text(unit: Unit, options: Options) -> str:
-    """The unit that NVRTC compiles, unchanged, and a C entry for each kernel that takes its parameters by address."""
+    """The unit that NVRTC compiles, unchanged, and for each kernel a C entry that takes its parameters by address."""
     kind = unit.row.descriptor
     lines = [unit_source(unit), *layout_checks(kind.params, options.roots())]
     maps = "".join(
@@ -208,7 +208,7 @@ def unit_text(unit: Unit, options: Options) -> str:
 
 
 def _encode_maps(params: str, maps: TensorMaps, tile: str) -> list[str]:
-    """The host's own description of the maps, encoded as the machine wants it, one after another."""
+    """The host's description of the tensor maps, encoded for the machine, one after another."""
     return [
         f'#include "{maps.header}"',
         'extern "C" const char* emulation_encode_tensor_map(',
@@ -233,12 +233,12 @@ def _encode_maps(params: str, maps: TensorMaps, tile: str) -> list[str]:
 
 
 def kernel_library(unit: Unit, options: Options) -> Path:
-    """The emulated library of one unit; compiled when its content is new."""
+    """The emulated library of one unit; compiled if its content is new."""
     return _compiled(_unit_job(unit, options))
 
 
 def library_file(unit: Unit, options: Options) -> Path:
-    """Where ``kernel_library`` has put it, or will."""
+    """The file that ``kernel_library`` writes."""
     return _unit_job(unit, options).output
 
 
@@ -248,4 +248,4 @@ def _unit_job(unit: Unit, options: Options) -> _Job:
     return make(unit.name, unit_text(unit, options), f"sm{major}{minor}", options)
 
 
-_job_of_checkout = cache(_job)  # each case asks for its kernel; what it includes is read once a process
+_job_of_checkout = cache(_job)  # every case looks up its kernel; its includes are read once per process

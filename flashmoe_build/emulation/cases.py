@@ -1,4 +1,4 @@
-"""Which kernels there are to emulate, and the small problems that each is run on: the operations say it."""
+"""The kernels to emulate and the small problems that each runs on, as the operations define them."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from flashmoe_build.emulation.runner import NamedProblem, Outcome, Runner, execu
 from flashmoe_tools import operations
 from flashmoe_tools.tables import Tables, Unit
 
-# Each family adds as its own GPU does; the seeds of the suite use every policy for work in flight.
+# Each family uses the tensor-core arithmetic of its GPU; the seeds of the suite cover every policy for work in flight.
 FAMILY_CORES = {"sm75": "t4", "sm80": "a100", "sm90": "h100"}
-FEW_OF = 5  # of so many problems one is run where another kernel of the same source runs them all
-_KERNELS: dict[int, tuple[Tables, tuple[Kernel, ...]]] = {}  # found once for each set of tables, which cannot be hashed
-NOT_EMULATED = NamedProblem("not emulated")  # what a kernel operation without a runner has: a case that fails
+FEW_OF = 5  # one in this many problems runs if another kernel of the same source runs them all
+_KERNELS: dict[int, tuple[Tables, tuple[Kernel, ...]]] = {}  # computed once per table object; tables cannot be hashed
+NOT_EMULATED = NamedProblem("not emulated")  # stands for a kernel operation without a runner: a case that fails
 
 
 def runners() -> Mapping[str, Runner]:
-    """By kernel operation, those of every operation that has an ``emulation`` package. Two for one operation are a TableError."""
+    """The runners of all ``emulation`` packages by kernel operation. Two for the same operation are a TableError."""
     return _runners(tuple(operations.__path__))
 
 
@@ -45,7 +45,7 @@ def _runners(_: tuple[str, ...]) -> Mapping[str, Runner]:
 
 @dataclass(frozen=True)
 class Kernel:
-    """One kernel unit to emulate. Units that differ only in target share the source text and count once."""
+    """One kernel unit to emulate. Units that differ only in target share the source text and are one kernel."""
 
     label: str
     unit: Unit
@@ -57,10 +57,10 @@ class Kernel:
 
 @dataclass(frozen=True)
 class Case:
-    """A kernel, a problem and a seed: what one emulated run needs."""
+    """A kernel, a problem and a seed: the input of one emulated run."""
 
     kernel: Kernel
-    problem: Any  # what the operation made
+    problem: Any  # defined by the operation
     seed: int
 
     @property
@@ -68,14 +68,14 @@ class Case:
         return f"{self.kernel.label}-{self.problem.name}-seed{self.seed}"
 
     def command(self) -> str:
-        """The command that repeats the case, for reports; ``runnable`` names the interpreter in what is printed."""
+        """The command that repeats the case, for reports; ``runnable`` inserts the interpreter when it is printed."""
         words = getattr(self.problem, "command_words", f"--problem '{self.problem.name}'")
         return f"python -m flashmoe_build.emulation --kernel {self.kernel.label} {words} --seed {self.seed}"
 
 
 def kernels(tables: Tables) -> tuple[Kernel, ...]:
-    """Every distinct kernel of the table: same name and same numbers count once; a name with several tiles gets the
-    target of each in its label."""
+    """Every distinct kernel of the table: rows of the same name and numbers are one; if a name has several tiles, the
+    label of each includes its target."""
     known = _KERNELS.get(id(tables))
     if known is None or known[0] is not tables:
         known = _KERNELS[id(tables)] = (tables, _distinct(tables))
@@ -96,7 +96,7 @@ def _distinct(tables: Tables) -> tuple[Kernel, ...]:
 
 
 def matching(tables: Tables, text: str) -> tuple[Kernel, ...]:
-    """The kernel of that label, or else all whose label contains ``text``."""
+    """The kernel with that label, else all whose label contains ``text``."""
     every = kernels(tables)
     exact = tuple(kernel for kernel in every if kernel.label == text)
     return exact or tuple(kernel for kernel in every if text in kernel.label)
@@ -107,14 +107,14 @@ def is_causal(problem: Any) -> bool:
 
 
 def is_huge(problem: Any) -> bool:
-    """Whether offsets pass 2^31, so that one block alone runs."""
+    """Whether offsets exceed 2^31, so that only one block runs."""
     return bool(getattr(problem, "huge", False))
 
 
 def suite(
     tables: Tables, selected: str = "", masks: tuple[bool, ...] = (False, True), *, whole: bool = False
 ) -> Iterator[Case]:
-    """The cases of every kernel that ``selected`` names (see ``matching``); ``whole``: of those that others repeat, too."""
+    """The cases of every kernel that ``selected`` names (see ``matching``); ``whole``: including those that other kernels repeat."""
     for kernel in matching(tables, selected):
         runner = kernel.runner
         if runner is None:
@@ -127,7 +127,7 @@ def suite(
 
 
 def is_repeated(unit: Unit) -> bool:
-    """A kernel in bf16 is the source of the one in f16 of its row, with another conversion; that one meets every problem."""
+    """Whether the kernel is in bf16: its source is that of the f16 kernel of its row with another conversion, and the f16 one runs every problem."""
     return unit.dtype == "bf16" and "f16" in unit.row.dtypes
 
 

@@ -1,6 +1,6 @@
-"""Which kernels differ from those of a commit, and the quick form of the suite: few problems on one kernel of each variant.
+"""Which kernels differ from those of a commit, and the quick suite: few problems, one kernel per variant.
 
-A kernel differs when what the emulator would compile of it does: its own source, its numbers, or a file that it includes.
+A kernel differs if the emulator's input for it does: its source, its numbers, or a file that it includes.
 """
 
 import subprocess
@@ -17,20 +17,20 @@ from flashmoe_build.emulation.build import CSRC, REPOSITORY, Options, library_fi
 from flashmoe_build.emulation.cases import Case, Kernel, is_huge, kernels, suite
 from flashmoe_tools.tables import Unit, load_tables
 
-ONE_IN = 2  # problems of a kernel's suite that the quick form runs
+ONE_IN = 2  # the quick suite runs one in this many problems of a kernel
 UPSTREAMS = ("@{upstream}", "origin/HEAD", "origin/main")
 
 
 @dataclass(frozen=True)
 class Changes:
-    """Kernels that differ from ``base`` (a commit in words; empty: nothing to compare with, so all of them)."""
+    """Kernels that differ from ``base`` (a description of the commit; empty: nothing to compare with, so all kernels)."""
 
     base: str
     kernels: tuple[Kernel, ...]
 
 
 def find_changes(against: str = "", options: Options | None = None, root: Path = REPOSITORY) -> Changes:
-    """What differs from the commit ``against``; by default from where this branch left its upstream, which CI has seen.
+    """What differs from the commit ``against``; by default from where this branch left its upstream, which CI has tested.
 
     A commit that does not exist is an ArgumentError.
     """
@@ -46,7 +46,7 @@ def find_changes(against: str = "", options: Options | None = None, root: Path =
         csrc = Path(name) / "csrc"
         try:
             old = kernels(load_tables(csrc))
-        except TableError:  # tables that this program cannot read
+        except TableError:  # tables that this version cannot read
             return Changes(words, every)
         before = set(_keys(old, csrc, (csrc / "emulation" / "include", csrc)))
     keys = _keys(every, CSRC, (options or Options()).roots())
@@ -54,7 +54,7 @@ def find_changes(against: str = "", options: Options | None = None, root: Path =
 
 
 def _keys(every: Sequence[Kernel], csrc: Path, roots: Sequence[Path]) -> list[tuple[str, str]]:
-    """Of each kernel its own source, and a hash over what that includes: the same for all that begin with one header."""
+    """Per kernel: its source, and a hash over everything included, which is the same for all kernels with the same header."""
     headers: dict[str, str] = {}
     for kernel in every:
         header = kernel.unit.row.descriptor.header
@@ -73,7 +73,7 @@ def _named(root: Path, name: str) -> tuple[str, str]:
 
 
 def _upstream(root: Path) -> tuple[str, str]:
-    """(commit, words) of where HEAD left its upstream; empty without git or an upstream."""
+    """(commit, description) of where HEAD left its upstream; empty without git or an upstream."""
     for name in UPSTREAMS:
         done = _git(root, "merge-base", "HEAD", name)
         if done.returncode == 0:
@@ -92,9 +92,9 @@ def _git(root: Path, *words: str) -> subprocess.CompletedProcess[bytes]:
 
 
 def variants(chosen: Sequence[Kernel]) -> tuple[Kernel, ...]:
-    """One kernel for each way through the source: operation, family, schedule, options and ring or single buffer.
+    """One kernel per path through the source: operation, family, schedule, options, and ring or single buffer.
 
-    In turn from each family of each operation, so that a run that is cut short has seen something of them all.
+    Alternates between the families of all operations, so that a run that is cut short has covered some of each.
     """
     groups: dict[tuple[str, str], dict[object, Kernel]] = {}
     for kernel in chosen:
@@ -106,7 +106,7 @@ def variants(chosen: Sequence[Kernel]) -> tuple[Kernel, ...]:
 
 
 def quick_cases(chosen: Sequence[Kernel]) -> Iterator[Case]:
-    """Every second problem of each kernel's suite, in turn of the two masks; the one past 2^31 is left to the whole suite."""
+    """Every second problem of each kernel's suite, alternating between the two masks; the one past 2^31 only runs in the full suite."""
     tables = load_tables()
     for kernel in chosen:
         few = [case for case in suite(tables, kernel.label) if not is_huge(case.problem)]
@@ -114,5 +114,5 @@ def quick_cases(chosen: Sequence[Kernel]) -> Iterator[Case]:
 
 
 def stamp(unit: Unit, options: Options) -> Path:
-    """Lies there once this very library, compiled from these sources, has passed the quick form."""
+    """The file that exists once this exact library, compiled from these sources, has passed the quick suite."""
     return library_file(unit, options).with_suffix(".passed")

@@ -1,4 +1,4 @@
-"""``python -m flashmoe_build.emulation``: the suite, or one kernel on one problem for a person who hunts a bug."""
+"""``python -m flashmoe_build.emulation``: the suite, or one kernel on one problem when debugging."""
 
 import argparse
 import os
@@ -58,7 +58,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def selected_cases(arguments: argparse.Namespace) -> list[Case]:
-    """The cases that the arguments name, every seed of them."""
+    """The cases that the arguments name, with every seed."""
     masks = (False, True) if arguments.mask is None else (arguments.mask == "causal",)
     if arguments.shape is None:
         cases = [
@@ -77,7 +77,7 @@ def selected_cases(arguments: argparse.Namespace) -> list[Case]:
 
 
 def _custom_cases(arguments: argparse.Namespace) -> Iterator[Case]:
-    """What --shape and its like describe; words that describe no problem end the program as other wrong words do."""
+    """The problem that --shape and similar options describe; invalid values end the program like other usage errors."""
     for kernel in matching(load_tables(), arguments.kernel):
         if kernel.runner is None or kernel.runner.custom is None:
             continue
@@ -88,7 +88,7 @@ def _custom_cases(arguments: argparse.Namespace) -> Iterator[Case]:
 
 
 def with_sanitizer(words: str) -> None:
-    """AddressSanitizer's runtime must be loaded before everything else: starts this program again with it."""
+    """Restarts this program with AddressSanitizer's runtime preloaded, because it must be loaded before everything else."""
     if "address" not in words or os.environ.get("FLASHMOE_EMULATION_ASAN"):
         return
     path, _ = compiler()
@@ -109,7 +109,7 @@ def with_sanitizer(words: str) -> None:
 
 
 def chosen_cases(arguments: argparse.Namespace) -> tuple[list[Case], Check | None]:
-    """The cases to run, and with --changed what they were chosen by. No case with a check: nothing differs, or it has passed."""
+    """The cases to run, and with --changed the check that explains the choice. No cases but a check: nothing differs, or all have passed."""
     if arguments.changed is None and not arguments.quick:
         return selected_cases(arguments), None
     named = matching(load_tables(), arguments.kernel)
@@ -131,7 +131,7 @@ def chosen_cases(arguments: argparse.Namespace) -> tuple[list[Case], Check | Non
 
 
 def checks_of(arguments: argparse.Namespace, runs: Runs, chosen: Check | None) -> tuple[Check, ...]:
-    """What the report holds: each run, or each kernel where there are many runs of one; then what was not reached."""
+    """The report's checks: one per run, or one per kernel if there are many runs; then one for what did not run."""
     many = arguments.seeds > 1 or arguments.quick or arguments.changed is not None
     checks = summarised(runs.cases, runs.checks) if many else list(runs.checks)
     if chosen is not None:

@@ -1,4 +1,4 @@
-"""How a kernel's results are compared with what they must be."""
+"""Compares a kernel's results with the expected ones."""
 
 from collections.abc import Mapping
 
@@ -7,15 +7,15 @@ import torch
 from flashmoe_tools.operations.dtypes import TORCH_DTYPES
 
 DTYPES = {name: TORCH_DTYPES[name] for name in ("f16", "bf16")}
-# Half a unit in the last place, relative: what rounding to the type may cost.
+# Half a unit in the last place, relative: the error of rounding to the type.
 UNIT_ROUNDOFF = {"f16": 2.0**-11, "bf16": 2.0**-8}
-UNTOUCHED = 7.0  # stands where a kernel must leave memory alone
+UNTOUCHED = 7.0  # fills memory that a kernel must not write
 
-Expected = Mapping[str, tuple[torch.Tensor, torch.Tensor]]  # by result: value in fp64, and bound of the error
+Expected = Mapping[str, tuple[torch.Tensor, torch.Tensor]]  # by result: value in fp64, and error bound
 
 
 def worst_element(name: str, actual: torch.Tensor, expected: torch.Tensor, bound: torch.Tensor) -> list[str]:
-    """Where a result is furthest outside its bound, in words; empty when nowhere. NaN must be NaN, infinity the same infinity."""
+    """Describes the element furthest outside its bound; empty if there is none. NaN must be NaN, infinity the same infinity."""
     error = (actual.double() - expected).abs()
     same = (torch.isnan(actual) & torch.isnan(expected)) | (torch.isinf(expected) & (actual.double() == expected))
     wrong = ~((error <= bound) | same)
@@ -31,7 +31,7 @@ def worst_element(name: str, actual: torch.Tensor, expected: torch.Tensor, bound
 
 
 def different(name: str, actual: torch.Tensor, expected: torch.Tensor) -> list[str]:
-    """The first element of a result that must be exact and is not."""
+    """Describes the first element that differs in a result that must be exact; empty if there is none."""
     wrong = (actual != expected).nonzero()
     if wrong.numel() == 0:
         return []
@@ -41,7 +41,7 @@ def different(name: str, actual: torch.Tensor, expected: torch.Tensor) -> list[s
 
 
 def touched(name: str, beside: torch.Tensor, value: float = UNTOUCHED) -> list[str]:
-    """What stands beside a result must stay."""
+    """Describes a change to memory beside a result, which must stay ``value``."""
     kept = torch.isnan(beside) if value != value else beside == value
     changed = int((~kept).sum())
     return [f"{changed} elements beside {name} were written"] if changed else []

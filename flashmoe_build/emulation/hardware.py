@@ -1,5 +1,5 @@
-"""Records emulated launches of every kernel that an H100 runs, with their cubins, for a replay on a GPU (on_gpu.py): the
-agreement of the two.
+"""Records emulated launches of the forward and combine kernels that an H100 runs, with their cubins, for replay on a GPU
+(on_gpu.py), to measure how well the two agree.
 
 python -m flashmoe_build.emulation.hardware FOLDER [--kernel TEXT]
 python FOLDER/on_gpu.py FOLDER --json agreement.json          on a machine with an sm_90 GPU
@@ -32,15 +32,15 @@ from flashmoe_tools.operations.attention.emulation.problem import Problem, Shape
 from flashmoe_tools.tables import Tables, Unit, load_tables
 
 TARGET = "sm_90a"
-# Whose launches are recorded. The others multiply with the same instructions, in the same order.
+# The operations whose launches are recorded. The others multiply with the same instructions, in the same order.
 OPERATIONS = ("attention_forward", "attention_combine")
 PROBE = REPOSITORY / "tests" / "emulation" / "kernels" / "probe.cuh"
 PROBE_COUNT = 64
 
 
 def problems(unit: Unit) -> list[Problem]:
-    """One problem a mask: ordinary scores over several tiles, and a maximum that keeps moving. Split kernels share the keys
-    out to three blocks; their two results are added up by the combine kernel's own problem."""
+    """One problem per mask: ordinary scores over several tiles, and a maximum that keeps changing. Split kernels divide the keys
+    between three blocks; the combine kernel's own problem covers merging their two results."""
     dim = unit.row.axes["head_dim"]
     if unit.row.operation == "attention_combine":
         return [
@@ -72,12 +72,12 @@ def _maps(unit: Unit, problem: Problem) -> list[tuple[str, dict[str, Any]]]:
 
 
 def unwritten(like: torch.Tensor) -> torch.Tensor:
-    """NaN in that shape and dtype, of which a file holds one value."""
+    """A NaN tensor of that shape and dtype that stores a single value in a file."""
     return torch.full((1,), float("nan"), dtype=like.dtype).expand(like.shape)
 
 
 class _Nowhere:
-    """Stands in for a library where a launch is described and not run: every address is null until on_gpu.py knows it."""
+    """Replaces the library when a launch is described but not run: every address is null until on_gpu.py fills it in."""
 
     def add_buffer(self, *_: object, **__: object) -> int:
         return 0
@@ -87,7 +87,7 @@ class _Nowhere:
 
 
 def record(unit: Unit, problem: Problem, cubin: str) -> dict[str, Any]:
-    """One launch, what the emulation makes of it with an H100's tensor cores, and what on_gpu.py needs to repeat it."""
+    """One launch, its emulated results with an H100's tensor cores, and what on_gpu.py needs to repeat it."""
     trial = runners()[unit.row.operation].trial(unit, problem)
     (launch,) = trial.launches
     outcome = execute(unit, trial, Settings(core=TENSOR_CORES["h100"]), Options())
@@ -97,7 +97,7 @@ def record(unit: Unit, problem: Problem, cubin: str) -> dict[str, Any]:
     buffers = dict(launch.buffers())
     results = {name: tensor for name, tensor in trial.results.items() if name in buffers}
     tensors = {name: unwritten(b.tensor) if name in results else b.tensor for name, b in buffers.items()}
-    is_split = "out_partial" in results  # which leaves the output alone
+    is_split = "out_partial" in results  # a split kernel does not write the output
     if is_split:
         tensors["out"] = unwritten(tensors["out"])
     shape = geometry(unit, launch)
@@ -127,7 +127,7 @@ class ProbeParams(ctypes.Structure):
 
 
 def probe_inputs(name: str) -> dict[str, torch.Tensor]:
-    """Inputs whose exponents differ widely, so that every bit of the alignment shows."""
+    """Inputs whose exponents differ widely, so that every bit of the alignment matters."""
     generator = torch.Generator().manual_seed(23)
 
     def spread(*shape: int, width: float) -> torch.Tensor:
@@ -164,7 +164,7 @@ def probe_library() -> KernelLibrary:
 
 
 def record_probe(emulated: KernelLibrary, name: str, cubin: str) -> dict[str, Any]:
-    """One instruction on many inputs, by the emulation with an H100's tensor cores."""
+    """One instruction on many inputs, emulated with an H100's tensor cores."""
     given = probe_inputs(name)
     out = torch.zeros_like(given["c"])
     count = given["c"].numel() if "a" not in given else PROBE_COUNT
@@ -195,7 +195,7 @@ def record_probe(emulated: KernelLibrary, name: str, cubin: str) -> dict[str, An
 
 
 def probe_cubin(unit: Unit) -> bytes:
-    """The probes for the GPU; ``unit`` lends its target."""
+    """The probe kernels for the GPU, compiled for the target of ``unit``."""
     toolchain, source = find_toolchain(), PROBE.read_text(encoding="utf-8")
     virtual = unit.target.name.replace("sm_", "compute_")
     ptx = compile_ptx(

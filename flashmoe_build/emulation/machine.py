@@ -17,14 +17,14 @@ class AsyncPolicy(int, Enum):
     """When work in flight (cp.async, tensor copies, wgmma) takes effect."""
 
     FROM_SEED = -1
-    LAZY = 0  # only at the wait that guarantees it
-    EAGER = 1  # at once
-    RANDOM = 2  # at seeded moments, in a seeded order
+    LAZY = 0  # at the wait that guarantees it, no earlier
+    EAGER = 1  # immediately
+    RANDOM = 2  # at random moments in a random order, both seeded
 
 
 @dataclass(frozen=True)
 class TensorCore:
-    """How a generation of tensor cores adds: products per step, and bits kept below a float's 24."""
+    """How a generation of tensor cores adds: products per step, and extra bits kept below a float's 24."""
 
     block: int
     extra_bits: int
@@ -59,18 +59,18 @@ class _Launch(ctypes.Structure):
 
 @dataclass(frozen=True)
 class Geometry:
-    """What a launch states besides the parameters."""
+    """The launch configuration."""
 
     grid: int
     threads: int
     shared_bytes: int
-    registers: int  # a thread, at launch
-    only_block: int | None = None  # of a problem too large to run whole: the one block that runs
+    registers: int  # per thread, at launch
+    only_block: int | None = None  # the only block to run if the problem is too large
 
 
 @dataclass(frozen=True)
 class Settings:
-    """What may differ between runs of the same launch."""
+    """Settings that may differ between runs of the same launch."""
 
     seed: int = 0
     policy: AsyncPolicy = AsyncPolicy.FROM_SEED
@@ -107,7 +107,7 @@ class LaunchReport:
 
     kernel: str
     seed: int
-    seconds: float  # of one core
+    seconds: float  # on one core
     async_policy: str
     statistics: Mapping[str, int] = field(default_factory=dict)
     failure: Failure | None = None
@@ -120,7 +120,7 @@ class LaunchReport:
 
 
 class KernelLibrary:
-    """One emulated kernel unit. Addresses that it hands out are for kernel parameters; nothing on the host follows them."""
+    """One emulated kernel unit. The addresses that it returns are for kernel parameters; the host never dereferences them."""
 
     def __init__(self, path: Path) -> None:
         self._library = ctypes.CDLL(str(path))
@@ -144,7 +144,7 @@ class KernelLibrary:
             function.argtypes = arguments
 
     def function(self, name: str) -> Any:
-        """A further C function of the library."""
+        """Another C function of the library."""
         return getattr(self._library, name)
 
     def add_buffer(self, pointer: int, size: int, *, writable: bool, initialised: bool, name: str) -> int:
@@ -152,7 +152,7 @@ class KernelLibrary:
         return int(self._library.emulation_add_buffer(pointer, size, writable, initialised, name.encode()))
 
     def reserve(self, size: int) -> int:
-        """Address space for ``map_buffer``."""
+        """Reserves address space for ``map_buffer``."""
         return int(self._library.emulation_reserve(size))
 
     def map_buffer(
@@ -161,7 +161,7 @@ class KernelLibrary:
         self._library.emulation_map_buffer(address, pointer, size, writable, initialised, name.encode())
 
     def expect_from_grid_in_front(self, address: int) -> int:
-        """The buffer at ``address`` is written by the launch before, which a dependent launch must wait for."""
+        """The buffer at ``address`` is written by the preceding launch, which a dependent launch must wait for."""
         self._library.emulation_expect_from_grid_in_front(address)
         return address
 

@@ -1,4 +1,4 @@
-"""Hunts planted bugs: patches of kernel sources, by rule and by hand, each of which the emulated suite must find.
+"""Hunts planted bugs: generated and hand-written patches of kernel sources, each of which the emulated suite must find.
 
 python -m flashmoe_build.emulation.mutants [--generated | --by-hand] [--only TEXT] [--json PATH] [--jobs N] [--budget-minutes M]
 """
@@ -21,11 +21,11 @@ from flashmoe_build.emulation.mutation.planted import Mutant, load_mutants, patc
 from flashmoe_tools.progress import Progress
 from flashmoe_tools.report import utc_now, write_report
 
-WRITE_SECONDS = 60  # between two writes of the report while the hunt goes on
+WRITE_SECONDS = 60  # between two writes of the report during the hunt
 
 
 def in_turn(mutants: Sequence[Mutant]) -> list[Mutant]:
-    """The first of every file, then the second of every file: a hunt that ends early has been everywhere."""
+    """The first mutant of every file, then the second of every file, so that a hunt that ends early has covered all files."""
     place: Counter[str] = Counter()
     order: list[tuple[int, Mutant]] = []
     for mutant in sorted(mutants, key=lambda mutant: mutant.rank):  # synchronisation first
@@ -35,7 +35,7 @@ def in_turn(mutants: Sequence[Mutant]) -> list[Mutant]:
 
 
 def hunt_all(mutants: Sequence[Mutant], workers: int, end: float, progress: Progress) -> Iterator[tuple[Mutant, Kill]]:
-    """Each as it is found, until the time ``end``."""
+    """Yields each result as it arrives, until the time ``end``."""
 
     def one(mutant: Mutant) -> Kill | None:
         return hunt_in_process(mutant, end) if time.monotonic() < end else None
@@ -51,7 +51,7 @@ def hunt_all(mutants: Sequence[Mutant], workers: int, end: float, progress: Prog
 
 def main(words: Sequence[str] | None = None) -> int:
     arguments = _parser().parse_args(words)
-    os.environ.setdefault("OMP_NUM_THREADS", "1")  # of torch in each worker
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # for torch in each worker
     wanted = [
         *(() if arguments.generated or arguments.every else load_mutants()),
         *(() if arguments.by_hand else generated(every=arguments.every)),
@@ -64,7 +64,7 @@ def main(words: Sequence[str] | None = None) -> int:
         print("\n".join(f"{mutant.name}: {mutant.what}" for mutant in chosen))
         return ExitCode.OK
     for mutant in chosen:
-        patched(mutant)  # stale anchors first, before an hour of work
+        patched(mutant)  # fail on stale anchors now, not after an hour of work
     started, begin = utc_now(), time.monotonic()
     kills = record.read(arguments.json, chosen) if arguments.json is not None else {}
     left = [mutant for mutant in chosen if mutant.name not in kills]

@@ -1,6 +1,6 @@
-"""Replays launches that ``flashmoe_build.emulation.hardware`` recorded, on the GPU at hand, and compares bit by bit.
+"""Replays launches that ``flashmoe_build.emulation.hardware`` recorded on this machine's GPU, and compares bit by bit.
 
-Needs torch and the driver alone, so that it can be carried to a machine without this repository:
+Needs only torch and the driver, so that it can be copied to a machine without this repository:
 
     python on_gpu.py FOLDER [--json PATH]
 """
@@ -22,7 +22,7 @@ class Driver:
     """The few calls of libcuda that a launch needs."""
 
     def __init__(self) -> None:
-        torch.zeros(1, device="cuda")  # the primary context
+        torch.zeros(1, device="cuda")  # creates the primary context
         self.cuda = ctypes.CDLL("libcuda.so.1")
 
     def check(self, status: int, call: str) -> None:
@@ -84,7 +84,7 @@ def ulps(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
 
 
 def replay(driver: Driver, record: dict[str, Any], cubin: bytes) -> dict[str, Any]:
-    """One recorded launch on the GPU, compared with what the emulation gave."""
+    """One recorded launch on the GPU, compared with the emulation's result."""
     tensors = {name: tensor.contiguous().cuda() for name, tensor in record["tensors"].items()}
     blob = bytearray(record["params"])
     for offset, name in record["pointers"]:
@@ -103,14 +103,14 @@ def replay(driver: Driver, record: dict[str, Any], cubin: bytes) -> dict[str, An
             "max_ulp": int(distance.max()),
             "max_abs": float((tensors[name].cpu().double() - emulated.double()).nan_to_num(0, 0, 0).abs().max()),
         }
-        if name == "out_partial":  # fp32 of a split: comparable with the others' outputs once rounded as those are
+        if name == "out_partial":  # a split's fp32: comparable with the other outputs once rounded to their type
             rounded = (side.to(getattr(torch, record["element"])) for side in (tensors[name].cpu(), emulated))
             result[name]["bitwise_equal_rounded"] = int((ulps(*rounded) == 0).sum())
     return result
 
 
 def totals(results: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    """The sums over all launches of attention kernels, by result; the probes stand for themselves."""
+    """The sums over all launches of attention kernels, by result; probes are listed individually."""
     sums: dict[str, dict[str, Any]] = {}
     for result in results:
         if result["name"].startswith("probe"):

@@ -1,7 +1,7 @@
-"""A kernel's parameter struct for Python, read from the C header that declares it.
+"""A kernel's parameter struct as a ctypes structure, read from the C header that declares it.
 
-The header is plain C: structs of integers, floats, pointers and structs before them. The emulated library asserts every
-name, offset, size and type that was read (``layout_checks``), so a header that is read wrongly does not compile.
+The header is plain C: structs of integers, floats, pointers and previously declared structs. The emulated library asserts every
+name, offset, size and type that was read (``layout_checks``), so a misread header does not compile.
 """
 
 import ctypes
@@ -32,7 +32,7 @@ _MEMBER = re.compile(r"((?:const\s+)?\w+)\s*(\*?)\s*\b(\w+)")
 
 
 def structure(declared: Header, roots: Sequence[Path]) -> type[ctypes.Structure]:
-    """The struct of that name. Raises BuildError for a header or a member that is no plain C."""
+    """The struct of that name. Raises BuildError for a header or a member that is not plain C."""
     name = declared.name.rsplit("::", 1)[-1]
     known = _structures(declared.header, tuple(roots))
     if name not in known:
@@ -66,7 +66,7 @@ def _text(header: str, roots: tuple[Path, ...]) -> str:
 
 
 def _enums(header: str, roots: tuple[Path, ...]) -> dict[str, Any]:
-    """Those of the header and of what it includes."""
+    """The enums of the header and of what it includes."""
     text = _text(header, roots)
     found = {name: SCALARS[kind] for name, kind in _ENUM.findall(text)}
     for inner in _INCLUDE.findall(text):
@@ -77,7 +77,7 @@ def _enums(header: str, roots: tuple[Path, ...]) -> dict[str, Any]:
 def _member(
     text: str, known: Mapping[str, type[ctypes.Structure]], enums: Mapping[str, Any], where: str
 ) -> tuple[str, Any, str]:
-    """(name, ctypes type, C++ type) of a member; a pointer is the 64-bit address that the kernel sees, an enum its number."""
+    """(name, ctypes type, C++ type) of a member; a pointer becomes the 64-bit address that the kernel sees, an enum its number."""
     match = _MEMBER.fullmatch(text)
     kind, star, name = match.groups() if match is not None else ("", "", "")
     if star:
@@ -93,7 +93,7 @@ def _member(
 
 
 def layout_checks(declared: Header, roots: Sequence[Path]) -> list[str]:
-    """C++ that compiles when the struct is what ``structure`` makes of it."""
+    """C++ that compiles only if the struct's layout is the one that ``structure`` computes."""
     name, struct = declared.name, structure(declared, roots)
     problem = f'"flashmoe_build/emulation/parameters.py reads {declared.header} differently"'
     lines = ["#include <cstddef>", "#include <type_traits>", "#include <utility>", f'#include "{declared.header}"']
@@ -110,7 +110,7 @@ def layout_checks(declared: Header, roots: Sequence[Path]) -> list[str]:
 
 
 def _members(struct: Any, prefix: str = "", start: int = 0) -> Iterator[tuple[str, int, str]]:
-    """(name, offset in bytes, C++ type) of every member that is no struct."""
+    """(name, offset in bytes, C++ type) of every member that is not a struct."""
     for name, kind, written in struct.members:
         offset = start + getattr(struct, name).offset
         if written:

@@ -1,7 +1,7 @@
-"""What an operation says about its kernels (``Runner``), and one run of a kernel on the emulated machine from launches that are data.
+"""What an operation defines for its kernels (``Runner``), and the execution of launches, given as data, on the emulated machine.
 
-An operation's ``emulation`` package holds ``RUNNERS``: for each kernel operation of the tables the problems that its kernels are run on, and
-for one of them the launches and the check of the results. Parameters are bound by the names in the C header.
+An operation's ``emulation`` package defines ``RUNNERS``: for each kernel operation of the tables the problems that its kernels run on, and
+for each problem the launches and the check of the results. Parameters are bound by the names in the C header.
 """
 
 import argparse
@@ -21,21 +21,21 @@ from flashmoe_build.emulation.machine import Geometry, KernelLibrary, LaunchRepo
 from flashmoe_build.emulation.parameters import structure
 from flashmoe_tools.tables import Unit
 
-EMULATED_MULTIPROCESSORS = 3  # blocks of a persistent grid: few, so that each takes several tiles
-STRIDES = ("batch", "head", "row")  # of a struct of strides
+EMULATED_MULTIPROCESSORS = 3  # blocks of a persistent grid: few, so that each processes several tiles
+STRIDES = ("batch", "head", "row")  # members of a struct of strides
 
 
 class TensorMapError(InternalError):
-    """cuTensorMapEncodeTiled would refuse what the host describes."""
+    """cuTensorMapEncodeTiled would reject the map that the host describes."""
 
 
 @dataclass(frozen=True)
 class Buffer:
     """Host memory that a pointer of the parameters points to.
 
-    ``row_stride``: each row of the last dimension is a buffer of its own, so many elements from the next, so that reading past it is out
-    of bounds; ``rows``: of these rows the ones that exist. ``end``: the tensor is the last part of an array of so many elements, of
-    which the rest is address space alone.
+    ``row_stride``: each row of the last dimension is a separate buffer, this many elements from the next, so that reading past a row is out
+    of bounds; ``rows``: the rows that exist. ``end``: the tensor is the end of an array of this many elements, the rest of which is
+    address space without memory.
     """
 
     tensor: torch.Tensor
@@ -46,17 +46,17 @@ class Buffer:
     row_stride: int | None = None
     rows: Iterable[int] | None = None
     end: int | None = None
-    name: str = ""  # the parameter's
+    name: str = ""  # of the parameter
 
     @property
     def strides(self) -> tuple[int, ...]:
-        """Elements from one index to the next, of each dimension but the last."""
+        """Elements from one index to the next, for each dimension but the last."""
         if self.row_stride is None:
             return self.tensor.stride()[:-1]
         return torch.empty((*self.tensor.shape[:-1], self.row_stride), device="meta").stride()[:-1]
 
     def map(self, library: KernelLibrary, name: str) -> int:
-        """Maps the memory; the address for the kernel."""
+        """Maps the memory and returns its address for the kernel."""
         tensor, size, name = self.tensor, self.tensor.element_size(), self.name or name
         flags = {"writable": self.writable, "initialised": self.initialised}
         if self.row_stride is None and self.end is None:
@@ -83,33 +83,33 @@ def span(tensor: torch.Tensor) -> int:
 
 
 def output(tensor: torch.Tensor, **options: Any) -> Buffer:
-    """What the kernel writes, and may not read before."""
+    """A buffer that the kernel writes and must not read before."""
     return Buffer(tensor, writable=True, initialised=False, **options)
 
 
 def in_front(tensor: torch.Tensor | None, **options: Any) -> Buffer | None:
-    """What the grid in front of a dependent launch has written."""
+    """A buffer written by the grid that precedes a dependent launch."""
     return None if tensor is None else Buffer(tensor, is_from_grid_in_front=True, **options)
 
 
 def counter(count: int = 1) -> Buffer:
-    """A zeroed counter of tiles, which the kernel leaves as zero."""
+    """A zeroed counter of tiles, which the kernel must leave at zero."""
     return Buffer(torch.zeros(count, dtype=torch.int32), writable=True, is_counter=True)
 
 
 @dataclass(frozen=True)
 class Launch:
-    """One launch. ``values``: the members of the parameter struct by name, a mapping for a struct inside it; tensors become buffers, and
-    ``x_stride`` is that of ``x`` unless it is given. What is left out is zero."""
+    """One launch. ``values``: the members of the parameter struct by name, with a mapping for a nested struct; tensors become buffers, and
+    ``x_stride`` is that of ``x`` unless given. Omitted members are zero."""
 
     values: Mapping[str, Any]
-    blocks: int  # one for each tile
-    words: tuple[str, ...] = ()  # of the axes that choose the entry point
-    only_block: int | None = None  # of a problem too large to run whole
-    most_blocks: int = EMULATED_MULTIPROCESSORS  # of a persistent grid
+    blocks: int  # one per tile
+    words: tuple[str, ...] = ()  # values of the axes that choose the entry point
+    only_block: int | None = None  # if the problem is too large to run in full
+    most_blocks: int = EMULATED_MULTIPROCESSORS  # limit for a persistent grid
 
     def buffers(self) -> Iterator[tuple[str, Buffer]]:
-        """By the parameter's name."""
+        """The buffers by parameter name."""
         for name, value in self.values.items():
             if isinstance(value, Mapping):
                 yield from Launch(value, 0).buffers()
@@ -119,7 +119,7 @@ class Launch:
 
 @dataclass(frozen=True)
 class Trial:
-    """One problem, ready to run: launches in their order, and what is then wrong with the results (empty when nothing is)."""
+    """One problem, ready to run: its launches in order, and a function that describes what is wrong with the results (empty if nothing is)."""
 
     launches: Sequence[Launch]
     check: Callable[[], list[str]]
@@ -128,7 +128,7 @@ class Trial:
 
 @dataclass(frozen=True)
 class Runner:
-    """How the kernels of one operation are tried out. A problem has a ``name``; see ``NamedProblem``."""
+    """How to run the kernels of one operation. A problem has a ``name``; see ``NamedProblem``."""
 
     problems: Callable[[Unit], Iterable[Any]]
     trial: Callable[[Unit, Any], Trial]
@@ -137,7 +137,7 @@ class Runner:
 
 @dataclass(frozen=True)
 class NamedProblem:
-    """A problem that the suite of its kernel knows by its name, which says all that differs from the other problems."""
+    """A problem identified by its name, which states everything that differs from the other problems of the suite."""
 
     name: str
     causal = False
@@ -145,7 +145,7 @@ class NamedProblem:
 
 
 def by_family(**runners: Runner) -> Runner:
-    """A runner for an operation whose families are written differently."""
+    """A runner for an operation whose families have different runners."""
     return Runner(
         lambda unit: runners[unit.row.family].problems(unit),
         lambda unit, problem: runners[unit.row.family].trial(unit, problem),
@@ -154,7 +154,7 @@ def by_family(**runners: Runner) -> Runner:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What came of one emulated run."""
+    """The outcome of one emulated run."""
 
     symbol: str
     report: LaunchReport
@@ -166,7 +166,7 @@ class Outcome:
         return self.report.failure is None and not self.wrong
 
     def explain(self) -> str:
-        """What failed, in words; empty when nothing did."""
+        """What failed, in words; empty if nothing did."""
         failure = [] if self.report.failure is None else [str(self.report.failure)]
         return "\n".join([*failure, *self.wrong])
 
@@ -175,7 +175,7 @@ load = lru_cache(maxsize=64)(KernelLibrary)
 
 
 def execute(unit: Unit, trial: Trial, settings: Settings, options: Options) -> Outcome:
-    """Compiles (or finds) the kernel, runs the trial on it and checks the results."""
+    """Compiles the kernel (or takes it from the cache), runs the trial on it and checks the results."""
     library = load(kernel_library(unit, options))
     for launch in trial.launches:
         report = _start(unit, launch, library, settings, options)
@@ -204,7 +204,7 @@ def geometry(unit: Unit, launch: Launch) -> Geometry:
     row = unit.row
     is_cut = row.schedule == "persistent" and launch.only_block is None
     grid = min(launch.blocks, launch.most_blocks) if is_cut else launch.blocks
-    registers = min(255, 65536 // (row.threads * row.min_blocks) // 8 * 8)  # per thread, that __launch_bounds__ leaves
+    registers = min(255, 65536 // (row.threads * row.min_blocks) // 8 * 8)  # per thread, as __launch_bounds__ allows
     return Geometry(grid, row.threads, row.smem_bytes(unit.dtype), registers, launch.only_block)
 
 
@@ -217,7 +217,7 @@ def _mapped(library: KernelLibrary) -> Iterator[None]:
 
 
 def bind(kind: Any, values: Mapping[str, Any], library: KernelLibrary) -> ctypes.Structure:
-    """The parameter struct, filled by the names of its members; one buffer of several names is mapped once. A name that it lacks is a BuildError."""
+    """The parameter struct, filled by member name; a buffer given for several members is mapped once. An unknown name is a BuildError."""
     members = {name: member for name, member, _ in kind.members}
     if unknown := values.keys() - members:
         msg = f"struct {kind.__name__} has no member {', '.join(sorted(unknown))}; it has: {', '.join(members)}"
@@ -238,7 +238,7 @@ def bind(kind: Any, values: Mapping[str, Any], library: KernelLibrary) -> ctypes
 
 
 def _stride(kind: Any, buffer: Buffer) -> Any:
-    """Of rows; or, for a struct, of (batch, head, row)."""
+    """The stride of rows, or (batch, head, row) strides for a struct."""
     if not issubclass(kind, ctypes.Structure):
         return buffer.strides[-1]
     return kind(**dict(zip(STRIDES, buffer.strides, strict=True)))
@@ -247,7 +247,7 @@ def _stride(kind: Any, buffer: Buffer) -> Any:
 def _tensor_map_arguments(
     unit: Unit, library: KernelLibrary, params: ctypes.Structure
 ) -> tuple[tuple[int, ...], object]:
-    """Addresses of the kernel's tensor maps, and what keeps their memory."""
+    """Addresses of the kernel's tensor maps, and the object that keeps their memory alive."""
     count = len(map_parameters(unit.row.descriptor))
     if count == 0:
         return (), None

@@ -1,4 +1,4 @@
-"""Runs cases one after another while the next kernels compile; what was found so far is valid at any time."""
+"""Runs cases one after another while the next kernels compile; the results so far are valid at any time."""
 
 import time
 from collections import Counter
@@ -33,7 +33,7 @@ def check_of(case: Case, outcome: Outcome) -> Check:
 
 
 def kind_of(outcome: Outcome) -> str:
-    """Failures of one kind at one place in the source have one cause: ``race at csrc/attention/tile.cuh:31``."""
+    """Failures of one kind at one source location have one cause: ``race at csrc/attention/tile.cuh:31``."""
     failure = outcome.report.failure
     if failure is None:
         return "wrong result"
@@ -42,7 +42,7 @@ def kind_of(outcome: Outcome) -> str:
 
 @dataclass
 class Runs:
-    """The cases that were asked for and what came of those that ran. ``stopped``: why the others did not."""
+    """The requested cases and the results of those that ran. ``stopped``: why the others did not run."""
 
     cases: Sequence[Case]
     checks: list[Check] = field(default_factory=list)
@@ -56,7 +56,7 @@ class Runs:
     interrupted: bool = False
 
     def add(self, case: Case, outcome: Outcome) -> None:
-        """Counts one run; the first failure of a kind is printed whole."""
+        """Counts one run; the first failure of a kind is printed in full."""
         self.checks.append(check_of(case, outcome))
         for name in self.totals:
             self.totals[name] += outcome.report.statistics.get(name, 0)
@@ -78,12 +78,12 @@ class Runs:
 
     @property
     def not_reached(self) -> list[str]:
-        """Kernels of which no case ran."""
+        """Kernels none of whose cases ran."""
         reached = {case.kernel.label for case in self.cases[: len(self.checks)]}
         return list(dict.fromkeys(case.kernel.label for case in self.cases if case.kernel.label not in reached))
 
     def summary(self) -> list[str]:
-        """A line for each kind of failure: how many runs, of which kernels."""
+        """One line per kind of failure: how many runs, of which kernels."""
         lines = []
         for kind, cases in sorted(self.failures.items(), key=lambda item: -len(item[1])):
             labels = list(dict.fromkeys(case.kernel.label for case in cases))
@@ -95,9 +95,9 @@ class Runs:
 def run_cases(
     cases: Sequence[Case], options: Options, changes: Mapping[str, object], until: float | None = None
 ) -> Runs:
-    """Runs the cases until they, or the time (``until`` on the monotonic clock), are at an end, or Ctrl-C comes.
+    """Runs the cases until all are done, the time ``until`` (monotonic clock) is reached, or Ctrl-C.
 
-    ``cases`` of one kernel follow each other; libraries are compiled in that order, ``jobs()`` at a time.
+    Cases of one kernel must be consecutive; libraries are compiled in that order, ``jobs()`` at a time.
     """
     runs = Runs(cases)
     units = {case.kernel.label: case.kernel.unit for case in cases if case.problem is not NOT_EMULATED}
@@ -128,7 +128,7 @@ def _wait(library: Future[Path], until: float | None) -> None:
 
 
 def summarised(cases: Sequence[Case], checks: Sequence[Check]) -> list[Check]:
-    """Of many runs: one check for all runs of a kernel that passed, and every run that failed."""
+    """Condenses many runs: one check for all passed runs of a kernel, and one for every failed run."""
     runs = Counter(
         case.kernel.label for case, check in zip(cases, checks, strict=False) if check.verdict is Verdict.PASS
     )

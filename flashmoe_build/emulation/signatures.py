@@ -1,4 +1,4 @@
-"""Reads the function signatures of the wrapper headers, real and emulated, as text that can be compared."""
+"""Reads the function signatures of the wrapper headers, real and emulated, as comparable text."""
 
 import re
 from pathlib import Path
@@ -16,8 +16,8 @@ def _plain(text: str) -> str:
 
 
 def _normal(signature: str) -> str:
-    """One line, without the call site; registers that the emulation takes by reference, to see whether they stay, as the
-    values that the real wrapper takes."""
+    """One line, without the call site. The emulation takes some registers by reference to check that they do not change; these
+    become values, as in the real wrapper."""
     signature = _SITE.sub("", signature)
     signature = re.sub(r"const uint32_t& |uint32_t&& ", "uint32_t ", signature)
     signature = re.sub(r"\s+", " ", signature)
@@ -30,6 +30,6 @@ def functions(path: Path) -> set[str]:
     for match in _FUNCTION.finditer(_plain(path.read_text(encoding="utf-8"))):
         template, _static, signature, constant = match.groups()
         if template is not None and re.match(r"template\s*<\s*>", template):
-            continue  # a specialisation of a template that is listed itself
+            continue  # a specialisation; the primary template is listed
         found.add(_normal(" ".join(part for part in (template, signature, constant) if part)))
     return found

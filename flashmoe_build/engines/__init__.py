@@ -1,5 +1,5 @@
-"""What flashmoe's plug-ins take from vLLM and SGLang, held against the engines' own sources without installing them.
+"""What flashmoe's plug-ins need from vLLM and SGLang, checked against the engines' sources without installing them.
 
-signatures.py reads Python sources by their syntax trees; contract.py says what the plug-ins call and implement and compares; wheels.py brings the
-pinned wheels (wheels.toml) and keeps of them what the contract names; recorded.json is what was found, for the tests and docs/integrations.md.
+signatures.py parses Python sources; contract.py states what the plug-ins call and implement, and compares; wheels.py downloads the
+pinned wheels (wheels.toml) and keeps the modules that the contract names; recorded.json holds the findings, for the tests and docs/integrations.md.
 """

@@ -1,6 +1,6 @@
-"""``./nox -s engines``: is each pinned version of vLLM and SGLang what flashmoe's plug-ins take it for?
+"""``./nox -s engines``: does each pinned version of vLLM and SGLang still match what flashmoe's plug-ins expect?
 
-    ./nox -s engines                     # the pinned versions (wheels.toml): about 2 GB downloaded once, a few files of it kept
+    ./nox -s engines                     # the pinned versions (wheels.toml): about 2 GB downloaded once, a few files kept
     ./nox -s engines -- --newest         # and the newest releases, if they are newer
     ./nox -s engines -- --record         # rewrite recorded.json, after a pin was added
 
@@ -26,7 +26,7 @@ def reading(wheel: Wheel) -> Version:
 
 
 def judge(found: Version, recorded: Sequence[Version]) -> Iterator[Check]:
-    """One check for each difference, or one that says that there is none."""
+    """One check per difference, or a single one if there is none."""
     label = f"{found.engine} {found.version}"
     clauses = ENGINES[found.engine]
     wrong = [

@@ -52,7 +52,7 @@ VLLM: tuple[Clause, ...] = (
     Has("attention", f"{_BACKEND}:AttentionBackend", names=("supported_dtypes", "supported_kv_cache_dtypes", "forward_includes_kv_cache_update")),
     *_overrides("attention", f"{_BACKEND}:AttentionImpl", f"{_ATTENTION}:FlashmoeImpl", "__init__"),
     *_overrides("attention", f"{_BACKEND}:AttentionImpl", f"{_ATTENTION}:FlashmoeImpl", "forward", returns=("torch.Tensor",)),
-    # Not in the base class: called by the layer as by vLLM's own backends.
+    # Not in the base class: the layer calls it, and vLLM's own backends define it.
     Implements(
         "attention", "vllm.v1.attention.backends.flash_attn:FlashAttentionImpl.do_kv_cache_update",
         ours=f"{_ATTENTION}:FlashmoeImpl.do_kv_cache_update",
@@ -191,7 +191,7 @@ SGLANG: tuple[Clause, ...] = (
         "attention", _BASE, _SGLANG,
         *("init_forward_metadata", "init_forward_metadata_out_graph", "init_cuda_graph_state", "get_cuda_graph_seq_len_fill_value"),
     ),
-    # The base class hands **options on; SGLang's own backends say what comes.
+    # The base class passes **options on; SGLang's own backends show what they contain.
     *_overrides("attention", _BASE, _SGLANG, "forward_extend", "forward_decode"),
     Calls("attention", f"{_SRT}.mem_cache.memory_pool:KVWriteLoc", passes=("loc", "swa_loc"), positional=2),
     Calls(

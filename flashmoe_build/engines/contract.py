@@ -1,6 +1,6 @@
-"""What the plug-ins call, implement and look up in each engine, and the comparison with what an engine has.
+"""What the plug-ins call, implement and look up in each engine, and the comparison with what an engine provides.
 
-An engine's side is a mapping from what a clause names ("module:Class.method") to what was found there, so that a record does as well as sources.
+An engine is a mapping from a clause's target ("module:Class.method") to what was found there, so it can come from a record or from sources.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -11,7 +11,7 @@ from flashmoe_build.engines.signatures import Parameter, Signature
 
 @dataclass(frozen=True)
 class Clause:
-    """One dependence on an engine. ``theirs``: "module:path". ``since``, ``until``: the versions that have it, both included."""
+    """One dependency on an engine. ``theirs``: "module:path". ``since``, ``until``: first and last version that has it."""
 
     part: str  # of the plug-in: "attention" or "experts"
     theirs: str
@@ -20,7 +20,7 @@ class Clause:
 
     @property
     def key(self) -> str:
-        """Under which what was found is kept."""
+        """The key under which the finding is recorded."""
         return self.theirs
 
     def applies(self, version: str) -> bool:
@@ -30,15 +30,15 @@ class Clause:
 
 @dataclass(frozen=True)
 class Implements(Clause):
-    """The engine calls ours as it would call theirs."""
+    """The engine calls our function as it would call theirs."""
 
     ours: str = ""
-    returns: tuple[str, ...] = ()  # any of these, where theirs says
+    returns: tuple[str, ...] = ()  # any of these, if theirs is annotated
 
 
 @dataclass(frozen=True)
 class Calls(Clause):
-    """We call theirs with these arguments: the first ``positional`` of ``passes`` by position."""
+    """We call their function with these arguments: the first ``positional`` of ``passes`` by position."""
 
     passes: tuple[str, ...] = ()
     positional: int = 0
@@ -64,7 +64,7 @@ class Defines(Clause):
 
 @dataclass(frozen=True)
 class Difference:
-    """``what``: a parameter or name."""
+    """One difference; ``what`` is a parameter or name."""
 
     theirs: str
     what: str
@@ -86,14 +86,14 @@ def number_of(version: str) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class Ours:
-    """How our own sources are read: a function's signature, a class's names."""
+    """How to read our own sources: a function's signature, a class's names."""
 
     signature: Callable[[str], Signature | None]
     names: Callable[[str], frozenset[str]]
 
 
 def differences(clauses: Sequence[Clause], version: str, engine: Engine, ours: Ours) -> list[tuple[Clause, Difference]]:
-    """Where an engine of this version is not what the plug-ins take it for."""
+    """Where an engine of this version differs from what the plug-ins expect."""
     found = []
     for clause in clauses:
         if clause.applies(version):
@@ -137,7 +137,7 @@ def _call(clause: Calls, theirs: Signature) -> Iterator[Difference]:
 
 def _implementation(clause: Implements, theirs: Signature, own: Signature) -> Iterator[Difference]:
     if own.takes_more and not own.parameters:
-        return  # takes whatever it is given
+        return  # accepts any arguments
     own_positions = [one.name for one in own.parameters if not one.is_keyword_only]
     for index, parameter in enumerate(theirs.parameters):
         yield from _parameter(clause, parameter, index, own, own_positions)
@@ -163,7 +163,7 @@ def _parameter(
 
 
 def changes(before: Engine, after: Engine) -> list[Difference]:
-    """What two readings of the same names say differently, parameter by parameter."""
+    """The differences between two readings of the same names, parameter by parameter."""
     found = []
     for theirs in sorted({*before, *after}):
         old, new = before.get(theirs), after.get(theirs)

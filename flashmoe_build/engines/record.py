@@ -1,4 +1,4 @@
-"""recorded.json: what was read of each pinned version, as the tests and the page use it; and the page's table."""
+"""recorded.json: the findings for each pinned version, for the tests and docs/integrations.md; and the page's table."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -13,7 +13,7 @@ from flashmoe_build.program import ROOT
 
 RECORD = Path(__file__).with_name("recorded.json")
 ENGINE_NAMES = {"vllm": "vLLM", "sglang": "SGLang"}
-RAN_ON_A_GPU = {  # docs/notebook
+RAN_ON_A_GPU = {  # see docs/notebook
     ("vllm", "0.24.0"): "attention, H100 and H200; latents and experts, H200",
     ("sglang", "0.5.23"): "attention, H200",
 }
@@ -28,7 +28,7 @@ class Version:
 
 
 def _source(name: str) -> tuple[str, str]:
-    """Of "module:path" the module's text in this checkout, and the path."""
+    """For "module:path": the module's text in this checkout, and the path."""
     module, _, path = name.partition(":")
     file = next((ROOT / member for member in members_of(module) if (ROOT / member).is_file()), None)
     return ("" if file is None else file.read_text(encoding="utf-8")), path
@@ -38,7 +38,7 @@ OURS = Ours(lambda name: signature(*_source(name)), lambda name: names(*_source(
 
 
 def load(path: Path = RECORD) -> list[Version]:
-    """Of each version the file holds what its engine's version before has not."""
+    """The recorded versions. The file stores for each only what differs from the engine's version before it."""
     found: dict[str, dict[str, Found]] = {engine: {} for engine in ENGINES}
     versions = []
     for row in json.loads(path.read_text(encoding="utf-8")):
@@ -68,7 +68,7 @@ def _decoded(text: str | None) -> Found:
 
 
 def table(versions: Sequence[Version] | None = None) -> tuple[Sequence[str], list[Sequence[str]]]:
-    """Rows of docs/integrations.md: what of the contract holds in each recorded version."""
+    """Rows for docs/integrations.md: which parts of the contract hold in each recorded version."""
     rows: list[Sequence[str]] = []
     for one in load() if versions is None else versions:
         clauses = ENGINES[one.engine]

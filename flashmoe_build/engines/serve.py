@@ -1,9 +1,9 @@
-"""``python -m flashmoe_build.engines.serve``: vLLM with a small random model, on flashmoe and on its own attention and experts; run where vLLM is installed.
+"""``python -m flashmoe_build.engines.serve``: compares vLLM on flashmoe with vLLM's own attention and experts, on a small random model. Needs vLLM.
 
     python -m flashmoe_build.engines.serve --model moe --dtype float32
 
-Prompts share a prefix (the prefix cache), are longer than a step takes (chunks), and are decoded together. Both engines' greedy tokens and their
-log-probabilities are compared up to the first token that differs; that flashmoe's layers ran is checked, not assumed.
+Prompts share a prefix (the prefix cache), are longer than one step takes (chunks), and are decoded together. Both engines' greedy tokens and
+log-probabilities are compared up to the first token that differs. That flashmoe's layers ran is checked.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 }  # fmt: skip
 WITH_EXPERTS = ("moe", "latent", "fp8", "mxfp4")
 TOKENS = 24
-LIMITS = {"float32": 1e-3, "float16": 5e-2, "bfloat16": 0.2}  # of a log-probability
+LIMITS = {"float32": 1e-3, "float16": 5e-2, "bfloat16": 0.2}  # allowed difference of a log-probability
 ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "VLLM_LOGGING_LEVEL": "WARNING",
@@ -61,8 +61,8 @@ ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
     "VLLM_HOST_IP": "127.0.0.1",
 }
-GRAPHS = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}  # CUDA graphs of decoding, nothing compiled
-BLOCK = 32  # vLLM's own attention on CPUs takes no less
+GRAPHS = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}  # CUDA graphs for decoding, nothing compiled
+BLOCK = 32  # the smallest that vLLM's own attention accepts on CPUs
 
 
 def prompts() -> list[list[int]]:
@@ -94,7 +94,7 @@ def save_model(kind: str, folder: Path) -> None:
 
 
 def quantise(folder: Path, config: dict[str, Any], codes: Callable[[str, Tensor], dict[str, Tensor]]) -> None:
-    """Rewrites the checkpoint: what ``codes`` gives for a weight takes its place."""
+    """Rewrites the checkpoint: each weight is replaced by the tensors that ``codes`` returns for it."""
     from safetensors.torch import load_file, save_file
 
     weights = load_file(folder / "model.safetensors")
@@ -107,7 +107,7 @@ def quantise(folder: Path, config: dict[str, Any], codes: Callable[[str, Tensor]
 
 
 def fp8_codes(name: str, weight: Tensor) -> dict[str, Tensor]:
-    """An expert's weight as e4m3 with a scale for each 128 by 128; anything else as it is."""
+    """An expert's weight as e4m3 with one scale per 128 x 128 block; other weights unchanged."""
     import torch
 
     if ".experts." not in name:
@@ -119,7 +119,7 @@ def fp8_codes(name: str, weight: Tensor) -> dict[str, Tensor]:
 
 
 def mxfp4_codes(name: str, weight: Tensor) -> dict[str, Tensor]:
-    """Random codes in place of an expert's weights [E, K, N]: blocks [E, N, K / 32, 16] and scales of 2^-5."""
+    """Random codes instead of an expert's weights [E, K, N]: blocks [E, N, K / 32, 16] and scales of 2^-5."""
     import torch
 
     if not name.endswith(("gate_up_proj", "down_proj")):
@@ -147,7 +147,7 @@ QUANTISED: dict[str, tuple[dict[str, Any], Callable[[str, Tensor], dict[str, Ten
 
 
 def serve(folder: Path, backend: str, dtype: str, graphs: bool = False, **more: Any) -> dict[str, Any]:
-    """What one engine gave: tokens and log-probabilities of each prompt, and which of our functions it called. ``more`` is the engine's."""
+    """One engine's result: tokens and log-probabilities of each prompt, and which of our functions it called. ``more`` goes to the engine."""
     from vllm import LLM, SamplingParams
 
     chosen: dict[str, Any] = {"attention_backend": backend} if backend else {}
@@ -184,7 +184,7 @@ def counted(calls: dict[str, int], part: str, function: Any) -> Any:
 
 
 def compare(theirs: Sequence[Sequence[Any]], ours: Sequence[Sequence[Any]]) -> tuple[int, int, float]:
-    """(tokens that are equal, all, the largest difference of log-probabilities before a sequence's first other token)."""
+    """(equal tokens, all tokens, the largest difference of log-probabilities before a sequence's first differing token)."""
     equal, largest = 0, 0.0
     for one, other in zip(theirs, ours, strict=True):
         for (token, value), (our_token, our_value) in zip(one, other, strict=True):
@@ -208,7 +208,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     results = {}
     with tempfile.TemporaryDirectory(prefix="flashmoe-serve-") as scratch:
         save_model(options.model, Path(scratch) / "model")
-        for backend in ("", "CUSTOM"):  # a process each: vLLM keeps state
+        for backend in ("", "CUSTOM"):  # one process each: vLLM keeps state
             file = Path(scratch) / f"{backend or 'own'}.json"
             command = [
                 sys.executable,

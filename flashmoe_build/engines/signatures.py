@@ -1,4 +1,4 @@
-"""Signatures and names in Python sources, read by their syntax trees: nothing is imported or run."""
+"""Signatures and names in Python sources, read from their syntax trees: nothing is imported or run."""
 
 import ast
 from collections.abc import Iterator
@@ -19,7 +19,7 @@ class Parameter:
 
 @dataclass(frozen=True)
 class Signature:
-    """Without self or cls."""
+    """A function's signature without self or cls."""
 
     parameters: tuple[Parameter, ...]
     takes_more: bool  # **options
@@ -29,7 +29,7 @@ class Signature:
         return next((one for one in self.parameters if one.name == name), None)
 
     def __str__(self) -> str:
-        """As Python writes it: :func:`parse` reads it back."""
+        """Python syntax, which :func:`parse` reads."""
         by_name = [one for one in self.parameters if one.is_keyword_only]
         words = [str(one) for one in self.parameters if not one.is_keyword_only]
         words += [*(["*"] if by_name else []), *map(str, by_name), *(["**more"] if self.takes_more else [])]
@@ -37,14 +37,14 @@ class Signature:
 
 
 def parse(text: str) -> Signature:
-    """What ``str`` of a signature wrote."""
+    """The inverse of ``str(signature)``."""
     found = signature(f"def f{text}: ...", "f")
     assert found is not None
     return found
 
 
 def find(source: str, path: str) -> Scope | None:
-    """The definition at ``path`` ("Class.method", "function.Class.method"); the module itself for "". Of several the last, as Python."""
+    """The definition at ``path`` ("Class.method", "function.Class.method"); the module itself for "". If several, the last, as in Python."""
     scope: Scope | None = ast.parse(source)
     for name in filter(None, path.split(".")):
         scope = None if scope is None else _named(scope, name)
@@ -52,7 +52,7 @@ def find(source: str, path: str) -> Scope | None:
 
 
 def _named(scope: Scope, name: str) -> Scope | None:
-    """Also by another name: ``name = other``."""
+    """The definition of that name, also through an alias: ``name = other``."""
     for node in reversed([*_statements(scope)]):
         if isinstance(node, ast.ClassDef | ast.FunctionDef) and node.name == name:
             return node
@@ -67,7 +67,7 @@ def _named(scope: Scope, name: str) -> Scope | None:
 
 
 def signature(source: str, path: str) -> Signature | None:
-    """Of the function at ``path``, of a class that of its ``__init__``, or of its fields where it has none; None where there is neither."""
+    """The signature of the function at ``path``, or of a class's ``__init__``, or of its fields if it has none; None if there is neither."""
     scope = find(source, path)
     if isinstance(scope, ast.FunctionDef):
         return _of_function(scope)
@@ -78,7 +78,7 @@ def signature(source: str, path: str) -> Signature | None:
 
 
 def names(source: str, path: str) -> frozenset[str]:
-    """What the module or class at ``path`` defines: definitions, assignments, imports, fields, and what its methods assign to self."""
+    """Names that the module or class at ``path`` defines: definitions, assignments, imports, fields, and attributes that its methods assign to self."""
     scope = find(source, path)
     if scope is None:
         return frozenset()
@@ -96,7 +96,7 @@ def names(source: str, path: str) -> frozenset[str]:
 
 
 def abstract_methods(source: str, path: str) -> frozenset[str]:
-    """What a subclass of the class at ``path`` must define."""
+    """The methods that a subclass of the class at ``path`` must define."""
     scope = find(source, path)
     methods = [node for node in getattr(scope, "body", []) if isinstance(node, ast.FunctionDef)]
     return frozenset(
@@ -108,7 +108,7 @@ def abstract_methods(source: str, path: str) -> frozenset[str]:
 
 
 def _statements(scope: ast.stmt | Scope) -> Iterator[ast.stmt]:
-    """Also those under a condition."""
+    """The statements of a scope, including those under a condition."""
     for node in getattr(scope, "body", []):
         yield node
         if isinstance(node, ast.If | ast.Try | ast.With):
@@ -139,7 +139,7 @@ def _of_function(node: ast.FunctionDef) -> Signature:
 
 
 def _of_fields(node: ast.ClassDef) -> Signature:
-    """A dataclass or NamedTuple."""
+    """The signature of a dataclass or NamedTuple."""
     fields = [one for one in node.body if isinstance(one, ast.AnnAssign) and isinstance(one.target, ast.Name)]
     return Signature(
         tuple(Parameter(one.target.id, default=_text(one.value)) for one in fields if isinstance(one.target, ast.Name)),
@@ -149,7 +149,7 @@ def _of_fields(node: ast.ClassDef) -> Signature:
 
 
 def _text(node: ast.expr | None) -> str | None:
-    """As it is written; of a quoted annotation its content."""
+    """The annotation as written; for a quoted one its content."""
     if node is None:
         return None
     if isinstance(node, ast.Constant) and isinstance(node.value, str):

@@ -1,10 +1,10 @@
-"""``python -m flashmoe_build.engines.speed``: vLLM's tokens per second with flashmoe and with its own attention; run where vLLM is installed, on a GPU.
+"""``python -m flashmoe_build.engines.speed``: vLLM's tokens per second with flashmoe and with its own attention. Needs vLLM and a GPU.
 
     python -m flashmoe_build.engines.speed --layers 36 --rounds 2 --json speed.json
 
 The model has the shape of Qwen3-8B (or Qwen3-30B-A3B, --model moe) and random weights. Single: one request. Burst: prompts of one length at once, the median
-of three. Sustained: more requests than run at a time, of drawn lengths. Long: few requests with long prompts. Each engine runs in a
-process of its own, in alternation.
+of three. Sustained: more requests than run at a time, of random lengths. Long: few requests with long prompts. Each engine runs in a
+separate process; the two alternate.
 """
 
 import argparse
@@ -56,7 +56,7 @@ def workloads(scale: float) -> dict[str, tuple[int, Requests]]:
 
 
 def build(folder: Path, backend: str, compiled: bool = False, **more: Any) -> Any:
-    """vLLM's engine on the model of ``folder``'s config.json, with random weights. ``more`` is the engine's."""
+    """vLLM's engine on the model of ``folder``'s config.json, with random weights. ``more`` goes to the engine."""
     from vllm import LLM
 
     chosen: dict[str, Any] = {"attention_backend": backend} if backend else {}
@@ -142,7 +142,7 @@ def _engine(options: argparse.Namespace, scratch: str, name: str) -> dict[str, f
 
 
 def table(found: dict[str, list[dict[str, float]]]) -> str:
-    """Markdown: medians over the processes, and flashmoe's over vLLM's."""
+    """Markdown: medians over the processes, and the ratio of flashmoe to vLLM."""
     rows = ["| workload | " + " | ".join(found) + " | ratio |", "|---|" + "---|" * (len(found) + 1)]
     for work in next(iter(found.values()))[0]:
         rates = [statistics.median(run[work] for run in runs) for runs in found.values()]

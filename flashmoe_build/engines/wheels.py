@@ -1,4 +1,4 @@
-"""The pinned wheels: downloaded by pip, checked by hash, read as archives, deleted. What the contract names of them is kept under build/engines."""
+"""The pinned wheels: downloaded by pip, checked by hash, read as archives, deleted. The modules that the contract names are kept in build/engines."""
 
 import hashlib
 import re
@@ -21,7 +21,7 @@ from flashmoe_tools.toml import tomllib
 PINS = Path(__file__).with_name("wheels.toml")
 KEPT = ROOT / "build" / "engines"
 LIMIT_S = 1800
-PYTHON = "3.11"  # whose wheels are read; nothing of them is run
+PYTHON = "3.11"  # whose wheels are read; none of their code runs
 UNREACHABLE = re.compile(
     r"No matching distribution|Connection|Temporary failure|timed out|Network is unreachable|No module named pip"
 )
@@ -31,7 +31,7 @@ UNREACHABLE = re.compile(
 class Wheel:
     engine: str
     file: str
-    sha256: str = ""  # "" is not checked: a version that is newer than the pins
+    sha256: str = ""  # "": not checked, for a version newer than the pins
 
     @property
     def version(self) -> str:
@@ -55,13 +55,13 @@ def modules_of(clauses: Iterable[Clause]) -> list[str]:
 
 
 def members_of(module: str) -> tuple[str, str]:
-    """Where a module may lie in a wheel."""
+    """Possible paths of a module in a wheel."""
     path = module.replace(".", "/")
     return f"{path}.py", f"{path}/__init__.py"
 
 
 def sources(wheel: Wheel, clauses: Sequence[Clause], kept: Path = KEPT) -> Path:
-    """The folder that holds this wheel's METADATA and the modules that the contract names, downloaded unless it is there."""
+    """The folder with this wheel's METADATA and the modules that the contract names; downloads the wheel if it is missing."""
     folder = kept / f"{wheel.engine}-{wheel.version}"
     stamp = folder / "modules.txt"
     wanted = "\n".join([wheel.sha256, *modules_of(clauses)])
@@ -76,7 +76,7 @@ def sources(wheel: Wheel, clauses: Sequence[Clause], kept: Path = KEPT) -> Path:
 
 
 def extract(archive: Path, modules: Iterable[str], folder: Path) -> None:
-    """A module that is not there is left out: the comparison tells which clause misses it."""
+    """Extracts the modules. One that is missing is skipped: the comparison reports which clause lacks it."""
     with zipfile.ZipFile(archive) as wheel:
         present = set(wheel.namelist())
         found = [name for module in modules for name in members_of(module) if name in present]
@@ -89,7 +89,7 @@ def extract(archive: Path, modules: Iterable[str], folder: Path) -> None:
 
 
 def download(wheel: Wheel, folder: Path) -> Path:
-    """By pip, of this platform whatever the machine is; raises OutOfReachError without an index."""
+    """Downloads by pip for the wheel's platform, on any machine; raises OutOfReachError without an index."""
     requirement = f"{wheel.engine}=={wheel.version}"
     options = [
         "--no-deps",
@@ -120,7 +120,7 @@ def download(wheel: Wheel, folder: Path) -> Path:
 
 
 def newest(engine: str, after: Sequence[Wheel]) -> Wheel | None:
-    """The newest release on the index, if it is newer than the pins; its platform is the last pin's."""
+    """The newest release on the index, if it is newer than the pins; for the platform of the last pin."""
     text = _pip(["index", "versions", engine], f"looking for releases of {engine}")
     match = re.search(r"Available versions: (.*)", text)
     releases = [word for word in match[1].split(", ") if re.fullmatch(r"[\d.]+(post\d+)?", word)] if match else []
@@ -145,7 +145,7 @@ def _pip(words: Sequence[str], what: str) -> str:
 
 
 def read(folder: Path, clauses: Sequence[Clause]) -> dict[str, Found]:
-    """What each clause names, from a folder of sources."""
+    """What each clause names, read from a folder of sources."""
     texts: dict[str, str] = {}
     for module in modules_of(clauses):
         file = next((folder / name for name in members_of(module) if (folder / name).is_file()), None)
@@ -155,7 +155,7 @@ def read(folder: Path, clauses: Sequence[Clause]) -> dict[str, Found]:
         module, _, path = clause.theirs.partition(":")
         if isinstance(clause, Defines):
             found[clause.key] = abstract_methods(texts[module], path)
-        elif isinstance(clause, Has):  # of all that is there, what some clause looks for
+        elif isinstance(clause, Has):  # of all names found, those that some clause needs
             asked = {
                 name for one in clauses if isinstance(one, Has) and one.theirs == clause.theirs for name in one.names
             }
@@ -166,7 +166,7 @@ def read(folder: Path, clauses: Sequence[Clause]) -> dict[str, Found]:
 
 
 def torch_of(folder: Path) -> str:
-    """The torch that a wheel asks for, as its METADATA says."""
+    """The torch version that a wheel requires, from its METADATA."""
     match = re.search(
         r"^Requires-Dist: torch(?![\w-]) *([^;\s]*)", (folder / "METADATA").read_text(encoding="utf-8"), re.MULTILINE
     )

@@ -3,8 +3,8 @@
     python -m flashmoe_build.environments.environment build      # prints the path of the interpreter inside
 
 Everything is installed by ``uv pip install --require-hashes --only-binary :all:``: only files that the lock names, and no
-source distribution, whose code would run. uv hard-links from its cache, so another environment costs a second and almost
-no disk.
+source distribution, whose code would run. uv hard-links from its cache, so another environment takes a second and almost
+no disk space.
 """
 
 import argparse
@@ -35,7 +35,7 @@ PYTHON_VARIABLE = "FLASHMOE_PYTHON"
 TIMEOUT_VARIABLE = "FLASHMOE_INSTALL_TIMEOUT_S"
 DEFAULT_TIMEOUT_S = 1800.0
 STAMP = "flashmoe-environment.json"
-# Settings of the caller's uv that would change what is installed or switch the hash check off.
+# Variables for uv that would change what is installed or disable the hash check.
 WITHHELD = (
     "UV_NO_VERIFY_HASHES",
     "UV_CONSTRAINT",
@@ -45,8 +45,8 @@ WITHHELD = (
     "UV_TARGET",
     "UV_PREFIX",
 )
-# Tests and benchmark start processes that import torch, which takes about twice as long without bytecode. Compiled is what they import, a
-# quarter of the 13,000 files.
+# Tests and benchmarks start processes that import torch, which takes about twice as long without bytecode. Only what they import is compiled,
+# a quarter of the 13,000 files.
 BENCH = ("torch", "scipy.stats", "matplotlib.figure", "jinja2", "rich.console")
 IMPORTED = {
     "bench": BENCH,
@@ -62,7 +62,7 @@ PROBE = (
     "import platform, sys, sysconfig; "
     "print(platform.python_implementation(), platform.python_version(), sysconfig.get_platform())"
 )
-# What uv's message means for a lock: (pattern, what to do), the first that matches.
+# What uv's message means for a lock: (pattern, what to do); the first match applies.
 ADVICE = (
     (
         re.compile(r"Hash mismatch"),
@@ -79,11 +79,11 @@ ADVICE = (
 
 @dataclass(frozen=True)
 class Interpreter:
-    """A Python that can hold a locked environment."""
+    """A Python for a locked environment."""
 
     path: str
     version: tuple[int, int]
-    machine: str = field(default_factory=platform.machine)  # another than this machine's runs under emulation
+    machine: str = field(default_factory=platform.machine)  # if not this machine's, it runs under emulation
 
     @property
     def label(self) -> str:
@@ -92,7 +92,7 @@ class Interpreter:
 
 
 def judge_python(answer: str) -> tuple[tuple[int, int] | None, str]:
-    """The (major, minor) of an interpreter from what :data:`PROBE` printed, or None, and why."""
+    """The (major, minor) of an interpreter from the output of :data:`PROBE`, or None with the reason."""
     words = answer.split()
     if len(words) != 3:
         return None, "did not run"
@@ -161,7 +161,7 @@ def find_python(environ: Mapping[str, str] | None = None) -> Interpreter:
 
 
 def find_uv() -> str:
-    """uv beside the running interpreter (the launcher's), else on PATH."""
+    """uv next to the running interpreter (the launcher's), else on PATH."""
     beside = Path(sys.executable).parent / "uv"
     found = str(beside) if beside.exists() else shutil.which("uv")
     if found is None:
@@ -171,7 +171,7 @@ def find_uv() -> str:
 
 
 def explain_failure(stderr: str, lock: str) -> str:
-    """The end of uv's message, and what to do."""
+    """The end of uv's message, and advice."""
     tail = "\n".join(stderr.strip().splitlines()[-15:])
     advice = next(words for pattern, words in ADVICE if pattern.search(stderr))
     return f"installing {lock} failed:\n{tail}\n{advice}"
@@ -180,7 +180,7 @@ def explain_failure(stderr: str, lock: str) -> str:
 def uv_environment(environ: Mapping[str, str], fallback: Path = ROOT / ".nox" / "uv-cache") -> dict[str, str]:
     """The caller's variables for uv, with a cache in the checkout if the home folder is not writable.
 
-    That is the case in a container that runs under a user without a home.
+    That happens in a container whose user has no home.
     """
     kept = {key: value for key, value in environ.items() if key not in WITHHELD}
     if kept.get("UV_CACHE_DIR") or kept.get("UV_NO_CACHE"):
@@ -195,12 +195,12 @@ def uv_environment(environ: Mapping[str, str], fallback: Path = ROOT / ".nox" / 
 def _home_of_this_user() -> str:
     try:
         return pwd.getpwuid(os.getuid()).pw_dir
-    except KeyError:  # a number without a name
+    except KeyError:  # a user id without a name
         return "/nonexistent"
 
 
 def run_logged(command: Sequence[str], what: str, timeout_s: float) -> tuple[int, str]:
-    """Run ``command`` under a progress line; returns its exit status and its stderr. 124 on a timeout."""
+    """Run ``command`` with a progress line; returns its exit status and its stderr. 124 on a timeout."""
     environ = uv_environment(os.environ)
     lines: list[str] = []
     with (
@@ -231,7 +231,7 @@ def run_logged(command: Sequence[str], what: str, timeout_s: float) -> tuple[int
 
 
 def install_limit(environ: Mapping[str, str]) -> float:
-    """Seconds that an install may take. Raises LockError for an invalid setting."""
+    """Time limit of an install in seconds. Raises LockError for an invalid setting."""
     text = environ.get(TIMEOUT_VARIABLE) or str(DEFAULT_TIMEOUT_S)
     try:
         limit = float(text)
@@ -298,7 +298,7 @@ def _prepare(lock: str, root: Path, python: Interpreter | None, extra: Sequence[
             uv_install(
                 inner, lock_file, what=f"installing lockfiles/{lock}.txt", shown=f"lockfiles/{lock}.txt", extra=extra
             )
-            if python.machine == platform.machine():  # an emulated one would take half an hour over it
+            if python.machine == platform.machine():  # under emulation it would take half an hour
                 write_bytecode(inner, lock, os.environ)
             (folder / STAMP).write_text(json.dumps(stamp), encoding="utf-8")
         verify(lock_file, folder, stamp["python"].split()[1], python.machine)
@@ -306,7 +306,7 @@ def _prepare(lock: str, root: Path, python: Interpreter | None, extra: Sequence[
 
 
 def foreign_torch(machine: str, root: Path = ROOT) -> Path:
-    """A folder with the locked torch of another machine: a cross build reads its headers and links with it, and never runs it."""
+    """A folder with the locked torch for another machine: a cross build uses its headers and links with it, and never runs it."""
     (pin,) = {pin for pin in read_lock(root / "lockfiles" / "build.txt") if pin.name == "torch"}
     folder = root / ".nox" / "env" / f"torch-{machine}"
     stamp, requirement = folder / STAMP, folder.with_suffix(".txt")
@@ -323,7 +323,7 @@ def foreign_torch(machine: str, root: Path = ROOT) -> Path:
 
 
 def write_bytecode(python: Path, lock: str, environ: Mapping[str, str]) -> None:
-    """Where Python is told not to keep the bytecode of what it imports (which -I overrules)."""
+    """Compile bytecode even if Python is configured not to write it (-I overrides that setting)."""
     if not (lock in IMPORTED and environ.get("PYTHONDONTWRITEBYTECODE")):
         return
     command = [str(python), "-I", "-c", IMPORT_EACH, *IMPORTED[lock]]
@@ -349,7 +349,7 @@ def _create(folder: Path, python: Interpreter) -> None:
 def remove_bytecode(folder: Path) -> None:
     """Delete the bytecode of the flashmoe that is about to be replaced.
 
-    Files in a wheel carry the commit's time, so for an edited file of the same length the old bytecode would look current.
+    Files in a wheel carry the commit's time, so old bytecode would look current for an edited file of the same length.
     """
     for packages in folder.glob("lib/python*/site-packages"):
         for compiled in [*packages.glob("__pycache__/flashmoe*.pyc"), *packages.glob("flashmoe*/**/__pycache__/*.pyc")]:
@@ -357,7 +357,7 @@ def remove_bytecode(folder: Path) -> None:
 
 
 def install_wheel(python: Path, wheel: Path) -> None:
-    """Replace the flashmoe in an environment by this wheel file, by its hash, without touching anything else."""
+    """Replace flashmoe in an environment by this wheel file, pinned by hash, without touching anything else."""
     digest = sha256(wheel.read_bytes()).hexdigest()
     folder = python.parent.parent
     requirement = folder / "flashmoe-wheel.txt"

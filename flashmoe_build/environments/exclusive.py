@@ -1,4 +1,4 @@
-"""Locks between processes, for environments and build folders that two sessions could otherwise write at once."""
+"""Locks between processes, for environments and build folders that two sessions might otherwise write at once."""
 
 import fcntl
 import time
@@ -25,7 +25,7 @@ def exclusive(path: Path) -> Iterator[None]:
 def hold_until_exit(path: Path) -> None:
     """Take the lock and keep it until this process ends; taking it again in the same process does nothing.
 
-    For a build folder: the wheel is packed from it after the build has returned.
+    For a build folder, because the wheel is packed from it after the build has returned.
     """
     path = path.resolve()
     if path in _held:

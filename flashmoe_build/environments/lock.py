@@ -1,8 +1,8 @@
-"""The lock: what lockfiles/*.txt pin, and whether an environment matches them.
+"""What lockfiles/*.txt pin, and whether an environment matches them.
 
 A lock file is a requirement file in which every line is ``name==version ; marker --hash=sha256:...``. The hashes are
-checked by the installer (:mod:`flashmoe_build.environments.environment`); this module checks what the installer cannot see: that the
-file pins everything that its ``.in`` file asks for and names no registry, and that the packages found at build time are
+checked by the installer (:mod:`flashmoe_build.environments.environment`); this module checks what the installer cannot: that the
+file pins everything that its ``.in`` file requires and names no registry, and that the packages found at build time are
 the pinned ones, each installed once.
 
     python -m flashmoe_build.environments.lock lockfiles/build.txt      # is this interpreter's environment the locked one?
@@ -129,13 +129,13 @@ def read_inputs(path: Path) -> tuple[Wanted, ...]:
 
 
 def input_digest(path: Path, options: Sequence[str]) -> str:
-    """What a lock is computed from: the requirements of its ``.in`` files, in any layout, and the resolver's options."""
+    """Digest of a lock's inputs: the requirements of its ``.in`` files, in any layout, and the resolver's options."""
     wanted = sorted(str(item.requirement) for item in read_inputs(path))
     return sha256("\n".join([*wanted, *options]).encode()).hexdigest()
 
 
 def recorded_digest(text: str) -> str:
-    """The input digest that ``nox -s lock`` wrote into a lock file; empty when there is none."""
+    """The input digest that ``nox -s lock`` wrote into a lock file; empty if there is none."""
     match = INPUT_DIGEST.search(text)
     return match[1] if match else ""
 
@@ -157,7 +157,7 @@ def check_lock(wanted: Iterable[Wanted], pins: Collection[Pin], environment: Map
 
 
 def installed_distributions(path: Sequence[str] | None = None) -> dict[str, list[str]]:
-    """The versions of every distribution on ``path`` (default ``sys.path``), by name; several where it is there twice."""
+    """The versions of every distribution on ``path`` (default ``sys.path``), by name; several if it is installed twice."""
     found = {
         (canonicalize_name(name), item.version, Path(str(item.locate_file(""))).resolve())
         for item in metadata.distributions(path=list(sys.path if path is None else path))
@@ -175,7 +175,7 @@ def find_drift(
     environment: Mapping[str, str],
     names: Collection[str] | None = None,
 ) -> list[str]:
-    """How ``installed`` differs from ``pins``, in words, for all packages or only for ``names``. Empty when it does not."""
+    """How ``installed`` differs from ``pins``, in words, for all packages or only for ``names``. Empty if it does not."""
     expected = {pin.name: pin.version for pin in pins if pin.applies(environment)}
     if names is not None:
         wanted = {canonicalize_name(name) for name in names}
@@ -196,7 +196,7 @@ def find_drift(
 
 
 def marker_environment(python: str = "", machine: str = "x86_64") -> dict[str, str]:
-    """What markers are evaluated against: this interpreter, or CPython of the full version ``python`` on Linux and ``machine``."""
+    """The environment for evaluating markers: this interpreter, or CPython of the full version ``python`` on Linux and ``machine``."""
     known = {key: str(value) for key, value in default_environment().items()}
     if not python:
         return known
@@ -222,9 +222,9 @@ def verify_environment(
 ) -> tuple[Pin, ...]:
     """Raise LockError unless the installed packages are those of ``lock``; returns its pins.
 
-    ``names`` limits the check to the packages that affect the result, for a build in an environment that somebody else
+    ``names`` limits the check to the packages that affect the result, for a build in an environment that the user
     made (``pip wheel .``); ``path``, ``python`` (a full version) and ``machine`` describe an environment other than the running one.
-    Beside ``x.txt`` there is ``x.in``: a requirement there without a pin is an error too.
+    A requirement in ``x.in`` without a pin in ``x.txt`` is an error too.
     """
     pins = read_lock(lock)
     environment = marker_environment(python, machine)
@@ -241,7 +241,7 @@ def verify_environment(
 
 
 def main(arguments: Sequence[str]) -> int:
-    """``python -m flashmoe_build.environments.lock FILE``: 0 when this interpreter's environment is the locked one, 1 when not."""
+    """``python -m flashmoe_build.environments.lock FILE``: 0 if this interpreter's environment is the locked one, else 1."""
     asked = bool({"-h", "--help"} & set(arguments))
     if asked or len(arguments) != 1:
         print(

@@ -4,8 +4,8 @@
     python -m flashmoe_build.environments.relock --upgrade     # rewrite with the newest versions
     python -m flashmoe_build.environments.relock --check       # offline: fail if a lock does not match its .in file
 
-One file serves CPython 3.10 to 3.12 on x86-64 and AArch64: uv resolves for all of them at once (``--universal``; the bounds are
-``tool.uv.environments`` in pyproject.toml) and marks the lines that differ. Wheels only, no registry in the output.
+Each file covers CPython 3.10 to 3.12 on x86-64 and AArch64: uv resolves for all of them at once (``--universal``; the bounds are
+``tool.uv.environments`` in pyproject.toml) and marks the lines that differ. Wheels only; the output names no registry.
 """
 
 import argparse
@@ -42,7 +42,7 @@ OPTIONS = (
 )
 LAUNCHER_OPTIONS = ("--no-config",)  # the launcher runs under any Python from 3.10, so it has no upper bound
 COMPILE_TIMEOUT_S = 600.0
-# The supported Pythons, for each of which, and each machine, the pins must answer every requirement.
+# The supported Pythons: for each of them, on each machine, the pins must satisfy every requirement.
 PYTHONS = ("3.10", "3.11", "3.12")
 
 
@@ -51,7 +51,7 @@ def options_of(lock: str) -> tuple[str, ...]:
 
 
 def changes(lock: str, before: Sequence[Pin], after: Sequence[Pin]) -> list[str]:
-    """What a rewrite did, a line per version; other markers or hashes of the same version count as a change."""
+    """The effect of a rewrite, one line per version; other markers or hashes of the same version count as a change."""
     old, new = ({(pin.name, pin.version, str(pin.marker), pin.hashes) for pin in pins} for pins in (before, after))
     rows = [(name, version, sign) for sign, only in (("-", old - new), ("+", new - old)) for name, version, *_ in only]
     return [
@@ -61,7 +61,7 @@ def changes(lock: str, before: Sequence[Pin], after: Sequence[Pin]) -> list[str]
 
 
 def check(folder: Path) -> list[str]:
-    """What is wrong with the locks, found without a network. Empty when nothing is."""
+    """What is wrong with the locks, checked offline. Empty if nothing is."""
     problems = []
     shared: dict[tuple[str, str], tuple[str, Pin]] = {}
     for lock in ORDER:

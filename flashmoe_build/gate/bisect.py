@@ -1,7 +1,7 @@
-"""``nox -s bisect -- GOOD BAD``: git bisect over steps of the gate, in a worktree of its own.
+"""``nox -s bisect -- GOOD BAD``: git bisect over steps of the gate, in a separate worktree.
 
-The person's checkout is not touched. Builds share one content cache, so a commit costs what it changed. It ends with
-the first bad commit, and one report that holds those of that commit and of its last good neighbour.
+The user's checkout is not touched. Builds share one content cache, so that each commit only compiles what it changed. The result is
+the first bad commit, and one report that contains those of that commit and of the last good one before it.
 """
 
 import argparse
@@ -22,7 +22,7 @@ from flashmoe_tools.bench.stopping import stop_signals
 from flashmoe_tools.report import Check, Report, Verdict, host_environment, typed_command, utc_now, write_report
 
 TIME_LIMIT_SECONDS = 4 * 3600.0
-# The current folder, which holds the tree under test, leaves the path: its package is not to be taken for this one.
+# Removes the current folder from the path: it holds the tree under test, whose package must not be imported instead of this one.
 JUDGE = (
     "import sys; sys.path[:] = filter(None, sys.path); from flashmoe_build.gate.commit import main; sys.exit(main())"
 )
@@ -30,7 +30,7 @@ JUDGE = (
 
 @dataclass(frozen=True)
 class Search:
-    """What is searched: ``good`` and ``bad`` are full hashes."""
+    """The search range: ``good`` and ``bad`` are full hashes."""
 
     root: Path
     good: str
@@ -42,17 +42,17 @@ class Search:
 
     @property
     def command(self) -> list[str]:
-        """Judges the commit in the current folder."""
+        """The command that judges the commit in the current folder."""
         words = [sys.executable, "-c", JUDGE, "--gate", self.gate, "--reports", str(self.reports)]
         speed = ["--good", self.good, "--bad", self.bad, "--case", self.case, "--suite", self.suite]
         return words + (speed if self.gate == "speed" else [])
 
     @property
     def environment(self) -> dict[str, str]:
-        """This package runs the command.
+        """Makes the command import this package.
 
-        Without bytecode files: Python takes one for fresh when size and second of its source agree, and two commits that
-        are checked out within a second can have both in common.
+        Disables bytecode files: Python considers one fresh if size and second of its source match, which can be the case for two
+        commits that are checked out within a second.
         """
         folders = [str(Path(__file__).resolve().parents[2]), os.environ.get("PYTHONPATH", "")]
         return {
@@ -64,14 +64,14 @@ class Search:
         }
 
     def words(self) -> dict[str, str]:
-        """good, bad or skip for each commit that was judged, in the order of the search."""
+        """good, bad or skip for each judged commit, in the order of the search."""
         path = self.reports / one_commit.WORDS
         lines = path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
         return {row["commit"]: row["word"] for row in map(json.loads, lines)}
 
 
 def git(folder: Path, *words: str, check: bool = True, environment: Mapping[str, str] | None = None) -> str:
-    """git's output. Raises ArgumentError with git's message when it refuses."""
+    """git's output. Raises ArgumentError with git's message if it fails."""
     done = subprocess.run(
         ["git", "-C", str(folder), *words],
         capture_output=True,
@@ -95,7 +95,7 @@ def commit_named(root: Path, name: str) -> str:
 
 
 def search(task: Search) -> tuple[str, str]:
-    """(first bad commit, git's log of the search); the commit is empty when too many had to be skipped."""
+    """(first bad commit, git's log of the search); the commit is empty if too many had to be skipped."""
     if not git(task.root, "rev-list", "--ancestry-path", f"{task.good}..{task.bad}"):
         msg = (
             f"{task.good[:12]} is no ancestor of {task.bad[:12]}: name the last good commit first, then a later bad one"
@@ -117,7 +117,7 @@ def search(task: Search) -> tuple[str, str]:
 
 
 def _check_ends(task: Search, worktree: Path) -> None:
-    """Both ends are judged first: a search between ends that do not differ finds nothing but noise."""
+    """Judges both ends first: a search between ends that do not differ would only find noise."""
     for commit, wanted in ((task.good, "good"), (task.bad, "bad")):
         git(worktree, "checkout", "--detach", commit)
         subprocess.run(

@@ -41,7 +41,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def render(report: Report) -> str:
-    """One line per step: verdict, time, cost, what its checks found; then where it ended and what to do."""
+    """One line per step: verdict, time, cost, what its checks found; then where the run ended and what to do."""
     data = report.data
     priced = data["rate_per_hour"] > 0.0
     width = max(len("stage"), *(len(row["name"]) for row in data["steps"]))
@@ -63,6 +63,6 @@ def render(report: Report) -> str:
 
 
 def _first(text: str, width: int = 160) -> str:
-    """The first line, cut between words."""
+    """The first line, truncated at a word boundary."""
     line = text.partition("\n")[0]
     return line if len(line) <= width else f"{line[:width].rpartition(' ')[0]} ..."

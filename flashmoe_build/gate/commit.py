@@ -1,6 +1,6 @@
-"""What ``git bisect run`` starts on each commit: runs a gate's steps on the tree in the current folder.
+"""The program that ``git bisect run`` starts for each commit: runs a gate's steps on the tree in the current folder.
 
-Exit code 0: good; 1: bad; 125: this commit cannot be judged (it does not build, or the numbers decide nothing).
+Exit code 0: good; 1: bad; 125: this commit cannot be judged (it does not build, or its numbers are inconclusive).
 """
 
 import argparse
@@ -18,7 +18,7 @@ from flashmoe_build.gate.steps import FLASHMOE, Step, select
 from flashmoe_tools.report import Report, Verdict, read_report, write_report
 
 CODES = {"good": 0, "bad": 1, "skip": 125}
-# The steps of a gate; the last one decides. A commit that fails at one before it cannot be judged.
+# The steps of each gate; the last one decides. A commit that fails an earlier one cannot be judged.
 GATES = {
     "symbols": ("build", "symbols"),
     "correctness": ("build", "import", "correctness"),
@@ -30,12 +30,12 @@ WORDS = "words.jsonl"  # one line per judged commit
 
 
 def steps_of(gate: str) -> tuple[Step, ...]:
-    """The steps of a gate, or the step of that name alone. An unknown name is an ArgumentError."""
+    """The steps of a gate, or the single step of that name. An unknown name is an ArgumentError."""
     return select(GATES.get(gate, (gate,)))
 
 
 def word_of(done: Pipeline) -> str:
-    """good, bad or skip, by the last step."""
+    """good, bad or skip, according to the last step."""
     last = done.steps[-1].name
     verdict = done.outcomes.get(last, NOT_RUN).verdict
     if verdict is Verdict.SKIP or done.stopped_at not in ("", last):
@@ -46,10 +46,10 @@ def word_of(done: Pipeline) -> str:
 def speed_word(here: Report, good: Report, case: str, bad: Report | None = None) -> str:
     """Whether ``case`` is slower here than on the good commit.
 
-    The ends are told apart by the rule for two runs. Between them it is enough to know which end a commit is like: on
-    which side of their geometric mean its whole interval lies. Noise that forbids SAME need not hide a regression.
+    The two ends are compared by the rule for two runs. For a commit between them it is enough to know which end it resembles: on
+    which side of their geometric mean its whole interval is. Noise that rules out SAME need not hide a regression.
     """
-    from flashmoe_tools.bench.compare import compare_reports  # scipy: only this gate waits for it
+    from flashmoe_tools.bench.compare import compare_reports  # scipy: only imported for this gate
 
     compared = compare_reports(good, here)
     rows = [row for row in compared.data["changes"] if row["case"] == case]
@@ -67,7 +67,7 @@ def speed_word(here: Report, good: Report, case: str, bad: Report | None = None)
 
 
 def _nearer_end(rows: Sequence[Mapping[str, Any]], ends: Mapping[str, float]) -> str:
-    """``rows`` compare the good end with this commit; ``ends`` says how fast each subject is at the bad end."""
+    """``rows`` compare the good end with this commit; ``ends`` is each subject's relative speed at the bad end."""
     judged = [(row["interval"], math.sqrt(ends[row["subject"]])) for row in rows if ends.get(row["subject"], 1.0) < 1.0]
     if any(high is not None and high < middle for (_, high), middle in judged):
         return "bad"
@@ -75,7 +75,7 @@ def _nearer_end(rows: Sequence[Mapping[str, Any]], ends: Mapping[str, float]) ->
 
 
 def timed(step: Step, suite: str, case: str) -> Step:
-    """The baseline step for one case alone, with all its samples."""
+    """The baseline step for a single case, with all its samples."""
     words = ("bench", "--suite", suite, "--case", case, "--time-budget", str(SPEED_SECONDS), "--json", "{report}")
     return replace(step, command=(*FLASHMOE, *words))
 
@@ -85,7 +85,7 @@ def baseline_of(reports: Path, commit: str) -> Path:
 
 
 def judge_speed(here: Report | None, commit: str, options: argparse.Namespace) -> str:
-    """The good end is judged first: its report is what the others are compared with."""
+    """The good end is judged first: the others are compared with its report."""
     if here is None:
         return "skip"
     write_report(baseline_of(options.reports, commit), here)
@@ -103,7 +103,7 @@ def main() -> int:
     for name in ("good", "bad", "case", "suite"):
         parser.add_argument(f"--{name}", default="")
     options = parser.parse_args()
-    # The steps import the package of this commit; the first folder is that of the program that started the search.
+    # The steps must import this commit's package; the first folder is that of the program that started the search.
     os.environ["PYTHONPATH"] = os.environ.get("PYTHONPATH", "").partition(os.pathsep)[2]
     root = Path.cwd()
     commit, steps = commit_of(root).rstrip("+"), steps_of(options.gate)

@@ -1,4 +1,4 @@
-"""What the baseline's numbers ask for. Pure: a bench report in, checks out."""
+"""What the baseline's numbers call for. Pure: a bench report in, checks out."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -65,7 +65,7 @@ def _cell(cell: Mapping[str, Any], name: str, data: Mapping[str, Any], limits: T
 
 
 def _memory_bound(cell: Mapping[str, Any], data: Mapping[str, Any]) -> bool:
-    """Whether the case lies left of the ridge of the measured roofline. CPUs keep such cases in cache: never there."""
+    """Whether the case is left of the ridge of the measured roofline. Never on a CPU, which keeps such cases in cache."""
     ceilings = data["ceilings"]
     peak = (ceilings or {}).get("matmul_tflops", {}).get(cell["case"]["dtype"])
     if not peak or data["settings"]["device"] != "cuda":

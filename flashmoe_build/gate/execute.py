@@ -1,4 +1,4 @@
-"""One program with a time limit: what its report says, or why there is none."""
+"""Runs one program with a time limit; returns what its report says, or why there is none."""
 
 import contextlib
 import os
@@ -14,7 +14,7 @@ from flashmoe_tools.report import Check, Report, Verdict, overall, read_report
 
 GRACE_SECONDS = 10.0
 TAIL = 600
-LOOK_SECONDS = 5.0  # between looks at the log of what runs
+LOOK_SECONDS = 5.0  # between two looks at the running program's log
 
 
 @dataclass(frozen=True)
@@ -37,10 +37,10 @@ def execute(
     ignore: Sequence[str] = (),
     note: Callable[[str], object] = str,
 ) -> Outcome:
-    """Runs ``command`` and reads the report it leaves; ``note`` gets the newest line of its output now and then.
+    """Runs ``command`` and reads the report that it writes; ``note`` is called with the newest output line from time to time.
 
-    An old report is moved away, so that none is believed twice, and comes back where the command left none: what it says of
-    the last build stays true.
+    An old report is moved away, so that it cannot be taken for a new one, and is restored if the command wrote none: it is still
+    valid for the last build.
     """
     report_path.parent.mkdir(parents=True, exist_ok=True)
     old = report_path.with_suffix(".old.json")
@@ -49,7 +49,7 @@ def execute(
     begin = time.monotonic()
     log = report_path.with_suffix(".log")
     try:
-        # The tree in `folder` is run, not a package of its name from elsewhere.
+        # Run the tree in `folder`, not a package of the same name from elsewhere.
         own = {**os.environ, "PYTHONSAFEPATH": "", **environment}
         code, tail = _run(command, folder, own, limit, log, note)
         return _outcome(code, tail, report_path, time.monotonic() - begin, limit, ignore)
@@ -74,7 +74,7 @@ def _outcome(
 
 
 def judge(report: Report, ignore: Sequence[str]) -> tuple[Verdict, str]:
-    """The worst verdict of the checks that count, and the first of those that have it, in words."""
+    """The worst verdict of the checks that count, and a description of the first check with that verdict."""
     checks = [check for check in report.checks if check.name not in ignore]
     verdict = overall(checks)
     tally = {word: sum(check.verdict is word for check in checks) for word in Verdict}
@@ -100,7 +100,7 @@ def _run(
     log: Path,
     note: Callable[[str], object],
 ) -> tuple[int | None, str]:
-    """(exit code, or None when it was stopped; the end of what ``log`` holds). Ends every process that was started."""
+    """(exit code, or None if it was stopped; the end of ``log``). Ends every process that was started."""
     with log.open("w+b") as output:
         try:
             process = subprocess.Popen(
@@ -122,7 +122,7 @@ def _run(
 
 
 def _wait(process: subprocess.Popen[bytes], end: float, log: Path, note: Callable[[str], object]) -> int | None:
-    """The exit code; None once it is past ``end``."""
+    """The exit code; None once the time ``end`` has passed."""
     while (left := end - time.monotonic()) > 0.0:
         with contextlib.suppress(subprocess.TimeoutExpired):
             return process.wait(timeout=min(left, LOOK_SECONDS))
@@ -132,7 +132,7 @@ def _wait(process: subprocess.Popen[bytes], end: float, log: Path, note: Callabl
 
 
 def newest_line(log: Path) -> str:
-    """The last line that a running program has written whole, empty if there is none."""
+    """The last complete line that a running program has written, empty if there is none."""
     with log.open("rb") as stream:
         stream.seek(max(0, stream.seek(0, os.SEEK_END) - TAIL))
         lines = stream.read().decode(errors="replace").replace("\r", "\n").split("\n")[:-1]
@@ -140,7 +140,7 @@ def newest_line(log: Path) -> str:
 
 
 def _stop(process: subprocess.Popen[bytes]) -> None:
-    """The program's own group: first asked, then ended."""
+    """Sends the program's process group SIGTERM, then SIGKILL."""
     for number in (signal.SIGTERM, signal.SIGKILL):
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, number)

@@ -1,6 +1,6 @@
-"""``nox -s history``: what the gate found for each commit, and the last known good of each architecture.
+"""``nox -s history``: the gate's result for each commit, and the last known good of each architecture.
 
-One JSON line per run of the gate in ``docs/results/history/<architecture>.jsonl``; ``gate --record`` appends, nothing rewrites.
+One JSON line per run of the gate in ``docs/results/history/<architecture>.jsonl``; ``gate --record`` appends, nothing is rewritten.
 """
 
 import argparse
@@ -18,7 +18,7 @@ FOLDER = Path("docs") / "results" / "history"
 
 
 def record_of(report: Report, root: Path, library: Path | None = None) -> dict[str, Any]:
-    """What a gate report leaves in the history. Outside of git the commit is the one that ``library`` was built from."""
+    """The record of a gate report. Outside git the commit is the one that ``library`` was built from."""
     gpu = report.data.get("gpu")
     return {
         "schema": SCHEMA,
@@ -39,7 +39,7 @@ def record_of(report: Report, root: Path, library: Path | None = None) -> dict[s
 
 
 def commit_of(root: Path) -> str:
-    """The commit that is checked out, ``+`` appended when files differ from it; empty outside of git."""
+    """The checked-out commit, with ``+`` appended if files differ from it; empty outside git."""
 
     def git(*words: str) -> str:
         done = subprocess.run(["git", "-C", str(root), *words], capture_output=True, text=True, check=False)
@@ -58,7 +58,7 @@ def append_record(folder: Path, record: Mapping[str, Any]) -> Path:
 
 
 def read_history(folder: Path) -> dict[str, list[dict[str, Any]]]:
-    """Records by architecture, in the order they were taken. Raises ReportError with file and line of a damaged one."""
+    """Records by architecture, in the order they were taken. Raises ReportError with the file and line of a damaged one."""
     found: dict[str, list[dict[str, Any]]] = {}
     for path in sorted(folder.glob("*.jsonl")):
         for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
@@ -74,13 +74,13 @@ def read_history(folder: Path) -> dict[str, list[dict[str, Any]]]:
 
 
 def last_known_good(records: Sequence[Mapping[str, Any]]) -> Mapping[str, Any] | None:
-    """The newest record that failed nowhere, called something known good and was taken on files as committed."""
+    """The newest record without a failure that calls something known good and was taken on committed files."""
     good = [record for record in records if not why_not_good(record)]
     return max(good, key=lambda record: str(record["started"]), default=None)
 
 
 def why_not_good(record: Mapping[str, Any]) -> str:
-    """Why this run makes no commit known good; empty when it does."""
+    """Why this run does not make its commit known good; empty if it does."""
     if record["verdict"] not in (Verdict.PASS.value, Verdict.WARN.value):
         return f"stopped at {record['stopped_at']}" if record["stopped_at"] else "failed"
     if not record["known_good"]:

@@ -1,6 +1,6 @@
-"""``python -m flashmoe_build.gate.load``: whether the extension loads, and the GPU here, as a report.
+"""``python -m flashmoe_build.gate.load``: reports whether the extension loads, and which GPU this machine has.
 
-A process of its own, because a library that crashes takes its process with it.
+This is a separate process because a library that crashes takes its process with it.
 """
 
 import argparse
@@ -11,7 +11,7 @@ from flashmoe_tools.report import Check, Report, Verdict, host_environment, type
 
 
 def load_check() -> Check:
-    """Loads the library and looks the operator up."""
+    """Loads the library and looks up the operator."""
     try:
         from flashmoe import _extension
 

@@ -1,4 +1,4 @@
-"""The steps run in order within a time budget, stopped at the first that fails; one report at the end."""
+"""Runs the steps in order within a time budget, stopping at the first that fails; one report at the end."""
 
 import os
 import shutil
@@ -22,18 +22,18 @@ NOT_RUN = Outcome(Verdict.SKIP, "not run", 0.0)
 
 @dataclass(frozen=True)
 class Paths:
-    """What the words in braces of a step's command stand for."""
+    """Values for the placeholders in a step's command."""
 
     root: Path
     build: Path
     library: Path
     reports: Path
     checkout: bool
-    given: bool = False  # the caller named the library: nothing here made it
+    given: bool = False  # the caller named the library: it was not built here
 
     @property
     def artifact(self) -> Path:
-        """The checkout's newest wheel; the library where no wheel was made, or the caller named one."""
+        """The checkout's newest wheel; the library if no wheel was built or the caller named a library."""
         wheels = [] if self.given or not self.checkout else list((self.root / "dist").glob(f"{WHEEL_PREFIX}*.whl"))
         return max(wheels, key=lambda path: path.stat().st_mtime, default=self.library)
 
@@ -41,7 +41,7 @@ class Paths:
         return Path(*self.fill([step.report], step)) if step.report else self.reports / f"{step.name}.json"
 
     def fill(self, words: Sequence[str], step: Step, *, python: str = "python", budget: float = 0.0) -> list[str]:
-        """``words`` with what stands in braces filled in; a word that then is empty is left out."""
+        """``words`` with the placeholders filled in; a word that is then empty is dropped."""
         objects, artifact = self.build / "objects", self.artifact
         table = {
             "python": python,
@@ -57,7 +57,7 @@ class Paths:
 
 
 def find_paths(root: Path, library: Path | None = None) -> Paths:
-    """In a checkout, or beside an installed package."""
+    """The paths in a checkout, or of an installed package."""
     checkout = (root / "flashmoe_build").is_dir() or (root / ".git").exists()
     build = root / "build"
     own = build / "lib" if checkout else Path(flashmoe.__file__).resolve().parent
@@ -67,7 +67,7 @@ def find_paths(root: Path, library: Path | None = None) -> Paths:
 
 @dataclass
 class Pipeline:
-    """A run of ``steps``; ``report`` is valid at any time. ``every``: the steps that they were chosen from."""
+    """A run of ``steps``; ``report`` is valid at any time. ``every``: the steps from which they were chosen."""
 
     steps: Sequence[Step]
     paths: Paths
@@ -136,7 +136,7 @@ class Pipeline:
         return ""
 
     def _environment(self, step: Step) -> dict[str, str]:
-        """The checkout's package and the library just built come first."""
+        """Puts the checkout's package and the library just built first."""
         variables = {"PYTHONUNBUFFERED": "1", "FLASHMOE_TEST_REPORT": str(self.paths.report_of(step))}
         if self.paths.checkout:
             folders = [str(self.paths.root), os.environ.get("PYTHONPATH", "")]
@@ -149,7 +149,7 @@ class Pipeline:
         baseline = self._baseline()
         if baseline is None:
             return Outcome(Verdict.FAIL, "the step baseline left no report to decide on", 0.0)
-        from flashmoe_build.gate.decide import decide  # scipy: a run without a decision need not wait for it
+        from flashmoe_build.gate.decide import decide  # scipy: only imported when there is a decision to make
 
         report = Report(DECISION, decide(baseline), {}, host_environment(), (), utc_now())
         write_report(self.paths.report_of(step), report)
@@ -162,7 +162,7 @@ class Pipeline:
 
     @property
     def known_good(self) -> list[str]:
-        """The steps that passed; none while the proof is missing."""
+        """The steps that passed; none if the proof is missing."""
         if self._unproven:
             return []
         return [name for name, one in self.outcomes.items() if one.verdict in (Verdict.PASS, Verdict.WARN)]
@@ -175,7 +175,7 @@ class Pipeline:
 
     @property
     def not_checked(self) -> list[str]:
-        """What this run says nothing about, in words."""
+        """What this run does not cover, in words."""
         here = [step.name for step in self.steps]
         others = [step.name for step in self.every if step.name not in here and not step.after_failed]
         words = [f"{', '.join(others)} (./nox -s gate)"] if others else []
@@ -224,13 +224,13 @@ class Pipeline:
         return {**row, "cost": self._cost(one.seconds), "found": one.found}
 
     def _gpu(self) -> dict[str, Any] | None:
-        """The GPU that a step reported: the import step, or the baseline."""
+        """The GPU that a step reported: the import step or the baseline."""
         reports = [one.report for one in self.outcomes.values() if one.report is not None]
         return next((gpu for one in reports if (gpu := one.data.get("gpu") or one.environment.get("gpu"))), None)
 
 
 def without_runs(outcome: Outcome) -> Outcome:
-    """An emulation of nothing is no PASS, unless what differs has passed before and was therefore not run again."""
+    """An emulation without runs does not PASS, unless everything that differs has passed before and was therefore not rerun."""
     report = outcome.report
     if outcome.verdict is not Verdict.PASS or report is None or report.data.get("runs"):
         return outcome

@@ -1,4 +1,4 @@
-"""The steps of the gate, in order. Each runs a program that exists anyway and is judged by the report that it writes."""
+"""The steps of the gate, in order. Each runs an existing program and is judged by the report that it writes."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,11 +12,11 @@ DECISION = "decision"
 
 @dataclass(frozen=True)
 class Step:
-    """``command`` has words in braces, which :class:`flashmoe_build.gate.pipeline.Paths` fills in; the decision has none.
+    """``command`` contains placeholders, which :class:`flashmoe_build.gate.pipeline.Paths` fills in; the decision has no command.
 
-    ``needs`` "checkout": skipped where there are only installed files; "compiler": and where there is no g++.
-    ``ignore`` names checks of the report that another step judges. ``after_failed`` names a step that may fail without
-    preventing this one.
+    ``needs`` "checkout": skipped if there are only installed files; "compiler": also skipped without g++.
+    ``ignore`` names checks of the report that another step judges. ``after_failed`` names a step whose failure does not
+    prevent this one.
     """
 
     name: str
@@ -24,7 +24,7 @@ class Step:
     why: str = ""
     next_step: str = ""
     report: str = ""  # default: {reports}/NAME.json
-    limit_seconds: float = 300.0  # at most what is left of the budget
+    limit_seconds: float = 300.0  # limited by the remaining budget
     budget_seconds: float = 120.0  # {budget}
     needs: str = ""
     ignore: tuple[str, ...] = ()
@@ -40,7 +40,7 @@ STEPS = (
         limit_seconds=60,
         ignore=("extension", "loads", "smoke", "gpus", "variables"),
     ),
-    # Before the build: a wrong mask can also cost registers, and a spill found first would hide the wrong result.
+    # Before the build: a wrong mask can also cost registers, and a spill reported first would hide the wrong result.
     Step(
         PROOF,
         ("{python}", "-m", "flashmoe_build.emulation", "--changed", "--quick", "--seconds", "{budget}", "--json", "{report}"),
@@ -113,7 +113,7 @@ STEPS = (
 
 
 def select(names: Sequence[str], steps: Sequence[Step] = STEPS) -> tuple[Step, ...]:
-    """The named steps, in the gate's order; all when no name is given. An unknown name is an ArgumentError."""
+    """The named steps, in the gate's order; all if no name is given. An unknown name is an ArgumentError."""
     known = [step.name for step in steps]
     for name in names:
         if name not in known:

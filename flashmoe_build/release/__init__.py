@@ -1,1 +1,1 @@
-"""Where a wheel came from and where it runs: provenance, reproduction, compatibility, CI's jobs."""
+"""Where a wheel came from and where it runs: provenance, reproduction, compatibility, and CI's jobs."""

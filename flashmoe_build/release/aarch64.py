@@ -1,9 +1,9 @@
-"""``nox -s test_aarch64``: the CPU tests of the AArch64 wheel, on such a machine or under qemu-user on another.
+"""``nox -s test_aarch64``: the CPU tests of the AArch64 wheel, on an AArch64 machine or under qemu-user on another.
 
 Under emulation the interpreter and its libraries are Debian packages for arm64, which debootstrap checks and unpacks into
-build/aarch64/root, and a script starts the interpreter there: programs that a test starts go through the same script. Compilers
-that tests call run as they are, for AArch64. It needs root (debootstrap) and takes 15 to 40 times the time of this machine, so
-SLOW is left out there: training of a small model, and square problems of 512 rows and more.
+build/aarch64/root. A script starts the interpreter there, and programs that tests start use the same script. Compilers
+that tests call run natively and target AArch64. It needs root (debootstrap) and takes 15 to 40 times as long as native tests, so
+SLOW is skipped: training of a small model, and square problems of 512 rows and more.
 """
 
 import argparse
@@ -21,29 +21,29 @@ from flashmoe_build.program import ROOT, OutOfReachError, ending
 
 MACHINE = "aarch64"
 FOLDER = ROOT / "build" / MACHINE
-PYTHON = (3, 11)  # what the base's distribution has
+PYTHON = (3, 11)  # the version in the base distribution
 PACKAGES = ("python3", "libstdc++6")
 EMULATORS = ("qemu-aarch64-static", "qemu-aarch64")
-# Whole files, without a choice inside: every kernel of the CPU backend against its reference, the operators' arguments and
-# errors, and the emulator, whose threads are switched by assembly of each machine.
+# Complete files: every kernel of the CPU backend against its reference, the operators' arguments and
+# errors, and the emulator, whose thread switching is assembly for each machine.
 QUICK = (
     "tests/cpu/test_forward.py", "tests/cpu/test_backward.py", "tests/cpu/test_isa.py", "tests/moe/test_cpu.py",
     "tests/attention/test_checks.py", "tests/emulation/test_machine.py",
 )  # fmt: skip
-# Kernels first: their library is compiled while the process has one thread, which qemu can fork.
+# Kernels first: their library is compiled while the process has a single thread, which qemu can fork.
 FULL = (
     "tests/cpu", "tests/moe", "tests/attention/test_checks.py", "tests/attention/test_varlen.py",
     "tests/emulation/test_machine.py", "tests/emulation/test_numerics.py", "tests/attention/test_correctness.py",
 )  # fmt: skip
 
-# Under emulation, minutes a case; the kernels' loops and tails are those of shorter ones.
+# Under emulation these take minutes per case; shorter cases cover the same loops and tails of the kernels.
 SLOW = " and ".join(f"not {name}" for name in (
     "learns", "S512", "k512", "1023", "1024", "2048", "every_length", "beyond_two",
 ))  # fmt: skip
 
 
 def emulated_python() -> Interpreter:
-    """An interpreter of AArch64 that runs here. Raises OutOfReachError where this machine lacks what it takes."""
+    """An AArch64 interpreter that runs here. Raises OutOfReachError if this machine lacks what it needs."""
     emulator = next(filter(None, map(shutil.which, EMULATORS)), None)
     compiler = shutil.which(f"{MACHINE}-linux-gnu-g++")
     if emulator is None or compiler is None:
@@ -69,14 +69,14 @@ def newest_wheel(folder: Path) -> Path:
 
 
 def test(arguments: Sequence[str]) -> int:
-    """pytest's exit status; its own arguments, or the whole files of FULL or QUICK."""
+    """Runs pytest with the given arguments, or on the files of FULL or QUICK; returns its exit status."""
     emulated = platform.machine() != MACHINE
     given = os.environ.get("FLASHMOE_WHEEL")
     wheel = Path(given).resolve() if given else newest_wheel(ROOT / "dist" / (MACHINE if emulated else ""))
     python = prepare("test", python=emulated_python() if emulated else find_python())
     install_wheel(python, wheel)
     files = arguments or [str(ROOT / name) for name in FULL]
-    # Bytecode is written once: compiling it is slow under emulation. Time limits are for tests that hang.
+    # Write bytecode once, because compiling it is slow under emulation. Time limits are for tests that hang.
     environ = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
     environ |= {"FLASHMOE_TEST_INSTALLED": "1", "OMP_WAIT_POLICY": "passive"}
     environ |= {"FLASHMOE_TEST_REPORT": str(ROOT / "build" / "reports" / "test_aarch64.json")}

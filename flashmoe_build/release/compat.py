@@ -1,7 +1,7 @@
 """``nox -s compat``: one wheel file under every torch that it supports, with the lowest and highest local CPython of each, and
 under several versions of transformers.
 
-Each cell is its own environment with that torch from the package index (not from the lock: the aim is to test what users
+Each cell is a separate environment with that torch from the package index (not from the lock: the aim is to test what users
 can install), the wheel under test, and the operator's tests on the CPU. One cell below the floor checks that the import is
 rejected with a clear error.
 """
@@ -32,14 +32,14 @@ PYTHONS = ("3.10", "3.11", "3.12", "3.13", "3.14")
 TOOLS = ("pytest", "pytest-timeout", "pytest-cov", "hypothesis", "numpy")
 TESTS = ("tests/attention",)
 # Enough to show that this torch loads the library and runs the operator: registration and opcheck, autograd, compile, errors
-# and values. The grid of sizes tests the kernel, which is the same machine code in every cell.
+# and values. The grid of sizes tests the kernel, whose machine code is the same in every cell.
 CORE = (
     "tests/attention/test_extension.py",
     "tests/attention/test_checks.py",
     "tests/attention/test_compile.py",
-    "tests/moe/test_train_fp8.py",  # experts, compiled: operators of several results
+    "tests/moe/test_train_fp8.py",  # experts, compiled: operators with several results
 )
-# The last of 4.x; one of 5.x that looks no experts up by name; the last but one to take foreign names for continuous batching.
+# The last 4.x; a 5.x that does not look up experts by name; the last but one that accepts foreign names for continuous batching.
 # The lock has the newest.
 TRANSFORMERS = ("4.57.6", "5.5.4", "5.17.0")
 TRANSFORMERS_TESTS = (
@@ -57,7 +57,7 @@ CLOSING = re.compile(r"(\d+) passed")
 
 @dataclass(frozen=True)
 class Cell:
-    """One environment: a torch, a Python, and the result of the wheel in it."""
+    """One environment: a torch, a Python, and the result for the wheel in it."""
 
     torch: str
     python: str
@@ -98,7 +98,7 @@ def discover() -> tuple[list[str], str]:
 def local_pythons() -> dict[str, str]:
     """{minor version: interpreter} of the CPythons on this machine; nothing is downloaded."""
     found = {}
-    own = str(getattr(sys, "_base_executable", None) or sys.executable)  # may be outside the places that are searched
+    own = str(getattr(sys, "_base_executable", None) or sys.executable)  # may be outside the searched places
     for minor in PYTHONS:
         for path in (*python_candidates(minor, os.environ, own), own):
             words = probe_python(path).split()
@@ -109,7 +109,7 @@ def local_pythons() -> dict[str, str]:
 
 
 def _uv(arguments: Sequence[str], what: str, cache: Path) -> str:
-    """Run uv under a progress line; returns its error output, empty on success."""
+    """Run uv with a progress line; returns its error output, empty on success."""
     environment = {**os.environ, "UV_CACHE_DIR": str(cache)}
     command = [find_uv(), *arguments]
     with Progress(what):
@@ -121,7 +121,7 @@ def _uv(arguments: Sequence[str], what: str, cache: Path) -> str:
 
 @dataclass(frozen=True)
 class Setup:
-    """What every cell shares: the wheel, the folder of environments, and how much of the suite to run."""
+    """Shared by all cells: the wheel, the folder of environments, and which part of the suite to run."""
 
     wheel: Path
     scratch: Path
@@ -225,14 +225,14 @@ def _tests(python: Path, label: str, tests: Sequence[str]) -> tuple[Verdict, str
 
 
 def failures_of(lines: Sequence[str]) -> list[str]:
-    """The tests that pytest names as failed, then its messages: for a failure that does not recur, the only record."""
+    """The tests that pytest lists as failed, then its messages: the only record of a failure that does not recur."""
     named = [line.strip() for line in lines if line.startswith(("FAILED", "ERROR"))]
     told = [line[1:].strip() for line in lines if line.startswith("E   ") and line[1:].strip()]
     return [*named[:5], *told[:8]]
 
 
 def run_version(torch: str, pythons: Mapping[str, str], setup: Setup) -> list[Cell]:
-    """The lowest and the highest Python here that this torch has a wheel for; those that it lacks are SKIP."""
+    """The lowest and the highest Python here for which this torch has a wheel; Pythons without one are SKIP."""
     minors = sorted(pythons, key=Version)
     cells: dict[str, Cell] = {}
     for order in (minors, minors[::-1]):
@@ -248,7 +248,7 @@ def run_version(torch: str, pythons: Mapping[str, str], setup: Setup) -> list[Ce
 def run_transformers(
     torch: str, versions: Sequence[str], pythons: Mapping[str, str], wheel: Path, scratch: Path
 ) -> list[Cell]:
-    """Each version under one torch, with the highest Python here that both have wheels for."""
+    """Each version with one torch, on the highest Python here for which both have wheels."""
     cells = []
     for version in versions:
         for minor in sorted(pythons, key=Version, reverse=True):
@@ -265,7 +265,7 @@ def compat(
 ) -> Report:
     """Runs the cells in order; the lowest and newest torch run the whole operator suite, the others its core."""
     clock = Stopwatch()
-    digest = hashlib.sha256(wheel.read_bytes()).hexdigest()  # now: a build beside this takes the file away
+    digest = hashlib.sha256(wheel.read_bytes()).hexdigest()  # now: a concurrent build removes the file
     versions, below = discover()
     chosen = [version for version in versions if version in only] if only else versions
     pythons = local_pythons()

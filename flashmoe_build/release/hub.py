@@ -1,7 +1,7 @@
-"""``nox -s hub``: the layout of a Hugging Face kernels repository in build/hub, from a wheel, and its proof.
+"""``nox -s hub``: writes the layout of a Hugging Face kernels repository to build/hub, from a wheel, and tests it.
 
 The `kernels` library loads a variant's folder as the module that metadata.json names as ``id``. Ours is ``flashmoe``: the package's
-own imports then lead into that folder, and the operators are in ``torch.ops.flashmoe``, as the Hub wants it. The price is that
+absolute imports then resolve to that folder, and the operators are in ``torch.ops.flashmoe``, as the Hub requires. The drawback is that
 a process has one version, the first that it imports, and that an installed flashmoe counts.
 """
 
@@ -27,10 +27,10 @@ from flashmoe_tools.report import Check, Verdict, write_report
 OUT = ROOT / "build" / "hub"
 NAME = "flashmoe"
 LIBRARY = "libflashmoe.so"
-# One library for all: it is linked against no CUDA, and its stable ABI is torch 2.10's. `kernels` takes a variant of the same CUDA
-# major version and of any minor one that is not newer.
+# One library for all: it is not linked against CUDA, and its stable ABI is torch 2.10's. `kernels` accepts a variant for the same CUDA
+# major version and any minor version that is not newer.
 VARIANTS = tuple(f"torch-stable-abi210-{backend}-x86_64-linux" for backend in ("cpu", "cu120", "cu130"))
-MINIMUM_KERNELS = "0.17.0"  # older ones give the module another name
+MINIMUM_KERNELS = "0.17.0"  # older versions give the module another name
 LEFT_OUT = ("flashmoe/_tables/", "flashmoe/__main__.py")
 CHECKER_MANYLINUX, CHECKER_PYTHON = "manylinux_2_28", "3.9"
 README = """---
@@ -55,7 +55,7 @@ Sources, documentation and measurements: {home}. Each variant holds the provenan
 
 
 def package_files(wheel: Path) -> dict[str, bytes]:
-    """What a variant's folder holds: the package as users import it, with its library, by path below the folder."""
+    """The contents of a variant's folder: the package as users import it, with its library, by path below the folder."""
     with zipfile.ZipFile(wheel) as archive:
         names = [name for name in archive.namelist() if name.startswith("flashmoe/") and not name.startswith(LEFT_OUT)]
         found = {PurePosixPath(name).relative_to("flashmoe").as_posix(): archive.read(name) for name in names}
@@ -66,7 +66,7 @@ def package_files(wheel: Path) -> dict[str, bytes]:
 
 
 def architectures(targets: Iterable[str]) -> list[str]:
-    """The targets of provenance.json as the Hub writes them: sm_90a is 9.0a, compute_80 is 8.0+PTX."""
+    """The targets of provenance.json in the Hub's notation: sm_90a is 9.0a, compute_80 is 8.0+PTX."""
     names = []
     for target in targets:
         kind, _, number = target.partition("_")
@@ -77,7 +77,7 @@ def architectures(targets: Iterable[str]) -> list[str]:
 
 
 def metadata(variant: str, files: Mapping[str, bytes], home: str) -> dict[str, Any]:
-    """metadata.json of one variant; ``files`` without it."""
+    """metadata.json of one variant; ``files`` does not include it."""
     stated = json.loads(files["provenance.json"])
     is_cpu = variant.split("-")[3] == "cpu"
     backend = {"type": "cpu"} if is_cpu else {"type": "cuda", "archs": architectures(stated["targets"])}
@@ -96,7 +96,7 @@ def metadata(variant: str, files: Mapping[str, bytes], home: str) -> dict[str, A
 
 
 def write(wheel: Path, out: Path) -> tuple[Path, ...]:
-    """Write the repository into ``out``, replacing what was there; returns the variants' folders. The same wheel, the same bytes."""
+    """Write the repository into ``out``, replacing what was there; returns the variants' folders. Deterministic for a wheel."""
     files, home = package_files(wheel), repository()
     shutil.rmtree(out, ignore_errors=True)
     folders = []
@@ -115,7 +115,7 @@ def write(wheel: Path, out: Path) -> tuple[Path, ...]:
 
 
 def check_digest(folder: Path) -> Check:
-    """The hashes of metadata.json, by the code that the `kernels` library verifies a download with."""
+    """The hashes in metadata.json, checked by the code with which the `kernels` library verifies a download."""
     from kernels._rust import Digest, DigestAlgorithm, DigestValidationError, Metadata
 
     name, expected = f"{folder.name}: digest", "the files' hashes"
@@ -128,7 +128,7 @@ def check_digest(folder: Path) -> Check:
 
 
 def check_abi(folder: Path) -> Check:
-    """The Hub's own checker over the library."""
+    """The Hub's own ABI checker on the library."""
     from kernel_abi_check import ObjectFile
 
     library = ObjectFile(str(folder / LIBRARY))
@@ -160,7 +160,7 @@ print(Path(kernel.__file__).parent.name, "on", device)
 
 
 def check_load(out: Path, backend: str) -> Check:
-    """The real library loads it in a process of its own, away from this checkout, and the results are torch's."""
+    """The `kernels` library loads it in a separate process, away from this checkout, and the results match torch's."""
     name = f"kernels.get_local_kernel, {backend or 'the backend of this torch'}"
     kept = {key: value for key, value in os.environ.items() if key not in ("PYTHONPATH", "FLASHMOE_LIBRARY")}
     done = subprocess.run(

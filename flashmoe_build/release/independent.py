@@ -1,15 +1,15 @@
-"""``nox -s reproduce -- --independent``: the wheel again, in systems that share nothing with this one but the lock.
+"""``nox -s reproduce -- --independent``: rebuilds the wheel in systems that share nothing with this one except the lock.
 
-Two Debian systems are made by debootstrap, each with its own C library, g++, binutils, git and compression library. In each,
-another user builds the wheel's commit in another path, under another file system layout:
+debootstrap makes two Debian systems, each with its own C library, g++, binutils, git and compression library. In each,
+another user builds the wheel's commit in another path, with another file system layout:
 
-- ``trixie``, another distribution with another g++. Device code is compiled from nothing. What cannot depend on the host's
-  compiler (every device binary, every file but the library and what states its hash) must have the same bytes.
-- ``bookworm``, the versions of lockfiles/debian-bookworm.pins, whose g++ is the one that releases are built with. The whole wheel must
+- ``trixie``, another distribution with another g++. Device code is compiled from nothing. Everything that does not depend on the host
+  compiler (every device binary, every file except the library and files that contain its hash) must have the same bytes.
+- ``bookworm``, the versions of lockfiles/debian-bookworm.pins, whose g++ is the one used for releases. The whole wheel must
   have the same bytes. Device code comes from the first system's cache.
 
-From this machine come the locked packages, checked by hash when they were installed, and the Python that runs them (the lock has none
-for trixie's), both mounted read-only.
+From this machine come the locked packages, checked by hash when they were installed, and the Python that runs them (the lock has no
+packages for trixie's Python), both mounted read-only.
 """
 
 import json
@@ -35,10 +35,10 @@ from flashmoe_tools.verify.content import Content, read_wheel
 from flashmoe_tools.verify.rebuild import compare
 
 OTHER_SUITE, PINNED_SUITE = "trixie", "bookworm"
-TIME_LIMIT = 7200  # seconds of one build
+TIME_LIMIT = 7200  # seconds, for one build
 SOURCES = "srv/somewhere else/flashmoe"  # in the other system
 LOCKED = "/srv/locked"
-# Mounts that only the build sees: they end with it.
+# Mounts that only the build sees; they end with it.
 ENTER = """
 root=$1 python=$2 locked=$3; shift 3
 mount -t proc proc "$root/proc"
@@ -53,7 +53,7 @@ BUILD = 'umask 027; cd "/$0"; exec /srv/locked/bin/python -m flashmoe_build'
 
 
 def python_folder() -> Path:
-    """Where this Python is installed, which must be a folder of its own to be mounted elsewhere."""
+    """The folder of this Python, which must be separate from the system to be mounted elsewhere."""
     folder = Path(sys.base_prefix).resolve()
     if folder == Path("/usr"):
         msg = "this Python lies in /usr, which the other system has of its own; name another: FLASHMOE_PYTHON (`uv python install 3.12`)"
@@ -65,7 +65,7 @@ def python_folder() -> Path:
 
 
 def prepare(suite: str, folder: Path) -> dict[str, str]:
-    """The system in ``folder``, made if it is not there; its packages. The pinned one must have the pinned versions."""
+    """Makes the system in ``folder`` if it is missing; returns its packages. The pinned system must have the pinned versions."""
     if not (folder / "usr" / "bin" / "g++").exists():
         shutil.rmtree(folder, ignore_errors=True)
         bootstrap(folder, suite=suite)
@@ -84,7 +84,7 @@ def build_in(suite: str, system: Path, targets: str, jobs: int, cache: Path | No
         for parent in (mounted, *mounted.parents):
             if parent == system:
                 break
-            parent.chmod(0o755)  # /root too: the other user goes through it
+            parent.chmod(0o755)  # /root too: the other user needs to traverse it
     (system / "dev" / "shm").mkdir(exist_ok=True)
     check_out(World(suite, sources, 0o027, {}, reverse=True, user=OTHER_USER), ROOT)
     if cache is not None:
@@ -105,7 +105,7 @@ def build_in(suite: str, system: Path, targets: str, jobs: int, cache: Path | No
 
 
 def judge(suite: str, given: Content, rebuilt: Content) -> list[Check]:
-    """`verify --rebuild`'s comparison. Where another host compiler explains all that differs, the other system judges that part."""
+    """The comparison of `verify --rebuild`. A difference that another host compiler explains is left to the other system to judge."""
     apart = _stated_apart(given, rebuilt)
     same = "the same but for the host compiler and its library"
     stated = Check(
@@ -169,7 +169,7 @@ def rebuild(wheel: Path, jobs: int, bases: Path, scratch: Path, keep: Path | Non
 
 
 def wheel_of_head(dist: Path, archs: str, jobs: int) -> Path:
-    """The newest wheel of the commit that is checked out in ``dist``, built now if there is none."""
+    """The newest wheel in ``dist`` of the checked-out commit, built now if there is none."""
     commit = find_commit(ROOT)
     pattern = f"{WHEEL_PREFIX}{project_version(archs=archs)}-*_{platform.machine()}.whl"
     if not any(dist.glob(pattern)):
@@ -188,7 +188,7 @@ def main(wheel: Path | None, archs: str, jobs: int, bases: Path | None, keep: Pa
 
 
 def _rebuild_and_show(wheel: Path | None, archs: str, jobs: int, bases: Path | None, keep: Path | None) -> int:
-    python_folder()  # before anything is built
+    python_folder()  # fail before anything is built
     chosen = wheel or wheel_of_head(ROOT / "dist", archs, jobs)
     with tempfile.TemporaryDirectory(prefix="flashmoe-independent-") as temporary:
         scratch = Path(temporary)

@@ -1,4 +1,4 @@
-"""Which sources, locks and compilers a library came from; written into the wheel as flashmoe/provenance.json."""
+"""The sources, locks and compilers that a library came from; written into the wheel as flashmoe/provenance.json."""
 
 import hashlib
 from collections.abc import Sequence

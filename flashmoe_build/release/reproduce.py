@@ -1,7 +1,7 @@
 """``nox -s reproduce``: builds the same commit three times under different conditions ("worlds") and compares every byte.
 
 The worlds differ in path, file system, user, umask, locale, time zone, clock (where faketime is installed), hash seed, job
-count, file times, the order in which files were created, and cache (the third takes what the first compiled). What cannot
+count, file times, the order in which files were created, and cache (the third uses what the first compiled). Whatever cannot
 be varied on this machine is reported as SKIP.
 """
 
@@ -30,9 +30,9 @@ from flashmoe_build.release.worlds import OTHER_USER, World, check_out
 from flashmoe_tools.bench.stopping import stop_signals
 from flashmoe_tools.report import Check, Report, Verdict
 
-TIME_LIMIT = 3600  # seconds of one build
+TIME_LIMIT = 3600  # seconds, for one build
 INTERRUPTED = "interrupted"
-MEMORY_NEEDED = 1e9  # bytes of a build folder with every target, and room
+MEMORY_NEEDED = 1e9  # bytes: a build folder with every target, plus headroom
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class Machine:
     faketime: str
     other_user: str
     why_no_user: str
-    memory_folder: str  # a file system of another kind, which lists files in another order
+    memory_folder: str  # a different kind of file system, which lists files in another order
 
 
 def look_around() -> Machine:
@@ -53,10 +53,10 @@ def look_around() -> Machine:
 
 
 def _other_user() -> tuple[str, str]:
-    """A user that can run this interpreter, or why there is none."""
+    """(a user that can run this interpreter, or "", and then the reason)."""
     if os.geteuid() != 0 or shutil.which("setpriv") is None:
         return "", "not root, so no other user to build as"
-    # Through a shell: the first program that setpriv starts can still have root's way past folder permissions.
+    # Through a shell: the first program that setpriv starts may keep root's right to bypass folder permissions.
     command = [*_as_user(OTHER_USER), "/bin/sh", "-c", 'exec "$0" -c "import sys"', sys.executable]
     done = subprocess.run(command, capture_output=True, check=False, timeout=60, cwd="/")
     return (OTHER_USER, "") if done.returncode == 0 else ("", f"{OTHER_USER} may not run this interpreter (its folder)")
@@ -68,7 +68,7 @@ def _as_user(name: str) -> tuple[str, ...]:
 
 
 def plan(jobs: int, machine: Machine, scratch: Path, strange: Path) -> tuple[tuple[World, ...], list[Check]]:
-    """Three worlds as far apart as this machine allows, and a check for each thing that was or was not varied."""
+    """Three worlds as different as this machine allows, and a check for each condition that was or was not varied."""
     always = ("path", "umask", "locale", "time zone", "hash seed", "job count", "file times, creation order", "cache")
     checks = [Check(f"varied: {what}", Verdict.PASS) for what in always]
     prefix: tuple[str, ...] = ()
@@ -132,7 +132,7 @@ def compare(left: Mapping[str, str], right: Mapping[str, str], worlds: str) -> l
 
 
 def binaries(folder: Path) -> dict[str, str]:
-    """sha256 of every device binary that the build in ``folder`` left in its provenance."""
+    """sha256 of every device binary, from the provenance of the build in ``folder``."""
     stated = json.loads((folder / "build" / "provenance.json").read_text(encoding="utf-8"))
     return {f"{item['name']}.{item['target']}": item["sha256"] for item in stated["binaries"]}
 
@@ -147,7 +147,7 @@ def _explain(left: Path, right: Path) -> str:
 
 
 def reproduce(archs: str, jobs: int, scratch: Path, *, root: Path = ROOT, keep: Path | None = None) -> Report:
-    """Build in every world and compare each with the first. Ctrl-C leaves what was compared until then."""
+    """Build in every world and compare each with the first. After Ctrl-C the comparisons made so far remain."""
     clock, commit, machine = Stopwatch(), find_commit(root), look_around()
     scratch.chmod(0o755)
     strange = Path(tempfile.mkdtemp(prefix="flashmoe-reproduce-", dir=machine.memory_folder or scratch))
@@ -223,7 +223,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def show(report: Report) -> None:
-    """What differs, what could not be varied, and one line over all."""
+    """What differs, what could not be varied, and one summary line."""
     for check in report.checks:
         if check.verdict is not Verdict.PASS or not check.name.startswith("same bytes"):
             print(f"{check.verdict} {check.name} {check.found}".rstrip())

@@ -1,6 +1,6 @@
-"""The provenance of what is published, in the shape that other tools read: an in-toto statement with SLSA's predicate.
+"""The provenance of published files in the format that other tools read: an in-toto statement with SLSA's predicate.
 
-``python -m flashmoe_build.release.statement`` writes build/provenance.intoto.json about everything in dist/. Dependencies are named
+``python -m flashmoe_build.release.statement`` writes build/provenance.intoto.json for everything in dist/. Dependencies are listed
 with the hashes of the lock and without an address: where a file was fetched from says nothing about what it is.
 """
 
@@ -18,16 +18,14 @@ from flashmoe_build.program import ROOT, ending
 from flashmoe_tools.report import write_json
 
 NAME = "provenance.intoto.json"
-STATEMENT_TYPE = "https://in-toto.io/Statement/v1"  # names that the formats fix; nothing is fetched from them
+STATEMENT_TYPE = "https://in-toto.io/Statement/v1"  # names fixed by the formats; nothing is fetched from them
 PREDICATE_TYPE = "https://slsa.dev/provenance/v1"
 BUILD_TYPE = "urn:flashmoe:build:1"
-BUILDER = (
-    "urn:flashmoe:builder:unattested"  # whoever attests a build names itself; this statement is by the build alone
-)
+BUILDER = "urn:flashmoe:builder:unattested"  # an attesting builder would name itself; this is the build's own statement
 
 
 def statement(record: Mapping[str, Any], subjects: Iterable[Path], pins: Iterable[Pin]) -> dict[str, Any]:
-    """The statement about these files. ``record`` is flashmoe/provenance.json, ``pins`` are of the lock that it names."""
+    """The statement about these files. ``record`` is flashmoe/provenance.json, ``pins`` those of the lock that it names."""
     return {
         "_type": STATEMENT_TYPE,
         "subject": [_descriptor(path.name, sha256=_sha256(path)) for path in sorted(subjects)],
@@ -58,7 +56,7 @@ def statement(record: Mapping[str, Any], subjects: Iterable[Path], pins: Iterabl
 
 
 def dependencies(record: Mapping[str, Any], pins: Iterable[Pin]) -> list[dict[str, Any]]:
-    """The sources, the lock, and one entry for each hash that the lock allows, the device compilers' among them."""
+    """The sources, the lock, and one entry per hash that the lock allows, including the device compilers."""
     found = [
         _descriptor("sources", gitCommit=record["commit"]),
         _descriptor("lockfiles/build.txt", sha256=record["locks"]["build.txt"]),
@@ -78,7 +76,7 @@ def _sha256(path: Path) -> str:
 
 
 def write_statement(dist: Path, out: Path, root: Path = ROOT) -> Path:
-    """Write the statement about every wheel and sdist in ``dist``. Raises BuildError where there is none, or no record of a build."""
+    """Write the statement about every wheel and sdist in ``dist``. Raises BuildError if there are none, or no record of a build."""
     subjects = [*dist.glob("*.whl"), *dist.glob("*.tar.gz")]
     if not subjects:
         msg = f"{dist.name} holds no wheel and no sdist; ./nox -s build makes the wheel"
@@ -105,7 +103,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     def write() -> int:
         print(f"statement  {write_statement(options.dist, ROOT / 'build').name}")
-        for other in PLATFORMS:  # what was built for another machine has a record of its own
+        for other in PLATFORMS:  # builds for another machine have separate records
             if any((options.dist / other).glob("*.whl")):
                 print(f"statement  {other}/{write_statement(options.dist / other, ROOT / 'build' / other).name}")
         return ExitCode.OK

@@ -1,9 +1,9 @@
-"""The commit and the version of this build, and the check that a release's tag is the version.
+"""The commit and the version of this build, and the check that a release's tag matches the version.
 
     python -m flashmoe_build.release.version                # prints the version that a build of this checkout carries
     python -m flashmoe_build.release.version --tag v0.1.0   # exit 1 unless that is the release of this clean commit
 
-hatch_build.py hands project_version() to hatchling, so every road to a wheel or an sdist gives the same version.
+hatch_build.py passes project_version() to hatchling, so every way of building a wheel or an sdist gives the same version.
 """
 
 import argparse
@@ -27,22 +27,22 @@ VERSION_FILE = Path("flashmoe") / "_version.py"
 
 @dataclass(frozen=True)
 class Commit:
-    """The sources' commit; ``dirty`` when tracked files differ from it or untracked ones could affect the build."""
+    """The sources' commit; ``dirty`` if tracked files differ from it or untracked ones could affect the build."""
 
     commit: str
     dirty: bool
     source_date_epoch: int
-    tags: tuple[str, ...] = ()  # that stand at it
+    tags: tuple[str, ...] = ()  # tags of this commit
 
 
 def find_commit(root: Path) -> Commit:
-    """From git, else from the sdist's own record, else unknown and dirty."""
+    """The commit from git, else from the sdist's record, else unknown and dirty."""
     head = _git(root, "rev-parse", "HEAD")
     if head is not None and _git(root, "rev-parse", "--show-prefix") == "":
         status = _git(root, "status", "--porcelain", "--untracked-files=normal")
         epoch = _git(root, "log", "-1", "--format=%ct")
         listed = (_git(root, "tag", "--points-at", head) or "").split()
-        tags = tuple(tag for tag in listed if tag.startswith("v"))  # others have no part in an sdist's bytes
+        tags = tuple(tag for tag in listed if tag.startswith("v"))  # other tags must not affect an sdist's bytes
         return Commit(head, dirty=bool(status), source_date_epoch=int(epoch or UNKNOWN_EPOCH), tags=tags)
     try:
         record = json.loads((root / COMMIT_FILE).read_text(encoding="utf-8"))
@@ -71,7 +71,7 @@ def _git(root: Path, *arguments: str) -> str | None:
 
 
 def base_version(root: Path = ROOT) -> str:
-    """The version in flashmoe/_version.py. Raises BuildError where it states none."""
+    """The version in flashmoe/_version.py. Raises BuildError if there is none."""
     base = stated_version((root / VERSION_FILE).read_text(encoding="utf-8"))
     if not base:
         msg = f'{VERSION_FILE} has no line __version__ = "..."; restore it'
@@ -80,14 +80,14 @@ def base_version(root: Path = ROOT) -> str:
 
 
 def project_version(root: Path = ROOT, archs: str | None = None) -> str:
-    """What a build of ``root`` carries now, for the targets that ``archs`` or the environment asks for."""
+    """The version that a build of ``root`` has now, for the targets that ``archs`` or the environment requests."""
     commit = find_commit(root)
     partial = _partial(root, requested(os.environ, archs))
     return version_of(base_version(root), commit.commit, dirty=commit.dirty, tags=commit.tags, partial=partial)
 
 
 def _partial(root: Path, request: str) -> str:
-    if request == "all":  # whose wheel has the plain name, on a machine without GPUs too; no table is read
+    if request == "all":  # its wheel has the plain name, also on a machine without GPUs; no table is read
         return ""
     tables = load_tables(root / "csrc")
     targets = resolve(request, tables)
@@ -95,7 +95,7 @@ def _partial(root: Path, request: str) -> str:
 
 
 def check_release(tag: str, root: Path = ROOT) -> str:
-    """The version of the release ``tag``. Raises BuildError unless the tag is the version and stands at this clean commit."""
+    """The version of the release ``tag``. Raises BuildError unless the tag matches the version and is on this clean commit."""
     base, found = base_version(root), project_version(root)
     if tag != release_tag(base):
         msg = f"the tag {tag!r} is not the version: {VERSION_FILE} says {base}, whose tag is {release_tag(base)}; correct one of them"

@@ -1,4 +1,4 @@
-"""The wheel, through hatchling and the hook in hatch_build.py; the same code that `pip wheel .` runs."""
+"""Builds the wheel, through hatchling and the hook in hatch_build.py, as `pip wheel .` does."""
 
 import os
 from collections.abc import Mapping
@@ -13,7 +13,7 @@ FLOOR = "manylinux_2_28"
 
 
 def build_folder(root: Path = ROOT, environ: Mapping[str, str] = os.environ) -> Path:
-    """Where a build's files lie. What cannot run on this machine has a folder of its own, beside the library that is loaded here."""
+    """The folder of a build's files. Builds for a platform that cannot run here are kept apart from the library that is loaded here."""
     target = chosen_platform(environ)
     return root / "build" / target if is_foreign(target) else root / "build"
 
@@ -23,11 +23,11 @@ def wheel_tag(environ: Mapping[str, str] = os.environ) -> str:
 
 
 def build_wheel(folder: Path, root: Path = ROOT) -> Path:
-    """Build the wheel of ``root`` into ``folder``; returns its path. Timestamps in it are the commit's."""
+    """Build the wheel of ``root`` into ``folder``; returns its path. Its timestamps are the commit's."""
     from hatchling.builders.wheel import WheelBuilder
 
     os.environ.setdefault("SOURCE_DATE_EPOCH", str(find_commit(root).source_date_epoch))
-    project_version(root)  # hatchling would wrap the error for targets that do not exist in one of its own
+    project_version(root)  # checked first, because hatchling would wrap the error for unknown targets
     folder.mkdir(parents=True, exist_ok=True)
     wheel = Path(next(WheelBuilder(str(root)).build(directory=str(folder), versions=["standard"])))
     for other in folder.glob(
@@ -44,7 +44,7 @@ def build_sdist(folder: Path, root: Path = ROOT) -> Path:
     from hatchling.builders.sdist import SdistBuilder
 
     os.environ.setdefault("SOURCE_DATE_EPOCH", str(find_commit(root).source_date_epoch))
-    for variable in VARIABLES:  # sources hold every target
+    for variable in VARIABLES:  # an sdist contains every target
         os.environ.pop(variable, None)
     folder.mkdir(parents=True, exist_ok=True)
     return Path(next(SdistBuilder(str(root)).build(directory=str(folder), versions=["standard"])))

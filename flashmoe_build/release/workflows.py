@@ -1,10 +1,10 @@
-"""The verdict over all of CI's jobs, for its one required job, and the check that it covers every job.
+"""The verdict over all CI jobs, for the single required job, and the check that it covers every job.
 
     nox -s ci_summary                 # reads the results of the other jobs from NEEDS
-    nox -s workflows                  # every job of ci.yml is among those that the summary waits for
+    nox -s workflows                  # checks that the summary waits for every job of ci.yml
 
-The repository variable GPU_RUNNERS, a JSON list such as ["sm80", "sm90"], says which GPU architectures have a runner labelled
-with their name. Those without one are listed as NOT RUN: a job that did nothing never counts as passed.
+The repository variable GPU_RUNNERS, a JSON list such as ["sm80", "sm90"], lists the GPU architectures that have a runner with
+that label. Others are listed as NOT RUN: a job that did nothing never counts as passed.
 """
 
 import argparse
@@ -24,11 +24,9 @@ from flashmoe_tools.toml import tomllib
 MARKS = ROOT / "docs" / "results"
 CI = ROOT / ".github" / "workflows" / "ci.yml"
 GPU = "gpu"
-BEFORE_MERGE = (
-    "gpu-wheel"  # on GPUs too: in the merge queue, and once for each time that a pull request is labelled gpu
-)
-PUSHED = "push-image"  # on pushes only: nothing else may write to the registry, and GPUs test what was pushed
-# Jobs of ci.yml that must have succeeded; those of GPUs may be skipped.
+BEFORE_MERGE = "gpu-wheel"  # on GPUs, too: in the merge queue, and once each time that a pull request is labelled gpu
+PUSHED = "push-image"  # on pushes only: nothing else may write to the registry; GPUs test what was pushed
+# Jobs of ci.yml that must succeed; GPU jobs may be skipped.
 REQUIRED = ("lint", "build", "test", "reproduce", "compat", "image")
 SUMMARY = "ci"
 NOT_RUN: Mapping[str, str] = {
@@ -39,7 +37,7 @@ NOT_RUN: Mapping[str, str] = {
 
 
 def judge(needs: Mapping[str, Mapping[str, object]], runners: Sequence[str] = ()) -> Report:
-    """The verdict over a workflow's jobs, from the platform's `needs` context. ``runners``: architectures that have one."""
+    """The verdict over a workflow's jobs, from the platform's `needs` context. ``runners``: architectures with a runner."""
     checks = []
     for job, state in needs.items():
         result = str(state.get("result"))
@@ -64,7 +62,7 @@ def markdown(report: Report) -> str:
 
 
 def summary(environment: Mapping[str, str]) -> int:
-    """Print and record the verdict; the table also goes to the platform's summary page."""
+    """Print and record the verdict; the table is also written to the platform's summary page."""
     try:
         needs, runners = json.loads(environment.get("NEEDS", "")), json.loads(environment.get("GPU_RUNNERS") or "[]")
     except ValueError as error:
@@ -80,7 +78,7 @@ def summary(environment: Mapping[str, str]) -> int:
 
 
 def marked(environment: Mapping[str, str], folder: Path = MARKS) -> int:
-    """Write the architectures that have a runner and marks to the step's outputs, as ``gpus``."""
+    """Write the architectures that have both a runner and marks to the step's outputs, as ``gpus``."""
     runners = json.loads(environment.get("GPU_RUNNERS") or "[]")
     files = (tomllib.loads(path.read_text(encoding="utf-8")) for path in sorted(folder.glob("ratchet-*.toml")))
     known = {str(marks.get("arch")) for marks in files}
@@ -93,7 +91,7 @@ def marked(environment: Mapping[str, str], folder: Path = MARKS) -> int:
 
 
 def jobs_of(text: str) -> dict[str, str]:
-    """{job: its text} of a workflow; jobs are the keys that are indented by two below ``jobs:``."""
+    """{job: its text} of a workflow; jobs are the keys indented by two spaces below ``jobs:``."""
     body = text.split("\njobs:\n", 1)[1]
     parts = re.split(r"^  ([a-z][\w-]*):.*\n", body, flags=re.MULTILINE)
     return dict(zip(parts[1::2], parts[2::2], strict=True))

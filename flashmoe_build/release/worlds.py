@@ -1,4 +1,4 @@
-"""A clone of the commit under other conditions: another user, umask and path, files made in another order with other times."""
+"""A clone of the commit under other conditions: another user, umask and path, other file times and order of creation."""
 
 import os
 import pwd
@@ -20,7 +20,7 @@ class World:
     folder: Path
     umask: int
     variables: Mapping[str, str]
-    reverse: bool = False  # files are created in reverse order, with other times
+    reverse: bool = False  # create files in reverse order, with other times
     prefix: tuple[str, ...] = ()  # wraps the build command
     user: str = ""
 

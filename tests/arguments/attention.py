@@ -1,4 +1,4 @@
-"""Valid calls of attention's operators, and the rules that each keeps."""
+"""Valid calls of attention's operators, and the rules that each follows."""
 
 import math
 from collections.abc import Callable
@@ -70,7 +70,7 @@ def _ragged(h: int = 4, kv: int = 2, n: int = 9, m: int = 11, d: int = 16, dv: i
 
 
 def _used(h: int = 4, kv: int = 2, b: int = 2) -> Call:
-    """Dense rows, ragged keys of which a part counts."""
+    """Dense rows, ragged keys of which only a part is used."""
     call = {
         **_ragged(h, kv),
         "q": t("float32", b, h, 3, 16),
@@ -95,7 +95,7 @@ def _pages(h: int = 4, kv: int = 2, pages: int = 6, size: int = 16, d: int = 16,
 
 
 def _paged_codes(h: int = 4, kv: int = 2, pages: int = 6, size: int = 16) -> Call:
-    """Of which no row sees the first page: it may be nobody's."""
+    """No row sees the first page, which may therefore be unassigned."""
     call = {**_pages(h, kv, pages, size), **_SCALES, "v_scale": t("float32", pages, 1, kv, 1), "window_left": 0}
     return {**call, "q": t("bfloat16", 9, h, 16), "k": t(E4M3, pages, size, kv, 16), "v": t(E4M3, pages, size, kv, 16)}
 
@@ -110,7 +110,7 @@ def _sizes_of_out(c: Call) -> tuple[int, ...]:
 
 
 def _out(make: Callable[..., Call]) -> Callable[..., Call]:
-    @wraps(make)  # whose sizes are changed here, too
+    @wraps(make)  # callers see and change the same sizes
     def made(**sizes: int) -> Call:
         c = make(**sizes)
         return {"out": t(c["q"].dtype, *_sizes_of_out(c)), **c}
@@ -144,7 +144,7 @@ def _append(b: int = 2, kv: int = 2, n: int = 3, d: int = 16, dv: int = 24, room
 
 
 def _append_nothing(b: int = 2, kv: int = 2) -> Call:
-    """No rows: caches may be expanded."""
+    """Without rows, caches may be expanded."""
     return _append(b, kv, n=0)
 
 
@@ -225,7 +225,7 @@ NUMBERS: dict[str, tuple[Any, ...]] = {
 }
 
 
-# (operator, valid call, rules). Of names in brackets the extension has a check of descriptions alone, or the CPU no kernel.
+# (operator, valid call, rules). For names in brackets the extension only checks descriptions, or the CPU has no kernel.
 Row = tuple[str, Callable[..., Call], Callable[..., Any]]
 ROWS: tuple[Row, ...] = (
     *(("flash_attention_forward", make, lambda c, _=None: dense(c)) for make in (_dense, _wide)),
@@ -250,6 +250,6 @@ ROWS: tuple[Row, ...] = (
     ("attention_fp8_forward", _fp8, lambda c, _=None: fp8(c)),
     ("attention_fp8_varlen_forward", _fp8_varlen, fp8_varlen),
 )
-ELSEWHERE = {  # their own tests
+ELSEWHERE = {  # tested elsewhere
     *("_flash_attention_backward", "_attention_bias_gradient", "_attention_mask_backward", "_attention_merge"),
 }

@@ -1,4 +1,4 @@
-"""The rules for the arguments of attention's operators, said once more, in the order in which they are asked."""
+"""An independent statement of the rules for the arguments of attention's operators, in the order in which they are checked."""
 
 import itertools
 import math
@@ -102,7 +102,7 @@ def dense(c: Call) -> None:
 
 
 def drop_in(c: Call, _: Any = None) -> None:
-    """What scaled_dot_product_attention would broadcast or mask otherwise is taken, and answered with None."""
+    """A call that scaled_dot_product_attention would broadcast or mask differently is accepted and returns None."""
     if is_sdpa(c):
         dense(c)
 
@@ -203,7 +203,7 @@ def pages_of(row: list[int], sequence: int, begin: int, end: int, k: T) -> None:
 
 
 def contents(c: Call, values: dict[str, Any], longest: dict[str, int]) -> None:
-    """Of tensors that are there."""
+    """Checks the values of tensors with data."""
     most_q, most_k = longest.values()
     cu_q, cu_k, used, table = (
         values.get(name) for name in ("cu_seqlens_q", "cu_seqlens_k", "seqused_k", "block_table")

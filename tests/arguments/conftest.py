@@ -1,4 +1,4 @@
-"""One thread: thousands of calls of a few elements each."""
+"""Uses one thread, because these are thousands of calls of a few elements each."""
 
 from collections.abc import Iterator
 

@@ -1,4 +1,4 @@
-"""Calls of operators as data: what is described to the extension, the tensors made of it, and every field changed by one."""
+"""Operator calls as data: descriptions for the extension, tensors made from them, and calls with one field changed."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ import torch
 from torch import Tensor
 
 DTYPES = ("float16", "bfloat16", "float32", "float64", "int32", "int64", "uint8", "bool", "float8_e4m3fn")
-HUGE = 2**31  # a size that no kernel counts
-FAR = 2**32  # elements between the first and the last: what no 32 bits hold
-RESERVED = 2**30  # bytes, more than which only what is touched becomes memory
+HUGE = 2**31  # a size that no kernel supports
+FAR = 2**32  # elements between the first and the last, which do not fit 32 bits
+RESERVED = 2**30  # bytes; above this size only pages that are touched are allocated
 MAP_NORESERVE = 0x4000
 MPROTECT = ctypes.CDLL(None, use_errno=True).mprotect
 
 
 class BrokenError(Exception):
-    """The first rule that a call breaks, with the values that its message names."""
+    """The first rule that a call breaks, with the values that its message contains."""
 
     def __init__(self, rule: str, **values: object) -> None:
         super().__init__(rule)
@@ -31,7 +31,7 @@ class BrokenError(Exception):
 
 
 def text_of(value: object) -> str:
-    """As a C++ stream writes it."""
+    """The value as a C++ stream writes it."""
     if isinstance(value, tuple):
         return str(list(value))
     return f"{value:g}" if isinstance(value, float) else str(value)
@@ -48,7 +48,7 @@ def contiguous(sizes: tuple[int, ...]) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class T:
-    """A tensor's description. ``values`` are its first elements, which repeat; none: numbers around 0."""
+    """A tensor's description. ``values``: its first elements, which repeat; if empty, numbers around 0."""
 
     dtype: str
     sizes: tuple[int, ...]
@@ -72,17 +72,17 @@ class T:
         return replace(self, sizes=sizes, strides=contiguous(sizes))
 
     def far(self, axis: int) -> T:
-        """The same elements, those of one axis far apart, by rows of whole 16 bytes."""
+        """The same elements, with those of one axis far apart; rows stay aligned to 16 bytes."""
         step = -(-FAR // (self.sizes[axis] - 1) // 64) * 64
         return replace(self, strides=(*self.strides[:axis], step, *self.strides[axis + 1 :]))
 
     def real(self, is_written: bool = False) -> Tensor:
-        """Of these elements in this layout, whatever it is, with NaN between them; the same tensor again unless it is written. The page behind
-        its last element has no access, and one that is not written can be read alone: a kernel that does otherwise ends the process."""
+        """A tensor with these elements in this layout, and NaN between them; cached unless it is written. The page after
+        its last element is inaccessible, and a tensor that is not written is read-only: a kernel that violates this ends the process."""
         is_kept = not is_written and max(self.strides, default=0) < RESERVED
         return self._real() if is_kept else self._real.__wrapped__(self, is_written)
 
-    @lru_cache(maxsize=4096)  # noqa: B019  # descriptions of one test
+    @lru_cache(maxsize=4096)  # noqa: B019  # descriptions in one test
     def _real(self, is_written: bool = False) -> Tensor:
         dtype, count = getattr(torch, self.dtype), math.prod(self.sizes)
         span = (
@@ -109,7 +109,7 @@ def elements(dtype: torch.dtype, count: int, values: tuple[int, ...], seed: int)
 
 
 def in_front_of_a_wall(size: int) -> tuple[Tensor, Callable[[int], None]]:
-    """As many bytes, each 255 (0 of many), which end where a page without access begins; and what sets the access to them."""
+    """A buffer of ``size`` bytes, each 255 (0 if there are many), that ends at an inaccessible page; and a function that sets its access."""
     length = -(-size // mmap.PAGESIZE) * mmap.PAGESIZE
     held = mmap.mmap(-1, length + mmap.PAGESIZE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_NORESERVE)
     begin = ctypes.addressof(ctypes.c_char.from_buffer(held))
@@ -124,7 +124,7 @@ def in_front_of_a_wall(size: int) -> tuple[Tensor, Callable[[int], None]]:
 
 
 def outside(tensor: Tensor) -> Tensor:
-    """The bytes of its memory that are none of its elements; of far elements none."""
+    """The bytes of its memory that belong to none of its elements; empty for tensors with elements far apart."""
     if tensor.untyped_storage().nbytes() > RESERVED:
         return torch.empty(0)
     memory = torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage()).clone()
@@ -144,7 +144,7 @@ def ints(*values: int) -> T:
 
 
 def words_of(call: Call) -> str:
-    """As csrc/host/arguments.h reads a call."""
+    """The call in the text form that csrc/host/arguments.h reads."""
 
     def line(value: Any) -> str:
         if value is None or isinstance(value, T):
@@ -157,7 +157,7 @@ def words_of(call: Call) -> str:
 
 
 def changed_tensor(tensor: T) -> Iterator[tuple[str, T | None]]:
-    """Every field of a tensor changed by one."""
+    """The tensor with each field changed in turn."""
     yield "is None", None
     for dtype in DTYPES:
         if dtype != tensor.dtype:
@@ -191,9 +191,9 @@ def changes(
     numbers: dict[str, tuple[Any, ...]],
     of: Callable[..., Call] | None = None,
 ) -> Iterator[tuple[str, Call]]:
-    """The valid call itself, of either device; each size of it changed wherever it stands; each argument changed alone.
+    """The valid call itself on each device; with each size changed everywhere it occurs; with each argument changed separately.
 
-    ``sizes``: further ones by the names of ``make``'s parameters, or ``of``'s. ``numbers``: of arguments that are no tensors, and elements of tensors.
+    ``sizes``: more sizes by the names of ``make``'s parameters, or ``of``'s. ``numbers``: values for arguments that are not tensors, and for tensor elements.
     """
     call = make()
     yield "as it is", call

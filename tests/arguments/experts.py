@@ -1,4 +1,4 @@
-"""Valid calls of the operators of a mixture-of-experts layer, and the rules that each keeps."""
+"""Valid calls of the operators of a mixture-of-experts layer, and the rules that each follows."""
 
 import math
 from collections.abc import Callable
@@ -181,7 +181,7 @@ NUMBERS: dict[str, tuple[Any, ...]] = {
     "offsets": ((4, 3, 11), (4, 4, 12), (-1, 4, 11), (0, 0, 0), (1, 5, 10)),
 }
 
-# (operator, valid call, rules); with "_torch" and "_out" of scales the extension has a check of descriptions alone.
+# (operator, valid call, rules); for scaled operators with "_torch" and "_out" the extension only checks descriptions.
 ROWS: tuple[tuple[str, Callable[..., Call], Callable[..., Any]], ...] = (
     *(("_fused_moe_inference", make, layer) for make in (_layer, _mapped)),
     ("_fused_moe", _keeping, layer),

@@ -1,4 +1,4 @@
-"""The rules for the arguments of a mixture-of-experts layer's operators, said once more, in the order in which they are asked."""
+"""An independent statement of the rules for the arguments of a mixture-of-experts layer's operators, in the order in which they are checked."""
 
 import math
 from typing import Any
@@ -30,7 +30,7 @@ def word(c: Call, *names: str) -> None:
 
 
 def first_of(c: Call, name: str, float32: bool = False) -> None:
-    """The tensor whose dtype and device the others have."""
+    """The tensor whose dtype and device the others must have."""
     one: T = c[name]
     need(not one.device.startswith("xpu"), "moe.device", device=one.device)
     kernels = FLOATS if float32 or not one.is_cuda else FLOATS[:2]
@@ -51,7 +51,7 @@ def place(c: Call, name: str, first: str) -> None:
 
 
 def kind(c: Call, name: str, first: str, dtype: str = "") -> None:
-    """Of a dtype, or of the first tensor's."""
+    """The tensor must have this dtype, or the first tensor's."""
     if c[name] is None:
         return
     place(c, name, first)

@@ -1,4 +1,4 @@
-"""Latent attention and linear: valid calls, and the rules said once more. Of latent attention by descriptions alone: its CPU path is Python."""
+"""Latent attention and linear: valid calls and an independent statement of their rules. Latent attention only as descriptions: its CPU path is Python."""
 
 import math
 from collections.abc import Callable

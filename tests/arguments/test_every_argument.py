@@ -1,9 +1,9 @@
-"""Every operator's arguments, each changed by one, against the rules said once more: a tracer's description, and the call itself.
+"""Changes every argument of every operator, one at a time, and compares the errors with an independent statement of the rules.
 
-From a valid call of each operator every tensor gets another dtype, device, rank, size, stride or none; every number a value at its
-bound and beyond; every size another one wherever it stands. What the extension says, to a description and on the CPU, is what the rules
-of attention.py and experts.py say, to the value. What is taken has the shapes that a tracer is told, and bits that no stride changes; it
-reads nothing behind its tensors, and writes its results alone.
+Starting from a valid call of each operator, every tensor gets another dtype, device, rank, size or stride, or is removed; every number gets values at
+and beyond its bounds; every size changes everywhere it occurs. The extension's error, for a description and for a call on the CPU, must be what the rules
+of attention.py and experts.py give, including the values. An accepted call must have the shapes that a tracer gets, and bits that do not depend on strides; it
+must read nothing past its tensors, and write only its results.
 """
 
 import math
@@ -22,26 +22,26 @@ from flashmoe.errors import FlashmoeError
 from . import attention, experts, others
 from .described import BrokenError, Call, T, changes, outside, words_of
 
-# Operators in Python of the same arguments, by those that they call; tests of their own have them.
+# Python operators with the same arguments as the operators that they call; they have separate tests.
 IN_PYTHON = {
     "flash_attention_backward", "attention_varlen_backward", "attention_dropout_backward", "attention_bias_gradient",
     "attention_mask_backward",
 }  # fmt: skip
-KEPT = {"out", "k_cache", "v_cache"}  # arguments that are results
-DESCRIBED_ALONE = {"mla_decode", "mla_append_"}  # in Python on the CPU: tests/mla has them
-PAIRS = 150  # of changes of each call
-MOST_ELEMENTS = 10**6  # of a tensor that is made, not described alone
-WRITTEN = {*KEPT, "preactivation"}  # which _fused_moe_backward_consuming leaves without a meaning
+KEPT = {"out", "k_cache", "v_cache"}  # arguments that are also results
+DESCRIBED_ALONE = {"mla_decode", "mla_append_"}  # Python on the CPU, tested in tests/mla
+PAIRS = 150  # pairs of changes per call
+MOST_ELEMENTS = 10**6  # limit for tensors that are allocated, not only described
+WRITTEN = {*KEPT, "preactivation"}  # _fused_moe_backward_consuming leaves the latter's contents undefined
 BY_TORCH = {
     "_fused_moe_scaled_torch",
     "_fused_moe_scaled_kept",
     "_fused_moe_scaled_backward",
-}  # on the CPU: its products round by their strides
+}  # on the CPU: the rounding of its products depends on their strides
 ROWS = [(*row, part) for part in (attention, experts, others) for row in part.ROWS]
 
 
 def _heard(text: str) -> str:
-    """What a user reads of what the extension, or an operator in Python, says; nothing where the call is taken."""
+    """The message that a user gets for an error of the extension or of a Python operator; empty if the call is accepted."""
     told = rules.translate(RuntimeError(text))
     return text if told is None else str(told)
 
@@ -64,7 +64,7 @@ def _real(call: Call) -> list[Any]:
 
 
 def _run(name: str, call: Call, given: list[Any]) -> tuple[str, list[Any]]:
-    """What the operator says, and its results beside what it was given."""
+    """The operator's error message, and its results including arguments that are results."""
     kept = [given[at] for at, one in enumerate(call) if one in KEPT and given[at].device.type == "cpu"]
     between = [outside(tensor) for tensor in kept]
     try:
@@ -84,7 +84,7 @@ def _ids(row: tuple[Any, ...]) -> str:
 
 @dataclass(frozen=True)
 class Row:
-    """An operator, its rules, and how it can be asked here."""
+    """An operator, its rules, and how it can be tested here."""
 
     name: str
     rule: Callable[..., Any]
@@ -93,13 +93,13 @@ class Row:
     required: frozenset[str]
 
     def wrong(self, what: str, call: Call) -> list[str]:
-        """What is not as the rules say, of the description and of the call itself."""
+        """Deviations from the rules, for the description and for the call itself."""
         found = []
         if self.is_described:
             needed, heard = _expected(self.rule, call), _heard(_extension.check(self.name, words_of(call)))
             found += [f"{what}, described: {heard!r}; needed {needed!r}"] if heard != needed else []
         is_run = self.is_on_cpu and self.name not in DESCRIBED_ALONE and _is_real(call)
-        # What moe_sort writes is believed, and offsets that are one number are of other rows.
+        # The output of moe_sort is trusted, and expanded offsets belong to other rows.
         if not is_run or "expert_offsets is expanded" in what or any(call[one] is None for one in self.required):
             return found
         given = _real(call)
@@ -138,7 +138,7 @@ def test_every_change_of_an_argument(number: int) -> None:
 
 @EVERY
 def test_two_changes_at_once(number: int) -> None:
-    """Drawn: whether each rule is asked of one argument whatever another is, and which of two that are broken is told."""
+    """Random pairs: each rule applies to its argument whatever another one is, and of two broken rules the right one is reported."""
     _, make, _, part = ROWS[number]
     row, call, random = _row(number), make(), Random(number)
     single = [
@@ -155,7 +155,7 @@ def test_two_changes_at_once(number: int) -> None:
 
 @EVERY
 def test_elements_far_apart(number: int) -> None:
-    """Each tensor with each of its axes in turn so long that no offset in it fits 32 bits."""
+    """Each tensor with each of its axes in turn so long that its offsets do not fit 32 bits."""
     _, make, _, _ = ROWS[number]
     row, call = _row(number), make()
     far = [
@@ -170,7 +170,7 @@ def test_elements_far_apart(number: int) -> None:
 
 
 def _differences(name: str, call: Call, results: list[Any], what: str) -> list[str]:
-    """Of an accepted call: the shapes that a tracer hears of, and the bits that contiguous tensors give."""
+    """For an accepted call: differences from the shapes that a tracer gets, and from the values for contiguous tensors."""
     drawn = _real(call)
     text, traced = _run(name, call, [value.to("meta") if isinstance(value, Tensor) else value for value in drawn])
     wrong = [] if not text else [f"a tracer hears {text}"]
@@ -199,7 +199,7 @@ def _differences(name: str, call: Call, results: list[Any], what: str) -> list[s
 
 @pytest.mark.parametrize("sizes", [(2,), (2, 7), (3, 7), (2, 8), (7, 2), (2, 7, 1), (2, 7, 5), (2, 1, 5, 7, 1)])
 def test_masks_of_other_ranks(sizes: tuple[int, ...]) -> None:
-    """One of padding, [batch, keys], is told how it has to lie."""
+    """For a padding mask, [batch, keys], the error says which layout it needs."""
     for number, (_, make, _, _) in enumerate(ROWS):
         if make is attention._masked:
             call = {**make(), "mask": attention.t("bool", *sizes)}
@@ -207,13 +207,13 @@ def test_masks_of_other_ranks(sizes: tuple[int, ...]) -> None:
 
 
 def test_every_operator_is_here() -> None:
-    """Or has tests of its own; each of them runs on a GPU."""
+    """Every operator is here or has separate tests, and has a GPU kernel."""
     _extension.load()
     every = {
         schema.name.removeprefix("flashmoe::")
         for schema in torch._C._jit_get_all_schemas()
         if schema.name.startswith("flashmoe::")
-    } - {"toy_double"}  # test_extension.py's, where this process has run it
+    } - {"toy_double"}  # test_extension.py's, if this process has run it
     assert every - {row[0] for row in ROWS} == {*IN_PYTHON, *attention.ELSEWHERE, *experts.ELSEWHERE}
     named = [f"flashmoe::{name}" for name in sorted(every)]
     without = [name for name in named if not torch._C._dispatch_has_kernel_for_dispatch_key(name, "CUDA")]
@@ -222,7 +222,7 @@ def test_every_operator_is_here() -> None:
 
 @pytest.mark.parametrize("head_dim_v", [16, 24])
 def test_the_default_scale(head_dim_v: int) -> None:
-    """As 1 / sqrt(head_dim), whichever kernels serve the values' width; and another one is used as it is."""
+    """1 / sqrt(head_dim), whichever kernels run the values' width; another scale is used as given."""
     _extension.load()
     q, k, v = torch.randn(1, 2, 3, 16), torch.randn(1, 2, 5, 16), torch.randn(1, 2, 5, head_dim_v)
     operator = torch.ops.flashmoe._flash_attention_inference

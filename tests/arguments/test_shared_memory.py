@@ -1,4 +1,4 @@
-"""Whether two tensors share memory, by the addresses of their elements: what the operators that write into a caller's tensor refuse."""
+"""Whether two tensors share memory, by the addresses of their elements: operators that write into a caller's tensor reject it."""
 
 import random
 
@@ -18,7 +18,7 @@ def elements(tensor: Tensor) -> set[int]:
 
 
 def drawn(source: random.Random, memory: Tensor, sizes: tuple[int, ...], like: Tensor | None) -> Tensor:
-    """A part of the memory whose rows do not lie in each other; with the strides of another one, or its own."""
+    """A view of the memory whose rows do not overlap; with the strides of another view, or with random ones."""
     order, step = source.sample(range(3), 3), DIM + source.choice((0, 0, 1, DIM))
     strides = [0, 0, 0, 1]
     for axis in order:
@@ -31,7 +31,7 @@ def drawn(source: random.Random, memory: Tensor, sizes: tuple[int, ...], like: T
 
 @pytest.mark.parametrize("seed", range(4))
 def test_new_rows_beside_a_cache(seed: int) -> None:
-    """Of equal strides exactly; of others by all between the first and the last element."""
+    """Exact for equal strides; for others the ranges from first to last element are compared."""
     _extension.load()
     source, found = random.Random(seed), {True: 0, False: 0}
     for _ in range(DRAWS):

@@ -1,4 +1,4 @@
-"""What the build's tests share: the checkout, and flashmoe_build importable beside the installed flashmoe."""
+"""Shared by the build's tests: the checkout, and flashmoe_build importable in addition to the installed flashmoe."""
 
 import sys
 from pathlib import Path
@@ -7,7 +7,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 if str(ROOT) not in sys.path:
-    sys.path.append(str(ROOT))  # last, so that `flashmoe` stays the installed one
+    sys.path.append(str(ROOT))  # last, so that `flashmoe` is still the installed one
 
 
 @pytest.fixture(scope="session")

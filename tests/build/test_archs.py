@@ -1,4 +1,4 @@
-"""FLASHMOE_ARCHS: every spelling, and errors that list what is known."""
+"""FLASHMOE_ARCHS: every spelling, and errors that list the known targets."""
 
 import pytest
 
@@ -41,7 +41,7 @@ def test_a_gpu_without_a_target_of_its_own_gets_what_serves_it(word: str) -> Non
     ],
 )
 def test_a_gpu_gets_every_kernel(word: str, targets: list[str]) -> None:
-    """Where the table has none for its own target, by the code of an older GPU or PTX; a target by name is that alone."""
+    """A GPU without a kernel for its own target gets the code of an older GPU or PTX; a target given by name is only that target."""
     assert names(word) == targets
 
 

@@ -1,4 +1,4 @@
-"""The cache's key changes with everything that can change the output, and a damaged entry is never used."""
+"""The cache's key changes with everything that can change the output, and damaged entries are never used."""
 
 import errno
 import multiprocessing

@@ -1,4 +1,4 @@
-"""Targets share PTX, and nothing is compiled or assembled that need not be."""
+"""Targets share PTX, and nothing is compiled or assembled unnecessarily."""
 
 import re
 import shutil
@@ -45,7 +45,7 @@ def build(tree: Path) -> DeviceCode:
 
 
 def new(code: DeviceCode) -> tuple[int, int]:
-    """(PTX made, cubins made)"""
+    """Numbers of PTX files and cubins that were made, not cached."""
     machine_code = [item for item in code.units if not item.unit.target.is_ptx]
     return sum(not item.cached for item in code.ptx), sum(not item.cached for item in machine_code)
 
@@ -58,7 +58,7 @@ def edit(tree: Path, old: str, replacement: str) -> None:
 
 
 def test_machine_code_for_8_6_is_what_ptxas_makes_for_8_9(tree: Path) -> None:
-    """So that 8.9 needs no target of its own. To be looked at again with another ptxas."""
+    """This is why 8.9 needs no separate target. To be checked again with another ptxas."""
     tables, toolchain = load_tables(tree / "csrc"), find_toolchain()
     unit = next(unit for unit in units_of(tables) if unit.target.name == "sm_80")
     ptx = compile_front_end(unit, root=tree, toolchain=toolchain, cache=Cache(tree / "cache"))
@@ -94,7 +94,7 @@ def test_targets_share_ptx_and_an_edit_costs_what_it_changes(tree: Path) -> None
 
 @pytest.mark.parametrize("target", ["sm_80", "sm_90a", "sm_100a", "sm_120a", "compute_80"])
 def test_a_dependent_kernel_waits_where_the_host_launches_it_early(tmp_path: Path, root: Path, target: str) -> None:
-    """The host asks for an early launch from a virtual capability of 9.0 on; without the wait partial results are read too soon."""
+    """The host requests an early launch from virtual capability 9.0 on; without the wait partial results would be read too soon."""
     unit = next(unit for unit in load_tables(root / "csrc").units((target,)) if unit.name == COMBINE)
     ptx = compile_front_end(unit, root=root, toolchain=find_toolchain(), cache=Cache(tmp_path))
     assert (b"griddepcontrol.wait" in ptx.text) == (unit.virtual_capability >= (9, 0))
@@ -102,7 +102,7 @@ def test_a_dependent_kernel_waits_where_the_host_launches_it_early(tmp_path: Pat
 
 
 def instructions(ptx: bytes, dtype: str) -> list[str]:
-    """The lines of the kernels, without those that name the unit or its C++ types."""
+    """The lines of the kernels, without those that contain the unit's name or its C++ types."""
     lines = (line.strip() for line in ptx.decode().replace(f"_{dtype}_", "_").splitlines())
     return [line for line in lines if line and not line.startswith((".global", "//"))]
 
@@ -111,7 +111,7 @@ def instructions(ptx: bytes, dtype: str) -> list[str]:
 @pytest.mark.parametrize("target", ["sm_80", "sm_90a"])
 @pytest.mark.parametrize("operation", ["attention_row_dot_sm80", "moe_combine_sm80", "attention_append_sm80"])
 def test_one_ptx_serves_both_16_bit_types(tmp_path: Path, root: Path, operation: str, target: str, dtype: str) -> None:
-    """What is written from it is what NVRTC makes for the type itself, also where bf16 needs other instructions (sm_80)."""
+    """The PTX made from it equals NVRTC's output for the type itself, also where bf16 needs other instructions (sm_80)."""
     unit = next(unit for unit in load_tables(root / "csrc").units((target,)) if unit.name == f"{operation}_{dtype}")
     toolchain, cache = find_toolchain(), Cache(tmp_path)
     either = compile_front_end(unit, root=root, toolchain=toolchain, cache=cache)
@@ -135,7 +135,7 @@ def test_bf16_is_widened_without_the_instruction_of_9_0() -> None:
 
 
 def run_ptx(text: str, dtype: torch.dtype, registers: dict[str, torch.Tensor]) -> None:
-    """The few instructions of a conversion by bits, on words in int64."""
+    """Interprets the few instructions of a conversion by bits, on words in int64."""
     some = next(iter(registers.values()))
 
     def halves(word: torch.Tensor) -> torch.Tensor:
@@ -166,7 +166,7 @@ def run_ptx(text: str, dtype: torch.dtype, registers: dict[str, torch.Tensor]) -
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 def test_every_pair_of_codes_becomes_its_elements_by_bits(dtype: torch.dtype) -> None:
-    """Below 8.9, beside every code in the next byte; a sign of zero and NaN are kept."""
+    """Below 8.9, with every code in the adjacent byte; a sign of zero and NaN are kept."""
     first, second = torch.arange(65536).div(256, rounding_mode="floor"), torch.arange(65536) % 256
     swapped = [second, first, 255 - first, second ^ first]
     registers = {"%r7": swapped[0] | swapped[1] << 8 | swapped[2] << 16 | swapped[3] << 24}
@@ -182,7 +182,7 @@ def test_every_pair_of_codes_becomes_its_elements_by_bits(dtype: torch.dtype) ->
 
 
 def test_code_that_depends_on_the_type_does_not_compile_for_either(tmp_path: Path, root: Path) -> None:
-    """Its row says so (by_dtype), and each type has PTX of its own."""
+    """Its row says so (by_dtype), and each type gets separate PTX."""
     units = [unit for unit in load_tables(root / "csrc").units(("sm_90a",)) if unit.row.by_dtype]
     operations = {"attention_varlen_forward", "attention_dropout_forward", "attention_decode_e4m3"}
     assert {unit.row.operation for unit in units} == operations
@@ -201,7 +201,7 @@ def test_the_host_is_told_the_virtual_capability(root: Path) -> None:
     source = kernel_table_source(tables, [PlacedBinary(unit, 0, 1, "") for unit in units])
     assert (
         source.count("static_assert(static_cast<int>(flashmoe::attention::axis::k") > 1
-    )  # an order that host code names
+    )  # in an order that host code relies on
     for unit in units:
         major, minor = unit.virtual_capability
         assert f'{{"{unit.name}", "sm_90a", 90, {10 * major + minor}, true, false, 0u, 1u}}' in source
@@ -229,7 +229,7 @@ def test_a_failure_stops_what_has_not_begun() -> None:
 
     with pytest.raises(BuildError, match="planted"):
         run_staged({1: [1], **{key: list(range(100)) for key in range(2, 50)}}, first, second, 1)
-    assert len(begun) < 2400  # of 4800; how many precede the failure depends on the machine's load
+    assert len(begun) < 2400  # of 4800; how many run before the failure depends on the machine's load
 
 
 def test_stages_give_every_item_its_own_key() -> None:

@@ -1,4 +1,4 @@
-"""A build's refusals and numbers, with compilers, drivers and memory made for the purpose."""
+"""A build's errors and numbers, with fake compilers, drivers and memory."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_the_cache_lies_in_the_build_unless_it_is_elsewhere(tmp_path: Path, monk
 
 
 class FakeDriver:
-    """libcuda with these compute capabilities; ``fails`` names the call that ends with an error."""
+    """libcuda with these compute capabilities; ``fails`` names the call that returns an error."""
 
     def __init__(self, *capabilities: tuple[int, int], fails: str = "") -> None:
         self.capabilities, self.fails = capabilities, fails
@@ -107,7 +107,7 @@ def test_native_without_a_driver_or_a_gpu_is_refused(monkeypatch: pytest.MonkeyP
             archs.native_capabilities()
 
 
-# What a build says
+# Reports
 
 
 def unit_of(root: Path, *, is_ptx: bool) -> Any:
@@ -122,7 +122,7 @@ def test_fresh_seconds_are_of_what_was_compiled_and_the_peak_is_of_all(root: Pat
     units = (
         made(root, 1.0, 5, cached=False),
         made(root, 2.0, 9, cached=True),
-        made(root, 4.0, 1, cached=False, is_ptx=True),  # its seconds are the front end's, which are counted there
+        made(root, 4.0, 1, cached=False, is_ptx=True),  # its seconds belong to the front end and are counted there
     )
     front = (made(root, 8.0, 7, cached=False), made(root, 16.0, 3, cached=True))
     code = DeviceCode(units, front)
@@ -175,7 +175,7 @@ def test_the_index_says_what_kind_of_code_lies_where(root: Path) -> None:
     assert [(row["kind"], row["offset"], row["size"]) for row in rows] == [("cubin", 0, 7), ("ptx", 64, 7)]
 
 
-# What goes wrong
+# Errors
 
 
 @pytest.mark.parametrize(
@@ -208,7 +208,7 @@ def test_an_interruption_ends_the_queue_and_is_passed_on(monkeypatch: pytest.Mon
 
 
 class Full(Cache):
-    """A cache that keeps nothing."""
+    """A cache that stores nothing."""
 
     def store(self, *_: object) -> None:
         pass
@@ -325,7 +325,7 @@ def test_a_part_that_is_missing_is_named(monkeypatch: pytest.MonkeyPatch, tmp_pa
 
 @pytest.fixture
 def compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., str]:
-    """Makes a compiler that answers with these words; returns its name, as in CXX."""
+    """Makes a compiler that prints these words; returns its name, as in CXX."""
 
     def make(version: str, machine: str = "") -> str:
         path = tmp_path / "cxx"
@@ -408,7 +408,7 @@ def test_progress_says_what_came_from_the_cache(monkeypatch: pytest.MonkeyPatch,
 
 
 def test_resources_are_held_against_each_limit(monkeypatch: pytest.MonkeyPatch) -> None:
-    """At the limit nothing is said, one above it all is."""
+    """At the limit nothing is reported; one above it is."""
     tables = load_tables()
     unit = next(unit for unit in tables.units(("sm_90a",)) if unit.row.threads == 128)
     gpu = tables.gpu(unit.target.gpus[0])

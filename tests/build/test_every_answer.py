@@ -1,4 +1,4 @@
-"""What a build answers at each side of each limit and for each thing that can be there or not, with parts made for it."""
+"""A build's results on each side of each limit, and with and without each optional part, using fakes."""
 
 import ctypes
 import hashlib
@@ -31,7 +31,7 @@ from flashmoe_tools.tables import load_tables
 
 
 class Nvrtc:
-    """NVRTC whose calls return these statuses; it notes those that compile."""
+    """NVRTC whose calls return these statuses; it records the compiling calls."""
 
     def __init__(self, **statuses: int) -> None:
         self.statuses, self.compiled = statuses, list[Any]()
@@ -236,7 +236,7 @@ def test_which_targets_are_asked_for(environment: dict[str, str], argument: str 
 
 
 def test_the_best_of_what_a_gpu_can_load(root: Path) -> None:
-    """Its own, that of an older GPU of its major version, PTX; told once more."""
+    """Code for that GPU, then for an older GPU of its major version, then PTX; computed independently here."""
     tables = load_tables(root / "csrc")
     for major, minor in ((7, 5), (8, 0), (8, 6), (8, 9), (9, 0), (10, 0), (12, 0), (12, 1)):
         here, best = (major, minor), None
@@ -305,7 +305,7 @@ def test_the_platform(monkeypatch: pytest.MonkeyPatch, chosen: str, found: str |
         assert toolchain.chosen_platform({"FLASHMOE_PLATFORM": chosen}) == found.replace("here", "x86_64")
 
 
-# What is there is not made again
+# Existing outputs are not rebuilt
 
 
 @pytest.mark.parametrize("is_there", [True, False])

@@ -1,4 +1,4 @@
-"""Two sessions in one checkout: the second waits, says so, and goes on."""
+"""Two sessions in one checkout: the second waits, says so, and then continues."""
 
 import os
 import subprocess
@@ -35,7 +35,7 @@ def test_the_second_process_waits_until_the_first_has_ended(tmp_path: Path) -> N
 
 
 def build(out: Path, cache: Path) -> subprocess.Popen[str]:
-    """A build without GPU code, as its own process."""
+    """A build without GPU code, in a separate process."""
     command = [sys.executable, "-m", "flashmoe_build", "--library-only", "--out", str(out)]
     environ = {**os.environ, "FLASHMOE_ARCHS": "none", "FLASHMOE_CACHE_DIR": str(cache)}
     pipe = subprocess.PIPE

@@ -1,4 +1,4 @@
-"""Precompiled headers save time and change nothing."""
+"""Precompiled headers save time and change no output."""
 
 import dataclasses
 import platform
@@ -34,7 +34,7 @@ def test_an_object_is_the_same_without_the_precompiled_headers(root: Path, tmp_p
 
 
 def test_the_library_s_sources(root: Path) -> None:
-    """The emulator is none of them, and neither are another machine's kernels."""
+    """They include neither the emulator nor kernels for another machine."""
     generated = root / "generated.cpp"
     for machine, other in (("x86_64", "neon"), ("aarch64", "avx2")):
         *found, last = host.host_sources(root, generated, machine)
@@ -46,18 +46,18 @@ def test_the_library_s_sources(root: Path) -> None:
 
 
 def test_only_ptx_ends_with_a_zero() -> None:
-    """The driver reads PTX as a C string; machine code is embedded as it is, every one at its alignment."""
+    """The driver reads PTX as a C string; machine code is embedded unchanged. Each is aligned."""
     units = load_tables().units()
     cubin, ptx = (next(unit for unit in units if unit.target.is_ptx is is_ptx) for is_ptx in (False, True))
     outputs = [(cubin, b"code"), (ptx, b"text"), (ptx, b"text\0"), (cubin, b"code")]
     blob, placed = host.place([CompiledUnit(unit, output, "", "", 0.0, 0, cached=False) for unit, output in outputs])
     pad = b"\0" * (host.ALIGNMENT - 5)
-    assert blob == b"code\0" + pad + b"text\0" + pad + b"text\0" + pad + b"code"  # the first zero fills up
+    assert blob == b"code\0" + pad + b"text\0" + pad + b"text\0" + pad + b"code"  # the first zero is padding
     assert [one.offset for one in placed] == [host.ALIGNMENT * number for number in range(4)]
 
 
 def test_a_warning_stops_the_compilers_that_ci_has_and_no_newer_one(tmp_path: Path) -> None:
-    """g++ 13 took a reference into static memory for one that dangles: on Debian 13 and Ubuntu 24.04 nothing could be built."""
+    """g++ 13 mistook a reference to static memory for a dangling one, so that nothing could be built on Debian 13 and Ubuntu 24.04."""
     source = tmp_path / "unused.cpp"
     source.write_text("static int unused() { return 0; }\n")
     for version, is_refused in (("12.2.0", True), ("13.3.0", False), ("14", False)):
@@ -76,7 +76,7 @@ def test_a_warning_stops_the_compilers_that_ci_has_and_no_newer_one(tmp_path: Pa
 
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="the file of another machine")
 def test_a_kernel_of_the_cpu_backend_has_none(root: Path, tmp_path: Path) -> None:
-    """Its target would come too late, and g++ would refuse the headers that were compiled for another."""
+    """The kernel would set its target too late, and g++ would reject headers compiled for another."""
     source = tmp_path / "kernel_avx2.cpp"
     source.write_text('#pragma GCC target("avx2")\n#include "cpu/vector_avx2.h"\n')
     assert compiled(root, tmp_path, find_toolchain(), str(source))

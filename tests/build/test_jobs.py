@@ -1,4 +1,4 @@
-"""How many compilers run at once, and how the queue of them ends."""
+"""How many compilers run at once, and how their queue ends."""
 
 import signal
 import subprocess
@@ -32,7 +32,7 @@ def test_results_are_in_order_and_a_failure_stops_what_has_not_begun() -> None:
         begun.append(item)
         if item == 3:
             raise BuildError("three")
-        time.sleep(0.01)  # what has begun may end
+        time.sleep(0.01)  # running items may finish
         return -item
 
     assert run_all([1, 2], work, 2) == [-1, -2]
@@ -46,7 +46,7 @@ def test_ctrl_c_does_not_work_off_the_queue() -> None:
     code = (
         "import sys, time; from flashmoe_build.compile.jobs import run_all\n"
         "def work(item):\n"
-        "    sys.stdout.write('begun\\n'); sys.stdout.flush(); time.sleep(0.2)\n"  # print's newline is a second write
+        "    sys.stdout.write('begun\\n'); sys.stdout.flush(); time.sleep(0.2)\n"  # print's newline would be a second write
         "run_all(range(300), work, 2)"
     )
     command = [sys.executable, "-c", code]

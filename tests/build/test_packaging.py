@@ -1,4 +1,4 @@
-"""The wheel by every road (this repository's program, plain PEP 517, the sdist), and a build without a network."""
+"""The wheel built in every way (this repository's program, plain PEP 517, the sdist), and a build without a network."""
 
 import hashlib
 import json
@@ -17,7 +17,7 @@ from flashmoe._version import DISTRIBUTION, WHEEL_PREFIX
 pytestmark = [pytest.mark.slow, pytest.mark.drawn]
 
 CPU_ONLY = {"FLASHMOE_ARCHS": "none"}
-# A change of each that no cache knows; that of the kernel is one of its machine code's, too.
+# A change to each that no cache contains; the kernel's also changes its machine code.
 CHANGES = (
     (
         "csrc/attention/append/append.cuh",
@@ -39,7 +39,7 @@ def run(command: list[str], cwd: Path, **environment: str) -> subprocess.Complet
 
 @pytest.fixture(scope="module")
 def clone(tmp_path_factory: pytest.TempPathFactory, root: Path) -> Path:
-    """The working tree's tracked and new files in a repository of its own, as a newcomer's clone has them."""
+    """The working tree's tracked and new files in a separate repository, as in a newcomer's clone."""
     folder = tmp_path_factory.mktemp("a clone")
     listed = run(["git", "ls-files", "--cached", "--others", "--exclude-standard", "-z"], root).stdout
     for name in filter(None, listed.split("\0")):
@@ -73,7 +73,7 @@ def sha256(path: Path) -> str:
 
 @pytest.fixture(scope="module")
 def version(clone: Path) -> str:
-    """Of a clean commit without a tag, and without a GPU's code."""
+    """The version of a clean commit without a tag and without GPU code."""
     return f"0.1.0.dev0+g{run(['git', 'rev-parse', 'HEAD'], clone).stdout[:12]}.cpu"
 
 
@@ -108,7 +108,7 @@ def test_provenance_states_this_commit(wheel: Path, clone: Path) -> None:
 
 
 def test_plain_pep517_gives_the_same_wheel(wheel: Path, clone: Path, cache: dict[str, str], tmp_path: Path) -> None:
-    """What `pip wheel .` runs, without pip: the declared backend's build_wheel."""
+    """Does what `pip wheel .` does, without pip: calls the declared backend's build_wheel."""
     code = "import sys; from flashmoe_build.backend import build_wheel; print(build_wheel(sys.argv[1]))"
     epoch = {"SOURCE_DATE_EPOCH": "1700000000"}
     run([sys.executable, "-c", code, str(tmp_path)], clone, **CPU_ONLY, **cache, **epoch)
@@ -126,12 +126,12 @@ def test_the_sdist_gives_the_same_wheel(wheel: Path, clone: Path, cache: dict[st
     assert not (tree / "docs" / "results").exists()
     run([sys.executable, "-m", "flashmoe_build", "--dist", str(tmp_path / "dist")], tree, **CPU_ONLY, **cache)
     (built,) = (tmp_path / "dist").glob("*.whl")
-    # Hatchling takes an sdist's version as it stands, so what a build for some targets adds to it is missing.
+    # Hatchling uses an sdist's version as it is, so the suffix of a build for some targets is missing.
     assert _contents(built) == _contents(wheel)
 
 
 def _contents(wheel: Path) -> dict[str, bytes]:
-    """Every file without the partial build's ".cpu" in its name and text; not the list of their hashes."""
+    """Every file, with the partial build's ".cpu" removed from names and text; without the list of hashes."""
     with zipfile.ZipFile(wheel) as archive:
         names = [name for name in archive.namelist() if not name.endswith("/RECORD")]
         texts = {name: archive.read(name) for name in names}
@@ -145,7 +145,7 @@ def _contents(wheel: Path) -> dict[str, bytes]:
 
 
 def test_verify_accepts_the_wheel_of_the_clone(wheel: Path, clone: Path) -> None:
-    """What a build makes is what `verify` says that the commit makes, to the last header of METADATA."""
+    """A build produces exactly what `verify` expects for the commit, down to the last header of METADATA."""
     done = run([sys.executable, "-m", "flashmoe", "verify", str(wheel)], clone)
     assert all(
         line.startswith(("PASS", "not checked", "      next", "verify PASS")) for line in done.stdout.splitlines()
@@ -154,7 +154,7 @@ def test_verify_accepts_the_wheel_of_the_clone(wheel: Path, clone: Path) -> None
 
 
 def test_an_editable_install_links_the_checkout_and_compiles_nothing(clone: Path, tmp_path: Path) -> None:
-    """What `pip install -e .` runs: it asks for no torch, and the wheel holds a link to the sources."""
+    """Does what `pip install -e .` does: it does not require torch, and the wheel contains a link to the sources."""
     code = (
         "import sys; from flashmoe_build import backend; print(backend.get_requires_for_build_editable()); "
         "print(len(backend.get_requires_for_build_wheel())); print(backend.build_editable(sys.argv[1]))"
@@ -186,7 +186,7 @@ def test_tools_that_are_not_the_locked_ones_stop_a_plain_build(clone: Path, tmp_
 
 
 def isolation() -> list[str]:
-    """A command prefix that runs its arguments in an empty network namespace; empty where the kernel refuses one."""
+    """A command prefix that runs its arguments in an empty network namespace; empty if the kernel does not allow one."""
     for prefix in (["unshare", "--net"], ["unshare", "--user", "--map-root-user", "--net"]):
         if (
             shutil.which(prefix[0])
@@ -209,8 +209,8 @@ runpy.run_module("flashmoe_build", run_name="__main__")
 
 
 def test_build_needs_no_network(clone: Path, cache: dict[str, str], tmp_path: Path) -> None:
-    """Every tool runs with every socket call forbidden and, where the kernel allows, no network: on a kernel and a host source that no
-    cache knows. What the cache does know would take a minute more of the same tools."""
+    """Every tool runs with all socket calls forbidden and, if the kernel allows it, without a network, on a kernel and a host source that are not
+    in any cache. Rebuilding cached files as well would take another minute of the same tools."""
     arguments = ["--library-only", "--out", str(tmp_path / "out")]
     command = [*isolation(), sys.executable, "-c", FORBID_SOCKETS, *arguments]
     known, filled = Path(cache["FLASHMOE_CACHE_DIR"]), tmp_path / "cache"
@@ -228,7 +228,7 @@ def test_build_needs_no_network(clone: Path, cache: dict[str, str], tmp_path: Pa
     report = json.loads((tmp_path / "out" / "reports" / "build.json").read_text())
     assert report["verdict"] == "PASS"
     made = {path.suffix for path in filled.rglob("*") if path.is_file() and not path.is_symlink()}
-    assert made >= {".ptx", ".cubin", ".o"}  # by NVRTC, ptxas and g++
+    assert made >= {".ptx", ".cubin", ".o"}  # from NVRTC, ptxas and g++
 
 
 def test_the_network_guard_guards(clone: Path) -> None:

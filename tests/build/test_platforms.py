@@ -1,4 +1,4 @@
-"""Host code for another machine than this one: which files, which compiler, which names."""
+"""Host code for another machine: which files, which compiler, which names."""
 
 import platform
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""The resource check reads ptxas's own words, from real compilations of kernels that break each rule."""
+"""The resource check reads ptxas's real messages, from compilations of kernels that break each rule."""
 
 import dataclasses
 import re
@@ -18,7 +18,7 @@ from flashmoe_tools.tables import Unit, load_tables
 
 @pytest.fixture(scope="module")
 def unit() -> Unit:
-    """A unit whose one entry the test kernels bear the name of."""
+    """A unit whose only entry has the name of the test kernels."""
     found = next(unit for unit in load_tables().units(("sm_80",)) if unit.dtype == "f16")
     return dataclasses.replace(found, row=dataclasses.replace(found.row, words={"mask": ("full",)}, allow={}))
 
@@ -33,7 +33,7 @@ Compile = Callable[..., str]
 
 @pytest.fixture
 def compile_log(unit: Unit, cache: Cache) -> Compile:
-    """What the compilers say of a kernel of the unit's name with this body."""
+    """The compilers' log for a kernel with the unit's name and this body."""
 
     def compile_body(body: str, blocks: int = 1, to: Unit = unit, header: str = "") -> str:
         toolchain = find_toolchain()
@@ -81,7 +81,7 @@ def test_spill_is_found(unit: Unit, compile_log: Compile) -> None:
 
 
 def test_static_shared_memory_over_48_kib_does_not_compile(compile_log: Compile) -> None:
-    """The pre-opt-in limit; ptxas refuses, so no such kernel reaches a launch."""
+    """The limit without opt-in; ptxas rejects such a kernel, so it cannot reach a launch."""
     with pytest.raises(BuildError, match=r"(?s)case: ptxas for sm_80 ended with .*too much shared data"):
         compile_log("__shared__ float s[12500]; s[threadIdx.x] = x[0]; __syncthreads(); x[1] = s[5];")
 
@@ -97,7 +97,7 @@ def test_static_shared_memory_over_48_kib_does_not_compile(compile_log: Compile)
 def test_what_no_block_can_have_is_found(
     unit: Unit, compile_log: Compile, pattern: str, stands: str, says: str
 ) -> None:
-    """The log of a kernel that compiled, with the numbers of one that could never be launched."""
+    """The log of a kernel that compiled, with the numbers replaced by those of one that could never be launched."""
     row = dataclasses.replace(unit.row, warps=16, block_m=192, block_n=64)
     wide = dataclasses.replace(unit, row=row)
     log = compile_log("x[threadIdx.x] *= 2.0f;", to=wide)
@@ -134,7 +134,7 @@ def test_a_warning_that_nobody_thought_of_fails(unit: Unit, compile_log: Compile
 
 
 def test_bf16_does_not_compile_for_sm75(unit: Unit, compile_log: Compile) -> None:
-    """Bf16 arithmetic has no code below 8.0; the unit would fail, it cannot silently be built."""
+    """There is no bf16 arithmetic below 8.0; the unit fails to compile and cannot be built silently."""
     turing = dataclasses.replace(unit, target=load_tables().target("sm_75"), virtual="compute_75")
     body = 'unsigned short h = 0; asm volatile("fma.rn.bf16 %0, %0, %0, %0;" : "+h"(h)); x[0] = h;'
     assert compile_log(body)
@@ -143,7 +143,7 @@ def test_bf16_does_not_compile_for_sm75(unit: Unit, compile_log: Compile) -> Non
 
 
 def test_an_assembler_that_hangs_is_stopped(unit: Unit, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """No step runs without a limit."""
+    """Every step has a time limit."""
     slow = tmp_path / "ptxas"
     slow.write_text("#!/bin/sh\nexec sleep 60\n")
     slow.chmod(0o755)

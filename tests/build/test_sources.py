@@ -1,4 +1,4 @@
-"""Rules that the device and host sources keep, each one the end of a failure that was met."""
+"""Rules for the device and host sources; each one prevents a failure that occurred."""
 
 import re
 import subprocess
@@ -41,13 +41,13 @@ def test_there_are_headers() -> None:
 
 @pytest.mark.parametrize("header", DEVICE_HEADERS, ids=relative)
 def test_header_compiles_alone_and_twice(header: Path) -> None:
-    """No header needs another before it. None needs the host's headers, which NVRTC does not have."""
+    """No header depends on another being included before it, or on the host's headers, which NVRTC does not have."""
     name = relative(header)
     assert compile_device(f'#include "{name}"\n#include "{name}"\n') == ""
 
 
 def test_headers_compile_in_either_order() -> None:
-    """`#define WARP_SIZE 32` in one header against `constexpr int WARP_SIZE` in another."""
+    """For example `#define WARP_SIZE 32` in one header and `constexpr int WARP_SIZE` in another."""
     names = [relative(path) for path in DEVICE_HEADERS]
     for order in (names, names[::-1]):
         assert compile_device("".join(f'#include "{name}"\n' for name in order)) == ""
@@ -55,7 +55,7 @@ def test_headers_compile_in_either_order() -> None:
 
 @pytest.mark.parametrize("path", SOURCES, ids=relative)
 def test_no_object_like_macro_for_a_constant(path: Path) -> None:
-    """Constants are constexpr; a macro may not silently replace a name elsewhere."""
+    """Constants are constexpr; a macro could silently replace a name elsewhere."""
     macros = re.findall(r"^\s*#\s*define\s+(\w+)[ \t]+[-\d(\"'].*$", path.read_text(encoding="utf-8"), re.MULTILINE)
     assert macros == []
 
@@ -72,11 +72,11 @@ def test_inline_assembly_only_in_ptx() -> None:
 
 
 def test_code_that_depends_on_a_16_bit_type_says_so() -> None:
-    """One PTX serves f16 and bf16 (elements.py), so a kernel may not ask which it computes with."""
+    """f16 and bf16 share PTX (elements.py), so a kernel must not depend on the type."""
     known = {
-        "attention/decode/e4m3.cuh",  # asserted by E4m3DecodeSpec; likewise
+        "attention/decode/e4m3.cuh",  # asserted by E4m3DecodeSpec; `by_dtype` in kernels.toml
         "attention/forward/sm90/softcap.cuh",  # asserted by VarlenSpec; `by_dtype` in kernels.toml
-        "moe/routing/scalars.cuh",  # a type that is known at run time
+        "moe/routing/scalars.cuh",  # a type known only at run time
     }
     found = {
         relative(path)
@@ -88,7 +88,7 @@ def test_code_that_depends_on_a_16_bit_type_says_so() -> None:
 
 
 def test_includes_are_closed_over_tracked_files(root: Path) -> None:
-    """A header that exists on one machine only."""
+    """A header must not exist on one machine only."""
     listed = subprocess.run(["git", "ls-files", "csrc"], cwd=root, capture_output=True, text=True, check=True)
     tracked = {root / line for line in listed.stdout.splitlines()}
     assert tracked
@@ -104,7 +104,7 @@ def test_includes_are_closed_over_tracked_files(root: Path) -> None:
 
 
 def test_host_code_sees_no_device_code() -> None:
-    """What g++ compiles includes no bf16 or fp16 intrinsic and no kernel, so it cannot call one."""
+    """Host sources include no bf16 or fp16 intrinsics and no kernels, so they cannot call them."""
     found = []
     for path in SOURCES:
         if path.suffix not in {".h", ".cpp"} or relative(path).startswith("emulation/"):
@@ -116,7 +116,7 @@ def test_host_code_sees_no_device_code() -> None:
 
 
 def test_no_device_helper_is_defined_twice() -> None:
-    """Conversion helpers have one home."""
+    """Conversion helpers are defined in one place."""
     homes: dict[str, set[str]] = {}
     for path in DEVICE_HEADERS:
         text = path.read_text(encoding="utf-8")
@@ -128,7 +128,7 @@ def test_no_device_helper_is_defined_twice() -> None:
 
 
 UNCHECKED_BY_DESIGN = {
-    # In a destructor or while an error is being described, where a further failure has nowhere to go.
+    # In a destructor or while describing an error, where a further failure cannot be reported.
     "cuGetErrorName",
     "cuGetErrorString",
     "cuCtxPopCurrent",
@@ -136,7 +136,7 @@ UNCHECKED_BY_DESIGN = {
 
 
 def test_every_driver_call_is_checked() -> None:
-    """The launch failed and nobody looked."""
+    """A launch once failed without being noticed."""
     unchecked = []
     calls = 0
     for path in sorted(path for path in CSRC.rglob("*.cpp") if path.parent.name == "host"):

@@ -1,4 +1,4 @@
-"""The tables are consistent, and a table that is not is refused with the row that is wrong."""
+"""The tables are consistent, and an inconsistent one is rejected with the name of the wrong row."""
 
 from pathlib import Path
 
@@ -67,11 +67,11 @@ def test_what_a_further_kernel_may_state(folder: Path, own: str, words: str) -> 
 
 
 def test_where_scores_have_kernels_of_their_own_no_other_can_be_taken_for_them() -> None:
-    """The host takes the plain kernel where none named ``scores`` can be loaded, which must only be where none is ever compiled."""
+    """The host uses the plain kernel if no ``scores`` kernel can be loaded, so that must only happen if none is ever compiled."""
     found: dict[tuple[str, str], dict[str, set[tuple[str, str, tuple[tuple[str, int], ...]]]]] = {}
     for unit in load_tables().units():
         row = unit.row
-        is_wide = row.axes.get("head_dim", 0) > 256  # the host asks for these by name (select_wide.cpp)
+        is_wide = row.axes.get("head_dim", 0) > 256  # the host selects these by name (select_wide.cpp)
         if "varlen" in row.operation and row.variant in ("", "scores") and not is_wide:
             kinds = found.setdefault((row.operation, row.family), {"": set(), "scores": set()})
             kinds[row.variant].add((unit.dtype, unit.target.name, tuple(sorted(row.axes.items()))))
@@ -104,7 +104,7 @@ def test_bf16_for_sm75_is_refused(folder: Path) -> None:
 
 
 def test_shared_memory_over_the_limit_names_gpu_and_bytes(folder: Path) -> None:
-    """The tile that does not fit is found in the table, before anything is compiled."""
+    """A tile that does not fit is found in the table, before anything is compiled."""
     edit(folder, "stages = 2", "stages = 6")
     with pytest.raises(TableError, match=r"114688 bytes of shared memory, but a block on sm86 has at most 101376"):
         load_tables(folder)
@@ -210,7 +210,7 @@ def test_the_order_of_options_is_the_descriptors(folder: Path) -> None:
 
 
 def test_a_tile_chosen_by_cost_states_it(folder: Path, root: Path) -> None:
-    """It would never be chosen, and nothing else would say so."""
+    """Otherwise it would never be chosen, and nothing else would report it."""
     text = (root / "csrc" / ROWS).read_text()
     line = "cost = { key = 0.0227, ends = 3.0, split = 13.0, share = 0.4 }\n"
     assert text.count(line) == 1

@@ -1,4 +1,4 @@
-"""The command `flashmoe`: its demonstration, its completion, and the name it goes by."""
+"""The command `flashmoe`: its demonstration, its completion, and its name."""
 
 import io
 import subprocess

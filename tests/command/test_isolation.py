@@ -1,4 +1,4 @@
-"""The command in a hostile folder, with closed streams, with an ASCII terminal, and with options that it does not have."""
+"""The command in a hostile folder, with closed streams, in an ASCII terminal, and with unknown options."""
 
 import os
 import subprocess
@@ -11,11 +11,11 @@ import flashmoe
 from flashmoe._path import is_started_as_program
 
 PACKAGE = Path(flashmoe.__file__).resolve().parents[1]
-AS_SCRIPT = "import sys; from flashmoe.__main__ import main; sys.exit(main())"  # what an installed `flashmoe` does
+AS_SCRIPT = "import sys; from flashmoe.__main__ import main; sys.exit(main())"  # like an installed `flashmoe`
 
 
 def run(words: list[str], cwd: Path, *, shell: str = '"$@"', **environ: str) -> subprocess.CompletedProcess[str]:
-    """A program in a shell, whose last word may close streams."""
+    """Runs a program through a shell; ``shell`` may close streams."""
     command = ["/bin/sh", "-c", shell, "sh", sys.executable, *words]
     inner = {**os.environ, "PYTHONPATH": str(PACKAGE), "PYTHONDONTWRITEBYTECODE": "1", **environ}
     return subprocess.run(command, cwd=cwd, env=inner, capture_output=True, text=True, timeout=100, check=False)
@@ -23,7 +23,7 @@ def run(words: list[str], cwd: Path, *, shell: str = '"$@"', **environ: str) -> 
 
 @pytest.mark.parametrize("started", [["-m", "flashmoe"], ["-c", AS_SCRIPT]], ids=["-m", "command"])
 def test_nothing_in_the_current_folder_is_executed(tmp_path: Path, started: list[str]) -> None:
-    """Modules of the standard library, of the extras, and of torch; an entry of PYTHONPATH that is empty means this folder, too."""
+    """Modules named like ones of the standard library, of the extras, and of torch; an empty entry of PYTHONPATH also means the current folder."""
     for name in (
         "typing",
         "argparse",
@@ -40,7 +40,7 @@ def test_nothing_in_the_current_folder_is_executed(tmp_path: Path, started: list
     (tmp_path / "x.so").write_bytes(b"no library")
     for words in (["audit", "."], ["smem", "--head-dim", "64"], ["--version"]):
         paths = f"{PACKAGE}{os.pathsep}" if started[0] == "-m" else str(PACKAGE)
-        extra = ["-P"] if started[0] == "-c" and sys.version_info >= (3, 11) else []  # -c itself looks in the folder
+        extra = ["-P"] if started[0] == "-c" and sys.version_info >= (3, 11) else []  # -c searches the current folder
         done = run([*extra, *started, *words], tmp_path, PYTHONPATH=paths)
         assert "Traceback" not in done.stderr, done.stderr
     assert not (tmp_path / "ran").exists(), (tmp_path / "ran").read_text()
@@ -65,7 +65,7 @@ def test_which_command_lines_are_ours(line: str, is_program: bool) -> None:
 
 @pytest.mark.parametrize("closed", [">&-", "2>&-", "<&-", ">&- 2>&- <&-"])
 def test_closed_streams(tmp_path: Path, closed: str) -> None:
-    """The exit code is the verdict's, and the report, which would be opened as descriptor 1, holds only itself."""
+    """The exit code is the verdict's, and the report, which would be opened as descriptor 1, contains nothing else."""
     words = ["-m", "flashmoe", "audit", ".", "--json", "report.json"]
     done = run(words, tmp_path, shell=f'"$@" {closed}')
     assert done.returncode == run(words, tmp_path).returncode == 3

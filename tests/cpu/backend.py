@@ -1,4 +1,4 @@
-"""The CPU backend alone, and called through ctypes on torch's own thread pool."""
+"""The CPU backend without operators, called through ctypes and run on torch's thread pool."""
 
 import ctypes
 import os
@@ -20,7 +20,7 @@ from flashmoe_tools.descriptors import Header
 
 ROOT = Path(__file__).resolve().parents[2]
 CSRC = ROOT / "csrc"
-# The layer of moe/cpu is tested through its operators (tests/moe); here only that no wide code leaves its objects.
+# The layer in moe/cpu is tested through its operators (tests/moe); here only that no wide instructions leave its objects.
 FOLDERS = ("cpu", "attention/cpu", "moe/cpu")
 SOURCES = [path for name in FOLDERS for path in sorted((CSRC / name).glob("*.cpp")) if is_for(path, platform.machine())]
 ISAS = ("baseline", "avx2", "avx512", "avx512_bf16", "amx") if platform.machine() == "x86_64" else ("neon",)
@@ -38,11 +38,11 @@ STRIDES = dict(Params._fields_)["q_stride"]
 
 
 class BackendError(RuntimeError):
-    """A C++ exception, by its text."""
+    """A C++ exception with its message."""
 
 
 def build(folder: Path) -> Path:
-    """The objects of the backend as the build makes them, from its cache, and the shim; returns the shared library. Objects are
+    """Compiles the backend's objects as the build does, using its cache, and the shim; returns the shared library. Objects are
     named after their sources."""
     toolchain = find_toolchain()
     cache = Cache(Path(os.environ.get("FLASHMOE_CACHE_DIR") or ROOT / "build" / "cache"))
@@ -55,14 +55,14 @@ def build(folder: Path) -> Path:
     objects = run_all(sources, compiled, jobs=2)
     library = folder / "libcpu.so"
     link = [toolchain.cxx, "-shared", "-Wl,--exclude-libs,ALL", *sanitizers(os.environ)]
-    if not sanitizers(os.environ):  # whose functions the process has
+    if not sanitizers(os.environ):  # the process provides their functions
         link.append("-Wl,--no-undefined")
     subprocess.run([*link, "-o", str(library), *map(str, objects)], check=True)
     return library
 
 
 def _tensors(**tensors: Tensor | None) -> dict[str, Any]:
-    """Members of parameters: addresses and, of four dimensions, strides."""
+    """Members of parameters: addresses and, for tensors with four dimensions, strides."""
     members: dict[str, Any] = {}
     for name, tensor in tensors.items():
         if tensor is None:
@@ -80,7 +80,7 @@ def _sizes(q: Tensor, k: Tensor) -> dict[str, int]:
 
 
 class Backend:
-    """The library. Outputs are poisoned with NaN before each call, so that what is not written is seen."""
+    """The library. Outputs are filled with NaN before each call, to detect elements that are not written."""
 
     def __init__(self, path: Path) -> None:
         self._library = ctypes.CDLL(str(path))
@@ -158,7 +158,7 @@ class Backend:
         wanted: tuple[bool, bool, bool] = (True, True, True),
         gradients: Sequence[Tensor] = (),
     ) -> list[Tensor]:
-        """(dq, dk, dv), in contiguous memory where none is given; NaN where a gradient is not ``wanted``."""
+        """(dq, dk, dv), in contiguous memory unless given; NaN if a gradient is not ``wanted``."""
         head_dim = q.shape[3]
         gradients = list(gradients) or [torch.full(x.shape, torch.nan, dtype=x.dtype) for x in (q, k, v)]
         dq, dk, dv = (gradient if is_wanted else None for gradient, is_wanted in zip(gradients, wanted, strict=True))

@@ -1,4 +1,4 @@
-"""Comparison with fp64, references computed once for all instruction sets."""
+"""Comparison with fp64 references, which are computed once for all instruction sets."""
 
 import math
 import mmap
@@ -17,7 +17,7 @@ DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 @cache
 def expected_results(problem: Problem, dtype: torch.dtype, kind: str, bshd: bool) -> tuple[Tensor, Tensor, float]:
-    """(out, lse) in fp64 and what out may be off by."""
+    """(out, lse) in fp64, and the allowed error of out."""
     q, k, v = make_inputs(problem, "cpu", dtype, kind, bshd=bshd)
     out, lse = reference(q, k, v, problem.causal)
     plain, _ = plain_attention(q, k, v, problem.causal)
@@ -27,7 +27,7 @@ def expected_results(problem: Problem, dtype: torch.dtype, kind: str, bshd: bool
 def check(
     backend: Backend, problem: Problem, dtype: torch.dtype, kind: str = "normal", *, bshd: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """Run the problem and hold it against the reference."""
+    """Run the problem and compare it with the reference."""
     q, k, v = make_inputs(problem, "cpu", dtype, kind, bshd=bshd)
     out, lse = backend.forward(q, k, v, problem.causal)
     expected, expected_lse, limit = expected_results(problem, dtype, kind, bshd)
@@ -38,7 +38,7 @@ def check(
 
 
 def compare_lse(lse: Tensor, expected: Tensor) -> None:
-    """Exactly -inf where the reference is; elsewhere within 2e-4, or 2e-4 of the largest for large scores."""
+    """Exactly -inf where the reference is; elsewhere within 2e-4, or 2e-4 of the largest value for large scores."""
     hidden = expected == -math.inf
     assert torch.equal(lse == -math.inf, hidden)
     seen = expected[~hidden]
@@ -48,7 +48,7 @@ def compare_lse(lse: Tensor, expected: Tensor) -> None:
 
 
 def far_apart(tensor: Tensor, axis: int) -> Tensor:
-    """The same elements, of one axis so far apart that the last is 2^32 elements from the first: memory of which what is touched is there."""
+    """The same elements, with those of one axis so far apart that the last is 2^32 elements from the first; only touched pages are allocated."""
     no_reserve, step, size = 0x4000, tensor.numel(), tensor.shape[axis]
     strides = list(tensor.contiguous().stride())
     strides[axis] = -(-(1 << 32) // (size - 1))
@@ -61,6 +61,6 @@ def far_apart(tensor: Tensor, axis: int) -> Tensor:
 
 
 def before_a_wall(tensor: Tensor) -> Tensor:
-    """The same contiguous elements, the last in front of a page without access."""
+    """The same contiguous elements, the last one just before an inaccessible page."""
     memory, _ = in_front_of_a_wall(tensor.numel() * tensor.element_size())
     return memory.view(tensor.dtype).view(tensor.shape).copy_(tensor)

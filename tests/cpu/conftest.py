@@ -1,4 +1,4 @@
-"""The backend, built once a session, and one run of a test for each instruction set."""
+"""The backend, built once per session, and one run of each test per instruction set."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,7 +13,7 @@ from .backend import ISAS, Backend, build
 
 @pytest.fixture(scope="session")
 def built(tmp_path_factory: pytest.TempPathFactory, pytestconfig: pytest.Config) -> Path:
-    """The folder with the objects and libcpu.so; the processes of one run share it."""
+    """The folder with the objects and libcpu.so, shared by the processes of a run."""
     base = tmp_path_factory.getbasetemp()
     folder = (base.parent if hasattr(pytestconfig, "workerinput") else base) / "cpu"
     with exclusive(folder.with_name("cpu.lock")):
@@ -28,7 +28,7 @@ def library(built: Path) -> Backend:
     return Backend(built / "libcpu.so")
 
 
-# avx512_bf16 runs attention's kernel of avx512.
+# avx512_bf16 uses the attention kernel of avx512.
 @pytest.fixture(params=[isa for isa in ISAS if isa != "avx512_bf16"])
 def backend(library: Backend, request: pytest.FixtureRequest) -> Iterator[Backend]:
     """The library with one instruction set forced; a test of one that this machine lacks is reported as not run."""

@@ -1,4 +1,4 @@
-// The CPU backend through C functions for ctypes. Errors come back as text.
+// The CPU backend as C functions for ctypes. Errors are returned as text.
 #include <cstdio>
 #include <exception>
 

@@ -1,4 +1,4 @@
-"""The backward pass by every instruction set: the rule, the same bits for any number of workers, NaN only where it is seen."""
+"""The backward pass with every instruction set: errors, the same bits for any number of workers, NaN only where it is visible."""
 
 import math
 from dataclasses import replace
@@ -18,12 +18,12 @@ from .backend import Backend
 from .checking import DTYPES, before_a_wall, far_apart
 from .test_forward import SMALL
 
-# Error of the largest gradient's size. bf16: P and dS are rounded too where pairs of bf16 are multiplied.
+# Error relative to the largest gradient. bf16: P and dS are rounded too when pairs of bf16 are multiplied.
 LIMITS = {torch.float32: 1e-5, torch.float16: 1.5e-3, torch.bfloat16: 1.2e-2}
 PROBLEMS = (
     Problem(128, 128, 64),  # whole blocks
     Problem(65, 129, 59, 4, 2, batch=2),  # one past a block, one word short of a row
-    Problem(131, 70, 128, 6, 2),  # rows without keys where causal
+    Problem(131, 70, 128, 6, 2),  # rows without keys if causal
     Problem(1, 300, 33),
     Problem(200, 1, 1),
     Problem(63, 257, 255),
@@ -34,7 +34,7 @@ WORKERS = (1, 2, 3, 64)
 
 @cache
 def _case(problem: Problem, dtype: torch.dtype, scale: float, *, with_lse: bool) -> tuple[list[Tensor], list[Tensor]]:
-    """The arguments of ``Backend.backward`` and the gradients in float64, by torch operations."""
+    """The arguments of ``Backend.backward``, and float64 gradients from torch operations."""
     q, k, v = (t.double() for t in make_inputs(problem, "cpu", dtype, bshd=True))
     group = problem.heads_q // problem.heads_kv
     scores = q @ k.repeat_interleave(group, 1).mT * scale
@@ -63,14 +63,14 @@ def _run(
 
 
 def _same(a: list[Tensor], b: list[Tensor]) -> bool:
-    """Bit for bit, NaN included."""
+    """Bitwise equality, including NaN."""
     return all(torch.equal(x.view(torch.uint8), y.view(torch.uint8)) for x, y in zip(a, b, strict=True))
 
 
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_gradients(backend: Backend, dtype: torch.dtype, causal: bool) -> None:
-    """Every tail, strided inputs, groups of heads, a gradient of lse, scales of either sign: what is not written stays NaN."""
+    """Every tail, strided inputs, groups of heads, a gradient of lse, scales of either sign; elements that are not written stay NaN."""
     for index, sizes in enumerate(PROBLEMS):
         _check_gradients(backend, replace(sizes, causal=causal), dtype, index)
 
@@ -88,7 +88,7 @@ def test_gradients_of_any_lengths(
 def _check_gradients(backend: Backend, problem: Problem, dtype: torch.dtype, index: int) -> None:
     scale = problem.head_dim**-0.5 * (-0.5 if index % 2 else 1.0)
     given, expected = _case(problem, dtype, scale, with_lse=index % 3 == 1)
-    largest = max(tensor.abs().max().item() for tensor in expected)  # dq and dk can be all rounding errors (one key)
+    largest = max(tensor.abs().max().item() for tensor in expected)  # dq and dk can be just rounding errors (one key)
     for name, found, wanted in zip("qkv", _run(backend, given, problem.causal, scale), expected, strict=True):
         error = (found.double() - wanted).abs().max().item()
         assert error <= LIMITS[dtype] * largest, f"d{name}: {error:.2e} of {largest:.2e}, {problem}, {dtype}"
@@ -97,7 +97,7 @@ def _check_gradients(backend: Backend, problem: Problem, dtype: torch.dtype, ind
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("spoil", [None, 1, 3, 0], ids=["nothing", "q", "v", "grad_out"])
 def test_same_bits(backend: Backend, causal: bool, spoil: int | None) -> None:
-    """One pass over a key head, or tasks that make dk and dv and others that make dq: nobody may see which."""
+    """One pass over a key head, or separate tasks for dk and dv and for dq: the bits must not depend on it."""
     for dtype in DTYPES:
         given, _ = _case(Problem(300, 333, 72, 4, 2, causal=causal), dtype, 0.1, with_lse=True)
         given = [tensor.clone() for tensor in given]
@@ -118,7 +118,7 @@ def test_repetitions(backend: Backend) -> None:
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 @pytest.mark.parametrize("name", ["grad_out", "q", "k", "v"])
 def test_hidden_rows_and_keys_stay_apart(backend: Backend, name: str, bad: float) -> None:
-    """A row or key with NaN reaches what sees it, and nothing that the mask hides from it: 0 * NaN would."""
+    """NaN in a row or key reaches everything that sees it and nothing that the mask hides from it, which 0 * NaN would."""
     for dtype in DTYPES:
         given, clean = _case(Problem(150, 150, 40, causal=True), dtype, 0.15, with_lse=False)
         given, place = [tensor.clone() for tensor in given], 90
@@ -128,7 +128,7 @@ def test_hidden_rows_and_keys_stay_apart(backend: Backend, name: str, bad: float
         of_a_row = name in ("grad_out", "q")
         rows = [dq[0, 0, :place], dq[0, 0, place + 1 :]] if of_a_row else [dq[0, 0, :place]]
         wanted = [clean[0][0, 0, :place], clean[0][0, 0, place + 1 :]] if of_a_row else [clean[0][0, 0, :place]]
-        if of_a_row:  # keys after the row do not see it
+        if of_a_row:  # keys after the row are hidden from it
             rows += [gradient[0, 0, place + 1 :] for gradient in (dk, dv)]
             wanted += [gradient[0, 0, place + 1 :] for gradient in clean[1:]]
             assert not (dk[0, 0, : place + 1].isfinite() & dv[0, 0, : place + 1].isfinite()).all()
@@ -150,7 +150,7 @@ def test_only_what_is_wanted(backend: Backend) -> None:
 
 @pytest.mark.parametrize("far", [0.0, 30.0, 300.0])
 def test_a_log_sum_exp_off_by_its_rounding_is_mended(backend: Backend, far: float) -> None:
-    """Of rows that see a single block of keys P is divided by its sum, whatever float32 has made of a large log-sum-exp."""
+    """For rows with a single block of keys P is divided by its sum, which corrects the rounding of a large float32 log-sum-exp."""
     (grad_out, q, k, v, out, lse), _ = _case(Problem(1100, 100, 16), torch.float32, 0.25, with_lse=False)
     lane = torch.zeros_like(q[..., :1])
     lane_k = torch.zeros_like(k[..., :1])
@@ -160,9 +160,7 @@ def test_a_log_sum_exp_off_by_its_rounding_is_mended(backend: Backend, far: floa
     expected = run(lse + far)
     for off in (0.8, -0.8):
         for one, other in zip(run(lse + far + off * (8e-6 + 2e-6 * far)), expected, strict=True):
-            limit = (
-                1e-6 * other[..., :-1].abs().max().item()
-            )  # in the last lane, of `far`, a sum of 0 is multiplied by it
+            limit = 1e-6 * other[..., :-1].abs().max().item()  # the last lane multiplies a sum of 0 by `far`
             torch.testing.assert_close(one[..., :-1], other[..., :-1], rtol=0.0, atol=limit)
 
 
@@ -174,16 +172,16 @@ def test_no_rows_or_no_keys(backend: Backend) -> None:
 
 
 def test_a_head_of_more_than_the_kept_scratch(backend: Backend) -> None:
-    """dq of 8 heads of one key head is 9 MiB in fp32: memory for this call alone; with two workers it is split."""
+    """dq of 8 heads of one key head is 9 MiB in fp32, which is allocated for this call only; with two workers it is split."""
     given, expected = _case(Problem(1130, 9, 255, 8, 1), torch.float32, 0.06, with_lse=False)
     alone = _run(backend, given, False, 0.06, threads=1)
     assert _same(_run(backend, given, False, 0.06, threads=2), alone)
     torch.testing.assert_close(alone[0].double(), expected[0], rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("seq_q", [1, 3, 40])  # few rows are summed in another order than many
+@pytest.mark.parametrize("seq_q", [1, 3, 40])  # few rows are summed in a different order
 def test_one_key_is_exact_at_any_magnitude(backend: Backend, seq_q: int) -> None:
-    """P is 1 and dS is 0: lse and the scores are rounded alike, and dO V^T as rowsum(dO * O) is."""
+    """P is 1 and dS is 0: lse and the scores are rounded alike, and so are dO V^T and rowsum(dO * O)."""
     for head_dim, factor in ((64, 1.0), (33, 30.0), (256, 300.0)):
         q, k, v = make_inputs(Problem(seq_q, 1, head_dim), "cpu", torch.float32)
         out, lse = backend.forward(q * factor, k, v)
@@ -197,7 +195,7 @@ def test_one_key_is_exact_at_any_magnitude(backend: Backend, seq_q: int) -> None
 @pytest.mark.parametrize("seq_q", [2, 40])
 @pytest.mark.parametrize("seq_k", [100, 200])  # one block of keys, and two
 def test_a_key_with_all_of_the_weight_is_exact(backend: Backend, seq_q: int, seq_k: int) -> None:
-    """Scores in the thousands: a rounded lse was worth a thousand times plain PyTorch's error."""
+    """Scores in the thousands: a rounded lse caused a thousand times plain PyTorch's error."""
     q, k, v = make_inputs(Problem(seq_q, seq_k, 128), "cpu", torch.float32)
     chosen = torch.arange(seq_q) * 7 % seq_k
     q = 300.0 * k[:, :, chosen].repeat_interleave(q.shape[1] // k.shape[1], 1)
@@ -213,11 +211,11 @@ def test_a_key_with_all_of_the_weight_is_exact(backend: Backend, seq_q: int, seq
     )
 
 
-# (rows, keys, head_dim, factor of q and k, mean of v, causal), each of two query heads: what had the largest errors beside torch's.
+# (rows, keys, head_dim, factor of q and k, mean of v, causal), each with two query heads: the cases with the largest errors relative to torch.
 EXACT = (
     (1, 33, 1, 1.0, 0.0, False),  # one number in dq
     (5, 247, 111, 10.0, 2.0, False),  # an lse of hundreds, rounded
-    (4, 141, 160, 10.0, 0.0, True),  # gradients that are what cancellation leaves
+    (4, 141, 160, 10.0, 0.0, True),  # gradients are what is left after cancellation
     (193, 56, 224, 7.0, 0.0, True),  # one block of keys; scores of hundreds, rounded
     (33, 156, 32, 1.0, 2.0, False),  # dP is a small difference of large sums
     (173, 2, 1, 1.0, 0.0, False),
@@ -227,7 +225,7 @@ EXACT = (
 
 @pytest.mark.parametrize("seed", [0, 1])
 def test_small_problems_are_exact_in_float32(backend: Backend, seed: int) -> None:
-    """Beside float64 from the same inputs a gradient is off by what storing it takes, whatever lse and out were rounded by."""
+    """Compared with float64 from the same inputs, a gradient only has the error of storing it, however lse and out were rounded."""
     for index, (rows, keys, head_dim, factor, mean, causal) in enumerate(EXACT):
         generator = torch.Generator().manual_seed(100 * seed + index)
         draw = partial(torch.randn, generator=generator)
@@ -269,7 +267,7 @@ def test_a_key_that_a_row_does_not_see_does_not_reach_its_gradient(
 
 @pytest.mark.parametrize(
     "dtype", [torch.float32, torch.bfloat16], ids=str
-)  # whose heads of few scores are computed in double
+)  # heads with few scores are computed in double for these
 def test_offsets_of_more_than_32_bits(backend: Backend, dtype: torch.dtype) -> None:
     for problem in (Problem(3, 17, 40, 2, 2, batch=2), Problem(70, 150, 40, 2, 2, batch=2)):
         given, _ = _case(problem, dtype, 0.2, with_lse=False)
@@ -292,7 +290,7 @@ def test_offsets_of_more_than_32_bits(backend: Backend, dtype: torch.dtype) -> N
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_nothing_is_touched_behind_the_last_element(backend: Backend, dtype: torch.dtype) -> None:
-    """Whatever form: in double, by one task or by several, alone or with other gradients."""
+    """In every form: in double, by one task or several, alone or with other gradients."""
     for sizes in (*SMALL, (300, 290, 24, 1)):
         for causal in (False, True):
             problem = Problem(*sizes, 1, causal=causal)

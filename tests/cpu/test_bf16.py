@@ -1,4 +1,4 @@
-"""bf16: weights in fixed point without row maxima, and the groups of rows that must not go that way."""
+"""bf16: weights in fixed point without row maxima, and the groups of rows that must not use this path."""
 
 import math
 from itertools import product
@@ -26,7 +26,7 @@ def errors(out: Tensor, expected: Tensor) -> tuple[float, float]:
 @pytest.mark.parametrize(("length", "head_dim"), [(128, 64), (128, 128), (600, 64), (300, 256)])
 @pytest.mark.parametrize("kind", ["normal", "shifted", "steep"])
 def test_error_is_close_to_sdpas(backend: Backend, length: int, head_dim: int, kind: str) -> None:
-    """Against fp64, over 8 heads: at most 1.2 times the rms error of torch's own bf16, and 2.5 times its largest."""
+    """Relative to fp64, over 8 heads: at most 1.2 times the rms error of torch's bf16, and 2.5 times its largest error."""
     for causal in BOTH:
         problem = Problem(length, length, head_dim, 8, 8, causal=causal)
         q, k, v = make_inputs(problem, "cpu", BF16, "normal" if kind == "steep" else kind)
@@ -54,7 +54,7 @@ def exact_scores(x: Tensor, dims: int) -> tuple[Tensor, Tensor]:
 
 @pytest.mark.parametrize("exponent", [-100, -40, -3, 0, 30, 60])
 def test_every_fraction(backend: Backend, exponent: int) -> None:
-    """Each weight on its own, for 512 fractions of a power of two: its error, and the output's rounding."""
+    """Each weight separately, for 512 fractions of a power of two: its error includes the output's rounding."""
     x = exponent + torch.arange(512) / 512.0
     q, k = exact_scores(x, 256)
     weights = torch.exp2(x.double() - exponent)
@@ -69,7 +69,7 @@ def test_every_fraction(backend: Backend, exponent: int) -> None:
 
 @pytest.mark.parametrize("sign", [1, -1])
 def test_scores_of_every_size(backend: Backend, sign: int) -> None:
-    """All scores of a row alike, far inside the window, at its ends and far outside: the output is the mean of V."""
+    """All scores of a row are equal, well inside the window, at its ends or far outside: the output is the mean of V."""
     v = torch.randn(1, 1, 96, 64).to(BF16)
     expected = v.double().mean(2, keepdim=True).expand(1, 1, 32, 64)
     for half in (
@@ -85,7 +85,7 @@ def test_scores_of_every_size(backend: Backend, sign: int) -> None:
 
 
 def test_both_ends_in_a_row(backend: Backend) -> None:
-    """A score far below 0, the next as far above: inside the window, at its ends and beyond."""
+    """Alternating scores far below and far above 0: inside the window, at its ends and beyond."""
     for span, causal in product((20.0, 40.0, 48.5, 49.0, 49.5, 75.0, 127.0), BOTH):
         x = torch.where(torch.arange(96) % 2 == 0, -span, span)
         q, k = exact_scores(x, 64)
@@ -99,7 +99,7 @@ def test_both_ends_in_a_row(backend: Backend) -> None:
 @pytest.mark.parametrize("factor", [12.0, 1e3, 1e5])
 @pytest.mark.parametrize("where", ["q", "k"])
 def test_some_groups_outside(backend: Backend, factor: float, where: str) -> None:
-    """A few rows or keys too large: their groups go another way, the others not, and no task's height is seen."""
+    """A few rows or keys are too large: only their groups use the other path, and the result does not depend on a task's height."""
     for causal, wants_lse in product(BOTH, BOTH):
         inputs = dict(zip("qkv", make_inputs(Problem(300, 700, 64, 2, 1, causal=causal), "cpu", BF16), strict=True))
         for row in (5, 130, 131, 290):
@@ -118,7 +118,7 @@ def test_some_groups_outside(backend: Backend, factor: float, where: str) -> Non
 
 @pytest.mark.parametrize("size", [1e-36, 1e-20, 1e20, 1e37])
 def test_size_of_values(backend: Backend, size: float) -> None:
-    """V near both ends of bf16's range: as good as V of order 1, since weights neither under- nor overflow with it."""
+    """V near both ends of bf16's range: as accurate as V of order 1, because weights do not under- or overflow with it."""
     for length, causal in product((128, 700), BOTH):
         q, k, v = make_inputs(Problem(length, length, 64, causal=causal), "cpu", BF16)
         v = (v.double().sign() * v.double().abs().clamp(0.25, 4) * size).to(BF16)
@@ -129,7 +129,7 @@ def test_size_of_values(backend: Backend, size: float) -> None:
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 def test_bad_key_in_the_same_panel(backend: Backend, bad: float) -> None:
-    """A key that is not finite, hidden from the rows above it: they are as if it were not there."""
+    """A key that is not finite does not affect the rows from which it is hidden."""
     q, k, v = make_inputs(Problem(128, 128, 64, causal=True), "cpu", BF16)
     clean, _ = backend.forward(q, k, v, True)
     k[0, 0, 75] = bad
@@ -141,7 +141,7 @@ def test_bad_key_in_the_same_panel(backend: Backend, bad: float) -> None:
 
 @pytest.mark.parametrize("length", [32, 96, 511, 512, 513, 1100])
 def test_one_group(backend: Backend, length: int) -> None:
-    """One group's scores, sums and output follow each other with none in between; passes of 512 keys."""
+    """A single group, whose scores, sums and output follow each other directly; passes of 512 keys."""
     for rows, causal in product((5, 32), BOTH):
         q, k, v = make_inputs(Problem(rows, length, 96, 1, 1, causal=causal), "cpu", BF16)
         out, lse = backend.forward(q, k, v, causal)

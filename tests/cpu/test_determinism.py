@@ -24,7 +24,7 @@ def threads(request: pytest.FixtureRequest) -> Iterator[int]:
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("spoil", ["nothing", "q", "k", "v"])
 def test_same_bits(backend: Backend, threads: int, causal: bool, spoil: str) -> None:
-    """Few workers get tall tasks, many get low ones; a NaN or Inf sends some blocks another way. Neither may be seen."""
+    """Few workers get tall tasks, many get low ones; with NaN or Inf some blocks use another path. The bits must not depend on either."""
     for dtype in DTYPES:
         inputs = dict(zip("qkv", make_inputs(Problem(300, 333, 72, 2, 1, causal=causal), "cpu", dtype), strict=True))
         if spoil != "nothing":
@@ -51,7 +51,7 @@ def test_repetitions(backend: Backend, threads: int) -> None:
 
 @pytest.mark.parametrize("seen", [40, 300])
 def test_a_consistent_call_has_the_bits_of_a_row_whatever_is_beside_it(backend: Backend, seen: int) -> None:
-    """A row of large scores, or one of NaN, sends its whole block another way in other calls; few rows and many have one way here."""
+    """In other calls a row with large scores or NaN makes its whole block use another path, and few rows use another path than many; here neither."""
     for dtype in DTYPES:
         q, k, v = make_inputs(Problem(70, seen, 72, 2, 1), "cpu", dtype)
         expected = backend.forward(q, k, v, is_consistent=1)

@@ -58,7 +58,7 @@ def test_grouped_heads_and_batch(backend: Backend, heads_q: int, heads_kv: int) 
 
 @pytest.mark.parametrize("head_dim", [40, 64])
 def test_strides(backend: Backend, head_dim: int) -> None:
-    """[B, S, H, D] by transpose in and out, and rows and heads far apart in a larger tensor."""
+    """[B, S, H, D] by transposing input and output, and rows and heads far apart in a larger tensor."""
     for dtype, causal in product(DTYPES, BOTH):
         problem = Problem(70, 150, head_dim, 4, 2, batch=2, causal=causal)
         plain_out, plain_lse = check(backend, problem, dtype, bshd=True)
@@ -99,7 +99,7 @@ def test_rows_without_keys(backend: Backend) -> None:
 
 
 def test_lse_is_not_wanted(backend: Backend) -> None:
-    """A null lse: the same output, nothing written; for few rows, whole groups, a NaN that is computed again, no keys."""
+    """With a null lse the output is the same and no lse is written; for few rows, whole groups, recomputed NaN, no keys."""
     for dtype, seq_q, seq_k in product(DTYPES, (1, 70, 200), (0, 150)):
         for spoiled in BOTH:
             q, k, v = make_inputs(Problem(seq_q, seq_k, 64, 2, 2), "cpu", dtype)
@@ -129,7 +129,7 @@ def test_nothing_to_write(backend: Backend, batch: int, heads: int, seq_q: int) 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("head_dim", [40, 64])
 def test_bad_value_reaches_the_rows_that_see_it(backend: Backend, bad: float, head_dim: int) -> None:
-    """Also on the diagonal, where a weight of 0 times Inf would make NaN of rows that do not see the key."""
+    """On the diagonal, too, where a weight of 0 times Inf would give NaN to rows that do not see the key."""
     for dtype, causal, key in product(DTYPES, BOTH, (3, 100, 139)):
         q, k, v = make_inputs(Problem(140, 140, head_dim), "cpu", dtype)
         clean, clean_lse = backend.forward(q, k, v, causal)
@@ -150,7 +150,7 @@ def test_bad_value_reaches_the_rows_that_see_it(backend: Backend, bad: float, he
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("where", ["q", "k"])
 def test_bad_score(backend: Backend, bad: float, where: str) -> None:
-    """As fp64 has it: NaN where it has NaN, close elsewhere. Inf times a negative number makes a weight of 0."""
+    """Like fp64: NaN in the same places, close elsewhere. Inf times a negative number gives a weight of 0."""
     for dtype, causal in product(DTYPES, BOTH):
         inputs = dict(zip("qkv", make_inputs(Problem(70, 140, 64), "cpu", dtype), strict=True))
         inputs[where][0, 0, 37, 9] = bad
@@ -164,7 +164,7 @@ def test_bad_score(backend: Backend, bad: float, where: str) -> None:
 
 @pytest.mark.parametrize("causal", BOTH)
 def test_first_keys_are_minus_infinite(backend: Backend, causal: bool) -> None:
-    """A maximum of -inf, then scores that are not: in the same block of keys and in the next."""
+    """A maximum of -inf, then finite scores: in the same block of keys and in the next."""
     for dtype, keys in product(DTYPES, (32, 128, 150)):
         q, k, v = make_inputs(Problem(200, 200, 64), "cpu", dtype)
         q = q.abs() + 0.1
@@ -180,7 +180,7 @@ def test_first_keys_are_minus_infinite(backend: Backend, causal: bool) -> None:
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 def test_a_head_that_is_computed_again_spoils_no_other(backend: Backend, bad: float) -> None:
-    """One thread runs the heads one after the other in the same scratch memory."""
+    """One thread runs the heads one after another in the same scratch memory."""
     for dtype in DTYPES:
         q, k, v = make_inputs(Problem(128, 128, 64, 8, 8), "cpu", dtype)
         clean, _ = backend.forward(q, k, v, threads=1)
@@ -209,7 +209,7 @@ def test_scores_far_apart(backend: Backend) -> None:
 @settings(max_examples=12, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.integers(0, 149), st.floats(100.0, 1000.0), st.sampled_from(DTYPES))
 def test_one_key_far_above_the_others(backend: Backend, key: int, score: float, dtype: torch.dtype) -> None:
-    """Wherever it stands in its block: outside of every window of exponents, and the others lose."""
+    """Anywhere in its block: outside every window of exponents, so that the other keys get no weight."""
     q, k, v = make_inputs(Problem(40, 150, 64), "cpu", dtype)
     q[..., 0], k[..., 0], k[:, :, key] = 8.0, 0.0, 0.0
     k[:, :, key, 0] = score
@@ -222,9 +222,9 @@ def test_one_key_far_above_the_others(backend: Backend, key: int, score: float, 
 @pytest.mark.parametrize("seq_q", [2, 130])
 @pytest.mark.parametrize("size", [1e3, 3e4, 1e6, 1e10, 1e15])
 def test_far_scores(backend: Backend, size: float, seq_q: int, dtype: torch.dtype) -> None:
-    """Scores of up to 1e31, where rounding the maximum's product leaves more of it than exp2 takes: one key wins all the same."""
+    """Scores of up to 1e31, where the rounding error of the maximum's product exceeds the range of exp2: one key still gets all the weight."""
     if dtype == torch.float16 and size > 1e4:
-        size = 1e4  # the largest of them is 5e4, and fp16 ends at 65504
+        size = 1e4  # the largest element becomes 5e4; the fp16 maximum is 65504
     generator = torch.Generator().manual_seed(5)
     q, k, v = (torch.randn(1, 2, n, 64, generator=generator) for n in (seq_q, 300, 300))
     q, k, v = (q * size).to(dtype), (k * size).to(dtype), v.to(dtype)
@@ -252,7 +252,7 @@ RANGES = {
 
 @pytest.mark.parametrize("name", RANGES)
 def test_sizes_out_of_range(library: Backend, name: str) -> None:
-    """One below the least and one above the most are refused; both limits are taken, of no sequence, so that nothing is computed."""
+    """One below the minimum and one above the maximum are rejected; both limits are accepted, with zero sequences, so that nothing is computed."""
     (least, most), inputs = RANGES[name], make_inputs(Problem(5, 5, 64, 4, 4), "cpu", torch.float32)
     rule = {"batch": "not be negative", "heads_q": "not be negative", "head_dim": r"be in 1\.\.512"}.get(
         name, r"be in 0\.\.2\^31-1025"

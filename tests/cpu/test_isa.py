@@ -1,4 +1,4 @@
-"""Choosing an instruction set, and that none leaks out of its translation unit."""
+"""Choosing an instruction set, and that its code does not leak out of its translation unit."""
 
 import os
 import platform
@@ -47,7 +47,7 @@ def test_unknown_name(library: Backend, name: str) -> None:
 
 @pytest.mark.parametrize("isa", [ISAS[0], "sse9"])
 def test_environment_variable(built: Path, isa: str) -> None:
-    """Read at the first use, in a process of its own."""
+    """Read at first use, so each value needs a separate process."""
     program = (
         "import ctypes, sys\n"
         "library, text = ctypes.CDLL(sys.argv[1]), ctypes.create_string_buffer(500)\n"
@@ -70,7 +70,7 @@ def test_environment_variable(built: Path, isa: str) -> None:
 
 
 def symbols(path: Path) -> list[tuple[str, str]]:
-    """(type letter, demangled name) of nm."""
+    """(type letter, demangled name) from nm."""
     text = subprocess.run(["nm", "-C", str(path)], capture_output=True, text=True, check=True).stdout
     return [(line[17], line[19:]) for line in text.splitlines()]
 
@@ -80,7 +80,7 @@ def symbols(path: Path) -> list[tuple[str, str]]:
     "source", [path.stem for path in SOURCES if path.stem.startswith(("forward_", "backward_", "kernel_"))]
 )
 def test_wide_code_stays_in_its_object(built: Path, source: str) -> None:
-    """A weak function compiled here could be the copy that the linker keeps for a CPU without these instructions."""
+    """The linker could keep a weak function compiled here as the copy for a CPU without these instructions."""
     leaving = [(kind, name) for kind, name in symbols(built / f"{source}.o") if kind not in "tbdrU"]
     assert len(leaving) == 1
     kind, name = leaving[0]
@@ -109,5 +109,5 @@ def test_only_the_wide_objects_have_wide_code(built: Path) -> None:
 
 
 def test_python_knows_every_name() -> None:
-    """The doctor tells a misspelt FLASHMOE_CPU_ISA from one that this machine lacks."""
+    """The doctor distinguishes a misspelt FLASHMOE_CPU_ISA from one that this machine lacks."""
     assert CPU_ISAS == ISAS

@@ -1,4 +1,4 @@
-"""What DTensors, parallelize_module and FSDP2 must give: what one process gives. Run by jobs.py."""
+"""Checks that DTensors, parallelize_module and FSDP2 give the results of a single process. Run by jobs.py."""
 
 import copy
 from typing import Any
@@ -39,14 +39,14 @@ def random(mesh: DeviceMesh, *shape: int) -> Tensor:
 
 def same(found: Any, expected: Tensor) -> None:
     whole = found.full_tensor() if isinstance(found, DTensor) else found
-    limit = 2e-5 if expected.device.type == "cpu" else 3e-2  # bfloat16 behind float32 there
+    limit = 2e-5 if expected.device.type == "cpu" else 3e-2  # bfloat16 is compared with float32 on GPUs
     assert whole.shape == expected.shape
     error, scale = (whole.float() - expected.float()).abs().max(), expected.float().abs().max().clamp(min=1)
     assert error <= limit * scale, (error, scale)
 
 
 def compare(call: Any, tensors: list[Tensor], mesh: DeviceMesh, ways: list[tuple[list[Any], Any]]) -> None:
-    """``call`` on the tensors and on DTensors, placed in each way: the result, its placement, the gradients, and without them."""
+    """Compares ``call`` on the tensors with DTensors in each placement: result, its placement, gradients, and a call without gradients."""
     expected = call(*tensors)
     wanted = [tensor for tensor in tensors if tensor.requires_grad]
     gradients = torch.autograd.grad(expected.float().square().sum(), wanted)
@@ -172,7 +172,7 @@ def layer(rank: int, size: int) -> None:
 
 
 class Block(nn.Module):
-    """A layer of a model as it would be written for one process."""
+    """A model layer as written for one process."""
 
     def __init__(self, dim: int = 32, layout: Any = "concat") -> None:
         super().__init__()
@@ -192,7 +192,7 @@ class Block(nn.Module):
 
 
 def models(rank: int, size: int) -> None:
-    """parallelize_module and FSDP2 on a model that knows nothing of them; one process has the whole batch."""
+    """parallelize_module and FSDP2 on a model that is not aware of them; the single-process reference gets the whole batch."""
     mesh = mesh_of(size)
     device, dtype = mesh.device_type, torch.float32 if mesh.device_type == "cpu" else torch.bfloat16
     for layout, divide in (("concat", "experts"), ("interleaved", "intermediate"), ("concat", "")):
@@ -229,7 +229,7 @@ def models(rank: int, size: int) -> None:
 
 
 def _exchanges(module: nn.Module, given: list[Tensor], names: dict[str, Any]) -> list[dict[str, int]]:
-    """How often each collective is called, forward and backward."""
+    """How often each collective is called in forward and backward."""
     found = []
     with CommDebugMode() as forward:
         out = module(*given, **names)
@@ -242,7 +242,7 @@ def _exchanges(module: nn.Module, given: list[Tensor], names: dict[str, Any]) ->
 
 
 def exchanges(rank: int, size: int) -> None:
-    """Tensor parallel layers give what one process gives, and tell each other no more than they must."""
+    """Tensor parallel layers give the results of a single process, and communicate no more than necessary."""
     mesh = mesh_of(size)
     device, dtype = mesh.device_type, torch.float32 if mesh.device_type == "cpu" else torch.bfloat16
     torch.manual_seed(11)

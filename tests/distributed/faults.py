@@ -1,8 +1,8 @@
-"""Ranks that fail over NCCL, a GPU each: run by test_faults.py, one process a rank.
+"""Ranks that fail over NCCL, with one GPU each: run by test_faults.py, one process per rank.
 
     python faults.py CASE RANK SIZE PORT
 
-Prints, as JSON, what the rank's main thread got and how many seconds after the fault.
+Prints as JSON the error of the rank's main thread and the seconds since the fault.
 """
 
 import json
@@ -20,7 +20,7 @@ import torch.distributed as dist
 from flashmoe.distributed import ExpertParallel, context_parallel_attention
 from flashmoe.errors import DistributedError
 
-TIMEOUT = 12  # seconds, of the group
+TIMEOUT = 12  # seconds, of the process group
 SLEEP = 14
 
 
@@ -28,7 +28,7 @@ _begun = time.monotonic()
 
 
 def _now() -> None:
-    """From here on it counts: what is before is the start of NCCL and calls that are fine."""
+    """Starts the clock: before this are the start of NCCL and successful calls."""
     global _begun
     torch.cuda.synchronize()
     _begun = time.monotonic()
@@ -56,7 +56,7 @@ def _end(rank: int, who: int = 1) -> None:
 
 
 def _killed(rank: int) -> None:
-    """In the middle: two calls are fine, the third never comes."""
+    """In the middle: two calls succeed, the third never comes."""
     _attention()
     _attention()
     _end(rank)
@@ -71,7 +71,7 @@ def _killed_first(rank: int) -> None:
 
 
 def _killed_experts(rank: int) -> None:
-    """The other waits for sizes of messages."""
+    """The other rank waits for message sizes."""
     call = _experts()
     call()
     torch.cuda.synchronize()
@@ -81,7 +81,7 @@ def _killed_experts(rank: int) -> None:
 
 
 def _killed_graph(rank: int) -> None:
-    """The other replays a graph: no exchange is begun."""
+    """The other rank replays a graph, which begins no new exchange."""
     call = _experts(padded=True)
     call()
     torch.cuda.synchronize()
@@ -104,14 +104,14 @@ def _stalled(rank: int) -> None:
 
 
 def _shape(rank: int) -> None:
-    """One calls with something new, the others do not."""
+    """One rank calls with a new shape, the others do not."""
     _attention()
     _now()
     _attention(64 + 32 * (rank == 1))
 
 
 def _shapes(rank: int) -> None:
-    """All call with something new."""
+    """All ranks call for the first time, with different shapes."""
     _now()
     _attention(64 + 32 * (rank == 1))
 
@@ -144,7 +144,7 @@ def main(case: str, rank: int, size: int, port: int) -> None:
     except DistributedError as raised:
         error = str(raised)
     print(json.dumps({"error": error, "seconds": time.monotonic() - _begun}), flush=True)
-    time.sleep(3)  # rank 0 holds the store: the other must hear why
+    time.sleep(3)  # rank 0 holds the store: the other rank must be able to read the reason
 
 
 if __name__ == "__main__":

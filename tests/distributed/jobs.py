@@ -1,8 +1,8 @@
-"""What the processes of a group compute and check: run by test_distributed.py, one process a rank.
+"""Jobs that the processes of a group compute and check: run by test_distributed.py, one process per rank.
 
     python jobs.py SIZE FOLDER DEVICE JOB...
 
-Every job leaves FOLDER/JOB-RANK.txt, empty if it passed, with the traceback if not. The last line printed holds the exit codes of the ranks.
+Every job writes FOLDER/JOB-RANK.txt, empty if it passed, otherwise with the traceback. The last printed line contains the ranks' exit codes.
 """
 
 import json
@@ -37,7 +37,7 @@ from flashmoe.distributed import (
 from flashmoe.errors import ArgumentError, DistributedError, ShapeError
 from flashmoe.moe.scaled import dequantize_rows, quantize
 
-sys.path.append(str(Path(__file__).resolve().parents[1]))  # behind the installed packages
+sys.path.append(str(Path(__file__).resolve().parents[1]))  # after the installed packages
 from distributed import dtensor_jobs
 
 
@@ -81,7 +81,7 @@ def _attention(rank: int, size: int) -> None:
 
 
 def _ragged(rank: int, size: int) -> None:
-    """Sequences of every kind: none at all, shorter than there are pieces, no multiple of them."""
+    """Sequences of every kind: empty, shorter than the number of shards, not a multiple of it."""
     device, dtype = _device()
     ends = [0, 37, 37, 40, 41, 105]
     torch.manual_seed(8)
@@ -115,7 +115,7 @@ def _ragged(rank: int, size: int) -> None:
 
 
 def _torch_context(rank: int, size: int) -> None:
-    """In torch's context_parallel, which divides in the same way: our function, and on GPUs torch's own over our kernels."""
+    """In torch's context_parallel, which shards the same way: our function, and on GPUs torch's attention on our kernels."""
     device, dtype = _device()
     torch.manual_seed(9)
     whole: list[Any] = [torch.randn(1, 4, 32 * size, 64).to(device, dtype).requires_grad_() for _ in range(3)]
@@ -130,7 +130,7 @@ def _torch_context(rank: int, size: int) -> None:
         out: Any = context_parallel_attention(own[0], own[1], own[2], mesh.get_group(), causal=True)
         results = [(out, *torch.autograd.grad(out, own, buffers[3]))]
         if dtype == torch.bfloat16:
-            os.environ["FLASHMOE_FALLBACK"] = "error"  # torch's kernels are not meant
+            os.environ["FLASHMOE_FALLBACK"] = "error"  # torch's kernels must not run
             with flashmoe.activated(), sdpa_kernel(SDPBackend.FLASH_ATTENTION):
                 out = torch.nn.functional.scaled_dot_product_attention(own[0], own[1], own[2], is_causal=True)
                 results.append((out, *torch.autograd.grad(out, own, buffers[3])))
@@ -172,7 +172,7 @@ def _experts(rank: int, size: int) -> None:
             found = torch.autograd.grad(out, (*mine, part13, part2), upstream[rank])
             assert first is None or all(torch.equal(a, b) for a, b in zip(first, (out, *found), strict=True))
             first = (out, *found)
-        with torch.no_grad():  # own tokens apart, while the others travel
+        with torch.no_grad():  # without gradients own tokens are computed separately, while the others are sent
             apart = layer(mine[0], part13, part2, mine[1], ids[rank].long(), shared=mine[0] * 0.5)
             short = layer(mine[0].bfloat16(), part13.bfloat16(), part2.bfloat16(), mine[1], ids[rank])
         assert torch.equal(apart, out)
@@ -185,14 +185,14 @@ def _experts(rank: int, size: int) -> None:
 
 
 def _experts_e4m3(rank: int, size: int) -> None:
-    """Rows that travel as e4m3 codes: what one process finds with other ranks' rows rounded so, and its own not."""
+    """Rows sent as e4m3 codes: the result of one process with other ranks' rows rounded to e4m3 and its own unrounded."""
     device, dtype = _device()
     torch.manual_seed(5)
     experts, hidden, inner, top_k, tokens = 4 * size, 256, 24, 3, 20
     w13 = (torch.randn(experts, 2 * inner, hidden) / 16).to(device, dtype)
     w2 = (torch.randn(experts, hidden, inner) / 4).to(device, dtype)
     x = torch.randn(size, tokens, hidden).to(device, dtype)[rank]
-    x[0] *= 1000  # a scale of its own
+    x[0] *= 1000  # gives the row a different scale
     x[1, :128] = 0
     choices = [torch.randperm(experts)[:top_k] for _ in range(size * tokens)]
     ids = torch.stack(choices).view(size, tokens, top_k).to(device)[rank]
@@ -220,17 +220,17 @@ def _experts_e4m3(rank: int, size: int) -> None:
             apart = layer(x, *parts, weights, ids)  # type: ignore[call-arg]
         wanted = dx + dx_of_rounded
         for a, b in ((out, expected), (apart, expected), (results[0][1], wanted)):
-            off = (a - b).float().norm(dim=1) / b.float().norm(dim=1)  # of each row, whatever its scale
+            off = (a - b).float().norm(dim=1) / b.float().norm(dim=1)  # per row, so independent of its scale
             assert off.max() < limit, off
         assert torch.allclose(results[0][2][1:], dweights[1:], atol=10 * limit, rtol=10 * limit)
         cost = (out - unrounded)[1:].float().norm() / unrounded[1:].float().norm()
-        assert 1e-2 < cost < 4.5e-2, cost  # as the docstring says, less what stays at home
+        assert 1e-2 < cost < 4.5e-2, cost  # as the docstring says, minus rows that are not sent
     with pytest.raises(ShapeError, match="x has 32 columns"):
         layer(x[:, :32], w13[:4, :, :32], w2[:4, :32], weights, ids)
 
 
 def _ring_flash_attention(rank: int, size: int) -> None:
-    """The package ring-flash-attn on our functions under flash_attn's names: dense and ragged."""
+    """The package ring-flash-attn on our functions under flash_attn's names, dense and ragged."""
     from flashmoe_tools.bench.distributed.ring_flash import load
 
     found = load()
@@ -259,7 +259,7 @@ def _uneven_tokens(rank: int, size: int) -> None:
     device, dtype = _device()
     torch.manual_seed(3)
     w13, w2 = (torch.randn(size, *shape).to(device, dtype) for shape in ((16, 8), (8, 8)))
-    tokens = 5 * rank  # none at all on the first
+    tokens = 5 * rank  # none on the first rank
     x = torch.randn(tokens, 8).to(device, dtype)
     ids, weights = torch.zeros(tokens, 1, dtype=torch.int32, device=device), torch.ones(tokens, 1, device=device)
     out = ExpertParallel()(x, w13[rank : rank + 1], w2[rank : rank + 1], weights, ids)
@@ -280,11 +280,11 @@ def _absence(rank: int, size: int) -> None:
         with pytest.raises(DistributedError, match=r"rank 1 did not join"):
             context_parallel_attention(q, q, q, timeout=timedelta(seconds=2))
     dist.barrier()
-    context_parallel_attention(q, q, q)  # nobody is left out for good
+    context_parallel_attention(q, q, q)  # no rank is excluded permanently
 
 
 def _stalled(rank: int, size: int) -> None:
-    """The last rank does something else, and comes when the others have given up."""
+    """The last rank does something else, and arrives after the others have given up."""
     group: Any = dist.new_group(timeout=timedelta(seconds=2))
     q = torch.randn(1, 2, 8, 64)
     context_parallel_attention(q, q, q, group)
@@ -300,7 +300,7 @@ def _stalled(rank: int, size: int) -> None:
 
 
 def _killed(rank: int, size: int) -> None:
-    """A rank ends between forward and backward; of a ring of four, two have no connection to it."""
+    """A rank ends between forward and backward; in a ring of four, two ranks have no connection to it."""
     q = torch.randn(1, 2, 8, 64, requires_grad=True)
     out: Any = context_parallel_attention(q, q, q, dist.new_group(timeout=timedelta(seconds=20)))
     dist.barrier()
@@ -378,7 +378,7 @@ def main(rank: int, size: int, folder: Path, device: str, names: list[str]) -> N
     )
     for name in names:
         said = ""
-        (folder / f"{name}-{rank}.txt").write_text(said, encoding="utf-8")  # of who is killed, all that there will be
+        (folder / f"{name}-{rank}.txt").write_text(said, encoding="utf-8")  # the only output of a rank that is killed
         try:
             JOBS[name](rank, size)
         except BaseException:
@@ -388,7 +388,7 @@ def main(rank: int, size: int, folder: Path, device: str, names: list[str]) -> N
 
 
 def start(size: int, folder: Path, device: str, names: list[str]) -> None:
-    """One process a rank: torch is imported once for all, except where there are GPUs, which a fork cannot use."""
+    """One process per rank. torch is imported once and forked, except with GPUs, which a forked process cannot use."""
     context: Any = multiprocessing.get_context("fork" if device == "cpu" else "spawn")
     ranks = [context.Process(target=main, args=(rank, size, folder, device, names)) for rank in range(size)]
     for rank in ranks:

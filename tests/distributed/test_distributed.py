@@ -1,5 +1,5 @@
-"""Several processes against one: attention of a divided sequence, divided experts, DTensor, ranks that fail. Over gloo, and over NCCL
-where there are two GPUs. A group is started once for all of its jobs."""
+"""Several processes compared with one: attention of a sharded sequence, sharded experts, DTensor, failing ranks. Over gloo, and over NCCL
+if there are two GPUs. Each group is started once for all of its jobs."""
 
 import importlib.util
 import json
@@ -40,9 +40,9 @@ GROUPS = {
     "four-gpus": (4, "cuda", ["attention", "ragged", "experts", "experts_e4m3", "dtensor"]),
     "eight-gpus": (8, "cuda", ["attention", "ragged", "experts", "experts_e4m3", "dtensor"]),
 }
-LARGE = "eight"  # on two busy processors it takes two minutes, most of it to start
+LARGE = "eight"  # takes two minutes on two busy processors, most of it to start
 HAS_PROCESSORS = (os.cpu_count() or 1) >= GROUPS[LARGE][0]
-PEER = "ring_flash_attention"  # whose package is in no lock file
+PEER = "ring_flash_attention"  # its package is in no lock file
 HAS_PEER = importlib.util.find_spec("ring_flash_attn") is not None
 
 
@@ -61,7 +61,7 @@ def _run(group: str, folder: Path) -> None:
         try:
             codes, said = group_of_ranks.communicate(timeout=LIMIT)
         except BaseException:
-            os.killpg(group_of_ranks.pid, signal.SIGKILL)  # the ranks, too
+            os.killpg(group_of_ranks.pid, signal.SIGKILL)  # including the ranks
             raise
     expected = [-signal.SIGKILL if "killed" in jobs and rank == 1 else 0 for rank in range(size)]
     assert json.loads(codes.splitlines()[-1] if codes else "[]") == expected, said
@@ -105,7 +105,7 @@ def test_without_torch_distributed_the_error_says_so() -> None:
 
 
 def test_a_flag_is_true_or_false() -> None:
-    """Not whatever counts as true, on which the ranks would agree."""
+    """Other values that count as true are rejected, because the ranks might agree on them."""
     for padded in (1, None, "no"):
         with pytest.raises(ArgumentTypeError, match="padded must be True or False"):
             ExpertParallel(padded=padded)  # type: ignore[arg-type]

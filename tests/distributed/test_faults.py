@@ -1,4 +1,4 @@
-"""Over NCCL too, a rank that ends, stalls or disagrees is an error on every other rank that names it, in time and never a hang."""
+"""Over NCCL, too, a rank that ends, stalls or disagrees causes an error that names it on every other rank, in time and never a hang."""
 
 import json
 import re
@@ -17,12 +17,12 @@ from distributed.faults import CASES, SLEEP, TIMEOUT
 
 pytestmark = pytest.mark.gpu
 PROGRAM = Path(__file__).parent / "faults.py"
-LIMIT = 60  # seconds, of all cases together, of two ranks
+LIMIT = 60  # seconds, for all cases together, with two ranks
 ENDED = r"rank 1 has ended or is stopped: it gives no sign of life"
 SIZES = (2, 4, 8)
-FAULTY = {"killed_first": 0}  # the rank; in the other cases 1
+FAULTY = {"killed_first": 0}  # the failing rank; 1 in the other cases
 KILLED = {case for case in CASES if case.startswith("killed")}
-# What each other rank must say; and the faulty one where it lives.
+# The message on each other rank, and on the failing one if it is alive.
 SAID = {
     **dict.fromkeys(KILLED, ENDED),
     "killed_first": r"rank 0(, which holds it,)? has ended or is stopped",
@@ -51,7 +51,7 @@ def _port() -> int:
 
 @pytest.fixture(scope="module", params=SIZES)
 def ended(request: pytest.FixtureRequest) -> dict[str, list[Ended]]:
-    """All cases at once: most of the time is waiting."""
+    """Runs all cases at once: most of the time is waiting."""
     size = request.param
     if torch.cuda.device_count() < size:
         pytest.skip(f"needs {size} CUDA GPUs")

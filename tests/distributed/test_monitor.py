@@ -1,4 +1,4 @@
-"""What a rank finds out about the others from their heartbeats, without GPUs and without the others."""
+"""What a rank learns about the others from their heartbeats, without GPUs and with simulated ranks."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from flashmoe.errors import DistributedError
 
 
 class _Group(Used):
-    """Group g of ranks 0 to 2, of which this is 0, with a timeout of 50 s; it has begun seven exchanges, and has captured a graph."""
+    """Group g of ranks 0 to 2, of which this is 0, with a timeout of 50 s; it has begun seven exchanges and captured a graph."""
 
     def __init__(self) -> None:
         self.name: Any = "g"
@@ -38,7 +38,7 @@ class _Group(Used):
 
 
 class _World:
-    """Two ranks whose hearts beat once a second, and the clock."""
+    """Two ranks that send a heartbeat once a second, and the clock."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.store, self.used, self.now, self.beats = HashStore(), _Group(), 1000.0, 0
@@ -46,7 +46,7 @@ class _World:
         monkeypatch.setattr("flashmoe.distributed.monitor.time.monotonic", lambda: self.now)
 
     def pass_time(self, seconds: int, *, silent: int = 0, begun: int = 7, gone: bool = False, asks: str = "") -> None:
-        """``silent``: a rank whose heart has stopped; the rest is said by rank 1."""
+        """``silent``: a rank that sends no heartbeats; the other arguments describe rank 1."""
         for _ in range(seconds):
             self.beats, self.now = self.beats + 1, self.now + 1
             for rank in (1, 2):
@@ -61,7 +61,7 @@ class _World:
             self.on_heart(self.monitor.look, {"g": self.used})
 
     def on_heart(self, call: Callable[..., None], *arguments: Any) -> None:
-        """In the heart's thread, not in that of the caller."""
+        """Calls it in the heartbeat thread, not in the caller's."""
         heart = threading.Thread(target=call, args=arguments)
         try:
             heart.start()  # the error may come before this returns
@@ -87,9 +87,9 @@ def _until_told(world: _World, seconds: int, **said: Any) -> str:
 
 def test_hearts_that_beat_are_no_error(world: _World, capsys: pytest.CaptureFixture[str]) -> None:
     world.pass_time(60)
-    world.pass_time(25, silent=1)  # C code may keep the interpreter so long
+    world.pass_time(25, silent=1)  # C code may hold the interpreter for that long
     world.used.begun = 8
-    world.pass_time(35)  # late, and within the timeout
+    world.pass_time(35)  # late, but within the timeout
     world.pass_time(2, begun=8)
     assert not world.used.failed + capsys.readouterr().err
 
@@ -117,7 +117,7 @@ def test_a_rank_that_is_behind_is_stuck_before_the_timeout(world: _World) -> Non
 
 def test_a_rank_that_calls_something_else_is_found_at_once(world: _World) -> None:
     world.pass_time(2, begun=5, asks="attention with q [1]")
-    world.pass_time(5)  # a beat that was late
+    world.pass_time(5)  # a late heartbeat
     text = _until_told(world, 5, begun=5, asks="attention with q [1]")
     assert "rank 1 calls attention with q [1], where rank 0 calls what was called before" in text
 

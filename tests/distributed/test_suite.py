@@ -1,4 +1,4 @@
-"""The suite of several GPUs, without several processes: what its file may say, what a profile's spans say, how it wants to be started."""
+"""The multi-GPU suite without several processes: what its file may contain, how a profile's spans are read, how it must be started."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -103,7 +103,7 @@ def test_the_paper_model_is_within_a_tenth_of_what_was_measured(size: int, held:
             else:
                 continue
             offs[row["key"]] = told / measured - 1
-    small = offs.pop("attention-s16384-h32-8-d128-ragged4")  # on four GPUs the host launches its pieces too late
+    small = offs.pop("attention-s16384-h32-8-d128-ragged4")  # on four GPUs the host launches its shards too late
     assert -0.15 < small < 0.1
     assert len(offs) == held
     assert all(abs(off) < 0.1 for off in offs.values()), offs

@@ -1,4 +1,4 @@
-"""Generated tables: up to date, and generated from what they claim."""
+"""Generated tables are up to date, and generated from what they claim."""
 
 import json
 import re
@@ -29,7 +29,7 @@ def test_the_committed_tables_are_up_to_date() -> None:
 
 
 def test_speeds_in_prose_are_those_of_the_reports() -> None:
-    """The tables are generated; a sentence that quotes a report is held against it here."""
+    """The tables are generated; a sentence that quotes a report is compared with it here."""
     if not (ROOT / "docs" / "results").is_dir():
         pytest.skip("an sdist is without reports")
     train = speed.aggregates(ROOT, "llm-train")[2]
@@ -132,13 +132,13 @@ PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").rglob("*.md")])
 def test_links_lead_somewhere(page: Path) -> None:
     text = re.sub(r"```.*?```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL)
     for target in re.findall(r"\]\(([^)#\s]+)(?:#[^)]*)?\)", text):
-        kept = "results/" not in target or (ROOT / "docs" / "results").is_dir()  # an sdist is without them
+        kept = "results/" not in target or (ROOT / "docs" / "results").is_dir()  # an sdist does not contain them
         if "://" not in target and kept:
             assert (page.parent / target).exists(), target
 
 
 def test_the_repository_has_one_address() -> None:
-    """A release compares `Source` with the repository that it runs in; every other address follows from that one."""
+    """A release compares `Source` with the repository that it runs in; every other address is derived from it."""
     source = repository()
     owner, name = source.split("/")[-2:]
     pages = f"https://{owner}.github.io/{name}/"

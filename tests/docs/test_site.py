@@ -1,4 +1,4 @@
-"""The site's pages and the long description: every link works where its reader is. ``nox -s lint`` builds the site itself."""
+"""The site's pages and the long description: every link works where its reader sees it. ``nox -s lint`` builds the site."""
 
 import importlib
 import re
@@ -50,7 +50,7 @@ def test_long_names_in_tables_break_behind_punctuation_alone() -> None:
 
 
 def left_behind(text: str) -> list[str]:
-    """Rows without the head of their table, and sentences that end in a colon before a heading or another paragraph."""
+    """Rows without a table header, and sentences that end in a colon before a heading or another paragraph."""
     blocks = [block for block in re.sub(r"(?s)```.*?```", "```", text).split("\n\n") if block.strip()]
     rows = [block for block in blocks if block.startswith("| ") and not re.match(r"[^\n]*\n\| ?:?--", block)]
     shows = ("|", "```", "<", "- ", "* ", "1. ", "  ", "![", "**")
@@ -63,7 +63,7 @@ def left_behind(text: str) -> list[str]:
 
 
 def test_what_a_sentence_introduces_is_there() -> None:
-    """A table that was moved to another page must not leave rows or its introduction behind."""
+    """A table that was moved to another page must not leave rows or an introduction behind."""
     assert left_behind("In us:\n\n## Next\n") == ["In us:"]
     assert left_behind("In us:\n\n| 1 | 2 |\n") == ["| 1 | 2 |\n"]
     assert left_behind("In us:\n\n| a |\n| --- |\n| 1 |\n\nx:\n```\ny\n```\n") == []
@@ -90,5 +90,5 @@ def test_the_citation_names_this_version_and_repository() -> None:
     from flashmoe._version import __version__
 
     text = (ROOT / "CITATION.cff").read_text(encoding="utf-8")
-    assert f"\nversion: {__version__.partition('.dev')[0]}\n" in text  # of a build without a tag too
+    assert f"\nversion: {__version__.partition('.dev')[0]}\n" in text  # also for a build without a tag
     assert f"\nrepository-code: {HOME}\n" in text

@@ -1,4 +1,4 @@
-"""Every Python block of README.md and docs/ runs as it stands, on the CPU, from its own imports to its own end."""
+"""Every Python block of README.md and docs/ runs unchanged on the CPU, with its own imports."""
 
 import re
 from pathlib import Path
@@ -31,7 +31,7 @@ def test_there_are_blocks() -> None:
 
 
 @pytest.mark.parametrize(("page", "number", "text"), BLOCKS, ids=lambda value: str(value)[:30])
-@pytest.mark.filterwarnings("ignore::UserWarning")  # torch's own, of one rank and of small models
+@pytest.mark.filterwarnings("ignore::UserWarning")  # from torch, about a single rank and about small models
 def test_a_block_runs_as_it_stands(page: str, number: int, text: str) -> None:
     if "init_process_group" in text and not torch.distributed.is_available():
         pytest.skip("a torch without torch.distributed")

@@ -1,4 +1,4 @@
-"""The edge: what is read from a driver, a file or a process, including those that misbehave."""
+"""The I/O layer: reading from drivers, files and processes, including broken ones."""
 
 import ctypes
 import json
@@ -19,7 +19,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 class FakeCuda:
-    """libcuda with the given answers; a status of 0 is success."""
+    """libcuda with the given results; a status of 0 is success."""
 
     def __init__(self, gpus: list[tuple[str, int, int]], init_status: int = 0) -> None:
         self.gpus = gpus
@@ -75,7 +75,7 @@ Legend:
 
 
 class FakePeers(FakeCuda):
-    """GPUs of which the second cannot reach the first."""
+    """Several GPUs, the second of which cannot access the first."""
 
     def cuDeviceCanAccessPeer(self, result: object, first: int, second: int) -> int:  # noqa: N802
         result._obj.value = int(first < second)
@@ -177,7 +177,7 @@ def test_a_probe_that_hangs_is_stopped(monkeypatch: pytest.MonkeyPatch, tmp_path
 def test_the_probe_imports_what_this_interpreter_imports(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shadow: str
 ) -> None:
-    """A broken torch in front of the installed one, on the path of the doctor's own interpreter."""
+    """A broken torch that precedes the installed one on the path of the doctor's interpreter."""
     (tmp_path / "torch.py").write_text(shadow)
     monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
     monkeypatch.chdir(tmp_path)

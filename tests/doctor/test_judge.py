@@ -1,4 +1,4 @@
-"""Every failure of a machine, made up: the verdict, what it names and the fix it gives."""
+"""Every failure of a machine, simulated: the verdict, what it names and the fix it gives."""
 
 from dataclasses import replace
 
@@ -89,7 +89,7 @@ def variables(**values: str) -> dict[str, object]:
 
 NO_TORCH = Probe(ran=True, problem="ImportError: libcudart.so.12: cannot open shared object file")
 NOT_LOADED = Probe(ran=True, torch_version="2.10.0", load_error="ExtensionError: undefined symbol: aoti_torch_x")
-# topic, what differs from a good machine, the verdict, and words of the check
+# (topic, difference from a good machine, verdict, words in the check)
 CASES: list[tuple[str, dict[str, object], Verdict, tuple[str, ...]]] = [
     ("python", python(machine="riscv64"), FAIL, ("x86-64 and AArch64",)),
     ("python", python(system="Darwin"), FAIL, ("x86-64",)),
@@ -152,7 +152,7 @@ CASES: list[tuple[str, dict[str, object], Verdict, tuple[str, ...]]] = [
     ("extension", extension(damaged=True), FAIL, ("not an ELF file",)),
     ("extension", extension(), PASS, ()),
     ("loads", {"probe": NOT_LOADED}, FAIL, ("undefined symbol: aoti_torch_x", "flashmoe audit")),
-    ("loads", {"probe": NO_TORCH}, SKIP, ()),  # torch is to blame, and the check above says so
+    ("loads", {"probe": NO_TORCH}, SKIP, ()),  # torch is the cause, which the check above reports
     ("loads", {"probe": Probe()}, SKIP, ()),
     ("smoke", {"probe": NOT_LOADED}, SKIP, ()),
     ("smoke", {"probe": Probe()}, SKIP, ()),

@@ -1,4 +1,4 @@
-"""The smoke test must fail on a wrong answer, and on a right one that is not ours."""
+"""The smoke test must fail on a wrong result, and on a right one that did not come from flashmoe."""
 
 from collections.abc import Callable
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""One table of environment variables: what any program reads is in it, and what it says of kernels is true."""
+"""The table of environment variables contains every variable that a program reads, and its statements about kernels are true."""
 
 import re
 from pathlib import Path
@@ -9,7 +9,7 @@ from flashmoe_tools.tables import load_tables
 
 ROOT = Path(__file__).resolve().parents[2]
 FOLDERS = ("flashmoe", "flashmoe_tools", "flashmoe_build", "csrc", "noxfile.py", "tests/conftest.py", "nox")
-# Macros of C++, which look alike.
+# C++ macros with similar names.
 OTHERS = {"FLASHMOE_EXPORT", "FLASHMOE_EMULATION_SANITIZE"}
 
 

@@ -1,4 +1,4 @@
-"""Every example runs, and holds what it asserts. A process each: they replace functions and register operators."""
+"""Every example runs and its assertions hold. One process each, because they replace functions and register operators."""
 
 import json
 import shutil
@@ -27,7 +27,7 @@ def test_it_runs(example: Path, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("notebook", NOTEBOOKS, ids=lambda path: path.stem)
 def test_a_notebook_runs_from_its_first_cell_to_its_last(notebook: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its cells hold no output: what is shown is what ran."""
+    """Its cells have no saved output."""
     monkeypatch.setenv("MPLBACKEND", "agg")
     cells = json.loads(notebook.read_text(encoding="utf-8"))["cells"]
     code = [cell for cell in cells if cell["cell_type"] == "code"]
@@ -35,7 +35,7 @@ def test_a_notebook_runs_from_its_first_cell_to_its_last(notebook: Path, monkeyp
     assert not any(cell["outputs"] or cell["execution_count"] for cell in code)
     names: dict[str, object] = {"__name__": "__main__"}
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # matplotlib's, of a figure that nobody sees
+        warnings.simplefilter("ignore")  # from matplotlib, about a figure that is not shown
         for number, cell in enumerate(code):
             exec(compile("".join(cell["source"]), f"{notebook.name}, cell {number}", "exec"), names)
 
@@ -47,5 +47,5 @@ def test_each_is_in_the_list_and_short() -> None:
         assert f"[{notebook.name}](notebooks/{notebook.name})" in listed
     for example in EXAMPLES:
         assert f"[{example.name}]({example.name})" in listed
-        most = {"train_fp8.py": 140, "model_families.py": 145}.get(example.name, 90)  # losses drawn; routing compared
+        most = {"train_fp8.py": 140, "model_families.py": 145}.get(example.name, 90)  # plots losses; compares routing
         assert len(example.read_text(encoding="utf-8").splitlines()) <= most, example.name

@@ -1,7 +1,7 @@
-"""``python -m tests.fuzz --seconds 60``: damaged inputs for every reader of the audit, for as long as is given.
+"""``python -m tests.fuzz --seconds 60``: damaged inputs for every reader of the audit, for the given time.
 
-The same seed gives the same inputs. A finding ends the run with 1 and prints, in its smallest form, the line that belongs
-into tests/fuzz/corpus.json, where the ordinary tests try it from then on.
+The same seed gives the same inputs. A finding ends the run with 1 and prints the smallest input as a line to add
+to tests/fuzz/corpus.json, which the ordinary tests then try.
 """
 
 import argparse
@@ -40,7 +40,7 @@ def main(words: list[str] | None = None) -> int:
 
 
 def _turn(target: Target, number: int, tried: dict[str, int], name: str) -> Any:
-    """One round of examples; the smallest input that is a finding, or None."""
+    """Runs one round of examples; returns the smallest input that is a finding, or None."""
     smallest: list[Any] = []
 
     @seed(number)
@@ -62,7 +62,7 @@ def _turn(target: Target, number: int, tried: dict[str, int], name: str) -> Any:
 
     try:
         one()
-    except Exception:  # whatever a reader raised; hypothesis has shrunk it
+    except Exception:  # whatever a reader raised; hypothesis has shrunk the input
         traceback.print_exc(file=sys.stdout)
         return smallest[0]
     return None

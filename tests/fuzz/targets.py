@@ -1,7 +1,7 @@
-"""What is fuzzed: one reader each, with the inputs that it gets and what must hold whatever the input is.
+"""The fuzz targets: each is one reader, with its inputs and what must hold for every input.
 
-An input is a value that JSON can hold, so that what was found once is kept in corpus.json and tried in every test run.
-``check`` raises for a finding: an error that is not typed, or a pass where the zip archive says no.
+An input is a JSON value, so that findings can be kept in corpus.json and tried in every test run.
+``check`` raises for a finding: an untyped error, or a pass although the zip archive is invalid.
 """
 
 import atexit
@@ -77,7 +77,7 @@ REPORT = {
 
 @lru_cache(maxsize=1)
 def workplace() -> Path:
-    """A folder with the library that is damaged."""
+    """A folder with the library that will be damaged."""
     folder = Path(tempfile.mkdtemp(prefix="flashmoe-fuzz-"))
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     (folder / "sound").mkdir()
@@ -94,7 +94,7 @@ def sound() -> bytes:
 
 @lru_cache(maxsize=1)
 def places() -> Mapping[str, tuple[int, int]]:
-    """Offset and size of everything in the library that the loader reads."""
+    """Offset and size of everything that the loader reads in the library."""
     elf = ELFFile(io.BytesIO(sound()))
     found = {name: elf.get_section_by_name(name) for name in TABLES}
     headers = (elf["e_phoff"], elf["e_phentsize"] * elf["e_phnum"])
@@ -106,7 +106,7 @@ def places() -> Mapping[str, tuple[int, int]]:
 
 
 def damaged(edits: list[list[Any]]) -> bytes:
-    """The library with each (table, position, bytes, value) written into it."""
+    """The library with each (table, position, bytes, value) written to it."""
     content = bytearray(sound())
     for name, position, width, value in edits:
         offset, size = places()[name]
@@ -131,7 +131,7 @@ _JSON = st.recursive(
 
 
 def _changed(text: str) -> st.SearchStrategy[str]:
-    """The text with a piece of it replaced, or another text altogether."""
+    """The text with part of it replaced, or a different text."""
     piece = st.one_of(
         st.text(max_size=6), st.sampled_from(['"', "\n", "[" * 5000, "(" * 300, "\0", "\\", "1e999", "-" * 9000, ","])
     )
@@ -140,7 +140,7 @@ def _changed(text: str) -> st.SearchStrategy[str]:
 
 
 def _json_near(value: Any) -> st.SearchStrategy[Any]:
-    """The value with one part of it replaced."""
+    """The value with part of it replaced."""
     if isinstance(value, dict):
         inside = [_json_near(part).map(lambda new, k=key: {**value, k: new}) for key, part in value.items()]
         return st.one_of(_JSON, *inside, *(st.just({k: v for k, v in value.items() if k != key}) for key in value))
@@ -170,7 +170,7 @@ def _members() -> dict[str, bytes]:
 
 
 def _recorded(members: Mapping[str, bytes]) -> dict[str, bytes]:
-    """The members and a right RECORD of them."""
+    """The members with a correct RECORD."""
     record = "science-1.0.dist-info/RECORD"
     digests = {
         n: base64.urlsafe_b64encode(hashlib.sha256(c).digest()).rstrip(b"=").decode() for n, c in members.items()
@@ -194,7 +194,7 @@ def _verdict(content: bytes) -> Verdict:
 
 
 def check_wheel(edits: list[list[int]]) -> None:
-    """Bytes of the archive: a wheel that passes holds, member for member, what was packed."""
+    """Changes bytes of the archive: a wheel that passes must contain the members that were packed, unchanged."""
     content = bytearray(_packed(_members()))
     for position, value in edits:
         content[position % len(content)] = value
@@ -206,7 +206,7 @@ def check_wheel(edits: list[list[int]]) -> None:
 
 
 def check_metadata(value: list[str]) -> None:
-    """A text in the place of RECORD, WHEEL or METADATA. Without every digest in RECORD nothing passes."""
+    """Replaces RECORD, WHEEL or METADATA by a text. Nothing passes unless every digest is in RECORD."""
     name, text = value
     member = f"science-1.0.dist-info/{name}"
     content = text.encode("utf-8", "surrogatepass")
@@ -219,7 +219,7 @@ def check_metadata(value: list[str]) -> None:
 
 
 def check_layout(edits: list[list[Any]]) -> None:
-    """Bytes put into the archive, with or without the offsets behind them corrected: what passes reads the same from both ends."""
+    """Inserts bytes into the archive, with or without correcting the offsets after them: what passes reads the same from both ends."""
     content = _packed(_members())
     for at, more, is_moved in edits:
         data, start = bytes.fromhex(more), int(struct.unpack_from("<L", content, len(content) - 6)[0])
@@ -235,7 +235,7 @@ def check_layout(edits: list[list[Any]]) -> None:
 
 
 def _moved(content: bytes, start: int, by: int, at: int) -> bytes:
-    """The archive with the offsets of its central directory, once at ``start``, ``by`` bytes further on, right again."""
+    """The archive with the offsets in its central directory, originally at ``start``, corrected for ``by`` bytes inserted at ``at``."""
     tail = bytearray(content[start + by :])
     struct.pack_into("<L", tail, len(tail) - 6, start + by)
     place = tail.find(b"PK\1\2")
@@ -247,7 +247,7 @@ def _moved(content: bytes, start: int, by: int, at: int) -> bytes:
 
 
 def _walk(content: bytes) -> Iterator[tuple[bytes, bytes]]:
-    """Names and contents as a reader finds them that begins at the first byte and never looks at the central directory."""
+    """Names and contents as seen by a reader that starts at the first byte and ignores the central directory."""
     at = 0
     while content.startswith(b"PK\3\4", at):
         method, packed = struct.unpack_from("<H", content, at + 8)[0], struct.unpack_from("<L", content, at + 18)[0]
@@ -259,7 +259,7 @@ def _walk(content: bytes) -> Iterator[tuple[bytes, bytes]]:
 
 
 def check_members(names: list[str]) -> None:
-    """Further members under right lines of RECORD: in a wheel that passes, no two land on one file."""
+    """Adds members with correct lines in RECORD: in a wheel that passes, no two are installed to the same file."""
     members = {name: content for name, content in _members().items() if not name.endswith("/RECORD")}
     content = _packed(_recorded({**members, **dict.fromkeys(names, b"1 / 0\n")}))
     if _verdict(content) is Verdict.FAIL:
@@ -271,7 +271,7 @@ def check_members(names: list[str]) -> None:
 
 
 def _scheme(name: str) -> str:
-    """As installers spread a .data folder: purelib and platlib are site-packages."""
+    """Spreads a .data folder as installers do: purelib and platlib are site-packages."""
     first, _, rest = posixpath.normpath(name).partition("/")
     scheme, _, place = rest.partition("/")
     return place if first.endswith(".data") and scheme in ("purelib", "platlib") else name
@@ -284,7 +284,7 @@ _WORDS = st.lists(
 
 
 def check_entry_points(groups: dict[str, dict[str, str]]) -> None:
-    """What a build writes is, to the standard library's reader, what the project asks for."""
+    """What a build writes is read by the standard library as what the project declares."""
     project = {
         "scripts": groups.get("console_scripts", {}),
         "entry-points": {k: v for k, v in groups.items() if k != "console_scripts"},
@@ -299,7 +299,7 @@ _POINTS = st.dictionaries(_POINT, _POINT.map(lambda word: f"{word}:main"), min_s
 
 
 def check_loader(value: list[Any]) -> None:
-    """A needed library here or there, with one kind of run path or another: the loader takes the file where the audit passes."""
+    """A needed library in various folders, with various kinds of run path: the loader loads the file exactly if the audit passes."""
     where, run_path, kind, further = value
     folder = workplace() / "loader"
     shutil.rmtree(folder, ignore_errors=True)
@@ -334,7 +334,7 @@ _LOADER = st.tuples(
 ).map(list)  # fmt: skip
 
 
-_SECOND = _packed({"science/__init__.py": b"1 / 0\n"})  # of which only the local header and the content are put in
+_SECOND = _packed({"science/__init__.py": b"1 / 0\n"})  # only the local header and the content are inserted
 _INSERTED = st.one_of(
     st.binary(min_size=1, max_size=40).map(bytes.hex),
     st.just("504b0304"),
@@ -359,7 +359,7 @@ def check_report(text: str) -> None:
 
 
 def check_tables(value: list[str]) -> None:
-    """One of the three TOML tables with a change in it."""
+    """Changes one of the three TOML tables."""
     folder = workplace() / "tables"
     for part in TOML:
         (folder / part).parent.mkdir(parents=True, exist_ok=True)
@@ -390,7 +390,7 @@ def check_ptx(text: str) -> None:
 
 @dataclass(frozen=True)
 class Target:
-    """``rounds``: examples before the next target has its turn, fewer where one takes longer."""
+    """``rounds``: examples before the next target is run; fewer if one takes longer."""
 
     strategy: Callable[[], st.SearchStrategy[Any]]
     check: Callable[[Any], None]

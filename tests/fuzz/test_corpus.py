@@ -1,4 +1,4 @@
-"""What fuzzing has found stays found: every input of corpus.json, and a few new ones for each reader."""
+"""Regression tests for fuzzing: every input of corpus.json, and a few new ones for each reader."""
 
 import json
 from pathlib import Path

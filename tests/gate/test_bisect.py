@@ -1,4 +1,4 @@
-"""A planted regression is bisected to its commit, on the CPU, in a small repository made for it."""
+"""A planted regression is bisected to its commit, on the CPU, in a small repository created for the test."""
 
 import argparse
 import os
@@ -25,10 +25,10 @@ def write(path, ok, found=""):
     os.makedirs(os.path.dirname(path), exist_ok=True)
     json.dump(report, open(path, "w"))
 """
-# The programs that the gate's steps start, as the small repository has them.
+# The programs that the gate's steps start, as they are in the small repository.
 PROGRAMS = {
     "toy.py": REPORT,
-    "flashmoe_build/__init__.py": "",  # else a checkout on PYTHONPATH comes first, and is built from nothing
+    "flashmoe_build/__init__.py": "",  # otherwise a checkout on PYTHONPATH comes first and is built from nothing
     "flashmoe_build/gate/__init__.py": "",
     "flashmoe_build/__main__.py": "import product, toy\ntoy.write('build/reports/build.json', True)\n",
     "flashmoe_build/gate/load.py": "import sys, toy\ntoy.write(sys.argv[2], True)\n",
@@ -43,7 +43,7 @@ PROGRAMS = {
 
 
 class Repository:
-    """Commits of ``product.py``: right ones, one that does not build, and the first wrong one."""
+    """Commits of ``product.py``: correct ones, one that does not build, and the first wrong one."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
@@ -73,7 +73,7 @@ RIGHT, WRONG, BROKEN = "def answer(): return 42", "def answer(): return 41", "de
 
 @pytest.fixture(autouse=True)
 def pytest_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The steps' pytest loads no plugins: they take a second of each commit."""
+    """The steps' pytest loads no plugins, which would take a second per commit."""
     monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")
 
 
@@ -87,7 +87,7 @@ def repository(tmp_path: Path) -> Repository:
 
 @dataclass(frozen=True)
 class Done:
-    """What a run of the program left."""
+    """The outcome of a run of the program."""
 
     code: int
     out: str
@@ -119,7 +119,7 @@ def test_the_first_bad_commit_is_found(repository: Repository, bisect: Callable[
         repository.commits[5]: "PASS",
         repository.commits[6]: "FAIL",
     }
-    assert repository.git("worktree", "list").count("\n") == 0  # the worktree is gone
+    assert repository.git("worktree", "list").count("\n") == 0  # the worktree was removed
     assert repository.git("status", "--porcelain") == ""
     assert repository.git("rev-parse", "HEAD") == repository.commits[-1]
 
@@ -127,7 +127,7 @@ def test_the_first_bad_commit_is_found(repository: Repository, bisect: Callable[
 def test_a_commit_that_does_not_build_is_skipped(
     repository: Repository, bisect: Callable[..., Done], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where Python leaves the current folder out of its path by itself, too."""
+    """Also if Python itself keeps the current folder out of its path."""
     monkeypatch.setenv("PYTHONSAFEPATH", "1")
     done = bisect(repository.commits[2], repository.commits[6])
     assert done.code == 0, done.out + done.err
@@ -168,7 +168,7 @@ def test_the_speed_gate_compares_one_case_with_the_good_commit(speed: float, wor
     assert speed_word(here, good, case) == word
     assert speed_word(here, good, "no such case") == "skip"
     far = synthetic_report(speeds={"flashmoe": 0.4, "sdpa-flash": 0.5}, seed=4)
-    assert speed_word(here, good, case, far) == "good"  # a regression to half is searched, and none of these is that
+    assert speed_word(here, good, case, far) == "good"  # the search is for a regression to half
     assert speed_word(far, good, case, far) == "bad"
     wrong = synthetic_report(speeds={"flashmoe": 0.8, "sdpa-flash": 0.5}, wrong="flashmoe")
     assert speed_word(wrong, good, case) in ("bad", "skip")
@@ -193,7 +193,7 @@ def test_git_runs_in_the_environment_that_is_given(tmp_path: Path) -> None:
 
 
 def test_a_search_without_an_end_names_no_commit(tmp_path: Path) -> None:
-    """No git is asked: the folder is no repository."""
+    """git is not needed: the folder is not a repository."""
     report = report_of(Search(tmp_path, "good", "bad", "correct", tmp_path), "", "", "", 1.0)
     assert (report.verdict, report.checks[0].found) == (Verdict.FAIL, "not found: too many commits could not be judged")
 
@@ -207,14 +207,14 @@ def test_only_the_good_end_is_good_unseen(tmp_path: Path) -> None:
 
 
 def test_a_slowdown_is_bisected(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The benchmark of each commit is one of two reports, by what the commit's product answers."""
+    """The benchmark of each commit is one of two reports, depending on what the commit's product returns."""
     made = Repository(tmp_path / "toy")
     for name, speed in (("42", 0.8), ("41", 0.5)):
         report = synthetic_report(speeds={"flashmoe": speed, "sdpa-flash": 0.5}, seed=int(name))
         write_report(made.root / f"{name}.json", report)
     (made.root / "flashmoe").mkdir()
     bench = "import shutil, sys, product\nshutil.copy(f'{product.answer()}.json', sys.argv[-1])\n"
-    (made.root / "flashmoe" / "__init__.py").touch()  # else an installed flashmoe comes first
+    (made.root / "flashmoe" / "__init__.py").touch()  # otherwise an installed flashmoe comes first
     (made.root / "flashmoe" / "__main__.py").write_text(bench)
     for number, text in enumerate([RIGHT, RIGHT, WRONG, WRONG]):
         made.commit(text, f"change {number}")

@@ -1,4 +1,4 @@
-"""What one commit is called, and what the steps of a gate are told, with pipelines and reports made for the purpose."""
+"""The verdict on a single commit, and the arguments of a gate's steps, with fake pipelines and reports."""
 
 import argparse
 import json
@@ -31,7 +31,7 @@ from flashmoe_tools.report import Check, Report, Verdict, read_report
 
 
 def done(verdict: Verdict | None, stopped_at: str = "") -> Any:
-    """A pipeline whose last step, of build and symbols, ended so."""
+    """A pipeline with the steps build and symbols, the last of which has this verdict."""
     outcomes = {} if verdict is None else {"symbols": SimpleNamespace(verdict=verdict, report=None)}
     return SimpleNamespace(steps=steps_of("symbols"), outcomes=outcomes, stopped_at=stopped_at)
 
@@ -109,7 +109,7 @@ def test_a_speed_is_judged_by_the_rule_for_two_runs(
         ((0.51, None), 0.25, "good"),
         ((None, 0.49), 0.25, "bad"),
         ((None, None), 0.25, "skip"),
-        ((0.1, 0.2), 1.0, "skip"),  # ends that are alike tell nothing
+        ((0.1, 0.2), 1.0, "skip"),  # equal ends say nothing
         ((0.1, 0.2), 1.5, "skip"),
     ],
 )
@@ -199,13 +199,13 @@ class _Paths:
     checkout: bool = False
 
 
-# Programs that are run
+# Programs
 
 
 @pytest.mark.parametrize("module", ["flashmoe_build.gate.commit", "flashmoe_build.gate.load"])
 def test_a_program_ends_with_its_own_code(module: str) -> None:
     command = [sys.executable, "-m", module, "--nonsense"]
-    root = Path(commit.__file__).parents[2]  # wherever the tests were started
+    root = Path(commit.__file__).parents[2]  # independent of where the tests were started
     done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=root)
     assert done.returncode == ExitCode.USAGE, done
 
@@ -248,7 +248,7 @@ def test_a_record_by_another_rule_is_named(tmp_path: Path) -> None:
     assert history.read_history(tmp_path) == {"sm90": [record]}
 
 
-# Whether the extension loads
+# Loading the extension
 
 
 def test_what_loads_and_what_does_not(

@@ -1,4 +1,4 @@
-"""What the gate answers at each side of each limit and for each thing that can be there or not, with parts made for it."""
+"""The gate's results on each side of each limit, and with and without each optional part, using fakes."""
 
 import json
 from dataclasses import replace
@@ -149,7 +149,7 @@ def test_warnings_of_the_decision(change: dict[str, Any], names: list[str]) -> N
     assert [one.name for one in others] == names
     none = decide.decide(Report("bench", (), {**data, "baseline": "z"}))
     assert [(one.name, one.verdict) for one in none] == [("speed", Verdict.SKIP)]
-    for edge, is_left in ((999, True), (1000, False)):  # the ridge is where bytes and products take as long
+    for edge, is_left in ((999, True), (1000, False)):  # at the ridge bytes and products take the same time
         assert (
             decide._memory_bound(
                 {**cell, "flops": edge},
@@ -190,7 +190,7 @@ def test_why_a_step_is_skipped_and_what_it_sees(
 @pytest.mark.parametrize("name", ["one", steps.PROOF])
 @pytest.mark.parametrize("after", ["", "zero"])
 def test_a_step_of_a_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name: str, after: str) -> None:
-    """What passes without runs is no proof; any other step may. A step behind a failure runs where it says so."""
+    """The proof only passes if something ran; other steps need not. A step after a failure runs if it says so."""
     report = Report("t", (), {})
     ran: list[str] = []
 
@@ -218,7 +218,7 @@ def test_a_step_of_a_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name: 
     assert found.data["known_good"] == (["one"] if name == "one" and after else [])
     monkeypatch.setattr(pipeline, "execute", lambda *_, **__: ran.append("again") or Outcome(Verdict.PASS, "said", 0.5))
     pipeline.Pipeline(chosen, pipeline.find_paths(tmp_path), 60.0).run()
-    assert ran[-2:] == ["again"] * 2  # and where nothing failed
+    assert ran[-2:] == ["again"] * 2  # also without a failure
 
 
 @pytest.mark.parametrize("first_bad", ["b" * 40, ""])

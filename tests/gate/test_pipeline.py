@@ -1,4 +1,4 @@
-"""The gate: what stops it, what it says, what it costs. Steps here are tiny programs that write reports."""
+"""The gate: what stops it, what it reports, what it costs. Steps here are tiny programs that write reports."""
 
 import json
 import os
@@ -75,7 +75,7 @@ def test_a_library_built_elsewhere_skips_the_build(tmp_path: Path) -> None:
 
 
 def test_the_environment_of_a_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a checkout its package comes first, and its library, but for the steps that make it."""
+    """In a checkout its package comes first, and its library, which the steps before it is built do not get."""
     monkeypatch.delenv("PYTHONPATH", raising=False)
     made = pipeline(tmp_path)
     told = {name: made._environment(step(name)) for name in ("build", "environment", "import")}
@@ -104,7 +104,7 @@ def test_steps_that_pass(tmp_path: Path) -> None:
     assert verdicts(report) == {"one": "PASS", "two": "WARN"}
     assert report.exit_code is ExitCode.OK
     assert report.data["known_good"] == ["one", "two"]
-    assert report.data["cost"] == pytest.approx(report.seconds, rel=0.2)  # 3600 an hour is 1 a second
+    assert report.data["cost"] == pytest.approx(report.seconds, rel=0.2)  # 3600 per hour is 1 per second
     assert all(row["cost"] == pytest.approx(row["seconds"]) for row in report.data["steps"])
 
 
@@ -148,7 +148,7 @@ def test_an_old_report_is_not_believed(tmp_path: Path) -> None:
 
 
 def test_a_build_that_fails_leaves_the_report_of_the_last_one(tmp_path: Path) -> None:
-    """So that profile and smem still know the registers of the last build."""
+    """Profile and smem can then still find the registers of the last build."""
     execute_in(tmp_path, "import json, shutil, sys; shutil.copy('kept.json', 'build.json')")
     before = (tmp_path / "build.json").read_text()
     failed = execute_in(tmp_path, "raise SystemExit('a template error')")
@@ -171,7 +171,7 @@ def test_a_long_step_shows_what_its_program_says(tmp_path: Path, monkeypatch: py
         tmp_path, "import time; print('device code 3/217 4s', flush=True); time.sleep(1); print('no')", seen.append
     )
     assert seen[0] == "device code 3/217 4s"
-    assert set(seen) <= {"device code 3/217 4s", "no"}  # a busy machine sees the last line, too
+    assert set(seen) <= {"device code 3/217 4s", "no"}  # a busy machine may only see the last line
 
 
 def test_without_a_compiler_only_what_needs_one_is_skipped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -303,7 +303,7 @@ def test_our_own_steps(tmp_path: Path) -> None:
     assert [one.name for one in select(["smoke", "build"])] == ["build", "smoke"]
     with pytest.raises(ArgumentError, match="no step 'speed'"):
         select(["speed"])
-    for one in STEPS:  # every word in braces is known
+    for one in STEPS:  # every placeholder is known
         assert not any("{" in word for word in find_paths(tmp_path).fill([*one.command, one.next_step], one))
         assert one.why
         assert one.after_failed in ("", *names)
@@ -321,7 +321,7 @@ def test_our_own_steps(tmp_path: Path) -> None:
 def test_the_decision_follows_the_thresholds(speed: float, verdict: Verdict, word: str) -> None:
     report = synthetic_report(speeds={"flashmoe": speed, "sdpa-flash": 0.5, "sdpa-cudnn": 0.9})
     check, *others = decide(report)
-    assert not [other for other in others if other.name.startswith("speed")]  # of other baselines
+    assert not [other for other in others if other.name.startswith("speed")]  # from other baselines
     assert (check.verdict, check.found.rsplit(": ", 1)[1]) == (verdict, word)
 
 
@@ -334,9 +334,9 @@ def test_a_memory_bound_case_is_compared_with_the_copy() -> None:
     report = synthetic_report("decode", speeds={"flashmoe": 0.01, "sdpa-flash": 0.01})
     slow = decide(report)
     assert any(check.name.startswith("bandwidth bf16-d128") and check.verdict is Verdict.WARN for check in slow)
-    settings = {**report.data["settings"], "device": "cpu"}  # which keeps such cases in its cache
+    settings = {**report.data["settings"], "device": "cpu"}  # a CPU keeps such cases in its cache
     for cell in report.data["cells"]:
-        cell["summaries"]["flashmoe"]["share_of_copy"] = None  # nothing was copied: not slow
+        cell["summaries"]["flashmoe"]["share_of_copy"] = None  # nothing was copied, which is not slow
     assert not [check for check in decide(report) if check.name.startswith("bandwidth")]
     on_a_cpu = decide(replace(report, data={**report.data, "settings": settings}))
     assert not [check for check in on_a_cpu if check.name.startswith("bandwidth")]
@@ -394,7 +394,7 @@ def test_outside_of_git_the_commit_is_the_librarys(tmp_path: Path, folder: str, 
 def test_the_program_runs_records_and_remembers(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # Neither a checkout nor an installed wheel, whose own commit the history would name.
+    # Neither a checkout nor an installed wheel, whose commit the history would record.
     monkeypatch.setattr(history, "built_commit", lambda library: "")
     (tmp_path / "write.py").write_text(WRITE)
     steps = (step("one"), step("two", "FAIL", 1), step("three"))
@@ -408,7 +408,7 @@ def test_the_program_runs_records_and_remembers(
     assert re.search(r"^stage +verdict +seconds +cost +checks$", text, re.MULTILINE)
     assert re.search(r"^two +FAIL +\d+\.\d  ", text, re.MULTILINE)
     assert "cost 0.0" in text
-    assert main(words[:-2]) == ExitCode.FAILED  # without a record
+    assert main(words[:-2]) == ExitCode.FAILED  # nothing is recorded
     capsys.readouterr()
     assert read_report(tmp_path / "build" / "reports" / "gate.json").data["stopped_at"] == "two"
     assert main([*words, "--only", "one", "--json", str(tmp_path / "g.json")]) == ExitCode.OK

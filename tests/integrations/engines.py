@@ -1,7 +1,7 @@
-"""vLLM for tests that do not have it: small stand-ins with the signatures of the recorded contract.
+"""vLLM for tests that run without it: small fakes with the signatures of the recorded contract.
 
-With ``FLASHMOE_ENGINE_SOURCES`` (build/engines, where ``./nox -s engines`` leaves what it read), vLLM's own backend.py, registry.py,
-selector.py and prefill/base.py take the place of the stand-ins; what these import and do not need here is a mock.
+With ``FLASHMOE_ENGINE_SOURCES`` (build/engines, where ``./nox -s engines`` stores sources), vLLM's own backend.py, registry.py,
+selector.py and prefill/base.py replace the fakes; their other imports are mocks.
 """
 
 import ast
@@ -44,7 +44,7 @@ def module(name: str, **members: Any) -> ModuleType:
 
 
 class Mocked(ModuleType):
-    """A module that has every name: a type where it begins with a capital letter, for annotations, else a mock."""
+    """A module in which every name exists: a type if it is capitalised, for annotations, else a mock."""
 
     __path__: ClassVar[list[str]] = []
 
@@ -54,7 +54,7 @@ class Mocked(ModuleType):
         return Any if name[0].isupper() else mock.MagicMock(name=name)
 
 
-# vLLM: what flashmoe.integrations.vllm imports
+# vLLM: imports of flashmoe.integrations.vllm
 
 
 class AttentionType(str, enum.Enum):
@@ -89,7 +89,7 @@ class CommonAttentionMetadata:
 
 
 class Backend:
-    """The questions of vLLM's that flashmoe's tests ask."""
+    """The class methods of vLLM's base class that flashmoe's tests call."""
 
     @classmethod
     def supports_mm_prefix(cls) -> bool:
@@ -124,7 +124,7 @@ class Builder:
 
 
 class Impl:
-    """What the base class adds is not used."""
+    """The rest of the base class is not used."""
 
 
 class LatentBackend(Backend):
@@ -160,7 +160,7 @@ class PromptBackend:
 class LatentBuilder(Builder):
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
-        self._prefill_backend = arguments[2].chosen  # vLLM takes it from the layer
+        self._prefill_backend = arguments[2].chosen  # vLLM gets it from the layer
 
 
 class QueryLenSupport(enum.Enum):
@@ -198,7 +198,7 @@ OVERRIDES: dict[Any, str] = {}
 
 
 def choose(backend: Any, attn_selector_config: Any, num_heads: int | None = None) -> Any:
-    """As vLLM's: the class of the platform's choice, by its path."""
+    """Like vLLM's: the class that the platform chooses, by its path."""
     path = sys.modules["vllm.platforms"].current_platform.get_attn_backend_cls(
         backend, attn_selector_config=attn_selector_config, num_heads=num_heads
     )
@@ -206,7 +206,7 @@ def choose(backend: Any, attn_selector_config: Any, num_heads: int | None = None
 
 
 class Platform:
-    """Chooses FLASH_ATTN by itself; a chosen backend with reasons against it is refused, as vLLM does."""
+    """Chooses FLASH_ATTN by default; rejects a requested backend with reasons against it, as vLLM does."""
 
     capability: Capability | None = Capability(9, 0)
     device_name = "stand-in"
@@ -245,7 +245,7 @@ class VllmOwn:
 def reshape_and_cache_flash(
     key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slot_mapping: Tensor, kv_cache_dtype: str, k_scale: Tensor, v_scale: Tensor
 ) -> None:  # fmt: skip
-    """What vLLM's operator does, token by token."""
+    """Does what vLLM's operator does, token by token."""
     for row, slot in enumerate(slot_mapping.tolist()):
         if slot < 0:
             continue
@@ -339,7 +339,7 @@ class QuantConfig:
 
 
 def packed_fused_moe(x: Tensor, w13: Tensor, w2: Tensor, *arguments: Any, **options: Any) -> Tensor:
-    """fused_moe of packed weights where there is no kernel for them; weights that are not packed are an error."""
+    """fused_moe for packed weights on a device without kernels for them; other weights are an error."""
     assert is_packed(w13)
     assert is_packed(w2)
     assert options.pop("w13_scale", None) is None
@@ -349,7 +349,7 @@ def packed_fused_moe(x: Tensor, w13: Tensor, w2: Tensor, *arguments: Any, **opti
 
 
 def takes_packed(device: torch.device, *sizes: int) -> bool:
-    """``can_pack`` of a machine on which every device has the kernels."""
+    """``can_pack`` on a machine where every device has the kernels."""
     return all(size % 64 == 0 for size in sizes)
 
 
@@ -367,7 +367,7 @@ def convert_mxfp4(
     mxfp4_backend: str, layer: Any, w13_weight: Tensor, w2_weight: Tensor, w13_weight_scale: Tensor, w2_weight_scale: Tensor,
     w13_bias: Tensor | None = None, w2_bias: Tensor | None = None, _cache_permute_indices: Any = None,
 ) -> tuple[Tensor | None, ...]:  # fmt: skip
-    """As vLLM's for the backend XPU: nothing is converted."""
+    """Like vLLM's for the backend XPU: converts nothing."""
     return w13_weight, w2_weight, w13_weight_scale, w2_weight_scale, w13_bias, w2_bias
 
 
@@ -423,7 +423,7 @@ def vllm_stand_ins() -> dict[str, ModuleType]:
 
 
 def link(modules: dict[str, ModuleType]) -> None:
-    """Each module as the attribute of its package that ``from package import module`` takes."""
+    """Sets each module as an attribute of its package, for ``from package import module``."""
     for name, made in modules.items():
         parent, _, last = name.rpartition(".")
         if parent in modules:
@@ -432,13 +432,13 @@ def link(modules: dict[str, ModuleType]) -> None:
 
 @cache
 def engine_sources() -> dict[str, Path]:
-    """{"vllm-0.33.0": folder} of the sources that this run was given."""
+    """{"vllm-0.33.0": folder} for the sources given to this run."""
     folder = os.environ.get(SOURCES_VARIABLE)
     return {} if not folder else {path.name: path for path in sorted(Path(folder).glob("vllm-*"))}
 
 
 def use_own_sources(modules: dict[str, ModuleType], folder: Path) -> None:
-    """vLLM's own backend.py, registry.py, selector.py and prefill/base.py in place of the stand-ins; called while ``modules`` are sys.modules'."""
+    """Replaces the fakes by vLLM's own backend.py, registry.py, selector.py and prefill/base.py; called while ``modules`` are in sys.modules."""
     needed = {
         "vllm.config": {"get_current_vllm_config_or_none": lambda: None},
         "vllm.distributed.parallel_state": {"get_dcp_world_size_and_rank": lambda _=False: (1, 0), "get_pcp_group": no_group, "get_dcp_group": no_group},
@@ -463,11 +463,11 @@ def use_own_sources(modules: dict[str, ModuleType], folder: Path) -> None:
 
 
 def own_class(folder: Path, module_name: str, name: str) -> Any:
-    """A dataclass of vLLM's by its own text, alone: what its module imports is not there."""
+    """A dataclass of vLLM's, compiled separately from its source, because its module's imports are missing."""
     tree = ast.parse((folder / f"{module_name.replace('.', '/')}.py").read_text(encoding="utf-8"))
     tree.body = [node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == name]
     made: dict[str, Any] = {"dataclass": dataclass, "torch": torch, "__name__": __name__}
-    exec(compile(tree, name, "exec"), made)  # annotations stay text, as in this file
+    exec(compile(tree, name, "exec"), made)  # annotations stay strings, as in this file
     return made[name]
 
 
@@ -482,7 +482,7 @@ def resolve(path: str) -> Any:
 
 @contextmanager
 def installed(modules: dict[str, ModuleType], package: str) -> Iterator[None]:
-    """``modules`` importable, and ``package`` of ours imported anew."""
+    """Makes ``modules`` importable, and imports our ``package`` anew."""
     before = {name: sys.modules[name] for name in list(sys.modules) if name.startswith(package)}
     for name in before:
         del sys.modules[name]

@@ -1,4 +1,4 @@
-"""Ragged problems for torch's own attention: rows with lengths, and the same as jagged nested tensors."""
+"""Ragged problems for torch's attention: packed rows with lengths, and the same data as jagged nested tensors."""
 
 from collections.abc import Callable
 from typing import Any
@@ -21,7 +21,7 @@ def ragged(device: str, requires_grad: bool = False) -> tuple[tuple[Tensor, Tens
 
 
 def jagged(tensors: tuple[Tensor, ...], lengths: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """[B, H, {S}, D], as scaled_dot_product_attention takes them."""
+    """[B, H, {S}, D], as scaled_dot_product_attention expects."""
     longest: dict[str, Any] = {"min_seqlen": min(LENGTHS), "max_seqlen": max(LENGTHS)}
     make = torch.nested.nested_tensor_from_jagged
     q, k, v = (make(tensor, lengths.long(), **longest).transpose(1, 2) for tensor in tensors)

@@ -1,4 +1,4 @@
-"""SGLang for tests that do not have it: what flashmoe.integrations.sglang imports and is given."""
+"""SGLang for tests that run without it: what flashmoe.integrations.sglang imports and receives."""
 
 from dataclasses import dataclass, field
 from types import ModuleType
@@ -10,7 +10,7 @@ from tests.integrations.engines import link, module
 
 
 class SglangBackend:
-    """What the base class adds."""
+    """The attributes of the base class."""
 
 
 @dataclass

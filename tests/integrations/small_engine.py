@@ -1,7 +1,7 @@
-"""A small serving engine with the calls of nano-vllm: blocks with a prefix cache, prefill before decoding, preemption by recomputing.
+"""A small serving engine with the calls of nano-vllm: blocks with a prefix cache, prefill before decoding, preemption by recomputation.
 
-Attention is flash_attn's by name, as such an engine imports it: flash_attn_varlen_func over new keys, or over the cache's blocks where a prefix
-is there already, and flash_attn_with_kvcache for decoding.
+It imports attention from flash_attn, as such engines do: flash_attn_varlen_func for new keys, or for the cache's blocks if a prefix
+is cached, and flash_attn_with_kvcache for decoding.
 """
 
 from collections import deque
@@ -17,7 +17,7 @@ Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 
 
 class Decoder(nn.Module):
-    """A decoder with rotary positions; what attends is given with each call."""
+    """A decoder with rotary positions; the attention function is passed with each call."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -53,7 +53,7 @@ class Request:
     wanted: int
     prompt: int = field(init=False)
     blocks: list[int] = field(default_factory=list)
-    cached: int = 0  # tokens of a prefix that is there already
+    cached: int = 0  # tokens of an already cached prefix
     logits: list[Tensor] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -65,7 +65,7 @@ class Request:
 
 
 class Blocks:
-    """Whole blocks are known by their tokens and all before them, counted by users, and kept until their room is needed."""
+    """Full blocks are identified by their tokens and all preceding ones, reference-counted, and kept until the space is needed."""
 
     def __init__(self, number: int) -> None:
         self.free = deque(range(number))
@@ -80,7 +80,7 @@ class Blocks:
         return block
 
     def admit(self, request: Request) -> bool:
-        """Blocks for all tokens of a request; a prefix in whole blocks is shared, but the last token is always computed."""
+        """Allocates blocks for all tokens of a request; a prefix of full blocks is shared, but the last token is always computed."""
         needed = -(-len(request.tokens) // BLOCK)
         if needed > len(self.free):
             return False

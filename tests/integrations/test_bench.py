@@ -56,8 +56,8 @@ def test_a_tiny_model_is_checked_timed_and_reported(tmp_path: Path, capsys: pyte
     assert [row["contender"] for row in report.data["rows"]] == [
         "fmoe",
         "sdpa",
-    ]  # eager attention is no match in training
+    ]  # eager attention is not compared in training
     assert {check.name for check in report.checks} >= {
         f"dense {one.name}" for one in CONTENDERS["dense"][2:4]
-    }  # told, left out
+    }  # reported as left out
     assert "models PASS" in capsys.readouterr().out

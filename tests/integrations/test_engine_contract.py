@@ -1,4 +1,4 @@
-"""The contract with vLLM and SGLang: what was recorded of their pinned versions holds, and each kind of change is found and named."""
+"""The contract with vLLM and SGLang: what was recorded for their pinned versions holds, and each kind of change is found and named."""
 
 import zipfile
 from dataclasses import replace
@@ -149,7 +149,7 @@ def test_of_a_wheel_the_named_modules_are_kept(tmp_path: Path, monkeypatch: pyte
     pin = wheels.Wheel("sglang", archive.name, "0" * 64)
     for _ in range(2):
         folder = wheels.sources(pin, ENGINES["sglang"], tmp_path / "kept")
-    assert brought == ["1.2.3"]  # the second time it was there
+    assert brought == ["1.2.3"]  # the second call found it
     assert sorted(path.name for path in folder.rglob("*.py")) == ["__init__.py"]
     assert wheels.torch_of(folder) == "2.14.1"
     found = wheels.read(folder, ENGINES["sglang"])

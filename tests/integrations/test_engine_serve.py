@@ -1,4 +1,4 @@
-"""The comparison of engines that serve the same model; the engines themselves need vLLM (flashmoe_build/engines/serve.py)."""
+"""The comparison of two engines that serve the same model; running the engines needs vLLM (flashmoe_build/engines/serve.py)."""
 
 import json
 import sys
@@ -81,7 +81,7 @@ def test_mxfp4_blocks_lie_along_the_inner_size() -> None:
 
 
 class Engine:
-    """Gives as many tokens as were asked for."""
+    """Generates the requested number of tokens."""
 
     def __init__(self) -> None:
         self.prompts = 0

@@ -14,7 +14,7 @@ ROOM, PAGE = 48, 16
 
 
 def expected(q: Tensor, k: Tensor, v: Tensor, causal: bool, window: tuple[int, int], chunk: int) -> Tensor:
-    """[Sq, H, D] of one sequence, q [Sq, H, D], k and v [Sk, Hkv, D]: a row sees keys of the chunk that holds its own."""
+    """[Sq, H, D] for one sequence, q [Sq, H, D], k and v [Sk, Hkv, D]: a row sees the keys in its own chunk."""
     group = q.shape[1] // k.shape[1]
     k, v = (t.float().repeat_interleave(group, 1).transpose(0, 1) for t in (k, v))
     scores = q.float().transpose(0, 1) @ k.mT / math.sqrt(q.shape[-1])

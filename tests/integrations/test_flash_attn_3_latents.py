@@ -24,7 +24,7 @@ def close(found: Tensor, wanted: Tensor) -> bool:
 
 
 def expected(given: Sequence[Tensor], options: dict[str, Any]) -> tuple[Tensor, Tensor]:
-    """(out [Sq, H, Dv], lse [H, Sq]) of one sequence's q, k, v and qv, key by key."""
+    """(out [Sq, H, Dv], lse [H, Sq]) for one sequence's q, k, v and qv, key by key."""
     q, k, v, qv = given
     rows, keys, group = q.shape[0], k.shape[0], q.shape[1] // k.shape[1]
     left, right = options.get("window_size", (-1, -1))
@@ -85,7 +85,7 @@ def test_queries_of_values(device: str, rows: int, keys: int, options: dict[str,
 @pytest.mark.parametrize("rows", [1, 3])
 @pytest.mark.parametrize("is_paged", [False, True])
 def test_caches_of_latents(device: str, is_paged: bool, rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One tensor of latents and rotary columns is for mla_decode; two tensors have the same result."""
+    """A single tensor of latents and rotary columns uses mla_decode; two tensors give the same result."""
     latents = rows_of(device, 6, 16, 1, 576)
     q, qv = rows_of(device, 2, rows, 4, 64), rows_of(device, 2, rows, 4, 512)
     table = torch.tensor([[4, 1, 0], [2, 5, 3]], dtype=torch.int32, device=device)
@@ -103,7 +103,7 @@ def test_caches_of_latents(device: str, is_paged: bool, rows: int, monkeypatch: 
     out, lse, *_ = fa3.flash_attn_with_kvcache(
         q, cache[..., 512:], cache[..., :512], qv=qv, return_softmax_lse=True, **options
     )
-    assert bool(calls) == (device == "cuda")  # 16-bit types alone
+    assert bool(calls) == (device == "cuda")  # only for 16-bit types
     copies = cache[..., 512:].contiguous(), cache[..., :512].contiguous()
     again, again_lse, *_ = fa3.flash_attn_with_kvcache(q, *copies, qv=qv, return_softmax_lse=True, **options)
     for b, length in enumerate((37, 21)):

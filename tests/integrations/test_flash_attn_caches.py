@@ -1,5 +1,5 @@
-"""flash_attn's caches and its private functions: what its own tests ask of them (rotary embedding, left padding, another order of the batch,
-pages, windows of any integers), against float32 torch."""
+"""flash_attn's caches and private functions: the options in its own tests (rotary embedding, left padding, another batch order,
+pages, windows of any integers), compared with float32 torch."""
 
 import math
 from typing import Any
@@ -17,7 +17,7 @@ ROOM, PAGE = 64, 16
 
 
 def softmax_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool, window: tuple[int, int]) -> tuple[Tensor, Tensor]:
-    """out [Sq, H, D], lse [H, Sq] of one sequence: q [Sq, H, D], k and v [Sk, Hkv, D]."""
+    """out [Sq, H, D], lse [H, Sq] for one sequence: q [Sq, H, D], k and v [Sk, Hkv, D]."""
     group = q.shape[1] // k.shape[1]
     k, v = (t.float().repeat_interleave(group, 1).transpose(0, 1) for t in (k, v))
     scores = q.float().transpose(0, 1) @ k.mT / math.sqrt(q.shape[-1])
@@ -152,11 +152,11 @@ def test_windows_of_any_integers(device: str) -> None:
 @pytest.mark.parametrize("window", [(-1, -1), (9, 4)])
 @pytest.mark.parametrize("ragged", [False, True])
 def test_ring_attention_puts_parts_together(device: str, ragged: bool, window: tuple[int, int]) -> None:
-    """Two halves of the keys: outputs by their lse, gradients of each half with the whole's out and lse."""
+    """Two halves of the keys: merges outputs by their lse, and computes each half's gradients with the complete out and lse."""
     torch.manual_seed(3)
     q, k, v, grad = (torch.randn(2, 48, 4, 64, device=device, dtype=dtype_of(device)) for _ in range(4))
     scale, halves = 64**-0.5, [slice(0, 16), slice(16, 48)]
-    if window != (-1, -1):  # a window is of one tensor: nothing to divide
+    if window != (-1, -1):  # a window applies to a single tensor: nothing to divide
         halves = [slice(0, 48)]
     cu = lambda n: torch.tensor([0, n, 2 * n], device=device, dtype=torch.int32)  # noqa: E731
     flat = (lambda t: t.flatten(0, 1).contiguous()) if ragged else (lambda t: t.contiguous())
@@ -258,9 +258,7 @@ def test_rotary_of_ragged_rows_its_gradient_and_its_errors() -> None:
 @pytest.mark.parametrize("scale_base", [None, 16.0])
 @pytest.mark.parametrize("interleaved", [False, True])
 def test_rotary_embedding_in_place(device: str, interleaved: bool, scale_base: float | None) -> None:
-    module = rotary.RotaryEmbedding(
-        8, 100.0, interleaved, scale_base, device
-    ).half()  # the tables keep float32's angles
+    module = rotary.RotaryEmbedding(8, 100.0, interleaved, scale_base, device).half()  # the tables keep float32 angles
     qkv = torch.randn(2, 5, 3, 4, 12, device=device)
     column = torch.arange(0, 8, 2, dtype=torch.float64)
     longest = torch.arange(9, dtype=torch.float64).unsqueeze(1)
@@ -275,7 +273,7 @@ def test_rotary_embedding_in_place(device: str, interleaved: bool, scale_base: f
         )
 
     given = qkv.clone()
-    assert module(given, seqlen_offset=2) is given  # tables of 7
+    assert module(given, seqlen_offset=2) is given  # the tables have 7 rows
     assert torch.allclose(given[:, :, 0], wanted(qkv[:, :, 0], [2, 2], 7, 1), atol=1e-5)
     assert torch.allclose(given[:, :, 1], wanted(qkv[:, :, 1], [2, 2], 7, -1), atol=1e-5)
     assert torch.equal(given[:, :, 2], qkv[:, :, 2])
@@ -302,7 +300,7 @@ def test_rotary_embedding_in_place(device: str, interleaved: bool, scale_base: f
 def test_a_gradient_passes_rotary_embedding_in_place() -> None:
     leaf = torch.randn(1, 5, 3, 2, 8, dtype=torch.float64, requires_grad=True)
     module = rotary.RotaryEmbedding(8)
-    (gradient,) = torch.autograd.grad(module(leaf * 1.0).square().sum(), leaf)  # a rotation keeps lengths
+    (gradient,) = torch.autograd.grad(module(leaf * 1.0).square().sum(), leaf)  # a rotation preserves lengths
     assert torch.allclose(gradient, 2.0 * leaf, atol=1e-5)
 
 

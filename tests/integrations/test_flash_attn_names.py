@@ -1,4 +1,4 @@
-"""flash_attn 2's names: the grid that its own tests walk (lengths, heads, windows, softcap, packing, caches), against fp32 torch."""
+"""flash_attn 2's functions on the grid of its own tests (lengths, heads, windows, softcap, packing, caches), compared with fp32 torch."""
 
 import importlib.util
 import inspect
@@ -15,7 +15,7 @@ import flashmoe.compat.flash_attn as names
 from flashmoe.compat import bert_padding, flash_attn_gpu, install_as_flash_attn, rotary, uninstall_flash_attn
 from flashmoe.errors import ArgumentError, ShapeError
 
-flash_attn: Any = names  # what its functions return depends on their arguments
+flash_attn: Any = names  # Any: result types depend on the arguments
 LENGTHS = [(113, 203), (128, 217), (113, 211), (108, 256), (256, 512), (1, 147), (33, 33)]
 WINDOWS = [(-1, -1), (17, 5)]
 
@@ -83,7 +83,7 @@ def test_packed_forms_give_the_same_bits(device: str) -> None:
         flash_attn.flash_attn_qkvpacked_func(torch.stack((q, k), 2))
 
 
-# flash_attn 2.8's documented interface: what comes before these of all its functions but the one of caches.
+# flash_attn 2.8's documented interface: these options, and what precedes them in every function except the one for caches.
 OPTIONS = "dropout_p softmax_scale causal window_size softcap alibi_slopes deterministic return_attn_probs"
 LENGTH_NAMES = "cu_seqlens_q cu_seqlens_k max_seqlen_q max_seqlen_k"
 SIGNATURES = {
@@ -99,7 +99,7 @@ SIGNATURES = {
 
 
 def test_signatures_are_those_of_flash_attn() -> None:
-    """In its order: code gives them by position, and libraries ask which keywords there are."""
+    """In flash_attn's order, because code passes them by position and libraries query the keywords."""
     assert set(SIGNATURES) == set(flash_attn.__all__)
     for name, words in SIGNATURES.items():
         assert list(inspect.signature(getattr(flash_attn, name)).parameters) == words.split(), name
@@ -162,7 +162,7 @@ def test_several_sequences_in_a_row_of_a_padded_batch() -> None:
 
 
 def test_values_that_switch_an_option_off() -> None:
-    """softcap: "anything > 0 activates"; a window's negative side is infinite."""
+    """softcap: "anything > 0 activates"; a negative side of a window is infinite."""
     q, k, v = (t.detach() for t in tensors("cpu", 33, 33))
     plain = flash_attn.flash_attn_func(q, k, v)
     assert torch.equal(flash_attn.flash_attn_func(q, k, v, softcap=-1.0, window_size=[-7, -2]), plain)
@@ -199,7 +199,7 @@ def test_a_cache_takes_new_keys_and_is_attended_to(device: str, new: int, paged:
 
 
 def test_dropout_and_its_signed_probabilities(device: str) -> None:
-    """flash_attn's tests take the mask from the signs of S_dmask: with it the output is that of plain attention."""
+    """flash_attn's tests take the mask from the signs of S_dmask: plain attention with that mask gives the same output."""
     q, k, v = tensors(device, 33, 50, (4, 2))
     slopes = torch.rand(2, 4, device=q.device)
     options = {"causal": True, "softcap": 20.0, "alibi_slopes": slopes, "return_attn_probs": True}
@@ -250,7 +250,7 @@ def test_the_extension_gives_and_takes_the_state_of_dropout(device: str) -> None
 
 @pytest.mark.parametrize("softcap", [0.0, 15.0])
 def test_alibi_slopes_arrive_everywhere(device: str, softcap: float) -> None:
-    """By the function of all that flash_attn has, and by those of its extension."""
+    """Through every function of flash_attn that has them, and those of its extension."""
     q, k, v = (t.detach() for t in tensors(device, 33, 33, (4, 4)))
     slopes = torch.rand(2, 4, device=device)
     rows, lengths = [t.flatten(0, 1) for t in (q, k, v)], torch.arange(0, 67, 33, dtype=torch.int32, device=device)
@@ -285,7 +285,7 @@ def installed() -> Iterator[None]:
 
 
 def test_code_that_imports_flash_attn_gets_these(installed: None) -> None:
-    install_as_flash_attn()  # twice is once
+    install_as_flash_attn()  # idempotent
     from flash_attn import flash_attn_func
     from flash_attn.bert_padding import pad_input
     from flash_attn.flash_attn_interface import _flash_attn_forward, flash_attn_gpu, flash_attn_varlen_func
@@ -297,9 +297,7 @@ def test_code_that_imports_flash_attn_gets_these(installed: None) -> None:
     assert apply_rotary_emb is rotary.apply_rotary_emb
     assert _flash_attn_forward is flash_attn._flash_attn_forward
     assert sys.modules["flash_attn_2_cuda"] is flash_attn_gpu
-    assert (
-        importlib.util.find_spec("flash_attn") is not None
-    )  # as transformers asks; it raises for a module without a spec
+    assert importlib.util.find_spec("flash_attn") is not None  # transformers' check; raises for a module without a spec
     uninstall_flash_attn()
     assert "flash_attn" not in sys.modules
 

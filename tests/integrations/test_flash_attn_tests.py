@@ -1,4 +1,4 @@
-"""The plugin that runs flash_attn's own test files: a file as theirs are, drawn from and run on the CPU."""
+"""The plugin that runs flash_attn's test files: a file like theirs, of which a sample runs on the CPU."""
 
 import itertools
 import os
@@ -58,7 +58,7 @@ def test_a_drawn_file_keeps_the_names_of_the_whole_one(tmp_path: Path) -> None:
     lengths, dims, masks, dtypes = ("1-9", "5-7", "8-8"), (32, 64, 80), (False, True), ("dtype0", "dtype1")
     whole = {
         "-".join(map(str, names)) for names in itertools.product(lengths, dims, masks, dtypes)
-    }  # as pytest alone has them
+    }  # like pytest without the plugin
     output = run(tmp_path, "--draw", "5", "--draw-seed", "3")
     some = set(re.findall(r"test_out\[(.*?)\] PASSED", output))
     assert len(some) == 5
@@ -67,7 +67,7 @@ def test_a_drawn_file_keeps_the_names_of_the_whole_one(tmp_path: Path) -> None:
 
 
 def test_a_draw_is_its_seed_s_and_has_no_repetition() -> None:
-    pairs = pytest.mark.parametrize("b,c", [(1, 2), (3, 4)]).mark  # noqa: PT006 (as theirs are written)
+    pairs = pytest.mark.parametrize("b,c", [(1, 2), (3, 4)]).mark  # noqa: PT006 (as in their files)
     marks = [pytest.mark.parametrize("a", range(10)).mark, pairs]
     first, again, other = (drawn(marks, 12, random.Random(seed))[0].args[1] for seed in (1, 1, 2))
     values = [tuple(row.values) for row in first]
@@ -83,7 +83,7 @@ def test_each_pair_of_values_is_drawn(tmp_path: Path) -> None:
     assert rows == pairwise(sizes, random.Random(5)) != pairwise(sizes, random.Random(6))
     for a, b in itertools.combinations(range(len(sizes)), 2):
         assert {(row[a], row[b]) for row in rows} == set(itertools.product(range(sizes[a]), range(sizes[b])))
-    assert 70 <= len(rows) < 2 * 70  # seven times ten are the fewest
+    assert 70 <= len(rows) < 2 * 70  # seven times ten is the minimum
     marks = [pytest.mark.parametrize("a", range(3)).mark, pytest.mark.skipif(False, reason="stays")]
     only, mark = drawn(marks, PAIRS, random.Random(1))
     assert [row.values for row in only.args[1]] == [(0,), (1,), (2,)]

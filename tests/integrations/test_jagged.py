@@ -1,4 +1,4 @@
-"""Jagged nested tensors in torch's own attention: those of its flash backend run on flashmoe, all others are told with the reason."""
+"""Jagged nested tensors in torch's attention: those of its flash backend run on flashmoe; for all others the reason is reported."""
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
@@ -69,7 +69,7 @@ def test_dropout_of_jagged_tensors_runs_on_flashmoe() -> None:
 
 @dataclass(frozen=True)
 class Case:
-    """A call whose tensors, or whose settings, torch's flash backend does not take."""
+    """A call whose tensors or settings torch's flash backend does not accept."""
 
     device: str
     backend: str
@@ -118,7 +118,7 @@ CASES = [
 def test_jagged_calls_that_torch_hands_to_another_backend_are_told_with_the_reason(
     case: Case, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The result stays torch's; the policy may be set after activating."""
+    """The result is still torch's; the policy may be set after activating."""
     tensors = case.tensors()
     told = f"torch chose its {case.backend} backend for these jagged tensors, not flash: .*{case.reason}"
 
@@ -143,7 +143,7 @@ def test_jagged_calls_that_torch_hands_to_another_backend_are_told_with_the_reas
             with pytest.raises(ArgumentError, match=told):
                 flashmoe.scaled_dot_product_attention(*case.nested(tensors))
         found = torch.autograd.grad(out.sum(), tensors)
-        step(*case.nested(tensors))  # no longer watched
+        step(*case.nested(tensors))  # no longer reported
     assert route.path == Path.TORCH
     assert case.reason in route.reason
     assert case.is_compiled or warned[0].filename == __file__, "it names the line of the call"

@@ -1,4 +1,4 @@
-"""flashmoe's plug-in for SGLang, driven as SGLang drives it: prefill with prefixes, decoding, pages; against float64 torch."""
+"""flashmoe's plug-in for SGLang, called as SGLang calls it: prefill with prefixes, decoding, pages; compared with float64 torch."""
 
 import importlib
 from collections.abc import Iterator
@@ -53,7 +53,7 @@ def layer_of(**changes: Any) -> Any:
 
 
 def prepared(plugin: Any, device: str, form: str, page_size: int) -> SimpleNamespace:
-    """A backend, a step of three requests with its cache as before the step, and the step's result in float64."""
+    """A backend, a step of three requests with its cache before the step, and the step's result in float64."""
     generator = torch.Generator().manual_seed(0)
     dtype = torch.bfloat16 if device == "cuda" or form == "fp8" else torch.float32
 
@@ -133,7 +133,7 @@ def test_a_step_over_sglangs_pool_is_attention(plugin: Any, device: str, form: s
 
 @pytest.mark.parametrize("page_size", [1, 16])
 def test_a_captured_step_reads_the_lengths_and_pages_of_its_replay(plugin: Any, device: str, page_size: int) -> None:
-    """SGLang captures decoding with lengths of 1 and rows of request 0, and replays it with a batch padded by the same."""
+    """SGLang captures decoding with lengths of 1 and rows of request 0, and replays it with a batch padded in the same way."""
     step, size = prepared(plugin, device, "graph", page_size), 4
     backend, fill = step.backend, step.backend.get_cuda_graph_seq_len_fill_value()
     backend.init_cuda_graph_state(size, size)
@@ -156,7 +156,7 @@ def test_a_captured_step_reads_the_lengths_and_pages_of_its_replay(plugin: Any, 
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
             out = run()
-    for cut in (0, 1):  # the second replay is of shorter requests: what the first left behind it is not read
+    for cut in (0, 1):  # the second replay has shorter requests: stale entries of the first are not read
         q[:3], padded.seq_lens[:3], padded.seq_lens_cpu[:3] = step.q, step.batch.seq_lens, step.batch.seq_lens_cpu
         padded.req_pool_indices[:3] = step.batch.req_pool_indices
         pool.set_kv_buffer(step.layer, KVWriteLoc(step.batch.out_cache_loc), *step.fresh)

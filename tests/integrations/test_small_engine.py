@@ -1,4 +1,4 @@
-"""An engine that imports flash_attn serves on flashmoe: prefix cache, preemption and ragged batches give the logits of whole sequences."""
+"""An engine that imports flash_attn runs on flashmoe: with prefix cache, preemption and ragged batches it gives the logits of complete sequences."""
 
 from collections.abc import Iterator
 
@@ -18,7 +18,7 @@ def flash_attn() -> Iterator[None]:
 
 
 def whole(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Causal attention of one whole sequence in float64."""
+    """Causal attention of one complete sequence in float64."""
     k, v = (x.double().repeat_interleave(q.shape[1] // k.shape[1], 1).transpose(0, 1) for x in (k, v))
     scores = q.double().transpose(0, 1) @ k.mT / q.shape[-1] ** 0.5
     hidden = torch.ones_like(scores[0]).triu(1).bool()

@@ -1,4 +1,4 @@
-"""torch's own attention functions on flashmoe: what reaches it, what goes on to torch's kernel, and that nothing is left behind."""
+"""torch's attention functions on flashmoe: which calls it runs, which go to torch's kernel, and that nothing is left behind."""
 
 import inspect
 import subprocess
@@ -41,7 +41,7 @@ def tensors(device: str, requires_grad: bool = False, heads_kv: int = 4, length:
 
 
 def torch_varlen(q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, causal: bool) -> Tensor:
-    """``varlen_attn``, whose causal rule is a flag in torch 2.10 and a window in later ones."""
+    """``varlen_attn``, whose causal mask is a flag in torch 2.10 and a window in later versions."""
     longest = max(LENGTHS)
     names = inspect.signature(varlen_attn).parameters
     options: dict[str, Any] = (
@@ -71,7 +71,7 @@ def test_sdpa_runs_on_flashmoe_with_the_same_bits_as_a_direct_call(device: str, 
 @pytest.mark.gpu
 @pytest.mark.parametrize("is_compiled", [False, True])
 def test_dropout_runs_on_flashmoe(is_compiled: bool) -> None:
-    """Seed and offset from torch's generator, kept for the gradients; the bits of a direct call with them."""
+    """Seed and offset come from torch's generator and are kept for the gradients; the bits match a direct call with them."""
     q, k, v = tensors("cuda", requires_grad=True)
     upstream = torch.randn_like(q)
 
@@ -108,7 +108,7 @@ def test_a_captured_graph_draws_anew() -> None:
 
 
 def test_ragged_dropout(device: str) -> None:
-    """torch's ragged operators: the state that the forward pass returns is that of both passes."""
+    """torch's ragged operators: both passes use the state that the forward pass returns."""
     q, k, v = (torch.randn(50, 2, 64, device=device).half() for _ in range(3))
     ends = torch.tensor([0, 13, 50], dtype=torch.int32, device=device)
     upstream = torch.randn_like(q)
@@ -131,7 +131,7 @@ def test_nothing_is_left_behind(device: str) -> None:
     cudnn = torch.backends.cuda.cudnn_sdp_enabled()
     for _ in range(2):  # it can be activated again
         with torch_attention.activated():
-            flashmoe.activate()  # twice is once
+            flashmoe.activate()  # idempotent
             assert torch.nn.attention.current_flash_attention_impl() == "flashmoe"
         assert not flashmoe.is_active()
         assert torch.nn.attention.current_flash_attention_impl() is None
@@ -144,7 +144,7 @@ def test_nothing_is_left_behind(device: str) -> None:
 def test_what_is_lacking_goes_to_torchs_kernel_and_is_told(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     q, k, v = tensors(device)
     if device == "cpu":
-        # torch takes dropout to the mathematical form on the CPU; float64 is what reaches the flash kernel and not ours.
+        # torch sends dropout to the math backend on the CPU; float64 reaches torch's flash kernel but not ours.
         call = partial(F.scaled_dot_product_attention, q.double(), k.double(), v.double())
         reason = "there is no kernel for torch.float64"
     else:
@@ -164,7 +164,7 @@ def test_what_is_lacking_goes_to_torchs_kernel_and_is_told(device: str, monkeypa
 def test_calls_that_torch_hands_to_another_backend_are_told(
     device: str, is_compiled: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On the CPU those with dropout, on a GPU those with a mask; the result stays torch's, and ours stays ours."""
+    """On the CPU calls with dropout, on a GPU calls with a mask; torch's result is unchanged, and calls that we support still run here."""
     q, k, v = tensors(device, requires_grad=True)
     other: dict[str, Any] = {"dropout_p": 1e-9} if device == "cpu" else {"attn_mask": q.new_zeros(33, 33)}
     reason = "torch chose its math backend" if device == "cpu" else "torch chose its efficient attention backend"
@@ -186,7 +186,7 @@ def test_calls_that_torch_hands_to_another_backend_are_told(
             step(q, k, v, **other)
     assert torch.allclose(out, expected, atol=1e-3)
     assert all(torch.allclose(a, b, atol=1e-2) for a, b in zip(found, gradients, strict=True))
-    step(q, k, v, **other)  # no longer watched
+    step(q, k, v, **other)  # no longer reported
 
 
 def test_a_compiled_function_keeps_to_flashmoe(device: str) -> None:
@@ -258,7 +258,7 @@ def test_without_torchs_kernel_for_the_cpu_what_is_lacking_is_an_error_by_name()
     q, k, v = (tensor.double() for tensor in tensors)
     with torch_attention.activated(), pytest.raises(ArgumentError, match=r"torch\.float64 on cpu; and torch has no"):
         torch_varlen(q, k, v, lengths, causal=True)
-    with pytest.raises(NotImplementedError):  # torch's own answer, as before
+    with pytest.raises(NotImplementedError):  # torch's error, as before
         torch_varlen(*tensors, lengths, True)
 
 
@@ -266,8 +266,8 @@ TORCHS_KERNELS = ("flash_fwd", "flash_bwd", "pytorch_flash", "fmha", "cudnn", "e
 
 
 def kernels(call: Callable[[], object]) -> list[str]:
-    """The names of what runs on the GPU."""
-    call()  # what is compiled or tuned at the first call
+    """The names of the GPU kernels that run."""
+    call()  # compilation and tuning happen at the first call
     activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
     with torch.profiler.profile(activities=activities, acc_events=True) as profile:
         call()
@@ -282,7 +282,7 @@ def test_the_profile_of_an_unmodified_model_shows_our_kernels_and_none_of_torchs
     lengths = torch.tensor([0, 10, 11, 24], dtype=torch.int32, device="cuda")
 
     def step() -> None:
-        """A step of training of one layer, of code that knows nothing of flashmoe."""
+        """A training step of one layer, in code that is not aware of flashmoe."""
         x = torch.randn(2, 24, 256, device="cuda", dtype=torch.bfloat16)
         if name == "dense":
             q, k, v = layer(x).view(2, 24, 3, 4, 64).permute(2, 0, 3, 1, 4)
@@ -297,13 +297,13 @@ def test_the_profile_of_an_unmodified_model_shows_our_kernels_and_none_of_torchs
         out.square().sum().backward()
 
     before = kernels(step)
-    assert any(part in kernel for kernel in before for part in TORCHS_KERNELS), before  # the names are still torch's
+    assert any(part in kernel for kernel in before for part in TORCHS_KERNELS), before  # torch still uses these names
     with torch_attention.activated():
         found = kernels(step)
     ours = [kernel for kernel in found if kernel.startswith("flashmoe_")]
     backward = [kernel for kernel in ours if "backward" in kernel]
     assert backward, found
-    assert len(ours) > len(backward), found  # the forward pass may be that of decoding: these sequences are short
+    assert len(ours) > len(backward), found  # the forward pass may be one for decoding: the sequences are short
     assert not any(part in kernel for kernel in found for part in TORCHS_KERNELS), found
 
 
@@ -321,7 +321,7 @@ assert torch.allclose(out, flashmoe.attention(row, k, v), atol=1e-2)
 
 @pytest.mark.gpu
 def test_the_first_call_may_be_one_that_torch_compile_records_as_a_cuda_graph(tmp_path: Path) -> None:
-    """In a process of its own: what the first call allocates for good must not lie in the graph's memory."""
-    words = [sys.executable, "-W", "ignore", "-c", RECORDED]  # which looks for modules in its folder: not in a checkout
+    """In a separate process: permanent allocations of the first call must not be in the graph's memory."""
+    words = [sys.executable, "-W", "ignore", "-c", RECORDED]  # -c looks for modules in its folder: not in a checkout
     done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-3000:]

@@ -1,4 +1,4 @@
-"""Small random models of transformers: logits and gradients against its own eager attention and experts, and generation."""
+"""Small random transformers models: logits and gradients compared with its own eager attention and experts, and generation."""
 
 import warnings
 from importlib import import_module
@@ -33,7 +33,7 @@ SIZES = {
     "eos_token_id": 2,
 }
 EXPERTS = {"num_experts_per_tok": 2}
-# Latent attention: queries and keys wider than values; the second layer has experts.
+# Latent attention: queries and keys are wider than values; the second layer has experts.
 LATENT: dict[str, Any] = {
     "num_key_value_heads": 4,
     "qk_nope_head_dim": 16,
@@ -85,7 +85,7 @@ def use(model: Any, ours: bool) -> None:
 
 
 def both(model: Any, tokens: Tensor, **options: Any) -> tuple[list[Tensor], list[Tensor]]:
-    """(logits, gradients...) by transformers' eager code and by flashmoe."""
+    """(logits, gradients...) from transformers' eager code and from flashmoe."""
     results = []
     for ours in (False, True):
         use(model, ours)
@@ -126,11 +126,11 @@ def test_padded_batches(device: str, name: str, side: str) -> None:
     ("name", "cache"), [("Mistral", "dynamic"), ("DeepseekV3", "dynamic"), ("GptOss", "static"), ("Llama", "compiled")]
 )
 def test_generation_gives_the_same_tokens(name: str, cache: str) -> None:
-    """In float32, on the CPU: in bfloat16 two tokens of a random model may tie."""
+    """In float32 on the CPU, because in bfloat16 two tokens of a random model may tie."""
     model: Any = build(name, "cpu", layers=1 if cache == "compiled" else 2)
     prompt = torch.randint(3, 64, (2, 9))
     options: dict[str, Any] = {"max_new_tokens": 8, "do_sample": False, "cache_implementation": cache}
-    if cache == "compiled":  # the decoding step, whole
+    if cache == "compiled":  # the complete decoding step
         options |= {"cache_implementation": "static", "compile_config": transformers.CompileConfig(**COMPILE)}
         options["compile_config"]._compile_all_devices = True
     found = []
@@ -173,8 +173,8 @@ CONTINUOUS = {"Llama": {}, "Gemma2": MODELS["Gemma2"]}
 
 @pytest.mark.parametrize("name", CONTINUOUS)
 def test_continuous_batching(device: str, name: str) -> None:
-    """The same tokens as by transformers' own paged attention; where its version takes no foreign name, it says so."""
-    pytest.importorskip("psutil")  # transformers looks for free memory
+    """The same tokens as with transformers' paged attention; if its version accepts no foreign name, the error says so."""
+    pytest.importorskip("psutil")  # transformers queries free memory
     model: Any = build(name, device)
     if register().paged is None:
         assert PAGED_NAME not in ALL_ATTENTION_FUNCTIONS.valid_keys()
@@ -199,7 +199,7 @@ def test_continuous_batching(device: str, name: str) -> None:
 
 @pytest.mark.parametrize("name", ["Llama", "Mistral"])
 def test_packed_sequences_are_one_ragged_batch(device: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also of a head dim that goes to SDPA: there by a mask."""
+    """Also for a head dim that uses SDPA, where it becomes a mask."""
     if name == "Mistral":
         monkeypatch.setitem(MODELS, name, {"sliding_window": 7, "head_dim": 528})
     model: Any = build(name, device)
@@ -213,7 +213,7 @@ def test_packed_sequences_are_one_ragged_batch(device: str, name: str, monkeypat
     ).logits
     by_mask = model(
         tokens, position_ids=position, use_cache=False
-    ).logits  # with a cache transformers looks at no positions
+    ).logits  # with a cache transformers ignores positions
     alone = torch.cat([model(part).logits for part in tokens.split(lengths, 1)], 1)
     assert torch.allclose(packed, alone, atol=limit(model), rtol=limit(model))
     assert torch.allclose(by_mask, alone, atol=limit(model), rtol=limit(model))
@@ -290,7 +290,7 @@ def test_a_position_bias_is_learned(device: str, is_padded: bool, monkeypatch: p
 
 
 def test_attention_dropout_while_training(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On flashmoe, by torch's generator, and not in evaluation."""
+    """Runs on flashmoe with torch's generator, and not in evaluation."""
     monkeypatch.setenv("FLASHMOE_FALLBACK", "error")
     model: Any = build("Llama", "cpu")
     tokens = torch.randint(3, 64, (2, 9))
@@ -320,10 +320,10 @@ def test_attention_dropout_while_training(monkeypatch: pytest.MonkeyPatch) -> No
     head_dim=st.sampled_from([16, 528]),
 )
 def test_a_window_around_the_number_of_keys(rows: int, more: int, sliding_window: int, head_dim: int) -> None:
-    """One decoding row sees the last keys of its window; a prompt comes with as many keys as rows. No kernel has head dim 528: SDPA gets a
-    mask there."""
+    """A decoding row sees the last keys of its window; a prompt has as many keys as rows. No kernel supports head dim 528, so SDPA gets a
+    mask."""
     keys = rows + more if rows == 1 else rows
-    heads_kv = 2 if head_dim == 16 else 4  # for SDPA a module repeats them, and this one knows of none
+    heads_kv = 2 if head_dim == 16 else 4  # transformers' module would repeat them for SDPA; this one has no groups
     q, k, v = (
         torch.randn(2, heads, count, head_dim) for heads, count in ((4, rows), (heads_kv, keys), (heads_kv, keys))
     )
@@ -337,7 +337,7 @@ def test_a_window_around_the_number_of_keys(rows: int, more: int, sliding_window
 
 @pytest.mark.parametrize("cache", ["dynamic", "static"])
 def test_what_goes_to_sdpa_keeps_its_window(cache: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A head dim that no kernel has: windows and lengths that masks leave to the kernels are not lost on the way."""
+    """A head dim without a kernel: windows and lengths that are normally left to the kernels must not be lost."""
     monkeypatch.setitem(MODELS, "Mistral", {"sliding_window": 7 if cache == "dynamic" else None, "head_dim": 528})
     model: Any = build("Mistral", "cpu")
     tokens = torch.randint(3, 64, (2, LENGTH))

@@ -1,4 +1,4 @@
-"""E4m3Cache of transformers' models: the bits of the same cache dequantised, and what it is refused with."""
+"""E4m3Cache in transformers' models: the bits of the same cache dequantised, and the calls that it rejects."""
 
 import warnings
 from importlib import import_module
@@ -30,7 +30,7 @@ GREEDY = {
 
 
 class DequantisedLayer(layers.DynamicLayer):  # type: ignore[misc]
-    """What an E4m3Cache stands for, by code of its own: every key and value rounded to e4m3 times its scale, in 16 bits."""
+    """An independent reference for E4m3Cache: every key and value rounded to e4m3 times its scale, in 16 bits."""
 
     def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
         if not self.is_initialized:
@@ -46,7 +46,7 @@ class DequantisedLayer(layers.DynamicLayer):  # type: ignore[misc]
 
     @staticmethod
     def power(states: Tensor) -> Tensor:
-        """The least power of two with which 8 times the largest magnitude is below 448."""
+        """The smallest power of two for which 8 times the largest magnitude is below 448."""
         largest = states.double().abs().amax((2, 3), keepdim=True) * 8 / 448
         return 2.0 ** (largest.log2().floor() + 1)
 
@@ -87,7 +87,7 @@ def test_tokens_and_logits_are_those_of_the_dequantised_cache(name: str, dtype: 
     (found, logits), (expected, expected_logits) = (run(model, tokens, used) for used in caches())
     assert torch.equal(found, expected)
     assert torch.equal(logits, expected_logits)
-    assert not torch.equal(logits, run(model, tokens, None)[1])  # of the cache in 16 bits
+    assert not torch.equal(logits, run(model, tokens, None)[1])  # differs from the cache in 16 bits
 
 
 @pytest.mark.parametrize(("side", "name"), [("left", "Llama"), ("left", "GptOss"), ("right", "Llama")])
@@ -111,7 +111,7 @@ def test_beams_are_reordered_and_repeated() -> None:
 
 @torch.no_grad()
 def test_chunks_crops_and_resets() -> None:
-    """A prompt in chunks, of which the last are taken back and replaced; then another one, in the same cache."""
+    """A prompt in chunks, the last of which are removed and replaced; then another prompt in the same cache."""
     model = sixteen_bits("Llama")
     tokens = torch.randint(3, 64, (2, 40))
     ours, expected = caches()
@@ -134,7 +134,7 @@ def test_chunks_crops_and_resets() -> None:
 
 
 def test_what_comes_later_saturates_and_nan_stays() -> None:
-    """The first keys' largest magnitude is 1, so 448 times 2^-5 is the most; of zeros the scale is 1."""
+    """The first keys' largest magnitude is 1, so the maximum is 448 times 2^-5; for zeros the scale is 1."""
     layer = cache.E4m3Layer()
     first = torch.tensor([1.0, -0.3, 0.0, 2.0**-20]).bfloat16().expand(1, 2, 1, 4)
     layer.update(first, torch.zeros_like(first))
@@ -147,13 +147,13 @@ def test_what_comes_later_saturates_and_nan_stays() -> None:
 
 
 def test_each_sequence_and_head_has_its_scale() -> None:
-    """Which follows it when a batch is reordered; an infinity does not make the others zeros."""
+    """The scale moves with it when a batch is reordered; an infinity does not turn the others into zeros."""
     layer = cache.E4m3Layer()
     largest = torch.tensor([[1.0, 64.0], [2.0**-12, float("inf")]]).bfloat16()
     states = torch.stack((largest, torch.full_like(largest, 2.0**-13)), -1)[:, :, None]  # [2, 2, 1, 2]
     keys, _ = layer.update(states, states)
     expected = states.clone()
-    expected[0, 1, 0, 1] = 0.0  # 2^-13 beside 64
+    expected[0, 1, 0, 1] = 0.0  # 2^-13 underflows with 64 in the same head
     expected[1, 1, 0] = torch.tensor([448.0 * 16, 0.0])
     assert torch.equal(keys.dequantized(), expected)
     for change, order in (
@@ -171,7 +171,7 @@ def test_each_sequence_and_head_has_its_scale() -> None:
 
 @pytest.mark.parametrize(("name", "other"), [("Llama", "sdpa"), ("Llama", "eager"), ("DeepseekV3", NAME)])
 def test_who_reads_the_codes_otherwise_is_told(name: str, other: str) -> None:
-    """Another attention, and a model that multiplies with what it has cached, the latents."""
+    """Another attention, and a model that multiplies by what it has cached, the latents."""
     if name == "DeepseekV3" and "expand_kv" not in dir(import_module(DEEPSEEK).DeepseekV3Attention):
         pytest.skip("this transformers caches keys and values of DeepSeek, not latents")
     model = sixteen_bits(name)

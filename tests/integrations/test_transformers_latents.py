@@ -1,4 +1,4 @@
-"""decode_by_latents: transformers' DeepSeek layers decode by mla_decode, with the tokens and logits that they have without it."""
+"""decode_by_latents: transformers' DeepSeek layers decode with mla_decode, with the same tokens and logits as without it."""
 
 from collections import Counter
 from importlib import import_module
@@ -37,13 +37,13 @@ def make(name: str, monkeypatch: pytest.MonkeyPatch) -> Any:
         pytest.skip("this transformers caches keys and values of each head; that decode_by_latents says so was checked")
     for name, parameter in model.named_parameters():
         if "self_attn" in name and parameter.dim() == 2:
-            parameter.data *= 2  # so that scores matter
+            parameter.data *= 2  # so that scores are not negligible
     use(model, ours=True)
     return model
 
 
 class Operators(TorchDispatchMode):
-    """Counts ours."""
+    """Counts calls of our operators."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -70,13 +70,13 @@ def test_tokens_and_logits_stay(name: str, cache: str, monkeypatch: pytest.Monke
     assert ran["mla_decode"] == 0
     assert decode_by_latents(model) == 2
     found, found_logits, ran = run(model, tokens, cache_implementation=cache)
-    assert ran["mla_decode"] == 2 * 5  # the prompt's last token comes from the prompt
+    assert ran["mla_decode"] == 2 * 5  # the prompt gives the first new token
     assert torch.equal(found, expected)
     torch.testing.assert_close(found_logits, logits, atol=1e-5, rtol=1e-4)
 
 
 def test_what_is_no_step_without_padding_runs_as_before(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Padded batches, another attention, gradients; and deleting the method undoes it."""
+    """Padded batches, another attention, gradients; deleting the method undoes it."""
     model = make("DeepseekV3", monkeypatch)
     tokens, valid = torch.randint(3, 64, (2, 9)), torch.ones(2, 9, dtype=torch.long)
     valid[1, :4] = 0
@@ -115,7 +115,7 @@ def test_a_step_with_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_layers_that_do_something_else_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Found by comparing values: keys times 2, say."""
+    """These are found by comparing values, for example keys times 2."""
     model = make("DeepseekV3", monkeypatch)
     kind = import_module("transformers.models.deepseek_v3.modeling_deepseek_v3").DeepseekV3Attention
     plain = kind.expand_kv

@@ -1,4 +1,4 @@
-"""Which models of transformers take attention by name: those that do not call its interface are refused, by the model's name, when they are built."""
+"""Which transformers models select attention by name: models that do not call its interface are rejected by name when they are built."""
 
 from typing import Any
 
@@ -97,7 +97,7 @@ def test_encoders_and_vision_towers_give_what_eager_gives(name: str) -> None:
 
 
 def test_models_of_others_are_looked_at_too() -> None:
-    """A class without a source says nothing; one of a user's own that calls the interface needs none of transformers' flags."""
+    """A class without source is accepted; a user's class that calls the interface needs none of transformers' flags."""
     assert obstacle(type("Nowhere", (), {"__module__": "no.such.module"})) is None
     assert obstacle(transformers.LlamaForCausalLM) is None
     assert obstacle(transformers.MambaForCausalLM) is None  # has no attention

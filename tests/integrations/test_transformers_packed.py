@@ -1,4 +1,4 @@
-"""Quantised checkpoints of transformers, made here, on packed weights: gpt-oss in mxfp4, Qwen3-MoE in e4m3."""
+"""Quantised transformers checkpoints, created here, on packed weights: gpt-oss in mxfp4, Qwen3-MoE in e4m3."""
 
 import json
 from functools import partial
@@ -50,7 +50,7 @@ PROMPT = torch.randint(3, 64, (2, 9), generator=torch.Generator().manual_seed(0)
 
 
 def test_the_quantizers_that_this_version_takes() -> None:
-    """Where one is lacking, asking for it is an error; a configuration of another method always is."""
+    """If one is missing, requesting it is an error; a configuration for another method always is."""
     taken = _methods()
     for name, quantization in QUANTIZATION.items():
         config = getattr(transformers, f"{name}Config")(quantization_config=quantization)
@@ -75,14 +75,14 @@ def _methods() -> set[str]:
 
 
 def encode_e4m3(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """Of [n, k], with a scale for each 128 by 128, which takes the largest to 448."""
+    """e4m3 of [n, k], with a scale per 128 x 128 block that maps the largest value to 448."""
     blocks = weight.float().unflatten(1, (-1, 128)).unflatten(0, (-1, 128))
     scales = blocks.abs().amax((1, 3)) / 448
     return (blocks / scales[:, None, :, None]).flatten(2).flatten(0, 1).to(torch.float8_e4m3fn), scales
 
 
 def quantised(name: str, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """A checkpoint's tensors under the names and in the shapes of the released ones."""
+    """A checkpoint's tensors with the names and shapes of the released ones."""
     found = {}
     for key, tensor in tensors.items():
         if name == "Qwen3Moe" and key.endswith("proj.weight"):
@@ -97,7 +97,7 @@ def quantised(name: str, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 
 @pytest.fixture(scope="module")
 def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of a quantised checkpoint; saved by transformers in 16 bits, then quantised by the rule of its format."""
+    """The folder of a quantised checkpoint: saved by transformers in 16 bits, then quantised as its format defines."""
     name: str = request.param
     if QUANTIZATION[name]["quant_method"] not in _methods():
         pytest.skip(
@@ -123,7 +123,7 @@ def load(folder: Path, packed: bool, implementation: str = NAME) -> Any:
 
 
 def generate(model: Any) -> tuple[Tensor, Tensor]:
-    """Each prompt with eight tokens more, and the logits [2, 8, vocabulary] from which these were chosen."""
+    """Each prompt with eight more tokens, and the logits [2, 8, vocabulary] from which they were chosen."""
     options = {"output_logits": True, "return_dict_in_generate": True, "do_sample": False, "max_new_tokens": 8}
     found = model.generate(PROMPT, **options, eos_token_id=None)
     return found.sequences, torch.stack(found.logits, 1)
@@ -131,7 +131,7 @@ def generate(model: Any) -> tuple[Tensor, Tensor]:
 
 @torch.no_grad()
 def assert_would_generate(model: Any, tokens: Tensor, logits: Tensor, tolerance: float) -> None:
-    """Along ``tokens`` the model's logits are these, and it chooses the same, unless two are as close as that."""
+    """Along ``tokens`` the model has these logits and chooses the same tokens, unless two logits are within the tolerance."""
     expected = model(tokens).logits[:, PROMPT.shape[1] - 1 : -1].float()
     assert (logits.float() - expected).norm() < tolerance * expected.norm()
     chosen = expected.gather(-1, tokens[:, PROMPT.shape[1] :, None])
@@ -139,7 +139,7 @@ def assert_would_generate(model: Any, tokens: Tensor, logits: Tensor, tolerance:
 
 
 def as_on_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The CPU takes packed weights, and no others."""
+    """Makes the CPU accept packed weights, and no others."""
     monkeypatch.setattr(experts_module, "can_pack", engines.takes_packed)
     monkeypatch.setattr(experts_module, "fused_moe", engines.packed_fused_moe)
 
@@ -171,7 +171,7 @@ def test_gpt_oss_in_mxfp4_has_the_bits_of_the_dequantised_model(
     assert torch.equal(tokens, expected[0])
     assert torch.equal(logits, expected[1])
     assert_would_generate(load(checkpoint, packed=False, implementation="eager"), tokens, logits, 2e-2)
-    model.save_pretrained(tmp_path)  # again such a checkpoint
+    model.save_pretrained(tmp_path)  # the same kind of checkpoint again
     assert json.loads((tmp_path / "config.json").read_text())["quantization_config"]["quant_method"] == "mxfp4"
     saved = safetensors.load_file(tmp_path / "model.safetensors")
     assert saved.keys() == stored.keys()
@@ -180,7 +180,7 @@ def test_gpt_oss_in_mxfp4_has_the_bits_of_the_dequantised_model(
 
 @pytest.mark.parametrize("checkpoint", ["Qwen3Moe"], indirect=True)
 def test_qwen3_moe_in_fp8_is_the_layer_that_its_format_means(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Beside a reference that quantises activations by code of its own, and beside transformers' dequantised model."""
+    """Compared with an independent reference that quantises activations, and with transformers' dequantised model."""
     model, plain = load(checkpoint, packed=True), load(checkpoint, packed=False, implementation="eager")
     stored = safetensors.load_file(checkpoint / "model.safetensors")
     first = "model.layers.0.mlp.experts.0."
@@ -197,7 +197,7 @@ def test_qwen3_moe_in_fp8_is_the_layer_that_its_format_means(checkpoint: Path, m
     experts = model.model.layers[0].mlp.experts
     with torch.no_grad():
         found, expected = (run(rows, ids, shares).float() for run in (experts, partial(composed, experts)))
-    assert (found - expected).norm() < 4e-3 * expected.norm()  # of bfloat16's roundings
+    assert (found - expected).norm() < 4e-3 * expected.norm()  # from rounding to bfloat16
     interface = import_module("transformers.integrations.finegrained_fp8").FP8ExpertsInterface
     monkeypatch.setitem(interface._global_mapping, "composed", composed)
     model.set_experts_implementation("composed")
@@ -214,7 +214,7 @@ def composed(experts: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_wei
 
 
 def fp8_experts(**changes: Any) -> Any:
-    """As transformers' FP8Experts: 2 experts of 128 by 128."""
+    """Like transformers' FP8Experts: 2 experts of 128 x 128."""
     random = torch.Generator().manual_seed(0)
     w13, w2 = (torch.randn(2, rows, 128, generator=random).to(torch.float8_e4m3fn) for rows in (256, 128))
     given: dict[str, Any] = {
@@ -285,7 +285,7 @@ def test_another_limit_than_gpt_oss_has_is_refused() -> None:
 
 
 def mxfp4_experts(device: str, intermediate: int = 128) -> Mxfp4Experts:
-    """2 experts of hidden size 64 with random codes, and scales about 2^-5."""
+    """2 experts of hidden size 64 with random codes and scales around 2^-5."""
     sizes = {"num_experts": 2, "hidden_size": 64, "intermediate_size": intermediate, "alpha": 1.702, "limit": 7.0}
     experts = Mxfp4Experts(SimpleNamespace(**sizes))
     random = torch.Generator().manual_seed(7)
@@ -318,7 +318,7 @@ def test_the_first_call_repacks_in_place_and_bits_stay(device: str, monkeypatch:
         found = experts.state_dict()
         assert found.keys() == before.keys()
         assert all(torch.equal(found[name], tensor) for name, tensor in before.items())
-    experts.to("cpu")  # which takes the checkpoint's order alone
+    experts.to("cpu")  # the CPU only accepts the checkpoint's order
     assert experts(rows.cpu(), *(one.cpu() for one in routing)).isfinite().all()
     assert not experts.is_packed
     assert torch.equal(experts.down_proj_scales, before["down_proj_scales"].cpu())

@@ -1,6 +1,6 @@
-"""flashmoe's plug-in for vLLM, driven as vLLM drives it: builder, metadata, cache and forward, against float64 torch.
+"""flashmoe's plug-in for vLLM, called as vLLM calls it: builder, metadata, cache and forward, compared with float64 torch.
 
-"stand-in" are small classes with vLLM's signatures; versions appear where the run was given vLLM's sources (tests/integrations/engines.py).
+"stand-in" are small classes with vLLM's signatures; versions appear if the run was given vLLM's sources (tests/integrations/engines.py).
 """
 
 import importlib
@@ -25,7 +25,7 @@ CUSTOM = "flashmoe.integrations.vllm.attention.FlashmoeBackend"
 
 @dataclass
 class Vllm:
-    """The engine's modules, and ours imported over them."""
+    """The engine's modules, and our modules imported with them."""
 
     attention: Any
     backend: Any
@@ -69,7 +69,7 @@ def reference(
     sinks: Tensor | None,
     slopes: list[float] | None,
 ) -> Tensor:
-    """One sequence in float64: q [Sq, H, D], k and v [Sk, Hkv, D], the last query at the last key; returns [Sq, H, D]."""
+    """One sequence in float64: q [Sq, H, D], k and v [Sk, Hkv, D], the last query aligned with the last key; returns [Sq, H, D]."""
     group = q.shape[1] // k.shape[1]
     q, k, v = (t.double().transpose(0, 1) for t in (q, k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)))
     scores = q @ k.mT / math.sqrt(q.shape[-1])
@@ -89,7 +89,7 @@ def reference(
 
 @dataclass
 class Case:
-    """Sequences of (keys in the cache already, new queries); the cache's memory is heads first or tokens first."""
+    """Sequences of (keys already in the cache, new queries); the cache's memory is heads first or tokens first."""
 
     sequences: tuple[tuple[int, int], ...] = ((0, 20), (33, 1), (0, 1), (17, 5))
     tokens_first: bool = False
@@ -103,7 +103,7 @@ class Case:
 
 
 def serve(vllm: Vllm, case: Case, device: str) -> tuple[Tensor, Tensor, Tensor]:
-    """(output, what it should be, rows of padding): the keys before are written in one step, then a step with the queries runs."""
+    """(output, expected output, padding rows): writes the earlier keys in one step, then runs a step with the queries."""
     generator = torch.Generator().manual_seed(0)
     dtype = torch.bfloat16 if device == "cuda" or case.cache != "auto" else torch.float32
 
@@ -231,7 +231,7 @@ def test_an_encoder_sees_both_sides_without_a_cache(vllm: Vllm) -> None:
 
 
 def calls_of(vllm: Vllm, monkeypatch: pytest.MonkeyPatch) -> list[Varlen]:
-    """What the operator is given from now on."""
+    """Collects the operator's arguments from now on."""
     asked: list[Varlen] = []
     real = vllm.attention.attention_into
     monkeypatch.setattr(
@@ -375,7 +375,7 @@ def test_a_layer_that_cannot_run_here_is_vllms_own_and_told_once(vllm: Vllm, mon
 
 
 def test_on_a_cpu_what_is_asked_for_is_taken_or_told(vllm: Vllm, monkeypatch: pytest.MonkeyPatch) -> None:
-    """vLLM asks nobody there: its own backend for CPUs would be taken."""
+    """vLLM would not ask the plug-in there, but use its own CPU backend."""
     monkeypatch.setattr(sys.modules["vllm.platforms"].current_platform, "capability", None)
     monkeypatch.delenv("FLASHMOE_FALLBACK", raising=False)
     vllm.plugin.register()

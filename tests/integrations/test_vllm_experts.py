@@ -1,4 +1,4 @@
-"""vLLM's experts on flashmoe: the kernel's arguments as vLLM's modular kernel gives them, against float64 torch."""
+"""vLLM's experts on flashmoe: called with the arguments of vLLM's modular kernel, compared with float64 torch."""
 
 import importlib
 import math
@@ -24,7 +24,7 @@ def experts(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 
 
 def gated(activation: Any, both: Tensor) -> Tensor:
-    """vLLM's definitions: halves one after the other, but gpt-oss's alternate."""
+    """vLLM's definitions: two halves, except for gpt-oss, whose columns alternate."""
     if activation is MoEActivation.SWIGLUOAI:
         gate, up = both[..., ::2].clamp(max=7.0), both[..., 1::2].clamp(-7.0, 7.0)
         return gate * torch.sigmoid(1.702 * gate) * (up + 1)

@@ -1,4 +1,4 @@
-"""Latent attention of vLLM on flashmoe: decoding and prompts against float64, and which class a model with MLA gets."""
+"""vLLM's latent attention on flashmoe: decoding and prompts compared with float64, and the class that a model with MLA gets."""
 
 import importlib
 import sys
@@ -34,7 +34,7 @@ def vllm(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Ite
 
 
 def reference(q: Tensor, keys: Tensor) -> Tensor:
-    """One request in float64: q [Sq, H, 576] over keys [Sk, 576], the last query at the last key; returns [Sq, H, 512]."""
+    """One request in float64: q [Sq, H, 576] over keys [Sk, 576], the last query aligned with the last key; returns [Sq, H, 512]."""
     q, keys = q.double(), keys.double()
     scores = torch.einsum("qhd,kd->qhk", q, keys) * SCALE
     at = torch.arange(q.shape[0]).unsqueeze(1) + keys.shape[0] - q.shape[0]
@@ -76,7 +76,7 @@ def starts_of(lengths: list[int], device: str) -> Tensor:
 
 
 def filled(kind: Any, **given: Any) -> Any:
-    """One of vLLM's dataclasses, None in the fields that flashmoe does not read; a namespace where there is no class."""
+    """One of vLLM's dataclasses, with None in fields that flashmoe does not read; a namespace if there is no class."""
     return SimpleNamespace(**given) if kind is None else kind(**{**{one.name: None for one in fields(kind)}, **given})
 
 
@@ -87,15 +87,15 @@ CHUNKS = ["stand-in", "stand-in, numbered", *engines.engine_sources()]
     ("vllm", "version"), [(name.partition(",")[0], name) for name in CHUNKS], indirect=["vllm"], ids=CHUNKS
 )
 def test_prompts_see_their_new_tokens_and_the_chunks_of_what_is_cached(vllm: Any, version: str, device: str) -> None:
-    """As vLLM calls: new tokens, then each chunk of the context, merged by their log-sum-exp."""
+    """As vLLM does it: new tokens, then each chunk of the context, merged by log-sum-exp."""
     generator = torch.Generator().manual_seed(1)
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
-    new, chunks, heads = [5, 1, 40], [[16, 0, 7], [3, 20, 0]], 4  # of three requests; tokens of each chunk
+    new, chunks, heads = [5, 1, 40], [[16, 0, 7], [3, 20, 0]], 4  # for three requests; tokens of each chunk
 
     def random(tokens: int, size: int) -> Tensor:
         return torch.randn(tokens, heads, size, generator=generator).to(device, dtype)
 
-    def values(tokens: int) -> Tensor:  # a part of wider rows, as of vLLM's projection
+    def values(tokens: int) -> Tensor:  # a slice of wider rows, as in vLLM's projection
         return random(tokens, 256)[..., 128:]
 
     folder = engines.engine_sources().get(version)
@@ -140,7 +140,7 @@ def test_prompts_see_their_new_tokens_and_the_chunks_of_what_is_cached(vllm: Any
     assert torch.equal(alone, parts[0][0])
     for at, (begin, end) in enumerate(zip(starts.tolist(), starts[1:].tolist(), strict=False)):
         rows = [slice(sum(lengths[:at]), sum(lengths[: at + 1])) for lengths in own]
-        order = [*range(1, len(own)), 0]  # what is cached comes first
+        order = [*range(1, len(own)), 0]  # cached tokens come first
         k, v = (torch.cat([keys[part][which][rows[part]] for part in order]).double() for which in (0, 1))
         scores = torch.einsum("qhd,khd->hqk", q[begin:end].double(), k) * engines.PROMPT_SIZES["scale"]
         hidden = torch.arange(len(k)) > torch.arange(len(k) - new[at], len(k)).unsqueeze(1)

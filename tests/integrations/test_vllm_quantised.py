@@ -1,4 +1,4 @@
-"""vLLM's fp8 and mxfp4 experts on flashmoe: arguments as vLLM's modular kernel gives them, against the layer on dequantised weights."""
+"""vLLM's fp8 and mxfp4 experts on flashmoe: called with the arguments of vLLM's modular kernel, compared with the layer on dequantised weights."""
 
 import importlib
 from collections.abc import Iterator
@@ -26,7 +26,7 @@ def quantised(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 
 
 def blocks(weights: Tensor) -> tuple[Tensor, Tensor]:
-    """e4m3 and float32 scales of float32 [..., N, K], by blocks of 128 by 128."""
+    """e4m3 and float32 scales of float32 [..., N, K], one per 128 x 128 block."""
     tiles = weights.unflatten(-1, (-1, BLOCK)).unflatten(-3, (-1, BLOCK))  # [..., N/128, 128, K/128, 128]
     scale = tiles.abs().amax((-1, -3)) / 448
     codes = (tiles / scale[..., None, :, None]).flatten(-4, -3).flatten(-2)
@@ -39,7 +39,7 @@ def wide(codes: Tensor, scale: Tensor) -> Tensor:
 
 
 def rows(x: Tensor) -> tuple[Tensor, Tensor]:
-    """e4m3 and float32 scales of x [T, H], one for each 128 of a row, as vLLM's prepare step makes them."""
+    """e4m3 and float32 scales of x [T, H], one per 128 elements of a row, as in vLLM's prepare step."""
     tiles = x.float().unflatten(-1, (-1, BLOCK))
     scale = tiles.abs().amax(-1) / 448
     return (tiles / scale.unsqueeze(-1)).flatten(-2).to(torch.float8_e4m3fn), scale
@@ -97,7 +97,7 @@ def test_fp8_experts_take_vllms_codes_and_scales(quantised: Any, device: str, co
     out = call(kernel, x, w13, w2, weights, ids, given)
     widened = (x.double().unflatten(-1, (-1, BLOCK)) * x_scale.double().unsqueeze(-1)).flatten(-2)
     wanted = layer(widened, wide(w13, s13), wide(w2, s2), weights, ids, silu)
-    assert (out.double() - wanted).norm() < 0.05 * wanted.norm()  # the activation has 8 bits, too
+    assert (out.double() - wanted).norm() < 0.05 * wanted.norm()  # the activation also has 8 bits
 
 
 def test_mxfp4_experts_are_the_layer_on_dequantised_weights(quantised: Any, device: str) -> None:
@@ -121,7 +121,7 @@ def test_mxfp4_experts_are_the_layer_on_dequantised_weights(quantised: Any, devi
 def test_gpt_oss_is_packed_where_the_gpu_has_kernels(
     quantised: Any, device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The conversion that vLLM calls once, then a call with what it gave; bits are those of the checkpoint's codes."""
+    """The conversion that vLLM calls once, then a call with its results; the bits match those of the checkpoint's codes."""
     generator = torch.Generator().manual_seed(3)
     shapes = ((E, 2 * INNER, H // 2), (E, H, INNER // 2), (E, 2 * INNER, H // 32), (E, H, INNER // 32))
     tensors = [torch.randint(0, 256, shape, generator=generator, dtype=torch.uint8).to(device) for shape in shapes]
@@ -201,7 +201,7 @@ def test_other_quantised_experts_stay_vllms_or_are_refused(
 
 @pytest.mark.parametrize("capability", [(7, 5), (8, 0), None])
 def test_the_gpu_decides(quantised: Any, capability: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """fp8 kernels are for 9.0 alone; elsewhere torch would compute the layer, slower than vLLM's own."""
+    """fp8 kernels exist only for 9.0; elsewhere torch would compute the layer, slower than vLLM's own."""
     found = None if capability is None else engines.Capability(*capability)
     monkeypatch.setattr(quantised.current_platform, "capability", found)
     quantised.register_quantised()

@@ -1,4 +1,4 @@
-"""./nox itself, with a fake nox package in a local folder: no network."""
+"""./nox with a fake nox package in a local folder: no network."""
 
 import os
 import shutil
@@ -99,7 +99,7 @@ def test_two_at_once_both_run(checkout: Checkout) -> None:
 
 
 def tools_only(folder: Path) -> Path:
-    """A PATH of the shell tools that the launcher uses and no Python."""
+    """A PATH with the shell tools that the launcher uses and no Python."""
     folder.mkdir()
     for name in TOOLS:
         found = shutil.which(name)
@@ -126,7 +126,7 @@ def test_a_python_that_is_too_old_or_broken_is_passed_over(checkout: Checkout, t
 
 
 def without_ensurepip(folder: Path, *, pip: bool) -> Path:
-    """A python3 as Debian has it without python3-venv: ``-m venv`` fails unless ``--without-pip``."""
+    """A python3 like Debian's without python3-venv: ``-m venv`` fails unless ``--without-pip`` is given."""
     tools = tools_only(folder)
     refuse_pip = "" if pip else '    -m:pip*) echo "No module named pip" >&2; exit 1 ;;\n'
     script = (

@@ -1,4 +1,4 @@
-"""linear: values and gradients against float64, and the promise: the bits of a row whatever the other rows and the tile."""
+"""linear: values and gradients compared with float64, and the guarantee that a row's bits do not depend on other rows or the tile."""
 
 import pytest
 import torch
@@ -10,7 +10,7 @@ from flashmoe.errors import ArgumentTypeError, DtypeError, FlashmoeError, ShapeE
 from flashmoe_tools.operations.moe.reference import allowed
 
 BF16, F16 = torch.bfloat16, torch.float16
-ROWS = (1, 2, 7, 9, 16, 33, 64, 65, 130, 300)  # each side of every tile's edge
+ROWS = (1, 2, 7, 9, 16, 33, 64, 65, 130, 300)  # both sides of every tile's edge
 
 
 def tensors(rows: int, n: int, k: int, dtype: torch.dtype, device: str, *, transposed: bool = False) -> list[Tensor]:
@@ -54,7 +54,7 @@ def test_a_row_has_the_same_bits_among_any_others(device: str) -> None:
     for dtype in dtypes(device):
         for n, k, transposed in ((136, 200, False), (520, 72, False), (136, 200, True)):
             x, w, bias = tensors(max(ROWS), n, k, dtype, device, transposed=transposed)
-            x[3] = float("inf")  # a row that its neighbours must not see
+            x[3] = float("inf")  # must not affect its neighbours
             whole = flashmoe.linear(x, w, bias)
             for rows in ROWS:
                 for start in (0, max(ROWS) - rows):
@@ -71,8 +71,8 @@ def test_a_row_has_the_same_bits_among_any_others(device: str) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [BF16, F16])
 def test_every_tile_gives_the_same_bits(dtype: torch.dtype) -> None:
-    """Of all families that run here, mma.sync and wgmma, whether or not the number of rows would choose them. Those made for Turing, whose
-    instructions take 8 of k, agree among themselves; no other GPU chooses them."""
+    """For all families that run here, mma.sync and wgmma, whether or not the number of rows would select them. The kernels for Turing, whose
+    instructions use 8 of k, only agree among themselves; no other GPU selects them."""
     call = torch.ops.flashmoe._linear.default
     for transposed in (False, True):
         for rows, n, k in ((1, 264, 4096), (300, 1288, 4168), (70, 4096, 4096), (300, 1288, 1032), (9, 72, 24)):
@@ -83,7 +83,7 @@ def test_every_tile_gives_the_same_bits(dtype: torch.dtype) -> None:
                 try:
                     found = call(x, w, bias, tile)
                 except Exception as error:
-                    assert "linear.tile" in str(error)  # noqa: PT017 - there are no more
+                    assert "linear.tile" in str(error)  # noqa: PT017 - this was the last tile
                     break
                 kernel = _extension.last_kernel()
                 assert torch.equal(found, results.setdefault("sm75" in kernel, found)), kernel
@@ -142,7 +142,7 @@ def test_a_patched_model_keeps_its_parameters(device: str) -> None:
 
     model = nn.Sequential(nn.Linear(64, 128), nn.ReLU(), Other(128, 64), nn.Linear(64, 5)).to(device, BF16)
     state = {name: value.clone() for name, value in model.state_dict().items()}
-    assert flashmoe.patch_linear(model) == 1  # 5 is no multiple of 8
+    assert flashmoe.patch_linear(model) == 1  # 5 is not a multiple of 8
     assert flashmoe.patch_linear(model) == 1
     assert type(model[2]) is Other
     assert isinstance(model[0], nn.Linear)

@@ -1,5 +1,5 @@
 """One order of sums: on the emulated machine every kernel that linear can run gives a row the same bits, and a planted bug that changes
-nothing but the order is noticed."""
+only the order is noticed."""
 
 import itertools
 from dataclasses import replace
@@ -30,7 +30,7 @@ def units() -> dict[str, Unit]:
 
 
 def result(unit: Unit, options: Options, given: Sums = GIVEN) -> torch.Tensor:
-    """The bits of d [70, 136], sums whose terms cancel: what is left is what rounding left, and the bias. Whatever the family, the tensor
+    """The bits of d [70, 136], sums whose terms cancel: only rounding errors and the bias remain. For every family, the tensor
     cores are those of an H100."""
     generator = torch.Generator().manual_seed(5)
     shapes = ((GIVEN.rows, GIVEN.k // 2), (1, GIVEN.n, GIVEN.k // 2), (1, GIVEN.n))
@@ -66,7 +66,7 @@ def test_every_pair_of_kernels_agrees() -> None:
 
 
 def test_every_pair_agrees_on_a_sum_in_segments() -> None:
-    """Whether a block computes all segments of its tile or each has a block of its own, and unlike a sum that is not divided."""
+    """A single block may compute all segments of its tile, or one block each; both differ from an undivided sum."""
     able = [unit for unit in units().values() if unit.row.operation == "linear_nk" and unit.row.block_n <= MOST_COLUMNS]
     results = {f"{unit.name} {p.name}": result(unit, Options(), p) for unit in able for p in (ONE_BLOCK, BLOCKS)}
     assert len(results) >= 8
@@ -80,7 +80,7 @@ MULTIPLY = """mainloop.multiply(sums, blocks_of(piece.first), own.rows);
     if constexpr (Spec::kHasSegments) {
       for (int segment = piece.first + 1;"""
 KERNEL = "linear/sm90/linear.cuh"
-# (what, file, text, its replacement, kernel, problem): every one leaves results as exact as they were.
+# (what, file, text, its replacement, kernel, problem): each leaves results as exact as they were.
 PLANTED = [
     (
         "wgmma: the four products of a stage in descending order",

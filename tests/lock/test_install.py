@@ -1,4 +1,4 @@
-"""Installing from a lock with the real uv, from a folder of tiny wheels: no network."""
+"""Installing from a lock with uv, from a folder of tiny wheels: no network."""
 
 import subprocess
 import sys
@@ -17,7 +17,7 @@ OWN = Interpreter(sys.executable, (sys.version_info.major, sys.version_info.mino
 
 
 class Project:
-    """A folder with lockfiles/tiny.txt for one tiny wheel, and the index that holds it."""
+    """A folder with lockfiles/tiny.txt for one tiny wheel, and the index that contains it."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
@@ -134,7 +134,7 @@ def test_a_wheel_replaces_the_installed_one_by_its_hash(project: Project) -> Non
     python, module = project.prepare(), DISTRIBUTION.replace("-", "_")
 
     def version() -> str:
-        # -B: both modules have the same size and may come within one second, so that bytecode of one would do for the other.
+        # -B: both modules have the same size and may be written within one second, so that Python might reuse the other's bytecode.
         command = [str(python), "-B", "-c", f"import {module}; print({module}.VERSION)"]
         return subprocess.run(command, cwd=project.root, capture_output=True, text=True, check=True).stdout.strip()
 
@@ -183,7 +183,7 @@ def test_other_failures_of_uv_are_explained(stderr: str, says: str) -> None:
 
 
 def test_a_user_without_a_home_gets_a_cache_in_the_checkout(tmp_path: Path) -> None:
-    """As root every folder can be written to; a file in the home's place serves nobody."""
+    """root can write to every folder, so a file is in the home's place, which nobody can use as a folder."""
     (tmp_path / "a file").touch()
     own = tmp_path / "own"
 
@@ -205,7 +205,7 @@ def test_a_limit_that_is_no_time_is_refused(text: str) -> None:
 
 
 def test_a_checkout_that_cannot_be_written_to_says_so(project: Project) -> None:
-    """As root every folder can be written to; a file in the folder's place is refused for all."""
+    """root can write to every folder, so a file is in the folder's place, which fails for every user."""
     (project.root / ".nox").write_text("", encoding="utf-8")
     with pytest.raises(LockError, match=r"cannot make the environment of lockfiles/tiny\.txt: .*check the path"):
         project.prepare()

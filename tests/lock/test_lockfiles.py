@@ -1,4 +1,4 @@
-"""The committed lock files themselves, and the program that rewrites them."""
+"""The committed lock files, and the program that rewrites them."""
 
 import shutil
 from pathlib import Path
@@ -58,7 +58,7 @@ def test_the_code_and_the_project_file_name_the_same_distribution() -> None:
     with (ROOT / "pyproject.toml").open("rb") as stream:
         project = tomllib.load(stream)["project"]
     assert project["name"] == DISTRIBUTION
-    assert project["scripts"].keys() == {"flashmoe", DISTRIBUTION}  # the second, so that `uvx` finds it by that name
+    assert project["scripts"].keys() == {"flashmoe", DISTRIBUTION}  # the latter so that `uvx` finds it by that name
 
 
 def test_pip_wheel_builds_with_the_locked_versions() -> None:

@@ -1,4 +1,4 @@
-"""Reading locks, and comparing them with what was asked for and with what is installed."""
+"""Reading locks, and comparing them with the requirements and with installed packages."""
 
 import subprocess
 import sys

@@ -1,4 +1,4 @@
-"""Tiny wheels, written by hand so that the tests need no network and no build backend."""
+"""Tiny wheels, written by hand, so that the tests need neither a network nor a build backend."""
 
 import zipfile
 from hashlib import sha256
@@ -6,7 +6,7 @@ from pathlib import Path
 
 
 def make_wheel(folder: Path, name: str, version: str, body: str = "") -> str:
-    """Write ``name-version-py3-none-any.whl``, one module, into ``folder``; returns its sha256."""
+    """Write ``name-version-py3-none-any.whl``, with one module, into ``folder``; returns its sha256."""
     path = folder / f"{name}-{version}-py3-none-any.whl"
     info = f"{name}-{version}.dist-info"
     files = {

@@ -1,4 +1,4 @@
-"""Every argument of every public function as a value of another kind: taken, or refused by a typed error that names the argument."""
+"""Every argument of every public function with values of other types: accepted, or rejected with a typed error that names the argument."""
 
 import inspect
 import re
@@ -16,8 +16,8 @@ from flashmoe.errors import DifferentiationError, FlashmoeError
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 NO_TENSORS = (None, [[1.0]], 3, "x", object())
 NO_NUMBERS = (None, "x", [1.0], float("nan"), float("inf"), -1, -1.5, 0, True, 2**70, torch.zeros(2), object())
-AS_TORCH = {"scaled_dot_product_attention", "explain"}  # what torch's function raises; a route for anything
-ALSO_TOLD = {("fused_moe", "x_scale"): "w13_scale"}  # which is looked at first
+AS_TORCH = {"scaled_dot_product_attention", "explain"}  # raises like torch; gives a route for anything
+ALSO_TOLD = {("fused_moe", "x_scale"): "w13_scale"}  # the argument that is checked first
 
 
 def _random(*sizes: int) -> Tensor:
@@ -81,7 +81,7 @@ def test_values_of_another_kind(name: str, call: dict[str, Any]) -> None:
             except FlashmoeError as error:
                 if parameter not in str(error) and ALSO_TOLD.get((name, parameter), "-") not in str(error):
                     wrong.append(f"{parameter}={value!r}: {error} does not name it")
-            except Exception as error:  # of any other kind, which is what is looked for
+            except Exception as error:  # any other kind is what the test looks for
                 wrong.append(f"{parameter}={value!r}: {type(error).__name__}: {error}")
             else:
                 is_unused = parameter == "rng_state" and "rng_state" not in call
@@ -117,10 +117,10 @@ def _called(name: str, call: dict[str, Any]) -> tuple[Tensor, ...]:
     return answer if isinstance(answer, tuple) else (answer,)
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # what torch says about torch itself
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # from torch, about itself
 @pytest.mark.parametrize(("name", "call"), [*CALLS, *MORE], ids=lambda value: value if isinstance(value, str) else "")
 def test_derivatives_that_are_asked_for(name: str, call: dict[str, Any]) -> None:
-    """Of each tensor alone: one comes back, or is refused; and without gradients the call is what it was."""
+    """For each tensor separately: a gradient is returned, or the call is rejected; without gradients the call is unchanged."""
     expected = _called(name, call)
     for argument, value in call.items():
         if not isinstance(value, Tensor) or not value.is_floating_point():
@@ -148,11 +148,11 @@ def test_derivatives_that_are_asked_for(name: str, call: dict[str, Any]) -> None
 
 @pytest.mark.parametrize(("name", "call"), CALLS, ids=lambda value: value if isinstance(value, str) else "")
 def test_what_is_neither_true_nor_false(name: str, call: dict[str, Any]) -> None:
-    """Is no flag, and a truth value no number."""
+    """Such a value is rejected as a flag, and True or False as a number."""
     for parameter, kind in _parameters(getattr(flashmoe, name)).items():
         wrong = (
             (0, 1, None, "", torch.tensor(data=True)) if kind == "bool" else (True, False) * (name != "mla_decode")
-        )  # which takes either
+        )  # accepts either
         for value in wrong if kind.removesuffix(" | None") in ("bool", "float", "int") else ():
             with pytest.raises(FlashmoeError, match=rf"^{parameter} "):
                 _called(name, {**call, parameter: value})
@@ -160,7 +160,7 @@ def test_what_is_neither_true_nor_false(name: str, call: dict[str, Any]) -> None
 
 @pytest.mark.parametrize(("name", "call"), CALLS, ids=lambda value: value if isinstance(value, str) else "")
 def test_tensors_without_dimensions(name: str, call: dict[str, Any]) -> None:
-    """Each in turn: refused by a typed error, but for what one number may stand for."""
+    """Each in turn: rejected with a typed error, except where a single number is valid."""
     for argument, kind in _parameters(getattr(flashmoe, name)).items():
         if "Tensor" in kind:
             dtype = call[argument].dtype if isinstance(call.get(argument), Tensor) else torch.float32
@@ -191,7 +191,7 @@ def _of_one(name: str, call: dict[str, Any], argument: str) -> Callable[[Any], A
     ids=lambda value: value if isinstance(value, str) else "",
 )
 def test_torch_fx_records_one_call(name: str, call: dict[str, Any]) -> None:
-    """With each tensor alone as what the tracer knows."""
+    """With each tensor in turn as the traced value."""
     expected = _called(name, call)
     for argument in TRACED[name]:
         copies = {one: value.clone() if "cache" in one else value for one, value in call.items() if one != argument}
@@ -202,7 +202,7 @@ def test_torch_fx_records_one_call(name: str, call: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize(
     ("name", "call"),
-    [(name, call) for name, call in (*CALLS, *MORE) if name != "pack_mxfp4"],  # which is for a checkpoint's tensors
+    [(name, call) for name, call in (*CALLS, *MORE) if name != "pack_mxfp4"],  # for a checkpoint's tensors
     ids=lambda value: value if isinstance(value, str) else "",
 )
 def test_each_call_compiles_whole(name: str, call: dict[str, Any]) -> None:

@@ -1,7 +1,7 @@
-"""Mistakes that newcomers make, each with all that they are told: ``mistakes.toml``, a line each.
+"""Mistakes that newcomers make, with the complete error message: ``mistakes.toml``, one line each.
 
-A line has what they typed (Python code, a command, a variable), the error and its whole message. After a change of words
-``python -m tests.mistakes.test_mistakes`` writes what is said now; read the difference before it is committed.
+A line contains what was typed (Python code, a command, a variable), the error and its full message. After changing messages,
+``python -m tests.mistakes.test_mistakes`` writes the current ones; read the difference before committing.
 """
 
 import os
@@ -76,7 +76,7 @@ def _told_of_variable(setting: str) -> str:
 
 
 def told(kind: str, typed: str, capsys: Any) -> str:
-    """What is told, up to what the table says it is ``before``: the list behind it grows with every suite and every option."""
+    """The message, up to the table's ``before`` text, after which there is a list that grows with every suite and option."""
     saved = dict(os.environ)
     try:
         if kind == "python":
@@ -93,7 +93,7 @@ def told(kind: str, typed: str, capsys: Any) -> str:
 
 @pytest.fixture(autouse=True)
 def _fresh(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
-    """Neither what a row sets nor what it says once remains."""
+    """Undoes what a row sets, and resets warnings that are issued once."""
     from flashmoe.attn import layout
     from flashmoe.compat import uninstall_flash_attn
 
@@ -115,7 +115,7 @@ def test_nothing_is_twice_and_nothing_is_torchs() -> None:
     assert set(TOLD["before"]) <= set(every)
     assert all(messages)
     untyped = [said for said in messages if said.startswith(("TypeError", "KeyError", "IndexError"))]
-    assert all("missing" in said for said in untyped)  # of an argument that has no default: Python names it
+    assert all("missing" in said for said in untyped)  # Python itself names a missing argument
 
 
 def _rewrite() -> None:

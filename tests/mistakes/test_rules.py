@@ -1,4 +1,4 @@
-"""The rules that C++ names: each has a message that says what to do, from values that C++ gives."""
+"""The rules that C++ refers to: each has a message that says what to do, using the values from C++."""
 
 import re
 import string

@@ -1,1 +1,1 @@
-"""Mixture of experts: the operators against a layer composed of torch's own."""
+"""Mixture of experts: the operators compared with a layer composed of torch operators."""

@@ -1,4 +1,4 @@
-"""flashmoe.MoE with every kernel replaced by operators of torch: all experts see all tokens, and a weight of 0 drops what was not chosen."""
+"""flashmoe.MoE with every kernel replaced by torch operators: all experts compute all tokens, and those not chosen get a weight of 0."""
 
 import torch
 import torch.nn.functional as F
@@ -10,7 +10,7 @@ from tests.moe.reference import activate
 
 
 class ComposedMoE(flashmoe.MoE):
-    """The same parameters, made from the same random numbers; any dtype. One group of experts."""
+    """The same parameters, from the same random numbers; any dtype. One group of experts."""
 
     def forward(self, x: Tensor, *, return_loss: bool = False) -> Tensor | tuple[Tensor, Tensor]:
         tokens = x.reshape(-1, self.dim)

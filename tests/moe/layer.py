@@ -1,4 +1,4 @@
-"""The layer's operators, called as the tests need them."""
+"""The layer's operators, with the calls that tests need."""
 
 from dataclasses import replace
 from typing import Any
@@ -14,7 +14,7 @@ FULL = replace(SMALL, biases=True, shared=True)
 
 
 def call(case: Case, inputs: Inputs, **changes: Any) -> Tensor:
-    """flashmoe.fused_moe as the case says."""
+    """flashmoe.fused_moe with the case's options."""
     keywords = {
         "b13": inputs.b13,
         "b2": inputs.b2,
@@ -62,7 +62,7 @@ def leaf_names(inputs: Inputs) -> list[str]:
 
 
 def changed(layer: Any, changes: dict[str, Any], made: torch.dtype = torch.float32) -> dict[str, Any]:
-    """Arguments in place of a layer's: of a dtype, the layer's own in it; of a shape, ones (scales of x are float32)."""
+    """Arguments that replace a layer's. A dtype converts the layer's tensor; a shape makes ones (scales of x are float32)."""
 
     def change(name: str, value: Any) -> Any:
         if isinstance(value, torch.dtype):

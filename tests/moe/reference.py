@@ -1,8 +1,8 @@
-"""Layers and batches of every kind, and the operation's reference for them.
+"""Layers and batches of every kind, and their reference results.
 
-In float64 it is what a result is held against; in the inputs' own dtype it says what error is natural. Of a small batch the
-composition may be exact by luck where a sum cancels; there the natural error is at least what half a unit in the last place of every
-input makes of it.
+The reference in float64 is what a result is compared with; in the inputs' dtype it gives the natural error. For a small batch the
+composition may be exact by chance if a sum cancels; the natural error is then at least the effect of changing every input by half
+a unit in the last place.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ __all__ = ["activate", "allowed"]
 ACTIVATIONS = ("swiglu", "geglu", "geglu_tanh", "reglu", "clamped_swiglu")
 LAYOUTS = ("concat", "interleaved")
 ROUTINGS = ("uniform", "zipf", "hot", "one")
-SMALL = 1 << 13  # elements of x up to which a result may be exact by luck
+SMALL = 1 << 13  # elements of x up to which a result may be exact by chance
 # Gradients, in the order of the operator's bits.
 NAMES = ("x", "w13", "w2", "topk_weights", "b13", "b2")
 
@@ -48,7 +48,7 @@ class Case:
     weights_dtype: torch.dtype = torch.float32
 
     def __str__(self) -> str:
-        """What is not as usual."""
+        """The options that are not the default."""
         own = {field.name: getattr(self, field.name) for field in fields(self)[1:]}
         usual = {field.name: field.default for field in fields(self)[1:]}
         words = [f"{name}={value}" for name, value in own.items() if value != usual[name]]
@@ -57,7 +57,7 @@ class Case:
 
 @dataclass
 class Inputs:
-    """The tensors of a layer; those that a case does not have are None."""
+    """The tensors of a layer; those that a case does not use are None."""
 
     x: Tensor  # [T, H]
     w13: Tensor  # [E, 2I, H], transposed [E, H, 2I]
@@ -80,12 +80,12 @@ class Inputs:
         )
 
     def leaves(self) -> list[Tensor]:
-        """What has a gradient, in the order of NAMES, then shared."""
+        """The tensors that have gradients, in the order of NAMES, then shared."""
         return [value for name in (*NAMES, "shared") if (value := getattr(self, name)) is not None]
 
 
 def choose_experts(case: Case, experts: int, generator: torch.Generator) -> Tensor:
-    """[T, k] distinct ids; hot: all tokens to the same k; one: the same, the last."""
+    """[T, k] distinct ids; hot: all tokens choose the same k experts; one: the same, the last ones."""
     routing = "hot" if case.routing == "one" else case.routing
     device = generator.device
     ids = operation.choose_experts(case.tokens, experts, case.top_k, routing, device, generator)[1]
@@ -119,7 +119,7 @@ def make_inputs(case: Case, seed: int = 0, kind: str = "normal", device: str = "
     ids = choose_experts(case, world, generator)
     weights = torch.rand(ids.shape, generator=generator, device=device) + 0.1
     expert_map = None
-    if case.mapped:  # every other expert of the world is here, in another order
+    if case.mapped:  # every other global expert is local, in another order
         expert_map = torch.full((world,), -1, dtype=torch.int32, device=device)
         expert_map[::2] = torch.randperm(case.experts, generator=generator, device=device).int()
     if case.sentinels:
@@ -139,7 +139,7 @@ def make_inputs(case: Case, seed: int = 0, kind: str = "normal", device: str = "
 
 
 def local_experts(case: Case, inputs: Inputs) -> Tensor:
-    """[T, k]: the expert of this layer, or -1."""
+    """[T, k]: the expert's index in this layer, or -1."""
     ids = inputs.topk_ids.long()
     world = case.experts if inputs.expert_map is None else len(inputs.expert_map)
     known = (ids >= 0) & (ids < world)
@@ -149,7 +149,7 @@ def local_experts(case: Case, inputs: Inputs) -> Tensor:
 
 
 def compose(case: Case, inputs: Inputs) -> Tensor:
-    """The layer, in the inputs' dtype, as the operation defines it."""
+    """The layer as the operation defines it, in the inputs' dtype."""
     return operation.compose(
         *(inputs.x, inputs.w13, inputs.w2, inputs.topk_weights, local_experts(case, inputs), inputs.x.dtype),
         b13=inputs.b13,
@@ -163,7 +163,7 @@ def compose(case: Case, inputs: Inputs) -> Tensor:
 
 @dataclass(frozen=True)
 class Expected:
-    """In float64; what each may be off by."""
+    """Results in float64 and their tolerances."""
 
     out: Tensor
     tolerance: float
@@ -184,7 +184,7 @@ def differentiate(case: Case, inputs: Inputs, dout: Tensor) -> tuple[Tensor, tup
 
 
 def expect(case: Case, inputs: Inputs, dout: Tensor | None = None) -> Expected:
-    """The layer's result and, for a gradient of it, those of its inputs."""
+    """The layer's result and, given the gradient of the result, those of its inputs."""
     exact, plain = inputs.to(torch.float64), inputs.to(case.dtype)
     if dout is None:
         out, own = compose(case, exact), compose(case, plain)
@@ -205,7 +205,7 @@ def expect(case: Case, inputs: Inputs, dout: Tensor | None = None) -> Expected:
 
 
 def nudged(inputs: Inputs, dtype: torch.dtype, seed: int) -> Inputs:
-    """In float64, every value half a unit in the last place of ``dtype`` up or down."""
+    """The inputs in float64, every value moved half a unit in the last place of ``dtype`` up or down."""
     generator = torch.Generator(inputs.x.device).manual_seed(seed)
     moved = inputs.to(torch.float64)
     for leaf in moved.leaves():
@@ -215,7 +215,7 @@ def nudged(inputs: Inputs, dtype: torch.dtype, seed: int) -> Inputs:
 
 
 def compare(name: str, found: Tensor, exact: Tensor, tolerance: float) -> None:
-    """Raises AssertionError with the error and its bound."""
+    """Raises AssertionError with the error and its limit."""
     assert found.shape == exact.shape, f"{name}: {tuple(found.shape)} for {tuple(exact.shape)}"
     if found.numel():
         error = (found.double() - exact).abs().max().item()

@@ -1,4 +1,4 @@
-"""The CPU backend: every dtype, layout, activation and instruction set against the reference, forward and backward."""
+"""The CPU backend: every dtype, layout, activation and instruction set compared with the reference, forward and backward."""
 
 import math
 from collections.abc import Iterator
@@ -28,7 +28,7 @@ from tests.moe.reference import (
 )
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-ISAS = tuple(isa for isa in CPU_ISAS if isa != "amx")  # which runs the kernels of the one before it
+ISAS = tuple(isa for isa in CPU_ISAS if isa != "amx")  # it runs the kernels of the preceding one
 FULL = Case(tokens=37, experts=5, biases=True, shared=True, mapped=True, sentinels=True)
 
 
@@ -38,20 +38,20 @@ def isa(request: pytest.FixtureRequest) -> Iterator[str]:
     before = _extension.cpu_isa()
     try:
         _extension.set_cpu_isa(request.param)
-    except Exception as error:  # the extension's own, whatever its type
+    except Exception as error:  # from the extension, of any type
         pytest.skip(f"not run: {error}")
     yield request.param
     _extension.set_cpu_isa(before)
 
 
 def poison() -> None:
-    """NaN in the memory that the next results are likely to get."""
+    """Fills memory that the next results are likely to reuse with NaN."""
     blocks = [torch.full((1 << size,), math.nan) for size in range(8, 18)]
     del blocks
 
 
 def check(case: Case, seed: int = 0, kind: str = "normal") -> None:
-    """Forward and all gradients."""
+    """Checks forward and all gradients."""
     inputs = make_inputs(case, seed, kind)
     dout = torch.randn(case.tokens, case.hidden, generator=torch.Generator().manual_seed(seed + 1)).to(case.dtype)
     expected = expect(case, inputs, dout)
@@ -65,13 +65,13 @@ def check(case: Case, seed: int = 0, kind: str = "normal") -> None:
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("transposed", [False, True])
 def test_layouts(isa: str, dtype: torch.dtype, layout: str, transposed: bool) -> None:
-    """Biases, a shared expert, an expert map and sentinels; sizes with tails of rows, columns and the summed dimension."""
+    """Biases, a shared expert, an expert map and sentinels; sizes with partial tiles of rows, columns and the summed dimension."""
     check(replace(FULL, dtype=dtype, layout=layout, transposed=transposed, hidden=40, intermediate=72))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_rows_of_dout_apart(dtype: torch.dtype) -> None:
-    """An upstream gradient that is a slice of wider rows, which the slots' weights are multiplied with where there is a b2."""
+    """An upstream gradient that is a slice of wider rows, which is multiplied by the slots' weights if there is a b2."""
     case = replace(FULL, dtype=dtype)
     inputs = make_inputs(case, 3, "normal")
     wide = torch.randn(case.tokens, case.hidden + 24, generator=torch.Generator().manual_seed(4)).to(dtype)
@@ -88,7 +88,7 @@ def test_activations(isa: str, dtype: torch.dtype, activation: str) -> None:
 
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 def test_slopes_of_gates(isa: str, activation: str) -> None:
-    """Along the gate, element by element: with one token, an x of zeros and an ``up`` of 1 the gradient of b13 is the slope itself."""
+    """For each gate value: with one token, x = 0 and ``up`` = 1, the gradient of b13 is the slope."""
     gates = torch.linspace(-12, 12, 4801)
     count = len(gates)
     case = Case(1, experts=1, top_k=1, hidden=1, intermediate=count, activation=activation, biases=True)
@@ -109,13 +109,13 @@ def test_slopes_of_gates(isa: str, activation: str) -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("routing", ROUTINGS)
 def test_routings(dtype: torch.dtype, routing: str) -> None:
-    """Empty experts, and one with all rows, which are more than a task takes."""
+    """Empty experts, and one with all rows, which are more than one task processes."""
     check(Case(300, experts=9, top_k=1, dtype=dtype, routing=routing))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_long_sums(isa: str, dtype: torch.dtype) -> None:
-    """Several blocks of the summed dimension, forward and in the gradients of the weights."""
+    """Several blocks of the summed dimension, forward and in the weights' gradients."""
     check(Case(520, experts=2, top_k=1, hidden=600, intermediate=72, dtype=dtype, routing="one"))
 
 
@@ -174,7 +174,7 @@ def test_anything(
 ) -> None:
     if activation.startswith(
         "geglu"
-    ):  # 1 + erf of a negative gate cancels: alone, its rounding would be the whole result
+    ):  # 1 + erf cancels for a negative gate: with a single element its rounding would be the whole result
         intermediate = max(intermediate, 16)
     transposed, biases, shared, mapped, sentinels = (bool(flags >> bit & 1) for bit in range(5))
     sizes = {"tokens": tokens, "experts": experts, "top_k": min(top_k, experts), "hidden": hidden}
@@ -207,7 +207,7 @@ def test_repeats_and_threads(dtype: torch.dtype) -> None:
 
 
 def rows_of(inputs: Inputs, tokens: Tensor) -> Inputs:
-    """The batch of these tokens alone."""
+    """The batch with only these tokens."""
     shared = None if inputs.shared is None else inputs.shared[tokens]
     chosen = {"x": inputs.x[tokens], "topk_ids": inputs.topk_ids[tokens], "topk_weights": inputs.topk_weights[tokens]}
     return Inputs(**{**vars(inputs), **chosen, "shared": shared})
@@ -215,7 +215,7 @@ def rows_of(inputs: Inputs, tokens: Tensor) -> Inputs:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_token_does_not_depend_on_its_batch(isa: str, dtype: torch.dtype) -> None:
-    """Alone, among a few, in another order: the same bits as among 300, forward and in its own gradient."""
+    """On its own, among a few, or in another order it has the same bits as among 300, forward and in its gradient."""
     case = replace(FULL, tokens=300, hidden=300, dtype=dtype)
     inputs = make_inputs(case)
     dout = torch.randn(case.tokens, case.hidden).to(dtype)
@@ -236,7 +236,7 @@ def test_nan_stays_in_its_token(dtype: torch.dtype) -> None:
     clean = run(case, inputs)
     inputs.x[11] = math.nan
     chosen = inputs.topk_ids[11]
-    inputs.topk_ids[11] = torch.tensor([0, 2]).to(chosen.dtype)  # experts that are here
+    inputs.topk_ids[11] = torch.tensor([0, 2]).to(chosen.dtype)  # local experts
     out = run(case, inputs)
     assert out[11].isnan().all()
     others = torch.arange(case.tokens) != 11
@@ -262,7 +262,7 @@ def test_experts_that_nobody_chose_are_not_read(dtype: torch.dtype) -> None:
 
 
 def test_strided_inputs() -> None:
-    """Rows apart, expanded dout and shared, weights seen through a transpose: the bits of contiguous ones."""
+    """Rows apart, expanded dout and shared, transposed views of weights: the same bits as contiguous ones."""
     case = Case(21, hidden=48, shared=True)
     inputs = make_inputs(case)
     dout = torch.randn(1, case.hidden).expand(case.tokens, case.hidden)
@@ -284,7 +284,7 @@ def test_strided_inputs() -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("is_kn", [False, True])
 def test_grouped_mm(isa: str, dtype: torch.dtype, is_kn: bool) -> None:
-    """As F.grouped_mm, with any ends: empty experts, rows past the last one are zeros."""
+    """Like F.grouped_mm, with any ends: with empty experts; rows past the last one are zeros."""
     a = torch.randn(50, 70).to(dtype)
     b = torch.randn(4, *((70, 44) if is_kn else (44, 70))).to(dtype)
     b = b if is_kn else b.mT
@@ -308,7 +308,7 @@ def test_grouped_mm_refuses_ends_out_of_order() -> None:
 
 
 def test_route() -> None:
-    """Scores, ties (the lower id first), groups, the bias that only chooses, against torch."""
+    """Scores, ties (the lower id first), groups, and the bias that only affects the choice, compared with torch."""
     logits = torch.randn(40, 16)
     logits[:, 5] = logits[:, 3]
     bias = torch.randn(16)

@@ -1,4 +1,4 @@
-"""Small answers of the layer's package: names, operations counted, which GPU has kernels, gradients of nothing."""
+"""Small functions of the layer's package: names, operation counts, which GPU has kernels, empty gradients."""
 
 from types import SimpleNamespace
 from typing import Any, get_args
@@ -27,7 +27,7 @@ def call(kind: type, **shapes: Any) -> list[Any]:
 
 
 def test_operations_of_layers_in_few_bits() -> None:
-    """Three products of [H, I] for each slot; two weights of 4 bits are a byte of the shape."""
+    """Three products of [H, I] per slot; with 4 bits, one byte of the shape is two weights."""
     given = {"topk_ids": (TOKENS, TOP_K), "w2": (EXPERTS, HIDDEN, INTERMEDIATE), "w13_scale": (), "w2_scale": ()}
     layer = 3 * 2 * TOKENS * TOP_K * HIDDEN * INTERMEDIATE
     assert fake.scaled_flops(*call(fake.ScaledLayer, **given)) == layer
@@ -39,7 +39,7 @@ def test_operations_of_layers_in_few_bits() -> None:
 
 
 def test_operations_of_any_gradients() -> None:
-    """The gated half's gradient, which every gradient but the second bias's takes, is one product; then two each of x and w13, one of w2."""
+    """The gated half's gradient, which every gradient except the second bias's needs, is one product; then two each for x and w13, one for w2."""
     products, w2 = {"x": 2, "w13": 2, "w2": 1}, (EXPERTS, HIDDEN, INTERMEDIATE)
     given: list[Any] = [(TOKENS, HIDDEN), (TOKENS, HIDDEN), (), w2, *[()] * 11]
     given[4 + 4] = (TOKENS * TOP_K,)
@@ -52,7 +52,7 @@ def test_operations_of_any_gradients() -> None:
 
 @pytest.mark.parametrize("activation", get_args(Activation))
 def test_every_activation(activation: str) -> None:
-    """By its formula in float64; the two forms of gelu are 5e-4 apart."""
+    """Compared with its formula in float64; the two forms of gelu differ by 5e-4."""
     gate, up = torch.linspace(-12, 12, 97, dtype=torch.float64), torch.linspace(9, -9, 97, dtype=torch.float64)
     tanh = torch.tanh((2 / torch.pi) ** 0.5 * (gate + 0.044715 * gate**3))
     low = gate.clamp(max=7.0)
@@ -67,7 +67,7 @@ def test_every_activation(activation: str) -> None:
 
 
 def test_messages_say_what_to_do() -> None:
-    """Texts that are put together end with the step that helps."""
+    """Composed messages end with the step that helps."""
     told = {name: rule.message for name, rule in rules.RULES.items()}
     for name, ending in (
         ("moe.transposed", "; give {name}.mT, or transposed={other} where w13 and w2 both are so"),
@@ -102,7 +102,7 @@ def test_kernels_for_one_capability(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_gradients_of_nothing_are_nothing() -> None:
-    """An output whose gradient nobody has, and a layer that kept nothing."""
+    """An output without an upstream gradient, and a layer that kept nothing."""
     inputs = len(autograd.Layer._fields) + 1
     ctx: Any = SimpleNamespace(needs_input_grad=(True,) * inputs, is_kept=False, saved_tensors=(), words=())
 
@@ -116,7 +116,7 @@ def test_gradients_of_nothing_are_nothing() -> None:
 
 
 def test_the_most_that_routing_takes() -> None:
-    """32 experts a token, 32 groups, 1024 experts; one more of each is refused."""
+    """32 experts per token, 32 groups, 1024 experts; one more of each is rejected."""
     options: dict[str, Any]
     for experts, k, options in (
         (1024, 32, {}),

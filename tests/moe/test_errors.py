@@ -1,4 +1,4 @@
-"""flashmoe.fused_moe, topk_route, grouped_mm refuse what they do not take, with a typed error that says what to do."""
+"""flashmoe.fused_moe, topk_route and grouped_mm reject invalid calls with a typed error that says what to do."""
 
 import re
 from collections.abc import Callable
@@ -28,7 +28,7 @@ WORDS = {"activation": "swiglu", "layout": "concat", "transposed": False}
 
 
 def test_a_transposed_weight_is_named(device: str) -> None:
-    """w2 itself, not w13, whose size would follow from it."""
+    """The error names w2, not w13, whose expected size is derived from it."""
     inputs = make_inputs(SMALL, device=device)
     for name in ("w13", "w2"):
         wrong = replace(inputs, **{name: getattr(inputs, name).mT.contiguous()})
@@ -48,7 +48,7 @@ def test_arguments_of_a_wrong_type(changes: dict[str, Any]) -> None:
         wrong_call(make_inputs(FULL), changes)
 
 
-@pytest.mark.filterwarnings("ignore::UserWarning")  # torch's own about names and quantization
+@pytest.mark.filterwarnings("ignore::UserWarning")  # from torch, about names and quantization
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 @pytest.mark.parametrize("name", ["x", "w13", "b2", "topk_weights", "shared"])
 def test_tensors_that_no_kernel_reads(name: str) -> None:
@@ -64,7 +64,7 @@ def test_tensors_that_no_kernel_reads(name: str) -> None:
 
 
 def test_the_operator_and_a_tracer_hear_the_same(device: str) -> None:
-    """A call and a description of it, which fake tensors have; every rule is asked in tests/arguments."""
+    """A call and its description, as for fake tensors, give the same error; tests/arguments tests every rule."""
     names = [*("x", "w13", "w2", "topk_weights", "topk_ids", "b13", "b2", "expert_map", "shared"), *WORDS]
     for change in (
         lambda i: {"w2": i.w2[:-1]},
@@ -103,7 +103,7 @@ def test_an_out_that_does_not_fit(
 
 
 def test_out_may_be_an_input_but_no_part_of_shared(device: str) -> None:
-    """Shared is read while the output is written; all else before."""
+    """shared is read while the output is written; everything else is read before."""
     case, inputs = SMALL, make_inputs(SMALL, device=device)
     tokens, hidden = inputs.x.shape
     memory = torch.randn(2 * tokens, 2 * hidden, device=device).to(inputs.x.dtype)
@@ -117,7 +117,7 @@ def test_out_may_be_an_input_but_no_part_of_shared(device: str) -> None:
 
     assert torch.equal(result((slice(tokens), slice(hidden))), expected)  # shared itself
     assert torch.equal(result((slice(tokens), slice(hidden, None))), expected)  # the other half of each row
-    assert torch.equal(result((slice(tokens, None), slice(hidden))), expected)  # the rows behind
+    assert torch.equal(result((slice(tokens, None), slice(hidden))), expected)  # the rows after it
     for start, column in ((1, 0), (0, 8), (1, 8), (tokens - 1, 0)):
         with pytest.raises(ShapeError, match="out shares memory with a part of shared"):
             result((slice(start, start + tokens), slice(column, column + hidden)))
@@ -181,7 +181,7 @@ def test_routing_arguments_of_a_wrong_type(changes: dict[str, Any]) -> None:
 
 
 def test_products_of_two_matrices_have_rules_of_their_own() -> None:
-    """Not those of a matrix for each group, which would ask for a third dimension."""
+    """They do not use the rules for one matrix per group, which require a third dimension."""
     ends = torch.tensor([2, 5], dtype=torch.int32)
     for a, b, needed in (
         ((16, 5), (6, 8), r"\[5, 8\] \[rows, k\]"),

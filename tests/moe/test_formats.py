@@ -1,4 +1,4 @@
-"""The reference's e4m3 numbers: every byte beside torch's, quantisation beside the layer's own, and planted errors that it sees."""
+"""The reference's e4m3 numbers: every byte compared with torch, quantisation compared with the layer's, and planted errors that are found."""
 
 from collections.abc import Callable
 
@@ -14,7 +14,7 @@ BYTES = torch.arange(256, dtype=torch.uint8)
 
 
 def rows() -> Tensor:
-    """Magnitudes from where scales underflow to 1e9; ties, zeros, NaN, an infinity, and a shorter last block."""
+    """Magnitudes from the underflow of scales to 1e9; ties, zeros, NaN, an infinity, and a shorter last block."""
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(40, 1000, generator=generator) * torch.exp(6 * torch.randn(40, 1000, generator=generator))
     x[0, :256], x[1, 5], x[2, 7], x[4] = 0.0, torch.nan, torch.inf, x[4] * 1e-35
@@ -24,7 +24,7 @@ def rows() -> Tensor:
 
 
 def agrees(values: Tensor, scales: Tensor, x: Tensor) -> bool:
-    """Bit for bit; a NaN may have either sign."""
+    """Bitwise equality, except that a NaN may have either sign."""
     codes, own_scales = formats.quantize(x)
     found = values.contiguous().view(torch.uint8)
     both_nan = (codes & formats.NAN == formats.NAN) & (found & formats.NAN == formats.NAN)

@@ -1,4 +1,4 @@
-"""What only a GPU can show: every kernel family at the sizes of real models, the same bits again and again and in any company, memory
+"""Tests that need a GPU: every kernel family at the sizes of real models, the same bits in repeated runs and in any batch, memory
 past 2^31 elements, CUDA graphs."""
 
 import gc
@@ -22,7 +22,7 @@ MODELS = {
     "mixtral": Case(1, experts=8, top_k=2, hidden=4096, intermediate=7168, dtype=BF16),
     "gpt-oss": Case(
         1,
-        experts=32,  # of 128: the reference takes eight bytes an element
+        experts=32,  # of 128: the reference uses eight bytes per element
         top_k=4,
         hidden=2880,
         intermediate=2880,
@@ -38,7 +38,7 @@ FAMILIES = {(9, 0): ("sm90", "sm80", "sm75"), (8, 0): ("sm80", "sm75"), (7, 5): 
 
 @pytest.fixture
 def empty_cache() -> Iterator[None]:
-    """Around a test that takes most of the memory."""
+    """Empties the cache around a test that needs most of the memory."""
     known.cache_clear()
     gc.collect()
     torch.cuda.empty_cache()
@@ -55,7 +55,7 @@ def forget() -> Iterator[None]:
 
 @pytest.fixture(params=["", "sm90", "sm80", "sm75"], ids=lambda family: family or "chosen")
 def family(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """The family that the call is held to; "" for what is chosen."""
+    """The family that the call is forced to use; "" for the default choice."""
     capability = torch.cuda.get_device_capability()
     here = next((names for least, names in FAMILIES.items() if capability >= least), ())
     if request.param and request.param not in here:
@@ -69,14 +69,14 @@ def for_family(case: Case, family: str) -> Case:
 
 
 def scaled(case: Case) -> Case:
-    """A quarter of every size, in odd multiples of 8; two experts in three."""
+    """A quarter of every size, in odd multiples of 8; two thirds of the experts."""
     down = {name: getattr(case, name) // 32 * 8 + 8 for name in ("hidden", "intermediate")}
     experts = max(case.top_k, case.experts * 2 // 3)
     return replace(case, experts=experts, **down)  # type: ignore[arg-type]
 
 
 def poison() -> None:
-    """NaN in the memory that the next workspaces are likely to get."""
+    """Fills memory that the next workspaces are likely to reuse with NaN."""
     blocks = [torch.full((1 << size,), float("nan"), device="cuda") for size in range(8, 27)]
     del blocks
 
@@ -87,11 +87,11 @@ def posed(case: Case, seed: int, kind: str, with_gradients: bool) -> tuple[Input
     return inputs, dout, expect(case, inputs, dout if with_gradients else None)
 
 
-known = lru_cache(maxsize=40)(posed)  # every family is held against the same reference
+known = lru_cache(maxsize=40)(posed)  # every family is compared with the same reference
 
 
 def check(case: Case, kind: str = "normal", *, with_gradients: bool = True, remember: bool = True) -> None:
-    """Against float64; the rule of tests/moe/reference.py."""
+    """Compares with float64 by the rule of tests/moe/reference.py."""
     inputs, dout, expected = (known if remember else posed)(case, 0, kind, with_gradients)
     poison()
     if not with_gradients:
@@ -123,7 +123,7 @@ def test_real_models(model: str, tokens: int) -> None:
 @pytest.mark.parametrize("transposed", [False, True])
 @pytest.mark.parametrize("tokens", [9, 700])
 def test_layouts(family: str, dtype: torch.dtype, layout: str, transposed: bool, tokens: int) -> None:
-    """Everything at once; sizes with tails of rows, columns and the summed dimension."""
+    """All options at once; sizes with partial tiles of rows, columns and the summed dimension."""
     extras = {"biases": True, "shared": True, "mapped": True, "sentinels": True}
     case = Case(
         tokens, experts=5, hidden=264, intermediate=136, dtype=dtype, layout=layout, transposed=transposed, **extras
@@ -152,7 +152,7 @@ def test_activations(family: str, activation: str, tokens: int) -> None:
 @pytest.mark.parametrize("routing", ROUTINGS)
 @pytest.mark.parametrize("tokens", [30, 3000])
 def test_routings(family: str, routing: str, tokens: int) -> None:
-    """Experts without a row, one with all of them, and a skew between."""
+    """Experts without rows, one with all of them, and skewed distributions."""
     check(
         for_family(Case(tokens, experts=40, top_k=1, hidden=64, intermediate=48, dtype=BF16, routing=routing), family)
     )
@@ -184,7 +184,7 @@ def test_the_last_kernel_is_named(family: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("tokens", [16, 2048])
 def test_a_thousand_runs_give_the_same_bits(tokens: int) -> None:
-    """Forward and backward, while other work comes and goes beside them."""
+    """Forward and backward, while other work runs concurrently."""
     case = replace(scaled(MODELS["qwen3"]), tokens=tokens, biases=True, shared=True)
     inputs = make_inputs(case, device="cuda")
     dout = torch.randn_like(inputs.x)
@@ -202,7 +202,7 @@ def test_a_thousand_runs_give_the_same_bits(tokens: int) -> None:
 
 @pytest.mark.parametrize("model", MODELS)
 def test_a_token_gets_the_same_bits_in_any_company(family: str, model: str) -> None:
-    """Alone, among few and among many: from the kernels for few rows to the largest tile."""
+    """On its own, among few and among many: from the kernels for few rows to the largest tile."""
     case = for_family(replace(scaled(MODELS[model]), tokens=4096), family)
     inputs = make_inputs(case, device="cuda")
     everything = run(case, inputs)
@@ -217,7 +217,7 @@ def test_a_token_gets_the_same_bits_in_any_company(family: str, model: str) -> N
 
 @pytest.mark.parametrize("tokens", [16, 300])
 def test_all_families_give_the_same_bits(monkeypatch: pytest.MonkeyPatch, tokens: int) -> None:
-    """What is chosen, kernels for few rows and wgmma tiles, against mma.sync alone: both add 16 products of k at a time, in order."""
+    """The default choice, kernels for few rows and wgmma tiles, compared with mma.sync: both add 16 products of k at a time, in order."""
     case = replace(scaled(MODELS["qwen3"]), tokens=tokens)
     inputs = make_inputs(case, device="cuda")
     chosen = run(case, inputs)
@@ -255,7 +255,7 @@ def test_weights_of_experts_that_nobody_chose_are_not_looked_at(family: str) -> 
 
 
 def test_nothing_is_written_past_the_results(family: str) -> None:
-    """Guards around the output that the caller gave."""
+    """Checks guards around the caller's output."""
     case = for_family(Case(45, hidden=64, intermediate=40, dtype=BF16), family)
     inputs = make_inputs(case, device="cuda")
     wide = torch.full((case.tokens + 2, case.hidden + 16), 7.0, dtype=case.dtype, device="cuda")
@@ -270,7 +270,7 @@ def test_nothing_is_written_past_the_results(family: str) -> None:
 @pytest.mark.slow
 @pytest.mark.usefixtures("empty_cache")
 def test_more_than_2_to_the_31_elements() -> None:
-    """Rows, activations and their gradients past 32 bits: the last tokens are what they are alone."""
+    """Rows, activations and their gradients past 32-bit offsets: the last tokens have the results that they have on their own."""
     case = Case(70_000, experts=4, top_k=8 // 2, hidden=8192, intermediate=4096, dtype=BF16)  # 2.3e9 elements of rows
     needed = 60 << 30
     if torch.cuda.mem_get_info()[0] < needed:
@@ -316,7 +316,7 @@ def in_graph(call: Callable[[], Tensor]) -> tuple[torch.cuda.CUDAGraph, Tensor]:
 
 @pytest.mark.parametrize("tokens", [8, 1500])
 def test_graphs_follow_the_routing(family: str, tokens: int) -> None:
-    """Captured once, replayed with other ids and inputs: nothing of the routing is on the host."""
+    """Captured once, replayed with other ids and inputs: the host holds no routing data."""
     case = for_family(Case(tokens, experts=16, hidden=128, intermediate=64, dtype=BF16), family)
     inputs = make_inputs(case, device="cuda")
     graph, out = in_graph(lambda: run(case, inputs))
@@ -349,7 +349,7 @@ def test_a_training_step_in_a_graph() -> None:
 
 
 def test_memory_of_a_training_step() -> None:
-    """Beside the results only the preactivation, which its gradient replaces, rows of one width and the sort."""
+    """In addition to the results only the preactivation, which its gradient overwrites, rows of one width and the sort."""
     case = Case(4096, experts=64, top_k=4, hidden=512, intermediate=256, dtype=BF16)
     inputs = make_inputs(case, device="cuda")
     dout = torch.randn_like(inputs.x)
@@ -382,7 +382,7 @@ def test_nothing_waits_for_the_gpu() -> None:
 
 
 def test_streams_beside_each_other() -> None:
-    """Each stream has its own tile counters and workspaces."""
+    """Each stream has separate tile counters and workspaces."""
     case = Case(3000, experts=8, hidden=256, intermediate=128, dtype=BF16)
     inputs = make_inputs(case, device="cuda")
     expected = run(case, inputs)

@@ -1,4 +1,4 @@
-"""flashmoe.fused_moe, topk_route, grouped_mm: what they take, refuse and return, and how torch's machinery sees them."""
+"""flashmoe.fused_moe, topk_route, grouped_mm: what they accept, reject and return, and how they work with torch's machinery."""
 
 from dataclasses import replace
 from typing import Any
@@ -37,14 +37,14 @@ def gradients(out: Tensor, inputs: Inputs) -> tuple[Tensor, ...]:
     return torch.autograd.grad(out, inputs.leaves(), weights)
 
 
-# What is computed
+# Results
 
 
 @pytest.mark.parametrize(
     "case", [SMALL, FULL, replace(FULL, layout="interleaved", transposed=True, mapped=True)], ids=str
 )
 def test_the_three_operators_give_the_same_bits(case: Case, device: str) -> None:
-    """With a gradient to record, without one, and into the caller's memory."""
+    """With a gradient to record, without one, and with the caller's output."""
     inputs = with_gradients(case, device)
     recorded = call(case, inputs)
     with torch.no_grad():
@@ -61,7 +61,7 @@ def test_the_three_operators_give_the_same_bits(case: Case, device: str) -> None
 
 @pytest.mark.parametrize("top_k", [1, 3])
 def test_weights_on_input(top_k: int, device: str) -> None:
-    """The weighted input goes through the experts; nothing is weighted behind them."""
+    """The experts get the weighted input; their outputs are not weighted."""
     case = replace(FULL, top_k=top_k, sentinels=True)
     inputs = make_inputs(case, device=device)
     single = replace(case, top_k=1, tokens=1, shared=False)
@@ -86,7 +86,7 @@ def test_weights_on_input(top_k: int, device: str) -> None:
 
 
 def test_no_tokens(device: str) -> None:
-    """Results of no rows; gradients of weights are zeros."""
+    """Results without rows; weight gradients are zeros."""
     case = replace(FULL, tokens=0)
     inputs = with_gradients(case, device)
     out = call(case, inputs)
@@ -129,7 +129,7 @@ def test_a_nan_stays_in_its_token(device: str) -> None:
 
 @pytest.mark.parametrize("name", ["x", "w13", "w2", "shared", "topk_weights", "topk_ids", "b13"])
 def test_any_strides(name: str, device: str) -> None:
-    """Rows apart, rows backwards through memory, expanded, out of alignment, transposed: the same bits."""
+    """Rows apart, rows in reverse order in memory, expanded, misaligned, transposed: the same bits."""
     inputs = make_inputs(FULL, device=device)
     expected = call(FULL, inputs)
     tensor = getattr(inputs, name)
@@ -152,7 +152,7 @@ def test_expanded_inputs(device: str) -> None:
 
 
 def test_only_what_is_needed_is_computed(device: str) -> None:
-    """Each gradient alone is what it is among all of them."""
+    """Each gradient on its own equals the one computed with all others."""
     inputs = with_gradients(FULL, device)
     everything = gradients(call(FULL, inputs), inputs)
     for index, leaf in enumerate(inputs.leaves()):
@@ -216,7 +216,7 @@ def test_functional_gradient(device: str) -> None:
 
 @pytest.mark.parametrize("case", [FULL, replace(FULL, transposed=True, layout="interleaved")], ids=str)
 def test_a_graph_that_is_kept_can_be_run_again(case: Case, device: str) -> None:
-    """The last pass may overwrite what the forward pass kept; the ones before must not."""
+    """Only the last pass may overwrite what the forward pass kept."""
     inputs = make_inputs(case, device=device)
     leaves = [leaf.requires_grad_() for leaf in inputs.to(case.dtype).leaves()]
     out = run(case, Inputs(**{**vars(inputs), **dict(zip(leaf_names(inputs), leaves, strict=True))}))
@@ -251,7 +251,7 @@ def test_opcheck(case: Case, device: str) -> None:
         layer = (torch.ones_like(out), inputs.x, inputs.w13, inputs.w2, *biases, *kept)
         words = (case.activation, case.layout, case.transposed)
         torch.library.opcheck(operators._fused_moe_backward.default, (*layer, *words, wanted))
-        # Never in a graph of a compiler, whose tensors it is not called with.
+        # Never called in a compiled graph.
         eager = ("test_schema", "test_faketensor")
         consuming = operators._fused_moe_backward_consuming.default
         torch.library.opcheck(consuming, (*layer, *words, wanted), test_utils=eager)
@@ -259,7 +259,7 @@ def test_opcheck(case: Case, device: str) -> None:
 
 @pytest.mark.parametrize("keeps", [False, True])
 def test_the_last_pass_of_a_graph_overwrites_what_it_kept(device: str, keeps: bool) -> None:
-    """And no other: a second pass needs the preactivation."""
+    """No other pass does: a second pass needs the preactivation."""
     inputs = make_inputs(SMALL, device=device)
     called: list[str] = []
 
@@ -332,7 +332,7 @@ def test_compiled_into_out(device: str) -> None:
 
 
 def test_autocast(device: str) -> None:
-    """Everything of x's dtype is cast; the weights of the choices stay as they are, and gradients are those of the parameters."""
+    """Everything of x's dtype is cast; the routing weights are not, and gradients have the parameters' dtype."""
     inputs = with_gradients(replace(FULL, dtype=torch.float32), device)
     with torch.autocast(device, torch.bfloat16):
         out = call(FULL, inputs)
@@ -340,7 +340,7 @@ def test_autocast(device: str) -> None:
     half = inputs.to(torch.bfloat16)
     half.topk_weights = inputs.topk_weights.detach()
     assert torch.equal(out, call(FULL, half))
-    mixed = replace(inputs, x=half.x)  # what an earlier layer under autocast gives, and the parameters
+    mixed = replace(inputs, x=half.x)  # the output of an earlier layer under autocast, with the parameters
     with torch.autocast(device, torch.bfloat16):
         on_input = call(FULL, mixed, weights_on_input=True)
     assert torch.equal(on_input, call(FULL, half, weights_on_input=True))
@@ -349,7 +349,7 @@ def test_autocast(device: str) -> None:
 
 
 def test_vmap(device: str) -> None:
-    """More tokens, or, where weights are mapped, more calls."""
+    """More tokens or, if weights are mapped, more calls."""
     many = [make_inputs(FULL, seed, device=device) for seed in range(3)]
     first = many[0]
     expected = [call(FULL, replace(first, x=one.x, topk_ids=one.topk_ids)) for one in many]
@@ -382,7 +382,7 @@ def test_per_sample_gradients(device: str) -> None:
 
 
 def test_several_gradients_at_once(device: str) -> None:
-    """By torch.func; the older is_grads_batched knows no rule for an operator like this one."""
+    """With torch.func; the older is_grads_batched has no rule for an operator like this one."""
     inputs = with_gradients(FULL, device)
     out = call(FULL, inputs)
     given = torch.randn(2, *out.shape, device=device).to(out.dtype)
@@ -394,7 +394,7 @@ def test_several_gradients_at_once(device: str) -> None:
 
 
 def test_the_layers_parts_under_transforms(device: str) -> None:
-    """Per-sample gradients through router and layer, those of grouped_mm, and no tangent that is lost without a word."""
+    """Per-sample gradients through router and layer, and of grouped_mm; no tangent is lost silently."""
     module = flashmoe.MoE(32, 24, 4, 2, device=device, dtype=torch.float16, shared_intermediate=8)
     parameters, xs = dict(module.named_parameters()), torch.randn(3, 32, device=device).half()
 
@@ -444,7 +444,7 @@ def test_autocast_under_transforms(device: str) -> None:
 
 
 def test_flops(device: str) -> None:
-    """Two operations for a multiply-add of each slot; the backward pass takes two products for each of the forward's."""
+    """Two operations per multiply-add of each slot; the backward pass has two products for each forward product."""
     inputs = with_gradients(FULL, device)
     layer = 6 * FULL.tokens * FULL.top_k * FULL.hidden * FULL.intermediate
     with FlopCounterMode(display=False) as counter:
@@ -471,7 +471,7 @@ def test_fake_tensors_have_the_shapes_that_real_ones_have(device: str) -> None:
 
 
 def test_sentinels_and_the_map_meet(device: str) -> None:
-    """An id is looked up in the map, and what it gives may be no expert of this layer either."""
+    """An id is looked up in the map, and the result may also be no expert of this layer."""
     case = replace(FULL, mapped=True, sentinels=True)
     inputs = make_inputs(case, device=device)
     local = local_experts(case, inputs)

@@ -1,4 +1,4 @@
-"""flashmoe.MoE against the same module in torch's operators, and what an nn.Module must do."""
+"""flashmoe.MoE compared with the same module in torch operators, and the requirements of an nn.Module."""
 
 import copy
 import warnings
@@ -42,7 +42,7 @@ def composed(module: flashmoe.MoE, kind: str) -> ComposedMoE:
 
 
 def tokens_far_from_ties(module: flashmoe.MoE, reference: ComposedMoE, device: str) -> Tensor:
-    """[2, T, 32]: tokens whose choice of experts no rounding can change."""
+    """[2, T, 32]: tokens whose choice of experts does not depend on rounding."""
     x = torch.randn(200, 32, device=device, dtype=module.w13.dtype)
     with torch.no_grad():
         logits = reference.router(x.double())
@@ -171,7 +171,7 @@ def test_no_tokens(device: str) -> None:
 
 
 def test_the_load_balancing_loss(device: str) -> None:
-    """1 where all experts are chosen alike, E / k where the same k always are; sigmoid scores are divided by their sum."""
+    """1 if all experts are chosen equally often, E / k if the same k always are; sigmoid scores are divided by their sum."""
     even = torch.full((12, 4), 0.25, device=device, requires_grad=True)
     loss = load_balancing_loss(even, torch.full((4,), 6, device=device), 2)
     assert loss.item() == 1.0
@@ -229,10 +229,10 @@ def test_it_says_what_it_is() -> None:
     assert "experts=6, top_k=2" in repr(make("plain", "cpu"))
 
 
-@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")  # weights_on_input asks how many choices there are
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")  # weights_on_input queries the number of choices
 @pytest.mark.parametrize("kind", ["plain", "deepseek", "llama4"])
 def test_torch_jit_traces(kind: str, device: str) -> None:
-    """torch's own check of a trace calls the module without gradients and wants the same graph; traced so, it trains."""
+    """torch checks a trace by calling the module without gradients and expects the same graph; a module traced this way trains."""
     module, x = make(kind, device), torch.randn(5, 32, device=device, dtype=DTYPES[device])
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")

@@ -1,4 +1,4 @@
-"""flashmoe.fused_moe with mxfp4 weights: the bits of the bfloat16 layer on dequantised weights, what is refused, torch's machinery."""
+"""flashmoe.fused_moe with mxfp4 weights: the bits of the bfloat16 layer on dequantised weights, rejected calls, torch's machinery."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
 
 @dataclass(frozen=True)
 class Layer:
-    """Arguments of ``fused_moe``. Scales of experts that nobody chose are NaN."""
+    """Arguments of ``fused_moe``. Scales of experts that are not chosen are NaN."""
 
     x: Tensor
     w13: Tensor
@@ -50,7 +50,7 @@ class Layer:
         return replace(self, w13=w13, w2=w2, w13_scale=None, w2_scale=None)
 
     def in_bfloat16(self) -> Tensor:
-        """The layer with 16-bit weights that it must equal, by the format's own definition."""
+        """The expected result: the layer with 16-bit weights, by the format's definition."""
         w13, w2 = formats.as_bfloat16(self.w13, self.w13_scale), formats.as_bfloat16(self.w2, self.w2_scale)
         return self(w13=w13, w2=w2, w13_scale=None, w2_scale=None)
 
@@ -65,7 +65,7 @@ def make(
     seed: int = 0,
     **more: Any,
 ) -> Layer:
-    """Biases and the activation of gpt-oss; ids of one expert are outside, and one expert nobody has chosen where there are so many."""
+    """Biases and the activation of gpt-oss. Ids of one expert are out of range, and with enough experts one is never chosen."""
     random = torch.Generator().manual_seed(seed)
     ids = torch.rand((tokens, experts + 1), generator=random).argsort(1)[:, :top_k]
     ids = torch.where(ids == 1, experts + 3, ids)
@@ -91,7 +91,7 @@ def assert_same(layer: Layer) -> None:
 
 
 def assert_equal(out: Tensor, expected: Tensor) -> None:
-    """NaN equals NaN, and infinities are no large numbers."""
+    """Equality, where NaN equals NaN and infinities differ from large numbers."""
     assert torch.equal(out.isnan(), expected.isnan())
     assert torch.equal(out.masked_fill(out.isnan(), 0.0), expected.masked_fill(expected.isnan(), 0.0))
 
@@ -115,7 +115,7 @@ def test_has_the_bits_of_the_bfloat16_layer(device: str, sizes: dict[str, Any]) 
 @pytest.mark.gpu
 @pytest.mark.parametrize("tokens", [8, 39, 390])
 def test_tiles_have_the_bits_of_the_kernel_for_few_rows(tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Few tokens go to tiles by force; of many tokens the first have, by themselves, few rows."""
+    """Few tokens are forced to use tiles; the first of many tokens, called separately, have few rows."""
     layer = make("cuda", tokens=tokens, experts=3, top_k=1, hidden=352, intermediate=320, seed=6)
     some = {name: getattr(layer, name)[:8] for name in ("x", "topk_weights", "topk_ids")}
     few = layer(**some)
@@ -136,7 +136,7 @@ def test_the_kernels_of_compute_capability_8_0_are_as_exact(tokens: int, monkeyp
 @pytest.mark.parametrize("which", ["w13", "w2"])
 @pytest.mark.parametrize("repeats", [1, 20], ids=["few rows", "tiles"])
 def test_every_code_times_every_scale(device: str, repeats: int, which: str) -> None:
-    """Expert e has scale e and one weight that is not zero, of each code in turn, in either half of a byte: the result is that weight."""
+    """Expert e has scale e and one nonzero weight, for each code in turn and in either half of a byte: the result is that weight."""
     experts, width = 256, 32
     scales = (
         torch.arange(experts, dtype=torch.uint8, device=device)[:, None, None].expand(experts, width, 1).contiguous()
@@ -145,7 +145,7 @@ def test_every_code_times_every_scale(device: str, repeats: int, which: str) -> 
     zeros = torch.zeros(experts, width, width // 2, dtype=torch.uint8, device=device)
     units, row = zeros.clone(), torch.arange(width, device=device)
     units[:, row, row // 2] = torch.where(row % 2 == 0, 2, 32).to(torch.uint8)
-    # The gate is 1, so that up comes through with its sign.
+    # The gate is 1, so that up keeps its sign.
     bias = torch.cat((torch.ones(experts, width), torch.zeros(experts, width)), 1).to(device, torch.bfloat16)
     options: dict[str, Any] = {"b13": bias, "activation": "reglu"}
     ids = torch.arange(experts, dtype=torch.int32, device=device).repeat(repeats)[:, None]
@@ -167,17 +167,17 @@ def test_every_code_times_every_scale(device: str, repeats: int, which: str) -> 
         out = flashmoe.fused_moe(x, *packed[:2], *routing, **options, w13_scale=packed[2], w2_scale=packed[3])
         assert_equal(out, flashmoe.fused_moe(x, *in_16_bits, *routing, **options))
         found = out[:, 0].view(repeats, experts)
-        held = (numbers.abs() >= 2.0**-126) | (numbers == 0)  # what is smaller may become zero in a sum
+        held = (numbers.abs() >= 2.0**-126) | (numbers == 0)  # smaller values may become zero in a sum
         assert_equal(found[:, held], numbers[held].expand(repeats, -1))
         assert found[:, formats.NAN].isnan().all()
-        assert found[:, 254].isinf().all() == (code % 8 >= 4)  # 2^127 times 2 and more
+        assert found[:, 254].isinf().all() == (code % 8 >= 4)  # 2^127 times 2 or more
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("tokens", [1, 3, 20, 39, 90, 150, 600, 1500])
 @pytest.mark.parametrize("layout", ["concat", "interleaved"])
 def test_packed_weights_have_the_bits_of_the_bfloat16_layer(tokens: int, layout: str) -> None:
-    """Every width of every tile; 64 columns that consumers do not share evenly; an odd and an even number of blocks of k."""
+    """Every width of every tile; 64 columns that are divided unevenly between consumers; an odd and an even number of blocks of k."""
     sizes = {"experts": 5 if tokens > 1 else 16, "top_k": 2, "hidden": 320, "intermediate": 448, "seed": tokens}
     layer = make("cuda", tokens=tokens, layout=layout, **sizes)
     shared = torch.randn_like(layer.x)
@@ -191,7 +191,7 @@ def test_packed_weights_have_the_bits_of_the_bfloat16_layer(tokens: int, layout:
 @pytest.mark.parametrize("tile", ["m16", "m16_wide"])
 @pytest.mark.parametrize("is_gated", [False, True])
 def test_packed_tiles_of_many_weight_rows_have_those_bits(tile: str, is_gated: bool) -> None:
-    """Of the first product, or of the second: columns enough for waves of tiles. Up to 16 rows an expert, and a few more."""
+    """In the first or the second product, with enough columns for waves of tiles. Up to 16 rows per expert, and a few more."""
     columns = 1920 if tile == "m16" else 2304
     sizes = {"hidden": 192, "intermediate": columns // 2} if is_gated else {"hidden": columns, "intermediate": 128}
     layer = make("cuda", tokens=200, experts=64, top_k=2, seed=columns, **sizes)
@@ -204,7 +204,7 @@ def test_packed_tiles_of_many_weight_rows_have_those_bits(tile: str, is_gated: b
 @pytest.mark.gpu
 @pytest.mark.parametrize("repeats", [1, 12, 40, 130])
 def test_packed_codes_and_scales_of_every_kind(repeats: int) -> None:
-    """Random codes and scales, with NaN and infinity: as the kernels for unpacked weights, which meet every code with every scale."""
+    """Random codes and scales, including NaN and infinity: the same as the kernels for unpacked weights, which are tested with every code and scale."""
     layer = make("cuda", 8, 8, 1, 128, 64, seed=9)
     generator = torch.Generator("cuda").manual_seed(5)
     changed = {}
@@ -225,7 +225,7 @@ def test_packed_codes_and_scales_of_every_kind(repeats: int) -> None:
 
 @pytest.mark.gpu
 def test_packed_tokens_have_their_bits_whatever_else_is_there() -> None:
-    """Over all tiles, as the first tokens of many have few rows by themselves."""
+    """In all tiles, because the first of many tokens, called separately, have few rows."""
     layer = make("cuda", tokens=1400, experts=4, top_k=2, hidden=192, intermediate=128, seed=6).packed()
     out = layer()
     assert torch.equal(layer(), out)
@@ -250,7 +250,7 @@ def test_packed_weights_in_a_graph_and_compiled() -> None:
 
 
 def test_packed_words_are_what_a_thread_turns_and_masks() -> None:
-    """By the layout's own words: of random codes each thread's operands and scales, as spread_packed makes them."""
+    """Compared with the layout's definition: each thread's operands and scales for random codes, as spread_packed makes them."""
     random = torch.Generator().manual_seed(3)
     codes = torch.randint(0, 256, (2, 128, 64), dtype=torch.uint8, generator=random)
     scales = torch.randint(0, 256, (2, 128, 4), dtype=torch.uint8, generator=random)
@@ -425,7 +425,7 @@ def test_refusals(device: str, changes: dict[str, Any], error: type[FlashmoeErro
     "change", [lambda x: x.float(), lambda x: x[:1], lambda x: x[:, :-1], lambda x: x.T, Tensor.tolist]
 )
 def test_what_is_no_place_for_the_result(device: str, change: Callable[[Tensor], Any]) -> None:
-    """A copy into it would have converted or broadcast the result."""
+    """Copying into it would have converted or broadcast the result."""
     layer = make(device)
     with pytest.raises(FlashmoeError, match="out"):
         layer(out=change(torch.empty_like(layer.x)))

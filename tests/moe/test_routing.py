@@ -1,4 +1,4 @@
-"""topk_route and moe_sort against plain PyTorch: choices, weights, counts, gradients, order."""
+"""topk_route and moe_sort compared with plain PyTorch: choices, weights, counts, gradients, order."""
 
 import pytest
 import torch
@@ -22,7 +22,7 @@ SIZES = _sizes()
 
 
 def scores_of(logits: Tensor, scoring: str, bias: Tensor | None) -> tuple[Tensor, Tensor]:
-    """(scores, what the choice is made by), float64."""
+    """(scores, values used for the choice), in float64."""
     exact = logits.double()
     if scoring == "topk_softmax":
         exact = exact if bias is None else exact + bias.double()
@@ -32,7 +32,7 @@ def scores_of(logits: Tensor, scoring: str, bias: Tensor | None) -> tuple[Tensor
 
 
 def keep_groups(choice: Tensor, scoring: str, groups: int, topk_groups: int) -> Tensor:
-    """-inf for experts of groups that do not stay; of equal groups the first stay."""
+    """The choice with -inf for experts of dropped groups; of equal groups the first are kept."""
     if groups == 1:
         return choice
     grouped = choice.unflatten(1, (groups, -1))
@@ -46,7 +46,7 @@ def keep_groups(choice: Tensor, scoring: str, groups: int, topk_groups: int) -> 
 def weights_of(
     logits: Tensor, ids: Tensor, scoring: str, bias: Tensor | None, renormalize: bool, scale: float
 ) -> Tensor:
-    """Of given choices, differentiable, float64."""
+    """Weights of the given choices, differentiable, in float64."""
     chosen = scores_of(logits, scoring, bias)[0].gather(1, ids.long())
     if scoring == "topk_softmax":
         chosen = chosen.softmax(1)
@@ -66,7 +66,7 @@ def weights_of(
 def test_routing(
     dtype: torch.dtype, scoring: str, sizes: tuple[int, int, int, int], with_bias: bool, renormalize: bool, device: str
 ) -> None:
-    """Sizes: groups, experts of each, groups that stay, choices."""
+    """Sizes: groups, experts per group, groups kept, choices."""
     groups, size, topk_groups, k = sizes
     experts = groups * size
     torch.manual_seed(hash(sizes) % 1000)
@@ -83,7 +83,7 @@ def test_routing(
     choice = keep_groups(scores_of(logits.detach(), scoring, bias)[1], scoring, groups, topk_groups)
     best = choice.topk(k, 1).values
     found = choice.gather(1, ids.long())
-    torch.testing.assert_close(found, best, rtol=1e-5, atol=1e-6)  # ties within rounding may be either way round
+    torch.testing.assert_close(found, best, rtol=1e-5, atol=1e-6)  # ties within rounding may go either way
     assert all(len(set(row)) == k for row in ids.tolist())
     assert torch.equal(counts.cpu(), torch.bincount(ids.flatten().cpu(), minlength=experts).int())
     exact = logits.detach().double().requires_grad_()
@@ -97,7 +97,7 @@ def test_routing(
 
 
 def test_the_gradient_of_a_bias(device: str) -> None:
-    """It is part of the logits with topk_softmax, and else for the choice alone."""
+    """With topk_softmax it is part of the logits, otherwise it only affects the choice."""
     logits, bias = torch.randn(20, 8, device=device), torch.randn(8, device=device, requires_grad=True)
     weights, ids = flashmoe.topk_route(logits, 3, scoring="topk_softmax", bias=bias)
     upstream = torch.randn_like(weights)
@@ -136,7 +136,7 @@ def test_rows_apart(device: str) -> None:
     wide=st.booleans(),
 )
 def test_the_sort_is_stable(device: str, tokens: int, top_k: int, experts: int, seed: int, wide: bool) -> None:
-    """Rows of an expert in the order of their slots; ids outside of the layer have no row."""
+    """Rows of an expert are in slot order; ids outside the layer have no row."""
     generator = torch.Generator().manual_seed(seed)
     ids = torch.randint(
         -1, experts + 1, (tokens, top_k), generator=generator, dtype=torch.int64 if wide else torch.int32

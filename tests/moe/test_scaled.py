@@ -1,4 +1,4 @@
-"""flashmoe.fused_moe with float8_e4m3fn weights: results beside fp64 of what the operands stand for, what is refused, torch's machinery."""
+"""flashmoe.fused_moe with float8_e4m3fn weights: results compared with fp64 of the operands' values, rejected calls, torch's machinery."""
 
 import math
 from dataclasses import dataclass, replace
@@ -24,7 +24,7 @@ E4M3, NAN, BLOCK = torch.float8_e4m3fn, formats.NAN, formats.BLOCK
 
 @dataclass(frozen=True)
 class Layer:
-    """Arguments of ``fused_moe``; weights and scales of experts that nobody chose are NaN."""
+    """Arguments of ``fused_moe``; weights and scales of experts that are not chosen are NaN."""
 
     x: Tensor
     w13: Tensor
@@ -56,7 +56,7 @@ def make(
     intermediate: int = 256,
     seed: int = 0,
 ) -> Layer:
-    """Ids of one expert are outside; another expert is chosen by nobody."""
+    """Ids of one expert are out of range; another expert is never chosen."""
     random = torch.Generator().manual_seed(seed)
 
     def values(*shape: int) -> Tensor:
@@ -80,14 +80,14 @@ def make(
 
 
 def expected(layer: Layer) -> Tensor:
-    """fp64, but for the two quantisations. Ids are those of the layer."""
+    """fp64, except for the two quantisations. Ids are those of the layer."""
     x = rounded(layer.x.double()) if layer.x_scale is None else formats.dequantize(layer.x, layer.x_scale)
     weights = (layer.w13, layer.w2, layer.w13_scale, layer.w2_scale, layer.topk_weights.double(), layer.topk_ids)
     return compose(x, *weights, torch.float64, shared=layer.shared, activation=layer.activation)
 
 
 def assert_close(out: Tensor, reference: Tensor, limit: float = 1.5e-2) -> None:
-    """A sum that lies on the border of two e4m3 values may be rounded to either: 2^-4 of one of the terms, at least 128."""
+    """A sum on the boundary between two e4m3 values may be rounded to either: an error of 2^-4 in one of at least 128 terms."""
     assert torch.isfinite(out).all()
     error = (out.double() - reference).abs()
     assert error.norm() <= limit * reference.norm() + 1e-12
@@ -113,7 +113,7 @@ def test_any_sizes(
     device: str, tokens: int, experts: int, top_k: int, hidden: int, intermediate: int, seed: int
 ) -> None:
     layer = make(device, tokens, experts, min(top_k, experts), hidden, intermediate, seed)
-    # Where a single token has an expert, one of its 128 terms rounded to the other side is 1.6% (tokens=11, experts=1, seed=44 on an H200).
+    # If an expert has a single token, one of its 128 terms rounded to the other side is 1.6% (tokens=11, experts=1, seed=44 on an H200).
     assert_close(layer(), expected(layer), limit=3e-2)
 
 
@@ -165,16 +165,16 @@ def test_nan_and_zeros_stay_in_their_rows(device: str) -> None:
 def test_a_token_has_its_bits_whatever_else_is_there(
     device: str, tokens: int, experts: int, family: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # Plain products with shorter sums leave the kernel for few rows at an eighth of a row.
+    # Plain products with shorter sums stop using the kernel for few rows at an eighth of a row.
     layer = make(device, tokens, experts, hidden=384, intermediate=512)
     if family:
-        monkeypatch.setenv("FLASHMOE_KERNEL", family)  # else a single token may have the kernel for few rows
+        monkeypatch.setenv("FLASHMOE_KERNEL", family)  # otherwise a single token may use the kernel for few rows
     out = layer()
     assert_close(out, expected(layer))
     assert torch.equal(layer(), out)
     for part in (slice(4, 5), slice(0, tokens, 3)):
         some = {name: getattr(layer, name)[part] for name in ("x", "topk_weights", "topk_ids")}
-        if device == "cuda":  # the CPU's own float32 products have another order for other sizes
+        if device == "cuda":  # the order of the CPU's float32 products depends on sizes
             assert torch.equal(layer(**some), out[part])
         else:
             assert_close(layer(**some), out[part].double())
@@ -218,7 +218,7 @@ def test_compile_autocast_and_opcheck(device: str) -> None:
     torch.library.opcheck(
         getattr(torch.ops.flashmoe, name).default,
         (*tensors, None, None, None, "swiglu"),
-        # test_schema multiplies 8-bit tensors, which torch cannot
+        # test_schema multiplies 8-bit tensors, which torch does not support
         test_utils=("test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic"),
     )
 
@@ -288,7 +288,7 @@ def test_what_torch_computes_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("reason", ["", None])
 def test_the_kernels_are_asked_where_there_are_some(monkeypatch: pytest.MonkeyPatch, reason: str | None) -> None:
-    """Of a tensor on the CPU they know nothing, which torch says."""
+    """The kernels do not support CPU tensors, which torch reports."""
     monkeypatch.setattr(scaled, "_why_torch", lambda x: reason)
     layer = make("cpu")
     if reason is None:

@@ -1,4 +1,4 @@
-"""flashmoe.fused_moe(precision="fp8"): results and gradients beside the step by definition in float64, what is refused, torch's machinery."""
+"""flashmoe.fused_moe(precision="fp8"): results and gradients compared with the definition in float64, rejected calls, torch's machinery."""
 
 from collections.abc import Callable
 from typing import Any
@@ -19,7 +19,7 @@ NAMES = ("out", "x", "w13", "w2", "topk_weights")
 
 
 class Step:
-    """Leaves of autograd, and what else a call takes."""
+    """Autograd leaves, and the other arguments of a call."""
 
     def __init__(
         self, device: str, tokens: int = 150, experts: int = 4, top_k: int = 2, hidden: int = 256, inner: int = 128
@@ -33,7 +33,7 @@ class Step:
             normal(experts, hidden, inner, scale=inner**-0.5),
         )
         self.topk_weights = torch.rand(tokens, top_k).to(device).requires_grad_()
-        # Expert 1 has no tokens, the last one most.
+        # Expert 1 has no tokens, the last one the most.
         ids = torch.stack([torch.randperm(experts)[:top_k] for _ in range(tokens)]) if tokens else torch.empty(0, top_k)
         ids[: tokens // 2, 0] = experts - 1
         ids[: tokens // 2, 1:] = 0
@@ -71,7 +71,7 @@ def test_step_is_that_of_the_definition(device: str, activation: str) -> None:
 
 
 def test_sixteen_bits_are_not_within_the_tolerance() -> None:
-    """What the tolerance tells apart: the same step without e4m3."""
+    """The tolerance is tight enough to distinguish the same step without e4m3."""
     given = Step("cpu")
     errors = [relative_error(*pair) for pair in zip(given.results(precision=None), given.expected(), strict=True)]
     assert min(errors) > 2 * TOLERANCE, errors
@@ -133,7 +133,7 @@ def test_no_tokens(device: str) -> None:
 
 
 def test_weights_that_change_unseen(device: str) -> None:
-    """As FSDP gathers them: the version counter stays."""
+    """As with FSDP's gathered weights: the version counter does not change."""
     given = Step(device)
     before = given().detach()
     with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(given.w13):
@@ -155,7 +155,7 @@ def test_quantised_weights_are_those_of_the_definition(device: str) -> None:
 
 @pytest.mark.parametrize("shape", [(1, 128, 128), (2, 128, 128), (2, 128, 256)])
 def test_no_two_quantised_tensors_share_memory(device: str, shape: tuple[int, ...]) -> None:
-    """A single scale's transpose is contiguous as it is. torch from 2.11 on warns of results of an operator that share memory."""
+    """The transpose of a single scale is already contiguous. torch 2.11 and later warn if an operator's results share memory."""
     found = flashmoe.quantize_weights(torch.randn(shape, device=device, dtype=torch.bfloat16))
     assert len({one.untyped_storage().data_ptr() for one in found}) == 4
 
@@ -167,7 +167,7 @@ def test_weights_quantised_once_for_several_calls(device: str) -> None:
     for found, expected in zip(given.results(quantized=once), given.results(), strict=True):
         assert torch.equal(found, expected)
     with torch.no_grad():
-        given.w13.mul_(2.0)  # not noticed, as it says
+        given.w13.mul_(2.0)  # not noticed, as documented
     assert torch.equal(given(quantized=once), given(quantized=once))
     assert not torch.equal(given(quantized=once), given())
 
@@ -231,7 +231,7 @@ def test_module_trains(device: str) -> None:
     assert losses[-1] < 0.8 * losses[0]
 
 
-@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # of torch, while it traces
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # from torch, while it traces
 def test_compiled(device: str) -> None:
     given = Step(device, tokens=64)
     function = torch.compile(
@@ -242,7 +242,7 @@ def test_compiled(device: str) -> None:
     assert all(torch.equal(one, other) for one, other in zip(found, given.results(), strict=True))
 
 
-@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # of torch, while it traces
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # from torch, while it traces
 def test_compiled_with_weights_quantised_in_the_graph(device: str) -> None:
     given = Step(device, tokens=64)
 

@@ -1,4 +1,4 @@
-"""A small language model with mixtures of experts trains as with torch's operators."""
+"""A small language model with mixtures of experts trains like one with torch operators."""
 
 from functools import partial
 
@@ -14,7 +14,7 @@ from tests.moe.composed import ComposedMoE
 from tests.training import assert_learns_alike, train
 
 STEPS = {"cpu": 40, "cuda": 250}
-MODELS = {  # ffn: of one expert
+MODELS = {  # ffn: per expert
     "cpu": TrainStepProblem("f32", 2, width=48, heads=4, heads_kv=2, ffn=48, vocabulary=128, batch=8, seq=48),
     "cuda": TrainStepProblem("bf16", 2, width=256, heads=4, heads_kv=2, ffn=256, vocabulary=128, batch=16, seq=256),
 }
@@ -24,7 +24,7 @@ BALANCE = 0.01  # weight of the load-balancing loss
 
 
 class SparseLayer(Layer):
-    """A layer whose feed-forward part is a mixture of experts, and one that every token takes."""
+    """A layer whose feed-forward part is a mixture of experts plus a shared one for every token."""
 
     def __init__(self, problem: TrainStepProblem, mixture: type[flashmoe.MoE], experts: int) -> None:
         super().__init__(problem)

@@ -1,4 +1,4 @@
-"""The newcomer's script: which blocks it takes out of the pages, how it runs them, and what it says of one that fails."""
+"""The newcomer's script: which blocks it extracts from the pages, how it runs them, and what it reports about one that fails."""
 
 import os
 import re

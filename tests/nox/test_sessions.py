@@ -26,7 +26,7 @@ NOXFILE = ROOT / "noxfile.py"
 
 
 def noxfile_function(name: str, **others: object) -> Any:
-    """One plain function of the noxfile, without running nox."""
+    """One function of the noxfile, without running nox."""
     tree = ast.parse(NOXFILE.read_text(encoding="utf-8"))
     wanted = [node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name == name]
     module = ast.Module(body=[*wanted], type_ignores=[])
@@ -112,7 +112,7 @@ def test_an_unknown_checker_lists_the_known(capsys: pytest.CaptureFixture[str]) 
 def run_pytest(
     tmp_path: Path, body: str, arguments: Sequence[str] = (), **environ: str
 ) -> subprocess.CompletedProcess[str]:
-    """A test run of its own with this project's conftest and one test file."""
+    """A separate test run with this project's conftest and one test file."""
     (tmp_path / "conftest.py").write_text(
         (ROOT / "tests" / "conftest.py").read_text(encoding="utf-8"), encoding="utf-8"
     )
@@ -124,7 +124,7 @@ def run_pytest(
     alone = {
         "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",
         "PYTEST_PLUGINS": "xdist.plugin",
-    }  # others take a second of each run
+    }  # other plugins take a second per run
     environ = {**kept, **alone, "PYTHONPATH": package, "CUDA_VISIBLE_DEVICES": "", **environ}
     return subprocess.run(command, cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=240)
 
@@ -202,7 +202,7 @@ def test_gpu_tests_are_counted_where_there_is_no_gpu(tmp_path: Path) -> None:
 def test_every_program_tells_its_usage(
     module: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """What ``python -m`` runs, without a process (and its import of torch) for each."""
+    """Runs what ``python -m`` runs, without a process (and an import of torch) for each."""
     monkeypatch.setattr(sys, "argv", [module, "--help"])
     with pytest.raises(SystemExit) as ended:
         runpy.run_module(f"flashmoe_build{module}", run_name="__main__", alter_sys=True)
@@ -212,7 +212,7 @@ def test_every_program_tells_its_usage(
 
 
 def test_no_program_takes_an_abbreviated_option() -> None:
-    """``build -- --arch 90`` made a wheel for one target under the name of the whole one."""
+    """``build -- --arch 90`` once made a wheel for one target with the name of the full one."""
     folders = ("flashmoe", "flashmoe_build", "flashmoe_tools", "tests/fuzz")
     trees = (ast.parse(path.read_text(encoding="utf-8")) for name in folders for path in (ROOT / name).rglob("*.py"))
     calls = [node for tree in trees for node in ast.walk(tree) if isinstance(node, ast.Call)]
@@ -246,7 +246,7 @@ def test_failures_of_one_cause_are_printed_once(tmp_path: Path) -> None:
 
 
 def test_processes_report_as_one(tmp_path: Path) -> None:
-    """Counts, the name of a test that runs for long and a missing GPU, with the tests spread over two processes."""
+    """Counts, the name of a test that runs for long and a missing GPU, with the tests distributed over two processes."""
     body = GPU_TEST + "import time\ndef test_long(): time.sleep(1.5)\n"
     report = tmp_path / "report.json"
     environ = {"FLASHMOE_TEST_HEARTBEAT_S": "0.4", "FLASHMOE_TEST_REPORT": str(report), "MAX_JOBS": "2"}

@@ -1,5 +1,5 @@
-// Finds, loads and launches a kernel of the toy operation as the library does, on a driver without a GPU that writes down what
-// it is asked.
+// Finds, loads and launches a kernel of the toy operation as the library does, on a fake driver without a GPU that records
+// its calls.
 #include <cstdio>
 #include <cstring>
 #include <string>
@@ -54,7 +54,7 @@ ContextGuard::~ContextGuard() = default;
 
 using namespace flashmoe::host;
 
-// Launches both rules, one behind the other, on a GPU of this capability; `answer` is what the driver was asked.
+// Launches both rules one after another on a GPU of this capability; `answer` receives the recorded driver calls.
 extern "C" int launch(int capability, long long grid, char* answer, int length) {
   g_asked.clear();
   try {

@@ -1,4 +1,4 @@
-"""Each public function as the first thing that a process asks of the package: nothing else has loaded the extension for it."""
+"""Each public function as the first call of a process: nothing else has loaded the extension before."""
 
 import inspect
 import subprocess

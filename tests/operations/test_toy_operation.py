@@ -1,5 +1,5 @@
 """A new operation is two folders: csrc/NAME with its tables, a kernel and its parameters, and its package. With these it is built,
-audited, launched, emulated, calculated by smem, timed and in the docs, and not one shared source file is touched."""
+audited, launched, emulated, calculated by smem, timed and documented without changing any shared source file."""
 
 import ctypes
 import json
@@ -45,7 +45,7 @@ PLAIN, RELU = "flashmoe_toy_scale_sm80_f32_v4_plain", "flashmoe_toy_scale_sm80_f
 
 @pytest.fixture(scope="module")
 def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A checkout's csrc with one folder more."""
+    """A checkout's csrc with one more folder."""
     folder = tmp_path_factory.mktemp("tree")
     shutil.copytree(ROOT / "csrc", folder / "csrc")
     shutil.copytree(TOY / "csrc" / "toy", folder / "csrc" / "toy")
@@ -75,7 +75,7 @@ def units(tables: Tables) -> tuple[Unit, ...]:
 
 @pytest.fixture(scope="module")
 def built(tree: Path, tables: Tables, units: tuple[Unit, ...]) -> Path:
-    """A library of its kernels, the generated kernel table and the host's code for loading and launching."""
+    """A library with its kernels, the generated kernel table and the host code for loading and launching."""
     toolchain = find_toolchain()
     code = compile_units(units, root=tree, toolchain=toolchain, cache=Cache(tree / "cache"), jobs=2, tables=tables)
     blob, placed = place(code.units)

@@ -1,4 +1,4 @@
-"""Profiles: the profiler's table, the rules over it, what is said without a profiler. ncu itself is a script here."""
+"""Profiles: the profiler's table, the rules applied to it, and the output without a profiler. ncu is a script here."""
 
 import stat
 import sys
@@ -22,7 +22,7 @@ from flashmoe_tools.report import Check, Report, Verdict, read_report, write_rep
 from tests.bench.synthetic import synthetic_report
 
 STALL = "smsp__average_warps_issue_stalled_{}_per_issue_active.ratio"
-# name: (unit, value) as the profiler prints them; the kernel is latency bound: it waits for loads, memory is not busy.
+# name: (unit, value) as the profiler prints them; the kernel is latency bound: it waits for loads while memory is not busy.
 TABLE = {
     "gpu__time_duration.sum": ("nsecond", "1,234,500"),
     "sm__inst_executed_pipe_tensor.avg.pct_of_peak_sustained_active": ("%", "31.50"),
@@ -48,7 +48,7 @@ KERNEL = "flashmoe_attention_forward_sm80_bf16_d128_full"
 
 
 def table(launches: int = 1, kernels: tuple[str, ...] = (KERNEL,), **changes: str) -> str:
-    """``launches`` of the kernels in turn; each takes half of the time of the one before it."""
+    """``launches`` of the kernels in turn; each takes half as long as the previous one."""
     rows = {name: (unit, changes.get(name, value)) for name, (unit, value) in TABLE.items()}
     quote = lambda words: ",".join(f'"{word}"' for word in words)  # noqa: E731
     lines = ["==PROF== Connected to process 7", '==PROF== Profiling "x": 0%....100% - 20 passes']
@@ -74,7 +74,7 @@ def test_the_table_becomes_numbers_in_fixed_units() -> None:
     assert values["wave_fill"] == pytest.approx(7.76 / 8)
     assert "exp_percent" not in values  # n/a is missing, not zero
     assert sum(launch.stalls.values()) == pytest.approx(1.0)
-    assert values["stall_long_scoreboard_share"] == pytest.approx(0.75)  # "selected" is no reason to wait
+    assert values["stall_long_scoreboard_share"] == pytest.approx(0.75)  # "selected" is not a reason to wait
 
 
 @pytest.mark.parametrize(
@@ -151,12 +151,12 @@ def test_every_rule_speaks_of_numbers_that_exist_and_can_fire() -> None:
 
 @pytest.fixture
 def fake_ncu(tmp_path: Path) -> Callable[[str], str]:
-    """A fake ncu: it checks how it is called, then prints what it is told to."""
+    """A fake ncu: it checks its arguments, then prints the given text."""
 
     def make(body: str) -> str:
         path, program = tmp_path / "ncu", tmp_path / "ncu.py"
         program.write_text(f"import sys\nassert '--clock-control' in sys.argv, sys.argv\n{body}\n")
-        path.write_text(f'#!/bin/sh\nexec "{sys.executable}" "{program}" "$@"\n')  # a path with a space is no shebang
+        path.write_text(f'#!/bin/sh\nexec "{sys.executable}" "{program}" "$@"\n')  # a shebang allows no spaces
         path.chmod(path.stat().st_mode | stat.S_IXUSR)
         return str(path)
 

@@ -1,4 +1,4 @@
-"""A long step is never silent, on a terminal or in a log, and a short one does not chatter."""
+"""A long step is never silent, on a terminal or in a log, and a short one prints little."""
 
 import io
 import re

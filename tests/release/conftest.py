@@ -1,4 +1,4 @@
-"""A small wheel of ours, sound until a test changes it; nothing is compiled for a device."""
+"""A small valid wheel, until a test changes it; nothing is compiled for a device."""
 
 import json
 import sys
@@ -29,7 +29,7 @@ def library(workshop: Workshop) -> bytes:
 
 @pytest.fixture(scope="session")
 def clone(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A repository that looks like ours to `verify`: one commit."""
+    """A repository with one commit that `verify` accepts as this project's."""
     root = tmp_path_factory.mktemp("clone")
     write_sources(root)
     for command in (["init", "-q"], ["add", "."], ["commit", "-q", "-m", "one"]):
@@ -39,8 +39,8 @@ def clone(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def make_wheel(workshop: Workshop, library: bytes, clone: Path) -> WheelMaker:
-    """A wheel with a right RECORD. ``content`` replaces the library, ``record`` the provenance (None: leaves it out), ``files``
-    adds and replaces members (None: leaves one out), ``name`` is the file's; further words are fields of the provenance."""
+    """A wheel with a correct RECORD. ``content`` replaces the library, ``record`` the provenance (None: omits it), ``files``
+    adds and replaces members (None: omits one), ``name`` is the file's; other arguments are fields of the provenance."""
 
     def make(
         content: bytes = library,

@@ -1,4 +1,4 @@
-"""What the release tests build: rows, a provenance, a repository. Nothing is compiled for a device."""
+"""Builders for the release tests: rows, a provenance, a repository. Nothing is compiled for a device."""
 
 import hashlib
 import subprocess
@@ -80,11 +80,11 @@ README = "# A small project\n[more](docs/more.md)\n"
 
 VERSION = '"""The version."""\n\n__version__ = "0.1.0"\n'
 TABLES = ("tables/arch.toml", "attention/operations.toml", "attention/kernels.toml")
-KERNEL = b"\x7fELF bf16 "  # what a device binary of the sound wheel begins with
+KERNEL = b"\x7fELF bf16 "  # the beginning of a device binary in the valid wheel
 
 
 def write_sources(root: Path) -> None:
-    """The files that `verify` reads of a commit."""
+    """The files of a commit that `verify` reads."""
     files = {
         **PACKAGE,
         "flashmoe/_version.py": VERSION,
@@ -105,7 +105,7 @@ def write_sources(root: Path) -> None:
 
 @lru_cache(maxsize=1)
 def host_compiler() -> str:
-    """As provenance.json names it."""
+    """The compiler as named in provenance.json."""
     done = subprocess.run(["g++", "-dumpfullversion"], capture_output=True, text=True, check=True)
     return f"g++ {done.stdout.strip()}"
 
@@ -132,7 +132,7 @@ def package_of(version: str) -> dict[str, bytes | str]:
 
 
 def rows() -> tuple[Row, ...]:
-    """Two device binaries; their content is checked by hash here and read by the audit elsewhere."""
+    """Two device binaries; here their content is only checked by hash, the audit is tested elsewhere."""
     return tuple(
         Row(f"attention_{dtype}", "sm_80", f"\x7fELF {dtype} ".encode() * 20, (f"kernel_{dtype}",), 1024, 128)
         for dtype in ("f16", "bf16")
@@ -148,7 +148,7 @@ def git(root: Path, *arguments: str) -> str:
 
 
 def provenance_of(library: bytes, clone: Path, **changes: Any) -> dict[str, Any]:
-    """What the build would have written for this library from the clone's commit."""
+    """The provenance that a build would write for this library from the clone's commit."""
     return {
         "schema": "flashmoe.provenance/1",
         "version": version_here(clone),

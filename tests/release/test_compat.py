@@ -1,4 +1,4 @@
-"""`nox -s compat`, without installing a torch: which cells there are, and what a cell's outcome is."""
+"""`nox -s compat`, without installing torch: which cells there are, and the result of each."""
 
 import subprocess
 import sys

@@ -1,4 +1,4 @@
-"""Images, without an engine: what is asked of it, what is read from its answers, and what is said where there is none."""
+"""Images, without an engine: the commands sent to it, how its answers are read, and the message if there is none."""
 
 import os
 import re
@@ -27,7 +27,7 @@ DIGEST = "sha256:" + "ab" * 32
 
 
 def copied_by_stage(name: str) -> list[tuple[list[str], str]]:
-    """The sources and the target of every COPY in one stage of the Dockerfile."""
+    """The sources and the target of every COPY in a stage of the Dockerfile."""
     stage = re.split(r"^FROM .* AS ", DOCKERFILE.replace("\\\n", " "), flags=re.MULTILINE)
     (body,) = (text for text in stage if text.startswith(f"{name}\n"))
     copies = [words.split() for words in re.findall(r"^COPY --chown=\S+ (.*)$", body, re.MULTILINE)]
@@ -61,7 +61,7 @@ def test_the_build_command_carries_secrets_as_secrets(tmp_path: Path) -> None:
     assert command[-4:] == [f"id=index,src={tmp_path / 'index'}", "--network", "host", str(tmp_path)]
     stage = image.build_command("docker", "toolchain", tmp_path, base="b:1", archs="90a", secrets={}, network="")
     assert stage[:6] == ["docker", "build", "--target", "toolchain", "--output", "type=cacheonly"]
-    # What the stage's layers depend on is the same: the later build finds them.
+    # The stage's layers depend on the same arguments, so that the later build finds them.
     assert stage[6:-1] == command[6 : 6 + len(stage[6:-1])]
 
 
@@ -73,7 +73,7 @@ def test_a_draw_gives_the_image_compiled_units_but_a_sample(tmp_path: Path) -> N
             path = cache / key[:2] / f"{key}{suffix}"
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(key)
-            path.chmod(0o600)  # as the cache writes them: the image's user is another
+            path.chmod(0o600)  # as the cache writes them: the image has a different user
     docker.write_text(f'#!/bin/sh\n[ "$*" = "import - {image.GIVEN}" ] && exec cat >"{got}"\n')
     docker.chmod(0o755)
     for draw in ("one", "another"):
@@ -240,7 +240,7 @@ esac
 
 
 def fake_programs(folder: Path, refuses: str = "") -> Path:
-    """.ci/images in ``folder`` with an engine that refuses that; returns the file that holds the engine's number."""
+    """Sets up .ci/images in ``folder`` with an engine that fails at ``refuses``; returns the file with the engine's process id."""
     started, script = folder / "started", (ROOT / ".ci" / "images").read_text().replace("/usr/bin/docker", "docker")
     start = "echo no iptables; exit 1" if refuses == "start" else f"echo $$ >{started}; exec sleep 60"
     programs = {"docker": DOCKER.format(started=started, refuses=refuses), "dockerd": f"#!/bin/sh\n{start}\n"}
@@ -261,7 +261,7 @@ def fake_programs(folder: Path, refuses: str = "") -> Path:
     ],
 )
 def test_an_engine_that_cannot_run_anything_is_not_run(tmp_path: Path, refuses: str, said: str) -> None:
-    """What a container without privileges and a chroot that is no mount point give. The engine that was started is ended."""
+    """The errors in an unprivileged container and in a chroot that is not a mount point. The engine that was started is ended."""
     started = fake_programs(tmp_path, refuses)
     environ = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}"}
     done = subprocess.run([tmp_path / "ci/images"], env=environ, capture_output=True, text=True, timeout=60)
@@ -347,7 +347,7 @@ def test_a_gpu_job_runs_on_the_gpu_that_it_names() -> None:
 
 
 def entrypoint(tmp_path: Path, program: str, results: Path) -> subprocess.Popen[str]:
-    """The benchmark image's entrypoint with another program in the benchmark's place."""
+    """The benchmark image's entrypoint with another program instead of the benchmark."""
     fake_python = tmp_path / "python"
     fake_python.write_text(f"#!/bin/sh\n{program}\n")
     fake_python.chmod(0o755)

@@ -1,4 +1,4 @@
-"""The Hub's layout: what it holds, what its checks find, and the real `kernels` library loading the package under test."""
+"""The Hub's layout: its contents, what its checks find, and the `kernels` library loading the package under test."""
 
 import importlib.util
 import json

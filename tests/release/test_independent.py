@@ -1,4 +1,4 @@
-"""`nox -s reproduce -- --independent`: what another g++ may change, and what nothing may."""
+"""`nox -s reproduce -- --independent`: what may differ with another g++, and what must not."""
 
 import platform
 from collections.abc import Callable, Sequence
@@ -53,7 +53,7 @@ def test_judge(
 def test_a_wheel_of_head_is_built_where_there_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     head, built = "0123456789ab" * 3 + "cdef", list[Sequence[str]]()
     name = f"flashmoe_kernels-0.1.0.dev0+g{head[:12]}-py3-none-manylinux_2_28_{platform.machine()}.whl"
-    (tmp_path / name.replace(head[:12], "0" * 12)).touch()  # another commit's
+    (tmp_path / name.replace(head[:12], "0" * 12)).touch()  # of another commit
 
     def build(command: Sequence[str], what: str, **_: object) -> None:
         built.append(command)

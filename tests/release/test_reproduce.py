@@ -1,4 +1,4 @@
-"""`nox -s reproduce`: the worlds really differ, and whatever a build takes from its world is found."""
+"""`nox -s reproduce`: the worlds really differ, and a build that depends on its world is detected."""
 
 import functools
 from pathlib import Path
@@ -11,7 +11,7 @@ from flashmoe_build.release import reproduce as program
 from flashmoe_build.release.reproduce import Machine, World, compare, plan, reproduce
 from flashmoe_tools.report import Check, Report, Verdict, read_report
 
-# A build as the sessions call it, that writes into its wheel what each world varies.
+# A build with the sessions' interface that writes into its wheel everything that the worlds vary.
 LEAKY = """
 import json, locale, os, pathlib, time, zipfile
 facts = {
@@ -61,7 +61,7 @@ def test_a_build_that_takes_nothing_from_its_world_passes(tmp_path: Path) -> Non
     report = run(tmp_path)
     assert report.verdict is Verdict.PASS, report.checks
     same = [check for check in report.checks if check.name.startswith("same bytes")]
-    assert len(same) == 2 * 3  # two worlds against the first; the wheel, its one member, its one device binary
+    assert len(same) == 2 * 3  # two worlds compared with the first; the wheel, its one member, its one device binary
 
 
 def test_everything_that_is_varied_reaches_the_build(tmp_path: Path) -> None:

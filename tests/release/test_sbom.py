@@ -1,4 +1,4 @@
-"""The bill of materials: true to the provenance, valid CycloneDX, the same for the same wheel."""
+"""The bill of materials: consistent with the provenance, valid CycloneDX, the same for the same wheel."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""`python -m flashmoe verify`: each kind of tampering with a wheel is found, and nothing that it says of itself excuses it."""
+"""`python -m flashmoe verify`: every kind of tampering with a wheel is found, and nothing that the wheel states can hide it."""
 
 import json
 import os
@@ -37,7 +37,7 @@ from flashmoe_tools.verify.rebuild import build_environment, compare
 from flashmoe_tools.verify.repository import find_clone
 
 WheelMaker = Callable[..., Path]
-# The build of no target leaves one byte where the binaries would be.
+# A build without targets leaves one byte instead of the binaries.
 CPU_ONLY = """
 __asm__(".section .flashmoe.cubins,\\"a\\",@progbits\\n.byte 0\\n.previous");
 extern "C" int flashmoe_cpu_isa() { return 0; }
@@ -79,7 +79,7 @@ def test_an_edited_device_binary(make_wheel: WheelMaker, library: bytes, clone: 
 
 
 def test_a_device_binary_that_is_not_embedded(make_wheel: WheelMaker, library: bytes, clone: Path) -> None:
-    """The record lists one more than the library holds, of a target that it has."""
+    """The record lists one binary more than the library contains, for a target that it has."""
     right = provenance_of(library, clone)["binaries"]
     check = problems(checked(make_wheel(binaries=[*right, {**right[0], "name": "attention_f32"}]), clone))
     assert ("provenance: attention_f32.sm_80", "not embedded") in {(one.name, one.found) for one in check}
@@ -124,7 +124,7 @@ def test_files_that_the_commit_does_not_make(
     word: str,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """Each with a RECORD that lists it with its right sha256."""
+    """Each with a RECORD that lists it with the correct sha256."""
     info = f"flash_moe-{version_here(clone)}.dist-info"
     wheel = make_wheel(files={member.format(info=info): content})
     found = [check for check in problems(checked(wheel, clone)) if check.name == "files"]
@@ -165,7 +165,7 @@ def test_edited_metadata(make_wheel: WheelMaker, clone: Path, file: str, old: st
 
 
 def test_a_description_by_another_rule_is_not_proved(make_wheel: WheelMaker, clone: Path, tmp_path: Path) -> None:
-    """The commit makes the long description by a module that is not the verifier's: neither proved nor refuted, and never PASS."""
+    """The commit's module for the long description differs from the verifier's: neither proved nor refuted, and never PASS."""
     other = tmp_path / "other"
     shutil.copytree(clone, other)
     (other / LINKS).write_text("# another rule\n")
@@ -185,7 +185,7 @@ def test_a_description_by_another_rule_is_not_proved(make_wheel: WheelMaker, clo
 
 
 def test_another_commit_relabelled(make_wheel: WheelMaker, clone: Path, tmp_path: Path) -> None:
-    """The sources of one commit under the name of another, which the clone has, too."""
+    """The sources of one commit with the name of another, which is also in the clone."""
     root = Path(shutil.copytree(clone, tmp_path / "clone"))
     (root / "flashmoe" / "__init__.py").write_text("repaired = True\n")
     git(root, "commit", "-q", "-a", "-m", "two")
@@ -210,7 +210,7 @@ def test_an_edited_provenance(make_wheel: WheelMaker, clone: Path) -> None:
 def test_each_field_of_the_provenance_is_held_against_the_file_or_the_commit(
     make_wheel: WheelMaker, library: bytes, clone: Path
 ) -> None:
-    """Each leaf of the record is changed, one at a time, and something says so."""
+    """Each leaf of the record is changed, one at a time, and some check fails."""
     right = provenance_of(library, clone)
 
     def changed(value: Any) -> Iterator[Any]:
@@ -310,7 +310,7 @@ def test_a_record_that_cannot_be_read_is_a_finding(
 
 @pytest.mark.parametrize("edit", ["size", "order"])
 def test_record_is_the_one_that_a_build_writes(make_wheel: WheelMaker, clone: Path, tmp_path: Path, edit: str) -> None:
-    """A wrong size that installers ignore, and right lines in another order."""
+    """A wrong size, which installers ignore, and correct lines in another order."""
     good = make_wheel()
     bad = tmp_path / good.name
     with zipfile.ZipFile(good) as source, zipfile.ZipFile(bad, "w") as target:

@@ -1,4 +1,4 @@
-"""The clone that `verify` compares a wheel with: nothing of its configuration runs, and a commit is named by its whole hash."""
+"""The clone that `verify` compares a wheel with: no program in its configuration runs, and a commit is named by its full hash."""
 
 import os
 import shutil
@@ -24,7 +24,7 @@ WheelMaker = Callable[..., Path]
 def test_no_program_of_the_clones_configuration_runs(
     make_wheel: WheelMaker, clone: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A clone whose configuration names programs for everything that git would run; a real git runs the signature program."""
+    """The clone's configuration names programs for everything that git could run; git itself would run the signature program."""
     root, traces = Path(shutil.copytree(clone, tmp_path / "clone")), tmp_path / "ran"
     program = tmp_path / "program"
     program.write_text(f"#!/bin/sh\necho \"$0 $*\" >>'{traces}'\n")
@@ -100,7 +100,7 @@ def test_the_reader_of_objects_takes_a_full_hash(clone: Path, tmp_path: Path, na
 def test_a_commit_without_what_a_build_needs_is_none_of_ours(
     make_wheel: WheelMaker, clone: Path, tmp_path: Path, gone: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A licence that a pattern does not find is none; the wheel holds one file more then."""
+    """A licence that no pattern matches does not count; the wheel then contains an extra file."""
     root = Path(shutil.copytree(clone, tmp_path / "clone"))
     git(root, "rm", "-q", gone)
     git(root, "commit", "-q", "-m", "less")
@@ -139,7 +139,7 @@ def test_a_root_that_is_no_clone_is_told(
 
 
 def test_a_repository_without_objects_is_no_clone(clone: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Git takes its objects from where GIT_OBJECT_DIRECTORY says, but that is another repository's."""
+    """git reads objects from GIT_OBJECT_DIRECTORY, but those belong to another repository."""
     root = Path(shutil.copytree(clone, tmp_path / "clone"))
     answer = types.SimpleNamespace(returncode=0, stdout=f"{root}\n{tmp_path / 'gone'}\n".encode(), stderr=b"")
     monkeypatch.setattr("flashmoe_tools.verify.repository._run", lambda *_: answer)
@@ -150,7 +150,7 @@ def test_a_repository_without_objects_is_no_clone(clone: Path, tmp_path: Path, m
 def test_an_answer_of_git_that_is_no_clone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, status: int, lines: int
 ) -> None:
-    """Two lines and no error: the folders of the files and of the objects."""
+    """A clone's answer is two lines without an error: the folders of the files and of the objects."""
     (tmp_path / "objects").mkdir()
 
     def answer(status: int, lines: int, error: bytes = b"") -> None:

@@ -1,4 +1,4 @@
-"""`verify --rebuild`: a rebuilt wheel is compared byte for byte, and only another host compiler leaves anything unproved."""
+"""`verify --rebuild`: a rebuilt wheel is compared byte for byte, and only another host compiler leaves something unproved."""
 
 import shutil
 from collections.abc import Callable
@@ -30,7 +30,7 @@ def test_a_rebuilt_wheel_of_the_same_bytes(make_wheel: WheelMaker, tmp_path: Pat
 def test_what_the_wheel_says_of_its_compiler_excuses_nothing(
     make_wheel: WheelMaker, library: bytes, tmp_path: Path
 ) -> None:
-    """An edited library under the name of another compiler: not a pass in any form, in words or by exit code."""
+    """An edited library that names another compiler does not pass in any form, neither in the text nor by exit code."""
     compilers = {"cxx": "g++ 14.1.0"}
     edited = make_wheel(library + b"\0", compilers=compilers)
     binaries, wheel = compared(edited, make_wheel(), tmp_path)
@@ -111,7 +111,7 @@ def test_a_rebuild_for_another_machine_names_it(
     here: str,
     platform: str | None,
 ) -> None:
-    """The library's machine, by its header, against the one that rebuilds; with the compiler of that name."""
+    """The library's machine, from its header, compared with the one that rebuilds, and the compiler for it."""
     content = read_wheel(make_wheel(), tmp_path / "given")
     assert content.machine == machine
     monkeypatch.setattr("platform.machine", lambda: here)

@@ -1,4 +1,4 @@
-"""What `verify` cannot do ends in words that name the reason: git, the commit's files, the bundle."""
+"""If `verify` cannot do something, its message names the cause: git, the commit's files, the bundle."""
 
 import subprocess
 from collections.abc import Callable
@@ -53,7 +53,7 @@ def test_what_git_refuses_is_told(clone: Path, tmp_path: Path) -> None:
         check_out(known, absent, tmp_path / "other", ())
     with pytest.raises(VerifyError, match=f"the clone lacks object {absent[:12]}; a whole clone has it"):
         Objects(known, tmp_path / "bare").read([absent])
-    with pytest.raises(VerifyError, match=f"the clone lacks object {commit[:12]}"):  # which is no file
+    with pytest.raises(VerifyError, match=f"the clone lacks object {commit[:12]}"):  # an object that is not a file
         Objects(known, tmp_path / "bare").read([commit])
 
 
@@ -85,7 +85,7 @@ def test_a_bundle_that_cannot_be_read(tmp_path: Path) -> None:
 
 
 def test_binaries_that_only_one_of_two_builds_has(make_wheel: WheelMaker, workshop: Workshop, tmp_path: Path) -> None:
-    """Neither direction is a build for the CPU only."""
+    """In neither direction does it count as a build for the CPU only."""
     with_some = read_wheel(make_wheel(), tmp_path / "one")
     none = workshop.library((), torch=False, host='extern "C" int flashmoe_cpu_isa() { return 0; }').read_bytes()
     without = read_wheel(make_wheel(none), tmp_path / "two")

@@ -1,4 +1,4 @@
-"""`verify --bundle`: a signature is held against the identity that was named and against the file."""
+"""`verify --bundle`: a signature is checked against the given identity and the file."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ WheelMaker = Callable[..., Path]
 
 @dataclass
 class FakeSigstore:
-    """A fake of the library: what it was asked, and what it answers."""
+    """A fake of the library: it records its arguments and returns the given result."""
 
     statement: bytes = b""
     error: str = ""

@@ -1,4 +1,4 @@
-"""What `verify` says of each thing that can be so or otherwise, where no test of a whole wheel would notice."""
+"""The messages of `verify` for every condition that no test of a complete wheel would notice."""
 
 import json
 from collections.abc import Mapping
@@ -23,7 +23,7 @@ def told(check: Check) -> tuple[str, ...]:
 
 
 def of(**stated: Any) -> Any:
-    """Content that states this."""
+    """Content with these facts."""
     return SimpleNamespace(stated=SimpleNamespace(**{"commit": COMMIT, "dirty": False, "epoch": 7, **stated}))
 
 

@@ -1,4 +1,4 @@
-"""The version that a build carries, the check of a release's tag, and the statement about what is published."""
+"""The version of a build, the check of a release's tag, and the statement about published files."""
 
 import hashlib
 import json
@@ -35,7 +35,7 @@ def test_only_a_clean_tagged_commit_is_a_release(
 
 
 def test_a_wheel_for_some_targets_has_another_version(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its file name differs from the full one's, which it would else replace unseen."""
+    """Its file name differs from the full wheel's, which it would otherwise silently replace."""
     full = version.project_version(archs="all")
     labels = {"90a": "sm90a", "none": "cpu", "75,80,90a": "sm75.sm80.sm90a", "75,80,86,90a": "4targets"}
     for request, label in labels.items():

@@ -1,6 +1,6 @@
-"""Every shell step of every workflow, run in the order of its job without a forge: what a step hands to the next one is there.
+"""Runs every shell step of every workflow in job order without a forge: the files that a step needs must exist.
 
-Sessions are a stand-in that knows their names and leaves the files that they leave. Programs that would reach another machine only
+Sessions are a fake that knows their names and creates the files that they would. Programs that would reach another machine only
 record their call. A job in a container gets a checkout that belongs to another user, as on the forge.
 """
 
@@ -24,7 +24,7 @@ JOBS = [
     if "steps" in job
 ]
 WHEEL = "flashmoe_kernels-0.1.0-py3-none-manylinux_2_28_{}.whl"
-# Files that sessions leave; with --platform aarch64 in the folders of that name.
+# Files that sessions create; with --platform aarch64 in folders of that name.
 NOX = f"""#!/bin/bash
 set -eu
 git rev-parse HEAD >/dev/null  # as every session that asks for the commit
@@ -64,7 +64,7 @@ SUDO = '#!/bin/sh\nwhile case "$1" in *=*) true ;; *) false ;; esac; do shift; d
 
 
 class Runner:
-    """One job in a folder of its own."""
+    """One job in a separate folder."""
 
     def __init__(self, folder: Path, workflow: str, job: str, **environment: str) -> None:
         self.text = yaml.safe_load((ROOT / ".github" / "workflows" / workflow).read_text(encoding="utf-8"))
@@ -72,7 +72,7 @@ class Runner:
         self.tree, self.bin, self.home = folder / "tree", folder / "bin", folder / "home"
         for made in (self.tree, self.bin, self.home, folder / "temp"):
             made.mkdir(parents=True)
-        for name in ("docker", "apt-get", "gh", "find"):  # find: of the runner's Pythons
+        for name in ("docker", "apt-get", "gh", "find"):  # find: for the runner's Pythons
             self._program(self.bin / name, PROGRAM)
         self._program(self.bin / "sudo", SUDO)
         self._program(self.tree / "nox", NOX)
@@ -106,7 +106,7 @@ class Runner:
         path.chmod(0o755)
 
     def run(self) -> list[str]:
-        """What failed, in words."""
+        """Descriptions of what failed."""
         for step in self.job["steps"]:
             if "run" in step:
                 assert "${{" not in step["run"], "an expression in a script can be an injection: pass it by env"
@@ -151,7 +151,7 @@ class Runner:
 @pytest.mark.parametrize("home", ["home", "no HOME"])
 @pytest.mark.parametrize(("workflow", "job"), JOBS)
 def test_the_steps_of_a_job_fit_together(workflow: str, job: str, home: str, tmp_path: Path) -> None:
-    """Where a job is in a container, "no HOME" is one that cannot be written: of another user, as on the forge."""
+    """For a job in a container, "no HOME" is a folder that belongs to another user and cannot be written, as on the forge."""
     runner = Runner(tmp_path, workflow, job)
     if home == "no HOME":
         runner.environment.pop("HOME")

@@ -1,4 +1,4 @@
-"""CI's workflows: sessions that exist, pinned actions, a verdict that cannot flatter."""
+"""CI's workflows: sessions that exist, pinned actions, a verdict that cannot be better than the jobs."""
 
 import json
 import re
@@ -27,7 +27,7 @@ def test_there_are_workflows_and_sessions() -> None:
 def test_every_job_calls_a_session_that_exists(path: Path) -> None:
     for name, text in jobs_of(path.read_text()).items():
         called = re.findall(r"\./nox -s ((?:\w+ ?)+)", text)
-        if "uses: ./.github/workflows/" in text or name == PUSHED:  # which pushes what another job's session built
+        if "uses: ./.github/workflows/" in text or name == PUSHED:  # it pushes what another job's session built
             assert not called
             continue
         assert called, f"{path.name}: {name} calls no session"
@@ -65,7 +65,7 @@ def test_the_summary_needs_every_job(capsys: pytest.CaptureFixture[str]) -> None
 
 
 def test_only_pushes_write_to_the_registry_and_reach_gpus() -> None:
-    """A pull request and a merge queue run neither with a token that may write, nor on GPUs without an image reference."""
+    """A pull request or merge queue gets neither a token that may write, nor a GPU run without an image reference."""
     jobs = jobs_of((ROOT / ".github" / "workflows" / "ci.yml").read_text())
     assert [name for name, text in jobs.items() if "packages: write" in text] == [PUSHED]
     assert "\n    if: github.event_name == 'push'" in "\n" + jobs[PUSHED]
@@ -80,7 +80,7 @@ def test_only_pushes_write_to_the_registry_and_reach_gpus() -> None:
 
 
 def test_ratchets_run_where_there_are_marks(tmp_path: Path) -> None:
-    """Files of marks are named after a model of GPU, runners after an architecture."""
+    """Files of marks are named after a GPU model, runners after an architecture."""
     output = tmp_path / "output"
     assert marked({"GPU_RUNNERS": '["sm80", "sm90"]', "GITHUB_OUTPUT": str(output)}) == 0
     assert output.read_text() == 'gpus=["sm90"]\n'
@@ -103,7 +103,7 @@ def test_nothing_is_published_before_all_that_can_fail() -> None:
 
 
 def test_the_release_is_attested_where_it_is_built() -> None:
-    """By a reusable workflow, whose identity its caller cannot take; no job of the release holds a password."""
+    """It is attested by a reusable workflow, whose identity its caller cannot assume; no release job has a password."""
     folder = ROOT / ".github" / "workflows"
     build, release = jobs_of((folder / "build.yml").read_text()), jobs_of((folder / "release.yml").read_text())
     assert (folder / "build.yml").read_text().count("workflow_call:") == 1
@@ -128,7 +128,7 @@ def test_the_release_is_attested_where_it_is_built() -> None:
 
 
 def test_the_release_is_built_in_the_pinned_image() -> None:
-    """So that the compiler of its host part is the one that an independent rebuild has."""
+    """The compiler of its host code is then the same as in an independent rebuild."""
     base = re.search(r"^ARG BASE_BUILD=(\S+)$", (ROOT / "Dockerfile").read_text(), re.MULTILINE)
     assert base is not None
     assert f"container: {base[1]}\n" in (ROOT / ".github" / "workflows" / "build.yml").read_text()

@@ -1,4 +1,4 @@
-"""A report goes into what is there: a new file in the place of a file, bytes into everything else."""
+"""Writing a report: a regular file is replaced by a new one; to anything else the bytes are written."""
 
 import json
 import os
@@ -25,7 +25,7 @@ def test_a_regular_file_is_replaced_whole(tmp_path: Path) -> None:
 
 
 def test_a_link_stays_a_link(tmp_path: Path) -> None:
-    """To a file, to nothing yet, and through two links: /dev/stdout is such a chain."""
+    """To a file, to a missing file, and through two links: /dev/stdout is such a chain."""
     target, link, second = tmp_path / "target.json", tmp_path / "link", tmp_path / "second"
     link.symlink_to(target)
     second.symlink_to(link)
@@ -48,7 +48,7 @@ def test_a_fifo_stays_a_fifo(tmp_path: Path) -> None:
 
 
 def test_a_device_stays_a_device(tmp_path: Path) -> None:
-    """One of our own where that is allowed, so that a failure breaks nothing."""
+    """Uses a separate device node if that is allowed, so that a failure breaks nothing."""
     device = tmp_path / "null"
     try:
         os.mknod(device, 0o666 | stat.S_IFCHR, os.makedev(1, 3))

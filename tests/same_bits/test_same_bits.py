@@ -1,6 +1,6 @@
-"""The promise above the kernels: log-probabilities of sampled tokens have the same bits in generation and in training.
+"""The end-to-end guarantee: log-probabilities of sampled tokens have the same bits in generation and in training.
 
-What is compared is not the sampled tokens' alone but those of the whole vocabulary at every position. Each test prints how many values those were (-rP).
+Not only the sampled tokens' values are compared but those of the whole vocabulary at every position. Each test prints their number (-rP).
 """
 
 import copy
@@ -18,7 +18,7 @@ from flashmoe_tools.operations.decoder.model import CONSISTENT, Decoder, Shape, 
 
 SMALL = Shape(layers=2, width=64, heads=4, heads_kv=2, head_dim=64, ffn=96, vocabulary=512)
 SMALL_EXPERTS = Shape(layers=2, width=64, heads=4, heads_kv=2, head_dim=64, ffn=96, vocabulary=512, experts=8, top_k=2)
-# Qwen3-0.6B's layers, and those of Qwen3-30B-A3B; the vocabulary is smaller.
+# The layers of Qwen3-0.6B and of Qwen3-30B-A3B; the vocabulary is smaller.
 QWEN3 = Shape(layers=8, width=1024, heads=16, heads_kv=8, head_dim=128, ffn=3072, vocabulary=8192)
 QWEN3_EXPERTS = Shape(
     layers=8, width=2048, heads=32, heads_kv=4, head_dim=128, ffn=768, vocabulary=8192, experts=128, top_k=8
@@ -45,7 +45,7 @@ def differing(
     page_size: int = 16,
     trainer: Decoder | None = None,
 ) -> int:
-    """Values of a generation and one training forward pass, whose sequences go in other company: none may differ. ``trainer``: the same model on
+    """Compares a generation with one training forward pass on other batches: no value may differ. Returns their number. ``trainer``: the same model on
     another GPU."""
     device = str(model.table.device)
     trainer = trainer or model
@@ -54,7 +54,7 @@ def differing(
     wrong = 0
     for start in range(0, batch, 13):
         given = tokens[start : start + 13].to(trainer.table.device)
-        scored = trainer.score(given)  # records for a backward pass, as training does
+        scored = trainer.score(given)  # records for a backward pass, as in training
         assert scored.requires_grad
         wrong += int((scored.detach()[:, :-1].to(device) != sampled[start : start + 13]).sum())
     what = f"batch {batch}, chunks of {chunk}, pages of {page_size}, graph {graph}"
@@ -76,7 +76,7 @@ def test_generation_and_training_agree_on_the_cpu(shape: Shape) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("shape", [QWEN3, QWEN3_EXPERTS], ids=["dense", "experts"])
 def test_generation_and_training_agree_on_a_gpu(shape: Shape) -> None:
-    """Prompts of 600 tokens read in chunks of 128 and 512 and whole, steps in CUDA graphs; one batch without a graph."""
+    """Prompts of 600 tokens read in chunks of 128, in chunks of 512 and at once, steps in CUDA graphs; one batch without a graph."""
     model = Decoder(shape, "cuda", torch.bfloat16)
     pages = itertools.cycle((16, 64, 256))
     cases = [(*case, True) for case in itertools.product((1, 7, 64, 256), (128, 512, 600))]
@@ -114,8 +114,8 @@ print(hashlib.sha256(scored.cpu().numpy().tobytes()).hexdigest())
 
 
 def test_every_rank_computes_the_same(device: str) -> None:
-    """Attention, linear layers (of 64 heads: sums in segments) and experts, in two processes that score the same sequences at once, one all of
-    them together, the other each alone; on a GPU both share it."""
+    """Attention, linear layers (with 64 heads: sums in segments) and experts, in two processes that score the same sequences at once, one
+    as a single batch, the other one by one; on a GPU they share it."""
     ranks = [
         subprocess.Popen([sys.executable, "-P", "-c", RANK, device, company], stdout=subprocess.PIPE)
         for company in ("4", "1")
@@ -126,7 +126,7 @@ def test_every_rank_computes_the_same(device: str) -> None:
 
 
 def test_the_importance_ratio_is_one_before_a_step_and_after_it(device: str) -> None:
-    """A loop of reinforcement learning: sample, score, a step of policy gradient; and again with the new weights."""
+    """A reinforcement learning loop: sample, score, a policy gradient step; then again with the new weights."""
     model = Decoder(SMALL, device, torch.bfloat16)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
     prompts = torch.randint(0, SMALL.vocabulary, (5, 20), device=device)
@@ -146,7 +146,7 @@ def test_the_importance_ratio_is_one_before_a_step_and_after_it(device: str) -> 
 
 
 def test_another_order_of_one_sum_is_noticed() -> None:
-    """A linear layer whose sum over k follows the number of rows, as a library's may, differs, and the comparison says so."""
+    """A linear layer whose sum over k depends on the number of rows, as a library's may, gives other bits, and the comparison reports it."""
 
     def divided(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
         if len(x) > 8:

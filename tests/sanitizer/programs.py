@@ -1,8 +1,8 @@
-"""Programs to run under compute-sanitizer: every public operation on inputs that reach each of its kernels' forms.
+"""Programs to run under compute-sanitizer: every public operation with inputs that use each form of its kernels.
 
 python tests/sanitizer/programs.py NAME [cuda|cpu]
 
-Nothing is compared here: the sanitizer judges. test_sanitizer.py runs each program on the CPU, so that none stops before its kernels.
+Results are not compared here; the sanitizer judges. test_sanitizer.py runs each program on the CPU, to check that none stops before its kernels.
 """
 
 import itertools
@@ -22,7 +22,7 @@ SCORES: tuple[dict[str, Any], ...] = ({}, {"window": (20, 0)}, {"softcap": 30.0}
 
 @dataclass
 class Inputs:
-    """Random tensors of one device."""
+    """Random tensors on one device."""
 
     device: str
     dtype: torch.dtype = torch.bfloat16
@@ -32,7 +32,7 @@ class Inputs:
 
     @property
     def long(self) -> int:
-        """Keys from which on the backward pass has its fused form, and some; the CPU has no such form."""
+        """A number of keys above the threshold for the fused backward pass; the CPU has no such form."""
         return 4224 if self.device == "cuda" else 130
 
     def normal(self, *sizes: int, grad: bool = False) -> Tensor:
@@ -49,13 +49,13 @@ class Inputs:
         return self.integers([0, *itertools.accumulate(lengths)])
 
     def tables(self, entries: int, pages: int) -> Tensor:
-        """Pages in random order, none twice."""
+        """Pages in random order, each used once."""
         order = torch.randperm(entries * pages, generator=self.generator, device=self.device)
         return order.view(entries, pages).to(torch.int32)
 
 
 def attention(inputs: Inputs) -> None:
-    """Dense, forward and backward: tiles that are full, cut, one row; the fused form; grouped heads."""
+    """Dense, forward and backward: full and partial tiles, a single row; the fused form; grouped heads."""
     shapes = [(1, 4, 2, rows, dim) for dim in HEAD_DIMS for rows in (1, 200, 1100 if dim < 256 else 300)]
     shapes += [(1, 2, 2, inputs.long, dim) for dim in (64, 128)]
     for (batch, heads, heads_kv, rows, dim), causal in itertools.product(shapes, (False, True)):
@@ -67,7 +67,7 @@ def attention(inputs: Inputs) -> None:
 
 
 def attention_in_8_bits(inputs: Inputs) -> None:
-    """q, k and v in e4m3: tiles that are full and cut, grouped heads, rows that are copied, scales in memory."""
+    """q, k and v in e4m3: full and partial tiles, grouped heads, rows that are copied, scales in memory."""
     for dim, (rows, keys) in itertools.product((*HEAD_DIMS, 40), ((64, 64), (131, 300), (1, 200))):
         q = inputs.normal(2, 4, rows, dim).to(torch.float8_e4m3fn)
         k, v = (inputs.normal(2, 2, keys, dim).to(torch.float8_e4m3fn) for _ in range(2))
@@ -77,7 +77,7 @@ def attention_in_8_bits(inputs: Inputs) -> None:
 
 
 def masks(inputs: Inputs) -> None:
-    """Additive and bool masks, broadcast and not, forward and backward."""
+    """Additive and bool masks, broadcast or not, forward and backward."""
     for mask in (inputs.normal(1, 1, 200, 200), inputs.normal(2, 4, 200, 200) > 0):
         for dim in (64, 128):
             q, k, v = (inputs.normal(2, 4, 200, dim, grad=True) for _ in range(3))
@@ -85,7 +85,7 @@ def masks(inputs: Inputs) -> None:
 
 
 def ragged(inputs: Inputs) -> None:
-    """Entries of no row, one, and many, forward and backward."""
+    """Sequences with zero, one, and many rows, forward and backward."""
     for dim in HEAD_DIMS:
         for lengths in ([1, 0, 65, 300, 129], [33, 1100, inputs.long] if dim < 256 else [33, 500]):
             for options in ({}, {"window": (100, 0)}, {"softcap": 30.0}):
@@ -102,19 +102,19 @@ def _caches(inputs: Inputs, pages: int, page: int, dim: int) -> tuple[Tensor, Te
 
 
 def _decoding(inputs: Inputs) -> Iterator[tuple[int, int, Tensor, Tensor, Tensor]]:
-    """(page, head dim, K pages, V pages, block table of 5 entries with 12 pages each)."""
+    """(page, head dim, K pages, V pages, block table of 5 sequences with 12 pages each)."""
     for page, dim in itertools.product((16, 64), HEAD_DIMS):
         yield page, dim, *_caches(inputs, 60, page, dim), inputs.tables(5, 12)
 
 
 def decode(inputs: Inputs) -> None:
-    """One query and a few from pages: windows that have left pages behind, softcap, sinks, whole items; pages that entries share; no keys."""
+    """One query or a few over pages: windows past released pages, softcap, sinks, undivided items; pages that sequences share; no keys."""
     for page, dim, k, v, table in _decoding(inputs):
         used = inputs.integers([1, 0, page, 7 * page + 3, 12 * page])
         prefix = table.clone()
         prefix[:, :7] = prefix[0, :7]
         left = table.clone()
-        left[3, : 7 - 2] = -1  # behind the window
+        left[3, : 7 - 2] = -1  # before the window
         sinks = inputs.floats(8)
         for options in (*SCORES, {"num_splits": 1}, {"sinks": sinks}, {"window": (page, 0), "block_table": left}):
             q = inputs.normal(5, 8, 1, dim)
@@ -130,13 +130,13 @@ def decode(inputs: Inputs) -> None:
 
 
 def append(inputs: Inputs) -> None:
-    """New keys up to, across and from the end of a page, to the end of the last one; on a GPU also past it."""
+    """New keys up to, across and from the end of a page, and to the end of the last one; on a GPU also past it."""
     for page, dim, k, v, table in _decoding(inputs):
         for new in (1, 3):
             k_new, v_new = inputs.normal(5, 2, new, dim), inputs.normal(5, 2, new, dim)
             held = [page - new, page - 1, 5 * page, 0, 12 * page - new]
             if inputs.device == "cuda":
-                held[1] = 12 * page - new + 1  # dropped; the CPU refuses it
+                held[1] = 12 * page - new + 1  # dropped; the CPU rejects it
             given = {"cache_seqlens": inputs.integers(held), "block_table": table, "causal": True}
             for options in ({}, {"window": (20, 0), "sinks": inputs.floats(8)}):
                 flashmoe.attention_with_kvcache(inputs.normal(5, 8, new, dim), k, v, k_new, v_new, **given, **options)
@@ -148,7 +148,7 @@ def append(inputs: Inputs) -> None:
 
 
 def chunks(inputs: Inputs) -> None:
-    """Prefill of chunks from pages: entries with rows of their own, and enough short ones of grouped heads that share tiles."""
+    """Prefill of chunks over pages: sequences with many rows, and enough short ones with grouped heads that share tiles."""
     for page, dim, k, v, table in _decoding(inputs):
         for options in SCORES:
             rows, used = [30, 1, 70], inputs.integers([5 * page, 17, 12 * page])
@@ -167,7 +167,7 @@ def chunks(inputs: Inputs) -> None:
 
 
 def moe(inputs: Inputs) -> None:
-    """A layer, forward and backward, with few rows an expert and with many."""
+    """A layer, forward and backward, with few rows per expert and with many."""
     for tokens in (1, 5, 300, 2048 if inputs.device == "cuda" else 64):
         x = inputs.normal(tokens, 256, grad=True)
         gate_up, down = (
@@ -178,7 +178,7 @@ def moe(inputs: Inputs) -> None:
 
 
 def fp8(inputs: Inputs) -> None:
-    """The same with e4m3 weights, forward; activations in 16 bits and already quantised."""
+    """A layer with e4m3 weights, forward; activations in 16 bits and already quantised."""
     hidden, inner, count = 256, 128, 8
     gate_up, down = (
         (inputs.floats(*sizes) * 80).clamp(-448, 448).to(torch.float8_e4m3fn)

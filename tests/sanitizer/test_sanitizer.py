@@ -1,4 +1,4 @@
-"""compute-sanitizer's memcheck and synccheck over every operation, on a GPU; anywhere, that the programs reach their end."""
+"""compute-sanitizer's memcheck and synccheck on every operation, on a GPU; on any machine, that the programs run to the end."""
 
 import os
 import shutil
@@ -32,7 +32,7 @@ def test_sanitizer_finds_nothing(name: str, tool: str) -> None:
         pytest.skip("needs compute-sanitizer, of the CUDA toolkit")
     environ = {
         **os.environ,
-        "PYTORCH_NO_CUDA_MEMORY_CACHING": "1",  # each tensor is an allocation whose ends memcheck knows
+        "PYTORCH_NO_CUDA_MEMORY_CACHING": "1",  # makes each tensor an allocation whose bounds memcheck knows
         "PYTHONPATH": os.pathsep.join((str(Path(flashmoe.__file__).parents[1]), os.environ.get("PYTHONPATH", ""))),
     }
     words = (sanitizer, "--tool", tool, "--launch-timeout", "0", sys.executable, str(PROGRAM), name)

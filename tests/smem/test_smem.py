@@ -1,4 +1,4 @@
-"""The shared-memory calculator: sums, limits, occupancy by hand-computed numbers, and its refusals."""
+"""The shared-memory calculator: sums, limits, occupancy compared with hand-computed numbers, and its errors."""
 
 import json
 import subprocess
@@ -61,11 +61,11 @@ def test_one_stage_more_does_not_fit_on_99_kib_but_on_163() -> None:
         ("sm89", {}, None, 1, "shared memory"),
         ("sm80", {}, None, 1, "shared memory"),
         ("sm90", {}, None, 2, "shared memory"),
-        # 48 KiB + 1 KiB reserved of 164 KiB: three; 255 registers: 8192 a warp, 32768 a block: two.
+        # 48 KiB + 1 KiB reserved of 164 KiB: three; 255 registers: 8192 per warp, 32768 per block: two.
         ("sm80", {"head_dim": 64}, None, 3, "shared memory"),
         ("sm80", {"head_dim": 64}, 255, 2, "registers"),
         ("sm80", {"head_dim": 64}, 168, 3, "shared memory"),
-        # 16 warps a block, 1536 threads an SM: three by threads, one by shared memory.
+        # 16 warps per block, 1536 threads per SM: three by threads, one by shared memory.
         ("sm86", {"warps": 16, "head_dim": 64, "block_m": 64, "block_n": 16, "stages": 1}, None, 3, "threads"),
     ],
 )
@@ -220,7 +220,7 @@ def test_every_operation_with_a_formula_is_calculated(operation: str, capsys: py
     ran = {gpu.name for gpu in TABLES.gpus if set(families(TABLES, operation)) & set(gpu.families)}
     assert {item["gpu"] for item in found} == ran
     assert all(item["total"] == sum(one["bytes"] for one in item["items"]) > 0 for item in found)
-    # A GPU that the operation is not built for shows another's rows, which need not fit there.
+    # For a GPU that the operation is not built for it shows another GPU's rows, which need not fit.
     built = {unit.target.name.removesuffix("a") for unit in TABLES.units() if unit.row.operation == operation}
     fitting = [item["gpu"] for item in found if item["fits"]]
     assert {name.replace("sm_", "sm") for name in built if name.startswith("sm_")} & ran <= set(fitting)

@@ -1,4 +1,4 @@
-"""What a type checker makes of the results that depend on a flag. Checked by `./nox -s lint`, never run."""
+"""What a type checker infers for results that depend on a flag. Checked by `./nox -s lint`, never run."""
 
 from torch import Tensor
 

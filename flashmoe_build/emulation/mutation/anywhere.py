@@ -1,14 +1,14 @@
-"""Hunts bugs by rule in host code, the CPU backend, Python and tools: a bug that the tests of its folder pass has survived.
+"""Plants bugs by rule in host code, the CPU backend, Python and tools. A bug survives if the tests of its folder pass.
 
 nox -s mutants                                                a sample of every folder of folders.toml, and its score
-nox -s mutants -- --folder flashmoe_tools/audit --most 0      all that the rules make of one folder
+nox -s mutants -- --folder flashmoe_tools/audit --most 0      every bug that the rules make in one folder
 nox -s mutants -- flashmoe/checks.py --oracle 'python -m pytest -q -x tests/attention/test_misuse.py'
 
-nox -s mutants -- --jobs 14 --minutes 7 --most 0              14 bugs at once, each folder in turn, none begun after 7 minutes
+nox -s mutants -- --jobs 14 --minutes 7 --most 0              14 bugs at once, alternating between folders, none started after 7 minutes
 
-The tests run in copies of the checkout's tracked files, and of build/lib, with one bug at a time; C++ is built again for each. Of Python's
-bugs the tests that reach its lines are asked first, and all of the folder where they notice nothing.
-A hunt goes on from the report that --json names; `python -m flashmoe_tools.report` makes the summary that docs/results keeps.
+The tests run in copies of the checkout's tracked files and of build/lib, with one bug at a time; for C++ bugs the library is rebuilt. For Python
+bugs the tests that reach the changed lines run first, and all tests of the folder only if those pass.
+A hunt continues from the report given with --json; `python -m flashmoe_tools.report` makes the summary that docs/results keeps.
 """
 
 from __future__ import annotations
@@ -50,12 +50,12 @@ from flashmoe_tools.report import Check, Report, Verdict, host_environment, read
 from flashmoe_tools.toml import tomllib
 
 TABLE = Path(__file__).with_name("folders.toml")
-NEEDED = 0.9  # of the bugs of each folder
-SECONDS = 600  # of one judgement; longer is a kill where the tests end without the bug
-FIRST_SECONDS = 10  # of the tests that reach a bug's lines and are asked before all
+NEEDED = 0.9  # share of each folder's bugs that the tests must notice
+SECONDS = 600  # for one test run; a longer one is a kill if the tests end without the bug
+FIRST_SECONDS = 10  # for the tests that reach a bug's lines, which run first
 PYTEST = "-m pytest -n 0 -q -p no:cacheprovider"
 NO_TESTS = 5  # pytest's exit status
-BUILT = "build/planted"  # beside the library without a bug, which the tests of Python need
+BUILT = "build/planted"  # kept apart from the library without a bug, which the Python tests need
 ASK_FOR_TILES = (158, 0x1023, 18)  # arch_prctl, ARCH_REQ_XCOMP_PERM, XFEATURE_XTILE_DATA
 TIMED_OUT = "timed out"
 NOT_COMPILED = "does not compile"
@@ -76,7 +76,7 @@ Site = tuple["Folder", str, Edit]
 
 @dataclass(frozen=True)
 class Planted:
-    """A file with a bug for as long as it is entered, without it while that is lifted."""
+    """A context in which a file contains a bug; ``lifted`` removes the bug temporarily."""
 
     path: Path
     sound: str
@@ -98,7 +98,7 @@ class Planted:
 
 
 def edits_of(path: Path, choices: Sequence[str] = ()) -> list[Edit]:
-    """Every edit that a rule makes of the file, but of the C++ functions whose names are ``choices``."""
+    """Every edit that a rule makes in the file, except in the C++ functions named in ``choices``."""
     text = path.read_text(encoding="utf-8")
     if path.suffix == ".py":
         return list(_python_edits(text))
@@ -107,7 +107,7 @@ def edits_of(path: Path, choices: Sequence[str] = ()) -> list[Edit]:
 
 
 def _python_edits(text: str) -> Iterator[Edit]:
-    """Conditions are forced, comparisons shifted, one side of ``and``, ``or``, + and - is dropped, raises become nothing."""
+    """Forces conditions, shifts comparisons, drops one side of ``and``, ``or``, + and -, and removes raises."""
     starts = [0]
     for line in text.splitlines(keepends=True):
         starts.append(starts[-1] + len(line.encode()))
@@ -125,7 +125,7 @@ def _python_edits(text: str) -> Iterator[Edit]:
     for node in ast.walk(ast.parse(text)):
         test = node.test if isinstance(node, ast.If) else node
         if isinstance(test, ast.expr) and re.match(r"TYPE_CHECKING$|sys\.version_info ", ast.unparse(test)):
-            continue  # imports for a type checker alone, or for one interpreter, where the tests run under one
+            continue  # imports for a type checker only, or for one interpreter, while the tests run under one
         if isinstance(node, ast.If | ast.IfExp):
             yield edit("condition-true", node.test, "True")
             yield edit("condition-false", node.test, "False")
@@ -144,7 +144,7 @@ def _python_edits(text: str) -> Iterator[Edit]:
 
 
 def copy_checkout(target: Path) -> None:
-    """The tracked files, and the library that was built last."""
+    """Copies the tracked files and the last library built."""
     listed = subprocess.run(
         ["git", "ls-files", "-z"], cwd=REPOSITORY, check=True, capture_output=True, text=True
     ).stdout
@@ -158,8 +158,8 @@ def copy_checkout(target: Path) -> None:
 
 @dataclass(frozen=True)
 class Folder:
-    """What is hunted together: files by patterns, and the tests that have to notice. ``library``: they need the last build's;
-    ``build``: one of the sources with the bug. ``judges``: patterns of files with tests of their own; the first that fits counts."""
+    """A group of files, by patterns, with the tests that must notice their bugs. ``library``: the tests need the last build's library;
+    ``build``: they need one built from the sources with the bug. ``judges``: patterns of files that have other tests; the first match counts."""
 
     name: str
     files: tuple[str, ...]
@@ -167,10 +167,10 @@ class Folder:
     library: bool = False
     build: bool = False
     judges: tuple[tuple[str, str], ...] = ()
-    command: str = ""  # in place of the tests
+    command: str = ""  # instead of the tests
 
     def oracle(self, file: str, only: Sequence[str] = ()) -> str:
-        """A command that exits with 0 when it finds nothing wrong with the file; pytest's options may follow. ``only``: these tests."""
+        """A command that exits with 0 if it finds nothing wrong with the file; pytest options may be appended. ``only``: run just these tests."""
         if self.command:
             return self.command
         tests = next((tests for pattern, tests in self.judges if fnmatchcase(file, pattern)), self.tests)
@@ -186,7 +186,7 @@ class Folder:
         return self.oracle("", list(words))
 
     def alone(self, oracle: str, test: str) -> str:
-        """The oracle with one test in place of its own."""
+        """The oracle with its tests replaced by one test."""
         return f"{oracle[: oracle.index(PYTEST)]}{PYTEST} {shlex.quote(test)}"
 
     @property
@@ -197,7 +197,7 @@ class Folder:
 
 @dataclass(frozen=True)
 class Found:
-    """One bug: where, what, and whether it survived; ``why`` nothing can notice it, where folders.toml says so."""
+    """One bug: where, what, and whether it survived; ``why`` no test can notice it, if folders.toml says so."""
 
     folder: str
     file: str
@@ -209,10 +209,10 @@ class Found:
 
 
 class Reasons(dict[tuple[str, str], str]):
-    """Why nothing can notice a bug, by file and description without its line: of one bug, or by a rule of many."""
+    """Why no test can notice a bug, by file and description without the line; for a single bug, or by a rule for many."""
 
-    rules: tuple[tuple[str, str, str], ...] = ()  # files, what as a regular expression, why
-    choices: Mapping[str, Sequence[str]] = MappingProxyType({})  # by file, functions that decide about time alone
+    rules: tuple[tuple[str, str, str], ...] = ()  # (files, regular expression for what, why)
+    choices: Mapping[str, Sequence[str]] = MappingProxyType({})  # by file, functions whose decisions affect only speed
 
     def __missing__(self, bug: tuple[str, str]) -> str:
         fits = (why for files, what, why in self.rules if fnmatchcase(bug[0], files) and re.fullmatch(what, bug[1]))
@@ -220,7 +220,7 @@ class Reasons(dict[tuple[str, str], str]):
 
 
 def folders(table: Path = TABLE) -> tuple[tuple[Folder, ...], Reasons]:
-    """The folders, and the reasons of bugs that nothing can notice."""
+    """The folders, and the reasons for bugs that no test can notice."""
     read = tomllib.loads(table.read_text(encoding="utf-8"))
     rows = []
     for row in read["folder"]:
@@ -238,18 +238,18 @@ def folders(table: Path = TABLE) -> tuple[tuple[Folder, ...], Reasons]:
 
 
 def runs_here(path: Path) -> bool:
-    """Whether this machine has the instructions that a file of the CPU backend is named for: no test here can judge others."""
+    """Whether this machine has the instruction set in the name of a CPU backend file: otherwise no test here can judge its bugs."""
     words = path.stem.split("_")
     if platform.machine() != "x86_64":
         return not {"sse2", "avx2", "avx512", "amx"} & set(words)
     flags = Path("/proc/cpuinfo").read_text(encoding="utf-8").split()
     needed = {"avx2": "avx2", "avx512": "avx512f", "amx": "amx_bf16", "neon": "neon"}
-    is_allowed = "amx" not in words or ctypes.CDLL(None).syscall(*ASK_FOR_TILES) == 0  # which a sandbox may refuse
+    is_allowed = "amx" not in words or ctypes.CDLL(None).syscall(*ASK_FOR_TILES) == 0  # a sandbox may refuse it
     return is_allowed and all(flag in flags for word, flag in needed.items() if word in words)
 
 
 def sites_of(checkout: Path, folder: Folder, most: int, seed: int, reasons: Reasons) -> list[Site]:
-    """A sample of ``most`` edits of the folder's files that run here (0: all) and that something can notice, the same for the same seed."""
+    """A sample of ``most`` edits (0: all) of the folder's files that run here and that a test could notice; deterministic for a seed."""
     found = {path for pattern in folder.files for path in checkout.glob(pattern) if runs_here(path)}
     names = sorted(str(path.relative_to(checkout)) for path in found)
     every = ((name, edit) for name in names for edit in edits_of(checkout / name, reasons.choices.get(name, ())))
@@ -258,8 +258,8 @@ def sites_of(checkout: Path, folder: Folder, most: int, seed: int, reasons: Reas
 
 
 class Hunt:
-    """Runs commands in as many checkouts as are given, one in each, and begins no bug after ``end`` of time.monotonic(). A test that
-    fails counts where it passes without the bug, which is asked when it fails first."""
+    """Runs commands in the given checkouts, one at a time in each, and starts no bug after ``end`` on time.monotonic(). A failing test
+    counts only if it passes without the bug, which is checked when it first fails."""
 
     def __init__(self, checkouts: Sequence[Path], seconds: int, end: float, reached: Path) -> None:
         self._checkouts: SimpleQueue[Path] = SimpleQueue()
@@ -269,16 +269,16 @@ class Hunt:
         self._passes: dict[str, bool] = {}  # without a bug, by command
         self._left_out: dict[str, set[str]] = {}  # tests that fail without a bug, by oracle
         self._locks: dict[str, Lock] = defaultdict(Lock)
-        self.begun: list[str] = []  # their folders; each is decided, because those that survive take longest
-        self.helpless: set[str] = set()  # oracles that can judge nothing
+        self.begun: list[str] = []  # folder of each bug started; each is finished: survivors take longest
+        self.helpless: set[str] = set()  # oracles that fail without a bug and so cannot judge
         self._environment = {
             **os.environ,
-            "PYTHONDONTWRITEBYTECODE": "1",  # compiled Python is known by time and size, which the next bug may share
+            "PYTHONDONTWRITEBYTECODE": "1",  # compiled Python is identified by time and size, which the next bug may share
             "FLASHMOE_CACHE_DIR": os.environ.get("FLASHMOE_CACHE_DIR", str(checkouts[0].with_name("cache"))),
         }
 
     def bugs(self, sites: Sequence[Site]) -> Iterator[Found]:
-        """Each bug, as it is decided."""
+        """Yields each bug once it is decided."""
         with ThreadPoolExecutor(self._jobs) as threads:
             for future in as_completed([threads.submit(self._decide, site) for site in sites]):
                 if found := future.result():
@@ -313,11 +313,11 @@ class Hunt:
             return Found(folder.name, name, edit.what, not is_noticed, round(time.monotonic() - begin, 1), note=note)
 
     def _notices(self, command: str, oracle: str, checkout: Path, planted: Planted, folder: Folder) -> tuple[bool, str]:
-        """Whether what fails with the bug passes without it, and TIMED_OUT where the command does not end with it."""
+        """Whether a test that fails with the bug passes without it, and TIMED_OUT if the command does not end with the bug."""
         while True:
             out = sorted(self._left_out.get(oracle, ()))
             options = "" if folder.command else "".join(f" --deselect {shlex.quote(name)}" for name in out)
-            stops = "" if folder.command else 'PYTEST_ADDOPTS="-x $PYTEST_ADDOPTS" '  # those that tests run, too
+            stops = "" if folder.command else 'PYTEST_ADDOPTS="-x $PYTEST_ADDOPTS" '  # for pytest runs in tests, too
             status, output = self._run(stops + command + options, checkout, self._seconds)
             if status == 0 or (status == NO_TESTS and command != oracle):
                 return False, ""
@@ -338,7 +338,7 @@ class Hunt:
             self._left_out.setdefault(oracle, set()).update(failed)
 
     def _is_sound(self, command: str, oracle: str, checkout: Path, planted: Planted) -> bool:
-        """Whether the command passes without the bug: for tests of C++ with the last build's library."""
+        """Whether the command passes without the bug; for C++ this uses the last build's library."""
         with self._locks[oracle]:
             if command not in self._passes:
                 with planted.lifted():
@@ -347,7 +347,7 @@ class Hunt:
             return self._passes[command]
 
     def _that_reach(self, folder: Folder, name: str, text: str, edit: Edit, checkout: Path) -> list[str]:
-        """The tests that reach the edit's lines, the shortest first, for at most FIRST_SECONDS; none where it is not known."""
+        """The tests that reach the edit's lines, shortest first, up to FIRST_SECONDS in total; none if that is unknown."""
         if folder.build or folder.command:
             return []
         known_as = self._reached / f"{folder.name.replace('/', '-')}.json"
@@ -368,7 +368,7 @@ class Hunt:
             self._checkouts.put(checkout)
 
     def _run(self, command: str, checkout: Path, seconds: float) -> tuple[int | None, str]:
-        """Exit status, None when it took too long, and what was printed."""
+        """Exit status (None if it took too long) and output."""
         environment = {**self._environment, "PYTHONPATH": f"{checkout}:{os.environ.get('PYTHONPATH', '')}".rstrip(":")}
         with tempfile.TemporaryFile("w+") as output:
             process = subprocess.Popen(
@@ -393,8 +393,8 @@ class Hunt:
 
 
 def judged(found: Sequence[Found], reasons: Reasons, begun: Mapping[str, int] = MappingProxyType({})) -> Report:
-    """One check a folder: how many of its bugs that can be noticed were. Survivors are listed with their reasons; what was ``begun``
-    and not decided is told."""
+    """One check per folder: how many of its noticeable bugs were noticed. Survivors are listed with their reasons, and bugs in
+    ``begun`` that were not decided are reported."""
     rows = [Found(**{**asdict(one), "why": reasons[one.file, _unplaced(one.what)]}) for one in found]
     checks, scores = [], {}
     for name in dict.fromkeys(row.folder for row in rows):
@@ -426,15 +426,15 @@ def judged(found: Sequence[Found], reasons: Reasons, begun: Mapping[str, int] = 
 
 
 def _unplaced(what: str) -> str:
-    """The description without the line, which edits above it move."""
+    """The description without the line number, which edits above it change."""
     return what.split(": ", 1)[1] if what.startswith("line ") else what
 
 
 def known(path: Path | None) -> list[Found]:
-    """What an earlier hunt found."""
+    """The results of an earlier hunt."""
     if path is None or not path.is_file():
         return []
-    return [Found(**row) for row in read_report(path).data.get("bugs", ())]  # a summary has none
+    return [Found(**row) for row in read_report(path).data.get("bugs", ())]  # a summary has no bugs
 
 
 def main(words: Sequence[str] | None = None) -> int:
@@ -472,7 +472,7 @@ def main(words: Sequence[str] | None = None) -> int:
             checkout.mkdir()
             copy_checkout(checkout)
         drawn = [sites_of(checkouts[0], folder, arguments.most, arguments.seed, reasons) for folder in chosen]
-        turns = chain.from_iterable(zip_longest(*drawn))  # so that a hunt that ends early has been in every folder
+        turns = chain.from_iterable(zip_longest(*drawn))  # a hunt that ends early has then covered every folder
         sites = [site for site in turns if site is not None and (site[1], site[2].what) not in done]
         hunt = Hunt(checkouts, arguments.seconds, end, arguments.reached or Path(place))
         hunt.begun += [one.folder for one in found]

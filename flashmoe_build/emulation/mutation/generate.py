@@ -1,7 +1,7 @@
-"""Mutants by rule: every edit that an operator makes of the kernels' sources, and the choice of them that a hunt takes.
+"""Mutants by rule: every edit that an operator makes in the kernels' sources, and the subset that a hunt uses.
 
-All calls that synchronise are among the chosen. Of the other edits as many are as a
-function's length asks for, spread over the operators. A name is the file, the function, the operator and a number: it changes when the function does.
+Every synchronising call is in the subset. The number of other edits grows with a
+function's length; they are spread over the operators. A name is the file, the function, the operator and a number: it changes when the function does.
 """
 
 import zlib
@@ -22,7 +22,7 @@ from flashmoe_build.emulation.mutation.source import Source
 from flashmoe_tools.toml import tomllib
 
 TABLE = Path(__file__).with_name("generated.toml")
-TOKENS_PER_EDIT = 200  # of a file's functions, for the edits that are not of synchronisation
+TOKENS_PER_EDIT = 200  # one edit that is not of synchronisation per this many tokens of a file's functions
 NOT_KERNELS = frozenset(("cpu", "host", "ptx", "emulation", "params", "tables"))
 
 
@@ -34,15 +34,15 @@ def sources() -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class Equivalent:
-    """Mutants that change nothing that the emulated machine could show: by operator and whole text, and where. Without these, every one
-    of a function that decides about time alone."""
+    """Mutants whose effect the emulated machine cannot show, selected by operator, full text and location. Without operator and text, every
+    mutant of a function whose decisions affect only speed."""
 
     why: str
     operator: str = ""
     text: str = ""
     function: str = ""  # without its struct
     file: str = ""
-    number: int = 0  # of several with the same text in a function, by their names; 0: all
+    number: int = 0  # selects one of several with the same text in a function, as numbered in their names; 0: all
 
     def covers(self, mutant: Mutant) -> bool:
         _, function, operator, number = mutant.name.split(":")
@@ -57,7 +57,7 @@ class Equivalent:
 
 @lru_cache(maxsize=2)
 def generated(*, every: bool = False) -> tuple[Mutant, ...]:
-    """The chosen mutants, or every one that the rules make; equivalent ones are left out."""
+    """The chosen mutants, or with ``every`` all that the rules make; without equivalent ones."""
     known = equivalents()
     made = (mutant for file in sources() for mutant in _of_file(file, noticing_kernels(file), every=every))
     return tuple(mutant for mutant in made if not any(row.covers(mutant) for row in known))
@@ -68,12 +68,12 @@ def equivalents() -> tuple[Equivalent, ...]:
 
 
 def fast() -> tuple[dict[str, Any], ...]:
-    """Rows of the table for the bugs that the test run hunts."""
+    """Table rows of the bugs that the test suite hunts."""
     return tuple(tomllib.loads(TABLE.read_text(encoding="utf-8"))["fast"])
 
 
 def first(row: dict[str, Any]) -> Mutant:
-    """The row's: the first mutant (or that of the number) of the file and operator whose text fits, on one kernel that is known to notice."""
+    """The row's mutant: the first (or the ``number``-th) of the file and operator whose text matches, on one kernel known to notice it."""
     left = int(row.get("number", 1))
     for mutant in _of_file(row["file"], (row["kernel"],), every=True):
         operator = mutant.name.split(":")[2]
@@ -91,7 +91,7 @@ def _of_file(file: str, kernels: tuple[str, ...], *, every: bool) -> Iterator[Mu
     source = Source((CSRC / file).read_text(encoding="utf-8"))
     stem = file.rpartition(".")[0].replace("/", ".")
     seen: Counter[str] = Counter()
-    owed = 1.0  # the shortest file has one
+    owed = 1.0  # so that the shortest file gets one
     for function in source.functions:
         made = list(edits(source, function))
         owed += (function.end - function.begin) / TOKENS_PER_EDIT
@@ -116,7 +116,7 @@ def _of_file(file: str, kernels: tuple[str, ...], *, every: bool) -> Iterator[Mu
 
 
 def chosen(made: Sequence[Edit], share: int, name: str) -> list[Edit]:
-    """Every edit of synchronisation, and of the others one of each operator in turn until there are ``share``."""
+    """Every edit of synchronisation, and ``share`` others, taken from each operator in turn."""
     kept = [edit for edit in made if edit.rank == 0]
     groups: dict[str, list[Edit]] = {}
     for edit in made:

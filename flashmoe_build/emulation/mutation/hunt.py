@@ -18,8 +18,8 @@ from flashmoe_build.emulation.mutation.planted import Mutant, overlay
 from flashmoe_build.emulation.runner import TensorMapError
 from flashmoe_tools.tables import load_tables
 
-MOST_KERNELS = 8  # whose code a bug by rule has changed: when they have not noticed, it has survived
-CASE_SECONDS = 240  # a case that takes longer hangs; all of a survivor's may take much longer
+MOST_KERNELS = 8  # a bug by rule has survived if this many kernels whose code it changed have not noticed it
+CASE_SECONDS = 240  # a longer case hangs; all cases of a survivor together may take much longer
 
 # Workers are forks of a server that has imported torch once.
 CONTEXT = multiprocessing.get_context("forkserver")
@@ -31,10 +31,10 @@ SAME_CODE = "same code"
 
 @dataclass(frozen=True)
 class Kill:
-    """What the suite made of a mutant.
+    """The suite's verdict on a mutant.
 
-    ``by`` is the kind of failure, "wrong result", "crash" or "timeout"; "" when it survived; NOT_COMPILED; or SAME_CODE
-    when every kernel compiles to the code that it had without the bug, so that there was nothing to notice.
+    ``by`` is the kind of failure, "wrong result", "crash" or "timeout"; "" if it survived; NOT_COMPILED; or SAME_CODE
+    if every kernel compiles to the same code as without the bug, so that there is nothing to notice.
     """
 
     name: str
@@ -55,7 +55,7 @@ class Kill:
 
 @lru_cache(maxsize=512)
 def _kernels(name: str) -> tuple[Kernel, ...]:
-    """Those of that label, or of that unit's name."""
+    """The kernels with that label or unit name."""
     return tuple(kernel for kernel in kernels(load_tables()) if name in (kernel.label, kernel.unit.name))
 
 
@@ -64,7 +64,7 @@ def _cases(kernel: Kernel) -> tuple[Case, ...]:
 
 
 def changed_kernels(mutant: Mutant, tell: Callable[[], None] = lambda: None) -> Iterator[Kernel]:
-    """The mutant's kernels whose code is not what it is without the bug; compiles both. ``tell`` hears of each that begins."""
+    """The mutant's kernels whose code differs from that without the bug; compiles both. ``tell`` is called as each begins."""
     options = Options(overlay=overlay(mutant))
     for name in mutant.kernels:
         for kernel in _kernels(name):
@@ -78,7 +78,7 @@ def _plain(kernel: Kernel) -> Path:
 
 
 def _code(library: Path) -> bytes:
-    """The library without symbols and what names its sources."""
+    """The library's code, without symbols and source names."""
     with tempfile.TemporaryDirectory(prefix="flashmoe-code-") as folder:
         output = Path(folder) / "code"
         command = ["strip", "--strip-all", "--remove-section=.note.gnu.build-id", "-o", str(output), str(library)]
@@ -87,7 +87,7 @@ def _code(library: Path) -> bytes:
 
 
 def hunt(mutant: Mutant, tell: Callable[[int], None] = lambda runs: None) -> Kill:
-    """Runs cases until one fails, kernel after kernel, then all again with further seeds; ``tell`` hears of each that begins."""
+    """Runs cases until one fails, kernel by kernel, then all again with further seeds; ``tell`` is called as each begins."""
     begin = time.monotonic()
     options = Options(overlay=overlay(mutant))
     runs = 0
@@ -131,7 +131,7 @@ def _report(mutant: Mutant, channel: Connection) -> None:
 
 
 def hunt_in_process(mutant: Mutant, end: float = float("inf")) -> Kill | None:
-    """``hunt`` in a process of its own: a mutant may crash it or never end. None when the time ``end`` came first."""
+    """``hunt`` in a separate process, because a mutant may crash it or never end. None if the time ``end`` came first."""
     begin = time.monotonic()
     receiver, sender = CONTEXT.Pipe(duplex=False)
     process = CONTEXT.Process(target=_report, args=(mutant, sender))

@@ -1,4 +1,4 @@
-"""Which kernels have to notice a bug in a file: those that include it, the cheapest of each kind."""
+"""Which kernels must notice a bug in a file: those that include it, the cheapest of each kind."""
 
 from collections.abc import Iterator
 from functools import lru_cache
@@ -10,12 +10,12 @@ from flashmoe_build.emulation.build import CSRC, Options, unit_text
 from flashmoe_build.emulation.cases import Kernel, kernels
 from flashmoe_tools.tables import load_tables
 
-WEIGHTS = {"operation": 9, "scores": 4, "warp_rows": 4}  # of what a kernel adds to those before it; else 1
+WEIGHTS = {"operation": 9, "scores": 4, "warp_rows": 4}  # per feature that a kernel adds to those before it; else 1
 
 
 @lru_cache(maxsize=1)
 def _variants() -> tuple[tuple[Kernel, frozenset[str]], ...]:
-    """One kernel of each operation, family, tile, set of options and masks, the smallest, with the files that it includes."""
+    """The smallest kernel of each operation, family, tile, set of options and masks, with the files that it includes."""
     headers: dict[str, frozenset[str]] = {}
     found: dict[tuple[object, ...], tuple[Kernel, frozenset[str]]] = {}
     for kernel in kernels(load_tables()):
@@ -31,8 +31,8 @@ def _variants() -> tuple[tuple[Kernel, frozenset[str]], ...]:
 
 @lru_cache(maxsize=512)
 def noticing_kernels(file: str) -> tuple[str, ...]:
-    """Labels of all kernels that include the file, one of each kind, in the order in which they are tried: each adds the most
-    that those before it lack. Kernels whose own header is nearest in the tree come first."""
+    """Labels of all kernels that include the file, one of each kind, in the order in which they are tried: kernels whose header is
+    nearest in the tree first, then whichever adds the most features that those before it lack."""
     candidates = [kernel for kernel, files in _variants() if file in files]
     if not candidates:
         return ()
@@ -56,7 +56,7 @@ def noticing_kernels(file: str) -> tuple[str, ...]:
 
 
 def _shared(file: str, kernel: Kernel) -> int:
-    """Folders that the file and the kernel's header have in common."""
+    """Number of leading folders that the file and the kernel's header have in common."""
     one, other = PurePosixPath(file).parent.parts, PurePosixPath(kernel.unit.row.descriptor.header).parent.parts
     return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False)))
 

@@ -1,6 +1,6 @@
-"""Mutation operators: what a rule can get wrong in a kernel. Each yields edits of one function.
+"""Mutation operators: mistakes that a rule can make in a kernel. Each yields edits of one function.
 
-The field's names: statement deletion, operand deletion, relational and arithmetic operator replacement, condition forcing.
+In the literature: statement deletion, operand deletion, relational and arithmetic operator replacement, condition forcing.
 """
 
 import re
@@ -21,11 +21,11 @@ from flashmoe_build.emulation.mutation.site import (
 )
 from flashmoe_build.emulation.mutation.source import Function, Source
 
-# Calls that order things. Names of the kernels' own helpers are among them: release_key, sync_consumer, wait_value.
+# Calls that synchronise, including the kernels' own helpers: release_key, sync_consumer, wait_value.
 _SYNCHRONISES = re.compile(
     r"barrier|sync|fence|wait|commit|arrive|release|turn|semaphore|setmaxnreg|cp_async|tma_|bulk_|advance|skip|clear|finish|pass_"
 )
-# No instruction, or one that the emulated machine has no use for: their loss cannot be noticed there.
+# Not an instruction, or one that the emulated machine ignores: removing them cannot be noticed there.
 _WITHOUT_EFFECT = (
     "wgmma_fence_operands",
     "grid_launch_dependents",
@@ -41,7 +41,7 @@ _BOUNDARY = {"<": "<=", "<=": "<", ">": ">=", ">=": ">"}
 
 
 def remove_call(site: Site) -> Iterator[Edit]:
-    """A call whose result nobody takes."""
+    """Removes a call whose result is unused."""
     for begin, end in site.statements():
         name = site.callee(begin, end)
         if name and name not in _WITHOUT_EFFECT and not any(word in ASSIGNMENTS for word in top(site, begin, end)):
@@ -58,7 +58,7 @@ def remove_assignment(site: Site) -> Iterator[Edit]:
 
 
 def remove_exit(site: Site) -> Iterator[Edit]:
-    """``if (a row is past the end) return;`` and its like."""
+    """Removes ``if (a row is past the end) return;`` and similar exits."""
     for index in site.indices():
         if site.words[index] == "if" and site.words[index + 1] == "(":
             body = site.partners[index + 1] + 1
@@ -108,14 +108,14 @@ def shift_boundary(site: Site) -> Iterator[Edit]:
 
 
 def _is_of_extremes(site: Site, begin: int, index: int, end: int) -> bool:
-    """``a > b ? a : b``: of two equal numbers either is the largest."""
+    """``a > b ? a : b``: whether choosing the other side for equal numbers changes nothing."""
     sides = [list(site.words[begin:index]), list(site.words[index + 1 : end])]
     rest = list(site.words[end : end + sum(map(len, sides)) + 2])
     return any(rest == ["?", *one, ":", *other] for one, other in (sides, sides[::-1]))
 
 
 def drop_operand(site: Site) -> Iterator[Edit]:
-    """One side of ``a && b``, ``a + b``, ``a * b``, ``a % b``: predicates, tails, offsets, factors."""
+    """Drops one side of ``a && b``, ``a + b``, ``a * b``, ``a % b``: predicates, tails, offsets, factors."""
     for index in site.indices():
         word = site.words[index]
         if not site.is_binary(index) or word in ("==", "!=", "<", ">", "<=", ">="):
@@ -134,7 +134,7 @@ def drop_operand(site: Site) -> Iterator[Edit]:
 
 
 def choose_side(site: Site) -> Iterator[Edit]:
-    """One side of ``a ? b : c``."""
+    """Keeps one side of ``a ? b : c``."""
     for index in site.indices():
         if site.words[index] != "?":
             continue
@@ -178,7 +178,7 @@ def change_bound(site: Site) -> Iterator[Edit]:
 
 
 def narrow(site: Site) -> Iterator[Edit]:
-    """A product of 64 bits, or with a stride, in 32: it wraps."""
+    """Computes a 64-bit product, or one with a stride, in 32 bits: it wraps."""
     wide = re.compile(r"int64_t|stride|\b(?:" + "|".join(site.wide_names()) + r")\b")
     for index in site.indices():
         if site.words[index] == "*" and site.is_binary(index):
@@ -190,7 +190,7 @@ def narrow(site: Site) -> Iterator[Edit]:
 
 
 def change_count(site: Site) -> Iterator[Edit]:
-    """Waits leave one group more in flight; barriers expect another number of arrivals, threads or bytes."""
+    """Waits leave one more group in flight; barriers expect another number of arrivals, threads or bytes."""
     for index in site.indices():
         word = site.words[index]
         if word in _WAITS and site.words[index + 1] == "<":
@@ -220,7 +220,7 @@ def shift_by_one(site: Site) -> Iterator[Edit]:
 
 
 def drop_tail(site: Site) -> Iterator[Edit]:
-    """Of ``a + b - 1`` only a is left."""
+    """Keeps only a of ``a + b - 1``."""
     for index in site.indices():
         if site.words[index] in ("+", "-") and site.is_binary(index):
             begin, end = site.left_of(index), site.right_of(index)
@@ -232,7 +232,7 @@ def drop_tail(site: Site) -> Iterator[Edit]:
 
 
 def round_up(site: Site) -> Iterator[Edit]:
-    """Blocks of a tile size are rounded up."""
+    """Rounds a division by a tile size up."""
     for index in site.indices():
         if site.words[index] == "/" and site.is_binary(index):
             begin, end = site.left_of(index), site.right_of(index)
@@ -260,7 +260,7 @@ def first_element(site: Site) -> Iterator[Edit]:
 
 
 def swap_operators(site: Site) -> Iterator[Edit]:
-    """Quotient and remainder change places; -= becomes +=."""
+    """Swaps quotient and remainder; -= becomes +=."""
     for index in site.indices():
         word = site.words[index]
         if word == "-=":
@@ -273,7 +273,7 @@ def swap_operators(site: Site) -> Iterator[Edit]:
 
 
 def swap_coordinates(site: Site) -> Iterator[Edit]:
-    """Neighbouring coordinates of a copy by tensor map change places."""
+    """Swaps neighbouring coordinates of a tensor map copy."""
     for index in site.indices():
         if re.fullmatch(r"tma_(load|store)_\dd", site.words[index]) and site.words[index + 1] == "(":
             sides = arguments_of(site, index + 1)
@@ -286,7 +286,7 @@ def swap_coordinates(site: Site) -> Iterator[Edit]:
 
 
 def halve_literal(site: Site) -> Iterator[Edit]:
-    """A stride or step of a power of two is half as long."""
+    """Halves a stride or step that is a power of two."""
     for index in site.indices():
         word = site.words[index]
         if word.isdigit() and int(word) >= 8 and int(word) & (int(word) - 1) == 0 and int(word) <= 4096:
@@ -323,7 +323,7 @@ OPERATORS: tuple[Operator, ...] = (
 
 
 def edits(source: Source, function: Function) -> Iterator[Edit]:
-    """Every edit of the function, operator by operator; no two are the same."""
+    """Every distinct edit of the function, operator by operator."""
     site = Site(source, function)
     compile_time = list(_compile_time(site))
     seen: set[tuple[int, int, str]] = set()
@@ -337,7 +337,7 @@ def edits(source: Source, function: Function) -> Iterator[Edit]:
 
 
 def _compile_time(site: Site) -> Iterator[tuple[int, int]]:
-    """The text of static assertions, constants and ``if constexpr`` conditions: a change there seldom compiles."""
+    """The text of static assertions, constants and ``if constexpr`` conditions: an edit there seldom compiles."""
     for index in site.indices():
         word, tokens = site.words[index], site.source.tokens
         if word == "static_assert" or (word == "constexpr" and site.words[index - 1] == "if"):
@@ -367,6 +367,6 @@ def _other_counts(word: str, text: str) -> tuple[str, ...]:
 
 
 def _unwrapped(text: str) -> str:
-    """Without a cast to 64 bits and without brackets around all of it."""
+    """Without a cast to 64 bits and without brackets around the whole expression."""
     match = re.fullmatch(r"(?:static_cast<int64_t>)?(\((?:[^()]|\([^()]*\))*\))", text)
     return match[1][1:-1] if match else text

@@ -24,7 +24,7 @@ BY_HAND = tuple(
 class Mutant:
     """One planted bug. ``anchor`` becomes ``replacement`` in ``file`` (relative to csrc).
 
-    By hand, the anchor stands exactly once in the file, white space aside; a generated one stands at the offset ``at``.
+    A hand-written bug's anchor occurs exactly once in the file, ignoring white space; a generated one is at the offset ``at``.
     """
 
     name: str
@@ -32,26 +32,26 @@ class Mutant:
     file: str
     anchor: str
     replacement: str
-    kernels: tuple[str, ...]  # names or labels of units: the suite of one of them must notice
-    fast: bool = False  # part of the test run, not only of the whole hunt
+    kernels: tuple[str, ...]  # names or labels of units: the suite of one of them must notice the bug
+    fast: bool = False  # part of the test suite, not only of the full hunt
     at: int | None = None
     rank: int = 0  # 0: synchronisation, or by hand; these are hunted first
 
     @property
     def seeds(self) -> int:
-        """Further ones for each case: a bug by hand may need another timing than the suite's own."""
+        """Extra seeds for each case: a hand-written bug may need a different timing than the suite's."""
         return 4 if self.at is None else 0
 
     @property
     def digest(self) -> str:
-        """Of the patch: a result that was recorded for another one does not count."""
+        """Hash of the patch: a result recorded for a different patch does not count."""
         words = (self.file, " ".join(self.anchor.split()), self.replacement)
         return hashlib.sha256("\0".join(words).encode()).hexdigest()[:16]
 
 
 def load_mutants(paths: Sequence[Path] = BY_HAND) -> tuple[Mutant, ...]:
-    """The bugs written by hand: in each table, by source file, as [what, anchor, replacement] and, with more to say, a table; the file's
-    kernels are those of every bug that names none."""
+    """The hand-written bugs. Each table maps a source file to bugs as [what, anchor, replacement], optionally followed by a table of
+    further fields; a file's kernels apply to every bug that names none."""
     return tuple(mutant for path in paths for mutant in _load(path))
 
 
@@ -65,13 +65,13 @@ def _load(path: Path) -> Iterator[Mutant]:
 
 
 def anchor_pattern(anchor: str) -> re.Pattern[str]:
-    """The anchor, whatever a formatter does to its white space."""
+    """The anchor as a pattern that ignores how a formatter sets white space."""
     words = (re.escape(word).replace(r"\(", r"\(\s*") for word in anchor.split())
     return re.compile(r"\s+".join(words))
 
 
 def patched(mutant: Mutant) -> str:
-    """The source with the bug in it; raises TableError when the anchor is not where it is said to be."""
+    """The source with the bug applied; raises TableError if the anchor is not where it should be."""
     text = (CSRC / mutant.file).read_text(encoding="utf-8")
     if mutant.at is None:
         spans = [match.span() for match in anchor_pattern(mutant.anchor).finditer(text)]
@@ -90,7 +90,7 @@ def patched(mutant: Mutant) -> str:
 
 
 def overlay(mutant: Mutant) -> Path:
-    """A folder that holds the patched file under its own name."""
+    """A folder that holds the patched file under its usual name."""
     folder = CACHE / "mutants" / mutant.name
     target = folder / mutant.file
     target.parent.mkdir(parents=True, exist_ok=True)

@@ -1,9 +1,9 @@
-"""Which tests reach which lines: a plugin of pytest that writes it down, and what a hunt makes of it.
+"""Which tests reach which lines: a pytest plugin that records it, and the selection that a hunt makes from it.
 
 python -m pytest -p flashmoe_build.emulation.mutation.reached TESTS    with MUTANTS_REACHED="FILE PATTERN ..."
 
-Lines that other processes run are not seen, and of a fixture that several tests share the first alone counts: a test that is not listed may
-notice a bug all the same.
+Lines run in other processes are not recorded, and a fixture that several tests share counts only for the first: a test that is not listed
+may still notice a bug.
 """
 
 import json
@@ -27,7 +27,7 @@ def command(oracle: str, out: Path, patterns: Sequence[str]) -> str:
 
 
 def first(table: Mapping[str, Any], file: str, lines: Iterable[int], seconds: float) -> list[str]:
-    """The tests that reach one of the lines, the shortest first, as many as end in ``seconds``."""
+    """The tests that reach one of the lines, shortest first, as many as fit into ``seconds``."""
     own = table["files"].get(file, {})
     chosen = sorted(
         {test for line in lines for test in own.get(str(line), ())}, key=lambda test: table["tests"][test][1]

@@ -1,4 +1,4 @@
-"""The hunt's record: a report of what each mutant was found as, which a later hunt goes on from."""
+"""The hunt's record: a report of the result for each mutant, from which a later hunt continues."""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -14,7 +14,7 @@ KIND = "emulation-mutants"
 
 
 def report(mutants: Sequence[Mutant], kills: Mapping[str, Kill], started: str, seconds: float) -> Report:
-    """What is known so far, in the order of ``mutants``; those that were not hunted are counted only."""
+    """The results so far, in the order of ``mutants``; mutants that were not hunted are only counted."""
     hunted = [mutant for mutant in mutants if mutant.name in kills]
     return Report(
         KIND,
@@ -32,7 +32,7 @@ def report(mutants: Sequence[Mutant], kills: Mapping[str, Kill], started: str, s
 
 
 def read(path: Path, mutants: Sequence[Mutant]) -> dict[str, Kill]:
-    """Results in a report, by name, of those mutants that are still the same patch; nothing where there is no report."""
+    """Results in a report, by name, for mutants whose patch is unchanged; empty if there is no report."""
     if not path.is_file():
         return {}
     digests = {mutant.name: mutant.digest for mutant in mutants}

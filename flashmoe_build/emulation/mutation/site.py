@@ -1,4 +1,4 @@
-"""A function of a kernel source as mutation operators see it: statements, binary operations, calls, choices."""
+"""A function of a kernel source as mutation operators see it: statements, binary operations, calls, conditional expressions."""
 
 import re
 from collections.abc import Iterator
@@ -25,7 +25,7 @@ _KEYWORDS = frozenset(
     )
 )
 ASSIGNMENTS = frozenset(("=", "+=", "-=", "*=", "/=", "%=", "&=", "|=", "^=", "<<=", ">>="))
-# Loosest first. What is not in the table ends every operand.
+# Lowest precedence first. Any other token ends every operand.
 _LEVELS = ("||", "&&", "|", "^", "&", "== !=", "< > <= >=", "<< >>", "+ -", "* / %")
 LEVEL = {word: level for level, words in enumerate(_LEVELS) for word in words.split()}
 _ENDS = frozenset((",", ";", "?", ":", "return", *ASSIGNMENTS))
@@ -44,7 +44,7 @@ class Edit:
 
 
 class Site:
-    """A function of a source, with the questions that operators ask of it."""
+    """A function of a source, with the queries that operators need."""
 
     def __init__(self, source: Source, function: Function) -> None:
         self.source = source
@@ -53,7 +53,7 @@ class Site:
         self.partners = source.partners
 
     def wide_names(self) -> list[str]:
-        """What the function declares as int64_t, its parameters among them."""
+        """Names that the function declares as int64_t, including its parameters."""
         first = self.function.begin
         head = self.source.text[
             max(0, self.source.tokens[first].start - 1500) : self.source.tokens[self.function.end - 1].end
@@ -77,7 +77,7 @@ class Site:
         return self.words[index] in LEVEL and self.source.is_spaced(index) and index not in self.partners
 
     def left_of(self, index: int) -> int:
-        """Where the left operand of the binary operator begins."""
+        """The index where the binary operator's left operand begins."""
         level, at = LEVEL[self.words[index]], index - 1
         while at > self.function.begin:
             if at in self.partners and self.words[at] in ")]}>":
@@ -89,7 +89,7 @@ class Site:
         return at + 1
 
     def right_of(self, index: int) -> int:
-        """Where the right operand ends."""
+        """The index where the right operand ends."""
         level, at = LEVEL[self.words[index]], index + 1
         while at < self.function.end:
             if at in self.partners and self.words[at] in "([{<":
@@ -104,7 +104,7 @@ class Site:
         return self.words[at] in _ENDS or self.words[at] in ("(", ")", "[", "]", "{", "}") or at in self.partners
 
     def with_operator(self, index: int, word: str) -> str:
-        """The operation at the index with another operator."""
+        """The operation at the index with its operator replaced."""
         begin, end = self.left_of(index), self.right_of(index)
         return f"{self.source.between(begin, index)} {word} {self.source.between(index + 1, end)}"
 
@@ -154,7 +154,7 @@ class Site:
         return None
 
     def _is_declaration(self, begin: int, end: int) -> bool:
-        """Two names in a row at the top, or a type and a pointer: ``int x = 0;``, ``T* p = q;``, ``Spec::Map<8> map(a);``."""
+        """Two adjacent names outside brackets, or a type and a pointer: ``int x = 0;``, ``T* p = q;``, ``Spec::Map<8> map(a);``."""
         at = begin
         while at < end:
             token = self.source.tokens[at]
@@ -168,7 +168,7 @@ class Site:
         return False
 
     def with_heads(self, begin: int, end: int) -> tuple[int, str]:
-        """Where the statement begins together with the ifs and loops that have no other body, and what is to stand there."""
+        """Where the statement begins, including ifs and loops whose only body it is, and what must replace it."""
         while True:
             before = self.words[begin - 1]
             if before == ")" and self._heads_control(self.partners.get(begin - 1, 0)):
@@ -178,7 +178,7 @@ class Site:
                 return begin, "{}" if before == "else" or self.words[end] == "else" else ""
 
     def callee(self, begin: int, end: int) -> str:
-        """The name that the last call at the top of the statement calls; empty where it is none."""
+        """The name of the function that the statement calls last, outside brackets; empty if there is none."""
         opening = self.partners.get(end - 2)
         if self.words[end - 2] != ")" or opening is None:
             return ""
@@ -189,7 +189,7 @@ class Site:
 
 
 def top(site: Site, begin: int, end: int) -> list[str]:
-    """The words of a statement that stand in no bracket."""
+    """The words of a statement that are outside brackets."""
     words, at = [], begin
     while at < end:
         if at in site.partners and site.partners[at] > at:
@@ -242,7 +242,7 @@ def arguments_of(site: Site, opening: int) -> list[tuple[int, int]]:
 
 
 def is_constant(site: Site, begin: int, end: int) -> bool:
-    """Only template parameters, constants and numbers: a compile-time expression, where a change seldom compiles."""
+    """Whether there are only template parameters, constants and numbers: a compile-time expression, where an edit seldom compiles."""
     names = [site.words[at] for at in range(begin, end) if site.source.tokens[at].is_name]
     return all(re.fullmatch(r"k[A-Z]\w*|[A-Z]\w*|typename|template|sizeof", name) for name in names)
 

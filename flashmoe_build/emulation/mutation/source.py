@@ -1,7 +1,7 @@
 """Tokens, brackets and functions of a kernel source, as far as mutation operators need them.
 
-The sources are formatted (clang-format): a binary operator has white space on both sides, a template's angle bracket, a
-pointer's star and a sign have none. So no grammar is needed to tell them apart, and no parser is a dependency.
+The sources are formatted (clang-format): a binary operator has white space on both sides; a template's angle bracket, a
+pointer's star and a sign do not. So they can be told apart without a grammar, and no parser is needed as a dependency.
 """
 
 import re
@@ -35,13 +35,13 @@ class Token:
 class Function:
     """A function's initialisers and body: tokens [begin, end)."""
 
-    name: str  # with the struct that it belongs to: Consumer.release
+    name: str  # with its struct: Consumer.release
     begin: int
     end: int
 
 
 class Source:
-    """One file. Tokens are named by their index."""
+    """One file. Tokens are referred to by index."""
 
     def __init__(self, text: str) -> None:
         self.text = text
@@ -55,13 +55,13 @@ class Source:
         return self.text[self.tokens[begin].start : self.tokens[end - 1].end] if begin < end else ""
 
     def is_spaced(self, index: int) -> bool:
-        """White space on both sides."""
+        """Whether there is white space on both sides."""
         token = self.tokens[index]
         return self.text[token.start - 1].isspace() and self.text[token.end : token.end + 1].isspace()
 
     @cached_property
     def partners(self) -> dict[int, int]:
-        """The closing bracket of each opening one, and the other way round; angle brackets of templates among them."""
+        """The closing bracket of each opening one and vice versa, including templates' angle brackets."""
         found: dict[int, int] = {}
         open_ones: list[int] = []
         for index, word in enumerate(self.words):
@@ -109,7 +109,7 @@ class Source:
             index += 1
 
     def _head(self, begin: int, brace: int) -> tuple[str, str, int]:
-        """What begins at a brace outside of functions: its kind, its name, and where a function's initialisers begin."""
+        """The construct that a brace outside functions opens: its kind, its name, and where a function's initialisers begin."""
         index = begin
         while index < brace:
             word = self.words[index]

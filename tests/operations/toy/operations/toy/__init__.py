@@ -1,1 +1,1 @@
-"""out = x * scale, clamped at 0 or not: an operation that is in no release."""
+"""out = x * scale, optionally clamped at 0: an operation that is not in any release."""

@@ -1,4 +1,4 @@
-"""Two ways to double a number and to negate it."""
+"""Two implementations each of doubling and of negating a number."""
 
 from flashmoe_tools.bench.contenders import Contender, Prepared, always
 

@@ -1,4 +1,4 @@
-"""Values to scale, as a problem."""
+"""A problem: values to scale."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Random values, and what they are once scaled: exact in float32."""
+"""Random values and their scaled values, which are exact in float32."""
 
 from dataclasses import dataclass
 

@@ -9,7 +9,7 @@ from flashmoe_build.emulation.compare import different
 from flashmoe_build.emulation.runner import Launch, NamedProblem, Runner, Trial, output
 from flashmoe_tools.tables import Unit
 
-COUNT = 1200  # two blocks and a part of a third
+COUNT = 1200  # two blocks and part of a third
 
 
 def problems(unit: Unit) -> Iterator[NamedProblem]:
