@@ -33,7 +33,7 @@ struct RowTile {
 // and multiplies only its own keys, so that nothing in the loop over tiles waits for another warp.
 //
 // kNumStages          key tiles of a warp's ring, K and V; kNumStages - 1 of them are in flight.
-// kQueryInRegisters   1: a warp keeps Q in registers; 0: it reads its copy in shared memory for every tile.
+// kQueryInRegisters   1: a warp keeps Q in registers; 0, to save registers: it reads its copy in shared memory per tile.
 template <typename Element_, int kHeadDim_, int kBlockM_, int kBlockN_, int kNumStages_, int kNumWarps_,
           int kQueryInRegisters_, int kAlibi_>
 struct DecodeSpec {
@@ -44,7 +44,7 @@ struct DecodeSpec {
   static constexpr int kNumStages = kNumStages_;
   static constexpr int kNumWarps = kNumWarps_;
   static constexpr int kNumThreads = 32 * kNumWarps;
-  static constexpr bool kHasAlibi = kAlibi_ != 0;  // instead of mask tensors
+  static constexpr bool kHasAlibi = kAlibi_ != 0;  // ALiBi instead of mask tensors
   static constexpr bool kHasValues = true;         // values are loaded with the keys
 
   // Required by the products of a warp (mma_sync/).

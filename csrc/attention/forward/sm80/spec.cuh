@@ -10,8 +10,7 @@ namespace flashmoe::attention::sm80 {
 // kNumStages          1: one buffer each for K and V; the next K loads during softmax and P V, V during Q K^T; two
 //                     barriers per tile. 2 or more: a ring of (K, V) pairs, loaded kNumStages - 1 tiles ahead; one
 //                     barrier per tile.
-// kQueryInRegisters   1: a warp reads its Q rows once and keeps them; 0: it reads them for every tile, to save
-// registers.
+// kQueryInRegisters   1: a warp reads its Q rows once and keeps them; 0, to save registers: it reads them per tile.
 // kSplit              1: params.num_splits blocks share a query tile's keys and write fp32 partial results.
 // kMaskedLoop         1: tiles that need a mask have their own loop; 0: one loop, which is half the code.
 // kColumnWarps        number of warps that share rows. Each has a part of the head dim, for which it computes terms of
@@ -81,8 +80,8 @@ struct VarlenForwardSpec : ForwardSpec<Element, kHeadDim, kBlockM, kBlockN, kNum
                                        kSplit, kMaskedLoop, kColumnWarps> {
   using Base = ForwardSpec<Element, kHeadDim, kBlockM, kBlockN, kNumStages, kNumWarps, kQueryInRegisters, kSplit,
                            kMaskedLoop, kColumnWarps>;
-  static constexpr bool kHasAlibi = kAlibi != 0;  // instead of mask tensors
-  static constexpr int kTileBytes = 32;           // per warp: sm80::SavedTile
+  static constexpr bool kHasAlibi = kAlibi != 0;  // ALiBi instead of mask tensors
+  static constexpr int kTileBytes = 32;           // per warp: SavedTile
   static constexpr int kTileOffset = Base::kSharedBytes;
   static constexpr int kSharedBytes = kTileOffset + kNumWarps * kTileBytes;
 };

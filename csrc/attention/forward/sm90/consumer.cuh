@@ -70,8 +70,8 @@ struct Consumer {
   RingPosition<Spec::kNumStages> key;
   RingPosition<Spec::kNumStages> value;
   RingPosition<Spec::kNumQueryStages> query;
-  const bool is_capped;      // only a softcap, which is part of the softmax
-  bool has_output = false;   // a tile has been stored before this one (release_output)
+  const bool is_capped;      // the call has only a softcap, which is part of the softmax
+  bool has_output = false;   // there was a tile before this one (release_output)
   int part = 0;              // which part of the output's columns, if kValueParts > 1
   float scale_log2;          // of the softmax's input: with an additive mask the scores are scaled already
   float value_scale = 1.0f;  // scale of the tile's values, if they are codes

@@ -70,7 +70,7 @@ __device__ __forceinline__ int folded_row_blocks(int rows, int group);
 // Short sequences: if a head has rows for at most half of the warpgroups, a tile holds several of the query heads that
 // share a key head, each in separate warpgroups. Keys are then read once for all of them, and the products of one hide
 // the softmax of another. Not if that would leave multiprocessors without a tile, or nearly so. A row's bits are the
-// same either way. Not with dropout or a mask, because a row of such a tile does not know its number.
+// same either way. Not with dropout or a mask, because a row of such a tile does not know its index.
 template <typename Spec>
 struct SharedTiles {
   int count;  // tiles per key head
