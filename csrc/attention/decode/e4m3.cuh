@@ -15,8 +15,8 @@
 
 namespace flashmoe::attention::decode {
 
-// kKeepsOrder   1: a product of 16 columns takes them in the tensor's order, for tensor cores that add eight products at
-//                  a time.
+// kKeepsOrder   1: a product of 16 columns takes them in the tensor's order, for tensor cores that add eight products
+//                  at a time.
 //               0: in the order in which ldmatrix delivers bytes, for tensor cores that add sixteen at a time, where
 //                  the order does not matter.
 template <typename Element, int kHeadDim, int kBlockM, int kBlockN, int kNumStages, int kNumWarps,

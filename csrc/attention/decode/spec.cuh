@@ -33,7 +33,7 @@ struct RowTile {
 // and multiplies only its own keys, so that nothing in the loop over tiles waits for another warp.
 //
 // kNumStages          key tiles of a warp's ring, K and V; kNumStages - 1 of them are in flight.
-// kQueryInRegisters   1: a warp keeps Q in registers; 0, to save registers: it reads its copy in shared memory per tile.
+// kQueryInRegisters   1: a warp keeps Q in registers; 0, to save registers: it reads a copy in shared memory per tile.
 template <typename Element_, int kHeadDim_, int kBlockM_, int kBlockN_, int kNumStages_, int kNumWarps_,
           int kQueryInRegisters_, int kAlibi_>
 struct DecodeSpec {
