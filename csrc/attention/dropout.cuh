@@ -1,5 +1,5 @@
-// Dropout of a warp's probabilities in the accumulators of mma.sync and wgmma (params/dropout.h says what the mask is made of): a thread has rows
-// lane / 4 and 8 more, and of each eight columns 2 * (lane % 4) and the next.
+// Dropout of a warp's probabilities in the accumulator layout of mma.sync and wgmma; params/dropout.h defines the
+// dropout mask. A thread holds rows lane / 4 and lane / 4 + 8, and columns 2 * (lane % 4) and the next of every eight.
 #pragma once
 
 #include "attention/params/dropout.h"
@@ -13,7 +13,7 @@
 
 namespace flashmoe::attention {
 
-// Of a kernel with dropout, which has these as the first member of its parameters.
+// Only for kernels with dropout: `params` is the first member of their parameter struct.
 __device__ __forceinline__ const Dropout& dropout_of(const ForwardParams& params) {
   return reinterpret_cast<const DropoutForwardParams&>(params).dropout;
 }
@@ -26,7 +26,7 @@ struct PhiloxKey {
   uint32_t right;
 };
 
-// Philox4x32-7: the counter becomes the random words.
+// Philox4x32-7. Replaces the counter with the random words.
 __device__ __forceinline__ void philox(uint32_t (&counter)[4], PhiloxKey key) {
 #pragma unroll
   for (int round = 0; round < 7; ++round) {
@@ -42,44 +42,45 @@ __device__ __forceinline__ void philox(uint32_t (&counter)[4], PhiloxKey key) {
   }
 }
 
-// Of two neighbouring columns in one of a thread's rows: which of them are kept, bit 7 of one byte each.
+// Which of two adjacent columns in one of a thread's rows are kept: bit 7 of byte `byte` of each word.
 struct KeptPair {
   uint32_t left;
   uint32_t right;
   int byte;
 
-  // Ones where a column is kept: the low half is the left one's, the high half the right one's.
+  // All ones for a kept column: the left one in the low half, the right one in the high half.
   __device__ __forceinline__ uint32_t halves() const {
     return ptx::permute_bytes(left, right, (8u + byte) * 0x11u + (12u + byte) * 0x1100u);
   }
-  // The value where the column is kept, otherwise zero.
+  // Returns the value if the column is kept, otherwise zero.
   __device__ __forceinline__ float keep(float value, int column) const {
     const uint32_t word = column == 0 ? left : right;
     return ptx::bits_float(ptx::float_bits(value) & ptx::permute_bytes(word, word, (8u + byte) * 0x1111u));
   }
 };
 
-// What of a draw's place the counter has, and its point of the lattice.
+// The coordinates of a draw that enter the Philox counter, and its lattice point.
 constexpr uint32_t kRowStep = 0xDB4F0B91, kKeyStep = 0xBBE05633;
 struct Draw {
   uint32_t keys;
   uint32_t rows;
   uint32_t point;
 
-  // The one so many times 16 rows and 32 keys further on: as additions, which a loop's draws share.
+  // The draw that is 16 * times_rows rows and 32 * times_keys keys further on. Uses only additions, which the draws of
+  // a loop share.
   __device__ __forceinline__ Draw further(uint32_t times_rows, uint32_t times_keys) const {
     const uint32_t more_rows = 8 * times_rows, more_keys = 4 * times_keys;
     return {keys + more_keys, rows + more_rows, point + more_rows * kRowStep + more_keys * kKeyStep};
   }
 };
 
-// Of one sequence and query head.
+// Dropout of one sequence and query head.
 struct HeadDropout {
   const Dropout& dropout;
   PhiloxKey key;
   uint32_t head;
   uint32_t sequence;
-  uint32_t start;  // of the lattice
+  uint32_t start;  // lattice offset
 
   __device__ __forceinline__ HeadDropout(const Dropout& dropout_, int head_, int sequence_)
       : dropout(dropout_), head(static_cast<uint32_t>(head_)), sequence(static_cast<uint32_t>(sequence_)) {
@@ -91,13 +92,14 @@ struct HeadDropout {
     start = counter[2];
   }
 
-  // The draw of rows row and row + 8 of 16, and of eight keys of 32: key (an even one) and the next, and those 8, 16 and 24 further.
+  // The draw for rows `row` and `row` + 8 of a block of 16, and for eight keys of a block of 32: `key` (even) and the
+  // next, and those 8, 16 and 24 further on.
   __device__ __forceinline__ Draw draw(int row, int key_) const {
     const auto keys = static_cast<uint32_t>(key_ / 32 * 4 + key_ % 8 / 2);
     const auto rows = static_cast<uint32_t>(row / 16 * 8 + row % 8);
     return {keys, rows, start + rows * kRowStep + keys * kKeyStep + head * 0xA0F2EC75 + sequence * 0x89E18285};
   }
-  // Its words. Returns what kept() takes.
+  // Computes the random words of a draw. Returns the `addend` of kept().
   __device__ __forceinline__ uint32_t words_of(const Draw& draw, uint32_t (&words)[4]) const {
     words[0] = draw.keys;
     words[1] = head;
@@ -109,7 +111,8 @@ struct HeadDropout {
     return draw.point < static_cast<uint32_t>(dropout.threshold) << 24 ? addend - 0x01010101 : addend;
   }
 
-  // Bit 7 of each byte: whether the word's byte is not below its limit. The sum of the low seven bits and 128 - limit % 128 says so of these.
+  // Sets bit 7 of each byte whose value in `word` is not below the limit. Adding 128 - limit % 128 to the low seven
+  // bits sets bit 7 if they are not below limit % 128.
   __device__ __forceinline__ uint32_t kept(uint32_t word, uint32_t addend) const {
     const uint32_t low = (word & 0x7F7F7F7F) + addend;
     const uint32_t either = dropout.threshold < 128 << 8 ? 0xFFFFFFFF : 0;  // else both must be set
@@ -117,13 +120,14 @@ struct HeadDropout {
   }
 };
 
-// Of a thread's two rows, and of kColumns keys those of its columns. Pair i: of neighbouring columns 8 * (i / 2) and the next in row i % 2.
+// Which of a thread's columns among kColumns keys are kept in its two rows. Pair i: columns 8 * (i / 2) and the next in
+// row i % 2.
 template <int kColumns>
 struct KeptPairs {
   static_assert(kColumns % 32 == 0, "a draw serves eight of 32 keys");
   uint32_t kept[kColumns / 32][4];
 
-  // row: the thread's first of the two; key: of the first column of all threads, a multiple of 32.
+  // row: the first of the thread's two rows. key: the key of the tile's first column, a multiple of 32.
   __device__ __forceinline__ void draw(const HeadDropout& dropout, int row, int key) {
     const Draw first = dropout.draw(row, key + ptx::lane_index() % 4 * 2);
 #pragma unroll
@@ -134,17 +138,18 @@ struct KeptPairs {
     }
   }
   __device__ __forceinline__ KeptPair pair(int i) const {
-    const int b = i / 2 % 4;  // of eight keys
+    const int b = i / 2 % 4;  // block of eight keys
     const auto& words = kept[i / 8];
     return {words[b / 2 * 2], words[b / 2 * 2 + 1], b % 2 * 2 + i % 2};
   }
 };
 
-// visit(n, half, pair) for scores[n][2 * half] and the next of 16 rows and kColumns columns; rows are queries, columns keys. row, key: of the
-// first score, multiples of 16; of 32 where kColumns is one. (kColumns of 16 use half of what is drawn.)
+// Calls visit(n, half, pair) for scores[n][2 * half] and the next one, of 16 rows (queries) and kColumns columns
+// (keys). row, key: of the first score, multiples of 16; key is a multiple of 32 if kColumns is. (With kColumns = 16
+// half of each draw is used.)
 template <int kColumns, typename Visit>
 __device__ __forceinline__ void visit_by_query(const HeadDropout& dropout, int row, int key, Visit visit) {
-  constexpr int kBlocks = kColumns % 32 == 0 ? 4 : 2;  // of eight keys that a draw serves
+  constexpr int kBlocks = kColumns % 32 == 0 ? 4 : 2;  // blocks of eight keys that one draw covers
   static_assert(kBlocks == 4 || kColumns == 16, "whole draws, or half of one");
   const int lane = ptx::lane_index();
   const Draw first = dropout.draw(row + lane / 4, key + lane % 4 * 2);
@@ -168,8 +173,8 @@ __device__ __forceinline__ void visit_by_query(const HeadDropout& dropout, int r
   }
 }
 
-// The same of S^T: rows are keys, columns queries. Of a pair of columns each of two lanes, whose keys are neighbours, draws the words of one,
-// and gives the other lane its key's.
+// The same for S^T: rows are keys, columns are queries. Two lanes with adjacent keys hold the same pair of columns:
+// each draws the words of one column and passes the other lane the word of that lane's key.
 template <int kColumns, typename Visit>
 __device__ __forceinline__ void visit_by_key(const HeadDropout& dropout, int row, int key, Visit visit) {
   const int lane = ptx::lane_index();

@@ -1,12 +1,12 @@
-// Which keys a query row sees, and which key tiles of a query tile need a mask: the device's one home for that.
+// Which keys a query row sees, and which key tiles of a query tile need a mask. All device code takes both from here.
 //
-// Rows and keys count from the first of their sequence. What a row sees is a range [begin, end), and a later row's begins
-// and ends no earlier; so of the key tiles [begin, end) of a query tile, only those at either end can need a mask: the right
-// end of all kinds, the left end of a window.
+// Rows and keys count from the start of their sequence. A row sees a range [begin, end) of keys, and the range of a
+// later row begins and ends no earlier. So of the key tiles [begin, end) of a query tile, only those at the ends can
+// need a mask: at the right end with every kind of mask, at the left end with a window.
 //
-// A score function (softcap) belongs before mask_scores, on every tile, so that -inf stays -inf. A sink is no score: it is
-// one more exponential in a row's sum, once that has been added over the quad (finish_tile in mma_sync/epilogue.cuh,
-// finish_softmax in sm90/softmax.cuh).
+// A score function (softcap) must run before mask_scores, on every tile, so that -inf stays -inf. A sink is not a
+// score: it is one more exponential in a row's sum, added after the sum over the quad (finish_tile in
+// mma_sync/epilogue.cuh, Consumer::run in sm90/consumer.cuh).
 #pragma once
 
 #include "attention/sequences.cuh"
@@ -19,26 +19,28 @@ struct KeyRange {
   int end;
 };
 
-// The causal rule, aligned bottom-right: key j is visible to row i when j <= i + (keys - rows). So this is the last key
-// that `row` sees. Negative where it sees none; past the last key where `row` is past the last row.
-// Lengths: a Sequence, or whatever else has rows() and keys().
+// The causal rule, aligned bottom-right: key j is visible to row i if j <= i + (keys - rows). Returns the last key that
+// `row` sees: negative if it sees none, past the last key if `row` is past the last row. Lengths: a Sequence, or any
+// type with rows() and keys().
 template <typename Lengths>
 __device__ __forceinline__ int diagonal_key(const Lengths& sequence, int row) {
   return row + sequence.keys() - sequence.rows();
 }
-// The other way round: the first row that sees `key`, negative where all rows do.
+// The inverse: returns the first row that sees `key`, negative if all rows do.
 template <typename Lengths>
 __device__ __forceinline__ int diagonal_row(const Lengths& sequence, int key) {
   return key + sequence.rows() - sequence.keys();
 }
 
-// The key that a row's window is counted from: the last key less the rows that follow it; of folded rows, the last for all.
+// The key from which the window of `row` is counted: the last key minus the number of rows after `row`. With folded
+// rows it is the last key for every row.
 template <typename Lengths>
 __device__ __forceinline__ int window_key(const ScoreOptions& options, const Lengths& sequence, int row) {
   return options.folded_heads > 1 ? sequence.keys() - 1 : diagonal_key(sequence, row);
 }
 
-// Keys of the window that is counted from `key`, which may be past the last one. Lengths up to 2^30 leave room for the sums.
+// Keys of the window counted from `key`, which may be past the last key. Lengths are at most 2^30, so the sums do not
+// overflow.
 template <typename Lengths>
 __device__ __forceinline__ KeyRange window_around(const ScoreOptions& options, const Lengths& sequence, int key) {
   const int begin = options.left >= kUnbounded ? 0 : maximum(0, key - options.left);
@@ -50,7 +52,7 @@ template <typename Lengths>
 __device__ __forceinline__ KeyRange window_keys(const ScoreOptions& options, const Lengths& sequence, int row) {
   return window_around(options, sequence, window_key(options, sequence, row));
 }
-// Rows whose windows hold `key`: [begin, end) of the sequence's.
+// Rows [begin, end) of the sequence whose windows contain `key`.
 template <typename Lengths>
 __device__ __forceinline__ KeyRange window_rows(const ScoreOptions& options, const Lengths& sequence, int key) {
   const int row = diagonal_row(sequence, key);
@@ -59,7 +61,7 @@ __device__ __forceinline__ KeyRange window_rows(const ScoreOptions& options, con
   return KeyRange{begin, maximum(begin, end)};
 }
 
-// Keys that `row` sees, which may be past the last row: causal and full, it sees every key.
+// Keys that `row` sees. `row` may be past the last row: it then sees every key with causal and full masks.
 template <MaskKind kMask>
 __device__ __forceinline__ KeyRange visible_keys(const Sequence<kMask>& sequence, int row) {
   if constexpr (kMask == MaskKind::kRuntime) return window_keys(sequence.params.score_options, sequence, row);
@@ -67,8 +69,8 @@ __device__ __forceinline__ KeyRange visible_keys(const Sequence<kMask>& sequence
                                                 : sequence.keys()};
 }
 
-// Key tiles [begin, end) that some row of a query tile sees; every row sees all of those in [full_begin, full_end), the others
-// need a mask.
+// Key tiles [begin, end) are seen by some row of a query tile. Every row sees all keys of the tiles
+// [full_begin, full_end); the other tiles need a mask.
 struct KeyTiles {
   int begin;
   int end;
@@ -76,7 +78,7 @@ struct KeyTiles {
   int full_begin;
 };
 
-// What a query tile asks of the mask; all its rows are the sequence's own.
+// The mask of a query tile, all of whose rows belong to the sequence.
 template <MaskKind kMask>
 struct Mask {
   const Sequence<kMask>& sequence;
@@ -105,7 +107,7 @@ struct Mask<MaskKind::kRuntime> {
     return window_key(sequence.params.score_options, sequence, row);
   }
 
-  // Keys that some of the rows sees.
+  // Keys that at least one of the rows sees.
   __device__ __forceinline__ KeyRange keys(int row, int rows) const {
     const ScoreOptions& options = sequence.params.score_options;
     return KeyRange{window_keys(options, sequence, row).begin, window_keys(options, sequence, row + rows - 1).end};
@@ -130,14 +132,14 @@ struct TileMask {
   __device__ __forceinline__ int last_column(int row) const {
     return kMask == MaskKind::kCausal ? min(last_key, causal_last + row) : last_key;
   }
-  // Whether some of the warp's rows does not see all of the tile.
+  // Returns whether at least one of the warp's rows does not see the whole tile.
   template <int kBlockN>
   __device__ __forceinline__ bool hides_some(int) const {
     return last_column(0) < kBlockN - 1;
   }
 };
 
-// Row 0 sees columns first to last, each row after it the same number further (all folded rows the same).
+// Row 0 sees columns first to last; with each further row the range moves by `step`, which is 0 for folded rows.
 template <>
 struct TileMask<MaskKind::kRuntime> {
   int last_key;

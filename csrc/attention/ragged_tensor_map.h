@@ -1,13 +1,14 @@
-// Tensor maps whose copies end where a sequence of a batch ends, wherever that is: rows past the sequence's last read as zeros and
-// are not written. For kernels of MaskKind::kRuntime, ragged and dense. Plain C++: the host and the kernels read it.
+// Tensor maps whose copies end at the end of any sequence of a batch: rows past the sequence's last read as zeros and
+// are not written. For kernels of MaskKind::kRuntime, ragged and dense. Plain C++, included by the host and the
+// kernels.
 //
-// The copy engine checks each coordinate against its dimension and adds up coordinate * stride modulo 2^64. With s bytes
-// between rows, and a sequence of n rows whose first is row f of the tensor, row r of the sequence is at the coordinates
+// TMA checks each coordinate against its dimension and sums coordinate * stride modulo 2^64. With s bytes between rows,
+// and a sequence of n rows whose first is row f of the tensor, row r of the sequence is at the coordinates
 //
 //   column, kRaggedRows - n + r, head, f + n, kRaggedRows     strides 2, s, head's, s, 2^35 - s
 //
-// The last three terms but the head's cancel all but (f + r) s, as kRaggedRows * 2^35 is 2^65; and the second coordinate is
-// inside its dimension, which has kRaggedRows elements, as long as r < n.
+// The terms of the second and the last two coordinates add up to (f + r) s, because kRaggedRows * 2^35 is 2^65. The
+// second coordinate is inside its dimension, which has kRaggedRows elements, as long as r < n.
 #pragma once
 
 #include "attention/params/forward.h"

@@ -1,26 +1,26 @@
-// The order in which the tiles of a problem are computed: which head and query tile a linear index means.
+// The order in which the tiles of a problem are computed: maps a linear index to a head and a query tile.
 #pragma once
 
 #include "attention/params/forward.h"
 
 namespace flashmoe::attention {
 
-// Heads that are scheduled together, and a tile among theirs.
+// A group of heads that are scheduled together, and one of its tiles.
 struct Section {
-  int index;  // of the tile, from the section's first
+  int index;  // of the tile within the section
   int first_head;
   int heads;
 };
 
 struct ScheduledTile {
   int m_block;
-  int head;  // over batch and heads, and splits where a family schedules them as heads
+  int head;  // over batch and heads, and splits if a family schedules them as heads
 };
 
-// Full: the row blocks of a head are neighbours, so that they share its K and V in the second-level cache. Causal: work
-// grows with the row block, so the longest come first, and short ones fill the end; but only among the heads of a
-// section, which fit the cache with their K and V, since every row block reads them anew. How large a section may be
-// differs between persistent and other grids. Of a full schedule, which has no sections, only section.index is read.
+// Full: the row blocks of a head are adjacent, so that they share its K and V in the L2 cache. Causal: work grows with
+// the row block, so the longest blocks come first and short ones fill the end. This holds only among the heads of a
+// section, whose K and V fit the cache, because every row block reads them again. The size limit of a section differs
+// between persistent and other grids. A full schedule has no sections and reads only section.index.
 template <MaskKind kMask>
 __device__ __forceinline__ ScheduledTile schedule_tile(const Section& section, int m_blocks) {
   if constexpr (kMask == MaskKind::kFull) {

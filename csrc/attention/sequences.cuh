@@ -1,7 +1,8 @@
-// Where the rows and keys of one sequence of a batch lie. Dense tensors: every sequence has params.seq_q rows and params.seq_k keys. Kernels for
-// MaskKind::kRuntime read lengths and offsets from arrays, so theirs holds what it has read.
+// The location of the rows and keys of one sequence of a batch. In dense tensors every sequence has params.seq_q rows
+// and params.seq_k keys. Kernels for MaskKind::kRuntime read lengths and offsets from arrays, so their Sequence stores
+// what it has read.
 //
-// (The sm90 kernels name rows by tensor-map coordinates, in producer.cuh and epilogue.cuh, not by these offsets.)
+// (The sm90 kernels address rows by tensor-map coordinates, in producer.cuh and epilogue.cuh, not by these offsets.)
 #pragma once
 
 #include "attention/params/forward.h"
@@ -21,7 +22,7 @@ __device__ __forceinline__ int value_columns(const ForwardParams& params) {
   return kMask == MaskKind::kRuntime ? params.head_dim_v : params.head_dim;
 }
 
-// One sequence. Accessors, not fields: a copy would hold registers through the loop over key tiles.
+// One sequence. Accessors instead of fields: a copy would occupy registers throughout the loop over key tiles.
 template <MaskKind kMask>
 struct Sequence {
   const ForwardParams& params;
@@ -32,7 +33,8 @@ struct Sequence {
   __device__ __forceinline__ int rows() const { return params.seq_q; }
   __device__ __forceinline__ int keys() const { return params.seq_k; }
 
-  // Elements from the start of a tensor to the sequence's first row (query, output) or first key (key, value) of a head.
+  // Elements from the start of a tensor to the sequence's first row (query, output) or first key (key, value) of a
+  // head.
   __device__ __forceinline__ int64_t row_offset(const Strides& stride, int head) const {
     return batch * stride.batch + head * stride.head;
   }
@@ -40,8 +42,8 @@ struct Sequence {
     return batch * stride.batch + key_head * stride.head;
   }
 
-  // Index of `head` in [batch, heads_q], or of its split in [num_splits, batch, heads_q]; and the first of its rows among
-  // all rows of the log-sum-exp or of the partial results, [..., heads_q, seq_q].
+  // result_head: index of `head` in [batch, heads_q], or of its split in [num_splits, batch, heads_q]. result_row: its
+  // first row among all rows of the log-sum-exp or of the partial results, [..., heads_q, seq_q].
   template <bool kIsSplit>
   __device__ __forceinline__ int64_t result_head(int head, int split) const {
     const int64_t index = kIsSplit ? static_cast<int64_t>(split) * params.batch + batch : batch;
@@ -57,14 +59,14 @@ struct Extent {
 
 __device__ __forceinline__ int load_length(const int32_t* gmem) { return static_cast<int>(ptx::ld_global_32(gmem)); }
 
-// Where sequence `batch` lies by a cu_seqlens array, clamped to [0, total] and to at most `most` rows.
+// The rows of sequence `batch` according to a cu_seqlens array, clamped to [0, total] and to at most `most` rows.
 __device__ __forceinline__ Extent extent_of(const int32_t* cu_seqlens, int batch, int total, int most) {
   const int first = max(0, min(total, load_length(cu_seqlens + batch)));
   const int end = max(first, min(total, load_length(cu_seqlens + batch + 1)));
   return Extent{first, min(end - first, most)};
 }
 
-// With Params: ForwardParams or BackwardParams.
+// Params: any parameter struct with `sequences` and seq_q or seq_k.
 template <typename Params>
 __device__ __forceinline__ Extent row_extent(const Params& params, int batch) {
   const Batch& sequences = params.sequences;
@@ -93,15 +95,15 @@ struct Sequence<MaskKind::kRuntime> {
 
   __device__ __forceinline__ Sequence(const ForwardParams& params_, int batch_)
       : params(params_), batch(batch_), row(row_extent(params_, batch_)), key(key_extent(params_, batch_)) {}
-  // Of a sequence whose lengths have been read.
+  // For a sequence whose lengths have been read already.
   __device__ __forceinline__ Sequence(const ForwardParams& params_, int batch_, Extent row_, Extent key_)
       : params(params_), batch(batch_), row(row_), key(key_) {}
 
   __device__ __forceinline__ int rows() const { return row.length; }
   __device__ __forceinline__ int keys() const { return key.length; }
 
-  // Ragged tensors have no batch dimension: their strides' batch is 0. Of paged keys this is the page's own start, without
-  // the page (page_offset).
+  // Ragged tensors have no batch dimension: their batch stride is 0. With paged keys, key_offset is the offset within a
+  // page, without the page's own.
   __device__ __forceinline__ int64_t row_offset(const Strides& stride, int head) const {
     return batch * stride.batch + row.first * stride.row + head * stride.head;
   }
@@ -114,7 +116,8 @@ struct Sequence<MaskKind::kRuntime> {
   __device__ __forceinline__ int page_of(int index) const {
     return existing_page(stated_page(index / params.sequences.page_size));
   }
-  // In two steps, so that the second need not wait for the first's load: what the table says of a sequence's page, and the page to read.
+  // The same in two steps, so that other work can hide the latency of the load: the page number in the table, then the
+  // page to read.
   __device__ __forceinline__ int stated_page(int page_of_sequence) const {
     const Batch& sequences = params.sequences;
     return load_length(sequences.block_table + batch * sequences.block_table_stride + page_of_sequence);
@@ -123,8 +126,9 @@ struct Sequence<MaskKind::kRuntime> {
     return page >= 0 && page < params.sequences.num_pages ? page : 0;
   }
 
-  // The first row of `head` among all rows of the log-sum-exp or of the partial results: [batch, heads_q, seq_q], or
-  // [heads_q, rows_total] where rows are ragged; split by split. In two steps as above: result_head is the index of the row.
+  // result_head: the first row of `head` among all rows of the log-sum-exp or of the partial results,
+  // [batch, heads_q, seq_q], or [heads_q, rows_total] if rows are ragged, with splits outermost. result_row returns it
+  // unchanged.
   template <bool kIsSplit>
   __device__ __forceinline__ int64_t result_head(int head, int split) const {
     const bool is_ragged = params.sequences.cu_seqlens_q != nullptr;

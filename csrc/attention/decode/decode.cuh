@@ -1,8 +1,9 @@
-// Attention of few query rows over many keys (decoding): a kernel that waits for memory, and for nothing else.
+// Attention of few query rows over many keys (decoding): a kernel bound only by memory.
 //
-// The query heads that share a key head are the rows of one 16-row tile, those of the next position behind them, so that K and V are read once. Each warp streams its own 16 keys
-// of every key tile through its own ring of shared memory and never waits for another warp; the warps of a block meet once a segment
-// (plan.cuh), to add up what they have.
+// The query heads that share a key head are the rows of one 16-row tile, followed by those of the next position, so
+// that K and V are read once. Each warp streams its own 16 keys of every key tile through its own ring in shared memory
+// and never waits for another warp. The warps of a block synchronise once per segment (plan.cuh), to merge their
+// results.
 #pragma once
 
 #include "attention/decode/load.cuh"
@@ -25,13 +26,14 @@ namespace flashmoe::attention::decode {
 
 using mma_sync::Accumulator;
 
-// Softcap, mask or ALiBi, and visibility of a warp's scores S [16 rows, 16 keys]. What few tiles need is computed there: registers are dear.
+// Applies softcap, mask or ALiBi, and visibility to a warp's scores S [16 rows, 16 keys]. What only a few tiles need is
+// computed there, to save registers.
 template <typename Spec>
 struct ScoreRules {
   const ForwardParams& params;
   const Sequence<MaskKind::kRuntime>& sequence;
   const Segment& segment;
-  KeyRange seen_by_all;  // keys that no row of the tile is kept from
+  KeyRange seen_by_all;  // keys that every row of the tile sees
 
   __device__ __forceinline__ ScoreRules(const ForwardParams& params_, const Sequence<MaskKind::kRuntime>& sequence_,
                                         const Segment& segment_)
@@ -44,7 +46,7 @@ struct ScoreRules {
     return window_around(params.score_options, sequence, diagonal_key(sequence, row.position));
   }
 
-  // Rows past the last one go by the last one's rules; nobody sees what becomes of them.
+  // Rows past the last one are treated like the last one; their results are never stored.
   template <bool kHasMask>
   __device__ __forceinline__ void hide(float (&S_rmem)[1][Spec::kMmaN][4], int first_key) const {
     const ScoreOptions& options = params.score_options;
@@ -94,7 +96,8 @@ struct ScoreRules {
   }
 };
 
-// This warp's part of a segment, left in shared memory. Loader: KeyLoader, or what else has its functions.
+// Computes this warp's part of a segment and leaves the result in shared memory. Loader: KeyLoader or any type with its
+// functions.
 template <typename Spec, typename Loader, typename... More>
 __device__ __forceinline__ void attend(const ForwardParams& params, const Segment& segment, Use use,
                                        const WarpResults<Spec>& results, const More&... more) {
@@ -129,13 +132,13 @@ __device__ __forceinline__ void attend(const ForwardParams& params, const Segmen
   for (int tile = segment.tile; tile < segment.end_tile; ++tile) {
     const ptx::SmemPointer K_smem = ring_smem + stage * Spec::kStageBytes;
     ptx::cp_async_wait<2 * (kStages - 1) - 1>();
-    ptx::warp_sync();  // K of this tile is whole; the warp is done with the tile before, whose stage refills
+    ptx::warp_sync();  // K of this tile is complete; the warp is done with the previous tile, whose stage is refilled
     load(tile + kStages - 1, stage == 0 ? kStages - 1 : stage - 1);
     float S_rmem[1][Spec::kMmaN][4];
     loader.multiply(S_rmem, Q, K_smem, tile, stage);
     rules.apply(S_rmem, loader.first_key(tile));
     ptx::cp_async_wait<2 * (kStages - 1)>();
-    ptx::warp_sync();  // V of this tile is whole
+    ptx::warp_sync();  // V of this tile is complete
     mma_sync::accumulate_tile<Spec>(accumulator, S_rmem, loader.values(K_smem + Spec::kTileBytes), params.scale_log2,
                                     /*is_masked=*/true);
     stage = stage == kStages - 1 ? 0 : stage + 1;
@@ -146,11 +149,11 @@ __device__ __forceinline__ void attend(const ForwardParams& params, const Segmen
   results.store(accumulator.rows, accumulator.O_rmem, params.scale_log2);
 }
 
-// Calls `attend` with every segment of the block's share, and puts together what its warps leave.
+// Calls `attend` for every segment of the block's share and merges the results of its warps.
 template <typename Spec, typename Attend>
 __device__ __forceinline__ void for_each_segment(const ForwardParams& params, Attend attend) {
   const WarpResults<Spec> results{ptx::dynamic_shared_memory()};
-  ptx::grid_dependency_wait();  // what the kernel in front writes may be lengths, pages, or Q
+  ptx::grid_dependency_wait();  // the preceding kernel may write lengths, pages or Q
   ptx::grid_launch_dependents();
   prefetch_tables<Spec>(params);
   Plan<Spec> plan(params);

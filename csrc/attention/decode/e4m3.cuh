@@ -1,8 +1,9 @@
-// Decoding from a cache of 8-bit floats (e4m3): the kernel of decode.cuh, whose warps turn what they read into 16-bit elements on the way to
-// the products.
+// Decoding from a cache of 8-bit floats (e4m3): the kernel of decode.cuh, whose warps convert the codes (e4m3 bytes)
+// that they read to 16-bit elements just before the products.
 //
-// Codes become elements exactly, and scales are applied in float32: K's to the scores; V's to the output, which stands in units of the current
-// page's scale. Products by powers of two are exact: with such scales every bit is that of the 16-bit kernel on the dequantised cache.
+// Codes are converted exactly, and scales are applied in float32: those of K to the scores, those of V to the output,
+// which is kept in units of the current page's scale. Products with powers of two are exact: with such scales every bit
+// is that of the 16-bit kernel on the dequantised cache.
 #pragma once
 
 #include "attention/decode/decode.cuh"
@@ -14,8 +15,10 @@
 
 namespace flashmoe::attention::decode {
 
-// kKeepsOrder   1: a product of 16 columns takes them in the tensor's order, for tensor cores that add eight products at a time; 0: in the
-//               order in which ldmatrix gives bytes, for those that add sixteen, to which it is the same.
+// kKeepsOrder   1: a product of 16 columns takes them in the tensor's order, for tensor cores that add eight products
+//                  at a time.
+//               0: in the order in which ldmatrix delivers bytes, for tensor cores that add sixteen at a time, where
+//                  the order does not matter.
 template <typename Element, int kHeadDim, int kBlockM, int kBlockN, int kNumStages, int kNumWarps,
           int kQueryInRegisters, int kKeepsOrder_>
 struct E4m3DecodeSpec : DecodeSpec<Element, kHeadDim, kBlockM, kBlockN, kNumStages, kNumWarps, kQueryInRegisters, 0> {
@@ -32,7 +35,7 @@ struct E4m3DecodeSpec : DecodeSpec<Element, kHeadDim, kBlockM, kBlockN, kNumStag
       kNumWarps * (kRingBytes + Base::kQueryBytes + Base::kStateBytes) + Base::kArrivalBytes;
   static constexpr int kSharedBytes = kScaleOffset + kNumWarps * kScaleBytes;
 
-  // Of two blocks, which hold the even and the odd of 16 columns, in the order that E4m3Loader::finish leaves.
+  // Two blocks hold the even and the odd of 16 columns; this is their order after E4m3Loader::finish.
   static __device__ __forceinline__ int output_column(int block, int lane) {
     return block / 2 * 16 + lane * 4 + block % 2 * 2;
   }
@@ -46,26 +49,28 @@ constexpr bool kIsBF16 = false;
 template <>
 constexpr bool kIsBF16<ptx::BF16> = true;
 
-// Of bf16, what P is multiplied by in sums of P V, a power of two: as f16 P is then exact from 2^-27 to 2^5 (CodeValues::narrow).
+// For bf16: the factor of P in sums of P V, a power of two. As f16, P is then exact from 2^-27 to 2^5
+// (CodeValues::narrow).
 template <typename Spec>
 constexpr float kWeightUnit = !Spec::kKeepsOrder && kIsBF16<typename Spec::Element> ? 1024.0f : 1.0f;
 
-// Of a segment from which on the conversion of Q takes less than what it saves.
+// Number of tiles of a segment from which on converting Q costs less than it saves.
 constexpr int kWorthwhileTiles = 16;
 
-// Of bf16, whether an operand holds f16: Q times a power of two. Codes take a quarter of the instructions to f16.
+// For bf16: whether Q's operand is f16, Q times a power of two. Converting codes to f16 takes a quarter of the
+// instructions.
 template <typename Element>
 struct NarrowQuery {
   static constexpr bool kMayBeNarrow = kIsBF16<Element>;
 
   bool is_narrow = false;
-  float inverse_factor = 1.0f;  // of that power
+  float inverse_factor = 1.0f;  // 1 / that power
 
-  // All of the item's words, of which a lane has some. The largest element of all rows goes below 2^15; where no other but zero is 2^-28 of it or
-  // less, all are normal numbers of f16, whose products are those of bf16.
+  // words: this lane's share of all of the item's words. The largest element of all rows is scaled to below 2^15. If no
+  // element except zero is 2^-28 of it or less, all are normal f16 numbers, whose products are those of bf16.
   template <int kWords>
   __device__ __forceinline__ void narrow(uint32_t (&words)[kWords]) {
-    int most = 0, least = 0xffff;  // magnitudes, the least less one: zero does not count
+    int most = 0, least = 0xffff;  // magnitudes; of the least minus 1, so that zero does not count
 #pragma unroll
     for (int i = 0; i < kWords; ++i)
 #pragma unroll
@@ -89,7 +94,7 @@ struct NarrowQuery {
   }
 };
 
-// Q as A operands in the order of K's bytes: of 16 columns lane c of a quad has 4 c to 4 c + 3.
+// Q as A operands in the order of K's bytes: lane c of a quad holds columns 4 c to 4 c + 3 of each 16.
 template <typename Spec>
 struct ByteQuery : NarrowQuery<typename Spec::Element> {
   using Element = typename Spec::Element;
@@ -116,7 +121,8 @@ struct ByteQuery : NarrowQuery<typename Spec::Element> {
       const Element* row_gmem = Q_gmem + query_row<Spec>(params, segment, index).offset(params.q_stride) + lane % 4 * 4;
 #pragma unroll
       for (int k = 0; k < Spec::kHeadDim / 16; ++k) {
-        // Two loads: one of 64 bits would put both words side by side, which no operand has, and every product would move four registers.
+        // Two loads: a 64-bit load would put both words side by side, as in no operand, and every product would move
+        // four registers.
         const bool is_there = kIsWhole || k * 16 + lane % 4 * 4 < params.head_dim;
         Q_rmem[4 * k + half] = is_there ? ptx::ld_global_32(row_gmem + k * 16) : 0;
         Q_rmem[4 * k + 2 + half] = is_there ? ptx::ld_global_32(row_gmem + k * 16 + 2) : 0;
@@ -137,7 +143,7 @@ struct ByteQuery : NarrowQuery<typename Spec::Element> {
   }
 };
 
-// The same in a warp's copy in shared memory: of 16 columns the even words, then the odd ones.
+// The same in a warp's copy in shared memory: the even words of each 16 columns, then the odd ones.
 template <typename Spec>
 struct ByteQueryCopy : NarrowQuery<typename Spec::Element>, mma_sync::QueryOperand<Spec, Spec::kHeadDim, false> {
   using Element = typename Spec::Element;
@@ -150,10 +156,10 @@ struct ByteQueryCopy : NarrowQuery<typename Spec::Element>, mma_sync::QueryOpera
                                            ptx::SmemPointer Q_smem)
       : Operand(Q_smem) {}
 
-  // A lane has half of a row.
+  // Each lane copies half a row.
   __device__ __forceinline__ void prepare(const ForwardParams& params, const Element* Q_gmem, const Segment& segment,
                                           ptx::SmemPointer Q_smem) {
-    constexpr int kGroups = Spec::kHeadDim / 32;  // of 16 columns
+    constexpr int kGroups = Spec::kHeadDim / 32;  // groups of 16 columns
     const int row = ptx::lane_index() / 2, first_group = ptx::lane_index() % 2 * kGroups;
     const Element* row_gmem =
         Q_gmem + query_row<Spec>(params, segment, min(segment.rows - 1, row)).offset(params.q_stride);
@@ -169,7 +175,7 @@ struct ByteQueryCopy : NarrowQuery<typename Spec::Element>, mma_sync::QueryOpera
     if constexpr (ByteQueryCopy::kMayBeNarrow) {
       if (segment.end_tile - segment.tile >= kWorthwhileTiles) this->narrow(words);
     }
-    ptx::warp_sync();  // write after read: the Q before
+    ptx::warp_sync();  // write after read: the previous Q
 #pragma unroll
     for (int group = 0; group < kGroups; ++group)
 #pragma unroll
@@ -197,7 +203,7 @@ struct CodeQueryOf<Spec, false, false> {
 // A lane's address in a tile of codes, 32 columns further with each step.
 template <typename Tile>
 __device__ __forceinline__ ptx::SmemPointer step_along(ptx::SmemPointer lane_smem, int step) {
-  constexpr int kSteps = Tile::kLanes / 2;  // of a segment, in which the swizzle permutes
+  constexpr int kSteps = Tile::kLanes / 2;  // steps per segment, within which the swizzle permutes
   return (lane_smem ^ (step % kSteps * (2 * kChunkBytes))) + step / kSteps * (Tile::kLanes * kChunkBytes);
 }
 
@@ -209,9 +215,9 @@ struct CodeValues {
   static constexpr bool kDrops = false;
 
   ptx::SmemPointer V_smem;
-  float unit_ratio;  // of the output's unit before this tile to that of the tile
-  float weight;      // of the probabilities
-  bool has_upper;    // rows 8 to 15, some of them the item's
+  float unit_ratio;  // the output's unit before this tile / that of this tile
+  float weight;      // factor of the probabilities
+  bool has_upper;    // the item has some of rows 8 to 15
 
   __device__ __forceinline__ bool skips(int half) const { return half == 1 && !has_upper; }
 
@@ -229,7 +235,8 @@ struct CodeValues {
     return V_smem + Spec::KeyTile::offset(lane % 16, lane / 16);
   }
 
-  // P of bf16 in f16, to which V's codes take a quarter of the instructions; false where some row that counts would lose bits.
+  // Converts bf16 P to f16, because converting V's codes to f16 takes a quarter of the instructions. Returns false if a
+  // row of the item would lose bits.
   __device__ __forceinline__ bool narrow(uint32_t (&narrow_rmem)[4], const uint32_t (&P_rmem)[4]) const {
     bool is_exact = true;
     const auto convert = [&](int i) {
@@ -260,7 +267,8 @@ struct CodeValues {
     multiply_codes<Element>(O_rmem, P_rmem[0], lane_smem);
   }
 
-  // Transposed, a lane gets of two keys the same two neighbouring columns: an even one, which goes to one block of the output, and an odd one.
+  // The transposed load gives a lane the same two adjacent columns of two keys: an even column, which belongs to one
+  // block of the output, and an odd one, which belongs to the other.
   template <typename Operand>
   __device__ __forceinline__ static void multiply_codes(float (&O_rmem)[1][Spec::kMmaD][4], const uint32_t (&P_rmem)[4],
                                                         ptx::SmemPointer lane_smem) {
@@ -270,7 +278,7 @@ struct CodeValues {
       ptx::ldmatrix_x4_trans(codes, step_along<typename Spec::KeyTile>(lane_smem, step));
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
-        uint32_t first[2], last[2];  // keys: of the even column, of the odd one
+        uint32_t first[2], last[2];  // keys in the even column, and in the odd one
         ptx::unpack_alternate_e4m3<Operand>(first, codes[2 * i]);
         ptx::unpack_alternate_e4m3<Operand>(last, codes[2 * i + 1]);
 #pragma unroll
@@ -287,27 +295,28 @@ struct CodeValues {
   }
 };
 
-// Whether the output may stand in units of a page's scale: a change between two of these leaves it in the range of float32.
+// Returns whether the output can be in units of a page's scale: a change between two of these keeps it in the range of
+// float32.
 __device__ __forceinline__ bool is_unit(float scale) {
   constexpr uint32_t kLeast = (127 - 40) << 23, kMost = (127 + 40) << 23;
   const uint32_t magnitude = ptx::float_bits(scale) & 0x7fffffffu;
   return magnitude >= kLeast && magnitude <= kMost;
 }
 
-// 1 / scale of such a unit; of a power of two exact.
+// 1 / scale of such a unit; exact for a power of two.
 __device__ __forceinline__ float inverse_of(float scale) {
   const uint32_t bits = ptx::float_bits(scale), exponent = bits >> 23 & 0xffu;
   const float fraction = ptx::bits_float((bits & 0x807fffffu) | 127u << 23);
   return ptx::rcp_approx(fraction) * ptx::bits_float((254u - exponent) << 23);
 }
 
-// Of a sequence, without its factor: a product here would wait for the load.
+// The scale of a sequence, without its factor, because a product here would wait for the load.
 __device__ __forceinline__ float load_scale(const CacheScale& scale, int64_t index, int head) {
   if (scale.is_of_pages || scale.values == nullptr) return 1.0f;
   return ptx::ld_global_float(scale.values + index * scale.stride + head * scale.head_stride);
 }
 
-// A warp's keys of one key tile after the other, and their scales.
+// Loads a warp's keys, tile by tile, and their scales.
 template <typename Spec>
 struct E4m3Loader : KeyLoader<Spec, Words::kByUse> {
   using Base = KeyLoader<Spec, Words::kByUse>;
@@ -319,10 +328,10 @@ struct E4m3Loader : KeyLoader<Spec, Words::kByUse> {
   const E4m3ForwardParams& cache;
   const int head_kv;
   const bool has_upper;               // CodeValues
-  const ptx::SmemPointer scale_smem;  // [kNumStages, 2] of the warp, of pages that have scales
-  float key_scale;                    // of the sequence; of pages' scales, of the current tile
-  float value_unit;                   // what the output is multiplied by in the end
-  float value_ratio;                  // of the current tile: CodeValues
+  const ptx::SmemPointer scale_smem;  // [kNumStages, 2] of the warp, if pages have scales
+  float key_scale;                    // of the sequence; if pages have scales, of the current tile
+  float value_unit;                   // factor of the output at the end
+  float value_ratio;                  // of the current tile, for CodeValues
   float value_weight;
 
   __device__ __forceinline__ E4m3Loader(const ForwardParams& params, const Sequence<MaskKind::kRuntime>& sequence,
@@ -348,10 +357,11 @@ struct E4m3Loader : KeyLoader<Spec, Words::kByUse> {
     return first + kWarpKeys > this->visible.begin && first < this->visible.end;
   }
 
-  // K, V and their page's scales: a page holds all 16 keys, and the first visible one's lane knows which it is.
+  // Loads K, V and the scales of their page: one page holds all 16 keys, and the lane of the first visible key has its
+  // number.
   __device__ __forceinline__ void load(int tile, int stage, ptx::SmemPointer stage_smem) const {
     const bool has_value = Base::has_value();
-    // Two constants: one whose address depends on the lane would be waited for.
+    // Two reads of constants: a single one whose address depends on the lane would have to be waited for.
     const int32_t keys_are_scaled = cache.k_scale.is_of_pages, values_are_scaled = cache.v_scale.is_of_pages;
     if ((has_value ? values_are_scaled : keys_are_scaled) != 0) {
       const CacheScale& scale = has_value ? cache.v_scale : cache.k_scale;
@@ -393,7 +403,7 @@ struct E4m3Loader : KeyLoader<Spec, Words::kByUse> {
     if (is_unit(scale)) {
       value_ratio = value_unit * inverse_of(scale);
       value_unit = scale;
-    } else {  // zero, or no scale that a cache would have
+    } else {  // zero, or a scale that no cache would have
       value_weight = scale * inverse_of(value_unit);
     }
   }
@@ -407,7 +417,7 @@ struct E4m3Loader : KeyLoader<Spec, Words::kByUse> {
 #pragma unroll
       for (int i = 0; i < 4; ++i) S_rmem[0][n][i] = 0.0f;
     if constexpr (Spec::kKeepsOrder) {
-      // Of each eight columns a lane's two: half of a word, its own or its neighbour's too.
+      // Each lane needs two of every eight columns: half of a word, of which the adjacent lane needs the other half.
 #pragma unroll
       for (int k = 0; k < Spec::kHeadDim / 16; ++k) {
         uint32_t a[1][4];
@@ -447,7 +457,8 @@ struct E4m3Loader : KeyLoader<Spec, Words::kByUse> {
     return {V_smem, value_ratio, value_weight * kWeightUnit<Spec>, has_upper};
   }
 
-  // In units of one; and of two neighbouring blocks, which hold the even and the odd columns, a lane's four columns in their order.
+  // Converts the output to units of one, and puts a lane's four columns in order: two adjacent blocks hold the even and
+  // the odd ones.
   __device__ __forceinline__ void finish(float (&O_rmem)[1][Spec::kMmaD][4]) const {
     const float unit = value_unit * (1.0f / kWeightUnit<Spec>);
 #pragma unroll

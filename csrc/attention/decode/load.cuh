@@ -1,4 +1,5 @@
-// What a warp loads: its 16 keys of each key tile, K and V, by cp.async into its own ring; and the item's query rows.
+// The loads of a warp: its 16 keys of each key tile, K and V, with cp.async into its own ring; and the item's query
+// rows.
 #pragma once
 
 #include "attention/decode/plan.cuh"
@@ -15,14 +16,14 @@
 
 namespace flashmoe::attention::decode {
 
-// Copies one row of a lane's pass; columns from `columns` on, and rows that are not `valid`, are zeros. With kHasPolicy the second-level
-// cache is told `policy`.
+// Copies one row of a lane's pass; columns from `columns` on, and rows that are not `valid`, become zeros. With
+// kHasPolicy the copy has the L2 cache policy `policy`.
 template <typename Tile, bool kHasPolicy>
 __device__ __forceinline__ void load_row(ptx::SmemPointer tile_smem, int pass, const typename Tile::Element* row_gmem,
                                          bool valid, int columns, ptx::CachePolicy policy) {
   const int lane = ptx::lane_index();
   const int column = lane % Tile::kLanes * Tile::kLaneColumns;
-  // Rows of two passes differ by 4: the swizzle is another one, but for every second.
+  // Rows of two passes differ by 4, so the swizzle is the same only for every second pass.
   const ptx::SmemPointer row_smem =
       tile_smem + Tile::offset(pass * Tile::kRowsPerPass + lane / Tile::kLanes, lane % Tile::kLanes);
 #pragma unroll
@@ -38,9 +39,9 @@ __device__ __forceinline__ void load_row(ptx::SmemPointer tile_smem, int pass, c
   }
 }
 
-// Q as A operands: in registers, straight from global memory, asked for behind the first keys (prepare); or from the warp's copy in shared
-// memory, whose copying (copy) belongs to the commit group that follows. Rows past the item's last are that one again: nobody stores
-// what becomes of them.
+// Q as A operands: in registers, loaded from global memory after the loads of the first keys (prepare), or in the
+// warp's copy in shared memory, whose loads (copy) belong to the next commit group. Rows past the item's last one
+// repeat it; their results are never stored.
 template <typename Spec>
 struct QueryRegisters {
   using Element = typename Spec::Element;
@@ -82,7 +83,7 @@ struct QueryCopy : mma_sync::QueryOperand<Spec, Spec::kHeadDim, false> {
 
   __device__ __forceinline__ static void copy(const ForwardParams& params, const Element* Q_gmem,
                                               const Segment& segment, ptx::SmemPointer Q_smem) {
-    ptx::warp_sync();  // write after read: the Q before
+    ptx::warp_sync();  // write after read: the previous Q
 #pragma unroll
     for (int pass = 0; pass < Tile::kPasses; ++pass) {
       const int index = min(segment.rows - 1, pass * Tile::kRowsPerPass + ptx::lane_index() / Tile::kLanes);
@@ -106,25 +107,25 @@ struct QueryOf<Spec, false> {
   using Type = QueryCopy<Spec>;
 };
 
-// Whether loads say to the second-level cache how often keys are read: kOften says nothing.
+// Whether loads carry an L2 cache hint: never, always, or by Use (none for kOften).
 enum class Words { kNever, kAlways, kByUse };
 
-// A warp's keys of one key tile after the other. Lanes 0 to 15 know where K of the tile's 16 keys lies, the others where V does.
+// Loads a warp's keys, tile by tile. Lanes 0 to 15 hold the location of K of the tile's 16 keys, the others that of V.
 template <typename Spec, Words kWords>
 struct KeyLoader {
   using Tile = typename Spec::KeyTile;
   using Element = typename Tile::Element;
   static constexpr bool kMayBeWhole =
-      sizeof(Element) == 1;  // of codes, whose conversion leaves few instructions to the loads
+      sizeof(Element) == 1;  // codes, whose conversion leaves few instructions for the loads
 
   const ForwardParams& params;
   const Sequence<MaskKind::kRuntime>& sequence;
-  const KeyRange visible;  // keys that some row sees: the others are zeros here, whatever the tensor holds
+  const KeyRange visible;  // keys that some row sees; the others become zeros, whatever the tensor holds
   const int first_hinted;  // the tile from which on loads carry a cache hint
   const ptx::CachePolicy policy;
-  const uint32_t page_inverse;  // of codes: 2^32 / page_size, rounded down
+  const uint32_t page_inverse;  // for codes: 2^32 / page_size, rounded down
   const Element* gmem;          // this lane's tensor, from the head's first element on
-  // Of this lane's key of the next tile: its page, and which row of the page (of the sequence) it is.
+  // For this lane's key of the next tile: its page, and its row within the page (without pages, within the sequence).
   int page;
   int row;
 
@@ -150,7 +151,7 @@ struct KeyLoader {
     return tile * Spec::kTileKeys + ptx::warp_index() * kWarpKeys;
   }
 
-  // Asks for the page of a tile's key, some time before its load.
+  // Looks up the page of a tile's key, some time before its load.
   __device__ __forceinline__ void find(int tile) {
     const int key = first_key(tile) + ptx::lane_index() % kWarpKeys;
     page = row = 0;
@@ -163,14 +164,14 @@ struct KeyLoader {
         page_of_sequence += key - page_of_sequence * params.sequences.page_size >= params.sequences.page_size;
       } else {
         page_of_sequence = static_cast<int>(
-            static_cast<uint32_t>(key) / static_cast<uint32_t>(params.sequences.page_size));  // once a tile: not called
+            static_cast<uint32_t>(key) / static_cast<uint32_t>(params.sequences.page_size));  // once per tile: inlined
       }
       page = sequence.stated_page(page_of_sequence);
       row = key - page_of_sequence * params.sequences.page_size;
     }
   }
 
-  // K and V, if the kernel takes values, of the tile whose keys were found, a commit group each.
+  // Loads K, and V if the kernel takes values, of the tile whose keys were found; one commit group each.
   __device__ __forceinline__ void load(int tile, int, ptx::SmemPointer stage_smem) const {
     load_keys(tile, stage_smem);
   }
@@ -193,30 +194,30 @@ struct KeyLoader {
     }
   }
 
-  // Behind the loads of the first tiles.
+  // Called after the loads of the first tiles.
   __device__ __forceinline__ void begin() {}
 
-  // S = Q K^T, and what accumulate_tile takes V as.
+  // S = Q K^T, and V in the form that accumulate_tile takes.
   using Query = typename QueryOf<Spec>::Type;
   __device__ __forceinline__ void multiply(float (&S_rmem)[1][Spec::kMmaN][4], const Query& Q, ptx::SmemPointer K_smem,
                                            int, int) const {
     mma_sync::multiply_query_key<Spec>(S_rmem, Q, K_smem);
   }
   __device__ __forceinline__ mma_sync::SharedValues<Spec> values(ptx::SmemPointer V_smem) const { return {V_smem}; }
-  // The output in the end.
+  // Final change to the output: none.
   __device__ __forceinline__ void finish(float (&)[1][Spec::kMmaD][4]) const {}
 
-  // Whether all keys of the warp's are seen and lie in one page.
+  // Returns whether all of the warp's keys are visible and in one page.
   __device__ __forceinline__ bool is_whole(int tile) const {
     const int first = first_key(tile);
     const bool is_one_page = params.sequences.block_table == nullptr || params.sequences.page_size % kWarpKeys == 0;
     return is_one_page && first >= visible.begin && first + kWarpKeys <= visible.end;
   }
 
-  // Of such keys, from where the first one is.
+  // Loads such keys from the address of the first one.
   template <bool kHasPolicy>
   __device__ __forceinline__ void load_whole(uint64_t own, ptx::SmemPointer stage_smem) const {
-    // A constant needs no register of its own, nor a move to a uniform one for each load.
+    // A constant needs no register, nor a move to a uniform register for each load.
     constexpr ptx::CachePolicy kEvictFirst{static_cast<uint64_t>(ptx::CacheHint::kEvictFirst)};
 #pragma unroll
     for (int is_value = 0; is_value < 2; ++is_value) {
@@ -233,7 +234,7 @@ struct KeyLoader {
     }
   }
 
-  // From where this lane's key is.
+  // Loads each key from its own address, which one lane holds.
   template <bool kHasPolicy>
   __device__ __forceinline__ void load_from(uint64_t own, int tile, ptx::SmemPointer stage_smem) const {
 #pragma unroll

@@ -1,7 +1,8 @@
-// From the outputs of a block's warps to that of the block, and from those of an item's blocks to the result.
+// Merges the outputs of a block's warps into that of the block, and those of an item's blocks into the result.
 //
-// A partial result of a row is (out, shift, sum): out and sum are sums over keys of exp2(score * scale_log2 - shift) times V or 1.
-// Partial results are added in the order of warps and of blocks, so that the result does not depend on which block is last.
+// A partial result of a row is (out, shift, sum): out and sum are sums over keys of exp2(score * scale_log2 - shift)
+// times V or 1. Partial results are added in the order of warps and of blocks, so that the result does not depend on
+// which block is last.
 #pragma once
 
 #include "attention/decode/plan.cuh"
@@ -20,17 +21,17 @@
 
 namespace flashmoe::attention::decode {
 
-constexpr int kColumns = 4;  // of a row, that one thread adds up
+constexpr int kColumns = 4;  // columns of a row per thread
 
-// Of four columns of a row.
+// The partial result of a row, for kColumns columns.
 struct PartialRow {
   float out[kColumns];
   float shift;
   float sum;
 };
 
-// What partial results of `shift` count for among others whose largest is `largest`: where that is -inf, no key was seen (or every
-// score was NaN, which the sums carry).
+// The weight of a partial result with shift `shift` among others whose largest shift is `largest`. If that is -inf, no
+// key was seen (or every score was NaN, which the sums carry).
 __device__ __forceinline__ float weight_of(float shift, float largest) {
   return largest == ptx::negative_infinity() ? 1.0f : ptx::exp2_approx(ptx::sub_rn(shift, largest));
 }
@@ -43,7 +44,7 @@ __device__ __forceinline__ void add_weighted(PartialRow& total, float weight, co
   total.sum = ptx::fma_rn(weight, sum, total.sum);
 }
 
-// Where the warps of a block leave their partial results.
+// The partial results of a block's warps in shared memory.
 template <typename Spec>
 struct WarpResults {
   ptx::SmemPointer block_smem;
@@ -57,7 +58,7 @@ struct WarpResults {
   __device__ __forceinline__ ptx::SmemPointer arrival() const {
     return block_smem + Spec::kNumWarps * (Spec::kRingBytes + Spec::kQueryBytes + Spec::kStateBytes);
   }
-  // This warp's copy of Q, where it has one. 1024-byte aligned: the swizzle.
+  // This warp's copy of Q, if it has one. 1024-byte aligned for the swizzle.
   __device__ __forceinline__ ptx::SmemPointer query() const {
     return block_smem + Spec::kQueryOffset + ptx::warp_index() * Spec::kQueryBytes;
   }
@@ -105,8 +106,8 @@ struct WarpResults {
   }
 };
 
-// Partial results in global memory: out_partial [2 * blocks, rows, kHeadDim], lse_partial [2 * blocks, rows, 2], of as many rows as an
-// item can have.
+// Partial results in global memory: out_partial [2 * blocks, rows, kHeadDim], lse_partial [2 * blocks, rows, 2], with
+// as many rows as an item can have.
 template <typename Spec>
 __device__ __forceinline__ int rows_of_slot(const ForwardParams& params) {
   return min(Spec::kBlockM, params.seq_q * params.score_options.folded_heads);
@@ -133,11 +134,11 @@ __device__ __forceinline__ void store_partial(const ForwardParams& params, int s
 template <typename Spec>
 __device__ __forceinline__ PartialRow add_blocks(const ForwardParams& params, const Sharing& sharing, int row,
                                                  int column) {
-  constexpr int kAtOnce = 16;                        // loads in flight, for as many registers as there are
-  const int slot_rows = rows_of_slot<Spec>(params);  // of one of a block's two
+  constexpr int kAtOnce = 16;                        // loads in flight, as many as there are registers for
+  const int slot_rows = rows_of_slot<Spec>(params);  // rows of one slot, of which a block has two
   PartialRow total{};
   total.shift = ptx::negative_infinity();
-  // The first block's may be its second ones.
+  // The partial results of the first block may be in its second slot.
   const int64_t at = partial_row<Spec>(params, slot_of(sharing.first_block, false), row);
   const float* out_gmem = params.out_partial + at * Spec::kHeadDim + column;
   const float* state_gmem = params.lse_partial + at * 2;
@@ -149,7 +150,8 @@ __device__ __forceinline__ PartialRow add_blocks(const ForwardParams& params, co
     float largest = total.shift;
 #pragma unroll
     for (int i = 0; i < kAtOnce; ++i) {
-      // What no block left counts for nothing. (A register that only some paths set would be held through the whole kernel.)
+      // What no block has stored counts for nothing. (A register that only some paths set would be live throughout the
+      // kernel.)
       out[i] = float4{0.0f, 0.0f, 0.0f, 0.0f};
       shift[i] = ptx::negative_infinity();
       sum[i] = 0.0f;
@@ -178,7 +180,7 @@ __device__ __forceinline__ PartialRow add_blocks(const ForwardParams& params, co
   return total;
 }
 
-// The sink joins the sum, once; then the row is divided, rounded and stored.
+// Adds the sink to the sum, once; then divides, rounds and stores the row.
 template <typename Spec>
 __device__ __forceinline__ void store_result(const ForwardParams& params, const Segment& segment, int row, int column,
                                              const PartialRow& total) {
@@ -200,7 +202,7 @@ __device__ __forceinline__ void store_result(const ForwardParams& params, const 
   ptx::st_global_64(out_gmem + column, packed);
 }
 
-// Calls with every row and four columns of them that fall to this thread.
+// Calls function(row, column) for each row and group of four columns that this thread handles.
 template <typename Spec, typename Function>
 __device__ __forceinline__ void for_each_part(const Segment& segment, Function function) {
   constexpr int kThreadsPerRow = Spec::kHeadDim / kColumns;
@@ -212,13 +214,13 @@ __device__ __forceinline__ void for_each_part(const Segment& segment, Function f
   }
 }
 
-// True in the block that finds the partial results of all the item's blocks there; that is the last one to ask.
+// Returns true in the last of the item's blocks to arrive, when the partial results of all of them are stored.
 template <typename Spec>
 __device__ __forceinline__ bool is_last_to_arrive(const ForwardParams& params, const Sharing& sharing,
                                                   const WarpResults<Spec>& results) {
   ptx::barrier_sync_block();  // the block's partial results are stored
   if (ptx::thread_index() == 0) {
-    // No other item that several blocks share begins in first_block: the counter is this item's.
+    // No other shared item begins in first_block, so its counter belongs to this item.
     int32_t* counter_gmem = params.tile_counter + sharing.first_block;
     const int others = sharing.last_block - sharing.first_block;
     const bool is_last = ptx::atomic_add_global_ordered(counter_gmem, 1) == others;
@@ -229,7 +231,8 @@ __device__ __forceinline__ bool is_last_to_arrive(const ForwardParams& params, c
   return ptx::ld_shared_32(results.arrival()) != 0;
 }
 
-// On entry every warp's partial results are in shared memory, but not yet waited for. On return other warps may still read them.
+// On entry every warp's partial results are in shared memory, but not yet waited for. On return other warps may still
+// read them.
 template <typename Spec>
 __device__ __forceinline__ void finish_segment(const ForwardParams& params, const Segment& segment,
                                                const Sharing& sharing, const WarpResults<Spec>& results) {

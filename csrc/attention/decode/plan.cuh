@@ -1,14 +1,14 @@
-// How the key tiles of a batch are divided over the blocks of a decoding kernel, from the lengths in device memory.
+// Divides the key tiles of a batch over the blocks of a decoding kernel, from the lengths in device memory.
 //
-// The rows of a key head are those of the query heads that share it: row r of a sequence is head r % folded_heads of position r / folded_heads.
-// An item is a query tile (up to kBlockM rows) of one key head of one sequence, with the key tiles that its sequence's rows see. The tiles of all
-// items stand in one row, item by item, and every block takes an equal share of it, whatever the lengths: a block's share is the end
-// of one item, whole items, and the beginning of another one. An item that several blocks share is put together by whichever of
-// them is done last (merge.cuh). Where items are equal and enough, nothing is shared: a block takes whole items, in rounds, so that the
-// heads which share pages are read together. With num_splits == 1 that is always so, and the order of a row's sums does not depend on the
-// batch.
+// The rows of a key head are the query heads that share it: row r of a sequence is head r % folded_heads of position
+// r / folded_heads. An item is a query tile (up to kBlockM rows) of one key head of one sequence, with the key tiles
+// that the sequence's rows see. The tiles of all items form one list, item by item, and every block takes an equal
+// share of it, whatever the lengths: the end of one item, complete items, and the beginning of another. If several
+// blocks share an item, the last of them to finish merges it (merge.cuh). If items are equal and numerous enough, none
+// is shared: blocks take complete items, in rounds, so that heads that share pages are read together. With
+// num_splits == 1 this is always so, and the order of a row's sums does not depend on the batch.
 //
-// All warps of a block make the same plan, each for itself; sequences are looked at 32 at a time, one per lane.
+// Every warp of a block makes the same plan; it reads the sequences 32 at a time, one per lane.
 #pragma once
 
 #include "attention/masks.cuh"
@@ -22,18 +22,18 @@
 
 namespace flashmoe::attention::decode {
 
-// The share of an item that falls to a block. Key tiles are counted from the sequence's first key.
+// The part of an item that a block computes. Key tiles are counted from the sequence's first key.
 struct Segment {
   int batch;
   Extent query_rows;  // of the sequence
   Extent keys;        // of the sequence
   KeyRange seen;      // keys that some row of the sequence sees
   int head_kv;
-  int row;   // the item's first, among those of its key head
+  int row;   // the item's first row within its key head
   int rows;  // 1 to kBlockM
   int tile;  // first key tile
   int end_tile;
-  // Of the row of all tiles: the item's, and the segment's first. Unused where no item is shared.
+  // In the list of all tiles: the item's range, and the segment's first tile. Unused if no item is shared.
   int item_tile;
   int item_end;
   int position;
@@ -47,11 +47,11 @@ struct Segment {
 struct Sharing {
   int first_block;
   int last_block;
-  bool starts_late;  // first_block has the end of another item before this one
+  bool starts_late;  // first_block computes the end of another item before this one
   int slot;          // of this block's partial results: see slot_of
 };
 
-// Of a block that ends one item and begins another one, each has room for its partial results.
+// A block that ends one item and begins another has a slot for the partial results of each.
 __device__ __forceinline__ int slot_of(int block, bool is_later) { return 2 * block + (is_later ? 1 : 0); }
 
 // The keys that some row of a sequence sees.
@@ -61,13 +61,15 @@ __device__ __forceinline__ KeyRange keys_of_sequence(const Sequence<MaskKind::kR
                   window_around(options, sequence, diagonal_key(sequence, sequence.rows() - 1)).end};
 }
 
-// How often keys and values are read, as the second-level cache should know: once, in a batch so small that without them the cache would have room
-// for what other kernels have left there; once; or by many sequences.
+// How often keys and values are read, for the cache hints. kOnceOfFew: once, in a batch so small that the L2 cache has
+// room for what other kernels have left there if keys and values are evicted first. kOnce: once. kOften: by many
+// sequences.
 enum class Use { kOnceOfFew, kOnce, kOften };
 
 __device__ __noinline__ uint32_t divide(uint32_t a, uint32_t b) { return a / b; }
 
-// Unsigned: the signed division takes half as many instructions more. The longer kernels call it.
+// Unsigned, because the signed division takes half as many instructions more. Kernels with two loops, which are longer,
+// call it instead of inlining it.
 template <typename Spec>
 __device__ __forceinline__ int quotient(int a, int b) {
   const uint32_t dividend = static_cast<uint32_t>(a);
@@ -75,8 +77,8 @@ __device__ __forceinline__ int quotient(int a, int b) {
   return static_cast<int>(Spec::kHasTwoLoops ? divide(dividend, divisor) : dividend / divisor);
 }
 
-// What a block waits for before its first keys, lengths and then pages, is asked for at once: of the page table as many lines as a warp has
-// lanes, from where the block's share would begin if all sequences were as long.
+// Prefetches at once what a block waits for before its first keys, the lengths and then the pages: as many lines of the
+// page table as a warp has lanes, from where the block's share would begin if all sequences were equally long.
 template <typename Spec>
 __device__ __forceinline__ void prefetch_tables(const ForwardParams& params) {
   constexpr int kLine = 32;  // elements
@@ -117,41 +119,42 @@ __device__ __forceinline__ QueryRow query_row(const ForwardParams& params, const
 
 template <typename Spec>
 struct Plan {
-  // Of what a share counts in, tiles: what an item's start and end cost beside its tiles, where items differ.
+  // The cost of an item's start and end, besides its tiles and in units of tiles, if items differ.
   static constexpr int kLead = 1;
-  // Up to 192 MB of keys and values are read to be evicted first, so that what other kernels have left in the second-level cache need not be
-  // written back for their sake.
+  // In tiles: up to 192 MB of keys and values are read evict_first, so that the L2 cache need not write back what other
+  // kernels have left in it to make room for them.
   static constexpr int kSmall = (192 << 20) / (Spec::kNumWarps * Spec::kStageBytes);
 
   const ForwardParams& params;
-  const bool is_uniform;  // one look says what all sequences ask for
-  bool is_whole;          // blocks take whole items
+  const bool is_uniform;  // all sequences have the same lengths
+  bool is_whole;          // blocks take complete items
   Use use;
-  int lead;        // of the row, in front of each item's tiles: what its start and end cost beside them
-  int share;       // tiles of a block; unused for whole items
-  int position;    // of the row of all tiles: where the next segment begins; of whole items, the next one
-  int end;         // of the block's share; of all whole items
+  int lead;        // list positions before each item's tiles, for the cost of its start and end
+  int share;       // tiles per block; unused if is_whole
+  int position;    // in the list of all tiles: where the next segment begins; if is_whole, the next item
+  int end;         // of the block's share; if is_whole, of all items
   int group;       // sequences group to group + 31 are in the lanes
-  int group_tile;  // of the row, the group's first
+  int group_tile;  // list position of the group's first sequence
   // Of this lane's sequence:
   Extent rows;
   Extent keys;
   KeyRange seen;
-  int tiles;  // of an item
+  int tiles;  // per item
   int items;
-  int behind;  // of the row from group_tile on, where the sequence ends
+  int behind;  // where the sequence ends in the list, counted from group_tile
 
-  // Unsigned, which makes a division a shift.
+  // Unsigned, so that the division is a shift.
   __device__ __forceinline__ static int tile_of(int key) {
     return static_cast<int>(static_cast<uint32_t>(key) / Spec::kTileKeys);
   }
-  // Of one key head, for so many positions.
+  // Row blocks of one key head for `positions` query positions.
   __device__ __forceinline__ int row_blocks_of(int positions) const {
     const uint32_t rows = static_cast<uint32_t>(positions * params.score_options.folded_heads);
     return static_cast<int>((rows + Spec::kBlockM - 1) / Spec::kBlockM);
   }
 
-  // Of a batch that another kernel has a part of: whether the sequence, of which seq_q rows were read, is the other's.
+  // If another kernel computes a part of the batch: whether the sequence, of which at most seq_q rows are counted, is
+  // one of that kernel's.
   __device__ __forceinline__ bool is_longer(int batch) const {
     if (params.num_splits >= 0 || rows.length < params.seq_q) return false;
     const int32_t* cu_seqlens = params.sequences.cu_seqlens_q + batch;
@@ -169,7 +172,7 @@ struct Plan {
     keys = sequence.key;
     if (rows.length == 0 || is_longer(batch)) return;
     seen = keys_of_sequence(sequence);
-    // Rows that see no key have an output, too: one tile, all of it hidden.
+    // Rows that see no key have an output as well: one tile, fully masked.
     tiles = maximum(1, tile_of(seen.end + Spec::kTileKeys - 1) - tile_of(seen.begin));
     items = row_blocks_of(rows.length) * params.heads_kv;
   }
@@ -199,7 +202,7 @@ struct Plan {
     int most = 0;
     int all_items = 0;
 #pragma unroll 1
-    for (int first = is_uniform ? 0 : (params.batch - 1) / 32 * 32; first >= 0; first -= 32) {  // the first one last
+    for (int first = is_uniform ? 0 : (params.batch - 1) / 32 * 32; first >= 0; first -= 32) {  // first group last
       load_sequence(is_uniform ? 0 : first + ptx::lane_index());
       total += items * tiles;
       most = max(most, tiles);
@@ -226,7 +229,7 @@ struct Plan {
     lead = is_equal ? 0 : kLead;
     total += lead * all_items;
     set_group(0);
-    // Shares do not begin where items do: an item of num_splits - 1 shares may meet num_splits blocks.
+    // Shares need not begin where items do, so an item of num_splits - 1 shares may span num_splits blocks.
     share = max(quotient<Spec>(total + ptx::grid_size() - 1, ptx::grid_size()),
                 quotient<Spec>(most + params.num_splits - 2, params.num_splits - 1));
     if (is_equal) share = aligned(share, most);
@@ -240,9 +243,10 @@ struct Plan {
     end = params.batch * params.heads_kv * row_blocks_of(params.seq_q);
   }
 
-  // Equal items in rounds of one per block: all blocks have one, and in the last round two fifths of them, which read as fast as all, or what
-  // is missing is less than a 64th of the work. Two thirds on fast memory, which the host has hints for: there 120 of 264 blocks took 4% longer
-  // than shares. (Fewer items than blocks: 3% slower, for the blocks that have one are not one a multiprocessor.)
+  // Whether equal items in rounds of one per block keep the blocks busy: every block has one, and in the last round two
+  // fifths of the blocks do, which read as fast as all, or what is missing is less than a 64th of the work. Two thirds
+  // on GPUs with fast memory, for which the host sets hints: there 120 of 264 blocks took 4% longer than shares. (Fewer
+  // items than blocks: 3% slower, because the blocks with an item are not spread one per multiprocessor.)
   __device__ __forceinline__ bool fills_rounds(int items) const {
     const int blocks = ptx::grid_size();
     const int full_blocks = quotient<Spec>(2 * blocks, params.hints != 0 ? 3 : 5);
@@ -253,14 +257,15 @@ struct Plan {
     return items >= blocks && 64 * (full_blocks - last_round) <= items;
   }
 
-  // Pages of two sequences, of the same key: where they are one, all sequences share theirs, most likely, and read them from the second-level cache.
+  // The pages of two sequences that hold the same key. If they are one page, most likely all sequences share their
+  // pages and read them from the L2 cache.
   struct Witness {
     int first;
     int other;
   };
 
-  // Of the group in the lanes, for the key in the middle of those that its first sequence and its last both see. Asked for here; the wait is
-  // where they are compared.
+  // For the group in the lanes, at the key in the middle of those that both its first and its last sequence see. Only
+  // issues the loads; the wait is where the pages are compared.
   __device__ __forceinline__ Witness common_page() const {
     const Batch& sequences = params.sequences;
     const int other = min(params.batch, 32) - 1;
@@ -271,8 +276,9 @@ struct Plan {
     return Witness{load_length(page), load_length(page + other * sequences.block_table_stride)};
   }
 
-  // Of equal items, a share up to a sixteenth longer that is whole items, or one of an item's equal parts, if there is one. Two parts of items in
-  // a block would be two ends, and blocks that begin items together read shared pages together.
+  // For equal items: a share up to a sixteenth longer that is a multiple of an item, or an equal part of one, if there
+  // is such a share. Two partial items in a block would be two merges, and blocks that begin items together read shared
+  // pages together.
   __device__ __forceinline__ static int aligned(int share, int item_tiles) {
     constexpr int kLonger = 16;
     if (share < kLonger) return share;
@@ -285,7 +291,7 @@ struct Plan {
     return part * parts == item_tiles && part <= share + share / kLonger ? part : share;
   }
 
-  // The item `index` of the sequence that `lane` holds.
+  // Sets the segment to item `index` of the sequence that `lane` holds.
   __device__ __forceinline__ void set_item(Segment& segment, int batch, int lane, int index) const {
     segment.batch = batch;
     segment.query_rows = Extent{ptx::shuffle_index(rows.first, lane), ptx::shuffle_index(rows.length, lane)};
@@ -298,7 +304,7 @@ struct Plan {
     segment.rows = min(Spec::kBlockM, segment.query_rows.length * params.score_options.folded_heads - segment.row);
   }
 
-  // The next item that the sequence behind it has; false at the end.
+  // Advances to the next item that its sequence has; returns false at the end.
   __device__ __forceinline__ bool next_whole(Segment& segment) {
     const int most_items = params.heads_kv * row_blocks_of(params.seq_q);
     for (; position < end; position += ptx::grid_size()) {
@@ -316,12 +322,12 @@ struct Plan {
     return false;
   }
 
-  // The next segment of the block's share; false at its end.
+  // Advances to the next segment of the block's share; returns false at its end.
   __device__ __forceinline__ bool next(Segment& segment) {
     if (is_whole) return next_whole(segment);
     if (position >= end) return false;
     int batch = 0;
-    int sequence_tile;  // of the row
+    int sequence_tile;  // list position of the sequence's first item
     int lane = 0;
     if (is_uniform) {
       if (params.batch > 1) batch = quotient<Spec>(position, behind);
@@ -334,7 +340,7 @@ struct Plan {
         set_group(group + 32);
         reached = ptx::vote_ballot(group_tile + behind > position);
       }
-      lane = ptx::population_count(~reached & (reached - 1));  // the first that reaches past it
+      lane = ptx::population_count(~reached & (reached - 1));  // the first sequence that ends past it
       batch = group + lane;
       sequence_tile = group_tile + ptx::shuffle_index(behind - items * (lead + tiles), lane);
     }
@@ -353,7 +359,7 @@ struct Plan {
     return true;
   }
 
-  // Asked for at a segment's end: nothing before it needs to know.
+  // Computed at a segment's end, because nothing needs it earlier.
   __device__ __forceinline__ Sharing sharing(const Segment& segment) const {
     if (is_whole) return Sharing{0, 0, false, 0};
     Sharing result;

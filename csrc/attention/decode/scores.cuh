@@ -1,11 +1,13 @@
-// The first of the two kernels that decode with the bits of a prefill: the scores q k^T of all keys, in float32.
+// The first of the two kernels that decode with the same bits as a prefill: computes the scores q k^T of all keys, in
+// float32.
 //
-// A prefill adds P V of one key block after the other in the accumulators of the tensor cores, so its sums over keys cannot be divided. Its scores
-// depend on no other key, and the columns of its output on no other column. So the keys are divided here, evenly over all blocks as in decode.cuh,
-// and the columns in values.cuh, which goes through the scores in the prefill's order.
+// A prefill adds P V of one key block after the other in the accumulators of the tensor cores, so its sums over keys
+// cannot be divided. But a score depends on no other key, and an output column on no other column. So this kernel
+// divides the keys, evenly over all blocks as in decode.cuh, and values.cuh divides the columns and walks over the
+// scores in the prefill's order.
 //
-// A group of 16 keys has kRow floats for each row of the item: of quad lane t those of keys 2t, 2t + 1, 2t + 8 and 2t + 9, as an accumulator has
-// them. Every group of the item's key tiles is written, with -inf where a row does not see a key.
+// A group of 16 keys has kRow floats for each row of the item: quad lane t has those of keys 2t, 2t + 1, 2t + 8 and
+// 2t + 9, as in an accumulator. Every group of the item's key tiles is written, with -inf if a row does not see a key.
 #pragma once
 
 #include "attention/decode/decode.cuh"
@@ -23,10 +25,11 @@
 
 namespace flashmoe::attention::decode {
 
-// The scores of one item: a query tile of at most kBlockM rows of one key head of one sequence. Rows are counted as the most that an item has.
+// The scores of one item: a query tile of at most kBlockM rows of one key head of one sequence. Every item has room for
+// the most rows that an item can have.
 template <int kBlockM, int kTileKeys>
 struct ItemScores {
-  static constexpr int kRow = kWarpKeys;  // floats of a row of 16 keys
+  static constexpr int kRow = kWarpKeys;  // floats per row, for 16 keys
 
   float* gmem;
   int rows;
@@ -43,7 +46,7 @@ struct ItemScores {
   }
 };
 
-// kBlockN keys of a tile, 16 of each warp; of each warp's ring kNumStages - 1 tiles are in flight.
+// kBlockN: keys of a tile, 16 per warp. kNumStages - 1 tiles of each warp's ring are in flight.
 template <typename Element_, int kHeadDim_, int kBlockM_, int kBlockN_, int kNumStages_, int kNumWarps_>
 struct ScoresSpec {
   using Element = Element_;
@@ -80,7 +83,7 @@ struct ScoresSpec {
   static_assert(kNumStages >= 2, "a tile is multiplied while another one loads");
 };
 
-// This warp's part of a segment.
+// Computes the scores of this warp's part of a segment.
 template <typename Spec>
 __device__ __forceinline__ void score_keys(const ForwardParams& params, const Segment& segment, Use use) {
   using Loader = KeyLoader<Spec, Words::kByUse>;
@@ -112,7 +115,7 @@ __device__ __forceinline__ void score_keys(const ForwardParams& params, const Se
 #pragma unroll 1
   for (int tile = segment.tile; tile < segment.end_tile; ++tile) {
     ptx::cp_async_wait<kStages - 2>();
-    ptx::warp_sync();  // K of this tile is whole; the warp is done with the tile before, whose stage refills
+    ptx::warp_sync();  // K of this tile is complete; the warp is done with the previous tile, whose stage is refilled
     load(tile + kStages - 1, stage == 0 ? kStages - 1 : stage - 1);
     float S_rmem[1][Spec::kMmaN][4];
     loader.multiply(S_rmem, Q, ring_smem + stage * Spec::kStageBytes, tile, stage);
@@ -130,7 +133,7 @@ __device__ __forceinline__ void score_keys(const ForwardParams& params, const Se
 
 template <typename Spec>
 __device__ __forceinline__ void decode_scores(const ForwardParams& params) {
-  ptx::grid_dependency_wait();  // what the kernel in front writes may be lengths, pages, or Q
+  ptx::grid_dependency_wait();  // the preceding kernel may write lengths, pages or Q
   ptx::grid_launch_dependents();
   prefetch_tables<Spec>(params);
   Plan<Spec> plan(params);

@@ -7,10 +7,10 @@
 
 namespace flashmoe::attention::decode {
 
-constexpr int kWarpKeys = 16;  // of a key tile; a warp's own
+constexpr int kWarpKeys = 16;  // keys of a key tile per warp
 
-// How the 16 rows of a tile of a warp's lie in shared memory, and which of it a lane copies: 16 bytes of rows lane / kLanes and every
-// kRowsPerPass after it, in each segment of up to 128 bytes.
+// The shared-memory layout of a warp's tile of 16 rows, and what a lane copies: 16 bytes of row lane / kLanes and of
+// every kRowsPerPass-th row after it, in each segment of up to 128 bytes.
 template <typename Element_, int kColumns>
 struct RowTile {
   using Element = Element_;
@@ -22,17 +22,18 @@ struct RowTile {
   static constexpr int kRowsPerPass = 32 / kLanes;
   static constexpr int kPasses = kWarpKeys / kRowsPerPass;
 
-  // Of a 16-byte chunk. Eight rows' chunks of one column lie in different banks; rows of 64 bytes share their 128 with another one.
+  // Byte offset of a 16-byte chunk. The chunks of eight rows in one column are in different banks; two rows of 64 bytes
+  // share 128 bytes.
   __device__ __forceinline__ static constexpr int offset(int row, int chunk) {
     return row * kRowBytes + (chunk ^ (row / (kSegmentChunks / kLanes) % kLanes)) * kChunkBytes;
   }
 };
 
-// One block computes up to 16 query rows of one key head. A key tile has kBlockN keys, 16 for each warp; a warp loads and multiplies
-// its own alone, so that nothing in the loop over tiles waits for another warp.
+// One block computes up to 16 query rows of one key head. A key tile has kBlockN keys, 16 for each warp. A warp loads
+// and multiplies only its own keys, so that nothing in the loop over tiles waits for another warp.
 //
 // kNumStages          key tiles of a warp's ring, K and V; kNumStages - 1 of them are in flight.
-// kQueryInRegisters   1: a warp keeps Q; 0: it reads its own copy in shared memory for every tile, for want of registers.
+// kQueryInRegisters   1: a warp keeps Q in registers; 0, to save registers: it reads a copy in shared memory per tile.
 template <typename Element_, int kHeadDim_, int kBlockM_, int kBlockN_, int kNumStages_, int kNumWarps_,
           int kQueryInRegisters_, int kAlibi_>
 struct DecodeSpec {
@@ -43,13 +44,13 @@ struct DecodeSpec {
   static constexpr int kNumStages = kNumStages_;
   static constexpr int kNumWarps = kNumWarps_;
   static constexpr int kNumThreads = 32 * kNumWarps;
-  static constexpr bool kHasAlibi = kAlibi_ != 0;  // in place of mask tensors
-  static constexpr bool kHasValues = true;         // to load beside the keys
+  static constexpr bool kHasAlibi = kAlibi_ != 0;  // ALiBi instead of mask tensors
+  static constexpr bool kHasValues = true;         // values are loaded with the keys
 
-  // What the products of a warp (mma_sync/) ask for.
+  // Required by the products of a warp (mma_sync/).
   static constexpr bool kQueryInRegisters = kQueryInRegisters_ != 0;
-  // Keys that many sequences share come from the second-level cache so fast that a warp's instructions count: they have a loop of their
-  // own. Beyond D=64 the kernel would get so long that few sequences take 1 us to 2 us more.
+  // Keys that many sequences share come from the L2 cache so fast that a warp's instructions matter: they have their
+  // own loop. Beyond D=64 the kernel would get so long that few sequences take 1 us to 2 us more.
   static constexpr bool kHasTwoLoops = kHeadDim <= 64;
   static constexpr int kBlockN = kWarpKeys;
   static constexpr int kMmaM = 1;
@@ -67,9 +68,10 @@ struct DecodeSpec {
   static constexpr int kArrivalBytes = 16;
   static constexpr int kSharedBytes = kNumWarps * (kRingBytes + kQueryBytes + kStateBytes) + kArrivalBytes;
 
-  // Of a 16x8 block of the output the first of the two columns that a lane of a quad has.
+  // The first of the two columns of a 16x8 block of the output that a lane of a quad holds.
   static __device__ __forceinline__ int output_column(int block, int lane) { return block * 8 + lane * 2; }
-  // A warp's output in fp32, over its own ring. Rows are 32 bytes apart in the banks: four quads store at once.
+  // A warp's output in fp32 overwrites its ring. Each row starts 32 bytes further on in the banks, so that four quads
+  // store at once.
   static constexpr int kOutputRowBytes = kHeadDim * 4 + 32;
 
   static __device__ __forceinline__ void multiply(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {

@@ -1,12 +1,14 @@
-// The second of the two kernels that decode with the bits of a prefill: softmax and P V over all keys in the prefill's order, from the scores that
-// scores.cuh has left. A block has all keys of an item and kColumns columns of its output.
+// The second of the two kernels that decode with the same bits as a prefill: softmax and P V over all keys in the
+// prefill's order, from the scores that scores.cuh has written. A block computes kColumns columns of an item's output,
+// over all its keys.
 //
-// What a prefill does one after the other is divided over warps, so that only two chains are left, each of one warp: products of 16 keys each, and
-// the sum of a row's exponentials. Loading warps have every sixth key block each. Warps that take exponentials have every fourth: they exchange the
-// largest scores of four blocks, and follow the references through all of them.
+// What a prefill does sequentially is divided over warps, so that only two dependency chains are left, each in one
+// warp: products of 16 keys each, and the sum of a row's exponentials. Each loading warp takes every sixth key block.
+// Each warp that computes exponentials takes every fourth: these warps exchange the largest scores of four blocks, and
+// follow the references through all of them.
 //
-// The stages that fit are filled with values before the kernel in front has ended: it writes scores alone, and what values and lengths come from
-// ended before its blocks let this kernel start.
+// The stages that fit are filled with values before the preceding kernel has ended: it writes only scores, and the
+// kernels that write values and lengths ended before its blocks let this kernel start.
 #pragma once
 
 #include "attention/decode/values_load.cuh"
@@ -29,8 +31,8 @@
 
 namespace flashmoe::attention::decode {
 
-// Of the warps that take exponentials `own` of kTeam. In a round each has one block; all of them follow a row's reference through all four, as
-// advance_references does in a prefill (mma_sync/accumulate.cuh).
+// Warp `own` of the kTeam warps that compute exponentials. In a round each has one block; all of them follow a row's
+// reference through all four, as advance_references does in a prefill (mma_sync/accumulate.cuh).
 template <typename Spec>
 __device__ __forceinline__ void take_exponentials(const ForwardParams& params, const ValueItem<Spec>& item,
                                                   const ValueRing<Spec>& ring, int own) {
@@ -38,7 +40,7 @@ __device__ __forceinline__ void take_exponentials(const ForwardParams& params, c
   const float scale_log2 = params.scale_log2;
   const int score_rows = min(Spec::kBlockM, params.seq_q * params.score_options.folded_heads);
   const int row = ptx::lane_index() / 4;
-  // Lanes of rows that the item does not have take its last one's.
+  // Lanes whose row the item does not have read its last row.
   const int lane_bytes = min(score_rows - 1, row) * Spec::kScoreRowBytes + ptx::lane_index() % 4 * kChunkBytes;
   const int group_bytes = score_rows * Spec::kScoreRowBytes;
   float reference = ptx::negative_infinity();
@@ -67,7 +69,7 @@ __device__ __forceinline__ void take_exponentials(const ForwardParams& params, c
     if (ptx::lane_index() % 4 == 0) {
       ptx::st_shared_32(ring.maxima(round, row) + own * 4, ptx::float_bits(largest));
     }
-    // Read after write: the maxima, of which two rounds have room.
+    // Read after write: the maxima, which are stored for two rounds.
     ptx::named_barrier_sync(barrier_id(Spec::Barrier::kTeam), 32 * kTeam);
     const float4 maxima = ptx::ld_shared_float4(ring.maxima(round, row));
     const float of_block[kTeam] = {maxima.x, maxima.y, maxima.z, maxima.w};
@@ -112,7 +114,7 @@ __device__ __forceinline__ void take_exponentials(const ForwardParams& params, c
   arrive_as_warp(ring.states_full());
 }
 
-// The warp that sums a row's exponentials: a lane of a quad those of its columns, in the order of keys.
+// The warp that sums a row's exponentials: each lane of a quad adds those of its columns, in the order of keys.
 template <typename Spec>
 __device__ __forceinline__ void add_exponentials(const ValueItem<Spec>& item, const ValueRing<Spec>& ring) {
   const int row = ptx::lane_index() / 4;
@@ -124,7 +126,7 @@ __device__ __forceinline__ void add_exponentials(const ValueItem<Spec>& item, co
     float4 p[Spec::kGroups];
 #pragma unroll
     for (int group = 0; group < Spec::kGroups; ++group) p[group] = ptx::ld_shared_float4(ring.weights(at.stage, group));
-    // A product of its own: with the first addition the compiler would make one rounding of two.
+    // A separate product: the compiler would fuse it with the first addition, with one rounding instead of two.
     sum = ptx::fma_rn(sum, ptx::bits_float(ptx::ld_shared_32(ring.factor(at.stage, row))), 0.0f);
     arrive_as_warp(ring.weights_empty(at.stage));
 #pragma unroll
@@ -141,7 +143,7 @@ __device__ __forceinline__ void add_exponentials(const ValueItem<Spec>& item, co
   arrive_as_warp(ring.states_full());
 }
 
-// The warp of the products, O += P V, and of the output.
+// The warp that computes O += P V and stores the output.
 template <typename Spec>
 __device__ __forceinline__ void add_values(const ForwardParams& params, const Sequence<MaskKind::kRuntime>& sequence,
                                            const ValueItem<Spec>& item, const ValueRing<Spec>& ring) {
@@ -162,8 +164,9 @@ __device__ __forceinline__ void add_values(const ForwardParams& params, const Se
   for (int pair = 0; pair < Spec::kMmaD / 2; ++pair) {
     lane_offset[pair] = Spec::Tile::offset(lane % 16, pair * 2 + lane / 16);
   }
-  // The weights of a block are made of its scores, which come at the barrier of its values: so those are there, too. Addresses are computed once a
-  // block: few of this warp's instructions wait for nothing, so each that is saved shortens the chain.
+  // The weights of a block are made from its scores, which arrive at the same barrier as its values, so the values are
+  // complete as well. Addresses are computed once per block: nearly all of this warp's instructions wait for another,
+  // so each one saved shortens the chain.
   const auto wait = [&] { ptx::mbarrier_wait(ring.weights_full(weights.stage), weights.parity); };
   ptx::SmemPointer P_smem, V_smem[Spec::kMmaD / 2];
   const auto locate = [&] {
@@ -211,7 +214,7 @@ __device__ __forceinline__ void add_values(const ForwardParams& params, const Se
   for (int block = item.blocks.begin + 1; block < item.blocks.end; ++block) {
     rescale();
     locate();
-    // While products wait for those before them, this block's operands take the place of theirs.
+    // While products wait for earlier ones, this block's operands replace theirs.
 #pragma unroll
     for (int group = 0; group < Spec::kGroups; ++group) {
       multiply(group);
@@ -249,7 +252,8 @@ __device__ __forceinline__ void add_values(const ForwardParams& params, const Se
   }
 }
 
-// Grid: the slices of an item side by side, for they read the same scores; items by sequence, head and row.
+// Grid: the slices of an item are adjacent, because they read the same scores; items are ordered by sequence, head and
+// row.
 template <typename Spec>
 __device__ __forceinline__ void decode_values(const ForwardParams& params) {
   const ValueRing<Spec> ring{ptx::dynamic_shared_memory()};
@@ -262,12 +266,12 @@ __device__ __forceinline__ void decode_values(const ForwardParams& params) {
   const ValueItem<Spec> item(params, batch, index - batch * items, sequence,
                              ptx::block_index() - index * Spec::kSlices);
   if (item.rows == 0) {
-    ptx::grid_dependency_wait();  // a kernel behind may take this one's end for that of both
+    ptx::grid_dependency_wait();  // the next kernel may take the end of this one for the end of both
     return;
   }
-  ptx::barrier_sync_block();  // the barriers are there
-  // The shuffle tells the compiler that the role is the same in the whole warp. The warp of the products is in the third warpgroup, which takes over
-  // registers of the two others.
+  ptx::barrier_sync_block();  // the mbarriers are initialised
+  // The shuffle tells the compiler that the role is uniform across the warp. The warp of the products is in the third
+  // warpgroup, which takes registers from the other two.
   const int warp = ptx::shuffle_index(ptx::warp_index(), 0);
   if (warp < 4) {
     ptx::setmaxnreg_dec<Spec::kFewRegisters>();

@@ -1,4 +1,4 @@
-// What the kernel of values.cuh is at compile time, its shared memory, what a block computes, and its loading warps.
+// The spec of the kernel in values.cuh, its shared memory, what a block computes, and its loading warps.
 #pragma once
 
 #include "attention/decode/load.cuh"
@@ -21,7 +21,7 @@
 
 namespace flashmoe::attention::decode {
 
-// kBlockN: the width of a prefill's key blocks, by which its bits are defined.
+// kBlockN: the width of a prefill's key blocks, which determines its bits.
 template <typename Element_, int kHeadDim_, int kBlockM_, int kBlockN_, int kNumStages_, int kNumWarps_>
 struct ValuesSpec {
   using Element = Element_;
@@ -32,20 +32,20 @@ struct ValuesSpec {
   static constexpr int kNumWarps = kNumWarps_;
   static constexpr int kNumThreads = 32 * kNumWarps;
   static constexpr int kLoaders = 6;       // warps that load
-  static constexpr int kTeam = 4;          // warps that take exponentials
+  static constexpr int kTeam = 4;          // warps that compute exponentials
   static constexpr int kWeightStages = 8;  // key blocks whose exponentials wait for the two chains
   static constexpr int kColumns = kValueColumns;
   static constexpr int kSlices = kHeadDim / kColumns;
   static constexpr int kMmaD = kColumns / 8;
-  static constexpr int kGroups = kBlockN / kWarpKeys;  // of 16 keys, in a key block
+  static constexpr int kGroups = kBlockN / kWarpKeys;  // groups of 16 keys in a key block
 
-  // Two blocks fit a multiprocessor: three warpgroups of 80 registers a thread.
+  // Two blocks fit a multiprocessor: three warpgroups with 80 registers per thread.
   static constexpr int kFewRegisters = 64;
   static constexpr int kMoreRegisters = 112;
 
   enum class Barrier : int {
     kBlock = 0,
-    kTeam = 1,  // the warps that take exponentials: a round's maxima are there
+    kTeam = 1,  // the warps that compute exponentials: a round's maxima are stored
   };
 
   using Tile = RowTile<Element, kColumns>;
@@ -83,8 +83,8 @@ template <typename Spec>
 struct ValueItem {
   int batch;
   int head_kv;
-  int row;   // the first, among those of the key head
-  int rows;  // 0: nothing
+  int row;   // the first row within the key head
+  int rows;  // 0: no work
   int first_column;
   KeyRange seen;    // keys that some row of the sequence sees
   KeyRange blocks;  // key blocks: at least one, so that rows without a key have an output
@@ -104,15 +104,15 @@ struct ValueItem {
   }
 };
 
-// The block's shared memory: stages of values and scores, stages of weights (the exponentials), the rows' states at the end; and barriers that say of
-// a stage that it is full, or empty, and of the states that they are there.
+// The block's shared memory: stages of values and scores, stages of weights (the exponentials), and the rows' final
+// states. Barriers: full and empty for each stage, and one for the states.
 template <typename Spec>
 struct ValueRing {
   unsigned char* base;
 
   __device__ __forceinline__ ptx::SmemPointer values(int stage) const { return base + stage * Spec::kStageBytes; }
   __device__ __forceinline__ ptx::SmemPointer scores(int stage) const { return values(stage) + Spec::kValueBytes; }
-  // Of one lane, and of a group of 16 keys.
+  // For the calling lane and a group of 16 keys.
   __device__ __forceinline__ ptx::SmemPointer weights(int stage, int group) const {
     return base + Spec::kWeightOffset + stage * Spec::kWeightBytes + (group * 32 + ptx::lane_index()) * 16;
   }
@@ -124,7 +124,7 @@ struct ValueRing {
   __device__ __forceinline__ ptx::SmemPointer maxima(int round, int row) const {
     return base + Spec::kMaximumOffset + (round % 2 * Spec::kBlockM + row) * 16;
   }
-  // What the sums and outputs of a row before the block are multiplied by.
+  // The factor of a row's sum and output before the block.
   __device__ __forceinline__ ptx::SmemPointer factor(int stage, int row) const {
     return base + Spec::kWeightOffset + (stage + 1) * Spec::kWeightBytes - Spec::kFactorBytes + row * 4;
   }
@@ -154,7 +154,7 @@ struct ValueRing {
   }
 };
 
-// The warp has read or written what the barrier guards.
+// Called when the warp has read or written what the barrier guards.
 __device__ __forceinline__ void arrive_as_warp(ptx::Mbarrier* barrier) {
   ptx::warp_sync();
   if (ptx::lane_index() == 0) ptx::mbarrier_arrive(barrier);
@@ -165,7 +165,7 @@ template <typename Spec>
 struct ValueLoader {
   using Tile = typename Spec::Tile;
   using Element = typename Spec::Element;
-  static constexpr int kOwn = Spec::kBlockN / 32;  // keys of a block whose place a lane knows
+  static constexpr int kOwn = Spec::kBlockN / 32;  // keys of a block whose location a lane holds
 
   const ForwardParams& params;
   const Sequence<MaskKind::kRuntime>& sequence;
@@ -174,7 +174,7 @@ struct ValueLoader {
   const typename Spec::Scores scores;
   const Element* gmem;  // of the head, from the first column on
   const ptx::CachePolicy policy;
-  // Of this lane's keys: the page in the table, its number, and the row in it.
+  // For this lane's keys: the index of the page in the table, its number, and the row in it.
   int page_of_sequence[kOwn];
   int page[kOwn];
   int row[kOwn];
@@ -192,7 +192,7 @@ struct ValueLoader {
              item_.first_column),
         policy(ptx::evict_first()) {}
 
-  // Where the keys of a warp's first block are.
+  // Locates the keys of a warp's first block.
   __device__ __forceinline__ void start(int block) {
     const bool has_pages = params.sequences.block_table != nullptr;
     const uint32_t page_size = has_pages ? static_cast<uint32_t>(params.sequences.page_size) : 1u << 31;
@@ -208,7 +208,7 @@ struct ValueLoader {
     }
   }
 
-  // The same of its next one, some time before its load: no division.
+  // Locates those of its next block, some time before the load and without a division.
   __device__ __forceinline__ void find(int block) {
 #pragma unroll
     for (int own = 0; own < kOwn; ++own) {
@@ -222,7 +222,7 @@ struct ValueLoader {
     }
   }
 
-  // Keys that no row sees are not looked for.
+  // Keys that no row sees are not looked up.
   __device__ __forceinline__ void state_page(int block, int own) {
     const int key = block * Spec::kBlockN + own * 32 + ptx::lane_index();
     page[own] = 0;
@@ -231,7 +231,8 @@ struct ValueLoader {
     }
   }
 
-  // Values of the block whose keys were found: zeros for keys that no row sees, whatever the tensor holds.
+  // Loads the values of the block whose keys were located; keys that no row sees become zeros, whatever the tensor
+  // holds.
   __device__ __forceinline__ void load_values(int block, int stage) const {
     const int lane = ptx::lane_index();
     uint64_t own_gmem[kOwn];
@@ -268,7 +269,7 @@ struct ValueLoader {
     ptx::mbarrier_arrive_cp_async(ring.full(stage));
   }
 
-  // `first`: of this warp's blocks; the others are kLoaders apart.
+  // `first`: this warp's first block; its other blocks are kLoaders apart.
   __device__ __forceinline__ void run(int first) {
     constexpr int kLoaders = Spec::kLoaders;
     const int begin = item.blocks.begin + first;

@@ -1,4 +1,5 @@
-// Which part of the problem a thread block computes, one block per query tile: (batch, head, row block) and its key tiles.
+// Maps a thread block to its query tile (batch, head, row block) and to the key tiles that it visits. One block per
+// query tile.
 #pragma once
 
 #include "attention/masks.cuh"
@@ -17,15 +18,15 @@ struct QueryTile {
   int head_q;
   int head_kv;
   int row;               // first query row
-  int rows;              // valid ones, 1 to kBlockM; kRuntime: 0 or less where there is no tile
+  int rows;              // valid rows, 1 to kBlockM; kRuntime: 0 or less if there is no tile
   int split;             // which share of the key tiles, 0 to num_splits - 1
-  Extent sequence_rows;  // of kRuntime alone
+  Extent sequence_rows;  // kRuntime only
 };
 
-// K and V of a section's heads: a third of an H100's second-level cache, and less than half of an A100's.
+// Bytes of K and V that the heads of a section may have: a third of an H100's L2 cache, less than half of an A100's.
 constexpr int kL2GroupBytes = 16 << 20;
 
-// Divisions before the first load cost 0.1 us each, so small problems, where all heads fit, do without these.
+// Each division before the first load costs 0.1 us, so problems whose heads all fit in one section skip them.
 template <int kHeadDim, MaskKind kMask>
 __device__ __forceinline__ Section section_of_tile(const ForwardParams& params, int m_blocks, int index) {
   Section section{index, 0, 0};
@@ -44,15 +45,17 @@ __device__ __forceinline__ Section section_of_tile(const ForwardParams& params, 
   return section;
 }
 
-// Where no sequence can have more than a few row blocks, each has as many slots as the longest. Otherwise a sequence has those from this
-// one on to the next sequence's, as many as it has row blocks or one more: no sum over the sequences before it is needed.
+// The first slot of a sequence in a ragged grid. If no sequence can have more than a few row blocks, every sequence has
+// as many slots as the longest one needs, and this is not used. Otherwise a sequence has the slots from this one to the
+// next sequence's first: as many as it has row blocks, or one more. This needs no sum over the preceding sequences.
 template <int kBlockM>
 __device__ __forceinline__ int first_slot(const ForwardParams& params, int batch) {
   const int row = load_length(params.sequences.cu_seqlens_q + batch);
   return max(0, min(params.sequences.rows_total, row)) / kBlockM + batch;
 }
 
-// The last sequence whose slots begin at `slot` or before. Each lane of a warp asks one in 32 of what is left.
+// Returns the last sequence whose first slot is at most `slot`. 32-way search: each lane of the warp probes one of up
+// to 32 evenly spaced candidates.
 template <int kBlockM>
 __device__ __forceinline__ int sequence_of_slot(const ForwardParams& params, int slot) {
   const int lane = ptx::lane_index();
@@ -67,9 +70,9 @@ __device__ __forceinline__ int sequence_of_slot(const ForwardParams& params, int
   return first;
 }
 
-// Of MaskKind::kRuntime. Grid: heads_q blocks for every slot, which are taken from the last one on: with a right bound the later row blocks of
-// a sequence are longer. The heads of a row block are neighbours, and the splits of a head's. A slot past its sequence's last row block has no
-// tile.
+// For MaskKind::kRuntime. Grid: heads_q blocks per slot, times num_splits, assigned from the last slot to the first
+// because with a right bound the later row blocks of a sequence take longer. The heads of a row block are adjacent, and
+// so are the splits of a head. A slot past its sequence's last row block has no tile.
 template <int kBlockM, bool kIsSplit>
 __device__ __forceinline__ QueryTile locate_varlen_tile(const ForwardParams& params) {
   const int blocks = kIsSplit ? ptx::grid_size() / params.num_splits : ptx::grid_size();
@@ -80,7 +83,7 @@ __device__ __forceinline__ QueryTile locate_varlen_tile(const ForwardParams& par
   QueryTile tile{0, head, head, 0, 0, kIsSplit ? ptx::block_index() - index * params.num_splits : 0, {0, 0}};
   if (params.heads_q != params.heads_kv) tile.head_kv = head / heads_per_key_head(params);
   const int blocks_of_longest = ceil_div(params.seq_q, kBlockM);
-  int block;  // of the sequence
+  int block;  // row block within the sequence
   if (static_cast<int64_t>(blocks_of_longest) * params.batch * params.heads_q == blocks) {
     tile.batch = blocks_of_longest == 1 ? slot : slot / blocks_of_longest;
     block = slot - tile.batch * blocks_of_longest;
@@ -90,7 +93,7 @@ __device__ __forceinline__ QueryTile locate_varlen_tile(const ForwardParams& par
   }
   tile.sequence_rows = row_extent(params, tile.batch);
   tile.row = block * kBlockM;
-  // Slots before the first sequence's, where its rows are not the tensor's first, count backwards.
+  // If the first sequence does not start at the tensor's first row, `block` is negative for the slots before it.
   const bool is_another_kernel_s = tile.sequence_rows.length <= -params.num_splits;
   tile.rows = block < 0 || is_another_kernel_s ? 0 : min(kBlockM, tile.sequence_rows.length - tile.row);
   return tile;
@@ -128,7 +131,7 @@ __device__ __forceinline__ Sequence<kMask> sequence_of(const ForwardParams& para
     return Sequence<kMask>(params, tile.batch);
   }
 }
-// The same for what asks for its rows alone: no length of keys is read.
+// The same for callers that need only the rows: reads no key lengths.
 template <MaskKind kMask>
 __device__ __forceinline__ Sequence<kMask> rows_of(const ForwardParams& params, const QueryTile& tile) {
   if constexpr (kMask == MaskKind::kRuntime) {
@@ -138,7 +141,7 @@ __device__ __forceinline__ Sequence<kMask> rows_of(const ForwardParams& params, 
   }
 }
 
-// The block's key tiles. With a split, full_end is the whole query tile's.
+// The key tiles of this block. With a split, full_end is still that of the whole query tile.
 template <int kBlockN, MaskKind kMask, bool kIsSplit>
 __device__ __forceinline__ KeyTiles key_tiles_of(const Sequence<kMask>& sequence, const QueryTile& tile) {
   KeyTiles tiles = Mask<kMask>(sequence).template key_tiles<kBlockN>(tile.row, tile.rows);

@@ -5,8 +5,9 @@
 
 namespace flashmoe::attention {
 
-// New key i of sequence b becomes key cache_seqlens[b] + i of its cache. It is dropped where the cache has no room for it, or the block
-// table names no page of the cache. The cache is dense, [batch, heads_kv, room, ...], or pages as Batch says.
+// New key i of sequence b becomes key cache_seqlens[b] + i of its cache. It is dropped if the cache has no room for it
+// or the block table names no page of the cache. The cache is dense, [batch, heads_kv, room, ...], or paged as in
+// Batch.
 struct AppendParams {
   void* k_cache;
   void* v_cache;
@@ -24,7 +25,7 @@ struct AppendParams {
   int32_t batch;
   int32_t heads_kv;
   int32_t new_keys;
-  int32_t room;  // keys of a sequence; of pages, at most as many as its row of block_table has
+  int32_t room;  // keys per sequence; with pages, at most as many as its row of block_table holds
   int32_t head_dim;
   int32_t head_dim_v;
   int32_t is_aligned;  // every row starts and ends at a multiple of 16 bytes

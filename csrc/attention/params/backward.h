@@ -6,8 +6,8 @@
 
 namespace flashmoe::attention {
 
-// Rows from one sequence of a dense batch to the next: stride.batch / stride.row. 0 where rows or keys are ragged. For kernels
-// of MaskKind::kRuntime that load by tensor maps.
+// Number of rows from one sequence of a dense batch to the next: stride.batch / stride.row. 0 if rows or keys are
+// ragged. For kernels of MaskKind::kRuntime that load with tensor maps.
 struct SequenceRows {
   int32_t q;
   int32_t k;
@@ -18,8 +18,8 @@ struct SequenceRows {
   int32_t dv;
 };
 
-// Of grids in which every sequence has as many slots as the longest: the slots of each head, in front of all others, whose blocks clear
-// what belongs to no sequence.
+// For grids in which every sequence has as many slots as the longest one: the number of additional slots per head,
+// before all others, whose blocks clear what belongs to no sequence.
 constexpr int32_t kClearingSlots = 4;
 
 struct BackwardParams {
@@ -29,14 +29,14 @@ struct BackwardParams {
   const void* out;    // [batch, heads_q,  seq_q, head_dim], of the forward pass
   const void* dout;   // [batch, heads_q,  seq_q, head_dim], gradient of out
   const float* lse;   // [batch, heads_q,  seq_q], contiguous, of the forward pass; -inf for a row without visible keys
-  const float* dlse;  // the same, gradient of lse; null where there is none
+  const float* dlse;  // the same, gradient of lse; null if there is none
   void* dq;           // [batch, heads_q,  seq_q, head_dim]
   void* dk;           // [batch, heads_kv, seq_k, head_dim]
   void* dv;           // [batch, heads_kv, seq_k, head_dim]
-  float* row_dot;  // [batch, heads_q,  seq_q] fp32 workspace: sum over a row of dout * out, less dlse. The kernel of dq
-                   // writes it, the kernel of dk and dv reads it
-  int32_t*
-      tile_counter;  // one zeroed counter for persistent schedules, and zero again at the end; null: a static schedule
+  float* row_dot;     // [batch, heads_q,  seq_q] fp32 workspace: sum over a row of dout * out, minus dlse. Written by
+                      // the dq kernel, read by the dk and dv kernel
+  // One zeroed counter for persistent schedules, and zero again at the end; null: a static schedule.
+  int32_t* tile_counter;
   Strides q_stride;
   Strides k_stride;
   Strides v_stride;
@@ -50,11 +50,11 @@ struct BackwardParams {
   int32_t heads_kv;  // divides heads_q; query head h reads key head h / (heads_q / heads_kv)
   int32_t seq_q;
   int32_t seq_k;
-  int32_t head_dim;  // the tensor's own, a multiple of 8, at most the kernel's kHeadDim; columns past it are zero
+  int32_t head_dim;  // the tensors' head dim, a multiple of 8, at most the kernel's kHeadDim; columns past it are zero
   float scale;       // multiplies q k^T before the softmax
   float scale_log2;  // scale * log2(e); with a softcap, see ScoreOptions
-  // Of kernels for MaskKind::kRuntime alone, as in ForwardParams. No pages, no folded heads; lse, dlse and row_dot are
-  // [batch, heads_q, seq_q], or [heads_q, rows_total] where rows are ragged. lse counts the sink.
+  // Only for kernels of MaskKind::kRuntime, as in ForwardParams. No pages, no folded heads; lse, dlse and row_dot are
+  // [batch, heads_q, seq_q], or [heads_q, rows_total] if rows are ragged. lse includes the sink.
   int32_t head_dim_v;  // of v, out, dout and dv
   Batch sequences;
   ScoreOptions score_options;

@@ -21,16 +21,18 @@ struct Strides {
 // Which keys a query sees.
 //   kFull     all of them
 //   kCausal   aligned bottom-right: key j when j <= i + (keys - rows)
-//   kRuntime  what ScoreOptions say, in a Batch of sequences: windows, softcap, sinks, masks, ragged and paged sequences
+//   kRuntime  as in ScoreOptions, for a Batch of sequences: windows, softcap, sinks, masks, ragged and paged sequences
 enum class MaskKind { kFull, kCausal, kRuntime };
 
-// Where the sequences of a batch lie, for kernels of MaskKind::kRuntime. All null: dense, as for the other kernels.
+// The layout of the sequences of a batch, for kernels of MaskKind::kRuntime. All null: dense, as for the other kernels.
 //
-// Ragged rows: q, out are [rows_total, heads_q, ...]; sequence b has the rows cu_seqlens_q[b] to cu_seqlens_q[b + 1] - 1. Ragged
-// keys likewise. Paged keys: k, v are [num_pages, page_size, heads_kv, ...] (strides: batch is the page's, row the key's), and key j of
-// sequence b is key j % page_size of page block_table[b, j / page_size]. These arrays are device memory that the host never
-// reads: a kernel clamps rows to [0, seq_q], keys to [0, seq_k] and both to the tensors' bounds, and reads a page number
-// outside [0, num_pages) as page 0, so that wrong numbers cannot make it leave the tensors.
+// Ragged rows: q, out are [rows_total, heads_q, ...]; sequence b has the rows cu_seqlens_q[b] to
+// cu_seqlens_q[b + 1] - 1. Ragged keys: the same with k, v and cu_seqlens_k. Paged keys: k, v are
+// [num_pages, page_size, heads_kv, ...] (Strides::batch is the page's stride, Strides::row the key's), and key j of
+// sequence b is key j % page_size of page block_table[b, j / page_size]. These arrays are device memory that the host
+// never reads. Kernels clamp rows to [0, seq_q], keys to [0, seq_k] and both to the tensors' bounds, and read a page
+// number outside [0, num_pages) as page 0 (with TMA: as zeros), so that wrong numbers cannot cause accesses outside the
+// tensors.
 struct Batch {
   const int32_t* cu_seqlens_q;  // [batch + 1]
   const int32_t* cu_seqlens_k;  // [batch + 1]; null where there are pages
@@ -39,35 +41,36 @@ struct Batch {
   int64_t block_table_stride;
   int32_t page_size;   // 0 without pages
   int32_t num_pages;   // that k and v hold
-  int32_t rows_total;  // of q, where cu_seqlens_q is there; 0 otherwise
-  int32_t keys_total;  // of k, where cu_seqlens_k is there; 0 otherwise
+  int32_t rows_total;  // of q, if cu_seqlens_q is not null; 0 otherwise
+  int32_t keys_total;  // of k, if cu_seqlens_k is not null; 0 otherwise
 };
 
-// kAlibi: slopes in place of a tensor as large as the scores; key j gets -slope * |i + (keys - rows) - j| in row i.
+// kAlibi: slopes instead of a tensor as large as the scores; key j gets -slope * |i + (keys - rows) - j| in row i.
 enum class MaskTensor : int32_t { kNone, kBool, kAdditive, kAlibi };
 
-// Which keys a row sees and what its scores go through, for kernels of MaskKind::kRuntime. With t(x) = x without softcap, else tanh(x):
-//   score = (score_factor > 0 ? t(score_factor * q k^T) : q k^T), then + mask_factor * additive mask,
-// and ForwardParams::scale_log2 * score is the exponent to base 2. Without softcap score_factor is 0, mask_factor 1 / scale and
-// scale_log2 = scale * log2(e); with it score_factor is scale / softcap, mask_factor 1 / softcap, and scale_log2 softcap * log2(e).
-// A finite mask value stays finite: its product is held to the range of float.
+// Which keys a row sees and how its scores are modified, for kernels of MaskKind::kRuntime:
+//   score = (score_factor > 0 ? tanh(score_factor * q k^T) : q k^T) + mask_factor * additive mask,
+// and ForwardParams::scale_log2 * score is the exponent to base 2. Without softcap score_factor is 0, mask_factor
+// 1 / scale and scale_log2 = scale * log2(e); with softcap score_factor is scale / softcap, mask_factor 1 / softcap,
+// and scale_log2 softcap * log2(e). A finite mask value stays finite: its product is clamped to the range of float.
 struct ScoreOptions {
   int32_t left;   // query i sees keys from i + (keys - rows) - left; kUnbounded: from the first
-  int32_t right;  // and to i + (keys - rows) + right; kUnbounded: to the last. Causal: 0
+  int32_t right;  // up to i + (keys - rows) + right; kUnbounded: to the last. Causal: 0
   float score_factor;
   float mask_factor;
   const float* sinks;  // [heads_q]: one more term exp(sink) in each row's sum, with no value; null: none
-  const void*
-      mask;  // [batch, heads_q, rows, keys], of element type or bool (one byte, 0 hides a key); null: none. kAlibi: float32
-             // [batch, heads_q], strides of row and key 0 (of folded heads the row's is the head's)
-  int64_t mask_stride_batch;  // elements; 0 where it is broadcast
+  // [batch, heads_q, rows, keys], of element type or bool (a byte, 0 hides a key); null: none. kAlibi: float32
+  // [batch, heads_q], strides of row and key 0 (with folded heads the row's is the head's).
+  const void* mask;
+  int64_t mask_stride_batch;  // elements; 0 if broadcast
   int64_t mask_stride_head;
   int64_t mask_stride_row;
   int64_t mask_stride_key;
   MaskTensor mask_type;
-  // Query heads that share a key head as rows of one query position: then seq_q is their number, heads_q = heads_kv,
-  // and every row sees what the one position sees; row r of head h is the tensor's head h * folded_heads + r. 1: no folding.
-  // Decoding kernels: heads_q / heads_kv, or 1 for rows of one head; seq_q and heads_q are the tensor's, and the kernel makes rows of the heads.
+  // Folding makes the query heads that share a key head the rows of one query position: then seq_q is their number,
+  // heads_q = heads_kv, and every row sees what that position sees; row r of head h is head h * folded_heads + r of the
+  // tensor. 1: no folding. Decoding kernels: heads_q / heads_kv, or 1 for rows of one head; seq_q and heads_q are those
+  // of the tensor, and the kernel folds the heads itself.
   int32_t folded_heads;
 };
 
@@ -79,7 +82,7 @@ struct ForwardParams {
   const void* v;          // [batch, heads_kv, seq_k, head_dim]
   void* out;              // [batch, heads_q,  seq_q, head_dim]
   float* lse;             // [batch, heads_q,  seq_q], contiguous, natural logarithm; -inf for a fully masked row.
-                          // CUDA kernels: null if it is not wanted
+                          // CUDA kernels: null if not requested
   float* out_partial;     // [num_splits, batch, heads_q, seq_q, head_dim] fp32, contiguous; null when num_splits == 1
   float* lse_partial;     // [num_splits, batch, heads_q, seq_q] fp32, contiguous; null when num_splits == 1
   int32_t* tile_counter;  // one zeroed counter for persistent schedules; null for the others
@@ -92,19 +95,21 @@ struct ForwardParams {
   int32_t heads_kv;  // divides heads_q; query head h reads key head h / (heads_q / heads_kv)
   int32_t seq_q;
   int32_t seq_k;
-  int32_t head_dim;  // the tensor's own, a multiple of 8, at most the kernel's kHeadDim; columns past it are zero
-  // Key/value blocks of a tile are divided over this many thread blocks. Of ragged rows, in a batch that two kernels share: -n for the one that
-  // passes over sequences of up to n rows, and -1 for the decoding one, which passes over those of more than seq_q.
+  int32_t head_dim;  // the tensors' head dim, a multiple of 8, at most the kernel's kHeadDim; columns past it are zero
+  // The key/value blocks of a tile are divided over this many thread blocks. If two kernels share a batch of ragged
+  // rows: -n for the kernel that skips sequences of up to n rows, and -1 for the decoding kernel, which skips those of
+  // more than seq_q.
   int32_t num_splits;
   float scale;       // multiplies q k^T before the softmax
   float scale_log2;  // scale * log2(e); with a softcap, see ScoreOptions
-  // Of kernels for MaskKind::kRuntime alone. There seq_q and seq_k are the most rows and keys of a sequence, batch their number, and
-  // rows of lse and of partial results are numbered as Sequence::result_row says.
-  int32_t head_dim_v;  // of v and out; head_dim for the other kernels, which take it from there
-  // 1: a row's bits depend on its query, its visible keys and its options alone. The host has chosen the kernel so; a softcap has one form then.
+  // Only for kernels of MaskKind::kRuntime. For these seq_q and seq_k are the most rows and keys of any sequence, batch
+  // is the number of sequences, and rows of lse and of partial results are numbered by Sequence::result_row.
+  int32_t head_dim_v;  // of v and out; the other kernels use head_dim
+  // 1: a row's bits depend only on its query, its visible keys and its options. The host has chosen the kernel
+  // accordingly; the softcap is then always computed by the same formula.
   int32_t is_consistent;
-  // What no result depends on. Decoding of large batches: key tiles that a block reads without a cache hint before it reads evict_first; 0:
-  // evict_normal throughout. Chunks: chunk_words.h.
+  // Hints, on which no result depends. Decoding of large batches: how many key tiles a block reads without a cache hint
+  // before it reads evict_first; 0: evict_normal throughout. Chunks: chunk_words.h.
   int32_t hints;
   Batch sequences;
   ScoreOptions score_options;

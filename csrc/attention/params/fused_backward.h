@@ -5,17 +5,17 @@
 
 namespace flashmoe::attention {
 
-constexpr int32_t kFusedTileKeys = 128;  // of the fused kernel
-constexpr int32_t kDqPartialRows = 64;   // of a partial of dq
+constexpr int32_t kFusedTileKeys = 128;  // keys per tile of the fused kernel
+constexpr int32_t kDqPartialRows = 64;   // rows per partial of dq
 
 struct FusedQueryParams {
   const void* out;    // [batch, heads, rows, head_dim]
   const void* dout;   // the same
   const float* lse;   // [batch, heads, rows], contiguous
-  const float* dlse;  // the same; null where there is none
+  const float* dlse;  // the same; null if there is none
   float* row_dot;     // the same
-  float*
-      sums;  // [batch, heads, ceil(rows / 64)] partials of 64 rows of dq, at the kernel's width; then a semaphore for each
+  // [batch, heads, ceil(rows / 64)] partials of 64 rows of dq, at the kernel's width; then a semaphore each.
+  float* sums;
   void* dq;  // [batch, heads, rows, head_dim]
   Strides out_stride;
   Strides dout_stride;
@@ -25,13 +25,13 @@ struct FusedQueryParams {
   int32_t rows;
   int32_t head_dim;  // a multiple of 8
   int32_t keys;
-  int32_t
-      row_keys;  // that the first row sees, one more for each row after it: negative or past `keys` where a causal mask hides rows or none
+  // Keys that row 0 sees, one more for each later row; negative if a causal mask hides rows, past `keys` if none.
+  int32_t row_keys;
   float scale;
 };
 
-// The same of a batch that a Batch describes (attention/backward/sm90 says where partials lie). Ragged rows: tensors are
-// [rows_total, heads, head_dim], strides' batch is 0, and statistics are [heads, rows_total].
+// The same for a batch described by a Batch (attention/backward/sm90 gives the layout of the partials). Ragged rows:
+// tensors are [rows_total, heads, head_dim], batch strides are 0, and statistics are [heads, rows_total].
 struct VarlenFusedQueryParams {
   const void* out;   // [batch, heads, rows, head_dim_v]
   const void* dout;  // the same
@@ -47,7 +47,7 @@ struct VarlenFusedQueryParams {
   int32_t rows_total;
   int32_t batch;
   int32_t heads;
-  int32_t rows;  // of a sequence, at most
+  int32_t rows;  // at most, per sequence
   int32_t head_dim;
   int32_t head_dim_v;
   int32_t width;  // columns of the fused kernel: 64 or 128

@@ -1,12 +1,12 @@
-// What the host passes to the fused backward kernel of a streamed mask. Plain C types only.
+// What the host passes to the fused backward kernel with a streamed mask. Plain C types only.
 #pragma once
 
 #include "attention/params/backward.h"
 
 namespace flashmoe::attention {
 
-// scores_gradient: dS of the scores behind a softcap, [batch, heads_q, seq_q, scores_gradient_row], of which keys past seq_k are not written; null where
-// nobody needs it. Of a mask of every sequence and head it is the gradient.
+// scores_gradient: dS of the scores after the softcap, [batch, heads_q, seq_q, scores_gradient_row]; keys past seq_k
+// are not written. Null if not needed. If the mask has one matrix per sequence and head, this is its gradient.
 struct MaskBackwardParams {
   BackwardParams backward;
   void* scores_gradient;

@@ -1,13 +1,14 @@
-// What the host passes to the kernel that adds up matrices of dS for a mask that they share. Plain C types only.
+// What the host passes to the kernel that adds up the dS matrices of a shared mask. Plain C types only.
 #pragma once
 
 #include "attention/params/forward.h"
 
 namespace flashmoe::attention {
 
-constexpr int32_t kScoresSumChunks = 2;  // of eight elements, of a thread
+constexpr int32_t kScoresSumChunks = 2;  // chunks of eight elements per thread
 
-// sums[i] = scores[i * first] + scores[i * first + step] + ..., `count` matrices of `size` elements, a multiple of eight, in float32.
+// sums[i] = scores[i * first] + scores[i * first + step] + ...: `count` matrices of `size` elements (a multiple of
+// eight), added in float32.
 struct ScoresSumParams {
   const void* scores;
   void* sums;

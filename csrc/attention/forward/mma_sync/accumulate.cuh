@@ -30,7 +30,7 @@ struct Accumulator {
   }
 };
 
-// Scores of columns that a row does not see become -inf.
+// Sets the scores of columns that a row does not see to -inf.
 template <typename Spec, MaskKind kMask>
 __device__ __forceinline__ void mask_scores(float (&S_rmem)[Spec::kMmaM][Spec::kMmaN][4], int lane,
                                             TileMask<kMask> mask) {
@@ -56,7 +56,8 @@ __device__ __forceinline__ void mask_scores(float (&S_rmem)[Spec::kMmaM][Spec::k
     }
 }
 
-// Softcap, then mask tensor or ALiBi of ScoreOptions, before mask_scores; first_row: the warp's, of the sequence.
+// Applies the softcap, then the mask tensor or ALiBi of ScoreOptions. Must run before mask_scores. first_row: the
+// warp's first row in the sequence.
 template <typename Spec>
 __device__ __forceinline__ void shape_scores(float (&S_rmem)[Spec::kMmaM][Spec::kMmaN][4],
                                              const Sequence<MaskKind::kRuntime>& sequence, int head_q, int first_row,
@@ -111,13 +112,13 @@ __device__ __forceinline__ void shape_scores(float (&S_rmem)[Spec::kMmaM][Spec::
 // V of one key tile in shared memory.
 template <typename Spec>
 struct SharedValues {
-  static constexpr bool kMaySkip = false;  // halves of rows whose results nobody stores: skips(half)
-  static constexpr bool kDrops = false;    // weights, once the sums have them: drop()
+  static constexpr bool kMaySkip = false;  // true: skips(half) names the halves of rows that are never stored
+  static constexpr bool kDrops = false;    // true: drop() drops weights after they have been added to the sums
 
   ptx::SmemPointer V_smem;
 
   __device__ __forceinline__ void change_units(float (&)[Spec::kMmaM][Spec::kMmaD][4]) const {
-  }  // of O, before the tile
+  }  // rescales O before the tile
   __device__ __forceinline__ float weigh(float p) const { return p; }
   __device__ __forceinline__ ColumnWalk<Spec::kHeadDim> walk() const { return rows_first_walk<Spec>(V_smem); }
   __device__ __forceinline__ void multiply(float (&O_rmem)[Spec::kMmaM][Spec::kMmaD][4],
@@ -127,17 +128,18 @@ struct SharedValues {
   }
 };
 
-// The same under dropout.
+// The same with dropout.
 template <typename Spec>
 struct DroppedValues : SharedValues<Spec> {
   static constexpr bool kDrops = true;
-  static constexpr int kKeys = Spec::kBlockN % 32 == 0 ? 32 : 16;  // whose weights are dropped together
+  static constexpr int kKeys = Spec::kBlockN % 32 == 0 ? 32 : 16;  // keys whose weights are dropped together
 
   HeadDropout dropout;
-  int row;  // the warp's first, of the sequence
+  int row;  // the warp's first row in the sequence
   int first_key;
 
-  // Weights of the warp's rows 16 m to 16 m + 15 and kKeys keys from 16 key_block on; what is kept is scaled with the output.
+  // Drops weights of the warp's rows 16 m to 16 m + 15 and of kKeys keys from 16 key_block on. The scale of the kept
+  // weights is applied to the output.
   __device__ __forceinline__ void drop(float (&P_rmem)[Spec::kMmaN][4], int m, int key_block) const {
     visit_by_query<kKeys>(dropout, row + m * 16, first_key + key_block * 16, [&](int n, int half, KeptPair pair) {
 #pragma unroll
@@ -149,7 +151,7 @@ struct DroppedValues : SharedValues<Spec> {
   }
 };
 
-// What a warp that may drop weights keeps through its walk over the keys. Empty without dropout.
+// A warp's dropout state during its walk over the keys. Empty without dropout.
 template <typename Spec, bool kHasDropout = Spec::kHasDropout>
 struct WalkDropout {
   template <typename Tile>
@@ -170,7 +172,8 @@ __device__ __forceinline__ bool skips(const Values& values, int half) {
   return false;
 }
 
-// Moves the references of rows whose scores ask for it, and rescales their O and sums. A warp in which none does skips what would multiply by 1.
+// Moves the references of rows whose new scores require it, and rescales their O and sums. A warp without such rows
+// returns early: all factors would be 1.
 template <typename Spec, typename Values>
 __device__ __forceinline__ void advance_references(Accumulator<Spec>& accumulator,
                                                    const float (&S_rmem)[Spec::kMmaM][Spec::kMmaN][4],
@@ -199,11 +202,11 @@ __device__ __forceinline__ void advance_references(Accumulator<Spec>& accumulato
       RowState& row = accumulator.rows[m][half];
       const float of_row = quad_max(largest[m][half]);
       const float next = reference_stays(of_row, row.max, scale_log2) ? row.max : of_row;
-      // A row that has seen no key yet has the maximum -inf, and -inf - -inf is NaN. Only masked tiles can leave it so; -inf
-      // scores that come from the inputs go the way of a plain softmax.
+      // A row that has seen no key yet has the maximum -inf, and -inf - -inf is NaN. Only masked tiles can leave a row
+      // in this state; -inf scores that come from the inputs are treated as in a plain softmax.
       const float shift = (may_be_empty && next == ptx::negative_infinity() ? 0.0f : next) * scale_log2;
-      // The old exponentials refer to the rounded product. An fma here would leave its rounding error, in every tile anew: at
-      // scores of 2^14, up to 9% after 128 tiles. So a reference that stays gives exactly 1.
+      // The old exponentials refer to the rounded product. An fma here would add a rounding error in every tile: at
+      // scores of 2^14, up to 9% after 128 tiles. With rounded products a reference that stays gives exactly 1.
       const float rescale = ptx::exp2_approx(ptx::sub_rn(row.max * scale_log2, shift));
       row.max = next;
       row.sum *= rescale;
@@ -215,8 +218,8 @@ __device__ __forceinline__ void advance_references(Accumulator<Spec>& accumulato
     }
 }
 
-// Folds the tile's scores into the row states, and adds P V. The exponentials of 16 keys are taken just before their product, so that the two
-// can overlap. Values: SharedValues, or what else has its functions.
+// Folds the tile's scores into the row states, and adds P V. The exponentials of 16 keys are taken just before their
+// product, so that the two can overlap. Values: SharedValues or any type with its functions.
 template <typename Spec, typename Values>
 __device__ __forceinline__ void accumulate_tile(Accumulator<Spec>& accumulator,
                                                 float (&S_rmem)[Spec::kMmaM][Spec::kMmaN][4], const Values& values,
@@ -277,7 +280,7 @@ __device__ __forceinline__ void accumulate_tile(Accumulator<Spec>& accumulator,
   accumulate_tile<Spec, SharedValues<Spec>>(accumulator, S_rmem, SharedValues<Spec>{V_smem}, scale_log2, is_masked);
 }
 
-// And with dropout. row, first_key: the warp's and the tile's first.
+// With dropout. row: the warp's first row, first_key: the tile's first key.
 template <typename Spec>
 __device__ __forceinline__ void accumulate_tile(Accumulator<Spec>& accumulator,
                                                 float (&S_rmem)[Spec::kMmaM][Spec::kMmaN][4], ptx::SmemPointer V_smem,

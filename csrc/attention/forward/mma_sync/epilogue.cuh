@@ -1,4 +1,4 @@
-// A warp's rows of the output tile: normalise, round, store; and the log-sum-exp of its rows.
+// Epilogue of a warp: normalises, rounds and stores its rows of the output tile, and stores their log-sum-exp.
 #pragma once
 
 #include "attention/dropout.cuh"
@@ -15,8 +15,8 @@
 
 namespace flashmoe::attention::mma_sync {
 
-// warp_smem [kWarpRows, kHeadDim]: the warp's own rows of the Q tile, from its own first column on, which no other warp reads, so that
-// __syncwarp semantics are enough between its last read as Q and the writes here.
+// warp_smem [kWarpRows, kHeadDim]: the warp's rows of the Q tile, from its first column on. No other warp reads them,
+// so __syncwarp semantics are enough between the last read as Q and the writes here.
 template <typename Spec, MaskKind kMask>
 __device__ __forceinline__ void store_output(const ForwardParams& params, const QueryTile& tile, int warp_row,
                                              int first_column, int lane,
@@ -34,7 +34,7 @@ __device__ __forceinline__ void store_output(const ForwardParams& params, const 
         ptx::st_shared_32(warp_smem + swizzled_offset<Spec::kHeadDim>(row, d) + lane % 4 * 4,
                           pack<Element>(O_rmem[m][d][2 * half], O_rmem[m][d][2 * half + 1]));
       }
-  ptx::warp_sync();  // read after write: the rows were put together by all lanes
+  ptx::warp_sync();  // read after write: each row was written by several lanes
   const Strides& stride = params.out_stride;
   Element* out_gmem = static_cast<Element*>(params.out) + rows_of<kMask>(params, tile).row_offset(stride, tile.head_q) +
                       static_cast<int64_t>(tile.row + warp_row) * stride.row + first_column;
@@ -80,7 +80,7 @@ __device__ __forceinline__ void store_partial(const ForwardParams& params, const
     }
 }
 
-// first_column: of the output, the warp's; the log-sum-exp is that of the warps with the first columns.
+// first_column: the warp's first column of the output. Only the warps with column 0 store the log-sum-exp.
 template <typename Spec, MaskKind kMask>
 __device__ __forceinline__ void finish_tile(const ForwardParams& params, const QueryTile& tile, int warp_row, int lane,
                                             const RowState (&rows)[Spec::kMmaM][2],
@@ -99,7 +99,7 @@ __device__ __forceinline__ void finish_tile(const ForwardParams& params, const Q
       const float shift = rows[m][half].max * params.scale_log2;
       FinishedRow finished;
       if constexpr (kMask == MaskKind::kRuntime) {
-        // One of a split row's partial results has its sink.
+        // Only one of a row's splits includes its sink.
         const bool has_sink = !Spec::kIsSplit || tile.split == 0;
         finished =
             finish_row(shift, sum,

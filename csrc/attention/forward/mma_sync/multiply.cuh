@@ -1,5 +1,5 @@
-// The two matrix products of a warp: Q, S = Q K^T, P = exp(S), O = P V. Spec::multiply is the 16x8x16 product of the
-// family; the operand layouts are those of mma.m16n8k16 (ptx/mma.cuh).
+// The two matrix products of a warp, S = Q K^T and O = P V, and their operands. Spec::multiply is the 16x8x16 product
+// of the family; the operand layouts are those of mma.m16n8k16 (ptx/mma.cuh).
 #pragma once
 
 #include "device/convert.cuh"
@@ -9,7 +9,7 @@
 
 namespace flashmoe::attention::mma_sync {
 
-// Where a lane starts in a tile for ldmatrix. Q and V: matrices 0 to 3 are (rows 0-7, left), (rows 8-15, left),
+// A lane's start address in a tile for ldmatrix. Q and V: matrices 0 to 3 are (rows 0-7, left), (rows 8-15, left),
 // (rows 0-7, right), (rows 8-15, right); K: (keys 0-7, left), (keys 0-7, right), (keys 8-15, left), (keys 8-15, right).
 template <typename Spec>
 __device__ __forceinline__ ColumnWalk<Spec::kHeadDim> rows_first_walk(ptx::SmemPointer tile_smem) {
@@ -23,7 +23,7 @@ __device__ __forceinline__ ColumnWalk<Spec::kHeadDim> columns_first_walk(ptx::Sm
   return {tile_smem, swizzled_offset<Spec::kHeadDim>(lane % 8 + lane / 16 * 8, lane / 8 % 2)};
 }
 
-// A warp's Q as A operands, [kWarpRows, kColumns]: from registers, or from shared memory at every use.
+// A warp's Q as A operands, [kWarpRows, kColumns]: kept in registers, or read from shared memory at every use.
 template <typename Spec, int kColumns = Spec::kHeadDim, bool kInRegisters = Spec::kQueryInRegisters>
 struct QueryOperand;
 
@@ -60,8 +60,8 @@ struct QueryOperand<Spec, kColumns, false> {
   }
 };
 
-// S = Q K^T: [kWarpRows, kBlockN], K_smem [kBlockN, kHeadDim], over the kColumns columns that begin there.
-// Query: QueryOperand, or what else has its get().
+// S [kWarpRows, kBlockN] = Q K^T over kColumns columns. K_smem [kBlockN, kHeadDim] points to the first of them. Query:
+// QueryOperand or any type with its get().
 template <typename Spec, int kColumns = Spec::kHeadDim, typename Query>
 __device__ __forceinline__ void multiply_query_key(float (&S_rmem)[Spec::kMmaM][Spec::kMmaN][4], const Query& Q,
                                                    ptx::SmemPointer K_smem) {
@@ -89,8 +89,8 @@ __device__ __forceinline__ void multiply_query_key(float (&S_rmem)[Spec::kMmaM][
   }
 }
 
-// The A operand for keys 16 k to 16 k + 15 out of the S accumulators: both layouts give a thread the same rows and
-// columns, so no exchange between lanes is needed.
+// Makes the A operand of 16 keys from their S accumulators. Both layouts give a thread the same rows and columns, so
+// lanes exchange nothing.
 template <typename Spec>
 __device__ __forceinline__ void probability_operand(uint32_t (&a)[4], const float (&left)[4], const float (&right)[4]) {
   a[0] = pack<typename Spec::Element>(left[0], left[1]);

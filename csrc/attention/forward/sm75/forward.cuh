@@ -1,7 +1,7 @@
 // Flash attention forward for Turing: mma.m16n8k8, no cp.async, 64 KiB of shared memory, fp16 only.
 //
-// The same division of work and the same order of key tiles as the sm_80 family (attention/forward/sm80/forward.cuh); tiles pass
-// through registers on their way to shared memory.
+// Divides the work and orders the key tiles as the sm_80 family does (attention/forward/sm80/forward.cuh), but tiles
+// pass through registers on their way to shared memory.
 #pragma once
 
 #include "attention/forward/mma_sync/accumulate.cuh"
@@ -32,10 +32,9 @@ struct KeyTileWalk {
   const ptx::SmemPointer V_smem;  // [kBlockN, kHeadDim]
   const Element* K_gmem;          // [seq_k, head_dim] of this head
   const Element* V_gmem;
-  int n;  // the current key tile
-  const int
-      causal_last;  // last key that the warp's first row sees, if causal; of kRuntime, the window's key (masks.cuh)
-  const QueryTile tile;  // of kRuntime alone
+  int n;                  // the current key tile
+  const int causal_last;  // last key that the warp's first row sees, if causal; kRuntime: the window's key (masks.cuh)
+  const QueryTile tile;   // kRuntime only
   const mma_sync::WalkDropout<Spec> dropout;
 
   __device__ __forceinline__ KeyTileWalk(const Sequence<kMask>& sequence_, const QueryTile& tile_, int first_tile,
@@ -51,7 +50,7 @@ struct KeyTileWalk {
         tile(tile_),
         dropout(sequence.params, tile_) {}
 
-  // The keys of key tile `index`, of K or V.
+  // Fetches key tile `index` of K or V.
   __device__ __forceinline__ void fetch(StagedTile<Spec, Spec::kBlockN>& staged, const Element* head_gmem,
                                         const Strides& stride, int columns, int index) const {
     const int first_key = index * Spec::kBlockN;
@@ -74,11 +73,11 @@ struct KeyTileWalk {
     {
       StagedTile<Spec, Spec::kBlockN> V_staged;
       fetch(V_staged, V_gmem, params.v_stride, value_columns<kMask>(params), n);
-      ptx::barrier_sync_block();  // K of this tile is whole; all warps are done with V of the tile before
+      ptx::barrier_sync_block();  // K of this tile is complete; all warps are done with V of the previous tile
       mma_sync::multiply_query_key<Spec>(S_rmem, Q, K_smem);
       V_staged.store(V_smem);
     }
-    ptx::barrier_sync_block();  // V of this tile is whole; all warps are done with K
+    ptx::barrier_sync_block();  // V of this tile is complete; all warps are done with K
     if constexpr (kMask == MaskKind::kRuntime) {
       mma_sync::shape_scores<Spec>(S_rmem, sequence, tile.head_q, tile.row + ptx::warp_index() * Spec::kWarpRows,
                                    first_key);
@@ -118,7 +117,7 @@ __device__ __forceinline__ void attend(const ForwardParams& params, Accumulator<
     K_staged.store(walk.K_smem);
     Q_staged.store(Q_smem);
   }
-  ptx::barrier_sync_block();  // Q is whole
+  ptx::barrier_sync_block();  // Q is complete
   const QueryOperand<Spec> Q(Q_smem + warp_row * Spec::kRowBytes);
   if constexpr (kMask == MaskKind::kRuntime) {
     for (; walk.n < key_tiles.end; ++walk.n) walk.template step<true>(accumulator, Q, key_tiles.end);

@@ -1,5 +1,5 @@
-// Global to shared memory by way of registers: the loads of a tile are started early, its stores follow when the shared
-// memory is free, and the latency passes under a matrix product.
+// Copies tiles from global to shared memory through registers: the loads of a tile are issued early, its stores follow
+// when the shared memory is free, and a matrix product hides the latency.
 #pragma once
 
 #include "attention/masks.cuh"
@@ -43,7 +43,7 @@ struct StagedTile {
     }
   }
 
-  // The same of a Batch's keys from `first_key` on, row by row; zeros where a key is not `visible`.
+  // The same for keys of a Batch from `first_key` on, row by row; keys outside `visible` become zeros.
   __device__ __forceinline__ void fetch_varlen(const Element* head_gmem, const Strides& stride, int columns,
                                                const Sequence<MaskKind::kRuntime>& sequence, int first_key,
                                                KeyRange visible) {

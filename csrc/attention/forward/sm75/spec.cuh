@@ -6,8 +6,8 @@
 
 namespace flashmoe::attention::sm75 {
 
-// kNumStages is 1: without cp.async a tile in flight lives in registers, and 64 KiB hold no second one.
-// kQueryInRegisters as in the sm_80 family. kSplit is not offered.
+// kNumStages is 1: without cp.async a tile in flight occupies registers, and 64 KiB have no room for a second one.
+// kQueryInRegisters is as in the sm_80 family. kSplit is not supported.
 template <typename Element_, int kHeadDim_, int kBlockM_, int kBlockN_, int kNumStages_, int kNumWarps_,
           int kQueryInRegisters_, int kSplit_>
 struct ForwardSpec {
@@ -29,7 +29,7 @@ struct ForwardSpec {
 
   static constexpr int kRowBytes = kHeadDim * static_cast<int>(sizeof(Element));
   static constexpr int kQueryBytes = kBlockM * kRowBytes;  // reused for the output tile
-  static constexpr int kKeyBytes = kBlockN * kRowBytes;    // of K, or of V
+  static constexpr int kKeyBytes = kBlockN * kRowBytes;    // one tile of K or V
   static constexpr int kSharedBytes = kQueryBytes + 2 * kKeyBytes;
 
   // 16x8x16 in two halves of k: Turing's largest 16-bit product is 16x8x8.
@@ -51,7 +51,7 @@ struct ForwardSpec {
                 "eight threads load 64 columns of a row: a pass must end with the tile");
 };
 
-// For MaskKind::kRuntime. kAlibi 1: ALiBi in place of mask tensors.
+// For MaskKind::kRuntime. kAlibi 1: ALiBi instead of mask tensors.
 template <typename Element, int kHeadDim, int kBlockM, int kBlockN, int kNumStages, int kNumWarps,
           int kQueryInRegisters, int kSplit, int kAlibi>
 struct VarlenForwardSpec

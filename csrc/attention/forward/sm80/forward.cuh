@@ -1,8 +1,8 @@
 // Flash attention forward with mma.sync and cp.async: sm_80 and every later GPU.
 //
-// One thread block computes kBlockM query rows of one head; a warp owns kWarpRows of them, or kWarpColumns columns of these, and exchanges
-// scores with the warps that share its rows alone (terms.cuh). Key tiles are walked from the last visible one down to the first, so that the tiles that need a
-// mask come first, and only the first load has rows past the end of the tensor.
+// One thread block computes kBlockM query rows of one head. A warp owns kWarpRows of them, or kWarpColumns columns of
+// these, and exchanges scores only with the warps that share its rows (terms.cuh). Key tiles are walked from the first
+// visible one to the last (attention/softmax.cuh).
 #pragma once
 
 #include "attention/forward/mma_sync/accumulate.cuh"
@@ -26,10 +26,10 @@ using mma_sync::Accumulator;
 template <typename Spec>
 using QueryOperand = mma_sync::QueryOperand<Spec, Spec::kWarpColumns>;
 
-// Which of a loop's tiles need a mask. kSome decides for each tile and warp.
+// Which of a loop's tiles need a mask. kSome: decided per tile and warp.
 enum class Masked { kNone, kSome, kAll };
 
-// What MaskKind::kRuntime needs beside the other masks.
+// What MaskKind::kRuntime needs and the other masks do not.
 template <typename Spec, MaskKind kMask>
 struct VarlenWalk {
   __device__ __forceinline__ VarlenWalk(const Sequence<kMask>&, const QueryTile&) {}
@@ -42,7 +42,7 @@ struct VarlenWalk<Spec, MaskKind::kRuntime> {
   const Element* V_gmem;
   const KeyRange visible;  // keys that some row of the tile sees
   const int head_q;
-  const int warp_row;  // the warp's first, of the sequence
+  const int warp_row;  // the warp's first row in the sequence
   const mma_sync::WalkDropout<Spec> dropout;
 
   __device__ __forceinline__ VarlenWalk(const Sequence<MaskKind::kRuntime>& sequence, const QueryTile& tile)
@@ -56,8 +56,8 @@ struct VarlenWalk<Spec, MaskKind::kRuntime> {
         dropout(sequence.params, tile) {}
 };
 
-// What the epilogue needs of a tile of kRuntime, a copy for each warp: to find it again takes short sequences 3% of their time, and registers are
-// scarce in the loop.
+// What the epilogue needs of a kRuntime tile, one copy per warp in shared memory. Locating the tile again would cost
+// short sequences 3% of their time, and the loop has no registers to keep it in.
 template <typename Spec>
 struct SavedTile {
   const ptx::SmemPointer smem;
@@ -88,12 +88,12 @@ struct SavedTile {
   }
 };
 
-// The walk of one query tile over its key tiles: shared memory, the two loaders, and where in the ring it stands. kIsPlain: of kRuntime
-// that has neither pages nor score functions, which costs what a dense kernel's walk does.
+// The walk of one query tile over its key tiles: shared memory, the two loaders, and the position in the ring.
+// kIsPlain: kRuntime without pages and score functions, which is as fast as a dense kernel's walk.
 template <typename Spec, MaskKind kMask, bool kIsPlain>
 struct KeyTileWalk {
   static constexpr int kStages = Spec::kNumStages;
-  static constexpr bool kReadsByKey = kMask == MaskKind::kRuntime && !kIsPlain;  // and asks of each whether it is there
+  static constexpr bool kReadsByKey = kMask == MaskKind::kRuntime && !kIsPlain;  // and checks whether each is visible
 
   using Element = typename Spec::Element;
 
@@ -103,9 +103,9 @@ struct KeyTileWalk {
   TileLoader<Spec> K_loader;
   TileLoader<Spec> V_loader;
   int n;            // the current key tile
-  const int end;    // behind the last one
-  int stage;        // where the current tile lies
-  int causal_last;  // last key that the warp's first row sees, if causal; of kRuntime, the window's key (masks.cuh)
+  const int end;    // after the last one
+  int stage;        // stage of the current tile
+  int causal_last;  // last key that the warp's first row sees, if causal; kRuntime: the window's key (masks.cuh)
   const VarlenWalk<Spec, kMask> varlen;
 
   __device__ __forceinline__ KeyTileWalk(const Sequence<kMask>& sequence_, const QueryTile& tile,
@@ -123,7 +123,7 @@ struct KeyTileWalk {
         causal_last(Mask<kMask>(sequence).last_key(tile.row + Spec::warp_row())),
         varlen(sequence, tile) {}
 
-  // kIsWhole promises that no row of the tile is past the keys; of all tiles only the last may have one.
+  // kIsWhole promises that no row of the tile is past the last key. Only the last tile can have such rows.
   template <bool kIsWhole = kReadsByKey>
   __device__ __forceinline__ void load_key(int tile, int to_stage) {
     if constexpr (!kIsWhole) {
@@ -166,7 +166,7 @@ struct KeyTileWalk {
                                                     sequence.keys() - tile * Spec::kBlockN);
   }
 
-  // Starts what the first tile needs, and, with a ring, the kStages - 1 tiles that the loads run ahead.
+  // Starts the load of the first K tile, or, with a ring, the loads of the first kStages - 1 tiles.
   __device__ __forceinline__ void start() {
     if constexpr (kStages == 1) {
       load_key(n, 0);
@@ -183,7 +183,8 @@ struct KeyTileWalk {
     }
   }
 
-  // S = Q K^T of the current tile, and every load that may start by then. Leaves V whole in shared memory.
+  // S = Q K^T of the current tile; starts every load that may start by then. On return V of the tile is complete in
+  // shared memory; returns its address.
   template <Masked kMasked>
   __device__ __forceinline__ ptx::SmemPointer scores(float (&S_rmem)[Spec::kMmaM][Spec::kMmaN][4],
                                                      const QueryOperand<Spec>& Q) {
@@ -191,19 +192,19 @@ struct KeyTileWalk {
     const ScoreTerms<Spec> terms(KV_smem + (Spec::kTermOffset - Spec::kQueryBytes));
     if constexpr (kStages == 1) {
       ptx::cp_async_wait<0>();
-      ptx::barrier_sync_block();  // K of this tile is whole; all warps are done with V of the tile before
+      ptx::barrier_sync_block();  // K of this tile is complete; all warps are done with V of the previous tile
       load_value<kMasked == Masked::kNone || kReadsByKey>(n, 0);
       ptx::cp_async_commit();
       mma_sync::multiply_query_key<Spec, Spec::kWarpColumns>(S_rmem, Q, K_smem);
       terms.publish(S_rmem);
       ptx::cp_async_wait<0>();
-      ptx::barrier_sync_block();  // V of this tile, and terms of scores, are whole; all warps are done with K
+      ptx::barrier_sync_block();  // V of this tile and the terms of the scores are complete; all warps are done with K
       terms.add(S_rmem);
       if (n + 1 < end) load_key(n + 1, 0);
       ptx::cp_async_commit();
     } else {
       ptx::cp_async_wait<kStages - 2>();
-      ptx::barrier_sync_block();  // this tile is whole; all warps are done with the tile before, whose buffers refill
+      ptx::barrier_sync_block();  // tile is complete; all warps are done with the last one, whose buffers are refilled
       const int next = n + kStages - 1;
       if (next < end) {
         const int next_stage = stage == 0 ? kStages - 1 : stage - 1;
@@ -232,14 +233,14 @@ struct KeyTileWalk {
     const ptx::SmemPointer V_smem = scores<kMasked>(S_rmem, Q);
     const int first_key = n * Spec::kBlockN;
     const TileMask<kMask> mask = tile_mask<kMask>(sequence, causal_last, first_key);
-    // With a limit of its own a warp needs no register for the first masked tile.
+    // Each warp checks its own limit, which saves the register that would hold the first masked tile.
     bool is_masked = kMasked == Masked::kAll ||
                      (kMasked == Masked::kSome && mask.template hides_some<Spec::kBlockN>(Spec::kWarpRows));
     if constexpr (kMask == MaskKind::kRuntime && !kIsPlain) {
       mma_sync::shape_scores<Spec>(S_rmem, sequence, varlen.head_q, varlen.warp_row, first_key);
     }
     if (is_masked) mma_sync::mask_scores<Spec>(S_rmem, ptx::lane_index(), mask);
-    // A mask tensor hides what it likes.
+    // A mask tensor can hide any score.
     if constexpr (kMask == MaskKind::kRuntime && !kIsPlain) is_masked = true;
     if constexpr (Spec::kHasDropout) {
       mma_sync::accumulate_tile<Spec>(accumulator, S_rmem, V_smem, params.scale_log2, is_masked, varlen.dropout,
@@ -255,7 +256,7 @@ __device__ __forceinline__ QueryTile this_query_tile(const ForwardParams& params
   return locate_query_tile<Spec::kBlockM, Spec::kHeadDim, kMask, Spec::kIsSplit>(params);
 }
 
-// The same behind the loop.
+// The same after the loop.
 template <typename Spec, MaskKind kMask>
 __device__ __forceinline__ QueryTile end_tile(const ForwardParams& params, ptx::SmemPointer block_smem) {
   if constexpr (kMask == MaskKind::kRuntime) return SavedTile<Spec>(block_smem).load();
@@ -280,11 +281,11 @@ __device__ __forceinline__ void walk_keys(const Sequence<kMask>& sequence, Accum
   walk.start();
   if constexpr (Spec::kQueryInRegisters) {
     ptx::cp_async_wait<Spec::kNumStages == 1 ? 0 : Spec::kNumStages - 2>();
-    ptx::barrier_sync_block();  // Q is whole
+    ptx::barrier_sync_block();  // Q is complete
   }
   const QueryOperand<Spec> Q(Q_smem + warp_row * Spec::kRowBytes + Spec::column_bytes());
   if constexpr (kMask == MaskKind::kRuntime && kIsPlain && Spec::kHasMaskedLoop) {
-    // Full tiles have a loop of their own inside that of the others, which lie on both sides of them.
+    // Full tiles have their own inner loop; the tiles that need a mask are on both sides of them.
     for (; walk.n < key_tiles.end; ++walk.n) {
       for (; walk.n >= key_tiles.full_begin && walk.n < key_tiles.full_end; ++walk.n) {
         walk.template step<Masked::kNone>(accumulator, Q);
@@ -305,7 +306,7 @@ template <typename Spec, MaskKind kMask>
 __device__ __forceinline__ void attend(const ForwardParams& params, Accumulator<Spec>& accumulator,
                                        ptx::SmemPointer Q_smem, int warp_row) {
   const QueryTile tile = this_query_tile<Spec, kMask>(params);
-  // Before the branch: its loads wait with the tile's.
+  // Before the branch, so that its loads overlap those of the tile.
   const Sequence<kMask> sequence = sequence_of<kMask>(params, tile);
   if constexpr (kMask == MaskKind::kRuntime) SavedTile<Spec>(Q_smem).store(tile);
   if (kMask == MaskKind::kRuntime && tile.rows <= 0) return;
@@ -328,7 +329,7 @@ __device__ __forceinline__ void forward(const ForwardParams& params) {
   const int warp_row = Spec::warp_row();
   Accumulator<Spec> accumulator;
   attend<Spec, kMask>(params, accumulator, Q_smem, warp_row);
-  // Located again, or saved: five registers less through the loop, where there is none to spare.
+  // Located again or read back: this saves five registers in the loop, which has none to spare.
   const QueryTile tile = end_tile<Spec, kMask>(params, Q_smem);
   if (kMask == MaskKind::kRuntime && tile.rows <= 0) return;
   mma_sync::finish_tile<Spec, kMask>(params, tile, warp_row, ptx::lane_index(), accumulator.rows, accumulator.O_rmem,

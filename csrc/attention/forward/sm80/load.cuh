@@ -1,4 +1,5 @@
-// Global to shared memory by cp.async: 16 bytes per thread, eight neighbouring threads to 64 columns of a row.
+// Copies from global to shared memory with cp.async: 16 bytes per thread, eight adjacent threads per 64 columns of a
+// row.
 #pragma once
 
 #include "attention/masks.cuh"
@@ -9,8 +10,8 @@
 
 namespace flashmoe::attention::sm80 {
 
-// One thread's share of the tiles of one tensor (a head's [rows, head_dim] matrix), walked from the first row downwards, or from the last
-// upwards: one running pointer is all the state, since the next tile begins where this one ends.
+// One thread's share of the tiles of one tensor (a head's [rows, head_dim] matrix), walked in ascending or descending
+// order of rows. One running pointer is the only state, because the next tile begins where this one ends.
 template <typename Spec, bool kIsAscending = true>
 struct TileLoader {
   using Element = typename Spec::Element;
@@ -20,13 +21,14 @@ struct TileLoader {
 
   const Element* next_gmem;  // this thread's chunk in the next pass
 
-  // The next tile begins with row `row` of the matrix that starts at `head_gmem`; descending, it ends before it.
+  // The next tile begins with row `row` of the matrix that starts at `head_gmem`; if descending, the tile ends before
+  // that row.
   __device__ __forceinline__ TileLoader(const void* head_gmem, int64_t row_stride, int row)
       : next_gmem(static_cast<const Element*>(head_gmem) +
                   (row - (kIsAscending ? 0 : kRowsPerPass) + ptx::thread_index() / kSegmentChunks) * row_stride +
                   ptx::thread_index() % kSegmentChunks * kChunkElements) {}
 
-  // Where another has come to.
+  // Continues where another loader has stopped.
   __device__ __forceinline__ explicit TileLoader(const Element* next_gmem_) : next_gmem(next_gmem_) {}
 
   // Starts the copy of a tile of kRows rows. Rows from `rows` on and columns from head_dim on become zeros, which keeps
@@ -54,7 +56,7 @@ struct TileLoader {
     }
   }
 
-  // The same, where rows before `begin` become zeros too. kEndsInside promises that all rows are before `end`.
+  // The same, but rows before `begin` become zeros too. kEndsInside promises that all rows are before `end`.
   template <int kRows, bool kEndsInside>
   __device__ __forceinline__ void load_between(ptx::SmemPointer tile_smem, int64_t row_stride, int columns, int begin,
                                                int end) {
@@ -80,8 +82,8 @@ struct TileLoader {
   }
 };
 
-// A tile of kRows keys of a Batch, from `first_key` on: row by row, since each page lies elsewhere. Keys outside `visible`, which may lie in
-// pages of nobody, are zeros.
+// Loads kRows keys of a Batch from `first_key` on, row by row, because pages are not contiguous. Keys outside
+// `visible`, whose pages may not belong to the sequence, become zeros.
 template <typename Spec, int kRows>
 __device__ __forceinline__ void load_varlen_tile(ptx::SmemPointer tile_smem, const typename Spec::Element* head_gmem,
                                                  const Strides& stride, int columns,

@@ -7,13 +7,15 @@
 
 namespace flashmoe::attention::sm80 {
 
-// kNumStages   1: one buffer each for K and V; the next K loads under softmax and P V, V under Q K^T; two barriers a
-//                 tile. 2 or more: a ring of (K, V) pairs, loaded kNumStages - 1 tiles ahead; one barrier a tile.
-// kQueryInRegisters   1: a warp reads its Q rows once and keeps them; 0: again for every tile, for want of registers.
+// kNumStages          1: one buffer each for K and V; the next K loads during softmax and P V, V during Q K^T; two
+//                     barriers per tile. 2 or more: a ring of (K, V) pairs, loaded kNumStages - 1 tiles ahead; one
+//                     barrier per tile.
+// kQueryInRegisters   1: a warp reads its Q rows once and keeps them; 0, to save registers: it reads them per tile.
 // kSplit              1: params.num_splits blocks share a query tile's keys and write fp32 partial results.
-// kMaskedLoop         1: tiles that need a mask have a loop of their own; 0: one loop, which is half the code.
-// kColumnWarps        warps that share rows: each has a part of the head dim, of which it computes the scores' terms and the output's columns.
-//                     Their sum, which each makes for itself in one order, passes through shared memory.
+// kMaskedLoop         1: tiles that need a mask have their own loop; 0: one loop, which is half the code.
+// kColumnWarps        number of warps that share rows. Each has a part of the head dim, for which it computes terms of
+//                     the scores and columns of the output. The terms pass through shared memory, and each warp adds
+//                     them up itself, all in the same order.
 template <typename Element_, int kHeadDim_, int kBlockM_, int kBlockN_, int kNumStages_, int kNumWarps_,
           int kQueryInRegisters_, int kSplit_, int kMaskedLoop_, int kColumnWarps_ = 1>
 struct ForwardSpec {
@@ -41,14 +43,14 @@ struct ForwardSpec {
   static constexpr int kQueryBytes = kBlockM * kRowBytes;  // reused for the output tile
   static constexpr int kKeyBytes = kBlockN * kRowBytes;    // one stage of K, or of V
   static constexpr int kTermOffset = kQueryBytes + 2 * kNumStages * kKeyBytes;
-  static constexpr int kTermBytes = kWarpRows * kBlockN * 4;  // of a warp, where warps share rows
+  static constexpr int kTermBytes = kWarpRows * kBlockN * 4;  // per warp, if warps share rows
   static constexpr int kSharedBytes = kTermOffset + (kColumnWarps > 1 ? kNumWarps * kTermBytes : 0);
 
   // Of the calling warp.
   static __device__ __forceinline__ int row_group() { return ptx::warp_index() / kColumnWarps; }
   static __device__ __forceinline__ int warp_row() { return row_group() * kWarpRows; }
   static __device__ __forceinline__ int column_part() { return ptx::warp_index() % kColumnWarps; }
-  // Its columns of each row, which are whole segments of the swizzle.
+  // Byte offset of its columns in a row. They are whole segments of the swizzle.
   static __device__ __forceinline__ int column_bytes() {
     return kColumnWarps == 1 ? 0 : column_part() * (kWarpColumns * static_cast<int>(sizeof(Element)));
   }
@@ -78,8 +80,8 @@ struct VarlenForwardSpec : ForwardSpec<Element, kHeadDim, kBlockM, kBlockN, kNum
                                        kSplit, kMaskedLoop, kColumnWarps> {
   using Base = ForwardSpec<Element, kHeadDim, kBlockM, kBlockN, kNumStages, kNumWarps, kQueryInRegisters, kSplit,
                            kMaskedLoop, kColumnWarps>;
-  static constexpr bool kHasAlibi = kAlibi != 0;  // in place of mask tensors
-  static constexpr int kTileBytes = 32;           // of a warp's copy
+  static constexpr bool kHasAlibi = kAlibi != 0;  // ALiBi instead of mask tensors
+  static constexpr int kTileBytes = 32;           // per warp: SavedTile
   static constexpr int kTileOffset = Base::kSharedBytes;
   static constexpr int kSharedBytes = kTileOffset + kNumWarps * kTileBytes;
 };

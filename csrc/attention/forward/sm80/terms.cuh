@@ -1,4 +1,5 @@
-// Scores of warps that share rows: each warp multiplies its columns of Q and K, and the sum over the warps is the score.
+// Scores of warps that share rows: each warp multiplies its columns of Q and K, and the sum over the warps is the
+// score.
 #pragma once
 
 #include "attention/forward/sm80/spec.cuh"
@@ -8,7 +9,8 @@
 
 namespace flashmoe::attention::sm80 {
 
-// Nothing where a warp has its rows to itself. Terms of the next key tile may be published once all warps have passed a barrier behind add().
+// Does nothing if no warps share rows. Terms of the next key tile may be published once all warps have passed a barrier
+// after add().
 template <typename Spec>
 struct ScoreTerms {
   const ptx::SmemPointer smem;  // [kNumWarps] of [kMmaM][kMmaN][32 lanes] of the accumulator's four floats
@@ -40,7 +42,7 @@ struct ScoreTerms {
     }
   }
 
-  // In the order of columns, this warp's own among them: all warps of a row have the same bits.
+  // Adds the terms in the order of columns, including this warp's, so that all warps of a row have the same bits.
   __device__ __forceinline__ void add(float (&S_rmem)[Spec::kMmaM][Spec::kMmaN][4]) const {
     if constexpr (Spec::kColumnWarps > 1) {
       const int first_warp = Spec::row_group() * Spec::kColumnWarps;

@@ -1,12 +1,12 @@
-// A consumer warpgroup: S = Q K^T, softmax, O += P V for 64 rows of Q, over the key blocks of its tile from the first to the last: a row's
-// bits depend neither on how many keys its neighbours see nor on where its tile begins.
+// A consumer warpgroup: S = Q K^T, softmax, O += P V for 64 rows of Q, over the key blocks of its tile in ascending
+// order: a row's bits depend neither on how many keys other rows see nor on where its tile begins.
 //
 // S of the next key block and O += P V of the current one are issued together; the softmax of the next block then runs
-// while the tensor cores do P V, and while they work for the other warpgroups. Nothing makes the warpgroups take turns:
-// named barriers for that (FlashAttention-3's ping-pong) gained nothing here.
+// while the tensor cores do P V, and while they work for the other warpgroups. The warpgroups are not made to
+// alternate: named barriers for that (FlashAttention-3's ping-pong) gained nothing here.
 //
-// Dense and ragged batches share all of it. What differs is a policy: the Tile (schedule.cuh, varlen/schedule.cuh) says where rows and keys lie,
-// and what turns a block's scores into P is an argument of the step.
+// Dense and ragged batches share this code. What differs is a policy: the Tile (schedule.cuh, varlen/schedule.cuh)
+// locates rows and keys, and an argument of the step turns a block's scores into P.
 #pragma once
 
 #include "attention/forward/sm90/alibi.cuh"
@@ -36,8 +36,9 @@
 
 namespace flashmoe::attention::sm90 {
 
-// Whether a warp has a mask value whose product with log2(e) may leave the range of float: finite and at most -2^127, in bfloat16 0xff00 to
-// 0xff7f. With 0x80 added those are the largest numbers of 16 bits, as infinity and NaN go round. In float16 they are NaN.
+// Returns whether a warp has a mask value whose product with log2(e) may leave the range of float: finite and at most
+// -2^127, in bfloat16 0xff00 to 0xff7f. With 0x80 added these are the largest 16-bit numbers, because infinity and NaN
+// wrap around. In float16 these bits are NaN.
 template <int kSteps>
 __device__ __forceinline__ bool has_huge_values(const uint32_t (&values)[kSteps][4]) {
   uint32_t most = 0;
@@ -52,12 +53,13 @@ struct Consumer {
   static constexpr int kScores = Spec::kBlockN / 2;         // accumulators per thread
   static constexpr int kProbabilities = Spec::kBlockN / 4;  // packed pairs per thread
   static constexpr int kOutputs = Spec::kValueDim / 2;
-  // Wait for K and V before either product, or for V while the tensor cores work on S. With four products in S (head
-  // dim 64) and three warpgroups the wait in between starves the tensor cores: 5% slower. With more products, or a fourth
-  // warpgroup, it costs nothing and what it delays is hidden: 1% faster.
+  // true: wait for K and V before either product; false: wait for V while the tensor cores work on S. With four
+  // products in S (head dim 64) and three warpgroups the wait in between starves the tensor cores: 5% slower. With more
+  // products, or a fourth warpgroup, it costs nothing and its delay is hidden: 1% faster.
   static constexpr bool kWaitsForBoth = Spec::kHeadDim == 64 && Spec::kNumConsumers < 4;
   static constexpr bool kIsRuntime = kMask == MaskKind::kRuntime;
-  // A softcap alone is the softmax's, but in chunks: its loops would make the kernel 1.6 times as long and spill, and few rows wait for keys.
+  // A softcap without a mask tensor is part of the softmax, except in chunks: its loops would make the kernel 1.6 times
+  // as long and spill, and with few rows the kernel waits for keys anyway.
   static constexpr bool kCapsInSoftmax = Spec::kHasScoreMod && !Spec::kIsFolded;
   static_assert(!kCapsInSoftmax || !ptx::kIsEither<Element>, "it depends on the type's range (softcap.cuh)");
 
@@ -68,13 +70,13 @@ struct Consumer {
   RingPosition<Spec::kNumStages> key;
   RingPosition<Spec::kNumStages> value;
   RingPosition<Spec::kNumQueryStages> query;
-  const bool is_capped;      // a softcap alone, which is the softmax's
-  bool has_output = false;   // a tile went before this one (release_output)
-  int part = 0;              // of the output's columns, where tiles have parts of them
-  float scale_log2;          // of what the softmax gets: with an additive mask the scores have it already
-  float value_scale = 1.0f;  // of the tile's keys, where they are codes
-  float key_factor = 1.0f;   // likewise, in front of a softcap or a mask tensor; elsewhere in scale_log2
-  float slope = 0.0f;        // of the tile's head: read once, not in every block, which would wait for it
+  const bool is_capped;      // the call has only a softcap, which is part of the softmax
+  bool has_output = false;   // there was a tile before this one (release_output)
+  int part = 0;              // which part of the output's columns, if kValueParts > 1
+  float scale_log2;          // of the softmax's input: with an additive mask the scores are scaled already
+  float value_scale = 1.0f;  // scale of the tile's values, if they are codes
+  float key_factor = 1.0f;   // the same for keys, before a softcap or a mask tensor; otherwise it is in scale_log2
+  float slope = 0.0f;        // of the tile's head: read once, because every block would wait for it
 
   __device__ __forceinline__ Consumer(const ForwardParams& params_, const SharedMemory<Spec>& shared_, int consumer_)
       : params(params_),
@@ -87,10 +89,10 @@ struct Consumer {
                        ? 1.0f
                        : params_.scale_log2) {}
 
-  // Dense kernels read it where they need it: it costs them no register.
+  // Dense kernels read it at each use, which costs no register.
   __device__ __forceinline__ float softmax_scale() const { return kIsRuntime ? scale_log2 : params.scale_log2; }
 
-  // One arrival per warp: its wgmma_wait says that its own share of the product has read the buffer.
+  // One arrival per warp: after its wgmma_wait the warp's share of the product has read the buffer.
   __device__ __forceinline__ void release(ptx::Mbarrier* empty) const {
     if (is_first_lane) ptx::mbarrier_arrive(empty);
   }
@@ -113,7 +115,7 @@ struct Consumer {
     release(shared.query_empty(query.stage, consumer));
     query.advance();
   }
-  // The buffer of the tile before, where the output overwrote Q: once its store has read it.
+  // If the output overwrites Q: releases the buffer of the previous tile once its store has read it.
   __device__ __forceinline__ void release_output() {
     if constexpr (Spec::kHasOutputInQuery && Spec::kNumQueryStages == 2) {
       if (ptx::thread_index() % 128 == 0) ptx::tma_store_wait_read<0>();
@@ -122,14 +124,15 @@ struct Consumer {
     }
   }
 
-  // The same where there is one stage of Q: once the store of this tile has read it.
+  // The same with one stage of Q: releases the buffer once the store of this tile has read it.
   __device__ __forceinline__ void release_stored_query() {
     if (ptx::thread_index() % 128 == 0) ptx::tma_store_wait_read<0>();
     ptx::warp_sync();  // all lanes have read it before the first one can release it
     release_query();
   }
 
-  // scores[64 x kBlockN] = Q[64 x kHeadDim] K[kBlockN x kHeadDim]^T; asynchronous. Of K in parts it waits for each, and releases all but the last.
+  // scores[64 x kBlockN] = Q[64 x kHeadDim] K[kBlockN x kHeadDim]^T; asynchronous. With K in parts it waits for each
+  // part and releases all but the last.
   __device__ __forceinline__ void issue_scores(float (&scores)[kScores]) const {
     if constexpr (Spec::kKeyParts > 1) {
       constexpr int kSteps = Spec::kHeadDim / 16 / Spec::kKeyParts;
@@ -160,7 +163,8 @@ struct Consumer {
                                                uint32_t (&probabilities)[kProbabilities]) const {
     const auto tile = shared.value(value.stage);
     if constexpr (Spec::kNumWarps > 12 && Spec::kValueDim == 256) {
-      // 512 threads begin with 128 registers each, and an instruction that names 128 sums needs more: two of 128 columns.
+      // 512 threads start with 128 registers each, and an instruction with 128 accumulators needs more: two
+      // instructions of 128 columns.
       const auto upper = SharedTile<Spec::kBlockN, 128>{tile.slab(2)}.mn_major();
       auto& halves = reinterpret_cast<float (&)[2][kOutputs / 2]>(output);
       ptx::wgmma_fence_operands(output);
@@ -178,12 +182,12 @@ struct Consumer {
     issue_product<Element, true>(output, probabilities, tile.mn_major());
   }
 
-  // The first of a thread's two rows of the tile's sequence; the other is 8 further on.
+  // The first of a thread's two rows in the tile's sequence; the other is 8 further on.
   __device__ __forceinline__ int thread_row(const Tile<kMask>& tile) const {
     return row_of_thread<Spec>(tile, consumer);
   }
 
-  // Keys that a row does not see. After the score modification, so that -inf stays -inf.
+  // Masks keys that a row does not see. After the score modification, so that -inf stays -inf.
   __device__ __forceinline__ void mask_block(float (&scores)[kScores], const Tile<kMask>& tile, int block) const {
     const int row = thread_row(tile);
     const int first_key = block * Spec::kBlockN + ptx::lane_index() % 4 * 2;
@@ -216,7 +220,7 @@ struct Consumer {
     for (int i = 0; i < kScores; ++i) scores[i] = capped_score(params.score_options, scores[i]);
   }
 
-  // Score by score: the softcap of a consistent call, or in front of a mask tensor, and that tensor.
+  // Per score: the softcap, if the call is consistent or has a mask tensor, then the mask tensor.
   __device__ __forceinline__ void modify_scores(float (&scores)[kScores], const Tile<kMask>& tile, int block) const {
     const ScoreOptions& options = params.score_options;
     cap_scores(scores);
@@ -231,7 +235,7 @@ struct Consumer {
     }
   }
 
-  // Of a stage that has both: the mask's values are read from it before it is released.
+  // Adds the mask tile that shares a stage with K, then releases the stage.
   __device__ __forceinline__ void add_streamed_mask(float (&scores)[kScores]) {
     if constexpr (Spec::kStreamsMask) {
       const ScoreOptions& options = params.score_options;
@@ -239,10 +243,10 @@ struct Consumer {
       const auto tile = shared.mask(key.stage, consumer);
       const int lane = ptx::lane_index();
       const int row = ptx::warp_index() % 4 * 16 + lane % 16;
-      constexpr int kSteps = 2;  // of 16 keys, together: all four of a block spill at D=128
+      constexpr int kSteps = 2;  // steps of 16 keys at a time; all four of a block would spill at D=128
 #pragma unroll
       for (int first_step = 0; first_step < Spec::kBlockN / 16; first_step += kSteps) {
-        uint32_t values[kSteps][4];  // of 8 keys the first 8 rows, and the other 8; of the next 8 keys
+        uint32_t values[kSteps][4];  // 8 keys of the first 8 rows, and of the other 8; then the next 8 keys
 #pragma unroll
         for (int i = 0; i < kSteps; ++i) {
           const int step = first_step + i;
@@ -263,14 +267,15 @@ struct Consumer {
           add([&](float& score, float value) { score = ptx::fma_rn(score, params.scale_log2, value * value_factor); });
         }
       }
-      // Hazard: what uses the last values is scheduled behind the arrival, which waits for no load, and the copy engine writes the next mask.
+      // Hazard: the compiler schedules uses of the last values after the arrival, which waits for no load, and TMA
+      // writes the next mask over them.
       ptx::fence_proxy_async_shared();
       ptx::warp_sync();  // all lanes have read it before the first one can release it
       release_key();
     }
   }
 
-  // ALiBi, and the softcap before it.
+  // Applies the softcap, then ALiBi.
   __device__ __forceinline__ RisingRows apply_alibi(float (&scores)[kScores], const Tile<kMask>& tile,
                                                     int block) const {
     cap_scores(scores);
@@ -282,8 +287,9 @@ struct Consumer {
     return Softcap{params.score_options.score_factor, params.scale_log2};
   }
 
-  // Policies of a step: what a block's scores go through to become P. They return whether the maximum moved; the output must then be
-  // multiplied by `rescale`. (Functors, not lambdas over a step's variables: those would stay in memory while the compiler orders sums.)
+  // Policies of a step: how a block's scores become P. They return whether the maximum moved; the output must then be
+  // multiplied by `rescale`. (Functors instead of lambdas over a step's variables, which would stay in memory while the
+  // compiler orders sums.)
   template <bool kIsMasked>
   struct Plain {
     static __device__ __forceinline__ bool apply(const Consumer& to, float (&scores)[kScores], RowState& rows,
@@ -331,7 +337,7 @@ struct Consumer {
     }
   };
 
-  // In: P of key block `block` - 1. Issues S of `block` and O += P V of the block before; out: P of `block`.
+  // In: P of key block `block` - 1. Issues S of `block` and O += P V of the previous block. Out: P of `block`.
   template <typename Policy>
   __device__ __forceinline__ void step(float (&output)[kOutputs], uint32_t (&probabilities)[kProbabilities],
                                        RowState& rows, const TileDropout<Spec>& dropout, const Tile<kMask>& tile,
@@ -361,7 +367,7 @@ struct Consumer {
     dropout.drop(probabilities, block, drawn);
   }
 
-  // Passes over a key block that only rows of other warpgroups see. Elsewhere a product joins the lanes of a warp
+  // Skips a key block that only rows of other warpgroups see. Elsewhere a product synchronises the lanes of a warp
   // between the wait and the release; here nothing else would keep the first lane from releasing a buffer that others
   // still wait for.
   __device__ __forceinline__ void skip_block() {
@@ -381,7 +387,7 @@ struct Consumer {
     for (int block = begin; block < end; ++block) skip_block();
   }
 
-  // Blocks of the tile that this warpgroup's rows see: at least one of its range, but for splits.
+  // Blocks of the tile that this warpgroup's rows see: at least one of the range, except with splits.
   __device__ __forceinline__ KeyRange own_blocks(const Sequence<kMask>& sequence, int first_row, const KeyRange& range,
                                                  int rows = 64) const {
     const KeyRange seen = seen_blocks<Spec, kMask>(sequence, first_row, first_row + rows);
@@ -391,12 +397,13 @@ struct Consumer {
     return KeyRange{begin, maximum(begin + 1, minimum(seen.end, range.end))};
   }
 
-  // full: blocks that every row of the warpgroup sees whole.
+  // full: blocks of which every row of the warpgroup sees all keys.
   static __device__ __forceinline__ bool needs_mask(const KeyRange& full, int block) {
     return block >= full.end || (kIsRuntime && block < full.begin);
   }
 
-  // The whole tile but the epilogue: this warpgroup's key blocks `own`, and those of range before them.
+  // Everything but the epilogue of a tile: skips the key blocks of `range` before `own`, then computes this warpgroup's
+  // blocks `own`.
   __device__ __forceinline__ void attend(const Tile<kMask>& tile, const KeyRange& range, const KeyRange& own,
                                          int first_row, float (&output)[kOutputs], RowState& rows,
                                          float (&sink_log2)[2]) {
@@ -440,7 +447,7 @@ struct Consumer {
       dropout.drop(probabilities, block);
     }
 
-    // Blocks that need no mask are a loop of their own: inside one loop for both they would be an eighth slower.
+    // Blocks that need no mask have their own loop: in a common loop they would be an eighth slower.
     if constexpr (!kIsRuntime) {
       const int plain_end = minimum(own.end, full.end);
       for (++block; block < plain_end; ++block) step<Plain<false>>(output, probabilities, rows, dropout, tile, block);
@@ -481,7 +488,7 @@ struct Consumer {
         }
       }
     }
-    // Asked for before the last product, which hides the time that they take.
+    // Loaded before the last product, which hides the latency.
     if constexpr (Spec::kIsFolded) {
       load_folded_sinks(params, tile, thread_row(tile), sink_log2);
     } else if constexpr (kIsRuntime) {
@@ -495,8 +502,8 @@ struct Consumer {
     release_value();
   }
 
-  // Rows of Q past the end of a ragged sequence are the next one's: under a softcap, whose form a warp chooses for all its rows, they become
-  // zeros, so that no result depends on them.
+  // Rows of Q past the end of a ragged sequence belong to the next one. With a softcap, whose form a warp chooses for
+  // all its rows, they are set to zero, so that no result depends on them.
   __device__ __forceinline__ void clear_query_tail(const Tile<kMask>& tile, int first_row) const {
     const int rows = tile.rows - first_row;
     if (rows >= 64 || params.sequences.cu_seqlens_q == nullptr) return;
@@ -514,7 +521,7 @@ struct Consumer {
     sync_consumer(consumer);
   }
 
-  // Of codes.
+  // For a cache of codes.
   __device__ __forceinline__ void read_scales(const Tile<kMask>& tile) {
     const int kv_head = folding_of(tile).kv_head;
     const float factor = score_factor(scale_of(of_codes(params).k_scale, tile.batch, kv_head));
@@ -562,7 +569,7 @@ struct Consumer {
       if (!Spec::kIsSplit || own.end > range.begin) {
         attend(tile, range, own, first_row, output, rows, sink_log2);
       } else {
-        // This share has no key that the warpgroup sees: zeros, and a log-sum-exp of -inf.
+        // No row of the warpgroup sees a key of this split: zeros, and a log-sum-exp of -inf.
         release_query();
       }
       float inverse_sum[2];
@@ -574,7 +581,7 @@ struct Consumer {
         const FinishedRow finished = kIsRuntime ? finish_row(shift, sum, sink_log2[r]) : finish_row(shift, sum);
         inverse_sum[r] = finished.inverse;
         if constexpr (kCapsInSoftmax && kHasRangeOfFloat<Element>) {
-          // Nothing makes a lone key's P a power of two: what it is multiplied by has the error that it is rounded by.
+          // With a single key, P need not be a power of two: correct the factor by the error with which P is rounded.
           const KeyRange seen = visible_keys(tile.sequence(params), position_of<Spec>(tile, thread_row(tile) + 8 * r));
           if (is_capped && seen.end - seen.begin == 1) {
             inverse_sum[r] *= sum * ptx::rcp_approx(unpack<Element>(pack<Element>(sum, sum)).x);
@@ -601,7 +608,7 @@ struct Consumer {
       if constexpr (Spec::kHasOutputInQuery && Spec::kNumQueryStages == 1) release_stored_query();
       skip_blocks(own.end, range.end);
     }
-    // Hazard: the last store still reads the buffer when the block, and with it its shared memory, is gone.
+    // Hazard: the last store still reads the buffer when the block exits and its shared memory is freed.
     if constexpr (!Spec::kIsSplit) {
       if (ptx::thread_index() % 128 == 0) ptx::tma_store_wait_read<0>();
     }

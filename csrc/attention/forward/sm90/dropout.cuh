@@ -8,7 +8,7 @@ namespace flashmoe::attention::sm90 {
 
 struct NotDrawn {};
 
-// Of a thread's two rows of a tile. Empty without dropout.
+// Dropout of a thread's two rows of a tile. Empty without dropout.
 template <typename Spec, bool kHasDropout = Spec::kHasDropout>
 struct TileDropout {
   template <typename Tile>
@@ -20,8 +20,9 @@ struct TileDropout {
 template <typename Spec>
 struct TileDropout<Spec, true> {
   using Block = KeptPairs<Spec::kBlockN>;
-  // What a block of keys keeps depends on no score. Drawn between the issue of the products and the wait for S it takes up to 15% longer, whether it
-  // delays O += P V or not. Among the exponentials it fills their waits; at D=128 it takes 3% less when P has been packed.
+  // Which keys of a block are kept does not depend on the scores. Drawing between the issue of the products and the
+  // wait for S takes up to 15% longer, whether it delays O += P V or not. Among the exponentials it fills their stalls;
+  // at D=128 it takes 3% less after P has been packed.
   static constexpr bool kDrawsLast = Spec::kHeadDim == 128;
 
   HeadDropout of_head;
@@ -44,7 +45,7 @@ struct TileDropout<Spec, true> {
     }
   }
 
-  // What is kept is scaled with the output.
+  // The scale of the kept weights is applied to the output.
   __device__ __forceinline__ void drop(uint32_t (&probabilities)[Spec::kBlockN / 4], int, const Block& drawn) const {
 #pragma unroll
     for (int i = 0; i < Spec::kBlockN / 4; ++i) probabilities[i] &= drawn.pair(i).halves();

@@ -1,5 +1,5 @@
-// The epilogue of a consumer warpgroup: its 64 rows of output to shared memory, from there by the copy engine to global
-// memory, and the log-sum-exp by ordinary stores; or, where keys are split, fp32 partial results by ordinary stores.
+// The epilogue of a consumer warpgroup: its 64 rows of output go to shared memory and from there by TMA to global
+// memory, the log-sum-exp by ordinary stores. If keys are split, fp32 partial results are written by ordinary stores.
 #pragma once
 
 #include "attention/forward/sm90/schedule.cuh"
@@ -35,8 +35,8 @@ __device__ __forceinline__ void load_sinks(const ForwardParams& params, const Ti
   }
 }
 
-// Slabs first_slab to first_slab + kSlabsOfPass - 1 of the accumulator, as 16-bit elements, into
-// `smem`. One stmatrix stores the 16 rows of the warp and 16 columns.
+// Stores slabs first_slab to first_slab + kSlabsOfPass - 1 of the accumulator to `smem`, as 16-bit elements. One
+// stmatrix stores 16 columns of the warp's 16 rows.
 template <typename Spec>
 __device__ __forceinline__ void store_output_shared(typename Spec::OutputTile smem,
                                                     const float (&output)[Spec::kValueDim / 2],
@@ -56,8 +56,8 @@ __device__ __forceinline__ void store_output_shared(typename Spec::OutputTile sm
   }
 }
 
-// The first of a thread's two rows of the tile's sequence; the other is 8 further on. Each store works it out where it uses it: a copy for all
-// would be held through the loop over tiles (1% to 2% at D=64, causal).
+// The first of a thread's two rows in the tile's sequence; the other is 8 further on. Each store recomputes it: a
+// common copy would occupy a register throughout the loop over tiles (1% to 2% at D=64, causal).
 template <typename Spec, MaskKind kMask>
 __device__ __forceinline__ int row_of_thread(const Tile<kMask>& tile, int consumer) {
   if constexpr (Spec::kIsTight) {
@@ -89,7 +89,7 @@ __device__ __forceinline__ void store_lse(const ForwardParams& params, const Til
   }
 }
 
-// Normalised fp32 rows of params.out_partial, straight from the accumulators: a quad writes 32 bytes, a whole sector.
+// Normalised fp32 rows of params.out_partial, straight from the accumulators: a quad writes 32 bytes, one sector.
 template <typename Spec, MaskKind kMask>
 __device__ __forceinline__ void store_partial(const ForwardParams& params, const Tile<kMask>& tile, int consumer,
                                               const float (&output)[Spec::kValueDim / 2],
@@ -109,7 +109,7 @@ __device__ __forceinline__ void store_partial(const ForwardParams& params, const
   }
 }
 
-// The same of a tile of folded heads: of the result where the tile's keys are not shared, else of this share.
+// The same for a tile of folded heads: the final result if the tile's keys are not split, otherwise that of this split.
 template <typename Spec>
 __device__ __forceinline__ void store_folded_lse(const ForwardParams& params, const VarlenTile& tile, int consumer,
                                                  const float (&lse)[2]) {
@@ -139,7 +139,8 @@ __device__ __forceinline__ void store_folded_partial(const ForwardParams& params
   }
 }
 
-// Slabs first_slab on of the warpgroup's rows before the sequence's end, from shared memory: the next sequence's follow.
+// Stores slabs from first_slab on of the warpgroup's rows before the sequence's end, from shared memory. The rows after
+// them in the output belong to the next sequence.
 template <typename Spec, MaskKind kMask>
 __device__ __forceinline__ void store_tail_rows(const ForwardParams& params, const Tile<kMask>& tile, int first_row,
                                                 typename Spec::OutputTile smem, int first_slab, int first_column) {
@@ -160,7 +161,7 @@ __device__ __forceinline__ void store_tail_rows(const ForwardParams& params, con
   }
 }
 
-// The same of a tile of folded heads; first: the warpgroup's first position.
+// The same for a tile of folded heads; first: the warpgroup's first position.
 template <typename Spec>
 __device__ __forceinline__ void store_folded_tail_rows(const ForwardParams& params, const VarlenTile& tile, int first,
                                                        typename Spec::OutputTile smem, int first_slab) {
@@ -184,8 +185,8 @@ __device__ __forceinline__ void store_folded_tail_rows(const ForwardParams& para
   }
 }
 
-// Whole 64-row tiles, and those of dense rows, which the copy engine cuts at the tensor's end, go out by the copy engine; the last rows of a
-// ragged sequence by predicated stores. first_column: of a tile that has part of the output's.
+// Full 64-row tiles, and tiles of dense rows, which TMA clips at the tensor's end, are stored by TMA; the last rows of
+// a ragged sequence by predicated stores. first_column: for tiles that compute a part of the output's columns.
 template <typename Spec, MaskKind kMask>
 __device__ __forceinline__ void store_tile(const ForwardParams& params, const SharedMemory<Spec>& shared,
                                            const ptx::TensorMap& out_map, const Tile<kMask>& tile, int query_stage,
@@ -198,15 +199,15 @@ __device__ __forceinline__ void store_tile(const ForwardParams& params, const Sh
   const bool has_tail = is_ragged && first_row + position_of<Spec>(tile, 64) > tile.num_rows(params);
 #pragma unroll
   for (int first_slab = 0; first_slab < Spec::kNumValueSlabs; first_slab += Spec::kSlabsOfPass) {
-    // Hazard: the store before (of this tile or of the last) still reads the buffer; its thread waits for it. Or: the tensor cores still
-    // read Q for another warp of the warpgroup.
+    // Hazard: the previous store (of this tile or of the last one) still reads the buffer; the thread that issued it
+    // waits for it. If the output overwrites Q: the tensor cores still read Q for another warp of the warpgroup.
     if (!Spec::kHasOutputInQuery && is_storing_thread) ptx::tma_store_wait_read<0>();
     sync_consumer(consumer);
-    // Of kRuntime no address of a store is held through the tile's loop, which has no register to spare.
+    // With kRuntime the addresses are recomputed here: the loop of the tile has no register to keep them in.
     const int thread = ptx::thread_index();
     store_output_shared<Spec>(smem, output, inverse_sum, first_slab,
                               kMask == MaskKind::kRuntime || Spec::kIsTight ? ptx::recompute(thread) : thread);
-    // Hazard: the copy engine, or another thread, reads before all 64 rows are written and visible to it.
+    // Hazard: TMA, or another thread, reads before all 64 rows are written and visible to it.
     ptx::fence_proxy_async_shared();
     sync_consumer(consumer);
     if (has_tail) {

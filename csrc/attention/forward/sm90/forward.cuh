@@ -1,8 +1,8 @@
-// Forward attention for sm_90a: TMA, wgmma, one producer and up to three consumer warpgroups, a persistent grid.
+// Forward attention for sm_90a: TMA, wgmma, one producer and up to four consumer warpgroups, a persistent grid.
 //   grid     min(tiles, multiprocessors) blocks; tiles = ceil(seq_q / kBlockM) * heads_q * batch
 //   maps     tensor_map.h says how the host builds them
 //   counter  params.tile_counter is 0 at launch, and 0 again at the end; null means a static schedule, which is slower
-//            (up to 27%, causal) where grid < tiles
+//            (up to 27%, causal) if grid < tiles
 // Read schedule.cuh (which tile), producer.cuh (loads), consumer.cuh (products), softmax.cuh, epilogue.cuh in this
 // order.
 #pragma once
@@ -32,7 +32,7 @@ __device__ __forceinline__ void init_barriers(const SharedMemory<Spec>& shared) 
   }
 #pragma unroll
   for (int stage = 0; stage < Spec::kNumStages; ++stage) {
-    // The copy engine's thread, or the warps that make elements of codes.
+    // Arrivals: the thread that issues TMA, or the four warps that convert codes to elements.
     for (int part = 0; part < Spec::kKeyParts; ++part) {
       ptx::mbarrier_init(shared.key_full(stage, part), Spec::kConvertsCodes ? 4 : 1);
     }
@@ -50,7 +50,7 @@ __device__ __forceinline__ void forward(const ForwardParams& params, const ptx::
                                         const ptx::TensorMap& k_map, const ptx::TensorMap& v_map,
                                         const ptx::TensorMap& out_map) {
   const SharedMemory<Spec> shared{ptx::dynamic_shared_memory()};
-  // The shuffle tells the compiler that the role is the same in the whole warp.
+  // The shuffle tells the compiler that the role is uniform across the warp.
   const int warp = ptx::shuffle_index(ptx::warp_index(), 0);
   const int warpgroup = warp / 4;
 
@@ -62,7 +62,7 @@ __device__ __forceinline__ void forward(const ForwardParams& params, const ptx::
     init_barriers(shared);
   }
   ptx::barrier_sync_block();
-  // The combining kernel may be queued; it waits for this grid's end.
+  // The combining kernel may be launched now; it waits for the end of this grid.
   if constexpr (Spec::kIsSplit) ptx::grid_launch_dependents();
 
   if (warpgroup == 0) {

@@ -1,4 +1,4 @@
-// The producer: one thread that asks the copy engine for Q, K and V, and hands tiles to the consumers.
+// The producer: one thread that issues the TMA loads of Q, K and V and passes tiles to the consumers.
 #pragma once
 
 #include "attention/forward/sm90/schedule.cuh"
@@ -11,7 +11,7 @@
 
 namespace flashmoe::attention::sm90 {
 
-// One stage of K or V: a tile's rows from `row`, slab by slab. Rows and columns outside the tensor become zeros.
+// Loads one stage of K or V: a tile's rows from `row`, slab by slab. Rows and columns outside the tensor become zeros.
 template <typename Tile>
 __device__ __forceinline__ void load_keys(Tile smem, const ptx::TensorMap& map, ptx::Mbarrier* full,
                                           ptx::Mbarrier* empty, int parity, int row, int kv_head, int batch) {
@@ -23,7 +23,7 @@ __device__ __forceinline__ void load_keys(Tile smem, const ptx::TensorMap& map, 
   }
 }
 
-// The 64 rows of Q of one consumer warpgroup, and the tile they belong to. Rows past seq_q become zeros.
+// Loads the 64 rows of Q of one consumer warpgroup and publishes their tile. Rows past seq_q become zeros.
 template <typename Spec, MaskKind kMask>
 __device__ __forceinline__ void load_query(const SharedMemory<Spec>& shared, const ptx::TensorMap& map,
                                            const RingPosition<Spec::kNumQueryStages>& at, int consumer,
@@ -39,8 +39,9 @@ __device__ __forceinline__ void load_query(const SharedMemory<Spec>& shared, con
   }
 }
 
-// Per tile, with key blocks 0 to n-1 (or the share of them that the work item has): K(0), Q of warpgroup 0, V(0), Q of the others, then K(j), V(j)
-// upwards. V(0) stands before the other warpgroups' Q because those wait for warpgroups that may still be in the last tile.
+// Order of the loads of a tile with key blocks 0 to n-1 (or the work item's share of them): K(0), Q of warpgroup 0,
+// V(0), Q of the others, then K(j), V(j) in ascending order. V(0) precedes the Q of the other warpgroups because these
+// loads wait for warpgroups that may still work on the previous tile.
 template <typename Spec, MaskKind kMask>
 __device__ __forceinline__ void produce(const ForwardParams& params, const SharedMemory<Spec>& shared,
                                         const ptx::TensorMap& q_map, const ptx::TensorMap& k_map,

@@ -10,8 +10,8 @@
 
 namespace flashmoe::attention::sm90 {
 
-// Key blocks that some of the rows [first_row, end_row) see: the last row sees the last ones. Rows that see no key work on one block, all
-// of it masked: that gives the right result, and no tile needs a path of its own.
+// Key blocks that some of the rows [first_row, end_row) see; the last row sees the last blocks. Rows that see no key
+// process one block, all of it masked: this gives the right result without a special case.
 template <typename Spec, MaskKind kMask>
 __device__ __forceinline__ KeyRange seen_blocks(const Sequence<kMask>& sequence, int first_row, int end_row) {
   const int last_row = minimum(end_row, sequence.rows()) - 1;
@@ -20,8 +20,8 @@ __device__ __forceinline__ KeyRange seen_blocks(const Sequence<kMask>& sequence,
   return KeyRange{begin, maximum(begin + 1, end)};
 }
 
-// What the producer tells the consumers: kBlockM rows of Q of one (batch, head), and which share of their keys; m_block < 0 ends the work.
-// (Of MaskKind::kRuntime: varlen/schedule.cuh.)
+// What the producer passes to the consumers: kBlockM rows of Q of one (batch, head), and which share of their keys;
+// m_block < 0 ends the work. (For MaskKind::kRuntime see varlen/schedule.cuh.)
 template <MaskKind kMask>
 struct Tile {
   int m_block;
@@ -32,8 +32,8 @@ struct Tile {
   __device__ __forceinline__ Sequence<kMask> sequence(const ForwardParams& params) const { return {params, batch}; }
   __device__ __forceinline__ int num_rows(const ForwardParams& params) const { return params.seq_q; }
 
-  // Key blocks of the work item, none for some where a tile has fewer blocks than splits. The tile's own blocks in equal
-  // shares, so that items of a tile cost the same.
+  // Key blocks of the work item; none for some items if a tile has fewer blocks than splits. The tile's blocks are
+  // divided equally, so that its items cost the same.
   template <typename Spec>
   __device__ __forceinline__ KeyRange key_blocks(const ForwardParams& params) const {
     const Sequence<kMask> sequence(params, batch);
@@ -44,14 +44,14 @@ struct Tile {
   }
 };
 
-// Work items of a tile. Where it is not 1, the schedule takes every share for a head of its own, with all row blocks.
+// Work items per tile. If there are several, the schedule treats every share as a separate head, with all row blocks.
 template <typename Spec>
 __device__ __forceinline__ int items_per_tile(const ForwardParams& params) {
   return Spec::kIsSplit ? params.num_splits : 1;
 }
 
-// Heads whose keys and values together fit half of the second-level cache, in whole groups of query heads that share
-// them. One group where queries are few beside the keys: its tiles are about equally long, and read the same keys at
+// Query heads whose keys and values together take at most 32 MiB of the L2 cache, in multiples of the group that shares
+// a key head. One group if queries are few compared to keys: its tiles are about equally long and read the same keys at
 // the same time (1% to 2% at D=128).
 template <typename Spec>
 __device__ __forceinline__ int heads_per_section(const ForwardParams& params) {
@@ -65,7 +65,7 @@ __device__ __forceinline__ int heads_per_section(const ForwardParams& params) {
   return kv_heads * heads_per_key_head(params) * items_per_tile<Spec>(params);
 }
 
-// Tile `index` of the schedule; section_heads is what heads_per_section says.
+// Tile `index` of the schedule; section_heads is the result of heads_per_section.
 template <typename Spec, MaskKind kMask>
 __device__ __forceinline__ Tile<kMask> decode_tile(const ForwardParams& params, int m_blocks, int section_heads,
                                                    int index) {

@@ -1,5 +1,6 @@
-// What ScoreOptions do to the scores of one key block before the softmax, in the accumulator layout of wgmma (softmax.cuh): a mask tensor.
-// (A softcap without one is the softmax's, unless the call is consistent: softcap.cuh.)
+// Applies the mask tensor of ScoreOptions to the scores of one key block, before the softmax, in the accumulator layout
+// of wgmma (softmax.cuh). (A softcap without a mask tensor is part of the softmax, unless the call is consistent:
+// softcap.cuh.)
 #pragma once
 
 #include "attention/params/forward.h"
@@ -16,23 +17,24 @@
 
 namespace flashmoe::attention::sm90 {
 
-// score becomes score * factor + value * value_factor; the product is held to the range of float, unless the value is infinite.
+// Sets score to score * factor + value * value_factor. The product of the value is at least -3e38, unless the value is
+// -inf.
 __device__ __forceinline__ void add_mask_value(float& score, float value, float factor, float value_factor) {
   constexpr float kLargest = 3.0e38f;
   const float held = ptx::max_ftz(value * value_factor, -kLargest);
   score = ptx::fma_rn(score, factor, value == ptx::negative_infinity() ? value : held);
 }
 
-// Where a mask tensor has the scores of this thread: two rows, of keys two neighbours in every eight from first_key on. Row by row, so
-// that only one row's loads wait in registers.
+// Reads the mask tensor for the scores of this thread: two rows, and two adjacent keys of every eight from first_key
+// on. Works row by row, so that the loads of only one row occupy registers.
 template <typename Element, bool kIsFolded>
 struct MaskReader {
   const ScoreOptions& options;
   const VarlenTile& tile;
   const int first_key;
-  const bool is_paired;  // two neighbours in one load
+  const bool is_paired;  // two adjacent keys per load
 
-  // end_key: of the block.
+  // end_key: end of the block's keys.
   __device__ __forceinline__ MaskReader(const ScoreOptions& options_, const VarlenTile& tile_, int first_key_,
                                         int end_key)
       : options(options_),
@@ -40,7 +42,7 @@ struct MaskReader {
         first_key(first_key_),
         is_paired(has_pairs(options_) && end_key <= tile_.keys) {}
 
-  // Of an additive mask.
+  // Whether two adjacent keys of an additive mask can be loaded at once.
   static __device__ __forceinline__ bool has_pairs(const ScoreOptions& options) {
     const auto strides =
         static_cast<int>(options.mask_stride_batch | options.mask_stride_head | options.mask_stride_row);
@@ -52,7 +54,7 @@ struct MaskReader {
     if constexpr (kIsFolded) return folded_row(tile, row);
     return FoldedRow{tile.head, row, row < tile.rows};
   }
-  // Of heads and rows that are none the last.
+  // The same, with heads and rows that do not exist replaced by the last ones.
   __device__ __forceinline__ FoldedRow find_last(int row) const {
     if constexpr (!kIsFolded) return find(minimum(row, tile.rows - 1));
     const Folding folding = folding_of(tile);
@@ -67,7 +69,7 @@ struct MaskReader {
     return static_cast<const unsigned char*>(options.mask) + ptx::recompute(offset) * kBytes;
   }
 
-  // From a pair's first key to its second, and from there to the next pair's first.
+  // Advances from a pair's first key to its second, or from there to the next pair's first.
   template <int kBytes>
   __device__ __forceinline__ const unsigned char* next_key(const unsigned char* gmem, int c) const {
     return ptx::advance_pointer(gmem, (c == 0 ? 1 : 7) * options.mask_stride_key * kBytes);

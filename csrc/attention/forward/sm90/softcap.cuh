@@ -11,16 +11,17 @@ namespace flashmoe::attention::sm90 {
 
 constexpr float kTwoLog2E = 2.8853900817779268f;
 
-// The softcap inside the softmax: exponents scale_log2 * tanh(x), x = score * factor, of raw scores, whose order they preserve, so that
-// maxima are those of raw scores. Four forms, chosen for a warp and key block by its largest score:
+// The softcap inside the softmax: exponents scale_log2 * tanh(x), x = score * factor. tanh preserves the order of the
+// raw scores, so maxima are taken of raw scores. Four forms, chosen per warp and key block by the largest x:
 //
 // kShort  up to 0.38  tanh(x) is x times a polynomial in x^2, of three terms, 9e-7 off
 // kLong   up to 0.875 the same of five terms, 8e-7 off
 // kFours  up to 10    1 - 2 / (e^2x + 1), where four scores share one reciprocal, 3e-7 off
-// kOnes               the same for each score by itself, right at both infinities
+// kOnes               the same with one reciprocal per score, right at both infinities
 //
-// Below -end both series fall faster than tanh, which does not show: beside a maximum of kSeriesBegin or more, with a cap of kLeastSoftcap
-// or more, such scores weigh less than e^-10 (kShort: less than 2%, of which they miss a thousandth).
+// Below -end both series fall faster than tanh. This has no visible effect: next to a maximum of kSeriesBegin or more,
+// with a cap of kLeastSoftcap or more, such scores have weights below e^-10 (kShort: below 2%, with an error of a
+// thousandth of that).
 enum class Cap { kShort, kLong, kFours, kOnes };
 
 struct Softcap {
@@ -30,14 +31,14 @@ struct Softcap {
   static constexpr float kFoursEnd = 10.0f;
   static constexpr float kLeastOfFours = 1e-3f;                // as scale_log2: the reciprocal's square must be a float
   static constexpr float kLeastSoftcap = 24.0f * 1.44269504f;  // as scale_log2
-  // Factors whose eighth power is still a float, and not the least of them.
+  // Factors whose eighth power is still a float, and not one of the smallest.
   static constexpr float kLeastFactor = 1e-4f;
   static constexpr float kMostFactor = 1e3f;
 
   float factor;
   float scale_log2;
 
-  // Of the series, whatever the scores.
+  // Whether the series can be used at all, whatever the scores.
   __device__ __forceinline__ bool has_series() const {
     return scale_log2 >= kLeastSoftcap && factor >= kLeastFactor && factor <= kMostFactor;
   }
@@ -45,11 +46,11 @@ struct Softcap {
   __device__ __forceinline__ float power(float score) const {  // e^2x
     return ptx::exp2_approx(score * (factor * kTwoLog2E));
   }
-  // The exponent less shift, by kOnes.
+  // The exponent minus shift, in the form kOnes.
   __device__ __forceinline__ float exponent(float score, float shift) const {
     return ptx::fma_rn(-2.0f * scale_log2, ptx::rcp_approx(power(score) + 1.0f), scale_log2 - shift);
   }
-  // Of a maximum; -inf where there is none.
+  // The exponent of a maximum; -inf if there is none.
   __device__ __forceinline__ float exponent_of_max(float max) const {
     return max == ptx::negative_infinity() ? max : exponent(max, 0.0f);
   }
@@ -58,7 +59,8 @@ struct Softcap {
     constexpr float kTanh = -0.124353f;
     return kTanh * scale_log2;
   }
-  // score * series(score): the exponent. The last term is positive, so that the series fall without bound on the left.
+  // The exponent is score * series(score). The last term is positive, so that the exponent falls without bound on the
+  // left.
   template <Cap kCap>
   __device__ __forceinline__ float series(float score) const {
     constexpr bool kIsShort = kCap == Cap::kShort;
@@ -76,7 +78,7 @@ struct Softcap {
   }
 };
 
-// Scores to exponentials, which are added to the sums: in one function, so that the compiler interleaves the two.
+// Replaces scores by exponentials and adds these to the sums: one function, so that the compiler interleaves the two.
 template <int kN, Cap kCap, bool kMayBeEmpty>
 __device__ __forceinline__ void find_exponentials(float (&scores)[kN / 2], RowState& rows, const float (&shift)[2],
                                                   const Softcap& cap) {
@@ -122,16 +124,18 @@ __device__ __forceinline__ void find_exponentials(float (&scores)[kN / 2], RowSt
   }
 }
 
-// No exponent is above scale_log2. With the range of float, exponentials may refer to it itself, once each row of the warp has had a key
-// within kReach of it that the series may stand beside: from then on a row has neither a maximum nor rescaling, and RowState::max is
-// infinite, as scores are whose exponent is scale_log2. Other rows, and weights of less range, have a maximum.
+// No exponent is above scale_log2. If the elements have the range of float, exponentials can refer to scale_log2
+// itself, once each row of the warp has had a key whose exponent is within kReach of it and high enough for the series.
+// From then on these rows are settled: they need neither a maximum nor rescaling, and RowState::max is infinite, the
+// score whose exponent is scale_log2. Other rows, and elements of a smaller range, have a maximum.
 template <typename Element>
 constexpr bool kHasRangeOfFloat = false;
 template <>
 constexpr bool kHasRangeOfFloat<ptx::BF16> = true;
 constexpr float kReach = 90.0f;
 
-// The largest of a thread's scores, or any below zero where all are: three at a time, as integers.
+// Returns the largest of a thread's scores, or any negative one if all are negative. Compares three at a time, as
+// integers.
 template <int kN>
 __device__ __forceinline__ float largest(const float (&scores)[kN / 2]) {
   int level[kN / 2];
@@ -152,7 +156,7 @@ __device__ __forceinline__ float largest(const float (&scores)[kN / 2]) {
   return ptx::bits_float(static_cast<uint32_t>(level[0]));
 }
 
-// The same of one of its two rows.
+// The same for one of the thread's two rows.
 template <int kN>
 __device__ __forceinline__ float largest_of_row(const float (&scores)[kN / 2], int r) {
   float row[kN / 4];
@@ -161,7 +165,7 @@ __device__ __forceinline__ float largest_of_row(const float (&scores)[kN / 2], i
   return largest<kN / 2>(row);
 }
 
-// What the scores of a key block allow, for the whole warp.
+// The forms that the scores of a key block allow, for the whole warp.
 struct CapChoice {
   bool is_short;
   bool is_long;
@@ -191,7 +195,7 @@ __device__ __forceinline__ void find_exponentials(float (&scores)[kN / 2], RowSt
   }
 }
 
-// online_softmax of raw scores under a softcap.
+// online_softmax for raw scores with a softcap.
 template <typename Element, int kN, bool kMayBeEmpty>
 __device__ __forceinline__ bool capped_softmax(float (&scores)[kN / 2], RowState& rows, float (&rescale)[2],
                                                const Softcap& cap) {
@@ -206,8 +210,8 @@ __device__ __forceinline__ bool capped_softmax(float (&scores)[kN / 2], RowState
     }
   }
   if constexpr (!kSettles && !kMayBeEmpty) {
-    // Weights up to 2^kMostExponent are as exact as those up to 1: so far no maximum need move, and none is asked for. Of a row without a
-    // positive score the largest is held to be zero.
+    // Weights up to 2^kMostExponent are as exact as those up to 1. Up to there no maximum has to move, and none is
+    // computed over the quad. A row without a positive score counts as if its largest were zero.
     constexpr float kMostExponent = 14.0f;
     const float shift[2] = {cap.exponent(rows.max[0], 0.0f), cap.exponent(rows.max[1], 0.0f)};
     const float top[2] = {ptx::max_ftz(largest_of_row<kN>(scores, 0), 0.0f),
@@ -219,7 +223,7 @@ __device__ __forceinline__ bool capped_softmax(float (&scores)[kN / 2], RowState
       return false;
     }
   }
-  float new_max[2];  // of this thread's columns; of the whole row only where it matters
+  float new_max[2];  // of this thread's columns; of the whole row only if the maximum moves
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
     new_max[r] = ptx::negative_infinity();
@@ -232,7 +236,7 @@ __device__ __forceinline__ bool capped_softmax(float (&scores)[kN / 2], RowState
   new_max[0] = ptx::max_ftz(new_max[0], rows.max[0]);
   new_max[1] = ptx::max_ftz(new_max[1], rows.max[1]);
   const CapChoice choice(cap, top, min(new_max[0], new_max[1]));
-  // Not for the NaN of a row without keys, nor of a settled one.
+  // False for the NaN of a row without keys and of a settled row.
   const bool moved = ptx::vote_any((new_max[0] - rows.max[0]) * cap.slope() > kMaxExponent ||
                                    (new_max[1] - rows.max[1]) * cap.slope() > kMaxExponent);
   float shift[2];

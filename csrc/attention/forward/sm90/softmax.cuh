@@ -17,8 +17,8 @@ struct RowState {
   float sum[2];
 };
 
-// Scores of columns from visible[r] on become -inf. visible: leading visible columns of row r of this tile, counted
-// from this thread's first column, 2 * (lane % 4); may be negative.
+// Sets scores of columns from visible[r] on to -inf. visible[r]: number of leading visible columns of row r in this
+// tile, counted from this thread's first column, 2 * (lane % 4); may be negative.
 template <int kN>
 __device__ __forceinline__ void mask_scores(float (&scores)[kN / 2], const int (&visible)[2]) {
 #pragma unroll
@@ -28,7 +28,7 @@ __device__ __forceinline__ void mask_scores(float (&scores)[kN / 2], const int (
   }
 }
 
-// Scores of columns before hidden[r] become -inf; counted as mask_scores counts.
+// Sets scores of columns before hidden[r] to -inf; counted as in mask_scores.
 template <int kN>
 __device__ __forceinline__ void mask_scores_before(float (&scores)[kN / 2], const int (&hidden)[2]) {
 #pragma unroll
@@ -41,15 +41,16 @@ __device__ __forceinline__ void mask_scores_before(float (&scores)[kN / 2], cons
 // Replaces the scores s by exp2((s - max) * scale_log2) and adds them to the sums. Returns whether (in any lane of the
 // warp) the maximum moved; then the old output of row r must be multiplied by rescale[r], as the old sum has been.
 //
-// After the first few tiles no row's maximum moves (attention/softmax.cuh): then neither the maximum over the quad is taken nor the output
-// rescaled, which nothing would overlap. The vote of the warp only skips what would multiply by exactly 1.
+// After the first few tiles no row's maximum moves (attention/softmax.cuh). Then the maximum over the quad is not
+// computed and the output is not rescaled; nothing would overlap either. The warp's vote only skips multiplications by
+// exactly 1.
 //
 // kMayBeEmpty: a row may have seen no key yet; its maximum is -inf, and -inf - -inf is NaN. Unmasked tiles have no such
-// row, and a NaN there comes from the inputs and must come through.
+// row, and a NaN there comes from the inputs and must be propagated.
 template <int kN, bool kMayBeEmpty>
 __device__ __forceinline__ bool online_softmax(float (&scores)[kN / 2], RowState& rows, float (&rescale)[2],
                                                float scale_log2) {
-  float new_max[2];  // of this thread's columns; of the whole row only where it matters
+  float new_max[2];  // of this thread's columns; of the whole row only if the maximum moves
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
     new_max[r] = rows.max[r];
@@ -67,7 +68,7 @@ __device__ __forceinline__ bool online_softmax(float (&scores)[kN / 2], RowState
       new_max[r] = quad_max(new_max[r]);
       if (reference_stays(new_max[r], rows.max[r], scale_log2)) new_max[r] = rows.max[r];
       const float shift = (kMayBeEmpty && new_max[r] == ptx::negative_infinity() ? 0.0f : new_max[r]) * scale_log2;
-      // Rounded products on both sides, as the exponentials have them: a row whose maximum stays is multiplied by exactly 1.
+      // Rounded products on both sides, as in the exponentials: a row whose maximum stays is multiplied by exactly 1.
       rescale[r] = ptx::exp2_approx(ptx::sub_rn(rows.max[r] * scale_log2, shift));
       rows.max[r] = new_max[r];
       rows.sum[r] *= rescale[r];
@@ -89,16 +90,16 @@ __device__ __forceinline__ bool online_softmax(float (&scores)[kN / 2], RowState
   return moved;
 }
 
-// What rising_softmax is told of a thread's two rows and a key block.
+// Inputs of rising_softmax for a thread's two rows and a key block.
 struct RisingRows {
-  float base[2];   // what the scores lack of those that the reference is of
-  float ahead[2];  // how far above a new maximum its reference goes: in scores
-  float limit[2];  // how far above the reference a maximum may be: as an exponent
+  float base[2];   // added to the scores to get those that the reference refers to
+  float ahead[2];  // how far above a new maximum its reference is set, in units of scores
+  float limit[2];  // how far above the reference a maximum may be, as an exponent
 };
 
-// online_softmax of scores that rise from block to block as ALiBi's do. A reference that followed them would move in every other block, and since a
-// warp rescales when one of its 16 rows asks for it, the warp in nearly all. So references go ahead of the rise, and at blocks that
-// the caller chooses for all rows of a head.
+// online_softmax for scores that rise from block to block, as ALiBi's do. A reference that followed them would move in
+// every other block, and the references of a warp in nearly all, because a warp rescales if any of its 16 rows requires
+// it. So references are set ahead of the rise, at blocks that the caller chooses for all rows of a head.
 template <int kN, bool kMayBeEmpty>
 __device__ __forceinline__ bool rising_softmax(float (&scores)[kN / 2], RowState& rows, float (&rescale)[2],
                                                float scale_log2, const RisingRows& rising) {

@@ -1,4 +1,4 @@
-// The compile-time values of one sm90 forward kernel and its shared-memory map.
+// The compile-time values of one sm90 forward kernel and its shared-memory layout.
 #pragma once
 
 #include "attention/params/forward.h"
@@ -7,17 +7,20 @@
 
 namespace flashmoe::attention::sm90 {
 
-// Warpgroup 0 produces (it feeds the copy engine), warpgroups 1 to kBlockM / 64 consume, 64 rows of Q each.
+// Warpgroup 0 is the producer (it issues the TMA loads), warpgroups 1 to kBlockM / 64 are consumers with 64 rows of Q
+// each.
 //   kNumStages         K tiles, and V tiles, in shared memory
-//   kNumQueryStages    Q tiles in shared memory; with 2 the next tile's Q is there before this tile ends
-//   kNumOutputSlabs    64-column slabs of the output tile in shared memory; a wider output goes out in several passes. 0: the
-//                      output overwrites the tile's Q, and the next tile's Q has the other stage (varlen kernels)
+//   kNumQueryStages    Q tiles in shared memory; with 2 the next tile's Q is loaded before this tile ends
+//   kNumOutputSlabs    64-column slabs of the output tile in shared memory; a wider output is stored in several
+//                      passes. 0: the output overwrites the tile's Q, and the next tile's Q uses the other stage
+//                      (varlen kernels)
 //   kSplit             1: params.num_splits work items share a tile's keys and write fp32 partial results from the
 //                      accumulators; kNumOutputSlabs is 0
-//   kNarrower          columns that V and the output have fewer than Q and K; above 256 columns a tile computes so many of the output's,
-//                      and kValueParts tiles, each with scores of its own, all of them
-//   kTileBytes         what the producer tells the consumers of a tile
-//   kSchedulerBytes, kNumSchedulerBarriers   of the producing warps alone (varlen/spec.cuh)
+//   kNarrower          columns by which V and the output are narrower than Q and K. With more than 256 columns a tile
+//                      computes kValueDim columns of the output, and kValueParts tiles, each with its own scores,
+//                      compute all of them
+//   kTileBytes         size of the tile record that the producer passes to the consumers
+//   kSchedulerBytes, kNumSchedulerBarriers   for the producing warps only (varlen/spec.cuh)
 template <typename Element_, int kHeadDim_, int kBlockM_, int kBlockN_, int kNumStages_, int kNumWarps_,
           int kNumQueryStages_, int kNumOutputSlabs_, int kSplit_ = 0, int kNarrower_ = 0, int kTileBytes_ = 16,
           int kSchedulerBytes_ = 0, int kNumSchedulerBarriers_ = 0>
@@ -33,17 +36,17 @@ struct ForwardSpec {
   static constexpr int kNumOutputSlabs = kNumOutputSlabs_;
   static constexpr bool kIsSplit = kSplit_ != 0;
   static constexpr int kTileBytes = kTileBytes_;
-  static constexpr bool kHasScoreMod = false;    // ragged kernels may (varlen/spec.cuh)
-  static constexpr bool kHasAlibi = false;       // likewise
-  static constexpr bool kHasDropout = false;     // likewise
-  static constexpr bool kHasCodes = false;       // of 8-bit floats (e4m3/spec.cuh)
-  static constexpr bool kConvertsCodes = false;  // of a cache of them (varlen/converter.cuh)
-  static constexpr bool kIsTight = false;        // no register is held for what can be read or computed again
-  static constexpr bool kIsFolded = false;       // of chunks (varlen/folded.cuh)
-  static constexpr bool kStreamsMask = false;    // an additive mask's blocks come with K's (varlen/spec.cuh)
+  static constexpr bool kHasScoreMod = false;    // true in some ragged kernels (varlen/spec.cuh)
+  static constexpr bool kHasAlibi = false;       // true in some ragged kernels
+  static constexpr bool kHasDropout = false;     // true in some ragged kernels
+  static constexpr bool kHasCodes = false;       // Q, K and V are 8-bit floats (e4m3/spec.cuh)
+  static constexpr bool kConvertsCodes = false;  // K and V come from a cache of 8-bit floats (varlen/converter.cuh)
+  static constexpr bool kIsTight = false;        // no register keeps what can be read or computed again
+  static constexpr bool kIsFolded = false;       // chunk kernels (varlen/folded.cuh)
+  static constexpr bool kStreamsMask = false;    // an additive mask's blocks are loaded with K's (varlen/spec.cuh)
   static constexpr int kValueParts = kHeadDim_ > 256 ? kHeadDim_ / kValueDim : 1;
   static constexpr int kKeyParts =
-      kHeadDim_ > 256 ? 4 : 1;  // of a K tile: columns that are loaded and released together
+      kHeadDim_ > 256 ? 4 : 1;  // parts of a K tile, by columns, each loaded and released separately
 
   static constexpr int kNumConsumers = kBlockM / 64;
   static constexpr int kNumThreads = kNumWarps * 32;
@@ -69,7 +72,7 @@ struct ForwardSpec {
   using OutputTile = SharedTile<64, 64 * kSlabsOfPass>;  // of one warpgroup
   using KeyTile = SharedTile<kBlockN, kHeadDim>;         // one stage of K
   using KeyPart = SharedTile<kBlockN, kHeadDim / kKeyParts>;
-  using ValueTile = SharedTile<kBlockN, kValueDim>;  // and of V
+  using ValueTile = SharedTile<kBlockN, kValueDim>;  // one stage of V
   static constexpr int kOutputBytes = kNumOutputSlabs == 0 ? 0 : OutputTile::kBytes;
 
   static constexpr int kNumQueryTiles = kNumQueryStages * kNumConsumers;
@@ -90,11 +93,11 @@ template <typename Spec>
 struct SharedMemory {
   unsigned char* base;
 
-  // The rows of warpgroup `consumer`.
+  // The Q rows of warpgroup `consumer`.
   __device__ __forceinline__ typename Spec::QueryTile query(int stage, int consumer) const {
     return {base + Spec::kQueryOffset + (stage * Spec::kNumConsumers + consumer) * Spec::QueryTile::kBytes};
   }
-  // Where warpgroup `consumer` puts the output of the tile whose Q has query stage `stage`.
+  // Where warpgroup `consumer` writes the output of the tile whose Q is in query stage `stage`.
   __device__ __forceinline__ typename Spec::OutputTile output(int stage, int consumer) const {
     if constexpr (Spec::kHasOutputInQuery) return {query(stage, consumer).smem};
     return {base + Spec::kOutputOffset + consumer * Spec::kOutputBytes};
@@ -117,7 +120,7 @@ struct SharedMemory {
   __device__ __forceinline__ ptx::Mbarrier* barrier(int index) const {
     return reinterpret_cast<ptx::Mbarrier*>(base + Spec::kBarrierOffset) + index;
   }
-  // full: the copy engine has written the buffer. empty: every consumer warp has read it for the last time.
+  // full: TMA has written the buffer. empty: every consumer warp has read it for the last time.
   __device__ __forceinline__ ptx::Mbarrier* query_full(int stage, int consumer) const {
     return barrier(stage * Spec::kNumConsumers + consumer);
   }
@@ -136,8 +139,9 @@ struct SharedMemory {
   __device__ __forceinline__ ptx::Mbarrier* value_empty(int stage) const {
     return value_full(Spec::kNumStages + stage);
   }
-  // Of the varlen kernels. The producing warps' NextTile (varlen/scheduler.cuh), and: it has been written; the loading thread asks for
-  // the one after; the copy engine has written V of a block that ends past the keys.
+  // Varlen kernels only. next_tile: the NextTile of the producing warps (varlen/scheduler.cuh); next_tile_full: it has
+  // been written. tail_full: TMA has written V of a block that ends past the last key. next_tile_wanted: the loading
+  // thread requests the next tile.
   __device__ __forceinline__ unsigned char* next_tile(int slot) const {
     return base + Spec::kSchedulerOffset + slot * Spec::kNextTileBytes;
   }
@@ -146,12 +150,14 @@ struct SharedMemory {
   }
   __device__ __forceinline__ ptx::Mbarrier* tail_full(int slot) const { return next_tile_full(2 + slot); }
   __device__ __forceinline__ ptx::Mbarrier* next_tile_wanted() const { return next_tile_full(4); }
-  // Of kernels that stream a mask: a block's keys of the rows of warpgroup `consumer`; guarded by K's barriers.
+  // Only for kernels that stream a mask: a block's mask tile for the rows of warpgroup `consumer`; guarded by K's
+  // barriers.
   template <typename Own = Spec>
   __device__ __forceinline__ typename Own::MaskTile mask(int stage, int consumer) const {
     return {base + Own::kMaskOffset + (stage * Spec::kNumConsumers + consumer) * Own::MaskTile::kBytes};
   }
-  // Of kernels over a cache of codes. What the copy engine brings of K and of V (varlen/spec.cuh), and the block that it belongs to.
+  // Only for kernels over a cache of codes. codes: K or V as loaded by TMA (varlen/spec.cuh); code_block: the block
+  // that they belong to.
   template <typename Own = Spec>
   __device__ __forceinline__ typename Own::CodeTile codes(int slot) const {
     return {base + Own::kCodeOffset + slot * Own::CodeTile::kBytes};

@@ -1,6 +1,6 @@
 // What the host passes to cuTensorMapEncodeTiled for the four tensor maps of the sm90 forward kernel. Plain C++.
 //
-// The host fills one ptx::TensorMap a tensor with
+// The host fills one ptx::TensorMap per tensor with
 //   cuTensorMapEncodeTiled(&map, CU_TENSOR_MAP_DATA_TYPE_FLOAT16 or _BFLOAT16, kTensorMapRank, address, dims,
 //                          strides_bytes, box, element_strides, CU_TENSOR_MAP_INTERLEAVE_NONE,
 //                          CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
@@ -51,13 +51,13 @@ inline TensorMapArguments tensor_map_arguments(const void* address, const Stride
       {1, 1, 1, 1}};
 }
 
-// Of an additive mask [batches, heads, rows, keys], by the strides of its options.
+// The map of an additive mask [batches, heads, rows, keys], with the strides of its options.
 inline TensorMapArguments mask_map(const ScoreOptions& options, int keys, int rows, int heads, int batches,
                                    int box_rows) {
   const Strides strides{options.mask_stride_batch, options.mask_stride_head, options.mask_stride_row};
   return tensor_map_arguments(options.mask, strides, keys, rows, heads, batches, box_rows);
 }
-// Of a call: a stride of 0 is one matrix for all.
+// The same for a call: a stride of 0 means one matrix for all.
 template <typename Params>
 TensorMapArguments mask_map(const Params& params, int box_rows) {
   const ScoreOptions& options = params.score_options;
@@ -65,7 +65,7 @@ TensorMapArguments mask_map(const Params& params, int box_rows) {
                   options.mask_stride_batch == 0 ? 1 : params.batch, box_rows);
 }
 
-// block_n: the kernel's own, from the kernel table.
+// block_n: that of the kernel, from the kernel table.
 inline ForwardTensorMaps forward_tensor_maps(const ForwardParams& params, int block_n) {
   return ForwardTensorMaps{tensor_map_arguments(params.q, params.q_stride, params.head_dim, params.seq_q,
                                                 params.heads_q, params.batch, kWarpgroupRows),

@@ -1,8 +1,10 @@
 // A consumer warpgroup of the e4m3 kernels: the 16-bit one (../consumer.cuh) with products of 8-bit floats.
 //
-// P is rounded to e4m3 as it becomes the operand of P V (softmax.cuh). Row sums add what is not rounded: the log-sum-exp is that of the scores.
+// P is rounded to e4m3 when it becomes the operand of P V (softmax.cuh). Row sums add unrounded values, so the
+// log-sum-exp is that of the scores.
 //
-// The tensor cores add products of 8-bit floats with some 14 bits. P V of each block has sums of its own, which join the output in float32.
+// The tensor cores accumulate products of 8-bit floats with about 14 bits. So P V of each block has its own
+// accumulators, which are added to the output in float32.
 #pragma once
 
 #include "attention/forward/sm90/consumer.cuh"
@@ -13,7 +15,7 @@
 
 namespace flashmoe::attention::sm90 {
 
-// The scale of a row of a head in memory, times its factor.
+// Loads the scale of a row of a head, times its factor.
 __device__ __forceinline__ float load_scale(const BlockScale& scale, int batch, int head, int row) {
   if (scale.values == nullptr) return scale.factor;
   const float* head_gmem = scale.values + batch * scale.stride + head * scale.head_stride;
@@ -70,17 +72,19 @@ struct E4m3Consumer : Consumer<Spec, kMask> {
     }
   }
 
-  // The accumulator layout of 32 keys is the operand layout of a step whose k counts keys as transposed V has them (transpose.cuh).
+  // The accumulator layout of 32 keys is the operand layout of a k step that counts keys in the order of transposed V
+  // (transpose.cuh).
   static __device__ __forceinline__ void pack_probabilities(uint32_t (&probabilities)[kProbabilities],
                                                             const float (&scores)[kScores]) {
 #pragma unroll
     for (int i = 0; i < kProbabilities; ++i) {
-      const float* d = &scores[i / 2 * 8 + i % 2 * 2];  // two blocks of 8 keys; rows g and g + 8 in turn
+      const float* d = &scores[i / 2 * 8 + i % 2 * 2];  // two blocks of 8 keys; rows g and g + 8 alternate
       probabilities[i] = ptx::pack_four_e4m3(d[0], d[1], d[4], d[5]);
     }
   }
 
-  // A block of keys is worked on whole, V behind K, so one position serves both rings; warpgroups cover each other's waits.
+  // Each block of keys is finished before the next, V after K, so one position is enough for both rings; the warpgroups
+  // hide each other's waits.
   __device__ __forceinline__ void wait_value() const {
     ptx::mbarrier_wait(this->shared.value_full(this->key.stage), this->key.parity);
   }
@@ -119,7 +123,7 @@ struct E4m3Consumer : Consumer<Spec, kMask> {
       ptx::wgmma_wait<0>();
       ptx::wgmma_fence_operands(partial);
       add_partial(output, partial, factor, column);
-      // The sums of the next columns take these registers.
+      // The accumulators of the next columns reuse these registers.
       if constexpr (Spec::kPartialColumns < Spec::kHeadDim) ptx::wgmma_fence_operands(output);
     }
     release_value();
@@ -130,17 +134,19 @@ struct E4m3Consumer : Consumer<Spec, kMask> {
     for (int i = 0; i < kOutputs; ++i) output[i] *= rescale[i / 2 % 2];
   }
 
-  // Of kernels that no call with scales of blocks runs, up to attend_blocks: loops for such calls stay there, because where they are missing ptxas makes the loops
-  // without scales 2 to 9% slower (H200, D=128 and 256).
+  // From here to attend_blocks: loops for scales of blocks, in kernels that no call with such scales runs
+  // (kKeepsLoops). They stay because ptxas makes the loops without scales 2 to 9% slower if they are missing (H200,
+  // D=128 and 256).
   //
-  // The scale of a block's key or value. What the tile is stands in shared memory: no register is held for it.
+  // The scale of a block's keys or values. The tile is read from shared memory again, so that it occupies no register.
   __device__ __forceinline__ float load_block_scale(const BlockScale& scale, int key) const {
     const auto tile = read_tile<Tile<kMask>>(this->shared.tile(this->query.stage, this->consumer));
     return load_scale(scale, tile.batch, tile.head / heads_per_key_head(this->params),
                       minimum(key, this->params.seq_k - 1));
   }
 
-  // Of keys whose scales are those of blocks: those of each 64 keys, read while registers are free, by which the scores are multiplied later.
+  // If keys have scales of blocks: loads the scale of each 64 keys while registers are free. The scores are multiplied
+  // by them later.
   static constexpr int kKeyScales = Spec::kBlockN / 64;
   __device__ __forceinline__ void load_key_scales(float (&scales)[kKeyScales], int block) const {
 #pragma unroll
@@ -149,7 +155,7 @@ struct E4m3Consumer : Consumer<Spec, kMask> {
           codes.k_scale.block_shift == 0 ? 1.0f : load_block_scale(codes.k_scale, block * Spec::kBlockN + i * 64);
     }
   }
-  // A scale below zero makes NaN.
+  // A negative scale gives NaN.
   static __device__ __forceinline__ void scale_keys(float (&scores)[kScores], const float (&scales)[kKeyScales]) {
 #pragma unroll
     for (int i = 0; i < kScores; ++i) {
@@ -158,7 +164,7 @@ struct E4m3Consumer : Consumer<Spec, kMask> {
     }
   }
 
-  // kHasBlocks: keys or values have a scale for each block of rows. Such calls have loops of their own.
+  // kHasBlocks: keys or values have a scale for each block of rows. Such calls have their own loops.
   template <bool kIsMasked, bool kHasBlocks>
   __device__ __forceinline__ void attend_block(float (&output)[kOutputs], RowState& rows, float scale_log2,
                                                const Tile<kMask>& tile, int block) {
@@ -192,21 +198,22 @@ struct E4m3Consumer : Consumer<Spec, kMask> {
     for (; block < end; ++block) attend_block<true, kHasBlocks>(output, rows, scale_log2, tile, block);
   }
 
-  // Of a tile's key head the scales of kScaleBlocks blocks of keys, without their factors: a lane has that of 64 keys, and that of a block's values.
+  // The scales of kScaleBlocks key blocks of a tile's key head, without their factors: each lane has the scale of 64
+  // keys and that of one block's values.
   static constexpr int kScaleBlocks = 16;
   struct BlockScales {
     const float* k_gmem;
     const float* v_gmem;
-    int end;  // of the blocks that the tile sees
+    int end;  // end of the blocks that the tile sees
     int first;
     float of_keys;
     float of_values;
-    float least;  // of keys: where it is below zero the tile is NaN
+    float least;  // smallest scale of keys: if it is negative the tile becomes NaN
   };
   static __device__ __forceinline__ const float* scales_of_head(const BlockScale& scale, int batch, int kv_head) {
     return scale.block_shift == 0 ? nullptr : scale.values + (batch * scale.stride + kv_head * scale.head_stride);
   }
-  // Asked for in front of the scores: what uses them is behind those.
+  // Issued before the scores are computed, because they are used after that.
   __device__ __forceinline__ void load_scales(BlockScales& of, int block) const {
     const BlockScale &k = codes.k_scale, &v = codes.v_scale;
     const int lane = ptx::lane_index();
@@ -221,7 +228,7 @@ struct E4m3Consumer : Consumer<Spec, kMask> {
       of.of_values = ptx::ld_global_float(of.v_gmem + (value >> v.block_shift) * v.block_stride);
     }
   }
-  // What the loops leave to the tile. Of kernels without such loops 1, as they had it when they were timed.
+  // The factor that the loops leave to the tile's end. In kernels without such loops 1, as when they were timed.
   static __device__ __forceinline__ float factor_of_blocks(const BlockScale& scale) {
     return Spec::kHasBlockScales ? scale.factor : 1.0f;
   }
@@ -235,10 +242,10 @@ struct E4m3Consumer : Consumer<Spec, kMask> {
       float scores[kScores];
       if (block == of.first + kScaleBlocks) load_scales(of, block);
       compute_scores(scores);
-      constexpr float kLeastFactor = 1e-37f;  // of a scale of zero: hidden scores stay -inf
+      constexpr float kLeastFactor = 1e-37f;  // for a scale of zero: hidden scores stay -inf
       of.least = ptx::min_nan(of.least, of.of_keys);
       const float own_factor = ptx::max_ftz(of.of_keys * scale_log2, kLeastFactor);
-      float factors[kKeyScales];  // of scores, to exponents
+      float factors[kKeyScales];  // from scores to exponents
 #pragma unroll
       for (int i = 0; i < kKeyScales; ++i) {
         factors[i] = ptx::shuffle_index(own_factor, (block - of.first) * kKeyScales + i);
@@ -275,7 +282,8 @@ struct E4m3Consumer : Consumer<Spec, kMask> {
         continue;
       }
       int kv_head = tile.head / heads_per_key_head(params);
-      // Positive scales keep the maximum of the products that of the scores. Of zero the scores are zero, and those of hidden keys stay -inf.
+      // With a positive scale the maximum of the products is that of the scores. A scale of zero is replaced by
+      // kLeastScale, so that scores of hidden keys stay -inf.
       const float key_scale = codes.k_scale.block_shift == 0 ? load_scale(codes.k_scale, tile.batch, kv_head, 0)
                                                              : factor_of_blocks(codes.k_scale);
       const float scale = load_scale(codes.q_scale, tile.batch, tile.head, first_row) * key_scale * params.scale_log2;
@@ -327,7 +335,7 @@ struct E4m3Consumer : Consumer<Spec, kMask> {
       store_tile<Spec>(params, this->shared, out_map, tile, this->query.stage, this->consumer, output, inverse_sum);
       skip_blocks(own.end, range.end);
     }
-    // Hazard: the last store still reads the buffer when the block, and with it its shared memory, is gone.
+    // Hazard: the last store still reads the buffer when the block exits and its shared memory is freed.
     if (ptx::thread_index() % 128 == 0) ptx::tma_store_wait_read<0>();
   }
   static constexpr float kLeastScale = 1e-30f;

@@ -1,5 +1,6 @@
-// Forward attention of 8-bit floats (e4m3) for sm_90a: the 16-bit kernel's structure (../forward.cuh), grid, counter and schedule.
-//   maps     tensor_map.h says how the host builds them; v is what transpose.cuh wrote
+// Forward attention on 8-bit floats (e4m3) for sm_90a, with the structure, grid, counter and schedule of the 16-bit
+// kernel (../forward.cuh).
+//   maps     tensor_map.h says how the host builds them; v is the output of transpose.cuh
 #pragma once
 
 #include "attention/forward/sm90/e4m3/consumer.cuh"
@@ -14,7 +15,7 @@ __device__ __forceinline__ void forward_e4m3(const E4m3AttentionParams& params, 
                                              const ptx::TensorMap& k_map, const ptx::TensorMap& v_map,
                                              const ptx::TensorMap& out_map) {
   const SharedMemory<Spec> shared{ptx::dynamic_shared_memory()};
-  // The shuffle tells the compiler that the role is the same in the whole warp.
+  // The shuffle tells the compiler that the role is uniform across the warp.
   const int warp = ptx::shuffle_index(ptx::warp_index(), 0);
 
   if (warp == 0 && ptx::elect_one()) {
@@ -29,7 +30,7 @@ __device__ __forceinline__ void forward_e4m3(const E4m3AttentionParams& params, 
   if (warp < 4) {
     ptx::setmaxnreg_dec<Spec::kProducerRegisters>();
     if (warp == 0 && ptx::elect_one()) {
-      ptx::grid_dependency_wait();  // V
+      ptx::grid_dependency_wait();  // transposed V comes from the preceding kernel
       produce<Spec, kMask>(params.forward, shared, q_map, k_map, v_map);
     }
   } else {

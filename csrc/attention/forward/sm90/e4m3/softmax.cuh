@@ -1,7 +1,9 @@
-// The softmax of a block of keys, for P in e4m3 (../softmax.cuh says how a 64 x kN accumulator lies in registers).
+// The softmax of a block of keys, for P in e4m3 (../softmax.cuh describes the register layout of a 64 x kN
+// accumulator).
 //
-// P of a block refers to the block's own maximum, and is 2^8 there: of each row and block the largest P is exact, and small ones keep their bits,
-// whatever other blocks hold. What the block's sums are worth is a factor in float32, by which they join those of the row.
+// P of a block refers to the block's own maximum, where it is 2^8: in each row and block the largest P is exact, and
+// small ones keep their bits whatever other blocks hold. A factor in float32 converts the block's sums to the units of
+// the row's sums.
 #pragma once
 
 #include "attention/forward/sm90/softmax.cuh"
@@ -10,10 +12,12 @@ namespace flashmoe::attention::sm90 {
 
 // The exponent to base 2 of a block's largest P. e4m3 has normal numbers from 2^-6 to 448.
 constexpr float kTopExponent = 8.0f;
-// The row's reference moves where a block's maximum is past it by so many powers of two: sums in float32 have room for that.
+// The row's reference moves if a block's maximum exceeds it by more than this many powers of two; sums in float32 have
+// room for that.
 constexpr float kFarthest = 48.0f;
 
-// Where a block's largest scores move references. Returns whether any lane of the warp has one that does.
+// Moves the references of the rows in `moves` to a block's largest scores. Returns whether any lane of the warp has
+// moved one.
 __device__ __forceinline__ bool move_references(RowState& rows, float (&rescale)[2], float scale_log2,
                                                 const float (&largest)[2], const bool (&moves)[2]) {
   const bool moved = ptx::vote_any(moves[0] || moves[1]);
@@ -30,10 +34,11 @@ __device__ __forceinline__ bool move_references(RowState& rows, float (&rescale)
   return moved;
 }
 
-// Replaces the scores s by 2^(s * scale_log2 - the block's largest + kTopExponent), and adds them to the sums, in units of rows.max, with the
-// block's factor. Returns whether (in any lane of the warp) a reference moved: then what was added before is multiplied by `rescale`.
+// Replaces the scores s by 2^(s * scale_log2 - the block's largest + kTopExponent) and adds them, times the block's
+// factor, to the sums, which refer to rows.max. Returns whether (in any lane of the warp) a reference moved; then the
+// output so far must be multiplied by `rescale`.
 //
-// kMayBeEmpty: a row may see no key of the block; elsewhere a maximum of -inf comes from NaN, which must come through.
+// kMayBeEmpty: a row may see no key of the block; otherwise a maximum of -inf comes from NaN, which must be propagated.
 template <int kN, bool kMayBeEmpty>
 __device__ __forceinline__ bool block_softmax(float (&scores)[kN / 2], RowState& rows, float (&factor)[2],
                                               float (&rescale)[2], float scale_log2) {
@@ -71,8 +76,8 @@ __device__ __forceinline__ bool block_softmax(float (&scores)[kN / 2], RowState&
   return moved;
 }
 
-// The same where scores of each 64 keys have a factor of their own, above zero: rows.max counts exponents here. A function of its own: one for both made the
-// loops without scales spill.
+// The same with a positive factor for the scores of each 64 keys: rows.max is an exponent here. A separate function,
+// because a common one made the loops without scales spill.
 template <int kN, bool kMayBeEmpty>
 __device__ __forceinline__ bool scaled_block_softmax(float (&scores)[kN / 2], RowState& rows, float (&factor)[2],
                                                      float (&rescale)[2], const float (&factors)[kN / 64]) {

@@ -1,8 +1,8 @@
-// The compile-time values of a forward kernel of 8-bit floats (e4m3), and its shared-memory map: a 16-bit kernel's (../spec.cuh) with tiles of
-// codes. Two codes are one element of a tile, as for the copy engine.
+// The compile-time values of a forward kernel on 8-bit floats (e4m3) and its shared-memory layout: those of a 16-bit
+// kernel (../spec.cuh), with tiles of codes (e4m3 bytes). Two codes are one element of a tile, and of a tensor map.
 //
-// wgmma takes 8-bit operands K-major alone. Q and K lie so; V does not, and a kernel in front of this one writes it transposed
-// (transpose.cuh), a block of kBlockN keys after the other, which is a tile of kHeadDim rows here.
+// wgmma takes 8-bit operands only K-major. Q and K are; V is not, so a preceding kernel writes it transposed
+// (transpose.cuh), in blocks of kBlockN keys. A block is a tile of kHeadDim rows here.
 #pragma once
 
 #include "attention/forward/sm90/spec.cuh"
@@ -13,10 +13,11 @@
 
 namespace flashmoe::attention::sm90 {
 
-constexpr int kCodesOfRow = 128;  // a tile's row of 128 bytes; of head dim 64 the second half is zeros
+constexpr int kCodesOfRow = 128;  // a tile's row has 128 bytes; at head dim 64 the second half is zeros
 
-// Base: of a 16-bit kernel of one stage, dense or ragged (below).
-// kBlockScales: 1 for calls in which blocks of rows have scales. Four warpgroups have no registers for them, and no ragged call has any.
+// Base: the spec of a 16-bit kernel with one stage, dense or ragged (below).
+// kBlockScales: 1 for calls in which blocks of rows have scales. Four warpgroups have no registers for them, and no
+// ragged call has any.
 template <typename Base, int kNumStages_, int kPartialColumns_, int kBlockScales = 0>
 struct SpecOfCodes : Base {
   static constexpr int kNumStages = kNumStages_;
@@ -36,7 +37,7 @@ struct SpecOfCodes : Base {
   using KeyTile = SharedTile<kBlockN, kRowElements>;
   using ValueTile = SharedTile<kHeadDim, kBlockN / 2>;
 
-  // Sums of P V that the tensor cores make before they join the output in float32: of a block, and of so many columns.
+  // Columns of P V that the tensor cores accumulate for one block before they are added to the output in float32.
   static constexpr int kPartialColumns = kPartialColumns_;
 
   static constexpr int kQueryOffset = 0;
@@ -56,7 +57,7 @@ template <typename Element, int kHeadDim, int kBlockM, int kBlockN, int kNumStag
 struct E4m3Spec : SpecOfCodes<ForwardSpec<Element, kHeadDim, kBlockM, kBlockN, 1, kNumWarps, 1, kNumOutputSlabs>,
                               kNumStages, kPartialColumns, kBlockScales> {};
 
-// Ragged batches: tiles that the scheduling warp finds, as of 16 bits.
+// Ragged batches: the scheduling warp finds the tiles, as in the 16-bit kernels.
 template <typename Element, int kHeadDim, int kBlockM, int kBlockN, int kNumStages, int kNumWarps, int kNumOutputSlabs,
           int kPartialColumns, int kBlockScales>
 struct E4m3VarlenSpec : SpecOfCodes<VarlenSpec<Element, kHeadDim, kBlockM, kBlockN, 1, kNumWarps, 1, kNumOutputSlabs>,

@@ -1,4 +1,5 @@
-// What the host passes to cuTensorMapEncodeTiled for the e4m3 kernels: two codes are one element of a 16-bit map (../tensor_map.h). Plain C++.
+// What the host passes to cuTensorMapEncodeTiled for the e4m3 kernels: two codes are one element of a 16-bit map
+// (../tensor_map.h). Plain C++.
 #pragma once
 
 #include "attention/forward/sm90/tensor_map.h"
@@ -6,7 +7,7 @@
 
 namespace flashmoe::attention::sm90 {
 
-// Of transposed V: [batch, heads_kv, value_blocks, value_rows, keys of a block] codes.
+// Strides of transposed V: [batch, heads_kv, value_blocks, value_rows, keys of a block] codes.
 inline Strides transposed_strides(const E4m3AttentionParams& params, int block_n) {
   const std::int64_t head = static_cast<std::int64_t>(params.value_blocks) * params.value_rows * block_n;
   return Strides{head * params.forward.heads_kv, head, block_n};
@@ -15,7 +16,7 @@ inline Strides transposed_strides(const E4m3AttentionParams& params, int block_n
 inline ForwardTensorMaps e4m3_tensor_maps(const E4m3AttentionParams& params, int block_n) {
   const ForwardParams& forward = params.forward;
   const Batch& sequences = forward.sequences;
-  const bool is_ragged = sequences.cu_seqlens_k != nullptr;  // Q, too: one sequence of all rows
+  const bool is_ragged = sequences.cu_seqlens_k != nullptr;  // and Q: one sequence of all rows
   const int batch = is_ragged ? 1 : forward.batch;
   const int rows = is_ragged ? sequences.rows_total : forward.seq_q;
   const int keys = is_ragged ? sequences.keys_total : forward.seq_k;

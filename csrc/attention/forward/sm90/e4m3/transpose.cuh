@@ -1,10 +1,13 @@
-// V of 8-bit floats, transposed for the products of consumer.cuh: [keys, columns] becomes blocks of 128 keys, [columns, 128] each.
+// Transposes V of 8-bit floats for the products of consumer.cuh: [keys, columns] becomes blocks of 128 keys,
+// [columns, 128] each.
 //
-// The keys of 32 stand in the order in which a thread of an accumulator has them, so that P needs no shuffle: position 16h + 4t + 2u + c holds
-// key 16h + 8u + 2t + c (h, u, c of 2, t of 4). Keys and columns past the end are zeros: P = 0 times NaN is NaN.
+// Each 32 keys are in the order in which a thread holds them in an accumulator, so that P needs no shuffle: position
+// 16h + 4t + 2u + c holds key 16h + 8u + 2t + c (h, u, c below 2, t below 4). Keys and columns past the end are zeros,
+// because P = 0 times NaN is NaN.
 //
-// A thread transposes 32 keys of four columns in registers. Grid: a thread for each, in this order: columns, keys, heads, batch. Ragged keys are
-// blocks of one sequence after the other (first_value_block), and a thread looks for its block's.
+// A thread transposes 32 keys of four columns in registers. Grid: one thread for each of these, columns fastest, then
+// keys, heads, batch. With ragged keys the blocks are sequence by sequence (first_value_block), and a thread searches
+// for the sequence of its block.
 #pragma once
 
 #include "attention/forward/sm90/e4m3/spec.cuh"
@@ -35,7 +38,7 @@ __device__ __forceinline__ void transpose_bytes(uint32_t (&columns)[4], const ui
   columns[3] = ptx::select_bytes(high[0], high[1], 0x7632);
 }
 
-// The sequence that has transposed V's block `block`: the last that begins no later.
+// Returns the sequence that block `block` of transposed V belongs to: the last one that begins no later.
 __device__ __forceinline__ int sequence_of_block(const TransposeParams& params, int block) {
   int sequence = 0;
   int end = params.batch;

@@ -1,5 +1,6 @@
-// Ragged batches of 8-bit floats (e4m3): the 16-bit kernel's tiles, scheduling warp and loads (../varlen/forward.cuh), the dense kernel's
-// products (consumer.cuh). V is transposed in front (transpose.cuh), zeros behind each sequence's last key.
+// Ragged batches of 8-bit floats (e4m3): tiles, scheduling warp and loads of the 16-bit kernel (../varlen/forward.cuh),
+// products of the dense kernel (consumer.cuh). A preceding kernel transposes V (transpose.cuh), with zeros after each
+// sequence's last key.
 //   maps     tensor_map.h says how the host builds them
 #pragma once
 

@@ -1,8 +1,9 @@
-// Chunks over a cache of 8-bit floats (e4m3): the copy engine brings codes, and a warpgroup makes the elements of them that a kernel over 16 bits
-// would have loaded, exactly. Scales of a sequence are the consumers' business: that of keys multiplies the scores, that of values the output.
-// Those of pages go into the elements, which are rounded as those of a copy are (append/dequantize.cuh).
+// Chunks over a cache of 8-bit floats (e4m3): TMA loads codes, and one warpgroup converts them, exactly, to the
+// elements that a 16-bit kernel would have loaded. The consumers apply the scales of a sequence: that of keys to the
+// scores, that of values to the output. Scales of pages are applied to the elements, which are rounded as in a
+// dequantised copy (append/dequantize.cuh).
 //
-// A thread has a row of each block, or of its slab of 128 columns: K, then V, and so on.
+// A thread converts one row of each block, or of its slab of 128 columns: K, then V, and so on.
 #pragma once
 
 #include "attention/forward/sm90/varlen/codes.cuh"
@@ -19,24 +20,24 @@ namespace flashmoe::attention::sm90 {
 template <typename Spec>
 struct CodeConverter {
   using Element = typename Spec::Element;
-  static constexpr int kChunks = 4;  // of 16 codes, whose elements fill a row of a slab
+  static constexpr int kChunks = 4;  // chunks of 16 codes, whose elements fill a row of a slab
   static_assert(Spec::KeyTile::kBytes == Spec::ValueTile::kBytes, "K and V are converted by the same instructions");
 
   const ForwardParams& params;
   const SharedMemory<Spec> shared;
-  const int row;                // of a block
-  const int code_slab;          // of its codes
-  unsigned place[2 * kChunks];  // of each 16 bytes of the thread's row, in a slab
+  const int row;                // row of a block
+  const int code_slab;          // slab of its codes
+  unsigned place[2 * kChunks];  // offset of each 16 bytes of the thread's row in a slab
   RingPosition<Spec::kCodeSlots> code;
   RingPosition<Spec::kNumStages> element;
-  // Of the keys of `batch` and `kv_head`: codes & keep ^ flip.
+  // For keys of `batch` and `kv_head`: codes become codes & keep ^ flip.
   int batch = -1;
   int kv_head = -1;
   uint32_t keep = 0xffffffffu;
   uint32_t flip = 0;
-  bool is_odd = false;  // these change codes
-  // Of pages that have scales, those of the row's key. They are asked for while the block before is converted: the number of its page in front of K,
-  // the scales in front of V.
+  bool is_odd = false;  // keep and flip change codes
+  // If pages have scales: those of the row's key. They are loaded while the previous block is converted: the page
+  // number before K, the scales before V.
   struct PageScales {
     float key;
     float value;
@@ -44,7 +45,7 @@ struct CodeConverter {
   PageScales scales = {1.0f, 1.0f};
   PageScales next_scales = {1.0f, 1.0f};
   int next_page = kNoPage;
-  int next_first = -1;  // key of the block that they are for
+  int next_first = -1;  // first key of the block that they are for
   static constexpr int kNoPage = -1;
 
   __device__ __forceinline__ CodeConverter(const ForwardParams& params_, const SharedMemory<Spec>& shared_)
@@ -73,14 +74,14 @@ struct CodeConverter {
     }
   }
 
-  // What the table says of the page that holds the row's key of a block that begins at `first`.
+  // The page number in the table for the row's key, in a block that begins at `first`.
   __device__ __forceinline__ int find_page(const CodeBlock& block, int first) const {
     if (first + row >= block.first + block.keys) return kNoPage;
     const Batch& sequences = params.sequences;
     return load_length(sequences.block_table + block.batch * sequences.block_table_stride +
                        (first + row) / sequences.page_size);
   }
-  // Of a page that is not there, whose codes are zeros, zero.
+  // Zero for a page that does not exist; its codes are zeros.
   __device__ __forceinline__ PageScales find_scales(int page) const {
     const auto find = [&](const CacheScale& scale) {
       if (!scale.is_of_pages) return 1.0f;
@@ -99,14 +100,14 @@ struct CodeConverter {
     }
   }
 
-  // A row's elements. kOfPages: multiplied by `scale`, which is one where only the other tensor has scales of pages.
+  // Converts a row. kOfPages: multiplies it by `scale`, which is one if only the other tensor has scales of pages.
   template <bool kOfPages>
   __device__ __forceinline__ void convert_row(const CodeBlock& block, const unsigned char* codes_smem,
                                               unsigned char* elements_smem, bool changes, float scale) const {
-    // A loop for both slabs, as for K and V: of instructions that are not in the cache a warp waits longer than for the jump.
+    // One loop for both slabs, as for K and V: instructions that miss the cache cost a warp more than the jump.
 #pragma unroll 1
     for (int slab = 0; slab < Spec::kNumSlabs / Spec::kCodeSlabs; ++slab, elements_smem += Spec::KeyTile::kSlabBytes) {
-      // All chunks before the first element: a warp that waits for each takes twice as long.
+      // Load all chunks before converting the first: waiting for each takes twice as long.
       uint32_t codes[kChunks][4];
 #pragma unroll
       for (int chunk = 0; chunk < kChunks; ++chunk)
@@ -144,7 +145,7 @@ struct CodeConverter {
     }
   }
 
-  // K or V of the next block, if there is one. Rows that are no keys become zeros.
+  // Converts K or V of the next block; returns false if there is none. Rows past the last key become zeros.
   template <bool kOfPages>
   __device__ __forceinline__ bool convert(bool is_key) {
     ptx::mbarrier_wait(shared.codes_full(code.stage), code.parity);
@@ -177,7 +178,7 @@ struct CodeConverter {
       if (!is_key) element.advance();
     }
   }
-  // Two loops: the instructions of one that others lie between take 3% longer.
+  // Two loops: each takes 3% longer if the other's instructions are in between.
   __device__ __forceinline__ void run() {
     if ((of_codes(params).k_scale.is_of_pages | of_codes(params).v_scale.is_of_pages) != 0) {
       run_loop<true>();

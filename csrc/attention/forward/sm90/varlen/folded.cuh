@@ -1,8 +1,10 @@
-// Chunks: tiles whose rows are the query heads that share a key head, of one position after the other, and whose keys several blocks may share.
+// Chunks: the rows of a tile are the query heads that share a key head, position by position, and several blocks may
+// share a tile's keys.
 //
-// A position takes as many rows as the least power of two that holds the group: row r of a key head is head r % 2^k of position r / 2^k, and the copy
-// engine makes zeros of heads past the group (tensor_map.h). With params.num_splits above 1 every share writes an output of its own, which
-// attention_combine adds up: the shares are whole key blocks, and depend on the lengths alone.
+// A position takes 2^k rows, the smallest power of two that holds the group: row r of a key head is head r % 2^k of
+// position r / 2^k, and TMA fills heads past the group with zeros (tensor_map.h). With params.num_splits above 1 every
+// split writes its own partial output, and attention_combine merges them. Splits are whole key blocks and depend only
+// on the lengths.
 #pragma once
 
 #include "attention/forward/sm90/varlen/schedule.cuh"
@@ -16,10 +18,10 @@
 
 namespace flashmoe::attention::sm90 {
 
-// What VarlenTile::head holds of a folded tile.
+// The fields packed into VarlenTile::head of a folded tile.
 struct Folding {
   int kv_head;  // below 2^16
-  int group;    // query heads of it, 1 to 64
+  int group;    // query heads per key head, 1 to 64
   int shift;    // 2^shift rows for each position
   int split;    // below 32
 
@@ -41,14 +43,14 @@ __device__ __forceinline__ int folded_row_blocks(int rows, int group) {
   return ceil_div(rows << rows_log2(group), Spec::kBlockM);
 }
 
-// The position, among the sequence's, that a row of a tile belongs to; without folding the row itself.
+// The position in the sequence that a row of a tile belongs to; without folding, the row itself.
 template <typename Spec, MaskKind kMask>
 __device__ __forceinline__ int position_of(const Tile<kMask>& tile, int row) {
   if constexpr (Spec::kIsFolded) return row >> folding_of(tile).shift;
   return row;
 }
 
-// Whether a row of a tile, counted as row_of_thread counts, is a row of the call's, and which.
+// The query head and position of a row of a tile (counted as in row_of_thread), and whether the call has such a row.
 struct FoldedRow {
   int head;
   int position;
@@ -61,17 +63,18 @@ __device__ __forceinline__ FoldedRow folded_row(const VarlenTile& tile, int row)
   return FoldedRow{folding.kv_head * folding.group + head, position, head < folding.group && position < tile.rows};
 }
 
-// Among the rows of the log-sum-exp, or of the partial results.
+// The index of a row among the rows of the log-sum-exp, or of the partial results.
 __device__ __forceinline__ int64_t result_of(const ForwardParams& params, const VarlenTile& tile,
                                              const FoldedRow& row) {
   const VarlenSequence sequence = tile.sequence(params);
   return sequence.result_row(sequence.template result_head<true>(row.head, folding_of(tile).split)) + row.position;
 }
 
-// Fewer keys than these are not worth a share.
+// The fewest keys that are worth a split.
 constexpr int kLeastShare = 256;
 
-// Item `index` of the batch: a share of a tile's key blocks, all of them where num_splits is 1. None where the tile has fewer than there could be.
+// Work item `index` of the batch: a split of a tile's key blocks, or all of them if num_splits is 1. The split is empty
+// if the tile has fewer splits than num_splits.
 template <typename Spec>
 __device__ __forceinline__ NextTile decode_folded_tile(const ForwardParams& params, SequenceWalk<Spec>& walk,
                                                        int index) {
@@ -79,7 +82,7 @@ __device__ __forceinline__ NextTile decode_folded_tile(const ForwardParams& para
   const VarlenSequence sequence(params, found.batch, found.row, found.key);
   const int shift = rows_log2(walk.group());
   const int m_blocks = folded_row_blocks<Spec>(sequence.rows(), walk.group());
-  ScheduledTile scheduled{0, found.index};  // of heads that are shares of key heads
+  ScheduledTile scheduled{0, found.index};  // its heads are the splits of key heads
   if (m_blocks > 1) {
     if (params.score_options.right < kUnbounded) {
       const int section_heads = key_heads_per_section<Spec>(params, sequence) * params.num_splits;
@@ -112,7 +115,7 @@ __device__ __forceinline__ NextTile decode_folded_tile(const ForwardParams& para
   return NextTile{tile, sequence.key.first, kv_head, 1, 0};
 }
 
-// Of a share without keys: it counts for nothing where shares are added up.
+// For a split without keys: a log-sum-exp of -inf, so that it counts for nothing when splits are merged.
 template <typename Spec>
 __device__ __forceinline__ void clear_share(const ForwardParams& params, const VarlenTile& tile) {
   for (int row = ptx::lane_index(); row < Spec::kBlockM; row += 32) {
@@ -121,7 +124,8 @@ __device__ __forceinline__ void clear_share(const ForwardParams& params, const V
   }
 }
 
-// The sinks of a thread's two rows times log2(e), -inf for none; row: the first of the two. A sink joins one share, the first.
+// The sinks of a thread's two rows times log2(e), -inf for none; row: the first of the two. Only the first split
+// includes the sink.
 __device__ __forceinline__ void load_folded_sinks(const ForwardParams& params, const VarlenTile& tile, int row,
                                                   float (&sink_log2)[2]) {
 #pragma unroll

@@ -1,9 +1,10 @@
-// Forward attention for sm_90a over ragged, paged and banded batches: the dense kernel's structure (../forward.cuh), with tiles that the
-// producing warp finds from the lengths in device memory.
-//   grid     min(most tiles that there can be, multiprocessors) blocks
+// Forward attention for sm_90a over ragged and paged batches, with windows: the dense kernel's structure
+// (../forward.cuh), with tiles that the scheduling warp finds from the lengths in device memory.
+//   grid     min(largest possible number of tiles, multiprocessors) blocks
 //   maps     tensor_map.h says how the host builds them
 //   counter  as for the dense kernel
-// Read schedule.cuh (which tile), producer.cuh (loads, pages), consumer.cuh (products), scores.cuh, epilogue.cuh in this order.
+// Read schedule.cuh and scheduler.cuh (which tile), producer.cuh (loads, pages), ../consumer.cuh (products),
+// ../score_mod.cuh, ../epilogue.cuh in this order.
 #pragma once
 
 #include "attention/forward/sm90/forward.cuh"
@@ -14,8 +15,8 @@
 
 namespace flashmoe::attention::sm90 {
 
-// Params: what the consumers take, ForwardParams or what has them as `forward`. Convert: of a warpgroup behind the consumers, where Spec says that
-// there is one.
+// Params: the parameters of the consumers, ForwardParams or a struct that has it as `forward`. Convert: the work of one
+// more warpgroup after the consumers, if Spec::kConvertsCodes.
 template <typename Spec, typename Params, typename Compute = Consumer<Spec, MaskKind::kRuntime>,
           typename Convert = void>
 __device__ __forceinline__ void run_varlen(const Params& given, const ForwardParams& params,
@@ -23,14 +24,14 @@ __device__ __forceinline__ void run_varlen(const Params& given, const ForwardPar
                                            const ptx::TensorMap& v_map, const ptx::TensorMap& out_map,
                                            const ptx::TensorMap* mask_map = nullptr) {
   const SharedMemory<Spec> shared{ptx::dynamic_shared_memory()};
-  // The shuffle tells the compiler that the role is the same in the whole warp.
+  // The shuffle tells the compiler that the role is uniform across the warp.
   const int warp = ptx::shuffle_index(ptx::warp_index(), 0);
   const int warpgroup = warp / 4;
 
   TileScheduler<Spec> scheduler(params, shared);
-  // First of all: the first tile waits for the lengths.
+  // Before all else, because the first tile waits for the lengths.
   if (warp == 1) {
-    if constexpr (Spec::kIsFolded) ptx::grid_dependency_wait();  // what the kernel in front writes may be lengths
+    if constexpr (Spec::kIsFolded) ptx::grid_dependency_wait();  // the preceding kernel may write the lengths
     scheduler.walk.start();
   }
   if (warp == 0 && ptx::elect_one()) {
@@ -59,7 +60,7 @@ __device__ __forceinline__ void run_varlen(const Params& given, const ForwardPar
     ptx::setmaxnreg_dec<Spec::kProducerRegisters>();
     if (warp == 0) {
       if (ptx::elect_one()) {
-        if constexpr (Spec::kHasCodes) ptx::grid_dependency_wait();  // V
+        if constexpr (Spec::kHasCodes) ptx::grid_dependency_wait();  // transposed V comes from the preceding kernel
         VarlenProducer<Spec>(params, shared, q_map, k_map, v_map, Spec::kStreamsMask ? *mask_map : v_map).run();
       }
     } else if (warp == 1) {

@@ -1,6 +1,6 @@
-// The loading thread of the varlen kernels: it asks the copy engine for Q, K and V of the tiles that the scheduling warp finds
-// (scheduler.cuh), and hands them to the consumers. One thread alone, so that the operands of its loads are in uniform registers from the
-// beginning, as TMA wants them.
+// The loading thread of the varlen kernels: it issues the TMA loads of Q, K and V for the tiles that the scheduling
+// warp finds (scheduler.cuh) and passes the tiles to the consumers. It is a single thread, so that the operands of its
+// loads are in uniform registers from the start, as TMA needs them.
 #pragma once
 
 #include "attention/forward/sm90/spec.cuh"
@@ -25,7 +25,7 @@ struct VarlenProducer {
   const ptx::TensorMap& q_map;
   const ptx::TensorMap& k_map;
   const ptx::TensorMap& v_map;
-  const ptx::TensorMap& mask_map;  // where Spec streams one
+  const ptx::TensorMap& mask_map;  // if Spec streams a mask
   RingPosition<Spec::kNumStages> key;
   RingPosition<Spec::kNumStages> value;
   RingPosition<Spec::kNumQueryStages> query;
@@ -36,8 +36,8 @@ struct VarlenProducer {
                                             const ptx::TensorMap& v_map_, const ptx::TensorMap& mask_map_)
       : params(params_), shared(shared_), q_map(q_map_), k_map(k_map_), v_map(v_map_), mask_map(mask_map_) {}
 
-  // One box of rows of K or V, slab by slab. The hint is a constant: of one that it has to choose, the compiler asks before each copy whether lanes
-  // agree, and chunks of 128 and more rows took 3% to 8% longer.
+  // Loads one box of rows of K or V, slab by slab. The hint is a compile-time constant: with a run-time hint the
+  // compiler checks before each copy whether lanes agree, and chunks of 128 and more rows took 3% to 8% longer.
   template <typename Tile, ptx::CacheHint kHint>
   static __device__ __forceinline__ void load_box(unsigned char* smem, const ptx::TensorMap& map, ptx::Mbarrier* full,
                                                   int row, int kv_head, int batch, int column) {
@@ -47,14 +47,14 @@ struct VarlenProducer {
     }
   }
 
-  // Keys by row: a block is one box.
+  // Keys without pages: a block is one box.
   template <ptx::CacheHint kHint>
   struct Rows {
     const ForwardParams& params;
     const NextTile& next;
 
     __device__ __forceinline__ int find(int block) const { return next.first_key + block * Spec::kBlockN; }
-    // Of V; of transposed codes its block's first row of columns.
+    // The same for V; for transposed codes the first of the block's rows, which are columns of V.
     __device__ __forceinline__ int find_value(int block) const {
       if constexpr (!Spec::kHasCodes) return find(block);
       return (first_value_block(next.first_key, next.tile.batch) + block) * Spec::kHeadDim;
@@ -67,16 +67,16 @@ struct VarlenProducer {
     }
   };
 
-  // Keys in pages: a box has as many rows as page_box_rows in tensor_map.h says. Boxes past the sequence's last key are asked for as well.
-  // Of a page that is not there the copy engine makes zeros: past the last key, and where the table has dropped what a window has left
-  // behind. Scores there are masked, but P = 0 times NaN is NaN.
+  // Keys in pages: a box has page_box_rows rows (tensor_map.h). Boxes past the sequence's last key are loaded as well.
+  // TMA fills pages that do not exist with zeros: past the last key, and where the table no longer has the pages before
+  // a window. Scores there are masked, but P = 0 times NaN is NaN.
   template <ptx::CacheHint kHint>
   struct Pages {
     static constexpr int kSmallestBoxes = Spec::kBlockN / 16;
     static constexpr int kBoxes = kSmallestBoxes % 4 == 0   ? 4
                                   : kSmallestBoxes % 3 == 0 ? 3
                                   : kSmallestBoxes % 5 == 0 ? 5
-                                                            : 7;  // that are asked for together
+                                                            : 7;  // boxes that are requested together
     static_assert(Spec::kBlockN % (16 * kBoxes) == 0, "blocks are 1, 2 or a multiple of kBoxes boxes");
     static constexpr int kNoPage = -1;
     const ForwardParams& params;
@@ -87,7 +87,7 @@ struct VarlenProducer {
         : params(params_), next(next_), box_rows(rows_of_box(params_.sequences.page_size | Spec::kBlockN)) {}
     static __device__ __forceinline__ int rows_of_box(int both) { return both & -both; }
 
-    // Where boxes of a block are: in page `index` of the sequence, from `row` on.
+    // The location of boxes of a block: in page `index` of the sequence, from `row` on.
     struct Boxes {
       int key;
       int index;
@@ -151,7 +151,7 @@ struct VarlenProducer {
     }
   };
 
-  // K or V of a block as codes, and what the converting warps need to know of it.
+  // Loads K or V of a block as codes, and publishes what the converting warps need to know about it.
   template <typename Source, typename Where>
   __device__ __forceinline__ void load_codes(const Source& source, const ptx::TensorMap& map, const Where& where,
                                              int block) {
@@ -189,7 +189,7 @@ struct VarlenProducer {
     }
     key.advance();
   }
-  // Every warpgroup's rows of the mask of a block. Rows and keys outside become zeros.
+  // Loads the mask of a block for every warpgroup's rows. Rows and keys outside the mask become zeros.
   __device__ __forceinline__ void load_mask(const VarlenTile& tile, int block, ptx::Mbarrier* full) const {
     const ScoreOptions& options = params.score_options;
     const int head = options.mask_stride_head == 0 ? 0 : tile.head;
@@ -215,8 +215,9 @@ struct VarlenProducer {
     value.advance();
   }
 
-  // The tile as a consumer warpgroup sees it. Where heads share it, the rows of each are numbered from those of its first warpgroup on, as if
-  // empty ones stood in front of the sequence: what a consumer does is the same. Where there are no more heads, it has no rows.
+  // The tile as a consumer warpgroup sees it. If heads share the tile, the rows of each head are numbered from its
+  // first warpgroup on, as if empty rows preceded the sequence, so that consumers need no special case. Warpgroups
+  // without a head have no rows.
   static __device__ __forceinline__ VarlenTile own_tile(int consumer, const NextTile& next) {
     VarlenTile tile = next.tile;
     if constexpr (Spec::kIsFolded) return tile;
@@ -230,7 +231,7 @@ struct VarlenProducer {
     return tile;
   }
 
-  // The rows of Q of one consumer warpgroup, if it has any, and the tile that they belong to.
+  // Loads the rows of Q of one consumer warpgroup, if it has any, and publishes their tile.
   __device__ __forceinline__ void load_query(int consumer, const NextTile& next) const {
     ptx::Mbarrier* full = shared.query_full(query.stage, consumer);
     ptx::mbarrier_wait(shared.query_empty(query.stage, consumer), query.parity ^ 1);
@@ -261,8 +262,9 @@ struct VarlenProducer {
     }
   }
 
-  // As for dense tensors: K of the first block, Q of warpgroup 0, V, Q of the others, then K(j), V(j) upwards. (K a block ahead of V, the order in
-  // which the consumers are done with the buffers: 3% slower at 4096 keys, 7% to 12% at 16384.)
+  // The order of the dense kernels: K of the first block, Q of warpgroup 0, V, Q of the others, then K(j), V(j) in
+  // ascending order. (K one block ahead of V, the order in which the consumers release the buffers: 3% slower at 4096
+  // keys, 7% to 12% at 16384.)
   template <typename Source>
   __device__ __forceinline__ void load_tile(const Source& source, const NextTile& next, int slot) {
     const VarlenTile& tile = next.tile;
@@ -272,7 +274,7 @@ struct VarlenProducer {
     const auto value_barrier = [&](int block) {
       return block == tail_block ? shared.tail_full(slot) : shared.value_full(value.stage);
     };
-    if constexpr (Spec::kKeyParts > 1) {  // one stage: in the order in which the consumers are done with the buffers
+    if constexpr (Spec::kKeyParts > 1) {  // one stage: in the order in which the consumers release the buffers
 #pragma unroll 1
       for (int block = range.begin; block <= range.end; ++block) {
         if (block == draw) ptx::mbarrier_arrive(shared.next_tile_wanted());
@@ -307,7 +309,7 @@ struct VarlenProducer {
     }
   }
 
-  // Keys are read again for the other tiles of a head; those of a kernel of 64 rows are not, and of a chunk the host knows.
+  // Keys are read again for the other tiles of a head, except by kernels of 64 rows; for chunks the host decides.
   __device__ __forceinline__ void load_tile(const NextTile& next, int slot) {
     if constexpr (Spec::kIsFolded && !Spec::kConvertsCodes) {
       if ((params.hints & kReadsKeysOnce) != 0) {

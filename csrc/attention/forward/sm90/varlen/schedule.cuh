@@ -1,4 +1,5 @@
-// Which tile of a ragged batch a block works on. Tiles are numbered sequence by sequence; how many a sequence has, the device alone knows.
+// Which tile of a ragged batch a block works on. Tiles are numbered sequence by sequence; only the device knows how
+// many a sequence has.
 #pragma once
 
 #include "attention/forward/sm90/schedule.cuh"
@@ -27,7 +28,7 @@ struct Tile<MaskKind::kRuntime> {
   int first_row;  // of the sequence, among all rows
   int rows;
   int keys;
-  KeyRange blocks;  // of keys: what some row of the tile sees
+  KeyRange blocks;  // key blocks that some row of the tile sees
 
   __device__ __forceinline__ VarlenSequence sequence(const ForwardParams& params) const {
     return VarlenSequence(params, batch, Extent{first_row, rows}, Extent{0, keys});
@@ -42,7 +43,8 @@ struct Tile<MaskKind::kRuntime> {
 using VarlenTile = Tile<MaskKind::kRuntime>;
 }  // namespace attention::sm90
 
-// As for every tile, without a loop: the compiler keeps a tile in memory until loops are unrolled, and then orders its sums differently.
+// Like the generic version (device/persistent.cuh) but without a loop: the compiler would keep the tile in memory until
+// loops are unrolled, and then order its sums differently.
 __device__ __forceinline__ void publish_tile(unsigned char* slot_smem, const attention::sm90::VarlenTile& tile) {
   uint32_t words[2][4];
   memcpy(words, &tile, sizeof(tile));
@@ -61,18 +63,18 @@ __device__ __forceinline__ attention::sm90::VarlenTile read_tile(const unsigned 
 
 namespace attention::sm90 {
 
-// Row blocks of a key head, where the heads of its group are rows: folded.cuh.
+// Row blocks of a key head if the heads of its group are rows: folded.cuh.
 template <typename Spec>
 __device__ __forceinline__ int folded_row_blocks(int rows, int group);
 
-// Short sequences: where a head has rows for half of the warpgroups at most, a tile has several of the query heads that share a key head,
-// each in warpgroups of its own, so that keys are read once for them and one's products cover another's softmax. Not where that would leave
-// multiprocessors without a tile, nor close to it. A row's bits are the same either way. Not under dropout, nor with a mask: a row of such a tile
-// does not know its number.
+// Short sequences: if a head has rows for at most half of the warpgroups, a tile holds several of the query heads that
+// share a key head, each in separate warpgroups. Keys are then read once for all of them, and the products of one hide
+// the softmax of another. Not if that would leave multiprocessors without a tile, or nearly so. A row's bits are the
+// same either way. Not with dropout or a mask, because a row of such a tile does not know its index.
 template <typename Spec>
 struct SharedTiles {
-  int count;  // of a key head
-  int heads;  // of a tile, as equal as can be
+  int count;  // tiles per key head
+  int heads;  // heads per tile, as equal as possible
 
   static __device__ __forceinline__ bool serve(const ForwardParams& params, int rows) {
     // A difference, not a product: "Registers of the plain loop" in docs/notebook/2026-11-23-attention-ragged.md.
@@ -84,16 +86,16 @@ struct SharedTiles {
       : count(ceil_div(group * ceil_div(rows, 64), Spec::kNumConsumers)), heads(ceil_div(group, count)) {}
 };
 
-// A warp's walk over the sequences of a batch, 32 at a time, one for each lane. Tile numbers that it is asked for must not decrease.
+// A warp's walk over the sequences of a batch, 32 at a time, one per lane. Requested tile numbers must not decrease.
 template <typename Spec>
 class SequenceWalk {
  public:
   __device__ __forceinline__ explicit SequenceWalk(const ForwardParams& params) : params_(params) {}
 
-  // Before all else: reads the first sequences.
+  // Must be called first: reads the first sequences.
   __device__ __forceinline__ void start() { read_group(); }
 
-  // Of the whole batch. All lanes.
+  // Tiles of the whole batch. Called by all lanes.
   __device__ __forceinline__ int count_tiles() const {
     int tiles = tiles_of_sequence(ptx::lane_index());
 #pragma unroll 4
@@ -107,7 +109,8 @@ class SequenceWalk {
   // Query heads that share a key head.
   __device__ __forceinline__ int group() const { return heads_; }
 
-  // Which sequence has tile `index`, where that lies, and the index of the tile among the sequence's. All lanes.
+  // find: the sequence of tile `index`, its rows and keys, and the index of the tile within the sequence. Called by all
+  // lanes.
   struct TileOfSequence {
     int batch;
     int index;
@@ -146,7 +149,7 @@ class SequenceWalk {
   __device__ __forceinline__ void read_group() {
     const int lane = ptx::lane_index();
     row_ = key_ = Extent{0, 0};
-    if (group_ + lane < params_.batch) {  // asked for at once, rather than keys when the sequence is known
+    if (group_ + lane < params_.batch) {  // at once, instead of the keys once the sequence is known
       row_ = row_extent(params_, group_ + lane);
       key_ = key_extent(params_, group_ + lane);
     }
@@ -167,8 +170,9 @@ class SequenceWalk {
   int end_;  // tiles of the group's sequences up to this lane's
 };
 
-// Key heads of a sequence that are scheduled together: as heads_per_section of the dense kernels says, for the keys that tiles read at
-// one time. With a window those are few, and all heads go together: their short tiles then come last of all, and fill the end.
+// Key heads of a sequence that are scheduled together: the rule of heads_per_section of the dense kernels, for the keys
+// that tiles read at one time. With a window these are few, and all heads are scheduled together, so that their short
+// tiles come last and fill the end.
 template <typename Spec>
 __device__ __forceinline__ int key_heads_per_section(const ForwardParams& params, const VarlenSequence& sequence) {
   constexpr int kSectionKeys = (32 << 20) / (2 * (Spec::kHeadDim + Spec::kValueDim));
@@ -184,27 +188,27 @@ __device__ __forceinline__ int key_heads_per_section(const ForwardParams& params
   return kv_heads;
 }
 
-// V of 8-bit floats is transposed in blocks (e4m3/transpose.cuh), those of a sequence from this one on: no two sequences share one, and the host
-// need not know where they begin.
-constexpr int kTransposedKeys = 128;  // of a block: kBlockN of every kernel that reads it
+// V of 8-bit floats is transposed in blocks (e4m3/transpose.cuh). first_value_block is the first block of a sequence:
+// no two sequences share a block, and the host need not know where sequences begin.
+constexpr int kTransposedKeys = 128;  // keys per block: kBlockN of every kernel that reads it
 __device__ __forceinline__ int first_value_block(int first_key, int sequence) {
   return first_key / kTransposedKeys + sequence;
 }
 
-// What the loading thread needs of a tile.
+// What the loading thread needs to know about a tile.
 struct NextTile {
   VarlenTile tile;
   int first_key;  // of the sequence, among all keys; 0 with pages
   int kv_head;
-  int heads;  // that share the tile, the tile's own and those after it
+  int heads;  // number of heads that share the tile: its own and those after it
   int part;   // of the output's columns
 };
 
-// Tile `index` of the batch. Where keys end at the diagonal, a sequence's longest tiles come first.
+// Tile `index` of the batch. With a right bound a sequence's longest tiles come first.
 template <typename Spec>
 __device__ __forceinline__ NextTile decode_tile(const ForwardParams& params, SequenceWalk<Spec>& walk, int index) {
   auto found = walk.find(index);
-  // Parts of a tile's columns follow one another: they read the same keys at the same time.
+  // The column parts of a tile are adjacent: they read the same keys at the same time.
   const int part = found.index % Spec::kValueParts;
   found.index /= Spec::kValueParts;
   const VarlenSequence sequence(params, found.batch, found.row, found.key);

@@ -1,5 +1,5 @@
-// The scheduling warp of the varlen kernels: it finds the tiles that the loading thread asks for, one ahead, and clears what no row may
-// see. All lanes walk together over the sequences of the batch, 32 at a time.
+// The scheduling warp of the varlen kernels: it finds the tiles for the loading thread, one ahead, and clears the rows
+// of V past a sequence's last key. All lanes walk together over the sequences of the batch, 32 at a time.
 #pragma once
 
 #include "attention/forward/sm90/spec.cuh"
@@ -15,7 +15,7 @@
 
 namespace flashmoe::attention::sm90 {
 
-// The key block of a tile before which the loading thread wants the next tile (device/persistent.cuh).
+// The key block of a tile before which the loading thread requests the next tile (device/persistent.cuh).
 __device__ __forceinline__ int draw_block(const KeyRange& blocks) {
   return maximum(blocks.begin, blocks.end - 1 - kDrawAhead);
 }
@@ -30,19 +30,19 @@ struct TileScheduler {
   const ForwardParams& params;
   const SharedMemory<Spec> shared;
   const int lane;
-  RingPosition<Spec::kNumStages> value;  // where the loading thread puts V of the tile's first block
+  RingPosition<Spec::kNumStages> value;  // ring position of V of the tile's first block
   int tail_parity[2] = {0, 0};
   SequenceWalk<Spec> walk;
 
   __device__ __forceinline__ TileScheduler(const ForwardParams& params_, const SharedMemory<Spec>& shared_)
       : params(params_), shared(shared_), lane(ptx::lane_index()), walk(params_) {}
 
-  // V of a tile's last block arrives at one of two barriers of its own, in turn. Rows past the keys are undefined, NaN among it, and
-  // P = 0 times NaN is NaN: they become zeros before the consumers hear of it.
+  // V of a tile's last block arrives at one of two separate barriers, alternately. Rows past the last key are undefined
+  // and may be NaN, and P = 0 times NaN is NaN: they are set to zero before the consumers are notified.
   struct Tail {
     int slot;
     int stage;
-    int first_row;  // the first that is no key of the sequence
+    int first_row;  // the first row past the sequence's last key
   };
   __device__ __forceinline__ void finish_tail(const Tail& tail) {
     const int parity = tail.slot == 0 ? tail_parity[0] : tail_parity[1];
@@ -70,18 +70,18 @@ struct TileScheduler {
     ptx::mbarrier_arrive(shared.next_tile_full(slot));
   }
 
-  // The block's tile after `index`. All lanes.
+  // The tile of this thread block after `index`. Called by all lanes.
   __device__ __forceinline__ int draw(int num_tiles, int index) const {
     int next_index = 0;
     if (lane == 0) next_index = next_tile_index(params.tile_counter, num_tiles, index);
     return ptx::shuffle_index(next_index, 0);
   }
 
-  // The walk has started. A slot is free again: its reader has asked for the tile after it.
+  // walk.start() must have been called. A slot is free again once its reader has requested the next tile.
   __device__ __forceinline__ void run() {
     const int num_tiles = walk.count_tiles();
     int index = ptx::block_index();
-    Tail tail{0, 0, -1};  // still to be cleared, of the tile before
+    Tail tail{0, 0, -1};  // of the previous tile, still to be cleared
     for (int slot = 0;; slot ^= 1) {
       NextTile next{{-1, 0, 0, 0, 0, 0, KeyRange{0, 0}}, 0, 0, 0, 0};
       if constexpr (Spec::kIsFolded) {
@@ -100,7 +100,8 @@ struct TileScheduler {
       publish(slot, next);
       if (tail.first_row >= 0) finish_tail(tail);
       if (is_end) return;
-      // The loading thread asks for the next tile no later than for this block: the tail is cleared once that tile is found.
+      // The loading thread requests the next tile no later than it loads this block, so the tail is cleared after that
+      // tile has been found.
       const int last_block = tile.blocks.end - 1;
       value.advance_by(last_block - tile.blocks.begin);
       tail = Tail{slot, value.stage, has_tail<Spec>(tile) ? maximum(0, tile.keys - last_block * Spec::kBlockN) : -1};

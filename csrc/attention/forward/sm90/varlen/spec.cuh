@@ -1,5 +1,5 @@
-// The compile-time values of a kernel for ragged and paged attention: those of a dense one, with longer tile records and what
-// the scheduling warp and the loading thread say to each other.
+// The compile-time values of a kernel for ragged and paged attention: those of a dense one, with longer tile records
+// and room for what the scheduling warp and the loading thread exchange.
 #pragma once
 
 #include "attention/forward/sm90/spec.cuh"
@@ -10,13 +10,16 @@ template <typename Element_, int kHeadDim_, int kBlockM_, int kBlockN_, int kNum
           int kNumQueryStages_, int kNumOutputSlabs_, int kScores_ = 0, int kNarrower_ = 0>
 struct VarlenSpec : ForwardSpec<Element_, kHeadDim_, kBlockM_, kBlockN_, kNumStages_, kNumWarps_, kNumQueryStages_,
                                 kNumOutputSlabs_, 0, kNarrower_, 32, 2 * 48, 5> {
-  // Scores pass through a softcap or a mask tensor; without, a kernel has neither the code nor the registers for them.
+  // true: scores pass through a softcap or a mask tensor; otherwise the kernel has neither the code nor the registers
+  // for them.
   static constexpr bool kHasScoreMod = kScores_ == 1;
-  static constexpr bool kHasAlibi = kScores_ == 2;  // and a softcap before it
+  static constexpr bool kHasAlibi = kScores_ == 2;  // ALiBi, and a softcap before it
   static constexpr int kNextTileBytes = 48;
-  // Registers per thread, as in ForwardSpec. Three warpgroups that compute, or two, leave the scheduling warp what it needs.
+  // Registers per thread, as in ForwardSpec. Two or three consumer warpgroups leave the scheduling warp enough
+  // registers.
   static constexpr int kConsumers = kBlockM_ / 64;
-  // One that computes shares a multiprocessor with two other blocks at D=64 (80 registers a thread), otherwise with one.
+  // A block with one consumer warpgroup shares a multiprocessor with two others at D=64 (80 registers per thread),
+  // otherwise with one.
   static constexpr bool kIsThird = kConsumers == 1 && kHeadDim_ == 64;
   static constexpr int kProducerRegisters = kConsumers == 4 ? 32 : kIsThird ? 48 : 56;
   static constexpr int kConsumerRegisters = kConsumers == 4   ? 112
@@ -35,7 +38,7 @@ struct DropoutForwardSpec : VarlenSpec<Element, kHeadDim, kBlockM, kBlockN, kNum
   static_assert(kScores != 1, "a softcap or a mask tensor is the sm80 kernels'");
 };
 
-// An additive mask of dense rows and keys, with an element for each, streamed; without a softcap.
+// Streams an additive mask that has an element for each dense row and key; without a softcap.
 template <typename Element, int kHeadDim, int kBlockM, int kBlockN, int kNumStages, int kNumWarps, int kNumQueryStages,
           int kNumOutputSlabs>
 struct MaskForwardSpec
@@ -52,20 +55,20 @@ struct MaskForwardSpec
   static_assert(kSharedBytes <= 232448, "sm_90 gives a block at most 227 KiB");
 };
 
-// Chunks: few rows over many keys. The heads of a group are rows of a tile, and params.num_splits shares of a tile's keys are items of their own
-// (folded.cuh).
+// Chunks: few rows over many keys. The heads of a group are rows of a tile, and the params.num_splits splits of a
+// tile's keys are separate work items (folded.cuh).
 template <typename Element, int kHeadDim, int kBlockM, int kBlockN, int kNumStages, int kNumWarps, int kNumQueryStages,
           int kNumOutputSlabs, int kScores>
 struct ChunkSpec : VarlenSpec<Element, kHeadDim, kBlockM, kBlockN, kNumStages, kNumWarps, kNumQueryStages,
                               kNumOutputSlabs, kScores> {
   static constexpr bool kIsFolded = true;
-  // The scheduling warp finds shares, too, and two warpgroups that compute need less than all of the rest.
+  // The scheduling warp also finds the splits, and two consumer warpgroups do not need all of the remaining registers.
   static_assert(kBlockM == 128, "registers for two warpgroups that compute");
-  static constexpr int kProducerRegisters = 72;  // 72 + 2 * 216 = 3 * 168, what the block starts with
+  static constexpr int kProducerRegisters = 72;  // 72 + 2 * 216 = 3 * 168, the registers that the block starts with
   static constexpr int kConsumerRegisters = 216;
 };
 
-// Chunks over a cache of 8-bit floats: one more warpgroup makes elements of K and V, which arrive as codes (converter.cuh).
+// Chunks over a cache of 8-bit floats: one more warpgroup converts K and V from codes to elements (converter.cuh).
 template <typename Element, int kHeadDim, int kBlockM, int kBlockN, int kNumStages, int kNumWarps_, int kNumQueryStages,
           int kNumOutputSlabs, int kScores>
 struct CodedChunkSpec : ChunkSpec<Element, kHeadDim, kBlockM, kBlockN, kNumStages, kNumWarps_ - 4, kNumQueryStages,
@@ -75,12 +78,13 @@ struct CodedChunkSpec : ChunkSpec<Element, kHeadDim, kBlockM, kBlockN, kNumStage
   static constexpr bool kConvertsCodes = true;
   static constexpr int kNumWarps = kNumWarps_;
   static constexpr int kNumThreads = kNumWarps * 32;
-  // 72 + 2 * 192 + 56 = 4 * 128; 128 sums of a computing thread need more.
+  // 72 + 2 * 192 + 56 = 4 * 128; consumers with 128 output accumulators per thread need more than 192.
   static constexpr int kProducerRegisters = kHeadDim == 256 ? 56 : 72;
   static constexpr int kConverterRegisters = 56;
   static constexpr int kConsumerRegisters = kHeadDim == 256 ? 200 : 192;
 
-  // Of K and of V: slabs of 128 bytes a row, two codes an element of the copy engine's. Of head dim 64 the second half is zeros.
+  // K and V: slabs of 128 bytes per row; two codes are one element of the tensor map. At head dim 64 the second half is
+  // zeros.
   static constexpr int kCodeSlabs = (kHeadDim + 127) / 128;
   using CodeTile = SharedTile<kBlockN, kCodeSlabs * kSlabColumns>;
   static constexpr int kCodeSlots = 2;

@@ -1,4 +1,5 @@
-// What the host passes to cuTensorMapEncodeTiled for the four tensor maps of the sm90 varlen kernels. Plain C++; see ../tensor_map.h.
+// What the host passes to cuTensorMapEncodeTiled for the four tensor maps of the sm90 varlen kernels. Plain C++; see
+// ../tensor_map.h.
 #pragma once
 
 #include "attention/forward/sm90/tensor_map.h"
@@ -7,15 +8,15 @@
 
 namespace flashmoe::attention::sm90 {
 
-// Rows of K or V that one box takes from a page: the greatest power of two that divides the page and the kernel's block, at most a
-// block. A box is at least 8 rows, the period of the swizzle; other pages are for kernels without a copy engine.
+// Rows of K or V that one box takes from a page: the largest power of two that divides both the page size and the
+// kernel's block. A box has at least 8 rows, the period of the swizzle; other page sizes run on kernels without TMA.
 constexpr int kLeastBoxRows = 8;
 inline int page_box_rows(int page_size, int block_n) {
   const int both = page_size | block_n;
   return both & -both;
 }
 
-// Ragged rows are one sequence of all rows. The sequences of pages are the pages.
+// Ragged rows are mapped as one sequence of all rows; each page is mapped as a sequence.
 inline ForwardTensorMaps varlen_tensor_maps(const ForwardParams& params, int block_n) {
   const Batch& sequences = params.sequences;
   const bool has_pages = sequences.block_table != nullptr;
@@ -45,8 +46,9 @@ inline MaskForwardTensorMaps mask_forward_tensor_maps(const ForwardParams& param
   return MaskForwardTensorMaps{varlen_tensor_maps(params, block_n), mask_map(params, kWarpgroupRows)};
 }
 
-// Q and the output of a chunk, [batch, key heads, rows, heads of a group, head_dim]: a box is a warpgroup's 64 rows, those of as many positions
-// as fit when a position takes the least power of two that holds the group. Heads past the group read as zeros and are not written.
+// Q and the output of a chunk, [batch, key heads, rows, heads of a group, head_dim]. A position takes the smallest
+// power of two of rows that holds the group, and a box is as many positions as fit a warpgroup's 64 rows. Heads past
+// the group read as zeros and are not written.
 struct FoldedMapArguments {
   void* address;
   std::uint64_t dims[kTensorMapRank + 1];
