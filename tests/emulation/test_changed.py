@@ -37,7 +37,7 @@ def clone(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def no_barrier() -> Options:
     """The forward kernel of sm80 without the barrier between the wait for a tile and the products on it."""
-    file, comment = "attention/forward/sm80/forward.cuh", "// this tile is whole;"
+    file, comment = "attention/forward/sm80/forward.cuh", "// tile is complete;"
     mutant = Mutant("no-barrier", "", file, f"ptx::barrier_sync_block();  {comment}", comment, ())
     return Options(overlay=overlay(mutant))
 
