@@ -30,9 +30,7 @@ def few_rows(unit: Unit) -> Iterator[MlaProblem]:
 
 
 def problems(unit: Unit) -> Iterator[MlaProblem]:
-    """Splits that begin and end inside sequences; length 0; rows that see no key; every page size that needs other TMA
-    boxes.
-    """
+    """Splits that begin and end inside sequences; length 0; rows without a key; page sizes with different TMA boxes."""
     m, n = unit.row.block_m, unit.row.block_n
     has_codes = bool(unit.row.options.get("codes"))
     base = MlaProblem("decode", unit.dtype, (3 * n + 7, 3, 0, n, 2 * n + 1), min(m, 16), has_codes=has_codes)
