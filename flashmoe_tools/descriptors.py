@@ -39,7 +39,7 @@ class Axis:
 
 @dataclass(frozen=True)
 class TensorMaps:
-    """TMA descriptors that a kernel takes after its parameters, and the host function that creates them."""
+    """TMA descriptors that a kernel takes after its parameters, and the host function that describes them."""
 
     names: tuple[str, ...]
     header: str

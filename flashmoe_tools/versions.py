@@ -1,7 +1,7 @@
 """The version that a build carries: the release's only if the release's tag is at a clean commit.
 
-Anything else is a development version that names its commit, so builds of different sources never share a file name. A
-wheel for all targets and one for some of them do not either.
+Anything else is a development version that names its commit, so builds of different sources never share a file name.
+Neither do a wheel for all targets and one for only some of them.
 """
 
 import re

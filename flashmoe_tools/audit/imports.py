@@ -38,7 +38,7 @@ def module_of(member: str) -> str:
 
 
 def _parsed(wheel: Wheel) -> tuple[dict[str, ast.Module], dict[str, str]]:
-    """Syntax trees of the relevant sources, and the errors of those that do not parse.
+    """Syntax trees of the relevant sources, and why those that the import executes have none.
 
     Relevant are sources that importing an extension executes, and sources that name an extension.
     """

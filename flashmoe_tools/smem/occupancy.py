@@ -17,7 +17,7 @@ WARP = 32
 SCHEDULERS = 4  # per multiprocessor
 REGISTER_UNIT = 256  # registers are allocated per warp in units of 256
 MAX_BLOCK_N = 256
-MMA_ROWS = 16  # rows of Q per warp (mma m16n8)
+MMA_ROWS = 16  # rows of Q that a warp processes at a time (mma m16n8)
 WARPGROUP_ROWS = 64  # rows of Q per consumer warpgroup (wgmma m64)
 MAX_THREADS_PER_BLOCK = 1024
 

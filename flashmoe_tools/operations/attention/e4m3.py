@@ -12,7 +12,7 @@ LOG2E = math.log2(math.e)
 # A product of 32 columns drops bits more than 13 below its largest term (csrc/emulation/numerics.h): both for the
 # scores and for P V of a block.
 CUT = 2.0**-13
-EXPONENTIAL = 1e-5  # relative error of exp2
+EXPONENTIAL = 1e-5  # error of an exponential, as a base-2 exponent
 
 
 @dataclass(frozen=True)

@@ -172,7 +172,7 @@ class ServingProblem(RoomProblem):
         return size * (self.heads_q if self.mask == "learned" else self.batch) * self.seq_q * self.seq_k
 
     def to_json(self) -> dict[str, Any]:
-        """The fields without defaults: reports hold hundreds of these."""
+        """Only the fields that differ from their defaults, because reports hold hundreds of problems."""
         given = {one.name: getattr(self, one.name) for one in dataclasses.fields(self)}
         defaults = {one.name: one.default for one in dataclasses.fields(self)}
         stated = {name: value for name, value in given.items() if value != defaults[name]}
