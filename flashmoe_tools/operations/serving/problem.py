@@ -47,8 +47,8 @@ class ServingProblem(RoomProblem):
 
     ``page_size``: keys are in pages in random order; 0: ragged, one sequence after the other. ``spread``: all sequences
     equal; shared: equal and in the same pages; ramp: lengths seq_k / batch, 2 seq_k / batch and so on; mixed: twelve
-    lengths in turn, from seq_k to a hundredth of it; one: one of seq_k keys among others of 512, or of 34. The mask is
-    bottom-right.
+    lengths in turn, from seq_k to a hundredth of it; one and one34: one sequence of seq_k keys among others of 512 or
+    34. The mask is bottom-right.
 
     ``window``: how many keys a row sees, including its own; 0: all. ``softcap``: 0 for none. ``sinks``: a logit per
     head that is added to the sum. ``mask``: a tensor per sequence, the same for all heads; learned: an additive one per
