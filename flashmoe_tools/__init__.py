@@ -1,1 +1,1 @@
-"""What serves a developer of kernels on any machine: audit, bench, doctor, profile, smem, smoke, verify."""
+"""Tools for kernel developers that run on any machine: audit, bench, doctor, profile, smem, smoke, verify."""

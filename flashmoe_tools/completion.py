@@ -1,4 +1,4 @@
-"""``flashmoe completion SHELL``: what a shell needs to complete commands and options.
+"""``flashmoe completion SHELL``: prints the script that a shell needs to complete commands and options.
 
 flashmoe completion bash > ~/.local/share/bash-completion/completions/flashmoe
 flashmoe completion zsh > "${fpath[1]}/_flashmoe"

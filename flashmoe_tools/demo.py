@@ -1,4 +1,4 @@
-"""``flashmoe demo``: half a minute on any machine. Our attention beside torch's own: the errors, the times, and a picture of them."""
+"""``flashmoe demo``: compares our attention with torch's in half a minute on any machine: errors, times, and a picture."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from flashmoe_tools.operations import Verification
 
 DEFAULT_SECONDS = 20.0
-SIDES = {"flashmoe": "ours", "sdpa": "SDPA"}  # of the benchmark's contenders
+SIDES = {"flashmoe": "ours", "sdpa": "SDPA"}  # two of the benchmark's contenders
 LENGTHS = {"cuda": (512, 1024, 2048, 4096, 8192), "cpu": (128, 256, 512, 1024, 2048)}
 HEAD_DIM = 128
 BAR = 40  # characters
@@ -28,10 +28,10 @@ WARM_UP_SECONDS = 0.1
 
 @dataclass(frozen=True)
 class Row:
-    """One length: for each side, how far from the reference it is and the median time of a call in nanoseconds."""
+    """One length: for each side the error against the reference and the median time of a call in nanoseconds."""
 
     length: int
-    kernel: str  # ours, as the extension names it
+    kernel: str  # our kernel, as the extension names it
     judged: dict[str, Verification]
     times: dict[str, float]
 
@@ -62,7 +62,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def problem_for(device: str, length: int) -> AttentionProblem:
-    """A small layer: a GPU gets the heads of a language model, a CPU two heads in its fastest dtype of the common ones."""
+    """A small layer: a GPU gets the heads of a language model, a CPU two heads in its fastest common dtype."""
     import torch
 
     if device == "cpu":
@@ -84,7 +84,7 @@ def describe(device: str) -> str:
 
 
 def measure(problem: AttentionProblem, device: str, seconds: float) -> Row:
-    """Check both sides first, then time them in turn until ``seconds`` are over, three samples per contender at least."""
+    """Checks both sides, then times them alternately for ``seconds``, at least three samples per contender."""
     from flashmoe import _extension
     from flashmoe_tools.bench.contenders import default_registry
     from flashmoe_tools.bench.sampling import make_sampler, warm_up
@@ -108,7 +108,7 @@ def measure(problem: AttentionProblem, device: str, seconds: float) -> Row:
 
 
 def picture(row: Row) -> str:
-    """Two bars, as long as the times; the longer one fills the width."""
+    """Two bars with lengths proportional to the times; the longer one fills the width."""
     slowest = max(row.times.values())
     lines = []
     for index, (name, title) in enumerate(SIDES.items()):
@@ -120,7 +120,7 @@ def picture(row: Row) -> str:
 
 
 def block() -> str:
-    """What bars are made of, in the encoding of the terminal."""
+    """The character that bars are made of, in the encoding of the terminal."""
     try:
         "█".encode(sys.stdout.encoding or "ascii")
     except UnicodeEncodeError:

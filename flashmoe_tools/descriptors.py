@@ -1,4 +1,4 @@
-"""Operations as data: one descriptor per (operation, family), and the rows that state its kernels' tiles.
+"""Operations as data: one descriptor per (operation, family), and the rows with its kernels' tiles.
 
 Source: ``operations.toml`` and ``kernels.toml`` in the folder of each operation; the comments there explain every key.
 """
@@ -15,22 +15,22 @@ from flashmoe_tools.smem.formulas import FormulaError, itemise
 ELEMENT_BYTES: Mapping[str, int] = MappingProxyType({"f16": 2, "bf16": 2, "f32": 4})
 SCHEDULES = ("grid", "persistent")
 TILE = ("block_m", "block_n", "stages")
-OF_A_VARIANT = ("options", "why", "allow", "by_dtype")  # of which the options join those of its row
-JOINED = ("tensor_maps", "shared_memory")  # of a family that is like another: what it states joins the other's
-MAX_AXES = 4  # of csrc/host/kernel_table.h
-MAX_COSTS = 4  # likewise
+OF_A_VARIANT = ("options", "why", "allow", "by_dtype")  # ``options`` are merged with those of the row
+JOINED = ("tensor_maps", "shared_memory")  # for a family that is ``like`` another: merged with the other's
+MAX_AXES = 4  # as in csrc/host/kernel_table.h
+MAX_COSTS = 4  # as in csrc/host/kernel_table.h
 
 
 @dataclass(frozen=True)
 class Axis:
-    """What names a kernel beside its dtype: a number of its row (``prefix``), or words with one entry point each."""
+    """What distinguishes kernels besides dtype: a number of the row (``prefix``), or words with one entry point each."""
 
     name: str
-    prefix: str  # of a number in names: d64
-    argument: str  # of words: the entry function's template parameter
-    words: Mapping[str, str]  # and what each gives for it; empty for a number
-    allowed: tuple[int, ...] = ()  # numbers that the kernels can be compiled for; empty: any
-    why: str = ""  # no others
+    prefix: str  # of a number in names, such as d64
+    argument: str  # of words: the template parameter of the entry function
+    words: Mapping[str, str]  # and the template argument for each; empty for a number
+    allowed: tuple[int, ...] = ()  # numbers that the kernels support; empty: any
+    why: str = ""  # why no other numbers are allowed
 
     @property
     def is_number(self) -> bool:
@@ -70,11 +70,11 @@ class Descriptor:
     spec: str
     entry: str
     schedule: str  # "grid": one block per tile; "persistent": at most one block per multiprocessor
-    options: Mapping[str, int]  # with their defaults, in the order of the spec's template
+    options: Mapping[str, int]  # with their defaults, in the order of the spec's template parameters
     tensor_maps: TensorMaps | None
     needs_cost: bool
     shared_memory: Mapping[str, str]
-    virtual: Mapping[str, str]  # by target, where the family's virtual architecture would lack an instruction
+    virtual: Mapping[str, str]  # by target, if the family's virtual architecture lacks an instruction
 
     @property
     def numbers(self) -> tuple[Axis, ...]:
@@ -90,12 +90,12 @@ class KernelRow:
     """One row of a kernels.toml, ``[[OPERATION.FAMILY]]``: a tile, its dtypes and its targets."""
 
     descriptor: Descriptor
-    source: str  # where it stands: "attention/kernels.toml, row 3 (attention_forward sm80 d64)"
+    source: str  # where it is: "attention/kernels.toml, row 3 (attention_forward sm80 d64)"
     variant: str
     dtypes: tuple[str, ...]
     targets: tuple[str, ...]
-    axes: Mapping[str, int]  # those that are numbers
-    words: Mapping[str, tuple[str, ...]]  # by axis, the words that it has an entry point for
+    axes: Mapping[str, int]  # the axes that are numbers
+    words: Mapping[str, tuple[str, ...]]  # for each axis, the words that have an entry point
     block_m: int  # tile values that the descriptor does not name are 1
     block_n: int
     stages: int
@@ -105,8 +105,8 @@ class KernelRow:
     cost: Mapping[str, float]  # empty: not chosen by cost
     why: str
     allow: Mapping[str, str]
-    virtual: Mapping[str, str]  # the descriptor's, and what the row states of its own
-    by_dtype: str  # why the code depends on which 16-bit type it computes with; empty: it does not
+    virtual: Mapping[str, str]  # the descriptor's, overridden by the row's
+    by_dtype: str  # why the code depends on the 16-bit type; empty: it does not
 
     @property
     def operation(self) -> str:
@@ -130,7 +130,7 @@ class KernelRow:
         return tuple(int(getattr(self, name)) for name in self.descriptor.tile)
 
     def smem_items(self, dtype: str) -> tuple[tuple[str, int], ...]:
-        """What the block keeps in dynamic shared memory: (name, bytes)."""
+        """The contents of a block's dynamic shared memory: (name, bytes)."""
         values = {**self.axes, **{name: int(getattr(self, name)) for name in TILE}, "warps": self.warps, **self.options}
         try:
             return itemise(self.descriptor.shared_memory, {**values, "element": ELEMENT_BYTES[dtype]})
@@ -158,7 +158,7 @@ def read_operations(table: Mapping[str, Any], file: str) -> Iterator[Descriptor]
 
 
 def _completed(table: Mapping[str, Any], file: str) -> dict[str, Any]:
-    """The table with what its operations and families leave out because they are ``like`` others before them."""
+    """The table with the keys filled in that operations and families leave out because they are ``like`` earlier ones."""
     found: dict[str, Any] = {"schema": table.get("schema")}
     families: dict[str, Fields] = {}
     for name in [name for name in table if name != "schema"]:
@@ -174,7 +174,7 @@ def _completed(table: Mapping[str, Any], file: str) -> dict[str, Any]:
 
 
 def _joined(own: Fields, known: Mapping[str, Fields]) -> Fields:
-    """A family with what it leaves out because it is like another."""
+    """A family with the keys filled in that it leaves out because it is ``like`` another."""
     if "like" not in own:
         return own
     other = known[own.word("like", known)]
@@ -255,8 +255,10 @@ def read_rows(
     descriptors: Mapping[tuple[str, str], Descriptor],
     unstated: Mapping[str, Mapping[str, Any]],
 ) -> Iterator[KernelRow]:
-    """The rows of a kernels.toml; ``unstated``: by family, what a row has where it states none. Raises TableError with the file, row
-    and key that is wrong."""
+    """The rows of a kernels.toml. Raises TableError with the file, row and key that is wrong.
+
+    ``unstated``: by family, the values of keys that a row leaves out.
+    """
     top = Fields(table, file)
     top.take("schema", int)
     found = 0
@@ -278,7 +280,7 @@ def read_rows(
 
 
 def _variants(row: Any, where: str, unstated: Mapping[str, Any]) -> Iterator[Fields]:
-    """A row, and the further kernels of its tile, which state under ``also.VARIANT`` what they have of their own."""
+    """A row, and the other kernels with its tile; each has its own keys under ``also.VARIANT``."""
     also = Fields(row, where).table("also", optional=True)
     plain = {**unstated, **{key: row[key] for key in row if key != "also"}}
     yield Fields(plain, where)

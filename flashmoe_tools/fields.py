@@ -1,4 +1,4 @@
-"""Strict reading of a TOML table: every key is asked for by name and type, and what nobody asked for is an error."""
+"""Strict reading of a TOML table: every key is read by name and type, and keys that were not read are errors."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Fields:
         return dict(self._table)
 
     def take(self, key: str, kind: type[T], default: T | None = None) -> T:
-        """The value of a key. A missing one is an error unless there is a default."""
+        """The value of a key. A missing key is an error unless there is a default."""
         self._asked.add(key)
         if key not in self._table:
             if default is None:
@@ -43,7 +43,7 @@ class Fields:
         value = self._table[key]
         if kind is float and type(value) is int:
             value = float(value)
-        if type(value) is not kind:  # a bool is no int here
+        if type(value) is not kind:  # rejects bool for int
             self.fail(key, value, f"{kind.__name__} is needed")
         return value  # type: ignore[no-any-return]
 
@@ -57,7 +57,7 @@ class Fields:
     def words(
         self, key: str, known: Iterable[str] | None = None, default: tuple[str, ...] | None = None
     ) -> tuple[str, ...]:
-        """A list of different words, each one of ``known``."""
+        """A list of distinct words, each of which must be in ``known``."""
         values = self.take(key, list, None if default is None else list(default))
         for value in values:
             if type(value) is not str:
@@ -72,7 +72,7 @@ class Fields:
         return self.one_of(key, self.take(key, str, default), known)
 
     def every(self, kind: type[T]) -> Mapping[str, T]:
-        """All values of the table, which has no keys of its own kind to check."""
+        """All values of a table with arbitrary keys."""
         return MappingProxyType({key: self.take(key, kind) for key in self._table})
 
     def one_of(self, key: str, value: str, known: Iterable[str]) -> str:
@@ -86,7 +86,7 @@ class Fields:
         raise TableError(msg)
 
     def done(self) -> None:
-        """Raises TableError for a key that nobody asked for."""
+        """Raises TableError for a key that was not read."""
         for key in self._table:
             if key not in self._asked:
                 msg = f"{self.where}: unknown key {key!r}; known: {', '.join(sorted(self._asked)) or 'none'}"

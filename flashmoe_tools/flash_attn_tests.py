@@ -1,10 +1,10 @@
-"""A pytest plugin that runs the test files of flash_attn, as they are, on flashmoe's functions.
+"""A pytest plugin that runs flash_attn's unchanged test files on flashmoe's functions.
 
     python -m pytest -p flashmoe_tools.flash_attn_tests -c /dev/null -n 12 --draw 400 --draw-seed 7 FOLDER/test_flash_attn.py
 
-The file is the caller's; it needs einops. Its hundreds of thousands of parameters are drawn by seed, the same number of each test function, and
-named as pytest names them without this plugin; ``--draw-pairs`` draws so many that each pair of values of two parameters occurs. ``--on-cpu`` answers
-"cuda" by the CPU.
+The caller provides the file; it needs einops. Of its hundreds of thousands of parameter sets the same number is drawn
+by seed for each test function; they are named as pytest names them without this plugin. ``--draw-pairs`` draws enough
+that each pair of values of two parameters occurs. ``--on-cpu`` replaces "cuda" by the CPU.
 """
 
 import math
@@ -22,7 +22,7 @@ from torch.overrides import TorchFunctionMode
 import flashmoe.compat
 
 HOPPER = (9, 0)
-PAIRS = -1  # in place of a count
+PAIRS = -1  # used as a count
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -60,7 +60,7 @@ def pytest_pycollect_makeitem(collector: pytest.Collector, name: str, obj: Any) 
 
 
 def drawn(marks: Sequence[pytest.Mark], count: int, numbers: random.Random) -> list[pytest.Mark]:
-    """One parametrize mark of ``count`` tuples, or of PAIRS, in place of all, whose product is drawn from without repetition."""
+    """Replaces all parametrize marks by one with ``count`` (or PAIRS) tuples from their product, without repetition."""
     axes = [Axis(mark) for mark in marks if mark.name == "parametrize"]
     others = [mark for mark in marks if mark.name != "parametrize"]
     sizes = [len(axis.values) for axis in axes]
@@ -90,8 +90,11 @@ def sampled(sizes: Sequence[int], count: int, numbers: random.Random) -> list[tu
 
 
 def pairwise(sizes: Sequence[int], numbers: random.Random) -> list[tuple[int, ...]]:
-    """Tuples of indices below ``sizes`` in which each two indices of each two axes occur together: each tuple has one pair that is missing, and of
-    every further axis, in random order, the index with most missing pairs."""
+    """Tuples of indices below ``sizes`` that contain every pair of indices of every two axes.
+
+    Each tuple starts from a missing pair. Every other axis, in random order, gets the index that covers the most
+    missing pairs.
+    """
     axes = range(len(sizes))
     missing = {((a, i), (b, j)) for a in axes for b in axes if a < b for i in range(sizes[a]) for j in range(sizes[b])}
     if len(sizes) < 2:
@@ -124,7 +127,7 @@ class Axis:
         self.values = [list(value) if len(self.names) > 1 else [value] for value in values]
 
     def words(self, index: int) -> str:
-        """What pytest calls the values of this index."""
+        """pytest's name for the values at this index."""
         pairs = zip(self.names, self.values[index], strict=True)
         return "-".join(
             str(value) if value is None or isinstance(value, (int, float, str)) else f"{name}{index}"
@@ -133,7 +136,7 @@ class Axis:
 
 
 class OnCpu(TorchFunctionMode):
-    """Every call's device "cuda" is the CPU."""
+    """Replaces device "cuda" by the CPU in every call."""
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None

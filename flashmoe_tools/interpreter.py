@@ -1,4 +1,4 @@
-"""Commands as they can be typed: ``python`` of a report becomes the interpreter that runs this program."""
+"""Commands that can be typed: replaces ``python`` in a report by the interpreter that runs this program."""
 
 import re
 import shlex
@@ -10,8 +10,8 @@ COMMAND = re.compile(r"(?<![\w/.-])python(?= -m flashmoe)")
 
 
 def interpreter() -> str:
-    """``python`` where that is this interpreter, else its path; relative to the current folder when it lies below it."""
-    found, path = shutil.which("python"), Path(sys.executable)  # links are kept: they tell environments apart
+    """``python`` if that is this interpreter, else its path; relative if it is below the current folder."""
+    found, path = shutil.which("python"), Path(sys.executable)  # links stay: they distinguish environments
     if found and Path(found).absolute() == path.absolute():
         return "python"
     return shlex.quote(str(path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path))

@@ -17,8 +17,8 @@ class Progress:
     """Counts finished parts of a step and prints its name, the count and the elapsed time.
 
     Use as a context manager; call :meth:`advance` when a part is done. Safe to call from several threads. ``total`` 0
-    means unknown. A background timer prints a line when nothing has been printed for ``HEARTBEAT_SECONDS``. A step that
-    is usually quick prints nothing before ``quiet_for`` seconds.
+    means unknown. A background timer prints a line if nothing was printed for ``HEARTBEAT_SECONDS``. A step that is
+    usually quick prints nothing in the first ``quiet_for`` seconds.
     """
 
     def __init__(
@@ -36,7 +36,7 @@ class Progress:
         self._started = time.monotonic()
         self._printed = 0.0
         self._detail = ""
-        self._width = 0  # of the line that stands on the terminal
+        self._width = 0  # of the line that is on the terminal
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._heartbeat, name=f"progress {what}", daemon=True)
 
@@ -64,7 +64,7 @@ class Progress:
                 self._emit(final=False)
 
     def note(self, detail: str) -> None:
-        """Show what is being worked on without counting a part as done."""
+        """Shows what is being worked on without counting a part as done."""
         self.advance(detail, count=0)
 
     def _heartbeat(self) -> None:
@@ -81,7 +81,8 @@ class Progress:
         line = f"{self.what}{count} {self.elapsed:.0f}s {self._detail}".rstrip()
         if self._terminal:
             width = shutil.get_terminal_size().columns - 1  # a line that wraps could not be erased
-            # Blanks over what the line before left: a notebook knows the carriage return and no control sequence.
+            # Overwrites the rest of the previous line with blanks: notebooks support the carriage return but no control
+            # sequences.
             line, left = line[:width], self._width
             self._width = len(line)
             self._stream.write("\r" + line.ljust(left) + ("\n" if final else ""))

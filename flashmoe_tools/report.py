@@ -1,8 +1,9 @@
-"""The one report format. Every stage (build, audit, doctor, test, bench, ...) writes it; tables, HTML and CI read it.
+"""The report format. Every stage (build, audit, doctor, test, bench, ...) writes it; tables, HTML and CI read it.
 
-A report is a list of checks plus stage-specific ``data``. Its verdict is derived, never set: nothing checked is FAIL.
+A report is a list of checks plus stage-specific ``data``. Its verdict is derived, never set; if nothing was checked, it
+is FAIL.
 
-python -m flashmoe_tools.report REPORT.json SUMMARY.json     what a repository keeps of a report (not of a benchmark:
+python -m flashmoe_tools.report REPORT.json SUMMARY.json     what a repository keeps of a report (for a benchmark use
                                                              python -m flashmoe bench --render REPORT.json --summary FILE)
 """
 
@@ -28,7 +29,7 @@ SCHEMA = "flashmoe.report/1"
 
 
 class Verdict(str, Enum):
-    """SKIP: nothing was checked, which never counts as PASS. UNPROVED: what was asked for can be neither proved nor refuted."""
+    """SKIP: nothing was checked, which never counts as PASS. UNPROVED: the claim can be neither proved nor refuted."""
 
     PASS = "PASS"
     WARN = "WARN"
@@ -53,7 +54,7 @@ class Check:
 
 
 def overall(checks: Sequence[Check]) -> Verdict:
-    """The worst verdict of ``checks``; FAIL when no check reached a verdict at all."""
+    """The worst verdict of ``checks``; FAIL if no check reached a verdict."""
     verdicts = {check.verdict for check in checks} - {Verdict.SKIP}
     if not verdicts or Verdict.FAIL in verdicts:
         return Verdict.FAIL
@@ -117,14 +118,14 @@ def _processor_name() -> str:
 
 
 def typed_command(module: str = "flashmoe") -> tuple[str, ...]:
-    """The command line as a report keeps it: without the folders of this machine."""
+    """The command line as reports store it: without the folders of this machine."""
     words = (Path(word).name if Path(word).is_absolute() else word for word in sys.argv[1:])
     return ("python", "-m", module, *words)
 
 
 def built_commit(library: Path) -> str:
-    """The commit in the provenance beside the library, ``+`` appended when files differed from it; empty without one."""
-    for folder in (library.parent, library.parent.parent):  # a wheel's, a build folder's
+    """The commit in the provenance next to the library, with ``+`` appended if files differed from it; empty if unknown."""
+    for folder in (library.parent, library.parent.parent):  # in a wheel, in a build folder
         try:
             record = json.loads((folder / "provenance.json").read_text(encoding="utf-8"))
             return str(record["commit"]) + ("+" if record["dirty"] else "")
@@ -134,10 +135,10 @@ def built_commit(library: Path) -> str:
 
 
 def write_json(path: Path, payload: Mapping[str, Any]) -> None:
-    """Write ``payload`` so that a reader sees the old file or the new one, never half of it.
+    """Writes ``payload`` so that a reader sees the old file or the new one, never a mixture.
 
-    What is there and is no regular file (a device, a FIFO, a symbolic link) stays what it is and is written into. Raises
-    ReportError where nothing can be written.
+    An existing path that is not a regular file (a device, a FIFO, a symbolic link) is kept and written into. Raises
+    ReportError if nothing can be written.
     """
     _write(path, json.dumps(payload, indent=1, default=str))
 
@@ -154,7 +155,7 @@ def _write(path: Path, text: str) -> None:
 
 
 def _is_replaceable(path: Path) -> bool:
-    """Whether a new file may take the place of ``path``: nothing is there, or a regular file itself and no link to one."""
+    """Whether a new file may replace ``path``: nothing exists there, or a regular file that is not a link."""
     try:
         return stat.S_ISREG(path.lstat().st_mode)
     except FileNotFoundError:
@@ -196,7 +197,7 @@ def _read_object(path: Path) -> dict[str, Any]:
 
 
 def read_report(path: Path) -> Report:
-    """Read a report back; raises ReportError when it is missing, damaged or of another schema."""
+    """Reads a report back; raises ReportError if it is missing, damaged or has another schema."""
     payload = _read_object(path)
     if payload.get("schema") != SCHEMA:
         msg = f"{path} has schema {payload.get('schema')!r}, this flashmoe reads {SCHEMA!r}"
@@ -217,16 +218,16 @@ def read_report(path: Path) -> Report:
         raise ReportError(msg) from error
 
 
-LINE = 240  # a value that fits into a line of a summary is not divided
-ENTRY = 8_000  # characters: a larger part of a report's data is raw material
+LINE = 240  # a value that fits into one line of a summary is not split
+ENTRY = 8_000  # characters: larger parts of a report's data are raw material
 FOLDED = re.compile(r"(\d+) checks")
-MANY = 5  # as many numbers in a list are samples
+MANY = 5  # a list of at least this many numbers is treated as samples
 
 
 def summarise(path: Path, entry: int = ENTRY) -> dict[str, Any]:
     """A report as a repository keeps it: passed and skipped checks counted, samples as medians, raw material left out.
 
-    A JSON object of another schema is kept in the same way. Raises ReportError when ``path`` holds neither.
+    A JSON object of another schema is kept in the same way. Raises ReportError if ``path`` holds neither.
     """
     payload = _read_object(path)
     if payload.get("schema") != SCHEMA:
@@ -244,7 +245,7 @@ def _small(data: Mapping[str, Any], entry: int) -> dict[str, Any]:
 
 
 def fold_checks(report: Report) -> Report:
-    """FAIL and WARN as they are; one check each for all that passed and for all that proved nothing. Same verdict."""
+    """Keeps FAIL and WARN; merges all passed and all skipped checks into one each. The verdict stays the same."""
     folded = [check for check in report.checks if check.verdict not in (Verdict.PASS, Verdict.SKIP)]
     for verdict in (Verdict.PASS, Verdict.SKIP):
         same = [check for check in report.checks if check.verdict is verdict]
@@ -258,13 +259,13 @@ def fold_checks(report: Report) -> Report:
 
 
 def count(checks: Sequence[Check], *verdicts: Verdict) -> int:
-    """How many checks have one of these verdicts; one that stands for many in a summary counts as many."""
+    """Number of checks with one of these verdicts; a merged check in a summary counts as the number it replaces."""
     folded = (FOLDED.fullmatch(check.name) for check in checks if check.verdict in verdicts)
     return sum(int(match[1]) if match else 1 for match in folded)
 
 
 def medians(value: Any) -> Any:
-    """``value`` with each list of ``MANY`` numbers or more as its median."""
+    """``value`` with each list of at least ``MANY`` numbers replaced by its median."""
     if isinstance(value, Mapping):
         return {key: medians(one) for key, one in value.items()}
     if not isinstance(value, (list, tuple)):
@@ -275,7 +276,7 @@ def medians(value: Any) -> Any:
 
 
 def rounded(value: Any) -> Any:
-    """``value`` with its numbers to five significant digits."""
+    """``value`` with its numbers rounded to five significant digits."""
     if isinstance(value, float):
         return float(f"{value:.5g}")
     if isinstance(value, Mapping):
@@ -284,7 +285,7 @@ def rounded(value: Any) -> Any:
 
 
 def write_summary(path: Path, payload: Mapping[str, Any]) -> None:
-    """JSON with a line for each row, so that a change of one number is a change of one line."""
+    """JSON with one line per row, so that changing one number changes one line."""
     _write(path, _lines(payload))
 
 

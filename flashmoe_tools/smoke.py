@@ -1,9 +1,9 @@
-"""A few small problems, compared with plain PyTorch: does what is installed compute attention on this machine?
+"""A few small problems, compared with plain PyTorch: does the installed package compute attention on this machine?
 
     python -m flashmoe_tools.smoke [--quick] [--json FILE]
 
-Sequence lengths around one tile (4 to 512, 65 included: an index that forgets the tile fails there and not at 64). A right
-answer counts only when a flashmoe kernel gave it.
+Sequence lengths around one tile (4 to 512, including 65: an index that ignores the tile fails there and not at 64). A
+right answer only counts if a flashmoe kernel computed it.
 """
 
 import argparse
@@ -54,7 +54,7 @@ def cases(devices: Sequence[tuple[str, Sequence[str]]], lengths: Sequence[int]) 
 
 
 def judge(case: Case, outcome: Verification, kernel: str) -> Check:
-    """PASS when the numbers are right and one of our kernels produced them."""
+    """PASS if the numbers are right and one of our kernels produced them."""
     expected = f"error at most {outcome.tolerance:.1e}, LSE within {LSE_TOLERANCE:g}"
     found = f"error {outcome.max_error:.1e}, LSE {outcome.lse_error or 0.0:.1e}, by {kernel or 'no kernel of ours'}"
     is_ours = kernel.startswith("cpu:" if case.device == "cpu" else "flashmoe_attention_")  # few rows are decoded
@@ -76,7 +76,7 @@ def available_devices() -> list[tuple[str, tuple[str, ...]]]:
 
 
 def solve(case: Case) -> tuple[Verification, str]:
-    """One problem against its reference, and the kernel that ran."""
+    """Solves one problem; returns its comparison with the reference and the kernel that ran."""
     from flashmoe import _extension, attention
 
     inputs = case.problem.make_inputs(case.device, seed=case.length)
@@ -99,7 +99,7 @@ def check_case(case: Case) -> Check:
 
 
 def run(lengths: Sequence[int]) -> Report:
-    """All cases of this machine; a machine without a GPU says so in a SKIP."""
+    """All cases that this machine can run; on a machine without a GPU a SKIP says so."""
     started, clock = utc_now(), time.monotonic()
     devices = available_devices()
     checks = tuple(check_case(case) for case in cases(devices, lengths))
@@ -112,7 +112,7 @@ def run(lengths: Sequence[int]) -> Report:
 
 
 def summarise(checks: Sequence[Check]) -> list[str]:
-    """One line for each device and dtype that is right throughout; one for each check that is not PASS."""
+    """One line per device and dtype without errors; one per check that is not PASS."""
     groups: dict[str, list[Check]] = {}
     for check in checks:
         groups.setdefault(" ".join(check.name.split()[:2]), []).append(check)

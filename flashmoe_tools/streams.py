@@ -1,4 +1,4 @@
-"""Standard streams that every program can print to: closed ones lead nowhere, and no character is an error."""
+"""Standard streams that every program can print to: closed ones discard, and no character causes an error."""
 
 import io
 import os
@@ -12,7 +12,7 @@ _COLOURS = {Verdict.PASS: 32, Verdict.WARN: 33, Verdict.UNPROVED: 33, Verdict.FA
 
 
 def prepare_streams() -> None:
-    """For the start of a program. After ``>&-`` the next file that is opened would take descriptor 1 and be printed into."""
+    """Call at the start of a program. After ``>&-`` the next opened file would get descriptor 1 and be printed into."""
     while (opened := os.open(os.devnull, os.O_RDWR)) <= 2:
         pass
     os.close(opened)
@@ -25,7 +25,7 @@ def prepare_streams() -> None:
 
 
 def show(text: str, stream: TextIO | None = None) -> None:
-    """Print lines; on a terminal with a verdict at the start of a line in colour. NO_COLOR and TERM=dumb are honoured."""
+    """Prints lines; on a terminal a verdict at the start of a line is in colour. NO_COLOR and TERM=dumb are respected."""
     out = stream if stream is not None else sys.stdout
     if out.isatty() and os.environ.get("TERM", "dumb") != "dumb" and not os.environ.get("NO_COLOR"):
         for verdict, colour in _COLOURS.items():

@@ -1,8 +1,8 @@
-"""What flashmoe knows of GPUs and kernels, as frozen dataclasses.
+"""What flashmoe knows about GPUs and kernels, as frozen dataclasses.
 
 Source: ``csrc/tables/arch.toml`` and, in the folder of each operation, ``operations.toml`` and ``kernels.toml``; an
-installed package has the same files in ``flashmoe/_tables/``. Everything that must agree about kernels (C++ dispatch, units
-to compile, audit, shared-memory numbers, docs) reads them through this module.
+installed package has the same files in ``flashmoe/_tables/``. Everything that must agree about kernels (C++ dispatch,
+translation units, audit, shared-memory numbers, docs) reads them through this module.
 """
 
 from collections.abc import Iterator, Mapping
@@ -38,12 +38,12 @@ class Gpu:
     max_threads_per_sm: int
     max_blocks_per_sm: int
     bf16: bool
-    families: tuple[str, ...]  # kernel families that run on it, best first
+    families: tuple[str, ...]  # kernel families that it supports, best first
 
 
 @dataclass(frozen=True)
 class Target:
-    """One thing to compile for: machine code (``sm_90a``) or PTX (``compute_80``), and the GPUs that may load it."""
+    """One compilation target: machine code (``sm_90a``) or PTX (``compute_80``), and the GPUs that may load it."""
 
     name: str
     gpus: tuple[str, ...]
@@ -74,13 +74,13 @@ class Entry(NamedTuple):
 
 
 def stem(row: KernelRow, dtype: str) -> str:
-    """What the names of a row's units and kernels begin with."""
+    """The common prefix of the names of a row's units and kernels."""
     numbers = (f"{axis.prefix}{row.axes[axis.name]}" for axis in row.descriptor.numbers)
     return "_".join([row.operation, row.family, dtype, *numbers, *([row.variant] if row.variant else [])])
 
 
 def entries(row: KernelRow, dtype: str) -> tuple[Entry, ...]:
-    """Every kernel of a row for one dtype; an operation without axes of words has one."""
+    """Every kernel of a row for one dtype; an operation without word axes has one."""
     chosen = product(*(row.words[axis.name] for axis in row.descriptor.word_axes))
     return tuple(Entry(words, "_".join(["flashmoe", stem(row, dtype), *words])) for words in chosen)
 
@@ -92,18 +92,18 @@ class Unit:
     row: KernelRow
     dtype: str
     target: Target
-    virtual: str  # the architecture whose PTX its machine code is made from: compute_80
+    virtual: str  # the architecture whose PTX is compiled to machine code: compute_80
 
     @property
     def name(self) -> str:
-        """As its symbols begin; words are part of it where the row does not have them all."""
+        """The prefix of its symbols; includes words if the row does not have all of them."""
         axes = self.row.descriptor.word_axes
         partial = (words for axis in axes if len(words := self.row.words[axis.name]) < len(axis.words))
         return "_".join([stem(self.row, self.dtype), *(word for words in partial for word in words)])
 
     @property
     def virtual_capability(self) -> tuple[int, int]:
-        """What ``__CUDA_ARCH__`` was when the unit was compiled: instructions of later GPUs are not in it."""
+        """``__CUDA_ARCH__`` at compile time: instructions of later GPUs are not used."""
         return Target(self.virtual, ()).capability
 
     @property
@@ -111,7 +111,7 @@ class Unit:
         return entries(self.row, self.dtype)
 
     def symbol(self, *words: str) -> str:
-        """The kernel for these words. Raises TableError where the unit has none."""
+        """The kernel for these words. Raises TableError if the unit has none."""
         for entry in self.entries:
             if entry.words == words:
                 return entry.symbol
@@ -150,7 +150,7 @@ class Tables:
         raise TableError(msg)
 
     def virtual_architecture(self, family: str, target: str) -> str:
-        """Which PTX the machine code of a family's kernels for a target is made from."""
+        """The PTX architecture from which the machine code of a family's kernels for a target is compiled."""
         try:
             chosen = self.virtual[family]
             return chosen.get(target, chosen["default"])
@@ -173,21 +173,21 @@ class Tables:
 
 
 def table_directory() -> Path:
-    """Where the tables lie: inside an installed package, or in csrc/ of the checkout around it."""
+    """The folder of the tables: inside an installed package, or csrc/ of the checkout around it."""
     package = Path(flashmoe.__file__).resolve().parent
     installed = package / "_tables"
     return installed if installed.is_dir() else package.parent / "csrc"
 
 
 def table_files(directory: Path) -> tuple[Path, ...]:
-    """Every table under a folder: that of architectures, and two for each operation's folder."""
+    """Every table under a folder: the architectures', and two in each operation's folder."""
     folders = sorted({path.parent for name in (OPERATIONS, KERNELS) for path in directory.glob(f"*/{name}")})
     return (directory / ARCH, *(folder / name for folder in folders for name in (OPERATIONS, KERNELS)))
 
 
 @lru_cache(maxsize=4)
 def load_tables(directory: Path | None = None) -> Tables:
-    """Read and check all tables. Raises TableError with the file, row and key that is wrong."""
+    """Reads and checks all tables. Raises TableError with the file, row and key that is wrong."""
     folder = directory if directory is not None else table_directory()
     arch_file, *files = table_files(folder)
     arch = Fields(_read(arch_file, ARCH), ARCH)
@@ -222,7 +222,7 @@ def load_tables(directory: Path | None = None) -> Tables:
 
 
 def check_tables(tables: Tables) -> None:
-    """Whether every name resolves, no entry point stands twice, and no row asks a GPU for what it lacks."""
+    """Checks that every name resolves, entry points are unique, and no row needs what a GPU lacks."""
     for target in tables.targets:
         for name in target.gpus:
             tables.gpu(name)
@@ -256,7 +256,7 @@ def _check_unit(tables: Tables, unit: Unit) -> None:
 
 
 def _check_virtual(unit: Unit) -> None:
-    """ptxas assembles PTX for its own capability and later ones; arch-specific PTX (90a) for that alone."""
+    """ptxas compiles PTX for its own and later capabilities; arch-specific PTX (90a) only for its own."""
     source, target = Target(unit.virtual, ()), unit.target
     if not source.is_ptx or (target.is_ptx and source.name != target.name):
         fits = False

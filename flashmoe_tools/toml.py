@@ -1,4 +1,4 @@
-"""``tomllib``, which Python 3.10 does not have."""
+"""``tomllib``, or tomli on Python 3.10."""
 
 import sys
 

@@ -1,7 +1,7 @@
-"""The version that a build carries: the release's only where the release's tag stands at a clean commit.
+"""The version that a build carries: the release's only if the release's tag is at a clean commit.
 
-Everything else is a development version that names its commit, so that two builds of different sources never share a file name; nor do a
-wheel for all targets and one for some of them.
+Anything else is a development version that names its commit, so builds of different sources never share a file name.
+Neither do a wheel for all targets and one for only some of them.
 """
 
 import re
@@ -12,13 +12,13 @@ _LINE = re.compile(r'^__version__ = "([^"]+)"$', re.MULTILINE)
 
 
 def stated_version(source: str) -> str:
-    """The version in the text of flashmoe/_version.py; empty where there is none."""
+    """The version in the text of flashmoe/_version.py, or an empty text."""
     match = _LINE.search(source)
     return match[1] if match else ""
 
 
 def with_version(source: str, version: str) -> str:
-    """The text of flashmoe/_version.py with another version: what the wheel holds."""
+    """The text of flashmoe/_version.py with another version, as the wheel contains it."""
     return _LINE.sub(f'__version__ = "{version}"', source)
 
 
@@ -27,9 +27,9 @@ def release_tag(base: str) -> str:
 
 
 def version_of(base: str, commit: str, *, dirty: bool, tags: Collection[str], partial: str = "") -> str:
-    """``base`` for a clean commit with its tag, else base.dev0+g<commit>, with ``.dirty`` where files differ from the commit.
+    """``base`` for a clean commit with its tag, else base.dev0+g<commit>, with ``.dirty`` if files differ from it.
 
-    ``partial``, see :func:`partial_label`, follows as another local part.
+    ``partial`` is appended as another local part, see :func:`partial_label`.
     """
     if not dirty and release_tag(base) in tags:
         return f"{base}+{partial}" if partial else base
@@ -38,6 +38,6 @@ def version_of(base: str, commit: str, *, dirty: bool, tags: Collection[str], pa
 
 
 def partial_label(targets: Sequence[str]) -> str:
-    """What the version of a wheel says that holds these targets alone: ``sm90a``, ``cpu`` for none, the number of many."""
+    """Version label of a wheel for only these targets: ``sm90a``, ``cpu`` for none, or the number if there are many."""
     names = [re.sub(r"[^a-z0-9]", "", target) for target in targets]
     return "cpu" if not names else ".".join(names) if len(names) <= MOST_NAMED else f"{len(names)}targets"

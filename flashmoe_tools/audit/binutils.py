@@ -1,4 +1,4 @@
-"""c++filt: demangled names in batches."""
+"""c++filt: demangles names in batches."""
 
 import shutil
 import subprocess
@@ -8,7 +8,7 @@ TIMEOUT_SECONDS = 120
 
 
 def demangle(names: Iterable[str]) -> dict[str, str]:
-    """Mangled -> demangled for each C++ name. Without c++filt a name is kept and marked as mangled."""
+    """Maps each mangled C++ name to its demangled form. Without c++filt a name is kept and marked as mangled."""
     result = {name: name for name in names}
     mangled = [name for name in result if name.startswith("_Z")]
     if not mangled:

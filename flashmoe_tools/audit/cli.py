@@ -1,4 +1,4 @@
-"""``python -m flashmoe audit PATH``: prove the symbols and resources of an extension, ours or foreign."""
+"""``python -m flashmoe audit PATH``: checks the symbols and resources of an extension, ours or another project's."""
 
 import argparse
 import re
@@ -25,7 +25,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="the torch whose shims may be used (ours: 2.10.0; foreign: the installed one)",
     )
     parser.add_argument("--details", action="store_true", help="list what passed too, and what each kernel takes")
-    parser.add_argument("--no-load", action="store_true", help=argparse.SUPPRESS)  # once needed; nothing is loaded
+    parser.add_argument("--no-load", action="store_true", help=argparse.SUPPRESS)  # obsolete: nothing is loaded
     parser.add_argument("--foreign", action="store_true", help="judge it as a foreign extension, even if it is ours")
     parser.add_argument("--objects", type=Path, metavar="DIR", help="object files to search for duplicate definitions")
     parser.add_argument(
@@ -37,7 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def given_path(text: str) -> Path:
-    """A non-empty path: an empty one would silently mean the current folder."""
+    """A non-empty path; an empty one would silently mean the current folder."""
     if not text:
         msg = "an empty path; give a shared object, a wheel, or a folder (. for this one)"
         raise argparse.ArgumentTypeError(msg)

@@ -1,4 +1,4 @@
-"""What every check has access to, and helpers to report results."""
+"""The data that every check has access to, and helpers to report results."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ from flashmoe_tools.audit.resolve import Closure, Resolver
 from flashmoe_tools.audit.torch_libraries import InstalledTorch
 from flashmoe_tools.report import Check, Verdict
 
-MAX_LISTED = 20  # failures of one kind that are listed one by one
+MAX_LISTED = 20  # failures of one kind that are listed individually
 
 
 @dataclass(frozen=True)
@@ -28,11 +28,11 @@ class Context:
     torch_version: str
     source: Path | None = None
     objects: tuple[ElfFacts, ...] = ()
-    wheel: Wheel | None = None  # that carries it
+    wheel: Wheel | None = None  # the wheel that contains the extension
 
     @property
     def wheel_name(self) -> str:
-        """Of the wheel, whose tags promise a Python and a platform; empty without one."""
+        """File name of the wheel, whose tags promise a Python and a platform; empty if there is no wheel."""
         return self.wheel.path.name if self.wheel is not None else ""
 
 
@@ -49,12 +49,12 @@ def warned(name: str, found: str, expected: str, why: str, next_step: str) -> Ch
 
 
 def failed(name: str, *, found: str, expected: str, why: str, cause: str = "", next_step: str) -> Check:
-    """A failure says what was found and expected, why it matters, what caused it and which step comes next."""
+    """A failed check: what was found, what was expected, why it matters, the cause, and the next step."""
     return Check(name, Verdict.FAIL, found, expected, f"{why} Cause: {cause}" if cause else why, next_step)
 
 
 def limited(checks: Sequence[Check]) -> list[Check]:
-    """The first MAX_LISTED checks, and one that counts the rest and keeps their worst verdict."""
+    """The first MAX_LISTED checks, plus one that counts the rest and has their worst verdict."""
     if len(checks) <= MAX_LISTED:
         return list(checks)
     rest = checks[MAX_LISTED:]
@@ -71,16 +71,19 @@ def limited(checks: Sequence[Check]) -> list[Check]:
 
 
 def listing(names: Iterable[str], limit: int = 8) -> str:
-    """Names in one line: the first few, and how many more there are."""
+    """Names on one line: the first few, and how many more there are."""
     every = list(names)
     shown = ", ".join(every[:limit])
     return f"{shown} and {len(every) - limit} more" if len(every) > limit else shown
 
 
 def may_stay_open(context: Context, symbol: Symbol) -> bool:
-    """Weak references: the loader leaves address 0 where nothing defines them, and the code tests that before use.
+    """Whether a symbol may stay unresolved, as weak references may.
 
-    In ours only C names, thread-local initialisers and transactional clones; another's sources may declare any name weak.
+    The loader leaves address 0 where nothing defines one, and the code tests for that before use.
+
+    In our own library only C names, thread-local initialisers and transactional clones may be weak; other projects may
+    declare any name weak.
     """
     return symbol.is_weak and (
         not context.ours

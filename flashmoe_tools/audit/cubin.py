@@ -1,9 +1,9 @@
-"""One cubin, read with pyelftools: which kernels it holds and what each needs of a multiprocessor.
+"""Reads one cubin with pyelftools: which kernels it holds and what each needs from a multiprocessor.
 
-Layout (checked against cuobjdump and nvdisasm of CUDA 12.8, see tests/audit/test_cubin.py): ``.text.<kernel>`` code;
-``.nv.info`` (for all functions) and ``.nv.info.<kernel>`` attribute lists; ``.nv.shared.<kernel>`` static shared memory;
-``.nv.local.<kernel>`` local memory. An attribute is (format byte, number byte, value), the value 16 bits, or with
-format 4 a 16-bit length and that many bytes.
+Layout (checked against cuobjdump and nvdisasm of CUDA 12.8, see tests/audit/test_cubin.py): ``.text.<kernel>`` is code;
+``.nv.info`` (all functions) and ``.nv.info.<kernel>`` are attribute lists; ``.nv.shared.<kernel>`` is static shared
+memory; ``.nv.local.<kernel>`` is local memory. An attribute is a format byte, a number byte and a value. The value has
+16 bits, or with format 4 a 16-bit length followed by that many bytes.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ if TYPE_CHECKING:
 _SIZED = 0x04  # EIFMT_SVAL
 _MAX_THREADS, _FRAME_SIZE, _MIN_STACK, _PARAM_SIZE, _REGISTERS = 0x05, 0x11, 0x12, 0x19, 0x2F
 _SHARED_RESERVED_SECTION = ".nv.shared.reserved.0"
-SHARED_RESERVED = 1024  # bytes that .nv.shared.<kernel> counts for the driver, where that section exists (sm_90 on)
+SHARED_RESERVED = 1024  # bytes reserved for the driver; part of .nv.shared.<kernel> where that exists (sm_90 on)
 
 
 @dataclass(frozen=True)
 class KernelFacts:
-    """One entry point. Bytes; ``registers`` per thread; ``max_threads`` per block, 0 when not bounded."""
+    """One entry point. Sizes in bytes; ``registers`` per thread; ``max_threads`` per block, 0 if not bounded."""
 
     name: str
     registers: int
@@ -45,15 +45,15 @@ class KernelFacts:
 
 @dataclass(frozen=True)
 class CubinFacts:
-    """``arch`` as in a target's name: ``sm_90a``."""
+    """``arch`` is written as in a target's name: ``sm_90a``."""
 
     arch: str
     kernels: tuple[KernelFacts, ...]
-    functions: tuple[str, ...]  # every global function symbol, entries included
+    functions: tuple[str, ...]  # every global function symbol, including the entry points
 
 
 def architecture(abi_version: int, flags: int) -> str:
-    """The architecture in the ELF flags of a cubin; raises EmbeddedError for an ABI that is not known."""
+    """The architecture in the ELF flags of a cubin; raises EmbeddedError for an unknown ABI."""
     if abi_version == 7:
         return f"sm_{flags & 0xFF}{'a' if flags & 0x800 else ''}"
     if abi_version == 8:
@@ -63,7 +63,7 @@ def architecture(abi_version: int, flags: int) -> str:
 
 
 def read_cubin(content: bytes, name: str) -> CubinFacts:
-    """Parse one cubin. Raises a subclass of AuditError for anything else."""
+    """Parses one cubin. Raises a subclass of AuditError for anything else."""
     elf = open_elf(content, name)
     if elf["e_machine"] != "EM_CUDA":
         msg = f"{name} is an ELF file for {elf['e_machine']}, not device code"
@@ -72,7 +72,7 @@ def read_cubin(content: bytes, name: str) -> CubinFacts:
         return _facts(elf)
     except AuditError:
         raise
-    except Exception as error:  # whatever pyelftools meets in a damaged file
+    except Exception as error:  # pyelftools may raise anything for a damaged file
         msg = f"{name}: a table inside cannot be read ({type(error).__name__}: {error})"
         raise DamagedElfError(msg, "compile and embed it again") from error
 
@@ -99,7 +99,7 @@ def _kernel(elf: ELFFile, name: str, shared: dict[int, int], *, has_reserved: bo
     if code is None:
         msg = f"kernel {name} has launch attributes but no code"
         raise EmbeddedError(msg, "compile and embed it again")
-    in_header = code["sh_info"] >> 24  # filled in up to sm_75; 0 later, where only the attribute has it
+    in_header = code["sh_info"] >> 24  # filled in up to sm_75; 0 on later architectures, which only have the attribute
     registers = shared.get(_REGISTERS, in_header)
     if in_header and in_header != registers:
         msg = f"kernel {name}: {in_header} registers in its section header, {registers} in its attribute"
@@ -129,7 +129,7 @@ def _size(elf: ELFFile, name: str) -> int:
 
 
 def _attributes(data: bytes) -> Iterator[tuple[int, bytes]]:
-    """(number, value) of each attribute; raises EmbeddedError when the list runs over its end."""
+    """(number, value) of each attribute; raises EmbeddedError if the list runs past its end."""
     position = 0
     while position + 4 <= len(data):
         form, number, value = struct.unpack_from("<BBH", data, position)
@@ -145,7 +145,7 @@ def _attributes(data: bytes) -> Iterator[tuple[int, bytes]]:
 
 
 def _by_function(data: bytes) -> dict[int, dict[int, int]]:
-    """Symbol index -> {attribute: value} for the attributes that name a function, all of which have 8 bytes."""
+    """Symbol index -> {attribute: value} for the attributes that name a function; all of these have 8 bytes."""
     found: dict[int, dict[int, int]] = {}
     for number, value in _attributes(data):
         if len(value) == 8:

@@ -1,4 +1,4 @@
-"""One ELF shared object or object file, read with pyelftools into frozen facts."""
+"""Reads one ELF shared object or object file with pyelftools into frozen facts."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ if TYPE_CHECKING:
 
 MAGIC = b"\x7fELF"
 MAX_BYTES = 4 << 30  # the largest library of torch has 1 GB
-MAX_SYMBOLS = 2_000_000  # of one table; libtorch_cpu.so has 100,000
+MAX_SYMBOLS = 2_000_000  # per table; libtorch_cpu.so has 100,000
 _SYMBOL = struct.Struct("<IBBHQQ")  # name, info, other, section index, value, size
 _BINDINGS = {0: "local", 1: "global", 2: "weak", 10: "unique"}
 _SECTION, _FILE = 3, 4  # symbol types that do not name a function or object
 _UNDEFINED = 0
 _DT_FLAGS_TEXTREL, _DF_STATIC_TLS = 0x4, 0x10
-_STATIC_TLS = "static TLS"  # our own key, as the next
-_LOADING = ("DT_AUDIT", "DT_DEPAUDIT", "DT_FILTER", "DT_AUXILIARY")  # name a library beside DT_NEEDED
-_NOT_FOR_IMPORT = {  # flags of DT_FLAGS_1 with which dlopen refuses a file
+_STATIC_TLS = "static TLS"  # our own key among the dynamic tags
+_LOADING = ("DT_AUDIT", "DT_DEPAUDIT", "DT_FILTER", "DT_AUXILIARY")  # tags other than DT_NEEDED that name a library
+_NOT_FOR_IMPORT = {  # flags of DT_FLAGS_1 that make dlopen refuse a file
     0x0800_0000: "is a position-independent executable (PIE), not a shared object",
     0x40: "is marked as not to be opened at run time (-z nodlopen)",
 }
@@ -43,14 +43,14 @@ _NO_IMPORT = "not for import"  # our own key among the dynamic tags
 _HIDDEN_VERSION = 0x8000  # set in .gnu.version for a version that is not the default one
 _LITTLE_64 = b"\x7fELF\x02\x01"  # magic, 64 bits, little-endian
 MACHINES = {"EM_X86_64": "x86_64", "EM_AARCH64": "aarch64"}
-_NUMBERS = {"x86_64": 62, "aarch64": 183}  # of them, at byte 18
+_NUMBERS = {"x86_64": 62, "aarch64": 183}  # e_machine, at byte 18
 
 
 @dataclass(frozen=True, slots=True)
 class Symbol:
     """One symbol. ``binding`` is local, global, weak or unique.
 
-    An undefined dynamic symbol may be bound to a ``version``, which the file expects of ``library``.
+    An undefined dynamic symbol may be bound to a ``version`` that the file expects ``library`` to define.
     """
 
     name: str
@@ -68,13 +68,13 @@ class Symbol:
 
 @dataclass(frozen=True)
 class Search:
-    """Where a file tells the loader to look for what it needs: RPATH holds for what its libraries need, too, RUNPATH for itself."""
+    """Where a file tells the loader to search: RPATH also applies to the libraries' own dependencies, RUNPATH does not."""
 
     rpath: tuple[str, ...] = ()
     runpath: tuple[str, ...] = ()
 
     def folders(self, origin: Path) -> tuple[tuple[Path, ...], tuple[Path, ...]]:
-        """The folders of RPATH, without effect beside a RUNPATH, and those of RUNPATH, for a file in ``origin``."""
+        """The folders of RPATH (ignored if there is a RUNPATH) and those of RUNPATH, for a file in ``origin``."""
         rpath, runpath = (
             tuple(
                 Path(re.sub(r"\$ORIGIN\b|\$\{ORIGIN\}", str(origin), part))
@@ -89,24 +89,24 @@ class Search:
 
 @dataclass(frozen=True)
 class ElfFacts:
-    """What the audit wants to know about one file."""
+    """What the audit needs to know about one file."""
 
     path: Path
     sha256: str
     is_shared: bool
     dynamic: tuple[Symbol, ...]
-    static: tuple[Symbol, ...] | None  # None: stripped, there is no .symtab
+    static: tuple[Symbol, ...] | None  # None: stripped, no .symtab
     needed: tuple[str, ...]
     soname: str
     search: Search
-    versions: Mapping[str, tuple[str, ...]]  # library -> version names asked of it, as GLIBC_2.17
+    versions: Mapping[str, tuple[str, ...]]  # library -> version names required from it, such as GLIBC_2.17
     has_text_relocations: bool
     stack_flags: int | None  # p_flags of PT_GNU_STACK; None when the header is absent
     sections: tuple[str, ...]
     machine: str = "x86_64"
     loads: tuple[str, ...] = ()  # what DT_AUDIT, DT_DEPAUDIT, DT_FILTER and DT_AUXILIARY would load
-    has_packed_relocations: bool = False  # DT_RELR, which loaders before glibc 2.36 pass over
-    static_tls: int = 0  # bytes of thread-local storage that have to be in the block set up at start (DF_STATIC_TLS)
+    has_packed_relocations: bool = False  # DT_RELR, which loaders before glibc 2.36 ignore
+    static_tls: int = 0  # bytes of thread-local storage that must be in the block allocated at start (DF_STATIC_TLS)
 
     @property
     def run_paths(self) -> tuple[str, ...]:
@@ -122,12 +122,12 @@ class ElfFacts:
 
     @property
     def defined_names(self) -> frozenset[str]:
-        """Every name that this file defines; with a symbol table, including hidden and local ones."""
+        """Every name that this file defines, including hidden and local ones if it has a symbol table."""
         return frozenset(s.name for s in (*self.dynamic, *(self.static or ())) if s.defined)
 
 
 def require_magic(path: Path) -> None:
-    """Reject a file that is not ELF or is larger than MAX_BYTES, before all of it is read."""
+    """Rejects a file that is not ELF or is larger than MAX_BYTES, before reading all of it."""
     start = read_bytes(path, limit=16)
     size = path.stat().st_size
     if not start.startswith(MAGIC):
@@ -166,7 +166,7 @@ def read_bytes(path: Path, limit: int = -1) -> bytes:
 
 
 def require_pyelftools() -> Any:
-    """pyelftools' ELFFile class; raises ToolMissingError with the fix if it is not installed."""
+    """pyelftools' ELFFile class; raises ToolMissingError, which says how to install it, if it is missing."""
     try:
         from elftools.elf.elffile import ELFFile
     except ImportError as error:
@@ -189,13 +189,13 @@ def open_elf(content: bytes, name: str) -> ELFFile:
     _check_extent(content, name)
     try:
         return elf_class(io.BytesIO(content))
-    except Exception as error:  # pyelftools raises AssertionError, ELFError, construct's errors and others on damage
+    except Exception as error:  # on damage pyelftools raises AssertionError, ELFError, construct's errors and others
         msg = f"{name}: the ELF header cannot be read ({type(error).__name__}: {error})"
         raise DamagedElfError(msg, "copy or build the file again") from error
 
 
 def _check_extent(content: bytes, name: str) -> None:
-    """Whether the section and program header tables lie inside the file."""
+    """Checks that the section and program header tables are inside the file."""
     program_offset, section_offset = struct.unpack_from("<QQ", content, 32)
     program_size, program_count, section_size, section_count = struct.unpack_from("<HHHH", content, 54)
     for what, end in (
@@ -208,7 +208,7 @@ def _check_extent(content: bytes, name: str) -> None:
 
 
 def section_data(elf: ELFFile, name: str) -> bytes | None:
-    """A section's bytes, all of them, or None when there is no such section."""
+    """The bytes of a section, or None if there is no such section."""
     section = elf.get_section_by_name(name)
     if section is None:
         return None
@@ -220,7 +220,7 @@ def section_data(elf: ELFFile, name: str) -> bytes | None:
 
 
 def read_elf(path: Path) -> ElfFacts:
-    """Read a shared object or an object file. Raises a subclass of AuditError for everything that is neither."""
+    """Reads a shared object or an object file. Raises a subclass of AuditError for anything else."""
     require_magic(path)
     content = read_bytes(path)
     elf = open_elf(content, path.name)
@@ -237,7 +237,7 @@ def read_elf(path: Path) -> ElfFacts:
         return facts
     except (NoDynamicSymbolsError, DamagedElfError, ForeignMachineError):
         raise
-    except Exception as error:  # the same: whatever pyelftools meets in a damaged table
+    except Exception as error:  # as above: pyelftools may raise anything for a damaged table
         msg = f"{path.name}: a table inside cannot be read ({type(error).__name__}: {error})"
         raise DamagedElfError(msg, "copy or build the file again") from error
 
@@ -351,9 +351,9 @@ def _symbols(elf: ELFFile, section: Any, versions: Mapping[int, tuple[str, str]]
 
 @dataclass(frozen=True)
 class Provided:
-    """What the loader needs to know of a library: the names it exports, and the libraries that it needs in turn.
+    """What the loader needs to know about a library: the names it exports and the libraries it needs.
 
-    ``versions``: name -> the versions under which it is exported, where the library defines versions at all.
+    ``versions``: name -> the versions under which it is exported, if the library defines versions at all.
     """
 
     exports: frozenset[str]
@@ -363,21 +363,24 @@ class Provided:
     search: Search = Search()
 
     def gives(self, symbol: Symbol) -> bool:
-        """Whether the loader would take this library's definition for an undefined symbol of another file."""
+        """Whether the loader would resolve another file's undefined symbol to this library's definition."""
         if symbol.name not in self.exports:
             return False
         return not (symbol.version and self.defined_versions) or symbol.version in self.versions.get(symbol.name, ())
 
 
 def fits(path: Path, machine: str) -> bool:
-    """False for an ELF file of another machine or word size: the loader passes over it and searches on."""
+    """False for an ELF file of another machine or word size: the loader skips it and searches on."""
     start = read_bytes(path, limit=20)
     number = _NUMBERS[machine].to_bytes(2, "little")
     return not start.startswith(MAGIC) or (start.startswith(_LITTLE_64) and start[18:20] == number)
 
 
 def provided(path: Path) -> Provided:
-    """Cached until the file changes. The file may be large; its other tables are not read."""
+    """Reads what a library exports and needs; cached until the file changes.
+
+    The file may be large, so its other tables are not read.
+    """
     state = path.stat()
     return _provided(path, state.st_mtime_ns, state.st_size)
 
@@ -413,7 +416,7 @@ def _provided(path: Path, _changed: int, _size: int) -> Provided:
 
 
 def _versions_defined(elf: ELFFile) -> dict[int, str]:
-    """Version index -> version name, from .gnu.version_d; without the base version, which names the file."""
+    """Version index -> version name, from .gnu.version_d, without the base version, which names the file."""
     section = elf.get_section_by_name(".gnu.version_d")
     if section is None:
         return {}

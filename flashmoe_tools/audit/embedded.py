@@ -1,4 +1,4 @@
-"""The device binaries inside an extension of ours: section ``.flashmoe.cubins`` and its index ``.flashmoe.index``."""
+"""The device binaries inside our extension: section ``.flashmoe.cubins`` and its index ``.flashmoe.index``."""
 
 import hashlib
 from dataclasses import dataclass
@@ -20,7 +20,7 @@ AGAIN = "build it again; the link step embeds both sections"
 
 @dataclass(frozen=True)
 class Binary:
-    """One embedded binary as the index states it, and what its bytes say; ``error`` when they cannot be read."""
+    """One embedded binary: what the index says about it and what its bytes say; ``error`` if they cannot be read."""
 
     name: str
     target: str
@@ -41,7 +41,7 @@ class Binary:
 
     @property
     def symbols(self) -> frozenset[str]:
-        """The entries that the binary actually holds."""
+        """The entry points that the binary actually holds."""
         if isinstance(self.facts, CubinFacts):
             return frozenset(kernel.name for kernel in self.facts.kernels)
         return frozenset(e.name for e in self.facts.entries) if self.facts is not None else frozenset()
@@ -59,7 +59,7 @@ def read_embedded(path: Path) -> tuple[Binary, ...]:
 
 
 def parse_index(index: bytes, blob: bytes) -> tuple[Binary, ...]:
-    """The rows of the index with the binaries that they name in ``blob``. Raises EmbeddedError."""
+    """The rows of the index with the binaries in ``blob`` that they name. Raises EmbeddedError."""
     try:
         payload = Fields(parse_json(index.rstrip(b"\0"), "the index of embedded binaries"), "the index")
         schema = payload.take("schema", str)

@@ -1,4 +1,4 @@
-"""The audit itself: a path in, one report out. Nothing of what is under audit is imported, loaded or executed."""
+"""The audit itself: takes a path, returns one report. Nothing under audit is imported, loaded or executed."""
 
 import re
 import tempfile
@@ -35,7 +35,7 @@ INPUT = "input: "  # prefix of the check that reports an unusable input
 
 @dataclass(frozen=True)
 class Options:
-    """``targets``: what the library should hold; None takes it from its provenance, else the whole table."""
+    """``targets``: what the library should hold; None takes it from its provenance, or else from the whole table."""
 
     torch_version: str | None = None
     foreign: bool = False
@@ -46,7 +46,7 @@ class Options:
 
 @dataclass(frozen=True)
 class Subject:
-    """What came of one shared object."""
+    """The result for one shared object."""
 
     label: str
     ours: bool
@@ -58,10 +58,10 @@ class Subject:
 
 
 def audit(path: Path, options: Options | None = None, tables: Tables | None = None) -> Report:
-    """Audit a shared object, a wheel, or a folder of them. Unusable input becomes a failure in the report."""
+    """Audits a shared object, a wheel, or a folder of them. Unusable input becomes a failure in the report."""
     chosen, started, clock = options or Options(), utc_now(), time.monotonic()
     subjects: list[Subject] = []
-    shown = path.name or path.resolve().name  # `.` has no name of its own
+    shown = path.name or path.resolve().name  # `.` has no name
     try:
         if chosen.source is not None and not chosen.source.is_dir():
             msg = f"--source {chosen.source} is not a folder, so declarations cannot be looked up"
@@ -98,7 +98,7 @@ def input_check(error: AuditError) -> Check:
 
 
 def read_objects(folder: Path | None) -> tuple[ElfFacts, ...]:
-    """Every object file under ``folder``; raises EmptyInputError when there is none."""
+    """Every object file under ``folder``; raises EmptyInputError if there is none."""
     if folder is None:
         return ()
     paths = sorted(p for p in folder.rglob("*.o") if p.is_file())
@@ -155,7 +155,7 @@ def _guarded(
 def _carried(
     label: str, path: Path, options: Options, tables: Tables | None, objects: Sequence[ElfFacts], wheel: Wheel
 ) -> Subject:
-    """A library that auditwheel grafted into the wheel: not an extension of its own, so it only has to be readable."""
+    """A library that auditwheel grafted into the wheel; it is not an extension, so it only has to be readable."""
     try:
         facts = read_elf(path)
     except AuditError as error:
@@ -214,7 +214,7 @@ def audit_library(
 
 
 def read_only_strings(path: Path) -> tuple[str, ...]:
-    """C strings in .rodata that are identifiers: names that may be passed to dlsym."""
+    """C strings in .rodata that are identifiers, i.e. names that may be passed to dlsym."""
     data = section_data(open_elf(read_bytes(path), path.name), ".rodata") or b""
     return tuple(m.group(1).decode() for m in re.finditer(rb"(?<![^\0])([A-Za-z_]\w+)(?=\0)", data))
 
@@ -222,7 +222,7 @@ def read_only_strings(path: Path) -> tuple[str, ...]:
 def audit_embedded(
     path: Path, options: Options, tables: Tables, wheel: Wheel | None
 ) -> tuple[KernelAudit, tuple[Binary, ...]]:
-    """The device binaries inside one library of ours, against the table and the provenance."""
+    """Checks the device binaries inside our library against the table and the provenance."""
     record = find_provenance(path, wheel)
     declared = options.targets
     if declared is None and record is not None and isinstance(record.get("targets"), list):
@@ -257,7 +257,7 @@ def _no_kernel(error: AuditError) -> Check:
 
 
 def find_provenance(path: Path, wheel: Wheel | None) -> dict[str, Any] | None:
-    """provenance.json in the wheel, beside the library, or one folder above it (where the build writes it)."""
+    """provenance.json in the wheel, next to the library, or one folder above it (where the build writes it)."""
     if wheel is not None:
         member = next((n for n in wheel.other if n.endswith("flashmoe/provenance.json")), "")
         return read_provenance(wheel.other[member]) if member else None
@@ -294,7 +294,7 @@ def _subject_json(subject: Subject) -> dict[str, Any]:
 
 
 def launch_row(launch: Launch) -> dict[str, Any]:
-    """One row of the launchability table. Bytes; registers None: PTX, the driver decides."""
+    """One row of the launchability table. Sizes in bytes; registers None: PTX, so the driver decides."""
     need = launch.need
     return {
         "kernel": need.kernel,

@@ -1,10 +1,10 @@
-"""What stops an audit before its checks. Each kind of unusable input has its own type, and none counts as a pass."""
+"""Errors that stop an audit before its checks. Each kind of unusable input has its own type; none counts as a pass."""
 
 from flashmoe.errors import FlashmoeError
 
 
 class AuditError(FlashmoeError):
-    """Base of everything that the audit raises. ``kind`` names it in a few words, ``next_step`` what to do."""
+    """Base class of everything that the audit raises. ``kind`` names it in a few words, ``next_step`` says what to do."""
 
     kind = "audit"
 
@@ -62,7 +62,7 @@ class EmbeddedError(AuditError):
 
 
 class NoBinariesError(EmbeddedError):
-    """The index of embedded device binaries is there and empty: a build for the CPU only, or a lost link step."""
+    """The index of embedded device binaries is empty: a CPU-only build, or a lost link step."""
 
 
 class ToolMissingError(AuditError):
@@ -72,6 +72,6 @@ class ToolMissingError(AuditError):
 
 
 class ShimDataError(AuditError):
-    """There is no shim data for the torch version asked for."""
+    """There is no shim data for the requested torch version."""
 
     kind = "no shim data"

@@ -1,4 +1,4 @@
-"""The one place where something that cannot be read becomes a finding instead of a traceback."""
+"""Turns anything that cannot be read into a finding instead of a traceback."""
 
 import json
 from collections.abc import Callable, Iterable
@@ -16,9 +16,9 @@ def guarded(what: str, work: Callable[[], Iterable[Check]]) -> list[Check]:
         return list(work())
     except AuditError as error:
         return [_unreadable(what, str(error), error.next_step)]
-    except (FlashmoeError, ImportError):  # a rule of ours, or a package that is not installed: not the file's doing
+    except (FlashmoeError, ImportError):  # one of our rules, or a missing package: not caused by the file
         raise
-    except Exception as error:  # csv.Error, RecursionError, MemoryError, struct.error, ...: no list of them is complete
+    except Exception as error:  # csv.Error, RecursionError, MemoryError, struct.error, ...: no list would be complete
         return [
             _unreadable(
                 what, f"{type(error).__name__}: {error}", "look at the file; if it is sound, report it with the file"
@@ -38,8 +38,10 @@ def _unreadable(what: str, found: str, next_step: str) -> Check:
 
 
 def parse_json(content: bytes, what: str) -> Any:
-    """The value in a JSON text. Raises DamagedWheelError for everything else, too deep a nesting and a key that stands twice (of which
-    readers take one or the other) included."""
+    """The value in a JSON text; raises DamagedWheelError for anything else.
+
+    This includes nesting that is too deep and duplicate keys, of which some readers take the first and others the last.
+    """
     try:
         return json.loads(content, object_pairs_hook=_each_once)
     except (ValueError, RecursionError) as error:

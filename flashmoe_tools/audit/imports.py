@@ -14,12 +14,12 @@ from flashmoe_tools.audit.resolve import Closure
 from flashmoe_tools.audit.wheels import installed_name
 from flashmoe_tools.report import Check
 
-# As importlib's EXTENSION_SUFFIXES has them.
+# Same suffixes as importlib's EXTENSION_SUFFIXES.
 _SUFFIX = re.compile(r"\.cpython-(\d+)\w*-(\w+?)-linux-\w+\.so$")
 
 
 def check_imports(wheel: Wheel, facts: Mapping[str, ElfFacts], closures: Mapping[str, Closure]) -> list[Check]:
-    """Suffixes that the interpreter looks for, PyInit of what is imported, torch before what needs it, sources that compile."""
+    """Checks extension suffixes, PyInit_ functions, the import order relative to torch, and that the sources compile."""
     trees, broken = _parsed(wheel)
     imported = {name for source, tree in trees.items() for name in _modules(source, tree.body)}
     return [
@@ -31,14 +31,17 @@ def check_imports(wheel: Wheel, facts: Mapping[str, ElfFacts], closures: Mapping
 
 
 def module_of(member: str) -> str:
-    """The name under which Python imports an extension or a source: pkg._C of pkg/_C.cpython-311-x86_64-linux-gnu.so."""
+    """The name under which Python imports an extension or a source: pkg._C for pkg/_C.cpython-311-x86_64-linux-gnu.so."""
     path = PurePosixPath(installed_name(member))
     parts = [*path.parts[:-1], path.name.split(".", 1)[0]]
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
 def _parsed(wheel: Wheel) -> tuple[dict[str, ast.Module], dict[str, str]]:
-    """Trees of the sources that an import of an extension passes through or that name one, and why others have none."""
+    """Syntax trees of the relevant sources, and why those that the import executes have none.
+
+    Relevant are sources that importing an extension executes, and sources that name an extension.
+    """
     stems = {PurePosixPath(member).name.split(".", 1)[0] for member in wheel.extensions}
     above = {
         str(parent / "__init__.py") for e in wheel.extensions for parent in PurePosixPath(installed_name(e)).parents
@@ -54,14 +57,14 @@ def _parsed(wheel: Wheel) -> tuple[dict[str, ast.Module], dict[str, str]]:
                 tree = ast.parse(text)
                 compile(tree, source, "exec", dont_inherit=True)
             trees[source] = tree
-        except Exception as error:  # SyntaxError, ValueError, RecursionError, MemoryError: as the import would raise
+        except Exception as error:  # SyntaxError, ValueError, RecursionError, MemoryError: the import would raise it
             if on_the_way:
                 broken[source] = f"{type(error).__name__}: {error}"
     return trees, broken
 
 
 def _modules(source: str, statements: list[ast.stmt]) -> Iterator[str]:
-    """Absolute names of what the statements import unconditionally, modules and their attributes alike."""
+    """Absolute names that the statements import unconditionally, both modules and their attributes."""
     package = module_of(source).split(".")
     package = package if PurePosixPath(source).name == "__init__.py" else package[:-1]
     for statement in statements:
@@ -75,13 +78,13 @@ def _modules(source: str, statements: list[ast.stmt]) -> Iterator[str]:
 
 
 def _pythons(wheel: Wheel) -> set[str]:
-    """The CPython versions that the tag names, as 311; empty for a tag of all or of the stable ABI."""
+    """The CPython versions that the tag names, such as 311; empty for a tag that covers all of them or the stable ABI."""
     python, abi = [*wheel.path.stem.split("-")[-3:-1], "", ""][:2]
     return set() if "abi3" in abi else {tag[2:] for tag in python.split(".") if re.fullmatch(r"cp3\d+", tag)}
 
 
 def _suffix_checks(wheel: Wheel, facts: Mapping[str, ElfFacts]) -> list[Check]:
-    """A module whose every file has the suffix of another Python or machine is found by none that installs the wheel."""
+    """A module cannot be found if all of its files have the suffix of another Python or machine."""
     found: dict[str, list[str]] = {}
     for member, elf in facts.items():
         suffix = _SUFFIX.search(member)
@@ -114,14 +117,14 @@ def _broken_check(wheel: Wheel, source: str, error: str) -> Check:
 
 
 def _init_checks(wheel: Wheel, facts: Mapping[str, ElfFacts], imported: set[str]) -> list[Check]:
-    """What a source imports as a module exports PyInit_ with its name."""
+    """Every extension that a source imports as a module must export PyInit_ with its name."""
     sources = {module_of(source) for source in wheel.sources}
     checks = []
     for member, elf in facts.items():
         module, stem = module_of(member), module_of(member).rpartition(".")[2]
         has_init = any(
             symbol.name.startswith("PyInit") for symbol in elf.exported
-        )  # of another name: check_loads judges it
+        )  # named differently: check_loads judges it
         if module in imported and module not in sources and not has_init:
             checks.append(
                 failed(
@@ -137,7 +140,7 @@ def _init_checks(wheel: Wheel, facts: Mapping[str, ElfFacts], imported: set[str]
 
 
 def _torch_checks(wheel: Wheel, trees: Mapping[str, ast.Module], closures: Mapping[str, Closure]) -> list[Check]:
-    """An extension that finds libtorch or libc10 only because torch has loaded them is imported after torch."""
+    """An extension that finds libtorch or libc10 only because torch has loaded them must be imported after torch."""
     checks = []
     for member, closure in closures.items():
         module, lent = module_of(member), closure.from_torch

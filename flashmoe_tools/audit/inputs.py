@@ -1,4 +1,4 @@
-"""What is under audit: one shared object, a wheel, or a folder; opened with typed failures, unpacked with limits."""
+"""What is under audit: a shared object, a wheel, or a folder. Opened with typed errors, unpacked with limits."""
 
 import base64
 import hashlib
@@ -16,34 +16,34 @@ from flashmoe._version import WHEEL_PREFIX
 from flashmoe_tools.audit.errors import AuditError, DamagedWheelError, EmptyInputError, UnreadableError
 from flashmoe_tools.audit.layout import problem_of_layout
 
-EXTENSION = re.compile(r".+\.so(?:\.\d\w*)*$")  # libssl.so.1.1.1k, too
+EXTENSION = re.compile(r".+\.so(?:\.\d\w*)*$")  # libssl.so.1.1.1k too
 OUR_LIBRARY = "libflashmoe.so"
 MAX_UNPACKED = 8 << 30  # bytes of all members together; torch's own wheel unpacks to 3 GB
-MAX_RATIO = 200  # unpacked to packed, of one member or of all, above RATIO_FROM bytes; machine code reaches about 10
+MAX_RATIO = 200  # unpacked / packed, of one member or all, above RATIO_FROM bytes; machine code reaches about 10
 RATIO_FROM = 16 << 20
 MAX_MEMBERS = 100_000
-MAX_TEXT = 128 << 20  # bytes of text kept in memory, of all members together; torch's own wheel has 45 MB of Python
-MAX_SOURCE = 2 << 20  # bytes of one such text; torch's largest has 1.2 MB
+MAX_TEXT = 128 << 20  # bytes of text kept in memory for all members together; torch's own wheel has 45 MB of Python
+MAX_SOURCE = 2 << 20  # bytes of one text; torch's largest has 1.2 MB
 PIECE = 1 << 20  # bytes read at a time
 
 
 @dataclass(frozen=True)
 class Wheel:
-    """A wheel's content as far as the audit needs it; ``extensions`` are unpacked under ``root``."""
+    """The part of a wheel's content that the audit needs; ``extensions`` are unpacked under ``root``."""
 
     path: Path
     root: Path
     names: tuple[str, ...]
     extensions: tuple[str, ...]
-    sources: Mapping[str, str] = field(repr=False)  # empty: larger than MAX_SOURCE, not read
-    metadata: Mapping[str, str] = field(repr=False)  # the text files of .dist-info, by file name
+    sources: Mapping[str, str] = field(repr=False)  # empty text: larger than MAX_SOURCE, not read
+    metadata: Mapping[str, str] = field(repr=False)  # the text files in .dist-info, by file name
     other: Mapping[str, bytes] = field(repr=False)  # JSON and TOML data files, by member name
-    digests: Mapping[str, str] = field(repr=False)  # sha256 of each member, as RECORD writes it
+    digests: Mapping[str, str] = field(repr=False)  # sha256 of each member in RECORD's notation
     sizes: Mapping[str, int] = field(repr=False)  # bytes of each member
 
     @cached_property
     def named_libraries(self) -> dict[str, Path]:
-        """Shared objects in the wheel, by their file names, that some source names and so may load before they are needed."""
+        """Shared objects in the wheel, by file name, that some source names and so may load before they are needed."""
         files = {PurePosixPath(member).name: self.root / member for member in self.extensions}
         texts = [text for text in self.sources.values() if ".so" in text]
         return {name: path for name, path in files.items() if any(name in text for text in texts)}
@@ -62,7 +62,7 @@ class Inputs:
 
 
 def collect(path: Path) -> Inputs:
-    """Sort out what ``path`` is. Raises UnreadableError or EmptyInputError."""
+    """Finds out what ``path`` is. Raises UnreadableError or EmptyInputError."""
     if not path.exists():
         msg = f"{path} is a broken symbolic link" if path.is_symlink() else f"{path} does not exist"
         raise UnreadableError(msg, "give the path of a shared object, a wheel, or a folder that holds one")
@@ -86,7 +86,7 @@ def _folder(path: Path) -> Inputs:
 
 
 def unpack(path: Path, root: Path) -> Wheel:
-    """Read a wheel, unpacking its shared objects under ``root``. Raises DamagedWheelError or EmptyInputError."""
+    """Reads a wheel and unpacks its shared objects under ``root``. Raises DamagedWheelError or EmptyInputError."""
     try:
         with path.open("rb") as stream, zipfile.ZipFile(stream) as archive:
             members = [m for m in archive.infolist() if not m.is_dir()]
@@ -115,7 +115,7 @@ def _refuse(path: Path, problem: str) -> None:
 
 
 def _problem_together(members: list[zipfile.ZipInfo]) -> str:
-    """Why the members are no wheel together, or an empty text."""
+    """Why the members together cannot be a wheel, or an empty text."""
     unpacked, packed = sum(m.file_size for m in members), sum(m.compress_size for m in members)
     names = {m.filename for m in members}
     below = next((n for n in names if any(str(parent) in names for parent in PurePosixPath(n).parents)), None)
@@ -152,7 +152,7 @@ def _problem_of_each(members: list[zipfile.ZipInfo]) -> str:
 
 
 def _read(path: Path, archive: zipfile.ZipFile, members: list[zipfile.ZipInfo], root: Path) -> Wheel:
-    """Shared objects go to the disk, small texts into memory, everything through its hash and CRC, a piece at a time."""
+    """Unpacks shared objects to disk and small texts to memory; hashes and CRC-checks all members in chunks."""
     names = tuple(m.filename for m in members)
     extensions = tuple(n for n in names if EXTENSION.fullmatch(PurePosixPath(n).name))
     if not extensions:
@@ -199,7 +199,7 @@ def _is_text(place: PurePosixPath) -> bool:
 
 
 def _copy(archive: zipfile.ZipFile, member: zipfile.ZipInfo, copy: BinaryIO | None) -> str:
-    """Read one member to its end, which checks its CRC; returns its sha256 as RECORD writes it."""
+    """Reads one member to its end, which checks its CRC; returns its sha256 in RECORD's notation."""
     digest = hashlib.sha256()
     with archive.open(member) as stream:
         while piece := stream.read(PIECE):

@@ -1,4 +1,4 @@
-"""Checks on the embedded kernels: the table holds exactly what the file holds, and each can be launched."""
+"""Checks on the embedded kernels: the file holds exactly the kernels of the table, and each can be launched."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -17,14 +17,14 @@ BUILD = "`python -m flashmoe_build --archs all`"
 
 @dataclass(frozen=True)
 class KernelAudit:
-    """The result: checks, and one row per kernel and GPU."""
+    """The result: the checks, and one row per kernel and GPU."""
 
     checks: tuple[Check, ...]
     launches: tuple[Launch, ...]
 
 
 def audit_kernels(binaries: Sequence[Binary], tables: Tables, targets: Sequence[str] | None) -> KernelAudit:
-    """All checks on embedded binaries. ``targets``: what the build declares to hold; None means the whole table."""
+    """All checks on embedded binaries. ``targets``: what the build declares it holds; None means the whole table."""
     wanted = tuple(targets) if targets is not None else tuple(t.name for t in tables.targets)
     expected = {(u.name, u.target.name): u for u in tables.units(wanted)}
     rows = tuple(launches(binaries, tables))
@@ -225,7 +225,7 @@ def _check_hashes(binaries: Sequence[Binary]) -> list[Check]:
 
 
 def _check_forbidden(binaries: Sequence[Binary], tables: Tables) -> list[Check]:
-    """bf16 where the hardware has none: by name in a cubin, by name and instruction in PTX."""
+    """Finds bf16 on hardware that lacks it: by name in a cubin, by name and instruction in PTX."""
     known = {t.name: t for t in tables.targets}
     checks = []
     for binary in binaries:

@@ -1,4 +1,4 @@
-"""Whether a kernel can be launched on a GPU at all, and how many of its blocks fit on one multiprocessor."""
+"""Whether a kernel can be launched on a GPU, and how many of its blocks fit on one multiprocessor."""
 
 from dataclasses import dataclass
 
@@ -22,7 +22,7 @@ class Need:
 
 @dataclass(frozen=True)
 class Launch:
-    """The verdict for one kernel on one GPU; ``problems`` is empty when it can be launched."""
+    """The verdict for one kernel on one GPU; ``problems`` is empty if it can be launched."""
 
     need: Need
     gpu: str
@@ -33,7 +33,7 @@ class Launch:
 
 
 def launchability(need: Need, gpu: Gpu, *, smem_static_limit: int, registers_limit: int) -> Launch:
-    """Check one kernel against one GPU's limits."""
+    """Checks one kernel against one GPU's limits."""
     smem = need.smem_static + need.smem_dynamic
     problems = []
     if smem > gpu.smem_per_block_optin:
@@ -48,7 +48,7 @@ def launchability(need: Need, gpu: Gpu, *, smem_static_limit: int, registers_lim
         problems.append(f"{need.threads} threads per block, the limit is {MAX_THREADS_PER_BLOCK}")
     if need.registers is not None and need.registers > registers_limit:
         problems.append(f"{need.registers} registers per thread, the limit is {registers_limit}")
-    rounds = -(-need.threads // (WARP * SCHEDULERS))  # a block is charged for whole rounds of schedulers
+    rounds = -(-need.threads // (WARP * SCHEDULERS))  # warps are rounded up to a multiple of the number of schedulers
     block_registers = warp_registers(need.registers) * rounds * SCHEDULERS if need.registers is not None else 0
     if block_registers > gpu.registers_per_block:
         problems.append(

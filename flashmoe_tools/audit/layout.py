@@ -1,8 +1,9 @@
-"""Whether a zip archive is what its central directory says, to the byte.
+"""Whether the bytes of a zip archive are exactly what its central directory describes.
 
-zipfile and pip read the central directory; other tools walk the local headers from the start, and unzip repairs what it finds. An
-archive with bytes that only one of them sees holds two different wheels. So the local headers, in the order of the directory, the
-directory and its end record have to cover the file without a gap (PKWARE APPNOTE 4.3).
+zipfile and pip read the central directory; other tools walk the local headers from the start, and unzip repairs what it
+finds. An archive with bytes that only some of them see is a different wheel to each of them. So the local headers, in
+the order of the directory, then the directory and its end record must cover the file without a gap (PKWARE APPNOTE
+4.3).
 """
 
 import struct
@@ -17,15 +18,17 @@ _END = struct.Struct("<4s4H2LH")
 _LOCATOR = struct.Struct("<4sLQL")
 _END64 = struct.Struct("<4sQ2H2L4Q")
 _UTF8, _DESCRIPTOR = 0x800, 0x8
-_FILLED = 0xFFFF_FFFF  # a size that stands in the zip64 field instead
+_FILLED = 0xFFFF_FFFF  # placeholder: the size is in the zip64 field
 _ZIP64 = 1
-_OTHER_NAME = 0x7075  # Info-ZIP's Unicode Path: a second name, which some readers take
+_OTHER_NAME = 0x7075  # Info-ZIP's Unicode Path: a second name, which some readers use
 _PIECE = 1 << 16
 
 
 def problem_of_layout(stream: BinaryIO, members: list[zipfile.ZipInfo]) -> str:
-    """The first place where the archive, which zipfile opens, and its central directory disagree, or an empty text. A record that the file's
-    end cuts raises struct.error."""
+    """The first place where the archive and its central directory disagree, or an empty text.
+
+    zipfile must be able to open the archive. A record that is cut off by the end of the file raises struct.error.
+    """
     size = stream.seek(0, 2)
     start, end = _directory(stream, size)
     if start is None:
@@ -61,7 +64,7 @@ def _take(stream: BinaryIO, at: int, size: int) -> bytes:
 
 
 def _directory(stream: BinaryIO, size: int) -> tuple[int | None, int]:
-    """Where the central directory begins and ends, None where the file does not end with its end record alone."""
+    """Where the central directory begins and ends; begin is None if the file does not end with exactly its end record."""
     record = _take(stream, max(0, size - _END.size), _END.size)
     if not record.startswith(b"PK\5\6"):
         return None, 0
@@ -109,7 +112,7 @@ def _local(stream: BinaryIO, at: int, member: zipfile.ZipInfo) -> tuple[int, str
 
 
 def _descriptors(expected: tuple[int, int, int]) -> Iterator[bytes]:
-    """The forms of a data descriptor: with or without a signature, with sizes of 64 or 32 bits."""
+    """The possible forms of a data descriptor: with or without a signature, with sizes of 64 or 32 bits."""
     for signature in (b"PK\7\x08", b""):
         yield signature + struct.pack("<LQQ", *expected)
         if max(expected) <= _FILLED:
@@ -124,7 +127,7 @@ def _fields(extra: bytes) -> Iterator[tuple[int, bytes]]:
 
 
 def _sizes(extra: bytes, packed: int, size: int) -> tuple[int, int]:
-    """Packed and unpacked size with those that stand in the zip64 field of the local header."""
+    """Packed and unpacked size, taken from the local header's zip64 field where it holds them."""
     for kind, field in _fields(extra):
         if kind == _ZIP64 and len(field) >= 16:
             wide, narrow = struct.unpack_from("<2Q", field)
@@ -133,10 +136,13 @@ def _sizes(extra: bytes, packed: int, size: int) -> tuple[int, int]:
 
 
 def _is_filled(stream: BinaryIO, at: int, member: zipfile.ZipInfo) -> bool:
-    """Whether the compressed data, which end themselves, do so where the central directory says. A reader that goes by the data
-    finds the next member, or a hidden one, behind that."""
+    """Whether the compressed data end exactly where the central directory says.
+
+    Deflate data mark their own end. A reader that follows the data looks for the next member, or finds a hidden one,
+    there.
+    """
     if member.compress_type != zipfile.ZIP_DEFLATED:
-        return True  # stored data do not end themselves: a reader from the start refuses them
+        return True  # stored data do not mark their end; a reader that starts at the front refuses them
     stream.seek(at)
     reader, left = zlib.decompressobj(-15), member.compress_size
     while not reader.eof and (given := stream.read(min(_PIECE, left))):

@@ -8,8 +8,8 @@ from flashmoe_tools.report import Check
 
 _EXECUTE = 1  # PF_X
 TLS = "thread-local storage"
-# Bytes that glibc keeps free for thread-local storage of libraries opened later: 512 by its manual (rtld.optional_static_tls); up to
-# 1664 were taken in a process of glibc 2.36 that had opened nothing else.
+# Bytes that glibc reserves for thread-local storage of libraries that are opened later: 512 according to its manual
+# (rtld.optional_static_tls). Up to 1664 were available in a glibc 2.36 process that had opened nothing else.
 SURE_TLS, MOST_TLS = 512, 1664
 
 
@@ -100,7 +100,7 @@ def _absent_check(context: Context, soname: str, user: str) -> Check:
 
 
 def check_start(context: Context) -> list[Check]:
-    """What else decides whether dlopen returns: libraries loaded beside DT_NEEDED, and thread-local storage fixed at start."""
+    """Other reasons for dlopen to fail: libraries loaded beside DT_NEEDED, and thread-local storage fixed at start."""
     checks, facts = [], context.facts
     if facts.loads:
         checks.append(
@@ -128,7 +128,7 @@ def check_start(context: Context) -> list[Check]:
 
 
 def _above_floor(context: Context) -> Iterator[tuple[str, str, str]]:
-    """(library, version name, highest allowed) of every version newer than the floor."""
+    """(library, version name, highest allowed version) of every version newer than the floor."""
     for library, versions in context.facts.versions.items():
         for version in versions:
             family, _, number = version.partition("_")
@@ -140,7 +140,10 @@ def _above_floor(context: Context) -> Iterator[tuple[str, str, str]]:
 
 
 def check_versions(context: Context) -> list[Check]:
-    """Against the floor of policy.toml; a foreign wheel is compared with the floor that its own tag promises, by its own checks."""
+    """Compares required versions with the floor of policy.toml.
+
+    A foreign wheel is compared with the floor that its own tag promises, by the checks on wheels.
+    """
     name = "version floor"
     if not context.ours and "manylinux" in context.wheel_name:
         return [skipped(name, "judged by the wheel's own tag")]

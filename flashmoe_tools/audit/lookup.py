@@ -1,4 +1,4 @@
-"""Each undefined symbol of a file, looked up as the loader does it: by name and version, in everything that it brings in."""
+"""Looks up each undefined symbol of a file as the loader does: by name and version, in every library it brings in."""
 
 import re
 import sys
@@ -22,15 +22,15 @@ class Lookup:
 
     found: int = 0  # in a library that was read
     open: int = 0  # weak: may stay unresolved
-    torch: int = 0  # C++ names and shims of torch, which have checks of their own
+    torch: int = 0  # C++ names and shims of torch, which have their own checks
     python: tuple[str, ...] = ()  # exported by this interpreter
-    other_python: tuple[str, ...] = ()  # wanted of another Python version, so not looked up
-    floor: tuple[Symbol, ...] = ()  # of a version that this machine's library is too old to have
+    other_python: tuple[str, ...] = ()  # exported by another Python version, so not looked up
+    floor: tuple[Symbol, ...] = ()  # of a version newer than this machine's library
     missing: tuple[Symbol, ...] = ()
 
 
 def look_up(context: Context) -> Lookup:
-    """Judge each symbol, but for torch's own, which are counted."""
+    """Judges each symbol except torch's own, which are only counted."""
     found = weak = torch = 0
     python, other_python, floor, missing = [], [], [], []
     own = context.facts.defined_names
@@ -59,7 +59,7 @@ def here() -> str:
 
 
 def built_for(context: Context) -> str:
-    """The Python version that the file's or the wheel's name states, or an empty text: any, or unknown."""
+    """The Python version that the file's or the wheel's name states; empty if it is any or unknown."""
     name = context.facts.path.name
     stated = _BUILT_FOR.search(name) or (None if ".abi3." in name else _BUILT_FOR.search(context.wheel_name))
     if stated is None or "-abi3-" in context.wheel_name:
@@ -69,7 +69,10 @@ def built_for(context: Context) -> str:
 
 
 def _is_newer_than_this_machine(context: Context, symbol: Symbol) -> bool:
-    """A version that exists, of a platform library whose copy here is older: only the version floor can be judged."""
+    """Whether the version exists but this machine's copy of the platform library is older than it.
+
+    Such a symbol can only be compared with the version floor.
+    """
     path = context.closure.libraries.get(symbol.library)
     family, _, number = symbol.version.partition("_")
     if path is None or family not in context.policy.versions or not number[:1].isdigit():
@@ -81,7 +84,7 @@ def _is_newer_than_this_machine(context: Context, symbol: Symbol) -> bool:
 
 @lru_cache(maxsize=256)
 def is_known_version(family: str, number: str, machine: str = "x86_64") -> bool:
-    """Whether auditwheel's policies know the version; also true for one that is newer than they are."""
+    """Whether auditwheel's policies know the version; also true for one newer than all of theirs."""
     try:
         from auditwheel.architecture import Architecture
         from auditwheel.libc import Libc

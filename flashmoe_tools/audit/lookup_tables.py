@@ -1,4 +1,4 @@
-"""Whether the tables by which the loader finds symbols and versions fit the names: a hash that is off hides a symbol."""
+"""Whether the loader's lookup tables match the names in the file: a wrong hash hides a symbol or a version."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from elftools.elf.elffile import ELFFile
 
 _SYMBOL = 24  # bytes
-_OWN_VERSIONS = 2  # indices of .gnu.version below which it is local or global, without a name
+_OWN_VERSIONS = 2  # .gnu.version indices below this mean local or global and have no name
 
 
 def problems_of_lookup(elf: ELFFile) -> Iterator[str]:
@@ -37,7 +37,7 @@ def gnu_hash(name: bytes) -> int:
 
 
 def elf_hash(name: bytes) -> int:
-    """The older function, which versions are found by (System V ABI, figure 5-13)."""
+    """The older hash function, used for versions (System V ABI, figure 5-13)."""
     value = 0
     for byte in name:
         value = (value << 4) + byte
@@ -46,7 +46,7 @@ def elf_hash(name: bytes) -> int:
 
 
 def _hashes(table: bytes, names: list[bytes]) -> Iterator[str]:
-    """The buckets and chains of .gnu.hash are those of the names from its first symbol on, and its filter lets all of them pass."""
+    """Checks that .gnu.hash has the buckets and chains of the names, and that its Bloom filter lets all of them pass."""
     buckets, first, words, shift = struct.unpack_from("<4I", table)
     filters = struct.unpack_from(f"<{words}Q", table, 16)
     starts = struct.unpack_from(f"<{buckets}I", table, 16 + 8 * words)
@@ -68,7 +68,7 @@ def _hashes(table: bytes, names: list[bytes]) -> Iterator[str]:
 
 
 def _versions(elf: ELFFile) -> Iterator[str]:
-    """Each index in .gnu.version has a name, and each name its hash."""
+    """Checks that each index in .gnu.version has a name, and each name its hash."""
     known = set(range(_OWN_VERSIONS))
     for section, hashed in (
         (elf.get_section_by_name(".gnu.version_r"), "vna_hash"),

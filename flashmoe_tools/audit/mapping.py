@@ -1,7 +1,8 @@
-"""Whether the loader would see the file that the audit reads.
+"""Whether the loader would see the same file as the audit.
 
-The audit reads sections, by name; the loader reads segments and the addresses in the dynamic section, and never looks at a section
-header. A file in which the two disagree is damaged, or holds one library for each reader. What glibc asserts is here, too.
+The audit reads sections by name. The loader reads segments and the addresses in the dynamic section and never looks at
+section headers. A file in which the two disagree is damaged, or shows a different library to each reader. The
+properties that glibc asserts are checked here too.
 """
 
 from __future__ import annotations
@@ -16,11 +17,11 @@ if TYPE_CHECKING:
     from elftools.elf.elffile import ELFFile
 
 _PAGE = 4096
-_MOST = 1 << 36  # bytes of memory that a file may ask for; more is no library
-_RELATION = struct.Struct("<QQq")  # place, symbol and type, addend
+_MOST = 1 << 36  # largest plausible memory size of a file, in bytes
+_RELATION = struct.Struct("<QQq")  # offset, symbol and type, addend
 _EXECUTE, _WRITE = 1, 2  # PF_X, PF_W
 _TEXTREL = 4  # DF_TEXTREL
-# Where a table lies: tag of its address, tag of its size, section.
+# Dynamic tags and sections of each table: tag of its address, tag of its size, section.
 _TABLES = (
     ("DT_STRTAB", "DT_STRSZ", ".dynstr"),
     ("DT_SYMTAB", "", ".dynsym"),
@@ -36,7 +37,7 @@ _TABLES = (
     ("DT_RELR", "DT_RELRSZ", ".relr.dyn"),
 )
 _COUNTS = (("DT_VERNEEDNUM", ".gnu.version_r"), ("DT_VERDEFNUM", ".gnu.version_d"))
-# Asserted by glibc, beside the table that they are about.
+# Values that glibc asserts, and the table that each is about.
 _FIXED = {
     "DT_SYMENT": (24, "DT_SYMTAB"),
     "DT_RELAENT": (24, "DT_RELA"),
@@ -44,14 +45,14 @@ _FIXED = {
     "DT_PLTREL": (7, "DT_JMPREL"),
 }
 _RELATIVE = {"EM_X86_64": 8, "EM_AARCH64": 1027}
-_KNOWN = {  # types of relocations that glibc applies in a shared object
+_KNOWN = {  # relocation types that glibc applies in a shared object
     "EM_X86_64": {0, 1, 5, 6, 7, 8, 10, 16, 17, 18, 36, 37},
     "EM_AARCH64": {0, 257, 1024, 1025, 1026, 1027, 1028, 1029, 1030, 1031, 1032},
 }
 
 
 def problem_of_mapping(elf: ELFFile, content: bytes) -> str:
-    """The first place where the loader would see another file than its sections say, or refuse it; or an empty text."""
+    """The first place where the loader would see another file than the sections show, or refuse it; or an empty text."""
     loads = [segment for segment in elf.iter_segments() if segment["p_type"] == "PT_LOAD"]
     return (
         _header(content)
@@ -131,7 +132,7 @@ def _numbers(elf: ELFFile, sections: Mapping[str, Any], tags: Mapping[str, int])
 
 
 def _offset(elf: ELFFile, address: int) -> int | None:
-    """Where in the file the bytes of an address are."""
+    """The file offset of the bytes at an address."""
     for segment in elf.iter_segments():
         if segment["p_type"] == "PT_LOAD" and 0 <= address - segment["p_vaddr"] < segment["p_filesz"]:
             return int(address - segment["p_vaddr"] + segment["p_offset"])
@@ -152,11 +153,11 @@ def _rows(elf: ELFFile, name: str) -> Iterator[tuple[int, int, int]]:
 
 
 def _relations(elf: ELFFile, loads: list[Any]) -> Iterator[str]:
-    """Each relocation is of a known type, writes into memory of the file, and takes a symbol that is there."""
+    """Checks that each relocation has a known type, writes into the file's memory, and uses an existing symbol."""
     symbols = elf.get_section_by_name(".dynsym")
     count, known = (symbols["sh_size"] // 24 if symbols is not None else 0), _KNOWN[elf["e_machine"]]
     dynamic = elf.get_section_by_name(".dynamic")
-    anywhere = any(  # text relocations, which have a check of their own
+    anywhere = any(  # text relocations have their own check
         str(tag.entry.d_tag) == "DT_TEXTREL" or (str(tag.entry.d_tag) == "DT_FLAGS" and tag.entry.d_val & _TEXTREL)
         for tag in dynamic.iter_tags()
     )

@@ -32,7 +32,7 @@ _WORDS = tuple((w, "fp16") for w in HALF_TYPES) + tuple((w, "bf16") for w in BFL
 def root(mangled: str) -> str:
     """The outermost namespace (or the plain name) of what a symbol names.
 
-    ``_ZN8flashmoe1fIN3c104HalfEEEvv`` is flashmoe's: a type of torch among its arguments does not make it torch's.
+    ``_ZN8flashmoe1fIN3c104HalfEEEvv`` belongs to flashmoe: a torch type among its arguments does not make it torch's.
     The standard library's names give "std"; a C name gives itself.
     """
     if not mangled.startswith("_Z"):
@@ -90,7 +90,7 @@ class NearMiss:
 
 
 def explain(missing: str, defined: Iterable[str]) -> NearMiss | None:
-    """Compare a missing demangled name with the demangled names at hand; None when none has the same qualified name."""
+    """Compares a missing demangled name with the given ones; None if none of them has the same qualified name."""
     base = qualified_name(missing)
     same = sorted({name for name in defined if name != missing and qualified_name(name) == base})
     if not same:

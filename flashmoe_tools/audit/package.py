@@ -1,4 +1,4 @@
-"""Whether the package loads the files that the wheel holds: by name, before anything is imported."""
+"""Whether the package loads the files that the wheel holds, by name, before anything is imported."""
 
 import ast
 import re
@@ -15,7 +15,7 @@ from flashmoe_tools.report import Check
 
 _DEFINED = re.compile(r"\b(?:def|class) (_[A-Za-z]\w*)|\b(_[A-Za-z]\w*)\s*(?::[^=\n]+)?=")
 NAME = "the package loads this file"
-# A private module of the package at the top level of a source, or a shared object given to a loader.
+# Matches an import of a private top-level module of the package, or a shared object passed to a loader.
 _ASKED = re.compile(
     r"""^(?:from\s+\.\s+import\s+|from\s+\.|import\s+(?:\w+\.)*|from\s+\w+\s+import\s+)(_[A-Za-z]\w*)\b"""
     r"""|(?:load_library|CDLL|dlopen)\([^\n]*["'](?:[^"'\n]*/)?([\w.+-]+\.so[\w.]*)["']""",
@@ -24,7 +24,7 @@ _ASKED = re.compile(
 
 
 def check_loads(wheel: Wheel, facts: Mapping[str, ElfFacts]) -> list[Check]:
-    """Every extension is loaded under its own file name, and none that is not there."""
+    """Checks that every extension is loaded under its own file name, and that no missing one is loaded."""
     used = _mentioned(wheel) | {n for f in facts.values() for n in f.needed}
     idle = [e for e in wheel.extensions if e not in used and PurePosixPath(e).name not in used]
     checks = [
@@ -52,20 +52,23 @@ def check_loads(wheel: Wheel, facts: Mapping[str, ElfFacts]) -> list[Check]:
 
 
 def _is_module_of_users(extension: str) -> bool:
-    """A public module outside of any package: what the wheel installs for users to import."""
+    """Whether the extension is a public top-level module that users of the wheel import directly."""
     path = PurePosixPath(extension)
     return len(path.parts) == 1 and not path.name.startswith(("_", "lib"))
 
 
 def _mentioned(wheel: Wheel) -> set[str]:
-    """Extensions whose module or file name stands in some source, wherever it stands."""
+    """Extensions whose module or file name appears anywhere in some source."""
     names = {member: PurePosixPath(member).name for member in wheel.extensions}
     words = {member: (name, name.split(".", 1)[0]) for member, name in names.items()}
     return {m for m in words if any(word in text for word in words[m] for text in wheel.sources.values())}
 
 
 def _lost(wheel: Wheel, idle: Sequence[str]) -> list[tuple[str, int, str]]:
-    """(source, line, name) where a source asks for a private module or a file that the wheel lacks, while an extension is idle."""
+    """(source, line, name) of every private module or file that a source loads but the wheel lacks.
+
+    Only looked for if some extension is loaded by no source.
+    """
     if not idle:
         return []
     held = {
@@ -82,9 +85,9 @@ def _lost(wheel: Wheel, idle: Sequence[str]) -> list[tuple[str, int, str]]:
         for match in _ASKED.finditer(text):
             what = next(filter(None, match.groups()))
             origin = re.match(r"from\s+(\w+)", match[0])
-            lent = any(what.lstrip("_").lower().startswith(name) for name in required)  # cffi has _cffi_backend
+            lent = any(what.lstrip("_").lower().startswith(name) for name in required)  # cffi provides _cffi_backend
             standard = {what, origin[1] if origin else what} & sys.stdlib_module_names
-            sought = ".so." in what  # by the loader, as libcuda.so.1
+            sought = ".so." in what  # searched for by the loader, such as libcuda.so.1
             is_there = what in held or what in defined or standard or lent or sought
             if not is_there and not _is_prose(text, match.start()):
                 lost.setdefault(what, (source, text.count("\n", 0, match.start()) + 1, what))
@@ -92,7 +95,7 @@ def _lost(wheel: Wheel, idle: Sequence[str]) -> list[tuple[str, int, str]]:
 
 
 def _is_prose(text: str, place: int) -> bool:
-    """Whether the place is in a comment, or in a string that stands by itself, as a docstring does."""
+    """Whether the position is inside a comment or a string used as a statement, such as a docstring."""
     if "#" in text[text.rfind("\n", 0, place) + 1 : place]:
         return True
     try:
@@ -100,14 +103,14 @@ def _is_prose(text: str, place: int) -> bool:
             warnings.simplefilter("ignore")
             tree = ast.parse(text)
     except (SyntaxError, ValueError, RecursionError, MemoryError):
-        return False  # of Python that cannot be read, the check of sources tells
+        return False  # the check of sources reports Python that cannot be parsed
     line = text.count("\n", 0, place) + 1
     strings = (node for node in ast.walk(tree) if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant))
     return any(node.lineno <= line <= node.end_lineno for node in strings)  # type: ignore[operator]
 
 
 def _lost_check(source: str, line: int, what: str, idle: Sequence[str]) -> Check:
-    """``idle``: extensions that nothing loads; a single one is most likely the one that is meant."""
+    """``idle``: extensions that nothing loads; if there is only one, it is most likely the one that was meant."""
     kind = "file" if ".so" in what else "module"
     if len(idle) == 1:
         cause = f"built as `{PurePosixPath(idle[0]).name}`, loaded as `{what}`"
@@ -124,7 +127,7 @@ def _lost_check(source: str, line: int, what: str, idle: Sequence[str]) -> Check
 
 
 def _init_checks(wheel: Wheel, facts: Mapping[str, ElfFacts]) -> list[Check]:
-    """A Python extension module must export PyInit_ with its own file's name."""
+    """A Python extension module must export PyInit_ with its file's name."""
     checks = []
     for member, elf in facts.items():
         stem = PurePosixPath(member).name.split(".", 1)[0]
@@ -135,7 +138,7 @@ def _init_checks(wheel: Wheel, facts: Mapping[str, ElfFacts]) -> list[Check]:
         )
         if (
             inits and stem not in named and not quoted
-        ):  # a loader may give the name: spec_from_file_location(name, path)
+        ):  # a loader may pass the name: spec_from_file_location(name, path)
             checks.append(
                 failed(
                     f"module name: {PurePosixPath(member).name}",
@@ -150,7 +153,7 @@ def _init_checks(wheel: Wheel, facts: Mapping[str, ElfFacts]) -> list[Check]:
 
 
 def _our_checks(wheel: Wheel) -> list[Check]:
-    """Our package loads one file, under a name that every part of it knows."""
+    """Our package loads exactly one file, with a fixed name."""
     if OUR_LIBRARY not in {PurePosixPath(e).name for e in wheel.extensions} and not wheel.is_ours:
         return []
     if not [e for e in wheel.extensions if e != f"flashmoe/{OUR_LIBRARY}"]:

@@ -13,7 +13,7 @@ DATA = Path(__file__).resolve().parent / "data"
 
 @dataclass(frozen=True)
 class Policy:
-    """Reasons by name; ``versions`` are the highest version of each family that the floor has."""
+    """Reasons by name; ``versions`` holds the floor's highest version of each family."""
 
     floor: str
     versions: Mapping[str, str]
@@ -25,7 +25,7 @@ class Policy:
 
 @lru_cache(maxsize=4)
 def load_policy(path: Path = DATA / "policy.toml") -> Policy:
-    """Read the rules; raises TableError when the file is missing or damaged."""
+    """Reads the rules; raises TableError if the file is missing or damaged."""
     try:
         table = tomllib.loads(path.read_text(encoding="utf-8"))
         return Policy(**{name: table[name] for name in ("floor", "versions", "needed", "refused", "exports", "weak")})

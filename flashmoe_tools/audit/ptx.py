@@ -1,4 +1,4 @@
-"""One PTX module, as far as the audit needs it: target, version, entries, and what each entry declares."""
+"""Reads one PTX module as far as the audit needs it: target, version, entries, and what each entry declares."""
 
 import re
 from dataclasses import dataclass
@@ -26,13 +26,13 @@ _TYPE_BYTES = {
 }
 _VARIABLE = re.compile(r"^\s*\.(shared|local)\s+(?:\.align\s+\d+\s+)?\.(\w+)\s+[\w$]+((?:\[\d+\])*)", re.MULTILINE)
 _PARAMETER = re.compile(r"\.param\s+(?:\.align\s+(\d+)\s+)?\.(\w+)\s+[^,\[\)]*(?:\[(\d+)\])?")
-# An instruction on bf16 values: cvt.rn.bf16.f32, fma.rn.bf16x2, mma.sync...bf16.bf16; a bare .b16 register is not one.
+# Matches an instruction on bf16 values: cvt.rn.bf16.f32, fma.rn.bf16x2, mma.sync...bf16.bf16; not a bare .b16 register.
 _BF16 = re.compile(r"^\s*(?:@!?%?\w+\s+)?[a-z][\w.]*\.bf16(?:x2)?\b", re.MULTILINE)
 
 
 @dataclass(frozen=True)
 class PtxEntry:
-    """One entry. Bytes; ``max_threads`` 0 when not bounded."""
+    """One entry point. Sizes in bytes; ``max_threads`` is 0 if not bounded."""
 
     name: str
     smem_static: int
@@ -57,7 +57,7 @@ class PtxFacts:
 
 
 def read_ptx(content: bytes, name: str) -> PtxFacts:
-    """Parse NUL-terminated PTX; raises EmbeddedError when it is not PTX."""
+    """Parses NUL-terminated PTX; raises EmbeddedError if it is not PTX."""
     try:
         text = content.rstrip(b"\0").decode("ascii")
     except UnicodeDecodeError as error:
@@ -101,7 +101,7 @@ def _block(text: str, opening: int) -> str:
 
 
 def _parameters(head: str) -> int:
-    """Bytes from the first parameter to the end of the last, with their alignment."""
+    """Bytes from the first parameter to the end of the last, including alignment."""
     end = 0
     for align, kind, extent in _PARAMETER.findall(head):
         size = _TYPE_BYTES.get(kind, 0)

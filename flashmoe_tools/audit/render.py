@@ -1,4 +1,4 @@
-"""The audit's report for people: lines, with colour on a terminal."""
+"""The audit's report as text, in colour on a terminal."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TextIO
@@ -12,7 +12,7 @@ LEGEND = (
 
 
 def kernel_table(data: Mapping[str, Any]) -> list[tuple[str, ...]]:
-    """A header and one row per unit, the targets side by side; the worst of its kernels is shown."""
+    """A header and one row per unit with the targets side by side; each cell shows the worst of the unit's kernels."""
     launches = [row for subject in data.get("subjects", []) for row in subject.get("launchability", [])]
     if not launches:
         return []
@@ -39,7 +39,7 @@ def _cell(rows: Sequence[Mapping[str, Any]]) -> str:
 
 
 def printable(text: str) -> str:
-    """``text`` with what would move the cursor or start a line as escapes: names come from the file under audit."""
+    """``text`` with non-printable characters escaped, because names come from the file under audit."""
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
@@ -50,7 +50,7 @@ def details(check: Check) -> list[tuple[str, str]]:
 
 
 def plain(report: Report, *, every: bool = True) -> Iterable[str]:
-    """Lines for a log: without ``every`` the summary, and what did not pass."""
+    """Lines for a log. Without ``every``: only the summary and the checks that did not pass."""
     if not every:
         yield summary(report)
     for check in report.checks:
@@ -83,5 +83,5 @@ def summary(report: Report) -> str:
 
 
 def show(report: Report, stream: TextIO | None = None, *, every: bool = True) -> None:
-    """Print the report; on a terminal with the verdict at the start of a line in colour."""
+    """Prints the report; on a terminal, a verdict at the start of a line is in colour."""
     streams.show("\n".join(plain(report, every=every)), stream)

@@ -21,11 +21,11 @@ _CACHED = re.compile(r"^\s+(\S+) \(libc6\b.*\) => (/.*)$", re.MULTILINE)
 
 @dataclass(frozen=True)
 class Closure:
-    """Every library that the loader would bring in, in the order of its search, and those that are nowhere."""
+    """Every library that the loader would load, in its search order, and those that cannot be found."""
 
     libraries: Mapping[str, Path]
     absent: Mapping[str, str]  # soname -> the file that needs it
-    from_torch: tuple[str, ...] = ()  # found only because torch has loaded them
+    from_torch: tuple[str, ...] = ()  # found only because torch has already loaded them
     from_sources: tuple[str, ...] = ()  # found only if a source that names them loads them first
 
     def gives(self, symbol: Symbol) -> bool:
@@ -34,19 +34,22 @@ class Closure:
 
 @dataclass(frozen=True)
 class Resolver:
-    """Finds libraries where the loader looks: run paths, the libraries that torch has loaded, this environment, the system."""
+    """Finds libraries where the loader looks: run paths, torch's loaded libraries, this environment, the system."""
 
-    torch: InstalledTorch | None  # of a foreign machine too: its shims have the same names
+    torch: InstalledTorch | None  # also set for a foreign machine: the shims have the same names there
     machine: str = "x86_64"
-    named: Mapping[str, Path] = field(default_factory=dict)  # libraries in the wheel whose names its sources hold
+    named: Mapping[str, Path] = field(default_factory=dict)  # libraries in the wheel that its sources mention by name
 
     def find(self, soname: str, folders: Iterable[Path] = ()) -> Path | None:
-        """The file that the loader would take; ``folders`` are those of the run paths. A name with a slash is no name to search."""
+        """The file that the loader would take, or None; a name with a slash is never searched for.
+
+        ``folders`` are the folders of the run paths.
+        """
         if "/" in soname:
             return None
         if self.torch is not None and soname in self.torch.libraries:
             return self.torch.libraries[soname]
-        triple = f"{self.machine}-linux-gnu"  # the last is where a cross compiler has that machine's libraries
+        triple = f"{self.machine}-linux-gnu"  # the last folder is where a cross compiler keeps that machine's libraries
         system = (f"/lib/{triple}", f"/usr/lib/{triple}", *SYSTEM_FOLDERS, f"/usr/{triple}/lib")
         before, after = (
             [folder / soname for folder in each] for each in ((*folders, *self.process()), map(Path, system))
@@ -55,7 +58,10 @@ class Resolver:
         return next((path for path in places if path.is_file() and fits(path, self.machine)), None)
 
     def closure(self, path: Path, needed: tuple[str, ...], search: Search) -> Closure:
-        """What the file brings in, breadth first as the loader searches: its RUNPATH for itself, RPATH for all below it."""
+        """All libraries that the file brings in, searched breadth first like the loader.
+
+        RUNPATH applies to the file's own needs, RPATH also to everything below it.
+        """
         found: dict[str, Path] = {}
         absent: dict[str, str] = {}
         lent: list[str] = []
@@ -84,14 +90,14 @@ class Resolver:
         return Closure(found, absent, tuple(lent), tuple(named))
 
     def elsewhere(self, symbol: str, closure: Closure) -> str | None:
-        """A library of torch that exports ``symbol`` but is not brought in."""
+        """A torch library that exports ``symbol`` but is not in the closure."""
         libraries = self.torch.libraries if self.torch is not None else {}
         outside = ((name, path) for name, path in libraries.items() if name not in closure.libraries)
         return next((name for name, path in outside if symbol in exported_names(path)), None)
 
     @staticmethod
     def process() -> Iterator[Path]:
-        """Folders of what the interpreter and torch have loaded, and those that the environment adds."""
+        """Folders of the libraries that the interpreter and torch have loaded, and those in LD_LIBRARY_PATH."""
         yield from cuda_folders()
         yield python_folder()
         yield from map(Path, filter(None, os.environ.get("LD_LIBRARY_PATH", "").split(":")))
@@ -99,7 +105,7 @@ class Resolver:
 
 @lru_cache(maxsize=1)
 def loader_cache() -> Mapping[str, tuple[Path, ...]]:
-    """Files that the loader knows by name from /etc/ld.so.conf, a CUDA toolkit's among them; empty without ldconfig."""
+    """Files that the loader knows by name from /etc/ld.so.conf, for example a CUDA toolkit's; empty without ldconfig."""
     program = shutil.which("ldconfig", path=f"{os.environ.get('PATH', '')}:/sbin:/usr/sbin")
     found: dict[str, tuple[Path, ...]] = {}
     if program is None:
@@ -117,20 +123,20 @@ def loader_cache() -> Mapping[str, tuple[Path, ...]]:
 
 @lru_cache(maxsize=1)
 def cuda_folders() -> tuple[Path, ...]:
-    """The library folders of the nvidia-* packages that this interpreter finds: torch may lie in another folder than we do."""
+    """The library folders of the nvidia-* packages on sys.path; torch may be installed in another folder than flashmoe."""
     return tuple(folder for place in sys.path for folder in sorted(Path(place).glob("nvidia/*/lib")))
 
 
 def python_folder() -> Path:
-    """Where this interpreter's own library is, which the process has loaded before any extension."""
+    """The folder of the interpreter's own library, which the process has loaded before any extension."""
     return Path(sysconfig.get_config_var("LIBDIR") or sys.base_prefix)
 
 
 @lru_cache(maxsize=1)
 def python_exports() -> frozenset[str]:
-    """What every extension module finds in the process of this interpreter: its own names, and its libraries'.
+    """The names that every extension module finds in this interpreter's process: its own and its libraries'.
 
-    Empty where neither its program nor its library can be read.
+    Empty if neither the interpreter nor its library can be read.
     """
     library = python_folder() / (sysconfig.get_config_var("INSTSONAME") or "")
     program = Path(sys.executable).resolve()

@@ -1,4 +1,4 @@
-"""Checks on what the embedded kernels use: against the table's row, and against every GPU that may load them."""
+"""Checks the embedded kernels' resource use against the table's row and against every GPU that may load them."""
 
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
@@ -12,11 +12,11 @@ from flashmoe_tools.report import Check, Verdict
 from flashmoe_tools.tables import Tables, Unit
 
 MAX_PARAM_BYTES = 4096  # the limit of every driver; more needs compute capability 7.0 and CUDA 12.1
-_LOCAL_ALLOWANCES = {"local_memory", "spill"}  # the words of flashmoe_build/compile/resources.py
+_LOCAL_ALLOWANCES = {"local_memory", "spill"}  # the same words as in flashmoe_build/compile/resources.py
 
 
 def check_resources(binaries: Sequence[Binary], expected: dict[tuple[str, str], Unit]) -> list[Check]:
-    """Threads, dynamic shared memory and local memory against the table's row."""
+    """Compares threads, dynamic shared memory and local memory with the table's row."""
     checks: list[Check] = []
     allowed: list[str] = []
     for binary in binaries:
@@ -82,7 +82,7 @@ def _local_failure(need: Need) -> Check:
 
 
 def check_parameters(binaries: Sequence[Binary], expected: dict[tuple[str, str], Unit]) -> list[Check]:
-    """One parameter struct per operation and family: its size is the same in every binary, and within the limit."""
+    """Checks each operation and family's parameter struct: same size in every binary, and within the limit."""
     families = {unit.name: f"{unit.row.operation}_{unit.row.family}" for unit in expected.values()}
     sizes: dict[str, dict[int, list[str]]] = defaultdict(lambda: defaultdict(list))
     for binary in binaries:

@@ -1,4 +1,4 @@
-"""Where a source tree declares or defines a function: for the message about an undefined symbol."""
+"""Finds where a source tree declares or defines a function, for the message about an undefined symbol."""
 
 import re
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ MAX_BYTES = 4_000_000
 
 @dataclass(frozen=True)
 class Mention:
-    """One place: ``file:line``, and whether a body follows there."""
+    """One mention: ``file:line``, and whether a function body follows."""
 
     place: str
     is_definition: bool
@@ -33,12 +33,12 @@ def find_mentions(folder: Path, function: str) -> tuple[Mention, ...]:
 
 
 def _without_comments(text: str) -> str:
-    """Comments blanked out; offsets and line numbers stay."""
+    """The text with comments blanked out; offsets and line numbers stay the same."""
     return re.sub(r"//[^\n]*|/\*.*?\*/", lambda m: re.sub(r"[^\n]", " ", m.group()), text, flags=re.DOTALL)
 
 
 def _statement_kind(text: str, start: int, end: int) -> str | None:
-    """declaration, definition, or None for a call: a call has no type in front of the name."""
+    """The kind of statement: declaration, definition, or None for a call, which has no type in front of the name."""
     before = re.split(r"[;{}]", text[:start])[-1]
     before = re.sub(r"^\s*#[^\n]*$", "", before, flags=re.MULTILINE).strip()
     if not re.search(r"[\w>*&]\s*$", before) or re.search(r"\b(?:return|else|throw|new|case)\s*$", before):

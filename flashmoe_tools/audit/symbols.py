@@ -1,4 +1,4 @@
-"""Checks on names: what is undefined, what belongs to torch, what is exported, what is defined twice."""
+"""Checks on names: undefined ones, torch's, exported ones, and ones defined twice."""
 
 from collections import defaultdict
 from collections.abc import Sequence
@@ -43,12 +43,12 @@ def check_symbol_table(context: Context) -> list[Check]:
 
 
 def check_undefined(context: Context) -> list[Check]:
-    """Names that neither this file nor anything it needs defines: they fail at import, one by one."""
+    """Names that neither this file nor anything it needs defines: each of them makes the import fail."""
     name, looked = "undefined symbols", look_up(context)
     if not looked.missing:
         return [passed(name, _said(context, looked)), *_not_looked_up(context, looked)]
     names = demangle([s.name for s in looked.missing])
-    if context.closure.absent:  # the names may be there, so no other cause is proved
+    if context.closure.absent:  # the missing library may define the names, so no other cause is proved
         unread = [names[s.name] for s in looked.missing]
         return [_unread_check(unread, tuple(context.closure.absent))]
     candidates = _defined_names(context)
@@ -56,7 +56,7 @@ def check_undefined(context: Context) -> list[Check]:
 
 
 def _said(context: Context, looked: Lookup) -> str:
-    """How each undefined symbol was judged, with how many are only under the floor."""
+    """A summary of how each undefined symbol was judged, including those only compared with the floor."""
     newer = sorted({s.version for s in looked.floor})
     counts = (
         (looked.found, "found by name and version in the libraries that it needs"),
@@ -116,7 +116,7 @@ def _undefined_check(context: Context, symbol: Symbol, name: str, candidates: Se
 
 
 def _cause(context: Context, symbol: Symbol, name: str, candidates: Sequence[str]) -> tuple[str, str]:
-    """Why the name is missing, and what to do: the nearest explanation first."""
+    """Why the name is missing and what to do; the most specific explanation comes first."""
     if symbol.version:
         there = context.closure.libraries.get(symbol.library)
         known = there is not None and symbol.version in provided(there).defined_versions
@@ -214,7 +214,7 @@ def check_exports(context: Context) -> list[Check]:
 
 
 def check_duplicates(objects: Sequence[ElfFacts]) -> list[Check]:
-    """Strong definitions that are in more than one object file."""
+    """Strong definitions that appear in more than one object file."""
     name = "duplicate definitions"
     places: dict[str, list[str]] = defaultdict(list)
     for facts in objects:

@@ -61,7 +61,7 @@ def installed_torch() -> InstalledTorch | None:
 def shim_data(version: str) -> Shims:
     """The shims that a torch of ``version`` certainly has: those of the newest data file up to that version.
 
-    The stable ABI only grows, so an older file is a safe floor. Raises ShimDataError below the oldest file.
+    The stable ABI only grows, so an older file is a safe lower bound. Raises ShimDataError below the oldest file.
     """
     files = {path.stem.removeprefix("torch_shims_"): path for path in DATA.glob("torch_shims_*.json")}
     usable = sorted((name for name in files if version_key(name) <= version_key(release(version))), key=version_key)
@@ -80,7 +80,7 @@ def shim_data(version: str) -> Shims:
 
 
 def shims_for(version: str) -> Shims:
-    """The shims of the installed torch when it is that version, else those of the data files."""
+    """The shims of the installed torch if it is that version, else those of the data files."""
     installed = installed_torch()
     if installed is not None and release(installed.version) == release(version):
         return _read_shims(installed)
@@ -89,7 +89,7 @@ def shims_for(version: str) -> Shims:
 
 def _read_shims(torch: InstalledTorch) -> Shims:
     library: dict[str, str] = {}
-    for name in reversed(SHIM_LIBRARIES):  # libtorch_cpu wins: it is the one that may be in NEEDED
+    for name in reversed(SHIM_LIBRARIES):  # last, so that libtorch_cpu wins: only it may be in NEEDED
         if name in torch.libraries:
             library.update({s: name for s in exported_names(torch.libraries[name]) if SHIM.fullmatch(s)})
     return Shims(torch.version, library)

@@ -1,4 +1,4 @@
-"""Checks on what an extension takes from torch: no C++ symbols; stable C shims that exist in a needed library."""
+"""Checks on what an extension uses from torch: no C++ symbols, only stable C shims that exist in a needed library."""
 
 import re
 from collections.abc import Sequence
@@ -46,7 +46,7 @@ def check_torch_symbols(context: Context) -> list[Check]:
 
 
 def _check_resolves(context: Context, wanted: Sequence[str]) -> list[Check]:
-    """Whether the installed torch has the C++ names that the file imports; if not, it was built for another torch."""
+    """Whether the installed torch has the C++ names that the file imports; if not, the file was built for another torch."""
     name, torch = "resolves against the installed torch", context.torch
     if not wanted or torch is None:
         return [skipped(name, "torch is not installed here", "install the torch you mean to use")] if wanted else []
@@ -71,7 +71,7 @@ def _check_resolves(context: Context, wanted: Sequence[str]) -> list[Check]:
 
 
 def check_shims(context: Context) -> list[Check]:
-    """Each stable C shim: known for the target torch version, and exported by a library that is needed."""
+    """Checks that each stable C shim is known for the target torch version and exported by a needed library."""
     name = "torch shims"
     used = sorted(s.name for s in context.facts.undefined if SHIM.fullmatch(s.name))
     if not used:
@@ -131,7 +131,7 @@ def check_shims(context: Context) -> list[Check]:
 
 
 def check_run_time_names(context: Context, strings: Sequence[str]) -> list[Check]:
-    """Shims that are looked up by name with dlsym: the symbol tables do not show them, the constants do."""
+    """Shims looked up by name with dlsym: not visible in symbol tables, only in string constants."""
     names = sorted({s for s in strings if re.fullmatch(r"aoti_torch_\w+", s)})
     if not names:
         return []

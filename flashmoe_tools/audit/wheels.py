@@ -1,4 +1,4 @@
-"""Checks on a wheel as a whole: do its tag, its RECORD and its provenance match its content."""
+"""Checks on a wheel as a whole: whether its tag, RECORD and provenance match its content."""
 
 import csv
 import hashlib
@@ -20,7 +20,7 @@ from flashmoe_tools.fields import Fields
 from flashmoe_tools.report import Check
 from flashmoe_tools.tables import Tables, load_tables, table_directory, table_files
 
-# Libraries that torch or the driver provides: no wheel may carry them, and no platform tag covers them.
+# Libraries that torch or the driver provides: no wheel may bundle them, and no platform tag covers them.
 OUTSIDE = (
     "libtorch*.so*",
     "libc10*.so*",
@@ -36,7 +36,7 @@ _PYTHON_API = re.compile(r"_?Py[A-Z_]\w*")
 
 
 def check_wheel(wheel: Wheel, facts: Mapping[str, ElfFacts]) -> list[Check]:
-    """The checks that need nothing but the wheel; ``facts`` by member name."""
+    """The checks that need only the wheel; ``facts`` by member name."""
     return [
         *guarded("WHEEL", lambda: [*check_tag(wheel, facts), *check_versions(wheel), *check_places(wheel)]),
         *check_auditwheel(wheel, facts),
@@ -45,7 +45,7 @@ def check_wheel(wheel: Wheel, facts: Mapping[str, ElfFacts]) -> list[Check]:
 
 
 def check_tag(wheel: Wheel, facts: Mapping[str, ElfFacts]) -> list[Check]:
-    """The tags in the file name, in the WHEEL file, and those that the content allows."""
+    """Compares the tags in the file name, the tags in the WHEEL file, and the tags that the content allows."""
     from packaging.utils import InvalidWheelFilename, parse_wheel_filename
 
     name, checks = "wheel tag", []
@@ -121,7 +121,7 @@ def check_tag(wheel: Wheel, facts: Mapping[str, ElfFacts]) -> list[Check]:
 
 
 def check_versions(wheel: Wheel) -> list[Check]:
-    """The version of the wheel format: pip reads major 1, and warns of a minor that it does not know."""
+    """Checks the wheel format version: pip reads major 1 and warns about an unknown minor."""
     stated = [value.strip() for value in Parser().parsestr(wheel.metadata["WHEEL"]).get_all("Wheel-Version", [])]
     if stated == ["1.0"]:
         return []
@@ -135,7 +135,7 @@ def check_versions(wheel: Wheel) -> list[Check]:
 
 
 def installed_name(member: str) -> str:
-    """Where pip puts a member, relative to site-packages: the folders of ``NAME.data`` are spread over the environment."""
+    """Where pip puts a member, relative to site-packages; the folders of ``NAME.data`` are spread over the environment."""
     data = re.fullmatch(
         r"[^/]+\.data/(purelib|platlib|data/lib(?:64)?/python3[.\d]*/(?:site|dist)-packages)/(.+)", member
     )
@@ -143,7 +143,7 @@ def installed_name(member: str) -> str:
 
 
 def check_places(wheel: Wheel) -> list[Check]:
-    """Each member has a place of its own after the installation."""
+    """Checks that each member has its own path after installation."""
     places: dict[str, list[str]] = {}
     for member in wheel.names:
         places.setdefault(installed_name(member), []).append(member)
@@ -178,14 +178,14 @@ def _expand(line: str) -> list[str]:
 
 
 def _glibc(platform: str) -> tuple[int, int] | None:
-    """The glibc that a platform tag promises, as (2, 28); None for a tag that promises none."""
+    """The glibc that a platform tag promises, such as (2, 28); None for a tag that promises none."""
     family, _, rest = platform.partition("_")
     match = re.fullmatch(r"manylinux_(\d+)_(\d+)_\w+", f"{_LEGACY[family]}_{rest}" if family in _LEGACY else platform)
     return (int(match[1]), int(match[2])) if match is not None else None
 
 
 def check_auditwheel(wheel: Wheel, facts: Mapping[str, ElfFacts]) -> list[Check]:
-    """auditwheel's own verdict on the platform tag, through its library interface."""
+    """auditwheel's own verdict on the platform tag, from its Python API."""
     name = "auditwheel"
     machine = next((f.machine for f in facts.values()), "x86_64")
     try:
@@ -202,7 +202,7 @@ def check_auditwheel(wheel: Wheel, facts: Mapping[str, ElfFacts]) -> list[Check]
                 next_step="pip install 'flashmoe-kernels[tools]'; in a clone `./nox -s symbols`",
             )
         ]
-    own = {PurePosixPath(member).name for member in wheel.extensions}  # the package loads those by itself
+    own = {PurePosixPath(member).name for member in wheel.extensions}  # the package loads these itself
     try:
         result = analyze_wheel_abi(
             Libc.GLIBC,
@@ -249,7 +249,7 @@ def check_auditwheel(wheel: Wheel, facts: Mapping[str, ElfFacts]) -> list[Check]
 
 
 def check_record(wheel: Wheel) -> list[Check]:
-    """RECORD's sha256 and size of every member, no member outside it, and no line that installers read in different ways."""
+    """Checks RECORD: sha256 and size of every member, no unlisted member, no line that installers read differently."""
     name = "wheel record"
     lines = [row for row in csv.reader(wheel.metadata["RECORD"].splitlines()) if row]
     rows = {row[0]: row[1] for row in lines if len(row) == 3}
@@ -283,7 +283,7 @@ def check_record(wheel: Wheel) -> list[Check]:
 
 
 def check_tables(wheel: Wheel, expected: Tables) -> list[Check]:
-    """The tables in our wheel against those that its kernels are audited against."""
+    """Compares the tables in our wheel with those that its kernels are audited against."""
     name, folder = "tables", wheel.root / "flashmoe" / "_tables"
     members = [member for member in wheel.other if member.startswith("flashmoe/_tables/")]
     ours = [path.relative_to(table_directory()).as_posix() for path in table_files(table_directory())]
@@ -313,7 +313,7 @@ def check_tables(wheel: Wheel, expected: Tables) -> list[Check]:
 
 
 def read_provenance(content: bytes) -> dict[str, Any] | None:
-    """The provenance record, or None when it is not one of ours, or a field has another type."""
+    """The provenance record, or None if it is not one of ours or a field has another type."""
     try:
         payload = parse_json(content, "provenance.json")
         record = Fields(payload, "provenance.json")
@@ -330,7 +330,7 @@ def read_provenance(content: bytes) -> dict[str, Any] | None:
 
 
 def check_provenance(record: Mapping[str, Any] | None, library: Path, binaries: Sequence[Binary]) -> list[Check]:
-    """The library and each embedded binary against provenance.json."""
+    """Compares the library and each embedded binary with provenance.json."""
     name, again = "provenance", "build again; do not edit what was built"
     if record is None:
         return [
@@ -422,5 +422,5 @@ def check_provenance(record: Mapping[str, Any] | None, library: Path, binaries: 
 
 
 def _described(row: Mapping[str, Any]) -> dict[str, Any]:
-    """What a line of provenance.json says of its binary beside its name, target and sha256."""
+    """What a row of provenance.json says about its binary besides name, target and sha256."""
     return {key: value for key, value in row.items() if key not in ("name", "target", "sha256")}

@@ -1,4 +1,4 @@
-"""The verdict on what an eager call costs the CPU: our share of SDPA's time, against the bar in thresholds.toml."""
+"""The verdict on the CPU cost of an eager call: our share of SDPA's time, against the limit in thresholds.toml."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -11,7 +11,7 @@ TIMING = "call"
 
 
 def shares(records: Sequence[Mapping[str, Any]], baseline: str) -> list[dict[str, Any]]:
-    """For each subject held against ``baseline``: its share of the baseline's time, by geometric mean and at worst.
+    """For each subject compared with ``baseline``: its share of the baseline's time, as geometric mean and worst case.
 
     A share is 1 / ratio: below 1 the subject's call costs less.
     """
@@ -40,7 +40,10 @@ def shares(records: Sequence[Mapping[str, Any]], baseline: str) -> list[dict[str
 
 
 def share_checks(records: Sequence[Mapping[str, Any]], ours: set[str], baseline: str, device: str) -> list[Check]:
-    """One check for each of ours. PASS when every case is under the bar; on a CPU there is no bar, so nothing is proved."""
+    """One check per contender of ours; PASS if every case is under the limit.
+
+    On a CPU there is no limit, so nothing is proved.
+    """
     bar = load_thresholds().call.max_share
     checks = []
     for row in shares(records, baseline):

@@ -1,7 +1,8 @@
-"""What this machine reaches, in this run: the fastest of several matrix products (FLOP/s) and a large copy (bytes/s).
+"""What this machine reaches in this run: the fastest of several matrix products (FLOP/s) and a large copy (bytes/s).
 
-No product is the ceiling of a kernel: libraries are better at some shapes than at others, and a CPU's may have no fast
-path for a dtype at all. So several are measured, and a rate is named for the product that reached it.
+No single product is the ceiling of a kernel: libraries are better at some shapes than at others, and a CPU library may
+have no fast path for a dtype at all. So several are measured, and each rate is reported with the product that reached
+it.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -13,15 +14,15 @@ import torch
 from flashmoe_tools.bench.sampling import make_sampler
 from flashmoe_tools.operations.dtypes import TORCH_DTYPES
 
-PRODUCT_SIZE = {"cuda": 8192, "cpu": 1536}  # of the largest; half of it is tried too, with B as it is and transposed
+PRODUCT_SIZE = {"cuda": 8192, "cpu": 1536}  # largest size; half of it is tried too, with B as it is and transposed
 COPY_BYTES = {"cuda": 2**30, "cpu": 2**27}
 SECONDS = {"cuda": 0.3, "cpu": 0.2}
-SLOW = 1e9  # ns: a product that takes longer has no fast path; it gets one sample, and a larger one none
+SLOW = 1e9  # ns: a slower product has no fast path; it gets one sample, and larger ones none
 
 
 @dataclass(frozen=True)
 class Product:
-    """A [size, size] @ B [size, size], B transposed in memory or not."""
+    """A [size, size] @ B [size, size], with B transposed in memory or not."""
 
     dtype: str
     size: int
@@ -40,7 +41,7 @@ class Product:
 class Ceilings:
     """Fastest sample of the fastest matrix product in TFLOP/s by dtype, and of a copy in GB/s (read plus written).
 
-    ``matmul_of`` names the product that reached it; ``samples`` are in ns.
+    ``matmul_of`` names the fastest product; ``samples`` are in ns.
     """
 
     matmul_tflops: dict[str, float]
@@ -67,17 +68,19 @@ def measure_ceilings(device: str, dtypes: Iterable[str]) -> Ceilings:
 
 
 def product_dtypes(device: str, dtype: str) -> tuple[str, ...]:
-    """Dtypes of products that bound a kernel of ``dtype``: on a CPU one of 16 bits may compute in another format, and weights of 4 bits are
-    multiplied as bfloat16."""
+    """Dtypes of the matrix products that bound a kernel of ``dtype``.
+
+    On a CPU a 16-bit kernel may compute in another format. mxfp4 weights are multiplied as bfloat16.
+    """
     if device == "cpu" and dtype != "f32":
         return ("bf16", "f16", "f32")
     return ("bf16" if dtype == "mxfp4" else dtype,)
 
 
 def _products(device: str, dtype: str) -> Iterator[tuple[Product, list[int]]]:
-    """Small ones first: where these are slow, larger ones would take minutes."""
+    """Small products first: if these are slow, larger ones would take minutes."""
     for size in (PRODUCT_SIZE[device] // 2, PRODUCT_SIZE[device]):
-        for transposed in (True,) if dtype == "e4m3" else (False, True):  # which torch has in that order alone
+        for transposed in (True,) if dtype == "e4m3" else (False, True):  # torch only supports this order
             product = Product(dtype, size, transposed)
             times = _product(device, product)
             yield product, times
@@ -96,7 +99,7 @@ def _product(device: str, product: Product) -> list[int]:
 
 
 def _scaled_product(device: str, shape: tuple[int, int]) -> list[int]:
-    """With one scale for each operand, into bfloat16; nothing that torch has of e4m3 is faster."""
+    """An e4m3 product into bfloat16 with one scale per operand; torch has no faster one."""
     a, b = (torch.randn(shape, device=device).to(torch.float8_e4m3fn) for _ in range(2))
     one = torch.ones((), device=device)
     product = partial(
@@ -112,7 +115,7 @@ def _copy(device: str) -> list[int]:
 
 
 def _times(device: str, call: Callable[[], torch.Tensor]) -> list[int]:
-    """Samples for about SECONDS, at least three after one that is thrown away; of a slow call that one."""
+    """Samples for about SECONDS: at least three, after one discarded; for a slow call only that one."""
     sampler = make_sampler(device, "events", flush=False)
     prepared = sampler.prepare(call)
     thrown_away = sampler.slot(prepared, 1)

@@ -67,7 +67,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _measure(args: argparse.Namespace) -> int:
-    from flashmoe_tools.bench.contenders import default_registry  # torch: only a measurement needs it
+    from flashmoe_tools.bench.contenders import default_registry  # imports torch, which only a measurement needs
 
     suites = [load_suite(name) for name in args.suite or [default_suite(args.device)]]
     device = resolve_device(args.device, suites)
@@ -80,7 +80,7 @@ def _measure(args: argparse.Namespace) -> int:
     options = Options(device, args.baseline_only, budget, args.seed, typed_command())
     session = Session(suite, options, default_registry(suite.operation))
     report = session.run(lambda partial: _write(partial, args))
-    previous = signal.signal(signal.SIGINT, signal.SIG_IGN)  # the report is being written: a second Ctrl-C waits for it
+    previous = signal.signal(signal.SIGINT, signal.SIG_IGN)  # the report is being written, so a second Ctrl-C must wait
     try:
         _write(report, args)
         print(_markdown(report))
@@ -95,14 +95,14 @@ def _measure(args: argparse.Namespace) -> int:
 
 
 def default_suite(device: str) -> str:
-    """Without --suite: the prefill grid on a GPU, the CPU suite elsewhere."""
+    """The suite without --suite: the prefill grid on a GPU, the CPU suite elsewhere."""
     import torch
 
     return "cpu" if device == "cpu" or not torch.cuda.is_available() else "llm-prefill"
 
 
 def resolve_device(wanted: str, suites: list[Suite]) -> str:
-    """The device of a run: what was asked for, else cuda when there is one and the suites allow it."""
+    """The device of a run: the requested one, else cuda if there is one and the suites allow it."""
     import torch
 
     allowed = [device for device in DEVICES if all(device in suite.devices for suite in suites)]
@@ -121,7 +121,7 @@ def resolve_device(wanted: str, suites: list[Suite]) -> str:
 
 
 def merge(suites: list[Suite]) -> Suite:
-    """Several suites as one, measured as the first says; only suites that measure alike can be merged."""
+    """Merges several suites, measured as the first one says; they must all be measured in the same way."""
     first = suites[0]
     if len(suites) == 1:
         return first
@@ -145,7 +145,7 @@ def merge(suites: list[Suite]) -> Suite:
 
 
 def fit_suite(suite: Suite, args: argparse.Namespace, device: str) -> Suite:
-    """The suite after the options and, on a GPU, its preset."""
+    """The suite after applying the options and, on a GPU, its preset."""
     from flashmoe_tools.bench.presets import apply_preset, find_preset
 
     if device == "cuda" and args.preset != "none":
@@ -177,7 +177,7 @@ def fit_suite(suite: Suite, args: argparse.Namespace, device: str) -> Suite:
 
 
 def only_dtypes(suite: Suite, dtypes: list[str]) -> Suite:
-    """The cases of these dtypes; an ArgumentError when the suite has none."""
+    """Only the cases of these dtypes; an ArgumentError if the suite has none."""
     cases = tuple(case for case in suite.cases if case.dtype in dtypes)
     if not cases:
         found = ", ".join(sorted({case.dtype for case in suite.cases}))
@@ -187,7 +187,7 @@ def only_dtypes(suite: Suite, dtypes: list[str]) -> Suite:
 
 
 def only_cases(suite: Suite, keys: list[str]) -> Suite:
-    """The named cases alone; a name that the suite lacks is an ArgumentError."""
+    """Only the named cases; a name that the suite lacks is an ArgumentError."""
     known = {case.key: case for case in (*suite.cases, *suite.quick_only)}
     for key in keys:
         if key not in known:

@@ -1,7 +1,7 @@
-"""Two reports side by side: what became faster or slower from A to B, beyond what two runs of one thing differ by.
+"""Compares two reports: what became faster or slower from A to B by more than two runs of the same code differ.
 
-Samples of two runs are not paired. Where both runs timed the same baseline, the ratios to it are compared: what one
-run's clocks did then cancels. Raw times are compared only where there is no baseline, against a wider margin.
+Samples of two runs are not paired. If both runs timed the same baseline, the ratios to it are compared, so the clocks
+of each run cancel. Raw times are compared only if there is no common baseline, against a wider margin.
 """
 
 import math
@@ -24,7 +24,8 @@ from flashmoe_tools.bench.thresholds import CompareThresholds, StatisticsSetting
 from flashmoe_tools.bench.verdict import ADVICE, Decision, Reason, Speed
 from flashmoe_tools.report import Check, Report, Verdict, host_environment, read_report, utc_now
 
-# What ``--fail-on`` may name, and the verdicts that then fail. ``not-same`` wants equality shown, not merely no change.
+# The values of ``--fail-on``, and the verdicts that make it fail. ``not-same`` requires that equality was shown, not
+# only that no change was found.
 FAIL_ON: Mapping[str, tuple[Speed, ...]] = MappingProxyType(
     {
         "slower": (Speed.SLOWER,),
@@ -37,11 +38,11 @@ MARKS = {"FASTER": "+", "SLOWER": "-", "SAME": "=", "AMBIGUOUS": "?"}
 
 @dataclass(frozen=True)
 class Change:
-    """Speed of ``subject`` in B over its speed in A for one case; above 1, B is faster."""
+    """Speed of ``subject`` in B divided by its speed in A for one case; above 1, B is faster."""
 
     case: str
     subject: str
-    against: str  # the baseline of both runs that the times were divided by; empty: raw times
+    against: str  # the baseline of both runs that times were divided by; empty: raw times
     value: float
     interval: Interval
     blocks: int
@@ -49,7 +50,7 @@ class Change:
 
 
 def read_bench(path: Path) -> Report:
-    """A benchmark's report, or its summary with what follows from it filled in."""
+    """A benchmark's report, or its summary with the derived values filled in."""
     report = read_report(path)
     if report.kind == "bench" and report.data.get("schema") == SUMMARY_SCHEMA:
         return expand(report)
@@ -61,7 +62,7 @@ def read_bench(path: Path) -> Report:
 
 
 def compare_files(a: Path, b: Path, fail_on: str | None = None) -> Report:
-    """The report of A against B; FAIL on a result that became wrong, and on what ``fail_on`` names."""
+    """The comparison of report A with report B; FAIL if a result became wrong, and for what ``fail_on`` names."""
     return compare_reports(read_bench(a), read_bench(b), fail_on)
 
 
@@ -94,7 +95,7 @@ def _vanished(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[Check]:
 
 
 def find_changes(a: Mapping[str, Any], b: Mapping[str, Any], *, busy: bool = False) -> list[Change]:
-    """Ours where both have them, else every contender that both timed."""
+    """Changes of our contenders that both reports have; if there are none, of every contender that both timed."""
     cells_b = {cell["case"]["key"]: cell for cell in b["cells"]}
     ours = {row["name"] for data in (a, b) for row in data["contenders"] if row["ours"]}
     changes = []
@@ -124,7 +125,7 @@ def _change(a: Mapping[str, Any], b: Mapping[str, Any], subject: str, base: str,
 
 
 def _speeds(cell: Mapping[str, Any], subject: str, base: str) -> Array:
-    """Log speed of each block: relative to the baseline of the same block, or of the raw median."""
+    """Log speed of each block, relative to the baseline of the same block or computed from the raw median."""
     blocks = cell["samples_ns"][subject]
     if base:
         return log_ratios(blocks, cell["samples_ns"][base])
@@ -140,7 +141,7 @@ def difference(a: Array, b: Array, confidence: float, settings: StatisticsSettin
     if np.ptp(a) == 0.0 and np.ptp(b) == 0.0:
         return value, Interval(value, value, "constant")
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # degenerate jackknife: the percentile interval below stands in
+        warnings.simplefilter("ignore")  # degenerate jackknife: replaced by the percentile interval below
         result = stats.bootstrap(
             (a, b),
             lambda x, y, axis=-1: centre(y, axis=axis) - centre(x, axis=axis),
@@ -162,7 +163,7 @@ def _paired(cell: Mapping[str, Any], subject: str, base: str) -> Mapping[str, An
 def summary_difference(
     a: Mapping[str, Any], b: Mapping[str, Any], subject: str, base: str
 ) -> tuple[float, Interval, int]:
-    """As ``difference`` where a side has no samples: the same ratio; the lengths of the two intervals add as errors do."""
+    """Like ``difference``, for when one side has no samples: the ratio is the same; interval lengths add up like errors."""
     (speed_a, reach_a, blocks_a), (speed_b, reach_b, blocks_b) = (_speed(cell, subject, base) for cell in (a, b))
     value, reach = speed_b / speed_a, math.hypot(reach_a, reach_b)
     high = value * math.exp(reach) if math.isfinite(reach) else math.inf
@@ -170,7 +171,7 @@ def summary_difference(
 
 
 def _speed(cell: Mapping[str, Any], subject: str, base: str) -> tuple[float, float, int]:
-    """(speed, half the length of its interval's logarithm, blocks): relative to the baseline, or one over the raw time."""
+    """(speed, half the length of its log interval, blocks); speed is relative to the baseline, or 1 / raw time."""
     row = _paired(cell, subject, base)
     summary = cell["summaries"][subject]
     value, (low, high) = (
@@ -183,9 +184,9 @@ def _speed(cell: Mapping[str, Any], subject: str, base: str) -> tuple[float, flo
 def decide_change(
     interval: Interval, blocks: int, min_blocks: int, margin: float, limits: CompareThresholds, *, busy: bool = False
 ) -> Decision:
-    """FASTER or SLOWER when the whole interval lies beyond the run-to-run margin; SAME when it lies inside.
+    """FASTER or SLOWER if the whole interval is beyond the run-to-run margin, SAME if it is inside the margin.
 
-    A run on a busy machine is further from another than its own blocks show, so only large changes are believed.
+    A run on a busy machine differs from others by more than its own blocks show, so only large changes count there.
     """
     margin = max(margin, limits.busy_margin) if busy else margin
     same = max(limits.same_margin, margin)

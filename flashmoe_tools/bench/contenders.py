@@ -1,4 +1,4 @@
-"""What contenders are made of; those of an operation are listed in its package (flashmoe_tools/operations/NAME/contenders.py)."""
+"""Building blocks of contenders; those of an operation are in flashmoe_tools/operations/NAME/contenders.py."""
 
 import contextlib
 import os
@@ -13,16 +13,17 @@ from flashmoe.errors import ArgumentError, FlashmoeError
 from flashmoe_tools import operations
 from flashmoe_tools.operations import DEFAULT_OPERATION
 
-Call = Callable[[], Any]  # a result as its problem's reference judges it
+Call = Callable[[], Any]  # returns a result in the form that its problem's reference judges
 Context = Callable[[], contextlib.AbstractContextManager[Any]]
 KERNEL_VARIABLE = "FLASHMOE_KERNEL"
 
 
 @dataclass(frozen=True)
 class Prepared:
-    """A contender bound to inputs: ``call`` gives the result; ``lse`` (ours alone) attention's log-sum-exp, checked too.
+    """A contender bound to inputs: ``call`` gives the result; ``lse`` (ours only) gives attention's log-sum-exp to check.
 
-    ``own``: the inputs of the problem that a yardstick computes where that is not the case itself (a kernel without the window).
+    ``own``: the inputs of the problem that the contender computes, if that is not the case itself: a reference
+    measurement ("yardstick") such as our kernel without the window.
     """
 
     call: Call
@@ -32,30 +33,30 @@ class Prepared:
 
 @dataclass(frozen=True)
 class Contender:
-    """``available`` gives "" or the reason why not; ``context`` forces the backend around a slot, off the clock."""
+    """``available`` gives "" or the reason why not; ``context`` selects the backend around a slot, outside the timing."""
 
     name: str
     title: str
     devices: tuple[str, ...]
     available: Callable[[str], str]
-    prepare: Callable[[Any], Prepared]  # of the inputs of its operation's problems
+    prepare: Callable[[Any], Prepared]  # takes the inputs of its operation's problems
     context: Context = contextlib.nullcontext
     ours: bool = False
 
 
 def always(_: str) -> str:
-    """The ``available`` of what torch brings along."""
+    """``available`` for everything that torch includes."""
     return ""
 
 
 def forced(backend: str) -> Context:
-    """torch's own switch, by the backend's name; a backend that refuses raises instead of falling back."""
+    """Selects a backend with torch's own switch; a backend that refuses raises instead of falling back."""
 
     @contextlib.contextmanager
     def context() -> Iterator[None]:
         attention = import_module("torch.nn.attention")
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # one warning for each reason of a refusal; the error carries the outcome
+            warnings.simplefilter("ignore")  # one warning per reason of a refusal; the error reports the outcome
             with attention.sdpa_kernel(getattr(attention.SDPBackend, backend)):
                 yield
 
@@ -63,7 +64,7 @@ def forced(backend: str) -> Context:
 
 
 def flashmoe_available(_: str) -> str:
-    """The ``available`` of our own."""
+    """``available`` for our own contenders."""
     try:
         import_module("flashmoe._extension").load()
     except (FlashmoeError, ImportError) as error:
@@ -72,12 +73,12 @@ def flashmoe_available(_: str) -> str:
 
 
 def family(family: str) -> Context:
-    """Our kernels of one family alone."""
+    """Restricts our kernels to one family."""
     return setting(KERNEL_VARIABLE, family)
 
 
 def setting(name: str, value: str) -> Context:
-    """An environment variable that our library reads in each call."""
+    """Sets an environment variable that our library reads in each call."""
 
     @contextlib.contextmanager
     def context() -> Iterator[None]:
@@ -95,7 +96,7 @@ def setting(name: str, value: str) -> Context:
 
 
 def installed(module: str) -> Callable[[str], str]:
-    """The ``available`` of another library."""
+    """``available`` for another library."""
 
     def available(_: str) -> str:
         try:
@@ -108,7 +109,7 @@ def installed(module: str) -> Callable[[str], str]:
 
 
 def default_registry(operation: str = DEFAULT_OPERATION) -> dict[str, Contender]:
-    """Every contender of ``operation`` that is known, installed here or not, by name."""
+    """Every known contender of ``operation`` by name, installed here or not."""
     known: tuple[Contender, ...] = import_module(f"{operations.__name__}.{operation}.contenders").contenders()
     return {contender.name: contender for contender in known}
 
@@ -116,7 +117,7 @@ def default_registry(operation: str = DEFAULT_OPERATION) -> dict[str, Contender]
 def choose(
     registry: Mapping[str, Contender], names: Sequence[str], device: str, *, baseline_only: bool
 ) -> list[Contender]:
-    """The named contenders that exist for ``device``. An unknown name is an ArgumentError."""
+    """The named contenders that run on ``device``. An unknown name is an ArgumentError."""
     unknown = [name for name in names if name not in registry]
     if unknown:
         msg = f"no contender {unknown[0]!r}; known: {', '.join(sorted(registry))}"
@@ -126,7 +127,7 @@ def choose(
 
 
 def package_versions() -> dict[str, str]:
-    """Versions of what takes part in a measurement, where installed."""
+    """Versions of the installed packages that take part in a measurement."""
     found = {}
     for name in (
         "torch",

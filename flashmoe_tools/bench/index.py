@@ -1,4 +1,4 @@
-"""A page for every benchmark report in a folder, and one that lists all reports there, of whatever program."""
+"""Writes a page for every benchmark report in a folder, and an index of all reports there, from any program."""
 
 from html import escape
 from pathlib import Path
@@ -13,7 +13,7 @@ INDEX = "index.html"
 
 
 def write_index(folder: Path) -> tuple[Path, int]:
-    """Writes the pages and the index; returns its path and how many reports it lists. ReportError when there is none."""
+    """Writes the pages and the index; returns its path and how many reports it lists. ReportError if there is none."""
     rows = sorted((row for path in folder.rglob("*.json") if (row := _row(folder, path)) is not None), reverse=True)
     if not rows:
         msg = f"there is no report in {folder}; `bench --json {folder}/bench.json` writes one"
@@ -29,7 +29,7 @@ def write_index(folder: Path) -> tuple[Path, int]:
 
 
 def _row(folder: Path, path: Path) -> tuple[str, str] | None:
-    """(time, list item) of a report, whose page is written if it is a benchmark's; None for a file that holds no report."""
+    """(time, list item) of a report, or None for a file that holds no report; writes the page of a benchmark's report."""
     name = path.relative_to(folder).as_posix()
     try:
         report = read_report(path)
@@ -41,7 +41,7 @@ def _row(folder: Path, path: Path) -> tuple[str, str] | None:
         try:
             bench = read_bench(path)
         except ReportError:
-            pass  # of a suite of builds, which has no cells
+            pass  # a suite of builds, which has no cells
         else:
             page = path.with_suffix(".html")
             page.write_text(render_page(bench), encoding="utf-8")

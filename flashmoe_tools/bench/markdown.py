@@ -32,7 +32,7 @@ def _headline(report: Report) -> str:
 
 
 def _cells(data: Mapping[str, Any]) -> list[str]:
-    """One row a case: median and TFLOP/s of each contender, then ratio and verdict of each comparison."""
+    """One row per case: median and TFLOP/s of each contender, then ratio and verdict of each comparison."""
     names = [row["name"] for row in data["contenders"]]
     factor, unit = (None, "CPU time") if data["settings"].get("timing") == TIMING else rate_unit(data)
     pairs = list(
@@ -65,7 +65,7 @@ def _cells(data: Mapping[str, Any]) -> list[str]:
 
 
 def rate_unit(data: Mapping[str, Any]) -> tuple[float, str]:
-    """What turns a report's TFLOP/s into the unit that suits its device, and that unit."""
+    """The factor that converts a report's TFLOP/s to the unit that suits its device, and that unit."""
     return (1e3, "GFLOP/s") if data["settings"]["device"] == "cpu" else (1.0, "TFLOP/s")
 
 
@@ -82,13 +82,13 @@ def _time(cell: Mapping[str, Any], name: str, factor: float | None) -> str:
 
 
 def load_text(cell: Mapping[str, Any], name: str) -> str:
-    """Clock and power beside a time that was taken under sustained load."""
+    """Clock and power next to a time that was measured under sustained load."""
     load = cell.get("load", {}).get(name)
     return f" {number(load['sm_clock'])} MHz {number(load['power'])} W" if load else ""
 
 
 def ratio_text(row: Mapping[str, Any] | None) -> str:
-    """As 1.234 [1.200, 1.260] +, the mark that of the verdict."""
+    """A ratio such as 1.234 [1.200, 1.260] +; the last mark is the verdict's."""
     if row is None:
         return "-"
     low, high = row["interval"]
@@ -135,7 +135,7 @@ def _problems(report: Report) -> list[str]:
 
 
 def number(value: float | None) -> str:
-    """Three significant digits, without an exponent; a dash for what is not known."""
+    """Three significant digits without an exponent; a dash if unknown."""
     if value is None:
         return "-"
     if value >= 100:

@@ -1,14 +1,15 @@
-"""Tokens per second of whole models in transformers, with flashmoe's attention and experts and with others.
+"""Tokens per second of complete models in transformers, with flashmoe's attention and experts and with others.
 
     python -m flashmoe_tools.bench.models --json models.json           a dense model of 1.1B parameters and a mixture of the same cost
     python -m flashmoe_tools.bench.models --size tiny --rounds 3       to see that it runs; also on the CPU
 
-Weights are random, text is random tokens. Tasks: ``generate`` (greedy, a dynamic cache, every operation launched by Python),
-``static`` (a static cache, the decoding step compiled and replayed as a CUDA graph) and ``train`` (a fine-tuning step: forward,
-backward, SGD). Contenders are (attention, experts) by transformers' names; those that cannot be loaded are told and left out. Before
-anything is timed, each contender's logits are held against float32 and its loss and gradient norm against transformers' own; then
-they take turns, round by round (but for ``static``), and a ratio is the median over the rounds. A contender that took over
-8 times the fastest one's time in the first round sits the others out.
+Weights are random, text is random tokens. Tasks: ``generate`` (greedy, a dynamic cache, every operation launched by
+Python), ``static`` (a static cache, the decoding step compiled and replayed as a CUDA graph) and ``train`` (a
+fine-tuning step: forward, backward, SGD). Contenders are pairs (attention, experts) of transformers' names; those that
+cannot be loaded are reported and left out. Before anything is timed, each contender's logits are compared with float32,
+and its loss and gradient norm with transformers' own. Then the contenders alternate, round by round (except in
+``static``), and a ratio is the median over the rounds. A contender that takes more than 8 times the fastest one's time
+in the first round is not timed again.
 """
 
 import argparse
@@ -43,14 +44,14 @@ from flashmoe_tools.report import (
 
 EAGER_EXPERTS = "eager"
 OURS = "fmoe"
-ATTENTION_LIMIT = 1.25  # mean error of logits, of the baseline's
-TRAINING_LIMIT = 0.02  # of the baseline's loss and gradient norm
-SLOW = 8.0  # times the fastest contender's first sample: not timed again
+ATTENTION_LIMIT = 1.25  # multiple of the baseline's mean error of logits
+TRAINING_LIMIT = 0.02  # relative to the baseline's loss and gradient norm
+SLOW = 8.0  # multiple of the fastest contender's first sample: slower ones are not timed again
 
 
 @dataclass(frozen=True)
 class Size:
-    """``layers`` of ``width``; experts have ``expert_width``, and ``active`` of ``experts`` see a token."""
+    """``layers`` of ``width``; experts have ``expert_width``, and each token uses ``active`` of ``experts``."""
 
     width: int
     layers: int
@@ -63,7 +64,7 @@ class Size:
     expert_width: int
     prompt: int
     new_tokens: int
-    rows: int  # sequences of a training step, of ``length`` tokens
+    rows: int  # sequences of ``length`` tokens in a training step
     length: int
     vocabulary: int = 32000
 
@@ -139,7 +140,7 @@ def build(size: Size, model: str, device: str) -> Any:
 
 
 def usable(model: Any, contender: Contender, device: str) -> str:
-    """Why this contender cannot run here, or nothing."""
+    """Why this contender cannot run here, or an empty text."""
     try:
         contender.use(model)
         with torch.no_grad():
@@ -159,13 +160,16 @@ def _logits(model: Any, tokens: Tensor) -> Tensor:
 
 
 def _convert(model: Any, dtype: torch.dtype) -> None:
-    """The parameters alone: the rotary frequencies are float32 in every model."""
+    """Converts only the parameters: the rotary frequencies are float32 in every model."""
     for parameter in model.parameters():
         parameter.data = parameter.data.to(dtype)
 
 
 def check_logits(model: Any, contenders: Sequence[Contender], baseline: Contender, tokens: Tensor) -> list[Check]:
-    """Mean errors against the same weights in float32 with transformers' eager code. bfloat16 is exact in float32."""
+    """Compares mean errors against transformers' eager code with the same weights in float32.
+
+    float32 represents bfloat16 weights exactly.
+    """
     dtype = model.dtype
     Contender("eager", EAGER_EXPERTS if baseline.experts else None).use(model)
     _convert(model, torch.float32)
@@ -216,7 +220,7 @@ def check_training(model: Any, contenders: Sequence[Contender], baseline: Conten
     return checks
 
 
-# Tasks: each returns a call and the tokens that it makes or learns from.
+# Tasks: each function returns a call and the number of tokens that it generates or trains on.
 
 
 def _generate(model: Any, size: Size, device: str, rows: int, *, is_static: bool) -> tuple[Callable[[], Any], int]:
@@ -261,10 +265,10 @@ def seconds_of(call: Callable[[], Any], device: str) -> float:
 def measure(
     model: Any, task: str, contenders: Sequence[Contender], size: Size, device: str, rounds: int, limit: float
 ) -> list[dict[str, Any]]:
-    """A row for each contender. The rounds end early when they have taken ``limit`` seconds; at least three are run."""
+    """One row per contender. Rounds stop after ``limit`` seconds, but at least three are run."""
     call, tokens = prepare(task, model, size, device)
     samples: dict[Contender, list[float]] = {contender: [] for contender in contenders}
-    if task == "static":  # two sets of recorded graphs do not share a process: each contender has its rounds alone
+    if task == "static":  # two sets of recorded graphs cannot share a process, so contenders do not alternate
         for contender in contenders:
             torch.compiler.reset()
             model.__dict__.pop("_compiled_call", None)
@@ -343,7 +347,10 @@ def run(
 
 
 def _able(contenders: Sequence[Contender], task: str, baseline: Contender) -> list[Contender]:
-    """Eager attention keeps the scores of every layer, which is more than a GPU has; compiling takes a minute a contender."""
+    """Leaves out contenders that are too expensive for the task.
+
+    Eager attention keeps the scores of every layer, which do not fit on a GPU; compiling takes a minute per contender.
+    """
     if task == "static":
         return [one for one in contenders if one.is_ours or one == baseline]
     return [one for one in contenders if not (task == "train" and one.attention == "eager")]
@@ -357,7 +364,7 @@ def _line(row: dict[str, Any]) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run, print, write the report; FAIL where a contender's results are wrong."""
+    """Runs, prints, writes the report; FAIL if a contender's results are wrong."""
     parser = argparse.ArgumentParser(
         allow_abbrev=False, prog="python -m flashmoe_tools.bench.models", description=__doc__
     )

@@ -1,4 +1,4 @@
-"""A bench report as one self-contained HTML page: a chart of ratios and a table of every number; nothing is fetched."""
+"""A bench report as one self-contained HTML page: a chart of ratios and a table of every number, no downloads."""
 
 import io
 import re
@@ -20,15 +20,15 @@ from flashmoe_tools.report import Report, Verdict, count
 UNITS = {"power_limit": "W"}
 BYTES = ("memory", "l2_bytes")
 SHARES = ("cpu_busy", "gpu_busy")
-FORCED = re.compile(r"flashmoe-sm\d+")  # one family of ours, on a GPU whose own is another: in the table alone
-# Colours that people with any colour vision tell apart (Okabe and Ito), dark enough for lines on white.
+FORCED = re.compile(r"flashmoe-sm\d+")  # one of our families, forced on a GPU that has another; only in the table
+# Colours that people with any colour vision can tell apart (Okabe and Ito), dark enough for lines on white.
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#a8518a", "#3d3d3d", "#b58900", "#56a0d3", "#7a4f2b")
 MARKERS = "os^DvPX*"
 SETTINGS: Any = {"svg.hashsalt": "flashmoe", "svg.fonttype": "none", "font.size": 9, "axes.grid": True}
 
 
 def render_page(report: Report) -> str:
-    """The whole page as text."""
+    """The complete page as text."""
     data = report.data
     environment = Environment(
         loader=FileSystemLoader(Path(__file__).resolve().parent / "templates"),
@@ -62,16 +62,16 @@ def device_of(report: Report) -> str:
 
 
 def draw(data: Mapping[str, Any]) -> str:
-    """The chart as an ``<svg>`` element: ratio against the number of the case, a line for each comparison; empty without one.
+    """The chart as an ``<svg>`` element: ratio against case number, one line per comparison; empty without comparisons.
 
-    The same report gives the same bytes. A missing interval is drawn as none.
+    The same report gives the same bytes. A missing interval is drawn as a point without bars.
     """
     lines: dict[str, list[tuple[int, float, float, float]]] = {}
     for index, cell in enumerate(data["cells"], 1):
         for row in cell["comparisons"]:
             if not FORCED.fullmatch(row["subject"]):
                 ratio, (low, high) = row["ratio"], (row["ratio"] if one is None else one for one in row["interval"])
-                # A ratio of samples can lie outside of the interval, which is one of blocks.
+                # A ratio of samples can be outside the interval, which is one of blocks.
                 point = (index, ratio, max(0.0, ratio - low), max(0.0, high - ratio))
                 lines.setdefault(f"{row['subject']} / {row['baseline']}", []).append(point)
     if not lines:
@@ -100,7 +100,7 @@ def draw(data: Mapping[str, Any]) -> str:
 
 
 def detail_rows(data: Mapping[str, Any], factor: float) -> list[dict[str, Any]]:
-    """One row for each case and contender, with everything that was measured or the reason why not."""
+    """One row per case and contender with every measured value, or the reason why there is none."""
     rows = []
     for index, cell in enumerate(data["cells"], 1):
         for name, outcome in cell["verification"].items():
@@ -146,7 +146,7 @@ def _ceilings(data: Mapping[str, Any], factor: float, unit: str) -> Iterator[tup
 
 
 def flatten(table: Mapping[str, Any], prefix: str = "") -> list[tuple[str, str]]:
-    """Nested tables as (dotted name, text with its unit) rows."""
+    """Nested tables as rows (dotted name, text with its unit)."""
     rows: list[tuple[str, str]] = []
     for name, value in table.items():
         if isinstance(value, Mapping):
@@ -157,7 +157,7 @@ def flatten(table: Mapping[str, Any], prefix: str = "") -> list[tuple[str, str]]
 
 
 def with_unit(name: str, value: Any) -> str:
-    """A value of the environment as people write it: 79.2 GiB, 700 W, 3%."""
+    """A value of the environment with its unit: 79.2 GiB, 700 W, 3%."""
     if isinstance(value, (int, float)) and not isinstance(value, bool):
         if name in BYTES:
             return f"{value / 2**30:.1f} GiB" if value >= 2**30 else f"{value / 2**20:.0f} MiB"
@@ -165,6 +165,6 @@ def with_unit(name: str, value: Any) -> str:
             return f"{value:.0%}"
         if name in UNITS:
             return f"{value:g} {UNITS[name]}"
-        if name == "cudnn":  # 91900 of 9.19.0
+        if name == "cudnn":  # 91900 is 9.19.0
             return f"{value // 10000}.{value // 100 % 100}.{value % 100}"
     return "not known" if value is None else str(value)

@@ -1,18 +1,18 @@
-"""How many samples fit, and in which order they are taken. No torch, no clock."""
+"""How many samples fit, and in which order they are taken. Uses neither torch nor a clock."""
 
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-# In a run with a time budget no cell gets fewer samples per contender than this, as long as the budget lasts.
+# With a time budget, no cell gets fewer samples per contender than this as long as the budget lasts.
 MIN_SAMPLES = 30
-# And no fewer blocks: with fewer pairs nothing can be decided.
+# The same for blocks: with fewer pairs nothing can be decided.
 MIN_BLOCKS = 10
-# Where MIN_SAMPLES take longer than this, fewer do: down to a sample a block.
+# If MIN_SAMPLES take longer than this, fewer are taken, down to one sample per block.
 FLOOR_SECONDS = 1.0
-# The longest that one call of every contender, back to back, may take where slots warm themselves. A GPU at its power
-# limit moves its clock every 15 to 20 ms; sides that are interleaved no slower than that share it, and the ratio of a
-# pair holds still (slots of ten calls of 3 to 7 ms: 5% from pair to pair on an H100, all of it clock).
+# The longest that one call of every contender, back to back, may take if slots warm themselves. A GPU at its power
+# limit changes its clock every 15 to 20 ms; contenders that alternate at least that fast share it, and the ratio of a
+# pair is stable (slots of ten calls of 3 to 7 ms: 5% from pair to pair on an H100, all of it caused by the clock).
 ROUND_SECONDS = 0.03
 
 
@@ -36,11 +36,13 @@ def plan_samples(
     floor: int = MIN_SAMPLES,
     untimed: int = 0,
 ) -> Plan:
-    """``repeats`` samples per contender, or as many as ``share_seconds`` allow but at least ``floor``, or what ``FLOOR_SECONDS`` hold.
+    """Plans ``repeats`` samples per contender, or as many as ``share_seconds`` allow but at least ``floor``.
 
-    ``sample_seconds`` holds the measured wall time of one call of each contender, ``untimed`` the calls that begin a
-    slot. Blocks shrink before their number does: pairs of blocks are what a verdict is made of. They also shrink to
-    ``ROUND_SECONDS``, but only where a slot begins with an untimed call: else each sample would be a first one.
+    If ``floor`` samples take longer than ``FLOOR_SECONDS``, what fits into those. ``sample_seconds`` holds the measured
+    wall time of one call of each contender, ``untimed`` the number of calls that begin a slot. Blocks get shorter
+    before their number is reduced, because a verdict is based on pairs of blocks. They also shrink to
+    ``ROUND_SECONDS``, but only if a slot begins with an untimed call; otherwise every sample would be the first of its
+    slot.
     """
     round_seconds = max(sum(sample_seconds), 1e-9)
     longest = min(block, max(1, int(ROUND_SECONDS / round_seconds))) if untimed else block
@@ -56,11 +58,11 @@ def plan_samples(
 def share_of_budget(
     budget: float | None, elapsed: float, work_left: Sequence[float], before_samples: float = 0.0
 ) -> float | None:
-    """Seconds that the next cell may take: its part of what is left, so that unused time passes on.
+    """Seconds that the next cell may take: its share of the remaining time, so unused time passes on.
 
-    ``work_left`` holds the operations of the cells that are left, the next one first. Every cell also gets a tenth of
-    the mean, because a small one still has to be warmed, and ``before_samples``, what cells have taken so far to be
-    checked, compiled and warmed.
+    ``work_left`` holds the operations of the remaining cells, the next one first. Every cell also gets a tenth of the
+    mean, because a small one still has to be warmed up, and ``before_samples``: the time that cells have taken so far
+    for checking, compiling and warming up.
     """
     if budget is None:
         return None
@@ -71,6 +73,6 @@ def share_of_budget(
 
 
 def block_orders(names: Sequence[str], blocks: int, seed: int) -> list[list[str]]:
-    """One order of the contenders per block, each drawn independently: the sign test rests on exactly this."""
+    """One order of the contenders per block, each drawn independently; the sign test relies on this."""
     source = random.Random(seed)
     return [source.sample(list(names), len(names)) for _ in range(blocks)]

@@ -1,4 +1,4 @@
-"""Presets: what a named GPU can be asked for, applied to a suite."""
+"""Presets: what a named GPU can run, applied to a suite."""
 
 import re
 from dataclasses import dataclass, replace
@@ -37,7 +37,7 @@ def load_presets() -> tuple[Preset, ...]:
 
 
 def find_preset(name: str, device_name: str) -> Preset | None:
-    """The preset called ``name``; with ``auto`` the one whose product word stands in ``device_name``, if any."""
+    """The preset called ``name``; with ``auto`` the one whose product word appears in ``device_name``, if any."""
     presets = load_presets()
     if name == "auto":
         words = set(re.split(r"[^A-Za-z0-9]+", device_name))

@@ -1,8 +1,8 @@
-"""Marks that may only rise: one TOML file for each model of GPU, checked against a bench report.
+"""Marks that may only rise: one TOML file per GPU model, checked against a bench report.
 
-A mark is broken when the whole interval of the present ratio lies more than ``fail_below`` under it. A ratio that beats
-it by more than ``propose_above``, with its whole interval above the mark, becomes the proposed new mark; proposals are
-written beside the file (``*.proposed.toml``), because a person decides when a mark moves.
+A mark is broken if the whole interval of the present ratio is more than ``fail_below`` under it. A ratio that beats it
+by more than ``propose_above``, with its whole interval above the mark, becomes the proposed new mark. Proposals are
+written next to the file (``*.proposed.toml``), because a person decides when a mark moves.
 """
 
 import json
@@ -38,29 +38,35 @@ class Mark:
 @dataclass(frozen=True)
 class RatchetResult:
     checks: tuple[Check, ...]
-    proposed: tuple[Mark, ...]  # every mark as it would stand if the proposals were taken
+    proposed: tuple[Mark, ...]  # every mark, with the proposals applied
     changed: int
 
 
 def device_name(report: Report) -> str:
-    """The GPU's name, or ``cpu``: what a ratchet file belongs to. Cards of one architecture differ in clock, memory and power."""
+    """The GPU's name, or ``cpu``: what a ratchet file is for.
+
+    The architecture is not enough: its cards differ in clock, memory and power.
+    """
     gpu = report.environment.get("gpu")
     return str(gpu["name"]) if gpu else "cpu"
 
 
 def architecture(report: Report) -> str:
-    """The GPU's architecture as arch.toml names it, by which nightly runs find runners for these marks; empty without a GPU."""
+    """The GPU's architecture as named in arch.toml; empty without a GPU.
+
+    Nightly runs use it to find runners for these marks.
+    """
     capability = (report.environment.get("gpu") or {}).get("capability", "")
     return f"sm{capability.replace('.', '')}" if capability else ""
 
 
 def marks_file(path: Path, report: Report) -> Path:
-    """``path``, or where that is a folder the file in it for the report's GPU, such as ratchet-nvidia-h200.toml."""
+    """``path``, or if it is a folder, the file in it for the report's GPU, such as ratchet-nvidia-h200.toml."""
     return path / f"ratchet-{device_name(report).lower().replace(' ', '-')}.toml" if path.is_dir() else path
 
 
 def read_marks(path: Path) -> tuple[str, tuple[Mark, ...]]:
-    """(GPU, marks). Raises ReportError with the field that is wrong."""
+    """Reads (GPU, marks). Raises ReportError with the field that is wrong."""
     try:
         table = tomllib.loads(path.read_text(encoding="utf-8"))
         if table["schema"] != SCHEMA:
@@ -88,7 +94,7 @@ def write_marks(path: Path, name: str, marks: Sequence[Mark], arch: str = "") ->
 
 
 def evaluate(marks: Sequence[Mark], report: Report, limits: RatchetThresholds | None = None) -> RatchetResult:
-    """Every mark against the report's comparisons; cases without a mark are proposed as they are."""
+    """Checks every mark against the report's comparisons; cases without a mark are proposed as they are."""
     limits = limits or load_thresholds().ratchet
     ours = {row["name"] for row in report.data["contenders"] if row["ours"]}
     found = {
@@ -113,7 +119,7 @@ def evaluate(marks: Sequence[Mark], report: Report, limits: RatchetThresholds | 
 
 
 def _judge(mark: Mark, row: Mapping[str, Any] | None, limits: RatchetThresholds) -> tuple[Check, float | None]:
-    """(check, new ratio where one is proposed)."""
+    """(check, proposed new ratio or None)."""
     name = f"{mark.case} {mark.subject} / {mark.baseline}"
     if row is None:
         return Check(name, Verdict.SKIP, "not measured in this run", f"mark {mark.ratio:.3f}"), None
@@ -133,7 +139,7 @@ def _judge(mark: Mark, row: Mapping[str, Any] | None, limits: RatchetThresholds)
 
 
 def check_ratchet(path: Path, report: Report) -> int:
-    """Prints the outcome and writes proposals beside ``path``. Without a file all is proposed, and nothing passed."""
+    """Prints the outcome and writes proposals next to ``path``. Without a file all is proposed and nothing passes."""
     here, path = device_name(report), marks_file(path, report)
     marks: tuple[Mark, ...] = ()
     if path.exists():

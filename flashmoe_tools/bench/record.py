@@ -1,4 +1,4 @@
-"""Cells and runs as the ``data`` of a report, and the checks that follow from them."""
+"""Cells and runs as the ``data`` of a report, and the checks derived from them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from flashmoe_tools.bench.telemetry import summarise
 from flashmoe_tools.bench.thresholds import load_thresholds
 from flashmoe_tools.report import Check, Verdict
 
-if TYPE_CHECKING:  # torch: reading and comparing reports needs none
+if TYPE_CHECKING:  # imports torch, which reading and comparing reports does not need
     from flashmoe_tools.bench.runner import Cell
 
 DATA_SCHEMA = "flashmoe.bench/1"
@@ -48,7 +48,7 @@ def cell_record(cell: Cell, ours: set[str], baseline: str, ceilings: CeilingRate
 
 
 def _loads(cell: Cell) -> dict[str, dict[str, float | None]]:
-    """By contender: medians of the clock (MHz) and the power (W) of its samples, where they were taken under sustained load."""
+    """Median clock (MHz) and power (W) of each contender's samples, if taken under sustained load."""
     found = {}
     for name, timing in cell.timings.items():
         if timing.load:
@@ -59,7 +59,7 @@ def _loads(cell: Cell) -> dict[str, dict[str, float | None]]:
 
 
 def finite(value: Any) -> Any:
-    """``value`` with NaN and infinities as None: JSON has no word for them."""
+    """``value`` with NaN and infinities replaced by None: JSON cannot represent them."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, dict):
@@ -68,8 +68,11 @@ def finite(value: Any) -> Any:
 
 
 def cell_checks(record: Mapping[str, Any], ours: set[str], baseline: str, *, smoke: bool = False) -> list[Check]:
-    """Wrong is FAIL, but WARN of another library's where ours is right; refused or not measured SKIP; ours slow or memory-hungry WARN; the
-    rest PASS."""
+    """The verdict on each contender of a cell.
+
+    A wrong result is FAIL, but WARN for another library if ours is right. Refused or not measured is SKIP. Ours slow or
+    using much memory is WARN. The rest is PASS.
+    """
     key = record["case"]["key"]
     if smoke:
         return [_smoke_check(key, name, outcome) for name, outcome in record["verification"].items()]
@@ -80,8 +83,8 @@ def cell_checks(record: Mapping[str, Any], ours: set[str], baseline: str, *, smo
         for name, reason in record["unsupported"].items()
     ]
     outcomes = record["verification"]
-    own = [name for name in outcomes if name in ours or name.startswith("flashmoe")]  # our 16 bits beside our 8, too
-    is_judged = bool(own) and all(outcomes[name]["passed"] for name in own)  # by a reference that ours agrees with
+    own = [name for name in outcomes if name in ours or name.startswith("flashmoe")]  # our 16 bits beside our 8 too
+    is_judged = bool(own) and all(outcomes[name]["passed"] for name in own)  # our result agrees with the reference
     for name, outcome in outcomes.items():
         warning = _warning(record, name, baseline) if name in ours else ""
         memory = _memory(record, name, baseline) if name in ours else ""
@@ -91,7 +94,7 @@ def cell_checks(record: Mapping[str, Any], ours: set[str], baseline: str, *, smo
 
 
 def _smoke_check(key: str, name: str, outcome: Mapping[str, Any]) -> Check:
-    """The smallest problem is checked, never timed."""
+    """The check of the smallest problem, which is never timed."""
     title = f"smoke {key} {name}"
     if outcome["passed"]:
         return Check(title, Verdict.PASS, f"max error {outcome['max_error']:.2g}")
@@ -123,7 +126,7 @@ def _contender_check(
 
 
 def _memory(record: Mapping[str, Any], name: str, baseline: str) -> str:
-    """Bytes of a call beyond its inputs, in words: those of ours and of the baseline."""
+    """Bytes that a call needs beyond its inputs, as text: for ours and for the baseline."""
     peaks = record["peak_bytes"]
     if not peaks.get(name):
         return ""
@@ -145,7 +148,7 @@ def _warning(record: Mapping[str, Any], name: str, baseline: str) -> str:
 
 
 def quiet_check(device: str, cpu_busy: float | None, gpu_busy: float | None) -> Check | None:
-    """A warning when the device was doing other work as the run began; None when it was quiet, or nobody can tell."""
+    """A warning if the device was busy with other work when the run began; None if it was idle or this is unknown."""
     limits = load_thresholds().machine
     busy, limit = (gpu_busy, limits.gpu_busy) if device == "cuda" else (cpu_busy, limits.cpu_busy)
     if busy is None or busy <= limit:
@@ -156,7 +159,7 @@ def quiet_check(device: str, cpu_busy: float | None, gpu_busy: float | None) -> 
 
 
 def effective_baseline(names: Sequence[str], ours: set[str], wanted: str) -> str:
-    """The suite's baseline where it takes part, else the first contender that is not ours."""
+    """The suite's baseline if it takes part, else the first contender that is not ours."""
     if wanted in names:
         return wanted
     return next((name for name in names if name not in ours), "")

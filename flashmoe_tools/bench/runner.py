@@ -1,4 +1,4 @@
-"""One cell: inputs, reference, the check of every contender, then interleaved samples of those that passed."""
+"""One cell: inputs, reference, a check of every contender, then interleaved samples of those that passed."""
 
 import math
 import time
@@ -25,15 +25,16 @@ from flashmoe_tools.bench.verify import verify
 from flashmoe_tools.operations import Inputs, Problem, Reference, Verification
 
 WARM_UP_SECONDS = {"cuda": 0.05, "cpu": 0.02}
-# Checking a large case can cost more than its samples; they still get this much of the cell's share of the budget.
+# Checking a large case can cost more than its samples; they still get this share of the cell's time.
 MIN_SHARE = 0.25
-# Between two readings of clocks and power: NVML renews them no faster, and asking costs as much as a small slot.
+# Interval between readings of clocks and power: NVML updates them no faster, and a reading costs as much as a small
+# slot.
 READ_SECONDS = 0.05
 
 
 @dataclass(frozen=True)
 class Settings:
-    """How a run measures, the same for all its cells."""
+    """How a run measures; the same for all its cells."""
 
     device: str
     timing: str
@@ -46,18 +47,21 @@ class Settings:
 
 @dataclass
 class Timing:
-    """Raw samples of one contender in one cell (ns), block by block in the order they were taken."""
+    """Raw samples of one contender in one cell (ns), block by block in the order in which they were taken."""
 
     blocks: list[list[int]] = field(default_factory=list)
     cpu_ns: list[int] = field(default_factory=list)
     peak_bytes: int | None = None
-    load: list[Load] = field(default_factory=list)  # one for each sample of sustained timing, else none
+    load: list[Load] = field(default_factory=list)  # one per sample with sustained timing, else empty
 
 
 @dataclass
 class Cell:
-    """What was found for one case. ``unsupported`` holds the contenders that refused it, with their reason, ``yardsticks`` the
-    problems of those that compute another one."""
+    """The results for one case.
+
+    ``unsupported`` holds the contenders that refused it, with their reason; ``yardsticks`` the problems of contenders
+    that compute another problem.
+    """
 
     case: Problem
     timing: str = ""
@@ -82,7 +86,7 @@ Note = Callable[[str], None]
 
 
 def check_cell(cell: Cell, contenders: Sequence[Contender], settings: Settings, note: Note) -> None:
-    """Checks the contenders' results and times nothing."""
+    """Checks the contenders' results without timing anything."""
     inputs = cell.case.make_inputs(settings.device, settings.seed)
     reference = cell.case.make_reference(inputs)
     cell.coverage = reference.coverage
@@ -97,7 +101,7 @@ def run_cell(
     share: float | None,
     note: Note,
 ) -> None:
-    """Fills ``cell`` step by step, so that what was measured before an interruption is kept."""
+    """Fills ``cell`` step by step, so results from before an interruption are kept."""
     started = time.perf_counter()
     try:
         note(f"{cell.case.key}: reference")
@@ -121,7 +125,10 @@ def run_cell(
 def _admit(
     cell: Cell, contenders: Sequence[Contender], inputs: Inputs, reference: Reference, note: Note
 ) -> list[_Entrant]:
-    """The contenders whose result is right. A refusal is recorded with its reason, a wrong result as a failure."""
+    """Returns the contenders whose result is right.
+
+    A refusal is recorded with its reason, a wrong result as a failure.
+    """
     admitted = []
     others: dict[str, Reference] = {}
     for contender in contenders:
@@ -138,7 +145,7 @@ def _admit(
         except torch.OutOfMemoryError:
             cell.unsupported[contender.name] = "out of memory"
             continue
-        except Exception as error:  # a contender may raise anything: a refusal by torch, a driver error of ours
+        except Exception as error:  # a contender may raise anything: torch refuses, our driver fails
             _refused(cell, contender, error, reference.tolerance)
             continue
         cell.verified[contender.name] = outcome
@@ -148,7 +155,7 @@ def _admit(
 
 
 def _refused(cell: Cell, contender: Contender, error: Exception, tolerance: float) -> None:
-    """A refusal is a reason to skip a foreign contender, and a failure of ours."""
+    """Records an error: for a foreign contender a reason to skip it, for ours a failure."""
     lines = str(error).strip().splitlines()
     text = f"{type(error).__name__}: {lines[0] if lines else ''}"
     if contender.ours:
@@ -173,7 +180,7 @@ def _measure(
             prepared, timing, cost = _warm(entrant, sampler, settings.device)
         except torch.OutOfMemoryError:
             raise
-        except Exception as error:  # a contender that cannot be captured into a graph, for one
+        except Exception as error:  # for example, a contender that cannot be captured into a graph
             _refused(cell, entrant.contender, error, cell.verified[name].tolerance)
             continue
         ready[name] = (entrant, prepared)
@@ -202,11 +209,11 @@ def _measure(
 
 
 def _warm(entrant: _Entrant, sampler: Sampler, device: str) -> tuple[Any, Timing, float]:
-    """(call as the sampler takes it, what one call costs besides its time, seconds of one sample)."""
+    """(call in the sampler's form, its timing record with CPU time and peak memory, seconds of one sample)."""
     call = entrant.prepared.call
     with entrant.contender.context():
         prepared = sampler.prepare(call)
-        is_warm = isinstance(sampler, SustainedSampler)  # whose preparation replays the graph
+        is_warm = isinstance(sampler, SustainedSampler)  # its prepare() replays the graph
         cost = SUSTAINED_SECONDS if is_warm else warm_up(sampler, prepared, WARM_UP_SECONDS[device])
         cpu_ns = call_time_ns(call, device) if device == "cuda" else []
         return prepared, Timing(cpu_ns=cpu_ns, peak_bytes=peak_bytes(call, device)), cost

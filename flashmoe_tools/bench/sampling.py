@@ -3,10 +3,10 @@
 events  CUDA events around each call, L2 overwritten before it; the queue is kept full, so launches cost no GPU time
 sustained  CUDA graphs of calls back to back for ``SUSTAINED_SECONDS``, as in training and serving: a GPU at its power limit
         ranks kernels differently than in bursts; each sample has its own mean clock and watts
-graph   a CUDA graph of several calls, replayed: what a call takes inside a graph, caches warm
-        (both: one call that is not timed begins each slot, as the first after another's is up to 6% slower)
+graph   a CUDA graph of several calls, replayed: the time of a call inside a graph, with warm caches
+        (both: each slot begins with one untimed call, because the first call after another contender is up to 6% slower)
 wall    perf_counter_ns around each call (CPU)
-call    CPU time of an eager call, on a CPU or a GPU: the queue is empty first and never fills
+call    CPU time of an eager call, on a CPU or a GPU: the queue is empty at first and never fills
 """
 
 import time
@@ -22,10 +22,10 @@ from flashmoe_tools.bench.telemetry import Load, Telemetry
 _cuda: Any = torch.cuda  # its classes are untyped
 GRAPH_CALLS = 20
 SUSTAINED_SECONDS = 0.4
-GRAPH_SECONDS = 0.005  # a graph holds fewer calls where they take this long: a replay's start is microseconds
-CALL_CALLS = 50  # far from the thousand launches that a GPU's queue holds
+GRAPH_SECONDS = 0.005  # a graph that takes this long holds fewer calls: a replay's start costs microseconds
+CALL_CALLS = 50  # far below the thousand launches that a GPU's queue holds
 CPU_TIME_CALLS = 8
-# Twice the largest L2 there is, and long enough on every GPU for the CPU to queue the next call meanwhile.
+# Twice the largest existing L2, and long enough on every GPU for the CPU to queue the next call meanwhile.
 FLUSH_BYTES = 256 * 2**20
 
 
@@ -33,7 +33,7 @@ class Sampler(Protocol):
     """Prepares a call once per cell, then takes samples of it."""
 
     timing: str
-    untimed: int  # calls that begin a slot
+    untimed: int  # untimed calls at the beginning of a slot
 
     def prepare(self, call: Call) -> Any: ...
 
@@ -41,7 +41,7 @@ class Sampler(Protocol):
 
 
 class WallSampler:
-    """CPU timing: one call, one sample."""
+    """CPU timing: one sample per call."""
 
     timing = "wall"
     untimed = 0
@@ -60,7 +60,7 @@ class WallSampler:
 
 
 class CallSampler:
-    """What a call costs the thread that makes it, until it returns; a sample is the mean of ``CALL_CALLS`` calls in a row."""
+    """Time of a call on the calling thread until it returns; a sample is the mean of ``CALL_CALLS`` calls in a row."""
 
     timing = "call"
     untimed = 1
@@ -76,7 +76,7 @@ class CallSampler:
         samples = []
         for _ in range(count):
             self._wait()
-            prepared()  # the first after a wait also pays for waking the driver's path
+            prepared()  # the first call after a wait also pays for waking the driver
             start = clock()
             for _ in range(CALL_CALLS):
                 prepared()
@@ -90,7 +90,7 @@ def _nothing() -> None:
 
 
 class EventSampler:
-    """GPU timing of eager calls. ``flush`` overwrites L2 before each, as real work between two calls would."""
+    """GPU timing of eager calls. ``flush`` overwrites L2 before each call, as real work between two calls would."""
 
     timing = "events"
     untimed = 1
@@ -151,17 +151,17 @@ class GraphSampler:
 
 
 class SustainedSampler:
-    """GPU timing under continuous load; a sample is the time of all calls of ``SUSTAINED_SECONDS`` divided by their number."""
+    """GPU timing under continuous load; a sample is the mean time of the calls in ``SUSTAINED_SECONDS``."""
 
     timing = "sustained"
     untimed = 0
 
     def __init__(self, telemetry: Telemetry) -> None:
         self._telemetry = telemetry
-        self.load: list[Load] = []  # of the last slot, one for each sample
+        self.load: list[Load] = []  # of the last slot, one per sample
 
     def prepare(self, call: Call) -> tuple[torch.cuda.CUDAGraph, int, int]:
-        """(graph, calls in it, replays of a sample)."""
+        """(graph, calls in it, replays per sample)."""
         bursts = GraphSampler()
         graph, calls = bursts.prepare(call)
         replay_seconds = calls * max(bursts.slot((graph, calls), 3)) / 1e9
@@ -172,7 +172,7 @@ class SustainedSampler:
         samples, self.load = [], []
         for _ in range(count):
             start, end = _cuda.Event(enable_timing=True), _cuda.Event(enable_timing=True)
-            graph.replay()  # as in a graph's slot
+            graph.replay()  # as in GraphSampler
             with self._telemetry.watch() as watch:
                 start.record()
                 for _ in range(replays):
@@ -186,17 +186,21 @@ class SustainedSampler:
 
 @lru_cache(maxsize=1)
 def capture_stream() -> Any:
-    """On which graphs are captured. Autograd runs a backward pass on the forward pass's stream: views that are made once must be made on this one."""
+    """The stream on which graphs are captured.
+
+    Autograd runs a backward pass on the forward pass's stream, so views that are created once must be created on this
+    one.
+    """
     return _cuda.Stream()
 
 
 def graph_calls(call_seconds: float) -> int:
-    """How many calls a graph holds, from the time that one took outside it."""
+    """How many calls a graph holds, given the time of one call outside it."""
     return max(1, min(GRAPH_CALLS, round(GRAPH_SECONDS / max(call_seconds, 1e-9))))
 
 
 def make_sampler(device: str, timing: str, *, flush: bool, telemetry: Telemetry | None = None) -> Sampler:
-    """The sampler of a suite's ``timing``; a CPU's attention is always timed by the wall clock."""
+    """The sampler for a suite's ``timing``; on a CPU attention is always timed by the wall clock."""
     if timing == "call":
         return CallSampler(device)
     if device == "cpu" or timing == "wall":
@@ -207,7 +211,7 @@ def make_sampler(device: str, timing: str, *, flush: bool, telemetry: Telemetry 
 
 
 def call_time_ns(call: Call, device: str, count: int = CPU_TIME_CALLS) -> list[int]:
-    """CPU time of eager calls: until each returns, with a queue that is empty first and never fills."""
+    """CPU time of eager calls until each returns; the queue is empty at first and never fills."""
     if device == "cuda":
         torch.cuda.synchronize()
     samples = WallSampler().slot(call, count)
@@ -217,7 +221,7 @@ def call_time_ns(call: Call, device: str, count: int = CPU_TIME_CALLS) -> list[i
 
 
 def peak_bytes(call: Call, device: str) -> int | None:
-    """Memory that one call needs beyond what is allocated already; None where torch does not count (CPU)."""
+    """Memory that one call needs beyond what is already allocated; None if torch does not count it (CPU)."""
     if device != "cuda":
         return None
     torch.cuda.synchronize()
@@ -229,7 +233,7 @@ def peak_bytes(call: Call, device: str) -> int | None:
 
 
 def warm_up(sampler: Sampler, prepared: Any, seconds: float) -> float:
-    """Calls for about ``seconds`` (at least twice); returns seconds of wall time for one call, measured last."""
+    """Calls for about ``seconds`` (at least twice); returns the wall time of one call in seconds, measured last."""
     started = time.perf_counter()
     sampler.slot(prepared, 1)
     cost = 0.0

@@ -1,4 +1,4 @@
-"""A whole run: cells in turn, a report that is valid whenever it stops."""
+"""A complete run over all cells; its report is valid whenever it stops."""
 
 import contextlib
 import os
@@ -32,7 +32,7 @@ SAVE_EVERY_SECONDS = 20.0
 
 @dataclass(frozen=True)
 class Options:
-    """What the command line may change about a suite."""
+    """The options of a suite that the command line may change."""
 
     device: str
     baseline_only: bool = False
@@ -43,7 +43,7 @@ class Options:
 
 @dataclass
 class Session:
-    """The state of a run; ``report`` can be called at any time and is valid each time."""
+    """The state of a run; ``report`` can be called at any time and is always valid."""
 
     suite: Suite
     options: Options
@@ -78,7 +78,7 @@ class Session:
         return time.monotonic() - self._clock
 
     def run(self, save: Callable[[Report], None]) -> Report:
-        """Times every case, or as many as the budget allows; on SIGINT or SIGTERM ends with what was measured."""
+        """Times every case, or as many as the budget allows; on SIGINT or SIGTERM it ends with what was measured."""
         telemetry = self._describe_device()
         with stop_signals(), Progress(f"bench {self.suite.name}", len(self.suite.cases)) as progress:
             try:
@@ -139,7 +139,7 @@ class Session:
 
     def _describe_device(self) -> Telemetry:
         self.environment = {**host_environment(), "packages": package_versions(), "device": self.options.device}
-        with contextlib.suppress(ExtensionError):  # a source tree without a library: torch's backends alone
+        with contextlib.suppress(ExtensionError):  # a source tree without a library: only torch's backends
             self.environment["commit"] = built_commit(library_path())
         if os.environ.get(KERNEL_VARIABLE):
             self.environment["forced_family"] = os.environ[KERNEL_VARIABLE]
@@ -208,7 +208,7 @@ class Session:
 
 
 def remaining_text(elapsed: float, done: int, left: int, budget: float | None) -> str:
-    """An honest guess: the mean time of the finished cells, capped by the budget."""
+    """An estimate: the mean time of the finished cells, capped by the budget."""
     guess = elapsed / done * left
     if budget is not None:
         guess = min(guess, max(0.0, budget - elapsed))

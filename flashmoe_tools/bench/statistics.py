@@ -1,9 +1,9 @@
-"""Numbers from samples: medians, bootstrap intervals over blocks, paired ratios. No torch, no clock.
+"""Numbers from samples: medians, bootstrap intervals over blocks, paired ratios. Uses neither torch nor a clock.
 
-A block holds a few samples of each contender, taken close together in an order drawn at random for that block. What
-changes slowly (clocks, temperature, a neighbour) hits both sides of a block alike and cancels in its ratio; and since
-the order was drawn, under "no difference" each block's log ratio is as likely positive as negative whatever the noise
-does in time. The sign-based test rests on that alone; the bootstrap interval says how large the difference is.
+A block holds a few samples of each contender, taken close together in an order drawn at random for that block. Slow
+changes (clocks, temperature, a neighbour) affect both sides of a block alike and cancel in its ratio. Because the order
+is random, under "no difference" each block's log ratio is as likely positive as negative, whatever the noise does over
+time. The sign-based test relies only on that; the bootstrap interval says how large the difference is.
 """
 
 import inspect
@@ -35,7 +35,7 @@ class Interval:
 
 @dataclass(frozen=True)
 class Location:
-    """Where one contender's samples lie (their own unit)."""
+    """Median and spread of one contender's samples (in their unit)."""
 
     median: float
     interval: Interval
@@ -50,7 +50,7 @@ class Location:
 
 @dataclass(frozen=True)
 class Ratio:
-    """baseline time / subject time over paired blocks: above 1 the subject is faster."""
+    """Baseline time / subject time over paired blocks: above 1 the subject is faster."""
 
     value: float
     interval: Interval
@@ -61,7 +61,7 @@ class Ratio:
 
 
 def locate(blocks: Blocks, settings: StatisticsSettings | None = None, confidence: float = 0.95) -> Location:
-    """Median of all samples; its interval resamples whole blocks, as samples inside one are not independent."""
+    """Median of all samples; its interval resamples complete blocks, because samples within one are not independent."""
     settings = settings or load_thresholds().statistics
     samples = np.concatenate([np.asarray(block, dtype=np.float64) for block in blocks])
     medians = np.asarray([np.median(np.asarray(block, dtype=np.float64)) for block in blocks])
@@ -81,7 +81,7 @@ def locate(blocks: Blocks, settings: StatisticsSettings | None = None, confidenc
 
 
 def log_ratios(subject: Blocks, baseline: Blocks) -> Array:
-    """log(median of the baseline's samples / median of the subject's), block by block; whole pairs of blocks only."""
+    """log(median of the baseline's samples / median of the subject's) for each block; complete pairs of blocks only."""
     pairs = zip(subject, baseline, strict=False)
     return np.asarray(
         [math.log(float(np.median(base)) / float(np.median(sub))) for sub, base in pairs], dtype=np.float64
@@ -91,7 +91,7 @@ def log_ratios(subject: Blocks, baseline: Blocks) -> Array:
 def paired_ratio(
     subject: Blocks, baseline: Blocks, settings: StatisticsSettings | None = None, confidence: float = 0.95
 ) -> Ratio:
-    """How many times faster the subject is, from blocks measured side by side. Needs at least one pair of blocks."""
+    """How many times faster the subject is, from interleaved blocks. Needs at least one pair of blocks."""
     settings = settings or load_thresholds().statistics
     logs = log_ratios(subject, baseline)
     interval, error = bootstrap_interval(logs, trimmed_mean(settings.trim), confidence, settings)
@@ -119,8 +119,8 @@ def bootstrap_interval(
 ) -> tuple[Interval, float]:
     """(BCa interval, standard error) of ``statistic`` over ``values``.
 
-    Where BCa is undefined (all values equal, or a jackknife without variance) the percentile interval stands in and
-    the interval's ``method`` says so. One value has no interval: it gets an infinite one.
+    If BCa is undefined (all values equal, or a jackknife without variance), the percentile interval is used and the
+    interval's ``method`` says so. A single value gets an infinite interval.
     """
     if len(values) < 2:
         return Interval(-math.inf, math.inf, "none"), math.inf
@@ -181,7 +181,7 @@ def geometric_mean(ratios: Sequence[Ratio], confidence: float = 0.95) -> tuple[f
 
 
 def lag_one(values: Array) -> float:
-    """Autocorrelation of successive values; 0 for fewer than three or constant ones."""
+    """Autocorrelation of successive values; 0 for fewer than three values or constant ones."""
     if len(values) < 3 or np.ptp(values) == 0.0:
         return 0.0
     centred = values - values.mean()

@@ -1,4 +1,4 @@
-"""SIGTERM as Ctrl-C: a long program ends with a report, whoever stops it."""
+"""Treats SIGTERM like Ctrl-C, so a long program ends with a report whatever stops it."""
 
 import signal
 import threading
@@ -9,7 +9,7 @@ from types import FrameType
 
 @contextmanager
 def stop_signals() -> Iterator[None]:
-    """SIGTERM ends a run as Ctrl-C does. Handlers exist in the main thread only; elsewhere nothing changes."""
+    """Makes SIGTERM end a run like Ctrl-C. Only the main thread can have handlers; in other threads nothing changes."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return

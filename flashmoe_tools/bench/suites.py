@@ -1,6 +1,7 @@
 """Suites: what a benchmark run times, read from TOML and checked field by field.
 
-``operation`` (attention by default) names the type of problem (flashmoe_tools.operations), which reads the tables of ``cases``.
+``operation`` (attention by default) names the problem type (flashmoe_tools.operations), which reads the tables in
+``cases``.
 """
 
 from __future__ import annotations
@@ -16,11 +17,11 @@ from flashmoe_tools.operations.fields import SuiteError
 from flashmoe_tools.toml import tomllib
 
 SCHEMA = 1
-SUITE_FOLDER = Path(__file__).resolve().parent / "suites"  # of no single operation
+SUITE_FOLDER = Path(__file__).resolve().parent / "suites"  # suites that belong to no single operation
 DEVICES = ("cpu", "cuda")
 TIMINGS = ("events", "graph", "sustained", "wall", "call")
 KINDS = ("operation", "distributed")
-BUILD_COST = "build-cost"  # of a checkout
+BUILD_COST = "build-cost"  # the suite that times builds of a checkout
 MAX_CASES = 4096
 _SUITE_FIELDS = {"schema", "name", "title", "kind", "devices", "contenders", "baseline", "quick", "cases", "parts"}
 _SUITE_FIELDS |= {"operation", "repeats", "block", "timing", "flush_l2"}
@@ -49,7 +50,7 @@ class Suite:
     parts: tuple[Part, ...] = ()
 
     def quick(self) -> Suite:
-        """The cases marked ``quick`` (all when none is), with fewer samples. Those marked "only" are in no other run."""
+        """The cases marked ``quick`` (all if none is), with fewer samples. Cases marked "only" appear in no other run."""
         chosen = (*self.quick_only, *(case for case in self.cases if case.key in self.quick_keys)) or self.cases
         parts = tuple(part for part in self.parts if part.key in self.quick_keys) or self.parts
         return replace(
@@ -68,7 +69,7 @@ def suite_names() -> tuple[str, ...]:
 
 
 def load_suite(name_or_path: str) -> Suite:
-    """A suite of ours by its name, or a person's own file by its path. Raises SuiteError with file and field."""
+    """Loads one of our suites by name, or a user's file by path. Raises SuiteError with file and field."""
     if name_or_path == BUILD_COST:
         msg = f"the {BUILD_COST} suite needs a checkout, which it builds; there: ./nox -s bench -- --suite {BUILD_COST}"
         raise SuiteError(msg)
@@ -89,7 +90,7 @@ def load_suite(name_or_path: str) -> Suite:
 
 
 def parse_suite(table: Mapping[str, Any], source: str) -> Suite:
-    """The suite that ``table`` states. Every unknown, missing or impossible field is a SuiteError that names it."""
+    """Parses ``table``. Every unknown, missing or impossible field is a SuiteError that names it."""
     fields.known(table, _SUITE_FIELDS, source)
     if table.get("schema") != SCHEMA:
         fields.fail(source, "schema", table.get("schema"), f"schema = {SCHEMA}")
@@ -128,7 +129,7 @@ def parse_suite(table: Mapping[str, Any], source: str) -> Suite:
 
 @dataclass(frozen=True)
 class _Cases:
-    """Of the whole suite, the keys of those that the quick run takes too, and what that run alone has."""
+    """All cases of a suite, the keys of those that the quick run includes, and the cases only the quick run has."""
 
     full: dict[str, Problem] = field(default_factory=dict)
     quick: set[str] = field(default_factory=set)

@@ -1,7 +1,7 @@
 """What a repository keeps of a benchmark: medians, intervals, ratios, verdicts, environment; no samples.
 
-A summary is a bench report whose cells hold only what cannot be computed from the rest. ``expand`` computes that, so
-that a summary is rendered, compared and held against marks like the report that it was made of.
+A summary is a bench report whose cells hold only what cannot be computed from the rest. ``expand`` computes the rest,
+so a summary can be rendered, compared and checked against marks like the report that it was made from.
 """
 
 from collections.abc import Mapping
@@ -20,7 +20,7 @@ COMPARISON = ("ratio", "interval", "verdict", "reason")
 
 
 def summarise_bench(report: Report) -> Report:
-    """``report`` without samples, numbers to five significant digits."""
+    """``report`` without samples, with numbers rounded to five significant digits."""
     data = report.data
     ceilings = data["ceilings"] and {key: value for key, value in data["ceilings"].items() if key != "samples"}
     cells = [rounded(_kept(cell)) for cell in data["cells"]]
@@ -30,10 +30,10 @@ def summarise_bench(report: Report) -> Report:
 
 
 def _kept(cell: Mapping[str, Any]) -> dict[str, Any]:
-    """A cell as one row for each contender and one for each comparison."""
+    """A cell as one row per contender and one per comparison."""
     times, comparisons = cell["summaries"], cell["comparisons"]
     row: dict[str, Any] = {"case": cell["case"], "timing": cell["timing"]}
-    for count in ("samples", "blocks"):  # of each contender; after an interruption of the one that has fewest
+    for count in ("samples", "blocks"):  # per contender; after an interruption, of the one with the fewest
         row[count] = min((one[count] for one in times.values()), default=0)
     row["contenders"] = {
         name: {key: times[name][key] for key in ("median_us", "interval_us") if name in times}
@@ -48,7 +48,7 @@ def _kept(cell: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def expand(report: Report) -> Report:
-    """A summary as a bench report whose cells have no samples. Raises ReportError with the field that is missing."""
+    """Expands a summary to a report whose cells have no samples. Raises ReportError with the field that is missing."""
     data = report.data
     try:
         table = data["ceilings"]

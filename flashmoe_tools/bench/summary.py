@@ -1,6 +1,7 @@
-"""Raw samples to the numbers of a report: times, rates, shares of the ceilings, ratios, verdicts. No torch, no clock.
+"""From raw samples to the numbers of a report: times, rates, shares of the ceilings, ratios, verdicts.
 
-Everything here can be computed again from a report's raw samples; ``summarise_cell`` is a pure function of them.
+Uses neither torch nor a clock. Everything here can be recomputed from a report's raw samples; ``summarise_cell`` is a
+pure function of them.
 """
 
 import math
@@ -47,7 +48,7 @@ def timing_summary(case: Problem, blocks: Blocks, ceilings: CeilingRates | None)
 def rates(
     case: Problem, median: float, interval: tuple[float, float] | None, ceilings: CeilingRates | None
 ) -> dict[str, Any]:
-    """What follows from a median and its interval (ns)."""
+    """Rates that follow from a median and its interval (ns)."""
     tflops = case.flops / median / 1e3
     gbps = case.bytes_moved / median
     peak = ceilings.matmul_tflops.get(case.dtype) if ceilings else None
@@ -62,7 +63,10 @@ def rates(
 
 
 def compare_blocks(subject: str, baseline: str, left: Blocks, right: Blocks, work: float = 1.0) -> dict[str, Any]:
-    """The paired comparison of two contenders of one cell, with its verdict. ``work``: the subject's operations over the baseline's."""
+    """The paired comparison of two contenders of one cell, with its verdict.
+
+    ``work``: the subject's number of operations divided by the baseline's.
+    """
     scaled = right if work == 1.0 else [[round(sample * work) for sample in block] for block in right]
     ratio = paired_ratio(left, scaled, confidence=load_thresholds().verdict.confidence)
     decision = decide(ratio)
@@ -84,7 +88,7 @@ def compare_blocks(subject: str, baseline: str, left: Blocks, right: Blocks, wor
 
 
 def pairs_to_compare(names: Sequence[str], ours: set[str], baseline: str) -> list[tuple[str, str]]:
-    """Ours against everything else; without ours, everything against the suite's baseline."""
+    """Pairs (subject, baseline): ours against everything else; without ours, everything against the suite's baseline."""
     subjects = [name for name in names if name in ours]
     if subjects:
         return [(subject, other) for subject in subjects for other in names if other not in ours]
@@ -102,7 +106,8 @@ def summarise_cell(
 ) -> dict[str, Any]:
     """``{"timings": {name: summary}, "comparisons": [...]}`` of the contenders that have samples.
 
-    Of the ``yardsticks``, which compute another problem than the case, rates count that one's work, and ratios are of rates.
+    ``yardsticks`` compute another problem than the case; their rates count that problem's work, and ratios are of
+    rates.
     """
     measured = {name: blocks for name, blocks in timings.items() if blocks}
     problems = {name: yardsticks.get(name, case) for name in measured}
@@ -117,7 +122,7 @@ def summarise_cell(
 
 
 def aggregate(cells: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Geometric mean of each (subject, baseline) ratio over the cells, its worst cell and the verdicts counted."""
+    """Geometric mean of each (subject, baseline) ratio over the cells, its worst cell, and the count of each verdict."""
     grouped: dict[tuple[str, str], list[tuple[str, Mapping[str, Any]]]] = {}
     for cell in cells:
         for row in cell["comparisons"]:
@@ -143,7 +148,7 @@ def _aggregate_row(subject: str, baseline: str, rows: Sequence[tuple[str, Mappin
 
 
 def ratio_from_json(row: Mapping[str, Any]) -> Ratio:
-    """JSON has no word for infinity: a bound or an error that is None was unbounded."""
+    """The ratio in a JSON row. JSON cannot represent infinity, so a bound or error of None means unbounded."""
     low, high = row["interval"]
     error = row["standard_error"]
     return Ratio(
@@ -157,7 +162,7 @@ def ratio_from_json(row: Mapping[str, Any]) -> Ratio:
 
 
 def speed_word(ratio: float, thresholds: Thresholds | None = None) -> str:
-    """What a speedup asks for: ``stop``, ``caution``, ``go on`` or ``next bottleneck``."""
+    """What to do about a speedup: ``stop``, ``caution``, ``go on`` or ``next bottleneck``."""
     speed = (thresholds or load_thresholds()).speed
     if ratio < speed.stop:
         return "stop"

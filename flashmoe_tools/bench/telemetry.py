@@ -1,4 +1,4 @@
-"""Clocks, power, temperature and throttle reasons through NVML, read only; the GPU's settings are never touched."""
+"""Reads clocks, power, temperature and throttle reasons through NVML; never changes the GPU's settings."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-# nvml.h, nvmlClocksThrottleReason*: bit -> word. Idle and application-clock bits are no throttling.
+# nvml.h, nvmlClocksThrottleReason*: bit -> word. The idle and application-clock bits are not throttling.
 THROTTLE_BITS: Mapping[int, str] = MappingProxyType(
     {
         0x4: "software power cap",
@@ -39,14 +39,14 @@ class Reading:
 
 @dataclass(frozen=True)
 class Load:
-    """Mean SM clock (MHz) and power (watts) while calls ran back to back; None where NVML does not tell."""
+    """Mean SM clock (MHz) and power (watts) while calls ran back to back; None if NVML does not report it."""
 
     sm_clock: float | None = None
     power: float | None = None
 
 
 class Watch:
-    """Reads clock and power every ``WATCH_SECONDS`` in a thread of its own."""
+    """Reads clock and power every ``WATCH_SECONDS`` in a background thread."""
 
     def __init__(self, telemetry: Telemetry) -> None:
         self._telemetry = telemetry
@@ -82,7 +82,7 @@ class Telemetry:
 
     @classmethod
     def of_gpu(cls, uuid: str, index: int) -> Telemetry:
-        """``uuid`` finds the GPU whatever CUDA_VISIBLE_DEVICES says; ``index`` stands in when it is unknown."""
+        """``uuid`` finds the GPU whatever CUDA_VISIBLE_DEVICES is; ``index`` is used if it is unknown."""
         telemetry = cls()
         try:
             telemetry._nvml = import_module("pynvml")
@@ -116,16 +116,16 @@ class Telemetry:
                 temperature=nvml.nvmlDeviceGetTemperature(handle, nvml.NVML_TEMPERATURE_GPU),
                 throttle=throttle_words(mask),
             )
-        except Exception as error:  # as above: a reading that fails is missing, not fatal
+        except Exception as error:  # as above: a failed reading is missing, not fatal
             self.reason = f"NVML: {error}"
             return None
 
     def watch(self) -> Watch:
-        """A context in which clock and power are followed; its ``load`` has the means afterwards."""
+        """A context that records clock and power; its ``load`` has the means afterwards."""
         return Watch(self)
 
     def power_now(self) -> float | None:
-        """Watts at this moment, where NVML tells: its usual reading is a mean over the past second."""
+        """Instantaneous watts, if NVML reports them: its usual reading is a mean over the past second."""
         if self._handle is None:
             return None
         try:
@@ -136,7 +136,7 @@ class Telemetry:
             return None
 
     def busy(self) -> float | None:
-        """Share of the last second in which a kernel ran on the GPU; None where NVML does not tell."""
+        """Share of the last second in which a kernel ran on the GPU; None if NVML does not report it."""
         if self._handle is None:
             return None
         try:
@@ -146,7 +146,7 @@ class Telemetry:
             return None
 
     def limits(self) -> dict[str, Any]:
-        """Power limit in watts and the driver's version, where NVML tells."""
+        """Power limit in watts and the driver's version, if NVML reports them."""
         if self._handle is None:
             return {}
         try:
@@ -161,9 +161,9 @@ class Telemetry:
 
 
 def cpu_busy(seconds: float = 0.3) -> float | None:
-    """Share of the processors' time that others take, over a moment in which this process sleeps.
+    """Share of the processors' time that other processes use, measured over a moment in which this process sleeps.
 
-    Load averages would not do: after a build they stay high for minutes. None where /proc/stat does not tell.
+    Load averages are no alternative: after a build they stay high for minutes. None if /proc/stat does not say.
     """
     before = _processor_ticks()
     time.sleep(seconds)

@@ -1,4 +1,4 @@
-"""What may be said about a ratio. Every verdict starts undecided and moves only on evidence, with a reason code."""
+"""The verdict on a ratio: undecided at first, changed only by evidence, with a reason code."""
 
 from dataclasses import dataclass
 from enum import Enum
@@ -21,13 +21,13 @@ class Reason(str, Enum):
     """Why a verdict was reached, or why none was."""
 
     FEW_BLOCKS = "few-blocks"  # too little was measured to decide anything
-    INSIDE_MARGIN = "inside-margin"  # the whole interval lies inside the margin that counts as equal
-    LARGE_GAIN = "large-gain"  # at least the change that is kept on its own, and the interval agrees
+    INSIDE_MARGIN = "inside-margin"  # the whole interval is inside the margin that counts as equal
+    LARGE_GAIN = "large-gain"  # at least the change that is accepted by itself, and the interval agrees
     INTERVAL_EXCLUDES_ONE = "interval-excludes-one"  # smaller, but interval and sign test both exclude equality
-    INTERVAL_SPANS_ONE = "interval-spans-one"  # could be either: measure more
+    INTERVAL_SPANS_ONE = "interval-spans-one"  # could be either way: measure more
     TEST_DISAGREES = "test-disagrees"  # the interval excludes equality, the sign test does not
-    BUSY_MACHINE = "busy-machine"  # two runs, one of them beside other work: the difference may be about that
-    INSIDE_RUN_MARGIN = "inside-run-margin"  # two runs: no further apart than runs of one thing are
+    BUSY_MACHINE = "busy-machine"  # two runs, one of them next to other work, which may explain the difference
+    INSIDE_RUN_MARGIN = "inside-run-margin"  # two runs that differ by no more than runs of the same code do
 
     def __str__(self) -> str:
         return self.value

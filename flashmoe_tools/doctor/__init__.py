@@ -1,5 +1,5 @@
 """``python -m flashmoe doctor``: what this machine has, what is wrong with it, and how to fix it.
 
-``facts`` holds what was found, ``collect`` finds it, ``judge`` turns it into verdicts (pure), ``probe`` is the part that
-imports torch and loads the extension, in a process of its own.
+``facts`` holds the findings, ``collect`` gathers them, ``judge`` turns them into verdicts (pure), and ``probe`` imports
+torch and loads the extension in a separate process.
 """

@@ -72,7 +72,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def describe_variables(environ: Mapping[str, str]) -> list[str]:
-    """A line for each variable: its value here, those that it may have, what it does."""
+    """One line per variable: its value here, its possible values, what it does."""
     width = max(map(len, VARIABLES))
     lines = []
     for name, variable in VARIABLES.items():

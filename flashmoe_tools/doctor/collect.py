@@ -1,4 +1,4 @@
-"""Collects the facts. Does not import torch; each lookup is cheap, and the slow one (the probe) has a time limit."""
+"""Collects the facts without importing torch. Each lookup is cheap, except the probe, which has a time limit."""
 
 import json
 import platform
@@ -27,7 +27,8 @@ LIBRARY_VARIABLE = "FLASHMOE_LIBRARY"
 DEFAULT_PROBE_TIMEOUT_S = 60.0
 # Variables that other builds need; ours are in flashmoe/variables.py.
 FOREIGN_VARIABLES = ("CUDA_HOME", "CUDA_PATH", "LD_LIBRARY_PATH", "LD_PRELOAD", "TORCH_CUDA_ARCH_LIST")
-# The first argument is where to import from: with -c Python puts the current folder in front, and PYTHONPATH may say more.
+# The path to import from is passed explicitly, because with -c Python puts the current folder first, and PYTHONPATH may
+# add more.
 PROBE = "import sys; sys.path[:] = sys.argv[2:]; from flashmoe_tools.doctor import probe; sys.exit(probe.main(sys.argv[1] == '1'))"
 
 
@@ -76,13 +77,13 @@ def read_python() -> Python:
 
 
 def package(name: str) -> Package:
-    """Every installed version of a distribution, first on the path first."""
+    """Every installed version of a distribution, in path order."""
     found = dict.fromkeys((str(item.locate_file("")), item.version) for item in metadata.distributions(name=name))
     return Package(tuple(version for _, version in found))
 
 
 def has_module(name: str) -> bool:
-    """Whether this interpreter would find a module, which may be no installed distribution."""
+    """Whether this interpreter would find a module, which need not belong to an installed distribution."""
     try:
         return util.find_spec(name) is not None
     except (ImportError, ValueError):
@@ -90,7 +91,7 @@ def has_module(name: str) -> bool:
 
 
 def torch_cuda() -> str:
-    """The CUDA version that torch was built with, from its version file: importing torch takes seconds."""
+    """The CUDA version that torch was built with, read from its version file because importing torch takes seconds."""
     try:
         spec = util.find_spec("torch")
     except (ImportError, ValueError):
@@ -119,7 +120,7 @@ def read_compiler(environ: Mapping[str, str]) -> Compiler:
 
 
 def find_checkout() -> Path | None:
-    """The clone around this package, or around the locked environment that runs it; None outside of one."""
+    """The clone that contains this package or the locked environment that runs it; None outside of one."""
     candidates = [PACKAGE.parent]
     prefix = Path(sys.prefix)
     if prefix.parent.name == "env" and prefix.parent.parent.name == ".nox":
@@ -181,9 +182,9 @@ def read_extension(library: Path | None, checkout: Path | None) -> Extension:
 
 
 def run_probe(environ: Mapping[str, str], library: Path | None, has_torch: bool, timeout_s: float) -> Probe:
-    """Import torch, load the extension and run small problems in a separate process, because it may crash or hang.
+    """Imports torch, loads the extension and runs small problems in a separate process, because it may crash or hang.
 
-    It imports from this interpreter's own path, in its order: what shadows torch here shadows it there.
+    The process uses this interpreter's import path in the same order, so whatever shadows torch here shadows it there.
     """
     if not has_torch:
         return Probe()
@@ -202,7 +203,7 @@ def run_probe(environ: Mapping[str, str], library: Path | None, has_torch: bool,
             check=False,
         )
     except subprocess.TimeoutExpired as error:
-        said = bytes(error.stdout or b"").decode(errors="replace")  # bytes, whatever was asked for
+        said = bytes(error.stdout or b"").decode(errors="replace")  # bytes, even with text=True
         probe = parse_probe(1, said, f"no answer within {timeout_s:.0f} s", time.monotonic() - clock)
         return replace(probe, timed_out=True)
     except OSError as error:

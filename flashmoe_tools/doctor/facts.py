@@ -9,12 +9,12 @@ class Python:
     implementation: str  # "cpython"
     machine: str  # "x86_64"
     system: str  # "Linux"
-    glibc: str  # "2.36"; empty when the C library is another one
+    glibc: str  # "2.36"; empty for another C library
 
 
 @dataclass(frozen=True)
 class Package:
-    """An installed distribution; ``versions`` is empty when there is none and longer than one when there are several."""
+    """An installed distribution; ``versions`` is empty if there is none and has several elements if there are several."""
 
     versions: tuple[str, ...] = ()
 
@@ -31,32 +31,32 @@ class Gpu:
 
 @dataclass(frozen=True)
 class Driver:
-    """libcuda.so.1: ``version`` is the CUDA version that it supports (12080 for 12.8), 0 when it is absent."""
+    """libcuda.so.1: ``version`` is the CUDA version that it supports (12080 for 12.8), 0 if it is absent."""
 
     version: int = 0
     gpus: tuple[Gpu, ...] = ()
-    error: str = ""  # CUDA's name for a failed cuInit or cuDeviceGet..., "CUDA_ERROR_NO_DEVICE" for instance
+    error: str = ""  # CUDA's name for a failed cuInit or cuDeviceGet..., such as "CUDA_ERROR_NO_DEVICE"
 
 
 @dataclass(frozen=True)
 class Links:
-    """Between the GPUs of this machine, where there are two or more."""
+    """Links between the GPUs of this machine, if there are at least two."""
 
     unreachable: tuple[tuple[int, int], ...] = ()  # (a, b): GPU a cannot access the memory of GPU b
-    peers_problem: str = ""  # why the driver could not be asked
+    peers_problem: str = ""  # why the driver could not be queried
     topology: tuple[tuple[str, ...], ...] = ()  # [a][b]: "NV18", "PIX", "SYS", ...
-    topology_problem: str = ""  # why nvidia-smi could not be asked
+    topology_problem: str = ""  # why nvidia-smi could not be queried
 
 
 @dataclass(frozen=True)
 class Compiler:
     command: str
-    version: str = ""  # empty: not there, or no version printed
+    version: str = ""  # empty: not found, or no version printed
 
 
 @dataclass(frozen=True)
 class Lock:
-    """The lock check of a checkout; ``name`` is empty when this Python is in none of its environments."""
+    """The lock check of a checkout; ``name`` is empty if this Python is not in one of its environments."""
 
     checkout: bool
     name: str = ""
@@ -65,13 +65,13 @@ class Lock:
 
 @dataclass(frozen=True)
 class Extension:
-    """The compiled library on disk; ``targets`` are those that its provenance states."""
+    """The compiled library on disk; ``targets`` are those in its provenance."""
 
     found: bool
-    shown: str = ""  # where, as a path relative to the package or checkout
+    shown: str = ""  # path relative to the package or checkout
     targets: tuple[str, ...] = ()
     error: str = ""
-    damaged: bool = False  # a file of that name, but not an ELF file
+    damaged: bool = False  # a file of this name that is not an ELF file
 
 
 @dataclass(frozen=True)
@@ -84,7 +84,7 @@ class Probe:
     load_error: str = ""
     torch_version: str = ""
     torch_cuda: str = ""
-    smoke: str = ""  # one line; empty when it did not get that far
+    smoke: str = ""  # one line; empty if it did not get that far
     smoke_ok: bool = False
     smoke_raised: bool = False  # an error instead of numbers
     targets: tuple[str, ...] = ()
@@ -100,14 +100,14 @@ class Facts:
     flashmoe: str
     python: Python
     torch: Package
-    torch_cuda: str  # "12.8"; empty for a build without CUDA, or when torch is absent
+    torch_cuda: str  # "12.8"; empty for a build without CUDA, or if torch is absent
     numpy: Package
     driver: Driver
     compiler: Compiler
     lock: Lock
     extension: Extension
     probe: Probe
-    variables: dict[str, str] = field(default_factory=dict)  # those that are set, of VARIABLES in collect
+    variables: dict[str, str] = field(default_factory=dict)  # the ones that are set, of VARIABLES in collect
     nvcc: bool = False
     links: Links = field(default_factory=Links)
-    shadows: tuple[str, ...] = ()  # what else holds the import name, in words
+    shadows: tuple[str, ...] = ()  # what else provides the import name, in words

@@ -1,4 +1,4 @@
-"""Facts in, verdicts out. Pure, so a test can construct every failure of a machine."""
+"""Facts in, verdicts out. Pure, so tests can construct every failure of a machine."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from flashmoe_tools.doctor.several import several
 from flashmoe_tools.doctor.shadow import shadow
 from flashmoe_tools.report import Check, Verdict
 
-if TYPE_CHECKING:  # on Python 3.10 the tables need tomli, and its absence is one of the findings
+if TYPE_CHECKING:  # on Python 3.10 the tables need tomli; a missing tomli is one of the findings
     from flashmoe_tools.tables import Tables, Target
 
 TORCH_FLOOR = (2, 10)
@@ -29,7 +29,7 @@ NO_DEVICE = "CUDA_ERROR_NO_DEVICE"
 
 @dataclass(frozen=True)
 class Topic:
-    """What is looked at, and what is expected of it."""
+    """What is checked, and what is expected."""
 
     name: str
     expected: str
@@ -54,7 +54,7 @@ def numbers(version: str) -> tuple[int, ...]:
 
 
 def judge(facts: Facts, tables: Tables | str) -> tuple[Check, ...]:
-    """One check per topic, in the order to fix them. ``tables`` is a text, the reason, if they could not be read."""
+    """One check per topic, in the order in which to fix them. ``tables`` is the reason as text if they cannot be read."""
     return (
         python(facts),
         shadow(facts.shadows),
@@ -174,7 +174,7 @@ def driver(facts: Facts) -> Check:
 
 
 def serving_target(capability: tuple[int, int], targets: Iterable[Target]) -> Target | None:
-    """The best of ``targets`` that a GPU can load: machine code of its own, then of its family, then PTX."""
+    """The best of ``targets`` for a GPU: its own machine code, then its family's, then PTX."""
     usable = [target for target in targets if _loads(target, capability)]
     return max(usable, key=lambda target: (not target.is_ptx, target.capability, target.is_arch_specific), default=None)
 
@@ -284,7 +284,7 @@ def variables(facts: Facts) -> Check:
             )
     foreign = sorted(set(facts.variables) - set(own))
     changing = {name: value for name, value in own.items() if name not in VARIABLES or VARIABLES[name].when == "run"}
-    changing.pop("FLASHMOE_FALLBACK", None)  # says what a call that goes to torch does, and replaces nothing
+    changing.pop("FLASHMOE_FALLBACK", None)  # selects what a call does that goes to torch; replaces nothing
     nvcc = "nvcc on PATH" if facts.nvcc else "no nvcc on PATH"
     found = f"{', '.join(foreign) or 'no CUDA_HOME, no LD_LIBRARY_PATH'}; {nvcc}; doctor --variables lists flashmoe's"
     topic = Topic("variables", "none is required: no CUDA toolkit, CUDA_HOME, LD_LIBRARY_PATH or python3-dev")
@@ -325,7 +325,7 @@ def loads(facts: Facts) -> Check:
         return topic.skipped("not tried", "torch cannot be imported, see above")
     if not have.loaded:
         why = "it took too long or hangs" if have.timed_out else ""
-        is_ours = have.load_error.startswith("ArgumentError")  # of a variable, which it names
+        is_ours = have.load_error.startswith("ArgumentError")  # raised for a variable, which the message names
         fix = "see variables, above" if is_ours else "python -m flashmoe audit libflashmoe.so names the cause"
         return topic.failed(have.load_error, why, fix)
     return topic.passed(f"under torch {have.torch_version}, {have.seconds:.1f} s including the smoke test")

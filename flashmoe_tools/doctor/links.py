@@ -1,4 +1,4 @@
-"""How the GPUs of this machine reach each other: peer access by the driver, topology by nvidia-smi. Without torch."""
+"""How the GPUs of this machine reach each other: peer access from the driver, topology from nvidia-smi. Without torch."""
 
 import ctypes
 import re
@@ -16,7 +16,7 @@ Run = Callable[[list[str]], str]
 
 
 def read_links(load: Callable[[str], Any] = ctypes.CDLL, run: Run | None = None) -> Links:
-    """Never raises: what could not be asked is in the ``..._problem``. Nothing where there are not two GPUs."""
+    """Never raises: failed queries are described in ``..._problem``. Empty if there are not two GPUs."""
     try:
         cuda = load(LIBRARY)
         check_status(cuda, cuda.cuInit(0))
@@ -60,7 +60,7 @@ def run_command(command: list[str]) -> str:
 
 
 def parse_topology(text: str) -> tuple[tuple[str, ...], ...]:
-    """The matrix of ``nvidia-smi topo -m``: [i][j] is how GPU i reaches GPU j ("NV18", "PIX", "SYS"), "X" itself."""
+    """The matrix of ``nvidia-smi topo -m``: [i][j] is how GPU i reaches GPU j ("NV18", "PIX", "SYS"); "X" if i is j."""
     plain = re.sub(r"\x1b\[[0-9;]*m", "", text)
     rows = [
         line.split() for line in plain.splitlines() if re.match(r"\s*GPU\d+\s+(X|NV\d+|PIX|PXB|PHB|NODE|SYS)\b", line)

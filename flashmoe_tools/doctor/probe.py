@@ -1,6 +1,6 @@
-"""Imports torch, loads the extension and runs the smallest problems; prints one line of JSON after each step, to locate a crash.
+"""Imports torch, loads the extension and runs the smallest problems; prints JSON after each step, to locate a crash.
 
-Run by the doctor in a process of its own that imports from where the doctor's own interpreter does.
+Run by the doctor in a separate process, with the import path of the doctor's own interpreter.
 """
 
 import json
@@ -19,7 +19,7 @@ def main(has_extension: bool) -> int:
 
         say(torch=str(torch.__version__), cuda=str(torch.version.cuda or ""))
         say(nccl=".".join(map(str, torch.cuda.nccl.version())) if torch.distributed.is_nccl_available() else "")
-    except Exception as error:  # what a damaged torch raises is not known beforehand
+    except Exception as error:  # a damaged torch may raise anything
         say(problem=f"{type(error).__name__}: {error}")
         return 1
     if not has_extension:

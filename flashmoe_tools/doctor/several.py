@@ -1,11 +1,11 @@
-"""The verdict on several GPUs. Pure, as all of ``judge``."""
+"""The verdict on several GPUs. Pure, like all of ``judge``."""
 
 from flashmoe_tools.doctor.facts import Facts
 from flashmoe_tools.report import Check, Verdict
 
 
 def several(facts: Facts) -> Check:
-    """NCCL, and whether and how the GPUs reach each other's memory: what flashmoe.distributed runs on."""
+    """Requirements of flashmoe.distributed: NCCL, and how the GPUs reach each other's memory."""
     name, count, have = "several GPUs", len(facts.driver.gpus), facts.links
     if not facts.probe.torch_version:
         return Check(name, Verdict.SKIP, "not asked: torch was not imported")

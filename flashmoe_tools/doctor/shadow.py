@@ -1,4 +1,4 @@
-"""Whether a stranger's package holds our import name: the index has others that install a folder `flashmoe`, too."""
+"""Whether another package provides our import name: the index has others that install a folder `flashmoe`."""
 
 import sys
 from importlib import metadata
@@ -11,13 +11,13 @@ UNDO = f"pip uninstall {' '.join(STRANGERS)}; pip install --force-reinstall --no
 
 
 def find_shadows() -> tuple[str, ...]:
-    """What stands in our place, in words: other distributions, or a package file that is not ours."""
+    """What is installed under our name, in words: other distributions, or a package file that is not ours."""
     found = dict.fromkeys(
         f"{item.name} {item.version}" for name in STRANGERS for item in metadata.distributions(name=name)
     )
     if (
         getattr(sys.modules.get("flashmoe"), "__version__", None) != __version__
-    ):  # overwritten, or gone with an uninstall
+    ):  # overwritten, or removed by an uninstall
         found["a flashmoe/__init__.py that is not ours, or none"] = None
     return tuple(found)
 

@@ -1,12 +1,12 @@
-"""The operations: a package here is one, and holds everything that proves and times it.
+"""The operations: each package here is one operation, with everything that proves and times it.
 
-problem.py       PROBLEM, its type of problem; needs no torch to name one and to count its FLOPs and bytes
+problem.py       PROBLEM, its problem type; naming one and counting its FLOPs and bytes needs no torch
 reference.py     inputs, the result computed independently of our code in higher precision, and the tolerance
 contenders.py    contenders(): ours, and what it is compared with
 suites/*.toml    what the benchmark times
-emulation/       how its kernels run on the emulated GPU, and the planted bugs; in a checkout alone
+emulation/       how its kernels run on the emulated GPU, and the planted bugs; only in a checkout
 
-A package is found by being there; no other file lists operations.
+Packages are discovered; no other file lists the operations.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ DTYPE_BYTES: Mapping[str, int] = MappingProxyType({"f16": 2, "bf16": 2, "f32": 4
 
 @dataclass(frozen=True)
 class Verification:
-    """How a result compares with the reference; ``passed`` only when every checked value was finite and close enough."""
+    """How a result compares with the reference; ``passed`` only if every checked value was finite and close enough."""
 
     passed: bool
     max_error: float
@@ -46,7 +46,7 @@ class Inputs(Protocol):
     """The tensors of one problem on one device."""
 
     def poison(self) -> None:
-        """Leave NaN in the memory that the next result will get: an unwritten part of it then shows."""
+        """Fills the memory that the next result will get with NaN, so that an element that is not written shows."""
 
 
 class Reference(Protocol):
@@ -59,9 +59,9 @@ class Reference(Protocol):
 
 
 class Problem(Protocol):
-    """A frozen dataclass that says everything about a problem but the values of its inputs.
+    """A frozen dataclass that determines everything about a problem except the values of its inputs.
 
-    ``heaviest_kernel``, which it may have: the kernel operation that takes most of its time, for profiles.
+    ``heaviest_kernel`` (optional): the kernel operation that takes most of its time, for profiles.
     """
 
     operation: ClassVar[str]
@@ -72,7 +72,7 @@ class Problem(Protocol):
 
     @property
     def title(self) -> str:
-        """The problem in words."""
+        """The problem as readable text."""
 
     @property
     def dtype(self) -> str: ...
@@ -84,7 +84,7 @@ class Problem(Protocol):
     def make_inputs(self, device: str, seed: int) -> Any: ...
     def make_reference(self, inputs: Any) -> Reference: ...
     def fit(self, dtypes: Collection[str], max_tokens: int) -> Problem:
-        """The nearest problem of one of these dtypes with no more tokens, for a GPU that holds no more."""
+        """The nearest problem with one of these dtypes and at most ``max_tokens`` tokens, for a GPU with less memory."""
 
     @classmethod
     def from_json(cls, row: Mapping[str, Any]) -> Problem: ...
@@ -92,15 +92,15 @@ class Problem(Protocol):
     def from_key(cls, key: str) -> Problem: ...
     @classmethod
     def smallest(cls) -> Problem:
-        """Checked before anything is timed: if this is wrong or hangs, nothing larger is worth the time."""
+        """The problem checked before anything is timed: if it is wrong or hangs, nothing larger is worth the time."""
 
     @classmethod
     def expand(cls, row: Mapping[str, Any], where: str) -> Iterator[Problem]:
-        """The problems of one table of a suite's ``cases``; ``where`` names it in errors (fields.SuiteError)."""
+        """The problems in one table of a suite's ``cases``; ``where`` names the table in errors (fields.SuiteError)."""
 
 
 class RoomProblem:
-    """What the problems of all operations share: their fields as JSON, inputs and reference from ``reference.py`` beside them."""
+    """Base of all problems: their fields as JSON, and inputs and reference from the package's ``reference.py``."""
 
     operation: ClassVar[str]
 
@@ -113,7 +113,7 @@ class RoomProblem:
 
     @classmethod
     def read_key(cls, pattern: re.Pattern[str], key: str, example: str) -> re.Match[str]:
-        """The parts of a key; one that is not written as ``example`` is an ArgumentError."""
+        """Matches a key; one that is not written like ``example`` is an ArgumentError."""
         match = pattern.fullmatch(key)
         if match is None or match["dtype"] not in DTYPE_BYTES:
             msg = f"{key!r} names no case; one is written as {example}"
@@ -121,7 +121,7 @@ class RoomProblem:
         return match
 
     def make_inputs(self, device: str, seed: int) -> Any:
-        """Fresh random tensors; torch is needed from here on."""
+        """Fresh random tensors; this and what follows needs torch."""
         return self._reference().make_inputs(self, device, seed)
 
     def make_reference(self, inputs: Any) -> Any:
@@ -132,18 +132,18 @@ class RoomProblem:
 
 
 def packages() -> Mapping[str, Path]:
-    """The folder of every operation, by its name."""
+    """The folder of every operation, by name."""
     found = (Path(path) / module.name for path in __path__ for module in pkgutil.iter_modules([path]) if module.ispkg)
     return {folder.name: folder for folder in sorted(found, key=lambda folder: folder.name)}
 
 
 def operations() -> tuple[str, ...]:
-    """The operations that have a type of problem."""
+    """The operations that have a problem type."""
     return tuple(name for name, folder in packages().items() if (folder / "problem.py").is_file())
 
 
 def problem_type(operation: str) -> type[Problem]:
-    """The type of problem of ``operation``; an unknown one is an ArgumentError."""
+    """The problem type of ``operation``; an unknown one is an ArgumentError."""
     if operation not in operations():
         msg = f"no operation {operation!r}; known: {', '.join(operations())}"
         raise ArgumentError(msg)
@@ -151,7 +151,7 @@ def problem_type(operation: str) -> type[Problem]:
 
 
 def problem_from_key(key: str) -> Problem:
-    """The problem of any operation that reports call ``key``; an ArgumentError with a key of each when there is none."""
+    """The problem with this key, of any operation; otherwise an ArgumentError with a sample key of each."""
     kinds = [problem_type(operation) for operation in operations()]
     for kind in kinds:
         try:
@@ -167,5 +167,5 @@ def problem_from_key(key: str) -> Problem:
 
 
 def problem_from_json(row: Mapping[str, Any]) -> Problem:
-    """The problem of a report's ``case``; reports before there were several operations name none."""
+    """The problem of a report's ``case``; reports from before there were several operations name none."""
     return problem_type(row.get("operation", DEFAULT_OPERATION)).from_json(row)

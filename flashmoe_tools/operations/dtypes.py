@@ -1,4 +1,4 @@
-"""The names of dtypes that problems use, and torch's own."""
+"""The dtype names that problems use, and torch's dtypes."""
 
 import torch
 

@@ -1,4 +1,4 @@
-"""The fields of a suite file, each checked and named when it is wrong."""
+"""Reads the fields of a suite file; each is checked, and named if it is wrong."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
@@ -7,7 +7,7 @@ from flashmoe.errors import ArgumentError
 
 
 class SuiteError(ArgumentError):
-    """A suite file is missing or states something that cannot be timed."""
+    """A suite file is missing or describes something that cannot be timed."""
 
 
 def axis(value: Any) -> list[Any]:

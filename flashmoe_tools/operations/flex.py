@@ -1,4 +1,4 @@
-"""FlexAttention as a contender: what a case does to its scores as score_mod and mask_mod, compiled once for each case."""
+"""FlexAttention as a contender: a case's score options as score_mod and mask_mod, compiled once per case."""
 
 from collections.abc import Callable
 from importlib import import_module
@@ -11,7 +11,7 @@ from flashmoe_tools.bench.contenders import Call
 from flashmoe_tools.operations.attention.reference import ScoreOptions
 
 Modifier = Callable[..., torch.Tensor]
-# Its own tiles of 512 columns fit no shared memory.
+# FlexAttention's own tiles for 512 columns do not fit into shared memory.
 WIDE = {"BLOCK_M": 64, "BLOCK_N": 32, "num_stages": 1, "num_warps": 8}
 
 
@@ -23,9 +23,10 @@ def attend(
     mask: torch.Tensor | None = None,
     slopes: torch.Tensor | None = None,
 ) -> Call:
-    """Gives [B, Hq, Sq, D] of q and of k, v [B, Hkv, Sk, D]. ``mask`` [B, 1, Sq, Sk] or [1, Hq, Sq, Sk]: bool, or added to the scores.
+    """Attention [B, Hq, Sq, D] of q and of k, v [B, Hkv, Sk, D].
 
-    The block mask is made here, and compiled is what the first call runs, here, too.
+    ``mask`` [B, 1, Sq, Sk] or [1, Hq, Sq, Sk]: bool, or added to the scores. Both the block mask and the compilation,
+    which a first call triggers, are done here.
     """
     flex = import_module("torch.nn.attention.flex_attention")
     (batch, _, rows, _), keys = q.shape, k.shape[2]
@@ -48,7 +49,7 @@ def attend(
 def modifiers(
     options: ScoreOptions, shift: int, mask: torch.Tensor | None, slopes: torch.Tensor | None, *, by_head: bool
 ) -> tuple[Modifier | None, Modifier | None]:
-    """(score_mod, mask_mod), None where there is nothing to do. Row i's own key is i + ``shift``."""
+    """(score_mod, mask_mod), None if there is nothing to do. Row i's own key is i + ``shift``."""
     steps: list[Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]] = []
     conditions: list[Modifier] = []
     if options.causal:
@@ -57,12 +58,12 @@ def modifiers(
         left, _ = options.window
         conditions.append(lambda b, h, i, j: j >= i + shift - left)
     if cap := options.softcap:
-        # tanh: libdevice's takes branches, a sigmoid an exponential and a division.
+        # Replaces tanh: libdevice's branches, while a sigmoid is one exponential and one division.
         steps.append(lambda score, b, h, i, j: cap * (2 * torch.sigmoid(score * (2 / cap)) - 1))
     if slopes is not None:
         steps.append(lambda score, b, h, i, j: score - slopes[h] * (i + shift - j).abs())
     if mask is not None:
-        each = mask.flatten(0, 1)  # a view, with one in its gradient
+        each = mask.flatten(0, 1)  # a view, so its gradient is one too
         if mask.dtype == torch.bool:
             conditions.append(lambda b, h, i, j: each[h if by_head else b, i, j])
         else:
@@ -85,11 +86,12 @@ def modifiers(
 
 
 def compiled(function: Callable[..., torch.Tensor], tensors: tuple[torch.Tensor, ...], named: dict[str, Any]) -> Call:
-    """``function`` of these arguments, compiled for their shapes. Uncompiled it would be wrong by orders: then it is refused.
+    """``function`` with these arguments, compiled for their shapes; refused if it is not compiled.
 
-    Under ``fullgraph`` neither a graph break nor too many compilations fall back. A backward pass may be run again: no buffer of its own is donated.
+    Uncompiled, its times would be wrong by orders of magnitude. With ``fullgraph`` neither a graph break nor too many
+    compilations fall back to eager. A backward pass may run again, so its buffers are not donated.
     """
-    # What earlier cases compiled counts towards the limit, and holds their tensors.
+    # Compilations of earlier cases count towards the limit and keep their tensors alive.
     import_module("torch._dynamo").reset()
     stats = import_module("torch._dynamo.utils").counters["stats"]
     fast = torch.compile(function, fullgraph=True, dynamic=False)

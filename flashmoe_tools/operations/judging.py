@@ -1,4 +1,4 @@
-"""What the references of the operations share: the verdict on one result and on several gradients."""
+"""Shared by the references of all operations: the verdict on one result and on several gradients."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -11,17 +11,17 @@ Form = tuple[Sequence[int], torch.dtype]  # the shape and dtype that a result mu
 
 
 def max_abs(values: torch.Tensor) -> float:
-    """Largest magnitude; NaN when any value is NaN, which fails every comparison."""
+    """Largest magnitude; NaN if any value is NaN, which then fails every comparison."""
     return float(values.abs().max()) if values.numel() else 0.0
 
 
 def high_dtype(device: torch.device | str) -> torch.dtype:
-    """What references are computed in."""
+    """The dtype in which references are computed."""
     return torch.float64 if torch.device(device).type == "cpu" else torch.float32
 
 
 def wrong_form(name: str, result: torch.Tensor, form: Form) -> str:
-    """Empty when the result has its shape and dtype."""
+    """Empty if the result has the right shape and dtype."""
     shape, dtype = form
     if tuple(result.shape) == tuple(shape) and result.dtype == dtype:
         return ""
@@ -36,7 +36,10 @@ def judge_gradients(
     tolerances: Sequence[float],
     coverage: float,
 ) -> Verification:
-    """The error and tolerance given are those of the gradient closest to its bound. One without a tolerance need only be finite."""
+    """The verdict on several gradients; it reports the error and tolerance of the one closest to its bound.
+
+    A gradient without a tolerance must only be finite.
+    """
     if len(found) != len(forms):
         return Verification(
             False, math.inf, max(tolerances), None, coverage, f"{len(found)} gradients, expected {len(forms)}"
@@ -52,7 +55,7 @@ def judge_gradients(
         error, tolerance = error_of(index), tolerances[index]
         if not error <= tolerance:
             reason = reason or f"{name}: max error {error:.3g} exceeds {tolerance:.3g}"
-        if not error / tolerance <= worst:  # NaN is the worst there is
+        if not error / tolerance <= worst:  # a NaN ratio counts as the worst
             worst, worst_error, worst_tolerance = error / tolerance, error, tolerance
     return Verification(not reason, worst_error, worst_tolerance, None, coverage, reason)
 
@@ -65,7 +68,7 @@ def judge_result(
     lse_error: float | None = None,
     lse_tolerance: float = 0.0,
 ) -> Verification:
-    """Of a result that has its form."""
+    """The verdict on a result that has the right shape and dtype."""
     reason = ""
     if not bool(torch.isfinite(result).all()):
         reason = "the result holds NaN or Inf"

@@ -29,7 +29,7 @@ from flashmoe_tools.report import (
 DATA_SCHEMA = "flashmoe.profile/1"
 DEFAULT_CASE = "bf16-d128-full-b4-h16-s4096"
 REPORTS = Path("build") / "reports"
-# What the numbers of a benchmark mean; those of the profiler are in metrics.toml.
+# Meanings of a benchmark's numbers; those of the profiler's are in metrics.toml.
 SAYS = {
     "median_us": "of a call, from the benchmark",
     "call_us": "all kernels of a call",
@@ -83,7 +83,7 @@ def _case(key: str | None, bench: Mapping[str, Any]) -> Problem:
 
 
 def _launches(args: argparse.Namespace, case: Problem) -> tuple[tuple[Launch, ...], str, str]:
-    """(launches, where from, why there are none)."""
+    """(launches, their source, why there are none)."""
     if args.csv:
         return parse_csv(args.csv.read_text(encoding="utf-8")), f"csv {args.csv.name}", ""
     ncu = find_ncu(args.ncu)
@@ -108,14 +108,14 @@ def make_report(
 ) -> Report:
     """The numbers of the longest launch, completed from the build and benchmark reports, and the rules that fire on them.
 
-    An operation of several kernels has a row for each launch of one call, with the first rule that fires on it.
+    An operation with several kernels has a row for each launch of one call, with the first rule that fires on it.
     """
     on_cpu = bool(bench) and bench["settings"]["device"] == "cpu" and not launches
     symbol, values = build_facts(build, case, target) if build and not on_cpu else ("", {})
     values = {**values, **(timing_facts(bench, case) if bench else {})}
     longest = max(launches, key=lambda one: one.values.get("duration_us", 0.0), default=None)
     if longest is not None:
-        if len(launches) > 1:  # a benchmark's time is of the whole call
+        if len(launches) > 1:  # a benchmark's time is for the complete call
             values = {name: value for name, value in values.items() if name != "duration_us"}
             values["call_us"] = sum(one.values.get("duration_us", 0.0) for one in launches)
         values |= longest.values
@@ -150,7 +150,7 @@ def _launch_row(launch: Launch) -> dict[str, Any]:
 
 
 def _launch_lines(launches: Sequence[Mapping[str, Any]]) -> list[str]:
-    """One line for each launch of a call, when there are several: its time, its share of the call's, its first rule."""
+    """One line per launch of a call, if there are several: its time, its share of the call's, its first rule."""
     if len(launches) < 2:
         return []
     times = [row["values"].get("duration_us", 0.0) for row in launches]

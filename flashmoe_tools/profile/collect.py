@@ -1,4 +1,4 @@
-"""One launch under Nsight Compute, after warm-up. The GPU's clocks are not changed."""
+"""Profiles one launch with Nsight Compute, after warm-up. The GPU's clocks are not changed."""
 
 import os
 import re
@@ -35,7 +35,7 @@ def ncu_command(ncu: str, key: str, metrics: Sequence[str]) -> list[str]:
 
 
 def collect(ncu: str, key: str) -> tuple[Launch, ...]:
-    """The launches of the last call. Raises DriverError with the profiler's message when it could not read the counters.
+    """The launches of the last call. Raises DriverError with the profiler's message if it could not read the counters.
 
     A metric that this profiler does not know is left out and the run repeated.
     """
@@ -49,7 +49,10 @@ def collect(ncu: str, key: str) -> tuple[Launch, ...]:
 
 
 def last_call(launches: Sequence[Launch]) -> tuple[Launch, ...]:
-    """All calls launch the same kernels, so the last of WARM_UP_CALLS + 1 equal parts is the call after warm-up."""
+    """The launches of the call after warm-up.
+
+    All calls launch the same kernels, so these are the last of WARM_UP_CALLS + 1 equal groups.
+    """
     return tuple(launches[-max(1, len(launches) // (WARM_UP_CALLS + 1)) :])
 
 

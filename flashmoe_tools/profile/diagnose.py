@@ -1,4 +1,4 @@
-"""Rules over numbers give a diagnosis. Pure."""
+"""Applies rules to numbers to get a diagnosis. Pure."""
 
 import operator
 from collections.abc import Callable, Mapping
@@ -46,7 +46,7 @@ def load_rules() -> tuple[Rule, ...]:
 
 
 def parse_rules(table: Mapping[str, Any]) -> tuple[Rule, ...]:
-    """Raises ArgumentError for an operator that does not exist or a rule without a condition."""
+    """Raises ArgumentError for an unknown operator or a rule without a condition."""
     rules = []
     for row in table["rule"]:
         when = tuple((str(name), str(sign), float(bound)) for name, sign, bound in row["when"])

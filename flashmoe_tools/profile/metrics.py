@@ -36,7 +36,7 @@ class Field:
 
 @dataclass(frozen=True)
 class Launch:
-    """One profiled launch: the fields that were reported, and the share of each stall reason."""
+    """One profiled launch: the reported fields, and the share of each stall reason."""
 
     kernel: str
     values: Mapping[str, float]
@@ -55,15 +55,15 @@ def fields() -> tuple[Field, ...]:
 
 
 def metric_names() -> list[str]:
-    """What ncu is asked for: every alternative of every field, and every stall reason."""
+    """The metrics to request from ncu: every alternative of every field, and every stall reason."""
     stalls = [f"smsp__average_warps_issue_stalled_{name}_per_issue_active.ratio" for name in _table()["stalls"]]
     return [name for field in fields() for name in field.metrics] + stalls
 
 
 def parse_csv(text: str) -> tuple[Launch, ...]:
-    """Launches of ``ncu --csv --page raw``: a header row, a row of units, one row per launch; ncu's own lines come before.
+    """Launches of ``ncu --csv --page raw``: ncu's own lines, a header row, a row of units, one row per launch.
 
-    Raises ReportError with the profiler's message when there is no such table.
+    Raises ReportError with the profiler's message if there is no such table.
     """
     lines = text.splitlines()
     start = next((at for at, line in enumerate(lines) if line.startswith('"ID"')), None)
@@ -100,7 +100,7 @@ def _launch(header: Sequence[str], units: Sequence[str], row: Sequence[str]) -> 
 
 
 def _number(text: str, unit: str, wanted: str) -> float | None:
-    """A value in the wanted unit; None for n/a. ncu groups thousands with commas and scales units by itself."""
+    """A value in the wanted unit; None for n/a. ncu groups thousands with commas and chooses unit prefixes itself."""
     try:
         value = float(text.replace(",", ""))
     except ValueError:

@@ -14,7 +14,7 @@ SYMBOL = re.compile(r"flashmoe_(?P<operation>\w+?)_(?P<family>sm\d+)_(?P<dtype>f
 
 
 def slowest_case(bench: Mapping[str, Any]) -> Problem:
-    """The case of a bench report where ours is slowest against the baseline. Raises ReportError when there is none."""
+    """The case of a bench report in which ours is slowest against the baseline. Raises ReportError if there is none."""
     rows = [
         (row["ratio"], cell["case"])
         for cell in bench["cells"]
@@ -28,7 +28,7 @@ def slowest_case(bench: Mapping[str, Any]) -> Problem:
 
 
 def timing_facts(bench: Mapping[str, Any], case: Problem) -> dict[str, float]:
-    """Median, percentages of the ceilings, CPU time of the call and the ratio to the baseline, of ours for ``case``."""
+    """Our median for ``case``, percentages of the ceilings, CPU time of the call, and the ratio to the baseline."""
     for cell in bench["cells"]:
         if cell["case"]["key"] != case.key or OURS not in cell["summaries"]:
             continue
@@ -51,7 +51,8 @@ def timing_facts(bench: Mapping[str, Any], case: Problem) -> dict[str, float]:
 def build_facts(build: Mapping[str, Any], case: Problem, target: str = "") -> tuple[str, dict[str, float]]:
     """(kernel symbol, registers, spills, stack, shared memory) of the heaviest kernel that a case of this shape uses.
 
-    Of attention the narrowest whose head dim holds the case's; of several targets the one asked for, else the first.
+    For attention the narrowest kernel whose head dim is large enough; of several targets the requested one, else the
+    first.
     """
     found: list[tuple[int, str, Mapping[str, Any]]] = []
     for unit in build["units"]:
@@ -71,7 +72,7 @@ def build_facts(build: Mapping[str, Any], case: Problem, target: str = "") -> tu
 
 
 def _serves(symbol: str, case: Problem) -> int | None:
-    """The head dim of a kernel that may run the case (0: it has none); None for every other kernel."""
+    """The head dim of a kernel that may run the case (0: it has none); None for other kernels."""
     parts = SYMBOL.fullmatch(symbol)
     if parts is None or parts["operation"] != getattr(case, "heaviest_kernel", ""):
         return None
@@ -84,7 +85,7 @@ def _serves(symbol: str, case: Problem) -> int | None:
 
 
 def read_data(path: Path | None, kind: str) -> Mapping[str, Any]:
-    """The data of a report; empty when none was named or it does not exist."""
+    """The data of a report; empty if no report was named or it does not exist."""
     if path is None or not path.is_file():
         return {}
     report = read_report(path)

@@ -1,4 +1,4 @@
-"""What the profiler launches: warm-up calls of one case, then one more. ``python -m flashmoe_tools.profile.target KEY``."""
+"""What the profiler runs: warm-up calls of one case, then one more. ``python -m flashmoe_tools.profile.target KEY``."""
 
 import argparse
 

@@ -3,7 +3,7 @@
 python -m flashmoe smem --head-dim 128                                 # every GPU, its own tile
 python -m flashmoe smem --arch sm89 --head-dim 128                     # one GPU, itemised
 python -m flashmoe smem --arch sm89 --head-dim 128 --tile 128x64 --stages 2
-python -m flashmoe smem --operation grouped_gemm --arch sm90           # any operation whose formula the tables state
+python -m flashmoe smem --operation grouped_gemm --arch sm90           # any operation whose formula is in the tables
 """
 
 import argparse
@@ -76,7 +76,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def check_arguments(args: argparse.Namespace, tables: Tables) -> None:
-    """Raise ArgumentError for an operation that is not known, a head dim that is missing and a number outside its range."""
+    """Raises ArgumentError for an unknown operation, a missing head dim, or a number outside its range."""
     if args.operation not in operations(tables):
         msg = f"--operation {args.operation!r} has no formula of shared memory; known: {', '.join(operations(tables))}"
         raise ArgumentError(msg)
@@ -105,7 +105,7 @@ def named_gpu(tables: Tables, text: str) -> Gpu:
 
 
 def arch_name(text: str) -> str:
-    """``sm89`` for sm89, sm_89, 89, 8.9 and sm_90a's kind of suffix."""
+    """``sm89`` for sm89, sm_89, 89, 8.9 and names with a suffix like sm_90a."""
     match = re.fullmatch(r"(?:sm_?)?(\d+)\.?(\d)[af]?", text.strip().lower())
     return f"sm{match[1]}{match[2]}" if match else text
 
@@ -119,10 +119,10 @@ def parse_tile(text: str) -> tuple[int, int]:
 
 
 def plan(tables: Tables, gpu: Gpu, args: argparse.Namespace) -> list[Layout]:
-    """The layouts that the arguments ask for on one GPU: the table's own rows, or one with the values given."""
+    """The layouts that the arguments ask for on one GPU: the table's own rows, or one with the given values."""
     dtype = args.dtype or default_dtype(tables, gpu, args.operation)
     if dtype == "bf16" and not gpu.bf16 and args.arch is None:
-        dtype = "f16"  # side by side, the oldest GPU is shown with the type that it has
+        dtype = "f16"  # the table of all GPUs shows the oldest one with the type that it has
     try:
         check_dtype(gpu, dtype)
     except DtypeError as error:
@@ -142,7 +142,7 @@ def plan(tables: Tables, gpu: Gpu, args: argparse.Namespace) -> list[Layout]:
 
 
 def default_dtype(tables: Tables, gpu: Gpu, operation: str) -> str:
-    """The first of DTYPES that the GPU has and a row of the operation states."""
+    """The first of DTYPES that the GPU supports and that a row of the operation has."""
     stated = {dtype for row in tables.kernels if row.operation == operation for dtype in row.dtypes}
     return next(dtype for dtype in DTYPES if dtype in stated and (gpu.bf16 or dtype != "bf16"))
 
@@ -179,7 +179,7 @@ def describe(row: KernelRow, dtype: str) -> str:
 
 
 def itemised(item: Layout, head_dim: int | None) -> str:
-    """One layout, one line per part."""
+    """One layout, one line per item."""
     gpu = item.gpu
     lines = [f"{gpu.name} ({gpu.products})", f"  {describe(item.row, item.dtype)}"]
     if item.row.axes.get("head_dim") != head_dim:

@@ -14,11 +14,11 @@ _OPERATORS = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.m
 
 
 class FormulaError(ValueError):
-    """An expression that is no integer arithmetic over known names."""
+    """An expression that is not integer arithmetic over known names."""
 
 
 def itemise(formula: Mapping[str, str], values: Mapping[str, int]) -> Items:
-    """(name, bytes) of each part. Raises FormulaError with the part that cannot be computed."""
+    """(name, bytes) of each item. Raises FormulaError with the item that cannot be computed."""
     return tuple((name, _value(_parse(text), values, f"{name} = {text!r}")) for name, text in formula.items())
 
 

@@ -1,4 +1,4 @@
-"""What a kernel's tile costs on a GPU, and how many of its blocks a multiprocessor holds. Pure arithmetic.
+"""What a kernel's tile costs on a GPU, and how many of its blocks fit on a multiprocessor. Pure arithmetic.
 
 Limits come from csrc/tables/arch.toml, bytes from the formula in operations.toml, which each generated translation unit
 asserts. Occupancy: CUDA C++ Programming Guide, "Hardware Multithreading" (12.8).
@@ -12,13 +12,13 @@ from flashmoe.errors import ArgumentError, DtypeError
 from flashmoe_tools.descriptors import KernelRow
 from flashmoe_tools.tables import Gpu, Tables
 
-ATTENTION = "attention_forward"  # the operation whose tiles are known to the end: see tiles()
+ATTENTION = "attention_forward"  # the only operation whose tile constraints are known here: see tiles()
 WARP = 32
-SCHEDULERS = 4  # of a multiprocessor
-REGISTER_UNIT = 256  # registers are allocated to a warp in units of 256
+SCHEDULERS = 4  # per multiprocessor
+REGISTER_UNIT = 256  # registers are allocated per warp in units of 256
 MAX_BLOCK_N = 256
-MMA_ROWS = 16  # rows of Q that one warp works on at a time (mma m16n8)
-WARPGROUP_ROWS = 64  # rows of Q of one consumer warpgroup (wgmma m64)
+MMA_ROWS = 16  # rows of Q that a warp processes at a time (mma m16n8)
+WARPGROUP_ROWS = 64  # rows of Q per consumer warpgroup (wgmma m64)
 MAX_THREADS_PER_BLOCK = 1024
 
 
@@ -38,8 +38,8 @@ def warp_registers(registers: int) -> int:
 def block_limits(gpu: Gpu, *, threads: int, smem: int, registers: int | None) -> tuple[Limit, ...]:
     """Blocks per multiprocessor that each resource allows, tightest first. ``smem``: bytes per block, static and dynamic.
 
-    Shared memory comes in units of 128 bytes (256 on compute capability 7.5); each scheduler has its own quarter of the
-    registers, so registers left over in one quarter cannot serve a warp of another.
+    Shared memory is allocated in units of 128 bytes (256 on compute capability 7.5). Each scheduler has its own quarter
+    of the registers, so registers left over in one quarter cannot be used by a warp of another.
     """
     unit = 256 if gpu.compute_capability < (8, 0) else 128
     warps = max(1, _round_up(threads, WARP) // WARP)
@@ -62,7 +62,7 @@ class Layout:
     row: KernelRow
     dtype: str
     items: tuple[tuple[str, int], ...]
-    registers: int | None  # per thread, if a build measured it
+    registers: int | None  # per thread, if a build measured them
 
     @property
     def total(self) -> int:
@@ -82,7 +82,7 @@ class Layout:
 
     @property
     def limits(self) -> tuple[Limit, ...]:
-        """Per resource, the tightest first."""
+        """The limit of each resource, tightest first."""
         return block_limits(self.gpu, threads=self.row.threads, smem=self.total, registers=self.registers)
 
     @property
@@ -95,12 +95,12 @@ def _round_up(value: int, unit: int) -> int:
 
 
 def operations(tables: Tables) -> tuple[str, ...]:
-    """Those that state a formula of their shared memory."""
+    """The operations that have a formula for their shared memory."""
     return tuple(dict.fromkeys(kind.operation for kind in tables.descriptors if kind.shared_memory))
 
 
 def families(tables: Tables, operation: str = ATTENTION) -> tuple[str, ...]:
-    """The kernel families that the operation has."""
+    """The kernel families of the operation."""
     return tuple(kind.family for kind in tables.descriptors if kind.operation == operation)
 
 
@@ -117,7 +117,7 @@ def with_head_dim(row: KernelRow, head_dim: int) -> KernelRow:
 def rows_on(
     tables: Tables, gpu: Gpu, family: str, dtype: str, head_dim: int, operation: str = ATTENTION
 ) -> tuple[KernelRow, ...]:
-    """The table's rows that run on ``gpu``; where they have a head dim, those of the smallest that holds ``head_dim``."""
+    """The table's rows that run on ``gpu``; if they have a head dim, those of the smallest one that is large enough."""
     usable = [
         (unit.target, unit.row)
         for unit in tables.units()
@@ -164,7 +164,7 @@ def check_dtype(gpu: Gpu, dtype: str) -> None:
 def base_rows(
     tables: Tables, gpu: Gpu, family: str, dtype: str, head_dim: int, operation: str = ATTENTION
 ) -> tuple[KernelRow, ...]:
-    """Rows to start from: the table's for this GPU, else any of the family's, so that its options are known."""
+    """Rows to start from: the table's for this GPU, else any of the family's, for its options."""
     found = rows_on(tables, gpu, family, dtype, head_dim, operation)
     if found:
         return found
@@ -182,8 +182,8 @@ def layout(gpu: Gpu, row: KernelRow, dtype: str, registers: int | None = None) -
 def tiles(row: KernelRow) -> Iterator[KernelRow]:
     """Every tile that the family's static assertions allow with the stages and warps of ``row``.
 
-    sm75, sm80: a warp owns 16-row blocks of Q, and a load pass of the whole block covers 4 rows per warp. sm90: one warpgroup
-    loads, each of the others owns 64 rows.
+    sm75, sm80: each warp has 16-row blocks of Q, and a load pass of the block covers 4 rows per warp. sm90: one
+    warpgroup loads, each of the others has 64 rows.
     """
     if row.family == "sm90":
         rows_of_q = [WARPGROUP_ROWS * (row.warps // 4 - 1)] if row.warps >= 8 else []
@@ -196,12 +196,12 @@ def tiles(row: KernelRow) -> Iterator[KernelRow]:
 
 
 def key_step(row: KernelRow) -> int:
-    """The granularity of a tile's rows of K and V."""
+    """The granularity of a tile's number of K and V rows."""
     return MMA_ROWS if row.family == "sm90" else max(MMA_ROWS, 4 * row.warps)
 
 
 def tile_problem(row: KernelRow) -> str:
-    """Why no kernel of the family can use this tile, even if it fits; empty when one can, or for want of knowledge."""
+    """Why no kernel of the family can use this tile even if it fits; empty if one can or if this is unknown."""
     if row.operation != ATTENTION:
         return ""
     if row.family == "sm90":
@@ -222,7 +222,7 @@ def tile_problem(row: KernelRow) -> str:
 def largest_tile(gpu: Gpu, row: KernelRow, dtype: str) -> Layout | None:
     """The tile with the most scores (rows of Q x rows of K) that shared memory allows; registers may allow less.
 
-    None when none fits, and of an operation other than attention, whose static assertions are not restated here.
+    None if none fits, and for operations other than attention, whose static assertions are not repeated here.
     """
     if row.operation != ATTENTION:
         return None

@@ -1,4 +1,4 @@
-"""``python -m flashmoe verify FILE.whl``: one line for each thing that was checked, and one for each that was not."""
+"""``python -m flashmoe verify FILE.whl``: one line per thing that was checked, and one per thing that was not."""
 
 import argparse
 import hashlib
@@ -26,7 +26,7 @@ NEEDS_CLONE = "run it in a clone of flashmoe, or with --root CLONE"
 
 @dataclass(frozen=True)
 class Request:
-    """What to hold the wheel against, beside itself."""
+    """What to compare the wheel with."""
 
     clone: Clone | None = None
     again: bool = False
@@ -38,13 +38,13 @@ class Request:
 
 
 def relevant_tags(content: Content, clone: Clone) -> frozenset[str]:
-    """The release's tag, if it stands at the wheel's commit in the clone and the wheel claims to be that release."""
+    """The release's tag, if it points to the wheel's commit in the clone and the wheel claims to be that release."""
     released = content.stated.version.removesuffix(f"+{content.stated.partial}")
     return clone.tags_at(content.stated.commit) & {release_tag(released)}
 
 
 def check_commit(content: Content, objects: Objects | None) -> tuple[Check, Commit | None]:
-    """The commit is stated in full, was clean, and the clone has it; returns it if it can be compared."""
+    """Checks that the commit is stated in full, was clean and is in the clone; returns it if it can be compared."""
     stated = content.stated
     if not FULL_HASH.fullmatch(stated.commit):
         found, why = printable(stated.commit[:80]), "A name or a part of a hash can be made to lead anywhere."
@@ -73,7 +73,7 @@ def check_commit(content: Content, objects: Objects | None) -> tuple[Check, Comm
 
 
 def check_locks(content: Content, objects: Objects, commit: Commit) -> Check:
-    """The lock files are the commit's, and the compilers and headers are those that its lock for builds pins."""
+    """Checks that the lock files are the commit's, and compilers and headers are the ones pinned in its build lock."""
     paths = {
         path.split("/")[1]: path
         for path in commit.tree
@@ -99,7 +99,7 @@ def check_locks(content: Content, objects: Objects, commit: Commit) -> Check:
 
 
 def verify(path: Path, request: Request) -> Report:
-    """Every check on one wheel. Raises VerifyError or AuditError where there is nothing to check."""
+    """Every check on one wheel. Raises VerifyError or AuditError if there is nothing to check."""
     started, clock = utc_now(), time.monotonic()
     with tempfile.TemporaryDirectory(prefix="flashmoe-verify-") as scratch:
         folder = Path(scratch)
@@ -180,7 +180,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _clone(given: Path | None) -> Clone | None:
-    """The clone that was named, else the one around this folder if it is of flashmoe."""
+    """The clone that was named, else the one around this folder if it is flashmoe's."""
     found = find_clone(given or Path.cwd())
     if given is None:
         return found if found is not None and (found.root / "lockfiles" / "build.txt").is_file() else None

@@ -1,4 +1,4 @@
-"""What a wheel holds and what it says of itself. Everything in it is somebody's claim: read with types, believed nowhere."""
+"""A wheel's content and what it says about itself. All of it is untrusted: parsed with types, never believed."""
 
 import hashlib
 import zipfile
@@ -17,7 +17,7 @@ from flashmoe_tools.report import Check, Verdict
 from flashmoe_tools.verify.errors import VerifyError
 from flashmoe_tools.versions import partial_label
 
-PACKAGE = "flashmoe"  # the folder that is imported, whatever the distribution is called
+PACKAGE = "flashmoe"  # the folder that is imported, whatever the distribution's name
 LIBRARY = f"{PACKAGE}/lib{PACKAGE}.so"
 RECORD = f"{PACKAGE}/provenance.json"
 SCHEMA = "flashmoe.provenance/1"
@@ -26,7 +26,7 @@ FIELDS = (
     *("extension_sha256", "binaries"),
 )
 MACHINES = {62: "x86_64", 183: "aarch64"}  # ELF's e_machine
-# What a build takes from lockfiles/build.txt, by its name among the compilers of provenance.json.
+# Packages in lockfiles/build.txt, by their name among the compilers of provenance.json.
 PINNED = {
     "nvrtc": "nvidia-cuda-nvrtc-cu12",
     "ptxas": "nvidia-cuda-nvcc-cu12",
@@ -38,13 +38,13 @@ UNTRUSTED = "An untrusted file that cannot be read is not one to install."
 
 @dataclass(frozen=True)
 class Stated:
-    """The provenance in the wheel, as far as it is used."""
+    """The fields of the wheel's provenance that are used."""
 
     version: str
     commit: str
     dirty: bool
     epoch: int
-    locks: Mapping[str, str]  # sha256 of each file in lockfiles/, by its name
+    locks: Mapping[str, str]  # sha256 of each file in lockfiles/, by name
     compilers: Mapping[str, str]
     cxx: str
     targets: tuple[str, ...]
@@ -53,7 +53,7 @@ class Stated:
 
     @property
     def partial(self) -> str:
-        """The last local part of the version, where it names the targets: of a wheel for some of them."""
+        """The last local part of the version if it names the targets, as in a wheel for only some of them."""
         label = partial_label(self.targets)
         return label if self.version.endswith((f"+{label}", f".{label}")) else ""
 
@@ -70,12 +70,12 @@ class Content:
 
     @property
     def machine(self) -> str:
-        """What the library is for, as its own header says."""
+        """The machine that the library's ELF header names."""
         return MACHINES.get(int.from_bytes(self.read(LIBRARY)[18:20], "little"), "x86_64")
 
     @property
     def cubins(self) -> dict[str, str]:
-        """sha256 of the bytes that are embedded, by name and target."""
+        """sha256 of the embedded bytes, by name and target."""
         return {binary.label: binary.actual_sha256 for binary in self.binaries}
 
     def read(self, name: str) -> bytes:
@@ -84,7 +84,7 @@ class Content:
 
 
 def read_wheel(path: Path, scratch: Path) -> Content:
-    """Open a wheel of ours. Raises VerifyError for another project's, AuditError for a damaged one."""
+    """Opens a wheel of ours. Raises VerifyError for another project's, AuditError for a damaged one."""
     wheel = unpack(path, scratch)
     if LIBRARY not in wheel.names:
         msg = f"{path.name} has no {LIBRARY}, so it is not a wheel of flashmoe; `python -m flashmoe audit` accepts any wheel"
@@ -97,7 +97,7 @@ def read_wheel(path: Path, scratch: Path) -> Content:
 
 
 def device_binaries(library: Path) -> tuple[Binary, ...]:
-    """The embedded binaries; none of a build for the CPU only. Raises AuditError."""
+    """The embedded binaries; empty for a CPU-only build. Raises AuditError."""
     try:
         return read_embedded(library)
     except NoBinariesError:
@@ -105,7 +105,7 @@ def device_binaries(library: Path) -> tuple[Binary, ...]:
 
 
 def read_stated(content: bytes | None, wheel: str) -> Stated:
-    """The provenance record with every field of its type. Raises VerifyError."""
+    """The provenance record, with the types of all fields checked. Raises VerifyError."""
     try:
         record = parse_json(content, RECORD) if content is not None else None
     except AuditError:
@@ -145,7 +145,7 @@ def _field(record: Mapping[str, Any], name: str, kind: type, where: str = "") ->
 
 
 def check_content(content: Content) -> list[Check]:
-    """The checks that need only the file: it is consistent in itself, which proves nothing of where it came from."""
+    """The checks that need only the file: that it is consistent, which does not prove where it came from."""
     library = content.wheel.root / LIBRARY
     return [
         *guarded("wheel record", lambda: check_record(content.wheel)),
@@ -155,7 +155,7 @@ def check_content(content: Content) -> list[Check]:
 
 
 def check_host(content: Content) -> Check:
-    """The platform against the library's header, the host compiler against the note that it leaves in every object."""
+    """Compares the platform with the library's header, and the host compiler with the note it leaves in every object."""
     stated, library = content.stated, content.read(LIBRARY)
     note = section_data(open_elf(library, LIBRARY), ".comment") or b""
     notes = [text.decode("utf-8", "replace") for text in note.split(b"\0") if text]
@@ -174,7 +174,7 @@ def check_host(content: Content) -> Check:
 
 
 def guarded(name: str, check: Callable[[], Sequence[Check]]) -> Sequence[Check]:
-    """The checks, or one FAIL that says why the untrusted content could not be read: whatever reading it raises."""
+    """The checks, or one FAIL that says why the untrusted content could not be read, whatever was raised."""
     try:
         return check()
     except (VerifyError, AuditError) as error:

@@ -1,4 +1,4 @@
-"""Every file of a wheel that its commit determines, held against the commit; and no file that a build of it does not make."""
+"""Compares every file that the commit determines with the wheel, and checks that the wheel has no others."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -17,8 +17,8 @@ from flashmoe_tools.verify.repository import Commit, Objects
 from flashmoe_tools.versions import stated_version, version_of, with_version
 
 README = "README.md"
-LINKS = "flashmoe_tools/links.py"  # by which a build makes the long description of README.md
-BILL = "flashmoe_tools/sbom.py"  # by which it makes the bill of materials of provenance.json
+LINKS = "flashmoe_tools/links.py"  # creates the long description from README.md in a build
+BILL = "flashmoe_tools/sbom.py"  # creates the bill of materials from provenance.json
 VERSION_FILE = f"{PACKAGE}/_version.py"
 FLOOR = "manylinux_2_28"
 BUILT = (LIBRARY, RECORD)  # by compilers: only a rebuild compares them
@@ -28,16 +28,16 @@ SHOWN = 8
 
 @dataclass(frozen=True)
 class Expected:
-    """What the commit determines: the version, the distribution, and the content of files by their names in the wheel."""
+    """What the commit determines: version, distribution, and the content of files by their names in the wheel."""
 
     distribution: str
     version: str
     files: Mapping[str, bytes]
     headers: str  # of METADATA
     description: str
-    is_description_sure: bool  # False: the commit makes it by another rule than ours
-    is_bill_sure: bool  # likewise
-    entry_points: str  # the file's text, empty where there is none
+    is_description_sure: bool  # False: the commit's rule for it is not ours
+    is_bill_sure: bool  # False: the commit's rule for it is not ours
+    entry_points: str  # the file's text, empty if there is none
     hatchling: str  # the version that the commit's lock pins
 
     @property
@@ -46,7 +46,10 @@ class Expected:
 
 
 def expected_content(objects: Objects, commit: Commit, tags: frozenset[str], partial: str = "") -> Expected:
-    """Read it from the clone's objects; ``partial`` as in versions.py. Raises VerifyError if the commit is none of flashmoe's."""
+    """Reads it from the clone's objects. Raises VerifyError if the commit is not one of flashmoe's.
+
+    ``partial``: as in versions.py.
+    """
     sources = {f"{PACKAGE}/_tables/{path.removeprefix('csrc/')}": path for path in commit.tree if _is_table(path)}
     needed = ["pyproject.toml", VERSION_FILE]
     missing = [path for path in needed if path not in commit.tree]
@@ -82,8 +85,11 @@ def expected_content(objects: Objects, commit: Commit, tags: frozenset[str], par
 
 
 def _description(objects: Objects, commit: Commit, project: Mapping[str, Any], version: str) -> tuple[str, bool]:
-    """The long description, and whether the commit makes it as we do: README.md where the project names it, else with its links
-    rewritten by a module that has to be ours, too."""
+    """The long description, and whether the commit creates it like this code.
+
+    It is README.md if the project names that; otherwise README.md with its links rewritten by a module that must be the
+    same as ours.
+    """
     named = project.get("readme")
     text = _read(objects, commit, named if isinstance(named, str) else README).decode("utf-8", "replace")
     if isinstance(named, str):
@@ -93,7 +99,7 @@ def _description(objects: Objects, commit: Commit, project: Mapping[str, Any], v
 
 
 def _is_ours(objects: Objects, commit: Commit, path: str, own: str) -> bool:
-    """Whether the commit's module is the one that runs here."""
+    """Whether the commit's module is identical to the one that runs here."""
     return path in commit.tree and _read(objects, commit, path) == Path(own).read_bytes()
 
 
@@ -113,12 +119,12 @@ def _read(objects: Objects, commit: Commit, path: str) -> bytes:
 
 
 def wheel_tag(content: Content) -> str:
-    """The tag that a build has for the machine of the library inside."""
+    """The wheel tag of a build for the library's machine."""
     return f"py3-none-{FLOOR}_{content.machine}"
 
 
 def compare_files(content: Content, expected: Expected) -> list[Check]:
-    """One check each: the name under which pip takes the wheel, the files, the generated metadata, the bill of materials."""
+    """One check each for the wheel's file name, its files, the generated metadata and the bill of materials."""
     return [
         _check_name(content, expected),
         _check_files(content, expected),
@@ -157,7 +163,7 @@ def _check_files(content: Content, expected: Expected) -> Check:
 
 
 def _check_metadata(content: Content, expected: Expected) -> Check:
-    """Each generated file of .dist-info, byte for byte: an installer may read in it what a parser of ours passes over."""
+    """Compares each generated file of .dist-info byte for byte, because an installer may read what our parser ignores."""
     held = {
         name: content.read(f"{expected.info}/{name}")
         for name in GENERATED
@@ -215,5 +221,5 @@ def _listed(names: list[str]) -> str:
 
 
 def printable(text: str) -> str:
-    """A name from an untrusted file, which may hold line breaks and escape sequences, on one line."""
+    """A name from an untrusted file on one line: it may hold line breaks and escape sequences."""
     return text if text.isprintable() else text.encode("unicode_escape").decode("ascii")

@@ -1,7 +1,7 @@
-"""The generated files of .dist-info, held against what pyproject.toml of the commit says.
+"""Compares the generated files of .dist-info with pyproject.toml of the commit.
 
-A requirement or an entry point that the commit lacks would be installed with the wheel, so each header is compared, and one that
-no build of ours writes is a difference.
+A requirement or an entry point that the commit lacks would be installed with the wheel. So each header is compared, and
+a header that no build of ours writes is a difference.
 """
 
 import re
@@ -14,11 +14,11 @@ from typing import Any
 from flashmoe_tools.toml import tomllib
 from flashmoe_tools.verify.errors import VerifyError
 
-CORE = "2.5"  # what hatchling writes unless it is asked for another
+CORE = "2.5"  # hatchling's default
 
 
 def wheel_sources(pyproject: bytes, paths: Iterable[str]) -> list[str]:
-    """Those of ``paths`` that hatchling packs: below ``packages`` of the wheel target and not below a folder of ``exclude``."""
+    """The ``paths`` that hatchling packs: under ``packages`` of the wheel target and not under an ``exclude`` folder."""
     try:
         target = tomllib.loads(pyproject.decode())["tool"]["hatch"]["build"]["targets"]["wheel"]
         packages, excluded = (
@@ -54,12 +54,12 @@ def read_project(pyproject: bytes) -> dict[str, Any]:
 
 
 def normalized(name: str) -> str:
-    """A distribution's name as file names have it."""
+    """A distribution's name as written in file names."""
     return re.sub(r"[-_.]+", "_", name).lower()
 
 
 def metadata_headers(project: Mapping[str, Any], version: str, licenses: list[str], core: str) -> str:
-    """The headers of METADATA as hatchling writes them, in its order; ``core`` is the version of the format."""
+    """The headers of METADATA as hatchling writes them, in its order; ``core`` is the format version."""
     authors = project.get("authors", [])
     rows = [
         ("Metadata-Version", [core]),
@@ -93,7 +93,7 @@ def _requirement(text: str, extra: str = "") -> str:
 
 
 def differing_headers(found: str, expected: str) -> list[str]:
-    """Headers that do not have the expected values; "the bytes" where only the bytes differ."""
+    """Headers with other values than expected; "the bytes" if only the bytes differ."""
     texts = [Parser().parsestr(text) for text in (found, expected)]
     names = sorted({name.title() for text in texts for name in text})
     wrong = [name for name in names if texts[0].get_all(name) != texts[1].get_all(name)]
@@ -101,12 +101,12 @@ def differing_headers(found: str, expected: str) -> list[str]:
 
 
 def wheel_text(tag: str, hatchling: str) -> str:
-    """The WHEEL file that this hatchling writes."""
+    """The WHEEL file that this hatchling version writes."""
     return f"Wheel-Version: 1.0\nGenerator: hatchling {hatchling}\nRoot-Is-Purelib: false\nTag: {tag}\n"
 
 
 def entry_points_text(project: Mapping[str, Any]) -> str:
-    """The entry_points.txt that hatchling writes; empty where it writes none."""
+    """The entry_points.txt that hatchling writes; empty if it writes none."""
     groups = {"console_scripts": project.get("scripts", {}), "gui_scripts": project.get("gui-scripts", {})}
     groups.update(sorted(project.get("entry-points", {}).items()))
     parts = [
@@ -118,13 +118,13 @@ def entry_points_text(project: Mapping[str, Any]) -> str:
 
 
 def record_text(rows: Iterable[tuple[str, str, int]], record: str) -> str:
-    """The RECORD file, of (member, sha256 in its own notation, bytes) in the order of the archive."""
+    """The RECORD file for (member, sha256 in RECORD's notation, bytes), in archive order."""
     lines = [f"{name},sha256={digest},{size}" for name, digest, size in rows]
     return "\n".join([*lines, f"{record},,", ""])
 
 
 def core_version(pyproject: bytes) -> str:
-    """The version of METADATA's format that the commit asks hatchling for, or its default."""
+    """The METADATA version that the commit configures for hatchling, or its default."""
     target = tomllib.loads(pyproject.decode())["tool"]["hatch"]["build"]["targets"]["wheel"]
     return str(target.get("core-metadata-version", CORE))
 

@@ -1,4 +1,4 @@
-"""The commit, built again on this machine, and the given wheel against that."""
+"""Rebuilds the commit on this machine and compares the given wheel with the result."""
 
 import os
 import platform
@@ -20,7 +20,7 @@ SHOWN = 8
 
 
 def rebuild(content: Content, clone: Clone, tags: Collection[str], folder: Path) -> Path:
-    """The wheel that the given one's commit builds on this machine, in ``folder``. Raises VerifyError."""
+    """Builds a wheel from the given one's commit in ``folder`` and returns its path. Raises VerifyError."""
     tree = folder / "tree"
     check_out(clone, content.stated.commit, tree, tags)
     if not (tree / "nox").is_file():
@@ -32,7 +32,7 @@ def rebuild(content: Content, clone: Clone, tags: Collection[str], folder: Path)
 
 
 def build_environment(content: Content, environ: Mapping[str, str]) -> dict[str, str]:
-    """The environment of the build: the wheel's targets, and the host compiler that it names where this machine has it."""
+    """The environment of the build: the wheel's targets, and its host compiler if this machine has it."""
     environment = {name: value for name, value in neutral_environment(environ).items() if name not in DROPPED}
     environment["FLASHMOE_ARCHS"] = ",".join(content.stated.targets) or "none"
     prefix = "" if content.machine == platform.machine() else f"{content.machine}-linux-gnu-"
@@ -45,9 +45,9 @@ def build_environment(content: Content, environ: Mapping[str, str]) -> dict[str,
 
 
 def find_compiler(stated: str, environ: Mapping[str, str], prefix: str = "") -> str:
-    """A g++ on PATH of exactly the stated version; empty where there is none, and then the build takes its default.
+    """A g++ on PATH of exactly the stated version; empty if there is none, in which case the build uses its default.
 
-    ``prefix``: of a cross compiler's name, as ``aarch64-linux-gnu-``.
+    ``prefix``: of a cross compiler's name, such as ``aarch64-linux-gnu-``.
     """
     match = re.fullmatch(r"g\+\+ ((\d+)\.\d+\.\d+)", stated)
     if match is None:
@@ -81,7 +81,7 @@ def _build(tree: Path, environment: Mapping[str, str]) -> None:
 
 
 def compare(given: Content, rebuilt: Content) -> list[Check]:
-    """The given wheel against one rebuilt from its commit."""
+    """Compares the given wheel with one rebuilt from its commit."""
     checks = _compare_cubins(given.cubins, rebuilt.cubins)
     if given.sha256 == rebuilt.sha256:
         return [*checks, Check("rebuilt wheel", Verdict.PASS, f"byte for byte the same, sha256 {given.sha256}")]

@@ -1,7 +1,8 @@
-"""Objects of a clone by their full hash, and nothing else of it: no configuration, hook, filter, pager or signature program.
+"""Reads objects of a clone by full hash, and nothing else: no configuration, hook, filter, pager or signature program.
 
-git finds the clone under the caller's own configuration, which decides whose repositories may be read (safe.directory). Objects
-are then read through an empty repository of ours that borrows the clone's, so that its configuration is nowhere in effect.
+git finds the clone under the caller's own configuration, which decides whose repositories may be read (safe.directory).
+Objects are then read through an empty repository of ours that borrows the clone's objects, so the clone's configuration
+never takes effect.
 """
 
 import os
@@ -15,7 +16,7 @@ from flashmoe_tools.verify.errors import VerifyError
 
 GIT_LIMIT = 120  # seconds
 FULL_HASH = re.compile(r"[0-9a-f]{40}|[0-9a-f]{64}")
-# Of git's own variables those that say which configuration is the caller's.
+# git's variables that select the caller's configuration.
 _KEPT = re.compile(r"GIT_CONFIG_(GLOBAL|SYSTEM|NOSYSTEM|COUNT|(KEY|VALUE)_\d+)|GIT_CEILING_DIRECTORIES")
 _NEUTRAL = {
     "GIT_CONFIG_GLOBAL": os.devnull,
@@ -29,19 +30,19 @@ _NEUTRAL = {
 
 
 def neutral_environment(environ: Mapping[str, str]) -> dict[str, str]:
-    """``environ`` without anyone's configuration of git."""
+    """``environ`` without any git configuration."""
     return {**{name: value for name, value in environ.items() if not name.startswith("GIT_")}, **_NEUTRAL}
 
 
 @dataclass(frozen=True)
 class Clone:
-    """Where a clone's files and its objects lie."""
+    """The locations of a clone's files and its objects."""
 
     root: Path
     objects: Path
 
     def tags_at(self, commit: str) -> frozenset[str]:
-        """Names of the tags that lead to this commit. References are read as they are; nothing is verified or formatted."""
+        """Names of the tags that point to this commit. References are read as is; nothing is verified or formatted."""
         done = _run(["git", "show-ref", "--tags", "--dereference"], self.root, _callers(os.environ))
         lines = (line.split(" ", 1) for line in done.stdout.decode(errors="replace").splitlines())
         return frozenset(
@@ -50,7 +51,7 @@ class Clone:
 
 
 def find_clone(start: Path) -> Clone | None:
-    """The clone around ``start``; None where there is none. Raises VerifyError for one that git refuses to read."""
+    """The clone around ``start``, or None. Raises VerifyError for one that git refuses to read."""
     command = ["git", "rev-parse", "--path-format=absolute", "--show-toplevel", "--git-common-dir"]
     try:
         done = _run(command, start, _callers(os.environ))
@@ -71,7 +72,7 @@ def find_clone(start: Path) -> Clone | None:
 
 
 def _callers(environ: Mapping[str, str]) -> dict[str, str]:
-    """The caller's environment, with none of git's variables that name a repository or a program."""
+    """The caller's environment, without git's variables that name a repository or a program."""
     kept = {name: value for name, value in environ.items() if not name.startswith("GIT_") or _KEPT.fullmatch(name)}
     return {**kept, "GIT_OPTIONAL_LOCKS": "0", "LC_ALL": "C"}
 
@@ -93,7 +94,7 @@ def _run(
 
 @dataclass(frozen=True)
 class Commit:
-    """A commit as its object states it; ``tree`` gives the object of every file, by path."""
+    """A commit as its object states it; ``tree`` maps each file's path to its object."""
 
     digest: str
     epoch: int
@@ -108,7 +109,7 @@ class Objects:
         borrow_objects(clone, folder, bare=True)
 
     def commit(self, digest: str) -> Commit | None:
-        """The commit with this full hash; None where the clone has none. Raises VerifyError for what is no full hash."""
+        """The commit with this full hash, or None if the clone lacks it. Raises VerifyError for other texts."""
         if not FULL_HASH.fullmatch(digest):
             msg = f"{digest!r} is not the full hash of a commit"
             raise VerifyError(msg)
@@ -148,7 +149,7 @@ class Objects:
 
 
 def borrow_objects(clone: Clone, folder: Path, *, bare: bool = False) -> None:
-    """A new repository in ``folder`` with the clone's objects and nothing else of it."""
+    """Creates a repository in ``folder`` with the clone's objects and nothing else of it."""
     form = ["--object-format=sha256"] if _uses_sha256(clone) else []
     command = ["git", "init", "--quiet", "--template=", *form, *(["--bare"] if bare else []), str(folder)]
     done = _run(command, Path(folder.anchor), neutral_environment(os.environ))
@@ -166,7 +167,7 @@ def _uses_sha256(clone: Clone) -> bool:
 
 
 def check_out(clone: Clone, commit: str, folder: Path, tags: Iterable[str]) -> None:
-    """The commit's files in a repository of their own, with these tags at it. No hook or filter of the clone's runs."""
+    """Checks out the commit in a new repository with these tags at it. No hook or filter of the clone's runs."""
     borrow_objects(clone, folder)
     environment = neutral_environment(os.environ)
     for command in (

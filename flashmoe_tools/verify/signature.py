@@ -1,4 +1,4 @@
-"""Who signed a wheel: a sigstore bundle, held against the identity that the caller names (extra ``sign``)."""
+"""Who signed a wheel: checks a sigstore bundle against the identity that the caller names (extra ``sign``)."""
 
 import json
 from pathlib import Path
@@ -14,9 +14,9 @@ WHY = "Whoever can replace the wheel can replace what it says of itself, but not
 
 
 def check_signature(content: Content, bundle: Path, identity: str, issuer: str, *, offline: bool) -> Check:
-    """The bundle's signature, its transparency log, its certificate's identity, and that it is about this very file.
+    """Checks the bundle's signature, transparency log and certificate identity, and that it is about this file.
 
-    Raises VerifyError for a file that is no bundle, ModuleNotFoundError where sigstore is not installed.
+    Raises VerifyError for a file that is not a bundle, ModuleNotFoundError if sigstore is not installed.
     """
     from sigstore.errors import VerificationError
     from sigstore.models import Bundle
@@ -27,7 +27,7 @@ def check_signature(content: Content, bundle: Path, identity: str, issuer: str, 
     try:
         signed = Bundle.from_json(text)
         has_statement = "dsseEnvelope" in json.loads(text)
-    except Exception as error:  # of an untrusted file: whatever reading it raises
+    except Exception as error:  # reading an untrusted file may raise anything
         msg = f"{bundle.name} is no sigstore bundle ({type(error).__name__}: {str(error)[:200]})"
         raise VerifyError(msg) from error
     verifier = Verifier.production(offline=offline)
@@ -45,7 +45,7 @@ def check_signature(content: Content, bundle: Path, identity: str, issuer: str, 
 
 
 def judge_statement(sha256: str, kind: str, payload: bytes, identity: str) -> Check:
-    """Whether a statement whose signature is right is about this file."""
+    """Whether a statement with a valid signature is about this file."""
     try:
         statement = json.loads(payload) if kind == IN_TOTO else {}
         digests = {subject["digest"].get("sha256") for subject in statement["subject"]}
@@ -71,7 +71,7 @@ def _read(path: Path) -> str:
 
 
 def check_options(options: Any) -> None:
-    """Raises ArgumentError for a bundle without the identity it must have: anybody can sign anything."""
+    """Raises ArgumentError for a bundle without a required identity: anybody can sign anything."""
     if options.bundle and not (options.identity and options.issuer):
         msg = "--bundle needs --identity and --issuer: a signature by nobody in particular proves nothing"
         raise ArgumentError(msg)

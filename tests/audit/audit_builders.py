@@ -1,4 +1,4 @@
-"""Builds what the audit is tested on: small extensions, cubins, wheels. Everything is compiled by the test run itself."""
+"""Builds the audit's test inputs: small extensions, cubins, wheels. The test run compiles everything itself."""
 
 import base64
 import ctypes
@@ -30,7 +30,7 @@ targets = ["sm_80", "sm_90a", "compute_80"]
 why = "a small row for the tests of the audit"
 options = { masked_loop = 1 }
 """
-# Uses the shims as our host code does, exports our names, registers nothing.
+# Uses the shims like our host code, exports our names, registers nothing.
 HOST = r"""
 #include <cstdint>
 #define EXPORT extern "C" __attribute__((visibility("default")))
@@ -100,7 +100,7 @@ def device_code(source: str, target: str) -> bytes:
 def kernel_source(
     symbols: Sequence[str], *, threads: int = 128, body: str = "", parameters: str = "float* out, int n"
 ) -> str:
-    """One entry for each symbol, with dynamic shared memory; ``body`` runs first."""
+    """One entry point per symbol, with dynamic shared memory; ``body`` runs first."""
     entry = """
 extern "C" __global__ void __launch_bounds__(%d) %s(%s) {
   extern __shared__ __align__(128) float tile[];
@@ -112,7 +112,7 @@ extern "C" __global__ void __launch_bounds__(%d) %s(%s) {
 
 @dataclass(frozen=True)
 class Row:
-    """One embedded binary, as the index will state it."""
+    """One embedded binary and what the index will say about it."""
 
     name: str
     target: str
@@ -145,7 +145,7 @@ class Workshop:
         return path
 
     def objects(self, sources: Mapping[str, str], flags: Sequence[str] = ()) -> tuple[Path, list[Path]]:
-        """Compile each source; returns the folder and its object files."""
+        """Compiles each source; returns the folder and its object files."""
         folder, paths = self.fresh("objects"), []
         for name, text in sources.items():
             (folder / name).write_text(text)
@@ -157,7 +157,7 @@ class Workshop:
     def extension(
         self, sources: Mapping[str, str], *, flags: Sequence[str] = (), link: Sequence[str] = (), name: str = "_C.so"
     ) -> Path:
-        """A foreign extension: undefined names are allowed, as setuptools links it."""
+        """A foreign extension; undefined names are allowed, as when setuptools links it."""
         folder, paths = self.objects(sources, flags)
         run(["g++", "-shared", *map(str, paths), *link, "-o", name], cwd=folder)
         return folder / name
@@ -177,7 +177,7 @@ class Workshop:
         stated: Sequence[Row] | None = None,
         name: str = "libflashmoe.so",
     ) -> Path:
-        """A small libflashmoe.so with its provenance.json; ``stated`` rows are what the provenance was written from."""
+        """A small libflashmoe.so with its provenance.json, which is written from the ``stated`` rows."""
         folder = self.fresh("library")
         blob, listed = bytearray(), []
         for row in rows:
@@ -259,7 +259,7 @@ class Workshop:
         record: Callable[[str], str] | None = None,
         metadata: bool = True,
     ) -> Path:
-        """A wheel with a right RECORD; ``record`` may change it."""
+        """A wheel with a correct RECORD; ``record`` may change it."""
         path = self.fresh("wheel") / name
         info = "-".join(name.split("-")[:2]) + ".dist-info"
         content = {key: value.encode() if isinstance(value, str) else value for key, value in files.items()}
@@ -281,7 +281,7 @@ class Workshop:
         return path
 
     def wheel_of(self, files: Mapping[str, bytes | str], name: str) -> Path:
-        """These members, which hold all of .dist-info but RECORD, and a right RECORD."""
+        """A wheel with these members, which include all of .dist-info except RECORD, and a correct RECORD."""
         path, info = (
             self.fresh("wheel") / name,
             next(PurePosixPath(key).parts[0] for key in files if "dist-info/" in key),
@@ -291,7 +291,7 @@ class Workshop:
         with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
             record = "\n".join([*rows, f"{info}/RECORD,,"]) + "\n"
             for key, value in [*content.items(), (f"{info}/RECORD", record.encode())]:
-                archive.writestr(zipfile.ZipInfo(key), value, zipfile.ZIP_DEFLATED)  # dated 1980, not by the clock
+                archive.writestr(zipfile.ZipInfo(key), value, zipfile.ZIP_DEFLATED)  # dated 1980, not the current time
         return path
 
 
@@ -310,7 +310,7 @@ def edited_record(text: str) -> str:
     )
 
 
-BESIDE = "-Wl,-rpath,$ORIGIN"  # without which the loader does not search the folder of the file
+BESIDE = "-Wl,-rpath,$ORIGIN"  # otherwise the loader does not search the folder of the file
 PACKAGE = {
     "flashmoe/__init__.py": "from flashmoe import _extension\n",
     "flashmoe/_extension.py": "import torch\nfrom pathlib import Path\ntorch.ops.load_library(str(Path(__file__).parent / 'libflashmoe.so'))\n",
@@ -318,7 +318,7 @@ PACKAGE = {
 
 
 def package_files(library: Path, name: str = "libflashmoe.so", kernels: str = KERNELS_TOML) -> dict[str, bytes | str]:
-    """What our wheel holds, with ``library`` under ``name`` and the small kernel table."""
+    """The content of our wheel, with ``library`` under ``name`` and the small kernel table."""
     return {
         **PACKAGE,
         f"flashmoe/{name}": library.read_bytes(),
@@ -342,7 +342,7 @@ def failures(report: Report) -> list[Check]:
 
 
 def only_failure(report: Report, name: str) -> Check:
-    """The one failure, which must bear this name and carry everything that a reader needs."""
+    """The only failure; it must have this name and all the information a reader needs."""
     found = failures(report)
     assert [check.name for check in found] == [name], "\n".join(f"{c.name}: {c.found} / {c.why}" for c in found)
     return complete(found[0])
@@ -354,7 +354,7 @@ def complete(check: Check) -> Check:
 
 
 def named(report: Report, part: str) -> Check:
-    """The failure whose name holds ``part``."""
+    """The failure whose name contains ``part``."""
     found = [check for check in failures(report) if part in check.name]
     assert found, f"no failure named {part!r} among {[c.name for c in failures(report)]}"
     return complete(found[0])

@@ -1,4 +1,4 @@
-"""Fixtures of the audit's tests: a place to compile, a small kernel table, and a sound library to change."""
+"""Fixtures for the audit's tests: a place to compile, a small kernel table, and a valid library to modify."""
 
 import sys
 from pathlib import Path
@@ -24,7 +24,7 @@ def tables(tmp_path_factory: pytest.TempPathFactory) -> Tables:
 
 @pytest.fixture(scope="session")
 def rows(tables: Tables) -> tuple[Row, ...]:
-    """What a right build embeds: every unit of the small table."""
+    """What a correct build embeds: every unit of the small table."""
     return tuple(row_of(unit) for unit in tables.units())
 
 

@@ -19,7 +19,7 @@ from flashmoe_tools.tables import Tables
 
 
 def environment() -> dict[str, str]:
-    """The flashmoe under test, from a folder where no other one lies."""
+    """The environment in which flashmoe is the one under test; used in a folder that contains no other one."""
     return {**os.environ, "PYTHONPATH": str(Path(flashmoe.__file__).parent.parent)}
 
 
@@ -94,7 +94,7 @@ def test_an_unknown_option_shows_the_usage_of_its_command(sound: Path) -> None:
 
 
 def test_nothing_of_a_hostile_file_runs(workshop: Workshop) -> None:
-    """Its constructor would print when it is loaded; `--no-load` of older versions is still taken."""
+    """A constructor in the file would print if it were loaded; `--no-load` of older versions is still accepted."""
     loud = '#include <stdio.h>\n__attribute__((constructor)) static void start() { puts("ran"); fflush(stdout); }\n'
     path = workshop.extension({"bind.cpp": loud + 'extern "C" int PyInit__C() { return 1; }'})
     words = [sys.executable, "-c", "import ctypes, sys; ctypes.CDLL(sys.argv[1])", str(path)]
@@ -122,7 +122,7 @@ def test_a_source_folder_that_is_not_there_is_a_failure(sound: Path, tmp_path: P
 
 
 def said(errors: str) -> str:
-    """Without the lines that an audit of more than five seconds prints, on a machine that is busy."""
+    """The lines without those that an audit of more than five seconds prints on a busy machine."""
     return "\n".join(line for line in errors.splitlines() if not line.startswith("audit of "))
 
 
@@ -182,7 +182,7 @@ def test_log_has_the_launchability_table(sound: Path, tables: Tables) -> None:
 
 
 def test_table_shows_where_nothing_fits() -> None:
-    """The worst kernel of a unit counts, and a kernel that cannot be launched has no block."""
+    """The worst kernel of a unit counts, and a kernel that cannot be launched has 0 blocks."""
     common = {
         "unit": "k",
         "target": "sm_80",

@@ -1,4 +1,4 @@
-"""What is read from cubins and PTX is what NVIDIA's own tools read from the same bytes."""
+"""Compares what is read from cubins and PTX with what NVIDIA's own tools read from the same bytes."""
 
 import re
 from pathlib import Path
@@ -101,7 +101,7 @@ def test_unknown_abi_is_refused() -> None:
 
 
 def test_register_count_that_contradicts_itself() -> None:
-    """sm_75 states registers twice: in the section header and as an attribute."""
+    """sm_75 states the register count twice: in the section header and as an attribute."""
     content = bytearray(device_code(SOURCE, "sm_75"))
     registers = read_cubin(bytes(content), "x").kernels[0].registers
     place = content.index(bytes([0x04, 0x2F, 0x08, 0x00])) + 8

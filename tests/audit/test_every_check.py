@@ -1,4 +1,4 @@
-"""What each check says of each fault alone, on facts that are made up: no compiler, no library."""
+"""What each check reports for each single fault, on made-up facts: no compiler, no library."""
 
 import importlib.util
 from collections.abc import Callable, Sequence
@@ -98,7 +98,7 @@ def test_parameters() -> None:
 
 
 def test_entries() -> None:
-    """What a binary holds is listed; one that cannot be read holds nothing, and is judged by another check."""
+    """The content of a binary is listed; an unreadable one contains nothing here and is judged by another check."""
 
     def found(binary: Binary, *stated: str) -> Told:
         unit: Any = SimpleNamespace(entries=tuple(("f16", symbol) for symbol in stated))
@@ -170,7 +170,7 @@ def test_provenance(tmp_path: Path) -> None:
     assert record[0].expected == "none, as embedded, in 0 lines"
 
 
-# What the loader does
+# Behaviour of the loader
 
 
 def _elf(**facts: Any) -> ElfFacts:
@@ -335,7 +335,7 @@ def test_what_a_library_gives(version: str, defined: frozenset[str], gives: bool
 
 
 def test_a_library_gives_what_it_exports() -> None:
-    """Not what it wants itself."""
+    """Symbols that it needs itself are not included."""
     spec = importlib.util.find_spec("torch")
     path = next(Path(str(spec and spec.origin)).parent.glob("_C.*.so"))
     facts, given = elf.read_elf(path), elf.exported_names(path)
@@ -425,7 +425,7 @@ def test_platforms_that_the_content_has(
 
 
 def test_modules_that_a_source_asks_for() -> None:
-    """What another source defines is not lost; one that is too large to be read says nothing."""
+    """Names that another source defines are not lost; a source too large to be read is ignored."""
     sources = {
         "p/__init__.py": "from . import _C\nfrom . import _D\n",
         "p/d.py": "def _D(): pass\n",

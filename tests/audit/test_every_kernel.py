@@ -1,4 +1,4 @@
-"""What is said of a set of kernels, its targets, hashes and code, on units and tables that are made up."""
+"""What is reported about a set of kernels, its targets, hashes and code, on made-up units and tables."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -19,7 +19,7 @@ from flashmoe_tools.tables import Target, load_tables
 
 @dataclass(frozen=True)
 class _Unit:
-    """As much of a unit of the tables as the checks take."""
+    """The attributes of a table's unit that the checks use."""
 
     dtype: str
     target: Any
@@ -40,7 +40,7 @@ KERNEL_TABLES: Any = SimpleNamespace(
 
 
 def _held(*names: str) -> list[Binary]:
-    """Binaries by their labels."""
+    """Binaries with these labels."""
     return [replace(BINARY, name=label.split(".")[0], target=label.split(".")[1]) for label in names]
 
 
@@ -84,7 +84,7 @@ def test_binaries_that_cannot_be_read_or_were_edited() -> None:
     (("k_f16.sm_90",), [("FAIL", "kernel outside the table: k_f16 for sm_90", "k_f16 for sm_90")], ""),
 ])  # fmt: skip
 def test_the_set_of_kernels(held: tuple[str, ...], found: Told, why: str) -> None:
-    """Of a target that has no binary one other check tells."""
+    """A target without any binary is reported by another check."""
     expected: Any = {(f"k_{dtype}", "sm_80"): _Unit(dtype, TARGETS["sm_80"]) for dtype in ("f16", "bf16")}
     checks = kernels._check_set(_held(*held), expected)
     assert told(checks) == found
@@ -112,7 +112,7 @@ def test_bf16_where_there_is_none(binary: Binary, words: str) -> None:
 
 
 def test_all_checks_of_kernels() -> None:
-    """The table whole, or the targets that are declared."""
+    """With the complete table, and with declared targets."""
     tables = load_tables()
     every = {check.name for check in kernels.audit_kernels([BINARY], tables, None).checks}
     some = {check.name for check in kernels.audit_kernels([BINARY], tables, ("sm_80",)).checks}

@@ -1,4 +1,4 @@
-"""What is said of each name that a file wants or gives, and of each module that a source asks for, on facts that are made up."""
+"""What is reported about each name that a file needs or defines and each module that a source loads, on made-up facts."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -34,7 +34,7 @@ SHIMS = Shims("2.10.0", {"aoti_torch_a": "libtorch_cpu.so", "aoti_torch_c": "lib
 
 
 def _wants(*wanted: Any, ours: bool = False, gives: tuple[str, ...] = (), **more: Any) -> Any:
-    """A file that wants these symbols, of which the libraries give some."""
+    """A file that needs these symbols; the libraries define some of them."""
     closure = SimpleNamespace(absent={}, libraries={}, gives=lambda symbol: symbol.name in gives)
     dynamic = tuple(_symbol(one, False) if isinstance(one, str) else one for one in wanted)
     made = _context(ours, None, closure, dynamic=dynamic, **{key: more.pop(key) for key in ("needed", "static", "path") if key in more})  # fmt: skip
@@ -42,7 +42,7 @@ def _wants(*wanted: Any, ours: bool = False, gives: tuple[str, ...] = (), **more
     return made
 
 
-# Wanted names
+# Needed names
 
 
 def test_what_is_said_of_a_name_that_nobody_gives() -> None:
@@ -79,7 +79,7 @@ def test_the_python_that_a_file_is_built_for(name: str, wheel: str, version: str
 
 
 def test_where_a_missing_name_may_be(tmp_path: Path) -> None:
-    """The nearest cause is told: a library of torch, Python, a name that is nearly the same, a source."""
+    """The nearest cause is reported: a library of torch, Python, a similar name, a source."""
 
     def cause(
         name: str = "f()",
@@ -235,7 +235,7 @@ def test_the_file_that_is_meant() -> None:
 
 
 def test_what_a_file_brings_in(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Breadth first; RPATH holds for all below, RUNPATH, where there is one, for the library's own needs alone."""
+    """Breadth first; RPATH applies to everything below, RUNPATH, if present, only to the library's own needs."""
     torch = InstalledTorch("2.10.0", {"t.so": Path("/torch/t.so")})
     needs = {"a.so": ("b.so", "gone.so"), "t.so": ("c.so",), "b.so": ("a.so", "d.so")}
     paths = {"a.so": Search(("/ra",)), "t.so": Search(("/unused",), ("/rt",))}
@@ -272,7 +272,7 @@ def test_what_a_file_brings_in(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_what_a_library_is_judged_by(
     monkeypatch: pytest.MonkeyPatch, ours: bool, installed: str | None, asked: str | None, version: str
 ) -> None:
-    """Ours by the torch that we build with, whichever is installed, and by our tables where none are given."""
+    """Ours is judged by the torch that we build with, whatever is installed, and by our tables if none are given."""
     seen: list[Any] = []
 
     def look(context: Any) -> tuple[Check, ...]:
@@ -304,7 +304,7 @@ def test_what_a_library_is_judged_by(
 
 
 def test_the_folder_of_python(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where Python says that its library is; where it says nothing, its own folder."""
+    """The folder that Python names for its library; if it names none, Python's own folder."""
     for said, folder in (("/python/lib", "/python/lib"), (None, resolve.sys.base_prefix)):
         monkeypatch.setattr(resolve.sysconfig, "get_config_var", {"LIBDIR": said}.get)
         assert resolve.python_folder() == Path(folder)
@@ -327,7 +327,7 @@ def test_where_a_source_names_a_function(tmp_path: Path, text: str, kinds: list[
 
 
 def test_long_lists() -> None:
-    """The worst of those that are only counted is their verdict."""
+    """The verdict of the merged checks is the worst of them."""
     told_why = [
         context.failed("a", found="", expected="", why="W.", cause=cause, next_step="").why for cause in ("", "C")
     ]
@@ -341,7 +341,7 @@ def test_long_lists() -> None:
 
 
 def test_tables_of_kernels() -> None:
-    """The worst of a unit's kernels, the fewest of its blocks; a target that it lacks is empty."""
+    """The worst of a unit's kernels with the fewest blocks; empty for a target that the unit lacks."""
     row = {
         "unit": "k",
         "target": "sm_80",

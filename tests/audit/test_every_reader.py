@@ -1,4 +1,4 @@
-"""What is read out of symbol tables, indices, libraries and sources that are made up: each choice both ways, each limit on both sides."""
+"""What is read from made-up symbol tables, indices, libraries and sources: both outcomes of each choice and limit."""
 
 import json
 import struct
@@ -47,7 +47,7 @@ def _dynsym(*rows: bytes, name: str = ".dynsym") -> Section:
 
 
 def test_symbols_of_a_table() -> None:
-    """The first, and those of sections and files, are no names; of two bits of visibility internal and hidden are hidden."""
+    """The first symbol and those of sections and files are no names; visibility internal and hidden both mean hidden."""
     rows = [
         _row(5),
         *(_row(1, kind=kind) for kind in (3, 4)),
@@ -72,7 +72,7 @@ def test_symbols_of_a_table() -> None:
 
 @pytest.mark.parametrize(("place", "is_right"), [(0, True), (7, False), (256, False)])
 def test_a_hash_table_of_no_names(place: int, is_right: bool) -> None:
-    """Right where every symbol is wanted, by the number of its section."""
+    """Correct if every symbol is undefined, according to its section number."""
     table = Section(".gnu.hash", struct.pack("<4IQI", 1, 1, 1, 5, 0, 0))
     file: Any = Linked(_dynsym(_row(0, 0, place=0), _row(1, place=place)), table)
     assert (list(lookup_tables.problems_of_lookup(file)) == []) is is_right
@@ -81,7 +81,7 @@ def test_a_hash_table_of_no_names(place: int, is_right: bool) -> None:
 
 @pytest.mark.parametrize("defines", [False, True])
 def test_what_a_library_provides(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, defines: bool) -> None:
-    """Neither what it wants nor what is local; with versions, those under which it has each name, hidden ones, too."""
+    """Excludes undefined and local symbols; with versions, those of each name, including hidden ones."""
     path = tmp_path / "a.so"
     path.touch()
     rows = _dynsym(_row(0, 0, place=0), _row(1), _row(1), _row(3, 0), _row(5, place=0), _row(5, 2))
@@ -124,7 +124,7 @@ def test_files_that_the_loader_passes_over(tmp_path: Path, start: bytes, is_righ
 
 
 def test_files_of_another_form(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Code of the processor where a cubin is, a shared object without a dynamic section, tables that cannot be read, no ELF file at all."""
+    """Processor code instead of a cubin, a shared object without a dynamic section, unreadable tables, not an ELF file."""
     held: Any = Elf(e_machine="EM_X86_64")
     monkeypatch.setattr(cubin, "open_elf", lambda *_: held)
     with pytest.raises(AuditError, match="k is an ELF file for EM_X86_64, not device code"):
@@ -142,7 +142,7 @@ def test_files_of_another_form(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_folders_to_search() -> None:
-    """RPATH is without effect beside a RUNPATH; empty parts are none."""
+    """RPATH has no effect if there is a RUNPATH; empty parts are ignored."""
     origin, here = Path("/o"), "$ORIGIN/a:${ORIGIN}::/b"
     found = (Path("/o/a"), Path("/o"), Path("/b"))
     assert [Search(*paths).folders(origin) for paths in (((here,),), ((), (here,)), (("/c",), (here,)), ((here, "$ORIGINAL"),))] == [
@@ -239,7 +239,10 @@ def test_sections_of_device_code(monkeypatch: pytest.MonkeyPatch, lost: tuple[in
     (("sm_75",), None, ("sm_75",)), (None, {"targets": []}, ()),
 ])  # fmt: skip
 def test_targets_that_are_declared(monkeypatch: pytest.MonkeyPatch, asked: Any, record: Any, declared: Any) -> None:
-    """Those asked for, those of the provenance, the whole table; of none a library without binaries is a warning."""
+    """The requested targets, those of the provenance, or the whole table.
+
+    With no target, a library without binaries is a warning.
+    """
     monkeypatch.setattr(engine, "find_provenance", lambda *_: record)
     monkeypatch.setattr(engine, "read_embedded", lambda _: ("binary",))
     monkeypatch.setattr(engine, "check_provenance", lambda *given: (given[2],))
@@ -346,7 +349,7 @@ def test_versions_above_this_machines(
 
 
 def test_where_a_library_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """torch's own wins; a path is no name to search; what a file brings in is looked for once, by the first that needs it."""
+    """torch's own library wins; a path is not searched for; each library is looked up once, for the first that needs it."""
     torch = InstalledTorch("2.10.0", {"t.so": tmp_path / "torch" / "t.so"})
     for name in ("t.so", "u.so"):
         (tmp_path / name).write_text("a script")
@@ -399,7 +402,7 @@ def test_what_this_python_exports(
 
 
 def test_sources_that_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Files that are not too large; a folder may be called as one."""
+    """Files that are not too large; a folder may have a file's name."""
     text = "int f();\n"
     (tmp_path / "folder.cpp").mkdir()
     (tmp_path / "a.cpp").write_text(text)

@@ -1,4 +1,4 @@
-"""What the audit reads out of a file's tables, each fault alone and each limit on both sides, on tables that are made up."""
+"""What the audit reads from made-up tables of a file: each fault by itself, and both sides of each limit."""
 
 import struct
 import zipfile
@@ -15,7 +15,7 @@ from flashmoe_tools.tables import load_tables
 
 
 class Section(dict[str, Any]):
-    """As much of a section of pyelftools as the audit takes. Tags are (name, value)."""
+    """The parts of pyelftools' Section that the audit uses. Tags are (name, value)."""
 
     def __init__(self, name: str, content: bytes = b"", tags: tuple[tuple[str, int], ...] = (), **fields: Any) -> None:
         super().__init__({"sh_type": "SHT_RELA", "sh_size": len(content), "sh_info": 0, **fields})
@@ -29,7 +29,7 @@ class Section(dict[str, Any]):
 
 
 class Elf(dict[str, Any]):
-    """As much of a file of pyelftools."""
+    """The parts of pyelftools' ELFFile that the audit uses."""
 
     def __init__(self, *sections: Section, segments: tuple[Any, ...] = (), **fields: Any) -> None:
         super().__init__({"e_machine": "EM_X86_64", **fields})
@@ -66,7 +66,7 @@ def test_the_header(at: int, value: int, is_right: bool) -> None:
     content[54] = 56
     content[at] = value
     assert bool(mapping._header(bytes(content))) is not is_right
-    content[6] = content[20] = 2  # the same version in both places, and no known one
+    content[6] = content[20] = 2  # the same, unknown version in both places
     assert mapping._header(bytes(content))
 
 
@@ -85,7 +85,7 @@ DYNAMIC = "PT_DYNAMIC"
     ([_segment(), _segment("PT_NOTE", 9999)], []), ([_segment(), _segment("PT_GNU_RELRO", 4096, 1)], [OUTSIDE]),
 ])  # fmt: skip
 def test_segments(segments: list[Any], told: list[str]) -> None:
-    """In a file of 4096 bytes."""
+    """A file of 4096 bytes."""
     loads = [segment for segment in segments if segment["p_type"] == "PT_LOAD"]
     found = list(mapping._segments(_file(segments=tuple(segments)), loads, 4096))
     assert [words for words, line in zip(told, found, strict=True) if words not in line] == []
@@ -99,7 +99,7 @@ def test_segments(segments: list[Any], told: list[str]) -> None:
     ((), 0, 0, 0, []), ((), 4096, 99, 0, ["of type 99, by symbol 0 of 2"]), ((), 4096, 8, 2, ["by symbol 2 of 2"]), ((), 0, 99, 2, ["of 2", "not writable"]),
 ])  # fmt: skip
 def test_relocations(name: str, tags: Any, place: int, kind: int, symbol: int, told: list[str]) -> None:
-    """Writable are 64 bytes from 4096 on; 64 from 8192 on are not."""
+    """64 bytes from 4096 on are writable; 64 from 8192 on are not."""
     loads = [_segment(at=4096, size=64), _segment(at=8192, size=64, flags=5)]
     rows = Section(name, _relations((place, symbol << 32 | kind)))
     found = list(mapping._relations(_file(rows, Section(".dynsym", bytes(48)), Section(".dynamic", tags=tags)), loads))
@@ -164,7 +164,7 @@ def _hash_table(
 
 
 def test_hash_tables() -> None:
-    """Every name is found, or said by its own name."""
+    """Every name is either found or reported by its own name."""
     names, every = sorted([b"f", b"g", b"hh"], key=lambda name: lookup_tables.gnu_hash(name) % 2), (1 << 64) - 1
     table = [b"", b"open", *names]
     assert list(lookup_tables._hashes(_hash_table(table, 2, 2, (every,)), table)) == []
@@ -179,7 +179,7 @@ def test_hash_tables() -> None:
             damaged = bytearray(_hash_table(table, 2, 2, (every,)))
             damaged[at] ^= bit
             assert list(lookup_tables._hashes(bytes(damaged), table)) == [f".gnu.hash does not lead to {name.decode()}"]
-    for at in (28, 24):  # a bucket of its own
+    for at in (28, 24):  # the bucket itself
         damaged = bytearray(_hash_table(table, 2, 2, (every,)))
         damaged[at] ^= 1
         assert list(lookup_tables._hashes(bytes(damaged), table)) == [".gnu.hash has other buckets than its symbols"]
@@ -194,7 +194,7 @@ class Versions(Section):
 @pytest.mark.parametrize("name", [".gnu.version_r", ".gnu.version_d"])
 @pytest.mark.parametrize(("version", "change", "is_right"), [(1, 0, True), (2, 0, False), (1, 1, False)])
 def test_versions_of_symbols(name: str, version: int, change: int, is_right: bool) -> None:
-    """Those asked of a library, and those that it gives."""
+    """Versions required from a library, and versions that it defines."""
     value = lookup_tables.elf_hash(b"V_1") ^ change
     entry = {"vn_version": version} if name.endswith("r") else {"vd_version": version, "vd_hash": value, "vd_ndx": 2}
     asked = {"vna_hash": value, "vna_other": 0x8002} if name.endswith("r") else {}
@@ -226,7 +226,7 @@ def _attribute(number: int, *values: int) -> bytes:
 
 @pytest.mark.parametrize(("reserved", "static", "held"), [(False, 2000, 2000), (True, 2000, 976), (True, 8, 0)])
 def test_kernels_of_a_cubin(reserved: bool, static: int, held: int) -> None:
-    """Only functions that are defined and have launch attributes are kernels; stack is the larger of two numbers."""
+    """Only defined functions with launch attributes are kernels; the stack size is the larger of two numbers."""
     shared = _attribute(0x2F, 2, 40) + _attribute(0x11, 2, 8) + _attribute(0x12, 2, 16) + _attribute(0x11, 3, 99) + _attribute(0x2F, 2)  # fmt: skip
     own = _attribute(5, 32, 2, 3) + bytes([3, 0x19]) + struct.pack("<H", 300)
     contents = {".nv.info": shared, ".text.k": bytes(7), ".nv.shared.k": bytes(static), ".nv.local.k": b"123"}
@@ -263,7 +263,7 @@ def test_entries_of_a_ptx_module() -> None:
 
 
 def test_a_block_that_does_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By a limit of the multiprocessor alone; no second reason is given beside a first one."""
+    """Because of a limit of the multiprocessor; not reported if there is another reason already."""
     monkeypatch.setattr(launch, "block_limits", lambda *_, **__: [SimpleNamespace(blocks=0, resource="threads")])
     for threads, told in ((128, "no block fits on a multiprocessor of sm80, by its threads"), (1025, "1025 threads per block, the limit is 1024")):  # fmt: skip
         need = launch.Need("k", "k", "sm_80", 32, threads, 0, 0, 0)

@@ -1,4 +1,4 @@
-"""What is read and said of wheels, their members and sources that are made up: each choice both ways, each limit on both sides."""
+"""What is read and reported about made-up wheels, members and sources: both outcomes of each choice and limit."""
 
 import io
 import json
@@ -35,7 +35,10 @@ def _wheel(tmp_path: Path, members: dict[str, bytes]) -> inputs.Wheel:
 
 
 def test_what_is_kept_of_a_wheel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Texts up to a size, metadata of any, together up to another; shared objects lie on the disk, other files nowhere."""
+    """Texts up to a size limit, all metadata, and both together up to another limit.
+
+    Shared objects are kept on disk, other files not at all.
+    """
     metadata = {f"a-1.dist-info/{name}": b"x" * 12 for name in ("WHEEL", "METADATA", "RECORD")}
     texts = {
         "a/b.py": b"12345678",
@@ -208,7 +211,7 @@ def test_files_of_our_package(extensions: tuple[str, ...], ours: bool, count: in
 
 
 def test_symbols_of_a_wheel_are_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of all its shared objects, in both tables; a stripped one has the dynamic table alone."""
+    """Counted over all its shared objects and both tables; a stripped one only has the dynamic table."""
     rows = tuple(_symbol(name) for name in "ab")
     facts = {"a.so": _elf(dynamic=rows, static=rows), "b.so": _elf(dynamic=rows), "c.so": None}
     wheel = SimpleNamespace(extensions=tuple(facts), root=tmp_path, is_ours=False)
@@ -223,7 +226,7 @@ def test_symbols_of_a_wheel_are_counted(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 def test_streams_of_hashes() -> None:
-    """A member that goes nowhere is hashed, too."""
+    """A member that is not stored is hashed too."""
     with zipfile.ZipFile(io.BytesIO(), "w") as archive:
         archive.writestr("a", b"abc")
         member = archive.getinfo("a")
@@ -310,7 +313,7 @@ def test_lines_of_the_record(lines: str, found: str) -> None:
 
 
 def test_names_of_inputs(tmp_path: Path) -> None:
-    """As they were given; an audit of nothing takes no minute."""
+    """Names are kept as given; an audit of nothing takes less than a minute."""
     (tmp_path / "link.so").symlink_to("gone")
     report = engine.audit(tmp_path / "link.so")
     assert (report.data["path"], report.seconds < 60) == ("link.so", True)
@@ -336,7 +339,7 @@ def test_symbol_tables_and_other_pythons(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_data_of_the_shims(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of each library its own, of both the processor's."""
+    """Each library's own names; a name that both export belongs to libtorch_cpu."""
     exports = {"c": {"aoti_torch_b", "aoti_torch_a", "f"}, "g": {"aoti_torch_a", "aoti_torch_c"}}
     torch = InstalledTorch("2.10.0+cpu", {"libtorch_cpu.so": Path("c"), "libtorch_cuda.so": Path("g")})
     monkeypatch.setattr(torch_libraries, "installed_torch", lambda: torch)

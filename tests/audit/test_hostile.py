@@ -1,4 +1,4 @@
-"""Wheels and names made to exhaust, to forge or to confuse; and output that cannot show them."""
+"""Wheels and names made to exhaust, forge or confuse, and output streams that cannot show them."""
 
 import io
 import zipfile
@@ -22,7 +22,7 @@ def files(workshop: Workshop) -> dict[str, bytes | str]:
 
 
 def test_many_members_share_one_budget(workshop: Workshop, files: dict[str, bytes | str]) -> None:
-    """Each is far below every limit of one member; together they are a bomb."""
+    """Each member is far below every limit; together they are a zip bomb."""
     bomb = {f"science/part{n}.txt": b"\0" * (1 << 20) for n in range(24)}
     check = named(audit(workshop.wheel({**files, **bomb}, name=NAME)), "input: damaged wheel")
     assert "its members unpack from" in check.found
@@ -40,7 +40,7 @@ def test_text_in_memory_has_a_budget(
 def test_large_data_is_read_in_pieces(
     workshop: Workshop, files: dict[str, bytes | str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """RECORD is checked without ever holding a member whole."""
+    """RECORD is checked without ever holding a complete member in memory."""
     path = workshop.wheel({**files, "science/data.bin": bytes(range(256)) * 4096}, name=NAME)
 
     def refuse(self: zipfile.ZipFile, name: str) -> bytes:

@@ -1,4 +1,4 @@
-"""Wheels whose import fails: this interpreter and its loader say so, and the audit has to say it without them."""
+"""Wheels whose import fails: the interpreter and its loader report it, and the audit must find it without them."""
 
 import platform
 import subprocess
@@ -16,7 +16,8 @@ HERE = f"{sys.version_info.major}{sys.version_info.minor}"
 MACHINE = platform.machine()
 NAME = f"science-1.0-cp{HERE}-cp{HERE}-linux_{MACHINE}.whl"
 LIB = f"science-1.0.data/data/lib/python3.{HERE[1:]}/site-packages"
-# An empty module, of the stable part of PyModuleDef: reference count, type, init, index, copy, name, doc, size, methods and on.
+# An empty module, using the stable part of PyModuleDef: reference count, type, init, index, copy, name, doc, size,
+# methods and so on.
 MODULE = """
 extern "C" void* PyModule_Create2(void*, int);
 static void* definition[16] = {(void*)1, 0, 0, 0, 0, (void*)"_C", 0, (void*)-1};
@@ -42,7 +43,7 @@ def helper(workshop: Workshop) -> Path:
 
 
 def outcome(wheel: Path, folder: Path) -> tuple[int, str]:
-    """Unpacked as pip does it, and imported by this interpreter."""
+    """Unpacks the wheel like pip and imports it with this interpreter."""
     with zipfile.ZipFile(wheel) as archive:
         for member in sorted(archive.infolist(), key=lambda m: ".data/" in m.filename):
             path = folder / installed_name(member.filename)
@@ -76,7 +77,7 @@ def sound_wheels(workshop: Workshop) -> dict[str, Files]:
 
 
 def broken_wheels(workshop: Workshop) -> dict[str, tuple[Files, str]]:
-    """Each with the name of the check that must fail."""
+    """Each broken wheel with the name of the check that must fail."""
     library = helper(workshop)
     content, extension = library.read_bytes(), built(workshop)
     libs = {"science.libs/libhelper.so": content}
@@ -121,7 +122,7 @@ def test_what_does_not_import_fails(workshop: Workshop, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("option", ["audit", "depaudit", "filter", "auxiliary"])
 def test_libraries_that_the_loader_would_run_instead(workshop: Workshop, option: str) -> None:
-    """A filter's symbols come from another library; an audit library runs in every tool that asks the loader about the file."""
+    """A filter gets its symbols from another library; an audit library runs in every tool that asks the loader."""
     link = f"-Wl,--{option},libaud.so"
     report = audit(workshop.wheel(files(built(workshop, MODULE, link)), name=NAME))
     assert named(report, "loaded beside DT_NEEDED").found == f"DT_{option.upper()} libaud.so"

@@ -1,4 +1,4 @@
-"""Fails closed: nothing that could not be read is ever a pass, and each kind says what it is."""
+"""Fails closed: anything that could not be read is never a pass, and each kind is named."""
 
 import os
 import struct
@@ -46,7 +46,7 @@ def test_what_is_no_library_says_what_it_is(tmp_path: Path, case: str) -> None:
 
 
 def test_a_huge_file_is_refused_unread(sound: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """64 GB of holes: no ELF file by its first bytes, then one that is too large to be read into memory."""
+    """64 GB of holes: first not an ELF file by its first bytes, then one too large to read into memory."""
 
     def refuse(self: Path) -> bytes:
         raise AssertionError(f"{self.name} was read whole")
@@ -66,7 +66,7 @@ def test_a_folder_by_its_dot_has_a_name(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 def test_unreadable_file(sound: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The tests may run as root, who can read everything; so the refusal is the operating system's error itself."""
+    """Raises the operating system's error itself, because the tests may run as root, who can read everything."""
 
     def deny(self: Path) -> bytes:
         raise PermissionError(13, "Permission denied")
@@ -133,7 +133,7 @@ def test_archive_is_no_extension(workshop: Workshop) -> None:
 @settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.data())
 def test_damage_anywhere_is_typed(sound: Path, tmp_path: Path, data: st.DataObject) -> None:
-    """Whatever a few flipped bytes do to the headers and tables, the answer is facts or a typed error."""
+    """Whatever a few flipped bytes do to headers and tables, the result is facts or a typed error."""
     content = bytearray(sound.read_bytes())
     places = st.one_of(
         st.integers(0, 63), st.integers(len(content) - 3000, len(content) - 1), st.integers(0, len(content) - 1)

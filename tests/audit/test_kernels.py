@@ -1,4 +1,4 @@
-"""Embedded kernels: a dtype or target that is missing, bf16 where there is none, tiles that do not fit, and damaged cubins and index."""
+"""Embedded kernels: missing dtypes or targets, bf16 on hardware without it, tiles that do not fit, damaged data."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -28,7 +28,7 @@ from flashmoe_tools.tables import Tables, Unit
 
 @dataclass(frozen=True)
 class Lab:
-    """A sound library's rows, and the audit of a library of other rows."""
+    """A valid library's rows, and the audit of a library with other rows."""
 
     workshop: Workshop
     rows: tuple[Row, ...]
@@ -38,7 +38,7 @@ class Lab:
         return next(u for u in self.tables.units() if u.dtype == dtype and u.target.name == target)
 
     def with_row(self, new: Row) -> list[Row]:
-        """The rows with the one of that name and target replaced."""
+        """The rows with the row of the same name and target replaced."""
         return [new if (row.name, row.target) == (new.name, new.target) else row for row in self.rows]
 
     def first(self, **changes: Any) -> list[Row]:
@@ -46,13 +46,13 @@ class Lab:
         return [replace(self.rows[0], **changes), *self.rows[1:]]
 
     def compiled(self, dtype: str, target: str, arch: str = "", **source: Any) -> list[Row]:
-        """The rows with one unit's binary compiled from another source, or for another architecture."""
+        """The rows with one unit's binary compiled from another source or for another architecture."""
         unit = self.unit(dtype, target)
         content = device_code(kernel_source([s for _, s in unit.entries]), arch) if arch else b""
         return self.with_row(replace(row_of(unit), content=content) if arch else row_of(unit, **source))
 
     def extra(self, name: str, target: str) -> list[Row]:
-        """The rows and one more, of a kernel that no table has."""
+        """The rows plus one for a kernel that is in no table."""
         symbol = f"flashmoe_{name}_full"
         return [*self.rows, Row(name, target, device_code(kernel_source([symbol]), target), (symbol,), 0, 128)]
 
@@ -66,7 +66,7 @@ def lab(workshop: Workshop, rows: tuple[Row, ...], tables: Tables) -> Lab:
 
 
 def edited(row: Row) -> Row:
-    """One byte of machine code changed; the index still states the old sha256."""
+    """Changes one byte of machine code; the index still has the old sha256."""
     place = len(row.content) // 2
     content = row.content[:place] + bytes([row.content[place] ^ 1]) + row.content[place + 1 :]
     return replace(row, content=content, sha256=row.digest)
@@ -74,7 +74,7 @@ def edited(row: Row) -> Row:
 
 D64 = "attention_forward_sm80_{}_d64"
 SPILLING = "float many[100]; for (int i = 0; i < 100; ++i) many[i] = out[i]; out[0] = many[n];"
-# What is wrong: the rows (and options) of the library, the failure's name, and words of the failure.
+# Fault: the rows (and options) of the library, the failure's name, and words of the failure.
 FAULTS: dict[str, tuple[Callable[[Lab], Any], str, tuple[str, ...]]] = {
     "F5, a dtype is missing": (
         lambda lab: [row for row in lab.rows if (row.name, row.target) != (D64.format("bf16"), "sm_80")],
@@ -170,7 +170,7 @@ FAULTS: dict[str, tuple[Callable[[Lab], Any], str, tuple[str, ...]]] = {
         ("is cut short",),
     ),
 }  # fmt: skip
-# A library with one of these has that failure and no other.
+# A library with one of these faults has only that failure.
 ALONE = {"F5, a dtype is missing", "outside the table", "another architecture", "without the architecture's own features",
          "edited with its index", "unknown to the provenance", "other threads than the table's",
          "parameters of another layout"}  # fmt: skip
@@ -226,7 +226,7 @@ def test_nothing_that_could_be_launched_is_no_pass() -> None:
 
 
 def test_f15_shared_memory_over_the_limit_of_one_gpu(lab: Lab) -> None:
-    """120 KiB fit an A100 and an H100; a sm_80 binary runs on sm_86 and sm_89 too, where they do not."""
+    """120 KiB fit an A100 and an H100; an sm_80 binary also runs on sm_86 and sm_89, where they do not."""
     unit = lab.unit("f16", "sm_80")
     report = lab.judge(lab.with_row(replace(row_of(unit), smem_dynamic=122880)))
     check = named(report, f"not launchable: {unit.entries[0][1]} on sm86")
@@ -287,7 +287,7 @@ def test_section_is_missing(lab: Lab, section: str) -> None:
 
 
 def test_local_memory_that_the_table_allows_is_no_warning(lab: Lab) -> None:
-    """What we decided to accept is said once, with its size, and leaves the verdict PASS."""
+    """What we decided to accept is reported once, with its size, and does not change the verdict PASS."""
     rows = tuple(replace(row, allow={"spill": "one word"}) for row in lab.tables.kernels)
     tables = replace(lab.tables, kernels=rows)
     report = audit(lab.workshop.library(lab.compiled("f16", "sm_80", body=SPILLING)), tables=tables)
@@ -305,7 +305,7 @@ def test_cpu_only_build_is_a_warning(lab: Lab) -> None:
 
 
 def test_no_target_beside_binaries_is_no_cpu_only_build(lab: Lab) -> None:
-    """What the record states decides nothing that the file itself says."""
+    """The record decides nothing that the file itself shows."""
     report = lab.judge(lab.rows, targets=[])
     assert named(report, "provenance: targets").found.startswith("none stated")
     assert not [check for check in report.checks if "CPU-only" in check.found]

@@ -1,4 +1,4 @@
-"""Occupancy and limits against numbers worked out by hand from the programming guide."""
+"""Occupancy and limits, against numbers computed by hand from the programming guide."""
 
 import pytest
 
@@ -21,7 +21,7 @@ def launch(gpu: str, *, registers: int | None = 64, threads: int = 128, static: 
 @pytest.mark.parametrize(
     ("gpu", "registers", "threads", "dynamic", "blocks", "limited_by"),
     [
-        ("sm80", 168, 128, 0, 3, "registers"),  # 5,376 a warp; 3 warps a scheduler; 12 warps of 4
+        ("sm80", 168, 128, 0, 3, "registers"),  # 5,376 per warp; 3 warps per scheduler; 12 warps, in blocks of 4
         ("sm80", 128, 128, 0, 4, "registers"),
         ("sm80", 32, 128, 0, 16, "threads"),  # 2,048 threads
         ("sm86", 32, 128, 0, 12, "threads"),  # 1,536 threads

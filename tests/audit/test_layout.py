@@ -1,4 +1,4 @@
-"""Zip archives that hold more than their central directory says, or another thing than it says."""
+"""Zip archives that contain more than, or something else than, their central directory describes."""
 
 import io
 import struct
@@ -25,7 +25,7 @@ MEMBERS = {
 
 
 class Unseekable(io.BytesIO):
-    """A stream to which zipfile writes data descriptors behind the members, as to a pipe."""
+    """A stream that makes zipfile write data descriptors after the members, as for a pipe."""
 
     def seek(self, *_: object) -> int:
         raise io.UnsupportedOperation
@@ -57,7 +57,7 @@ def directory(content: bytes) -> int:
 
 
 def moved(content: bytes, at: int, more: bytes) -> bytes:
-    """``more`` put in before the central directory at byte ``at``, with every offset behind it right again."""
+    """``more`` inserted before the central directory at byte ``at``, with all later offsets corrected."""
     start = directory(content)
     body, rest = content[:at] + more + content[at:start], bytearray(content[start:])
     struct.pack_into("<L", rest, len(rest) - 6, start + len(more))
@@ -78,20 +78,20 @@ def test_every_form_that_zipfile_writes_passes(stream: type[io.BytesIO], zip64: 
 
 
 def test_more_members_than_the_short_end_record_counts() -> None:
-    """zipfile writes the zip64 end record from 65,536 members on."""
+    """zipfile writes the zip64 end record for 65,536 members or more."""
     content = packed({f"m/{number}": b"" for number in range(1 << 16)})
     assert b"PK\6\6" in content[-200:]
     assert problem(content) == ""
 
 
 def test_compressed_data_of_several_reads() -> None:
-    """Of which every read but the last ends with nothing left over and no end."""
+    """Every read but the last ends with nothing left over, before the end of the data."""
     noise = Random(1).randbytes(300_000)
     assert problem(packed({**MEMBERS, "science/data": noise}, method=zipfile.ZIP_DEFLATED)) == ""
 
 
 def test_data_that_end_with_a_read_and_more_behind() -> None:
-    """One stored block of as many bytes as are read at once: what is hidden behind it is not in the same read."""
+    """One stored block as large as a read: what is hidden after it is not in the same read."""
     text = b"x" * ((1 << 16) - 5)
     block = b"\1" + struct.pack("<2H", len(text), len(text) ^ 0xFFFF) + text
     for hidden in (b"", b"hidden", block):
@@ -102,7 +102,10 @@ def test_data_that_end_with_a_read_and_more_behind() -> None:
 
 
 def test_data_that_do_not_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In what the member claims, or in the file at all, as a stored block does that is longer: a reader that waits for more waits for ever."""
+    """The data do not end within the claimed size, or within the file, like a stored block that is longer.
+
+    A reader that waits for more would wait forever.
+    """
     block = b"\1" + struct.pack("<2H", 9, 9 ^ 0xFFFF) + b"123456789"
     member = zipfile.ZipInfo("a")
     member.compress_type = zipfile.ZIP_DEFLATED
@@ -119,12 +122,12 @@ def test_data_that_do_not_end(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: object) -> bool:
         raise AssertionError
 
-    monkeypatch.setattr(layout, "_is_filled", refuse)  # of sizes that stand before the data no reader goes by the data
+    monkeypatch.setattr(layout, "_is_filled", refuse)  # if the sizes come before the data, no reader follows the data
     assert problem(packed(method=zipfile.ZIP_DEFLATED)) == ""
 
 
 def test_names_fields_and_comments_of_members() -> None:
-    """A name without the flag for UTF-8 is one of code page 437; folders are empty."""
+    """A name without the UTF-8 flag is in code page 437; folders are empty."""
     target, stamp = io.BytesIO(), struct.pack("<2H4s", 0x5455, 4, b"time") + struct.pack("<2H", 7, 0)
     with zipfile.ZipFile(target, "w") as archive:
         for name in (*MEMBERS, "science/größe", "science/aa.txt", "science/folder/"):
@@ -149,7 +152,7 @@ def test_names_fields_and_comments_of_members() -> None:
 )
 @pytest.mark.parametrize("stream", [io.BytesIO, Unseekable], ids=["sizes", "descriptors"])
 def test_fields_of_a_local_header(stream: type[io.BytesIO], at: int, told: str) -> None:
-    """Of a member with a descriptor its sizes and checksum may stand before it, too, if they are right."""
+    """A member with a descriptor may also have its size and checksum in the header, if they are correct."""
     content = bytearray(packed(stream=stream()))
     start = directory(bytes(content))
     right = content[start + at + 2 : start + at + 6] if at >= 14 else content[at : at + 2]
@@ -161,7 +164,7 @@ def test_fields_of_a_local_header(stream: type[io.BytesIO], at: int, told: str) 
 
 @pytest.mark.parametrize("at", range(4, 22))
 def test_no_byte_of_the_end_record_can_change(at: int) -> None:
-    """Numbers of disks, counts, the directory's length and place, the length of a comment."""
+    """Disk numbers, counts, the directory's size and position, the length of the comment."""
     content = packed()
     changed = bytearray(content)
     changed[len(content) - 22 + at] ^= 1
@@ -171,7 +174,7 @@ def test_no_byte_of_the_end_record_can_change(at: int) -> None:
 
 @pytest.mark.parametrize("wrong", [b"PK\6\6", b"PK\6\5", b"PK\5\6", b"xxxx"])
 def test_a_zip64_end_record_begins_as_one(wrong: bytes) -> None:
-    """Behind a directory that the short record states, too: readers that look for the long one differ on what a wrong one is."""
+    """Even if the short record describes the directory: readers that look for the long one disagree about a wrong one."""
     content = packed()
     start, end = directory(content), content[-22:]
     count, length = struct.unpack_from("<HL", end, 10)
@@ -188,7 +191,7 @@ LOCAL = packed({"science/__init__.py": b"import os\n"})[: directory(packed({"sci
 
 
 def named_twice() -> bytes:
-    """A member with Info-ZIP's field for a name in Unicode, which has another name."""
+    """A member with Info-ZIP's Unicode name field, which holds another name."""
     target, name = io.BytesIO(), b"evil/__init__.py"
     with zipfile.ZipFile(target, "w") as archive:
         for member, content in MEMBERS.items():
@@ -201,7 +204,7 @@ def named_twice() -> bytes:
 
 
 def hidden_in_a_member() -> bytes:
-    """A second local member between the end of a member's compressed data and its data descriptor."""
+    """A second local member between a member's compressed data and its data descriptor."""
     content = packed({"a.py": b"a = 1\n", **MEMBERS}, Unseekable(), method=zipfile.ZIP_DEFLATED)
     name, extra = struct.unpack_from("<2H", content, 26)
     start, (crc, size) = directory(content), struct.unpack_from("<2L", content, directory(content) + 16)
@@ -233,7 +236,7 @@ def hidden_in_a_member() -> bytes:
     ],
 )  # fmt: skip
 def test_what_only_some_readers_see_is_refused(content: bytes, told: str, tmp_path: Path) -> None:
-    """A second member before the archive, before the first member and before the directory; trailing bytes; a comment; names."""
+    """A second member before the archive, the first member or the directory; trailing bytes; a comment; names."""
     path = tmp_path / NAME
     path.write_bytes(content)
     with pytest.raises(AuditError, match="is not a valid wheel") as refused:
@@ -244,7 +247,7 @@ def test_what_only_some_readers_see_is_refused(content: bytes, told: str, tmp_pa
 @given(st.integers(0, len(SOUND)), st.binary(min_size=1, max_size=40), st.booleans())
 @settings(max_examples=150, deadline=None)
 def test_no_byte_can_be_added(at: int, more: bytes, is_moved: bool) -> None:
-    """Wherever bytes are put in, with offsets corrected or not, the archive is refused, here or by zipfile."""
+    """Wherever bytes are inserted, with or without corrected offsets, the archive is refused, here or by zipfile."""
     content = moved(SOUND, at, more) if is_moved and at <= directory(SOUND) else SOUND[:at] + more + SOUND[at:]
     if content == SOUND:
         return
@@ -258,7 +261,7 @@ def test_no_byte_can_be_added(at: int, more: bytes, is_moved: bool) -> None:
 @given(st.integers(0, len(SOUND) - 1), st.integers(1, 255))
 @settings(max_examples=150, deadline=None)
 def test_no_byte_of_a_header_can_be_changed_unseen(at: int, by: int) -> None:
-    """What can still be changed: content, under its checksum, and fields that no reader places anything by."""
+    """What may still change: content, which has a checksum, and fields by which no reader locates anything."""
     content = bytearray(SOUND)
     content[at] = (content[at] + by) % 256
     try:

@@ -1,4 +1,4 @@
-"""What the loader of another machine would refuse."""
+"""What another machine's loader would refuse."""
 
 from pathlib import Path
 
@@ -10,7 +10,7 @@ from flashmoe_tools.tables import Tables
 
 
 def test_glibc_above_the_floor(workshop: Workshop, rows: tuple[Row, ...], tables: Tables) -> None:
-    """A version above the floor, bound by hand so that it does not depend on the machine's own glibc."""
+    """A version above the floor, bound explicitly so that it does not depend on this machine's glibc."""
     host = (
         HOST
         + 'extern "C" int sigaltstack_new();\n__asm__(".symver sigaltstack_new, stat@GLIBC_2.33");\nint keep = sigaltstack_new();\n'
@@ -24,8 +24,10 @@ def test_glibc_above_the_floor(workshop: Workshop, rows: tuple[Row, ...], tables
 def test_packed_relocations_need_a_loader_above_the_floor(
     workshop: Workshop, rows: tuple[Row, ...], tables: Tables
 ) -> None:
-    """GLIBC_ABI_DT_RELR has no number to compare; a loader below glibc 2.36 does not know it and refuses the file. Without the
-    version it would load the file and leave the pointers as they are."""
+    """GLIBC_ABI_DT_RELR has no number to compare; a loader below glibc 2.36 does not know it and refuses the file.
+
+    Without the version it would load the file and leave the pointers unrelocated.
+    """
     host = HOST + "static int value; int* pointers[4] = {&value, &value, &value, &value};\n"
     packed = ["-Wl,-z,pack-relative-relocs"]
     assert only_failure(audit(workshop.library(rows, host=host, link=packed), tables=tables), "version floor: DT_RELR")
@@ -84,7 +86,7 @@ def test_text_relocations(workshop: Workshop, rows: tuple[Row, ...], tables: Tab
 
 
 def test_policy_is_auditwheels(tables: Tables) -> None:
-    """The version floor in policy.toml is the highest that auditwheel's own policy of that name has."""
+    """The version floor in policy.toml is the highest version in auditwheel's policy of that name."""
     from auditwheel.architecture import Architecture
     from auditwheel.libc import Libc
     from auditwheel.policy import WheelPolicies

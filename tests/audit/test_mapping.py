@@ -1,4 +1,4 @@
-"""A shared object whose headers say one thing to the loader and another to a reader of sections."""
+"""A shared object whose headers mean one thing to the loader and another to a reader of sections."""
 
 import struct
 import subprocess
@@ -29,7 +29,7 @@ def library(workshop: Workshop) -> Path:
 
 
 def tag(name: str, value: int | None = None, number: int | None = None) -> Edit:
-    """One entry of the dynamic section with another value, or as another tag."""
+    """One entry of the dynamic section with another value or tag."""
 
     def edit(content: bytearray, elf: ELFFile) -> None:
         section = elf.get_section_by_name(".dynamic")
@@ -52,7 +52,7 @@ def header(at: int, value: int) -> Edit:
 
 
 def second_dynamic(content: bytearray, elf: ELFFile) -> None:
-    """PT_DYNAMIC leads the loader to a copy that is not the section: here to zeros."""
+    """PT_DYNAMIC points to a copy instead of the section, here to zeros."""
     place = next(i for i, s in enumerate(elf.iter_segments()) if s["p_type"] == "PT_DYNAMIC")
     at = elf["e_phoff"] + 56 * place + 8
     struct.pack_into("<2Q", content, at, 8, 8)
@@ -100,7 +100,7 @@ DAMAGE: dict[str, tuple[Edit, str]] = {
     "a symbol without a version": (section_size(".gnu.version", -2), "a table inside cannot be read"),
     "a version without a symbol": (section_size(".gnu.version", 2), "a table inside cannot be read"),
 }
-# What glibc reads past: it depends on the memory behind, on the loader's age, or on the symbol that is asked for.
+# What glibc does not notice: it depends on the following memory, the loader's age, or the symbol that is requested.
 UNNOTICED = {
     "more in the file than in memory",
     "symbol size",
@@ -114,7 +114,10 @@ UNNOTICED = {
 
 @pytest.mark.parametrize("kind", DAMAGE)
 def test_what_the_loader_refuses_or_crashes_on_fails(library: Path, tmp_path: Path, kind: str) -> None:
-    """Each in one field. This machine's loader refuses, asserts, crashes or does not find the function, but for UNNOTICED."""
+    """Each fault is in one field.
+
+    Except for UNNOTICED, this machine's loader refuses, asserts, crashes or does not find the function.
+    """
     edit, told = DAMAGE[kind]
     with library.open("rb") as stream:
         content = bytearray(stream.read())
@@ -129,7 +132,7 @@ def test_what_the_loader_refuses_or_crashes_on_fails(library: Path, tmp_path: Pa
 
 
 def test_what_linkers_write_passes(workshop: Workshop, library: Path) -> None:
-    """Every form of hash table, packed relocations, an initialiser of another name, and a library that exports nothing."""
+    """Every kind of hash table, packed relocations, an initialiser with another name, and a library without exports."""
     forms = [
         ["-Wl,--hash-style=sysv"],
         ["-Wl,--hash-style=both"],

@@ -16,7 +16,7 @@ NVDISASM = SITE / "triton" / "backends" / "nvidia" / "bin" / "nvdisasm"  # comes
 
 
 def session_library() -> Path | None:
-    """The library that this session says it has; one that is named and missing is an error, not a reason to skip."""
+    """The library that this session names; an error if it is missing, not a reason to skip."""
     stated = os.environ.get("FLASHMOE_LIBRARY")
     if stated:
         assert Path(stated).is_file(), f"FLASHMOE_LIBRARY={stated} is no file"
@@ -55,15 +55,16 @@ def loops(listing: str) -> list[list[str]]:
         elif re.search(r"/\*[0-9a-f]{4,}\*/\s+\S", line):
             code.append(line)
             branch = re.search(r"BRA\b.*`\((\.L_x_\d+)\)", line)
-            if branch and branch[1] in labels:  # backwards
+            if branch and branch[1] in labels:  # a backward branch
                 found.append(code[labels[branch[1]] :])
     return found
 
 
 def test_plain_loops_of_ragged_prefill_reuse_their_operands(tmp_path: Path) -> None:
-    """docs/notebook/2026-11-23-attention-ragged.md, "Registers of the plain loop": code elsewhere in the kernel moves its registers.
+    """The plain loops reuse at least as many operands as in today's kernels.
 
-    What today's kernels have; before keys ascended it was 42, 92 and 154.
+    See docs/notebook/2026-11-23-attention-ragged.md, "Registers of the plain loop": code elsewhere in the kernel moves
+    the loop's registers. Before keys ascended the counts were 42, 92 and 154.
     """
     library = session_library()
     if library is None:

@@ -1,4 +1,4 @@
-"""Damage and machines that no builder makes: what the audit's readers say of them, each by its own words."""
+"""Damaged files and other machines that no builder makes: what the audit's readers report about them."""
 
 import builtins
 import io
@@ -29,7 +29,7 @@ from flashmoe_tools.report import Verdict, read_report
 
 @pytest.fixture(scope="module")
 def library(sound: Path) -> bytes:
-    """Sound until a test changes it."""
+    """A valid library, until a test changes it."""
     return sound.read_bytes()
 
 
@@ -40,7 +40,7 @@ def changed(content: bytes, place: int, form: str, value: int) -> bytes:
 
 
 def section_place(content: bytes, name: str, field: int) -> int:
-    """Where a field of a section's header lies: offset 24, size 32."""
+    """The file offset of a field of a section's header: field 24 is the offset, 32 the size."""
     file = ELFFile(io.BytesIO(content))
     index = next(number for number, section in enumerate(file.iter_sections()) if section.name == name)
     return int(file["e_shoff"] + index * file["e_shentsize"] + field)
@@ -59,7 +59,7 @@ def test_sections_that_are_longer_than_the_file(library: bytes) -> None:
 
 
 class Section(dict[str, int]):
-    """A table without entries, of these bytes."""
+    """A table without entries, with these bytes."""
 
     name = ".symtab"
 

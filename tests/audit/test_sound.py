@@ -1,4 +1,4 @@
-"""What must pass passes: our small library, a wheel around it, and real foreign libraries."""
+"""What must pass does pass: our small library, a wheel with it, and real foreign libraries."""
 
 from pathlib import Path
 
@@ -73,7 +73,7 @@ def test_real_library_on_the_cxx_abi_is_refused_but_resolves() -> None:
 
 
 def test_symbol_of_an_indirectly_needed_library_is_found(workshop: Workshop) -> None:
-    """The loader searches what the needed libraries need in turn; so does the audit, and not further."""
+    """The loader also searches what the needed libraries need, and nothing else; so does the audit."""
     leaf = workshop.extension(
         {"leaf.cpp": 'extern "C" int leaf() { return 1; }'}, link=["-Wl,-soname,libleaf.so"], name="libleaf.so"
     )

@@ -1,4 +1,4 @@
-"""Undefined, duplicate and mismatched symbols, and names of another torch: each compiled here, each caught with its own message."""
+"""Undefined, duplicate and mismatched symbols and another torch's names: each compiled here, each with its own message."""
 
 import ctypes
 from pathlib import Path
@@ -111,7 +111,7 @@ def test_objects_folder_without_objects_fails(sound: Path, tables: Tables, tmp_p
 
 
 def test_our_library_judged_as_a_foreign_one(workshop: Workshop, rows: tuple[Row, ...], tables: Tables) -> None:
-    """--foreign: only what holds for any extension; the kernels inside are not looked at."""
+    """--foreign: only checks that apply to any extension; the kernels inside are ignored."""
     path = workshop.library(rows, exports=EXPORTS.replace("flashmoe_last_kernel; ", ""))
     assert named(audit(path, tables=tables), "export: flashmoe_last_kernel")
     report = audit(path, Options(foreign=True), tables)
@@ -120,7 +120,7 @@ def test_our_library_judged_as_a_foreign_one(workshop: Workshop, rows: tuple[Row
 
 
 def test_a_weak_reference_may_stay_open(workshop: Workshop, rows: tuple[Row, ...], tables: Tables) -> None:
-    """As the loader has it: address 0, which the code tests. In ours nobody declares a C++ name weak on purpose."""
+    """Like the loader: address 0, which the code tests for. In our library no C++ name is weak on purpose."""
     hook = (
         "namespace trace { __attribute__((weak)) void begin(int); }\nvoid* where() { return (void*)&trace::begin; }\n"
     )
@@ -147,7 +147,7 @@ def test_torch_type_among_arguments_does_not_make_a_symbol_torchs(workshop: Work
     assert any(c.name == "torch C++ symbols" and c.verdict is Verdict.PASS for c in report.checks)
 
 
-# The mutations below start from our own sound library.
+# The mutations below start from our own valid library.
 
 
 def test_torch_cxx_symbol_in_ours(workshop: Workshop, rows: tuple[Row, ...], tables: Tables) -> None:
@@ -244,7 +244,7 @@ def test_stripped(workshop: Workshop, rows: tuple[Row, ...], tables: Tables) -> 
 
 
 def test_stripped_foreign_says_what_needs_the_table(workshop: Workshop) -> None:
-    """Released wheels are stripped, and they import: a warning."""
+    """Released wheels are stripped and can be imported, so this is a warning."""
     report = audit(workshop.extension({"bind.cpp": 'extern "C" int PyInit__C() { return 1; }'}, link=["-s"]))
     assert not failures(report)
     assert "nearly matches an undefined one" in next(c.why for c in report.checks if c.name == "symbol table")

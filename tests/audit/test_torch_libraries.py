@@ -1,4 +1,4 @@
-"""The data of torch's shims: true of the torch that is installed, and a floor for later ones."""
+"""The shim data: correct for the installed torch, and a lower bound for later ones."""
 
 import sys
 from pathlib import Path
@@ -12,7 +12,7 @@ from flashmoe_tools.audit.torch_libraries import installed_torch, release, shim_
 
 
 def test_committed_data_is_what_the_script_writes(tmp_path: Path) -> None:
-    """The environment of the tests has the torch that the oldest data file is of."""
+    """The test environment has the torch of the oldest data file."""
     torch = installed_torch()
     assert torch is not None
     committed = DATA / f"torch_shims_{release(torch.version)}.json"
@@ -23,7 +23,7 @@ def test_committed_data_is_what_the_script_writes(tmp_path: Path) -> None:
 
 
 def test_cuda_packages_of_another_folder_of_the_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """torch may come from elsewhere than flashmoe: the system under an environment of its own, a .pth file, PYTHONPATH."""
+    """torch may be installed elsewhere than flashmoe: the system under an environment, a .pth file, PYTHONPATH."""
     folder = tmp_path / "nvidia" / "cuda_runtime" / "lib"
     folder.mkdir(parents=True)
     monkeypatch.setattr(sys, "path", [*sys.path, str(tmp_path)])

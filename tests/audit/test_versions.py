@@ -1,4 +1,4 @@
-"""Symbols with a version, libraries that are nowhere, names of no Python: what the loader looks up, the audit looks up."""
+"""Versioned symbols, missing libraries, names that are not Python's: the audit looks up what the loader looks up."""
 
 import os
 import sys
@@ -17,7 +17,7 @@ CALL = 'extern "C" int bar(); extern "C" int PyInit__C() { return bar(); }'
 
 
 def versioned(workshop: Workshop, source: str, script: str, name: str = "libfoo.so.1") -> Path:
-    """A library whose symbols bear the versions of a version script."""
+    """A library whose symbols have the versions of a version script."""
     folder, objects = workshop.objects({"foo.cpp": source})
     (folder / "map").write_text(script)
     run(["g++", "-shared", *map(str, objects), f"-Wl,-soname,{name},--version-script=map", "-o", name], cwd=folder)
@@ -44,7 +44,7 @@ def test_a_versioned_symbol_is_looked_up(workshop: Workshop) -> None:
 
 
 def test_a_library_without_versions_satisfies_any(workshop: Workshop) -> None:
-    """As the loader has it: it warns and binds."""
+    """Like the loader, which warns and binds."""
     full = versioned(workshop, FOO, "FOO_1 { global: foo; bar; local: *; };")
     path = workshop.extension({"bind.cpp": CALL}, link=[str(full), BESIDE])
     beside(path, workshop.extension({"foo.cpp": FOO}, link=["-Wl,-soname,libfoo.so.1"], name="libfoo.so.1"))
@@ -85,7 +85,7 @@ def test_the_report_says_how_each_symbol_was_judged(sound: Path, tables: Tables)
 
 
 def test_a_needed_library_that_is_nowhere(workshop: Workshop) -> None:
-    """Directly, and as a need of a library that is there: the loader stops at both."""
+    """Needed directly, and by a library that exists: the loader stops in both cases."""
     leaf = workshop.extension(
         {"l.cpp": 'extern "C" int leaf() { return 1; }'}, link=["-Wl,-soname,libleaf.so"], name="libleaf.so"
     )
@@ -108,7 +108,7 @@ def test_a_needed_library_that_is_nowhere(workshop: Workshop) -> None:
 def test_a_library_where_only_the_loader_looks(
     workshop: Workshop, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In a folder of /etc/ld.so.conf, as a CUDA toolkit is, or of LD_LIBRARY_PATH."""
+    """In a folder in /etc/ld.so.conf, like a CUDA toolkit, or in LD_LIBRARY_PATH."""
     library = workshop.extension({"foo.cpp": FOO}, link=["-Wl,-soname,libfar.so.1"], name="libfar.so.1")
     path = workshop.extension({"bind.cpp": CALL}, link=[str(library), BESIDE])
     assert named(audit(path), "needed libraries: libfar.so.1")
@@ -127,7 +127,7 @@ def test_a_library_where_only_the_loader_looks(
 
 
 def test_the_library_of_python_itself_is_loaded_already(workshop: Workshop, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Some extensions name it, and it lies in no folder that the system's loader searches."""
+    """Some extensions need it, although it is in no folder that the loader searches."""
     name = "libpython3.99.so.1.0"
     python = workshop.extension({"p.cpp": FOO}, link=[f"-Wl,-soname,{name}"], name=name)
     path = workshop.extension({"bind.cpp": CALL}, link=[str(python), BESIDE])
@@ -137,7 +137,7 @@ def test_the_library_of_python_itself_is_loaded_already(workshop: Workshop, monk
 
 
 def test_a_32_bit_library_beside_the_file_is_passed_over(workshop: Workshop) -> None:
-    """As the loader does; a file that is no ELF at all stops it."""
+    """Like the loader; a file that is not ELF at all stops it."""
     full = versioned(workshop, FOO, "FOO_1 { global: foo; bar; local: *; };")
     path = beside(workshop.extension({"bind.cpp": CALL}, link=[str(full), BESIDE]), full)
     content = bytearray(full.read_bytes())
@@ -180,7 +180,7 @@ def test_what_dlopen_refuses_by_its_kind(workshop: Workshop, flags: list[str], m
 
 
 def test_a_name_that_another_library_of_torch_exports(workshop: Workshop) -> None:
-    """Not "another signature": the library is there, and nothing brings it in."""
+    """Not "another signature": the library exists, but nothing loads it."""
     source = 'extern "C" void* THPVariableClass; extern "C" void* PyInit__C() { return THPVariableClass; }'
     check = named(audit(workshop.extension({"bind.cpp": source})), "undefined symbol: THPVariableClass")
     assert "libtorch_python.so exports it, but nothing that is needed brings that library in" in check.why
@@ -200,7 +200,7 @@ def test_no_other_cause_is_given_while_a_library_is_absent(workshop: Workshop) -
 
 @pytest.mark.parametrize("name", ["manylinux2014_x86_64", "manylinux_2_17_x86_64"])
 def test_an_old_tag_name_is_its_number(workshop: Workshop, name: str) -> None:
-    """Content that needs less than the tag promises is right under both spellings."""
+    """Content that needs less than the tag promises is valid under both spellings."""
     library = workshop.extension({"bind.cpp": 'extern "C" int PyInit__C() { return 1; }'}, link=["-nostdlib"])
     files = {"a/__init__.py": "from . import _C\n", "a/_C.so": library.read_bytes()}
     assert not failures(audit(workshop.wheel(files, name=f"a-1.0-cp311-cp311-{name}.whl")))

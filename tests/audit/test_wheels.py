@@ -128,7 +128,7 @@ def test_tag_for_any_platform(workshop: Workshop, sound: Path, tables: Tables) -
 def test_a_platform_wheel_in_the_folder_for_pure_python_is_a_warning(
     workshop: Workshop, sound: Path, tables: Tables
 ) -> None:
-    """As NVIDIA's own: pip keeps to the tag, so nothing fails to import."""
+    """As in NVIDIA's own wheels: pip follows the tag, so no import fails."""
     report = audit(workshop.wheel(package_files(sound), pure=True), tables=tables)
     (check,) = (check for check in report.checks if "Root-Is-Purelib" in check.name)
     assert check.verdict is Verdict.WARN
@@ -224,7 +224,7 @@ def test_private_names_of_a_package_are_no_extensions(workshop: Workshop) -> Non
 
 @pytest.mark.parametrize(("requirement", "is_wrong"), [("cffi>=1.0", False), ("numpy", True)])
 def test_a_private_module_of_a_required_distribution(workshop: Workshop, requirement: str, is_wrong: bool) -> None:
-    """As soundfile imports cffi's _cffi_backend, with a library of its own that it opens by a name put together at run time."""
+    """Like soundfile, which imports cffi's _cffi_backend and opens its own library by a name built at run time."""
     files: dict[str, bytes | str] = {
         "flash_science/__init__.py": "import _cffi_backend\n",
         "flash_science/libdata_x.so": workshop.extension({"d.cpp": "int x;"}).read_bytes(),
@@ -246,8 +246,10 @@ def test_a_private_module_of_a_required_distribution(workshop: Workshop, require
     ],
 )
 def test_a_library_of_the_system_that_a_tool_opens(workshop: Workshop, body: str, is_wrong: bool) -> None:
-    """As a tool of onnxruntime opens the driver, beside a library that other libraries open by a name put together at run time; a
-    docstring of debugpy tells of a library and opens none."""
+    """Like a tool of onnxruntime that opens the driver, next to a library that others open by a name built at run time.
+
+    A docstring in debugpy mentions a library but opens none.
+    """
     files: dict[str, bytes | str] = {
         "flash_science/__init__.py": f"import ctypes\n\n\ndef tune():\n    {body}\n",
         "flash_science/libdata.so.1": workshop.extension({"d.cpp": "int x;"}).read_bytes(),
@@ -257,7 +259,7 @@ def test_a_library_of_the_system_that_a_tool_opens(workshop: Workshop, body: str
 
 
 def test_carried_libraries_are_used_but_not_judged(workshop: Workshop) -> None:
-    """As auditwheel grafts them: stripped, renamed, found through a relative run path."""
+    """As grafted by auditwheel: stripped, renamed, found through a relative run path."""
     carried = workshop.extension(
         {"dep.cpp": 'extern "C" int helper() { return 1; }'},
         link=["-s", "-Wl,-soname,libdep-1234.so.1.1.1k"],
@@ -301,7 +303,7 @@ def test_wheel_without_tables(workshop: Workshop, sound: Path, tables: Tables) -
 
 
 def test_tag_of_another_machine(workshop: Workshop, sound: Path, tables: Tables) -> None:
-    """Read as what its header says, AArch64, with that machine's numbers for the relocations."""
+    """Read according to its header, AArch64, with that machine's relocation numbers."""
     content = bytearray(sound.read_bytes())
     with sound.open("rb") as stream:
         tables_of_both = [ELFFile(stream).get_section_by_name(name) for name in (".rela.dyn", ".rela.plt")]

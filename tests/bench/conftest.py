@@ -8,12 +8,12 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 if str(ROOT) not in sys.path:
-    sys.path.append(str(ROOT))  # last, so that `flashmoe` stays the installed one
+    sys.path.append(str(ROOT))  # last, so that `flashmoe` is the installed one
 
 
 @pytest.fixture
 def program_environment() -> dict[str, str]:
-    """The environment in which `python -m flashmoe` is the package under test, whatever the current folder."""
+    """The environment in which `python -m flashmoe` is the package under test, in any current folder."""
     import flashmoe
 
     package = str(Path(flashmoe.__file__).resolve().parents[1])

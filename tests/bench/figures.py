@@ -20,7 +20,7 @@ from tests.bench.synthetic import interleaved_samples
 
 @dataclass(frozen=True)
 class Scene:
-    """One kind of measurement: ``change`` is the true gain of the subject, the rest the machine's behaviour."""
+    """One kind of measurement: ``change`` is the subject's true gain, the rest is the machine's behaviour."""
 
     name: str
     change: float
@@ -56,7 +56,7 @@ SCENES = (
 
 @dataclass(frozen=True)
 class TwoRuns:
-    """Two runs of 300 samples per contender; ``shift`` is the standard deviation between runs of the ratio to the baseline."""
+    """Two runs with 300 samples per contender; ``shift`` is the ratio's standard deviation between runs."""
 
     name: str
     change: float
@@ -128,7 +128,7 @@ def verdict_shares(scene: Scene, runs: int, seed: int = 7) -> dict[str, float]:
 
 
 def main() -> int:
-    """Write the figures of every scene as JSON, and print them."""
+    """Writes the figures of every scene as JSON and prints them."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--runs", type=int, default=2000)
     parser.add_argument("--json", type=Path, required=True)

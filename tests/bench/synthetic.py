@@ -1,4 +1,4 @@
-"""Samples and reports with known truth: what the statistics are told apart by, and what pages are drawn from."""
+"""Samples and reports with known truth, to test the statistics and draw pages."""
 
 import copy
 from functools import lru_cache
@@ -26,7 +26,7 @@ def machine_noise(
 ) -> NDArray[np.float64]:
     """Log slowness of a machine at successive moments: white noise, a slow AR(1) part, a linear drift and a jump.
 
-    ``sigma`` is the standard deviation of each noise, ``drift`` the change from first to last moment.
+    ``sigma`` is the standard deviation of each noise, ``drift`` the change from the first to the last moment.
     """
     slow = np.empty(count)
     slow[0] = rng.normal(0.0, sigma)
@@ -47,7 +47,7 @@ def interleaved_samples(
     drift: float = 0.1,
     phi: float = 0.9,
 ) -> tuple[list[list[float]], list[list[float]]]:
-    """(subject, baseline) as the runner would have taken them; the subject's true time is 100 / (1 + change)."""
+    """(subject, baseline) as the runner would take them; the subject's true time is 100 / (1 + change)."""
     noise = machine_noise(2 * blocks * block, rng, sigma=sigma, drift=drift, phi=phi)
     true = {"subject": 100.0 / (1.0 + change), "baseline": 100.0}
     taken: dict[str, list[list[float]]] = {"subject": [], "baseline": []}
@@ -62,9 +62,10 @@ def interleaved_samples(
 def synthetic_report(
     suite_name: str = "llm-prefill", speeds: dict[str, float] | None = None, **settings: Any
 ) -> Report:
-    """A report as a run would write it; ``speeds`` holds each contender's share of an invented top speed; ``settings``: see ``_report``.
+    """A report as a run would write it, which the caller may change.
 
-    Of ``llm-prefill`` it holds the bf16 half alone. The caller may change what it gets.
+    ``speeds`` holds each contender's share of an invented top speed; ``settings``: see ``_report``. For ``llm-prefill``
+    it only holds the bf16 half.
     """
     speeds = speeds or {"flashmoe": 0.8, "sdpa-flash": 0.5, "sdpa-cudnn": 0.75}
     return copy.deepcopy(_report(suite_name, tuple(speeds.items()), **settings))
@@ -82,7 +83,7 @@ def _report(
     partial: str = "",
     wrong: str = "",
 ) -> Report:
-    """Each is made once: the intervals of its cells take most of a second."""
+    """Each is created once, because the intervals of its cells take most of a second."""
     speeds = dict(shares)
     suite: Suite = load_suite(suite_name)
     if suite_name == "llm-prefill":

@@ -1,4 +1,4 @@
-"""The backward pass as an operation of the benchmarks: what a problem states, what its judge refuses, a run on the CPU."""
+"""The backward pass as an operation of the benchmarks: what a problem states, what its judge rejects, a CPU run."""
 
 import importlib
 from pathlib import Path
@@ -29,12 +29,15 @@ def test_a_problem_is_named_counted_and_read_back() -> None:
     rows = forward.batch * forward.heads_q * forward.seq_q
     assert backward.bytes_moved == 2 * forward.bytes_moved + 4 * rows
     with pytest.raises(ArgumentError, match="names no case"):
-        AttentionProblem.from_key(backward.key)  # a report of one is not taken for the other
+        AttentionProblem.from_key(backward.key)  # a report of one is not mistaken for the other
 
 
 @pytest.mark.parametrize("operation", ["attention", "attention_backward"])
 def test_values_may_have_columns_of_their_own(operation: str) -> None:
-    """Named, counted, and judged: our result on the CPU passes, a value off by a tenth does not."""
+    """Values with a different number of columns: named, counted, and judged.
+
+    Our result on the CPU passes; a value off by a tenth does not.
+    """
     kind, tools = problem_type(operation), importlib.import_module(f"flashmoe_tools.operations.{operation}.reference")
     contenders = importlib.import_module(f"flashmoe_tools.operations.{operation}.contenders").contenders()
     name = "bf16-d192v128-causal-b1-h2-s64-bshd"
@@ -90,4 +93,4 @@ def test_a_quick_run_on_the_cpu_is_written_compared_and_held_to_marks(
     changes = compare_reports(report, report)
     assert {change["case"] for change in changes.data["changes"]} == keys
     assert not any(check.verdict is Verdict.FAIL for check in changes.checks)
-    assert slowest_case(report.data).key in keys  # what profile launches
+    assert slowest_case(report.data).key in keys  # what profile runs

@@ -1,4 +1,4 @@
-"""The build suite, over a builder that takes no time."""
+"""The build suite, with a builder that takes no time."""
 
 from pathlib import Path
 
@@ -54,7 +54,7 @@ def test_a_cold_build_and_one_after_a_touch(checkout: Path) -> None:
     assert report.verdict is Verdict.PASS
     assert [row.get("wheel_bytes") for row in report.data["builds"]] == [1234567, 1234567, None]
     assert "wheel 1.2 MB" in report.checks[0].found
-    assert (checkout / "csrc" / "kernel.cuh").read_text() == "int a;\n"  # the checkout itself is left alone
+    assert (checkout / "csrc" / "kernel.cuh").read_text() == "int a;\n"  # the checkout itself is unchanged
 
 
 def test_a_failing_build_fails_with_its_words(checkout: Path) -> None:

@@ -1,4 +1,4 @@
-"""The CPU time of an eager call: what is sampled, the share of SDPA's, and the verdict against the bar."""
+"""The CPU time of an eager call: what is sampled, the share of SDPA's, and the verdict against the limit."""
 
 import math
 import time
@@ -94,7 +94,7 @@ def test_a_sample_is_one_call_of_many() -> None:
     assert len(calls) == 3 * (CALL_CALLS + 1)
     assert len(samples) == 3
     assert all(sample >= BUSY_SECONDS * 1e9 for sample in samples)
-    assert min(samples) < 3 * BUSY_SECONDS * 1e9  # not the sum of the calls
+    assert min(samples) < 3 * BUSY_SECONDS * 1e9  # not the sum over the calls
 
 
 def test_the_suites_choose_the_sampler() -> None:
@@ -107,7 +107,7 @@ def test_the_suites_choose_the_sampler() -> None:
 
 
 def _busy(name: str, seconds: float, *, ours: bool = False) -> Contender:
-    """SDPA after a busy loop of the CPU."""
+    """SDPA after a busy loop on the CPU."""
 
     def prepare(inputs: Inputs) -> Prepared:
         def call() -> torch.Tensor:
@@ -131,7 +131,7 @@ def _session(device: str, ours: float, baseline: float) -> Session:
 
 
 def test_a_planted_cost_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Half the busy time on our side, on a CPU; page and table are drawn, and say what the numbers are."""
+    """With half the busy time on our side, on a CPU; page and table are drawn and say what the numbers are."""
     monkeypatch.setattr("flashmoe_tools.bench.session.quiet_check", lambda *_: None)
     report = _session("cpu", 200e-6, 400e-6).run(lambda _: None)
     (row,) = report.data["call_shares"]
@@ -167,6 +167,6 @@ def test_the_program_times_calls_on_a_gpu(tmp_path: Path) -> None:
     report = read_report(target)
     (ours, sdpa_like) = sorted(report.data["call_shares"], key=lambda row: str(row["subject"]))
     assert ours["subject"] == "flashmoe"
-    assert sdpa_like["cells"] == ours["cells"] > 0  # 6, where the time of --quick suffices
+    assert sdpa_like["cells"] == ours["cells"] > 0  # 6 if the time limit of --quick allows
     for cell in report.data["cells"]:
         assert cell["timing"] == "call"

@@ -1,4 +1,4 @@
-"""Ceilings of a machine, of which the times are made up."""
+"""Ceilings of a machine with made-up times."""
 
 from collections.abc import Callable
 
@@ -11,7 +11,7 @@ from flashmoe_tools.bench.suites import load_suite, suite_names
 
 
 def times(monkeypatch: pytest.MonkeyPatch, answer: dict[int, float]) -> list[Product]:
-    """Each product takes as long as ``answer`` says of its size; returns those that were asked for."""
+    """Each product takes the time that ``answer`` gives for its size; returns the requested products."""
     asked: list[Product] = []
 
     def product(device: str, one: Product) -> list[int]:
@@ -52,7 +52,7 @@ def test_16_bits_on_a_cpu_may_be_computed_in_another_format(monkeypatch: pytest.
 @pytest.mark.parametrize("device", ["cuda", "cpu"])
 @pytest.mark.parametrize("name", suite_names())
 def test_the_products_of_every_suite_can_be_made(name: str, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those that a GPU would be asked for, too, though only the CPU multiplies here."""
+    """Includes those that a GPU would be asked for, although only the CPU multiplies here."""
     made: list[torch.Tensor] = []
 
     def once(device: str, call: Callable[[], torch.Tensor]) -> list[int]:

@@ -1,4 +1,4 @@
-"""What the command line makes of its options, without measuring anything."""
+"""What the command line does with its options, without measuring anything."""
 
 import argparse
 from dataclasses import replace

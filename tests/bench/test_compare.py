@@ -1,4 +1,4 @@
-"""Two reports, and a report against marks: what is called a change, what is not, what fails."""
+"""Two reports, and a report against marks: what counts as a change, what does not, what fails."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -71,7 +71,7 @@ def test_times_of_another_mode_are_not_compared() -> None:
 
 
 def test_ratios_to_two_baselines_are_not_compared() -> None:
-    """Each ratio is to what its own run called the baseline; of different ones the raw times are left."""
+    """Ratios are to each run's own baseline; if the baselines differ, raw times are compared."""
     a, b = synthetic_report(speeds=SPEEDS, seed=1), synthetic_report(speeds=SPEEDS, seed=2)
     b.data["baseline"] = "flashmoe"
     changes = compare_reports(a, b).data["changes"]
@@ -169,7 +169,7 @@ def test_the_ratchet_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     report = synthetic_report(speeds=SPEEDS)
     path = tmp_path / "ratchet-invented-gpu.toml"
     assert device_name(report) == "Invented GPU"
-    assert check_ratchet(tmp_path, report) == ExitCode.NOTHING_CHECKED  # no marks yet: proposals, and no pass
+    assert check_ratchet(tmp_path, report) == ExitCode.NOTHING_CHECKED  # no marks yet: only proposals, not a pass
     (tmp_path / "ratchet-invented-gpu.proposed.toml").rename(path)
     assert check_ratchet(tmp_path, report) == ExitCode.OK
     slower = synthetic_report(speeds={**SPEEDS, "flashmoe": 0.7})
@@ -186,14 +186,14 @@ def test_the_ratchet_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
         check_ratchet(path, other)
     assert (
         check_ratchet(tmp_path, other) == ExitCode.NOTHING_CHECKED
-    )  # of the same architecture, and without marks of its own
+    )  # of the same architecture, but without its own marks
     path.write_text("schema = 1\ngpu = 'Invented GPU'\n[[mark]]\nkase = 1\n")
     with pytest.raises(ReportError, match="no ratchet file"):
         read_marks(path)
 
 
 def test_a_summary_stands_for_its_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Rendered, compared and held against marks like the report, at a fraction of its size."""
+    """A summary is rendered, compared and checked against marks like its report, at a fraction of the size."""
     report = synthetic_report(speeds=SPEEDS, seed=1, blocks=20)
     write_report(tmp_path / "run.json", report)
     assert main(["bench", "--render", str(tmp_path / "run.json"), "--summary", str(tmp_path / "kept.json")]) == 0

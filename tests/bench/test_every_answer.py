@@ -1,4 +1,4 @@
-"""What the benchmark's harness answers at each side of each of its limits, and for each thing that can be there or not."""
+"""What the benchmark harness returns on each side of each limit, and with and without each optional input."""
 
 import argparse
 from dataclasses import replace
@@ -33,14 +33,14 @@ from flashmoe_tools.report import Check, Report, Verdict
 def test_a_plan_is_what_time_allows(
     repeats: int, block: int, seconds: list[float], share: float | None, floor: int, untimed: int
 ) -> None:
-    """Told once more, by counting up."""
+    """The same plan, computed again by counting up."""
     a_round = max(sum(seconds), 1e-9)
     longest = 1
     while longest < block and (not untimed or (longest + 1) * a_round <= plan.ROUND_SECONDS):
         longest += 1
     wanted = repeats
     if share is not None:
-        rate = longest / (longest + untimed) / a_round  # samples a second
+        rate = longest / (longest + untimed) / a_round  # samples per second
         least = min(floor, repeats, max(plan.MIN_BLOCKS, int(plan.FLOOR_SECONDS * rate)))
         wanted = min(repeats, max(least, int(share * rate)))
     size = next((one for one in range(longest, 0, -1) if one * plan.MIN_BLOCKS <= wanted), 1)

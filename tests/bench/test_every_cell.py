@@ -1,4 +1,4 @@
-"""What the benchmark answers of marks, cells, runs and readings, at each side of each limit."""
+"""What the benchmark reports for marks, cells, runs and readings, on each side of each limit."""
 
 import inspect
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""FlexAttention as a contender: each option is what the reference says, what it has not is refused, and so is a call that was not compiled."""
+"""FlexAttention as a contender: options match the reference; unsupported ones and uncompiled calls are refused."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -34,11 +34,14 @@ SCORES = (
 
 @pytest.fixture
 def uncompiled(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
-    """Its definition by torch operations, on a CPU with gradients too, which its kernels have on GPUs alone."""
+    """Replaces FlexAttention's kernels by its definition in torch operations.
+
+    This runs on a CPU, also with gradients, which its kernels only support on GPUs.
+    """
     from torch.nn.attention import flex_attention as module
 
     monkeypatch.setattr(module, "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG", "gradients" not in request.node.name)
-    torch._dynamo.reset()  # captured tensors have gradients where it is traced
+    torch._dynamo.reset()  # captured tensors have gradients when it is traced
     monkeypatch.setattr(module, "_validate_device", lambda *_: None)
     monkeypatch.setattr(flex, "compiled", lambda function, tensors, named: partial(function, *tensors, **named))
 

@@ -1,4 +1,4 @@
-"""What only a GPU can show: event and graph timing, forced backends, and a planted slowdown of three percent."""
+"""Tests that need a GPU: event and graph timing, forced backends, and a planted slowdown of three percent."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -17,7 +17,7 @@ from flashmoe_tools.operations.attention.reference import Inputs, make_inputs, m
 from flashmoe_tools.report import Verdict, read_report
 
 pytestmark = pytest.mark.gpu
-CYCLES = 200_000  # about 0.1 ms on any GPU of today
+CYCLES = 200_000  # about 0.1 ms on any current GPU
 
 
 def sdpa(inputs: Inputs) -> torch.Tensor:
@@ -72,7 +72,8 @@ def test_samples_are_the_time_on_the_gpu(sampler: EventSampler | GraphSampler) -
 
         return one
 
-    # The least, until it is that of both: tests beside this one take their slices of the GPU, and a graph's 10 ms span several.
+    # Minima, repeated until both are undisturbed: tests running in parallel take time slices of the GPU, and a graph's
+    # 10 ms span several slices.
     expected = pytest.approx(4.0, rel=0.1 if isinstance(sampler, EventSampler) else 0.4)
     prepared = [sampler.prepare(call(cycles)) for cycles in (CYCLES, 4 * CYCLES)]
     samples: tuple[list[float], list[float]] = ([], [])

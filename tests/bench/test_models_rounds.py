@@ -1,4 +1,4 @@
-"""Whole models: whose turn it is, when rounds end, what is checked before them, and what is printed."""
+"""Whole models: the order of contenders, when rounds end, what is checked before, and what is printed."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -17,7 +17,7 @@ ABC = [Contender("a"), Contender("b"), Contender("c")]
 
 @pytest.fixture
 def turns(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Names of the contenders whose turn it was; a call takes a second."""
+    """Names of the contenders in the order in which they ran; a call takes a second."""
     names: list[str] = []
     monkeypatch.setattr(Contender, "use", lambda self, _: names.append(self.name))
     monkeypatch.setattr(models, "prepare", lambda *_: (lambda: names.append("call"), 10))
@@ -47,7 +47,7 @@ def test_each_round_begins_with_another_contender(monkeypatch: pytest.MonkeyPatc
 def test_rounds_end_when_their_time_is_up_but_there_are_three(
     monkeypatch: pytest.MonkeyPatch, turns: list[str], step: float, rounds: int
 ) -> None:
-    """A clock that is read once when the first round is over and once in front of each after the third."""
+    """The clock is read once after the first round and once before each round after the third."""
     clock(monkeypatch, step)
     rows = models.measure(None, "train", ABC, SIZES["tiny"], "cpu", 7, 4.0)
     assert {len(row["ms"]) for row in rows} == {rounds}
@@ -94,7 +94,7 @@ def test_a_line_has_a_ratio_where_there_is_one() -> None:
 def test_logits_are_held_against_eager_ones_in_float32(
     monkeypatch: pytest.MonkeyPatch, turns: list[str], error: float, verdict: Verdict, experts: str | None
 ) -> None:
-    """A contender may be off by a quarter more than the baseline; parameters come back in their dtype."""
+    """A contender's error may exceed the baseline's by a quarter; parameters get their dtype back."""
     model = torch.nn.Linear(1, 1).half()
     model.dtype = torch.float16  # type: ignore[assignment]
     baseline, seen = Contender("sdpa", experts), []

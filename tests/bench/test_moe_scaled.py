@@ -1,4 +1,4 @@
-"""A layer with e4m3 weights as an operation of the benchmarks: what a problem states, both references, what they refuse."""
+"""A layer with e4m3 weights as an operation of the benchmarks: what a problem states, both references, what they reject."""
 
 import json
 from dataclasses import replace
@@ -71,7 +71,7 @@ def test_the_heaviest_kernel_is_the_gated_product_with_scales() -> None:
 
 
 def by_expert(a: vllm.Scaled, b: vllm.Scaled, rows: Tensor, expert: Tensor) -> Tensor:
-    """a[rows] times each one's expert's weights, float32."""
+    """a[rows] times the weights of each row's expert, float32."""
     left = a[0] if a[1] is None else formats.dequantize(a[0], a[1])
     weights = b[0] if b[1] is None else formats.dequantize(b[0], b[1], formats.BLOCK)
     return torch.einsum("mk,mnk->mn", left.float()[rows], weights.float()[expert.long()])
@@ -86,7 +86,7 @@ def fake_deep_gemm() -> Any:
 
 
 def fake_vllm(folder: Path) -> Any:
-    """A kernel by definition; the table has one row, of 16 rows a block."""
+    """A kernel by definition; the table has one row, with 16 rows per block."""
 
     def launch(*given: Any, top_k: int, **options: Any) -> None:
         a, b, out, _, a_scale, b_scale, weights, rows, experts, count, n, k, _, slots, *strides = given

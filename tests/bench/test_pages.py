@@ -1,4 +1,4 @@
-"""What people read: the page fetches nothing and holds every number; Markdown does, too."""
+"""Output for people: the page downloads nothing and contains every number; so does Markdown."""
 
 import re
 import sys
@@ -82,7 +82,7 @@ def test_pages_fetch_nothing_and_are_well_formed(name: str) -> None:
 def test_the_page_holds_what_it_must() -> None:
     page = page_of("folded")
     assert page.count('<svg class="chart"') == 1
-    assert page.count(" / sdpa-flash</text>") == 1  # a forced family of ours is in the table alone
+    assert page.count(" / sdpa-flash</text>") == 1  # a forced family of ours is only in the table
     for words in (
         "--suite decode",
         "flashmoe is <strong>1.280</strong> times as fast as sdpa-flash",

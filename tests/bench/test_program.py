@@ -1,4 +1,4 @@
-"""The command line as a person uses it, in a process of its own."""
+"""The command line as a person uses it, in a separate process."""
 
 import json
 import signal
@@ -69,7 +69,7 @@ def test_a_run_leaves_three_files_and_they_compare(
     monkeypatch.chdir(tmp_path)
     code = main(["bench", "--compare", "a.json", "a.json", "--fail-on", "changed", "--json", "c.json"])
     text = capsys.readouterr().out
-    assert code in (ExitCode.OK, ExitCode.NOTHING_CHECKED), text  # the latter: all too noisy to say
+    assert code in (ExitCode.OK, ExitCode.NOTHING_CHECKED), text  # the latter if everything is too noisy for a verdict
     assert "FASTER" not in text
     assert "SLOWER" not in text
     assert read_report(tmp_path / "c.json").kind == "bench-compare"

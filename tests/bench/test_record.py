@@ -1,4 +1,4 @@
-"""What a report says of a case, edge by edge: its checks, marks that may only rise, what is left to do."""
+"""What a report says about a case, at every edge: its checks, marks that may only rise, what remains to be done."""
 
 import math
 from dataclasses import replace
@@ -32,7 +32,7 @@ MB = 2**20
 
 
 def cell(**changes: Any) -> dict[str, Any]:
-    """A record of two contenders, ours twice as fast."""
+    """A record of two contenders; ours is twice as fast."""
     outcome = {"passed": True, "max_error": 1e-3, "tolerance": 2e-3, "reason": ""}
     return {
         "case": {"key": "a"},
@@ -59,9 +59,9 @@ def test_what_is_said_of_each_contender() -> None:
     wrong = {"passed": False, "max_error": 1.0, "tolerance": 2e-3, "reason": "far off"}
     assert told(cell(verification={"ours": wrong})) == [("a ours", "FAIL", "far off")]
     right = cell()["verification"]["ours"]
-    other = {"ours": right, "base": wrong}  # of another library
+    other = {"ours": right, "base": wrong}  # another library's
     assert told(cell(verification=other))[1] == ("a base", "WARN", "far off")
-    for own in ({"ours": wrong}, {"flashmoe-bf16": wrong}):  # or the reference is wrong
+    for own in ({"ours": wrong}, {"flashmoe-bf16": wrong}):  # otherwise the reference is wrong
         assert told(cell(verification={**other, **own}))[1] == ("a base", "FAIL", "far off")
     assert told(cell(verification={"base": wrong})) == [("a base", "FAIL", "far off")]
     smoke = cell(verification={"ours": wrong, "base": cell()["verification"]["base"]})
@@ -189,7 +189,7 @@ MARK = Mark("a", "ours", "base", 2.0, "then")
 @pytest.mark.parametrize(
     ("ratio", "interval", "verdict", "proposed"),
     [
-        (1.7, (1.6, 1.79), Verdict.FAIL, None),  # at least 1.8 by the limits
+        (1.7, (1.6, 1.79), Verdict.FAIL, None),  # the limits require at least 1.8
         (1.7, (1.6, 1.8), Verdict.WARN, None),
         (1.7, (None, None), Verdict.WARN, None),
         (1.8, (1.7, 1.9), Verdict.PASS, None),
@@ -255,7 +255,7 @@ def test_marks_belong_to_a_gpu_by_its_name(tmp_path: Path, capsys: pytest.Captur
         read_marks(path)
 
 
-# The program, on what was measured before
+# The program, on earlier measurements
 
 
 def test_pages_and_summaries_of_an_old_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

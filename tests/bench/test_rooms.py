@@ -1,4 +1,4 @@
-"""What holds for every operation that has a room: its problems are read back, right results pass, wrong ones do not."""
+"""For every operation: its problems are read back, right results pass, wrong ones do not."""
 
 from dataclasses import replace
 from typing import Any
@@ -13,7 +13,7 @@ from flashmoe_tools.operations import Problem, operations, problem_from_json, pr
 from flashmoe_tools.operations.moe_scaled.reference import SixteenBits
 
 OPERATIONS = operations()
-# Problems with more to get wrong than the smallest: masks aligned bottom-right, grouped heads, tails.
+# Problems on which more can go wrong than on the smallest: masks aligned bottom-right, grouped heads, tails.
 EXAMPLES = {
     "attention": "f32-d64-causal-b1-h8kv2-q16k40",
     "attention_backward": "backward-bf16-d64-causal-b2-h4kv2-q48k80",
@@ -32,7 +32,7 @@ def example(operation: str) -> Problem:
 
 
 def spoilt(result: Any, index: int, value: float | None) -> Any:
-    """The result with ``value`` in a row of one of its tensors; None: a row short."""
+    """The result with ``value`` in a row of one of its tensors; None: with one column missing."""
     if isinstance(result, SixteenBits):
         return replace(result, out=spoilt(result.out, index, value))
     if not isinstance(result, torch.Tensor):
@@ -57,13 +57,13 @@ def test_results_of_every_contender_pass_and_wrong_ones_do_not(operation: str) -
     problem, registry, ran = example(operation), default_registry(operation), []
     inputs = problem.make_inputs("cpu", 0)
     for one in choose(registry, list(registry), "cpu", baseline_only=False):
-        if one.available("cpu") or one.name.endswith("-compiled"):  # seconds each
+        if one.available("cpu") or one.name.endswith("-compiled"):  # compiling takes seconds each
             continue
         try:
             with one.context():
                 prepared = one.prepare(inputs)
                 result = prepared.call()
-        except ArgumentError:  # what cannot compute the case says so
+        except ArgumentError:  # raised by contenders that cannot compute the case
             continue
         own = inputs if prepared.own is None else prepared.own
         outcome = own.problem.make_reference(own).judge(result)
@@ -72,7 +72,7 @@ def test_results_of_every_contender_pass_and_wrong_ones_do_not(operation: str) -
     assert "flashmoe" in ran
     assert len(ran) > 1
     reference, result = problem.make_reference(inputs), registry["flashmoe"].prepare(inputs).call()
-    assert reference.tolerance > 0 < reference.coverage  # what a contender's refusal is recorded with
+    assert reference.tolerance > 0 < reference.coverage  # recorded with a contender's refusal
     count = 1 if isinstance(result, (torch.Tensor, SixteenBits)) else len(result)
     for index in range(count):
         values = (

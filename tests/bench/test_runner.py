@@ -1,4 +1,4 @@
-"""Runs on the CPU, with contenders made for the purpose: what is timed, what is not, what a stop leaves."""
+"""Runs on the CPU with artificial contenders: what is timed, what is not, what remains after a stop."""
 
 import contextlib
 import json
@@ -28,7 +28,7 @@ CASE = AttentionProblem(dtype="f32", batch=2, heads_q=4, heads_kv=2, seq_q=65, s
 
 @pytest.fixture(autouse=True)
 def quick_and_steady(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Small ceilings, and one thread: a busy machine then disturbs a sample less."""
+    """Small ceilings, and one thread, so that a busy machine disturbs samples less."""
     monkeypatch.setattr(ceilings, "PRODUCT_SIZE", {"cpu": 128})
     monkeypatch.setattr(ceilings, "COPY_BYTES", {"cpu": 2**20})
     monkeypatch.setattr(ceilings, "SECONDS", {"cpu": 0.01})
@@ -40,7 +40,7 @@ def quick_and_steady(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def plain(inputs: Inputs) -> torch.Tensor:
-    """Attention by its definition, causal aligned bottom-right."""
+    """Attention by definition; causal is aligned bottom-right."""
     group = inputs.problem.heads_q // inputs.problem.heads_kv
     k, v = (one.repeat_interleave(group, dim=1) for one in (inputs.k, inputs.v))
     scores = inputs.q @ k.transpose(-1, -2) * inputs.scale
@@ -159,7 +159,7 @@ def test_a_wrong_result_is_never_timed() -> None:
     calls: list[str] = []
     planted = contender("ours", lambda inputs: plain(inputs) * 1.5, ours=True, calls=calls)
     report, _ = run(suite(["ours", "base"]), [planted, contender("base", plain)])
-    assert calls == ["ours"]  # the check of the smallest problem, and nothing after it
+    assert calls == ["ours"]  # only the check of the smallest problem
     assert report.verdict is Verdict.FAIL
     assert report.data["cells"] == []
     assert "wrong on the smallest problem" in report.data["partial"]
@@ -304,7 +304,7 @@ def test_a_forced_backend_is_really_forced() -> None:
 
 
 def test_a_contender_that_cannot_be_warmed_is_left_out() -> None:
-    """As one whose calls cannot be captured into a CUDA graph: it gives a right result, then fails."""
+    """Like one whose calls cannot be captured into a CUDA graph: its result is right, then it fails."""
     calls = 0
 
     def once(inputs: Inputs) -> torch.Tensor:
@@ -322,7 +322,7 @@ def test_a_contender_that_cannot_be_warmed_is_left_out() -> None:
 
 
 def test_ceilings_are_the_best_of_several_products_and_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A CPU without a fast product of f16: the ceiling of its kernels is a product that they could be as fast as."""
+    """On a CPU without a fast f16 product, the ceiling of f16 kernels is a product that they could match."""
     rates = {("f32", 64): 100, ("f32", 128): 200, ("bf16", 64): 300, ("bf16", 128): 250, ("f16", 64): 1}
     tried = []
 
@@ -347,7 +347,7 @@ def test_ceilings_are_the_best_of_several_products_and_named(monkeypatch: pytest
 
 
 def test_a_report_is_saved_while_it_runs_but_not_after_every_case(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By a clock that is moved on: 12 s a case, where a report is due after 20."""
+    """With a clock that is advanced by 12 s per case; a report is due after 20 s."""
     clock = {"now": 0.0}
     monkeypatch.setattr("flashmoe_tools.bench.session.time.monotonic", lambda: clock["now"])
 

@@ -1,5 +1,7 @@
-"""How samples are taken, with a clock and a GPU made for the purpose: what is waited for, overwritten, divided by what; and options
-that cannot be."""
+"""How samples are taken, with an artificial clock and GPU, and options that are not possible.
+
+Tests what is waited for, overwritten, and divided by what.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +45,7 @@ from tests.bench.test_record import _options as options
 
 
 class FakeGpu:
-    """A queue whose clock moves when something is put into it, in milliseconds; graphs replay what they recorded."""
+    """A queue whose clock advances when something is queued, in milliseconds; graphs replay what they recorded."""
 
     def __init__(self) -> None:
         self.now, self.recording, self.log = 0.0, [], list[str]()
@@ -272,7 +274,7 @@ def test_a_request_to_end_is_an_interruption_in_the_main_thread_alone() -> None:
     assert seen == [before]
 
 
-# Options that cannot be
+# Impossible options
 
 
 def test_options_that_a_suite_cannot_take(monkeypatch: pytest.MonkeyPatch) -> None:

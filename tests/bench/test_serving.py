@@ -1,4 +1,4 @@
-"""Serving as an operation of the benchmarks: what a problem counts, right results pass, wrong ones do not."""
+"""Serving as an operation of the benchmarks: what a problem counts; right results pass, wrong ones do not."""
 
 import sys
 from dataclasses import replace
@@ -113,7 +113,7 @@ def test_a_yardstick_is_compared_by_the_work_that_it_does() -> None:
 
 
 def test_a_softcap_that_is_left_out_shows_in_the_log_sum_exp() -> None:
-    """Where scores hardly meet its curve: in bfloat16 the output alone would pass."""
+    """If scores hardly reach the curve of the softcap: in bfloat16 the output alone would pass."""
     case = ServingProblem("bf16", 128, 2, 2, batch=1, seq_q=512, seq_k=512, softcap=50)
     inputs = case.make_inputs("cpu", 0)
     plain = default_registry("serving")["flashmoe-plain"].prepare(inputs)
@@ -183,7 +183,7 @@ def test_flash_attention_3_is_told_where_keys_lie(problem: ServingProblem, monke
     assert seen.get("softcap", 0) == problem.softcap
     assert ("s_aux" in seen) == problem.sinks
     is_decode = bool(problem.page_size) and len(set(problem.lengths_q)) == 1
-    assert seen.get("scheduler_metadata") == ("a plan" if is_decode else None)  # made once, outside of the call
+    assert seen.get("scheduler_metadata") == ("a plan" if is_decode else None)  # made once, outside the call
 
 
 def test_the_grid_is_bounded_by_memory() -> None:

@@ -1,4 +1,4 @@
-"""The backward pass over ragged batches and scores as an operation: what a problem counts, right gradients pass, wrong ones do not."""
+"""The backward pass of ragged batches as an operation: what a problem counts; right gradients pass, wrong ones do not."""
 
 from dataclasses import replace
 
@@ -69,7 +69,7 @@ def test_gradients_without_what_a_case_does_to_its_scores_do_not(problem: Servin
 
 
 def test_a_sum_over_entries_is_judged_where_all_are_checked(monkeypatch: pytest.MonkeyPatch) -> None:
-    """dsinks is a sum over the batch; dq, dk and dv of the pairs that are left are checked all the same."""
+    """dsinks is a sum over the batch; dq, dk and dv are still checked for the remaining pairs."""
     inputs = SINKS.make_inputs("cpu", 0)
     assert len(SINKS.make_reference(inputs).tolerances) == 4
     monkeypatch.setattr("flashmoe_tools.operations.serving_backward.reference.MOST_PAIRS", 2)

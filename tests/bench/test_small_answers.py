@@ -1,4 +1,4 @@
-"""Small answers of the benchmark's harness: an interval that is missing, a clock, a size, a word at its edge."""
+"""Small functions of the benchmark harness: a missing interval, a clock, a size, words at an edge."""
 
 import argparse
 import math
@@ -74,7 +74,7 @@ def test_why_a_change_is_not_decided(low: float, high: float, reason: str) -> No
 def test_an_interval_that_says_nothing_gives_no_rates(
     monkeypatch: pytest.MonkeyPatch, low: float, blocks: int, has_interval: bool
 ) -> None:
-    """Of one block, or one that reaches to no time at all."""
+    """An interval of one block, or one that reaches down to zero time."""
     numbers = dict.fromkeys(("median", "mean", "p95", "p99", "minimum", "spread", "samples"), 2000.0)
     found = SimpleNamespace(interval=Interval(low, 3000.0, "t"), blocks=blocks, **numbers)
     monkeypatch.setattr(summary, "locate", lambda *_, **__: found)
@@ -127,7 +127,7 @@ def test_the_dtype_of_a_model(monkeypatch: pytest.MonkeyPatch, device: str, dtyp
 
 
 def test_the_bars_of_a_chart(monkeypatch: pytest.MonkeyPatch) -> None:
-    """From the ratio down to the interval's beginning and up to its end; none where there is no interval."""
+    """From the ratio down to the interval's start and up to its end; none if there is no interval."""
     pytest.importorskip("matplotlib")
     from matplotlib.axes import Axes
 

@@ -22,7 +22,7 @@ from flashmoe_tools.bench.verdict import Reason, Speed, decide
 from tests.bench.figures import SCENES, TWO_RUNS, Scene, TwoRuns, two_run_shares, verdict_shares
 
 RUNS = 240
-# Of RUNS draws at a true rate of 5%, more than this many would come up less than once in a thousand.
+# With RUNS draws at a true rate of 5%, more than this many occur less than once in a thousand.
 MOST_FALSE = 25
 
 
@@ -42,7 +42,7 @@ def test_true_changes_are_found_and_have_the_right_sign(change: float) -> None:
 
 
 def test_unpaired_order_would_be_fooled_by_the_same_drift() -> None:
-    """The simulated machine is hostile enough to matter: all of one side first, then the other, is told apart."""
+    """The simulated machine is hostile enough to matter: samples of one side, then of the other, differ."""
     from tests.bench.synthetic import machine_noise
 
     rng = np.random.default_rng(3)

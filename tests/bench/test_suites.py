@@ -1,4 +1,4 @@
-"""Suite files: what they state, and what each mistake in one is answered with."""
+"""Suite files: what they state, and the error for each mistake in one."""
 
 import re
 from pathlib import Path
@@ -27,7 +27,7 @@ def without(name: str) -> dict[str, Any]:
 
 
 def test_the_page_lists_the_suites() -> None:
-    """Suites are found by being there: one that has vanished is missed here."""
+    """Suites are discovered, so one that has disappeared is noticed here."""
     text = (Path(__file__).resolve().parents[2] / "docs" / "benchmarks.md").read_text(encoding="utf-8")
     listed = text.partition("Suites are TOML files")[2].partition("`operation`")[0].partition(":")[2]
     assert sorted(re.findall(r"`([\w-]+)`", listed)) == sorted({*suite_names(), "build-cost"})

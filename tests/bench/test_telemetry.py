@@ -1,4 +1,4 @@
-"""What is read from NVML, over a library made for the purpose: the GPU that torch uses, its state, never its settings."""
+"""What is read from NVML, with a fake library: the GPU that torch uses, its state, never its settings."""
 
 # ruff: noqa: N802 - the names are NVML's
 
@@ -16,7 +16,7 @@ from flashmoe_tools.operations.attention.problem import AttentionProblem
 
 
 class FakeNvml(ModuleType):
-    """Two GPUs; whatever would change a setting does not exist here."""
+    """Two GPUs, without any function that would change a setting."""
 
     NVML_CLOCK_SM = 1
     NVML_CLOCK_MEM = 2
@@ -121,7 +121,7 @@ def test_a_cell_keeps_the_extremes_and_the_share_of_throttled_readings() -> None
     assert found["throttle"] == {"software power cap": 0.5}
     assert found["readings"] == 2
     assert summarise([]) is None
-    assert throttle_words(0x1 | 0x2) == ()  # idle and application clocks are no throttling
+    assert throttle_words(0x1 | 0x2) == ()  # idle and application clocks are not throttling
 
 
 def test_clock_and_power_are_followed_while_calls_run(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -141,7 +141,7 @@ def test_clock_and_power_are_followed_while_calls_run(monkeypatch: pytest.Monkey
         with telemetry.watch() as watch:
             time.sleep(0.2)
         assert watch.load == Load()
-        assert len(asked) > 1  # it went on
+        assert len(asked) > 1  # it continued
     cell = Cell(AttentionProblem.smallest(), timings={"flashmoe": Timing([[1000]], load=[Load(1500.0, 600.0)])})
     record = cell_record(cell, {"flashmoe"}, "", None)
     assert load_text(record, "flashmoe") == " 1500 MHz 600 W"

@@ -1,4 +1,4 @@
-"""A training step as an operation of the benchmarks: what a problem states, what its judge refuses, a run on the CPU."""
+"""A training step as an operation of the benchmarks: what a problem states, what its judge rejects, a CPU run."""
 
 from pathlib import Path
 
@@ -38,7 +38,7 @@ def test_a_shape_that_cannot_be_is_refused(change: dict[str, int], words: str) -
 def test_a_wrong_gradient_of_one_weight_is_refused() -> None:
     inputs = SMALL.make_inputs("cpu", 0)
     gradients = [one.clone() for one in default_registry("train_step")["sdpa"].prepare(inputs).call()]
-    gradients[1].zero_()  # of the first layer's q, k, v
+    gradients[1].zero_()  # the first layer's q, k, v
     assert not SMALL.make_reference(inputs).judge(gradients).passed
 
 

@@ -1,8 +1,8 @@
-"""The suite of several GPUs: one process a rank, started by torchrun.
+"""The multi-GPU suite: one process per rank, started by torchrun.
 
-parts      what is measured, from the suite's file
-overlap    how much of the messages' time the computation hides
+parts      what is measured, read from the suite's file
+overlap    how much communication time the computation hides
 measure    clocks, bytes and profiles of calls that all ranks make together
-contenders what each part times, and what is right
-session    all of it, and the report
+contenders the calls that are timed, and the check of their results
+session    runs everything and writes the report
 """

@@ -1,4 +1,4 @@
-"""What each part times, after it has been checked: flashmoe on several GPUs, on one, and what torch has for it."""
+"""The calls that each part times once they are checked: flashmoe on several GPUs, on one GPU, and torch's equivalent."""
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -29,8 +29,8 @@ from flashmoe_tools.bench.distributed.ring_flash import load
 from flashmoe_tools.operations.moe.contenders import grouped
 
 Calls = dict[str, Call]
-MOST_ROWS, PEERS_LIMIT = 1 << 16, 2e-2  # of ring-flash-attn
-CODES = "e4m3"  # in the names of forms whose rows travel as codes
+MOST_ROWS, PEERS_LIMIT = 1 << 16, 2e-2  # limits for ring-flash-attn
+CODES = "e4m3"  # part of the names of forms that send rows as codes
 
 
 def _both_ways(call: Callable[..., Any], tensors: list[Tensor], upstream: Tensor) -> tuple[Tensor, ...]:
@@ -40,7 +40,7 @@ def _both_ways(call: Callable[..., Any], tensors: list[Tensor], upstream: Tensor
 
 
 def _difference(found: Tensor, wanted: Tensor) -> float:
-    """The largest, relative to the largest element that is wanted."""
+    """The largest absolute difference, relative to the largest wanted element."""
     return float((found.float() - wanted.float()).abs().max() / wanted.float().abs().max())
 
 
@@ -55,7 +55,7 @@ def _said(error: Exception) -> str:
 def _add_ring_flash(
     found: Calls, absent: dict[str, str], ranks: Ranks, rows: int, call: Callable[[Any], tuple[Tensor, ...]]
 ) -> None:
-    """ring-flash-attn on our functions, checked against our ring; on every rank or on none."""
+    """Adds ring-flash-attn on our functions, checked against our ring; on every rank or on none."""
     reason, package = "", None
     if not ranks.is_gpu or rows > MOST_ROWS:
         reason = f"timed up to {MOST_ROWS} rows" if ranks.is_gpu else "needs GPUs"
@@ -65,7 +65,7 @@ def _add_ring_flash(
             ours = zip(call(package), found["ring"](), strict=True)
             worst = max(_difference(theirs, own) for theirs, own in ours)
             reason = "" if worst < PEERS_LIMIT else f"its result is off by {worst:.2g} of the largest element"
-        except Exception as error:  # another's package: whatever it raises is the finding
+        except Exception as error:  # another project's package: whatever it raises is reported
             reason = _said(error)
     reasons = [one for one in ranks.everywhere(reason) if one]
     if reasons:
@@ -75,7 +75,7 @@ def _add_ring_flash(
 
 
 class AttentionCalls:
-    """Forward and backward of the whole on every GPU at once, and of a part on each."""
+    """Forward and backward of the complete problem on every GPU, and of one shard on each."""
 
     def __init__(self, part: AttentionPart, ranks: Ranks) -> None:
         self.ranks = ranks
@@ -88,7 +88,8 @@ class AttentionCalls:
         for tensor in whole:
             dist.broadcast(tensor, 0)
         self.whole, self.own = whole, [shard_sequence(tensor) for tensor in whole]
-        # Ranks that call with something new agree about it first: in turn on one group, both forms would do so in every call.
+        # Ranks that make a new kind of call first agree on it. If both forms alternated on one group, they would do so
+        # in every call.
         self.groups = {method: dist.new_group() for method in ("ring", "all_gather")}
 
     def one(self) -> tuple[Tensor, ...]:
@@ -111,7 +112,7 @@ class AttentionCalls:
 
     @contextmanager
     def calls(self) -> Iterator[tuple[Calls, dict[str, str]]]:
-        """The calls by name, and why a peer's are not among them."""
+        """The calls by name, and why a peer is missing."""
         found: Calls = {
             "one": self.one,
             "ring": lambda: self.divided("ring"),
@@ -124,7 +125,7 @@ class AttentionCalls:
                 try:
                     found["torch"] = self._of_torch(stack)
                     del absent["torch"]
-                except Exception as error:  # an experimental part of torch: whatever it raises is the finding
+                except Exception as error:  # an experimental part of torch: whatever it raises is reported
                     absent["torch"] = _said(error)
             elif self.ranks.is_gpu:
                 absent["torch"] = "its ring takes as many key heads as query heads"
@@ -156,7 +157,7 @@ class AttentionCalls:
 
 
 class RaggedCalls:
-    """The same of a ragged batch, by the ring."""
+    """Like AttentionCalls, for a ragged batch, with the ring."""
 
     def __init__(self, part: AttentionPart, ranks: Ranks) -> None:
         self.ranks = ranks
@@ -209,7 +210,10 @@ class RaggedCalls:
 def all_to_all_composition(
     x: Tensor, w13: Tensor, w2: Tensor, weights: Tensor, ids: Tensor, group: dist.ProcessGroup
 ) -> Tensor:
-    """What torch has for it: a row per token and expert, sorted by expert, there and back by all_to_all, F.grouped_mm between."""
+    """torch's equivalent: all_to_all, F.grouped_mm, all_to_all.
+
+    Sends one row per token and expert, sorted by expert.
+    """
     share, size = w13.shape[0], group.size()
     order = ids.flatten().argsort(stable=True)
     sorted_ids, tokens = ids.flatten()[order], order // ids.shape[1]
@@ -230,7 +234,7 @@ def all_to_all_composition(
 
 
 class ExpertsCalls:
-    """The layer with all experts on every GPU at once, with its share of them on each, and what a rank's share computes alone."""
+    """The layer with all experts on every GPU, with a share of them on each, and a rank's share without communication."""
 
     def __init__(self, part: ExpertsPart, ranks: Ranks) -> None:
         device, dtype = ranks.device, _dtype(ranks)
@@ -267,7 +271,7 @@ class ExpertsCalls:
         self.arriving = self._arriving()
 
     def _arriving(self) -> tuple[Tensor, ...]:
-        """x, upstream gradients, weights and ids of the rows that this rank's experts have work for, of all ranks."""
+        """x, upstream gradients, weights and ids of the rows from all ranks that need this rank's experts."""
         found = []
         for tensor in (self.x, self.upstream, self.weights, self.ids):
             gathered = tensor.new_empty((self.ranks.size * tensor.shape[0], tensor.shape[1]))
@@ -290,7 +294,7 @@ class ExpertsCalls:
         return found
 
     def share(self) -> Any:
-        """Without messages: the rows that arrive, on this rank's experts."""
+        """Without communication: the arriving rows on this rank's experts."""
         x, upstream, weights, ids = self.arriving
 
         def layer(x: Tensor, w13: Tensor, w2: Tensor) -> Tensor:
@@ -308,7 +312,10 @@ class ExpertsCalls:
         return found
 
     def error(self) -> float:
-        """Output and dx against one GPU; the gradients of its own experts against all ranks' rows computed here."""
+        """Error of output and dx against one GPU, and of the own experts' gradients against a local computation.
+
+        The local computation uses the rows of all ranks.
+        """
         expected = (*self.one()[:2], *self.share()[2:])
         return max(
             _difference(found, wanted)
@@ -318,7 +325,7 @@ class ExpertsCalls:
         )
 
     def root_mean_squares(self) -> dict[str, float]:
-        """Of the difference of each form's output to one GPU's, relative to the latter's: what codes cost in accuracy."""
+        """Root mean square of each form's output error relative to one GPU's output: the accuracy cost of codes."""
         wanted = self.one()[0].float()
         found = {name: self.divided(name)[0].float() for name in self.layers}
         return {name: float((out - wanted).norm() / wanted.norm()) for name, out in found.items()}
@@ -327,7 +334,7 @@ class ExpertsCalls:
         return {"one": self.one, "share": self.share, **{name: partial(self.divided, name) for name in self.names}}
 
     def exchanges(self) -> dict[str, tuple[Call, int]]:
-        """What the padded form sends, apart from the experts, and the bytes of it that leave this rank."""
+        """The padded form's communication without the experts, and how many bytes of it leave this rank."""
         exchange = _Exchange(dist.new_group(), self.ranks.rank, self.ranks.size, False)
         ids, others = self.ids.int(), self.ranks.size - 1
         partial_sums = self.x.repeat(self.ranks.size, 1)

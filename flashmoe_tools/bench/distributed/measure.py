@@ -1,4 +1,4 @@
-"""Calls that all ranks of a group make together: their time, the bytes that leave a rank, their profile."""
+"""Measures calls that all ranks of a group make together: their time, the bytes that leave a rank, their profile."""
 
 import statistics
 import time
@@ -12,12 +12,12 @@ import torch.distributed as dist
 from flashmoe_tools.bench.distributed.overlap import Overlap, measure_overlap
 
 Call = Callable[[], Any]
-SUSTAINED, MOST_CALLS = 400.0, 500  # ms of back-to-back calls, and how many they may be
-LONG = 500.0  # ms: a call that keeps the host ahead by itself
+SUSTAINED, MOST_CALLS = 400.0, 500  # ms of back-to-back calls, and the most calls in that time
+LONG = 500.0  # ms: a longer call keeps the host ahead by itself
 
 
 class Ranks:
-    """This process among the others."""
+    """This process among all ranks."""
 
     def __init__(self, device: torch.device) -> None:
         self.device, self.rank, self.size = device, dist.get_rank(), dist.get_world_size()
@@ -42,7 +42,7 @@ class Ranks:
         return float(first.elapsed_time(last))
 
     def interleaved(self, calls: Mapping[str, Call], repeats: int) -> dict[str, list[float]]:
-        """Milliseconds of each call, of the slowest rank, in rounds of one call each: all see the same clocks and heat."""
+        """Milliseconds of each call on the slowest rank, in rounds of one call each, all at the same clocks and heat."""
         for call in calls.values():
             call()
         samples = torch.tensor(
@@ -52,7 +52,10 @@ class Ranks:
         return dict(zip(calls, samples.t().tolist(), strict=True))
 
     def sustained(self, calls: Mapping[str, Call], expected: Mapping[str, float]) -> dict[str, float]:
-        """Milliseconds a call, of the slowest rank, back to back for about SUSTAINED ms: the host is ahead, as in training."""
+        """Milliseconds per call on the slowest rank, back to back for about SUSTAINED ms.
+
+        The host is ahead of the GPU, as in training.
+        """
         found = []
         for name, call in calls.items():
             count = 1 if expected[name] > LONG else max(2, min(MOST_CALLS, round(SUSTAINED / expected[name])))
@@ -72,13 +75,13 @@ class Ranks:
         return found
 
     def overlap(self, call: Call) -> list[dict[str, float]]:
-        """Of one call, on every rank; nothing where there is no GPU to profile."""
+        """The overlap of one call on every rank; empty if there is no GPU to profile."""
         if not self.is_gpu:
             return []
         from torch.profiler import ProfilerActivity, profile
 
         with profile(activities=[ProfilerActivity.CUDA]):
-            call()  # starting a profiler takes as long as the call: once for nothing
+            call()  # starting a profiler takes as long as the call, so the first one is discarded
         with profile(activities=[ProfilerActivity.CUDA], acc_events=True) as profiler:
             self.wait()
             call()
@@ -92,7 +95,7 @@ class Ranks:
 
 
 def _after_barrier(kernels: list[tuple[str, float, float]]) -> Overlap:
-    """Without the barrier's own kernel, the first of all."""
+    """The overlap without the barrier's own kernel, which is the first one."""
     kernels.sort(key=lambda kernel: kernel[1])
     return measure_overlap(kernels[1:] if kernels and "nccl" in kernels[0][0].lower() else kernels)
 
@@ -102,7 +105,7 @@ def median(samples: list[float]) -> float:
 
 
 class Bytes:
-    """What left this rank."""
+    """Bytes that left this rank."""
 
     def __init__(self, size: int, rank: int) -> None:
         self.size, self.rank, self.sent = size, rank, 0
@@ -113,7 +116,7 @@ class Bytes:
 
 @contextmanager
 def counted(ranks: Ranks) -> Iterator[Bytes]:
-    """Counts the bytes of the exchanges that flashmoe.distributed begins meanwhile."""
+    """Counts the bytes of the exchanges that flashmoe.distributed starts inside the context."""
     found = Bytes(ranks.size, ranks.rank)
     others = (ranks.size - 1) / ranks.size
     names = ("batch_isend_irecv", "all_to_all_single", "all_gather_into_tensor", "reduce_scatter_tensor")
@@ -159,7 +162,7 @@ def counted(ranks: Ranks) -> Iterator[Bytes]:
 
 
 def link_rates(ranks: Ranks) -> dict[str, float]:
-    """GB/s each way of a message to the next rank, and of an exchange of all with all (what leaves a rank)."""
+    """GB/s in each direction of a message to the next rank, and of an all-to-all exchange (what leaves a rank)."""
     count = (1 << 28) if ranks.is_gpu else 1 << 20
     sent = torch.empty(count, device=ranks.device, dtype=torch.uint8)
     received = torch.empty_like(sent)

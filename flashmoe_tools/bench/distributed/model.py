@@ -1,8 +1,10 @@
-"""What attention and experts over many GPUs would cost, from rates that were measured on few: `python -m flashmoe_tools.bench.distributed.model`.
+"""Predicts the cost of attention and experts on many GPUs from rates measured on few:
 
-Ring attention: in each of W steps a rank computes 1 / W^2 of the whole problem's products while keys and values of a part travel; the
-longer of the two counts. Merging partial results and adding up gradients is traffic in the GPU's own memory. Experts: the layer's own
-time at the tokens that arrive, and rows there and back.
+    python -m flashmoe_tools.bench.distributed.model
+
+Ring attention: in each of W steps a rank computes 1 / W^2 of the whole problem's products while the keys and values of
+one shard travel; the longer of the two counts. Merging partial results and adding up gradients is traffic in the GPU's
+own memory. Experts: the layer's own time for the tokens that arrive, plus sending the rows there and back.
 """
 
 import argparse
@@ -14,44 +16,44 @@ ELEMENT = 2  # bytes of bfloat16
 
 @dataclass(frozen=True)
 class Rates:
-    """Measured: TFLOP/s of one GPU, GB/s of the links. The defaults are of two H100s of one host."""
+    """Measured rates: TFLOP/s of one GPU, GB/s of the links. The defaults are from two H100s in one host."""
 
     attention: float = 559.0  # forward and backward together, causal, D = 128, S = 65536
     experts: float = 560.0  # Qwen3's layer, T = 16384, forward
     memory: float = 3000.0
-    merging: float = 1200.0  # GB/s of the kernels that merge parts and add up gradients, from a profile
-    link: float = 240.0  # each way, GPU to GPU in a host
-    host: float = 1.5  # ms of launches that nothing hides, forward and backward, with two ranks; fitted to S = 16384
-    network: float = 50.0  # each way, for a GPU, between hosts: 400 Gbit/s
+    merging: float = 1200.0  # GB/s of the kernels that merge partial results and add up gradients, from a profile
+    link: float = 240.0  # per direction, GPU to GPU within a host
+    host: float = 1.5  # ms of launches that nothing hides, forward and backward, two ranks; fitted to S = 16384
+    network: float = 50.0  # per direction and GPU, between hosts: 400 Gbit/s
     gpus_per_host: int = 8
 
     def between(self, size: int) -> float:
-        """GB/s of the slowest hop of a ring of ``size`` ranks, or of an exchange of all with all."""
+        """GB/s of the slowest hop of a ring of ``size`` ranks, or of an all-to-all exchange."""
         return self.link if size <= self.gpus_per_host else self.network
 
 
 @dataclass(frozen=True)
 class Attention:
-    """Causal; one sequence, or a ragged batch."""
+    """Causal attention over one sequence or a ragged batch."""
 
     length: int
     heads: int
     heads_kv: int
     head_dim: int = 128
-    squares: int = 0  # of a ragged batch: the sum of its lengths' squares, where ``length`` is their sum
+    squares: int = 0  # ragged batch: the sum of its squared lengths; ``length`` is the sum of its lengths
 
     def products(self) -> float:
-        """Floating-point operations, forward and backward: 2 and 5 products, half of them visible."""
+        """Floating-point operations of forward (2 products) and backward (5); half of the scores are visible."""
         return 3.5 * 4 * self.heads * (self.squares or self.length**2) * self.head_dim / 2
 
 
 @dataclass(frozen=True)
 class Prediction:
-    """Milliseconds, and the speed relative to one GPU divided by the number of GPUs."""
+    """Milliseconds on one GPU and on several; efficiency is the speedup divided by the number of GPUs."""
 
     alone: float
     together: float
-    exposed: float  # of it, waiting for messages
+    exposed: float  # part of ``together`` spent waiting for messages
 
     def efficiency(self, size: int) -> float:
         return self.alone / (size * self.together)
@@ -64,13 +66,14 @@ def context_parallel(problem: Attention, size: int, rates: Rates) -> Prediction:
         return Prediction(alone, alone, 0.0)
     rows = problem.length / size * problem.heads * problem.head_dim
     keys = 2 * problem.length / size * problem.heads_kv * problem.head_dim  # K and V
-    link = rates.between(size) * 1e6  # bytes a millisecond
+    link = rates.between(size) * 1e6  # bytes per millisecond
     compute = alone / size**2
     forward, backward = compute * 2 / 7, compute * 5 / 7
-    sums = ELEMENT if size == 2 else 4  # bytes of an element of what is added up
+    sums = ELEMENT if size == 2 else 4  # bytes per element of the sums
     message, first, later = (keys * count / link for count in (ELEMENT, ELEMENT, 4))
     waiting = (size - 1) * max(0.0, message - forward)
-    # Backward the first keys come behind half of a rank's own ones, and the last gradients leave behind the other half.
+    # In the backward pass the first keys arrive behind half of a rank's own computation, and the last gradients leave
+    # behind the other half.
     waiting += max(0.0, message - backward / 2)
     waiting += (size - 2) * max(0.0, message + later - backward)
     waiting += max(0.0, (first if size == 2 else later) - backward / 2)
@@ -79,14 +82,15 @@ def context_parallel(problem: Attention, size: int, rates: Rates) -> Prediction:
     added = sums + (size + 1) * (2 * sums + ELEMENT)
     home = 2 * sums + ELEMENT + (size - 2) * (ELEMENT + 4 + 2 * 4 + ELEMENT)
     traffic = rows * (merges + added) + keys * home
-    host = rates.host * (2 * size + 1) / 5  # calls of kernels: one a step forward, and one more backward
+    host = rates.host * (2 * size + 1) / 5  # kernel calls: one per step forward, and one more backward
     return Prediction(alone, compute * size + waiting + traffic / (rates.merging * 1e6) + host, waiting)
 
 
 def expert_parallel(tokens: int, hidden: int, inner: int, top_k: int, size: int, rates: Rates) -> Prediction:
-    """flashmoe.distributed.ExpertParallel, forward; ``tokens`` of each rank, experts chosen uniformly.
+    """The forward pass of flashmoe.distributed.ExpertParallel; ``tokens`` per rank, experts chosen uniformly.
 
-    On the GPU alone: as a CUDA graph, or with calls before and behind. The layer's kernels fill the GPU, so that messages wait for them.
+    Counts GPU time only, as in a CUDA graph or with calls queued before and after. The layer's kernels fill the GPU, so
+    messages are not hidden behind them.
     """
     alone = 6 * tokens * top_k * hidden * inner / rates.experts / 1e9
     sent = (size - 1) * (1 - (1 - 1 / size) ** top_k) * tokens  # to each rank that has one of a token's experts
@@ -97,7 +101,7 @@ def expert_parallel(tokens: int, hidden: int, inner: int, top_k: int, size: int,
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Print both tables."""
+    """Prints both tables."""
     parser = argparse.ArgumentParser(
         allow_abbrev=False, prog="python -m flashmoe_tools.bench.distributed.model", description=__doc__.split(":")[0]
     )

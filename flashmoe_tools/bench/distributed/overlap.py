@@ -1,4 +1,4 @@
-"""How much of the time of messages is hidden behind computation: from the spans of a profile, without torch."""
+"""How much communication time is hidden behind computation, from the spans of a profile; needs no torch."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ class Overlap:
     span: float  # from the first kernel's start to the last one's end
     computing: float
     messages: float
-    hidden: float  # of the messages, while something is computed
+    hidden: float  # communication time during which something is computed
 
     @property
     def share(self) -> float:
@@ -24,7 +24,7 @@ class Overlap:
 
 
 def merged(spans: Iterable[Span]) -> list[Span]:
-    """Spans that neither touch nor overlap, in order."""
+    """The spans in order, with touching and overlapping ones merged."""
     found: list[Span] = []
     for begin, end in sorted(spans):
         if found and begin <= found[-1][1]:
@@ -35,7 +35,7 @@ def merged(spans: Iterable[Span]) -> list[Span]:
 
 
 def measure_overlap(kernels: Iterable[tuple[str, float, float]]) -> Overlap:
-    """Of kernels (name, begin, end) in microseconds: NCCL's are messages, all others computation."""
+    """The overlap of kernels (name, begin, end) in microseconds: NCCL's are messages, all others computation."""
     listed = [(name, begin, end) for name, begin, end in kernels if end > begin]
     messages = merged((begin, end) for name, begin, end in listed if "nccl" in name.lower())
     computing = merged((begin, end) for name, begin, end in listed if "nccl" not in name.lower())

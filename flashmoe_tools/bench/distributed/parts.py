@@ -1,4 +1,4 @@
-"""The parts of the suite of several GPUs: attention of divided sequences, divided experts."""
+"""The parts of the multi-GPU suite: attention over sharded sequences, and experts spread over ranks."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -11,15 +11,18 @@ ELEMENT = 2  # bytes of bfloat16
 
 @dataclass(frozen=True)
 class AttentionPart:
-    """Causal; forward and backward. One sequence, or a ragged batch of ``sequences`` that together have ``length`` rows."""
+    """Causal attention, forward and backward, over one sequence or a ragged batch.
+
+    A ragged batch has ``sequences`` sequences, which together have ``length`` rows.
+    """
 
     length: int
     heads: int
     heads_kv: int
     head_dim: int = 128
-    sequences: int = 0  # 0: one, dense
-    repeats: int = 0  # 0: the suite's
-    at_least: float = 0.0  # of linear speedup; 0: no bar
+    sequences: int = 0  # 0: one dense sequence
+    repeats: int = 0  # 0: the suite's number
+    at_least: float = 0.0  # share of linear speedup; 0: no limit
 
     @property
     def key(self) -> str:
@@ -27,16 +30,19 @@ class AttentionPart:
         return f"attention-s{self.length}-h{self.heads}-{self.heads_kv}-d{self.head_dim}{ragged}"
 
     def ends(self) -> list[int]:
-        """cu_seqlens of the ragged batch, whose lengths are as 1 to 2 to 3 and so on; in multiples of 16 where the whole is one,
-        since ring-flash-attn takes sequences that divide evenly."""
+        """cu_seqlens of the ragged batch, whose lengths are in the ratio 1 : 2 : 3 and so on.
+
+        Multiples of 16 if the total is one, because ring-flash-attn needs sequences that divide evenly.
+        """
         parts, unit = self.sequences * (self.sequences + 1) // 2, 1 if self.length % 16 else 16
         ends = [self.length * (count * (count + 1) // 2) // parts for count in range(self.sequences + 1)]
         return [end // unit * unit for end in ends]
 
     def least_bytes(self, size: int, element: int) -> int:
-        """What one rank must send, on average: the keys and values that others see, once, and one sum of gradients to each owner.
+        """Bytes that one rank must send on average.
 
-        Zig-zag: a higher rank sees the first half of a lower one's keys, a lower rank all of a higher one's.
+        These are the keys and values that other ranks see, once, and one sum of gradients to each owner. With zig-zag
+        sharding a higher rank sees the first half of a lower rank's keys, and a lower rank all of a higher rank's.
         """
         part = 2 * self.length // size * self.heads_kv * self.head_dim * element
         return round(2 * part * (size - 1) * 0.75)
@@ -44,7 +50,7 @@ class AttentionPart:
 
 @dataclass(frozen=True)
 class ExpertsPart:
-    """A layer of experts, the same number of tokens on every rank; forward, or forward and backward."""
+    """A layer of experts, forward or forward and backward, with the same number of tokens on every rank."""
 
     tokens: int
     hidden: int
@@ -52,10 +58,10 @@ class ExpertsPart:
     experts: int
     top_k: int
     backward: bool = False
-    codes: bool = False  # also with rows that travel as e4m3 codes
-    skewed: bool = False  # expert e is as likely as 1 / (e + 1) makes it, so that the first rank has most rows
-    repeats: int = 0  # 0: four times the suite's
-    at_most: float = 0.0  # of the busiest rank's computation and rows at the measured rate; 0: no bar
+    codes: bool = False  # also measure rows sent as e4m3 codes
+    skewed: bool = False  # expert e has a probability proportional to 1 / (e + 1), so the first rank gets the most rows
+    repeats: int = 0  # 0: four times the suite's number
+    at_most: float = 0.0  # multiple of the busiest rank's compute time plus row transfer time; 0: no limit
 
     @property
     def key(self) -> str:
@@ -73,7 +79,7 @@ _FLAGS = {"attention": (), "experts": ("backward", "codes", "skewed")}
 
 
 def parse_parts(rows: Any, source: str) -> tuple[tuple[Part, ...], frozenset[str]]:
-    """The parts that a suite's ``[[parts]]`` state, and the keys of those of the quick run. A wrong field is a SuiteError."""
+    """The parts in a suite's ``[[parts]]``, and the keys of those in the quick run. A wrong field is a SuiteError."""
     if not isinstance(rows, list) or not rows:
         fields.fail(source, "parts", rows, "at least one [[parts]] table")
     found, quick = [], set()

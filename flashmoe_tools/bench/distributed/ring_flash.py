@@ -1,4 +1,4 @@
-"""The package ring-flash-attn on our functions: it imports flash_attn, whose names flashmoe.compat gives."""
+"""Runs the package ring-flash-attn, which imports flash_attn, on our functions through flashmoe.compat."""
 
 import importlib
 import sys
@@ -12,13 +12,14 @@ _ADAPTERS = f"{PACKAGE}.adapters"
 
 
 def load() -> Any:
-    """The package. Raises ImportError where it is not installed, ArgumentError where flash_attn itself is.
+    """Imports the package. Raises ImportError if it is not installed, ArgumentError if flash_attn itself is.
 
-    Its functions want 16 bits, as flash_attn does: with float32, where nothing is converted, its buffers would be its sums, too.
+    Like flash_attn, its functions need 16-bit inputs: with float32 nothing is converted, so its buffers would be its
+    sums.
     """
     install_as_flash_attn()
     if PACKAGE not in sys.modules:
-        # Its adapter for transformers imports what transformers 5 no longer has. Nothing here needs it.
+        # Its adapter for transformers imports names that transformers 5 no longer has. Nothing here needs it.
         adapters = ModuleType(_ADAPTERS)
         adapters.substitute_hf_flash_attn = adapters.update_ring_flash_attn_params = None  # type: ignore[attr-defined]
         sys.modules.setdefault(_ADAPTERS, adapters)

@@ -1,4 +1,4 @@
-"""Runs the suite of several GPUs on this rank; rank 0 has the report."""
+"""Runs the multi-GPU suite on this rank; rank 0 has the report."""
 
 import os
 import time
@@ -19,17 +19,20 @@ from flashmoe_tools.bench.record import DATA_SCHEMA
 from flashmoe_tools.bench.suites import Suite
 from flashmoe_tools.report import Check, Report, Verdict, host_environment, utc_now
 
-LIMIT = {torch.bfloat16: 2e-2, torch.float32: 1e-4}  # of the largest element
-CODES_LIMIT = 0.04  # root mean square of the output's difference to one GPU's, relative to the output's
-EXCHANGES = 1.3  # of the time that the bytes of a dispatch, or of a combine, need at the measured rate
-MODEL = 0.10  # how far the paper model may be from what is measured
+LIMIT = {torch.bfloat16: 2e-2, torch.float32: 1e-4}  # relative to the largest element
+CODES_LIMIT = 0.04  # root mean square of the output's error against one GPU, relative to the output's
+EXCHANGES = 1.3  # multiple of the time that a dispatch's or combine's bytes need at the measured rate
+MODEL = 0.10  # allowed relative difference between the paper model and the measurement
 START = "torchrun --standalone --nproc-per-node 2 -m flashmoe bench --suite {name}"
 
 
 def measure_distributed(
     suite: Suite, wanted: str, command: tuple[str, ...], budget: float | None = None
 ) -> Report | None:
-    """The report on rank 0, None on the others; after ``budget`` seconds no part is begun. Raises ArgumentError where torchrun did not start this process."""
+    """Measures the suite; returns the report on rank 0 and None on the others.
+
+    After ``budget`` seconds no further part is started. Raises ArgumentError if torchrun did not start this process.
+    """
     if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
         msg = f"suite {suite.name} runs as one process a GPU; start it with: {START.format(name=suite.name)}"
         raise ArgumentError(msg)
@@ -132,7 +135,7 @@ def _of_linear(times: dict[str, float], size: int) -> float:
 
 
 def problem_of(part: AttentionPart) -> Attention:
-    """What the paper model needs to know of it."""
+    """The part as the paper model describes it."""
     squares = sum((b - a) ** 2 for a, b in pairwise(part.ends())) if part.sequences else 0
     return Attention(part.length, part.heads, part.heads_kv, part.head_dim, squares)
 
@@ -165,7 +168,8 @@ def _experts(
     ways = 4 if part.backward else 2  # there and back, and the same for gradients
     least = ways * calls.rows_sent * part.hidden * calls.x.element_size()
     travel = max(ranks.everywhere(least)) / links["all_to_all"] / 1e6
-    # The busiest rank's work; with two ranks and an even choice about what one GPU takes for its own tokens.
+    # Relative to the busiest rank's work; with two ranks and uniform routing that is about one GPU's time for its own
+    # tokens.
     sustained = ranks.sustained(timed, medians)
     of, single = (
         {name: value / (found["share"] + travel) for name, value in found.items() if name not in ("one", "share")}
@@ -204,7 +208,7 @@ def _experts(
 
 
 def _exchanges(calls: ExpertsCalls, ranks: Ranks, repeats: int, links: dict[str, float]) -> dict[str, dict[str, float]]:
-    """Milliseconds of the padded form's dispatch and combine back to back, as graphs, and of their bytes at the rate of the links."""
+    """Milliseconds of the padded form's dispatch and combine as back-to-back graphs, and of its bytes at link rate."""
     sent = calls.exchanges()
     timed = {name: captured(call) if ranks.is_gpu else call for name, (call, _) in sent.items()}
     medians = {name: median(samples) for name, samples in ranks.interleaved(timed, 4 * repeats).items()}
@@ -215,7 +219,7 @@ def _exchanges(calls: ExpertsCalls, ranks: Ranks, repeats: int, links: dict[str,
 
 
 def as_text(report: Report) -> str:
-    """The report for people."""
+    """The report as text."""
     links = report.data["links_gbps"]
     lines = [
         f"{report.data['ranks']} ranks; GB/s each way: {links['message']:.0f} to the next, {links['all_to_all']:.0f} all to all"

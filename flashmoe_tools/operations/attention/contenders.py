@@ -1,4 +1,4 @@
-"""Attention: our operator (each kernel family too), torch's backends forced by name, other libraries."""
+"""Attention contenders: our operator (also each kernel family), torch's backends selected by name, other libraries."""
 
 from importlib import import_module
 from typing import Any
@@ -20,7 +20,7 @@ def _sdpa(inputs: Inputs) -> Prepared:
     is_causal, mask = problem.causal, None
     if (
         problem.causal and problem.seq_q != problem.seq_k
-    ):  # is_causal means top-left; this bias is what torch has for bottom-right
+    ):  # is_causal means top-left; torch expresses bottom-right with this bias
         is_causal, mask = (
             False,
             import_module("torch.nn.attention.bias").causal_lower_right(problem.seq_q, problem.seq_k),
@@ -54,7 +54,7 @@ def _flashmoe(inputs: Inputs) -> Prepared:
 
 
 def _flashmoe_sdpa(inputs: Inputs) -> Prepared:
-    """Our function with torch's signature; its causal mask is top-left, so square problems alone can be compared."""
+    """Our function with torch's signature; its causal mask is top-left, so only square causal problems can be compared."""
     import flashmoe
 
     problem = inputs.problem
@@ -73,7 +73,7 @@ def _flashmoe_sdpa(inputs: Inputs) -> Prepared:
 
 
 def _flash_attn(inputs: Inputs) -> Prepared:
-    """flash-attn's function takes [B, S, H, D]; the transposed views cost no copy."""
+    """flash-attn's function takes [B, S, H, D]; the transposed views need no copy."""
     function = import_module("flash_attn").flash_attn_func
     q, k, v = (tensor.transpose(1, 2) for tensor in (inputs.q, inputs.k, inputs.v))
 
@@ -85,23 +85,26 @@ def _flash_attn(inputs: Inputs) -> Prepared:
 
 
 def in_rows(inputs: Inputs, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Copies [B, S, H, D] of tensors [B, H, S, D], contiguous: the layout that FlashAttention-3 was made for."""
+    """Contiguous copies [B, S, H, D] of tensors [B, H, S, D]: the layout that FlashAttention-3 is designed for."""
     return tuple(tensor.transpose(1, 2).contiguous() for tensor in (inputs.q, inputs.k, inputs.v, *tensors))
 
 
 def fa3_operators() -> Any:
-    """FlashAttention-3's operators themselves: its Python functions go through autograd, at up to 0.1 ms a call."""
+    """FlashAttention-3's raw operators: its Python functions go through autograd, which costs up to 0.1 ms per call."""
     import_module(FLASH_ATTN_3)
     return torch.ops.flash_attn_3
 
 
 def fa3_forward(operators: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, inputs: Inputs) -> Any:
-    """(out [B, S, H, D], log-sum-exp [B, H, S], ...) of q, k, v [B, S, H, D], as many rows as keys."""
+    """(out [B, S, H, D], log-sum-exp [B, H, S], ...) of q, k, v [B, S, H, D], with as many rows as keys."""
     return operators.fwd(q, k, v, softmax_scale=inputs.scale, is_causal=inputs.problem.causal, num_splits=1)
 
 
 def _flash_attn_3(inputs: Inputs) -> Prepared:
-    """Few rows over many keys are what its function for caches is for: it splits the keys, which not every build's operator does."""
+    """Uses FlashAttention-3's function for caches if rows and keys differ in number.
+
+    That function is for few rows over many keys: it splits the keys, which not every build's operator does.
+    """
     (q, k, v), problem = in_rows(inputs), inputs.problem
     if problem.seq_q != problem.seq_k:
         function = import_module(FLASH_ATTN_3).flash_attn_with_kvcache

@@ -1,4 +1,4 @@
-"""Attention in 8-bit floats as the kernels compute it, in float64: what tests and emulated kernels are held against."""
+"""Attention in 8-bit floats as the kernels compute it, in float64: the reference for tests and emulated kernels."""
 
 import math
 from dataclasses import dataclass
@@ -9,14 +9,15 @@ E4M3 = torch.float8_e4m3fn
 BLOCK = 128  # keys
 TOP = 8.0  # exponent of the largest P of a row
 LOG2E = math.log2(math.e)
-# Products of 32 columns are cut 13 bits below the largest (csrc/emulation/numerics.h): of the scores, and of P V of a block.
+# A product of 32 columns drops bits more than 13 below its largest term (csrc/emulation/numerics.h): both for the
+# scores and for P V of a block.
 CUT = 2.0**-13
-EXPONENTIAL = 1e-5  # of an exponential, to base 2
+EXPONENTIAL = 1e-5  # error of an exponential, as a base-2 exponent
 
 
 @dataclass(frozen=True)
 class Codes:
-    """[batch, heads, rows, head_dim], float8_e4m3fn, and a scale for each batch and head, or for each row of these."""
+    """float8_e4m3fn [batch, heads, rows, head_dim], and a scale per batch and head, or per row of each."""
 
     codes: torch.Tensor
     scale: torch.Tensor
@@ -33,7 +34,7 @@ class Codes:
 
 @dataclass(frozen=True)
 class Expected:
-    """What the recurrence gives in fp64, and how far a kernel may be from it."""
+    """The result of the recurrence in fp64, and how far a kernel may be from it."""
 
     out: torch.Tensor
     out_bound: torch.Tensor
@@ -42,8 +43,11 @@ class Expected:
 
 
 def attend(q: Codes, k: Codes, v: Codes, scale: float, *, causal: bool, roundoff: float) -> Expected:
-    """Block by block: P to e4m3 by the block's maximum. Where an error of the scores may round it to the neighbour, the bound says so.
-    ``roundoff``: of the output's type."""
+    """Attention block by block: P is rounded to e4m3 relative to the block's maximum.
+
+    If an error of the scores may round P to a neighbouring code, the bound includes it. ``roundoff``: of the output's
+    type.
+    """
     (_, heads, rows, head_dim), keys_total = q.codes.shape, k.codes.shape[2]
     group = heads // k.codes.shape[1]
 
@@ -59,14 +63,14 @@ def attend(q: Codes, k: Codes, v: Codes, scale: float, *, causal: bool, roundoff
         else q.values.abs().amax(dim=-1, keepdim=True) * keys.abs().amax(dim=-1)[..., None, :]
     )
     raw = q.values @ keys.transpose(-1, -2)
-    # In each step of 32 columns some of 33 terms are cut.
+    # Each step of 32 columns truncates some of its 33 terms.
     error = (math.ceil(head_dim / 32) * 8 * CUT * torch.maximum(largest, raw.abs()) * factor).nan_to_num(0.0)
     seen = torch.ones(rows, keys_total, dtype=torch.bool)
     if causal:
         seen = seen.tril(keys_total - rows)
     scores = (raw * factor).masked_fill(~seen, -torch.inf)
     error = error.masked_fill(~seen, 0.0)
-    maximum = scores.nan_to_num(-torch.inf, neginf=-torch.inf).amax(dim=-1)  # of the row: a unit of sums, no more
+    maximum = scores.nan_to_num(-torch.inf, neginf=-torch.inf).amax(dim=-1)  # of the row: only used as the unit of sums
     unit = torch.where(torch.isinf(maximum), 0.0, maximum)
     out = torch.zeros(*scores.shape[:3], v.codes.shape[3], dtype=torch.double)
     bound, total = torch.zeros_like(out), torch.zeros_like(maximum)
@@ -74,7 +78,7 @@ def attend(q: Codes, k: Codes, v: Codes, scale: float, *, causal: bool, roundoff
         block, off = scores[..., first : first + BLOCK], error[..., first : first + BLOCK]
         largest = block.nan_to_num(-torch.inf, neginf=-torch.inf).amax(dim=-1)
         factor = torch.exp2(largest - unit)
-        # The largest score's own error is everybody's.
+        # The error of the largest score affects all scores of the block.
         shift, common = torch.where(torch.isinf(largest), 0.0, largest)[..., None], off.amax(dim=-1, keepdim=True)
         weights = torch.exp2(block - shift + TOP)
         low, high = (
@@ -89,7 +93,7 @@ def attend(q: Codes, k: Codes, v: Codes, scale: float, *, causal: bool, roundoff
         total += weights.sum(dim=-1) * factor
     inverse = torch.where(total == 0, 0.0, 1.0 / total)[..., None]
     out, bound = out * inverse, bound * inverse
-    worst = error.amax(dim=-1)  # of a row's scores: the sum's, relatively
+    worst = error.amax(dim=-1)  # a row's largest score error: the relative error of its sum
     bound = bound.nan_to_num(0.0) + (worst[..., None] + EXPONENTIAL + roundoff) * out.abs().nan_to_num(0.0) + 1e-6
     lse = torch.where(total == 0, -torch.inf, torch.log2(total) + unit - TOP)
     return Expected(out, bound, lse / LOG2E, 2e-4 + worst)

@@ -1,7 +1,7 @@
-"""The problems of one table of a suite's ``cases``: a list is an axis, and the table stands for the product of its axes.
+"""The problems of one table of a suite's ``cases``: each list is an axis, and the table means the product of its axes.
 
-``tokens`` (batch * seq) and ``hidden`` (heads * head_dim) may stand in for ``batch`` and ``heads``, as in grids that hold the
-work constant.
+``tokens`` (batch * seq) and ``hidden`` (heads * head_dim) may replace ``batch`` and ``heads``, for grids of constant
+work.
 """
 
 import itertools
@@ -17,7 +17,7 @@ FIELDS |= {"batch", "tokens", "heads", "heads_kv", "hidden"}
 
 
 def expand_row(row: Mapping[str, Any], where: str) -> Iterator[dict[str, Any]]:
-    """The fields of each problem of the product of the row's axes, the axes in the order of ``axes`` below."""
+    """The fields of each problem in the product of the row's axes, in the order of ``axes`` below."""
     fields.known(row, FIELDS, where)
     lengths = _lengths(row, where)
     axes = (

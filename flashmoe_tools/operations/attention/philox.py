@@ -1,4 +1,4 @@
-"""Dropout's mask from its definition (csrc/attention/params/dropout.h), one position after the other, in Python's integers."""
+"""Dropout's mask from its definition (csrc/attention/params/dropout.h), one position at a time, in Python integers."""
 
 import math
 from functools import lru_cache
@@ -10,7 +10,7 @@ Words = tuple[int, int, int, int]
 
 
 def philox4x32(counter: Words, key: tuple[int, int], rounds: int = 7) -> Words:
-    """Random123's function of that name (Salmon et al., 2011)."""
+    """Random123's function of the same name (Salmon et al., 2011)."""
     for number in range(rounds):
         left, right = (key[0] + number * 0x9E3779B9) & _WORD, (key[1] + number * 0xBB67AE85) & _WORD
         first, second = counter[0] * 0xD2511F53, counter[2] * 0xCD9E8D57
@@ -35,7 +35,7 @@ def _first(seed: int, offset: int) -> Words:
 
 
 def keeps(seed: int, offset: int, least: int, sequence: int, head: int, row: int, key: int) -> bool:
-    """Whether the eight random bits of a probability are not below its limit; ``least``: the threshold, in 2^-16."""
+    """Whether a probability is kept: its eight random bits are not below its limit. ``least``: the threshold, in 2^-16."""
     row_slot, key_slot = row // 16 * 8 + row % 8, key // 32 * 4 + key % 8 // 2
     words = _draw(seed, offset, sequence, head, row_slot, key_slot)
     value = words[key // 16 % 2 * 2 + key % 2] >> 8 * (key // 8 % 2 * 2 + row // 8 % 2) & 0xFF
@@ -46,7 +46,7 @@ def keeps(seed: int, offset: int, least: int, sequence: int, head: int, row: int
 
 
 def threshold(p: float) -> int:
-    """Values below it are dropped."""
+    """The threshold, in 2^-16, below which values are dropped."""
     return min(65535, math.floor(p * 65536 + 0.5))
 
 

@@ -1,4 +1,4 @@
-"""Forward attention as a problem: its name, what it costs at least, its inputs and its reference."""
+"""Forward attention as a problem: its name, its minimal cost, its inputs and its reference."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ _KEY = re.compile(
 
 @dataclass(frozen=True)
 class AttentionProblem(RoomProblem):
-    """q [batch, heads_q, seq_q, head_dim], k [batch, heads_kv, seq_k, head_dim], v [batch, heads_kv, seq_k, columns_v]; a causal mask is
-    bottom-right.
+    """q [batch, heads_q, seq_q, head_dim], k [batch, heads_kv, seq_k, head_dim], v [batch, heads_kv, seq_k, columns_v].
 
-    ``layout`` is the order in memory; ``bshd`` reaches the operator as a transposed view, without a copy.
+    A causal mask is bottom-right. ``layout`` is the order in memory; ``bshd`` is passed to the operator as a transposed
+    view, without a copy.
     """
 
     operation: ClassVar[str] = "attention"
@@ -64,13 +64,16 @@ class AttentionProblem(RoomProblem):
 
     @property
     def scores(self) -> int:
-        """Elements of Q K^T, masked ones included."""
+        """Number of elements of Q K^T, including masked ones."""
         return self.batch * self.heads_q * self.seq_q * self.seq_k
 
     @property
     def flops(self) -> int:
-        """Of the matrix products, a multiply and an add each. Causal: half of them for a square, as published numbers do, and
-        what the rows see of more keys (bottom-right)."""
+        """Operations of the matrix products; a multiply and an add count as two.
+
+        Causal: half of them for a square problem, as in published numbers; with more keys, what the rows see
+        (bottom-right).
+        """
         per_score = 2 * (self.products[0] * self.head_dim + self.products[1] * self.columns_v)
         full = self.scores * per_score
         if not self.causal:
@@ -92,7 +95,7 @@ class AttentionProblem(RoomProblem):
 
     @classmethod
     def from_key(cls, key: str) -> AttentionProblem:
-        """The problem that a report calls ``key``, such as bf16-d128-causal-b4-h16-s4096."""
+        """The problem with this key, such as bf16-d128-causal-b4-h16-s4096."""
         match = cls.read_key(_KEY, key, "bf16-d128-causal-b4-h16-s4096, or -h32kv8-q1k8192 at its end")
         heads = int(match["h"])
         seq_q, seq_k = (int(match["s"]),) * 2 if match["s"] else (int(match["q"]), int(match["k"]))

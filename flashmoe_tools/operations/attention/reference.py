@@ -1,12 +1,13 @@
-"""Attention by definition in plain PyTorch, the tensors of its problems, and the rule that a result must keep.
+"""Attention by definition in plain PyTorch, the tensors of its problems, and the rule for the error of a result.
 
-max|out - ref| <= 2 max|plain - ref| + 2 max|(ref16 + 0.3 - 0.3) - ref16| + 1e-6, where ref is attention in fp32 (fp64 on the
-CPU), plain the same formula in the problem's dtype by ordinary torch operations, ref16 the reference rounded to the dtype.
-The bound is thus what plain PyTorch itself achieves, not a number somebody chose. LSE: within 2e-4 of ref.
+max|out - ref| <= 2 max|plain - ref| + 2 max|(ref16 + 0.3 - 0.3) - ref16| + 1e-6, where ref is attention in fp32 (fp64
+on the CPU), plain the same formula in the problem's dtype with ordinary torch operations, and ref16 the reference
+rounded to the dtype. So the bound is what plain PyTorch itself achieves, not an arbitrary number. LSE: within 2e-4 of
+ref.
 
-The rule is made for 16 bits, where plain PyTorch rounds the scores and we do not. In float32 both round alike and each is off
-by its own luck: over 80 random problems the ratio of the two maxima was 1 on average, 3.7 at most. Hence 6 there, and two units
-in the last place, because plain PyTorch can be exact (one key).
+The rule is made for 16 bits, where plain PyTorch rounds the scores and we do not. In float32 both round alike and their
+errors are random: over 80 random problems the ratio of the two maxima was 1 on average and at most 3.7. Hence a factor
+of 6 there, plus two units in the last place, because plain PyTorch can be exact (one key).
 """
 
 import math
@@ -20,16 +21,19 @@ from flashmoe_tools.operations.attention.problem import LSE_TOLERANCE, Attention
 from flashmoe_tools.operations.dtypes import TORCH_DTYPES
 from flashmoe_tools.operations.judging import high_dtype, judge_result, max_abs, wrong_form
 
-FLOOR = 1e-6  # room for the smallest problems of 16 bits, where plain PyTorch happens to be exact
+FLOOR = 1e-6  # slack for the smallest 16-bit problems, where plain PyTorch happens to be exact
 KINDS = ("normal", "shifted", "logits", "outlier")
-# Scores of all checked (batch, head) pairs together; above it a spread of pairs is checked, and the report says so.
+# Scores of all checked (batch, head) pairs together; beyond that a sample of pairs is checked, as the report says.
 MAX_SCORES = {"cuda": 2**34, "cpu": 2**25}
 CHUNK_SCORES = {"cuda": 2**28, "cpu": 2**23}
 
 
 @dataclass(frozen=True)
 class Inputs:
-    """q [B, Hq, Sq, D], k [B, Hkv, Sk, D] and v [B, Hkv, Sk, Dv] of one dtype on one device; never zeros, which hide errors."""
+    """q [B, Hq, Sq, D], k [B, Hkv, Sk, D] and v [B, Hkv, Sk, Dv], of one dtype, on one device.
+
+    Never zeros, which hide errors.
+    """
 
     problem: AttentionProblem
     q: torch.Tensor
@@ -41,14 +45,15 @@ class Inputs:
         return self.problem.scale
 
     def poison(self) -> None:
-        """Leave NaN in the memory that the caching allocator hands out for the next result."""
+        """Fills the memory that the caching allocator will use for the next result with NaN."""
         torch.full_like(self.q, math.nan)
 
 
 def make_inputs(problem: AttentionProblem, device: str, seed: int, kind: str = "normal") -> Inputs:
-    """Standard normal values; the seed depends on the run's seed and the problem alone.
+    """Standard normal values; the seed depends only on the run's seed and the problem.
 
-    ``kind``: shifted, a mean of 0.5, which wrong masks show; logits, scores ten times as large; outlier, one huge key.
+    ``kind``: shifted, a mean of 0.5, which makes wrong masks visible; logits, scores ten times as large; outlier, one
+    huge key.
     """
     if kind not in KINDS:
         msg = f"unknown kind of input {kind!r}; known: {', '.join(KINDS)}"
@@ -77,7 +82,10 @@ def make_inputs(problem: AttentionProblem, device: str, seed: int, kind: str = "
 
 @dataclass(frozen=True)
 class ScoreOptions:
-    """What happens between the scores and the softmax. ``window``: how many keys a row sees left and right of its own; -1 is all."""
+    """What is applied between the scores and the softmax.
+
+    ``window``: how many keys a row sees to the left and right of its own; -1 means all.
+    """
 
     causal: bool = False
     window: tuple[int, int] | None = None
@@ -85,7 +93,7 @@ class ScoreOptions:
     scale: float | None = None  # None: 1 / sqrt(head dim)
 
     def hidden(self, rows: int, keys: int, device: torch.device | str) -> torch.Tensor | None:
-        """[rows, keys], True where a query does not see a key, aligned bottom-right; None where all are seen."""
+        """[rows, keys], True if a query does not see a key, aligned bottom-right; None if all are seen."""
         left, right = self.window or (-1, -1)
         right = 0 if self.causal else right
         every = torch.ones(rows, keys, dtype=torch.bool, device=device)
@@ -98,10 +106,7 @@ PLAIN = ScoreOptions()
 
 
 def weigh(scores: torch.Tensor, *, causal: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
-    """The softmax of ``scores`` [..., Sq, Sk], which are masked in place, and their log-sum-exp [..., Sq].
-
-    A causal mask is aligned bottom-right. A query that sees no key has weights 0, log-sum-exp -inf and gradients 0.
-    """
+    """The softmax of ``scores`` [..., Sq, Sk], which are masked in place, and their log-sum-exp [..., Sq]."""
     if causal:
         hidden = ScoreOptions(causal=True).hidden(scores.shape[-2], scores.shape[-1], scores.device)
         assert hidden is not None
@@ -126,16 +131,17 @@ def attend(
     mask: torch.Tensor | None = None,
     factors: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(out [..., Sq, Dv], log-sum-exp [..., Sq]) by torch's operations in the dtype of q [..., Hq, Sq, D]; differentiable.
+    """(out [..., Sq, Dv], log-sum-exp [..., Sq]), computed by torch in the dtype of q [..., Hq, Sq, D]; differentiable.
 
-    k [..., Hkv, Sk, D] and v [..., Hkv, Sk, Dv] serve Hq / Hkv heads each; of one head the dimension may be left out. ``sinks``
-    [Hq]: a logit for each head that joins the sum. ``mask``: bool, True where a key is seen, or added to the scores. ``factors``: of dropout.
+    Each head of k [..., Hkv, Sk, D] and v [..., Hkv, Sk, Dv] is used by Hq / Hkv heads; for one head the dimension may
+    be left out. ``sinks`` [Hq]: a logit per head that is added to the sum. ``mask``: bool, True if a key is seen, or
+    added to the scores. ``factors``: dropout's.
     """
     if q.dim() > 2 and k.shape[-3] not in (0, 1, q.shape[-3]):
         k, v = (tensor.repeat_interleave(q.shape[-3] // k.shape[-3], -3) for tensor in (k, v))
     scores = torch.matmul(q, k.mT).mul_(q.shape[-1] ** -0.5 if options.scale is None else options.scale)
     if options.softcap:
-        # The product is a new tensor: tanh's derivative reads its result.
+        # Multiplying out of place gives a new tensor, because tanh's derivative reads its result.
         scores = scores.div_(options.softcap).tanh_() * options.softcap
     if mask is not None:
         is_bool = mask.dtype is torch.bool
@@ -156,7 +162,7 @@ def attend(
 
 @dataclass
 class Rule:
-    """The module's rule for results in ``dtype``, of all that was added."""
+    """The module's rule for results in ``dtype``, over everything that was added."""
 
     dtype: torch.dtype
     plain_error: float = 0.0
@@ -164,7 +170,7 @@ class Rule:
     largest: float = 0.0
 
     def add(self, expected: torch.Tensor, plain: torch.Tensor) -> None:
-        """A result in the reference's precision, and the same by plain PyTorch in its own."""
+        """Adds a result in the reference's precision, and the same result by plain PyTorch in its own precision."""
         rounded = expected.to(self.dtype)
         rounding = max_abs(((rounded + 0.3 - 0.3) - rounded).to(expected.dtype))
         self.plain_error = max(self.plain_error, max_abs(plain.to(expected.dtype) - expected))
@@ -173,7 +179,7 @@ class Rule:
 
     @property
     def tolerance(self) -> float:
-        """The largest error of a result that keeps the rule."""
+        """The largest error that the rule allows."""
         if self.dtype == torch.float32:
             return 6 * self.plain_error + 2 * self.rounding + 2 * torch.finfo(self.dtype).eps * self.largest
         return 2 * self.plain_error + 2 * self.rounding + FLOOR
@@ -181,7 +187,7 @@ class Rule:
 
 @dataclass(frozen=True)
 class Reference:
-    """Expected values of the checked (batch, head) pairs: out [pairs, Sq, Dv], lse [pairs, Sq] and the error allowed."""
+    """Expected out [pairs, Sq, Dv] and lse [pairs, Sq] of the checked (batch, head) pairs, and the allowed error."""
 
     problem: AttentionProblem
     pairs: tuple[tuple[int, int], ...]
@@ -191,7 +197,7 @@ class Reference:
     coverage: float  # checked share of all (batch, head) pairs
 
     def judge(self, result: torch.Tensor, lse: torch.Tensor | None = None) -> Verification:
-        """``result`` is [B, Hq, Sq, Dv]; ``lse`` [B, Hq, Sq], of those who give one."""
+        """``result`` is [B, Hq, Sq, Dv]; ``lse`` is [B, Hq, Sq] from contenders that return one."""
         p = self.problem
         form = (p.batch, p.heads_q, p.seq_q, p.columns_v), TORCH_DTYPES[p.dtype]
         if text := wrong_form("result", result, form):
@@ -202,7 +208,7 @@ class Reference:
 
 
 def make_reference(inputs: Inputs) -> Reference:
-    """Computes in chunks of pairs, so that the scores [chunk, Sq, Sk] stay small beside the inputs."""
+    """Computes in chunks of pairs, so that the scores [chunk, Sq, Sk] stay small compared with the inputs."""
     problem, kind = inputs.problem, inputs.q.device.type
     high, options = high_dtype(inputs.q.device), ScoreOptions(problem.causal, scale=problem.scale)
     per_pair = problem.seq_q * problem.seq_k
@@ -230,14 +236,14 @@ def choose_pairs(batch: int, heads: int, scores_per_pair: int, budget: int) -> t
 
 
 def _gather(inputs: Inputs, pairs: tuple[tuple[int, int], ...]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """[pairs, S, D] of q and of the K and V heads that these query heads read."""
+    """q [pairs, S, D], and the K and V heads that these query heads read."""
     group = inputs.problem.heads_q // inputs.problem.heads_kv
     shared = tuple((b, h // group) for b, h in pairs)
     return pick(inputs.q, pairs), pick(inputs.k, shared), pick(inputs.v, shared)
 
 
 def pick(tensor: torch.Tensor, pairs: tuple[tuple[int, int], ...]) -> torch.Tensor:
-    """[pairs, ...] of a tensor [batch, heads, ...]."""
+    """[pairs, ...] from a tensor [batch, heads, ...]."""
     batch = torch.tensor([b for b, _ in pairs], device=tensor.device)
     heads = torch.tensor([h for _, h in pairs], device=tensor.device)
     return tensor[batch, heads]

@@ -1,1 +1,1 @@
-"""Attention over dense tensors, the backward pass alone."""
+"""Attention over dense tensors: the backward pass only."""

@@ -1,4 +1,7 @@
-"""The backward pass alone, by each side's own operator from a saved output and log-sum-exp: autograd costs up to 0.1 ms a call."""
+"""The backward pass only, by each library's own operator from a saved output and log-sum-exp.
+
+Autograd is avoided because it costs up to 0.1 ms per call.
+"""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -32,7 +35,7 @@ def _flashmoe(inputs: BackwardInputs) -> Prepared:
 
 
 def _flashmoe_ragged(inputs: BackwardInputs) -> Prepared:
-    """The same tensors as one ragged batch of equal sequences; in the layout bshd they are not even copied."""
+    """The same tensors as one ragged batch of equal sequences; layout bshd needs no copy."""
     from flashmoe import _extension
 
     _extension.load()
@@ -110,7 +113,7 @@ def _recorded(prepare: Callable[[Inputs], Prepared]) -> Callable[[BackwardInputs
 
 
 def contenders() -> tuple[Contender, ...]:
-    """Ours, and the others of the forward pass under the same names."""
+    """Ours, and the forward pass's other contenders under the same names."""
     direct = {"sdpa-cudnn": _sdpa_cudnn, "sdpa-flash": _sdpa_flash, attention.FA3: _flash_attn_3(deterministic=False)}
     others = (
         replace(one, prepare=direct.get(one.name) or _recorded(one.prepare))
@@ -122,7 +125,7 @@ def contenders() -> tuple[Contender, ...]:
     return (
         Contender("flashmoe", "flashmoe", both, flashmoe_available, _flashmoe, ours=True),
         Contender("flashmoe-ragged", "flashmoe, ragged rows", both, flashmoe_available, _flashmoe_ragged, ours=True),
-        # Yardsticks of the ragged kernels: what a dense call takes, and the kernels of the split form.
+        # For comparison with the ragged kernels: the time of a dense call, and of the split form's kernels.
         Contender("flashmoe-dense", "flashmoe, dense rows", both, flashmoe_available, _flashmoe),
         *(
             Contender(

@@ -10,7 +10,7 @@ from flashmoe_tools.operations.attention.problem import AttentionProblem
 
 @dataclass(frozen=True)
 class AttentionBackwardProblem(AttentionProblem):
-    """The forward problem's sizes; out and lse are there, and dout [batch, heads_q, seq_q, columns_v] is given."""
+    """The forward problem's sizes; out and lse exist already, and dout [batch, heads_q, seq_q, columns_v] is given."""
 
     operation: ClassVar[str] = "attention_backward"
     heaviest_kernel: ClassVar[str] = "attention_backward_dkv"

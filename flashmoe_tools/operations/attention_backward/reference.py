@@ -1,7 +1,7 @@
-"""The tensors of a backward problem: the forward pass's inputs and dout, the gradients by definition, and the rule for each.
+"""The tensors of a backward problem: the forward inputs and dout, the gradients by definition, and the rule for each.
 
-The reference is torch's own derivative of attention by definition, in fp32 (fp64 on a CPU). Each of dq, dk and dv must keep
-the rule that the forward pass keeps (attention/reference.py), with its own bound.
+The reference is torch's own derivative of attention by definition, in fp32 (fp64 on a CPU). Each of dq, dk and dv must
+satisfy the forward pass's rule (attention/reference.py), with its own bound.
 """
 
 import math
@@ -17,7 +17,7 @@ from flashmoe_tools.operations.dtypes import TORCH_DTYPES
 from flashmoe_tools.operations.judging import high_dtype, judge_gradients, max_abs
 
 NAMES = ("dq", "dk", "dv")
-# Elements as large as the scores that live at once in torch's derivative: scores, weights and the gradients of both.
+# Tensors of the scores' size that torch's derivative holds at once: scores, weights and the gradients of both.
 LIVE = 4
 
 
@@ -28,7 +28,7 @@ class BackwardInputs(forward.Inputs):
     dout: torch.Tensor
 
     def poison(self) -> None:
-        blocks = [torch.full_like(tensor, math.nan) for tensor in (self.q, self.k, self.v)]  # three, all at once
+        blocks = [torch.full_like(tensor, math.nan) for tensor in (self.q, self.k, self.v)]  # all three at once
         del blocks
 
 
@@ -53,7 +53,7 @@ class GradientReference:
         return max(self.tolerances)
 
     def judge(self, result: Sequence[torch.Tensor], lse: torch.Tensor | None = None) -> Verification:
-        """``result`` is (dq, dk, dv); the error and tolerance given are those of the gradient closest to its bound."""
+        """``result`` is (dq, dk, dv); the reported error and tolerance are those of the gradient closest to its bound."""
         del lse
         p = self.problem
         keys = (p.batch, p.heads_kv, p.seq_k)
@@ -97,5 +97,5 @@ def _differentiate(
 
 
 def _groups(tensor: torch.Tensor, pairs: tuple[tuple[int, int], ...], problem: AttentionProblem) -> torch.Tensor:
-    """[pairs, heads of the group, S, D]: of a query tensor the heads that read the pair's key head, else that head."""
+    """[pairs, heads of the group, S, D]: of a query tensor the heads that read the pair's key head, otherwise that head."""
     return forward.pick(tensor.unflatten(1, (problem.heads_kv, -1)), pairs)

@@ -1,4 +1,4 @@
-"""Attention in 8-bit floats: ours, our 16-bit kernels on the dequantised tensors, FlashAttention-3 and cuDNN where they are installed."""
+"""Attention in 8-bit floats: ours, our 16-bit kernels on dequantised tensors, FlashAttention-3 and cuDNN."""
 
 from importlib import import_module
 from typing import Any
@@ -72,7 +72,7 @@ def _ours_ragged(inputs: Fp8Inputs) -> Prepared:
 
 
 def _flash_attn_3(inputs: Fp8Inputs) -> Prepared:
-    """As ragged tensors, which every build of it takes."""
+    """Uses ragged tensors, which every build of FlashAttention-3 accepts."""
     function = import_module(FLASH_ATTN_3).flash_attn_varlen_func
     p = inputs.problem
     if inputs.dequantized.q.dtype is not torch.bfloat16:
@@ -84,7 +84,7 @@ def _flash_attn_3(inputs: Fp8Inputs) -> Prepared:
     scales = {f"{name}_descale": inputs.scales.get(f"{name}_scale", one) for name in "qkv"}
     scales["q_descale"] = scales["q_descale"][
         :, :: scales["q_descale"].shape[1] // p.heads_kv
-    ].contiguous()  # of key heads
+    ].contiguous()  # per key head
 
     def call() -> torch.Tensor:
         out: torch.Tensor = function(

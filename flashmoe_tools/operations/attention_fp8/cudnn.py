@@ -1,6 +1,6 @@
-"""cuDNN's attention in 8-bit floats: a graph of its Python package (nvidia-cudnn-frontend), run by the cuDNN that torch brings along.
+"""cuDNN's 8-bit float attention: a graph of its Python package (nvidia-cudnn-frontend), run by the cuDNN of torch.
 
-On GPUs of compute capability 9.0 its result is of 8 bits, too, times a scale that the caller chooses.
+On GPUs of compute capability 9.0 its result has 8 bits too, multiplied by a scale that the caller chooses.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ if TYPE_CHECKING:
 
 MODULE = "cudnn"
 PROBABILITIES = (
-    256.0  # what P is multiplied by before it is rounded: at most one, it goes as near to 448 as a power of two does
+    256.0  # P is multiplied by this before rounding: P is at most one, and this is the largest power of two below 448
 )
-RESULT = 64.0  # and the result: values of five and more fit
+RESULT = 64.0  # the result's factor: values of five and more fit
 
 
 def prepare(inputs: Fp8Inputs) -> Prepared:
@@ -56,7 +56,7 @@ def prepare(inputs: Fp8Inputs) -> Prepared:
     o.set_output(True).set_dim(list(out.shape)).set_stride(list(out.stride())).set_data_type(codes)
     tensors = {one: getattr(inputs, name) for name, one in given.items()} | {o: out}
     tensors |= {one: torch.full((1, 1, 1, 1), factors[name], device=device) for name, one in scales.items()}
-    for one in largest:  # of P and of the result, which it always writes
+    for one in largest:  # the maxima of P and of the result, which it always writes
         one.set_output(True).set_dim([1] * 4).set_stride([1] * 4).set_data_type(number)
         tensors[one] = torch.zeros(1, 1, 1, 1, device=device)
     graph.build([cudnn.heur_mode.A])

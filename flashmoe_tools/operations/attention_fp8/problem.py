@@ -1,4 +1,4 @@
-"""Attention in 8-bit floats as a problem: the sizes of the 16-bit one, whose dtype is the output's, and what has a scale."""
+"""Attention in 8-bit floats as a problem: the 16-bit problem's sizes; its dtype is the output's; and the kind of scales."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 _PREFIX = "e4m3-"
-# What q, k and v have scales of: nothing (values are rounded as they are), each head of a sequence, or each block of so many rows. V has none of 64.
+# What has a scale in q, k and v: nothing (values are rounded as they are), each head of a sequence, or each block of 64
+# or 128 rows. V has no blocks of 64.
 SCALES = ("none", "heads", "blocks64", "blocks128")
 
 
@@ -34,13 +35,13 @@ class Fp8Problem(AttentionProblem):
 
     @property
     def bytes_moved(self) -> int:
-        """Each of Q, K and V read once, a byte for a value, and O written once."""
+        """Q, K and V read once, one byte per value, and O written once."""
         queries = 3 * self.batch * self.heads_q * self.seq_q * self.head_dim
         return queries + 2 * self.batch * self.heads_kv * self.seq_k * self.head_dim
 
     @classmethod
     def from_key(cls, key: str) -> Self:
-        """Such as e4m3-bf16-d128-causal-b1-h64kv8-s4096, or -blocks128 behind it."""
+        """The problem with this key, such as e4m3-bf16-d128-causal-b1-h64kv8-s4096 or the same plus -blocks128."""
         if not key.startswith(_PREFIX):
             msg = f"{key!r} names no case of {cls.operation}; one is written as {cls.smallest().key}"
             raise ArgumentError(msg)
@@ -59,7 +60,7 @@ class Fp8Problem(AttentionProblem):
         axis = [fields.choice(one, SCALES, where, "scales") for one in fields.axis(row.get("scales", "none"))]
         for found in AttentionProblem.expand(wide, where):
             for scales in axis:
-                if scales.startswith("blocks"):  # whole ones
+                if scales.startswith("blocks"):  # complete blocks only
                     fields.divide(found.seq_q, 128, where, "seq", "128")
                     fields.divide(found.seq_k, 128, where, "seq", "128")
                 yield cls(**asdict(found), scales=scales)

@@ -1,7 +1,7 @@
-"""The codes of the 16-bit problem's values, and the error that a result may have against attention of what they stand for.
+"""The codes for the 16-bit problem's values, and the allowed error against attention of the values they stand for.
 
-P has three bits of fraction: a relative error of 2.6% root mean square, which the sum over keys takes to the same share of a result's
-deviation from the mean value. So the rule is one for the root mean square.
+P has three bits of fraction: a relative error of 2.6% root mean square. The sum over keys turns that into the same
+share of a result's deviation from the mean value. So the rule limits the root mean square error.
 """
 
 import math
@@ -16,14 +16,17 @@ from flashmoe_tools.operations.attention_fp8.problem import Fp8Problem
 from flashmoe_tools.operations.dtypes import TORCH_DTYPES
 from flashmoe_tools.operations.judging import high_dtype, judge_result, wrong_form
 
-TOLERANCE = 0.035  # of the root mean square of a result without a mean
-ROUNDED = 0.027  # likewise, what rounding a result itself to three bits of fraction adds
+TOLERANCE = 0.035  # relative to the root mean square of a result with zero mean
+ROUNDED = 0.027  # in the same unit: what rounding a result to three bits of fraction adds
 
 
 @dataclass(frozen=True)
 class Fp8Inputs:
-    """q [B, Hq, Sq, D], k and v [B, Hkv, Sk, D] in float8_e4m3fn, what they stand for in the output's dtype, and their scales as
-    attention takes them, none where all are one. Query heads of one key head share theirs, as FlashAttention 3 has them."""
+    """q [B, Hq, Sq, D], k and v [B, Hkv, Sk, D] in float8_e4m3fn, their dequantised values, and their scales.
+
+    The dequantised values have the output's dtype. Scales are in attention's format; none if all are one. Query heads
+    of one key head share their scale, as in FlashAttention 3.
+    """
 
     problem: Fp8Problem
     q: torch.Tensor
@@ -38,7 +41,7 @@ class Fp8Inputs:
         return self.problem.scale
 
     def pick(self, name: str, pairs: tuple[tuple[int, int], ...], dtype: torch.dtype) -> torch.Tensor:
-        """[pairs, S, D] of q, k or v: what the codes stand for."""
+        """[pairs, S, D] of q, k or v, dequantised."""
         values = wide.pick(getattr(self, name).to(dtype), pairs)
         return values * wide.pick(self.of_rows[name], pairs).to(dtype) if self.scales else values
 
@@ -58,14 +61,17 @@ def make_inputs(problem: Fp8Problem, device: str, seed: int) -> Fp8Inputs:
 
 
 def _rows(problem: Fp8Problem, name: str) -> int:
-    """Of a tensor, how many rows share a scale."""
+    """How many rows of a tensor share a scale."""
     if problem.scales == "heads":
         return problem.seq_q if name == "q" else problem.seq_k
     return 128 if name == "v" else int(problem.scales.removeprefix("blocks"))
 
 
 def _scale(values: torch.Tensor, problem: Fp8Problem, name: str) -> torch.Tensor:
-    """[B, H, blocks] of [B, H, S, D]: what takes the largest magnitude of each block, of all heads of a key head, to the largest code."""
+    """[B, H, blocks] of [B, H, S, D]: maps each block's largest magnitude to the largest code.
+
+    The maximum is over all heads of a key head.
+    """
     batch, heads, _, columns = values.shape
     group = heads // problem.heads_kv
     blocks = values.float().abs().view(batch, problem.heads_kv, group, -1, _rows(problem, name), columns)
@@ -74,7 +80,7 @@ def _scale(values: torch.Tensor, problem: Fp8Problem, name: str) -> torch.Tensor
 
 @dataclass(frozen=True)
 class CodedResult:
-    """A result in float8_e4m3fn, ``factor`` times too large."""
+    """A result in float8_e4m3fn, multiplied by ``factor``."""
 
     codes: torch.Tensor
     factor: float
@@ -82,7 +88,7 @@ class CodedResult:
 
 @dataclass(frozen=True)
 class Fp8Reference:
-    """Of the checked (batch, head) pairs."""
+    """The reference for the checked (batch, head) pairs."""
 
     problem: Fp8Problem
     pairs: tuple[tuple[int, int], ...]

@@ -1,4 +1,4 @@
-"""The forward pass and then the backward pass, both by autograd, of whoever takes part in the forward pass alone."""
+"""Forward and then backward pass through autograd, for every contender of the forward pass."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -21,6 +21,6 @@ def _with_backward(prepare: Callable[[Inputs], Prepared]) -> Callable[[BackwardI
 
 
 def contenders() -> tuple[Contender, ...]:
-    """Those of the forward pass under the same names; FlashAttention-3's operators are called without autograd."""
+    """The forward pass's contenders under the same names, except FlashAttention-3, whose operators bypass autograd."""
     found = (one for one in attention.contenders() if one.name != attention.FA3)
     return tuple(replace(one, prepare=_with_backward(one.prepare)) for one in found)

@@ -8,7 +8,7 @@ from flashmoe_tools.operations.attention_backward.problem import AttentionBackwa
 
 @dataclass(frozen=True)
 class AttentionTrainingProblem(AttentionBackwardProblem):
-    """The backward problem with the forward pass before it, whose bytes are the lesser part and not counted."""
+    """The backward problem preceded by the forward pass, whose smaller number of bytes is not counted."""
 
     operation: ClassVar[str] = "attention_training"
     word: ClassVar[str] = "training"

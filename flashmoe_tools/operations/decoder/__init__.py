@@ -1,1 +1,1 @@
-"""A whole decoder, as a server and as a trainer run it: tokens over a paged cache, and a training forward pass."""
+"""A complete decoder, as a server and a trainer run it: tokens over a paged cache, and a training forward pass."""

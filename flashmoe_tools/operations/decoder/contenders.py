@@ -1,4 +1,4 @@
-"""A step whose bits depend on no other row; beside it our default kernels with cuBLAS, and a batch-invariant stack in Triton."""
+"""A batch-invariant step of ours, our default kernels with cuBLAS, and a batch-invariant stack in Triton."""
 
 from collections.abc import Callable
 from importlib import import_module

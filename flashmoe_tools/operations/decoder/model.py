@@ -1,6 +1,7 @@
-"""A Qwen3-shaped decoder, dense or with experts: norms of heads, rotary positions, grouped queries, SwiGLU.
+"""A Qwen3-shaped decoder, dense or with experts: head norms, rotary positions, grouped queries, SwiGLU.
 
-One forward pass serves sampling and training; what differs is the function that attends: over a paged cache, or within ragged rows.
+Sampling and training share one forward pass; they differ in the function that attends: over a paged cache, or within
+ragged rows.
 """
 
 from collections.abc import Callable
@@ -20,7 +21,7 @@ Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]  # layer, q [N, Hq, D],
 
 @dataclass(frozen=True)
 class Shape:
-    """``ffn``: inner width of SwiGLU, of each expert where there are ``experts``."""
+    """``ffn``: inner width of SwiGLU, per expert if there are ``experts``."""
 
     layers: int
     width: int
@@ -35,7 +36,10 @@ class Shape:
 
 @dataclass(frozen=True)
 class Stack:
-    """What a decoder computes with. ``ragged`` attends within sequences, ``cached`` appends to pages and attends over them."""
+    """The functions that a decoder computes with.
+
+    ``ragged`` attends within sequences, ``cached`` appends to pages and attends over them.
+    """
 
     linear: Callable[[Tensor, Tensor], Tensor]
     ragged: Callable[..., Tensor]
@@ -64,7 +68,7 @@ DEFAULT = Stack(torch_linear, _ragged(consistent=False), _cached(consistent=Fals
 
 
 def _parameter(*shape: int, device: str, dtype: torch.dtype) -> nn.Parameter:
-    """Normal values that keep the size of what they multiply; a vector is a norm's weight, about 1."""
+    """Normal values scaled to preserve the size of what they multiply; a vector is a norm's weight, about 1."""
     values = torch.randn(shape, device=device)
     values = values * shape[-1] ** -0.5 if len(shape) > 1 else 1 + 0.1 * values
     return nn.Parameter(values.to(dtype))
@@ -105,13 +109,13 @@ class Layer(nn.Module):
 
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """x [N, H, D] by float32 cos and sin [N, 1, D / 2]."""
+    """Rotates x [N, H, D] by float32 cos and sin [N, 1, D / 2]."""
     first, second = x.float().chunk(2, dim=-1)
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)
 
 
 class Decoder(nn.Module):
-    """Random weights from torch's present random state."""
+    """Random weights drawn from torch's current random state."""
 
     def __init__(self, shape: Shape, device: str, dtype: torch.dtype) -> None:
         super().__init__()
@@ -122,7 +126,7 @@ class Decoder(nn.Module):
         self.head = _parameter(shape.vocabulary, shape.width, device=device, dtype=dtype)
 
     def forward(self, tokens: Tensor, positions: Tensor, attend: Attend, stack: Stack) -> Tensor:
-        """Log-probabilities [N, vocabulary], float32, of the token after each of tokens [N] at positions [N]."""
+        """Log-probabilities [N, vocabulary], float32, of the next token after each of tokens [N] at positions [N]."""
         x = embedding(tokens, self.table)
         exponents = torch.arange(0, self.shape.head_dim, 2, device=x.device) / self.shape.head_dim
         angles = positions[:, None, None].float() * ROTARY_BASE**-exponents
@@ -135,7 +139,7 @@ class Decoder(nn.Module):
         return torch.log_softmax(logits, dim=-1, dtype=torch.float32)
 
     def score(self, tokens: Tensor, stack: Stack = CONSISTENT) -> Tensor:
-        """The training forward pass of whole sequences [B, S]: log-probabilities [B, S, vocabulary], differentiable."""
+        """The training forward pass of complete sequences [B, S]: log-probabilities [B, S, vocabulary], differentiable."""
         batch, length = tokens.shape
         places = torch.arange(batch + 1, dtype=torch.int32, device=tokens.device) * length
         positions = torch.arange(length, device=tokens.device).repeat(batch)
@@ -148,7 +152,10 @@ class Decoder(nn.Module):
 
 @dataclass
 class Cache:
-    """Pages of every layer for ``batch`` sequences of at most ``room`` keys, in random order; ``lengths`` says how many are there."""
+    """Pages of every layer for ``batch`` sequences of at most ``room`` keys, in random order.
+
+    ``lengths``: how many keys each sequence has so far.
+    """
 
     shape: Shape
     batch: int
@@ -175,7 +182,10 @@ class Cache:
         ]
 
     def step(self, model: Decoder, tokens: Tensor, stack: Stack = CONSISTENT) -> Tensor:
-        """The next tokens [B, S] of each sequence: log-probabilities [B, S, vocabulary]. The cache is longer by S then."""
+        """Feeds the next tokens [B, S] of each sequence; returns log-probabilities [B, S, vocabulary].
+
+        The cache grows by S.
+        """
         batch, count = tokens.shape
         positions = (self.lengths[:, None] + torch.arange(count, device=tokens.device)).flatten()
 
@@ -209,8 +219,11 @@ def generate(
     page_size: int = 16,
     stack: Stack = CONSISTENT,
 ) -> tuple[Tensor, Tensor]:
-    """``count`` tokens after prompts [B, P], which are read in chunks of ``chunk``: (all tokens [B, P + count], log-probabilities
-    [B, P + count - 1, vocabulary] of what follows each). ``graph``: every step but the first replays a CUDA graph."""
+    """Generates ``count`` tokens after prompts [B, P], which are read in chunks of ``chunk``.
+
+    Returns (all tokens [B, P + count], log-probabilities [B, P + count - 1, vocabulary] of the token after each).
+    ``graph``: every step after the first token replays a CUDA graph.
+    """
     batch, given = prompts.shape
     device, shape = str(prompts.device), model.shape
     cache = Cache(shape, batch, given + count, page_size, device, model.table.dtype)
@@ -231,7 +244,7 @@ def generate(
 
 
 def _captured(model: Decoder, cache: Cache, token: Tensor, noise: Tensor, stack: Stack) -> Callable[[], Tensor]:
-    """A step and the choice of the next token, in place, as a graph; capturing leaves no trace in the cache's lengths."""
+    """A graph of a step and the choice of the next token, in place; capturing does not change the cache's lengths."""
     before, first = cache.lengths.clone(), token.clone()
 
     def step() -> Tensor:

@@ -1,4 +1,4 @@
-"""A step of a dense decoder over a paged cache as a problem: one new token of each sequence, or a chunk of a prompt."""
+"""A step of a dense decoder over a paged cache as a problem: one new token per sequence, or a chunk of a prompt."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _KEY = re.compile(
 
 @dataclass(frozen=True)
 class DecoderProblem(RoomProblem):
-    """``rows`` new tokens of each of ``batch`` sequences, which have ``keys`` keys then; other sizes as model.Shape has them."""
+    """``rows`` new tokens for each of ``batch`` sequences, which then have ``keys`` keys; other sizes as in model.Shape."""
 
     operation: ClassVar[str] = "decoder"
 
@@ -48,7 +48,7 @@ class DecoderProblem(RoomProblem):
 
     @property
     def parameters(self) -> int:
-        """Of the matrix products."""
+        """Number of parameters in the matrix products."""
         of_heads = (2 * self.heads + 2 * self.heads_kv) * self.head_dim
         return self.layers * self.width * (of_heads + 3 * self.ffn) + self.vocabulary * self.width
 
@@ -60,13 +60,13 @@ class DecoderProblem(RoomProblem):
 
     @property
     def bytes_moved(self) -> int:
-        """The weights, and the keys and values of the cache, read once."""
+        """The weights and the cached keys and values, read once."""
         cache = 2 * self.layers * self.batch * self.keys * self.heads_kv * self.head_dim
         return (self.parameters + cache) * DTYPE_BYTES[self.dtype]
 
     @classmethod
     def from_key(cls, key: str) -> DecoderProblem:
-        """The problem that a report calls ``key``, such as decoder-bf16-l8-w1024-h16kv8d128-f3072-v8192-b64-n2048-r1."""
+        """The problem with this key, such as decoder-bf16-l8-w1024-h16kv8d128-f3072-v8192-b64-n2048-r1."""
         match = cls.read_key(_KEY, key, "decoder-bf16-l8-w1024-h16kv8d128-f3072-v8192-b64-n2048-r1")
         return cls(match["dtype"], **{name: int(match[name]) for name in _SIZES})
 
@@ -77,7 +77,7 @@ class DecoderProblem(RoomProblem):
 
     @classmethod
     def expand(cls, row: Mapping[str, Any], where: str) -> Iterator[DecoderProblem]:
-        """``dtype`` and each size: one value, or a list of which every one is taken."""
+        """``dtype`` and each size: one value, or a list whose values are all used."""
         fields.known(row, {"dtype", *_SIZES}, where)
         dtypes = [
             fields.choice(one, tuple(DTYPE_BYTES), where, "dtype") for one in fields.axis(row.get("dtype", "bf16"))

@@ -1,7 +1,7 @@
 """The model and the cache of a decoder problem, and the rule for its log-probabilities.
 
-max|out - ref| <= 2 max|plain - ref| + 0.01, where ref is the step in float32 by torch's matrix products over the gathered cache, and plain the
-same in the problem's dtype.
+max|out - ref| <= 2 max|plain - ref| + 0.01, where ref is the step in float32 by torch's matrix products over the
+gathered cache, and plain the same in the problem's dtype.
 """
 
 import copy
@@ -30,7 +30,7 @@ class Inputs:
     tokens: Tensor  # [batch, rows]
 
     def step(self, stack: Stack) -> Tensor:
-        """Log-probabilities [batch, rows, vocabulary]; the cache's lengths are set first, so that every call does the same."""
+        """Log-probabilities [batch, rows, vocabulary]; resets the cache's lengths first, so every call does the same."""
         with torch.no_grad():
             self.cache.lengths.fill_(self.problem.keys - self.problem.rows)
             return self.cache.step(self.model, self.tokens, stack)
@@ -55,7 +55,7 @@ def make_inputs(problem: DecoderProblem, device: str, seed: int) -> Inputs:
 
 
 def append(pages: tuple[Tensor, Tensor], k: Tensor, v: Tensor, lengths: Tensor, table: Tensor) -> None:
-    """New k and v [B, Hkv, S, D] behind the first ``lengths`` keys of each sequence, by torch's indexing."""
+    """Appends k and v [B, Hkv, S, D] after the first ``lengths`` keys of each sequence, by torch's indexing."""
     size = pages[0].shape[1]
     places = lengths[:, None].long() + torch.arange(k.shape[2], device=k.device)
     page = table.long().gather(1, places // size)
@@ -67,7 +67,7 @@ def _over_gathered_keys(
     q: Tensor, pages: tuple[Tensor, Tensor], k: Tensor, v: Tensor, lengths: Tensor, table: Tensor
 ) -> Tensor:
     append(pages, k, v, lengths, table)
-    keys = int(lengths[0]) + k.shape[2]  # all sequences are equally long
+    keys = int(lengths[0]) + k.shape[2]  # all sequences have the same length
     parts = []
     for sequence in range(q.shape[0]):
         k, v = (one[table[sequence].long()].flatten(0, 1)[:keys].transpose(0, 1) for one in pages)

@@ -1,6 +1,6 @@
 # mypy: disable-error-code="import-untyped,no-untyped-def,untyped-decorator,unused-ignore"
 # ruff: noqa: N803 - Triton names what is known at compile time in capitals
-"""Batch-invariant attention over pages in Triton, as FlashAttention 2 computes it: keys in blocks of 64 from the first on, no split."""
+"""Batch-invariant paged attention in Triton, like FlashAttention 2: blocks of 64 keys in ascending order, no splits."""
 
 import torch
 import triton
@@ -56,7 +56,7 @@ def cached(
     lengths: torch.Tensor,
     table: torch.Tensor,
 ) -> torch.Tensor:
-    """As model.Stack.cached."""
+    """See model.Stack.cached."""
     append(pages, k, v, lengths, table)
     batch, heads, rows, dim = q.shape
     q = q.contiguous()

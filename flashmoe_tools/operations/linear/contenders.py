@@ -1,4 +1,4 @@
-"""Ours beside torch's linear, which is cuBLAS on a GPU, and beside a product in Triton whose tile is the same for every number of rows."""
+"""Our linear, torch's (cuBLAS on a GPU), and a product in Triton with one tile for every number of rows."""
 
 import itertools
 from collections.abc import Callable

@@ -45,7 +45,7 @@ class LinearProblem(RoomProblem):
 
     @classmethod
     def from_key(cls, key: str) -> LinearProblem:
-        """The problem that a report calls ``key``, such as linear-bf16-n4096k4096-r64."""
+        """The problem with this key, such as linear-bf16-n4096k4096-r64."""
         match = cls.read_key(_KEY, key, "linear-bf16-n4096k4096-r64")
         return cls(match["dtype"], **{name: int(match[name]) for name in _SIZES})
 
@@ -55,7 +55,7 @@ class LinearProblem(RoomProblem):
 
     @classmethod
     def expand(cls, row: Mapping[str, Any], where: str) -> Iterator[LinearProblem]:
-        """A list is an axis, and the table stands for the product of its axes."""
+        """Each list is an axis, and the table means the product of its axes."""
         fields.known(row, {"dtype", *_SIZES}, where)
         dtypes = [
             fields.choice(one, tuple(DTYPE_BYTES), where, "dtype") for one in fields.axis(row.get("dtype", "bf16"))

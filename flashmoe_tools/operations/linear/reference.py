@@ -1,6 +1,6 @@
-"""The tensors of a linear problem, its product in higher precision, and the rule for a result: that of moe/reference.py.
+"""The tensors of a linear problem, its product in higher precision, and the rule for a result (moe/reference.py).
 
-Calls take several copies of the weights in turn: those of one call would stay in the second-level cache, which a model's do not.
+Calls cycle through several copies of the weights. A single copy would stay in L2, which a model's weights do not.
 """
 
 import math
@@ -15,14 +15,14 @@ from flashmoe_tools.operations.judging import high_dtype, judge_result, max_abs,
 from flashmoe_tools.operations.linear.problem import LinearProblem
 from flashmoe_tools.operations.moe.reference import allowed
 
-COLD_BYTES = 2**28  # of all copies together, at least: four times the largest second-level cache of today
+COLD_BYTES = 2**28  # minimal size of all copies: four times the largest L2 of today
 MOST_COPIES = 16
-MAX_ROWS = {"cuda": 4096, "cpu": 64}  # that are checked, spread over x
+MAX_ROWS = {"cuda": 4096, "cpu": 64}  # rows that are checked, spread over x
 
 
 @dataclass(frozen=True)
 class Inputs:
-    """x [rows, inner] and equal weights [columns, inner], each in memory of its own."""
+    """x [rows, inner] and equal weights [columns, inner], each copy in its own memory."""
 
     problem: LinearProblem
     x: torch.Tensor
@@ -33,7 +33,7 @@ class Inputs:
 
 
 def make_inputs(problem: LinearProblem, device: str, seed: int) -> Inputs:
-    """Standard normal rows, weights that keep their size; the seed depends on the run's seed and the problem alone."""
+    """Standard normal rows and scaled weights; the seed depends only on the run's seed and the problem."""
     generator = torch.Generator(device=device)
     generator.manual_seed(zlib.crc32(f"{seed} {problem.key}".encode()))
     dtype = TORCH_DTYPES[problem.dtype]

@@ -1,6 +1,6 @@
 # mypy: disable-error-code="import-untyped,no-untyped-def,untyped-decorator,unused-ignore"
 # ruff: noqa: N803 - Triton names what is known at compile time in capitals
-"""A batch-invariant product in Triton, as such stacks use: one tile for every number of rows, k in ascending order, no split."""
+"""A batch-invariant product in Triton, as such stacks use: one tile for every number of rows, k ascending, no split."""
 
 import torch
 import triton

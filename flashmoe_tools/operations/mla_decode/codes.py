@@ -1,4 +1,4 @@
-"""The cache of 8-bit floats in Python's own numbers: what kernels and the CPU are held against, and how problems fill a cache."""
+"""The 8-bit float cache in Python numbers: the reference for kernels and the CPU, and how problems fill a cache."""
 
 import math
 
@@ -13,7 +13,7 @@ LARGEST, LEAST_SCALE, NAN_CODE = 448.0, 1e-4, 0x7F
 
 
 def scale_of(most: float) -> float:
-    """The least power of two, from 1e-4 on, by which ``most`` becomes 448 or less; 2^127 for an infinity."""
+    """The smallest power of two, at least 1e-4, that scales ``most`` to 448 or less; 2^127 for infinity."""
     if math.isinf(most):
         return 2.0**127
     mantissa, exponent = math.frexp(max(most / LARGEST, LEAST_SCALE))
@@ -21,7 +21,7 @@ def scale_of(most: float) -> float:
 
 
 def quantize_row(latent: torch.Tensor) -> torch.Tensor:
-    """[656] uint8 of one latent [576] of 16 bits."""
+    """[656] uint8 of one 16-bit latent [576]."""
     codes, scales = [], []
     for group in latent[:LATENT_DIM].double().split(SCALE_COLUMNS):
         finite = [abs(value) for value in group.tolist() if not math.isnan(value)]
@@ -35,7 +35,7 @@ def quantize_row(latent: torch.Tensor) -> torch.Tensor:
 
 
 def make_coded(latents: torch.Tensor) -> torch.Tensor:
-    """[..., 656] uint8 of many latents [..., 576], each scale by the same rule."""
+    """[..., 656] uint8 of many latents [..., 576]; each scale follows the same rule."""
     groups = latents[..., :LATENT_DIM].float().unflatten(-1, (SCALES, SCALE_COLUMNS))
     mantissa, exponent = torch.frexp((groups.abs().nan_to_num(nan=0.0).amax(-1) / LARGEST).clamp(min=LEAST_SCALE))
     scales = torch.ldexp(torch.ones_like(mantissa), exponent - (mantissa == 0.5).int())
@@ -45,7 +45,7 @@ def make_coded(latents: torch.Tensor) -> torch.Tensor:
 
 
 def dequantize(coded: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """[..., 576] of the 16-bit type whose rotary values the cache holds: codes times scales, rounded to it."""
+    """[..., 576] in the 16-bit type of the cache's rotary values: codes times scales, rounded."""
     assert coded.shape[-1] == KEY_BYTES
     coded = coded.view(torch.uint8)
     codes = coded[..., :LATENT_DIM].view(torch.float8_e4m3fn).float()

@@ -1,4 +1,4 @@
-"""Decoding of multi-head latent attention: ours, FlashMLA and FlashAttention-3 on the same pages, and torch's products on dense keys."""
+"""Decoding of latent attention: ours, FlashMLA and FlashAttention-3 on the same pages, torch's products on dense keys."""
 
 from importlib import import_module
 
@@ -73,7 +73,7 @@ def _flash_mla(inputs: Inputs) -> Prepared:
 
 
 def _flash_attn_3(inputs: Inputs) -> Prepared:
-    """The latent as the values of one head, whose queries are qv; the rotary columns are its keys."""
+    """Passes the latent as the values of one head, with their queries as qv; the rotary columns are its keys."""
     p, function = inputs.problem, import_module(FLASH_ATTN_3).flash_attn_with_kvcache
     if p.has_codes or p.topk:
         msg = f"{p.key}: FlashAttention-3 reads all keys of 16-bit caches"

@@ -12,7 +12,7 @@ from flashmoe.errors import ArgumentError
 from flashmoe_tools.operations import DTYPE_BYTES, RoomProblem, fields
 
 HEAD_DIM, LATENT_DIM = 576, 512
-KEY_BYTES = 656  # of the cache of 8-bit floats
+KEY_BYTES = 656  # of the 8-bit float cache
 CACHES = ("16-bit", "fp8")
 _SIZES = ("heads", "batch", "tokens", "keys", "page_size")
 _KEY = re.compile(
@@ -22,10 +22,10 @@ _KEY = re.compile(
 
 @dataclass(frozen=True)
 class MlaDecodeProblem(RoomProblem):
-    """``batch`` sequences of ``keys`` keys in pages in random order, ``tokens`` query tokens each; the mask is bottom-right.
+    """``batch`` sequences of ``keys`` keys in pages in random order, with ``tokens`` query tokens each.
 
-    ``cache``: of the queries' dtype, or fp8, 656 bytes a key. ``topk``: keys of its sequence that each token's indices name, in random
-    order; 0: there are no indices.
+    The mask is bottom-right. ``cache``: the queries' dtype, or fp8 with 656 bytes per key. ``topk``: how many keys of
+    its sequence each token's indices name, in random order; 0: there are no indices.
     """
 
     operation: ClassVar[str] = "mla_decode"
@@ -59,13 +59,13 @@ class MlaDecodeProblem(RoomProblem):
 
     @property
     def flops(self) -> int:
-        """Scores over 576 columns, values over 512, of the scores that are seen."""
+        """Operations of the visible scores: 576 columns for scores, 512 for values."""
         seen = self.tokens * (self.topk or self.keys) - (0 if self.topk else self.tokens * (self.tokens - 1) // 2)
         return 2 * self.batch * self.heads * seen * (HEAD_DIM + LATENT_DIM)
 
     @property
     def bytes_moved(self) -> int:
-        """The cache, or the keys of each token's indices, and q read once, the output written once."""
+        """The cache (or the keys that each token's indices name) and q read once, the output written once."""
         rows = self.tokens * self.heads * (HEAD_DIM + LATENT_DIM)
         size = DTYPE_BYTES[self.dtype]
         keys = min(self.tokens * self.topk, self.keys) if self.topk else self.keys
@@ -73,7 +73,7 @@ class MlaDecodeProblem(RoomProblem):
 
     @classmethod
     def from_key(cls, key: str) -> MlaDecodeProblem:
-        """Such as mla-bf16-h128-b64-q1k8192-p64."""
+        """The problem with this key, such as mla-bf16-h128-b64-q1k8192-p64."""
         match = cls.read_key(_KEY, key, cls.smallest().key)
         cache = CACHES[match["fp8"] is not None]
         heads, batch, tokens, keys, page_size = (int(match[name]) for name in "hbqkp")
@@ -90,7 +90,7 @@ class MlaDecodeProblem(RoomProblem):
 
     @classmethod
     def expand(cls, row: Mapping[str, Any], where: str) -> Iterator[MlaDecodeProblem]:
-        """A list is an axis, and the table stands for the product of its axes."""
+        """Each list is an axis, and the table means the product of its axes."""
         fields.known(row, {"dtype", "cache", "topk", *_SIZES}, where)
         dtypes = [
             fields.choice(one, tuple(DTYPE_BYTES), where, "dtype") for one in fields.axis(row.get("dtype", "bf16"))
@@ -103,7 +103,7 @@ class MlaDecodeProblem(RoomProblem):
             yield cls(dtype, **dict(zip(_SIZES, sizes, strict=True)), cache=cache, topk=topk)
 
     def fit(self, dtypes: Collection[str], max_tokens: int) -> MlaDecodeProblem:
-        """As many sequences as there is memory for."""
+        """As many sequences as fit into memory."""
         batch = max(1, min(self.batch, max_tokens // self.tokens))
         return replace(self, dtype=self.dtype if self.dtype in dtypes else "f16", batch=batch)
 

@@ -1,6 +1,6 @@
 """Multi-head latent attention in plain torch, and the tensors of a problem.
 
-The result is held against float64 on the CPU and float32 elsewhere, by the rule of attention's results (attention/reference.py).
+The result is compared with float64 on the CPU and float32 elsewhere, by the rule of attention (attention/reference.py).
 """
 
 import math
@@ -21,7 +21,10 @@ MOST_CHECKED = 8  # sequences
 
 
 def scores_of(q: torch.Tensor, keys: torch.Tensor, scale: float, *, is_causal: bool) -> torch.Tensor:
-    """Scores [tokens, heads, keys] of one sequence, -inf where token t of T does not see a key: from its last T - 1 - t on."""
+    """Scores [tokens, heads, keys] of one sequence; -inf where a token does not see a key.
+
+    Token t of T does not see the last T - 1 - t keys.
+    """
     scores = q @ keys.mT * scale
     if is_causal:
         tokens, count = len(q), len(keys)
@@ -34,9 +37,10 @@ def scores_of(q: torch.Tensor, keys: torch.Tensor, scale: float, *, is_causal: b
 def attend(
     q: torch.Tensor, keys: torch.Tensor, scale: float, *, is_causal: bool, sinks: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(out [tokens, heads, 512], lse [heads, tokens], weights) of one sequence: q [tokens, heads, 576], keys [keys, 576], in their dtype.
+    """(out [tokens, heads, 512], lse [heads, tokens], weights) of one sequence.
 
-    A row that sees no key has out 0 and lse -inf; with a sink, lse is the sink.
+    q [tokens, heads, 576] and keys [keys, 576] determine the dtype. A row that sees no key has out 0 and lse -inf; with
+    a sink, lse is the sink.
     """
     scores = scores_of(q, keys, scale, is_causal=is_causal)
     if sinks is not None:
@@ -56,14 +60,14 @@ class Inputs:
     cache: torch.Tensor
     table: torch.Tensor
     lengths: torch.Tensor
-    indices: torch.Tensor | None  # [B, Sq, topk] int32, rows of all pages
+    indices: torch.Tensor | None  # [B, Sq, topk] int32, rows in all pages
 
     def poison(self) -> None:
-        """Leave NaN in the memory that the next result will get."""
+        """Fills the memory that the next result will get with NaN."""
         torch.full_like(self.q, math.nan)
 
     def keys_of(self, sequence: int) -> torch.Tensor:
-        """[keys, 576] of a sequence, or of its indices, one token's; of codes times their scales."""
+        """[keys, 576] of a sequence, or of one token's indices; codes are multiplied by their scales."""
         if self.indices is not None:
             keys = self.cache.flatten(0, 1)[self.indices[sequence, 0].long()]
         else:
@@ -72,7 +76,7 @@ class Inputs:
 
 
 def make_inputs(problem: MlaDecodeProblem, device: str, seed: int) -> Inputs:
-    """Standard normal values, NaN behind the keys; the seed depends on the run's seed and the problem alone."""
+    """Standard normal values, NaN after the keys; the seed depends only on the run's seed and the problem."""
     generator = torch.Generator(device=device)
     generator.manual_seed(zlib.crc32(f"{seed} {problem.key}".encode()))
     p, dtype = problem, TORCH_DTYPES[problem.dtype]
@@ -90,7 +94,7 @@ def make_inputs(problem: MlaDecodeProblem, device: str, seed: int) -> Inputs:
 
 
 def _indices(p: MlaDecodeProblem, table: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
-    """Keys of a token's own sequence, none twice, as rows of all pages."""
+    """Distinct keys of a token's own sequence, as rows in all pages."""
     rows = torch.rand(p.batch, p.tokens, p.keys, generator=generator, device=table.device)
     keys = rows.argsort(-1)[..., : p.topk]
     pages = table.long()[torch.arange(p.batch, device=table.device)[:, None, None], keys // p.page_size]
@@ -99,7 +103,7 @@ def _indices(p: MlaDecodeProblem, table: torch.Tensor, generator: torch.Generato
 
 @dataclass(frozen=True)
 class Reference:
-    """Expected results of the checked sequences, by their index, and the error allowed."""
+    """Expected results of the checked sequences, by sequence index, and the allowed error."""
 
     problem: MlaDecodeProblem
     checked: dict[int, tuple[torch.Tensor, torch.Tensor]]

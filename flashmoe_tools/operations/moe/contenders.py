@@ -1,6 +1,6 @@
-"""The mixture-of-experts layer: ours, torch's compositions, vLLM's two products where it is installed.
+"""The mixture-of-experts layer: ours, torch's compositions, vLLM's two products if it is installed.
 
-Ours and torch's start from top-k ids and weights; sorting is inside, the router is not.
+Ours and torch's start from top-k ids and weights: sorting is timed, the router is not.
 """
 
 from collections.abc import Callable
@@ -16,13 +16,13 @@ from flashmoe_tools.operations.moe import vllm
 from flashmoe_tools.operations.moe.reference import Inputs
 
 FAMILIES = ("sm75", "sm80", "sm90")
-Layer = Callable[..., torch.Tensor]  # of x, w13, w2, topk_weights, topk_ids
+Layer = Callable[..., torch.Tensor]  # called with x, w13, w2, topk_weights, topk_ids
 
 
 def grouped(
     x: torch.Tensor, w13: torch.Tensor, w2: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor
 ) -> torch.Tensor:
-    """What torch has for it: argsort, F.grouped_mm, index_add in float32."""
+    """torch's composition: argsort, F.grouped_mm, index_add in float32."""
     experts, top_k = w13.shape[0], ids.shape[1]
     order = ids.flatten().argsort(stable=True)
     counts = torch.zeros(experts, dtype=torch.int32, device=x.device)
@@ -37,9 +37,9 @@ def grouped(
 def _loop(
     x: torch.Tensor, w13: torch.Tensor, w2: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor
 ) -> torch.Tensor:
-    """Expert by expert, as transformers does without kernels."""
+    """A loop over experts, as transformers does without kernels."""
     out = torch.zeros_like(x)
-    w13s, w2s = w13.unbind(), w2.unbind()  # taken one by one, each one's gradient would be as large as all
+    w13s, w2s = w13.unbind(), w2.unbind()  # indexing each expert would give gradients as large as all experts
     for expert in ids.unique().tolist():
         tokens, choices = torch.where(ids == expert)
         gate, up = F.linear(x[tokens], w13s[expert]).chunk(2, dim=1)
@@ -49,7 +49,7 @@ def _loop(
 
 
 def _compiled(function: Layer) -> Layer:
-    torch._dynamo.reset()  # each case compiles anew, and Dynamo refuses the ninth
+    torch._dynamo.reset()  # each case compiles again, and Dynamo refuses the ninth
     return torch.compile(function, fullgraph=True, dynamic=False)
 
 
@@ -78,7 +78,7 @@ def _prepared(make_layer: Callable[[], Layer]) -> Callable[[Inputs], Prepared]:
 
 
 def in_turn(bind: Callable[[Any], Callable[[torch.Tensor], Any]]) -> Callable[[Any], Prepared]:
-    """Of inputs with several routings each call takes the next."""
+    """For inputs with several routings: each call uses the next one."""
 
     def prepare(inputs: Any) -> Prepared:
         layer, ids = bind(inputs), cycle(inputs.routings)

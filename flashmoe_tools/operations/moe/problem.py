@@ -1,4 +1,4 @@
-"""The forward mixture-of-experts layer as a problem: its name, what it costs at least, its inputs and its reference."""
+"""The forward mixture-of-experts layer as a problem: its name, its minimal cost, its inputs and its reference."""
 
 from __future__ import annotations
 
@@ -53,12 +53,12 @@ class MoeProblem(RoomProblem):
 
     @property
     def flops(self) -> int:
-        """Gate, up and down for every choice of a token, a multiply and an add each."""
+        """Gate, up and down for every choice of a token; a multiply and an add count as two."""
         return 6 * self.slots * self.hidden * self.intermediate
 
     @property
     def active_experts(self) -> int:
-        """Experts whose weights are read, as expected of uniform choices."""
+        """Expected number of experts whose weights are read, for uniform choices."""
         if self.routing == "hot":
             return self.top_k
         return round(self.experts * (1 - (1 - self.top_k / self.experts) ** self.tokens))
@@ -71,7 +71,7 @@ class MoeProblem(RoomProblem):
 
     @classmethod
     def from_key(cls, key: str) -> MoeProblem:
-        """The problem that a report calls ``key``, such as bf16-e128k8-h2048i768-t512."""
+        """The problem with this key, such as bf16-e128k8-h2048i768-t512."""
         match = cls.read_key(_KEY, key, "bf16-e128k8-h2048i768-t512, or -zipf or -hot at its end")
         sizes = {name: int(match[name]) for name in _SIZES}
         return cls(dtype=match["dtype"], routing=match["routing"] or "uniform", **sizes)
@@ -82,7 +82,7 @@ class MoeProblem(RoomProblem):
 
     @classmethod
     def expand(cls, row: Mapping[str, Any], where: str) -> Iterator[MoeProblem]:
-        """A list is an axis, and the table stands for the product of its axes."""
+        """Each list is an axis, and the table means the product of its axes."""
         fields.known(row, {"dtype", "routing", *_SIZES}, where)
         dtypes = [
             fields.choice(one, tuple(DTYPE_BYTES), where, "dtype") for one in fields.axis(row.get("dtype", "bf16"))

@@ -1,8 +1,8 @@
 """The tensors of a mixture-of-experts problem: random inputs, the reference by definition, and the rule for a result.
 
-max|out - ref| <= 2 max|plain - ref| + 2 units in the last place of the largest value, where ref is a loop over experts in
-float32 (float64 on a CPU) and plain the same loop in the problem's dtype by ordinary torch operations. In float32 four times: with
-so few roundings two orders of summing differ by luck.
+max|out - ref| <= 2 max|plain - ref| + 2 units in the last place of the largest value, where ref is a loop over experts
+in float32 (float64 on a CPU) and plain the same loop in the problem's dtype by ordinary torch operations. In float32
+the factor is four: with so few roundings, two orders of summation differ by chance.
 """
 
 import math
@@ -24,7 +24,7 @@ CLAMP, STEEPNESS = 7.0, 1.702  # of clamped_swiglu
 ACTIVATIONS: Mapping[str, Callable[[torch.Tensor], torch.Tensor]] = MappingProxyType(
     {"swiglu": F.silu, "geglu": F.gelu, "geglu_tanh": partial(F.gelu, approximate="tanh"), "reglu": F.relu}
 )
-# Tokens that are checked, spread over the batch; the report says what share they are.
+# Tokens that are checked, spread over the batch; the report states their share.
 MAX_TOKENS = {"cuda": 4096, "cpu": 64}
 
 
@@ -40,12 +40,12 @@ class Inputs:
     topk_ids: torch.Tensor
 
     def poison(self) -> None:
-        """Leave NaN in the memory that the allocator hands out for the next result."""
+        """Fills the memory that the allocator will use for the next result with NaN."""
         torch.full_like(self.x, math.nan)
 
 
 def make_inputs(problem: MoeProblem, device: str, seed: int) -> Inputs:
-    """Standard normal tokens, weights that keep their size; the seed depends on the run's seed and the problem alone."""
+    """Standard normal tokens and scaled weights; the seed depends only on the run's seed and the problem."""
     generator = torch.Generator(device=device)
     generator.manual_seed(zlib.crc32(f"{seed} {problem.key}".encode()))
     dtype = TORCH_DTYPES[problem.dtype]
@@ -75,7 +75,11 @@ def choices(problem: MoeProblem, device: str, generator: torch.Generator) -> tup
 def choose_experts(
     tokens: int, experts: int, top_k: int, routing: str, device: torch.device, generator: torch.Generator
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(logits, ids) [T, k], distinct ids. uniform; zipf: expert e as 1 / (e + 1); hot: all tokens to the same k, the last ones."""
+    """(logits, ids) [T, k] with distinct ids.
+
+    uniform; zipf: expert e with probability proportional to 1 / (e + 1); hot: all tokens go to the same k experts, the
+    last ones.
+    """
     logits = torch.zeros(tokens, experts, device=device)
     if routing == "zipf":
         logits -= torch.arange(1.0, experts + 1, device=device).log()
@@ -87,7 +91,7 @@ def choose_experts(
 
 
 def activate(z: torch.Tensor, activation: str = "swiglu", layout: str = "concat") -> torch.Tensor:
-    """[rows, I] of the preactivation [rows, 2I]."""
+    """The activation [rows, I] of the preactivation [rows, 2I]."""
     gate, up = (z[:, ::2], z[:, 1::2]) if layout == "interleaved" else z.chunk(2, dim=1)
     if activation == "clamped_swiglu":
         gate, up = gate.clamp(max=CLAMP), up.clamp(-CLAMP, CLAMP)
@@ -103,11 +107,14 @@ def mix(
     run_expert: Callable[[int, torch.Tensor], torch.Tensor],
     shared: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """[T, H]: for each choice of a token ``run_expert`` (index, rows of x) times its weight; ids outside of the experts name none."""
+    """[T, H]: the sum of ``run_expert`` (index, rows of x) times the weight over each token's choices.
+
+    Ids outside the range of experts contribute nothing.
+    """
     out = torch.zeros_like(x) if shared is None else shared.to(x.dtype)
     flat = ids.flatten().long()
     flat = torch.where((flat >= 0) & (flat < experts), flat, -1)
-    counts = torch.bincount(flat + 1, minlength=experts + 1).tolist()  # the first: of no expert
+    counts = torch.bincount(flat + 1, minlength=experts + 1).tolist()  # the first count: ids that name no expert
     order = flat.argsort(stable=True)[counts[0] :]
     if not len(order):
         return out.clone()
@@ -131,8 +138,11 @@ def compose(
     layout: str = "concat",
     transposed: bool = False,
 ) -> torch.Tensor:
-    """The layer in ``dtype``, expert by expert; only rows that chose an expert meet its weights. Shapes as `fused_moe` takes them."""
-    # unbind, not indexing: the gradient of an index is as large as all experts' weights, for every expert.
+    """The layer in ``dtype``, expert by expert; shapes as in `fused_moe`.
+
+    Only rows that chose an expert are multiplied with its weights.
+    """
+    # unbind instead of indexing: the gradient of each index would be as large as all experts' weights.
     w13s, w2s = w13.unbind(), w2.unbind()
     b13s, b2s = (None if bias is None else bias.unbind() for bias in (b13, b2))
 
@@ -146,7 +156,10 @@ def compose(
 
 @dataclass(frozen=True)
 class Products:
-    """The second product's rows [M, H] of a contender that computes the products alone; ``row`` [T, k]: of each choice."""
+    """The second product's rows [M, H] from a contender that computes only the products.
+
+    ``row`` [T, k]: the row of each choice.
+    """
 
     y: torch.Tensor
     row: torch.Tensor
@@ -162,7 +175,7 @@ class Products:
 
 @dataclass(frozen=True)
 class Reference:
-    """Expected rows of the checked tokens, and the error allowed."""
+    """Expected rows of the checked tokens, and the allowed error."""
 
     problem: MoeProblem
     tokens: torch.Tensor
@@ -171,7 +184,7 @@ class Reference:
     coverage: float
 
     def judge(self, result: torch.Tensor | Products, lse: torch.Tensor | None = None) -> Verification:
-        """``result`` is [T, H], or the products alone, which are summed up here."""
+        """``result`` is [T, H], or only the products, which are summed here."""
         del lse
         result = result.combined() if isinstance(result, Products) else result
         form = (self.problem.tokens, self.problem.hidden), TORCH_DTYPES[self.problem.dtype]
@@ -182,7 +195,7 @@ class Reference:
 
 
 def checked_tokens(problem: MoeProblem, device: torch.device) -> torch.Tensor:
-    """At most MAX_TOKENS, evenly over the batch."""
+    """At most MAX_TOKENS tokens, spread evenly over the batch."""
     count = min(problem.tokens, MAX_TOKENS[device.type])
     return torch.linspace(0, problem.tokens - 1, count, device=device).round().long()
 
@@ -201,7 +214,7 @@ def make_reference(inputs: Inputs) -> Reference:
 
 
 def allowed(exact: torch.Tensor, plain: torch.Tensor | Sequence[torch.Tensor], dtype: torch.dtype) -> float:
-    """The largest error of a result in ``dtype`` that keeps the rule; ``plain``: the results whose errors are natural."""
+    """The largest error of a result in ``dtype`` that the rule allows; ``plain``: results with the expected error."""
     if exact.numel() == 0:
         return 0.0
     largest = max_abs(exact)

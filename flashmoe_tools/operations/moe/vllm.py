@@ -1,5 +1,7 @@
-"""The layer's two products by vLLM's Triton kernel with its tuned table, as version 0.33 launches it. What else the layer is, sorting, rounding,
-gating and the sum over choices, is done off the clock: once, or where a result is judged.
+"""The layer's two products by vLLM's Triton kernel with its tuned table, launched as in version 0.33.
+
+The rest of the layer (sorting, rounding, gating, the sum over choices) is not timed: it is done once, or when a result
+is judged.
 """
 
 import json
@@ -17,15 +19,15 @@ from flashmoe_tools.bench.contenders import Prepared
 from flashmoe_tools.operations.moe.reference import Products
 
 MODULE = "vllm.model_executor.layers.fused_moe.fused_moe"
-BLOCK = 128  # values of a scale
+BLOCK = 128  # values per scale
 
-Scaled = tuple[Tensor, Tensor | None]  # values, and in 8 bits the float32 scales of their blocks
-Aligned = tuple[Tensor | None, Tensor, Tensor]  # rows' slots, an expert for each block of rows, how many rows
+Scaled = tuple[Tensor, Tensor | None]  # values, and for 8 bits the float32 scales of their blocks
+Aligned = tuple[Tensor | None, Tensor, Tensor]  # the rows' slots, an expert for each block of rows, the number of rows
 
 
 @dataclass(frozen=True)
 class Layer:
-    """w13 [E, 2I, H] and w2 [E, H, I] with their scales; ``rounded``: what the products take of rows."""
+    """w13 [E, 2I, H] and w2 [E, H, I] with their scales; ``rounded`` converts rows to the products' input format."""
 
     w13: Scaled
     w2: Scaled
@@ -40,7 +42,7 @@ def gated(z: Tensor) -> Tensor:
 
 
 def products(x: Tensor, layer: Layer, routings: Sequence[Tensor]) -> Prepared:
-    """Each call takes the next of ``routings`` [T, k]."""
+    """Each call uses the next of ``routings`` [T, k]."""
     kernel, config = import_module(MODULE).fused_moe_kernel, _tuned(layer, len(x))
     top_k, slots = layer.topk_weights.shape[1], layer.topk_weights.numel()
     aligned = [_aligned(ids, len(layer.w13[0]), config["BLOCK_SIZE_M"]) for ids in routings]
@@ -77,7 +79,10 @@ def _tuned(layer: Layer, tokens: int) -> dict[str, int]:
 
 
 def padded(ids: Tensor, experts: int, multiple: int) -> tuple[Tensor, Tensor, Tensor]:
-    """(slots [M], -1 where there is none; expert [M]; row of each slot): rows sorted by expert, of each a multiple."""
+    """Rows sorted by expert and padded to a multiple per expert.
+
+    Returns (slots [M], -1 for padding; expert [M]; row of each slot).
+    """
     flat = ids.flatten().long()
     order, counts = flat.argsort(stable=True), torch.bincount(flat, minlength=experts)
     whole = (counts + multiple - 1) // multiple * multiple
@@ -90,7 +95,7 @@ def padded(ids: Tensor, experts: int, multiple: int) -> tuple[Tensor, Tensor, Te
 
 
 def _aligned(ids: Tensor, experts: int, block: int) -> Aligned:
-    """As vLLM: few tokens have no list of rows, and a block for each of their choices."""
+    """Like vLLM: for few tokens there is no list of rows, and each of their choices gets a block."""
     if ids.numel() * 4 <= experts:
         return None, ids.flatten(), torch.tensor([ids.numel() * block], dtype=torch.int32, device=ids.device)
     slots, expert_of_row, _ = padded(ids, experts, block)

@@ -1,4 +1,4 @@
-"""A layer's training step: the forward pass, then what autograd runs for the gradients of x, both weights and the router's."""
+"""A layer's training step: the forward pass, then autograd for the gradients of x, both weights and routing weights."""
 
 from collections.abc import Callable
 
@@ -22,7 +22,7 @@ def _step(make_layer: Callable[[], Layer]) -> Callable[[BackwardInputs], Prepare
 
 
 def contenders() -> tuple[Contender, ...]:
-    """Ours, and torch's of the forward pass under the same names."""
+    """Ours, and the forward pass's torch contenders under the same names."""
     return (
         Contender("flashmoe", "flashmoe", BOTH, flashmoe_available, _step(flashmoe_layer), ours=True),
         *(Contender(name, title, devices, test, _step(make)) for name, title, devices, test, make in LAYERS),

@@ -13,7 +13,10 @@ PREFIX = "backward-"
 
 @dataclass(frozen=True)
 class MoeBackwardProblem(MoeProblem):
-    """The forward problem's sizes; dout [tokens, hidden] is given. Forward and backward together are timed: a training step."""
+    """The forward problem's sizes; dout [tokens, hidden] is given.
+
+    Forward and backward are timed together: a training step.
+    """
 
     operation: ClassVar[str] = "moe_backward"
     heaviest_kernel: ClassVar[str] = "grouped_gemm_weight_gradient"
@@ -28,7 +31,7 @@ class MoeBackwardProblem(MoeProblem):
 
     @property
     def flops(self) -> int:
-        """Each product of the forward pass has two more in the backward pass."""
+        """For each product of the forward pass there are two more in the backward pass."""
         return 3 * super().flops
 
     @property

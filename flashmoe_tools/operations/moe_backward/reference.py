@@ -1,7 +1,7 @@
-"""The tensors of a layer's training step: the forward problem's and dout, the gradients by definition, the rule for each.
+"""The tensors of a layer's training step: the forward tensors and dout, the gradients by definition, a rule for each.
 
-The reference is torch's derivative of the loop over experts in float32 (float64 on a CPU), of the whole batch: a gradient of
-weights is a sum over it.
+The reference is torch's derivative of the loop over experts in float32 (float64 on a CPU), over the complete batch,
+because a weight gradient is a sum over it.
 """
 
 from collections.abc import Sequence
@@ -24,7 +24,7 @@ class BackwardInputs(forward.Inputs):
     dout: torch.Tensor
 
     def leaves(self) -> tuple[torch.Tensor, ...]:
-        """Fresh leaves of autograd, in the order of NAMES."""
+        """New autograd leaves, in the order of NAMES."""
         return tuple(t.detach().requires_grad_() for t in (self.x, self.w13, self.w2, self.topk_weights))
 
 
@@ -35,7 +35,7 @@ def make_inputs(problem: MoeProblem, device: str, seed: int) -> BackwardInputs:
 
 @dataclass(frozen=True)
 class GradientReference:
-    """Expected dx, dw13, dw2, dweights and the error allowed of each."""
+    """Expected dx, dw13, dw2, dweights and the allowed error of each."""
 
     gradients: tuple[torch.Tensor, ...]
     dtypes: tuple[torch.dtype, ...]
@@ -47,7 +47,7 @@ class GradientReference:
         return max(self.tolerances)
 
     def judge(self, result: Sequence[torch.Tensor], lse: torch.Tensor | None = None) -> Verification:
-        """``result`` as NAMES; the error and tolerance given are those of the gradient closest to its bound."""
+        """``result`` is ordered like NAMES; error and tolerance are those of the gradient closest to its bound."""
         del lse
         forms = [(one.shape, dtype) for one, dtype in zip(self.gradients, self.dtypes, strict=True)]
 

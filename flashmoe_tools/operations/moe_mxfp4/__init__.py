@@ -1,1 +1,1 @@
-"""Mixture of experts with weights of 4 bits (mxfp4)."""
+"""Mixture of experts with 4-bit weights (mxfp4)."""

@@ -1,5 +1,8 @@
-"""The layer with mxfp4 weights, as they were and packed, our 16-bit layer with the same weights in bfloat16, and triton_kernels where it
-is installed. torch has no product of 4 bits on this GPU, and its composition would read the number of each expert's rows on the host."""
+"""The layer with mxfp4 weights, unpacked and packed, our 16-bit layer with the weights in bfloat16, and triton_kernels.
+
+triton_kernels takes part if it is installed. torch has no 4-bit product on this GPU, and its composition would read the
+number of each expert's rows on the host.
+"""
 
 from collections.abc import Callable
 from functools import partial
@@ -25,8 +28,11 @@ def _ours(inputs: Mxfp4Inputs, *, weights: str) -> Call:
 
 
 def _before_zeros(scales: torch.Tensor) -> torch.Tensor:
-    """A copy of swizzled scales in front of zeros: where k is no multiple of 128, the kernel reads 64 bytes behind the last expert's, and
-    takes what it finds times zero, which is NaN where a byte is 255, and the activation's limit behind that."""
+    """A copy of swizzled scales followed by zeros.
+
+    If k is not a multiple of 128, the kernel reads 64 bytes past the last expert's scales and multiplies what it finds
+    by zero. That gives NaN if a byte is 255, and the activation's limit after the activation.
+    """
     dense = scales.mT  # [E, n / 32, k]
     room = dense.new_zeros(dense.numel() + 128)
     room[: dense.numel()] = dense.flatten()
@@ -34,7 +40,7 @@ def _before_zeros(scales: torch.Tensor) -> torch.Tensor:
 
 
 def _triton_kernels(inputs: Mxfp4Inputs) -> Call:
-    """As vLLM calls it, its sort (of logits, not of ids) left out: done once for each routing."""
+    """Called like in vLLM, but without its sort (of logits, not ids), which is done once per routing."""
     ogs, tensor = import_module("triton_kernels.matmul_ogs"), import_module("triton_kernels.tensor")
     layout, swiglu = import_module("triton_kernels.tensor_details.layout"), import_module("triton_kernels.swiglu")
     route = import_module("triton_kernels.routing").routing

@@ -1,15 +1,15 @@
-"""mxfp4 numbers from their definition (OCP Microscaling Formats 1.0); shares no code with what it judges.
+"""mxfp4 numbers from their definition (OCP Microscaling Formats 1.0); shares no code with what it checks.
 
-An e2m1 code is a sign, two bits of exponent e (bias 1) and one of mantissa m: (1 + m/2) 2^(e-1), or m/2 where e is 0. Two codes lie in a
-byte, the first in the low four bits. Each 32 codes of a row share an e8m0 scale b, 2^(b-127); 255 is NaN. A weight as bfloat16 is the
-nearest one, ties to even: exact, but infinite from 2^128 on.
+An e2m1 code is a sign, two bits of exponent e (bias 1) and one of mantissa m: (1 + m/2) 2^(e-1), or m/2 if e is 0. A
+byte holds two codes, the first in the low four bits. Each 32 codes of a row share an e8m0 scale b, 2^(b-127); 255 is
+NaN. A weight as bfloat16 is the nearest one, ties to even: exact, but infinite from 2^128 on.
 """
 
 import torch
 from torch import Tensor
 
 BLOCK = 32
-NAN = 255  # of the scales
+NAN = 255  # as a scale
 
 
 def decode(codes: Tensor, scales: Tensor) -> Tensor:
@@ -23,7 +23,7 @@ def decode(codes: Tensor, scales: Tensor) -> Tensor:
 
 
 def encode(x: Tensor) -> tuple[Tensor, Tensor]:
-    """(codes, scales) of x [..., k]: the scale takes a block's largest magnitude to at most 6, and each value is the nearest number."""
+    """(codes, scales) of x [..., k]: the scale maps a block's largest magnitude to at most 6; values round to nearest."""
     blocks = x.double().unflatten(-1, (-1, BLOCK))
     largest = blocks.abs().amax(-1).clamp(min=2.0**-120)
     exponent = (largest / 6).log2().ceil()
@@ -34,5 +34,8 @@ def encode(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def as_bfloat16(codes: Tensor, scales: Tensor) -> Tensor:
-    """The weights of the layer that one with mxfp4 weights must equal bit for bit. A float32 holds every number below 2^128."""
+    """The bfloat16 weights of the layer that the mxfp4 layer must match bit for bit.
+
+    A float32 holds every number below 2^128.
+    """
     return decode(codes, scales).float().bfloat16()

@@ -1,4 +1,4 @@
-"""The layer with mxfp4 weights as a problem: the sizes of the layer with e4m3 weights, weights of 4 bits."""
+"""The layer with mxfp4 weights as a problem: the sizes of the layer with e4m3 weights, but 4-bit weights."""
 
 from dataclasses import dataclass
 from typing import ClassVar
@@ -19,7 +19,7 @@ class MoeMxfp4Problem(MoeScaledProblem):
 
     @property
     def weight_bytes(self) -> int:
-        """Of the active experts, half a byte each, with their scales."""
+        """Bytes of the active experts' weights, half a byte each, and of their scales."""
         weights = 3 * self.active_experts * self.hidden * self.intermediate
         return weights // 2 + weights // BLOCK
 

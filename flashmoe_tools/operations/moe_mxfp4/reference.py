@@ -1,5 +1,4 @@
-"""The tensors of a layer with mxfp4 weights: random inputs, and ``moe/reference.py``'s reference and rule for the bfloat16 weights that
-they stand for."""
+"""The tensors of a layer with mxfp4 weights; reference and rule are ``moe/reference.py``'s for the decoded weights."""
 
 import math
 import zlib
@@ -16,7 +15,7 @@ from flashmoe_tools.operations.moe.problem import MoeProblem
 from flashmoe_tools.operations.moe_mxfp4 import formats
 from flashmoe_tools.operations.moe_mxfp4.problem import MoeMxfp4Problem
 
-ROUTINGS = 4  # of one case; a graph of calls takes them in turn, so that weights of few experts do not stay in L2
+ROUTINGS = 4  # per case; a graph of calls cycles through them, so the weights of few experts do not stay in L2
 ACTIVATION, LAYOUT = "clamped_swiglu", "interleaved"
 
 
@@ -38,7 +37,7 @@ class Mxfp4Weights:
 
     @cached_property
     def dequantized(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """w13 and w2 in bfloat16, expert by expert: float64 of all would not fit."""
+        """w13 and w2 in bfloat16, decoded expert by expert: float64 of all experts would not fit."""
         pairs = ((self.w13, self.w13_scale), (self.w2, self.w2_scale))
         w13, w2 = (torch.stack([formats.as_bfloat16(*one) for one in zip(*pair, strict=True)]) for pair in pairs)
         return w13, w2
@@ -48,7 +47,7 @@ class Mxfp4Weights:
 class Mxfp4Inputs:
     """x [T, H] bfloat16, the layer's weights, topk_weights [T, k].
 
-    ``routings``: ids int32 [T, k]; results are checked with the first.
+    ``routings``: ids int32 [T, k]; results are checked with the first one.
     """
 
     problem: MoeMxfp4Problem
@@ -58,7 +57,7 @@ class Mxfp4Inputs:
     routings: tuple[torch.Tensor, ...]
 
     def poison(self) -> None:
-        """Leave NaN in the memory that the allocator hands out for the next result."""
+        """Fills the memory that the allocator will use for the next result with NaN."""
         torch.full_like(self.x, math.nan)
 
 
@@ -74,15 +73,16 @@ def _normal(generator: torch.Generator, *shape: int, scale: float = 1.0) -> torc
 
 @lru_cache(maxsize=1)
 def _make_weights(experts: int, hidden: int, intermediate: int, device: str, seed: int) -> Mxfp4Weights:
-    """Those of a layer, whatever its tokens: kept for the next case, as to make, pack and dequantise gpt-oss's takes longer than to time them.
+    """The weights of a layer with random codes, and scales that preserve a token's size.
 
-    Codes of any kind, scales that keep a token's size.
+    They do not depend on the tokens and are kept for the next case: making, packing and dequantising gpt-oss's weights
+    takes longer than timing them.
     """
     generator = _generator(device, f"{seed} {experts} {hidden} {intermediate}")
 
     def weights(n: int, k: int) -> tuple[torch.Tensor, torch.Tensor]:
         codes = torch.randint(0, 256, (experts, n, k // 2), generator=generator, device=device, dtype=torch.uint8)
-        middle = 127 + round(math.log2(k**-0.5 / 3))  # codes are about 3 in size
+        middle = 127 + round(math.log2(k**-0.5 / 3))  # the typical size of codes is 3
         blocks = (experts, n, k // formats.BLOCK)
         scales = torch.randint(middle - 1, middle + 2, blocks, generator=generator, device=device, dtype=torch.uint8)
         return codes, scales
@@ -93,7 +93,7 @@ def _make_weights(experts: int, hidden: int, intermediate: int, device: str, see
 
 
 def make_inputs(problem: MoeMxfp4Problem, device: str, seed: int) -> Mxfp4Inputs:
-    """Standard normal tokens; the seed depends on the run's seed and the problem alone."""
+    """Standard normal tokens; the seed depends only on the run's seed and the problem."""
     p, generator = problem, _generator(device, f"{seed} {problem.key}")
     x, (topk_weights, ids) = _normal(generator, p.tokens, p.hidden), forward.choices(p, device, generator)
     routings = tuple((ids + turn * p.experts // ROUTINGS) % p.experts for turn in range(ROUTINGS))
@@ -115,13 +115,13 @@ def compose(
     layout: str = LAYOUT,
     **options: Any,
 ) -> torch.Tensor:
-    """The layer in ``dtype`` on the bfloat16 weights that the codes stand for; ``options`` of the 16-bit layer's."""
+    """The layer in ``dtype`` on the decoded bfloat16 weights; ``options`` are the 16-bit layer's."""
     plain = formats.as_bfloat16(w13, w13_scale), formats.as_bfloat16(w2, w2_scale)
     return forward.compose(x, *plain, weights, ids, dtype, activation=activation, layout=layout, **options)
 
 
 def make_reference(inputs: Mxfp4Inputs) -> forward.Reference:
-    """The 16-bit layer's with the weights that the codes stand for."""
+    """The 16-bit layer's reference with the decoded weights."""
     p, (w13, w2) = inputs.problem, inputs.weights.dequantized
     tokens = forward.checked_tokens(p, inputs.x.device)
     given = (inputs.x[tokens], w13, w2, inputs.topk_weights[tokens], inputs.routings[0][tokens])

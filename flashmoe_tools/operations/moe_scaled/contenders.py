@@ -1,7 +1,8 @@
-"""The layer with e4m3 weights: ours, our 16-bit layer with the same weights in bfloat16, torch's composition, and other libraries' products.
+"""The layer with e4m3 weights: ours, our 16-bit layer in bfloat16, torch's composition, other libraries' products.
 
-torch's grouped product of 8 bits takes one scale for a row, not one for each 128 values of it, so weights are dequantised to
-bfloat16 in every call. What computes in 16 bits rounds no activation to e4m3; a reference of its own judges it.
+torch's 8-bit grouped product takes one scale per row instead of one per 128 values, so weights are dequantised to
+bfloat16 in every call. Contenders that compute in 16 bits do not round activations to e4m3; they have their own
+reference.
 """
 
 from collections.abc import Callable

@@ -1,5 +1,7 @@
-"""Other libraries' two products of the layer. What else the layer is, sorting, quantisation, gating and the sum over choices, is done off
-the clock: once, or where a result is judged.
+"""Other libraries' versions of the layer's two products.
+
+The rest of the layer (sorting, quantisation, gating, the sum over choices) is not timed: it is done once, or when a
+result is judged.
 """
 
 from importlib import import_module
@@ -22,7 +24,7 @@ def quantized(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def deep_gemm(inputs: ScaledInputs) -> Prepared:
-    """DeepGEMM's grouped products: rows gathered, and padded to 128 for each expert, beforehand; the first routing in every call."""
+    """DeepGEMM's grouped products. Rows are gathered and padded to 128 per expert in advance; always the first routing."""
     library = import_module("deep_gemm")
     ids = inputs.routings[0]
     slots, experts, rows = vllm.padded(ids, len(inputs.w13), BLOCK)

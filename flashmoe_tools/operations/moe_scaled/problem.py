@@ -1,4 +1,4 @@
-"""The layer with e4m3 weights and block scales as a problem: the forward problem's sizes, weights of 8 bits."""
+"""The layer with e4m3 weights and block scales as a problem: the forward problem's sizes, 8-bit weights."""
 
 from __future__ import annotations
 
@@ -18,19 +18,20 @@ BLOCK = 128
 
 @dataclass(frozen=True)
 class MoeScaledProblem(MoeProblem):
-    """w13 and w2 in e4m3 with a float32 scale for each 128 by 128, x and the result in bfloat16; swiglu. Layers with other quantised
-    weights are subclasses.
+    """w13 and w2 in e4m3 with a float32 scale per 128 by 128, x and the result in bfloat16; swiglu.
+
+    Layers with other quantised weights are subclasses.
     """
 
     operation: ClassVar[str] = "moe_scaled"
     heaviest_kernel: ClassVar[str] = "grouped_gemm_gated_scaled"
     weight_dtype: ClassVar[str] = "e4m3"
-    block: ClassVar[int] = BLOCK  # that the sizes are multiples of
-    least: ClassVar[tuple[int, int]] = (256, 128)  # hidden, intermediate
+    block: ClassVar[int] = BLOCK  # sizes are multiples of it
+    least: ClassVar[tuple[int, int]] = (256, 128)  # smallest (hidden, intermediate)
 
     @property
     def weight_bytes(self) -> int:
-        """Of the active experts, with their scales."""
+        """Bytes of the active experts' weights, with their scales."""
         weights = 3 * self.active_experts * self.hidden * self.intermediate
         return weights + weights // BLOCK**2 * DTYPE_BYTES["f32"]
 
@@ -41,7 +42,7 @@ class MoeScaledProblem(MoeProblem):
 
     @classmethod
     def from_key(cls, key: str) -> Self:
-        """Such as e4m3-e128k8-h2048i768-t512."""
+        """The problem with this key, such as e4m3-e128k8-h2048i768-t512."""
         if not key.startswith(f"{cls.weight_dtype}-"):
             msg = f"{key!r} names no case of {cls.operation}; one is written as {cls.smallest().key}"
             raise ArgumentError(msg)
@@ -54,7 +55,7 @@ class MoeScaledProblem(MoeProblem):
 
     @classmethod
     def expand(cls, row: Mapping[str, Any], where: str) -> Iterator[Self]:
-        """The fields of ``moe`` without ``dtype``; sizes are multiples of a block."""
+        """The fields of ``moe`` except ``dtype``; sizes are multiples of a block."""
         fields.known(row, {"experts", "top_k", "hidden", "intermediate", "tokens", "routing"}, where)
         for name in ("hidden", "intermediate"):
             for size in fields.counts(row, where, name):

@@ -1,8 +1,8 @@
-"""The tensors of a layer with e4m3 weights: random inputs, two references, the rule of ``moe/reference.py`` for either.
+"""The tensors of a layer with e4m3 weights, its two references, and the rule of ``moe/reference.py`` for either.
 
-A contender that quantises x and the activation between the products, as ours does, is held against a float32 (float64 on a CPU)
-layer that rounds these to e4m3 too. One that computes in 16 bits with dequantised weights returns ``SixteenBits`` and is held
-against the layer without these roundings.
+A contender that quantises x and the activation between the products, as ours does, is compared with a float32 (float64
+on a CPU) layer that rounds these to e4m3 too. One that computes in 16 bits with dequantised weights returns
+``SixteenBits`` and is compared with the layer without this rounding.
 """
 
 import math
@@ -22,22 +22,22 @@ from flashmoe_tools.operations.moe_scaled import formats
 from flashmoe_tools.operations.moe_scaled.formats import BLOCK, LARGEST
 from flashmoe_tools.operations.moe_scaled.problem import MoeScaledProblem
 
-ROUTINGS = 4  # of one case; a graph of calls takes them in turn, so that weights of few experts do not stay in L2
-SPREAD = 80.0  # of the values before scaling; the largest of a block of normal values is then close to e4m3's
+ROUTINGS = 4  # per case; a graph of calls cycles through them, so the weights of few experts do not stay in L2
+SPREAD = 80.0  # of the values before scaling; the largest of a block of normal values is then near e4m3's largest
 
 
 @dataclass(frozen=True)
 class SixteenBits:
-    """The result [T, H] of a contender whose activations have 16 bits."""
+    """The result [T, H] of a contender with 16-bit activations."""
 
     out: torch.Tensor
 
 
 @dataclass(frozen=True)
 class ScaledInputs:
-    """x [T, H] bfloat16, w13 [E, 2I, H] and w2 [E, H, I] e4m3 with float32 scales of their blocks; topk_weights [T, k].
+    """x [T, H] bfloat16, w13 [E, 2I, H] and w2 [E, H, I] e4m3 with float32 block scales; topk_weights [T, k].
 
-    ``routings``: ids int32 [T, k]; results are checked with the first.
+    ``routings``: ids int32 [T, k]; results are checked with the first one.
     """
 
     problem: MoeScaledProblem
@@ -50,7 +50,7 @@ class ScaledInputs:
     routings: tuple[torch.Tensor, ...]
 
     def poison(self) -> None:
-        """Leave NaN in the memory that the allocator hands out for the next result."""
+        """Fills the memory that the allocator will use for the next result with NaN."""
         torch.full_like(self.x, math.nan)
 
     @cached_property
@@ -60,14 +60,14 @@ class ScaledInputs:
 
 
 def dequantize(values: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-    """bfloat16 of weights [E, n, k] with scales [E, n / 128, k / 128]; products are rounded once."""
+    """bfloat16 of weights [E, n, k] with scales [E, n / 128, k / 128]; each product is rounded once."""
     wide = values.to(torch.bfloat16)
     wide.unflatten(1, (-1, BLOCK)).unflatten(3, (-1, BLOCK)).mul_(scales[:, :, None, :, None])
     return wide
 
 
 def make_inputs(problem: MoeScaledProblem, device: str, seed: int) -> ScaledInputs:
-    """Standard normal tokens, weights that keep their size; the seed depends on the run's seed and the problem alone."""
+    """Standard normal tokens and scaled weights; the seed depends only on the run's seed and the problem."""
     generator = torch.Generator(device=device)
     generator.manual_seed(zlib.crc32(f"{seed} {problem.key}".encode()))
     p = problem
@@ -88,7 +88,7 @@ def make_inputs(problem: MoeScaledProblem, device: str, seed: int) -> ScaledInpu
 
 
 def rounded(rows: torch.Tensor) -> torch.Tensor:
-    """What the rows are after quantisation, in their dtype."""
+    """The rows after quantisation, in their dtype."""
     return formats.dequantize(*formats.quantize(rows)).to(rows.dtype)
 
 
@@ -105,7 +105,7 @@ def compose(
     shared: torch.Tensor | None = None,
     activation: str = "swiglu",
 ) -> torch.Tensor:
-    """The layer in ``dtype``, expert by expert; x is what its quantised rows stand for."""
+    """The layer in ``dtype``, expert by expert; x is replaced by its quantised rows."""
 
     def run_expert(expert: int, rows: torch.Tensor) -> torch.Tensor:
         up = formats.dequantize(w13[expert], w13_scale[expert], BLOCK).to(dtype)
@@ -117,7 +117,7 @@ def compose(
 
 @dataclass(frozen=True)
 class ScaledReference:
-    """Either reference; that of 16 bits is made when a result asks for it."""
+    """Either reference; the 16-bit one is created when a result needs it."""
 
     quantized: forward.Reference
     inputs: ScaledInputs
@@ -144,7 +144,7 @@ class ScaledReference:
 
 
 def sixteen_bits(problem: MoeScaledProblem) -> MoeProblem:
-    """The same layer with weights of 16 bits."""
+    """The same layer with 16-bit weights."""
     p = problem
     return MoeProblem("bf16", p.experts, p.top_k, p.hidden, p.intermediate, p.tokens, p.routing)
 

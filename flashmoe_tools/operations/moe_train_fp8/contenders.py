@@ -1,5 +1,7 @@
-"""A layer's training step with e4m3 products: ours, ours with weights quantised before (as when an optimizer's step is followed by several
-parts of a batch), our step in 16 bits, and torch's."""
+"""A layer's training step with e4m3 products: ours, ours with prequantised weights, our 16-bit step, and torch's.
+
+Weights need quantising only once per optimizer step, even if the batch is processed in several parts.
+"""
 
 from collections.abc import Callable
 from functools import partial

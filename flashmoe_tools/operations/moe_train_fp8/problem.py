@@ -1,4 +1,4 @@
-"""A training step with e4m3 products as a problem: the sizes of the 16-bit step, weights and gradients of 16 bits."""
+"""A training step with e4m3 products as a problem: the 16-bit step's sizes, 16-bit weights and gradients."""
 
 from __future__ import annotations
 

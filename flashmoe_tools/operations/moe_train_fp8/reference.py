@@ -1,9 +1,10 @@
-"""A training step with e4m3 products by definition, in float64 on a CPU and float32 on a GPU, and the rule for a result.
+"""A training step with e4m3 products by definition, in float64 on a CPU and float32 on a GPU, and its rule.
 
-The definition is flashmoe/moe/training.py's; numbers are rounded by ``moe_scaled/formats.py``, which shares no code with ours, and the
-derivative of the activation is torch's autograd's. Rounding is not continuous: a sum that is off in its last bit may move a number by a
-whole unit of e4m3 or bfloat16. So a result is held to a relative error of all its elements together, 0.01, where e4m3 itself costs 0.03
-to 0.07. A contender that computes in 16 bits returns ``SixteenBits`` and is held to the rule of ``moe_backward``.
+The definition is in flashmoe/moe/training.py; numbers are rounded by ``moe_scaled/formats.py``, which shares no code
+with ours, and the derivative of the activation is computed by torch's autograd. Rounding is not continuous: a sum that
+differs in its last bit may change a number by a whole unit of e4m3 or bfloat16. So the rule limits the relative error
+of all elements of a result together to 0.01, while e4m3 itself costs 0.03 to 0.07. A contender that computes in 16 bits
+returns ``SixteenBits`` and is judged by the rule of ``moe_backward``.
 """
 
 from collections.abc import Sequence
@@ -29,13 +30,13 @@ make_inputs = sixteen_bits.make_inputs
 
 @dataclass(frozen=True)
 class SixteenBits:
-    """The gradients of a contender whose products have 16 bits."""
+    """The gradients of a contender with 16-bit products."""
 
     gradients: Sequence[Tensor]
 
 
 def as_e4m3(x: Tensor, block_rows: int = 1) -> Tensor:
-    """What x [rows, columns] is after rounding, a scale for ``block_rows`` by 128, in x's dtype; the last blocks may be smaller."""
+    """x [rows, columns] after rounding, a scale per ``block_rows`` by 128, in x's dtype; last blocks may be smaller."""
     padded = torch.nn.functional.pad(x, (0, 0, 0, -x.shape[0] % block_rows))
     found = formats.dequantize(*formats.quantize(padded, block_rows), block_rows)
     return found[: x.shape[0]].to(x.dtype)
@@ -57,7 +58,7 @@ def step(
     shared: Tensor | None = None,
     activation: str = "swiglu",
 ) -> tuple[Tensor, ...]:
-    """(out, dx, dw13, dw2, dweights) in ``dtype``; an id that is none of an expert's contributes nothing."""
+    """(out, dx, dw13, dw2, dweights) in ``dtype``; an id that names no expert contributes nothing."""
     x, weights, dout = (one.detach().to(dtype) for one in (x, weights, dout))
     out = torch.zeros_like(x) if shared is None else shared.detach().to(dtype)
     dx, dweights = torch.zeros_like(x), torch.zeros_like(weights)
@@ -84,14 +85,14 @@ def step(
 
 
 def relative_error(found: Tensor, expected: Tensor) -> float:
-    """Of all elements together; NaN where one is."""
+    """Relative error of all elements together; NaN if any is NaN."""
     found, expected = found.double(), expected.double()
     return float((found - expected).norm() / expected.norm().clamp(min=1e-30))
 
 
 @dataclass(frozen=True)
 class StepReference:
-    """Expected dx, dw13, dw2 and dweights; those of 16 bits are made when a result asks for them."""
+    """Expected dx, dw13, dw2 and dweights; the 16-bit ones are created when a result needs them."""
 
     gradients: tuple[Tensor, ...]
     inputs: BackwardInputs

@@ -1,4 +1,4 @@
-"""Attention over pages and ragged batches: ours, and what reads the same keys: torch on dense caches, flash-attn on pages."""
+"""Attention over pages and ragged batches: ours, torch on dense copies of the same keys, flash-attn on pages."""
 
 from dataclasses import replace
 from importlib import import_module
@@ -13,11 +13,11 @@ from flashmoe_tools.operations.serving.reference import CODE_SCALE, Inputs, scor
 
 FAMILIES = ("sm75", "sm80", "sm90")
 FLASH_ATTN_3 = "flash_attn_interface"
-FAULTY_PLANS = 128  # of so many sequences vLLM 0.33's build read out of bounds
+FAULTY_PLANS = 128  # with at least this many sequences vLLM 0.33's build reads out of bounds
 
 
 def _band(inputs: Inputs) -> dict[str, Any]:
-    """What comes between the scores and the softmax, as our functions are told."""
+    """The case's score options as arguments of our functions."""
     problem = inputs.problem
     window = (problem.window - 1, 0) if problem.window else None
     own: dict[str, Any] = {"sinks": inputs.sinks, "alibi_slopes": inputs.slopes}
@@ -31,13 +31,16 @@ def _has_equal_rows(inputs: Inputs) -> bool:
 
 
 def _dense_queries(inputs: Inputs) -> torch.Tensor:
-    """[B, Hq, Sq, D], a view."""
+    """A view [B, Hq, Sq, D]."""
     p = inputs.problem
     return inputs.q.view(p.batch, -1, p.heads_q, p.head_dim).transpose(1, 2)
 
 
 def _flashmoe(inputs: Inputs, **options: Any) -> Prepared:
-    """Decoding as a model calls it: a dense batch of queries on a paged cache, there with ``options``; else ragged, or dense with a mask tensor."""
+    """Decoding as a model calls it; otherwise ragged, or dense with a mask tensor.
+
+    Decoding is a dense batch of queries on a paged cache; ``options`` apply only to it.
+    """
     import flashmoe
 
     problem = inputs.problem
@@ -73,7 +76,7 @@ def _flashmoe_consistent(inputs: Inputs) -> Prepared:
 
 
 def _flashmoe_16_bit(inputs: Inputs) -> Prepared:
-    """On the dequantised cache of a case in e4m3."""
+    """Runs on the dequantised cache of an e4m3 case."""
     if inputs.codes is None:
         msg = f"{inputs.problem.key}: the cache is one of 16 bits"
         raise ArgumentError(msg)
@@ -103,7 +106,7 @@ def _flashmoe_ragged(inputs: Inputs) -> Prepared:
 
 
 def _dense_caches(inputs: Inputs) -> tuple[torch.Tensor, torch.Tensor]:
-    """The same keys in dense caches [B, Hkv, Sk, D], which torch's attention and our dense kernels need."""
+    """The same keys in dense caches [B, Hkv, Sk, D], as torch's attention and our dense kernels need them."""
     problem = inputs.problem
     if problem.spread != "equal":
         msg = f"{problem.key}: the sequences differ in length or share pages, which a dense call cannot say"
@@ -126,14 +129,14 @@ def _dense(inputs: Inputs) -> Prepared:
 
 
 def _flashmoe_dense(inputs: Inputs) -> Prepared:
-    """The dense kernels, which know no window, softcap, sinks or mask."""
+    """The dense kernels, which support no window, softcap, sinks or mask."""
     if inputs.problem == inputs.problem.plain:
         return _dense(inputs)
     return replace(_dense(inputs.plain), own=inputs.plain)
 
 
 def _flashmoe_plain(inputs: Inputs) -> Prepared:
-    """Our kernel of the case without what it does to the scores; where it does nothing there is nothing to add."""
+    """Our kernel for the case without its score options; refused if it has none."""
     if inputs.problem == inputs.problem.plain:
         msg = f"{inputs.problem.key}: the case is plain"
         raise ArgumentError(msg)
@@ -164,7 +167,10 @@ def _sdpa(inputs: Inputs) -> Prepared:
 
 
 def _sdpa_dropout(inputs: Inputs, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Prepared:
-    """torch's FLASH with the mask that its own generator draws, which its debug output shows: it has the sign of the weights."""
+    """torch's FLASH backend with the dropout mask of its own generator.
+
+    The mask is read from its debug output: the sign of the weights.
+    """
     problem, p = inputs.problem, inputs.problem.dropout / 100
     if problem.heads_q != problem.heads_kv or problem.head_dim not in (64, 128, 256):
         msg = f"{problem.key}: its debug mask is for as many key heads as heads, of 64, 128 or 256 columns"
@@ -192,7 +198,7 @@ def _flex_attention(inputs: Inputs) -> Prepared:
 
 
 def _flash_options(inputs: Inputs) -> dict[str, Any]:
-    """In flash-attn's words, those of plain attention alone where that is all: a build without the others then takes part."""
+    """flash-attn's options; only those of plain attention if that is all, so that builds without the others take part."""
     problem = inputs.problem
     if problem.dropout:
         msg = "dropout: flash-attn 3 has none, and flash-attn 2 another mask"
@@ -204,11 +210,11 @@ def _flash_options(inputs: Inputs) -> dict[str, Any]:
     if problem.window:
         options["window_size"] = (problem.window - 1, 0)
     if inputs.slopes is not None:
-        options["alibi_slopes"] = inputs.slopes  # of flash-attn 2 alone
+        options["alibi_slopes"] = inputs.slopes  # only in flash-attn 2
     if problem.softcap:
         options["softcap"] = float(problem.softcap)
     if inputs.sinks is not None:
-        options["s_aux"] = inputs.sinks.to(inputs.q.dtype)  # in vLLM's build alone
+        options["s_aux"] = inputs.sinks.to(inputs.q.dtype)  # only in vLLM's build
     return options
 
 
@@ -237,7 +243,7 @@ def _flash_attn(inputs: Inputs) -> Prepared:
 
 
 def _flash_attn_3(inputs: Inputs) -> Prepared:
-    """Its own package; pages, of equal rows or ragged ones, are a cache's."""
+    """FlashAttention-3's own package; pages, with equal or ragged rows, use its function for caches."""
     problem, module = inputs.problem, import_module(FLASH_ATTN_3)
     options = _flash_options(inputs)
     if problem.window and problem.head_dim > 128:
@@ -259,7 +265,10 @@ def _flash_attn_3(inputs: Inputs) -> Prepared:
 
 
 def _flash_attn_3_in_8_bits(inputs: Inputs) -> Prepared:
-    """Over the codes themselves, for which queries are codes, too, and so are its weights: another computation."""
+    """Runs on the codes themselves.
+
+    Then queries are codes too, and so are the weights: a different computation.
+    """
     problem, module = inputs.problem, import_module(FLASH_ATTN_3)
     if inputs.codes is None or problem.dtype != "bf16":
         msg = f"{problem.key}: a cache in e4m3 and a result in bfloat16 are what it takes"
@@ -281,7 +290,10 @@ def _flash_attn_3_in_8_bits(inputs: Inputs) -> Prepared:
 
 
 def _scheduled(inputs: Inputs, module: Any) -> dict[str, Any]:
-    """FlashAttention-3's plan of a decode, which a server makes once for all layers; without it each call makes its own."""
+    """FlashAttention-3's schedule of a decode; without it every call makes its own.
+
+    A server makes it once for all layers.
+    """
     problem = inputs.problem
     make_plan = getattr(module, "get_scheduler_metadata", None)  # not in every build
     if make_plan is None or not problem.page_size or not _has_equal_rows(inputs) or problem.batch >= FAULTY_PLANS:
@@ -308,7 +320,7 @@ def contenders() -> tuple[Contender, ...]:
         ),
         Contender("flashmoe-ragged", "flashmoe, ragged rows", both, flashmoe_available, _flashmoe_ragged, ours=True),
         Contender("flashmoe-16-bit", "flashmoe, 16-bit cache", both, flashmoe_available, _flashmoe_16_bit),
-        # A yardstick, which cannot say lengths that differ: no failure of ours.
+        # For comparison only: it cannot handle different lengths, which is no failure of ours.
         Contender("flashmoe-dense", "flashmoe, dense keys", both, flashmoe_available, _flashmoe_dense),
         Contender("flashmoe-plain", "flashmoe, plain scores", both, flashmoe_available, _flashmoe_plain),
         *(

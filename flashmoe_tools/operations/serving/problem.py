@@ -1,4 +1,4 @@
-"""Attention over a batch of sequences of their own lengths as a problem: decoding from pages, ragged prefill, windows and scores."""
+"""Attention over a batch of sequences of different lengths as a problem: paged decoding, ragged prefill, scores."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from typing import Any, ClassVar
 
 from flashmoe_tools.operations import DTYPE_BYTES, RoomProblem, fields
 
-SHORT = {"one": 512, "one34": 34}  # keys of the other sequences where one is long
+SHORT = {"one": 512, "one34": 34}  # length of the other sequences if one is long
 SPREADS = ("equal", "shared", "ramp", "mixed", *SHORT)
-MIXED = (4096, 3000, 2500, 2000, 1500, 1200, 900, 600, 300, 150, 100, 38)  # of 4096
+MIXED = (4096, 3000, 2500, 2000, 1500, 1200, 900, 600, 300, 150, 100, 38)  # relative to 4096
 MASKS = ("none", "additive", "bool", "learned")
 CACHES = ("own", "e4m3")
 _SIZES = ("head_dim", "heads", "heads_kv", "batch", "seq_q", "seq_k")
-_NAMES = {"heads": "heads_q"}  # where the problem's field has another
+_NAMES = {"heads": "heads_q"}  # fields whose name in the problem differs
 _FIELDS = {
     "dtype",
     "causal",
@@ -43,17 +43,18 @@ _KEY = re.compile(
 
 @dataclass(frozen=True)
 class ServingProblem(RoomProblem):
-    """``batch`` sequences of up to seq_q queries and seq_k keys; with seq_q = seq_k each has as many of both.
+    """``batch`` sequences of up to seq_q queries and seq_k keys; if seq_q = seq_k, each has the same number of both.
 
-    ``page_size``: keys lie in pages in random order; 0: ragged, one sequence behind the other. ``spread``: all sequences equal;
-    shared, equal and of the same pages; ramp, of seq_k / batch, 2 seq_k / batch and so on; mixed, of twelve lengths in turn, from
-    seq_k to a hundredth of it; one of seq_k keys among others of 512, or of 34. The mask is bottom-right.
+    ``page_size``: keys are in pages in random order; 0: ragged, one sequence after the other. ``spread``: all sequences
+    equal; shared: equal and in the same pages; ramp: lengths seq_k / batch, 2 seq_k / batch and so on; mixed: twelve
+    lengths in turn, from seq_k to a hundredth of it; one and one34: one sequence of seq_k keys among others of 512 or
+    34. The mask is bottom-right.
 
-    ``window``: how many keys a row sees, its own among them; 0: all. ``softcap``: 0 for none. ``sinks``: a logit for each head that
-    joins the sum. ``mask``: a tensor for each sequence, the same for all heads; learned: an additive one for each head, the same
-    for all sequences, whose gradient is wanted, too. ``deviation``: of the scores, before the softcap. ``alibi``: a slope for each
-    head, 2^(-8 / heads) and its powers.
-    ``cache``: what keys and values are kept in, the dtype of the queries or e4m3. ``dropout``: p in percent.
+    ``window``: how many keys a row sees, including its own; 0: all. ``softcap``: 0 for none. ``sinks``: a logit per
+    head that is added to the sum. ``mask``: a tensor per sequence, the same for all heads; learned: an additive one per
+    head, the same for all sequences, with a gradient. ``deviation``: of the scores, before the softcap. ``alibi``: a
+    slope per head, 2^(-8 / heads) and its powers. ``cache``: the format of keys and values, the queries' dtype or e4m3.
+    ``dropout``: p in percent.
     """
 
     operation: ClassVar[str] = "serving"
@@ -79,7 +80,7 @@ class ServingProblem(RoomProblem):
 
     @property
     def plain(self) -> ServingProblem:
-        """The same without what comes between the scores and the softmax, but for a causal mask."""
+        """The same without score options, except a causal mask."""
         return replace(self, window=0, softcap=0, sinks=False, mask="none", alibi=False, dropout=0)
 
     @property
@@ -110,7 +111,7 @@ class ServingProblem(RoomProblem):
         return kept + (f"{gap}{dropout}{self.dropout}" if self.dropout else "")
 
     def _scores(self, gap: str, window: str, softcap: str, deviation: str) -> str:
-        """What happens to the scores, each word behind a ``gap``."""
+        """The score options as text, each word after a ``gap``."""
         words = (
             f"{window}{self.window}" if self.window else "",
             f"{softcap}{self.softcap}" if self.softcap else "",
@@ -133,7 +134,7 @@ class ServingProblem(RoomProblem):
         )
 
     def describe_scores(self) -> str:
-        """What happens to the scores in words, a comma before each."""
+        """The score options as readable text, each after a comma."""
         return self._scores(", ", "window ", "softcap ", "scores of deviation ")
 
     @property
@@ -142,7 +143,7 @@ class ServingProblem(RoomProblem):
 
     @property
     def flops(self) -> int:
-        """Two matrix products over the scores that are seen; of a causal square half of them, as published numbers do."""
+        """Two matrix products over the visible scores; half of them for a causal square, as in published numbers."""
         scores = 0
         for rows, keys in zip(self.lengths_q, self.lengths_k, strict=True):
             hidden = 0 if not self.causal else rows * rows // 2 if rows == keys else rows * (rows - 1) // 2
@@ -150,13 +151,13 @@ class ServingProblem(RoomProblem):
         return 4 * self.heads_q * scores * self.head_dim
 
     def _windowed(self, rows: int) -> int:
-        """Scores that the first rows of a sequence see of its window."""
-        short = min(rows, self.window)  # rows that have not yet as many keys
+        """The scores that the first rows of a sequence see of its window."""
+        short = min(rows, self.window)  # rows with fewer keys than the window
         return short * (short + 1) // 2 + (rows - short) * self.window
 
     @property
     def bytes_moved(self) -> int:
-        """Each of Q, K and V read once, the keys that a window shows, shared pages once for all, a mask, and O written once."""
+        """Q, K and V read once (keys as far as a window shows, shared pages once for all), a mask, and O written once."""
         is_shared = self.spread == "shared"
         lengths = list(zip(self.lengths_q, self.lengths_k, strict=True))[: 1 if is_shared else None]
         seen = (min(keys, self.window + rows - 1) if self.window else keys for rows, keys in lengths)
@@ -171,7 +172,7 @@ class ServingProblem(RoomProblem):
         return size * (self.heads_q if self.mask == "learned" else self.batch) * self.seq_q * self.seq_k
 
     def to_json(self) -> dict[str, Any]:
-        """Without what is as the fields' defaults say: reports hold hundreds of these."""
+        """Only the fields that differ from their defaults, because reports hold hundreds of problems."""
         given = {one.name: getattr(self, one.name) for one in dataclasses.fields(self)}
         defaults = {one.name: one.default for one in dataclasses.fields(self)}
         stated = {name: value for name, value in given.items() if value != defaults[name]}
@@ -179,7 +180,7 @@ class ServingProblem(RoomProblem):
 
     @classmethod
     def from_key(cls, key: str) -> ServingProblem:
-        """The problem that a report calls ``key``, such as serve-bf16-d128-causal-b8-h32kv8-q1k8192-p16."""
+        """The problem with this key, such as serve-bf16-d128-causal-b8-h32kv8-q1k8192-p16."""
         match = cls.read_key(_KEY, key, "serve-bf16-d128-causal-b8-h32kv8-q1k8192-p16, or with -ramp behind")
         d, h, kv, b, q, k, p = (int(match[name] or 0) for name in ("d", "h", "kv", "b", "q", "k", "p"))
         w, cap, sd = (int(match[name] or 0) for name in ("w", "cap", "sd"))
@@ -195,7 +196,10 @@ class ServingProblem(RoomProblem):
 
     @classmethod
     def expand(cls, row: Mapping[str, Any], where: str) -> Iterator[ServingProblem]:
-        """A list is an axis, and the table stands for the product of its axes, without those of over ``most_keys`` keys."""
+        """Each list is an axis, and the table means the product of its axes.
+
+        Problems with more than ``most_keys`` keys are left out.
+        """
         fields.known(row, _FIELDS, where)
 
         def counts(name: str, default: int) -> list[int]:
@@ -240,7 +244,7 @@ class ServingProblem(RoomProblem):
             )
 
     def fit(self, dtypes: Collection[str], max_tokens: int) -> ServingProblem:
-        """As many sequences of each length as there is room for; a batch that has room stays as it is."""
+        """As many sequences of each length as fit; a batch that fits is unchanged."""
         found = replace(self, dtype=self.dtype if self.dtype in dtypes else "f16")
         while sum(found.lengths_q) > max_tokens and found.batch > 1:
             found = replace(found, batch=max(1, min(found.batch - 1, found.batch * max_tokens // sum(found.lengths_q))))

@@ -1,4 +1,4 @@
-"""The tensors of a serving problem, the reference by definition, and the rule of attention's results (attention/reference.py)."""
+"""The tensors of a serving problem, the reference by definition, and the rule of attention (attention/reference.py)."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from flashmoe_tools.operations.dtypes import TORCH_DTYPES
 from flashmoe_tools.operations.judging import high_dtype, judge_result, max_abs, wrong_form
 from flashmoe_tools.operations.serving.problem import ServingProblem
 
-MOST_PAIRS = 128  # checked: each is a dozen small operations of its own
-CODE_SCALE = 0.5  # of every key head
-CODE_ROUNDOFF = 2.0**-4  # of e4m3
-HIDDEN = -0.52  # three normal values in ten are less
+MOST_PAIRS = 128  # checked pairs: each takes a dozen small operations
+CODE_SCALE = 0.5  # for every key head
+CODE_ROUNDOFF = 2.0**-4  # e4m3's
+HIDDEN = -0.52  # three of ten normal values are below it
 
 
 @dataclass(frozen=True)
@@ -34,19 +34,19 @@ class Inputs:
     cu_seqlens_k: torch.Tensor
     seqused_k: torch.Tensor  # [batch] int32
     block_table: torch.Tensor | None
-    sinks: torch.Tensor | None = None  # [Hq] float32, of values that the problem's dtype has
+    sinks: torch.Tensor | None = None  # [Hq] float32, of values that the problem's dtype can represent
     mask: torch.Tensor | None = (
-        None  # [batch, 1, Sq, Sk]: bool, or added to the scores in the problem's dtype. Learned: [1, Hq, Sq, Sk]
+        None  # [batch, 1, Sq, Sk]: bool, or added to the scores in the problem's dtype; learned: [1, Hq, Sq, Sk]
     )
-    slopes: torch.Tensor | None = None  # [Hq] float32, of ALiBi
-    codes: tuple[torch.Tensor, torch.Tensor] | None = None  # of a cache in e4m3: k and v divided by CODE_SCALE
-    rng_state: torch.Tensor | None = None  # [2] int64, of dropout
-    keep: torch.Tensor | None = None  # [batch, Hq, Sq, Sk] bool: the mask of one who draws another than ours
-    rounds_weights: bool = False  # to e4m3: one who multiplies in 8 bits
+    slopes: torch.Tensor | None = None  # [Hq] float32, for ALiBi
+    codes: tuple[torch.Tensor, torch.Tensor] | None = None  # of an e4m3 cache: k and v divided by CODE_SCALE
+    rng_state: torch.Tensor | None = None  # [2] int64, for dropout
+    keep: torch.Tensor | None = None  # [batch, Hq, Sq, Sk] bool: the dropout mask of a contender that does not use ours
+    rounds_weights: bool = False  # to e4m3: for a contender that multiplies in 8 bits
 
     @property
     def plain(self) -> Inputs:
-        """The same tensors without what comes between the scores and the softmax."""
+        """The same tensors without score options."""
         return replace(self, problem=self.problem.plain, sinks=None, mask=None, slopes=None, rng_state=None)
 
     @property
@@ -54,7 +54,7 @@ class Inputs:
         return self.problem.scale
 
     def bias_of(self, sequence: int, head: int) -> torch.Tensor | None:
-        """[rows, keys]: a sequence's mask tensor, or its head's ALiBi in float32; None without either."""
+        """[rows, keys]: a sequence's mask tensor, or its head's ALiBi in float32; None if it has neither."""
         if self.slopes is None:
             return None if self.mask is None else self.mask[sequence % self.mask.shape[0], head % self.mask.shape[1]]
         rows, keys = self.problem.lengths_q[sequence], self.problem.lengths_k[sequence]
@@ -62,7 +62,7 @@ class Inputs:
         return -self.slopes[head] * (own - torch.arange(keys, device=self.q.device)).abs()
 
     def factors_of(self, sequence: int, head: int) -> torch.Tensor | None:
-        """[rows, keys]: what dropout multiplies a head's weights by; None without."""
+        """[rows, keys]: dropout's factors for a head's weights; None without dropout."""
         p = self.problem.dropout / 100
         if self.rng_state is None:
             return None
@@ -73,7 +73,7 @@ class Inputs:
         return kept(self.rng_state, p, *one, rows, keys)[0, 0] / (1 - p)
 
     def poison(self) -> None:
-        """Leave NaN in the memory that the caching allocator hands out for the next result."""
+        """Fills the memory that the caching allocator will use for the next result with NaN."""
         torch.full_like(self.q, math.nan)
 
     def keys_of(self, tensor: torch.Tensor, sequence: int) -> torch.Tensor:
@@ -86,8 +86,11 @@ class Inputs:
 
 
 def make_inputs(problem: ServingProblem, device: str, seed: int) -> Inputs:
-    """Standard normal values, queries times the scores' deviation, pages in random order; the seed depends on the run's seed and
-    the problem alone. A mask hides three keys in ten; an additive one adds normal values to the others. A learned one hides none."""
+    """Standard normal values, queries times the scores' deviation, pages in random order.
+
+    The seed depends only on the run's seed and the problem. A mask hides three keys in ten; an additive one adds normal
+    values to the others. A learned one hides none.
+    """
     generator = torch.Generator(device=device)
     generator.manual_seed(zlib.crc32(f"{seed} {problem.key}".encode()))  # the CPU generator reads 32 bits
     dtype, d = TORCH_DTYPES[problem.dtype], problem.head_dim
@@ -139,7 +142,7 @@ def make_inputs(problem: ServingProblem, device: str, seed: int) -> Inputs:
 
 @dataclass(frozen=True)
 class Checked:
-    """What is expected of a checked (sequence, head): rows [first, end) of the result, out [rows, D] and lse [rows]."""
+    """Expected values of one checked (sequence, head): rows [first, end) of the result, out [rows, D] and lse [rows]."""
 
     head: int
     first: int
@@ -150,7 +153,7 @@ class Checked:
 
 @dataclass(frozen=True)
 class Reference:
-    """Expected values of the checked (sequence, head) pairs and the error allowed."""
+    """Expected values of the checked (sequence, head) pairs and the allowed error."""
 
     problem: ServingProblem
     checked: tuple[Checked, ...]
@@ -158,7 +161,7 @@ class Reference:
     coverage: float  # checked share of all pairs
 
     def judge(self, result: torch.Tensor, lse: torch.Tensor | None = None) -> Verification:
-        """``result`` is [tokens, Hq, D], or dense [B, Hq, Sq, D]; ``lse`` [Hq, tokens], of those who give one."""
+        """``result`` is [tokens, Hq, D], or dense [B, Hq, Sq, D]; ``lse`` [Hq, tokens] from contenders that return one."""
         p = self.problem
         tokens = result.transpose(1, 2).flatten(0, 1) if result.dim() == 4 else result
         if text := wrong_form("result", tokens, ((sum(p.lengths_q), p.heads_q, p.head_dim), TORCH_DTYPES[p.dtype])):
@@ -176,7 +179,7 @@ def score_options(problem: ServingProblem) -> ScoreOptions:
 
 
 def make_reference(inputs: Inputs) -> Reference:
-    """Pair by pair: as many as the budget of scores allows, spread over sequences and heads."""
+    """Computed pair by pair: as many as the budget of scores allows, spread over sequences and heads."""
     problem, kind, high = inputs.problem, inputs.q.device.type, high_dtype(inputs.q.device)
     group = problem.heads_q // problem.heads_kv
     pairs = choose_pairs(problem.batch, problem.heads_q, problem.seq_q * problem.seq_k, MAX_SCORES[kind] // 4)

@@ -1,4 +1,4 @@
-"""The backward pass alone of attention over ragged batches, windows, softcaps, sinks and masks: what autograd runs for an output."""
+"""The backward pass only of attention over ragged batches with score options: what autograd runs for an output."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -14,7 +14,7 @@ from flashmoe_tools.operations.serving_backward.reference import BackwardInputs
 
 
 def _recorded(prepare: Callable[[Inputs], Prepared], *, both: bool) -> Callable[[BackwardInputs], Prepared]:
-    """The gradients of a forward contender, its own problem's where it computes another one; ``both``: after its forward pass."""
+    """The gradients of a forward contender, of its own problem if that is another one; ``both``: after its forward pass."""
 
     def prepare_gradients(inputs: BackwardInputs) -> Prepared:
         leaves = [tensor.detach().requires_grad_() for tensor in inputs.leaves]
@@ -25,10 +25,10 @@ def _recorded(prepare: Callable[[Inputs], Prepared], *, both: bool) -> Callable[
             prepared = prepare(replace(inputs, q=leaves[0], k=leaves[1], v=leaves[2], sinks=sinks, mask=mask))
             out = (
                 prepared.call()
-            )  # kept with both, too: what autograd has for each leaf belongs to this stream as long as it lives
+            )  # kept with both too: autograd state of the leaves belongs to this stream while it lives
         asked = leaves if prepared.own is None else leaves[:3]  # without sinks or a mask
         dout = inputs.dout
-        if out.dim() == 4:  # [B, Hq, Sq, D], of a dense call
+        if out.dim() == 4:  # [B, Hq, Sq, D] from a dense call
             dout = dout.view(inputs.problem.batch, -1, *dout.shape[1:]).transpose(1, 2)
 
         def call() -> tuple[torch.Tensor, ...]:
@@ -43,7 +43,10 @@ def _recorded(prepare: Callable[[Inputs], Prepared], *, both: bool) -> Callable[
 
 @contextmanager
 def _on_capture_stream() -> Iterator[None]:
-    """A backward pass that is captured must meet no stream but the graph's: views and leaves of the autograd graph remember theirs."""
+    """Uses the graph's stream: a captured backward pass must not meet another one.
+
+    Views and leaves of the autograd graph remember the stream that they were created on.
+    """
     torch.cuda.synchronize()
     with torch.cuda.stream(capture_stream()):
         yield
@@ -51,12 +54,12 @@ def _on_capture_stream() -> Iterator[None]:
 
 
 def contenders(*, both: bool = False) -> tuple[Contender, ...]:
-    """Those of the forward pass under the same names, and ours in the split form."""
+    """The forward pass's contenders under the same names, and our split form."""
     forward = {one.name: replace(one, prepare=_recorded(one.prepare, both=both)) for one in serving.contenders()}
     split = setting("FLASHMOE_SPLIT_BACKWARD", "1")
     ours = forward["flashmoe"].prepare
     return (
         *forward.values(),
-        # A yardstick: what the dq kernel and the one of dk and dv take where the fused form would run.
+        # For comparison: the time of the dq kernel plus the dk and dv kernel where the fused form would run.
         Contender("flashmoe-split", "flashmoe, split form", ("cuda",), flashmoe_available, ours, split),
     )

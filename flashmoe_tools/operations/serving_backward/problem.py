@@ -1,4 +1,4 @@
-"""The backward pass over ragged batches, windows, softcaps, sinks and masks as a problem: the gradients of a forward problem."""
+"""The backward pass over ragged batches with score options as a problem: the gradients of a forward problem."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from flashmoe_tools.operations.serving.problem import ServingProblem
 
 @dataclass(frozen=True)
 class ServingBackwardProblem(ServingProblem):
-    """The forward problem's sizes, without pages, which have no gradient; dout [tokens, heads_q, head_dim] is given."""
+    """The forward problem's sizes without pages, which have no gradient; dout [tokens, heads_q, head_dim] is given."""
 
     operation: ClassVar[str] = "serving_backward"
     word: ClassVar[str] = "backward"
@@ -27,7 +27,10 @@ class ServingBackwardProblem(ServingProblem):
 
     @property
     def flops(self) -> int:
-        """Five products where the forward pass has two: S again, dP, dV, dK and dQ. A learned mask's gradient needs no other."""
+        """Five products, compared with two in the forward pass: S again, dP, dV, dK and dQ.
+
+        A learned mask's gradient needs no other product.
+        """
         return super().flops * self.products // 2
 
     @property

@@ -1,7 +1,8 @@
-"""The tensors of a ragged backward problem: the forward pass's and dout, the gradients by definition, and the rule for each.
+"""The tensors of a ragged backward problem: the forward tensors and dout, the gradients by definition, a rule for each.
 
-The reference is torch's derivative of attention by definition, in fp32 (fp64 on a CPU), one head at a time. Each of dq, dk, dv and,
-where there are sinks or a learned mask, dsinks or dmask must keep the rule of the forward pass (attention/reference.py), with a bound of its own.
+The reference is torch's derivative of attention by definition, in fp32 (fp64 on a CPU), one head at a time. Each of dq,
+dk, dv and, if there are sinks or a learned mask, dsinks or dmask must satisfy the forward pass's rule
+(attention/reference.py), with its own bound.
 """
 
 import math
@@ -17,7 +18,7 @@ from flashmoe_tools.operations.serving import reference as forward
 from flashmoe_tools.operations.serving.problem import ServingProblem
 
 NAMES = ("dq", "dk", "dv")
-MOST_PAIRS = 64  # (sequence, key head) checked: each query head of theirs is two derivatives of its own
+MOST_PAIRS = 64  # checked (sequence, key head) pairs: each of their query heads needs two derivatives
 
 
 @dataclass(frozen=True)
@@ -28,7 +29,7 @@ class BackwardInputs(forward.Inputs):
 
     @property
     def leaves(self) -> tuple[torch.Tensor, ...]:
-        """What is differentiated: q, k, v and, where there are some, sinks or a learned mask."""
+        """The differentiated inputs: q, k, v and, if they exist, sinks or a learned mask."""
         return (self.q, self.k, self.v, *([] if self.shared is None else [self.shared]))
 
     @property
@@ -37,12 +38,12 @@ class BackwardInputs(forward.Inputs):
         return self.mask if self.problem.mask == "learned" else self.sinks
 
     def poison(self) -> None:
-        blocks = [torch.full_like(tensor, math.nan) for tensor in (self.q, self.k, self.v)]  # three, all at once
+        blocks = [torch.full_like(tensor, math.nan) for tensor in (self.q, self.k, self.v)]  # all three at once
         del blocks
 
 
 def make_inputs(problem: ServingProblem, device: str, seed: int) -> BackwardInputs:
-    """The forward pass's, and a standard normal dout."""
+    """The forward inputs and a standard normal dout."""
     given = forward.make_inputs(problem, device, seed)
     generator = torch.Generator(device=device)
     generator.manual_seed(seed + 1)
@@ -53,7 +54,7 @@ def make_inputs(problem: ServingProblem, device: str, seed: int) -> BackwardInpu
 
 @dataclass(frozen=True)
 class Checked:
-    """What is expected of one gradient of a checked (sequence, head): its tokens [first, end) of that head."""
+    """The expected value of one gradient of a checked (sequence, head): its tokens [first, end) of that head."""
 
     gradient: int
     first: int
@@ -64,14 +65,14 @@ class Checked:
 
 @dataclass(frozen=True)
 class GradientReference:
-    """Expected gradients of the checked (sequence, key head) pairs with all their query heads, and the errors allowed."""
+    """Expected gradients of the checked (sequence, key head) pairs with all their query heads, and the allowed errors."""
 
     names: tuple[str, ...]
-    forms: tuple[Form, ...]  # of dq, dk, dv and, where there are some, dsinks or dmask
+    forms: tuple[Form, ...]  # of dq, dk, dv and, if they exist, dsinks or dmask
     checked: tuple[Checked, ...]
     shared: (
         torch.Tensor | None
-    )  # dsinks [Hq], or dmask; None where a part of the sequences is checked, whose sum is not known
+    )  # dsinks [Hq], or dmask; None if only some sequences are checked, because then the sum is unknown
     tolerances: tuple[float, ...]
     coverage: float
 
@@ -80,7 +81,7 @@ class GradientReference:
         return max(self.tolerances)
 
     def judge(self, result: Sequence[torch.Tensor], lse: torch.Tensor | None = None) -> Verification:
-        """``result`` is (dq, dk, dv), with sinks or a learned mask also its own; error and tolerance are those of the gradient closest to its bound."""
+        """``result`` is (dq, dk, dv), plus dsinks or dmask; error and tolerance are the gradient's closest to its bound."""
         del lse
         return judge_gradients(
             self.names,
@@ -99,7 +100,7 @@ class GradientReference:
 
 
 def make_reference(inputs: forward.Inputs) -> GradientReference:
-    """Pair by pair: as many as the budget of scores allows, spread over sequences and key heads."""
+    """Computed pair by pair: as many as the budget of scores allows, spread over sequences and key heads."""
     assert isinstance(inputs, BackwardInputs)
     problem, kind, high = inputs.problem, inputs.q.device.type, high_dtype(inputs.q.device)
     group = problem.heads_q // problem.heads_kv
@@ -135,7 +136,7 @@ def make_reference(inputs: forward.Inputs) -> GradientReference:
         if problem.mask == "learned":
             rules.append(Rule(inputs.q.dtype))
             rules[-1].add(exact_shared, plain_shared)
-        else:  # float32 itself, so that rounding it to the problem's dtype is nothing to allow for
+        else:  # float32 itself: no rounding to the problem's dtype is allowed for
             rules.append(Rule(inputs.q.dtype, max_abs(plain_shared - exact_shared), largest=max_abs(exact_shared)))
     forms = tuple((one.shape, one.dtype) for one in inputs.leaves)
     tolerances = tuple(rule.tolerance for rule in rules)
@@ -144,7 +145,7 @@ def make_reference(inputs: forward.Inputs) -> GradientReference:
 
 
 def _differentiate(inputs: BackwardInputs, sequence: int, head: int, dtype: torch.dtype) -> list[torch.Tensor]:
-    """dq [Sq, D] of one head, what it adds to dk and dv [Sk, D], and to its sink's gradient [], or its mask's [Sq, Sk]."""
+    """dq [Sq, D] of one head, its contribution to dk and dv [Sk, D], and to its sink's gradient [] or mask's [Sq, Sk]."""
     problem = inputs.problem
     key_head = head // (problem.heads_q // problem.heads_kv)
     first, end = inputs.cu_seqlens_q[sequence], inputs.cu_seqlens_q[sequence + 1]

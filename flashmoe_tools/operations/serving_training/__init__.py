@@ -1,1 +1,1 @@
-"""Attention over ragged batches, windows, softcaps, sinks and masks, forward and backward together."""
+"""Attention over ragged batches with score options, forward and backward together."""

@@ -1,4 +1,4 @@
-"""The contenders of the backward pass, which run their forward pass in the call, too: as one it can be captured in a CUDA graph."""
+"""The backward pass's contenders with the forward pass in the same call, which a CUDA graph can then capture."""
 
 from flashmoe_tools.bench.contenders import Contender
 from flashmoe_tools.operations.serving_backward import contenders as backward

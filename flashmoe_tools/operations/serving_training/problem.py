@@ -1,4 +1,4 @@
-"""Training with windows, softcaps, sinks and masks as a problem: the forward pass, then the gradients from one of its output."""
+"""Training with windows, softcaps, sinks and masks as a problem: the forward pass, then the gradients."""
 
 from dataclasses import dataclass
 from typing import ClassVar
@@ -8,7 +8,7 @@ from flashmoe_tools.operations.serving_backward.problem import ServingBackwardPr
 
 @dataclass(frozen=True)
 class ServingTrainingProblem(ServingBackwardProblem):
-    """The backward problem with the forward pass before it, whose bytes are the lesser part and not counted."""
+    """The backward problem preceded by the forward pass, whose smaller number of bytes is not counted."""
 
     operation: ClassVar[str] = "serving_training"
     word: ClassVar[str] = "training"

@@ -33,7 +33,7 @@ def _step(attention: Callable[[], Attention], *, compiled: bool) -> Callable[[St
 
 
 def contenders() -> tuple[Contender, ...]:
-    """Ours against torch's default choice of a backend, and against one backend by name."""
+    """Ours, torch's default choice of a backend, and one backend selected by name."""
     both = ("cpu", "cuda")
     return (
         Contender("flashmoe", "flashmoe", both, flashmoe_available, _step(_flashmoe, compiled=False), ours=True),

@@ -20,7 +20,7 @@ _KEY = re.compile(
 
 @dataclass(frozen=True)
 class TrainStepProblem(RoomProblem):
-    """A Llama-shaped decoder: RMSNorm, rotary positions, causal grouped-query attention, SwiGLU, tied to no other library.
+    """A Llama-shaped decoder: RMSNorm, rotary positions, causal grouped-query attention, SwiGLU; needs no other library.
 
     ``width`` is heads * head_dim, ``ffn`` the inner width of SwiGLU; ``batch`` sequences of ``seq`` tokens.
     """
@@ -57,14 +57,14 @@ class TrainStepProblem(RoomProblem):
 
     @property
     def parameters(self) -> int:
-        """Of the matrix products."""
+        """Number of parameters in the matrix products."""
         kv = self.heads_kv * self.head_dim
         layer = self.width * (2 * self.width + 2 * kv + 3 * self.ffn)
         return self.layers * layer + self.vocabulary * self.width
 
     @property
     def flops(self) -> int:
-        """6 for each parameter and token, and attention's two products forward and five backward, halved by the mask."""
+        """6 per parameter and token, plus attention's two products forward and five backward, halved by the mask."""
         tokens = self.batch * self.seq
         return 6 * self.parameters * tokens + self.layers * 7 * self.batch * self.seq**2 * self.width
 
@@ -75,7 +75,7 @@ class TrainStepProblem(RoomProblem):
 
     @classmethod
     def from_key(cls, key: str) -> TrainStepProblem:
-        """The problem that a report calls ``key``, such as step-bf16-l8-w2048-h16kv4-f5632-v32000-b2-s4096."""
+        """The problem with this key, such as step-bf16-l8-w2048-h16kv4-f5632-v32000-b2-s4096."""
         match = cls.read_key(_KEY, key, "step-bf16-l8-w2048-h16kv4-f5632-v32000-b2-s4096")
         return cls(match["dtype"], **{name: int(match[name]) for name in _SIZES})
 
@@ -85,7 +85,7 @@ class TrainStepProblem(RoomProblem):
 
     @classmethod
     def expand(cls, row: Mapping[str, Any], where: str) -> Iterator[TrainStepProblem]:
-        """``dtype`` and each size: one value, or a list of which every one is taken."""
+        """``dtype`` and each size: one value, or a list whose values are all used."""
         fields.known(row, {"dtype", *_SIZES}, where)
         dtypes = [fields.choice(one, tuple(DTYPE_BYTES), where, "dtype") for one in fields.axis(row.get("dtype"))]
         sizes = [fields.counts(row, where, name) for name in _SIZES]

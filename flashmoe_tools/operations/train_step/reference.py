@@ -1,7 +1,7 @@
-"""The model and the tokens of a training step, and the rule that its gradients must keep.
+"""The model and the tokens of a training step, and the rule for its gradients.
 
-The gradient of every weight together, as one vector: its relative error against the same step in float32, with attention by
-torch's own composition of matrix products, may be twice what torch's default attention has in the problem's dtype.
+All weight gradients together are one vector. Its relative error against the same step in float32, with attention
+composed of torch's matrix products, may be twice that of torch's default attention in the problem's dtype.
 """
 
 import math
@@ -29,7 +29,7 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 class Layer(nn.Module):
-    """Attention and SwiGLU, each behind a norm and beside the residual."""
+    """Attention and SwiGLU, each after a norm and with a residual connection."""
 
     def __init__(self, problem: TrainStepProblem) -> None:
         super().__init__()
@@ -53,13 +53,13 @@ class Layer(nn.Module):
         return x + self.feed_forward(x)
 
     def feed_forward(self, x: Tensor) -> Tensor:
-        """What is added to x [B, S, width]."""
+        """SwiGLU's contribution to x [B, S, width]."""
         gate, up = self.gate_up(rms_norm(x, x.shape[-1:])).chunk(2, dim=-1)
         return cast("Tensor", self.down(silu(gate) * up))
 
 
 class Decoder(nn.Module):
-    """Next-token loss of a stack of layers; the embedding is the head too."""
+    """Next-token loss of a stack of layers; the embedding is also the output head."""
 
     def __init__(self, problem: TrainStepProblem) -> None:
         super().__init__()
@@ -68,7 +68,7 @@ class Decoder(nn.Module):
         self.head_dim = problem.head_dim
 
     def forward(self, tokens: Tensor, attention: Attention) -> Tensor:
-        """tokens [B, S + 1]; a scalar."""
+        """The scalar loss of tokens [B, S + 1]."""
         x = self.embedding(tokens[:, :-1])
         positions = torch.arange(x.shape[1], device=x.device)
         rates = ROTARY_BASE ** (-torch.arange(0, self.head_dim, 2, device=x.device) / self.head_dim)
@@ -109,7 +109,7 @@ def make_inputs(problem: TrainStepProblem, device: str, seed: int) -> StepInputs
 
 @dataclass(frozen=True)
 class StepReference:
-    """Gradients in float32, and the relative error allowed to all of them together."""
+    """Gradients in float32, and the allowed relative error of all of them together."""
 
     gradients: tuple[Tensor, ...]
     tolerance: float
@@ -118,7 +118,7 @@ class StepReference:
     def judge(self, result: Sequence[Tensor], lse: Tensor | None = None) -> Verification:
         del lse
         error = relative_error(result, self.gradients)
-        reason = "" if error <= self.tolerance else f"relative error {error:.3g} of the gradients"  # NaN is no success
+        reason = "" if error <= self.tolerance else f"relative error {error:.3g} of the gradients"  # NaN fails
         return Verification(not reason, error, self.tolerance, None, self.coverage, reason)
 
 
@@ -135,7 +135,7 @@ def make_reference(inputs: StepInputs) -> StepReference:
 
 
 def _float32_attention(q: Tensor, k: Tensor, v: Tensor, mask: None, *, is_causal: bool, enable_gqa: bool) -> Tensor:
-    """Key heads repeated, so that the memory-efficient backend takes it: the scores of a long sequence fit no memory."""
+    """Repeats key heads, so that the memory-efficient backend accepts it: a long sequence's scores do not fit memory."""
     del enable_gqa
     group = q.shape[1] // k.shape[1]
     k, v = k.repeat_interleave(group, dim=1), v.repeat_interleave(group, dim=1)
@@ -143,7 +143,7 @@ def _float32_attention(q: Tensor, k: Tensor, v: Tensor, mask: None, *, is_causal
 
 
 def relative_error(found: Sequence[Tensor], expected: Sequence[Tensor]) -> float:
-    """Of all values as one vector, in the Euclidean norm; infinite where shapes differ."""
+    """Relative Euclidean error of all values as one vector; infinite if shapes differ."""
     if [one.shape for one in found] != [one.shape for one in expected]:
         return math.inf
     difference = sum(float((a.double() - b.double()).square().sum()) for a, b in zip(found, expected, strict=True))

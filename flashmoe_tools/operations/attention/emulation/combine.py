@@ -1,4 +1,4 @@
-"""The kernel that puts the results of splits together, on the emulated machine."""
+"""The kernel that combines the results of splits, on the emulated machine."""
 
 import math
 from collections.abc import Iterator
@@ -12,11 +12,11 @@ from flashmoe_tools.operations.attention.emulation.forward import NAN, huge_prob
 from flashmoe_tools.operations.attention.emulation.problem import Layout, Problem, Reference, Shape, Values, custom
 from flashmoe_tools.tables import Unit
 
-LAST_ROWS = 4  # of a huge problem, those of its last block
+LAST_ROWS = 4  # of a huge problem: the number of rows in its last block
 
 
 def problems(unit: Unit) -> Iterator[Problem]:
-    """Few splits and many, head dims of no whole quad, every layout of the output."""
+    """Few splits and many, head dims that leave lanes without columns, every layout of the output."""
     sizes = (
         (64, 2, 5, Layout.BHSD),
         (128, 32, 3, Layout.ROWS),
@@ -31,8 +31,10 @@ def problems(unit: Unit) -> Iterator[Problem]:
 
 
 def make_partials(problem: Problem) -> tuple[torch.Tensor, torch.Tensor]:
-    """Partial outputs [splits, batch, heads, rows, head_dim] and log-sum-exps. Some splits saw no key (-inf), and row 0 of
-    head 0 has none at all; what such a split left as output is never read, and NaN here."""
+    """Partial outputs [splits, batch, heads, rows, head_dim] and log-sum-exps.
+
+    Some splits saw no key (-inf); row 0 of head 0 saw none in any split. Their output is never read, and is NaN here.
+    """
     generator = torch.Generator().manual_seed(problem.data_seed + 5)
     rows = (problem.splits, *problem.rows)
     out = torch.randn(*rows, problem.shape.head_dim, generator=generator)
@@ -45,7 +47,7 @@ def make_partials(problem: Problem) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def trial(unit: Unit, problem: Problem) -> Trial:
-    """One warp for each row. Of a huge problem the last rows of the last head."""
+    """One warp per row. For a huge problem only the last rows of the last head are run."""
     own, s = problem, problem.shape
     if problem.huge:
         own = replace(problem, shape=Shape(1, 1, 1, LAST_ROWS, s.seq_k, s.head_dim))
@@ -81,7 +83,7 @@ def trial(unit: Unit, problem: Problem) -> Trial:
 
 
 def expected(problem: Problem, partial: torch.Tensor, lse_partial: torch.Tensor) -> Reference:
-    """The whole output and log-sum-exp in fp64, and how far a kernel may be from them."""
+    """The combined output and log-sum-exp in fp64, and how far a kernel may be from them."""
     partial = partial.nan_to_num(0.0)
     whole, spread = merge(partial, lse_partial), merge(partial.abs(), lse_partial)["out"]
     bound = UNIT_ROUNDOFF[problem.dtype] * whole["out"].abs() + 1e-5 * spread + 1e-7

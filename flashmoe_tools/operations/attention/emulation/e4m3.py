@@ -1,4 +1,4 @@
-"""The kernels of attention in 8-bit floats on the emulated machine: V transposed, and the forward pass that reads it."""
+"""The 8-bit float attention kernels on the emulated machine: V's transpose, and the forward pass that reads it."""
 
 import math
 from collections.abc import Iterator
@@ -26,8 +26,12 @@ NAN_CODE = 0x7F
 
 @dataclass(frozen=True)
 class E4m3Problem(Problem):
-    """``scales``: how many dimensions those in memory have, 3: of blocks of ``block_rows``; every code: of all three tensors, NaN apart. NaN scale: of
-    the last block of keys."""
+    """A dense problem in 8-bit floats.
+
+    ``scales``: number of dimensions of the scales in memory; 3 means one per block of ``block_rows``.
+    ``has_every_code``: all three tensors hold every code except NaN. ``has_nan_scale``: the scale of the last block of
+    keys is NaN.
+    """
 
     scales: int = 0
     block_rows: int = BLOCK
@@ -59,11 +63,11 @@ def problems(unit: Unit) -> Iterator[E4m3Problem]:
         (20, n + 9, dim, 2, 2, 1, Layout.BHSD, Values.NAN, 1),
         (m * 3 + 70, n + 30, dim, 2, 1, 1, Layout.BHSD, Values.SHIFTED, 0),
         (m, m + n - 64, dim, 6, 2, 1, Layout.BHSD, Values.SHIFTED, 1),
-        # Every stage comes round more than once in a tile.
+        # Every pipeline stage is reused within a tile.
         (m + 9, m + 9 * n + 21, dim, 2, 1, 1, Layout.BHSD, Values.SHIFTED, 0),
         (*drawn_lengths(unit), dim, 1, 1, 1, Layout.BHSD, Values.NORMAL, 0),
     )
-    if unit.row.options["block_scales"]:  # the rest is what the kernel without them does
+    if unit.row.options["block_scales"]:  # the rest is the same as in the kernel without them
         sizes = sizes[:2]
     for causal in (mask == "causal" for mask in unit.row.words["mask"]):
         for index, (seq_q, seq_k, columns, heads, key_heads, batch, layout, values, scales) in enumerate(sizes):
@@ -81,7 +85,7 @@ def problems(unit: Unit) -> Iterator[E4m3Problem]:
         ):
             shape = Shape(2, 2, 1, seq_q, seq_k, dim)
             yield E4m3Problem(shape, unit.dtype, causal, data_seed=21, scales=3, block_rows=block_rows)
-        # More blocks than lanes have scales of; and rows that do not see the NaN, where the mask is causal.
+        # More blocks than the lanes hold scales for; and, with a causal mask, rows that do not see the NaN.
         shape = Shape(1, 1, 1, 40, 17 * n + 70, dim)
         yield E4m3Problem(shape, unit.dtype, causal, data_seed=22, scales=3, block_rows=BLOCK // 2)
         shape = Shape(1, 1, 1, 2 * n, 2 * n, dim)
@@ -102,7 +106,7 @@ def quantize(p: E4m3Problem, tensor: torch.Tensor, generator: torch.Generator, b
 
 
 def scale_struct(p: E4m3Problem, scale: torch.Tensor, block_rows: int) -> dict[str, Any]:
-    """BlockScale."""
+    """The members of BlockScale."""
     if p.scales == 3:
         values = scale[..., ::block_rows].contiguous() / 2.0
         strides = dict(zip(("stride", "head_stride", "block_stride"), values.stride(), strict=True))
@@ -114,12 +118,12 @@ def scale_struct(p: E4m3Problem, scale: torch.Tensor, block_rows: int) -> dict[s
 
 
 def transposed(v: torch.Tensor, rows: int, at_least: int = 0) -> torch.Tensor:
-    """V as the forward kernel reads it: [batch, heads, blocks, rows, 128 keys], by the order of keys that transpose.cuh states."""
+    """V as the forward kernel reads it: [batch, heads, blocks, rows, 128 keys], keys ordered as in transpose.cuh."""
     batch, heads, keys, columns = v.shape
     blocks = max(at_least, -(-keys // BLOCK))
     whole = torch.zeros(batch, heads, blocks * BLOCK, rows, dtype=torch.uint8)
     whole[:, :, :keys, :columns] = v.view(torch.uint8)
-    h, u, t, c = 2, 2, 4, 2  # of 32 keys, in their own order: 16h + 8u + 2t + c
+    h, u, t, c = 2, 2, 4, 2  # 32 keys in their own order: 16h + 8u + 2t + c
     split = whole.view(batch, heads, blocks, BLOCK // 32, h, u, t, c, rows)
     ordered = split.permute(0, 1, 2, 8, 3, 4, 6, 5, 7)  # 16h + 4t + 2u + c
     return ordered.reshape(batch, heads, blocks, rows, BLOCK).contiguous().view(E4M3)
@@ -129,7 +133,7 @@ def trial(unit: Unit, p: E4m3Problem) -> Trial:
     shape = p.shape
     generator = torch.Generator().manual_seed(p.data_seed * 31 + 5)
     inputs = make_inputs(replace(p, dtype="bf16"))
-    block_rows = {"q": p.block_rows, "k": p.block_rows, "v": BLOCK}  # where scales are those of blocks
+    block_rows = {"q": p.block_rows, "k": p.block_rows, "v": BLOCK}  # if scales are per block
     q, k, v = (quantize(p, getattr(inputs, name), generator, rows) for name, rows in block_rows.items())
     if p.has_nan_scale:
         k.scale[..., -BLOCK:] = NAN
@@ -170,8 +174,10 @@ def trial(unit: Unit, p: E4m3Problem) -> Trial:
 
 @dataclass(frozen=True)
 class TransposeProblem:
-    """V [batch, heads, keys, columns] for a kernel of ``rows`` columns; with ``lengths`` ragged, a sequence for each, and room for more keys
-    behind each of its used ones."""
+    """V [batch, heads, keys, columns] for a kernel of ``rows`` columns.
+
+    With ``lengths`` ragged: one sequence per length, followed by room for ``spare`` more keys.
+    """
 
     batch: int
     heads: int
@@ -199,7 +205,7 @@ def transpose_problems(_unit: Unit) -> Iterator[TransposeProblem]:
     yield TransposeProblem(1, 2, 31, 80, 128, Layout.ROWS)
     yield TransposeProblem(2, 1, 300, 256, 256, Layout.BHSD)
     yield TransposeProblem(1, 1, 36, 64, 64, Layout.FAR)
-    # Whole blocks, none, parts; the last sequence's blocks are the last.
+    # Complete blocks, none, partial ones; the last sequence's blocks are at the end.
     yield TransposeProblem(1, 2, 0, 64, 64, Layout.BSHD, lengths=(128, 0, 1, 300, 0, 0, 127, 256, 5))
     yield TransposeProblem(1, 1, 0, 48, 64, Layout.BSHD, lengths=(130, 3, 120), spare=9)
 

@@ -1,4 +1,4 @@
-"""The dense forward kernels on the emulated machine, whole and split."""
+"""The dense forward kernels on the emulated machine, with and without splits."""
 
 import itertools
 import math
@@ -30,13 +30,13 @@ NAN = float("nan")
 def problems(unit: Unit) -> Iterator[Problem]:
     """The edges of the kernel's own tile, both masks, grouped heads, narrow head dims, every layout."""
     m, n, dim = unit.row.block_m, unit.row.block_n, unit.row.axes["head_dim"]
-    narrow = dim // 2 + 8  # a multiple of 8 inside a 64-column segment; of 256 columns the last segment is all outside
+    narrow = dim // 2 + 8  # a multiple of 8 inside a 64-column segment; with 256 columns the last segment is outside
     splits = (3, 2) if unit.row.options.get("split") else (1,)
     sizes: tuple[tuple[int, int, int, int, int, int, Layout, Values], ...] = (
         # seq_q, seq_k, head dim, heads, key heads, batch, layout, values
-        # One past a tile, both ways: an index inside the tile where the one of the problem is meant.
+        # One past a tile in both directions: shows an index inside the tile used in place of the problem's index.
         (m + 1, 2 * n + 1, dim, 2, 1, 1, Layout.BSHD, Values.SHIFTED),
-        # Whole tiles, two batches; the log-sum-exp is not wanted.
+        # Complete tiles, two batches; the log-sum-exp is not requested.
         (m, n, dim, 1, 1, 2, Layout.BHSD, Values.NORMAL),
         # A maximum that moves from tile to tile.
         (65, 3 * n + 7, dim, 1, 1, 1, Layout.ROWS, Values.RISING),
@@ -44,23 +44,24 @@ def problems(unit: Unit) -> Iterator[Problem]:
         (3, n + 3, narrow, 2, 2, 1, Layout.ROWS, Values.LARGE),
         # Fewer keys than rows: causal rows without a key.
         (m + 7, 5, dim, 1, 1, 1, Layout.BHSD, Values.NORMAL),
-        # Decode, grouped heads; without a tile counter.
+        # Decode with grouped heads, without a tile counter.
         (1, 2 * n - 1, dim, 4, 2, 2, Layout.BSHD, Values.OUTLIER),
         # Row and head offsets past 2^31 elements.
         (36, 40, dim, 2, 1, 1, Layout.FAR, Values.NORMAL),
-        # Equal scores, far from 0: a maximum that stays must leave the old sums as they are.
+        # Equal scores far from 0: if the maximum does not move, the old sums must not change.
         (20, 3 * n + 7, dim, 1, 1, 1, Layout.BHSD, Values.LEVEL),
-        # NaN in the inputs, in a last key that most causal rows do not see among them.
+        # NaN in the inputs, including the last key, which most causal rows do not see.
         (20, n + 9, dim, 2, 2, 1, Layout.BHSD, Values.NAN),
     )
     if splits == (1,):
-        # A chunk of a longer sequence, and a tile of it whose rows see blocks that their neighbours do not.
+        # A chunk of a longer sequence, with a tile whose rows see blocks that their neighbours do not.
         sizes += ((m + 9, m + 4 * n + 21, dim, 2, 1, 1, Layout.BHSD, Values.EXACT),)
     if unit.row.schedule == "persistent":
         sizes += (
-            # Eight tiles for three blocks: every buffer comes round again.
+            # Eight tiles for three blocks: every buffer is reused.
             (m * 3 + 70, n + 30, dim, 2, 1, 1, Layout.BHSD, Values.SHIFTED),
-            # Causal: the first 64 rows of a tile see one key block, the others two; of two shares they see none of one.
+            # Causal: the first 64 rows of a tile see one key block, the others two; with two splits these rows see none
+            # of one.
             (m, m + n - 64, dim, 6, 2, 1, Layout.BHSD, Values.SHIFTED),
         )
     sizes += ((*drawn_lengths(unit), dim, 1, 1, 1, Layout.BHSD, Values.NORMAL),)
@@ -80,8 +81,10 @@ def problems(unit: Unit) -> Iterator[Problem]:
 
 
 def huge_problem(unit: Unit, *, causal: bool) -> Problem:
-    """2^26 heads of 40 rows: 2.7e9 rows of queries, more than an int32 counts. One tile a head; with splits, the second
-    of two has the keys from block_n on."""
+    """2^26 heads of 40 rows: 2.7e9 rows of queries, which do not fit an int32.
+
+    One tile per head; with splits, the second of two has the keys from block_n on.
+    """
     keys = unit.row.block_n + 40
     shape = Shape(2**13, 2**13, 2**12, 40, keys, unit.row.axes["head_dim"])
     is_split = bool(unit.row.options.get("split")) or unit.row.operation == "attention_combine"
@@ -89,7 +92,7 @@ def huge_problem(unit: Unit, *, causal: bool) -> Problem:
 
 
 def trial(unit: Unit, problem: Problem) -> Trial:
-    """Of a split kernel, the partial results are merged in fp64."""
+    """Runs one problem; a split kernel's partial results are merged in fp64."""
     if problem.huge:
         return _huge_trial(unit, problem)
     shape, splits = problem.shape, problem.splits
@@ -135,14 +138,14 @@ def _other_bits(unit: Unit, problem: Problem, inputs: Inputs, results: Mapping[s
 
 
 def merge(out_partial: torch.Tensor, lse_partial: torch.Tensor) -> dict[str, torch.Tensor]:
-    """The whole output and log-sum-exp out of those of the splits, in fp64. A split without keys (-inf) counts for nothing."""
+    """Merges the splits' outputs and log-sum-exps in fp64. A split without keys (-inf) has weight 0."""
     lse = torch.logsumexp(lse_partial.double(), dim=0)
     weights = torch.exp(lse_partial.double() - lse.masked_fill(torch.isinf(lse), 0.0))[..., None]
     return {"out": (weights * out_partial.double()).sum(dim=0), "lse": lse}
 
 
 def huge_sizes(problem: Problem) -> Mapping[str, Any]:
-    """Sizes, and strides of contiguous tensors that are address space for the most part."""
+    """Sizes, and strides of contiguous tensors that are mostly unbacked address space."""
     s = problem.shape
 
     def strides(heads: int, rows: int) -> dict[str, int]:
@@ -154,7 +157,7 @@ def huge_sizes(problem: Problem) -> Mapping[str, Any]:
 
 
 def _huge_trial(unit: Unit, problem: Problem) -> Trial:
-    """The last head of the last batch, and of its splits the last. An offset that was cut to 32 bits leads out of bounds."""
+    """Runs only the last head of the last batch, and its last split. An offset truncated to 32 bits is out of bounds."""
     s, is_split = problem.shape, problem.splits > 1
     whole = replace(problem, shape=replace(s, batch=1, heads_q=1, heads_kv=1), splits=1)
     inputs = make_inputs(whole)
@@ -165,7 +168,7 @@ def _huge_trial(unit: Unit, problem: Problem) -> Trial:
     lse = torch.full(inputs.q.shape[:3], NAN)
     copies = rows * (problem.splits if is_split else 1)
     results = {"out": output(out, end=copies * s.head_dim), "lse": output(lse, end=copies)}
-    if is_split:  # which writes partial results alone; TMA wants an address for the output all the same
+    if is_split:  # it writes only partial results, but TMA needs an address for the output
         results = {f"{name}_partial": buffer for name, buffer in results.items()}
         results["out"] = output(torch.empty(0, 1, dtype=DTYPES[problem.dtype]), row_stride=rows * s.head_dim)
     values = {

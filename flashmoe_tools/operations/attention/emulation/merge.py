@@ -1,4 +1,4 @@
-"""The kernel that makes one result of two, on the emulated machine, against the sum in fp64."""
+"""The kernel that merges two partial results, on the emulated machine, against the sum in fp64."""
 
 import math
 from collections.abc import Iterator
@@ -11,26 +11,26 @@ from flashmoe_build.emulation.runner import STRIDES, Buffer, Launch, NamedProble
 from flashmoe_tools.tables import Unit
 
 NAN = math.nan
-FAR = 2**31 + 64  # elements: offsets that no 32 bits hold
+FAR = 2**31 + 64  # elements: an offset that does not fit 32 bits
 
 
 @dataclass(frozen=True)
 class MergeProblem(NamedProblem):
-    """``first`` rows of each head stay as they are. In place, or ``out`` is a tensor of its own."""
+    """The first ``first`` rows of each head stay unchanged. In place, or with a separate ``out``."""
 
     dtype: str
     head_dim: int
     is_float: bool = False
     in_place: bool = False
     first: int = 0
-    far: int = 0  # of so many leading dimensions FAR is the smallest stride
+    far: int = 0  # this many leading dimensions have strides of at least FAR
     heads: int = 3
     rows: int = 13
     data_seed: int = 0
 
 
 def problems(unit: Unit) -> Iterator[MergeProblem]:
-    """Each number of lanes, columns that the last lane lacks, both types of sums, rows of other tensors."""
+    """Each number of lanes, columns that the last lane lacks, both accumulator types, rows of other tensors."""
     base = MergeProblem("two lanes", unit.dtype, 24)
     yield base
     yield replace(base, name="one lane, in place", head_dim=8, in_place=True, rows=70, data_seed=1)
@@ -52,7 +52,10 @@ def _placed(tensor: torch.Tensor, far: int, writable: bool) -> tuple[Buffer, dic
 
 
 def trial(unit: Unit, p: MergeProblem) -> Trial:
-    """Part a lies as [batch, rows, heads, head_dim]. Some rows have no key in a part, which then holds NaN; row 0 has none in either."""
+    """Partial a is stored as [batch, rows, heads, head_dim].
+
+    Some rows have no key in one partial, which then holds NaN; row 0 has none in either.
+    """
     generator = torch.Generator().manual_seed(p.data_seed)
     rows, element = (2, p.heads, p.rows), DTYPES[p.dtype]
     of_sums = torch.float32 if p.is_float else element

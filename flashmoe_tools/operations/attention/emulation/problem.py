@@ -20,32 +20,32 @@ from flashmoe_tools.operations.attention.emulation.recurrence import exact_input
 from flashmoe_tools.operations.attention.reference import weigh
 from flashmoe_tools.tables import Unit
 
-FAR_ROW = 2**26 + 8  # elements from row to row: the 32nd is past 2^31
+FAR_ROW = 2**26 + 8  # elements between rows: the 32nd row is past 2^31
 _Kind = TypeVar("_Kind", bound=Enum)
 _SHAPE = re.compile(r"b(\d+)\.h(\d+)\.kv(\d+)\.q(\d+)\.k(\d+)\.d(\d+)")
 
 
 class Layout(str, Enum):
-    """How a [batch, heads, rows, head_dim] tensor lies in memory."""
+    """How a [batch, heads, rows, head_dim] tensor is stored."""
 
     BHSD = "bhsd"  # contiguous
     BSHD = "bshd"  # heads inside rows, as projections give them
-    ROWS = "rows"  # every row a buffer of its own: reading one element past a row is out of bounds
-    FAR = "far"  # as ROWS, the rows 2^26 elements apart: offsets pass 2^31
+    ROWS = "rows"  # every row is a separate buffer: reading one element past a row is out of bounds
+    FAR = "far"  # like ROWS, with rows 2^26 elements apart: offsets exceed 2^31
 
 
 class Values(str, Enum):
     """What the inputs hold."""
 
     NORMAL = "normal"
-    SHIFTED = "shifted"  # normal + 0.5: a bias that wrong masks show
+    SHIFTED = "shifted"  # normal + 0.5: a bias that makes wrong masks visible
     LARGE = "large"  # logits times ten: nearly one-hot rows
     OUTLIER = "outlier"  # one huge key
-    LOW = "low"  # logits near -120: where a padded key scores 0, exp(0 - lse) overflows
-    RISING = "rising"  # scores grow with the key index: the maximum moves with every tile, upwards and downwards
-    LEVEL = "level"  # every other row: equal scores of over 2^20; between them: scores that rise
+    LOW = "low"  # logits near -120: if a padded key scores 0, exp(0 - lse) overflows
+    RISING = "rising"  # scores grow with the key index: the maximum moves with every tile, in both directions
+    LEVEL = "level"  # every other row: equal scores above 2^20; rows between them: rising scores
     EXACT = "exact"  # integers whose results are known bit for bit (recurrence.py)
-    NAN = "nan"  # in the last key, in one value of the first, in one query: they go where a plain softmax takes them
+    NAN = "nan"  # in the last key, one value of the first, one query: they spread as in a plain softmax
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,7 @@ class Shape:
 
 @dataclass(frozen=True)
 class Problem:
-    """A shape with everything else that decides the inputs."""
+    """A shape and everything else that determines the inputs."""
 
     shape: Shape
     dtype: str
@@ -82,9 +82,9 @@ class Problem:
     values: Values = Values.NORMAL
     data_seed: int = 0
     splits: int = 1  # blocks that share the keys of a query tile (split kernels)
-    wants_lse: bool = True  # False: params.lse is null; of backward kernels: there is no gradient of lse
+    wants_lse: bool = True  # False: params.lse is null; backward kernels: there is no gradient of lse
     has_counter: bool = True  # False: params.tile_counter is null (persistent kernels: the static schedule)
-    huge: bool = False  # offsets past 2^31: only the last block runs
+    huge: bool = False  # offsets above 2^31: only the last block runs
 
     @property
     def mask(self) -> str:
@@ -99,7 +99,7 @@ class Problem:
 
     @property
     def command_words(self) -> str:
-        """Of the command that repeats it, also where no suite has the problem."""
+        """The words of the command that repeats the problem, even if no suite has it."""
         if self.huge:
             return f"--mask {self.mask} --huge"
         splits = f" --splits {self.splits}" if self.splits > 1 else ""
@@ -121,17 +121,17 @@ class Problem:
         return self.shape.batch, self.shape.heads_q, self.shape.seq_q
 
     def sizes(self) -> dict[str, Any]:
-        """The members of the parameter structs that the problem alone decides."""
+        """The members of the parameter structs that depend only on the problem."""
         return {**vars(self.shape), "scale": self.scale, "scale_log2": self.scale_log2}
 
     def laid_out(self, tensor: torch.Tensor, layout: Layout | None = None) -> torch.Tensor:
-        """[batch, heads, rows, head_dim] in the memory order of the layout."""
+        """[batch, heads, rows, head_dim], stored in the layout's order."""
         if (layout or self.layout) is Layout.BSHD:
             return tensor.transpose(1, 2).contiguous().transpose(1, 2)
         return tensor.contiguous()
 
     def placed(self, tensor: torch.Tensor, *, is_output: bool = False) -> Buffer:
-        """A tensor that is laid out already, as a parameter of the kernel."""
+        """A tensor that is already laid out, as a parameter of the kernel."""
         row_stride = None
         if self.layout in (Layout.ROWS, Layout.FAR):
             row_stride = FAR_ROW if self.layout is Layout.FAR else (tensor.shape[-1] + 7) // 8 * 8 + 8
@@ -146,7 +146,7 @@ def _named(kind: type[_Kind], text: str) -> _Kind:
 
 
 def custom(unit: Unit, arguments: argparse.Namespace) -> Iterator[Problem]:
-    """The problem that a command line describes, for each mask of the kernel. Words that describe none are an ArgumentError."""
+    """The problem described by a command line, for each mask of the kernel; an ArgumentError if the words describe none."""
     shape = Shape.parse(arguments.shape)
     layout, values = _named(Layout, arguments.layout), _named(Values, arguments.values)
     if shape.head_dim > unit.row.axes.get("head_dim", shape.head_dim):
@@ -176,14 +176,14 @@ class Inputs:
 
 @dataclass(frozen=True)
 class Reference:
-    """fp64 results and the error bounds that a 16-bit kernel must keep."""
+    """fp64 results and the error bounds for a 16-bit kernel."""
 
     out: torch.Tensor
     lse: torch.Tensor
-    bound: torch.Tensor  # of |out - reference|, elementwise
+    bound: torch.Tensor  # of |out - reference|, per element
 
     def disagreements(self, problem: Problem, out: torch.Tensor, lse: torch.Tensor) -> list[str]:
-        """What is wrong with a kernel's results; empty when nothing is."""
+        """What is wrong with a kernel's results; empty if nothing is."""
         found = worst_element("out", out, self.out, self.bound)
         if not problem.wants_lse:
             return found
@@ -191,12 +191,12 @@ class Reference:
 
 
 def lse_bound(lse: torch.Tensor) -> torch.Tensor:
-    """How far a kernel's log-sum-exp may be off."""
+    """The allowed error of a kernel's log-sum-exp."""
     return 2e-4 + 1e-6 * lse.masked_fill(torch.isinf(lse), 0.0).abs()
 
 
 def drawn_lengths(unit: Unit) -> tuple[int, int]:
-    """Rows and keys, drawn for each kernel: rows around an edge of its tiles, keys - rows from -3 to 3."""
+    """Rows and keys, drawn per kernel: rows near an edge of its tiles, keys - rows from -3 to 3."""
     draw = random.Random(unit.name)
     rows = unit.row.block_m * draw.choice((1, 1, 2)) + draw.randint(-3, 3)
     return rows, rows + draw.randint(-3, 3)
@@ -227,7 +227,7 @@ def make_inputs(problem: Problem) -> Inputs:
         k = 0.2 * k + ramp * direction
         q = 0.2 * q + sign * direction * 4
     elif problem.values is Values.LEVEL:
-        # Integers: the scores of the level rows are exact, and equal.
+        # Integers, so the scores of the level rows are exact and equal.
         q, k = torch.full_like(q, 384.0), torch.full_like(k, 384.0)
         k[..., 0] = torch.arange(s.seq_k) % 256
         q[..., 0] = 0.0
@@ -245,10 +245,11 @@ def make_inputs(problem: Problem) -> Inputs:
 
 
 def reference(problem: Problem, inputs: Inputs) -> Reference:
-    """NaN where a NaN of the inputs reaches; elsewhere attention in fp64, and how far a kernel that rounds P and the output to 16 bits may be from it.
+    """Attention in fp64, and how far a kernel that rounds P and the output to 16 bits may be from it.
 
-    |error| <= u * (sum_j p_j |v_j|) for P rounded to the type, + u * |out| for the output, + 2e-5 * (sum_j p_j |v_j|) for
-    fp32 accumulation and the approximate exponential, with p normalised; + 2^-25 |v| a key for f16 weights below 2^-14.
+    NaN where a NaN of the inputs reaches. |error| <= u * (sum_j p_j |v_j|) for P rounded to the type, + u * |out| for
+    the output, + 2e-5 * (sum_j p_j |v_j|) for fp32 accumulation and the approximate exponential, with p normalised; +
+    2^-25 |v| per key for f16 weights below 2^-14.
     """
     s = problem.shape
     repeat = s.heads_q // s.heads_kv
@@ -257,12 +258,13 @@ def reference(problem: Problem, inputs: Inputs) -> Reference:
     scores = (q @ k.transpose(-1, -2)) * problem.scale
     is_level = scores.amax(dim=-1, keepdim=True) == scores.amin(dim=-1, keepdim=True)
     weights, lse = weigh(scores, causal=problem.causal)  # masks the scores
-    out = weights @ v  # 0 * NaN is NaN: so says a plain softmax of a masked key, too
+    out = weights @ v  # 0 * NaN is NaN, as in a plain softmax for a masked key
     spread = weights @ v.abs()
     unit = UNIT_ROUNDOFF[problem.dtype]
-    # Scores of size 100 carry an fp32 error of about 1e-5 into the exponent, relative to p; unless all of a row carry the same.
+    # Scores of size 100 add an fp32 error of about 1e-5 to the exponent, relative to p, unless all scores of a row have
+    # the same error.
     exponent = 4e-7 * scores.masked_fill(scores == float("-inf"), 0.0).abs().amax(dim=-1, keepdim=True)
-    if problem.splits == 1:  # the splits of a row are weighed by their lse, rounded each
+    if problem.splits == 1:  # the splits of a row are weighted by their lse, each of which is rounded
         exponent = exponent.masked_fill(is_level, 0.0)
     small = s.seq_k * 2.0**-25 * float(v.nan_to_num(0).abs().max()) if problem.dtype == "f16" else 0.0
     bound = (unit + 2e-5 + exponent) * spread + unit * out.abs() + 1e-6 + small

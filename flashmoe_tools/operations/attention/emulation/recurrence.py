@@ -1,11 +1,12 @@
-"""The online softmax of one row in float32, step by step: what every forward kernel must give bit for bit, whatever its tile.
+"""The online softmax of one row in float32, step by step: every forward kernel must match it bit for bit.
 
-Keys in ascending order, in blocks of one width from key 0 on. In each block the reference moves to the row's largest score if an exponential would
-exceed 2^8, and sums and output are rescaled; then four partial sums (columns 2t and 2t + 1 of every eight) take the exponentials in order, and
-O += P V takes 16 keys at a time.
+The result does not depend on the tile. Keys are processed in ascending order, in blocks of one width from key 0 on. In
+each block the reference moves to the row's largest score if an exponential would exceed 2^8, and sums and output are
+rescaled. Then four partial sums (columns 2t and 2t + 1 of every eight) add the exponentials in order, and O += P V
+takes 16 keys at a time.
 
-The inputs are such that all of it can be followed: integers, so that scores are exact, and values of which a column has one 1 in every 16 keys, so
-that a product of tensor cores adds one number.
+The inputs make all of this predictable: they are integers, so scores are exact, and each column of V has one 1 in every
+16 keys, so a tensor core product adds a single number.
 """
 
 from typing import Any
@@ -16,16 +17,19 @@ import torch
 MAX_EXPONENT = np.float32(8.0)
 LOG2E = np.float32(1.44269504088896341)
 LN2 = np.float32(0.693147180559945309)
-FLUSHED = 1e-33  # sums of values times exponentials around the smallest normal float
-STEP = 16  # keys of a product
+FLUSHED = 1e-33  # sums of values times exponentials near the smallest normal float
+STEP = 16  # keys per product
 INFINITY = np.float32("inf")
 
-_Array = np.ndarray[Any, Any]  # of float32 unless another type is named
+_Array = np.ndarray[Any, Any]  # float32 unless stated otherwise
 
 
 def exact_inputs(like: torch.Tensor, generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """What a tensor [..., rows, columns] may hold as q, as k and as v. Of every third row all scores count, so that the order of sums shows; those
-    of the others rise, at different keys, so that references move."""
+    """Values for q, k and v shaped like [..., rows, columns].
+
+    In every third row all scores matter, so the order of sums shows; in the others scores rise, at different keys, so
+    references move.
+    """
     index, column = torch.arange(like.shape[-2])[:, None], torch.arange(like.shape[-1])
     drawn = torch.randint(0, 1 << 20, like.shape, generator=generator)
     is_own = index % STEP == column % STEP
@@ -41,7 +45,10 @@ def _exp2(x: _Array) -> _Array:
 
 
 def _tensor_core_sum(total: _Array, term: _Array, extra_bits: int) -> _Array:
-    """Both cut ``extra_bits`` below the 24 bits of a float of the larger one's exponent, added, and cut to a float. Neither is negative."""
+    """Truncates both to the exponent of the larger one with 24 + ``extra_bits`` bits, adds, truncates to a float.
+
+    Neither is negative.
+    """
     exponent = np.frexp(np.maximum(total, term).astype(np.float64))[1]
     unit = np.ldexp(1.0, exponent - 24 - extra_bits)
     both = (np.floor(total / unit) + np.floor(term / unit)) * unit
@@ -60,8 +67,11 @@ def disagreements(
     scale_log2: float,
     sinks: torch.Tensor | None = None,
 ) -> list[str]:
-    """Bits of a kernel's out [rows, head_dim] and lse [rows] that are not the recurrence's of exact scores [rows, keys], which are -inf where a
-    row does not see a key. ``sinks``: [rows]. Of the generations of tensor cores, which differ in the last bits of a sum, any will do."""
+    """Bits of a kernel's out [rows, head_dim] and lse [rows] that differ from the recurrence.
+
+    Exact scores [rows, keys] are -inf if a row does not see a key. ``sinks``: [rows]. Tensor core generations differ in
+    the last bits of a sum; matching any of them is accepted.
+    """
     found = []
     for extra_bits in range(3):
         drawn = None if sinks is None else sinks.numpy()
@@ -122,7 +132,7 @@ def _differences(
     whole = expected[0].repeat(1, -(-out.shape[1] // STEP))[:, : out.shape[1]]
     found = []
     for what, actual, wanted in ((f"out{name}", out, whole), (f"lse{name}", lse, expected[1])):
-        # Kernels flush subnormal exponentials to zero, which shows in what is this small.
+        # Kernels flush subnormal exponentials to zero, which affects results this small.
         is_tiny = (actual.abs() < FLUSHED) & (wanted.abs() < FLUSHED)
         wrong = ((actual != wanted) & ~is_tiny).nonzero()
         if len(wrong):

@@ -1,4 +1,4 @@
-"""The dense backward kernels on the emulated machine: dq's, that of dk and dv, and the one that makes all three."""
+"""The dense backward kernels on the emulated machine: for dq, for dk and dv, and the fused one for all three."""
 
 import math
 from collections.abc import Iterator
@@ -24,12 +24,13 @@ from flashmoe_tools.tables import Unit
 RESULTS = {
     "attention_backward_dq": ("dq",),
     "attention_backward_dkv": ("dk", "dv"),
-    "attention_backward_fused": ("dk", "dv"),  # and the partials of dq
+    "attention_backward_fused": ("dk", "dv"),  # plus the partials of dq
 }
-# Of the problems below, those that a bfloat16 kernel of a family without tensor maps is run on: it is the float16 kernel with
-# other conversions, and its targets share the source.
+# The problems that a bfloat16 kernel of a family without tensor maps is run on: it is the float16 kernel with other
+# conversions, and its targets share the source.
 FEW_PROBLEMS = (0, 3, 7)
-# Error of a score for each unit of it. Turing's products add up 8 columns at a time, and cut off at each of the 32 of D=256.
+# Error of a score per unit of its size. Turing's products sum 8 columns at a time and truncate at each of the 32 steps
+# of D=256.
 SCORE_UNIT = {"sm90": 4e-7, "sm80": 4e-7, "sm75": 2e-6}
 
 
@@ -38,17 +39,17 @@ def problems(unit: Unit) -> Iterator[Problem]:
     m, n, dim = unit.row.block_m, unit.row.block_n, unit.row.axes["head_dim"]
     sizes: tuple[tuple[int, int, int, int, int, int, Layout, Values], ...] = (
         # seq_q, seq_k, head dim, heads, key heads, batch, layout, values
-        (m + 1, 2 * n + 1, dim, 2, 1, 1, Layout.BSHD, Values.SHIFTED),  # one past a tile, both ways; grouped heads
-        (m, n, dim, 1, 1, 2, Layout.BHSD, Values.NORMAL),  # whole tiles, two batches, a gradient of lse
+        (m + 1, 2 * n + 1, dim, 2, 1, 1, Layout.BSHD, Values.SHIFTED),  # one past a tile both ways; grouped heads
+        (m, n, dim, 1, 1, 2, Layout.BHSD, Values.NORMAL),  # complete tiles, two batches, a gradient of lse
         (3, n + 3, dim // 2 + 8, 2, 2, 1, Layout.ROWS, Values.LARGE),  # fewer columns than the kernel has
         (m + 7, 5, dim, 1, 1, 1, Layout.BHSD, Values.NORMAL),  # causal rows without a key
         (5, n + 70, dim, 1, 1, 1, Layout.BHSD, Values.NORMAL),  # fewer queries than keys
         (1, 2 * n - 1, dim, 4, 2, 2, Layout.BSHD, Values.OUTLIER),  # one query, grouped heads; without a tile counter
-        (36, 40, dim, 2, 1, 1, Layout.FAR, Values.NORMAL),  # offsets past 2^31 elements
+        (36, 40, dim, 2, 1, 1, Layout.FAR, Values.NORMAL),  # offsets above 2^31 elements
         (70, n + 9, dim, 1, 1, 1, Layout.ROWS, Values.LOW),  # logits near -120: exp(0 - lse) of a padded key is inf
         (2 * m + 70, 2 * n + 30, dim, 3, 1, 1, Layout.BHSD, Values.SHIFTED),  # more tiles than blocks; a group of three
     )
-    is_fused = unit.row.operation == "attention_backward_fused"  # its tiles are always drawn
+    is_fused = unit.row.operation == "attention_backward_fused"  # always takes its tiles from a counter
     if is_fused:  # eight tiles per block: six heads from the last keys on; causal, seven descending. The first tile's keys end with a block's last row
         sizes += ((m + 9, n + 9, dim, 13, 13, 1, Layout.BSHD, Values.NORMAL),)
     sizes += ((*drawn_lengths(unit), dim, 1, 1, 1, Layout.BHSD, Values.NORMAL),)
@@ -63,15 +64,18 @@ def problems(unit: Unit) -> Iterator[Problem]:
 
 @dataclass(frozen=True)
 class Scores:
-    """What the gradients are made of, in fp64, [..., heads of queries, rows, keys or columns]; keys repeated for each query head."""
+    """What the gradients are computed from, in fp64.
+
+    [..., heads of queries, rows, keys or columns]; keys are repeated for each query head.
+    """
 
     q: torch.Tensor
     k: torch.Tensor
     v: torch.Tensor
     weights: torch.Tensor
     magnitude: torch.Tensor  # of the exponents
-    derivative: torch.Tensor | float = 1.0  # of what comes between the products and the softmax
-    factors: torch.Tensor | float = 1.0  # of dropout
+    derivative: torch.Tensor | float = 1.0  # of the score options between the products and the softmax
+    factors: torch.Tensor | float = 1.0  # dropout's
 
     def gradients(
         self,
@@ -84,12 +88,12 @@ class Scores:
         score_unit: float,
         shares_weights: bool,
     ) -> Expected:
-        """dq, dk and dv.
+        """dq, dk and dv, with bounds.
 
-        Bounds: u for P and dS rounded to the type and for the result; 2e-5 and ``score_unit`` per unit of score, relative to P, for
-        the approximate exponential of an fp32 score; 1e-5 of the sums of magnitudes for fp32 accumulation; 2^-25 a term for f16
-        weights below 2^-14. ``shares_weights``: dS is made from P that was rounded to the type (a warpgroup gets it from another
-        one).
+        Bounds: u for P and dS rounded to the type and for the result; 2e-5 and ``score_unit`` per unit of score,
+        relative to P, for the approximate exponential of an fp32 score; 1e-5 of the sums of magnitudes for fp32
+        accumulation; 2^-25 per term for f16 weights below 2^-14. ``shares_weights``: dS is computed from P rounded to
+        the type (a warpgroup gets it from another one).
         """
         unit, small = UNIT_ROUNDOFF[dtype], 2.0**-25 if dtype == "f16" else 0.0
         exponent = 2e-5 + score_unit * self.magnitude
@@ -116,7 +120,7 @@ class Scores:
 
 
 def shares_weights(unit: Unit) -> bool:
-    """Whether dS is made from P rounded to the type: another warp computed it, or it is kept as the operand of dV."""
+    """Whether dS is computed from P rounded to the type: another warp computed P, or P is kept as the operand of dV."""
     if not unit.row.operation.endswith("_dkv"):
         return False
     is_tight = 2 * unit.row.axes["head_dim"] - unit.row.options.get("narrower", 0) > 256
@@ -124,7 +128,10 @@ def shares_weights(unit: Unit) -> bool:
 
 
 def trial(unit: Unit, problem: Problem) -> Trial:
-    """What the kernel has no part in stays null; but the host describes tensor maps for all tensors of its kind."""
+    """Runs one problem.
+
+    Parameters that the kernel does not use are null, but the host describes tensor maps for all tensors of its kind.
+    """
     shape, names = problem.shape, RESULTS[unit.row.operation]
     inputs = make_inputs(problem)
     is_fused, writes_row_dot = unit.row.operation == "attention_backward_fused", "dq" in names
@@ -144,7 +151,7 @@ def trial(unit: Unit, problem: Problem) -> Trial:
     row_dot = torch.full(problem.rows, math.nan) if writes_row_dot else expected_dot.float()
     results = {name: problem.laid_out(torch.full_like(q if name == "dq" else inputs.k, math.nan)) for name in names}
     given = {"q": q, "k": inputs.k, "v": inputs.v, "out": out}
-    # Unlike out wherever both are whole buffers: strides of one are not those of the other.
+    # Different from out's layout wherever both are contiguous buffers, so mixing up their strides shows.
     unlike = {Layout.BSHD: Layout.BHSD, Layout.BHSD: Layout.BSHD}.get(problem.layout)
     partials = make_partials(problem, unit.row.axes["head_dim"])
     values = {

@@ -1,5 +1,8 @@
-"""Around the fused backward kernel: the partials of dq that it adds up, the kernel in front of it (row_dot, and zeros), the one behind it
-(dq in 16 bits), and the kernel that computes row_dot alone."""
+"""What surrounds the fused backward kernel: the partials of dq that it adds up, and the kernels before and after it.
+
+The kernel before it computes row_dot and writes zeros, the one after it converts dq to 16 bits. Also tests the kernel
+that computes only row_dot.
+"""
 
 from __future__ import annotations
 
@@ -20,8 +23,11 @@ TILE_KEYS = 128
 
 @dataclass(frozen=True)
 class Partials:
-    """``memory`` holds the partials (NaN), ``[..., partials of a head, ...]``, and behind them a rank for each (zeros): how many tiles
-    have added to it."""
+    """The partials of dq and their ranks.
+
+    ``memory`` holds the partials (NaN), ``[..., partials of a head, ...]``, followed by one rank per partial (zeros):
+    the number of tiles that have added to it.
+    """
 
     memory: torch.Tensor
     sums: torch.Tensor
@@ -29,7 +35,7 @@ class Partials:
 
     @classmethod
     def of(cls, sizes: tuple[int, ...], width: int) -> Partials:
-        """``sizes``: of the ranks; ``width``: columns of the fused kernel."""
+        """``sizes``: sizes of the ranks; ``width``: columns of the fused kernel."""
         count = math.prod(sizes)
         memory = torch.full((count * (PARTIAL_ROWS * width + 1),), math.nan)
         sums, ranks = memory.split([count * PARTIAL_ROWS * width, count])
@@ -37,9 +43,10 @@ class Partials:
         return cls(memory, sums.view(*sizes, width // 8, 4, 8, 4, 2, 2), ranks.view(torch.int32).view(sizes))
 
     def rows(self, first: int = 0, last: int | None = None) -> torch.Tensor:
-        """[..., rows, columns] of these partials: at [j, w, g, t, half, i] of one is row 16 w + 8 half + g, column 8 j + 2 t + i.
+        """[..., rows, columns] of these partials; zeros where no tile has added anything.
 
-        Zeros where no tile has added anything."""
+        Element [j, w, g, t, half, i] of a partial is row 16 w + 8 half + g, column 8 j + 2 t + i.
+        """
         sums, ranks = self.sums[..., first:last, :, :, :, :, :, :], self.ranks[..., first:last]
         sums = sums.masked_fill((ranks == 0).view(*ranks.shape, *[1] * 6), 0.0)
         leading = tuple(range(sums.dim() - 6))
@@ -48,7 +55,7 @@ class Partials:
         return rows.flatten(len(leading) - 1, len(leading) + 2).flatten(len(leading))
 
     def prepare(self, *, writes_zeros: bool, tiles: torch.Tensor, seed: int | torch.Generator) -> None:
-        """For the kernel in front: ranks that it must set to zero. For the one behind: what the tiles have added up."""
+        """For the kernel before: ranks that it must set to zero. For the kernel after: sums as the tiles leave them."""
         if writes_zeros:
             self.ranks.fill_(-1)
             return
@@ -77,7 +84,10 @@ def tiles_of_rows(problem: Problem) -> torch.Tensor:
 
 
 def row_dot_problems(unit: Unit) -> Iterator[Problem]:
-    """Rows for less than a block and for several, head dims of no whole quad, every layout; with and without a gradient of lse."""
+    """Less than one block of rows and several, every layout, with and without a gradient of lse.
+
+    Some head dims are not a multiple of the 32 columns of a quad of lanes.
+    """
     sizes = ((1, 8, Layout.ROWS), (33, 40, Layout.BSHD), (70, 256, Layout.BHSD), (3, 128, Layout.FAR))
     widest = unit.row.axes.get("head_dim", 256)
     for index, (rows, head_dim, layout) in enumerate(sizes):
@@ -86,14 +96,14 @@ def row_dot_problems(unit: Unit) -> Iterator[Problem]:
 
 
 def around_problems(unit: Unit) -> Iterator[Problem]:
-    """Those of row_dot; of several partials, the first sees no key."""
+    """The problems of row_dot; if there are several partials, the first sees no key."""
     for problem in row_dot_problems(unit):
         causal = problem.shape.seq_q > PARTIAL_ROWS
         yield replace(problem, causal=causal, shape=replace(problem.shape, seq_k=1 if causal else TILE_KEYS + 2))
 
 
 def trial(unit: Unit, problem: Problem) -> Trial:
-    """Of all three kernels. Some rows see no key."""
+    """Runs any of the three kernels. Some rows see no key."""
     shape, sizes = problem.shape, problem.rows
     is_alone, writes_dq = unit.row.operation == "attention_row_dot", unit.row.operation.endswith("convert")
     generator = torch.Generator().manual_seed(problem.data_seed + 9)

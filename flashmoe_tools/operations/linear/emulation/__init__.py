@@ -1,4 +1,4 @@
-"""The tiles of linear on the emulated machine: kernels of moe/ in sizes of their own, on the problems of moe/, and those of one matrix."""
+"""The tiles of linear on the emulated machine: kernels of moe/ in other sizes on moe/'s problems, and its own kernels."""
 
 import math
 from collections.abc import Iterator
@@ -11,13 +11,13 @@ from flashmoe_tools.operations.moe.emulation import by_rows, gemm
 from flashmoe_tools.operations.moe.emulation.product import Product
 from flashmoe_tools.tables import Unit
 
-MOST_COLUMNS = 160  # of a tile whose sums can have segments
+MOST_COLUMNS = 160  # widest tile whose sums can have segments
 
 
 @dataclass(frozen=True)
 class Sums(Product):
     segments: int = 1
-    is_divided: bool = False  # a block for each segment; False: for each tile
+    is_divided: bool = False  # True: one block per segment; False: one per tile
 
     @property
     def name(self) -> str:
@@ -38,7 +38,7 @@ def launch(unit: Unit, p: Sums, values: dict[str, object]) -> Launch:
 
 
 def problems(unit: Unit) -> Iterator[Sums]:
-    """Tails in rows, n and k; fewer rows than a box of the copy engine has; the sum in segments of unlike lengths, and divided."""
+    """Tails in rows, n and k; fewer rows than a TMA box; sums in segments of different lengths, in one block or several."""
     m, n = unit.row.block_m, unit.row.block_n
 
     def make(rows: int, columns: int, k: int, seed: int, **more: object) -> Sums:
@@ -48,7 +48,7 @@ def problems(unit: Unit) -> Iterator[Sums]:
     yield make(m + 70, n + 8, 136, 1, has_bias=True, has_nan=True)
     yield make(m, 2 * n, 64, 2)
     yield make(5, n + 72, 200, 3, has_bias=True)
-    yield make(2048 + m + 3, n + 8, 8, 4)  # more than a group of row tiles
+    yield make(2048 + m + 3, n + 8, 8, 4)  # more than one group of row tiles
     if n <= MOST_COLUMNS:
         for is_divided in (False, True):
             both = {"segments": 4, "is_divided": is_divided}

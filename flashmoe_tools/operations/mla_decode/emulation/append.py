@@ -1,4 +1,4 @@
-"""The kernel that writes latents into a cache of 8-bit floats, on the emulated machine, against a quantisation in Python's own numbers."""
+"""The kernel that appends latents to an 8-bit float cache, on the emulated machine, against Python numbers."""
 
 import math
 from collections.abc import Iterator
@@ -34,7 +34,7 @@ UNTOUCHED = 0xA5
 
 @dataclass(frozen=True)
 class AppendProblem(NamedProblem):
-    """``tokens`` new ones behind the first ``held[b]`` of sequence b; or ``slots``, drawn from all rows of the pages."""
+    """``tokens`` new ones after the first ``held[b]`` of sequence b; or ``slots``, drawn from all rows of the pages."""
 
     dtype: str
     held: tuple[int, ...]
@@ -42,12 +42,12 @@ class AppendProblem(NamedProblem):
     room: int
     page_size: int  # 0: dense
     has_slots: bool = False
-    row_pad: int = 0  # bytes behind a row
+    row_pad: int = 0  # bytes after each row
     data_seed: int = 0
 
 
 def problems(unit: Unit) -> Iterator[AppendProblem]:
-    """Dense and paged, and by slots; tokens past the room, negative lengths and slots, pages that are none."""
+    """Dense, paged and by slots; tokens past the capacity, negative lengths and slots, invalid pages."""
     paged = AppendProblem("paged", unit.dtype, (0, 15, 30), 3, 48, 16)
     yield paged
     yield replace(paged, name="dense", page_size=0, room=7, held=(0, 5, 7, -1, 2**31 - 1), row_pad=32)
@@ -55,7 +55,7 @@ def problems(unit: Unit) -> Iterator[AppendProblem]:
 
 
 def _rows(p: AppendProblem, table: torch.Tensor | None, slots: torch.Tensor | None, pages: int) -> Iterator[Any]:
-    """(sequence, token, page, row) of those that the cache has room for."""
+    """(sequence, token, page, row) of the tokens that fit into the cache."""
     for sequence, held in enumerate(p.held):
         for token in range(p.tokens):
             if slots is not None:
@@ -73,7 +73,7 @@ def _rows(p: AppendProblem, table: torch.Tensor | None, slots: torch.Tensor | No
 
 
 def _latents(p: AppendProblem, generator: torch.Generator) -> torch.Tensor:
-    """[batch, tokens, 576] of magnitudes that differ from one group of a scale to the next; edges in the first token."""
+    """[batch, tokens, 576] whose magnitudes differ from one scale group to the next; edge cases in the first token."""
     sizes = (len(p.held), p.tokens)
     exponents = torch.randint(-18, 6, (*sizes, HEAD_DIM // 64, 1), generator=generator).float()
     values = torch.randn(*sizes, HEAD_DIM // 64, 64, generator=generator) * 2.0**exponents

@@ -1,4 +1,4 @@
-"""The kernel that puts partial results together, on the emulated machine, from partial results made in fp64."""
+"""The kernel that combines partial results, on the emulated machine, with partial results computed in fp64."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -23,17 +23,17 @@ from flashmoe_tools.operations.mla_decode.problem import HEAD_DIM, LATENT_DIM
 from flashmoe_tools.operations.mla_decode.reference import scores_of
 from flashmoe_tools.tables import Unit
 
-TILE_ROWS, BLOCK_KEYS = 16, 32  # of the decoding kernel in front
-COLUMN_UNITS = 32  # of 8 rows
-BLOCKS_HELD = 2  # of a sequence, at most: they have several units each
+TILE_ROWS, BLOCK_KEYS = 16, 32  # of the decoding kernel that runs before it
+COLUMN_UNITS = 32  # per 8 rows
+BLOCKS_HELD = 2  # blocks per sequence, at most: each then processes several units
 
 
 def problems(unit: Unit) -> Iterator[MlaProblem]:
-    """Sequences of many parts and of two, whole ones between them; rows that no part saw a key of."""
+    """Sequences split into many partials and into two, unsplit ones between them; rows without a key in any partial."""
     n = BLOCK_KEYS
     base = MlaProblem("combine", unit.dtype, (41 * n + 5, 3, 0, n, 4 * n), 3, parts=40)
     yield base
-    # Exponents of parts so far apart that only the largest of all will do.
+    # Exponents of the partials so far apart that only the largest of them is a usable reference.
     yield replace(base, name="warps share sums", warps_per_sum=8, magnitude=300.0, data_seed=1)
     yield replace(base, name="one pair of tiles, two warps", warps_per_sum=2, sum_pieces=1, heads=11)
     yield replace(
@@ -54,7 +54,7 @@ def problems(unit: Unit) -> Iterator[MlaProblem]:
 
 
 def fill(tensors: Tensors, found: list[Segment], partial: dict[str, torch.Tensor]) -> None:
-    """What the kernel in front leaves: results of whole sequences, partial results of the others."""
+    """What the decoding kernel leaves: results of unsplit sequences, partial results of the others."""
     p = tensors.problem
     for segment in found:
         own = segment.sequence
@@ -83,7 +83,7 @@ def trial(unit: Unit, p: MlaProblem) -> Trial:
     tensors, found, partial = build(p), plan(p, BLOCK_KEYS), partial_results(p, TILE_ROWS)
     fill(tensors, found, partial)
     values = values_of(tensors, TILE_ROWS, BLOCK_KEYS, {})
-    # The lengths are older than the kernel in front, and results of whole sequences stay.
+    # The lengths were written before the decoding kernel; its results of unsplit sequences must not change.
     values["cache_seqlens"] = torch.tensor(p.keys, dtype=torch.int32)
     values |= {
         name: Buffer(getattr(tensors, name), writable=True) for name in ("out", "lse") if values[name] is not None

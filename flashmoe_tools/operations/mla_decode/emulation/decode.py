@@ -1,4 +1,4 @@
-"""The decoding kernels on the emulated machine; what they leave of split sequences is put together here, in fp64."""
+"""The decoding kernels on the emulated machine; partial results of split sequences are combined here, in fp64."""
 
 import math
 from collections.abc import Iterator
@@ -22,7 +22,7 @@ from flashmoe_tools.tables import Unit
 
 
 def few_rows(unit: Unit) -> Iterator[MlaProblem]:
-    """The same, of no more rows than one tile holds, or two where the kernel has them."""
+    """The same problems with at most the rows of one tile, or of two where the kernel has two."""
     most = 32 if unit.row.block_m == 16 else unit.row.block_m
     for problem in problems(unit):
         tokens = min(problem.tokens, unit.row.block_m // 3)
@@ -30,7 +30,7 @@ def few_rows(unit: Unit) -> Iterator[MlaProblem]:
 
 
 def problems(unit: Unit) -> Iterator[MlaProblem]:
-    """Parts that begin and end inside sequences; lengths 0; rows that see no key; every page size that boxes differ for."""
+    """Splits that begin and end inside sequences; length 0; rows without a key; page sizes with different TMA boxes."""
     m, n = unit.row.block_m, unit.row.block_n
     has_codes = bool(unit.row.options.get("codes"))
     base = MlaProblem("decode", unit.dtype, (3 * n + 7, 3, 0, n, 2 * n + 1), min(m, 16), has_codes=has_codes)
@@ -57,7 +57,7 @@ def problems(unit: Unit) -> Iterator[MlaProblem]:
 
 
 def _sparse(unit: Unit, base: MlaProblem) -> Iterator[MlaProblem]:
-    """Blocks of keys that are partly or all none; tokens that no index names a key for; few indices; a part that ends within a token's."""
+    """Blocks whose keys are partly or all absent; tokens without any key; few indices; a split that ends inside a token."""
     m, n = unit.row.block_m, unit.row.block_n
     yield base
     yield replace(base, name="sinks", heads=m + 3, keys=(5, 0, 2 * n), has_sinks=True, page_size=32, data_seed=1)
@@ -70,7 +70,7 @@ def _sparse(unit: Unit, base: MlaProblem) -> Iterator[MlaProblem]:
 
 
 def put_together(tensors: Tensors, found: list[Segment], partial: dict[str, torch.Tensor]) -> None:
-    """Partial results of split sequences become their output."""
+    """Combines the partial results of split sequences into their output."""
     p = tensors.problem
     for sequence in {segment.sequence for segment in found if not segment.is_whole}:
         own = [segment.slot for segment in found if segment.sequence == sequence]

@@ -1,21 +1,21 @@
-"""How the key blocks of a batch fall to parts, as csrc/mla/plan.cuh describes it."""
+"""How the key blocks of a batch are divided among the parts (work shares), as described in csrc/mla/plan.cuh."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-LANES = 32  # sequences that a warp looks at once
-LEAD = 2  # key blocks that a sequence costs a part beside its own
+LANES = 32  # sequences that a warp processes at once
+LEAD = 2  # extra cost of a sequence per part (Q and the output), in key blocks
 
 
 @dataclass(frozen=True)
 class Segment:
-    """Key blocks ``begin`` to ``end`` of a sequence, and the slot of the part's partial results."""
+    """Key blocks ``begin`` to ``end`` of a sequence, and the slot for the part's partial results."""
 
     part: int
     sequence: int
     begin: int
     end: int
-    blocks: int  # of the sequence
+    blocks: int  # number of key blocks of the sequence
     slot: int
 
     @property
@@ -24,7 +24,7 @@ class Segment:
 
 
 def segments(keys: Sequence[int], block_n: int, parts: int, least_share: int, num_splits: int) -> Iterator[Segment]:
-    """Of all parts, in order."""
+    """The segments of all parts, in order."""
     blocks = [max(1, -(-length // block_n)) for length in keys]
     if num_splits == 1:
         yield from (Segment(index, index, 0, count, count, 2 * index) for index, count in enumerate(blocks))

@@ -16,9 +16,9 @@ from flashmoe_tools.operations.mla_decode.problem import HEAD_DIM, KEY_BYTES, LA
 from flashmoe_tools.operations.mla_decode.reference import attend
 
 NAN = float("nan")
-GARBAGE_PAGE = 10**6  # in the block table past a sequence's own pages
+GARBAGE_PAGE = 10**6  # fills the block table after a sequence's own pages
 LOG2E = math.log2(math.e)
-EXPONENT_UNIT = 4e-7  # error of an exponent for each unit of a score in fp32
+EXPONENT_UNIT = 4e-7  # error of an exponent per unit of a score in fp32
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class MlaProblem(NamedProblem):
     magnitude: float = 1.0  # of q
     has_codes: bool = False  # a cache of 8-bit floats
     spare: int = 0  # bytes, or elements, between its keys
-    topk: int = 0  # indices of each sequence, of which keys[b] name keys; 0: a sequence's own keys
+    topk: int = 0  # indices per sequence, of which keys[b] name keys; 0: no indices, a sequence sees its own keys
     data_seed: int = 0
 
     @property
@@ -51,13 +51,13 @@ class MlaProblem(NamedProblem):
 
 @dataclass(frozen=True)
 class Tensors:
-    """NaN stands wherever no row sees a key, and in the results."""
+    """The tensors of a problem; NaN wherever no row sees a key, and in the results."""
 
     problem: MlaProblem
     q: torch.Tensor  # [batch, tokens, heads, 576]
     cache: torch.Tensor  # [pages, page size, 576], or 656 bytes
     table: torch.Tensor | None
-    keys: tuple[torch.Tensor, ...]  # of each sequence, [keys, 576]; of codes, times their scales
+    keys: tuple[torch.Tensor, ...]  # per sequence, [keys, 576]; from codes: multiplied by their scales
     sinks: torch.Tensor | None
     out: torch.Tensor
     lse: torch.Tensor
@@ -90,7 +90,10 @@ class Tensors:
 
 
 def _coded(latents: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
-    """[keys, 656] of latents [keys, 576]: scales are powers of two, 16 times apart within a key; some codes are subnormal."""
+    """[keys, 656] of latents [keys, 576], with some subnormal codes.
+
+    Scales are powers of two, up to 16 times apart within a key.
+    """
     factors = 2.0 ** torch.randint(-2, 3, (len(latents), SCALES), generator=generator).float()
     spread = torch.cat([factors.repeat_interleave(SCALE_COLUMNS, -1), torch.ones(len(latents), 64)], -1)
     return make_coded((latents.float() * spread).to(latents.dtype))
@@ -138,9 +141,10 @@ def build(p: MlaProblem) -> Tensors:
 
 
 def name_keys(tensors: Tensors, generator: torch.Generator) -> Tensors:
-    """The same with indices in random places of each sequence's, -1 and rows of no page in the others; the last key is the first again.
+    """Adds indices at random places for each sequence's keys; the last key repeats the first.
 
-    The sequences are the tokens of one, so lse [1, heads, batch] lies so in memory.
+    All other indices are -1 or rows of no page. The sequences are the tokens of a single sequence, so lse [1, heads,
+    batch] has that order in memory.
     """
     p, size = tensors.problem, tensors.cache.shape[1]
     slots = tensors.cache.shape[0] * size
@@ -169,7 +173,7 @@ def plan(p: MlaProblem, block_n: int) -> list[Segment]:
 
 
 def values_of(tensors: Tensors, block_m: int, block_n: int, partial: dict[str, torch.Tensor]) -> dict[str, Any]:
-    """The parameters of a decoding kernel, and of the kernel that puts its partial results together."""
+    """The parameters of a decoding kernel and of the kernel that combines its partial results."""
     p, cache, indices = tensors.problem, tensors.cache, tensors.indices
     table = tensors.table if indices is None else None
     return {
@@ -212,7 +216,7 @@ def values_of(tensors: Tensors, block_m: int, block_n: int, partial: dict[str, t
 
 
 def partial_results(p: MlaProblem, block_m: int) -> dict[str, torch.Tensor]:
-    """Columns in tiles of 8 x 8, exponents and sums by rows."""
+    """Memory for partial results: columns in tiles of 8 x 8; exponents and sums by rows."""
     slots = (2 * p.parts, -(-p.rows // block_m))
     tiles = torch.full((*slots, block_m // 8, LATENT_DIM // 8, 8, 8), NAN)
     return {"out_partial": tiles, "state_partial": torch.full((*slots, block_m, 2), NAN)}

@@ -1,6 +1,7 @@
-"""The grouped products with mma.sync (families sm75 and sm80, forward and backward) and those for few rows, on the emulated machine.
+"""The grouped products with mma.sync and those for few rows, on the emulated machine.
 
-Rows are buffers of their own, so that a chunk past the end of one is out of bounds, and what no row needs is not there at all.
+These are families sm75 and sm80 (forward and backward), and the few-rows kernels. Each row is a separate buffer, so a
+chunk past its end is out of bounds; memory that no row needs does not exist.
 """
 
 import math
@@ -31,7 +32,7 @@ NAN = float("nan")
 
 
 def mma_sync_problems(unit: Unit) -> Iterator[Product]:
-    """Edges of the kernel's tile, empty and hot experts, more experts than the tile table has parts, every layout."""
+    """Edges of the kernel's tile, empty and hot experts, more experts than the tile table has sections, every layout."""
     operation, m = unit.row.operation, unit.row.block_m
     make = partial(Product, operation, unit.dtype, activation="swiglu", gathers=True)
     plain = make((0, 0), n=16, k=8)
@@ -42,8 +43,8 @@ def mma_sync_problems(unit: Unit) -> Iterator[Product]:
         yield make((10, 2), n=40, k=16, is_far=True)
         yield replace(plain, unrouted=3)
         return
-    step = 16 if plain.is_gated else 8  # of n
-    wide = 128 + step  # past a column tile
+    step = 16 if plain.is_gated else 8  # granularity of n
+    wide = 128 + step  # one step past a column tile
     words = unit.row.words["weights"]
     pairs = "kn_pairs" if "kn_pairs" in words else "kn"
     for word in words:  # tails of all three sizes, an expert without rows, slots without an expert
@@ -51,10 +52,10 @@ def mma_sync_problems(unit: Unit) -> Iterator[Product]:
         yield replace(tails, is_interleaved=word != "kn", has_bias=not plain.is_backward)
     by_rows = make((5, 1), n=128 + 2 * step, k=40, weights="nk", gathers=False, activation="clamped_swiglu", scale=4.0)
     yield replace(by_rows, has_bias=not plain.is_backward)
-    yield replace(by_rows, counts=(m + 5,), activation="swiglu")  # of one expert no offsets
-    # A hot expert: more row tiles than go side by side.
+    yield replace(by_rows, counts=(m + 5,), activation="swiglu")  # one expert: no offsets
+    # A hot expert with more row tiles than run side by side.
     yield make((0, 17 * m + 3, 1), n=wide, k=8, weights="nk", activation="geglu", has_counter=False)
-    # Two experts in a part of the tile table, most of them empty.
+    # Two experts per section of the tile table, most of them empty.
     many = (0,) * 3 + (1, 0, 2, 0) * 20
     yield make(many, n=32, k=32, weights="kn", top_k=4, activation="reglu", keeps=True)
     yield replace(plain, weights="nk", unrouted=6, top_k=2)
@@ -65,11 +66,11 @@ def mma_sync_problems(unit: Unit) -> Iterator[Product]:
 
 
 def few_rows_problems(unit: Unit) -> Iterator[Product]:
-    """Edges of the kernel's tile, ring and list of tiles; empty experts, a hot one, every layout."""
+    """Edges of the kernel's tile, ring and tile list; empty experts, a hot one, every layout."""
     row = unit.row
     m, n, ring = row.block_m, row.block_n, row.stages * row.options["block_k"]
     gated = row.operation == "grouped_gemm_gated_few_rows"
-    edge = 16 if gated else 8  # half a fragment, where that may be
+    edge = 16 if gated else 8  # half a fragment, if n may end there
     for index, weights in enumerate(row.words["weights"]):
         in_turn = weights == "kn_pairs" or (gated and weights == "nk")
         chosen: dict[str, Any] = {"weights": weights, "activation": "swiglu", "gathers": gated, "seed": index}
@@ -84,10 +85,10 @@ def few_rows_problems(unit: Unit) -> Iterator[Product]:
         clamped = make((5, 1), 2 * edge + 16, 40, activation="clamped_swiglu", has_bias=True, scale=4.0)
         yield replace(clamped, gathers=not gated)
         if not gated:
-            yield make((m + 3,), n + edge, 136, has_bias=True)  # of one expert no offsets
-        if unit.dtype == "f16":  # the same but for the products and the rounding
+            yield make((m + 3,), n + edge, 136, has_bias=True)  # one expert: no offsets
+        if unit.dtype == "f16":  # the rest differs only in the products and the rounding
             continue
-        # A hot expert, the ring more than once round, the static schedule. In these three: every number of groups of rows.
+        # A hot expert, a ring that is reused, the static schedule. These three cover every number of row groups.
         yield make((0, 4 * m - 3, 1), edge, ring + 72, activation="geglu", keeps=gated, has_counter=False)
         yield make((7, m // 2 + 5, 4), n - 16, 72, top_k=5, activation="geglu_tanh", has_nan=True)
         yield make((6, 0, m // 4 + 5), n, 64, is_far=True, keeps=gated)
@@ -100,7 +101,10 @@ def few_rows_problems(unit: Unit) -> Iterator[Product]:
 
 @dataclass(frozen=True)
 class Inputs:
-    """What the kernel is given; ``b`` is [experts, n, k] whatever the layout, of a weight gradient [rows of b, k]."""
+    """The inputs of the kernel.
+
+    ``b`` is [experts, n, k] whatever the layout, or for a weight gradient [rows of b, k].
+    """
 
     routing: Routing
     a: torch.Tensor
@@ -108,7 +112,7 @@ class Inputs:
     bias: torch.Tensor  # [experts, n]
     z: torch.Tensor  # [slots, 2 n], the preactivation that a backward product reads
     row_weights: torch.Tensor
-    ids: torch.Tensor  # [slots]; one that is no expert's: no row
+    ids: torch.Tensor  # [slots]; an id that names no expert has no row
 
 
 def make_inputs(p: Product) -> Inputs:
@@ -129,7 +133,7 @@ def make_inputs(p: Product) -> Inputs:
         a, b = normal(p.slots, p.n), normal(gathered, p.k)
     else:
         a, b = normal(gathered, p.k), normal(experts, p.n, p.k, scale=p.scale / math.sqrt(p.k))
-    if p.has_nan:  # where the first expert's last row comes from, and in the weights of the last
+    if p.has_nan:  # in the source of the first expert's last row, and in the last expert's weights
         row = p.counts[0] - 1
         if p.is_gradient:
             a[row, 3] = NAN
@@ -148,7 +152,7 @@ def make_inputs(p: Product) -> Inputs:
 
 
 def expect(p: Product, given: Inputs) -> Expected:
-    """Of each result the rows that are written."""
+    """The rows of each result that are written."""
     sources = given.routing.sources(p)
     if p.is_gradient:
         return {"d": weight_gradient(p, given.a[: p.rows], given.b[sources])}
@@ -169,7 +173,7 @@ def trial(unit: Unit, p: Product) -> Trial:
     def rows(tensor: torch.Tensor, **options: Any) -> Buffer:
         return Buffer(tensor, row_stride=FAR if p.is_far else tensor.shape[-1] + PADDING, **options)
 
-    # In front of a gated product stands the sort, of a plain one for few rows the product that writes a.
+    # A gated product follows the sort; a plain one for few rows follows the product that writes a.
     waits = in_front if p.is_gated or not is_few_rows else Buffer
     written = rows(results["d"], writable=True, initialised=False, rows=None if p.is_gradient else range(p.rows))
     values: dict[str, Any] = {
@@ -184,7 +188,7 @@ def trial(unit: Unit, p: Product) -> Trial:
         values["b_slots" if p.is_gradient else "a_slots"] = waits(given.routing.row_slots)
     if p.is_gradient:
         values["b"] = rows(given.b)
-    else:  # weights of an expert without rows are not there
+    else:  # weights of an expert without rows do not exist in memory
         weights = given.b if p.weights == "nk" else given.b.mT.contiguous()
         size = weights.shape[1]
         used = [row for row in range(len(p.counts) * size) if p.counts[row // size] > 0]

@@ -1,4 +1,4 @@
-"""Adding up the rows of each token's choices, its backward pass, and gathering rows, on the emulated machine."""
+"""Summing the rows of each token's choices, its backward pass, and gathering rows, on the emulated machine."""
 
 import math
 from collections.abc import Iterator
@@ -26,12 +26,12 @@ class CombineInputs:
     bias: torch.Tensor | None
     dout: torch.Tensor
     expert_offsets: torch.Tensor
-    row_experts: torch.Tensor  # of rows, as many as there are
+    row_experts: torch.Tensor  # one per row
 
 
 @dataclass(frozen=True)
 class CombineProblem(NamedProblem):
-    """What no choice points to is NaN."""
+    """Data that no choice points to is NaN."""
 
     tokens: int
     top_k: int
@@ -43,8 +43,8 @@ class CombineProblem(NamedProblem):
     has_bias: bool = False
     wants_out: bool = True
     wants_dweights: bool = True
-    values: str = "normal"  # order: sums that show the order of their terms; none: no slot has a row
-    blocks: int = 1  # of a token
+    values: str = "normal"  # order: sums that reveal the order of their terms; none: no slot has a row
+    blocks: int = 1  # blocks per token
     huge_tokens: int | None = None
 
     def inputs(self, dtype: torch.dtype) -> CombineInputs:
@@ -104,7 +104,7 @@ def combine_problems(unit: Unit) -> Iterator[CombineProblem]:
 
 
 def _add_in_order(terms: torch.Tensor) -> torch.Tensor:
-    """The fp32 sum along the first axis, one term after the other, each product and sum rounded once: [n, ...] of fp64."""
+    """fp32 sum along the first axis, term by term; each product and sum is rounded once: [n, ...] of fp64."""
     total = torch.zeros(terms.shape[1:], dtype=torch.float32)
     for term in terms:
         total = (total.double() + term).float()
@@ -112,7 +112,7 @@ def _add_in_order(terms: torch.Tensor) -> torch.Tensor:
 
 
 def _terms(p: CombineProblem, inputs: CombineInputs, *, weighted: bool) -> torch.Tensor:
-    """What each choice adds to its token, [top_k, tokens, columns], 0 where it has no row."""
+    """The contribution of each choice to its token, [top_k, tokens, columns]; 0 if it has no row."""
     has_row, at = inputs.slot_rows >= 0, inputs.slot_rows.clamp(min=0)
     terms = inputs.rows.double()[at]
     if weighted and inputs.row_weights is not None:
@@ -124,14 +124,14 @@ def _terms(p: CombineProblem, inputs: CombineInputs, *, weighted: bool) -> torch
 
 
 def expect_out(p: CombineProblem, inputs: CombineInputs, unit: Unit) -> tuple[torch.Tensor, torch.Tensor]:
-    """The sums, rounded to 16 bits, and their bound: terms that show their order have exact sums."""
+    """The sums, rounded to 16 bits, and their bound; for values "order" the sums are exact."""
     terms = _terms(p, inputs, weighted=unit.row.operation != BACKWARD)
     expected, spread = _add_in_order(terms), 0.0 if p.values == "order" else SINGLE
     return expected, UNIT_ROUNDOFF[unit.dtype] * expected.abs() + spread * terms.abs().sum(0) + 1e-9
 
 
 def expect_dweights(p: CombineProblem, inputs: CombineInputs) -> tuple[torch.Tensor, torch.Tensor]:
-    """[tokens, top_k]."""
+    """Expected dweights [tokens, top_k] and their bound."""
     has_row, at = inputs.slot_rows >= 0, inputs.slot_rows.clamp(min=0)
     dots = torch.where(has_row, inputs.row_dots.double()[:, at], 0.0)
     expected = _add_in_order(dots)
@@ -145,8 +145,10 @@ def expect_dweights(p: CombineProblem, inputs: CombineInputs) -> tuple[torch.Ten
 
 
 def combine_trial(unit: Unit, p: CombineProblem) -> Trial:
-    """Of a problem too large to run whole, tensors are the last part of what there would be, and the last token runs. Forward, what the
-    sort wrote is there before the grid in front ends.
+    """Runs one problem.
+
+    If it is too large to run completely, the tensors are only the end of what there would be, and only the last token
+    runs. In the forward pass the sort's results are available before the preceding grid ends.
     """
     inputs, is_backward = p.inputs(DTYPES[unit.dtype]), unit.row.operation == BACKWARD
     slots, tokens, is_huge = p.tokens * p.top_k, p.huge_tokens or p.tokens, p.huge_tokens is not None
@@ -204,7 +206,7 @@ def combine_trial(unit: Unit, p: CombineProblem) -> Trial:
 
 @dataclass(frozen=True)
 class GatherProblem(NamedProblem):
-    """Some slots have no row. ``first_row``: rows before it are other tokens', of which there is address space alone."""
+    """Some slots have no row. Rows before ``first_row`` are other tokens', for which there is only address space."""
 
     count: int  # rows
     columns: int
@@ -214,7 +216,7 @@ class GatherProblem(NamedProblem):
 
 
 def gather_problems(_: Unit) -> Iterator[GatherProblem]:
-    yield GatherProblem("rows", 15, 1096, 9, 2)  # more than the columns in flight, and a tail
+    yield GatherProblem("rows", 15, 1096, 9, 2)  # more than the columns in flight, plus a tail
     yield GatherProblem("narrow", 3, 8, 3, 1)
     yield GatherProblem("nobody", 0, 40, 2, 2)
     yield GatherProblem("far", 9, 72, 4, 3, first_row=2**26)

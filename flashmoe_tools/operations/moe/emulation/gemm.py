@@ -1,4 +1,4 @@
-"""The grouped products of family sm90, plain and gated, on the emulated machine."""
+"""The plain and gated grouped products of family sm90 on the emulated machine."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -11,13 +11,15 @@ from flashmoe_build.emulation.runner import Launch, Runner, Trial, counter, in_f
 from flashmoe_tools.operations.moe.emulation.product import Product, Routing, forward_results, route, sums_of_rows
 from flashmoe_tools.tables import Unit
 
-PADDING = 8  # elements after each row, which strides skip
+PADDING = 8  # elements after each row, skipped by strides
 NAN = float("nan")
 
 
 def problems(unit: Unit) -> Iterator[Product]:
-    """Tails in rows, n and k; experts without rows, at the ends too; one hot expert; each way the weights may lie. Gated: each
-    activation, the preactivation wanted or not."""
+    """Tails in rows, n and k; experts without rows (also at the ends) and hot ones; every weight layout.
+
+    Gated: each activation, with and without storing the preactivation.
+    """
     m, n, is_gated = unit.row.block_m, unit.row.block_n, "gated" in unit.row.operation
 
     def make(counts: tuple[int, ...], columns: int, k: int, weights: str, seed: int, **more: object) -> Product:
@@ -28,15 +30,15 @@ def problems(unit: Unit) -> Iterator[Product]:
     if not is_gated:
         kn = "kn" if "kn" in unit.row.words["weights"] else "nk"
         yield make((m + 2, 0, 3, 64), n + 72, 136, "nk", 1, has_bias=True, has_nan=True, unrouted=5)
-        yield make((0, m, 0), n, 64, kn, 2)  # whole tiles; experts without rows at both ends
+        yield make((0, m, 0), n, 64, kn, 2)  # complete tiles; experts without rows at both ends
         yield make((0, 3 * m + 66, 1), 2 * n + 8, 72, kn, 3, has_bias=True, top_k=1)
         yield make((m - 1, 2 * m, 9), n + 8, 200, "nk", 4, has_counter=False, has_nan=True)
         yield make((0, 0), 40, 16, "nk", 5, unrouted=4)  # no token chose these experts
-        yield make((m + 70,), n + 8, 136, "nk", 8, top_k=1, has_bias=True)  # of one expert no offsets
-        # Several windows of experts, some without rows; a sum over k that is shorter than one block.
+        yield make((m + 70,), n + 8, 136, "nk", 8, top_k=1, has_bias=True)  # one expert: no offsets
+        # Several windows of experts, some without rows; a sum over k shorter than one block.
         some = tuple(3 if expert in (0, 31, 40, 95) else 0 for expert in range(97))
         yield make(some, 8, 8, kn, 6, has_nan=True)
-        yield make((5, 2048 + 70), n + 8, 8, "nk", 7, top_k=1)  # more than a group of row tiles
+        yield make((5, 2048 + 70), n + 8, 8, "nk", 7, top_k=1)  # more than one group of row tiles
         return
     n //= 2
     yield make((m + 2, 0, 3), n + 72, 136, "nk", 11, activation="swiglu", keeps=True, has_nan=True, unrouted=5)
@@ -52,7 +54,7 @@ def problems(unit: Unit) -> Iterator[Product]:
 
 @dataclass(frozen=True)
 class Inputs:
-    """What a kernel is given. Everything that it must not read into a result is NaN."""
+    """The inputs of a kernel. Everything that must not affect a result is NaN."""
 
     routing: Routing
     a: torch.Tensor  # [tokens or slots, k + PADDING]

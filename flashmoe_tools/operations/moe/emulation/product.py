@@ -1,4 +1,4 @@
-"""One grouped product for an emulated kernel: what it is, the parameters that follow from it, and the fp64 reference."""
+"""One grouped product for an emulated kernel: its description, parameters, and fp64 reference."""
 
 import math
 from dataclasses import dataclass
@@ -11,8 +11,8 @@ from flashmoe_tools.operations.moe.reference import activate
 from flashmoe_tools.tables import Unit
 
 DOT_COLUMNS = 128  # kDotColumns of moe/params/gemm.h
-EARLY_SLOTS = 32  # up to which problems of a gated product for few rows have the choices themselves; the host: 1024
-EXPONENT_ERROR = 4e-6  # of an activation, for the approximate exponential, relative to what multiplies it
+EARLY_SLOTS = 32  # most slots for which gated few-rows products get the choices themselves; the host: 1024
+EXPONENT_ERROR = 4e-6  # of an activation: error of the approximate exponential, relative to its factor
 
 
 ACTIVATIONS = ("swiglu", "geglu", "geglu_tanh", "reglu", "clamped_swiglu")  # in the order of enum class Activation
@@ -20,25 +20,25 @@ ACTIVATIONS = ("swiglu", "geglu", "geglu_tanh", "reglu", "clamped_swiglu")  # in
 
 @dataclass(frozen=True)
 class Product:
-    """``n`` and ``k`` as in GemmParams: gated, n counts the columns of gate and up together."""
+    """``n`` and ``k`` as in GemmParams: for a gated product n counts the columns of gate and up together."""
 
     operation: str
     dtype: str
     counts: tuple[int, ...]  # rows of each expert
     n: int
     k: int
-    weights: str = ""  # a word of the axis; "": it has none
+    weights: str = ""  # a word of the axis; "": the operation has no such axis
     activation: str = ""
     is_interleaved: bool = False
-    keeps: bool = False  # gated: the preactivation is wanted
+    keeps: bool = False  # gated: store the preactivation
     has_bias: bool = False
-    gathers: bool = False  # a (weight gradient: b) by slots; False: by rows
+    gathers: bool = False  # a (weight gradient: b) is indexed by slots; False: by rows
     top_k: int = 1
-    unrouted: int = 0  # slots without a row, at least
-    has_nan: bool = False  # in few rows, which others must not see
-    is_far: bool = False  # offsets past 2^31 elements
+    unrouted: int = 0  # minimal number of slots without a row
+    has_nan: bool = False  # NaN in a few rows, which must not affect others
+    is_far: bool = False  # offsets above 2^31 elements
     has_counter: bool = True
-    scale: float = 1.0  # of the products, about
+    scale: float = 1.0  # approximate size of the products
     seed: int = 0
 
     @property
@@ -85,7 +85,7 @@ class Product:
         return (self.weights,) if self.weights else ()
 
     def sizes(self) -> dict[str, Any]:
-        """The members of GemmParams that the problem alone decides."""
+        """The members of GemmParams that depend only on the problem."""
         return {
             "experts": len(self.counts),
             "slots": self.slots,
@@ -98,7 +98,7 @@ class Product:
         }
 
     def tiles(self, unit: Unit) -> int:
-        """The host's bound, which knows no counts."""
+        """Upper bound of the host, which does not know the counts."""
         m, n = unit.row.block_m, unit.row.block_n
         if self.is_gradient:
             return len(self.counts) * math.ceil(self.n / m) * math.ceil(self.k / n)
@@ -108,32 +108,32 @@ class Product:
         return torch.repeat_interleave(torch.arange(len(self.counts)), torch.tensor(self.counts))
 
     def first_rows(self) -> list[int]:
-        """Of each expert that has rows, but the first."""
+        """The first row of each expert that has rows, except the first such expert."""
         starts = torch.tensor((0, *self.counts)).cumsum(0).tolist()
         return [start for start, count in zip(starts, self.counts, strict=False) if count][1:]
 
 
 @dataclass(frozen=True)
 class Routing:
-    """Which slot each row is, the experts' rows one after another."""
+    """The slot of each row; the experts' rows follow one another."""
 
     offsets: torch.Tensor  # int32 [experts + 1]
     row_slots: torch.Tensor  # int32 [slots], -1 past the last row
 
     def sources(self, p: Product) -> torch.Tensor:
-        """By row, the row of a tensor that is gathered or not."""
+        """For each row, its row in the (possibly gathered) tensor."""
         rows = torch.arange(p.rows)
         return self.row_slots[: p.rows].long() // p.top_k if p.gathers else rows
 
     def choices(self, p: Product) -> torch.Tensor:
-        """The expert of each slot, of those without a row none of the layer's; of one type or the other."""
+        """The expert of each slot, int64 or int32; a slot without a row gets an id that is not in the layer."""
         ids = torch.full((p.slots,), -1 if p.seed % 2 else len(p.counts))
         ids[self.row_slots[: p.rows].long()] = p.experts_of_rows()
         return ids if p.seed % 2 else ids.int()
 
 
 def route(p: Product, generator: torch.Generator) -> Routing:
-    """Slots for the rows at random, ascending inside an expert."""
+    """Random slots for the rows, ascending within an expert."""
     chosen = torch.randperm(p.slots, generator=generator)[: p.rows]
     parts = [part.sort().values for part in chosen.split(list(p.counts))]
     row_slots = torch.full((p.slots,), -1, dtype=torch.int32)
@@ -141,13 +141,13 @@ def route(p: Product, generator: torch.Generator) -> Routing:
     return Routing(torch.tensor([0, *p.counts]).cumsum(0).int(), row_slots)
 
 
-Sums = tuple[torch.Tensor, torch.Tensor]  # fp64, and how far a kernel's fp32 sums may be from them
+Sums = tuple[torch.Tensor, torch.Tensor]  # fp64, and the allowed error of a kernel's fp32 sums
 
 
 def sums_of_rows(
     p: Product, a: torch.Tensor, weights: torch.Tensor, bias: torch.Tensor | None, roundoff: float = 1e-5
 ) -> Sums:
-    """``a`` [rows, k] by row, ``weights`` [experts, n, k]."""
+    """The product of ``a`` [rows, k], by row, with ``weights`` [experts, n, k]."""
     sums = torch.zeros((p.rows, weights.shape[1]), dtype=torch.float64)
     error = torch.zeros_like(sums)
     experts, a = p.experts_of_rows(), a.double()
@@ -165,13 +165,15 @@ def halves(p: Product, z: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _both(p: Product, one: torch.Tensor) -> torch.Tensor:
-    """The same for gate and up, in the columns of z."""
+    """The same values for gate and up, in the columns of z."""
     return one.repeat_interleave(2, dim=1) if p.is_interleaved else one.repeat(1, 2)
 
 
 def _with_slopes(p: Product, z: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The activation of z and its derivatives by z, by torch's own autograd. Where there is a clamp, torch gives a NaN no gradient;
-    the kernels pass it on."""
+    """The activation of z and its derivatives with respect to z, by torch's autograd.
+
+    For a clamp torch gives NaN no gradient; the kernels pass NaN on.
+    """
     z = z.detach().requires_grad_()
     value = activate(z, p.activation, "interleaved" if p.is_interleaved else "concat")
     (slopes,) = torch.autograd.grad(value.sum(), z)
@@ -179,25 +181,25 @@ def _with_slopes(p: Product, z: torch.Tensor) -> tuple[torch.Tensor, torch.Tenso
 
 
 def _reach(p: Product, z: torch.Tensor) -> torch.Tensor:
-    """Bounds the activation and its slopes, up to a factor."""
+    """Bounds the activation and its slopes, up to a constant factor."""
     gate, up = halves(p, z.abs())
     return (1 + gate) * (1 + up)
 
 
 def activated(p: Product, sums: Sums) -> Sums:
-    """The activation in fp64, and how far it may be off in fp32."""
+    """The activation in fp64, and its allowed error in fp32."""
     value, slopes = _with_slopes(p, sums[0])
     by_gate, by_up = halves(p, slopes.abs() * sums[1])
     return value, by_gate + by_up + EXPONENT_ERROR * _reach(p, sums[0])
 
 
 def rounded(p: Product, sums: Sums) -> Sums:
-    """The same of a result in the problem's dtype."""
+    """Adds the rounding error of the problem's dtype."""
     return sums[0], sums[1] + UNIT_ROUNDOFF[p.dtype] * sums[0].abs()
 
 
 def forward_results(p: Product, sums: Sums) -> Expected:
-    """``d``, and the preactivation where it is wanted."""
+    """``d``, and the preactivation if it is stored."""
     if not p.is_gated:
         return {"d": rounded(p, sums)}
     results = {"d": rounded(p, activated(p, sums))}
@@ -205,7 +207,10 @@ def forward_results(p: Product, sums: Sums) -> Expected:
 
 
 def gated_backward_results(p: Product, sums: Sums, z: torch.Tensor, row_weights: torch.Tensor) -> Expected:
-    """What the gradient of the activation makes of the products, by row. Bounds: the sums' own, approximate exponentials, rounding."""
+    """The results of the activation's gradient, by row.
+
+    Bounds: the sums' own, approximate exponentials, rounding.
+    """
     s, s_error = sums
     value, slopes = _with_slopes(p, z.double())
     reach, w = _reach(p, z.double()), row_weights.double()[:, None]
@@ -222,7 +227,7 @@ def gated_backward_results(p: Product, sums: Sums, z: torch.Tensor, row_weights:
 
 
 def weight_gradient(p: Product, a: torch.Tensor, b: torch.Tensor) -> Sums:
-    """[experts, n, k] out of both by row."""
+    """[experts, n, k] from both operands by row."""
     value = torch.zeros((len(p.counts), p.n, p.k), dtype=torch.float64)
     error = torch.zeros_like(value)
     experts, a, b = p.experts_of_rows(), a.double(), b.double()

@@ -1,4 +1,4 @@
-"""Choosing experts and sorting slots by expert on the emulated machine: every path, every tail, and values that show a wrong order."""
+"""Routing and sorting slots by expert on the emulated machine: every path, every tail, values that reveal a wrong order."""
 
 import math
 from collections.abc import Iterator, Mapping
@@ -11,13 +11,13 @@ from flashmoe_build.emulation.compare import different, worst_element
 from flashmoe_build.emulation.runner import Buffer, Launch, NamedProblem, Runner, Trial, in_front, output
 from flashmoe_tools.tables import Unit
 
-# enum class Scalar and enum class Scoring of csrc/moe/params/routing.h.
+# enum class Scalar and enum class Scoring in csrc/moe/params/routing.h.
 SCALARS: Mapping[torch.dtype, int] = MappingProxyType(
     {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2, torch.int32: 3, torch.int64: 4}
 )
 SCORINGS = ("softmax", "topk_softmax", "sigmoid")
 NAN, INFINITY = float("nan"), float("inf")
-MOST_BLOCKS = 3  # of a route: few, so that each takes several tokens
+MOST_BLOCKS = 3  # of a route kernel: few, so that each handles several tokens
 
 
 def seeded(seed: int) -> torch.Generator:
@@ -26,7 +26,7 @@ def seeded(seed: int) -> torch.Generator:
 
 @dataclass(frozen=True)
 class RouteProblem(NamedProblem):
-    """Logits of `tokens` tokens; rows are three elements further apart than they are long."""
+    """Logits of `tokens` tokens; the row stride is three elements more than a row."""
 
     tokens: int
     experts: int
@@ -39,7 +39,7 @@ class RouteProblem(NamedProblem):
     renormalize: bool = True
     scale: float = 1.0
     values: str = "normal"  # ties: few different values; nan; infinity: some experts are masked; low: sigmoid gives 0; lane: one has the largest
-    huge_tokens: int | None = None  # these tokens are the last of so many
+    huge_tokens: int | None = None  # total number of tokens, of which these are the last
 
     def logits(self) -> torch.Tensor:
         generator = seeded(self.experts + self.top_k)
@@ -60,7 +60,7 @@ class RouteProblem(NamedProblem):
             logits[:, 5::32] += 8
         if self.values == "low":
             logits = logits - 200
-        logits[:, self.experts :] = 100.0  # past a row's end
+        logits[:, self.experts :] = 100.0  # after the end of a row
         return logits.to(self.dtype)
 
     def bias(self) -> torch.Tensor | None:
@@ -93,7 +93,7 @@ def route_problems(_: Unit) -> Iterator[RouteProblem]:
 
 
 def _descending(scores: torch.Tensor) -> torch.Tensor:
-    """Order of the columns, the largest first, NaN before all, the lower index first among equals."""
+    """Order of the columns: largest first, NaN before all others, the lower index first among equals."""
     return torch.where(torch.isnan(scores), float("inf"), scores).sort(dim=1, descending=True, stable=True).indices
 
 
@@ -155,7 +155,7 @@ class SortInputs:
     expert_map: torch.Tensor | None
 
     def experts(self, experts: int) -> torch.Tensor:
-        """By slot the expert of this layer, or `experts` where there is none."""
+        """The expert of this layer for each slot, or `experts` if there is none."""
         end = experts if self.expert_map is None else self.expert_map.numel()
         known = (self.ids >= 0) & (self.ids < end)
         found = torch.where(known, self.ids, 0).long()
@@ -168,10 +168,10 @@ class SortInputs:
 class SortProblem(NamedProblem):
     slots: int
     experts: int
-    blocks: int = 1  # more: count, then place
+    blocks: int = 1  # more than one: a launch that counts, then one that places
     ids: torch.dtype = torch.int32
     weights: torch.dtype = torch.float32
-    values: str = "random"  # of them some that name no expert; hot: one expert; none: no expert at all
+    values: str = "random"  # random: some ids name no expert; hot: one expert; none: no expert at all
     map_length: int = 0
 
     def inputs(self) -> SortInputs:
@@ -212,7 +212,7 @@ def sort_problems(_: Unit) -> Iterator[SortProblem]:
 
 
 def sort(inputs: SortInputs, experts: int) -> dict[str, torch.Tensor]:
-    """What the kernel must write."""
+    """The expected results of the kernel."""
     of_slot = inputs.experts(experts)
     order = of_slot.sort(stable=True).indices
     counts = torch.bincount(of_slot, minlength=experts + 1)[:experts]
@@ -229,7 +229,7 @@ def sort(inputs: SortInputs, experts: int) -> dict[str, torch.Tensor]:
 
 
 def sort_trial(_: Unit, p: SortProblem) -> Trial:
-    """One launch of one block, or two of several: each counts its share, then places it."""
+    """One launch with one block, or two with several blocks: each block counts its share, then places it."""
     inputs = p.inputs()
     expected = sort(inputs, p.experts)
     results = {name: torch.full_like(tensor, -77) for name, tensor in expected.items()}

@@ -12,19 +12,19 @@ from flashmoe_tools.operations.moe.emulation.gemm import NAN
 from flashmoe_tools.tables import Unit
 
 SINGLE = 2.0**-23
-BLOCK_COLUMNS = 64  # of the kernel
+BLOCK_COLUMNS = 64  # columns per block of the kernel
 
 
 @dataclass(frozen=True)
 class BiasGradientProblem(NamedProblem):
-    """Expert 1 has no rows. ``gathered``: a's rows are tokens; else there are as many as slots, the last ones NaN."""
+    """Expert 1 has no rows. ``gathered``: a's rows are tokens; else one row per slot, with NaN in the last ones."""
 
     counts: tuple[int, ...]
     columns: int
     top_k: int = 1
     gathered: bool = False
     has_weights: bool = False
-    huge_rows: int | None = None  # of a
+    huge_rows: int | None = None  # number of rows of a
     is_tight: bool = False  # a ends with the last column of the last row that is read
 
 

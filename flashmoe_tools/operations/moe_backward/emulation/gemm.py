@@ -1,5 +1,7 @@
-"""The grouped products of the backward pass of family sm90 on the emulated machine: the weight gradient, and the product that ends in
-the gradient of the activation."""
+"""The grouped products of family sm90's backward pass on the emulated machine.
+
+These are the weight gradient, and the product followed by the gradient of the activation.
+"""
 
 import math
 from collections.abc import Iterator
@@ -23,12 +25,12 @@ from flashmoe_tools.tables import Unit
 
 
 def weight_gradient_problems(unit: Unit) -> Iterator[Product]:
-    """Tails in n, k and rows; experts without rows and with most of them; NaN next door."""
+    """Tails in n, k and rows; experts without rows and with most of them; NaN next to the data."""
     m, n = unit.row.block_m, unit.row.block_n
     make = partial(Product, unit.row.operation, unit.dtype, top_k=2)
     yield make((70, 0, 129, 1), m + 8, n + 72, has_nan=True, seed=1)
     yield make((64, 63, 128, 5, 0), m - 8, n, unrouted=5, has_nan=True, seed=2)
-    yield make((9, 450, 0), m, 72, top_k=1, has_counter=False, seed=3)  # the ring comes round
+    yield make((9, 450, 0), m, 72, top_k=1, has_counter=False, seed=3)  # the ring is reused
     yield make((0, 0), 40, 2 * n + 8, unrouted=4, seed=4)  # no token chose these experts
     yield make((33, 100), 2 * m + 8, 136, has_nan=True, seed=5)
     yield make((5, 3), 8 * m + 8, n + 8, top_k=1, seed=6)  # more than one section of tiles
@@ -40,10 +42,10 @@ def weight_gradient_trial(unit: Unit, p: Product) -> Trial:
     given: dict[str, torch.Tensor] = {}
     for name, width in (("a", p.n), ("b", p.k)):
         tensor = torch.randn((p.slots, width + PADDING), generator=generator).to(dtype)
-        tensor[:, width:] = NAN  # padding, which the strides skip
+        tensor[:, width:] = NAN  # padding, which strides skip
         if p.has_nan:
             tensor[p.first_rows(), 3] = NAN
-        tensor[p.rows :] = NAN  # nothing writes rows past the last
+        tensor[p.rows :] = NAN  # nothing writes rows after the last one
         given[name] = tensor
     out = torch.full((len(p.counts), p.n, p.k + PADDING), UNTOUCHED, dtype=dtype)
     out[..., : p.k] = NAN
@@ -63,7 +65,7 @@ def weight_gradient_trial(unit: Unit, p: Product) -> Trial:
 
 
 def gated_backward_problems(unit: Unit) -> Iterator[Product]:
-    """Tails in rows, n and k; experts without rows and with most of them; both layouts; each activation; NaN next door."""
+    """Tails in rows, n and k; experts without rows and with most of them; both layouts; each activation; NaN nearby."""
     m, n = unit.row.block_m, unit.row.block_n
     for weights in unit.row.words["weights"]:
         make = partial(Product, unit.row.operation, unit.dtype, weights=weights, top_k=2)
@@ -72,13 +74,13 @@ def gated_backward_problems(unit: Unit) -> Iterator[Product]:
         yield replace(base, activation="clamped_swiglu", is_interleaved=True, seed=1)
         if (
             n == 256
-        ):  # the tile of both consumers: the epilogue is the other's, which has the rest; the ring comes round
+        ):  # both consumers share this tile; the epilogue is the other tile's, which has the rest; the ring is reused
             yield make((m, 10, 10, 70), 264, 328, activation="reglu", seed=5)
             continue
         yield make((7, 9), 40, 456, activation="geglu", top_k=1, has_counter=False, seed=2)
         yield make((0, 80), n, 8, activation="geglu_tanh", is_interleaved=True, seed=3)
         yield make((2 * m + 9, 3), 72, 72, activation="reglu", seed=4)
-        yield make((m, 10, 10, 10, 10, 10, 20), n, 328, activation="swiglu", seed=5)  # the ring comes round
+        yield make((m, 10, 10, 10, 10, 10, 20), n, 328, activation="swiglu", seed=5)  # the ring is reused
 
 
 def gated_backward_trial(unit: Unit, p: Product) -> Trial:
@@ -91,11 +93,11 @@ def gated_backward_trial(unit: Unit, p: Product) -> Trial:
 
     dout = normal(p.slots, k + PADDING)
     dout[:, k:] = NAN
-    dout[rows:] = NAN  # nothing writes rows past the last
+    dout[rows:] = NAN  # nothing writes rows after the last one
     weights = normal(experts, n, k) if p.weights == "nk" else normal(experts, k, n)
     z = (4.0 * normal(p.slots, 2 * n)).to(dtype)
     row_weights = torch.rand(p.slots, generator=generator) + 0.1
-    # Values on a clamp's border, and far out.
+    # Values at the edge of a clamp, and far outside.
     z[:rows:3, : 2 * n : 7] = 7.0
     z[1:rows:3, : 2 * n : 5] = -30.0
     z[rows:] = NAN

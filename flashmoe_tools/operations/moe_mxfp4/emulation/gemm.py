@@ -1,4 +1,4 @@
-"""The grouped products with mxfp4 weights on the emulated machine, against fp64 of what the operands stand for."""
+"""The grouped products with mxfp4 weights on the emulated machine, against fp64 of the decoded operands."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -22,7 +22,7 @@ from flashmoe_tools.operations.moe_mxfp4 import formats
 from flashmoe_tools.operations.moe_mxfp4.formats import BLOCK, NAN
 from flashmoe_tools.tables import Unit
 
-PADDING = 16  # bytes after each row of codes, elements after those of others
+PADDING = 16  # bytes after each row of codes, elements after rows of other tensors
 PRODUCTS = (
     "grouped_gemm_mxfp4",
     "grouped_gemm_gated_mxfp4",
@@ -35,7 +35,7 @@ PRODUCTS = (
 
 @dataclass(frozen=True)
 class Mxfp4Product(Product):
-    """``edges``: scales at the "low" or "high" end of their range, infinite weights and NaN at the high one."""
+    """``edges``: scales at the "low" or "high" end of their range; at the high end also infinite weights and NaN."""
 
     edges: str = ""
 
@@ -45,7 +45,7 @@ class Mxfp4Product(Product):
 
 
 def problems(unit: Unit) -> Iterator[Mxfp4Product]:
-    """Tails of rows, columns and k; experts without rows and in each other's way; every kind of scale; the ring more than once round."""
+    """Tails of rows, columns and k; experts without rows and in each other's way; every kind of scale; a reused ring."""
     m, is_gated = unit.row.block_m, "gated" in unit.row.operation
     if unit.row.operation.endswith("packed"):
         yield from _packed_problems(unit)
@@ -75,7 +75,7 @@ def problems(unit: Unit) -> Iterator[Mxfp4Product]:
 
 
 def _packed_problems(unit: Unit) -> Iterator[Mxfp4Product]:
-    """Every width of the product; columns that the consumers do not share evenly; the ring more than once round; one and two blocks of k."""
+    """Every width of the product; columns unevenly shared by consumers; the ring reused; one and two blocks of k."""
     m, is_gated = unit.row.block_m, "gated" in unit.row.operation
 
     def make(counts: tuple[int, ...], blocks: int, k: int, seed: int, activation: str, **more: object) -> Mxfp4Product:
@@ -116,11 +116,12 @@ def make_inputs(p: Mxfp4Product) -> Inputs:
     blocks = (experts, p.n, p.k // BLOCK)
     scales = torch.randint(117, 124, blocks, generator=generator, dtype=torch.uint8)
     if p.edges:
-        # A row each; tokens of a size with which no sum leaves float32's range. 2^127 times 2 and more is infinite.
+        # Each edge scale has its own row; tokens are scaled so that no sum leaves float32's range. 2^127 times 2 and
+        # more is infinite.
         a = a.abs() * 2.0 ** (20 if p.edges == "low" else -14)
         for row, scale in enumerate((0, 128, 1, 2, 126, 127) if p.edges == "low" else (129, 200, 252, 253, 254, NAN)):
             scales[:, row * 5 + 1] = scale
-        codes[:, 1::5] = codes[:, 1::5] & 0x77 | 0x22  # no zero, one sign: infinity stays what it is, and is not NaN
+        codes[:, 1::5] = codes[:, 1::5] & 0x77 | 0x22  # no zero, one sign: infinity does not become NaN
     for expert in (expert for expert, count in enumerate(p.counts) if count == 0):
         scales[expert] = NAN
     bias = torch.randn((experts, p.n), generator=generator).bfloat16() if p.has_bias else None
@@ -145,7 +146,7 @@ def trial(unit: Unit, p: Mxfp4Product) -> Trial:
         "d": output(out),
         "bias": inputs.bias,
         "a_stride": a.stride(0),
-        "b_stride": codes.stride(1) // 2,  # of 16-bit elements, four codes each
+        "b_stride": codes.stride(1) // 2,  # in 16-bit elements, four codes each
         "b_expert_stride": codes.stride(0) // 2,
         "d_stride": out.stride(0),
         "expert_offsets": in_front(offsets) if p.is_gated or not is_few_rows else offsets,

@@ -1,5 +1,4 @@
-"""The grouped products of e4m3 operands with scales, plain and gated, on the emulated machine, against fp64 of what the operands stand
-for."""
+"""The plain and gated grouped products of scaled e4m3 operands on the emulated machine, against fp64 of the operands."""
 
 from __future__ import annotations
 
@@ -25,8 +24,8 @@ from flashmoe_tools.operations.moe_scaled import formats
 from flashmoe_tools.operations.moe_scaled.formats import BLOCK, LARGEST
 from flashmoe_tools.tables import Unit
 
-PADDING = 16  # values after each row, which strides skip
-# wgmma's sums over 128 of k keep 13 bits behind the leading one of the largest product; those of mma.sync are float32's.
+PADDING = 16  # values after each row, skipped by strides
+# wgmma's sums over 128 of k keep 13 bits after the leading one of the largest product; those of mma.sync are float32.
 SUM_ROUNDOFF, MMA_ROUNDOFF = 2.0**-12, 1e-5
 FEW_ROWS = ("grouped_gemm_scaled_few_rows", "grouped_gemm_gated_scaled_few_rows")
 KEPT = "grouped_gemm_gated_scaled_kept"
@@ -34,7 +33,7 @@ PRODUCTS = ("grouped_gemm_scaled", "grouped_gemm_gated_scaled", KEPT, *FEW_ROWS)
 
 
 def problems(unit: Unit) -> Iterator[Product]:
-    """Tails in rows and columns; experts without rows and with most of them; NaN next door; a ring that comes round."""
+    """Tails in rows and columns; experts without rows and with most of them; NaN next to the data; a reused ring."""
     m, is_gated = unit.row.block_m, "gated" in unit.row.operation
 
     def make(counts: tuple[int, ...], columns: int, k: int, seed: int, activation: str, **more: Any) -> Product:
@@ -43,7 +42,7 @@ def problems(unit: Unit) -> Iterator[Product]:
         return Product(unit.row.operation, unit.dtype, counts, n, k, **chosen)
 
     if unit.row.operation in FEW_ROWS:
-        # Tails of rows and of the last stage, the choices known early; the ring more than once round; experts in each other's way.
+        # Tails of rows and of the last stage, choices known early; a reused ring; experts in each other's way.
         yield make((m + 2, 0, 3), 256, 384, 1, "swiglu", has_nan=True, unrouted=5)
         yield make((0, 5, 3 * m + 1), 128, 1664, 2, "geglu", has_nan=True, has_counter=False)
         yield make((2, 1), 384, 128, 3, "clamped_swiglu", top_k=1)
@@ -65,21 +64,21 @@ class Scaled:
 
     @classmethod
     def random(cls, rows: tuple[int, ...], k: int, block_rows: int, generator: torch.Generator) -> Scaled:
-        """Values of every magnitude that e4m3 has; scales far enough from each other that a neighbour's shows."""
+        """Values of every e4m3 magnitude; scales far enough apart that using a neighbour's shows."""
         values = (torch.randn((*rows, k), generator=generator) * 60).clamp(-LARGEST, LARGEST)
         blocks = (*rows[:-1], rows[-1] // block_rows, k // BLOCK)
         powers = 2.0 ** torch.randint(-9, -5, blocks, generator=generator)
         return cls(formats.encode(values), powers * (1 + torch.rand(blocks, generator=generator)), block_rows)
 
     def erase(self, rows: Any) -> None:
-        """NaN where a kernel must not read."""
+        """Writes NaN where a kernel must not read."""
         self.values[rows], self.scales[rows] = formats.NAN, torch.nan
 
     def padded(self) -> torch.Tensor:
         return torch.nn.functional.pad(self.values, (0, PADDING), value=formats.NAN)
 
     def numbers(self) -> torch.Tensor:
-        """fp64."""
+        """The values in fp64."""
         return formats.dequantize(self.values, self.scales, self.block_rows)
 
 
@@ -107,7 +106,7 @@ def make_inputs(p: Product) -> Inputs:
 
 
 def _wrong_quantised(sums: Sums, found: Scaled) -> list[str]:
-    """Of rows of the activation: each block's scale, and every value within half a unit of its last place."""
+    """Checks quantised rows of the activation: each block's scale, and values to within half a unit in the last place."""
     value, bound = sums
     blocks = value.unflatten(1, (-1, BLOCK))
     largest = blocks.abs().amax(-1)
@@ -127,8 +126,8 @@ def trial(unit: Unit, p: Product) -> Trial:
     z = torch.full((p.slots, p.n if p.operation == KEPT else 0), UNTOUCHED, dtype=torch.bfloat16)
     a, weights, ids = inputs.a.padded(), inputs.weights.padded(), inputs.routing.choices(p)
     offsets = inputs.routing.offsets
-    is_early = not p.is_gated and (is_few_rows or p.seed % 2 == 0)  # offsets are older than the grid in front
-    # Two values lie in memory as one 16-bit element, which k and the strides of e4m3 tensors count.
+    is_early = not p.is_gated and (is_few_rows or p.seed % 2 == 0)  # offsets were written before the preceding grid
+    # Two values are stored as one 16-bit element, which is the unit of k and of e4m3 strides.
     product = {
         **p.sizes(),
         "k": p.k // 2,

@@ -1,4 +1,4 @@
-"""The kernel that makes e4m3 operands, on the emulated machine, bit for bit against the definition of the format."""
+"""The kernel that quantises to e4m3, on the emulated machine, bit for bit against the format's definition."""
 
 import math
 from collections.abc import Iterator

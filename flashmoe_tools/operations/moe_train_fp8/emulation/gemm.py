@@ -1,4 +1,4 @@
-"""The weight gradient of e4m3 operands on the emulated machine, against fp64 of what the operands stand for."""
+"""The weight gradient of e4m3 operands on the emulated machine, against fp64 of the operands."""
 
 from collections.abc import Iterator
 from functools import partial
@@ -18,11 +18,11 @@ PADDING = 8
 
 
 def problems(unit: Unit) -> Iterator[Product]:
-    """Tails of rows; experts without rows and with most of them, unused blocks between them; tiles with half of their columns."""
+    """Tails of rows; experts without rows and with most of them, with unused blocks between; half-filled column tiles."""
     make = partial(Product, unit.row.operation, unit.dtype, top_k=2)
     yield make((70, 0, 129, 1), 256, 384, seed=1)
     yield make((128, 5, 250, 0), 128, 256, unrouted=5, seed=2)
-    yield make((9, 800), 128, 128, top_k=1, has_counter=False, seed=3)  # the ring comes round
+    yield make((9, 800), 128, 128, top_k=1, has_counter=False, seed=3)  # the ring is reused
     yield make((0, 0), 256, 128, unrouted=4, seed=4)
     yield make((130, 3), 9 * 128, 256, top_k=1, seed=6)  # more than one section of tiles
 
@@ -31,7 +31,7 @@ def trial(unit: Unit, p: Product) -> Trial:
     generator = torch.Generator().manual_seed(p.seed * 7919 + 31)
     routing, dtype, experts = route(p, generator), DTYPES[p.dtype], len(p.counts)
     count = padded.blocks(p.slots, experts)
-    # By column, as they lie; b's scales, of 128 columns, are made for each and repeated.
+    # Stored by column; b's scales, one per 128 columns, are created for each and repeated.
     a = Scaled.random((p.n,), count * BLOCK, 1, generator)
     b = Scaled.random((p.k,), count * BLOCK, BLOCK, generator)
     is_used = torch.zeros(count * BLOCK, dtype=torch.bool)

@@ -1,5 +1,7 @@
-"""Transposed operands on the emulated machine: an expert's rows fill whole blocks of 128, and between two experts there may be a block
-that nobody uses."""
+"""Transposed operands on the emulated machine: each expert's rows fill complete blocks of 128.
+
+There may be an unused block between two experts.
+"""
 
 from collections.abc import Iterator
 from itertools import pairwise
@@ -14,7 +16,7 @@ def blocks(slots: int, experts: int) -> int:
 
 
 def experts_of(offsets: torch.Tensor) -> Iterator[tuple[slice, slice]]:
-    """Of each expert with rows these, and its blocks."""
+    """For each expert with rows: its rows, and its blocks."""
     ends = offsets.tolist()
     for expert, (begin, end) in enumerate(pairwise(ends)):
         if end > begin:
@@ -28,5 +30,5 @@ def rows_of(at: slice) -> slice:
 
 
 def whole(rows: torch.Tensor) -> torch.Tensor:
-    """An expert's rows, and zeros to the end of the last block."""
+    """An expert's rows, padded with zeros to complete blocks."""
     return torch.nn.functional.pad(rows, (0, 0, 0, -len(rows) % BLOCK))

@@ -1,5 +1,8 @@
-"""The kernels that make operands of products and, transposed, of weight gradients, on the emulated machine: those of given numbers bit
-for bit against the definition of the format, the activation's gradient within the bounds of its exponentials."""
+"""The kernels that quantise operands, plain and transposed, on the emulated machine.
+
+Plain operands are for products, transposed ones for weight gradients. Given numbers are checked bit for bit against the
+format's definition, the activation's gradient within the bounds of its exponentials.
+"""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -20,7 +23,7 @@ NAMES = ("values", "scales", "transposed", "transposed_scales")
 
 @dataclass(frozen=True)
 class TilesProblem:
-    """Of ``weights`` the experts' counts are rows, all the same."""
+    """With ``weights`` the experts' counts are rows, all the same."""
 
     source: str
     counts: tuple[int, ...]
@@ -60,14 +63,14 @@ def _shapes(p: TilesProblem, slots: int) -> dict[str, tuple[int, ...]]:
 
 
 def _odd_numbers(x: torch.Tensor) -> None:
-    """Zeros, an outlier, NaN."""
+    """Adds zeros, an outlier and NaN."""
     x[..., : BLOCK // 2] *= 1e-3
     x[0, ..., 3] = 0.0
     x[-1, ..., 5], x[-1, ..., 7] = 1000.0, torch.nan
 
 
 def _blank(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, torch.Tensor]:
-    """Bytes of values; float32 of scales and dots."""
+    """Result tensors: bytes for values, float32 for scales and dots."""
 
     def blank(name: str, shape: tuple[int, ...]) -> torch.Tensor:
         is_float = "scales" in name or "dots" in name
@@ -110,7 +113,7 @@ def _rows_trial(unit: Unit, p: TilesProblem) -> Trial:
     sources = routing.sources(product)
     chosen = torch.randn((len(sources.unique()), p.columns), generator=generator)
     _odd_numbers(chosen)
-    x = torch.full((product.tokens, p.columns + 8), torch.nan)  # tokens that nobody chose, and what strides skip
+    x = torch.full((product.tokens, p.columns + 8), torch.nan)  # tokens nobody chose, and what strides skip
     x[sources.unique(), : p.columns] = chosen
     x = x.to(DTYPES[unit.dtype])
     values: dict[str, Any] = {
@@ -156,7 +159,7 @@ def tiles_trial(unit: Unit, p: TilesProblem) -> Trial:
 
 
 def gated_problems(unit: Unit) -> Iterator[Product]:
-    """``n`` counts the columns of gate; ``keeps``: all results are wanted."""
+    """``n`` counts the columns of gate; ``keeps``: all results are requested."""
     base = Product(
         "grouped_gemm_gated_backward", unit.dtype, (70, 0, 129, 1), 256, 0, activation="swiglu", keeps=True, unrouted=5
     )
@@ -168,7 +171,7 @@ def gated_problems(unit: Unit) -> Iterator[Product]:
 def _wrong_blocks(
     name: str, expected: Sums, codes: torch.Tensor, scales: torch.Tensor, block_rows: int = 1
 ) -> list[str]:
-    """Of blocks of ``block_rows`` by 128: each scale, and every value within half a unit of its last place."""
+    """Checks blocks of ``block_rows`` by 128: each scale, and values to within half a unit in the last place."""
     value, bound = expected
 
     def largest_of(one: torch.Tensor) -> torch.Tensor:
@@ -188,7 +191,7 @@ def _of_rows(sums: Sums, rows: slice) -> Sums:
 
 
 def _columns(sums: Sums) -> Sums:
-    """Transposed, with whole blocks of rows."""
+    """Transposed, padded to complete blocks of rows."""
     return padded.whole(sums[0]).mT, padded.whole(sums[1]).mT
 
 
@@ -197,7 +200,7 @@ def gated_trial(unit: Unit, p: Product) -> Trial:
     routing, slots, experts = route(p, generator), p.slots, len(p.counts)
     count = padded.blocks(slots, experts)
     z = (4.0 * torch.randn(slots, 2 * p.n, generator=generator)).to(dtype)
-    z[: p.rows : 3, : 2 * p.n : 7], z[1 : p.rows : 3, : 2 * p.n : 5] = 7.0, -30.0  # on a clamp's border, and far out
+    z[: p.rows : 3, : 2 * p.n : 7], z[1 : p.rows : 3, : 2 * p.n : 5] = 7.0, -30.0  # at a clamp's edge, and far out
     s = torch.randn(slots, p.n, generator=generator).to(dtype)
     row_weights = torch.rand(slots, generator=generator) + 0.1
     z[p.rows :], s[p.rows :] = torch.nan, torch.nan

@@ -1,5 +1,8 @@
-"""The kernels of ragged, paged and banded attention on the emulated machine: problem.py (what a problem is), tensors.py (its memory),
-reference.py (fp64), cases.py (the suite of a forward kernel), and a module for each operation."""
+"""The kernels of ragged and paged attention with score options on the emulated machine.
+
+problem.py (what a problem is), tensors.py (its memory), reference.py (fp64), cases.py (the problems of a forward
+kernel), and a module for each operation.
+"""
 
 from flashmoe_tools.operations.serving.emulation import append, decode, e4m3, forward, fp8, ordered
 

@@ -1,4 +1,4 @@
-"""The kernel that puts new keys and values into a cache, on the emulated machine, against a plain copy."""
+"""The kernel that appends keys and values to a cache, on the emulated machine, against a plain copy."""
 
 import math
 from collections.abc import Callable, Iterator
@@ -18,7 +18,7 @@ SPARE_PAGES = 2
 
 @dataclass(frozen=True)
 class AppendProblem(NamedProblem):
-    """``new_keys`` keys behind the first ``held[b]`` of sequence b, in a cache with ``room`` for each."""
+    """``new_keys`` keys after the first ``held[b]`` of sequence b, in a cache with ``room`` keys per sequence."""
 
     dtype: str
     held: tuple[int, ...]
@@ -31,7 +31,7 @@ class AppendProblem(NamedProblem):
 
 
 def problems(unit: Unit) -> Iterator[AppendProblem]:
-    """Dense and paged, rows of whole 16-byte chunks and others; keys past the room, negative lengths, pages that are none."""
+    """Dense and paged, rows of complete 16-byte chunks and others; keys past the room, negative lengths, invalid pages."""
     dense = AppendProblem("dense", unit.dtype, (0, 3, 6), 2, 8, 0, 264, 8)
     paged = AppendProblem("paged", unit.dtype, (0, 5, 15), 3, 16, 4, 64, 40)
     yield dense
@@ -42,7 +42,7 @@ def problems(unit: Unit) -> Iterator[AppendProblem]:
 
 
 def _table(p: AppendProblem) -> torch.Tensor | None:
-    """Pages in random order; the last page of the last sequence is none of the cache's."""
+    """Pages in random order; the last page of the last sequence is not in the cache."""
     if p.page_size == 0:
         return None
     generator = torch.Generator().manual_seed(p.data_seed)
@@ -53,10 +53,10 @@ def _table(p: AppendProblem) -> torch.Tensor | None:
 
 
 class Stored:
-    """What a cache holds of new rows: the rows themselves."""
+    """What a cache stores for new rows: the rows themselves."""
 
     def prepare(self, name: str, cache: torch.Tensor, new: torch.Tensor, *, is_paged: bool) -> torch.Tensor:
-        """The empty cache that takes the place of ``cache``, that of "k" or "v"; may change ``new``."""
+        """The empty cache that replaces ``cache``, which is that of "k" or "v"; may change ``new``."""
         return cache
 
     def row(self, name: str, row: torch.Tensor, sequence: int, page: int) -> torch.Tensor:
@@ -64,7 +64,7 @@ class Stored:
         return row
 
     def values(self, values: dict[str, Any]) -> dict[str, Any]:
-        """The kernel's parameters, from those that both kernels have."""
+        """The kernel's parameters, given those that both kernels share."""
         return values
 
 

@@ -1,4 +1,4 @@
-"""The decoding kernels, which put their splits together themselves, on the emulated machine."""
+"""The decoding kernels, which combine their splits themselves, on the emulated machine."""
 
 import math
 from collections.abc import Iterator
@@ -12,8 +12,9 @@ from flashmoe_tools.operations.serving.emulation.problem import Keys, MaskTensor
 from flashmoe_tools.operations.serving.emulation.tensors import NAN, Tensors, build
 from flashmoe_tools.tables import Unit
 
-BLOCKS = 19  # of the grid: shares end inside items, and items inside shares; more than are added up at once
-# The f16 kernel of the smallest head dim meets every problem; the others, the same source with other sizes or conversions, some.
+BLOCKS = 19  # grid size: shares end inside items and items inside shares; more than are summed at once
+# The f16 kernel with the smallest head dim runs every problem; the others, which are the same source with other sizes
+# or conversions, run some.
 FEW = ("decode", "divided", "shared by all", "lowest mask")
 ONE = ("decode",)
 SMALLEST = 64  # head dim
@@ -21,7 +22,7 @@ MANY = 70  # sequences: more than twice the lanes of a warp
 
 
 def problems(unit: Unit) -> Iterator[VarlenProblem]:
-    """Shares that begin and end inside items; every layout of rows and keys; band, scores; whole items."""
+    """Shares that begin and end inside items; every layout of rows and keys; score options; unsplit items."""
     n, dim = unit.row.block_n, unit.row.axes["head_dim"]
     keys = (5 * n + 7, 3, 0, n, 2 * n + 1)
     base = VarlenProblem("decode", unit.dtype, (1,) * 5, keys, 8, 2, dim, dim, Rows.DENSE, Keys.PAGED, 16)
@@ -32,19 +33,20 @@ def problems(unit: Unit) -> Iterator[VarlenProblem]:
     many = tuple(index % 5 for index in range(MANY))
     every = (
         base,
-        # One item for all blocks, more splits than are added at once, and maxima among the last; then at most three splits of it.
+        # One item for all blocks, with more splits than are summed at once and the maximum among the last ones; then at
+        # most three splits of it.
         replace(one, name="shared by all", keys=(17 * n + 5,), data_seed=21),
         replace(one, name="three splits", keys=(9 * n + 5,), splits=3, has_counter=True),
-        # Equal sequences without an array of lengths, as many as fill two rounds: whole items.
+        # Equal sequences without an array of lengths, enough to fill two rounds: items are not split.
         replace(one, name="equal", rows=(1,) * 27, keys=(n,) * 27, keys_layout=Keys.DENSE, page_size=0),
-        # Shares that grow from 19 tiles to a third of an item: 6 of 60 tiles for 19 blocks.
+        # Shares that grow from 19 tiles to a third of an item: 6 items of 60 tiles for 19 blocks.
         replace(one, name="equal parts", rows=(1,) * 6, heads_q=2, keys=(60 * n,) * 6),
         replace(base, name="one split", splits=1),
         replace(base, name="odd pages", page_size=3, head_dim=dim // 2 + 8, head_dim_v=dim // 2 - 8),
         replace(base, name="window", left=n + 5, right=0, has_sinks=True, softcap=20.0, magnitude=3.0, page_size=48),
         replace(few, right=0, has_sinks=True, spare_keys=3),
         replace(few, name="ragged, one split", right=1, left=n, splits=1, wants_lse=False),
-        # Seventeen rows of a group, and rows of one head: two items of a head.
+        # Seventeen rows of a group, or rows of one head: two items per head.
         replace(
             one,
             name="wide group",
@@ -68,17 +70,17 @@ def problems(unit: Unit) -> Iterator[VarlenProblem]:
             keys_layout=Keys.PAGED,
             page_size=16,
         ),
-        # More blocks than are added at once, the first of which has another item's end, too.
+        # More blocks than are summed at once; the first of them also has the end of another item.
         replace(one, name="shared by most", rows=(1, 1), keys=(n, 35 * n - 3)),
         replace(few, name="no rows", rows=(0, 0, 0), keys=(n, 0, 5), slack=2),
-        # The short sequences of a batch that a prefill kernel has the long ones of.
+        # The short sequences of a batch whose long ones are processed by a prefill kernel.
         replace(
             few, name="divided", rows=(3, 40, 0, 16, 17), keys=(n, 90, 5, 40, 2 * n), right=0, divided_at=16, splits=1
         ),
-        # Whole items, and sequences without rows in front of the ones that a block finds.
+        # Unsplit items, and sequences without rows before those that a block finds.
         replace(few, name="many, one split", rows=many, keys=many, heads_q=1, splits=1),
-        # Equal sequences without an array of lengths, in parts; sinks, since sequences lie as heads do. Of as many sequences as a warp has lanes
-        # the items would not be whole either.
+        # Equal sequences without an array of lengths, split; with sinks, because sequences are ordered like heads. With
+        # as many sequences as a warp has lanes, items would not be unsplit either.
         replace(
             one,
             name="equal, in parts",
@@ -112,7 +114,7 @@ def trial(unit: Unit, problem: VarlenProblem) -> Trial:
 
 
 def trial_on(unit: Unit, p: VarlenProblem, tensors: Tensors) -> Trial:
-    """On tensors that the caller may have changed, and a machine that holds ``BLOCKS`` blocks."""
+    """Runs on tensors that the caller may have changed, on a machine that holds ``BLOCKS`` blocks."""
     row = unit.row
     most_rows = p.most_rows * p.group
     items = math.ceil(most_rows / row.block_m) * p.heads_kv * len(p.rows)

@@ -1,4 +1,4 @@
-"""The kernels that read and write caches of 8-bit floats, on the emulated machine."""
+"""The kernels that read and write 8-bit float caches, on the emulated machine."""
 
 import math
 from collections.abc import Iterator
@@ -19,15 +19,15 @@ from flashmoe_tools.operations.serving.emulation.tensors import NAN, Tensors, bu
 from flashmoe_tools.tables import Unit
 
 E4M3 = torch.float8_e4m3fn
-BASE = 0.25  # what values are divided by: the scales are not those of the quantisation, which is none of the kernels' business
-LEAST_PAGE = 16  # that has a scale
+BASE = 0.25  # divides values before rounding; not the scales: how a cache was quantised does not matter to the kernels
+LEAST_PAGE = 16  # smallest page size that can have a scale
 NAN_CODE = 0x7F
-FACTOR = 2.0  # beside scales in memory
-COPIED_KEYS = 32  # that a block of threads copies at a time
+FACTOR = 2.0  # constant factor next to scales in memory
+COPIED_KEYS = 32  # keys that a block of threads copies at a time
 
 
 class Scales(str, Enum):
-    """What a cache has scales of."""
+    """What a cache has scales for."""
 
     NUMBER = "number"
     HEADS = "heads"
@@ -37,19 +37,21 @@ class Scales(str, Enum):
 
 @dataclass(frozen=True)
 class E4m3Problem(VarlenProblem):
-    """``exponents``: scales are powers of two, of these; none: of any value. ``choices``: the scales themselves instead.
-    ``has_every_code``: of both caches, NaN apart."""
+    """``exponents``: scales are powers of two with these exponents; None: scales have any value.
+
+    ``choices``: the scales themselves instead. ``has_every_code``: both caches hold every code except NaN.
+    """
 
     scales: Scales = Scales.NUMBER
     exponents: tuple[int, int] | None = (-4, 2)
     choices: tuple[float, ...] = ()
     has_every_code: bool = False
-    has_signs: bool = False  # scales below zero, and zero
+    has_signs: bool = False  # scales below zero and equal to zero
 
 
 @dataclass(frozen=True)
 class Scale:
-    """``values`` [1 or sequences or pages, key heads], and the struct that the kernel is told."""
+    """``values`` [1 or sequences or pages, key heads], and the struct that the kernel gets."""
 
     values: torch.Tensor
     scales: Scales
@@ -74,41 +76,41 @@ class Scale:
 
 
 def problems(unit: Unit) -> Iterator[E4m3Problem]:
-    """Those of the 16-bit kernel, with scales of every kind in turn; then what is new."""
+    """The 16-bit kernel's problems with all kinds of scales, then problems specific to scales."""
     n, dim = unit.row.block_n, unit.row.axes["head_dim"]
     every = [E4m3Problem(**{one.name: getattr(p, one.name) for one in fields(p)}) for p in decode.problems(unit)]
     for index, problem in enumerate(every):
         kind = tuple(Scales)[index % len(Scales)]
         if kind is Scales.PAGES and not (problem.keys_layout is Keys.PAGED and problem.page_size % LEAST_PAGE == 0):
             kind = Scales.SEQUENCES
-        if problem.head_dim != problem.head_dim_v:  # rows of whole 16 bytes
+        if problem.head_dim != problem.head_dim_v:  # rows must be multiples of 16 bytes
             problem = replace(problem, head_dim=dim // 2 + 16, head_dim_v=dim // 2 - 16)
         yield replace(problem, scales=kind)
     base = replace(every[0], keys=(5 * n + 7, 3, 0, n, 2 * n + 1), scales=Scales.PAGES, data_seed=90)
-    # As many tiles in one segment as make queries of bf16 worth converting; those of one sequence hold what f16 cannot.
+    # Enough tiles in one segment that converting bf16 queries pays off; those of one sequence hold what f16 cannot.
     long = replace(base, name="long segments", rows=(1,), keys=(17 * n + 5,), splits=1, scales=Scales.HEADS)
     if unit.dtype == "bf16" and dim > decode.SMALLEST:
-        if dim == 256:  # whose queries lie in shared memory
+        if dim == 256:  # its queries are in shared memory
             yield long
         return
-    # The window begins inside a warp's 16 keys, whose page the first key that is seen names.
+    # The window begins inside a warp's 16 keys; the first visible key selects their page.
     yield replace(base, name="page scales, window", left=n + 5, right=0, page_size=48)
     yield replace(base, name="any page scales", exponents=None, page_size=32)
-    # In whose units the output cannot stand: zero, and of bf16 what is far.
+    # Scales in whose units the output cannot be kept: zero, and for bf16 a distant one.
     yield replace(base, name="no units", choices=(0.0, 1.0, 1.0) if unit.dtype == "f16" else (0.0, 32.0, 2.0**41))
     yield replace(base, name="far page scales", exponents=(-20, 4 if unit.dtype == "f16" else 20), splits=1)
     yield replace(base, name="every code", scales=Scales.HEADS, exponents=(-6, -6), has_every_code=True)
     yield long
-    # Weights of bf16 that f16 has not: some tiles' references lag far behind.
+    # bf16 weights that f16 cannot represent: the references of some tiles lag far behind.
     yield replace(base, name="wide scores", scales=Scales.HEADS, magnitude=6.0)
 
 
 def coded_chunks(unit: Unit) -> Iterator[E4m3Problem]:
-    """Those of the kernel over 16 bits, with every kind of scale; every code, and scales of every sign."""
+    """The problems of the 16-bit kernel with every kind of scale; every code, and scales of every sign."""
     n, dim = unit.row.block_n, unit.row.axes["head_dim"]
     every = [E4m3Problem(**{one.name: getattr(p, one.name) for one in fields(p)}) for p in chunks(unit)]
     for index, problem in enumerate(every):
-        if problem.head_dim != problem.head_dim_v:  # rows of whole 16 bytes
+        if problem.head_dim != problem.head_dim_v:  # rows must be multiples of 16 bytes
             problem = replace(problem, head_dim=dim // 2 + 16, head_dim_v=dim // 2 - 16)
         kind = (Scales.NUMBER, Scales.HEADS, Scales.SEQUENCES)[index % 3]
         if problem.keys_layout is Keys.PAGED and problem.page_size % LEAST_PAGE == 0:
@@ -118,7 +120,7 @@ def coded_chunks(unit: Unit) -> Iterator[E4m3Problem]:
     yield replace(base, name="every code", scales=Scales.HEADS, exponents=(-6, -6), has_every_code=True)
     yield replace(base, name="any scales", scales=Scales.SEQUENCES, exponents=None)
     yield replace(base, name="signs", scales=Scales.HEADS, has_signs=True)
-    # Several blocks of a share, one page or many to a block; a window that has dropped pages.
+    # Several blocks per split, with one page or many per block; a window that has dropped pages.
     paged = replace(base, name="page scales", scales=Scales.PAGES, keys_layout=Keys.PAGED, page_size=48)
     yield replace(paged, keys=(5 * n + 9, 2 * n, 5, 1))
     yield replace(paged, name="page scales, window", keys=(5 * n + 9, n, 5, 1), page_size=16, left=n + 70, right=0)
@@ -149,7 +151,7 @@ def _codes(p: E4m3Problem, tensor: torch.Tensor, generator: torch.Generator) -> 
 
 
 def _rows(p: E4m3Problem, tensors: Tensors, codes: torch.Tensor, scale: Scale, sequence: int) -> torch.Tensor:
-    """[key heads, keys, columns] of a sequence, in float32; what a window has left behind is zero."""
+    """[key heads, keys, columns] of a sequence in float32; zero for pages that a window has left behind."""
     rows = []
     for key in range(p.keys[sequence]):
         if tensors.block_table is not None:
@@ -167,7 +169,7 @@ def _rows(p: E4m3Problem, tensors: Tensors, codes: torch.Tensor, scale: Scale, s
 
 
 def quantize(p: E4m3Problem, tensors: Tensors) -> tuple[Tensors, Scale, Scale]:
-    """The same with codes in the place of k and v, and what the codes times the scales are in ``sequences``."""
+    """Replaces k and v by codes, and ``sequences`` by the codes times their scales."""
     generator = torch.Generator().manual_seed(p.data_seed * 31 + 7)
     k, v = (_codes(p, tensor, generator) for tensor in (tensors.k, tensors.v))
     k_scale, v_scale = (_scale(p, tensors.k.shape[0], generator) for _ in range(2))
@@ -179,7 +181,7 @@ def quantize(p: E4m3Problem, tensors: Tensors) -> tuple[Tensors, Scale, Scale]:
 
 
 def dequantize(p: E4m3Problem, tensors: Tensors, k_scale: Scale, v_scale: Scale) -> Tensors:
-    """The 16-bit caches of ``quantize``'s codes, for scales that are not of sequences in pages that several of them share."""
+    """The 16-bit caches of ``quantize``'s codes; not for per-sequence scales if sequences share pages."""
 
     def whole(codes: torch.Tensor, scale: Scale) -> torch.Tensor:
         values = scale.values
@@ -214,12 +216,12 @@ def coded_chunk_trial(unit: Unit, p: E4m3Problem) -> Trial:
     return replace(made, launches=[replace(launch, values={"forward": launch.values, **scales})])
 
 
-# What stands at the edges of rounding: ties, the largest code and beyond, subnormals.
+# Values at the edges of rounding: ties, the largest code and beyond, subnormals.
 EDGES = (448.0, 463.9, 465.0, 1e4, -1e4, math.inf, -math.inf, NAN, 2.0**-10, 3 * 2.0**-10, 2.0**-11, 1.0625, 1.1875)
 
 
 class StoredCodes(append.Stored):
-    """A division by the scale and a rounding."""
+    """Stores rows divided by the scale and rounded."""
 
     def __init__(self, p: AppendProblem) -> None:
         self.p = p
@@ -249,7 +251,7 @@ def append_trial(unit: Unit, p: AppendProblem) -> Trial:
 
 
 def dequantize_problems(unit: Unit) -> Iterator[E4m3Problem]:
-    """Every layout and kind of scale; pages that sequences share, tails, columns of K and V apart."""
+    """Every layout and kind of scale; shared pages, tails, different numbers of columns for K and V."""
     base = E4m3Problem(
         "pages", unit.dtype, (1,) * 4, (70, 0, 33, 16), 2, 2, 64, 48, keys_layout=Keys.PAGED, page_size=16, slack=5
     )
@@ -258,7 +260,7 @@ def dequantize_problems(unit: Unit) -> Iterator[E4m3Problem]:
     yield replace(base, name="odd pages", page_size=7, scales=Scales.SEQUENCES, heads_kv=1, head_dim=16, head_dim_v=256)
     yield replace(base, name="dense", keys_layout=Keys.DENSE, page_size=0, spare_keys=3, scales=Scales.HEADS)
     yield replace(base, name="every code", scales=Scales.NUMBER, exponents=(-6, -6), has_every_code=True)
-    window = replace(base, name="window", keys=(134, 0, 33, 49), left=20, right=0)  # pages before it are gone
+    window = replace(base, name="window", keys=(134, 0, 33, 49), left=20, right=0)  # pages before the window are gone
     yield from (window, replace(window, name="window, large pages", page_size=32))
 
 

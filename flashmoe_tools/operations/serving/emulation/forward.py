@@ -1,4 +1,4 @@
-"""The forward kernels of ragged, paged and banded attention on the emulated machine, and what decoding shares with them."""
+"""The forward kernels of ragged and paged attention on the emulated machine, and what decoding shares with them."""
 
 import math
 from dataclasses import replace
@@ -30,7 +30,7 @@ from flashmoe_tools.tables import Unit
 
 
 def strides(p: VarlenProblem, tensor: torch.Tensor, *, is_query: bool) -> dict[str, int]:
-    """Of (batch, head, row). Ragged: no batch. Paged: batch is the page's. Folded heads are rows."""
+    """Strides of (batch, head, row). Ragged: batch is 0. Paged: batch is the page stride. Folded heads are rows."""
     stride = tensor.stride()
     if tensor.dim() == 3:
         batch, head, row = 0, stride[1], stride[0]
@@ -44,10 +44,10 @@ def strides(p: VarlenProblem, tensor: torch.Tensor, *, is_query: bool) -> dict[s
 
 
 def score_options(p: VarlenProblem, tensors: Tensors) -> dict[str, Any]:
-    """What scores go through."""
+    """The members of the score options."""
     mask: torch.Tensor | Buffer | None = tensors.mask
     batch, head, row, key = (0, 0, 0, 0) if tensors.mask is None else (*tensors.mask.stride(), 0, 0)[:4]
-    if p.mask is MaskTensor.ALIBI and tensors.mask is not None:  # slopes so far apart that 32 bits hold no offset
+    if p.mask is MaskTensor.ALIBI and tensors.mask is not None:  # slopes so far apart that offsets exceed 32 bits
         own = tensors.mask[:1] if p.mask_broadcast[0] else tensors.mask
         mask, head = Buffer(own[..., None].contiguous(), row_stride=FAR), FAR
         batch = 0 if p.mask_broadcast[0] else FAR * p.heads_q
@@ -71,7 +71,7 @@ def score_options(p: VarlenProblem, tensors: Tensors) -> dict[str, Any]:
 
 
 def sequences(p: VarlenProblem, tensors: Tensors) -> dict[str, Any]:
-    """Where the sequences of the batch lie."""
+    """The members that locate the sequences of the batch."""
     found: dict[str, Any] = {
         "cu_seqlens_q": tensors.cu_seqlens_q,
         "cu_seqlens_k": tensors.cu_seqlens_k,
@@ -87,7 +87,7 @@ def sequences(p: VarlenProblem, tensors: Tensors) -> dict[str, Any]:
 
 
 def sizes(p: VarlenProblem, tensors: Tensors) -> dict[str, Any]:
-    """What the parameters of forward and backward kernels have in common."""
+    """The members that forward and backward parameters share."""
     return {
         "batch": len(p.rows),
         "heads_q": p.heads_kv if p.is_folded else p.heads_q,
@@ -114,13 +114,13 @@ def values_of(p: VarlenProblem, tensors: Tensors, lse: torch.Tensor, **more: Any
         "lse": output(lse) if p.wants_lse else None,
         "num_splits": p.num_splits,
         "is_consistent": p.is_consistent,
-        "hints": 0,  # no bits depend on it
+        "hints": 0,  # does not affect any bits
         **more,
     }
 
 
 def from_grid_in_front(values: dict[str, Any]) -> dict[str, Any]:
-    """The same, and every tensor that is read the work of the grid in front."""
+    """The same, with every tensor that is read written by the preceding grid."""
     found: dict[str, Any] = {}
     for name, value in values.items():
         if isinstance(value, dict):
@@ -131,7 +131,7 @@ def from_grid_in_front(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def with_dropout(p: VarlenProblem, name: str, values: dict[str, Any]) -> dict[str, Any]:
-    """The parameters of a kernel that has dropout: those of one without, under ``name``, and its own."""
+    """The parameters of a dropout kernel: those without dropout under ``name``, and its own."""
     if p.dropout_p == 0:
         return values
     own = {
@@ -143,7 +143,7 @@ def with_dropout(p: VarlenProblem, name: str, values: dict[str, Any]) -> dict[st
 
 
 def row_blocks(p: VarlenProblem, block_m: int) -> int:
-    """Row blocks of a head, at most: what the host knows without reading lengths."""
+    """Upper bound of the row blocks of a head, which the host computes without reading lengths."""
     of_longest = math.ceil(p.most_rows / block_m) * len(p.rows)
     if p.rows_layout is Rows.DENSE:
         return of_longest
@@ -151,7 +151,7 @@ def row_blocks(p: VarlenProblem, block_m: int) -> int:
 
 
 def with_loadable_mask(tensors: Tensors, p: VarlenProblem) -> Tensors:
-    """Its rows begin at multiples of 16 bytes, as a tensor map needs; what is behind a row is NaN."""
+    """Aligns the mask's rows to 16 bytes, as a tensor map needs; the padding is NaN."""
     assert tensors.mask is not None
     own = tensors.mask[: 1 if p.mask_broadcast[0] else None, : 1 if p.mask_broadcast[1] else None]
     padded = torch.nn.functional.pad(own, (0, -own.shape[-1] % 8), value=NAN)
@@ -164,7 +164,7 @@ def trial(unit: Unit, problem: VarlenProblem) -> Trial:
 
 
 def trial_on(unit: Unit, p: VarlenProblem, tensors: Tensors) -> Trial:
-    """On tensors that the caller may have changed."""
+    """Runs on tensors that the caller may have changed."""
     lse = torch.full(tensors.statistics(p), NAN)
     partial = {
         "out_partial": torch.full((p.splits, lse.numel(), p.head_dim_v), NAN),
@@ -180,14 +180,14 @@ def trial_on(unit: Unit, p: VarlenProblem, tensors: Tensors) -> Trial:
     def check() -> list[str]:
         found: list[str] = []
         if p.splits > 1:
-            # A split that the plan does not use writes nothing: NaN, which counts as -inf. The sink is in split 0's.
+            # A split that the plan does not use writes nothing; its NaN counts as -inf. Only split 0 includes the sink.
             unused = torch.isnan(partial["lse_partial"])
-            if is_chunk:  # whose shares attention_combine reads, all of them
+            if is_chunk:  # attention_combine reads all of its splits
                 own = tensors.of_statistic(p, partial["lse_partial"].view(p.splits, *lse.shape).sum(0))
                 found = [
                     f"a share of sequence {index} is not there" for index, rows in enumerate(own) if rows.isnan().any()
                 ]
-            if is_chunk:  # what lies beside a share without keys is not read
+            if is_chunk:  # the output of a split without keys is not read
                 unused |= partial["lse_partial"].isneginf()
             whole = merge(
                 partial["out_partial"].masked_fill(unused[..., None], 0.0),
@@ -206,7 +206,7 @@ def trial_on(unit: Unit, p: VarlenProblem, tensors: Tensors) -> Trial:
 
 
 def other_bits(unit: Unit, p: VarlenProblem, tensors: Tensors, lse: torch.Tensor) -> list[str]:
-    """Of an exact problem: where the kernel's bits are not the recurrence's."""
+    """For an exact problem: where the kernel's bits differ from the recurrence."""
     found = []
     left, right = (-1 if side == UNBOUNDED else side for side in (p.left, p.right))
     views = zip(tensors.sequences, tensors.of_rows(p, tensors.out), tensors.of_statistic(p, lse), strict=True)
@@ -227,7 +227,7 @@ def other_bits(unit: Unit, p: VarlenProblem, tensors: Tensors, lse: torch.Tensor
 
 
 def disagreements(p: VarlenProblem, tensors: Tensors, lse: torch.Tensor) -> list[str]:
-    """What is wrong with a kernel's results; empty when nothing is."""
+    """What is wrong with a kernel's results; empty if nothing is."""
     found: list[str] = []
     views = zip(tensors.of_rows(p, tensors.out), tensors.of_statistic(p, lse), strict=True)
     for sequence, (out, own_lse) in enumerate(views):

@@ -1,4 +1,4 @@
-"""The forward kernels of ragged batches of 8-bit floats on the emulated machine."""
+"""The forward kernels of ragged 8-bit float batches on the emulated machine."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -15,18 +15,18 @@ from flashmoe_tools.operations.serving.emulation.problem import VarlenProblem
 from flashmoe_tools.operations.serving.emulation.tensors import NAN, Tensors, build
 from flashmoe_tools.tables import Unit
 
-FACTOR = 2.0  # beside scales in memory
+FACTOR = 2.0  # constant factor next to scales in memory
 
 
 @dataclass(frozen=True)
 class Fp8Problem(VarlenProblem):
-    """``scales``: how many dimensions those in memory have."""
+    """``scales``: number of dimensions of the scales in memory."""
 
     scales: int = 0
 
 
 def problems(unit: Unit) -> Iterator[Fp8Problem]:
-    """What the dense kernels do not meet: lengths, offsets, scales of sequences, tiles that heads share."""
+    """What the dense kernels do not cover: lengths, offsets, per-sequence scales, tiles shared by heads."""
     m, n, dim = unit.row.block_m, unit.row.block_n, unit.row.axes["head_dim"]
 
     def problem(name: str, rows: tuple[int, ...], keys: tuple[int, ...], **more: Any) -> Fp8Problem:
@@ -36,15 +36,15 @@ def problems(unit: Unit) -> Iterator[Fp8Problem]:
 
     # Sequences without rows, without keys, with fewer keys than rows (rows that see none), one past a tile both ways.
     yield problem("ragged", (m + 1, 0, 5, 9, 3), (2 * n + 1, n, 0, 4, 7), right=0, scales=2)
-    # Every key; columns short of the kernel's, those of the values by another number; bounds that exceed the sequences.
+    # No mask; fewer columns than the kernel's, another number for values; bounds that exceed the sequences.
     narrow = {"head_dim": dim // 2 + 16, "head_dim_v": dim // 2 - 16}
     yield problem("full", (7, m, 0), (n + 3, 2 * n, 0), heads_q=3, heads_kv=3, slack=70, wants_lse=False, **narrow)
-    # Whole blocks, after which the next sequence's begins one later; used keys short of the room.
+    # Complete blocks, after which the next sequence's block begins one later; fewer used keys than room.
     yield problem("whole blocks", (m - 5, 3, 2), (2 * n, n, n), right=0, scales=1, has_counter=False)
     yield problem("used keys", (m - 64, 9), (3 * n + 9, n - 5), spare_keys=7, scales=2, heads_q=4, heads_kv=2)
     if unit.dtype == "bf16":
         return
-    # Every stage comes round more than once in a tile.
+    # Every pipeline stage is reused within a tile.
     yield problem("long", (m + 9,), (m + 9 * n + 21,), right=0, heads_q=1)
     # More sequences than a warp has lanes.
     lengths = tuple(index % 3 for index in range(70))
@@ -68,7 +68,7 @@ def scale_struct(p: Fp8Problem, scale: torch.Tensor) -> dict[str, Any]:
 
 
 def values_in_blocks(p: Fp8Problem, tensors: Tensors, v: torch.Tensor, rows: int) -> torch.Tensor:
-    """V as the kernel in front leaves it, but NaN in blocks that no sequence has: [key heads, blocks, rows, 128]."""
+    """V as the preceding kernel leaves it, but with NaN in blocks of no sequence: [key heads, blocks, rows, 128]."""
     assert tensors.cu_seqlens_k is not None
     blocks = torch.full((p.heads_kv, v.shape[0] // BLOCK + len(p.rows), rows, BLOCK), NAN_CODE, dtype=torch.uint8)
     for sequence, (own, first) in enumerate(zip(tensors.of_keys(p, v), tensors.cu_seqlens_k.tolist(), strict=False)):

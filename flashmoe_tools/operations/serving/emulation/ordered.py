@@ -1,6 +1,7 @@
-"""The two kernels that decode with the bits of a prefill, on the emulated machine: scores, and what follows them.
+"""The two kernels that decode with the bits of a prefill, on the emulated machine: scores, then softmax and values.
 
-Each is held to fp64 and, on integers, to the recurrence that every prefill kernel follows bit for bit; so together they give a prefill's bits.
+Each is checked against fp64 and, for integers, against the recurrence that every prefill kernel matches bit for bit. So
+together they give a prefill's bits.
 """
 
 import math
@@ -18,18 +19,18 @@ from flashmoe_tools.operations.serving.emulation.problem import UNBOUNDED, Keys,
 from flashmoe_tools.operations.serving.emulation.tensors import NAN, Tensors, build
 from flashmoe_tools.tables import Unit
 
-GROUP = 16  # keys of a product
-COLUMNS = 32  # of a block of the second kernel
+GROUP = 16  # keys per product
+COLUMNS = 32  # columns per block of the second kernel
 ORDER = [
     8 * (i // 2) + 2 * t + i % 2 for t in range(4) for i in range(4)
-]  # of a group's keys: four of each lane of a quad
-SPLITS = 1 << 20  # what the host tells the first kernel: shares as small as they get
+]  # of a group's keys: four for each lane of a quad
+SPLITS = 1 << 20  # what the host passes to the first kernel: the smallest possible shares
 FEW = ("exact", "exact, ragged")
-ERROR = 1e-5  # of a score in fp32, relative to the sum of its terms' sizes
+ERROR = 1e-5  # error of a score in fp32, relative to the sum of its terms' magnitudes
 
 
 def problems(unit: Unit) -> Iterator[VarlenProblem]:
-    """Shares inside items, rings that fill more than once; every layout; windows whose first block is not the first; rows without keys."""
+    """Shares inside items, reused rings; every layout; windows that skip the first block; rows without keys."""
     n, stages, dim = unit.row.block_n, unit.row.stages, unit.row.axes["head_dim"]
     keys = ((stages + 2) * n + 7, 3, 0, n, 2 * n + 1)
     base = VarlenProblem("decode", unit.dtype, (1,) * 5, keys, 8, 2, dim, dim, Rows.DENSE, Keys.PAGED, 16)
@@ -48,9 +49,9 @@ def problems(unit: Unit) -> Iterator[VarlenProblem]:
         replace(
             one, name="equal", rows=(1,) * 3, keys=(2 * n,) * 3, keys_layout=Keys.DENSE, page_size=0, has_sinks=True
         ),
-        # Of the second slice of the values' columns a part.
+        # A partial second slice of the values' columns.
         replace(ragged, name="rows", rows=(18, 5), keys=(2 * n + 7, n), left=3 * n // 2, head_dim_v=dim // 2 + 8),
-        # Keys whose weight is beyond 16 bits of another's.
+        # Keys whose weight is more than 16 bits below another's.
         replace(one, name="far scores", heads_q=3, magnitude=30.0),
         replace(ragged, name="no rows", rows=(0, 0), keys=(n, 3), slack=2),
     )
@@ -60,7 +61,10 @@ def problems(unit: Unit) -> Iterator[VarlenProblem]:
 
 
 def _exact_scores(p: VarlenProblem, tensors: Tensors) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Of each sequence (scores, sums of their terms' sizes), float32 [key heads, rows, keys]: the heads of a position are neighbours."""
+    """(scores, sums of their terms' magnitudes) per sequence, float32 [key heads, rows, keys].
+
+    The heads of a position are adjacent rows.
+    """
     left, right = (-1 if side == UNBOUNDED else side for side in (p.left, p.right))
     found = []
     for q, k, _ in tensors.sequences:
@@ -84,7 +88,7 @@ def _memory(unit: Unit, p: VarlenProblem) -> torch.Tensor:
 
 
 def _blocks(unit: Unit, scores: torch.Tensor) -> tuple[int, int]:
-    """The keys of the blocks that some row sees."""
+    """The key range of the blocks that some row sees."""
     width = unit.row.block_n
     seen = (~torch.isneginf(scores)).any(0).any(0).nonzero()
     if len(seen) == 0:
@@ -93,7 +97,7 @@ def _blocks(unit: Unit, scores: torch.Tensor) -> tuple[int, int]:
 
 
 def _lay_out(unit: Unit, scores: torch.Tensor, end: int) -> Iterator[tuple[int, torch.Tensor]]:
-    """(row block, [heads, groups, rows, 16]) of scores [heads, rows, keys], with -inf behind them up to ``end``."""
+    """(row block, [heads, groups, rows, 16]) of scores [heads, rows, keys], padded with -inf up to ``end``."""
     whole = torch.full((*scores.shape[:2], end), -torch.inf)
     whole[..., : min(end, scores.shape[2])] = scores[..., :end]
     grouped = whole.unflatten(2, (-1, GROUP))[..., ORDER].transpose(1, 2)
@@ -146,7 +150,7 @@ def value_trial(unit: Unit, p: VarlenProblem) -> Trial:
 
 
 def value_trial_on(unit: Unit, p: VarlenProblem, tensors: Tensors, memory: torch.Tensor) -> Trial:
-    """From the scores that are in ``memory``."""
+    """Runs on the scores in ``memory``."""
     lse = torch.full(tensors.statistics(p), NAN)
     values = values_of(p, tensors, lse, out_partial=in_front(memory))
     slices = unit.row.axes["head_dim"] // COLUMNS

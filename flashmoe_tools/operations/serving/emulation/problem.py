@@ -1,4 +1,4 @@
-"""What a ragged, paged or banded attention problem is."""
+"""What a problem of ragged or paged attention with score options is."""
 
 import math
 from collections.abc import Mapping
@@ -9,41 +9,41 @@ from flashmoe_build.emulation.runner import NamedProblem
 
 UNBOUNDED = 1 << 30  # kUnbounded
 LOG2E = math.log2(math.e)
-SPARE_ROWS = 3  # query rows in front of the first sequence and behind the last one
+SPARE_ROWS = 3  # query rows before the first sequence and after the last one
 
 
 class Rows(str, Enum):
-    """How query rows lie in memory."""
+    """How query rows are stored."""
 
-    DENSE = "dense"  # [batch, heads, rows, head_dim]; every sequence has as many rows
-    RAGGED = "ragged"  # [rows of all, heads, head_dim]
+    DENSE = "dense"  # [batch, heads, rows, head_dim]; every sequence has the same number of rows
+    RAGGED = "ragged"  # [total rows, heads, head_dim]
 
 
 class Keys(str, Enum):
-    """How keys and values lie in memory."""
+    """How keys and values are stored."""
 
-    DENSE = "dense"  # [batch, heads, most keys, head_dim]; lengths by seqused_k
-    RAGGED = "ragged"  # [keys of all, heads, head_dim]
-    PAGED = "paged"  # [pages, page size, heads, head_dim], in random order; lengths by seqused_k
+    DENSE = "dense"  # [batch, heads, most keys, head_dim]; lengths in seqused_k
+    RAGGED = "ragged"  # [total keys, heads, head_dim]
+    PAGED = "paged"  # [pages, page size, heads, head_dim], in random order; lengths in seqused_k
 
 
 class MaskTensor(str, Enum):
-    """The order is that of the C++ enumeration."""
+    """Ordered like the C++ enumeration."""
 
     NONE = "none"
     BOOL = "bool"
     ADDITIVE = "additive"
-    ALIBI = "alibi"  # slopes [batch, heads] in its place
+    ALIBI = "alibi"  # slopes [batch, heads] instead of a mask
 
 
 def adds_alibi(options: Mapping[str, int]) -> bool:
-    """Whether a kernel with these options is one for ALiBi."""
+    """Whether a kernel with these options adds ALiBi."""
     return bool(options.get("alibi")) or options.get("scores") == 2
 
 
 @dataclass(frozen=True)
 class VarlenProblem(NamedProblem):
-    """A batch of sequences with ``rows[b]`` queries and ``keys[b]`` keys each, and what its scores go through."""
+    """A batch of sequences with ``rows[b]`` queries and ``keys[b]`` keys each, and its score options."""
 
     dtype: str
     rows: tuple[int, ...]
@@ -62,18 +62,18 @@ class VarlenProblem(NamedProblem):
     mask: MaskTensor = MaskTensor.NONE
     mask_broadcast: tuple[bool, bool, bool] = (False, False, False)  # over batch, heads, rows
     has_lowest: bool = (
-        False  # an additive mask hides by the type's lowest number: a row of nothing else averages its keys
+        False  # an additive mask hides with the type's lowest number: a row without other keys averages them
     )
-    spare_keys: int = 0  # room behind each sequence's used keys; ragged keys: then seqused_k is there, too
-    slack: int = 0  # how far seq_q and seq_k exceed the longest sequence
+    spare_keys: int = 0  # unused room after each sequence's keys; if keys are ragged, also passes seqused_k
+    slack: int = 0  # how much seq_q and seq_k exceed the longest sequence
     is_folded: bool = False  # one query position per sequence; the heads of a group are rows
-    is_decoding: bool = False  # the kernel itself makes rows of the heads of a group
+    is_decoding: bool = False  # the kernel itself treats the heads of a group as rows
     magnitude: float = 1.0  # of q
     is_exact: bool = False  # integers whose results are known bit for bit (attention/emulation/recurrence.py)
     is_consistent: bool = False
     splits: int = 1
     divided_at: int = (
-        0  # rows of a sequence up to which a decoding kernel serves it, and a prefill kernel those with more
+        0  # a decoding kernel processes the sequences with up to this many rows, a prefill kernel all others
     )
     wants_lse: bool = True
     has_counter: bool = True
@@ -82,7 +82,7 @@ class VarlenProblem(NamedProblem):
 
     @property
     def rng_state(self) -> tuple[int, int]:
-        """Seed and offset of the dropout, of more than 32 bits."""
+        """Seed and offset of the dropout; both have more than 32 bits."""
         return 0x9E3779B97F4A7C15 * (self.data_seed + 1) % (1 << 63), (self.data_seed << 33) + 5
 
     @property
@@ -96,7 +96,7 @@ class VarlenProblem(NamedProblem):
         return -1 if self.is_decoding else -self.divided_at
 
     def is_passed_over(self, sequence: int) -> bool:
-        """Whether another kernel serves it."""
+        """Whether another kernel processes this sequence."""
         return self.divided_at > 0 and (self.rows[sequence] > self.divided_at) == self.is_decoding
 
     @property
@@ -119,5 +119,5 @@ class VarlenProblem(NamedProblem):
 
     @property
     def most_keys(self) -> int:
-        """seq_k: of dense keys the tensor's own."""
+        """seq_k; for dense keys the tensor's size."""
         return max(self.keys) + (self.spare_keys if self.keys_layout is Keys.DENSE else self.slack)

@@ -1,4 +1,4 @@
-"""Ragged, paged and banded attention in fp64, from the 16-bit tensors that the kernels read."""
+"""Ragged and paged attention with score options in fp64, from the 16-bit tensors that the kernels read."""
 
 import torch
 
@@ -9,12 +9,12 @@ from flashmoe_tools.operations.attention_backward.emulation.backward import Scor
 from flashmoe_tools.operations.serving.emulation.problem import UNBOUNDED, MaskTensor, VarlenProblem
 from flashmoe_tools.operations.serving.emulation.tensors import Tensors
 
-EXPONENT_UNIT = 4e-7  # error of an exponent for each unit of a score in fp32
-FAR = 1e36  # beyond it a value of a mask leaves nothing of a score, in fp32 as in fp64
+EXPONENT_UNIT = 4e-7  # error of an exponent per unit of a score in fp32
+FAR = 1e36  # a mask value beyond this absorbs the score, in fp32 as in fp64
 
 
 def attend(p: VarlenProblem, tensors: Tensors, sequence: int) -> tuple[Scores, torch.Tensor]:
-    """The scores and the log-sum-exp [heads, rows] of one sequence, whose sink counts in both."""
+    """The scores and the log-sum-exp [heads, rows] of one sequence; both include its sink."""
     q, k, v = (tensor.double() for tensor in tensors.sequences[sequence])
     k, v = (tensor.repeat_interleave(p.group, dim=0) for tensor in (k, v))
     rows, keys = q.shape[1], k.shape[1]
@@ -50,8 +50,10 @@ def attend(p: VarlenProblem, tensors: Tensors, sequence: int) -> tuple[Scores, t
 
 
 def reference(p: VarlenProblem, tensors: Tensors, sequence: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(out, lse, bound of the error of out) of one sequence: [heads, rows, ...]. The bound is that of dense problems; a softcap
-    adds the fp32 error of its tanh."""
+    """(out, lse, bound of the error of out) of one sequence: [heads, rows, ...].
+
+    The bound is that of dense problems; a softcap adds the fp32 error of its tanh.
+    """
     scores, lse = attend(p, tensors, sequence)
     kept, keys = scores.weights * scores.factors, scores.k.shape[1]
     out, spread = kept @ scores.v, kept @ scores.v.abs()

@@ -1,7 +1,7 @@
-"""The tensors of a ragged, paged or banded problem.
+"""The tensors of a ragged or paged problem.
 
-NaN stands wherever no row sees a key: past the used keys of a sequence, in pages that no sequence has, in the keys of sequences without
-rows; and in query rows that belong to no sequence.
+They are NaN wherever no row sees a key (past the used keys of a sequence, in unused pages, in the keys of sequences
+without rows) and in query rows that belong to no sequence.
 """
 
 import itertools
@@ -14,12 +14,12 @@ from flashmoe_tools.operations.attention.emulation.recurrence import exact_input
 from flashmoe_tools.operations.serving.emulation.problem import SPARE_ROWS, Keys, MaskTensor, Rows, VarlenProblem
 
 NAN = float("nan")
-GARBAGE_PAGE = 10**6  # in the block table past a sequence's own pages
+GARBAGE_PAGE = 10**6  # fills the block table after a sequence's own pages
 
 
 @dataclass(frozen=True)
 class Tensors:
-    """``q``, ``k``, ``v`` and ``out`` as they lie in memory; ``sequences`` views of them as [heads, rows or keys, columns]."""
+    """``q``, ``k``, ``v`` and ``out`` as stored; ``sequences`` are views of them as [heads, rows or keys, columns]."""
 
     q: torch.Tensor
     k: torch.Tensor
@@ -31,27 +31,27 @@ class Tensors:
     seqused_k: torch.Tensor | None
     block_table: torch.Tensor | None
     sinks: torch.Tensor | None
-    mask: torch.Tensor | None  # [batch, heads, rows, keys], or of ALiBi [batch, heads], expanded
+    mask: torch.Tensor | None  # [batch, heads, rows, keys], or for ALiBi [batch, heads], expanded
 
     def statistics(self, p: VarlenProblem) -> tuple[int, ...]:
-        """Sizes of lse, dlse and row_dot: [batch, heads, rows], or [heads, rows of all]."""
+        """Sizes of lse, dlse and row_dot: [batch, heads, rows], or [heads, total rows]."""
         if p.rows_layout is Rows.DENSE:
             return len(p.rows), p.heads_q, p.rows[0]
         return p.heads_q, self.q.shape[0]
 
     def of_rows(self, p: VarlenProblem, tensor: torch.Tensor) -> list[torch.Tensor]:
-        """Views of a tensor that lies as ``q`` does, one for each sequence: [heads, rows, columns]."""
+        """Views of a tensor stored like ``q``, one per sequence: [heads, rows, columns]."""
         return _of_rows(p, tensor, self.cu_seqlens_q)
 
     def of_keys(self, p: VarlenProblem, tensor: torch.Tensor) -> list[torch.Tensor]:
-        """The same of the used keys, without pages: [heads, keys, columns]."""
+        """The same for the used keys, without pages: [heads, keys, columns]."""
         if self.cu_seqlens_k is None:
             return [own[:, :keys] for own, keys in zip(tensor, p.keys, strict=True)]
         firsts = self.cu_seqlens_k.tolist()
         return [tensor[first : first + keys].transpose(0, 1) for first, keys in zip(firsts, p.keys, strict=False)]
 
     def of_statistic(self, p: VarlenProblem, tensor: torch.Tensor) -> list[torch.Tensor]:
-        """The same of lse, dlse or row_dot: [heads, rows]."""
+        """The same for lse, dlse or row_dot: [heads, rows]."""
         if self.cu_seqlens_q is None:
             return list(tensor)
         firsts = self.cu_seqlens_q.tolist()
@@ -99,7 +99,7 @@ def build(p: VarlenProblem) -> Tensors:
             if p.is_exact:
                 values = exact_inputs(values.transpose(0, 1), generator)[1 if tensor is k else 2].transpose(0, 1)
             if p.rows[sequence] > 0:
-                for index in range(length):  # of a page that two sequences share the first one's values stay
+                for index in range(length):  # if two sequences share a page, the first one's values stay
                     if torch.isnan(memory[index]).any():
                         memory[index].copy_(values[index])
             rows.append(torch.stack(memory[:length]) if length > 0 else values.to(dtype))
@@ -108,7 +108,7 @@ def build(p: VarlenProblem) -> Tensors:
     if table is not None:
         for sequence, (row_count, length) in enumerate(zip(p.rows, p.keys, strict=True)):
             behind = max(0, length - row_count - p.left) // p.page_size
-            table[sequence, :behind] = GARBAGE_PAGE if sequence % 2 else -1  # of pages that windows have left behind
+            table[sequence, :behind] = GARBAGE_PAGE if sequence % 2 else -1  # for pages that windows have left behind
     out = torch.full((*q_sizes, p.head_dim_v), NAN, dtype=dtype)
     mask = _mask(p, generator)
     return Tensors(q, k, v, out, tuple(sequences), cu_q, cu_k, used, table, sinks, mask)
@@ -117,7 +117,7 @@ def build(p: VarlenProblem) -> Tensors:
 def _lay_out_keys(
     p: VarlenProblem, generator: torch.Generator
 ) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None, tuple[int, ...]]:
-    """(cu_seqlens_k, seqused_k, block_table, sizes of k and v but the last)."""
+    """(cu_seqlens_k, seqused_k, block_table, sizes of k and v except the last)."""
     used = _int32(list(p.keys))
     if p.keys_layout is Keys.DENSE:
         return (
@@ -132,7 +132,7 @@ def _lay_out_keys(
     counts = [-(-length // p.page_size) for length in p.keys]
     order = torch.randperm(
         sum(counts) + 2, generator=generator
-    ).tolist()  # two pages belong to no sequence, the first among them
+    ).tolist()  # two pages belong to no sequence, including the first
     order.insert(0, order.pop(order.index(0)))
     table = torch.full((len(p.keys), max(*counts, -(-p.most_keys // p.page_size), 1)), GARBAGE_PAGE)
     table[:, -1] = -7
@@ -160,12 +160,12 @@ def _mask(p: VarlenProblem, generator: torch.Generator) -> torch.Tensor | None:
         return None
     sizes = (len(p.rows), p.heads_q, max(p.rows))
     own = [1 if broadcast else size for size, broadcast in zip(sizes, p.mask_broadcast, strict=True)]
-    if p.mask is MaskTensor.ALIBI:  # of either sign
+    if p.mask is MaskTensor.ALIBI:  # both signs
         return (torch.rand(*own[:2], generator=generator) * 0.4 - 0.05).expand(*sizes[:2])
     hidden = torch.rand(*own, max(p.keys), generator=generator) < 0.3
     hidden[0, 0, 0] = True  # a row that sees nothing
     if p.has_lowest:
-        hidden[..., 1:2, : 2 * max(p.keys) // 3] = True  # and one that sees the last keys alone
+        hidden[..., 1:2, : 2 * max(p.keys) // 3] = True  # and one that only sees the last keys
     if p.mask is MaskTensor.BOOL:
         return (~hidden).expand(*sizes, -1)
     values = torch.randn(hidden.shape, generator=generator) * 2

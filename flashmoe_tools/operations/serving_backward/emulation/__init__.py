@@ -1,4 +1,4 @@
-"""The backward kernels of ragged and banded attention on the emulated machine."""
+"""The backward kernels of ragged attention with score options on the emulated machine."""
 
 from flashmoe_tools.operations.serving_backward.emulation import around_fused, backward, bias, scores_sum
 

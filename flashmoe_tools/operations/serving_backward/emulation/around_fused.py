@@ -1,4 +1,4 @@
-"""The kernels in front of and behind the fused backward kernel of ragged and banded attention, on the emulated machine."""
+"""The kernels before and after the fused backward kernel of ragged attention, on the emulated machine."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -17,7 +17,7 @@ from flashmoe_tools.tables import Unit
 
 def problems(unit: Unit) -> Iterator[VarlenProblem]:
     dim = unit.row.axes["head_dim"]
-    # Sequences without rows, without keys, of whole partials and one row past them, of rows that see no key.
+    # Sequences without rows, without keys, of complete partials and one row more, of rows that see no key.
     lengths = ((65, 0, 64, 130, 3), (200, 7, 0, 4, 7))
     yield VarlenProblem("ragged", unit.dtype, *lengths, 2, 1, dim // 2 + 8, dim // 2 - 8, right=0)
     if unit.dtype == "bf16":  # the float16 kernel with other conversions

@@ -1,6 +1,6 @@
-"""The backward kernels of ragged and banded attention on the emulated machine: dq's, that of dk and dv, and the one that makes all three.
+"""The backward kernels of ragged attention with score options on the emulated machine: dq, dk and dv, and fused.
 
-NaN stands in every row and key that belongs to no sequence, of dout and the statistics too; their gradients must be zero.
+Every row and key that belongs to no sequence is NaN, also in dout and the statistics; their gradients must be zero.
 """
 
 import math
@@ -27,17 +27,17 @@ RESULTS = {
     "attention_varlen_backward_dkv": ("dk", "dv"),
     "attention_dropout_backward_dq": ("dq",),
     "attention_dropout_backward_dkv": ("dk", "dv"),
-    FUSED: ("dk", "dv"),  # and the partials of dq
+    FUSED: ("dk", "dv"),  # plus the partials of dq
     DROPOUT_FUSED: ("dk", "dv"),
     MASK_FUSED: ("dk", "dv"),
 }
-# Error of a score for each unit of it; Turing's products add up 8 columns at a time, and cut off.
+# Error of a score per unit of its size. Turing's products sum 8 columns at a time and truncate.
 SCORE_UNIT = {"sm90": 8e-7, "sm80": 8e-7, "sm75": 3e-6}
 
 
 @dataclass(frozen=True)
 class Given:
-    """What the kernels read beside q, k and v, as it lies in memory; NaN where it belongs to no sequence."""
+    """What the kernels read besides q, k and v, as stored; NaN for rows that belong to no sequence."""
 
     out: torch.Tensor
     dout: torch.Tensor
@@ -49,8 +49,10 @@ class Given:
 def expect(
     p: VarlenProblem, tensors: Tensors, *, shares_weights: bool, score_unit: float
 ) -> tuple[Given, list[Expected]]:
-    """And for each sequence the gradients and row_dot in fp64, [heads, rows or keys, columns], from the 16-bit tensors that the
-    kernels read."""
+    """The kernels' other inputs, and the gradients and row_dot of each sequence in fp64.
+
+    Gradients are [heads, rows or keys, columns] and computed from the 16-bit tensors that the kernels read.
+    """
     generator = torch.Generator().manual_seed(p.data_seed * 101 + 3)
     out = torch.full((*tensors.q.shape[:-1], p.head_dim_v), NAN, dtype=tensors.q.dtype)
     dout = torch.full_like(out, NAN)
@@ -80,7 +82,7 @@ def expect(
 
 
 def blocks_of(p: VarlenProblem, unit: Unit) -> int:
-    """Tiles of all heads, at most: what the host knows without reading lengths."""
+    """Upper bound of the tiles of all heads, which the host computes without reading lengths."""
     if unit.row.operation.endswith("_backward_dq"):
         heads, block, is_dense, most = p.heads_q, unit.row.block_m, p.rows_layout is Rows.DENSE, p.most_rows
         total = sum(p.rows) + 2 * SPARE_ROWS
@@ -88,7 +90,7 @@ def blocks_of(p: VarlenProblem, unit: Unit) -> int:
         heads, block, is_dense, most = p.heads_kv, unit.row.block_n, p.keys_layout is Keys.DENSE, p.most_keys
         total = max(1, sum(p.keys) + p.spare_keys * len(p.keys))
     of_longest = math.ceil(most / block) * len(p.rows)
-    # Each sequence ends with a broken tile at most, and so do the two with what belongs to none.
+    # Each sequence ends with at most one partial tile, and so do the two regions that belong to no sequence.
     tiles = of_longest if is_dense else math.ceil(total / block) + len(p.rows) + 2
     if not is_dense and unit.row.schedule != "persistent":
         tiles = min(tiles, of_longest + CLEARING_SLOTS)
@@ -105,7 +107,7 @@ def trial(unit: Unit, problem: VarlenProblem) -> Trial:
 
 
 def trial_on(unit: Unit, p: VarlenProblem, tensors: Tensors, given: Given, expected: list[Expected]) -> Trial:
-    """On tensors that the caller may have changed; results are NaN before."""
+    """Runs on tensors that the caller may have changed; results are NaN before."""
     like = {"dq": tensors.q, "dk": tensors.k, "dv": tensors.v}
     results = {name: torch.full_like(like[name], NAN) for name in RESULTS[unit.row.operation]}
     named = {"q": tensors.q, "k": tensors.k, "v": tensors.v, "out": given.out, "dout": given.dout, **results}
@@ -137,7 +139,7 @@ def trial_on(unit: Unit, p: VarlenProblem, tensors: Tensors, given: Given, expec
         if unit.row.options["gradient"]:
             scores = torch.full((len(p.rows), p.heads_q, p.most_rows, row), NAN, dtype=tensors.q.dtype)
             if p.right < UNBOUNDED or min(p.keys) < p.most_keys:
-                scores[..., : p.most_keys] = 0.0  # tiles may be passed over
+                scores[..., : p.most_keys] = 0.0  # tiles may be skipped
         gradient = None if scores is None else output(scores)
         values = {"backward": values, "scores_gradient": gradient, "scores_gradient_row": row}
 
@@ -154,7 +156,7 @@ def trial_on(unit: Unit, p: VarlenProblem, tensors: Tensors, given: Given, expec
 def score_gradient(
     p: VarlenProblem, tensors: Tensors, given: Given, sequence: int, unit: Unit
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """dS and the bound of its error [heads, rows, keys]: as of the other gradients, but that nothing is rounded to the type."""
+    """dS and the bound of its error [heads, rows, keys]: as for other gradients, but without rounding to the type."""
     scores, _ = attend(p, tensors, sequence)
     dout, dot = given.dout[sequence].double(), given.row_dot[sequence].double()[..., None]
     d_weights = scores.factors * (dout @ scores.v.mT)
@@ -164,7 +166,7 @@ def score_gradient(
 
 
 def _wrong_scores(p: VarlenProblem, tensors: Tensors, given: Given, unit: Unit, scores: torch.Tensor) -> Iterator[str]:
-    """Of dS [batch, heads, rows, keys and what pads them]."""
+    """Checks dS [batch, heads, rows, keys and padding]."""
     for sequence, (rows, keys) in enumerate(zip(p.rows, p.keys, strict=True)):
         if keys == 0:
             continue
@@ -189,7 +191,7 @@ def _wrong_partials(p: VarlenProblem, partials: RaggedPartials, expected: list[E
 def disagreements(
     p: VarlenProblem, tensors: Tensors, name: str, result: torch.Tensor, expected: Sequence[Expected]
 ) -> list[str]:
-    """What is wrong with a gradient or row_dot; rows and keys of no sequence must have zero."""
+    """What is wrong with a gradient or row_dot; rows and keys that belong to no sequence must be zero."""
     views = {"row_dot": tensors.of_statistic, "dq": tensors.of_rows}.get(name, tensors.of_keys)
     rest = result.clone()
     found: list[str] = []

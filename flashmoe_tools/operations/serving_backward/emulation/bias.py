@@ -1,4 +1,4 @@
-"""The kernel of an additive mask's gradient on the emulated machine, with every sum that it makes: over batch, heads, rows and keys."""
+"""The kernel of an additive mask's gradient on the emulated machine, with all its sums: over batch, heads, rows, keys."""
 
 import math
 from collections.abc import Iterator
@@ -17,12 +17,15 @@ from flashmoe_tools.operations.serving_backward.emulation.backward import SCORE_
 from flashmoe_tools.tables import Unit
 
 OPERATION = "attention_bias_gradient"
-FEW = ("batch", "rows")  # of a bf16 kernel
+FEW = ("batch", "rows")  # those of a bf16 kernel
 
 
 @dataclass(frozen=True)
 class BiasProblem(VarlenProblem):
-    """Dense, with an additive mask. ``splits``: parts of each sum. Rows are folded where the mask is broadcast over them."""
+    """Dense, with an additive mask.
+
+    ``splits``: number of partial sums of each element. Rows are folded if the mask is broadcast over them.
+    """
 
     folds_keys: bool = False
 
@@ -42,23 +45,23 @@ def problems(unit: Unit) -> Iterator[BiasProblem]:
         replace(
             base("batch", 3, m + 9, 2 * n + 5), mask_broadcast=(True, False, False), heads_q=4, heads_kv=2, right=0
         ),
-        # Parts that begin and end in the middle of a sequence; a softcap, whose slope is no part of it.
+        # Splits that begin and end in the middle of a sequence; a softcap, whose slope is not included.
         replace(
             base("heads", 2, m, n + 3), mask_broadcast=(True, True, False), heads_q=3, heads_kv=3, splits=4, softcap=7.0
         ),
-        # Columns short of the kernel's, those of the values by another number; whole tiles that no row sees, and one of whose keys the first row
-        # sees the last alone.
+        # Fewer columns than the kernel's, another number for values; complete tiles that no row sees, and one of which
+        # the first row sees only the last key.
         replace(base("own", 2, 9, 5 * n + 1), head_dim=dim // 2 + 8, head_dim_v=dim // 2 - 8, left=n - 7, right=0),
-        # More rows than keys: row tiles without a key are passed over.
+        # More rows than keys: row tiles without a key are skipped.
         replace(base("rows", 2, 2 * m + 7, n), mask_broadcast=(False, False, True), right=0, splits=2),
-        base("whole chunks", 2, m + 9, 2 * n + 24),  # stored eight keys at a time
+        base("whole chunks", 2, m + 9, 2 * n + 24),  # stored in groups of eight keys
         replace(base("keys", 1, m + 1, 2 * n + 1), folds_keys=True, softcap=7.0, wants_lse=False),
         replace(base("rows and keys", 2, m + 5, n + 1), mask_broadcast=(True, False, True), folds_keys=True, left=n),
         replace(base("one row", 3, 1, n + 9), mask_broadcast=(True, False, False), heads_q=4),
     ]
     for seed, problem in enumerate(found):
         if unit.row.family == "sm90" and (problem.folds_keys or problem.mask_broadcast[2]):
-            continue  # sm80's kernel serves these
+            continue  # these run on sm80's kernel
         if unit.dtype == "f16" or problem.name in FEW:
             dropout_p = 0.3 if unit.row.options.get("dropout") else 0.0
             yield replace(problem, data_seed=seed, dropout_p=dropout_p)
@@ -103,12 +106,15 @@ def trial(unit: Unit, p: BiasProblem) -> Trial:
         return worst_element("sums", sums.double().sum(0), value, bound + 1e-6)
 
     parts = math.ceil(shape[3] / m) * math.ceil(shape[4] / n) * p.splits * batches * heads
-    blocks = min(parts, 3) if unit.row.family == "sm90" else parts  # fewer than tiles: each has several
+    blocks = min(parts, 3) if unit.row.family == "sm90" else parts  # fewer blocks than tiles: each block has several
     return Trial([Launch(values, blocks)], check, {"sums": sums})
 
 
 def _folded(tensor: torch.Tensor, shape: tuple[int, ...], block: tuple[int, int]) -> torch.Tensor:
-    """[batch, heads, rows, keys] summed to ``shape`` but its splits: rows, or keys, of equal numbers within their tile."""
+    """[batch, heads, rows, keys] summed to ``shape`` without splits.
+
+    Folded rows or keys are added up by their number within the tile.
+    """
     if shape[1] == 1:
         tensor = tensor.sum(0, keepdim=True)
     if shape[2] == 1:

@@ -1,6 +1,8 @@
-"""The partials of dq that the fused backward kernel of ragged and banded attention adds up: where they lie, and how many tiles add to each.
+"""The partials of dq that the fused backward kernel of ragged attention adds up: their places and ranks.
 
-Numbered here from the lengths alone, by a table, not by the kernel's rule for a row."""
+A rank is the number of tiles that add to a partial. Partials are numbered here by a table from the lengths, not by the
+kernel's rule for a row.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +45,10 @@ class RaggedPartials:
         return rows[:, : p.rows[sequence], : p.head_dim]
 
     def expected_ranks(self, p: VarlenProblem) -> torch.Tensor:
-        """[partials]: how many tiles of keys have one that a row of the partial, or one that would follow the last, sees."""
+        """[partials]: the number of key tiles with a key that one of the partial's rows sees.
+
+        Rows that would follow the last one count too.
+        """
         ranks = torch.zeros(self.all.ranks.shape[1], dtype=torch.int32)
         for sequence, (rows, keys) in enumerate(zip(p.rows, p.keys, strict=True)):
             key = torch.arange(keys)[None, :]

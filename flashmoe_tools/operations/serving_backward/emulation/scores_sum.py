@@ -1,4 +1,4 @@
-"""The kernel that adds up matrices of dS for a mask that they share, on the emulated machine: over sequences, over heads, over both."""
+"""The kernel that adds up dS matrices for a shared mask, on the emulated machine: over sequences, heads, or both."""
 
 import math
 from collections.abc import Iterator
@@ -16,7 +16,7 @@ CHUNKS = 2  # kScoresSumChunks
 
 @dataclass(frozen=True)
 class Shared(NamedProblem):
-    """Scores [batch, heads, rows, keys] of a mask with one element in place of the dimensions ``dims``."""
+    """Scores [batch, heads, rows, keys] of a mask that has size one in the dimensions ``dims``."""
 
     name: str
     sizes: tuple[int, int, int, int]
