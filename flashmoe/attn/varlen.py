@@ -137,8 +137,8 @@ def attention_varlen(
     graph may be replayed with other lengths up to the maxima.
 
     Args:
-        q: [Nq, Hq, D], float16 or bfloat16 (on the CPU also float32), 1 <= D <= 256, last dimension contiguous.
-        k, v: [Nk, Hkv, D] and [Nk, Hkv, Dv] of the same dtype and device, 1 <= Dv <= 256, or pages [P, page_size, Hkv, D]. Hkv
+        q: [Nq, Hq, D], float16 or bfloat16 (on the CPU also float32), 1 <= D <= 512, last dimension contiguous.
+        k, v: [Nk, Hkv, D] and [Nk, Hkv, Dv] of the same dtype and device, 1 <= Dv <= 512, or pages [P, page_size, Hkv, D]. Hkv
                 divides Hq: query head h reads key head h // (Hq // Hkv). With a 16-bit q, k and v may be float8_e4m3fn; so may all three.
             cu_seqlens_q: [B + 1] int32 on q's device: the running sum of the lengths, starting at 0, at most Nq.
             cu_seqlens_k: the same for the keys; with seqused_k the first sequence may start later. None with pages.
