@@ -384,7 +384,7 @@ def test_kernels_take_additive_masks_alone() -> None:
 
 @pytest.mark.gpu
 def test_no_tensor_of_the_scores_size(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A broadcast mask costs its own size and some partial sums of it, and no [B, H, Sq, Sk] tensor if FLASHMOE_SPLIT_BACKWARD is 1."""
+    """A broadcast mask costs its size and some partial sums, and no [B, H, Sq, Sk] tensor if FLASHMOE_SPLIT_BACKWARD is 1 or it would exceed 1 GiB."""
     q, k, v = (make("cuda", torch.bfloat16, 8, 16, 1024, 64).detach() for _ in range(3))
     scores = 8 * 16 * 1024 * 1024 * 2
     monkeypatch.setenv("FLASHMOE_SPLIT_BACKWARD", "1")
