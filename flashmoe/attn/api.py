@@ -142,7 +142,6 @@ def attention(
             causal and scale, or with a gradient, the tensors are dequantised and everything runs as in 16 bits.
         out_dtype: only for float8_e4m3fn inputs: the dtype of out, bfloat16 (default) or float16.
 
-        Returns:
     Returns:
         out [B, Hq, Sq, Dv] in q's dtype (or out_dtype), with q's order of strides if q is dense; with ``return_lse`` also lse
         [B, Hq, Sq] in float32 (natural logarithm). A query that sees no key has out 0 and lse -inf, or its sink. Both can be

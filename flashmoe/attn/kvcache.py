@@ -105,11 +105,11 @@ def attention_with_kvcache(
     Args:
         q: [B, Hq, Sq, D], float16 or bfloat16 (on the CPU also float32); Sq is 1 when decoding.
         k_cache, v_cache: [B, Hkv, Smax, D] and [B, Hkv, Smax, Dv], or pages [P, page_size, Hkv, D] with block_table; any strides
-                with a contiguous last dimension. In q's dtype, or float8_e4m3fn with a 16-bit q.
-            k_new, v_new: [B, Hkv, Snew, D] and [B, Hkv, Snew, Dv], written after the first cache_seqlens[b] keys of sequence b; None
-                to append nothing. They must not overlap the caches in memory, and two sequences must not append to the same page. Values
-                appended to a float8_e4m3fn cache are divided by its scale in float32 and rounded to nearest even; beyond 448 they become
-                448, and NaN stays NaN.
+            with a contiguous last dimension. In q's dtype, or float8_e4m3fn with a 16-bit q.
+        k_new, v_new: [B, Hkv, Snew, D] and [B, Hkv, Snew, Dv], written after the first cache_seqlens[b] keys of sequence b; None
+            to append nothing. They must not overlap the caches in memory, and two sequences must not append to the same page. Values
+            appended to a float8_e4m3fn cache are divided by its scale in float32 and rounded to nearest even; beyond 448 they become
+            448, and NaN stays NaN.
         cache_seqlens: [B] int32 on q's device, the number of keys in each cache before the call. Not modified.
         block_table: [B, pages] int32, the pages of each sequence: key j is row j % page_size of page block_table[b, j // page_size].
         causal, window, softcap, sinks, alibi_slopes, scale, num_splits, k_scale, v_scale, consistent: as in :func:`attention_varlen`; the

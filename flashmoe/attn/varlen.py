@@ -139,16 +139,16 @@ def attention_varlen(
     Args:
         q: [Nq, Hq, D], float16 or bfloat16 (on the CPU also float32), 1 <= D <= 512, last dimension contiguous.
         k, v: [Nk, Hkv, D] and [Nk, Hkv, Dv] of the same dtype and device, 1 <= Dv <= 512, or pages [P, page_size, Hkv, D]. Hkv
-                divides Hq: query head h reads key head h // (Hq // Hkv). With a 16-bit q, k and v may be float8_e4m3fn; so may all three.
-            cu_seqlens_q: [B + 1] int32 on q's device: the running sum of the lengths, starting at 0, at most Nq.
-            cu_seqlens_k: the same for the keys; with seqused_k the first sequence may start later. None with pages.
-            max_seqlen_q, max_seqlen_k: the longest sequence's length, or more; ints, because the host does not read the lengths.
-            causal: hide keys after the query's own: the window's right side is 0.
-            window: (left, right): query i sees keys from i + (Sk - Sq) - left to i + (Sk - Sq) + right; -1 means no limit.
-            softcap: scores become softcap * tanh(scores / softcap); at most 4096, 0.0 for none.
-            sinks: [Hq], one extra score per head that is added to each row's softmax sum and has no value. Float32, or converted to it.
-            alibi_slopes: [Hq] or [B, Hq], float32 or converted to it: -slope * abs(i + (Sk - Sq) - j) is added to the score of query i and
-                key j, after softcap; on a GPU slopes are capped at 88. Has no gradient.
+            divides Hq: query head h reads key head h // (Hq // Hkv). With a 16-bit q, k and v may be float8_e4m3fn; so may all three.
+        cu_seqlens_q: [B + 1] int32 on q's device: the running sum of the lengths, starting at 0, at most Nq.
+        cu_seqlens_k: the same for the keys; with seqused_k the first sequence may start later. None with pages.
+        max_seqlen_q, max_seqlen_k: the longest sequence's length, or more; ints, because the host does not read the lengths.
+        causal: hide keys after the query's own: the window's right side is 0.
+        window: (left, right): query i sees keys from i + (Sk - Sq) - left to i + (Sk - Sq) + right; -1 means no limit.
+        softcap: scores become softcap * tanh(scores / softcap); at most 4096, 0.0 for none.
+        sinks: [Hq], one extra score per head that is added to each row's softmax sum and has no value. Float32, or converted to it.
+        alibi_slopes: [Hq] or [B, Hq], float32 or converted to it: -slope * abs(i + (Sk - Sq) - j) is added to the score of query i and
+            key j, after softcap; on a GPU slopes are capped at 88. Has no gradient.
         scale: multiplies q k^T; a finite number, not a tensor; 1 / sqrt(D) by default.
         seqused_k: [B] int32, the number of keys of each sequence; required with pages, by default all that the sequence has room for.
         block_table: [B, pages of the longest] int32, the pages of each sequence, in any order, shared or not.

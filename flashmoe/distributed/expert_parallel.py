@@ -98,9 +98,9 @@ class ExpertParallel:
             [T, H] in x's dtype. Differentiable once, in x, w13, w2, topk_weights, biases and shared.
 
         Raises:
-                DistributedError: the ranks disagree about shapes or options, or one does not respond; the message names it. The errors of
-                fused_moe; ArgumentError for expert_map, weights_on_input and out, which this class sets or does not support; ShapeError
-                with dispatch_dtype if H is not a multiple of 128.
+            DistributedError: the ranks disagree about shapes or options, or one does not respond; the message names it. The errors of
+            fused_moe; ArgumentError for expert_map, weights_on_input and out, which this class sets or does not support; ShapeError
+            with dispatch_dtype if H is not a multiple of 128.
         """
         _check(x, topk_weights, topk_ids, options)
         if self.dispatch_dtype is not None and x.shape[1] % BLOCK:

@@ -124,12 +124,12 @@ class MLA(nn.Module):
         Args:
             cache: [B, Smax, 576], or pages [P, page_size, 576] with block_table; of x's dtype.
             cache_seqlens: [B] int32.
-                block_table: [B, pages] int32, as in :func:`flashmoe.mla_decode`.
-                absorbed: True: queries are projected into the latent space, for inference; False: keys and values of every head are computed from
-                    the latents, which reads cache_seqlens on the host. Both agree up to rounding. None: absorbed with a cache and up to 128 tokens.
+            block_table: [B, pages] int32, as in :func:`flashmoe.mla_decode`.
+            absorbed: True: queries are projected into the latent space, for inference; False: keys and values of every head are computed from
+                the latents, which reads cache_seqlens on the host. Both agree up to rounding. None: absorbed with a cache and up to 128 tokens.
 
-            Raises ShapeError, DtypeError, ArgumentError, ArgumentTypeError, and the errors of mla_decode and attention; DifferentiationError for a
-            gradient with a cache or in the absorbed form.
+        Raises ShapeError, DtypeError, ArgumentError, ArgumentTypeError, and the errors of mla_decode and attention; DifferentiationError for a
+        gradient with a cache or in the absorbed form.
         """
         self._check(x, cache, cache_seqlens)
         batch, tokens, _ = x.shape
