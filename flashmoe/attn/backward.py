@@ -74,7 +74,7 @@ def backward(
     grouped = (batch, heads_kv, group, seq_q)
     q_rows = q.reshape(*grouped, head_dim)
     do_rows = (torch.zeros_like(q) if grad_out is None else grad_out).reshape(*grouped, head_dim)
-    # row_term is rowsum(dO * O) - dLSE; The lse of a fully masked row becomes +inf, so that exp gives 0 and not NaN.
+    # row_term is rowsum(dO * O) - dLSE. The lse of a fully masked row becomes +inf, so that exp gives 0 and not NaN.
     row_term = _row_term(grad_out, grad_lse, out, lse, work).reshape(grouped)
     safe_lse = lse.to(work).masked_fill(lse == -math.inf, math.inf).reshape(grouped)
 
